@@ -43,10 +43,10 @@ from layers import (
     save,
     show,
 )
+from throughput import fill
 
 import kvjax
 from kvjax import CacheSpec, ops, presets
-from kvjax.evaluate.throughput import fill
 from kvjax.numerics.partial import group_queries
 from kvjax.policies.short import of_size
 

@@ -24,10 +24,10 @@ from decode_step import L2_BYTES, policies, random_pair, through
 from device_time import bytes_per_us
 from jax import Array
 from layers import LAYER, SMALL_LAYER, clock, floor_us, names, numbers, options, out_of, parse, save, show
+from throughput import fill
 
 import kvjax
 from kvjax import CacheSpec
-from kvjax.evaluate.throughput import fill
 from kvjax.kernels_pallas import tuned
 
 METHODS = ["full", "fier", "quest", "pariskv", "logquant"]

@@ -32,13 +32,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import throughput
 from device_time import bytes_per_us
 from jax.sharding import Mesh
 from layers import implementation, out_of, save, show
 
 import kvjax
 from kvjax import Cache, PerLayer, Placement, presets
-from kvjax.evaluate import throughput
 from kvjax.generation import Stream, generate, prefill
 from kvjax.generation.sampling import Sampling
 from kvjax.memory import nbytes

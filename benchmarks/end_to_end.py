@@ -3,12 +3,11 @@
     python benchmarks/end_to_end.py --out end_to_end.json [--lengths 8192,32768,131072] [--batches 1,8 | --largest]
         [--methods cudnn,full,fier,pariskv,freekv,logquant] [--prompt]
 
-As `kvjax bench --random llama-3.1-8b --synthetic-cache` (`kvjax.evaluate.throughput` says what is timed), with one more
-row: the strongest full attention that JAX offers, `jax.nn.dot_product_attention(implementation="cudnn")` over keys and
-values [B, S, K, D], as a policy. The queries of a random model turn in every step, so all heads of `freekv` recall
-before they attend; in `freekv:tau=-1` none does, and the recall overlaps with the rest of the step. With `--prompt` the
-model prefills random tokens in one chunk, which times TTFT too. Rows that the file has are not measured again; each row
-is written as soon as it is done.
+`throughput.py` says what is timed. One row is the strongest full attention that JAX offers,
+`jax.nn.dot_product_attention(implementation="cudnn")` over keys and values [B, S, K, D], as a policy. The queries of a
+random model turn in every step, so all heads of `freekv` recall before they attend; in `freekv:tau=-1` none does, and
+the recall overlaps with the rest of the step. With `--prompt` the model prefills random tokens in one chunk, which
+times TTFT too. Rows that the file has are not measured again; each row is written as soon as it is done.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import throughput
 from jax import Array
 from jax.tree_util import register_dataclass
 from layers import out_of, show
 
 from kvjax import CacheSpec, Full, PerLayer, presets
-from kvjax.evaluate import throughput
 from kvjax.evaluate.provenance import digest_json, write_rows
 from kvjax.numerics.partial import PartialAttention
 from kvjax.ops.chunk import attend_zone

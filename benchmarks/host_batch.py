@@ -28,12 +28,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import throughput
 from jax import Array
 from layers import implementation, out_of, save, show
 
 import kvjax
 from kvjax import CacheSpec, Full, PerLayer, Retrieval, presets
-from kvjax.evaluate import throughput
 from kvjax.generation import Stream
 from kvjax.generation.sampling import Sampling
 from kvjax.memory import nbytes

@@ -25,10 +25,10 @@ import numpy as np
 from decode_step import kvjax_step, random_pair, turning
 from jax import Array, lax
 from layers import clock, implementation, names, numbers, options, out_of, parse, save, show
+from throughput import fill
 
 import kvjax
 from kvjax import CacheSpec, presets
-from kvjax.evaluate.throughput import fill
 
 SHAPES = {"llama": (32, 8, 128), "qwen": (28, 4, 128), "quick": (4, 2, 64)}  # query heads, KV heads, channels
 WARM = 12  # steps that fill a hot set before it is timed

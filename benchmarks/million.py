@@ -25,11 +25,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import throughput
 from layers import out_of, save, show
 from ttft import METHODS, flops
 
 import kvjax
-from kvjax.evaluate import throughput
 from kvjax.generation import Stream, prefill
 from kvjax.generation.sampling import Sampling
 from kvjax.memory import nbytes

@@ -16,7 +16,10 @@ PARTS = ("kernels", "steps", "prompts", "hosts", "methods", "devices", "checkpoi
 INPUTS = ("checkpoint", "text", "other", "code", "docs", "gsm8k")  # that a command may name in braces, beside {out}
 WARMED = ("decode_step.py", "decode_tokens.py", "shared.py", "host_steps.py", "compared.py", "prefill.py")
 WARMING = "--calls 2"
-UNTIMED = ("pytest", "kvjax.cli eval", "kvjax.cli perplexity", "kvjax.cli measure", "benchmarks.claims", "hit_rates.py")
+UNTIMED = (
+    *("pytest", "kvjax.cli eval", "kvjax.cli perplexity", "kvjax.cli measure"),
+    *("benchmarks.claims", "benchmarks.gsm8k", "hit_rates.py"),
+)
 UNTIMED += ("long_generation.py", "shared_quality.py", "adaptive.py")
 BESIDE_OTHERS = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # a process takes no more of the GPU's memory than it needs
 
@@ -212,12 +215,15 @@ def _checkpoint() -> Iterator[Cell]:
         yield from scored(f"ruler {length}", "ruler", ruler, caches, "1024", small.replace("192", "448"))
         caches = (SELECTING[3], *WHOLE[1:], "snapkv")
         yield from scored(f"ruler of others {length}", "ruler", ruler, caches, "1024", small.replace("192", "448"))
-    gsm8k = "--task {gsm8k_task} --data {gsm8k} --batch 132"
     short = tuple(
         cache.replace("pariskv:sink=4,local=16", "pariskv:sink=4,local=16,dense_below=0") for cache in SELECTING
     )
     caches = (*WHOLE, "logquant:bits=4", "kivi:bits=4", *short, "streaming_llm")
-    yield from scored("gsm8k", "gsm8k", gsm8k, caches, "64,128,256,512", "--samples 1 --batch 1 --dtype float32")
+    every = " ".join(f"--cache {cache}" for cache in caches)
+    command = f"-m benchmarks.gsm8k {{checkpoint}} --data {{gsm8k}} --shots 0 --chat --batch 132 --parallel 5 {every}"
+    few = "--samples 1 --batch 1 --budget 64 --max-new-tokens 8 --dtype float32"
+    command = f"{command} --budget 64,128,256,512 --out {{out}}/gsm8k"
+    yield Cell("checkpoint", "gsm8k", command, few, 480, resumes=True)
     every = " ".join(f"--cache {cache}" for cache in (*WHOLE, *short, *EVICTING))
     every = every.replace("freekv:sink=0,local=32,page=16", "freekv:sink=16,local=128,page=16")
     few = "--length 320 --steps 4 --passages 1 --batch 1 --budget 256 --dtype float32"

@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from layers import clock, keep_counts, names, numbers, options, out_of, parse, save, show
+from throughput import SHAPES, fill, random_model
 
 import kvjax
 from kvjax import presets
-from kvjax.evaluate.throughput import SHAPES, fill, random_model
 from kvjax.models import Decoder, DecoderConfig
 from kvjax.policies import Policy
 from kvjax.policies.zones import Zoned

@@ -34,13 +34,13 @@ import numpy as np
 from end_to_end import FullByCudnn
 from jax import Array
 from layers import show
+from throughput import time_steps
 
 from kvjax import PerLayer, models
 from kvjax.cache.cache import Cache, LayerCache, init
 from kvjax.evaluate import prompt, recall
 from kvjax.evaluate.caches import DENSE_LAYERS, make_rows, without_budget
 from kvjax.evaluate.provenance import write_rows
-from kvjax.evaluate.throughput import time_steps
 from kvjax.generation import Stream, prefill
 from kvjax.generation.prefilling import lower_prefill
 from kvjax.generation.sampling import Sampling

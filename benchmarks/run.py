@@ -53,7 +53,6 @@ KEPT = ("ok", "failed", "over its limit")  # outcomes of cells that are not run 
 KNOWN, NO_TIME = "known before", "for which no time was left"
 MEMORY = 0.92  # of the GPU's, for all processes; the rest is for their programs
 RULER = "ruler-synthetic"  # of which one task needs some 3000 tokens
-GSM8K = "gsm8k:shots=0,max_new_tokens={}"
 
 
 def digest_of_code() -> str:
@@ -200,7 +199,7 @@ def run_beside(
 
 
 def inputs(given: argparse.Namespace) -> dict[str, str]:
-    """The values of the names in braces: the paths of the inputs and of the results, and the settings of two tasks.
+    """The values of the names in braces: the paths of the inputs and of the results, and a task.
 
     The code is 120 modules of Python's own library; the docs are those of kvjax, without their tables. With --smoke,
     this writes small inputs for those that were not given.
@@ -222,7 +221,6 @@ def inputs(given: argparse.Namespace) -> dict[str, str]:
             found["gsm8k"] = write(folder / "gsm8k" / "test.jsonl", "\n".join(map(json.dumps, lines)) + "\n").parent
     return {
         **{name: str(path.resolve()) for name, path in found.items()},
-        "gsm8k_task": GSM8K.format(8) if given.smoke else GSM8K.format(320) + ",chat=true",
         "ruler_task": "variables" if given.smoke else RULER,
         "out": str(given.out.resolve() / "results"),
     }

@@ -22,10 +22,10 @@ import jax.numpy as jnp
 from decode_step import random_pair
 from jax import Array, lax
 from layers import LAYER, SMALL_LAYER, clock, names, numbers, options, out_of, parse, save, show
+from throughput import fill
 
 import kvjax
 from kvjax import CacheSpec, ops, presets
-from kvjax.evaluate.throughput import fill
 from kvjax.numerics.selection import set_recall
 from kvjax.policies import Following
 

@@ -2,7 +2,7 @@
 
     python benchmarks/shared_quality.py MODEL --text book.txt --calibrate other-book.txt [--methods fier,pariskv,quest]
 
-First `kvjax calibrate` finds, for each method and share, the layers that select and the KV heads that serve those of
+First `calibrate.py` finds, for each method and share, the layers that select and the KV heads that serve those of
 others, on a separate text. Then `kvjax eval` asks for needles and pass keys, with the question decoded, and `kvjax
 perplexity` scores a text: for every n-th layer ("fier:share=4") and for the layers found ("fier:anchors=FILE"), at one
 budget. Every command is printed, and continues where it was interrupted. The folder of `--out` has a file for each pair
@@ -40,10 +40,10 @@ def plan(folder: Path, method: str, share: int) -> Path:
 
 
 def start(*words: object) -> subprocess.Popen[bytes]:
-    """Begins a command of kvjax, and prints it."""
-    command = [str(word) for word in words]
-    print("$", shlex.join(["kvjax", *command]), flush=True)
-    return subprocess.Popen([sys.executable, "-m", "kvjax.cli", *command])
+    """Begins a module of Python with its arguments, and prints the command."""
+    command = [sys.executable, "-m", *(str(word) for word in words)]
+    print("$", shlex.join(command), flush=True)
+    return subprocess.Popen(command)
 
 
 def end(running: Sequence[subprocess.Popen[bytes]]) -> None:
@@ -93,17 +93,17 @@ def main(args: Sequence[str] | None = None) -> None:
                     given.calibrate_length,
                 ]
                 text = ["--text", given.calibrate, "--steps", 4 if given.quick else 16]
-                found.append(start("calibrate", given.model_dir, *text, *what, *dtype, "--out", file))
+                found.append(start("benchmarks.calibrate", given.model_dir, *text, *what, *dtype, "--out", file))
     end(found)
     compared = [word for cache in caches(methods, shares, given.out) for word in ("--cache", cache)]
     same = ["--text", given.text, "--length", given.length, "--parallel", given.parallel, *dtype, *compared]
     tasks = [word for task in TASKS for word in ("--task", task)]
     sizes = ["--samples", given.samples, "--batch", given.batch, "--budget", budget]
-    end([start("eval", given.model_dir, *tasks, *same, *sizes, "--out", given.out / "eval")])
+    end([start("kvjax.cli", "eval", given.model_dir, *tasks, *same, *sizes, "--out", given.out / "eval")])
     passages = 1 if given.quick else 8
     sizes = ["--passages", passages, "--batch", min(4, passages), "--steps", given.steps]
     sizes += ["--share", given.share_of_length]
-    end([start("perplexity", given.model_dir, *same, *sizes, "--out", given.out / "perplexity")])
+    end([start("kvjax.cli", "perplexity", given.model_dir, *same, *sizes, "--out", given.out / "perplexity")])
 
 
 if __name__ == "__main__":

@@ -26,11 +26,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import throughput
 from layers import out_of, save, show
 
 import kvjax
 from kvjax import presets
-from kvjax.evaluate import throughput
 from kvjax.generation import prefill
 from kvjax.memory import nbytes, shapes
 from kvjax.models import Decoder, DecoderConfig

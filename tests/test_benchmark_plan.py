@@ -16,7 +16,7 @@ from benchmarks import plan, run
 from kvjax.evaluate.caches import make_rows
 from kvjax.evaluate.tasks import make_tasks
 
-PLACES = {name: f"/{name}" for name in (*plan.INPUTS, "out")} | {"gsm8k_task": "gsm8k", "ruler_task": "variables"}
+PLACES = {name: f"/{name}" for name in (*plan.INPUTS, "out")} | {"ruler_task": "variables"}
 CELLS = plan.cells()
 KINDS = list({cell.kind: cell for cell in CELLS}.values())
 

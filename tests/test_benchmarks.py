@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import kvjax
+from benchmarks.throughput import fill
 from kvjax import presets
-from kvjax.evaluate.throughput import fill
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
 SPEC = kvjax.CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=256, dtype=jnp.dtype(jnp.float32))

@@ -128,7 +128,7 @@ def claims_fier() -> str:
             "LongBench by task",
             "",
             "",
-            "`kvjax eval --task longbench --data DIR`",
+            "lm-evaluation-harness, `--tasks longbench`",
             "not reproducible here: needs the data set and a 7B model",
         ],
     ]

@@ -81,7 +81,7 @@ def anchors() -> str:
             [f"{count}, `share={share}`", short(error[f"share={share}"], 3), *_changes(texts, even), *share_keys]
         )
         files = (f"fier:anchors=fier{share}.json", f"{_PARIS},anchors=paris{share}.json")
-        label = f"{count}, with their heads, by `kvjax calibrate --share {share} --out`"
+        label = f"{count}, with their heads, by `benchmarks.calibrate --share {share}`"
         own_keys = found(files[0], f"pariskv:sink=4,local=16,dense_layers=2,anchors=paris{share}.json")
         rows.append([label, short(error["anchors, best heads"], 3), *_changes(texts, files), *own_keys])
     rows.append(["4, `share=8`", "", *_changes(texts, ("fier:share=8", f"{_PARIS},share=8")), "", ""])

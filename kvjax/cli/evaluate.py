@@ -20,7 +20,6 @@ from kvjax.cli.options import (
     check_folder,
     dtype_name,
     model_directory,
-    size,
     sizes,
     without_weights,
 )
@@ -44,9 +43,8 @@ Tasks = Annotated[
     list[str] | None,
     typer.Option(
         help="pass_key, needle, needles, needle_lines, key_value, variables, assigned_variables, frequent_words, "
-        "common_words; ruler-synthetic for ten generated tasks of RULER; or, with --data, longbench, longbench-v2, "
-        "gsm8k, ruler. Settings may follow: needles:hidden=16,asked=2. Repeat the option for several. Default: "
-        "needles.",
+        "common_words; ruler-synthetic for the ten synthetic tasks of RULER. Settings may follow: "
+        "needles:hidden=16,asked=2. Repeat the option for several. Default: needles.",
         show_default=False,
     ),
 ]
@@ -62,7 +60,7 @@ def evaluate(
     question: Annotated[
         str | None,
         typer.Option(
-            help="How a generated task's question reaches the model. decoded: one token per decode step through the "
+            help="How the question reaches the model. decoded: one token per decode step through the "
             "cache, after the text. prefilled: as the end of the prompt, so that a cache that evicts tokens has seen "
             "it. Default: decoded.",
             show_default=False,
@@ -77,50 +75,26 @@ def evaluate(
     ] = None,
     length: Annotated[
         str | None,
-        typer.Option(
-            help="Tokens of prompt and answer together, for generated tasks. Several: 4K,8K. Default: 2K.",
-            show_default=False,
-        ),
+        typer.Option(help="Tokens of prompt and answer together. Several: 4K,8K. Default: 2K.", show_default=False),
     ] = None,
     samples: Annotated[
         int | None,
-        typer.Option(
-            help="Examples per task. Default: 64 for a generated task, all for published data.", show_default=False
-        ),
+        typer.Option(help="Examples per task. Default: 64.", show_default=False),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of generated tasks and of sampled answers.")] = 0,
-    draws: Annotated[
-        int,
-        typer.Option(min=1, help="Answers to each question, for mean@n and pass@n. Above 1, set --temperature too."),
-    ] = 1,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature of answers. At 0 decoding is greedy.")] = 0.0,
-    top_p: Annotated[
-        float | None,
-        typer.Option(help="Draw from the smallest set of tokens with at least this probability.", show_default=False),
-    ] = None,
-    max_prompt: Annotated[
-        str | None,
-        typer.Option(
-            help="Maximum prompt length in tokens; longer prompts lose their middle. For LongBench tasks.",
-            show_default=False,
-        ),
-    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the tasks.")] = 0,
     text: Annotated[
         Path | None,
         typer.Option(
             help="UTF-8 file with the text to hide needles in. Default: generated sentences.", show_default=False
         ),
     ] = None,
-    data: Annotated[
-        Path | None, typer.Option(help="Directory of published data, for the tasks that read it.", show_default=False)
-    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A small comparison that takes minutes on a CPU.")] = False,
     batch: Annotated[int, typer.Option(help="Prompts decoded together.")] = 8,
     parallel: Parallel = 1,
     dtype: Dtype = None,
-    out: Annotated[
-        Path, typer.Option(help="Directory for results/*.json, table.md, the plots, and report.html with both.")
-    ] = Path("kvjax-eval"),
+    out: Annotated[Path, typer.Option(help="Directory for results/*.json, table.md and the plots.")] = Path(
+        "kvjax-eval"
+    ),
     resume: Annotated[bool, typer.Option(help="Reuse results in --out of the same model, cache and task.")] = True,
     report_only: Annotated[
         bool,
@@ -148,7 +122,6 @@ def evaluate(
         length, samples = length or QUICK["length"], samples or QUICK["samples"]
         budget = budget or (QUICK["budget"] if without_budget(cache) else None)
 
-    from kvjax.evaluate.draws import Draws
     from kvjax.evaluate.tasks import make_tasks
     from kvjax.spec import require_int
 
@@ -156,23 +129,14 @@ def evaluate(
     require_int("--seed", seed, at_least=0)
     check_folder("--out", out)
     lengths = None if length is None else sizes("--length", length)
-    tasks = make_tasks(
-        task or ["needles"], lengths=lengths, samples=samples, seed=seed, text=text, question=question, data=data
-    )
+    tasks = make_tasks(task or ["needles"], lengths=lengths, samples=samples, seed=seed, text=text, question=question)
     rows = make_rows(
         cache or ["full", "fier"],
         budgets=None if budget is None else sizes("--budget", budget),
         dense_layers=dense_layers,
         group_reduces=None if group_reduce is None else group_reduce.split(","),
     )
-    if top_p is not None and not temperature:
-        raise ValueError(f"--top-p {top_p} has no effect on greedy decoding; set --temperature too, or leave it out")
-    settings: dict[str, Any] = {
-        "dtype": dtype_name(dtype),
-        "resume": resume,
-        "draws": Draws(count=draws, temperature=temperature, top_p=top_p, seed=seed),
-        "max_prompt": None if max_prompt is None else size("--max-prompt", max_prompt),
-    }
+    settings: dict[str, Any] = {"dtype": dtype_name(dtype), "resume": resume}
     cells = _run(model_directory(model_dir), tasks, rows, batch=batch, parallel=parallel, out=out, **settings)
     _report(cells, out, as_json)
 

@@ -1,4 +1,4 @@
-"""Shared by `kvjax measure` and `kvjax calibrate`: a user's text, and a model's live queries on it."""
+"""A user's text, and a model's live queries on it."""
 
 from __future__ import annotations
 

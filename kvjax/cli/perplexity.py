@@ -120,11 +120,11 @@ def perplexity(
 
 def _read(text: Path) -> str | dict[str, str]:
     """The text of a file, or the texts of a folder by file name."""
-    from kvjax.evaluate.tasks.files import read_text
+    from kvjax.evaluate.provenance import read_text
 
     if not text.is_dir():
-        return read_text(text, download="--text takes a UTF-8 file of running text")
-    found = {path.name: read_text(path, download="--text takes UTF-8 files") for path in sorted(text.glob("*.txt"))}
+        return read_text(text, what="--text takes a UTF-8 file of running text")
+    found = {path.name: read_text(path, what="--text takes UTF-8 files") for path in sorted(text.glob("*.txt"))}
     if not found:
         raise ValueError(f"--text {text}: this folder has no .txt files; those of PG19 are in its subfolder test")
     if empty := [name for name, words in found.items() if not words.strip()]:

@@ -11,18 +11,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from jax import Array
 
 from kvjax.cache.cache import Cache
 from kvjax.evaluate.caches import DENSE_LAYERS, Caches, make_rows
-from kvjax.evaluate.draws import Draws
 from kvjax.evaluate.plan import Plan, feed, prepare, run
 from kvjax.evaluate.store import Cell, Progress
 from kvjax.evaluate.tasks import Task
 from kvjax.generation import decode
-from kvjax.generation.sampling import Sampling
 from kvjax.models import Checkpoint
 
 PIECE = 32  # tokens decoded between two checks for the end of an answer, at most
@@ -38,26 +35,23 @@ def evaluate(
     dense_layers: int | None = DENSE_LAYERS,
     batch: int = 8,
     parallel: int = 1,
-    draws: Draws = Draws(),  # noqa: B008 (frozen)
-    max_prompt: int | None = None,
     out: Path | None = None,
     progress: Progress | None = None,
 ) -> list[Cell]:
     """Decodes a model's answers to all examples of a task through each cache, and scores them.
 
-    Decoding is greedy unless `draws` asks for sampled answers. `caches`, `budgets` and `dense_layers` are those of
+    Decoding is greedy. `caches`, `budgets` and `dense_layers` are those of
     `kvjax.evaluate.caches.make_rows`. With `out`, results are saved there, and existing ones are not computed again.
     `batch` prompts of similar length are decoded together; they are padded to one of four sizes per octave, so that few
     programs are compiled. `parallel` caches decode at the same time. Memory holds these caches, and the queries, keys
     and values of one batch of whole prompts.
 
     Raises:
-      ValueError: before anything runs; see `kvjax.evaluate.plan.prepare`. Prompts that are too long lose their middle
-        if the task has a true `truncate`, as in LongBench.
+      ValueError: before anything runs; see `kvjax.evaluate.plan.prepare`.
     """
     rows = make_rows(caches, budgets=budgets, dense_layers=dense_layers)
     dtype = checkpoint.model.dtype
-    plan = prepare(checkpoint, task, rows, dtype=dtype, out=out, draws=draws, max_prompt=max_prompt)
+    plan = prepare(checkpoint, task, rows, dtype=dtype, out=out)
     return run(checkpoint, plan, answer, batch=batch, parallel=parallel, progress=progress)
 
 
@@ -67,11 +61,10 @@ def answer(
     logits: Array,
     plan: Plan,
     asked: Sequence[str | None],
-    draw: int,
     *,
     room: int = 0,
 ) -> tuple[Mapping[str, dict[str, Any]], list[float], int]:
-    """Results of answer number `draw` by example id; mean tokens read by layer, and the row steps of that mean.
+    """Results by example id; mean tokens read by layer, and the row steps of that mean.
 
     Plans whose questions have the same `room`, in tokens, share the program that feeds them; see `question_columns`.
     """
@@ -82,8 +75,8 @@ def answer(
         done = feed(checkpoint, cache, logits, fed, room=max(room, question_columns(longest)))
         cache, logits, before = done.cache, done.logits, int(done.steps)
         seen = np.asarray(done.attended, np.float64) * before
-    active, how = np.array([i is not None for i in asked]), (plan.draws.sampling, plan.draws.keys(asked, draw))
-    answers, attended, steps = _decode(checkpoint, cache, logits, plan.task, active, *how)
+    active = np.array([i is not None for i in asked])
+    answers, attended, steps = _decode(checkpoint, cache, logits, plan.task, active)
     found = {}
     for i, (text, new_tokens) in zip(asked, answers, strict=True):
         if i is not None:
@@ -110,8 +103,6 @@ def _decode(
     logits: Array,
     task: Task,
     active: np.ndarray,
-    sampling: Sampling,
-    keys: Array | None,
 ) -> tuple[list[tuple[str, int]], list[float], int]:
     """Answer and number of tokens of each row; mean tokens read per step by layer, and the row steps of that mean."""
     tokenizer, stop_tokens = checkpoint.tokenizer, set(checkpoint.stop_tokens)
@@ -127,8 +118,6 @@ def _decode(
             logits,
             max_new_tokens=piece,
             active=active,
-            sampling=sampling,
-            key=None if keys is None else jax.vmap(jax.random.fold_in, (0, None))(keys, left),
             stop_tokens=stop_tokens,
             measure=True,
         )

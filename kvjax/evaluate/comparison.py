@@ -82,7 +82,7 @@ def compare(
       batch: questions decoded together.
       parallel: caches that decode at the same time; their programs compile in parallel.
       out: folder for results; existing ones are not computed again.
-      settings: `seed`, `text`, `question` and `data` of `kvjax.evaluate.tasks.make_tasks`.
+      settings: `seed`, `text` and `question` of `kvjax.evaluate.tasks.make_tasks`.
 
     Raises:
       ValueError: before anything runs. A cache that cannot hold its budget has a row with the reason instead.

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvjax.evaluate import html, plots, report
+from kvjax.evaluate import plots, report
 from kvjax.evaluate.provenance import json_text, replace_file
 from kvjax.evaluate.store import Cell
 
@@ -26,14 +26,11 @@ def figures(cells: Sequence[Cell]) -> Iterator[tuple[str, Figure]]:
 
 
 def write(cells: Sequence[Cell], out: Path) -> list[Path]:
-    """Writes table.md, summary.json, the plots, and report.html with all of them to `out`, and returns their paths."""
+    """Writes table.md, summary.json and the plots to `out`, and returns their paths."""
     written = [out / "table.md", out / "summary.json"]
     replace_file(written[0], report.page(cells))
     replace_file(written[1], json_text(report.summary(cells)))
     for name, figure in figures(cells):
         written.append(out / f"{name}.svg")
         figure.savefig(written[-1])
-    drawn = {path.stem: path.read_bytes() for path in written if path.suffix == ".svg"}
-    written.append(out / "report.html")
-    replace_file(written[-1], html.page(report.page(cells), drawn))
     return written

@@ -250,7 +250,7 @@ class KvjaxLM(TemplateLM):
             given.append(Example(str(i), context[:cut], (), {}, (*context[cut:], *rest)[:-1]))
 
         def score(
-            checkpoint: Checkpoint, cache: Cache, logits: Array, plan: Plan, asked: Sequence[str | None], draw: int
+            checkpoint: Checkpoint, cache: Cache, logits: Array, plan: Plan, asked: Sequence[str | None]
         ) -> tuple[Mapping[str, dict[str, Any]], list[float], int]:
             fed = [() if i is None else plan.fed[i] for i in asked]
             wanted = [() if i is None else pairs[int(i)].continuation for i in asked]

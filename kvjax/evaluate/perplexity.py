@@ -207,7 +207,7 @@ def run(
 
 
 def score(
-    checkpoint: Checkpoint, cache: Cache, logits: Array, plan: Plan, asked: Sequence[str | None], draw: int = 0
+    checkpoint: Checkpoint, cache: Cache, logits: Array, plan: Plan, asked: Sequence[str | None]
 ) -> tuple[Mapping[str, dict[str, Any]], list[float], int]:
     """Nats of each scored token by passage; mean tokens read by layer, and the row steps of that mean."""
     task = plan.task

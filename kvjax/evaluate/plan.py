@@ -28,7 +28,6 @@ from jax import Array
 from kvjax.cache.cache import Cache
 from kvjax.evaluate import prompt
 from kvjax.evaluate.caches import Row, check_rows
-from kvjax.evaluate.draws import Draws, join, rescore
 from kvjax.evaluate.provenance import digest_json, model_digest, provenance
 from kvjax.evaluate.store import FORMAT, Cell, Progress
 from kvjax.evaluate.tasks import Example, Task
@@ -51,7 +50,6 @@ class Plan:
     examples: Mapping[str, Example]
     cells: Mapping[str, Cell]  # by cache; those that were refused have no policy
     notes: Mapping[str, str]  # by cache: a budget that was rounded down
-    draws: Draws = Draws()
 
     @property
     def total(self) -> int:
@@ -72,10 +70,10 @@ class Plan:
         return sum(len(cell.examples) for cell in self.cells.values())
 
 
-# Takes (checkpoint, cache, logits f32[B, V], plan, the example id of each row or None, the number of this answer), and
-# returns results by id, mean tokens read by layer, and the row steps of that mean.
+# Takes (checkpoint, cache, logits f32[B, V], plan, the example id of each row or None), and returns results by id, mean
+# tokens read by layer, and the row steps of that mean.
 Answer = Callable[
-    [Checkpoint, Cache, Array, Plan, Sequence[str | None], int], tuple[Mapping[str, dict[str, Any]], list[float], int]
+    [Checkpoint, Cache, Array, Plan, Sequence[str | None]], tuple[Mapping[str, dict[str, Any]], list[float], int]
 ]
 
 
@@ -88,13 +86,11 @@ def prepare(
     out: Path | None = None,
     model: str | None = None,
     resume: bool = True,
-    draws: Draws = Draws(),  # noqa: B008 (frozen)
-    max_prompt: int | None = None,
 ) -> Plan:
     """Makes a plan and checks everything that needs no weights, so that mistakes raise here.
 
     `model` is the digest of the checkpoint's directory, computed if None. Without `resume`, files in `out` are
-    replaced. Prompts have at most `max_prompt` tokens, or as many as the model has room for if that is None.
+    replaced.
 
     Raises:
       ValueError: prompts that the model has no positions for, examples without unique ids, a damaged result, or no
@@ -104,9 +100,7 @@ def prepare(
     ids = [example.id for example in examples]
     if not ids or len(set(ids)) < len(ids):
         raise ValueError(f"the task {task.name} has {len(ids)} examples with {len(set(ids))} ids; each needs its own")
-    if max_prompt is not None:
-        require_int("max_prompt", max_prompt, at_least=2)
-    prompts = {example.id: _encode(checkpoint, task, example, max_prompt) for example in examples}
+    prompts = {example.id: _encode(checkpoint, task, example) for example in examples}
     fed = {example.id: tuple(example.question) for example in examples}
     order = sorted(range(len(ids)), key=lambda i: len(prompts[ids[i]]))
 
@@ -128,7 +122,6 @@ def prepare(
         "kvjax": provenance()["versions"]["kvjax"],
         "model": model_digest(checkpoint.directory) if model is None else model,
         "dtype": dtype.name,
-        **draws.key(),
         "task": {
             **task.key(),
             "max_new_tokens": task.max_new_tokens,
@@ -147,11 +140,12 @@ def prepare(
         if out is not None and not row.refused:
             cell.open(out, by_id.keys(), resume=resume)
             for example in cell.examples:  # its results stay; its score may be that of an earlier version of the task
-                rescore(example, partial(_score, task, by_id[example["id"]]))
+                if "answer" in example:
+                    example["score"] = float(task.score(by_id[example["id"]], example["answer"]))
         cells[row.name] = cell
     policies = {row.name: row.policies for row in rows if row.policies is not None}
     notes = {row.name: row.note for row in rows if row.note}
-    return Plan(task, policies, {ids[i]: prompts[ids[i]] for i in order}, fed, by_id, cells, notes, draws)
+    return Plan(task, policies, {ids[i]: prompts[ids[i]] for i in order}, fed, by_id, cells, notes)
 
 
 def run(
@@ -248,12 +242,8 @@ def _answer_part(
     those that are `known`."""
     begin, (logits, prompts) = time.perf_counter(), read
     asked = [i if i not in known[name] else None for i in part] + [None] * (logits.shape[0] - len(part))
-    drawn = []
-    for number in range(plan.draws.count):
-        cache = prompt.store(checkpoint, prompts.layers, plan.policies[name], capacity)
-        drawn.append(answer(checkpoint, cache, logits, plan, asked, number))
-    answers = {i: join([found[i] for found, _, _ in drawn]) for i in drawn[0][0]}
-    attended, steps = _mean(drawn)
+    cache = prompt.store(checkpoint, prompts.layers, plan.policies[name], capacity)
+    answers, attended, steps = answer(checkpoint, cache, logits, plan, asked)
     tokens = {i: len(plan.prompts[i]) + len(plan.fed[i]) for i in answers}
     results = [{"id": i, "prompt_tokens": tokens[i], **result} for i, result in answers.items()]
     seconds = round(time.perf_counter() - begin, 3)
@@ -280,60 +270,23 @@ def _map(f: Callable[[str], T], names: Sequence[str], parallel: int) -> Iterator
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _score(task: Task, example: Example, answer: str) -> float:
-    return float(task.score(example, answer))
-
-
-def _mean(drawn: Sequence[tuple[Any, list[float], int]]) -> tuple[list[float], int]:
-    """Mean tokens read by layer over several answers, and the row steps of that mean."""
-    steps = sum(own for _, _, own in drawn)
-    total = sum((np.asarray(read, np.float64) * own for _, read, own in drawn), np.zeros(len(drawn[0][1])))
-    return (drawn[0][1] if len(drawn) == 1 else (total / max(steps, 1)).tolist()), steps
-
-
-def _encode(checkpoint: Checkpoint, task: Task, example: Example, max_prompt: int | None) -> tuple[int, ...]:
-    """Token ids of a prompt, short enough for the model to answer and for `max_prompt`."""
+def _encode(checkpoint: Checkpoint, task: Task, example: Example) -> tuple[int, ...]:
+    """Token ids of a prompt, if the model has positions for it and its answer."""
     tokenizer, positions = checkpoint.tokenizer, checkpoint.config.max_positions
-    chat = task.chat and tokenizer.chat_template is not None
-
-    def encode(text: str) -> list[int]:
-        return checkpoint.apply_chat(text) if chat else list(tokenizer(text)["input_ids"])
-
-    given = example.prompt
-    ids = encode(given) if isinstance(given, str) else list(given)
+    given, chat = example.prompt, task.chat and tokenizer.chat_template is not None
+    if not isinstance(given, str):
+        ids = list(given)
+    else:
+        ids = checkpoint.apply_chat(given) if chat else list(tokenizer(given)["input_ids"])
     new = len(example.question) + task.max_new_tokens
-    room = len(ids) if positions is None else positions - new
-    cuts = getattr(task, "truncate", False)
-    if max_prompt is not None and max_prompt < len(ids) and (cuts or len(ids) <= room):
-        if not cuts:
-            raise ValueError(
-                f"{task.name}, example {example.id}: {len(ids)} prompt tokens are more than max_prompt={max_prompt}, "
-                "and prompts of this task cannot be cut; ask for shorter examples"
-            )
-        room = min(room, max_prompt)
-    if len(ids) > room and (room < 2 or not cuts):
+    if positions is not None and len(ids) > positions - new:
         raise ValueError(
             f"{task.name}, example {example.id}: {len(ids)} prompt + {new} new tokens do not fit in "
             f"the model's {positions} positions; ask for shorter examples"
         )
-    keep = room
-    while len(ids) > room:  # the template, and tokenizing the joined halves, may add tokens
-        if isinstance(given, str):
-            text = tokenizer(given, add_special_tokens=False)["input_ids"]
-            head, tail = (tokenizer.decode(half, skip_special_tokens=True) for half in _halves(text, keep))
-            ids = encode(head + tail)
-        else:
-            head, tail = _halves(list(given), keep)
-            ids = head + tail
-        keep -= max(1, len(ids) - room)
     if not ids:
         raise ValueError(f"{task.name}, example {example.id}: the prompt is empty")
     return tuple(ids)
-
-
-def _halves(ids: list[int], keep: int) -> tuple[list[int], list[int]]:
-    """The first and the last tokens, `keep` in all."""
-    return ids[: keep - keep // 2], ids[len(ids) - keep // 2 :]
 
 
 def _capacity(tokens: int, new: int) -> int:

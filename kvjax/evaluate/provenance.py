@@ -37,6 +37,21 @@ def provenance() -> dict[str, Any]:
     }
 
 
+def read_text(path: Path, *, what: str) -> str:
+    """Reads a UTF-8 file.
+
+    Raises:
+      FileNotFoundError: there is no such file; `what` says what to give.
+      ValueError: the file is not UTF-8.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is not there; {what}")
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 (byte {error.start}); {what}") from None
+
+
 def digest(path: str | Path) -> str:
     """SHA-256 of a file's bytes, or of a directory's files and their names; hidden files are left out.
 

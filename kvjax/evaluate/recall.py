@@ -27,10 +27,9 @@ from kvjax import ops
 from kvjax.attention import attention_info
 from kvjax.cache.cache import LayerCache, init_layer
 from kvjax.evaluate.live import Live, adjacent
-from kvjax.evaluate.provenance import digest, json_text, model_digest, provenance, replace_file
+from kvjax.evaluate.provenance import digest, json_text, model_digest, provenance, read_text, replace_file
 from kvjax.evaluate.report import markdown_table
 from kvjax.evaluate.store import Progress
-from kvjax.evaluate.tasks.files import read_text
 from kvjax.models import Checkpoint
 from kvjax.numerics.partial import group_queries
 from kvjax.numerics.selection import GROUP_REDUCES, Selection, membership, reduce_scores, set_recall
@@ -351,7 +350,7 @@ def read_tokens(checkpoint: Checkpoint, text: Path, length: int) -> list[int]:
     Raises:
       ValueError: it has fewer.
     """
-    words = read_text(text, download="--text takes a UTF-8 file with a long text")
+    words = read_text(text, what="--text takes a UTF-8 file with a long text")
     tokens = checkpoint.tokenizer(words, verbose=False)["input_ids"][:length]
     if len(tokens) < length:
         raise ValueError(f"--text {text} has {len(tokens)} tokens, fewer than --length {length}; give a longer one")

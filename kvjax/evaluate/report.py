@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from kvjax.evaluate.draws import passes
 from kvjax.evaluate.store import Cell, interval
 
 COLUMNS = (
@@ -73,17 +71,13 @@ def table(cells: Sequence[Cell]) -> str:
 def _table(block: Block) -> str:
     metric = " and ".join(dict.fromkeys(cell.metric for cell in block.cells))
     scores = [score(cell) for cell in block.ordered]
-    counts = [str(k) for k in sorted({max(map(int, s["pass_at"])) for s in scores if "pass_at" in s})]
     where = "" if block.length is None else f", {block.length} tokens"
     rows = []
     for cell, s in zip(block.ordered, scores, strict=True):
         numbers = [f"{cell.tokens_read:.0f}", f"{s['mean']:.2f}", f"{s['low']:.2f} to {s['high']:.2f}"]
-        passed = (f"{s['pass_at'][k]:.2f}" if k in s.get("pass_at", {}) else "" for k in counts)
-        rows.append([f"`{cell.method}`", _budget(cell), *numbers, *passed])
+        rows.append([f"`{cell.method}`", _budget(cell), *numbers])
     head = f"### {block.title}{where}\n\n{metric[0].upper()}{metric[1:]}, n = {block.samples}."
-    head += f" Mean of {' or '.join(counts)} answers to each." if counts else ""
-    columns = ["cache", "budget", "tokens read", metric, "95 %", *(f"pass@{k}" for k in counts)]
-    return f"{head}\n\n{markdown_table(columns, rows)}"
+    return f"{head}\n\n{markdown_table(['cache', 'budget', 'tokens read', metric, '95 %'], rows)}"
 
 
 def _budget(cell: Cell) -> str:
@@ -149,14 +143,10 @@ def _means(cells: Sequence[Cell | None]) -> str:
 
 
 def score(cell: Cell) -> dict[str, Any]:
-    """n, the mean score with its 95 % interval, tokens read per step (mean over layers, and the last layer), seconds.
-
-    If each question has several answers, `pass_at` has pass@k by k.
-    """
+    """n, the mean score with its 95 % interval, tokens read per step (over all layers and in the last), seconds."""
     low, high = interval(cell.scores)
-    attended, passed = cell.attended, passes(cell.examples)
-    several = {"pass_at": {str(k): round(share, 4) for k, share in passed.items()}} if passed else {}
-    return several | {
+    attended = cell.attended
+    return {
         "n": len(cell.scores),
         "mean": float(np.mean(cell.scores)) if len(cell.scores) else None,
         "low": low,
@@ -185,26 +175,12 @@ def page(cells: Sequence[Cell]) -> str:
     )
     dense = sorted({cell.head["dense_layers"] for cell in cells if cell.head.get("dense_layers") is not None})
     how = (
-        f"{_decoding(cells)} through each cache. {COLUMNS} First layers that attend to everything: "
+        f"Greedy decoding through each cache. {COLUMNS} First layers that attend to everything: "
         f"{' or '.join(map(str, dense)) or 'none'} of {cells[0].head['model']['layers']}; a row that sets its own "
         f"number says so. {'; '.join(runs)}."
     )
     name, dtype = cells[0].head["model"]["name"], cells[0].key["dtype"]
     return f"# {name}, {dtype}\n\n{how}\n\n{overview(cells)}{table(cells)}"
-
-
-def _decoding(cells: Sequence[Cell]) -> str:
-    """How answers were decoded: "Greedy decoding", or the number of sampled answers and their settings."""
-    ways = dict.fromkeys(json.dumps(cell.key.get("draws")) for cell in cells)
-    return " and ".join(_draw(json.loads(way)) for way in ways)
-
-
-def _draw(draws: Mapping[str, Any] | None) -> str:
-    if draws is None:
-        return "Greedy decoding"
-    names = ("temperature", "top_k", "top_p", "seed")
-    settings = ", ".join(f"{name} {draws[name]}" for name in names if draws.get(name) is not None)
-    return f"{draws['count']} answer{'s' * (draws['count'] > 1)} to each question, drawn with {settings},"
 
 
 def about(cells: Sequence[Cell]) -> dict[str, Any]:
@@ -221,11 +197,11 @@ def differences(cell: Cell, full: Cell) -> dict[str, Any]:
     """Mean difference of a cache's scores from those of full attention, question by question, with its standard error.
 
     `other_wording` is the share of questions whose answers differ in their text. Empty unless two or more questions
-    were answered through both caches, or if questions have several answers.
+    were answered through both caches.
     """
     theirs = {one["id"]: one for one in full.examples}
     pairs = [(one, theirs[one["id"]]) for one in cell.examples if one["id"] in theirs]
-    if cell is full or len(pairs) < 2 or passes(cell.examples):
+    if cell is full or len(pairs) < 2:
         return {}
     by_question = np.array([own["score"] - other["score"] for own, other in pairs])
     return {

@@ -217,14 +217,14 @@ def share_selections(
 ) -> PerLayer:
     """`policies`, changed so that every `share`-th layer selects, or those in `anchors`; see `Shared`.
 
-    `anchors` are numbers of layers, text such as "2+5+9", or the name of a JSON file that the command `kvjax calibrate`
+    `anchors` are numbers of layers, text such as "2+5+9", or the name of a JSON file that `benchmarks/calibrate.py`
     wrote, which has `heads` too. With share=1 and no anchors every layer selects, and the policies are returned as they
     are.
 
     Raises:
       FileNotFoundError: no such file.
       ValueError: policies that select nothing, anchors that do not increase from the first layer past the dense ones, a
-        file that `kvjax calibrate` did not write.
+        file that `benchmarks/calibrate.py` did not write.
     """
     require_int("share", share, at_least=1)
     if not isinstance(policies, PerLayer):
@@ -254,17 +254,18 @@ def share_selections(
 
 
 def _in_file(name: str) -> tuple[tuple[int, ...], dict[int, tuple[int, ...]]]:
-    """The anchors, and the KV heads by layer, in a file of `kvjax calibrate --out`."""
+    """The anchors, and the KV heads by layer, in a file of `benchmarks/calibrate.py`."""
     path = Path(name)
     if not path.is_file():
-        raise FileNotFoundError(f"anchors={name!r} is not a file; kvjax calibrate --out {name} writes one")
+        raise FileNotFoundError(f"anchors={name!r} is not a file; python -m benchmarks.calibrate --out writes one")
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         heads = {int(layer): tuple(own) for layer, own in found["heads"].items()}
         return tuple(found["anchors"]), heads
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(
-            f"anchors={name!r} holds no anchors ({type(error).__name__}: {error}); kvjax calibrate --out writes them"
+            f"anchors={name!r} holds no anchors ({type(error).__name__}: {error}); "
+            "python -m benchmarks.calibrate --out writes them"
         ) from error
 
 
@@ -274,5 +275,5 @@ def _numbers(text: str) -> tuple[int, ...]:
     except ValueError:
         raise ValueError(
             f"anchors={text!r} must be numbers of layers with + between them, such as 2+5+9, or the name of a .json "
-            "file of kvjax calibrate"
+            "file of benchmarks.calibrate"
         ) from None

@@ -4,7 +4,7 @@ A preset returns the policies of all layers of a model. Its docstring says where
 
 Presets that select tokens take `share` and `anchors`. After the dense layers, every `share`-th layer selects, or those
 whose numbers `anchors` lists, and the layers that follow it attend to the same slots (`Shared`). As text, anchors are
-separated by "+", as in "fier:budget=256,anchors=2+5+9", or name a file that `kvjax calibrate --out` wrote.
+separated by "+", as in "fier:budget=256,anchors=2+5+9", or name a file that `python -m benchmarks.calibrate` wrote.
 """
 
 from kvjax.policies import share_selections

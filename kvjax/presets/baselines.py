@@ -39,7 +39,7 @@ def exact(
       chunk: tokens that are indexed together; at most this many are pending.
       dense_layers: first layers of the model that attend to everything.
       share: after the dense layers, every `share`-th layer selects, and the layers after it attend to the same slots.
-      anchors: numbers of the layers that select, in place of `share`; or a file written by `kvjax calibrate`.
+      anchors: numbers of the layers that select, in place of `share`; or a file written by `benchmarks/calibrate.py`.
     """
     require_int("exact(budget=...)", budget, at_least=1)
     policy = Retrieval(

@@ -57,7 +57,7 @@ def fier(
         (`Retrieval`), and never with `host`, `share` or `anchors`.
       dense_layers: first layers of the model that attend to everything.
       share: after the dense layers, every `share`-th layer selects, and the layers after it attend to the same slots.
-      anchors: numbers of the layers that select, in place of `share`; or a file written by `kvjax calibrate`.
+      anchors: numbers of the layers that select, in place of `share`; or a file written by `benchmarks/calibrate.py`.
 
     **Source:** FIER (2025), Algorithm 1; g = 32. **Differs:** a GQA group shares a selection (`group_reduce`;
     "per_head" is the paper's rule). A group is indexed with its chunk; with chunk=group that is as soon as it is full,
@@ -137,7 +137,7 @@ def pariskv(
         (`Retrieval`), and never with `host`, `share` or `anchors`.
       dense_layers: first layers of the model that attend to everything.
       share: after the dense layers, every `share`-th layer selects, and the layers after it attend to the same slots.
-      anchors: numbers of the layers that select, in place of `share`; or a file written by `kvjax calibrate`.
+      anchors: numbers of the layers that select, in place of `share`; or a file written by `benchmarks/calibrate.py`.
 
     **Source:** ParisKV (Qi et al. 2026). **Differs:** the default of `buffer`. The paper moves the history's keys and
     values to host memory, as `host` does; without it they stay on the device, and the same tokens are selected. `p` and
@@ -219,7 +219,7 @@ def quest(
         (`Retrieval`), and never with `host`, `share` or `anchors`.
       dense_layers: first layers of the model that attend to everything.
       share: after the dense layers, every `share`-th layer selects, and the layers after it attend to the same slots.
-      anchors: numbers of the layers that select, in place of `share`; or a file written by `kvjax calibrate`.
+      anchors: numbers of the layers that select, in place of `share`; or a file written by `benchmarks/calibrate.py`.
 
     **Source:** Quest (Tang et al. 2024), Algorithm 1; pages of 16, at least 3. **Differs:** a GQA group shares a
     selection (`group_reduce`; "per_head" is the paper's rule). The released code raises smaller budgets to 3 pages;

@@ -64,7 +64,7 @@ def freekv(
       hot: last selected tokens of each row and KV head that the device keeps too (`HotSet`).
       dense_layers: first layers of the model that attend to everything, on the device.
       share: after the dense layers, every `share`-th layer selects, and the layers after it attend to the same slots.
-      anchors: numbers of the layers that select, in place of `share`; or a file written by `kvjax calibrate`.
+      anchors: numbers of the layers that select, in place of `share`; or a file written by `benchmarks/calibrate.py`.
 
     **Source:** FreeKV (2025). **Differs:** see `Speculative` for who decides and `HostOffload` for what stays on the
     device; a page that is not yet full competes by the summary of its tokens so far. FreeKV's CUDA code summarises

@@ -234,12 +234,6 @@ WORK = [
     ("eval --task pass_key:depths=1 --length 300 --samples 1 --cache full --out OUT", {"results", "model"}),
     ("perplexity --text FILES/long --length 40 --steps 2 --cache full", {"rows", "model"}),
     ("measure --text FILES/long --length 96 --steps 2 --budget 64", {"measure", "budget", "results"}),
-    ("bench --cache full --length 40 --steps 2 --block 2 --chunk 40", {"cache", "tpot_ms", "status"}),
-    (
-        "calibrate --text FILES/long --length 96 --steps 2 --share 2 --cache fier:budget=64,group=8,chunk=8,sink=4,"
-        "local=16,dense_layers=1",
-        {"cache", "layers", "error"},
-    ),
     ("heads --length 16 --repeats 2", {"kv_heads", "layers"}),
 ]
 
@@ -417,10 +411,8 @@ def test_a_name_of_the_hub_is_told_how_to_download_it(kvjax, tmp_path, monkeypat
     ids=["brackets", "layers", "quantised", "latin-1"],
 )
 def test_a_config_that_would_hang_or_crash_is_one_line(kvjax, checkpoint, tmp_path, content, message):
-    for command in (("generate", tmp_path), ("bench", "--random", tmp_path / "config.json")):
-        (tmp_path / "config.json").write_bytes(content if isinstance(content, bytes) else content.encode())
-        more = ("--prompt", "a") if command[0] == "generate" else ()
-        assert_one_line(kvjax(*command, *more), message)
+    (tmp_path / "config.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert_one_line(kvjax("generate", tmp_path, "--prompt", "a"), message)
 
 
 def test_a_prompt_of_66_megabytes_is_refused_before_it_is_tokenized(kvjax, checkpoint, tmp_path, monkeypatch):
@@ -429,14 +421,6 @@ def test_a_prompt_of_66_megabytes_is_refused_before_it_is_tokenized(kvjax, check
     monkeypatch.setattr("kvjax.models.load", lambda *args, **settings: pytest.fail("weights were read"))
     result = kvjax("generate", checkpoint, "--prompt-file", file)
     assert_one_line(result, "the prompt of 66000000 bytes has more than 512 tokens (none of the model's is longer than")
-
-
-def test_a_model_without_room_is_one_line_before_it_is_drawn(kvjax, monkeypatch):
-    monkeypatch.setattr("kvjax.evaluate.throughput._available_bytes", lambda: 2**30)
-    monkeypatch.setattr("kvjax.evaluate.throughput._draw", lambda *args, **settings: pytest.fail("weights were drawn"))
-    result = kvjax("bench", "--random", "llama-3.2-1b", "--dtype", "bfloat16")
-    message = "out of memory: the weights in bfloat16 would take 2.3 GiB, and 1.0 GiB are free; use a"
-    assert_one_line(result, message, code=1)
 
 
 def test_the_model_that_ships_answers_the_built_in_prompt(kvjax, monkeypatch):
@@ -588,40 +572,20 @@ REFUSED = [
     ("compare FILES/binary", "TEXT_OR_FILE FILES/binary is not UTF-8"),
     ("compare ./no/prompt", "TEXT_OR_FILE ./no/prompt: there is no such file; if it is the prompt itself"),
     ("compare prompt.txt", "there is no such file"),
-    # measure and calibrate: all before the weights
+    # measure: all before the weights
     ("measure", "--text takes a UTF-8 file with a long text; got none"),
-    ("calibrate --text /no", "--text takes a UTF-8 file with a long text; /no is not a file"),
     ("measure --length 400 --text FILES/binary", "is not UTF-8 (byte 128); --text takes a UTF-8 file"),
     ("measure --text FILES/short", "fewer than --length 300; give a longer one", "--length 300"),
     ("measure --text FILES/long --length 200,100", "must be steps=32 or more above the one before"),
-    ("calibrate --text FILES/long --length 64,64", "must be steps=16 or more above the one before"),
-    ("calibrate --text FILES/long --length 200 --steps 0", "steps must be at least 1, got 0"),
     ("measure --text FILES/long --length 1M", "reach beyond the 512 tokens that the text has or the model takes"),
     ("measure --text FILES/long --length 9999M", "--length must be at most 2147483647, got 10484711424"),
     ("measure --text FILES/long --what x", "--what takes recall, group_reduce, with commas between them; got 'x'"),
     ("measure --text FILES/long --budget 2", "budget=2 is below sink + local = 4 + 16"),
     ("measure --text FILES/long --budget -1", "must be at least 1, got -1"),
     ("measure --text FILES/long --out FILES/short", "is a file; give the path of a folder"),
-    ("calibrate --text FILES/long --cache full", "selects nothing that other layers could follow"),
-    ("calibrate --text FILES/long --cache fier:share=2", "sets share, which this command finds; leave it out"),
-    (
-        "calibrate --text FILES/long --cache fier --length 100",
-        "keeps the first 9 layers full",
-        "--cache fier:dense_layers=9",
-    ),
     # heads: before the weights
     ("heads --out /no/x.json", "--out /no/x.json: there is no such folder"),
     ("heads --length 256 --repeats 4", "are 1024 tokens, and the model has"),
-    ("calibrate --text FILES/long --share 0", "--share must be at least 1, got 0"),
-    ("calibrate --text FILES/long --out /no/x.json", "--out /no/x.json: there is no such folder"),
-    ("calibrate --text FILES/long --out plan", "--out plan: end the name in .json, so that --cache fier:anchors=FILE"),
-    ("calibrate --text FILES/long --out FILES", "is a folder; give the path of a file"),
-    # bench: all before the weights
-    ("bench --cache full --budget 3", "none has a budget: full; leave it out, or add one of fier"),
-    ("bench --cache fier --dense-layers 99", "keeps the first 99 layers full and the model has 3"),
-    ("bench --chunk 1", "--chunk must be at least 2, got 1"),
-    ("bench --length 2047M --steps 2000000", "capacity=...) must be at most 2147483647"),
-    ("bench --out FILES/short", "is a file; give the path of a folder"),
     # eval and perplexity
     ("eval --cache full,quest:budget=64 --budget 8", "give one cache at a time"),
     ("eval --cache fier:budget=64 --budget 8,16", "--budget 8,16 applies to no cache, as fier:budget=64 set their own"),
@@ -629,7 +593,6 @@ REFUSED = [
     ("eval --quick --cache fier:budget=16 --length 9999", "ask for shorter examples"),
     ("perplexity --text FILES/long --cache full --budget 8 --length 200", "none has a budget: full; leave it out"),
     ("perplexity --text FILES/long --cache fier:budget=9 --budget 8 --length 200", "as fier:budget=9 set their own"),
-    ("bench --dtype f8", "a cache cannot hold dtype 'f8'; use one of bfloat16"),
     ("eval --batch 0", "--batch must be at least 1, got 0"),
     (
         "eval --max-prompt 1K,2K --samples 1",

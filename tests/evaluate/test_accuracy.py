@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import itertools
 import json
 import re
 import shutil
@@ -20,7 +19,6 @@ from kvjax import models, presets
 from kvjax.evaluate import Example, accuracy, plan, prompt, report
 from kvjax.evaluate.accuracy import evaluate
 from kvjax.evaluate.caches import make_rows
-from kvjax.evaluate.draws import Draws, pass_at
 from kvjax.evaluate.store import interval, read_cell
 from kvjax.generation import decode, decode_step, generate, prefill
 from tests.checkpoint import LAYERS, POSITIONS, write_checkpoint
@@ -45,7 +43,6 @@ class Copy:
     max_new_tokens: int = NEW
     stop: tuple[str, ...] = ()
     chat: bool = False
-    truncate: bool = False
     version: int = 0
 
     def key(self):
@@ -179,62 +176,6 @@ def test_intervals():
     low, high = interval(scores)
     reach = 1.96 * scores.std() / 20
     np.testing.assert_allclose((low, high), (scores.mean() - reach, scores.mean() + reach), atol=0.005)
-
-
-# ----------------------------------------------------------------------------------------- several answers
-
-
-DRAWN = Draws(count=3, temperature=1.0, seed=5)
-
-
-@pytest.fixture(scope="module")
-def drawn(checkpoint, tmp_path_factory):
-    out = tmp_path_factory.mktemp("drawn")
-    (cell,) = evaluate(checkpoint, Copy(max_new_tokens=8), {"full": CACHES["full"]}, batch=2, draws=DRAWN, out=out)
-    return out, cell
-
-
-def test_each_of_several_answers_is_that_of_generate_with_its_own_key(checkpoint, drawn):
-    _, cell = drawn
-    found = {e["id"]: [one["answer"] for one in e["draws"]] for e in cell.examples}
-    assert all(len(set(own)) == 3 for own in found.values())
-    example = Copy().examples(checkpoint.tokenizer)[1]
-    cache = kvjax.init(CACHES["full"], checkpoint.model.spec(batch=1, capacity=384), layers=LAYERS)
-    key = jax.vmap(jax.random.fold_in, (0, None))(DRAWN.keys(["e1"], 2), 8)
-    ask = {"max_new_tokens": 8, "stop_tokens": checkpoint.stop_tokens, "chunk": 256}
-    done = generate(checkpoint.model, cache, [example.prompt], sampling=DRAWN.sampling, key=key, **ask)
-    assert found["e1"][2] == checkpoint.tokenizer.decode(done.rows[0], skip_special_tokens=True)
-
-
-def test_pass_at_k_is_the_share_of_k_subsets_that_hold_a_right_answer():
-    for answers in range(1, 7):
-        for right in range(answers + 1):
-            for k in range(1, answers + 1):
-                subsets = list(itertools.combinations([True] * right + [False] * (answers - right), k))
-                assert pass_at(answers, right, k) == pytest.approx(np.mean([any(one) for one in subsets]))
-    with pytest.raises(ValueError, match=r"needs k in 1\.\.3"):
-        pass_at(3, 1, 4)
-
-
-def test_scores_of_several_answers_are_their_mean_and_pass_at_k(drawn, checkpoint):
-    out, cell = drawn
-    first = {e["id"]: e["draws"][0]["answer"] for e in cell.examples}
-    right = tuple(first[f"e{i}"] if i else "none" for i in range(5))
-
-    task = Copy(max_new_tokens=8)
-    object.__setattr__(task, "score", lambda example, answer: float(answer == right[int(example.id[1])]))
-    (again,) = evaluate(checkpoint, task, {"full": CACHES["full"]}, batch=2, draws=DRAWN, out=out)
-    found = report.score(again)
-    assert found["mean"] == pytest.approx(4 / 5 / 3)
-    assert found["pass_at"] == pytest.approx({"1": 4 / 5 / 3, "2": 4 / 5 * 2 / 3, "3": 4 / 5}, abs=1e-4)
-    assert "| cache | budget | tokens read | exact match | 95 % | pass@3 |" in report.table([again])
-    assert "Mean of 3 answers to each." in report.table([again])
-    assert again.key != prepare(checkpoint, task, {"full": CACHES["full"]}, dtype="float32").cells["full"].key
-
-
-def test_draws_that_are_all_equal_are_refused():
-    with pytest.raises(ValueError, match="gives 4 equal answers; set a temperature"):
-        Draws(count=4)
 
 
 # ------------------------------------------------------------------------------------------------ its files
@@ -487,38 +428,6 @@ def test_a_prompt_without_room_is_refused_before_anything_runs(checkpoint, long_
         prepare(checkpoint, long_task(), CACHES, dtype="float32")
 
 
-@pytest.mark.parametrize("as_text", [False, True])
-def test_a_task_that_says_so_loses_the_middle_of_its_prompts(checkpoint, long_text, as_text):
-    task = long_task(truncate=True)
-    tokenizer = checkpoint.tokenizer
-    examples = task.examples(tokenizer)
-    if as_text:
-        examples = [dataclasses.replace(e, prompt=tokenizer.decode(e.prompt)) for e in examples]
-        object.__setattr__(task, "examples", lambda tokenizer: examples)
-    made = prepare(checkpoint, task, CACHES, dtype="float32")
-    whole = examples[1].prompt if as_text else tokenizer.decode(examples[1].prompt)
-    room = POSITIONS - NEW
-    assert tokenizer.decode(made.prompts["e1"]) == whole[: room // 2] + whole[-room // 2 :]
-    assert tokenizer.decode(made.prompts["e0"]) == (
-        examples[0].prompt if as_text else tokenizer.decode(examples[0].prompt)
-    )
-
-
-def test_prompts_are_cut_to_the_length_that_is_asked_for(checkpoint, long_text):
-    task = long_task(truncate=True)
-    whole = {e.id: e.prompt for e in task.examples(checkpoint.tokenizer)}
-    made = prepare(checkpoint, task, CACHES, dtype="float32", max_prompt=101)
-    for i, ids in whole.items():
-        assert made.prompts[i] == (*ids[:51], *ids[-50:])
-    free = prepare(checkpoint, Copy(truncate=True), CACHES, dtype="float32", max_prompt=POSITIONS)
-    assert free.cells["full"].key == prepare(checkpoint, Copy(truncate=True), CACHES, dtype="float32").cells["full"].key
-    refusal = "copy, example e0: 200 prompt tokens are more than max_prompt=101, and prompts of this task cannot be cut"
-    with pytest.raises(ValueError, match=refusal):
-        prepare(checkpoint, Copy(), CACHES, dtype="float32", max_prompt=101)
-    with pytest.raises(ValueError, match="max_prompt must be at least 2, got 1"):
-        prepare(checkpoint, task, CACHES, dtype="float32", max_prompt=1)
-
-
 def test_text_prompts_go_through_the_tokenizer_and_chat_through_the_template(checkpoint):
     examples = [Example("a", "hello", ("?",))]
     for chat, wanted in ((False, "hello"), (True, "[user]hello[reply]")):
@@ -526,16 +435,6 @@ def test_text_prompts_go_through_the_tokenizer_and_chat_through_the_template(che
         object.__setattr__(task, "examples", lambda tokenizer: examples)
         made = prepare(checkpoint, task, CACHES, dtype="float32")
         assert checkpoint.tokenizer.decode(made.prompts["a"]) == wanted
-
-
-def test_a_chat_prompt_is_cut_so_that_the_template_fits_too(checkpoint):
-    task = Copy(chat=True, truncate=True)
-    object.__setattr__(task, "examples", lambda tokenizer: [Example("a", "abcdefgh" * 100, ("?",))])
-    (ids,) = prepare(checkpoint, task, CACHES, dtype="float32").prompts.values()
-    text = checkpoint.tokenizer.decode(ids)
-    assert text.startswith("[user]abcdefgh")
-    assert text.endswith("abcdefgh[reply]")
-    assert POSITIONS - NEW - 4 <= len(ids) <= POSITIONS - NEW
 
 
 def test_ids_must_differ_and_caches_must_be(checkpoint, task):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 import sys
 
 import numpy as np
@@ -88,10 +87,6 @@ def test_the_page_says_model_versions_and_date():
         assert part in page
     other = dataclasses.replace(CELLS[0], head={**CELLS[0].head, "made": [{**MADE, "device": "gpu"}]})
     assert "Greedy decoding through each cache." in page
-    drawn = {"count": 4, "temperature": 0.6, "top_k": None, "top_p": 0.9, "seed": 0}
-    several = dataclasses.replace(CELLS[0], key={**CELLS[0].key, "draws": drawn})
-    told = "4 answers to each question, drawn with temperature 0.6, top_p 0.9, seed 0, through"
-    assert told in report.page([several])
     assert "2026-01-02, cpu, jax 1.2.3; 2026-01-02, gpu, jax 1.2.3." in report.page([*CELLS, other])
 
 
@@ -175,24 +170,14 @@ def test_a_cache_with_many_settings_is_kept_in_a_file_with_a_short_name(tmp_path
 def test_everything_is_written(tmp_path):
     written = folder.write(CELLS, tmp_path / "out")
     assert {path.name for path in written} == {
-        *("table.md", "summary.json", "needle-by-budget.svg", "needle-by-depth.svg", "report.html")
+        *("table.md", "summary.json", "needle-by-budget.svg", "needle-by-depth.svg")
     }
     assert all(path.stat().st_size > 500 for path in written)
 
 
 def test_without_a_curve_or_depths_there_is_no_plot(tmp_path):
     cells = [cell("full", 512, [1.0], depths=None), cell("fier@16", 512, [1.0], depths=None)]
-    assert [path.name for path in folder.write(cells, tmp_path)] == ["table.md", "summary.json", "report.html"]
-
-
-def test_the_page_holds_every_number_and_plot_and_loads_nothing(tmp_path):
-    folder.write(CELLS, tmp_path)
-    text = (tmp_path / "report.html").read_text()
-    for number in re.findall(r"\d+\.\d+", (tmp_path / "table.md").read_text()):
-        assert number in text
-    loaded = re.findall(r"(?:src|href)=['\"]([^'\"]{0,30})", text)
-    assert len(loaded) == 2
-    assert all(address.startswith("data:image/svg+xml;base64,") for address in loaded)
+    assert [path.name for path in folder.write(cells, tmp_path)] == ["table.md", "summary.json"]
 
 
 def test_lines_are_the_means_by_budget_in_the_colour_of_the_method():

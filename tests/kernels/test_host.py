@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import kvjax
+from benchmarks import throughput
 from kvjax import CacheSpec, HostOffload, generation, ops, presets
-from kvjax.evaluate import throughput
 from kvjax.kernels_pallas.host import host_append, host_rows
 from kvjax.memory import CONCURRENT, to_host
 from kvjax.numerics.selection import Selection, expand_units

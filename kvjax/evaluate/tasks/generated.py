@@ -20,10 +20,9 @@ import numpy as np
 import kvjax.evaluate.tasks.needles as needles_file
 import kvjax.evaluate.tasks.variables as variables_file
 import kvjax.evaluate.tasks.words as words_file
-from kvjax.evaluate.provenance import digest
-from kvjax.evaluate.tasks.files import read_text
+from kvjax.evaluate.provenance import digest, read_text
 from kvjax.evaluate.tasks.needles import Kind
-from kvjax.evaluate.tasks.protocol import Example, Task
+from kvjax.evaluate.tasks.protocol import Example
 from kvjax.evaluate.tasks.weaving import DOTS, Hidden, TooShortError, Woven, weave
 from kvjax.spec import require_int
 
@@ -171,7 +170,7 @@ class Synthetic:
         return self.form in FILLING
 
     def _text(self) -> str:
-        return made_text() if self.text is None else read_text(Path(self.text), download="give a UTF-8 file")
+        return made_text() if self.text is None else read_text(Path(self.text), what="give a UTF-8 file")
 
     def _example(self, tokenizer: Any, text: str | np.ndarray, number: int) -> Example:
         rng = random.Random(f"{self.form} {self.length} {self.seed} {number}")
@@ -273,28 +272,6 @@ def frequent_words(*, asked: int = 3, **common: Any) -> Synthetic:
 def common_words(*, asked: int = 10, often: int = 30, rarely: int = 3, **common: Any) -> Synthetic:
     """The words that a list repeats most."""
     return Synthetic(form="common_words", settings=(("asked", asked), ("often", often), ("rarely", rarely)), **common)
-
-
-@dataclass(frozen=True)
-class First:
-    """The first `samples` examples of a task."""
-
-    task: Task
-    samples: int
-
-    def __post_init__(self) -> None:
-        require_int("First(samples=...)", self.samples, at_least=1)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("name", "metric", "max_new_tokens", "stop", "chat", "truncate", "score"):
-            return getattr(self.task, name)
-        raise AttributeError(name)
-
-    def key(self) -> Mapping[str, Any]:
-        return {**self.task.key(), "first": self.samples}
-
-    def examples(self, tokenizer: Any) -> Sequence[Example]:
-        return self.task.examples(tokenizer)[: self.samples]
 
 
 TASKS: dict[str, Callable[..., Synthetic]] = {

@@ -1,7 +1,8 @@
 """The protocol of tasks: a task makes examples from seeds or files, and scores what a model answers.
 
 A task does not depend on caches and models, and the runner does not depend on where examples come from, so generated
-needles, LongBench and a task of your own go through the same loop, tables and plots.
+needles and a task of your own go through the same loop, tables and plots. Published data sets are read by
+lm-evaluation-harness (`kvjax.evaluate.harness`).
 """
 
 from __future__ import annotations

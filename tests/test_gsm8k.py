@@ -1,10 +1,13 @@
 """GSM8K in small files of the published form."""
 
 import json
+from decimal import Decimal
 
 import pytest
 
-from kvjax.evaluate.tasks.gsm8k import Gsm8k
+from benchmarks import gsm8k
+from benchmarks.gsm8k import Gsm8k, final_number
+from tests.checkpoint import write_checkpoint
 
 TRAIN = [{"question": f"What is {i} + 1?", "answer": f"{i}+1=<<{i}+1={i + 1}>>{i + 1}\n#### {i + 1}"} for i in range(9)]
 TEST = [{"question": "What is 600 + 400?", "answer": "It is 1,000.\n#### 1,000"}]
@@ -79,3 +82,33 @@ def test_key_follows_settings_and_files(directory):
 def test_settings_are_checked(directory):
     with pytest.raises(ValueError, match=r"Gsm8k\(shots=...\) must be at least 0"):
         Gsm8k(directory, shots=-1)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("He makes 9 * 2 = $<<9*2=18>>18.\n#### 18", "18"),
+        ("#### $1,250.50.\n#### 3", "1250.50"),
+        ("#### no number\nbut 7", "7"),
+        ("so 10-4 is what is left: 6.", "6"),
+        ("10-4", "4"),
+        ("it fell to -3", "-3"),
+        ("half, .5", ".5"),
+    ],
+)
+def test_the_final_number_of_a_text(text, number):
+    assert final_number(text) == Decimal(number)
+
+
+def test_the_first_questions_alone_are_another_task(directory):
+    assert [e.id for e in Gsm8k(directory, samples=1).examples(None)] == ["0"]
+    assert Gsm8k(directory, samples=1).key() != Gsm8k(directory).key()
+
+
+def test_the_command_writes_the_folder_of_an_evaluation(directory, tmp_path):
+    model, out = write_checkpoint(tmp_path / "model"), tmp_path / "out"
+    (tmp_path / "model").mkdir(exist_ok=True)
+    ask = [str(model), "--data", str(directory), "--shots", "0", "--max-new-tokens", "2", "--cache", "full"]
+    gsm8k.main([*ask, "--dtype", "float32", "--out", str(out)])
+    assert "gsm8k" in (out / "table.md").read_text()
+    assert len(list((out / "results").glob("*.json"))) == 1

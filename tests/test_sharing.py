@@ -1,14 +1,18 @@
 """Which layers should select: measurements of pairs of layers, and the best anchors for them."""
 
 import itertools
+import json
+import re
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.calibrate import calibrate
+from benchmarks.sharing import Sharing, measure
 from kvjax import presets
 from kvjax.evaluate.live import Live, LiveLayer
-from kvjax.evaluate.sharing import Sharing, measure
+from tests.checkpoint import write_checkpoint
 
 
 def layers_alike(same_as: list[int]) -> Live:
@@ -56,3 +60,47 @@ def test_anchors_have_the_least_error_of_all_choices(count: int) -> None:
     assert found.total_error(found.anchors(count), best_heads=True) == pytest.approx(min(errors))
     assert min(errors) <= found.total_error(found.anchors(count))
     assert found.every(3) == (1, 4)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def text(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("all the words of a long text " * 20)
+    return file
+
+
+def test_the_command_writes_a_file_that_presets_read(model, text, tmp_path, capsys):
+    cache = "fier:budget=64,group=8,chunk=8,sink=4,local=16,dense_layers=1"
+    out = tmp_path / "plan.json"
+    calibrate(model, text, cache, share=2, length="96", steps=2, dtype="float32", out=out, as_json=True)
+    content = json.loads(capsys.readouterr().out)
+    assert json.loads(out.read_text()) == content
+    shared = presets.fier(64, group=8, chunk=8, sink=4, local=16, dense_layers=1, anchors=str(out))
+    assert shared.anchors == tuple(content["anchors"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"cache": "full"}, "selects nothing that other layers could follow"),
+        ({"cache": "fier:share=2"}, "sets share, which this command finds; leave it out"),
+        ({"cache": "fier:dense_layers=9", "length": "100"}, "keeps the first 9 layers full"),
+        ({"share": 0}, "--share must be at least 1, got 0"),
+        ({"out": "plan"}, "end the name in .json, so that --cache fier:anchors=FILE"),
+        ({"length": "64,64"}, "must be steps=16 or more above the one before"),
+        ({"text": None}, "--text takes a UTF-8 file with a long text; got none"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_shared_is_refused_before_the_weights(model, text, tmp_path, monkeypatch, settings, error):
+    monkeypatch.setattr("kvjax.models.load", lambda *args, **given: pytest.fail("weights were read"))
+    if "out" in settings:
+        settings = {**settings, "out": tmp_path / settings["out"]}
+    how = {"text": text, "cache": "fier", "dtype": "float32", "length": "96"} | settings
+    with pytest.raises(ValueError, match=re.escape(error)):
+        calibrate(model, **how)

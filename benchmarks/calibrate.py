@@ -1,4 +1,9 @@
-"""`kvjax calibrate`."""
+"""Finds the layers that should select for the layers after them, on a text: the anchors of shared selections.
+
+    python -m benchmarks.calibrate MODEL --text book.txt --length 4K --cache fier:budget=451 --share 4 --out fier4.json
+
+The file is for `--cache fier:budget=451,anchors=fier4.json` of the commands of kvjax, and for `anchors=` of presets.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +33,9 @@ def calibrate(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Finds the layers that should select for the layers after them, on your own text.
+    """Prints for each layer its anchor, the layer that selects for it, and a value for --cache of other commands.
 
-    Prints for each layer its anchor, the layer that selects for it, and a value for --cache of the other commands. The
-    file that --out writes also says which KV head of the anchor each KV head should follow; use it as
+    The file that --out writes also says which KV head of the anchor each KV head should follow; use it as
     --cache fier:budget=256,anchors=FILE. Columns: overlap, the share of the layer's own selection that its anchor reads
     too; mass, the share of softmax mass on the anchor's tokens; error, the relative error of the layer's output over
     the anchor's tokens; best heads, the same with the KV heads of the file; own error, the same over the layer's own
@@ -59,7 +63,8 @@ def calibrate(
     reading = live.read(progress, model_dir, text, length, steps, dtype)
     presets.check_reaches(policies, reading.checkpoint.config.layers, f"--cache {cache}")
 
-    from kvjax.evaluate import recall, sharing
+    from benchmarks import sharing
+    from kvjax.evaluate import recall
     from kvjax.evaluate.provenance import json_text, replace_file
 
     seen = live.capture(progress, reading)
@@ -98,3 +103,7 @@ def calibrate(
     if out is not None:
         replace_file(out, json_text(content, indent=1))
         say(f"wrote {out}; to use its KV heads too: --cache {with_anchors(out)}")
+
+
+if __name__ == "__main__":
+    typer.run(calibrate)

@@ -19,12 +19,12 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from kvjax.cache.cache import Cache, LayerCache, init, raise_on_overflow
-from kvjax.evaluate.plots import new_figure, short, style
+from kvjax.evaluate.plots import short
 from kvjax.evaluate.provenance import provenance
 from kvjax.evaluate.store import FORMAT, Cell, Progress
 from kvjax.generation import Stream, warm_up
@@ -45,9 +45,6 @@ from kvjax.models import Decoder, DecoderConfig
 from kvjax.models.rope import Default, Llama3
 from kvjax.policies import PerLayer
 from kvjax.spec import CacheSpec, require_int, round_capacity
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,11 +224,11 @@ def _cell(name: str, key: dict[str, Any], out: Path | None) -> Cell:
     return cell
 
 
-TITLES = ("cache", "length", "batch", "TTFT s", "TPOT ms", "tokens/s", "cache MiB", "on host MiB", "peak MiB")
-
-
 def columns(row: Mapping[str, Any]) -> list[str]:
-    """A row of a sweep under TITLES; a row that failed has its status after the first three."""
+    """Cache, length, batch, TTFT s, TPOT ms, tokens/s, and MiB of the cache, of its part on the host, and of the peak.
+
+    A row that failed has its status after the first three.
+    """
     head = [row["cache"], short(row["length"]), str(row["batch"])]
     if row["status"] != "ok":
         return [*head, row["status"]]
@@ -491,48 +488,3 @@ def _program_bytes(model: Decoder, run: Stream, length: int, workload: Workload)
         ),
         default=None,
     )
-
-
-# ---------------------------------------------------------------------------------------------------------------- plot
-
-
-def figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """TPOT by length, a line per cache and a panel per batch; whiskers from the fastest to the slowest block.
-
-    Raises:
-      ValueError: no row has a time.
-      ImportError: matplotlib is not installed.
-    """
-    rows = [row for row in rows if row["status"] == "ok"]
-    if not rows:
-        raise ValueError("no cell fitted in memory, so there is no time to plot")
-    batches, names = sorted({row["batch"] for row in rows}), list(dict.fromkeys(row["cache"] for row in rows))
-    lengths = sorted({row["length"] for row in rows})
-    drawn = new_figure(1.5 + 4.0 * len(batches), 3.8)
-    panels = drawn.subplots(1, len(batches), sharey=True, squeeze=False)[0]
-    for panel, batch in zip(panels, batches, strict=True):
-        for name in names:
-            line = [row for row in rows if (row["batch"], row["cache"]) == (batch, name)]
-            line.sort(key=lambda row: row["length"])
-            ends = [(row["tpot_ms"] - row["tpot_ms_min"], row["tpot_ms_max"] - row["tpot_ms"]) for row in line]
-            panel.errorbar(
-                [row["length"] for row in line],
-                [row["tpot_ms"] for row in line],
-                yerr=np.reshape(ends, (-1, 2)).T,
-                label=name,
-                capsize=2,
-                **style(name, names),
-            )
-        panel.set_title(f"batch {batch}")
-        panel.set_xscale("log")
-        panel.set_xticks(lengths, [short(length) for length in lengths])
-        panel.minorticks_off()
-        panel.set_xlabel("context (tokens)")
-        panel.grid(alpha=0.3)
-    panels[0].set_ylim(bottom=0)
-    panels[0].set_ylabel("time per output token (ms)")
-    panels[-1].legend(frameon=False)
-    made = rows[0]
-    prompt = "random keys and values" if made["synthetic"] else "random prompts"
-    drawn.suptitle(f"{made['model']}, {made['dtype']}, {made['device']}; {prompt}", fontsize="medium")
-    return drawn

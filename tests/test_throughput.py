@@ -1,9 +1,6 @@
 """Throughput and memory: the fields of a cell; a cell that does not fit is a result; none is measured twice."""
 
 import dataclasses
-import json
-import re
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +9,9 @@ import pytest
 from flax import nnx
 
 import kvjax
+from benchmarks import throughput
+from benchmarks.throughput import Workload
 from kvjax import presets
-from kvjax.cli import main
-from kvjax.evaluate import throughput
-from kvjax.evaluate.provenance import digest_json
-from kvjax.evaluate.throughput import Workload
 from kvjax.models import Decoder, DecoderConfig
 
 CONFIG = DecoderConfig(
@@ -254,33 +249,6 @@ def test_shapes_have_the_parameters_that_their_names_say():
         assert round((one + (config.layers - 1) * (two - one)) / 1e9, 2) == billions[name]
 
 
-def test_the_plot_has_a_panel_a_batch_and_a_line_a_cache():
-    pytest.importorskip("matplotlib")
-    base = {"status": "ok", "model": "m", "dtype": "f", "device": "d", "synthetic": True}
-    rows = [
-        {
-            **base,
-            "cache": name,
-            "length": length,
-            "batch": batch,
-            "tpot_ms": 2.0,
-            "tpot_ms_min": 1.5,
-            "tpot_ms_max": 4.0,
-        }
-        for name in ("full", "fier 128")
-        for length in (8192, 32768)
-        for batch in (1, 8)
-    ]
-    rows.append({**rows[0], "cache": "full", "batch": 64, "status": "out of memory"})
-    figure = throughput.figure(rows)
-    assert [axes.get_title() for axes in figure.axes] == ["batch 1", "batch 8"]
-    assert [[line.get_label() for line in axes.containers] for axes in figure.axes] == [["full", "fier 128"]] * 2
-    figure.draw_without_rendering()
-    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["8K", "32K"]
-    with pytest.raises(ValueError, match="no cell fitted"):
-        throughput.figure(rows[-1:])
-
-
 @pytest.mark.parametrize("changes", [{"steps": 0}, {"block": 0}, {"seed": -1}])
 def test_a_workload_without_work_is_refused(changes):
     (name,) = changes
@@ -288,68 +256,8 @@ def test_a_workload_without_work_is_refused(changes):
         Workload(**changes)
 
 
-QWEN3 = {  # CONFIG, as a file says it
-    "model_type": "qwen3",
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-}
-
-
-def test_bench_prints_a_table_and_goes_on_where_it_stopped(tmp_path, capsys, monkeypatch):
-    shape, out = tmp_path / "mine" / "config.json", tmp_path / "out"
-    shape.parent.mkdir()
-    shape.write_text(json.dumps(QWEN3))
-    command = ["bench", "--random", str(shape), "--cache", "full", "--length", str(LENGTH), "--batch", str(BATCH)]
-    command += ["--steps", "5", "--block", "2", "--chunk", "32", "--dtype", "float32", "--out", str(out)]
-    assert main(command) == 0
-    said = capsys.readouterr()
-    assert "mine, random weights, float32, cpu" in said.out
-    (line,) = [line for line in said.out.splitlines() if line.startswith("│ full")]
-    written = (out / "throughput.json").read_text()
-    (row,) = json.loads(written)["rows"]
-    cells = [cell.strip() for cell in line.strip("│").split("│")]
-    assert cells[:3] == ["full", "40", "2"]
-    assert cells[4].startswith(f"{row['tpot_ms']:.3g} (")
-    assert cells[6] == f"{row['cache_bytes_device'] / 2**20:,.1f}"
-    assert row["digest"] == digest_json(repr(CONFIG))
-    assert (out / "throughput.svg").read_text().count("<svg") == 1
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert main(command) == 0
-    assert (out / "throughput.json").read_text() == written
-    said = capsys.readouterr()
-    assert line in said.out
-    assert "plots need matplotlib: pip install 'kvjax[eval]'" in said.err
-
-
-@pytest.mark.parametrize(("length", "said"), [(60, True), (57, False)])
-def test_bench_tells_a_length_that_the_model_has_no_positions_for(length, said, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(throughput, "sweep", lambda *args, **settings: [])
-    shape = tmp_path / "config.json"
-    shape.write_text(json.dumps({**QWEN3, "max_position_embeddings": 64}))
-    command = ["bench", "--random", str(shape), "--cache", "full", "--length", f"40,{length}", "--dtype", "float32"]
-    assert main([*command, "--steps", "5", "--block", "2", "--json"]) == 0
-    told = f"--length {length} and 7 new tokens are more than the model's 64 positions: the times are valid"
-    assert (told in capsys.readouterr().err) == said
-
-
-@pytest.mark.parametrize(
-    ("given", "error"),
-    [
-        (["--length", "8k,x"], r"--length takes whole numbers from 1, such as 8192, 8K.*got 'x'"),
-        (["--batch", "0"], r"--batch takes whole numbers"),
-        (["--random", "llama-9"], r"--random llama-9: neither the path.*llama-3.1-8b"),
-        (["--cache", "fierce"], r"did you mean 'fier'"),
-        (["--steps", "0"], r"--steps must be at least 1, got 0"),
-        (["--random", "qwen3-8b", "."], r"a checkpoint or --random, not both"),
-    ],
-)
-def test_bench_says_what_is_wrong_before_it_starts(given, error, capsys):
-    assert main(["bench", *given]) == 2
-    assert re.search(error, capsys.readouterr().err)
+def test_a_model_without_room_is_refused_before_it_is_drawn(monkeypatch):
+    monkeypatch.setattr(throughput, "_available_bytes", lambda: 2**30)
+    monkeypatch.setattr(throughput, "_draw", lambda *args, **settings: pytest.fail("weights were drawn"))
+    with pytest.raises(MemoryError, match=r"the weights in bfloat16 would take 2.3 GiB, and 1.0 GiB are free; use a"):
+        throughput.random_model(throughput.SHAPES["llama-3.2-1b"])
