@@ -13,7 +13,7 @@ import kvjax
 from benchmarks.throughput import fill
 from kvjax import presets
 
-FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 SPEC = kvjax.CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=256, dtype=jnp.dtype(jnp.float32))
 
 
