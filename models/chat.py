@@ -1,8 +1,8 @@
 """A conversation with a model whose cache is kept between turns, so that each turn feeds only its own tokens.
 
-A chat template renders a whole conversation, system prompt and first token included. The cache already holds the
-earlier turns, so a later turn feeds only what the template renders after the model's last answer: the end of that
-answer, the new message, and the opening of the next answer.
+A chat template renders a whole conversation, and may write earlier turns in another way than before: it drops the
+thinking of earlier answers, moves the system prompt, trims. So each turn compares the tokens of the whole conversation
+with those that the cache holds, keeps what they have in common, and reads the rest.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 from jax import Array
 
 from kvjax.cache.cache import Cache
+from kvjax.cache.editing import truncate
 from kvjax.cache.growing import grow
 from kvjax.generation import Stream, stream
 from kvjax.generation.prompt_inputs import check_fit
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from .checkpoint import Checkpoint
 
 NEW_TOKENS = 128  # the default, or fewer if the model's positions leave fewer
-ANSWER = "kvjax stands here for an answer"  # the template renders it in place of the model's last answer
 
 
 class Chat:
@@ -53,11 +53,14 @@ class Chat:
         sampling: Sampling,
         key: Array | None,
         capacity: int | None,
+        template: Mapping[str, Any] | None,
     ) -> None:
         self._checkpoint, self._make_cache, self._capacity = checkpoint, make_cache, capacity
         self._max_new_tokens, self._sampling, self._key = max_new_tokens, sampling, key
         self.messages = [] if system is None else [{"role": "system", "content": system}]
+        self._template = template
         self._run: Stream | None = None  # of the last answer
+        self._fed: list[int] = []  # the tokens in the cache before that answer
         self._turns = 0
 
     @property
@@ -83,55 +86,62 @@ class Chat:
     def stream(self, message: str | Mapping[str, Any], *, max_new_tokens: int | None = None) -> Iterator[str]:
         """`say` as an iterator over pieces of text. This call reads the turn; `messages` grows by each piece."""
         new = _as_message(message)
-        self._run = self._start(self._encode_turn(new), max_new_tokens)
+        self._run = self._start([*self.messages, new], max_new_tokens)
         self._turns += 1
         self.messages += [new, {"role": "assistant", "content": ""}]
         return _follow(self._run, self.messages[-1])
 
-    def _encode_turn(self, message: dict[str, Any]) -> list[int]:
-        """Token ids of the new turn only, to follow those in the cache."""
+    def _start(self, messages: list[dict[str, Any]], max_new_tokens: int | None) -> Stream:
+        """Reads what is new in a conversation, and returns the stream of its answer."""
         checkpoint = self._checkpoint
-        if self._run is None:
-            return checkpoint.apply_chat([*self.messages, message])
-        _, found, turn = checkpoint.render_chat(
-            [*self.messages[:-1], {**self.messages[-1], "content": ANSWER}, message]
-        ).partition(ANSWER)
-        if not found or not turn or ANSWER in turn:
-            raise ValueError(
-                f"the chat template in {checkpoint.directory} does not render a turn after the answer before it, so "
-                "the turn's tokens cannot be separated; call generate with all messages instead"
-            )
-        emitted = self._run.rows[0]
-        if emitted and emitted[-1] in checkpoint.stop_tokens:  # the end of the answer is in the cache already
-            end = checkpoint.tokenizer.decode(emitted[-1:], skip_special_tokens=False)
-            space, found, rest = turn.partition(end)
-            turn = rest if found and not space.strip() else turn
-        return [int(i) for i in checkpoint.tokenizer(turn, add_special_tokens=False)["input_ids"]]
-
-    def _start(self, ids: list[int], max_new_tokens: int | None) -> Stream:
-        """Reads a turn and returns the stream of its answer."""
-        checkpoint, cache, stored = self._checkpoint, self.cache, self._length
+        ids = checkpoint.apply_chat(messages, template=self._template)
         positions = checkpoint.config.max_positions
         new = self._max_new_tokens if max_new_tokens is None else max_new_tokens
-        new = default_new_tokens(stored + len(ids), positions) if new is None else new
+        new = default_new_tokens(len(ids), positions) if new is None else new
         new = require_int("max_new_tokens", new, at_least=1)
-        check_fit(stored, len(ids), new, self._capacity, positions)
-        needed = stored + len(ids) + new
+        held = self._held
+        shared = min(_common(held, ids), len(ids) - 1)
+        check_fit(shared, len(ids) - shared, new, self._capacity, positions)
+        cache, known, unread = self._prepare(messages, ids, held, shared)
+        needed = len(known) + len(unread) + new
         if cache is None:
             cache = self._make_cache(round_capacity(needed) if self._capacity is None else self._capacity)
         elif needed > cache.spec.capacity:  # to twice its size, so that a long conversation rarely grows
             cache = grow(cache, round_capacity(max(needed, 2 * cache.spec.capacity)))
-        return stream(
+        run = stream(
             checkpoint.model,
             cache,
-            [ids],
+            [unread],
             max_new_tokens=new,
             sampling=self._sampling,
             key=None if self._key is None else jax.random.fold_in(self._key, self._turns),
-            stop_tokens=checkpoint.stop_tokens,
+            stop_tokens=checkpoint.chat_stop_tokens,
             measure=True,
             tokenizer=checkpoint.tokenizer,
         )
+        self._fed = known + unread
+        return run
+
+    @property
+    def _held(self) -> list[int]:
+        """The tokens that the cache holds; none if it is gone, as after an interrupt."""
+        if self._run is None or any(leaf.is_deleted() for leaf in jax.tree.leaves(self._run.cache)):
+            return []
+        return self._fed + self._run.rows[0]
+
+    def _prepare(
+        self, messages: list[dict[str, Any]], ids: list[int], held: list[int], shared: int
+    ) -> tuple[Cache | None, list[int], list[int]]:
+        """A cache of a part of the conversation, or None for an empty one; the tokens in it; and those to read."""
+        cache = self.cache
+        if shared == len(held) or not shared:
+            return (cache if shared else None), ids[:shared], ids[shared:]
+        self._run = None  # so that two caches are in memory no longer than needed
+        try:
+            return truncate(cache, [shared]), ids[:shared], ids[shared:]
+        except ValueError:  # its policy cannot; but perhaps only the spelling of the answer differs
+            rest = self._checkpoint.chat_template.after(held, messages, ids, self._template)
+            return (cache, held, rest) if rest else (None, [], ids)
 
 
 def default_new_tokens(prompt: int, positions: int | None) -> int:
@@ -141,6 +151,11 @@ def default_new_tokens(prompt: int, positions: int | None) -> int:
     (128, 28)
     """
     return NEW_TOKENS if positions is None else max(1, min(NEW_TOKENS, positions - prompt))
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    """The number of tokens with which both begin."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _follow(run: Stream, answer: dict[str, Any]) -> Iterator[str]:

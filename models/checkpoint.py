@@ -41,10 +41,10 @@ from kvjax.validation import shown
 from .chat import Chat, default_new_tokens
 from .config import DecoderConfig, Fields
 from .decoder import Decoder
+from .template import Messages, Template
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer.tiktoken")
 
-Messages: TypeAlias = Sequence[Mapping[str, Any]]  # {"role": ..., "content": ...} of each turn
 Prompt: TypeAlias = str | Messages
 
 
@@ -143,39 +143,48 @@ class Checkpoint:
             except Exception as error:
                 raise ValueError(f"transformers cannot read the tokenizer in {self.directory}: {error}") from error
 
-    def apply_chat(self, messages: Prompt, *, answer: bool = True) -> list[int]:
+    def apply_chat(
+        self, messages: Prompt, *, answer: bool = True, template: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """Token ids of a conversation in the model's chat template; a string is one message of the user.
 
-        With `answer`, the ids end with the opening of the model's turn.
+        With `answer`, the ids end with the opening of the model's turn. `template` has what the template itself takes,
+        such as {"enable_thinking": False} or {"tools": [...]}. Control tokens that a message of the user or of a tool
+        spells, such as `<|im_end|>`, are read as text.
 
         Raises:
           ValueError: the tokenizer has no chat template, or the template refuses the messages.
         """
-        ids = self._template(messages, answer, tokenize=True, return_dict=False)
-        return [int(i) for i in ids]
+        return self.chat_template.encode(_as_messages(messages), template, add_generation_prompt=answer)
 
-    def render_chat(self, messages: Prompt, *, answer: bool = True, continue_last: bool = False) -> str:
+    def render_chat(
+        self,
+        messages: Prompt,
+        *,
+        answer: bool = True,
+        continue_last: bool = False,
+        template: Mapping[str, Any] | None = None,
+    ) -> str:
         """`apply_chat` as text.
 
         With `continue_last`, and without `answer`, the text ends where the content of the last message does, so that
         the model continues this message.
         """
-        return str(self._template(messages, answer, tokenize=False, continue_final_message=continue_last))
+        how = {"add_generation_prompt": answer, "continue_final_message": continue_last}
+        return self.chat_template.render(_as_messages(messages), template, **how)
 
-    def _template(self, messages: Prompt, answer: bool, **settings: Any) -> Any:
-        if isinstance(messages, str):
-            messages = [{"role": "user", "content": messages}]
-        if self.tokenizer.chat_template is None:
-            raise ValueError(
-                f"the tokenizer in {self.directory} has no chat template, so this is not a chat model; pass the text "
-                "itself as the prompt"
-            )
-        try:
-            return self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=answer, **settings)
-        except Exception as error:
-            raise ValueError(f"the chat template in {self.directory} refuses the messages: {error}") from error
+    @cached_property
+    def chat_stop_tokens(self) -> tuple[int, ...]:
+        """`stop_tokens`, and those by which the tokenizer and the chat template end an answer."""
+        ends = sorted(self.chat_template.ends())
+        return tuple(dict.fromkeys((*self.stop_tokens, *(i for i in ends if i < self.config.vocab_size))))
 
-    def encode(self, prompt: Prompt) -> list[int]:
+    @property
+    def chat_template(self) -> Template:
+        """The chat template of the tokenizer."""
+        return Template(self.tokenizer, self.directory)
+
+    def encode(self, prompt: Prompt, *, template: Mapping[str, Any] | None = None) -> list[int]:
         """Token ids of a text, with the special tokens that the tokenizer puts around it, or of chat messages.
 
         Raises:
@@ -183,7 +192,11 @@ class Checkpoint:
         """
         if isinstance(prompt, str):
             self._check_length(prompt)
-        ids = list(self.tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else self.apply_chat(prompt)
+        ids = (
+            self.tokenizer(prompt)["input_ids"]
+            if isinstance(prompt, str)
+            else self.apply_chat(prompt, template=template)
+        )
         if not ids:
             raise ValueError("the prompt is empty: the tokenizer makes no token of it; give at least one character")
         return [int(i) for i in ids]
@@ -245,6 +258,7 @@ class Checkpoint:
         stop_tokens: Sequence[int] | None = None,
         capacity: int | None = None,
         speculate: str | Draft | None = None,
+        template: Mapping[str, Any] | None = None,
     ) -> Completion:
         """Continues a text or answers chat messages, or a list of either, decoding through a KV cache.
 
@@ -260,16 +274,17 @@ class Checkpoint:
           max_new_tokens: 128 by default, or fewer if the model's positions leave fewer.
           temperature, top_k, top_p, min_p: greedy without a temperature; see `kvjax.generation.sampling`.
           seed, key: for sampling, one of the two; seed 0 by default.
-          stop_tokens: those of the checkpoint by default.
+          stop_tokens: `stop_tokens` of the checkpoint by default, or `chat_stop_tokens` after chat messages.
           capacity: tokens that the cache can hold; by default what this call needs.
           speculate: a draft: `kvjax.PromptLookup()`, `kvjax.DraftModel(small.model)` or "prompt-lookup:3,8". The model
             verifies several drafted tokens at a time. The text stays the same; `speculation` has the acceptance.
+          template: settings of the chat template: {"enable_thinking": False}, {"tools": [...]}.
 
         Raises:
           ValueError: an unknown cache, a prompt that does not fit, chat messages without a chat template.
         """
         prompts = _as_list(prompt)
-        run = self._request(prompts, cache, max_new_tokens, capacity, stop_tokens)
+        run = self._request(prompts, cache, max_new_tokens, capacity, stop_tokens, template)
         draw, key = _draws(temperature, top_k, top_p, min_p, seed, key)
         draft = drafts.parse(speculate) if isinstance(speculate, str) else speculate
         run.settings |= {"sampling": draw, "key": key, "measure": True, "draft": draft}
@@ -291,6 +306,7 @@ class Checkpoint:
         stop_tokens: Sequence[int] | None = None,
         capacity: int | None = None,
         speculate: str | Draft | None = None,
+        template: Mapping[str, Any] | None = None,
     ) -> Stream:
         """`generate` of one prompt as an iterator over pieces of text, which never cut a character.
 
@@ -300,7 +316,7 @@ class Checkpoint:
         prompts = _as_list(prompt)
         if len(prompts) != 1:
             raise ValueError(f"stream takes one prompt, got {len(prompts)}; call generate for several")
-        run = self._request(prompts, cache, max_new_tokens, capacity, stop_tokens)
+        run = self._request(prompts, cache, max_new_tokens, capacity, stop_tokens, template)
         draw, key = _draws(temperature, top_k, top_p, min_p, seed, key)
         draft = drafts.parse(speculate) if isinstance(speculate, str) else speculate
         return stream(
@@ -328,18 +344,23 @@ class Checkpoint:
         seed: int | None = None,
         key: Array | None = None,
         capacity: int | None = None,
+        template: Mapping[str, Any] | None = None,
     ) -> Chat:
         """A conversation whose cache is kept between turns, so that each turn feeds only its own tokens.
 
         `system` is the message that opens it, `max_new_tokens` those of an answer. Without a `capacity` the cache grows
         as the conversation does. The other arguments are those of `generate`.
 
+        Some templates rewrite earlier turns, for example drop the thinking of earlier answers. The cache is then cut
+        where the tokens differ, and read again from there; a policy that cannot `truncate` reads the whole conversation
+        again.
+
         Raises:
           ValueError: the tokenizer has no chat template, or an argument that `generate` would refuse.
         """
         if isinstance(cache, str):
             presets.parse(cache)
-        self.render_chat("hello")  # raises early if the model has no template
+        self.render_chat("hello", template=template)  # raises early if the model has no template
         draw, key = _draws(temperature, top_k, top_p, min_p, seed, key)
         return Chat(
             self,
@@ -349,6 +370,7 @@ class Checkpoint:
             sampling=draw,
             key=key,
             capacity=_given("capacity", capacity),
+            template=template,
         )
 
     def _request(
@@ -358,17 +380,20 @@ class Checkpoint:
         max_new_tokens: int | None,
         capacity: int | None,
         stop_tokens: Sequence[int] | None,
+        template: Mapping[str, Any] | None,
     ) -> _Request:
         if isinstance(cache, str):
             presets.parse(cache)  # its errors come before the tokenizer is loaded
         capacity, max_new_tokens = _given("capacity", capacity), _given("max_new_tokens", max_new_tokens)
-        rows = [self.encode(prompt) for prompt in prompts]
+        rows = [self.encode(prompt, template=template) for prompt in prompts]
         longest, positions = max(map(len, rows)), self.config.max_positions
         new = default_new_tokens(longest, positions) if max_new_tokens is None else max_new_tokens
         check_fit(0, longest, new, capacity, positions)
         empty = self.init_cache(cache, capacity=capacity or round_capacity(longest + new), batch=len(rows))
-        stop = self.stop_tokens if stop_tokens is None else stop_tokens
-        return _Request(rows, empty, {"max_new_tokens": new, "stop_tokens": stop})
+        if stop_tokens is None:
+            texts = all(isinstance(prompt, str) for prompt in prompts)
+            stop_tokens = self.stop_tokens if texts else self.chat_stop_tokens
+        return _Request(rows, empty, {"max_new_tokens": new, "stop_tokens": stop_tokens})
 
 
 @dataclasses.dataclass
@@ -397,6 +422,10 @@ def _draws(
     if draw.greedy or key is not None:
         return draw, key
     return draw, jax.random.key(require_int("seed", 0 if seed is None else seed, at_least=0, at_most=2**32 - 1))
+
+
+def _as_messages(prompt: Prompt) -> Messages:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
 def _as_list(prompt: Any) -> list[Prompt]:

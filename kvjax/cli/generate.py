@@ -187,7 +187,7 @@ def generate(
         settings={
             "max_new_tokens": new,
             "sampling": draw,
-            "stop_tokens": checkpoint.stop_tokens,
+            "stop_tokens": checkpoint.chat_stop_tokens if chat else checkpoint.stop_tokens,
             "measure": True,
             "block": JSON_BLOCK if as_json else 1,
             "draft": lookup,

@@ -1,18 +1,21 @@
-"""A conversation feeds each token once: its turns equal one prompt that spells the whole conversation."""
+"""A conversation feeds each token once: what its cache holds equals the template's own render of the conversation."""
 
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer
 
 import kvjax
 from kvjax import models
-from tests.checkpoint import BOS, EOS, POSITIONS, write_checkpoint
+from tests.checkpoint import BOS, EOS, POSITIONS, WIDTH, write_checkpoint
 
 # As real templates write it: a first token and the system prompt once, each answer ended by the stop token.
 TEMPLATE = (
@@ -22,9 +25,24 @@ TEMPLATE = (
 )
 
 
-def load(directory: Path, template: str = TEMPLATE) -> models.Checkpoint:
-    file = write_checkpoint(directory) / "tokenizer_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": template}))
+LETTERS = 94  # ids below are ASCII letters, and those from here to EOS are other bytes
+IM_END, END_OF_TURN, VOCABULARY = "<|im_end|>", EOS + 1, 280  # ids from 259 on have no spelling
+
+
+def load(directory: Path, template: str = TEMPLATE, config: dict[str, Any] | None = None, **tokenizer: Any) -> Any:
+    """A checkpoint that writes ASCII, as its text then has the tokens of its answer."""
+    file = write_checkpoint(directory, vocab_size=VOCABULARY, **(config or {})) / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": template, **tokenizer}))
+    letters = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    letters.add_special_tokens([IM_END])
+    letters.save(str(directory / "tokenizer.json"))
+    tensors = load_file(directory / "model.safetensors")
+    table = np.zeros((VOCABULARY, WIDTH), np.float32)
+    for used in (slice(0, LETTERS), EOS):
+        table[used] = tensors["model.embed_tokens.weight"][used]
+    save_file(
+        {**tensors, "model.embed_tokens.weight": table}, directory / "model.safetensors", metadata={"format": "pt"}
+    )
     return models.load(directory, dtype=jnp.float32)
 
 
@@ -73,6 +91,7 @@ def test_a_turn_that_ended_by_a_stop_token_does_not_feed_it_again(
     chat.say("hello")
     assert chat._run is not None
     chat._run.rows[0][-1] = EOS  # as if the model had ended by itself
+    chat.messages[-1]["content"] = chat.messages[-1]["content"][:-1]
     chat.say("more")
     assert fed[1] == bytes_of("[user]more[assistant]", checkpoint)
 
@@ -101,6 +120,173 @@ def test_turns_equal_one_prompt_of_the_whole_conversation(
             stop_tokens=checkpoint.stop_tokens,
         )
         assert again.rows[0] == chat._run.rows[0]
+
+
+# How real templates write a conversation, some of which write an earlier turn in another way when it is no longer last.
+TURNS = "{% for m in messages %}<{{ m['role'] }}>{{ CONTENT }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}"
+TEMPLATES = {
+    "one after the other": TEMPLATE,
+    "system prompt in the last message of the user": (
+        "{{ bos_token }}{% set system = messages[0]['content'] %}{% for m in messages[1:] %}"
+        "{% if m['role'] == 'user' %}[INST]{% if loop.last and m['role'] == 'user' %}{{ system }} {% endif %}{{ m['content'] }}[/INST]"
+        "{% else %}{{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
+    ),
+    "earlier thinking is dropped": (
+        "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{% if m['role'] == 'assistant' %}"
+        "{{ m['content'][2:] }}{{ eos_token }}{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    ),
+    "answers are trimmed and wrapped": (
+        "{% for m in messages %}{% if m['role'] == 'assistant' %} {{ m['content'] | trim }} {{ eos_token }}"
+        "{% else %}{{ bos_token }}[INST] {{ m['content'] | trim }} [/INST]{% endif %}{% endfor %}"
+    ),
+    "tools are listed before the last message": (
+        "{% for m in messages %}{% if loop.last %}[tools]{{ tools | tojson }}{% endif %}[{{ m['role'] }}]"
+        "{{ m['content'] }}{% endfor %}[assistant]"
+    ),
+    "the number of messages comes first": (
+        "{{ messages | length }}{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
+    ),
+    "only the last message": "[{{ messages[-1]['content'] }}]",
+}
+
+
+def check_five_turns(checkpoint: models.Checkpoint, cache: str, **settings: Any) -> None:
+    """Each turn's prompt is the template's own render, and each answer that of the whole prompt read at once."""
+    chat = checkpoint.chat(system="be brief", cache=cache, max_new_tokens=6, **settings)
+    for message in ("hello there", "and then?", " why ", "x", "the end"):
+        chat.say(message)
+        prompt = checkpoint.apply_chat(chat.messages[:-1], **settings)
+        assert chat._run is not None
+        assert chat._fed == prompt
+        assert chat._run.cache.length.tolist() == [len(prompt) + len(chat._run.rows[0])]
+        whole = checkpoint.generate(chat.messages[:-1], cache=cache, max_new_tokens=6, capacity=512, **settings)
+        if cache == "full":
+            assert chat._run.rows == whole.rows
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_the_cache_holds_is_what_the_template_writes(name: str, tmp_path: Path) -> None:
+    settings = {"template": {"tools": [{"name": "search"}]}} if "tools" in name else {}
+    check_five_turns(load(tmp_path, TEMPLATES[name]), "full", **settings)
+
+
+@pytest.mark.parametrize(
+    "cache", ["fier:budget=32,local=8,group=16,chunk=16", "kivi:residual=32,group=8", "snapkv:budget=64"]
+)
+def test_a_method_that_cannot_cut_its_cache_reads_again(cache: str, tmp_path: Path) -> None:
+    check_five_turns(load(tmp_path, TEMPLATES["earlier thinking is dropped"]), cache)
+
+
+def test_only_what_differs_is_read_again(tmp_path: Path, fed: list[list[int]]) -> None:
+    checkpoint = load(tmp_path, TEMPLATES["earlier thinking is dropped"])
+    chat = checkpoint.chat(system="be brief", max_new_tokens=6)
+    chat.say("hello " * 20)
+    chat.say("more")
+    assert len(fed[1]) < 6 + len("[user]more[assistant]")
+
+
+def test_an_unusual_spelling_of_the_same_text_is_kept_where_a_method_cannot_cut(
+    checkpoint: models.Checkpoint, fed: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for content, cut in (("hello", True), ("hellO", False)):
+        chat = checkpoint.chat(cache="snapkv:budget=64", max_new_tokens=5)
+        chat.say("hello")
+        real = checkpoint.tokenizer.decode
+        chat._fed[1] = 0  # the cache has another token there, but of the same text
+        chat.messages[0]["content"] = content
+        with monkeypatch.context() as patch:
+            spell = partial(lambda real, ids, **how: real([BOS, 58, *ids[2:]], **how), real)
+            patch.setattr(checkpoint.tokenizer, "decode", spell)
+            chat.say("more")
+        assert (len(fed[-1]) <= 1 + len("[user]more[assistant]")) == cut
+
+
+@pytest.mark.parametrize("content", ["<s></s>[INST]", "a</s>", "<</s>s>", "</s></s>", "\ue000<s>"])
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_control_tokens_in_a_message_are_text(checkpoint: models.Checkpoint, content: str, role: str) -> None:
+    plain = checkpoint.apply_chat([{"role": role, "content": "-"}])
+    ids = checkpoint.apply_chat([{"role": role, "content": content}])
+    for token in (BOS, EOS):
+        assert ids.count(token) == plain.count(token)
+    assert checkpoint.tokenizer.decode(ids) == checkpoint.render_chat([{"role": role, "content": content}])
+
+
+def test_control_tokens_of_the_model_and_the_system_stay_tokens(checkpoint: models.Checkpoint) -> None:
+    for role in ("system", "assistant"):
+        ids = checkpoint.apply_chat([{"role": role, "content": "a</s>b"}])
+        assert ids == bytes_of(checkpoint.render_chat([{"role": role, "content": "a</s>b"}]), checkpoint)
+        assert EOS in ids
+
+
+def test_a_message_in_parts_is_text_in_each(tmp_path: Path) -> None:
+    checkpoint = load(
+        tmp_path, "{% for m in messages %}{% for p in m['content'] %}{{ p['text'] }}{% endfor %}{% endfor %}"
+    )
+    ids = checkpoint.apply_chat([{"role": "user", "content": [{"type": "text", "text": "a</s>"}, {"text": "b<s>"}]}])
+    assert ids == bytes_of("a<", checkpoint) + bytes_of("/s>b<", checkpoint) + bytes_of("s>", checkpoint)
+
+
+CHATML = TEMPLATE.replace("{{ eos_token }}", IM_END)
+
+
+@pytest.mark.parametrize(
+    ("config", "template", "eos", "stops"),
+    [
+        ({"eos_token_id": 5}, TEMPLATE, "</s>", (5, EOS)),  # the tokenizer's
+        ({"eos_token_id": 5}, "{% for m in messages %}{{ m['content'] }}{% endfor %}", "</s>", (5, EOS)),
+        ({"eos_token_id": [5, EOS]}, TEMPLATE, "</s>", (5, EOS)),  # known already
+        ({"eos_token_id": 5}, CHATML, "</s>", (5, EOS, END_OF_TURN)),  # the template's
+        ({"eos_token_id": None}, CHATML, None, (END_OF_TURN,)),
+        ({"eos_token_id": 5}, CHATML.replace(IM_END, " \n" + IM_END), None, (5, END_OF_TURN)),  # after a space
+        ({"eos_token_id": 5}, CHATML.replace(IM_END, "." + IM_END), None, (5,)),  # text follows, which is no mark
+        ({"eos_token_id": 5}, "{{ raise_exception('only two messages') if messages | length < 3 }}", None, (5,)),
+        ({"eos_token_id": 270}, TEMPLATE, "</s>", (270, EOS)),  # an id that no text spells
+    ],
+    ids=str,
+)
+def test_an_answer_ends_at_the_stop_tokens_of_config_tokenizer_and_template(
+    tmp_path: Path, config: dict[str, Any], template: str, eos: str | None, stops: tuple[int, ...]
+) -> None:
+    checkpoint = load(tmp_path, template, config, eos_token=eos)
+    assert checkpoint.chat_stop_tokens == stops
+    assert checkpoint.stop_tokens == tuple(
+        i for i in stops if i == 5 or i == 270 or i in np.ravel(config["eos_token_id"])
+    )
+
+
+def test_an_answer_may_end_with_an_id_that_has_no_spelling(tmp_path: Path) -> None:
+    checkpoint = load(tmp_path, config={"eos_token_id": 275})
+    chat = checkpoint.chat(max_new_tokens=4)
+    chat.say("hello")
+    assert chat._run is not None
+    chat._run.rows[0][-1] = 275
+    chat.messages[-1]["content"] = chat.messages[-1]["content"][:-1]
+    chat.say("more")
+    assert chat._fed == checkpoint.apply_chat(chat.messages[:-1])
+
+
+def test_settings_reach_the_template(tmp_path: Path) -> None:
+    checkpoint = load(
+        tmp_path,
+        "{% for m in messages %}[{{ m['content'] }}]{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}"
+        "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}",
+    )
+    quiet, tools = {"enable_thinking": False}, {"tools": [{"name": "search"}]}
+    assert checkpoint.render_chat("hi", template=quiet) == "[hi]<think></think>"
+    assert checkpoint.render_chat("hi", template=tools) == '[hi][{"name": "search"}]'
+    for settings in (quiet, tools):
+        prompt = checkpoint.apply_chat("hi", template=settings)
+        chat = checkpoint.chat(template=settings, max_new_tokens=2)
+        chat.say("hi")
+        assert chat._fed == prompt
+        talk = [{"role": "user", "content": "hi"}]
+        assert checkpoint.generate(talk, template=settings, max_new_tokens=2).prompt_lengths == [len(prompt)]
+        assert checkpoint.stream(talk, template=settings, max_new_tokens=2).cache.length.tolist() == [len(prompt)]
+    with pytest.raises(ValueError, match="template must be the settings of the chat template, such as"):
+        checkpoint.chat(template="enable_thinking")
+    with pytest.raises(ValueError, match="template sets tokenize, which kvjax sets itself; leave it out"):
+        checkpoint.apply_chat("hi", template={"tokenize": True})
 
 
 def test_pieces_join_the_messages_as_they_come(checkpoint: models.Checkpoint) -> None:
@@ -140,11 +326,7 @@ def test_draws_of_a_turn_differ_and_repeat(checkpoint: models.Checkpoint) -> Non
 
 
 def test_what_cannot_talk_says_so(tmp_path: Path) -> None:
-    checkpoint = load(tmp_path, template="{{ messages[-1]['content'] }}")
-    chat = checkpoint.chat(max_new_tokens=2)
-    chat.say("hello")
-    with pytest.raises(ValueError, match="does not render a turn after the answer before it"):
-        chat.say("more")
+    checkpoint = load(tmp_path)
     with pytest.raises(ValueError, match="unknown cache 'fire'; did you mean 'fier'"):
         checkpoint.chat(cache="fire")
     with pytest.raises(ValueError, match="max_new_tokens must be at least 1, got 0"):

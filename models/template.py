@@ -1,0 +1,125 @@
+"""Chat templates: a conversation as text and token ids, and the tokens that end a turn.
+
+A template writes the control tokens of a conversation, such as the marks around a turn. The text of users must not: a
+message that spells such a token is read as its characters, unless the message is the system's or the model's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from kvjax.validation import shown
+
+Messages: TypeAlias = Sequence[Mapping[str, Any]]  # {"role": ..., "content": ...} of each turn
+
+TRUSTED = ("system", "developer", "assistant")  # roles whose messages may hold control tokens
+OURS = ("conversation", "messages", "add_generation_prompt", "continue_final_message", "tokenize", "return_dict")
+FIRST_MARK = 0xE000  # of the characters of Unicode that mean nothing
+
+
+class Template:
+    """The chat template of a tokenizer.
+
+    `settings` are what the template itself takes, such as {"enable_thinking": False} or {"tools": [...]}.
+    """
+
+    def __init__(self, tokenizer: Any, directory: Any) -> None:
+        self._tokenizer, self._directory = tokenizer, directory
+
+    def render(self, messages: Messages, settings: Mapping[str, Any] | None, **how: Any) -> str:
+        """The text of a conversation.
+
+        Raises:
+          ValueError: no chat template, one that refuses the messages, or settings that it cannot have.
+        """
+        if self._tokenizer.chat_template is None:
+            raise ValueError(
+                f"the tokenizer in {self._directory} has no chat template, so this is not a chat model; pass the text "
+                "itself as the prompt"
+            )
+        settings = {} if settings is None else settings
+        if not isinstance(settings, Mapping) or not all(isinstance(name, str) for name in settings):
+            raise ValueError(
+                f'template must be the settings of the chat template, such as {{"enable_thinking": False}}, got '
+                f"{shown(settings)}"
+            )
+        if taken := [name for name in OURS if name in settings]:
+            raise ValueError(f"template sets {', '.join(taken)}, which kvjax sets itself; leave it out")
+        try:
+            return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False, **settings, **how))
+        except Exception as error:
+            raise ValueError(f"the chat template in {self._directory} refuses the messages: {error}") from error
+
+    def encode(self, messages: Messages, settings: Mapping[str, Any] | None, **how: Any) -> list[int]:
+        """Token ids of `render`; control tokens that a user spells are read as text."""
+        mark = _unused(messages)
+        names = sorted(self.control_tokens, key=len, reverse=True)
+        safe = [_with_marks(message, names, mark) for message in messages]
+        ids = []
+        for part in self.render(safe, settings, **how).split(mark):
+            ids += self.read(part) if part else []
+        return ids
+
+    def read(self, text: str) -> list[int]:
+        """Token ids of rendered text."""
+        return [int(i) for i in self._tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+    def after(
+        self, held: Sequence[int], messages: Messages, ids: Sequence[int], settings: Mapping[str, Any] | None
+    ) -> list[int]:
+        """Tokens of the text of a conversation after the text of `held`; none if it does not begin with that text.
+
+        `ids` are those of the whole conversation, with the opening of an answer.
+        """
+        begin = self._tokenizer.decode(list(held), skip_special_tokens=False)
+        text = self.render(messages, settings, add_generation_prompt=True)
+        if not text.startswith(begin) or self.read(text) != list(ids):  # a user spells control tokens
+            return []
+        return self.read(text[len(begin) :])
+
+    @property
+    def control_tokens(self) -> dict[str, int]:
+        """The spellings of tokens that are no text, such as `<|im_end|>`, and their ids."""
+        added = getattr(self._tokenizer, "added_tokens_decoder", {})
+        found = {str(token): int(i) for i, token in added.items() if getattr(token, "special", False)}
+        named = zip(self._tokenizer.all_special_tokens, self._tokenizer.all_special_ids, strict=True)
+        return {spelling: i for spelling, i in {**found, **dict(named)}.items() if len(spelling) > 1}
+
+    def ends(self, settings: Mapping[str, Any] | None = None) -> set[int]:
+        """The tokens that end an answer: the tokenizer's own, and the one that the template writes after it."""
+        end = self._tokenizer.eos_token_id
+        found = set() if end is None else {int(end)}
+        answer = "kvjax stands here for an answer"
+        talk = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": answer}]
+        try:
+            _, rendered, after = self.render(talk, settings, add_generation_prompt=False).rpartition(answer)
+        except ValueError:  # it wants other messages
+            return found
+        by_id = {i: spelling for spelling, i in self.control_tokens.items()}
+        for i in self.read(after) if rendered else ():
+            if i in by_id:
+                return found | {i}
+            if self._tokenizer.decode([i]).strip():
+                break
+        return found
+
+
+def _unused(messages: Messages) -> str:
+    """A character that no message holds."""
+    text = repr([dict(message) for message in messages])
+    return next(mark for mark in map(chr, range(FIRST_MARK, FIRST_MARK + 6400)) if repr(mark)[1:-1] not in text)
+
+
+def _with_marks(value: Any, names: Iterable[str], mark: str) -> Any:
+    """A message of a user with a mark within each control token, at which the text is cut before it is tokenised."""
+    if isinstance(value, Mapping):
+        if value.get("role") in TRUSTED:
+            return dict(value)
+        return {name: part if name == "role" else _with_marks(part, names, mark) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_marks(part, names, mark) for part in value]
+    if isinstance(value, str):
+        for name in names:  # longest first: one may begin another
+            value = value.replace(name, name[:1] + mark + name[1:])
+    return value
