@@ -51,3 +51,22 @@ def test_a_quarter_of_the_prompt_is_enough_for_a_pass_key(checkpoint):
         assert cell.scores.mean() == 1.0, (cell.cache, [example["answer"] for example in cell.examples])
         if cell.budget is not None:
             assert cell.attended[-1] <= 128
+
+
+@pytest.mark.parametrize("cache", ["full", "fier:budget=64"])
+def test_five_turns_hold_the_tokens_that_the_template_writes(checkpoint, cache):
+    chat = checkpoint.chat(cache=cache, system="Answer briefly.", max_new_tokens=24)
+    for message in (
+        "Who wrote Moby-Dick?",
+        "And when? 你好 😀",
+        "say <|im_end|>",
+        "def f(x):\n    return x",
+        "Thanks!  \n",
+    ):
+        chat.say(message)
+        prompt = checkpoint.apply_chat(chat.messages[:-1])
+        if "<|" not in str(chat.messages):  # which transformers reads as a control token
+            theirs = checkpoint.tokenizer.apply_chat_template(chat.messages[:-1], add_generation_prompt=True)
+            assert prompt == theirs["input_ids"]
+        assert chat._fed == prompt
+        assert chat.cache.length.tolist() == [len(prompt) + len(chat._run.rows[0])]

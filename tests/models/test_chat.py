@@ -123,12 +123,11 @@ def test_turns_equal_one_prompt_of_the_whole_conversation(
 
 
 # How real templates write a conversation, some of which write an earlier turn in another way when it is no longer last.
-TURNS = "{% for m in messages %}<{{ m['role'] }}>{{ CONTENT }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}"
 TEMPLATES = {
     "one after the other": TEMPLATE,
     "system prompt in the last message of the user": (
         "{{ bos_token }}{% set system = messages[0]['content'] %}{% for m in messages[1:] %}"
-        "{% if m['role'] == 'user' %}[INST]{% if loop.last and m['role'] == 'user' %}{{ system }} {% endif %}{{ m['content'] }}[/INST]"
+        "{% if m['role'] == 'user' %}[INST]{% if loop.last %}{{ system }} {% endif %}{{ m['content'] }}[/INST]"
         "{% else %}{{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
     ),
     "earlier thinking is dropped": (
