@@ -91,6 +91,9 @@ from kvjax.stores import (
 from kvjax.stores.demotion import Buffer, Demotion, Fifo, LogSparse
 
 if TYPE_CHECKING:
+    from kvjax import evaluate as evaluate
+    from kvjax import models as models
+    from kvjax import testing as testing
     from kvjax.cache.saving import restore, save
 
 __version__ = "0.1.0"
@@ -101,12 +104,14 @@ _LAZY_MODULES = ("evaluate", "models", "testing")
 _LAZY = {"save": "kvjax.cache.saving", "restore": "kvjax.cache.saving"}
 
 
-def __getattr__(name: str) -> Any:
-    if name in _LAZY_MODULES:
-        return import_module(f"kvjax.{name}")
-    if name in _LAZY:
-        return getattr(import_module(_LAZY[name]), name)
-    raise AttributeError(f"module 'kvjax' has no attribute {name!r}")
+if not TYPE_CHECKING:  # to a type checker, every name would exist
+
+    def __getattr__(name: str) -> Any:
+        if name in _LAZY_MODULES:
+            return import_module(f"kvjax.{name}")
+        if name in _LAZY:
+            return getattr(import_module(_LAZY[name]), name)
+        raise AttributeError(f"module 'kvjax' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -45,11 +45,12 @@ from kvjax.sharding.placement import context_axis, run_on_parts, to_context
 from kvjax.spec import CacheSpec, check_dims, require_int
 from kvjax.validation import check_array, check_flags, check_floats, check_not_empty, finite_number
 
+MaybeCache = TypeVar("MaybeCache", bound=LayerCache | None)  # the cache that comes back is of the kind that was given
 MOST_STEPS = 16  # tokens of a row in one `decode`
 
 
 def attention(
-    cache: LayerCache | None,
+    cache: MaybeCache,
     q: Array,
     k: Array,
     v: Array,
@@ -61,7 +62,7 @@ def attention(
     first_chunk: bool = False,
     flush: bool = True,
     selection: Selection | None = None,
-) -> tuple[Array, LayerCache | None]:
+) -> tuple[Array, MaybeCache]:
     """Attends with queries q [B, T, N, D] to the cache and to the new k, v [B, T, K, D], and stores k and v.
 
     Apply RoPE to q and k before the call.
@@ -104,7 +105,7 @@ def attention(
 
 
 def attention_info(
-    cache: LayerCache | None,
+    cache: MaybeCache,
     q: Array,
     k: Array,
     v: Array,
@@ -116,7 +117,7 @@ def attention_info(
     first_chunk: bool = False,
     flush: bool = True,
     selection: Selection | None = None,
-) -> tuple[Array, LayerCache | None, Info | None]:
+) -> tuple[Array, MaybeCache, Info | None]:
     """`attention` that also returns an `Info` of what a decode step read; None for a prompt or without a cache."""
     sizes, scale = _check_call("attention", cache, q, k, v, window, scale)
     check_flags("attention", first_chunk=first_chunk, flush=flush)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.packaging.test_distribution import modules
+
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
@@ -38,10 +40,9 @@ FACADE = 7  # `import kvjax` itself: what the package's __init__ may gather, for
 def sources() -> dict[str, Path]:
     """Every module of the package, by its name when installed."""
     found = {}
-    for package, folder in PROJECT["tool"]["setuptools"]["package-dir"].items():
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            parts = path.relative_to(ROOT / folder).with_suffix("").parts
-            found[".".join((package, *parts)).removesuffix(".__init__")] = path
+    for name in modules():
+        parts = Path(name).with_suffix("").parts
+        found[".".join(parts).removesuffix(".__init__")] = ROOT / name
     return found
 
 
