@@ -43,7 +43,7 @@ def resolve(python: str) -> tuple[str, dict[str, str]]:
 
 def main() -> None:
     (old, older), (new, newer) = map(resolve, sys.argv[1:3])
-    lines = [f"# Exact versions for Python {old} and {new}. Made by .ci/lock.py; see CONTRIBUTING.md."]
+    lines = [f"# Exact versions for Python {old} and {new}. Made by .ci/lock.py; see MAINTAINING.md."]
     for name in sorted(older | newer):
         versions = {older.get(name), newer.get(name)} - {None}
         if len(versions) == 1:

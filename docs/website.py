@@ -24,8 +24,8 @@ from urllib.parse import unquote, urldefrag, urlparse
 ROOT = Path(__file__).resolve().parents[1]
 
 COPIED = (
-    "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "benchmarks/NOTES.md", "benchmarks/README.md",
-    "training/README.md", "kvjax/data/kvjax-26m/README.md",
+    "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "MAINTAINING.md", "benchmarks/NOTES.md",
+    "benchmarks/README.md", "training/README.md", "kvjax/data/kvjax-26m/README.md",
 )  # fmt: skip
 CONTENTS = {  # caption -> pages; of the guides, methods, notebooks and API below
     "Start": ["docs/getting_started", "docs/concepts"],
@@ -41,7 +41,15 @@ CONTENTS = {  # caption -> pages; of the guides, methods, notebooks and API belo
         "benchmarks/NOTES",
     ],
     "API": [],
-    "Project": ["CHANGELOG", "CONTRIBUTING", "docs/citation", "kvjax/data/kvjax-26m/README", "training/README"],
+    "Project": [
+        "docs/glossary",
+        "CHANGELOG",
+        "CONTRIBUTING",
+        "MAINTAINING",
+        "docs/citation",
+        "kvjax/data/kvjax-26m/README",
+        "training/README",
+    ],
 }
 API = {  # page -> title, modules whose exported names stand on it
     "attention": (

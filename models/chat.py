@@ -138,7 +138,8 @@ class Chat:
             return (cache if shared else None), ids[:shared], ids[shared:]
         self._run = None  # so that two caches are in memory no longer than needed
         try:
-            return truncate(cache, [shared]), ids[:shared], ids[shared:]
+            assert cache is not None
+            return truncate(cache, np.array([shared])), ids[:shared], ids[shared:]
         except ValueError:  # its policy cannot; but perhaps only the spelling of the answer differs
             rest = self._checkpoint.chat_template.after(held, messages, ids, self._template)
             return (cache, held, rest) if rest else (None, [], ids)

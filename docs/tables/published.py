@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from docs.tables.guides import hit_rates
-from docs.tables.reading import load_file, load_measured, load_results, load_rows, load_scores, method_of, score_of
+from docs.tables.reading import load_file, load_results, load_rows, load_scores, method_of, score_of
 from docs.tables.writing import markdown, mean_of, perplexity_change, short
 
-H200_BYTES_PER_SECOND = 4.3e12  # that attention kernels read; files of an H200 do not have the rate
 MAIN = ("full", "fier", "pariskv", "quest", "freekv", "logquant", "kivi", "streaming_llm", "snapkv")
 BUDGETS = (32, 64, 128, 256, 512, 1024, 2048)
 OWN_BUDGET = ("razorattention", "duoattention")  # whose heads decide how much is kept
@@ -34,10 +32,6 @@ PASS_KEYS = "pass key at 16384, question decoded"
 
 def real_needles() -> str:
     return _by_budget(_main(load_scores("eval_qwen")[NEEDLES]), BUDGETS)
-
-
-def real_pass_keys() -> str:
-    return _by_budget(_main(load_scores("eval_qwen")[PASS_KEYS]), BUDGETS)
 
 
 def _main(scores: dict[str, Any]) -> dict[str, Any]:
@@ -85,18 +79,6 @@ def real_known() -> str:
     caches = dict.fromkeys(name.partition("@")[0] for name in found[NEEDLES.replace("decoded", "prefilled")])
     rows = [[f"`{cache}`", *(cell for column in columns for cell in both(cache, *column))] for cache in caches]
     return markdown(["cache", *(cell for what, budget in columns for cell in (f"{what}, {budget}", "later"))], rows)
-
-
-def small_pass_keys() -> str:
-    """Pass keys that a small published model finds through each preset, best first, and with the question known."""
-    results = load_scores("eval_smollm2")
-    scores, known = (results[f"pass key at 2048, question {how}"] for how in ("decoded", "prefilled"))
-    rows = [
-        [f"`{name.partition('@')[0]}`", mean_of(score), f"{short(score['low'])} to {short(score['high'])}",
-         f"{score['tokens_read']:.0f}", mean_of(known.get(name))]
-        for name, score in sorted(scores.items(), key=lambda one: -one[1]["mean"])
-    ]  # fmt: skip
-    return markdown(["cache", "found", "95 %", "tokens read", "found, question in the prompt"], rows)
 
 
 def real_gsm8k() -> str:
@@ -154,16 +136,8 @@ def ruler_means(length: int) -> dict[str, float]:
 
 
 def real_perplexities() -> str:
-    return _perplexities_by_text("perplexity_qwen")
-
-
-def small_perplexities() -> str:
-    return _perplexities_by_text("perplexity_smollm2")
-
-
-def _perplexities_by_text(name: str) -> str:
     """Perplexity of full attention by text and length, and the change of the others against it."""
-    measured = load_rows(name)
+    measured = load_rows("perplexity_qwen")
     places = list(dict.fromkeys((row["text"], row["length"]) for row in measured))
     by_cache: dict[str, dict[Any, dict[str, Any]]] = {}
     for row in measured:
@@ -184,16 +158,8 @@ def _perplexities_by_text(name: str) -> str:
 
 
 def real_long_generation() -> str:
-    return _by_quarter("long_generation")
-
-
-def small_long_generation() -> str:
-    return _by_quarter("long_generation_smollm2")
-
-
-def _by_quarter(name: str) -> str:
     """Perplexity of a model's own text through each cache against full attention, by quarter of it."""
-    found = load_results(name)
+    found = load_results("long_generation")
     rows = [
         [f"`{row['cache']}`", *(f"{x:.2f}" for x in row["ratio_by_quarter"])] for row in found if row["cache"] != "full"
     ]
@@ -221,44 +187,10 @@ def drift() -> str:
     return markdown(["index", *(f"{model}{n}" for model in ("Qwen, ", "SmolLM2, ") for n in lengths)], rows)
 
 
-def real_recall() -> str:
-    """Recall of the best tokens by live queries and its range over layers, attention mass, error and bytes read."""
-    rows = []
-    for name, found in load_results("measure_recall_qwen").items():
-        mean, layers = found["mean"], found["by_layer"]["recall"]
-        values = (mean["recall"], mean["head_recall"], mean["mass"], mean["error"])
-        span = f"{short(min(layers))} to {short(max(layers))}"
-        rows.append([f"`{name}`", short(values[0]), span, *map(short, values[1:]), f"{mean['bytes'] / 1024:.0f}"])
-    head = ["selector", "recall", "by layer", "recall of each head's own", "share of attention", "error", "KiB read"]
-    return markdown(head, rows)
-
-
-def real_group_rules() -> str:
-    """The same by the rule with which a group of query heads shares a selection."""
-    found = load_measured("measure_pools_qwen")
-    rules = dict.fromkeys(name.partition("group_reduce=")[2] for name in found)
-    rows = []
-    for rule in rules:
-        cells = [short(found[f"{method}:group_reduce={rule}"][what])
-                 for method in ("fier", "quest") for what in ("head_recall", "mass", "error")]  # fmt: skip
-        rows.append([f"`{rule}`", *cells])
-    titles = ("recall of each head's own", "share of attention", "error")
-    head = [f"{title}, `{method}`" for method in ("fier", "quest") for title in titles]
-    return markdown(["rule", *head], rows)
-
-
 def real_speed() -> str:
     """TPOT in milliseconds of a published model on a book, by size and method, and the floor of full attention."""
-    return _speed("real_speed")
-
-
-def real_speed_h200() -> str:
-    return _speed("real_speed_h200")
-
-
-def _speed(name: str) -> str:
-    measured = load_file(name)
-    rate = measured.get("bytes_per_second", H200_BYTES_PER_SECOND)
+    measured = load_file("real_speed")
+    rate = measured["bytes_per_second"]
     found = {(row["length"], row["batch"], row["method"]): row for row in measured["rows"]}
     names = list(dict.fromkeys(method for _, _, method in found))
     rows = []
@@ -267,83 +199,9 @@ def _speed(name: str) -> str:
         cells = [found.get((*size, name), {}).get("tpot_ms") for name in names]
         times = ("" if ms is None else f"{ms:.2f}" for ms in cells)
         rows.append([f"{size[0]} x {size[1]}", f"{floor:.2f}", *times])
-    return markdown(["tokens x rows", "floor, full", *(_column(name) for name in names)], rows)
-
-
-def real_speed_others() -> str:
-    """TPOT of the presets without a column by size, and their memory with 8 rows of 16384 tokens; fastest first."""
-    large = (16384, 8)
-    found = {(row["method"], (row["length"], row["batch"])): row for row in load_rows("real_speed_others")}
-    sizes = sorted({size for _, size in found})
-    methods = sorted({method for method, _ in found}, key=lambda method: found[method, large]["tpot_ms"])
-    rows = [
-        [f"`{method}`",
-         *(f"{found[method, size]['tpot_ms']:.2f}" if (method, size) in found else "" for size in sizes),
-         *(f"{found[method, large][name] / 1e9:.2f}" for name in ("cache_bytes_device", "cache_bytes_host"))]
-        for method in methods
-    ]  # fmt: skip
-    head = ["cache", *(f"{length} x {rows}, ms" for length, rows in sizes), "GB on the GPU", "GB on the host"]
-    return markdown(head, rows)
-
-
-def real_first_tokens_others() -> str:
-    """Seconds to the first token of one prompt, by its length, of the presets without a column; fastest first.
-
-    The second file has the methods that were measured again.
-    """
-    asked = [row for row in load_rows("real_speed_others") + load_rows("real_first_tokens") if row["ttft_seconds"]]
-    seconds = {(row["method"], row["length"]): row["ttft_seconds"] for row in asked}
-    lengths = sorted({length for _, length in seconds})
-    rows = []
-    for method in sorted({method for method, _ in seconds}, key=lambda method: seconds[method, lengths[0]]):
-        cells = (seconds.get((method, length)) for length in lengths)
-        rows.append([f"`{method}`", *("" if one is None else f"{one:.3f}" for one in cells)])
-    return markdown(["cache", *(f"{length} tokens, s" for length in lengths)], rows)
-
-
-def rounding() -> str:
-    """How far each cache is from float32 where nothing is left out."""
-    rows = [
-        [f"`{row['cache'].partition('@')[0]}`", f"{1e3 * row['kl_nats']:.2f} ± {1e3 * row['kl_stderr']:.2f}",
-         f"{100 * row['other_token']:.2f} ± {100 * row['other_token_stderr']:.2f}"]
-        for row in load_rows("rounding")
-    ]  # fmt: skip
-    return markdown(["cache", "divergence, 0.001 nats", "another likeliest token, %"], rows)
-
-
-def real_first_tokens() -> str:
-    """Seconds to the first token of one prompt, by its length."""
-    rows_of_one = load_rows("real_speed_h200")
-    found = {(r["length"], r["method"]): r["ttft_seconds"] for r in rows_of_one if r.get("ttft_seconds")}
-    names = list(dict.fromkeys(method for _, method in found))
-    rows = []
-    for length in sorted({length for length, _ in found}):
-        cells = (found.get((length, name)) for name in names)
-        rows.append([str(length), *("" if seconds is None else f"{seconds:.3f}" for seconds in cells)])
-    return markdown(["tokens", *(_column(name) for name in names)], rows)
-
-
-def _column(method: str) -> str:
-    return "cuDNN" if method == "cudnn" else f"`{method}`"
-
-
-def real_drafts() -> str:
-    """Tokens a second with and without drafts."""
-    rows = []
-    for row in load_rows("speculation"):
-        if "refused" not in row:
-            rates = (f"{row[name]:.0f}" for name in ("tokens_per_second", "tokens_per_second_drafted"))
-            same = f"{row['same_tokens']} of {row['prompts']}"
-            rows.append(
-                [f"`{row['cache']}`", row["kind"], *rates, f"{row['times']:.2f}", short(row["acceptance"]), same]
-            )
-    head = ["cache", "text", "tokens/s", "with drafts", "times", "acceptance", "same answers"]
-    return markdown(head, rows)
-
-
-def real_hit_rates() -> str:
-    """Share of the selected pages that a hot set has, along text of a published model, by its size."""
-    return hit_rates("hit_rates_qwen")
+    return markdown(
+        ["tokens x rows", "floor, full", *("cuDNN" if name == "cudnn" else f"`{name}`" for name in names)], rows
+    )
 
 
 def which_method() -> str:

@@ -106,7 +106,10 @@ def test_source_distribution_holds_the_tests_and_what_they_read(distributions):
     with tarfile.open(distributions[0]) as archive:
         names = {n.partition("/")[2] for n in archive.getnames()}
     tests = {str(p.relative_to(ROOT)) for p in (ROOT / "tests").rglob("*.py")}
-    assert tests | {"pyproject.toml", "README.md", "LICENSE", "CONTRIBUTING.md", "constraints.txt"} <= names
+    assert (
+        tests | {"pyproject.toml", "README.md", "LICENSE", "CONTRIBUTING.md", "MAINTAINING.md", "constraints.txt"}
+        <= names
+    )
 
 
 def test_wheels_work_in_a_foreign_directory(distributions, model_wheel, tmp_path):

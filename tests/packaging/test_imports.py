@@ -145,4 +145,4 @@ def test_constraints_pin_what_is_declared():
     )
     wanted = {normal(r) for r in named} - {"kvjax"}
     pinned = {normal(line) for line in (ROOT / "constraints.txt").read_text().splitlines() if line[0] != "#"}
-    assert wanted <= pinned, "run .ci/lock.py; CONTRIBUTING.md says how"
+    assert wanted <= pinned, "run .ci/lock.py; MAINTAINING.md says how"
