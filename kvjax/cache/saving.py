@@ -7,19 +7,19 @@ kind, naming each difference, because arrays of the right shapes may still mean 
 whose bytes have changed since it was written.
 
 A directory holds numbered saves of one writer at a time. A save is written under a temporary name and gets its own when
-it is complete, so an interrupted save leaves the last good one readable.
+it is complete, so an interrupted save leaves the last good one readable. Links in the directory are not followed.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import gc
 import hashlib
 import json
 import logging
 import os
 import shutil
+import stat
 import sys
 import time
 import traceback
@@ -30,6 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import filelock
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -44,7 +45,7 @@ from kvjax.sharding.placement import in_order_of_place
 from kvjax.spec import require_int
 from kvjax.validation import check_alive, shown
 
-FORMAT = 1  # of states; increased when the meaning of a state's fields changes
+FORMAT = 2  # of states and of their description; increased when the meaning of a field changes
 LOCK = ".kvjax-writer"  # a file in the directory, locked by the process that writes a save
 SETTLE = 0.05  # seconds to wait for reads that were in progress when another one failed
 OPENED = 20  # attempts to list a directory while a writer removes old saves
@@ -61,10 +62,11 @@ def save(directory: str | Path, cache: Cache | LayerCache, *, keep: int = 1) -> 
     Under `jax.distributed` all processes call it, with a directory that all of them can access.
 
     Reads the arrays from the device and waits until everything is on disk. A save that fails leaves the earlier ones
-    unchanged.
+    unchanged, and removes what it has written.
 
     Raises:
-      ValueError: a `cache` that is not a cache, or one whose arrays were donated; a `directory` that is not a path.
+      ValueError: a `cache` that is not a cache, or one whose arrays were donated; a `directory` that is not a path, or
+        that has links in place of saves.
       RuntimeError: another process is saving to the directory.
       OSError: the directory cannot be written, for example because the disk is full.
     """
@@ -74,13 +76,14 @@ def save(directory: str | Path, cache: Cache | LayerCache, *, keep: int = 1) -> 
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"{path} is a file; give the name of a directory for saves")
     path.mkdir(parents=True, exist_ok=True)
+    _refuse_links(path)
     leaves = dict(_named(_by_place(cache)))
     about = describe(cache) | {"sha256": {name: _digest(leaf) for name, leaf in leaves.items()}}
     about["sha256_of_this"] = _digest_json(about)
     first = jax.process_index() == 0  # every process writes its own arrays, and the first one does the rest
     with _only_writer(path) if first else nullcontext(), _quiet():
-        for cut_off in path.glob(f"*{UNFINISHED}*") if first else ():
-            shutil.rmtree(cut_off, ignore_errors=True)
+        if first:
+            _remove_unfinished(path)
         step = of_first_process(max(_numbered(path), default=-1) + 1)
         try:
             with _manager(path, keep=keep) as manager:
@@ -88,7 +91,11 @@ def save(directory: str | Path, cache: Cache | LayerCache, *, keep: int = 1) -> 
                     step, args=ocp.args.Composite(arrays=ocp.args.StandardSave(leaves), about=ocp.args.JsonSave(about))
                 )
                 manager.wait_until_finished()
-        except Exception as error:
+        except BaseException as error:
+            if first:
+                _remove_unfinished(path)
+            if not isinstance(error, Exception):
+                raise
             raise OSError(f"the save to {path} failed ({_short(error)}); earlier saves there are unchanged") from error
         if not _is_complete(path / str(step)):
             raise OSError(f"the save to {path} was not written; earlier saves there are unchanged")
@@ -164,16 +171,29 @@ def _restore(path: Path, like: Cache | LayerCache, step: int) -> Any:
     def damage(what: Any) -> DamagedSaveError:
         return DamagedSaveError(f"save {step} in {path} is damaged: {what}")
 
+    try:
+        strange = _strange_files(path / str(step))
+    except OSError as error:  # a writer removes it
+        raise damage(f"its files cannot be listed ({_short(error)})") from error
+    if strange:
+        raise damage(f"{strange[0]} is a link or another kind of file, which is not read")
     with _quiet(), _manager(path, keep=None) as manager:
         try:
             saved = manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
-            own = saved.pop("sha256_of_this")
-            digests = saved["sha256"]
         except Exception as error:
             raise damage(f"its description cannot be read ({_short(error)})") from error
+        own = saved.pop("sha256_of_this", None) if isinstance(saved, dict) else None
+        if (version := _other_format(saved, own)) is not None:
+            age = "a newer" if version > FORMAT else "an older"
+            raise ValueError(
+                f"save {step} in {path} was written by {age} version of kvjax (its format is {version}, and this "
+                f"version reads {FORMAT}); restore it with that version, or save the cache again"
+            )
         if _digest_json(saved) != own:
             raise damage("its description has changed since it was written")
-        del saved["sha256"]
+        if wrong := _malformed(saved):
+            raise damage(f"its description {wrong}")
+        digests = saved.pop("sha256")
         room = _with_capacity_of(saved, like)
         if _of_model(saved) != isinstance(like, Cache):
             kinds = ("of one layer", "of a whole model")
@@ -206,6 +226,30 @@ def _restore(path: Path, like: Cache | LayerCache, step: int) -> Any:
     grown = jax.tree.leaves(grow(cache, like.spec.capacity))
     moved = [jax.device_put(leaf, home) for leaf, home in zip(grown, _homes(like), strict=True)]
     return jax.tree.unflatten(jax.tree.structure(like), moved)
+
+
+def _other_format(saved: Any, own: Any) -> int | None:
+    """The format of a description that another version of kvjax wrote, or None. Other formats may have other fields."""
+    version = saved.get("format") if isinstance(saved, dict) else None
+    if not isinstance(version, int) or isinstance(version, bool) or version == FORMAT:
+        return None
+    return None if _digest_json(saved | {"format": FORMAT}) == own else version  # one digit has changed
+
+
+def _malformed(saved: dict[str, Any]) -> str | None:
+    """What is wrong with the fields of a description, or None."""
+    layers = saved.get("layers")
+    if not isinstance(layers, list) or not layers or not all(isinstance(layer, dict) for layer in layers):
+        return "has no list of layers"
+    for layer in layers:
+        capacity = layer["spec"].get("capacity") if isinstance(layer.get("spec"), dict) else None
+        if not isinstance(capacity, int) or isinstance(capacity, bool):
+            return "has a layer without a capacity"
+    for name in ("arrays", "sha256"):
+        table = saved.get(name)
+        if not isinstance(table, dict) or not table or not all(isinstance(value, str) for value in table.values()):
+            return f"has no table of {name}"
+    return None
 
 
 def _by_place(cache: Any, back: bool = False) -> Any:
@@ -324,14 +368,42 @@ def _short(error: Exception) -> str:
 @contextmanager
 def _only_writer(path: Path) -> Iterator[None]:
     """Refuses a second writer. If a process is killed, its lock is released."""
-    with (path / LOCK).open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise RuntimeError(
-                f"another process is saving to {path}; wait until it is done, or save to another directory"
-            ) from error
+    lock = filelock.FileLock(path / LOCK, blocking=False)
+    try:
+        lock.acquire()
+    except filelock.Timeout as error:
+        raise RuntimeError(
+            f"another process is saving to {path}; wait until it is done, or save to another directory"
+        ) from error
+    try:
         yield
+    finally:
+        lock.release()
+
+
+def _refuse_links(path: Path) -> None:
+    """Raises ValueError for a link where a save or the lock is, through which files elsewhere would be written."""
+    for entry in path.iterdir():
+        ours = entry.name == LOCK or UNFINISHED in entry.name or entry.name.isdecimal()
+        if ours and entry.is_symlink():
+            raise ValueError(f"{entry} is a link, and kvjax writes through none; remove it, or give another directory")
+
+
+def _strange_files(step: Path) -> list[Path]:
+    """Files of a save that are neither regular files nor folders, such as links."""
+    kinds = {entry: entry.lstat().st_mode for entry in (step, *step.rglob("*"))}
+    return sorted(entry for entry, mode in kinds.items() if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)))
+
+
+def _remove_unfinished(path: Path) -> None:
+    """Removes what interrupted saves left; writes that are still in progress may add to it for a moment."""
+    for _ in range(OPENED):
+        left = list(path.glob(f"*{UNFINISHED}*"))
+        if not left:
+            return
+        for folder in left:
+            shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(SETTLE)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import json
 import os
 import random
 import re
@@ -209,10 +210,101 @@ def test_a_full_disk_is_one_sentence_and_leaves_the_last_save(tmp_path: Path, ro
     with disk_with_room_for(room), pytest.raises(OSError, match=r"the save to .* failed .*; earlier saves") as error:
         kvjax.save(tmp_path, large)
     one_sentence(error.value)
+    assert sorted(os.listdir(tmp_path)) == [".kvjax-writer", "0"]  # or the disk would stay full
     assert number_of(kvjax.restore(tmp_path, empty())) == 2
     kvjax.save(tmp_path, filled(4))
     assert number_of(kvjax.restore(tmp_path, empty())) == 4
     assert saving.saved_steps(tmp_path) == [1]
+
+
+def test_an_interrupted_save_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kvjax.save(tmp_path, filled(2))
+
+    def interrupt(*args: Any, **settings: Any) -> Any:
+        (tmp_path / f"1{saving.UNFINISHED}").mkdir()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saving.ocp.CheckpointManager, "save", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            kvjax.save(tmp_path, filled(3))
+    assert sorted(os.listdir(tmp_path)) == [".kvjax-writer", "0"]
+    kvjax.save(tmp_path, filled(4))
+
+
+# ---------------------------------------------------------------------------------------------- links and strange files
+
+
+@pytest.mark.parametrize("name", [".kvjax-writer", "1.orbax-checkpoint-tmp", "0", "1", "7"])
+@pytest.mark.parametrize("kind", ["file", "folder", "nothing"])
+def test_a_link_in_place_of_a_save_or_its_lock_is_not_written_through(tmp_path: Path, name: str, kind: str) -> None:
+    outside, folder = tmp_path / "outside", tmp_path / "saves"
+    folder.mkdir()
+    if kind == "file":
+        outside.write_text("precious")
+    elif kind == "folder":
+        outside.mkdir()
+        (outside / "own").write_text("precious")
+    (folder / name).symlink_to(outside)
+    with pytest.raises(ValueError, match=rf"{name} is a link, and kvjax writes through none; remove it") as error:
+        kvjax.save(folder, filled(3))
+    one_sentence(error.value)
+    assert not outside.exists() or (outside if kind == "file" else outside / "own").read_text() == "precious"
+    assert kind != "folder" or os.listdir(outside) == ["own"]
+    assert kind != "nothing" or not os.path.lexists(outside)
+
+
+def test_a_hard_link_in_place_of_the_lock_keeps_its_file(tmp_path: Path) -> None:
+    (tmp_path / "outside").write_text("precious")
+    (tmp_path / "saves").mkdir()
+    os.link(tmp_path / "outside", tmp_path / "saves" / ".kvjax-writer")
+    kvjax.save(tmp_path / "saves", filled(3))
+    assert (tmp_path / "outside").read_text() == "precious"
+
+
+@pytest.mark.parametrize("kind", ["link to a file", "link to a folder", "pipe"])
+def test_a_save_with_a_strange_file_is_not_read(tmp_path: Path, kind: str) -> None:
+    kvjax.save(tmp_path, filled(3))
+    about = next(file for file in files_of(tmp_path / "0") if "about" in str(file))
+    place = about.parent if kind == "link to a folder" else about
+    place.rename(tmp_path / "elsewhere")
+    if kind == "pipe":
+        os.mkfifo(place)
+    else:
+        place.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DamagedSaveError, match="is a link or another kind of file, which is not read") as error:
+        kvjax.restore(tmp_path, empty())
+    one_sentence(error.value)
+
+
+def edit(directory: Path, change: Any) -> None:
+    """Changes the description of save 0, and makes its checksum right."""
+    (file,) = (file for file in files_of(directory / "0" / "about") if "sha256_of_this" in file.read_text())
+    about = json.loads(file.read_text())
+    about.pop("sha256_of_this")
+    change(about)
+    about["sha256_of_this"] = saving._digest_json(about)
+    file.write_text(json.dumps(about))
+
+
+@pytest.mark.parametrize("value", [None, 5, -1, 1e400, "64", [], [5], {}, {"a": 5}, [[[]]], True], ids=repr)
+@pytest.mark.parametrize(
+    "field",
+    ["layers", "arrays", "sha256", "format", "layers.0", "layers.0.spec", "layers.0.policy", "layers.0.spec.capacity"],
+)
+def test_every_malformed_field_of_a_description_is_one_sentence(tmp_path: Path, field: str, value: Any) -> None:
+    kvjax.save(tmp_path, filled(3))
+    *path, last = (int(part) if part.isdecimal() else part for part in field.split("."))
+
+    def change(about: Any) -> None:
+        for part in path:
+            about = about[part]
+        about[last] = value
+
+    edit(tmp_path, change)
+    with pytest.raises(ValueError, match=r"is damaged|another kind of cache|version of kvjax") as error:
+        kvjax.restore(tmp_path, empty())
+    one_sentence(error.value)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.cache import saving
 from kvjax.cache.saving import restore, save
 from kvjax.testing import _drive as drive
 from tests.laws.cases import BASE, SPEC
@@ -108,10 +109,14 @@ def test_save_of_another_kind_is_refused_with_the_difference(
         restore(tmp_path, kvjax.init_layer(policy, spec))
 
 
-def test_save_of_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("ours", "age"), [(saving.FORMAT + 1, "an older"), (saving.FORMAT - 1, "a newer")])
+def test_save_of_another_format_is_refused_before_anything_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ours: int, age: str
+) -> None:
     save(tmp_path, filled()[0])
-    monkeypatch.setattr("kvjax.cache.saving.FORMAT", 2)
-    with pytest.raises(ValueError, match="format is 1 in the save, 2 wanted"):
+    message = rf"was written by {age} version of kvjax \(its format is {saving.FORMAT}, and this version reads {ours}\)"
+    monkeypatch.setattr(saving, "FORMAT", ours)
+    with pytest.raises(ValueError, match=message):
         restore(tmp_path, filled()[0])
 
 
