@@ -72,8 +72,8 @@ def join_steps(x: Array, steps: int) -> Array:
 
 @partial(
     register_dataclass,
-    data_fields=("span", "pending", "limit", "dense"),
-    meta_fields=("room", "pending_slots", "local", "steps", "window"),
+    data_fields=("span", "pending", "limit", "dense", "last"),
+    meta_fields=("room", "pending_slots", "local", "steps", "window", "in_order"),
 )
 @dataclass(frozen=True, kw_only=True)
 class Candidates:
@@ -97,6 +97,15 @@ class Candidates:
     steps: int = 1  # decode steps whose queries select at once
     window: int | None = None  # tokens that a query sees at most; the span begins where the window does
     dense: Array | None = None  # bool[B], or by step too: rows that attend to every unit
+    last: Array | None = None  # bool[B, K, U] stored units that rank after all others
+    in_order: int = 0  # this many units of the lowest ranks come last in the selection, in order of rank
+
+    def fit(self, *, in_order: int, window: bool) -> bool:
+        """True if a kernel can select among them that puts `in_order` units last, under a sliding window if `window`.
+
+        Otherwise all scores must be computed and sorted.
+        """
+        return self.in_order <= in_order and (window or self.window is None) and self.last is None
 
     def passes(self, q: Array, heads: int) -> Iterator[tuple[Array, Candidates]]:
         """Splits the steps into passes of at most `heads` query heads: queries [B, K, T'*G, D] and candidates of each.

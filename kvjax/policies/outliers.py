@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 from jax import Array
@@ -10,7 +10,7 @@ from jax import Array
 from kvjax import ops
 from kvjax.numerics.packing import whole_units
 from kvjax.numerics.partial import merge
-from kvjax.numerics.selection import PackedSelection, Selection, by_row, reduce_queries, split_selection
+from kvjax.numerics.selection import Candidates, PackedSelection, Selection, by_row, split_selection
 from kvjax.policies.policy import Info
 from kvjax.policies.retrieval import Retrieval
 from kvjax.policies.selected import without_packing
@@ -20,8 +20,6 @@ from kvjax.sharding.context import Axis
 from kvjax.stores import LowRank, Store
 from kvjax.stores.demotion import Demotion, Fifo
 from kvjax.validation import check_verbs
-
-LAST = -1e30  # the score of a page that is attended anyway
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,27 +76,18 @@ class OutlierRetrieval(Retrieval):
             "devices of context; split only the batch"
         )
 
+    def candidates(self, st: ZonedState, seen: Visible, *, steps: int = 1, in_order: int = 0) -> Candidates:
+        every = super().candidates(st, seen, steps=steps, in_order=in_order)
+        return replace(every, last=self.exact_store.kept(st.store)) if self.beside else every
+
     def find(
-        self,
-        st: ZonedState,
-        q: Array,
-        seen: Visible,
-        *,
-        scale: float,
-        in_order: int = 0,
-        scores: Array | None = None,
-        steps: int = 1,
+        self, st: ZonedState, q: Array, seen: Visible, *, scale: float, in_order: int = 0, steps: int = 1
     ) -> Selection | PackedSelection:
+        every = super().find(st, q, seen, scale=scale, in_order=in_order, steps=steps)
         if not self.beside:
-            return super().find(st, q, seen, scale=scale, in_order=in_order, scores=scores, steps=steps)
-        if scores is None:
-            queries = reduce_queries(q.astype(jnp.float32), self.selector.group_reduce, steps)
-            scores = self.selector.score(st.index, queries, scale=scale)
-        kept = self.exact_store.kept(st.store)
-        scores = jnp.where(kept[:, :, None], LAST, scores)
-        every = super().find(st, q, seen, scale=scale, in_order=in_order, scores=scores, steps=steps)
+            return every
         found = without_packing(every)
-        return found._replace(valid=found.valid & ~self._are_kept(st, kept, found))
+        return found._replace(valid=found.valid & ~self._are_kept(st, self.exact_store.kept(st.store), found))
 
     def _are_kept(self, st: ZonedState, kept: Array, selection: Selection) -> Array:
         """bool[B, K, H, M]: which slots belong to pages in `kept` bool[B, K, P]."""

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from kvjax import ops
 from kvjax.memory import in_host_memory
 from kvjax.numerics.packing import whole_units
 from kvjax.numerics.selection import PackedSelection, Selection, reduce_queries
@@ -19,16 +18,8 @@ from kvjax.policies.selected import SelectedZones, without_packing
 from kvjax.policies.shared import Follower, require_whole_pages
 from kvjax.policies.short import DenseCapacity, Short, is_short
 from kvjax.policies.zones import Visible, ZonedState
-from kvjax.selectors import (
-    Candidates,
-    FusedSelector,
-    MultiStepSelector,
-    Selector,
-    WindowedSelector,
-    require_truncatable,
-    with_own_pending,
-)
-from kvjax.sharding.context import Axis, SplitSelector
+from kvjax.selectors import Candidates, Selector
+from kvjax.sharding.context import Axis
 from kvjax.spec import CacheSpec, keep_int
 from kvjax.stores import CachingStore, Dense, MultiStepStore, Store
 from kvjax.stores.demotion import Demotion, Fifo
@@ -76,7 +67,7 @@ class Retrieval(SelectedZones):
             "Retrieval(selector=...)",
             self.selector,
             "a selector",
-            ("check", "init", "append", "score"),
+            ("check", "init", "append", "score", "select"),
             "kvjax.Fier()",
             fields=("unit", "group_reduce"),
             protocol="kvjax.Selector",
@@ -115,7 +106,7 @@ class Retrieval(SelectedZones):
         return replace(super().append(st, k, v, count), index=index)
 
     def truncate_index(self, ix: Any, count: Array) -> Any:
-        return require_truncatable(self.selector).truncate(ix, count)
+        return self.selector.truncate(ix, count)
 
     # ----------------------------------------------------------------------------------------------------- attending
 
@@ -139,38 +130,19 @@ class Retrieval(SelectedZones):
         return out, replace(st, store=_counted(st.store, count)), info
 
     def find(
-        self,
-        st: ZonedState,
-        q: Array,
-        seen: Visible,
-        *,
-        scale: float,
-        in_order: int = 0,
-        scores: Array | None = None,
-        steps: int = 1,
+        self, st: ZonedState, q: Array, seen: Visible, *, scale: float, in_order: int = 0, steps: int = 1
     ) -> Selection | PackedSelection:
         """Scores the tokens besides sink and local window and selects the best for q [B, K, G, D], in whole units.
 
         History and pending tokens compete. The last `in_order` units of the selection are those that rank lowest, in
-        order of rank; a `FusedSelector` guarantees at most one. `scores` are those of the history, if already computed.
-        With several `steps`, q is [B, K, T*G, D], `seen` has a step axis, and the selection is [B, K, T*H, M].
+        order of rank. With several `steps`, q is [B, K, T*G, D], `seen` has a step axis, and the selection is
+        [B, K, T*H, M].
         """
-        selector, unit, group_reduce = self.selector, self.selector.unit, self.selector.group_reduce
-        queries, candidates = reduce_queries(q, group_reduce, steps), self._candidates(st, seen, steps)
-        fused = self._fused(seen.first is None, in_order)
-        if scores is None and fused is not None:
-            if steps > 1 and isinstance(fused, MultiStepSelector):
-                return fused.select_steps(st.index, queries, candidates, scale=scale)
-            return fused.select(st.index, queries, candidates, scale=scale)
-        if seen.window is not None and isinstance(selector, WindowedSelector):
-            scores = selector.score_visible(st.index, queries, candidates, window=seen.window, scale=scale)
-        elif scores is None:
-            scores = selector.score(st.index, queries, scale=scale)
-        scored = with_own_pending(selector, candidates, queries)
-        best = ops.select_top(scores, queries, scored, group_reduce, unit=unit, scale=scale)
-        return candidates.tokens(best, st.store.slots // unit, unit)
+        queries = reduce_queries(q, self.selector.group_reduce, steps)
+        candidates = self.candidates(st, seen, steps=steps, in_order=in_order)
+        return self.selector.select(st.index, queries, candidates, scale=scale)
 
-    def _candidates(self, st: ZonedState, seen: Visible, steps: int) -> Candidates:
+    def candidates(self, st: ZonedState, seen: Visible, *, steps: int = 1, in_order: int = 0) -> Candidates:
         """The units of history and pending tokens that compete, and how many are selected."""
         unit = self.selector.unit
         pending_slots = self._pending_slots(st)
@@ -190,6 +162,7 @@ class Retrieval(SelectedZones):
             steps=steps,
             window=seen.window,
             dense=dense,
+            in_order=in_order,
         )
 
     def _pending_slots(self, st: ZonedState) -> int:
@@ -197,61 +170,53 @@ class Retrieval(SelectedZones):
         unit = self.selector.unit
         return max(-(-(st.recent.slots - self.local) // unit), 1) * unit
 
-    def _fused(self, all_visible: bool, in_order: int = 0) -> FusedSelector | None:
-        """The selector, if it can make the selection of `find` by itself."""
-        selector = self.selector
-        if not isinstance(selector, FusedSelector) or in_order > selector.lowest_is_last:
-            return None
-        return selector if all_visible or selector.selects_in_window else None
-
     def decode(
         self, st: ZonedState, q: Array, k: Array, v: Array, count: Array, *, scale: float, window: int | None = None
     ) -> tuple[Array, ZonedState, Info]:
         """Each step sees the state as it is after its own token: the same arrays with smaller counts.
 
-        One pass over the index and one attention serve all steps, if store and selector support it. Under a sliding
-        window, or with a store that changes as it is read, one step attends after the other.
+        One pass over the index selects for all steps, and one attention serves them, if the store can. Under a sliding
+        window one step comes after the other.
         """
         # Counts are read before they change in place; XLA would copy them otherwise.
         lengths, count = in_order(step_lengths(st.length, count, k.shape[2], self.free(st)), count)
-        after = self.put_tokens(st, k, v, count)
-        selector, store = self.selector, self.store
-        fused = isinstance(selector, FusedSelector)
-        together = isinstance(selector, MultiStepSelector) or not fused
-        if window is None and together and isinstance(store, MultiStepStore):
-            return self._attend_steps(after, q, lengths, scale=scale)
-        scores = None if window is not None or fused else self._score_steps(st, jnp.moveaxis(q, 3, 0), scale=scale)
+        st = self.put_tokens(st, k, v, count)
+        if window is None and self.selector.takes_steps:
+            return self._attend_steps(st, q, lengths, scale=scale)
 
-        def attend(st: ZonedState, q: Array, length: Array, scores: Array | None) -> tuple[Array, ZonedState, Info]:
-            st = self.shortened(st, length)
-            seen = self.visible(st, window)
-            return self.attend_selected(st, q, self.find(st, q, seen, scale=scale, scores=scores), seen, scale=scale)
+        def attend(st: ZonedState, q: Array, length: Array) -> tuple[Array, ZonedState, Info]:
+            return self.attend(self.shortened(st, length), q, scale=scale, window=window)
 
-        return attend_in_turn(attend, after, q, lengths, scores)
+        return attend_in_turn(attend, st, q, lengths)
 
     def _attend_steps(
         self, st: ZonedState, q: Array, lengths: Array, *, scale: float
     ) -> tuple[Array, ZonedState, Info]:
-        """All T steps of q [B, K, G, T, D] at once; after each, a row holds `lengths` i32[T, B] tokens."""
+        """All T steps of q [B, K, G, T, D]; after each, a row holds `lengths` i32[T, B] tokens."""
         (B, K, _, T, _), queries = q.shape, steps_as_heads(q)
         seen = self.visible_steps(st, jnp.moveaxis(lengths, 0, 1))
         found = self.find(st, queries, seen, scale=scale, steps=T)
-        assert isinstance(self.store, MultiStepStore)
+
+        def by_step(selection: Any) -> Any:
+            return jax.tree.map(
+                lambda a: jnp.moveaxis(a.reshape(B, K, T, a.shape[2] // T, *a.shape[3:]), 2, 0), selection
+            )
+
+        if not isinstance(self.store, MultiStepStore):
+
+            def attend(st: ZonedState, q: Array, length: Array, selection: Any) -> tuple[Array, ZonedState, Info]:
+                st = self.shortened(st, length)
+                return self.attend_selected(st, q, selection, self.visible(st, None), scale=scale)
+
+            return attend_in_turn(attend, st, q, lengths, by_step(found))
         out = self.store.attend_steps(st.store, queries, found, seen.recent, seen.sink, self.local, scale=scale)
 
         def info(length: Array, selection: Selection) -> Info:
             state = self.shortened(st, length)
             return self.info(state, self.visible(state, None), selection)
 
-        each = (jnp.moveaxis(a.reshape(B, K, T, a.shape[2] // T, a.shape[3]), 2, 0) for a in without_packing(found))
-        return heads_as_steps(out, T), st, jax.vmap(info)(lengths, Selection(*each))
-
-    def _score_steps(self, st: ZonedState, q: Array, *, scale: float) -> Array:
-        """f32[T, B, K, G', units] scores of the history for the queries q [T, B, K, G, D] of T steps."""
-        queries = jax.vmap(lambda q: reduce_queries(q, self.selector.group_reduce))(q)
-        T, B, K, G, D = queries.shape
-        scores = self.selector.score(st.index, jnp.moveaxis(queries, 0, 2).reshape(B, K, T * G, D), scale=scale)
-        return jnp.moveaxis(scores.reshape(B, K, T, G, -1), 2, 0)
+        each = by_step(without_packing(found))
+        return heads_as_steps(out, T), st, jax.vmap(info)(lengths, each)
 
     def select(self, st: ZonedState, q: Array, *, scale: float | None = None, window: int | None = None) -> Selection:
         """Selects the slots that a step with q [B, K, G, D] reads besides sink and local window, sorted by score.
@@ -276,8 +241,6 @@ class Retrieval(SelectedZones):
 
     def over_context(self, axis: Axis, parts: int) -> Retrieval:
         policy = super().over_context(axis, parts)
-        if not isinstance(self.selector, SplitSelector):
-            return policy
         stripes, unit = self.stripes(axis, parts), self.selector.unit
         if stripes.tokens % unit:
             raise ValueError(

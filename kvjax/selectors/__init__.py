@@ -1,8 +1,8 @@
 """Selectors: which stored tokens a query needs, estimated from an index that is much smaller than the keys.
 
 A selector indexes keys as they leave the recent block, and scores units of `unit` tokens (1, or a page) for a query.
-Scores estimate scale * q.k, so that they can be compared with the exact scores of pending tokens. `Retrieval` reduces
-them over the GQA group and selects; a `FusedSelector` does both by itself.
+Scores estimate scale * q.k, so that they can be compared with the exact scores of pending tokens. `select` reduces them
+over the GQA group and selects; some selectors do both in one kernel.
 """
 
 from kvjax.selectors.balls import BallPages
@@ -15,14 +15,7 @@ from kvjax.selectors.paris import Paris
 from kvjax.selectors.product import ProductCodes
 from kvjax.selectors.selector import (
     Candidates,
-    FusedSelector,
-    MultiStepSelector,
-    PendingSelector,
     Selector,
-    TruncatableSelector,
-    WindowedSelector,
-    require_truncatable,
-    with_own_pending,
 )
 
 __all__ = [
@@ -32,17 +25,10 @@ __all__ = [
     "CentrePages",
     "Exact",
     "Fier",
-    "FusedSelector",
     "MeanPages",
     "MinMaxPages",
-    "MultiStepSelector",
     "Nucleus",
     "Paris",
-    "PendingSelector",
     "ProductCodes",
     "Selector",
-    "TruncatableSelector",
-    "WindowedSelector",
-    "require_truncatable",
-    "with_own_pending",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax.numpy as jnp
 from jax import Array
@@ -12,8 +12,7 @@ from kvjax.numerics.blocks import write
 from kvjax.numerics.reductions import sum_pairs
 from kvjax.numerics.selection import Candidates, GroupReduce, require_group_reduce
 from kvjax.selectors.pending import Pending, by_head, pending_pages, require_pending, require_points, with_points
-from kvjax.selectors.striped import StripedSelector
-from kvjax.sharding.context import Stripes
+from kvjax.selectors.selector import Selector
 from kvjax.spec import CacheSpec, keep_int
 
 Radius = Literal["mean", "max"]
@@ -27,7 +26,7 @@ class Balls(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BallPages:
+class BallPages(Selector):
     """Scores pages of `page` tokens by a ball: scale * (q.centre + |q| radius).
 
     The centre is the mean of the page's keys. With radius="max" all keys lie in the ball, so the score is an upper
@@ -62,10 +61,10 @@ class BallPages:
         if self.pending == "box":
             require_points(self, spec, self.page, self.group_reduce)
 
-    def with_pending(self, among: Candidates, q: Array) -> Candidates:
+    def with_pending(self, candidates: Candidates, q: Array) -> Candidates:
         if self.pending == "exact":
             return among
-        keys, seen = pending_pages(among, self.page)
+        keys, seen = pending_pages(candidates, self.page)
         keys = jnp.where(seen, keys.astype(jnp.float32), 0)  # [B, K, T, P, page, D]
         count = jnp.maximum(jnp.sum(seen, axis=4, keepdims=True, dtype=jnp.float32), 1)
         centre = jnp.sum(keys, axis=4, keepdims=True) / count
@@ -74,10 +73,10 @@ class BallPages:
             radius = jnp.max(distance, axis=4, keepdims=True)
         else:
             radius = jnp.sum(distance, axis=4, keepdims=True) / count
-        heads = by_head(q.astype(jnp.float32), among.steps)
+        heads = by_head(q.astype(jnp.float32), candidates.steps)
         norms = jnp.maximum(jnp.linalg.norm(heads, axis=5, keepdims=True), jnp.finfo(jnp.float32).tiny)
         best = centre + radius * heads / norms  # its product with q is the score of the ball
-        return with_points(among, best.astype(among.pending[0].dtype), self.page)
+        return with_points(candidates, best.astype(candidates.pending[0].dtype), self.page)
 
     def init(self, spec: CacheSpec, slots: int) -> Balls:
         pages = (spec.batch, spec.kv_heads, slots // self.page)
@@ -106,14 +105,5 @@ class BallPages:
         norms = jnp.linalg.norm(q, axis=-1, keepdims=True)
         return (products + norms * ix.radius[:, :, None].astype(jnp.float32)) * scale
 
-    def over_context(self, stripes: Stripes) -> StripedSelector:
-        return StripedSelector(self, stripes)
-
-    def truncate(self, ix: Balls, count: Array) -> Balls:
-        return ix
-
     def bytes_per_token(self, spec: CacheSpec) -> float:
         return spec.kv_heads * (spec.head_dim * jnp.dtype(spec.dtype).itemsize + 2) / self.page
-
-    def bytes_read(self, spec: CacheSpec, length: Any) -> Any:
-        return self.bytes_per_token(spec) * length

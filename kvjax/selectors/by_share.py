@@ -16,9 +16,9 @@ from jax import Array
 
 from kvjax import ops
 from kvjax.numerics.partial import attention_logits
-from kvjax.numerics.selection import Candidates, GroupReduce, Selection, reduce_scores
-from kvjax.selectors.selector import Selector, WindowedSelector, Wrapper, require_truncatable, with_own_pending
-from kvjax.spec import CacheSpec
+from kvjax.numerics.selection import Candidates, GroupReduce, PackedSelection, Selection, reduce_scores
+from kvjax.selectors.selector import Selector, Wrapper
+from kvjax.sharding.context import Stripes
 from kvjax.validation import check_verbs, finite_number
 
 
@@ -46,31 +46,19 @@ class ByShare(Wrapper):
         first."""
         raise NotImplementedError
 
-    def check(self, spec: CacheSpec, chunk: int) -> None:
-        self.selector.check(spec, chunk)
+    def over_context(self, stripes: Stripes) -> Selector:
+        """This selector, whole: every device holds the index of the whole history, as shares are of all its tokens."""
+        return self
 
-    def init(self, spec: CacheSpec, slots: int) -> Any:
-        return self.selector.init(spec, slots)
-
-    def append(self, ix: Any, k: Array, at: Array, count: Array) -> Any:
-        return self.selector.append(ix, k, at, count)
-
-    def truncate(self, ix: Any, count: Array) -> Any:
-        return require_truncatable(self.selector).truncate(ix, count)
-
-    def score(self, ix: Any, q: Array, *, scale: float) -> Array:
-        return self.selector.score(ix, q, scale=scale)
-
-    def select(self, ix: Any, q: Array, among: Candidates, *, scale: float) -> Selection:
+    def select(self, ix: Any, q: Array, candidates: Candidates, *, scale: float) -> Selection | PackedSelection:
+        if not candidates.fit(in_order=1, window=True):
+            return super().select(ix, q, candidates, scale=scale)
         unit, group_reduce = self.unit, self.group_reduce
-        if among.window is not None and isinstance(self.selector, WindowedSelector):
-            scores = self.selector.score_visible(ix, q, among, window=among.window, scale=scale)
-        else:
-            scores = self.score(ix, q, scale=scale)
-        scored = with_own_pending(self.selector, among, q)
+        scores = self.score_visible(ix, q, candidates, scale=scale)
+        scored = self.with_pending(candidates, q)
         best = ops.select_top(scores, q, scored, group_reduce, unit=unit, scale=scale)
         pending = scored.pending_units(attention_logits(q, scored.pending[0], scale), unit)
-        stored = scores, among.stored_units(scores.shape[-1], unit)
+        stored = scores, candidates.stored_units(scores.shape[-1], unit)
         # "per_head" keeps the shares of each query head: one selection each.
         rule: GroupReduce = "mean_softmax" if best.slots.shape[2] == 1 else "per_head"
         shares = reduce_scores((stored, pending), rule)
@@ -79,9 +67,9 @@ class ByShare(Wrapper):
             shares -= jnp.log(jnp.sum(jnp.exp(shares), axis=-1, keepdims=True))
         share = jnp.where(best.valid, jnp.exp(jnp.take_along_axis(shares, best.slots, axis=-1)), 0.0)
         kept = self.keep(share, best.valid, jnp.argsort(-share, axis=-1, stable=True))
-        if among.dense is not None:
-            kept |= best.valid & (among.of_groups(among.dense) != 0)
-        return among.tokens(Selection(best.slots, kept), scores.shape[-1], unit)
+        if candidates.dense is not None:
+            kept |= best.valid & (candidates.of_groups(candidates.dense) != 0)
+        return candidates.tokens(Selection(best.slots, kept), scores.shape[-1], unit)
 
 
 @dataclass(frozen=True, kw_only=True)

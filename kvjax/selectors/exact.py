@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
 from kvjax.numerics.blocks import write
 from kvjax.numerics.selection import GroupReduce, require_group_reduce
-from kvjax.selectors.striped import StripedSelector
-from kvjax.sharding.context import Stripes
+from kvjax.selectors.selector import Selector
 from kvjax.spec import CacheSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exact:
+class Exact(Selector):
     """Scores tokens by their exact scale * q.k: the best that a selector can do, without its savings.
 
     With group_reduce="mean_softmax" the selection is by the attention mass of the group, with "per_head" by that of
@@ -46,14 +44,5 @@ class Exact:
     def score(self, ix: Array, q: Array, *, scale: float) -> Array:
         return jnp.einsum("bkgd,bksd->bkgs", q, ix.astype(q.dtype), precision="highest") * scale
 
-    def truncate(self, ix: Array, count: Array) -> Array:
-        return ix
-
-    def over_context(self, stripes: Stripes) -> StripedSelector:
-        return StripedSelector(self, stripes)
-
     def bytes_per_token(self, spec: CacheSpec) -> float:
         return float(spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize)
-
-    def bytes_read(self, spec: CacheSpec, length: Any) -> Any:
-        return self.bytes_per_token(spec) * length

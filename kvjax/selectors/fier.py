@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -12,13 +11,12 @@ from kvjax import ops
 from kvjax.numerics.blocks import write
 from kvjax.numerics.quant import OneBit, quantize_1bit
 from kvjax.numerics.selection import Candidates, GroupReduce, PackedSelection, Selection, require_group_reduce
-from kvjax.selectors.striped import StripedSelector
-from kvjax.sharding.context import Stripes
+from kvjax.selectors.selector import Selector
 from kvjax.spec import CacheSpec, keep_int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fier:
+class Fier(Selector):
     """Scores tokens by 1-bit keys: for each channel, whether it is above the middle of its group of tokens.
 
     Index: D/8 bytes per key for the bits and 4 D/g for scale and zero point in 16 bits; at g = 32 and D = 128, 32 bytes
@@ -35,9 +33,6 @@ class Fier:
     group: int = 32
     group_reduce: GroupReduce = "mean_softmax"
     page: int = 1  # tokens that are selected together
-
-    selects_in_window = True
-    lowest_is_last = True
 
     def __post_init__(self) -> None:
         keep_int(self, "group", at_least=1)
@@ -79,28 +74,14 @@ class Fier:
             return scores
         return jnp.max(scores.reshape(*scores.shape[:3], -1, self.page), axis=-1)
 
-    def select(self, ix: OneBit, q: Array, among: Candidates, *, scale: float) -> Selection | PackedSelection:
-        if self.page == 1:
-            return ops.select_1bit(q, ix, among, self.group_reduce, scale=scale)
-        scores = self.score(ix, q, scale=scale)
-        best = ops.select_top(scores, q, among, self.group_reduce, unit=self.page, scale=scale)
-        return among.tokens(best, scores.shape[3], self.page)
-
-    def truncate(self, ix: OneBit, count: Array) -> OneBit:
-        return ix
-
-    def over_context(self, stripes: Stripes) -> StripedSelector:
-        return StripedSelector(self, stripes)
-
-    def select_steps(self, ix: OneBit, q: Array, among: Candidates, *, scale: float) -> Selection | PackedSelection:
-        return self.select(ix, q, among, scale=scale)
+    def select(self, ix: OneBit, q: Array, candidates: Candidates, *, scale: float) -> Selection | PackedSelection:
+        if self.page > 1 or not candidates.fit(in_order=1, window=True):
+            return super().select(ix, q, candidates, scale=scale)
+        return ops.select_1bit(q, ix, candidates, self.group_reduce, scale=scale)
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         per_channel = 1 / 8 + 2 * _scale_dtype(spec).itemsize / self.group
         return spec.kv_heads * spec.head_dim * per_channel
-
-    def bytes_read(self, spec: CacheSpec, length: Any) -> Any:
-        return self.bytes_per_token(spec) * length
 
 
 def _scale_dtype(spec: CacheSpec) -> jnp.dtype:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -11,11 +10,12 @@ from jax import Array
 from kvjax.numerics.blocks import write
 from kvjax.numerics.reductions import page_means
 from kvjax.numerics.selection import GroupReduce, require_group_reduce
+from kvjax.selectors.selector import Selector
 from kvjax.spec import CacheSpec, keep_int
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeanPages:
+class MeanPages(Selector):
     """Scores pages of `page` tokens by the mean of their keys: the mean of the exact scores of a page.
 
     Index: D values of the cache's dtype per page and KV head.
@@ -52,11 +52,5 @@ class MeanPages:
         q = q.astype(jnp.float32)
         return jnp.einsum("bkgd,bkpd->bkgp", q, ix.astype(jnp.float32), precision="highest") * scale
 
-    def truncate(self, ix: Array, count: Array) -> Array:
-        return ix
-
     def bytes_per_token(self, spec: CacheSpec) -> float:
         return spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize / self.page
-
-    def bytes_read(self, spec: CacheSpec, length: Any) -> Any:
-        return self.bytes_per_token(spec) * length

@@ -9,7 +9,7 @@ channel.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -17,10 +17,9 @@ from jax import Array
 from kvjax import ops
 from kvjax.numerics.blocks import write
 from kvjax.numerics.reductions import sum_pairs
-from kvjax.numerics.selection import Candidates, GroupReduce, Selection, require_group_reduce
+from kvjax.numerics.selection import Candidates, GroupReduce, PackedSelection, Selection, require_group_reduce
 from kvjax.selectors.pending import Pending, by_head, pending_pages, require_pending, require_points, with_points
-from kvjax.selectors.striped import StripedSelector
-from kvjax.sharding.context import Stripes
+from kvjax.selectors.selector import Selector
 from kvjax.spec import CacheSpec, keep_int
 
 
@@ -32,15 +31,12 @@ class Boxes(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Pages:
+class _Pages(Selector):
     """Scores pages of `page` tokens by one box each; a subclass defines the box."""
 
     page: int
     group_reduce: GroupReduce
     pending: Pending
-
-    selects_in_window = True
-    lowest_is_last = True
 
     def __post_init__(self) -> None:
         keep_int(self, "page", at_least=1)
@@ -55,11 +51,11 @@ class _Pages:
         """The corners [B, K, T, P, 1, D] of the tokens of pages [B, K, 1, P, page, D] that are `seen`."""
         raise NotImplementedError
 
-    def with_pending(self, among: Candidates, q: Array) -> Candidates:
+    def with_pending(self, candidates: Candidates, q: Array) -> Candidates:
         if self.pending == "exact":
             return among
-        low, high = self.box_of_seen(*pending_pages(among, self.page))
-        return with_points(among, jnp.where(by_head(q, among.steps) > 0, high, low), self.page)
+        low, high = self.box_of_seen(*pending_pages(candidates, self.page))
+        return with_points(candidates, jnp.where(by_head(q, candidates.steps) > 0, high, low), self.page)
 
     @property
     def unit(self) -> int:
@@ -85,25 +81,15 @@ class _Pages:
     def score(self, ix: Boxes, q: Array, *, scale: float) -> Array:
         return ops.score_pages(q, ix.low, ix.high, scale=scale)
 
-    def select(self, ix: Boxes, q: Array, among: Candidates, *, scale: float) -> Selection:
-        scored = self.with_pending(among, q)
+    def select(self, ix: Boxes, q: Array, candidates: Candidates, *, scale: float) -> Selection | PackedSelection:
+        if not candidates.fit(in_order=1, window=True):
+            return super().select(ix, q, candidates, scale=scale)
+        scored = self.with_pending(candidates, q)
         pages = ops.select_pages(q, *ix, scored, self.group_reduce, unit=self.page, scale=scale)
-        return among.tokens(pages.selection, ix.low.shape[2], self.page)
-
-    def truncate(self, ix: Boxes, count: Array) -> Boxes:
-        return ix
-
-    def over_context(self, stripes: Stripes) -> StripedSelector:
-        return StripedSelector(self, stripes)
-
-    def select_steps(self, ix: Boxes, q: Array, among: Candidates, *, scale: float) -> Selection:
-        return self.select(ix, q, among, scale=scale)
+        return candidates.tokens(pages.selection, ix.low.shape[2], self.page)
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         return 2.0 * spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize / self.page
-
-    def bytes_read(self, spec: CacheSpec, length: Any) -> Any:
-        return self.bytes_per_token(spec) * length
 
 
 @dataclass(frozen=True, kw_only=True)

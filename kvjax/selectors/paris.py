@@ -22,6 +22,7 @@ from kvjax.numerics.selection import (
     pack,
     require_group_reduce,
 )
+from kvjax.selectors.selector import Selector
 from kvjax.selectors.striped import StripedSelector
 from kvjax.sharding.context import Stripes, share_of_highest
 from kvjax.spec import CacheSpec, keep_int
@@ -48,7 +49,7 @@ class ParisIndex(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Paris:
+class Paris(Selector):
     """Scores tokens in two stages, after one random rotation of keys and queries (`kvjax.numerics.rotate`).
 
     First every key earns votes in each `subspace` of 8 channels, by how well its sign pattern matches the query: 6 for
@@ -89,9 +90,6 @@ class Paris:
     seed: int | None = 0  # of the rotation; None: no rotation
     subspace: int = SUBSPACE  # channels of a subspace
     radius_bits: int = 16  # bits of a subspace's weight
-
-    selects_in_window = False
-    lowest_is_last = False  # candidates that only fill the budget are among the reranked ones
 
     def __post_init__(self) -> None:
         if self.votes not in get_args(Votes):
@@ -187,10 +185,12 @@ class Paris:
         slots = jnp.where(candidates.valid, candidates.slots, S)
         return put_last(votes.astype(jnp.float32) + FLOOR, slots, estimates)
 
-    def score_visible(self, ix: ParisIndex, q: Array, among: Candidates, *, window: int, scale: float) -> Array:
+    def score_visible(self, ix: ParisIndex, q: Array, candidates: Candidates, *, scale: float) -> Array:
         """Scores as with an index of only the visible tokens."""
+        if (window := candidates.window) is None:
+            return self.score(ix, q, scale=scale)
         B, S = ix.codes.signs.shape[0], ix.codes.signs.shape[2]
-        start, stop = (jnp.broadcast_to(jnp.asarray(x, jnp.int32), (B,)) for x in among.span)
+        start, stop = (jnp.broadcast_to(jnp.asarray(x, jnp.int32), (B,)) for x in candidates.span)
         i = jnp.arange(min(window, S), dtype=jnp.int32)[None]
         place, seen = start[:, None] + i, i < (stop - start)[:, None]
         codes = Directions(*(take_rows(a, place) for a in ix.codes))
@@ -209,25 +209,30 @@ class Paris:
         """i32[B] keys of the history: each has one pattern in the first subspace of the first head."""
         return jnp.sum(counts[:, : 2**self.subspace], axis=-1, dtype=jnp.int32)
 
-    def select(self, ix: ParisIndex, q: Array, among: Candidates, *, scale: float) -> Selection | PackedSelection:
-        """Selects among candidates and pending tokens; see `FusedSelector`.
+    def select(self, ix: ParisIndex, q: Array, candidates: Candidates, *, scale: float) -> Selection | PackedSelection:
+        """Selects among candidates and pending tokens.
 
         Every reranked token ranks above all others. If candidates and pending tokens are too few, more tokens join
         them, those with the most votes, and all are selected.
         """
-        means = q.shape[2] > among.steps and self.group_reduce != "per_head"  # a mean needs all scores of each head
-        if means or self.seed is None:
-            return ops.select_top(self.score(ix, q, scale=scale), q, among, self.group_reduce, scale=scale)
-        votes = self._votes(ix, q)
-        room = max(self.room(votes.shape[3]), min(among.room, votes.shape[3]))
-        fill = among.limit, *among.pending[1:]
-        listed = ops.most_voted(votes, among.span[1], ix.candidates, room, complement=fill, local=among.local)
-        return ops.select_4bit(q, ix.codes, listed, among, seed=self.seed, scale=scale)
+        if not candidates.fit(in_order=0, window=False):  # tokens that only fill the budget are among the reranked ones
+            return super().select(ix, q, candidates, scale=scale)
+        if candidates.steps > 1:  # in passes of 8 queries, as many as the kernel for votes takes
+            found = [self._select(ix, *part, scale=scale) for part in candidates.passes(q, 8)]
+            return join_lists([part if isinstance(part, PackedSelection) else pack(part) for part in found])
+        return self._select(ix, q, candidates, scale=scale)
 
-    def select_steps(self, ix: ParisIndex, q: Array, among: Candidates, *, scale: float) -> PackedSelection:
-        """Selects in passes of 8 queries, as many as the kernel for votes takes."""
-        found = (self.select(ix, *part, scale=scale) for part in among.passes(q, 8))
-        return join_lists([part if isinstance(part, PackedSelection) else pack(part) for part in found])
+    def _select(self, ix: ParisIndex, q: Array, candidates: Candidates, *, scale: float) -> Selection | PackedSelection:
+        means = (
+            q.shape[2] > candidates.steps and self.group_reduce != "per_head"
+        )  # a mean needs all scores of each head
+        if means or self.seed is None:
+            return ops.select_top(self.score(ix, q, scale=scale), q, candidates, self.group_reduce, scale=scale)
+        votes = self._votes(ix, q)
+        room = max(self.room(votes.shape[3]), min(candidates.room, votes.shape[3]))
+        fill = candidates.limit, *candidates.pending[1:]
+        listed = ops.most_voted(votes, candidates.span[1], ix.candidates, room, complement=fill, local=candidates.local)
+        return ops.select_4bit(q, ix.codes, listed, candidates, seed=self.seed, scale=scale)
 
     def room(self, slots: int) -> int:
         """Candidates that a step over `slots` slots has room for: as many as any length of history needs."""
@@ -257,7 +262,6 @@ class StripedParis(StripedSelector):
     """
 
     selector: Paris
-    selects_in_window = False
 
     def append(self, ix: ParisIndex, k: Array, at: Array, count: Array) -> ParisIndex:
         """Encodes all keys of the chunk on every device, counts their patterns, and stores the device's own keys."""
@@ -275,14 +279,21 @@ class StripedParis(StripedSelector):
     def score_own(self, ix: ParisIndex, q: Array, *, scale: float) -> Array:
         return self._score_seen(ix, q, 0, self.stripes.owned(self.selector._length(ix.counts)), scale=scale)
 
-    def score_visible(self, ix: ParisIndex, q: Array, among: Candidates, *, window: int, scale: float) -> Array:
+    def score_visible(self, ix: ParisIndex, q: Array, candidates: Candidates, *, scale: float) -> Array:
+        if (window := candidates.window) is None:
+            return self.score(ix, q, scale=scale)
         paris, (B, _, S, _) = self.selector, ix.codes.signs.shape
-        bounds = (jnp.broadcast_to(jnp.asarray(x, jnp.int32), (B,)) for x in among.span)
+        bounds = (jnp.broadcast_to(jnp.asarray(x, jnp.int32), (B,)) for x in candidates.span)
         start, stop = (self.stripes.owned(x) for x in bounds)
         slot = start[:, None] + jnp.arange(min(self.stripes.max_tokens(window), S), dtype=jnp.int32)[None]
         counts = paris._tally(jnp.zeros_like(ix.counts), take_rows(ix.codes.signs, slot), slot < stop[:, None])
         visible = paris._counted(ix.codes, lax.psum(counts, self.stripes.axis))
         return self.stripes.gather(self._score_seen(visible, q, start, stop, scale=scale), 1)
+
+    def select(self, ix: ParisIndex, q: Array, candidates: Candidates, *, scale: float) -> Selection | PackedSelection:
+        if candidates.window is not None:
+            return Selector.select(self, ix, q, candidates, scale=scale)
+        return super().select(ix, q, candidates, scale=scale)
 
     def _score_seen(self, ix: ParisIndex, q: Array, start: Array | int, stop: Array, *, scale: float) -> Array:
         """`Paris.score` of this device's keys, in a history of the slots [start, stop) of each device."""

@@ -32,11 +32,11 @@ def require_points(selector: Any, spec: CacheSpec, page: int, group_reduce: str)
         )
 
 
-def pending_pages(among: Candidates, page: int) -> tuple[Array, Array]:
+def pending_pages(candidates: Candidates, page: int) -> tuple[Array, Array]:
     """The pending keys by page, [B, K, 1, P, page, D], and which slots hold a token, bool[B or 1, 1, T, P, page, 1]."""
-    keys, _, stop = among.pending
+    keys, _, stop = candidates.pending
     B, K, _, D = keys.shape
-    slots = among.pending_slots
+    slots = candidates.pending_slots
     ends = jnp.asarray(stop, jnp.int32)
     ends = (ends if ends.ndim == 2 else ends.reshape(-1, 1))[..., None]
     valid = jnp.arange(slots)[None, None] < ends  # [B or 1, T or 1, W]
@@ -44,17 +44,17 @@ def pending_pages(among: Candidates, page: int) -> tuple[Array, Array]:
     return keys[:, :, :slots].reshape(B, K, 1, slots // page, page, D), valid
 
 
-def with_points(among: Candidates, best: Array, page: int) -> Candidates:
-    """`among` with points for the pending keys: best [B, K, T, P, heads, D], of each page and query head.
+def with_points(candidates: Candidates, best: Array, page: int) -> Candidates:
+    """`candidates` with points for the pending keys: best [B, K, T, P, heads, D], of each page and query head.
 
     They fill the page's slots one after the other. All are points of the page, so the best for any head is its own.
     """
-    _, start, stop = among.pending
+    _, start, stop = candidates.pending
     (B, K, T), heads, D = best.shape[:3], best.shape[4], best.shape[5]
     points = jnp.take(best, jnp.arange(page) % heads, axis=4).reshape(B, K, T, -1, D)
-    first, end = start // page * page, -(-(stop - among.local) // page) * page
-    end = jnp.where(jnp.asarray(stop) - among.local > start, end, first)
-    return replace(among, pending=(points if T > 1 else points[:, :, 0], first, end), local=0)
+    first, end = start // page * page, -(-(stop - candidates.local) // page) * page
+    end = jnp.where(jnp.asarray(stop) - candidates.local > start, end, first)
+    return replace(candidates, pending=(points if T > 1 else points[:, :, 0], first, end), local=0)
 
 
 def by_head(q: Array, steps: int) -> Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,7 @@ from jax import Array, lax
 from kvjax.numerics.blocks import write
 from kvjax.numerics.partial import attention_logits
 from kvjax.numerics.selection import GroupReduce, require_group_reduce
-from kvjax.selectors.striped import StripedSelector
-from kvjax.sharding.context import Stripes
+from kvjax.selectors.selector import Selector
 from kvjax.spec import CacheSpec, keep_int
 
 TOGETHER = 8  # blocks of all rows that are learnt at once: one block of one row is too little work for a GPU
@@ -27,7 +26,7 @@ class ProductIndex(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProductCodes:
+class ProductCodes(Selector):
     """Scores tokens by product quantisation: each of `parts` parts of a key is replaced by its nearest centroid.
 
     The history of a row is divided into blocks of `learn` tokens. In each block a kv head has a codebook of 2**bits
@@ -101,9 +100,6 @@ class ProductCodes:
         centroids = write(ix.centroids, books, at // self.learn, count // self.learn)
         return ProductIndex(write(ix.codes, codes, at, count), centroids)
 
-    def truncate(self, ix: ProductIndex, count: Array) -> ProductIndex:
-        return ix
-
     def score(self, ix: ProductIndex, q: Array, *, scale: float) -> Array:
         B, K, G, D = q.shape
         S, C, books = ix.codes.shape[2], 2**self.bits, ix.centroids.reshape(B, K, -1, D)
@@ -119,15 +115,9 @@ class ProductCodes:
         found = [looked_up(part) for part in range(self.parts)]
         return sum(found[1:], found[0])
 
-    def over_context(self, stripes: Stripes) -> StripedSelector:
-        return StripedSelector(self, stripes)
-
     def bytes_per_token(self, spec: CacheSpec) -> float:
         codebook = 2**self.bits * spec.head_dim * jnp.dtype(spec.dtype).itemsize
         return spec.kv_heads * (self.parts + codebook / self.learn)
-
-    def bytes_read(self, spec: CacheSpec, length: Any) -> Any:
-        return self.bytes_per_token(spec) * length
 
     def _split(self, k: Array) -> Array:
         """f32[B, K, m, n, D/m] parts of keys [B, K, n, D]."""

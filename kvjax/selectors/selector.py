@@ -1,123 +1,114 @@
-"""The protocols of selectors."""
+"""The base of selectors: how an index of keys is made, scored and selected from."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax import Array
 
+from kvjax import ops
+from kvjax.memory import nbytes
 from kvjax.numerics.selection import Candidates, GroupReduce, PackedSelection, Selection
+from kvjax.sharding.context import Stripes
 from kvjax.spec import CacheSpec
 
+LAST = -1e30  # the score of units that rank after all others
 
-class Selector(Protocol):
+
+class Selector:
     """Indexes keys, and estimates from the index which stored tokens a query needs.
 
+    A subclass is a frozen dataclass without arrays that implements `init`, `append` and `score`; all other verbs have
+    defaults. Override `select` if one operation can score and select.
+
     Laws: a score depends only on its own unit and the query; appending in one call or chunk by chunk gives the same
-    index; slots at or past count may score anything, the caller masks them.
+    index; slots at or past count may score anything, because they are masked later.
     """
 
     @property
     def unit(self) -> int:
         """Tokens of a scored unit: 1, or the page size."""
-        ...
+        return 1
 
     @property
     def group_reduce(self) -> GroupReduce:
         """How the scores of the G query heads of a group become one score."""
-        ...
+        return "mean_softmax"
+
+    @property
+    def takes_steps(self) -> bool:
+        """True if `select` selects for several decode steps at once; otherwise they come one after the other."""
+        return True
 
     def check(self, spec: CacheSpec, chunk: int) -> None:
         """Raises ValueError if this selector cannot index chunks of `chunk` tokens in a cache of this spec."""
-        ...
 
-    def init(self, spec: CacheSpec, slots: int) -> Any: ...
+    def init(self, spec: CacheSpec, slots: int) -> Any:
+        """An empty index of `slots` slots per row: a pytree of arrays [B, ...]."""
+        raise NotImplementedError
 
     def append(self, ix: Any, k: Array, at: Array, count: Array) -> Any:
         """Indexes the first `count` i32[B] keys of k [B, K, T, D] as slots at[b], at[b]+1, ...; whole chunks."""
-        ...
+        raise NotImplementedError
 
     def score(self, ix: Any, q: Array, *, scale: float) -> Array:
         """f32[B, K, G, units] estimates of scale * q.k for q [B, K, G, D]."""
-        ...
+        raise NotImplementedError
 
-    def bytes_per_token(self, spec: CacheSpec) -> float:
-        """Bytes of index per stored token, in one layer over all kv heads."""
-        ...
+    def score_visible(self, ix: Any, q: Array, candidates: Candidates, *, scale: float) -> Array:
+        """`score`, for selectors whose scores depend on the other tokens that a sliding window shows: those in the span
+        of `candidates`, at most `candidates.window`."""
+        return self.score(ix, q, scale=scale)
 
-    def bytes_read(self, spec: CacheSpec, length: Any) -> Any:
-        """Bytes of index that a step reads for a history of `length` tokens, in one layer over all kv heads."""
-        ...
+    def with_pending(self, candidates: Candidates, q: Array) -> Candidates:
+        """`candidates` with other keys in the pending slots, for selectors that do not score pending tokens exactly.
 
-
-@runtime_checkable
-class PendingSelector(Selector, Protocol):
-    """A selector that scores pending units in its own way, not by the best exact score of their tokens."""
-
-    def with_pending(self, among: Candidates, q: Array) -> Candidates:
-        """`among` with other keys in the pending slots: a unit's score is the best score of these for q [B, K, G, D].
-
-        The units stay the same: those with a token that is pending in `among`.
+        A unit's score is the best score of these keys for q [B, K, G, D]. The units stay the same.
         """
-        ...
+        return candidates
 
+    def select(self, ix: Any, q: Array, candidates: Candidates, *, scale: float) -> Selection | PackedSelection:
+        """Selects the candidates that rank highest by `group_reduce` for q [B, K, G, D], as whole units.
 
-@runtime_checkable
-class WindowedSelector(Selector, Protocol):
-    """A selector whose scores depend on which tokens of the history the query sees."""
-
-    def score_visible(self, ix: Any, q: Array, among: Candidates, *, window: int, scale: float) -> Array:
-        """`score` as if the history consisted of only the tokens in the span of `among`, at most `window` of them."""
-        ...
-
-
-@runtime_checkable
-class FusedSelector(Selector, Protocol):
-    """A selector that also ranks and selects, for steps that need no order in the selection."""
-
-    @property
-    def selects_in_window(self) -> bool:
-        """Whether it also selects under a sliding window, where tokens before the starts do not count."""
-        ...
-
-    @property
-    def lowest_is_last(self) -> bool:
-        """Whether the unit that ranks lowest comes last in its selection."""
-        ...
-
-    def select(self, ix: Any, q: Array, among: Candidates, *, scale: float) -> Selection | PackedSelection:
-        """The candidates `among` that rank highest by `group_reduce` for q [B, K, G, D], as whole units in any order.
-
-        Slots are those of the index, and S + w for pending token w. Law: these are the tokens that `score` and
-        `Retrieval` select.
+        Slots are those of the index, and S + w for pending token w. With several `candidates.steps`, q is
+        [B, K, T*G, D] and the selection [B, K, T*H, M], each step's part after the previous step's. The default sorts
+        all scores. One that overrides it may select in any order, unless `candidates.in_order` asks for one, and calls
+        the default for candidates that do not `fit`. Law: it selects the tokens that the default selects.
         """
-        ...
-
-
-@runtime_checkable
-class MultiStepSelector(FusedSelector, Protocol):
-    """A selector that selects for several decode steps at once, in one pass over its index."""
-
-    def select_steps(self, ix: Any, q: Array, among: Candidates, *, scale: float) -> Selection | PackedSelection:
-        """The tokens [B, K, T*H, M] that `select` selects for each of the `among.steps` steps, for q [B, K, T*G, D]."""
-        ...
-
-
-@runtime_checkable
-class TruncatableSelector(Selector, Protocol):
-    """A selector whose index can be shortened, as `kvjax.truncate` needs."""
+        scores = self.score_visible(ix, q, candidates, scale=scale)
+        if candidates.last is not None:
+            scores = jnp.where(candidates.last[:, :, None], LAST, scores)
+        scored = self.with_pending(candidates, q)
+        best = ops.select_top(scores, q, scored, self.group_reduce, unit=self.unit, scale=scale)
+        return candidates.tokens(best, scores.shape[3], self.unit)
 
     def truncate(self, ix: Any, count: Array) -> Any:
         """The index of the first `count` i32[B] tokens of each row, whole chunks; later slots may hold anything."""
-        ...
+        return ix
+
+    def over_context(self, stripes: Stripes) -> Selector:
+        """The selector of the whole history on a device that has only its stripes of it."""
+        from kvjax.selectors.striped import StripedSelector  # a subclass
+
+        return StripedSelector(self, stripes)
+
+    def bytes_per_token(self, spec: CacheSpec) -> float:
+        """Bytes of index per stored token, in one layer over all kv heads."""
+        slots = 1024 * self.unit
+        index = jax.eval_shape(lambda: self.init(spec, slots))
+        return nbytes(index).total / (spec.batch * slots)
+
+    def bytes_read(self, spec: CacheSpec, length: Any) -> Any:
+        """Bytes of index that a step reads for a history of `length` tokens, in one layer over all kv heads."""
+        return self.bytes_per_token(spec) * length
 
 
-class Wrapper:
+class Wrapper(Selector):
     """A base of selectors that wrap another one and share its properties. A subclass is a dataclass with `selector`."""
 
     selector: Selector
-    selects_in_window = True
-    lowest_is_last = True
 
     @property
     def unit(self) -> int:
@@ -127,23 +118,33 @@ class Wrapper:
     def group_reduce(self) -> GroupReduce:
         return self.selector.group_reduce
 
+    @property
+    def takes_steps(self) -> bool:
+        return False
+
+    def check(self, spec: CacheSpec, chunk: int) -> None:
+        self.selector.check(spec, chunk)
+
+    def init(self, spec: CacheSpec, slots: int) -> Any:
+        return self.selector.init(spec, slots)
+
+    def append(self, ix: Any, k: Array, at: Array, count: Array) -> Any:
+        return self.selector.append(ix, k, at, count)
+
+    def score(self, ix: Any, q: Array, *, scale: float) -> Array:
+        return self.selector.score(ix, q, scale=scale)
+
+    def score_visible(self, ix: Any, q: Array, candidates: Candidates, *, scale: float) -> Array:
+        return self.selector.score_visible(ix, q, candidates, scale=scale)
+
+    def with_pending(self, candidates: Candidates, q: Array) -> Candidates:
+        return self.selector.with_pending(candidates, q)
+
+    def truncate(self, ix: Any, count: Array) -> Any:
+        return self.selector.truncate(ix, count)
+
     def bytes_per_token(self, spec: CacheSpec) -> float:
         return self.selector.bytes_per_token(spec)
 
     def bytes_read(self, spec: CacheSpec, length: Any) -> Any:
         return self.selector.bytes_read(spec, length)
-
-
-def require_truncatable(selector: Selector) -> TruncatableSelector:
-    """`selector`, if its index can be shortened; else raises ValueError."""
-    if not isinstance(selector, TruncatableSelector):
-        raise ValueError(
-            f"truncate cannot shorten the index of {selector}, which has no method truncate(ix, count); "
-            "kvjax.rollback can remove tokens of the recent block"
-        )
-    return selector
-
-
-def with_own_pending(selector: Selector, among: Candidates, q: Array) -> Candidates:
-    """`among` with the pending keys that `selector` scores by; unchanged if it scores pending tokens exactly."""
-    return selector.with_pending(among, q) if isinstance(selector, PendingSelector) else among

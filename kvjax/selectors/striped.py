@@ -14,13 +14,14 @@ from kvjax.numerics.partial import attention_logits
 from kvjax.numerics.selection import (
     SOFTMAX_REDUCES,
     Candidates,
+    PackedSelection,
     Selection,
     by_row,
     log_sum,
     reduce_scores,
 )
 from kvjax.ops.rank import top_k
-from kvjax.selectors.selector import Selector, Wrapper, require_truncatable, with_own_pending
+from kvjax.selectors.selector import Selector, Wrapper
 from kvjax.sharding.context import Stripes
 from kvjax.spec import CacheSpec
 
@@ -39,9 +40,6 @@ class StripedSelector(Wrapper):
     selector: Selector
     stripes: Stripes
 
-    def with_pending(self, among: Candidates, q: Array) -> Candidates:
-        return with_own_pending(self.selector, among, q)
-
     def check(self, spec: CacheSpec, chunk: int) -> None:
         self.selector.check(spec, self.stripes.tokens)
 
@@ -53,7 +51,7 @@ class StripedSelector(Wrapper):
         return self.selector.append(ix, self.stripes.own(k), at // parts, count // parts)
 
     def truncate(self, ix: Any, count: Array) -> Any:
-        return require_truncatable(self.selector).truncate(ix, count // self.stripes.parts)
+        return self.selector.truncate(ix, count // self.stripes.parts)
 
     def score(self, ix: Any, q: Array, *, scale: float) -> Array:
         """The scores of the units of all devices; `select` moves far less between devices."""
@@ -63,15 +61,20 @@ class StripedSelector(Wrapper):
         """The scores f32[B, K, G, U] of the units of this device."""
         return self.selector.score(ix, q, scale=scale)
 
-    def select(self, ix: Any, q: Array, among: Candidates, *, scale: float) -> Selection:
+    def score_visible(self, ix: Any, q: Array, candidates: Candidates, *, scale: float) -> Array:
+        return self.score(ix, q, scale=scale)
+
+    def select(self, ix: Any, q: Array, candidates: Candidates, *, scale: float) -> Selection | PackedSelection:
         """The units that rank highest on all devices together, by rank; ties go to the lower place."""
+        if not candidates.fit(in_order=1, window=True):
+            return super().select(ix, q, candidates, scale=scale)
         stripes, unit, rule = self.stripes, self.unit, self.group_reduce
         scores = self.score_own(ix, q, scale=scale)
         units = scores.shape[3]
-        scored = self.with_pending(among, q)
+        scored = self.with_pending(candidates, q)
         pending = scored.pending_units(attention_logits(q, scored.pending[0], scale), unit)
-        start, stop = (jnp.asarray(x, jnp.int32) for x in among.span)
-        own = replace(among, span=(stripes.owned(start), stripes.owned(stop)))
+        start, stop = (jnp.asarray(x, jnp.int32) for x in candidates.span)
+        own = replace(candidates, span=(stripes.owned(start), stripes.owned(stop)))
         stored = scores, own.stored_units(units, unit)
 
         total = None
@@ -80,7 +83,7 @@ class StripedSelector(Wrapper):
             total = jax.nn.logsumexp(jnp.concatenate([every, log_sum([pending])], axis=-1), axis=-1, keepdims=True)
         ranks, pending_ranks = (_ranked(part, reduce_scores([part], rule, total)) for part in (stored, pending))
 
-        room = min(among.room, units)
+        room = min(candidates.room, units)
         best = top_k(ranks, stored[1], room)
         rank = jnp.where(best.valid, jnp.take_along_axis(ranks, best.slots, axis=-1), -jnp.inf)
         place = jnp.where(best.valid, stripes.place(best.slots * unit) // unit, NOWHERE)
@@ -91,9 +94,9 @@ class StripedSelector(Wrapper):
         last = jnp.where(pending[1], last[None, None, None], NOWHERE)
         rank = jnp.concatenate([lax.bitcast_convert_type(offers[..., 0], jnp.float32), pending_ranks], axis=-1)
         place = jnp.concatenate([offers[..., 1], jnp.broadcast_to(last, pending_ranks.shape)], axis=-1)
-        place = first_places(rank, place, among.room)
-        valid = (place < NOWHERE) & (jnp.arange(place.shape[3])[None, None, None] < by_row(among.limit))
-        return among.tokens(Selection(jnp.where(valid, place, 0), valid), units * stripes.parts, unit)
+        place = first_places(rank, place, candidates.room)
+        valid = (place < NOWHERE) & (jnp.arange(place.shape[3])[None, None, None] < by_row(candidates.limit))
+        return candidates.tokens(Selection(jnp.where(valid, place, 0), valid), units * stripes.parts, unit)
 
 
 def first_places(rank: Array, place: Array, room: int) -> Array:

@@ -96,16 +96,6 @@ class OverContext(Protocol):
         ...
 
 
-@runtime_checkable
-class SplitSelector(Protocol):
-    """A selector whose index can be split over devices. All devices hold the whole index of any other selector."""
-
-    def over_context(self, stripes: Stripes) -> Any:
-        """The selector of the whole history on a device that has its stripes; `StripedSelector(self, stripes)` if the
-        score of a unit depends only on its own tokens and the query."""
-        ...
-
-
 def share_of_highest(marks: Array, count: Array, levels: int, stripes: Stripes) -> Array:
     """How many of the `count` tokens with the highest marks are on this device: i32[B, K, G].
 

@@ -28,15 +28,8 @@ LAWS_OF_PARTS = (
 
 
 @dataclass(frozen=True)
-class Halves:
+class Halves(kvjax.Selector):
     """Scores a token by the first half of its key's channels."""
-
-    unit: int = 1
-    group_reduce: str = "mean_score"
-
-    def check(self, spec: CacheSpec, chunk: int) -> None:
-        if spec.head_dim % 2:
-            raise ValueError(f"Halves needs an even head_dim, got {spec.head_dim}")
 
     def init(self, spec: CacheSpec, slots: int) -> Array:
         return jnp.zeros((spec.batch, spec.kv_heads, slots, spec.head_dim // 2), spec.dtype)
@@ -50,22 +43,15 @@ class Halves:
     def score(self, ix: Array, q: Array, *, scale: float) -> Array:
         return jnp.einsum("bkgd,bksd->bkgs", q[..., : ix.shape[3]], ix.astype(q.dtype)) * scale
 
-    def bytes_read(self, spec: CacheSpec, length: int) -> float:
-        return length * self.bytes_per_token(spec)
-
-    def bytes_per_token(self, spec: CacheSpec) -> float:
-        return spec.kv_heads * spec.head_dim / 2 * jnp.dtype(spec.dtype).itemsize
-
 
 @dataclass(frozen=True)
 class FusedHalves(Halves):
-    """A Halves with the optional verb `select`."""
-
-    selects_in_window: bool = True
-    lowest_is_last: bool = True
+    """A Halves with its own `select`."""
 
     def select(self, ix: Array, q: Array, among: Any, *, scale: float) -> Any:
         CALLS.append("select")
+        if not among.fit(in_order=1, window=True):
+            return super().select(ix, q, among, scale=scale)
         best = ops.select_top(self.score(ix, q, scale=scale), q, among, self.group_reduce, unit=1, scale=scale)
         return among.tokens(best, ix.shape[2], 1)
 
@@ -201,6 +187,11 @@ def test_foreign_parts_hold_the_laws(name: str, request: pytest.FixtureRequest) 
     left |= {"rollback_forgets_what_came_after"} if name == "speculative" else set()
     left |= {"recall_grows_with_budget"} if "all" in name else set()
     assert set(report.laws("does not apply")) <= left, report
+
+
+def test_bytes_of_an_index_follow_from_its_arrays() -> None:
+    selector, half = Halves(), SPEC.kv_heads * SPEC.head_dim / 2 * 4
+    assert (selector.bytes_per_token(SPEC), selector.bytes_read(SPEC, 10)) == (half, 10 * half)
 
 
 def test_a_check_tells_how_far_it_is() -> None:
