@@ -63,7 +63,7 @@ class BallPages(Selector):
 
     def with_pending(self, candidates: Candidates, q: Array) -> Candidates:
         if self.pending == "exact":
-            return among
+            return candidates
         keys, seen = pending_pages(candidates, self.page)
         keys = jnp.where(seen, keys.astype(jnp.float32), 0)  # [B, K, T, P, page, D]
         count = jnp.maximum(jnp.sum(seen, axis=4, keepdims=True, dtype=jnp.float32), 1)

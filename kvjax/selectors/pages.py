@@ -53,7 +53,7 @@ class _Pages(Selector):
 
     def with_pending(self, candidates: Candidates, q: Array) -> Candidates:
         if self.pending == "exact":
-            return among
+            return candidates
         low, high = self.box_of_seen(*pending_pages(candidates, self.page))
         return with_points(candidates, jnp.where(by_head(q, candidates.steps) > 0, high, low), self.page)
 
