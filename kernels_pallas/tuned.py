@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 
-from kvjax.kernels_pallas.simt import bypass_cache
+from kvjax.kernels_pallas.simt import bypass_cache, device_kind
 
 FILE = Path(__file__).with_name("tuned.json")
 NEAR = 1.5
@@ -68,21 +68,6 @@ def select(
     if (found := _asked.get()) is not None:
         found.append(Asked(kernel, shape, rule, config, device))
     return config
-
-
-def device_kind(operands: Sequence[jax.Array] = ()) -> str | None:
-    """The kind of GPU that a program over `operands` is lowered for, such as "NVIDIA H200"; None if unknown.
-
-    A program that is compiled ahead of time has it in the mesh of its operands, or in the mesh of the context. Any
-    other program is for the GPUs of this process, if they are of one kind.
-    """
-    meshes = [getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None) for x in operands]
-    for mesh in (*meshes, jax.sharding.get_abstract_mesh()):
-        device = getattr(mesh, "abstract_device", None)
-        if device is not None and device.platform == "gpu":
-            return device.device_kind
-    kinds = {device.device_kind for device in jax.devices() if device.platform == "gpu"}
-    return kinds.pop() if len(kinds) == 1 else None
 
 
 def config_of(device: str | None, kernel: str, /, **shape: Any) -> dict[str, int] | None:

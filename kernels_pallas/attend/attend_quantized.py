@@ -38,6 +38,7 @@ from kvjax.kernels_pallas.attend.codes import (
     groups_of,
     layout_of,
     load_words,
+    multiply,
     pair_of,
     prmt,
 )
@@ -149,11 +150,12 @@ def _attend(scale: float, dtype: Any, config: Config | None, *args: Array) -> tu
     """[rows, Q, D] in `dtype`; and, without a zone, f32[rows, Q]."""
     rows, Q, D = args[0].shape
     layout = layout_of(D, args[3:5], args[5:7])
+    target = simt.target(args)
     config = config or tuned.select(
         "attend_quantized",
-        config_for(rows, layout),
+        config_for(rows, layout, target),
         args,
-        lambda x: None if smem_bytes(layout, x) <= simt.SMEM else f"{smem_bytes(layout, x)} bytes of shared memory",
+        lambda x: None if smem_bytes(layout, x) <= target.smem else f"{smem_bytes(layout, x)} bytes of shared memory",
         rows=rows,
         S=layout.S,
         D=D,
@@ -189,17 +191,18 @@ def _attend(scale: float, dtype: Any, config: Config | None, *args: Array) -> tu
     return run(*args)
 
 
-def config_for(rows: int, layout: Layout) -> Config:
+def config_for(rows: int, layout: Layout, target: simt.Target | None = None) -> Config:
     """Blocks as large as shared memory allows, and as many as take the least time, where a wave of blocks costs the
     turns of its warps and two more."""
+    target = target or simt.target()
     sizes = ((3, 2), (2, 2), (1, 2))
-    warpgroups, stages = next(x for x in sizes if smem_bytes(layout, Config(1, *x)) <= simt.SMEM)
+    warpgroups, stages = next((x for x in sizes if smem_bytes(layout, Config(1, *x)) <= target.smem), sizes[-1])
     units = -(-layout.S // layout.unit)
 
     def turns(blocks: int) -> int:
-        return -(-rows * blocks // simt.MULTIPROCESSORS) * (-(-units // (blocks * 4 * warpgroups)) + 2)
+        return -(-rows * blocks // target.multiprocessors) * (-(-units // (blocks * 4 * warpgroups)) + 2)
 
-    return Config(min(range(1, simt.MULTIPROCESSORS + 1), key=turns), warpgroups, stages)
+    return Config(min(range(1, target.multiprocessors + 1), key=turns), warpgroups, stages)
 
 
 def _program(
@@ -334,7 +337,7 @@ def _queries(layout: Layout, q: Any, heads: int, quad: Word, col: Word, sign: fl
     for low, high in _pairs(layout):
         pair = prmt(mine[low // 2], mine[high // 2], 0x7632 if low % 2 else 0x5410)
         power = 2.0 ** (133 - LIFT - low % (8 // bits) * bits) if layout.by_channel else 1.0
-        found.append(instr("mul.bf16x2", pair, pair_of(sign * power)))
+        found.append(multiply(pair, pair_of(sign * power)))
     return found
 
 
@@ -356,7 +359,7 @@ def _scores(layout: Layout, at: Word, queries: list[Word], quad: Word, col: Word
     if layout.by_channel:
         shared = [w for i in range(D // 16) for w in load_words(at + layout.places[3] + col * 16 + i * 64, 4)]
         steps, zeros = ([prmt(shared[a], shared[b], how) for a, b in pairs] for how in (0x5410, 0x7632))
-        scaled = [instr("mul.bf16x2", x, s) for x, s in zip(queries, steps, strict=True)]
+        scaled = [multiply(x, s) for x, s in zip(queries, steps, strict=True)]
         # By place, as the queries have their powers: the lower rows have products with zeros, the upper ones the
         # rounding errors of the products with scales, which are added back times the centre of the codes.
         sums = [begin] * in_byte

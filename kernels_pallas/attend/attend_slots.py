@@ -1,9 +1,9 @@
 """Exact attention over selected slots: one kernel gathers keys and values, scores them and mixes the values.
 
-A cluster of blocks works on one row: a KV head, or a query head with its own selection. Each warp takes 32 slots at a
+Several blocks work on one row: a KV head, or a query head with its own selection. Each warp takes 32 slots at a
 time and copies their keys and values into its own shared memory, so no warp waits for another before the end. Scores
 are K q^T on `mma`. The weights are rounded to the dtype of the cache and transposed in registers for the product with
-V. Each warp keeps an online softmax in base 2; warps merge in shared memory, then blocks merge through the cluster.
+V. Warps merge in shared memory, then blocks through their cluster, or without clusters in a second launch.
 
 **Bytes:** 2 D e M read a row, where e is the size of an element, 4 M of slots, and 4 g (D + 1) written.
 
@@ -33,29 +33,45 @@ from kvjax.kernels_pallas.simt import Word, loop, ptx, when, word
 MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/attend_slots.json
 TILE = 32  # slots of a warp at a time
 MAX_SLOTS = 4096
+MAX_PARTS = 32  # blocks of a row without a cluster
 
 
 @dataclass(frozen=True)
 class Config:
-    blocks: int = 8  # of a row, a cluster
+    blocks: int = 8  # of a row
     warpgroups: int = 2  # of a block
+    cluster: int = 1  # 0: the blocks are no cluster, and a second kernel merges them
+    tile: int = TILE  # slots of a warp at a time
 
     def __post_init__(self) -> None:
-        if self.blocks not in (1, 2, 4, 8):
+        if self.cluster not in (0, 1):
+            raise ValueError(f"cluster must be 0 or 1; got {self.cluster}")
+        if self.cluster and self.blocks not in (1, 2, 4, 8):
             raise ValueError(f"blocks must be 1, 2, 4 or 8, a cluster's; got {self.blocks}")
+        if not 1 <= self.blocks <= MAX_PARTS:
+            raise ValueError(f"blocks must be 1 to {MAX_PARTS}; got {self.blocks}")
+        if self.tile not in (TILE // 2, TILE):
+            raise ValueError(f"tile must be {TILE // 2} or {TILE}; got {self.tile}")
         if self.warpgroups not in (1, 2, 4):
             raise ValueError(f"warpgroups must be 1, 2 or 4; got {self.warpgroups}")
 
 
-def config_for(rows: int, slots: int, D: int) -> Config:
-    """As many blocks per row as fit on the multiprocessors at once and have work; four warps for the largest heads."""
-    warpgroups = 2 if D < 256 else 1
-    max_slots = -(-slots // (TILE * 4 * warpgroups))
-    return Config(next((b for b in (8, 4, 2) if b < 2 * max_slots and rows * b <= 128), 1), warpgroups)
+def config_for(rows: int, slots: int, D: int, target: simt.Target | None = None) -> Config:
+    """As many blocks per row as fit on the multiprocessors at once and have work; four warps for the largest heads, and
+    where shared memory is small."""
+    target = target or simt.target()
+    warpgroups = 2 if D < 256 and target.clusters else 1
+    tile = TILE if smem_bytes(D, Config(1, warpgroups)) <= target.smem else TILE // 2
+    max_slots = -(-slots // (tile * 4 * warpgroups))
+    if not target.clusters:
+        blocks = max(1, min(MAX_PARTS, max_slots, target.multiprocessors // rows))
+        return Config(blocks, warpgroups, cluster=0, tile=tile)
+    at_once = target.multiprocessors * 128 // 132
+    return Config(next((b for b in (8, 4, 2) if b < 2 * max_slots and rows * b <= at_once), 1), warpgroups)
 
 
 def smem_bytes(D: int, config: Config) -> int:
-    return config.warpgroups * 4 * TILE * D * 2 * 2
+    return config.warpgroups * 4 * config.tile * D * 2 * 2
 
 
 def unsupported(q: Any, k: Any, v: Any, slots: Any, config: Config | None = None) -> str | None:
@@ -76,8 +92,8 @@ def unsupported(q: Any, k: Any, v: Any, slots: Any, config: Config | None = None
         return f"the kernel attend_slots takes rows of less than 4 GiB of keys; got k{list(k.shape)}"
     if 0 in q.shape:
         return f"the kernel attend_slots takes at least one row; got q{list(q.shape)}"
-    if config and smem_bytes(D, config) > simt.SMEM:
-        return f"{config} needs {smem_bytes(D, config)} bytes of shared memory for D={D}; a block has {simt.SMEM}"
+    if config and smem_bytes(D, config) > (smem := simt.target((k,)).smem):
+        return f"{config} needs {smem_bytes(D, config)} bytes of shared memory for D={D}; a block has {smem}"
     return None
 
 
@@ -99,7 +115,7 @@ def attend_slots(
     S, (H, M) = k.shape[2], slots.shape[2:]
     config = config or tuned.select(
         "attend_slots",
-        config_for(B * K * H, M, D),
+        config_for(B * K * H, M, D, simt.target((q, k, v))),
         (q, k, v),
         lambda x: unsupported(q, k, v, slots, x),
         rows=B * K * H,
@@ -137,10 +153,14 @@ def attend(
     rows, heads, D = q.shape
     lists, ends = [index] if found is None else [index, found], [end for *two, _ in spans for end in two]
 
+    parts = 1 if config.cluster else config.blocks
+
     @jax.custom_batching.custom_vmap
     def run(q: Array, *args: Array) -> tuple[Array, ...]:
         kept, index = args[: -len(lists + ends)], args[-len(lists + ends)]
-        return simt.kernel(
+        shapes = tuple(jax.ShapeDtypeStruct((rows, *shape), dtype) for shape, dtype in outs)
+        of_parts = tuple(jax.ShapeDtypeStruct((rows, parts, *n), jnp.float32) for n in ((heads, D), (heads,)))
+        made = simt.kernel(
             functools.partial(
                 _program,
                 sizes=(heads, rows // kept[0].shape[0], D, index.shape[1]),
@@ -156,12 +176,17 @@ def attend(
                 config=config,
             ),
             name=f"kvjax_{name}",
-            out_type=tuple(jax.ShapeDtypeStruct((rows, *shape), dtype) for shape, dtype in outs),
+            out_type=shapes if parts == 1 else of_parts,
             scratch=(smem_bytes(D, config) // 4,),
-            blocks=rows,
-            cluster=config.blocks,
+            blocks=rows * parts,
+            cluster=config.blocks if config.cluster else None,
+            parts=parts,
             warpgroups=config.warpgroups,
         )(q, *args)
+        if parts == 1:
+            return made
+        place = functools.partial(_swapped, K=order[0], T=order[1], H=order[2])
+        return softmax.merge_blocks(*made, outs[0][1], name=name, lse=len(outs) == 2, place=place)
 
     @run.def_vmap
     def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
@@ -203,8 +228,8 @@ def _program(
 ) -> None:  # fmt: skip
     heads, of_zone, D, M = sizes
     places = M + sum(max_slots)
-    warps, blocks = 4 * config.warpgroups, config.blocks
-    t, part, row = simt.special("tid.x"), simt.special("cluster_ctarank"), simt.special("clusterid.x")
+    warps, blocks, tile = 4 * config.warpgroups, config.blocks, config.tile
+    t, part, row = simt.special("tid.x"), simt.part(), simt.row()
     lane, warp = t & 31, t >> 5
     rows = softmax.Rows(D, kind, lane)
     width = rows.width  # bytes of keys of one slot
@@ -222,19 +247,23 @@ def _program(
 
     k, v = bases(kept[::2]), bases(kept[1::2])
     *outs_m, room_m = rest[len(of_counts) :]
-    to = _swapped(row, *order)
+    parted = blocks > 1 and not config.cluster
+    to = simt.special("ctaid.x") if parted else _swapped(row, *order)
+    strides = (heads * D * 4, heads * 4) if parted else strides
     outs = [simt.offset_rows(simt.global_address(m), to, stride) for m, stride in zip(outs_m, strides, strict=True)]
     limits = [simt.number_of(numbers, row) for numbers in zip(rest, of_counts, strict=False)]
     found, spans = limits[0] if counted else None, list(zip(limits[counted::2], limits[counted + 1 :: 2], strict=True))
     room = simt.shared_address(room_m)
-    keys = room + warp * (2 * TILE * width)
-    values = keys + TILE * width
-    steps = -(-places // (TILE * warps * blocks))
+    keys = room + warp * (2 * tile * width)
+    values = keys + tile * width
+    steps = -(-places // (tile * warps * blocks))
 
     def slots_of(step: Word) -> Word:
         """The slot of this lane in tile `step` of the warp; all ones if there is none. Slots of the list come first,
         then those of the spans."""
-        at = ((step * blocks + part) * warps + warp) * TILE + lane
+        at = ((step * blocks + part) * warps + warp) * tile + lane
+        if tile < TILE:
+            at = (lane < tile).select(at, 1 << 30)
         slot = simt.load_below(at, M, simt.offset(index, at * 4), 0xFFFFFFFF)
         if found is not None:
             slot = (at < found).select(slot, 0xFFFFFFFF)
@@ -249,7 +278,7 @@ def _program(
     chunk, first = lane & (chunks - 1), simt.divide(lane, chunks)
 
     def copy(sources: Sequence[Any], to: Word, slots: Word) -> None:
-        for i in range(TILE // per):
+        for i in range(tile // per):
             r = first + i * per
             slot = simt.from_lane(slots, r)
             exists = slot.differs(0xFFFFFFFF)
@@ -273,7 +302,7 @@ def _program(
     def step(n: Word, slots: Word, *state: Word) -> list[Word]:
         ahead = slots_of(n + 1) if steps > 1 else slots
         wait()
-        scores = rows.scores(keys, queries, TILE // 16)
+        scores = rows.scores(keys, queries, tile // 16)
         simt.warp_barrier()
         if steps > 1:
             copy(k, keys, ahead)
@@ -300,6 +329,9 @@ def _program(
     simt.block_barrier()
     quads, whole = heads * D // 4, room + warps * size
     mine = [room + w * size for w in range(warps)]
+    if parted:
+        loop(t, quads, 32 * warps)(lambda i: softmax.Merged(mine, i, D, "shared").write(*outs))
+        return
     loop(t, quads, 32 * warps)(lambda i: softmax.Merged(mine, i, D, "shared").store(whole))
     simt.cluster_barrier()
     share = -(-quads // blocks)
@@ -308,6 +340,6 @@ def _program(
     @loop(part * share + t, quads, 32 * warps)
     def _write(i: Word) -> None:
         with when(i < (part + 1) * share):
-            write(softmax.Merged(others, i, D, "shared::cluster"), *outs)
+            write(softmax.Merged(others, i, D, simt.remote_space()), *outs)
 
     simt.cluster_barrier()  # a block may end once the others have read its part

@@ -43,23 +43,27 @@ class Config:
             raise ValueError(f"blocks and stages must be at least 1, warpgroups 1 to 4, keys 16, 32 or 64; got {self}")
 
 
-def at_once(D: int, config: Config) -> int:
+def at_once(D: int, config: Config, target: simt.Target | None = None) -> int:
     """Blocks that run at once: as many per multiprocessor as fit in shared memory, and 16 warps of 128 registers."""
-    if smem_bytes(D, config) > simt.SMEM:
+    target = target or simt.target()
+    if smem_bytes(D, config) > target.smem:
         return 0
-    return simt.MULTIPROCESSORS * min((simt.SMEM + 1024) // (smem_bytes(D, config) + 1024), 4 // config.warpgroups)
+    fit = (target.smem + 1024) // (smem_bytes(D, config) + 1024)
+    return target.multiprocessors * min(fit, 4 // config.warpgroups)
 
 
-def config_for(rows: int, S: int, D: int) -> Config:
-    """192 KB in flight per multiprocessor, and as many blocks per row as take the least time, where a wave costs the
-    turns of its warps and two more."""
-    keys = 16 if D == 256 else 32
-    wave = at_once(D, Config(1, keys=keys))
+def config_for(rows: int, S: int, D: int, target: simt.Target | None = None) -> Config:
+    """192 KB in flight per multiprocessor, or what its shared memory holds, and as many blocks per row as take the
+    least time, where a wave costs the turns of its warps and two more."""
+    target = target or simt.target()
+    sizes = ((3, 16 if D == 256 else 32), (2, 32), (3, 16), (2, 16), (1, 16))
+    stages, keys = next((s, n) for s, n in sizes if smem_bytes(D, Config(1, stages=s, keys=n)) <= target.smem)
+    wave = at_once(D, Config(1, stages=stages, keys=keys), target)
 
     def turns(blocks: int) -> int:
         return -(-rows * blocks // wave) * (-(-S // (blocks * 4 * keys)) + 2)
 
-    return Config(min(range(1, simt.MULTIPROCESSORS + 1), key=turns), keys=keys)
+    return Config(min(range(1, target.multiprocessors + 1), key=turns), stages=stages, keys=keys)
 
 
 def _room(D: int, config: Config) -> int:
@@ -89,8 +93,8 @@ def unsupported(q: Any, k: Any, v: Any, start: Any, stop: Any, config: Config | 
         return f"the kernel attend_span takes rows of less than 4 GiB of keys; got k{list(k.shape)}"
     if 0 in q.shape or 0 in k.shape:
         return f"the kernel attend_span takes at least one row and slot; got q{list(q.shape)}, k{list(k.shape)}"
-    if config and smem_bytes(D, config) > simt.SMEM:
-        return f"{config} needs {smem_bytes(D, config)} bytes of shared memory for D={D}; a block has {simt.SMEM}"
+    if config and smem_bytes(D, config) > (smem := simt.target((k,)).smem):
+        return f"{config} needs {smem_bytes(D, config)} bytes of shared memory for D={D}; a block has {smem}"
     return None
 
 
@@ -119,7 +123,7 @@ def attend_span(
     passes = -(-G // HEADS) if steps > 1 else 1
     config = config or tuned.select(
         "attend_span",
-        config_for(rows * passes, S, D),
+        config_for(rows * passes, S, D, simt.target((q, k, v))),
         (q, k, v),
         lambda x: unsupported(q, k, v, start, stop, x),
         rows=rows * passes,

@@ -93,7 +93,7 @@ def attend_zones(
     read = M + sum(max_slots for _, max_slots in spans)
     config = config or tuned.select(
         "attend_zones",
-        config_for(B * K * H, read, D),
+        config_for(B * K * H, read, D, simt.target((q, k, v))),
         (q, k, v),
         lambda x: unsupported(q, k, v, slots, recent, sink, local, more, x),
         rows=B * K * H,

@@ -90,7 +90,12 @@ def load_words(at: Any, words: int) -> list[Word]:
 
 def affine_of(x: Word, bits: int) -> tuple[Word, Word]:
     """Scale 2^bits and zero, from a u32 with scale and zero, each twice, as bf16."""
-    return instr("mul.bf16x2", prmt(x, x, 0x5410), pair_of(2.0**bits)), prmt(x, x, 0x7632)
+    return multiply(prmt(x, x, 0x5410), pair_of(2.0**bits)), prmt(x, x, 0x7632)
+
+
+def multiply(a: Any, b: Any) -> Word:
+    """Products of two pairs of bf16; before compute capability 9.0 there is no instruction but `fma`."""
+    return instr("fma.rn.bf16x2", a, b, pair_of(-0.0))
 
 
 def centre_of(bits: int) -> float:
@@ -108,5 +113,5 @@ def decode(x: Word, j: int, bits: int, scale: Word, zero: Word) -> Word:
     shift = bits * j - (7 - bits)
     x = x >> shift if shift > 0 else x << -shift if shift else x
     mask = ((1 << bits) - 1) << (7 - bits)
-    code = instr("sub.bf16x2", (x & (mask * 0x10001)) | ONE, ONE)
+    code = instr("fma.rn.bf16x2", ONE, pair_of(-1.0), (x & (mask * 0x10001)) | ONE)
     return instr("fma.rn.bf16x2", code, scale, zero)

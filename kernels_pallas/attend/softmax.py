@@ -244,15 +244,18 @@ class Merged:
             ptx("st.global.v2.u32 [$0], {$1, $2};", simt.offset(out, at * 2), *two)
 
 
-def merge_blocks(means: Array, logs: Array, dtype: Any, *, name: str, lse: bool) -> tuple[Array, ...]:
+def merge_blocks(
+    means: Array, logs: Array, dtype: Any, *, name: str, lse: bool, place: Callable[[Word], Word] = lambda row: row
+) -> tuple[Array, ...]:
     """[rows, heads, D] in `dtype` of parts: their means f32[rows, blocks, heads, D] and natural logs of sums f32[rows,
-    blocks, heads]; and, with `lse`, the log of all, f32[rows, heads]. A separate kernel with a block per row."""
+    blocks, heads]; and, with `lse`, the log of all, f32[rows, heads]. Row i is written as row place(i). A separate
+    kernel with a block per row."""
     rows, blocks, heads, D = means.shape
     outs = [jax.ShapeDtypeStruct((rows, heads, D), dtype)]
     if lse:
         outs.append(jax.ShapeDtypeStruct((rows, heads), jnp.float32))
     return simt.kernel(
-        functools.partial(_merge, heads=heads, D=D, blocks=blocks, kind=KINDS[str(jnp.dtype(dtype))]),
+        functools.partial(_merge, heads=heads, D=D, blocks=blocks, kind=KINDS[str(jnp.dtype(dtype))], place=place),
         name=f"kvjax_{name}_merge",
         out_type=tuple(outs),
         blocks=rows,
@@ -261,14 +264,16 @@ def merge_blocks(means: Array, logs: Array, dtype: Any, *, name: str, lse: bool)
 
 
 def _merge(
-    means_m: Any, logs_m: Any, out_m: Any, lse_m: Any = None, *, heads: int, D: int, blocks: int, kind: str
-) -> None:
+    means_m: Any, logs_m: Any, out_m: Any, lse_m: Any = None, *, heads: int, D: int, blocks: int, kind: str,
+    place: Callable[[Word], Word],
+) -> None:  # fmt: skip
     row, t = simt.special("ctaid.x"), simt.special("tid.x")
     means, logs = (
         simt.offset_rows(simt.global_address(m), row, blocks * heads * size)
         for m, size in ((means_m, D * 4), (logs_m, 4))
     )
-    out = simt.offset_rows(simt.global_address(out_m), row, heads * D * (4 if kind == "f32" else 2))
+    to = place(row)
+    out = simt.offset_rows(simt.global_address(out_m), to, heads * D * (4 if kind == "f32" else 2))
 
     @simt.loop(t, heads * D // 4, 128)
     def _write(i: Word) -> None:
@@ -276,4 +281,4 @@ def _merge(
         if lse_m is None:
             merged.write_mean(out, kind)
         else:
-            merged.write(out, simt.offset_rows(simt.global_address(lse_m), row, heads * 4))
+            merged.write(out, simt.offset_rows(simt.global_address(lse_m), to, heads * 4))

@@ -46,21 +46,37 @@ def hot_load_float8(
     place at i32[B, K, N] has 2 in `used`; see `kvjax.ops.hot_load_float8`."""
     if limit := unsupported(x, zones[0], at):
         raise NotImplementedError(limit)
-    decode = partial(_decode, kind=str(zones[0].dtype))
+    decode = partial(_decode, kind=str(zones[0].dtype), converts=simt.target((x, *zones)).float8)
     return tuple(fill("kvjax_hot_load_float8", decode, config or Config(ahead=4), *zones, x, page, used, at))
 
 
-def _decode(loaded: list[Word], kind: str) -> list[list[Word]]:
-    words = [x for four in loaded for x in _values(four, kind)]
+def _decode(loaded: list[Word], kind: str, converts: bool) -> list[list[Word]]:
+    words = [x for four in loaded for x in _values(four, kind, converts)]
     return [words[i : i + 4] for i in range(0, len(words), 4)]
 
 
-def _values(four: Word, kind: str) -> list[Word]:
+def _shifted(two: Word) -> Word:
+    """The values of the upper bytes of both halves, in f16, for GPUs without the instruction.
+
+    The bits of e4m3 as the highest of an f16 are its value over 2^8, subnormal numbers too, as their exponents count
+    from 7 and from 15. All ones, which are NaN, would be 480.
+    """
+    magnitude = (two & 0x7F007F00) >> 1
+    value = instr("mul.f16x2", (two & 0x80008000) | magnitude, 0x5C005C00)
+    nan = (magnitude + 0x00800080) & 0x40004000
+    return value | ((nan - (nan >> 6)) << 1)
+
+
+def _values(four: Word, kind: str, converts: bool) -> list[Word]:
     """The values of a word's four bytes: in two words of two, or in four of one."""
-    to_halves = (
-        "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"
-    )
-    halves: list[Word] = ptx(to_halves, four, results=2)
+    if converts:
+        to_halves = (
+            "{ .reg .b16 low, high; mov.b32 {low, high}, $2; "
+            "cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"
+        )
+        halves: list[Word] = ptx(to_halves, four, results=2)
+    else:
+        halves = [_shifted(instr("prmt.b32", four, 0, how)) for how in (0x1404, 0x3424)]
     if kind == "float16":
         return halves
     values = [x for two in halves for x in simt.from_halves(two)]

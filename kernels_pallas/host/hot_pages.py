@@ -52,8 +52,8 @@ def unsupported(page: Any, index: Any) -> str | None:
     most = MOST * threads_of(places)
     if not (0 < places <= most and 0 < pages <= most and math.prod(index.shape)):
         return f"the kernel hot_places takes 1 to {most} places and pages of a row; got {places} and {pages}"
-    if (size := smem_bytes(places, pages)) > simt.SMEM:
-        return f"the kernel hot_places takes {simt.SMEM} bytes of shared memory; {places} places need {size}"
+    if (size := smem_bytes(places, pages)) > (smem := simt.target((page, index)).smem):
+        return f"the kernel hot_places takes {smem} bytes of shared memory; {places} places need {size}"
     return None
 
 

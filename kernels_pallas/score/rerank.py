@@ -51,16 +51,18 @@ class Split(NamedTuple):
     threads: int  # of a block
 
 
-def config_for(heads: int, M: int, pending: int = 0) -> Config:
+def config_for(heads: int, M: int, pending: int = 0, target: simt.Target | None = None) -> Config:
     """The smallest blocks of which one per multiprocessor is enough, so that all candidates are in flight; else small
     ones. `pending`: keys per head for which `select_4bit` has blocks in the same grid."""
-    enough = (n for n in (2, 4, 8) if heads * (-(-M // (128 * n)) - (-pending // (128 * n))) <= simt.MULTIPROCESSORS)
+    most = (target or simt.target()).multiprocessors
+    enough = (n for n in (2, 4, 8) if heads * (-(-M // (128 * n)) - (-pending // (128 * n))) <= most)
     return Config(next(enough, 2))
 
 
-def split(heads: int, M: int, config: Config, beside: int = 0) -> Split:
+def split(heads: int, M: int, config: Config, beside: int = 0, target: simt.Target | None = None) -> Split:
     """Splits over all multiprocessors but `beside`, if one block for each is enough."""
-    blocks = max(-(-M // (128 * config.warpgroups)), (simt.MULTIPROCESSORS - beside) // heads)
+    most = (target or simt.target()).multiprocessors
+    blocks = max(-(-M // (128 * config.warpgroups)), (most - beside) // heads)
     candidates = -(-M // (blocks * 32)) * 32
     return Split(-(-M // candidates), candidates, 128 * config.warpgroups)
 
@@ -105,7 +107,13 @@ def rerank(
     codes = (a.reshape(B * K, *a.shape[2:]) for a in (signs, sizes, weights))
     heads = (a.reshape(B * K * G, a.shape[-1]) for a in (q.astype(jnp.float32), slots))
     config = config or tuned.select(
-        "rerank", config_for(B * K * G, M), (q, signs), rows=B * K * G, M=M, G=G, D=q.shape[-1]
+        "rerank",
+        config_for(B * K * G, M, target=simt.target((q, signs))),
+        (q, signs),
+        rows=B * K * G,
+        M=M,
+        G=G,
+        D=q.shape[-1],
     )
     how = tuple(map(float, centres)), scale, config
     return _estimates(how, *heads, *codes).reshape(B, K, G, M)
@@ -114,7 +122,7 @@ def rerank(
 def _estimates(how: tuple[tuple[float, ...], float, Config], q: Array, slots: Array, *codes: Array) -> Array:
     (heads, D), M, (rows, S, _) = q.shape, slots.shape[1], codes[0].shape
     centres, scale, config = how
-    shares = split(heads, M, config)
+    shares = split(heads, M, config, target=simt.target((q, *codes)))
 
     @jax.custom_batching.custom_vmap
     def run(q: Array, slots: Array, *codes: Array) -> Array:

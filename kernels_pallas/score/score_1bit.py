@@ -35,7 +35,7 @@ WARPS = 4  # of a block
 # 2^SMALLER, so that factors are powers 64 .. -63 in bf16, where |q| and |q step| may be 2^63, and 0 .. -3 in f16.
 WINDOW = {"bf16": range(7, 15), "f16": range(8, 12)}
 SMALLER = {"bf16": 62, "f16": 16}
-RUN_AT_ONCE = simt.MULTIPROCESSORS * 16  # warps
+WARPS_AT_ONCE = 16  # of a multiprocessor
 
 Visit = Callable[[Word, list[list[Word]], Sequence[Word]], list[Word]]
 
@@ -52,9 +52,10 @@ class Config:
             raise ValueError(f"stages must be 2, 4 or 8; got {self.stages}")
 
 
-def config_for(rows: int, slots: int) -> Config:
+def config_for(rows: int, slots: int, target: simt.Target | None = None) -> Config:
     """Enough units per warp that all warps run at once, or in as few full turns as 16 units per warp allow."""
-    of_one_turn = rows * slots / (UNIT * RUN_AT_ONCE)
+    warps = (target or simt.target()).multiprocessors * WARPS_AT_ONCE
+    of_one_turn = rows * slots / (UNIT * warps)
     return Config(max(math.ceil(of_one_turn / math.ceil(of_one_turn / 16)), 2))
 
 
@@ -92,7 +93,7 @@ def score_1bit(q: Array, bits: Array, step: Array, zero: Array, *, scale: float,
     (B, K, G, D), S = q.shape, bits.shape[2]
     group = S // step.shape[2]
     config = config or tuned.select(
-        "score_1bit", config_for(B * K, S), (q, bits), rows=B * K, S=S, G=G, D=D, group=group
+        "score_1bit", config_for(B * K, S, simt.target((q, bits))), (q, bits), rows=B * K, S=S, G=G, D=D, group=group
     )
     rows = (a.reshape(B * K, *a.shape[2:]) for a in (q.astype(step.dtype), bits, step, zero))
     return _scores(scale, config, *rows).reshape(B, K, G, -1)
@@ -361,7 +362,7 @@ def paired(words: Sequence[Word], pairs: Sequence[Pair]) -> list[Word]:
 
 
 def times(kind: str, a: Word, b: Word) -> Word:
-    return ptx(f"mul.{kind}x2 $0, $1, $2;", a, b, results=1)
+    return instr(f"fma.rn.{kind}x2", a, b, 0x80008000)  # - 0: before 9.0, bf16 has no products without a sum
 
 
 def power(kind: str, bit: int) -> int:

@@ -1,7 +1,7 @@
 """Writes the slots of the selected units, once the last place is known.
 
-A block writes the slots above the bin of the last place in thread order. Elements of that bin go to a list that every
-block holds. A warp places each of them by counting the larger ones.
+A block writes the slots above the bin of the last place in thread order. Elements of that bin go to a list, which every
+block of a cluster holds. A warp places each of them by counting the larger ones.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from kvjax.kernels_pallas import simt
-from kvjax.kernels_pallas.select import tiling
-from kvjax.kernels_pallas.select.elements import Elements, InLists, InRegisters, Pair
+from kvjax.kernels_pallas.select import histogram, tiling
+from kvjax.kernels_pallas.select.elements import Elements, Held, InRegisters, Pair
 from kvjax.kernels_pallas.select.keys import SLOTS
+from kvjax.kernels_pallas.select.sort import LENGTH
 from kvjax.kernels_pallas.select.threshold import LastPlace
 from kvjax.kernels_pallas.simt import (
     Word,
@@ -36,28 +37,81 @@ def sum_before(x: Word, small: Word) -> Word:
     return simt.warp_sum((lane < warp).select(simt.load_shared(small + lane * 4), 0)) + of_warp - later - x
 
 
-class _Thread(NamedTuple):
-    """The numbers of a thread and its block, and the addresses of the list and its length."""
+class Here(NamedTuple):
+    """This thread's numbers, and what its block has in shared memory."""
 
     thread: Word
-    part: Word
     lane: Word
     warp: Word
-    length: Word
-    listed: Word
+    hist: Word  # `histogram.PASS` words for each of three histograms, and the list of pairs after them
+    small: Word
+
+    @classmethod
+    def of(cls, hist_m: Any, small_m: Any) -> Here:
+        thread = simt.special("tid.x")
+        return cls(thread, thread & 31, thread >> 5, simt.shared_address(hist_m), simt.shared_address(small_m))
+
+    @property
+    def length(self) -> Word:
+        """The address of the list's length."""
+        return self.small + LENGTH * 4
+
+    @property
+    def listed(self) -> Word:
+        return self.hist + 3 * histogram.PASS * 4
+
+    def clear(self) -> None:
+        """Clears the first histogram and the list, before a barrier."""
+        histogram.clear(self.hist)
+        with when(self.thread.equals(0)):
+            simt.store_shared(self.length, 0)
 
 
-def write_slots(
-    row: InRegisters | InLists, cut: LastPlace, here: _Thread, slots: Any, found: Any, small: Word,
-    name: Callable[[Word], Word], room: int, config: tiling.Config,
-) -> None:  # fmt: skip
-    """Selects all keys above the bin; if slots were counted, also keys equal to `low` that rank above the last bin of
-    slots. Keys in the bin go to a list that each block gets, with rank and key of [many] elements."""
-    blocks, (thread, part, lane, warp, length, listed) = config.blocks, here
-    wanted, need, is_held = cut.wanted, cut.need, isinstance(row, InRegisters)
+class Out(NamedTuple):
+    """Where a row's slots go."""
+
+    slots: Any
+    found: Any
+    room: int
+    name: Callable[[Word], Word]
+
+    def store(self, place: Word, unit: Word) -> None:
+        ptx("st.global.u32 [$0], $1;", simt.offset(self.slots, place * 4), self.name(unit))
+
+    def finish(self, wanted: Word, of: int) -> None:
+        """Writes how many were found, and zeros to the places after them, by `of` blocks."""
+        thread, part = simt.special("tid.x"), simt.part()
+        with when(thread.equals(0) & part.equals(0)):
+            ptx("st.global.u32 [$0], $1;", self.found, wanted)
+        simt.loop(wanted + part * tiling.THREADS + thread, self.room, tiling.THREADS * of)(
+            lambda i: ptx("st.global.u32 [$0], $1;", simt.offset(self.slots, i * 4), 0)
+        )
+
+
+Share = Callable[[Word, Word, Word], None]  # from place, rank and key: adds an element to the list
+
+
+def write_slots(row: Held, cut: LastPlace, here: Here, out: Out, config: tiling.Config) -> None:
+    """Selects all keys above the bin, and the `need` largest in it."""
+
+    def share(at: Word, rank: Word, key: Word) -> None:
+        for block in range(config.blocks):
+            simt.store_remote(simt.remote(here.listed + at * 8, block), rank, key)
+
+    write_certain(row, cut, here, out, share, simt.cluster_arrive)
+    out.finish(cut.wanted, config.blocks)
+    simt.cluster_wait()
+    write_listed(cut.need, cut.wanted.equals(0).select(0, cut.many), cut.wanted, here, out, config.blocks)
+
+
+def write_certain(
+    row: Held, cut: LastPlace, here: Here, out: Out, share: Share, shared: Callable[[], None] = lambda: None
+) -> None:
+    """Writes the slots of all keys above the bin; if slots were counted, also of keys equal to `low` that rank above
+    the last bin of slots. Keys in the bin go to the list, which `shared` ends."""
+    wanted, is_held = cut.wanted, isinstance(row, InRegisters)
     by_rank, none = cut.least.differs(0), wanted.equals(0)
     low, high = none.select(0xFFFFFFFF, cut.low), none.select(0xFFFFFFFF, cut.low + cut.size)
-    many = none.select(0, cut.many)
 
     def bits(conditions: str, elements: Iterable[Pair], *limits: Word) -> Word:
         found = word(0)
@@ -93,52 +147,44 @@ def write_slots(
         pairs = list(elements.pairs)
         taken, level = marks(pairs)
         with when(level.differs(0)):
-            at = cut.beside + ptx("atom.shared.add.u32 $0, [$1], $2;", length, number(level), results=1)
+            at = cut.beside + ptx("atom.shared.add.u32 $0, [$1], $2;", here.length, number(level), results=1)
 
-            def share(i: Word, e: Word) -> None:
+            def add(i: Word, e: Word) -> None:
                 key, rank = pairs[0]
                 for j, other in enumerate(pairs[1:], 1):
                     key, rank = (e.equals(j).select(x, y) for x, y in zip(other, (key, rank), strict=True))
-                for block in range(blocks):
-                    to = simt.remote(listed + (at + i) * 8, block)
-                    ptx("st.shared::cluster.v2.u32 [$0], {$1, $2};", to, rank, key)
+                share(at + i, rank, key)
 
-            numbered(level, share)
+            numbered(level, add)
         return [taken if is_held else before + number(taken)]
 
     (mine_taken,) = row.each(collect, [word(0)])
-    simt.cluster_arrive()
+    shared()
 
     def write(elements: Elements, at: Word) -> list[Word]:
         taken = mine_taken if is_held else marks(list(elements.pairs))[0]
-
-        def store(i: Word, e: Word) -> None:
-            ptx("st.global.u32 [$0], $1;", simt.offset(slots, (at + i) * 4), name(elements.slot(e)))
-
-        numbered(taken, store)
+        numbered(taken, lambda i, e: out.store(at + i, elements.slot(e)))
         return [at + number(taken)]
 
-    row.each(write, [cut.above + sum_before(number(mine_taken) if is_held else mine_taken, small)])
-    with when(thread.equals(0) & part.equals(0)):
-        ptx("st.global.u32 [$0], $1;", found, wanted)
-    simt.loop(wanted + part * tiling.THREADS + thread, room, tiling.THREADS * blocks)(
-        lambda i: ptx("st.global.u32 [$0], $1;", simt.offset(slots, i * 4), 0)
-    )
-    simt.cluster_wait()
+    row.each(write, [cut.above + sum_before(number(mine_taken) if is_held else mine_taken, here.small)])
 
-    @simt.loop(part * 32 + warp, many, 32 * blocks)
+
+def write_listed(need: Word, many: Word, wanted: Word, here: Here, out: Out, blocks: int) -> None:
+    """Writes the slots of the `need` largest of the `many` pairs of the list, one warp a pair, to the last places."""
+
+    @simt.loop(simt.part() * 32 + here.warp, many, 32 * blocks)
     def _from_list(i: Word) -> None:
-        """Counts the larger elements of the list for element i, one warp an element."""
+        """Counts the larger elements of the list for element i."""
 
-        @simt.loop(lane, many, 32, [word(0)])
+        @simt.loop(here.lane, many, 32, [word(0)])
         def larger(j: Word, n: Word) -> Word:
             compare = (
                 "{ .reg .u64 x, y; .reg .pred p; ld.shared.u64 x, [$1]; ld.shared.u64 y, [$2]; "
                 "setp.gt.u64 p, x, y; selp.u32 $0, 1, 0, p; }"
             )
-            return n + ptx(compare, listed + j * 8, listed + i * 8, results=1)
+            return n + ptx(compare, here.listed + j * 8, here.listed + i * 8, results=1)
 
         place = simt.warp_sum(larger[0])
-        with when(lane.equals(0) & (place < need)):
-            rank = simt.load_shared(listed + i * 8)
-            ptx("st.global.u32 [$0], $1;", simt.offset(slots, (wanted - need + place) * 4), name(word(SLOTS) - rank))
+        with when(here.lane.equals(0) & (place < need)):
+            rank = simt.load_shared(here.listed + i * 8)
+            out.store(wanted - need + place, word(SLOTS) - rank)

@@ -17,7 +17,6 @@ from kvjax.kernels_pallas.simt import (
     Flag,
     Word,
     instr,
-    ptx,
     when,
     word,
 )
@@ -56,6 +55,22 @@ class InRegisters:
         return visit(self.elements, *carry) or []
 
 
+class InDevice:
+    """A row whose keys are in device memory."""
+
+    def __init__(self, keys: Any, U: int, config: tiling.Config):
+        self.keys, self.U, self.config = keys, U, config
+
+    def each(self, visit: Callable[..., Any], carry: Sequence[Word] = ()) -> list[Word]:
+        """carry = visit(elements, *carry) for some elements at a time."""
+
+        def of_row(i: Word, *carry: Word) -> Any:
+            fours = (tiling.load_four(self.keys, at, self.U) for at in tiling.fours(i, self.U, self.config))
+            return visit(elements_of(i, fours, self.U, self.config), *carry)
+
+        return simt.loop(0, tiling.steps(self.U, self.config)[2], 1, carry)(of_row)
+
+
 class InLists:
     """A row whose candidates are in lists, or, if a list overflows, whose keys are in device memory at `kept`."""
 
@@ -63,7 +78,7 @@ class InLists:
         self, first: Fours, others: Callable[..., list[Word]], again: Callable[[Word], Fours], lists: Lists,
         kept: Any, U: int, config: tiling.Config,
     ):  # fmt: skip
-        self.lists, self.kept, self.U, self.config, self.steps = lists, kept, U, config, tiling.steps(U, config)[2]
+        self.lists, self.kept = lists, InDevice(kept, U, config)
 
         def list_step(i: Word, fours: Fours, number: Word) -> list[Word]:
             for at, four in zip(tiling.fours(i, U, config), fours, strict=True):
@@ -74,11 +89,10 @@ class InLists:
         self.number, self.too_many = lists.ends(number)
         with when(self.too_many):
 
-            @simt.loop(0, self.steps, 1)
+            @simt.loop(0, tiling.steps(U, config)[2], 1)
             def _keep(i: Word) -> None:
                 for at, four in zip(tiling.fours(i, U, config), again(i), strict=True):
-                    with when(at < U):
-                        ptx("st.global.v4.u32 [$0], {$1, $2, $3, $4};", simt.offset(kept, at * 4), *four)
+                    tiling.store_four(kept, at, U, four)
 
     def each(self, visit: Callable[..., Any], carry: Sequence[Word] = ()) -> list[Word]:
         """carry = visit(elements, *carry) for some elements at a time."""
@@ -86,12 +100,11 @@ class InLists:
         def of_list(first: Word, *carry: Word) -> Any:
             return visit(self.lists.elements(first, self.number), *carry)
 
-        def of_row(i: Word, *carry: Word) -> Any:
-            fours = (tiling.load_four(self.kept, at, self.U) for at in tiling.fours(i, self.U, self.config))
-            return visit(elements_of(i, fours, self.U, self.config), *carry)
-
         carry = simt.loop(0, self.number, 32, carry)(of_list)
-        return simt.branch(self.too_many, lambda: simt.loop(0, self.steps, 1, carry)(of_row), carry)
+        return simt.branch(self.too_many, lambda: self.kept.each(visit, carry), carry)
+
+
+Held = InRegisters | InDevice | InLists
 
 
 class _Once:

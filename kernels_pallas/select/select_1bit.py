@@ -4,7 +4,7 @@
 do. For softmaxes, each warp also keeps every head's largest score and the sum of 2^(score - largest). Pending keys are
 scored exactly by extra blocks at the end of the same grid.
 
-**The selection** (`cluster.select_units`) reads the scores once and counts keys into a histogram; nothing is sorted.
+**The selection** (`units.select_units`) reads the scores once and counts keys into a histogram; nothing is sorted.
 Both kernels read counts and limits from the cache and clip them, which saves launches.
 
 **Bytes:** D/8 + 4 D/g read, 2 G written and 2 G read a slot and KV head, and 4 `room` written.
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
@@ -27,7 +27,7 @@ from jax import Array
 
 from kvjax.kernels_pallas import simt, tuned
 from kvjax.kernels_pallas.score import score_1bit as score
-from kvjax.kernels_pallas.select import cluster, logsum, tiling, top_k
+from kvjax.kernels_pallas.select import logsum, tiling, top_k, units
 from kvjax.kernels_pallas.select.keys import SOFTMAX
 from kvjax.kernels_pallas.select.logsum import NOTHING
 from kvjax.kernels_pallas.simt import Word, instr, loop, ptx, real, when, word
@@ -46,16 +46,17 @@ class Config(score.Config, tiling.Config):
         score.Config.__post_init__(self)
 
 
-def config_for(rows: int, per_row: int, slots: int, units: int) -> Config:
+def config_for(rows: int, per_row: int, slots: int, units: int, target: simt.Target | None = None) -> Config:
     """The rule for `rows` rows of scores over `slots` slots, with `per_row` lists per row and `units` units in all."""
-    blocks = tiling.config_for(rows * per_row, units).blocks
-    fits = tiling.in_one_step(units, tiling.Config(blocks, 5))  # registers hold 20 keys of a thread
-    return Config(blocks, 5 if fits else 4, *astuple(score.config_for(rows, slots)))
+    rule = tiling.config_for(rows * per_row, units, target)
+    fits = tiling.in_one_step(units, replace(rule, unroll=5))  # registers hold 20 keys of a thread
+    unroll = 5 if fits and not rule.parted else 4
+    return Config(rule.blocks, unroll, rule.cluster, **asdict(score.config_for(rows, slots, target)))
 
 
 def smem_bytes(D: int, config: Config) -> int:
     """Shared memory of a block of the scores or of the selection, whichever is larger."""
-    return max(score.smem_bytes(D, config), 4 * sum(cluster.SCRATCH))
+    return max(score.smem_bytes(D, config), 4 * sum(units.SCRATCH))
 
 
 def unsupported(q: Any, bits: Any, step: Any, pending: Any, group_reduce: str, room: int, steps: int = 1) -> str | None:
@@ -116,7 +117,7 @@ def select_1bit(
     rows = (a.reshape(B * K, *a.shape[2:]) for a in (q.astype(step.dtype), bits, step, zero))
     config = config or tuned.select(
         "select_1bit",
-        config_for(B * K, H, S, S + W),
+        config_for(B * K, H, S, S + W, simt.target((q, bits))),
         (q, bits),
         rows=B * K * steps,
         S=S,
@@ -185,21 +186,9 @@ def _select(
         pending_scores = sums.pop().reshape(list_rows, heads, pending_slots) if pending_slots else pending
         parts = [scores.reshape(list_rows, heads, S), pending_scores][: 2 if W else 1]
         ends = ends if W else (*ends[:2], ends[4])
-        return cluster.launch(
-            "kvjax_select_1bit",
-            cluster.select_units,
-            [*ends, *sums, *parts],
-            rows=list_rows,
-            sizes=tuple(part.shape[2] for part in parts),
-            room=room,
-            config=config,
-            limits=(S, pending_units),
-            heads=heads,
-            sums=scored.jobs if summed else 0,
-            shared_by=[list_rows // end.size for end in ends],
-            local=local,
-            group_reduce=group_reduce,
-        )
+        sums = sums[0].reshape(list_rows, heads, -1, 2) if summed else None
+        how = units.How(list_rows, room, (S, pending_units)[: len(parts)], group_reduce, config, local)
+        return units.select_units("kvjax_select_1bit", units.Inputs(ends, parts, sums), how)
 
     @run.def_vmap
     def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, Array], tuple[bool, bool]]:

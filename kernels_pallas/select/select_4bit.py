@@ -4,7 +4,7 @@
 at the end of the same grid score the pending keys, one key a thread, with the query rounded to the dtype of the keys.
 In the other blocks, one warp rotates the query.
 
-**The selection** is `cluster.select_units` with one head; it writes the slot of each selected candidate.
+**The selection** is `units.select_units` with one head; it writes the slot of each selected candidate.
 Counts, starts and stops are read from the cache and clipped in the kernel.
 
 **Bytes:** those of `rerank` with 2 bytes written a candidate; 2 D read and 2 written a pending key; 2 read a unit; 4
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -29,7 +29,7 @@ from jax import Array
 from kvjax.kernels_pallas import simt, tuned
 from kvjax.kernels_pallas.score import rerank
 from kvjax.kernels_pallas.score.score_1bit import halves
-from kvjax.kernels_pallas.select import cluster, tiling, top_k
+from kvjax.kernels_pallas.select import tiling, top_k, units
 from kvjax.kernels_pallas.simt import Word, instr, loop, ptx, real, when, word
 
 MEASURED: str | None = "2026-11-22"  # the date in benchmarks/results/select_4bit.json
@@ -44,19 +44,18 @@ class Config(rerank.Config, tiling.Config):
         rerank.Config.__post_init__(self)
 
 
-def config_for(rows: int, M: int, pending_slots: int) -> Config:
+def config_for(rows: int, M: int, pending_slots: int, target: simt.Target | None = None) -> Config:
     """No more loads in flight than a thread has fours."""
-    units = sum(cluster.padded(M, pending_slots))
-    blocks = tiling.config_for(rows, units).blocks
-    fits = (
-        n for n in range(1, 6) if tiling.in_one_step(units, tiling.Config(blocks, n))
-    )  # registers hold 20 keys of a thread
-    return Config(blocks, next(fits, 4), rerank.config_for(rows, M, pending_slots).warpgroups)
+    U = sum(units.padded(M, pending_slots))
+    rule = tiling.config_for(rows, U, target)
+    fits = (n for n in range(1, 6) if tiling.in_one_step(U, replace(rule, unroll=n)))  # 20 keys of a thread
+    scores = rerank.config_for(rows, M, pending_slots, target)
+    return Config(rule.blocks, next(fits, 4), rule.cluster, warpgroups=scores.warpgroups)
 
 
 def smem_bytes(D: int) -> int:
     """Shared memory of a block of the scores or of the selection, whichever is larger."""
-    return max(rerank.smem_bytes(D), 4 * sum(cluster.SCRATCH))
+    return max(rerank.smem_bytes(D), 4 * sum(units.SCRATCH))
 
 
 def unsupported(
@@ -69,7 +68,7 @@ def unsupported(
         return f"the kernel select_4bit takes pending keys in bf16 or f16; got {pending.dtype}"
     if not 1 <= pending_slots <= pending.shape[2]:
         return f"the kernel select_4bit takes 1 to {pending.shape[2]} pending keys; got {pending_slots}"
-    if limit := top_k.unsupported((q.shape[0], sum(cluster.padded(slots.shape[3], pending_slots))), jnp.float32, room):
+    if limit := top_k.unsupported((q.shape[0], sum(units.padded(slots.shape[3], pending_slots))), jnp.float32, room):
         return limit.replace("top_k", "select_4bit", 1)
     return None
 
@@ -114,7 +113,7 @@ def select_4bit(
     (B, K, G, D), M, R = q.shape, slots.shape[3], keys.shape[2]
     config = config or tuned.select(
         "select_4bit",
-        config_for(B * K * G, M, pending_slots),
+        config_for(B * K * G, M, pending_slots, simt.target((q, signs))),
         (q, signs),
         rows=B * K * G,
         M=M,
@@ -137,10 +136,10 @@ def _select(how: tuple[Any, ...], *args: Array) -> tuple[Array, Array]:
     candidates, pending keys and codes."""
     centres, scale, turned, pending_slots, local, room, config = how
     (heads, D), M, (rows, R, _), S = args[4].shape, args[5].shape[1], args[6].shape, args[7].shape[1]
-    parts = cluster.padded(M, pending_slots)
+    parts = units.padded(M, pending_slots)
     threads = 128 * config.warpgroups
     of_pending = rerank.Split(-(-pending_slots // threads), threads, threads)
-    shares = rerank.split(heads, M, config, beside=heads * of_pending.blocks)
+    shares = rerank.split(heads, M, config, heads * of_pending.blocks, simt.target(args))
 
     @jax.custom_batching.custom_vmap
     def run(*args: Array) -> tuple[Array, Array]:
@@ -163,11 +162,9 @@ def _select(how: tuple[Any, ...], *args: Array) -> tuple[Array, Array]:
             warpgroups=config.warpgroups,
         )(ends[0], q, slots, keys, *codes)
         spans = jnp.zeros(1, jnp.int32), *ends
-        return cluster.launch(
-            "kvjax_select_4bit", _select_candidates, [slots, *spans, *scores], rows=heads, sizes=parts, room=room,
-            config=config, names=(M, parts[0], S), limits=(M, pending_slots), heads=1, sums=0,
-            shared_by=[heads // end.size for end in spans], local=local, group_reduce="per_head",
-        )  # fmt: skip
+        inputs = units.Inputs(spans, [a[:, None] for a in scores], names=slots)
+        chosen = units.How(heads, room, (M, pending_slots), "per_head", config, local, beyond=S)
+        return units.select_units("kvjax_select_4bit", inputs, chosen)
 
     @run.def_vmap
     def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, Array], tuple[bool, bool]]:
@@ -175,17 +172,6 @@ def _select(how: tuple[Any, ...], *args: Array) -> tuple[Array, Array]:
         return (slots.reshape(n, heads, room), many.reshape(n, heads)), (True, True)
 
     return run(*args)
-
-
-def _select_candidates(slots_m, *refs, names: tuple[int, int, int], **how: Any) -> None:
-    """`cluster.select_units` over candidates, whose slots it writes."""
-    M, first, S = names
-
-    def name(row: Word, unit: Word) -> Word:
-        at = simt.offset(simt.offset_rows(simt.global_address(slots_m), row, M * 4), unit * 4)
-        return simt.load_below(unit, M, at, unit - first + S)
-
-    cluster.select_units(*refs, name=name, **how)
 
 
 def _scores(
@@ -210,7 +196,7 @@ def _scores(
 
 
 def _store(out_m: Any, place: rerank.Place, score: Word) -> None:
-    (size,) = cluster.padded(place.sizes[3])
+    (size,) = units.padded(place.sizes[3])
     with when(place.is_of_block & (place.candidate < size)):
         at = simt.offset(simt.offset_rows(simt.global_address(out_m), place.head, size * 2), place.candidate * 2)
         ptx("st.global.u16 [$0], $1;", at, halves(score, score))

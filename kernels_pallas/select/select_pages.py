@@ -4,7 +4,7 @@
 scored 16 pages also keeps each head's largest score and the sum of 2^(score - largest). Pending tokens, which have no
 box yet, are scored exactly by extra blocks of the same grid; a page's score is its largest.
 
-**The selection** is `cluster.select_units`. Both kernels read counts in tokens from the cache, which saves four XLA
+**The selection** is `units.select_units`. Both kernels read counts in tokens from the cache, which saves four XLA
 launches.
 
 **Bytes:** 2 D e read, 4 G written and 4 G read a page and KV head, where e is the size of a corner's element, and 4
@@ -28,7 +28,7 @@ from jax import Array
 
 from kvjax.kernels_pallas import simt, tuned
 from kvjax.kernels_pallas.score import score_pages as score
-from kvjax.kernels_pallas.select import cluster, logsum, tiling, top_k
+from kvjax.kernels_pallas.select import logsum, tiling, top_k, units
 from kvjax.kernels_pallas.select.keys import SOFTMAX
 from kvjax.kernels_pallas.select.logsum import NOTHING
 from kvjax.kernels_pallas.simt import Word, instr, loop, ptx, real, when, word
@@ -46,14 +46,15 @@ class Config(score.Config, tiling.Config):
         score.Config.__post_init__(self)
 
 
-def config_for(rows: int, per_row: int, units: int, heads: int = 1) -> Config:
+def config_for(rows: int, per_row: int, units: int, heads: int = 1, target: simt.Target | None = None) -> Config:
     """The rule for `rows` rows of scores of `heads` query heads, with `per_row` lists per row and `units` pages."""
     several = {"columns": 2, "warpgroups": 2} if heads > score.HEADS else {}
-    return Config(tiling.config_for(rows * per_row, units).blocks, **several)
+    rule = tiling.config_for(rows * per_row, units, target)
+    return Config(rule.blocks, rule.unroll, rule.cluster, **several)
 
 
 def smem_bytes() -> int:
-    return 4 * sum(cluster.SCRATCH)
+    return 4 * sum(units.SCRATCH)
 
 
 def unsupported(
@@ -73,7 +74,7 @@ def unsupported(
             f"the kernel select_pages takes at least one page of pending tokens, in pages of {unit}; "
             f"got {pending_slots}"
         )
-    sizes = cluster.padded(low.shape[2], pending_slots // unit)
+    sizes = units.padded(low.shape[2], pending_slots // unit)
     if limit := top_k.unsupported((q.shape[0], sum(sizes)), jnp.float32, room):
         return limit.replace("top_k", "select_pages", 1)
     return None
@@ -111,7 +112,7 @@ def select_pages(
     H = G if group_reduce == "per_head" else steps
     config = config or tuned.select(
         "select_pages",
-        config_for(B * K, H, sum(cluster.padded(P, pending_slots // unit)), G),
+        config_for(B * K, H, sum(units.padded(P, pending_slots // unit)), G, simt.target((q, low))),
         (q, low),
         rows=B * K * steps,
         P=P,
@@ -149,7 +150,7 @@ def _select(how: _How, *args: Array) -> tuple[Array, Array]:
     heads = 1 if how.group_reduce == "per_head" else G // steps
     list_rows, limits = rows * G // heads, (P, how.pending_slots // how.unit)
     summed = how.group_reduce in SOFTMAX and heads > 1
-    sizes, tiles = cluster.padded(*limits), -(-P // score.TILE)
+    sizes, tiles = units.padded(*limits), -(-P // score.TILE)
     warps = 4 * config.warpgroups
     jobs = rows * score.parts(G, config) * -(-tiles // config.tiles), rows * steps * sizes[1]
     blocks = [-(-n // warps) for n in jobs]
@@ -172,14 +173,10 @@ def _select(how: _How, *args: Array) -> tuple[Array, Array]:
             blocks=sum(blocks),
             warpgroups=config.warpgroups,
         )(*ends[:4], *arrays)  # fmt: skip
-        parts = (a.reshape(list_rows, heads, -1) for a in (stored, of_pending))
-        return cluster.launch(
-            "kvjax_select_pages", cluster.select_units, [*ends, *sums, *parts], rows=list_rows, sizes=sizes,
-            room=how.room, config=config, limits=limits, heads=heads, unit=how.unit, half=False,
-            shared_by=[list_rows // end.size for end in ends], local=how.local, group_reduce=how.group_reduce,
-            sums=tiles if summed else 0,
-            name=lambda _, page: (page < sizes[0]).select(page, page - sizes[0] + P),
-        )  # fmt: skip
+        parts = [a.reshape(list_rows, heads, -1) for a in (stored, of_pending)]
+        inputs = units.Inputs(ends, parts, sums[0].reshape(list_rows, heads, -1, 2) if summed else None)
+        chosen = units.How(list_rows, how.room, limits, how.group_reduce, config, how.local, how.unit, P)
+        return units.select_units("kvjax_select_pages", inputs, chosen)
 
     @run.def_vmap
     def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, Array], tuple[bool, bool]]:
@@ -206,7 +203,7 @@ def _score(
     )
 
     def visit(row: Word, tile: Word, pages: list[Word], pair: Word, scores: list[list[Word]]) -> None:
-        start, length = cluster.units_of(simt.span_of(start_at, stop_at, row, P * how.unit), how.unit)
+        start, length = units.units_of(simt.span_of(start_at, stop_at, row, P * how.unit), how.unit)
         exists = [(page - start) < length for page in pages]
         for e, two in enumerate(scores):
             own = [f.select(x, NOTHING[0]) for f, x in zip(exists, two, strict=True)]
@@ -219,10 +216,10 @@ def _score(
     with when(block < blocks):
         score.program(
             q_m, low_m, high_m, out_m, shape=shape, kind=kind, scale=how.scale, config=how.config,
-            width=cluster.padded(P)[0], visit=visit if sums_m else None,
+            width=units.padded(P)[0], visit=visit if sums_m else None,
         )  # fmt: skip
     with when(block >= blocks):
-        (pages,) = cluster.padded(how.pending_slots // how.unit)
+        (pages,) = units.padded(how.pending_slots // how.unit)
         job = (block - blocks) * (4 * how.config.warpgroups) + (simt.special("tid.x") >> 5)
         job = (job < waiting * pages).select(job, waiting * pages - 1)  # a spare warp repeats the last
         row = simt.divide(job, pages)

@@ -1,7 +1,7 @@
-"""Sorts candidates of a block, then finds each one's rank among the candidates of all blocks of a cluster.
+"""Sorts candidates of a block, then finds each one's rank among the candidates of all blocks of a row.
 
-A block sorts its list by a bitonic network and sends it to the other blocks. A thread then finds the rank of an element
-by bisection in each list.
+A block sorts its list by a bitonic network and sends it to the other blocks of its cluster, or to a next launch. A
+thread then finds the rank of an element by bisection in each list.
 """
 
 from __future__ import annotations
@@ -33,8 +33,14 @@ def load_pair(at: Word, index: Word, count: Word) -> list[Word]:
     )
 
 
-def sort_pairs(sizes: list[int], own: Word, spare: Word, length: Word, t: Word) -> None:
-    """Sorts `own` by the smallest network that has room. There are few networks, as a branch past one takes long."""
+def networks(capacity: int) -> list[int]:
+    """The sizes of the networks for lists of at most `capacity` pairs."""
+    return [n for n in (32, 256, 512, 1024, 2048) if n < capacity] + [capacity]
+
+
+def sort_pairs(sizes: list[int], own: Word, spare: Word | None, length: Word, t: Word) -> None:
+    """Sorts `own` by the smallest network that has room. There are few networks, as a branch past one takes long.
+    Without `spare`, as much room again, threads wait once more for each exchange."""
     if len(sizes) == 1:
         of_thread = max(2 if sizes[0] > 32 else 1, sizes[0] // tiling.THREADS)  # fewer waits for others than with one
         with when(t < sizes[0] // of_thread):
@@ -47,12 +53,12 @@ def sort_pairs(sizes: list[int], own: Word, spare: Word, length: Word, t: Word) 
         sort_pairs(sizes[half:], own, spare, length, t)
 
 
-def _bitonic(size_all: int, m: int, own: Word, spare: Word, length: Word, t: Word) -> None:
+def _bitonic(size_all: int, m: int, own: Word, spare: Word | None, length: Word, t: Word) -> None:
     """Sorts the first `length` pairs of `own`, largest first; the first threads have m of `size_all` pairs each."""
     base = (t >> 5) * (32 * m) + (t & 31)
     at = [base + 32 * j for j in range(m)]
     x = [load_pair(own + e * 8, e, length) for e in at]
-    buffers = [spare, own]
+    buffers = [own if spare is None else spare, own]
 
     def sync() -> None:
         ptx(f"bar.sync 1, {size_all // m};", convergent=True)
@@ -70,6 +76,8 @@ def _bitonic(size_all: int, m: int, own: Word, spare: Word, length: Word, t: Wor
         gap = size // 2
         while gap:
             if gap >= 32 * m:
+                if spare is None:
+                    sync()
                 for e, v in zip(at, x, strict=True):
                     simt.store_shared(buffers[0] + e * 8, *v)
                 sync()
@@ -93,7 +101,7 @@ def write_by_rank(own: Word, lists: Word, small: Word, out: Any, length: Word, t
 
     `lists` has the lists of the other blocks, that of the next block first.
     """
-    part, share = simt.special("cluster_ctarank"), tiling.THREADS // blocks  # threads that write to a block
+    part, share = simt.part(), tiling.THREADS // blocks  # threads that write to a block
     lengths = [simt.load_shared(small + (((part + b) & (blocks - 1)) + LENGTHS) * 4) for b in range(1, blocks)]
     firsts, longest = [word(0)], word(0)
     for n in lengths:
@@ -106,29 +114,40 @@ def write_by_rank(own: Word, lists: Word, small: Word, out: Any, length: Word, t
 
     @loop(after.equals(0).select(length, t & (share - 1)), length, share)
     def _give(i: Word) -> None:
-        ptx("st.shared::cluster.v2.u32 [$0], {$1, $2};", to + i * 8, *simt.load_shared(own + i * 8, 2))
+        simt.store_remote(to + i * 8, *simt.load_shared(own + i * 8, 2))
 
     cluster_barrier()
-    bits = word(32) - ptx("clz.b32 $0, $1;", longest, results=1)
 
     @loop(t, length, tiling.THREADS)
     def _write(i: Word) -> None:
-        rank, key = load_pair(own + i * 8, i, length)
+        pair = load_pair(own + i * 8, i, length)
+        write_slot(out, simt.sum_of([i, *larger(pair, lists, lengths, firsts, longest)]), pair, k)
 
-        def bisect(j: Word, *counts: Word) -> list[Word]:
-            step = word(1) << (bits - 1 - j)
-            return [
-                ptx(
-                    "{ .reg .u64 x, y; .reg .pred p, q; setp.le.u32 p, $2, $3; mov.b64 x, {$4, $5}; mov.u64 y, 0; "
-                    "@p ld.shared.u64 y, [$6]; setp.gt.u64 q, y, x; selp.u32 $0, $2, $1, q; }",
-                    *(count, count + step, n, rank, key, lists + (first + count + step - 1) * 8),
-                    results=1,
-                )
-                for n, first, count in zip(lengths, firsts[:-1], counts, strict=True)
-            ]
 
-        larger = loop(0, bits, 1, [word(0)] * len(lengths))(bisect) if lengths else []
-        at = simt.sum_of([i, *larger])
-        with when(at < k):
-            slot = (word(SLOTS) - rank) | key.differs(0).select(1 << 31, 0)
-            ptx("st.global.u32 [$0], $1;", simt.offset(out, at * 4), slot)
+def larger(pair: list[Word], lists: Word, lengths: list[Word], firsts: list[Word], longest: Word) -> list[Word]:
+    """How many pairs of each sorted list are larger; list i has `lengths[i]` pairs from pair `firsts[i]` on."""
+    if not lengths:
+        return []
+    bits = word(32) - ptx("clz.b32 $0, $1;", longest, results=1)
+
+    def bisect(j: Word, *counts: Word) -> list[Word]:
+        step = word(1) << (bits - 1 - j)
+        return [
+            ptx(
+                "{ .reg .u64 x, y; .reg .pred p, q; setp.le.u32 p, $2, $3; mov.b64 x, {$4, $5}; mov.u64 y, 0; "
+                "@p ld.shared.u64 y, [$6]; setp.gt.u64 q, y, x; selp.u32 $0, $2, $1, q; }",
+                *(count, count + step, n, *pair, lists + (first + count + step - 1) * 8),
+                results=1,
+            )
+            for n, first, count in zip(lengths, firsts, counts, strict=False)
+        ]
+
+    return loop(0, bits, 1, [word(0)] * len(lengths))(bisect)
+
+
+def write_slot(out: Any, at: Word, pair: list[Word], k: int) -> None:
+    """Writes the slot of a pair at place `at`, if that is one of k, with bit 31 set if the key is not 0."""
+    rank, key = pair
+    with when(at < k):
+        slot = (word(SLOTS) - rank) | key.differs(0).select(1 << 31, 0)
+        ptx("st.global.u32 [$0], $1;", simt.offset(out, at * 4), slot)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvjax.kernels_pallas import simt
 from kvjax.kernels_pallas.select import histogram, tiling
-from kvjax.kernels_pallas.select.elements import Elements, Fours, InLists, InRegisters, elements_of
+from kvjax.kernels_pallas.select.elements import Fours, Held, Pair, elements_of
 from kvjax.kernels_pallas.simt import (
     Flag,
     Operand,
@@ -34,7 +34,7 @@ def ranked_at_once(blocks: int) -> int:
     return min(LISTED, math.isqrt(50_000 * blocks))
 
 
-Place = Callable[[Word, Word], list[Operand]]  # from key and rank to the bin, and perhaps two numbers (`_count`)
+Place = Callable[[Word, Word], list[Operand]]  # from key and rank to the bin, and perhaps two numbers (`count`)
 
 
 class LastPlace(NamedTuple):
@@ -112,10 +112,10 @@ def _bin_within(low: Word, size: Word, place: Word, by: Operand) -> tuple[Word, 
     return low + first, instr("min.u32", (word(1) << by) - 1, size - first)
 
 
-def _count(bins: Word, elements: Elements, place: Place) -> None:
+def count(bins: Word, pairs: Iterable[Pair], place: Place) -> None:
     """Counts elements in bins. `place` gives a bin, and perhaps two numbers: the element counts if the first is not the
     larger one."""
-    for element in elements.pairs:
+    for element in pairs:
         digit, *limits = place(*element)
         red = "red.shared.add.u32 [$0], 1;"
         if limits:
@@ -126,7 +126,7 @@ def _count(bins: Word, elements: Elements, place: Place) -> None:
 def lower_bound(sample: Fours, wanted: Word, hist: Word, bins: Bins, U: int, config: tiling.Config) -> Word:
     """A key, often the lowest one of a bin, such that at least `wanted` elements of the sample are not below it."""
     at = hist + histogram.PASS * 4
-    _count(at, elements_of(word(0), sample, U, config), bins.place)
+    count(at, elements_of(word(0), sample, U, config).pairs, bins.place)
     got = histogram.find_bin(at, wanted, config.blocks, of_earlier=False)
     low, size, is_wide = bins.extent(got.bin)
 
@@ -137,7 +137,7 @@ def lower_bound(sample: Fours, wanted: Word, hist: Word, bins: Bins, U: int, con
             at = hist + turn * histogram.PASS * 4
             histogram.clear(at)
             simt.block_barrier()
-            _count(at, elements_of(word(0), sample, U, config), _by_bits(low_now, size_now, by))
+            count(at, elements_of(word(0), sample, U, config).pairs, _by_bits(low_now, size_now, by))
             finer = histogram.find_bin(at, need, config.blocks, of_earlier=False)
             low_now, size_now = _bin_within(low_now, size_now, finer.bin, by)
             need = finer.need
@@ -147,23 +147,23 @@ def lower_bound(sample: Fours, wanted: Word, hist: Word, bins: Bins, U: int, con
     return (got.wanted < wanted).select(1, bound)
 
 
-def last_place(row: InRegisters | InLists, wanted: Word, hist: Word, bins: Bins, blocks: int) -> LastPlace:
-    def count(n: int, place: Place, wanted: Word) -> histogram.Found:
+def last_place(row: Held, wanted: Word, hist: Word, bins: Bins, blocks: int) -> LastPlace:
+    def find(n: int, place: Place, wanted: Word) -> histogram.Found:
         """Histograms take turns: all blocks had read the one that is cleared before the last pass."""
         at = hist + TURNS[n] * histogram.PASS * 4
         if n:
             histogram.clear(at)
             simt.block_barrier()
-        row.each(lambda elements: _count(at, elements, place))
+        row.each(lambda elements: count(at, elements.pairs, place))
         return histogram.find_bin(at, wanted, blocks)
 
-    place, need, many, wanted, above, beside = count(0, bins.place, wanted)
+    place, need, many, wanted, above, beside = find(0, bins.place, wanted)
     low, size, is_wide = bins.extent(place)
     further = is_wide.select(21, bins.shift - 11)  # the first of the next bits to count
     state = [low, size, further, word(0), need, many, above, beside]
 
     def by_key(n: int, low: Word, size: Word, shift: Word, _: Word, need: Word, *of_blocks: Word) -> list[Word]:
-        got = count(n, _by_bits(low, size, shift), need)
+        got = find(n, _by_bits(low, size, shift), need)
         further = (shift > 11).select(shift - 11, 0)
         low, size = _bin_within(low, size, got.bin, shift)
         return [low, size, further, word(0), got.need, got.many, of_blocks[1] + got.above, got.beside]
@@ -176,7 +176,7 @@ def last_place(row: InRegisters | InLists, wanted: Word, hist: Word, bins: Bins,
                 digit = (rank - least) >> by
                 return [digit, key.equals(low).select(digit, histogram.BINS), histogram.BINS - 1]
 
-            got = count(n, place, need)
+            got = find(n, place, need)
             least, need, above = least + (got.bin << by), got.need, above + got.above
         return [low, size, shift, least, need, got.many, above, got.beside]
 

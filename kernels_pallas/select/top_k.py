@@ -1,9 +1,10 @@
 """The slots of the k largest scores of each row, in order of rank. The result is exact: ties go to the lower slot.
 
-A cluster of blocks works on one row. Scores become unsigned keys of the same order (0: invalid). (1) Each thread reads
-16 keys; registers hold a row of at most 131072. (2) A histogram of the top bits of the keys finds the bin of the k-th
-key. While more than `candidates(k)` elements are left, the next bits are counted. (3) Each block sorts its share of the
-candidates, sends it to the others, and finds the ranks of its own by bisection.
+Several blocks work on one row: a cluster, or without one in a launch for each step. Scores become unsigned keys of the
+same order (0: invalid). (1) Each thread reads 16 keys; registers hold a row of at most 131072. (2) A histogram of the
+top bits of the keys finds the bin of the k-th key. While more than `candidates(k)` elements are left, the next bits are
+counted. (3) Each block sorts its share of the candidates, sends it to the others, and finds the ranks of its own by
+bisection.
 
 **Bytes:** 4 U read and 4 k written a row; longer rows are read three or more times.
 
@@ -24,12 +25,22 @@ from jax import Array
 
 from kvjax.kernels_pallas import simt, tuned
 from kvjax.kernels_pallas.select import histogram, tiling
+from kvjax.kernels_pallas.select.histogram import kept_of
 from kvjax.kernels_pallas.select.keys import MAX_K, MAX_UNITS, SLOTS, ordered_keys
-from kvjax.kernels_pallas.select.sort import LENGTH, LENGTHS, sort_pairs, write_by_rank
+from kvjax.kernels_pallas.select.sort import (
+    LENGTH,
+    LENGTHS,
+    larger,
+    networks,
+    sort_pairs,
+    write_by_rank,
+    write_slot,
+)
 from kvjax.kernels_pallas.select.tiling import Config, config_for
 from kvjax.kernels_pallas.simt import (
     Word,
     block_barrier,
+    instr,
     loop,
     ptx,
     when,
@@ -38,6 +49,10 @@ from kvjax.kernels_pallas.simt import (
 
 MEASURED: str | None = "2026-11-22"  # the date in benchmarks/results/top_k.json
 DIGITS = ((0, 21, 11), (0, 10, 11), (0, 0, 10), (1, 11, 11), (1, 0, 11))  # (of key 0 or slot 1, shift, bits)
+SMALL = 80  # words for sums of warps, lengths of lists, and where they begin
+LONGEST = 2 * tiling.MAX_PARTS * 2
+TOO_MANY = 0xFFFFFFFF  # in place of the length of a list
+AT_ONCE = 4  # lists that a thread searches at once
 QUEUE = 64  # elements of a warp up to which its threads reserve their places one after the other
 
 
@@ -46,8 +61,8 @@ def candidates(k: int) -> int:
     return max(2 << (k - 1).bit_length(), 4096)
 
 
-def smem_bytes(k: int) -> int:
-    return 4 * sum(_sizes(k))
+def smem_bytes(k: int, config: Config | None = None) -> int:
+    return 4 * sum(scratch(k, config or Config()))
 
 
 def unsupported(shape: tuple[int, ...], dtype: Any, k: int) -> str | None:
@@ -81,18 +96,22 @@ def top_k(scores: Array, valid: Array, k: int, *, config: Config | None = None) 
 def select_keys(keys: Array, k: int, config: Config | None = None) -> Array:
     """u32[rows, k] slots of the k largest of keys u32[rows, U], U a multiple of 4; bit 31 is set if a key is not 0."""
     rows, U = keys.shape
-    config = config or tuned.select("top_k", config_for(rows, U), (keys,), rows=rows, U=U, k=k)
+    config = config or tuned.select("top_k", config_for(rows, U, simt.target((keys,))), (keys,), rows=rows, U=U, k=k)
 
     @jax.custom_batching.custom_vmap
     def run(keys: Array) -> Array:
+        if config.parted:
+            kept = simt.kernel(
+                functools.partial(_count, U=U, config=config), name="kvjax_top_k_count", out_type=kept_of(rows, config),
+                scratch=(histogram.PASS,), **launch_of(rows, config),
+            )(keys)  # fmt: skip
+            return select_kept("kvjax_top_k", keys, kept, k, config)
         return simt.kernel(
             functools.partial(_program, U=U, k=k, config=config),
             name="kvjax_top_k",
             out_type=jax.ShapeDtypeStruct((rows, k), jnp.uint32),
-            scratch=scratch(k),
-            blocks=rows,
-            cluster=config.blocks,
-            warpgroups=tiling.THREADS // 128,
+            scratch=scratch(k, config),
+            **launch_of(rows, config),
         )(keys)
 
     @run.def_vmap
@@ -102,30 +121,56 @@ def select_keys(keys: Array, k: int, config: Config | None = None) -> Array:
     return run(keys)
 
 
-def _sizes(k: int) -> tuple[int, int, int, int]:
-    """Words for histograms, later for all blocks' lists; for this block's list; for its sorting; and for lengths."""
+def launch_of(rows: int, config: Config) -> dict[str, int]:
+    """The grid of a kernel with the config's blocks for each row."""
+    how = {"blocks": rows, "cluster": config.blocks, "warpgroups": tiling.THREADS // 128}
+    return how | {"blocks": rows * config.blocks, "cluster": 1, "parts": config.blocks} if config.parted else how
+
+
+def scratch(k: int, config: Config) -> tuple[int, ...]:
+    """The words of shared memory that the selection needs: for histograms, later for all blocks' lists; for this
+    block's list; for its sorting, in a cluster; and for lengths."""
     room = 2 * candidates(k)
-    return max(len(DIGITS) * histogram.PASS, room), room, room, 64
-
-
-def scratch(k: int) -> tuple[int, ...]:
-    """The words of shared memory that the selection needs."""
-    return _sizes(k)
+    if config.cluster:
+        return max(len(DIGITS) * histogram.PASS, room), room, room, SMALL
+    return histogram.PASS, room, SMALL
 
 
 def _program(keys_m, out_m, *scratch_m, U: int, k: int, config: Config) -> None:
-    row = simt.special("clusterid.x")
+    row = simt.row()
     keys = simt.offset_rows(simt.global_address(keys_m), row, U * 4)
-
-    def fetch(i: Word) -> list[list[Word]]:
-        return [tiling.load_four(keys, at, U) for at in tiling.fours(i, U, config)]
-
-    select_row(
-        fetch, fetch, simt.offset_rows(simt.global_address(out_m), row, k * 4), scratch_m, U=U, k=k, config=config
-    )
+    out = simt.offset_rows(simt.global_address(out_m), row, k * 4)
+    fetch = fetcher(keys, U, config)
+    select_row(fetch, fetch, out, scratch_m, U=U, k=k, config=config)
 
 
 Fetch = Callable[[Word], list[list[Word]]]
+Element = tuple[Word, Word]  # key and rank of the slot
+
+
+def fetcher(keys: Any, U: int, config: Config) -> Fetch:
+    return lambda i: [tiling.load_four(keys, at, U) for at in tiling.fours(i, U, config)]
+
+
+class _Elements:
+    """The elements of a row that a thread has; registers keep those of a row that is read in one step."""
+
+    def __init__(self, first: Fetch, again: Fetch, U: int, config: Config):
+        self.fetches, self.again, self.U, self.config = iter((first,)), again, U, config
+        self.steps = tiling.steps(U, config)[2]
+        self.held = self._of(first, word(0)) if self.steps == 1 else None
+
+    def _of(self, fetch: Fetch, i: Word) -> list[Element]:
+        """Past the end of the row keys are 0, and their slots come after all others."""
+        places = zip(tiling.fours(i, self.U, self.config), fetch(i), strict=True)
+        return [(key, word(SLOTS) - (at + j)) for at, four in places for j, key in enumerate(four)]
+
+    def each(self, visit: Callable[[list[Element]], None]) -> None:
+        fetch = next(self.fetches, self.again)
+        if self.held is not None:
+            visit(self.held)
+        else:
+            loop(0, self.steps, 1)(lambda i: visit(self._of(fetch, i)))
 
 
 def select_row(
@@ -137,23 +182,8 @@ def select_row(
     """
     blocks, capacity = config.blocks, candidates(k)
     t = simt.special("tid.x")
-    hist, own, spare, small = (simt.shared_address(m) for m in scratch_m)
-
-    def elements(fetch: Fetch, i: Word) -> list[tuple[Word, Word]]:
-        """Keys and slots' ranks; past the end of the row keys are 0, and their slots come after all others."""
-        places = zip(tiling.fours(i, U, config), fetch(i), strict=True)
-        return [(key, word(SLOTS) - (at + j)) for at, four in places for j, key in enumerate(four)]
-
-    elements_held = elements(first, word(0)) if tiling.in_one_step(U, config) else None
-    fetches = iter((first,))
-
-    def each(visit: Callable[[list[tuple[Word, Word]]], None]) -> None:
-        fetch = next(fetches, again)
-        if elements_held is not None:
-            visit(elements_held)
-        else:
-            loop(0, tiling.steps(U, config)[2], 1)(lambda i: visit(elements(fetch, i)))
-
+    hist, own, *spare, small = (simt.shared_address(m) for m in scratch_m)
+    elements = _Elements(first, again, U, config)
     histogram.clear(hist)
     with when(t.equals(0)):
         simt.store_shared(small + LENGTH * 4, word(0))
@@ -163,16 +193,28 @@ def select_row(
     # needed, and how many it has.
     def found(n: int, state: list[Word]) -> list[Word]:
         """The state after digit n; if too many elements are left, after all later digits too, behind one branch."""
-        state = _digit_pass(n, state, each, hist, blocks)
+        state = _digit_pass(n, state, elements.each, hist, config)
         if n + 1 == len(DIGITS):
             return state
         more = (word(k) - state[4] + state[5]) > capacity
         return simt.branch(more, functools.partial(found, n + 1, state), state)
 
     high, _, low, *_ = found(0, [word(x) for x in (0, 0, 0, 0, k, 0)])
+    length = _collect(elements, high, low, own, small)
+    with when(t < blocks):
+        simt.store_remote(simt.remote(small + (simt.part() + LENGTHS) * 4, t), length)
+    simt.cluster_arrive()
+    sort_pairs(networks(capacity), own, next(iter(spare), None), length, t)
+    block_barrier()
+    simt.cluster_wait()  # now all blocks have read the histograms too, which the lists overwrite
+    write_by_rank(own, hist, small, out, length, t, k, blocks)
 
-    def collect(elements: list[tuple[Word, Word]]) -> None:
-        """Adds the elements that are not below the prefix, with zeros after it, to the list."""
+
+def _collect(elements: _Elements, high: Word, low: Word, own: Word, small: Word) -> Word:
+    """Adds the elements that are not below the prefix, with zeros after it, to the list; returns its length."""
+    t = simt.special("tid.x")
+
+    def collect(elements: list[Element]) -> None:
         taken = "{ .reg .u64 x, y; .reg .pred p; mov.b64 x, {$1, $2}; mov.b64 y, {$3, $4}; setp.ge.u64 p, x, y; "
         flags = [ptx(taken + "selp.u32 $0, 1, 0, p; }", rank, key, low, high, results=1) for key, rank in elements]
         n = simt.sum_of(flags)
@@ -194,40 +236,170 @@ def select_row(
             ptx(store, flag, at, rank, key)
             at = at + (flag << 3)
 
-    each(collect)
+    elements.each(collect)
     block_barrier()
-    length = simt.load_shared(small + LENGTH * 4)
-    with when(t < blocks):
-        to = simt.remote(small + (simt.special("cluster_ctarank") + LENGTHS) * 4, t)
-        ptx("st.shared::cluster.u32 [$0], $1;", to, length)
-    simt.cluster_arrive()
-    sort_pairs([n for n in (32, 256, 512, 1024, 2048) if n < capacity] + [capacity], own, spare, length, t)
-    block_barrier()
-    simt.cluster_wait()  # now all blocks have read the histograms too, which the lists overwrite
-    write_by_rank(own, hist, small, out, length, t, k, blocks)
+    return simt.load_shared(small + LENGTH * 4)
 
 
-def _digit_pass(n: int, state: list[Word], each: Callable[..., None], hist: Word, blocks: int) -> list[Word]:
+def _digit(key: Word, rank: Word, n: int) -> Word:
+    of_slot, shift, bits = DIGITS[n]
+    return ((rank if of_slot else key) >> shift) & ((1 << bits) - 1)
+
+
+def _digit_pass(n: int, state: list[Word], each: Callable[..., None], hist: Word, config: Config) -> list[Word]:
     """Adds digit n of the k-th element to the prefix."""
     of_slot, shift, bits = DIGITS[n]
     high, high_mask, low, low_mask, need, _ = state
-    bins = hist + n * histogram.PASS * 4
+    bins = hist + n * histogram.PASS * 4 if config.cluster else hist
     if n:
+        if not config.cluster:
+            block_barrier()
         histogram.clear(bins)
         block_barrier()
 
-    def count(elements: list[tuple[Word, Word]]) -> None:
+    def count(elements: list[Element]) -> None:
         for key, rank in elements:
             match = (key & high_mask).equals(high)
             if of_slot:
                 match = match & (rank & low_mask).equals(low)
             with when(match):
-                digit = ((rank if of_slot else key) >> shift) & ((1 << bits) - 1)
-                ptx("red.shared.add.u32 [$0], 1;", bins + digit * 4)
+                ptx("red.shared.add.u32 [$0], 1;", bins + _digit(key, rank, n) * 4)
 
     each(count)
-    digit, need, elements_held, *_ = histogram.find_bin(bins, need, blocks, of_earlier=False)
+    digit, need, elements_held, *_ = histogram.find_bin(bins, need, config.blocks, of_earlier=False)
     mask = ((1 << bits) - 1) << shift
     if of_slot:
         return [high, high_mask, low | (digit << shift), low_mask | mask, need, elements_held]
     return [high | (digit << shift), high_mask | mask, low, low_mask, need, elements_held]
+
+
+# ----------------------------------------------------------------- blocks that are no cluster: a launch for each step
+
+
+def _count(keys_m: Any, kept_m: Any, hist_m: Any, *, U: int, config: Config) -> None:
+    """The first launch: how many keys of each block have each first digit."""
+    keys = simt.offset_rows(simt.global_address(keys_m), simt.row(), U * 4)
+    count_first(fetcher(keys, U, config), kept_m, hist_m, U=U, config=config)
+
+
+def count_first(fetch: Fetch, kept_m: Any, hist_m: Any, *, U: int, config: Config) -> None:
+    hist = simt.shared_address(hist_m)
+    histogram.clear(hist)
+    block_barrier()
+
+    def count(elements: list[Element]) -> None:
+        for key, rank in elements:
+            ptx("red.shared.add.u32 [$0], 1;", hist + _digit(key, rank, 0) * 4)
+
+    _Elements(fetch, fetch, U, config).each(count)
+    kept = simt.offset_rows(simt.global_address(kept_m), simt.row(), config.blocks * histogram.KEPT * 4)
+    histogram.keep(hist, kept)
+
+
+def select_kept(kernel: str, keys: Array, kept: Array, k: int, config: Config) -> Array:
+    """u32[rows, k] as `select_keys`, of keys whose first digits were counted.
+
+    Each block sorts its candidates; then each finds the ranks of its own among all. If there are too many, one block
+    selects alone, from all keys of the row."""
+    rows, how = keys.shape[0], {"U": keys.shape[1], "k": k, "config": config}
+    lists, lengths = simt.kernel(
+        functools.partial(_list, **how),
+        name=f"{kernel}_list",
+        out_type=(
+            jax.ShapeDtypeStruct((rows, config.blocks, 2 * candidates(k)), jnp.uint32),
+            jax.ShapeDtypeStruct((rows, config.blocks), jnp.uint32),
+        ),
+        scratch=scratch(k, config),
+        sparse=(0,),
+        **launch_of(rows, config),
+    )(keys, kept)
+    return simt.kernel(
+        functools.partial(_rank, **how),
+        name=kernel,
+        out_type=jax.ShapeDtypeStruct((rows, k), jnp.uint32),
+        scratch=scratch(k, config),
+        **launch_of(rows, config),
+    )(lists, lengths, keys)
+
+
+def _list(
+    keys_m: Any, kept_m: Any, lists_m: Any, lengths_m: Any, *scratch_m: Any, U: int, k: int, config: Config
+) -> None:
+    t, row, part, blocks = simt.special("tid.x"), simt.row(), simt.part(), config.blocks
+    hist, own, small = (simt.shared_address(m) for m in scratch_m)
+    keys, kept = (
+        simt.offset_rows(simt.global_address(m), row, n * 4)
+        for m, n in ((keys_m, U), (kept_m, blocks * histogram.KEPT))
+    )
+    to = simt.offset_rows(simt.global_address(lists_m), row * blocks + part, 8 * candidates(k))
+    to_length = simt.offset_rows(simt.global_address(lengths_m), row * blocks + part, 4)
+    fetch = fetcher(keys, U, config)
+    elements = _Elements(fetch, fetch, U, config)
+    histogram.clear(hist)
+    with when(t.equals(0)):
+        simt.store_shared(small + LENGTH * 4, word(0))
+    digit, need, many, *_ = histogram.find_kept(hist, kept, word(k), blocks, of_earlier=False)
+    fits = (word(k) - need + many) <= candidates(k)
+    with when(t.equals(0) & (word(k) - need + many > candidates(k))):
+        ptx("st.global.u32 [$0], $1;", to_length, TOO_MANY)
+    with when(fits):
+        length = _collect(elements, digit << DIGITS[0][1], word(0), own, small)
+        sort_pairs(networks(candidates(k)), own, None, length, t)
+        block_barrier()
+        with when(t.equals(0)):
+            ptx("st.global.u32 [$0], $1;", to_length, length)
+
+        @loop(t, length, tiling.THREADS)
+        def _store(i: Word) -> None:
+            ptx("st.global.v2.u32 [$0], {$1, $2};", simt.offset(to, i * 8), *simt.load_shared(own + i * 8, 2))
+
+
+def _rank(
+    lists_m: Any, lengths_m: Any, keys_m: Any, out_m: Any, *scratch_m: Any, U: int, k: int, config: Config
+) -> None:
+    t, row, part, blocks = simt.special("tid.x"), simt.row(), simt.part(), config.blocks
+    _, own, small = (simt.shared_address(m) for m in scratch_m)
+    keys, out, lists, of_row = (
+        simt.offset_rows(simt.global_address(m), row, n * 4)
+        for m, n in ((keys_m, U), (out_m, k), (lists_m, blocks * 2 * candidates(k)), (lengths_m, blocks))
+    )
+    first_length = simt.load(of_row)
+    with when(first_length.differs(TOO_MANY)):
+        # Shared memory has the lists one after the other; `small` where each begins, how long it is, and the longest.
+        with when(t < 32):
+            length = simt.load_below(t, blocks, simt.offset(of_row, t * 4))
+            before = simt.warp_sum(length) - simt.sum_of_next_lanes(length) - length
+            longest = instr("redux.sync.max.u32", length, -1, convergent=True)
+            simt.store_shared(small + t * 8, before, length)
+            with when(t.equals(0)):
+                simt.store_shared(small + LONGEST * 4, longest)
+        block_barrier()
+        warp = t >> 5
+
+        @loop(warp, blocks, tiling.THREADS // 32)
+        def _copy(b: Word) -> None:
+            before, length = simt.load_shared(small + b * 8, 2)
+            source = simt.offset_rows(lists, b, 8 * candidates(k))
+
+            @loop(t & 31, length, 32)
+            def _pair(i: Word) -> None:
+                pair = ptx("ld.global.nc.v2.u32 {$0, $1}, [$2];", simt.offset(source, i * 8), results=2)
+                simt.store_shared(own + (before + i) * 8, *pair)
+
+        block_barrier()
+        before, length = simt.load_shared(small + part * 8, 2)
+        longest = simt.load_shared(small + LONGEST * 4)
+
+        @loop(t, length, tiling.THREADS)
+        def _write(i: Word) -> None:
+            pair = simt.load_shared(own + (before + i) * 8, 2)
+            at = word(0)
+            for b in range(0, blocks, AT_ONCE):
+                of = [simt.load_shared(small + j * 8, 2) for j in range(b, min(b + AT_ONCE, blocks))]
+                at = simt.sum_of([at, *larger(pair, own, [n for _, n in of], [first for first, _ in of], longest)])
+            write_slot(out, at, pair, k)
+
+    with when(first_length.equals(TOO_MANY) & part.equals(0)):
+        alone = tiling.Config(1, config.unroll, cluster=0)
+        fetch = fetcher(keys, U, alone)
+        select_row(fetch, fetch, out, scratch_m, U=U, k=k, config=alone)

@@ -18,7 +18,7 @@ The key is the sum of softmaxes itself, because its leading bits separate more u
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.kernels_pallas import simt, tuned
-from kvjax.kernels_pallas.select import logsum, tiling, top_k
+from kvjax.kernels_pallas.select import histogram, logsum, tiling, top_k, units
 from kvjax.kernels_pallas.select.keys import HEADS, SLOTS, SOFTMAX, load_heads_f32, reduced_keys
 from kvjax.kernels_pallas.select.logsum import NOTHING
 from kvjax.kernels_pallas.select.tiling import Config, config_for
@@ -43,8 +43,8 @@ STATS = 32 * HEADS * 2  # words: largest and sum by head and warp; after them by
 Parts = Sequence[tuple[Any, Any]]
 
 
-def smem_bytes(k: int) -> int:
-    return top_k.smem_bytes(k) + 4 * (STATS + 3 * HEADS)
+def smem_bytes(k: int, config: Config | None = None) -> int:
+    return top_k.smem_bytes(k, config) + 4 * (STATS + 3 * HEADS)
 
 
 def unsupported(parts: Parts, group_reduce: str, k: int) -> str | None:
@@ -86,7 +86,7 @@ def top_k_grouped(parts: Parts, group_reduce: str, k: int, *, config: Config | N
     rows, U = B * K * H, sum(part.shape[3] for part in scores)
     config = config or tuned.select(
         "top_k_grouped",
-        config_for(rows, U),
+        config_for(rows, U, simt.target((*scores, valid))),
         (*scores, valid),
         rows=rows,
         U=U,
@@ -102,24 +102,40 @@ def _select(group_reduce: str, k: int, config: Config, valid: Array, *scores: Ar
     rows, heads, _ = scores[0].shape
     sizes = tuple(s.shape[2] for s in scores)
     U = sum(sizes)
-    outs = [jax.ShapeDtypeStruct((rows, k), jnp.uint32)]
-    if not tiling.in_one_step(U, config):
-        outs.append(jax.ShapeDtypeStruct((rows, U), jnp.uint32))  # keys, for the later passes
+    summed = group_reduce in SOFTMAX and heads > 1
+    keys_of = jax.ShapeDtypeStruct((rows, U), jnp.uint32)
 
     @jax.custom_batching.custom_vmap
     def run(valid: Array, *scores: Array) -> Array:
-        shared_by = rows // valid.shape[0]
+        row = functools.partial(
+            _Row, sizes=sizes, heads=heads, shared_by=rows // valid.shape[0], group_reduce=group_reduce, config=config
+        )
+        launch, args = top_k.launch_of(rows, config), [valid, *scores]
+        if config.parted:
+            if summed:
+                sums = simt.kernel(
+                    functools.partial(_statistics, row=row),
+                    name="kvjax_top_k_grouped_sums",
+                    out_type=jax.ShapeDtypeStruct((rows, heads, config.blocks, 2), jnp.float32),
+                    scratch=(STATS,),
+                    **launch,
+                )(*args)
+                args.append(sums)
+            keys, kept = simt.kernel(
+                functools.partial(_count, row=row, summed=summed), name="kvjax_top_k_grouped_count",
+                out_type=(keys_of, histogram.kept_of(rows, config)), scratch=(histogram.PASS, units.LOGS), **launch,
+            )(*args)  # fmt: skip
+            return top_k.select_kept("kvjax_top_k_grouped", keys, kept, k, config)
+        outs = [jax.ShapeDtypeStruct((rows, k), jnp.uint32)]
+        if not tiling.in_one_step(U, config):
+            outs.append(keys_of)  # keys, for the later passes
         return simt.kernel(
-            functools.partial(
-                _program, sizes=sizes, heads=heads, shared_by=shared_by, group_reduce=group_reduce, k=k, config=config
-            ),
+            functools.partial(_program, row=row, inputs=len(args), summed=summed, k=k),
             name="kvjax_top_k_grouped",
             out_type=tuple(outs),
-            scratch=(*top_k.scratch(k), STATS + 3 * HEADS),
-            blocks=rows,
-            cluster=config.blocks,
-            warpgroups=tiling.THREADS // 128,
-        )(valid, *scores)[0]
+            scratch=(*top_k.scratch(k, config), STATS + 3 * HEADS),
+            **launch,
+        )(*args)[0]
 
     @run.def_vmap
     def batched(n: int, batches: list[bool], *args: Array) -> tuple[Array, bool]:
@@ -128,58 +144,89 @@ def _select(group_reduce: str, k: int, config: Config, valid: Array, *scores: Ar
     return run(valid, *scores)
 
 
-def _program(
-    *refs: Any, sizes: tuple[int, ...], heads: int, shared_by: int, group_reduce: str, k: int, config: Config
-) -> None:
-    U = sum(sizes)
-    row = simt.special("clusterid.x")
-    valid_m, *rest = refs
-    scores_m, (out_m, *rest) = rest[: len(sizes)], rest[len(sizes) :]
-    *keys_m, hist_m, mine_m, sort_m, small_m, stats_m = rest
-    valid = simt.offset_rows(simt.global_address(valid_m), simt.divide(row, shared_by), U)
-    scores = [
-        simt.offset_rows(simt.global_address(m), row, heads * n * 4) for m, n in zip(scores_m, sizes, strict=True)
-    ]
-    out = simt.offset_rows(simt.global_address(out_m), row, k * 4)
-    keys = simt.offset_rows(simt.global_address(keys_m[0]), row, U * 4) if keys_m else None
+class _Row:
+    """The scores of this block's row, and the keys of its units."""
 
-    def load(at: Word, end: int) -> tuple[list[Word], list[list[Word]]]:
+    def __init__(
+        self, valid_m: Any, *scores_m: Any, sizes: tuple[int, ...], heads: int, shared_by: int, group_reduce: str,
+        config: Config,
+    ):  # fmt: skip
+        self.sizes, self.heads, self.group_reduce, self.config = sizes, heads, group_reduce, config
+        self.U, self.row = sum(sizes), simt.row()
+        self.valid = simt.offset_rows(simt.global_address(valid_m), simt.divide(self.row, shared_by), self.U)
+        self.scores = [
+            simt.offset_rows(simt.global_address(m), self.row, heads * n * 4)
+            for m, n in zip(scores_m, sizes, strict=True)
+        ]
+        self.logs: list[Word] | None = None
+
+    def load(self, at: Word, end: int) -> tuple[list[Word], list[list[Word]]]:
         """Whether the units at .. at + 3 are valid (0 or 1), and each head's scores, as `load_heads`."""
-        flags = simt.load_below(at, U, simt.offset(valid, at))
-        fours = load_heads_f32(scores, sizes, heads, at, end)
+        flags = simt.load_below(at, self.U, simt.offset(self.valid, at))
+        fours = load_heads_f32(self.scores, self.sizes, self.heads, at, end)
         return [(flags >> (8 * j)) & 1 for j in range(4)], fours
 
-    logs = _log_sums(load, U, heads, stats_m, config) if group_reduce in SOFTMAX and heads > 1 else None
+    def fetch(self, keys: Any = None) -> top_k.Fetch:
+        """Gives the keys of a step, and writes them to `keys`."""
 
-    def first(i: Word) -> list[list[Word]]:
-        fours = []
-        for at, end in zip(tiling.fours(i, U, config), tiling.ends(U, config), strict=True):
-            flags, heads_ = load(at, end)
-            four = reduced_keys(flags, [[h[j] for h in heads_] for j in range(4)], logs, group_reduce)
-            fours.append(four)
-            if keys is not None:
-                with when(at < U):
-                    ptx("st.global.v4.u32 [$0], {$1, $2, $3, $4};", simt.offset(keys, at * 4), *four)
-        return fours
+        def fetch(i: Word) -> list[list[Word]]:
+            fours = []
+            for at, end in zip(tiling.fours(i, self.U, self.config), tiling.ends(self.U, self.config), strict=True):
+                flags, heads = self.load(at, end)
+                of_units = [[h[j] for h in heads] for j in range(4)]
+                fours.append(reduced_keys(flags, of_units, self.logs, self.group_reduce))
+                if keys is not None:
+                    tiling.store_four(keys, at, self.U, fours[-1])
+            return fours
 
-    def again(i: Word) -> list[list[Word]]:
-        return [tiling.load_four(keys, at, U) for at in tiling.fours(i, U, config)]
-
-    top_k.select_row(first, again, out, (hist_m, mine_m, sort_m, small_m), U=U, k=k, config=config)
+        return fetch
 
 
-def _log_sums(load: Any, U: int, heads: int, stats_m: Any, config: Config) -> list[Word]:
-    """For each head minus log2 of the sum of exp(score) over the valid units; 0 if there is none."""
-    stats = simt.shared_address(stats_m)
-    of_block, logs = stats + 4 * STATS, stats + 4 * (STATS + 2 * HEADS)
-    thread, part = simt.special("tid.x"), simt.special("cluster_ctarank")
+def _program(*refs: Any, row: Callable[..., _Row], inputs: int, summed: bool, k: int) -> None:
+    of = row(*refs[:inputs])
+    first = len(refs) - len(top_k.scratch(k, of.config)) - 1
+    (out_m, *keys_m), (*scratch_m, stats_m) = refs[inputs:first], refs[first:]
+    out = simt.offset_rows(simt.global_address(out_m), of.row, k * 4)
+    keys = simt.offset_rows(simt.global_address(keys_m[0]), of.row, of.U * 4) if keys_m else None
+    if summed:
+        of.logs = _log_sums(of, stats_m)
+    again = top_k.fetcher(keys, of.U, of.config)
+    top_k.select_row(of.fetch(keys), again, out, scratch_m, U=of.U, k=k, config=of.config)
+
+
+def _statistics(*refs: Any, row: Callable[..., _Row]) -> None:
+    """The first launch without clusters: the `logsum` state of each head over a block's units."""
+    *inputs, sums_m, stats_m = refs
+    of, stats, warp = row(*inputs), simt.shared_address(stats_m), simt.special("tid.x") >> 5
+    states = _sums_of_block(of, stats)
+    with when((warp < of.heads) & (simt.special("tid.x") & 31).equals(0)):
+        at = (of.row * of.heads + warp) * of.config.blocks + simt.part()
+        ptx("st.global.v2.u32 [$0], {$1, $2};", simt.offset_rows(simt.global_address(sums_m), at, 8), *states)
+
+
+def _count(*refs: Any, row: Callable[..., _Row], summed: bool) -> None:
+    """The next launch: keeps the keys of a row, and how many of a block's have each first digit."""
+    *inputs, keys_m, kept_m, hist_m, logs_m = refs
+    sums_m = inputs.pop() if summed else None
+    of = row(*inputs)
+    if summed:
+        n = of.config.blocks
+        parts = simt.offset_rows(simt.global_address(sums_m), of.row, of.heads * n * 8)
+        of.logs = units.log_sums(parts, n, of.heads, None, simt.shared_address(logs_m), lambda: None, half=False)
+    keys = simt.offset_rows(simt.global_address(keys_m), of.row, of.U * 4)
+    top_k.count_first(of.fetch(keys), kept_m, hist_m, U=of.U, config=of.config)
+
+
+def _sums_of_block(of: _Row, stats: Word) -> list[Word]:
+    """The `logsum` state of head h over the valid units of this block, in warp h."""
+    thread = simt.special("tid.x")
     lane, warp = thread & 31, thread >> 5
-    stride = tiling.THREADS * 4 * config.blocks
+    stride = tiling.THREADS * 4 * of.config.blocks
     nothing = [word(x) for x in NOTHING]
 
-    @loop(part * (tiling.THREADS * 4) + thread * 4, U, stride, nothing * heads)
+    @loop(simt.part() * (tiling.THREADS * 4) + thread * 4, of.U, stride, nothing * of.heads)
     def sums(at: Word, *carry: Word) -> list[Word]:
-        flags, fours = load(at, U + stride)
+        flags, fours = of.load(at, of.U + stride)
         flags = [flag.differs(0) for flag in flags]
         new = []
         for head, four in enumerate(fours):
@@ -187,23 +234,33 @@ def _log_sums(load: Any, U: int, heads: int, stats_m: Any, config: Config) -> li
             new += logsum.add(carry[2 * head : 2 * head + 2], four)
         return new
 
-    for head in range(heads):
+    for head in range(of.heads):
         state = logsum.merge_lanes(sums[2 * head : 2 * head + 2])
         with when(lane.equals(0)):
             simt.store_shared(stats + (warp * HEADS + head) * 8, *state)
     simt.block_barrier()
-    with when(warp < heads):  # warp h merges head h of all warps
-        state = simt.load_shared(stats + (lane * HEADS + warp) * 8, 2)
-        state = logsum.merge_lanes(state)
-        with when(lane.equals(0)):
-            simt.store_shared(of_block + warp * 8, *state)
+    of_head = [word(x) for x in NOTHING]
+
+    def merged() -> list[Word]:
+        return logsum.merge_lanes(simt.load_shared(stats + (lane * HEADS + warp) * 8, 2))
+
+    return simt.branch(warp < of.heads, merged, of_head)
+
+
+def _log_sums(of: _Row, stats_m: Any) -> list[Word]:
+    """For each head minus log2 of the sum of exp(score) over the valid units; 0 if there is none."""
+    stats, blocks, thread = simt.shared_address(stats_m), of.config.blocks, simt.special("tid.x")
+    of_block, logs = stats + 4 * STATS, stats + 4 * (STATS + 2 * HEADS)
+    lane, warp = thread & 31, thread >> 5
+    states = _sums_of_block(of, stats)
+    with when((warp < of.heads) & lane.equals(0)):
+        simt.store_shared(of_block + warp * 8, *states)
     simt.cluster_barrier()
-    with when(warp < heads):  # and of all blocks
-        exists = lane < config.blocks
-        at = simt.remote(of_block + warp * 8, exists.select(lane, 0))
-        state = ptx("ld.shared::cluster.v2.u32 {$0, $1}, [$2];", at, results=2)
+    with when(warp < of.heads):  # and of all blocks
+        exists = lane < blocks
+        state = simt.load_remote(simt.remote(of_block + warp * 8, exists.select(lane, 0)), 2)
         log = logsum.minus_log(logsum.merge_lanes([exists.select(x, y) for x, y in zip(state, NOTHING, strict=True)]))
         with when(lane.equals(0)):
             simt.store_shared(logs + warp * 4, log)
     simt.block_barrier()
-    return [simt.load_shared(logs + head * 4) for head in range(heads)]
+    return [simt.load_shared(logs + head * 4) for head in range(of.heads)]

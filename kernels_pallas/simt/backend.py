@@ -29,6 +29,7 @@ class Launch:
     blocks: int  # or clusters, if a cluster has more than one block
     warpgroups: int  # of a block, 128 threads each
     cluster: int | None = None  # blocks of a cluster
+    parts: int = 1  # adjacent blocks that share a row, if they are no cluster
     scratch: tuple[int, ...] = ()  # words of each array in shared memory
     sparse: tuple[int, ...] = ()  # numbers of the outputs that may stay unwritten in part
 
@@ -80,6 +81,7 @@ class Backend(Protocol):
 
 _backend: ContextVar[Backend] = ContextVar("_backend", default=Mosaic())  # noqa: B039 (it has no state)
 _cache: ContextVar[bool] = ContextVar("_cache", default=True)
+_launch: ContextVar[Launch] = ContextVar("_launch")
 
 
 def backend() -> Backend:
@@ -96,6 +98,30 @@ def use(other: Backend) -> Iterator[None]:
             yield
     finally:
         _backend.reset(token)
+
+
+def traced(program: Callable[..., None], launch: Launch) -> Callable[..., None]:
+    """The program of a launch, whose words may ask `has_cluster` while it is traced."""
+
+    def run(*refs: Any) -> None:
+        token = _launch.set(launch)
+        try:
+            program(*refs)
+        finally:
+            _launch.reset(token)
+
+    return run
+
+
+def has_cluster() -> bool:
+    """True if the kernel that is traced here has clusters of more than one block. In any other kernel the words of a
+    cluster are those of a block, so that a GPU without clusters can run it."""
+    return (_launch.get().cluster or 1) > 1
+
+
+def parts() -> int:
+    """The number of blocks that share a row in the kernel that is traced here, without a cluster."""
+    return _launch.get().parts
 
 
 @contextmanager

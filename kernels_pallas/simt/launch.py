@@ -9,10 +9,8 @@ from typing import Any, TypeVar, cast
 import jax
 from jax import Array
 
-from kvjax.kernels_pallas.simt.backend import Launch, backend, has_cache
-
-MULTIPROCESSORS = 132  # of an H200
-SMEM = 227 * 1024  # bytes that a block can have; a multiprocessor has 1 KB more, and takes 1 KB for each block
+from kvjax.kernels_pallas.simt.backend import Launch, backend, has_cache, traced
+from kvjax.kernels_pallas.simt.target import target
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -20,7 +18,15 @@ F = TypeVar("F", bound=Callable[..., Any])
 def kernel(program: Callable[..., None], *, out_type: Any, **how: Any) -> Callable[..., Any]:
     """A kernel whose body is program(*inputs, *outputs, *scratch), as refs. `how` has the fields of `Launch`."""
     launch = Launch(**how)
-    return lambda *args: backend().run(program, launch, out_type, args)
+
+    def run(*args: Any) -> Any:
+        if (launch.cluster or 1) > 1 and not (device := target(args)).clusters:
+            raise NotImplementedError(
+                f"{launch.name}: {device.kind} has no clusters of blocks; leave out the config, or pass cluster=0"
+            )
+        return backend().run(traced(program, launch), launch, out_type, args)
+
+    return run
 
 
 def kernel_in_place(program: Callable[..., None], **how: Any) -> Callable[..., tuple[Array, ...]]:
@@ -29,7 +35,7 @@ def kernel_in_place(program: Callable[..., None], **how: Any) -> Callable[..., t
     XLA copies these operands first, unless they are donated.
     """
     launch = Launch(**how)
-    return lambda changed, *args: backend().run_in_place(program, launch, changed, args)
+    return lambda changed, *args: backend().run_in_place(traced(program, launch), launch, changed, args)
 
 
 def lowered_once(*static: str) -> Callable[[F], F]:

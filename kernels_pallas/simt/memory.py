@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvjax.kernels_pallas.simt.backend import backend
+from kvjax.kernels_pallas.simt.backend import backend, has_cluster
 from kvjax.kernels_pallas.simt.word import Flag, Operand, Word, clipped, divide, instr, ptx
 
 Numbers = tuple[Any, int]  # a ref of i32 in device memory, and how many rows share each
@@ -37,8 +37,13 @@ def select_address(flag: Flag, yes: Any, no: Any) -> Any:
 
 
 def remote(at: Word, block: Operand) -> Word:
-    """The cluster address of `at` in the shared memory of another block."""
-    return ptx("mapa.shared::cluster.u32 $0, $1, $2;", at, block, results=1)
+    """The address of `at` in the shared memory of another block of the cluster."""
+    return ptx("mapa.shared::cluster.u32 $0, $1, $2;", at, block, results=1) if has_cluster() else at
+
+
+def remote_space() -> str:
+    """The state space of addresses of `remote`."""
+    return "shared::cluster" if has_cluster() else "shared"
 
 
 def load(address: Any, at: int = 0) -> Word:
@@ -54,12 +59,30 @@ def load_below(i: Word, end: Operand, address: Any, otherwise: Operand = 0) -> W
 
 def load_shared(at: Word, words: int = 1) -> Any:
     """A word of shared memory, or a list of 2 or 4 adjacent ones."""
-    return ptx(f"ld.shared.{_vector(words)}u32 {_registers(0, words)}, [${words}];", at, results=words)
+    return _load("shared", at, words)
+
+
+def load_remote(at: Word, words: int = 1) -> Any:
+    """As `load_shared`, at an address of `remote`."""
+    return _load(remote_space(), at, words)
 
 
 def store_shared(at: Word, *words: Operand) -> None:
     """Writes 1, 2 or 4 adjacent words of shared memory."""
-    ptx(f"st.shared.{_vector(len(words))}u32 [$0], {_registers(1, len(words))};", at, *words)
+    _store("shared", at, words)
+
+
+def store_remote(at: Word, *words: Operand) -> None:
+    """As `store_shared`, at an address of `remote`."""
+    _store(remote_space(), at, words)
+
+
+def _load(space: str, at: Word, words: int) -> Any:
+    return ptx(f"ld.{space}.{_vector(words)}u32 {_registers(0, words)}, [${words}];", at, results=words)
+
+
+def _store(space: str, at: Word, words: tuple[Operand, ...]) -> None:
+    ptx(f"st.{space}.{_vector(len(words))}u32 [$0], {_registers(1, len(words))};", at, *words)
 
 
 def _vector(words: int) -> str:

@@ -1,11 +1,13 @@
 """The backend that compiles kernels for a GPU: MLIR inside of a Pallas Mosaic GPU kernel.
 
-Pallas offers no gather, no atomic addition to shared memory and no shuffle on Hopper. The body of a kernel is therefore
-one `inline_mgpu` call.
+The kernels scatter, gather and shuffle: each lane has an address or a source of its own. Pallas gives a lane no address
+(`plgpu.atomic_add` adds a tile to a slice), and has no gather from device memory and no shuffle on these GPUs. The body
+of a kernel is therefore one `inline_mgpu` call.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
@@ -13,6 +15,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import jax
 from jax import Array
+
+from kvjax.kernels_pallas.simt.target import ARCHITECTURES
 
 if TYPE_CHECKING:
     from kvjax.kernels_pallas.simt.backend import Arithmetic, Comparison, Launch
@@ -41,15 +45,25 @@ else:
 
 @cache
 def why_not() -> str | None:
-    """Why this process can build no kernel, or would build it for a GPU that it was not measured on; None if it can.
+    """Why this process can build no kernel for its GPUs; None if it can.
 
-    Without any GPU it can: a program may be compiled ahead of time for one.
+    Without any GPU it can: a program may be compiled ahead of time for one. The environment variable KVJAX_KERNELS=off
+    turns all kernels off.
     """
+    wanted = os.environ.get("KVJAX_KERNELS", "on")
+    if wanted not in ("on", "off"):
+        raise ValueError(f"the environment variable KVJAX_KERNELS must be 'on' or 'off'; got {wanted!r}")
+    if wanted == "off":
+        return "the environment variable KVJAX_KERNELS is 'off'"
     if WHY_NOT:
         return WHY_NOT
     for device in jax.devices():
-        if device.platform == "gpu" and str(getattr(device, "compute_capability", "")) != "9.0":
-            return f"the kernels are for GPUs of compute capability 9.0 (H100, H200); this process has {device}"
+        capability = str(getattr(device, "compute_capability", ""))
+        if device.platform == "gpu" and capability not in ARCHITECTURES:
+            return (
+                f"the kernels are for NVIDIA GPUs of compute capability {', '.join(ARCHITECTURES)}; this process has "
+                f"{device.device_kind} of compute capability {capability or 'unknown'}"
+            )
     return None
 
 
@@ -129,7 +143,7 @@ class Mosaic:
             inline(lambda _, *memrefs: program(*memrefs))(*refs)
 
         lanes = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
-        of_cluster = {} if launch.cluster is None else {"cluster": (launch.cluster,), "cluster_names": ("part",)}
+        of_cluster = {} if (launch.cluster or 1) == 1 else {"cluster": (launch.cluster,), "cluster_names": ("part",)}
         return plgpu.kernel(
             body,
             out_type=out_type,

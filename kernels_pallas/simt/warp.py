@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvjax.kernels_pallas.simt.word import Flag, Operand, Word, instr, ptx
+from kvjax.kernels_pallas.simt.backend import has_cluster, parts
+from kvjax.kernels_pallas.simt.word import Flag, Operand, Word, divide, instr, ptx, word
 
 
 def special(name: str) -> Word:
     """A special register, such as tid.x."""
     return ptx(f"mov.u32 $0, %{name};", results=1)
+
+
+def part() -> Word:
+    """The number of this block among those of its row, which may be a cluster."""
+    if has_cluster():
+        return special("cluster_ctarank")
+    return special("ctaid.x") - row() * parts() if parts() > 1 else word(0)
+
+
+def row() -> Word:
+    """The row of this block, with a cluster, `Launch.parts` blocks or one block a row."""
+    return special("clusterid.x") if has_cluster() else divide(special("ctaid.x"), parts())
 
 
 def bfly(x: Word, gap: int) -> Word:
@@ -68,10 +81,15 @@ def cluster_barrier() -> None:
     cluster_wait()
 
 
-def cluster_arrive() -> None:
-    """The first half of `cluster_barrier`: all threads see after `cluster_wait` what was written before it."""
-    ptx("barrier.cluster.arrive.release;", convergent=True)
+def cluster_arrive(order: str = "release") -> None:
+    """The first half of `cluster_barrier`: all threads see after `cluster_wait` what was written before it, unless the
+    order is "relaxed"."""
+    if has_cluster():
+        ptx(f"barrier.cluster.arrive.{order};", convergent=True)
 
 
 def cluster_wait() -> None:
-    ptx("barrier.cluster.wait.acquire;", convergent=True)
+    if has_cluster():
+        ptx("barrier.cluster.wait.acquire;", convergent=True)
+    else:
+        block_barrier()

@@ -18,7 +18,7 @@ Evidence: `benchmarks/NOTES.md`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -55,13 +55,17 @@ class Config:
             raise ValueError(f"apart must be 0 or 1; got {self.apart}")
 
 
-def config_for(rows: int, S: int, G: int = 1, D: int = 128) -> Config:
+def config_for(rows: int, S: int, G: int = 1, D: int = 128, target: simt.Target | None = None) -> Config:
     """A block per multiprocessor, with at least one key per thread. Each block of a row ranks all of its subspaces,
-    unless there are many blocks and that is much of their work."""
-    parts = max(1, min(simt.MULTIPROCESSORS // rows, -(-S // 512)))
+    unless there are many blocks and that is much of their work. Fewer keys in flight where shared memory is small."""
+    target = target or simt.target()
+    parts = max(1, min(target.multiprocessors // rows, -(-S // 512)))
     if G * D > 256 and parts >= 16:
-        return Config(parts, keys=1 if parts * 512 >= S else 2, stages=4, apart=1)
-    return Config(parts, keys=next((n for n in (1, 2) if parts * 512 * n >= S), 4), stages=2)
+        config = Config(parts, keys=1 if parts * 512 >= S else 2, stages=4, apart=1)
+    else:
+        config = Config(parts, keys=next((n for n in (1, 2) if parts * 512 * n >= S), 4), stages=2)
+    smaller = (config, *(replace(config, keys=k, stages=n) for k, n in ((2, 2), (1, 2), (1, 1)) if k <= config.keys))
+    return next((x for x in smaller if smem_bytes(G, D // 8, x) <= target.smem), smaller[-1])
 
 
 def scratch(G: int, N: int, config: Config) -> list[int]:
@@ -98,9 +102,9 @@ def supported(q: Any, ids: Any, counts: Any, limits: Any) -> bool:
     return unsupported(q, ids, counts, limits) is None
 
 
-def too_large(G: int, N: int, config: Config) -> str | None:
+def too_large(G: int, N: int, target: simt.Target, config: Config) -> str | None:
     size = smem_bytes(G, N, config)
-    return f"{size} bytes of shared memory, more than {simt.SMEM}" if size > simt.SMEM else None
+    return f"{size} bytes of shared memory, more than {target.smem}" if size > target.smem else None
 
 
 @simt.lowered_once("turned", "config")
@@ -115,9 +119,10 @@ def collide(
         raise NotImplementedError(limit)
     B, K, G, D = q.shape
     S, N = ids.shape[2:]
-    limit_of = partial(too_large, G, N)
+    target = simt.target((q, ids))
+    limit_of = partial(too_large, G, N, target)
     config = config or tuned.select(
-        "collide", config_for(B * K, S, G, D), (q, ids), limit_of, rows=B * K, S=S, G=G, D=D
+        "collide", config_for(B * K, S, G, D, target), (q, ids), limit_of, rows=B * K, S=S, G=G, D=D
     )
     if limit := limit_of(config):
         raise NotImplementedError(f"the kernel collide cannot take {config}: {limit}")

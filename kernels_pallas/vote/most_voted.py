@@ -1,10 +1,10 @@
 """The slots of the keys with the most votes, in order of slot, selected in one kernel.
 
-A cluster of `blocks` blocks shares a row of votes. Each block counts its votes by value, in separate bins for each lane
-to avoid bank conflicts. The sums over the cluster give the least vote that is selected and the place where each block
-begins. Each block then reads its votes again, and the place of a slot is the number of selected slots before it, from
-running sums over lanes and warps. Votes are compared four a word, and one word holds both running sums. Lengths and
-counts are read from the cache and clipped.
+Several blocks share a row of votes. Each block counts its votes by value, in separate bins for each lane to avoid bank
+conflicts. The sums over the blocks, which are a cluster or meet in device memory between two launches, give the least
+vote that is selected and the place where each block begins. Each block then reads its votes again, and the place of a
+slot is the number of selected slots before it, from running sums over lanes and warps. Votes are
+compared four a word, and one word holds both running sums. Lengths and counts are read from the cache and clipped.
 
 **Bytes:** 1 read twice a key and row, and 4 written a place.
 
@@ -16,7 +16,7 @@ counts are read from the cache and clipped.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,18 +36,26 @@ HIGH = 0x80808080  # the highest bits of the bytes of a word
 
 @dataclass(frozen=True)
 class Config:
-    blocks: int = 8  # of a row, a cluster
+    blocks: int = 8  # of a row
     warpgroups: int = 4  # of a block
+    cluster: int = 1  # 0: the blocks are no cluster, and count in a launch before
 
     def __post_init__(self) -> None:
-        if self.blocks not in (1, 2, 4, 8, 16):
+        if self.cluster not in (0, 1):
+            raise ValueError(f"cluster must be 0 or 1; got {self.cluster}")
+        if self.cluster and self.blocks not in (1, 2, 4, 8, 16):
             raise ValueError(f"blocks must be 1, 2, 4, 8 or 16, a cluster's; got {self.blocks}")
+        if not 1 <= self.blocks <= 16:
+            raise ValueError(f"blocks must be 1 to 16; got {self.blocks}")
         if self.warpgroups not in (2, 4, 8):
             raise ValueError(f"warpgroups must be 2, 4 or 8, a thread for each bin; got {self.warpgroups}")
 
 
-def config_for(rows: int) -> Config:
+def config_for(rows: int, target: simt.Target | None = None) -> Config:
     """Blocks per row and their size: fewer and smaller the more rows there are, so that all run at once."""
+    target = target or simt.target()
+    if not target.clusters:
+        return Config(max(1, min(16, target.multiprocessors // rows)), cluster=0)
     if rows <= 16:
         return Config()
     return Config(blocks=8, warpgroups=2) if rows <= 32 else Config(blocks=4, warpgroups=2)
@@ -97,7 +105,8 @@ def most_voted(
         raise NotImplementedError(limit)
     B, K, G, S = votes.shape
     rows = B * K * G
-    config = config or tuned.select("most_voted", config_for(rows), (votes, length, count), rows=rows, S=S, room=room)
+    rule = config_for(rows, simt.target((votes, length, count)))
+    config = config or tuned.select("most_voted", rule, (votes, length, count), rows=rows, S=S, room=room)
     numbers = [simt.by_step(x, K) for x in (length, count, *(complement or ()))]
     slots, found = _most_voted(room, local, config, votes.reshape(rows, S), *numbers)
     return slots.reshape(B, K, G, room), found.reshape(B, K, G)
@@ -109,15 +118,17 @@ def _most_voted(room: int, local: int, config: Config, votes: Array, *numbers: A
 
     @jax.custom_batching.custom_vmap
     def run(votes: Array, *numbers: Array) -> tuple[Array, Array]:
-        return simt.kernel(
-            functools.partial(_program, shared_by=shared_by, sizes=(S, room, local), config=config),
-            name="kvjax_most_voted",
-            out_type=(jax.ShapeDtypeStruct((rows, room), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.int32)),
-            scratch=tuple(_sizes(config)),
-            blocks=rows,
-            cluster=config.blocks,
-            warpgroups=config.warpgroups,
-        )(votes, *numbers)
+        program = functools.partial(_program, shared_by=shared_by, sizes=(S, room, local), config=config)
+        outs = jax.ShapeDtypeStruct((rows, room), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.int32)
+        launch: dict[str, Any] = {"scratch": tuple(_sizes(config)), "warpgroups": config.warpgroups}
+        if config.cluster or config.blocks == 1:
+            launch |= {"blocks": rows, "cluster": config.blocks}
+            return simt.kernel(program, name="kvjax_most_voted", out_type=outs, **launch)(votes, *numbers)
+        launch |= {"blocks": rows * config.blocks, "parts": config.blocks}
+        bins = jax.ShapeDtypeStruct((rows, config.blocks, BINS), jnp.uint32)
+        count, place = (functools.partial(program, phase=phase) for phase in ("count", "place"))
+        kept = simt.kernel(count, name="kvjax_most_voted_count", out_type=bins, **launch)(votes, *numbers)
+        return simt.kernel(place, name="kvjax_most_voted", out_type=outs, **launch)(votes, *numbers, kept)
 
     @run.def_vmap
     def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, Array], tuple[bool, bool]]:
@@ -128,18 +139,17 @@ def _most_voted(room: int, local: int, config: Config, votes: Array, *numbers: A
 
 
 def _program(
-    votes_m, *refs, shared_by: Sequence[int], sizes: tuple[int, int, int], config: Config,
+    votes_m, *refs, shared_by: Sequence[int], sizes: tuple[int, int, int], config: Config, phase: str = "both",
 ) -> None:  # fmt: skip
-    (slots_m, found_m, *scratch_m), (S, room, local) = refs[len(shared_by) :], sizes
+    """Counts the votes of a block, or selects by the counts that `kept` has, or both."""
+    *arrays_m, copies_m, bins_m, every_m, before_m, warps_m = refs[len(shared_by) :]
+    scratch_m, (S, room, local) = (copies_m, bins_m, every_m, before_m, warps_m), sizes
     blocks, threads = config.blocks, 128 * config.warpgroups
-    t, part, row = simt.special("tid.x"), simt.special("cluster_ctarank"), simt.special("clusterid.x")
+    t, part, row = simt.special("tid.x"), simt.part(), simt.row()
     lane, warp = t & 31, t >> 5
     length, wanted, *complement = [simt.number_of(number, row) for number in zip(refs, shared_by, strict=False)]
-    votes, slots, found = (simt.global_address(m) for m in (votes_m, slots_m, found_m))
-    votes, slots = simt.offset_rows(votes, row, S), simt.offset_rows(slots, row, room * 4)
+    votes = simt.offset_rows(simt.global_address(votes_m), row, S)
     copies, bins, every, before, warps = (simt.shared_address(m) for m in scratch_m)
-    for i in range(0, BINS * COPIES // 4, threads):
-        ptx("st.shared.v4.b32 [$0], {$1, $1, $1, $1};", copies + (t + i) * 16, 0)
     tile = threads * BYTES
     length = simt.clipped(length, S)
     size = simt.divide(length + (blocks * BYTES - 1), blocks * BYTES) * BYTES  # votes of a block
@@ -160,30 +170,30 @@ def _program(
 
         return words, simt.branch(left < BYTES, ragged, [word(HIGH)] * (BYTES // 4))
 
-    simt.block_barrier()
-    own_copy = copies + lane * 4
+    if phase != "place":
+        _count_votes(load, range_of=(start, stop, tile), copies=copies, bins=bins, threads=threads)
+    if phase == "count":
+        with when(t < BINS):
+            at = simt.offset_rows(simt.global_address(*arrays_m), row * blocks + part, BINS * 4)
+            ptx("st.global.u32 [$0], $1;", simt.offset(at, t * 4), simt.load_shared(bins + t * 4))
+        return
+    *kept_m, slots_m, found_m = arrays_m
+    slots, found = simt.offset_rows(simt.global_address(slots_m), row, room * 4), simt.global_address(found_m)
+    kept = [simt.offset_rows(simt.global_address(m), row, blocks * BINS * 4) for m in kept_m]
 
-    @loop(start, stop, tile)
-    def _count(first: Word) -> None:
-        for votes_, marks in zip(*load(first), strict=True):
-            for byte in range(4):
-                at = simt.instr("dp4a.u32.u32", votes_, (COPIES * 4) << (8 * byte), own_copy)  # own_copy + 128 * vote
-                # 0 is added too: ptxas would turn a condition into a branch for each vote.
-                ptx("red.shared.add.u32 [$0], $1;", at, (marks >> (8 * byte + 7)) & 1)
+    def of_block(b: int) -> Word:
+        """This thread's bin of a block."""
+        if kept:
+            return simt.load(simt.offset(kept[0], (t + b * BINS) * 4))
+        return simt.load_remote(simt.remote(bins + t * 4, b))
 
-    simt.block_barrier()
-    with when(t < BINS):
-        fours = [simt.load_shared(copies + t * (COPIES * 4) + (((t + i) & 7) << 4), 4) for i in range(COPIES // 4)]
-        simt.store_shared(bins + t * 4, simt.sum_of([x for four in fours for x in four]))
     simt.cluster_barrier()
     with when(t < BINS):
-        of_blocks = [
-            ptx("ld.shared::cluster.u32 $0, [$1];", simt.remote(bins + t * 4, b), results=1) for b in range(blocks)
-        ]
+        of_blocks = [of_block(b) for b in range(blocks)]
         simt.store_shared(every + t * 4, simt.sum_of(of_blocks))
         of_earlier = [(part > b).select(x, 0) for b, x in enumerate(of_blocks)]
         simt.store_shared(before + t * 4, simt.sum_of(of_earlier))
-    ptx("barrier.cluster.arrive.relaxed;", convergent=True)  # no other block reads this block's counts after it
+    simt.cluster_arrive("relaxed")  # no other block reads this block's counts after it
     simt.block_barrier()
 
     # Every warp finds the least vote that is selected: the largest that at least `wanted` keys reach.
@@ -266,7 +276,32 @@ def _program(
     loop(taken + part * threads + t, room, threads * blocks)(
         lambda i: ptx("st.global.b32 [$0], $1;", simt.offset(slots, i * 4), 0)
     )
-    ptx("barrier.cluster.wait.acquire;", convergent=True)
+    simt.cluster_wait()
+
+
+def _count_votes(
+    load: Callable[[Word], tuple[list[Word], list[Word]]], *, range_of: tuple[Word, Word, int], copies: Word,
+    bins: Word, threads: int,
+) -> None:  # fmt: skip
+    """Counts a block's votes by value: thread i < BINS writes bin i."""
+    t = simt.special("tid.x")
+    for i in range(0, BINS * COPIES // 4, threads):
+        ptx("st.shared.v4.b32 [$0], {$1, $1, $1, $1};", copies + (t + i) * 16, 0)
+    simt.block_barrier()
+    own_copy = copies + (t & 31) * 4
+
+    @loop(*range_of)
+    def _count(first: Word) -> None:
+        for votes_, marks in zip(*load(first), strict=True):
+            for byte in range(4):
+                at = simt.instr("dp4a.u32.u32", votes_, (COPIES * 4) << (8 * byte), own_copy)  # own_copy + 128 * vote
+                # 0 is added too: ptxas would turn a condition into a branch for each vote.
+                ptx("red.shared.add.u32 [$0], $1;", at, (marks >> (8 * byte + 7)) & 1)
+
+    simt.block_barrier()
+    with when(t < BINS):
+        fours = [simt.load_shared(copies + t * (COPIES * 4) + (((t + i) & 7) << 4), 4) for i in range(COPIES // 4)]
+        simt.store_shared(bins + t * 4, simt.sum_of([x for four in fours for x in four]))
 
 
 def _reach(x: Word, bound: Word, mark: Word) -> Word:

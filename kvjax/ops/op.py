@@ -37,14 +37,19 @@ _explained: ContextVar[list[Explanation] | None] = ContextVar("explained", defau
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which implementation an operation runs, and why. As a string: "mosaic", or "xla: reason"."""
+    """Which implementation an operation runs, and why.
+
+    As a string: "mosaic", "mosaic: reason" for a kernel that was not measured on this GPU, or "xla: reason".
+    """
 
     op: str
     implementation: Implementation
     reason: str
+    measured: bool = True  # False: a kernel that was compiled for this GPU and simulated, but not measured on it
 
     def __str__(self) -> str:
-        return "mosaic" if self.implementation == "mosaic" else f"xla: {self.reason}"
+        plain = self.implementation == "mosaic" and self.measured
+        return "mosaic" if plain else f"{self.implementation}: {self.reason}"
 
 
 class Op(Generic[P, R]):
@@ -130,7 +135,13 @@ class Op(Generic[P, R]):
         if why is None and jax.default_backend() != "gpu":
             why = f"the kernels are for GPUs; this process runs on {jax.default_backend()}"
         if why is None:
-            return Explanation(self.name, "mosaic", f"measured on a GPU on {kernel.MEASURED}")
+            from kvjax.kernels_pallas import simt
+
+            target = simt.target()
+            if target.measured:
+                return Explanation(self.name, "mosaic", f"measured on this GPU, {target.kind}")
+            not_here = f"compiled and simulated, not measured on this GPU, {target.kind}"
+            return Explanation(self.name, "mosaic", not_here, measured=False)
         return Explanation(self.name, "xla", why)
 
 
@@ -150,9 +161,11 @@ def explain(op: str | Op[..., Any], *args: Any, **options: Any) -> Explanation:
     """Which implementation `op` runs for these arguments, and why.
 
     `op` is an operation of `kvjax.ops` or its name; the rest are its arguments, where any array may be a
-    `jax.ShapeDtypeStruct`. By default a GPU runs the Pallas Mosaic GPU kernel if it can: jax >= 0.11, compute
-    capability 9.0, shapes that the kernel takes, and a time that was measured. Everything else runs the reference
-    ("xla"). The decision is made for the platform that a program is lowered for. A kernel that is requested by name
+    `jax.ShapeDtypeStruct`. By default an NVIDIA GPU runs the Pallas Mosaic GPU kernel if it can: jax >= 0.11, a compute
+    capability from 8.0 to 12.0 that the kernels were compiled for, and shapes that the kernel takes; the reason says
+    whether the kernel was measured on this kind of GPU. Everything else runs the reference ("xla"), and so does a GPU
+    with the environment variable KVJAX_KERNELS=off. The decision is made for the platform that a program is lowered
+    for. A kernel that is requested by name
     ("mosaic") runs, measured or not, or raises NotImplementedError with the limit.
 
     >>> import jax, jax.numpy as jnp

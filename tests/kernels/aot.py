@@ -1,4 +1,4 @@
-"""Compiles for an H200 on a machine without a GPU, to inspect the code of ptxas for a kernel and of XLA around it.
+"""Compiles for GPUs on a machine without one, to inspect the code of ptxas for a kernel and of XLA around it.
 
 Needs Python 3.12, jax 0.11 and the CUDA plugin's wheels: pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt
 nvidia-cuda-nvcc nvidia-nvvm, of jax's version. `missing()` says what is not there.
@@ -17,28 +17,34 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-# What XLA asks of the device, as an H200 reports it.
+from kvjax.kernels_pallas import simt
+from kvjax.kernels_pallas.simt import Launch
+
+H200 = simt.card("NVIDIA H200")
+# What XLA asks of the device. Unless a card's own is here, the number is an H200's.
 TARGET = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
-  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: {multiprocessors}
+  shared_memory_per_block: 49152 shared_memory_per_core: {per_core} shared_memory_per_block_optin: {smem}
+  fpus_per_core: 128
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
-  memory_bandwidth: 4800000000000 l2_cache_size: 62914560 clock_rate_ghz: 1.98 device_memory_size: 151397597184
-  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
-  device_vendor: "NVIDIA Corporation" platform_version: "Compute Capability 9.0a" name: "NVIDIA H200"
+  memory_bandwidth: {bandwidth}000000000 l2_cache_size: 62914560 clock_rate_ghz: 1.98 device_memory_size: 151397597184
+  cuda_compute_capability {{ major: {major} minor: {minor} {features} }}
+  device_vendor: "NVIDIA Corporation" platform_version: "Compute Capability {capability}" name: "{kind}"
   device_address_bits: 64 pcie_bandwidth: 34359738368 ecc_enabled: true
   driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0" dnn_version: "9.10.0"
-}
+}}
 platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 10 patch: 0 }
-device_description_str: "NVIDIA H200"
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+device_description_str: "{kind}"
 """
 
 
@@ -61,11 +67,13 @@ def missing() -> str | None:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A program for an H200."""
+    """A program for a GPU."""
 
     hlo: str  # optimised
     temp_bytes: int  # of device and host
     kernels: dict[str, tuple[int, int, int]]  # name: registers, bytes of spills stored, bytes of spills loaded
+    architecture: str  # that the kernels were compiled for, such as "sm_90a"
+    shared: dict[str, int]  # bytes of shared memory that each kernel launches with
 
     @property
     def launches(self) -> list[str]:
@@ -82,40 +90,77 @@ class _OnHost(NamedSharding):
 
 
 @cache
-def _shardings() -> tuple[NamedSharding, NamedSharding]:
+def _shardings(target: simt.Target) -> tuple[NamedSharding, NamedSharding]:
     """In the memory of the device, and in that of its host."""
     from jax.experimental import topologies
 
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # it asks the driver
-    one = topologies.get_topology_desc(platform="cuda", target_config=TARGET, topology="1x1x1")
+    major, _, minor = target.capability.partition(".")
+    config = TARGET.format(
+        **{name: getattr(target, name) for name in ("kind", "capability", "multiprocessors", "smem", "bandwidth")},
+        per_core=target.smem + 1024,
+        major=major,
+        minor=minor,
+        features="feature_extension: ACCELERATED_FEATURES" if int(major) >= 9 else "",
+    )
+    one = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
     mesh = Mesh(np.array(one.devices[:1]), ("x",))
     return NamedSharding(mesh, PartitionSpec()), _OnHost(mesh, PartitionSpec())
 
 
-def compile_for_h200(f: Callable[..., Any], *args: Any, donate: int | None = None) -> Compiled:
+@contextlib.contextmanager
+def _told(target: simt.Target) -> Iterator[None]:
+    """In the block, Mosaic compiles for the target. It takes the architecture from the process's own GPU, and without
+    one builds for Hopper whatever the program is for."""
+    from jax.experimental.mosaic.gpu import utils
+
+    major, _, minor = target.capability.partition(".")
+    with mock.patch.object(utils, "_infer_arch", return_value=(int(major), int(minor))):
+        yield
+
+
+def compile_for(f: Callable[..., Any], *args: Any, target: simt.Target = H200, donate: int | None = None) -> Compiled:
     """jit(f) for `args`, arrays or `jax.ShapeDtypeStruct`, of which argument `donate` is given away."""
 
     def shape(a: Any) -> jax.ShapeDtypeStruct:
         host = getattr(getattr(a, "sharding", None), "memory_kind", None) == "pinned_host"
-        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=_shardings()[host])
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=_shardings(target)[host])
 
     shapes = jax.tree.map(shape, args)
-    with _standard_output() as text:
+    launches: list[Launch] = []
+    with _standard_output() as text, _told(target), _noted(launches):
         program = jax.jit(f, donate_argnums=donate).lower(*shapes).compile()
         report = text()
     memory = program.memory_analysis()
     temp = memory.temp_size_in_bytes + memory.host_temp_size_in_bytes
-    return Compiled(program.as_text(), temp, _kernels(report))
+    shared = {launch.name: sum(-(-4 * words // 1024) * 1024 for words in launch.scratch) for launch in launches}
+    kernels, architectures = _kernels(report)
+    assert len(architectures) <= 1
+    return Compiled(program.as_text(), temp, kernels, "".join(architectures), shared)
 
 
-def _kernels(report: str) -> dict[str, tuple[int, int, int]]:
-    found = {}
+@contextlib.contextmanager
+def _noted(launches: list[Launch]) -> Iterator[None]:
+    """Notes the launches that are traced in the block."""
+    run = simt.Mosaic.run
+
+    def noted(self: Any, program: Any, launch: Launch, *args: Any) -> Any:
+        launches.append(launch)
+        return run(self, program, launch, *args)
+
+    with mock.patch.object(simt.Mosaic, "run", noted):
+        yield
+
+
+def _kernels(report: str) -> tuple[dict[str, tuple[int, int, int]], set[str]]:
+    found, architectures = {}, set()
     for part in report.split("Compiling entry function")[1:]:
-        (name,) = re.findall(r"'(\S+)' for 'sm_90a'", part)
+        ((name, architecture),) = re.findall(r"'(\S+)' for '(sm_\w+)'", part)
         stores, loads = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", part)[0]
         (registers,) = re.findall(r"Used (\d+) registers", part)
         found[name] = int(registers), int(stores), int(loads)
-    return found
+        architectures.add(architecture)
+    return found, architectures
 
 
 @contextlib.contextmanager

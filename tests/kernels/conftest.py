@@ -1,5 +1,9 @@
-"""Where the kernels run: on a Hopper GPU if there is one, else in the simulator."""
+"""Where the kernels run: on a GPU if there is one, else in the simulator.
 
+With the environment variable KVJAX_TEST_TARGET=8.9, they take the forms and block sizes of that compute capability.
+"""
+
+import os
 from collections.abc import Iterator
 from importlib import import_module
 from pkgutil import walk_packages
@@ -16,7 +20,17 @@ KERNELS = {m.__name__.rpartition(".")[2]: m for m in MODULES if hasattr(m, "MEAS
 HAS_KERNELS = jax.__version_info__ >= (0, 11)
 ON_GPU = HAS_KERNELS and jax.default_backend() == "gpu" and simt.why_not() is None
 
-on_gpu = pytest.mark.skipif(not ON_GPU, reason="a size for a GPU of compute capability 9.0, with jax >= 0.11")
+on_gpu = pytest.mark.skipif(not ON_GPU, reason="a size for a GPU, with jax >= 0.11")
+
+
+@pytest.fixture(autouse=True)
+def target() -> Iterator[None]:
+    """The test's kernels are those of KVJAX_TEST_TARGET, if it is set."""
+    if not (capability := os.environ.get("KVJAX_TEST_TARGET")):
+        yield
+    else:
+        with simt.build_for(simt.stands_for(capability)):
+            yield
 
 
 @pytest.fixture

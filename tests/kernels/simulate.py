@@ -135,10 +135,12 @@ class Simulator:
         self, program: Callable[..., None], launch: Launch, out_type: Any, args: Any, in_place: bool = False
     ) -> Any:
         outs, tree = jax.tree.flatten(out_type)
+        target = simt.target(args)
 
         def on_host(*args: Any) -> Any:
             with self._turn:
-                self._machine = machine = Machine([np.asarray(a) for a in args], outs, launch, in_place=in_place)
+                arrays = [np.asarray(a) for a in args]
+                self._machine = machine = Machine(arrays, outs, launch, in_place=in_place, target=target)
                 try:
                     _thread.submit(self._execute, program).result()
                     return jax.tree.unflatten(tree, machine.results())
@@ -215,10 +217,11 @@ class Touched:
 class Machine:
     """The threads of a grid, and their memories."""
 
-    def __init__(self, args: list[Any], outs: list[Any], launch: Launch, *, in_place: bool = False):
+    def __init__(self, args: list[Any], outs: list[Any], launch: Launch, *, in_place: bool = False, target: Any = None):
         self.sparse = launch.sparse
         self.threads, self.cluster = 128 * launch.warpgroups, launch.cluster or 1
-        blocks = launch.blocks * self.cluster
+        blocks, target = launch.blocks * self.cluster, target or simt.target()
+        assert self.cluster == 1 or target.clusters, f"a cluster, which {target.kind} has not"
         self.lanes = blocks * self.threads
         lane = np.arange(self.lanes)
         block = lane // self.threads
@@ -255,7 +258,7 @@ class Machine:
             self.refs.append(at)
             at += -(-(words * 4) // 1024) * 1024
         self.words = at // 4
-        assert at - SHARED <= simt.SMEM, f"{at - SHARED} bytes of shared memory"
+        assert at - SHARED <= target.smem, f"{at - SHARED} bytes of shared memory"
         self.shared = np.zeros(blocks * self.words, U32)
         # A race: touched since the last barrier of both. Times are counts of operations.
         self.time = self.since = 1  # ... and since the last barrier of all threads that share memory

@@ -293,7 +293,7 @@ LATE = (
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.thorough] * (n in LATE)) for n in PROGRAMS])
 def test_a_kernel_compiles_for_an_h200(name):
     f, args, mib, spills = PROGRAMS[name]
-    program = aot.compile_for_h200(f, *args)
+    program = aot.compile_for(f, *args)
     assert len(program.kernels) == 1 + (name.startswith(TWO) and name not in ONE)
     op = name.split(",")[0]
     for kernel, (registers, stored, loaded) in program.kernels.items():
@@ -324,7 +324,7 @@ def test_a_step_runs_the_kernels_and_copies_no_cache(preset, found):
     policy = preset.rest
     state = jax.eval_shape(partial(policy.init, spec))
     with mock.patch.object(ops.op, "_unmeasured", return_value=None):
-        program = aot.compile_for_h200(lambda st, q: policy.attend(st, q, scale=0.1)[0], state, sds(1, 8, 4, 128))
+        program = aot.compile_for(lambda st, q: policy.attend(st, q, scale=0.1)[0], state, sds(1, 8, 4, 128))
     names = {name.removeprefix("kvjax_").removesuffix("_mosaic_gpu_kernel") for name in program.kernels}
     assert names == found
     assert program.temp_bytes < 40 * MIB  # for the scores of 32 heads, 16 MiB, and pooled ones; the cache is 512 MiB
@@ -341,7 +341,7 @@ def test_a_step_without_kernels_of_its_own_holds_scores_once(name):
     policy = presets.parse_with_budget(name, 2048)[0].rest
     layer = kvjax.memory.shapes(partial(kvjax.init_layer, policy, spec))
     step = partial(kvjax.attention, flush=False)
-    program = aot.compile_for_h200(step, layer, sds(1, 1, 32, 128), *2 * [sds(1, 1, 8, 128)], donate=0)
+    program = aot.compile_for(step, layer, sds(1, 1, 32, 128), *2 * [sds(1, 1, 8, 128)], donate=0)
     assert program.temp_bytes < 24 * MIB  # the scores of 32 heads in f32 take 16 MiB, keys and values 512
 
 
@@ -364,7 +364,7 @@ def test_a_step_starts_few_kernels_and_copies_nothing(preset, most):
     cache = memory.shapes(partial(kvjax.init_layer, preset.rest, spec))
     new = sds(1, 1, 32, 128), sds(1, 1, 8, 128), sds(1, 1, 8, 128)
     with mock.patch.object(ops.op, "_unmeasured", return_value=None):
-        program = aot.compile_for_h200(partial(kvjax.attention, flush=False), cache, *new, donate=0)
+        program = aot.compile_for(partial(kvjax.attention, flush=False), cache, *new, donate=0)
     assert len(program.launches) <= most, program.launches
     assert not [name for name in program.launches if name.startswith("copy")]
 
@@ -389,7 +389,7 @@ def test_several_steps_start_each_kernel_once(preset, most, found):
     cache = jax.eval_shape(partial(kvjax.init_layer, preset.rest, spec))
     new = sds(1, 8, 32, 128), sds(1, 8, 8, 128), sds(1, 8, 8, 128)
     with mock.patch.object(ops.op, "_unmeasured", return_value=None):
-        program = aot.compile_for_h200(partial(kvjax.decode, flush=False), cache, *new, donate=0)
+        program = aot.compile_for(partial(kvjax.decode, flush=False), cache, *new, donate=0)
     assert {name.removeprefix("kvjax_").removesuffix("_mosaic_gpu_kernel") for name in program.kernels} == set(found)
     assert len(program.launches) <= most, program.launches
     assert len([name for name in program.launches if name.startswith("mpmd_map")]) == len(found)
@@ -401,13 +401,13 @@ def test_several_steps_start_each_kernel_once(preset, most, found):
 def test_a_kernel_takes_arrays_of_the_host_as_they_are(name):
     x, one = kept_by_host(1 << 18, 1), sds(1, dtype=jnp.int32)
     if name == "host_rows":
-        program = aot.compile_for_h200(host_rows.host_rows, x, sds(1, 8, 512, dtype=jnp.int32))
+        program = aot.compile_for(host_rows.host_rows, x, sds(1, 8, 512, dtype=jnp.int32))
     else:
 
         def loop(x, new, at, count):
             return jax.lax.fori_loop(0, 4, lambda i, x: host_append.host_append(x, new, at + i, count), x)
 
-        program = aot.compile_for_h200(loop, x, 2 * [sds(1, 8, 32, 1, 128)], one, one, donate=0)
+        program = aot.compile_for(loop, x, 2 * [sds(1, 8, 32, 1, 128)], one, one, donate=0)
     assert set(program.kernels) == {f"kvjax_{name}_mosaic_gpu_kernel"}
     assert max(max(spills) for _, *spills in program.kernels.values()) == 0
     assert "bf16[1,8,262144,2,1,128]{5,4,3,2,1,0:S(5)} parameter(0)" in program.hlo
@@ -420,7 +420,7 @@ def test_attention_follows_the_first_read_of_a_recall_and_not_the_rest():
     """In the optimised program, as XLA could fuse the operations after the two."""
     spec = kvjax.CacheSpec(batch=1, q_heads=32, kv_heads=8, head_dim=128, capacity=32768, dtype=jnp.bfloat16)
     cache = memory.shapes(partial(kvjax.init_layer, presets.freekv(2048).rest, spec))
-    program = aot.compile_for_h200(kvjax.attention, cache, sds(1, 1, 32, 128), *[sds(1, 1, 8, 128)] * 2, donate=0)
+    program = aot.compile_for(kvjax.attention, cache, sds(1, 1, 32, 128), *[sds(1, 1, 8, 128)] * 2, donate=0)
     kernels, before = flow(program.hlo)
     reads = [name for name, kind in kernels.items() if kind.startswith("host_rows")]
     (attends,) = (name for name, kind in kernels.items() if kind.startswith("attend_zones"))
@@ -459,7 +459,7 @@ def test_a_layer_that_follows_reads_the_host_while_its_anchor_attends():
         out, follower = kvjax.attention(caches[1], out, k, v, flush=False, selection=info.selection)
         return out, (anchor, follower)
 
-    program = aot.compile_for_h200(step, caches, sds(1, 1, 32, 128), *[sds(1, 1, 8, 128)] * 2, donate=0)
+    program = aot.compile_for(step, caches, sds(1, 1, 32, 128), *[sds(1, 1, 8, 128)] * 2, donate=0)
     kernels, before = flow(program.hlo)
     attends = [name for name, kind in kernels.items() if kind.startswith("attend_zones")]
     anchor, follower = sorted(attends, key=lambda name: len(before(name)))
@@ -476,7 +476,7 @@ def test_a_step_over_the_host_store_runs_its_kernels_and_copies_no_cache():
     cache = memory.shapes(partial(kvjax.init_layer, presets.fier(2048, host=True).rest, spec))
     new = sds(1, 1, 32, 128), sds(1, 1, 8, 128), sds(1, 1, 8, 128)
     with mock.patch.object(ops.op, "_unmeasured", return_value=None):
-        program = aot.compile_for_h200(kvjax.attention, cache, *new, donate=0)
+        program = aot.compile_for(kvjax.attention, cache, *new, donate=0)
     names = {name.removeprefix("kvjax_").removesuffix("_mosaic_gpu_kernel") for name in program.kernels}
     assert names == {"put_token", "select_1bit_score", "select_1bit", "host_rows", "host_append", "attend_zones"}
     assert program.temp_bytes < 40 * MIB  # the host's keys and values are 512 MiB

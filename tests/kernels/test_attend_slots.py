@@ -40,6 +40,7 @@ def assert_attends(args, config=None, scale=0.125):
     ("B", "K", "G", "H", "S", "D", "M", "dtype", "config"),
     [
         (1, 6, 4, 1, 300, 64, 130, jnp.bfloat16, attend_slots.Config(2, 1)),  # a step of each warp
+        (1, 6, 4, 1, 300, 64, 130, jnp.bfloat16, attend_slots.Config(3, 1, cluster=0)),
         (1, 2, 5, 1, 300, 128, 300, jnp.float16, attend_slots.Config(1, 1)),  # a loop
         (2, 1, 4, 4, 50, 64, 33, jnp.bfloat16, None),
         pytest.param(1, 1, 8, 1, 500, 256, 200, jnp.bfloat16, None, marks=pytest.mark.thorough),

@@ -86,7 +86,7 @@ def test_select_1bit_fits_in_shared_memory_and_runs_at_once(stages):
         config = select_1bit.config_for(rows, 1, slots, slots + 256)
         assert (config.units, config.stages) == dataclasses.astuple(score_1bit.config_for(rows, slots))
         warps = rows * -(-slots // (score_1bit.UNIT * config.units))
-        assert warps <= score_1bit.RUN_AT_ONCE
+        assert warps <= simt.target().multiprocessors * score_1bit.WARPS_AT_ONCE
         assert tiling.in_one_step(slots + 256, config)
     assert score_1bit.config_for(64, 32512).units == 16  # two turns, the last of them full
 

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.usefixtures("kernels")
     ("B", "K", "G", "S", "room", "config"),
     [
         (6, 1, 2, 1040, 130, most_voted.Config(2, 2)),
+        (6, 1, 2, 1040, 130, most_voted.Config(3, 2, cluster=0)),
         *(
             pytest.param(*case, marks=pytest.mark.thorough)
             for case in (

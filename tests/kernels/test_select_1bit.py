@@ -78,6 +78,7 @@ KINDS = ("normal", "equal", "few keys", "peaked", "flat", "coarse", "infinite", 
     ("B", "K", "G", "S", "D", "group", "W", "room", "dtype", "config"),
     [
         (6, 1, 2, 224, 128, 32, 7, 40, jnp.bfloat16, select_1bit.Config(blocks=1, units=3)),
+        (6, 1, 2, 4192, 64, 32, 7, 40, jnp.bfloat16, select_1bit.Config(blocks=2, cluster=0)),
         *(
             pytest.param(*case, marks=pytest.mark.thorough)
             for case in (
@@ -90,6 +91,9 @@ KINDS = ("normal", "equal", "few keys", "peaked", "flat", "coarse", "infinite", 
                 (1, 1, 3, 4096 + 32, 128, 4128, 4, 4095, jnp.bfloat16, None),
                 (2, 1, 5, 64, 64, 32, 1, 65, jnp.bfloat16, select_1bit.Config(blocks=4, units=2, stages=2)),
                 (1, 1, 4, 160, 128, 32, 8, 60, jnp.bfloat16, select_1bit.Config(blocks=16, units=2)),
+                (1, 1, 8, 4160, 64, 64, 9, 77, jnp.float16, select_1bit.Config(blocks=1, unroll=2, cluster=0)),
+                (1, 1, 5, 4160, 64, 64, 9, 77, jnp.float16, select_1bit.Config(blocks=3, unroll=1, cluster=0)),
+                (1, 1, 4, 11 << 12, 64, 64, 5, 4000, jnp.bfloat16, select_1bit.Config(3, unroll=2, cluster=0)),
             )
         ),
         *(
@@ -222,11 +226,14 @@ WIDE_BINS = {
 }
 
 
-@pytest.mark.parametrize("lists", [False, pytest.param(True, marks=pytest.mark.thorough)])
+FORMS = ["registers", *(pytest.param(form, marks=pytest.mark.thorough) for form in ("lists", "parts"))]
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("case", WIDE_BINS)
-def test_select_1bit_finds_a_last_place_at_the_end_of_a_wide_bin(case, lists):
+def test_select_1bit_finds_a_last_place_at_the_end_of_a_wide_bin(case, form):
     group_reduce, lower, edges, higher = WIDE_BINS[case]
-    n = 6 if lists else 1  # rows of more than 4096 keys are read in steps
+    n = 1 if form == "registers" else 6  # rows of more than 4096 keys are read in steps
     rng, top = np.random.default_rng(0), max(0.0, higher[1] + 1)
     parts = rng.uniform(*lower, 500 * n), np.resize(edges, 100 * n), rng.uniform(*higher, 150 * n), [top]
     scores = rng.permutation(np.concatenate(parts)).astype(np.float16).astype(np.float32)
@@ -235,7 +242,7 @@ def test_select_1bit_finds_a_last_place_at_the_end_of_a_wide_bin(case, lists):
     best = np.lexsort((np.arange(W), -scores))[:count]
     q, ix, *_ = choice(1, 1, 2, S, 64, 32, 4, 8, jnp.bfloat16, "normal")
     waiting = jnp.broadcast_to(jnp.asarray(scores), (1, 1, 2, W)), 0, W
-    config = select_1bit.Config(blocks=1, unroll=1)
+    config = select_1bit.Config(2, unroll=1, cluster=0) if form == "parts" else select_1bit.Config(1, unroll=1)
     slots, found = select_1bit.select_1bit(q, *ix, (0, 0), waiting, count, group_reduce, room, scale=1.0, config=config)
     np.testing.assert_array_equal(found, count)
     for row in np.asarray(slots).reshape(-1, room):

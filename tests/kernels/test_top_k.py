@@ -37,10 +37,13 @@ def inputs(rows, U, k, seed=0):
     ("rows", "U", "k", "blocks"),
     [
         (6, 600, 100, 2),
+        (6, 9000, 100, -2),
+        pytest.param(1, 20000, 1000, -1, marks=pytest.mark.thorough),
+        pytest.param(1, 40000, 4096, -3, marks=pytest.mark.thorough),
         pytest.param(1, 5000, 1000, 1, marks=pytest.mark.thorough),
         pytest.param(1, 40000, 4096, 2, marks=pytest.mark.thorough),
         pytest.param(2, 5000, 5, 4, marks=pytest.mark.thorough),
-        *(pytest.param(3, 70000, 1500, blocks, marks=on_gpu) for blocks in (1, 2, 4, 8)),
+        *(pytest.param(3, 70000, 1500, blocks, marks=on_gpu) for blocks in (1, 2, 4, 8, -1, -7, -16)),
         *(
             pytest.param(*sizes, None, marks=on_gpu)
             for sizes in (
@@ -51,7 +54,7 @@ def inputs(rows, U, k, seed=0):
     ],
 )
 def test_top_k_equals_its_reference(rows, U, k, blocks):
-    config = blocks and top_k.Config(blocks=blocks)
+    config = blocks and top_k.Config(blocks=abs(blocks), cluster=int(blocks > 0))
     run = jax.jit(partial(top_k.top_k, k=k, config=config))
     reference = jax.jit(partial(ops.top_k, k=k, implementation="xla"))
     for name, scores, valid in inputs(rows, U, k):

@@ -43,6 +43,9 @@ def parts_of(B, K, G, sizes, kind, seed=0):
     ("B", "K", "G", "sizes", "k", "blocks"),
     [
         (2, 1, 4, (400, 22), 30, 2),
+        (2, 1, 4, (8200, 22), 30, -2),
+        pytest.param(1, 2, 3, (1001,), 50, -1, marks=pytest.mark.thorough),
+        pytest.param(1, 1, 8, (20000, 64), 700, -3, marks=pytest.mark.thorough),
         pytest.param(1, 2, 3, (1001,), 50, 1, marks=pytest.mark.thorough),
         pytest.param(1, 2, 3, (401, 3, 64), 50, 1, marks=pytest.mark.thorough),
         pytest.param(1, 1, 8, (40000, 64), 700, 2, marks=pytest.mark.thorough),
@@ -56,7 +59,7 @@ def parts_of(B, K, G, sizes, kind, seed=0):
     ],
 )
 def test_top_k_grouped_chooses_what_its_reference_does(B, K, G, sizes, k, blocks):
-    config = blocks and top_k.Config(blocks=blocks)
+    config = blocks and top_k.Config(blocks=abs(blocks), cluster=int(blocks > 0))
     run = jax.jit(partial(top_k_grouped.top_k_grouped, k=k, config=config), static_argnums=1)
     reference = jax.jit(partial(ops.top_k_grouped, k=k, implementation="xla"), static_argnums=1)
     pooled = jax.jit(reduce_scores, static_argnums=1)
