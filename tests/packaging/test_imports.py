@@ -19,7 +19,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FLOORS = {
     **dict.fromkeys(("spec", "memory", "validation", "cache.describing", "presets.parsing"), 0),
     "numerics": 1,
-    **dict.fromkeys(("ops", "sharding.context"), 2),
+    **dict.fromkeys(("ops", "sharding.context", "kernels_pallas.simt"), 2),
     **dict.fromkeys(("selectors", "stores", "evictors.last_use", "sharding.placement"), 3),
     "evictors": 4,
     "policies": 5,

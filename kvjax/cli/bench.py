@@ -1,0 +1,63 @@
+"""`kvjax bench`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from kvjax.cli.options import AsJson, sizes
+from kvjax.cli.terminal import say, show, write_json
+
+
+def bench(
+    kernels: Annotated[bool, typer.Option("--kernels", help="The GPU kernels: all that this measures.")] = True,
+    length: Annotated[str, typer.Option(help="Context length in tokens. Several: 32K,128K.")] = "128K",
+    batch: Annotated[str, typer.Option(help="Batch size. Several: 1,8.")] = "1",
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help="Take the kernels' forms for this compute capability, such as 8.9. Default: for this GPU.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Checks the GPU kernels against plain JAX and times them, alone and in decode steps.
+
+    The sizes are those of a layer of Llama-3.1-8B in bfloat16. Columns: microseconds on the device with kernels and in
+    plain JAX; the rate of the bytes that are read at least; the share of slots or of the output's norm that differs;
+    and the microseconds of each kernel. A kernel that fails has its error, and the others are measured. `--json` has
+    the same with the card and versions, to send for docs/support.md.
+    """
+    import jax
+    from rich.table import Table
+
+    from kvjax.evaluate.kernels import TITLES, columns, measure
+    from kvjax.evaluate.provenance import provenance
+    from kvjax.kernels_pallas import simt
+
+    lengths, batches = sizes("--length", length), sizes("--batch", batch)
+    if target not in (None, *simt.ARCHITECTURES):
+        raise ValueError(f"--target must be one of {', '.join(simt.ARCHITECTURES)}; got {target}")
+    if why := simt.why_not():
+        raise ValueError(f"no kernel can run here: {why}")
+    if jax.default_backend() != "gpu":
+        raise ValueError(f"kernels run on an NVIDIA GPU; this process runs on {jax.default_backend()}")
+    form, card = target and simt.stands_for(target), simt.target()
+    for size in lengths:
+        for rows in batches:
+            table = Table(
+                title=f"{card.kind}, compute capability {card.capability}: {size} tokens x {rows}",
+                caption="microseconds of a layer, on the device",
+            )
+            for name in TITLES:
+                table.add_column(name)
+            for row in measure(size, rows, target=form or None):
+                say(f"{row['what']}: {row.get('us', row.get('failed'))}")
+                table.add_row(*columns(row))
+                if as_json:
+                    write_json({**provenance(), "card": asdict(card), **row})
+            if not as_json:
+                show(table)
