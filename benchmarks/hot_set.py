@@ -78,13 +78,12 @@ def measure(kind: str, spec: CacheSpec, select: int, tokens: int, hits: float, c
         at = jax.lax.dynamic_index_in_dim(all_slots, turn % all_slots.shape[0], keepdims=False)
         chosen = Selection(at, jnp.ones(at.shape, bool))
         if kind == "hot":
-            state, (k, v, there) = store.load(state, chosen)
-            out = ops.attend_zones(q, k, v, there, recent, None, LOCAL, scale=0.1)
+            out, state = store.attend_zones(state, q, chosen, recent, None, LOCAL, scale=0.1)
         elif kind == "host":
             history = store.attend_slots(state, q, chosen, scale=0.1)
             out = ops.attend_beside(history, q, None, recent, None, scale=0.1)
         else:
-            out = store.attend_slots_with(state, q, chosen, recent, None, LOCAL, scale=0.1)
+            out, state = store.attend_zones(state, q, chosen, recent, None, LOCAL, scale=0.1)
         return out, (state, turn + 1)
 
     turns = 2 * max(1, -(-tokens // max(1, select - round(hits * select)))) + 2 if hits < 1 else 2

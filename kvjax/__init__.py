@@ -74,18 +74,13 @@ from kvjax.selectors.simhash import SimHash
 from kvjax.sharding.placement import Placement
 from kvjax.spec import CacheSpec
 from kvjax.stores import (
-    CachingStore,
     Dense,
-    FusedSlotStore,
-    FusedStore,
     HostFloat8,
     HostOffload,
     HostQuantized,
     HotSet,
     LowRank,
-    MultiStepStore,
     Quantized,
-    RecallingStore,
     Store,
 )
 from kvjax.stores.demotion import Buffer, Demotion, Fifo, LogSparse
@@ -124,7 +119,6 @@ __all__ = [
     "Buffer",
     "Cache",
     "CacheSpec",
-    "CachingStore",
     "CentrePages",
     "Compensated",
     "Compressed",
@@ -140,8 +134,6 @@ __all__ = [
     "Follower",
     "Full",
     "FullState",
-    "FusedSlotStore",
-    "FusedStore",
     "HeadBudgets",
     "HeavyHitter",
     "HostFloat8",
@@ -159,7 +151,6 @@ __all__ = [
     "MinMaxPages",
     "Mixed",
     "MultiStep",
-    "MultiStepStore",
     "Nucleus",
     "Observation",
     "Observer",
@@ -173,7 +164,6 @@ __all__ = [
     "ProductCodes",
     "PromptLookup",
     "Quantized",
-    "RecallingStore",
     "Retrieval",
     "Reversible",
     "Sampled",

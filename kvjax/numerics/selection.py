@@ -53,6 +53,11 @@ class PackedSelection(NamedTuple):
         return Selection(self.slots, self.valid)
 
 
+def unpack(selection: Selection | PackedSelection) -> Selection:
+    """A selection with a mask of its valid slots."""
+    return selection.selection if isinstance(selection, PackedSelection) else selection
+
+
 def pack(selection: Selection) -> PackedSelection:
     """Packs a selection whose valid slots already come first."""
     return PackedSelection(selection.slots, jnp.sum(selection.valid, axis=-1, dtype=jnp.int32))

@@ -15,7 +15,7 @@ from kvjax.ops.chunk import in_order
 from kvjax.policies.policy import Info, attend_in_turn, heads_as_steps, step_lengths, steps_as_heads
 from kvjax.policies.zones import Visible, Zoned, ZonedState
 from kvjax.spec import keep_int
-from kvjax.stores import FusedStore, Quantized, Store
+from kvjax.stores import Quantized, Store
 from kvjax.stores.demotion import Demotion, Fifo
 
 QUERIES = 8  # queries of a KV head that kernels take at once
@@ -59,11 +59,7 @@ class Compressed(Zoned):
         self, st: ZonedState, q: Array, *, scale: float, window: int | None = None
     ) -> tuple[Array, ZonedState, Info]:
         seen = self.visible(st, window)
-        if isinstance(self.store, FusedStore):
-            out = self.store.attend_with(st.store, q, seen.store, seen.recent, seen.sink, scale=scale)
-        else:
-            history = self.store.attend(st.store, q, seen.store, scale=scale)
-            out = ops.attend_beside(history, q, None, seen.recent, seen.sink, scale=scale)
+        out = self.store.attend_with(st.store, q, seen.store, seen.recent, seen.sink, scale=scale)
         return out, st, self._info(st, window)
 
     def decode(

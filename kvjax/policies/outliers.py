@@ -10,10 +10,9 @@ from jax import Array
 from kvjax import ops
 from kvjax.numerics.packing import whole_units
 from kvjax.numerics.partial import merge
-from kvjax.numerics.selection import Candidates, PackedSelection, Selection, by_row, split_selection
+from kvjax.numerics.selection import Candidates, PackedSelection, Selection, by_row, split_selection, unpack
 from kvjax.policies.policy import Info
 from kvjax.policies.retrieval import Retrieval
-from kvjax.policies.selected import without_packing
 from kvjax.policies.zones import Visible, ZonedState
 from kvjax.selectors import MeanPages, Selector
 from kvjax.sharding.context import Axis
@@ -86,7 +85,7 @@ class OutlierRetrieval(Retrieval):
         every = super().find(st, q, seen, scale=scale, in_order=in_order, steps=steps)
         if not self.beside:
             return every
-        found = without_packing(every)
+        found = unpack(every)
         return found._replace(valid=found.valid & ~self._are_kept(st, self.exact_store.kept(st.store), found))
 
     def _are_kept(self, st: ZonedState, kept: Array, selection: Selection) -> Array:
@@ -101,7 +100,7 @@ class OutlierRetrieval(Retrieval):
     ) -> tuple[Array, ZonedState, Info]:
         if not self.beside:
             return super().attend_selected(st, q, selection, seen, scale=scale)
-        selection = without_packing(selection)
+        selection = unpack(selection)
         stored, pending = split_selection(selection, st.store.slots)
         start = None if seen.first is None else seen.store
         exact = self.exact_store.attend_kept(st.store, q, start, scale=scale)

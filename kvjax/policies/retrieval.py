@@ -11,17 +11,17 @@ from jax import Array
 
 from kvjax.memory import in_host_memory
 from kvjax.numerics.packing import whole_units
-from kvjax.numerics.selection import PackedSelection, Selection, reduce_queries
+from kvjax.numerics.selection import PackedSelection, Selection, reduce_queries, unpack
 from kvjax.ops.chunk import in_order
 from kvjax.policies.policy import Info, Policy, attend_in_turn, heads_as_steps, step_lengths, steps_as_heads
-from kvjax.policies.selected import SelectedZones, without_packing
+from kvjax.policies.selected import SelectedZones
 from kvjax.policies.shared import Follower, require_whole_pages
 from kvjax.policies.short import DenseCapacity, Short, is_short
 from kvjax.policies.zones import Visible, ZonedState
 from kvjax.selectors import Candidates, Selector
 from kvjax.sharding.context import Axis
 from kvjax.spec import CacheSpec, keep_int
-from kvjax.stores import CachingStore, Dense, MultiStepStore, Store
+from kvjax.stores import Dense, Store
 from kvjax.stores.demotion import Demotion, Fifo
 from kvjax.stores.hot import HotBlock
 from kvjax.validation import check_verbs
@@ -91,10 +91,9 @@ class Retrieval(SelectedZones):
     def init(self, spec: CacheSpec) -> ZonedState:
         self.selector.check(spec, self.demote.leave)
         st = super().init(spec)
-        if isinstance(self.store, CachingStore):
-            heads = spec.group if self.selector.group_reduce == "per_head" else 1
-            units = (st.store.slots + self._pending_slots(st)) // self.selector.unit
-            self.store.require_room(heads * self.room(units) * self.selector.unit)
+        heads = spec.group if self.selector.group_reduce == "per_head" else 1
+        units = (st.store.slots + self._pending_slots(st)) // self.selector.unit
+        self.store.require_room(heads * self.room(units) * self.selector.unit)
         return replace(st, index=self.selector.init(spec, st.store.slots))
 
     def of_size(self, spec: CacheSpec) -> Policy:
@@ -202,20 +201,21 @@ class Retrieval(SelectedZones):
                 lambda a: jnp.moveaxis(a.reshape(B, K, T, a.shape[2] // T, *a.shape[3:]), 2, 0), selection
             )
 
-        if not isinstance(self.store, MultiStepStore):
+        if not self.store.takes_steps:
 
             def attend(st: ZonedState, q: Array, length: Array, selection: Any) -> tuple[Array, ZonedState, Info]:
                 st = self.shortened(st, length)
                 return self.attend_selected(st, q, selection, self.visible(st, None), scale=scale)
 
             return attend_in_turn(attend, st, q, lengths, by_step(found))
-        out = self.store.attend_steps(st.store, queries, found, seen.recent, seen.sink, self.local, scale=scale)
+        zones = seen.recent, seen.sink, self.local
+        out, _ = self.store.attend_zones(st.store, queries, found, *zones, scale=scale)
 
         def info(length: Array, selection: Selection) -> Info:
             state = self.shortened(st, length)
             return self.info(state, self.visible(state, None), selection)
 
-        each = by_step(without_packing(found))
+        each = by_step(unpack(found))
         return heads_as_steps(out, T), st, jax.vmap(info)(lengths, each)
 
     def select(self, st: ZonedState, q: Array, *, scale: float | None = None, window: int | None = None) -> Selection:
@@ -225,7 +225,7 @@ class Retrieval(SelectedZones):
         """
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         found = self.find(st, q, self.visible(st, window), scale=scale, in_order=st.store.slots)
-        return without_packing(found)
+        return unpack(found)
 
     # --------------------------------------------------------------------------------------------------------- parts
 

@@ -11,12 +11,10 @@ from dataclasses import replace
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax import ops
 from kvjax.numerics.partial import Span
-from kvjax.numerics.selection import PackedSelection, Selection, split_selection
+from kvjax.numerics.selection import PackedSelection, Selection, unpack
 from kvjax.policies.policy import Info
 from kvjax.policies.zones import Visible, Zoned, ZonedState
-from kvjax.stores import CachingStore, FusedSlotStore
 
 
 class SelectedZones(Zoned):
@@ -29,17 +27,10 @@ class SelectedZones(Zoned):
 
         Selected slots below S, the slots of the store, are in the history; S + r is slot r of the recent block.
         """
-        if isinstance(self.store, CachingStore):
-            store, (k, v, on_device) = self.store.load(st.store, selection)
-            st = replace(st, store=store)
-            out = ops.attend_zones(q, k, v, on_device, seen.recent, seen.sink, self.local, scale=scale)
-        elif isinstance(self.store, FusedSlotStore):
-            out = self.store.attend_slots_with(st.store, q, selection, seen.recent, seen.sink, self.local, scale=scale)
-        else:
-            stored, pending = split_selection(selection, st.store.slots)
-            history = self.store.attend_slots(st.store, q, stored, scale=scale)
-            out = ops.attend_beside(history, q, pending, self.local_span(seen), seen.sink, scale=scale)
-        return out, st, self.info(st, seen, without_packing(selection))
+        zones = seen.recent, seen.sink, self.local
+        out, store = self.store.attend_zones(st.store, q, selection, *zones, scale=scale)
+        st = replace(st, store=store)
+        return out, st, self.info(st, seen, unpack(selection))
 
     def local_span(self, seen: Visible) -> Span:
         return seen.recent._replace(start=jnp.maximum(seen.recent.stop - self.local, seen.recent.start))
@@ -63,7 +54,3 @@ class SelectedZones(Zoned):
         beside, visible = (lax.broadcast_in_dim(a, (*lead, a.shape[1]), (0, 3)) for a in (beside, visible))
         positions = jnp.concatenate([self.positions(st, selection.slots), beside], axis=-1)
         return jnp.where(jnp.concatenate([selection.valid, visible], axis=-1), positions, -1)
-
-
-def without_packing(selection: Selection | PackedSelection) -> Selection:
-    return selection.selection if isinstance(selection, PackedSelection) else selection

@@ -22,17 +22,15 @@ from jax import Array
 from jax.tree_util import register_dataclass
 
 from kvjax import ops
-from kvjax.numerics.blocks import take_rows
 from kvjax.numerics.partial import PartialAttention
-from kvjax.numerics.selection import Selection, split_selection
+from kvjax.numerics.selection import Selection, split_selection, unpack
 from kvjax.policies.policy import Info
 from kvjax.policies.retrieval import Retrieval
-from kvjax.policies.selected import without_packing
 from kvjax.policies.shared import Follower
 from kvjax.policies.zones import Visible, ZonedState
 from kvjax.sharding.context import Axis
 from kvjax.spec import CacheSpec, keep_int
-from kvjax.stores import CachingStore, Recalled, RecallingStore
+from kvjax.stores.store import Recalled, flat
 from kvjax.validation import finite_number
 
 
@@ -90,10 +88,10 @@ class Speculative:
     Scores of the selection are scaled as attention is, or by `selection_scale`. With 1.0 a group's softmax is that of
     unscaled products, which gives more weight to its best pages.
 
-    With a `RecallingStore`, a step waits only for what its own heads need. The rest of the recall, which serves the
-    next step, runs at the same time as attention, the matrix products and the following layers, if the program was
-    compiled with `memory.CONCURRENT`, as that of `kvjax.generate` is. Otherwise, and in plain JAX, attention waits for
-    the whole recall.
+    With a store that recalls in two parts (`Store.recall`, as `HostOffload` does), a step waits only for what its own
+    heads need. The rest of the recall, which serves the next step, runs at the same time as attention, the matrix
+    products and the following layers, if the program was compiled with `memory.CONCURRENT`, as that of `kvjax.generate`
+    is. Otherwise, and in plain JAX, attention waits for the whole recall.
 
     **Source:** FreeKV, speculative retrieval and fine-grained correction; tau 0.8 for long inputs, 0.9 for long
     generation. **Differs:** FreeKV selects for all heads only if one needs it, which the host decides; here every step
@@ -126,9 +124,7 @@ class Speculative:
             object.__setattr__(self, "selection_scale", factor)
         keep_int(self, "reuse", at_least=1)
         demote, local = self.retrieval.demote, self.retrieval.local
-        page, store = self.retrieval.selector.unit, self.retrieval.store
-        if isinstance(store, RecallingStore):  # it reads one page of the store beside the selection
-            page = min(page, getattr(store, "page", 1))
+        page = self.retrieval.store.edges(self.retrieval.selector.unit)
         max_reuse = min(page, local, max(self.retrieval.selected, 1))
         if self.reuse > max_reuse:
             raise ValueError(
@@ -151,7 +147,7 @@ class Speculative:
         policy, st = self.retrieval, self.retrieval.init(spec)
 
         def recall(q: Array) -> Recall:
-            selection = without_packing(policy.find(st, q, policy.visible(st, None), scale=1.0))
+            selection = unpack(policy.find(st, q, policy.visible(st, None), scale=1.0))
             stored, _ = split_selection(self._flat(selection), st.store.slots)
             return Recall(selection, *policy.store.gather(st.store, stored), jnp.zeros(spec.batch, bool))
 
@@ -173,7 +169,7 @@ class Speculative:
         policy, zones = self.retrieval, st.zones
         seen = policy.visible(zones, window)
         score_scale = scale if self.selection_scale is None else self.selection_scale
-        selection = without_packing(policy.find(zones, q, seen, scale=score_scale, in_order=self._dropped(zones)))
+        selection = unpack(policy.find(zones, q, seen, scale=score_scale, in_order=self._dropped(zones)))
 
         # Which heads reuse their recall. After a prompt its slots are out of date, so none is known.
         query = q.astype(jnp.float32)
@@ -246,43 +242,16 @@ class Speculative:
         all `rows`, bool[B] or by head bool[B, K], and keeps the previous keys and values of the others.
         """
         policy = self.retrieval
-        B, K, H, M = selection.slots.shape
         recent, oldest = (st.recent.k, st.recent.v), st.recent.count - policy.local
-        if isinstance(policy.store, RecallingStore):
-            recalled, edge = Recalled(self._flat(previous.selection), previous.k, previous.v), jnp.maximum(oldest, -1)
-            used, rest = policy.store.recall(st.store, selection, recent, edge, recalled, rows, urgent)
-            return st, used, lambda: Recall(selection, *rest(), oldest >= 0)
-
-        of_rows = rows.reshape(*rows.shape, *(1,) * (4 - rows.ndim))
-        wanted = selection._replace(valid=selection.valid & of_rows)  # a head that keeps its recall reads nothing
-        stored, pending = split_selection(self._flat(wanted), st.store.slots)
-        here = pending.valid.reshape(B, K, -1, 1)
-        place = jnp.arange(here.shape[2])[None, None, :, None] - H * M
-        at_edge = (place >= 0) & (place < self.reuse)
-
-        def whole(old: Array, new: Array, zone: Array) -> Array:
-            edge = take_rows(zone, jnp.maximum(oldest, 0)[:, None] + jnp.arange(self.reuse)[None])
-            if self.reuse > 1:
-                past = here.shape[2] - H * M - self.reuse
-                edge = jnp.pad(edge, ((0, 0), (0, 0), (H * M, past), (0, 0)))
-            return jnp.where(at_edge, edge.astype(old.dtype), jnp.where(here, new.astype(old.dtype), old))
-
-        if isinstance(policy.store, CachingStore):
-            store, loaded = policy.store.load(st.store, wanted)
-            st = replace(st, store=store)
-            history = ops.gather_slots(loaded.k, loaded.v, self._flat(without_packing(loaded.selection)))
-        else:
-            history = policy.store.gather(st.store, stored)
-        found = history, ops.gather_slots(*recent, pending), recent
-        # A copy of a cache may have another dtype than a store of codes returns.
-        k, v = (whole(*zones).astype(previous.k.dtype) for zones in zip(*found, strict=True))
-        kept_k, kept_v = (jnp.where(of_rows, *two) for two in ((k, previous.k), (v, previous.v)))
-        return st, (k, v), lambda: Recall(selection, kept_k, kept_v, oldest >= 0)
+        recalled = Recalled(self._flat(previous.selection), previous.k, previous.v)
+        read = selection, recent, oldest, recalled, rows, urgent
+        store, used, rest = policy.store.recall(st.store, *read, edges=self.reuse)
+        return replace(st, store=store), used, lambda: Recall(selection, *rest(), oldest >= 0)
 
     def _flat(self, selection: Selection) -> Selection:
         """[B, K, 1, H*M + unit]: the slots of all heads one after the other, and room for the edge, moved as a unit."""
-        width = ((0, 0), (0, 0), (0, 0), (0, self.retrieval.selector.unit))
-        return Selection(*(jnp.pad(a.reshape(*a.shape[:2], 1, -1), width) for a in selection))
+        *_, H, M = selection.slots.shape
+        return flat(selection, H * M + self.retrieval.selector.unit)
 
     def _keep_reused(
         self, st: ZonedState, selection: Selection, reused: Array, edge: Array, seen: Visible

@@ -29,9 +29,8 @@ from kvjax.ops.chunk import attend_zone
 from kvjax.policies.policy import chunk_starts, in_range, lowest_visible
 from kvjax.sharding.context import Axis, Stripes
 from kvjax.spec import CacheSpec, keep_int
-from kvjax.stores import Store, require_truncatable
+from kvjax.stores import Store
 from kvjax.stores.demotion import Demotion
-from kvjax.stores.striped import StripedStore
 from kvjax.validation import check_verbs
 
 
@@ -213,7 +212,6 @@ class Zoned:
                 f"truncate cannot shorten a cache of {self.demote}, which forgets the order of tokens; "
                 "kvjax.rollback can remove tokens of the recent block"
             )
-        store = require_truncatable(self.store)
         lengths, outside = in_range(lengths, jnp.zeros_like(lengths), st.length)
         sink, rest = st.sink, lengths
         if sink is not None:
@@ -238,9 +236,9 @@ class Zoned:
             later = take_rows(block, jnp.maximum(place - st.store.count[:, None], 0))
             return keep_valid(jnp.where(in_history, gathered[:, :, : st.recent.slots], later), valid)
 
-        k, v = store.gather(st.store, found)
+        k, v = self.store.gather(st.store, found)
         recent = Block(moved(k, st.recent.k), moved(v, st.recent.v), left)
-        history, index = store.truncate(st.store, history_count), self.truncate_index(st.index, history_count)
+        history, index = self.store.truncate(st.store, history_count), self.truncate_index(st.index, history_count)
         return replace(st, sink=sink, store=history, index=index, recent=recent, overflow=st.overflow | outside)
 
     def truncate_index(self, ix: Any, count: Array) -> Any:
@@ -328,7 +326,7 @@ class Zoned:
 
     def over_context(self, axis: Axis, parts: int) -> Any:
         stripes = self.stripes(axis, parts)
-        return dataclasses.replace(self, store=StripedStore(self.store, stripes))  # type: ignore[type-var]
+        return dataclasses.replace(self, store=self.store.over_context(stripes))  # type: ignore[type-var]
 
     def turns(self, spec: CacheSpec, parts: int) -> int:
         return self._slots(spec) // self.demote.leave

@@ -7,27 +7,13 @@ chunks as they leave the recent block, and stay. `attend` reads all of them, `at
 from kvjax.stores.dense import Dense
 from kvjax.stores.host import HostBlock, HostOffload
 from kvjax.stores.host_codes import HostFloat8, HostQuantized
-from kvjax.stores.hot import HotBlock, HotSet
+from kvjax.stores.hot import HotBlock, HotSet, Loaded
 from kvjax.stores.low_rank import LowRank, LowRankBlock
 from kvjax.stores.quantized import Quantized
-from kvjax.stores.store import (
-    CachingStore,
-    FusedSlotStore,
-    FusedStore,
-    Loaded,
-    MultiStepStore,
-    Recalled,
-    RecallingStore,
-    Store,
-    TruncatableStore,
-    require_truncatable,
-)
+from kvjax.stores.store import Recalled, Store
 
 __all__ = [
-    "CachingStore",
     "Dense",
-    "FusedSlotStore",
-    "FusedStore",
     "HostBlock",
     "HostFloat8",
     "HostOffload",
@@ -37,11 +23,7 @@ __all__ = [
     "Loaded",
     "LowRank",
     "LowRankBlock",
-    "MultiStepStore",
     "Quantized",
     "Recalled",
-    "RecallingStore",
     "Store",
-    "TruncatableStore",
-    "require_truncatable",
 ]

@@ -13,18 +13,16 @@ from kvjax.numerics.partial import PartialAttention, Span
 from kvjax.numerics.selection import PackedSelection, Selection
 from kvjax.ops.chunk import attend_zone
 from kvjax.spec import CacheSpec
+from kvjax.stores.store import Store
 
 
 @dataclass(frozen=True)
-class Dense:
+class Dense(Store):
     """Keeps keys and values unchanged in device memory, [B, K, S, D]."""
 
     @property
-    def page(self) -> int:
-        return 1
-
-    def check(self, spec: CacheSpec, chunk: int) -> None:
-        pass
+    def takes_steps(self) -> bool:
+        return True
 
     def init(self, spec: CacheSpec, slots: int) -> Block:
         return empty_block(spec, slots)
@@ -38,9 +36,6 @@ class Dense:
     def truncate(self, st: Block, count: Array) -> Block:
         return replace(st, count=count)
 
-    def decoded(self, k: Array, v: Array) -> tuple[Array, Array]:
-        return k, v
-
     def attend(self, st: Block, q: Array, start: Array, *, scale: float) -> PartialAttention:
         return self.attend_chunk(st, q[:, :, :, None], start[:, None], scale=scale)
 
@@ -50,7 +45,7 @@ class Dense:
     def attend_slots(self, st: Block, q: Array, selection: Selection, *, scale: float) -> PartialAttention:
         return ops.attend_slots(q, st.k, st.v, selection, scale=scale)
 
-    def attend_slots_with(
+    def attend_zones(
         self,
         st: Block,
         q: Array,
@@ -60,10 +55,8 @@ class Dense:
         local: int,
         *,
         scale: float,
-    ) -> Array:
-        return ops.attend_zones(q, st.k, st.v, selection, recent, sink, local, scale=scale)
-
-    attend_steps = attend_slots_with  # it takes any number of lists
+    ) -> tuple[Array, Block]:
+        return ops.attend_zones(q, st.k, st.v, selection, recent, sink, local, scale=scale), st
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         return 2.0 * spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize

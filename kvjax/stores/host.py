@@ -19,7 +19,7 @@ from kvjax.numerics.selection import PackedSelection, Selection
 from kvjax.ops.chunk import attend_blocks
 from kvjax.ops.host import read_pages
 from kvjax.spec import CacheSpec, keep_int
-from kvjax.stores.store import Recalled
+from kvjax.stores.store import Recalled, Store
 
 
 @register_dataclass
@@ -46,7 +46,7 @@ class HostBlock:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostOffload:
+class HostOffload(Store):
     """Keeps keys and values unchanged in pinned host memory; stored tokens take no device memory.
 
     A step moves the selected tokens, and a chunk of a prompt streams all stored tokens before it through the device, a
@@ -118,19 +118,25 @@ class HostOffload:
         k, v = ops.host_rows(st.kv, self._pages(selection, st.slots))
         return k, v
 
+    def edges(self, unit: int) -> int:
+        return min(unit, self.page)  # one page is read beside the selection
+
     def recall(
         self,
         st: HostBlock,
         selection: Selection,
         recent: tuple[Array, Array],
-        edge: Array,
+        oldest: Array,
         recalled: Recalled,
         rows: Array,
         urgent: Array,
-    ) -> tuple[tuple[Array, Array], Callable[[], tuple[Array, Array]]]:
-        """See `RecallingStore`. With `memory.CONCURRENT`, the rest is read at the same time as other work."""
+        *,
+        edges: int = 1,
+    ) -> tuple[HostBlock, tuple[Array, Array], Callable[[], tuple[Array, Array]]]:
+        """Recalls the urgent heads first. With `memory.CONCURRENT`, the rest is read at the same time as other work."""
         before, *parts = recalled
         index, known_pages = self._pages(selection, st.slots), self._whole_pages(st, before)
+        edge = jnp.maximum(oldest, -1)
         edge = jnp.where(edge < 0, -1, st.kv.shape[2] + edge)
         on_device = known_pages, tuple(parts)
         k, v = ready = ops.host_rows_first(st.kv, index, edge, urgent, on_device, recent)
@@ -140,7 +146,7 @@ class HostOffload:
             k, v = ops.host_rows_rest(st.kv, index, edge, others, on_device, recent, (urgent, ready))
             return k, v
 
-        return (k, v), rest
+        return st, (k, v), rest
 
     def _whole_pages(self, st: HostBlock, recalled: Selection) -> Array:
         """i32[B, K, pages]: the pages whose tokens were all recalled, in order; -1 for others.
@@ -167,11 +173,11 @@ class HostOffload:
         place = jnp.where(first < stored, quotient(first, self.page), first + (stored // self.page - stored))
         return jnp.max(jnp.where(valid, place, -1), axis=3)
 
-    def attend_slots(self, st: HostBlock, q: Array, selection: Selection, *, scale: float) -> PartialAttention:
-        k, v = self.gather(st, selection)
-        return ops.attend_gathered(q, k, v, selection, scale=scale)
+    @property
+    def takes_steps(self) -> bool:
+        return True
 
-    def attend_slots_with(
+    def attend_zones(
         self,
         st: HostBlock,
         q: Array,
@@ -181,29 +187,23 @@ class HostOffload:
         local: int,
         *,
         scale: float,
-    ) -> Array:
-        """See `FusedSlotStore`. Selected tokens of the history move to the device in the order of the selection."""
+    ) -> tuple[Array, HostBlock]:
+        """Selected tokens of the history move to the device in the order of the selection."""
         slots = selection.slots
         stored = slots < st.slots
         k, v = self.gather(st, Selection(slots, selection.valid & stored))
         moved = jnp.arange(k.shape[2], dtype=jnp.int32).reshape(1, 1, *slots.shape[2:])
         on_device = selection._replace(slots=jnp.where(stored, moved, k.shape[2] + slots - st.slots))
-        return ops.attend_zones(q, k, v, on_device, recent, sink, local, scale=scale)
-
-    attend_steps = attend_slots_with  # it takes any number of lists
+        return ops.attend_zones(q, k, v, on_device, recent, sink, local, scale=scale), st
 
     def place(
         self, st: HostBlock, hot: tuple[Array, Array], page: Array, used: Array, at: Array
     ) -> tuple[Array, Array]:
-        """See `PlacingStore`."""
         k, v = ops.hot_load(st.kv, hot, page, used, at)
         return k, v
 
     def truncate(self, st: HostBlock, count: Array) -> HostBlock:
         return replace(st, count=count)
-
-    def decoded(self, k: Array, v: Array) -> tuple[Array, Array]:
-        return k, v
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         return 2.0 * spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize

@@ -16,19 +16,19 @@ from kvjax import ops
 from kvjax.memory import host_zeros, to_device
 from kvjax.numerics.derivatives import refuse_derivative
 from kvjax.numerics.packing import channels_packed
-from kvjax.numerics.partial import PartialAttention, Span
+from kvjax.numerics.partial import PartialAttention
 from kvjax.numerics.quant import QuantArray, dequantize, quantize
-from kvjax.numerics.selection import PackedSelection, Selection
+from kvjax.numerics.selection import Selection
 from kvjax.ops.chunk import attend_blocks
 from kvjax.spec import CacheSpec, keep_int
 from kvjax.stores.host import HostBlock, HostOffload, split_parts
-from kvjax.stores.store import attend_slots_beside
+from kvjax.stores.store import Store
 
 BITS = (2, 4, 8)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _HostCodes:
+class _HostCodes(Store):
     """A host store of coded tokens; a subclass defines the codes."""
 
     page: int = 1
@@ -82,22 +82,9 @@ class _HostCodes:
 
         return attend_blocks(q, st.kv, start, st.count, read=read, slots=st.slots, unit=Z, scale=scale)
 
-    def attend_slots(self, st: HostBlock, q: Array, selection: Selection, *, scale: float) -> PartialAttention:
-        k, v = (self.decode(rows, q.shape[-1]) for rows in self._rows.gather(st, selection))
-        return ops.attend_gathered(q, k, v, selection, scale=scale)
-
-    def attend_steps(
-        self,
-        st: HostBlock,
-        q: Array,
-        selection: Selection | PackedSelection,
-        recent: Span,
-        sink: Span | None,
-        local: int,
-        *,
-        scale: float,
-    ) -> Array:
-        return attend_slots_beside(self, st, st.slots, q, selection, recent, sink, local, scale=scale)
+    @property
+    def takes_steps(self) -> bool:
+        return True
 
     def gather(self, st: HostBlock, selection: Selection) -> tuple[Array, Array]:
         k, v = (self.decode(rows, self._head_dim(st.kv.shape[-1])) for rows in self._rows.gather(st, selection))
@@ -134,7 +121,6 @@ class HostFloat8(_HostCodes):
     def place(
         self, st: HostBlock, hot: tuple[Array, Array], page: Array, used: Array, at: Array
     ) -> tuple[Array, Array]:
-        """See `PlacingStore`."""
         k, v = ops.hot_load_float8(st.kv, hot, page, used, at)
         return k, v
 

@@ -14,7 +14,7 @@ is the hot set of SGLang's HiSparse.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -22,12 +22,12 @@ from jax.tree_util import register_dataclass
 from jax.typing import DTypeLike
 
 from kvjax import ops
-from kvjax.numerics.partial import PartialAttention
+from kvjax.numerics.partial import PartialAttention, Span
 from kvjax.numerics.selection import PackedSelection, Selection
-from kvjax.ops.host import place_pages
+from kvjax.sharding.context import Stripes
 from kvjax.spec import CacheSpec, keep_int
 from kvjax.stores.host import HostOffload
-from kvjax.stores.store import CachingStore, Loaded, PlacingStore, Store, require_truncatable
+from kvjax.stores.store import Store, flat
 from kvjax.validation import check_verbs
 
 
@@ -70,8 +70,16 @@ class HotBlock:
         return self.history.slots
 
 
+class Loaded(NamedTuple):
+    """Tokens on the device, and a selection of them."""
+
+    k: Array  # dtype[B, K, X, D]
+    v: Array  # dtype[B, K, X, D]
+    selection: Selection | PackedSelection  # slot X + r is slot r of the recent block
+
+
 @dataclass(frozen=True, kw_only=True)
-class HotSet:
+class HotSet(Store):
     """A history in `store`; the device also keeps, per row and KV head, the `tokens` tokens that were selected last.
 
     A step attends to the same tokens as without the hot set. It reads from the host only the selected pages that are
@@ -90,7 +98,7 @@ class HotSet:
         keep_int(self, "tokens", at_least=1)
         verbs = ("init", "append", "gather", "attend_slots")
         check_verbs("HotSet(store=...)", self.store, "a store", verbs, "kvjax.HostOffload()")
-        if isinstance(self.store, CachingStore):
+        if isinstance(self.store, HotSet):
             raise ValueError(f"HotSet(store=...) got {self.store}, which has a hot set already; give its inner store")
         if self.tokens % self.store.page:
             raise ValueError(
@@ -123,17 +131,15 @@ class HotSet:
         return HotBlock(self.store.append(st.history, k, v, count), hot)
 
     def load(self, st: HotBlock, selection: Selection | PackedSelection) -> tuple[HotBlock, Loaded]:
-        """See `CachingStore`."""
+        """The state with all of the selection on the device, and where it is there. Slot S + r is slot r of the recent
+        block."""
         *_, H, M = selection.slots.shape
         self.require_room(H * M)
         if not H * M:  # sink and local window use up the budget
             return st, Loaded(st.hot.k, st.hot.v, selection)
         place = self._place_tokens if self.page == H == 1 else self._place_pages
         hot, fresh, slots = place(st, selection)
-        if isinstance(self.store, PlacingStore):
-            k, v = self.store.place(st.history, (hot.k, hot.v), hot.page, hot.used, fresh)
-        else:
-            k, v = self._read(st.history, hot, fresh)
+        k, v = self.store.place(st.history, (hot.k, hot.v), hot.page, hot.used, fresh)
         on_device = selection._replace(slots=slots)
         return HotBlock(st.history, replace(hot, k=k, v=v)), Loaded(k, v, on_device)
 
@@ -163,17 +169,23 @@ class HotSet:
         past = self.tokens + jnp.maximum(slots - st.slots, 0)
         return st.hot.with_tables(tables), at, jnp.where(stored, inside, past)
 
-    def _read(self, history: Any, hot: Hot, at: Array) -> tuple[Array, Array]:
-        """Keys and values of the hot set, with the pages of the history that just got a place in `at` i32[B, K, N]."""
-        Z, (B, K, N), n = self.page, at.shape, hot.page.shape[2]
-        safe = jnp.minimum(at, n - 1)
-        fresh = (at < n) & (jnp.take_along_axis(hot.used, safe, axis=2) == 2)
-        page = jnp.where(fresh, jnp.take_along_axis(hot.page, safe, axis=2), 0)
-        slots = page[..., None] * Z + jnp.arange(Z, dtype=jnp.int32)[None, None, None]
-        valid = jnp.broadcast_to(fresh[..., None], slots.shape)
-        read = self.store.gather(history, Selection(slots.reshape(B, K, 1, N * Z), valid.reshape(B, K, 1, N * Z)))
-        k, v = place_pages((hot.k, hot.v), read, jnp.where(fresh, at, n), n)
-        return k, v
+    def attend_zones(
+        self,
+        st: HotBlock,
+        q: Array,
+        selection: Selection | PackedSelection,
+        recent: Span,
+        sink: Span | None,
+        local: int,
+        *,
+        scale: float,
+    ) -> tuple[Array, HotBlock]:
+        st, (k, v, on_device) = self.load(st, selection)
+        return ops.attend_zones(q, k, v, on_device, recent, sink, local, scale=scale), st
+
+    def read(self, st: HotBlock, selection: Selection, length: int) -> tuple[HotBlock, tuple[Array, Array]]:
+        st, (k, v, on_device) = self.load(st, selection)
+        return st, ops.gather_slots(k, v, flat(on_device, length))
 
     # Verbs that read no selection, or one that was not loaded, read the history itself.
 
@@ -190,8 +202,14 @@ class HotSet:
         return self.store.gather(st.history, selection)
 
     def truncate(self, st: HotBlock, count: Array) -> HotBlock:
-        """See `TruncatableStore`. Pages past `count` stay on the device until `append` writes them again."""
-        return replace(st, history=require_truncatable(self.store).truncate(st.history, count))
+        """Shortens the history. Pages past `count` stay on the device until `append` writes them again."""
+        return replace(st, history=self.store.truncate(st.history, count))
+
+    def over_context(self, stripes: Stripes) -> Store:
+        raise ValueError(
+            f"{self} keeps selected tokens on one device, so it cannot be split over the {stripes.parts} devices of "
+            "context; use its inner store, or split only rows and heads"
+        )
 
     def decoded(self, k: Array, v: Array) -> tuple[Array, Array]:
         return self.store.decoded(k, v)

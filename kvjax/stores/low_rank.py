@@ -10,7 +10,6 @@ import numpy as np
 from jax import Array, lax
 from jax.tree_util import register_dataclass
 
-from kvjax import ops
 from kvjax.numerics.blocks import write
 from kvjax.numerics.derivatives import refuse_derivative
 from kvjax.numerics.indexing import put_last
@@ -57,7 +56,7 @@ class LowRankBlock:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LowRank:
+class LowRank(Store):
     """Keys as products of two factors of rank `rank`, on the device; values in the store `values`.
 
     The keys of all KV heads of a token are one vector of K D channels. A row's basis spans the directions of the `rank`
@@ -256,9 +255,6 @@ class LowRank:
             return self.gather(st, Selection(slots, jnp.ones_like(slots, bool)))
 
         return attend_blocks(q, st, start, st.count, read=read, slots=st.slots, unit=self.page, scale=scale)
-
-    def attend_slots(self, st: LowRankBlock, q: Array, selection: Selection, *, scale: float) -> PartialAttention:
-        return ops.attend_gathered(q, *self.gather(st, selection), selection, scale=scale)
 
     def gather(self, st: LowRankBlock, selection: Selection) -> tuple[Array, Array]:
         (B, K, _), slots = st.place.shape, selection.slots

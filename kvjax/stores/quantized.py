@@ -15,10 +15,10 @@ from kvjax.numerics.derivatives import refuse_derivative
 from kvjax.numerics.packing import channels_packed
 from kvjax.numerics.partial import PartialAttention, Span
 from kvjax.numerics.quant import QuantArray, dequantize, quantize, slice_tokens
-from kvjax.numerics.selection import PackedSelection, Selection
+from kvjax.numerics.selection import Selection
 from kvjax.ops.chunk import attend_blocks
 from kvjax.spec import CacheSpec, keep_int
-from kvjax.stores.store import attend_slots_beside
+from kvjax.stores.store import Store
 
 KeyAxis = Literal["channel", "token"]
 BITS = (2, 3, 4, 8)
@@ -39,7 +39,7 @@ class QuantizedBlock:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quantized:
+class Quantized(Store):
     """Keys and values as codes of few bits, with a scale and a zero point per group; a token is quantised once.
 
     Values are grouped by token: `value_group` channels of a token (or all, if a head has fewer). Keys are grouped in
@@ -69,10 +69,6 @@ class Quantized:
         for name in ("value_bits", "value_group"):
             if getattr(self, name) is not None:
                 keep_int(self, name, at_least=1)
-
-    @property
-    def page(self) -> int:
-        return 1
 
     @property
     def _value_bits(self) -> int:
@@ -168,21 +164,9 @@ class Quantized:
     ) -> Array:
         return ops.attend_quantized_zones(q, st.k, st.v, start, st.count, recent, sink, scale=scale)
 
-    def attend_slots(self, st: QuantizedBlock, q: Array, selection: Selection, *, scale: float) -> PartialAttention:
-        return ops.attend_gathered(q, *self.gather(st, selection), selection, scale=scale)
-
-    def attend_steps(
-        self,
-        st: QuantizedBlock,
-        q: Array,
-        selection: Selection | PackedSelection,
-        recent: Span,
-        sink: Span | None,
-        local: int,
-        *,
-        scale: float,
-    ) -> Array:
-        return attend_slots_beside(self, st, st.slots, q, selection, recent, sink, local, scale=scale)
+    @property
+    def takes_steps(self) -> bool:
+        return True
 
     def gather(self, st: QuantizedBlock, selection: Selection) -> tuple[Array, Array]:
         D = st.k.codes.shape[-1] * 8 // self.bits

@@ -1,252 +1,227 @@
-"""The protocols of stores."""
+"""The base of stores: where keys and values of the history are kept, and how a step attends to them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from kvjax import ops
+from kvjax.memory import nbytes
+from kvjax.numerics.blocks import take_rows
 from kvjax.numerics.partial import PartialAttention, Span
-from kvjax.numerics.selection import PackedSelection, Selection, split_selection
+from kvjax.numerics.selection import PackedSelection, Selection, split_selection, unpack
+from kvjax.ops.host import place_pages
+from kvjax.sharding.context import Stripes
 from kvjax.spec import CacheSpec
-
-
-class Store(Protocol):
-    """Keeps keys and values. Slots are filled in order of arrival: slot s holds the s-th token that was appended.
-
-    A store may have further verbs, which policies find by the protocols below: `FusedStore`, `FusedSlotStore`,
-    `MultiStepStore`, `RecallingStore`, `CachingStore`. Without them a policy computes the same attention from the verbs
-    here.
-    """
-
-    @property
-    def page(self) -> int:
-        """Tokens that can only be read together: a selection must name whole pages. 1 if single tokens can be read."""
-        ...
-
-    def check(self, spec: CacheSpec, chunk: int) -> None:
-        """Raises ValueError if this store cannot take chunks of `chunk` tokens in a cache of this spec."""
-        ...
-
-    def init(self, spec: CacheSpec, slots: int) -> Any:
-        """An empty state of `slots` slots per row, with `count` i32[B]."""
-        ...
-
-    def append(self, st: Any, k: Array, v: Array, count: Array) -> Any:
-        """Adds the first `count` i32[B] tokens of k, v [B, K, T, D]; count is a multiple of the chunk."""
-        ...
-
-    def attend(self, st: Any, q: Array, start: Array, *, scale: float) -> PartialAttention:
-        """Attention of a step's q [B, K, G, D] over the slots [start, count), start i32[B]."""
-        ...
-
-    def attend_chunk(self, st: Any, q: Array, start: Array | None, *, scale: float) -> PartialAttention:
-        """Attention of a chunk's q [B, K, G, T, D] over the slots [start, count), a part over Q = G*T.
-
-        start is i32[B, T], a slot for each query, or None for slot 0. `kvjax.ops.chunk.attend_blocks` implements it for
-        a store that can read a block of its slots.
-        """
-        ...
-
-    def attend_slots(self, st: Any, q: Array, selection: Selection, *, scale: float) -> PartialAttention:
-        """Attention of q [B, K, G, D] over the selected slots, reading only those."""
-        ...
-
-    def gather(self, st: Any, selection: Selection) -> tuple[Array, Array]:
-        """Keys and values [B, K, H*M, D] of the selected slots, on the device. Slots that are not valid may give any
-        value, even NaN."""
-        ...
-
-    def decoded(self, k: Array, v: Array) -> tuple[Array, Array]:
-        """Whole chunks k, v [B, K, T, D] as they are read after being stored; unchanged in a lossless store."""
-        ...
-
-    def bytes_per_token(self, spec: CacheSpec) -> float:
-        """Bytes per stored token, in one layer over all kv heads."""
-        ...
-
-
-@runtime_checkable
-class FusedStore(Store, Protocol):
-    """A store that attends to the history together with the exact tokens beside it.
-
-    `Compressed` calls `attend_with` in place of `attend` and a merge with the attention over sink and recent block, so
-    that a step needs one kernel and no partial results. Law: both give the same result, up to rounding.
-    """
-
-    def attend_with(self, st: Any, q: Array, start: Array, recent: Span, sink: Span | None, *, scale: float) -> Array:
-        """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over the slots [start, count), start i32[B], and over
-        the spans of `recent` and `sink`."""
-        ...
-
-
-@runtime_checkable
-class FusedSlotStore(Store, Protocol):
-    """A store that attends to selected slots together with the exact tokens beside them.
-
-    `Retrieval` calls `attend_slots_with` in place of `attend_slots` and a merge with the attention over sink, selected
-    pending tokens and local window. Law: both give the same result, up to rounding.
-    """
-
-    def attend_slots_with(
-        self,
-        st: Any,
-        q: Array,
-        selection: Selection | PackedSelection,
-        recent: Span,
-        sink: Span | None,
-        local: int,
-        *,
-        scale: float,
-    ) -> Array:
-        """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over the selected slots, the local window and `sink`.
-
-        Slot S + r of the selection is slot r of `recent`. The local window is the last `local` slots of the span of
-        `recent`, none of which are selected.
-        """
-        ...
-
-
-@runtime_checkable
-class MultiStepStore(Store, Protocol):
-    """A store that attends for several decode steps at once, each with its own selection.
-
-    `Retrieval.decode` calls `attend_steps` in place of one `attend_slots_with` or `attend_slots` per step. Law: both
-    give the same result, up to rounding. `attend_slots_beside` is an implementation for a store whose `attend_slots`
-    takes any number of lists.
-    """
-
-    def attend_steps(
-        self,
-        st: Any,
-        q: Array,
-        selection: Selection | PackedSelection,
-        recent: Span,
-        sink: Span | None,
-        local: int,
-        *,
-        scale: float,
-    ) -> Array:
-        """[B, K, T*G, D] in the dtype of q [B, K, T*G, D], each step's query heads after the previous step's.
-
-        The arguments are those of `FusedSlotStore.attend_slots_with`, of all steps: lists of slots [B, K, T*H, M], and
-        spans with start and stop i32[B, T].
-        """
-        ...
-
-
-def attend_slots_beside(
-    store: Store,
-    st: Any,
-    slots: int,
-    q: Array,
-    selection: Selection | PackedSelection,
-    recent: Span,
-    sink: Span | None,
-    local: int,
-    *,
-    scale: float,
-) -> Array:
-    """`MultiStepStore.attend_steps`, by the `attend_slots` of a store of `slots` slots and a merge."""
-    stored, pending = split_selection(selection, slots)
-    history = store.attend_slots(st, q, stored, scale=scale)
-    recent = recent._replace(start=jnp.maximum(recent.start, recent.stop - local))
-    return ops.attend_beside(history, q, pending, recent, sink, scale=scale)
-
-
-@runtime_checkable
-class TruncatableStore(Store, Protocol):
-    """A store that returns keys and values unchanged, so that `kvjax.truncate` can move tokens out of it."""
-
-    def truncate(self, st: Any, count: Array) -> Any:
-        """The state with the first `count` i32[B] slots of each row, whole chunks, as if no more had been appended."""
-        ...
-
-
-def require_truncatable(store: Store) -> TruncatableStore:
-    """`store`, if it returns keys and values unchanged; else raises ValueError."""
-    if not isinstance(store, TruncatableStore):
-        raise ValueError(
-            f"truncate cannot shorten a cache of {store}, which does not return keys and values unchanged; use the "
-            "store Dense or HostOffload, or kvjax.rollback for tokens of the recent block"
-        )
-    return store
 
 
 class Recalled(NamedTuple):
     """Tokens that an earlier step recalled and that are still on the device."""
 
-    selection: Selection  # [B, K, 1, M]
-    k: Array  # dtype[B, K, M, D]
-    v: Array  # dtype[B, K, M, D]
+    selection: Selection  # [B, K, 1, R], the slots of all heads one after the other, and room for the edge
+    k: Array  # dtype[B, K, R, D]
+    v: Array  # dtype[B, K, R, D]
 
 
-@runtime_checkable
-class RecallingStore(Store, Protocol):
-    """A store outside of device memory that recalls a selection in two parts, the part that this step needs first.
+class Store:
+    """Keeps keys and values. Slots are filled in order of arrival: slot s holds the s-th token that was appended.
 
-    `Speculative` calls `recall` in place of `gather`. A step then waits only for the heads that attend with the
-    selection now; the rest, for the next step, is read at the same time as other work of the device.
+    A subclass is a frozen dataclass without arrays that implements `init`, `append` and `attend`, and `gather` if
+    single slots can be read, as policies that select need. The other verbs have defaults; a store overrides those for
+    which it has one operation. A state is a pytree with `count` i32[B] and the number of its `slots`.
     """
+
+    @property
+    def page(self) -> int:
+        """Tokens that can only be read together: a selection must name whole pages. 1 if single tokens can be read."""
+        return 1
+
+    @property
+    def takes_steps(self) -> bool:
+        """True if `attend_zones` attends for several decode steps at once, each with its own selection."""
+        return False
+
+    def check(self, spec: CacheSpec, chunk: int) -> None:
+        """Raises ValueError if this store cannot take chunks of `chunk` tokens in a cache of this spec."""
+
+    def require_room(self, tokens: int) -> None:
+        """Raises ValueError if a step cannot select `tokens` tokens of a row and KV head."""
+
+    def init(self, spec: CacheSpec, slots: int) -> Any:
+        """An empty state of `slots` slots per row, with `count` i32[B]."""
+        raise NotImplementedError
+
+    def append(self, st: Any, k: Array, v: Array, count: Array) -> Any:
+        """Adds the first `count` i32[B] tokens of k, v [B, K, T, D]; count is a multiple of the chunk."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------------------------------------- all slots
+
+    def attend(self, st: Any, q: Array, start: Array, *, scale: float) -> PartialAttention:
+        """Attention of a step's q [B, K, G, D] over the slots [start, count), start i32[B]."""
+        raise NotImplementedError
+
+    def attend_chunk(self, st: Any, q: Array, start: Array | None, *, scale: float) -> PartialAttention:
+        """Attention of a chunk's q [B, K, G, T, D] over the slots [start, count), a part over Q = G*T.
+
+        start is i32[B, T], a slot for each query, or None for slot 0. The default attends with one query after the
+        other; `kvjax.ops.chunk.attend_blocks` is faster for a store that can read a block of its slots.
+        """
+        B, K, G, T, _ = q.shape
+        start = jnp.zeros((B, T), jnp.int32) if start is None else start
+
+        def one(x: tuple[Array, Array]) -> PartialAttention:
+            return self.attend(st, *x, scale=scale)
+
+        each = lax.map(one, (jnp.moveaxis(q, 3, 0), jnp.moveaxis(start, 1, 0)))
+        return PartialAttention(*(jnp.moveaxis(a, 0, 3).reshape(B, K, G * T, *a.shape[4:]) for a in each))
+
+    def attend_with(self, st: Any, q: Array, start: Array, recent: Span, sink: Span | None, *, scale: float) -> Array:
+        """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over the slots [start, count), start i32[B], and over
+        the spans of `recent` and `sink`."""
+        return ops.attend_beside(self.attend(st, q, start, scale=scale), q, None, recent, sink, scale=scale)
+
+    # -------------------------------------------------------------------------------------------- selected slots
+
+    def gather(self, st: Any, selection: Selection) -> tuple[Array, Array]:
+        """Keys and values [B, K, H*M, D] of the selected slots, on the device. Slots that are not valid may give any
+        value, even NaN."""
+        raise ValueError(
+            f"{self} has no gather(st, selection), so no policy can select its tokens; add it, or use kvjax.Compressed,"
+            " which reads all"
+        )
+
+    def read(self, st: Any, selection: Selection, length: int) -> tuple[Any, tuple[Array, Array]]:
+        """The state, and the selected slots of the history as `gather` gives them, padded to `length` tokens."""
+        stored, _ = split_selection(flat(selection, length), st.slots)
+        return st, self.gather(st, stored)
+
+    def attend_slots(self, st: Any, q: Array, selection: Selection, *, scale: float) -> PartialAttention:
+        """Attention of q [B, K, G, D] over the selected slots, reading only those."""
+        return ops.attend_gathered(q, *self.gather(st, selection), selection, scale=scale)
+
+    def attend_zones(
+        self,
+        st: Any,
+        q: Array,
+        selection: Selection | PackedSelection,
+        recent: Span,
+        sink: Span | None,
+        local: int,
+        *,
+        scale: float,
+    ) -> tuple[Array, Any]:
+        """Attention over the selected slots, the local window and `sink`: [B, K, G, D] in the dtype of q [B, K, G, D],
+        and the state.
+
+        Slot S + r of the selection is slot r of `recent`. The local window is the last `local` slots of the span of
+        `recent`, none of which are selected. T steps at once have queries [B, K, T*G, D], each step's after the
+        previous step's, lists of slots [B, K, T*H, M], and spans with start and stop i32[B, T].
+        """
+        stored, pending = split_selection(selection, st.slots)
+        history = self.attend_slots(st, q, stored, scale=scale)
+        recent = recent._replace(start=jnp.maximum(recent.stop - local, recent.start))
+        return ops.attend_beside(history, q, pending, recent, sink, scale=scale), st
+
+    def edges(self, unit: int) -> int:
+        """The most tokens beside a selection of units of `unit` tokens that `recall` takes."""
+        return unit
 
     def recall(
         self,
         st: Any,
         selection: Selection,
         recent: tuple[Array, Array],
-        edge: Array,
+        oldest: Array,
         recalled: Recalled,
         rows: Array,
         urgent: Array,
-    ) -> tuple[tuple[Array, Array], Callable[[], tuple[Array, Array]]]:
-        """Recalls the selection: keys and values [B, K, M, D], and a function that recalls the rest.
+        *,
+        edges: int = 1,
+    ) -> tuple[Any, tuple[Array, Array], Callable[[], tuple[Array, Array]]]:
+        """Recalls the selection in two parts, the part that a step needs first.
 
+        Returns the state, keys and values [B, K, R, D] like those of `recalled`, and a function that recalls the rest.
         Keys and values are valid for heads where `urgent` bool[B, K] is true, and arbitrary for others. The function
-        returns them for all heads of `rows` bool[B], or bool[B, K] by head, and those of `recalled` for other heads.
+        returns them for all heads of `rows` bool[B], or bool[B, K] by head, and those of `recalled` for other heads. A
+        store outside of device memory may read the rest while other work runs; the default reads both at once.
 
-        Slot S + r of the selection is slot r of `recent`, keys and values [B, K, R, D]. After the selection comes slot
-        `edge` i32[B] of `recent`, with the slots after it that make a page, or nothing where `edge` is negative; then,
-        up to the M of `recalled`, any finite values. Tokens of `recalled` need not be read again.
+        Slot S + r of the selection is slot r of `recent`, keys and values [B, K, R, D]. After the selection come
+        `edges` slots of `recent` from slot `oldest` i32[B] on, or nothing where it is negative; then any finite values.
+        Tokens of `recalled` need not be read again.
         """
-        ...
+        B, K, H, M = selection.slots.shape
+        length = recalled.k.shape[2]
+        of_rows = rows.reshape(*rows.shape, *(1,) * (4 - rows.ndim))
+        wanted = selection._replace(valid=selection.valid & of_rows)  # a head that keeps its recall reads nothing
+        _, pending = split_selection(flat(wanted, length), st.slots)
+        here = pending.valid.reshape(B, K, -1, 1)
+        place = jnp.arange(length)[None, None, :, None] - H * M
+        at_edge = (place >= 0) & (place < edges)
 
+        def whole(old: Array, new: Array, zone: Array) -> Array:
+            edge = take_rows(zone, jnp.maximum(oldest, 0)[:, None] + jnp.arange(edges)[None])
+            if edges > 1:
+                edge = jnp.pad(edge, ((0, 0), (0, 0), (H * M, length - H * M - edges), (0, 0)))
+            return jnp.where(at_edge, edge.astype(old.dtype), jnp.where(here, new.astype(old.dtype), old))
 
-@runtime_checkable
-class PlacingStore(Store, Protocol):
-    """A store outside of device memory that reads pages directly to their places in a hot set.
-
-    `HotSet` calls `place` instead of `gather` and a scatter.
-    """
+        st, history = self.read(st, wanted, length)
+        zones = zip(history, ops.gather_slots(*recent, pending), recent, strict=True)
+        # A copy of a cache may have another dtype than a store of codes returns.
+        k, v = (whole(*parts).astype(recalled.k.dtype) for parts in zones)
+        kept_k, kept_v = (jnp.where(of_rows, *two) for two in ((k, recalled.k), (v, recalled.v)))
+        return st, (k, v), lambda: (kept_k, kept_v)
 
     def place(self, st: Any, hot: tuple[Array, Array], page: Array, used: Array, at: Array) -> tuple[Array, Array]:
-        """Keys and values of the hot set, [B, K, n * Z, D], with new pages; see `kvjax.ops.hot_load`."""
-        ...
+        """Keys and values of a hot set, [B, K, n * Z, D], with the pages that just got a place in `at` i32[B, K, N].
+
+        `page` i32[B, K, n] is the page of each place, and `used` i32[B, K, n] is 2 for those filled last.
+        """
+        Z, (B, K, N), n = self.page, at.shape, page.shape[2]
+        safe = jnp.minimum(at, n - 1)
+        fresh = (at < n) & (jnp.take_along_axis(used, safe, axis=2) == 2)
+        page = jnp.where(fresh, jnp.take_along_axis(page, safe, axis=2), 0)
+        slots = page[..., None] * Z + jnp.arange(Z, dtype=jnp.int32)[None, None, None]
+        valid = jnp.broadcast_to(fresh[..., None], slots.shape)
+        rows = self.gather(st, Selection(slots.reshape(B, K, 1, N * Z), valid.reshape(B, K, 1, N * Z)))
+        k, v = place_pages(hot, rows, jnp.where(fresh, at, n), n)
+        return k, v
+
+    # ---------------------------------------------------------------------------------------------- whole states
+
+    def decoded(self, k: Array, v: Array) -> tuple[Array, Array]:
+        """Whole chunks k, v [B, K, T, D] as they are read after being stored; unchanged in a lossless store."""
+        return k, v
+
+    def truncate(self, st: Any, count: Array) -> Any:
+        """The state with the first `count` i32[B] slots of each row, whole chunks, as if no more had been appended.
+
+        Only a store that returns keys and values unchanged can do so: tokens then move back to the recent block.
+        """
+        raise ValueError(
+            f"truncate cannot shorten a cache of {self}, which does not return keys and values unchanged; use the "
+            "store Dense or HostOffload, or kvjax.rollback for tokens of the recent block"
+        )
+
+    def over_context(self, stripes: Stripes) -> Store:
+        """The store of the whole history on a device that keeps only its stripes of it."""
+        from kvjax.stores.striped import StripedStore  # a subclass
+
+        return StripedStore(self, stripes)
+
+    def bytes_per_token(self, spec: CacheSpec) -> float:
+        """Bytes per stored token, in one layer over all kv heads."""
+        slots = 1024 * self.page
+        state = jax.eval_shape(lambda: self.init(spec, slots))
+        return nbytes(state).total / (spec.batch * slots)
 
 
-class Loaded(NamedTuple):
-    """Tokens on the device, and a selection of them."""
-
-    k: Array  # dtype[B, K, X, D]
-    v: Array  # dtype[B, K, X, D]
-    selection: Selection | PackedSelection  # slot X + r is slot r of the recent block
-
-
-@runtime_checkable
-class CachingStore(Store, Protocol):
-    """A store that keeps selected tokens on the device, so that later steps need not read them again.
-
-    A step calls `load` with its selection, and attends to the result. Law: the tokens are those that `attend_slots` of
-    the same selection reads, in the same order.
-    """
-
-    def load(self, st: Any, selection: Selection | PackedSelection) -> tuple[Any, Loaded]:
-        """The state with all of the selection on the device, and where it is there. Slot S + r is slot r of the recent
-        block."""
-        ...
-
-    def require_room(self, tokens: int) -> None:
-        """Raises ValueError if a step cannot select `tokens` tokens of a row and KV head."""
-        ...
+def flat(selection: Selection | PackedSelection, length: int) -> Selection:
+    """[B, K, 1, length]: the slots of all heads one after the other, and room for more."""
+    B, K, H, M = selection.slots.shape
+    width = ((0, 0), (0, 0), (0, 0), (0, length - H * M))
+    return Selection(*(jnp.pad(a.reshape(B, K, 1, -1), width) for a in unpack(selection)))

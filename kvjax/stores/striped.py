@@ -13,7 +13,7 @@ from kvjax.numerics.partial import PartialAttention
 from kvjax.numerics.selection import Selection
 from kvjax.sharding.context import Stripes, merge_chunk, merge_parts
 from kvjax.spec import CacheSpec
-from kvjax.stores.store import CachingStore, Store, require_truncatable
+from kvjax.stores.store import Store
 
 
 @register_dataclass
@@ -37,7 +37,7 @@ class StripedState:
 
 
 @dataclass(frozen=True)
-class StripedStore:
+class StripedStore(Store):
     """A `store` whose history is split over devices. Slots are places of the whole history.
 
     For attention over the history or over selected slots, each device attends to its own tokens, and the parts merge.
@@ -52,11 +52,6 @@ class StripedStore:
         return self.store.page
 
     def check(self, spec: CacheSpec, chunk: int) -> None:
-        if isinstance(self.store, CachingStore):
-            raise ValueError(
-                f"{self.store} keeps selected tokens on one device, so it cannot be split over the "
-                f"{self.stripes.parts} devices of context; use its inner store, or split only rows and heads"
-            )
         self.store.check(spec, self.stripes.tokens)
 
     def init(self, spec: CacheSpec, slots: int) -> StripedState:
@@ -94,7 +89,7 @@ class StripedStore:
         return *self.store.gather(self._own(st), own), own.valid
 
     def truncate(self, st: StripedState, count: Array) -> StripedState:
-        block = require_truncatable(self.store).truncate(self._own(st), count // self.stripes.parts)
+        block = self.store.truncate(self._own(st), count // self.stripes.parts)
         return replace(st, block=replace(block, count=block.count * self.stripes.parts))
 
     def decoded(self, k: Array, v: Array) -> tuple[Array, Array]:

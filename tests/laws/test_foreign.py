@@ -70,13 +70,8 @@ class Joined:
 
 
 @dataclass(frozen=True)
-class Joint:
+class Joint(kvjax.Store):
     """A store that keeps a token's key and value side by side."""
-
-    page: int = 1
-
-    def check(self, spec: CacheSpec, chunk: int) -> None:
-        pass
 
     def init(self, spec: CacheSpec, slots: int) -> Joined:
         shape = (spec.batch, spec.kv_heads, slots, 2 * spec.head_dim)
@@ -91,42 +86,21 @@ class Joint:
         return Joined(kv, jnp.minimum(st.count + count, st.slots))
 
     def attend(self, st: Joined, q: Array, start: Array, *, scale: float) -> PartialAttention:
-        return self.attend_chunk(st, q[:, :, :, None], start[:, None], scale=scale)
-
-    def attend_chunk(self, st: Joined, q: Array, start: Array | None, *, scale: float) -> PartialAttention:
-        B, K, G, T, D = q.shape
-        first = jnp.zeros((B, T), jnp.int32) if start is None else start
-        slot = jnp.arange(st.slots)[None, None]
-        mask = (slot >= first[..., None]) & (slot < st.count[:, None, None])  # [B, T, S]
+        slot = jnp.arange(st.slots)[None]
+        here = slot < st.count[:, None]
         k, v = jnp.split(st.kv, 2, axis=-1)
-        v = jnp.where((slot[:, 0] < st.count[:, None])[:, None, :, None], v, jnp.zeros((), v.dtype))
-        return attend_part(q.reshape(B, K, G * T, D), k, v, jnp.tile(mask, (1, G, 1))[:, None], scale=scale)
-
-    def attend_slots(self, st: Joined, q: Array, selection: Any, *, scale: float) -> PartialAttention:
-        k, v = self.gather(st, selection)
-        B, K, H, M = selection.slots.shape
-        valid = selection.valid.reshape(B, K, 1, H * M)
-        if H > 1:  # each query head reads its own
-            own = jnp.arange(H)[:, None] == jnp.arange(H * M)[None] // M
-            valid = valid & own[None, None]
-        v = jnp.where(selection.valid.reshape(B, K, H * M)[..., None], v, jnp.zeros((), v.dtype))
-        return attend_part(q, k, v, valid, scale=scale)
+        v = jnp.where(here[:, None, :, None], v, jnp.zeros((), v.dtype))
+        return attend_part(q, k, v, (here & (slot >= start[:, None]))[:, None, None], scale=scale)
 
     def gather(self, st: Joined, selection: Any) -> tuple[Array, Array]:
         slots = selection.slots.reshape(*selection.slots.shape[:2], -1, 1)
         k, v = jnp.split(jnp.take_along_axis(st.kv, slots, axis=2, mode="clip"), 2, axis=-1)
         return k, v
 
-    def decoded(self, k: Array, v: Array) -> tuple[Array, Array]:
-        return k, v
-
-    def bytes_per_token(self, spec: CacheSpec) -> float:
-        return 2.0 * spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize
-
 
 @dataclass(frozen=True)
 class FusedJoint(Joint):
-    """A Joint store with the optional verbs: history, recent block and sink are attended to in one operation."""
+    """A Joint store that overrides verbs: history, recent block and sink are attended to in one operation."""
 
     def attend_with(self, st: Joined, q: Array, start: Array, recent: Any, sink: Any, *, scale: float) -> Array:
         CALLS.append("attend_with")
@@ -143,16 +117,16 @@ class FusedJoint(Joint):
         q = q[:, :, :, None]
         return attend_blocks(q, st, start[:, None], st.count, read=read, slots=st.slots, unit=1, scale=scale)
 
-    def attend_slots_with(
+    def attend_zones(
         self, st: Joined, q: Array, selection: Any, recent: Any, sink: Any, local: int, *, scale: float
-    ) -> Array:
-        CALLS.append("attend_slots_with")
+    ) -> tuple[Array, Joined]:
+        CALLS.append("attend_zones")
         stored, pending = split_selection(Selection(selection.slots, selection.valid), st.slots)
         newest = recent.mask & (jnp.arange(recent.k.shape[2])[None] >= (recent.stop - local)[:, None])
         own = membership(pending, recent.k.shape[2]) | newest[:, None, None]
         own = jnp.broadcast_to(own, (*q.shape[:3], own.shape[3]))
         history = self.attend_slots(st, q, stored, scale=scale)
-        return self._merged(q, sink, history, attend_part(q, recent.k, recent.v, own, scale=scale), scale)
+        return self._merged(q, sink, history, attend_part(q, recent.k, recent.v, own, scale=scale), scale), st
 
     def _merged(self, q: Array, sink: Any, history: PartialAttention, recent: PartialAttention, scale: float) -> Array:
         parts = [history, recent]
@@ -204,7 +178,7 @@ def test_a_check_tells_how_far_it_is() -> None:
     ("name", "verbs"),
     [
         ("selector and store", []),
-        ("fused selector and store", ["select", "attend_slots_with"]),
+        ("fused selector and store", ["select", "attend_zones"]),
         ("fused store that is all read", ["attend_with"]),
     ],
 )
