@@ -105,14 +105,14 @@ def check_model(model: Any, asked: Iterable[str] = ()) -> None:
     >>> check_model(lambda tokens, cache, *, lengths=None, active=None: (tokens, cache))
     Traceback (most recent call last):
         ...
-    ValueError: the model takes no last_logits, first_chunk; add them, as kvjax.generation.streaming.Model describes
+    ValueError: the model takes no last_logits, first_chunk; add them, as kvjax.generation.Model describes
     """
     if callable(model) and not isinstance(model, type):
         missing = _missing_keywords(model, (*ASKED, *asked))
         if missing:
             raise ValueError(
                 f"the model takes no {', '.join(missing)}; add {'them' if len(missing) > 1 else 'it'}, as "
-                "kvjax.generation.streaming.Model describes"
+                "kvjax.generation.Model describes"
             )
         return
     if callable(getattr(model, "model", None)):

@@ -108,7 +108,7 @@ def slots_past_count_do_not_matter(policy: Policy, spec: CacheSpec) -> None:
     for i in range(2):
         out, cache, info = step(cache, tokens, lengths + i)
         out_poisoned, poisoned, info_poisoned = step(poisoned, tokens, lengths + i)
-        why = "once unused slots hold NaN keys and scales and values of 1e4 (`keep_valid` zeroes values)"
+        why = "once unused slots hold NaN keys and scales and values of 1e4 (keep_valid zeroes values)"
         assert_same(out_poisoned, out, f"{why}: the output of a step")
         assert_same(info_poisoned.attended, info.attended, f"{why}: the tokens that a step attended")
 

@@ -36,9 +36,9 @@ from kvjax import (
     Quantized,
     Retrieval,
     Speculative,
-    context,
     presets,
 )
+from kvjax.sharding import context
 from tests.devices.programs import copies, exchanges, history, wanted_exchanges
 
 SPEC = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=112, dtype="float32")
