@@ -34,7 +34,10 @@ def measure(part: str, file: Path) -> None:
     import jax
 
     from kvjax.evaluate import kernels
-    from kvjax.evaluate.provenance import provenance
+
+    sys.path.append(str(ROOT / "benchmarks"))
+    from device_time import where
+
     from kvjax.kernels_pallas import simt
 
     jax.config.update("jax_compilation_cache_dir", str(file.parent / "cache"))
@@ -47,7 +50,7 @@ def measure(part: str, file: Path) -> None:
             for row in kernels.measure(length, batch, target=target, only=[name], reference=form != "8.9"):
                 rows.append({**row, "form": form})
                 print(json.dumps(rows[-1]), flush=True)
-                file.write_text(json.dumps({**provenance(), "rows": rows}, indent=1))
+                file.write_text(json.dumps({**where(), "rows": rows}, indent=1))
 
 
 def test(file: Path) -> None:

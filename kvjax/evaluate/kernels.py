@@ -90,18 +90,18 @@ def works(length: int, batch: int) -> dict[str, Work]:
 
 def _filled(policy: Any, spec: CacheSpec, length: int, seed: int) -> Any:
     """A layer with `length` tokens in each row, whose keys and values are normal random numbers."""
-
-    @partial(jax.jit, donate_argnums=0)
-    def store(layer: Any, key: jax.Array, count: jax.Array) -> Any:
-        shape = spec.batch, spec.kv_heads, CHUNK, spec.head_dim
-        k, v = (jax.random.normal(own, shape, spec.dtype) for own in jax.random.split(key))
-        return dataclasses.replace(layer, state=policy.prefill(layer.state, k, v, jnp.full(spec.batch, count)))
-
     layer = kvjax.init_layer(policy, spec)
     for start in range(0, length, CHUNK):
         key = jax.random.fold_in(jax.random.key(seed), start)
-        layer = store(layer, key, np.int32(min(CHUNK, length - start)))
+        layer = _store(layer, key, np.int32(min(CHUNK, length - start)), spec)
     return layer
+
+
+@partial(jax.jit, static_argnums=3, donate_argnums=0)
+def _store(layer: Any, key: jax.Array, count: jax.Array, spec: CacheSpec) -> Any:
+    shape = spec.batch, spec.kv_heads, CHUNK, spec.head_dim
+    k, v = (jax.random.normal(own, shape, spec.dtype) for own in jax.random.split(key))
+    return dataclasses.replace(layer, state=layer.policy.prefill(layer.state, k, v, jnp.full(spec.batch, count)))
 
 
 def measure(
