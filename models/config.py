@@ -43,7 +43,7 @@ class DecoderConfig:
     q_heads: int
     kv_heads: int
     head_dim: int
-    max_position_embeddings: int = 2048  # as the config states it; see max_positions
+    max_position_embeddings: int = 2048  # after scaling by RoPE, if any
     rope: Rope = field(default_factory=ropes.Default)
     norm_eps: float = 1e-6  # of every RMSNorm
     activation: str = "silu"
@@ -91,8 +91,8 @@ class DecoderConfig:
 
     @property
     def max_positions(self) -> int | None:
-        """Positions that the model supports: those of the config, extended by RoPE scaling; None for no limit."""
-        return self.rope.reach(self.max_position_embeddings)
+        """Positions that the model supports; None for no limit, with dynamic NTK."""
+        return None if isinstance(self.rope, ropes.Dynamic) else self.max_position_embeddings
 
 
 @dataclass(frozen=True)
@@ -242,6 +242,7 @@ def read_common(fields: Fields, *, kv_heads: int | None, head_dim: int | None, p
             )
         size = hidden // heads
     positions = fields.integer("max_position_embeddings", positions)
+    rope = read_rope(fields, positions)
     activation = fields.text("hidden_act", "silu")
     if activation not in ACTIVATIONS:
         raise ValueError(
@@ -261,13 +262,24 @@ def read_common(fields: Fields, *, kv_heads: int | None, head_dim: int | None, p
         "q_heads": heads,
         "kv_heads": kv,
         "head_dim": size,
-        "max_position_embeddings": positions,
-        "rope": read_rope(fields, positions),
+        "max_position_embeddings": _extended(fields, rope, positions),
+        "rope": rope,
         "norm_eps": fields.number("rms_norm_eps", 1e-6),
         "activation": activation,
         "tied_head": fields.flag("tie_word_embeddings", False),
         "initializer_range": fields.number("initializer_range", 0.02),
     }
+
+
+def _extended(fields: Fields, rope: Rope, positions: int) -> int:
+    """The positions of a model whose config states `positions`.
+
+    Configs state them after scaling, except that those with YaRN may state the length before it too. A config of linear
+    scaling that states them before it must be changed by hand: nothing in it tells the two apart.
+    """
+    name = "original_max_position_embeddings"
+    stated = fields.given(name) or any(fields.group(g).given(name) for g in ("rope_scaling", "rope_parameters"))
+    return max(positions, int(rope.original * rope.factor)) if stated and isinstance(rope, ropes.Yarn) else positions
 
 
 def _layers(fields: Fields) -> int:

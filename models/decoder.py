@@ -24,7 +24,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from kvjax.attention import attention_info, decode_info
-from kvjax.cache.cache import Cache, LayerCache
+from kvjax.cache.cache import Cache, LayerCache, as_rows
 from kvjax.cache.flushing import flush
 from kvjax.policies import Following
 from kvjax.sharding.placement import auto_axes, mesh_of, split_tokens, to_context
@@ -196,7 +196,20 @@ class Decoder(nnx.Module):
             head_dim=self.config.head_dim,
             capacity=capacity,
             dtype=self.dtype if dtype is None else dtype,
+            rope_by_length=self.config.rope.by_length,
         )
+
+    def rotate_for(self, cache: Cache, final: Array) -> Cache:
+        """`cache` whose empty rows will rotate their keys for texts of `final` i32[B] tokens; 0 leaves a row as it is.
+
+        Without it, the first tokens of a row decide, as the whole text. Changes nothing unless the model's RoPE depends
+        on the length of a text.
+        """
+        if cache.rotated_for is None:
+            return cache
+        now = as_rows(cache, cache.rotated_for)
+        new = jnp.where((now == 0) & (final > 0), self.config.rope.valid_to(final), now)
+        return dataclasses.replace(cache, rotated_for=new)
 
     def __call__(
         self,
@@ -272,10 +285,11 @@ class Decoder(nnx.Module):
             raise ValueError(f"tokens has B={B} but the cache has B={stored.shape[0]}; tokens{list(tokens.shape)}")
         new = jnp.full(B, T, jnp.int32) if lengths is None else jnp.clip(jnp.asarray(lengths, jnp.int32), 0, T)
         taken = new if active is None else jnp.where(jnp.asarray(active), new, 0)
-        longest = jnp.max(jnp.where(taken > 0, stored + taken, 0))
-        cos, sin = rope.angles(
-            self.config.rope, stored[:, None] + jnp.arange(T)[None], self.config.head_dim, length=longest
-        )
+        final: Any = stored + taken
+        if cache is not None and self.config.rope.by_length:
+            cache = self.rotate_for(cache, jnp.where(taken > 0, final, 0))
+            final = _rotated_for(cache)
+        cos, sin = rope.angles(self.config.rope, stored[:, None] + jnp.arange(T)[None], self.config.head_dim, final)
 
         # mode="clip": the embedding of a padding token is meaningless, but must be finite
         x = split_tokens(None if cache is None or steps else cache.placement, embed(self.embedding[...], tokens))
@@ -312,6 +326,15 @@ class Decoder(nnx.Module):
         if self.head is None:
             return _product("...h,vh->...v", x, self.embedding[...], jnp.float32)
         return _product("...h,hv->...v", x, self.head.kernel[...], jnp.float32)
+
+
+def _rotated_for(cache: Cache) -> Array:
+    if cache.rotated_for is None:
+        raise ValueError(
+            "this model's RoPE depends on the length of a text, which the cache must remember for each row; make it "
+            "with kvjax.init(policy, model.spec(batch=..., capacity=...), layers=...), whose spec says so"
+        )
+    return as_rows(cache, cache.rotated_for)
 
 
 def _check_size(model: Decoder, cache: Cache | None) -> None:

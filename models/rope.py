@@ -1,12 +1,17 @@
 """Rotary position embeddings: angles of a position, and the ways of stretching them to longer texts.
 
-A kind of RoPE is a frozen object that gives three things: the inverse frequencies of a head (f32[D/2], angle per
-position of each pair of channels), the factor on cosine and sine, and the number of positions that it supports. Channel
-i is paired with channel i + D/2, as in Hugging Face checkpoints (not i with i + 1, as in the papers).
+A kind of RoPE is a frozen object that gives the inverse frequencies of a head (f32[D/2], angle per position of each
+pair of channels) and the factor on cosine and sine. Channel i is paired with channel i + D/2, as in Hugging Face
+checkpoints (not i with i + 1, as in the papers).
 
 All kinds but `Dynamic` and `LongRope` are constants: plain numpy in f32, in the order of operations of transformers,
-so that angles of far positions agree. These two depend on the length of the longest row, which is data; they are pure
-functions of that length, and `length` of the others' `frequencies` is ignored.
+so that angles of far positions agree. The frequencies of these two depend on the length of the text. **They are decided
+once for each row, from its final length** (prompt and answer), when the row's first tokens are stored; the cache
+remembers the length up to which they are right (`kvjax.Cache.rotated_for`). So a row's keys never mix two rotations,
+whatever its chunks and its neighbours are, and a text that outgrows its rotation is refused or read again.
+
+Angles are products in f32, as in transformers. With theta 5e5 the cosine of the fastest channels is off by .005 at
+position 131072, by .04 at a million, and has no correct digit at ten million.
 
 **Source:** Su et al. 2021 (RoPE); Chen et al. 2023 (Linear); Peng et al. 2023, YaRN (Yarn, and Dynamic as its
 appendix B.1); Llama Team 2024 (Llama3); Ding et al. 2024 (LongRope); transformers `modeling_rope_utils` for every
@@ -23,26 +28,33 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from kvjax.spec import MOST
+
 
 class Rope(Protocol):
-    """The interface of a kind of RoPE."""
+    """The interface of a kind of RoPE, with the answers of most kinds. A kind is a subclass."""
 
     @property
     def amplitude(self) -> float:
         """Factor on cosine and sine, so its square is a factor on the attention logits."""
-        ...
+        return 1.0
+
+    @property
+    def by_length(self) -> bool:
+        """True if the frequencies depend on the length of the text."""
+        return False
 
     def frequencies(self, head_dim: int, length: Array | int = 0) -> Any:
-        """f32[D/2] radians per position. `length` is i32[]: tokens of the longest row, those of this call included."""
+        """f32[D/2] radians per position; f32[..., D/2] by length, for texts of `length` i32[...] tokens in the end."""
         ...
 
-    def reach(self, trained: int) -> int | None:
-        """Positions that a model supports if its config states `trained`; None for no limit."""
-        ...
+    def valid_to(self, length: Array) -> Array:
+        """i32[...] the longest text that the frequencies for texts of `length` i32[...] tokens are right for."""
+        return jnp.full_like(length, MOST)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Default:
+class Default(Rope):
     """One frequency for each pair of channels, theta^(-2i/D).
 
     >>> Default(theta=10000.0).frequencies(4).tolist()
@@ -54,19 +66,12 @@ class Default:
     def __post_init__(self) -> None:
         _above(self, 1.0, "theta")
 
-    @property
-    def amplitude(self) -> float:
-        return 1.0
-
     def frequencies(self, head_dim: int, length: Array | int = 0) -> np.ndarray:
         return _plain(self.theta, head_dim)
 
-    def reach(self, trained: int) -> int:
-        return trained
-
 
 @dataclass(frozen=True, kw_only=True)
-class Linear:
+class Linear(Rope):
     """Positions divided by `factor`."""
 
     theta: float = 10000.0
@@ -76,27 +81,17 @@ class Linear:
         _above(self, 1.0, "theta")
         _above(self, 0.0, "factor")
 
-    @property
-    def amplitude(self) -> float:
-        return 1.0
-
     def frequencies(self, head_dim: int, length: Array | int = 0) -> np.ndarray:
         return _plain(self.theta, head_dim) / np.float32(self.factor)
 
-    def reach(self, trained: int) -> int:
-        # Configs state the positions before scaling (transformers: "don't update max_position_embeddings").
-        return max(trained, int(trained * self.factor))
-
 
 @dataclass(frozen=True, kw_only=True)
-class Dynamic:
-    """NTK-aware scaling that grows with the text: theta rises once the longest row is past `original` tokens.
+class Dynamic(Rope):
+    """NTK-aware scaling that grows with the text: theta rises once the text is past `original` tokens.
 
-    As in transformers, all rows of a batch share the frequencies of the longest, each call computes them from the
-    tokens stored and given, and keys in the cache keep the rotation of the call that stored them. So a prompt in one
-    chunk agrees with transformers, and one in several chunks differs from it past `original`, by the keys of the
-    earlier chunks. **Differs:** rows that take no token in this call do not count, and a shorter batch never inherits
-    the frequencies of a longer one before it, which transformers keeps until it sees a short one.
+    A text is rotated for its final length throughout, so its logits are those of transformers for the whole text read
+    at once. **Differs:** `generate` of transformers computes theta anew for each token past `original`, and leaves the
+    keys of earlier tokens as they are; and all rows of its batch share the theta of the longest.
     """
 
     theta: float = 10000.0
@@ -108,22 +103,23 @@ class Dynamic:
         _above(self, 0.0, "factor", "original")
 
     @property
-    def amplitude(self) -> float:
-        return 1.0
+    def by_length(self) -> bool:
+        return True
 
     def frequencies(self, head_dim: int, length: Array | int = 0) -> Array:
         stretch = self.factor * (jnp.asarray(length, jnp.float32) / self.original) - (self.factor - 1.0)
         longer = self.theta * stretch ** (head_dim / (head_dim - 2))
         # At and below `original` the stretch is 1 up to rounding, or less: take theta itself.
         theta = jnp.where(jnp.asarray(length) > self.original, longer, self.theta)
-        return 1.0 / theta ** _exponents(head_dim)
+        exponents = _exponents(head_dim).reshape((1,) * theta.ndim + (-1,))
+        return 1.0 / theta[..., None] ** exponents
 
-    def reach(self, trained: int) -> None:
-        return None
+    def valid_to(self, length: Array) -> Array:
+        return jnp.maximum(length, self.original)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Llama3:
+class Llama3(Rope):
     """Long wavelengths divided by `factor`, short ones kept, and a ramp between (Llama 3.1)."""
 
     theta: float = 10000.0
@@ -141,10 +137,6 @@ class Llama3:
                 "high_freq_factor must be the larger one"
             )
 
-    @property
-    def amplitude(self) -> float:
-        return 1.0
-
     def frequencies(self, head_dim: int, length: Array | int = 0) -> np.ndarray:
         plain = _plain(self.theta, head_dim)
         turns = self.original / (2 * np.pi / plain)  # of each pair of channels over the pretraining length
@@ -153,12 +145,9 @@ class Llama3:
         stretched = np.where(turns < self.low_freq_factor, plain / self.factor, between)
         return np.where(turns > self.high_freq_factor, plain, stretched).astype(np.float32)
 
-    def reach(self, trained: int) -> int:
-        return max(trained, int(self.original * self.factor))
-
 
 @dataclass(frozen=True, kw_only=True)
-class Yarn:
+class Yarn(Rope):
     """YaRN: channels that turn often keep their frequency, slow ones are divided by `factor`, with a ramp between.
 
     The ramp runs over channel indices, from the channel that turns `beta_fast` times in `original` tokens to the one
@@ -206,17 +195,15 @@ class Yarn:
         """The channel pair, as a real number, that turns `turns` times in `original` tokens."""
         return head_dim * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
-    def reach(self, trained: int) -> int:
-        return max(trained, int(self.original * self.factor))
-
 
 @dataclass(frozen=True, kw_only=True)
-class LongRope:
+class LongRope(Rope):
     """Each pair of channels has its own factor on its period: one for short texts, another past `original` tokens.
 
-    As in transformers, all rows of a batch use the factors of the longest. **Differs:** keys in the cache keep the
-    rotation of the call that stored them, as with `Dynamic`; `generate` of transformers computes all keys again when
-    the text crosses `original`. So an answer that crosses it differs from one of transformers.
+    A text that is longer in the end has the long factors from its first token on, so its logits are those of
+    transformers for the whole text. **Differs:** `generate` of transformers begins such a text with the short factors,
+    and reads it again with the long ones when it crosses `original`; and all rows of its batch share the factors of
+    the longest.
 
     **Source:** Ding et al. 2024 (LongRoPE), as Phi-3 uses it.
     """
@@ -239,9 +226,18 @@ class LongRope:
     def amplitude(self) -> float:
         return self.attention_factor
 
+    @property
+    def by_length(self) -> bool:
+        return True
+
     def frequencies(self, head_dim: int, length: Array | int = 0) -> Any:
         short, long = (self._frequencies(head_dim, factors) for factors in (self.short_factor, self.long_factor))
-        return jnp.where(jnp.asarray(length) > self.original, long, short)
+        past = jnp.asarray(length)[..., None] > self.original
+        shape = (*past.shape[:-1], len(short))
+        return jnp.where(past, jnp.broadcast_to(long, shape), jnp.broadcast_to(short, shape))
+
+    def valid_to(self, length: Array) -> Array:
+        return jnp.where(length > self.original, MOST, self.original)
 
     def _frequencies(self, head_dim: int, factors: tuple[float, ...]) -> np.ndarray:
         if len(factors) != head_dim // 2:
@@ -250,9 +246,6 @@ class LongRope:
             )
         return np.float32(1.0) / (np.array(factors, np.float32) * _periods(self.theta, head_dim))
 
-    def reach(self, trained: int) -> int:
-        return trained
-
 
 def longrope_attention(factor: float, original: int) -> float:
     """LongRoPE's factor on cosine and sine for a text `factor` times as long as `original`."""
@@ -260,8 +253,9 @@ def longrope_attention(factor: float, original: int) -> float:
 
 
 def angles(rope: Rope, positions: Array, head_dim: int, length: Array | int = 0) -> tuple[Array, Array]:
-    """Cosine and sine f32[B, T, D/2] for positions i32[B, T], times the amplitude."""
-    angle = positions[..., None].astype(jnp.float32) * rope.frequencies(head_dim, length)[None, None]
+    """Cosine and sine f32[B, T, D/2] for positions i32[B, T], times the amplitude; `length` i32[B] as `frequencies`."""
+    frequencies = jnp.asarray(rope.frequencies(head_dim, length)).reshape(-1, 1, head_dim // 2)
+    angle = positions[..., None].astype(jnp.float32) * frequencies
     return jnp.cos(angle) * rope.amplitude, jnp.sin(angle) * rope.amplitude
 
 

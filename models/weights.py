@@ -43,6 +43,7 @@ from .llama import LLAMA
 from .mistral import MISTRAL
 from .phi import PHI3
 from .qwen import QWEN2, QWEN3
+from .rope import Yarn
 
 FAMILIES: dict[str, Family] = {f.model_type: f for f in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3)}
 
@@ -311,6 +312,8 @@ def describe(config: DecoderConfig) -> tuple[Family, dict[str, Any]]:
     """
     named = {"theta": "rope_theta", "original": "original_max_position_embeddings"}
     rope = {named.get(name, name): value for name, value in vars(config.rope).items() if value is not None}
+    if isinstance(config.rope, Yarn) and config.rope.original * config.rope.factor > config.max_position_embeddings:
+        del rope["original_max_position_embeddings"]  # with it, the positions would be read as those before scaling
     window = next((w for w in config.windows if w is not None), None)
     fields: dict[str, Any] = {
         "vocab_size": config.vocab_size,

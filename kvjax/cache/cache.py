@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.core import Tracer
+from jax.sharding import NamedSharding
 from jax.tree_util import register_dataclass
 
 from kvjax.memory import Bytes, commit_together, nbytes, on_host
@@ -85,6 +86,9 @@ class Cache:
     """The caches of a model's attention layers."""
 
     layers: tuple[LayerCache, ...]
+    # i32[B] the longest text that the rotation of each row's keys is right for, 0 for an empty row; None if the model's
+    # RoPE does not depend on the length of a text
+    rotated_for: Array | None = None
 
     @property
     def spec(self) -> CacheSpec:
@@ -153,7 +157,18 @@ def init(
     own = [by_layer.policy(i) for i in range(layers)]
     if placement is None:
         own = [of_size(policy, spec) for policy in own]
-    return commit_together(Cache(tuple(init_layer(policy, spec, placement) for policy in own)))
+    layers_made = tuple(init_layer(policy, spec, placement) for policy in own)
+    return commit_together(Cache(layers_made, _no_rows(spec, placement) if spec.rope_by_length else None))
+
+
+def _no_rows(spec: CacheSpec, placement: Placement | None) -> Array:
+    """`Cache.rotated_for` of an empty cache."""
+    rows = jnp.zeros(spec.batch, jnp.int32)
+    return rows if placement is None else jax.device_put(rows, _rows_sharding(placement))
+
+
+def _rows_sharding(placement: Placement) -> NamedSharding:
+    return NamedSharding(placement.mesh, placement.spec("B"))
 
 
 def init_layer(policy: Policy, spec: CacheSpec, placement: Placement | None = None) -> LayerCache:
@@ -196,7 +211,10 @@ def shardings(cache: C) -> C:
         raise ValueError(
             "shardings takes a cache with a placement, got one without; make it with kvjax.init(..., placement=...)"
         )
-    return with_states(cache, [state_shardings(x.policy, x.spec, placement_of(x)) for x in layers_of(cache)])
+    made = with_states(cache, [state_shardings(x.policy, x.spec, placement_of(x)) for x in layers_of(cache)])
+    if isinstance(made, Cache) and made.rotated_for is not None:
+        made = dataclasses.replace(made, rotated_for=_rows_sharding(placement_of(layers_of(cache)[0])))
+    return made
 
 
 def any_full(cache: Cache | LayerCache) -> Array:
@@ -215,7 +233,8 @@ def flushed(cache: Cache, promise: bool = True) -> Cache:
     makes the host wait, and such a loop needs one per step, not two. The caller removes the mark after the step.
     """
     kind = _FlushedLayer if promise else LayerCache
-    return Cache(tuple(kind(layer.state, layer.policy, layer.spec, layer.placement) for layer in cache.layers))
+    layers = tuple(kind(layer.state, layer.policy, layer.spec, layer.placement) for layer in cache.layers)
+    return dataclasses.replace(cache, layers=layers)
 
 
 def raise_on_overflow(cache: Cache | LayerCache) -> None:
@@ -234,6 +253,25 @@ def raise_on_overflow(cache: Cache | LayerCache) -> None:
             f"rows {rows} dropped tokens in layers {np.flatnonzero(flags.any(axis=1)).tolist()}: the capacity of "
             f"{layers[0].spec.capacity} tokens is used up (make the cache with a larger capacity), or kvjax.flush was "
             "not called before each decode step, or kvjax.rollback got a length that is out of reach"
+        )
+    if isinstance(cache, Cache):
+        check_rotation(cache, cache.length, RuntimeError)
+
+
+def check_rotation(cache: Cache, total: Array | np.ndarray, error: type[Exception] = ValueError) -> None:
+    """Raises an error for a row whose keys are rotated for a shorter text than its `total` i32[B] tokens.
+
+    Does nothing for a model whose RoPE does not depend on the length, or under jit.
+    """
+    if cache.rotated_for is None or isinstance(cache.rotated_for, Tracer) or isinstance(total, Tracer):
+        return
+    most, total = on_host(cache.rotated_for), on_host(total)
+    for row in np.flatnonzero((most > 0) & (total > most)):
+        raise error(
+            f"row {row} holds keys that are rotated for a text of at most {most[row]} tokens, because this model's "
+            f"RoPE depends on the length of the text; {total[row]} tokens need other keys: read the whole text again "
+            "into an empty cache, with prefill(..., final=the most tokens that a row will hold), or with "
+            "generate(max_new_tokens=...) for the whole answer"
         )
 
 

@@ -32,7 +32,7 @@ from kvjax.cache.describing import differences, plain, told_once
 from kvjax.memory import on_host, to_device, to_host
 from kvjax.policies import Reversible, Truncatable
 from kvjax.policies.short import Refillable, of_size, refilled
-from kvjax.sharding.placement import Placement, first_row, run_on_parts, state_specs
+from kvjax.sharding.placement import Placement, first_row, run_on_parts, state_specs, to_context
 from kvjax.validation import check_array, shown
 
 
@@ -71,7 +71,7 @@ def rollback(cache: C, lengths: ArrayLike) -> C:
             if not isinstance(lengths, Tracer):
                 _check_reach(np.asarray(target), policy.earliest(layer.state), layer.length)
             states.append(policy.rollback(layer.state, target))
-    return with_states(cache, states)
+    return _with_rotation(with_states(cache, states), target)
 
 
 def truncate(cache: C, lengths: ArrayLike) -> C:
@@ -102,7 +102,8 @@ def truncate(cache: C, lengths: ArrayLike) -> C:
             raise ValueError(
                 f"truncate of row {row} to {known[row]} tokens: it holds {length[row]}; use 0 to {length[row]}"
             )
-    return _truncate_on_parts(cache, target) if layers[0].placement else _truncate(cache, target)
+    shorter = _truncate_on_parts(cache, target) if layers[0].placement else _truncate(cache, target)
+    return _with_rotation(shorter, target)
 
 
 def insert(cache: C, prefix: C, row: int | Array) -> C:
@@ -182,7 +183,13 @@ def take_rows(cache: C, rows: ArrayLike) -> C:
     if placement is not None:
         placement.local(dataclasses.replace(cache.spec, batch=rows.size))
     with own_axes(cache):
-        return _take_rows(cache, jnp.asarray(rows, jnp.int32))
+        rows = jnp.asarray(rows, jnp.int32)
+        taken = _take_rows(cache, rows)
+        if not isinstance(cache, Cache) or cache.rotated_for is None:
+            return taken
+        held = jnp.concatenate([as_rows(cache, cache.rotated_for), jnp.zeros(1, jnp.int32)])
+        known = (rows >= 0) & (rows < batch)
+        return dataclasses.replace(taken, rotated_for=jnp.take(held, jnp.where(known, rows, batch)))
 
 
 def _reversible(layer: LayerCache, verb: str) -> Reversible:
@@ -203,6 +210,15 @@ def _target_lengths(verb: str, cache: Any, lengths: ArrayLike) -> Array:
             f"{target.dtype}{list(target.shape)}"
         )
     return target.astype(jnp.int32)
+
+
+def _with_rotation(cache: Any, lengths: Array) -> Any:
+    """The cache whose rows of length 0 may be rotated anew; other rows keep the rotation of their keys."""
+    if not isinstance(cache, Cache) or cache.rotated_for is None:
+        return cache
+    with own_axes(cache):
+        rotated_for = as_rows(cache, cache.rotated_for)
+        return dataclasses.replace(cache, rotated_for=jnp.where(as_rows(cache, lengths) > 0, rotated_for, 0))
 
 
 def _check_reach(target: np.ndarray, earliest: Array, length: Array) -> None:
@@ -256,9 +272,14 @@ def _insert_on_parts(cache: Any, prefix: Any, row: Array) -> Any:
 
     states, prefixes = ([layer.state for layer in them] for them in (layers, ones))
     row = jnp.asarray(row, jnp.int32)
-    return with_states(
-        cache, run_on_parts(placement, local, (whole, one, PartitionSpec()), whole, states, prefixes, row)
-    )
+    states = run_on_parts(placement, local, (whole, one, PartitionSpec()), whole, states, prefixes, row)
+    merged = with_states(cache, states)
+    if not isinstance(cache, Cache) or cache.rotated_for is None:
+        return merged
+    with own_axes(cache):
+        rows = as_rows(cache, cache.rotated_for)
+        new = jnp.where(jnp.arange(rows.size) == row, to_context(prefix.rotated_for), rows)
+    return dataclasses.replace(merged, rotated_for=new)
 
 
 @partial(jax.jit, inline=True)
@@ -349,7 +370,7 @@ def _with_policies_of(cache: Any, prefix: Any) -> Any:
 
     if not isinstance(prefix, Cache) or len(cache.layers) != len(prefix.layers):
         return prefix
-    return Cache(tuple(convert(*two) for two in zip(cache.layers, prefix.layers, strict=True)))
+    return dataclasses.replace(prefix, layers=tuple(map(convert, cache.layers, prefix.layers)))
 
 
 def _kinds(cache: Any) -> list[Any]:

@@ -37,7 +37,7 @@ def grow(cache: C, capacity: int) -> C:
         )
     grown: Any
     if isinstance(cache, Cache):
-        grown = Cache(tuple(_grow(layer, capacity) for layer in cache.layers))
+        grown = dataclasses.replace(cache, layers=tuple(_grow(layer, capacity) for layer in cache.layers))
     else:
         grown = _grow(cache, capacity)
     return grown

@@ -259,12 +259,14 @@ def _by_place(cache: Any, back: bool = False) -> Any:
         state = in_order_of_place(layer.policy, layer.spec, layer.placement, layer.state, back=back)
         return dataclasses.replace(layer, state=state)
 
-    return Cache(tuple(map(moved, cache.layers))) if isinstance(cache, Cache) else moved(cache)
+    if not isinstance(cache, Cache):
+        return moved(cache)
+    return dataclasses.replace(cache, layers=tuple(map(moved, cache.layers)))
 
 
 def _of_model(saved: dict[str, Any]) -> bool:
     """Whether a description is that of a model's cache, whose arrays are in `layers`."""
-    return all(name.startswith(".layers") for name in saved["arrays"])
+    return any(name.startswith(".layers") for name in saved["arrays"])
 
 
 def _with_capacity_of(saved: dict[str, Any], like: Any) -> Any:
@@ -279,7 +281,7 @@ def _with_capacity_of(saved: dict[str, Any], like: Any) -> Any:
         return init_layer(of_size(layer.policy, spec) if whole else layer.policy, spec, layer.placement)
 
     if isinstance(like, Cache):
-        return jax.eval_shape(lambda: Cache(tuple(map(smaller, like.layers))))
+        return jax.eval_shape(lambda: dataclasses.replace(like, layers=tuple(map(smaller, like.layers))))
     return jax.eval_shape(lambda: smaller(like))
 
 
@@ -310,6 +312,9 @@ def _homes(cache: Cache | LayerCache) -> list[Any]:
             new = jax.tree.leaves(shapes(partial(init_layer, layer.policy, layer.spec)))
             given = [theirs or ours.sharding for theirs, ours in zip(given, new, strict=True)]
         found += given
+    rows = cache.rotated_for if isinstance(cache, Cache) else None
+    if rows is not None:
+        found.append(shardings(cache).rotated_for if cache.placement is not None else rows.sharding or found[0])
     return found
 
 

@@ -238,7 +238,7 @@ def capture(
     stored = 0
     for end in ends:
         if end - steps > stored:
-            _, cache = prefill(model, cache, text[:, stored : end - steps])
+            _, cache = prefill(model, cache, text[:, stored : end - steps], final=ends[-1])
         cache = _force(model, cache, text[:, end - steps : end].T)
         stored = end
         if progress is not None:

@@ -192,7 +192,7 @@ def run(
             continue
         report(f"prefill of {len(part)} prompts")
         rows = [plan.prompts[i] for i in part] + [()] * (batch - len(part))
-        logits, prompts = jax.block_until_ready(prompt.read(checkpoint, rows))
+        logits, prompts = jax.block_until_ready(prompt.read(checkpoint, rows, plan.new_tokens))
         needed = _capacity(prompts.spec.capacity, plan.new_tokens)
         one = partial(_answer_part, checkpoint, plan, answer, (logits, prompts), part, known, capacity or needed)
         found = _map(one, open_cells, parallel)
@@ -242,7 +242,7 @@ def _answer_part(
     those that are `known`."""
     begin, (logits, prompts) = time.perf_counter(), read
     asked = [i if i not in known[name] else None for i in part] + [None] * (logits.shape[0] - len(part))
-    cache = prompt.store(checkpoint, prompts.layers, plan.policies[name], capacity)
+    cache = prompt.store(checkpoint, prompts.layers, plan.policies[name], capacity, prompts.rotated_for)
     answers, attended, steps = answer(checkpoint, cache, logits, plan, asked)
     tokens = {i: len(plan.prompts[i]) + len(plan.fed[i]) for i in answers}
     results = [{"id": i, "prompt_tokens": tokens[i], **result} for i, result in answers.items()]

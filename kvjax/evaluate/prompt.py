@@ -102,28 +102,37 @@ def columns(tokens: int) -> int:
     return chunk_size(tokens, WHOLE)
 
 
-def read(checkpoint: Checkpoint, rows: Sequence[Sequence[int]]) -> tuple[Array, Cache]:
-    """Logits f32[B, V] after prompts, some of which may be empty, and a cache of their queries, keys and values."""
+def read(checkpoint: Checkpoint, rows: Sequence[Sequence[int]], new_tokens: int = 0) -> tuple[Array, Cache]:
+    """Logits f32[B, V] after prompts, some of which may be empty, and a cache of their queries, keys and values.
+
+    `new_tokens`, the most that will follow a prompt, matters only to a RoPE that depends on the length of a text.
+    """
     lengths = np.array([len(row) for row in rows], np.int32)
     tokens = np.zeros((len(rows), columns(int(lengths.max()))), np.int32)
     for padded, row in zip(tokens, rows, strict=True):
         padded[: len(row)] = row
     T = tokens.shape[1]
     empty = init(Prompt(), checkpoint.model.spec(batch=len(rows), capacity=T), layers=checkpoint.config.layers)
-    return prefill(checkpoint.model, empty, tokens, lengths, chunk=T, first_chunk=True)
+    return prefill(checkpoint.model, empty, tokens, lengths, chunk=T, first_chunk=True, final=lengths + new_tokens)
 
 
-def store(checkpoint: Checkpoint, prompts: Iterable[LayerCache], policy: PerLayer, capacity: int) -> Cache:
+def store(
+    checkpoint: Checkpoint,
+    prompts: Iterable[LayerCache],
+    policy: PerLayer,
+    capacity: int,
+    rotated_for: Array | None = None,
+) -> Cache:
     """A cache of `policy` that holds the layers that `read` recorded, as if the model had prefilled it.
 
-    The recorded layers stay valid.
+    The recorded layers and their `rotated_for` stay valid.
     """
     layers = []
     for i, (layer, window) in enumerate(zip(prompts, checkpoint.config.windows, strict=True)):
         empty = init_layer(policy.policy(i), replace(layer.spec, capacity=capacity))
         st: PromptState = layer.state
         layers.append(_store(empty, st.q, st.k, st.v, st.length, window=window))
-    return Cache(tuple(layers))
+    return Cache(tuple(layers), jax.tree.map(jnp.copy, rotated_for))
 
 
 @partial(jax.jit, static_argnames="window", donate_argnames="cache")

@@ -141,7 +141,7 @@ class DraftModel:
         spec = self.model.spec(batch=cache.spec.batch, capacity=cache.spec.capacity + self.tokens + 1)
         own = init(self.cache, spec, layers=self.model.config.layers)
         check_takes_drafts(own, self.tokens)
-        _, own = prefill(self.model, own, prompt, lengths)
+        _, own = prefill(self.model, own, prompt, lengths, final=lengths + new_tokens)
         return _ModelDrafter(self.model, own, jnp.asarray(lengths, jnp.int32), self.tokens)
 
 

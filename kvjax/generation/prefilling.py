@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from kvjax.cache.cache import Cache
+from kvjax.cache.cache import Cache, check_rotation
 from kvjax.generation.prompt_inputs import check_model, check_model_cache
 from kvjax.memory import on_host
 from kvjax.policies import Observer
@@ -36,8 +36,8 @@ class Model(Protocol):
 
     `steps` is needed for drafts and `info` for `measure`; everything else works without them.
 
-    Optional attributes: `max_positions`, and `config` with `vocab_size` and `max_position_embeddings`. With them, a
-    request that cannot be served fails before it starts.
+    Optional attributes: `rotate_for` (see `kvjax.models.Decoder`), `max_positions`, and `config` with `vocab_size` and
+    `max_position_embeddings`. With them, a request that cannot be served fails before it starts.
     """
 
     def __call__(
@@ -91,6 +91,7 @@ def prefill(
     chunk: int | None = None,
     first_chunk: bool | None = None,
     progress: Callable[[int], None] | None = None,
+    final: ArrayLike | None = None,
 ) -> tuple[Array, Cache]:
     """Stores a right-padded prompt i32[B, T] and returns the logits f32[B, V] of each row's last real token.
 
@@ -99,6 +100,13 @@ def prefill(
     what to keep, such as the evicting ones, it is the whole prompt. A row of length 0 stores nothing, and its logits
     are meaningless. `first_chunk` promises that the cache is empty; None checks this, and is False under a trace.
     `progress` is called after each chunk with the number of columns done, and waits for the chunk.
+
+    `final`, a number or i32[B], is the number of tokens that a row will hold in the end, answer included; by default
+    those after this prompt. Only models whose RoPE depends on the length of a text (LongRoPE, dynamic NTK) use it: they
+    rotate all keys of a row for it, and refuse a text that outgrows it.
+
+    Raises:
+      ValueError: a prompt of a wrong shape or dtype; a row that is rotated for a shorter text.
     """
     check_model(model)
     check_model_cache(cache)
@@ -120,6 +128,12 @@ def prefill(
     if first_chunk is None:
         length = cache.length
         first_chunk = not isinstance(length, jax.core.Tracer) and not np.any(on_host(length))
+
+    if cache.rotated_for is not None:
+        total = cache.length + count
+        final = total if final is None else jnp.maximum(jnp.broadcast_to(jnp.asarray(final, jnp.int32), (B,)), total)
+        check_rotation(cache, total)
+        cache = cast(Any, model).rotate_for(cache, jnp.where(count > 0, final, 0))
 
     size = chunk_size(T, chunk_for(cache, T, chunk), rows=B)
     pad = jnp.pad if isinstance(prompt, jax.core.Tracer) else np.pad

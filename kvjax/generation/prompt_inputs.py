@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import AxisType
 from jax.typing import ArrayLike
 
-from kvjax.cache.cache import Cache
+from kvjax.cache.cache import Cache, check_rotation
 from kvjax.memory import on_host
 from kvjax.spec import require_int
 from kvjax.validation import check_alive, shown
@@ -93,6 +93,7 @@ def check_request(
     capacity, positions = cache.spec.capacity, max_positions(model)
     for row in np.flatnonzero(lengths >= 0):
         check_fit(int(stored[row]), int(lengths[row]), max_new_tokens, capacity, positions, where=f"row {row}: ")
+    check_rotation(cache, np.where(lengths >= 0, stored + lengths + max_new_tokens, 0))
     return stop
 
 

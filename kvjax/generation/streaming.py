@@ -116,7 +116,8 @@ def generate(
     if draft is not None:
         check_draft(draft, cache)
         drafter = draft.start(model, cache, tokens, lengths, max_new_tokens)
-    logits, cache = prefill(model, cache, tokens, lengths, chunk=chunk)
+    final = on_host(cache.length) + lengths + max_new_tokens
+    logits, cache = prefill(model, cache, tokens, lengths, chunk=chunk, final=final)
     return _decode_all(model, cache, logits, max_new_tokens, sampling, keys, stop, measure=measure, drafter=drafter)
 
 
@@ -224,7 +225,8 @@ def stream(
         check_draft(draft, cache)
         block = max(block, draft.tokens + 1)
         drafter = draft.start(model, cache, tokens, lengths, max_new_tokens)
-    logits, cache = prefill(model, cache, tokens, lengths, chunk=chunk, progress=progress)
+    final = on_host(cache.length) + lengths + max_new_tokens
+    logits, cache = prefill(model, cache, tokens, lengths, chunk=chunk, progress=progress, final=final)
     return Stream(
         model,
         cache,

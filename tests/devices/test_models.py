@@ -15,14 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 import kvjax
 from kvjax import Placement
 from kvjax.generation import decode_step, generate
 from kvjax.generation import prefilling as reading
 from kvjax.generation.sampling import Sampling, sample, sampling
-from kvjax.models import Decoder, DecoderConfig, distribute, load, logical_axis_rules, save
+from kvjax.models import Decoder, DecoderConfig, distribute, load, logical_axis_rules, rope, save
 from kvjax.models import weights as loading
 from tests.devices.programs import COLLECTIVE
 
@@ -301,3 +301,33 @@ def test_distribute_leaves_its_model_where_it_was() -> None:
         assert len(own.sharding.device_set) == 1
         np.testing.assert_array_equal(own, moved)
     assert any(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(nnx.state(split)))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_rotation_by_length_follows_rows_over_devices(kind: AxisType) -> None:
+    """Each row has the rotation of its own final length, through every verb and on every mesh."""
+    original = 16
+    longrope = rope.LongRope(short_factor=(1.0,) * 8, long_factor=(9.0,) * 8, original=original)
+    model = Decoder(dataclasses.replace(CONFIG, rope=longrope), rngs=nnx.Rngs(7))
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2)
+    placement = Placement(mesh=mesh, batch="data", heads="model")
+    prompts = np.random.default_rng(0).integers(0, 96, (4, 20))
+    lengths = np.array([5, 20, 16, 3])
+
+    def run(placement: Placement | None) -> Any:
+        own = model if placement is None else distribute(model, placement)
+        empty = kvjax.init(kvjax.Full(), model.spec(4, 64), layers=2, placement=placement)
+        final = lengths + np.array([11, 3, 0, 20])
+        _, cache = reading.prefill(own, empty, prompts, lengths, chunk=8, final=final)
+        cache = kvjax.take_rows(cache, [3, 1, 0, 2])
+        single = None if placement is None else dataclasses.replace(placement, batch=None)
+        one = kvjax.init(kvjax.Full(), model.spec(1, 64), layers=2, placement=single)
+        _, prefix = reading.prefill(own, one, prompts[:1], final=30)
+        cache = kvjax.truncate(kvjax.insert(cache, prefix, 2), jnp.array([3, 0, 20, 9]))
+        return generate(own, cache, [[1], [2], [3], [4]], max_new_tokens=4)
+
+    wanted, found = run(None), run(placement)
+    np.testing.assert_array_equal(wanted.cache.rotated_for, [2**31 - 1, original, 2**31 - 1, original])
+    np.testing.assert_array_equal(found.cache.rotated_for, wanted.cache.rotated_for)
+    np.testing.assert_allclose(found.logits, wanted.logits, atol=2e-5)
+    assert found.rows == wanted.rows

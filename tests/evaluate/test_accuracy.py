@@ -303,9 +303,9 @@ def test_plans_may_share_a_capacity(checkpoint, task, monkeypatch):
 def test_prompts_are_dropped_before_the_next_ones_are_read(checkpoint, task, monkeypatch):
     seen, real = [], prompt.read
 
-    def read(checkpoint, rows):
+    def read(checkpoint, rows, new_tokens):
         assert all(one() is None for one in seen), "two batches of prompts are held at a time"
-        logits, cache = real(checkpoint, rows)
+        logits, cache = real(checkpoint, rows, new_tokens)
         seen.extend(map(weakref.ref, jax.tree.leaves(cache)))
         return logits, cache
 

@@ -190,8 +190,8 @@ def test_retrieval_caches_with_a_large_budget_decode_as_full_ones(model, tokens)
     kvjax.raise_on_overflow(caches[1])
 
 
-def test_dynamic_rope_follows_the_longest_row_that_takes_a_token(tokens):
-    """As transformers does; a row that is not active, or takes nothing of a chunk, does not count."""
+def test_rope_by_length_follows_the_row_alone(tokens):
+    """Not the longest row of the batch: a short row beside a long one is as it is alone, in prompts and in steps."""
     config = models.DecoderConfig(
         vocab_size=40,
         hidden_size=32,
@@ -207,14 +207,14 @@ def test_dynamic_rope_follows_the_longest_row_that_takes_a_token(tokens):
     assert model.max_positions is None
     rows = tokens[:2, :T]
     alone, cache = run(model, rows[:1, :5], empty(model, batch=1), last_logits=True)
-    beside, _ = run(model, rows[::-1], empty(model, batch=2), lengths=jnp.array([12, 5]), last_logits=True)
-    wanted, both = run(model, rows[::-1], empty(model, batch=2), lengths=jnp.array([0, 5]), last_logits=True)
-    np.testing.assert_allclose(wanted[1], alone[0], atol=1e-5)
-    assert np.abs(beside[1] - alone[0]).max() > 1e-3
-    _, both = run(model, rows[::-1], both, lengths=jnp.array([12, 0]))
+    beside, both = run(model, rows[::-1], empty(model, batch=2), lengths=jnp.array([12, 5]), last_logits=True)
+    np.testing.assert_allclose(beside[1], alone[0], atol=1e-5)
+    np.testing.assert_array_equal(both.rotated_for, [12, 8])
     step, _ = run(model, rows[:1, 5:6], cache, last_logits=True)
     beside, _ = run(model, jnp.tile(rows[:1, 5:6], (2, 1)), both, active=jnp.array([False, True]), last_logits=True)
     np.testing.assert_allclose(beside[1], step[0], atol=1e-5)
+    with pytest.raises(RuntimeError, match="rotated for a text of at most 12 tokens"):
+        kvjax.raise_on_overflow(run(model, rows[:, 5:6], both)[1])
 
 
 def test_random_parameters_follow_the_config():

@@ -123,17 +123,17 @@ FAMILIES = {
 GENERATED = [
     ("llama", "default"),
     ("llama", "linear"),
-    ("llama", "dynamic"),
     ("llama", "llama3"),
     ("qwen2", "yarn"),
     ("qwen3", "yarn-factor"),
     ("qwen3-plain", "llama3"),
-    ("qwen2-types", "dynamic"),
+    ("qwen2-types", "default"),
     ("mistral", "linear"),
     ("mistral-plain", "yarn-plain"),
 ]
-# Without --thorough these generate: scaling by the text's length, by frequency, with windows in some layers and in all.
-QUICK = [("llama", "dynamic"), ("llama", "llama3"), ("qwen2", "yarn"), ("mistral", "linear")]
+# Without --thorough these generate: scaling by frequency, with windows in some layers and in all. Scaling by the text's
+# length is in test_rope_by_length.py.
+QUICK = [("llama", "llama3"), ("qwen2", "yarn"), ("mistral", "linear")]
 # Positions are scaled by the same code in all families: every rule on one of them, and one rule on each other.
 COMPARED: list[Any] = [(f, "default") for f in FAMILIES] + [("phi3", rope) for rope in LONG]
 COMPARED += [("llama", rope) for rope in ROPES if rope != "default"]

@@ -137,17 +137,33 @@ def test_rope_is_read_from_new_and_old_fields(fields, wanted):
     assert read(**fields).rope == wanted
 
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {"rope_type": "yarn", "original_max_position_embeddings": 32768}
+
+
 @pytest.mark.parametrize(
     ("fields", "positions"),
     [
         ({}, 64),
-        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 256),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 64),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, None),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, 256),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, 64),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}}, 64),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}, 256),
+        # as published: Llama-3.2-1B, Llama-3.1-8B, Qwen3 with YaRN, Qwen2.5 with YaRN, Yarn-Llama-2
+        ({"max_position_embeddings": 131072, "rope_scaling": LLAMA3 | {"factor": 32.0}}, 131072),
+        ({"max_position_embeddings": 131072, "rope_scaling": LLAMA3 | {"factor": 8.0}}, 131072),
+        ({"max_position_embeddings": 131072, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 131072),
+        ({"max_position_embeddings": 32768, "rope_parameters": YARN | {"factor": 4.0}}, 131072),
+        ({"max_position_embeddings": 131072, "rope_scaling": YARN | {"factor": 4.0}}, 131072),
     ],
 )
-def test_scaling_extends_the_positions_of_a_model(fields, positions):
+def test_positions_of_a_model_are_those_after_scaling(fields, positions):
     assert read(**fields).max_positions == positions
 
 
