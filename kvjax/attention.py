@@ -345,7 +345,7 @@ def _attend_steps(
 ) -> tuple[Array, LayerCache, Info]:
     """T decode steps, of which each row takes the first `count` i32[B]; in one pass if the policy supports it."""
 
-    def one_by_one(cache: LayerCache) -> tuple[Array, LayerCache, Info]:
+    def one_by_one(cache: LayerCache, count: Array) -> tuple[Array, LayerCache, Info]:
         def one(cache: LayerCache, x: Any) -> tuple[LayerCache, tuple[Array, Info]]:
             t, selection, *qkv = x
             q, k, v = (a[:, None] for a in qkv)
@@ -360,23 +360,39 @@ def _attend_steps(
 
     policy = cache.policy
     if not isinstance(policy, MultiStep):
-        return one_by_one(cache)
+        return one_by_one(cache, count)
     if q.shape[1] == 1:  # a loop over one step would add kernels
         first = jax.tree.map(lambda a: a[0], selection)
         out, cache, info = _attend_step(cache, q, k, v, count, first, scale=scale, window=window, flush=flush)
         return out, cache, jax.tree.map(lambda a: a[None], info)
     multi_step = policy
 
-    def stored_at_once(cache: LayerCache) -> tuple[Array, LayerCache, Info]:
+    def at_once(cache: LayerCache, count: Array) -> tuple[Array, LayerCache, Info]:
         keys, values = _heads_first(k, v)
         grouped = group(q, k.shape[2])
         out, state, info = multi_step.decode(cache.state, grouped, keys, values, count, scale=scale, window=window)
         return ungroup(out, q.dtype), dataclasses.replace(cache, state=state), info
 
     if not flush or cache.full_rows() is None:
-        return stored_at_once(cache)
+        return at_once(cache, count)
     cache = flush_full(cache, count > 0)
-    return lax.cond(jnp.any(count > multi_step.free(cache.state)), one_by_one, stored_at_once, cache)
+    late = count > multi_step.free(cache.state)  # rows that need a flush in between, whatever the others need
+
+    def late_rows(cache: LayerCache) -> tuple[Array, LayerCache, Info]:
+        return one_by_one(cache, jnp.where(late, count, 0))
+
+    def nothing(cache: LayerCache) -> tuple[Array, LayerCache, Info]:
+        out, _, info = jax.eval_shape(late_rows, cache)
+        out, info = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (out, info))
+        return out, cache, info
+
+    late_out, cache, late_info = lax.cond(jnp.any(late), late_rows, nothing, cache)
+    out, cache, info = at_once(cache, jnp.where(late, 0, count))
+
+    def choose(of_late: Array, of_others: Array, axis: int) -> Array:
+        return jnp.where(late.reshape(*(1,) * axis, -1, *(1,) * (of_late.ndim - axis - 1)), of_late, of_others)
+
+    return choose(late_out, out, 0), cache, jax.tree.map(lambda *two: choose(*two, 1), late_info, info)
 
 
 # ----------------------------------------------------------------------------------------------------------- arguments

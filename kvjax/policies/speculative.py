@@ -289,17 +289,23 @@ class Speculative:
 
     def prefill(self, st: SpeculativeState, k: Array, v: Array, lengths: Array) -> SpeculativeState:
         zones = self.retrieval.prefill(st.zones, k, v, lengths)
-        # Even a prompt of no tokens flushes a full block: the recall's slots then change, though the length does not.
+        # A prompt of no tokens flushes a full block as well. The recall of such a row stays known.
         moved = zones.store.count != st.zones.store.count
-        return replace(st, zones=zones, recalled_at=jnp.where(moved, -1, st.recalled_at))
+        recalled_at = jnp.where(moved & (lengths > 0), -1, st.recalled_at)
+        return replace(st, zones=zones, recall=self._moved(st, moved & (lengths == 0)), recalled_at=recalled_at)
 
     def full_rows(self, st: SpeculativeState) -> Array:
         return self.retrieval.full_rows(st.zones)
 
     def flush(self, st: SpeculativeState) -> SpeculativeState:
         """Flushes the zones, and updates the slots of the recall to where its tokens then are."""
+        recall = self._moved(st, self.retrieval.full_rows(st.zones))
+        return replace(st, zones=self.retrieval.flush(st.zones), recall=recall)
+
+    def _moved(self, st: SpeculativeState, rows: Array) -> Recall:
+        """The recall with the slots that its tokens have once the full blocks of `rows` bool[B] are flushed."""
         policy, zones = self.retrieval, st.zones
-        full, slots = policy.full_rows(zones), zones.store.slots
+        slots = zones.store.slots
         leaving, staying = policy.demote.leaving(policy.local), policy.demote.staying(policy.local)
         place = [0] * zones.recent.slots  # new place of slot r: in the chunk that leaves, or from `slots` on
         for i, r in enumerate(leaving):
@@ -310,9 +316,8 @@ class Speculative:
         to += jnp.where(to < slots, zones.store.count[:, None], 0)
         slots_read = st.recall.selection.slots
         moved = jnp.take_along_axis(to[:, None, None], jnp.clip(slots_read - slots, 0, to.shape[1] - 1), axis=-1)
-        slots_read = jnp.where(full[:, None, None, None] & (slots_read >= slots), moved, slots_read)
-        recall = st.recall._replace(selection=st.recall.selection._replace(slots=slots_read))
-        return replace(st, zones=policy.flush(zones), recall=recall)
+        slots_read = jnp.where(rows[:, None, None, None] & (slots_read >= slots), moved, slots_read)
+        return st.recall._replace(selection=st.recall.selection._replace(slots=slots_read))
 
     def grown(self, st: SpeculativeState, before: SpeculativeState) -> SpeculativeState:
         """Moves slots of the recent block, S + r, behind those of the longer history, and the recalled tokens to where

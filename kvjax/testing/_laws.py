@@ -15,6 +15,7 @@ from kvjax.testing._attending import (
     step_attends_to_what_is_held,
 )
 from kvjax.testing._gradients import gradients_are_those_of_attention
+from kvjax.testing._neighbours import row_ignores_calls_of_other_rows
 from kvjax.testing._programs import (
     one_trace_serves_all_steps,
     policy_is_a_value,
@@ -50,6 +51,7 @@ FUNCTIONS: dict[str, Law] = {
         prompt_attends_causally,
         prefill_equals_prefill_then_updates,
         row_ignores_other_rows,
+        row_ignores_calls_of_other_rows,
         padding_does_not_matter,
         slots_past_count_do_not_matter,
         order_of_chunks_does_not_matter,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import kvjax
-from kvjax import Evicting, Fier, Full, LastQuery, Retrieval, Sliding
+from kvjax import Evicting, Fier, Full, LastQuery, Retrieval, Sliding, Speculative
 from tests.laws.cases import BASE
 
 
@@ -27,6 +27,8 @@ class BrokenFull(Full):
         st = super().init(spec)
         if self.fault == "cannot be saved":
             return Wrapped(st, {"a.b": st.overflow, "a": {"b": ~st.overflow}})
+        if self.fault == "keeps one number for all rows":
+            return Wrapped(st, {"batch": jnp.full(1, spec.batch, jnp.float32)})
         return Wrapped(st, {}) if self.fault == "counts its steps in a static field" else st
 
     def prefill(self, st, k, v, lengths):
@@ -40,8 +42,10 @@ class BrokenFull(Full):
 
     def update(self, st, k, v, active):
         if isinstance(st, Wrapped):
-            steps = st.steps + (self.fault != "cannot be saved")
+            steps = st.steps + (self.fault == "counts its steps in a static field")
             return dataclasses.replace(st, full=super().update(st.full, k, v, active), steps=steps)
+        if self.fault == "scales by the rows that step":
+            v = v * jnp.mean(active, dtype=v.dtype)
         after = super().update(st, k, v, active)
         tokens = after.tokens
         if self.fault == "stores inactive rows":
@@ -58,6 +62,7 @@ class BrokenFull(Full):
     def attend(self, st, q, *, scale, window=None):
         if isinstance(st, Wrapped):
             out, full, info = super().attend(st.full, q, scale=scale, window=window)
+            out = out * st.flags["batch"] if "batch" in st.flags else out
             return out, dataclasses.replace(st, full=full), info
         tokens = st.tokens
         if self.fault == "uses the length of row 0":
@@ -78,11 +83,29 @@ class BrokenFull(Full):
         return out, st, info
 
     def decode(self, st, q, k, v, count, *, scale, window=None):
+        if isinstance(st, Wrapped):
+            out, full, info = super().decode(st.full, q, k, v, count, scale=scale, window=window)
+            return out * st.flags["batch"], dataclasses.replace(st, full=full), info
         window = 1 if self.fault == "decodes each token alone" else window
-        return super().decode(st, q, k, v, count, scale=scale, window=window)
+        out, st, info = super().decode(st, q, k, v, count, scale=scale, window=window)
+        if self.fault == "rounds if a row takes many tokens":
+            out = jnp.where(jnp.max(count) > 3, out.astype(jnp.bfloat16).astype(out.dtype), out)
+        return out, st, info
+
+    def free(self, st):
+        return super().free(st.full if isinstance(st, Wrapped) else st)
 
     def rollback(self, st, lengths):
+        if isinstance(st, Wrapped):
+            return dataclasses.replace(st, full=super().rollback(st.full, lengths))
+        if self.fault == "takes a token back in every row":
+            lengths = lengths - jnp.any(lengths < st.length)
         return st if self.fault == "keeps what it takes back" else super().rollback(st, lengths)
+
+    def truncate(self, st, lengths):
+        if self.fault == "shortens every row":
+            lengths = lengths - jnp.any(lengths < st.length)
+        return Full.rollback(self, st, lengths) if self.fault == "shortens every row" else super().truncate(st, lengths)
 
     def attend_stored(self, st, q, *, scale, window=None):
         if isinstance(st, Wrapped):
@@ -157,11 +180,27 @@ class BrokenRetrieval(Retrieval):
             info = info._replace(selection=info.selection._replace(slots=slots))
         return out, st, info
 
+    def flush(self, st):
+        full, st = jnp.any(self.full_rows(st)), super().flush(st)
+        if self.fault == "changes every row in a flush":
+            st = dataclasses.replace(st, recent=dataclasses.replace(st.recent, v=st.recent.v * (1 + full)))
+        return st
+
     def select(self, st, q, *, scale=None, window=None):
         good = super().select(st, q, scale=scale, window=window)
         if self.fault == "selects other tokens at each budget":
             return good._replace(slots=(good.slots + 3 * self.budget) % st.store.slots)
         return good
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BrokenSpeculative(Speculative):
+    """A Speculative that forgets a row's recall if a prompt of another row flushes its full block."""
+
+    def prefill(self, st, k, v, lengths):
+        after = super().prefill(st, k, v, lengths)
+        moved = after.zones.store.count != st.zones.store.count
+        return dataclasses.replace(after, recall=st.recall, recalled_at=jnp.where(moved, -1, st.recalled_at))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -210,18 +249,37 @@ BROKEN: dict[str, kvjax.Policy] = {
         "tells one token too few",
         "decodes each token alone",
         "keeps what it takes back",
+        "scales by the rows that step",
+        "rounds if a row takes many tokens",
+        "takes a token back in every row",
+        "shortens every row",
+        "keeps one number for all rows",
     )
 } | {
     "equals nothing": Identity(),
     "equals any budget": AnyBudget(evictor=Sliding(), budget=64),
     "selects by slot": _base(Retrieval, selector=BySlot(group=16)),
     "tells a slot twice": _base(BrokenRetrieval, fault="tells a slot twice"),
+    "changes every row in a flush": _base(BrokenRetrieval, fault="changes every row in a flush"),
+    "forgets its recall beside a prompt": BrokenSpeculative(_base(Retrieval), tau=-1.0),
     "selects other tokens at each budget": _base(BrokenRetrieval, fault="selects other tokens at each budget"),
     "evicts the newest": Evicting(evictor=EvictsTheNewest(), budget=64),
     "reads half of what it holds": BrokenEvicting(evictor=LastQuery(), budget=64, fault="reads half of what it holds"),
 }
 
+BY_VERB = {
+    "step": "scales by the rows that step",
+    "decode": "rounds if a row takes many tokens",
+    "prompt": "forgets its recall beside a prompt",
+    "flush": "changes every row in a flush",
+    "insert": "keeps one number for all rows",
+    "rollback": "takes a token back in every row",
+    "truncate": "shortens every row",
+}
+"""Faults by which a row depends on its neighbours, by what these do."""
+
 CAUGHT: list[tuple[str, str]] = [
+    *((fault, "row_ignores_calls_of_other_rows") for fault in BY_VERB.values()),
     ("uses the length of row 0", "row_ignores_other_rows"),
     ("uses the length of row 0", "budget_of_all_is_dense_attention"),
     ("reads past count", "slots_past_count_do_not_matter"),

@@ -286,7 +286,9 @@ QUICK_PRESETS = (
     "h2o preset, budget 64",
     "logquant preset, window 12",
 )
-QUICK_MORE = {"freekv preset, budget 72": ("inactive_rows_store_nothing",)}  # its schedule keeps what a row recalled
+QUICK_MORE = {  # its schedule keeps what a row recalled
+    "freekv preset, budget 72": ("inactive_rows_store_nothing", "row_ignores_calls_of_other_rows"),
+}
 
 # Variants that differ from a case above in the choice alone: they run the laws that a choice can break.
 GROUP_REDUCES: dict[str, Case] = {

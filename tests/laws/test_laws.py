@@ -11,7 +11,7 @@ import pytest
 
 import kvjax
 from kvjax import testing
-from tests.laws.broken import BROKEN, CAUGHT
+from tests.laws.broken import BROKEN, BY_VERB, CAUGHT
 from tests.laws.cases import (
     CASES,
     CHOICE_LAWS,
@@ -121,6 +121,13 @@ def test_law_catches_a_broken_policy(fault: str, law: str) -> None:
     report = testing.check_policy(BROKEN[fault], SPEC, laws=[law])
     assert report[law].outcome == "failed", report
     assert isinstance(report[law].error, AssertionError), "the law did not judge: the policy raised"
+
+
+@pytest.mark.parametrize("verb", BY_VERB)
+def test_law_of_independent_rows_names_what_the_neighbour_did(verb: str) -> None:
+    law = "row_ignores_calls_of_other_rows"
+    reason = testing.check_policy(BROKEN[BY_VERB[verb]], SPEC, laws=[law])[law].reason
+    assert reason.startswith(f"{verb} of a neighbour changes the next ")
 
 
 def test_report_tells_what_held_what_failed_and_what_does_not_apply() -> None:

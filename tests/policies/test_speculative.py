@@ -206,16 +206,19 @@ def test_first_step_after_a_prompt_or_an_insert_selects_anew() -> None:
     assert np.asarray(info.fresh).all(axis=1).tolist() == [False, False, True]
 
 
-def test_a_prompt_of_no_tokens_that_flushes_makes_a_row_select_anew() -> None:
-    """The recalled tokens then have other slots, though no token came."""
+def test_a_prompt_of_no_tokens_that_flushes_changes_no_reused_step() -> None:
+    """The recalled tokens then have other slots, and are the same tokens."""
     policy, tokens, full = with_tau(PAGES, -1.0), drive.random_tokens(SPEC), np.array([43, 29, 60])
     cache, _ = drive.fill(kvjax.init_layer(policy, SPEC), tokens, full)  # row 0 is full after a step
     _, cache, _ = drive.step(cache, tokens, full)
     nothing = [a[:, :2] for a in (tokens.q, tokens.k, tokens.v)]
-    _, cache = kvjax.attention(cache, *nothing, lengths=np.zeros(3, np.int32))
-    _, _, info = drive.step(cache, tokens, full + 1)
-    assert np.asarray(info.fresh).all(axis=1).tolist() == [True, False, False]
-    assert (np.asarray(info.positions) < (full + 2)[:, None, None, None]).all()
+    _, after = kvjax.attention(cache, *nothing, lengths=np.zeros(3, np.int32))
+    assert (np.asarray(after.state.zones.store.count) != np.asarray(cache.state.zones.store.count)).any()
+    want, _, expected = drive.step(cache, tokens, full + 1)
+    out, _, info = drive.step(after, tokens, full + 1)
+    assert not np.asarray(info.fresh).any()
+    np.testing.assert_array_equal(out, want)
+    np.testing.assert_array_equal(np.sort(info.positions), np.sort(expected.positions))
 
 
 def test_query_of_an_inactive_step_is_forgotten() -> None:
