@@ -101,6 +101,8 @@ METHODS: dict[str, Callable[[int], PerLayer]] = {
     "full": lambda budget: presets.full(),
     "fier": presets.fier,
     "pariskv": presets.pariskv,
+    "pariskv:host": partial(presets.pariskv, host=True),
+    "pariskv:host:float8": partial(presets.pariskv, host=True, host_dtype="float8"),
     "freekv": presets.freekv,
     "freekv:tau=-1": partial(presets.freekv, tau=-1.0),
     "quest": presets.quest,

@@ -13,6 +13,7 @@ from kvjax.policies import PerLayer, Retrieval
 from kvjax.policies.short import DenseCapacity
 from kvjax.presets.settings import Anchors, history, past_dense, require_page
 from kvjax.selectors import Fier, MinMaxPages, Nucleus, Paris
+from kvjax.selectors.fier import PageReduce
 from kvjax.selectors.paris import Votes
 from kvjax.spec import require_int
 from kvjax.stores.demotion import Buffer, Fifo
@@ -25,6 +26,7 @@ def fier(
     *,
     group: int = 32,
     page: int = 1,
+    page_reduce: PageReduce = "max",
     group_reduce: GroupReduce = "mean_softmax",
     sink: int = 0,
     local: int = 1,
@@ -45,7 +47,8 @@ def fier(
     Args:
       budget: tokens that a step reads in a layer and KV head, all zones included.
       group: tokens that share a scale and a zero point of the 1-bit keys.
-      page: tokens that are selected together, by their best score. Above 1: an ablation, in plain JAX.
+      page: tokens that are selected together. Above 1: an ablation, in plain JAX.
+      page_reduce: the score of a page: "max" of its tokens' scores, or "mean", as in the paper's ablation.
       group_reduce: how a GQA group shares a selection; "per_head": each query head has its own, as in the paper.
       sink: first tokens of a row, always attended.
       local: newest tokens of a row, always attended.
@@ -68,7 +71,7 @@ def fier(
     if page > 1:
         require_page("fier", budget, page, sink, local)
     policy = Retrieval(
-        selector=Fier(group=group, group_reduce=group_reduce, page=page),
+        selector=Fier(group=group, group_reduce=group_reduce, page=page, page_reduce=page_reduce),
         store=history("fier", host, hot, page, host_dtype=host_dtype),
         budget=budget,
         sink=sink,
@@ -140,8 +143,9 @@ def pariskv(
       anchors: numbers of the layers that select, in place of `share`; or a file written by `benchmarks/calibrate.py`.
 
     **Source:** ParisKV (Qi et al. 2026). **Differs:** the default of `buffer`. The paper moves the history's keys and
-    values to host memory, as `host` does; without it they stay on the device, and the same tokens are selected. `p` and
-    radius_bits=4 are not in the paper. `hot` and `dense_capacity` are as in `fier`.
+    values to host memory, as `host` does; without it they stay on the device, and the same tokens are selected. `p` is
+    not in the paper. Coded radii are (Proposition 4.1), in its vote; radius_bits=4 codes those of the estimates. The
+    vote has 2^m centroids per block, not fewer, and one radius. `hot` and `dense_capacity` are as in `fier`.
     """
     require_int("pariskv(budget=...)", budget, at_least=1)
     if k is not None:

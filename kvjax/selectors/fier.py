@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import jax.numpy as jnp
 from jax import Array
@@ -11,8 +12,11 @@ from kvjax import ops
 from kvjax.numerics.blocks import write
 from kvjax.numerics.quant import OneBit, quantize_1bit
 from kvjax.numerics.selection import Candidates, GroupReduce, PackedSelection, Selection, require_group_reduce
+from kvjax.selectors.pending import pending_pages, with_points
 from kvjax.selectors.selector import Selector
 from kvjax.spec import CacheSpec, keep_int
+
+PageReduce = Literal["max", "mean"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,22 +26,26 @@ class Fier(Selector):
     Index: D/8 bytes per key for the bits and 4 D/g for scale and zero point in 16 bits; at g = 32 and D = 128, 32 bytes
     per key and kv head, 1/8 of a bf16 key.
 
-    With `page` above 1 whole pages are selected, each by the best score of its tokens: an ablation in which FIER reads
-    pages as Quest does. All but the scores then runs in plain JAX.
+    With `page` above 1 whole pages are selected, each by the best score of its tokens, or by the mean of its scores:
+    an ablation in which FIER reads pages as Quest does. All but the scores then runs in plain JAX.
 
-    **Source:** FIER, section 3 and Algorithm 1. **Differs:** the paper selects for each query head of models without
-    GQA; here the group shares a selection by `group_reduce`, and "per_head" is the paper's rule (G times the reads). A
-    group is indexed when its chunk leaves the recent block; until then its tokens compete by exact scores.
+    **Source:** FIER, section 3 and Algorithm 1; section 4.4 for pages by the mean. **Differs:** the paper selects for
+    each query head of models without GQA; here the group shares a selection by `group_reduce`, and "per_head" is the
+    paper's rule (G times the reads). A group is indexed when its chunk leaves the recent block; until then its tokens
+    compete by exact scores.
     """
 
     group: int = 32
     group_reduce: GroupReduce = "mean_softmax"
     page: int = 1  # tokens that are selected together
+    page_reduce: PageReduce = "max"  # the score of a page
 
     def __post_init__(self) -> None:
         keep_int(self, "group", at_least=1)
         keep_int(self, "page", at_least=1)
         require_group_reduce(self.group_reduce)
+        if self.page_reduce not in get_args(PageReduce):
+            raise ValueError(f"Fier(page_reduce={self.page_reduce!r}) must be 'max' or 'mean'")
 
     @property
     def unit(self) -> int:
@@ -72,7 +80,17 @@ class Fier(Selector):
         scores = ops.score_1bit(q, ix, scale=scale)
         if self.page == 1:
             return scores
-        return jnp.max(scores.reshape(*scores.shape[:3], -1, self.page), axis=-1)
+        pages = scores.reshape(*scores.shape[:3], -1, self.page)
+        return jnp.mean(pages, axis=-1) if self.page_reduce == "mean" else jnp.max(pages, axis=-1)
+
+    def with_pending(self, candidates: Candidates, q: Array) -> Candidates:
+        """A pending page is scored by its exact keys so far: by the best of them, or by their mean."""
+        if self.page_reduce == "max":
+            return candidates
+        keys, valid = pending_pages(candidates, self.page)
+        total = jnp.sum(jnp.where(valid, keys, 0), axis=4, dtype=jnp.float32)
+        mean = total / jnp.maximum(jnp.sum(valid, axis=4, dtype=jnp.float32), 1)
+        return with_points(candidates, mean[:, :, :, :, None].astype(keys.dtype), self.page)
 
     def select(self, ix: OneBit, q: Array, candidates: Candidates, *, scale: float) -> Selection | PackedSelection:
         if self.page > 1 or not candidates.fit(in_order=1, window=True):

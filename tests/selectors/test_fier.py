@@ -64,6 +64,40 @@ def test_picks_are_those_of_fier_scores(group_reduce: str) -> None:
                     assert agrees(mine, ranks[choice], min(budget - 1, n - 1)), (row, head, choice, i)
 
 
+@pytest.mark.parametrize("page_reduce", ["max", "mean"])
+def test_pages_are_those_with_the_best_or_the_mean_of_fier_scores(page_reduce: str) -> None:
+    """Pending pages by their exact keys so far; a page of the local window's token competes without it."""
+    spec = CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=32, capacity=330, dtype=jnp.float32)
+    group, page, pages = 16, 8, 5
+    policy = Retrieval(
+        selector=Fier(group=group, page=page, page_reduce=page_reduce, group_reduce="per_head"),
+        budget=page * pages + 1,
+        sink=0,
+        local=1,
+        demote=Fifo(leave=group),
+    )
+    tokens, n = drive.random_tokens(spec), 301
+    cache, _ = drive.fill(kvjax.init_layer(policy, spec), tokens, [n - 1])
+    _, cache, _ = drive.step(cache, tokens, [n - 1])
+    q = tokens.at(np.array([[n - 1]]))[0][:, 0]
+    found, sealed = picks(policy, cache, q, 0), int(cache.state.store.count[0])
+    for head, mine in enumerate(found):
+        queries = q[0].reshape(2, 2, -1)[head].astype(np.float32)
+        scores = fier_scores(queries, tokens.k[0, : n - 1, head], sealed, group, 32**-0.5, jnp.bfloat16)
+        starts = range(0, n - 1, page)
+        reduce = np.max if page_reduce == "max" else np.mean
+        by_page = np.array([reduce(scores[:, first : first + page], axis=1) for first in starts])
+        for choice, positions in enumerate(mine):
+            best = np.argsort(-by_page[:, choice])[:pages]
+            want = {p for i in best for p in range(i * page, min(i * page + page, n - 1))}
+            assert positions == want, (head, choice)
+
+
+def test_page_reduce_is_max_or_mean() -> None:
+    with pytest.raises(ValueError, match=r"page_reduce='min'\) must be 'max' or 'mean'"):
+        Fier(page=8, page_reduce="min")  # type: ignore[arg-type]
+
+
 def test_ties_go_to_the_lower_slot() -> None:
     spec = CacheSpec(batch=1, q_heads=1, kv_heads=1, head_dim=8, capacity=80, dtype=jnp.float32)
     policy = Retrieval(selector=Fier(group=8), budget=5, sink=0, local=1, demote=Fifo(leave=8), dense_below=0)
