@@ -33,9 +33,9 @@ class HeadBudgets(Evicting):
     """Keeps `budget` tokens per KV head on average, and more in heads whose attention is spread widely.
 
     When a prompt exceeds the budget, all its tokens in all KV heads compete for the slots of the layer by their worth,
-    and each head keeps as many as it wins. Each head keeps at least its best `floor * budget` tokens. In later steps a
-    head evicts its own tokens. Shapes are static: each head has room for `ceiling * budget` tokens, and a step reads
-    all of that room.
+    and each head keeps as many as it wins. Each head keeps at least the observation window and `floor` of what the
+    budget leaves besides it, as in the released code. In later steps a head evicts its own tokens. Shapes are static:
+    each head has room for `ceiling * budget` tokens, and a step reads all of that room.
 
     **Source:** AdaKV (Feng et al. 2024, arXiv 2407.11550), Algorithm 1 over SnapKV's votes: floor 0.2. **Differs:** the
     paper has no `ceiling`, because it stores heads one after the other; here tokens beyond it go to other heads. The
@@ -45,7 +45,7 @@ class HeadBudgets(Evicting):
     >>> import kvjax
     >>> policy = kvjax.HeadBudgets(evictor=kvjax.Observation(), budget=256)
     >>> policy.head_bounds
-    (51, 512)
+    (76, 512)
     """
 
     floor: float = 0.2
@@ -65,7 +65,8 @@ class HeadBudgets(Evicting):
     @property
     def head_bounds(self) -> tuple[int, int]:
         """The fewest and the most tokens that a head with a full cache holds."""
-        return max(int(self.floor * self.budget), 1), int(self.ceiling * self.budget)
+        window = min(getattr(self.evictor, "window", 0), self.budget)
+        return max(window + int(self.floor * (self.budget - window)), 1), int(self.ceiling * self.budget)
 
     @property
     def joins_heads(self) -> bool:

@@ -109,7 +109,9 @@ def raas(budget: int = 1024, *, threshold: float = 1e-4, dense_layers: int = 0) 
       dense_layers: first layers of the model that attend to everything.
 
     **Source:** RaaS (Hu et al. 2025, arXiv 2502.11147). **Differs:** see `LastUse`: it evicts single tokens, not pages
-    of 16, by exact weights, and the budget counts the prompt.
+    of 16, by exact weights. Keeps the same tokens for the query heads of a KV head; one of them suffices to stamp a
+    token, which is the maximum over the group. The budget counts the prompt, which the paper keeps beside it: give the
+    prompt's tokens and the paper's budget together. A prompt longer than that loses its first tokens.
     """
     return _evicting("raas", LastUse(threshold=threshold), budget, dense_layers)
 
@@ -130,7 +132,8 @@ def pyramidkv(
       kernel_size: neighbouring votes that are pooled into a token's vote.
 
     **Source:** PyramidKV (Cai et al. 2024, arXiv 2406.02069): beta 20. **Differs:** as `snapkv`; budgets are rounded to
-    whole tokens, so the mean may differ from `budget` by less than one.
+    whole tokens, so the mean may differ from `budget` by less than one. They do not depend on the prompt: the original
+    gives what a short prompt leaves of the first layers' budgets to later layers.
     """
     require_int("pyramidkv(budget=...)", budget, at_least=1)
     require_int("pyramidkv(layers=...)", layers, at_least=1)
@@ -176,7 +179,7 @@ def adakv(
 
     Args:
       budget: tokens that a layer and KV head keeps, as the mean over the heads; a step attends to all of them.
-      floor: share of the budget that every KV head keeps at least.
+      floor: share of the budget besides the window that every KV head keeps at least, besides the window.
       ceiling: multiple of the budget that a KV head keeps at most; memory is allocated for it.
       window: last tokens of the prompt, always kept; their queries vote for the others.
       kernel_size: neighbouring votes that are pooled into a token's vote.
@@ -184,7 +187,7 @@ def adakv(
       dense_layers: first layers of the model that attend to everything.
 
     **Source:** AdaKV (Feng et al. 2024, arXiv 2407.11550): floor 0.2, over SnapKV. **Differs:** see `HeadBudgets` and
-    `Observation`.
+    `Observation`. The budget counts the window and generated tokens; the original keeps all generated tokens.
     """
     require_int("adakv(budget=...)", budget, at_least=1)
     evictor = Observation(window=window, kernel_size=kernel_size, pooling=pooling)

@@ -37,7 +37,8 @@ def duoattention(budget: int = 256, *, sink: int = 64, heads: str | Heads | None
       heads: the retrieval heads, or a file of them, as in `razorattention`. None: all heads keep `budget`.
 
     **Source:** DuoAttention (Xiao et al. 2024, arXiv 2410.10819). **Differs:** the paper learns which heads retrieve,
-    by training gates on synthetic texts; here the heads are given, or found by the rule of RazorAttention.
+    by training gates on synthetic texts; here the heads are given, or found by the rule of RazorAttention. The budget
+    counts the sink: 192 newest tokens by default, and budget=320 for the 256 of the released code.
     """
     return _by_head("duoattention", None, budget, sink, heads)
 

@@ -48,8 +48,10 @@ def pqcache(
       dense_layers: first layers of the model that attend to everything.
 
     **Source:** PQCache (Zhang et al. 2024, arXiv 2407.12820). **Differs:** see `ProductCodes`: centroids are learnt
-    from each block of `learn` tokens, not once from the whole prompt. The paper keeps keys and values in host memory
-    with a cache of blocks on the device; here that is `host`, without the cache.
+    from each block of `learn` tokens, not once from the whole prompt, and later tokens are encoded alike. Selects for
+    each KV head, as the paper. The budget counts sink and local window: 4 and 64 tokens here, 32 and half of the budget
+    in the released code, which so selects fewer. The paper keeps keys and values in host memory with a cache of blocks
+    on the device; here that is `host`, without the cache.
     """
     require_int("pqcache(budget=...)", budget, at_least=1)
     policy = Retrieval(
@@ -97,8 +99,9 @@ def magicpig(
 
     **Source:** MagicPIG (Chen et al. 2024, arXiv 2410.16179): 10 bits, 150 tables, 2 collisions, sink 4, local 64.
     **Differs:** see `Sampled` and `SimHash`: keys are centred by means of earlier tokens, in blocks of `chunk`, not by
-    the mean of the prompt. The paper keeps layers 0 and 16 of 32 dense; here the first `dense_layers` are. Hashes are
-    on the device; the paper's are in host memory.
+    the mean of the prompt. Each query head samples for itself, as in the paper. The paper's sample has no fixed size;
+    here the budget bounds it. The paper keeps layers 0 and 16 of 32 dense; here the first `dense_layers` are. Hashes
+    are on the device; the paper's are in host memory.
     """
     require_int("magicpig(budget=...)", budget, at_least=1)
     policy = Sampled(
@@ -148,7 +151,10 @@ def shadowkv(
 
     **Source:** ShadowKV (Sun et al. 2024, arXiv 2410.21465): rank 160, pages of 8, 48 outliers. **Differs:** see
     `LowRank`: the basis is learnt from the first `learn` tokens, not from the whole prompt, and tokens are factored
-    `learn` at a time; until then they compete by their exact scores.
+    `learn` at a time; until then they compete by their exact scores. Selects for each KV head, as the paper. The paper
+    has no sink, and its budget counts neither outliers nor local window: its 1024 tokens are 1024 + 8 x 24 + 32 here,
+    with outliers=24 and sink=0, as its released code has 24 outliers per 1024 tokens of budget. The paper factors the
+    prompt alone.
     """
     require_int("shadowkv(budget=...)", budget, at_least=1)
     values = HostOffload(page=page) if host else Dense()

@@ -118,9 +118,11 @@ def arkvale(
       local: newest tokens of a row, always attended; the default is two pages.
       dense_layers: first layers of the model that attend to everything, on the device.
 
-    **Source:** ArkVale (Chen et al. 2024). **Differs:** only the pages of the last step stay on the device, where the
-    paper keeps a cache of pages and replaces the one with the lowest score; both attend to the same pages. A page that
-    is not yet full competes by the digest of its tokens so far.
+    **Source:** ArkVale (Chen et al. 2024). **Differs:** a KV head selects for itself; the released code selects once
+    for all KV heads of a layer. A step attends to the pages that it selects, sink and local window, and the budget
+    counts all of these. The released code keeps a cache of 4096 tokens on the device, replaces its lowest-scored pages
+    by the best 1024 tokens, and attends to all that the cache holds. Generated tokens are paged and compete like those
+    of the prompt; a page that is not yet full competes by the digest of its tokens so far.
     """
     require_int("arkvale(budget=...)", budget, at_least=1)
     if digest not in ("cuboid", "sphere"):

@@ -32,7 +32,7 @@ def votes(q: np.ndarray, k: np.ndarray) -> np.ndarray:
 def allotted(worth: np.ndarray, floor: float, most: float) -> list[list[int]]:
     """Positions that each head keeps, for worth [K, n]: its best for certain, then the best of all heads."""
     ranked = [sorted(range(len(w)), key=lambda p, w=w: (-w[p], -p))[: int(most * BUDGET)] for w in worth]
-    certain, kept, rest = int(floor * BUDGET), [], []
+    certain, kept, rest = WINDOW + int(floor * (BUDGET - WINDOW)), [], []
     for head, (own, order) in enumerate(zip(worth, ranked, strict=True)):
         kept.append([p for i, p in enumerate(order) if i < certain or own[p] == np.inf])
         rest += [(-own[p], i, head, p) for i, p in enumerate(order) if p not in kept[head]]
