@@ -46,11 +46,11 @@ def _list(registry: dict[str, Preset]) -> None:
         caption="Bytes per token: one layer of Llama-3.1-8B at long context, with 8 KV heads of head size 128 in "
         "bfloat16. `kvjax methods NAME` lists the settings of a method."
     )
-    for title in ("name", "what it keeps", "bytes per token", "budget", "paper"):
+    for title in ("name", "what it keeps", "bytes per token", "least budget", "paper"):
         table.add_column(title, justify="right" if title == "bytes per token" else "left")
     for preset in registry.values():
         table.add_row(
-            preset.name, preset.keeps, f"{_bytes(preset):,}", "yes" if preset.has_budget else "no", preset.paper
+            preset.name, preset.keeps, f"{_bytes(preset):,}", str(preset.least_budget or "none"), preset.paper
         )
     show(table)
 
@@ -61,6 +61,9 @@ def _as_json(preset: Preset) -> dict[str, Any]:
         "keeps": preset.keeps,
         "bytes_per_token": _bytes(preset),
         "budget": preset.has_budget,
+        "least_budget": preset.least_budget,
+        "paper_setting": preset.setting(),
+        "released_setting": preset.setting(released=True),
         "paper": None if preset.paper == "-" else preset.paper,
         "settings": {one.name: _shown(one.default) for one in inspect.signature(preset.make).parameters.values()},
     }
@@ -73,7 +76,7 @@ def _describe(preset: Preset) -> None:
     first, *_ = inspect.cleandoc(preset.make.__doc__ or "").split("\n\n")
     write(
         f"{' '.join(first.split())}\n\n"
-        f"Keeps {preset.keeps}. Paper: {preset.paper}. {_bytes(preset):,} bytes per token.\n"
+        f"Keeps {preset.keeps}. Paper: {preset.paper}. {_bytes(preset):,} bytes per token.{_settings(preset)}\n"
     )
     if not settings:
         write("It has no settings.\n")
@@ -85,6 +88,16 @@ def _describe(preset: Preset) -> None:
     for one in settings:
         table.add_row(one.name, _shown(one.default), words[one.name])
     show(table)
+
+
+def _settings(preset: Preset) -> str:
+    """The least budget, and the settings of the paper and of its released code, as sentences."""
+    told = f" Least budget: {preset.least_budget}." if preset.has_budget else ""
+    if preset.paper != "-":
+        told += f"\nThe paper's setting: {preset.setting()}."
+        if preset.released:
+            told += f" The released code's: {preset.setting(released=True)}."
+    return told
 
 
 def meanings(preset: Preset) -> dict[str, str]:

@@ -28,6 +28,33 @@ class Preset:
     keeps: str  # what it keeps and attends to
     paper: str
     has_budget: bool = True
+    paper_setting: str = ""  # settings of the paper where they are not the defaults, as text without the name
+    released: str = ""  # those of the released code, where they differ from the paper's
+
+    def setting(self, released: bool = False) -> str:
+        """The text of the paper's setting, such as "quest:group_reduce=per_head"; or of the released code's."""
+        given = (released and self.released) or self.paper_setting
+        return f"{self.name}:{given}" if given else self.name
+
+    @property
+    def least_budget(self) -> int | None:
+        """The smallest budget that the preset takes with its other settings at their defaults; None without a budget.
+
+        >>> find("quest").least_budget
+        48
+        """
+        if not self.has_budget:
+            return None
+        low, high = 0, inspect.signature(self.make).parameters["budget"].default  # the default always works
+        while high - low > 1:
+            middle = (low + high) // 2
+            try:
+                self.make(middle)
+            except ValueError:
+                low = middle
+            else:
+                high = middle
+        return high
 
     def policy(self) -> Policy:
         """The policy that this preset uses for a compressed layer, with its defaults."""
@@ -38,38 +65,57 @@ REGISTRY: dict[str, Preset] = {
     p.name: p
     for p in (
         Preset("full", full, "all tokens; attends to all", "-", has_budget=False),
-        Preset("fier", fier, "all tokens, and keys in 1 bit; attends to the budget", "FIER 2025"),
+        Preset(
+            "fier",
+            fier,
+            "all tokens, and keys in 1 bit; attends to the budget",
+            "FIER 2025",
+            paper_setting="group_reduce=per_head,chunk=32",
+        ),
         Preset(
             "pariskv",
             pariskv,
             "all tokens, and rotated keys in 4 bits; attends to the budget",
             "ParisKV 2026",
+            paper_setting="k=100,local=256,chunk=512,buffer=attend,dense_below=2048,host=true",
         ),
         Preset(
             "quest",
             quest,
             "all tokens, and a box around the keys of each page; attends to the budget",
             "Quest 2024",
+            paper_setting="group_reduce=per_head",
+            released="group_reduce=per_head,newest=select",
         ),
         Preset(
             "freekv",
             freekv,
             "all tokens in host memory; attends to the pages that the step before recalled",
             "FreeKV 2025",
+            released="summary=centre,group_reduce=mean_score",
         ),
         Preset(
             "arkvale",
             arkvale,
             "all tokens in host memory; attends to the pages with the best digests",
             "ArkVale 2024",
+            released="budget=4096",
         ),
         Preset("magicpig", magicpig, "all tokens, and key hashes; attends to a weighted sample", "MagicPIG 2024"),
-        Preset("pqcache", pqcache, "all tokens, and product codes of keys; attends to the budget", "PQCache 2024"),
+        Preset(
+            "pqcache",
+            pqcache,
+            "all tokens, and product codes of keys; attends to the budget",
+            "PQCache 2024",
+            released="sink=32,local=512",
+        ),
         Preset(
             "shadowkv",
             shadowkv,
             "keys of low rank, values in host memory; attends to outliers and the best pages",
             "ShadowKV 2024",
+            paper_setting="sink=0",
+            released="budget=1248,sink=0,outliers=24",
         ),
         Preset(
             "logquant",
@@ -77,6 +123,7 @@ REGISTRY: dict[str, Preset] = {
             "84 to 126 tokens in full precision, log-spaced, the rest in 2 bits; reads all",
             "LogQuant 2025",
             has_budget=False,
+            released="key_axis=token",
         ),
         Preset(
             "kivi",
@@ -126,6 +173,7 @@ REGISTRY: dict[str, Preset] = {
             duoattention,
             "all tokens in retrieval heads; in others the first and the newest",
             "DuoAttention 2024",
+            released="budget=320",
         ),
     )
 }
