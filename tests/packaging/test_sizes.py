@@ -13,7 +13,7 @@ STEPS = {  # functions, files, and protocols that a traced step asks for
     "fier": (155, 31, 4),
     "pariskv": (173, 35, 4),
     "quest": (153, 31, 4),
-    "freekv": (191, 35, 3),
+    "freekv": (192, 35, 3),
     "logquant": (100, 22, 2),
     "h2o": (45, 11, 2),
 }
