@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from kvjax.validation import shown
+
 CACHE_DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -60,8 +62,10 @@ def cache_dtype(dtype: DTypeLike) -> np.dtype:
     except TypeError:
         found = None
     if found is None or found.name not in CACHE_DTYPES:
-        shown = repr(dtype) if found is None or (isinstance(dtype, str) and dtype != found.name) else found.name
-        raise ValueError(f"a cache cannot hold dtype {shown}; use one of {', '.join(CACHE_DTYPES)}")
+        alias = found is None or (isinstance(dtype, str) and dtype != found.name)
+        raise ValueError(
+            f"a cache cannot hold dtype {shown(dtype) if alias else found}; use one of {', '.join(CACHE_DTYPES)}"
+        )
     return found
 
 
@@ -76,11 +80,11 @@ MOST = 2**31 - 1  # counts, sizes and positions are int32 on the device
 def require_int(what: str, value: Any, *, at_least: int, at_most: int = MOST) -> int:
     """`value` as an int, or an error that says what it must be."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise ValueError(f"{what} must be an integer, got {value!r}")
+        raise ValueError(f"{what} must be an integer, got {shown(value)}")
     if value < at_least:
-        raise ValueError(f"{what} must be at least {at_least}, got {value}")
+        raise ValueError(f"{what} must be at least {at_least}, got {shown(value)}")
     if value > at_most:
-        raise ValueError(f"{what} must be at most {at_most}, got {value}")
+        raise ValueError(f"{what} must be at most {at_most}, got {shown(value)}")
     return int(value)
 
 
@@ -120,8 +124,8 @@ def check_dims(layout: str, known: Mapping[str, int] | None = None, /, **arrays:
     shapes = {name: tuple(a.shape) for name, a in arrays.items()}
 
     def fail(problem: str) -> ValueError:
-        shown = ", ".join(f"{name}{list(shape)}" for name, shape in shapes.items())
-        return ValueError(f"{problem}; {shown}")
+        all_shapes = ", ".join(f"{name}{list(shape)}" for name, shape in shapes.items())
+        return ValueError(f"{problem}; {all_shapes}")
 
     for part in layout.split(","):
         name, letters = part.split()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -38,7 +39,7 @@ def check_verbs(
     ValueError: init(policy=...) must be a policy, got the class Full; make an instance: Full(...)
     """
     if isinstance(value, str):
-        problem = f"the string {value!r}; write it as code, for example {example}"
+        problem = f"the string {shown(value)}; write it as code, for example {example}"
     elif isinstance(value, type):
         problem = f"the class {value.__name__}; make an instance: {value.__name__}(...)"
     elif missing := [
@@ -136,20 +137,42 @@ def finite_number(what: str, value: Any) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        raise ValueError(f"{what} must be a finite number, got {value!r}")
+        raise ValueError(f"{what} must be a finite number, got {shown(value)}")
     return number
 
 
+MOST_SHOWN = 200  # characters of a wrong value in an error message
+MOST_OF_MESSAGE = 2000  # characters of an error on the command line
+
+
 def shown(value: Any) -> str:
-    """A value in a few words, for an error message."""
+    """A value in a few words, for an error message.
+
+    >>> shown(2.5), shown(10**5000), shown([1]), shown("(" * 10000)[-30:]
+    ('2.5', 'an integer of 5001 digits', 'a list', "((((('... (10000 characters)")
+    """
     if value is None:
         return "None"
-    if isinstance(value, str | bool | int | float):
-        return repr(value) if len(repr(value)) <= 60 else f"a {type(value).__name__}"
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**60:
+        return f"an integer of {int(math.log10(abs(value))) + 1} digits"
+    if isinstance(value, bool | int | float):
+        return repr(value)
+    if isinstance(value, str):
+        return repr(value) if len(value) <= MOST_SHOWN else f"{value[:MOST_SHOWN]!r}... ({len(value)} characters)"
     name = type(value).__name__
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"an array {np.dtype(value.dtype).name}{list(value.shape)}"
     return f"{'an' if name[:1].lower() in 'aeio' else 'a'} {name}"
+
+
+def cut(message: str) -> str:
+    """A message without the ends of long words and quotations, for errors that repeat what a user wrote."""
+    message = re.sub(rf"(\S{{{MOST_SHOWN}}})\S{{20,}}", r"\1...", message)
+    message = re.sub(rf"('[^']{{{MOST_SHOWN}}})[^']{{20,}}'", r"\1...'", message)
+    if len(message) > MOST_OF_MESSAGE:
+        half = MOST_OF_MESSAGE // 2
+        message = f"{message[:half]} ... {message[-half:]}"
+    return message
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:

@@ -12,13 +12,15 @@ that it does not know, and does not distinguish an absent field from its default
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvjax.received import read_object
 from kvjax.spec import require_int
+from kvjax.validation import shown
 
 from . import rope as ropes
 from .activations import ACTIVATIONS
@@ -74,10 +76,10 @@ class DecoderConfig:
         least = 4 if isinstance(self.rope, ropes.Dynamic) else 2  # its exponent is D / (D - 2)
         if self.head_dim % 2 or self.head_dim < least:
             raise ValueError(f"DecoderConfig(head_dim={self.head_dim}): RoPE needs an even number, at least {least}")
-        if not self.norm_eps >= 0 or not self.initializer_range >= 0:
+        if not 0 <= self.norm_eps < math.inf or not 0 <= self.initializer_range < math.inf:
             raise ValueError(
                 f"DecoderConfig(norm_eps={self.norm_eps}, initializer_range={self.initializer_range}): "
-                "both must be at least 0"
+                "both must be finite and at least 0"
             )
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"activation {self.activation!r} is not supported; use one of {', '.join(ACTIVATIONS)}")
@@ -138,17 +140,9 @@ class Fields:
         """The fields of a JSON file.
 
         Raises:
-          ValueError: no JSON object.
+          ValueError: no JSON object: see `kvjax.received.read_object`.
         """
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path} is not valid JSON ({error}); download it again") from error
-        except RecursionError:
-            raise ValueError(f"{path} nests brackets too deeply to be a config; download it again") from None
-        if not isinstance(raw, dict):
-            raise ValueError(f"{path} must hold a JSON object, got {type(raw).__name__}")
-        return cls(raw, str(path))
+        return cls(read_object(path), str(path))
 
     def given(self, name: str) -> bool:
         return self.raw.get(name) is not None
@@ -161,9 +155,11 @@ class Fields:
 
     def number(self, name: str, default: Any = _REQUIRED) -> Any:
         value = self._get(name, default)
-        if value is not default and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise self.error(name, "a number")
-        return value if value is default else float(value)
+        if value is default:
+            return value
+        if not is_finite(value):
+            raise self.error(name, "a finite number")
+        return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
         value = self._get(name, default)
@@ -185,7 +181,7 @@ class Fields:
         return Fields(value, f"{name} of {self.source}")
 
     def error(self, name: str, wanted: str) -> ValueError:
-        return ValueError(f"{name} in {self.source} must be {wanted}, got {self.raw.get(name)!r}")
+        return ValueError(f"{name} in {self.source} must be {wanted}, got {shown(self.raw.get(name))}")
 
     def _get(self, name: str, default: Any) -> Any:
         value = self.raw.get(name)
@@ -230,8 +226,7 @@ def read_common(fields: Fields, *, kv_heads: int | None, head_dim: int | None, p
         value = fields.raw.get(name)
         if value is not None and value not in harmless:
             allowed = f"only {harmless[0]!r} is, or leaving it out" if harmless else "leave it out"
-            shown = "an object" if isinstance(value, dict) else repr(value)
-            raise ValueError(f"{name} in {fields.source} is {shown}, which is not supported: {allowed}")
+            raise ValueError(f"{name} in {fields.source} is {shown(value)}, which is not supported: {allowed}")
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     stated = fields.raw.get("num_key_value_heads", kv_heads)  # null means as many as query heads in every family
     size = fields.integer("head_dim", head_dim)
@@ -360,13 +355,19 @@ def read_rope(fields: Fields, positions: int) -> Rope:
     )
 
 
+def is_finite(value: Any) -> bool:
+    """Whether a value of a JSON file is a number that a float can hold; JSON of Python has infinities and NaN."""
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer
+        return False
+
+
 def _factors(fields: Fields, name: str) -> tuple[float, ...]:
     """A list of numbers."""
     value = fields.raw.get(name)
-    if not isinstance(value, list | tuple) or not all(
-        isinstance(x, int | float) and not isinstance(x, bool) for x in value
-    ):
-        raise fields.error(name, "a list of numbers, one for each pair of channels")
+    if not isinstance(value, list | tuple) or not all(map(is_finite, value)):
+        raise fields.error(name, "a list of finite numbers, one for each pair of channels")
     return tuple(float(x) for x in value)
 
 

@@ -219,7 +219,8 @@ def model_shardings(
 
 
 def check_directory(directory: Path) -> None:
-    """Raises FileNotFoundError, with advice, unless `directory` is one with a config.json."""
+    """Raises FileNotFoundError, with advice, unless `directory` is one with a config.json, and ValueError for a pipe or
+    another file in it that is no regular one, as whoever opens it may wait forever."""
     if not directory.is_dir():
         what = "is a file" if directory.exists() else "does not exist"
         hub = len(directory.parts) == 2 and not directory.is_absolute() and not directory.exists()
@@ -232,6 +233,9 @@ def check_directory(directory: Path) -> None:
         raise FileNotFoundError(
             f"{directory} has no config.json; give a directory that holds a checkpoint in Hugging Face format"
         )
+    for entry in directory.iterdir():
+        if entry.exists() and not entry.is_file() and not entry.is_dir():
+            raise ValueError(f"{entry} is no regular file; remove it")
 
 
 def save(

@@ -26,6 +26,7 @@ import typer
 
 from kvjax.cli import bench, compare, evaluate, generate, heads, measure, methods, perplexity
 from kvjax.cli.terminal import say, write
+from kvjax.validation import cut
 
 # Silences transformers' advice about torch and XLA's startup warnings, which do not concern users of this command.
 for _name, _value in (
@@ -33,6 +34,7 @@ for _name, _value in (
     ("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"),
     ("TOKENIZERS_PARALLELISM", "false"),
     ("TF_CPP_MIN_LOG_LEVEL", "2"),
+    ("RUST_BACKTRACE", "0"),  # of tokenizers
 ):
     os.environ.setdefault(_name, _value)
 
@@ -105,7 +107,7 @@ def main(args: Sequence[str] | None = None) -> int:
         if os.environ.get("KVJAX_TRACEBACK"):
             raise
         usage = hasattr(error, "format_message")  # click's errors, wherever typer's version keeps their class
-        say(f"error: {_usage(error) if usage else _one_line(error)}")
+        say(f"error: {cut(_usage(error) if usage else _one_line(error))}")
         return 2 if usage or isinstance(error, _REQUEST_ERRORS) or _lacks_extra(error) else 1
 
 

@@ -20,6 +20,7 @@ from scipy import stats
 
 from kvjax.evaluate.provenance import digest_json, replace_file
 from kvjax.presets import REGISTRY
+from kvjax.received import read_object
 
 FORMAT = 2  # of the files, and of how prompts and answers are processed
 
@@ -137,7 +138,7 @@ def read_cell(path: Path) -> Cell:
       ValueError: the file is not a cell, or is damaged.
     """
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = read_object(path, cure="move it away or delete it")
         own = {name: raw.pop(name) for name in ("task", "metric", "cache", "key", "total", "batches")}
         raw.pop("tokens_read", None)
         cell = Cell(path=path, head=raw, **own)

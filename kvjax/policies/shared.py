@@ -16,7 +16,6 @@ A slot number means the same token in all layers, since all layers store the sam
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -31,6 +30,7 @@ from kvjax.policies.per_layer import PerLayer
 from kvjax.policies.policy import Info, Policy
 from kvjax.policies.selected import SelectedZones
 from kvjax.policies.zones import ZonedState
+from kvjax.received import read_object
 from kvjax.spec import CacheSpec, keep_int, require_int
 from kvjax.stores import Dense, Store
 from kvjax.stores.demotion import Demotion, Fifo
@@ -255,18 +255,15 @@ def share_selections(
 
 def _in_file(name: str) -> tuple[tuple[int, ...], dict[int, tuple[int, ...]]]:
     """The anchors, and the KV heads by layer, in a file of `benchmarks/calibrate.py`."""
-    path = Path(name)
-    if not path.is_file():
-        raise FileNotFoundError(f"anchors={name!r} is not a file; python -m benchmarks.calibrate --out writes one")
+    cure = "python -m benchmarks.calibrate --out writes one"
+    if not Path(name).is_file():
+        raise FileNotFoundError(f"anchors={shown(name)} is not a file; {cure}")
+    found = read_object(name, cure=cure)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
         heads = {int(layer): tuple(own) for layer, own in found["heads"].items()}
         return tuple(found["anchors"]), heads
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"anchors={name!r} holds no anchors ({type(error).__name__}: {error}); "
-            "python -m benchmarks.calibrate --out writes them"
-        ) from error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{name} holds no anchors ({type(error).__name__}: {error}); {cure}") from error
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -274,6 +271,6 @@ def _numbers(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split("+"))
     except ValueError:
         raise ValueError(
-            f"anchors={text!r} must be numbers of layers with + between them, such as 2+5+9, or the name of a .json "
-            "file of benchmarks.calibrate"
+            f"anchors={shown(text)} must be numbers of layers with + between them, such as 2+5+9, or the name of "
+            "a .json file of benchmarks.calibrate"
         ) from None

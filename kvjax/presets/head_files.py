@@ -9,6 +9,7 @@ from typing import Any
 
 from kvjax.policies import Full, PerLayer, Policy
 from kvjax.policies.per_head import PerHead
+from kvjax.received import read_object
 from kvjax.spec import require_int
 
 
@@ -64,16 +65,14 @@ class Heads:
           FileNotFoundError: no such file.
           ValueError: a file that `save` did not write.
         """
+        cure = "kvjax.presets.Heads.save writes one"
         if not Path(path).is_file():
-            raise FileNotFoundError(f"{path} is not a file of a model's heads; kvjax.presets.Heads.save writes one")
+            raise FileNotFoundError(f"{path} is not a file of a model's heads; {cure}")
         try:
-            found = json.loads(Path(path).read_text(encoding="utf-8"))
+            found = read_object(path, cure=cure)
             return cls(found["kv_heads"], tuple(tuple(layer) for layer in found["layers"]))
-        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{path} holds no heads of a model ({type(error).__name__}: {error}); "
-                "kvjax.presets.Heads.save writes one"
-            ) from error
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path} holds no heads of a model ({type(error).__name__}: {error}); {cure}") from error
 
 
 @dataclass(frozen=True)

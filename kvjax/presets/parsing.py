@@ -11,6 +11,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from kvjax.validation import cut, shown
+
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
@@ -32,9 +34,9 @@ def read_settings(text: str, make: Callable[..., Any], *, where: str = "setting"
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if key not in known or not equals:
             cure = f"write NAME=VALUE, of {', '.join(known)}" if known else "it has no settings"
-            raise ValueError(f"{where} {text}: {part!r} is not a setting of {name}; {cure}")
+            raise ValueError(cut(f"{where} {text}: {shown(part)} is not a setting of {name}; {cure}"))
         if key in settings:
-            raise ValueError(f"{where} {text}: {key} is given twice; give it once")
+            raise ValueError(cut(f"{where} {text}: {key} is given twice; give it once"))
         settings[key] = _read(value, known[key].default, f"{where} {text}: {key}")
     return settings
 
@@ -42,7 +44,9 @@ def read_settings(text: str, make: Callable[..., Any], *, where: str = "setting"
 def _read(value: str, default: Any, where: str) -> Any:
     if isinstance(default, bool):
         if value.lower() not in (*TRUE, *FALSE):
-            raise ValueError(f"{where} must be true or false, got {value!r}; write true, yes, on, 1, false, no, off, 0")
+            raise ValueError(
+                f"{where} must be true or false, got {shown(value)}; write true, yes, on, 1, false, no, off, 0"
+            )
         return value.lower() in TRUE
     if value.lower() == "none":
         return None

@@ -400,7 +400,7 @@ def test_a_name_of_the_hub_is_told_how_to_download_it(kvjax, tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("[" * 100_000, "nests brackets too deeply to be a config"),
+        ("[" * 100_000, "nests brackets too deeply"),
         (json.dumps(config(num_hidden_layers=10**6)), "is 1000000, more than any model has"),
         (
             json.dumps(config(quantization_config={"quant_method": "awq"})),
@@ -532,7 +532,7 @@ REFUSED = [
     ),
     (
         "generate --prompt a --cache razorattention:heads=/no",
-        "/no is not a file of a model's heads; kvjax.presets.head_files",
+        "/no is not a file of a model's heads; kvjax.presets.Heads",
     ),
     ("generate --prompt a --cache magicpig:tables=100000", "takes at most 32 bits and 4096 tables"),
     ("generate --prompt a --cache magicpig:bits=40", "takes at most 32 bits and 4096 tables"),
