@@ -2,7 +2,7 @@
 
 import sys
 
-from kvjax.cli import main
+from kvjax_command import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -55,6 +55,7 @@ def distributions(tmp_path_factory):
     for path in ROOT.iterdir():  # links, so that a build leaves nothing behind here
         if path.suffix in (".toml", ".md", ".txt", ".in") or path.name in (
             "LICENSE",
+            "kvjax_command.py",
             "kernels_pallas",
             "models",
             "tests",
@@ -91,7 +92,8 @@ def copy_without_weights(source: Path, target: Path) -> None:
 def test_wheel_holds_every_module_and_what_they_read(distributions):
     names = set(zipfile.ZipFile(distributions[1]).namelist())
     assert {*modules()} | {"kvjax/py.typed", "kvjax/kernels_pallas/tuned.json"} <= names
-    assert {n.split("/")[0] for n in names if ".dist-info" not in n} == {"kvjax"}, "one top-level package"
+    top = {n.split("/")[0] for n in names if ".dist-info" not in n}
+    assert top == {"kvjax", "kvjax_command.py"}, "one top-level package, and what runs before it is imported"
     assert any(n.endswith("licenses/LICENSE") for n in names)
     assert not any("26m" in n or n.endswith(".safetensors") for n in names), "the model is a package of its own"
 

@@ -1,0 +1,46 @@
+"""The command `kvjax`, which Ctrl-C ends at any moment with exit code 130.
+
+Python raises KeyboardInterrupt in its main thread once the code that runs there allows it. A compiled program may take
+minutes before that, and in a callback of jaxlib the exception is lost or crashes the process. So a thread waits for the
+signal here, and ends the process. Files are written whole or not at all, so none is cut off. The module lies beside the
+package, because the signal may come while the package and JAX are imported.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+
+INTERRUPTED = 130  # 128 + the number of the signal, as shells report it
+SHOW_CURSOR = b"\033[?25h"  # which progress bars hide
+
+
+def end_at_interrupt() -> None:
+    """Makes SIGINT end the process with `INTERRUPTED`. Call it in the main thread."""
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+
+    def wait() -> None:
+        while reader.recv(1)[0] != signal.SIGINT:
+            pass
+        if os.isatty(2):
+            os.write(2, SHOW_CURSOR)
+        os._exit(INTERRUPTED)
+
+    threading.Thread(target=wait, name="interrupt", daemon=True).start()
+    signal.set_wakeup_fd(writer.detach(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGINT, lambda *_: None)  # in place of KeyboardInterrupt
+
+
+def main() -> int:
+    end_at_interrupt()
+    from kvjax.cli import main as run
+
+    return run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,44 @@
+"""Ctrl-C ends the command with 130, in whichever library it finds the process."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint import write_checkpoint
+
+LATEST = 12.0  # seconds: by then the command decodes
+COMMAND = [sys.executable, "-c", "import sys; from kvjax_command import main; sys.exit(main())"]
+
+
+def interrupt(directory: Path, seconds: float, command: list[str] = COMMAND) -> tuple[int, str]:
+    """Starts the command, interrupts it after some seconds, and returns its exit code and what it wrote to stderr."""
+    long = ["generate", str(directory), "--prompt", "once upon a time", "--max-new-tokens", "200000"]
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(
+        [*command, *long], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=root
+    ) as process:
+        time.sleep(seconds)
+        assert process.poll() is None, process.communicate()
+        process.send_signal(signal.SIGINT)
+        errors = process.communicate(timeout=60)[1]
+    return process.returncode, errors
+
+
+DELAYS = [0.3, 1.5, 4.0, 9.0, *(pytest.param(i, marks=pytest.mark.thorough) for i in range(100))]
+
+
+@pytest.mark.parametrize("delay", DELAYS)
+def test_an_interrupt_ends_the_command_with_130(tmp_path: Path, delay: float | int) -> None:
+    seconds = delay if isinstance(delay, float) else random.Random(delay).uniform(0.2, LATEST)
+    directory = write_checkpoint(tmp_path, max_position_embeddings=400_000)
+    code, errors = interrupt(directory, seconds)
+    assert code == 130, errors
+    assert "Traceback" not in errors
+    assert "KeyboardInterrupt" not in errors
