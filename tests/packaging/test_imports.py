@@ -108,7 +108,8 @@ def test_kernels_import_jax_and_packing_only():
 
 
 def third_party(module: str) -> set[str]:
-    return {name.partition(".")[0] for name in imports(module)} - set(sys.stdlib_module_names) - {"kvjax", "kvjax_command"}
+    own = {*sys.stdlib_module_names, "kvjax", "kvjax_command"}
+    return {name.partition(".")[0] for name in imports(module)} - own
 
 
 def normal(requirement: str) -> str:

@@ -236,7 +236,7 @@ def test_anchors_come_from_a_file_with_the_heads_that_serve(tmp_path: Path) -> N
         presets.fier(64, anchors=str(tmp_path / "other.json"))
     for content in ("", "[]", '{"anchors": [2]}', '{"anchors": 2, "heads": {}}', '{"anchors": [2], "heads": [1]}'):
         file.write_text(content)
-        with pytest.raises(ValueError, match=r"plan\.json (holds no anchors \(|is not valid JSON|must hold a JSON object)"):
+        with pytest.raises(ValueError, match=r"plan\.json (holds no anchors|is not valid|must hold)"):
             presets.fier(64, anchors=str(file))
 
 
