@@ -47,6 +47,7 @@ from kvjax.validation import check_array, check_flags, check_floats, check_not_e
 
 MaybeCache = TypeVar("MaybeCache", bound=LayerCache | None)  # the cache that comes back is of the kind that was given
 MOST_STEPS = 16  # tokens of a row in one `decode`
+MOST_SCALE = 1e6  # of the logits, which are f32
 
 
 def attention(
@@ -65,7 +66,8 @@ def attention(
 ) -> tuple[Array, MaybeCache]:
     """Attends with queries q [B, T, N, D] to the cache and to the new k, v [B, T, K, D], and stores k and v.
 
-    Apply RoPE to q and k before the call.
+    Apply RoPE to q and k before the call. Products are exact in f32, but read queries in the dtype of the stored keys:
+    a float32 q is rounded to bfloat16 with a bfloat16 cache, as its k and v are.
 
     Args:
       cache: the layer's cache; None computes plain causal attention and stores nothing.
@@ -73,7 +75,7 @@ def attention(
         meaningless.
       active: bool[B], rows that take this decode token; others store nothing, and their output is meaningless.
       window: sliding window; a token sees itself and the window - 1 before it.
-      scale: factor of the logits; default D**-0.5.
+      scale: factor of the logits, at most 1e6; default D**-0.5.
       first_chunk: promises that the cache is empty, so a prompt attends only to itself (cuDNN attention on a GPU).
         Checked outside of jit.
       flush: flush full recent blocks before a decode step. A model with many layers passes False and calls
@@ -440,7 +442,13 @@ def _check_call(
         )
     if window is not None:
         require_int(f"{verb}(window=...)", window, at_least=1)
-    return _Sizes(B, T), D**-0.5 if scale is None else finite_number(f"{verb}(scale=...)", scale)
+    scale = D**-0.5 if scale is None else finite_number(f"{verb}(scale=...)", scale)
+    if abs(scale) > MOST_SCALE:
+        raise ValueError(
+            f"{verb}(scale=...) must be at most {MOST_SCALE:.0e}, got {scale}: larger logits overflow; it is usually "
+            "head_dim**-0.5"
+        )
+    return _Sizes(B, T), scale
 
 
 def _without_padding(k: Array, v: Array, count: Array) -> tuple[Array, Array]:

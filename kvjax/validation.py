@@ -81,7 +81,7 @@ def check_flags(verb: str, **flags: Any) -> None:
 
 
 def check_floats(**arrays: Any) -> None:
-    """Raises ValueError unless all are arrays of real floats.
+    """Raises ValueError unless all are arrays of real floats of at least 16 bits.
 
     >>> check_floats(q=[[1.0, 2.0]])
     Traceback (most recent call last):
@@ -91,10 +91,10 @@ def check_floats(**arrays: Any) -> None:
     for name, array in arrays.items():
         if not hasattr(array, "dtype") or not hasattr(array, "shape"):
             raise ValueError(f"{name} must be an array of floats, got {shown(array)}; convert it with jnp.asarray")
-        if not jnp.issubdtype(array.dtype, jnp.floating):
+        if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize < 2:
             raise ValueError(
                 f"{name} must be an array of floats, got {array.dtype}{list(array.shape)}; "
-                f"convert it with {name}.astype(jnp.bfloat16) or another float dtype"
+                f"convert it with {name}.astype(jnp.bfloat16) or another float dtype of 16 bits or more"
             )
 
 

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from kvjax.cache.cache import Cache
+from kvjax.cache.cache import Cache, outgrown
 from kvjax.cache.editing import truncate
 from kvjax.cache.growing import grow
 from kvjax.generation import Stream, stream
@@ -104,6 +104,9 @@ class Chat:
         check_fit(shared, len(ids) - shared, new, self._capacity, positions)
         cache, known, unread = self._prepare(messages, ids, held, shared)
         needed = len(known) + len(unread) + new
+        if cache is not None and outgrown(cache, np.array([needed])).size:  # all keys need another rotation
+            self._run = None
+            cache, known, unread = None, [], ids
         if cache is None:
             cache = self._make_cache(round_capacity(needed) if self._capacity is None else self._capacity)
         elif needed > cache.spec.capacity:  # to twice its size, so that a long conversation rarely grows

@@ -195,6 +195,14 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: kvjax.attention(layer(), *qkv(1), scale=np.inf),
         r"attention\(scale=\.\.\.\) must be a finite number, got inf",
     ),
+    "a scale that overflows": (
+        lambda: kvjax.attention(layer(), *qkv(1), scale=1e38),
+        r"attention\(scale=\.\.\.\) must be at most 1e\+06, got 1e\+38: larger logits overflow",
+    ),
+    "float8 arrays": (
+        lambda: kvjax.attention(None, *(a.astype(jnp.float8_e4m3fn) for a in qkv())),
+        r"q must be an array of floats, got float8_e4m3fn.* of 16 bits or more",
+    ),
     "a scale that is text": (
         lambda: kvjax.attention(None, *qkv(), scale="half"),  # type: ignore[arg-type]
         "must be a finite number, got 'half'",

@@ -263,13 +263,11 @@ def check_rotation(cache: Cache, total: Array | np.ndarray, error: type[Exceptio
 
     Does nothing for a model whose RoPE does not depend on the length, or under jit.
     """
-    if cache.rotated_for is None or isinstance(cache.rotated_for, Tracer) or isinstance(total, Tracer):
-        return
-    most, total = on_host(cache.rotated_for), on_host(total)
-    for row in np.flatnonzero((most > 0) & (total > most)):
+    for row in outgrown(cache, total):
+        most, needed = on_host(cache.rotated_for)[row], on_host(total)[row]
         raise error(
-            f"row {row} holds keys that are rotated for a text of at most {most[row]} tokens, because this model's "
-            f"RoPE depends on the length of the text; {total[row]} tokens need other keys: read the whole text again "
+            f"row {row} holds keys that are rotated for a text of at most {most} tokens, because this model's "
+            f"RoPE depends on the length of the text; {needed} tokens need other keys: read the whole text again "
             "into an empty cache, with prefill(..., final=the most tokens that a row will hold), or with "
             "generate(max_new_tokens=...) for the whole answer"
         )
@@ -278,6 +276,14 @@ def check_rotation(cache: Cache, total: Array | np.ndarray, error: type[Exceptio
 def _overflows(layers: Sequence[LayerCache]) -> np.ndarray:
     """bool[L, B]: the rows that dropped tokens, by layer."""
     return np.stack([on_host(layer.state.overflow) for layer in layers])
+
+
+def outgrown(cache: Cache, total: Array | np.ndarray) -> np.ndarray:
+    """i64[n] the rows whose keys are rotated for a shorter text than `total` i32[B] tokens; none under jit."""
+    if cache.rotated_for is None or isinstance(cache.rotated_for, Tracer) or isinstance(total, Tracer):
+        return np.zeros(0, np.int64)
+    most = on_host(cache.rotated_for)
+    return np.flatnonzero((most > 0) & (on_host(total) > most))
 
 
 def check_layer_cache(verb: str, cache: Any) -> None:

@@ -23,7 +23,7 @@ from kvjax.cache.editing import room as free_room
 from kvjax.cache.flushing import flush
 from kvjax.generation.drafts import accepted
 from kvjax.generation.prefilling import Model
-from kvjax.generation.sampling import Sampling, sample
+from kvjax.generation.sampling import Sampling, by_row, sample
 from kvjax.memory import CONCURRENT
 from kvjax.numerics.indexing import put_last
 from kvjax.policies import Info
@@ -110,7 +110,7 @@ def decode_loop(
         return (s.step < limit) & jnp.any(s.active)
 
     def emit(s: Loop) -> Loop:
-        step_keys = None if keys is None else jax.vmap(jax.random.fold_in, (0, None))(keys, first + s.step)
+        step_keys = None if keys is None else by_row(lambda key: jax.random.fold_in(key, first + s.step), keys)
         token = sample(s.logits, step_keys, sampling)
         tokens = lax.dynamic_update_index_in_dim(s.tokens, jnp.where(s.active, token, PAD), s.step, axis=1)
         fed = jnp.where(s.active, token, 0)[:, None]
@@ -183,7 +183,7 @@ def draft_loop(
 
     def draw_after(s: DraftLoop) -> Callable[[Array, Array | int], Array]:
         def draw(logits: Array, i: Array | int) -> Array:
-            token_keys = None if keys is None else jax.vmap(jax.random.fold_in)(keys, first + s.emitted + i)
+            token_keys = None if keys is None else by_row(jax.random.fold_in, keys, first + s.emitted + i)
             return sample(logits, token_keys, sampling)
 
         return draw

@@ -116,7 +116,7 @@ def sample(logits: Array, key: Array | None, sampling: Sampling) -> Array:
     temperature = _column("temperature", sampling.temperature, B).astype(jnp.float32)
     drawn_rows = temperature > 0
     scores = logits.astype(jnp.float32) / jnp.where(drawn_rows, temperature, 1.0)
-    noise = jax.vmap(lambda row: jax.random.gumbel(row, (V,), jnp.float32))(keys)
+    noise = by_row(lambda row: jax.random.gumbel(row, (V,), jnp.float32), keys)
 
     if sampling.top_k is not None:
         scores = jnp.where(_among_best(scores, _column("top_k", sampling.top_k, B)), scores, -jnp.inf)
@@ -175,6 +175,16 @@ def _largest(holds: Callable[[Array], Array], rows: int) -> Array:
     return lax.fori_loop(0, 8, digit, jnp.zeros((rows, 1), jnp.uint32))
 
 
+def by_row(f: Callable[..., Array], *operands: Array, of: Array | None = None) -> Array:
+    """`f` of each row of `operands`, of which the first, or `of`, are keys.
+
+    Under `jax.vmap`, keys of other kinds than threefry (such as rbg) draw what the first of them draws, so that rows
+    would depend on the rows beside them; those run one after the other.
+    """
+    kind = str(jax.random.key_impl(operands[0] if of is None else of))
+    return jax.vmap(f)(*operands) if "threefry" in kind else lax.map(lambda row: f(*row), operands)
+
+
 def row_keys(key: Array | None, rows: int) -> Array:
     """One key per row: `fold_in(key, row)` of a single key; B keys are returned unchanged."""
     if key is None:
@@ -186,7 +196,7 @@ def row_keys(key: Array | None, rows: int) -> Array:
             "wrap an older key with jax.random.wrap_key_data"
         )
     if key.ndim == 0:
-        return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(rows))
+        return by_row(lambda row: jax.random.fold_in(key, row), jnp.arange(rows), of=key)
     if key.shape != (rows,):
         raise ValueError(f"key must be one key or {rows} keys, one for each row, got shape {list(key.shape)}")
     return key

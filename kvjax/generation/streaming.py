@@ -40,6 +40,7 @@ from kvjax.generation.text import Detokenizer
 from kvjax.memory import commit_together, on_host
 from kvjax.sharding.placement import to_context
 from kvjax.spec import require_int
+from kvjax.validation import check_alive
 
 SMALLEST_ROOM = 32  # new tokens that a program has room for, at least
 
@@ -273,7 +274,9 @@ class Stream(Iterator[Any]):
         self.cache, self._logits, self._mean = commit_together((cache, logits, mean))
         self.rows = [[] for _ in range(batch)]
         self._model: Model = Flat.of(model)
-        self._sampling, self._keys, self._stop = sampling, keys, stop
+        self._sampling, self._keys = sampling, keys
+        room = 1 << max(len(stop) - 1, 0).bit_length()  # so that few numbers of stop tokens have programs of their own
+        self._stop = np.pad(stop, (0, room - len(stop)), constant_values=PAD)
         self._left, self._step = max_new_tokens, 0
         self._active: Any = np.ones((batch,), bool) if active is None else active
         self._taking_part = self._active
@@ -313,6 +316,7 @@ class Stream(Iterator[Any]):
     @on_auto_axes
     def advance(self, steps: int) -> np.ndarray:
         """Emits up to `steps` tokens per row and returns them, i32[B, n]; n is 0 when all rows have ended."""
+        check_alive("a stream", self.cache)
         limit = min(steps, self._left)
         if limit < 1 or not np.any(self._active):
             return np.zeros((len(self.rows), 0), np.int32)

@@ -117,6 +117,18 @@ def test_row_draw_ignores_other_rows_and_their_number():
     assert alone[0] == all_rows[2]
 
 
+@pytest.mark.parametrize("kind", ["rbg", "unsafe_rbg"])
+def test_row_draw_ignores_other_rows_with_keys_of_any_kind(kind):
+    logits = jax.random.normal(jax.random.key(0), (4, 300))
+    keys = jax.random.split(jax.random.key(1, impl=kind), 4)
+    run = jax.jit(lambda logits, keys: sample(logits, keys, sampling(1.0, top_k=50)))
+    together = run(logits, keys)
+    for row in range(4):
+        one = slice(row, row + 1)
+        np.testing.assert_array_equal(run(logits[one], keys[one])[0], together[row])
+    assert len(set(np.asarray(sample(jnp.zeros((4, 300)), jax.random.key(1, impl=kind), sampling(1.0))).tolist())) > 1
+
+
 def test_rows_draw_differently_from_equal_logits():
     tokens = sample(jnp.zeros((32, 1000)), jax.random.key(0), sampling(1.0))
     assert len(set(tokens.tolist())) > 25

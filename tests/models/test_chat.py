@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 import kvjax
 from kvjax import models
-from tests.checkpoint import BOS, EOS, POSITIONS, WIDTH, write_checkpoint
+from tests.checkpoint import BOS, EOS, POSITIONS, WIDTH, D, write_checkpoint
 
 # As real templates write it: a first token and the system prompt once, each answer ended by the stop token.
 TEMPLATE = (
@@ -334,3 +334,27 @@ def test_what_cannot_talk_says_so(tmp_path: Path) -> None:
         checkpoint.chat(capacity="4K")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="has no chat template, so this is not a chat model"):
         models.load(models.shipped()).chat()
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+@pytest.mark.parametrize("cache", ["full", "streaming_llm:budget=64"])
+def test_a_turn_that_needs_other_rotations_reads_the_conversation_again(
+    kind: str, cache: str, tmp_path: Path, fed: list[list[int]]
+) -> None:
+    original = 48
+    scaling = {"type": kind, "factor": 4.0, "original_max_position_embeddings": original}
+    scaling |= {"short_factor": [1.0] * (D // 2), "long_factor": [9.0] * (D // 2)}
+    positions = {"max_position_embeddings": original} if kind == "dynamic" else {}
+    checkpoint = load(tmp_path, config={"rope_scaling": scaling, **positions})
+    chat = checkpoint.chat(cache=cache, max_new_tokens=6)
+    for message in ("one", "two and a half", "a third message which crosses", "four"):
+        chat.say(message)
+        text = [*chat._fed, *chat._run.rows[0]]  # type: ignore[union-attr]
+        assert chat._length == len(text)
+        whole = checkpoint.init_cache("full", capacity=256)
+        wanted, _ = kvjax.generation.prefill(checkpoint.model, whole, np.array([text]), final=len(chat._fed) + 6)
+        if cache == "full":
+            np.testing.assert_allclose(chat._run.logits, wanted, atol=1e-4)  # type: ignore[union-attr]
+        kvjax.raise_on_overflow(chat.cache)  # type: ignore[arg-type]
+    again = [prompt[0] == BOS for prompt in fed]
+    assert again == ([True, True, False, False] if kind == "longrope" else [True] * 4)
