@@ -35,10 +35,10 @@ from kvjax.stores.hot import empty_hot, give_places
 
 TIMES = (1, 2, 4, 8)  # sizes of the hot set in budgets
 POLICIES: dict[str, Callable[[int], PerLayer]] = {
-    "fier": lambda budget: presets.fier(budget, dense_layers=2),
-    "quest": lambda budget: presets.quest(budget, dense_layers=2),
-    "pariskv": lambda budget: presets.pariskv(budget, sink=4, local=16, dense_below=0, dense_layers=2),
-    "freekv": lambda budget: presets.freekv(budget, page=16, sink=16, local=16, dense_layers=2),
+    "fier": lambda budget: presets.fier(budget, layers=presets.Layers(dense=2)),
+    "quest": lambda budget: presets.quest(budget, layers=presets.Layers(dense=2)),
+    "pariskv": lambda budget: presets.pariskv(budget, sink=4, local=16, dense_below=0, layers=presets.Layers(dense=2)),
+    "freekv": lambda budget: presets.freekv(budget, page=16, sink=16, local=16, layers=presets.Layers(dense=2)),
 }
 
 

@@ -182,10 +182,11 @@ def main(args: Sequence[str] | None = None) -> None:
         given.rows, given.device_bytes = given.rows or 2, 1e9
     heads = {"q_heads": config.q_heads, "kv_heads": config.kv_heads, "head_dim": config.head_dim}
     spec = CacheSpec(batch=1, capacity=given.length, dtype=jnp.dtype(dtype), **heads)
-    base = presets.find(given.method).make(given.budget, dense_layers=0, dense_capacity=0).rest
+    base = presets.find(given.method).policies(budget=given.budget, dense_layers=0, dense_capacity=0).rest
     assert isinstance(base, Retrieval)
-    where = {"host": True, "host_dtype": "float8" if given.float8 else None, "hot": given.hot}
-    hosted = presets.find(given.method).make(given.budget, dense_layers=0, **where).rest
+    kept = "float8" if given.float8 else "host"
+    where = {"store": f"{kept}+{given.hot}" if given.hot else kept}
+    hosted = presets.find(given.method).policies(budget=given.budget, dense_layers=0, **where).rest
     assert isinstance(hosted, Retrieval)
     store: Any = hosted.store
     parameters = 16e9 if not given.quick else 0.0

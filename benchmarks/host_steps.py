@@ -35,10 +35,8 @@ WARM = 12  # steps that fill a hot set before it is timed
 
 
 def policy(method: str, where: str, hot: int, budget: int) -> Any:
-    dtype = "float8" if where == "float8" else None
-    settings = {} if where == "device" else {"host": True, "host_dtype": dtype, "hot": hot}
-    make: Any = presets.find(method).make
-    return make(budget, dense_layers=0, dense_capacity=0, **settings).rest
+    settings = {"dense_layers": 0, "dense_capacity": 0, "store": f"{where}+{hot}" if hot else where}
+    return presets.find(method).policies(budget=budget, **settings).rest
 
 
 def queries(correlation: float, steps: int, spec: CacheSpec) -> Array:

@@ -30,9 +30,11 @@ from kvjax.numerics.selection import set_recall
 from kvjax.policies import Following
 
 METHODS: dict[str, Callable[..., kvjax.PerLayer]] = {
-    "fier": lambda budget, share: presets.fier(budget, dense_layers=0, dense_capacity=0, share=share),
-    "quest": lambda budget, share: presets.quest(budget, dense_layers=0, dense_capacity=0, share=share),
-    "pariskv": lambda budget, share: presets.pariskv(budget, dense_layers=0, dense_capacity=0, share=share),
+    "fier": lambda budget, share: presets.fier(budget, layers=presets.Layers(dense=0, share=share), dense_capacity=0),
+    "quest": lambda budget, share: presets.quest(budget, layers=presets.Layers(dense=0, share=share), dense_capacity=0),
+    "pariskv": lambda budget, share: presets.pariskv(
+        budget, layers=presets.Layers(dense=0, share=share), dense_capacity=0
+    ),
 }
 
 

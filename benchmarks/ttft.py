@@ -42,8 +42,8 @@ METHODS: dict[str, Callable[[], Any]] = {
     "pariskv": lambda: presets.pariskv(2048),
     "logquant": presets.logquant,
     "kivi": presets.kivi,
-    "fier:host": lambda: presets.fier(2048, host=True),
-    "pariskv:host": lambda: presets.pariskv(2048, host=True),
+    "fier:host": lambda: presets.fier(2048, store="host"),
+    "pariskv:host": lambda: presets.pariskv(2048, store="host"),
     "freekv": lambda: presets.freekv(2048),
 }
 FLOOR = "floor: one cuDNN call"

@@ -6,7 +6,6 @@ which the tokens that it read are coloured.
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -176,6 +175,7 @@ OWN: dict[str, dict[str, Any]] = {  # where a method needs other sizes
     "fier": dict(page=1),
     "quest": dict(chunk=4),
     "kivi": dict(group=16, residual=32),
+    "pqcache": dict(learn=16),
     "snapkv": dict(window=8, kernel_size=3),
     "logquant": dict(window=12),
     "freekv": dict(local=8),
@@ -188,9 +188,9 @@ NOT_DRAWN = ("duoattention", "mikv", "razorattention")
 
 def small(preset: Preset) -> Any:
     """The policy of a compressed layer at a size that can be drawn."""
-    takes = inspect.signature(preset.make).parameters
+    takes = preset.settings
     given = {name: value for name, value in (SMALL | OWN.get(preset.name, {})).items() if name in takes}
-    return preset.make(**given).rest
+    return preset.policies(**given).rest
 
 
 def tokens() -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -6,7 +6,6 @@ construction, as a user would meet it.
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable
 from functools import partial
@@ -107,7 +106,7 @@ TRACED: dict[str, Callable[[Any], Any]] = {
     "`grad` by k, v": gradient_of_tokens,
     "`vmap`": vmap,
 }
-SETTINGS = {"host memory": "host", "hot set": "hot", "shared selections": "share", "dense layers": "dense_layers"}
+SETTINGS = {"store": "store", "shared selections": "share", "dense layers": "dense_layers"}
 
 
 def tried(feature: Callable[[Any], Any], policy: Any) -> str:
@@ -150,7 +149,7 @@ def page() -> str:
             cells.append("no" if refusal else "yes")
             if refusal:
                 why.setdefault((name, refusal), []).append(f"`{preset.name}`")
-        takes = inspect.signature(preset.make).parameters
+        takes = preset.settings
         rows.append(cells + ["yes" if setting in takes else "" for setting in SETTINGS.values()])
     kernels = [
         [f"`{name}`", ", ".join(f"`{op}`" for op in operations(policy)) or "none"] for name, policy in policies.items()

@@ -36,9 +36,9 @@ class Cost:
 COSTS = {
     "full": Cost(presets.full, EXACT),
     "fier": Cost(presets.fier, EXACT + ONE_BIT),
-    "fier, host": Cost(functools.partial(presets.fier, host=True), ONE_BIT, EXACT),
+    "fier, host": Cost(functools.partial(presets.fier, store="host"), ONE_BIT, EXACT),
     "pariskv": Cost(presets.pariskv, EXACT + PARIS),
-    "pariskv, host": Cost(functools.partial(presets.pariskv, host=True), PARIS, EXACT),
+    "pariskv, host": Cost(functools.partial(presets.pariskv, store="host"), PARIS, EXACT),
     "quest": Cost(presets.quest, EXACT + PAGE_16),
     "freekv": Cost(presets.freekv, PAGE_32, EXACT),
     "arkvale": Cost(presets.arkvale, PAGE_32, EXACT),
@@ -105,8 +105,8 @@ def test_bytes_are_the_same_in_arrays_that_are_made() -> None:
     [
         # Sink, window and the page that fills; the recall of the step before, a page beyond the window, and its query.
         (presets.freekv().rest, 128 + 128 + 32 + 2048, PAGE_32),
-        (presets.pariskv(host=True).rest, 4 + 128 + 256, PARIS),
-        (presets.fier(host=True).rest, 1 + 256, ONE_BIT),
+        (presets.pariskv(store="host").rest, 4 + 128 + 256, PARIS),
+        (presets.fier(store="host").rest, 1 + 256, ONE_BIT),
     ],
     ids=["freekv", "pariskv over host", "fier over host"],
 )
@@ -128,7 +128,7 @@ def test_the_device_holds_windows_and_index_alone(
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "make",
-    [presets.freekv, functools.partial(presets.pariskv, host=True), functools.partial(presets.fier, host=True)],
+    [presets.freekv, functools.partial(presets.pariskv, store="host"), functools.partial(presets.fier, store="host")],
     ids=["freekv", "pariskv over host", "fier over host"],
 )
 def test_a_prompt_larger_than_the_device_goes_to_the_host_chunk_by_chunk(make: Callable[[], kvjax.PerLayer]) -> None:
@@ -184,7 +184,7 @@ def test_generation_of_a_model_needs_the_same_device_memory_for_any_prompt() -> 
     logits, active = jax.ShapeDtypeStruct((1, 128), jnp.float32), jax.ShapeDtypeStruct((1,), bool)
     mean = jax.ShapeDtypeStruct((0,), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)
     for capacity in (8192, 65536):
-        spec, method = model.spec(batch=1, capacity=capacity), presets.freekv(dense_layers=0)
+        spec, method = model.spec(batch=1, capacity=capacity), presets.freekv(layers=presets.Layers(dense=0))
         cache = memory.shapes(functools.partial(kvjax.init, method, spec, layers=2))
         prompt = _prefill_chunk.lower(model, cache, tokens, rows, first_chunk=False)
         loop = decode_loop.lower(
@@ -198,7 +198,9 @@ def test_generation_of_a_model_needs_the_same_device_memory_for_any_prompt() -> 
     assert jax.__version_info__ < (0, 11) or prompts[1] <= 1.02 * prompts[0]
 
 
-@pytest.mark.parametrize("preset", [presets.freekv(), presets.pariskv(host=True)], ids=["freekv", "pariskv over host"])
+@pytest.mark.parametrize(
+    "preset", [presets.freekv(), presets.pariskv(store="host")], ids=["freekv", "pariskv over host"]
+)
 def test_an_empty_store_is_made_in_host_memory(preset: kvjax.PerLayer) -> None:
     """It is not made on the device and then moved: init moves only one zero."""
     spec = dataclasses.replace(SPEC, kv_heads=1, q_heads=1, capacity=8192)

@@ -90,7 +90,7 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
     "a preset whose dense layers are the whole model": (
         lambda: kvjax.init(presets.fier(400), SPEC, layers=2),
         r"policies of their own for the first 2 layers and layers=2, so no layer uses Retrieval; give fewer, such as "
-        r"dense_layers=1 of a preset",
+        r"Layers\(dense=1\) of a preset",
     ),
     "a class of policy": (
         lambda: kvjax.init(kvjax.Full, SPEC, layers=2),  # type: ignore[arg-type]
@@ -362,8 +362,14 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: kvjax.HotSet(tokens=8, store=kvjax.HotSet(tokens=8)),
         "which has a hot set already; give its inner store",
     ),
-    "a hot set on the device": (lambda: presets.fier(24, hot=64), r"fier\(hot=64\) keeps .*; set host=True too"),
-    "no sharing": (lambda: presets.fier(24, share=0), "share must be at least 1, got 0"),
+    "a hot set on the device": (
+        lambda: presets.fier(24, store="device+64"),
+        r"fier\(store='device\+64'\) must be 'device', 'host', or host memory in another dtype",
+    ),
+    "no sharing": (
+        lambda: presets.fier(24, layers=presets.Layers(dense=2, share=0)),
+        r"Layers\(share=\.\.\.\) must be at least 1, got 0",
+    ),
     "sharing of what selects nothing": (
         lambda: kvjax.share_selections(presets.h2o(24), share=2),
         "selects nothing that other layers could follow",
@@ -373,18 +379,23 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
         r"takes the policies of a model's layers, got a Retrieval; a preset returns them",
     ),
     "anchors that do not rise": (
-        lambda: presets.fier(24, anchors=[5, 2]),
+        lambda: presets.fier(24, layers=presets.Layers(dense=2, anchors=[5, 2])),
         r"anchors=\(5, 2\) must increase and begin with",
     ),
     "anchors past the model": (
-        lambda: kvjax.init(presets.fier(24, group=8, chunk=8, anchors="2+9"), SPEC, layers=4),
+        lambda: kvjax.init(
+            presets.fier(24, group=8, chunk=8, layers=presets.Layers(dense=2, anchors="2+9")), SPEC, layers=4
+        ),
         "anchors name layer 9, and the model has layers 0 to 3; leave it out",
     ),
     "anchors that are no number": (
-        lambda: presets.fier(24, anchors=2.5),  # type: ignore[arg-type]
+        lambda: presets.fier(24, layers=presets.Layers(dense=2, anchors=2.5)),  # type: ignore[arg-type]
         r"such as \[2, 5, 9\] or '2\+5\+9', got 2\.5",
     ),
-    "share and anchors": (lambda: presets.fier(24, share=2, anchors=[2]), "both say which layers select; give one"),
+    "share and anchors": (
+        lambda: presets.fier(24, layers=presets.Layers(dense=2, share=2, anchors=[2])),
+        "both say which layers select; give one",
+    ),
     "heads of a layer past the model": (
         lambda: shared(heads={9: (0, 1)}),
         "heads name layer 9, and the model has layers",
@@ -401,7 +412,9 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
     # ---------------------------------------------------------------------------------------- flush, insert, overflow
     "a row that is no whole number": (lambda: insert(0.5), r"insert\(row=\.\.\.\) must be an integer, got 0\.5"),
     "a prefix of another budget": (
-        lambda: kvjax.insert(*(layer(presets.h2o(budget, dense_layers=0).rest) for budget in (24, 9)), 0),
+        lambda: kvjax.insert(
+            *(layer(presets.h2o(budget, layers=presets.Layers(dense=0)).rest) for budget in (24, 9)), 0
+        ),
         r"same layers, policies, capacity and dtype; policy\.budget is 9 in the prefix, 24 in the cache; make it like",
     ),
     "a row by name": (lambda: insert("x"), r"insert\(row=\.\.\.\) must be an integer, such as 0, got 'x'"),
@@ -555,7 +568,7 @@ def test_traced_row_out_of_range_changes_nothing(policy: Any, row: int) -> None:
 
 
 def test_repr_tells_policy_rows_length_and_bytes() -> None:
-    made = kvjax.init(presets.fier(24, group=8, chunk=16, dense_layers=1), SPEC, layers=3)
+    made = kvjax.init(presets.fier(24, group=8, chunk=16, layers=presets.Layers(dense=1)), SPEC, layers=3)
     text = repr(made)
     assert text.startswith("Cache(1 x Full() + 2 x Retrieval(selector=Fier(group=8")
     assert "2 rows, length [0, 0] of 64, " in text
@@ -581,7 +594,7 @@ def test_repr_tells_dropped_tokens() -> None:
 
 
 def test_repr_tells_host_memory() -> None:
-    policy = presets.freekv(48, page=8, sink=8, local=8, dense_layers=0)
+    policy = presets.freekv(48, page=8, sink=8, local=8, layers=presets.Layers(dense=0))
     assert "on the device, " in repr(kvjax.init(policy, SPEC, layers=1))
     assert "KiB on the host" in repr(kvjax.init(policy, SPEC, layers=1))
 

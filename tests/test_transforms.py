@@ -14,9 +14,9 @@ from kvjax import presets
 from kvjax.testing._expect import dense
 
 SPEC = kvjax.CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=64, dtype="float32")
-FREEKV = presets.freekv(32, page=8, sink=8, local=8, dense_layers=0, tau=0.0).rest
+FREEKV = presets.freekv(32, page=8, sink=8, local=8, layers=presets.Layers(dense=0), tau=0.0).rest
 HOST = {
-    "fier": presets.fier(24, group=8, chunk=16, dense_layers=0, host=True).rest,
+    "fier": presets.fier(24, group=8, chunk=16, layers=presets.Layers(dense=0), store="host").rest,
     "freekv": FREEKV,
     "all": kvjax.Compressed(store=kvjax.HostOffload(page=8), sink=4, local=8, demote=kvjax.Fifo(leave=16)),
 }

@@ -152,7 +152,7 @@ def init(
     if not by_layer.reaches(layers):
         raise ValueError(
             f"init got policies of their own for the first {len(by_layer.first)} layers and layers={layers}, so no "
-            f"layer uses {type(by_layer.rest).__name__}; give fewer, such as dense_layers={layers - 1} of a preset"
+            f"layer uses {type(by_layer.rest).__name__}; give fewer, such as Layers(dense={layers - 1}) of a preset"
         )
     own = [by_layer.policy(i) for i in range(layers)]
     if placement is None:

@@ -65,14 +65,14 @@ def _as_json(preset: Preset) -> dict[str, Any]:
         "paper_setting": preset.setting(),
         "released_setting": preset.setting(released=True),
         "paper": None if preset.paper == "-" else preset.paper,
-        "settings": {one.name: _shown(one.default) for one in inspect.signature(preset.make).parameters.values()},
+        "settings": {name: _shown(default) for name, default in preset.settings.items()},
     }
 
 
 def _describe(preset: Preset) -> None:
     from rich.table import Table
 
-    settings = inspect.signature(preset.make).parameters.values()
+    settings = preset.settings
     first, *_ = inspect.cleandoc(preset.make.__doc__ or "").split("\n\n")
     write(
         f"{' '.join(first.split())}\n\n"
@@ -85,8 +85,8 @@ def _describe(preset: Preset) -> None:
     for title in ("setting", "default", "meaning"):
         table.add_column(title)
     words = meanings(preset)
-    for one in settings:
-        table.add_row(one.name, _shown(one.default), words[one.name])
+    for name, default in settings.items():
+        table.add_row(name, _shown(default), words[name])
     show(table)
 
 
@@ -101,8 +101,19 @@ def _settings(preset: Preset) -> str:
 
 
 def meanings(preset: Preset) -> dict[str, str]:
-    """The meaning of each setting, from the `Args:` of the preset's docstring."""
-    _, _, args = inspect.cleandoc(preset.make.__doc__ or "").partition("\nArgs:\n")
+    """The meaning of each setting, from the `Args:` of the preset and the `Attributes:` of arguments with fields."""
+    from kvjax.presets.parsing import field_names
+
+    found = _entries(preset.make.__doc__, "Args")
+    for p in inspect.signature(preset.make).parameters.values():
+        if names := field_names(p.default):
+            own = _entries(type(p.default).__doc__, "Attributes")
+            found |= {name: own[field] for name, field in names.items()}
+    return found
+
+
+def _entries(docstring: str | None, section: str) -> dict[str, str]:
+    _, _, args = inspect.cleandoc(docstring or "").partition(f"\n{section}:\n")
     entries = re.split(r"^  (?=\w)", args.partition("\n\n")[0], flags=re.MULTILINE)[1:]
     each = (" ".join(entry.split()).partition(": ") for entry in entries)
     return {setting: meaning.rstrip(".") for setting, _, meaning in each}
@@ -120,6 +131,6 @@ def _shown(default: Any) -> str:
     return str(default).lower() if isinstance(default, bool | None) else str(default)
 
 
-def _example(settings: Any) -> str:
-    given = [one for one in settings if one.default is not None][:2]
-    return ",".join(f"{one.name}={_shown(one.default)}" for one in given)
+def _example(settings: dict[str, Any]) -> str:
+    given = [(name, default) for name, default in settings.items() if default is not None][:2]
+    return ",".join(f"{name}={_shown(default)}" for name, default in given)

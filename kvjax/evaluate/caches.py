@@ -7,7 +7,6 @@ that sets its own keeps it, and shows it in its name. A budget that one method c
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -88,26 +87,26 @@ def make_rows(
     found: dict[str, Row] = {}
     for text, preset in known.items():
         written = read_settings(text, preset.make, where="--cache")
-        own_budget = _own_budget(preset, written)
-        told = {name: value for name, value in written.items() if name != "budget"}
-        asked = {name: value for name, value in told.items() if name != "k"}  # the budget says the same
+        own_budget = written.get("budget")
+        asked = {name: value for name, value in written.items() if name != "budget"}
         rules: Sequence[str | None] = group_reduces if group_reduces and has_group_reduce(preset) else [None]
         for rule in rules:
             more = {} if rule is None else {"group_reduce": rule}
-            settings, label = {**asked, **more}, _label(preset.name, {**told, **more})
-            if dense_layers is not None and "dense_layers" in _parameters(preset):
+            settings = {**asked, **more}
+            label = _label(preset.name, settings)
+            if dense_layers is not None and "dense_layers" in preset.settings:
                 settings = {"dense_layers": dense_layers, **settings}
-            if "dense_capacity" in _parameters(preset):
+            if "dense_capacity" in preset.settings:
                 settings = {"dense_capacity": 0, **settings}  # so that a row runs its own method on every device
             if not preset.has_budget:
-                found[label] = Row(label, preset.make(**settings), dense_layers=settings.get("dense_layers"))
+                found[label] = Row(label, preset.policies(**settings), dense_layers=settings.get("dense_layers"))
                 continue
-            preset.make(**settings, budget=AMPLE)  # raises for settings that are wrong at every budget
-            default = _parameters(preset)["budget"].default
+            preset.policies(**settings, budget=AMPLE)  # raises for settings that are wrong at every budget
+            default = preset.settings["budget"]
             for budget in [own_budget] if own_budget is not None else budgets or [default]:
                 name = f"{label}@{budget}"
                 try:
-                    made = preset.make(**settings, budget=budget)
+                    made = preset.policies(**settings, budget=budget)
                     found[name] = Row(
                         name, made, budget, note=_rounding(made.rest, budget), dense_layers=_dense_layers(made)
                     )
@@ -124,11 +123,6 @@ def _kinds_of(caches: Any) -> str:
     return f"[{', '.join(shown(cache) for cache in caches)}]"
 
 
-def _own_budget(preset: Preset, settings: Mapping[str, Any]) -> int | None:
-    """The budget that a cache's text sets, as `budget` or as the `k` of ParisKV's paper; None if it sets none."""
-    return getattr(preset.make(**settings).rest, "budget", None) if "k" in settings else settings.get("budget")
-
-
 def without_budget(caches: Caches) -> list[str]:
     """The caches that have a budget and do not set it in their text."""
     if isinstance(caches, Mapping):
@@ -137,7 +131,7 @@ def without_budget(caches: Caches) -> list[str]:
     return [
         text
         for text, preset in known.items()
-        if preset.has_budget and not {"budget", "k"} & read_settings(text, preset.make, where="--cache").keys()
+        if preset.has_budget and "budget" not in read_settings(text, preset.make, where="--cache")
     ]
 
 
@@ -171,8 +165,7 @@ def _require_one(rows: Sequence[Row]) -> None:
 
 def has_group_reduce(preset: Preset) -> bool:
     """Whether a GQA group shares its selection by a rule that can be set."""
-    rule = _parameters(preset).get("group_reduce")
-    return rule is not None and isinstance(rule.default, str)
+    return isinstance(preset.settings.get("group_reduce"), str)
 
 
 def _given(name: str, policy: PerLayer | Policy | Sequence[Policy]) -> Row:
@@ -183,10 +176,6 @@ def _given(name: str, policy: PerLayer | Policy | Sequence[Policy]) -> Row:
 def _dense_layers(policies: PerLayer) -> int:
     """First layers that attend to everything; a preset may have other policies of their own for its layers."""
     return len(list(takewhile(lambda policy: policy == Full(), policies.first)))
-
-
-def _parameters(preset: Preset) -> Mapping[str, Any]:
-    return inspect.signature(preset.make).parameters
 
 
 def _label(name: str, settings: Mapping[str, Any]) -> str:

@@ -2,9 +2,13 @@
 
 A preset returns the policies of all layers of a model. Its docstring says where it differs from the paper.
 
-Presets that select tokens take `share` and `anchors`. After the dense layers, every `share`-th layer selects, or those
-whose numbers `anchors` lists, and the layers that follow it attend to the same slots (`Shared`). As text, anchors are
-separated by "+", as in "fier:budget=256,anchors=2+5+9", or name a file that `python -m benchmarks.calibrate` wrote.
+Two settings of many presets:
+
+- `layers`, a `Layers`: how many first layers attend to everything, and which layers select for those after them. As
+  text: "fier:budget=256,dense_layers=2,share=4", or "anchors=2+5+9", or "anchors=FILE" of `benchmarks/calibrate.py`.
+- `store`, where the history's keys and values are: "device"; "host"; "float8", "int8", "int4" or "int2", which is host
+  memory in that dtype; with "+1024" after one of these the device keeps the last 1024 selected tokens of each row and
+  KV head too (`HotSet`). A `Store` is used as it is.
 """
 
 from kvjax.policies import share_selections
@@ -16,7 +20,7 @@ from kvjax.presets.heads import duoattention, razorattention
 from kvjax.presets.learnt import magicpig, pqcache, shadowkv
 from kvjax.presets.registry import REGISTRY, Preset, check_reaches, find, parse, parse_with_budget
 from kvjax.presets.retrieval import PARISKV_BUDGET, fier, pariskv, quest
-from kvjax.presets.settings import Anchors
+from kvjax.presets.settings import Anchors, Layers
 from kvjax.presets.speculative import FREEKV, arkvale, freekv
 
 __all__ = [
@@ -25,6 +29,7 @@ __all__ = [
     "REGISTRY",
     "Anchors",
     "Heads",
+    "Layers",
     "Preset",
     "adakv",
     "arkvale",

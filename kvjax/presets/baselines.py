@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvjax.numerics.selection import GroupReduce
 from kvjax.policies import Full, PerLayer, Retrieval
-from kvjax.presets.settings import Anchors, past_dense
+from kvjax.presets.settings import Layers, over_layers
 from kvjax.selectors import Exact
 from kvjax.spec import require_int
 from kvjax.stores.demotion import Fifo
@@ -22,9 +22,7 @@ def exact(
     sink: int = 0,
     local: int = 1,
     chunk: int = 256,
-    dense_layers: int = 2,
-    share: int = 1,
-    anchors: Anchors = None,
+    layers: Layers = Layers(dense=2),
 ) -> PerLayer:
     """The oracle: every token is kept, and a step attends to the `budget` tokens whose true scores are best.
 
@@ -37,9 +35,7 @@ def exact(
       sink: first tokens of a row, always attended.
       local: newest tokens of a row, always attended.
       chunk: tokens that are indexed together; at most this many are pending.
-      dense_layers: first layers of the model that attend to everything.
-      share: after the dense layers, every `share`-th layer selects, and the layers after it attend to the same slots.
-      anchors: numbers of the layers that select, in place of `share`; or a file written by `benchmarks/calibrate.py`.
+      layers: dense first layers, and layers that select for others (`Layers`).
     """
     require_int("exact(budget=...)", budget, at_least=1)
     policy = Retrieval(
@@ -50,4 +46,4 @@ def exact(
         demote=Fifo(leave=chunk),
         dense_below=0,
     )
-    return past_dense("exact", dense_layers, policy, share, anchors)
+    return over_layers("exact", layers, policy)

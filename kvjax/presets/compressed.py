@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from kvjax.evictors import HeavyHitter
 from kvjax.policies import Compressed, Mixed, PerLayer
-from kvjax.presets.settings import past_dense
+from kvjax.presets.settings import Layers, over_layers
 from kvjax.spec import require_int
 from kvjax.stores import Quantized
 from kvjax.stores.demotion import Fifo, LogSparse
@@ -24,7 +24,7 @@ def logquant(
     group: int = 64,
     value_window: int | None = None,
     sink: int = 0,
-    dense_layers: int = 0,
+    layers: Layers = Layers(dense=0),
 ) -> PerLayer:
     """LogQuant: every token is attended; 2W to 3W are exact, sparser with age, and the rest have 2 bits.
 
@@ -42,7 +42,7 @@ def logquant(
       value_window: newest values that are exact, at most W; older log-spaced tokens then keep only their keys exact.
         None: as many as keys.
       sink: first tokens of a row, always exact.
-      dense_layers: first layers of the model that attend to everything.
+      layers: how many first layers attend to everything (`Layers`).
 
     **Source:** LogQuant (2025), Algorithm 1, section 2.4. **Differs:** groups of keys have W = 42 tokens, not 64: the
     tokens that leave together are quantised together, once, and 42 is the largest group that divides them. The released
@@ -53,7 +53,7 @@ def logquant(
     key_group = window if key_axis == "channel" else group
     store = Quantized(bits=bits, key_axis=key_axis, key_group=key_group, value_bits=value_bits, value_group=group)
     policy = Compressed(store=store, sink=sink, local=window, demote=demote, value_window=value_window)
-    return past_dense("logquant", dense_layers, policy)
+    return over_layers("logquant", layers, policy)
 
 
 def kivi(
@@ -64,7 +64,7 @@ def kivi(
     value_window: int | None = None,
     group: int = 32,
     sink: int = 0,
-    dense_layers: int = 0,
+    layers: Layers = Layers(dense=0),
 ) -> PerLayer:
     """KIVI: every token is attended; the newest, at most `residual`, are exact, and the rest have 2 bits.
 
@@ -77,7 +77,7 @@ def kivi(
       value_window: newest values that are exact; None: as many as keys.
       group: tokens of a key's channel, and channels of a value, that share a scale and a zero point.
       sink: first tokens of a row, always exact.
-      dense_layers: first layers of the model that attend to everything.
+      layers: how many first layers attend to everything (`Layers`).
 
     **Source:** KIVI (Liu et al. 2024), section 3; g = 32, R = 128. **Differs:** keys and values leave the recent block
     together by the paper's rule for keys: all R at once when there are R, so 1 to R tokens are exact. The paper keeps
@@ -94,7 +94,7 @@ def kivi(
         demote=Fifo(leave=residual),
         value_window=value_window,
     )
-    return past_dense("kivi", dense_layers, policy)
+    return over_layers("kivi", layers, policy)
 
 
 def mikv(
@@ -105,7 +105,7 @@ def mikv(
     group: int = 32,
     chunk: int = 128,
     recent: float = 0.5,
-    dense_layers: int = 0,
+    layers: Layers = Layers(dense=0),
 ) -> PerLayer:
     """MiKV: every token is attended; the `budget` most important ones are exact, and all others have `bits` bits.
 
@@ -119,7 +119,7 @@ def mikv(
       group: tokens of a key's channel, and channels of a value, that share a scale and a zero point.
       chunk: tokens that are quantised together.
       recent: share of the budget that the newest tokens take.
-      dense_layers: first layers of the model that attend to everything.
+      layers: how many first layers attend to everything (`Layers`).
 
     **Source:** MiKV (Yang et al. 2024, arXiv 2402.18096). **Differs:** see `Mixed`: keys are quantised by channel in
     place of the paper's channel balancer.
@@ -127,4 +127,4 @@ def mikv(
     require_int("mikv(budget=...)", budget, at_least=1)
     store = Quantized(bits=bits, key_group=group, value_bits=value_bits, value_group=group)
     policy = Mixed(evictor=HeavyHitter(recent=recent), budget=budget, store=store, chunk=chunk)
-    return past_dense("mikv", dense_layers, policy)
+    return over_layers("mikv", layers, policy)

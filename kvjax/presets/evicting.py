@@ -12,12 +12,12 @@ from kvjax.evictors import Evictor, HeavyHitter, LastQuery, LogSpaced, Observati
 from kvjax.evictors.last_use import LastUse
 from kvjax.policies import Evicting, HeadBudgets, PerLayer
 from kvjax.presets.pyramid import pyramid
-from kvjax.presets.settings import past_dense, plain_rope
+from kvjax.presets.settings import Layers, over_layers, plain_rope
 from kvjax.spec import require_int
 
 
 def streaming_llm(
-    budget: int = 1024, *, sink: int = 4, rope_theta: float | None = None, dense_layers: int = 0
+    budget: int = 1024, *, sink: int = 4, rope_theta: float | None = None, layers: Layers = Layers(dense=0)
 ) -> PerLayer:
     """StreamingLLM: the first `sink` tokens and the newest are kept and attended, `budget` in all.
 
@@ -26,54 +26,52 @@ def streaming_llm(
       sink: first tokens of a row, never evicted.
       rope_theta: theta of a model with plain RoPE: positions are then counted within the cache, as in the paper. For
         other kinds of RoPE see `Sliding(rope=...)`. None: keys keep their original positions.
-      dense_layers: first layers of the model that attend to everything.
+      layers: how many first layers attend to everything (`Layers`).
 
     **Source:** StreamingLLM (Xiao et al. 2023), section 3.2. **Differs:** without `rope_theta` keys keep their original
     positions.
     """
-    return _evicting(
-        "streaming_llm", Sliding(sink=sink, rope=plain_rope("streaming_llm", rope_theta)), budget, dense_layers
-    )
+    return _evicting("streaming_llm", Sliding(sink=sink, rope=plain_rope("streaming_llm", rope_theta)), budget, layers)
 
 
-def logevict(budget: int = 126, *, dense_layers: int = 0) -> PerLayer:
+def logevict(budget: int = 126, *, layers: Layers = Layers(dense=0)) -> PerLayer:
     """LogQuant without its quantised tokens: `budget` tokens are kept, sparser with age, and the rest are evicted.
 
     Args:
       budget: tokens that a layer and KV head keeps; a step attends to all of them.
-      dense_layers: first layers of the model that attend to everything.
+      layers: how many first layers attend to everything (`Layers`).
 
     **Source:** LogQuant (2025), Algorithm 1, in the evicting variant that the paper compares with. **Differs:** see
     `LogSpaced`: tokens are evicted one at a time.
     """
-    return _evicting("logevict", LogSpaced(), budget, dense_layers)
+    return _evicting("logevict", LogSpaced(), budget, layers)
 
 
-def h2o(budget: int = 1024, *, recent: float = 0.5, dense_layers: int = 0) -> PerLayer:
+def h2o(budget: int = 1024, *, recent: float = 0.5, layers: Layers = Layers(dense=0)) -> PerLayer:
     """H2O: keeps the newest tokens, a share `recent` of the budget, and those with the most accumulated attention.
 
     Args:
       budget: tokens that a layer and KV head keeps; a step attends to all of them.
       recent: share of the budget that the newest tokens take.
-      dense_layers: first layers of the model that attend to everything.
+      layers: how many first layers attend to everything (`Layers`).
 
     **Source:** H2O (Zhang et al. 2023), Algorithm 1. **Differs:** see `HeavyHitter`: a GQA group shares a selection;
     the budget counts the new token; see `Evicting` for prompts in several chunks.
     """
-    return _evicting("h2o", HeavyHitter(recent=recent), budget, dense_layers)
+    return _evicting("h2o", HeavyHitter(recent=recent), budget, layers)
 
 
-def tova(budget: int = 1024, *, dense_layers: int = 0) -> PerLayer:
+def tova(budget: int = 1024, *, layers: Layers = Layers(dense=0)) -> PerLayer:
     """TOVA: evicts the token to which the newest query attends least, the same one in all heads of a layer.
 
     Args:
       budget: tokens that a layer and KV head keeps; a step attends to all of them.
-      dense_layers: first layers of the model that attend to everything.
+      layers: how many first layers attend to everything (`Layers`).
 
     **Source:** TOVA (Oren et al. 2024). **Differs:** see `LastQuery`: a prompt is cut down once, by its last query; the
     budget counts the new token; see `Evicting` for prompts in several chunks.
     """
-    return _evicting("tova", LastQuery(), budget, dense_layers)
+    return _evicting("tova", LastQuery(), budget, layers)
 
 
 def snapkv(
@@ -82,7 +80,7 @@ def snapkv(
     window: int = 32,
     kernel_size: int = 7,
     pooling: Pooling = "max",
-    dense_layers: int = 0,
+    layers: Layers = Layers(dense=0),
 ) -> PerLayer:
     """SnapKV: keeps a prompt's last `window` tokens and those that their queries attend to most, `budget` in all.
 
@@ -91,29 +89,29 @@ def snapkv(
       window: last tokens of the prompt, always kept; their queries vote for the others.
       kernel_size: neighbouring votes that are pooled into a token's vote.
       pooling: "max" or "mean" of those votes.
-      dense_layers: first layers of the model that attend to everything.
+      layers: how many first layers attend to everything (`Layers`).
 
     **Source:** SnapKV (Li et al. 2024), section 4. **Differs:** see `Observation`: a GQA group shares a selection, and
     generated tokens count against the budget; see `Evicting` for prompts in several chunks.
     """
     evictor = Observation(window=window, kernel_size=kernel_size, pooling=pooling)
-    return _evicting("snapkv", evictor, budget, dense_layers)
+    return _evicting("snapkv", evictor, budget, layers)
 
 
-def raas(budget: int = 1024, *, threshold: float = 1e-4, dense_layers: int = 0) -> PerLayer:
+def raas(budget: int = 1024, *, threshold: float = 1e-4, layers: Layers = Layers(dense=0)) -> PerLayer:
     """RaaS: keeps the prompt, and evicts the generated token that has gone longest without attention.
 
     Args:
       budget: tokens that a layer and KV head keeps; a step attends to all of them.
       threshold: softmax weight above which a token counts as attended.
-      dense_layers: first layers of the model that attend to everything.
+      layers: how many first layers attend to everything (`Layers`).
 
     **Source:** RaaS (Hu et al. 2025, arXiv 2502.11147). **Differs:** see `LastUse`: it evicts single tokens, not pages
     of 16, by exact weights. Keeps the same tokens for the query heads of a KV head; one of them suffices to stamp a
     token, which is the maximum over the group. The budget counts the prompt, which the paper keeps beside it: give the
     prompt's tokens and the paper's budget together. A prompt longer than that loses its first tokens.
     """
-    return _evicting("raas", LastUse(threshold=threshold), budget, dense_layers)
+    return _evicting("raas", LastUse(threshold=threshold), budget, layers)
 
 
 def pyramidkv(
@@ -171,7 +169,7 @@ def adakv(
     window: int = 32,
     kernel_size: int = 7,
     pooling: Pooling = "max",
-    dense_layers: int = 0,
+    layers: Layers = Layers(dense=0),
 ) -> PerLayer:
     """AdaKV: SnapKV with one budget for all KV heads of a layer, `budget` per head on average.
 
@@ -184,7 +182,7 @@ def adakv(
       window: last tokens of the prompt, always kept; their queries vote for the others.
       kernel_size: neighbouring votes that are pooled into a token's vote.
       pooling: "max" or "mean" of those votes.
-      dense_layers: first layers of the model that attend to everything.
+      layers: how many first layers attend to everything (`Layers`).
 
     **Source:** AdaKV (Feng et al. 2024, arXiv 2407.11550): floor 0.2, over SnapKV. **Differs:** see `HeadBudgets` and
     `Observation`. The budget counts the window and generated tokens; the original keeps all generated tokens.
@@ -192,9 +190,9 @@ def adakv(
     require_int("adakv(budget=...)", budget, at_least=1)
     evictor = Observation(window=window, kernel_size=kernel_size, pooling=pooling)
     policy = HeadBudgets(evictor=evictor, budget=budget, floor=floor, ceiling=ceiling)
-    return past_dense("adakv", dense_layers, policy)
+    return over_layers("adakv", layers, policy)
 
 
-def _evicting(name: str, evictor: Evictor, budget: int, dense_layers: int) -> PerLayer:
+def _evicting(name: str, evictor: Evictor, budget: int, layers: Layers) -> PerLayer:
     require_int(f"{name}(budget=...)", budget, at_least=1)
-    return past_dense(name, dense_layers, Evicting(evictor=evictor, budget=budget))
+    return over_layers(name, layers, Evicting(evictor=evictor, budget=budget))

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from kvjax.numerics.selection import GroupReduce
 from kvjax.policies import OutlierRetrieval, PerLayer, Retrieval, Sampled
-from kvjax.presets.settings import past_dense, plain_rope
+from kvjax.presets.settings import Layers, history, over_layers, plain_rope
 from kvjax.selectors import MeanPages, ProductCodes
 from kvjax.selectors.simhash import SimHash
 from kvjax.spec import require_int
-from kvjax.stores import Dense, HostOffload, LowRank
+from kvjax.stores import Dense, HostOffload, LowRank, Store
 from kvjax.stores.demotion import Fifo
 
 
@@ -27,8 +27,8 @@ def pqcache(
     sink: int = 4,
     local: int = 64,
     chunk: int | None = None,
-    host: bool = False,
-    dense_layers: int = 0,
+    store: Store | str = "device",
+    layers: Layers = Layers(dense=0),
 ) -> PerLayer:
     """PQCache: every token is kept, and a step attends to the `budget` tokens whose product-quantised keys score best.
 
@@ -44,26 +44,26 @@ def pqcache(
       sink: first tokens of a row, always attended.
       local: newest tokens of a row, always attended.
       chunk: tokens encoded together: a multiple of `learn`, times the devices of a context axis. None: `learn`.
-      host: keep the history's keys and values in host memory.
-      dense_layers: first layers of the model that attend to everything.
+      store: where the history's keys and values are (`kvjax.presets`): "device", "host", or a `Store`.
+      layers: how many first layers attend to everything (`Layers`).
 
     **Source:** PQCache (Zhang et al. 2024, arXiv 2407.12820). **Differs:** see `ProductCodes`: centroids are learnt
     from each block of `learn` tokens, not once from the whole prompt, and later tokens are encoded alike. Selects for
     each KV head, as the paper. The budget counts sink and local window: 4 and 64 tokens here, 32 and half of the budget
     in the released code, which so selects fewer. The paper keeps keys and values in host memory with a cache of blocks
-    on the device; here that is `host`, without the cache.
+    on the device; here that is store="host", without the cache.
     """
     require_int("pqcache(budget=...)", budget, at_least=1)
     policy = Retrieval(
         selector=ProductCodes(parts=parts, bits=bits, learn=learn, group_reduce=group_reduce),
-        store=HostOffload() if host else Dense(),
+        store=history("pqcache", store),
         budget=budget,
         sink=sink,
         local=local,
         demote=Fifo(leave=learn if chunk is None else chunk),
         dense_below=0,
     )
-    return past_dense("pqcache", dense_layers, policy)
+    return over_layers("pqcache", layers, policy)
 
 
 def magicpig(
@@ -76,8 +76,8 @@ def magicpig(
     local: int = 64,
     chunk: int = 256,
     seed: int = 0,
-    host: bool = False,
-    dense_layers: int = 1,
+    store: Store | str = "device",
+    layers: Layers = Layers(dense=1),
 ) -> PerLayer:
     """MagicPIG: every token is kept; a step estimates attention from tokens whose hashes collide with the query's.
 
@@ -94,25 +94,25 @@ def magicpig(
       local: newest tokens of a row, always attended.
       chunk: tokens that are hashed together; at most this many are pending.
       seed: seed of the random directions.
-      host: keep the history's keys and values in host memory.
-      dense_layers: first layers of the model that attend to everything.
+      store: where the history's keys and values are (`kvjax.presets`): "device", "host", or a `Store`.
+      layers: how many first layers attend to everything (`Layers`).
 
     **Source:** MagicPIG (Chen et al. 2024, arXiv 2410.16179): 10 bits, 150 tables, 2 collisions, sink 4, local 64.
     **Differs:** see `Sampled` and `SimHash`: keys are centred by means of earlier tokens, in blocks of `chunk`, not by
     the mean of the prompt. Each query head samples for itself, as in the paper. The paper's sample has no fixed size;
-    here the budget bounds it. The paper keeps layers 0 and 16 of 32 dense; here the first `dense_layers` are. Hashes
-    are on the device; the paper's are in host memory.
+    here the budget bounds it. The paper keeps layers 0 and 16 of 32 dense; here the first are. Hashes are on the
+    device; the paper's are in host memory.
     """
     require_int("magicpig(budget=...)", budget, at_least=1)
     policy = Sampled(
         hashing=SimHash(bits=bits, tables=tables, least=least, learn=chunk, seed=seed),
-        store=HostOffload() if host else Dense(),
+        store=history("magicpig", store),
         budget=budget,
         sink=sink,
         local=local,
         demote=Fifo(leave=chunk),
     )
-    return past_dense("magicpig", dense_layers, policy)
+    return over_layers("magicpig", layers, policy)
 
 
 def shadowkv(
@@ -127,7 +127,7 @@ def shadowkv(
     sink: int = 4,
     local: int = 32,
     host: bool = True,
-    dense_layers: int = 0,
+    layers: Layers = Layers(dense=0),
 ) -> PerLayer:
     """ShadowKV: keys as low-rank factors, values in host memory, and a step reads the pages with the best landmarks.
 
@@ -147,7 +147,7 @@ def shadowkv(
       sink: first tokens of a row, always attended.
       local: newest tokens of a row, always attended.
       host: keep values in host memory; False: on the device.
-      dense_layers: first layers of the model that attend to everything.
+      layers: how many first layers attend to everything (`Layers`).
 
     **Source:** ShadowKV (Sun et al. 2024, arXiv 2410.21465): rank 160, pages of 8, 48 outliers. **Differs:** see
     `LowRank`: the basis is learnt from the first `learn` tokens, not from the whole prompt, and tokens are factored
@@ -174,4 +174,4 @@ def shadowkv(
         demote=Fifo(leave=learn),
         dense_below=0,
     )
-    return past_dense("shadowkv", dense_layers, policy)
+    return over_layers("shadowkv", layers, policy)

@@ -1,5 +1,8 @@
 """Settings written as text: "fier:budget=256,group=16" names a function and the arguments to call it with.
 
+If the default of a parameter is a dataclass, the dataclass's fields are settings too, in place of the parameter: with
+`layers=Layers(dense=2)`, the text "share=4" stands for Layers(dense=2, share=4).
+
 A value is read by the default of its parameter: if that is a bool, "no" and "0" mean False. All other values are read
 as Python literals, and anything else is a string.
 """
@@ -8,19 +11,52 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from kvjax.validation import cut, shown
 
+TEXT_NAME = "name in text"  # metadata of a field whose setting has another name than the field
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
-def read_settings(text: str, make: Callable[..., Any], *, where: str = "setting") -> dict[str, Any]:
-    """The settings of "NAME:SETTING=VALUE,...", as arguments that `make` takes. `where` begins an error message.
+def settings_of(make: Callable[..., Any]) -> dict[str, Any]:
+    """The settings of a function, with their defaults."""
+    found: dict[str, Any] = {}
+    for p in inspect.signature(make).parameters.values():
+        if p.kind is not p.VAR_KEYWORD:
+            names = field_names(p.default)
+            found |= {name: getattr(p.default, own) for name, own in names.items()} or {p.name: p.default}
+    return found
+
+
+def arguments_of(make: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a function for these settings.
 
     >>> from kvjax import presets
-    >>> read_settings("fier:budget=256,host=no,group_reduce=per_head", presets.fier)
+    >>> arguments_of(presets.fier, {"budget": 256, "share": 4})
+    {'budget': 256, 'layers': Layers(dense=2, share=4, anchors=None)}
+    """
+    given, made = dict(settings), {}
+    for p in inspect.signature(make).parameters.values():
+        if own := {own: given.pop(name) for name, own in field_names(p.default).items() if name in given}:
+            made[p.name] = replace(p.default, **own)
+    return given | made
+
+
+def field_names(default: Any) -> dict[str, str]:
+    """The names of the fields of a dataclass by their names as settings; none of anything else."""
+    if not is_dataclass(default) or isinstance(default, type):
+        return {}
+    return {f.metadata.get(TEXT_NAME, f.name): f.name for f in fields(default)}
+
+
+def read_settings(text: str, make: Callable[..., Any], *, where: str = "setting") -> dict[str, Any]:
+    """The settings of "NAME:SETTING=VALUE,...", for `arguments_of`. `where` begins an error message.
+
+    >>> from kvjax import presets
+    >>> read_settings("shadowkv:budget=256,host=no,group_reduce=per_head", presets.shadowkv)
     {'budget': 256, 'host': False, 'group_reduce': 'per_head'}
 
     Raises:
@@ -28,8 +64,7 @@ def read_settings(text: str, make: Callable[..., Any], *, where: str = "setting"
         neither true nor false.
     """
     name, _, rest = text.partition(":")
-    known = {p.name: p for p in inspect.signature(make).parameters.values() if p.kind is not p.VAR_KEYWORD}
-    settings: dict[str, Any] = {}
+    known, settings = settings_of(make), dict[str, Any]()
     for part in filter(None, rest.split(",")):
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if key not in known or not equals:
@@ -37,7 +72,7 @@ def read_settings(text: str, make: Callable[..., Any], *, where: str = "setting"
             raise ValueError(cut(f"{where} {text}: {shown(part)} is not a setting of {name}; {cure}"))
         if key in settings:
             raise ValueError(cut(f"{where} {text}: {key} is given twice; give it once"))
-        settings[key] = _read(value, known[key].default, f"{where} {text}: {key}")
+        settings[key] = _read(value, known[key], f"{where} {text}: {key}")
     return settings
 
 

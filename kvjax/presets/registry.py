@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from kvjax.policies import Full, PerLayer, Policy
 from kvjax.presets.baselines import exact, full
@@ -13,7 +13,7 @@ from kvjax.presets.compressed import kivi, logquant, mikv
 from kvjax.presets.evicting import adakv, h2o, logevict, pyramidkv, raas, snapkv, streaming_llm, tova
 from kvjax.presets.heads import duoattention, razorattention
 from kvjax.presets.learnt import magicpig, pqcache, shadowkv
-from kvjax.presets.parsing import read_settings
+from kvjax.presets.parsing import arguments_of, read_settings, settings_of
 from kvjax.presets.retrieval import fier, pariskv, quest
 from kvjax.presets.speculative import arkvale, freekv
 from kvjax.validation import nearest, shown
@@ -55,6 +55,15 @@ class Preset:
             else:
                 high = middle
         return high
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that its text takes, with their defaults."""
+        return settings_of(self.make)
+
+    def policies(self, **settings: Any) -> PerLayer:
+        """The policies of all layers, with settings by the names that its text has."""
+        return self.make(**arguments_of(self.make, settings))
 
     def policy(self) -> Policy:
         """The policy that this preset uses for a compressed layer, with its defaults."""
@@ -225,16 +234,16 @@ def parse_with_budget(
         if settings.get("budget", budget) != budget:
             raise ValueError(f"{where} {text} and {budget_where} {budget} set two budgets; give one")
         settings["budget"] = budget
-    policies = preset.make(**settings)
+    policies = preset.policies(**settings)
     if not preset.has_budget:
         return policies, None
-    return policies, settings.get("budget", inspect.signature(preset.make).parameters["budget"].default)
+    return policies, settings.get("budget", preset.settings["budget"])
 
 
 def check_reaches(policies: PerLayer, layers: int, name: str) -> None:
     """Raises ValueError if the dense layers of a preset cover the whole model, or if it was made for another model.
 
-    >>> check_reaches(fier(64, dense_layers=2), 2, "fier")
+    >>> check_reaches(fier(64), 2, "fier")
     Traceback (most recent call last):
         ...
     ValueError: fier keeps the first 2 layers full and the model has 2, so no layer uses it; set dense_layers below 2

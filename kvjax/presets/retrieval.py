@@ -11,11 +11,11 @@ from typing import Literal
 from kvjax.numerics.selection import GroupReduce
 from kvjax.policies import PerLayer, Retrieval
 from kvjax.policies.short import DenseCapacity
-from kvjax.presets.settings import Anchors, history, past_dense, require_page
+from kvjax.presets.settings import Layers, history, over_layers, require_page
 from kvjax.selectors import Fier, MinMaxPages, Nucleus, Paris
 from kvjax.selectors.fier import PageReduce
-from kvjax.selectors.paris import Votes
 from kvjax.spec import require_int
+from kvjax.stores import Dense, Store
 from kvjax.stores.demotion import Buffer, Fifo
 
 PARISKV_BUDGET = 4 + 128 + 100  # the paper's sink and local window, and the k tokens that it selects besides them
@@ -31,13 +31,9 @@ def fier(
     sink: int = 0,
     local: int = 1,
     chunk: int = 256,
-    host: bool = False,
-    host_dtype: str | None = None,
-    hot: int = 0,
+    store: Store | str = "device",
     dense_capacity: DenseCapacity = "auto",
-    dense_layers: int = 2,
-    share: int = 1,
-    anchors: Anchors = None,
+    layers: Layers = Layers(dense=2),
 ) -> PerLayer:
     """FIER: every token is kept, and a step attends to the `budget` tokens whose 1-bit keys score best.
 
@@ -53,14 +49,10 @@ def fier(
       sink: first tokens of a row, always attended.
       local: newest tokens of a row, always attended.
       chunk: tokens that are indexed together; at most this many are pending.
-      host: keep the history's keys and values in host memory; the 1-bit keys stay on the device.
-      host_dtype: how host memory stores the history: "float8", "int8", "int4" or "int2"; needs `host`.
-      hot: last selected tokens of each row and KV head that the device keeps too (`HotSet`); needs `host`.
+      store: where the history's keys and values are (`kvjax.presets`): "device", "host", "float8+1024", or a `Store`.
       dense_capacity: caches of at most this capacity become `Full`; "auto": where that was measured to be faster
-        (`Retrieval`), and never with `host`, `share` or `anchors`.
-      dense_layers: first layers of the model that attend to everything.
-      share: after the dense layers, every `share`-th layer selects, and the layers after it attend to the same slots.
-      anchors: numbers of the layers that select, in place of `share`; or a file written by `benchmarks/calibrate.py`.
+        (`Retrieval`), and never in host memory or with shared selections.
+      layers: dense first layers, and layers that select for others (`Layers`).
 
     **Source:** FIER (2025), Algorithm 1; g = 32. **Differs:** a GQA group shares a selection (`group_reduce`;
     "per_head" is the paper's rule). A group is indexed with its chunk; with chunk=group that is as soon as it is full,
@@ -72,41 +64,30 @@ def fier(
         require_page("fier", budget, page, sink, local)
     policy = Retrieval(
         selector=Fier(group=group, group_reduce=group_reduce, page=page, page_reduce=page_reduce),
-        store=history("fier", host, hot, page, host_dtype=host_dtype),
+        store=history("fier", store, page),
         budget=budget,
         sink=sink,
         local=local,
         demote=Fifo(leave=chunk),
         dense_below=0,
-        dense_capacity=_dense_capacity("fier", dense_capacity, host, share, anchors),
+        dense_capacity=_dense_capacity("fier", dense_capacity, store, layers),
     )
-    return past_dense("fier", dense_layers, policy, share, anchors)
+    return over_layers("fier", layers, policy)
 
 
 def pariskv(
     budget: int = PARISKV_BUDGET,
     *,
-    k: int | None = None,
+    selector: Paris = Paris(),
+    p: float | None = None,
     sink: int = 4,
     local: int = 128,
     chunk: int = 256,
     buffer: Literal["select", "attend"] = "select",
-    votes: Votes = "tiers",
-    correct: bool = True,
-    candidates: int | None = None,
-    seed: int | None = 0,
-    subspace: int = 8,
-    radius_bits: int = 16,
-    p: float | None = None,
-    group_reduce: GroupReduce = "mean_query",
     dense_below: int = 1024,
-    host: bool = False,
-    host_dtype: str | None = None,
-    hot: int = 0,
+    store: Store | str = "device",
     dense_capacity: DenseCapacity = "auto",
-    dense_layers: int = 0,
-    share: int = 1,
-    anchors: Anchors = None,
+    layers: Layers = Layers(dense=0),
 ) -> PerLayer:
     """ParisKV: every token is kept, and a step attends to sink, local window and the best keys of a rotated index.
 
@@ -117,68 +98,40 @@ def pariskv(
 
     Args:
       budget: tokens that a step reads in a layer and KV head, all zones included.
-      k: tokens selected besides sink and local window, in place of a budget.
+      selector: the index, and how keys are voted for and estimated. In text its fields are settings: `candidates=200`.
+      p: a step attends to the fewest of the best tokens that hold this share of the attention, by the candidates'
+        estimates (`Nucleus`); None: to as many as the budget allows.
       sink: first tokens of a row, always attended.
       local: newest tokens of a row, always attended.
       chunk: tokens that are indexed together; at most this many are pending.
       buffer: "select": pending tokens compete with the history by exact scores, within the budget. "attend", as in the
         paper: a step attends to all of them, in addition to the budget.
-      votes: how keys are voted for: "tiers", or "plain".
-      correct: correct the estimated score of a key for its rounding.
-      candidates: keys with the most votes, which are ranked by estimates; None: a tenth to a half of the history.
-      seed: seed of the rotation of keys; None: no rotation, the paper's ablation.
-      subspace: channels per block of the codes, 8 or 4; 4 runs in plain JAX, not in the kernels (`Paris`).
-      radius_bits: bits of the length of a block, 16 or 4; 4 runs in plain JAX, not in the kernels (`Paris`).
-      p: a step attends to the fewest of the k best tokens that hold this share of the attention, by the candidates'
-        estimates (`Nucleus`); None: to all k.
-      group_reduce: how a GQA group shares a selection; "per_head": each query head has its own.
       dense_below: rows with fewer tokens attend to all of them.
-      host: keep the history's keys and values in host memory.
-      host_dtype: how host memory stores the history: "float8", "int8", "int4" or "int2"; needs `host`.
-      hot: last selected tokens of each row and KV head that the device keeps too (`HotSet`); needs `host`.
+      store: where the history's keys and values are (`kvjax.presets`): "device", "host", "float8+1024", or a `Store`.
       dense_capacity: caches of at most this capacity become `Full`; "auto": where that was measured to be faster
-        (`Retrieval`), and never with `host`, `share` or `anchors`.
-      dense_layers: first layers of the model that attend to everything.
-      share: after the dense layers, every `share`-th layer selects, and the layers after it attend to the same slots.
-      anchors: numbers of the layers that select, in place of `share`; or a file written by `benchmarks/calibrate.py`.
+        (`Retrieval`), and never in host memory or with shared selections.
+      layers: dense first layers, and layers that select for others (`Layers`).
 
-    **Source:** ParisKV (Qi et al. 2026). **Differs:** the default of `buffer`. The paper moves the history's keys and
-    values to host memory, as `host` does; without it they stay on the device, and the same tokens are selected. `p` is
-    not in the paper. Coded radii are (Proposition 4.1), in its vote; radius_bits=4 codes those of the estimates. The
-    vote has 2^m centroids per block, not fewer, and one radius. `hot` and `dense_capacity` are as in `fier`.
+    **Source:** ParisKV (Qi et al. 2026). **Differs:** the default of `buffer`. The paper keeps the history's keys and
+    values in host memory, as store="host" does; on the device the same tokens are selected. `p` is not in the paper.
+    Coded radii are (Proposition 4.1), in its vote; Paris(radius_bits=4) codes those of the estimates. The vote has 2^m
+    centroids per block, not fewer, and one radius.
     """
     require_int("pariskv(budget=...)", budget, at_least=1)
-    if k is not None:
-        require_int("pariskv(k=...)", k, at_least=1)
-        if budget not in (PARISKV_BUDGET, sink + local + k):
-            raise ValueError(
-                f"pariskv(budget={budget}, k={k}) disagree: with sink={sink} and local={local} this k is a budget of "
-                f"{sink + local + k}; give one of the two"
-            )
-        budget = sink + local + k
     if buffer not in ("select", "attend"):
         raise ValueError(f"pariskv(buffer={buffer!r}) must be 'select' or 'attend'")
     beside = chunk if buffer == "attend" else 0
-    selector = Paris(
-        votes=votes,
-        correct=correct,
-        candidates=candidates,
-        group_reduce=group_reduce,
-        seed=seed,
-        subspace=subspace,
-        radius_bits=radius_bits,
-    )
     policy = Retrieval(
         selector=selector if p is None else Nucleus(selector=selector, p=p),
-        store=history("pariskv", host, hot, host_dtype=host_dtype),
+        store=history("pariskv", store),
         budget=budget + beside,
         sink=sink,
         local=local + beside,
         demote=Buffer(leave=chunk) if beside else Fifo(leave=chunk),
         dense_below=dense_below,
-        dense_capacity=_dense_capacity("pariskv", dense_capacity, host, share, anchors),
+        dense_capacity=_dense_capacity("pariskv", dense_capacity, store, layers),
     )
-    return past_dense("pariskv", dense_layers, policy, share, anchors)
+    return over_layers("pariskv", layers, policy)
 
 
 def quest(
@@ -191,13 +144,9 @@ def quest(
     sink: int = 0,
     local: int | None = None,
     chunk: int | None = None,
-    host: bool = False,
-    host_dtype: str | None = None,
-    hot: int = 0,
+    store: Store | str = "device",
     dense_capacity: DenseCapacity = "auto",
-    dense_layers: int = 2,
-    share: int = 1,
-    anchors: Anchors = None,
+    layers: Layers = Layers(dense=2),
 ) -> PerLayer:
     """Quest: every token is kept, and a step attends to the pages whose box of smallest and largest keys scores best.
 
@@ -216,14 +165,10 @@ def quest(
       local: slots for the newest tokens, always attended; when all are full, `chunk` tokens of them are indexed.
         Default: one chunk, or none with newest="select".
       chunk: tokens that are indexed together; default: one page.
-      host: keep the history's keys and values in host memory.
-      host_dtype: how host memory stores the history: "float8", "int8", "int4" or "int2"; needs `host`.
-      hot: last selected tokens of each row and KV head that the device keeps too (`HotSet`); needs `host`.
+      store: where the history's keys and values are (`kvjax.presets`): "device", "host", "float8+1024", or a `Store`.
       dense_capacity: caches of at most this capacity become `Full`; "auto": where that was measured to be faster
-        (`Retrieval`), and never with `host`, `share` or `anchors`.
-      dense_layers: first layers of the model that attend to everything.
-      share: after the dense layers, every `share`-th layer selects, and the layers after it attend to the same slots.
-      anchors: numbers of the layers that select, in place of `share`; or a file written by `benchmarks/calibrate.py`.
+        (`Retrieval`), and never in host memory or with shared selections.
+      layers: dense first layers, and layers that select for others (`Layers`).
 
     **Source:** Quest (Tang et al. 2024), Algorithm 1; pages of 16, at least 3. **Differs:** a GQA group shares a
     selection (`group_reduce`; "per_head" is the paper's rule). The released code raises smaller budgets to 3 pages;
@@ -254,24 +199,22 @@ def quest(
     policy = Retrieval(
         # With a Buffer no token is pending, so that its page needs no box.
         selector=MinMaxPages(page=page, group_reduce=group_reduce, pending="box" if selects else "exact"),
-        store=history("quest", host, hot, page, host_dtype=host_dtype),
+        store=history("quest", store, page),
         budget=sink + counted + pages * page + beside if selects else budget,
         sink=sink,
         local=counted + beside,
         demote=Fifo(leave=chunk) if selects else Buffer(leave=chunk),
         dense_below=0,
-        dense_capacity=_dense_capacity("quest", dense_capacity, host, share, anchors),
+        dense_capacity=_dense_capacity("quest", dense_capacity, store, layers),
     )
-    return past_dense("quest", dense_layers, policy, share, anchors)
+    return over_layers("quest", layers, policy)
 
 
-def _dense_capacity(
-    name: str, dense_capacity: DenseCapacity, host: bool, share: int, anchors: Anchors
-) -> DenseCapacity:
+def _dense_capacity(name: str, dense_capacity: DenseCapacity, store: Store | str, layers: Layers) -> DenseCapacity:
     """The checked setting; "auto" becomes 0 for a preset that keeps its history on the host or shares selections."""
-    shares = share != 1 or anchors is not None
+    shares = isinstance(layers, Layers) and layers.shares
     if dense_capacity == "auto":
-        return 0 if host or shares else "auto"
+        return 0 if shares or store not in ("device", Dense()) else "auto"
     dense_capacity = require_int(f"{name}(dense_capacity=...)", dense_capacity, at_least=0)
     if dense_capacity and shares:
         raise ValueError(

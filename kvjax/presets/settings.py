@@ -1,4 +1,4 @@
-"""Settings that several presets take: dense first layers, shared selections, where the history is kept, pages, RoPE.
+"""Settings that several presets take: the layers of a model, where the history is kept, pages, RoPE.
 
 Each function takes the name of the preset for its error messages.
 """
@@ -6,14 +6,16 @@ Each function takes the name of the preset for its error messages.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from typing import Any
 
 from kvjax.policies import Full, PerLayer, Policy, share_selections
+from kvjax.presets.parsing import TEXT_NAME
 from kvjax.spec import require_int
 from kvjax.stores import Dense, HostFloat8, HostOffload, HostQuantized, HotSet, Store
-from kvjax.validation import finite_number
+from kvjax.validation import finite_number, shown
 
 Anchors = Sequence[int] | int | str | None
 HOST_DTYPES: dict[str, Callable[..., Store]] = {
@@ -22,28 +24,65 @@ HOST_DTYPES: dict[str, Callable[..., Store]] = {
 }
 
 
-def past_dense(name: str, dense_layers: int, policy: Policy, share: int = 1, anchors: Anchors = None) -> PerLayer:
-    """`dense_layers` layers that attend to everything, then layers of `policy`, some of which may select for others."""
-    dense_layers = require_int(f"{name}(dense_layers=...)", dense_layers, at_least=0)
-    return share_selections(PerLayer((Full(),) * dense_layers, policy), share=share, anchors=anchors)
+@dataclass(frozen=True)
+class Layers:
+    """How the layers of a model share work: the first `dense` attend to everything, and others may select for several.
+
+    Attributes:
+      dense: first layers of the model that attend to everything. In a preset's text: `dense_layers`.
+      share: after the dense layers, every `share`-th layer selects, and the layers after it attend to the same slots.
+      anchors: numbers of the layers that select, in place of `share`; or a file written by `benchmarks/calibrate.py`.
+
+    >>> from kvjax import presets
+    >>> presets.fier(256, layers=Layers(dense=2, share=4)) == presets.parse("fier:budget=256,share=4")
+    True
+    """
+
+    dense: int = field(metadata={TEXT_NAME: "dense_layers"})
+    share: int = 1
+    anchors: Anchors = None
+
+    def __post_init__(self) -> None:
+        require_int("Layers(dense=...)", self.dense, at_least=0)
+        require_int("Layers(share=...)", self.share, at_least=1)
+        if isinstance(self.anchors, list):
+            object.__setattr__(self, "anchors", tuple(self.anchors))
+
+    @property
+    def shares(self) -> bool:
+        """True if layers attend to what another layer selected."""
+        return self.share != 1 or self.anchors is not None
 
 
-def history(name: str, host: bool, hot: int, page: int = 1, *, host_dtype: str | None = None) -> Store:
-    """The store of a preset's history: on the device, in host memory, or in host memory with a hot set of tokens."""
-    require_int(f"{name}(hot=...)", hot, at_least=0)
-    if hot and not host:
-        raise ValueError(f"{name}(hot={hot}) keeps tokens of a host store on the device; set host=True too")
-    if host_dtype is not None and not host:
-        raise ValueError(f"{name}(host_dtype={host_dtype!r}) applies to a history in host memory; set host=True too")
-    if not host:
-        return Dense()
-    if host_dtype is not None and host_dtype not in HOST_DTYPES:
+def over_layers(name: str, layers: Layers, policy: Policy) -> PerLayer:
+    """The dense layers, then layers of `policy`, some of which may select for others."""
+    if not isinstance(layers, Layers):
         raise ValueError(
-            f"{name}(host_dtype={host_dtype!r}) must be one of {', '.join(HOST_DTYPES)}, or None for the dtype of the "
-            "cache"
+            f"{name}(layers=...) must be a Layers, such as kvjax.presets.Layers(dense=2), got {shown(layers)}"
         )
-    store = HostOffload(page=page) if host_dtype is None else HOST_DTYPES[host_dtype](page=page)
-    return HotSet(tokens=hot, store=store) if hot else store
+    return share_selections(PerLayer((Full(),) * layers.dense, policy), share=layers.share, anchors=layers.anchors)
+
+
+def history(name: str, store: Store | str, page: int = 1) -> Store:
+    """The store of a preset's history, made of its text: "device", "host", "int4", "host+1024", ...
+
+    Raises:
+      ValueError: text that names no store.
+    """
+    if not isinstance(store, str):
+        return store
+    where, plus, hot = store.partition("+")
+    if where == "device" and not plus:
+        return Dense()
+    if (where != "host" and where not in HOST_DTYPES) or (plus and not hot.isdecimal()):
+        raise ValueError(
+            f"{name}(store={store!r}) must be 'device', 'host', or host memory in another dtype: "
+            f"{', '.join(HOST_DTYPES)}. In the form 'host+1024' the device keeps the last 1024 selected tokens too"
+        )
+    made = HostOffload(page=page) if where == "host" else HOST_DTYPES[where](page=page)
+    return (
+        HotSet(tokens=require_int(f"{name}(store='{where}+...')", int(hot), at_least=1), store=made) if plus else made
+    )
 
 
 def require_page(name: str, budget: int, page: int, sink: int, local: int) -> None:

@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 from kvjax.numerics.selection import GroupReduce
 from kvjax.policies import PerLayer, Retrieval, Speculative
-from kvjax.presets.settings import Anchors, history, past_dense, require_page
+from kvjax.presets.settings import Layers, history, over_layers, require_page
 from kvjax.selectors import BallPages, CentrePages, MinMaxPages
 from kvjax.spec import require_int
-from kvjax.stores import HostOffload
+from kvjax.stores import HostOffload, Store
 from kvjax.stores.demotion import Fifo
 
 # FreeKV's settings by the kind of task.
@@ -36,10 +36,8 @@ def freekv(
     sink: int | None = None,
     local: int | None = None,
     chunk: int | None = None,
-    hot: int = 0,
-    dense_layers: int = 1,
-    share: int = 1,
-    anchors: Anchors = None,
+    store: Store | str = "host",
+    layers: Layers = Layers(dense=1),
 ) -> PerLayer:
     """FreeKV: keys and values in host memory, and a step attends with the pages that the previous step recalled.
 
@@ -61,10 +59,8 @@ def freekv(
       sink: first tokens of a row, always attended.
       local: newest tokens of a row, always attended.
       chunk: tokens that are stored together; default: one page.
-      hot: last selected tokens of each row and KV head that the device keeps too (`HotSet`).
-      dense_layers: first layers of the model that attend to everything, on the device.
-      share: after the dense layers, every `share`-th layer selects, and the layers after it attend to the same slots.
-      anchors: numbers of the layers that select, in place of `share`; or a file written by `benchmarks/calibrate.py`.
+      store: where the history's keys and values are (`kvjax.presets`): "host", "host+8192", or a `Store`.
+      layers: dense first layers, on the device, and layers that select for others (`Layers`).
 
     **Source:** FreeKV (2025). **Differs:** see `Speculative` for who decides and `HostOffload` for what stays on the
     device; a page that is not yet full competes by the summary of its tokens so far. FreeKV's CUDA code summarises
@@ -82,7 +78,7 @@ def freekv(
     pages: type[MinMaxPages] | type[CentrePages] = MinMaxPages if summary == "min_max" else CentrePages
     policy = Retrieval(
         selector=pages(page=page, group_reduce=group_reduce),
-        store=history("freekv", True, hot, page),
+        store=history("freekv", store, page),
         budget=budget,
         sink=sink,
         local=local,
@@ -90,7 +86,7 @@ def freekv(
         dense_below=0,
     )
     late = Speculative(policy, tau=tau, selection_scale=selection_scale, reuse=reuse)
-    return past_dense("freekv", dense_layers, late, share, anchors)
+    return over_layers("freekv", layers, late)
 
 
 def arkvale(
@@ -101,7 +97,7 @@ def arkvale(
     group_reduce: GroupReduce = "mean_score",
     sink: int = 64,
     local: int = 64,
-    dense_layers: int = 2,
+    layers: Layers = Layers(dense=2),
 ) -> PerLayer:
     """ArkVale: keys and values in host memory, and each step recalls the pages whose digest scores best.
 
@@ -116,7 +112,7 @@ def arkvale(
       group_reduce: how a GQA group shares a selection; "per_head": each query head has its own.
       sink: first tokens of a row, always attended; the default is two pages.
       local: newest tokens of a row, always attended; the default is two pages.
-      dense_layers: first layers of the model that attend to everything, on the device.
+      layers: how many first layers attend to everything, on the device (`Layers`).
 
     **Source:** ArkVale (Chen et al. 2024). **Differs:** a KV head selects for itself; the released code selects once
     for all KV heads of a layer. A step attends to the pages that it selects, sink and local window, and the budget
@@ -138,4 +134,4 @@ def arkvale(
         demote=Fifo(leave=page),
         dense_below=0,
     )
-    return past_dense("arkvale", dense_layers, Speculative(policy, tau=2.0))  # above any cosine: recalls in every step
+    return over_layers("arkvale", layers, Speculative(policy, tau=2.0))  # above any cosine: recalls in every step

@@ -81,15 +81,24 @@ class Paris(Selector):
     signs and directions are those of the unit key; the signs of a code are stored once, as the patterns (96 bytes per
     key, not 112); radius_bits=4 is not in the paper; keys with the same pattern rank equally, and enter a tier together
     in both forms of voting; 5K, 10K and 30K are read as thousands of tokens in the history.
+
+    Attributes:
+      votes: how keys are voted for: "tiers", or "plain".
+      correct: correct the estimated score of a key for its rounding.
+      candidates: keys with the most votes, which are ranked by estimates; None: a tenth to a half of the history.
+      group_reduce: how a GQA group shares a selection; "per_head": each query head has its own.
+      seed: seed of the rotation of keys; None: no rotation, the paper's ablation.
+      subspace: channels per block of the codes, 8 or 4; 4 runs in plain JAX, not in the kernels.
+      radius_bits: bits of the length of a block, 16 or 4; 4 runs in plain JAX, not in the kernels.
     """
 
     votes: Votes = "tiers"
     correct: bool = True
-    candidates: int | None = None  # tokens to rerank; None: beta of the history
+    candidates: int | None = None
     group_reduce: GroupReduce = "mean_query"
-    seed: int | None = 0  # of the rotation; None: no rotation
-    subspace: int = SUBSPACE  # channels of a subspace
-    radius_bits: int = 16  # bits of a subspace's weight
+    seed: int | None = 0
+    subspace: int = SUBSPACE
+    radius_bits: int = 16
 
     def __post_init__(self) -> None:
         if self.votes not in get_args(Votes):

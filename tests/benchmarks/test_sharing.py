@@ -38,7 +38,7 @@ def test_layers_with_the_same_keys_and_queries_serve_each_other() -> None:
         None,
     )
     live = Live((*live.layers[:4], swapped), live.positions)
-    found = measure(live, presets.fier(24, group=8, chunk=32, dense_layers=1))
+    found = measure(live, presets.fier(24, group=8, chunk=32, layers=presets.Layers(dense=1)))
     assert found.first == 1
     np.testing.assert_allclose(found.overlap[1, 2], 1, atol=1e-6)
     assert found.overlap[1, 3] < 0.6
@@ -80,7 +80,7 @@ def test_the_command_writes_a_file_that_presets_read(model, text, tmp_path, caps
     calibrate(model, text, cache, share=2, length="96", steps=2, dtype="float32", out=out, as_json=True)
     content = json.loads(capsys.readouterr().out)
     assert json.loads(out.read_text()) == content
-    shared = presets.fier(64, group=8, chunk=8, sink=4, local=16, dense_layers=1, anchors=str(out))
+    shared = presets.fier(64, group=8, chunk=8, sink=4, local=16, layers=presets.Layers(dense=1, anchors=str(out)))
     assert shared.anchors == tuple(content["anchors"])
 
 

@@ -21,7 +21,7 @@ WORKLOAD = Workload(steps=5, block=2, chunk=32)
 LENGTH, BATCH = 40, 2
 CAPACITY = 128  # of 40 + 2 + 5 tokens
 ABOUT = {"model": "tiny", "dtype": "float32"}
-FIER = presets.fier(budget=16, chunk=16, group=8, dense_layers=1)
+FIER = presets.fier(budget=16, chunk=16, group=8, layers=presets.Layers(dense=1))
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +192,7 @@ def test_the_largest_batch_of_a_sweep(model, monkeypatch):
     assert row["batch"] == limit // (512 * 2 * CONFIG.layers * 2 * 2 * CONFIG.head_dim * 4)
     assert (row["steps"], row["bytes_limit"], row["status"]) == (WORKLOAD.steps, 6 * 2**20, "ok")
     monkeypatch.setattr(throughput, "_free_host_bytes", lambda: 2 * 2**20)
-    in_host = presets.freekv(256, sink=32, local=32, dense_layers=0)
+    in_host = presets.freekv(256, sink=32, local=32, layers=presets.Layers(dense=0))
     (row,) = sweep(model, {"freekv": in_host}, batches=None, lengths=[1024])
     assert row["batch"] == row["host_limit"] == 3
     (none,) = sweep(model, {"full": presets.full()}, batches=None, lengths=[2**15])

@@ -104,7 +104,7 @@ def test_grow_serves_whole_models_and_refuses_to_shrink() -> None:
     "policy",
     [
         presets.fier(**SMALL["fier"]).rest,
-        presets.fier(**SMALL["fier"], host=True).rest,
+        presets.fier(**SMALL["fier"], store="host").rest,
         presets.freekv(**SMALL["freekv"]).rest,
     ],
     ids=["on the device", "in host memory", "a step late"],

@@ -316,7 +316,7 @@ def assert_one_line(result, message, code=2):
         (("--prompt", "a", "--min-p", 0.1), "min_p=0.1 filters draws"),
         (("--prompt", "a", "--cache", "FIER"), "unknown cache 'FIER'; did you mean 'fier'?"),
         (("--prompt", "a", "--cache", "lru"), "unknown cache 'lru'; there are full, fier"),
-        (("--prompt", "a", "--cache", "fier:host=maybe"), "host must be true or false, got 'maybe'"),
+        (("--prompt", "a", "--cache", "shadowkv:host=maybe"), "host must be true or false, got 'maybe'"),
         (
             ("--prompt", "a", "--cache", "fier:dense_layers=3"),
             "keeps the first 3 layers full and the model has 3, so no",

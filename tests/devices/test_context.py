@@ -55,7 +55,7 @@ def along(parts: int) -> Placement:
 
 ZONES: dict[str, Any] = {"sink": 2, "local": 6, "demote": Fifo(leave=16)}
 FIER = Retrieval(selector=Fier(group=4), budget=24, **ZONES)
-MAGICPIG = presets.magicpig(budget=40, bits=3, tables=40, local=6, chunk=16, dense_layers=0).rest
+MAGICPIG = presets.magicpig(budget=40, bits=3, tables=40, local=6, chunk=16, layers=presets.Layers(dense=0)).rest
 # A policy, a placement, a sliding window. With a window the steps begin at once; a test of its own reads prompts.
 CASES: dict[str, tuple[kvjax.Policy, Placement, int | None]] = {
     "full": (Full(), along(4), None),

@@ -16,10 +16,10 @@ from kvjax import models, presets
 
 SPEC = kvjax.CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=64, dtype="float32")
 POLICIES: dict[str, kvjax.Policy] = {
-    "fier, host": presets.fier(24, group=8, chunk=16, dense_layers=0, host=True).rest,
+    "fier, host": presets.fier(24, group=8, chunk=16, layers=presets.Layers(dense=0), store="host").rest,
     "h2o": presets.h2o(24).rest,
     "pariskv": presets.pariskv(40, sink=2, local=8, chunk=16, dense_below=0).rest,
-    "freekv": presets.freekv(32, page=8, sink=8, local=8, dense_layers=0, tau=0.0).rest,
+    "freekv": presets.freekv(32, page=8, sink=8, local=8, layers=presets.Layers(dense=0), tau=0.0).rest,
     "kivi": presets.kivi(residual=16, group=8).rest,
     "full": kvjax.Full(),
 }

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvjax.cli.options import join_processes
 
-METHOD = "fier:budget=24,group=8,chunk=32,dense_layers=0,host=yes"
+METHOD = "fier:budget=24,group=8,chunk=32,dense_layers=0,store=host"
 PROMPT, NEW = "One of several.", 12
 
 

@@ -25,7 +25,7 @@ from tests.checkpoint import LAYERS, POSITIONS, write_checkpoint
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 4
 NEW = 40  # more than a piece
-CACHES = {"full": presets.full(), "snapkv@40": presets.snapkv(40, window=8, dense_layers=1)}
+CACHES = {"full": presets.full(), "snapkv@40": presets.snapkv(40, window=8, layers=presets.Layers(dense=1))}
 
 
 def prepare(checkpoint, task, caches, **settings):
@@ -360,7 +360,7 @@ def test_the_key_changes_with_everything_that_could_change_an_answer(checkpoint,
         "nothing": digest(),
         "policy": digest(policy=presets.fier(17)),
         "group_reduce": digest(policy=presets.fier(16, group_reduce="per_head")),
-        "dense layers": digest(policy=presets.fier(16, dense_layers=1)),
+        "dense layers": digest(policy=presets.fier(16, layers=presets.Layers(dense=1))),
         "dtype": digest(dtype="bfloat16"),
         "task's key": digest(task=dataclasses.replace(task, version=1)),
         "new tokens": digest(task=dataclasses.replace(task, max_new_tokens=NEW - 1)),
@@ -481,7 +481,7 @@ def test_plans_may_share_the_room_of_questions(checkpoint, expected, monkeypatch
 
 
 def test_a_question_is_decoded_through_the_cache_and_full_attention_does_not_mind(checkpoint, expected):
-    caches = {"full": CACHES["full"], "window": presets.streaming_llm(40, dense_layers=1)}
+    caches = {"full": CACHES["full"], "window": presets.streaming_llm(40, layers=presets.Layers(dense=1))}
     right = tuple(expected["full"])
     late = {c.cache: c for c in evaluate(checkpoint, Late(right=right), caches, batch=2)}
     assert answers(late["full"]) == {f"e{i}": answer for i, answer in enumerate(expected["full"])}
@@ -549,16 +549,6 @@ def test_settings_of_presets_beside_given_policies_are_refused(setting):
     (name,) = setting
     with pytest.raises(ValueError, match=rf"{name}=\[.*policies are used as they are, so leave it out"):
         make_rows({"mine": presets.fier(64)}, **setting)
-
-
-def test_k_of_pariskv_is_a_budget_of_its_own():
-    rows = {row.name: row for row in make_rows(["pariskv:k=100,sink=4,local=16", "fier"], budgets=[64])}
-    assert list(rows) == ["pariskv:k=100,sink=4,local=16@120", "fier@64"]
-    assert rows["pariskv:k=100,sink=4,local=16@120"].policies.rest.budget == 120
-    with pytest.raises(ValueError, match="--budget 64 applies to no cache, as pariskv:k=100 set their own"):
-        make_rows(["pariskv:k=100"], budgets=[64])
-    with pytest.raises(ValueError, match=r"pariskv\(budget=64, k=100\) disagree"):
-        make_rows(["pariskv:k=100,budget=64"])
 
 
 def test_a_budget_that_one_cache_cannot_hold_stops_that_row_alone(checkpoint):

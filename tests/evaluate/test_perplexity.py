@@ -80,7 +80,9 @@ def test_shares_of_the_context_are_rounded():
 def test_cells_come_by_length_and_say_what_made_them(cells, checkpoint):
     made = [(c.cache, c.key["task"]["length"]) for c in cells]
     assert made == [("full", 24), ("full", 40), (f"{SMALL}@12", 40), (f"{SMALL}@64", 40)]
-    assert cells[2].key["policy"] == repr(presets.fier(12, group=8, chunk=8, dense_layers=1, dense_capacity=0))
+    assert cells[2].key["policy"] == repr(
+        presets.fier(12, group=8, chunk=8, layers=presets.Layers(dense=1), dense_capacity=0)
+    )
     assert {"model", "dtype", "kvjax", "task"} <= set(cells[0].key)
     assert {"date", "versions", "device", "source"} <= set(cells[0].head["made"][0])
     assert cells[0].head["model"]["name"] == checkpoint.directory.name
@@ -184,7 +186,9 @@ def test_a_file_s_cells_are_not_run_again(checkpoint, cells, tmp_path, monkeypat
         with pytest.raises(pytest.fail.Exception, match="ran"):
             perplexity(checkpoint, TEXT, full, dataclasses.replace(BOTH, **changes), out=out)
     with pytest.raises(pytest.fail.Exception, match="ran"):
-        perplexity(checkpoint, TEXT, {"full": presets.fier(9, group=8, chunk=8, dense_layers=1)}, BOTH, out=out)
+        perplexity(
+            checkpoint, TEXT, {"full": presets.fier(9, group=8, chunk=8, layers=presets.Layers(dense=1))}, BOTH, out=out
+        )
     with pytest.raises(pytest.fail.Exception, match="ran"):
         perplexity(checkpoint, TEXT.replace("ships", "boats"), full, BOTH, out=out)
     for path in out.iterdir():

@@ -210,12 +210,21 @@ def _whole(rng: np.random.Generator) -> kvjax.Policy:
 def _shared_preset(rng: np.random.Generator) -> kvjax.PerLayer:
     """Two layers of a preset, of which the second follows the first."""
     budget, hot = int(rng.integers(24, 60)), _one(rng, 0, 512)
+    hosted = f"host+{hot}" if hot else "host"
+    store = hosted if hot else "device"
     return _one(
         rng,
-        lambda: presets.fier(budget, group=8, chunk=16, host=hot > 0, hot=hot, dense_layers=0, share=2),
-        lambda: presets.quest(budget, page=8, host=hot > 0, hot=hot, dense_layers=0, share=2),
-        lambda: presets.freekv(budget, page=8, sink=4, local=8, hot=hot, dense_layers=0, share=2),
-        lambda: presets.exact(budget, chunk=16, dense_layers=0, anchors=(0,)),
+        lambda: presets.fier(budget, group=8, chunk=16, store=store, layers=presets.Layers(dense=0, share=2)),
+        lambda: presets.quest(budget, page=8, store=store, layers=presets.Layers(dense=0, share=2)),
+        lambda: presets.freekv(
+            budget,
+            page=8,
+            sink=4,
+            local=8,
+            store=f"host+{hot}" if hot else "host",
+            layers=presets.Layers(dense=0, share=2),
+        ),
+        lambda: presets.exact(budget, chunk=16, layers=presets.Layers(dense=0, anchors=(0,))),
     )()
 
 

@@ -23,8 +23,8 @@ ROWS, HEADS, KV_HEADS, SIZE, CAPACITY, CHUNK = 4, 4, 2, 16, 96, 16
 POOL = 509  # tokens that requests are made of: a prime, so that starts and strides do not repeat
 SPEC = kvjax.CacheSpec(batch=ROWS, q_heads=HEADS, kv_heads=KV_HEADS, head_dim=SIZE, capacity=CAPACITY, dtype="float32")
 POLICIES: tuple[kvjax.Policy, ...] = (
-    presets.fier(24, group=8, chunk=8, dense_layers=0).rest,
-    presets.freekv(40, page=8, sink=8, local=8, tau=0.0, dense_layers=0).rest,
+    presets.fier(24, group=8, chunk=8, layers=presets.Layers(dense=0)).rest,
+    presets.freekv(40, page=8, sink=8, local=8, tau=0.0, layers=presets.Layers(dense=0)).rest,
     presets.h2o(20).rest,
     kvjax.Compressed(store=kvjax.Dense(), sink=2, local=4, demote=kvjax.LogSparse(window=8)),
 )

@@ -20,7 +20,9 @@ from kvjax.generation.prompt_inputs import check_fit
 from kvjax.generation.sampling import sampling
 
 LAYERS, VOCAB, WIDTH, N, K, D = 2, 61, 32, 4, 2, 8
-FIER = kvjax.presets.fier(budget=24, dense_layers=1)  # one for all tests, which so share its programs
+FIER = kvjax.presets.fier(
+    budget=24, layers=kvjax.presets.Layers(dense=1)
+)  # one for all tests, which so share its programs
 # Its recent block is full every fourth step, so that a short run seals some chunks.
 FLUSHING = kvjax.Retrieval(
     selector=kvjax.selectors.Fier(group=4), budget=16, sink=2, local=6, demote=kvjax.Fifo(leave=4), dense_below=0

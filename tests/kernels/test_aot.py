@@ -353,8 +353,8 @@ def test_a_step_without_kernels_of_its_own_holds_scores_once(name):
         (presets.fier(2048), 5),
         (presets.quest(2048), 6),
         (presets.pariskv(2048), 8),
-        (presets.fier(2048, host=True), 7),
-        (presets.fier(2048, host=True, hot=8192), 7),
+        (presets.fier(2048, store="host"), 7),
+        (presets.fier(2048, store="host+8192"), 7),
     ],
     ids=["full", "fier", "quest", "pariskv", "fier_on_host", "fier_hot"],
 )
@@ -451,7 +451,7 @@ def flow(hlo):
 def test_a_layer_that_follows_reads_the_host_while_its_anchor_attends():
     """Its rows are known as soon as the anchor has selected, so a GPU may read them while other kernels run."""
     spec = kvjax.CacheSpec(batch=1, q_heads=32, kv_heads=8, head_dim=128, capacity=32768, dtype=jnp.bfloat16)
-    policies = presets.fier(2048, host=True, share=2, dense_layers=0)
+    policies = presets.fier(2048, store="host", layers=presets.Layers(dense=0, share=2))
     caches = [memory.shapes(partial(kvjax.init_layer, policies.policy(i), spec)) for i in range(2)]
 
     def step(caches, q, k, v):
@@ -473,7 +473,7 @@ def test_a_layer_that_follows_reads_the_host_while_its_anchor_attends():
 @pytest.mark.thorough
 def test_a_step_over_the_host_store_runs_its_kernels_and_copies_no_cache():
     spec = kvjax.CacheSpec(batch=1, q_heads=32, kv_heads=8, head_dim=128, capacity=131072, dtype=jnp.bfloat16)
-    cache = memory.shapes(partial(kvjax.init_layer, presets.fier(2048, host=True).rest, spec))
+    cache = memory.shapes(partial(kvjax.init_layer, presets.fier(2048, store="host").rest, spec))
     new = sds(1, 1, 32, 128), sds(1, 1, 8, 128), sds(1, 1, 8, 128)
     with mock.patch.object(ops.op, "_unmeasured", return_value=None):
         program = aot.compile_for(kvjax.attention, cache, *new, donate=0)

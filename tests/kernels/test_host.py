@@ -214,7 +214,7 @@ def test_blocks_that_take_turns_do_all_jobs_and_none_is_idle(jobs, blocks):
 @pytest.mark.parametrize(
     "policies",
     [presets.freekv(128, sink=16, local=16, tau=t) for t in (-1.0, 0.5, 2.0)]
-    + [presets.fier(128, sink=4, local=16, host=True), presets.quest(128), presets.logquant()],
+    + [presets.fier(128, sink=4, local=16, store="host"), presets.quest(128), presets.logquant()],
 )
 def test_tokens_are_the_same_with_kernels_beside_each_other(policies, monkeypatch):
     """XLA orders kernels by the arrays that they declare as read and written, also in place."""

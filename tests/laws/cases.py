@@ -108,7 +108,7 @@ CASES: dict[str, Case] = {
         spec=dataclasses.replace(SPEC, dtype=jnp.bfloat16),
     ),
     "magicpig, budget 110": Case(
-        presets.magicpig(budget=110, bits=6, tables=40, local=8, chunk=32, dense_layers=0).rest
+        presets.magicpig(budget=110, bits=6, tables=40, local=8, chunk=32, layers=presets.Layers(dense=0)).rest
     ),
     "shadowkv, budget 96": Case(
         kvjax.OutlierRetrieval(
@@ -154,11 +154,19 @@ CASES: dict[str, Case] = {
         spec=dataclasses.replace(SPEC, q_heads=7, kv_heads=1, head_dim=24, dtype=jnp.bfloat16),
     ),
     "paris, update buffer attended, not rotated": Case(
-        presets.pariskv(k=20, sink=4, local=8, chunk=16, buffer="attend", candidates=200, seed=None, dense_below=0).rest
+        presets.pariskv(
+            32, selector=Paris(candidates=200, seed=None), sink=4, local=8, chunk=16, buffer="attend", dense_below=0
+        ).rest
     ),
     "paris by blocks of 4, coded radii, adaptive": Case(
         presets.pariskv(
-            k=36, sink=4, local=24, chunk=32, candidates=200, subspace=4, radius_bits=4, p=1.0, dense_below=0
+            64,
+            selector=Paris(candidates=200, subspace=4, radius_bits=4),
+            p=1.0,
+            sink=4,
+            local=24,
+            chunk=32,
+            dense_below=0,
         ).rest
     ),
     "exact, budget 24": Case(presets.exact(budget=24, chunk=32).rest),
@@ -345,7 +353,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         r"head_dim=80 cannot be rotated; it must be one of 8, 16, .*96, 128, 192, 256",
     ),
     "votes by approval": (
-        lambda: presets.pariskv(votes="approval"),  # type: ignore[arg-type]
+        lambda: Paris(votes="approval"),  # type: ignore[arg-type]
         r"votes=\.\.\.\) must be one of tiers, plain; got 'approval'",
     ),
     "no candidates": (lambda: Paris(candidates=0), r"candidates=.*at least 1, got 0"),

@@ -102,7 +102,7 @@ def test_stop_tokens_and_new_tokens_are_known(checkpoint: models.Checkpoint) -> 
         ([{"text": "a"}], {}, "got a list that begins with a dict"),
         ("a", {"cache": "fire"}, "unknown cache 'fire'; did you mean 'fier'?"),
         ("a", {"cache": "fier:grup=1"}, "'grup=1' is not a setting of fier"),
-        ("a", {"cache": "fier:host=maybe"}, "host must be true or false, got 'maybe'"),
+        ("a", {"cache": "shadowkv:host=maybe"}, "host must be true or false, got 'maybe'"),
         ("a", {"cache": "fier:group=8,group=16"}, "group is given twice"),
         ("a", {"cache": presets.fier}, "got the function fier; call it"),
         ("a", {"cache": "fier:dense_layers=3"}, "keeps the first 3 layers full and the model has 3, so no layer uses"),
@@ -131,9 +131,10 @@ def test_a_stream_takes_one_prompt(checkpoint: models.Checkpoint) -> None:
 
 @pytest.mark.parametrize("word", ["no", "false", "0", "off", "False"])
 def test_a_setting_that_is_false_is_false(word: str) -> None:
-    assert presets.parse(f"fier:host={word}") == presets.fier(host=False)
-    assert presets.parse(f"pariskv:correct={word}") == presets.pariskv(correct=False)
-    assert presets.parse("fier:host=yes") == presets.fier(host=True)
+    assert presets.parse(f"shadowkv:host={word}") == presets.shadowkv(host=False)
+    assert presets.parse(f"pariskv:correct={word}") == presets.pariskv(selector=kvjax.Paris(correct=False))
+    assert presets.parse("shadowkv:host=yes") == presets.shadowkv()
+    assert presets.parse("fier:store=host") == presets.fier(store="host") == presets.fier(store=kvjax.HostOffload())
 
 
 def test_the_loaded_checkpoint_is_shown_short(checkpoint: models.Checkpoint) -> None:

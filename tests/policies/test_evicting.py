@@ -291,7 +291,7 @@ def test_presets_take_a_budget_and_dense_layers() -> None:
         ("tova", LastQuery()),
         ("snapkv", Observation(window=32, kernel_size=7)),
     ):
-        layered = kvjax.presets.find(name).make(budget=77, dense_layers=2)
+        layered = kvjax.presets.find(name).policies(budget=77, dense_layers=2)
         assert [layered.policy(i) for i in range(3)] == [kvjax.Full()] * 2 + [Evicting(evictor=evictor, budget=77)]
 
 

@@ -221,7 +221,7 @@ def test_presets_have_the_papers_numbers() -> None:
 
 
 def test_dense_layers_come_first() -> None:
-    layered = presets.logquant(dense_layers=1)
+    layered = presets.logquant(layers=presets.Layers(dense=1))
     assert layered.policy(0) == kvjax.Full()
     assert layered.policy(1) == presets.logquant().rest
 

@@ -155,7 +155,7 @@ def test_a_model_hands_on_the_selection_of_each_anchor() -> None:
     config = DecoderConfig(
         vocab_size=50, hidden_size=32, intermediate_size=32, layers=5, q_heads=4, kv_heads=2, head_dim=8
     )
-    policies = presets.fier(12, group=8, chunk=8, dense_layers=1, share=2)
+    policies = presets.fier(12, group=8, chunk=8, layers=presets.Layers(dense=1, share=2))
     assert isinstance(policies, Shared)
     assert [policies.selects(i) for i in range(5)] == [False, True, False, True, False]
     assert isinstance(policies.policy(2), Follower)
@@ -197,17 +197,26 @@ def test_presets_name_anchors() -> None:
     assert [i for i in range(12) if policies.selects(i)] == [2, 5, 9]
     assert presets.parse("fier:budget=64,share=1") == presets.fier(64)
     assert presets.parse("fier:budget=64,dense_layers=0,anchors=0").policy(7) == presets.fier(64).rest.follower()
-    assert hash(policies) == hash(presets.quest(64, anchors=[2, 5, 9]))
+    assert hash(policies) == hash(presets.quest(64, layers=presets.Layers(dense=2, anchors=[2, 5, 9])))
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: presets.fier(64, share=0), r"share must be at least 1, got 0"),
-        (lambda: presets.fier(64, share=2, anchors=(2, 5)), r"share=2 and anchors=\(2, 5\) both"),
-        (lambda: presets.fier(64, anchors=(3, 5)), r"anchors=\(3, 5\) must increase and begin with layer 2"),
-        (lambda: presets.fier(64, anchors=(2, 2)), r"anchors=\(2, 2\) must increase"),
-        (lambda: presets.fier(64, anchors="2,x"), r"numbers of layers with \+ between"),
+        (
+            lambda: presets.fier(64, layers=presets.Layers(dense=2, share=0)),
+            r"Layers\(share=...\) must be at least 1, got 0",
+        ),
+        (
+            lambda: presets.fier(64, layers=presets.Layers(dense=2, share=2, anchors=(2, 5))),
+            r"share=2 and anchors=\(2, 5\) both",
+        ),
+        (
+            lambda: presets.fier(64, layers=presets.Layers(dense=2, anchors=(3, 5))),
+            r"anchors=\(3, 5\) must increase and begin with layer 2",
+        ),
+        (lambda: presets.fier(64, layers=presets.Layers(dense=2, anchors=(2, 2))), r"anchors=\(2, 2\) must increase"),
+        (lambda: presets.fier(64, layers=presets.Layers(dense=2, anchors="2,x")), r"numbers of layers with \+ between"),
         (lambda: kvjax.share_selections(presets.kivi(), share=2), r"selects nothing that other layers could follow"),
         (lambda: Follower(store=HostOffload(page=8), unit=4), r"moves whole pages, but the selection has 4 tokens"),
         (  # a recall made before a flush names tokens that it spreads over several pages
@@ -233,11 +242,11 @@ def test_anchors_come_from_a_file_with_the_heads_that_serve(tmp_path: Path) -> N
     assert policies == kvjax.share_selections(presets.fier(64, dense_capacity=0), anchors=(2, 5), heads={3: (1, 0)})
     assert [policies.policy(layer) for layer in (3, 4)] == [policies.rest.follower((1, 0)), policies.rest.follower()]
     with pytest.raises(FileNotFoundError, match=r"is not a file; python -m benchmarks.calibrate --out writes one"):
-        presets.fier(64, anchors=str(tmp_path / "other.json"))
+        presets.fier(64, layers=presets.Layers(dense=2, anchors=str(tmp_path / "other.json")))
     for content in ("", "[]", '{"anchors": [2]}', '{"anchors": 2, "heads": {}}', '{"anchors": [2], "heads": [1]}'):
         file.write_text(content)
         with pytest.raises(ValueError, match=r"plan\.json (holds no anchors|is not valid|must hold)"):
-            presets.fier(64, anchors=str(file))
+            presets.fier(64, layers=presets.Layers(dense=2, anchors=str(file)))
 
 
 def test_a_step_of_a_follower_needs_a_selection() -> None:

@@ -86,16 +86,19 @@ def test_the_measured_bound_is_of_gpus_alone() -> None:
     assert not short.is_short("auto", "Fier", dataclasses.replace(SPEC, capacity=16))
     for device in ("NVIDIA H100 80GB HBM3", "NVIDIA H200"):
         assert {"Fier", "MinMaxPages", "Paris"} <= short.measured()[device].keys()
-    shared = presets.fier(256, share=2).rest
+    shared = presets.fier(256, layers=presets.Layers(dense=2, share=2)).rest
     assert isinstance(shared, Retrieval)
     assert shared.dense_capacity == 0
-    assert presets.quest(256, host=True).rest.dense_capacity == 0  # type: ignore[attr-defined]
+    assert presets.quest(256, store="host").rest.dense_capacity == 0  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: presets.fier(64, dense_capacity=100, share=2), r"layers that share a selection.*dense_capacity=0"),
+        (
+            lambda: presets.fier(64, dense_capacity=100, layers=presets.Layers(dense=2, share=2)),
+            r"layers that share a selection.*dense_capacity=0",
+        ),
         (lambda: presets.fier(64, dense_capacity=-1), r"dense_capacity=.*at least 0, got -1"),
         (lambda: presets.parse("quest:budget=64,dense_capacity=many"), r"must be an integer, got 'many'"),
         (lambda: kvjax.share_selections(kvjax.PerLayer((), POLICY), share=2), r"dense_capacity=128.*dense_capacity=0"),

@@ -74,7 +74,9 @@ def test_a_share_out_of_range_is_refused(p: float) -> None:
 @pytest.mark.parametrize("window", [None, pytest.param(90, marks=pytest.mark.thorough)])
 def test_over_votes_the_shares_are_those_of_the_candidates(window: int | None) -> None:
     """ParisKV with an adaptive k, by the oracle's estimates; row 1 is short, and attends to everything."""
-    preset = kvjax.presets.pariskv(k=40, p=0.6, sink=4, local=8, chunk=16, candidates=60, dense_below=70)
+    preset = kvjax.presets.pariskv(
+        52, selector=kvjax.Paris(candidates=60), p=0.6, sink=4, local=8, chunk=16, dense_below=70
+    )
     tokens, lengths = drive.random_tokens(SPEC, 1), np.array([170, 60])
     cache, _ = drive.fill(drive.new_cache(preset.rest, SPEC), tokens, lengths)
     _, _, info = drive.step(cache, tokens, lengths, window=window)

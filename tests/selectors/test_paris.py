@@ -420,7 +420,13 @@ def test_an_update_buffer_is_attended_beside_what_is_selected(seed: int | None) 
     spec = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=200, dtype=jnp.float32)
     sink, local, chunk, k = 2, 5, 32, 20
     preset = kvjax.presets.pariskv(
-        k=k, sink=sink, local=local, chunk=chunk, buffer="attend", candidates=60, seed=seed, dense_below=0
+        sink + local + k,
+        selector=Paris(candidates=60, seed=seed),
+        sink=sink,
+        local=local,
+        chunk=chunk,
+        buffer="attend",
+        dense_below=0,
     )
     tokens, lengths = drive.random_tokens(spec, 4), np.array([150, 90])
     cache, _ = drive.fill(kvjax.init_layer(preset.rest, spec), tokens, lengths)

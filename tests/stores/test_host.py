@@ -79,7 +79,7 @@ def test_policy_over_host_memory_attends_as_over_dense(selector) -> None:
 
 def test_presets_move_the_history_to_the_host_and_change_nothing_else() -> None:
     for make in (kvjax.presets.fier, kvjax.presets.pariskv):
-        layered = make(host=True, dense_layers=1)
+        layered = make(store="host", layers=kvjax.presets.Layers(dense=1))
         assert layered.first == (kvjax.Full(),)
         assert layered.rest == dataclasses.replace(make().rest, store=HostOffload(), dense_capacity=0)
 
@@ -115,8 +115,10 @@ def test_memory_kind_is_kept_by_init_jit_donation_and_loops() -> None:
 @pytest.mark.parametrize("preset", ["fier", "quest", "pariskv", "freekv"])
 def test_loop_that_feeds_back_a_cache_compiles_its_step_once(preset: str) -> None:
     """Arrays in host memory are committed to their device, and so are all other results of the same program."""
-    options = {} if preset == "freekv" else {"host": True}
-    cache = kvjax.init(getattr(kvjax.presets, preset)(512, dense_layers=1, **options), SPEC, layers=2)
+    options = {} if preset == "freekv" else {"store": "host"}
+    cache = kvjax.init(
+        getattr(kvjax.presets, preset)(512, layers=kvjax.presets.Layers(dense=1), **options), SPEC, layers=2
+    )
     tokens = drive.random_tokens(SPEC)
 
     @jax.jit

@@ -1,5 +1,7 @@
 """Coded tokens in host memory: what the codes decode to, and what they cost."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,12 +58,12 @@ def test_wrong_codes_are_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "store"),
     [
-        ("fier:host=yes", HostOffload()),
-        ("fier:host=yes,host_dtype=float8", HostFloat8()),
-        ("pariskv:host=yes,host_dtype=int4", HostQuantized(bits=4)),
-        ("quest:host=yes,host_dtype=int8", HostQuantized(bits=8, page=16)),
-        ("quest:host=yes,host_dtype=float8,hot=4096", HotSet(tokens=4096, store=HostFloat8(page=16))),
-        ("fier:host=yes,host_dtype=none,hot=4096", HotSet(tokens=4096)),
+        ("fier:store=host", HostOffload()),
+        ("fier:store=float8", HostFloat8()),
+        ("pariskv:store=int4", HostQuantized(bits=4)),
+        ("quest:store=int8", HostQuantized(bits=8, page=16)),
+        ("quest:store=float8+4096", HotSet(tokens=4096, store=HostFloat8(page=16))),
+        ("fier:store=host+4096", HotSet(tokens=4096)),
     ],
 )
 def test_presets_keep_their_history_in_the_codes_that_are_asked_for(name: str, store: Store) -> None:
@@ -71,12 +73,11 @@ def test_presets_keep_their_history_in_the_codes_that_are_asked_for(name: str, s
 
 
 @pytest.mark.parametrize("name", ["fier", "quest", "pariskv"])
-def test_presets_refuse_codes_that_there_are_not(name: str) -> None:
-    with pytest.raises(
-        ValueError, match=rf"{name}\(host_dtype='int3'\).*must be one of float8, int8, int4, int2, or None"
-    ):
-        presets.find(name).make(1024, host=True, host_dtype="int3")
-    with pytest.raises(
-        ValueError, match=rf"{name}\(host_dtype='float8'\) applies to a history in host memory; set host=True too"
-    ):
-        presets.find(name).make(1024, host_dtype="float8")
+def test_presets_refuse_stores_that_there_are_not(name: str) -> None:
+    for store in ("int3", "hosts", "device+64", "host+", "host+many", "HOST"):
+        with pytest.raises(
+            ValueError, match=rf"{name}\(store='{re.escape(store)}'\) must be .*float8, int8, int4, int2"
+        ):
+            presets.find(name).make(1024, store=store)
+    with pytest.raises(ValueError, match=rf"{name}\(store='host\+...'\) must be at least 1, got 0"):
+        presets.find(name).make(1024, store="host+0")

@@ -234,7 +234,7 @@ def test_a_cache_cut_to_a_prefix_goes_on_with_the_tokens_of_another_prompt() -> 
     ("make", "message"),
     [
         (lambda: HotSet(tokens=0), r"tokens=.*at least 1, got 0"),
-        (lambda: kvjax.presets.fier(64, hot=128), r"fier\(hot=128\).*set host=True too"),
+        (lambda: kvjax.presets.fier(64, store="device+128"), r"fier\(store='device\+128'\) must be 'device', 'host'"),
         (lambda: HotSet(tokens=20, store=HostOffload(page=8)), r"whole pages.*use a multiple of 8"),
         (
             lambda: kvjax.init_layer(with_hot_set(FIER, 30), SPEC),
@@ -256,9 +256,11 @@ def test_a_hot_set_that_cannot_serve_is_refused(make: Any, message: str) -> None
 
 
 def test_presets_make_hot_sets() -> None:
-    policies = [kvjax.presets.parse(text).rest for text in ("fier:host=yes,hot=4096", "quest:host=yes,hot=4096")]
+    policies = [kvjax.presets.parse(text).rest for text in ("fier:store=host+4096", "quest:store=host+4096")]
     assert [policy.store for policy in policies] == [
         HotSet(tokens=4096),
         HotSet(tokens=4096, store=HostOffload(page=16)),
     ]
-    assert kvjax.presets.freekv(hot=4096).rest.retrieval.store == HotSet(tokens=4096, store=HostOffload(page=32))
+    assert kvjax.presets.freekv(store="host+4096").rest.retrieval.store == HotSet(
+        tokens=4096, store=HostOffload(page=32)
+    )
