@@ -7,7 +7,6 @@ The file is for `--cache fier:budget=451,anchors=fier4.json` of the commands of 
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 from typing import Annotated
 
@@ -45,13 +44,13 @@ def calibrate(
     from kvjax.presets.parsing import read_settings
     from kvjax.spec import require_int
 
-    make = presets.find(cache.partition(":")[0]).make
-    settings = read_settings(cache, make, where="--cache")
+    preset = presets.find(cache.partition(":")[0])
+    settings = read_settings(cache, preset.make, where="--cache")
     if already := {"share", "anchors"} & settings.keys():
         raise ValueError(f"--cache {cache} sets {already.pop()}, which this command finds; leave it out")
-    if "dense_capacity" in inspect.signature(make).parameters:
+    if "dense_capacity" in preset.settings:
         settings = {"dense_capacity": 0, **settings}  # a cache that selects nothing has nothing to share
-    policies = make(**settings)
+    policies = preset.policies(**settings)
     require_int("--share", share, at_least=1)
     presets.share_selections(policies, share=2)  # raises early if nothing can be shared
     check_file("--out", out)

@@ -175,7 +175,7 @@ OWN: dict[str, dict[str, Any]] = {  # where a method needs other sizes
     "fier": dict(page=1),
     "quest": dict(chunk=4),
     "kivi": dict(group=16, residual=32),
-    "pqcache": dict(learn=16),
+    "pqcache": dict(learn=16, bits=3),
     "snapkv": dict(window=8, kernel_size=3),
     "logquant": dict(window=12),
     "freekv": dict(local=8),

@@ -31,8 +31,8 @@ TABLES: dict[str, Callable[[], str]] = {
         published.drift, published.real_speed,
         claims.claims_fier, claims.claims_pariskv, claims.paris_parts, claims.claims_freekv, claims.claims_logquant,
         claims.claims_counted, claims.claims_nothing,
-        guides.several_tokens, guides.hit_rates, guides.host_steps, guides.host_codes, guides.anchors,
-        guides.shared_quality, guides.shared_steps, guides.shared_small, guides.adaptive,
+        guides.several_tokens, guides.hit_rates, guides.host_steps, guides.host_codes,
+        guides.shared_quality, guides.shared_steps, guides.adaptive,
         scaling.devices, scaling.scaling,
     )
 }  # fmt: skip

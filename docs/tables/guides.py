@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from docs.tables.reading import load_file, load_rows, load_scores
-from docs.tables.writing import markdown, mean_of, perplexity_change, short
+from docs.tables.writing import markdown, perplexity_change, short
 from kvjax.presets.settings import HOST_DTYPES
 from kvjax.spec import CacheSpec
 from kvjax.stores import HostOffload
-
-_PARIS = "pariskv:sink=4,local=16,dense_below=0"
 
 
 def several_tokens() -> str:
@@ -63,37 +60,6 @@ def host_codes() -> str:
     return markdown(["kept as", "bytes a token and KV head", "perplexity"], rows)
 
 
-def anchors() -> str:
-    """Error of attention outputs, and perplexity, by the layers that select for the others."""
-    plans = {share: load_file(f"calibrate_{share}") for share in (2, 4)}
-    texts = {row["cache"]: row for row in load_rows("perplexity_shared")}
-    (keys,) = load_scores("eval_shared").values()
-
-    def found(*names: str) -> list[str]:
-        return [mean_of(keys.get(f"{name}@225")) for name in names]
-
-    rows = [["all 28", short(plans[4]["error"]["share=1"], 3), *_changes(texts, ("fier", _PARIS)), *found("fier", "")]]
-    for share, plan in plans.items():
-        count, error = len(plan["anchors"]), plan["error"]
-        even = (f"fier:share={share}", f"{_PARIS},share={share}")
-        share_keys = found(even[0], "")
-        rows.append(
-            [f"{count}, `share={share}`", short(error[f"share={share}"], 3), *_changes(texts, even), *share_keys]
-        )
-        files = (f"fier:anchors=fier{share}.json", f"{_PARIS},anchors=paris{share}.json")
-        label = f"{count}, with their heads, by `benchmarks.calibrate --share {share}`"
-        own_keys = found(files[0], f"pariskv:sink=4,local=16,dense_layers=2,anchors=paris{share}.json")
-        rows.append([label, short(error["anchors, best heads"], 3), *_changes(texts, files), *own_keys])
-    rows.append(["4, `share=8`", "", *_changes(texts, ("fier:share=8", f"{_PARIS},share=8")), "", ""])
-    head = [f"{what}, `{name}`" for what in ("perplexity", "pass keys") for name in ("fier", "pariskv")]
-    return markdown(["layers that select", "error, `fier`", *head], rows)
-
-
-def _changes(rows: dict[str, dict[str, Any]], caches: Sequence[str]) -> list[str]:
-    """`perplexity_change` of each; blank where it was not measured."""
-    return [perplexity_change(rows[cache]) if cache in rows else "" for cache in caches]
-
-
 def adaptive() -> str:
     """Perplexity of two models with budgets that adapt to heads, and the tokens that a step read."""
     files = {"the shipped model, 1024": "adaptive", "SmolLM2-135M, 2048": "adaptive_smollm2"}
@@ -122,15 +88,6 @@ def shared_quality() -> str:
             scores = (short(found[f"{cache}@1802"]["mean"]) for found in (needles, keys))
             rows.append([f"`{method}`", told, short(error), *scores, changes[cache]])
     return markdown(["cache", "layers that select", "error", "needles", "pass keys", "perplexity"], rows)
-
-
-def shared_small() -> str:
-    """Needles that the small model in the package finds with layers that share a selection."""
-    (scores,) = load_scores("eval_shared_small").values()
-    rows = [
-        [f"`{name.partition('@')[0]}`", f"{score['tokens_read']:.0f}", mean_of(score)] for name, score in scores.items()
-    ]
-    return markdown(["cache, budget 64", "tokens read", "needles"], rows)
 
 
 def shared_steps() -> str:

@@ -2,7 +2,7 @@
 
 A task does not depend on caches and models, and the runner does not depend on where examples come from, so generated
 needles and a task of your own go through the same loop, tables and plots. Published data sets are read by
-lm-evaluation-harness (`kvjax.evaluate.harness`).
+lm-evaluation-harness, through `kvjax/evaluate/harness.py`.
 """
 
 from __future__ import annotations
