@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import os
+import re
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +16,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import kvjax
 from docs.docstrings import to_rst
 
+ROOT = Path(__file__).resolve().parents[1]
+
 project = "kvjax"
 author = "the kvjax authors"
 copyright = "the kvjax authors, Apache-2.0"
 version = release = kvjax.__version__
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.linkcode", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 4
@@ -30,6 +36,7 @@ html_theme = "sphinx_book_theme"
 html_title = "kvjax"
 html_static_path = [str(Path(__file__).parent / "static")]
 html_css_files = ["kvjax.css"]
+html_favicon = str(Path(__file__).parent / "static" / "favicon.svg")
 html_theme_options = {
     "show_navbar_depth": 1,
     "show_toc_level": 2,
@@ -54,9 +61,31 @@ napoleon_numpy_docstring = False
 default_role = "literal"
 
 
+def linkcode_resolve(domain: str, info: dict[str, str]) -> str | None:
+    """The address of a name's source in the repository."""
+    thing: Any = importlib.import_module(info["module"]) if domain == "py" and info["module"] else None
+    for part in info["fullname"].split("."):
+        thing = getattr(thing, part, None)
+    try:
+        file = Path(inspect.getsourcefile(inspect.unwrap(thing)) or "").resolve()
+        lines, first = inspect.getsourcelines(inspect.unwrap(thing))
+    except (TypeError, OSError):  # a field, or what is not of Python
+        return None
+    if not file.is_relative_to(ROOT):
+        return None
+    repository = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+    return f"{repository}/blob/main/{file.relative_to(ROOT)}#L{first}-L{first + len(lines) - 1}"
+
+
 def _process(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
     lines[:] = to_rst(lines)
 
 
+def _sign(app: Any, what: str, name: str, thing: Any, options: Any, signature: str | None, returns: str | None) -> Any:
+    plain = [text and re.sub(r"TypeAliasForwardRef\('([\w.]+)'\)", r"\1", text) for text in (signature, returns)]
+    return tuple(plain)
+
+
 def setup(app: Any) -> None:
     app.connect("autodoc-process-docstring", _process, priority=100)  # before napoleon
+    app.connect("autodoc-process-signature", _sign)

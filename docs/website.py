@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urldefrag, urlparse
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -171,9 +172,19 @@ def exported() -> dict[str, list[str]]:
             if not n.startswith("_") and getattr(thing, "__module__", None) == module and callable(thing)
         ]  # fmt: skip
         pages[page] = [f"{module}.{name}" for name in names]
-    return {
-        page: sorted(names, key=lambda name: inspect.isclass(_resolve(name))) for page, names in pages.items() if names
-    }
+    return {page: sorted(names, key=lambda name: _place(page, name)) for page, names in pages.items() if names}
+
+
+def _place(page: str, name: str) -> tuple[bool, int, int]:
+    """Sorts functions before classes, the modules of a page in their order there, and names as in their source."""
+    thing: Any = _resolve(name)
+    modules, module = API.get(page, ("", ()))[1], getattr(thing, "__module__", "")
+    first = next((i for i, own in enumerate(modules) if f"{module}.".startswith(f"{own}.")), len(modules))
+    try:
+        line = inspect.getsourcelines(thing)[1]
+    except (TypeError, OSError):
+        line = 0
+    return inspect.isclass(thing), first, line
 
 
 def api_pages(folder: Path) -> list[str]:

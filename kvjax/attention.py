@@ -467,7 +467,7 @@ def _spec_dims(spec: CacheSpec) -> dict[str, int]:
 
 
 def _row_counts(B: int, T: int, lengths: ArrayLike | None, active: ArrayLike | None) -> Array:
-    """i32[B] tokens that each row stores."""
+    """Tokens that each row stores: i32[B]."""
     count = jnp.full(B, T, jnp.int32)
     for name, given in (("lengths", lengths), ("active", active)):
         if given is None:

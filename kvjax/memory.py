@@ -151,7 +151,7 @@ def commit_together(tree: T) -> T:
 
 
 def has_host_memory() -> bool:
-    """Whether the default device reads pinned host memory. CPU (where it is only a name), GPU and TPU backends do."""
+    """True if the default device reads pinned host memory. CPU (where it is only a name), GPU and TPU backends do."""
     return any(kind.kind == "pinned_host" for kind in _default_device().addressable_memories())
 
 
@@ -207,7 +207,7 @@ def nbytes(tree: Any) -> Bytes:
 
 
 def in_host_memory(tree: Any) -> bool:
-    """Whether an array of the tree is in pinned host memory, on a backend where that is apart from the device's."""
+    """True if an array of the tree is in pinned host memory, on a backend where that is apart from the device's."""
     return any(map(_on_host, jax.tree.leaves(tree)))
 
 

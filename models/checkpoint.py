@@ -82,7 +82,7 @@ class Completion:
 
     @property
     def attended(self) -> np.ndarray:
-        """f32[L] tokens that a decode step attended to, mean over steps and KV heads, of each layer."""
+        """Tokens that a decode step attended to, mean over steps and KV heads, of each layer: f32[L]."""
         assert self.generation.attended is not None
         return self.generation.attended
 

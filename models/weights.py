@@ -398,8 +398,7 @@ def find_family(fields: Fields) -> Family:
 
 
 def read_stop_tokens(directory: Path, fields: Fields, vocab_size: int) -> tuple[int, ...]:
-    """The eos_token_id, one or several, of generation_config.json, else of config.json; ids past the vocabulary
-    (some configs have them) are never generated and are left out."""
+    """Reads eos_token_id from generation_config.json or config.json; ignores ids outside of the vocabulary."""
     generation = directory / "generation_config.json"
     sources = ([Fields.read(generation)] if generation.is_file() else []) + [fields]
     source = next((s for s in sources if s.given("eos_token_id")), None)
@@ -472,12 +471,12 @@ def read_headers(directory: Path) -> dict[str, Tensor]:
 
 
 def _is_plain(name: str) -> bool:
-    """Whether a name is of a visible file directly in its directory, so that a digest of the directory covers it."""
+    """True if a name is of a visible file directly in its directory, so that a digest of the directory covers it."""
     return not name.startswith(".") and not set(name) & {"/", "\\", "\0", ":"} and name != ""
 
 
 def has_own_head(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether the files hold a head that differs from the embedding table, both being there.
+    """True if the files hold a head that differs from the embedding table, both being there.
 
     Some fine-tuned checkpoints have one although their config says that the two are tied. As in transformers, the files
     are believed.

@@ -2,7 +2,7 @@
 
 A corpus is a directory that `prepare` makes once: a tokenizer, one array of ids for each kind of text, and a card that
 lists the source files. A row is running text, a text that repeats a passage, or a text with hidden lines and questions,
-made by the forms and the weaving of kvjax.evaluate.tasks, so a row with one question is like a prompt of an evaluation.
+made by the forms and haystack of kvjax.evaluate.tasks, so a row with one question is like a prompt of an evaluation.
 Most rows ask many: a row of 16K tokens costs the same with one answer or with fifty. In a program, the questions about
 variables are between their assignments.
 """
@@ -29,7 +29,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from kvjax.evaluate.provenance import digest, digest_json
 from kvjax.evaluate.tasks.generated import FORMS
-from kvjax.evaluate.tasks.weaving import DOTS, WORDS, Hidden, weave
+from kvjax.evaluate.tasks.haystack import DOTS, WORDS, Hidden, weave
 
 NONE, TEXT, ANSWER, CHAIN, REPEAT = range(5)  # kinds of token, which the loss weights differently
 

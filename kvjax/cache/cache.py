@@ -49,7 +49,7 @@ class LayerCache:
 
     @property
     def length(self) -> Array:
-        """i32[B] tokens that each row has received."""
+        """Tokens that each row has received: i32[B]."""
         with own_axes(self):
             length = self.state.length
         return as_rows(self, length)
@@ -63,7 +63,7 @@ class LayerCache:
         return f"LayerCache({self.policy!r}; {_contents(self)})"
 
     def full_rows(self) -> Array | None:
-        """bool[B] rows whose recent block is full; None for a policy without one."""
+        """Rows whose recent block is full; None for a policy without one: bool[B]."""
         with own_axes(self):
             return self.policy.full_rows(self.state)
 
@@ -96,7 +96,7 @@ class Cache:
 
     @property
     def length(self) -> Array:
-        """i32[B] tokens that each row has received, the same in all layers."""
+        """Tokens that each row has received, the same in all layers: i32[B]."""
         return self.layers[0].length
 
     @property
@@ -218,7 +218,7 @@ def shardings(cache: C) -> C:
 
 
 def any_full(cache: Cache | LayerCache) -> Array:
-    """Whether any recent block is full, so that `flush` would move tokens: bool[]."""
+    """True if any recent block is full, so that `flush` would move tokens: bool[]."""
     check_cache("any_full", cache)
     with own_axes(cache):
         full = rows_to_flush(layers_of(cache))
@@ -274,7 +274,7 @@ def check_rotation(cache: Cache, total: Array | np.ndarray, error: type[Exceptio
 
 
 def _overflows(layers: Sequence[LayerCache]) -> np.ndarray:
-    """bool[L, B]: the rows that dropped tokens, by layer."""
+    """The rows that dropped tokens, by layer: bool[L, B]."""
     return np.stack([on_host(layer.state.overflow) for layer in layers])
 
 
@@ -313,7 +313,7 @@ def layers_of(cache: Cache | LayerCache) -> tuple[LayerCache, ...]:
 
 
 def rows_to_flush(layers: tuple[LayerCache, ...]) -> list[Array]:
-    """bool[B] full rows, for each layer that can have some and is not marked by `flushed`."""
+    """Full rows, for each layer that can have some and is not marked by `flushed`: bool[B]."""
     return [rows for layer in layers if (rows := layer.full_rows()) is not None]
 
 

@@ -265,7 +265,7 @@ def _by_place(cache: Any, back: bool = False) -> Any:
 
 
 def _of_model(saved: dict[str, Any]) -> bool:
-    """Whether a description is that of a model's cache, whose arrays are in `layers`."""
+    """True if a description is that of a model's cache, whose arrays are in `layers`."""
     return any(name.startswith(".layers") for name in saved["arrays"])
 
 
@@ -351,7 +351,7 @@ def _numbered(path: Path) -> list[int]:
 
 
 def _is_complete(step: Path) -> bool:
-    """Whether a numbered folder is a complete save: orbax gives it its name when everything is in it."""
+    """True if a numbered folder is a complete save: orbax gives it its name when everything is in it."""
     return (step / "about").is_dir() and (step / "arrays").is_dir()
 
 

@@ -84,7 +84,7 @@ _REQUEST_ERRORS = (
 
 
 def _lacks_extra(error: Exception) -> bool:
-    """Whether `error` is kvjax's own message that an extra must be installed."""
+    """True if `error` is kvjax's own message that an extra must be installed."""
     return isinstance(error, ImportError) and error.name is None  # Python's own ImportError has the module's name
 
 

@@ -394,7 +394,7 @@ def _in_layers(attended: Any, prompt: int, new: int) -> str:
 
 
 def _is_text(argument: str) -> bool:
-    """Whether a command-line argument was UTF-8; Python keeps other bytes as surrogates."""
+    """True if a command-line argument was UTF-8; Python keeps other bytes as surrogates."""
     try:
         argument.encode()
     except UnicodeEncodeError:

@@ -164,7 +164,7 @@ def _require_one(rows: Sequence[Row]) -> None:
 
 
 def has_group_reduce(preset: Preset) -> bool:
-    """Whether a GQA group shares its selection by a rule that can be set."""
+    """True if a GQA group shares its selection by a rule that can be set."""
     return isinstance(preset.settings.get("group_reduce"), str)
 
 

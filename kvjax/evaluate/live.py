@@ -52,12 +52,12 @@ class RecordedState:
 
     @property
     def length(self) -> Array:
-        """i32[B] tokens stored."""
+        """Tokens stored: i32[B]."""
         return self.full.length
 
     @property
     def overflow(self) -> Array:
-        """bool[B] a token of this row was dropped."""
+        """True where a token of the row was dropped: bool[B]."""
         return self.full.overflow
 
 
@@ -147,7 +147,7 @@ class Live:
 
     @property
     def lengths(self) -> np.ndarray:
-        """i[T] tokens that each step's query sees without a sliding window, its own included."""
+        """Tokens that each step's query sees without a sliding window, its own included: i[T]."""
         return self.positions + 1
 
     def runs(self, longest: int = 64) -> list[slice]:

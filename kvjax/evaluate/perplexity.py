@@ -34,7 +34,7 @@ from kvjax.evaluate.provenance import digest_json, model_digest
 from kvjax.evaluate.report import about, markdown_table, refusals
 from kvjax.evaluate.store import Cell, Progress
 from kvjax.evaluate.tasks import Example
-from kvjax.evaluate.tasks.weaving import first_tokens
+from kvjax.evaluate.tasks.haystack import first_tokens
 from kvjax.models import Checkpoint
 from kvjax.spec import require_int
 

@@ -42,7 +42,7 @@ class PromptState:
 
     @property
     def overflow(self) -> Array:
-        """bool[B] always false, as a prompt is as long as the spec says."""
+        """Always false, as a prompt is as long as the spec says: bool[B]."""
         return jnp.zeros(self.length.shape, bool)
 
 

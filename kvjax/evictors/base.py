@@ -47,7 +47,7 @@ class Evictor(Protocol):
         ...
 
     def worth(self, evidence: Array | None, position: Array, end: Array, slots: int) -> Array:
-        """f32[B, K, L]: the worth of each token, after `end` i32[B] tokens were received and with room for `slots`."""
+        """The worth of each token, after `end` i32[B] tokens were received and with room for `slots`: f32[B, K, L]."""
         ...
 
 
@@ -55,7 +55,7 @@ class Rope(Protocol):
     """A kind of rotary position embedding, such as those of `kvjax.models.rope`."""
 
     def frequencies(self, head_dim: int) -> Any:
-        """f32[D/2] radians per position, for channels i and i + D/2."""
+        """Radians per position, for channels i and i + D/2: f32[D/2]."""
         ...
 
 

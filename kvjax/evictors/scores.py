@@ -239,5 +239,5 @@ class Observation:
 
 
 def _newest(position: Array, end: Array, count: int) -> Array:
-    """bool[B, K, L]: the last `count` of the positions before `end` i32[B]."""
+    """The last `count` of the positions before `end` i32[B]: bool[B, K, L]."""
     return position >= (end - count)[:, None, None]

@@ -289,7 +289,7 @@ def _append(text: Array, length: Array, tokens: Array, count: Array) -> Array:
 
 
 def accepted(drawn: Array, draft: Array, count: Array, ended: Array) -> Array:
-    """i32[B]: how many of the first `count` tokens of draft i32[B, M] are accepted.
+    """Says how many of the first `count` tokens of draft i32[B, M] are accepted: i32[B].
 
     `drawn` i32[B, M] are the tokens that the model draws in their places. `ended` bool[B, M] is true where the token
     before ends the text.

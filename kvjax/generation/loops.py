@@ -60,7 +60,7 @@ class Flat:
 
 @jax.jit
 def has_no_best(logits: Array) -> Array:
-    """bool[B]: the logits contain NaN or infinity, or are all -infinity, which masks a token."""
+    """True where logits contain NaN or infinity, or are all -infinity, which masks a token: bool[B]."""
     best = jnp.max(logits, axis=-1)  # NaN if any is
     return ~jnp.isfinite(best)
 

@@ -41,7 +41,7 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether no draw is made, so that no key is needed. Static."""
+        """True if no draw is made, so that no key is needed. Static."""
         return self.temperature is None
 
 
@@ -141,7 +141,7 @@ def sample(logits: Array, key: Array | None, sampling: Sampling) -> Array:
 
 
 def _among_best(scores: Array, k: Array) -> Array:
-    """bool[B, V]: the k i32[B or 1, 1] largest of each row; ties go to the lower tokens.
+    """The k i32[B or 1, 1] largest of each row; ties go to the lower tokens: bool[B, V].
 
     Finds the k-th largest score four bits at a time, and then how many of its ties pass, by counts alone: sums over the
     vocabulary, which devices that split it can exchange without the scores.
@@ -161,7 +161,7 @@ def _count(x: Array) -> Array:
 
 
 def _largest(holds: Callable[[Array], Array], rows: int) -> Array:
-    """u32[B, 1]: the largest number x for which holds(x) is true, as it is for all numbers below x.
+    """The largest number x for which holds(x) is true, as it is for all numbers below x: u32[B, 1].
 
     `holds` takes u32[B, 15, 1] and returns bool[B, 15].
     """

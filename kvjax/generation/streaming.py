@@ -285,12 +285,12 @@ class Stream(Iterator[Any]):
 
     @property
     def logits(self) -> Array:
-        """f32[B, V] logits of the token that follows those emitted so far."""
+        """Logits of the token that follows those emitted so far: f32[B, V]."""
         return to_caller(self._logits, self.cache.placement)
 
     @property
     def attended(self) -> np.ndarray | None:
-        """f32[L] mean tokens attended per step and kv head, over the steps so far; None if not measured."""
+        """Mean tokens attended per step and kv head, over the steps so far; None if not measured: f32[L]."""
         return on_host(self._mean[0]) if self._measure else None
 
     @property

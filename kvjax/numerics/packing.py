@@ -69,7 +69,7 @@ def channels_packed(bits: int) -> int:
 
 
 def _places(ndim: int, bits: int = 1) -> Array:
-    """u8[1, ..., 1, 8 / bits]: the place of the lowest bit of each code of a byte."""
+    """The place of the lowest bit of each code of a byte: u8[1, ..., 1, 8 / bits]."""
     return jnp.arange(0, 8, bits, dtype=jnp.uint8).reshape((1,) * (ndim - 1) + (-1,))
 
 

@@ -100,7 +100,7 @@ def softmax_weights(
     scale: float,
     lse: Float[Array, "B K Q"] | None = None,
 ) -> Float[Array, "B K Q S"]:
-    """f32[B, K, Q, S] weights with which `attend_part` mixes values; 0 where `mask` is false, and in an empty part.
+    """Weights with which `attend_part` mixes values; 0 where `mask` is false, and in an empty part: f32[B, K, Q, S].
 
     `lse` f32[B, K, Q], if known, is that of all keys that a query attends to, which may be more than these. If the
     program also has an `attend_part` of the same arguments, XLA computes the logits once.

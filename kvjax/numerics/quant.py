@@ -49,7 +49,7 @@ def quantize_1bit(x: Float[Array, "*rows S D"], group: int, dtype: DTypeLike = j
 
 
 def dequantize_1bit(code: OneBit) -> Float[Array, "*rows S D"]:
-    """f32[..., S, D]: zero + scale where the bit is 1, zero - scale where it is 0."""
+    """Keys of one bit: zero + scale where the bit is 1, zero - scale where it is 0: f32[..., S, D]."""
     *lead, S, _ = code.bits.shape
     groups, D = code.scale.shape[-2:]
     positive = unpack_bits(code.bits).reshape(*lead, groups, S // groups, D)

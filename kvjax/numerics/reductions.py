@@ -20,6 +20,6 @@ def sum_pairs(x: Array) -> Array:
 
 
 def page_means(k: Array, page: int) -> Array:
-    """f32[B, K, T / page, D]: means of the pages of keys [B, K, T, D]."""
+    """Means of the pages of keys [B, K, T, D]: f32[B, K, T / page, D]."""
     B, K, T, D = k.shape
     return sum_pairs(k.reshape(B, K, T // page, page, D).astype(jnp.float32)) / page

@@ -63,7 +63,7 @@ def require_rotatable(head_dim: int) -> None:
 
 
 def rotate(x: Array, seed: int) -> Array:
-    """f32[..., D]: R x. Lengths and inner products do not change, up to rounding in f32."""
+    """The rotated R x: f32[..., D]. Lengths and inner products do not change, up to rounding in f32."""
     D = x.shape[-1]
     require_rotatable(D)
     signs = jnp.asarray(_signs(D, seed)).reshape((1,) * (x.ndim - 1) + (D,))
@@ -81,7 +81,7 @@ def rotate_few(x: Array, seed: int) -> Array:
 
 @lru_cache
 def _matrix(D: int, seed: int) -> np.ndarray:
-    """f32[D, D]: R."""
+    """The rotation R: f32[D, D]."""
     power, odd = _factor(D)
     H = np.ones((1, 1), np.float32)
     while H.shape[0] < power:
@@ -127,7 +127,7 @@ def encode(rotated: Array, *, correct: bool = True, subspace: int = SUBSPACE, co
 
 
 def decode(code: Directions) -> Array:
-    """f32[..., S, D]: the rotated keys that the codes stand for."""
+    """The rotated keys that the codes stand for: f32[..., S, D]."""
     D, N = 8 * code.signs.shape[-1], code.subspaces
     _, centres = lloyd_max(D // N)
     planes = [unpack_bits(plane) for plane in jnp.split(code.sizes, 3, axis=-1)]
@@ -139,7 +139,7 @@ def decode(code: Directions) -> Array:
 
 
 def patterns(signs: Array, subspace: int) -> Array:
-    """u8[..., D/m]: the sign pattern of each subspace of m = `subspace` channels, 4 or 8, of signs u8[..., D/8]."""
+    """The sign pattern of each subspace of m = `subspace` channels, 4 or 8, of signs u8[..., D/8]: u8[..., D/m]."""
     return signs if subspace == 8 else unpack_codes(signs, 2 * signs.shape[-1])
 
 
@@ -165,7 +165,7 @@ def _code_radii(weight: Array, rotated: Array, subspace: int) -> Array:
 
 
 def _decode_radii(coded: Array, subspace: int) -> Array:
-    """f32[..., N]: the weights that u8[..., 2 + N/2] stand for."""
+    """The weights that u8[..., 2 + N/2] stand for: f32[..., N]."""
     N = 2 * (coded.shape[-1] - 2)
     length = coded[..., :1].astype(jnp.uint16) | (coded[..., 1:2].astype(jnp.uint16) << jnp.uint16(8))
     codes = unpack_codes(coded[..., 2:], N)

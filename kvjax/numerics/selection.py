@@ -156,7 +156,7 @@ class Candidates:
         return jnp.tile(number, (1, self.pending[0].shape[1]))[:, :, None, None]
 
     def stored_units(self, units: int, unit: int = 1) -> Array:
-        """bool[B, 1 or K*T, 1, U]: which of the index's U units have a token in the span."""
+        """Says which of the index's U units have a token in the span: bool[B, 1 or K*T, 1, U]."""
         return self._inside(*self.span, units, unit)
 
     def pending_units(self, scores: Array, unit: int = 1) -> tuple[Array, Array]:
@@ -183,7 +183,7 @@ class Candidates:
         return Selection(join_steps(slots, self.steps), join_steps(valid & inside, self.steps))
 
     def _inside(self, start: Array | int, stop: Array | int, units: int, unit: int = 1) -> Array:
-        """bool[B, 1 or K*T, 1, units]: which units of `unit` slots have one from start to stop."""
+        """Says which units of `unit` slots have one from start to stop: bool[B, 1 or K*T, 1, units]."""
         start, stop = self.of_groups(start), self.of_groups(stop)
         slot = lax.mul(lax.broadcasted_iota(jnp.int32, (1, 1, 1, units), 3), np.int32(unit))
         inside = (slot > start - unit) & (slot < stop)
@@ -228,14 +228,14 @@ SOFTMAX_REDUCES = ("max_softmax", "sum_softmax", "mean_softmax")
 
 
 def log_sum(parts: Sequence[tuple[Array, Array]]) -> Array:
-    """f32[B, K, G, 1]: log of the sum of exponentials of the scores of all parts, which are as in `reduce_scores`."""
+    """Log of the sum of exponentials of the scores of all parts, which are as in `reduce_scores`: f32[B, K, G, 1]."""
     scores = [jnp.where(valid, score, -jnp.inf) for score, valid in parts]
     totals = jnp.concatenate([jax.nn.logsumexp(s, axis=-1, keepdims=True) for s in scores], axis=-1)
     return jax.nn.logsumexp(totals, axis=-1, keepdims=True)
 
 
 def reduce_scores(parts: Sequence[tuple[Array, Array]], group_reduce: GroupReduce, total: Array | None = None) -> Array:
-    """f32[B, K, H, U] ranks of the units of all parts, one part after the other.
+    """Ranks of the units of all parts, one part after the other: f32[B, K, H, U].
 
     A part has scores f32[B, K, G, U'] and `valid` bool[B, 1 or K, 1, U']; ranks are -inf where it is false. Softmax
     is over the units of all parts together, or over those whose `log_sum` is `total`.
@@ -290,19 +290,19 @@ def of_heads(x: Array, heads: int) -> Array:
 
 
 def membership(selection: Selection, slots: int) -> Array:
-    """bool[B, K, H, S]: which of S slots are selected."""
+    """Says which of S slots are selected: bool[B, K, H, S]."""
     at = jnp.where(selection.valid, selection.slots, slots)
     return put_last(jnp.zeros((*at.shape[:-1], slots), bool), at, True)
 
 
 def set_recall(selection: Selection, wanted: Selection, slots: int) -> Array:
-    """f32[B, K, H] share of the wanted slots that were selected; 1 where none is wanted."""
+    """Share of the wanted slots that were selected; 1 where none is wanted: f32[B, K, H]."""
     got, want = membership(selection, slots), membership(wanted, slots)
     hit = jnp.sum(got & want, axis=-1, dtype=jnp.float32)
     return jnp.where(jnp.any(want, axis=-1), hit / jnp.maximum(jnp.sum(want, axis=-1, dtype=jnp.float32), 1.0), 1.0)
 
 
 def mass_recall(selection: Selection, logits: Array, valid: Array) -> Array:
-    """f32[B, K, G] share of softmax mass of logits f32[B, K, G, S], where `valid` [B, S], that the selection holds."""
+    """Share of softmax mass of logits f32[B, K, G, S], where `valid` [B, S], that the selection holds: f32[B, K, G]."""
     weights = jax.nn.softmax(jnp.where(valid[:, None, None], logits, -jnp.inf), axis=-1)
     return jnp.sum(jnp.where(membership(selection, logits.shape[-1]), weights, 0.0), axis=-1)

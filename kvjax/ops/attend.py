@@ -168,6 +168,6 @@ def attend_gathered(
 
 
 def flat_slots(selection: Selection) -> Int32[Array, "B K HM 1"]:
-    """i32[B, K, H*M, 1]: the slots, as an index along axis 2."""
+    """The slots, as an index along axis 2: i32[B, K, H*M, 1]."""
     B, K, H, M = selection.slots.shape
     return selection.slots.reshape(B, K, H * M, 1)

@@ -198,7 +198,7 @@ in_order.defjvp(lambda primals, tangents: (in_order(*primals), tangents), symbol
 
 
 def takes_cudnn(dtype: Any, head_dim: int) -> bool:
-    """Whether this process runs cuDNN attention on keys of this dtype and head size."""
+    """True if this process runs cuDNN attention on keys of this dtype and head size."""
     if jax.default_backend() != "gpu" or _cudnn_call() is None:  # cuDNN's API needs a GPU while tracing
         return False
     largest = 256 if float(getattr(jax.devices()[0], "compute_capability", 0)) >= 9.0 else 128
@@ -209,7 +209,7 @@ def takes_cudnn(dtype: Any, head_dim: int) -> bool:
 
 
 def splits_queries(tokens: int, parts: int, window: int | None) -> bool:
-    """Whether the queries of a chunk are split over devices: in blocks of one size, and not if a window already bounds
+    """True if the queries of a chunk are split over devices: in blocks of one size, and not if a window already bounds
     the work."""
     return window is None and tokens % (2 * parts) == 0
 

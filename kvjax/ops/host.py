@@ -348,7 +348,7 @@ def hot_load(
 
 
 def _moved(page: Array, used: Array, at: Array) -> tuple[Array, Array]:
-    """i32[B, K, N]: the pages that `hot_load` reads, -1 for none, and their places, past the last one for none."""
+    """The pages that `hot_load` reads, -1 for none, and their places, past the last one for none: i32[B, K, N]."""
     n = page.shape[2]
     safe = jnp.minimum(at, n - 1)
     fresh = (at < n) & (jnp.take_along_axis(used, safe, axis=2) == 2)

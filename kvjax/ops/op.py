@@ -275,7 +275,7 @@ def _why_not_in_shard_map(operands: Any) -> str | None:
 
 
 def shares_traces() -> bool:
-    """Whether equal calls may be traced once: not while `explained` lists each call, or a test changes a kernel."""
+    """True if equal calls may be traced once: not while `explained` lists each call, or a test changes a kernel."""
     from kvjax.kernels_pallas import simt
 
     return _explained.get() is None and simt.has_cache()

@@ -133,7 +133,7 @@ def _attend_quantized_zones_mosaic(
 
 
 def _scores(q: Array, keys: QuantArray) -> Array:
-    """f32[B, K, Q, S]: q.k~ of q f32[B, K, Q, D], from products of codes."""
+    """Products q.k~ of q f32[B, K, Q, D], from products of codes: f32[B, K, Q, S]."""
     B, K, Q, D = q.shape
     groups, slices = keys.scales.shape[2:]
     codes = unpack_codes(keys.codes, D).astype(jnp.float32).reshape(B, K, groups, -1, D)
@@ -150,7 +150,7 @@ def _scores(q: Array, keys: QuantArray) -> Array:
 
 
 def _mix(weights: Array, values: QuantArray, seen: Array, channels: int) -> Array:
-    """f32[B, K, Q, D]: the sum of weights f32[B, K, Q, S] times v~, values by token; `seen` bool[B, 1, S]."""
+    """The sum of weights f32[B, K, Q, S] times v~, values by token; `seen` bool[B, 1, S]: f32[B, K, Q, D]."""
     B, K, Q, S = weights.shape
     codes = unpack_codes(values.codes, channels).astype(jnp.float32)
     scale, zero = (keep_valid(a, seen) for a in split_scales(values.scales))

@@ -19,7 +19,7 @@ from kvjax.ops.op import Implementation, op
 def score_1bit(
     q: Float[Array, "B K G D"], keys: OneBit, *, scale: float, implementation: Implementation | None = None
 ) -> Float[Array, "B K G S"]:
-    """f32[B, K, G, S]: scale * q.k~ of q [B, K, G, D] with every key k~ decoded from `keys` [B, K, S, ...].
+    """Scores scale * q.k~ of q [B, K, G, D] with every key k~ decoded from `keys` [B, K, S, ...]: f32[B, K, G, S].
 
     Reads D/8 + 4 D/g bytes per key and KV head. Keys are expanded in blocks of S/64, at least 512, so no f32 copy of
     all keys exists. `implementation`: see `explain`. The kernel multiplies in the 16 bits of the scales and sums in

@@ -48,7 +48,7 @@ def select_top(
 
 
 def _pending_logits(q: Array, candidates: Candidates, scale: float) -> Array:
-    """f32[B, K*T, G, R]: exact scores of the recent keys for q [B, K, T*G, D]."""
+    """Exact scores of the recent keys for q [B, K, T*G, D]: f32[B, K*T, G, R]."""
     keys, steps = candidates.pending[0], candidates.steps
     if keys.ndim == 4:
         return split_steps(attention_logits(q, keys, scale), steps)

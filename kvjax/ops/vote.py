@@ -55,7 +55,7 @@ def collide(
 
 
 def _keys_before(q: Array, counts: Array) -> Array:
-    """i32[B, K, G, N, P]: for q f32[B, K, G, N, m] and each of the P = 2^m sign patterns, the keys in better ones."""
+    """For q f32[B, K, G, N, m] and each of the P = 2^m sign patterns, the keys in better ones: i32[B, K, G, N, P]."""
     *lead, m = q.shape
     pattern = jnp.arange(2**m)
     signs = jnp.where((pattern[:, None] >> jnp.arange(m)[None]) & 1 == 1, 1.0, -1.0)

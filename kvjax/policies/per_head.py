@@ -66,7 +66,7 @@ class PerHead:
         n, K = len(self.heads), spec.kv_heads
         if self.heads[-1] >= K or n == K:
             raise ValueError(
-                f"PerHead(heads={self.heads}) must be some, but not all, of the {K} KV heads 0 to {K - 1}; for all "
+                f"PerHead(heads={self.heads}) must list between 1 and {K - 1} of the {K} KV heads; for all "
                 "heads, use the policy `selected` itself"
             )
         selected, others = self._specs(spec)

@@ -22,7 +22,7 @@ class PerLayer:
         return self.first[layer] if layer < len(self.first) else self.rest
 
     def reaches(self, layers: int) -> bool:
-        """Whether a layer of a model with so many has the policy `rest`."""
+        """True if a model with `layers` layers has one that uses `rest`."""
         return len(self.first) < layers or self.rest in self.first[:layers]
 
     def check(self, layers: int, kv_heads: int | None = None) -> None:

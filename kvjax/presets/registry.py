@@ -174,13 +174,13 @@ REGISTRY: dict[str, Preset] = {
         Preset(
             "razorattention",
             razorattention,
-            "all tokens in retrieval heads; in others the newest, and the mean of the rest",
+            "retrieval heads keep all tokens; other heads keep a recent window and one averaged token",
             "RazorAttention 2024",
         ),
         Preset(
             "duoattention",
             duoattention,
-            "all tokens in retrieval heads; in others the first and the newest",
+            "retrieval heads keep all tokens; other heads keep the first and the newest",
             "DuoAttention 2024",
             released="budget=320",
         ),

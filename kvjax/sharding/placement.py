@@ -435,7 +435,7 @@ def _part_shapes(policy: Any, spec: CacheSpec, placement: Placement) -> Any:
 
 
 def _joins_heads(part: Any) -> bool:
-    """Whether a policy, or a part of it, has `joins_heads`: no head can be computed without the others."""
+    """True if a policy, or a part of it, has `joins_heads`: no head can be computed without the others."""
     if getattr(part, "joins_heads", False):
         return True
     fields = dataclasses.fields(part) if dataclasses.is_dataclass(part) and not isinstance(part, type) else ()
@@ -443,7 +443,7 @@ def _joins_heads(part: Any) -> bool:
 
 
 def _grows(policy: Any, spec: CacheSpec) -> bool:
-    """Whether the size of some array depends on the capacity."""
+    """True if the size of some array depends on the capacity."""
     sizes = [
         jax.tree.leaves(jax.eval_shape(partial(policy.init, dataclasses.replace(spec, capacity=more))))
         for more in (2**20, 2**21)

@@ -69,27 +69,27 @@ def has_budget(policy: Any) -> bool:
 
 
 def selects(policy: Any) -> bool:
-    """Whether a step reads at most `budget` of the stored tokens, which a selector selects."""
+    """True if a step reads at most `budget` of the stored tokens, which a selector selects."""
     return has_budget(policy) and hasattr(core(policy), "selector")
 
 
 def samples(policy: Any) -> bool:
-    """Whether a step draws at most `budget` of the stored tokens at random, by their hashes."""
+    """True if a step draws at most `budget` of the stored tokens at random, by their hashes."""
     return has_budget(policy) and hasattr(core(policy), "hashing")
 
 
 def ranks(policy: Any) -> bool:
-    """Whether an evictor says which `budget` tokens are kept exact; others are gone, or in a store."""
+    """True if an evictor says which `budget` tokens are kept exact; others are gone, or in a store."""
     return has_budget(policy) and hasattr(core(policy), "evictor")
 
 
 def evicts(policy: Any) -> bool:
-    """Whether at most `budget` tokens are held, and others are gone."""
+    """True if at most `budget` tokens are held, and others are gone."""
     return ranks(policy) and not hasattr(core(policy), "store")
 
 
 def has_history(policy: Any) -> bool:
-    """Whether tokens leave a recent block for a store, a chunk at a time."""
+    """True if tokens leave a recent block for a store, a chunk at a time."""
     return _has(core(policy), "store", "demote", "local")
 
 
@@ -164,7 +164,7 @@ def _within(part: Any, inner: Any) -> bool:
 
 
 def of_copies(path: Any) -> bool:
-    """Whether the path of a leaf leads through a field `hot`."""
+    """True if the path of a leaf leads through a field `hot`."""
     return any(getattr(key, "name", None) == "hot" for key in path)
 
 

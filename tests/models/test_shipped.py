@@ -9,7 +9,7 @@ import pytest
 from kvjax import models, presets
 from kvjax.cache.cache import init
 from kvjax.evaluate.tasks.generated import FORMS
-from kvjax.evaluate.tasks.weaving import weave
+from kvjax.evaluate.tasks.haystack import weave
 from kvjax.generation import generate
 
 LENGTH = 512

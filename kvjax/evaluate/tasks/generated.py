@@ -21,9 +21,9 @@ import kvjax.evaluate.tasks.needles as needles_file
 import kvjax.evaluate.tasks.variables as variables_file
 import kvjax.evaluate.tasks.words as words_file
 from kvjax.evaluate.provenance import digest, read_text
+from kvjax.evaluate.tasks.haystack import DOTS, Hidden, TooShortError, Woven, weave
 from kvjax.evaluate.tasks.needles import Kind
 from kvjax.evaluate.tasks.protocol import Example
-from kvjax.evaluate.tasks.weaving import DOTS, Hidden, TooShortError, Woven, weave
 from kvjax.spec import require_int
 
 FORMS: dict[str, Callable[..., Hidden]] = {
@@ -224,7 +224,7 @@ class Synthetic:
 
 
 def _says(word: str, right: str) -> bool:
-    """Whether a word is the right one; of a number, further digits are ignored."""
+    """True if a word is the right one; of a number, further digits are ignored."""
     return (word[: len(right)] if right.isdigit() else word) == right
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from typing import Literal, get_args
 
-from kvjax.evaluate.tasks.weaving import WORDS, Hidden, draw_numbers, draw_uuids
+from kvjax.evaluate.tasks.haystack import WORDS, Hidden, draw_numbers, draw_uuids
 from kvjax.spec import require_int
 
 Kind = Literal["number", "uuid"]  # what a needle holds

@@ -46,7 +46,7 @@ class Task(Protocol):
 
     @property
     def chat(self) -> bool:
-        """Whether prompts of text go through the model's chat template, where it has one."""
+        """True if prompts of text go through the model's chat template, where it has one."""
         ...
 
     def key(self) -> Mapping[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 
-from kvjax.evaluate.tasks.weaving import WORDS, Hidden, draw_numbers
+from kvjax.evaluate.tasks.haystack import WORDS, Hidden, draw_numbers
 from kvjax.spec import require_int
 
 

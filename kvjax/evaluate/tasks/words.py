@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from kvjax.evaluate.tasks.weaving import Hidden
+from kvjax.evaluate.tasks.haystack import Hidden
 from kvjax.spec import require_int
 
 

@@ -14,7 +14,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from kvjax.evaluate.tasks.generated import FORMS
-from kvjax.evaluate.tasks.weaving import DOTS, WORDS, Hidden, weave
+from kvjax.evaluate.tasks.haystack import DOTS, WORDS, Hidden, weave
 from tests.checkpoint import BOS, write_checkpoint
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness. "
