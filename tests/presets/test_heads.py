@@ -122,7 +122,7 @@ def test_a_comparison_takes_a_mask_whose_last_layer_is_split(method: str, tmp_pa
         (lambda: PerHead(heads=(1, 1), selected=Full(), others=Full()), r"each once"),
         (
             lambda: kvjax.init_layer(PerHead(heads=(2,), selected=Full(), others=Full()), SPEC),
-            r"heads=\(2,\).*not all, of the 2 KV heads 0 to 1",
+            r"heads=\(2,\).*must list between 1 and 1 of the 2 KV heads",
         ),
         (
             lambda: kvjax.init(heads.Heads(kv_heads=2, layers=((1,), ())).policies(Full()), SPEC, layers=3),
