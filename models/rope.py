@@ -45,7 +45,7 @@ class Rope(Protocol):
         return False
 
     def frequencies(self, head_dim: int, length: Array | int = 0) -> Any:
-        """Radians per position: f32[D/2], or f32[..., D/2] by length, for texts of `length` i32[...] tokens in the end."""
+        """Radians per position: f32[D/2], or f32[..., D/2] for texts of `length` i32[...] tokens in the end."""
         ...
 
     def valid_to(self, length: Array) -> Array:

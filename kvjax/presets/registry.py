@@ -45,7 +45,7 @@ class Preset:
         """
         if not self.has_budget:
             return None
-        low, high = 0, inspect.signature(self.make).parameters["budget"].default  # the default always works
+        low, high = 0, self.settings["budget"]  # the default always works
         while high - low > 1:
             middle = (low + high) // 2
             try:
@@ -86,7 +86,7 @@ REGISTRY: dict[str, Preset] = {
             pariskv,
             "all tokens, and rotated keys in 4 bits; attends to the budget",
             "ParisKV 2026",
-            paper_setting="k=100,local=256,chunk=512,buffer=attend,dense_below=2048,host=true",
+            paper_setting="budget=360,local=256,chunk=512,buffer=attend,dense_below=2048,store=host",
         ),
         Preset(
             "quest",

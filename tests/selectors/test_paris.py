@@ -448,12 +448,8 @@ def test_an_update_buffer_is_attended_beside_what_is_selected(seed: int | None) 
     assert (min(sizes), max(sizes)) == (sink + local + 1 + k, sink + local + chunk + k)
 
 
-def test_k_and_budget_are_one_setting() -> None:
-    preset = kvjax.presets.pariskv
-    assert preset(k=100) == preset() == preset(budget=232)
-    with pytest.raises(ValueError, match=r"budget=64, k=50.*a budget of 182; give one of the two"):
-        preset(budget=64, k=50)
-    policy = preset(buffer="attend").rest
+def test_an_update_buffer_is_counted_beside_the_budget() -> None:
+    policy = kvjax.presets.pariskv(buffer="attend").rest
     assert (policy.selected, policy.local, policy.demote) == (100, 384, kvjax.Buffer(leave=256))
     with pytest.raises(ValueError, match=r"moves tokens out of the local window in chunks.*use kvjax.Fifo"):
         kvjax.Speculative(policy)
