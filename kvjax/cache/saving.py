@@ -237,7 +237,7 @@ def _other_format(saved: Any, own: Any) -> int | None:
 
 
 def _malformed(saved: dict[str, Any]) -> str | None:
-    """What is wrong with the fields of a description, or None."""
+    """Says what is wrong with the fields of a description; None if nothing is."""
     layers = saved.get("layers")
     if not isinstance(layers, list) or not layers or not all(isinstance(layer, dict) for layer in layers):
         return "has no list of layers"
