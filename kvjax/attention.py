@@ -475,6 +475,8 @@ def _row_counts(B: int, T: int, lengths: ArrayLike | None, active: ArrayLike | N
         check_array(name, given, *(("bools", "[True, False]") if name == "active" else ("integers", "[3, 5]")))
         known = None if isinstance(given, Tracer) else np.asarray(given)
         given = jnp.asarray(given)
+        if given.dtype.itemsize < 4 and jnp.issubdtype(given.dtype, jnp.integer):
+            given = given.astype(jnp.int32)  # T need not fit in fewer bits
         if given.shape != (B,):
             raise ValueError(f"{name} must have shape [B={B}], got {list(given.shape)}; give one for each row")
         wanted = jnp.bool_ if name == "active" else jnp.integer
@@ -487,5 +489,9 @@ def _row_counts(B: int, T: int, lengths: ArrayLike | None, active: ArrayLike | N
                 raise ValueError(
                     f"lengths must be in [0, T={T}], got {outside[0]}; they count this chunk's real tokens"
                 )
-        count = jnp.where(given, count, 0) if name == "active" else jnp.minimum(jnp.clip(given, 0, T), count)
+        count = (
+            jnp.where(given, count, 0)
+            if name == "active"
+            else jnp.minimum(jnp.clip(given, 0, T).astype(jnp.int32), count)
+        )
     return count.astype(jnp.int32)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from kvjax.validation import shown
+from kvjax.validation import MOST, shown
 
 CACHE_DTYPES = ("bfloat16", "float16", "float32")
 
@@ -74,9 +74,6 @@ def default_dtype() -> str:
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
-MOST = 2**31 - 1  # counts, sizes and positions are int32 on the device
-
-
 def require_int(what: str, value: Any, *, at_least: int, at_most: int = MOST) -> int:
     """`value` as an int, or an error that says what it must be."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
@@ -100,10 +97,12 @@ def round_capacity(tokens: int) -> int:
     return -(-tokens // CAPACITY_STEP) * CAPACITY_STEP
 
 
-def keep_int(config: Any, name: str, *, at_least: int) -> None:
+def keep_int(config: Any, name: str, *, at_least: int, at_most: int = MOST) -> None:
     """Applies `require_int` to a field of a frozen dataclass and stores it as a Python int: a NumPy integer has another
     repr, and reprs are part of the keys of results."""
-    value = require_int(f"{type(config).__name__}({name}=...)", getattr(config, name), at_least=at_least)
+    value = require_int(
+        f"{type(config).__name__}({name}=...)", getattr(config, name), at_least=at_least, at_most=at_most
+    )
     object.__setattr__(config, name, value)
 
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+MOST = 2**31 - 1  # counts, sizes and positions are int32 on the device
 LEAST_LIKENESS = 0.6  # for "did you mean" to offer a name: 2 * equal letters / all letters
 
 
@@ -99,7 +100,8 @@ def check_floats(**arrays: Any) -> None:
 
 
 def check_array(what: str, value: Any, kind: str, example: str) -> None:
-    """Raises ValueError for a value that jnp.asarray does not take, such as text or None.
+    """Raises ValueError for a value that jnp.asarray does not take, such as text or None, or whose integers are beyond
+    32 bits, which it would cut off.
 
     The message says that `what` must be `kind`, such as `example`.
 
@@ -111,11 +113,13 @@ def check_array(what: str, value: Any, kind: str, example: str) -> None:
     if isinstance(value, Tracer):
         return
     try:
-        numbers = np.asarray(value).dtype.kind in "biuf"
+        found = np.asarray(value)
     except (TypeError, ValueError):  # rows of different lengths
-        numbers = False
-    if not numbers:
+        found = np.asarray(None)
+    if found.dtype.kind not in "biuf":
         raise ValueError(f"{what} must be {kind}, such as {example}, got {shown(value)}")
+    if found.dtype.kind in "iu" and (wild := found[(found > MOST) | (found < -MOST)]).size:
+        raise ValueError(f"{what} must be {kind} of 32 bits, such as {example}, got {wild[0]}")
 
 
 def check_not_empty(sizes: dict[str, int], **letters: str) -> None:

@@ -33,7 +33,7 @@ from kvjax.generation.prompt_inputs import check_model, vocabulary_size
 from kvjax.numerics.indexing import put_last
 from kvjax.policies import Full, PerLayer, Policy, Reversible
 from kvjax.sharding.placement import call_model
-from kvjax.spec import require_int
+from kvjax.spec import keep_int
 from kvjax.validation import check_verbs, shown
 
 Draw = Callable[[Array, Array | int], Array]
@@ -96,8 +96,8 @@ class PromptLookup:
     tokens: int = 8
 
     def __post_init__(self) -> None:
-        require_int("PromptLookup(ngram=...)", self.ngram, at_least=1, at_most=64)
-        _require_tokens(self)
+        keep_int(self, "ngram", at_least=1, at_most=64)
+        keep_int(self, "tokens", at_least=1, at_most=MOST_STEPS - 1)
 
     def start(
         self, model: Any, cache: Cache, prompt: np.ndarray, lengths: np.ndarray, new_tokens: int
@@ -121,7 +121,7 @@ class DraftModel:
 
     def __post_init__(self) -> None:
         check_model(self.model)
-        _require_tokens(self)
+        keep_int(self, "tokens", at_least=1, at_most=MOST_STEPS - 1)
         if not hasattr(self.model, "spec") or not hasattr(self.model, "config"):
             raise ValueError(
                 f"DraftModel got a {type(self.model).__name__} without `spec` or `config`; give a "
@@ -155,7 +155,7 @@ def parse(text: str) -> PromptLookup:
     parts = numbers.split(",") if numbers else []
     if name != "prompt-lookup" or len(parts) > 2 or not all(part.strip().isdecimal() for part in parts):
         raise ValueError(
-            f"speculate={text!r} must be prompt-lookup, or prompt-lookup:NGRAM,TOKENS such as prompt-lookup:3,8"
+            f"speculate={shown(text)} must be prompt-lookup, or prompt-lookup:NGRAM,TOKENS such as prompt-lookup:3,8"
         )
     return PromptLookup(**dict(zip(("ngram", "tokens"), map(int, parts), strict=False)))
 
@@ -199,10 +199,6 @@ def check_takes_drafts(cache: Cache, tokens: int) -> None:
                 f"a draft of {tokens} tokens and the token before it are more than the {chunk} that the recent block "
                 f"of layer {i} takes between two flushes; draft at most {chunk - 1}, or make the chunk larger"
             )
-
-
-def _require_tokens(draft: Any) -> None:
-    require_int(f"{type(draft).__name__}(tokens=...)", draft.tokens, at_least=1, at_most=MOST_STEPS - 1)
 
 
 @register_dataclass

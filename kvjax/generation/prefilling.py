@@ -18,11 +18,12 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from kvjax.cache.cache import Cache, check_rotation
-from kvjax.generation.prompt_inputs import check_model, check_model_cache
+from kvjax.generation.prompt_inputs import check_ids, check_model, check_model_cache
 from kvjax.memory import on_host
 from kvjax.policies import Observer
 from kvjax.sharding.placement import Placement, call_model, loops_on_auto_axes, to_context
 from kvjax.spec import require_int
+from kvjax.validation import check_array
 
 SMALLEST_CHUNK = 16  # more than 1, because a chunk of one token would be a decode step
 CPU_CHUNK = 512
@@ -125,12 +126,19 @@ def prefill(
         raise ValueError(
             f"lengths must be integers [B={B}], one for each row of tokens, got {count.dtype}{list(count.shape)}"
         )
+    if not isinstance(count, jax.core.Tracer):
+        if np.any((count < 0) | (count > T)):
+            raise ValueError(f"lengths must be in [0, T={T}], got {count.tolist()}; they count the real tokens of rows")
+        if not isinstance(prompt, jax.core.Tracer):
+            check_ids(prompt, count)
     if first_chunk is None:
         length = cache.length
         first_chunk = not isinstance(length, jax.core.Tracer) and not np.any(on_host(length))
 
     if cache.rotated_for is not None:
         total = cache.length + count
+        if final is not None:
+            check_array("final", final, "a number or integers [B]", "4096")
         final = total if final is None else jnp.maximum(jnp.broadcast_to(jnp.asarray(final, jnp.int32), (B,)), total)
         check_rotation(cache, total)
         cache = cast(Any, model).rotate_for(cache, jnp.where(count > 0, final, 0))

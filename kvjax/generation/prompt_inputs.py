@@ -19,7 +19,7 @@ from jax.typing import ArrayLike
 from kvjax.cache.cache import Cache, check_rotation
 from kvjax.memory import on_host
 from kvjax.spec import require_int
-from kvjax.validation import check_alive, shown
+from kvjax.validation import MOST, check_alive, shown
 
 
 def pad_prompt(
@@ -57,10 +57,15 @@ def pad_prompt(
         raise ValueError(f"prompt has {len(tokens)} rows but the cache has B={rows}; make the cache with that batch")
     for row in np.flatnonzero(counts < 1):
         raise ValueError(f"row {row} of the prompt is empty; each row needs at least one token")
-    wild = tokens[(np.arange(tokens.shape[1]) < counts[:, None]) & ((tokens < 0) | (tokens > 2**31 - 1))]
+    check_ids(tokens, counts)
+    return tokens.astype(np.int32), counts.astype(np.int32)
+
+
+def check_ids(tokens: np.ndarray, counts: np.ndarray) -> None:
+    """Raises ValueError for an id among the first `counts` [B] of the rows of `tokens` [B, T] that is none."""
+    wild = tokens[(np.arange(tokens.shape[1]) < counts[:, None]) & ((tokens < 0) | (tokens > MOST))]
     if wild.size:
         raise ValueError(f"prompt has the token id {wild[0]}; ids must be from 0 to 2**31 - 1")
-    return tokens.astype(np.int32), counts.astype(np.int32)
 
 
 def check_request(
@@ -234,5 +239,5 @@ def stop_array(stop_tokens: int | Iterable[int] | None) -> np.ndarray:
         raise ValueError(
             f"stop_tokens are token ids, got {shown(stop_tokens)}; encode the text, or use checkpoint.generate"
         )
-    ids = [stop_tokens] if isinstance(stop_tokens, int | np.integer) else list(stop_tokens)
+    ids = list(stop_tokens) if isinstance(stop_tokens, Iterable) else [stop_tokens]
     return np.array([require_int("stop_tokens", i, at_least=0) for i in ids], np.int32)

@@ -26,7 +26,7 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
-from kvjax.validation import shown
+from kvjax.validation import MOST, cut, shown
 
 
 @jax.tree_util.register_dataclass
@@ -38,6 +38,13 @@ class Sampling:
     top_k: ArrayLike | None = None  # i32[] or i32[B], the most likely k tokens
     top_p: ArrayLike | None = None  # f32[] or f32[B], the fewest tokens that hold this probability
     min_p: ArrayLike | None = None  # f32[] or f32[B], tokens at least this times as likely as the likeliest
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a number that means nothing; arrays on a device and tracers are taken as they are."""
+        for name in CHECKS:
+            value = getattr(self, name)
+            if isinstance(value, str | bool | int | float | np.ndarray | np.generic):
+                _setting(name, value)
 
     @property
     def greedy(self) -> bool:
@@ -58,22 +65,11 @@ def sampling(temperature: Any = 0.0, *, top_k: Any = None, top_p: Any = None, mi
         ...
     ValueError: top_p must be in (0, 1], got 1.5; 1 keeps every token
     """
-    heat = _setting("temperature", temperature, np.float32)
-    if not np.all(np.isfinite(heat) & (heat >= 0)):
-        raise ValueError(f"temperature must be a finite number of at least 0, got {temperature}; 0 is greedy")
-    k = p = least = None
-    if top_k is not None:
-        k = _setting("top_k", top_k, np.int32)
-        if np.any(k < 1):
-            raise ValueError(f"top_k must be at least 1, got {top_k}; leave it out to keep every token")
-    if top_p is not None:
-        p = _setting("top_p", top_p, np.float32)
-        if not np.all((p > 0) & (p <= 1)):
-            raise ValueError(f"top_p must be in (0, 1], got {top_p}; 1 keeps every token")
-    if min_p is not None:
-        least = _setting("min_p", min_p, np.float32)
-        if not np.all((least >= 0) & (least < 1)):
-            raise ValueError(f"min_p must be in [0, 1), got {min_p}; 0 keeps every token")
+    heat = _setting("temperature", temperature)
+    k, p, least = (
+        None if value is None else _setting(name, value)
+        for name, value in (("top_k", top_k), ("top_p", top_p), ("min_p", min_p))
+    )
     if heat.ndim == 0 and heat == 0:
         return Sampling()
     return Sampling(temperature=heat, top_k=k, top_p=p, min_p=least)
@@ -216,20 +212,35 @@ def keys_of(sampling: Sampling, key: Array | None, rows: int) -> Array | None:
     return None if sampling.greedy else row_keys(key, rows)
 
 
-def _setting(name: str, value: Any, dtype: type) -> np.ndarray:
-    """`value` as a NumPy array of `dtype`, a scalar or one number per row."""
+CHECKS: dict[str, tuple[type, Callable[[np.ndarray], Any], str]] = {
+    "temperature": (
+        np.float32,
+        lambda x: np.isfinite(x) & (x >= 0),
+        "a finite number of at least 0, got {}; 0 is greedy",
+    ),
+    "top_k": (np.int32, lambda x: x >= 1, "at least 1, got {}; leave it out to keep every token"),
+    "top_p": (np.float32, lambda x: (x > 0) & (x <= 1), "in (0, 1], got {}; 1 keeps every token"),
+    "min_p": (np.float32, lambda x: (x >= 0) & (x < 1), "in [0, 1), got {}; 0 keeps every token"),
+}  # the dtype of each setting, its values, and how an error names them
+
+
+def _setting(name: str, value: Any) -> np.ndarray:
+    """`value` as a NumPy array, a scalar or one number per row, or an error that says what it must be."""
     if isinstance(value, jax.core.Tracer):
         raise ValueError(
             f"{name} is traced, so its value cannot be checked here; use kvjax.generation.sampling.Sampling directly"
         )
+    dtype, allowed, wanted = CHECKS[name]
     found = np.asarray(value)
-    wanted = "integer" if dtype is np.int32 else "number"
+    kind = "integer" if dtype is np.int32 else "number"
     if found.dtype == bool or not np.issubdtype(found.dtype, np.integer if dtype is np.int32 else np.number):
-        raise ValueError(f"{name} must be {'an' if wanted == 'integer' else 'a'} {wanted}, got {value!r}")
+        raise ValueError(f"{name} must be {'an' if kind == 'integer' else 'a'} {kind}, got {shown(value)}")
     if found.ndim > 1:
-        raise ValueError(f"{name} must be one {wanted} or one per row, got shape {list(found.shape)}")
-    if dtype is np.int32:
-        found = np.minimum(found, np.iinfo(np.int32).max)
+        raise ValueError(f"{name} must be one {kind} or one per row, got shape {list(found.shape)}")
+    if not np.all(allowed(found)):
+        raise ValueError(f"{name} must be {wanted.format(cut(str(value)))}")
+    if dtype is np.int32 and np.iinfo(found.dtype).max > MOST:
+        found = np.minimum(found, MOST)
     return found.astype(dtype)
 
 

@@ -196,3 +196,15 @@ def test_bad_keys_and_shapes_are_named():
         sample(logits, jax.random.key(0), sampling([1.0, 1.0, 1.0]))
     with pytest.raises(ValueError, match=r"\[B, V\]"):
         sample(logits[0], None, Sampling())
+
+
+@pytest.mark.parametrize(
+    "value", [float("nan"), float("inf"), -1.0, "0.7", True, np.float32(np.nan), np.array([1.0, -2.0])]
+)
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "top_k"])
+def test_the_type_refuses_what_its_builder_refuses(name, value):
+    with pytest.raises(ValueError, match=name) as built:
+        sampling(**{"temperature": 1.0, name: value})
+    with pytest.raises(ValueError, match=name) as made:
+        Sampling(**{name: value})
+    assert str(made.value) == str(built.value)
