@@ -153,7 +153,7 @@ def shown(value: Any) -> str:
     """A value in a few words, for an error message.
 
     >>> shown(2.5), shown(10**5000), shown([1]), shown("(" * 10000)[-30:]
-    ('2.5', 'an integer of 5001 digits', 'a list', "((((('... (10000 characters)")
+    ('2.5', 'an integer of 5001 digits', 'a list', "((((((('... (10000 characters)")
     """
     if value is None:
         return "None"
