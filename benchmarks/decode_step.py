@@ -48,7 +48,6 @@ from throughput import fill
 import kvjax
 from kvjax import CacheSpec, ops, presets
 from kvjax.numerics.partial import group_queries
-from kvjax.policies.short import of_size
 
 LENGTHS, BATCHES = (8192, 32768, 131072, 1 << 20), (1, 8)
 METHODS = ["cudnn", "fier", "quest", "pariskv", "logquant", "full", "by hand"]  # the most important first
@@ -128,7 +127,7 @@ def measure(
 ) -> dict[str, Any]:
     B, K, D, S = spec.batch, spec.kv_heads, spec.head_dim, spec.capacity
     named = policies(budget, dense_capacity)
-    policy = of_size(named.get(method, named["full"]), spec)
+    policy = named.get(method, named["full"]).of_size(spec)
     floor = floor_us(policy, spec, S)
     if method == "by hand":  # the keys, and the selected tokens
         floor = floor / 2 + B * 2 * K * D * spec.dtype.itemsize * min(budget, S) / bytes_per_us()

@@ -27,7 +27,6 @@ from throughput import fill
 import kvjax
 from kvjax import CacheSpec, ops, presets
 from kvjax.numerics.selection import set_recall
-from kvjax.policies import Following
 
 METHODS: dict[str, Callable[..., kvjax.PerLayer]] = {
     "fier": lambda budget, share: presets.fier(budget, layers=presets.Layers(dense=0, share=share), dense_capacity=0),
@@ -51,7 +50,7 @@ def through(layers: Any, q: Array, k: Array, v: Array) -> tuple[Any, Any, Any]:
     """`step`, and the selection that each layer attended to."""
     outs, selections, after, selection = [], [], [], None
     for layer in layers:
-        follows = isinstance(layer.policy, Following)
+        follows = layer.policy.follows
         out, layer, info = kvjax.attention_info(layer, q, k, v, flush=False, selection=selection)
         selection = selection if follows else info.selection
         q, out = lax.optimization_barrier((q, out))
@@ -89,7 +88,7 @@ def check(name: str, layers: Any, q: Array, k: Array, v: Array) -> None:
 
 def attend_to(layer: Any, selection: Any, q: Array, k: Array, v: Array) -> Any:
     """A step of `layer` that attends to `selection`, whether it follows or selects."""
-    policy = layer.policy if isinstance(layer.policy, Following) else layer.policy.follower()
+    policy = layer.policy if layer.policy.follows else layer.policy.follower()
     return kvjax.attention(replace(layer, policy=policy), q, k, v, flush=False, selection=selection)
 
 

@@ -27,7 +27,7 @@ from kvjax.evaluate.live import Live
 from kvjax.evaluate.recall import exact_logits, store_prompt
 from kvjax.evaluate.store import Progress
 from kvjax.numerics.selection import Selection, membership
-from kvjax.policies import Leading, PerLayer
+from kvjax.policies import PerLayer
 from kvjax.spec import require_int
 
 
@@ -120,10 +120,7 @@ def measure(live: Live, policies: PerLayer, *, progress: Progress | None = None)
       ValueError: policies without a selection, or dense layers only.
     """
     layers, first = len(live.layers), len(policies.first)
-    if not isinstance(policies.rest, Leading):
-        raise ValueError(
-            f"{policies.rest!r} selects nothing that other layers could follow; give fier, quest or another"
-        )
+    policies.rest.follower()  # raises for policies that select nothing
     if first >= layers:
         raise ValueError(f"the first {first} layers attend to everything and the model has {layers}; none selects")
     kv_heads = live.layers[0].spec.kv_heads

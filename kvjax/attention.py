@@ -40,7 +40,8 @@ from kvjax.ops.chunk import (
     splits_queries,
     ungroup,
 )
-from kvjax.policies import Following, Info, MultiStep, Observer, Pausing
+from kvjax.policies import Info, Step
+from kvjax.policies.policy import step_lengths
 from kvjax.sharding.placement import context_axis, run_on_parts, to_context
 from kvjax.spec import CacheSpec, check_dims, require_int
 from kvjax.validation import check_array, check_flags, check_floats, check_not_empty, finite_number
@@ -301,10 +302,7 @@ def _attend_prompt(
         # drops the barrier and copies. Measured 2026-11-21, 131072 tokens: 391 MB of temp bytes, 117 MB with it.)
         out, k, v = in_order(out, k, v)
     policy = cache.policy
-    if isinstance(policy, Observer):
-        state = policy.prefill_observed(cache.state, grouped, k, v, count, scale=scale, window=window)
-    else:
-        state = policy.prefill(cache.state, k, v, count)
+    state = policy.prefill_observed(cache.state, grouped, k, v, count, scale=scale, window=window)
     return out, dataclasses.replace(cache, state=state), None
 
 
@@ -324,12 +322,8 @@ def _attend_step(
     policy, (k, v) = cache.policy, _heads_first(k, v)
     state = policy.update((flush_full(cache, count > 0) if flush else cache).state, k, v, count > 0)
     queries = group_queries(q[:, 0], k.shape[1])
-    if selection is not None and isinstance(policy, Following):
-        out, state, info = policy.attend_selection(state, queries, selection, scale=scale, window=window)
-    elif isinstance(policy, Pausing):
-        out, state, info = policy.attend_active(state, queries, count > 0, scale=scale, window=window)
-    else:
-        out, state, info = policy.attend(state, queries, scale=scale, window=window)
+    step = Step(scale, window, active=count > 0, selection=selection if policy.follows else None)
+    out, state, info = policy.attend(state, queries, step)
     return out.astype(q.dtype).reshape(q.shape), dataclasses.replace(cache, state=state), info
 
 
@@ -361,24 +355,27 @@ def _attend_steps(
         return jnp.moveaxis(out, 0, 1), cache, info
 
     policy = cache.policy
-    if not isinstance(policy, MultiStep):
+    if not policy.takes_steps:
         return one_by_one(cache, count)
     if q.shape[1] == 1:  # a loop over one step would add kernels
         first = jax.tree.map(lambda a: a[0], selection)
         out, cache, info = _attend_step(cache, q, k, v, count, first, scale=scale, window=window, flush=flush)
         return out, cache, jax.tree.map(lambda a: a[None], info)
-    multi_step = policy
 
     def at_once(cache: LayerCache, count: Array) -> tuple[Array, LayerCache, Info]:
         keys, values = _heads_first(k, v)
         grouped = group(q, k.shape[2])
-        out, state, info = multi_step.decode(cache.state, grouped, keys, values, count, scale=scale, window=window)
+        # Counts are read before they change in place; XLA would copy them otherwise.
+        lengths = step_lengths(cache.length, count, k.shape[1], policy.free(cache.state))
+        lengths, taken = in_order(lengths, count)
+        state = policy.store_steps(cache.state, keys, values, taken)
+        out, state, info = policy.attend(state, grouped, Step(scale, window, lengths=lengths))
         return ungroup(out, q.dtype), dataclasses.replace(cache, state=state), info
 
     if not flush or cache.full_rows() is None:
         return at_once(cache, count)
     cache = flush_full(cache, count > 0)
-    late = count > multi_step.free(cache.state)  # rows that need a flush in between, whatever the others need
+    late = count > policy.free(cache.state)  # rows that need a flush in between, whatever the others need
 
     def late_rows(cache: LayerCache) -> tuple[Array, LayerCache, Info]:
         return one_by_one(cache, jnp.where(late, count, 0))

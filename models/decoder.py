@@ -26,7 +26,6 @@ from jax.typing import ArrayLike, DTypeLike
 from kvjax.attention import attention_info, decode_info
 from kvjax.cache.cache import Cache, LayerCache, as_rows
 from kvjax.cache.flushing import flush
-from kvjax.policies import Following
 from kvjax.sharding.placement import auto_axes, mesh_of, split_tokens, to_context
 from kvjax.spec import CacheSpec
 from kvjax.validation import shown
@@ -297,7 +296,7 @@ class Decoder(nnx.Module):
         infos: list[Any] = []
         selection = None  # of the last layer that selected, for the layers that follow it
         for layer, layer_cache in zip(self.layers, caches, strict=True):
-            follows = layer_cache is not None and isinstance(layer_cache.policy, Following)
+            follows = layer_cache is not None and layer_cache.policy.follows
             x, layer_cache, seen = layer(
                 x,
                 cos,

@@ -23,7 +23,6 @@ from jax.tree_util import register_dataclass
 
 from kvjax.memory import Bytes, commit_together, nbytes, on_host
 from kvjax.policies import PerLayer, Policy
-from kvjax.policies.short import of_size
 from kvjax.sharding.placement import (
     Placement,
     axes_of,
@@ -156,7 +155,7 @@ def init(
         )
     own = [by_layer.policy(i) for i in range(layers)]
     if placement is None:
-        own = [of_size(policy, spec) for policy in own]
+        own = [policy.of_size(spec) for policy in own]
     layers_made = tuple(init_layer(policy, spec, placement) for policy in own)
     return commit_together(Cache(layers_made, _no_rows(spec, placement) if spec.rope_by_length else None))
 
@@ -375,7 +374,8 @@ _PRESETS = "kvjax.presets.fier(256) or kvjax.presets.parse('fier:budget=256')"
 
 def _check_policy(where: str, policy: Any) -> None:
     """Raises ValueError unless `policy` is one: it may be a preset's name, a class, or a preset that was not called."""
-    check_verbs(where, policy, "a policy", ("init", "prefill", "update", "attend"), _PRESETS)
+    verbs = ("init", "prefill", "update", "attend", "of_size")
+    check_verbs(where, policy, "a policy", verbs, _PRESETS, protocol="kvjax.Policy")
 
 
 def _check_spec(where: str, spec: Any) -> None:

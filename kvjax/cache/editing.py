@@ -30,8 +30,8 @@ from kvjax.cache.cache import (
 )
 from kvjax.cache.describing import differences, plain, told_once
 from kvjax.memory import on_host, to_device, to_host
-from kvjax.policies import Reversible, Truncatable
-from kvjax.policies.short import Refillable, of_size, refilled
+from kvjax.policies import Policy
+from kvjax.policies.short import refilled
 from kvjax.sharding.placement import Placement, first_row, run_on_parts, state_specs, to_context
 from kvjax.validation import check_array, shown
 
@@ -90,12 +90,6 @@ def truncate(cache: C, lengths: ArrayLike) -> C:
     """
     check_cache("truncate", cache)
     target, layers = _target_lengths("truncate", cache, lengths), layers_of(cache)
-    for layer in layers:
-        if not isinstance(layer.policy, Truncatable):
-            raise ValueError(
-                f"truncate needs a policy that can shorten its cache; {layer.policy!r} forgets tokens or remembers its "
-                "last step, so prefill the shorter prompt instead"
-            )
     if not isinstance(lengths, Tracer) and not isinstance(layers[0].length, Tracer):
         known, length = np.asarray(target), on_host(layers[0].length)
         for row in np.flatnonzero((known < 0) | (known > length)):
@@ -192,8 +186,8 @@ def take_rows(cache: C, rows: ArrayLike) -> C:
         return dataclasses.replace(taken, rotated_for=jnp.take(held, jnp.where(known, rows, batch)))
 
 
-def _reversible(layer: LayerCache, verb: str) -> Reversible:
-    if not isinstance(layer.policy, Reversible):
+def _reversible(layer: LayerCache, verb: str) -> Policy:
+    if not layer.policy.reversible:
         raise ValueError(
             f"{verb} needs a policy that can take back tokens, which {layer.policy!r} cannot: it evicts tokens or "
             "remembers its last step; use Full, Retrieval or Compressed, or a copy of the cache"
@@ -363,10 +357,11 @@ def _with_policies_of(cache: Any, prefix: Any) -> Any:
 
     def convert(own: LayerCache, layer: LayerCache) -> LayerCache:
         old = layer.policy
-        wanted = of_size(old, own.spec)
-        if not isinstance(old, Refillable) or wanted == layer.policy or wanted != own.policy:
+        wanted = old.of_size(own.spec)
+        if wanted == layer.policy or wanted != own.policy:
             return layer
-        return dataclasses.replace(layer, state=refilled(wanted, layer.spec, old, layer.state), policy=wanted)
+        state = refilled(wanted, layer.spec, old, layer.state)
+        return layer if state is None else dataclasses.replace(layer, state=state, policy=wanted)
 
     if not isinstance(prefix, Cache) or len(cache.layers) != len(prefix.layers):
         return prefix

@@ -9,8 +9,7 @@ import jax
 from jax import lax
 
 from kvjax.cache.cache import C, Cache, LayerCache, check_cache, init_layer
-from kvjax.policies import Growing
-from kvjax.policies.short import Refillable, of_size, refilled
+from kvjax.policies.short import refilled
 from kvjax.sharding.placement import axes_of, in_order_of_place, mesh_of
 from kvjax.spec import require_int
 
@@ -46,9 +45,9 @@ def grow(cache: C, capacity: int) -> C:
 def _grow(layer: LayerCache, capacity: int) -> LayerCache:
     """Copies each array into the first slots of a larger one: in every array of a state, slots fill in order."""
     spec = dataclasses.replace(layer.spec, capacity=capacity)
-    if isinstance(layer.policy, Refillable) and of_size(layer.policy, spec) != layer.policy:
-        policy = of_size(layer.policy, spec)
-        return LayerCache(refilled(policy, spec, layer.policy, layer.state), policy, spec)
+    policy = layer.policy.of_size(spec)
+    if policy != layer.policy and (state := refilled(policy, spec, layer.policy, layer.state)) is not None:
+        return LayerCache(state, policy, spec)
     larger = init_layer(layer.policy, spec, layer.placement)
 
     def place(new: Any, old: Any) -> Any:
@@ -64,7 +63,6 @@ def _grow(layer: LayerCache, capacity: int) -> LayerCache:
     ordered = in_order_of_place(layer.policy, layer.spec, layer.placement, layer.state)
     state = jax.tree.map(place, larger.state, ordered)
     state = in_order_of_place(layer.policy, larger.spec, layer.placement, state, back=True)
-    if isinstance(layer.policy, Growing):
-        with axes_of(mesh_of(layer.state.length)):
-            state = layer.policy.grown(state, layer.state)
+    with axes_of(mesh_of(layer.state.length)):
+        state = layer.policy.grown(state, layer.state)
     return dataclasses.replace(layer, state=state, spec=larger.spec)

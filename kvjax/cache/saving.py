@@ -40,7 +40,6 @@ from kvjax.cache.cache import Cache, LayerCache, init_layer, layers_of, sharding
 from kvjax.cache.describing import differences, plain, told_once
 from kvjax.cache.growing import grow
 from kvjax.memory import of_first_process, on_host, shapes, typed
-from kvjax.policies.short import of_size
 from kvjax.sharding.placement import in_order_of_place
 from kvjax.spec import require_int
 from kvjax.validation import check_alive, shown
@@ -278,7 +277,7 @@ def _with_capacity_of(saved: dict[str, Any], like: Any) -> Any:
     def smaller(layer: LayerCache) -> Any:
         spec = dataclasses.replace(layer.spec, capacity=capacity)
         whole = isinstance(like, Cache) and layer.placement is None
-        return init_layer(of_size(layer.policy, spec) if whole else layer.policy, spec, layer.placement)
+        return init_layer(layer.policy.of_size(spec) if whole else layer.policy, spec, layer.placement)
 
     if isinstance(like, Cache):
         return jax.eval_shape(lambda: dataclasses.replace(like, layers=tuple(map(smaller, like.layers))))

@@ -33,7 +33,7 @@ from kvjax.generation import generate
 from kvjax.generation.prefilling import Model, prefill
 from kvjax.generation.sampling import Sampling
 from kvjax.numerics.partial import PartialAttention
-from kvjax.policies import Full, FullState, Info
+from kvjax.policies import Full, FullState, Info, Policy, Step
 from kvjax.spec import CacheSpec, require_int
 
 NO_WINDOW = np.iinfo(np.int32).max
@@ -62,7 +62,7 @@ class RecordedState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recorded:
+class Recorded(Policy):
     """`Full` attention that also records the queries of a row's first `steps` decode steps, and no later ones."""
 
     steps: int
@@ -88,10 +88,8 @@ class Recorded:
     def update(self, st: RecordedState, k: Array, v: Array, active: Array) -> RecordedState:
         return dataclasses.replace(st, full=Full().update(st.full, k, v, active), due=st.due | active)
 
-    def attend(
-        self, st: RecordedState, q: Array, *, scale: float, window: int | None = None
-    ) -> tuple[Array, RecordedState, Info]:
-        out, full, info = Full().attend(st.full, q, scale=scale, window=window)
+    def attend(self, st: RecordedState, q: Array, step: Step) -> tuple[Array, RecordedState, Info]:
+        out, full, info = Full().attend(st.full, q, step)
         row, at = jnp.arange(q.shape[0]), jnp.where(st.due, st.count, self.steps)
         state = RecordedState(
             full=full,
@@ -99,8 +97,8 @@ class Recorded:
             positions=st.positions.at[row, at].set(st.length - 1, mode="drop"),
             count=jnp.minimum(st.count + st.due.astype(jnp.int32), self.steps),
             due=jnp.zeros_like(st.due),
-            scale=jnp.full_like(st.scale, scale),
-            window=jnp.full_like(st.window, NO_WINDOW if window is None else window),
+            scale=jnp.full_like(st.scale, step.scale),
+            window=jnp.full_like(st.window, NO_WINDOW if step.window is None else step.window),
         )
         return out, state, info
 
@@ -108,12 +106,6 @@ class Recorded:
         self, st: RecordedState, q: Array, *, scale: float, window: int | None = None
     ) -> PartialAttention:
         return Full().attend_stored(st.full, q, scale=scale, window=window)
-
-    def full_rows(self, st: RecordedState) -> None:
-        return None
-
-    def flush(self, st: RecordedState) -> RecordedState:
-        return st
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         return Full().bytes_per_token(spec)

@@ -33,7 +33,7 @@ from kvjax.evaluate.store import Progress
 from kvjax.models import Checkpoint
 from kvjax.numerics.partial import group_queries
 from kvjax.numerics.selection import GROUP_REDUCES, Selection, membership, reduce_scores, set_recall
-from kvjax.policies import Info, Observer, PerLayer, Policy, Retrieval, Speculative, ZonedState
+from kvjax.policies import Info, PerLayer, Policy, Retrieval, Speculative, ZonedState
 from kvjax.policies.policy import lowest_visible
 from kvjax.policies.zones import Zoned
 from kvjax.selectors import CentrePages, Exact, Fier, MinMaxPages, Paris, Selector
@@ -111,7 +111,7 @@ def reads(
     runs = live.runs()
     for i, layer in enumerate(live.layers):
         one = PerLayer.of(policy).policy(i)
-        if isinstance(one, Observer):
+        if one.observes:
             raise ValueError(f"{one} selects by the queries of a prompt, which live steps do not have")
         steps, stored, base = [], 0, init_layer(one, layer.spec)
         for run in runs:

@@ -31,7 +31,7 @@ from kvjax.cache.flushing import flush
 from kvjax.generation.prefilling import prefill
 from kvjax.generation.prompt_inputs import check_model, vocabulary_size
 from kvjax.numerics.indexing import put_last
-from kvjax.policies import Full, PerLayer, Policy, Reversible
+from kvjax.policies import Full, PerLayer, Policy
 from kvjax.sharding.placement import call_model
 from kvjax.spec import keep_int
 from kvjax.validation import check_verbs, shown
@@ -188,7 +188,7 @@ def check_takes_drafts(cache: Cache, tokens: int) -> None:
     """Raises ValueError for a cache from which drafted tokens cannot be removed."""
     for i, layer in enumerate(cache.layers):
         policy: Any = layer.policy
-        if not isinstance(policy, Reversible):
+        if not policy.reversible:
             raise ValueError(
                 f"drafts need a cache that can take back tokens, which layer {i} with {policy!r} cannot; use full, or "
                 "a retrieval or compressed method other than freekv"

@@ -20,7 +20,6 @@ from jax.typing import ArrayLike
 from kvjax.cache.cache import Cache, check_rotation
 from kvjax.generation.prompt_inputs import check_ids, check_model, check_model_cache
 from kvjax.memory import on_host
-from kvjax.policies import Observer
 from kvjax.sharding.placement import Placement, call_model, loops_on_auto_axes, to_context
 from kvjax.spec import require_int
 from kvjax.validation import check_array
@@ -189,7 +188,7 @@ def chunk_size(tokens: int, chunk: int | None = None, *, rows: int = 1) -> int:
 
 def chunk_for(cache: Cache, tokens: int, chunk: int | None) -> int | None:
     """`chunk`; if it is None, the whole prompt for policies that select from it once, by all of its queries."""
-    whole = chunk is None and any(isinstance(layer.policy, Observer) for layer in cache.layers)
+    whole = chunk is None and any(layer.policy.observes for layer in cache.layers)
     return _round_up(tokens) if whole else chunk
 
 

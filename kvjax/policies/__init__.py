@@ -11,15 +11,9 @@ the same structure, shapes and dtypes.
     flush     moves tokens out of full recent blocks; called before each update, for all layers under one condition
     attend_stored   exact attention over all stored tokens: a chunk of a prompt attends to the chunks before it
 
-Optional verbs, each for policies that support it:
-
-    grown              renumbers what depends on the capacity, if the state holds such numbers
-    attend_selection   in place of attend, to attend to what another layer selected
-    attend_active      in place of attend, to read nothing from host memory for rows that take no step
-    prefill_observed   in place of prefill, if the queries of a prompt matter
-    decode             several steps in one pass; free says how many
-    rollback           removes the newest tokens; earliest says how far back
-    truncate           shortens to any earlier length
+`Policy` is the base of all policies, and has more verbs with defaults: `select`, several steps at once (`store_steps`),
+`rollback`, `truncate`, `grown`. What a step knows besides its queries is a `Step`: the scale, a sliding window, the
+rows that take part, a selection made elsewhere, and the lengths of several steps.
 
 All arrays have kv heads before tokens: k and v are [B, K, T, D], the queries of a step [B, K, G, D] and those of a
 prompt [B, K, G, T, D]. `kvjax.attention` converts a model's layout to this one, once.
@@ -36,10 +30,10 @@ from kvjax.policies.mixed import Mixed, MixedState
 from kvjax.policies.outliers import OutlierRetrieval
 from kvjax.policies.per_head import PerHead, PerHeadState
 from kvjax.policies.per_layer import PerLayer
-from kvjax.policies.policy import Growing, Info, MultiStep, Observer, Pausing, Policy, Reversible, Truncatable
+from kvjax.policies.policy import Info, Policy, Step
 from kvjax.policies.retrieval import Retrieval
 from kvjax.policies.sampled import Sampled
-from kvjax.policies.shared import Follower, Following, Leading, Shared, share_selections
+from kvjax.policies.shared import Follower, Shared, share_selections
 from kvjax.policies.short import Short
 from kvjax.policies.speculative import Speculative, SpeculativeState
 from kvjax.policies.zones import ZonedState
@@ -51,32 +45,25 @@ __all__ = [
     "Evicting",
     "EvictingState",
     "Follower",
-    "Following",
     "Full",
     "FullState",
-    "Growing",
     "HeadBudgets",
     "HeadBudgetsState",
     "Info",
-    "Leading",
     "Mixed",
     "MixedState",
-    "MultiStep",
-    "Observer",
     "OutlierRetrieval",
-    "Pausing",
     "PerHead",
     "PerHeadState",
     "PerLayer",
     "Policy",
     "Retrieval",
-    "Reversible",
     "Sampled",
     "Shared",
     "Short",
     "Speculative",
     "SpeculativeState",
-    "Truncatable",
+    "Step",
     "ZonedState",
     "share_selections",
 ]

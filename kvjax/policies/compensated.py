@@ -11,7 +11,7 @@ from jax.tree_util import register_dataclass
 from kvjax.evictors import Sliding
 from kvjax.numerics.partial import PartialAttention, attend_part, merge
 from kvjax.policies.evicting import Evicting, EvictingState
-from kvjax.policies.policy import Info
+from kvjax.policies.policy import Info, Policy, Step
 from kvjax.spec import CacheSpec
 
 
@@ -49,7 +49,7 @@ class CompensatedState:
 
 
 @dataclass(frozen=True)
-class Compensated:
+class Compensated(Policy):
     """Keeps a window of tokens, and the mean key and value of all evicted tokens, weighted by their number.
 
     A query attends to the tokens of `window`, and to the mean key and value of the n evicted tokens, whose logit is
@@ -115,14 +115,12 @@ class Compensated:
 
         return self._state(self.window.prefill(kept, k, v, lengths), add(st.sum_k, 0), add(st.sum_v, 1))
 
-    def attend(
-        self, st: CompensatedState, q: Array, *, scale: float, window: int | None = None
-    ) -> tuple[Array, CompensatedState, Info]:
-        self._check_window(window)
+    def attend(self, st: CompensatedState, q: Array, step: Step) -> tuple[Array, CompensatedState, Info]:
+        self._check_window(step.window)
         kept = st.kept
         used = (jnp.arange(kept.tokens.slots)[None] < kept.tokens.count[:, None])[:, None, None]
-        part = attend_part(q, kept.tokens.k, kept.tokens.v, used, scale=scale)
-        out = merge(part, self._compensate(st, q, scale)).out
+        part = attend_part(q, kept.tokens.k, kept.tokens.v, used, scale=step.scale)
+        out = merge(part, self._compensate(st, q, step.scale)).out
         attended = jnp.broadcast_to(kept.tokens.count.astype(jnp.float32)[:, None], q.shape[:2])
         return out.astype(q.dtype), st, Info(attended, None)
 
@@ -133,16 +131,6 @@ class Compensated:
         B, K, G, T, D = q.shape
         stored = self.window.attend_stored(st.kept, q, scale=scale)
         return merge(stored, self._compensate(st, q.reshape(B, K, G * T, D), scale))
-
-    def full_rows(self, st: CompensatedState) -> None:
-        return None
-
-    def flush(self, st: CompensatedState) -> CompensatedState:
-        return st
-
-    def bytes_per_token(self, spec: CacheSpec) -> float:
-        """0: the cache does not grow with the context."""
-        return 0.0
 
     @property
     def _sink(self) -> int:

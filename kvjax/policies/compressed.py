@@ -11,8 +11,7 @@ from jax import Array
 from kvjax import ops
 from kvjax.numerics.derivatives import refuse_derivative
 from kvjax.numerics.partial import PartialAttention
-from kvjax.ops.chunk import in_order
-from kvjax.policies.policy import Info, attend_in_turn, heads_as_steps, step_lengths, steps_as_heads
+from kvjax.policies.policy import Info, Step, attend_in_turn, heads_as_steps, steps_as_heads
 from kvjax.policies.zones import Visible, Zoned, ZonedState
 from kvjax.spec import keep_int
 from kvjax.stores import Quantized, Store
@@ -55,45 +54,30 @@ class Compressed(Zoned):
                     f"{self.local} tokens has; use local={self.value_window}, or a smaller window"
                 )
 
-    def attend(
-        self, st: ZonedState, q: Array, *, scale: float, window: int | None = None
-    ) -> tuple[Array, ZonedState, Info]:
-        seen = self.visible(st, window)
-        out = self.store.attend_with(st.store, q, seen.store, seen.recent, seen.sink, scale=scale)
-        return out, st, self._info(st, window)
+    def attend(self, st: ZonedState, q: Array, step: Step) -> tuple[Array, ZonedState, Info]:
+        if step.lengths is not None:
+            return self._attend_steps(st, q, step.lengths, step)
+        seen = self.visible(st, step.window)
+        out = self.store.attend_with(st.store, q, seen.store, seen.recent, seen.sink, scale=step.scale)
+        return out, st, self._info(st, step.window)
 
-    def decode(
-        self, st: ZonedState, q: Array, k: Array, v: Array, count: Array, *, scale: float, window: int | None = None
-    ) -> tuple[Array, ZonedState, Info]:
+    def _attend_steps(self, st: ZonedState, q: Array, lengths: Array, step: Step) -> tuple[Array, ZonedState, Info]:
         """Each step sees the tokens up to its own: the same arrays with smaller counts.
 
         Without a sliding window all steps see the same history and read it together, up to `QUERIES` queries of a KV
         head at once, as many as kernels take.
         """
-        # Counts are read before they change in place; XLA would copy them otherwise.
-        lengths, count = in_order(step_lengths(st.length, count, k.shape[2], self.free(st)), count)
-        after = self.put_tokens(st, k, v, count)
-        if window is None and self.value_window is None:
-            return self._attend_steps(after, q, lengths, scale=scale)
-
-        def attend(st: ZonedState, q: Array, length: Array) -> tuple[Array, ZonedState, Info]:
-            return self.attend(self.shortened(st, length), q, scale=scale, window=window)
-
-        return attend_in_turn(attend, after, q, lengths)
-
-    def _attend_steps(
-        self, st: ZonedState, q: Array, lengths: Array, *, scale: float
-    ) -> tuple[Array, ZonedState, Info]:
-        """All T steps of q [B, K, G, T, D] at once; after each, a row holds `lengths` i32[T, B] tokens."""
+        if step.window is not None or self.value_window is not None:
+            return attend_in_turn(self, self.shortened, st, q, step)
         G, T = q.shape[2:4]
         seen, queries = self.visible_steps(st, jnp.moveaxis(lengths, 0, 1)), steps_as_heads(q)
         pass_size = max(QUERIES // G, 1) * G
         parts = [
-            self.store.attend(st.store, queries[:, :, first : first + pass_size], seen.store, scale=scale)
+            self.store.attend(st.store, queries[:, :, first : first + pass_size], seen.store, scale=step.scale)
             for first in range(0, T * G, pass_size)
         ]
         history = PartialAttention(*(jnp.concatenate(same, axis=2) for same in zip(*parts, strict=True)))
-        out = ops.attend_beside(history, queries, None, seen.recent, seen.sink, scale=scale)
+        out = ops.attend_beside(history, queries, None, seen.recent, seen.sink, scale=step.scale)
         info = jax.vmap(lambda length: self._info(self.shortened(st, length), None))(lengths)
         return heads_as_steps(out, T), st, info
 

@@ -26,7 +26,7 @@ from kvjax.numerics.partial import (
 )
 from kvjax.numerics.selection import Selection
 from kvjax.ops.chunk import attend_own, attend_zone, takes_cudnn
-from kvjax.policies.policy import Info, chunk_starts, lowest_visible
+from kvjax.policies.policy import Info, Policy, Step, chunk_starts, lowest_visible
 from kvjax.spec import CacheSpec, keep_int
 from kvjax.validation import check_verbs
 
@@ -56,7 +56,7 @@ class EvictingState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evicting:
+class Evicting(Policy):
     """Keeps at most `budget` tokens per KV head and attends to all of them; the `evictor` says which one to evict.
 
     When all slots are full, a new token takes the slot of an evicted one before its query attends, so a step reads
@@ -113,9 +113,8 @@ class Evicting:
             due=None if st.due is None else st.due | active,
         )
 
-    def attend(
-        self, st: EvictingState, q: Array, *, scale: float, window: int | None = None
-    ) -> tuple[Array, EvictingState, Info]:
+    def attend(self, st: EvictingState, q: Array, step: Step) -> tuple[Array, EvictingState, Info]:
+        scale, window = step.scale, step.window
         visible = self._valid(st) & (st.position >= lowest_visible(st.length - 1, window)[:, None, None])
         positions = jnp.where(visible, st.position, -1)[:, :, None]
         info = Info(jnp.sum(visible, axis=-1, dtype=jnp.float32), None, positions=positions)
@@ -140,6 +139,10 @@ class Evicting:
         if self.evictor.arrival is not None:
             raise ValueError(f"{self.evictor} needs the queries of a prompt; call kvjax.attention or prefill_observed")
         return self._keep(st, k, v, lengths, None)
+
+    @property
+    def observes(self) -> bool:
+        return True
 
     def prefill_observed(
         self,
@@ -346,16 +349,6 @@ class Evicting:
         at = jnp.arange(T, dtype=jnp.int32)[None]
         coming = jnp.where(at < lengths[:, None], st.length[:, None] + at, -1)
         return jnp.broadcast_to(coming[:, None], (*st.position.shape[:2], T))
-
-    def full_rows(self, st: EvictingState) -> None:
-        return None
-
-    def flush(self, st: EvictingState) -> EvictingState:
-        return st
-
-    def bytes_per_token(self, spec: CacheSpec) -> float:
-        """0: the cache does not grow with the context."""
-        return 0.0
 
 
 def _sum_weights(q: Array, k: Array, seen: Array, scale: float, lse: Array | None) -> Array:

@@ -12,15 +12,16 @@ from jax.tree_util import register_dataclass
 from kvjax import ops
 from kvjax.numerics.blocks import Block, empty_block, put, take_rows
 from kvjax.numerics.partial import PartialAttention, Span
-from kvjax.ops.chunk import attend_zone, in_order
+from kvjax.ops.chunk import attend_zone
 from kvjax.policies.policy import (
     Info,
+    Policy,
+    Step,
     attend_in_turn,
     chunk_starts,
     heads_as_steps,
     in_range,
     lowest_visible,
-    step_lengths,
     steps_as_heads,
 )
 from kvjax.sharding.context import Axis, Stripes, merge_chunk, merge_parts
@@ -43,7 +44,7 @@ class FullState:
 
 
 @dataclass(frozen=True)
-class Full:
+class Full(Policy):
     """Keeps every token and attends to all of them: an ordinary KV cache, the baseline for all other policies."""
 
     def init(self, spec: CacheSpec) -> FullState:
@@ -57,12 +58,32 @@ class Full:
         (tokens,), overflow = ops.put_token([st.tokens], k, v, active, st.overflow)
         return FullState(tokens, overflow)
 
-    def attend(
-        self, st: FullState, q: Array, *, scale: float, window: int | None = None
-    ) -> tuple[Array, FullState, Info]:
+    @property
+    def takes_steps(self) -> bool:
+        return True
+
+    def store_steps(self, st: FullState, k: Array, v: Array, count: Array) -> FullState:
+        (tokens,), overflow = ops.put_tokens([st.tokens], k, v, count, st.overflow)
+        return FullState(tokens, overflow)
+
+    def attend(self, st: FullState, q: Array, step: Step) -> tuple[Array, FullState, Info]:
+        if step.lengths is not None:
+            return self._attend_steps(st, q, step.lengths, step)
         # Values past count are finite: zeros, or tokens of a row that was replaced.
-        span = self._span(st, window)
-        return ops.attend_span(q, span, scale=scale), st, self._info(st, span)
+        span = self._span(st, step.window)
+        return ops.attend_span(q, span, scale=step.scale), st, self._info(st, span)
+
+    def _attend_steps(self, st: FullState, q: Array, lengths: Array, step: Step) -> tuple[Array, FullState, Info]:
+        """Each step sees the tokens up to its own: the same arrays with a smaller length, in one pass over them."""
+        stop = jnp.moveaxis(lengths, 0, 1)
+        span = Span(st.tokens.k, st.tokens.v, lowest_visible(stop - 1, step.window), stop)
+        out = heads_as_steps(ops.attend_span(steps_as_heads(q), span, scale=step.scale), q.shape[3])
+
+        def info(length: Array) -> Info:
+            state = self._shortened(st, length)
+            return self._info(state, self._span(state, step.window))
+
+        return out, st, jax.vmap(info)(lengths)
 
     def _span(self, st: FullState, window: int | None) -> Span:
         return Span(st.tokens.k, st.tokens.v, lowest_visible(st.length - 1, window), st.length)
@@ -79,24 +100,9 @@ class Full:
         start = chunk_starts(st.length, q.shape[3], window)
         return attend_zone(q, st.tokens.k, st.tokens.v, start, st.length, scale=scale)
 
-    def decode(
-        self, st: FullState, q: Array, k: Array, v: Array, count: Array, *, scale: float, window: int | None = None
-    ) -> tuple[Array, FullState, Info]:
-        """Each step sees the tokens up to its own: the same arrays with a smaller length, in one pass over them."""
-        T = k.shape[2]
-        # Counts are read before they change in place; XLA would copy them otherwise.
-        lengths, count = in_order(step_lengths(st.length, count, T, self.free(st)), count)
-        (tokens,), overflow = ops.put_tokens([st.tokens], k, v, count, st.overflow)
-        after = FullState(tokens, overflow)
-        stop = jnp.moveaxis(lengths, 0, 1)
-        span = Span(after.tokens.k, after.tokens.v, lowest_visible(stop - 1, window), stop)
-        out = heads_as_steps(ops.attend_span(steps_as_heads(q), span, scale=scale), T)
-
-        def info(length: Array) -> Info:
-            state = self._shortened(after, length)
-            return self._info(state, self._span(state, window))
-
-        return out, after, jax.vmap(info)(lengths)
+    @property
+    def reversible(self) -> bool:
+        return True
 
     def free(self, st: FullState) -> Array:
         return self._slots(st) - st.length
@@ -116,12 +122,6 @@ class Full:
 
     def _slots(self, st: FullState) -> int:
         return st.tokens.slots
-
-    def full_rows(self, st: FullState) -> None:
-        return None
-
-    def flush(self, st: FullState) -> FullState:
-        return st
 
     def over_context(self, axis: Axis, parts: int) -> StripedFull:
         return StripedFull(Stripes(axis, parts, tokens=1))
@@ -165,28 +165,21 @@ class StripedFull(Full):
         (own,), _ = ops.put_token([self._own(st)], k, v, fits & here, st.overflow)
         return FullState(replace(own, count=st.length + fits.astype(jnp.int32)), st.overflow | (active & ~fits))
 
-    def attend(
-        self, st: FullState, q: Array, *, scale: float, window: int | None = None
-    ) -> tuple[Array, FullState, Info]:
+    def attend(self, st: FullState, q: Array, step: Step) -> tuple[Array, FullState, Info]:
+        if step.lengths is not None:  # one step after the other: the device's part of the tokens differs by step
+            return attend_in_turn(self, self._shortened, st, q, step)
+        window = step.window
         start = None if window is None else self.stripes.owned(lowest_visible(st.length - 1, window))[:, None]
-        part = self._attend_own(st, q[:, :, :, None], start, scale=scale)
+        part = self._attend_own(st, q[:, :, :, None], start, scale=step.scale)
         return merge_parts(part, self.stripes.axis).out.astype(q.dtype), st, self._info(st, self._span(st, window))
-
-    def decode(
-        self, st: FullState, q: Array, k: Array, v: Array, count: Array, *, scale: float, window: int | None = None
-    ) -> tuple[Array, FullState, Info]:
-        """As `Full`, but one step attends after the other: the device's part of the tokens differs by step."""
-        after = self.prefill(st, k, v, count)
-
-        def attend(st: FullState, q: Array, length: Array) -> tuple[Array, FullState, Info]:
-            return self.attend(self._shortened(st, length), q, scale=scale, window=window)
-
-        return attend_in_turn(attend, after, q, step_lengths(st.length, count, k.shape[2], self.free(st)))
 
     def attend_stored(self, st: FullState, q: Array, *, scale: float, window: int | None = None) -> PartialAttention:
         start = chunk_starts(st.length, q.shape[3], window)
         start = None if start is None else self.stripes.owned(start)
         return merge_chunk(self._attend_own(st, q, start, scale=scale), self.stripes.axis)
+
+    def store_steps(self, st: FullState, k: Array, v: Array, count: Array) -> FullState:
+        return self.prefill(st, k, v, count)
 
     def _attend_own(self, st: FullState, q: Array, start: Array | None, *, scale: float) -> PartialAttention:
         own = self._own(st)

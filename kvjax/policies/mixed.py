@@ -16,7 +16,7 @@ from kvjax.numerics.packing import whole_units
 from kvjax.numerics.partial import PartialAttention, attend_part, keep_valid, merge, softmax_weights
 from kvjax.ops.chunk import attend_zone
 from kvjax.policies.evicting import Evicting, EvictingState
-from kvjax.policies.policy import Info
+from kvjax.policies.policy import Info, Step
 from kvjax.spec import CacheSpec, keep_int
 from kvjax.stores import Quantized, Store
 from kvjax.validation import check_verbs
@@ -94,12 +94,10 @@ class Mixed(Evicting):
         pending = put(st.pending, st.next_k, st.next_v, (leaves & room).astype(jnp.int32))
         return replace(new, pending=pending, dropped=st.dropped | (leaves & ~room))
 
-    def attend(
-        self, st: EvictingState, q: Array, *, scale: float, window: int | None = None
-    ) -> tuple[Array, EvictingState, Info]:
+    def attend(self, st: EvictingState, q: Array, step: Step) -> tuple[Array, EvictingState, Info]:
         assert isinstance(st, MixedState)
-        self._check_window(window)
-        exact_valid = self._valid(st)[:, :, None]
+        self._check_window(step.window)
+        scale, exact_valid = step.scale, self._valid(st)[:, :, None]
         exact = attend_part(q, st.tokens.k, st.tokens.v, exact_valid, scale=scale)
         pending = (jnp.arange(self.chunk)[None] < st.pending.count[:, None])[:, None, None]
         low = self.store.attend(st.low, q, jnp.zeros_like(st.length), scale=scale)

@@ -11,7 +11,7 @@ from kvjax import ops
 from kvjax.numerics.packing import whole_units
 from kvjax.numerics.partial import merge
 from kvjax.numerics.selection import Candidates, PackedSelection, Selection, by_row, split_selection, unpack
-from kvjax.policies.policy import Info
+from kvjax.policies.policy import Info, Step
 from kvjax.policies.retrieval import Retrieval
 from kvjax.policies.zones import Visible, ZonedState
 from kvjax.selectors import MeanPages, Selector
@@ -79,10 +79,8 @@ class OutlierRetrieval(Retrieval):
         every = super().candidates(st, seen, steps=steps, in_order=in_order)
         return replace(every, last=self.exact_store.kept(st.store)) if self.beside else every
 
-    def find(
-        self, st: ZonedState, q: Array, seen: Visible, *, scale: float, in_order: int = 0, steps: int = 1
-    ) -> Selection | PackedSelection:
-        every = super().find(st, q, seen, scale=scale, in_order=in_order, steps=steps)
+    def select(self, st: ZonedState, q: Array, step: Step, *, in_order: int = 0) -> Selection | PackedSelection:
+        every = super().select(st, q, step, in_order=in_order)
         if not self.beside:
             return every
         found = unpack(every)
@@ -96,11 +94,11 @@ class OutlierRetrieval(Retrieval):
         return here & (selection.slots < st.store.slots)
 
     def attend_selected(
-        self, st: ZonedState, q: Array, selection: Selection | PackedSelection, seen: Visible, *, scale: float
+        self, st: ZonedState, q: Array, selection: Selection | PackedSelection, step: Step
     ) -> tuple[Array, ZonedState, Info]:
         if not self.beside:
-            return super().attend_selected(st, q, selection, seen, scale=scale)
-        selection = unpack(selection)
+            return super().attend_selected(st, q, selection, step)
+        selection, seen, scale = unpack(selection), self.visible(st, step.window), step.scale
         stored, pending = split_selection(selection, st.store.slots)
         start = None if seen.first is None else seen.store
         exact = self.exact_store.attend_kept(st.store, q, start, scale=scale)

@@ -11,7 +11,7 @@ from jax import Array
 from jax.tree_util import register_dataclass
 
 from kvjax.numerics.partial import PartialAttention
-from kvjax.policies.policy import Growing, Info, Observer, Policy
+from kvjax.policies.policy import Info, Policy, Step
 from kvjax.spec import CacheSpec, require_int
 from kvjax.validation import check_verbs
 
@@ -36,7 +36,7 @@ class PerHeadState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PerHead:
+class PerHead(Policy):
     """The policy `selected` for the KV heads `heads` of a layer, and `others` for all other heads.
 
     Each policy sees a cache of its own heads only, and decides among these.
@@ -72,6 +72,10 @@ class PerHead:
         selected, others = self._specs(spec)
         return PerHeadState(self.selected.init(selected), self.others.init(others))
 
+    @property
+    def observes(self) -> bool:
+        return True
+
     def prefill(self, st: PerHeadState, k: Array, v: Array, lengths: Array) -> PerHeadState:
         (k1, k2), (v1, v2) = self._split(k), self._split(v)
         return PerHeadState(
@@ -90,9 +94,7 @@ class PerHead:
         window: int | None = None,
     ) -> PerHeadState:
         def one(policy: Policy, st: Any, q: Array, k: Array, v: Array) -> Any:
-            if isinstance(policy, Observer):
-                return policy.prefill_observed(st, q, k, v, lengths, scale=scale, window=window)
-            return policy.prefill(st, k, v, lengths)
+            return policy.prefill_observed(st, q, k, v, lengths, scale=scale, window=window)
 
         parts = zip(self._split(q), self._split(k), self._split(v), strict=True)
         policies = ((self.selected, st.selected), (self.others, st.others))
@@ -104,12 +106,10 @@ class PerHead:
             self.selected.update(st.selected, k1, v1, active), self.others.update(st.others, k2, v2, active)
         )
 
-    def attend(
-        self, st: PerHeadState, q: Array, *, scale: float, window: int | None = None
-    ) -> tuple[Array, PerHeadState, Info]:
+    def attend(self, st: PerHeadState, q: Array, step: Step) -> tuple[Array, PerHeadState, Info]:
         q1, q2 = self._split(q)
-        out1, selected, info1 = self.selected.attend(st.selected, q1, scale=scale, window=window)
-        out2, others, info2 = self.others.attend(st.others, q2, scale=scale, window=window)
+        out1, selected, info1 = self.selected.attend(st.selected, q1, step)
+        out2, others, info2 = self.others.attend(st.others, q2, step)
         info = Info(self._join(info1.attended, info2.attended), None)
         weighted = info1.log_weights is not None or info2.log_weights is not None
         if info1.positions is not None and info2.positions is not None and not weighted:
@@ -134,11 +134,8 @@ class PerHead:
         return PerHeadState(self.selected.flush(st.selected), self.others.flush(st.others))
 
     def grown(self, st: PerHeadState, before: PerHeadState) -> PerHeadState:
-        def one(policy: Policy, st: Any, before: Any) -> Any:
-            return policy.grown(st, before) if isinstance(policy, Growing) else st
-
         return PerHeadState(
-            one(self.selected, st.selected, before.selected), one(self.others, st.others, before.others)
+            self.selected.grown(st.selected, before.selected), self.others.grown(st.others, before.others)
         )
 
     def bytes_per_token(self, spec: CacheSpec) -> float:

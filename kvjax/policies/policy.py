@@ -1,15 +1,17 @@
-"""The protocols of cache policies, and `Info`, the report of what a step read."""
+"""The base of cache policies, what a decode step tells them, and `Info`, the report of what it read."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.numerics.partial import PartialAttention
-from kvjax.numerics.selection import Selection
+from kvjax.numerics.selection import PackedSelection, Selection
+from kvjax.sharding.context import Axis
 from kvjax.spec import CacheSpec
 
 
@@ -28,103 +30,124 @@ class Info(NamedTuple):
     )
 
 
-class Policy(Protocol):
-    """The verbs that `kvjax.attention` calls. All are pure and take arrays with kv heads before tokens: [B, K, ...]."""
+@dataclass(frozen=True)
+class Step:
+    """What a decode step tells a policy besides its queries."""
 
-    def init(self, spec: CacheSpec) -> Any: ...
+    scale: float  # factor of the logits
+    window: int | None = None  # tokens that a query sees, its own included; None: all
+    active: Array | None = None  # bool[B] rows that take the step; the outputs of others mean nothing. None: all
+    selection: Selection | PackedSelection | None = None  # slots to attend to; None: the policy selects
+    lengths: Array | None = None  # i32[T, B] tokens of each row after each of T steps; None: one step
+
+
+class Policy:
+    """What a layer keeps of its tokens, and what a query attends to. A subclass is a frozen dataclass without arrays.
+
+    `kvjax.attention` calls these verbs. All are pure and take arrays with kv heads before tokens, [B, K, ...]; a state
+    is a pytree with `length` and `overflow`. `init`, `prefill`, `update`, `attend` and `attend_stored` are a whole
+    policy; the others have defaults.
+    """
+
+    @property
+    def follows(self) -> bool:
+        """True if steps attend to what another layer selected."""
+        return False
+
+    @property
+    def takes_steps(self) -> bool:
+        """True if `store` and `attend` take several decode steps at once; otherwise they come one after the other."""
+        return False
+
+    @property
+    def observes(self) -> bool:
+        """True if the queries of a prompt decide what is kept: a prompt should then be one chunk."""
+        return False
+
+    @property
+    def reversible(self) -> bool:
+        """True if `rollback` can remove the newest tokens, back to the last flush."""
+        return False
+
+    @property
+    def selects(self) -> bool:
+        """True if `select` selects some of the tokens that steps attend to."""
+        return False
+
+    def of_size(self, spec: CacheSpec) -> Policy:
+        """The policy of a cache for `spec`: this one, or another."""
+        return self
+
+    def init(self, spec: CacheSpec) -> Any:
+        """The state of an empty layer."""
+        raise NotImplementedError
+
+    # ----------------------------------------------------------------------------------------------------- storing
 
     def prefill(self, st: Any, k: Array, v: Array, lengths: Array) -> Any:
         """Stores the first `lengths` i32[B] tokens of k, v [B, K, T, D]."""
-        ...
+        raise NotImplementedError
+
+    def prefill_observed(
+        self, st: Any, q: Array, k: Array, v: Array, lengths: Array, *, scale: float, window: int | None = None
+    ) -> Any:
+        """`prefill`, for policies that decide by a prompt's queries q [B, K, G, T, D] what to keep."""
+        return self.prefill(st, k, v, lengths)
 
     def update(self, st: Any, k: Array, v: Array, active: Array) -> Any:
         """Stores k, v [B, K, 1, D] of the rows where `active` bool[B] is true."""
-        ...
+        raise NotImplementedError
 
-    def attend(self, st: Any, q: Array, *, scale: float, window: int | None = None) -> tuple[Array, Any, Info]:
-        """Attends with q [B, K, G, D], the queries of each row's newest token: [B, K, G, D] in any float dtype."""
-        ...
+    def store_steps(self, st: Any, k: Array, v: Array, count: Array) -> Any:
+        """Stores the first `count` i32[B] tokens of k, v [B, K, T, D] as T calls of `update` do, without a flush."""
+        raise NotImplementedError
+
+    def full_rows(self, st: Any) -> Array | None:
+        """bool[B]: rows from which `flush` would move tokens; None for a policy that never needs a flush."""
+        return None
+
+    def flush(self, st: Any) -> Any:
+        """`st`, with a chunk of the oldest recent tokens of each full row moved to its history."""
+        return st
+
+    # --------------------------------------------------------------------------------------------------- attending
+
+    def select(self, st: Any, q: Array, step: Step) -> Selection | PackedSelection:
+        """Selects the slots that a step with q [B, K, G, D] attends to, besides those that every step attends to."""
+        raise ValueError(f"{self} selects nothing: every step attends to all that it keeps; call attend without select")
+
+    def attend(self, st: Any, q: Array, step: Step) -> tuple[Array, Any, Info]:
+        """Attends with q [B, K, G, D], the queries of each row's newest token: [B, K, G, D] in any float dtype.
+
+        With `step.lengths`, q is [B, K, G, T, D]: the queries of the last T tokens, each of which sees the tokens up to
+        itself. The Infos are then stacked along a first axis. Law: equals `update` and `attend` for one token after the
+        other.
+        """
+        raise NotImplementedError
 
     def attend_stored(self, st: Any, q: Array, *, scale: float, window: int | None = None) -> PartialAttention:
         """Exact attention of a chunk's queries q [B, K, G, T, D] over all stored tokens, a part over Q = G*T.
 
         The position of query t is `length` + t.
         """
-        ...
+        raise NotImplementedError
 
-    def full_rows(self, st: Any) -> Array | None:
-        """bool[B]: rows from which `flush` would move tokens; None for a policy that never needs a flush."""
-        ...
+    def follower(self, heads: tuple[int, ...] | None = None) -> Policy:
+        """The policy of a layer that attends to what a layer of this policy selects; `heads` as in `Follower`."""
+        raise ValueError(
+            f"{self!r} selects nothing that other layers could follow; share takes a kvjax.Retrieval or a "
+            "kvjax.Speculative, as in the presets fier, quest, pariskv, freekv and exact"
+        )
 
-    def flush(self, st: Any) -> Any: ...
-
-    def bytes_per_token(self, spec: CacheSpec) -> float:
-        """Bytes per token of a long context, in one layer over all kv heads."""
-        ...
-
-
-@runtime_checkable
-class Observer(Protocol):
-    """A policy that decides by a prompt's queries what to keep; `kvjax.attention` calls this in place of `prefill`."""
-
-    def prefill_observed(
-        self, st: Any, q: Array, k: Array, v: Array, lengths: Array, *, scale: float, window: int | None = None
-    ) -> Any:
-        """`prefill` of k, v with the queries q [B, K, G, T, D]."""
-        ...
-
-
-@runtime_checkable
-class Growing(Protocol):
-    """A policy whose state holds numbers that depend on the capacity; `kvjax.grow` calls it to renumber them."""
-
-    def grown(self, st: Any, before: Any) -> Any:
-        """Renumbers `st`, the arrays of `before` copied into larger ones, as if it had always been this large."""
-        ...
-
-
-@runtime_checkable
-class Pausing(Protocol):
-    """A policy that spares reads of host memory for rows that take no step; `kvjax.attention` calls this in place of
-    `attend`."""
-
-    def attend_active(
-        self, st: Any, q: Array, active: Array, *, scale: float, window: int | None = None
-    ) -> tuple[Array, Any, Info]:
-        """`attend` for the rows where `active` bool[B] is true. Output and Info of other rows mean nothing."""
-        ...
-
-
-@runtime_checkable
-class MultiStep(Protocol):
-    """A policy that takes several decode steps in one pass; with others `kvjax.decode` takes one after the other."""
-
-    def decode(
-        self, st: Any, q: Array, k: Array, v: Array, count: Array, *, scale: float, window: int | None = None
-    ) -> tuple[Array, Any, Info]:
-        """Takes the first `count` i32[B] of T steps with q [B, K, G, T, D] and k, v [B, K, T, D], without a flush.
-
-        Returns attention [B, K, G, T, D], the state after all steps, and the Infos of the steps, stacked along a first
-        axis. A token without room sets `overflow`. Law: equals `update` and `attend` for one token after the other.
-        """
-        ...
+    # ------------------------------------------------------------------------------------- changes of length and size
 
     def free(self, st: Any) -> Array:
         """i32[B]: tokens that each row can take before it needs a flush or is full."""
-        ...
-
-
-@runtime_checkable
-class Reversible(Protocol):
-    """A policy that can remove its newest tokens again, back to the last flush: see `kvjax.rollback`."""
-
-    def free(self, st: Any) -> Array:
-        """i32[B]: tokens that each row can take before it needs a flush or is full."""
-        ...
+        raise NotImplementedError
 
     def earliest(self, st: Any) -> Array:
         """i32[B]: the smallest length to which `rollback` can return each row."""
-        ...
+        raise NotImplementedError
 
     def rollback(self, st: Any, lengths: Array) -> Any:
         """`st` with the first `lengths` i32[B] tokens of each row, between `earliest` and its length.
@@ -132,21 +155,49 @@ class Reversible(Protocol):
         Law: equals a state to which later tokens never came. A row whose length is out of range stays as it is and sets
         `overflow`.
         """
-        ...
-
-
-@runtime_checkable
-class Truncatable(Protocol):
-    """A policy that can shorten a cache to any earlier length: see `kvjax.truncate`."""
+        raise NotImplementedError
 
     def truncate(self, st: Any, lengths: Array) -> Any:
         """`st` with the first `lengths` i32[B] tokens of each row, between 0 and its length.
 
         Law: everything it holds equals, to the bit, the state after a prompt of that many tokens. A row whose length is
-        out of range stays as it is and sets `overflow`. Raises ValueError, with the reason, if a part of the policy has
-        lost what a shorter prompt would hold.
+        out of range stays as it is and sets `overflow`.
+
+        Raises:
+          ValueError: a part of the policy has lost what a shorter prompt would hold.
         """
-        ...
+        raise ValueError(
+            f"truncate needs a policy that can shorten its cache; {self!r} forgets tokens or remembers its "
+            "last step, so prefill the shorter prompt instead"
+        )
+
+    def grown(self, st: Any, before: Any) -> Any:
+        """`st`, the arrays of `before` copied into larger ones, as if it had always been this large."""
+        return st
+
+    def stored(self, st: Any) -> tuple[Array, Array, Array] | None:
+        """All keys and values [B, K, T, D] in order of position, and lengths i32[B], for another policy to store as a
+        prompt; None for a policy that does not give them back."""
+        return None
+
+    def over_context(self, axis: Axis, parts: int) -> Policy:
+        """The policy of one of `parts` devices along `axis`, among which the history is split.
+
+        Arrays of its state that are split are smaller by that factor, all others are those of this policy. The default
+        splits nothing.
+
+        Raises:
+          ValueError: chunks or a store that cannot be split.
+        """
+        return self
+
+    def turns(self, spec: CacheSpec, parts: int) -> int:
+        """Stripes of the history that each device has room for."""
+        return 0
+
+    def bytes_per_token(self, spec: CacheSpec) -> float:
+        """Bytes per token of a long context, in one layer over all kv heads; 0 if the cache does not grow with it."""
+        return 0.0
 
 
 def chunk_starts(length: Array, T: int, window: int | None) -> Array | None:
@@ -189,18 +240,17 @@ def in_range(lengths: Array, earliest: Array, length: Array) -> tuple[Array, Arr
 
 
 def attend_in_turn(
-    attend: Callable[..., tuple[Array, Any, Info]], st: Any, q: Array, *of_each: Any
+    policy: Policy, shortened: Callable[[Any, Array], Any], st: Any, q: Array, step: Step
 ) -> tuple[Array, Any, Info]:
-    """Runs T steps, one after the other, over tokens that are already stored.
+    """`attend` of T steps with q [B, K, G, T, D], one after the other, over tokens that are already stored.
 
-    Each step is attend(state, q [B, K, G, D], *of_each) -> (out, state, Info). Here q is [B, K, G, T, D], and the
-    arrays of `of_each` have T as their first axis. Returns attention [B, K, G, T, D], the last state, and the Infos,
-    stacked along a first axis.
+    `shortened` gives a state with fewer tokens. A selection of `step` has T as its first axis.
     """
 
-    def step(st: Any, x: Any) -> tuple[Any, tuple[Array, Info]]:
-        out, st, info = attend(st, *x)
+    def one(st: Any, x: Any) -> tuple[Any, tuple[Array, Info]]:
+        q, length, selection = x
+        out, st, info = policy.attend(shortened(st, length), q, replace(step, lengths=None, selection=selection))
         return st, (out, info)
 
-    st, (out, info) = lax.scan(step, st, (jnp.moveaxis(q, 3, 0), *of_each))
+    st, (out, info) = lax.scan(one, st, (jnp.moveaxis(q, 3, 0), step.lengths, step.selection))
     return jnp.moveaxis(out, 0, 3), st, info

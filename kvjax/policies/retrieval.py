@@ -12,8 +12,7 @@ from jax import Array
 from kvjax.memory import in_host_memory
 from kvjax.numerics.packing import whole_units
 from kvjax.numerics.selection import PackedSelection, Selection, reduce_queries, unpack
-from kvjax.ops.chunk import in_order
-from kvjax.policies.policy import Info, Policy, attend_in_turn, heads_as_steps, step_lengths, steps_as_heads
+from kvjax.policies.policy import Info, Policy, Step, attend_in_turn, heads_as_steps, steps_as_heads
 from kvjax.policies.selected import SelectedZones
 from kvjax.policies.shared import Follower, require_whole_pages
 from kvjax.policies.short import DenseCapacity, Short, is_short
@@ -109,37 +108,33 @@ class Retrieval(SelectedZones):
 
     # ----------------------------------------------------------------------------------------------------- attending
 
-    def attend(
-        self, st: ZonedState, q: Array, *, scale: float, window: int | None = None
-    ) -> tuple[Array, ZonedState, Info]:
-        """Scores and selects (`find`); gathers, attends and merges (`attend_selected`, which `Follower` shares)."""
-        seen = self.visible(st, window)
-        selection = self.find(st, q, seen, scale=scale)
-        return self.attend_selected(st, q, selection, seen, scale=scale)
+    def attend(self, st: ZonedState, q: Array, step: Step) -> tuple[Array, ZonedState, Info]:
+        """Selects (score, reduce, top k), and attends to sink, local window and the selection (gather, attend, merge).
 
-    def attend_active(
-        self, st: ZonedState, q: Array, active: Array, *, scale: float, window: int | None = None
-    ) -> tuple[Array, ZonedState, Info]:
-        """`attend`. To it, a history in host memory looks empty in rows where `active` bool[B] is false."""
-        if not in_host_memory(st.store):
-            return self.attend(st, q, scale=scale, window=window)
-        count = st.store.count
-        seen = _counted(st.store, jnp.where(active, count, 0))
-        out, st, info = self.attend(replace(st, store=seen), q, scale=scale, window=window)
-        return out, replace(st, store=_counted(st.store, count)), info
+        To a row that takes no step, a history in host memory looks empty, so that nothing of it is read.
+        """
+        if step.lengths is not None:
+            return self._attend_steps(st, q, step.lengths, step)
+        count, pauses = st.store.count, step.active is not None and in_host_memory(st.store)
+        if pauses:
+            st = replace(st, store=_counted(st.store, jnp.where(step.active, count, 0)))
+        selection = self.select(st, q, step) if step.selection is None else step.selection
+        out, st, info = self.attend_selected(st, q, selection, step)
+        if pauses:
+            st = replace(st, store=_counted(st.store, count))
+        return out, st, info
 
-    def find(
-        self, st: ZonedState, q: Array, seen: Visible, *, scale: float, in_order: int = 0, steps: int = 1
-    ) -> Selection | PackedSelection:
+    def select(self, st: ZonedState, q: Array, step: Step, *, in_order: int = 0) -> Selection | PackedSelection:
         """Scores the tokens besides sink and local window and selects the best for q [B, K, G, D], in whole units.
 
-        History and pending tokens compete. The last `in_order` units of the selection are those that rank lowest, in
-        order of rank. With several `steps`, q is [B, K, T*G, D], `seen` has a step axis, and the selection is
-        [B, K, T*H, M].
+        Slots below S, the slots of the store, are in the history; S + r is slot r of the recent block. History and
+        pending tokens compete. The last `in_order` units of the selection are those that rank lowest, in order of rank.
+        With the `lengths` of T steps, q is [B, K, T*G, D] and the selection [B, K, T*H, M].
         """
+        steps = 1 if step.lengths is None else step.lengths.shape[0]
+        candidates = self.candidates(st, self.seen(st, step), steps=steps, in_order=in_order)
         queries = reduce_queries(q, self.selector.group_reduce, steps)
-        candidates = self.candidates(st, seen, steps=steps, in_order=in_order)
-        return self.selector.select(st.index, queries, candidates, scale=scale)
+        return self.selector.select(st.index, queries, candidates, scale=step.scale)
 
     def candidates(self, st: ZonedState, seen: Visible, *, steps: int = 1, in_order: int = 0) -> Candidates:
         """The units of history and pending tokens that compete, and how many are selected."""
@@ -169,32 +164,16 @@ class Retrieval(SelectedZones):
         unit = self.selector.unit
         return max(-(-(st.recent.slots - self.local) // unit), 1) * unit
 
-    def decode(
-        self, st: ZonedState, q: Array, k: Array, v: Array, count: Array, *, scale: float, window: int | None = None
-    ) -> tuple[Array, ZonedState, Info]:
+    def _attend_steps(self, st: ZonedState, q: Array, lengths: Array, step: Step) -> tuple[Array, ZonedState, Info]:
         """Each step sees the state as it is after its own token: the same arrays with smaller counts.
 
-        One pass over the index selects for all steps, and one attention serves them, if the store can. Under a sliding
-        window one step comes after the other.
+        One pass over the index selects for all steps, and one attention serves them, if selector and store can. Under a
+        sliding window one step comes after the other.
         """
-        # Counts are read before they change in place; XLA would copy them otherwise.
-        lengths, count = in_order(step_lengths(st.length, count, k.shape[2], self.free(st)), count)
-        st = self.put_tokens(st, k, v, count)
-        if window is None and self.selector.takes_steps:
-            return self._attend_steps(st, q, lengths, scale=scale)
-
-        def attend(st: ZonedState, q: Array, length: Array) -> tuple[Array, ZonedState, Info]:
-            return self.attend(self.shortened(st, length), q, scale=scale, window=window)
-
-        return attend_in_turn(attend, st, q, lengths)
-
-    def _attend_steps(
-        self, st: ZonedState, q: Array, lengths: Array, *, scale: float
-    ) -> tuple[Array, ZonedState, Info]:
-        """All T steps of q [B, K, G, T, D]; after each, a row holds `lengths` i32[T, B] tokens."""
+        if step.window is not None or not self.selector.takes_steps:
+            return attend_in_turn(self, self.shortened, st, q, step)
         (B, K, _, T, _), queries = q.shape, steps_as_heads(q)
-        seen = self.visible_steps(st, jnp.moveaxis(lengths, 0, 1))
-        found = self.find(st, queries, seen, scale=scale, steps=T)
+        selection = self.select(st, queries, step)
 
         def by_step(selection: Any) -> Any:
             return jax.tree.map(
@@ -202,30 +181,16 @@ class Retrieval(SelectedZones):
             )
 
         if not self.store.takes_steps:
-
-            def attend(st: ZonedState, q: Array, length: Array, selection: Any) -> tuple[Array, ZonedState, Info]:
-                st = self.shortened(st, length)
-                return self.attend_selected(st, q, selection, self.visible(st, None), scale=scale)
-
-            return attend_in_turn(attend, st, q, lengths, by_step(found))
+            return attend_in_turn(self, self.shortened, st, q, replace(step, selection=by_step(selection)))
+        seen = self.seen(st, step)
         zones = seen.recent, seen.sink, self.local
-        out, _ = self.store.attend_zones(st.store, queries, found, *zones, scale=scale)
+        out, _ = self.store.attend_zones(st.store, queries, selection, *zones, scale=step.scale)
 
         def info(length: Array, selection: Selection) -> Info:
             state = self.shortened(st, length)
             return self.info(state, self.visible(state, None), selection)
 
-        each = by_step(unpack(found))
-        return heads_as_steps(out, T), st, jax.vmap(info)(lengths, each)
-
-    def select(self, st: ZonedState, q: Array, *, scale: float | None = None, window: int | None = None) -> Selection:
-        """Selects the slots that a step with q [B, K, G, D] reads besides sink and local window, sorted by score.
-
-        Slots below S, the slots of the store, are in the history; S + r is slot r of the recent block.
-        """
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        found = self.find(st, q, self.visible(st, window), scale=scale, in_order=st.store.slots)
-        return unpack(found)
+        return heads_as_steps(out, T), st, jax.vmap(info)(lengths, by_step(unpack(selection)))
 
     # --------------------------------------------------------------------------------------------------------- parts
 

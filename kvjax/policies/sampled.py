@@ -9,8 +9,8 @@ from jax import Array, lax
 
 from kvjax import ops
 from kvjax.numerics.partial import PartialAttention, attention_logits, keep_valid, part_of_logits
-from kvjax.numerics.selection import Selection, by_row
-from kvjax.policies.policy import Info
+from kvjax.numerics.selection import Selection, by_row, unpack
+from kvjax.policies.policy import Info, Step
 from kvjax.policies.zones import Visible, Zoned, ZonedState
 from kvjax.selectors.simhash import SimHash
 from kvjax.selectors.striped import NOWHERE, first_places
@@ -76,14 +76,22 @@ class Sampled(Zoned):
         index = self.hashing.append(st.index, k, st.store.count, count)
         return replace(super().append(st, k, v, count), index=index)
 
-    def attend(
-        self, st: ZonedState, q: Array, *, scale: float, window: int | None = None
-    ) -> tuple[Array, ZonedState, Info]:
-        seen = self.visible(st, window)
+    def attend(self, st: ZonedState, q: Array, step: Step) -> tuple[Array, ZonedState, Info]:
+        seen = self.visible(st, step.window)
         sample, share = self.sample(st, q, seen)
-        history, log_weights = self._estimate(st, q, sample, share, scale)
-        out = ops.attend_beside(history, q, None, seen.recent, seen.sink, scale=scale)
+        if step.selection is not None:
+            sample = unpack(step.selection)
+        history, log_weights = self._estimate(st, q, sample, share, step.scale)
+        out = ops.attend_beside(history, q, None, seen.recent, seen.sink, scale=step.scale)
         return out, st, self._info(st, seen, sample, log_weights)
+
+    @property
+    def takes_steps(self) -> bool:
+        return False
+
+    def select(self, st: ZonedState, q: Array, step: Step) -> Selection:
+        """The tokens of the history that each query head samples."""
+        return self.sample(st, q, self.visible(st, step.window))[0]
 
     def sample(self, st: ZonedState, q: Array, seen: Visible) -> tuple[Selection, Array]:
         """Slots [B, K, G, M] of the history that query heads q [B, K, G, D] sample, and their share of all collisions.

@@ -13,7 +13,7 @@ from jax import Array, lax
 
 from kvjax.numerics.partial import Span
 from kvjax.numerics.selection import PackedSelection, Selection, unpack
-from kvjax.policies.policy import Info
+from kvjax.policies.policy import Info, Step
 from kvjax.policies.zones import Visible, Zoned, ZonedState
 
 
@@ -21,14 +21,15 @@ class SelectedZones(Zoned):
     """Zones in which a step attends to sink, local window and a selection."""
 
     def attend_selected(
-        self, st: ZonedState, q: Array, selection: Selection | PackedSelection, seen: Visible, *, scale: float
+        self, st: ZonedState, q: Array, selection: Selection | PackedSelection, step: Step
     ) -> tuple[Array, ZonedState, Info]:
         """Attention [B, K, G, D] of q [B, K, G, D] over sink, selection and local window; the state, and what was read.
 
         Selected slots below S, the slots of the store, are in the history; S + r is slot r of the recent block.
         """
+        seen = self.visible(st, step.window)
         zones = seen.recent, seen.sink, self.local
-        out, store = self.store.attend_zones(st.store, q, selection, *zones, scale=scale)
+        out, store = self.store.attend_zones(st.store, q, selection, *zones, scale=step.scale)
         st = replace(st, store=store)
         return out, st, self.info(st, seen, unpack(selection))
 

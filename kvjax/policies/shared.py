@@ -20,14 +20,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from typing import Any, NoReturn
 
 import jax.numpy as jnp
 from jax import Array
 
 from kvjax.numerics.selection import Selection
 from kvjax.policies.per_layer import PerLayer
-from kvjax.policies.policy import Info, Policy
+from kvjax.policies.policy import Info, Policy, Step
 from kvjax.policies.selected import SelectedZones
 from kvjax.policies.zones import ZonedState
 from kvjax.received import read_object
@@ -35,26 +35,6 @@ from kvjax.spec import CacheSpec, keep_int, require_int
 from kvjax.stores import Dense, Store
 from kvjax.stores.demotion import Demotion, Fifo
 from kvjax.validation import shown
-
-
-@runtime_checkable
-class Following(Protocol):
-    """A policy whose steps attend to what another layer selected. `kvjax.attention` calls this in place of `attend`."""
-
-    def attend_selection(
-        self, st: Any, q: Array, selection: Selection, *, scale: float, window: int | None = None
-    ) -> tuple[Array, Any, Info]:
-        """`Policy.attend` over the slots of `selection` and the tokens that every step attends to."""
-        ...
-
-
-@runtime_checkable
-class Leading(Protocol):
-    """A policy whose selections other layers can follow."""
-
-    def follower(self, heads: tuple[int, ...] | None = None) -> Policy:
-        """The policy of a layer that follows; `heads` as in `Follower`."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,24 +76,32 @@ class Follower(SelectedZones):
             )
         return super().init(spec)
 
-    def attend(self, st: ZonedState, q: Array, *, scale: float, window: int | None = None) -> NoReturn:
+    @property
+    def follows(self) -> bool:
+        return True
+
+    def select(self, st: ZonedState, q: Array, step: Step) -> NoReturn:
         raise ValueError(
             "Follower attends to what another layer selected and got no selection; pass selection=info.selection to "
             "kvjax.attention, with the info that kvjax.attention_info gave for the layer that it follows"
         )
 
-    def attend_selection(
-        self, st: ZonedState, q: Array, selection: Selection, *, scale: float, window: int | None = None
-    ) -> tuple[Array, ZonedState, Info]:
-        selection = self._of_heads(selection, q.shape)
-        seen = self.visible(st, window)
+    @property
+    def takes_steps(self) -> bool:
+        return False
+
+    def attend(self, st: ZonedState, q: Array, step: Step) -> tuple[Array, ZonedState, Info]:
+        if step.selection is None:
+            self.select(st, q, step)
+        selection = self._of_heads(step.selection, q.shape)
+        seen = self.visible(st, step.window)
         if seen.first is not None:
             slots = st.store.slots
             start = jnp.where(selection.slots < slots, _by_row(seen.store), slots + _by_row(seen.recent.start))
             selection = selection._replace(valid=selection.valid & (selection.slots >= start))
-        return self.attend_selected(st, q, selection, seen, scale=scale)
+        return self.attend_selected(st, q, selection, step)
 
-    def _of_heads(self, selection: Selection, shape: tuple[int, ...]) -> Selection:
+    def _of_heads(self, selection: Any, shape: tuple[int, ...]) -> Selection:
         B, K, G, _ = shape
         if not isinstance(selection, Selection):
             raise ValueError(
@@ -159,11 +147,6 @@ class Shared(PerLayer):
 
     def __post_init__(self) -> None:
         keep_int(self, "share", at_least=1)
-        if not isinstance(self.rest, Leading):
-            raise ValueError(
-                f"{self.rest!r} selects nothing that other layers could follow; share takes a kvjax.Retrieval or a "
-                "kvjax.Speculative, as in the presets fier, quest, pariskv, freekv and exact"
-            )
         self.rest.follower()  # raises here if the policy cannot have followers
         if dense := getattr(self.rest, "dense_capacity", 0):
             raise ValueError(
@@ -204,7 +187,6 @@ class Shared(PerLayer):
     def policy(self, layer: int) -> Policy:
         if layer < len(self.first) or self.selects(layer):
             return super().policy(layer)
-        assert isinstance(self.rest, Leading)
         return self.rest.follower(dict(self.heads).get(layer))
 
 

@@ -12,7 +12,7 @@ import json
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,20 +25,6 @@ from kvjax.spec import CacheSpec
 
 FILE = Path(__file__).with_name("short.json")
 DenseCapacity = int | Literal["auto"]
-
-
-@runtime_checkable
-class Sized(Protocol):
-    """A policy that leaves caches of some sizes to another policy."""
-
-    def of_size(self, spec: CacheSpec) -> Policy:
-        """The policy of a cache for `spec`: this one, or another."""
-        ...
-
-
-def of_size(policy: Policy, spec: CacheSpec) -> Policy:
-    """The policy that `kvjax.init` gives a cache for `spec`."""
-    return policy.of_size(spec) if isinstance(policy, Sized) else policy
 
 
 @dataclass(frozen=True)
@@ -57,25 +43,21 @@ class Short(Full):
     policy: Policy
 
     def of_size(self, spec: CacheSpec) -> Policy:
-        return of_size(self.policy, spec)
+        return self.policy.of_size(spec)
 
     def stored(self, st: FullState) -> tuple[Array, Array, Array]:
         """Keys and values [B, K, capacity, D] in order of position, and lengths i32[B]."""
         return st.tokens.k, st.tokens.v, st.length
 
 
-@runtime_checkable
-class Refillable(Protocol):
-    """A policy whose state gives back all of its tokens, so that another policy can store them as a prompt."""
+def refilled(policy: Policy, spec: CacheSpec, old: Policy, st: Any) -> Any | None:
+    """The state of `policy` in a cache for `spec`, after a prompt of all tokens that `st`, a state of `old`, holds.
 
-    def stored(self, st: Any) -> tuple[Array, Array, Array]:
-        """Keys and values [B, K, T, D] in order of position, and lengths i32[B]."""
-        ...
-
-
-def refilled(policy: Policy, spec: CacheSpec, old: Refillable, st: Any) -> Any:
-    """The state of `policy` in a cache for `spec`, after a prompt of all tokens that `st`, a state of `old`, holds."""
-    state = jax.jit(policy.prefill)(policy.init(spec), *old.stored(st))
+    None if `old` does not give its tokens back.
+    """
+    if (tokens := old.stored(st)) is None:
+        return None
+    state = jax.jit(policy.prefill)(policy.init(spec), *tokens)
     return replace(state, overflow=state.overflow | st.overflow)
 
 

@@ -12,7 +12,6 @@ served its steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -24,7 +23,7 @@ from jax.tree_util import register_dataclass
 from kvjax import ops
 from kvjax.numerics.partial import PartialAttention
 from kvjax.numerics.selection import Selection, split_selection, unpack
-from kvjax.policies.policy import Info
+from kvjax.policies.policy import Info, Policy, Step
 from kvjax.policies.retrieval import Retrieval
 from kvjax.policies.shared import Follower
 from kvjax.policies.zones import Visible, ZonedState
@@ -41,6 +40,18 @@ class Recall(NamedTuple):
     k: Array  # dtype[B, K, R, D], R > H*M, in the order of the selection; from H*M the edge, then any finite values
     v: Array  # dtype[B, K, R, D]
     edge: Array  # bool[B] whether there is an edge: the oldest tokens of a full local window, which later steps drop
+
+
+class Decision(NamedTuple):
+    """What a step does with the recall of the previous one."""
+
+    previous: Recall  # with a selection of valid slots only where the recall is up to date
+    last: Selection  # of the previous recall, as it was
+    query: Array  # f32[B, K, G, D]
+    reused: Array  # bool[B, K] heads that attend with the previous recall
+    urgent: Array  # bool[B, K] heads that wait for a new one
+    renewed: Array  # bool[B] or bool[B, K] the new recall is kept for the next step
+    age: Array  # i32[B, K] or [1, 1] steps since the recall
 
 
 @register_dataclass
@@ -67,7 +78,7 @@ class SpeculativeState:
 
 
 @dataclass(frozen=True)
-class Speculative:
+class Speculative(Policy):
     """A `Retrieval` whose steps attend with the previous step's recall, except in heads whose query changed direction.
 
     For each kv head, C = mean over its query heads of cosine(q_t, q_{t-1}). Heads with C >= tau attend with the keys
@@ -147,7 +158,7 @@ class Speculative:
         policy, st = self.retrieval, self.retrieval.init(spec)
 
         def recall(q: Array) -> Recall:
-            selection = unpack(policy.find(st, q, policy.visible(st, None), scale=1.0))
+            selection = unpack(policy.select(st, q, Step(1.0)))
             stored, _ = split_selection(self._flat(selection), st.store.slots)
             return Recall(selection, *policy.store.gather(st.store, stored), jnp.zeros(spec.batch, bool))
 
@@ -163,33 +174,58 @@ class Speculative:
 
     # ----------------------------------------------------------------------------------------------------- attending
 
-    def attend(
-        self, st: SpeculativeState, q: Array, *, scale: float, window: int | None = None
-    ) -> tuple[Array, SpeculativeState, Info]:
-        policy, zones = self.retrieval, st.zones
-        seen = policy.visible(zones, window)
-        score_scale = scale if self.selection_scale is None else self.selection_scale
-        selection = unpack(policy.find(zones, q, seen, scale=score_scale, in_order=self._dropped(zones)))
+    def attend(self, st: SpeculativeState, q: Array, step: Step) -> tuple[Array, SpeculativeState, Info]:
+        """Selects; decides which heads reuse their recall, recalls, attends, and remembers for the next step."""
+        selection = self.select(st, q, step) if step.selection is None else unpack(step.selection)
+        decision = self._decide(st, q)
+        zones, now, fresh = self._recall(st.zones, selection, decision)
+        out, info = self._attend_recalled(zones, q, selection, decision, now, step)
+        return out, self._remember(st, zones, fresh, decision), info
 
-        # Which heads reuse their recall. After a prompt its slots are out of date, so none is known.
-        query = q.astype(jnp.float32)
-        known = st.recalled_at + st.due.astype(jnp.int32) == zones.length
-        previous = st.recall._replace(
-            selection=Selection(st.recall.selection.slots, st.recall.selection.valid & known[:, None, None, None])
-        )
-        reused = (_similarity(query, st.query) >= self.tau) & (st.recalled_at + 1 == zones.length)[:, None]
+    def select(self, st: SpeculativeState, q: Array, step: Step) -> Selection:
+        """What `Retrieval` selects, with scores scaled by `selection_scale`. A step attends to it in heads that recall
+        anew, and in the others to the selection of an earlier step."""
+        step = step if self.selection_scale is None else replace(step, scale=self.selection_scale)
+        return unpack(self.retrieval.select(st.zones, q, step, in_order=self._dropped(st.zones)))
+
+    def _decide(self, st: SpeculativeState, q: Array) -> Decision:
+        """Which heads reuse their recall, and which are recalled now. After a prompt a recall's slots are out of date,
+        so none is known."""
+        length, query = st.zones.length, q.astype(jnp.float32)
+        known = st.recalled_at + st.due.astype(jnp.int32) == length
+        selection = Selection(st.recall.selection.slots, st.recall.selection.valid & known[:, None, None, None])
+        reused = (_similarity(query, st.query) >= self.tau) & (st.recalled_at + 1 == length)[:, None]
         urgent = ~reused & st.due[:, None]  # an inactive row recalls nothing
         age = jnp.ones((1, 1), jnp.int32) if st.age is None else st.age + 1
         # By head, or by row.
         renewed = st.due if st.age is None else st.due[:, None] & (~reused | (age >= self.reuse))
+        previous = st.recall._replace(selection=selection)
+        return Decision(previous, st.recall.selection, query, reused, urgent, renewed, age)
 
-        # Recall for the heads that attend with it now, then the rest.
-        zones, new, rest = self._recall(zones, selection, previous, renewed, urgent)
-        by_head = reused[:, :, None, None]
-        used = Selection(*(jnp.where(by_head, *two) for two in zip(st.recall.selection, selection, strict=True)))
-        fresh = rest()
+    def _recall(
+        self, st: ZonedState, selection: Selection, decision: Decision
+    ) -> tuple[ZonedState, tuple[Array, Array], Recall]:
+        """Recalls the selection: the zones, keys and values for the heads that attend with them now, and the recall of
+        all heads for the next step."""
+        previous, oldest = decision.previous, st.recent.count - self.retrieval.local
+        recalled = Recalled(self._flat(previous.selection), previous.k, previous.v)
+        how = (st.recent.k, st.recent.v), oldest, recalled, decision.renewed, decision.urgent
+        store, now, rest = self.retrieval.store.recall(st.store, selection, *how, edges=self.reuse)
+        return replace(st, store=store), now, Recall(selection, *rest(), oldest >= 0)
 
-        # Attend to sink, local window and the recall: slots W ... 2W-1 are those of the new one, followed by `recent`.
+    def _attend_recalled(
+        self,
+        zones: ZonedState,
+        q: Array,
+        selection: Selection,
+        decision: Decision,
+        now: tuple[Array, Array],
+        step: Step,
+    ) -> tuple[Array, Info]:
+        """Attention to sink, local window and the recall, old or new, with the tokens that left the window since."""
+        policy, previous, age = self.retrieval, decision.previous, decision.age
+        seen, by_head = policy.visible(zones, step.window), decision.reused[:, :, None, None]
+        used = Selection(*(jnp.where(by_head, *two) for two in zip(decision.last, selection, strict=True)))
         place = jnp.arange(self.reuse)[None, None]  # of the tokens that have left the local window, the oldest first
         edge = previous.edge[:, None, None] & (place < age[..., None])
         position = zones.length[:, None, None] - age[..., None] - policy.local + place
@@ -197,27 +233,29 @@ class Speculative:
             edge &= position >= seen.first[:, None, None]
         used = self._keep_reused(zones, used, by_head, jnp.sum(edge, axis=2, dtype=jnp.int32), seen)
         with_edge = edge[:, :, None] & by_head
+        # Slots W ... 2W-1 are those of the new recall, followed by `recent`.
         read = _in_order(used.valid, with_edge)
-        read = read._replace(slots=read.slots + jnp.where(urgent, previous.k.shape[2], 0)[..., None, None])
-        out = ops.attend_zones(q, previous.k, previous.v, read, seen.recent, seen.sink, policy.local, new, scale=scale)
+        read = read._replace(slots=read.slots + jnp.where(decision.urgent, previous.k.shape[2], 0)[..., None, None])
+        beside = seen.recent, seen.sink, policy.local
+        out = ops.attend_zones(q, previous.k, previous.v, read, *beside, now, scale=step.scale)
+        return out, self._info(zones, seen, used, with_edge, position, ~decision.reused)
+
+    def _remember(self, st: SpeculativeState, zones: ZonedState, fresh: Recall, decision: Decision) -> SpeculativeState:
+        """The state for the next step: the new recall in the heads that were recalled, the old one in the others."""
 
         def keep(old: Array, new: Array, of: Array = st.due) -> Array:
             return jnp.where(of.reshape(*of.shape, *(1,) * (new.ndim - of.ndim)), new, old)
 
-        after = SpeculativeState(
+        renewed = decision.renewed
+        kept = (keep(*two, renewed) for two in zip(st.recall.selection, fresh.selection, strict=True))
+        return SpeculativeState(
             zones=zones,
-            recall=Recall(
-                Selection(*(keep(*two, renewed) for two in zip(st.recall.selection, selection, strict=True))),
-                fresh.k,
-                fresh.v,
-                keep(st.recall.edge, fresh.edge),
-            ),
-            query=keep(st.query, query, renewed),
+            recall=Recall(Selection(*kept), fresh.k, fresh.v, keep(st.recall.edge, fresh.edge)),
+            query=keep(st.query, decision.query, renewed),
             recalled_at=keep(st.recalled_at, zones.length),
             due=jnp.zeros_like(st.due),
-            age=None if st.age is None else self._aged(st.age, age, st.due, renewed, fresh.edge),
+            age=None if st.age is None else self._aged(st.age, decision.age, st.due, renewed, fresh.edge),
         )
-        return out, after, self._info(zones, seen, used, with_edge, position, ~reused)
 
     def _aged(self, old: Array, age: Array, due: Array, renewed: Array, edge: Array) -> Array:
         """Steps since each head recalled; the recall of a row whose window is not full serves one step only."""
@@ -232,21 +270,6 @@ class Speculative:
         pending_units = -(-(zones.recent.slots - policy.local) // unit)
         room = policy.room(zones.store.slots // unit + pending_units) * unit
         return 1 if room <= policy.selected else zones.store.slots
-
-    def _recall(
-        self, st: ZonedState, selection: Selection, previous: Recall, rows: Array, urgent: Array
-    ) -> tuple[ZonedState, tuple[Array, Array], Callable[[], Recall]]:
-        """Recalls the selection: the zones, keys and values, and a function that recalls the rest.
-
-        Keys and values are those of the `urgent` heads bool[B, K], and arbitrary for others. The function recalls for
-        all `rows`, bool[B] or by head bool[B, K], and keeps the previous keys and values of the others.
-        """
-        policy = self.retrieval
-        recent, oldest = (st.recent.k, st.recent.v), st.recent.count - policy.local
-        recalled = Recalled(self._flat(previous.selection), previous.k, previous.v)
-        read = selection, recent, oldest, recalled, rows, urgent
-        store, used, rest = policy.store.recall(st.store, *read, edges=self.reuse)
-        return replace(st, store=store), used, lambda: Recall(selection, *rest(), oldest >= 0)
 
     def _flat(self, selection: Selection) -> Selection:
         """[B, K, 1, H*M + unit]: the slots of all heads one after the other, and room for the edge, moved as a unit."""

@@ -26,7 +26,7 @@ from kvjax.numerics.packing import whole_units
 from kvjax.numerics.partial import PartialAttention, Span, keep_valid, merge
 from kvjax.numerics.selection import Selection
 from kvjax.ops.chunk import attend_zone
-from kvjax.policies.policy import chunk_starts, in_range, lowest_visible
+from kvjax.policies.policy import Policy, Step, chunk_starts, in_range, lowest_visible
 from kvjax.sharding.context import Axis, Stripes
 from kvjax.spec import CacheSpec, keep_int
 from kvjax.stores import Store
@@ -75,7 +75,7 @@ class Visible(NamedTuple):
     sink: Span | None
 
 
-class Zoned:
+class Zoned(Policy):
     """Stores tokens in zones. A subclass is a dataclass with these fields, and says what a step attends to."""
 
     store: Store
@@ -179,11 +179,18 @@ class Zoned:
 
     # ---------------------------------------------------------------------------------------------- several tokens
 
-    def put_tokens(self, st: ZonedState, k: Array, v: Array, count: Array) -> ZonedState:
-        """Stores the first `count` i32[B] of k, v [B, K, T, D] without a flush; tokens without room are dropped."""
+    def store_steps(self, st: ZonedState, k: Array, v: Array, count: Array) -> ZonedState:
         zones = [st.recent] if st.sink is None else [st.sink, st.recent]
         (*sink, recent), overflow = ops.put_tokens(zones, k, v, count, st.overflow)
         return replace(st, sink=sink[0] if sink else None, recent=recent, overflow=overflow)
+
+    @property
+    def takes_steps(self) -> bool:
+        return True
+
+    @property
+    def reversible(self) -> bool:
+        return True
 
     def free(self, st: ZonedState) -> Array:
         sink = 0 if st.sink is None else st.sink.slots - st.sink.count
@@ -206,7 +213,7 @@ class Zoned:
         return replace(st, sink=sink, recent=replace(st.recent, count=lengths - st.store.count))
 
     def truncate(self, st: ZonedState, lengths: Array) -> ZonedState:
-        """See `Truncatable`. Tokens return from the history to the recent block, where `prefill` would place them."""
+        """Tokens return from the history to the recent block, where `prefill` would place them."""
         if not self.demote.ordered:
             raise ValueError(
                 f"truncate cannot shorten a cache of {self.demote}, which forgets the order of tokens; "
@@ -277,6 +284,12 @@ class Zoned:
         if st.sink is not None:
             sink = Span(st.sink.k, st.sink.v, lowest_slot(first, jnp.zeros_like(st.sink.count)), st.sink.count)
         return Visible(st.length, first, window, lowest_slot(first, st.offset_store), recent, sink)
+
+    def seen(self, st: ZonedState, step: Step) -> Visible:
+        """The tokens that the queries of a step, or of several, may attend to."""
+        if step.lengths is None:
+            return self.visible(st, step.window)
+        return self.visible_steps(st, jnp.moveaxis(step.lengths, 0, 1))
 
     def visible_steps(self, st: ZonedState, lengths: Array) -> Visible:
         """The tokens that the queries of T steps may attend to; after each step a row holds `lengths` i32[B, T]

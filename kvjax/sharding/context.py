@@ -21,13 +21,12 @@ parallelism of vLLM and SGLang, which attend to everything.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import TypeAlias
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.numerics.partial import PartialAttention
-from kvjax.spec import CacheSpec
 
 Axis: TypeAlias = str | tuple[str, ...]
 
@@ -76,24 +75,6 @@ class Stripes:
         *lead, U = units.shape
         every = lax.all_gather(units.reshape(*lead, U * unit // self.tokens, 1, self.tokens // unit), self.axis)
         return jnp.moveaxis(every[..., 0, :], 0, -2).reshape(*lead, U * self.parts)
-
-
-@runtime_checkable
-class OverContext(Protocol):
-    """A policy whose history can be split over devices. `Zoned` policies, `Speculative` and `Full` have these verbs."""
-
-    def over_context(self, axis: Axis, parts: int) -> Any:
-        """The policy of one of `parts` devices along `axis`. Arrays of its state that are split are smaller by that
-        factor, all others are those of the policy.
-
-        Raises:
-          ValueError: chunks or a store that cannot be split.
-        """
-        ...
-
-    def turns(self, spec: CacheSpec, parts: int) -> int:
-        """Stripes that each device has room for."""
-        ...
 
 
 def share_of_highest(marks: Array, count: Array, levels: int, stripes: Stripes) -> Array:

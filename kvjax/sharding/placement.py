@@ -34,7 +34,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kvjax.memory import shapes, to_device, to_host
-from kvjax.sharding.context import Axis, OverContext
+from kvjax.sharding.context import Axis
 from kvjax.spec import CacheSpec
 from kvjax.validation import shown
 
@@ -170,7 +170,7 @@ class Placement:
     def policy_of_part(self, policy: Any) -> Any:
         """The policy that a device runs: `policy`, or its variant for a device with a part of each row's tokens."""
         parts = self.parts("context")
-        if self.context is None or parts == 1 or not isinstance(policy, OverContext):
+        if self.context is None or parts == 1:
             return policy
         return policy.over_context(self.context, parts)
 

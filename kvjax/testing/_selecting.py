@@ -12,8 +12,8 @@ from jax import Array
 
 from kvjax.cache.cache import LayerCache
 from kvjax.numerics.partial import group_queries
-from kvjax.numerics.selection import Selection, mass_recall
-from kvjax.policies import Policy
+from kvjax.numerics.selection import Selection, mass_recall, unpack
+from kvjax.policies import Policy, Step
 from kvjax.spec import CacheSpec
 from kvjax.testing._anatomy import (
     core,
@@ -81,7 +81,7 @@ def recall_grows_with_budget(policy: Policy, spec: CacheSpec) -> None:
     def selection_and_mass(st: Any, wider: Any, keys: Array) -> tuple[Selection, Array]:
         logits = jnp.einsum("bkgd,bksd->bkgs", q.astype(jnp.float32), keys) * spec.head_dim**-0.5
         valid = [jnp.arange(b.slots)[None] < b.count[:, None] for b in (st.store, st.recent)]
-        selection = wider.select(st, q)
+        selection = unpack(wider.select(st, q, Step(q.shape[-1] ** -0.5), in_order=st.store.slots))
         return selection, mass_recall(selection, logits, jnp.concatenate(valid, axis=1))
 
     base = sink(policy) + inner.local + getattr(inner, "beside", 0)

@@ -11,7 +11,7 @@ from kvjax.attention import decode_info
 from kvjax.cache.cache import LayerCache
 from kvjax.cache.editing import rollback, room, truncate
 from kvjax.cache.flushing import flush
-from kvjax.policies import Policy, Reversible, Truncatable
+from kvjax.policies import Policy
 from kvjax.spec import CacheSpec
 from kvjax.testing._anatomy import DoesNotApply, core, has_history, require, sink
 from kvjax.testing._drive import Tokens, fill, new_cache, ragged_lengths, random_tokens, step
@@ -51,7 +51,7 @@ def decode_equals_single_steps(policy: Policy, spec: CacheSpec) -> None:
 
 def rollback_forgets_what_came_after(policy: Policy, spec: CacheSpec) -> None:
     """After tokens are taken back, the cache is as if they had never come; other tokens cannot be taken back."""
-    require(isinstance(policy, Reversible), "the policy takes no tokens back (no `rollback`, `earliest` and `free`)")
+    require(policy.reversible, "the policy takes no tokens back (no `rollback`, `earliest` and `free`)")
     tokens, other = random_tokens(spec, 24), random_tokens(spec, 25)
     lengths = _before_a_flush(policy, spec, 3)
     start, _ = fill(new_cache(policy, spec), tokens, lengths)
@@ -67,7 +67,7 @@ def rollback_forgets_what_came_after(policy: Policy, spec: CacheSpec) -> None:
     want, _, wanted = step(reference, tokens, lengths + kept)
     assert_same((out, info.attended), (want, wanted.attended), "the step after rollback")
 
-    earliest = np.asarray(policy.earliest(start.state))  # type: ignore[attr-defined]
+    earliest = np.asarray(policy.earliest(start.state))
     first, _ = fill(new_cache(policy, spec), tokens, earliest)
     assert_same_contents(_rollback(start, earliest), first, spec, "state at the earliest length")
     for wrong in (earliest - 1, lengths + 1):
@@ -80,7 +80,6 @@ def rollback_forgets_what_came_after(policy: Policy, spec: CacheSpec) -> None:
 
 def truncate_gives_the_shorter_prompt(policy: Policy, spec: CacheSpec) -> None:
     """A cache that is cut to any earlier length equals the cache of a prompt of that length, also in later steps."""
-    require(isinstance(policy, Truncatable), "the policy cannot shorten its cache (no `truncate`)")
     tokens, lengths = random_tokens(spec, 26), ragged_lengths(policy, spec)
     lengths = np.maximum(lengths, np.minimum(3 * spec.capacity // 4, spec.capacity - 3))
     whole, _ = fill(new_cache(policy, spec), tokens, lengths)

@@ -38,7 +38,7 @@ class Programs:
         self.rollback = jax.jit(kvjax.rollback)
         self.truncate = jax.jit(kvjax.truncate)
         self.empty = kvjax.init(drawn.layers, drawn.spec, layers=len(drawn.layers))
-        self.reversible = all(isinstance(policy, kvjax.Reversible) for policy in drawn.layers)
+        self.reversible = all(policy.reversible for policy in drawn.layers)
         try:
             jax.eval_shape(kvjax.truncate, self.empty, np.zeros(drawn.spec.batch, np.int32))
             self.shortens = drawn.truncates

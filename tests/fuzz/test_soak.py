@@ -73,7 +73,7 @@ class Server:
         self.insert = jax.jit(kvjax.insert, donate_argnums=0)
         self.rollback = jax.jit(kvjax.rollback, donate_argnums=0)
         self.earliest = jax.jit(_earliest)
-        self.reversible = all(isinstance(policy, kvjax.Reversible) for policy in policies)
+        self.reversible = all(policy.reversible for policy in policies)
         one = kvjax.CacheSpec(**{**vars(SPEC), "batch": 1})
         self.empty = kvjax.init(list(policies), one, layers=len(policies))
         self.cache = kvjax.init(list(policies), SPEC, layers=len(policies))

@@ -324,7 +324,7 @@ def test_a_step_runs_the_kernels_and_copies_no_cache(preset, found):
     policy = preset.rest
     state = jax.eval_shape(partial(policy.init, spec))
     with mock.patch.object(ops.op, "_unmeasured", return_value=None):
-        program = aot.compile_for(lambda st, q: policy.attend(st, q, scale=0.1)[0], state, sds(1, 8, 4, 128))
+        program = aot.compile_for(lambda st, q: policy.attend(st, q, kvjax.Step(0.1))[0], state, sds(1, 8, 4, 128))
     names = {name.removeprefix("kvjax_").removesuffix("_mosaic_gpu_kernel") for name in program.kernels}
     assert names == found
     assert program.temp_bytes < 40 * MIB  # for the scores of 32 heads, 16 MiB, and pooled ones; the cache is 512 MiB

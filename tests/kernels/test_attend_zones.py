@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import CacheSpec, Fifo, Retrieval, ops
+from kvjax import CacheSpec, Fifo, Retrieval, Step, ops
 from kvjax.kernels_pallas.attend import attend_slots, attend_zones
 from kvjax.numerics.partial import Span
 from kvjax.numerics.selection import PackedSelection, Selection
@@ -136,10 +136,10 @@ def test_a_step_of_retrieval_is_the_same_with_the_kernel_of_zones(monkeypatch):
     q, lengths = normal(0, 3, 2, 2, 64, dtype=jnp.bfloat16), jnp.asarray([101, 17, 2])
     state = jax.jit(lambda k, v: policy.prefill(policy.init(spec), k, v, lengths))(k, v)
     for window in (None, 50):
-        want, _, info = jax.jit(lambda *args, w=window: policy.attend(*args, scale=0.125, window=w))(state, q)
+        want, _, info = jax.jit(lambda *args, w=window: policy.attend(*args, Step(0.125, w)))(state, q)
         with monkeypatch.context() as m:
             m.setattr(ops, "attend_zones", lambda *args, scale: zones_kernel(args[-1], scale=scale)(*args[:-1]))
-            got, *_ = jax.jit(lambda *args, w=window: policy.attend(*args, scale=0.125, window=w))(state, q)
+            got, *_ = jax.jit(lambda *args, w=window: policy.attend(*args, Step(0.125, w)))(state, q)
         assert relative(got, want) < float(jnp.finfo(jnp.bfloat16).eps)
         if window is None:
             np.testing.assert_array_equal(info.attended, np.repeat([[37], [17], [2]], 2, axis=1))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import CacheSpec, Fifo, Retrieval, ops
+from kvjax import CacheSpec, Fifo, Retrieval, Step, ops
 from kvjax.kernels_pallas import simt
 from kvjax.kernels_pallas.attend import attend_quantized, attend_slots, attend_span
 from kvjax.kernels_pallas.host import host_rows
@@ -228,8 +228,9 @@ def test_a_step_chooses_of_all_pools_and_lengths_what_select_ranks_highest(group
         st = policy.prefill(policy.init(spec), k, k, lengths)
         found = []
         for window in (None, 40):
-            info = policy.attend(st, q, scale=0.25, window=window)[2]
-            found.append((info.selection, policy.select(st, q, scale=0.25, window=window)))
+            by = Step(0.25, window)
+            ranked = policy.select(st, q, by, in_order=st.store.slots)
+            found.append((policy.attend(st, q, by)[2].selection, ranked))
         return found
 
     for chosen, ranked in choose(k, q):

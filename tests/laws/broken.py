@@ -59,11 +59,18 @@ class BrokenFull(Full):
             return dataclasses.replace(after, tokens=dataclasses.replace(tokens, k=tokens.k + 0 * turned))
         return after
 
-    def attend(self, st, q, *, scale, window=None):
+    def attend(self, st, q, step):
         if isinstance(st, Wrapped):
-            out, full, info = super().attend(st.full, q, scale=scale, window=window)
+            out, full, info = super().attend(st.full, q, step)
             out = out * st.flags["batch"] if "batch" in st.flags else out
             return out, dataclasses.replace(st, full=full), info
+        if step.lengths is not None:
+            window = 1 if self.fault == "decodes each token alone" else step.window
+            out, st, info = super().attend(st, q, dataclasses.replace(step, window=window))
+            if self.fault == "rounds if a row takes many tokens":
+                many = jnp.max(step.lengths[-1] - step.lengths[0]) >= 3
+                out = jnp.where(many, out.astype(jnp.bfloat16).astype(out.dtype), out)
+            return out, st, info
         tokens = st.tokens
         if self.fault == "uses the length of row 0":
             tokens = dataclasses.replace(tokens, count=jnp.broadcast_to(tokens.count[:1], tokens.count.shape))
@@ -71,7 +78,7 @@ class BrokenFull(Full):
             tokens = dataclasses.replace(tokens, count=tokens.count + 1)
         if self.fault == "forgets the newest":
             tokens = dataclasses.replace(tokens, count=jnp.maximum(tokens.count - 1, 1))
-        out, _, info = super().attend(dataclasses.replace(st, tokens=tokens), q, scale=scale, window=window)
+        out, _, info = super().attend(dataclasses.replace(st, tokens=tokens), q, step)
         if self.fault == "tells one token too few":
             info = info._replace(positions=jnp.where(info.positions == 1, -1, info.positions))
         if self.fault == "changes the state":
@@ -82,15 +89,10 @@ class BrokenFull(Full):
             out = out * (1 + jnp.mean(st.length.astype(jnp.float32))).astype(out.dtype)
         return out, st, info
 
-    def decode(self, st, q, k, v, count, *, scale, window=None):
+    def store_steps(self, st, k, v, count):
         if isinstance(st, Wrapped):
-            out, full, info = super().decode(st.full, q, k, v, count, scale=scale, window=window)
-            return out * st.flags["batch"], dataclasses.replace(st, full=full), info
-        window = 1 if self.fault == "decodes each token alone" else window
-        out, st, info = super().decode(st, q, k, v, count, scale=scale, window=window)
-        if self.fault == "rounds if a row takes many tokens":
-            out = jnp.where(jnp.max(count) > 3, out.astype(jnp.bfloat16).astype(out.dtype), out)
-        return out, st, info
+            return dataclasses.replace(st, full=super().store_steps(st.full, k, v, count))
+        return super().store_steps(st, k, v, count)
 
     def free(self, st):
         return super().free(st.full if isinstance(st, Wrapped) else st)
@@ -173,8 +175,8 @@ class BrokenRetrieval(Retrieval):
 
     fault: str = ""
 
-    def attend(self, st, q, *, scale, window=None):
-        out, st, info = super().attend(st, q, scale=scale, window=window)
+    def attend(self, st, q, step):
+        out, st, info = super().attend(st, q, step)
         if self.fault == "tells a slot twice":
             slots = jnp.broadcast_to(info.selection.slots[..., :1], info.selection.slots.shape)
             info = info._replace(selection=info.selection._replace(slots=slots))
@@ -186,8 +188,8 @@ class BrokenRetrieval(Retrieval):
             st = dataclasses.replace(st, recent=dataclasses.replace(st.recent, v=st.recent.v * (1 + full)))
         return st
 
-    def select(self, st, q, *, scale=None, window=None):
-        good = super().select(st, q, scale=scale, window=window)
+    def select(self, st, q, step, *, in_order=0):
+        good = super().select(st, q, step, in_order=in_order)
         if self.fault == "selects other tokens at each budget":
             return good._replace(slots=(good.slots + 3 * self.budget) % st.store.slots)
         return good
@@ -209,12 +211,12 @@ class BrokenEvicting(Evicting):
 
     fault: str = ""
 
-    def attend(self, st, q, *, scale, window=None):
+    def attend(self, st, q, step):
         if self.fault == "reads half of what it holds":
             half = dataclasses.replace(st, tokens=dataclasses.replace(st.tokens, count=(st.tokens.count + 1) // 2))
-            out, _, info = super().attend(half, q, scale=scale, window=window)
+            out, _, info = super().attend(half, q, step)
             return out, st, info
-        return super().attend(st, q, scale=scale, window=window)
+        return super().attend(st, q, step)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,7 @@ class PairState:
 
 
 @dataclass(frozen=True)
-class Pair:
+class Pair(kvjax.Policy):
     """An anchor and its follower over the same tokens, as one policy, whose output is the follower's."""
 
     anchor: Any
@@ -115,11 +115,9 @@ class Pair:
     def flush(self, st: Any) -> Any:
         return self._both("flush", st)
 
-    def attend(self, st: Any, q: Any, *, scale: float, window: int | None = None) -> Any:
-        _, anchor, info = self.anchor.attend(st.anchor, q, scale=scale, window=window)
-        out, follower, info = self.anchor.follower().attend_selection(
-            st.follower, q, info.selection, scale=scale, window=window
-        )
+    def attend(self, st: Any, q: Any, step: kvjax.Step) -> Any:
+        _, anchor, info = self.anchor.attend(st.anchor, q, step)
+        out, follower, info = self.anchor.follower().attend(st.follower, q, replace(step, selection=info.selection))
         return out, PairState(follower, anchor), info
 
     def attend_stored(self, st: Any, q: Any, *, scale: float, window: int | None = None) -> Any:

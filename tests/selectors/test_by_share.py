@@ -48,7 +48,9 @@ def test_with_the_whole_share_it_selects_what_its_selector_does() -> None:
     whole = dataclasses.replace(BASE, selector=Nucleus(selector=BASE.selector, p=1.0))
     q = jnp.asarray(tokens.q[:, 170].reshape(2, 2, 2, 16))
     found = [
-        jax.jit(partial(lambda policy, st, q: policy.attend(st, q, scale=0.25)[2].positions, policy))(cache.state, q)
+        jax.jit(partial(lambda policy, st, q: policy.attend(st, q, kvjax.Step(0.25))[2].positions, policy))(
+            cache.state, q
+        )
         for policy in (BASE, whole)
     ]
     np.testing.assert_array_equal(np.sort(found[1], axis=-1), np.sort(found[0], axis=-1))

@@ -19,7 +19,8 @@ from tests.oracles import agrees, fier_scores, pooled
 
 @functools.partial(jax.jit, static_argnums=0)
 def select(policy: Retrieval, st: kvjax.ZonedState, q: jax.Array) -> kvjax.Selection:
-    return policy.select(st, group_queries(q, st.recent.k.shape[1]))
+    step = kvjax.Step(q.shape[-1] ** -0.5)
+    return policy.select(st, group_queries(q, st.recent.k.shape[1]), step, in_order=st.store.slots)
 
 
 def picks(policy: Retrieval, cache: kvjax.LayerCache, q: np.ndarray, row: int) -> list[list[set[int]]]:

@@ -55,9 +55,7 @@ def test_a_pick_is_the_choice_and_its_lowest_comes_last_where_it_says_so(selecto
     tokens = drive.random_tokens(spec)
     cache, _ = drive.fill(kvjax.init_layer(policy, spec), tokens, np.array([190, 101, 33, 4]))
     q = tokens.at(np.array([[150]] * 4))[0][:, 0]
-    got = jax.jit(lambda st, q: policy.find(st, q.reshape(4, 2, 2, 16), policy.visible(st, None), scale=0.25))(
-        cache.state, q
-    )
+    got = jax.jit(lambda st, q: policy.select(st, q.reshape(4, 2, 2, 16), kvjax.Step(0.25)))(cache.state, q)
     want = select(policy, cache.state, q)
     for row in np.ndindex(want.slots.shape[:3]):
         ours, theirs = (np.asarray(s.slots)[row][np.asarray(s.valid)[row]] for s in (got, want))

@@ -180,8 +180,8 @@ def test_a_step_chooses_what_select_ranks_highest(group_reduce: Any, candidates:
     @jax.jit
     def choose(k: jax.Array, q: jax.Array) -> list[tuple[Any, Any]]:
         state = policy.prefill(policy.init(spec), k, k, jnp.array([150, 70, 29, 31, 0]))
-        steps = [{"scale": 0.25, "window": window} for window in (None, 60)]
-        return [(policy.attend(state, q, **how)[2].selection, policy.select(state, q, **how)) for how in steps]
+        steps, most = [kvjax.Step(0.25, window) for window in (None, 60)], state.store.slots
+        return [(policy.attend(state, q, by)[2].selection, policy.select(state, q, by, in_order=most)) for by in steps]
 
     for chosen, ranked in choose(k, q):
         for b, head in np.ndindex(5, 2):
