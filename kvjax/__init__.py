@@ -70,6 +70,7 @@ from kvjax.selectors import (
 from kvjax.selectors.simhash import SimHash
 from kvjax.sharding.placement import Placement
 from kvjax.spec import CacheSpec
+from kvjax.steps import attend, select, update
 from kvjax.stores import (
     Dense,
     HostFloat8,
@@ -172,6 +173,7 @@ __all__ = [
     "Store",
     "ZonedState",
     "any_full",
+    "attend",
     "attend_part",
     "attention",
     "attention_info",
@@ -193,9 +195,11 @@ __all__ = [
     "rollback",
     "room",
     "save",
+    "select",
     "shardings",
     "share_selections",
     "stream",
     "take_rows",
     "truncate",
+    "update",
 ]

@@ -129,7 +129,7 @@ def attention_info(
         raise ValueError(
             f"active is for decode steps (T=1), got T={sizes.T}; for a prompt give lengths, 0 for rows without tokens"
         )
-    count = _row_counts(sizes.B, sizes.T, lengths, active)
+    count = row_counts(sizes.B, sizes.T, lengths, active)
     operands: Any = (cache, q, k, v, count, selection)
     by: dict[str, Any] = {"scale": scale, "window": window}
     if cache is not None and sizes.T == 1:
@@ -156,7 +156,7 @@ def prefill(
     sizes, scale = _check_call("prefill", cache, q, k, v, window, scale)
     check_flags("prefill", first_chunk=first_chunk)
     _check_first("prefill", cache, first_chunk)
-    count = _row_counts(sizes.B, sizes.T, lengths, None)
+    count = row_counts(sizes.B, sizes.T, lengths, None)
     settings: dict[str, Any] = {"first_chunk": first_chunk, "padded": lengths is not None}
     return _run(_attend_prompt, cache, q, k, v, count, None, scale=scale, window=window, **settings)[:2]
 
@@ -213,7 +213,7 @@ def decode_info(
         raise ValueError(
             f"decode takes 1 to {MOST_STEPS} tokens per row, got T={sizes.T}; read a prompt with kvjax.prefill"
         )
-    count = _row_counts(sizes.B, sizes.T, lengths, active)
+    count = row_counts(sizes.B, sizes.T, lengths, active)
     if lengths is not None and sizes.T > 1:
         k, v = _without_padding(k, v, count)
     return _run(_attend_steps, cache, q, k, v, count, selection, scale=scale, window=window, flush=flush)
@@ -463,7 +463,7 @@ def _spec_dims(spec: CacheSpec) -> dict[str, int]:
     return {"B": spec.batch, "N": spec.q_heads, "K": spec.kv_heads, "D": spec.head_dim}
 
 
-def _row_counts(B: int, T: int, lengths: ArrayLike | None, active: ArrayLike | None) -> Array:
+def row_counts(B: int, T: int, lengths: ArrayLike | None, active: ArrayLike | None) -> Array:
     """Tokens that each row stores: i32[B]."""
     count = jnp.full(B, T, jnp.int32)
     for name, given in (("lengths", lengths), ("active", active)):

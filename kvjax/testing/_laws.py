@@ -26,6 +26,7 @@ from kvjax.testing._selecting import recall_grows_with_budget, selected_slots_ar
 from kvjax.testing._steps import (
     decode_equals_single_steps,
     rollback_forgets_what_came_after,
+    three_calls_equal_a_step,
     truncate_gives_the_shorter_prompt,
 )
 from kvjax.testing._storing import (
@@ -59,6 +60,7 @@ FUNCTIONS: dict[str, Law] = {
         recall_grows_with_budget,
         every_token_is_in_one_zone,
         step_attends_to_the_positions_it_tells,
+        three_calls_equal_a_step,
         decode_equals_single_steps,
         rollback_forgets_what_came_after,
         truncate_gives_the_shorter_prompt,

@@ -13,6 +13,7 @@ from kvjax.cache.editing import rollback, room, truncate
 from kvjax.cache.flushing import flush
 from kvjax.policies import Policy
 from kvjax.spec import CacheSpec
+from kvjax.steps import attend, select, update
 from kvjax.testing._anatomy import DoesNotApply, core, has_history, require, sink
 from kvjax.testing._drive import Tokens, fill, new_cache, ragged_lengths, random_tokens, step
 from kvjax.testing._expect import assert_close, assert_same, assert_same_contents
@@ -24,6 +25,7 @@ _rollback = jax.jit(rollback)
 _truncate = jax.jit(truncate)
 _room = jax.jit(room)
 _flush = jax.jit(flush)
+_update, _select, _attend = jax.jit(update), jax.jit(select), jax.jit(attend)
 
 
 def decode_equals_single_steps(policy: Policy, spec: CacheSpec) -> None:
@@ -47,6 +49,39 @@ def decode_equals_single_steps(policy: Policy, spec: CacheSpec) -> None:
         # A step also flushes full blocks of rows that take no token, so single steps may flush where a call need not.
         assert_same_contents(_flush(together), _flush(single), spec, f"state after call {call}")
         assert (np.asarray(together.length) == lengths).all(), "the length is not that of the steps"
+
+
+def three_calls_equal_a_step(policy: Policy, spec: CacheSpec) -> None:
+    """`update`, `select` and `attend` with the selection give the output and the cache of `attention`.
+
+    A policy that selects nothing says so, and `attend` without a selection gives the same.
+    """
+    tokens, lengths = random_tokens(spec, 28), ragged_lengths(policy, spec)
+    at_once, _ = fill(new_cache(policy, spec), tokens, lengths)
+    by_hand = at_once
+    for i in range(2):
+        want, at_once, info = step(at_once, tokens, lengths + i)
+        q, k, v = tokens.at((lengths + i)[:, None])
+        by_hand, selection = _update(by_hand, k, v), None
+        if info.selection is not None:
+            selection = _select(by_hand, q)
+            if info.fresh is None:
+                assert _slots_of(selection) == _slots_of(info.selection), f"step {i}: select names other slots"
+        else:
+            try:
+                jax.eval_shape(select, by_hand, q)
+            except ValueError:
+                pass
+            else:
+                raise AssertionError("the policy selects, but its step reports no selection")
+        out, by_hand = _attend(by_hand, q, selection)
+        assert_close(np.asarray(out, np.float32)[:, 0], want, spec, f"step {i}")
+    assert_same_contents(by_hand, at_once, spec, "the state after two steps")
+
+
+def _slots_of(selection: Any) -> list[set[int]]:
+    slots, valid = np.asarray(selection.slots), np.asarray(selection.valid)
+    return [set(slots[i][valid[i]].tolist()) for i in np.ndindex(*slots.shape[:3])]
 
 
 def rollback_forgets_what_came_after(policy: Policy, spec: CacheSpec) -> None:

@@ -176,6 +176,9 @@ class BrokenRetrieval(Retrieval):
     fault: str = ""
 
     def attend(self, st, q, step):
+        if self.fault == "reads other slots than it is given" and step.selection is not None:
+            given = step.selection._replace(slots=jnp.roll(step.selection.slots, 1, axis=0))
+            step = dataclasses.replace(step, selection=given)
         out, st, info = super().attend(st, q, step)
         if self.fault == "tells a slot twice":
             slots = jnp.broadcast_to(info.selection.slots[..., :1], info.selection.slots.shape)
@@ -261,6 +264,7 @@ BROKEN: dict[str, kvjax.Policy] = {
     "equals nothing": Identity(),
     "equals any budget": AnyBudget(evictor=Sliding(), budget=64),
     "selects by slot": _base(Retrieval, selector=BySlot(group=16)),
+    "reads other slots than it is given": _base(BrokenRetrieval, fault="reads other slots than it is given"),
     "tells a slot twice": _base(BrokenRetrieval, fault="tells a slot twice"),
     "changes every row in a flush": _base(BrokenRetrieval, fault="changes every row in a flush"),
     "forgets its recall beside a prompt": BrokenSpeculative(_base(Retrieval), tau=-1.0),
@@ -306,6 +310,7 @@ CAUGHT: list[tuple[str, str]] = [
     ("equals any budget", "policy_is_a_value"),
     ("stops the gradient", "gradients_are_those_of_attention"),
     ("selects by slot", "order_of_chunks_does_not_matter"),
+    ("reads other slots than it is given", "three_calls_equal_a_step"),
     ("tells a slot twice", "selected_slots_are_valid_and_unique"),
     ("selects other tokens at each budget", "recall_grows_with_budget"),
     ("evicts the newest", "budget_bounds_what_is_held"),

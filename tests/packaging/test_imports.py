@@ -24,7 +24,7 @@ FLOORS = {
     **dict.fromkeys(("selectors", "stores", "evictors.last_use", "sharding.placement"), 3),
     "evictors": 4,
     "policies": 5,
-    **dict.fromkeys(("cache", "attention", "presets"), 6),
+    **dict.fromkeys(("cache", "attention", "presets", "steps"), 6),
     **dict.fromkeys(("generation", "testing", "cache.growing"), 7),
     **dict.fromkeys(("models", "cache.saving"), 8),
     "evaluate": 9,
@@ -34,6 +34,8 @@ FLOORS = {
 SAME_FLOOR = {
     ("ops", "kernels_pallas"),  # dispatch
     ("attention", "cache"),
+    ("steps", "attention"),
+    ("steps", "cache"),
 }
 FACADE = 7  # `import kvjax` itself: what the package's __init__ may gather, for those above the models
 
