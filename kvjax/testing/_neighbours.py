@@ -12,7 +12,7 @@ from kvjax.attention import decode
 from kvjax.cache.cache import LayerCache
 from kvjax.cache.editing import insert, rollback, truncate
 from kvjax.cache.flushing import flush
-from kvjax.policies import Policy, Reversible, Truncatable
+from kvjax.policies import Policy
 from kvjax.spec import CacheSpec
 from kvjax.testing._anatomy import core, has_history, require, sink
 from kvjax.testing._drive import CHUNK, Tokens, fill, new_cache, prefill_chunk, ragged_lengths, random_tokens
@@ -99,7 +99,7 @@ def _between(policy: Policy, spec: CacheSpec, tokens: Tokens, others: np.ndarray
         rows.lengths = np.where(others, before, rows.lengths)
 
     def take_back(rows: Rows) -> None:
-        lengths, room = rows.lengths, np.asarray(policy.free(rows.cache.state))  # type: ignore[attr-defined]
+        lengths, room = rows.lengths, np.asarray(policy.free(rows.cache.state))
         rows.take("decode", np.minimum(2, room) * others, flush=False)
         rows.cache, rows.lengths = _rollback(rows.cache, lengths), lengths
 
@@ -108,9 +108,9 @@ def _between(policy: Policy, spec: CacheSpec, tokens: Tokens, others: np.ndarray
         rows.cache = _truncate(rows.cache, rows.lengths)
 
     verbs = {"flush": flush_full} | {kind: take(kind) for kind in MORE} | {"insert": replace}
-    if isinstance(policy, Reversible):
+    if policy.reversible:
         verbs["rollback"] = take_back
-    if isinstance(policy, Truncatable) and _shortens(policy, spec):
+    if _shortens(policy, spec):
         verbs["truncate"] = shorten
     return verbs
 
