@@ -1,6 +1,6 @@
 """Evictors: which token is evicted when a cache of fixed size is full."""
 
-from kvjax.evictors.base import Evictor, Renumbering, Rope
+from kvjax.evictors.base import Evictor
 from kvjax.evictors.last_use import LastUse
 from kvjax.evictors.scores import HeavyHitter, LastQuery, LogSpaced, Observation, Pooling, Sliding
 
@@ -12,7 +12,5 @@ __all__ = [
     "LogSpaced",
     "Observation",
     "Pooling",
-    "Renumbering",
-    "Rope",
     "Sliding",
 ]

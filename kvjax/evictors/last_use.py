@@ -7,11 +7,13 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import Array
 
+from kvjax.evictors.base import Evictor
+
 _ARRIVAL = 1.0  # evidence of a token that no step has seen: above any evidence from steps
 
 
 @dataclass(frozen=True, kw_only=True)
-class LastUse:
+class LastUse(Evictor):
     """Evicts the token that has gone longest without a softmax weight above `threshold`; a prompt's tokens stay.
 
     A step stamps each token to which one of the group's query heads gives more than the threshold. Evidence is 0 for a
@@ -34,9 +36,6 @@ class LastUse:
     @property
     def arrival(self) -> float:
         return _ARRIVAL
-
-    def check(self, budget: int) -> None:
-        pass
 
     def voters(self, slots: int) -> int:
         return 1  # their votes are not used: all of a prompt stays

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from kvjax.evictors.base import Rope
+from kvjax.evictors.base import Evictor
+from kvjax.numerics.types import Rope
 from kvjax.sharding.placement import mean_over_heads
 from kvjax.spec import keep_int, require_int
 from kvjax.validation import check_verbs
@@ -17,25 +18,8 @@ from kvjax.validation import check_verbs
 Pooling = Literal["max", "mean"]
 
 
-class _ByPosition:
-    """An evictor without evidence: it goes by position alone, and needs no queries."""
-
-    @property
-    def arrival(self) -> None:
-        return None
-
-    def voters(self, slots: int) -> int:
-        return 0
-
-    def see_prompt(self, evidence: Array, votes: Array, position: Array, end: Array, slots: int) -> Array:
-        return evidence
-
-    def see_step(self, evidence: Array, weights: Array) -> Array:
-        return evidence
-
-
 @dataclass(frozen=True, kw_only=True)
-class Sliding(_ByPosition):
+class Sliding(Evictor):
     """Keeps the first `sink` tokens and the newest: a sliding window with a sink.
 
     With `rope`, the rotary embedding of the model, tokens are numbered by their place in the cache: a query sees the
@@ -80,7 +64,7 @@ class Sliding(_ByPosition):
 
 
 @dataclass(frozen=True)
-class LogSpaced(_ByPosition):
+class LogSpaced(Evictor):
     """Keeps fewer of the older tokens, spaced by the logarithm of their age; the first token stays.
 
     With a budget of 3W tokens the newest 2W are adjacent. `LogSparse` thins a full block of 3W tokens to 2W at once;
@@ -108,7 +92,7 @@ class LogSpaced(_ByPosition):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeavyHitter:
+class HeavyHitter(Evictor):
     """Keeps the newest tokens, a share `recent` of the slots, and those with the largest sum of attention so far.
 
     Evidence is the softmax weight of a token, summed over all queries since it came and over the query heads of its
@@ -129,9 +113,6 @@ class HeavyHitter:
     def arrival(self) -> float:
         return 0.0
 
-    def check(self, budget: int) -> None:
-        pass
-
     def voters(self, slots: int) -> None:
         return None
 
@@ -147,7 +128,7 @@ class HeavyHitter:
 
 
 @dataclass(frozen=True)
-class LastQuery:
+class LastQuery(Evictor):
     """Evicts the token to which the newest query attends least, by the mean over all query heads.
 
     All heads evict the same token.
@@ -158,9 +139,6 @@ class LastQuery:
     @property
     def arrival(self) -> float:
         return 0.0
-
-    def check(self, budget: int) -> None:
-        pass
 
     def voters(self, slots: int) -> int:
         return 1
@@ -178,7 +156,7 @@ class LastQuery:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Observation:
+class Observation(Evictor):
     """Keeps the tokens of a prompt that its last `window` queries attend to most, and these last tokens.
 
     The weight of a token is its softmax weight, summed over the queries of the window and the query heads of its group.
@@ -229,9 +207,6 @@ class Observation:
         votes = jnp.where(newest | (position < 0), least, jnp.sum(votes, axis=2))
         pooled = lax.reduce_window(votes, least, combine, (1, 1, self.kernel_size), (1, 1, 1), "SAME")
         return jnp.where(newest, jnp.inf, pooled)
-
-    def see_step(self, evidence: Array, weights: Array) -> Array:
-        return evidence
 
     def worth(self, evidence: Array | None, position: Array, end: Array, slots: int) -> Array:
         assert evidence is not None

@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.tree_util import register_dataclass
 
 from kvjax import ops
-from kvjax.evictors import Evictor, Renumbering
+from kvjax.evictors import Evictor
 from kvjax.memory import vary_with
 from kvjax.numerics.blocks import Block, empty_block, write
 from kvjax.numerics.indexing import put_last
@@ -80,13 +80,13 @@ class Evicting(Policy):
 
     def init(self, spec: CacheSpec) -> EvictingState:
         slots = min(self.budget, spec.capacity)
-        shape, needs_queries = (spec.batch, spec.kv_heads, slots), self.evictor.arrival is not None
+        shape = (spec.batch, spec.kv_heads, slots)
         return EvictingState(
             tokens=empty_block(spec, slots),
             position=jnp.zeros(shape, jnp.int32),
-            evidence=jnp.zeros(shape, jnp.float32) if needs_queries else None,
+            evidence=jnp.zeros(shape, jnp.float32) if self.evictor.keeps_evidence else None,
             length=jnp.zeros(spec.batch, jnp.int32),
-            due=jnp.zeros(spec.batch, bool) if needs_queries else None,
+            due=None if self.evictor.arrival is None else jnp.zeros(spec.batch, bool),
         )
 
     def update(self, st: EvictingState, k: Array, v: Array, active: Array) -> EvictingState:
@@ -101,9 +101,7 @@ class Evicting(Policy):
             return write(rows, tokens, slot.reshape(-1), jnp.repeat(added, K)).reshape(buffer.shape)
 
         taken = (jnp.arange(S)[None, None] == slot[..., None]) & active[:, None, None]
-        arrival, evidence = self.evictor.arrival, st.evidence
-        if evidence is not None and arrival is not None:
-            evidence = jnp.where(taken, jnp.float32(arrival), evidence)
+        evidence = None if st.evidence is None else jnp.where(taken, self._arriving(k, v), st.evidence)
         return replace(
             st,
             tokens=Block(place(st.tokens.k, k), place(st.tokens.v, v), jnp.minimum(st.tokens.count + added, S)),
@@ -140,9 +138,7 @@ class Evicting(Policy):
             raise ValueError(f"{self.evictor} needs the queries of a prompt; call kvjax.attention or prefill_observed")
         return self._keep(st, k, v, lengths, None)
 
-    @property
-    def observes(self) -> bool:
-        return True
+    observes = True
 
     def prefill_observed(
         self,
@@ -209,10 +205,11 @@ class Evicting(Policy):
         order = jnp.concatenate([order, jnp.broadcast_to(S + jnp.arange(T, dtype=jnp.int32), (B, K, T))], axis=-1)
         position = jnp.concatenate([position, self._coming(st, lengths, T)], axis=2)
         position = jnp.take_along_axis(position, order, axis=-1)
-        arrival, evidence = self.evictor.arrival, st.evidence
-        if evidence is not None and votes is not None and arrival is not None:
-            line = jnp.concatenate([evidence, jnp.full((B, K, T), arrival, jnp.float32)], axis=2)
-            evidence = jnp.take_along_axis(line, order, axis=-1)
+        evidence = st.evidence
+        if evidence is not None:
+            arriving = jnp.broadcast_to(self._arriving(k, v), (B, K, T))
+            evidence = jnp.take_along_axis(jnp.concatenate([evidence, arriving], axis=2), order, axis=-1)
+        if evidence is not None and votes is not None:
             votes = jnp.take_along_axis(votes, order[:, :, None], axis=-1)
             evidence = self.evictor.see_prompt(evidence, votes, position, end, self._share(S))
         worth = self.evictor.worth(evidence, position, end, self._share(S))
@@ -283,14 +280,13 @@ class Evicting(Policy):
 
     @property
     def _renumbered(self) -> int:
-        return self.evictor.renumbered if isinstance(self.evictor, Renumbering) else 0
+        return self.evictor.renumbered
 
     def _attend_moved(self, st: EvictingState, q: Array, seen: Array, moved: int, *, scale: float) -> PartialAttention:
         """Attention of q [B, K, G, T, D], a part over G*T, to the slots `seen` bool[B, 1 or K, 1 or G*T, S].
 
         The first `moved` slots hold tokens whose distance to a query counts only the tokens still held in between.
         """
-        assert isinstance(self.evictor, Renumbering)
         B, K, G, T, D = q.shape
         n = min(moved, st.tokens.slots)
         turned = self.evictor.turn(q, st.tokens.count - st.length)
@@ -316,6 +312,11 @@ class Evicting(Policy):
         worth = jnp.where(valid, worth, jnp.inf)
         least = valid & (worth == jnp.min(worth, axis=-1, keepdims=True))
         return jnp.argmin(jnp.where(least, st.position, jnp.iinfo(jnp.int32).max), axis=-1).astype(jnp.int32)
+
+    def _arriving(self, k: Array, v: Array) -> Array:
+        """f32[B, K, T], or one number: the evidence of new tokens k, v [B, K, T, D]."""
+        seen = self.evictor.see_tokens(k, v)
+        return jnp.float32(self.evictor.arrival or 0.0) if seen is None else seen.astype(jnp.float32)
 
     def _share(self, slots: int) -> int:
         """The number of slots of a head that the evictor decides for."""

@@ -58,9 +58,7 @@ class Full(Policy):
         (tokens,), overflow = ops.put_token([st.tokens], k, v, active, st.overflow)
         return FullState(tokens, overflow)
 
-    @property
-    def takes_steps(self) -> bool:
-        return True
+    takes_steps = True
 
     def store_steps(self, st: FullState, k: Array, v: Array, count: Array) -> FullState:
         (tokens,), overflow = ops.put_tokens([st.tokens], k, v, count, st.overflow)
@@ -100,9 +98,7 @@ class Full(Policy):
         start = chunk_starts(st.length, q.shape[3], window)
         return attend_zone(q, st.tokens.k, st.tokens.v, start, st.length, scale=scale)
 
-    @property
-    def reversible(self) -> bool:
-        return True
+    reversible = True
 
     def free(self, st: FullState) -> Array:
         return self._slots(st) - st.length

@@ -72,9 +72,7 @@ class PerHead(Policy):
         selected, others = self._specs(spec)
         return PerHeadState(self.selected.init(selected), self.others.init(others))
 
-    @property
-    def observes(self) -> bool:
-        return True
+    observes = True
 
     def prefill(self, st: PerHeadState, k: Array, v: Array, lengths: Array) -> PerHeadState:
         (k1, k2), (v1, v2) = self._split(k), self._split(v)

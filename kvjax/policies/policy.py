@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -49,25 +49,17 @@ class Policy:
     policy; the others have defaults.
     """
 
-    @property
-    def follows(self) -> bool:
-        """True if steps attend to what another layer selected."""
-        return False
+    follows: ClassVar[bool] = False
+    """True if steps attend to what another layer selected."""
 
-    @property
-    def takes_steps(self) -> bool:
-        """True if `store` and `attend` take several decode steps at once; otherwise they come one after the other."""
-        return False
+    takes_steps: ClassVar[bool] = False
+    """True if `store` and `attend` take several decode steps at once; otherwise they come one after the other."""
 
-    @property
-    def observes(self) -> bool:
-        """True if the queries of a prompt decide what is kept: a prompt should then be one chunk."""
-        return False
+    observes: ClassVar[bool] = False
+    """True if the queries of a prompt decide what is kept: a prompt should then be one chunk."""
 
-    @property
-    def reversible(self) -> bool:
-        """True if `rollback` can remove the newest tokens, back to the last flush."""
-        return False
+    reversible: ClassVar[bool] = False
+    """True if `rollback` can remove the newest tokens, back to the last flush."""
 
     @property
     def selects(self) -> bool:

@@ -85,9 +85,7 @@ class Sampled(Zoned):
         out = ops.attend_beside(history, q, None, seen.recent, seen.sink, scale=step.scale)
         return out, st, self._info(st, seen, sample, log_weights)
 
-    @property
-    def takes_steps(self) -> bool:
-        return False
+    takes_steps = False
 
     def select(self, st: ZonedState, q: Array, step: Step) -> Selection:
         """The tokens of the history that each query head samples."""

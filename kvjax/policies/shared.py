@@ -76,9 +76,7 @@ class Follower(SelectedZones):
             )
         return super().init(spec)
 
-    @property
-    def follows(self) -> bool:
-        return True
+    follows = True
 
     def select(self, st: ZonedState, q: Array, step: Step) -> NoReturn:
         raise ValueError(
@@ -86,9 +84,7 @@ class Follower(SelectedZones):
             "kvjax.attention, with the info that kvjax.attention_info gave for the layer that it follows"
         )
 
-    @property
-    def takes_steps(self) -> bool:
-        return False
+    takes_steps = False
 
     def attend(self, st: ZonedState, q: Array, step: Step) -> tuple[Array, ZonedState, Info]:
         if step.selection is None:

@@ -184,13 +184,9 @@ class Zoned(Policy):
         (*sink, recent), overflow = ops.put_tokens(zones, k, v, count, st.overflow)
         return replace(st, sink=sink[0] if sink else None, recent=recent, overflow=overflow)
 
-    @property
-    def takes_steps(self) -> bool:
-        return True
+    takes_steps = True
 
-    @property
-    def reversible(self) -> bool:
-        return True
+    reversible = True
 
     def free(self, st: ZonedState) -> Array:
         sink = 0 if st.sink is None else st.sink.slots - st.sink.count
@@ -227,6 +223,8 @@ class Zoned(Policy):
         chunk, stay = self.demote.leave, len(self.demote.staying(self.local))
         history_count = jnp.clip((rest - stay) // chunk, 0, st.store.count // chunk) * chunk
 
+        history, index = self.store.truncate(st.store, history_count), self.truncate_index(st.index, history_count)
+
         # Slot r of the recent block gets the token at place history_count + r, from the history or from the block.
         place = history_count[:, None] + jnp.arange(st.recent.slots, dtype=jnp.int32)[None]
         left = rest - history_count
@@ -245,7 +243,6 @@ class Zoned(Policy):
 
         k, v = self.store.gather(st.store, found)
         recent = Block(moved(k, st.recent.k), moved(v, st.recent.v), left)
-        history, index = self.store.truncate(st.store, history_count), self.truncate_index(st.index, history_count)
         return replace(st, sink=sink, store=history, index=index, recent=recent, overflow=st.overflow | outside)
 
     def truncate_index(self, ix: Any, count: Array) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -37,10 +37,8 @@ class Selector:
         """How the scores of the G query heads of a group become one score."""
         return "mean_softmax"
 
-    @property
-    def takes_steps(self) -> bool:
-        """True if `select` selects for several decode steps at once; otherwise they come one after the other."""
-        return True
+    takes_steps: ClassVar[bool] = True
+    """True if `select` selects for several decode steps at once; otherwise they come one after the other."""
 
     def check(self, spec: CacheSpec, chunk: int) -> None:
         """Raises ValueError if this selector cannot index chunks of `chunk` tokens in a cache of this spec."""
@@ -118,9 +116,7 @@ class Wrapper(Selector):
     def group_reduce(self) -> GroupReduce:
         return self.selector.group_reduce
 
-    @property
-    def takes_steps(self) -> bool:
-        return False
+    takes_steps = False
 
     def check(self, spec: CacheSpec, chunk: int) -> None:
         self.selector.check(spec, chunk)

@@ -20,9 +20,7 @@ from kvjax.stores.store import Store
 class Dense(Store):
     """Keeps keys and values unchanged in device memory, [B, K, S, D]."""
 
-    @property
-    def takes_steps(self) -> bool:
-        return True
+    takes_steps = True
 
     def init(self, spec: CacheSpec, slots: int) -> Block:
         return empty_block(spec, slots)

@@ -173,9 +173,7 @@ class HostOffload(Store):
         place = jnp.where(first < stored, quotient(first, self.page), first + (stored // self.page - stored))
         return jnp.max(jnp.where(valid, place, -1), axis=3)
 
-    @property
-    def takes_steps(self) -> bool:
-        return True
+    takes_steps = True
 
     def attend_zones(
         self,

@@ -82,9 +82,7 @@ class _HostCodes(Store):
 
         return attend_blocks(q, st.kv, start, st.count, read=read, slots=st.slots, unit=Z, scale=scale)
 
-    @property
-    def takes_steps(self) -> bool:
-        return True
+    takes_steps = True
 
     def gather(self, st: HostBlock, selection: Selection) -> tuple[Array, Array]:
         k, v = (self.decode(rows, self._head_dim(st.kv.shape[-1])) for rows in self._rows.gather(st, selection))

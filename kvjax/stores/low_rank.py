@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +16,7 @@ from kvjax.numerics.indexing import put_last
 from kvjax.numerics.partial import PartialAttention, attend_part
 from kvjax.numerics.reductions import page_means, sum_pairs
 from kvjax.numerics.selection import Selection
+from kvjax.numerics.types import Rope
 from kvjax.ops.chunk import attend_blocks
 from kvjax.spec import CacheSpec, keep_int
 from kvjax.stores.host import HostOffload
@@ -23,14 +24,6 @@ from kvjax.stores.store import Store
 from kvjax.validation import check_verbs
 
 EMPTY = 2.0  # above every cosine: a place that holds no page
-
-
-class Rope(Protocol):
-    """A kind of rotary position embedding, such as those of `kvjax.models.rope`."""
-
-    def frequencies(self, head_dim: int) -> Any:
-        """f32[D/2] radians per position, for channels i and i + D/2."""
-        ...
 
 
 @register_dataclass

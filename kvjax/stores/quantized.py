@@ -164,9 +164,7 @@ class Quantized(Store):
     ) -> Array:
         return ops.attend_quantized_zones(q, st.k, st.v, start, st.count, recent, sink, scale=scale)
 
-    @property
-    def takes_steps(self) -> bool:
-        return True
+    takes_steps = True
 
     def gather(self, st: QuantizedBlock, selection: Selection) -> tuple[Array, Array]:
         D = st.k.codes.shape[-1] * 8 // self.bits

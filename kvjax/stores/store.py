@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,10 +40,8 @@ class Store:
         """Tokens that can only be read together: a selection must name whole pages. 1 if single tokens can be read."""
         return 1
 
-    @property
-    def takes_steps(self) -> bool:
-        """True if `attend_zones` attends for several decode steps at once, each with its own selection."""
-        return False
+    takes_steps: ClassVar[bool] = False
+    """True if `attend_zones` attends for several decode steps at once, each with its own selection."""
 
     def check(self, spec: CacheSpec, chunk: int) -> None:
         """Raises ValueError if this store cannot take chunks of `chunk` tokens in a cache of this spec."""

@@ -188,7 +188,12 @@ class BrokenRetrieval(Retrieval):
     def flush(self, st):
         full, st = jnp.any(self.full_rows(st)), super().flush(st)
         if self.fault == "changes every row in a flush":
-            st = dataclasses.replace(st, recent=dataclasses.replace(st.recent, v=st.recent.v * (1 + full)))
+            st = dataclasses.replace(
+                st,
+                recent=dataclasses.replace(
+                    st.recent, v=st.recent.v * jnp.where(full, 2.0, 1.0).astype(st.recent.v.dtype)
+                ),
+            )
         return st
 
     def select(self, st, q, step, *, in_order=0):

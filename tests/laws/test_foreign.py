@@ -135,6 +135,18 @@ class FusedJoint(Joint):
         return merge(*parts).out.astype(q.dtype)
 
 
+@dataclass(frozen=True)
+class KeyNorm(kvjax.Evictor):
+    """Keeps tokens with short keys."""
+
+    def see_tokens(self, k: Array, v: Array) -> Array:
+        return -jnp.linalg.norm(k.astype(jnp.float32), axis=-1)
+
+    def worth(self, evidence: Array | None, position: Array, end: Array, slots: int) -> Array:
+        assert evidence is not None
+        return evidence
+
+
 CALLS: list[str] = []
 SIZES = {"sink": 4, "local": 16, "demote": Fifo(leave=16)}
 POLICIES = {
@@ -146,6 +158,7 @@ POLICIES = {
     "speculative": kvjax.Speculative(
         Retrieval(selector=FusedHalves(), store=Joint(), budget=40, dense_below=0, **SIZES), tau=0.0
     ),
+    "evictor": kvjax.Evicting(evictor=KeyNorm(), budget=40),
     "fused store that is all read": kvjax.Compressed(store=FusedJoint(), **SIZES),
 }
 
@@ -161,6 +174,16 @@ def test_foreign_parts_hold_the_laws(name: str, request: pytest.FixtureRequest) 
     left |= {"rollback_forgets_what_came_after"} if name == "speculative" else set()
     left |= {"recall_grows_with_budget"} if "all" in name else set()
     assert set(report.laws("does not apply")) <= left, report
+
+
+def test_an_evictor_that_sees_keys_keeps_the_shortest() -> None:
+    tokens, lengths, budget = random_tokens(SPEC), np.array([48, 30]), 24
+    policy = kvjax.Evicting(evictor=KeyNorm(), budget=budget)
+    cache, _ = fill(kvjax.init_layer(policy, SPEC), tokens, lengths)  # one chunk
+    norms = np.linalg.norm(np.asarray(tokens.k, np.float32), axis=-1)
+    for row, head in np.ndindex(2, SPEC.kv_heads):
+        shortest = np.argsort(norms[row, : lengths[row], head])[:budget]
+        assert set(np.asarray(cache.state.position[row, head]).tolist()) == set(shortest.tolist())
 
 
 def test_bytes_of_an_index_follow_from_its_arrays() -> None:
