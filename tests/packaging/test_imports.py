@@ -21,7 +21,7 @@ FLOORS = {
     **dict.fromkeys(("spec", "memory", "cache.describing", "presets.parsing"), 0),
     "numerics": 1,
     **dict.fromkeys(("ops", "sharding.context", "kernels_pallas.simt"), 2),
-    **dict.fromkeys(("selectors", "stores", "evictors.last_use", "sharding.placement"), 3),
+    **dict.fromkeys(("selectors", "stores", "sharding.placement"), 3),
     "evictors": 4,
     "policies": 5,
     **dict.fromkeys(("cache", "attention", "presets", "steps"), 6),
