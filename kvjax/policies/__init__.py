@@ -12,8 +12,8 @@ the same structure, shapes and dtypes.
     attend_stored   exact attention over all stored tokens: a chunk of a prompt attends to the chunks before it
 
 `Policy` is the base of all policies, and has more verbs with defaults: `select`, several steps at once (`store_steps`),
-`rollback`, `truncate`, `grown`. What a step knows besides its queries is a `Step`: the scale, a sliding window, the
-rows that take part, a selection made elsewhere, and the lengths of several steps.
+`rollback`, `truncate`, `grown`. A `Step` has everything that a step knows besides its queries: the scale, a sliding
+window, the rows that take part, a selection made elsewhere, and the lengths of several steps.
 
 All arrays have kv heads before tokens: k and v are [B, K, T, D], the queries of a step [B, K, G, D] and those of a
 prompt [B, K, G, T, D]. `kvjax.attention` converts a model's layout to this one, once.

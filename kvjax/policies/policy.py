@@ -32,7 +32,7 @@ class Info(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """What a decode step tells a policy besides its queries."""
+    """Everything that a decode step tells a policy besides its queries."""
 
     scale: float  # factor of the logits
     window: int | None = None  # tokens that a query sees, its own included; None: all
@@ -42,7 +42,7 @@ class Step:
 
 
 class Policy:
-    """What a layer keeps of its tokens, and what a query attends to. A subclass is a frozen dataclass without arrays.
+    """Decides which tokens a layer keeps, and to which a query attends. A subclass is a frozen dataclass without arrays.
 
     `kvjax.attention` calls these verbs. All are pure and take arrays with kv heads before tokens, [B, K, ...]; a state
     is a pytree with `length` and `overflow`. `init`, `prefill`, `update`, `attend` and `attend_stored` are a whole

@@ -43,7 +43,7 @@ class Recall(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What a step does with the recall of the previous one."""
+    """Says what a step does with the recall of the previous one."""
 
     previous: Recall  # with a selection of valid slots only where the recall is up to date
     last: Selection  # of the previous recall, as it was
@@ -183,8 +183,8 @@ class Speculative(Policy):
         return out, self._remember(st, zones, fresh, decision), info
 
     def select(self, st: SpeculativeState, q: Array, step: Step) -> Selection:
-        """What `Retrieval` selects, with scores scaled by `selection_scale`. A step attends to it in heads that recall
-        anew, and in the others to the selection of an earlier step."""
+        """Selects as `Retrieval` does, with scores scaled by `selection_scale`. A step attends to the selection in heads
+        that recall anew, and in the others to that of an earlier step."""
         step = step if self.selection_scale is None else replace(step, scale=self.selection_scale)
         return unpack(self.retrieval.select(st.zones, q, step, in_order=self._dropped(st.zones)))
 
