@@ -183,8 +183,10 @@ class Speculative(Policy):
         return out, self._remember(st, zones, fresh, decision), info
 
     def select(self, st: SpeculativeState, q: Array, step: Step) -> Selection:
-        """Selects as `Retrieval` does, with scores scaled by `selection_scale`. A step attends to the selection in heads
-        that recall anew, and in the others to that of an earlier step."""
+        """Selects as `Retrieval` does, with scores scaled by `selection_scale`.
+
+        A step attends to the selection in heads that recall anew, and in the others to that of an earlier step.
+        """
         step = step if self.selection_scale is None else replace(step, scale=self.selection_scale)
         return unpack(self.retrieval.select(st.zones, q, step, in_order=self._dropped(st.zones)))
 
