@@ -44,9 +44,9 @@ class Step:
 class Policy:
     """Decides which tokens a layer keeps, and to which a query attends.
 
-    A subclass is a frozen dataclass without arrays. `kvjax.attention` calls these verbs. All are pure and take arrays with kv heads before tokens, [B, K, ...]; a state
-    is a pytree with `length` and `overflow`. `init`, `prefill`, `update`, `attend` and `attend_stored` are a whole
-    policy; the others have defaults.
+    A subclass is a frozen dataclass without arrays. `kvjax.attention` calls these verbs. All are pure and take arrays
+    with kv heads before tokens, [B, K, ...]; a state is a pytree with `length` and `overflow`. `init`, `prefill`,
+    `update`, `attend` and `attend_stored` are a whole policy; the others have defaults.
     """
 
     follows: ClassVar[bool] = False
