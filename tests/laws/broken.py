@@ -62,7 +62,7 @@ class BrokenFull(Full):
     def attend(self, st, q, step):
         if isinstance(st, Wrapped):
             out, full, info = super().attend(st.full, q, step)
-            out = out * st.flags["batch"] if "batch" in st.flags else out
+            out = out * st.flags["batch"][0] if "batch" in st.flags else out
             return out, dataclasses.replace(st, full=full), info
         if step.lengths is not None:
             window = 1 if self.fault == "decodes each token alone" else step.window
