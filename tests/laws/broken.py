@@ -101,12 +101,12 @@ class BrokenFull(Full):
         if isinstance(st, Wrapped):
             return dataclasses.replace(st, full=super().rollback(st.full, lengths))
         if self.fault == "takes a token back in every row":
-            lengths = lengths - jnp.any(lengths < st.length)
+            lengths = lengths - jnp.any(lengths < st.length).astype(lengths.dtype)
         return st if self.fault == "keeps what it takes back" else super().rollback(st, lengths)
 
     def truncate(self, st, lengths):
         if self.fault == "shortens every row":
-            lengths = lengths - jnp.any(lengths < st.length)
+            lengths = lengths - jnp.any(lengths < st.length).astype(lengths.dtype)
         return Full.rollback(self, st, lengths) if self.fault == "shortens every row" else super().truncate(st, lengths)
 
     def attend_stored(self, st, q, *, scale, window=None):
