@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from kvjax.evaluate.live import Live
 from kvjax.evaluate.recall import Reads, reads
 from kvjax.evaluate.store import Progress
 from kvjax.numerics.blocks import write
+from kvjax.numerics.rotate import rotate
 from kvjax.numerics.selection import GroupReduce, require_group_reduce
 from kvjax.policies import Retrieval
 from kvjax.selectors import Exact, MinMaxPages, Nucleus, Paris, ProductCodes, Selector
@@ -46,12 +47,14 @@ class Codebook(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Learnt:
+class Learnt(Selector):
     """Scores tokens by centroids of subspaces, learnt by k-means from the first keys that a row appends.
 
     A key is stored as its nearest centroid in each subspace of `channels` channels. With by="products" its score
     is the sum of the products of these centroids with the query: an estimate of scale * q.k. With by="votes" it is
-    ParisKV's tiers of votes, with learnt centroids in place of sign patterns, `rho` of the history in reach.
+    ParisKV's tiers of votes, with learnt centroids in place of sign patterns, `rho` of the history in reach. With
+    `normalise` keys have length 1 before they are clustered, and with a `seed` they are rotated as ParisKV's are: the
+    "N" and "N+R" of its Fig. 10. Its sign patterns are the same with and without normalisation.
     The centroids do not change when more keys are appended: they are learnt from a prompt that is stored in one call.
     So, unlike other selectors, it depends on how the keys are split into calls.
 
@@ -64,6 +67,8 @@ class Learnt:
     by: By = "products"
     rounds: int = 10
     rho: float = 0.25
+    normalise: bool = False
+    seed: int | None = None  # of the rotation; None: no rotation
     group_reduce: GroupReduce = "mean_query"
 
     def __post_init__(self) -> None:
@@ -74,10 +79,6 @@ class Learnt:
         if self.by not in get_args(By):
             raise ValueError(f"Learnt(by={self.by!r}) must be one of {', '.join(get_args(By))}")
         require_group_reduce(self.group_reduce)
-
-    @property
-    def unit(self) -> int:
-        return 1
 
     def check(self, spec: CacheSpec, chunk: int) -> None:
         if spec.head_dim % self.channels:
@@ -126,14 +127,15 @@ class Learnt:
         return jnp.sum(better[..., None] < reach, axis=-1, dtype=jnp.float32)
 
     def _split(self, x: Array) -> Array:
-        """[B, K, T, D] as [B, K, N, T, m]."""
+        """[B, K, T, D], normalised and rotated, as [B, K, N, T, m]."""
+        if self.normalise:
+            x = x / jnp.maximum(jnp.linalg.norm(x.astype(jnp.float32), axis=-1, keepdims=True), 1e-8)
+        if self.seed is not None:
+            x = rotate(x, self.seed)
         return jnp.swapaxes(x.reshape(*x.shape[:3], -1, self.channels), 2, 3).astype(jnp.float32)
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         return float(spec.kv_heads * spec.head_dim // self.channels)
-
-    def bytes_read(self, spec: CacheSpec, length: Any) -> Any:
-        return self.bytes_per_token(spec) * length
 
 
 def nearest(x: Array, centroids: Array) -> Array:
@@ -211,6 +213,10 @@ def drift(
     learnt = {
         "k-means": policy(Learnt(rounds=rounds)),
         "k-means, candidates": policy(Learnt(by="votes", rounds=rounds), **many),
+        "k-means of unit keys, candidates": policy(Learnt(by="votes", rounds=rounds, normalise=True), **many),
+        "k-means of rotated unit keys, candidates": policy(
+            Learnt(by="votes", rounds=rounds, normalise=True, seed=0), **many
+        ),
         "PQCache": policy(Learnt(channels=half, bits=6, rounds=rounds)),
     }
     for name, made in learnt.items():

@@ -482,3 +482,17 @@ def test_under_a_sliding_window_votes_and_candidates_are_of_the_visible_keys(can
             same += set(np.asarray(info.positions)[row, head].reshape(-1).tolist()) - {-1} == wanted
             total += 1
     assert same >= total - 1, (same, total)
+
+
+def test_lengths_of_keys_change_no_vote_and_no_code() -> None:
+    """So normalisation, the "N" of the paper's Fig. 10, is no option here: sign patterns have no length."""
+    rng = np.random.default_rng(3)
+    k = jnp.asarray(rng.normal(size=(1, 2, 64, 32)), jnp.float32)
+    q = jnp.asarray(rng.normal(size=(1, 2, 3, 32)), jnp.float32)
+    spec, selector = CacheSpec(batch=1, q_heads=6, kv_heads=2, head_dim=32, capacity=64, dtype="float32"), kvjax.Paris()
+    unit = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
+    at, count = jnp.zeros(1, jnp.int32), jnp.full(1, 64, jnp.int32)
+    whole, normalised = (selector.append(selector.init(spec, 64), keys, at, count) for keys in (k, unit))
+    for one, other in zip(whole.codes[:2], normalised.codes[:2], strict=True):  # all but the weights
+        np.testing.assert_array_equal(one, other)
+    np.testing.assert_array_equal(selector._votes(whole, q), selector._votes(normalised, 2 * q))
