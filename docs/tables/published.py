@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from docs.tables.reading import load_file, load_results, load_rows, load_scores, method_of, score_of
-from docs.tables.writing import markdown, mean_of, perplexity_change, short
+from docs.tables.writing import markdown, mean_of, named, perplexity_change, short
 
 MAIN = ("full", "fier", "pariskv", "quest", "freekv", "logquant", "kivi", "streaming_llm", "snapkv")
 BUDGETS = (32, 64, 128, 256, 512, 1024, 2048)
@@ -59,7 +59,7 @@ def real_others() -> str:
         return needles[by.get(None) or by[1024]]
 
     rows = [
-        [f"`{cache}`", *(told(by.get(budget)) for budget in (None, *budgets)), f"{one(by)['tokens_read']:.0f}"]
+        [named(cache), *(told(by.get(budget)) for budget in (None, *budgets)), f"{one(by)['tokens_read']:.0f}"]
         for cache, by in sorted(found.items(), key=lambda item: -one(item[1])["mean"])
     ]
     return markdown(["cache", "its own", *map(str, budgets), "tokens read"], rows)
@@ -89,7 +89,7 @@ def _by_budget(scores: dict[str, Any], budgets: Sequence[int]) -> str:
     """Scores of a task by method and budget, and the mean tokens read at each budget."""
     rows, read = [], {}
     for method in dict.fromkeys(cache.partition("@")[0] for cache in scores):
-        cells = [f"`{method}`", mean_of(scores.get(method))]
+        cells = [named(method), mean_of(scores.get(method))]
         for budget in budgets:
             score = scores.get(f"{method}@{budget}")
             cells.append(mean_of(score))

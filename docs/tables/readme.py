@@ -7,7 +7,7 @@ from typing import Any
 from docs.tables.published import NEEDLES, ruler_means
 from docs.tables.reading import load_rows, load_scores, method_of, score_of
 from docs.tables.speed import ONE_CALL, default_steps, seconds_to_first_token
-from docs.tables.writing import markdown, mean_of
+from docs.tables.writing import markdown, mean_of, named
 
 
 def speed() -> str:
@@ -38,6 +38,7 @@ def quality() -> str:
         row = texts["book", 16384, method]
         change = f"{row['perplexity']:.2f}" if method == "full" else f"{100 * (row['ratio'] - 1):+.1f} %"
         found = (right(needles, method, 256), right(ruler, method, 1024), right(problems, method, 128))
-        rows.append([f"`{method}`", *found, change])
+        cache = next(name for name in needles if method_of(name) == method)
+        rows.append([named(cache).replace(f"`{cache.partition('@')[0]}`", f"`{method}`"), *found, change])
     head = ["cache", "needles, budget 256", "RULER, 1024", "GSM8K, 128", "perplexity, 1024"]
     return markdown(head, rows)
