@@ -14,7 +14,8 @@ from kvjax.numerics.quant import QuantArray, dequantize, slice_tokens, split_sca
 from kvjax.numerics.selection import Selection
 from kvjax.numerics.types import Float, Int32
 from kvjax.ops.attend import attend_beside, flat_slots
-from kvjax.ops.op import Implementation, op
+from kvjax.ops.op import Implementation, for_gpu, op
+from kvjax.ops.score import sum_products
 
 
 @op(kernel="attend.attend_quantized", static_argnames=("scale",), derivative="reference")
@@ -34,7 +35,8 @@ def attend_quantized(
     it never holds the decoded cache. The products use the codes themselves: scales of keys by channel multiply the
     queries, scales of keys by token the scores, and scales of values the weights. That costs Q multiplications per
     group in place of one for each of its values. With more queries than a group has values (a prompt), each block is
-    decoded instead. Slots outside of [start, stop) may hold anything.
+    decoded instead. With few, a GPU decodes as it sums, and holds the values' codes once more. Slots outside of
+    [start, stop) may hold anything.
 
     `implementation`: see `explain`. The kernel rounds q, and products of scales with q and with weights (for keys by
     token, decoded keys), to bfloat16, and sums in f32.
@@ -46,6 +48,19 @@ def attend_quantized(
     q = q.astype(jnp.float32)
     start, stop = (a[:, None] if a.ndim == 1 else a for a in (start, stop))
     operands = q, keys, values, start, stop
+
+    def summed(q: Array, keys: QuantArray, values: QuantArray, start: Array, stop: Array) -> PartialAttention:
+        slot = jnp.arange(slots, dtype=jnp.int32)[None, None]
+        mask = (slot >= start[..., None]) & (slot < stop[..., None])  # [B, Q, S]
+        lead, seen = (*q.shape[:2], slots // group, group), jnp.any(mask, axis=1)[:, None]
+
+        def mix(weights: Array) -> Array:
+            # By groups of tokens, in another shape than keys: XLA would share parts of their decoding, in memory.
+            parts = dequantize(QuantArray(*(a.reshape(*lead[:3], -1, a.shape[3]) for a in values)), D)
+            parts = keep_valid(parts, seen.reshape(-1, 1, *lead[2:]))
+            return jnp.sum(weights.reshape(*lead[:2], -1, *lead[2:], 1) * parts[:, :, None], axis=(3, 4))
+
+        return part_of_logits(sum_products(q, dequantize(keys, D)) * scale, mask[:, None], mix)
 
     def one(i: Array, q: Array, keys: QuantArray, values: QuantArray, start: Array, stop: Array) -> PartialAttention:
         first = jnp.minimum(i * block, slots - block)  # the last block overlaps the one before: mask the overlap
@@ -62,7 +77,10 @@ def attend_quantized(
     def bounds(*operands: Any) -> tuple[int, Array]:
         return 0, quotient(jnp.max(operands[-1]) + (block - 1), block)
 
-    return merge_blocks(one, *operands, bounds=bounds, blocks=-(-slots // block), shape=q.shape)
+    def blocks(*operands: Any) -> PartialAttention:
+        return merge_blocks(one, *operands, bounds=bounds, blocks=-(-slots // block), shape=q.shape)
+
+    return for_gpu(summed, blocks, *operands) if folds else blocks(*operands)
 
 
 @attend_quantized.limit

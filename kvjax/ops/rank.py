@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kvjax.numerics.indexing import quotient, remainder
 from kvjax.numerics.selection import GroupReduce, Selection, no_kernel_for, reduce_scores
 from kvjax.numerics.types import Bool, Float
-from kvjax.ops.op import Implementation, op
+from kvjax.ops.op import Implementation, for_gpu, op
 
 
 @op(kernel="select.top_k", static_argnames=("k",), derivative="zero")
@@ -30,8 +33,28 @@ def top_k(
     # A valid score of -inf must still come before units that are not valid, and NaN must not rank first.
     low = jnp.finfo(scores.dtype).min
     ranked = jnp.where(valid, jnp.where(scores >= low, scores, low), -jnp.inf)
-    _, slots = lax.top_k(ranked, k)
-    return Selection(slots.astype(jnp.int32), jnp.take_along_axis(valid, slots, axis=-1))
+    best, slots = for_gpu(partial(_top_of_blocks, k=k), partial(lax.top_k, k=k), ranked)
+    return Selection(slots.astype(jnp.int32), best > -jnp.inf)
+
+
+def _top_of_blocks(ranked: Array, k: int) -> list[Array]:
+    """`lax.top_k`, from the k blocks of adjacent values that have the highest maxima.
+
+    These hold the k highest values: each block that comes before the block of one has a value that comes before it. Two
+    sorts of fewer values take a GPU less time, because it sorts a long row in ever more kernels.
+    """
+    if ranked.dtype != jnp.float32 or ranked.shape[-1] < max(8 * k, 65536):
+        return lax.top_k(ranked, k)
+    *lead, U = ranked.shape
+    block = 2 ** round(math.log2(U / k) / 2)  # U / block and k * block values are sorted
+    bits = lax.bitcast_convert_type(ranked, jnp.int32)
+    keys = jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)  # in the order of `lax.top_k`: -0 is below 0
+    keys = jnp.pad(keys, [(0, 0)] * len(lead) + [(0, -U % block)], constant_values=jnp.iinfo(jnp.int32).min)
+    blocks = keys.reshape(*lead, -1, block)
+    at = jnp.sort(lax.top_k(jnp.max(blocks, axis=-1), k)[1], axis=-1)  # in order, so that ties go to the lower slot
+    best, place = lax.top_k(jnp.take_along_axis(blocks, at[..., None], axis=-2).reshape(*lead, -1), k)
+    slots = jnp.take_along_axis(at, quotient(place, block), axis=-1) * block + remainder(place, block)
+    return [lax.bitcast_convert_type(jnp.where(best < 0, best ^ jnp.int32(0x7FFFFFFF), best), jnp.float32), slots]
 
 
 @top_k.limit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from kvjax.numerics.quant import OneBit, dequantize_1bit
 from kvjax.numerics.rotate import SUBSPACE, Directions, decode, lloyd_max
 from kvjax.numerics.selection import PackedSelection
 from kvjax.numerics.types import Float
-from kvjax.ops.op import Implementation, op
+from kvjax.ops.op import Implementation, for_gpu, op
 
 
 @op(kernel="score.score_1bit", static_argnames=("scale",), derivative="reference")
@@ -21,10 +22,29 @@ def score_1bit(
 ) -> Float[Array, "B K G S"]:
     """Scores scale * q.k~ of q [B, K, G, D] with every key k~ decoded from `keys` [B, K, S, ...]: f32[B, K, G, S].
 
-    Reads D/8 + 4 D/g bytes per key and KV head. Keys are expanded in blocks of S/64, at least 512, so no f32 copy of
-    all keys exists. `implementation`: see `explain`. The kernel multiplies in the 16 bits of the scales and sums in
-    f32.
+    Reads D/8 + 4 D/g bytes per key and KV head. Keys are expanded in blocks of S/64, at least 512, or on a GPU as they
+    are summed, so no f32 copy of all keys exists. `implementation`: see `explain`. The kernel multiplies in the 16 bits
+    of the scales and sums in f32.
     """
+
+    def summed(q: Array, keys: OneBit) -> Array:
+        return sum_products(q, dequantize_1bit(keys)) * scale
+
+    return for_gpu(summed, partial(_score_blocks, scale=scale), q, keys)
+
+
+def sum_products(q: Float[Array, "B K G D"], keys: Float[Array, "B K S D"]) -> Float[Array, "B K G S"]:
+    """f32[B, K, G, S]: q.k as a sum, of which a GPU makes one kernel together with what decodes the keys.
+
+    A product would need the decoded keys in memory, at several times the bytes of their codes. Heads are summed side by
+    side, so that a key is decoded once for all of them.
+    """
+    products = [q[:, :, head, None].astype(jnp.float32) * keys for head in range(q.shape[2])]
+    sums = lax.reduce(products, [jnp.float32(0)] * len(products), lambda a, b: list(map(lax.add, a, b)), (3,))
+    return jnp.stack(sums, axis=2)
+
+
+def _score_blocks(q: Array, keys: OneBit, *, scale: float) -> Array:
     B, K, G, _ = q.shape
     S, groups = keys.bits.shape[2], keys.scale.shape[2]
     group = S // groups
@@ -100,21 +120,33 @@ def rerank(
 ) -> Float[Array, "B K G M"]:
     """f32[B, K, G, M]: scale * q.k~ of q [B, K, G, D] with the `listed` keys k~, decoded from `keys` [B, K, S, ...].
 
-    Reads 3/4 D bytes per listed key with subspaces of 8, in blocks of 512. `implementation`: see `explain`; the kernel
-    takes subspaces of 8 with weights of 16 bits.
+    Reads 3/4 D bytes per listed key with subspaces of 8, in blocks of 512 or, on a GPU, as they are summed.
+    `implementation`: see `explain`; the kernel takes subspaces of 8 with weights of 16 bits.
     """
     B, K, G, M = listed.slots.shape
+
+    def summed(q: Array, keys: Directions, slots: Array) -> Array:
+        index = slots.reshape(B, K, G * M, 1)
+        decoded = decode(Directions(*(jnp.take_along_axis(a, index, axis=2, mode="clip") for a in keys)))
+        products = q.astype(jnp.float32)[:, :, :, None] * decoded.reshape(B, K, G, M, -1)
+        return jnp.sum(products, axis=-1) * scale
+
+    return for_gpu(summed, partial(_rerank_blocks, scale=scale), q, keys, listed.slots)
+
+
+def _rerank_blocks(q: Array, keys: Directions, slots: Array, *, scale: float) -> Array:
+    B, K, G, M = slots.shape
     block = min(512, M)
 
     def step(i: Array, scores: Array) -> Array:
         first = jnp.minimum(i * block, M - block)
-        index = lax.dynamic_slice_in_dim(listed.slots, first, block, axis=3).reshape(B, K, G * block, 1)
+        index = lax.dynamic_slice_in_dim(slots, first, block, axis=3).reshape(B, K, G * block, 1)
         part = Directions(*(jnp.take_along_axis(a, index, axis=2, mode="clip") for a in keys))
         decoded = decode(lax.optimization_barrier(part)).reshape(B, K, G, block, -1)
         s = jnp.einsum("bkgd,bkgsd->bkgs", q.astype(jnp.float32), decoded, precision="highest") * scale
         return lax.dynamic_update_slice_in_dim(scores, s, first, axis=3)
 
-    return lax.fori_loop(0, -(-M // block), step, vary_with(jnp.zeros((B, K, G, M), jnp.float32), q, keys, listed))
+    return lax.fori_loop(0, -(-M // block), step, vary_with(jnp.zeros((B, K, G, M), jnp.float32), q, keys, slots))
 
 
 @rerank.limit

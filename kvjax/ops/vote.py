@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from kvjax.numerics.indexing import put_last
 from kvjax.numerics.rotate import rotate_few, turned
 from kvjax.numerics.selection import PackedSelection, of_lists
 from kvjax.numerics.types import Float, Int32, UInt8
-from kvjax.ops.op import Implementation, op
+from kvjax.ops.op import Implementation, for_gpu, op
 
 Complement = tuple[Array | int, Array | int, Array | int]  # see `most_voted`
 
@@ -38,18 +39,29 @@ def collide(
     differ by less than rounding, the kernel may order them differently.
     """
     B, K, G, D = q.shape
-    S, N = ids.shape[2:]
+    N = ids.shape[3]
     q = q if seed is None else rotate_few(q, seed)
     better = _keys_before(q.astype(jnp.float32).reshape(B, K, G, N, D // N), counts)
     earned = jnp.sum(better[..., None] < limits[:, None, None, None, None], axis=-1, dtype=jnp.uint8)
+    return for_gpu(_votes, _vote_blocks, earned, ids)
+
+
+def _votes(earned: Array, ids: Array) -> Array:
+    """u8[B, K, G, S]: the votes that keys with patterns ids u8[B, K, S, N] get from earned u8[B, K, G, N, P]."""
+    index = jnp.swapaxes(ids, 2, 3)[:, :, None].astype(jnp.int32)
+    index = jnp.broadcast_to(index, (*earned.shape[:4], ids.shape[2]))
+    found = jnp.take_along_axis(earned, index, axis=-1, mode="promise_in_bounds")
+    return jnp.sum(found, axis=3, dtype=jnp.uint8)
+
+
+def _vote_blocks(earned: Array, ids: Array) -> Array:
+    (B, K, G, _, _), S = earned.shape, ids.shape[2]
     block = min(max(512, S // 64), S)
 
     def step(i: Array, votes: Array) -> Array:
         first = jnp.minimum(i * block, S - block)
-        part = jnp.swapaxes(lax.dynamic_slice_in_dim(ids, first, block, axis=2), 2, 3)  # [B, K, N, block]
-        index = jnp.broadcast_to(part[:, :, None].astype(jnp.int32), (B, K, G, N, block))
-        found = jnp.take_along_axis(earned, index, axis=-1, mode="promise_in_bounds")
-        return lax.dynamic_update_slice_in_dim(votes, jnp.sum(found, axis=3, dtype=jnp.uint8), first, axis=3)
+        part = _votes(earned, lax.dynamic_slice_in_dim(ids, first, block, axis=2))
+        return lax.dynamic_update_slice_in_dim(votes, part, first, axis=3)
 
     return lax.fori_loop(0, -(-S // block), step, vary_with(jnp.zeros((B, K, G, S), jnp.uint8), earned, ids))
 
@@ -102,7 +114,8 @@ def most_voted(
     so that the selected slots and the slots [start, stop - `local`) of another zone are at least `total` together. Each
     of these three is i32[B], a number for all rows, or i32[B, T] for the heads of T decode steps.
 
-    Eight passes find the number of votes of the last place, and two running sums the places: nothing is sorted.
+    Passes over the bits of the votes find the number of votes of the last place, and two running sums the places:
+    nothing is sorted.
     `implementation`: see `explain`; all give the same result.
     """
     B, K, G, S = votes.shape
@@ -114,12 +127,7 @@ def most_voted(
     valid = jnp.arange(S)[None] < length[:, None]
     votes = jnp.where(valid[:, None, None], votes.astype(jnp.int32), -1)
 
-    def narrow(i: Array, least: Array) -> Array:
-        higher = least + (128 >> i)
-        enough = jnp.sum(votes >= higher[..., None], axis=-1, dtype=jnp.int32) >= count
-        return jnp.where(enough, higher, least)
-
-    least = lax.fori_loop(0, 8, narrow, vary_with(jnp.zeros((B, K, G), jnp.int32), votes, count))[..., None]
+    least = for_gpu(partial(_least_votes, bits=4), partial(_least_votes, bits=1), votes, count)[..., None]
     above, level = votes > least, votes == least
     spare = count[..., None] - jnp.sum(above, axis=-1, dtype=jnp.int32, keepdims=True)
     upto = lax.cumsum(level.astype(jnp.int32), axis=3)
@@ -129,6 +137,20 @@ def most_voted(
     listed = jnp.zeros((B, K, G, room), jnp.int32)
     listed = put_last(listed, jnp.where(selected, place, room), slots)
     return PackedSelection(listed, jnp.sum(selected, axis=-1, dtype=jnp.int32))
+
+
+def _least_votes(votes: Array, count: Array, *, bits: int) -> Array:
+    """The most votes, i32[B, K, G], that at least `count` i32[B, 1, G] of votes i32[B, K, G, S] have; 0 if none do.
+
+    Each pass finds some bits and compares with 2^bits - 1 numbers. A GPU takes longer to start a pass than to run it.
+    """
+    least = jnp.zeros(votes.shape[:3], jnp.int32)
+    for shift in range(8 - bits, -1, -bits):
+        digits = lax.broadcasted_iota(jnp.int32, (*least.shape, 2**bits - 1), 3) + 1
+        higher = least[..., None] + (digits << shift)
+        voted = jnp.sum(votes[:, :, :, None] >= higher[..., None], axis=-1, dtype=jnp.int32)
+        least += jnp.sum(voted >= count[..., None], axis=-1, dtype=jnp.int32) << shift
+    return least
 
 
 @most_voted.limit

@@ -1,0 +1,136 @@
+"""The forms of references that a program for a GPU has give what those of other platforms give."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from kvjax import ops
+from kvjax.numerics.quant import quantize, quantize_1bit
+from kvjax.numerics.rotate import encode
+from kvjax.numerics.selection import PackedSelection
+from kvjax.ops import rank
+
+
+def as_on_gpu(f, *args):
+    """f(*args) with the forms of `ops.op.for_gpu` for a GPU, on this machine, in plain JAX."""
+    with pytest.MonkeyPatch.context() as patch, ops.use("xla"):
+        patch.setattr(lax, "platform_dependent", lambda *operands, cuda, rocm, default: cuda(*operands))
+        return jax.jit(lambda *args: f(*args))(*args)
+
+
+def plainly(f, *args):
+    with ops.use("xla"):
+        return jax.jit(lambda *args: f(*args))(*args)
+
+
+def normal(seed, *shape, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def listing():
+    slots = jnp.stack([jax.random.permutation(jax.random.key(i), 96)[:40] for i in range(12)]).reshape(1, 4, 3, 40)
+    return PackedSelection(slots, jnp.full((1, 4, 3), 40))
+
+
+def quantised(tokens, channels, steps=False):
+    code = partial(quantize, bits=2, tokens=tokens, channels=channels)
+    start, stop = (jnp.array([[3, 0, 96], [90, 96, 96]]) if steps else jnp.array([[3], [77]]))[:, None]
+    return (
+        normal(0, 1, 4, 3, 32),
+        code(normal(1, 1, 4, 96, 32)),
+        quantize(normal(2, 1, 4, 96, 32), 2, channels=16),
+        start,
+        stop,
+    )
+
+
+CASES = {
+    "score_1bit": (
+        partial(ops.score_1bit, scale=0.3),
+        (normal(0, 1, 4, 3, 32), quantize_1bit(normal(1, 1, 4, 96, 32), 16)),
+    ),
+    "rerank": (partial(ops.rerank, scale=0.3), (normal(0, 1, 4, 3, 32), encode(normal(1, 1, 4, 96, 32)), listing())),
+    "attend_quantized, by channel": (partial(ops.attend_quantized, scale=0.3), quantised(16, 1)),
+    "attend_quantized, by token": (partial(ops.attend_quantized, scale=0.3), quantised(1, 16)),
+    "attend_quantized, by query": (partial(ops.attend_quantized, scale=0.3), quantised(16, 1, steps=True)),
+    "collide": (
+        ops.collide,
+        (
+            normal(0, 1, 4, 3, 32),
+            jax.random.randint(jax.random.key(1), (1, 4, 96, 4), 0, 256).astype(jnp.uint8),
+            jax.random.randint(jax.random.key(2), (1, 4, 4, 256), 0, 9),
+            jnp.array([[30, 90, 300]]),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_form_for_a_gpu_gives_the_same(name):
+    f, args = CASES[name]
+    for a, b in zip(jax.tree.leaves(as_on_gpu(f, *args)), jax.tree.leaves(plainly(f, *args)), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "collide"])
+def test_the_form_for_a_gpu_has_the_same_derivative(name):
+    f, (q, *args) = CASES[name]
+
+    def loss(q):
+        return jnp.sum(jnp.sin(jax.tree.leaves(f(q, *args))[0]))
+
+    np.testing.assert_allclose(as_on_gpu(jax.grad(loss), q), plainly(jax.grad(loss), q), rtol=2e-4, atol=2e-4)
+
+
+def test_codes_past_the_stop_do_not_matter_in_the_form_for_a_gpu():
+    f, (q, keys, values, start, stop) = CASES["attend_quantized, by channel"]
+    late = (jnp.arange(96) >= 80)[None, None, :, None]
+    nan = jnp.uint32(0x7FC07FC0)
+    spoilt = values._replace(scales=jnp.where(late, nan, values.scales))
+    for a, b in zip(
+        as_on_gpu(f, q, keys, values, start, stop), as_on_gpu(f, q, keys, spoilt, start, stop), strict=True
+    ):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("count", [0, 1, 37, 4000])
+def test_most_voted_for_a_gpu_gives_the_same(count):
+    votes = jax.random.randint(jax.random.key(3), (2, 3, 2, 500), 0, 256).astype(jnp.uint8)
+    most = partial(ops.most_voted, room=200)
+    args = votes, jnp.array([500, 41]), jnp.array([count, 7])
+    for a, b in zip(as_on_gpu(most, *args), plainly(most, *args), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+ROWS = {
+    "random": lambda rng, n: rng.standard_normal(n),
+    "few values": lambda rng, n: rng.integers(-2, 3, n) * rng.choice([-0.0, 0.0, 1.0], n),
+    "one value": lambda rng, n: np.zeros(n),
+    "rising": lambda rng, n: np.arange(n[1]),
+    "not finite": lambda rng, n: rng.choice([np.nan, np.inf, -np.inf, 1.0, -1e30], n),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize(
+    ("units", "k", "stop"), [(65536, 2048, 65536), (65543, 700, 65000), (70001, 3, 2), (65536, 9000, 0)]
+)
+def test_top_k_in_rounds_gives_the_same_slots(name, units, k, stop):
+    scores = jnp.asarray(ROWS[name](np.random.default_rng(0), (2, units)) * np.ones((2, 1)), jnp.float32)
+    valid = (jnp.arange(units) < stop)[None]
+    top = partial(ops.top_k, k=k)
+    rounds, whole = as_on_gpu(top, scores, valid), plainly(top, scores, valid)
+    np.testing.assert_array_equal(rounds.valid, whole.valid)
+    np.testing.assert_array_equal(jnp.where(whole.valid, rounds.slots, 0), jnp.where(whole.valid, whole.slots, 0))
+    assert 0 <= int(jnp.min(rounds.slots)) <= int(jnp.max(rounds.slots)) < units
+
+
+def test_top_k_in_rounds_sorts_less():
+    """A law above cannot fail on rows that are sorted whole, so it needs rows that are not."""
+    f = jax.jit(lambda x: rank._top_of_blocks(x, 2048))
+    assert "8192" in f.lower(jnp.zeros((1, 65536))).as_text().replace("65536", "")
