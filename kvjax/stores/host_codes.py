@@ -2,15 +2,19 @@
 
 The codes of a token, with their scales, are adjacent bytes in the layout of `HostOffload`, so the same kernels move
 them. They are decoded on the device, after the move.
+
+Codes of one token span its channels, so a channel that is large in all keys, as the biases of Qwen2 make some, would
+cost all others their precision. The mean of a row's first keys is therefore taken out before coding and put back after.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.tree_util import register_dataclass
 
 from kvjax import ops
 from kvjax.memory import host_zeros, to_device
@@ -20,6 +24,7 @@ from kvjax.numerics.partial import PartialAttention
 from kvjax.numerics.quant import QuantArray, dequantize, quantize
 from kvjax.numerics.selection import Selection
 from kvjax.ops.chunk import attend_blocks
+from kvjax.sharding.placement import context_axis
 from kvjax.spec import CacheSpec, keep_int
 from kvjax.stores.host import HostBlock, HostOffload, split_parts
 from kvjax.stores.store import Store
@@ -27,11 +32,20 @@ from kvjax.stores.store import Store
 BITS = (2, 4, 8)
 
 
+@register_dataclass
+@dataclass(frozen=True)
+class CodedBlock(HostBlock):
+    """Pages of codes, u8[B, K, P, 2, Z, width]."""
+
+    offset: Array  # f32[B, K, D] mean of a row's first keys; the codes are of keys less this; in device memory
+
+
 @dataclass(frozen=True, kw_only=True)
 class _HostCodes(Store):
     """A host store of coded tokens; a subclass defines the codes."""
 
     page: int = 1
+    learn: ClassVar[int] = 8  # first keys of which the mean is taken: no more, so that chunks of any size agree
 
     def __post_init__(self) -> None:
         keep_int(self, "page", at_least=1)
@@ -56,54 +70,71 @@ class _HostCodes(Store):
     def check(self, spec: CacheSpec, chunk: int) -> None:
         self._rows.check(spec, chunk)
 
-    def init(self, spec: CacheSpec, slots: int) -> HostBlock:
-        width = self.width(spec.head_dim)
-        shape = (spec.batch, spec.kv_heads, slots // self.page, 2, self.page, width)
-        return HostBlock(host_zeros(shape, jnp.uint8), jnp.zeros(spec.batch, jnp.int32))
+    def init(self, spec: CacheSpec, slots: int) -> CodedBlock:
+        width, heads = self.width(spec.head_dim), (spec.batch, spec.kv_heads)
+        codes = host_zeros((*heads, slots // self.page, 2, self.page, width), jnp.uint8)
+        return CodedBlock(codes, jnp.zeros(spec.batch, jnp.int32), jnp.zeros((*heads, spec.head_dim), jnp.float32))
 
-    def append(self, st: HostBlock, k: Array, v: Array, count: Array) -> HostBlock:
+    def append(self, st: CodedBlock, k: Array, v: Array, count: Array) -> CodedBlock:
         k, v = refuse_derivative(
             f"{self} keeps keys and values as codes, which have no derivative; use the store Dense(), or "
             "jax.lax.stop_gradient on k and v",
             k,
             v,
         )
-        return self._rows.append(st, self.encode(k), self.encode(v), count)
+        k = k.astype(jnp.float32)
+        first = ((st.count == 0) & (count > 0))[:, None, None]
+        offset = jnp.where(first, _mean_of_first(k, jnp.minimum(count, self.learn)), st.offset)
+        rows = self._rows.append(st, self.encode(k - offset[:, :, None]), self.encode(v), count)
+        return CodedBlock(rows.kv, rows.count, offset)
 
-    def attend(self, st: HostBlock, q: Array, start: Array, *, scale: float) -> PartialAttention:
+    def attend(self, st: CodedBlock, q: Array, start: Array, *, scale: float) -> PartialAttention:
         return self.attend_chunk(st, q[:, :, :, None], start[:, None], scale=scale)
 
-    def attend_chunk(self, st: HostBlock, q: Array, start: Array | None, *, scale: float) -> PartialAttention:
-        Z, decode = self.page, partial(self.decode, head_dim=q.shape[-1])
+    def attend_chunk(self, st: CodedBlock, q: Array, start: Array | None, *, scale: float) -> PartialAttention:
+        Z = self.page
 
         def read(kv: Array, first: Array | int, size: int) -> tuple[Array, Array]:
             k, v = split_parts(to_device(lax.dynamic_slice_in_dim(kv, first // Z, size // Z, axis=2)))
-            return decode(k), decode(v)
+            return self._decoded(st, k, v)
 
         return attend_blocks(q, st.kv, start, st.count, read=read, slots=st.slots, unit=Z, scale=scale)
 
     takes_steps = True
 
-    def gather(self, st: HostBlock, selection: Selection) -> tuple[Array, Array]:
-        k, v = (self.decode(rows, self._head_dim(st.kv.shape[-1])) for rows in self._rows.gather(st, selection))
-        return k, v
+    def gather(self, st: CodedBlock, selection: Selection) -> tuple[Array, Array]:
+        return self._decoded(st, *self._rows.gather(st, selection))
 
-    def _head_dim(self, width: int) -> int:
-        raise NotImplementedError
+    def _decoded(self, st: CodedBlock, k: Array, v: Array) -> tuple[Array, Array]:
+        """f32[B, K, M, D] keys and values of codes u8[B, K, M, width]."""
+        D = st.offset.shape[-1]
+        return self.decode(k, D) + st.offset[:, :, None], self.decode(v, D)
 
     def decoded(self, k: Array, v: Array) -> tuple[Array, Array]:
-        return self.decode(self.encode(k), k.shape[-1]), self.decode(self.encode(v), v.shape[-1])
+        """A row's first chunks k, v [B, K, T, D] as they are read."""
+        B, K, T, _ = k.shape
+        count, offset = jnp.full(B, T, jnp.int32), _mean_of_first(k, jnp.full(B, min(T, self.learn), jnp.int32))
+        st = CodedBlock(jnp.zeros((B, K, 0), jnp.uint8), count, offset)
+        return self._decoded(st, self.encode(k.astype(jnp.float32) - offset[:, :, None]), self.encode(v))
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         return 2.0 * spec.kv_heads * self.width(spec.head_dim)
+
+
+def _mean_of_first(k: Array, count: Array) -> Array:
+    """f32[B, K, D]: the mean of the first `count` i32[B] keys of k [B, K, T, D], on all devices of context together."""
+    first = jnp.arange(k.shape[2])[None, None, :, None] < count[:, None, None, None]
+    total = jnp.sum(jnp.where(first, k.astype(jnp.float32), 0.0), axis=2)
+    mean, context = total / jnp.maximum(count, 1).astype(jnp.float32)[:, None, None], context_axis()
+    return mean if context is None else lax.pmean(mean, context[0])
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostFloat8(_HostCodes):
     """Keys and values in 8-bit floats (e4m3) in pinned host memory: half of the bytes of bfloat16.
 
-    A number has 3 bits of fraction and no scale; numbers beyond 448 are clipped. See `HostOffload` for what is moved
-    when.
+    A number has 3 bits of fraction and no scale; numbers beyond 448, or keys that far from their channel's offset, are
+    clipped. See `HostOffload` for what is moved when.
     """
 
     def width(self, head_dim: int) -> int:
@@ -117,13 +148,11 @@ class HostFloat8(_HostCodes):
         return lax.bitcast_convert_type(rows, jnp.float8_e4m3fn).astype(jnp.float32)
 
     def place(
-        self, st: HostBlock, hot: tuple[Array, Array], page: Array, used: Array, at: Array
+        self, st: CodedBlock, hot: tuple[Array, Array], page: Array, used: Array, at: Array
     ) -> tuple[Array, Array]:
         k, v = ops.hot_load_float8(st.kv, hot, page, used, at)
-        return k, v
-
-    def _head_dim(self, width: int) -> int:
-        return width
+        new = jnp.repeat(used == 2, self.page, axis=2)[..., None]  # the places that this step has filled
+        return jnp.where(new, (k.astype(jnp.float32) + st.offset[:, :, None]).astype(k.dtype), k), v
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,9 +189,6 @@ class HostQuantized(_HostCodes):
 
     def width(self, head_dim: int) -> int:
         return head_dim * self.bits // 8 + 4 * head_dim // self.group
-
-    def _head_dim(self, width: int) -> int:
-        return width * 8 * self.group // (self.bits * self.group + 32)
 
     def encode(self, x: Array) -> Array:
         code = quantize(x, self.bits, channels=self.group)

@@ -75,11 +75,14 @@ def as_stored(
     )
     k, v = k.astype(np.float32), v.astype(np.float32)
     chunks = zones(policy, spec, length)[0]
-    if hasattr(core(policy).store, "learn") and chunks:  # the values read for a chunk depend on the chunks before it
+    store = core(policy).store
+    if (
+        hasattr(getattr(store, "store", store), "learn") and chunks
+    ):  # the values read for a chunk depend on the chunks before it
         chunks = [[position for chunk in chunks for position in chunk]]
     for chunk in chunks:
         heads_first = (np.swapaxes(a[chunk], 0, 1)[None] for a in (k, v))
-        k[chunk], v[chunk] = (np.swapaxes(np.asarray(a)[0], 0, 1) for a in _decode(core(policy).store, *heads_first))
+        k[chunk], v[chunk] = (np.swapaxes(np.asarray(a)[0], 0, 1) for a in _decode(store, *heads_first))
     return k, v
 
 

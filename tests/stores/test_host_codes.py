@@ -1,6 +1,8 @@
 """Coded tokens in host memory: what the codes decode to, and what they cost."""
 
 import re
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import CacheSpec, Fier, Fifo, HostFloat8, HostOffload, HostQuantized, HotSet, Retrieval, Store, presets
+from kvjax import CacheSpec, Fier, Fifo, HostFloat8, HostOffload, HostQuantized, HotSet, Retrieval, Store, ops, presets
 from kvjax.numerics.selection import Selection
 
 SPEC = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=64, capacity=200, dtype=jnp.float32)
@@ -17,7 +19,7 @@ SPEC = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=64, capacity=200, dtyp
 @pytest.mark.parametrize(("bits", "group"), [(2, 32), (4, 16), (8, 64)])
 def test_codes_decode_to_the_nearest_level_of_their_group(bits: int, group: int) -> None:
     x = np.random.default_rng(0).normal(size=(2, 2, 8, 64)).astype(np.float32)
-    got = np.asarray(HostQuantized(bits=bits, group=group).decoded(jnp.asarray(x), jnp.asarray(x))[0])
+    got = np.asarray(HostQuantized(bits=bits, group=group).decoded(jnp.asarray(x), jnp.asarray(x))[1])
     groups = x.reshape(-1, group)
     low, high = groups.min(axis=1, keepdims=True), groups.max(axis=1, keepdims=True)
     half_a_step = (high - low) / (2**bits - 1) / 2
@@ -27,7 +29,8 @@ def test_codes_decode_to_the_nearest_level_of_their_group(bits: int, group: int)
 
 def test_8_bit_floats_keep_3_bits_of_fraction() -> None:
     x = np.concatenate([np.random.default_rng(0).normal(size=62) * 10, [1e6, -1e6]]).astype(np.float32)
-    got = np.asarray(HostFloat8().decoded(jnp.asarray(x), jnp.asarray(x))[1])
+    one = jnp.asarray(x)[None, None, None]
+    got = np.asarray(HostFloat8().decoded(one, one)[1]).ravel()
     assert (np.abs(got - x)[:62] <= np.abs(x)[:62] / 16 + 1e-3).all()
     assert got[62:].tolist() == [448, -448]
 
@@ -43,6 +46,37 @@ def test_selected_tokens_are_read_as_they_were_stored(store: Store) -> None:
     got = jax.jit(store.gather)(st, Selection(slots, jnp.ones(slots.shape, bool)))
     for a, b in zip(got, store.decoded(k, v), strict=True):
         np.testing.assert_allclose(a, b[:, :, slots[0, 0, 0]], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("store", [HostFloat8(), *(HostQuantized(bits=bits) for bits in (2, 4, 8))], ids=str)
+@pytest.mark.parametrize("hot", [False, True])
+def test_an_offset_of_all_keys_changes_no_result(store: Store, hot: bool) -> None:
+    """Softmax is unchanged by a vector that is added to all keys, as a bias does, and codes must not lose by it."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.normal(size=(2, heads, 64, 64)), jnp.float32) for heads in (4, 2, 2))
+    count, scale = jnp.array([64, 32]), 64**-0.5
+    slots = jnp.broadcast_to(jnp.arange(64, dtype=jnp.int32), (2, 2, 1, 64))
+    selection = Selection(slots, slots < count[:, None, None, None])
+
+    @partial(jax.jit, static_argnums=0)
+    def run(store: Any, k: jax.Array) -> Any:
+        st = store.init(SPEC, 64)
+        for start in (0, 32):
+            own = slice(start, start + 32)
+            st = store.append(st, k[:, :, own], v[:, :, own], (count - start).clip(0, 32))
+        queries = q[:, :, 0].reshape(2, 2, 2, 64)
+        if hot:
+            st, loaded = store.load(st, selection)
+            return ops.attend_gathered(queries, loaded.k, loaded.v, loaded.selection, scale=scale).out
+        both = store.attend(st, queries, jnp.zeros(2, jnp.int32), scale=scale).out
+        return jnp.concatenate([both, store.attend_slots(st, queries, selection, scale=scale).out])
+
+    exact = run(kvjax.Dense(), k) if not hot else run(HotSet(tokens=64), k)
+    coded = HotSet(tokens=64, store=store) if hot else store
+    plain = np.abs(run(coded, k) - exact).mean()
+    for offset in (30.0, 300.0):
+        shifted = k.at[..., ::32].add(offset)
+        assert np.abs(run(coded, shifted) - exact).mean() < 1.2 * plain + 1e-4, offset
 
 
 def test_wrong_codes_are_refused() -> None:
