@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import resources
@@ -49,6 +49,7 @@ FAMILIES: dict[str, Family] = {f.model_type: f for f in (LLAMA, MISTRAL, QWEN2, 
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 MOST_TOLD = 12  # problems that one error lists
+_BASE = "model."  # begins the names of all tensors but the head's
 _HEAD, _TABLE = "lm_head.weight", "model.embed_tokens.weight"
 _ROWS = 4096  # rows of these that are compared at a time
 _FLOATS = ("BF16", "F16", "F32", "F64")  # as safetensors spells them
@@ -135,10 +136,10 @@ def load(
                 if tensors[name].file != file:
                     continue
                 if shardings is None:
-                    _place(opened.get_tensor(name), staging, dtype, weight, params)
+                    _place(opened.get_tensor(tensors[name].name), staging, dtype, weight, params)
                     continue
                 for param, rows in zip(params, _rows(weight, params), strict=True):
-                    part = _Rows(opened.get_slice(name), rows.start)
+                    part = _Rows(opened.get_slice(tensors[name].name), rows.start)
                     param.set_value(_place_parts(part, staging, param, shardings[id(param)], weight.transposed))
     return Checkpoint(model, config, stop_tokens, directory, placement)
 
@@ -418,6 +419,7 @@ class Tensor:
     file: Path
     shape: tuple[int, ...]
     dtype: str  # as safetensors spells it
+    name: str  # in the file
 
     @property
     def nbytes(self) -> int:
@@ -432,25 +434,7 @@ def read_headers(directory: Path) -> dict[str, Tensor]:
       FileNotFoundError: no weights, or a file that the index lists is missing.
       ValueError: only pickled weights, a damaged file or index, a tensor in two files or not where the index says.
     """
-    index = directory / _INDEX
-    if (directory / _SINGLE).is_file():
-        where: dict[str, str] = {}
-        files = [directory / _SINGLE]
-    elif index.is_file():
-        where = Fields.read(index).raw.get("weight_map")  # type: ignore[assignment]
-        if not isinstance(where, dict) or not where or not all(isinstance(f, str) for f in where.values()):
-            raise ValueError(f"{index} must have a weight_map from tensor names to files; download it again")
-        outside = sorted({name for name in where.values() if not _is_plain(name)})
-        if outside:
-            raise ValueError(
-                f"{index} names files that are not in its directory: {', '.join(map(repr, outside[:4]))}; a shard is a "
-                "file in the same directory as the index, so this index is damaged or not to be trusted: download it "
-                "again"
-            )
-        files = [directory / name for name in sorted(set(where.values()))]
-    else:
-        raise _no_weights(directory)
-
+    files = [directory / name for name in sorted(set(_read_index(directory).values()) or {_SINGLE})]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise FileNotFoundError(
@@ -463,11 +447,41 @@ def read_headers(directory: Path) -> dict[str, Tensor]:
                 if name in tensors:
                     raise ValueError(f"{directory} has {name} twice, in {tensors[name].file.name} and {file.name}")
                 part = opened.get_slice(name)
-                tensors[name] = Tensor(file, tuple(part.get_shape()), part.get_dtype())
-    misplaced = [f"{n} ({f})" for n, f in where.items() if n not in tensors or tensors[n].file.name != Path(f).name]
-    if misplaced:
-        raise ValueError(f"{directory} lacks tensors where {_INDEX} says they are: {', '.join(misplaced)}")
+                tensors[name] = Tensor(file, tuple(part.get_shape()), part.get_dtype(), name)
+    if _TABLE.removeprefix(_BASE) in tensors and not any(name.startswith(_BASE) for name in tensors):
+        # The files of a model without a head have other names, as in transformers.
+        return {name if name == _HEAD else _BASE + name: tensor for name, tensor in tensors.items()}
     return tensors
+
+
+def _read_index(directory: Path) -> dict[str, str]:
+    """The file of each tensor, by the index; {} for a checkpoint of one file."""
+    index = directory / _INDEX
+    if (directory / _SINGLE).is_file():
+        return {}
+    if index.is_file():
+        where: Any = Fields.read(index).raw.get("weight_map")
+        if not isinstance(where, dict) or not where or not all(isinstance(f, str) for f in where.values()):
+            raise ValueError(f"{index} must have a weight_map from tensor names to files; download it again")
+        outside = sorted({name for name in where.values() if not _is_plain(name)})
+        if outside:
+            raise ValueError(
+                f"{index} names files that are not in its directory: {', '.join(map(repr, outside[:4]))}; a shard is a "
+                "file in the same directory as the index, so this index is damaged or not to be trusted: download it "
+                "again"
+            )
+        return where
+    raise _no_weights(directory)
+
+
+def _check_index(directory: Path, wanted: Iterable[str], tensors: Mapping[str, Tensor]) -> None:
+    """Raises ValueError if a tensor that is needed is not where the index says. What it says of others is ignored."""
+    known = {tensor.name: tensor.file.name for tensor in tensors.values()}
+    misplaced = {name: file for name, file in _read_index(directory).items() if known.get(name) != file}
+    needed = {tensors[name].name if name in tensors else name for name in wanted}
+    if needed & set(misplaced):
+        listed = ", ".join(f"{name} ({file})" for name, file in misplaced.items())
+        raise ValueError(f"{directory} lacks tensors where {_INDEX} says they are: {listed}; download it again")
 
 
 def _is_plain(name: str) -> bool:
@@ -487,7 +501,7 @@ def has_own_head(tensors: Mapping[str, Tensor]) -> bool:
     if head.shape != table.shape or not {head.dtype, table.dtype} <= set(_FLOATS):
         return True  # `match` then says what is wrong with it
     with _open(head.file) as first, _open(table.file) as second:
-        heads, rows = first.get_slice(_HEAD), second.get_slice(_TABLE)
+        heads, rows = first.get_slice(head.name), second.get_slice(table.name)
         size = head.shape[0]
         parts = [slice(i, min(i + _ROWS, size)) for i in range(0, size, _ROWS)]
         return any(not np.array_equal(heads[part], rows[part]) for part in parts)
@@ -512,6 +526,7 @@ def match(
     if model.config.tied_head and _TABLE not in tensors and _HEAD in tensors:
         wanted[_HEAD] = wanted.pop(_TABLE)  # some writers keep the other name of the shared tensor
 
+    _check_index(directory, wanted, tensors)
     problems = [f"missing: {name}{list(_file_shape(*wanted[name]))}" for name in wanted if name not in tensors]
     for name, tensor in tensors.items():
         if name not in wanted:
@@ -528,7 +543,8 @@ def match(
         more = [f"and {len(problems) - MOST_TOLD} more"] if len(problems) > MOST_TOLD else []
         listed = "\n  ".join(problems[:MOST_TOLD] + more)
         raise ValueError(
-            f"the tensors in {directory} do not fit its config.json ({family.architecture}); {len(problems)} "
+            f"the tensors in {directory} do not fit its config.json ({family.architecture}): correct its "
+            f"num_hidden_layers or tie_word_embeddings if the files have other layers or another head; {len(problems)} "
             f"problems:\n  {listed}"
         )
     return wanted

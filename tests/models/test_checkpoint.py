@@ -256,6 +256,37 @@ def test_a_shard_that_is_not_there_is_named(write, no_reading):
         models.load(directory)
 
 
+def test_an_index_is_checked_for_what_is_needed_alone(write):
+    """As in transformers: it may list what no file has, if the model does not need it."""
+    directory = write(shards=2, tie_word_embeddings=True)
+    index = directory / "model.safetensors.index.json"
+    where = json.loads(index.read_text())["weight_map"]
+    first = min(where.values())
+    unneeded = {"lm_head.weight": first, "model.layers.0.self_attn.rotary_emb.inv_freq": first, "model.extra": first}
+    index.write_text(json.dumps({"weight_map": {**where, **unneeded}}))
+    assert models.load(directory).config.tied_head
+    del where["model.norm.weight"]  # stored, but not listed
+    index.write_text(json.dumps({"weight_map": where}))
+    models.load(directory)
+
+
+@pytest.mark.parametrize("shards", [0, 2])
+def test_names_without_their_prefix_are_read(write, shards):
+    """As a model without a head is saved."""
+
+    def change(tensors):
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    directory = write(shards=shards, change=change, tie_word_embeddings=True)
+    short = models.load(directory).model
+    for file in directory.glob("*.safetensors*"):
+        file.unlink()
+    wanted = models.load(write(shards=shards, tie_word_embeddings=True)).model
+    for ours, theirs in zip(jax.tree.leaves(short), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
 def test_an_index_that_disagrees_with_its_files_is_said(write, no_reading):
     directory = write(shards=2)
     index = directory / "model.safetensors.index.json"
