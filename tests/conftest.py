@@ -100,6 +100,18 @@ ABOVE = (
 )
 
 
+# One minute for two workers, `-m core`: the arithmetic, a selector against numpy, the hook, saves, imports and prose.
+CORE = (
+    "numerics/",
+    "ops/test_ops.py",
+    "selectors/test_fier.py",
+    "cache/test_saving.py",
+    "test_attention.py",
+    "packaging/test_imports.py",
+    "packaging/test_prose.py",
+)
+
+
 def _above(path: Path) -> bool:
     inside = path.relative_to(TESTS).as_posix()
     return (inside + "/" if path.is_dir() else inside).startswith(ABOVE)
@@ -120,13 +132,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With --quick, files that are left out as a whole are not imported, which saves seconds."""
-    above = collection_path.is_relative_to(TESTS) and _above(collection_path)
-    return True if above and config.getoption("--quick") else None
+    """With --quick or -m core, files that are left out as a whole are not imported, which saves seconds."""
+    if not collection_path.is_relative_to(TESTS):
+        return None
+    other = collection_path.is_file() and not collection_path.relative_to(TESTS).as_posix().startswith(CORE)
+    left_out = (config.getoption("--quick") and _above(collection_path)) or (config.option.markexpr == "core" and other)
+    return True if left_out else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without --thorough, leaves out tests marked `thorough`, and all but n cases of a test marked `sample(n)`."""
+    for item in items:
+        if item.path.is_relative_to(TESTS) and item.path.relative_to(TESTS).as_posix().startswith(CORE):
+            item.add_marker("core")
     if not config.getoption("--thorough"):
         quick = config.getoption("--quick")
         every = 7 if quick else 1
