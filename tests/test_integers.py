@@ -78,7 +78,7 @@ ONE: dict[str, tuple[int, Callable[[Any], Any]]] = {
     "Processors(min_new_tokens=)": (2, lambda n: Processors(min_new_tokens=n)),
     "Processors(suppress_tokens=)": (2, lambda n: Processors(suppress_tokens=(n,))),
     "fier(budget=)": (256, lambda n: presets.fier(budget=n)),
-    "fier(dense_layers=)": (1, lambda n: presets.fier(256, dense_layers=n)),
+    "Layers(dense=)": (1, lambda n: presets.fier(256, layers=presets.Layers(dense=n))),
     "Sliding via streaming_llm(budget=)": (64, lambda n: presets.streaming_llm(budget=n)),
 }
 EACH: dict[str, tuple[list[int], Callable[[Any], Any]]] = {

@@ -48,7 +48,7 @@ class Follower(SelectedZones):
     A step without a selection raises ValueError.
 
     >>> import kvjax
-    >>> kvjax.presets.fier(256, share=4).policy(3).local
+    >>> kvjax.presets.fier(256, layers=kvjax.presets.Layers(dense=2, share=4)).policy(3).local
     1
     """
 
@@ -132,7 +132,7 @@ class Shared(PerLayer):
     `anchors`, is an anchor with the policy `rest`. `heads` maps KV heads of followers by layer, as in `Follower.heads`.
 
     >>> import kvjax
-    >>> policies = kvjax.presets.fier(256, share=4)  # layers 0 and 1 attend to everything
+    >>> policies = kvjax.presets.fier(256, layers=kvjax.presets.Layers(dense=2, share=4))
     >>> [policies.selects(layer) for layer in range(2, 8)]
     [True, False, False, False, True, False]
     """

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvjax.policies import Full, PerLayer, Policy, share_selections
 from kvjax.presets.parsing import TEXT_NAME
-from kvjax.spec import require_int
+from kvjax.spec import keep_int, require_int
 from kvjax.stores import Dense, HostFloat8, HostOffload, HostQuantized, HotSet, Store
 from kvjax.validation import finite_number, shown
 
@@ -43,8 +43,8 @@ class Layers:
     anchors: Anchors = None
 
     def __post_init__(self) -> None:
-        require_int("Layers(dense=...)", self.dense, at_least=0)
-        require_int("Layers(share=...)", self.share, at_least=1)
+        keep_int(self, "dense", at_least=0)
+        keep_int(self, "share", at_least=1)
         if isinstance(self.anchors, list):
             object.__setattr__(self, "anchors", tuple(self.anchors))
 
