@@ -77,6 +77,11 @@ API = {  # page -> title, modules whose exported names stand on it
 }
 SPACES = {  # modules that users name: page -> title, module
     "presets": ("Presets", "kvjax.presets"),
+    "policies": ("Policies", "kvjax.policies"),
+    "selectors": ("Selectors", "kvjax.selectors"),
+    "stores": ("Stores and demotions", "kvjax.stores"),
+    "evictors": ("Evictors", "kvjax.evictors"),
+    "partial": ("Partial attention", "kvjax.numerics.partial"),
     "models": ("Models", "kvjax.models"),
     "evaluate": ("Evaluate", "kvjax.evaluate"),
     "testing": ("Test a policy", "kvjax.testing"),
@@ -171,7 +176,9 @@ def exported() -> dict[str, list[str]]:
             n for n, thing in vars(space).items()
             if not n.startswith("_") and getattr(thing, "__module__", None) == module and callable(thing)
         ]  # fmt: skip
-        pages[page] = [f"{module}.{name}" for name in names]
+        listed = {id(_resolve(name)) for name in pages.get(page, ())}  # a part that stands at the front door too
+        others = (f"{module}.{name}" for name in names if id(getattr(space, name)) not in listed)
+        pages[page] = [*pages.get(page, ()), *others]
     return {page: sorted(names, key=lambda name: _place(page, name)) for page, names in pages.items() if names}
 
 

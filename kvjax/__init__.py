@@ -17,84 +17,45 @@ pytree of arrays). A model calls `kvjax.attention` in place of its own attention
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kvjax import memory, presets
+from kvjax import evictors as evictors
+from kvjax import memory as memory
+from kvjax import ops as ops
+from kvjax import policies as policies
+from kvjax import presets
+from kvjax import selectors as selectors
+from kvjax import stores as stores
 from kvjax.attention import attention, attention_info, decode, decode_info, prefill
 from kvjax.cache.cache import Cache, LayerCache, any_full, init, init_layer, raise_on_overflow, shardings
 from kvjax.cache.editing import insert, rollback, room, take_rows, truncate
 from kvjax.cache.flushing import flush
 from kvjax.cache.growing import grow
-from kvjax.evictors import Evictor, HeavyHitter, LastQuery, LogSpaced, Observation, Sliding
-from kvjax.evictors.last_use import LastUse
+from kvjax.evictors import Evictor
 from kvjax.generation import generate, stream
-from kvjax.generation.drafts import DraftModel, PromptLookup
-from kvjax.numerics.partial import PartialAttention, attend_part, merge
 from kvjax.numerics.selection import Selection
-from kvjax.ops import explain
-from kvjax.policies import (
-    Compensated,
-    Compressed,
-    Evicting,
-    EvictingState,
-    Follower,
-    Full,
-    FullState,
-    HeadBudgets,
-    Info,
-    Mixed,
-    OutlierRetrieval,
-    PerHead,
-    PerLayer,
-    Policy,
-    Retrieval,
-    Sampled,
-    Shared,
-    Speculative,
-    SpeculativeState,
-    Step,
-    ZonedState,
-    share_selections,
-)
-from kvjax.selectors import (
-    AdaptiveHeads,
-    BallPages,
-    CentrePages,
-    Exact,
-    Fier,
-    MeanPages,
-    MinMaxPages,
-    Nucleus,
-    Paris,
-    ProductCodes,
-    Selector,
-)
-from kvjax.selectors.simhash import SimHash
+from kvjax.policies import Compressed, Evicting, Full, Info, PerLayer, Policy, Retrieval, Speculative
+from kvjax.selectors import Fier, Selector
 from kvjax.sharding.placement import Placement
 from kvjax.spec import CacheSpec
 from kvjax.steps import attend, select, update
-from kvjax.stores import (
-    Dense,
-    HostFloat8,
-    HostOffload,
-    HostQuantized,
-    HotSet,
-    LowRank,
-    Quantized,
-    Store,
-)
-from kvjax.stores.demotion import Buffer, Demotion, Fifo, LogSparse
+from kvjax.stores import Dense, Fifo, HostOffload, Store
 
 if TYPE_CHECKING:
     from kvjax import evaluate as evaluate
     from kvjax import models as models
     from kvjax import testing as testing
-    from kvjax.cache.saving import restore, save
+    from kvjax.cache.saving import restore as restore
+    from kvjax.cache.saving import save as save
 
 __version__ = "0.1.0"
 
 
 # Loaded on first use: `models` imports flax and `saving` imports orbax, which a cache in memory does not need.
 _LAZY_MODULES = ("evaluate", "models", "testing")
-_LAZY = {"save": "kvjax.cache.saving", "restore": "kvjax.cache.saving"}
+_LAZY = {"save": "cache.saving", "restore": "cache.saving"}
+# Names of other modules work here too, without being listed: kvjax.HotSet is kvjax.stores.HotSet.
+_PARTS = ("policies", "selectors", "stores", "evictors")
+_LAZY |= dict.fromkeys(("DraftModel", "PromptLookup"), "generation.drafts") | {"explain": "ops"}
+_LAZY |= dict.fromkeys(("PartialAttention", "attend_part", "merge"), "numerics.partial")
 
 
 if not TYPE_CHECKING:  # to a type checker, every name would exist
@@ -103,91 +64,50 @@ if not TYPE_CHECKING:  # to a type checker, every name would exist
         if name in _LAZY_MODULES:
             return import_module(f"kvjax.{name}")
         if name in _LAZY:
-            return getattr(import_module(_LAZY[name]), name)
+            return getattr(import_module(f"kvjax.{_LAZY[name]}"), name)
+        for module in (import_module(f"kvjax.{part}") for part in _PARTS):
+            if name in module.__all__:
+                return getattr(module, name)
         raise AttributeError(f"module 'kvjax' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY, *_LAZY_MODULES})
+    return sorted({*__all__, *_LAZY_MODULES, "evictors", "memory", "ops", "policies", "selectors", "stores"})
 
 
 __all__ = [
-    "AdaptiveHeads",
-    "BallPages",
-    "Buffer",
     "Cache",
     "CacheSpec",
-    "CentrePages",
-    "Compensated",
     "Compressed",
-    "Demotion",
     "Dense",
-    "DraftModel",
     "Evicting",
-    "EvictingState",
     "Evictor",
-    "Exact",
     "Fier",
     "Fifo",
-    "Follower",
     "Full",
-    "FullState",
-    "HeadBudgets",
-    "HeavyHitter",
-    "HostFloat8",
     "HostOffload",
-    "HostQuantized",
-    "HotSet",
     "Info",
-    "LastQuery",
-    "LastUse",
     "LayerCache",
-    "LogSpaced",
-    "LogSparse",
-    "LowRank",
-    "MeanPages",
-    "MinMaxPages",
-    "Mixed",
-    "Nucleus",
-    "Observation",
-    "OutlierRetrieval",
-    "Paris",
-    "PartialAttention",
-    "PerHead",
     "PerLayer",
     "Placement",
     "Policy",
-    "ProductCodes",
-    "PromptLookup",
-    "Quantized",
     "Retrieval",
-    "Sampled",
     "Selection",
     "Selector",
-    "Shared",
-    "SimHash",
-    "Sliding",
     "Speculative",
-    "SpeculativeState",
-    "Step",
     "Store",
-    "ZonedState",
     "any_full",
     "attend",
-    "attend_part",
     "attention",
     "attention_info",
     "decode",
     "decode_info",
-    "explain",
     "flush",
     "generate",
     "grow",
     "init",
     "init_layer",
     "insert",
-    "memory",
-    "merge",
     "prefill",
     "presets",
     "raise_on_overflow",
@@ -197,7 +117,6 @@ __all__ = [
     "save",
     "select",
     "shardings",
-    "share_selections",
     "stream",
     "take_rows",
     "truncate",

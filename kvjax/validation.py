@@ -52,7 +52,7 @@ def check_verbs(
             problem = f"the function {name}; call it: {name}(...)"
         else:
             problem = f"{shown(value)}, which has no {', '.join(missing)}; give for example {example}"
-            problem += f", or add what {protocol} lists" if protocol else ""
+            problem += f", or make {protocol} its base" if protocol else ""
     else:
         return
     raise ValueError(f"{where} must be {wanted}, got {problem}")

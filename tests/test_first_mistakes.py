@@ -102,7 +102,7 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a selector for a policy": (
         lambda: kvjax.init_layer(kvjax.Fier(), SPEC),  # type: ignore[arg-type]
-        r"must be a policy, got a Fier, which has no prefill, update, attend; give for example kvjax\.presets\.fier",
+        r"must be a policy, got a Fier, which has no prefill, update, attend, of_size; give for example kvjax\.presets\.fier",
     ),
     "a dict for the spec": (
         lambda: kvjax.init(kvjax.Full(), {"batch": 1}, layers=2),  # type: ignore[arg-type]
@@ -122,7 +122,7 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a selector that lacks a verb": (
         lambda: kvjax.Retrieval(selector=HalfASelector(), budget=400),  # type: ignore[arg-type]
-        r"got a HalfASelector, which has no append, score, group_reduce; .* or add what kvjax\.Selector lists",
+        r"got a HalfASelector, which has no append, score, select, group_reduce; .* or make kvjax\.Selector its base",
     ),
     "a class of store": (
         lambda: kvjax.Retrieval(selector=kvjax.Fier(), budget=400, store=kvjax.Dense),  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from kvjax.selectors.selector import (
     Candidates,
     Selector,
 )
+from kvjax.selectors.simhash import SimHash
 
 __all__ = [
     "AdaptiveHeads",
@@ -31,4 +32,5 @@ __all__ = [
     "Paris",
     "ProductCodes",
     "Selector",
+    "SimHash",
 ]

@@ -4,6 +4,7 @@ A store is a policy object without arrays; its state is a pytree that has `count
 chunks as they leave the recent block, and stay. `attend` reads all of them, `attend_slots` only selected ones.
 """
 
+from kvjax.stores.demotion import Buffer, Demotion, Fifo, LogSparse
 from kvjax.stores.dense import Dense
 from kvjax.stores.host import HostBlock, HostOffload
 from kvjax.stores.host_codes import HostFloat8, HostQuantized
@@ -13,7 +14,10 @@ from kvjax.stores.quantized import Quantized
 from kvjax.stores.store import Recalled, Store
 
 __all__ = [
+    "Buffer",
+    "Demotion",
     "Dense",
+    "Fifo",
     "HostBlock",
     "HostFloat8",
     "HostOffload",
@@ -21,6 +25,7 @@ __all__ = [
     "HotBlock",
     "HotSet",
     "Loaded",
+    "LogSparse",
     "LowRank",
     "LowRankBlock",
     "Quantized",

@@ -2,6 +2,7 @@
 
 import doctest
 import importlib.util
+import re
 
 import pytest
 
@@ -13,6 +14,13 @@ def test_every_exported_name_has_a_page():
     found = {name for names in website.exported().values() for name in names}
     modules = {"memory", "presets"}
     assert {f"kvjax.{name}" for name in kvjax.__all__ if name not in modules} <= found
+
+
+def test_every_exported_name_stands_on_a_page_that_one_reads():
+    pages = [website.ROOT / "README.md", *(website.ROOT / "docs").glob("*.md")]
+    text = "".join(page.read_text() for page in pages)
+    assert not [name for name in kvjax.__all__ if not re.search(rf"\bkvjax\.{name}\b|`{name}\b", text)]
+    assert len(kvjax.__all__) <= 45
 
 
 def test_every_method_has_a_page(tmp_path):
