@@ -102,7 +102,7 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a selector for a policy": (
         lambda: kvjax.init_layer(kvjax.Fier(), SPEC),  # type: ignore[arg-type]
-        r"must be a policy, got a Fier, which has no prefill, update, attend, of_size; give for example kvjax\.presets\.fier",
+        r"got a Fier, which has no prefill, update, attend, of_size; give for example kvjax\.presets\.fier",
     ),
     "a dict for the spec": (
         lambda: kvjax.init(kvjax.Full(), {"batch": 1}, layers=2),  # type: ignore[arg-type]
