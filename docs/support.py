@@ -163,7 +163,8 @@ def page() -> str:
     return f"""# Support matrix
 
 `python -m docs.support` writes this page: it tries each feature on each method. Methods run on every platform of JAX,
-but TPUs are untested. The kernels need a Hopper GPU and jax 0.11 or later, and elsewhere plain JAX does the same work.
+but TPUs are untested: each preset's step and prompt is lowered for one in the tests, and none has run. The kernels need
+a Hopper GPU and jax 0.11 or later, and elsewhere plain JAX does the same work.
 
 ## Methods and features
 
