@@ -58,8 +58,13 @@ class Preset:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings that its text takes, with their defaults."""
-        return settings_of(self.make)
+        """The settings that its text takes, with their defaults; those of shared selections where it can share one."""
+        found = settings_of(self.make)
+        try:
+            self.policy().follower()
+        except ValueError:
+            return {name: default for name, default in found.items() if name not in ("share", "anchors")}
+        return found
 
     def policies(self, **settings: Any) -> PerLayer:
         """The policies of all layers, with settings by the names that its text has."""
