@@ -45,13 +45,14 @@ if TYPE_CHECKING:
     from kvjax import testing as testing
     from kvjax.cache.saving import restore as restore
     from kvjax.cache.saving import save as save
+    from kvjax.compiling import use_compilation_cache as use_compilation_cache
 
 __version__ = "0.1.0"
 
 
 # Loaded on first use: `models` imports flax and `saving` imports orbax, which a cache in memory does not need.
 _LAZY_MODULES = ("evaluate", "models", "testing")
-_LAZY = {"save": "cache.saving", "restore": "cache.saving"}
+_LAZY = {"use_compilation_cache": "compiling", "save": "cache.saving", "restore": "cache.saving"}
 # Names of other modules work here too, without being listed: kvjax.HotSet is kvjax.stores.HotSet.
 _PARTS = ("policies", "selectors", "stores", "evictors")
 _LAZY |= dict.fromkeys(("DraftModel", "PromptLookup"), "generation.drafts") | {"explain": "ops"}

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import resources
@@ -32,6 +32,7 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from kvjax.compiling import use_compilation_cache
 from kvjax.sharding.placement import Axes, Placement
 from kvjax.spec import default_dtype, require_int
 from kvjax.validation import shown
@@ -87,6 +88,8 @@ def load(
     *,
     placement: Placement | None = None,
     rules: Mapping[str, Axes] | None = None,
+    compilation_cache: bool = True,
+    on_shapes: Callable[[Decoder], None] | None = None,
 ) -> Checkpoint:
     """Loads a checkpoint in Hugging Face format, of Llama, Mistral, Qwen2, Qwen2.5, Qwen3 or Phi-3.
 
@@ -101,6 +104,8 @@ def load(
       dtype: of weights and caches; by default float32 on a CPU, where 16-bit caches are copied to update them, and
         bfloat16 elsewhere.
       rules: changes to `logical_axis_rules(placement)`, such as {"vocab": None} for an embedding on all devices.
+      compilation_cache: keep compiled programs on disk for the next process: see `kvjax.use_compilation_cache`.
+      on_shapes: called with the model without its arrays, before any is read, such as to compile for it meanwhile.
 
     Raises:
       FileNotFoundError: the directory or a file is missing.
@@ -111,6 +116,8 @@ def load(
     if not isinstance(directory, str | Path):
         raise ValueError(f"load(directory=...) must be the path of a checkpoint's directory, got {shown(directory)}")
     directory = Path(directory).expanduser()
+    if compilation_cache:
+        use_compilation_cache()
     dtype = param_dtype(default_dtype() if dtype is None else dtype)
     check_directory(directory)
     fields = Fields.read(directory / "config.json")
@@ -126,6 +133,8 @@ def load(
     if config.tied_head and has_own_head(tensors):
         config = dataclasses.replace(config, tied_head=False)
     model = nnx.eval_shape(lambda: Decoder(config, dtype=dtype))
+    if on_shapes is not None:
+        on_shapes(jax.tree.map(lambda shape: shape, model))  # a copy, as this one is filled
     placement = None if placement is None else placement.auto
     shardings = None if placement is None else model_shardings(model, placement, rules)
     places = match(family, model, tensors, directory)

@@ -20,6 +20,7 @@ os.environ.setdefault(
     "--xla_cpu_parallel_codegen_split_count=1",
 )
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["KVJAX_COMPILATION_CACHE"] = "off"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import socket

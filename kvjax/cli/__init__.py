@@ -58,8 +58,18 @@ def _common(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
     ] = False,
+    compilation_cache: Annotated[
+        bool,
+        typer.Option(
+            "--compilation-cache/--no-compilation-cache",
+            help="Keep compiled programs on disk, in the user's cache folder or the one that KVJAX_COMPILATION_CACHE "
+            "names, so that the next command starts sooner.",
+        ),
+    ] = True,
 ) -> None:
     """KV caches for long-context decoding in JAX."""
+    if not compilation_cache:
+        os.environ["KVJAX_COMPILATION_CACHE"] = "off"
 
 
 _GROUPS: dict[str, dict[str, Callable[..., Any]]] = {

@@ -1,0 +1,139 @@
+"""The cache of compiled programs: it is used, can be turned off, and no trouble with it costs an answer."""
+
+import logging
+import os
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import compiling
+
+PROGRAM = """
+import sys
+import jax, jax.monitoring
+hits = []
+jax.monitoring.register_event_listener(lambda name, **_: hits.append(name))
+import kvjax
+folder = kvjax.use_compilation_cache({folder})
+jax.config.update("jax_persistent_cache_min_compile_time_secs", {least})
+def f(x):
+    for _ in range(3):
+        x = jax.numpy.sort(x @ x)
+    return x.sum()
+print(float(jax.jit(f)(jax.numpy.ones((8, 8)))), hits.count("/jax/compilation_cache/cache_hits"), folder)
+"""
+
+
+def start(folder="None", *, least=0.0, **env):
+    code = PROGRAM.format(folder=folder, least=least)
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", **env}
+    return subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+    )
+
+
+def finish(process):
+    out, told = process.communicate(timeout=300)
+    assert process.returncode == 0, told
+    answer, hits, folder = out.split(maxsplit=2)
+    assert float(answer) == 8**9
+    return int(hits), folder.strip(), told.splitlines()
+
+
+@pytest.fixture
+def settings(tmp_path, monkeypatch):
+    """A fresh state of the module and of JAX's settings, restored afterwards."""
+    monkeypatch.setattr(compiling, "_told", set())
+    monkeypatch.setattr("warnings.showwarning", __import__("warnings").showwarning)
+    monkeypatch.delenv(compiling.VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+    before = {name: getattr(jax.config, name) for name in names}
+    yield tmp_path
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def test_processes_share_programs_and_survive_damaged_entries(tmp_path):
+    env = {"XDG_CACHE_HOME": str(tmp_path), compiling.VARIABLE: str(tmp_path / "own")}
+    both = [finish(one) for one in [start(**env), start(**env)]]  # two at once
+    assert all(len(told) <= 1 for _, _, told in both)
+    hits, folder, told = finish(start(**env))
+    assert hits >= 1
+    assert folder.startswith(str(tmp_path / "own"))
+    assert told == []
+    entries = [path for path in (tmp_path / "own").rglob("jit_f-*") if path.is_file()]
+    assert entries
+    for entry in entries:
+        entry.write_bytes(entry.read_bytes()[:40])
+    hits, _, told = finish(start(**env))
+    assert len(told) == 1
+    assert "could not be read" in told[0]
+    assert str(tmp_path) in told[0]
+    hits, _, told = finish(start(**env))
+    assert hits >= 1, "a damaged entry is replaced"
+    assert told == []
+
+
+@pytest.mark.parametrize("off", ["off", "0", "", "OFF"])
+def test_the_variable_turns_the_cache_off(settings, monkeypatch, off):
+    monkeypatch.setenv(compiling.VARIABLE, off)
+    assert compiling.use_compilation_cache() is None
+    assert not jax.config.jax_compilation_cache_dir
+    assert not list(settings.iterdir())
+
+
+def test_the_folder_is_in_the_users_cache_folder(settings):
+    folder = compiling.use_compilation_cache()
+    assert folder.is_relative_to(settings / "kvjax" / "programs")
+    assert str(folder) == jax.config.jax_compilation_cache_dir
+    assert compiling.use_compilation_cache(settings / "another") == folder, "the first one stays"
+
+
+def test_a_folder_that_jax_was_told_stays(settings):
+    jax.config.update("jax_compilation_cache_dir", str(settings / "mine"))
+    assert compiling.use_compilation_cache() == settings / "mine"
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == 1.0
+
+
+@pytest.mark.parametrize("errno", ["Read-only file system", "No space left on device", "Disk quota exceeded"])
+def test_a_folder_that_cannot_be_written_is_read_and_told_once(settings, monkeypatch, caplog, errno):
+    def refuse(*_, **__):
+        raise OSError(28, errno)
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    with caplog.at_level(logging.WARNING, "kvjax"):
+        assert compiling.use_compilation_cache() is not None
+    assert len(caplog.messages) == 1
+    assert errno in caplog.messages[0]
+    folder = jax.config.jax_compilation_cache_dir
+    assert float(jax.jit(lambda x: jnp.sort(x * 3.5).sum())(np.ones(4))) == 14
+    assert not os.listdir(folder)
+
+
+def test_a_folder_that_cannot_be_made_is_told_once(settings, caplog):
+    (settings / "kvjax").write_text("a file")
+    with caplog.at_level(logging.WARNING, "kvjax"):
+        assert compiling.use_compilation_cache() is None
+    assert len(caplog.messages) == 1
+    assert str(settings / "kvjax") in caplog.messages[0]
+
+
+def test_the_clock_counts_compiling_once_and_work_not_at_all():
+    step = jax.jit(lambda x: jnp.sort(jax.jit(jnp.tanh)(x) @ x.T, axis=0).sum())
+    x = np.ones((16, 16), np.float32)
+    with compiling.compile_clock() as outer:
+        begin = time.monotonic()
+        with compiling.compile_clock() as first:
+            step(x)
+        passed = time.monotonic() - begin
+        with compiling.compile_clock() as second:
+            jax.block_until_ready(step(x))
+    assert 0 < first.seconds <= passed
+    assert second.seconds == 0
+    assert outer.seconds == pytest.approx(first.seconds)
