@@ -40,7 +40,6 @@ from layers import implementation, out_of, save, show
 import kvjax
 from kvjax import Cache, PerLayer, Placement, presets
 from kvjax.generation import Stream, generate, prefill
-from kvjax.generation.sampling import Sampling
 from kvjax.memory import nbytes
 from kvjax.models import Decoder, distribute
 from kvjax.sharding.placement import in_order_of_place
@@ -121,7 +120,7 @@ def decode_time(
     if place is not None:
         logits = jax.device_put(logits, jax.NamedSharding(place.mesh, place.spec("B")))
     begin = time.perf_counter()
-    run = Stream(model, cache, logits, new, Sampling(), None, np.zeros((0,), np.int32))
+    run = Stream(model, cache, logits, new)
     del cache
     first = run.advance(block)
     compiled = time.perf_counter() - begin
@@ -131,7 +130,7 @@ def decode_time(
         run.advance(block)
         times.append(1e3 * (time.perf_counter() - start) / block)
     kvjax.raise_on_overflow(run.cache)
-    found = COLLECTIVE.findall(run.lower(block).compile().as_text())  # compiled before, and found again
+    found = COLLECTIVE.findall(run.lower().compile().as_text())  # compiled before, and found again
     row = {
         "tpot_ms": round(float(np.median(times)), 4),
         "tpot_ms_min": round(min(times), 4),

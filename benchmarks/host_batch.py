@@ -35,7 +35,6 @@ from layers import implementation, out_of, save, show
 import kvjax
 from kvjax import CacheSpec, Full, PerLayer, Retrieval, presets
 from kvjax.generation import Stream
-from kvjax.generation.sampling import Sampling
 from kvjax.memory import nbytes
 
 DENSE = 2  # first layers that attend to everything
@@ -135,7 +134,7 @@ def measure(
     spec = model.spec(batch=rows, capacity=length)
     cache = throughput.fill(kvjax.init(policies, spec, layers=model.config.layers), length - block - steps - 4)
     logits = jnp.zeros((rows, model.config.vocab_size), jnp.float32)
-    run = Stream(model, cache, logits, block + steps, Sampling(), None, np.zeros((0,), np.int32))
+    run = Stream(model, cache, logits, block + steps)
     del cache, logits
     run.advance(block)
 

@@ -31,7 +31,6 @@ from ttft import METHODS, flops
 
 import kvjax
 from kvjax.generation import Stream, prefill
-from kvjax.generation.sampling import Sampling
 from kvjax.memory import nbytes
 from kvjax.models import Decoder
 
@@ -74,7 +73,7 @@ def measure(
         "chunk_seconds": seconds,
     }
     keep(row)
-    run = Stream(model, cache, logits, given.block + given.steps, Sampling(), None, np.zeros(0, np.int32))
+    run = Stream(model, cache, logits, given.block + given.steps)
     del cache, logits
     run.advance(given.block)
     keep({**row, **{k: v for k, v in throughput.time_steps(run, given.block).items() if k.startswith("tpot")}})

@@ -43,16 +43,14 @@ from kvjax.evaluate.caches import DENSE_LAYERS, make_rows, without_budget
 from kvjax.evaluate.provenance import write_rows
 from kvjax.generation import Stream, prefill
 from kvjax.generation.prefilling import lower_prefill
-from kvjax.generation.sampling import Sampling
 from kvjax.memory import nbytes
 from kvjax.models import Checkpoint
-from kvjax.spec import default_dtype, round_capacity
+from kvjax.spec import default_dtype, padded_capacity
 
 SIZES = "16384x8,16384x1,32768x1,32768x8,4096x1,4096x8,16384x32,4096x32,32768x32"
 METHODS = "cudnn full fier quest pariskv freekv logquant kivi snapkv"
 READ = 1 << 30  # bytes of one plain read
 KEY = ("method", "length", "batch", "budget")
-ENDLESS = np.zeros((0,), np.int32)  # no stop tokens
 
 
 def read_rate() -> float:
@@ -119,7 +117,7 @@ def out_of_memory_told(row: dict[str, Any]) -> Iterator[None]:
 
 
 def capacity_for(length: int, given: argparse.Namespace) -> int:
-    return round_capacity(prompt.columns(length) + given.block + given.steps)
+    return padded_capacity(prompt.columns(length) + given.block + given.steps)
 
 
 def decode(
@@ -137,7 +135,7 @@ def decode(
     logits = jnp.tile(logits, (times, 1))
 
     def begin(cache: Cache) -> Stream:
-        return Stream(checkpoint.model, cache, logits, given.block + given.steps, Sampling(), None, ENDLESS)
+        return Stream(checkpoint.model, cache, logits, given.block + given.steps)
 
     rows: dict[str, dict[str, Any]] = {
         name: {
@@ -155,7 +153,7 @@ def decode(
         programs = []
         for name in policies:
             with out_of_memory_told({}):
-                lowered = begin(empty(checkpoint, policies[name], batch, capacity)).lower(given.block)
+                lowered = begin(empty(checkpoint, policies[name], batch, capacity)).lower()
                 programs.append(pool.submit(lowered.compile))
         for program in programs:
             with out_of_memory_told({}):  # alone it may fit; else it says so below

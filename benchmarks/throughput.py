@@ -39,12 +39,11 @@ from kvjax.evaluate.provenance import provenance
 from kvjax.evaluate.store import FORMAT, Cell, Progress
 from kvjax.generation import Stream, warm_up
 from kvjax.generation.prefilling import chunk_size, lower_prefill, prefill
-from kvjax.generation.sampling import Sampling
 from kvjax.memory import in_units, nbytes, shapes
 from kvjax.models import Decoder, DecoderConfig
 from kvjax.models.rope import Default, Llama3
 from kvjax.policies import PerLayer
-from kvjax.spec import CacheSpec, require_int, round_capacity
+from kvjax.spec import CacheSpec, padded_capacity, require_int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +70,7 @@ class Workload:
 
     def spec(self, model: Decoder, length: int, batch: int) -> CacheSpec:
         """A layer's cache of `batch` rows that decode after `length` tokens."""
-        return model.spec(batch=batch, capacity=round_capacity(length + self.new_tokens))
+        return model.spec(batch=batch, capacity=padded_capacity(length + self.new_tokens))
 
 
 def time_cell(
@@ -102,13 +101,13 @@ def time_cell(
         cache = fill(empty(), length, seed=workload.seed, chunk=workload.chunk)
         logits = jnp.asarray(rng.standard_normal((batch, model.config.vocab_size), np.float32))
     else:
-        warm_up(model, empty(), length, max_new_tokens=new, block=block, chunk=workload.chunk)
+        warm_up(model, empty(), length, max_new_tokens=new, chunk=workload.chunk)
         tokens, cache = rng.integers(model.config.vocab_size, size=(batch, length), dtype=np.int32), empty()
         start = time.perf_counter()
         logits, cache = jax.block_until_ready(prefill(model, cache, tokens, chunk=workload.chunk, first_chunk=True))
         row["ttft_seconds"] = time.perf_counter() - start
         row["prefill_tokens_per_second"] = batch * length / row["ttft_seconds"]
-    run = Stream(model, cache, logits, new, Sampling(), None, np.zeros((0,), np.int32))
+    run = Stream(model, cache, logits, new)
     del cache, logits
     run.advance(block)
     row["warm_up_seconds"] = time.perf_counter() - begin - (row["ttft_seconds"] or 0.0)
@@ -477,7 +476,7 @@ def _program_bytes(model: Decoder, run: Stream, length: int, workload: Workload)
 
     The run compiled these programs; lowering them with arguments of the same shapes finds them again.
     """
-    programs = [run.lower(workload.block)]
+    programs = [run.lower()]
     if not workload.synthetic:
         programs += lower_prefill(model, run.cache, length, chunk=workload.chunk)
     found = [analysis for program in programs if (analysis := program.compile().memory_analysis()) is not None]

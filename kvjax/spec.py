@@ -86,15 +86,34 @@ def require_int(what: str, value: Any, *, at_least: int, at_most: int = MOST) ->
 
 
 CAPACITY_STEP = 128
+SMALL_CAPACITIES = (1152, 4608)  # of a cache of so few tokens in all rows that its size matters less than compiling
 
 
-def round_capacity(tokens: int) -> int:
-    """A capacity for `tokens`, rounded up so that near lengths share a compiled program.
+def padded_capacity(tokens: int) -> int:
+    """A capacity for `tokens` in whole blocks, for a measurement of that length.
 
-    >>> round_capacity(100), round_capacity(129)
+    >>> padded_capacity(100), padded_capacity(129)
     (128, 256)
     """
     return -(-tokens // CAPACITY_STEP) * CAPACITY_STEP
+
+
+def round_capacity(tokens: int, *, rows: int = 1, positions: int | None = None) -> int:
+    """The next capacity of a ladder for `tokens` per row, so that texts of many lengths share compiled programs.
+
+    The ladder has two sizes for each factor of two, 9/8 and 13/8 of a power of two, so that a prompt of 32768 tokens
+    has room for an answer: 36864, 53248, 73728, and so on. A cache of few tokens has only the sizes 1152 and, for one
+    row, 4608. No capacity exceeds the `positions` of the model, unless `tokens` do.
+
+    >>> [round_capacity(n) for n in (5, 1153, 5000, 32768 + 128)]
+    [1152, 4608, 6656, 36864]
+    >>> round_capacity(5, rows=8), round_capacity(30000, positions=32768)
+    (288, 32768)
+    """
+    few = [size for size in SMALL_CAPACITIES if tokens <= size and rows * size <= SMALL_CAPACITIES[-1]]
+    power = 1 << max(8, (tokens - 1).bit_length() - 1)
+    size = few[0] if few else next(n for n in (power * 9 // 8, power * 13 // 8, power * 9 // 4) if n >= tokens)
+    return size if positions is None else min(size, max(tokens, positions))
 
 
 def keep_int(config: Any, name: str, *, at_least: int, at_most: int = MOST) -> None:

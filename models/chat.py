@@ -108,9 +108,11 @@ class Chat:
             self._run = None
             cache, known, unread = None, [], ids
         if cache is None:
-            cache = self._make_cache(round_capacity(needed) if self._capacity is None else self._capacity)
+            rounded = round_capacity(needed, positions=positions)
+            cache = self._make_cache(rounded if self._capacity is None else self._capacity)
         elif needed > cache.spec.capacity:  # to twice its size, so that a long conversation rarely grows
-            cache = grow(cache, round_capacity(max(needed, 2 * cache.spec.capacity)))
+            larger = round_capacity(2 * cache.spec.capacity, positions=positions)
+            cache = grow(cache, larger if larger >= needed else round_capacity(needed, positions=positions))
         run = stream(
             checkpoint.model,
             cache,

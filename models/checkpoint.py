@@ -38,6 +38,7 @@ from kvjax.sharding.placement import Placement
 from kvjax.spec import require_int, round_capacity
 from kvjax.validation import shown
 
+from . import tokenizer
 from .chat import Chat, default_new_tokens
 from .config import DecoderConfig, Fields
 from .decoder import Decoder
@@ -121,7 +122,7 @@ class Checkpoint:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer, by transformers, on first use.
+        """The tokenizer: by `tokenizers` if tokenizer.json says all of it, else by transformers, on first use.
 
         Raises:
           FileNotFoundError: the directory has no tokenizer files.
@@ -133,6 +134,9 @@ class Checkpoint:
                 "tokenizer_config.json of the model there, or pass token ids"
             )
         _refuse_own_code(self.directory)
+        return tokenizer.read(self.directory, self._whole_tokenizer) or self._whole_tokenizer()
+
+    def _whole_tokenizer(self) -> Any:
         with _without_advice():
             from transformers import AutoTokenizer
 
@@ -275,7 +279,8 @@ class Checkpoint:
           temperature, top_k, top_p, min_p: greedy without a temperature; see `kvjax.generation.sampling`.
           seed, key: for sampling, one of the two; seed 0 by default.
           stop_tokens: `stop_tokens` of the checkpoint by default, or `chat_stop_tokens` after chat messages.
-          capacity: tokens that the cache can hold; by default what this call needs.
+          capacity: tokens that the cache can hold; by default what this call needs, on the ladder of
+            `kvjax.spec.round_capacity`, whose few sizes share compiled programs.
           speculate: a draft: `kvjax.PromptLookup()`, `kvjax.DraftModel(small.model)` or "prompt-lookup:3,8". The model
             verifies several drafted tokens at a time. The text stays the same; `speculation` has the acceptance.
           template: settings of the chat template: {"enable_thinking": False}, {"tools": [...]}.
@@ -389,7 +394,9 @@ class Checkpoint:
         longest, positions = max(map(len, rows)), self.config.max_positions
         new = default_new_tokens(longest, positions) if max_new_tokens is None else max_new_tokens
         check_fit(0, longest, new, capacity, positions)
-        empty = self.init_cache(cache, capacity=capacity or round_capacity(longest + new), batch=len(rows))
+        if capacity is None:
+            capacity = round_capacity(longest + new, rows=len(rows), positions=positions)
+        empty = self.init_cache(cache, capacity=capacity, batch=len(rows))
         if stop_tokens is None:
             texts = all(isinstance(prompt, str) for prompt in prompts)
             stop_tokens = self.stop_tokens if texts else self.chat_stop_tokens

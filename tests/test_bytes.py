@@ -14,7 +14,6 @@ import kvjax
 from kvjax import CacheSpec, memory, models, presets
 from kvjax.generation.loops import decode_loop
 from kvjax.generation.prefilling import _prefill_chunk
-from kvjax.generation.sampling import Sampling
 
 D, K, VALUE = 128, 8, 2  # a layer of Llama 3.1 8B in bfloat16
 SPEC = CacheSpec(batch=1, q_heads=32, kv_heads=K, head_dim=D, capacity=32768)
@@ -182,14 +181,11 @@ def test_generation_of_a_model_needs_the_same_device_memory_for_any_prompt() -> 
     temp, device, number = [], [], jax.ShapeDtypeStruct((), jnp.int32)
     tokens, rows = jax.ShapeDtypeStruct((1, 512), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
     logits, active = jax.ShapeDtypeStruct((1, 128), jnp.float32), jax.ShapeDtypeStruct((1,), bool)
-    mean = jax.ShapeDtypeStruct((0,), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)
     for capacity in (8192, 65536):
         spec, method = model.spec(batch=1, capacity=capacity), presets.freekv(layers=presets.Layers(dense=0))
         cache = memory.shapes(functools.partial(kvjax.init, method, spec, layers=2))
         prompt = _prefill_chunk.lower(model, cache, tokens, rows, first_chunk=False)
-        loop = decode_loop.lower(
-            model, cache, logits, active, mean, None, number, number, Sampling(), rows, room=16, measure=False
-        )
+        loop = decode_loop.lower(model, cache, logits, active, None, number, number, rows, measure=False)
         temp.append([p.compile().memory_analysis().temp_size_in_bytes for p in (prompt, loop)])
         device.append(2 * held(method.rest, spec).device)
     assert device[1] - device[0] <= 1.01 * 2 * 2 * (65536 - 8192) * 2 * 64 * 4 / 32, "more than the index grew"

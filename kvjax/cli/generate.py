@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
 
     from kvjax import Cache, CacheSpec, Placement
     from kvjax.generation import Stream
-    from kvjax.models import Checkpoint
+    from kvjax.models import Checkpoint, Decoder
     from kvjax.policies import PerLayer
 
 STDIN = Path("-")
@@ -45,6 +48,8 @@ EXAMPLE = (
     + "What is the pass key? The pass key is "
 )
 EXAMPLE_TOKENS = 5
+SILENCE = 2.0  # seconds of compiling after which a line says how long it may take
+SECONDS_A_LAYER = 0.3  # to compile a layer of one program; 0.1 to 0.6 by method, on a CPU and for an H100
 JSON_BLOCK = 16  # decode steps between two transfers to the host; --json does not stream
 
 
@@ -135,13 +140,16 @@ def generate(
             help="Run as one of several processes with the same arguments (jax.distributed); the first one prints.",
         ),
     ] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Print which implementation ran each operation.")] = False,
+    verbose: Annotated[
+        bool,
+        typer.Option("--verbose", help="Print the seconds of compiling and of work, and what ran each operation."),
+    ] = False,
 ) -> None:
     """Continues a prompt, decoding through a KV cache.
 
-    The text streams to stdout; progress and a summary go to stderr. Tokens per second exclude compilation: all programs
-    are compiled, and run once for a few tokens, before the clock starts. `compile_seconds` in the JSON is the time that
-    takes.
+    The text streams to stdout; progress and a summary go to stderr. Programs compile while weights are read, and are
+    kept on disk for the next run. Tokens per second exclude compilation; `compile_seconds` in the JSON is the time that
+    it takes.
     """
     from kvjax.generation.sampling import requested_sampling
 
@@ -189,7 +197,6 @@ def generate(
             "sampling": draw,
             "stop_tokens": checkpoint.chat_stop_tokens if chat else checkpoint.stop_tokens,
             "measure": True,
-            "block": JSON_BLOCK if as_json else 1,
             "draft": lookup,
         },
     )
@@ -197,8 +204,9 @@ def generate(
     ran = implementations(policy, job.spec)
     first = jax.process_index() == 0
     if example and not as_json and first:
-        _announce(len(tokens), new)
-    answer = _run(progress, job, show=None if as_json else write if first else lambda piece: None)
+        say(f"Continuing {len(tokens)} prompt tokens by {new} new ones; the answer follows.")
+    show = None if as_json else write if first else lambda piece: None
+    answer = _run(progress, job, show=show, block=JSON_BLOCK if as_json else 1)
     kvjax.raise_on_overflow(answer.run.cache)
     if not first:
         return
@@ -207,6 +215,11 @@ def generate(
         write_json({**answer.report(len(tokens)), **asked, "backend": jax.default_backend()})
         return
     _summarise(answer, len(tokens), cache)
+    if verbose:
+        say(
+            f"compiling {answer.compile_seconds:.1f} s (beside reading the weights), the prompt "
+            f"{answer.prefill_seconds:.1f} s, the new tokens {answer.decode_seconds:.1f} s"
+        )
     if verbose or jax.default_backend() == "gpu":
         say(in_short(ran))
 
@@ -255,7 +268,7 @@ class _Job:
             q_heads=config.q_heads,
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,
-            capacity=capacity_over(round_capacity(needed), self.placement),
+            capacity=capacity_over(round_capacity(needed, positions=config.max_positions), self.placement),
             dtype=self.dtype,
         )
 
@@ -286,7 +299,7 @@ class _Answer(NamedTuple):
 
     run: Stream
     text: str  # empty if it was streamed
-    compile_seconds: float
+    compile_seconds: float  # from the start of compiling, also while weights are read
     prefill_seconds: float
     decode_seconds: float
 
@@ -314,31 +327,31 @@ class _Answer(NamedTuple):
         }
 
 
-def _run(progress: Progress, job: _Job, *, show: Callable[[str], None] | None) -> _Answer:
+def _run(progress: Progress, job: _Job, *, show: Callable[[str], None] | None, block: int) -> _Answer:
     """Runs a job. `show` receives the text piece by piece; None collects it."""
     import jax
 
     from kvjax import DraftModel, models
-    from kvjax.generation import stream, warm_up
+    from kvjax.generation import stream
 
     prompt, settings = len(job.tokens), dict(job.settings)
     with progress:
         with bar(progress, "loading weights"):
-            model = models.load(job.checkpoint.directory, dtype=job.dtype, placement=job.placement).model
+            ahead = _Ahead(job)
+            model = models.load(
+                job.checkpoint.directory, dtype=job.dtype, placement=job.placement, on_shapes=ahead.begin
+            ).model
             if job.drafting is not None:
                 settings["draft"] = DraftModel(models.load(job.drafting, dtype=job.dtype).model)
-        with bar(progress, "compiling") as advance_to:
-            begin = time.perf_counter()
-            warm_up(model, job.empty(), prompt, progress=advance_to, **settings)
-            compile_seconds = time.perf_counter() - begin
+        with bar(progress, "compiling"):
+            compile_seconds = ahead.wait(silent=show is None)
         with bar(progress, f"reading the prompt of {prompt} tokens", total=prompt) as advance_to:
-            cache = jax.block_until_ready(job.empty())
             begin = time.perf_counter()
             given: dict[str, Any] = {"key": job.key, "tokenizer": job.checkpoint.tokenizer, "progress": advance_to}
-            run = stream(model, cache, [job.tokens], **given, **settings)
+            run = stream(model, ahead.cache, [job.tokens], block=block, **given, **settings)
             jax.block_until_ready(run.logits)
-            prefill_seconds = time.perf_counter() - begin
-        begin, pieces = time.perf_counter(), list[str]()
+            prefill_seconds = time.perf_counter() - begin - run.compile_seconds
+        begin, compiled, pieces = time.perf_counter(), run.compile_seconds, list[str]()
         if show is None:
             limit = settings["max_new_tokens"]
             with bar(progress, f"decoding up to {limit} tokens", total=limit) as advance_to:
@@ -349,18 +362,64 @@ def _run(progress: Progress, job: _Job, *, show: Callable[[str], None] | None) -
         for piece in run:
             show(piece)
         show("\n")
-    return _Answer(run, "".join(pieces), compile_seconds, prefill_seconds, time.perf_counter() - begin)
+    decode_seconds = time.perf_counter() - begin - (run.compile_seconds - compiled)
+    return _Answer(run, "".join(pieces), compile_seconds + run.compile_seconds, prefill_seconds, decode_seconds)
 
 
-def _announce(prompt: int, new: int) -> None:
-    """Says what --example does, before a while without output."""
-    import jax
+class _Ahead:
+    """The programs of a job, which compile in threads while weights are read, and the empty cache that they take.
 
-    wait = "take about half a minute on two free cores" if jax.default_backend() == "cpu" else "come first"
-    say(
-        f"Continuing {prompt} prompt tokens by {new} new ones. "
-        f"Compiling and reading the prompt {wait}; the answer follows."
-    )
+    Programs of a job with drafts, or on several devices, compile when they first run.
+    """
+
+    def __init__(self, job: _Job) -> None:
+        import jax
+
+        self._job, self._running, self._started = job, list[Future[Any]](), time.perf_counter()
+        self.cache = jax.block_until_ready(job.empty())
+
+    def begin(self, shapes: Decoder) -> None:
+        """Starts to compile for a model of these shapes."""
+        from kvjax.generation import compile_ahead
+
+        job, settings = self._job, self._job.settings
+        if job.placement is not None or job.drafting is not None or settings["draft"] is not None:
+            return
+        chosen = {name: settings[name] for name in ("sampling", "stop_tokens", "measure")}
+        jobs = compile_ahead(shapes, self.cache, len(job.tokens), **chosen)
+        pool = ThreadPoolExecutor(len(jobs))
+        self._running = [pool.submit(one) for one in jobs]
+        pool.shutdown(wait=False)
+
+    def wait(self, *, silent: bool) -> float:
+        """Returns when all programs are compiled, with the seconds since they were begun.
+
+        Unless `silent`, a line says what takes the time, if it takes some.
+        """
+        told = threading.Timer(SILENCE, self._tell)
+        told.daemon = True
+        if not silent:
+            told.start()
+        for one in self._running:
+            one.result()
+        if self._running:
+            told.cancel()
+        return time.perf_counter() - self._started if self._running else 0.0
+
+    def _tell(self) -> None:
+        """Says what takes the time before the answer."""
+        import jax
+
+        job = self._job
+        programs, layers = max(2, len(self._running)), job.checkpoint.config.layers
+        at_once = min(os.cpu_count() or 1, programs)
+        seconds = round((1 + SECONDS_A_LAYER * layers) * programs / at_once)
+        kept = jax.config.jax_compilation_cache_dir
+        then = f", once: they are kept in {kept}" if kept else ""
+        say(
+            f"compiling {programs} programs, for a prompt of {len(job.tokens)} tokens and for decode steps of "
+            f"{layers} layers, takes about {seconds} s{then}"
+        )
 
 
 def _summarise(answer: _Answer, prompt: int, cache: str) -> None:

@@ -33,7 +33,7 @@ from kvjax.evaluate.store import FORMAT, Cell, Progress
 from kvjax.evaluate.tasks import Example, Task
 from kvjax.models import Checkpoint
 from kvjax.policies import PerLayer
-from kvjax.spec import CacheSpec, require_int, round_capacity
+from kvjax.spec import CacheSpec, padded_capacity, require_int
 
 T = TypeVar("T")
 CPU_LAYERS = 480  # layers of caches whose programs a process holds on a CPU; see `run`
@@ -290,4 +290,4 @@ def _encode(checkpoint: Checkpoint, task: Task, example: Example) -> tuple[int, 
 
 
 def _capacity(tokens: int, new: int) -> int:
-    return round_capacity(prompt.columns(tokens) + new)
+    return padded_capacity(prompt.columns(tokens) + new)

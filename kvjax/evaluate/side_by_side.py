@@ -102,13 +102,11 @@ def _answer(checkpoint: Checkpoint, row: Row, tokens: list[int], max_new_tokens:
     def empty() -> kvjax.Cache:
         return kvjax.init(policies, spec, layers=checkpoint.config.layers)
 
-    settings: dict[str, Any] = dict(
-        max_new_tokens=max_new_tokens, stop_tokens=checkpoint.stop_tokens, measure=True, block=max_new_tokens
-    )
+    settings: dict[str, Any] = dict(max_new_tokens=max_new_tokens, stop_tokens=checkpoint.stop_tokens, measure=True)
     warm_up(checkpoint.model, empty(), len(tokens), **settings)
     cache = jax.block_until_ready(empty())
     begin = time.perf_counter()
-    run = stream(checkpoint.model, cache, [tokens], tokenizer=checkpoint.tokenizer, **settings)
+    run = stream(checkpoint.model, cache, [tokens], tokenizer=checkpoint.tokenizer, block=max_new_tokens, **settings)
     jax.block_until_ready(run.logits)
     middle = time.perf_counter()
     text = "".join(run)

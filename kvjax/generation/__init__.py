@@ -1,7 +1,7 @@
 """Text generation: prefill a prompt, then decode in one loop on the device until all rows have ended."""
 
 from kvjax.generation.prefilling import Model, chunk_size, prefill
-from kvjax.generation.streaming import Generation, Stream, decode, decode_step, generate, stream, warm_up
+from kvjax.generation.streaming import Generation, Stream, compile_ahead, decode, decode_step, generate, stream, warm_up
 from kvjax.generation.text import Detokenizer
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "Model",
     "Stream",
     "chunk_size",
+    "compile_ahead",
     "decode",
     "decode_step",
     "generate",

@@ -1,8 +1,9 @@
 """The decode loops that run on the device: steps of one token per row, and steps of a token with a draft.
 
-A loop emits tokens into a buffer of static size until all rows have ended or have reached their limit. The loop of
-single tokens has an inner loop that ends when a recent block is full. So a flush happens between steps, and a step has
-no condition of its own, for which the host would wait for a GPU. Caches are donated.
+A loop emits tokens into a buffer of `ROOM` tokens until all rows have ended or have reached their limit; a longer
+answer calls it again, so that answers of all lengths run one program. The loop of single tokens has an inner loop that
+ends when a recent block is full. So a flush happens between steps, and a step has no condition of its own, for which
+the host would wait for a GPU. Caches are donated.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from kvjax.cache.editing import room as free_room
 from kvjax.cache.flushing import flush
 from kvjax.generation.drafts import accepted
 from kvjax.generation.prefilling import Model
-from kvjax.generation.sampling import Sampling, by_row, sample
+from kvjax.generation.sampling import Draws, drawing
 from kvjax.memory import CONCURRENT
 from kvjax.numerics.indexing import put_last
 from kvjax.policies import Info
 from kvjax.sharding.placement import call_model
 
+ROOM = 512  # tokens that a call of a loop has room for, in each row
 PAD = -1  # follows the last token of a row; not a token id, so that it cannot be mistaken for one
 
 
@@ -36,7 +38,7 @@ class Loop(NamedTuple):
     step: Array  # i32[] tokens emitted by this call
     cache: Cache
     logits: Array  # f32[B, V]
-    tokens: Array  # i32[B, room]
+    tokens: Array  # i32[B, ROOM]
     active: Array  # bool[B] rows that have not ended
     attended: Array  # f32[L] running mean over the decode steps of active rows; [0] if not measured
     counted: Array  # f32[] row steps in that mean
@@ -58,18 +60,10 @@ class Flat:
         return jax.tree.unflatten(self.tree, self.leaves)(*args, **kwargs)
 
 
-@jax.jit
 def has_no_best(logits: Array) -> Array:
     """True where logits contain NaN or infinity, or are all -infinity, which masks a token: bool[B]."""
     best = jnp.max(logits, axis=-1)  # NaN if any is
     return ~jnp.isfinite(best)
-
-
-@partial(jax.jit, static_argnames="layers")
-def empty_mean(logits: Array, layers: int) -> tuple[Array, Array]:
-    """`Loop.attended` and `counted` before any step; computed from the logits, so that they are on the same devices."""
-    zero = jnp.sum(logits[:0], dtype=jnp.float32)
-    return jnp.broadcast_to(zero, (layers,)), zero
 
 
 def count_attended(mean: Array, counted: Array, infos: Sequence[Info], took: Array) -> tuple[Array, Array]:
@@ -85,33 +79,31 @@ def count_attended(mean: Array, counted: Array, infos: Sequence[Info], took: Arr
     return mean + (total - mean * steps) / jnp.maximum(counted, 1.0), counted
 
 
-@partial(jax.jit, static_argnames=("room", "measure"), donate_argnames="cache", compiler_options=CONCURRENT)
+@partial(jax.jit, static_argnames="measure", donate_argnames="cache", compiler_options=CONCURRENT)
 def decode_loop(
     model: Model,
     cache: Cache,
     logits: Array,
     active: Array,
-    mean: tuple[Array, Array],
-    keys: Array | None,
+    draws: Draws | None,
     first: Array,
     limit: Array,
-    sampling: Sampling,
     stop: Array,
     *,
-    room: int,
     measure: bool,
 ) -> tuple[Loop, Array]:
-    """Emits up to `limit` <= `room` tokens per row; also returns bool[B], the rows whose logits have no best token.
+    """Emits up to `limit` <= `ROOM` tokens per row; also returns bool[2, B], the rows whose logits have no best token,
+    before the first step and after the last one.
 
-    `first` is the number of tokens that earlier calls of this run emitted.
+    `draws` is None for greedy decoding, and `first` the number of tokens that earlier calls of this run emitted.
     """
+    bad, draw = has_no_best(logits), drawing(draws, logits.shape[0])
 
     def more(s: Loop) -> Array:
         return (s.step < limit) & jnp.any(s.active)
 
     def emit(s: Loop) -> Loop:
-        step_keys = None if keys is None else by_row(lambda key: jax.random.fold_in(key, first + s.step), keys)
-        token = sample(s.logits, step_keys, sampling)
+        token = draw(s.logits, first + s.step)
         tokens = lax.dynamic_update_index_in_dim(s.tokens, jnp.where(s.active, token, PAD), s.step, axis=1)
         fed = jnp.where(s.active, token, 0)[:, None]
         attended, counted = s.attended, s.counted
@@ -140,17 +132,18 @@ def decode_loop(
         start = jnp.ones((), bool), s._replace(cache=flush(s.cache))
         return lax.while_loop(ready, lambda carry: (jnp.zeros((), bool), emit(carry[1])), start)[1]
 
-    tokens = jnp.full((logits.shape[0], room), PAD, jnp.int32)
-    zero = jnp.zeros((), jnp.int32)
-    done = lax.while_loop(more, flush_and_emit, Loop(zero, cache, logits, tokens, active, *mean))
-    return done, has_no_best(done.logits)
+    tokens = jnp.full((logits.shape[0], ROOM), PAD, jnp.int32)
+    zero, mean = jnp.zeros((), jnp.int32), jnp.zeros(len(cache.layers) if measure else 0, jnp.float32)
+    start = Loop(zero, cache, logits, tokens, jnp.asarray(active), mean, jnp.zeros((), jnp.float32))
+    done = lax.while_loop(more, flush_and_emit, start)
+    return done, jnp.stack([bad, has_no_best(done.logits)])
 
 
 class DraftLoop(NamedTuple):
     emitted: Array  # i32[B] tokens of each row that this call emitted
     cache: Cache
     logits: Array  # f32[B, V]
-    tokens: Array  # i32[B, room]
+    tokens: Array  # i32[B, ROOM]
     active: Array  # bool[B] rows that have not ended
     attended: Array  # as in Loop, mean over the tokens that were accepted
     counted: Array
@@ -158,33 +151,30 @@ class DraftLoop(NamedTuple):
     numbers: Array  # i32[3] steps of a row, tokens drafted, tokens accepted
 
 
-@partial(jax.jit, static_argnames=("room", "measure"), donate_argnames=("cache", "state"), compiler_options=CONCURRENT)
+@partial(jax.jit, static_argnames="measure", donate_argnames=("cache", "state"), compiler_options=CONCURRENT)
 def draft_loop(
     model: Model,
     cache: Cache,
     logits: Array,
     active: Array,
-    mean: tuple[Array, Array],
-    keys: Array | None,
+    draws: Draws | None,
     first: Array,
     limit: Array,
-    sampling: Sampling,
     stop: Array,
     drafter: Any,
     state: Any,
     *,
-    room: int,
     measure: bool,
 ) -> tuple[DraftLoop, Array]:
     """`decode_loop` with several tokens per step: the next token of each row and a draft of those after it."""
+    bad, draw_at = has_no_best(logits), drawing(draws, logits.shape[0])
 
     def running(s: DraftLoop) -> Array:
         return s.active & (s.emitted < limit)
 
     def draw_after(s: DraftLoop) -> Callable[[Array, Array | int], Array]:
         def draw(logits: Array, i: Array | int) -> Array:
-            token_keys = None if keys is None else by_row(jax.random.fold_in, keys, first + s.emitted + i)
-            return sample(logits, token_keys, sampling)
+            return draw_at(logits, first + s.emitted + i)
 
         return draw
 
@@ -205,7 +195,7 @@ def draft_loop(
         taken = jnp.where(active, 1 + good, 0)
         place = jnp.arange(fed.shape[1], dtype=jnp.int32)[None]
         kept, right = place < taken[:, None], jnp.where(active, good, 0)
-        at = jnp.where(kept, s.emitted[:, None] + place, room)
+        at = jnp.where(kept, s.emitted[:, None] + place, ROOM)
         tokens = put_last(s.tokens, at, fed)
         after = jnp.take_along_axis(new, good[:, None, None], axis=1)[:, 0]
         attended, counted = s.attended, s.counted
@@ -228,12 +218,12 @@ def draft_loop(
         emitted=jnp.zeros(B, jnp.int32),
         cache=cache,
         logits=logits,
-        tokens=jnp.full((B, room), PAD, jnp.int32),
-        active=active,
-        attended=mean[0],
-        counted=mean[1],
+        tokens=jnp.full((B, ROOM), PAD, jnp.int32),
+        active=jnp.asarray(active),
+        attended=jnp.zeros(len(cache.layers) if measure else 0, jnp.float32),
+        counted=jnp.zeros((), jnp.float32),
         state=state,
         numbers=jnp.zeros(3, jnp.int32),
     )
     done = lax.while_loop(lambda s: jnp.any(running(s)), step, start)
-    return done, has_no_best(done.logits)
+    return done, jnp.stack([bad, has_no_best(done.logits)])

@@ -1,13 +1,13 @@
 """Prefill of a prompt of any length: a model reads it into a cache, in chunks of few sizes.
 
-`Model` is the interface of a model. Programs compile once per shape: a prompt is cut into chunks of one size, rounded
-up to one of four sizes per factor of two. The cache is donated.
+`Model` is the interface of a model. A program compiles once per shape, so that prompts of all lengths are cut into
+chunks of the two or three sizes of `CHUNKS`. The cache is donated.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import Any, Protocol, TypeVar, cast
 
@@ -19,14 +19,17 @@ from jax.typing import ArrayLike
 
 from kvjax.cache.cache import Cache, check_rotation
 from kvjax.generation.prompt_inputs import check_ids, check_model, check_model_cache
-from kvjax.memory import on_host
+from kvjax.memory import commit_together, on_host
 from kvjax.sharding.placement import Placement, call_model, loops_on_auto_axes, to_context
 from kvjax.spec import require_int
 from kvjax.validation import check_array
 
 SMALLEST_CHUNK = 16  # more than 1, because a chunk of one token would be a decode step
-CPU_CHUNK = 512
-GPU_CHUNK = 32768  # tokens of all rows together: cuDNN attention holds no T x T array, so only activations grow
+CPU_CHUNKS = (512, 64)
+# Tokens of all rows together. The first is for an empty cache only: cuDNN attention of a whole prompt holds no T x T
+# array, so only activations grow. To read the weights takes a GPU as long as to multiply some 300 tokens with them.
+GPU_CHUNKS = (32768, 4096, 512)
+MOST_PADDING = 1 / 8  # of a prompt; a last chunk that would be emptier is cut into smaller ones
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -96,10 +99,11 @@ def prefill(
     """Stores a right-padded prompt i32[B, T] and returns the logits f32[B, V] of each row's last real token.
 
     Reads the prompt in chunks of at most `chunk` tokens, so it holds neither a T x T array nor the logits of every
-    token. None is 512 on CPU and 32768 on GPU, counted over all rows; for a cache that decides by the prompt's queries
-    what to keep, such as the evicting ones, it is the whole prompt. A row of length 0 stores nothing, and its logits
-    are meaningless. `first_chunk` promises that the cache is empty; None checks this, and is False under a trace.
-    `progress` is called after each chunk with the number of columns done, and waits for the chunk.
+    token. None cuts it into chunks of few sizes, at most 512 tokens on CPU and 32768 on GPU, counted over all rows; a
+    cache that decides by the prompt's queries what to keep, such as the evicting ones, gets the whole prompt at once. A
+    row of length 0 stores nothing, and its logits are meaningless. `first_chunk` promises that the cache is empty; None
+    checks this, and is False under a trace. `progress` is called after each chunk with the number of columns done, and
+    waits for the chunk.
 
     `final`, a number or i32[B], is the number of tokens that a row will hold in the end, answer included; by default
     those after this prompt. Only models whose RoPE depends on the length of a text (LongRoPE, dynamic NTK) use it: they
@@ -142,33 +146,95 @@ def prefill(
         check_rotation(cache, total)
         cache = cast(Any, model).rotate_for(cache, jnp.where(count > 0, final, 0))
 
-    size = chunk_size(T, chunk_for(cache, T, chunk), rows=B)
+    chunks = chunks_of(cache, T, chunk, empty=first_chunk)
     pad = jnp.pad if isinstance(prompt, jax.core.Tracer) else np.pad
-    prompt = pad(prompt.astype(np.int32), ((0, 0), (0, -T % size)))
+    prompt = pad(prompt.astype(np.int32), ((0, 0), (0, sum(size for size, _ in chunks) - T)))
+    _, cache = commit_together((_committed(model), cache))
     logits: Array | None = None
-    for start in range(0, T, size):
+    start = 0
+    for size, alone in chunks:
         real = (count - start).clip(0, size).astype(np.int32)
-        new, cache = _prefill_chunk(
-            model, cache, prompt[:, start : start + size], real, first_chunk=first_chunk and start == 0
-        )
+        new, cache = _prefill_chunk(model, cache, prompt[:, start : start + size], real, first_chunk=alone)
         # A row whose last token is in this chunk gets its logits here; a row that ended earlier keeps its own.
-        logits = new if logits is None else _keep_rows(real > 0, new, logits)
+        kept = logits is not None and (isinstance(real, jax.core.Tracer) or not np.all(real > 0))
+        logits = _keep_rows(real > 0, new, logits) if kept else new
+        start += size
         if progress is not None:
             jax.block_until_ready(logits)
-            progress(min(start + size, T))
+            progress(min(start, T))
     assert logits is not None
+    return logits, cache
+
+
+def warm_prefill(model: Model, cache: Cache, tokens: int, *, chunk: int | None = None) -> tuple[Array, Cache]:
+    """Compiles what `prefill` runs for a prompt of `tokens` per row, by chunks of which the first holds one token."""
+    B, empty = cache.spec.batch, True
+    _, cache = commit_together((_committed(model), cache))
+    logits: Any = None
+    for size, alone in dict.fromkeys(chunks_of(cache, tokens, chunk, empty=True)):
+        count, before = np.full((B,), int(empty), np.int32), logits
+        logits, cache = _prefill_chunk(model, cache, np.zeros((B, size), np.int32), count, first_chunk=alone)
+        if B > 1 and before is not None:
+            logits = _keep_rows(count > 0, logits, before)
+        empty = False
     return logits, cache
 
 
 def lower_prefill(model: Model, cache: Cache, tokens: int, *, chunk: int | None = None) -> list[jax.stages.Lowered]:
     """The programs with which `prefill` reads a prompt of `tokens` per row into the empty `cache`; nothing runs."""
+    return [lower() for lower in prompt_programs(model, cache, tokens, chunk=chunk)]
+
+
+def prompt_programs(
+    model: Model, cache: Cache, tokens: int, *, chunk: int | None = None
+) -> list[Callable[[], jax.stages.Lowered]]:
+    """`lower_prefill` as a function for each program. The model may hold shapes in place of arrays."""
+    _, cache = commit_together((_committed(model), cache))
     B = cache.spec.batch
-    size = chunk_size(tokens, chunk_for(cache, tokens, chunk), rows=B)
-    arrays = np.zeros((B, size), np.int32), np.zeros((B,), np.int32)
-    return [
-        _prefill_chunk.lower(model, cache, *arrays, first_chunk=first)
-        for first in ((True,) if size >= tokens else (True, False))
-    ]
+
+    def lower(size: int, alone: bool) -> jax.stages.Lowered:
+        tokens, lengths = np.zeros((B, size), np.int32), np.zeros((B,), np.int32)
+        return _prefill_chunk.lower(model, cache, tokens, lengths, first_chunk=alone)
+
+    return [partial(lower, *one) for one in dict.fromkeys(chunks_of(cache, tokens, chunk, empty=True))]
+
+
+def chunks_of(cache: Cache, tokens: int, chunk: int | None = None, *, empty: bool) -> list[tuple[int, bool]]:
+    """The chunks in which a prompt of `tokens` per row is read into `cache`: their sizes, of which the last is padded,
+    and whether a chunk is compiled for an `empty` cache, so that it attends to nothing but itself.
+
+    With a `chunk` the sizes are even. A policy that selects once by all queries of a prompt gets it as one chunk.
+    """
+    B = cache.spec.batch
+    chunk = chunk_for(cache, tokens, chunk)
+    if chunk is not None:
+        size = chunk_size(tokens, chunk, rows=B)
+        return [(size, empty and start == 0) for start in range(0, tokens, size)]
+    if jax.default_backend() == "cpu":
+        return [(size, False) for size in cut(tokens, CPU_CHUNKS)]
+    whole, *sizes = (max(SMALLEST_CHUNK, size // B) for size in GPU_CHUNKS)
+    whole = min(whole, 1 << (cache.spec.capacity.bit_length() - 1))
+    if not empty or whole - tokens > MOST_PADDING * tokens:
+        return [(size, False) for size in cut(tokens, sizes)]
+    return [(whole, True), *((size, False) for size in cut(max(tokens - whole, 0), sizes))]
+
+
+def cut(tokens: int, sizes: Sequence[int]) -> list[int]:
+    """`tokens` as chunks of few `sizes`, from large to small.
+
+    The last one is padded if that adds at most `MOST_PADDING` of `tokens`, or if there is no smaller size.
+
+    >>> cut(2829, (512, 64)), cut(600, (512, 64)), cut(5, (512, 64))
+    ([512, 512, 512, 512, 512, 512], [512, 64, 64], [64])
+    """
+    found: list[int] = []
+    left = tokens
+    for size in sizes:
+        most = MOST_PADDING * tokens if size != sizes[-1] else size
+        while left > 0 and size - left <= most:
+            found.append(size)
+            left -= size
+    return found
 
 
 def chunk_size(tokens: int, chunk: int | None = None, *, rows: int = 1) -> int:
@@ -180,7 +246,7 @@ def chunk_size(tokens: int, chunk: int | None = None, *, rows: int = 1) -> int:
     [1280, 10240, 32768, 20480]
     """
     if chunk is None:
-        chunk = CPU_CHUNK if jax.default_backend() == "cpu" else max(CPU_CHUNK, GPU_CHUNK // rows)
+        chunk = CPU_CHUNKS[0] if jax.default_backend() == "cpu" else max(CPU_CHUNKS[0], GPU_CHUNKS[0] // rows)
     chunk = require_int("chunk", chunk, at_least=2)
     even = -(-tokens // -(-tokens // chunk))
     return min(chunk, _round_up(even))
@@ -204,6 +270,13 @@ def _prefill_chunk(
     model: Model, cache: Cache, tokens: Array, lengths: Array, *, first_chunk: bool
 ) -> tuple[Array, Cache]:
     return call_model(model, tokens, cache, lengths=lengths, last_logits=True, first_chunk=first_chunk)
+
+
+def _committed(model: Model) -> Any:
+    """An array of the model that is committed to its device, if there is one."""
+    leaves = jax.tree.leaves(model)
+    arrays = [leaf for leaf in leaves if isinstance(leaf, Array) and not isinstance(leaf, jax.core.Tracer)]
+    return next((leaf for leaf in arrays if leaf.committed), None)
 
 
 @jax.jit

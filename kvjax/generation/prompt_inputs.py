@@ -77,7 +77,7 @@ def check_request(
     max_new_tokens: int,
     stop_tokens: int | Iterable[int] = (),
 ) -> np.ndarray:
-    """Raises ValueError for a request that cannot be served; returns the stop tokens i32[n].
+    """Raises ValueError for a request that cannot be served; returns the stop tokens as `stop_array` does.
 
     Every prompt and its new tokens must fit in the cache, and in the model's positions if it declares them; token ids
     must be in its vocabulary if it declares that. Rows of length -1 do not take part.
@@ -231,8 +231,16 @@ def vocabulary_size(model: Any) -> int | None:
     return getattr(getattr(model, "config", None), "vocab_size", None)
 
 
+LEAST_STOPS = 8  # places for stop tokens, so that most models and requests share a program
+NO_TOKEN = -1
+
+
 def stop_array(stop_tokens: int | Iterable[int] | None) -> np.ndarray:
-    """i32[n] of one stop token or several; None is no stop token."""
+    """i32[n] of one stop token or several, then `NO_TOKEN`; n is a power of two. None is no stop token.
+
+    >>> stop_array((7, 9))
+    array([ 7,  9, -1, -1, -1, -1, -1, -1], dtype=int32)
+    """
     if stop_tokens is None:
         stop_tokens = ()
     if isinstance(stop_tokens, str | bytes):
@@ -240,4 +248,6 @@ def stop_array(stop_tokens: int | Iterable[int] | None) -> np.ndarray:
             f"stop_tokens are token ids, got {shown(stop_tokens)}; encode the text, or use checkpoint.generate"
         )
     ids = list(stop_tokens) if isinstance(stop_tokens, Iterable) else [stop_tokens]
-    return np.array([require_int("stop_tokens", i, at_least=0) for i in ids], np.int32)
+    found = [require_int("stop_tokens", i, at_least=0) for i in ids]
+    room = max(LEAST_STOPS, 1 << max(len(found) - 1, 0).bit_length())
+    return np.array(found + [NO_TOKEN] * (room - len(found)), np.int32)

@@ -6,7 +6,8 @@ transformers keeps all that tie with the k-th; equal logits rank by token, the l
 
 A setting that is None is off, belongs to the static structure of `Sampling`, and costs nothing in the
 compiled program. A setting that is a number or an array, a scalar or [B], is data: a new value does not
-compile a new program.
+compile a new program, and a filter that keeps every token of all rows is skipped. `generate` gives all
+settings as data (`Draws`), so that it has one program for all draws, and one that is greedy.
 
 Keys are explicit. Row b of a batch draws with `fold_in(key, b)`, or with its own key if `key` is an array
 of B keys, so no row's draw depends on the other rows, nor on how many there are. The draw is the Gumbel-max
@@ -26,6 +27,7 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
+from kvjax.memory import on_host
 from kvjax.validation import MOST, cut, shown
 
 
@@ -115,25 +117,32 @@ def sample(logits: Array, key: Array | None, sampling: Sampling) -> Array:
     noise = by_row(lambda row: jax.random.gumbel(row, (V,), jnp.float32), keys)
 
     if sampling.top_k is not None:
-        scores = jnp.where(_among_best(scores, _column("top_k", sampling.top_k, B)), scores, -jnp.inf)
-    order = None
+        k = _column("top_k", sampling.top_k, B)
+        scores = lax.cond(jnp.any(k < V), _keep_best, lambda scores, k: scores, scores, k)
     if sampling.top_p is not None:
-        order = jnp.argsort(scores, axis=-1, descending=True, stable=True)  # rank -> token
-        scores, noise = (jnp.take_along_axis(a, order, axis=-1) for a in (scores, noise))
         p = _column("top_p", sampling.top_p, B)
-        share = jax.nn.softmax(scores, axis=-1)
-        before = jnp.cumsum(share, axis=-1) - share  # probability of the tokens ranked above
-        keep = (before < p) | (p >= 1)  # a rounded sum may reach 1 before the last token
-        scores = jnp.where(keep.at[:, 0].set(True), scores, -jnp.inf)
+        scores = lax.cond(jnp.any(p < 1), _keep_probable, lambda scores, p: scores, scores, p)
     if sampling.min_p is not None:
         # p_token >= min_p * p_best, in logs; the normaliser cancels, and the best token always passes.
         floor = jnp.max(scores, axis=-1, keepdims=True) + jnp.log(_column("min_p", sampling.min_p, B))
         scores = jnp.where(scores >= floor, scores, -jnp.inf)
 
     drawn = jnp.argmax(scores + noise, axis=-1)
-    if order is not None:
-        drawn = jnp.take_along_axis(order, drawn[:, None], axis=-1)[:, 0]
     return jnp.where(drawn_rows[:, 0], drawn, best).astype(jnp.int32)
+
+
+def _keep_best(scores: Array, k: Array) -> Array:
+    return jnp.where(_among_best(scores, k), scores, -jnp.inf)
+
+
+def _keep_probable(scores: Array, p: Array) -> Array:
+    """Keeps the fewest tokens that hold the probability p f32[B or 1, 1]."""
+    order = jnp.argsort(scores, axis=-1, descending=True, stable=True)  # rank -> token
+    share = jax.nn.softmax(jnp.take_along_axis(scores, order, axis=-1), axis=-1)
+    before = jnp.cumsum(share, axis=-1) - share  # probability of the tokens ranked above
+    keep = ((before < p) | (p >= 1)).at[:, 0].set(True)  # a rounded sum may reach 1 before the last token
+    keep = jnp.put_along_axis(jnp.zeros_like(keep), order, keep, axis=-1, inplace=False)
+    return jnp.where(keep, scores, -jnp.inf)
 
 
 def _among_best(scores: Array, k: Array) -> Array:
@@ -183,6 +192,13 @@ def by_row(f: Callable[..., Array], *operands: Array, of: Array | None = None) -
 
 def row_keys(key: Array | None, rows: int) -> Array:
     """One key per row: `fold_in(key, row)` of a single key; B keys are returned unchanged."""
+    checked = _check_key(key, rows)
+    if checked.ndim:
+        return checked
+    return by_row(lambda row: jax.random.fold_in(checked, row), jnp.arange(rows), of=checked)
+
+
+def _check_key(key: Array | None, rows: int) -> Array:
     if key is None:
         raise ValueError("a draw needs a key: pass key=jax.random.key(seed), or sample greedily")
     dtype = getattr(key, "dtype", None)
@@ -191,25 +207,61 @@ def row_keys(key: Array | None, rows: int) -> Array:
             f"key must be made by jax.random.key(seed), got {dtype or type(key).__name__}; "
             "wrap an older key with jax.random.wrap_key_data"
         )
-    if key.ndim == 0:
-        return by_row(lambda row: jax.random.fold_in(key, row), jnp.arange(rows), of=key)
-    if key.shape != (rows,):
+    if key.ndim and key.shape != (rows,):
         raise ValueError(f"key must be one key or {rows} keys, one for each row, got shape {list(key.shape)}")
     return key
 
 
-def keys_of(sampling: Sampling, key: Array | None, rows: int) -> Array | None:
-    """`row_keys` of `key`, or None if no row draws.
+OFF = {"temperature": np.float32(0), "top_k": np.int32(2**31 - 1), "top_p": np.float32(1), "min_p": np.float32(0)}
 
-    Raises:
-      ValueError: `sampling` is no Sampling, or it draws and `key` is no key for these rows.
-    """
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Draws:
+    """How rows draw, all of it data: each setting has one number per row, so that all draws run one program."""
+
+    settings: Sampling  # f32[B] and i32[B]; none is None
+    keys: Array  # key[B]
+    shared: np.ndarray  # bool[]: the keys are one key, into which each row folds its index
+
+    @classmethod
+    def of(cls, sampling: Sampling, key: Array | None, rows: int) -> Draws | None:
+        """The draws of a request; None if no row draws.
+
+        Raises:
+          ValueError: `sampling` is no Sampling, or it draws and `key` is no key for these rows.
+        """
+        _check_sampling(sampling)
+        if sampling.greedy:
+            return None
+        key = _check_key(key, rows)
+        settings = {}
+        for name, off in OFF.items():
+            given = getattr(sampling, name)
+            settings[name] = np.broadcast_to(off if given is None else on_host(given).astype(off.dtype), (rows,))
+        data = on_host(jax.random.key_data(key))
+        keys = jax.random.wrap_key_data(np.broadcast_to(data, (rows, data.shape[-1])), impl=jax.random.key_impl(key))
+        return cls(Sampling(**settings), keys, np.bool_(key.ndim == 0))
+
+
+def drawing(draws: Draws | None, rows: int) -> Callable[[Array, Array], Array]:
+    """The function (logits f32[B, V], i) -> i32[B] that draws token i, a number or one per row, of each row."""
+    if draws is None:
+        return lambda logits, i: sample(logits, None, Sampling())
+    keys = jnp.where(draws.shared, by_row(jax.random.fold_in, draws.keys, jnp.arange(rows)), draws.keys)
+
+    def draw(logits: Array, i: Array) -> Array:
+        return sample(logits, by_row(jax.random.fold_in, keys, jnp.broadcast_to(i, (rows,))), draws.settings)
+
+    return draw
+
+
+def _check_sampling(sampling: Any) -> None:
     if not isinstance(sampling, Sampling):
         raise ValueError(
             f"sampling must be a Sampling, got {shown(sampling)}; make one: "
             "kvjax.generation.sampling.sampling(temperature=0.7), and pass key=jax.random.key(seed)"
         )
-    return None if sampling.greedy else row_keys(key, rows)
 
 
 CHECKS: dict[str, tuple[type, Callable[[np.ndarray], Any], str]] = {

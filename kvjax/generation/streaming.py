@@ -9,9 +9,11 @@ a conversation with `generate(model, result.cache, next_prompt, ...)`, and a run
 `decode(model, result.cache, result.logits, ...)`. A row that `kvjax.insert` puts into a running batch continues with
 the others.
 
-Programs compile once per shape, and there are few shapes: prompts are cut into chunks of one size, rounded up to one
-of four sizes per factor of two, and the loop takes the number of new tokens as data, within a buffer whose size is a
-power of two. Caches are donated: after a call the cache that was passed in is invalid; use the returned one.
+Programs compile once per shape, and there are few shapes: prompts are cut into chunks of two or three sizes, and one
+loop, of `loops.ROOM` tokens per call, takes the number of new tokens, the stop tokens and the settings of draws as
+data. So for a batch size and a capacity, requests of all kinds compile at most four programs on a CPU: two for prompts,
+and two loops, of which one is greedy and one draws. Caches are donated: after a call the cache that was passed in is
+invalid; use the returned one.
 """
 
 from __future__ import annotations
@@ -28,21 +30,27 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from kvjax.cache.cache import Cache, raise_on_overflow
+from kvjax.compiling import compile_clock
 from kvjax.generation.drafts import Draft, Speculation, check_draft
-from kvjax.generation.loops import PAD, Flat, decode_loop, draft_loop, empty_mean, has_no_best
+from kvjax.generation.loops import PAD, ROOM, Flat, decode_loop, draft_loop
 from kvjax.generation.prefilling import Model as Model
-from kvjax.generation.prefilling import chunk_for, on_auto_axes, to_caller
 from kvjax.generation.prefilling import chunk_size as chunk_size
+from kvjax.generation.prefilling import on_auto_axes, prompt_programs, to_caller, warm_prefill
 from kvjax.generation.prefilling import prefill as prefill
-from kvjax.generation.prompt_inputs import check_model, check_model_cache, check_request, pad_prompt, stop_array
-from kvjax.generation.sampling import Sampling, keys_of
+from kvjax.generation.prompt_inputs import (
+    check_model,
+    check_model_cache,
+    check_request,
+    pad_prompt,
+    stop_array,
+    vocabulary_size,
+)
+from kvjax.generation.sampling import Draws, Sampling
 from kvjax.generation.text import Detokenizer
 from kvjax.memory import commit_together, on_host
 from kvjax.sharding.placement import to_context
 from kvjax.spec import require_int
 from kvjax.validation import check_alive
-
-SMALLEST_ROOM = 32  # new tokens that a program has room for, at least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +63,7 @@ class Generation:
     logits: Array  # f32[B, V] logits of the token that follows each row's last one
     attended: np.ndarray | None = None  # f32[L] mean tokens attended per step and kv head; None if not measured
     speculation: Speculation | None = None  # acceptance of drafts; None without a draft
+    compile_seconds: float = 0.0  # that this call compiled, or read programs from disk; the rest of its time was work
 
     @property
     def rows(self) -> list[list[int]]:
@@ -112,14 +121,16 @@ def generate(
     tokens, lengths = pad_prompt(prompt, lengths, rows=cache.spec.batch)
     max_new_tokens = require_int("max_new_tokens", max_new_tokens, at_least=1)
     stop = check_request(model, cache, tokens, lengths, max_new_tokens=max_new_tokens, stop_tokens=stop_tokens)
-    keys = keys_of(sampling, to_context(key), cache.spec.batch)
+    draws = Draws.of(sampling, key, cache.spec.batch)
     drafter = None
     if draft is not None:
         check_draft(draft, cache)
         drafter = draft.start(model, cache, tokens, lengths, max_new_tokens)
     final = on_host(cache.length) + lengths + max_new_tokens
-    logits, cache = prefill(model, cache, tokens, lengths, chunk=chunk, final=final)
-    return _decode_all(model, cache, logits, max_new_tokens, sampling, keys, stop, measure=measure, drafter=drafter)
+    with compile_clock() as clock:
+        logits, cache = prefill(model, cache, tokens, lengths, chunk=chunk, final=final)
+    settings: dict[str, Any] = {"measure": measure, "drafter": drafter, "compile_seconds": clock.seconds}
+    return _decode_all(model, cache, logits, max_new_tokens, draws, stop, **settings)
 
 
 @on_auto_axes
@@ -151,8 +162,8 @@ def decode(
     stop = check_request(
         model, cache, None, np.where(rows, 0, -1), max_new_tokens=max_new_tokens, stop_tokens=stop_tokens
     )
-    keys = keys_of(sampling, to_context(key), B)
-    return _decode_all(model, cache, logits, max_new_tokens, sampling, keys, stop, active=rows, measure=measure)
+    draws = Draws.of(sampling, key, B)
+    return _decode_all(model, cache, logits, max_new_tokens, draws, stop, active=rows, measure=measure)
 
 
 def _keywords(measure: bool, draft: Draft | None) -> list[str]:
@@ -165,23 +176,17 @@ def _decode_all(
     cache: Cache,
     logits: Array,
     max_new_tokens: int,
-    sampling: Sampling,
-    keys: Array | None,
+    draws: Draws | None,
     stop: np.ndarray,
-    *,
-    active: np.ndarray | None = None,
-    measure: bool,
-    drafter: Any = None,
+    **settings: Any,
 ) -> Generation:
-    run = Stream(
-        model, cache, logits, max_new_tokens, sampling, keys, stop, active=active, measure=measure, drafter=drafter
-    )
+    run = Stream(model, cache, logits, max_new_tokens, draws, stop, **settings)
     found = run.advance(max_new_tokens)
     tokens = np.full((len(found), max_new_tokens), PAD, np.int32)
     tokens[:, : found.shape[1]] = found
     raise_on_overflow(run.cache)
     lengths = np.array([len(row) for row in run.rows], np.int32)
-    return Generation(tokens, lengths, run.cache, run.logits, run.attended, run.speculation)
+    return Generation(tokens, lengths, run.cache, run.logits, run.attended, run.speculation, run.compile_seconds)
 
 
 @on_auto_axes
@@ -220,26 +225,27 @@ def stream(
         )
     max_new_tokens = require_int("max_new_tokens", max_new_tokens, at_least=1)
     stop = check_request(model, cache, tokens, lengths, max_new_tokens=max_new_tokens, stop_tokens=stop_tokens)
-    keys = keys_of(sampling, to_context(key), cache.spec.batch)
+    draws = Draws.of(sampling, key, cache.spec.batch)
     drafter = None
     if draft is not None:
         check_draft(draft, cache)
         block = max(block, draft.tokens + 1)
         drafter = draft.start(model, cache, tokens, lengths, max_new_tokens)
     final = on_host(cache.length) + lengths + max_new_tokens
-    logits, cache = prefill(model, cache, tokens, lengths, chunk=chunk, progress=progress, final=final)
+    with compile_clock() as clock:
+        logits, cache = prefill(model, cache, tokens, lengths, chunk=chunk, progress=progress, final=final)
     return Stream(
         model,
         cache,
         logits,
         max_new_tokens,
-        sampling,
-        keys,
+        draws,
         stop,
         measure=measure,
         block=block,
         text=None if tokenizer is None else Detokenizer(tokenizer),
         drafter=drafter,
+        compile_seconds=clock.seconds,
     )
 
 
@@ -252,6 +258,7 @@ class Stream(Iterator[Any]):
 
     cache: Cache  # holds the prompt and all tokens emitted so far
     rows: list[list[int]]  # the new tokens of each row so far
+    compile_seconds: float  # that compiling took so far, that of the prompt included
 
     def __init__(
         self,
@@ -259,24 +266,22 @@ class Stream(Iterator[Any]):
         cache: Cache,
         logits: Array,
         max_new_tokens: int,
-        sampling: Sampling,
-        keys: Array | None,
-        stop: np.ndarray,
+        draws: Draws | None = None,
+        stop: np.ndarray | None = None,
         *,
         active: np.ndarray | None = None,
         measure: bool = False,
         block: int = 1,
         text: Detokenizer | None = None,
         drafter: Any = None,
+        compile_seconds: float = 0.0,
     ) -> None:
-        batch, logits = cache.spec.batch, to_context(logits)
-        mean = empty_mean(logits, len(cache.layers) if measure else 0)
-        self.cache, self._logits, self._mean = commit_together((cache, logits, mean))
-        self.rows = [[] for _ in range(batch)]
+        batch = cache.spec.batch
+        self.cache, self._logits = commit_together((cache, to_context(logits)))
+        self._attended, self._counted = np.zeros(len(cache.layers), np.float32), 0.0
+        self.rows, self.compile_seconds = [[] for _ in range(batch)], compile_seconds
         self._model: Model = Flat.of(model)
-        self._sampling, self._keys = sampling, keys
-        room = 1 << max(len(stop) - 1, 0).bit_length()  # so that few numbers of stop tokens have programs of their own
-        self._stop = np.pad(stop, (0, room - len(stop)), constant_values=PAD)
+        self._draws, self._stop = draws, stop_array(()) if stop is None else stop
         self._left, self._step = max_new_tokens, 0
         self._active: Any = np.ones((batch,), bool) if active is None else active
         self._taking_part = self._active
@@ -291,59 +296,74 @@ class Stream(Iterator[Any]):
     @property
     def attended(self) -> np.ndarray | None:
         """Mean tokens attended per step and kv head, over the steps so far; None if not measured: f32[L]."""
-        return on_host(self._mean[0]) if self._measure else None
+        return self._attended if self._measure else None
 
     @property
     def speculation(self) -> Speculation | None:
         """The acceptance of drafts so far; None without a draft."""
         return None if self._drafter is None else Speculation(*self._numbers.tolist())
 
-    def _call(self, steps: int, limit: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments of `decode_loop`, traced and static."""
-        state = self._model, self.cache, self._logits, self._active, self._mean, self._keys
-        numbers = np.int32(self._step), np.int32(limit)
-        room = max(SMALLEST_ROOM, 1 << (steps - 1).bit_length())  # from `steps`: a shorter last block has room too
-        return (*state, *numbers, self._sampling, self._stop), {"room": room, "measure": self._measure}
+    def _call(self, limit: int) -> tuple[Any, ...]:
+        """Traced arguments of `decode_loop`."""
+        state = self._model, self.cache, self._logits, self._active, self._draws
+        return *state, np.int32(self._step), np.int32(limit), self._stop
 
     @on_auto_axes
-    def lower(self, steps: int) -> jax.stages.Lowered:
-        """The lowered program of `advance(steps)`, to inspect its code or its memory; nothing runs."""
-        arguments, shape = self._call(steps, steps)
+    def lower(self) -> jax.stages.Lowered:
+        """The lowered program of `advance`, to inspect its code or its memory; nothing runs."""
+        arguments, measure = self._call(1), self._measure
         if self._drafter is not None:
-            return draft_loop.lower(*arguments, self._drafter.with_state(None), self._drafter.state, **shape)
-        return decode_loop.lower(*arguments, **shape)
+            return draft_loop.lower(*arguments, self._drafter.with_state(None), self._drafter.state, measure=measure)
+        return decode_loop.lower(*arguments, measure=measure)
 
     @on_auto_axes
     def advance(self, steps: int) -> np.ndarray:
         """Emits up to `steps` tokens per row and returns them, i32[B, n]; n is 0 when all rows have ended."""
         check_alive("a stream", self.cache)
-        limit = min(steps, self._left)
-        if limit < 1 or not np.any(self._active):
-            return np.zeros((len(self.rows), 0), np.int32)
-        if self._step == 0:
-            self._check_finite(has_no_best(self._logits), "before the first token")
-        arguments, shape = self._call(steps, limit)
+        blocks = [np.zeros((len(self.rows), 0), np.int32)]
+        while steps > 0 and self._left > 0 and np.any(self._active):
+            blocks.append(self._advance(min(steps, self._left, ROOM)))
+            steps -= blocks[-1].shape[1]
+        return np.concatenate(blocks, axis=1)
+
+    def _advance(self, limit: int) -> np.ndarray:
+        """One call of a loop."""
         done: Any
-        if self._drafter is None:
-            done, bad = decode_loop(*arguments, **shape)
-            count = done.step
-        else:
-            done, bad = draft_loop(*arguments, self._drafter.with_state(None), self._drafter.state, **shape)
-            count, self._drafter = jnp.max(done.emitted), self._drafter.with_state(done.state)
-            self._numbers += on_host(done.numbers)
-        self.cache, self._logits, self._mean = done.cache, done.logits, (done.attended, done.counted)
-        tokens, count, self._active, bad = jax.tree.map(on_host, (done.tokens, count, done.active, bad))
-        self._step += int(count)
-        self._left -= int(count)
-        self._check_finite(bad, f"by new token {self._step}")
-        tokens = tokens[:, : int(count)]
+        arguments, measure = self._call(limit), self._measure
+        with compile_clock() as clock:
+            if self._drafter is None:
+                done, bad = decode_loop(*arguments, measure=measure)
+                count = done.step
+            else:
+                drafter = self._drafter.with_state(None), self._drafter.state
+                done, bad = draft_loop(*arguments, *drafter, measure=measure)
+                count, self._drafter = done.emitted, self._drafter.with_state(done.state)
+                self._numbers += on_host(done.numbers)
+        self.compile_seconds += clock.seconds
+        self.cache, self._logits = done.cache, done.logits
+        found = jax.tree.map(on_host, (done.tokens, count, done.active, bad, done.attended, done.counted))
+        tokens, count, self._active, (before, after), attended, counted = found
+        if self._step == 0:
+            self._check_finite(before, "before the first token")
+        self._count(attended, float(counted))
+        size = int(np.max(count))
+        self._step += size
+        self._left -= size
+        self._check_finite(after, f"by new token {self._step}")
+        tokens = tokens[:, :size]
         for row, new in zip(self.rows, tokens, strict=True):
             row.extend(new[new != PAD].tolist())
         return tokens
 
-    def _check_finite(self, without_best: Any, when: str) -> None:
+    def _count(self, attended: np.ndarray, steps: float) -> None:
+        """Adds the mean number of tokens f32[L] that `steps` steps of rows attended to, by layer."""
+        self._counted += steps
+        if self._measure and steps:
+            self._attended = self._attended + (attended - self._attended) * np.float32(steps / self._counted)
+
+    def _check_finite(self, bad: np.ndarray, when: str) -> None:
         """Raises RuntimeError if a row has no best logit. A non-finite number persists, because the cache holds it."""
-        bad = np.flatnonzero(on_host(without_best) & self._taking_part)
+        bad = np.flatnonzero(bad & self._taking_part)
         if bad.size:
             raise RuntimeError(
                 f"the model's logits of row {bad[0]} are not finite {when}: its weights are damaged, a token id is "
@@ -378,31 +398,55 @@ def warm_up(
     stop_tokens: int | Iterable[int] = (),
     chunk: int | None = None,
     measure: bool = False,
-    block: int | None = None,
     draft: Draft | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> None:
-    """Compiles the programs that `generate` (or `stream`, with `block`) runs for a prompt of `prompt_tokens`.
+    """Compiles the programs that `generate` or `stream` runs for a prompt of `prompt_tokens`.
 
-    Runs two chunks that hold one token, and one decode step. Consumes `cache`, which must be empty; make another one
-    for the run itself. `progress` is called before each part, with the number of parts done, the number of parts, and
-    what is compiled next.
+    Runs a chunk of each size, of which the first holds one token, and one decode step. Consumes `cache`, which must be
+    empty; make another one for the run itself. `progress` is called before each part, with the number of parts done,
+    the number of parts, and what is compiled next.
     """
     report = progress or (lambda *_: None)
     report(0, 2, "for the prompt")
     max_new_tokens = require_int("max_new_tokens", max_new_tokens, at_least=1)
     B = cache.spec.batch
-    size = chunk_size(prompt_tokens, chunk_for(cache, prompt_tokens, chunk), rows=B)
-    tokens, one = np.zeros((B, min(prompt_tokens, 2 * size)), np.int32), np.ones((B,), np.int32)
-    steps = max_new_tokens if block is None else min(block, max_new_tokens)
-    drafter = None
+    one, drafter = np.ones((B,), np.int32), None
     if draft is not None:
         drafter = draft.start(model, cache, np.zeros((B, prompt_tokens), np.int32), one, max_new_tokens)
-        steps = max(steps, draft.tokens + 1)
-    logits, cache = prefill(model, cache, tokens, one, chunk=size)
+    logits, cache = warm_prefill(model, cache, prompt_tokens, chunk=chunk)
     report(1, 2, "for decode steps")
-    keys = keys_of(sampling, jax.random.key(0), B)
-    stop = stop_array(stop_tokens)
-    run = Stream(model, cache, logits, 1, sampling, keys, stop, measure=measure, drafter=drafter)
-    run.advance(steps)
+    draws, stop = Draws.of(sampling, jax.random.key(0), B), stop_array(stop_tokens)
+    run = Stream(model, cache, logits, 1, draws, stop, measure=measure, drafter=drafter)
+    run.advance(1)
     jax.block_until_ready(run.logits)
+
+
+@on_auto_axes
+def compile_ahead(
+    model: Model,
+    cache: Cache,
+    prompt_tokens: int,
+    *,
+    sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+    stop_tokens: int | Iterable[int] = (),
+    chunk: int | None = None,
+    measure: bool = False,
+) -> list[Callable[[], Any]]:
+    """Functions that each compile a program of `stream` for a prompt of `prompt_tokens`, to be called in threads.
+
+    `model` may hold shapes (`jax.ShapeDtypeStruct`) in place of arrays, so that programs compile while weights are
+    read. `cache` is the empty one of the run; nothing in it changes. Call `stream` after all of them have returned, or
+    it compiles again.
+    """
+    programs, V = prompt_programs(model, cache, prompt_tokens, chunk=chunk), vocabulary_size(model)
+    if V is not None:
+        rows = cache.spec.batch
+        logits: Any = jax.device_put(np.zeros((rows, V), np.float32))
+        draws = Draws.of(sampling, jax.random.key(0), rows)
+        programs.append(Stream(model, cache, logits, 1, draws, stop_array(stop_tokens), measure=measure).lower)
+
+    def compiled(lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
+        return lower().compile()
+
+    return [partial(compiled, lower) for lower in programs]

@@ -16,7 +16,8 @@ import kvjax
 from kvjax import generation as gen
 from kvjax.generation import Detokenizer, decode, decode_step, generate, prefill, stream, warm_up
 from kvjax.generation import prefilling as reading
-from kvjax.generation.prompt_inputs import check_fit
+from kvjax.generation.loops import PAD, decode_loop
+from kvjax.generation.prompt_inputs import check_fit, pad_prompt
 from kvjax.generation.sampling import sampling
 
 LAYERS, VOCAB, WIDTH, N, K, D = 2, 61, 32, 4, 2, 8
@@ -115,7 +116,7 @@ def assert_close(a, b):
 
 def test_prefill_in_chunks_equals_prefill_at_once(model):
     prompt = words(70, 33, 5)
-    tokens, lengths = gen.pad_prompt(prompt, rows=3)
+    tokens, lengths = pad_prompt(prompt, rows=3)
     whole, a = prefill(model, new_cache(3), tokens, lengths, chunk=128)
     parts, b = prefill(model, new_cache(3), tokens, lengths, chunk=32)
     assert a.length.tolist() == b.length.tolist() == [70, 33, 5]
@@ -134,7 +135,7 @@ def test_prefill_skips_rows_of_length_0(model):
 
 
 def test_prefill_works_under_a_trace(model):
-    tokens, lengths = gen.pad_prompt(words(70, 33), rows=2)
+    tokens, lengths = pad_prompt(words(70, 33), rows=2)
     want, _ = prefill(model, new_cache(2), tokens, lengths)
     traced = jax.jit(lambda m, c, t, n: prefill(m, c, t, n, chunk=32))
     got, cache = traced(model, new_cache(2), jnp.asarray(tokens), jnp.asarray(lengths))
@@ -165,7 +166,7 @@ def test_lowered_programs_of_a_prompt_are_those_that_run(model, monkeypatch, pol
     run = note("run", real)
     run.lower = note("lowered", real.lower)
     monkeypatch.setattr(reading, "_prefill_chunk", run)
-    monkeypatch.setattr(reading, "CPU_CHUNK", 40)
+    monkeypatch.setattr(reading, "CPU_CHUNKS", (40, 16))
 
     lowered = reading.lower_prefill(model, new_cache(2, policy=policy), tokens)
     assert all(isinstance(one, jax.stages.Lowered) for one in lowered)
@@ -225,7 +226,7 @@ def test_rows_end_at_the_first_of_several_stop_tokens_which_is_kept_and_fed(mode
     for row in range(2):
         cut = next(i for i, token in enumerate(free[row]) if token in stop) + 1
         assert result.rows[row] == free[row][:cut]
-        assert result.tokens[row, cut:].tolist() == [gen.PAD] * (20 - cut)
+        assert result.tokens[row, cut:].tolist() == [PAD] * (20 - cut)
         assert result.cache.length[row] == len(prompt[row]) + cut
         _, _, logits = greedy_by_hand(model, new_cache(), prompt[row], 20, stop)
         assert_close(result.logits[row], logits[0])
@@ -265,7 +266,7 @@ def test_decode_goes_on_where_a_run_ended_for_length(model):
 
 
 def test_decode_leaves_inactive_rows_alone(model):
-    logits, cache = prefill(model, new_cache(2), *gen.pad_prompt(words(20, 33), rows=2))
+    logits, cache = prefill(model, new_cache(2), *pad_prompt(words(20, 33), rows=2))
     result = decode(model, cache, logits, max_new_tokens=5, active=[False, True])
     assert result.lengths.tolist() == [0, 5]
     assert result.cache.length.tolist() == [20, 38]
@@ -347,7 +348,6 @@ IN_HOST_MEMORY = dataclasses.replace(FLUSHING, store=kvjax.stores.HostOffload())
 def test_warm_up_compiles_all_that_a_run_needs(model, policy):
     settings = dict(max_new_tokens=7, stop_tokens=(0, 1), chunk=32, measure=True)
     warm_up(model, new_cache(policy=policy), 75, **settings)
-    warm_up(model, new_cache(policy=policy), 75, block=3, **settings)
     caches = [new_cache(policy=policy) for _ in range(2)]
     with compilations() as seen:
         generate(model, caches[0], words(75), **settings)
@@ -356,9 +356,7 @@ def test_warm_up_compiles_all_that_a_run_needs(model, policy):
 
 
 def test_a_loop_over_a_cache_in_host_memory_compiles_once(model):
-    run = gen.Stream(
-        model, new_cache(policy=IN_HOST_MEMORY), jnp.ones((1, VOCAB)), 6, sampling(), None, np.zeros(0, np.int32)
-    )
+    run = gen.Stream(model, new_cache(policy=IN_HOST_MEMORY), jnp.ones((1, VOCAB)), 6)
     run.advance(2)
     with compilations() as seen:
         run.advance(2)
@@ -381,9 +379,9 @@ def test_caches_are_donated(model):
 def test_the_loop_needs_no_more_memory_than_a_step(model):
     cache = new_cache(capacity=8192)
     step = decode_step.lower(model, cache, jnp.zeros(1, jnp.int32)).compile().memory_analysis()
-    loop = gen.decode_loop.lower(
-        model, cache, jnp.zeros((1, VOCAB)), jnp.ones(1, bool), (jnp.zeros(0), jnp.zeros(())), None,
-        jnp.int32(0), jnp.int32(1), sampling(), jnp.zeros(0, jnp.int32), room=16, measure=False,
+    loop = decode_loop.lower(
+        model, cache, jnp.zeros((1, VOCAB)), jnp.ones(1, bool), None,
+        jnp.int32(0), jnp.int32(1), jnp.zeros(8, jnp.int32), measure=False,
     ).compile().memory_analysis()  # fmt: skip
     assert loop.alias_size_in_bytes >= kvjax.memory.nbytes(cache).device  # the loop updates the donated cache
     assert loop.temp_size_in_bytes <= step.temp_size_in_bytes + 4096
@@ -513,7 +511,11 @@ def test_stream_of_text_equals_the_decoded_tokens(model):
         ([[1]], dict(max_new_tokens=2.0), "max_new_tokens must be an integer"),
         ([[1]], dict(chunk=1), "chunk must be at least 2, got 1"),
         ([[1]], dict(sampling=sampling(1.0)), "a draw needs a key"),
-        ([[1]], dict(sampling=0.7), r"sampling must be a Sampling, got 0\.7; make one: kvjax\.sampling\.sampling"),
+        (
+            [[1]],
+            dict(sampling=0.7),
+            r"sampling must be a Sampling, got 0\.7; make one: kvjax\.generation\.sampling\.sampling",
+        ),
         ([[1]], dict(stop_tokens="</s>"), "stop_tokens are token ids, got .*encode the text"),
         (np.zeros((1, 3)), {}, r"prompt must be integers \[B, T\], got float64"),
         (np.ones((1, 3), int), dict(lengths=[4]), "of at most T=3"),

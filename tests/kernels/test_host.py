@@ -223,8 +223,10 @@ def test_tokens_are_the_same_with_kernels_beside_each_other(policies, monkeypatc
     prompt = np.random.default_rng(0).integers(0, 512, (2, 700), dtype=np.int32)
     found = []
     for options in (None, CONCURRENT):
-        how = {"static_argnames": ("room", "measure"), "donate_argnames": "cache", "compiler_options": options}
-        monkeypatch.setattr(generation, "decode_loop", jax.jit(generation.decode_loop.__wrapped__, **how))
+        how = {"static_argnames": "measure", "donate_argnames": "cache", "compiler_options": options}
+        monkeypatch.setattr(
+            "kvjax.generation.streaming.decode_loop", jax.jit(generation.loops.decode_loop.__wrapped__, **how)
+        )
         cache = kvjax.init(policies, model.spec(batch=2, capacity=1024), layers=4)
         found.append(generation.generate(model, cache, prompt, max_new_tokens=200).tokens)
     np.testing.assert_array_equal(*found)

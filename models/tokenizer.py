@@ -1,0 +1,104 @@
+"""A tokenizer from its tokenizer.json alone, by the library `tokenizers`.
+
+transformers takes seconds to import, and most prompts need only what that file says. `FileTokenizer` encodes and
+decodes by it and loads transformers' tokenizer for everything else, such as chat templates, which transformers runs in
+a sandbox that it has hardened.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+# Classes that read tokenizer.json as it is. Others change it while loading, such as Llama's, which adds or drops <s>.
+AS_IN_THE_FILE = ("PreTrainedTokenizerFast", "TokenizersBackend", "Qwen2Tokenizer", "Qwen2TokenizerFast")
+# What may add tokens or templates to those of the two files.
+ELSEWHERE = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json")
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Encoded(dict[str, Any]):
+    """Token ids as {"input_ids": ...}."""
+
+    @property
+    def input_ids(self) -> Any:
+        return self["input_ids"]
+
+
+class FileTokenizer:
+    """The tokenizer of a directory whose tokenizer.json says all: see `read`. `whole` loads that of transformers."""
+
+    def __init__(self, tokenizer: Any, config: dict[str, Any], whole: Callable[[], Any]) -> None:
+        self._tokenizer, self._load = tokenizer, whole
+        self.chat_template: Any = config.get("chat_template")
+        self.clean_up_tokenization_spaces = False  # as transformers has it for BPE
+        for name in NAMED:
+            token = config.get(name)
+            token = token.get("content") if isinstance(token, dict) else token
+            setattr(self, name, token)
+            setattr(self, f"{name}_id", None if token is None else tokenizer.token_to_id(token))
+
+    @cached_property
+    def _whole(self) -> Any:
+        return self._load()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._whole, name)
+
+    def __call__(
+        self, text: str | Sequence[str], *, add_special_tokens: bool = True, verbose: bool = True, **more: Any
+    ) -> Any:
+        if more:
+            return self._whole(text, add_special_tokens=add_special_tokens, verbose=verbose, **more)
+        if isinstance(text, str):
+            return Encoded(input_ids=self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        found = self._tokenizer.encode_batch(list(text), add_special_tokens=add_special_tokens)
+        return Encoded(input_ids=[one.ids for one in found])
+
+    def decode(
+        self, ids: Sequence[int], skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = False
+    ) -> str:
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+
+    def get_vocab(self) -> dict[str, int]:
+        return self._tokenizer.get_vocab(with_added_tokens=True)
+
+    def __len__(self) -> int:
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+
+def read(directory: Path, whole: Callable[[], Any]) -> FileTokenizer | None:
+    """The tokenizer of tokenizer.json, if transformers would read the file as it is; None if it might not.
+
+    `whole` loads the tokenizer of transformers.
+    """
+    file, settings = directory / "tokenizer.json", directory / "tokenizer_config.json"
+    try:
+        config = json.loads(settings.read_text(encoding="utf-8"))
+        if not isinstance(config, dict) or config.get("tokenizer_class") not in AS_IN_THE_FILE:
+            return None
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(file))
+        if type(tokenizer.model).__name__ != "BPE":  # transformers may change what others decode
+            return None
+    except Exception:  # a damaged file: transformers says what is wrong
+        return None
+    if any((directory / name).exists() for name in ELSEWHERE):
+        return None
+    made, known = FileTokenizer(tokenizer, config, whole), tokenizer.get_added_tokens_decoder()
+    added = config.get("added_tokens_decoder", {})
+    spelt = all(int(i) in known and known[int(i)].content == token.get("content") for i, token in added.items())
+    named = all(getattr(made, name) is None or getattr(made, f"{name}_id") in known for name in NAMED)
+    around = [getattr(made, f"{name}_token_id") for name in ("bos", "eos") if config.get(f"add_{name}_token")]
+    asked = "add_bos_token" in config or "add_eos_token" in config
+    if not spelt or not named or (asked and tokenizer.encode("").ids != around):
+        return None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return made

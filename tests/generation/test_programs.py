@@ -1,0 +1,148 @@
+"""Few programs: sessions of many lengths, stop tokens, draws and turns share what was compiled."""
+
+from collections import Counter
+from contextlib import contextmanager
+
+import jax
+import jax.monitoring
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.generation import prefilling
+from kvjax.generation.prefilling import CPU_CHUNKS, GPU_CHUNKS, cut
+from kvjax.generation.prompt_inputs import stop_array
+from kvjax.generation.sampling import sampling
+from kvjax.models import Decoder, DecoderConfig
+from kvjax.spec import round_capacity
+from tests.generation.test_generate import assert_close
+
+CONFIG = DecoderConfig(vocab_size=61, hidden_size=32, intermediate_size=48, layers=3, q_heads=4, kv_heads=2, head_dim=8)
+SMALL = (48, 16)  # chunks of prompts, so that short ones have several
+
+
+@pytest.fixture(scope="module")
+def model():
+    return Decoder(CONFIG)
+
+
+@contextmanager
+def compiled():
+    """Yields a Counter of the programs that XLA compiles, by name."""
+    found, on = Counter(), [True]
+
+    def listen(name, seconds, **about):
+        if on[0] and name == "/jax/core/compile/backend_compile_duration":
+            found[about.get("fun_name", "?")] += 1
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield found
+    finally:
+        on[0] = False
+
+
+def empty(model, policy, *, batch=1, capacity=1152):
+    return kvjax.init(policy, model.spec(batch=batch, capacity=capacity), layers=CONFIG.layers)
+
+
+def words(rng, *lengths):
+    return [rng.integers(0, CONFIG.vocab_size, n).tolist() for n in lengths]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [kvjax.Full(), kvjax.presets.parse("fier:budget=24,dense_layers=1"), kvjax.presets.kivi()],
+    ids=["full", "fier", "kivi"],
+)
+def test_a_session_compiles_at_most_four_programs(model, policy, monkeypatch):
+    monkeypatch.setattr(prefilling, "CPU_CHUNKS", SMALL)
+    jax.clear_caches()
+    rng = np.random.default_rng(0)
+    spare, running = empty(model, policy), empty(model, policy, batch=4)
+    draws = [sampling(0.7), sampling(1.2, top_k=5), sampling(0.5, top_p=0.9), sampling([1.0], min_p=0.1)]
+    stops = [(), 3, (3, 4, 5), range(7)]
+    with compiled() as seen:
+        caches = [empty(model, policy) for _ in range(30)]
+        assert not caches[0].length.any()
+    made, keys = set(seen), [jax.random.key(i) for i in range(30)]
+    with compiled() as seen:
+        for i, cache in enumerate(caches):  # 30 lengths, 10 lengths of answers, 4 sets of stop tokens
+            draw = draws[i % 4] if i % 3 == 0 else sampling()
+            given = {
+                "max_new_tokens": 1 + i % 10,
+                "stop_tokens": stops[i % 4],
+                "sampling": draw,
+                "key": keys[i],
+            }
+            done = kvjax.generate(model, cache, words(rng, 1 + 7 * i), **given)
+            for turn in (5, 40, 90):  # a chat
+                done = kvjax.generate(model, done.cache, words(rng, turn), max_new_tokens=3)
+    session = {name: n for name, n in seen.items() if name not in made}
+    assert sum(session.values()) <= 4, session
+
+    with compiled() as seen:
+        logits, one = kvjax.generation.prefill(model, spare, words(rng, 77))
+    assert not seen
+    with compiled() as seen:
+        running = kvjax.insert(running, one, 2)
+        logits = np.tile(np.asarray(logits), (4, 1))
+        active = np.array([False, False, True, False])
+        kvjax.generation.decode(model, running, logits, max_new_tokens=3, active=active)
+    loops = {name: n for name, n in seen.items() if "loop" in name or "chunk" in name}
+    assert sum(loops.values()) <= 1, loops
+
+
+def test_a_longer_answer_calls_the_same_program_again(model, monkeypatch):
+    monkeypatch.setattr("kvjax.generation.streaming.ROOM", 16)
+    settings = {"sampling": sampling(0.8, top_p=0.95), "key": jax.random.key(1), "measure": True}
+    prompt = words(np.random.default_rng(1), 9, 30)
+    short = kvjax.generate(model, empty(model, kvjax.Full(), batch=2), prompt, max_new_tokens=40, **settings)
+    monkeypatch.undo()
+    whole = kvjax.generate(model, empty(model, kvjax.Full(), batch=2), prompt, max_new_tokens=40, **settings)
+    np.testing.assert_array_equal(short.tokens, whole.tokens)
+    np.testing.assert_allclose(short.attended, whole.attended, rtol=1e-6)
+    assert_close(short.logits, whole.logits)
+
+
+@pytest.mark.parametrize("tokens", [1, 15, 16, 17, 47, 48, 49, 100, 143, 145])
+@pytest.mark.parametrize(
+    "policy", [kvjax.Full(), kvjax.presets.parse("fier:budget=24,dense_layers=1")], ids=["full", "fier"]
+)
+def test_the_cuts_of_a_prompt_change_no_result(model, policy, tokens, monkeypatch):
+    monkeypatch.setattr(prefilling, "CPU_CHUNKS", SMALL)
+    prompt = words(np.random.default_rng(tokens), tokens, max(1, tokens // 2))
+    want, whole = kvjax.generation.prefill(
+        model, empty(model, policy, batch=2), *kvjax.generation.prompt_inputs.pad_prompt(prompt, rows=2), chunk=256
+    )
+    got, cut_up = kvjax.generation.prefill(
+        model, empty(model, policy, batch=2), *kvjax.generation.prompt_inputs.pad_prompt(prompt, rows=2)
+    )
+    assert_close(got, want)
+    assert cut_up.length.tolist() == whole.length.tolist() == [len(row) for row in prompt]
+
+
+@pytest.mark.parametrize("sizes", [CPU_CHUNKS, GPU_CHUNKS[1:], (16,)], ids=str)
+def test_cuts_hold_the_prompt_and_pad_an_eighth_or_the_smallest_chunk(sizes):
+    for tokens in [*range(1, 1500, 7), 2829, 4096, 9999, 65536, 100_003]:
+        found = cut(tokens, sizes)
+        assert set(found) <= set(sizes)
+        assert found == sorted(found, reverse=True)
+        assert 0 <= sum(found) - tokens <= max(tokens / 8, sizes[-1] - 1)
+        assert sum(found[:-1]) < tokens
+
+
+def test_capacities_have_two_sizes_for_a_factor_of_two():
+    ladder = sorted({round_capacity(n, rows=8) for n in range(1, 300_000, 3)})
+    assert all(ladder[i + 2] >= 2 * ladder[i] for i in range(len(ladder) - 2))
+    assert len({round_capacity(n) for n in range(1, 4609)}) == 2
+    for n in (1, 287, 288, 289, 1153, 32768, 36865, 131_072, 2**31 - 1):
+        assert n <= round_capacity(n, rows=8) <= max(288, 1.5 * n)
+        assert round_capacity(n, positions=n) == n
+        assert round_capacity(n, positions=max(1, n - 1)) == n
+
+
+def test_stop_tokens_of_most_requests_have_one_shape():
+    assert {stop_array(stops).shape for stops in ((), None, 3, (1, 2), range(8))} == {(8,)}
+    assert stop_array(range(9)).shape == (16,)
+    assert stop_array((4, 2)).tolist() == [4, 2] + [-1] * 6
