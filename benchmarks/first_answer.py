@@ -1,0 +1,239 @@
+"""The first answer of a process: wall and CPU seconds from its start, with an empty and a filled cache of programs.
+
+    python benchmarks/first_answer.py                                   # the shipped model, by this machine's JAX
+    python benchmarks/first_answer.py --shape llama-3.1-8b --folder DIR # random weights, written to DIR first (16 GB)
+
+Every row is a whole process: `kvjax generate` as a user types it, or `transformers` with the same directory, prompt and
+number of new tokens. `first_seconds` is the time to the first byte of the answer, `seconds` the time to the end,
+`cpu_seconds` those of all threads, user and system. `programs` says whether the folder of compiled programs was empty
+("cold") or filled by the row before ("warm").
+
+The rows `lengths` are one process that answers prompts of several lengths, one after the other: `seconds` is that of
+the last length, which nothing was compiled for by name, and `steady_seconds` that of the same prompt once more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HELD = "XLA_PYTHON_CLIENT_PREALLOCATE"
+if HELD not in os.environ:  # this process names the device, and leaves its memory to those that it starts
+    os.environ[HELD] = "false"
+
+import jax  # noqa: E402
+from layers import out_of, save, show  # noqa: E402
+
+FILLER = "The grass is green. The sky is blue. The sun is yellow.\n"
+KEY, QUESTION = "The pass key is 71432. Remember it.\n", "What is the pass key? The pass key is "
+KEY_OF_A_ROW = ("shape", "platform", "work", "by", "cache", "new_tokens", "programs", "tokens")
+TILE = 1 << 24  # random numbers of a checkpoint, repeated
+
+TRANSFORMERS = """
+import sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+directory, prompt, new = sys.argv[1], open(sys.argv[2]).read(), int(sys.argv[3])
+gpu = torch.cuda.is_available()
+tokenizer = AutoTokenizer.from_pretrained(directory)
+model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16 if gpu else torch.float32)
+model = model.to("cuda" if gpu else "cpu")
+ids = tokenizer(prompt, return_tensors="pt").input_ids.to(model.device)
+streamer = TextStreamer(tokenizer, skip_prompt=True)
+with torch.no_grad():
+    model.generate(ids, max_new_tokens=new, min_new_tokens=new, do_sample=False, streamer=streamer)
+"""
+
+LENGTHS = """
+import json, sys, time
+import numpy as np
+from kvjax import models
+checkpoint = models.load(sys.argv[1])
+cache, lengths, new = sys.argv[2], [int(n) for n in sys.argv[3].split(",")], int(sys.argv[4])
+capacity = int(sys.argv[5]) or None
+ids = checkpoint.encode(open(sys.argv[6]).read())
+def answer(n):
+    begin = time.perf_counter()
+    checkpoint.generate(checkpoint.decode(ids[:n]), cache=cache, max_new_tokens=new, capacity=capacity, stop_tokens=())
+    return time.perf_counter() - begin
+print("x", flush=True)
+each = [answer(n) for n in lengths]
+print(json.dumps({"by_length": each, "seconds": each[-1], "steady_seconds": answer(lengths[-1])}))
+"""
+
+
+def timed(command: Sequence[str], **env: str) -> tuple[dict[str, Any], str]:
+    """Runs a command to its end: seconds to the first byte of its stdout and to the end, and CPU seconds."""
+    before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    with tempfile.TemporaryFile("w+") as told:
+        env = {name: value for name, value in os.environ.items() if name != HELD} | env
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=told, env=env)
+        assert process.stdout is not None
+        first = process.stdout.read(1)
+        to_first = time.perf_counter() - begin
+        text = (first + process.stdout.read()).decode(errors="replace")
+        if process.wait():
+            told.seek(0)
+            raise RuntimeError(f"{' '.join(command)[:200]} failed: {told.read()[-2000:]}")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = sum(getattr(after, name) - getattr(before, name) for name in ("ru_utime", "ru_stime"))
+    return {"first_seconds": to_first, "seconds": time.perf_counter() - begin, "cpu_seconds": cpu}, text
+
+
+def write_random(directory: Path, shape: str) -> None:
+    """A checkpoint of random bf16 weights, with the tokenizer of the shipped model.
+
+    Rows of the head for ids that the tokenizer lacks are zero, so that every answer has text.
+    """
+    import ml_dtypes
+    import throughput
+    from safetensors.numpy import save_file
+
+    from kvjax import models
+    from kvjax.models.weights import describe
+
+    config = throughput.SHAPES[shape]
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(models.shipped() / name, directory)
+    _, fields = describe(config)
+    (directory / "config.json").write_text(json.dumps({**fields, "dtype": "bfloat16"}))
+    tile = np.random.default_rng(0).standard_normal(TILE, np.float32) * 0.02
+    tile = tile.astype(ml_dtypes.bfloat16)
+    hidden, inner, D = config.hidden_size, config.intermediate_size, config.head_dim
+    known = json.loads((models.shipped() / "config.json").read_text())["vocab_size"]
+
+    def weight(*sizes: int) -> np.ndarray:
+        return np.resize(tile, sizes)
+
+    head = weight(config.vocab_size, hidden)
+    head[known:] = 0
+    ends = {
+        "model.embed_tokens.weight": weight(config.vocab_size, hidden),
+        "model.norm.weight": np.ones(hidden, ml_dtypes.bfloat16),
+        "lm_head.weight": head,
+    }
+    files = [ends]
+    for i in range(config.layers):
+        layer = f"model.layers.{i}."
+        sizes = {
+            "self_attn.q_proj": (config.q_heads * D, hidden),
+            "self_attn.k_proj": (config.kv_heads * D, hidden),
+            "self_attn.v_proj": (config.kv_heads * D, hidden),
+            "self_attn.o_proj": (hidden, config.q_heads * D),
+            "mlp.gate_proj": (inner, hidden),
+            "mlp.up_proj": (inner, hidden),
+            "mlp.down_proj": (hidden, inner),
+        }
+        norms = ("input_layernorm", "post_attention_layernorm")
+        files.append(
+            {f"{layer}{name}.weight": weight(*size) for name, size in sizes.items()}
+            | {f"{layer}{name}.weight": np.ones(hidden, ml_dtypes.bfloat16) for name in norms}
+        )
+    where = {}
+    for i, tensors in enumerate(files, 1):
+        file = f"model-{i:05}-of-{len(files):05}.safetensors"
+        save_file(tensors, directory / file, metadata={"format": "pt"})
+        where |= dict.fromkeys(tensors, file)
+    index = {"metadata": {}, "weight_map": where}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def write_prompt(path: Path, directory: Path, tokens: int) -> int:
+    """A text of about `tokens` tokens of the directory's tokenizer; returns their number."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    line = len(tokenizer.encode(FILLER, add_special_tokens=False).ids)
+    lines = max(1, (tokens - len(tokenizer.encode(KEY + QUESTION).ids)) // line)
+    path.write_text(KEY + FILLER * lines + QUESTION)
+    return len(tokenizer.encode(path.read_text()).ids)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default=None, help="a shape of benchmarks/throughput.py, with random weights")
+    parser.add_argument("--folder", type=Path, default=None, help="where these are written; default: a temporary one")
+    parser.add_argument("--tokens", type=int, default=None, help="of the prompt: 2829, or 32768 with a shape")
+    parser.add_argument("--new", default=None, help="numbers of new tokens, such as 5,128")
+    parser.add_argument("--caches", default=None, help="methods, with spaces between")
+    parser.add_argument("--lengths", default=None, help="of the prompts of one process")
+    parser.add_argument("--without-transformers", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="keep no results")
+    parser.add_argument("--minutes", type=float, default=60.0, help="no row starts after so many")
+    parser.add_argument("--out", type=Path, default=None)
+    given = parser.parse_args(args)
+    large, begin = given.shape is not None, time.perf_counter()
+    work = given.folder or Path(tempfile.mkdtemp(prefix="first_answer"))
+    tokens = given.tokens or (32768 if large else 2829)
+    news = [int(n) for n in (given.new or ("128" if large else "5,128")).split(",")]
+    caches = (given.caches or ("fier:budget=2048 full" if large else "full fier:budget=256")).split()
+    lengths = given.lengths or ("9000,20000,13000" if large else "300,900,600,450")
+
+    from kvjax import models
+
+    directory = models.shipped()
+    if large:
+        directory = work / given.shape
+        if not (directory / "model.safetensors.index.json").is_file():
+            write_random(directory, given.shape)
+            show({"wrote": str(given.shape), "seconds": time.perf_counter() - begin})
+    prompt, programs = work / "prompt.txt", work / "programs"
+    count = write_prompt(prompt, directory, tokens)
+
+    def measure(what: dict[str, Any], run: Callable[[], dict[str, Any]]) -> None:
+        if time.perf_counter() - begin > 60 * given.minutes:
+            return
+        try:
+            found = run()
+        except RuntimeError as error:
+            found = {"failed": str(error)[-300:]}
+        empty = dict.fromkeys(KEY_OF_A_ROW)
+        row = {**empty, "shape": given.shape or "shipped", "platform": jax.default_backend(), "tokens": count}
+        row |= {**what, **found}
+        show(row)
+        save(out_of(given, "first_answer.json"), "whole processes, from start to answer", [row], KEY_OF_A_ROW)
+
+    def generate(cache: str, new: int) -> dict[str, Any]:
+        command = [sys.executable, "-m", "kvjax", "generate", str(directory), "--prompt-file", str(prompt)]
+        command += ["--cache", cache, "--max-new-tokens", str(new)]
+        return timed(command, KVJAX_COMPILATION_CACHE=str(programs))[0]
+
+    def several(cache: str) -> dict[str, Any]:
+        capacity = 0 if not large else 36864
+        command = [sys.executable, "-c", LENGTHS, str(directory), cache, lengths, "16", str(capacity), str(prompt)]
+        _, text = timed(command, KVJAX_COMPILATION_CACHE="off")
+        return {"lengths": lengths, **json.loads(text.splitlines()[-1])}
+
+    for cache in caches:
+        for new in news:
+            for state in ("cold", "warm"):
+                if state == "cold":
+                    shutil.rmtree(programs, ignore_errors=True)
+                measure(
+                    {"work": "answer", "by": "kvjax", "cache": cache, "new_tokens": new, "programs": state},
+                    lambda cache=cache, new=new: generate(cache, new),
+                )
+        measure({"work": "lengths", "by": "kvjax", "cache": cache}, lambda cache=cache: several(cache))
+    if not given.without_transformers:
+        for new in news:
+            command = [sys.executable, "-c", TRANSFORMERS, str(directory), str(prompt), str(new)]
+            what = {"work": "answer", "by": "transformers", "new_tokens": new}
+            measure(what, lambda command=command: timed(command)[0])
+    if given.folder is None:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
