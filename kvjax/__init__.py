@@ -62,10 +62,17 @@ _LAZY |= dict.fromkeys(("PartialAttention", "attend_part", "merge"), "numerics.p
 if not TYPE_CHECKING:  # to a type checker, every name would exist
 
     def __getattr__(name: str) -> Any:
-        if name in _LAZY_MODULES:
-            return import_module(f"kvjax.{name}")
-        if name in _LAZY:
-            return getattr(import_module(f"kvjax.{_LAZY[name]}"), name)
+        try:
+            if name in _LAZY_MODULES:
+                return import_module(f"kvjax.{name}")
+            if name in _LAZY:
+                return getattr(import_module(f"kvjax.{_LAZY[name]}"), name)
+        except ModuleNotFoundError as error:
+            missing = (error.name or "").partition(".")[0]
+            if missing in ("", "kvjax"):
+                raise
+            package = {"orbax": "orbax-checkpoint"}.get(missing, missing)
+            raise ImportError(f"kvjax.{name} needs {package}, which is not installed: pip install {package}") from error
         for module in (import_module(f"kvjax.{part}") for part in _PARTS):
             if name in module.__all__:
                 return getattr(module, name)

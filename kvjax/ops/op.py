@@ -10,11 +10,14 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import pkgutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, get_args
 
 import jax
@@ -92,8 +95,10 @@ class Op(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         given = self._arguments(*args, **kwargs)
         implementation = _require(given.pop("implementation")) or _implementation.value
-        kernel = self.module
-        limit = _why_not(self._limit(kernel, **given)) or _why_not_in_shard_map(given)
+        nowhere = None if implementation == "mosaic" else runs_nowhere()
+        kernel = _NoKernel() if nowhere else self.module
+        limit = self._limit(kernel, **given)  # which checks the arguments, too
+        limit = nowhere or _why_not(limit) or _why_not_in_shard_map(given)
         how = self._explain(kernel, limit, implementation)
         if (found := _explained.get()) is not None:
             found.append(how)
@@ -109,7 +114,7 @@ class Op(Generic[P, R]):
             if limit:
                 raise NotImplementedError(limit)
             return lax.platform_dependent(*operands, cuda=run)  # lowered for anything else: NotImplementedError
-        if implementation == "xla" or _unmeasured(kernel):
+        if implementation == "xla" or nowhere or _unmeasured(kernel):
             return reference(*operands)
         if limit:
             if jax.default_backend() == "gpu":
@@ -255,7 +260,6 @@ def _functions(
     op: Op[..., R], static: tuple[tuple[str, Any], ...], forced: bool, silent: bool
 ) -> tuple[Callable[..., R], Callable[..., R]]:
     """The kernel and the reference, as functions of only the operands."""
-    kernel = op.module
 
     def reference(*operands: Any) -> R:
         with _inside_reference(forced=forced, silent=silent):
@@ -263,9 +267,38 @@ def _functions(
 
     def mosaic(*operands: Any) -> R:
         operands = warn_if_partitioned(op.name, operands)
-        return op._mosaic(kernel, **dict(zip(op.operands, operands, strict=True)), **dict(static))
+        return op._mosaic(op.module, **dict(zip(op.operands, operands, strict=True)), **dict(static))
 
     return with_derivative(mosaic, reference) if op.derivative == "reference" else mosaic, reference
+
+
+class _NoKernel:
+    """In place of the module of a kernel that no program of this process can run: nothing exceeds its limits."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+
+def runs_nowhere() -> str | None:
+    """Why this process can neither run a kernel nor compile one ahead of time, so that none need be imported.
+
+    A process that has imported the kernels, or asks for one by name, can still lower them.
+    """
+    if "kvjax.kernels_pallas.simt" in sys.modules:
+        return None
+    if jax.default_backend() != "gpu" and not _has_cuda_plugin():
+        return f"the kernels are for GPUs; this process runs on {jax.default_backend()}"
+    if jax.__version_info__ < (0, 11):
+        return f"the Pallas Mosaic GPU kernels need jax >= 0.11; this is {jax.__version__}"
+    return None
+
+
+@functools.cache
+def _has_cuda_plugin() -> bool:
+    """Whether JAX's plugin for NVIDIA GPUs is installed, which can compile for one that is not there."""
+    plugins = find_spec("jax_plugins")
+    folders = () if plugins is None else plugins.submodule_search_locations or ()
+    return any(module.name.startswith("xla_cuda") for module in pkgutil.iter_modules(folders))
 
 
 def _why_not(limit: str | None) -> str | None:
@@ -286,9 +319,8 @@ def _why_not_in_shard_map(operands: Any) -> str | None:
 
 def shares_traces() -> bool:
     """True if equal calls may be traced once: not while `explained` lists each call, or a test changes a kernel."""
-    from kvjax.kernels_pallas import simt
-
-    return _explained.get() is None and simt.has_cache()
+    simt: Any = sys.modules.get("kvjax.kernels_pallas.simt")
+    return _explained.get() is None and (simt is None or simt.has_cache())
 
 
 def _unmeasured(kernel: Any) -> str | None:
