@@ -282,16 +282,14 @@ class Decoder(nnx.Module):
         stored = jnp.zeros(B, jnp.int32) if cache is None else cache.length
         if stored.shape != (B,):
             raise ValueError(f"tokens has B={B} but the cache has B={stored.shape[0]}; tokens{list(tokens.shape)}")
-        new = jnp.full(B, T, jnp.int32) if lengths is None else jnp.clip(jnp.asarray(lengths, jnp.int32), 0, T)
+        new = _new(lengths, B, T)
         taken = new if active is None else jnp.where(jnp.asarray(active), new, 0)
         final: Any = stored + taken
         if cache is not None and self.config.rope.by_length:
             cache = self.rotate_for(cache, jnp.where(taken > 0, final, 0))
             final = _rotated_for(cache)
-        cos, sin = rope.angles(self.config.rope, stored[:, None] + jnp.arange(T)[None], self.config.head_dim, final)
-
-        # mode="clip": the embedding of a padding token is meaningless, but must be finite
-        x = split_tokens(None if cache is None or steps else cache.placement, embed(self.embedding[...], tokens))
+        x, cos, sin = self.begin(tokens, stored, final)
+        x = split_tokens(None if cache is None or steps else cache.placement, x)
         layers: list[Any] = []
         infos: list[Any] = []
         selection = None  # of the last layer that selected, for the layers that follow it
@@ -315,11 +313,25 @@ class Decoder(nnx.Module):
         if cache is not None:
             cache = dataclasses.replace(cache, layers=tuple(layers))
 
-        if last_logits:
-            # one index per row: a joint index of rows and tokens would gather the batch if devices split it
-            x = jnp.take_along_axis(x, jnp.maximum(new - 1, 0)[:, None, None], axis=1)[:, 0]
-        logits = self._logits(self.norm(x))
+        logits = self.finish(x, lengths) if last_logits else self._logits(self.norm(x))
         return (logits, cache, tuple(infos)) if info else (logits, cache)
+
+    def begin(self, tokens: Array, stored: Array, final: Array) -> tuple[Array, Array, Array]:
+        """What layers take of tokens i32[B, T] after `stored` i32[B] others: x [B, T, hidden], cos and sin of RoPE.
+
+        `final` i32[B] are the lengths of the texts, on which RoPE depends in some models.
+        """
+        positions = stored[:, None] + jnp.arange(tokens.shape[1])[None]
+        # the embedding of a padding token is meaningless, but must be finite: it is clipped
+        return embed(self.embedding[...], tokens), *rope.angles(
+            self.config.rope, positions, self.config.head_dim, final
+        )
+
+    def finish(self, x: Array, lengths: ArrayLike | None) -> Array:
+        """Logits f32[B, V] of the last of `lengths` i32[B] tokens of each row, from x [B, T, hidden]."""
+        # one index per row: a joint index of rows and tokens would gather the batch if devices split it
+        last = jnp.maximum(_new(lengths, *x.shape[:2]) - 1, 0)
+        return self._logits(self.norm(jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]))
 
     def _logits(self, x: Array) -> Array:
         if self.head is None:
@@ -334,6 +346,13 @@ def _rotated_for(cache: Cache) -> Array:
             "with kvjax.init(policy, model.spec(batch=..., capacity=...), layers=...), whose spec says so"
         )
     return as_rows(cache, cache.rotated_for)
+
+
+def _new(lengths: ArrayLike | None, rows: int, tokens: int) -> Array:
+    """i32[B]: the real tokens of each row of a chunk."""
+    if lengths is None:
+        return jnp.full(rows, tokens, jnp.int32)
+    return jnp.clip(jnp.asarray(lengths, jnp.int32), 0, tokens)
 
 
 def _check_size(model: Decoder, cache: Cache | None) -> None:

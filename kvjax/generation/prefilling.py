@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import SingleDeviceSharding
 from jax.typing import ArrayLike
 
 from kvjax.cache.cache import Cache, check_rotation
@@ -32,6 +33,29 @@ GPU_CHUNKS = (32768, 4096, 512)
 MOST_PADDING = 1 / 8  # of a prompt; a last chunk that would be emptier is cut into smaller ones
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+DEEP = 10  # layers of each kind from which a prompt runs layer by layer, because to compile all of them takes longer
+
+
+@runtime_checkable
+class Layered(Protocol):
+    """A model whose prompts can run layer by layer, so that a program for them has one layer: see `Decoder`.
+
+    `layers` are called as layer(x, cos, sin, cache, lengths=..., first_chunk=...) and return x and the layer's cache,
+    and what they read of a decode step.
+    """
+
+    layers: Any
+
+    def begin(self, tokens: Array, stored: Array, final: Array) -> tuple[Array, Array, Array]:
+        """x [B, T, hidden], and two more arrays that each layer takes, for a chunk after `stored` i32[B] tokens and up
+        to `final` i32[B]."""
+        ...
+
+    def finish(self, x: Array, lengths: Any) -> Array:
+        """Logits f32[B, V] of each row's last token."""
+        ...
 
 
 class Model(Protocol):
@@ -154,7 +178,7 @@ def prefill(
     start = 0
     for size, alone in chunks:
         real = (count - start).clip(0, size).astype(np.int32)
-        new, cache = _prefill_chunk(model, cache, prompt[:, start : start + size], real, first_chunk=alone)
+        new, cache = _read(model, cache, prompt[:, start : start + size], real, first_chunk=alone)
         # A row whose last token is in this chunk gets its logits here; a row that ended earlier keeps its own.
         kept = logits is not None and (isinstance(real, jax.core.Tracer) or not np.all(real > 0))
         logits = _keep_rows(real > 0, new, logits) if kept else new
@@ -173,7 +197,7 @@ def warm_prefill(model: Model, cache: Cache, tokens: int, *, chunk: int | None =
     logits: Any = None
     for size, alone in dict.fromkeys(chunks_of(cache, tokens, chunk, empty=True)):
         count, before = np.full((B,), int(empty), np.int32), logits
-        logits, cache = _prefill_chunk(model, cache, np.zeros((B, size), np.int32), count, first_chunk=alone)
+        logits, cache = _read(model, cache, np.zeros((B, size), np.int32), count, first_chunk=alone)
         if B > 1 and before is not None:
             logits = _keep_rows(count > 0, logits, before)
         empty = False
@@ -192,11 +216,18 @@ def prompt_programs(
     _, cache = commit_together((_committed(model), cache))
     B = cache.spec.batch
 
-    def lower(size: int, alone: bool) -> jax.stages.Lowered:
-        tokens, lengths = np.zeros((B, size), np.int32), np.zeros((B,), np.int32)
-        return _prefill_chunk.lower(model, cache, tokens, lengths, first_chunk=alone)
-
-    return [partial(lower, *one) for one in dict.fromkeys(chunks_of(cache, tokens, chunk, empty=True))]
+    found: list[Callable[[], jax.stages.Lowered]] = []
+    for size, alone in dict.fromkeys(chunks_of(cache, tokens, chunk, empty=True)):
+        chunk_tokens, lengths = np.zeros((B, size), np.int32), np.zeros((B,), np.int32)
+        if not _by_layer(model, cache):
+            found.append(partial(_prefill_chunk.lower, model, cache, chunk_tokens, lengths, first_chunk=alone))
+            continue
+        given = _like(cache, jax.eval_shape(_begin, model, chunk_tokens, lengths, lengths))
+        found.append(partial(_begin.lower, model, chunk_tokens, cache.length, lengths))
+        found.append(partial(_finish.lower, model, given[0], lengths))
+        for layer, own in _kinds(model, cache).values():
+            found.append(partial(_layer.lower, layer, *given, own, lengths, first_chunk=alone))
+    return found
 
 
 def chunks_of(cache: Cache, tokens: int, chunk: int | None = None, *, empty: bool) -> list[tuple[int, bool]]:
@@ -270,6 +301,69 @@ def _prefill_chunk(
     model: Model, cache: Cache, tokens: Array, lengths: Array, *, first_chunk: bool
 ) -> tuple[Array, Cache]:
     return call_model(model, tokens, cache, lengths=lengths, last_logits=True, first_chunk=first_chunk)
+
+
+def _read(model: Model, cache: Cache, tokens: Any, lengths: Any, *, first_chunk: bool) -> tuple[Array, Cache]:
+    """Reads a chunk, in one program or layer by layer; the cache is donated."""
+    if isinstance(tokens, jax.core.Tracer) or not _by_layer(model, cache):
+        return _prefill_chunk(model, cache, tokens, lengths, first_chunk=first_chunk)
+    layered: Any = model
+    caches, length = list(cache.layers), cache.length
+    x, cos, sin = commit_together((cache, _begin(layered, tokens, length, lengths)))[1]
+    for i, layer in enumerate(layered.layers):
+        x, caches[i] = _layer(layer, x, cos, sin, caches[i], lengths, first_chunk=first_chunk)
+    return _finish(layered, x, lengths), dataclasses.replace(cache, layers=tuple(caches))
+
+
+def _by_layer(model: Any, cache: Cache) -> bool:
+    """Whether prompts run layer by layer: a deep model on one device."""
+    if (
+        not isinstance(model, Layered)
+        or cache.rotated_for is not None
+        or cache.placement is not None
+        or not jax.sharding.get_abstract_mesh().empty
+    ):
+        return False
+    layers = jax.tree.leaves(cache.layers)
+    if isinstance(layers[0], jax.core.Tracer) or len(model.layers) != len(cache.layers):
+        return False
+    return len(cache.layers) >= DEEP * len(_kinds(model, cache))
+
+
+def _kinds(model: Any, cache: Cache) -> dict[Any, tuple[Any, Any]]:
+    """One layer of each kind with its cache: those that differ in more than their numbers."""
+    found: dict[Any, tuple[Any, Any]] = {}
+    for both in zip(model.layers, cache.layers, strict=True):
+        leaves, tree = jax.tree.flatten(both)
+        found.setdefault((tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)), both)
+    return found
+
+
+def _like(cache: Cache, shapes: Any) -> Any:
+    """Shapes of arrays that are committed to a device if those of the cache are."""
+    leaf: Any = next(iter(jax.tree.leaves(cache)))
+    if not leaf.committed:
+        return shapes
+    device = SingleDeviceSharding(next(iter(leaf.sharding.device_set)))
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=device), shapes)
+
+
+@jax.jit
+def _begin(model: Any, tokens: Array, stored: Array, lengths: Array) -> tuple[Array, Array, Array]:
+    return model.begin(tokens, stored, stored + lengths)
+
+
+@partial(jax.jit, static_argnames="first_chunk", donate_argnames=("x", "cache"))
+def _layer(
+    layer: Any, x: Array, cos: Array, sin: Array, cache: Any, lengths: Array, *, first_chunk: bool
+) -> tuple[Array, Any]:
+    x, cache, _ = layer(x, cos, sin, cache, lengths=lengths, active=None, first_chunk=first_chunk)
+    return x, cache
+
+
+@jax.jit
+def _finish(model: Any, x: Array, lengths: Array) -> Array:
+    return model.finish(x, lengths)
 
 
 def _committed(model: Model) -> Any:

@@ -1,5 +1,6 @@
 """Few programs: sessions of many lengths, stop tokens, draws and turns share what was compiled."""
 
+import dataclasses
 from collections import Counter
 from contextlib import contextmanager
 
@@ -11,7 +12,7 @@ import pytest
 import kvjax
 from kvjax.generation import prefilling
 from kvjax.generation.prefilling import CPU_CHUNKS, GPU_CHUNKS, cut
-from kvjax.generation.prompt_inputs import stop_array
+from kvjax.generation.prompt_inputs import pad_prompt, stop_array
 from kvjax.generation.sampling import sampling
 from kvjax.models import Decoder, DecoderConfig
 from kvjax.spec import round_capacity
@@ -112,12 +113,8 @@ def test_a_longer_answer_calls_the_same_program_again(model, monkeypatch):
 def test_the_cuts_of_a_prompt_change_no_result(model, policy, tokens, monkeypatch):
     monkeypatch.setattr(prefilling, "CPU_CHUNKS", SMALL)
     prompt = words(np.random.default_rng(tokens), tokens, max(1, tokens // 2))
-    want, whole = kvjax.generation.prefill(
-        model, empty(model, policy, batch=2), *kvjax.generation.prompt_inputs.pad_prompt(prompt, rows=2), chunk=256
-    )
-    got, cut_up = kvjax.generation.prefill(
-        model, empty(model, policy, batch=2), *kvjax.generation.prompt_inputs.pad_prompt(prompt, rows=2)
-    )
+    want, whole = kvjax.generation.prefill(model, empty(model, policy, batch=2), *pad_prompt(prompt, rows=2), chunk=256)
+    got, cut_up = kvjax.generation.prefill(model, empty(model, policy, batch=2), *pad_prompt(prompt, rows=2))
     assert_close(got, want)
     assert cut_up.length.tolist() == whole.length.tolist() == [len(row) for row in prompt]
 
@@ -146,3 +143,63 @@ def test_stop_tokens_of_most_requests_have_one_shape():
     assert {stop_array(stops).shape for stops in ((), None, 3, (1, 2), range(8))} == {(8,)}
     assert stop_array(range(9)).shape == (16,)
     assert stop_array((4, 2)).tolist() == [4, 2] + [-1] * 6
+
+
+DEEP = Decoder(dataclasses.replace(CONFIG, layers=20, windows=()))
+FREEKV = kvjax.presets.freekv(32, sink=4, local=4, page=4)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        kvjax.Full(),
+        kvjax.presets.parse("fier:budget=24"),
+        kvjax.presets.snapkv(32),
+        FREEKV,
+    ],
+    ids=["full", "fier", "snapkv", "freekv"],
+)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_deep_model_reads_a_prompt_layer_by_layer(policy, batch, monkeypatch):
+    monkeypatch.setattr(prefilling, "CPU_CHUNKS", SMALL)
+    rng = np.random.default_rng(2)
+    prompt = pad_prompt(words(rng, *(70, 20, 101)[:batch]), rows=batch)
+
+    def read():
+        cache = kvjax.init(policy, DEEP.spec(batch=batch, capacity=288), layers=20)
+        return prefilling.prefill(DEEP, cache, *prompt)
+
+    jax.clear_caches()
+    with compiled() as seen:
+        got, cache = read()
+    sizes, kinds = len(set(cut(prompt[0].shape[1], SMALL))), len({layer.policy for layer in cache.layers})
+    assert "jit(_prefill_chunk)" not in seen
+    assert seen["jit(_layer)"] <= max(sizes, 1) * kinds
+    assert seen["jit(_begin)"] == seen["jit(_finish)"] <= sizes
+    monkeypatch.setattr(prefilling, "DEEP", 1000)
+    want, whole = read()
+    assert_close(got, want)
+    for one, other in zip(jax.tree.leaves(cache), jax.tree.leaves(whole), strict=True):
+        if one.dtype.kind in "iub":
+            np.testing.assert_array_equal(one, other)
+    assert cache.length.tolist() == whole.length.tolist()
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [kvjax.presets.parse("fier:budget=24"), FREEKV],
+    ids=["fier", "freekv"],
+)
+@pytest.mark.parametrize("model", [Decoder(CONFIG), DEEP], ids=["shallow", "deep"])
+def test_programs_that_compiled_ahead_for_shapes_are_those_that_run(model, policy):
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), model)
+    jax.clear_caches()
+    cache = kvjax.init(policy, model.spec(batch=1, capacity=288), layers=model.config.layers)
+    assert not cache.length.any()
+    settings = {"measure": True, "stop_tokens": (1, 2), "sampling": sampling(0.7), "key": jax.random.key(3)}
+    chosen = {name: value for name, value in settings.items() if name != "key"}
+    for compile_one in kvjax.generation.compile_ahead(shapes, cache, 90, **chosen):
+        compile_one()
+    with compiled() as seen:
+        list(kvjax.generation.stream(model, cache, words(np.random.default_rng(0), 90), max_new_tokens=4, **settings))
+    assert not seen
