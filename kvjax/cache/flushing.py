@@ -24,12 +24,17 @@ def flush(cache: C) -> C:
     A model that passes `flush=False` to `attention` calls this once before each step. Without it the block stays
     full, and the next token of that row is dropped, which `raise_on_overflow` reports.
 
+    Layers that are stacked along a first axis, to be scanned over, are flushed together as well; inside of the scan,
+    `attention` with its default `flush=True` flushes one layer at a time and copies less.
+
     Call it before the step, not after: attention then reads what the flush wrote, which fixes their order. After the
     step, XLA sees no order between the reads of the step and the writes of the flush, and copies the whole store to be
     safe (measured on CPU, 2026-11-21, jax 0.10.2 and 0.11.2: temp bytes of a step 2.2 times the key cache, against
     0.14).
     """
     check_cache("flush", cache)
+    if cache.length.ndim > 1:
+        return jax.vmap(flush)(cache)
     return _flush_on_parts(cache) if layers_of(cache)[0].placement else flush_full(cache)
 
 
