@@ -210,14 +210,22 @@ def lower_prefill(model: Model, cache: Cache, tokens: int, *, chunk: int | None 
 
 
 def prompt_programs(
-    model: Model, cache: Cache, tokens: int, *, chunk: int | None = None
+    model: Model, cache: Cache, tokens: int | None, *, chunk: int | None = None
 ) -> list[Callable[[], jax.stages.Lowered]]:
-    """`lower_prefill` as a function for each program. The model may hold shapes in place of arrays."""
+    """`lower_prefill` as a function for each program. The model may hold shapes in place of arrays.
+
+    `tokens` None is for prompts of all lengths, for which a cache that gets prompts at once has the longest.
+    """
     _, cache = commit_together((_committed(model), cache))
     B = cache.spec.batch
 
     found: list[Callable[[], jax.stages.Lowered]] = []
-    for size, alone in dict.fromkeys(chunks_of(cache, tokens, chunk, empty=True)):
+    prompts = [1, 600, 5000, 32768] if tokens is None else [tokens]  # which have chunks of all sizes
+    prompts = [min(n, cache.spec.capacity) for n in prompts]
+    if tokens is None and chunk_for(cache, 1, chunk) is not None:
+        prompts = [cache.spec.capacity]
+    chunks = [one for n in prompts for one in chunks_of(cache, n, chunk, empty=True)]
+    for size, alone in dict.fromkeys(chunks):
         chunk_tokens, lengths = np.zeros((B, size), np.int32), np.zeros((B,), np.int32)
         if not _by_layer(model, cache):
             found.append(partial(_prefill_chunk.lower, model, cache, chunk_tokens, lengths, first_chunk=alone))

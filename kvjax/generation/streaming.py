@@ -426,20 +426,24 @@ def warm_up(
 def compile_ahead(
     model: Model,
     cache: Cache,
-    prompt_tokens: int,
+    prompt_tokens: int | None,
     *,
     sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
     stop_tokens: int | Iterable[int] = (),
     chunk: int | None = None,
     measure: bool = False,
+    prompts: bool = True,
 ) -> list[Callable[[], Any]]:
     """Functions that each compile a program of `stream` for a prompt of `prompt_tokens`, to be called in threads.
+
+    None is for prompts of all lengths, and without `prompts` there is only the program of decode steps.
 
     `model` may hold shapes (`jax.ShapeDtypeStruct`) in place of arrays, so that programs compile while weights are
     read. `cache` is the empty one of the run; nothing in it changes. Call `stream` after all of them have returned, or
     it compiles again.
     """
-    programs, V = prompt_programs(model, cache, prompt_tokens, chunk=chunk), vocabulary_size(model)
+    V = vocabulary_size(model)
+    programs = prompt_programs(model, cache, prompt_tokens, chunk=chunk) if prompts else []
     if V is not None:
         rows = cache.spec.batch
         logits: Any = jax.device_put(np.zeros((rows, V), np.float32))

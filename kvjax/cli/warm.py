@@ -1,0 +1,94 @@
+"""`kvjax warm`."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvjax.cli.options import (
+    Dtype,
+    ModelDir,
+    complete_cache,
+    dtype_name,
+    make_policy,
+    model_directory,
+    size,
+    without_weights,
+)
+from kvjax.cli.terminal import say
+
+
+def warm(
+    model_dir: ModelDir = None,
+    cache: Annotated[
+        str,
+        typer.Option(
+            help="A method listed by `kvjax methods`; settings may follow: fier:group=16.",
+            autocompletion=complete_cache,
+        ),
+    ] = "full",
+    budget: Annotated[
+        int | None, typer.Option(help="Tokens that a step reads for each KV head.", show_default=False)
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Rows of the cache.")] = 1,
+    capacity: Annotated[str, typer.Option(help="Tokens that a row can hold, such as 8K.")] = "4608",
+    temperature: Annotated[
+        bool, typer.Option("--temperature", help="The programs of draws, too; else those of greedy answers alone.")
+    ] = False,
+    dtype: Dtype = None,
+) -> None:
+    """Compiles the programs of a batch size and a capacity, and keeps them on disk.
+
+    Reads no weights. `kvjax generate` and `Checkpoint.generate` with the same model, method, batch and capacity
+    then start without compiling. They round a capacity up to `kvjax.spec.round_capacity`, and so does this command.
+    """
+    import jax
+
+    import kvjax
+    from kvjax.generation import compile_ahead
+    from kvjax.generation.sampling import Sampling, sampling
+    from kvjax.models import Decoder
+    from kvjax.spec import round_capacity
+
+    policy, _ = make_policy(cache, budget)
+    directory, kind = model_directory(model_dir), dtype_name(dtype)
+    checkpoint, tokens = without_weights(directory), size("--capacity", capacity)
+    folder = kvjax.use_compilation_cache()
+    if folder is None:
+        raise ValueError("the cache of compiled programs is off, so that nothing could be kept; turn it on")
+    from flax import nnx
+
+    model = nnx.eval_shape(lambda: Decoder(checkpoint.config, dtype=kind))
+    rounded = round_capacity(tokens, rows=batch, positions=checkpoint.config.max_positions)
+    empty = kvjax.init(policy, model.spec(batch=batch, capacity=rounded), layers=checkpoint.config.layers)
+    begin, before = time.perf_counter(), _bytes(folder)
+    draws: list[Any] = [Sampling(), *([sampling(1.0)] if temperature else [])]
+    jobs = [
+        job
+        for draw in draws
+        for job in compile_ahead(
+            model,
+            empty,
+            None,
+            sampling=draw,
+            stop_tokens=checkpoint.stop_tokens,
+            measure=True,
+            prompts=draw is draws[0],
+        )
+    ]
+    with ThreadPoolExecutor() as pool:
+        for done in [pool.submit(job) for job in jobs]:
+            done.result()
+    seconds, added = time.perf_counter() - begin, _bytes(folder) - before
+    say(
+        f"{len(jobs)} programs for {batch} row{'s' * (batch > 1)} of {rounded} tokens in {seconds:.1f} s on "
+        f"{jax.devices()[0].device_kind}; {added / 2**20:.1f} MiB more in {folder}"
+    )
+
+
+def _bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
