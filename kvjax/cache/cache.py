@@ -62,21 +62,11 @@ class LayerCache:
         return f"LayerCache({self.policy!r}; {_contents(self)})"
 
     def full_rows(self) -> Array | None:
-        """Rows whose recent block is full; None for a policy without one: bool[B]."""
+        """Rows whose recent block is full; None for a policy without one, and within `flushed`: bool[B]."""
+        if _flushed.value:
+            return None
         with own_axes(self):
             return self.policy.full_rows(self.state)
-
-
-@register_dataclass
-@dataclass(frozen=True, repr=False)
-class _FlushedLayer(LayerCache):
-    """A LayerCache that `flushed` has marked as having no full recent block."""
-
-    # JAX tells tree structures apart by their static fields, not by their classes; jit must not mix the two up.
-    promise: bool = dataclasses.field(default=True, metadata={"static": True})
-
-    def full_rows(self) -> None:
-        return None
 
 
 @register_dataclass
@@ -116,6 +106,7 @@ class Cache:
         return f"Cache({layers}; {_contents(self)})"
 
 
+_flushed = jax.make_user_context(False)  # jit's caches have it in their keys
 C = TypeVar("C", Cache, LayerCache)
 
 
@@ -225,15 +216,13 @@ def any_full(cache: Cache | LayerCache) -> Array:
     return to_context(found)
 
 
-def flushed(cache: Cache, promise: bool = True) -> Cache:
-    """Marks a cache as having no full recent block, so that `flush` skips its condition; False removes the mark.
+def flushed() -> AbstractContextManager[None]:
+    """A context in which no recent block is full, so that `flush` does nothing and needs no condition.
 
     For loops that test `any_full` in their own condition, such as the one of `kvjax.generate`: on a GPU each condition
-    makes the host wait, and such a loop needs one per step, not two. The caller removes the mark after the step.
+    makes the host wait, and such a loop needs one per step, not two. It is a part of the keys of jit's caches.
     """
-    kind = _FlushedLayer if promise else LayerCache
-    layers = tuple(kind(layer.state, layer.policy, layer.spec, layer.placement) for layer in cache.layers)
-    return dataclasses.replace(cache, layers=layers)
+    return _flushed(True)
 
 
 def raise_on_overflow(cache: Cache | LayerCache) -> None:
@@ -312,7 +301,7 @@ def layers_of(cache: Cache | LayerCache) -> tuple[LayerCache, ...]:
 
 
 def rows_to_flush(layers: tuple[LayerCache, ...]) -> list[Array]:
-    """Full rows, for each layer that can have some and is not marked by `flushed`: bool[B]."""
+    """Full rows, for each layer that can have some: bool[B]."""
     return [rows for layer in layers if (rows := layer.full_rows()) is not None]
 
 

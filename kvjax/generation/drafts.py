@@ -263,9 +263,10 @@ class _ModelDrafter:
         def feed(carry: tuple[Cache, Array], i: Array) -> tuple[tuple[Cache, Array], Array]:
             cache, token = carry
             fed = active & (i <= free)
-            logits, cache = call_model(self.model, token[:, None], flushed(cache), active=fed, last_logits=True)
+            with flushed():
+                logits, cache = call_model(self.model, token[:, None], cache, active=fed, last_logits=True)
             token = draw(logits, i)
-            return (flushed(cache, False), token), token
+            return (cache, token), token
 
         # The last drafted token is fed too: if all are accepted, this cache holds the same tokens as the model's.
         steps = jnp.arange(1, self.max_tokens + 2, dtype=jnp.int32)

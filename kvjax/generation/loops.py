@@ -107,14 +107,14 @@ def decode_loop(
         tokens = lax.dynamic_update_index_in_dim(s.tokens, jnp.where(s.active, token, PAD), s.step, axis=1)
         fed = jnp.where(s.active, token, 0)[:, None]
         attended, counted = s.attended, s.counted
+        told: Any = {"info": True} if measure else {}
+        with flushed():
+            new, cache, *infos = call_model(model, fed, s.cache, active=s.active, last_logits=True, **told)
         if measure:
-            new, cache, infos = call_model(model, fed, flushed(s.cache), active=s.active, last_logits=True, info=True)
-            attended, counted = count_attended(attended, counted, infos, s.active)
-        else:
-            new, cache = call_model(model, fed, flushed(s.cache), active=s.active, last_logits=True)
+            attended, counted = count_attended(attended, counted, infos[0], s.active)
         return Loop(
             step=s.step + 1,
-            cache=flushed(cache, False),
+            cache=cache,
             logits=jnp.where(s.active[:, None], new, s.logits),
             tokens=tokens,
             active=s.active & ~jnp.any(token[:, None] == stop[None], axis=-1),
@@ -186,7 +186,8 @@ def draft_loop(
         drafted = jnp.where(active, jnp.clip(wanted, 0, jnp.maximum(max_drafted, 0)), 0)
         fed = jnp.concatenate([token[:, None], draft], axis=1)
         count = jnp.where(active, 1 + drafted, 0)
-        new, cache, *infos = call_model(model, fed, flushed(cache), lengths=count, steps=True, info=measure)
+        with flushed():
+            new, cache, *infos = call_model(model, fed, cache, lengths=count, steps=True, info=measure)
 
         places = jnp.arange(1, fed.shape[1], dtype=jnp.int32)
         drawn = jax.vmap(draw, (1, 0), 1)(new[:, :-1], places)
@@ -203,7 +204,7 @@ def draft_loop(
             attended, counted = count_attended(attended, counted, infos[0], kept.T)
         return DraftLoop(
             emitted=s.emitted + taken,
-            cache=rollback(flushed(cache, False), length + taken),
+            cache=rollback(cache, length + taken),
             logits=jnp.where(active[:, None], after, s.logits),
             tokens=tokens,
             active=s.active & ~jnp.any(ends & kept, axis=1),
