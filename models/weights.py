@@ -484,7 +484,7 @@ def _read_index(directory: Path) -> dict[str, str]:
 
 
 def _check_index(directory: Path, wanted: Iterable[str], tensors: Mapping[str, Tensor]) -> None:
-    """Raises ValueError if a tensor that is needed is not where the index says. What it says of others is ignored."""
+    """Raises ValueError if a tensor that is needed is not where the index says. Its words about others are ignored."""
     known = {tensor.name: tensor.file.name for tensor in tensors.values()}
     misplaced = {name: file for name, file in _read_index(directory).items() if known.get(name) != file}
     needed = {tensors[name].name if name in tensors else name for name in wanted}

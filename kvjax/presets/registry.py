@@ -179,13 +179,13 @@ REGISTRY: dict[str, Preset] = {
         Preset(
             "razorattention",
             razorattention,
-            "retrieval heads keep all tokens; other heads keep a recent window and one averaged token",
+            "retrieval heads keep all tokens; other heads a recent window and one averaged token",
             "RazorAttention 2024",
         ),
         Preset(
             "duoattention",
             duoattention,
-            "retrieval heads keep all tokens; other heads keep the first and the newest",
+            "retrieval heads keep all tokens; other heads the first and the newest",
             "DuoAttention 2024",
             released="budget=320",
         ),

@@ -72,7 +72,7 @@ ALIKE = (
     "name", [pytest.param(n, marks=pytest.mark.thorough if n in ALIKE else ()) for n in presets.REGISTRY]
 )
 def test_grown_cache_goes_on_as_one_that_was_large_from_the_start(name: str) -> None:
-    policy = presets.find(name).make(**SMALL.get(name, {})).rest
+    policy = presets.find(name).policies(**SMALL.get(name, {})).rest
     small, large = kvjax.init_layer(policy, SPEC), kvjax.init_layer(policy, LARGER)
     lengths = np.array([70, 33])
     _, small = attend(small, *draw(70, 0), lengths=lengths)
@@ -103,9 +103,9 @@ def test_grow_serves_whole_models_and_refuses_to_shrink() -> None:
 @pytest.mark.parametrize(
     "policy",
     [
-        presets.fier(**SMALL["fier"]).rest,
-        presets.fier(**SMALL["fier"], store="host").rest,
-        presets.freekv(**SMALL["freekv"]).rest,
+        presets.find("fier").policies(**SMALL["fier"]).rest,
+        presets.find("fier").policies(**SMALL["fier"], store="host").rest,
+        presets.find("freekv").policies(**SMALL["freekv"]).rest,
     ],
     ids=["on the device", "in host memory", "a step late"],
 )
@@ -125,7 +125,7 @@ RECALLING = kvjax.Retrieval(
 @pytest.mark.parametrize(
     "policy",
     [
-        presets.freekv(**SMALL["freekv"], tau=-1.0).rest,
+        presets.find("freekv").policies(**SMALL["freekv"], tau=-1.0).rest,
         kvjax.Speculative(RECALLING, tau=-1.0),
         pytest.param(
             kvjax.Speculative(dataclasses.replace(RECALLING, store=kvjax.HostOffload()), tau=-1.0),

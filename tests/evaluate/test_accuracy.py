@@ -123,7 +123,7 @@ def test_answers_are_those_of_generate_for_every_preset(checkpoint, name):
         "mikv": {"group": 8, "chunk": 16},
     }
     budget = {"budget": 64} if presets.REGISTRY[name].has_budget else {}
-    policy = presets.REGISTRY[name].make(**budget, **sizes.get(name, {}))
+    policy = presets.REGISTRY[name].policies(**budget, **sizes.get(name, {}))
     (cell,) = evaluate(checkpoint, Copy(), {name: policy}, batch=3)
     assert answers(cell) == {f"e{i}": answer for i, answer in enumerate(generated(checkpoint, policy))}
 
