@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.memory import to_device, to_host
+from kvjax.memory import to_device, to_host, vary_with
 from kvjax.numerics.indexing import put_last
 from kvjax.numerics.types import Bool, Int32, Shaped
 from kvjax.ops.op import Implementation, op
@@ -235,7 +235,7 @@ def _append_each(x: Array, stacked: Array, at: Array, count: Array) -> Array:
         changed = jnp.where(fits.reshape(n, *[1] * len(row)), new, old)
         return lax.dynamic_update_slice(x, move(changed), start)
 
-    return lax.fori_loop(0, B, one_row, x)
+    return lax.fori_loop(0, B, one_row, vary_with(x, stacked, at, count))
 
 
 @host_append.limit

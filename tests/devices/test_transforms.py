@@ -67,6 +67,41 @@ def test_shard_map_over_rows_passes_its_default_checks(names: tuple[str, ...]) -
         np.testing.assert_allclose(got, whole, atol=2e-5)
 
 
+FIER = kvjax.Retrieval(
+    selector=kvjax.Fier(group=16), budget=64, sink=4, local=24, demote=kvjax.Fifo(leave=32), dense_below=0
+)
+
+
+@pytest.mark.parametrize(
+    "store",
+    [
+        kvjax.HostOffload(),
+        kvjax.HostFloat8(),
+        kvjax.HotSet(tokens=64, store=kvjax.HostQuantized(bits=4, group=16)),
+        None,
+    ],
+    ids=str,
+)
+def test_a_host_store_that_shard_map_makes_passes_its_default_checks(store: Any) -> None:
+    """Zeros that are made inside do not vary over devices until tokens are stored."""
+    policy: Any = dataclasses.replace(FIER, store=store) if store else None
+    if policy is None:
+        pages = kvjax.MinMaxPages(page=4)
+        policy = kvjax.Speculative(dataclasses.replace(FIER, selector=pages, store=kvjax.HostOffload(page=4)), tau=0.9)
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    rows = PartitionSpec("rows")
+    spec = dataclasses.replace(SPEC, batch=1, capacity=128)
+
+    def run(prompt: Any, step: Any) -> Any:
+        return talk(kvjax.init(policy, spec, layers=1), prompt, step)[0]
+
+    found = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(rows, rows), out_specs=rows))(qkv(100), qkv(1))
+    for b in range(2):
+        wanted = jax.jit(run)(*([x[b : b + 1] for x in qkv(n)] for n in (100, 1)))
+        for got, want in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(np.asarray(got)[b : b + 1], np.asarray(want), atol=2e-5)
+
+
 def test_a_cache_that_shard_map_splits_is_refused_by_name_of_the_placement() -> None:
     cache = kvjax.init(kvjax.Full(), SPEC, layers=1)
     mesh = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])

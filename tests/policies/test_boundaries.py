@@ -1,0 +1,71 @@
+"""What holds one token below a limit, at it, and one above it, for each policy that keeps all tokens."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import CacheSpec, Compressed, Dense, Fier, Fifo, Full, LogSparse, Policy, Retrieval
+
+SPEC = CacheSpec(batch=1, q_heads=2, kv_heads=1, head_dim=16, capacity=64, dtype=jnp.float32)
+ZONES = Retrieval(selector=Fier(group=16), budget=32, sink=4, local=8, demote=Fifo(leave=16), dense_below=0)
+POLICIES: dict[str, Policy] = {
+    "full": Full(),
+    "retrieval": ZONES,
+    "log sparse": Compressed(store=Dense(), sink=0, local=8, demote=LogSparse(window=8)),
+}
+
+
+def holds(policy: Any) -> int:
+    """Tokens that fit in all zones of a row together."""
+    state = policy.init(SPEC)
+    if isinstance(policy, Full):
+        return state.tokens.slots
+    return state.recent.slots + state.store.slots + (0 if state.sink is None else state.sink.slots)
+
+
+def tokens(length: int) -> list[jnp.ndarray]:
+    rng = np.random.default_rng(length)
+    return [jnp.asarray(rng.normal(size=(1, length, heads, 16)), jnp.float32) for heads in (2, 1, 1)]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("excess", [-1, 0, 1])
+@pytest.mark.parametrize("how", ["prompt", "prompt and steps"])
+def test_a_token_without_room_is_reported_and_no_other(name: str, excess: int, how: str) -> None:
+    policy = POLICIES[name]
+    length = holds(policy) + excess
+    q, k, v = tokens(length)
+    cut = length if how == "prompt" else holds(policy) - 2
+    _, cache = kvjax.prefill(kvjax.init_layer(policy, SPEC), q[:, :cut], k[:, :cut], v[:, :cut])
+    for i in range(cut, length):
+        _, cache = kvjax.attention(cache, *(x[:, i : i + 1] for x in (q, k, v)))
+    assert bool(cache.state.overflow[0]) == (excess > 0)
+    assert int(cache.length[0]) == min(length, holds(policy))
+
+
+@pytest.mark.parametrize("name", ["full", "retrieval"])
+def test_lengths_at_the_ends_are_taken_and_those_beyond_refused(name: str) -> None:
+    policy: Any = POLICIES[name]
+    q, k, v = tokens(30)
+    _, cache = kvjax.prefill(kvjax.init_layer(policy, SPEC), q, k, v)
+    for good in (0, 1, 29, 30):
+        assert int(kvjax.truncate(cache, [good]).length[0]) == good
+    for bad in (-1, 31):
+        with pytest.raises(ValueError, match=f"to {bad} tokens"):
+            kvjax.truncate(cache, [bad])
+    earliest = int(policy.earliest(cache.state)[0])
+    assert int(kvjax.rollback(cache, [earliest]).length[0]) == earliest
+    for bad in (earliest - 1, 31):
+        with pytest.raises(ValueError, match=f"to {bad} tokens"):
+            kvjax.rollback(cache, [bad])
+
+
+def test_the_smallest_budget_is_that_of_sink_and_local_window() -> None:
+    for budget in (12, 13):
+        assert replace(ZONES, budget=budget).budget == budget
+    with pytest.raises(ValueError, match="is below sink"):
+        replace(ZONES, budget=11)
