@@ -147,8 +147,8 @@ def verdict(row: dict[str, Any]) -> str:
 def _line(row: dict[str, Any]) -> list[str]:
     cells = [read_cell(cell) for cell in row.get("cells", ())]
     files = dict.fromkeys(f"`{cell.source}.json`" for cell in cells if cell.source)
-    command = row["command"] if row["command"].startswith(("the same", "none", "computed")) else f"`{row['command']}`"
-    command = command.replace("``", "`") if row["command"].count("`") == 0 else row["command"]
+    runs = row["command"].startswith(("kvjax ", "python ", "XLA_"))
+    command = f"`{row['command']}`" if runs else row["command"]
     own = "" if "takes" in row else "the paper's setting: " if row["own"] else "another setting: "
     setting = "" if "takes" in row else f"{own}{row['setting']}. "
     return [

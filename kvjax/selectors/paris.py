@@ -79,8 +79,9 @@ class Paris(Selector):
     seed=None nothing is rotated, the ablation of its Fig. 10: if channels differ in size, votes and codes then follow
     the large ones. **Differs:** neither query nor key is normalised, because both stages are linear in the query, and
     signs and directions are those of the unit key; the signs of a code are stored once, as the patterns (96 bytes per
-    key, not 112); radius_bits=4 is not in the paper; keys with the same pattern rank equally, and enter a tier together
-    in both forms of voting; 5K, 10K and 30K are read as thousands of tokens in the history.
+    key, not 112); the paper codes radii for its vote, radius_bits=4 those of the estimates; keys with the same pattern
+    rank equally, and enter a tier together in both forms of voting; 5K, 10K and 30K are read as thousands of tokens in
+    the history.
 
     Attributes:
       votes: how keys are voted for: "tiers", or "plain".

@@ -1,13 +1,20 @@
 """docs/claims: every table and figure of a paper is there, and a rule gives the verdicts."""
 
+import itertools
 import json
+import shlex
 
 import pytest
+import typer
 
 from docs.tables import claims
+from docs.tables.reading import ROOT
+from kvjax import presets
+from kvjax.cli import app
 
 PAPERS = {name: claims.load_claims(name) for name in claims.PAPERS}
 ROWS = [(name, row) for name, paper in PAPERS.items() for row in paper["rows"]]
+COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 FIELDS = {"place", "claim", "figures", "command"}
 MEASURED = {"own", "setting", "cells"}
 
@@ -32,6 +39,24 @@ def test_a_row_has_its_place_and_figures_and_no_typed_verdict(paper: str, row: d
     words = [word for word in claims.VERDICTS if word in json.dumps(row)]
     assert words in ([], ["not measured"]), "the rule gives verdicts"
     assert claims.verdict(row) in claims.VERDICTS
+
+
+@pytest.mark.parametrize(("paper", "row"), ROWS, ids=lambda x: x if isinstance(x, str) else x["claim"][:30])
+def test_a_command_has_options_and_caches_that_exist(paper: str, row: dict) -> None:
+    for line in row["command"].split("; "):
+        words = shlex.split(line)
+        for option, value in itertools.pairwise(words):
+            if option == "--cache":
+                presets.parse(value)
+        if words[0] == "kvjax":
+            known = {name for one in COMMANDS[words[1]].params for name in one.opts}
+            assert {word for word in words if word.startswith("--")} <= known
+        scripts = [word for word in words if word.startswith("benchmarks")]
+        assert all(
+            (ROOT / (word if "/" in word else word.replace(".", "/"))).exists()
+            or (ROOT / f"{word.replace('.', '/')}.py").exists()
+            for word in scripts
+        )
 
 
 A, B = (claims.Cell(name, value, 0.01) for name, value in (("a", 0.5), ("b", 0.4)))
