@@ -31,7 +31,7 @@ from kvjax import CacheSpec, Full, PerLayer, presets
 from kvjax.evaluate.provenance import digest_json, write_rows
 from kvjax.numerics.partial import PartialAttention
 from kvjax.ops.chunk import attend_zone
-from kvjax.policies import Info
+from kvjax.policies import Info, Policy, Step
 
 
 @register_dataclass
@@ -44,7 +44,7 @@ class RowsFirst:
 
 
 @dataclass(frozen=True)
-class FullByCudnn:
+class FullByCudnn(Policy):
     """Full attention by cuDNN over [B, S, K, D], the layout that it needs and that is slow for XLA."""
 
     implementation: str = "cudnn"
@@ -65,16 +65,14 @@ class FullByCudnn:
     def update(self, st: RowsFirst, k: Array, v: Array, active: Array) -> RowsFirst:
         return self.prefill(st, k, v, active.astype(jnp.int32))
 
-    def attend(
-        self, st: RowsFirst, q: Array, *, scale: float, window: int | None = None
-    ) -> tuple[Array, RowsFirst, Info]:
-        assert window is None
+    def attend(self, st: RowsFirst, q: Array, step: Step) -> tuple[Array, RowsFirst, Info]:
+        assert step.window is None
         implementation: Any = self.implementation
         out = jax.nn.dot_product_attention(
             q.reshape(q.shape[0], 1, -1, q.shape[3]).astype(st.k.dtype),
             st.k,
             st.v,
-            scale=scale,
+            scale=step.scale,
             key_value_seq_lengths=st.length,
             implementation=implementation,
         )
@@ -85,12 +83,6 @@ class FullByCudnn:
         assert window is None
         k, v = (jnp.swapaxes(a, 1, 2) for a in (st.k, st.v))
         return attend_zone(q, k, v, None, st.length, scale=scale)
-
-    def full_rows(self, st: RowsFirst) -> None:
-        return None
-
-    def flush(self, st: RowsFirst) -> RowsFirst:
-        return st
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         return Full().bytes_per_token(spec)

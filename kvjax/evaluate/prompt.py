@@ -26,7 +26,7 @@ from kvjax.generation.prefilling import Model, chunk_size, prefill
 from kvjax.models import Checkpoint
 from kvjax.numerics.partial import PartialAttention
 from kvjax.ops.chunk import ungroup
-from kvjax.policies import Info, PerLayer
+from kvjax.policies import Info, PerLayer, Policy, Step
 from kvjax.spec import CacheSpec
 
 WHOLE = 1 << 30  # more tokens than a prompt has: one chunk
@@ -47,8 +47,10 @@ class PromptState:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class Prompt(Policy):
     """Takes one prompt of as many columns as the spec's capacity, in one chunk, and records it unchanged."""
+
+    observes = True
 
     def init(self, spec: CacheSpec) -> PromptState:
         def zeros(*heads: int) -> Array:
@@ -79,19 +81,11 @@ class Prompt:
     def update(self, st: PromptState, k: Array, v: Array, active: Array) -> PromptState:
         raise NotImplementedError("a Prompt is not decoded from; store() puts it into a cache that is")
 
-    def attend(
-        self, st: PromptState, q: Array, *, scale: float, window: int | None = None
-    ) -> tuple[Array, PromptState, Info]:
+    def attend(self, st: PromptState, q: Array, step: Step) -> tuple[Array, PromptState, Info]:
         raise NotImplementedError("a Prompt is not decoded from; store() puts it into a cache that is")
 
     def attend_stored(self, st: PromptState, q: Array, *, scale: float, window: int | None = None) -> PartialAttention:
         raise NotImplementedError("a Prompt takes one chunk, with first_chunk=True")
-
-    def full_rows(self, st: PromptState) -> None:
-        return None
-
-    def flush(self, st: PromptState) -> PromptState:
-        return st
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         return (spec.q_heads + 2 * spec.kv_heads) * spec.head_dim * jnp.dtype(spec.dtype).itemsize
