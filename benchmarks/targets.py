@@ -4,7 +4,7 @@
 
 A process for each part, so that one that fails leaves the others:
 - tests: `pytest tests/kernels` of the kernels that select and attend, with the forms of compute capability 8.9, which
-  has 99 KB of shared memory, and 8.0.
+  has 99 KB of shared memory.
 - 131072x1, 32768x8: `kvjax.evaluate.kernels` at this length and batch, with the forms of this GPU, then those without
   clusters on as many multiprocessors, then those of 8.9.
 
@@ -54,15 +54,20 @@ def measure(part: str, file: Path) -> None:
 
 
 def test(file: Path) -> None:
+    """Runs the files of tests beside each other, each with a share of the memory."""
+    env = os.environ | {"KVJAX_TEST_TARGET": "8.9", "XLA_FLAGS": "", "JAX_PLATFORMS": "cuda"}
+    env |= {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.08", "PYTHONPATH": str(ROOT)}
+    running = {}
+    for name in TESTS.split():
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/kernels/test_{name}.py"]
+        log = (file.parent / f"test_{name}.log").open("w")
+        running[name] = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log)
     found = {}
-    for capability in ("8.9", "8.0"):
-        files = [f"tests/kernels/test_{name}.py" for name in TESTS.split()]
-        command = [sys.executable, "-m", "pytest", "-q", "--thorough", "-p", "no:cacheprovider", *files]
-        env = os.environ | {"KVJAX_TEST_TARGET": capability, "XLA_FLAGS": "", "JAX_PLATFORMS": "cuda"}
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-        lines = done.stdout.strip().splitlines()
-        found[capability] = [line for line in lines if line.startswith(("FAILED", "ERROR"))] + lines[-1:]
-        print(capability, "\n".join(lines[-40:]), flush=True)
+    for name, process in running.items():
+        process.wait()
+        lines = (file.parent / f"test_{name}.log").read_text().strip().splitlines()
+        found[name] = [line for line in lines if line.startswith(("FAILED", "ERROR"))] + lines[-1:]
+        print(name, *found[name], sep="\n", flush=True)
         file.write_text(json.dumps(found, indent=1))
 
 

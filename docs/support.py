@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 import kvjax
+from docs import tables
 from docs.pictures import small
 from kvjax import models, ops
 from kvjax.presets import REGISTRY, Preset
@@ -164,7 +165,7 @@ def page() -> str:
 
 `python -m docs.support` writes this page: it tries each feature on each method. Methods run on every platform of JAX,
 but TPUs are untested: each preset's step and prompt is lowered for one in the tests, and none has run. The kernels need
-a Hopper GPU and jax 0.11 or later, and elsewhere plain JAX does the same work.
+an NVIDIA GPU of [these](#gpus) and jax 0.11 or later; elsewhere plain JAX does the same work.
 
 ## Methods and features
 
@@ -182,6 +183,29 @@ Operations of a step that have a GPU kernel, with the sizes of this run. `kvjax.
 kernels for your sizes and device, and why the others do not.
 
 {table(["method", "operations"], kernels)}
+## GPUs
+
+Kernels run by default on GPUs of these compute capabilities. The tests compile them for each, without the cards, and
+run them in a simulator. Block sizes follow from a card's multiprocessors and from the shared memory of a block.
+`kvjax.ops.explain` and `kvjax generate --verbose` say whether they were "measured on this GPU" or "compiled and
+simulated, not measured on this GPU". The environment variable `KVJAX_KERNELS=off` turns kernels off.
+
+<!-- table: gpus -->
+<!-- end -->
+
+Without clusters, the blocks that share a row meet in device memory between launches.
+
+Times are microseconds of a decode step of one layer of Llama-3.1-8B after 131072 tokens, from
+`benchmarks/results/cards.json`. A blank was not measured: if you have such a card, please run
+
+    kvjax bench --kernels --length 128K --json
+
+and send what it prints in an issue. It checks each kernel against plain JAX as well, and without `--json` it prints a
+table. With `--target 8.9` a larger GPU runs the forms of a smaller one.
+
+<!-- table: cards -->
+<!-- end -->
+
 ## Models
 
 A checkpoint in Hugging Face format is read if its `model_type` is one of these (Qwen2.5 has `qwen2`). Every method
@@ -191,4 +215,4 @@ works with every model without a sliding window; the first table has those that 
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    PAGE.write_text(tables.fill(page()))

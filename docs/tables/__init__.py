@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from docs.tables import claims, guides, methods, published, quality, readme, scaling, speed
+from docs.tables import claims, gpus, guides, methods, published, quality, readme, scaling, speed
 from docs.tables.decode_step import picture
 from docs.tables.reading import ROOT
 
@@ -33,7 +33,7 @@ TABLES: dict[str, Callable[[], str]] = {
         claims.claims_counted, claims.claims_nothing,
         guides.several_tokens, guides.hit_rates, guides.host_steps, guides.host_codes,
         guides.shared_quality, guides.shared_steps, guides.adaptive,
-        scaling.devices, scaling.scaling,
+        scaling.devices, scaling.scaling, gpus.gpus, gpus.cards,
     )
 }  # fmt: skip
 

@@ -112,10 +112,6 @@ def unsupported(
     return None
 
 
-def supported(q: Any, keys: Any, values: Any, start: Any, stop: Any, recent: Any = None) -> bool:
-    return unsupported(q, keys, values, start, stop, recent) is None
-
-
 @simt.lowered_once("scale", "config")
 def attend_quantized(
     q: Array,

@@ -60,7 +60,7 @@ def config_for(rows: int, slots: int, D: int, target: simt.Target | None = None)
     """As many blocks per row as fit on the multiprocessors at once and have work; four warps for the largest heads, and
     where shared memory is small."""
     target = target or simt.target()
-    warpgroups = 2 if D < 256 and target.clusters else 1
+    warpgroups = 2 if D <= 128 and target.clusters else 1
     tile = TILE if smem_bytes(D, Config(1, warpgroups)) <= target.smem else TILE // 2
     max_slots = -(-slots // (tile * 4 * warpgroups))
     if not target.clusters:
@@ -71,17 +71,17 @@ def config_for(rows: int, slots: int, D: int, target: simt.Target | None = None)
 
 
 def smem_bytes(D: int, config: Config) -> int:
-    return config.warpgroups * 4 * config.tile * D * 2 * 2
+    return config.warpgroups * 4 * config.tile * softmax.row_bytes(D) * 2
 
 
 def unsupported(q: Any, k: Any, v: Any, slots: Any, config: Config | None = None) -> str | None:
     """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
     _, _, G, D = q.shape
     H, M = slots.shape[2:]
-    if D not in (64, 128, 256):
-        return f"the kernel attend_slots takes head sizes 64, 128 and 256; got D={D}"
-    if not 1 <= G // H <= HEADS:
-        return f"the kernel attend_slots takes 1 to {HEADS} query heads that share a selection; got {G} for {H}"
+    if D not in softmax.SIZES:
+        return f"the kernel attend_slots takes head sizes {', '.join(map(str, softmax.SIZES))}; got D={D}"
+    if not 1 <= G // H <= 2 * HEADS:
+        return f"the kernel attend_slots takes 1 to {2 * HEADS} query heads that share a selection; got {G} for {H}"
     if k.dtype not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
         return f"the kernel attend_slots takes keys and values in bf16 or f16; got {k.dtype}"
     if (v.dtype, v.shape) != (k.dtype, k.shape):
@@ -95,10 +95,6 @@ def unsupported(q: Any, k: Any, v: Any, slots: Any, config: Config | None = None
     if config and smem_bytes(D, config) > (smem := simt.target((k,)).smem):
         return f"{config} needs {smem_bytes(D, config)} bytes of shared memory for D={D}; a block has {smem}"
     return None
-
-
-def supported(q: Any, k: Any, v: Any, slots: Any) -> bool:
-    return unsupported(q, k, v, slots) is None
 
 
 @simt.lowered_once("scale", "config")
@@ -123,7 +119,9 @@ def attend_slots(
         G=G // H,
         D=D,
     )
-    index = jnp.where(valid, jnp.clip(slots, 0, S - 1), -1).reshape(B * K * H, M)
+    index, passes = jnp.where(valid, jnp.clip(slots, 0, S - 1), -1), softmax.passes_of(G // H)
+    H *= passes
+    index = jnp.repeat(index, passes, axis=2).reshape(B * K * H, M)
     out, lse = attend(
         q.astype(k.dtype).reshape(B * K * H, G // H, D),
         [a.reshape(B * K, S, D) for a in (k, v)],
@@ -232,18 +230,17 @@ def _program(
     t, part, row = simt.special("tid.x"), simt.part(), simt.row()
     lane, warp = t & 31, t >> 5
     rows = softmax.Rows(D, kind, lane)
-    width = rows.width  # bytes of keys of one slot
-    chunks = width // 16
+    width, of_token = rows.width, rows.of_token  # bytes of keys of one slot, in shared and in device memory
     kept_m, (index_m, *rest) = refs[: 2 * len(zones)], refs[2 * len(zones) :]
     of_counts = [1] * counted + [*shared_by]
     q, index, *kept = (simt.global_address(m) for m in (q_m, index_m, *kept_m))
-    q, index = simt.offset_rows(q, row, heads * width), simt.offset_rows(index, row, M * 4)
+    q, index = simt.offset_rows(q, row, heads * of_token), simt.offset_rows(index, row, M * 4)
     ends, of_row = list(itertools.accumulate(zones)), simt.divide(row, of_zone)
 
     def bases(places: Sequence[Any]) -> list[Any]:
         """The address of slot 0 of this row, by zone, if the zone extended to before its first slot."""
-        mine = (simt.offset_rows(a, of_row, n * width) for a, n in zip(places, zones, strict=True))
-        return [simt.offset_rows(a, word(end - n), -width) for a, n, end in zip(mine, zones, ends, strict=True)]
+        mine = (simt.offset_rows(a, of_row, n * of_token) for a, n in zip(places, zones, strict=True))
+        return [simt.offset_rows(a, word(end - n), -of_token) for a, n, end in zip(mine, zones, ends, strict=True)]
 
     k, v = bases(kept[::2]), bases(kept[1::2])
     *outs_m, room_m = rest[len(of_counts) :]
@@ -274,19 +271,17 @@ def _program(
             slot, first = exists.select(of_span + end, slot), first + n
         return slot
 
-    per = 32 // chunks  # rows that one instruction copies
-    chunk, first = lane & (chunks - 1), simt.divide(lane, chunks)
-
     def copy(sources: Sequence[Any], to: Word, slots: Word) -> None:
-        for i in range(tile // per):
-            r = first + i * per
+        for i in range(tile // rows.per):
+            r = rows.first + i * rows.per
             slot = simt.from_lane(slots, r)
             exists = slot.differs(0xFFFFFFFF)
             slot, source = exists.select(slot, 0), sources[-1]
             for before, end in zip(sources[-2::-1], ends[-2::-1], strict=True):
                 source = simt.select_address(slot < end, before, source)
-            at = simt.offset(source, slot * width + chunk * 16)
-            ptx("cp.async.cg.shared.global [$0], [$1], 16, $2;", rows.place(to, r, chunk), at, exists.select(16, 0))
+            at = simt.offset(source, slot * of_token + rows.chunk * 16)
+            code = "cp.async.cg.shared.global [$0], [$1], 16, $2;"
+            rows.copy(code, rows.place(to, r, rows.chunk), at, exists)
         ptx("cp.async.commit_group;")
 
     def wait() -> None:

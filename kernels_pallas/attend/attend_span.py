@@ -56,7 +56,7 @@ def config_for(rows: int, S: int, D: int, target: simt.Target | None = None) -> 
     """192 KB in flight per multiprocessor, or what its shared memory holds, and as many blocks per row as take the
     least time, where a wave costs the turns of its warps and two more."""
     target = target or simt.target()
-    sizes = ((3, 16 if D == 256 else 32), (2, 32), (3, 16), (2, 16), (1, 16))
+    sizes = ((3, 16 if D > 128 else 32), (2, 32), (3, 16), (2, 16), (1, 16))
     stages, keys = next((s, n) for s, n in sizes if smem_bytes(D, Config(1, stages=s, keys=n)) <= target.smem)
     wave = at_once(D, Config(1, stages=stages, keys=keys), target)
 
@@ -68,7 +68,7 @@ def config_for(rows: int, S: int, D: int, target: simt.Target | None = None) -> 
 
 def _room(D: int, config: Config) -> int:
     """Bytes of shared memory of a warp, for its tiles of keys and values and afterwards for its part of the result."""
-    return max(config.stages * config.keys * D * 2 * 2, softmax.part_bytes(D))
+    return max(config.stages * config.keys * softmax.row_bytes(D) * 2, softmax.part_bytes(D))
 
 
 def smem_bytes(D: int, config: Config) -> int:
@@ -79,10 +79,10 @@ def unsupported(q: Any, k: Any, v: Any, start: Any, stop: Any, config: Config | 
     """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
     *_, G, D = q.shape
     G //= _steps(stop)
-    if D not in (64, 128, 256):
-        return f"the kernel attend_span takes head sizes 64, 128 and 256; got D={D}"
-    if not 1 <= G <= HEADS:
-        return f"the kernel attend_span takes 1 to {HEADS} queries a kv head; got {G}"
+    if D not in softmax.SIZES:
+        return f"the kernel attend_span takes head sizes {', '.join(map(str, softmax.SIZES))}; got D={D}"
+    if not 1 <= G <= 2 * HEADS:
+        return f"the kernel attend_span takes 1 to {2 * HEADS} queries a kv head; got {G}"
     if str(q.dtype) not in KINDS:
         return f"the kernel attend_span takes queries in f32, bf16 or f16; got {q.dtype}"
     if k.dtype not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
@@ -102,10 +102,6 @@ def _steps(stop: Any) -> int:
     return stop.shape[1] if len(stop.shape) == 2 else 1
 
 
-def supported(q: Any, k: Any, v: Any, start: Any, stop: Any) -> bool:
-    return unsupported(q, k, v, start, stop) is None
-
-
 @simt.lowered_once("scale", "config")
 def attend_span(
     q: Array, k: Array, v: Array, start: Array, stop: Array, *, scale: float, config: Config | None = None
@@ -120,7 +116,7 @@ def attend_span(
         raise NotImplementedError(limit)
     B, K, G, D = q.shape
     rows, S, steps = B * K, k.shape[2], _steps(stop)
-    passes = -(-G // HEADS) if steps > 1 else 1
+    passes = -(-G // HEADS) if steps > 1 else softmax.passes_of(G)
     config = config or tuned.select(
         "attend_span",
         config_for(rows * passes, S, D, simt.target((q, k, v))),
@@ -134,6 +130,7 @@ def attend_span(
     queries, kept = q.astype(k.dtype).reshape(rows, G, D), [a.reshape(rows, S, D) for a in (k, v)]
     ends = [jnp.clip(a.astype(jnp.int32), 0, S) if steps > 1 else a.astype(jnp.int32) for a in (start, stop)]
     if steps == 1:
+        queries = queries.reshape(rows * passes, G // passes, D)
         return _attend(scale, q.dtype, config, queries, *ends, *kept).reshape(q.shape)
     heads = -(-G // passes)
     pad = (0, passes * heads - G)
@@ -211,20 +208,18 @@ def _program(
     room = simt.shared_address(room_m) + warp * _room(D, config)
     tile = keys * rows.width  # bytes; in a stage the keys are before the values
 
-    chunks = rows.width // 16
-    per = 32 // chunks  # slots that one instruction copies
-    chunk, first = lane & (chunks - 1), simt.divide(lane, chunks)
-    places = [rows.place(word(0), first + i, chunk) for i in range(0, 8, per)]  # of a lane, which repeat after 8 slots
-    k, v = (simt.offset(a, lane * 16) for a in (k, v))
+    per, first = rows.per, rows.first  # slots that one instruction copies, and this lane's
+    places = [rows.place(word(0), first + i, rows.chunk) for i in range(0, 8, per)]  # which repeat after 8 slots
+    k, v = (simt.offset(a, first * rows.of_token + rows.chunk * 16) for a in (k, v))
 
     def fetch(source: Any, to: Word, slot: Word) -> None:
         """Starts to copy the tile that begins at `slot`, as far as it is in the span; zeros after it."""
         with when(slot < stop):
-            source, mine = simt.offset(source, slot * rows.width), slot + first
+            source, mine = simt.offset(source, slot * rows.of_token), slot + first
             for i in range(0, keys, per):
-                at, byte = to + places[i % 8 // per], i * rows.width
+                at, byte = to + places[i % 8 // per], i * rows.of_token
                 copy = f"cp.async.cg.shared.global [$0+{i // 8 * 8 * rows.width}], [$1+{byte}], 16, $2;"
-                ptx(copy, at, source, (mine + i < stop).select(16, 0))
+                rows.copy(copy, at, source, mine + i < stop)
         ptx("cp.async.commit_group;")
 
     def wait() -> None:

@@ -57,10 +57,6 @@ def _spans(recent: Any, sink: Any, local: int) -> list[tuple[Any, int]]:
     return [(recent, local)] + ([] if sink is None else [(sink, sink[0].shape[2])])
 
 
-def supported(q: Any, k: Any, v: Any, slots: Any, recent: Any, sink: Any, local: int, more: Any = None) -> bool:
-    return unsupported(q, k, v, slots, recent, sink, local, more) is None
-
-
 @simt.lowered_once("local", "scale", "config")
 def attend_zones(
     q: Array,
@@ -107,12 +103,15 @@ def attend_zones(
         stored = k.shape[2] * (1 if more is None else 2)
         slots = jnp.where(known, jnp.clip(slots, 0, stored + recent[0].shape[2] - 1), -1)
     else:
-        found = known.reshape(B * K * H)
+        found = known
+    if (passes := softmax.passes_of(G // H)) > 1:
+        H, slots = H * passes, jnp.repeat(slots, passes, axis=2)
+        found = None if found is None else jnp.repeat(found, passes, axis=2)
     (out,) = one_zone.attend(
         q.astype(k.dtype).reshape(B * K * H, G // H, D),
         [a.reshape(B * K, -1, D) for zone in ((k, v), more or (), *(span[:2] for span, _ in spans)) for a in zone],
         slots.astype(jnp.int32).reshape(B * K * H, -1),
-        found=found,
+        found=None if found is None else found.reshape(B * K * H),
         spans=[(simt.by_step(span[2], K), simt.by_step(span[3], K), max_slots) for span, max_slots in spans],
         outs=(((G // H, D), q.dtype),),
         name="attend_zones",

@@ -20,6 +20,7 @@ from kvjax.kernels_pallas import simt
 from kvjax.kernels_pallas.simt import Flag, Word, instr, ptx, real, when, word
 
 HEADS = 8  # columns of a product
+SIZES = (64, 80, 96, 128, 192, 256)  # of heads
 KINDS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}  # of queries and means
 
 
@@ -105,27 +106,51 @@ def finite(top: Word) -> Word:
     return top.equals(real(-math.inf)).select(0, top)
 
 
+def row_bytes(D: int) -> int:
+    """Bytes of shared memory of one token's key or value: whole eights of chunks of 16 bytes."""
+    return -(-2 * D // 128) * 128
+
+
+def passes_of(heads: int) -> int:
+    """How often `heads` queries that share keys are split, so that a product has a column for each; each gets its own
+    row of the grid, and the rows read most keys from the L2 cache."""
+    return next(n for n in range(1, heads + 1) if heads % n == 0 and heads // n <= HEADS)
+
+
 class Rows:
     """Keys and values of D times 16 bits in shared memory of a warp, and products with them.
 
     A row is of one token, and its chunk i of 16 bytes is at i ^ (row % 8): so 8 rows of a chunk, which `ldmatrix` reads
-    at once, are in different banks.
+    at once, are in different banks. `of_token` bytes are a token's in device memory. An instruction copies the `per`
+    tokens from `first` on, and a lane `chunk` of its token.
     """
 
     def __init__(self, D: int, kind: str, lane: Word):
-        self.D, self.kind, self.width = D, kind, 2 * D
+        self.D, self.kind, self.width, self.of_token = D, kind, row_bytes(D), 2 * D
+        self.chunks = D // 8
+        lanes = 1 << (self.chunks - 1).bit_length()
+        self.per, self.chunk, self.first = 32 // lanes, lane & (lanes - 1), simt.divide(lane, lanes)
+        self.all_lanes = lanes == self.chunks
         self.quad, self.col = lane >> 2, lane & 3
         # Lane 8 i + r gives `ldmatrix` the address of row r of its i-th 8 x 8 part.
         r, i = lane & 7, lane >> 3
         self._key = ((i & 1) * 8 + r) * self.width, ((i >> 1) ^ r) << 4
         self._value = ((i >> 1) * 8 + r) * self.width, ((i & 1) ^ r) << 4
 
+    def copy(self, code: str, to: Word, source: Any, exists: Flag) -> None:
+        """Starts to copy this lane's chunk, `code` for 16 bytes to $0 from $1; zeros if it does not exist."""
+        if self.all_lanes:
+            ptx(code, to, source, exists.select(16, 0))
+        else:
+            with when(self.chunk < self.chunks):
+                ptx(code, to, source, exists.select(16, 0))
+
     def place(self, at: Word, row: Word, chunk: Word) -> Word:
         return at + row * self.width + ((chunk ^ (row & 7)) << 4)
 
     def queries(self, q: Any, heads: int) -> list[Word]:
         """Right operands of queries in device memory: lane (head quad, channels 2 col, 2 col + 1) of each 8."""
-        at = self.quad * self.width + self.col * 4
+        at = self.quad * self.of_token + self.col * 4
         return [simt.load_below(self.quad, heads, simt.offset(q, at + n * 16)) for n in range(self.D // 8)]
 
     def scores(self, at: Word, queries: Sequence[Word], tiles: int) -> list[list[Word]]:

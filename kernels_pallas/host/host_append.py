@@ -42,10 +42,6 @@ def unsupported(x: Any, new: Sequence[Any], at: Any, count: Any) -> str | None:
     return limit_of_chunks("host_append", row_bytes(x) // len(new), x.shape[2] and math.prod(new[0].shape[:3]))
 
 
-def supported(x: Any, new: Sequence[Any], at: Any, count: Any) -> bool:
-    return unsupported(x, new, at, count) is None
-
-
 def host_append(x: Array, new: Sequence[Array], at: Array, count: Array, *, config: Config = DEFAULT) -> Array:
     """x [B, K, P, parts, ...] with the first `count` i32[B] rows of each of the parts `new` [B, K, n, ...] at row
     `at` i32[B] and those after it. Rows at or past P are dropped."""

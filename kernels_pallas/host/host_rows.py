@@ -76,10 +76,6 @@ def _limit_of_parts(x: Any) -> str | None:
     return f"the kernel host_rows takes parts of a multiple of {CHUNK} bytes; got {part}" if part % CHUNK else None
 
 
-def supported(x: Any, index: Any) -> bool:
-    return unsupported(x, index) is None
-
-
 def unsupported_recall(x: Any, device_rows: Any, zones: Sequence[Any]) -> str | None:
     """The limit that these shapes and dtypes exceed, for `recall`; None if there is a kernel for them."""
     if any(a.dtype != x.dtype for a in zones):

@@ -35,10 +35,6 @@ def unsupported(x: Any, k: Any, index: Any) -> str | None:
     return limit_of_pages("hot_load_float8", x, index)
 
 
-def supported(x: Any, k: Any, index: Any) -> bool:
-    return unsupported(x, k, index) is None
-
-
 def hot_load_float8(
     x: Array, zones: Sequence[Array], page: Array, used: Array, at: Array, *, config: Config | None = None
 ) -> tuple[Array, ...]:

@@ -73,10 +73,6 @@ def limit_of_pages(name: str, x: Any, index: Any) -> str | None:
     )
 
 
-def supported(page: Any, index: Any) -> bool:
-    return unsupported(page, index) is None
-
-
 @simt.lowered_once()
 def hot_places(tables: Sequence[Array], index: Array, found: Array) -> tuple[list[Array], Array]:
     """The tables after a step that needs the first `found` i32[B, K] of `index` i32[B, K, N], and the place of each.

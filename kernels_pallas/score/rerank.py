@@ -87,10 +87,6 @@ def unsupported(q: Any, signs: Any, sizes: Any, weights: Any, slots: Any) -> str
     return None
 
 
-def supported(q: Any, signs: Any, sizes: Any, weights: Any, slots: Any) -> bool:
-    return unsupported(q, signs, sizes, weights, slots) is None
-
-
 @simt.lowered_once("centres", "scale", "config")
 def rerank(
     q: Array, signs: Array, sizes: Array, weights: Array, slots: Array,

@@ -81,10 +81,6 @@ def unsupported(q: Any, bits: Any, step: Any) -> str | None:
     return None
 
 
-def supported(q: Any, bits: Any, step: Any) -> bool:
-    return unsupported(q, bits, step) is None
-
-
 @simt.lowered_once("scale", "config")
 def score_1bit(q: Array, bits: Array, step: Array, zero: Array, *, scale: float, config: Config | None = None) -> Array:
     """f32[B, K, G, S]: scale * q.k~ of q [B, K, G, D], keys of bits u8[B, K, S, D/8], step and zero [B, K, S/g, D]."""

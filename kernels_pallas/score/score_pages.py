@@ -67,10 +67,6 @@ def unsupported(q: Any, low: Any, high: Any) -> str | None:
     return None
 
 
-def supported(q: Any, low: Any, high: Any) -> bool:
-    return unsupported(q, low, high) is None
-
-
 @simt.lowered_once("scale", "config")
 def score_pages(q: Array, low: Array, high: Array, *, scale: float, config: Config | None = None) -> Array:
     """f32[B, K, G, P]: scale * sum_i max(q_i low_i, q_i high_i) of q [B, K, G, D] and corners [B, K, P, D]."""

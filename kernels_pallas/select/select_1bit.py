@@ -73,10 +73,6 @@ def unsupported(q: Any, bits: Any, step: Any, pending: Any, group_reduce: str, r
     return None
 
 
-def supported(q: Any, bits: Any, step: Any, pending: Any, group_reduce: str, room: int, steps: int = 1) -> bool:
-    return unsupported(q, bits, step, pending, group_reduce, room, steps) is None
-
-
 @simt.lowered_once("group_reduce", "room", "scale", "pending_slots", "local", "steps", "config")
 def select_1bit(
     q: Array, bits: Array, step: Array, zero: Array, span: Sequence[Array | int], pending: Sequence[Array | int],

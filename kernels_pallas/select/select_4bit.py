@@ -73,12 +73,6 @@ def unsupported(
     return None
 
 
-def supported(
-    q: Any, signs: Any, sizes: Any, weights: Any, slots: Any, pending: Any, room: int, pending_slots: int
-) -> bool:
-    return unsupported(q, signs, sizes, weights, slots, pending, room, pending_slots) is None
-
-
 @simt.lowered_once("room", "centres", "scale", "turned", "pending_slots", "local", "config")
 def select_4bit(
     q: Array,

@@ -80,13 +80,6 @@ def unsupported(
     return None
 
 
-def supported(
-    q: Any, low: Any, high: Any, pending: Any, group_reduce: str, room: int, unit: int, pending_slots: int,
-    steps: int = 1,
-) -> bool:  # fmt: skip
-    return unsupported(q, low, high, pending, group_reduce, room, unit, pending_slots, steps) is None
-
-
 @simt.lowered_once("group_reduce", "room", "unit", "scale", "pending_slots", "local", "steps", "config")
 def select_pages(
     q: Array, low: Array, high: Array, span: Sequence[Array | int], pending: Sequence[Array | int],

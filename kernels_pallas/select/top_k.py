@@ -78,10 +78,6 @@ def unsupported(shape: tuple[int, ...], dtype: Any, k: int) -> str | None:
     return None
 
 
-def supported(shape: tuple[int, ...], dtype: Any, k: int) -> bool:
-    return unsupported(shape, dtype, k) is None
-
-
 @simt.lowered_once("k", "config")
 def top_k(scores: Array, valid: Array, k: int, *, config: Config | None = None) -> tuple[Array, Array]:
     """(slots i32[..., k], valid bool[..., k]) of the k largest of scores [..., U] where `valid`, largest first."""
@@ -129,11 +125,11 @@ def launch_of(rows: int, config: Config) -> dict[str, int]:
 
 def scratch(k: int, config: Config) -> tuple[int, ...]:
     """The words of shared memory that the selection needs: for histograms, later for all blocks' lists; for this
-    block's list; for its sorting, in a cluster; and for lengths."""
+    block's list; for its sorting, unless that would be more than every GPU has; and for lengths."""
     room = 2 * candidates(k)
     if config.cluster:
         return max(len(DIGITS) * histogram.PASS, room), room, room, SMALL
-    return histogram.PASS, room, SMALL
+    return histogram.PASS, *((room, room) if k <= MAX_K // 2 else (room,)), SMALL
 
 
 def _program(keys_m, out_m, *scratch_m, U: int, k: int, config: Config) -> None:
@@ -326,7 +322,7 @@ def _list(
     keys_m: Any, kept_m: Any, lists_m: Any, lengths_m: Any, *scratch_m: Any, U: int, k: int, config: Config
 ) -> None:
     t, row, part, blocks = simt.special("tid.x"), simt.row(), simt.part(), config.blocks
-    hist, own, small = (simt.shared_address(m) for m in scratch_m)
+    hist, own, *spare, small = (simt.shared_address(m) for m in scratch_m)
     keys, kept = (
         simt.offset_rows(simt.global_address(m), row, n * 4)
         for m, n in ((keys_m, U), (kept_m, blocks * histogram.KEPT))
@@ -344,7 +340,7 @@ def _list(
         ptx("st.global.u32 [$0], $1;", to_length, TOO_MANY)
     with when(fits):
         length = _collect(elements, digit << DIGITS[0][1], word(0), own, small)
-        sort_pairs(networks(candidates(k)), own, None, length, t)
+        sort_pairs(networks(candidates(k)), own, next(iter(spare), None), length, t)
         block_barrier()
         with when(t.equals(0)):
             ptx("st.global.u32 [$0], $1;", to_length, length)
@@ -358,7 +354,7 @@ def _rank(
     lists_m: Any, lengths_m: Any, keys_m: Any, out_m: Any, *scratch_m: Any, U: int, k: int, config: Config
 ) -> None:
     t, row, part, blocks = simt.special("tid.x"), simt.row(), simt.part(), config.blocks
-    _, own, small = (simt.shared_address(m) for m in scratch_m)
+    _, own, *_, small = (simt.shared_address(m) for m in scratch_m)
     keys, out, lists, of_row = (
         simt.offset_rows(simt.global_address(m), row, n * 4)
         for m, n in ((keys_m, U), (out_m, k), (lists_m, blocks * 2 * candidates(k)), (lengths_m, blocks))

@@ -58,10 +58,6 @@ def unsupported(parts: Parts, group_reduce: str, k: int) -> str | None:
     return limit and limit.replace("top_k", "top_k_grouped", 1)
 
 
-def supported(parts: Parts, group_reduce: str, k: int) -> bool:
-    return unsupported(parts, group_reduce, k) is None
-
-
 @simt.lowered_once("group_reduce", "k", "config")
 def top_k_grouped(parts: Parts, group_reduce: str, k: int, *, config: Config | None = None) -> tuple[Array, Array]:
     """(slots i32[B, K, H, k], valid bool[B, K, H, k]) of the k units of all parts that rank highest, highest first.

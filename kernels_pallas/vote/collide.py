@@ -98,10 +98,6 @@ def unsupported(q: Any, ids: Any, counts: Any, limits: Any) -> str | None:
     return None
 
 
-def supported(q: Any, ids: Any, counts: Any, limits: Any) -> bool:
-    return unsupported(q, ids, counts, limits) is None
-
-
 def too_large(G: int, N: int, target: simt.Target, config: Config) -> str | None:
     size = smem_bytes(G, N, config)
     return f"{size} bytes of shared memory, more than {target.smem}" if size > target.smem else None

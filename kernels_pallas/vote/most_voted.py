@@ -83,10 +83,6 @@ def unsupported(votes: Any, length: Any, count: Any, room: int) -> str | None:
     return None
 
 
-def supported(votes: Any, length: Any, count: Any, room: int) -> bool:
-    return unsupported(votes, length, count, room) is None
-
-
 @simt.lowered_once("room", "local", "config")
 def most_voted(
     votes: Array,

@@ -48,10 +48,6 @@ def unsupported(zones: Sequence[Any], k: Any, v: Any, active: Any, overflow: Any
     return None
 
 
-def supported(zones: Sequence[Any], k: Any, v: Any, active: Any, overflow: Any) -> bool:
-    return unsupported(zones, k, v, active, overflow) is None
-
-
 @simt.lowered_once()
 def put_token(zones: Sequence[Zone], k: Array, v: Array, active: Array, overflow: Array) -> tuple[list[Zone], Array]:
     """Zones (keys, values, count) with the token k, v [B, K, 1, D] of each row that is `active` bool[B], in the first

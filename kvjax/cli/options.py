@@ -231,7 +231,7 @@ def implementations(policy: PerLayer, spec: CacheSpec) -> dict[str, str]:
     with ops.explained() as found:
         for own in dict.fromkeys((*policy.first, policy.rest)):
             jax.eval_shape(partial(step, own))
-    return {call.op: str(call) for call in found}
+    return {call.op: f"{call.implementation}: {call.reason}" for call in found}
 
 
 def in_short(found: dict[str, str]) -> str:

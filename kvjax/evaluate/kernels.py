@@ -1,7 +1,8 @@
 """Checks the kernels on this process's GPU against their references, and times them, alone and in whole steps.
 
 A row of results is plain JSON, so that measurements of a card that nobody here has can be sent and compared. `error` is
-the share of selected slots, or the part of the output's norm, by which a kernel differs from its reference.
+the share of selected tokens that differ from those of plain JAX, or the difference of outputs over their norm where
+nothing is selected.
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ TITLES = "what", "us", "plain JAX", "GB/s", "error", "kernels"
 
 
 class Work(NamedTuple):
-    """Something to measure: run(*args), made when it is its turn; the first argument is given back by run."""
+    """Something to measure: run(*args), made when it is its turn. With several layers, run returns its first argument
+    too, and check(*args) has the result that is compared."""
 
     make: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
     bytes: int  # that it reads at least; 0 if not stated
     layers: int = 1
+    check: Callable[..., Any] | None = None
 
 
 def works(length: int, batch: int) -> dict[str, Work]:
@@ -61,13 +64,19 @@ def works(length: int, batch: int) -> dict[str, Work]:
         def run(cache: Any, q: Any, k: Any, v: Any) -> Any:
             layers = []
             for layer in cache.layers:
-                q, layer = kvjax.attention(layer, q, k, v, flush=False)
+                out, layer = kvjax.attention(layer, q, k, v, flush=False)
                 layers.append(layer)
-            return q, kvjax.Cache(tuple(layers))
+                q, _ = jax.lax.optimization_barrier((q, out))  # the next layer waits, and has the same query
+            return out, kvjax.Cache(tuple(layers))
 
         cache = kvjax.Cache(tuple(_filled(policy, spec, length - 256, seed) for seed in range(LAYERS)))
         q, k, v = (normal(4 + i, batch, 1, n, D, dtype=spec.dtype) for i, n in enumerate((32, 8, 8)))
         return run, (cache, q, k, v)
+
+    def read(cache: Any, q: Any, k: Any, v: Any) -> Any:
+        """The tokens that the first layer reads, and whether each is one; its output if it selects nothing."""
+        out, _, info = kvjax.attention_info(cache.layers[0], q, k, v, flush=False)
+        return out if info.selection is None else (info.positions, info.positions >= 0)
 
     chosen = {"budget": BUDGET, "dense_capacity": 0}
     policies = {
@@ -84,7 +93,7 @@ def works(length: int, batch: int) -> dict[str, Work]:
     }
     pair = 4 * D * rows * length
     for name, policy in policies.items():
-        found[f"step {name}"] = Work(partial(step, policy.rest), pair if name == "full" else 0, LAYERS)
+        found[f"step {name}"] = Work(partial(step, policy.rest), pair if name == "full" else 0, LAYERS, read)
     return found
 
 
@@ -135,9 +144,10 @@ def _measured(work: Work, target: simt.Target | None, calls: int, reference: boo
             if target is not None:
                 stack.enter_context(simt.build_for(target))
             stack.enter_context(ops.use("xla" if implementation == "xla" else None))
+            if reference:
+                results.append(jax.device_get(jax.jit(lambda *args: (work.check or run)(*args))(*args)))  # noqa: B023
             program = jax.jit(run, donate_argnums=0 if work.layers > 1 else ()).lower(*args).compile()
-        first, times = _time(program, args, work, calls if implementation == "mosaic" else 3)
-        results.append(first)
+        times = _time(program, args, work, calls if implementation == "mosaic" else 3)
         us = sum(times.values()) / work.layers
         if implementation == "xla":
             row["xla_us"] = round(us, 2)
@@ -151,8 +161,8 @@ def _measured(work: Work, target: simt.Target | None, calls: int, reference: boo
     return row
 
 
-def _time(program: Any, args: Any, work: Work, calls: int) -> tuple[Any, dict[str, float]]:
-    """The first result, and microseconds of a call in the kernels of each name."""
+def _time(program: Any, args: Any, work: Work, calls: int) -> dict[str, float]:
+    """Microseconds of a call in the kernels of each name."""
     state, rest = args[0], args[1:]
 
     def call() -> Any:
@@ -162,9 +172,8 @@ def _time(program: Any, args: Any, work: Work, calls: int) -> tuple[Any, dict[st
         out, state = program(state, *rest)
         return out
 
-    first = jax.device_get(call())
     found = kernel_times(call, calls)
-    return first, {name: statistics.median(each) * len(each) / calls for name, each in found.items()}
+    return {name: statistics.median(each) * len(each) / calls for name, each in found.items()}
 
 
 def _short(name: str) -> str:

@@ -73,7 +73,8 @@ class Compiled:
     temp_bytes: int  # of device and host
     kernels: dict[str, tuple[int, int, int]]  # name: registers, bytes of spills stored, bytes of spills loaded
     architecture: str  # that the kernels were compiled for, such as "sm_90a"
-    shared: dict[str, int]  # bytes of shared memory that each kernel launches with
+    shared: dict[str, int]  # bytes of shared memory that a block of each kernel launches with
+    threads: dict[str, int]  # of a block
 
     @property
     def launches(self) -> list[str]:
@@ -136,7 +137,8 @@ def compile_for(f: Callable[..., Any], *args: Any, target: simt.Target = H200, d
     shared = {launch.name: sum(-(-4 * words // 1024) * 1024 for words in launch.scratch) for launch in launches}
     kernels, architectures = _kernels(report)
     assert len(architectures) <= 1
-    return Compiled(program.as_text(), temp, kernels, "".join(architectures), shared)
+    threads = {launch.name: 128 * launch.warpgroups for launch in launches}
+    return Compiled(program.as_text(), temp, kernels, "".join(architectures), shared, threads)
 
 
 @contextlib.contextmanager

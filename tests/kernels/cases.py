@@ -191,8 +191,8 @@ CASES = {
     "attend_span": Case(
         span,
         [
-            (dict(D=96), "the kernel attend_span takes head sizes 64, 128 and 256"),
-            (dict(G=9), "1 to 8 queries"),
+            (dict(D=72), "the kernel attend_span takes head sizes 64, 80, 96, 128, 192, 256; got D=72"),
+            (dict(G=17), "1 to 16 queries"),
             (dict(queries=jnp.int8), "queries in f32, bf16 or f16"),
             (dict(dtype=jnp.float32), "keys and values in bf16 or f16"),
             (dict(values=jnp.float16), "values like keys, bfloat16"),
@@ -203,8 +203,8 @@ CASES = {
     "attend_slots": Case(
         slots,
         [
-            (dict(D=96), "the kernel attend_slots takes head sizes 64, 128 and 256"),
-            (dict(G=9), "1 to 8 query heads"),
+            (dict(D=72), "the kernel attend_slots takes head sizes 64, 80, 96, 128, 192, 256; got D=72"),
+            (dict(G=17), "1 to 16 query heads"),
             (dict(dtype=jnp.float32), "in bf16 or f16"),
             (dict(values=jnp.float16), "values like keys"),
             (dict(M=4097), "1 to 4096 slots"),
@@ -215,7 +215,7 @@ CASES = {
     "attend_zones": Case(
         zones,
         [
-            (dict(D=96), "the kernel attend_zones takes head sizes 64, 128 and 256"),
+            (dict(D=72), "the kernel attend_zones takes head sizes 64, 80, 96, 128, 192, 256; got D=72"),
             (dict(M=3900), "1 to 4096 slots a row; got 4106"),
             (dict(S=(1 << 24) - 100), "less than 4 GiB of keys; got 16777320 slots"),
             (dict(recent=jnp.float16), "zones of one dtype; got bfloat16, float16, float16, bfloat16, bfloat16"),

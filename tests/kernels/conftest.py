@@ -33,6 +33,17 @@ def target() -> Iterator[None]:
             yield
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """A test that asks for clusters by name has none to run on KVJAX_TEST_TARGET."""
+    try:
+        return (yield)
+    except NotImplementedError as error:
+        if "KVJAX_TEST_TARGET" in os.environ and "has no clusters of blocks" in str(error):
+            pytest.skip(str(error))
+        raise
+
+
 @pytest.fixture
 def kernels() -> Iterator[None]:
     """The test's kernels run, on a GPU or simulated."""

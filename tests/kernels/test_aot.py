@@ -1,10 +1,17 @@
-"""Every kernel compiles for an H200, without spills, and what surrounds it copies no cache.
+"""Every kernel compiles for each GPU, without spills, and what surrounds it copies no cache.
 
 Runs where a program can be compiled for a GPU without one (tests/kernels/aot.py); elsewhere it says what is missing.
+For a GPU other than an H200, `python -m tests.kernels.test_aot 8.9 [PROGRAM ...]` compiles in a process of its own, as
+XLA keeps the architecture of a process's first kernel.
 """
 
+import dataclasses
+import json
 import re
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import jax
@@ -13,6 +20,7 @@ import pytest
 
 import kvjax
 from kvjax import memory, ops, presets
+from kvjax.kernels_pallas import simt
 from kvjax.kernels_pallas.attend import attend_quantized, attend_slots, attend_span, attend_zones
 from kvjax.kernels_pallas.host import host_append, host_rows, hot_float8, hot_pages
 from kvjax.kernels_pallas.score import rerank, score_1bit, score_pages
@@ -208,6 +216,9 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
     "attend_span": (SPAN, span(4, 131072, 128), 0.6, 0),
     "attend_span, D 64": (SPAN, span(8, 131072, 64, jnp.float16), 0.6, 0),
     "attend_span, D 256": (SPAN, span(4, 131072, 256), 0.7, 0),
+    "attend_span, D 80": (SPAN, span(16, 131072, 80), 1.2, 0),
+    "attend_span, D 192": (SPAN, span(4, 131072, 192), 0.7, 0),
+    "attend_zones, D 96": (over_zones(128), zones(12, 130816, 383, 4, 96, 1916), 0.2, 0),
     "put_token": (put_token.put_token, tokens(4, 383), 2, 0),  # not given away, they are copied
     "put_tokens": (put_token.put_tokens, tokens(4, 383, T=8), 2, 0),
     "attend_zones": (over_zones(1), zones(4, 131072, 256, 0, 128, 2047), 0.1, 0),
@@ -282,6 +293,9 @@ LATE = (
     "attend_slots, D 256",
     "hot_load_float8, single tokens in f32",
     "attend_span, D 256",
+    "attend_span, D 80",
+    "attend_span, D 192",
+    "attend_zones, D 96",
     "attend_zones, a loop",
     "attend_zones, D 256",
     "attend_zones, a choice for each head",
@@ -328,6 +342,40 @@ def test_a_step_runs_the_kernels_and_copies_no_cache(preset, found):
     names = {name.removeprefix("kvjax_").removesuffix("_mosaic_gpu_kernel") for name in program.kernels}
     assert names == found
     assert program.temp_bytes < 40 * MIB  # for the scores of 32 heads, 16 MiB, and pooled ones; the cache is 512 MiB
+
+
+SAMPLE = (
+    "top_k",
+    "select_1bit, with keys that wait",
+    "select_pages",
+    "attend_zones, three",
+    "attend_quantized, LogQuant",
+)
+SPILLS = {"attend_slots, D 256": 300, "attend_zones, D 256": 300}  # bytes at most; none elsewhere
+
+
+@pytest.mark.parametrize("capability", simt.ARCHITECTURES)
+def test_kernels_compile_for_each_gpu(capability, pytestconfig):
+    """Some by default, and all with --thorough: without spills, and within a block's shared memory and registers."""
+    thorough = pytestconfig.getoption("--thorough")
+    if capability == "9.0" and not thorough:
+        pytest.skip("in this process, by test_a_kernel_compiles_for_an_h200")
+    names = [name for name in PROGRAMS if name not in LATE] if thorough else list(SAMPLE)
+    target = simt.stands_for(capability)
+    command = [sys.executable, "-m", "tests.kernels.test_aot", capability, *names]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    failed = {row["program"]: row["error"] for row in found if "error" in row}
+    assert not failed
+    assert [row["program"] for row in found] == names, done.stderr[-2000:]
+    for row in found:
+        assert row["architecture"].removesuffix("a") == f"sm_{capability.replace('.', '')}"
+        for kernel, (registers, stored, loaded) in row["kernels"].items():
+            assert max(stored, loaded) <= SPILLS.get(row["program"], 0), f"{row['program']}: {kernel}"
+            assert registers * row["threads"][kernel.removesuffix("_mosaic_gpu_kernel")] <= 65536, kernel
+        assert max(row["shared"].values()) <= target.smem, row["program"]
+        kept = 8 * MIB  # keys and counts, between the launches of a selection without clusters
+        assert row["temp_bytes"] <= PROGRAMS[row["program"]][2] * MIB + kept, row["program"]
 
 
 COMPARED = ("adakv", "arkvale", "h2o", "logevict", "magicpig", "mikv", "pqcache", "raas", "shadowkv", "snapkv", "tova")
@@ -480,3 +528,20 @@ def test_a_step_over_the_host_store_runs_its_kernels_and_copies_no_cache():
     names = {name.removeprefix("kvjax_").removesuffix("_mosaic_gpu_kernel") for name in program.kernels}
     assert names == {"put_token", "select_1bit_score", "select_1bit", "host_rows", "host_append", "attend_zones"}
     assert program.temp_bytes < 40 * MIB  # the host's keys and values are 512 MiB
+
+
+def main(capability, *names):
+    """Prints a line of JSON for each program, compiled for the GPU that stands for a compute capability."""
+    target = simt.stands_for(capability)
+    for name in names or [name for name in PROGRAMS if name not in LATE]:
+        f, args, *_ = PROGRAMS[name]
+        try:
+            row = dataclasses.asdict(aot.compile_for(f, *args, target=target))
+            del row["hlo"]
+        except Exception as error:
+            row = {"error": f"{type(error).__name__}: {str(error)[:500]}"}
+        print(json.dumps({"program": name, **row}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -10,6 +10,7 @@ import pytest
 from kvjax import ops
 from kvjax.kernels_pallas import simt
 from kvjax.kernels_pallas.attend import attend_slots
+from kvjax.kernels_pallas.attend.softmax import SIZES
 from kvjax.kernels_pallas.select import top_k
 from kvjax.numerics.selection import Selection
 from tests.kernels.conftest import ON_GPU, on_gpu
@@ -43,10 +44,14 @@ def assert_attends(args, config=None, scale=0.125):
         (1, 6, 4, 1, 300, 64, 130, jnp.bfloat16, attend_slots.Config(3, 1, cluster=0)),
         (1, 2, 5, 1, 300, 128, 300, jnp.float16, attend_slots.Config(1, 1)),  # a loop
         (2, 1, 4, 4, 50, 64, 33, jnp.bfloat16, None),
+        (1, 1, 10, 1, 200, 80, 150, jnp.bfloat16, attend_slots.Config(1, 1)),
+        (1, 1, 2, 1, 200, 96, 150, jnp.float16, attend_slots.Config(2, 1, cluster=0, tile=16)),
+        *(pytest.param(1, 1, 18, 2, 70, D, 50, jnp.bfloat16, None, marks=pytest.mark.thorough) for D in SIZES),
         pytest.param(1, 1, 8, 1, 500, 256, 200, jnp.bfloat16, None, marks=pytest.mark.thorough),
         pytest.param(1, 1, 2, 1, 2000, 128, 2048, jnp.bfloat16, attend_slots.Config(8, 2), marks=pytest.mark.thorough),
         *(pytest.param(2, 3, G, 1, 5000, 128, 1000, jnp.bfloat16, None, marks=on_gpu) for G in range(1, 9)),
-        *(pytest.param(2, 3, 4, 1, 5000, D, 777, jnp.float16, None, marks=on_gpu) for D in (64, 128, 256)),
+        *(pytest.param(2, 3, 4, 1, 5000, D, 777, jnp.float16, None, marks=on_gpu) for D in SIZES),
+        *(pytest.param(2, 3, G, 1, 5000, 128, 777, jnp.float16, None, marks=on_gpu) for G in (9, 11, 12, 16)),
         *(
             pytest.param(1, 8, 4, 1, 131072, 128, 2048, jnp.bfloat16, attend_slots.Config(b, w), marks=on_gpu)
             for b in (1, 2, 4, 8)

@@ -9,6 +9,7 @@ import pytest
 
 from kvjax import ops
 from kvjax.kernels_pallas.attend import attend_span
+from kvjax.kernels_pallas.attend.softmax import SIZES
 from kvjax.numerics.partial import Span
 from tests.kernels.conftest import on_gpu
 from tests.kernels.inputs import BIG, normal, relative, spans_of
@@ -43,10 +44,14 @@ def over_span(q, span, scale=0.125):
         (4, 1, 4, 300, 128, "bf", [(3, 300), (9, 9), (9, 4), (17, 18)], attend_span.Config(2, stages=2, keys=16)),
         (2, 2, 1, 150, 64, "hh", [(0, 150), (1, 65)], attend_span.Config(1, stages=1)),
         (1, 1, 8, 150, 64, "bb", [(5, 133)], attend_span.Config(2, warpgroups=2)),
+        (1, 1, 12, 150, 80, "bb", [(5, 133)], attend_span.Config(1, stages=1)),
+        (2, 1, 2, 150, 192, "bb", [(5, 133), (0, 0)], attend_span.Config(1, stages=2, keys=16)),
+        *(pytest.param(1, 1, 9, 70, D, "bb", [(5, 66)], None, marks=pytest.mark.thorough) for D in SIZES),
         pytest.param(2, 1, 4, 200, 128, "hb", [(0, 200), (100, 163)], None, marks=pytest.mark.thorough),
         pytest.param(1, 1, 3, 150, 256, "bb", [(5, 149)], None, marks=pytest.mark.thorough),
         *(pytest.param(4, 2, G, 131072, 128, "bb", BIG, None, marks=on_gpu) for G in range(1, 9)),
-        *(pytest.param(4, 2, 4, 131072, D, "hh", BIG, None, marks=on_gpu) for D in (64, 128, 256)),
+        *(pytest.param(4, 2, 4, 131072, D, "hh", BIG, None, marks=on_gpu) for D in SIZES),
+        *(pytest.param(4, 2, G, 131072, 128, "hh", BIG, None, marks=on_gpu) for G in (9, 11, 12, 16)),
         pytest.param(8, 8, 4, 32768, 128, "bb", [(0, 32768)], None, marks=on_gpu),
     ],
 )

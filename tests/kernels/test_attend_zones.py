@@ -9,6 +9,7 @@ import pytest
 
 from kvjax import CacheSpec, Fifo, Retrieval, Step, ops
 from kvjax.kernels_pallas.attend import attend_slots, attend_zones
+from kvjax.kernels_pallas.attend.softmax import SIZES
 from kvjax.numerics.partial import Span
 from kvjax.numerics.selection import PackedSelection, Selection
 from kvjax.selectors import MinMaxPages
@@ -48,6 +49,7 @@ def zones_kernel(local, config=None, scale=0.125):
     [
         (4, 1, 4, 1, 90, 40, 5, 64, 60, 33, jnp.bfloat16, attend_slots.Config(2, 1)),
         (2, 1, 5, 1, 150, 70, 0, 128, 130, 1, jnp.float16, attend_slots.Config(1, 1)),  # a loop, no sink
+        (4, 1, 12, 1, 90, 40, 5, 96, 60, 33, jnp.bfloat16, attend_slots.Config(1, 1)),
         *(
             pytest.param(*case, marks=pytest.mark.thorough)
             for case in (
@@ -55,10 +57,12 @@ def zones_kernel(local, config=None, scale=0.125):
                 (2, 1, 8, 1, 300, 60, 4, 256, 200, 16, jnp.bfloat16, None),
                 (1, 1, 2, 1, 2000, 256, 4, 128, 1788, 256, jnp.bfloat16, attend_slots.Config(8, 2)),
                 (1, 1, 4, 1, 64, 31, 0, 64, 0, 16, jnp.bfloat16, None),  # nothing is chosen
+                *((4, 1, 18, 2, 60, 20, 4, D, 33, 7, jnp.bfloat16, None) for D in SIZES),
             )
         ),
         *(pytest.param(4, 3, G, 1, 5000, 300, 4, 128, 1000, 200, jnp.bfloat16, None, marks=on_gpu) for G in (1, 3, 8)),
-        *(pytest.param(4, 3, 4, 4, 5000, 300, 0, D, 777, 1, jnp.float16, None, marks=on_gpu) for D in (64, 128, 256)),
+        *(pytest.param(4, 3, 4, 4, 5000, 300, 0, D, 777, 1, jnp.float16, None, marks=on_gpu) for D in SIZES),
+        *(pytest.param(4, 3, G, 1, 5000, 300, 4, 128, 777, 1, jnp.float16, None, marks=on_gpu) for G in (9, 12, 16)),
         *(
             pytest.param(
                 1, 8, 4, 1, 131072, 256, 0, 128, 2047, 1, jnp.bfloat16, attend_slots.Config(b, w), marks=on_gpu
