@@ -282,8 +282,8 @@ class _Job:
         """Raises ValueError for a policy that cannot hold this model, or a draft that fits neither."""
         import jax
 
-        from kvjax import DraftModel
         from kvjax.generation import drafts
+        from kvjax.generation.drafts import DraftModel
 
         shapes, lookup = jax.eval_shape(self.empty), self.settings["draft"]
         if self.drafting is not None:
@@ -331,8 +331,9 @@ def _run(progress: Progress, job: _Job, *, show: Callable[[str], None] | None, b
     """Runs a job. `show` receives the text piece by piece; None collects it."""
     import jax
 
-    from kvjax import DraftModel, models
+    from kvjax import models
     from kvjax.generation import stream
+    from kvjax.generation.drafts import DraftModel
 
     prompt, settings = len(job.tokens), dict(job.settings)
     with progress:

@@ -120,7 +120,7 @@ class Mixed(Evicting):
         low = self.store.attend_chunk(st.low, q, None, scale=scale)
         return merge(exact, low, attend_zone(q, st.pending.k, st.pending.v, None, st.pending.count, scale=scale))
 
-    def full_rows(self, st: EvictingState) -> Array:  # type: ignore[override]  # others never need a flush
+    def full_rows(self, st: EvictingState) -> Array:
         assert isinstance(st, MixedState)
         return (st.pending.count == self.chunk) & (st.low.count + self.chunk <= st.low.slots)
 

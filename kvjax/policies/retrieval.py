@@ -115,12 +115,12 @@ class Retrieval(SelectedZones):
         """
         if step.lengths is not None:
             return self._attend_steps(st, q, step.lengths, step)
-        count, pauses = st.store.count, step.active is not None and in_host_memory(st.store)
-        if pauses:
-            st = replace(st, store=_counted(st.store, jnp.where(step.active, count, 0)))
+        count, active = st.store.count, step.active if in_host_memory(st.store) else None
+        if active is not None:
+            st = replace(st, store=_counted(st.store, jnp.where(active, count, 0)))
         selection = self.select(st, q, step) if step.selection is None else step.selection
         out, st, info = self.attend_selected(st, q, selection, step)
-        if pauses:
+        if active is not None:
             st = replace(st, store=_counted(st.store, count))
         return out, st, info
 
