@@ -182,6 +182,8 @@ def init_layer(policy: Policy, spec: CacheSpec, placement: Placement | None = No
             f"placement must be a kvjax.Placement, got {shown(placement)}; make one with "
             'kvjax.Placement(mesh=mesh, batch="data", heads="model")'
         )
+    if (parts := placement.parts("context")) > 1:
+        policy = policy.fitted(parts)
     make: Any = make_state  # cached per policy, which is hashable
     return LayerCache(make(policy, spec, placement)(), policy, spec, placement)
 

@@ -70,6 +70,10 @@ class Policy:
         """The policy of a cache for `spec`: this one, or another."""
         return self
 
+    def fitted(self, parts: int) -> Policy:
+        """The policy of a cache whose tokens are split over `parts` devices: this one, or one with larger chunks."""
+        return self
+
     def init(self, spec: CacheSpec) -> Any:
         """The state of an empty layer."""
         raise NotImplementedError

@@ -21,7 +21,7 @@ from kvjax.selectors import Candidates, Selector
 from kvjax.sharding.context import Axis
 from kvjax.spec import CacheSpec, keep_int
 from kvjax.stores import Dense, Store
-from kvjax.stores.demotion import Demotion, Fifo
+from kvjax.stores.demotion import Buffer, Demotion, Fifo
 from kvjax.stores.hot import HotBlock
 from kvjax.validation import check_verbs
 
@@ -98,6 +98,18 @@ class Retrieval(SelectedZones):
     def of_size(self, spec: CacheSpec) -> Policy:
         short = is_short(self.dense_capacity, type(self.selector).__name__, spec)
         return Short(self) if short else self
+
+    def fitted(self, parts: int) -> Retrieval:
+        """With chunks of one page, the least: of one page for each device, so that no device gets a part of a page.
+
+        A `Buffer` attends to a whole chunk, so its local window grows with it.
+        """
+        unit = self.selector.unit
+        if unit == 1 or self.demote.leave != unit:
+            return self
+        demote = replace(self.demote, leave=unit * parts)  # type: ignore[type-var]
+        local = max(self.local, demote.leave) if isinstance(demote, Buffer) else self.local
+        return replace(self, demote=demote, local=local)
 
     def append(self, st: ZonedState, k: Array, v: Array, count: Array) -> ZonedState:
         index = self.selector.append(st.index, k, st.store.count, count)

@@ -382,6 +382,9 @@ class Speculative(Policy):
             )
         return self.retrieval.follower(heads)
 
+    def fitted(self, parts: int) -> Speculative:
+        return replace(self, retrieval=self.retrieval.fitted(parts))
+
     def over_context(self, axis: Axis, parts: int) -> Speculative:
         """Keeps recalled tokens on all devices, so that they serve the next step as they do on one device."""
         return replace(self, retrieval=self.retrieval.over_context(axis, parts))

@@ -384,3 +384,27 @@ def test_owner_off_by_one_is_noticed(runs: Any, monkeypatch: pytest.MonkeyPatch)
 def test_what_cannot_be_dealt_is_refused(policy: Any, parts: int, error: str) -> None:
     with pytest.raises(ValueError, match=error):
         kvjax.init_layer(policy, SPEC, along(parts))
+
+
+@pytest.mark.parametrize("parts", [2, 4, 8])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        presets.quest(64, page=4, layers=presets.Layers(dense=0)).rest,
+        presets.quest(64, page=4, newest="select", layers=presets.Layers(dense=0)).rest,
+        presets.arkvale(64, page=4, sink=4, local=8, layers=presets.Layers(dense=0)).rest,
+        presets.freekv(64, page=4, sink=4, local=8, layers=presets.Layers(dense=0)).rest,
+    ],
+    ids=["quest", "quest, pending", "arkvale", "freekv"],
+)
+def test_chunks_of_one_page_become_one_page_for_each_device(policy: Any, parts: int) -> None:
+    spec = dataclasses.replace(SPEC, capacity=160)
+    split = kvjax.init_layer(policy, spec, along(parts))
+    retrieval = getattr(split.policy, "retrieval", split.policy)
+    assert retrieval.demote.leave == 4 * parts
+    one = kvjax.init_layer(split.policy, spec)
+    step = jax.jit(partial(decode, window=None))
+    ((a, read), _) = step(split, *tokens(STEPS, 6))
+    ((b, wanted), _) = step(one, *tokens(STEPS, 6))
+    np.testing.assert_array_equal(read, wanted)
+    np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
