@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib
+import inspect
 import json
 import re
 import sys
@@ -211,11 +212,13 @@ def programs(kv: Any, policies: Sequence[Any]) -> Iterator[tuple[str, Callable[.
     yield "prompt", prompt, (cache, *tokens(CHUNK), rows)
     yield "flush", kv.flush, (cache,)
     yield "insert", kv.insert, (cache, one, number)
-    mean = floats((len(policies),)), floats(())
-    loops, sampling = (_module(name) for name in ("loops", "sampling"))
-    loop = partial(loops.decode_loop.__wrapped__, room=16, measure=True)
-    arguments = model_of(kv), cache, floats((B, VOCABULARY)), flags, mean, None, number, number
-    yield "loop", loop, (*arguments, sampling.Sampling(), sds((2,), jnp.int32))
+    wanted = inspect.signature(_module("loops").decode_loop).parameters  # earlier checkouts take others
+    static = {name: value for name, value in (("room", 16), ("measure", True)) if name in wanted}
+    operands = {"model": model_of(kv), "cache": cache, "logits": floats((B, VOCABULARY)), "active": flags}
+    operands |= {"mean": (floats((len(policies),)), floats(())), "keys": None, "draws": None, "first": number}
+    operands |= {"limit": number, "sampling": _module("sampling").Sampling(), "stop": sds((2,), jnp.int32)}
+    loop = partial(_module("loops").decode_loop.__wrapped__, **static)
+    yield "loop", loop, tuple(operands[name] for name in wanted if name in operands)
 
 
 def _module(name: str) -> Any:
