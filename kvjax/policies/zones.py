@@ -33,6 +33,8 @@ from kvjax.stores import Store
 from kvjax.stores.demotion import Demotion
 from kvjax.validation import check_verbs
 
+MOST_EMPTY = 16  # times the capacity that a recent block may have
+
 
 @register_dataclass
 @dataclass(frozen=True)
@@ -104,9 +106,19 @@ class Zoned(Policy):
             sink=empty_block(spec, self.sink) if self.sink else None,
             store=self.store.init(spec, self._slots(spec)),
             index=(),
-            recent=empty_block(spec, self.demote.slots(self.local)),
+            recent=empty_block(spec, self._recent_slots(spec)),
             overflow=jnp.zeros(spec.batch, bool),
         )
+
+    def _recent_slots(self, spec: CacheSpec) -> int:
+        """Slots of the recent block. Raises ValueError if nearly all of them would stay empty."""
+        slots = self.demote.slots(self.local)
+        if self.sink + slots > MOST_EMPTY * max(spec.capacity, 4096):
+            raise ValueError(
+                f"{type(self).__name__}(sink={self.sink}, local={self.local}, demote={self.demote!r}) makes room for "
+                f"{self.sink + slots} tokens beside the history, in a cache of {spec.capacity}; make them smaller"
+            )
+        return slots
 
     def _slots(self, spec: CacheSpec) -> int:
         """Slots of the history: whole chunks."""
