@@ -7,6 +7,7 @@ with those that the cache holds, keeps what they have in common, and reads the r
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from kvjax.cache.cache import Cache, outgrown
 from kvjax.cache.editing import truncate
 from kvjax.cache.growing import grow
 from kvjax.generation import Stream, stream
+from kvjax.generation.processors import Processors
 from kvjax.generation.prompt_inputs import check_fit
 from kvjax.generation.sampling import Sampling
 from kvjax.spec import require_int, round_capacity
@@ -54,11 +56,12 @@ class Chat:
         key: Array | None,
         capacity: int | None,
         template: Mapping[str, Any] | None,
+        processors: Processors,
     ) -> None:
         self._checkpoint, self._make_cache, self._capacity = checkpoint, make_cache, capacity
         self._max_new_tokens, self._sampling, self._key = max_new_tokens, sampling, key
         self.messages = [] if system is None else [{"role": "system", "content": system}]
-        self._template = template
+        self._template, self._processors = template, processors
         self._run: Stream | None = None  # of the last answer
         self._fed: list[int] = []  # the tokens in the cache before that answer
         self._turns = 0
@@ -123,6 +126,7 @@ class Chat:
             stop_tokens=checkpoint.chat_stop_tokens,
             measure=True,
             tokenizer=checkpoint.tokenizer,
+            processors=dataclasses.replace(self._processors, history=(tuple(known),)),
         )
         self._fed = known + unread
         return run

@@ -30,6 +30,7 @@ from kvjax import presets
 from kvjax.cache.cache import Cache, LayerCache
 from kvjax.generation import Generation, Stream, drafts, generate, stream
 from kvjax.generation.drafts import Draft, Speculation
+from kvjax.generation.processors import Processors
 from kvjax.generation.prompt_inputs import check_fit
 from kvjax.generation.sampling import Sampling, requested_sampling
 from kvjax.generation.text import Detokenizer
@@ -42,7 +43,7 @@ from . import tokenizer
 from .chat import Chat, default_new_tokens
 from .config import DecoderConfig, Fields
 from .decoder import Decoder
-from .template import Messages, Template
+from .template import Messages, Template, tokenise
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer.tiktoken")
 
@@ -115,6 +116,7 @@ class Checkpoint:
     stop_tokens: tuple[int, ...]  # ids that end a text: from generation_config.json, else from config.json
     directory: Path
     placement: Placement | None = None  # of the model, and of the caches that it makes
+    processors: Processors = Processors()  # rules that generation_config.json asks for
 
     def __repr__(self) -> str:
         sizes = f"{self.config.layers} layers, {self.config.max_positions or 'unlimited'} positions"
@@ -196,14 +198,13 @@ class Checkpoint:
         """
         if isinstance(prompt, str):
             self._check_length(prompt)
-        ids = (
-            self.tokenizer(prompt)["input_ids"]
-            if isinstance(prompt, str)
-            else self.apply_chat(prompt, template=template)
-        )
+        if isinstance(prompt, str):
+            ids = tokenise(self.tokenizer, prompt, self.directory)
+        else:
+            ids = self.apply_chat(prompt, template=template)
         if not ids:
             raise ValueError("the prompt is empty: the tokenizer makes no token of it; give at least one character")
-        return [int(i) for i in ids]
+        return ids
 
     def _check_length(self, text: str) -> None:
         """Refuses a text that is too long under any tokenization, before minutes are spent on one."""
@@ -263,6 +264,7 @@ class Checkpoint:
         capacity: int | None = None,
         speculate: str | Draft | None = None,
         template: Mapping[str, Any] | None = None,
+        processors: Processors | None = None,
     ) -> Completion:
         """Continues a text or answers chat messages, or a list of either, decoding through a KV cache.
 
@@ -284,12 +286,14 @@ class Checkpoint:
           speculate: a draft: `kvjax.PromptLookup()`, `kvjax.DraftModel(small.model)` or "prompt-lookup:3,8". The model
             verifies several drafted tokens at a time. The text stays the same; `speculation` has the acceptance.
           template: settings of the chat template: {"enable_thinking": False}, {"tools": [...]}.
+          processors: rules that change the logits, such as a repetition penalty; by default those that the checkpoint
+            asks for in generation_config.json, as in transformers. `Processors()` has none.
 
         Raises:
           ValueError: an unknown cache, a prompt that does not fit, chat messages without a chat template.
         """
         prompts = _as_list(prompt)
-        run = self._request(prompts, cache, max_new_tokens, capacity, stop_tokens, template)
+        run = self._request(prompts, cache, max_new_tokens, capacity, stop_tokens, template, processors)
         draw, key = _draws(temperature, top_k, top_p, min_p, seed, key)
         draft = drafts.parse(speculate) if isinstance(speculate, str) else speculate
         run.settings |= {"sampling": draw, "key": key, "measure": True, "draft": draft}
@@ -312,6 +316,7 @@ class Checkpoint:
         capacity: int | None = None,
         speculate: str | Draft | None = None,
         template: Mapping[str, Any] | None = None,
+        processors: Processors | None = None,
     ) -> Stream:
         """`generate` of one prompt as an iterator over pieces of text, which never cut a character.
 
@@ -321,7 +326,7 @@ class Checkpoint:
         prompts = _as_list(prompt)
         if len(prompts) != 1:
             raise ValueError(f"stream takes one prompt, got {len(prompts)}; call generate for several")
-        run = self._request(prompts, cache, max_new_tokens, capacity, stop_tokens, template)
+        run = self._request(prompts, cache, max_new_tokens, capacity, stop_tokens, template, processors)
         draw, key = _draws(temperature, top_k, top_p, min_p, seed, key)
         draft = drafts.parse(speculate) if isinstance(speculate, str) else speculate
         return stream(
@@ -350,6 +355,7 @@ class Checkpoint:
         key: Array | None = None,
         capacity: int | None = None,
         template: Mapping[str, Any] | None = None,
+        processors: Processors | None = None,
     ) -> Chat:
         """A conversation whose cache is kept between turns, so that each turn feeds only its own tokens.
 
@@ -376,6 +382,7 @@ class Checkpoint:
             key=key,
             capacity=_given("capacity", capacity),
             template=template,
+            processors=self.processors if processors is None else processors,
         )
 
     def _request(
@@ -386,6 +393,7 @@ class Checkpoint:
         capacity: int | None,
         stop_tokens: Sequence[int] | None,
         template: Mapping[str, Any] | None,
+        processors: Processors | None,
     ) -> _Request:
         if isinstance(cache, str):
             presets.parse(cache)  # its errors come before the tokenizer is loaded
@@ -400,7 +408,9 @@ class Checkpoint:
         if stop_tokens is None:
             texts = all(isinstance(prompt, str) for prompt in prompts)
             stop_tokens = self.stop_tokens if texts else self.chat_stop_tokens
-        return _Request(rows, empty, {"max_new_tokens": new, "stop_tokens": stop_tokens})
+        rules = self.processors if processors is None else processors
+        settings = {"max_new_tokens": new, "stop_tokens": stop_tokens, "processors": rules}
+        return _Request(rows, empty, settings)
 
 
 @dataclasses.dataclass

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from kvjax.validation import shown
+from kvjax.validation import cut, shown
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]  # {"role": ..., "content": ...} of each turn
 
@@ -63,7 +63,7 @@ class Template:
 
     def read(self, text: str) -> list[int]:
         """Token ids of rendered text."""
-        return [int(i) for i in self._tokenizer(text, add_special_tokens=False)["input_ids"]]
+        return tokenise(self._tokenizer, text, self._directory, add_special_tokens=False)
 
     def after(
         self, held: Sequence[int], messages: Messages, ids: Sequence[int], settings: Mapping[str, Any] | None
@@ -103,6 +103,20 @@ class Template:
             if self._tokenizer.decode([i]).strip():
                 break
         return found
+
+
+def tokenise(tokenizer: Any, text: str, directory: Any, **how: Any) -> list[int]:
+    """Token ids of a text.
+
+    Raises:
+      ValueError: the tokenizer fails on the text, such as by an expression of its own that never ends.
+    """
+    try:
+        return [int(i) for i in tokenizer(text, **how)["input_ids"]]
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":  # tokenizers', no Exception
+            raise ValueError(f"the tokenizer in {directory} fails on the text: {cut(str(error))}") from None
+        raise
 
 
 def _unused(messages: Messages) -> str:

@@ -40,6 +40,7 @@ from kvjax.validation import shown
 from .checkpoint import Checkpoint
 from .config import DecoderConfig, Family, Fields, Weight
 from .decoder import Decoder, param_dtype
+from .generation_config import read_processors, read_stop_tokens
 from .llama import LLAMA
 from .mistral import MISTRAL
 from .phi import PHI3
@@ -123,7 +124,7 @@ def load(
     fields = Fields.read(directory / "config.json")
     family = find_family(fields)
     config = family.configure(fields)
-    stop_tokens = read_stop_tokens(directory, fields, config.vocab_size)
+    stop_tokens, processors = read_stop_tokens(directory, fields, config.vocab_size), read_processors(directory)
     tensors = read_headers(directory)
     if config.layers > len(tensors):
         raise ValueError(
@@ -150,7 +151,7 @@ def load(
                 for param, rows in zip(params, _rows(weight, params), strict=True):
                     part = _Rows(opened.get_slice(tensors[name].name), rows.start)
                     param.set_value(_place_parts(part, staging, param, shardings[id(param)], weight.transposed))
-    return Checkpoint(model, config, stop_tokens, directory, placement)
+    return Checkpoint(model, config, stop_tokens, directory, placement, processors)
 
 
 def logical_axis_rules(placement: Placement) -> dict[str, Axes]:
@@ -405,20 +406,6 @@ def find_family(fields: Fields) -> Family:
             f"supported are {supported}"
         )
     return family
-
-
-def read_stop_tokens(directory: Path, fields: Fields, vocab_size: int) -> tuple[int, ...]:
-    """Reads eos_token_id from generation_config.json or config.json; ignores ids outside of the vocabulary."""
-    generation = directory / "generation_config.json"
-    sources = ([Fields.read(generation)] if generation.is_file() else []) + [fields]
-    source = next((s for s in sources if s.given("eos_token_id")), None)
-    if source is None:
-        return ()
-    ids = source.raw["eos_token_id"]
-    ids = ids if isinstance(ids, list) else [ids]
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise source.error("eos_token_id", "a token id or a list of them")
-    return tuple(dict.fromkeys(i for i in ids if 0 <= i < vocab_size))
 
 
 @dataclass(frozen=True)

@@ -196,6 +196,7 @@ def generate(
             "max_new_tokens": new,
             "sampling": draw,
             "stop_tokens": checkpoint.chat_stop_tokens if chat else checkpoint.stop_tokens,
+            "processors": checkpoint.processors,
             "measure": True,
             "draft": lookup,
         },

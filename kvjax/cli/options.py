@@ -101,12 +101,14 @@ def model_directory(given: Path | None) -> Path:
 def without_weights(directory: Path) -> Checkpoint:
     """The checkpoint without its weights, to check a prompt against."""
     from kvjax.models.config import Fields
-    from kvjax.models.weights import Checkpoint, find_family, read_stop_tokens
+    from kvjax.models.generation_config import read_processors, read_stop_tokens
+    from kvjax.models.weights import Checkpoint, find_family
 
     fields = Fields.read(directory / "config.json")
     config = find_family(fields).configure(fields)
     nothing: Any = None
-    return Checkpoint(nothing, config, read_stop_tokens(directory, fields, config.vocab_size), directory)
+    stop_tokens, processors = read_stop_tokens(directory, fields, config.vocab_size), read_processors(directory)
+    return Checkpoint(nothing, config, stop_tokens, directory, processors=processors)
 
 
 def make_policy(cache: str, budget: int | None = None) -> tuple[PerLayer, int | None]:

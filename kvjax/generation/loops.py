@@ -24,6 +24,7 @@ from kvjax.cache.editing import room as free_room
 from kvjax.cache.flushing import flush
 from kvjax.generation.drafts import accepted
 from kvjax.generation.prefilling import Model
+from kvjax.generation.processors import History, Rules, process
 from kvjax.generation.sampling import Draws, drawing
 from kvjax.memory import CONCURRENT
 from kvjax.numerics.indexing import put_last
@@ -89,6 +90,7 @@ def decode_loop(
     first: Array,
     limit: Array,
     stop: Array,
+    processed: tuple[Rules, History] | None = None,
     *,
     measure: bool,
 ) -> tuple[Loop, Array]:
@@ -96,14 +98,15 @@ def decode_loop(
     before the first step and after the last one.
 
     `draws` is None for greedy decoding, and `first` the number of tokens that earlier calls of this run emitted.
+    `processed` has rules that change the logits, and the tokens before this call.
     """
-    bad, draw = has_no_best(logits), drawing(draws, logits.shape[0])
+    bad, draw, ruled = has_no_best(logits), drawing(draws, logits.shape[0]), _ruling(processed, first, stop)
 
     def more(s: Loop) -> Array:
         return (s.step < limit) & jnp.any(s.active)
 
     def emit(s: Loop) -> Loop:
-        token = draw(s.logits, first + s.step)
+        token = draw(ruled(s.logits, s.tokens, s.step), first + s.step)
         tokens = lax.dynamic_update_index_in_dim(s.tokens, jnp.where(s.active, token, PAD), s.step, axis=1)
         fed = jnp.where(s.active, token, 0)[:, None]
         attended, counted = s.attended, s.counted
@@ -139,6 +142,16 @@ def decode_loop(
     return done, jnp.stack([bad, has_no_best(done.logits)])
 
 
+def _ruling(
+    processed: tuple[Rules, History] | None, first: Array, stop: Array
+) -> Callable[[Array, Array, Array], Array]:
+    """Makes the function (logits f32[B, V], tokens i32[B, ROOM], n) that changes the logits after n of the tokens."""
+    if processed is None:
+        return lambda logits, tokens, n: logits
+    rules, before = processed
+    return lambda logits, tokens, n: process(rules, before.with_new(tokens, n), logits, first + n, stop)
+
+
 class DraftLoop(NamedTuple):
     emitted: Array  # i32[B] tokens of each row that this call emitted
     cache: Cache
@@ -163,11 +176,12 @@ def draft_loop(
     stop: Array,
     drafter: Any,
     state: Any,
+    processed: tuple[Rules, History] | None = None,
     *,
     measure: bool,
 ) -> tuple[DraftLoop, Array]:
     """`decode_loop` with several tokens per step: the next token of each row and a draft of those after it."""
-    bad, draw_at = has_no_best(logits), drawing(draws, logits.shape[0])
+    bad, draw_at, ruled = has_no_best(logits), drawing(draws, logits.shape[0]), _ruling(processed, first, stop)
 
     def running(s: DraftLoop) -> Array:
         return s.active & (s.emitted < limit)
@@ -180,7 +194,7 @@ def draft_loop(
 
     def step(s: DraftLoop) -> DraftLoop:
         active, draw, length, cache = running(s), draw_after(s), s.cache.length, flush(s.cache)
-        token = jnp.where(active, draw(s.logits, 0), 0)
+        token = jnp.where(active, draw(ruled(s.logits, s.tokens, s.emitted), 0), 0)
         draft, wanted, proposed = drafter.with_state(s.state).propose(token, active, draw)
         max_drafted = jnp.minimum(free_room(cache), limit - s.emitted) - 1
         drafted = jnp.where(active, jnp.clip(wanted, 0, jnp.maximum(max_drafted, 0)), 0)
@@ -190,7 +204,11 @@ def draft_loop(
             new, cache, *infos = call_model(model, fed, cache, lengths=count, steps=True, info=measure)
 
         places = jnp.arange(1, fed.shape[1], dtype=jnp.int32)
-        drawn = jax.vmap(draw, (1, 0), 1)(new[:, :-1], places)
+        follow = new[:, :-1]
+        if processed is not None:
+            fed_too = put_last(s.tokens, s.emitted[:, None] + jnp.arange(fed.shape[1], dtype=jnp.int32)[None], fed)
+            follow = jnp.stack([ruled(new[:, i], fed_too, s.emitted + i + 1) for i in range(fed.shape[1] - 1)], axis=1)
+        drawn = jax.vmap(draw, (1, 0), 1)(follow, places)
         ends = jnp.any(fed[..., None] == stop[None, None], axis=-1)
         good = accepted(drawn, draft, drafted, ends[:, :-1])
         taken = jnp.where(active, 1 + good, 0)

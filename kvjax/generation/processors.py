@@ -94,12 +94,22 @@ class History(NamedTuple):
     tokens: Array | np.ndarray  # i32[B, S]
     count: Array | np.ndarray  # i32[B] tokens[:, :count] are valid
 
-    def push(self, token: Array, active: Array) -> History:
-        """One more token i32[B] of each row that is active, bool[B]."""
-        rows = jnp.arange(len(token))
-        at = jnp.where(active, self.count, self.tokens.shape[1])
-        tokens = jnp.asarray(self.tokens).at[rows, at].set(token, mode="drop")
-        return History(tokens, self.count + active.astype(jnp.int32))
+    def with_new(self, new: Array | np.ndarray, number: Array | np.ndarray) -> History:
+        """With the first `number` i32[] or i32[B] of the tokens `new` i32[B, T] after those of each row."""
+        place = jnp.arange(self.tokens.shape[1], dtype=jnp.int32)[None] - self.count[:, None]
+        number = jnp.broadcast_to(jnp.asarray(number, jnp.int32), self.count.shape)
+        added = jnp.take_along_axis(jnp.asarray(new), jnp.clip(place, 0, new.shape[1] - 1), axis=1)
+        tokens = jnp.where((place >= 0) & (place < number[:, None]), added, self.tokens)
+        return History(tokens, self.count + number)
+
+    def with_rows(self, rows: Sequence[Sequence[int]]) -> History:
+        """`with_new` of a list of tokens for each row, on the host."""
+        tokens, count = np.array(self.tokens), np.array(self.count)
+        for row, new in enumerate(rows):
+            kept = new[: tokens.shape[1] - count[row]]
+            tokens[row, count[row] : count[row] + len(kept)] = kept
+            count[row] += len(kept)
+        return History(tokens, count)
 
 
 def process(rules: Rules, history: History, logits: Array, emitted: Array, stop: Array) -> Array:

@@ -19,7 +19,10 @@ invalid; use the returned one.
 from __future__ import annotations
 
 import dataclasses
+import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -37,6 +40,7 @@ from kvjax.generation.prefilling import Model as Model
 from kvjax.generation.prefilling import chunk_size as chunk_size
 from kvjax.generation.prefilling import on_auto_axes, prompt_programs, to_caller, warm_prefill
 from kvjax.generation.prefilling import prefill as prefill
+from kvjax.generation.processors import History, Processors, Rules
 from kvjax.generation.prompt_inputs import (
     check_model,
     check_model_cache,
@@ -91,6 +95,7 @@ def generate(
     *,
     max_new_tokens: int,
     sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+    processors: Processors = Processors(),  # noqa: B008
     key: Array | None = None,
     stop_tokens: int | Iterable[int] = (),
     chunk: int | None = None,
@@ -104,6 +109,7 @@ def generate(
         is appended to what the cache already holds, so pass the cache of the last turn to continue a conversation.
       max_new_tokens: the most new tokens of each row.
       sampling: how a token is drawn; greedy by default.
+      processors: rules that change the logits before that, such as a repetition penalty; none by default.
       key: one key, into which each row folds its index, or B keys. Token i of a row draws with `fold_in(row's key, i)`,
         so pass a new key for each turn.
       stop_tokens: ids after which a row ends; the stop token is emitted too.
@@ -130,6 +136,7 @@ def generate(
     with compile_clock() as clock:
         logits, cache = prefill(model, cache, tokens, lengths, chunk=chunk, final=final)
     settings: dict[str, Any] = {"measure": measure, "drafter": drafter, "compile_seconds": clock.seconds}
+    settings["processed"] = _start(processors, cache, logits, tokens, lengths)
     return _decode_all(model, cache, logits, max_new_tokens, draws, stop, **settings)
 
 
@@ -142,6 +149,7 @@ def decode(
     max_new_tokens: int,
     active: ArrayLike | None = None,
     sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+    processors: Processors = Processors(),  # noqa: B008
     key: Array | None = None,
     stop_tokens: int | Iterable[int] = (),
     measure: bool = False,
@@ -163,7 +171,9 @@ def decode(
         model, cache, None, np.where(rows, 0, -1), max_new_tokens=max_new_tokens, stop_tokens=stop_tokens
     )
     draws = Draws.of(sampling, key, B)
-    return _decode_all(model, cache, logits, max_new_tokens, draws, stop, active=rows, measure=measure)
+    processed = _start(processors, cache, logits)
+    settings: dict[str, Any] = {"active": rows, "measure": measure, "processed": processed}
+    return _decode_all(model, cache, logits, max_new_tokens, draws, stop, **settings)
 
 
 def _keywords(measure: bool, draft: Draft | None) -> list[str]:
@@ -198,6 +208,7 @@ def stream(
     *,
     max_new_tokens: int,
     sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+    processors: Processors = Processors(),  # noqa: B008
     key: Array | None = None,
     stop_tokens: int | Iterable[int] = (),
     chunk: int | None = None,
@@ -246,7 +257,37 @@ def stream(
         text=None if tokenizer is None else Detokenizer(tokenizer),
         drafter=drafter,
         compile_seconds=clock.seconds,
+        processed=_start(processors, cache, logits, tokens, lengths),
     )
+
+
+def _start(
+    processors: Processors,
+    cache: Cache,
+    logits: Any,
+    tokens: np.ndarray | None = None,
+    lengths: np.ndarray | None = None,
+) -> tuple[Rules, History] | None:
+    """The rules for a prompt as data; None if there are none."""
+    lengths = np.zeros(cache.spec.batch, np.int32) if lengths is None else lengths
+    return processors.start(tokens, lengths, capacity=cache.spec.capacity, vocabulary=logits.shape[-1])
+
+
+@contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Raises the KeyboardInterrupt of Ctrl-C after the block in place of within it."""
+    mine = threading.current_thread() is threading.main_thread()
+    if not mine or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    held: list[Any] = []
+    signal.signal(signal.SIGINT, lambda *what: held.append(what))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if held:
+        raise KeyboardInterrupt
 
 
 class Stream(Iterator[Any]):
@@ -275,12 +316,15 @@ class Stream(Iterator[Any]):
         text: Detokenizer | None = None,
         drafter: Any = None,
         compile_seconds: float = 0.0,
+        processed: tuple[Rules, History] | None = None,
     ) -> None:
         batch = cache.spec.batch
         self.cache, self._logits = commit_together((cache, to_context(logits)))
         self._attended, self._counted = np.zeros(len(cache.layers), np.float32), 0.0
         self.rows, self.compile_seconds = [[] for _ in range(batch)], compile_seconds
         self._model: Model = Flat.of(model)
+        self._processed = processed
+        self._unread: list[Any] = []  # what a loop returned, until the host has read it
         self._draws, self._stop = draws, stop_array(()) if stop is None else stop
         self._left, self._step = max_new_tokens, 0
         self._active: Any = np.ones((batch,), bool) if active is None else active
@@ -303,22 +347,28 @@ class Stream(Iterator[Any]):
         """The acceptance of drafts so far; None without a draft."""
         return None if self._drafter is None else Speculation(*self._numbers.tolist())
 
-    def _call(self, limit: int) -> tuple[Any, ...]:
-        """Traced arguments of `decode_loop`."""
+    def _call(self, limit: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of `decode_loop`."""
         state = self._model, self.cache, self._logits, self._active, self._draws
-        return *state, np.int32(self._step), np.int32(limit), self._stop
+        how = {"processed": self._processed, "measure": self._measure}
+        return (*state, np.int32(self._step), np.int32(limit), self._stop), how
 
     @on_auto_axes
     def lower(self) -> jax.stages.Lowered:
         """The lowered program of `advance`, to inspect its code or its memory; nothing runs."""
-        arguments, measure = self._call(1), self._measure
+        arguments, how = self._call(1)
         if self._drafter is not None:
-            return draft_loop.lower(*arguments, self._drafter.with_state(None), self._drafter.state, measure=measure)
-        return decode_loop.lower(*arguments, measure=measure)
+            return draft_loop.lower(*arguments, self._drafter.with_state(None), self._drafter.state, **how)
+        return decode_loop.lower(*arguments, **how)
 
     @on_auto_axes
     def advance(self, steps: int) -> np.ndarray:
-        """Emits up to `steps` tokens per row and returns them, i32[B, n]; n is 0 when all rows have ended."""
+        """Emits up to `steps` tokens per row and returns them, i32[B, n]; n is 0 when all rows have ended.
+
+        If an interrupt ends it, the next call goes on from there.
+        """
+        if self._unread:
+            self.cache = self._unread[0][0].cache
         check_alive("a stream", self.cache)
         blocks = [np.zeros((len(self.rows), 0), np.int32)]
         while steps > 0 and self._left > 0 and np.any(self._active):
@@ -328,21 +378,24 @@ class Stream(Iterator[Any]):
 
     def _advance(self, limit: int) -> np.ndarray:
         """One call of a loop."""
-        done: Any
-        arguments, measure = self._call(limit), self._measure
-        with compile_clock() as clock:
-            if self._drafter is None:
-                done, bad = decode_loop(*arguments, measure=measure)
-                count = done.step
-            else:
-                drafter = self._drafter.with_state(None), self._drafter.state
-                done, bad = draft_loop(*arguments, *drafter, measure=measure)
-                count, self._drafter = done.emitted, self._drafter.with_state(done.state)
-                self._numbers += on_host(done.numbers)
-        self.compile_seconds += clock.seconds
+        arguments, how = self._call(limit)
+        loop: Any = decode_loop if self._drafter is None else draft_loop
+        if self._drafter is not None:
+            arguments = *arguments, self._drafter.with_state(None), self._drafter.state
+        if not self._unread:
+            with _interrupts_wait(), compile_clock() as clock:  # or the donated cache would be gone, and no other here
+                self._unread.append(loop(*arguments, **how))
+            self.compile_seconds += clock.seconds
+        done, bad = self._unread[0]
         self.cache, self._logits = done.cache, done.logits
-        found = jax.tree.map(on_host, (done.tokens, count, done.active, bad, done.attended, done.counted))
-        tokens, count, self._active, (before, after), attended, counted = found
+        drafted = self._drafter is not None
+        count, numbers = (done.emitted, done.numbers) if drafted else (done.step, self._numbers)
+        found = jax.tree.map(on_host, (done.tokens, count, done.active, bad, done.attended, done.counted, numbers))
+        self._unread.clear()
+        tokens, count, self._active, (before, after), attended, counted, numbers = found
+        if drafted:
+            self._drafter = self._drafter.with_state(done.state)
+            self._numbers += numbers
         if self._step == 0:
             self._check_finite(before, "before the first token")
         self._count(attended, float(counted))
@@ -351,8 +404,12 @@ class Stream(Iterator[Any]):
         self._left -= size
         self._check_finite(after, f"by new token {self._step}")
         tokens = tokens[:, :size]
-        for row, new in zip(self.rows, tokens, strict=True):
-            row.extend(new[new != PAD].tolist())
+        rows = [new[new != PAD].tolist() for new in tokens]
+        for row, new in zip(self.rows, rows, strict=True):
+            row.extend(new)
+        if self._processed is not None:
+            rules, history = self._processed
+            self._processed = rules, history.with_rows(rows)
         return tokens
 
     def _count(self, attended: np.ndarray, steps: float) -> None:
@@ -395,6 +452,7 @@ def warm_up(
     *,
     max_new_tokens: int,
     sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+    processors: Processors = Processors(),  # noqa: B008
     stop_tokens: int | Iterable[int] = (),
     chunk: int | None = None,
     measure: bool = False,
@@ -417,7 +475,8 @@ def warm_up(
     logits, cache = warm_prefill(model, cache, prompt_tokens, chunk=chunk)
     report(1, 2, "for decode steps")
     draws, stop = Draws.of(sampling, jax.random.key(0), B), stop_array(stop_tokens)
-    run = Stream(model, cache, logits, 1, draws, stop, measure=measure, drafter=drafter)
+    processed = _start(processors, cache, logits)
+    run = Stream(model, cache, logits, 1, draws, stop, measure=measure, drafter=drafter, processed=processed)
     run.advance(1)
     jax.block_until_ready(run.logits)
 
@@ -429,6 +488,7 @@ def compile_ahead(
     prompt_tokens: int | None,
     *,
     sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+    processors: Processors = Processors(),  # noqa: B008
     stop_tokens: int | Iterable[int] = (),
     chunk: int | None = None,
     measure: bool = False,
@@ -448,7 +508,8 @@ def compile_ahead(
         rows = cache.spec.batch
         logits: Any = jax.device_put(np.zeros((rows, V), np.float32))
         draws = Draws.of(sampling, jax.random.key(0), rows)
-        programs.append(Stream(model, cache, logits, 1, draws, stop_array(stop_tokens), measure=measure).lower)
+        processed, stop = _start(processors, cache, logits), stop_array(stop_tokens)
+        programs.append(Stream(model, cache, logits, 1, draws, stop, measure=measure, processed=processed).lower)
 
     def compiled(lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
         return lower().compile()

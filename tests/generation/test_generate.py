@@ -1,6 +1,7 @@
 """The laws of decoding, on a model of two layers that satisfies the protocol in fifty lines."""
 
 import dataclasses
+import signal
 from contextlib import contextmanager
 
 import jax
@@ -567,3 +568,37 @@ def test_misshapen_arguments_are_named(model):
         prefill(model, new_cache(), np.zeros((1, 3)))
     with pytest.raises(ValueError, match="block must be at least 1"):
         stream(model, new_cache(), words(3), max_new_tokens=1, block=0)
+
+
+def test_an_interrupt_leaves_a_stream_usable(model):
+    """Ctrl-C in a notebook: the next step goes on where the interrupted one was, and no token is lost or doubled."""
+    prompt = [[1, 2, 3]]
+
+    def run():
+        return stream(model, new_cache(capacity=512, policy=FIER), prompt, max_new_tokens=400, block=7)
+
+    wanted = run()
+    list(wanted)
+    interrupted, again, armed = 0, run(), [False]
+
+    def interrupt(*_):
+        if armed[0]:
+            armed[0] = False
+            signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.01, 0.0037)
+    try:
+        while again._left:
+            try:
+                armed[0] = True
+                next(again)
+            except KeyboardInterrupt:
+                interrupted += 1
+    finally:
+        armed[0] = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert interrupted > 3
+    assert again.rows == wanted.rows
+    assert again.cache.length.tolist() == wanted.cache.length.tolist()

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tokenizers import Regex, Tokenizer, normalizers
 
 import kvjax
 from kvjax import models, presets
@@ -161,3 +162,16 @@ def test_python_of_a_checkpoint_is_refused_without_a_question(
             checkpoint.generate("a", max_new_tokens=1)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_tokenizer_that_fails_on_a_text_is_one_line(tmp_path: Path) -> None:
+    """The library `tokenizers` raises a BaseException when an expression of a normaliser gives up."""
+    directory = write_checkpoint(tmp_path)
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.normalizer = normalizers.Replace(Regex("(a|a)*b|(a+)+c"), "x")
+    tokenizer.save(str(directory / "tokenizer.json"))
+    checkpoint = models.load(directory)
+    for prompt in ("a" * 40 + "!!!", [{"role": "user", "content": "a" * 40 + "!!!"}]):
+        with pytest.raises(ValueError, match=r"the tokenizer in .* fails on the text: ") as error:
+            checkpoint.encode(prompt)
+        assert "\n" not in str(error.value)
