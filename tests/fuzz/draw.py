@@ -20,7 +20,7 @@ from kvjax import CacheSpec, presets
 CHUNK = 16  # tokens of prompt in a call
 WINDOWS = (None, None, None, 1, 7, 30)
 # Configurations from these numbers on are of what was added when those before them had a number.
-NEWER, NEWEST = 500, 1000
+NEWER, NEWEST, LATEST = 500, 1000, 1600
 GROUP_REDUCES = ("mean_softmax", "per_head", "mean_query", "mean_score", "max_softmax", "sum_softmax")
 
 
@@ -52,13 +52,17 @@ def configuration(seed: int) -> Configuration:
     rng = np.random.default_rng([seed, 23])
     for _ in range(200):
         try:
-            draw = _policy if seed < NEWER else _newer if seed < NEWEST else _newest
+            draws = (_policy, _newer, _newest)
+            latest = _one(rng, *draws) if seed >= LATEST else _newest
+            draw = _policy if seed < NEWER else _newer if seed < NEWEST else latest
             policy, spec, window = draw(rng), _spec(rng), _one(rng, *WINDOWS)
             if isinstance(policy, kvjax.PerLayer):
                 leader, follower = policy.policy(0), policy.policy(1)
                 drawn = Configuration(follower, spec, window, _one(rng, 2, 3, 5), leader)
             else:
                 drawn = Configuration(policy, spec, window) if seed < NEWER else _with_steps(rng, policy, spec, window)
+            if seed >= LATEST and drawn.several:
+                drawn = replace(drawn, several=_one(rng, 2, 5, 11, 16))
             jax.eval_shape(partial(kvjax.init, drawn.layers, spec, layers=len(drawn.layers)))
         except (ValueError, NotImplementedError) as refusal:
             if "\n" in str(refusal):

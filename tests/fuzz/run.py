@@ -57,6 +57,12 @@ def _in_layers(verb: Any, cache: kvjax.Cache, q: Any, k: Any, v: Any, **settings
     return out, kvjax.Cache(tuple(layers)), info
 
 
+def _padded(tokens: tuple[np.ndarray, ...], lengths: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Arrays [B, T, H, D] with NaN at and past `lengths` [B] tokens."""
+    past = np.arange(tokens[0].shape[1]) >= lengths[:, None]
+    return tuple(np.where(past[..., None, None], np.asarray(np.nan, a.dtype), a) for a in tokens)
+
+
 class Rows:
     """A cache, and beside it the tokens that each row was given."""
 
@@ -92,7 +98,7 @@ class Rows:
 
     def prompt(self) -> None:
         lengths = self.rng.integers(0, CHUNK + 1, self.spec.batch)
-        q, k, v = self._tokens(CHUNK)
+        q, k, v = _padded(self._tokens(CHUNK), lengths)
         before = [len(row) for row in self.keys]
         out, self.cache, _ = self.programs.prompt(self.cache, q, k, v, lengths=lengths.astype(np.int32))
         out = np.asarray(out, np.float64)
@@ -118,6 +124,7 @@ class Rows:
         most = self.programs.drawn.several
         q, k, v = self._tokens(most)
         count = self.rng.integers(0, most + 1, self.spec.batch)
+        q, k, v = _padded((q, k, v), count)
         out, cache, infos = self.programs.decode(self.cache, q, k, v, lengths=count.astype(np.int32))
         self._take(out, cache, infos, (q, k, v), count)
         if self.programs.reversible and self.rng.random() < 0.5:
