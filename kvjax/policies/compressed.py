@@ -25,8 +25,7 @@ class Compressed(Zoned):
     """Keeps every token and attends to all of them: sink and recent block exactly, the history as its store keeps it.
 
     `demote` says which tokens leave the recent block for the store, `local` how many of the newest ones never do. A
-    `FusedStore` attends to all zones in one operation. A row's history has capacity - sink - local + 1 slots, rounded
-    down to whole chunks (at least one).
+    row's history has capacity - sink - local + 1 slots, rounded down to whole chunks (at least one).
 
     With `value_window`, at most `local`, keys and values of the recent block are rounded at different times, as in KIVI
     and LogQuant: the newest `value_window` values are exact. Keys are exact until their chunk is complete, or, if the
