@@ -317,7 +317,7 @@ class Decoder(nnx.Module):
         return (logits, cache, tuple(infos)) if info else (logits, cache)
 
     def begin(self, tokens: Array, stored: Array, final: Array) -> tuple[Array, Array, Array]:
-        """What layers take of tokens i32[B, T] after `stored` i32[B] others: x [B, T, hidden], cos and sin of RoPE.
+        """Embeds tokens i32[B, T] after `stored` i32[B] others: x [B, T, hidden], and cos and sin of RoPE.
 
         `final` i32[B] are the lengths of the texts, on which RoPE depends in some models.
         """

@@ -15,7 +15,7 @@ from typing import Any
 
 # Classes that read tokenizer.json as it is. Others change it while loading, such as Llama's, which adds or drops <s>.
 AS_IN_THE_FILE = ("PreTrainedTokenizerFast", "TokenizersBackend", "Qwen2Tokenizer", "Qwen2TokenizerFast")
-# What may add tokens or templates to those of the two files.
+# Files that may add tokens or templates to those of the two.
 ELSEWHERE = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json")
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 

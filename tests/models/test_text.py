@@ -41,7 +41,7 @@ def test_a_text_is_continued_as_the_parts_put_together_by_hand_do(checkpoint: mo
     assert done.texts == [done.text]
     assert done.prompt_lengths == [len(ids)]
     assert done.cache.length.tolist() == [len(ids) + len(done.tokens)]
-    assert done.cache.spec.capacity == 128
+    assert done.cache.spec.capacity == 512
     np.testing.assert_allclose(done.attended[2], 16)
     assert "12 new tokens" in repr(done)
     assert len(repr(done)) < 200
