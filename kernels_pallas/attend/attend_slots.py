@@ -184,7 +184,8 @@ def attend(
         if parts == 1:
             return made
         place = functools.partial(_swapped, K=order[0], T=order[1], H=order[2])
-        return softmax.merge_blocks(*made, outs[0][1], name=name, lse=len(outs) == 2, place=place)
+        means, logs = made
+        return softmax.merge_blocks(means, logs, outs[0][1], name=name, lse=len(outs) == 2, place=place)
 
     @run.def_vmap
     def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, ...], tuple[bool, ...]]:

@@ -58,7 +58,7 @@ def select_keys(
     """(units i32[rows, room], count i32[rows]) of `keys` u32[rows, U] that were counted in `bins`."""
     config, rows = how.config, how.rows
     launch = {"blocks": rows * config.blocks, "parts": config.blocks, "warpgroups": tiling.THREADS // 128}
-    program = {"U": keys.shape[1], "S": S, "how": how, "bins": bins, "shared_by": rows // wanted.size}
+    program: dict[str, Any] = {"U": keys.shape[1], "S": S, "how": how, "bins": bins, "shared_by": rows // wanted.size}
     named = [] if names is None else [names]
     slots, found, listed, cut = simt.kernel(
         functools.partial(_list, **program),
@@ -106,7 +106,7 @@ def _list(
         ptx("st.global.v2.u32 [$0], {$1, $2};", simt.offset(listed, at * 8), rank, key)
 
     with when(many <= threshold.LISTED):
-        out = out_of(slots_m, found_m, *(names_m or [None]), S, how)
+        out = out_of(slots_m, found_m, names_m[0] if names_m else None, S, how)
         cut = LastPlace(low, size, word(0), need, many, wanted, above, beside)
         write_certain(held, cut, here, out, share)
         out.finish(wanted, config.blocks)
@@ -119,7 +119,7 @@ def _rank(slots_m: Any, found_m: Any, *refs: Any, U: int, S: int, how: How, bins
         simt.offset_rows(simt.global_address(m), row, n * 4)
         for m, n in ((listed_m, 2 * LISTED), (cut_m, CUT), (keys_m, U))
     )
-    out = out_of(slots_m, found_m, *(names_m or [None]), S, how)
+    out = out_of(slots_m, found_m, names_m[0] if names_m else None, S, how)
     need, many, wanted, too_long = ptx("ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$4];", cut, results=4)
     with when(too_long.equals(0)):
 

@@ -297,7 +297,8 @@ def select_kept(kernel: str, keys: Array, kept: Array, k: int, config: Config) -
 
     Each block sorts its candidates; then each finds the ranks of its own among all. If there are too many, one block
     selects alone, from all keys of the row."""
-    rows, how = keys.shape[0], {"U": keys.shape[1], "k": k, "config": config}
+    rows = keys.shape[0]
+    how: dict[str, Any] = {"U": keys.shape[1], "k": k, "config": config}
     lists, lengths = simt.kernel(
         functools.partial(_list, **how),
         name=f"{kernel}_list",

@@ -223,10 +223,10 @@ def _sums_of_block(of: _Row, stats: Word) -> list[Word]:
     @loop(simt.part() * (tiling.THREADS * 4) + thread * 4, of.U, stride, nothing * of.heads)
     def sums(at: Word, *carry: Word) -> list[Word]:
         flags, fours = of.load(at, of.U + stride)
-        flags = [flag.differs(0) for flag in flags]
+        exists = [flag.differs(0) for flag in flags]
         new = []
         for head, four in enumerate(fours):
-            four = [flag.select(x, NOTHING[0]) for flag, x in zip(flags, four, strict=True)]
+            four = [flag.select(x, NOTHING[0]) for flag, x in zip(exists, four, strict=True)]
             new += logsum.add(carry[2 * head : 2 * head + 2], four)
         return new
 

@@ -83,9 +83,9 @@ def select_units(kernel: str, inputs: Inputs, how: How) -> tuple[jax.Array, jax.
         return lambda *refs: body(row(jax.tree.unflatten(tree, refs[: len(args)])), *refs[len(args) :])
 
     if config.parted:
-        outs = jax.ShapeDtypeStruct((rows, U), jnp.uint32), histogram.kept_of(rows, config)
+        kinds = jax.ShapeDtypeStruct((rows, U), jnp.uint32), histogram.kept_of(rows, config)
         keys, kept = simt.kernel(
-            program_of(_count_units), name=f"{kernel}_count", out_type=outs, scratch=(histogram.PASS, LOGS),
+            program_of(_count_units), name=f"{kernel}_count", out_type=kinds, scratch=(histogram.PASS, LOGS),
             blocks=rows * config.blocks, parts=config.blocks, warpgroups=tiling.THREADS // 128,
         )(*args)  # fmt: skip
         bins = row(None).bins
@@ -134,7 +134,8 @@ class _Row:
         ends = [(ref, how.rows // a.size) for ref, a in zip(refs.ends, shapes.ends, strict=True)]
         spans = []
         for i, limit in enumerate(how.limits):
-            span = simt.span_of(*ends[2 * i : 2 * i + 2], self.row, limit * how.unit, how.local if i else 0)
+            start, stop = ends[2 * i : 2 * i + 2]
+            span = simt.span_of(start, stop, self.row, limit * how.unit, how.local if i else 0)
             spans.append(units_of(span, how.unit))
         (self.start, self.length), (self.wait_start, self.wait_length) = [*spans, [word(0), word(0)]][:2]
         self.wanted = simt.clipped(simt.number_of(ends[-1], self.row), how.room)

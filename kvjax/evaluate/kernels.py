@@ -76,9 +76,13 @@ def works(length: int, batch: int) -> dict[str, Work]:
     def read(cache: Any, q: Any, k: Any, v: Any) -> Any:
         """The tokens that the first layer reads, and whether each is one; its output if it selects nothing."""
         out, _, info = kvjax.attention_info(cache.layers[0], q, k, v, flush=False)
-        return out if info.selection is None else (info.positions, info.positions >= 0)
+        return (
+            out
+            if info is None or info.selection is None or info.positions is None
+            else (info.positions, info.positions >= 0)
+        )
 
-    chosen = {"budget": BUDGET, "dense_capacity": 0}
+    chosen: dict[str, Any] = {"budget": BUDGET, "dense_capacity": 0}
     policies = {
         "full": presets.full(),
         "fier": presets.fier(**chosen),
