@@ -25,12 +25,12 @@ from kvjax import presets
 from kvjax import selectors as selectors
 from kvjax import stores as stores
 from kvjax.attention import attention, attention_info, decode, decode_info, prefill
-from kvjax.cache.cache import Cache, LayerCache, any_full, init, init_layer, raise_on_overflow, shardings
+from kvjax.cache.cache import Cache, LayerCache, init, init_layer, raise_on_overflow, shardings
 from kvjax.cache.editing import insert, rollback, room, take_rows, truncate
 from kvjax.cache.flushing import flush
 from kvjax.cache.growing import grow
 from kvjax.evictors import Evictor
-from kvjax.generation import generate, stream
+from kvjax.generation import Engine, generate, stream
 from kvjax.numerics.selection import Selection
 from kvjax.policies import Compressed, Evicting, Full, Info, PerLayer, Policy, Retrieval, Speculative
 from kvjax.selectors import Fier, Selector
@@ -56,7 +56,7 @@ _LAZY = {"use_compilation_cache": "compiling", "save": "cache.saving", "restore"
 # Names of other modules work here too, without being listed: kvjax.HotSet is kvjax.stores.HotSet.
 _PARTS = ("policies", "selectors", "stores", "evictors")
 _LAZY |= dict.fromkeys(("DraftModel", "PromptLookup"), "generation.drafts") | {"explain": "ops"}
-_LAZY |= dict.fromkeys(("PartialAttention", "attend_part", "merge"), "numerics.partial")
+_LAZY |= dict.fromkeys(("PartialAttention", "attend_part", "merge"), "numerics.partial") | {"any_full": "cache.cache"}
 
 
 if not TYPE_CHECKING:  # to a type checker, every name would exist
@@ -88,6 +88,7 @@ __all__ = [
     "CacheSpec",
     "Compressed",
     "Dense",
+    "Engine",
     "Evicting",
     "Evictor",
     "Fier",
@@ -104,7 +105,6 @@ __all__ = [
     "Selector",
     "Speculative",
     "Store",
-    "any_full",
     "attend",
     "attention",
     "attention_info",

@@ -1,13 +1,17 @@
 """Text generation: prefill a prompt, then decode in one loop on the device until all rows have ended."""
 
+from kvjax.generation.engine import Engine, EngineBusy, Request
 from kvjax.generation.prefilling import Model, chunk_size, prefill
 from kvjax.generation.streaming import Generation, Stream, compile_ahead, decode, decode_step, generate, stream, warm_up
 from kvjax.generation.text import Detokenizer
 
 __all__ = [
     "Detokenizer",
+    "Engine",
+    "EngineBusy",
     "Generation",
     "Model",
+    "Request",
     "Stream",
     "chunk_size",
     "compile_ahead",

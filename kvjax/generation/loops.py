@@ -97,30 +97,34 @@ def decode_loop(
     """Emits up to `limit` <= `ROOM` tokens per row; also returns bool[2, B], the rows whose logits have no best token,
     before the first step and after the last one.
 
-    `draws` is None for greedy decoding, and `first` the number of tokens that earlier calls of this run emitted.
+    `draws` is None for greedy decoding, and `first` the number of tokens that earlier calls emitted. Each row may have
+    its own: `limit` and `first` are i32[] or i32[B], the stop tokens `stop` i32[n] or i32[B, n].
     `processed` has rules that change the logits, and the tokens before this call.
     """
     bad, draw, ruled = has_no_best(logits), drawing(draws, logits.shape[0]), _ruling(processed, first, stop)
 
+    def running(s: Loop) -> Array:
+        return s.active & (s.step < limit)
+
     def more(s: Loop) -> Array:
-        return (s.step < limit) & jnp.any(s.active)
+        return jnp.any(running(s))
 
     def emit(s: Loop) -> Loop:
-        token = draw(ruled(s.logits, s.tokens, s.step), first + s.step)
-        tokens = lax.dynamic_update_index_in_dim(s.tokens, jnp.where(s.active, token, PAD), s.step, axis=1)
-        fed = jnp.where(s.active, token, 0)[:, None]
+        active, token = running(s), draw(ruled(s.logits, s.tokens, s.step), first + s.step)
+        tokens = lax.dynamic_update_index_in_dim(s.tokens, jnp.where(active, token, PAD), s.step, axis=1)
+        fed = jnp.where(active, token, 0)[:, None]
         attended, counted = s.attended, s.counted
         told: Any = {"info": True} if measure else {}
         with flushed():
-            new, cache, *infos = call_model(model, fed, s.cache, active=s.active, last_logits=True, **told)
+            new, cache, *infos = call_model(model, fed, s.cache, active=active, last_logits=True, **told)
         if measure:
-            attended, counted = count_attended(attended, counted, infos[0], s.active)
+            attended, counted = count_attended(attended, counted, infos[0], active)
         return Loop(
             step=s.step + 1,
             cache=cache,
-            logits=jnp.where(s.active[:, None], new, s.logits),
+            logits=jnp.where(active[:, None], new, s.logits),
             tokens=tokens,
-            active=s.active & ~jnp.any(token[:, None] == stop[None], axis=-1),
+            active=s.active & ~(active & jnp.any(token[:, None] == stop.reshape(-1, stop.shape[-1]), axis=-1)),
             attended=attended,
             counted=counted,
         )

@@ -1,0 +1,501 @@
+"""Many requests from one batch of rows: each is read into a row of its own, decodes beside the others, and leaves.
+
+An `Engine` has a cache of `slots` rows. A step reads at most one chunk of prompts into a spare row, puts rows that are
+read into free slots (`kvjax.insert`), and then decodes a block of tokens in all slots by one call of `decode_loop`.
+Limits, stop tokens, settings of sampling and the counter of draws are a request's own, so **its tokens are those that
+it gets alone**, whatever comes, goes or fails beside it. A slot that is free holds an empty row, which costs nothing to
+attend to. After `warm_up` no program is compiled, except for prompts of policies that read them whole.
+
+A prompt is read once for all answers to it. One that begins like a row that is running starts from a copy of that
+row's first tokens, in whole chunks, if the policies can be truncated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from kvjax.cache.cache import Cache, init_layer
+from kvjax.cache.editing import insert, take_rows, truncate
+from kvjax.generation.loops import PAD, ROOM, Flat, decode_loop
+from kvjax.generation.prefilling import Model, _committed, _prefill_chunk, chunks_of, cut, on_auto_axes
+from kvjax.generation.prompt_inputs import check_model, check_model_cache, check_request, pad_prompt
+from kvjax.generation.sampling import OFF, Draws, Sampling
+from kvjax.generation.text import Detokenizer
+from kvjax.memory import commit_together, on_host
+from kvjax.policies import Observer, Truncatable
+from kvjax.spec import require_int
+
+STOPS = 16  # stop tokens that a request can have
+LAST_CHUNK = 64  # tokens of the chunks in which the rest of a prompt is read
+
+
+class EngineBusy(RuntimeError):
+    """As many requests are waiting as the engine takes: run `step` and submit again."""
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """A request and its answer so far. Iterating over it runs the engine and yields its tokens as they come."""
+
+    prompt: np.ndarray  # i32[T]
+    max_new_tokens: int
+    draws: Draws | None  # of one row
+    stop: np.ndarray  # i32[STOPS]
+    engine: Engine = dataclasses.field(repr=False)
+    tokens: list[int] = dataclasses.field(default_factory=list)  # a stop token included
+    state: str = "waiting"  # then "reading", "decoding", "done"
+    reason: str | None = None  # of its end: "stop", "length", "cancelled" or "error"
+    submitted: float = dataclasses.field(default_factory=time.monotonic, repr=False)
+
+    @property
+    def done(self) -> bool:
+        return self.state == "done"
+
+    @property
+    def text(self) -> str:
+        """The text of the tokens, if the engine has a tokenizer."""
+        if self.engine.tokenizer is None:
+            raise ValueError("the engine has no tokenizer: make it from a checkpoint, or decode `tokens` yourself")
+        found = Detokenizer(self.engine.tokenizer)
+        return found.push(self.tokens) + found.finish()
+
+    def __iter__(self) -> Iterator[int]:
+        given = 0
+        while True:
+            yield from self.tokens[given:]
+            given = len(self.tokens)
+            if self.done:
+                return
+            self.engine.step()
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """What an engine has done, and what it is doing."""
+
+    slots: int
+    decoding: int  # requests in slots
+    waiting: int  # requests that are not in a slot yet
+    prompt_tokens: int  # read, those of shared beginnings not counted again
+    shared_tokens: int  # of prompts, copied from a row that is running
+    new_tokens: int
+    steps: int  # decode steps of the batch
+    fill: float  # share of slots in use, mean over the decode steps
+
+
+@dataclasses.dataclass
+class _Reading:
+    """A prompt that is read into a row, for the requests that it serves."""
+
+    requests: list[Request]
+    cache: Any
+    chunks: list[tuple[int, bool]]  # sizes that are left, and whether the cache is then empty
+    start: int = 0  # tokens that are stored
+    logits: Any = None
+
+
+class Engine:
+    """Serves requests from a cache of `slots` rows.
+
+    >>> import kvjax
+    >>> checkpoint = kvjax.models.load(kvjax.models.shipped())
+    >>> engine = kvjax.Engine(checkpoint, cache="fier:budget=64", slots=4, capacity=512)
+    >>> text = "The pass key is 71432. Remember it.\\nWhat is the pass key? The pass key is "
+    >>> requests = [engine.submit(text, max_new_tokens=n)[0] for n in (2, 5)]
+    >>> engine.run()
+    >>> [request.text for request in requests]
+    ['71', '71432']
+
+    Args:
+      model: a `kvjax.models.Checkpoint`, or a model as `kvjax.generation.Model` describes it.
+      cache: for a checkpoint a policy or its text, such as "fier:budget=256"; for another model an empty cache of
+        `kvjax.init`, whose rows are the slots.
+      slots, capacity: rows, and tokens that each can hold; only with a checkpoint.
+      block: tokens of each row between two looks at waiting requests. A larger block is faster, a smaller one reads
+        prompts sooner.
+      chunk: most tokens of prompts that are read between two blocks, unless nothing is decoding.
+      max_waiting: requests that may wait for a slot.
+      stop_tokens: of requests that name none; those of the checkpoint by default.
+      placement: how rows and heads are split over devices; only with a checkpoint it is known.
+
+    Raises:
+      ValueError: a cache that holds tokens, or settings that do not fit together.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        cache: Any = "full",
+        *,
+        slots: int | None = None,
+        capacity: int | None = None,
+        block: int = 16,
+        chunk: int = 512,
+        max_waiting: int = 256,
+        stop_tokens: int | Iterable[int] | None = None,
+    ) -> None:
+        self.tokenizer, self._encode = None, None
+        if hasattr(model, "init_cache") and hasattr(model, "encode"):
+            if slots is None or capacity is None:
+                raise ValueError("Engine(checkpoint) needs slots=..., the rows of its cache, and capacity=... of a row")
+            made = model.init_cache(cache, batch=require_int("slots", slots, at_least=1), capacity=capacity)
+            stop_tokens = model.stop_tokens if stop_tokens is None else stop_tokens
+            self.tokenizer, self._encode = model.tokenizer, model.encode
+            model, cache = model.model, made
+        elif slots is not None or capacity is not None:
+            raise ValueError("slots and capacity are for a checkpoint; make the cache of a model with kvjax.init")
+        check_model(model)
+        check_model_cache(cache)
+        if np.any(on_host(cache.length)):
+            raise ValueError("Engine takes an empty cache, whose rows are its slots; this one holds tokens")
+        self.block = min(require_int("block", block, at_least=1), ROOM)
+        self.chunk = require_int("chunk", chunk, at_least=2)
+        self.max_waiting = require_int("max_waiting", max_waiting, at_least=1)
+        self.slots = cache.spec.batch
+        self._stop_tokens = () if stop_tokens is None else stop_tokens
+        self._whole = model
+        self._model: Model = Flat.of(model)
+        self._anchor = _committed(model)
+        _, self._cache = commit_together((self._anchor, cache))
+        self._logits: Any = None  # f32[slots, V], once the model has told V
+        self._make_row = jax.jit(partial(_empty_row, tuple((a.policy, a.spec, a.placement) for a in cache.layers)))
+        self._empty = self._new_row()
+        self._whole_prompts = any(isinstance(layer.policy, Observer) for layer in cache.layers)
+        self._can_share = not self._whole_prompts and _can_share(cache)
+        self._waiting: deque[list[Request]] = deque()
+        self._reading: _Reading | None = None
+        self._seated: list[Request | None] = [None] * self.slots
+        self._dirty: set[int] = set()  # slots that hold tokens of a request that has left
+        self._lock = threading.RLock()
+        self._prompt_tokens = self._shared_tokens = self._new_tokens = self._steps = self._used = 0
+
+    # -------------------------------------------------------------------------------------------------------- requests
+
+    def submit(
+        self,
+        prompt: Any,
+        *,
+        max_new_tokens: int = 128,
+        n: int = 1,
+        sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+        key: Array | None = None,
+        stop_tokens: int | Iterable[int] | None = None,
+    ) -> list[Request]:
+        """Adds n requests for answers to one prompt, which is read once; any thread may call it.
+
+        Args:
+          prompt: token ids, or with a checkpoint a text or chat messages.
+          max_new_tokens: of each answer.
+          sampling, key: how tokens are drawn, as in `kvjax.generate` with a batch of n rows of this prompt.
+          stop_tokens: at most 16 ids that end the answer.
+
+        Raises:
+          EngineBusy: `max_waiting` requests are waiting.
+          ValueError: a request that can never be served.
+        """
+        n = require_int("submit(n=...)", n, at_least=1)
+        if self._encode is not None and (isinstance(prompt, str) or (prompt and isinstance(prompt[0], dict))):
+            prompt = self._encode(prompt)
+        tokens, lengths = pad_prompt([prompt], rows=1)
+        stop = self._stop_tokens if stop_tokens is None else stop_tokens
+        found = check_request(
+            self._whole, self._empty, tokens, lengths, max_new_tokens=max_new_tokens, stop_tokens=stop
+        )
+        own = found[found != PAD]
+        if len(own) > STOPS:
+            raise ValueError(f"a request can have {STOPS} stop tokens, got {len(own)}")
+        stops = np.concatenate([own, np.full(STOPS - len(own), PAD, np.int32)])
+        draws = _by_row(Draws.of(sampling, key, n), n)
+        made = [Request(tokens[0], max_new_tokens, draw, stops, self) for draw in draws]
+        with self._lock:
+            waiting = self._count_waiting()
+            if waiting + n > self.max_waiting:
+                raise EngineBusy(
+                    f"{waiting} requests wait and the engine takes {self.max_waiting}; run `step` until fewer wait, "
+                    "and submit again"
+                )
+            self._waiting.append(made)
+        return made
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request; its slot is free at the next step. A request that is done stays as it is."""
+        with self._lock:
+            if not request.done:
+                self._end(request, "cancelled")
+
+    def stats(self) -> Stats:
+        with self._lock:
+            return Stats(
+                slots=self.slots,
+                decoding=sum(request is not None for request in self._seated),
+                waiting=self._count_waiting(),
+                prompt_tokens=self._prompt_tokens,
+                shared_tokens=self._shared_tokens,
+                new_tokens=self._new_tokens,
+                steps=self._steps,
+                fill=self._used / max(self._steps * self.slots, 1),
+            )
+
+    def row(self, request: Request) -> Cache:
+        """A copy of the row of a request that is decoding, as a cache of batch 1: its prompt and its tokens so far."""
+        with self._lock:
+            if request not in self._seated:
+                raise ValueError(f"the request is {request.state}, so no slot holds its tokens; ask while it decodes")
+            return take_rows(self._cache, [self._seated.index(request)])
+
+    # ----------------------------------------------------------------------------------------------------------- steps
+
+    def run(self, requests: Sequence[Request] | None = None) -> None:
+        """Steps until these requests are done, or all."""
+        while any(not request.done for request in requests) if requests is not None else self._has_work():
+            self.step()
+
+    def step(self) -> list[Request]:
+        """Reads a chunk of prompts, fills free slots and decodes a block; returns the requests with new tokens or an
+        end. Nothing to do returns none."""
+        with self._lock:
+            self._fill_slots()
+            return self._decode()
+
+    def warm_up(self) -> None:
+        """Compiles the programs that `step` runs: the two chunks of a prompt, the move into a slot, and decoding with
+        and without draws."""
+        with self._lock:
+            for size in (self.chunk, LAST_CHUNK) if not self._whole_prompts else ():
+                tokens, length = np.zeros((1, size), np.int32), np.ones(1, np.int32)
+                logits, row = _read_chunk(self._model, self._new_row(), tokens, length, first_chunk=False)
+                self._seat(0, row, logits)
+                self._dirty.add(0)
+            self._clean()
+            if self._logits is not None:
+                idle = np.zeros(self.slots, bool)
+                for draws in (None, self._draws({0: _greedy()})):
+                    self._call(draws, idle, np.zeros(self.slots, np.int32))
+                if self._can_share:
+                    _first_tokens(self._cache, *np.zeros((2, 1), np.int32))
+
+    def _has_work(self) -> bool:
+        return bool(self._waiting) or self._reading is not None or any(self._seated)
+
+    def _count_waiting(self) -> int:
+        groups = [*self._waiting, *([self._reading.requests] if self._reading else [])]
+        return sum(not request.done for group in groups for request in group)
+
+    def _fill_slots(self) -> None:
+        left = self.chunk
+        while left > 0:
+            self._seat_those_read()
+            if self._reading is None and not self._start_reading():
+                return
+            reading = self._reading
+            assert reading is not None
+            if all(request.done for request in reading.requests):
+                self._reading = None
+                continue
+            if not reading.chunks:
+                return  # it waits for a slot
+            left -= self._read(reading)
+            if not any(self._seated):
+                left = max(left, 1)  # nobody waits for this prompt
+        self._seat_those_read()
+
+    def _start_reading(self) -> bool:
+        while self._waiting:
+            group = [request for request in self._waiting.popleft() if not request.done]
+            if not group:
+                continue
+            for request in group:
+                request.state = "reading"
+            prompt = group[0].prompt
+            cache, start = self._beginning(prompt)
+            self._shared_tokens += start
+            if self._whole_prompts:
+                chunks = chunks_of(cache, len(prompt), empty=True)
+            else:
+                chunks = [(size, False) for size in cut(len(prompt) - start, (self.chunk, LAST_CHUNK))]
+            self._reading = _Reading(group, cache, chunks, start)
+            return True
+        return False
+
+    def _beginning(self, prompt: np.ndarray) -> tuple[Cache, int]:
+        """A row that holds the first tokens of the prompt, and how many: those of a running row in whole chunks, so
+        that the rest is read in the chunks in which the whole would be."""
+        best, source = 0, -1
+        for slot, request in enumerate(self._seated if self._can_share else ()):
+            if request is not None:
+                other = request.prompt[: len(prompt) - 1]
+                same = int(np.argmin(np.append(other == prompt[: len(other)], False)))
+                best, source = max((best, source), (same // self.chunk * self.chunk, slot))
+        if best == 0:
+            return self._new_row(), 0
+        return _first_tokens(self._cache, np.array([source], np.int32), np.array([best], np.int32)), best
+
+    def _new_row(self) -> Cache:
+        return commit_together((self._anchor, self._make_row()))[1]
+
+    def _read(self, reading: _Reading) -> int:
+        """Reads one chunk of a prompt, and returns its size."""
+        size, alone = reading.chunks.pop(0)
+        prompt = reading.requests[0].prompt[reading.start : reading.start + size]
+        tokens = np.zeros((1, size), np.int32)
+        tokens[0, : len(prompt)] = prompt
+        length = np.array([len(prompt)], np.int32)
+        reading.logits, reading.cache = _read_chunk(self._model, reading.cache, tokens, length, first_chunk=alone)
+        reading.start += len(prompt)
+        self._prompt_tokens += len(prompt)
+        return size
+
+    def _seat_those_read(self) -> None:
+        """Puts the row that is read into free slots, one for each of its requests."""
+        reading = self._reading
+        if reading is None or reading.chunks:
+            return
+        for slot in range(self.slots):
+            while reading.requests and reading.requests[0].done:
+                reading.requests.pop(0)
+            if not reading.requests:
+                break
+            if self._seated[slot] is None:
+                request = reading.requests.pop(0)
+                self._seat(slot, reading.cache, reading.logits)
+                self._seated[slot], request.state = request, "decoding"
+                self._dirty.discard(slot)
+        if not reading.requests:
+            self._reading = None
+
+    def _seat(self, slot: int, row: Any, logits: Any) -> None:
+        if self._logits is None:
+            self._logits = jnp.zeros((self.slots, logits.shape[1]), logits.dtype)
+            self._cache, self._logits = commit_together((self._cache, self._logits))
+        self._cache, self._logits = _put(self._cache, self._logits, row, logits, np.int32(slot))
+
+    def _clean(self) -> None:
+        """Empties the slots that requests have left."""
+        for slot in sorted(self._dirty):
+            self._seat(slot, self._empty, jnp.zeros_like(self._logits[:1]))
+        self._dirty.clear()
+
+    def _decode(self) -> list[Request]:
+        news: list[Request] = []
+        self._clean()
+        rows = [(slot, request) for slot, request in enumerate(self._seated) if request is not None]
+        if not rows:
+            return news
+        active = np.array([request is not None for request in self._seated])
+        limit = np.zeros(self.slots, np.int32)
+        for slot, request in rows:
+            limit[slot] = min(self.block, request.max_new_tokens - len(request.tokens))
+        given = {slot: request.draws for slot, request in rows if request.draws is not None}
+        tokens, bad = self._call(self._draws(given), active, limit)
+        self._steps += int(tokens.shape[1])
+        for slot, request in rows:
+            new = tokens[slot][tokens[slot] != PAD]
+            self._used += len(new)
+            if bad[0][slot]:
+                self._end(request, "error")
+            else:
+                request.tokens += new.tolist()
+                self._new_tokens += len(new)
+                if np.isin(new, request.stop).any():
+                    self._end(request, "stop")
+                elif len(request.tokens) >= request.max_new_tokens:
+                    self._end(request, "length")
+                elif bad[1][slot]:
+                    self._end(request, "error")
+            news.append(request)
+        return news
+
+    def _call(self, draws: Draws | None, active: np.ndarray, limit: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """One call of the loop: the tokens i32[slots, n] and the rows without a best token, before and after."""
+        first, stops = np.zeros(self.slots, np.int32), np.full((self.slots, STOPS), PAD, np.int32)
+        for slot, request in enumerate(self._seated):
+            if request is not None:
+                first[slot], stops[slot] = len(request.tokens), request.stop
+        state = self._model, self._cache, self._logits, active, draws
+        done, bad = _run_loop(*state, first, limit, stops, measure=False)
+        self._cache, self._logits = done.cache, done.logits
+        tokens, steps, bad = jax.tree.map(on_host, (done.tokens, done.step, bad))
+        return tokens[:, : int(steps)], bad
+
+    def _draws(self, given: dict[int, Draws]) -> Draws | None:
+        """The draws of all slots, from those of some; None if no slot draws."""
+        if not given:
+            return None
+        parts = [given.get(slot) or _greedy() for slot in range(self.slots)]
+        data = np.concatenate([on_host(jax.random.key_data(part.keys)) for part in parts])
+        settings = jax.tree.map(lambda *each: np.concatenate(each), *(part.settings for part in parts))
+        return Draws(settings, jax.random.wrap_key_data(data), np.bool_(False))
+
+    def _end(self, request: Request, reason: str) -> None:
+        request.state, request.reason = "done", reason
+        if request in self._seated:
+            slot = self._seated.index(request)
+            self._seated[slot] = None
+            self._dirty.add(slot)
+
+
+_read_chunk, _run_loop = on_auto_axes(_prefill_chunk), on_auto_axes(decode_loop)
+
+
+@partial(jax.jit, donate_argnums=(0, 1))
+def _put(cache: Cache, logits: Array, row: Cache, row_logits: Array, slot: Array) -> tuple[Cache, Array]:
+    """The cache and the logits with those of a row in a slot."""
+    return insert(cache, row, slot), lax.dynamic_update_slice_in_dim(logits, row_logits, slot, axis=0)
+
+
+@jax.jit
+def _first_tokens(cache: Cache, slot: Array, length: Array) -> Cache:
+    """The first tokens of a slot, as a cache of one row."""
+    return truncate(take_rows(cache, slot), length)
+
+
+def _can_share(cache: Cache) -> bool:
+    """True if rows of a cache can be copied and cut to a prefix."""
+    if not all(isinstance(layer.policy, Truncatable) for layer in cache.layers):
+        return False
+    one = jax.ShapeDtypeStruct((1,), jnp.int32)
+    try:
+        jax.eval_shape(_first_tokens, cache, one, one)
+    except ValueError:  # a store that keeps codes, or rows that are split over devices
+        return False
+    return True
+
+
+def _empty_row(layers: tuple[Any, ...]) -> Cache:
+    """An empty cache of one row of these layers: policies, specs and placements of a cache of many."""
+
+    def row(policy: Any, spec: Any, placement: Any) -> Any:
+        alone = None if placement is None else dataclasses.replace(placement, batch=None)
+        return init_layer(policy, dataclasses.replace(spec, batch=1), alone)
+
+    return Cache(tuple(row(*layer) for layer in layers))
+
+
+def _greedy() -> Draws:
+    """The draws of a row that draws nothing."""
+    settings = {name: np.full(1, off) for name, off in OFF.items()}
+    return Draws(Sampling(**settings), jax.random.split(jax.random.key(0), 1), np.bool_(False))
+
+
+def _by_row(draws: Draws | None, rows: int) -> list[Draws | None]:
+    """The draws of each row alone."""
+    if draws is None:
+        return [None] * rows
+    if jax.random.key_impl(draws.keys) != jax.random.key_impl(jax.random.key(0)):
+        raise ValueError("requests beside each other need keys of one kind: make them with jax.random.key(seed)")
+    keys = jax.vmap(jax.random.fold_in)(draws.keys, np.arange(rows)) if draws.shared else draws.keys
+    return [
+        Draws(jax.tree.map(lambda a: a[i : i + 1], draws.settings), keys[i : i + 1], np.bool_(False))  # noqa: B023
+        for i in range(rows)
+    ]

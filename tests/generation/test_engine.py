@@ -1,0 +1,186 @@
+"""Requests in one batch: each gets the tokens that it gets alone."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import kvjax
+from kvjax.generation import EngineBusy
+from kvjax.generation.sampling import sampling
+from tests.generation.test_generate import FIER, FLUSHING, VOCAB, Tiny, compilations, new_cache, words
+
+HOSTED = dataclasses.replace(FLUSHING, store=kvjax.HostOffload())
+SPECULATIVE = kvjax.Speculative(retrieval=FLUSHING, tau=0.9)
+POLICIES = {
+    "full": kvjax.presets.full(),
+    "fier": FIER,
+    "flushing": FLUSHING,
+    "hosted": HOSTED,
+    "quest": kvjax.presets.quest(budget=48, dense_layers=1),
+    "freekv": SPECULATIVE,
+    "streaming": kvjax.Evicting(evictor=kvjax.Sliding(sink=2), budget=24),
+    "h2o": kvjax.Evicting(evictor=kvjax.HeavyHitter(), budget=24),
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return Tiny(nnx.Rngs(0))
+
+
+def alone(model, policy, slots, prompt, **settings):
+    """The tokens of a request in an engine of its own, with the same programs."""
+    engine = kvjax.Engine(model, new_cache(slots, policy=policy), block=5, chunk=32)
+    requests = engine.submit(prompt, **settings)
+    engine.run()
+    return [request.tokens for request in requests]
+
+
+def draw(rng):
+    """A random request: prompt and settings."""
+    settings = {"max_new_tokens": int(rng.integers(1, 20)), "n": int(rng.choice([1, 1, 1, 3]))}
+    if rng.random() < 0.5:
+        settings |= {"sampling": sampling(float(rng.uniform(0.2, 2)), top_k=int(rng.integers(1, 30)))}
+        settings |= {"key": jax.random.key(int(rng.integers(100)))}
+    if rng.random() < 0.5:
+        settings |= {"stop_tokens": rng.integers(0, VOCAB, 3).tolist()}
+    return rng.integers(1, VOCAB, int(rng.integers(1, 90))).tolist(), settings
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("name", POLICIES)
+def test_tokens_are_those_of_the_request_alone(model, name):
+    """Requests that come and go at random, greedy and sampled, with slots used again."""
+    rng, policy = np.random.default_rng(list(POLICIES).index(name)), POLICIES[name]
+    engine, sent = kvjax.Engine(model, new_cache(3, policy=policy), block=5, chunk=32), []
+    for _ in range(9):
+        prompt, settings = draw(rng)
+        sent.append((engine.submit(prompt, **settings), prompt, settings))
+        for _ in range(rng.integers(3)):
+            engine.step()
+        if rng.random() < 0.3:
+            engine.cancel(sent[rng.integers(len(sent))][0][0])
+    engine.run()
+    assert engine.stats().decoding == engine.stats().waiting == 0
+    for requests, prompt, settings in sent:
+        for request, tokens in zip(requests, alone(model, policy, 3, prompt, **settings), strict=True):
+            assert request.done
+            if request.reason == "cancelled":
+                tokens = tokens[: len(request.tokens)]
+            assert request.tokens == tokens, (request.reason, len(prompt), settings)
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_tokens_are_those_of_generate(model, draws):
+    settings = {"sampling": sampling(1.0), "key": jax.random.key(3)} if draws else {}
+    (prompt,) = words(40)
+    engine = kvjax.Engine(model, new_cache(2), chunk=512)
+    requests = engine.submit(prompt, n=2, max_new_tokens=12, **settings)
+    engine.run()
+    whole = kvjax.generate(model, new_cache(2), [prompt, prompt], max_new_tokens=12, **settings)
+    assert [request.tokens for request in requests] == whole.rows
+
+
+def test_a_prompt_is_read_once_for_its_answers_and_a_beginning_is_copied(model):
+    long, rest = words(100, 20)
+    engine = kvjax.Engine(model, new_cache(4, capacity=256), chunk=32, block=2)
+    engine.submit(long, n=3, max_new_tokens=20)
+    engine.step()
+    assert engine.stats().prompt_tokens == 100
+    (other,) = engine.submit(long[:90] + rest, max_new_tokens=9)
+    engine.run()
+    assert engine.stats().shared_tokens == 64  # whole chunks of 32
+    assert engine.stats().prompt_tokens == 100 + 110 - 64
+    cold = kvjax.Engine(model, new_cache(4, capacity=256), chunk=32, block=2)
+    (same,) = cold.submit(long[:90] + rest, max_new_tokens=9)
+    cold.run()
+    assert other.tokens == same.tokens
+
+
+def test_nothing_compiles_after_warm_up(model):
+    engine = kvjax.Engine(model, new_cache(3, policy=FIER), block=4, chunk=32)
+    engine.warm_up()
+    rng = np.random.default_rng(1)
+    engine.submit([3, 4], max_new_tokens=2, sampling=sampling(1.0), key=jax.random.key(0))
+    engine.run()
+    with compilations() as seen:
+        for _ in range(10):
+            prompt, settings = draw(rng)
+            engine.submit(prompt, **{**settings, "n": 1})
+            engine.step()
+        engine.run()
+    assert not seen
+
+
+def test_a_row_that_is_not_finite_ends_alone():
+    class Broken(Tiny):
+        """Its logits are NaN once a row has been fed token 7."""
+
+        def __call__(self, tokens, cache, **settings):
+            logits, cache = super().__call__(tokens, cache, **settings)
+            hit = jnp.any(tokens == 7, axis=1)
+            return jnp.where(hit[:, None], jnp.nan, logits), cache
+
+    broken = Broken(nnx.Rngs(0))
+    engine = kvjax.Engine(broken, new_cache(2), block=4, chunk=32)
+    (bad,), (good,) = engine.submit([5, 7], max_new_tokens=9), engine.submit([5, 6], max_new_tokens=9)
+    engine.run()
+    assert (bad.reason, bad.tokens) == ("error", [])
+    cold = kvjax.Engine(broken, new_cache(2), block=4, chunk=32)
+    (same,) = cold.submit([5, 6], max_new_tokens=9)
+    cold.run()
+    assert (good.reason, good.tokens) == (same.reason, same.tokens)
+
+
+def test_a_full_queue_refuses_and_loses_nothing(model):
+    engine = kvjax.Engine(model, new_cache(1), max_waiting=2, block=4)
+    kept = [engine.submit([3], max_new_tokens=3)[0] for _ in range(2)]
+    with pytest.raises(EngineBusy, match=r"2 requests wait and the engine takes 2; run `step`"):
+        engine.submit([3], max_new_tokens=3)
+    engine.run()
+    assert [request.reason for request in kept] == ["length", "length"]
+
+
+def test_iterating_over_a_request_runs_the_engine(model):
+    engine = kvjax.Engine(model, new_cache(2), block=3)
+    (first,), (second,) = (engine.submit(prompt, max_new_tokens=7) for prompt in words(9, 5))
+    assert list(first) == first.tokens
+    assert len(first.tokens) == 7
+    row = None
+    while not second.done:
+        if second.state == "decoding":
+            row = engine.row(second)
+            assert row.length.tolist() == [5 + len(second.tokens)]
+        engine.step()
+    with pytest.raises(ValueError, match="done, so no slot holds"):
+        engine.row(second)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt": []}, "empty"),
+        ({"prompt": [VOCAB]}, "vocabulary"),
+        ({"max_new_tokens": 500}, r"3 prompt \+ 500 new tokens do not fit in the cache's capacity of 128"),
+        ({"n": 0}, "n"),
+        ({"stop_tokens": list(range(17))}, "16 stop tokens, got 17"),
+        ({"sampling": sampling(1.0)}, "key"),
+        ({"sampling": sampling(1.0), "key": jax.random.key(0, impl="rbg")}, "keys of one kind"),
+    ],
+)
+def test_a_request_that_cannot_be_served_is_refused_at_once(model, change, message):
+    engine = kvjax.Engine(model, new_cache(2))
+    settings = {"prompt": [1, 2, 3], "max_new_tokens": 4} | change
+    with pytest.raises(ValueError, match=message):
+        engine.submit(settings.pop("prompt"), **settings)
+    assert engine.stats().waiting == 0
+
+
+def test_engine_refuses_a_cache_that_holds_tokens(model):
+    _, cache = kvjax.generation.prefill(model, new_cache(), words(3))
+    with pytest.raises(ValueError, match="empty cache"):
+        kvjax.Engine(model, cache)
