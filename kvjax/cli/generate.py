@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from kvjax.cli.many import answer_file
 from kvjax.cli.options import (
     AsJson,
     Dtype,
@@ -62,6 +63,19 @@ def generate(
             help="UTF-8 file with the prompt, or - for stdin. One trailing newline is dropped.", show_default=False
         ),
     ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.jsonl",
+            help='Many prompts at a time, one a line: a text, or {"prompt": text or messages, "max_new_tokens": n}. '
+            "Writes a line of JSON for each, as it is answered.",
+            show_default=False,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="File for the answers to --prompts. Default: stdout.", show_default=False)
+    ] = None,
+    slots: Annotated[int, typer.Option(min=1, help="Prompts of --prompts that are answered beside each other.")] = 8,
     example: Annotated[
         bool,
         typer.Option(
@@ -162,6 +176,17 @@ def generate(
     policy, budget = make_policy(cache, budget)
     draw = requested_sampling(temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     _check_options(max_new_tokens, seed, speculate, draft)
+    if prompts is not None:
+        other = {"--prompt": prompt, "--prompt-file": prompt_file, "--example": example, "--speculate": speculate}
+        other |= {"--draft": draft, "--mesh": mesh, "--distributed": distributed, "--chat": chat, "--json": as_json}
+        for name, value in other.items():
+            if value:
+                raise ValueError(f"--prompts and {name} cannot be given together")
+        settings: dict[str, Any] = {"model_dir": model_dir, "policy": policy, "slots": slots, "dtype": dtype}
+        answer_file(prompts, out, max_new_tokens=max_new_tokens, sampling=draw, seed=seed, **settings)
+        return
+    if out is not None:
+        raise ValueError("--out is for the answers to --prompts; redirect stdout for a single prompt")
     if distributed:
         join_processes()
     placement = make_placement(mesh)

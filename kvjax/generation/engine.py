@@ -28,7 +28,7 @@ from jax import Array, lax
 from kvjax.cache.cache import Cache, init_layer
 from kvjax.cache.editing import insert, take_rows, truncate
 from kvjax.generation.loops import PAD, ROOM, Flat, decode_loop
-from kvjax.generation.prefilling import Model, _committed, _prefill_chunk, chunks_of, cut, on_auto_axes
+from kvjax.generation.prefilling import Model, _committed, _read, chunks_of, cut, on_auto_axes
 from kvjax.generation.prompt_inputs import check_model, check_model_cache, check_request, pad_prompt
 from kvjax.generation.sampling import OFF, Draws, Sampling
 from kvjax.generation.text import Detokenizer
@@ -37,6 +37,7 @@ from kvjax.policies import Observer, Truncatable
 from kvjax.spec import require_int
 
 STOPS = 16  # stop tokens that a request can have
+_OWN_KEYS = np.zeros((), bool)  # of `Draws`: rows have keys of their own
 LAST_CHUNK = 64  # tokens of the chunks in which the rest of a prompt is read
 
 
@@ -169,10 +170,12 @@ class Engine:
         self._anchor = _committed(model)
         _, self._cache = commit_together((self._anchor, cache))
         self._logits: Any = None  # f32[slots, V], once the model has told V
-        self._make_row = jax.jit(partial(_empty_row, tuple((a.policy, a.spec, a.placement) for a in cache.layers)))
+        layers = tuple((layer.policy, layer.spec, layer.placement) for layer in cache.layers)
+        self._make_row = jax.jit(partial(_empty_row, layers, cache.rotated_for is not None))
         self._empty = self._new_row()
         self._whole_prompts = any(isinstance(layer.policy, Observer) for layer in cache.layers)
-        self._can_share = not self._whole_prompts and _can_share(cache)
+        # A row that is rotated for its final length has other keys than one of another length.
+        self._can_share = not self._whole_prompts and cache.rotated_for is None and _can_share(cache)
         self._waiting: deque[list[Request]] = deque()
         self._reading: _Reading | None = None
         self._seated: list[Request | None] = [None] * self.slots
@@ -252,7 +255,7 @@ class Engine:
         with self._lock:
             if request not in self._seated:
                 raise ValueError(f"the request is {request.state}, so no slot holds its tokens; ask while it decodes")
-            return take_rows(self._cache, [self._seated.index(request)])
+            return take_rows(self._cache, np.array([self._seated.index(request)]))
 
     # ----------------------------------------------------------------------------------------------------------- steps
 
@@ -274,7 +277,7 @@ class Engine:
         with self._lock:
             for size in (self.chunk, LAST_CHUNK) if not self._whole_prompts else ():
                 tokens, length = np.zeros((1, size), np.int32), np.ones(1, np.int32)
-                logits, row = _read_chunk(self._model, self._new_row(), tokens, length, first_chunk=False)
+                logits, row = _read_chunk(self._whole, self._new_row(), tokens, length, first_chunk=False)
                 self._seat(0, row, logits)
                 self._dirty.add(0)
             self._clean()
@@ -319,6 +322,8 @@ class Engine:
                 request.state = "reading"
             prompt = group[0].prompt
             cache, start = self._beginning(prompt)
+            if cache.rotated_for is not None:
+                cache = self._whole.rotate_for(cache, jnp.array([len(prompt) + group[0].max_new_tokens], jnp.int32))
             self._shared_tokens += start
             if self._whole_prompts:
                 chunks = chunks_of(cache, len(prompt), empty=True)
@@ -351,7 +356,7 @@ class Engine:
         tokens = np.zeros((1, size), np.int32)
         tokens[0, : len(prompt)] = prompt
         length = np.array([len(prompt)], np.int32)
-        reading.logits, reading.cache = _read_chunk(self._model, reading.cache, tokens, length, first_chunk=alone)
+        reading.logits, reading.cache = _read_chunk(self._whole, reading.cache, tokens, length, first_chunk=alone)
         reading.start += len(prompt)
         self._prompt_tokens += len(prompt)
         return size
@@ -435,7 +440,7 @@ class Engine:
         parts = [given.get(slot) or _greedy() for slot in range(self.slots)]
         data = np.concatenate([on_host(jax.random.key_data(part.keys)) for part in parts])
         settings = jax.tree.map(lambda *each: np.concatenate(each), *(part.settings for part in parts))
-        return Draws(settings, jax.random.wrap_key_data(data), np.bool_(False))
+        return Draws(settings, jax.random.wrap_key_data(jnp.asarray(data)), _OWN_KEYS)
 
     def _end(self, request: Request, reason: str) -> None:
         request.state, request.reason = "done", reason
@@ -445,7 +450,7 @@ class Engine:
             self._dirty.add(slot)
 
 
-_read_chunk, _run_loop = on_auto_axes(_prefill_chunk), on_auto_axes(decode_loop)
+_read_chunk, _run_loop = on_auto_axes(_read), on_auto_axes(decode_loop)
 
 
 @partial(jax.jit, donate_argnums=(0, 1))
@@ -472,20 +477,20 @@ def _can_share(cache: Cache) -> bool:
     return True
 
 
-def _empty_row(layers: tuple[Any, ...]) -> Cache:
+def _empty_row(layers: tuple[Any, ...], rotated: bool) -> Cache:
     """An empty cache of one row of these layers: policies, specs and placements of a cache of many."""
 
     def row(policy: Any, spec: Any, placement: Any) -> Any:
         alone = None if placement is None else dataclasses.replace(placement, batch=None)
         return init_layer(policy, dataclasses.replace(spec, batch=1), alone)
 
-    return Cache(tuple(row(*layer) for layer in layers))
+    return Cache(tuple(row(*layer) for layer in layers), jnp.zeros(1, jnp.int32) if rotated else None)
 
 
 def _greedy() -> Draws:
     """The draws of a row that draws nothing."""
     settings = {name: np.full(1, off) for name, off in OFF.items()}
-    return Draws(Sampling(**settings), jax.random.split(jax.random.key(0), 1), np.bool_(False))
+    return Draws(Sampling(**settings), jax.random.split(jax.random.key(0), 1), _OWN_KEYS)
 
 
 def _by_row(draws: Draws | None, rows: int) -> list[Draws | None]:
@@ -496,6 +501,6 @@ def _by_row(draws: Draws | None, rows: int) -> list[Draws | None]:
         raise ValueError("requests beside each other need keys of one kind: make them with jax.random.key(seed)")
     keys = jax.vmap(jax.random.fold_in)(draws.keys, np.arange(rows)) if draws.shared else draws.keys
     return [
-        Draws(jax.tree.map(lambda a: a[i : i + 1], draws.settings), keys[i : i + 1], np.bool_(False))  # noqa: B023
+        Draws(jax.tree.map(lambda a: a[i : i + 1], draws.settings), keys[i : i + 1], _OWN_KEYS)  # noqa: B023
         for i in range(rows)
     ]

@@ -1,0 +1,67 @@
+"""`kvjax chat`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from kvjax.cli.options import Dtype, ModelDir, complete_cache, dtype_name, make_policy, model_directory
+from kvjax.cli.terminal import bar, bars, say, write
+
+LEAVE = ("/exit", "/quit")
+
+
+def chat(
+    model_dir: ModelDir = None,
+    cache: Annotated[
+        str, typer.Option(help="A method listed by `kvjax methods`.", autocompletion=complete_cache)
+    ] = "full",
+    budget: Annotated[
+        int | None,
+        typer.Option(help="Tokens that a step reads for each KV head, for methods with a budget.", show_default=False),
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="The message that opens the conversation.")] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(help="Maximum number of tokens of an answer.", show_default=False)
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Sampling temperature. Without it decoding is greedy.", show_default=False)
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Draw from the smallest set of tokens with at least this probability.", show_default=False),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    dtype: Dtype = None,
+) -> None:
+    """Talks with a chat model; its cache is kept between turns.
+
+    Each line of stdin is a message, and the answer streams to stdout. /exit, or the end of the input, ends it.
+    """
+    from kvjax import models
+
+    policy, _ = make_policy(cache, budget)
+    kind, directory = dtype_name(dtype), model_directory(model_dir)
+    progress = bars()
+    with progress, bar(progress, "loading weights"):
+        checkpoint = models.load(directory, dtype=kind)
+    sampled = {} if temperature is None else {"temperature": temperature, "top_p": top_p, "seed": seed}
+    talk = checkpoint.chat(system=system, cache=policy, max_new_tokens=max_new_tokens, **sampled)
+    asks = sys.stdin.isatty()
+    while True:
+        if asks:
+            write("> ")
+        line = sys.stdin.readline()
+        message = line.strip()
+        if not line or message in LEAVE:
+            return
+        if not message:
+            continue
+        try:
+            for piece in talk.stream(message):
+                write(piece)
+        except ValueError as error:  # a turn that does not fit leaves the conversation as it was
+            say(f"error: {error}")
+        write("\n")

@@ -1,0 +1,81 @@
+"""`kvjax generate --prompts`, `kvjax chat`: many prompts at a time, and one conversation."""
+
+import io
+import json
+import re
+
+import pytest
+
+from kvjax import models
+from kvjax.cli import main
+from tests.checkpoint import write_checkpoint
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture
+def kvjax(capsys):
+    """Runs the command by its entry point and returns (exit code, stdout, stderr)."""
+
+    def run(*args):
+        code = main([str(arg) for arg in args])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_each_prompt_gets_the_answer_that_it_gets_alone(kvjax, checkpoint, tmp_path):
+    texts = ["Call me Ishmael", "Some years ago, never mind how long", "A"]
+    lines = [{"prompt": texts[0], "id": "x"}, texts[1], {"prompt": texts[2], "max_new_tokens": 3}]
+    file, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    file.write_text("\n\n".join(map(json.dumps, lines)) + "\n")
+    code, stdout, err = kvjax(
+        "generate", checkpoint, "--prompts", file, "--out", out, "--max-new-tokens", 7, "--slots", 2
+    )
+    assert (code, stdout) == (0, ""), err
+    found = sorted(map(json.loads, out.read_text().splitlines()), key=lambda answer: answer["line"])
+    assert [answer["line"] for answer in found] == [1, 3, 5]
+    assert found[0]["id"] == "x"
+    loaded = models.load(checkpoint)
+    for answer, text, most in zip(found, texts, (7, 7, 3), strict=True):
+        alone = loaded.generate(text, max_new_tokens=most)
+        assert (answer["prompt"], answer["text"], answer["token_ids"]) == (text, alone.text, alone.tokens)
+    again = kvjax("generate", checkpoint, "--prompts", file, "--out", out)
+    assert again[0] == 2
+    assert "exists; give another file" in again[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "message"),
+    [
+        ("", (), "holds no prompt"),
+        ("not json", (), "line 1 of .* is no JSON"),
+        ('{"x": 1}', (), 'line 1 of .* needs a "prompt"'),
+        ('"a"\n{"prompt": 5}', (), 'line 2 of .* needs a "prompt"'),
+        ('{"prompt": "a", "max_new_tokens": 0}', (), "line 1 of .*max_new_tokens must be at least 1"),
+        ('"a"', ("--prompt", "b"), "--prompts and --prompt cannot be given together"),
+        ('"a"', ("--slots", "0"), "slots"),
+    ],
+)
+def test_what_is_wrong_with_a_file_of_prompts_is_one_line(kvjax, checkpoint, tmp_path, text, more, message):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(text)
+    code, stdout, err = kvjax("generate", checkpoint, "--prompts", file, *more)
+    assert (code, stdout) == (2, "")
+    assert len(err.strip().splitlines()) == 1
+    assert re.search(message, err), err
+
+
+def test_chat_answers_each_line(kvjax, tmp_path, monkeypatch):
+    directory = write_checkpoint(tmp_path / "chat")
+    file = directory / "tokenizer_config.json"
+    template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant] "
+    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": template}))
+    talk = models.load(directory).chat(max_new_tokens=6)
+    answers = [talk.say(message) for message in ("Hello", "And you?")]
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n\nAnd you?\n/exit\nno"))
+    code, stdout, err = kvjax("chat", directory, "--max-new-tokens=6")
+    assert (code, stdout) == (0, "".join(f"{answer}\n" for answer in answers)), err
