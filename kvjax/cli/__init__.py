@@ -24,7 +24,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvjax.cli import bench, compare, evaluate, generate, heads, measure, methods, perplexity, warm
+from kvjax.cli import bench, chat, compare, evaluate, generate, heads, measure, methods, perplexity, warm
 from kvjax.cli.terminal import say, write
 from kvjax.validation import cut
 
@@ -73,7 +73,12 @@ def _common(
 
 
 _GROUPS: dict[str, dict[str, Callable[..., Any]]] = {
-    "Answer": {"generate": generate.generate, "compare": compare.compare, "methods": methods.methods},
+    "Answer": {
+        "generate": generate.generate,
+        "chat": chat.chat,
+        "compare": compare.compare,
+        "methods": methods.methods,
+    },
     "Quality": {"eval": evaluate.evaluate, "perplexity": perplexity.perplexity, "measure": measure.measure},
     "Tune": {"heads": heads.heads, "bench": bench.bench, "warm": warm.warm},
 }

@@ -33,7 +33,6 @@ from kvjax.generation.prompt_inputs import check_model, check_model_cache, check
 from kvjax.generation.sampling import OFF, Draws, Sampling
 from kvjax.generation.text import Detokenizer
 from kvjax.memory import commit_together, on_host
-from kvjax.policies import Observer, Truncatable
 from kvjax.spec import require_int
 
 STOPS = 16  # stop tokens that a request can have
@@ -173,7 +172,7 @@ class Engine:
         layers = tuple((layer.policy, layer.spec, layer.placement) for layer in cache.layers)
         self._make_row = jax.jit(partial(_empty_row, layers, cache.rotated_for is not None))
         self._empty = self._new_row()
-        self._whole_prompts = any(isinstance(layer.policy, Observer) for layer in cache.layers)
+        self._whole_prompts = any(layer.policy.observes for layer in cache.layers)
         # A row that is rotated for its final length has other keys than one of another length.
         self._can_share = not self._whole_prompts and cache.rotated_for is None and _can_share(cache)
         self._waiting: deque[list[Request]] = deque()
@@ -467,12 +466,10 @@ def _first_tokens(cache: Cache, slot: Array, length: Array) -> Cache:
 
 def _can_share(cache: Cache) -> bool:
     """True if rows of a cache can be copied and cut to a prefix."""
-    if not all(isinstance(layer.policy, Truncatable) for layer in cache.layers):
-        return False
     one = jax.ShapeDtypeStruct((1,), jnp.int32)
     try:
         jax.eval_shape(_first_tokens, cache, one, one)
-    except ValueError:  # a store that keeps codes, or rows that are split over devices
+    except ValueError:  # a policy that forgets tokens, a store of codes, or rows that are split over devices
         return False
     return True
 

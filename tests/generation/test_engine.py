@@ -20,10 +20,10 @@ POLICIES = {
     "fier": FIER,
     "flushing": FLUSHING,
     "hosted": HOSTED,
-    "quest": kvjax.presets.quest(budget=48, dense_layers=1),
+    "quest": kvjax.presets.quest(budget=48),
     "freekv": SPECULATIVE,
-    "streaming": kvjax.Evicting(evictor=kvjax.Sliding(sink=2), budget=24),
-    "h2o": kvjax.Evicting(evictor=kvjax.HeavyHitter(), budget=24),
+    "streaming": kvjax.Evicting(evictor=kvjax.evictors.Sliding(sink=2), budget=24),
+    "h2o": kvjax.Evicting(evictor=kvjax.evictors.HeavyHitter(), budget=24),
 }
 
 
