@@ -29,6 +29,7 @@ from kvjax.cache.cache import Cache, init_layer
 from kvjax.cache.editing import insert, take_rows, truncate
 from kvjax.generation.loops import PAD, ROOM, Flat, decode_loop
 from kvjax.generation.prefilling import Model, _committed, _read, chunks_of, cut, on_auto_axes
+from kvjax.generation.processors import Processors
 from kvjax.generation.prompt_inputs import check_model, check_model_cache, check_request, pad_prompt
 from kvjax.generation.sampling import OFF, Draws, Sampling
 from kvjax.generation.text import Detokenizer
@@ -127,7 +128,7 @@ class Engine:
       chunk: most tokens of prompts that are read between two blocks, unless nothing is decoding.
       max_waiting: requests that may wait for a slot.
       stop_tokens: of requests that name none; those of the checkpoint by default.
-      placement: how rows and heads are split over devices; only with a checkpoint it is known.
+      processors: rules that change the logits of all requests; those of the checkpoint by default.
 
     Raises:
       ValueError: a cache that holds tokens, or settings that do not fit together.
@@ -144,6 +145,7 @@ class Engine:
         chunk: int = 512,
         max_waiting: int = 256,
         stop_tokens: int | Iterable[int] | None = None,
+        processors: Processors | None = None,
     ) -> None:
         self.tokenizer, self._encode = None, None
         if hasattr(model, "init_cache") and hasattr(model, "encode"):
@@ -151,6 +153,7 @@ class Engine:
                 raise ValueError("Engine(checkpoint) needs slots=..., the rows of its cache, and capacity=... of a row")
             made = model.init_cache(cache, batch=require_int("slots", slots, at_least=1), capacity=capacity)
             stop_tokens = model.stop_tokens if stop_tokens is None else stop_tokens
+            processors = model.processors if processors is None else processors
             self.tokenizer, self._encode = model.tokenizer, model.encode
             model, cache = model.model, made
         elif slots is not None or capacity is not None:
@@ -164,6 +167,7 @@ class Engine:
         self.max_waiting = require_int("max_waiting", max_waiting, at_least=1)
         self.slots = cache.spec.batch
         self._stop_tokens = () if stop_tokens is None else stop_tokens
+        self._processors = Processors() if processors is None else processors
         self._whole = model
         self._model: Model = Flat.of(model)
         self._anchor = _committed(model)
@@ -427,10 +431,22 @@ class Engine:
             if request is not None:
                 first[slot], stops[slot] = len(request.tokens), request.stop
         state = self._model, self._cache, self._logits, active, draws
-        done, bad = _run_loop(*state, first, limit, stops, measure=False)
+        done, bad = _run_loop(*state, first, limit, stops, self._rules(), measure=False)
         self._cache, self._logits = done.cache, done.logits
         tokens, steps, bad = jax.tree.map(on_host, (done.tokens, done.step, bad))
         return tokens[:, : int(steps)], bad
+
+    def _rules(self) -> Any:
+        """The rules that change logits, and the tokens of all slots that they count; None if there are none."""
+        if self._processors.idle:
+            return None
+        known = [[] if one is None else [*one.prompt.tolist(), *one.tokens] for one in self._seated]
+        lengths = np.array([len(row) for row in known])
+        tokens = np.zeros((self.slots, max(1, *lengths)), np.int32)
+        for row, own in zip(tokens, known, strict=True):
+            row[: len(own)] = own
+        sizes = {"capacity": self._cache.spec.capacity, "vocabulary": self._logits.shape[1]}
+        return self._processors.start(tokens, lengths, **sizes)
 
     def _draws(self, given: dict[int, Draws]) -> Draws | None:
         """The draws of all slots, from those of some; None if no slot draws."""

@@ -115,7 +115,7 @@ class History(NamedTuple):
 def process(rules: Rules, history: History, logits: Array, emitted: Array, stop: Array) -> Array:
     """The logits f32[B, V] after the rules, of rows that have emitted so many new tokens: i32[] or i32[B].
 
-    `stop` i32[n] are the stop tokens; negative ones stand for none.
+    `stop` i32[n], or i32[B, n] by row, are the stop tokens; negative ones stand for none.
     """
     B, V = logits.shape
     scores = logits.astype(jnp.float32)
@@ -128,7 +128,8 @@ def process(rules: Rules, history: History, logits: Array, emitted: Array, stop:
     scores = jnp.where(_holds(history.tokens, repeats, V), -jnp.inf, scores)
 
     emitted = jnp.broadcast_to(emitted, (B,))[:, None]
-    ends = _holds(stop[None], stop[None] >= 0, V)
+    stop = stop.reshape(-1, stop.shape[-1])
+    ends = _holds(stop, stop >= 0, V)
     banned = (ends & (emitted < rules.least)) | rules.never[None] | (rules.not_first[None] & (emitted == 0))
     return jnp.where(banned, -jnp.inf, scores)
 

@@ -10,6 +10,7 @@ from flax import nnx
 
 import kvjax
 from kvjax.generation import EngineBusy
+from kvjax.generation.processors import Processors
 from kvjax.generation.sampling import sampling
 from tests.generation.test_generate import FIER, FLUSHING, VOCAB, Tiny, compilations, new_cache, words
 
@@ -83,6 +84,17 @@ def test_tokens_are_those_of_generate(model, draws):
     engine.run()
     whole = kvjax.generate(model, new_cache(2), [prompt, prompt], max_new_tokens=12, **settings)
     assert [request.tokens for request in requests] == whole.rows
+
+
+def test_rules_that_change_logits_count_the_tokens_of_a_request(model):
+    rules = Processors(repetition_penalty=1.7, no_repeat_ngram_size=2, min_new_tokens=6, suppress_tokens=(5,))
+    engine = kvjax.Engine(model, new_cache(2), block=4, chunk=512, processors=rules, stop_tokens=range(8))
+    prompts = words(9, 14, 20)
+    requests = [engine.submit(prompt, max_new_tokens=12)[0] for prompt in prompts]
+    engine.run()
+    for request, prompt in zip(requests, prompts, strict=True):
+        settings = {"max_new_tokens": 12, "processors": rules, "stop_tokens": range(8)}
+        assert request.tokens == kvjax.generate(model, new_cache(), [prompt], **settings).rows[0]
 
 
 def test_a_prompt_is_read_once_for_its_answers_and_a_beginning_is_copied(model):
