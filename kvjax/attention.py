@@ -391,7 +391,7 @@ def _attend_steps(
     def choose(of_late: Array, of_others: Array, axis: int) -> Array:
         return jnp.where(late.reshape(*(1,) * axis, -1, *(1,) * (of_late.ndim - axis - 1)), of_late, of_others)
 
-    return choose(late_out, out, 0), cache, jax.tree.map(lambda *two: choose(*two, 1), late_info, info)
+    return choose(late_out, out, 0), cache, jax.tree.map(lambda a, b: choose(a, b, 1), late_info, info)
 
 
 # ----------------------------------------------------------------------------------------------------------- arguments

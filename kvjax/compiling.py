@@ -171,8 +171,8 @@ def compile_clock() -> Iterator[Clock]:
         clocks.pop()
 
 
-def _listen(event: str, seconds: float, **_: Any) -> None:
+def _listen(event: str, duration_secs: float, **_: Any) -> None:
     if event.startswith("/jax/core/compile/"):
         now = time.monotonic()
         for clock in getattr(_running, "clocks", ()):
-            clock._spans.append((now - seconds, now))
+            clock._spans.append((now - duration_secs, now))

@@ -205,7 +205,8 @@ def shardings(cache: C) -> C:
         )
     made = with_states(cache, [state_shardings(x.policy, x.spec, placement_of(x)) for x in layers_of(cache)])
     if isinstance(made, Cache) and made.rotated_for is not None:
-        made = dataclasses.replace(made, rotated_for=_rows_sharding(placement_of(layers_of(cache)[0])))
+        rows: Any = _rows_sharding(placement_of(layers_of(cache)[0]))
+        made = dataclasses.replace(made, rotated_for=rows)
     return made
 
 

@@ -170,20 +170,20 @@ def take_rows(cache: C, rows: ArrayLike) -> C:
             f"take_rows(rows=...) must be one or more integers [n], rows from 0 to {batch - 1}; got {shown(rows)}"
         )
     if not isinstance(rows, Tracer):
-        known = np.asarray(rows)
-        for i in np.flatnonzero((known < 0) | (known >= batch)):
-            raise ValueError(f"take_rows(rows=...)[{i}] is {known[i]}; the cache has rows 0 to {batch - 1}")
+        given = np.asarray(rows)
+        for i in np.flatnonzero((given < 0) | (given >= batch)):
+            raise ValueError(f"take_rows(rows=...)[{i}] is {given[i]}; the cache has rows 0 to {batch - 1}")
     placement = layers_of(cache)[0].placement
     if placement is not None:
         placement.local(dataclasses.replace(cache.spec, batch=rows.size))
     with own_axes(cache):
-        rows = jnp.asarray(rows, jnp.int32)
-        taken = _take_rows(cache, rows)
+        wanted = jnp.asarray(rows, jnp.int32)
+        taken = _take_rows(cache, wanted)
         if not isinstance(cache, Cache) or cache.rotated_for is None:
             return taken
         held = jnp.concatenate([as_rows(cache, cache.rotated_for), jnp.zeros(1, jnp.int32)])
-        known = (rows >= 0) & (rows < batch)
-        return dataclasses.replace(taken, rotated_for=jnp.take(held, jnp.where(known, rows, batch)))
+        known = (wanted >= 0) & (wanted < batch)
+        return dataclasses.replace(taken, rotated_for=jnp.take(held, jnp.where(known, wanted, batch)))
 
 
 def _reversible(layer: LayerCache, verb: str) -> Policy:

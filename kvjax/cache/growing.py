@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from kvjax.cache.cache import C, Cache, LayerCache, check_cache, init_layer
+from kvjax.cache.cache import C, Cache, LayerCache, check_cache, init_layer, layers_of
 from kvjax.policies.short import refilled
 from kvjax.sharding.placement import axes_of, in_order_of_place, mesh_of
 from kvjax.spec import require_int
@@ -34,12 +34,8 @@ def grow(cache: C, capacity: int) -> C:
             f"grow(capacity={capacity}) is below the cache's capacity of {cache.spec.capacity}, and a cache cannot "
             f"shrink; use at least {cache.spec.capacity}"
         )
-    grown: Any
-    if isinstance(cache, Cache):
-        grown = dataclasses.replace(cache, layers=tuple(_grow(layer, capacity) for layer in cache.layers))
-    else:
-        grown = _grow(cache, capacity)
-    return grown
+    grown: Any = [_grow(layer, capacity) for layer in layers_of(cache)]
+    return dataclasses.replace(cache, layers=tuple(grown)) if isinstance(cache, Cache) else grown[0]
 
 
 def _grow(layer: LayerCache, capacity: int) -> LayerCache:

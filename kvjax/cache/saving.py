@@ -311,9 +311,9 @@ def _homes(cache: Cache | LayerCache) -> list[Any]:
             new = jax.tree.leaves(shapes(partial(init_layer, layer.policy, layer.spec)))
             given = [theirs or ours.sharding for theirs, ours in zip(given, new, strict=True)]
         found += given
-    rows = cache.rotated_for if isinstance(cache, Cache) else None
-    if rows is not None:
-        found.append(shardings(cache).rotated_for if cache.placement is not None else rows.sharding or found[0])
+    if isinstance(cache, Cache) and (rows := cache.rotated_for) is not None:
+        split: Any = shardings(cache).rotated_for if cache.placement is not None else rows.sharding
+        found.append(split or found[0])
     return found
 
 

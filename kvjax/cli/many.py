@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,7 @@ def answer_file(
     with progress, bar(progress, "loading weights"):
         loaded = models.load(directory, dtype=dtype_name(dtype))
     engine = Engine(loaded, policy, slots=min(slots, len(asked)), capacity=capacity, max_waiting=len(asked))
-    running: dict[int, tuple[int, Mapping[str, Any]]] = {}
+    running: dict[int, tuple[int, dict[str, Any]]] = {}
     for ids, (number, line) in zip(tokens, asked.items(), strict=True):
         chat = not isinstance(line["prompt"], str)
         (request,) = engine.submit(

@@ -69,9 +69,9 @@ class Processors:
             known = [*before, *([] if prompt is None else prompt[row, : lengths[row]])][-capacity:]
             tokens[row, : len(known)], count[row] = known, len(known)
         rules = Rules(
-            penalty=np.float32(self.repetition_penalty),
-            ngram=np.int32(self.no_repeat_ngram_size),
-            least=np.int32(self.min_new_tokens),
+            penalty=np.asarray(self.repetition_penalty, np.float32),
+            ngram=np.asarray(self.no_repeat_ngram_size, np.int32),
+            least=np.asarray(self.min_new_tokens, np.int32),
             never=_mask(self.suppress_tokens, vocabulary),
             not_first=_mask(self.begin_suppress_tokens, vocabulary),
         )
@@ -92,7 +92,7 @@ class History(NamedTuple):
     """The tokens that the rules count."""
 
     tokens: Array | np.ndarray  # i32[B, S]
-    count: Array | np.ndarray  # i32[B] tokens[:, :count] are valid
+    count: Array | np.ndarray  # type: ignore[assignment]  # i32[B] tokens[:, :count] are valid
 
     def with_new(self, new: Array | np.ndarray, number: Array | np.ndarray) -> History:
         """With the first `number` i32[] or i32[B] of the tokens `new` i32[B, T] after those of each row."""
@@ -134,14 +134,14 @@ def process(rules: Rules, history: History, logits: Array, emitted: Array, stop:
     return jnp.where(banned, -jnp.inf, scores)
 
 
-def _holds(tokens: Array, valid: Array, vocabulary: int) -> Array:
+def _holds(tokens: Array | np.ndarray, valid: Array | np.ndarray, vocabulary: int) -> Array:
     """bool[B, V]: the tokens that are among `tokens` i32[B, S], where `valid`."""
     rows = jnp.arange(len(tokens))[:, None]
     at = jnp.where(valid, tokens, vocabulary)
     return jnp.zeros((len(tokens), vocabulary), bool).at[rows, at].set(True, mode="drop")
 
 
-def _follows_last(history: History, size: Array) -> Array:
+def _follows_last(history: History, size: Array | np.ndarray) -> Array:
     """bool[B, S]: the places after size - 1 tokens that equal the last ones of the row; none for size 0."""
     tokens, S = jnp.asarray(history.tokens), history.tokens.shape[1]
     place = jnp.arange(S, dtype=jnp.int32)[None]

@@ -240,8 +240,10 @@ class Draws:
             given = getattr(sampling, name)
             settings[name] = np.broadcast_to(off if given is None else on_host(given).astype(off.dtype), (rows,))
         data = on_host(jax.random.key_data(key))
-        keys = jax.random.wrap_key_data(np.broadcast_to(data, (rows, data.shape[-1])), impl=jax.random.key_impl(key))
-        return cls(Sampling(**settings), keys, np.bool_(key.ndim == 0))
+        keys = jax.random.wrap_key_data(
+            jnp.asarray(np.broadcast_to(data, (rows, data.shape[-1]))), impl=jax.random.key_impl(key)
+        )
+        return cls(Sampling(**settings), keys, np.asarray(key.ndim == 0))
 
 
 def drawing(draws: Draws | None, rows: int) -> Callable[[Array, Array], Array]:

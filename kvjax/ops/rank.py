@@ -37,7 +37,7 @@ def top_k(
     return Selection(slots.astype(jnp.int32), best > -jnp.inf)
 
 
-def _top_of_blocks(ranked: Array, k: int) -> list[Array]:
+def _top_of_blocks(ranked: Array, k: int) -> Sequence[Array]:
     """`lax.top_k`, from the k blocks of adjacent values that have the highest maxima.
 
     These hold the k highest values: each block that comes before the block of one has a value that comes before it. Two
