@@ -34,8 +34,9 @@ def grow(cache: C, capacity: int) -> C:
             f"grow(capacity={capacity}) is below the cache's capacity of {cache.spec.capacity}, and a cache cannot "
             f"shrink; use at least {cache.spec.capacity}"
         )
-    grown: Any = [_grow(layer, capacity) for layer in layers_of(cache)]
-    return dataclasses.replace(cache, layers=tuple(grown)) if isinstance(cache, Cache) else grown[0]
+    whole: Any = cache
+    grown = [_grow(layer, capacity) for layer in layers_of(cache)]
+    return dataclasses.replace(whole, layers=tuple(grown)) if isinstance(cache, Cache) else grown[0]
 
 
 def _grow(layer: LayerCache, capacity: int) -> LayerCache:
