@@ -69,8 +69,8 @@ API = {  # page -> title, modules whose exported names stand on it
     "saving": ("Save and restore", ("kvjax.cache.saving",)),
     "policies": ("Policies", ("kvjax.policies",)),
     "selectors": ("Selectors", ("kvjax.selectors", "kvjax.numerics.selection")),
-    "stores": ("Stores", ("kvjax.stores",)),
-    "evictors": ("Demotions and evictors", ("kvjax.stores.demotion", "kvjax.evictors")),
+    "stores": ("Stores and demotions", ("kvjax.stores",)),
+    "evictors": ("Evictors", ("kvjax.evictors",)),
     "partial": ("Partial attention", ("kvjax.numerics.partial",)),
     "operations": ("Operations and kernels", ("kvjax.ops",)),
     "more": ("More", ("kvjax",)),  # names that are in no other module
