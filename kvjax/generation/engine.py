@@ -83,7 +83,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """What an engine has done, and what it is doing."""
+    """Counts of an engine: its requests, tokens and steps so far."""
 
     slots: int
     decoding: int  # requests in slots
