@@ -8,7 +8,7 @@ what one writes in ten lines, without a library, in the same run:
 
 On a GPU, times are those of the kernels; elsewhere the host's clock, with the two programs taking turns, so that a busy
 machine slows both: read the ratios. States are filled with random keys and values; for presets that need the queries of
-a prompt, with a prompt of `--prompt` tokens, and their counts then say that all slots are filled.
+a prompt, with a prompt of `--prompt` tokens, so that these read no more than that many.
 """
 
 from __future__ import annotations
