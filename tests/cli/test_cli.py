@@ -21,6 +21,7 @@ from kvjax.cli.methods import meanings
 from kvjax.cli.options import implementations, in_short, make_policy
 from kvjax.cli.terminal import show_markdown, write_json
 from kvjax.presets.head_files import Heads
+from kvjax.presets.parsing import field_names
 from tests.checkpoint import LAYERS, POSITIONS, D, K, config, weights, write_checkpoint
 
 TEXT = "Call me Ishmael — some years ago. " * 4
@@ -185,8 +186,9 @@ def test_a_method_tells_its_settings(kvjax):
 @pytest.mark.parametrize("name", presets.REGISTRY)
 def test_a_presets_docstring_explains_each_setting_once_in_order(name):
     preset = presets.REGISTRY[name]
-    told = meanings(preset)
-    assert list(told) == list(inspect.signature(preset.make).parameters)
+    told, parameters = meanings(preset), inspect.signature(preset.make).parameters
+    fields = [name for p in parameters.values() for name in field_names(p.default) or ()]
+    assert list(told) == [*parameters, *fields]
     assert all(told.values())
     assert "**" not in "".join(told.values()), "a paragraph was read as a setting"
 
