@@ -104,7 +104,8 @@ def test_json_text_is_the_decoded_new_tokens_and_equals_the_streamed_text(run_js
     code, out, err = kvjax("generate", checkpoint, *args, "--verbose")
     assert code == 0
     assert out == report["text"] + "\n"
-    summary, ran = err.splitlines()
+    summary, parts, ran = err.splitlines()
+    assert parts.startswith("compiling ")
     assert kvjax("generate", checkpoint, *args)[2].count("\n") == 1  # kernels for GPUs are no news on a CPU
     assert f"{len(TEXT.encode())} prompt tokens" in summary
     assert ran == in_short(report["implementations"])
@@ -266,7 +267,7 @@ def test_every_command_has_progress_a_table_and_json(kvjax, checkpoint, files, m
 
 def test_every_command_stands_in_the_table_of_work():
     names = {name for group in _GROUPS.values() for name in group}
-    assert {line.split()[0] for line, _ in WORK} == names - {"bench"}  # it needs a GPU: tests/evaluate/test_kernels.py
+    assert {line.split()[0] for line, _ in WORK} == names - {"bench", "chat", "warm"}  # tests/evaluate/test_kernels.py, tests/cli/test_many.py
 
 
 def test_tables_are_columns_on_a_terminal_and_markdown_in_a_pipe(monkeypatch, capsys):
@@ -437,7 +438,8 @@ def test_the_model_that_ships_answers_the_built_in_prompt(kvjax, monkeypatch):
         i for i, line in enumerate(lines) if line == "Continuing 29 prompt tokens by 5 new ones; the answer follows."
     )
     assert not any(line.startswith("compiling") for line in lines[:announced])
-    assert "\ncompiling 2 programs, for a prompt of 29 tokens and for decode steps of 8 layers, takes about " in err
+    told = [line for line in lines if line.startswith("compiling")]  # a warm cache on disk may leave nothing to tell
+    assert all(line.startswith("compiling 2 programs, for a prompt of 29 tokens and for decode") for line in told)
     assert err.endswith("a step read 32 of 32 tokens\n")
 
 
