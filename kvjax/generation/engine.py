@@ -453,9 +453,9 @@ class Engine:
         if not given:
             return None
         parts = [given.get(slot) or _greedy() for slot in range(self.slots)]
-        data = np.concatenate([on_host(jax.random.key_data(part.keys)) for part in parts])
+        data: Any = np.concatenate([on_host(jax.random.key_data(part.keys)) for part in parts])
         settings = jax.tree.map(lambda *each: np.concatenate(each), *(part.settings for part in parts))
-        return Draws(settings, jax.random.wrap_key_data(jnp.asarray(data)), _OWN_KEYS)
+        return Draws(settings, jax.random.wrap_key_data(data), _OWN_KEYS)
 
     def _end(self, request: Request, reason: str) -> None:
         request.state, request.reason = "done", reason

@@ -240,9 +240,8 @@ class Draws:
             given = getattr(sampling, name)
             settings[name] = np.broadcast_to(off if given is None else on_host(given).astype(off.dtype), (rows,))
         data = on_host(jax.random.key_data(key))
-        keys = jax.random.wrap_key_data(
-            jnp.asarray(np.broadcast_to(data, (rows, data.shape[-1]))), impl=jax.random.key_impl(key)
-        )
+        data_by_row: Any = np.broadcast_to(data, (rows, data.shape[-1]))  # not made a JAX array, by a program
+        keys = jax.random.wrap_key_data(data_by_row, impl=jax.random.key_impl(key))
         return cls(Sampling(**settings), keys, np.asarray(key.ndim == 0))
 
 

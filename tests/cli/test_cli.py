@@ -267,7 +267,11 @@ def test_every_command_has_progress_a_table_and_json(kvjax, checkpoint, files, m
 
 def test_every_command_stands_in_the_table_of_work():
     names = {name for group in _GROUPS.values() for name in group}
-    assert {line.split()[0] for line, _ in WORK} == names - {"bench", "chat", "warm"}  # tests/evaluate/test_kernels.py, tests/cli/test_many.py
+    assert {line.split()[0] for line, _ in WORK} == names - {
+        "bench",
+        "chat",
+        "warm",
+    }  # tests/evaluate/test_kernels.py, tests/cli/test_many.py
 
 
 def test_tables_are_columns_on_a_terminal_and_markdown_in_a_pipe(monkeypatch, capsys):
