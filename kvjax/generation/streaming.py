@@ -391,25 +391,26 @@ class Stream(Iterator[Any]):
         drafted = self._drafter is not None
         count, numbers = (done.emitted, done.numbers) if drafted else (done.step, self._numbers)
         found = jax.tree.map(on_host, (done.tokens, count, done.active, bad, done.attended, done.counted, numbers))
-        self._unread.clear()
-        tokens, count, self._active, (before, after), attended, counted, numbers = found
-        if drafted:
-            self._drafter = self._drafter.with_state(done.state)
-            self._numbers += numbers
-        if self._step == 0:
-            self._check_finite(before, "before the first token")
-        self._count(attended, float(counted))
-        size = int(np.max(count))
-        self._step += size
-        self._left -= size
-        self._check_finite(after, f"by new token {self._step}")
-        tokens = tokens[:, :size]
-        rows = [new[new != PAD].tolist() for new in tokens]
-        for row, new in zip(self.rows, rows, strict=True):
-            row.extend(new)
-        if self._processed is not None:
-            rules, history = self._processed
-            self._processed = rules, history.with_rows(rows)
+        with _interrupts_wait():  # what is read is noted as a whole
+            self._unread.clear()
+            tokens, count, self._active, (before, after), attended, counted, numbers = found
+            if drafted:
+                self._drafter = self._drafter.with_state(done.state)
+                self._numbers += numbers
+            if self._step == 0:
+                self._check_finite(before, "before the first token")
+            self._count(attended, float(counted))
+            size = int(np.max(count))
+            self._step += size
+            self._left -= size
+            self._check_finite(after, f"by new token {self._step}")
+            tokens = tokens[:, :size]
+            rows = [new[new != PAD].tolist() for new in tokens]
+            for row, new in zip(self.rows, rows, strict=True):
+                row.extend(new)
+            if self._processed is not None:
+                rules, history = self._processed
+                self._processed = rules, history.with_rows(rows)
         return tokens
 
     def _count(self, attended: np.ndarray, steps: float) -> None:

@@ -89,7 +89,7 @@ def test_take_rows_serves_beams_under_jit_with_a_donated_cache():
         ([[0, 1]], "one or more integers"),
         ([0, 3], r"\[1\] is 3; the cache has rows 0 to 2"),
         ([-1], r"\[0\] is -1"),
-        (np.array([2**32], np.int64), r"\[0\] is 4294967296"),
+        (np.array([2**32], np.int64), "got 4294967296"),
     ],
 )
 def test_take_rows_refuses_rows_that_do_not_exist(rows, message):

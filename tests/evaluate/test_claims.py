@@ -250,7 +250,7 @@ def test_figures_have_named_axes_and_all_that_was_measured():
 def test_what_is_compared_can_be_made():
     spec = CacheSpec(batch=1, q_heads=8, kv_heads=2, head_dim=64, capacity=1024, dtype="float32")
     compared = groups(256)
-    assert list(compared)[-2:] == ["Fier g=32, pages of 16", "Quest"]
+    assert list(compared)[-2:] == ["Quest, chunks of 32", "Quest"]
     for policy in compared.values():
         jax.eval_shape(lambda policy=policy: kvjax.init_layer(policy, spec))
 
