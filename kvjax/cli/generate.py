@@ -441,7 +441,8 @@ class _Ahead:
         programs, layers = max(2, len(self._running)), job.checkpoint.config.layers
         at_once = min(os.cpu_count() or 1, programs)
         seconds = round((1 + SECONDS_A_LAYER * layers) * programs / at_once)
-        kept: Any = jax.config.read("jax_compilation_cache_dir")
+        config: Any = jax.config
+        kept = config.jax_compilation_cache_dir
         then = f", once: they are kept in {kept}" if kept else ""
         say(
             f"compiling {programs} programs, for a prompt of {len(job.tokens)} tokens and for decode steps of "
