@@ -16,7 +16,7 @@ import dataclasses
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -127,7 +127,7 @@ class Engine:
         prompts sooner.
       chunk: most tokens of prompts that are read between two blocks, unless nothing is decoding.
       max_waiting: requests that may wait for a slot.
-      stop_tokens: of requests that name none; those of the checkpoint by default.
+      stop_tokens: of requests that name none; by default those of the checkpoint, after chat messages those of chats.
       processors: rules that change the logits of all requests; those of the checkpoint by default.
 
     Raises:
@@ -147,14 +147,14 @@ class Engine:
         stop_tokens: int | Iterable[int] | None = None,
         processors: Processors | None = None,
     ) -> None:
-        self.tokenizer, self._encode = None, None
+        self.tokenizer: Any = None
+        self._checkpoint: Any = None
         if hasattr(model, "init_cache") and hasattr(model, "encode"):
             if slots is None or capacity is None:
                 raise ValueError("Engine(checkpoint) needs slots=..., the rows of its cache, and capacity=... of a row")
             made = model.init_cache(cache, batch=require_int("slots", slots, at_least=1), capacity=capacity)
-            stop_tokens = model.stop_tokens if stop_tokens is None else stop_tokens
             processors = model.processors if processors is None else processors
-            self.tokenizer, self._encode = model.tokenizer, model.encode
+            self.tokenizer, self._checkpoint = model.tokenizer, model
             model, cache = model.model, made
         elif slots is not None or capacity is not None:
             raise ValueError("slots and capacity are for a checkpoint; make the cache of a model with kvjax.init")
@@ -166,7 +166,7 @@ class Engine:
         self.chunk = require_int("chunk", chunk, at_least=2)
         self.max_waiting = require_int("max_waiting", max_waiting, at_least=1)
         self.slots = cache.spec.batch
-        self._stop_tokens = () if stop_tokens is None else stop_tokens
+        self._stop_tokens = stop_tokens
         self._processors = Processors() if processors is None else processors
         self._whole = model
         self._model: Model = Flat.of(model)
@@ -211,10 +211,13 @@ class Engine:
           ValueError: a request that can never be served.
         """
         n = require_int("submit(n=...)", n, at_least=1)
-        if self._encode is not None and (isinstance(prompt, str) or (prompt and isinstance(prompt[0], dict))):
-            prompt = self._encode(prompt)
+        checkpoint, stop = self._checkpoint, self._stop_tokens if stop_tokens is None else stop_tokens
+        chat = isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], Mapping)
+        if checkpoint is not None and (chat or isinstance(prompt, str)):
+            prompt = checkpoint.encode(prompt)
+        if stop is None:
+            stop = () if checkpoint is None else checkpoint.chat_stop_tokens if chat else checkpoint.stop_tokens
         tokens, lengths = pad_prompt([prompt], rows=1)
-        stop = self._stop_tokens if stop_tokens is None else stop_tokens
         found = check_request(
             self._whole, self._empty, tokens, lengths, max_new_tokens=max_new_tokens, stop_tokens=stop
         )
@@ -276,8 +279,12 @@ class Engine:
 
     def warm_up(self) -> None:
         """Compiles the programs that `step` runs: the two chunks of a prompt, the move into a slot, and decoding with
-        and without draws."""
+        and without draws. Call it before the first request."""
         with self._lock:
+            if self._has_work():
+                raise ValueError(
+                    "warm_up takes an idle engine: it writes to its slots; call it before the first request"
+                )
             for size in (self.chunk, LAST_CHUNK) if not self._whole_prompts else ():
                 tokens, length = np.zeros((1, size), np.int32), np.ones(1, np.int32)
                 logits, row = _read_chunk(self._whole, self._new_row(), tokens, length, first_chunk=False)

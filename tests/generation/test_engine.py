@@ -12,6 +12,7 @@ import kvjax
 from kvjax.generation import EngineBusy
 from kvjax.generation.processors import Processors
 from kvjax.generation.sampling import sampling
+from tests.checkpoint import write_checkpoint
 from tests.generation.test_generate import FIER, FLUSHING, VOCAB, Tiny, compilations, new_cache, words
 
 HOSTED = dataclasses.replace(FLUSHING, store=kvjax.HostOffload())
@@ -196,3 +197,26 @@ def test_engine_refuses_a_cache_that_holds_tokens(model):
     _, cache = kvjax.generation.prefill(model, new_cache(), words(3))
     with pytest.raises(ValueError, match="empty cache"):
         kvjax.Engine(model, cache)
+
+
+def test_warm_up_touches_no_request(model):
+    engine = kvjax.Engine(model, new_cache(2), block=3)
+    (request,) = engine.submit(np.array([3, 4, 5]), max_new_tokens=7)
+    engine.step()
+    with pytest.raises(ValueError, match="warm_up takes an idle engine"):
+        engine.warm_up()
+    engine.run()
+    assert [request.tokens] == alone(model, kvjax.presets.full(), 2, [3, 4, 5], max_new_tokens=7)
+
+
+def test_chat_messages_end_at_the_stop_tokens_of_a_chat(tmp_path):
+    checkpoint = kvjax.models.load(write_checkpoint(tmp_path / "chat"))
+    engine = kvjax.Engine(checkpoint, slots=1, capacity=128)
+    asked = {"text": "Hello", "messages": [{"role": "user", "content": "Hello"}]}
+    found = {name: engine.submit(prompt, max_new_tokens=6)[0] for name, prompt in asked.items()}
+    engine.run()
+    for name, request in found.items():
+        assert request.tokens == checkpoint.generate(asked[name], max_new_tokens=6).tokens
+    ends = set(found["messages"].stop.tolist()) - {-1}
+    assert ends == set(checkpoint.chat_stop_tokens)
+    assert set(found["text"].stop.tolist()) - {-1} == set(checkpoint.stop_tokens)
