@@ -16,7 +16,7 @@ from rich.progress import Progress
 from safetensors.numpy import save_file
 
 from kvjax import CacheSpec, Fier, generation, presets
-from kvjax.cli import _GROUPS, main
+from kvjax.cli import _GROUPS
 from kvjax.cli.generate import EXAMPLE, _in_layers
 from kvjax.cli.methods import meanings
 from kvjax.cli.options import implementations, in_short, make_policy
@@ -26,23 +26,6 @@ from kvjax.presets.parsing import field_names
 from tests.checkpoint import LAYERS, POSITIONS, D, K, config, weights, write_checkpoint
 
 TEXT = "Call me Ishmael — some years ago. " * 4
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
-
-
-@pytest.fixture
-def kvjax(capsys):
-    """Runs the command by its entry point and returns (exit code, stdout, stderr)."""
-
-    def run(*args):
-        code = main([str(arg) for arg in args])
-        out, err = capsys.readouterr()
-        return code, out, err
-
-    return run
 
 
 @pytest.fixture

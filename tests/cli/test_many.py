@@ -7,24 +7,7 @@ import re
 import pytest
 
 from kvjax import models
-from kvjax.cli import main
 from tests.checkpoint import write_checkpoint
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
-
-
-@pytest.fixture
-def kvjax(capsys):
-    """Runs the command by its entry point and returns (exit code, stdout, stderr)."""
-
-    def run(*args):
-        code = main([str(arg) for arg in args])
-        return code, *capsys.readouterr()
-
-    return run
 
 
 def test_each_prompt_gets_the_answer_that_it_gets_alone(kvjax, checkpoint, tmp_path):
