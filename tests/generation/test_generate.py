@@ -593,6 +593,7 @@ def test_an_interrupt_leaves_a_stream_usable(model):
             try:
                 armed[0] = True
                 next(again)
+                armed[0] = False  # inside of `try`: an interrupt outside of it would end the tests
             except KeyboardInterrupt:
                 interrupted += 1
     finally:
