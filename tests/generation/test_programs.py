@@ -145,8 +145,17 @@ def test_stop_tokens_of_most_requests_have_one_shape():
     assert stop_array((4, 2)).tolist() == [4, 2] + [-1] * 6
 
 
-DEEP = Decoder(dataclasses.replace(CONFIG, layers=20, windows=()))
+DEEP = Decoder(dataclasses.replace(CONFIG, layers=4, windows=()))  # of one kind, so that it can be read by layer
 FREEKV = kvjax.presets.freekv(32, sink=4, local=4, page=4)
+
+
+def test_a_model_of_many_layers_is_deep():
+    for layers, deep in ((19, False), (20, True)):
+        model = jax.eval_shape(lambda n=layers: Decoder(dataclasses.replace(CONFIG, layers=n, windows=())))
+        for policy, kinds in ((kvjax.Full(), 1), (FREEKV, 2)):  # whose first layer is dense
+            spec = model.spec(batch=1, capacity=288)
+            cache = jax.eval_shape(lambda p=policy, s=spec, n=layers: kvjax.init(p, s, layers=n))
+            assert prefilling._by_layer(model, cache) == (deep or kinds == 1)
 
 
 @pytest.mark.parametrize(
@@ -162,11 +171,12 @@ FREEKV = kvjax.presets.freekv(32, sink=4, local=4, page=4)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_deep_model_reads_a_prompt_layer_by_layer(policy, batch, monkeypatch):
     monkeypatch.setattr(prefilling, "CPU_CHUNKS", SMALL)
+    monkeypatch.setattr(prefilling, "DEEP", 2)
     rng = np.random.default_rng(2)
     prompt = pad_prompt(words(rng, *(70, 20, 101)[:batch]), rows=batch)
 
     def read():
-        cache = kvjax.init(policy, DEEP.spec(batch=batch, capacity=288), layers=20)
+        cache = kvjax.init(policy, DEEP.spec(batch=batch, capacity=288), layers=DEEP.config.layers)
         return prefilling.prefill(DEEP, cache, *prompt)
 
     jax.clear_caches()
@@ -191,7 +201,9 @@ def test_a_deep_model_reads_a_prompt_layer_by_layer(policy, batch, monkeypatch):
     ids=["fier", "freekv"],
 )
 @pytest.mark.parametrize("model", [Decoder(CONFIG), DEEP], ids=["shallow", "deep"])
-def test_programs_that_compiled_ahead_for_shapes_are_those_that_run(model, policy):
+def test_programs_that_compiled_ahead_for_shapes_are_those_that_run(model, policy, monkeypatch):
+    if model is DEEP:
+        monkeypatch.setattr(prefilling, "DEEP", 2)
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), model)
     jax.clear_caches()
     cache = kvjax.init(policy, model.spec(batch=1, capacity=288), layers=model.config.layers)
