@@ -38,7 +38,7 @@ def differences(
     one, other = names
     if isinstance(saved, dict) and isinstance(wanted, dict):
         if saved.get("kind") != wanted.get("kind"):  # their fields are not comparable
-            return [f"{where}.kind is {saved.get('kind')} {one}, {wanted.get('kind')} {other}"]
+            return [f"{where}.kind is {_brief(saved.get('kind'))} {one}, {_brief(wanted.get('kind'))} {other}"]
         pairs = [
             (saved.get(n, "absent"), wanted.get(n, "absent"), f"{where}.{n}" if where else n)
             for n in dict.fromkeys((*saved, *wanted))
@@ -48,15 +48,24 @@ def differences(
             return [f"{where} has {len(saved)} entries {one}, {len(wanted)} {other}"]
         pairs = [(a, b, f"{where}[{i}]") for i, (a, b) in enumerate(zip(saved, wanted, strict=True))]
     else:
-        return [] if saved == wanted else [f"{where} is {saved} {one}, {wanted} {other}"]
+        return [] if saved == wanted else [f"{where} is {_brief(saved)} {one}, {_brief(wanted)} {other}"]
     return [line for pair in pairs for line in differences(*pair, names=names)]
 
 
-def told_once(different: list[str]) -> list[str]:
-    """Differences, with equal ones of several layers merged, and those of arrays only if there are no others.
+def _brief(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def told_once(different: list[str], most: int = 2) -> list[str]:
+    """Differences, with equal ones of several layers merged, at most `most` of them, and how many more there are.
+
+    Those of arrays are told only if there are no others, since most follow from those.
 
     >>> told_once([f"layers[{i}].policy.budget is 64 in the save, 128 wanted" for i in range(3)])
     ['policy.budget is 64 in the save, 128 wanted (layers 0 to 2)']
+    >>> told_once([f"arrays.{name} is float32[4] in the save, float32[8] wanted" for name in "kvq"], most=1)
+    ['arrays.k is float32[4] in the save, float32[8] wanted', 'and 2 more']
     """
     causes = [line for line in different if not line.startswith("arrays")] or different
     layers: dict[str, list[str]] = {}
@@ -64,4 +73,5 @@ def told_once(different: list[str]) -> list[str]:
         inside = line.startswith("layers[")
         number, _, what = line.removeprefix("layers[").partition("].") if inside else ("", "", line)
         layers.setdefault(what, []).append(number)
-    return [f"{what} (layers {n[0]} to {n[-1]})" if len(n) > 1 else what for what, n in layers.items()]
+    told = [f"{what} (layers {n[0]} to {n[-1]})" if len(n) > 1 else what for what, n in layers.items()]
+    return told if len(told) <= most else [*told[:most], f"and {len(told) - most} more"]

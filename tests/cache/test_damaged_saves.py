@@ -27,6 +27,7 @@ import pytest
 
 import kvjax
 from kvjax.cache import saving
+from kvjax.cache.describing import differences, told_once
 from kvjax.cache.saving import DamagedSaveError
 
 SPEC = kvjax.CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=64, dtype="float32")
@@ -437,6 +438,21 @@ def test_a_difference_is_told_once_for_all_layers(tmp_path: Path) -> None:
         kvjax.restore(tmp_path, kvjax.init(kvjax.Full(), SPEC, layers=4))
     with pytest.raises(ValueError, match=r"has the cache of a whole model, and `like` is one of one layer; .* init$"):
         kvjax.restore(tmp_path, empty())
+
+
+def test_of_many_differences_two_are_told(tmp_path: Path) -> None:
+    """A long message would hide its cause; arrays are told only if no field of a policy or spec differs."""
+    kvjax.save(tmp_path, empty())
+    fields = dict(budget=32, sink=8, local=16, dense_below=64, demote=kvjax.Fifo(leave=32))
+    with pytest.raises(ValueError, match=r"budget is 24 in the save, 32 wanted;.*; and \d more$") as error:
+        kvjax.restore(tmp_path, empty(dataclasses.replace(POLICY, **fields)))
+    assert str(error.value).count(" wanted") == 2
+    edit(tmp_path, lambda about: about["layers"][0]["spec"].update(capacity=5))
+    with pytest.raises(ValueError, match=r"again: arrays\..*; and \d+ more$") as error:
+        kvjax.restore(tmp_path, empty())
+    assert len(str(error.value).replace(str(tmp_path), "")) < 350
+    told = told_once(differences({"a": "long " * 1000, "kind": "x" * 999}, {"a": 5, "kind": "y"}))
+    assert sum(map(len, told)) < 200
 
 
 def test_numpy_numbers_in_a_policy_are_those_of_python(tmp_path: Path) -> None:
