@@ -8,10 +8,13 @@ a sandbox that it has hardened.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from functools import cached_property
+from operator import index
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 # Classes that read tokenizer.json as it is. Others change it while loading, such as Llama's, which adds or drops <s>.
 AS_IN_THE_FILE = ("PreTrainedTokenizerFast", "TokenizersBackend", "Qwen2Tokenizer", "Qwen2TokenizerFast")
@@ -51,19 +54,32 @@ class FileTokenizer:
         return getattr(self._whole, name)
 
     def __call__(
-        self, text: str | Sequence[str], *, add_special_tokens: bool = True, verbose: bool = True, **more: Any
+        self, text: Any = None, *more: Any, add_special_tokens: bool = True, verbose: bool = True, **named: Any
     ) -> Any:
-        if more:
-            return self._whole(text, add_special_tokens=add_special_tokens, verbose=verbose, **more)
-        if isinstance(text, str):
-            return Encoded(input_ids=self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
-        found = self._tokenizer.encode_batch(list(text), add_special_tokens=add_special_tokens)
-        return Encoded(input_ids=[one.ids for one in found])
+        several = isinstance(text, list) and all(isinstance(one, str) for one in text)
+        if more or named or not (several or isinstance(text, str)):
+            return self._whole(text, *more, add_special_tokens=add_special_tokens, verbose=verbose, **named)
+        if several:
+            found = self._tokenizer.encode_batch(text, add_special_tokens=add_special_tokens)
+            return Encoded(input_ids=[one.ids for one in found])
+        return Encoded(input_ids=self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(
-        self, ids: Sequence[int], skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = False
-    ) -> str:
-        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+        self,
+        token_ids: Any,
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool | None = None,
+        **named: Any,
+    ) -> Any:
+        """The text of one id or of a sequence, or a list of texts of several; arrays of any kind may hold them."""
+        ids = token_ids["input_ids"] if isinstance(token_ids, Mapping) else token_ids
+        ids = ids.tolist() if hasattr(ids, "tolist") else ids
+        if named or isinstance(ids, str):
+            return self._whole.decode(ids, skip_special_tokens, **named)
+        ids = [ids] if isinstance(ids, int) else list(ids)
+        if ids and np.ndim(ids[0]):
+            return [self.decode(one, skip_special_tokens) for one in ids]
+        return self._tokenizer.decode([index(i) for i in ids], skip_special_tokens=skip_special_tokens)
 
     def get_vocab(self) -> dict[str, int]:
         return self._tokenizer.get_vocab(with_added_tokens=True)

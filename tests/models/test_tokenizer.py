@@ -1,8 +1,11 @@
 """A tokenizer read from tokenizer.json alone equals that of transformers, or is not used."""
 
 import json
+import re
 import shutil
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,6 +35,53 @@ def test_it_encodes_and_decodes_as_transformers_does(both, text):
             got = one.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
             assert got == whole.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
     assert one([text, text]).input_ids == whole([text, text]).input_ids
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        *(5, np.int32(5), np.array(5), jnp.int32(5)),
+        *([], [5, 6], (5, 6), range(3, 5), [np.int64(5)], [jnp.int32(5)], np.zeros(0, int), jnp.array([5, 6])),
+        *([[]], ((5, 6), [7]), [np.array([5, 6])], np.array([[5, 6], [7, 8]]), jnp.array([[5, 6], [7, 8]])),
+        {"input_ids": [5, 6]},
+    ],
+    ids=lambda ids: repr(ids).replace("\n", ""),
+)
+def test_it_decodes_whatever_transformers_does(both, ids):
+    one, whole = both
+    try:
+        wanted = whole.decode(ids)
+    except TypeError:  # transformers takes no arrays of jax inside of a list, and no list of arrays
+        wanted = whole.decode(np.asarray(ids).tolist())
+    assert one.decode(ids) == wanted
+    assert one.decode(token_ids=ids, skip_special_tokens=True) == wanted
+
+
+@pytest.mark.parametrize("ids", [[5.0], "12", None, np.array([5.0]), {5.0}, object()], ids=repr)
+def test_what_transformers_does_not_decode_is_refused(both, ids):
+    for each in both:
+        with pytest.raises(TypeError):
+            each.decode(ids)
+
+
+@pytest.mark.parametrize("text", ["a b", ["a", "b c"], ("a", "b c")], ids=repr)
+def test_it_takes_the_texts_that_transformers_takes(both, text):
+    one, whole = both
+    try:
+        wanted = whole(text)["input_ids"]
+    except ValueError as error:
+        with pytest.raises(ValueError, match=re.escape(str(error)[:60])):
+            one(text)
+        return
+    assert one(text)["input_ids"] == one(text=text)["input_ids"] == wanted
+
+
+def test_what_is_asked_beside_is_left_to_transformers(both):
+    one, whole = both
+    assert one("a", "b").input_ids == one(text="a", text_pair="b").input_ids == whole("a", "b").input_ids
+    assert one.encode("a b") == whole.encode("a b")
+    assert one.batch_decode([[5, 6], [7]]) == whole.batch_decode([[5, 6], [7]])
+    np.testing.assert_array_equal(*(each("a b", return_tensors="np").input_ids for each in both))
 
 
 def test_its_tokens_are_those_of_transformers(both):
