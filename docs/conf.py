@@ -23,11 +23,14 @@ author = "the kvjax authors"
 copyright = "the kvjax authors, Apache-2.0"
 version = release = kvjax.__version__
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.linkcode", "sphinx.ext.napoleon"]
+extensions = ["myst_nb", "sphinx_copybutton", "sphinx.ext.autodoc", "sphinx.ext.linkcode", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 4
-nb_execution_mode = "force" if os.environ.get("KVJAX_SITE_EXECUTE") else "off"
+copybutton_prompt_text = r"\$ |>>> "
+copybutton_prompt_is_regexp = True
+nb_execution_mode = "cache" if os.environ.get("KVJAX_SITE_EXECUTE") else "off"
+nb_execution_cache_path = os.environ.get("KVJAX_SITE_EXECUTE", "")  # a folder of outputs, by the text of a notebook
 nb_execution_timeout = 1200  # a cell takes less than a minute, and longer on a busy machine
 nb_execution_raise_on_error = True
 nb_merge_streams = True

@@ -9,6 +9,7 @@ errors.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import inspect
 import os
 import re
@@ -25,12 +26,12 @@ from urllib.parse import unquote, urldefrag, urlparse
 ROOT = Path(__file__).resolve().parents[1]
 
 COPIED = (
-    "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "MAINTAINING.md", "benchmarks/NOTES.md",
-    "benchmarks/README.md", "training/README.md", "kvjax/data/kvjax-26m/README.md",
+    "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "MAINTAINING.md", "SECURITY.md",
+    "benchmarks/NOTES.md", "benchmarks/README.md", "training/README.md", "kvjax/data/kvjax-26m/README.md",
 )  # fmt: skip
 CONTENTS = {  # caption -> pages; of the guides, methods, notebooks and API below
-    "Start": ["docs/getting_started", "docs/concepts"],
-    "Methods": ["docs/methods", "docs/support"],
+    "Start": ["docs/getting_started", "docs/concepts", "docs/faq"],
+    "Methods": ["docs/methods", "docs/gallery", "docs/support"],
     "Guides": ["docs/guides"],
     "Notebooks": [],
     "Measurements": [
@@ -47,6 +48,7 @@ CONTENTS = {  # caption -> pages; of the guides, methods, notebooks and API belo
         "CHANGELOG",
         "CONTRIBUTING",
         "MAINTAINING",
+        "SECURITY",
         "docs/citation",
         "kvjax/data/kvjax-26m/README",
         "training/README",
@@ -102,6 +104,8 @@ def stage(folder: Path) -> None:
             shutil.copyfile(path, target)
     for path in (ROOT / "benchmarks" / "results").glob("*.svg"):
         _put(folder / path.relative_to(ROOT), path.read_text())
+    own = list(REGISTRY)
+    _put(folder / "docs" / "gallery.md", gallery(own))
     notebooks = sorted((ROOT / "notebooks").glob("*.ipynb"))
     for path in notebooks:
         (folder / "notebooks").mkdir(exist_ok=True)
@@ -112,7 +116,6 @@ def stage(folder: Path) -> None:
     }
     contents["Notebooks"] = [f"notebooks/{path.stem}" for path in notebooks]
     contents["API"] = [f"docs/api/{page}" for page in api_pages(folder / "docs" / "api")]
-    own = list(REGISTRY)
     split_methods(folder / "docs", own)
     readme = (ROOT / "README.md").read_text()
     trees = "".join(_tree(pages, caption) for caption, pages in contents.items())
@@ -138,6 +141,19 @@ def _tree(pages: list[str], caption: str = "", options: str = ":hidden:") -> str
 def _put(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
+
+
+def gallery(own: list[str]) -> str:
+    """A page with the picture of what each decode step reads, of each method that has one."""
+    shown = "\n\n".join(
+        f"[![{name}](pictures/reads_{name}.svg)](methods.md#{name})\n[`{name}`](methods.md#{name})"
+        for name in own
+        if (ROOT / "docs" / "pictures" / f"reads_{name}.svg").exists()
+    )
+    return (
+        "# What a step reads\n\nEach picture is one cache, drawn from what `kvjax.attention_info` returned: a row is a "
+        f"decode step, a column a token of the text.\n\n:::::{{container}} gallery\n{shown}\n:::::\n"
+    )
 
 
 def split_methods(docs: Path, own: list[str]) -> None:
@@ -259,8 +275,21 @@ def broken_links(site: Path) -> Iterator[str]:
                 yield f"{where} links to {address}: no such heading"
 
 
+def _outputs() -> Path:
+    """The folder that keeps the outputs of notebooks, which another text of the library's code makes stale."""
+    code = hashlib.sha256()
+    for path in sorted(
+        path for folder in ("kvjax", "models", "kernels_pallas") for path in (ROOT / folder).rglob("*.py")
+    ):
+        code.update(path.read_bytes())
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    return cache / "kvjax" / "notebooks" / code.hexdigest()[:16]
+
+
 def build(out: Path, *, execute: bool = False) -> None:
     """Writes the site to `out`.
+
+    With `execute`, a notebook shows the outputs of its last run here if neither it nor the library has changed since.
 
     Raises:
       RuntimeError: Sphinx warned, or a link is broken.
@@ -268,7 +297,7 @@ def build(out: Path, *, execute: bool = False) -> None:
     from sphinx.cmd.build import main
 
     if execute:
-        os.environ["KVJAX_SITE_EXECUTE"] = "1"
+        os.environ["KVJAX_SITE_EXECUTE"] = str(_outputs())
     with tempfile.TemporaryDirectory() as folder:
         stage(Path(folder))
         status = main(["-q", "-W", "--keep-going", "-b", "html", "-c", str(ROOT / "docs"), folder, str(out)])
