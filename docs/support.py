@@ -147,11 +147,11 @@ def page() -> str:
         cells = [f"[`{preset.name}`](methods.md#{preset.name})"]
         for name, feature in TRACED.items():
             refusal = tried(feature, policies[preset.name])
-            cells.append("no" if refusal else "yes")
+            cells.append("–" if refusal else "✓")
             if refusal:
                 why.setdefault((name, refusal), []).append(f"`{preset.name}`")
         takes = preset.settings
-        rows.append(cells + ["yes" if setting in takes else "" for setting in SETTINGS.values()])
+        rows.append(cells + ["✓" if setting in takes else "" for setting in SETTINGS.values()])
     kernels = [
         [f"`{name}`", ", ".join(f"`{op}`" for op in operations(policy)) or "none"] for name, policy in policies.items()
     ]
@@ -170,7 +170,7 @@ an NVIDIA GPU of [these](#gpus) and jax 0.11 or later; elsewhere plain JAX does 
 ## Methods and features
 
 {table(["method", *TRACED, *SETTINGS], rows)}
-A blank means that the preset has no such setting.
+– is refused with an error. A blank means that the preset has no such setting.
 
 ## What is refused, and why
 

@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvjax.cli.generate import STDIN, read_prompt
-from kvjax.cli.options import AsJson, Dtype, complete_cache, dtype_name, model_directory, without_weights
+from kvjax.cli.generate import read_prompt
+from kvjax.cli.options import (
+    AsJson,
+    DenseLayers,
+    Dtype,
+    ModelDir,
+    PromptFile,
+    complete_cache,
+    dtype_name,
+    model_directory,
+    without_weights,
+)
 from kvjax.cli.terminal import bar, bars, say, show, write_json
 
 if TYPE_CHECKING:
     from kvjax.evaluate.side_by_side import Answer
 
-_PATH = re.compile(r"(~|\.{0,2})/\S*|\S*\.(txt|md|json|jsonl)")
 DEFAULT = ("full", "fier", "quest", "snapkv", "logquant")
 
 
 def compare(
-    prompt: Annotated[
-        str, typer.Argument(metavar="TEXT_OR_FILE", help="The prompt, or a UTF-8 file that holds it, or - for stdin.")
-    ],
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="MODEL_DIR",
-            help="Directory of a checkpoint in Hugging Face format. Default: the model that ships with kvjax.",
-            show_default=False,
-        ),
-    ] = None,
+    model_dir: ModelDir = None,
+    prompt: Annotated[str | None, typer.Option(help="The prompt as text.", show_default=False)] = None,
+    prompt_file: PromptFile = None,
+    example: Annotated[
+        bool, typer.Option("--example", help="Use the built-in prompt of kvjax generate --example.")
+    ] = False,
     cache: Annotated[
         list[str] | None,
         typer.Option(
@@ -44,6 +46,7 @@ def compare(
         int | None,
         typer.Option(help="Tokens that a step reads for each KV head, for methods with a budget.", show_default="256"),
     ] = None,
+    dense_layers: DenseLayers = 2,
     max_new_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 32,
     dtype: Dtype = None,
     as_json: AsJson = False,
@@ -52,12 +55,12 @@ def compare(
 
     Decoding is greedy. "same" counts the leading tokens that equal the first method's. Times exclude compilation.
     """
-    text = _read(prompt)
-    kind, directory = dtype_name(dtype), model_directory(model)
+    kind, directory = dtype_name(dtype), model_directory(model_dir)
+    text = read_prompt(prompt, prompt_file, example=example)
     from kvjax import models
     from kvjax.evaluate.side_by_side import prepare, side_by_side
 
-    asked: Any = {"budget": budget, "max_new_tokens": max_new_tokens}
+    asked: Any = {"budget": budget, "dense_layers": dense_layers, "max_new_tokens": max_new_tokens}
     caches, progress = cache or list(DEFAULT), bars()
     with progress, bar(progress, "reading the prompt"):
         prepare(without_weights(directory), text, caches, **asked)  # raises errors before the weights are loaded
@@ -73,19 +76,6 @@ def compare(
             say(f"{answer.cache}: {answer.refused}")
     if all(answer.refused for answer in found):
         raise ValueError("no cache could be run; the reasons are above")
-
-
-def _read(given: str) -> str:
-    """The prompt, or the text of the file that it names."""
-    path = Path(given)
-    if path == STDIN or (0 < len(given) < 1024 and "\n" not in given and path.exists()):
-        return read_prompt(None, path, file_option="TEXT_OR_FILE")
-    if _PATH.fullmatch(given):  # a path without a file; the model would continue its text
-        raise ValueError(
-            f"TEXT_OR_FILE {given}: there is no such file; if it is the prompt itself, give it on stdin: "
-            "echo TEXT | kvjax compare -"
-        )
-    return read_prompt(given, None)
 
 
 def _table(found: list[Answer]) -> Any:

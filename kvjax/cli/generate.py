@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from kvjax.cli.many import answer_file
+from kvjax.cli.many import answer_many
 from kvjax.cli.options import (
     AsJson,
     Dtype,
     ModelDir,
+    PromptFile,
     capacity_over,
     complete_cache,
     dtype_name,
@@ -56,13 +57,13 @@ JSON_BLOCK = 16  # decode steps between two transfers to the host; --json does n
 
 def generate(
     model_dir: ModelDir = None,
-    prompt: Annotated[str | None, typer.Option(help="The prompt as text.", show_default=False)] = None,
-    prompt_file: Annotated[
-        Path | None,
+    texts: Annotated[
+        list[str] | None,
         typer.Option(
-            help="UTF-8 file with the prompt, or - for stdin. One trailing newline is dropped.", show_default=False
+            "--prompt", help="The prompt as text. Several are answered as those of --prompts are.", show_default=False
         ),
     ] = None,
+    prompt_file: PromptFile = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -176,14 +177,17 @@ def generate(
     policy, budget = make_policy(cache, budget)
     draw = requested_sampling(temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     _check_options(max_new_tokens, seed, speculate, draft)
-    if prompts is not None:
-        other = {"--prompt": prompt, "--prompt-file": prompt_file, "--example": example, "--speculate": speculate}
-        other |= {"--draft": draft, "--mesh": mesh, "--distributed": distributed, "--chat": chat, "--json": as_json}
-        for name, value in other.items():
+    texts = texts or []
+    prompt = texts[0] if texts else None
+    if prompts is not None or len(texts) > 1:
+        many = "several --prompt" if prompts is None else "--prompts"
+        other = {"--prompt": prompts and prompt, "--prompt-file": prompt_file, "--example": example, "--chat": chat}
+        other |= {"--speculate": speculate, "--draft": draft, "--mesh": mesh, "--distributed": distributed}
+        for name, value in (other | {"--json": as_json}).items():
             if value:
-                raise ValueError(f"--prompts and {name} cannot be given together")
+                raise ValueError(f"{many} and {name} cannot be given together")
         settings: dict[str, Any] = {"model_dir": model_dir, "policy": policy, "slots": slots, "dtype": dtype}
-        answer_file(prompts, out, max_new_tokens=max_new_tokens, sampling=draw, seed=seed, **settings)
+        answer_many(prompts or texts, out, max_new_tokens=max_new_tokens, sampling=draw, seed=seed, **settings)
         return
     if out is not None:
         raise ValueError("--out is for the answers to --prompts; redirect stdout for a single prompt")
@@ -191,10 +195,10 @@ def generate(
         join_processes()
     placement = make_placement(mesh)
     kind = dtype_name(dtype)
+    directory = model_directory(model_dir)
     text = read_prompt(prompt, prompt_file, example=example)
     if example and max_new_tokens is None:
         max_new_tokens = EXAMPLE_TOKENS
-    directory = model_directory(model_dir)
 
     import jax
 
@@ -489,20 +493,18 @@ def _is_text(argument: str) -> bool:
     return True
 
 
-def read_prompt(
-    prompt: str | None, file: Path | None, *, example: bool = False, file_option: str = "--prompt-file"
-) -> str:
-    """The prompt from the one source that is given. `file_option` names the file in error messages."""
+def read_prompt(prompt: str | None, file: Path | None, *, example: bool = False) -> str:
+    """Returns the prompt from the one source that is given."""
     given = (prompt is not None) + (file is not None) + example
     if given != 1:
         number = "only one" if given else "one"
-        raise ValueError(f"give {number} of --prompt TEXT, --prompt-file FILE and --example (a built-in prompt)")
+        raise ValueError(f"give {number} of --prompt TEXT, --prompt-file FILE (- for stdin) and --example")
     if example:
         return EXAMPLE
     if prompt is not None and not _is_text(prompt):
         raise ValueError("--prompt is not UTF-8; set a UTF-8 locale, or give the text as --prompt-file FILE")
     if file is not None:
-        prompt = _decode(_content(file, file_option), f"{file_option} {file}")
+        prompt = _decode(_content(file), f"--prompt-file {file}")
         prompt = prompt.removesuffix("\n").removesuffix("\r")
     assert prompt is not None
     if not prompt:
@@ -510,14 +512,14 @@ def read_prompt(
     return prompt
 
 
-def _content(file: Path, option: str) -> bytes:
+def _content(file: Path) -> bytes:
     if file == STDIN:
         return sys.stdin.buffer.read()
     file = file.expanduser()
     if file.is_dir():
-        raise ValueError(f"{option} {file} is a folder; give a file with the prompt")
+        raise ValueError(f"--prompt-file {file} is a folder; give a file with the prompt")
     if not file.exists():  # a named pipe is fine
-        raise ValueError(f"{option} {file}: there is no such file")
+        raise ValueError(f"--prompt-file {file}: there is no such file")
     return file.read_bytes()
 
 

@@ -1,4 +1,4 @@
-"""`kvjax generate --prompts FILE`: answers to every prompt of a file, many at a time."""
+"""`kvjax generate --prompts FILE`: answers to every prompt of a file, or of several options, many at a time."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from kvjax.cli.options import check_file, dtype_name, model_directory, without_w
 from kvjax.cli.terminal import bar, bars, say, write
 
 
-def answer_file(
-    prompts: Path,
+def answer_many(
+    prompts: Path | list[str],
     out: Path | None,
     *,
     model_dir: Path | None,
@@ -22,10 +22,10 @@ def answer_file(
     seed: int,
     dtype: str | None,
 ) -> None:
-    """Writes a line of JSON for each line of `prompts`, as it is answered: its fields, and the text and its tokens.
+    """Writes a line of JSON for each prompt, as it is answered: its number and fields, and the text and its tokens.
 
-    A line is a text, or an object with "prompt", a text or chat messages, and perhaps "max_new_tokens". All is checked
-    before the weights are read.
+    `prompts` is a list of texts, or a file of lines. A line is a text, or an object with "prompt", a text or chat
+    messages, and perhaps "max_new_tokens". All is checked before the weights are read.
     """
     import jax
 
@@ -38,16 +38,21 @@ def answer_file(
         raise ValueError(f"--out {out} exists; give another file, or remove it")
     directory = model_directory(model_dir)
     checkpoint = without_weights(directory)
-    asked, positions = _read(prompts), checkpoint.config.max_positions
+    asked: dict[int, dict[str, Any]]
+    asked = _read(prompts) if isinstance(prompts, Path) else {i: {"prompt": p} for i, p in enumerate(prompts, 1)}
+    positions = checkpoint.config.max_positions
     most, tokens = 0, list[list[int]]()
     for number, line in asked.items():
         try:
+            if not line["prompt"]:
+                raise ValueError("the prompt is empty; give at least one character")
             tokens.append(checkpoint.encode(line["prompt"]))
             new = line.get("max_new_tokens", max_new_tokens)
             new = default_new_tokens(len(tokens[-1]), positions) if new is None else new
             line["max_new_tokens"] = require_int("max_new_tokens", new, at_least=1)
         except (ValueError, TypeError) as error:
-            raise ValueError(f"line {number} of {prompts}: {error}") from error
+            where = f"line {number} of {prompts}" if isinstance(prompts, Path) else f"--prompt {number}"
+            raise ValueError(f"{where}: {error}") from error
         most = max(most, len(tokens[-1]) + line["max_new_tokens"])
     capacity = round_capacity(most, positions=positions)
 

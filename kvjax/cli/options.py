@@ -26,6 +26,12 @@ ModelDir = Annotated[
         show_default=False,
     ),
 ]
+PromptFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="UTF-8 file with the prompt, or - for stdin. One trailing newline is dropped.", show_default=False
+    ),
+]
 Dtype = Annotated[
     str | None,
     typer.Option(
@@ -94,6 +100,10 @@ def model_directory(given: Path | None) -> Path:
     if given is None:
         return shipped()
     given = given.expanduser()
+    if not given.exists() and any(map(str.isspace, str(given))):
+        from kvjax.validation import shown
+
+        raise ValueError(f"there is no directory {shown(str(given))}; a prompt is given as --prompt TEXT")
     check_directory(given)
     return given
 

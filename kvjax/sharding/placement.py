@@ -23,7 +23,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, TypeAlias
 
@@ -58,7 +58,7 @@ class Placement:
       ValueError: an axis that the mesh does not have, or one that is named twice.
     """
 
-    mesh: Mesh
+    mesh: Mesh = field(kw_only=False)
     batch: Axes = None  # axes that split the rows
     heads: Axes = None  # axes that split the KV heads, and the query heads with them
     context: Axes = None  # axes that split the tokens of a row

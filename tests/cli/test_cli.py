@@ -215,7 +215,7 @@ def test_the_command_runs_alone_and_writes_nothing_but_its_answer(checkpoint):
 # empty one.
 WORK = [
     ("generate --prompt abc --max-new-tokens 2", {"text", "token_ids", "cache_bytes_device"}),
-    ("compare abc --cache full --cache streaming_llm:budget=64 --max-new-tokens 2", {"cache", "text", "same"}),
+    ("compare --prompt abc --cache full --cache streaming_llm:budget=64 --max-new-tokens 2", {"cache", "text", "same"}),
     ("methods quest", {"name", "keeps", "settings"}),
     ("eval --task pass_key:depths=1 --length 300 --samples 1 --cache full --out OUT", {"results", "model"}),
     ("perplexity --text FILES/long --length 40 --steps 2 --cache full", {"rows", "model"}),
@@ -234,7 +234,7 @@ def test_every_command_has_progress_a_table_and_json(kvjax, checkpoint, files, m
     monkeypatch.setattr(Progress, "update", lambda self, task, **given: counted.append(given))
     command, *args = (word.replace("FILES", str(files)).replace("OUT", str(tmp_path)) for word in line.split())
     if command != "methods":
-        args += ["--model", checkpoint] if command == "compare" else [checkpoint]
+        args.append(checkpoint)
     code, shown, err = kvjax(command, *args)
     assert code == 0, err
     assert not shown.startswith("{")
@@ -286,9 +286,15 @@ def assert_one_line(result, message, code=2):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ((), "give one of --prompt TEXT, --prompt-file FILE and --example"),
-        (("--prompt", "a", "--prompt-file", "b"), "give only one of --prompt TEXT, --prompt-file FILE and --example"),
-        (("--prompt", "a", "--example"), "give only one of --prompt TEXT, --prompt-file FILE and --example"),
+        ((), "give one of --prompt TEXT, --prompt-file FILE (- for stdin)"),
+        (
+            ("--prompt", "a", "--prompt-file", "b"),
+            "give only one of --prompt TEXT, --prompt-file FILE (- for stdin) and --example",
+        ),
+        (
+            ("--prompt", "a", "--example"),
+            "give only one of --prompt TEXT, --prompt-file FILE (- for stdin) and --example",
+        ),
         (("--example",), "7914 prompt + 5 new tokens do not fit in the model's 512 positions"),
         (("--prompt", ""), "the prompt is empty"),
         (("--prompt-file", "/nowhere/p.txt"), "--prompt-file /nowhere/p.txt: there is no such file"),
@@ -343,11 +349,12 @@ def test_bad_options_are_one_line(kvjax, checkpoint, args, message):
         (("generate", "--budget", "many"), "--budget"),
         (("nothing",), "nothing"),
         (("methods", "fier", "quest"), "unexpected extra argument(s) (quest); see kvjax methods --help"),
+        (("compare", "one two"), "there is no directory 'one two'; a prompt is given as --prompt TEXT"),
         (("generate", "model", "hello"), "(hello): give the prompt as --prompt TEXT; see kvjax generate --help"),
-        (("compare", "model", "hello"), "(hello): give the model as --model DIR; see kvjax compare --help"),
+        (("compare", "model", "hello"), "(hello): give the prompt as --prompt TEXT; see kvjax compare --help"),
         (("perplexity", "--text", "x", "--steps", "0"), "--steps must be at least 1, got 0"),
         (("methods", "fier:budget=3"), "unknown cache 'fier:budget=3'; did you mean 'fier'?"),
-        (("compare", ""), "the prompt is empty; give at least one character"),
+        (("compare", "--prompt", ""), "the prompt is empty; give at least one character"),
     ],
     ids=str,
 )
@@ -485,8 +492,8 @@ def test_compare_shows_answers_side_by_side(kvjax, checkpoint, tmp_path):
     text = tmp_path / "prompt.txt"
     text.write_text(TEXT + "\n")
     caches = ("--cache", "full", "--cache", "streaming_llm:budget=4096", "--cache", "fier:budget=10")
-    args = (*caches, "--max-new-tokens", 3, "--model", checkpoint)
-    code, out, err = kvjax("compare", text, *args, "--json")
+    args = (*caches, "--max-new-tokens", 3, "--dense-layers", 0)
+    code, out, err = kvjax("compare", checkpoint, "--prompt-file", text, *args, "--json")
     assert (code, err) == (0, "")
     full, streaming, fier = map(json.loads, out.splitlines())
     assert full["cache"] == "full"
@@ -507,7 +514,7 @@ def test_heads_are_found_and_saved_for_the_caches_that_take_them(kvjax, checkpoi
 
 
 def test_compare_refuses_what_it_cannot_run(kvjax, checkpoint):
-    code, _, err = kvjax("compare", TEXT, "--cache", "pariskv", "--budget", 5, "--model", checkpoint)
+    code, _, err = kvjax("compare", checkpoint, "--prompt", TEXT, "--cache", "pariskv", "--budget", 5)
     assert code == 2
     assert "budget" in err
 
@@ -552,21 +559,25 @@ REFUSED = [
     ("generate --prompt-file FILES/binary", "is not UTF-8: byte 0x80 at 128; convert it first"),
     ("generate --prompt-file /dev/null", "the prompt is empty"),
     # compare: all before the weights
-    ("compare a --cache nothing", "unknown cache 'nothing'"),
-    ("compare a --cache fier --budget 0", "budget must be at least 1, got 0"),
-    ("compare a --cache full --budget 64", "none has a budget: full; leave it out, or add one of fier"),
-    ("compare a --max-new-tokens 0", "max_new_tokens must be at least 1, got 0"),
-    ("compare a --max-new-tokens 9999", "do not fit in the model's 512 positions"),
+    ("compare --prompt a --cache nothing", "unknown cache 'nothing'"),
+    ("compare --prompt a --cache fier --budget 0", "budget must be at least 1, got 0"),
+    ("compare --prompt a --cache full --budget 64", "none has a budget: full; leave it out, or add one of fier"),
+    ("compare --prompt a --max-new-tokens 0", "max_new_tokens must be at least 1, got 0"),
+    ("compare --prompt a --max-new-tokens 9999", "do not fit in the model's 512 positions"),
     (
-        "compare a --cache fier:budget=8 --budget 9",
+        "compare --prompt a --cache fier:budget=8 --budget 9",
         "--budget 9 applies to no cache, as fier:budget=8 set their own; leave",
     ),
-    ("compare a --cache fier@8", "unknown cache 'fier@8'; did you mean 'fier:budget=8'?"),
-    ("compare a --cache fier,quest", "unknown cache 'fier,quest'; give one cache at a time; there are full, fier"),
-    ("compare FILES", "is a folder; give a file with the prompt"),
-    ("compare FILES/binary", "TEXT_OR_FILE FILES/binary is not UTF-8"),
-    ("compare ./no/prompt", "TEXT_OR_FILE ./no/prompt: there is no such file; if it is the prompt itself"),
-    ("compare prompt.txt", "there is no such file"),
+    ("compare --prompt a --cache fier@8", "unknown cache 'fier@8'; did you mean 'fier:budget=8'?"),
+    (
+        "compare --prompt a --cache fier,quest",
+        "unknown cache 'fier,quest'; give one cache at a time; there are full, fier",
+    ),
+    ("compare --prompt-file FILES", "is a folder; give a file with the prompt"),
+    ("compare --prompt-file FILES/binary", "--prompt-file FILES/binary is not UTF-8"),
+    ("compare --prompt-file prompt.txt", "there is no such file"),
+    ("generate --prompt a --prompt b --chat", "several --prompt and --chat cannot be given together"),
+    ("generate --prompt a --prompt b --prompts c", "--prompts and --prompt cannot be given together"),
     # measure: all before the weights
     ("measure", "--text takes a UTF-8 file with a long text; got none"),
     ("measure --length 400 --text FILES/binary", "is not UTF-8 (byte 128); --text takes a UTF-8 file"),
@@ -626,7 +637,7 @@ def test_what_cannot_be_done_is_one_line_before_the_weights(
     monkeypatch.setattr("kvjax.models.load", lambda *args, **settings: pytest.fail("weights were read"))
     monkeypatch.chdir(tmp_path)
     command, *args = (word.replace("FILES", str(files)) for word in f"{line} {more}".split())
-    result = kvjax(command, *(["--model"] if command == "compare" else []), checkpoint, *args)
+    result = kvjax(command, checkpoint, *args)
     assert_one_line(result, message.replace("FILES", str(files)))
     assert not list(tmp_path.iterdir()), "something was written"
 

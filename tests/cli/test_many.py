@@ -26,6 +26,9 @@ def test_each_prompt_gets_the_answer_that_it_gets_alone(kvjax, checkpoint, tmp_p
     for answer, text, most in zip(found, texts, (7, 7, 3), strict=True):
         alone = loaded.generate(text, max_new_tokens=most)
         assert (answer["prompt"], answer["text"], answer["token_ids"]) == (text, alone.text, alone.tokens)
+    code, stdout, err = kvjax("generate", checkpoint, "--prompt", texts[0], "--prompt", texts[1], "--max-new-tokens", 7)
+    several = sorted(map(json.loads, stdout.splitlines()), key=lambda answer: answer["line"])
+    assert [answer["text"] for answer in several] == [answer["text"] for answer in found[:2]], err
     again = kvjax("generate", checkpoint, "--prompts", file, "--out", out)
     assert again[0] == 2
     assert "exists; give another file" in again[2]
