@@ -240,6 +240,7 @@ def reduce_scores(parts: Sequence[tuple[Array, Array]], group_reduce: GroupReduc
     A part has scores f32[B, K, G, U'] and `valid` bool[B, 1 or K, 1, U']; ranks are -inf where it is false. Softmax
     is over the units of all parts together, or over those whose `log_sum` is `total`.
     """
+    require_group_reduce(group_reduce)
     scores = [jnp.where(valid, score, -jnp.inf) for score, valid in parts]
     if group_reduce == "per_head":
         return jnp.concatenate(scores, axis=-1)

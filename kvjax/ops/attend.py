@@ -13,7 +13,13 @@ from kvjax.numerics.types import Float, Int32
 from kvjax.ops.op import Implementation, op
 
 
-@op(kernel="attend.attend_span", static_argnames=("scale",), derivative="reference")
+@op(
+    kernel="attend.attend_span",
+    static_argnames=("scale",),
+    derivative="reference",
+    limit=lambda kernel, a: kernel.unsupported(a.q, *a.span),
+    mosaic=lambda kernel, a: kernel.attend_span(a.q, *a.span, scale=a.scale),
+)
 def attend_span(
     q: Float[Array, "B K G D"], span: Span, *, scale: float, implementation: Implementation | None = None
 ) -> Float[Array, "B K G D"]:
@@ -27,17 +33,13 @@ def attend_span(
     return attend_part(q, span.k, span.v, span.mask_of(q.shape[2]), scale=scale).out.astype(q.dtype)
 
 
-@attend_span.limit
-def _attend_span_limit(kernel: Any, q: Array, span: Span, *, scale: float) -> str | None:
-    return kernel.unsupported(q, *span)
-
-
-@attend_span.mosaic
-def _attend_span_mosaic(kernel: Any, q: Array, span: Span, *, scale: float) -> Array:
-    return kernel.attend_span(q, *span, scale=scale)
-
-
-@op(kernel="attend.attend_slots", static_argnames=("scale",), derivative="reference")
+@op(
+    kernel="attend.attend_slots",
+    static_argnames=("scale",),
+    derivative="reference",
+    limit=lambda kernel, a: kernel.unsupported(a.q, a.k, a.v, a.selection.slots),
+    mosaic=lambda kernel, a: PartialAttention(*kernel.attend_slots(a.q, a.k, a.v, *a.selection, scale=a.scale)),
+)
 def attend_slots(
     q: Float[Array, "B K G D"],
     k: Float[Array, "B K S D"],
@@ -55,19 +57,19 @@ def attend_slots(
     return attend_gathered(q, kg, vg, selection, scale=scale)
 
 
-@attend_slots.limit
-def _attend_slots_limit(kernel: Any, q: Array, k: Array, v: Array, selection: Selection, *, scale: float) -> str | None:
-    return kernel.unsupported(q, k, v, selection.slots)
+def _attend_zones_mosaic(kernel: Any, a: Any) -> Array:
+    known = a.selection.found if isinstance(a.selection, PackedSelection) else a.selection.valid
+    zones = a.recent, a.sink, a.local, a.more
+    return kernel.attend_zones(a.q, a.k, a.v, a.selection.slots, known, *zones, scale=a.scale)
 
 
-@attend_slots.mosaic
-def _attend_slots_mosaic(
-    kernel: Any, q: Array, k: Array, v: Array, selection: Selection, *, scale: float
-) -> PartialAttention:
-    return PartialAttention(*kernel.attend_slots(q, k, v, *selection, scale=scale))
-
-
-@op(kernel="attend.attend_zones", static_argnames=("local", "scale"), derivative="reference")
+@op(
+    kernel="attend.attend_zones",
+    static_argnames=("local", "scale"),
+    derivative="reference",
+    limit=lambda kernel, a: kernel.unsupported(a.q, a.k, a.v, a.selection.slots, a.recent, a.sink, a.local, a.more),
+    mosaic=_attend_zones_mosaic,
+)
 def attend_zones(
     q: Float[Array, "B K G D"],
     k: Float[Array, "B K S D"],
@@ -95,31 +97,6 @@ def attend_zones(
     stored, pending = split_selection(selection, k.shape[2])
     history = attend_slots(q, k, v, stored, scale=scale)
     return attend_beside(history, q, pending, recent, sink, scale=scale)
-
-
-@attend_zones.limit
-def _attend_zones_limit(
-    kernel: Any, q: Array, k: Array, v: Array, selection: Any, recent: Span, sink: Any, local: int, more: Any, **_: Any
-) -> str | None:
-    return kernel.unsupported(q, k, v, selection.slots, recent, sink, local, more)
-
-
-@attend_zones.mosaic
-def _attend_zones_mosaic(
-    kernel: Any,
-    q: Array,
-    k: Array,
-    v: Array,
-    selection: Selection | PackedSelection,
-    recent: Span,
-    sink: Span | None,
-    local: int,
-    more: tuple[Array, Array] | None,
-    *,
-    scale: float,
-) -> Array:
-    known = selection.found if isinstance(selection, PackedSelection) else selection.valid
-    return kernel.attend_zones(q, k, v, selection.slots, known, recent, sink, local, more, scale=scale)
 
 
 def attend_beside(

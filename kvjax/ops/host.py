@@ -17,7 +17,11 @@ from kvjax.ops.op import Implementation, op
 Parts = tuple[Array, ...]
 
 
-@op(kernel="host.host_rows")
+@op(
+    kernel="host.host_rows",
+    limit=lambda kernel, a: kernel.unsupported(a.x, a.index),
+    mosaic=lambda kernel, a: kernel.host_rows(a.x, a.index),
+)
 def host_rows(
     x: Shaped[Array, "B K P parts Z D"], index: Int32[Array, "B K N"], *, implementation: Implementation | None = None
 ) -> Parts:
@@ -32,17 +36,11 @@ def host_rows(
     return tuple(rows[:, :, :, n].reshape(*index.shape[:2], -1, x.shape[5]) for n in range(x.shape[3]))
 
 
-@host_rows.limit
-def _host_rows_limit(kernel: Any, x: Array, index: Array) -> str | None:
-    return kernel.unsupported(x, index)
-
-
-@host_rows.mosaic
-def _host_rows_mosaic(kernel: Any, x: Array, index: Array) -> Parts:
-    return kernel.host_rows(x, index)
-
-
-@op(kernel="host.host_rows")
+@op(
+    kernel="host.host_rows",
+    limit=lambda kernel, a: kernel.unsupported_recall(a.x, a.device[0], [*a.device[1], *a.recent]),
+    mosaic=lambda kernel, a: kernel.recall(a.x, a.index, a.edge, a.recalls, a.device, a.recent),
+)
 def host_rows_first(
     x: Shaped[Array, "B K P 2 Z D"],
     index: Int32[Array, "B K N"],
@@ -68,19 +66,16 @@ def host_rows_first(
     return _host_recall(x, index, edge, device[0].shape[2], recent)
 
 
-@host_rows_first.limit
-def _host_rows_first_limit(kernel: Any, *, x: Array, device: Any, recent: Parts, **_: Any) -> str | None:
-    return kernel.unsupported_recall(x, device[0], [*device[1], *recent])
+def _host_rows_rest_mosaic(kernel: Any, a: Any) -> Parts:
+    how = a.recent, a.first_read
+    return kernel.recall(a.x, a.index, a.edge, a.recalls, a.device, *how, config=kernel.BESIDE)
 
 
-@host_rows_first.mosaic
-def _host_rows_first_mosaic(
-    kernel: Any, x: Array, index: Array, edge: Array, recalls: Array, device: tuple[Array, Parts], recent: Parts
-) -> Parts:
-    return kernel.recall(x, index, edge, recalls, device, recent)
-
-
-@op(kernel="host.host_rows")
+@op(
+    kernel="host.host_rows",
+    limit=lambda kernel, a: kernel.unsupported_recall(a.x, a.device[0], [*a.device[1], *a.recent, *a.first_read[1]]),
+    mosaic=_host_rows_rest_mosaic,
+)
 def host_rows_rest(
     x: Shaped[Array, "B K P 2 Z D"],
     index: Int32[Array, "B K N"],
@@ -102,27 +97,6 @@ def host_rows_rest(
     which, parts_read = first_read  # of all heads
     heads = (recalls | which)[..., None, None]
     return tuple(jnp.where(heads, a, b) for a, b in zip(parts_read, device[1], strict=True))
-
-
-@host_rows_rest.limit
-def _host_rows_rest_limit(
-    kernel: Any, *, x: Array, device: Any, recent: Parts, first_read: Any, **_: Any
-) -> str | None:
-    return kernel.unsupported_recall(x, device[0], [*device[1], *recent, *first_read[1]])
-
-
-@host_rows_rest.mosaic
-def _host_rows_rest_mosaic(
-    kernel: Any,
-    x: Array,
-    index: Array,
-    edge: Array,
-    recalls: Array,
-    device: tuple[Array, Parts],
-    recent: Parts,
-    first_read: tuple[Array, Parts],
-) -> Parts:
-    return kernel.recall(x, index, edge, recalls, device, recent, first_read, config=kernel.BESIDE)
 
 
 def read_pages(x: Array, first: Array | int, size: int) -> Array:
@@ -182,7 +156,11 @@ def _host_recall(x: Array, index: Array, edge: Array, places: int, recent: Parts
     )
 
 
-@op(kernel="host.host_append")
+@op(
+    kernel="host.host_append",
+    limit=lambda kernel, a: kernel.unsupported(a.x, tuple(a.new), a.at, a.count),
+    mosaic=lambda kernel, a: kernel.host_append(a.x, tuple(a.new), a.at, a.count),
+)
 def host_append(
     x: Shaped[Array, "B K P parts *row"],
     new: Sequence[Shaped[Array, "B K n *row"]],
@@ -238,16 +216,6 @@ def _append_each(x: Array, stacked: Array, at: Array, count: Array) -> Array:
     return lax.fori_loop(0, B, one_row, vary_with(x, stacked, at, count))
 
 
-@host_append.limit
-def _host_append_limit(kernel: Any, x: Array, new: Sequence[Array], at: Array, count: Array) -> str | None:
-    return kernel.unsupported(x, tuple(new), at, count)
-
-
-@host_append.mosaic
-def _host_append_mosaic(kernel: Any, x: Array, new: Sequence[Array], at: Array, count: Array) -> Array:
-    return kernel.host_append(x, tuple(new), at, count)
-
-
 class HotTables(NamedTuple):
     """Which pages of a history on the host have a place on the device; n places for P pages."""
 
@@ -258,7 +226,16 @@ class HotTables(NamedTuple):
     loads: Int32[Array, "B K"]  # pages that got a place
 
 
-@op(kernel="host.hot_pages")
+def _hot_places_mosaic(kernel: Any, a: Any) -> tuple[HotTables, Array]:
+    new_tables, at = kernel.hot_places(tuple(a.tables), a.index, a.found)
+    return HotTables(*new_tables), at
+
+
+@op(
+    kernel="host.hot_pages",
+    limit=lambda kernel, a: kernel.unsupported(a.tables.page, a.index),
+    mosaic=_hot_places_mosaic,
+)
 def hot_places(
     tables: HotTables,
     index: Int32[Array, "B K N"],
@@ -316,18 +293,11 @@ def hot_places(
     return after, jnp.where(wanted, place, n + jnp.maximum(index - P, 0))
 
 
-@hot_places.limit
-def _hot_places_limit(kernel: Any, tables: HotTables, index: Array, found: Array) -> str | None:
-    return kernel.unsupported(tables.page, index)
-
-
-@hot_places.mosaic
-def _hot_places_mosaic(kernel: Any, tables: HotTables, index: Array, found: Array) -> tuple[HotTables, Array]:
-    new_tables, at = kernel.hot_places(tuple(tables), index, found)
-    return HotTables(*new_tables), at
-
-
-@op(kernel="host.hot_pages")
+@op(
+    kernel="host.hot_pages",
+    limit=lambda kernel, a: kernel.unsupported_load(a.x, a.zones[0], a.at),
+    mosaic=lambda kernel, a: kernel.hot_load(a.x, a.zones, a.page, a.used, a.at),
+)
 def hot_load(
     x: Shaped[Array, "B K P parts Z D"],
     zones: Parts,
@@ -368,17 +338,11 @@ def place_pages(zones: Parts, pages: Sequence[Array], at: Array, n: int) -> Part
     return tuple(put(*two) for two in zip(zones, pages, strict=True))
 
 
-@hot_load.limit
-def _hot_load_limit(kernel: Any, x: Array, zones: Parts, page: Array, used: Array, at: Array) -> str | None:
-    return kernel.unsupported_load(x, zones[0], at)
-
-
-@hot_load.mosaic
-def _hot_load_mosaic(kernel: Any, x: Array, zones: Parts, page: Array, used: Array, at: Array) -> Parts:
-    return kernel.hot_load(x, zones, page, used, at)
-
-
-@op(kernel="host.hot_float8")
+@op(
+    kernel="host.hot_float8",
+    limit=lambda kernel, a: kernel.unsupported(a.x, a.zones[0], a.at),
+    mosaic=lambda kernel, a: kernel.hot_load_float8(a.x, a.zones, a.page, a.used, a.at),
+)
 def hot_load_float8(
     x: Shaped[Array, "B K P parts Z D"],
     zones: Parts,
@@ -396,13 +360,3 @@ def hot_load_float8(
     source, to = _moved(page, used, at)
     values = tuple(lax.bitcast_convert_type(part, jnp.float8_e4m3fn) for part in host_rows(x, source))
     return place_pages(zones, values, to, page.shape[2])
-
-
-@hot_load_float8.limit
-def _hot_load_float8_limit(kernel: Any, x: Array, zones: Parts, page: Array, used: Array, at: Array) -> str | None:
-    return kernel.unsupported(x, zones[0], at)
-
-
-@hot_load_float8.mosaic
-def _hot_load_float8_mosaic(kernel: Any, x: Array, zones: Parts, page: Array, used: Array, at: Array) -> Parts:
-    return kernel.hot_load_float8(x, zones, page, used, at)

@@ -1,8 +1,8 @@
 """Operations: a reference in plain JAX, a GPU kernel, and the rule that says which of them runs.
 
-An operation is a function in plain JAX, its reference, under the decorator `op`. Two more functions say how its GPU
-kernel is called and which arguments the kernel cannot take. `Op` does the rest: the argument `implementation`, the
-import of the kernel on first use, the derivative, the entry in `OPS`, and `explain`.
+An operation is a function in plain JAX, its reference, under the decorator `op`, which also takes how its GPU kernel is
+called and which arguments the kernel cannot take. `Op` does the rest: the argument `implementation`, the import of the
+kernel on first use, the derivative, the entry in `OPS`, and `explain`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, get_args
 
 import jax
@@ -59,7 +60,13 @@ class Op(Generic[P, R]):
     """An operation: called like its reference, with `implementation` to say what runs. Made by `op`."""
 
     def __init__(
-        self, reference: Callable[P, R], kernel: str, static_argnames: tuple[str, ...], derivative: Derivative
+        self,
+        reference: Callable[P, R],
+        kernel: str,
+        static_argnames: tuple[str, ...],
+        derivative: Derivative,
+        limit: Callable[[Any, Any], str | None],
+        mosaic: Callable[[Any, Any], R],
     ) -> None:
         functools.update_wrapper(self, reference)
         self.name = reference.__name__
@@ -69,6 +76,7 @@ class Op(Generic[P, R]):
         self._static = static_argnames
         self.operands = [n for n in self._signature.parameters if n not in (*static_argnames, "implementation")]
         self.derivative = derivative
+        self._limit, self._mosaic = limit, mosaic
         OPS[self.name] = self
 
     def __repr__(self) -> str:
@@ -79,30 +87,19 @@ class Op(Generic[P, R]):
         """The module of the kernel, imported on first use."""
         return import_module(f"kvjax.kernels_pallas.{self.kernel}")
 
-    def limit(self, f: Callable[..., str | None]) -> Callable[..., str | None]:
-        """Registers f(kernel's module, arguments), which returns the limit of the kernel that they exceed, or None.
-
-        f raises ValueError for arguments that no implementation takes.
-        """
-        self._limit = f
-        return f
-
-    def mosaic(self, f: Callable[..., R]) -> Callable[..., R]:
-        """Registers f(kernel's module, arguments), which runs the kernel."""
-        self._mosaic = f
-        return f
-
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        given = self._arguments(*args, **kwargs)
+        bound = self._signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
         implementation = _require(given.pop("implementation")) or _implementation.value
-        nowhere = None if implementation == "mosaic" else runs_nowhere()
-        kernel = _NoKernel() if nowhere else self.module
-        limit = self._limit(kernel, **given)  # which checks the arguments, too
-        limit = nowhere or _why_not(limit) or _why_not_in_shard_map(given)
-        how = self._explain(kernel, limit, implementation)
+        limit = nowhere = None if implementation == "mosaic" else runs_nowhere()
+        if not nowhere:
+            limit = self._limit(self.module, SimpleNamespace(**given))  # which raises ValueError for wrong arguments
+            limit = _why_not(limit) or _why_not_in_shard_map(given)
+        how = self._explain(limit, implementation)
         if (found := _explained.get()) is not None:
             found.append(how)
-        static = tuple((name, given.pop(name)) for name in self._static)
+        static = tuple(zip(self._static, map(given.pop, self._static), strict=True))
         operands = tuple(given.values())
         # JAX traces a branch once for each function and shapes, so equal calls share their functions.
         build = _functions if shares_traces() else _functions.__wrapped__
@@ -114,7 +111,7 @@ class Op(Generic[P, R]):
             if limit:
                 raise NotImplementedError(limit)
             return lax.platform_dependent(*operands, cuda=run)  # lowered for anything else: NotImplementedError
-        if implementation == "xla" or nowhere or _unmeasured(kernel):
+        if implementation == "xla" or nowhere or _unmeasured(self.module):
             return reference(*operands)
         if limit:
             if jax.default_backend() == "gpu":
@@ -124,19 +121,21 @@ class Op(Generic[P, R]):
 
     def unsupported(self, *args: P.args, **kwargs: P.kwargs) -> str | None:
         """The limit of the kernel that these arguments exceed, on any machine; None if the kernel takes them."""
-        given = self._arguments(*args, **kwargs)
-        del given["implementation"]
-        return self._limit(self.module, **given)
+        return self._limit(self.module, self._arguments(*args, **kwargs))
 
-    def _arguments(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def run_kernel(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """The result of the kernel, whatever its limits; without a derivative."""
+        return self._mosaic(self.module, self._arguments(*args, **kwargs))
+
+    def _arguments(self, *args: Any, **kwargs: Any) -> SimpleNamespace:
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        return bound.arguments
+        return SimpleNamespace(**bound.arguments)
 
-    def _explain(self, kernel: Any, limit: str | None, implementation: Implementation | None) -> Explanation:
+    def _explain(self, limit: str | None, implementation: Implementation | None) -> Explanation:
         if implementation is not None:
             return Explanation(self.name, implementation, "asked for by name")
-        why = limit or _unmeasured(kernel)
+        why = limit or _unmeasured(self.module)
         if why is None and jax.default_backend() != "gpu":
             why = f"the kernels are for GPUs; this process runs on {jax.default_backend()}"
         if why is None:
@@ -151,15 +150,25 @@ class Op(Generic[P, R]):
 
 
 def op(
-    *, kernel: str, static_argnames: tuple[str, ...] = (), derivative: Derivative = "none"
+    *,
+    kernel: str,
+    limit: Callable[[Any, Any], str | None],
+    mosaic: Callable[[Any, Any], R],
+    static_argnames: tuple[str, ...] = (),
+    derivative: Derivative = "none",
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
     """Makes an operation from a reference in plain JAX, which must take `implementation=None` and leave it unused.
 
-    `kernel` is the folder and module of the kernel in `kvjax.kernels_pallas`, such as "attend.attend_span". Arguments
-    named in `static_argnames` are Python values; all others are pytrees of arrays. A kernel has no derivative of its
-    own: with `derivative` "reference" it takes that of the reference; "zero" is for a selection of slots.
+    Args:
+      kernel: folder and module of the kernel in `kvjax.kernels_pallas`, such as "attend.attend_span".
+      limit: called as limit(module, a), where `a` has the reference's arguments as attributes; returns the limit of the
+        kernel that they exceed, or None. It raises ValueError, as the reference does, for arguments that both refuse.
+      mosaic: mosaic(module, a) runs the kernel.
+      static_argnames: arguments that are Python values; all others are pytrees of arrays.
+      derivative: of the kernel, which has none of its own: "reference" takes that of the reference, and "zero" is for a
+        selection of slots.
     """
-    return lambda reference: Op(reference, kernel, static_argnames, derivative)
+    return lambda reference: Op(reference, kernel, static_argnames, derivative, limit, mosaic)
 
 
 def for_gpu(gpu: Callable[..., R], others: Callable[..., R], *operands: Any) -> R:
@@ -261,22 +270,16 @@ def _functions(
 ) -> tuple[Callable[..., R], Callable[..., R]]:
     """The kernel and the reference, as functions of only the operands."""
 
-    def reference(*operands: Any) -> R:
-        with _inside_reference(forced=forced, silent=silent):
-            return op.reference(**dict(zip(op.operands, operands, strict=True)), **dict(static))
+    def plain(*operands: Any) -> R:
+        return op.reference(**dict(zip(op.operands, operands, strict=True)), **dict(static))
+
+    reference = _inside_reference(forced=forced, silent=silent)(plain) if forced or silent else plain
 
     def mosaic(*operands: Any) -> R:
         operands = warn_if_partitioned(op.name, operands)
-        return op._mosaic(op.module, **dict(zip(op.operands, operands, strict=True)), **dict(static))
+        return op.run_kernel(**dict(zip(op.operands, operands, strict=True)), **dict(static))
 
     return with_derivative(mosaic, reference) if op.derivative == "reference" else mosaic, reference
-
-
-class _NoKernel:
-    """In place of the module of a kernel that no program of this process can run: nothing exceeds its limits."""
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *args, **kwargs: None
 
 
 def runs_nowhere() -> str | None:

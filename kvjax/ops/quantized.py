@@ -18,7 +18,15 @@ from kvjax.ops.op import Implementation, for_gpu, op
 from kvjax.ops.score import sum_products
 
 
-@op(kernel="attend.attend_quantized", static_argnames=("scale",), derivative="reference")
+@op(
+    kernel="attend.attend_quantized",
+    static_argnames=("scale",),
+    derivative="reference",
+    limit=lambda kernel, a: kernel.unsupported(a.q, a.keys, a.values, a.start, a.stop),
+    mosaic=lambda kernel, a: PartialAttention(
+        *kernel.attend_quantized(a.q, a.keys, a.values, a.start, a.stop, scale=a.scale)
+    ),
+)
 def attend_quantized(
     q: Float[Array, "B K Q D"],
     keys: QuantArray,
@@ -83,21 +91,13 @@ def attend_quantized(
     return for_gpu(summed, blocks, *operands) if folds else blocks(*operands)
 
 
-@attend_quantized.limit
-def _attend_quantized_limit(
-    kernel: Any, q: Array, keys: QuantArray, values: QuantArray, start: Array, stop: Array, **_: Any
-) -> str | None:
-    return kernel.unsupported(q, keys, values, start, stop)
-
-
-@attend_quantized.mosaic
-def _attend_quantized_mosaic(
-    kernel: Any, q: Array, keys: QuantArray, values: QuantArray, start: Array, stop: Array, *, scale: float
-) -> PartialAttention:
-    return PartialAttention(*kernel.attend_quantized(q, keys, values, start, stop, scale=scale))
-
-
-@op(kernel="attend.attend_quantized", static_argnames=("scale",), derivative="reference")
+@op(
+    kernel="attend.attend_quantized",
+    static_argnames=("scale",),
+    derivative="reference",
+    limit=lambda kernel, a: kernel.unsupported(a.q, a.keys, a.values, a.start, a.stop, a.recent, a.sink),
+    mosaic=lambda kernel, a: kernel.attend_quantized(a.q, a.keys, a.values, a.start, a.stop, a.recent, scale=a.scale),
+)
 def attend_quantized_zones(
     q: Float[Array, "B K Q D"],
     keys: QuantArray,
@@ -117,37 +117,6 @@ def attend_quantized_zones(
     """
     history = attend_quantized(q, keys, values, start, stop, scale=scale)
     return attend_beside(history, q, None, recent, sink, scale=scale)
-
-
-@attend_quantized_zones.limit
-def _attend_quantized_zones_limit(
-    kernel: Any,
-    q: Array,
-    keys: QuantArray,
-    values: QuantArray,
-    start: Array,
-    stop: Array,
-    recent: Any,
-    sink: Any,
-    **_: Any,
-) -> str | None:
-    return kernel.unsupported(q, keys, values, start, stop, recent, sink)
-
-
-@attend_quantized_zones.mosaic
-def _attend_quantized_zones_mosaic(
-    kernel: Any,
-    q: Array,
-    keys: QuantArray,
-    values: QuantArray,
-    start: Array,
-    stop: Array,
-    recent: Span,
-    sink: Span | None,
-    *,
-    scale: float,
-) -> Array:
-    return kernel.attend_quantized(q, keys, values, start, stop, recent, scale=scale)
 
 
 def _scores(q: Array, keys: QuantArray) -> Array:

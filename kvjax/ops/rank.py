@@ -16,7 +16,13 @@ from kvjax.numerics.types import Bool, Float
 from kvjax.ops.op import Implementation, for_gpu, op
 
 
-@op(kernel="select.top_k", static_argnames=("k",), derivative="zero")
+@op(
+    kernel="select.top_k",
+    static_argnames=("k",),
+    derivative="zero",
+    limit=lambda kernel, a: kernel.unsupported(a.scores.shape, a.scores.dtype, a.k),
+    mosaic=lambda kernel, a: Selection(*kernel.top_k(a.scores, a.valid, a.k)),
+)
 def top_k(
     scores: Float[Array, "*rows U"],
     valid: Bool[Array, "*#rows #U"],
@@ -57,17 +63,19 @@ def _top_of_blocks(ranked: Array, k: int) -> Sequence[Array]:
     return [lax.bitcast_convert_type(jnp.where(best < 0, best ^ jnp.int32(0x7FFFFFFF), best), jnp.float32), slots]
 
 
-@top_k.limit
-def _top_k_limit(kernel: Any, scores: Array, valid: Array, k: int) -> str | None:
-    return kernel.unsupported(scores.shape, scores.dtype, k)
+def _top_k_grouped_limit(kernel: Any, a: Any) -> str | None:
+    if any(valid.shape[2] != 1 for _, valid in a.parts):
+        return "the kernel top_k_grouped takes units that are valid for all query heads of a group"
+    return no_kernel_for(a.group_reduce) or kernel.unsupported(a.parts, a.group_reduce, a.k)
 
 
-@top_k.mosaic
-def _top_k_mosaic(kernel: Any, scores: Array, valid: Array, k: int) -> Selection:
-    return Selection(*kernel.top_k(scores, valid, k))
-
-
-@op(kernel="select.top_k_grouped", static_argnames=("group_reduce", "k"), derivative="zero")
+@op(
+    kernel="select.top_k_grouped",
+    static_argnames=("group_reduce", "k"),
+    derivative="zero",
+    limit=_top_k_grouped_limit,
+    mosaic=lambda kernel, a: Selection(*kernel.top_k_grouped(a.parts, a.group_reduce, a.k)),
+)
 def top_k_grouped(
     parts: Sequence[tuple[Float[Array, "B K G _"], Bool[Array, "B _ _ _"]]],
     group_reduce: GroupReduce,
@@ -84,19 +92,3 @@ def top_k_grouped(
     heads = jnp.broadcast_shapes(*(ok.shape[:-1] for _, ok in parts))
     valid = jnp.concatenate([jnp.broadcast_to(ok, (*heads, ok.shape[-1])) for _, ok in parts], axis=-1)
     return top_k(reduce_scores(parts, group_reduce), valid, k)
-
-
-@top_k_grouped.limit
-def _top_k_grouped_limit(
-    kernel: Any, parts: Sequence[tuple[Array, Array]], group_reduce: GroupReduce, k: int
-) -> str | None:
-    if any(valid.shape[2] != 1 for _, valid in parts):
-        return "the kernel top_k_grouped takes units that are valid for all query heads of a group"
-    return no_kernel_for(group_reduce) or kernel.unsupported(parts, group_reduce, k)
-
-
-@top_k_grouped.mosaic
-def _top_k_grouped_mosaic(
-    kernel: Any, parts: Sequence[tuple[Array, Array]], group_reduce: GroupReduce, k: int
-) -> Selection:
-    return Selection(*kernel.top_k_grouped(parts, group_reduce, k))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -16,7 +15,13 @@ from kvjax.numerics.types import Float
 from kvjax.ops.op import Implementation, for_gpu, op
 
 
-@op(kernel="score.score_1bit", static_argnames=("scale",), derivative="reference")
+@op(
+    kernel="score.score_1bit",
+    static_argnames=("scale",),
+    derivative="reference",
+    limit=lambda kernel, a: kernel.unsupported(a.q, a.keys.bits, a.keys.scale),
+    mosaic=lambda kernel, a: kernel.score_1bit(a.q, *a.keys, scale=a.scale),
+)
 def score_1bit(
     q: Float[Array, "B K G D"], keys: OneBit, *, scale: float, implementation: Implementation | None = None
 ) -> Float[Array, "B K G S"]:
@@ -66,17 +71,13 @@ def _score_blocks(q: Array, keys: OneBit, *, scale: float) -> Array:
     return lax.fori_loop(0, -(-groups // block), step, vary_with(jnp.zeros((B, K, G, S), jnp.float32), q, keys))
 
 
-@score_1bit.limit
-def _score_1bit_limit(kernel: Any, q: Array, keys: OneBit, *, scale: float) -> str | None:
-    return kernel.unsupported(q, keys.bits, keys.scale)
-
-
-@score_1bit.mosaic
-def _score_1bit_mosaic(kernel: Any, q: Array, keys: OneBit, *, scale: float) -> Array:
-    return kernel.score_1bit(q, *keys, scale=scale)
-
-
-@op(kernel="score.score_pages", static_argnames=("scale",), derivative="reference")
+@op(
+    kernel="score.score_pages",
+    static_argnames=("scale",),
+    derivative="reference",
+    limit=lambda kernel, a: kernel.unsupported(a.q, a.low, a.high),
+    mosaic=lambda kernel, a: kernel.score_pages(a.q, a.low, a.high, scale=a.scale),
+)
 def score_pages(
     q: Float[Array, "B K G D"],
     low: Float[Array, "B K P D"],
@@ -99,17 +100,13 @@ def score_pages(
     return (up + down) * scale
 
 
-@score_pages.limit
-def _score_pages_limit(kernel: Any, q: Array, low: Array, high: Array, *, scale: float) -> str | None:
-    return kernel.unsupported(q, low, high)
-
-
-@score_pages.mosaic
-def _score_pages_mosaic(kernel: Any, q: Array, low: Array, high: Array, *, scale: float) -> Array:
-    return kernel.score_pages(q, low, high, scale=scale)
-
-
-@op(kernel="score.rerank", static_argnames=("scale",), derivative="reference")
+@op(
+    kernel="score.rerank",
+    static_argnames=("scale",),
+    derivative="reference",
+    limit=lambda kernel, a: kernel.unsupported(a.q, *a.keys, a.listed.slots),
+    mosaic=lambda kernel, a: kernel.rerank(a.q, *a.keys, a.listed.slots, centres=centres(), scale=a.scale),
+)
 def rerank(
     q: Float[Array, "B K G D"],
     keys: Directions,
@@ -147,16 +144,6 @@ def _rerank_blocks(q: Array, keys: Directions, slots: Array, *, scale: float) ->
         return lax.dynamic_update_slice_in_dim(scores, s, first, axis=3)
 
     return lax.fori_loop(0, -(-M // block), step, vary_with(jnp.zeros((B, K, G, M), jnp.float32), q, keys, slots))
-
-
-@rerank.limit
-def _rerank_limit(kernel: Any, q: Array, keys: Directions, listed: PackedSelection, *, scale: float) -> str | None:
-    return kernel.unsupported(q, *keys, listed.slots)
-
-
-@rerank.mosaic
-def _rerank_mosaic(kernel: Any, q: Array, keys: Directions, listed: PackedSelection, *, scale: float) -> Array:
-    return kernel.rerank(q, *keys, listed.slots, centres=centres(), scale=scale)
 
 
 def centres() -> tuple[float, ...]:

@@ -42,6 +42,7 @@ def select_top(
 
     `scores` f32[B, K, G, U] are those of the U stored units for q [B, K, G, D]; those of pending keys are scale * q.k.
     """
+    candidates.require(scores.shape[3], unit)
     pending = candidates.pending_units(_pending_logits(q, candidates, scale), unit)
     stored = split_steps(scores, candidates.steps), candidates.stored_units(scores.shape[3], unit)
     return _highest([stored, pending], group_reduce, candidates)
@@ -63,7 +64,36 @@ def _highest(parts: Sequence[tuple[Array, Array]], group_reduce: GroupReduce, ca
     return Selection(*(join_steps(a, candidates.steps) for a in (best.slots, valid)))
 
 
-@op(kernel="select.select_1bit", static_argnames=("group_reduce", "scale"), derivative="zero")
+def _select_1bit_limit(kernel: Any, a: Any) -> str | None:
+    q, keys, candidates = a.q, a.keys, a.candidates
+    candidates.require(keys.bits.shape[2], 1)
+    step_q = jax.ShapeDtypeStruct((*q.shape[:2], q.shape[2] // candidates.steps, q.shape[3]), q.dtype)
+    pending = jax.ShapeDtypeStruct((*step_q.shape[:3], candidates.pending_slots), jnp.float32)
+    return no_kernel_for(a.group_reduce) or kernel.unsupported(
+        step_q, keys.bits, keys.scale, pending, a.group_reduce, candidates.room
+    )
+
+
+def _select_1bit_mosaic(kernel: Any, a: Any) -> PackedSelection:
+    def one_pass(q: Array, candidates: Candidates) -> PackedSelection:
+        pending, slots, steps = candidates.pending, candidates.pending_slots, candidates.steps
+        how: dict[str, Any] = {"scale": a.scale, "pending_slots": slots, "local": candidates.local, "steps": steps}
+        if pending[0].dtype != a.keys.scale.dtype:  # the kernel takes scores in place of keys of another dtype
+            pending = join_steps(_pending_logits(q, candidates, a.scale), steps)[..., :slots], *pending[1:]
+            how["pending_slots"] = None
+        asked = candidates.span, pending, candidates.limit, a.group_reduce, candidates.room
+        return PackedSelection(*kernel.select_1bit(q, *a.keys, *asked, **how))
+
+    return join_lists([one_pass(*part) for part in a.candidates.passes(a.q, kernel.PASS)])
+
+
+@op(
+    kernel="select.select_1bit",
+    static_argnames=("group_reduce", "scale"),
+    derivative="zero",
+    limit=_select_1bit_limit,
+    mosaic=_select_1bit_mosaic,
+)
 def select_1bit(
     q: Float[Array, "B K G D"],
     keys: OneBit,
@@ -83,36 +113,29 @@ def select_1bit(
     return pack(select_top(score_1bit(q, keys, scale=scale), q, candidates, group_reduce, scale=scale))
 
 
-@select_1bit.limit
-def _select_1bit_limit(
-    kernel: Any, q: Array, keys: OneBit, candidates: Candidates, group_reduce: GroupReduce, *, scale: float
-) -> str | None:
-    candidates.require(keys.bits.shape[2], 1)
-    unknown = no_kernel_for(group_reduce)
-    step_q = jax.ShapeDtypeStruct((*q.shape[:2], q.shape[2] // candidates.steps, q.shape[3]), q.dtype)
-    pending = jax.ShapeDtypeStruct((*step_q.shape[:3], candidates.pending_slots), jnp.float32)
-    return unknown or kernel.unsupported(step_q, keys.bits, keys.scale, pending, group_reduce, candidates.room)
+def _select_pages_limit(kernel: Any, a: Any) -> str | None:
+    candidates = a.candidates
+    candidates.require(a.low.shape[2], a.unit)
+    keys, room, slots = candidates.pending[0], candidates.room, candidates.pending_slots
+    return no_kernel_for(a.group_reduce) or kernel.unsupported(
+        a.q, a.low, a.high, keys, a.group_reduce, room, a.unit, slots, candidates.steps
+    )
 
 
-@select_1bit.mosaic
-def _select_1bit_mosaic(
-    kernel: Any, q: Array, keys: OneBit, candidates: Candidates, group_reduce: GroupReduce, *, scale: float
-) -> PackedSelection:
-    def one_pass(q: Array, candidates: Candidates) -> PackedSelection:
-        pending, slots, steps = candidates.pending, candidates.pending_slots, candidates.steps
-        how: dict[str, Any] = {"scale": scale, "pending_slots": slots, "local": candidates.local, "steps": steps}
-        if pending[0].dtype != keys.scale.dtype:  # the kernel takes scores in place of keys of another dtype
-            pending = join_steps(_pending_logits(q, candidates, scale), steps)[..., :slots], *pending[1:]
-            how["pending_slots"] = None
-        limit, room = candidates.limit, candidates.room
-        return PackedSelection(
-            *kernel.select_1bit(q, *keys, candidates.span, pending, limit, group_reduce, room, **how)
-        )
-
-    return join_lists([one_pass(*part) for part in candidates.passes(q, kernel.PASS)])
+def _select_pages_mosaic(kernel: Any, a: Any) -> PackedSelection:
+    candidates = a.candidates
+    asked = candidates.span, candidates.pending, candidates.limit, a.group_reduce, candidates.room
+    how = {"unit": a.unit, "scale": a.scale, "pending_slots": candidates.pending_slots, "local": candidates.local}
+    return PackedSelection(*kernel.select_pages(a.q, a.low, a.high, *asked, **how, steps=candidates.steps))
 
 
-@op(kernel="select.select_pages", static_argnames=("group_reduce", "unit", "scale"), derivative="zero")
+@op(
+    kernel="select.select_pages",
+    static_argnames=("group_reduce", "unit", "scale"),
+    derivative="zero",
+    limit=_select_pages_limit,
+    mosaic=_select_pages_mosaic,
+)
 def select_pages(
     q: Float[Array, "B K G D"],
     low: Float[Array, "B K P D"],
@@ -134,43 +157,27 @@ def select_pages(
     return pack(select_top(scores, q, candidates, group_reduce, unit=unit, scale=scale))
 
 
-@select_pages.limit
-def _select_pages_limit(
-    kernel: Any,
-    *,
-    q: Array,
-    low: Array,
-    high: Array,
-    candidates: Candidates,
-    group_reduce: GroupReduce,
-    unit: int,
-    **_: Any,
-) -> str | None:
-    unknown = no_kernel_for(group_reduce)
-    candidates.require(low.shape[2], unit)
-    keys, room, slots = candidates.pending[0], candidates.room, candidates.pending_slots
-    return unknown or kernel.unsupported(q, low, high, keys, group_reduce, room, unit, slots, candidates.steps)
+def _select_4bit_limit(kernel: Any, a: Any) -> str | None:
+    candidates = a.candidates
+    candidates.require(a.listed.slots.shape[3], 1)
+    pending = candidates.pending[0], candidates.room, candidates.pending_slots
+    return kernel.unsupported(a.q, *a.keys, a.listed.slots, *pending)
 
 
-@select_pages.mosaic
-def _select_pages_mosaic(
-    kernel: Any,
-    *,
-    q: Array,
-    low: Array,
-    high: Array,
-    candidates: Candidates,
-    group_reduce: GroupReduce,
-    unit: int,
-    scale: float,
-) -> PackedSelection:
-    span, pending, limit, room = candidates.span, candidates.pending, candidates.limit, candidates.room
-    how = {"unit": unit, "scale": scale, "pending_slots": candidates.pending_slots, "local": candidates.local}
-    how["steps"] = candidates.steps
-    return PackedSelection(*kernel.select_pages(q, low, high, span, pending, limit, group_reduce, room, **how))
+def _select_4bit_mosaic(kernel: Any, a: Any) -> PackedSelection:
+    candidates, fixed = a.candidates, {"centres": centres(), "turned": turned(a.q.shape[-1], a.seed)}
+    how = {"scale": a.scale, "pending_slots": candidates.pending_slots, "local": candidates.local}
+    asked = candidates.pending, candidates.limit, candidates.room
+    return PackedSelection(*kernel.select_4bit(a.q, *a.keys, a.listed, *asked, **how, **fixed))
 
 
-@op(kernel="select.select_4bit", static_argnames=("seed", "scale"), derivative="zero")
+@op(
+    kernel="select.select_4bit",
+    static_argnames=("seed", "scale"),
+    derivative="zero",
+    limit=_select_4bit_limit,
+    mosaic=_select_4bit_mosaic,
+)
 def select_4bit(
     q: Float[Array, "B K G D"],
     keys: Directions,
@@ -189,6 +196,7 @@ def select_4bit(
     `select_1bit`.
     """
     M, S = listed.slots.shape[3], keys.signs.shape[2]
+    candidates.require(M, 1)
     estimates = rerank(rotate_few(q, seed), keys, listed, scale=scale)
     pending = candidates.pending_units(_pending_logits(q, candidates, scale))
     stored = split_steps(estimates, candidates.steps), split_steps(listed.valid, candidates.steps)
@@ -196,22 +204,3 @@ def select_4bit(
     slots = jnp.take_along_axis(listed.slots, jnp.minimum(best.slots, M - 1), axis=-1)
     slots = jnp.where(best.slots < M, slots, best.slots - M + S)
     return pack(Selection(slots, best.valid))
-
-
-@select_4bit.limit
-def _select_4bit_limit(
-    kernel: Any, *, q: Array, keys: Directions, listed: PackedSelection, candidates: Candidates, **_: Any
-) -> str | None:
-    candidates.require(listed.slots.shape[3], 1)
-    slots = candidates.pending_slots
-    return kernel.unsupported(q, *keys, listed.slots, candidates.pending[0], candidates.room, slots)
-
-
-@select_4bit.mosaic
-def _select_4bit_mosaic(
-    kernel: Any, *, q: Array, keys: Directions, listed: PackedSelection, candidates: Candidates, seed: int, scale: float
-) -> PackedSelection:
-    how: dict[str, Any] = {"scale": scale, "pending_slots": candidates.pending_slots, "local": candidates.local}
-    how |= {"centres": centres(), "turned": turned(q.shape[-1], seed)}
-    limit, room = candidates.limit, candidates.room
-    return PackedSelection(*kernel.select_4bit(q, *keys, listed, candidates.pending, limit, room, **how))

@@ -18,7 +18,31 @@ from kvjax.ops.op import Implementation, for_gpu, op
 Complement = tuple[Array | int, Array | int, Array | int]  # see `most_voted`
 
 
-@op(kernel="vote.collide", static_argnames=("seed",), derivative="reference")
+def _collide_limit(kernel: Any, a: Any) -> str | None:
+    _check_votes(a.ids, a.limits)
+    return kernel.unsupported(a.q, a.ids, a.counts, a.limits)
+
+
+def _collide_mosaic(kernel: Any, a: Any) -> Array:
+    rotation = None if a.seed is None else turned(a.q.shape[-1], a.seed)
+    return kernel.collide(a.q, a.ids, a.counts, a.limits, turned=rotation)
+
+
+def _check_votes(ids: Array, limits: Array) -> None:
+    N, T = ids.shape[3], limits.shape[1]
+    if N * T > 255:
+        raise ValueError(
+            f"collide counts votes in a byte; {N} subspaces x {T} limits are more than 255, so use fewer limits"
+        )
+
+
+@op(
+    kernel="vote.collide",
+    static_argnames=("seed",),
+    derivative="reference",
+    limit=_collide_limit,
+    mosaic=_collide_mosaic,
+)
 def collide(
     q: Float[Array, "B K G D"],
     ids: UInt8[Array, "B K S N"],
@@ -40,6 +64,7 @@ def collide(
     """
     B, K, G, D = q.shape
     N = ids.shape[3]
+    _check_votes(ids, limits)
     q = q if seed is None else rotate_few(q, seed)
     better = _keys_before(q.astype(jnp.float32).reshape(B, K, G, N, D // N), counts)
     earned = jnp.sum(better[..., None] < limits[:, None, None, None, None], axis=-1, dtype=jnp.uint8)
@@ -81,23 +106,15 @@ def _keys_before(q: Array, counts: Array) -> Array:
     return lax.sort((ids, lax.cummax(before, axis=before.ndim - 1)), num_keys=1)[1]
 
 
-@collide.limit
-def _collide_limit(kernel: Any, q: Array, ids: Array, counts: Array, limits: Array, *, seed: int | None) -> str | None:
-    N, T = ids.shape[3], limits.shape[1]
-    if N * T > 255:
-        raise ValueError(
-            f"collide counts votes in a byte; {N} subspaces x {T} limits are more than 255, so use fewer limits"
-        )
-    return kernel.unsupported(q, ids, counts, limits)
-
-
-@collide.mosaic
-def _collide_mosaic(kernel: Any, q: Array, ids: Array, counts: Array, limits: Array, *, seed: int | None) -> Array:
-    rotation = None if seed is None else turned(q.shape[-1], seed)
-    return kernel.collide(q, ids, counts, limits, turned=rotation)
-
-
-@op(kernel="vote.most_voted", static_argnames=("room", "local"), derivative="zero")
+@op(
+    kernel="vote.most_voted",
+    static_argnames=("room", "local"),
+    derivative="zero",
+    limit=lambda kernel, a: kernel.unsupported(a.votes, a.length, a.count, a.room),
+    mosaic=lambda kernel, a: PackedSelection(
+        *kernel.most_voted(a.votes, a.length, a.count, a.room, complement=a.complement, local=a.local)
+    ),
+)
 def most_voted(
     votes: UInt8[Array, "B K G S"],
     length: Int32[Array, " B"],
@@ -151,17 +168,3 @@ def _least_votes(votes: Array, count: Array, *, bits: int) -> Array:
         voted = jnp.sum(votes[:, :, :, None] >= higher[..., None], axis=-1, dtype=jnp.int32)
         least += jnp.sum(voted >= count[..., None], axis=-1, dtype=jnp.int32) << shift
     return least
-
-
-@most_voted.limit
-def _most_voted_limit(
-    kernel: Any, votes: Array, length: Array, count: Array, room: int, *, complement: Complement | None, local: int
-) -> str | None:
-    return kernel.unsupported(votes, length, count, room)
-
-
-@most_voted.mosaic
-def _most_voted_mosaic(
-    kernel: Any, votes: Array, length: Array, count: Array, room: int, *, complement: Complement | None, local: int
-) -> PackedSelection:
-    return PackedSelection(*kernel.most_voted(votes, length, count, room, complement=complement, local=local))

@@ -13,7 +13,21 @@ from kvjax.numerics.types import Bool, Int32, Shaped
 from kvjax.ops.op import Implementation, op
 
 
-@op(kernel="write.put_token", derivative="reference")
+def _arrays(zone: Block) -> tuple[Array, Array, Array]:
+    return zone.k, zone.v, zone.count
+
+
+def _put_token_mosaic(kernel: Any, a: Any) -> tuple[list[Block], Array]:
+    stored, overflow = kernel.put_token(list(map(_arrays, a.zones)), a.k, a.v, a.active, a.overflow)
+    return [Block(*zone) for zone in stored], overflow
+
+
+@op(
+    kernel="write.put_token",
+    derivative="reference",
+    limit=lambda kernel, a: kernel.unsupported(list(map(_arrays, a.zones)), a.k, a.v, a.active, a.overflow),
+    mosaic=_put_token_mosaic,
+)
 def put_token(
     zones: Sequence[Block],
     k: Shaped[Array, "B K 1 D"],
@@ -36,22 +50,17 @@ def put_token(
     return after, overflow | left
 
 
-@put_token.limit
-def _put_token_limit(
-    kernel: Any, zones: Sequence[Block], k: Array, v: Array, active: Array, overflow: Array
-) -> str | None:
-    return kernel.unsupported([(zone.k, zone.v, zone.count) for zone in zones], k, v, active, overflow)
-
-
-@put_token.mosaic
-def _put_token_mosaic(
-    kernel: Any, zones: Sequence[Block], k: Array, v: Array, active: Array, overflow: Array
-) -> tuple[list[Block], Array]:
-    stored, overflow = kernel.put_token([(zone.k, zone.v, zone.count) for zone in zones], k, v, active, overflow)
+def _put_tokens_mosaic(kernel: Any, a: Any) -> tuple[list[Block], Array]:
+    stored, overflow = kernel.put_tokens(list(map(_arrays, a.zones)), a.k, a.v, a.count, a.overflow)
     return [Block(*zone) for zone in stored], overflow
 
 
-@op(kernel="write.put_token", derivative="reference")
+@op(
+    kernel="write.put_token",
+    derivative="reference",
+    limit=lambda kernel, a: kernel.unsupported(list(map(_arrays, a.zones)), a.k, a.v, a.count, a.overflow),
+    mosaic=_put_tokens_mosaic,
+)
 def put_tokens(
     zones: Sequence[Block],
     k: Shaped[Array, "B K T D"],
@@ -76,18 +85,3 @@ def put_tokens(
         after.append(put(zone, *mine, taken))
         left = left - taken
     return after, overflow | (left > 0)
-
-
-@put_tokens.limit
-def _put_tokens_limit(
-    kernel: Any, zones: Sequence[Block], k: Array, v: Array, count: Array, overflow: Array
-) -> str | None:
-    return kernel.unsupported([(zone.k, zone.v, zone.count) for zone in zones], k, v, count, overflow)
-
-
-@put_tokens.mosaic
-def _put_tokens_mosaic(
-    kernel: Any, zones: Sequence[Block], k: Array, v: Array, count: Array, overflow: Array
-) -> tuple[list[Block], Array]:
-    stored, overflow = kernel.put_tokens([(zone.k, zone.v, zone.count) for zone in zones], k, v, count, overflow)
-    return [Block(*zone) for zone in stored], overflow

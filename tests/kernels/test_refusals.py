@@ -57,13 +57,8 @@ def test_a_kernel_refuses_what_exceeds_its_limits(name, sizes, words):
     with pytest.raises(NotImplementedError, match=words if HAS_KERNELS else r"jax >= 0\.11"):
         run(partial(op, **options, implementation="mosaic"), args)
 
-    def kernel(*args):  # by whatever way it is called
-        given = op._arguments(*args, **options)
-        del given["implementation"]
-        return op._mosaic(op.module, **given)
-
     with pytest.raises(NotImplementedError, match=words):
-        run(kernel, args)
+        run(partial(op.run_kernel, **options), args)
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,6 @@ from tests.kernels.inputs import boxes, index, normal, relative
 pytestmark = pytest.mark.usefixtures("kernels")
 
 
-def kernel(op, **arguments):
-    """The operation's kernel, as the operation calls it."""
-    return op._mosaic(op.module, **arguments)
-
-
 def candidates(B, K, T, R, D, S, wide, room, *, own=False, local=2, dtype=jnp.bfloat16):
     """Candidates of T steps, each of which has one pending token more; counts differ by row."""
     keys = 3 * normal(7, B, K, *((T,) if own else ()), R, D, dtype=dtype)
@@ -67,7 +62,7 @@ def test_select_1bit_scores_all_steps_at_once(T, G, D, group_reduce, keys):
     B, K, S = 1, 2, 160
     q, ix = normal(1, B, K, T * G, D, dtype=jnp.bfloat16).astype(jnp.float32), index(B, K, S, D, 32, jnp.bfloat16)
     among = candidates(B, K, T, 40, D, S, 36, 25, dtype=keys)
-    run = partial(kernel, ops.select_1bit, keys=ix, group_reduce=group_reduce, scale=0.1)
+    run = partial(ops.select_1bit.run_kernel, keys=ix, group_reduce=group_reduce, scale=0.1)
     assert_each_step_is_as_alone(lambda q, among: run(q=q, candidates=among), q, among)
 
 
@@ -76,7 +71,7 @@ def test_select_pages_scores_all_steps_at_once(own, B):
     T, G, K, P, D, unit = 5, 3, 1, 21, 64, 16
     q, (low, high) = normal(2, B, K, T * G, D, dtype=jnp.bfloat16).astype(jnp.float32), boxes(B, K, P, D, jnp.bfloat16)
     among = candidates(B, K, T, 40, D, P * unit, 32, 7, own=own)
-    run = partial(kernel, ops.select_pages, low=low, high=high, group_reduce="mean_softmax", unit=unit, scale=0.1)
+    run = partial(ops.select_pages.run_kernel, low=low, high=high, group_reduce="mean_softmax", unit=unit, scale=0.1)
     assert_each_step_is_as_alone(lambda q, among: run(q=q, candidates=among), q, among)
 
 
@@ -106,8 +101,8 @@ def test_select_4bit_and_most_voted_take_the_candidates_of_each_step():
         mine = votes if among.steps > 1 else votes[:, :, :1]
         fill = among.limit, *among.pending[1:]
         count = {"length": among.span[1], "count": jnp.full(B, 16, jnp.int32), "room": 30}
-        listed = kernel(ops.most_voted, votes=mine, **count, complement=fill, local=2)
-        return kernel(ops.select_4bit, q=q, keys=keys, listed=listed, candidates=among, seed=3, scale=0.1)
+        listed = ops.most_voted.run_kernel(votes=mine, **count, complement=fill, local=2)
+        return ops.select_4bit.run_kernel(q=q, keys=keys, listed=listed, candidates=among, seed=3, scale=0.1)
 
     votes = jnp.broadcast_to(votes[:, :, :1], votes.shape)  # the same for each step, so that one alone has its own
     assert_each_step_is_as_alone(select, q, among)
@@ -125,7 +120,7 @@ def test_attend_zones_reads_the_spans_of_each_step():
     def run(q, slots, found, start, stop, sunk):
         recent, sink = Span(*kv[2:4], start, stop), Span(*kv[4:], start, sunk)
         zones = {"k": kv[0], "v": kv[1], "recent": recent, "sink": sink, "local": 5, "more": None}
-        return kernel(ops.attend_zones, q=q, selection=PackedSelection(slots, found), **zones, scale=0.1)
+        return ops.attend_zones.run_kernel(q=q, selection=PackedSelection(slots, found), **zones, scale=0.1)
 
     together, alone = jax.jit(run)(q, slots, found, none, stop, sunk), jax.jit(run)
     for t in range(T):
