@@ -25,7 +25,7 @@ from jax.sharding import AxisType
 from jax.typing import ArrayLike
 
 from kvjax import ops
-from kvjax.cache.cache import LayerCache, as_whole, check_layer_cache, part_of, placement_of, specs_of
+from kvjax.cache.cache import LayerCache, as_whole, check_no_cache, part_of, placement_of, specs_of
 from kvjax.cache.flushing import flush_full
 from kvjax.memory import on_host
 from kvjax.numerics.partial import group_queries
@@ -43,8 +43,8 @@ from kvjax.ops.chunk import (
 from kvjax.policies import Info, Step
 from kvjax.policies.policy import step_lengths
 from kvjax.sharding.placement import context_axis, run_on_parts, to_context
-from kvjax.spec import CacheSpec, check_dims, require_int
-from kvjax.validation import check_array, check_flags, check_floats, check_not_empty, finite_number
+from kvjax.spec import require_int
+from kvjax.validation import check_alive, check_array, check_dims, check_flags, check_floats, finite_number
 
 MaybeCache = TypeVar("MaybeCache", bound=LayerCache | None)  # the cache that comes back is of the kind that was given
 MOST_STEPS = 16  # tokens of a row in one `decode`
@@ -124,7 +124,8 @@ def attention_info(
     """`attention` that also returns an `Info` of what a decode step read; None for a prompt or without a cache."""
     sizes, scale = _check_call("attention", cache, q, k, v, window, scale)
     check_flags("attention", first_chunk=first_chunk, flush=flush)
-    _check_first("attention", cache, first_chunk)
+    if first_chunk:
+        _check_first("attention", cache)
     if active is not None and sizes.T > 1:
         raise ValueError(
             f"active is for decode steps (T=1), got T={sizes.T}; for a prompt give lengths, 0 for rows without tokens"
@@ -155,7 +156,8 @@ def prefill(
     """
     sizes, scale = _check_call("prefill", cache, q, k, v, window, scale)
     check_flags("prefill", first_chunk=first_chunk)
-    _check_first("prefill", cache, first_chunk)
+    if first_chunk:
+        _check_first("prefill", cache)
     count = row_counts(sizes.B, sizes.T, lengths, None)
     settings: dict[str, Any] = {"first_chunk": first_chunk, "padded": lengths is not None}
     return _run(_attend_prompt, cache, q, k, v, count, None, scale=scale, window=window, **settings)[:2]
@@ -285,7 +287,7 @@ def _attend_prompt(
         own_k, own_v = _without_padding(k, v, count)
     if cache is None:
         return attend_chunk(q, own_k, own_v, scale=scale, window=window), None, None
-    grouped, (k, v), over = group(q, k.shape[2]), _heads_first(k, v), context_axis()
+    grouped, k, v, over = group(q, k.shape[2]), _heads_first(k), _heads_first(v), context_axis()
     if over is not None and not splits_queries(q.shape[1], over[1], window):
         over = None
     if first_chunk and over is not None:
@@ -294,7 +296,7 @@ def _attend_prompt(
         out = attend_chunk(q, own_k, own_v, scale=scale, window=window)
     else:
         attend_stored = partial(cache.policy.attend_stored, cache.state, scale=scale, window=window)
-        own_k, own_v = _heads_first(own_k, own_v)
+        own_k, own_v = _heads_first(own_k), _heads_first(own_v)
         own = None if over is None else attend_own_in_parts(grouped, own_k, own_v, *over, scale=scale)
         out = attend_chunk_after(attend_stored, grouped, own_k, own_v, scale=scale, window=window, own=own)
         out = ungroup(out, q.dtype)
@@ -319,7 +321,7 @@ def _attend_step(
     flush: bool,
 ) -> tuple[Array, LayerCache, Info]:
     """One decode step of the rows whose `count` is 1."""
-    policy, (k, v) = cache.policy, _heads_first(k, v)
+    policy, k, v = cache.policy, _heads_first(k), _heads_first(v)
     state = policy.update((flush_full(cache, count > 0) if flush else cache).state, k, v, count > 0)
     queries = group_queries(q[:, 0], k.shape[1])
     step = Step(scale, window, active=count > 0, selection=selection if policy.follows else None)
@@ -363,7 +365,7 @@ def _attend_steps(
         return out, cache, jax.tree.map(lambda a: a[None], info)
 
     def at_once(cache: LayerCache, count: Array) -> tuple[Array, LayerCache, Info]:
-        keys, values = _heads_first(k, v)
+        keys, values = _heads_first(k), _heads_first(v)
         grouped = group(q, k.shape[2])
         # Counts are read before they change in place; XLA would copy them otherwise.
         lengths = step_lengths(cache.length, count, k.shape[1], policy.free(cache.state))
@@ -402,9 +404,9 @@ class _Sizes(NamedTuple):
     T: int
 
 
-def _check_first(verb: str, cache: LayerCache | None, first_chunk: bool) -> None:
-    """Raises ValueError if `first_chunk` promises an empty cache and rows are known to hold tokens."""
-    if not first_chunk or cache is None or isinstance(length := cache.length, Tracer):
+def _check_first(verb: str, cache: LayerCache | None) -> None:
+    """Raises ValueError if rows of a cache that is promised to be empty are known to hold tokens."""
+    if cache is None or isinstance(length := cache.length, Tracer):
         return
     if most := int(on_host(length).max()):
         raise ValueError(
@@ -420,8 +422,13 @@ def _check_call(
     if isinstance(v, LayerCache):
         raise ValueError(f"{verb} takes the cache first: kvjax.{verb}(cache, q, k, v)")
     check_floats(q=q, k=k, v=v)
-    check_layer_cache(verb, cache)
-    known = {} if cache is None else _spec_dims(cache.spec)
+    known = {}
+    if isinstance(cache, LayerCache):
+        check_alive(verb, cache)
+        spec = cache.spec
+        known = {"B": spec.batch, "N": spec.q_heads, "K": spec.kv_heads, "D": spec.head_dim}
+    else:
+        check_no_cache(verb, cache)
     try:
         sizes = check_dims("q BTND, k BTKD, v BTKD", known, q=q, k=k, v=v)
     except ValueError as error:
@@ -431,8 +438,11 @@ def _check_call(
             f"{error}. The spec of a cache is static, so jax.shard_map splits its arrays but not its sizes; in place "
             "of shard_map, make a cache that is split: kvjax.init(..., placement=kvjax.Placement(mesh=...))"
         ) from None
-    B, T, N, K, D = (sizes[x] for x in "BTNKD")
-    check_not_empty(sizes, B="rows", T="tokens", N="query heads", K="kv heads", D="channels")
+    B, T, N, K, D = map(sizes.__getitem__, "BTNKD")
+    if 0 in sizes.values():
+        letter = next(letter for letter, size in sizes.items() if not size)
+        words = {"B": "rows", "T": "tokens", "N": "query heads", "K": "kv heads", "D": "channels"}
+        raise ValueError(f"q, k and v have {letter}=0 {words[letter]}; give at least one")
     if N % K:
         raise ValueError(
             f"q has N={N} heads, which must be a multiple of k's K={K} kv heads; q{list(q.shape)}, k{list(k.shape)}"
@@ -454,13 +464,9 @@ def _without_padding(k: Array, v: Array, count: Array) -> tuple[Array, Array]:
     return jnp.where(real, k, jnp.zeros((), k.dtype)), jnp.where(real, v, jnp.zeros((), v.dtype))
 
 
-def _heads_first(*arrays: Array) -> tuple[Array, ...]:
-    """Arrays [B, T, K, D] as [B, K, T, D], the layout of policies."""
-    return tuple(jnp.swapaxes(a, 1, 2) for a in arrays)
-
-
-def _spec_dims(spec: CacheSpec) -> dict[str, int]:
-    return {"B": spec.batch, "N": spec.q_heads, "K": spec.kv_heads, "D": spec.head_dim}
+def _heads_first(x: Array) -> Array:
+    """x [B, T, K, D] as [B, K, T, D], the layout of policies."""
+    return jnp.swapaxes(x, 1, 2)
 
 
 def row_counts(B: int, T: int, lengths: ArrayLike | None, active: ArrayLike | None) -> Array:

@@ -51,21 +51,19 @@ def vary_with(tree: Any, *like: Any) -> Any:
     axes = varying_axes(like)
 
     def cast(leaf: Array) -> Array:
-        missing = tuple(sorted(axes - _varying_axes(leaf)))
+        missing = tuple(sorted(axes - varying_axes(leaf)))
         return lax.pcast(leaf, missing, to="varying") if missing else leaf
 
     return jax.tree.map(cast, tree)
 
 
-def _varying_axes(leaf: Any) -> frozenset[str]:
-    """Mesh axes over which an array varies; jax 0.11 has renamed the field of the type."""
-    aval: Any = jax.typeof(leaf)
-    return aval.vma if hasattr(aval, "vma") else getattr(getattr(aval, "mat", None), "varying", frozenset())
-
-
 def varying_axes(tree: Any) -> frozenset[str]:
     """Mesh axes over which some array of `tree` varies, where `jax.shard_map` checks types."""
-    return frozenset[str]().union(*(_varying_axes(leaf) for leaf in jax.tree.leaves(tree)))
+    axes = frozenset[str]()
+    for leaf in jax.tree.leaves(tree):
+        aval: Any = jax.typeof(leaf)  # jax 0.11 has renamed the field of the type
+        axes |= aval.vma if hasattr(aval, "vma") else getattr(getattr(aval, "mat", None), "varying", frozenset())
+    return axes
 
 
 def shapes(make: Callable[[], Any]) -> Any:

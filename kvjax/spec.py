@@ -1,14 +1,11 @@
-"""The sizes of a cache, and the named-dimension check of every public function.
+"""The sizes of a cache.
 
 Each size has one letter everywhere: B rows, T new tokens, N query heads, K kv heads, G = N/K, D head size, S slots,
-M selected tokens. `check_dims` binds the letters across all arguments of a call at once, so that an error can say
-which two arguments disagree, rather than where the first broadcast failed. Shapes are static, so the checks run while
-tracing and cost nothing in a compiled program.
+M selected tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,39 +120,3 @@ def keep_int(config: Any, name: str, *, at_least: int, at_most: int = MOST) -> N
         f"{type(config).__name__}({name}=...)", getattr(config, name), at_least=at_least, at_most=at_most
     )
     object.__setattr__(config, name, value)
-
-
-def check_dims(layout: str, known: Mapping[str, int] | None = None, /, **arrays: Any) -> dict[str, int]:
-    """Binds every dimension letter and returns the sizes; raises ValueError where two arguments disagree.
-
-    `layout` names each argument and its letters; `known` binds letters in advance, such as the sizes of a cache.
-
-    >>> check_dims("q BTND, k BTKD", q=np.zeros((2, 1, 4, 16)), k=np.zeros((2, 1, 2, 16)))
-    {'B': 2, 'T': 1, 'N': 4, 'D': 16, 'K': 2}
-    >>> check_dims("q BTND, k BTKD", q=np.zeros((2, 1, 4, 16)), k=np.zeros((3, 1, 2, 16)))
-    Traceback (most recent call last):
-        ...
-    ValueError: k has B=3 but q has B=2; q[2, 1, 4, 16], k[3, 1, 2, 16]
-    """
-    sizes: dict[str, int] = dict(known or {})
-    owner = dict.fromkeys(sizes, "the cache")
-    shapes = {name: tuple(a.shape) for name, a in arrays.items()}
-
-    def fail(problem: str) -> ValueError:
-        all_shapes = ", ".join(f"{name}{list(shape)}" for name, shape in shapes.items())
-        return ValueError(f"{problem}; {all_shapes}")
-
-    for part in layout.split(","):
-        name, letters = part.split()
-        if name not in shapes:
-            continue
-        if len(shapes[name]) != len(letters):
-            raise fail(f"{name} must have the {len(letters)} dimensions [{', '.join(letters)}]")
-        for letter, size in zip(letters, shapes[name], strict=True):
-            if sizes.setdefault(letter, size) != size:
-                wrong = f"{name} has {letter}={size} but {owner[letter]} has {letter}={sizes[letter]}"
-                swapped = owner[letter] == "the cache" and sizes[letter] in shapes[name][1:-1]
-                cure = f"; the axes of {name} must be [{', '.join(letters)}]: use jnp.swapaxes" if swapped else ""
-                raise fail(wrong + cure)
-            owner.setdefault(letter, name)
-    return sizes

@@ -26,8 +26,8 @@ from kvjax.numerics.partial import group_queries
 from kvjax.numerics.selection import Selection, unpack
 from kvjax.policies import Step
 from kvjax.sharding.placement import run_on_parts, to_context
-from kvjax.spec import check_dims, require_int
-from kvjax.validation import check_flags, check_floats, finite_number, shown
+from kvjax.spec import require_int
+from kvjax.validation import check_dims, check_flags, check_floats, finite_number, shown
 
 AXES = {"q": "BTN", "k": "BTN", "v": "BTN", "out": "BTN", "count": "B", "selection": "BK"}  # that a placement splits
 

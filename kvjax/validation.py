@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -122,11 +122,43 @@ def check_array(what: str, value: Any, kind: str, example: str) -> None:
         raise ValueError(f"{what} must be {kind} of 32 bits, such as {example}, got {wild[0]}")
 
 
-def check_not_empty(sizes: dict[str, int], **letters: str) -> None:
-    """Raises ValueError for a size of 0; `letters` gives the word for what each letter counts."""
-    for letter, what in letters.items():
-        if sizes[letter] == 0:
-            raise ValueError(f"q, k and v have {letter}=0 {what}; give at least one")
+def check_dims(layout: str, known: Mapping[str, int] | None = None, /, **arrays: Any) -> dict[str, int]:
+    """Binds each dimension letter (`kvjax.spec`), and returns the sizes; raises ValueError where arguments disagree.
+
+    All arguments of a call are bound at once, so that an error can say which two disagree, rather than where the first
+    broadcast failed.
+
+    `layout` names each argument and its letters; `known` binds letters in advance, such as the sizes of a cache.
+
+    >>> check_dims("q BTND, k BTKD", q=np.zeros((2, 1, 4, 16)), k=np.zeros((2, 1, 2, 16)))
+    {'B': 2, 'T': 1, 'N': 4, 'D': 16, 'K': 2}
+    >>> check_dims("q BTND, k BTKD", q=np.zeros((2, 1, 4, 16)), k=np.zeros((3, 1, 2, 16)))
+    Traceback (most recent call last):
+        ...
+    ValueError: k has B=3 but q has B=2; q[2, 1, 4, 16], k[3, 1, 2, 16]
+    """
+    sizes: dict[str, int] = dict(known or {})
+    owner = dict.fromkeys(sizes, "the cache")
+    shapes = {name: tuple(a.shape) for name, a in arrays.items()}
+
+    def fail(problem: str) -> ValueError:
+        all_shapes = ", ".join(f"{name}{list(shape)}" for name, shape in shapes.items())
+        return ValueError(f"{problem}; {all_shapes}")
+
+    for part in layout.split(","):
+        name, letters = part.split()
+        if name not in shapes:
+            continue
+        if len(shapes[name]) != len(letters):
+            raise fail(f"{name} must have the {len(letters)} dimensions [{', '.join(letters)}]")
+        for letter, size in zip(letters, shapes[name], strict=True):
+            if sizes.setdefault(letter, size) != size:
+                wrong = f"{name} has {letter}={size} but {owner[letter]} has {letter}={sizes[letter]}"
+                swapped = owner[letter] == "the cache" and sizes[letter] in shapes[name][1:-1]
+                cure = f"; the axes of {name} must be [{', '.join(letters)}]: use jnp.swapaxes" if swapped else ""
+                raise fail(wrong + cure)
+            owner.setdefault(letter, name)
+    return sizes
 
 
 def finite_number(what: str, value: Any) -> float:

@@ -278,19 +278,25 @@ def outgrown(cache: Cache, total: Array | np.ndarray) -> np.ndarray:
 
 
 def check_layer_cache(verb: str, cache: Any) -> None:
+    if not isinstance(cache, LayerCache):
+        check_no_cache(verb, cache)
+    check_alive(verb, cache)
+
+
+def check_no_cache(verb: str, cache: Any) -> None:
+    """Raises ValueError for a `cache` that is no `LayerCache`; `attention` takes None."""
     if isinstance(cache, Cache):
         raise ValueError(
             f"{verb} takes the cache of one layer, got the Cache of a whole model; pass cache.layers[i], and put the "
             "returned layers into dataclasses.replace(cache, layers=(...))"
         )
-    if not isinstance(cache, LayerCache) and (cache is not None or verb != "attention"):
+    if cache is not None or verb != "attention":
         wanted, cure = "a kvjax.LayerCache", "kvjax.init_layer makes one"
         if verb == "attention":
             wanted += " or None"
         elif callable(cache):
             cure = f"kvjax.generation.{verb} takes a model"
         raise ValueError(f"{verb} takes {wanted}, got {shown(cache)}; {cure}")
-    check_alive(verb, cache)
 
 
 def check_cache(where: str, cache: Any) -> None:

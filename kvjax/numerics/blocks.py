@@ -60,7 +60,7 @@ def write(buffer: Array, new: Array, start: Array, count: Array) -> Array:
         # dropped, keeps it a scatter.
         new = jnp.concatenate([new, new], axis=2)
     new = jnp.moveaxis(new, 2, 1).astype(buffer.dtype)  # [B, T, K, ...]
-    row, i = (lax.broadcasted_iota(jnp.int32, new.shape[:2], axis) for axis in (0, 1))
+    row, i = lax.broadcasted_iota(jnp.int32, new.shape[:2], 0), lax.broadcasted_iota(jnp.int32, new.shape[:2], 1)
     slot = jnp.where(i < count[:, None], start[:, None] + i, buffer.shape[2])
     # `buffer.at[row, :, slot].set` would trace three times as many operations, for negative indices that do not occur.
     dims = lax.ScatterDimensionNumbers(

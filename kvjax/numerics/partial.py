@@ -12,7 +12,6 @@ other; all caches of kvjax are written in this algebra.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -184,18 +183,17 @@ def merge(*parts: PartialAttention) -> PartialAttention:
     """
     if not parts:
         raise ValueError("merge got no parts; give at least one PartialAttention")
-    return reduce(_merge_two, parts)
-
-
-def _merge_two(a: PartialAttention, b: PartialAttention) -> PartialAttention:
-    top = jnp.maximum(a.lse, b.lse)
-    shift = lax.stop_gradient(jnp.where(jnp.isneginf(top), 0.0, top))
-    wa, wb = jnp.exp(a.lse - shift), jnp.exp(b.lse - shift)
-    total = wa + wb
-    floor = jnp.finfo(jnp.float32).tiny
-    share = (wb / jnp.maximum(total, floor))[..., None]
-    out = jnp.where(share == 0, a.out, jnp.where(share == 1, b.out, a.out + share * (b.out - a.out)))
-    return PartialAttention(out, jnp.log(total) + shift)
+    a, *others = parts
+    for b in others:
+        top = jnp.maximum(a.lse, b.lse)
+        shift = lax.stop_gradient(jnp.where(jnp.isneginf(top), 0.0, top))
+        wa, wb = jnp.exp(a.lse - shift), jnp.exp(b.lse - shift)
+        total = wa + wb
+        floor = jnp.finfo(jnp.float32).tiny
+        share = (wb / jnp.maximum(total, floor))[..., None]
+        out = jnp.where(share == 0, a.out, jnp.where(share == 1, b.out, a.out + share * (b.out - a.out)))
+        a = PartialAttention(out, jnp.log(total) + shift)
+    return a
 
 
 def merge_blocks(

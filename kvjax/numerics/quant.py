@@ -53,7 +53,8 @@ def dequantize_1bit(code: OneBit) -> Float[Array, "*rows S D"]:
     *lead, S, _ = code.bits.shape
     groups, D = code.scale.shape[-2:]
     positive = unpack_bits(code.bits).reshape(*lead, groups, S // groups, D)
-    scale, zero = (a.astype(jnp.float32)[..., None, :] for a in (code.scale, code.zero))
+    scale = code.scale.astype(jnp.float32)[..., None, :]
+    zero = code.zero.astype(jnp.float32)[..., None, :]
     return jnp.where(positive, zero + scale, zero - scale).reshape(*lead, S, D)
 
 

@@ -12,7 +12,7 @@ Sum and mean of softmax give the same ranks; both names are kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
@@ -48,14 +48,10 @@ class PackedSelection(NamedTuple):
         """Which slots are valid: the first `found`."""
         return jnp.arange(self.slots.shape[3])[None, None, None] < self.found[..., None]
 
-    @property
-    def selection(self) -> Selection:
-        return Selection(self.slots, self.valid)
-
 
 def unpack(selection: Selection | PackedSelection) -> Selection:
     """A selection with a mask of its valid slots."""
-    return selection.selection if isinstance(selection, PackedSelection) else selection
+    return selection if isinstance(selection, Selection) else Selection(selection.slots, selection.valid)
 
 
 def pack(selection: Selection) -> PackedSelection:
@@ -152,19 +148,15 @@ class Candidates:
         """i32[B or 1, 1, 1, 1] of i32[B] or of a number; i32[B, K*T, 1, 1] of i32[B, T]."""
         number = jnp.asarray(number, jnp.int32)
         if number.ndim < 2:
-            return by_row(number)
+            return number.reshape(-1, 1, 1, 1)
         return jnp.tile(number, (1, self.pending[0].shape[1]))[:, :, None, None]
-
-    def stored_units(self, units: int, unit: int = 1) -> Array:
-        """Says which of the index's U units have a token in the span: bool[B, 1 or K*T, 1, U]."""
-        return self._inside(*self.span, units, unit)
 
     def pending_units(self, scores: Array, unit: int = 1) -> tuple[Array, Array]:
         """Scores f32[B, K*T, G, W] of the pending units and which of them exist, bool[B, 1 or K*T, 1, W], from scores
         f32[B, K*T, G, R] of the recent keys."""
         _, start, stop = self.pending
         scores = scores[..., : self.pending_slots]
-        valid = self._inside(start, stop - self.local, self.pending_slots)
+        valid = self.inside(start, stop - self.local, self.pending_slots)
         if unit == 1:
             return scores, valid
         pages = self.pending_slots // unit
@@ -182,7 +174,7 @@ class Candidates:
         inside = jnp.where(recent < 0, (slots >= start) & (slots < stop), (recent >= first) & (recent < end))
         return Selection(join_steps(slots, self.steps), join_steps(valid & inside, self.steps))
 
-    def _inside(self, start: Array | int, stop: Array | int, units: int, unit: int = 1) -> Array:
+    def inside(self, start: Array | int, stop: Array | int, units: int, unit: int = 1) -> Array:
         """Says which units of `unit` slots have one from start to stop: bool[B, 1 or K*T, 1, units]."""
         start, stop = self.of_groups(start), self.of_groups(stop)
         slot = lax.mul(lax.broadcasted_iota(jnp.int32, (1, 1, 1, units), 3), np.int32(unit))
@@ -225,12 +217,20 @@ def join_lists(parts: Sequence[PackedSelection]) -> PackedSelection:
 
 
 SOFTMAX_REDUCES = ("max_softmax", "sum_softmax", "mean_softmax")
+_REDUCES: dict[str, Callable[..., Array]] = {
+    "mean_query": jnp.mean,
+    "mean_score": jnp.mean,
+    "max_score": jnp.max,
+    "max_softmax": jnp.max,
+    "sum_softmax": jax.nn.logsumexp,
+    "mean_softmax": jax.nn.logsumexp,
+}
 
 
 def log_sum(parts: Sequence[tuple[Array, Array]]) -> Array:
     """Log of the sum of exponentials of the scores of all parts, which are as in `reduce_scores`: f32[B, K, G, 1]."""
     scores = [jnp.where(valid, score, -jnp.inf) for score, valid in parts]
-    totals = jnp.concatenate([jax.nn.logsumexp(s, axis=-1, keepdims=True) for s in scores], axis=-1)
+    totals = jnp.concatenate(list(map(partial(jax.nn.logsumexp, axis=-1, keepdims=True), scores)), axis=-1)
     return jax.nn.logsumexp(totals, axis=-1, keepdims=True)
 
 
@@ -244,16 +244,11 @@ def reduce_scores(parts: Sequence[tuple[Array, Array]], group_reduce: GroupReduc
     scores = [jnp.where(valid, score, -jnp.inf) for score, valid in parts]
     if group_reduce == "per_head":
         return jnp.concatenate(scores, axis=-1)
-    if group_reduce == "max_score":
-        return jnp.concatenate([jnp.max(s, axis=2, keepdims=True) for s in scores], axis=-1)
-    if group_reduce in ("mean_query", "mean_score"):
-        return jnp.concatenate([jnp.mean(s, axis=2, keepdims=True) for s in scores], axis=-1)
-    total = log_sum(parts) if total is None else total
-    shares = [s - jnp.where(jnp.isneginf(total), 0.0, total) for s in scores]
-    if group_reduce == "max_softmax":
-        return jnp.concatenate([jnp.max(s, axis=2, keepdims=True) for s in shares], axis=-1)
-    pooled = jnp.concatenate([jax.nn.logsumexp(s, axis=2, keepdims=True) for s in shares], axis=-1)
-    return pooled - jnp.log(scores[0].shape[2]) if group_reduce == "mean_softmax" else pooled
+    if group_reduce in SOFTMAX_REDUCES:
+        total = log_sum(parts) if total is None else total
+        scores = [s - jnp.where(jnp.isneginf(total), 0.0, total) for s in scores]
+    pooled = jnp.concatenate(list(map(partial(_REDUCES[group_reduce], axis=2, keepdims=True), scores)), axis=-1)
+    return pooled - jnp.log(parts[0][0].shape[2]) if group_reduce == "mean_softmax" else pooled
 
 
 def expand_units(units: Selection, unit: int) -> Selection:

@@ -18,9 +18,8 @@ from kvjax.ops.host import (
 )
 from kvjax.ops.op import OPS, Explanation, Implementation, Op, device_kind, explain, explained, shares_traces, use
 from kvjax.ops.quantized import attend_quantized, attend_quantized_zones, gather_quantized
-from kvjax.ops.rank import top_k, top_k_grouped
 from kvjax.ops.score import rerank, score_1bit, score_pages
-from kvjax.ops.select import select_1bit, select_4bit, select_pages, select_top
+from kvjax.ops.select import select_1bit, select_4bit, select_pages, select_top, top_k, top_k_grouped
 from kvjax.ops.vote import collide, most_voted
 from kvjax.ops.write import put_token, put_tokens
 

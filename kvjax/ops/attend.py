@@ -138,7 +138,7 @@ def attend_gathered(
     """Attention of q [B, K, G, D] over selected tokens that were gathered: kg, vg [B, K, H*M, D], in order."""
     B, K, G, D = q.shape
     H, M = selection.slots.shape[2:]
-    kg, vg = (a.reshape(B, K * H, M, a.shape[-1]) for a in (kg, vg))
+    kg, vg = kg.reshape(B, K * H, M, kg.shape[-1]), vg.reshape(B, K * H, M, vg.shape[-1])
     valid = selection.valid.reshape(B, K * H, M)
     part = attend_part(q.reshape(B, K * H, G // H, D), kg, keep_valid(vg, valid), valid[:, :, None], scale=scale)
     return PartialAttention(part.out.reshape(B, K, G, -1), part.lse.reshape(B, K, G))

@@ -13,10 +13,9 @@ from kvjax.memory import in_host_memory
 from kvjax.numerics.packing import whole_units
 from kvjax.numerics.selection import PackedSelection, Selection, reduce_queries, unpack
 from kvjax.policies.policy import Info, Policy, Step, attend_in_turn, heads_as_steps, steps_as_heads
-from kvjax.policies.selected import SelectedZones
 from kvjax.policies.shared import Follower, require_whole_pages
 from kvjax.policies.short import DenseCapacity, Short, is_short
-from kvjax.policies.zones import Visible, ZonedState
+from kvjax.policies.zones import SelectedZones, Visible, ZonedState
 from kvjax.selectors import Candidates, Selector
 from kvjax.sharding.context import Axis
 from kvjax.spec import CacheSpec, keep_int

@@ -28,8 +28,7 @@ from jax import Array
 from kvjax.numerics.selection import Selection
 from kvjax.policies.per_layer import PerLayer
 from kvjax.policies.policy import Info, Policy, Step
-from kvjax.policies.selected import SelectedZones
-from kvjax.policies.zones import ZonedState
+from kvjax.policies.zones import SelectedZones, ZonedState
 from kvjax.received import read_object
 from kvjax.spec import CacheSpec, keep_int, require_int
 from kvjax.stores import Dense, Store

@@ -17,16 +17,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.tree_util import register_dataclass
 
 from kvjax import ops
 from kvjax.numerics.blocks import Block, empty_block, put, take_rows
 from kvjax.numerics.packing import whole_units
 from kvjax.numerics.partial import PartialAttention, Span, keep_valid, merge
-from kvjax.numerics.selection import Selection
+from kvjax.numerics.selection import PackedSelection, Selection, unpack
 from kvjax.ops.chunk import attend_zone
-from kvjax.policies.policy import Policy, Step, chunk_starts, in_range, lowest_visible
+from kvjax.policies.policy import Info, Policy, Step, chunk_starts, in_range, lowest_visible
 from kvjax.sharding.context import Axis, Stripes
 from kvjax.spec import CacheSpec, keep_int
 from kvjax.stores import Store
@@ -285,8 +285,10 @@ class Zoned(Policy):
         return self.demote.place(slots // self.demote.leave, leaving[slots % self.demote.leave])
 
     def visible(self, st: ZonedState, window: int | None) -> Visible:
-        self._check_window(window)
-        first = None if window is None else lowest_visible(st.length - 1, window)
+        first = None
+        if window is not None:
+            self._require_order(window)
+            first = lowest_visible(st.length - 1, window)
         # Values past the counts of recent and sink need no mask: `prefill` and `flush` keep them finite.
         recent = Span(st.recent.k, st.recent.v, lowest_slot(first, st.offset_recent), st.recent.count)
         sink = None
@@ -311,15 +313,16 @@ class Zoned(Policy):
         seen = Span(st.recent.k, st.recent.v, start, recent)
         return Visible(lengths, None, None, jnp.zeros_like(st.store.count), seen, sink)
 
-    def _check_window(self, window: int | None) -> None:
-        if window is not None and not self.demote.ordered:
+    def _require_order(self, window: int) -> None:
+        if not self.demote.ordered:
             raise ValueError(
                 f"{self.demote} forgets the order of tokens, so it cannot serve a sliding window of {window}; use "
                 f"kvjax.Fifo(leave={self.demote.leave})"
             )
 
     def attend_stored(self, st: ZonedState, q: Array, *, scale: float, window: int | None = None) -> PartialAttention:
-        self._check_window(window)
+        if window is not None:
+            self._require_order(window)
         first = chunk_starts(st.length, q.shape[3], window)
 
         def start(offset: Array) -> Array | None:
@@ -355,6 +358,47 @@ class Zoned(Policy):
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         return self.store.bytes_per_token(spec)
+
+
+class SelectedZones(Zoned):
+    """Zones in which a step attends to sink, local window and a selection, whichever layer selected it."""
+
+    def attend_selected(
+        self, st: ZonedState, q: Array, selection: Selection | PackedSelection, step: Step
+    ) -> tuple[Array, ZonedState, Info]:
+        """Attention [B, K, G, D] of q [B, K, G, D] over sink, selection and local window; the state, and what was read.
+
+        Selected slots below S, the slots of the store, are in the history; S + r is slot r of the recent block.
+        """
+        seen = self.visible(st, step.window)
+        zones = seen.recent, seen.sink, self.local
+        out, store = self.store.attend_zones(st.store, q, selection, *zones, scale=step.scale)
+        st = replace(st, store=store)
+        return out, st, self.info(st, seen, unpack(selection))
+
+    def local_span(self, seen: Visible) -> Span:
+        return seen.recent._replace(start=jnp.maximum(seen.recent.stop - self.local, seen.recent.start))
+
+    def info(self, st: ZonedState, seen: Visible, selection: Selection, fresh: Array | None = None) -> Info:
+        """The `Info` of a step that attends to sink, local window and `selection`."""
+        positions = self.positions_read(st, seen, selection)
+        attended = jnp.sum(positions >= 0, axis=(2, 3), dtype=jnp.float32) / positions.shape[2]
+        return Info(attended, selection, fresh, positions)
+
+    def positions_read(self, st: ZonedState, seen: Visible, selection: Selection) -> Array:
+        """i32[B, K, H, M + sink + local]: positions of selection, sink and local window, -1 where there is none."""
+        length, first = st.length[:, None], st.offset_recent[:, None]
+        lead = selection.slots.shape[:3]
+        sink = lax.broadcasted_iota(jnp.int32, (lead[0], self.sink), 1)
+        local = length - self.local + jnp.arange(self.local, dtype=jnp.int32)[None]
+        visible = jnp.concatenate([sink < length, local >= first], axis=1)
+        beside = jnp.concatenate([sink, local], axis=1)
+        if seen.first is not None:
+            visible &= beside >= seen.first[:, None]
+        shape = (*lead, beside.shape[1])
+        beside, visible = lax.broadcast_in_dim(beside, shape, (0, 3)), lax.broadcast_in_dim(visible, shape, (0, 3))
+        positions = jnp.concatenate([self.positions(st, selection.slots), beside], axis=-1)
+        return jnp.where(jnp.concatenate([selection.valid, visible], axis=-1), positions, -1)
 
 
 def lowest_slot(position: Array | None, offset: Array) -> Array:

@@ -58,7 +58,7 @@ class ByShare(Wrapper):
         scored = self.with_pending(candidates, q)
         best = ops.select_top(scores, q, scored, group_reduce, unit=unit, scale=scale)
         pending = scored.pending_units(attention_logits(q, scored.pending[0], scale), unit)
-        stored = scores, candidates.stored_units(scores.shape[-1], unit)
+        stored = scores, candidates.inside(*candidates.span, scores.shape[-1], unit)
         # "per_head" keeps the shares of each query head: one selection each.
         rule: GroupReduce = "mean_softmax" if best.slots.shape[2] == 1 else "per_head"
         shares = reduce_scores((stored, pending), rule)

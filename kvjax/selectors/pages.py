@@ -17,7 +17,7 @@ from jax import Array
 from kvjax import ops
 from kvjax.numerics.blocks import write
 from kvjax.numerics.reductions import sum_pairs
-from kvjax.numerics.selection import Candidates, GroupReduce, PackedSelection, Selection, require_group_reduce
+from kvjax.numerics.selection import Candidates, GroupReduce, PackedSelection, Selection, require_group_reduce, unpack
 from kvjax.selectors.pending import Pending, by_head, pending_pages, require_pending, require_points, with_points
 from kvjax.selectors.selector import Selector
 from kvjax.spec import CacheSpec, keep_int
@@ -86,7 +86,7 @@ class _Pages(Selector):
             return super().select(ix, q, candidates, scale=scale)
         scored = self.with_pending(candidates, q)
         pages = ops.select_pages(q, *ix, scored, self.group_reduce, unit=self.page, scale=scale)
-        return candidates.tokens(pages.selection, ix.low.shape[2], self.page)
+        return candidates.tokens(unpack(pages), ix.low.shape[2], self.page)
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         return 2.0 * spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize / self.page

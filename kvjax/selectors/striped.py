@@ -20,7 +20,7 @@ from kvjax.numerics.selection import (
     log_sum,
     reduce_scores,
 )
-from kvjax.ops.rank import top_k
+from kvjax.ops.select import top_k
 from kvjax.selectors.selector import Selector, Wrapper
 from kvjax.sharding.context import Stripes
 from kvjax.spec import CacheSpec
@@ -75,7 +75,7 @@ class StripedSelector(Wrapper):
         pending = scored.pending_units(attention_logits(q, scored.pending[0], scale), unit)
         start, stop = (jnp.asarray(x, jnp.int32) for x in candidates.span)
         own = replace(candidates, span=(stripes.owned(start), stripes.owned(stop)))
-        stored = scores, own.stored_units(units, unit)
+        stored = scores, own.inside(*own.span, units, unit)
 
         total = None
         if rule in SOFTMAX_REDUCES:

@@ -8,7 +8,7 @@ group and page, so that none spans two chunks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import jax.numpy as jnp
 import numpy as np
@@ -58,13 +58,10 @@ class Fifo:
     """
 
     leave: int = 256
+    ordered: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         keep_int(self, "leave", at_least=1)
-
-    @property
-    def ordered(self) -> bool:
-        return True
 
     def slots(self, local: int) -> int:
         return local + self.leave - 1
@@ -91,13 +88,10 @@ class Buffer:
     """
 
     leave: int = 256
+    ordered: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         keep_int(self, "leave", at_least=1)
-
-    @property
-    def ordered(self) -> bool:
-        return True
 
     def slots(self, local: int) -> int:
         if local < self.leave:
@@ -131,6 +125,7 @@ class LogSparse:
     """
 
     window: int = 42
+    ordered: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         keep_int(self, "window", at_least=1)
@@ -138,10 +133,6 @@ class LogSparse:
     @property
     def leave(self) -> int:
         return self.window
-
-    @property
-    def ordered(self) -> bool:
-        return False
 
     def slots(self, local: int) -> int:
         if local > self.window:
