@@ -12,20 +12,20 @@ from typing import Annotated
 
 import typer
 
-from kvjax.cli import live
-from kvjax.cli.options import AsJson, Dtype, ModelDir, check_file
+from benchmarks import measured
+from kvjax.cli.options import AsJson, Dtype, ModelDir, check_file, dtype_name, model_directory, sizes, without_weights
 from kvjax.cli.terminal import bar, bars, say, show_markdown, write_json
 
 
 def calibrate(
     model_dir: ModelDir = None,
-    text: live.Text = None,
+    text: Annotated[Path | None, typer.Option(help="UTF-8 file with a long text.", show_default=False)] = None,
     cache: Annotated[
         str, typer.Option(help="The cache whose selections layers should share, with its settings.")
     ] = "fier:budget=256",
     share: Annotated[int, typer.Option(help="Layers per layer that selects, on average.")] = 4,
-    length: live.Lengths = "1K,2K",
-    steps: live.Steps = 16,
+    length: Annotated[str, typer.Option("--length", help="Context lengths in tokens, ascending.")] = "1K,2K",
+    steps: Annotated[int, typer.Option(help="Consecutive decode steps to measure at each length.")] = 16,
     dtype: Dtype = None,
     out: Annotated[
         Path | None, typer.Option(help="JSON file for the proposal and the measurements.", show_default=False)
@@ -58,15 +58,26 @@ def calibrate(
         raise ValueError(
             f"--out {out}: end the name in .json, so that --cache {cache.partition(':')[0]}:anchors=FILE can read it"
         )
-    progress = bars()
-    reading = live.read(progress, model_dir, text, length, steps, dtype)
-    presets.check_reaches(policies, reading.checkpoint.config.layers, f"--cache {cache}")
+    if text is None or not text.is_file():
+        got = "got none" if text is None else f"{text} is not a file"
+        raise ValueError(f"--text takes a UTF-8 file with a long text; {got}")
+    lengths, kind, directory = sizes("--length", length), dtype_name(dtype), model_directory(model_dir)
 
     from benchmarks import sharing
-    from kvjax.evaluate import recall
+    from kvjax import models
+    from kvjax.evaluate import live
     from kvjax.evaluate.provenance import json_text, replace_file
 
-    seen = live.capture(progress, reading)
+    progress = bars()
+    with progress, bar(progress, "reading the text"):
+        checkpoint = without_weights(directory)
+        live.check_lengths(lengths, steps, checkpoint.config.max_positions)
+        tokens = measured.read_tokens(checkpoint, text, lengths[-1])
+        presets.check_reaches(policies, checkpoint.config.layers, f"--cache {cache}")
+    with progress, bar(progress, "loading weights"):
+        checkpoint = models.load(directory, dtype=kind)
+    with progress, bar(progress, f"live queries of {lengths[-1]} tokens", total=lengths[-1]) as advance_to:
+        seen = live.capture(checkpoint, [tokens], lengths=lengths, steps=steps, progress=advance_to)
     with progress, bar(progress, "pairs of layers") as advance_to:
         found = sharing.measure(seen, policies, progress=advance_to)
 
@@ -78,7 +89,7 @@ def calibrate(
 
     proposed = with_anchors("+".join(map(str, anchors)))
     content = {
-        **reading.about(),
+        **measured.about(directory, text, kind, lengths, steps),
         "cache": proposed,
         "anchors": anchors,
         "heads": {str(layer): list(own) for layer, own in found.heads(anchors).items()},
@@ -95,7 +106,7 @@ def calibrate(
     else:
         mapped, ours, theirs, least = content["error"].values()
         show_markdown(
-            f"{recall.markdown(content['layers'])}\nmean error: {ours:.4f} with these anchors, {mapped:.4f} with the "
+            f"{measured.markdown(content['layers'])}\nmean error: {ours:.4f} with these anchors, {mapped:.4f} with the "
             f"KV heads of the file too, {theirs:.4f} with share={share}, {least:.4f} with every layer selecting\n\n"
             f"--cache {proposed}\n"
         )

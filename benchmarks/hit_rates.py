@@ -18,13 +18,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import measured
 import numpy as np
 from jax import Array, lax
 
 from kvjax import models, presets
 from kvjax.attention import attention_info
 from kvjax.cache.cache import LayerCache, init_layer
-from kvjax.evaluate import recall
 from kvjax.evaluate.live import Live, LiveLayer, capture, capture_generated
 from kvjax.evaluate.provenance import write_rows
 from kvjax.evaluate.recall import store_prompt
@@ -116,14 +116,14 @@ def main(args: Sequence[str] | None = None) -> None:
     given = parser.parse_args(args)
     directory = given.model_dir or models.shipped()
     checkpoint = models.load(directory, dtype=given.dtype)
-    tokens = recall.read_tokens(checkpoint, given.text, given.length)
+    tokens = measured.read_tokens(checkpoint, given.text, given.length)
     followed_text = capture(checkpoint, [tokens], lengths=[given.length], steps=given.steps)
     prompt = tokens[: given.length - given.steps]
     written, _ = capture_generated(
         checkpoint, [prompt], steps=given.steps, sampling=sampling(1.0), key=jax.random.key(0)
     )
     head = {
-        **recall.about(directory, given.text, given.dtype, [given.length], given.steps),
+        **measured.about(directory, given.text, given.dtype, [given.length], given.steps),
         "what": "share of selected pages that a hot set has; sizes in budgets; mean over layers that select",
         "budget": given.budget,
     }

@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import measured
 import numpy as np
 from layers import show
 
 from kvjax import models
-from kvjax.evaluate import perplexity, plan, recall
+from kvjax.evaluate import perplexity, plan
 from kvjax.evaluate.caches import make_rows
 from kvjax.evaluate.provenance import digest_json, json_text, replace_file, source_digest, write_rows
 from kvjax.evaluate.store import Cell
@@ -87,9 +88,9 @@ def main(args: Sequence[str] | None = None) -> None:
     given = parser.parse_args(args)
     directory, folder = given.model_dir or models.shipped(), given.out.with_suffix("")
     checkpoint = models.load(directory, dtype=given.dtype)
-    about = recall.about(directory, given.text, given.dtype, [given.prompt], given.new_tokens)
+    about = measured.about(directory, given.text, given.dtype, [given.prompt], given.new_tokens)
     about |= {"budget": given.budget, "rows": given.rows, "seed": given.seed}
-    words = np.array(recall.read_tokens(checkpoint, given.text, given.rows * given.prompt), np.int32)
+    words = np.array(measured.read_tokens(checkpoint, given.text, given.rows * given.prompt), np.int32)
     prompts = words.reshape(given.rows, -1)
     made_by = {name: about[name] for name in ("model", "dtype", "steps", "seed")} | {"prompts": prompts.tolist()}
     texts = kept_text(folder, made_by, lambda: own_text(checkpoint, prompts, given.new_tokens, given.seed))

@@ -238,7 +238,7 @@ def _checkpoint() -> Iterator[Cell]:
         smoke = f"{live} --new-tokens 32" if what in ("drift", "paris") else live
         yield Cell("checkpoint", f"claims {what}", f"{command} --out {{out}}/claims", smoke, 480)
     for what in ("recall", "group_reduce"):
-        command = f"-m kvjax.cli measure {{checkpoint}} --text {{text}} --what {what} --length 4K,16K --budget 1024"
+        command = f"-m benchmarks.claims {{checkpoint}} --text {{text}} --what {what} --length 4K,16K --budget 1024"
         smoke = "--length 160 --steps 4 --budget 64 --dtype float32"
         yield Cell("checkpoint", f"measure {what}", f"{command} --out {{out}}/measure", smoke, 480)
     command = "hit_rates.py {checkpoint} --text {text} --length 16384 --budget 1024 --out {out}/hit_rates.json"

@@ -30,6 +30,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import measured
 import numpy as np
 from end_to_end import FullByCudnn
 from jax import Array
@@ -38,7 +39,7 @@ from throughput import time_steps
 
 from kvjax import PerLayer, models
 from kvjax.cache.cache import Cache, LayerCache, init
-from kvjax.evaluate import prompt, recall
+from kvjax.evaluate import prompt
 from kvjax.evaluate.caches import DENSE_LAYERS, make_rows, without_budget
 from kvjax.evaluate.provenance import write_rows
 from kvjax.generation import Stream, prefill
@@ -78,7 +79,7 @@ def caches(names: Sequence[str], budget: int, dense_layers: int, cudnn: str) -> 
 
 def excerpts(checkpoint: Checkpoint, text: Path, length: int, count: int) -> np.ndarray:
     """i32[count, length]: pieces of a book that follow one another."""
-    return np.array(recall.read_tokens(checkpoint, text, length * count), np.int32).reshape(count, length)
+    return np.array(measured.read_tokens(checkpoint, text, length * count), np.int32).reshape(count, length)
 
 
 def repeated(read: Cache, times: int) -> Iterator[LayerCache]:
@@ -221,7 +222,7 @@ def main(args: Sequence[str] | None = None) -> None:
         if batch % min(batch, given.different):
             parser.error(f"--different {given.different} does not divide a batch of {batch}")
     lengths = sorted({length for length, _ in sizes})
-    about = recall.about(directory, given.text, given.dtype, lengths, given.steps)
+    about = measured.about(directory, given.text, given.dtype, lengths, given.steps)
     about["weight_bytes"] = nbytes(checkpoint.model).device
     about |= {"dense_layers": given.dense_layers, "block": given.block}
     same = ("model", "text", "dtype", "device", "versions", "source", "dense_layers", "steps", "block")

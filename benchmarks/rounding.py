@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import measured
 import numpy as np
 from jax import Array
 from layers import show
@@ -25,7 +26,6 @@ from real_speed import excerpts
 
 from kvjax import Full, PerLayer, models
 from kvjax.cache.cache import Cache, init
-from kvjax.evaluate import recall
 from kvjax.evaluate.caches import DENSE_LAYERS, make_rows, without_budget
 from kvjax.evaluate.provenance import write_rows
 from kvjax.generation import decode_step
@@ -97,7 +97,7 @@ def main(args: Sequence[str] | None = None) -> None:
     directory = given.model_dir or models.shipped()
     exact, rounded = (models.load(directory, dtype=dtype) for dtype in ("float32", given.dtype))
     tokens = excerpts(rounded, given.text, given.length, given.rows)
-    about = recall.about(directory, given.text, given.dtype, [given.length], given.steps)
+    about = measured.about(directory, given.text, given.dtype, [given.length], given.steps)
     head = {**about, "rows_of_text": given.rows, "budget": given.budget}
     rows: list[dict[str, Any]] = []
     fed = None

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import measured
 import numpy as np
 from layers import show
 
 from kvjax import PromptLookup, models
-from kvjax.evaluate import recall
 from kvjax.evaluate.caches import make_rows
 from kvjax.evaluate.provenance import write_rows
 from kvjax.generation import stream
@@ -44,7 +44,7 @@ def prompts(checkpoint: Checkpoint, text: Path, tokens: int, count: int) -> dict
 
     sources = [inspect.getsource(__import__(name)) for name in MODULES[:count]]
     code = [tokenizer(source, verbose=False)["input_ids"][:tokens] for source in sources]
-    words = recall.read_tokens(checkpoint, text, tokens * 2 * count)
+    words = measured.read_tokens(checkpoint, text, tokens * 2 * count)
     passages = [words[start : start + tokens] for start in range(0, len(words), 2 * tokens)]
     return {"code": [ask(CODE, ids) for ids in code], "summary": [ask(SUMMARY, ids) for ids in passages]}
 
@@ -119,7 +119,7 @@ def main(args: Sequence[str] | None = None) -> None:
     checkpoint = models.load(given.model_dir, dtype=given.dtype)
     draft = PromptLookup(ngram=given.ngram, tokens=given.draft)
     asked = prompts(checkpoint, given.text, given.tokens, given.prompts)
-    about = recall.about(given.model_dir, given.text, given.dtype, [given.tokens], given.new_tokens)
+    about = measured.about(given.model_dir, given.text, given.dtype, [given.tokens], given.new_tokens)
     head = {**about, "ngram": given.ngram, "draft": given.draft}
     rows = []
     for cache in given.methods.split():

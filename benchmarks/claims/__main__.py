@@ -2,10 +2,11 @@
 
     python -m benchmarks.claims [MODEL_DIR] --text book.txt --what queries,drift --out folder
 
-groups: FIER's recall by layer, head and group size, compared with Quest. queries: cosine of adjacent queries, and the
-share that FreeKV would correct. logquant: coverage and loss for several sets of exact tokens. drift: recall during
-generation, of indexes learnt from the prompt and of ParisKV. paris: the effect of each part of ParisKV, left out or
-changed.
+recall: every selector, compared with exact top-k by context length. group_reduce: the rules by which a GQA group shares
+a selection. groups: FIER's recall by layer, head and group size, compared with Quest. queries: cosine of adjacent
+queries, and the share that FreeKV would correct. logquant: coverage and loss for several sets of exact tokens. drift:
+recall during generation, of indexes learnt from the prompt and of ParisKV. paris: the effect of each part of ParisKV,
+left out or changed.
 
 drift and paris follow the model as it generates at temperature 1, the others read a given text. A table goes to stdout;
 with --out, measure_WHAT.json, .md and .svg go to a folder.
@@ -21,19 +22,19 @@ from typing import Any
 
 import jax
 
+from benchmarks import measured
 from benchmarks.claims import coverage, drift, figures
-from benchmarks.claims.groups import groups
+from benchmarks.claims.groups import compare, group_reduces, groups, selectors
 from benchmarks.claims.queries import Turns, turns
 from kvjax import models
 from kvjax.cli.options import sizes
-from kvjax.evaluate import recall
 from kvjax.evaluate.live import Live, capture, capture_generated, check_lengths
-from kvjax.evaluate.plots import dots
 from kvjax.generation.sampling import sampling
 from kvjax.spec import default_dtype
 from kvjax.stores.demotion import LogSparse
 
-FOLLOWED = ("groups", "queries", "logquant")
+COMPARED = {"recall": selectors, "group_reduce": group_reduces, "groups": groups}
+FOLLOWED = (*COMPARED, "queries", "logquant")
 WRITTEN = ("drift", "paris")
 MEASUREMENTS = (*FOLLOWED, *WRITTEN)
 
@@ -65,13 +66,13 @@ def main(args: Sequence[str] | None = None) -> int:
         parser.error(f"--steps {given.steps}: queries compares adjacent steps; give 2 or more")
     try:  # what is wrong with a request, before anything is measured
         lengths = sizes("--length", given.length)
-        if "groups" in kinds:
-            groups(given.budget)
+        for kind in COMPARED.keys() & kinds:
+            COMPARED[kind](given.budget)
         if "logquant" in kinds:
             LogSparse(window=given.window)
         checkpoint = models.load(directory, dtype=given.dtype)
         check_lengths(lengths, given.steps, checkpoint.config.max_positions)
-        tokens = recall.read_tokens(checkpoint, given.text, lengths[-1])
+        tokens = measured.read_tokens(checkpoint, given.text, lengths[-1])
     except (ValueError, FileNotFoundError) as error:
         parser.error(str(error))
     new = given.new_tokens
@@ -87,16 +88,16 @@ def main(args: Sequence[str] | None = None) -> int:
         key = jax.random.key(given.seed)
         written, _ = capture_generated(checkpoint, [tokens], steps=new, sampling=sampling(1.0), key=key)
         live[True] = written.windows(min(9, new // given.steps), given.steps)
-    head = recall.about(directory, given.text, given.dtype, lengths, given.steps)
+    head = measured.about(directory, given.text, given.dtype, lengths, given.steps)
     for kind in kinds:
         settings, found, figure = measure(kind, live[kind in WRITTEN], given.budget, lengths[-1], given.window)
         if kind in WRITTEN:
             settings |= {"prompt": lengths[-1], "new_tokens": new, "temperature": 1.0, "seed": given.seed}
-        table = recall.markdown(rows(found))
+        table = measured.markdown(rows(found))
         print(f"{kind}\n\n{table}", flush=True)
         if given.out is not None:
             results = {name: one.summary() for name, one in found.items()}
-            recall.write(given.out, kind, {**head, **settings}, results, table, figure)
+            measured.write(given.out, kind, {**head, **settings}, results, table, figure)
     return 0
 
 
@@ -108,20 +109,21 @@ def measure(
     def note(done: int, total: int, name: str) -> None:
         print(f"{kind}: {done} of {total}, {name}", file=sys.stderr, flush=True)
 
-    if kind == "groups":
-        found: Any = recall.compare(live, groups(budget), progress=note)
-        return {"budget": budget}, found, figures.maps(found)
+    if kind in COMPARED:
+        found: Any = compare(live, COMPARED[kind](budget), progress=note)
+        draw = {"recall": figures.recall_by_length, "group_reduce": figures.of_rules, "groups": figures.maps}[kind]
+        return {"budget": budget}, found, draw(found)
     if kind == "queries":
         turned = turns(live)
         return {}, {"cosine of adjacent queries": turned}, figures.turning(turned)
     if kind == "logquant":
         found = coverage.logquant(live, window=window, progress=note)
-        return {"window": window}, found, dots(found, ("mass", "top", "weights", "outputs"))
+        return {"window": window}, found, figures.dots(found, ("mass", "top", "weights", "outputs"))
     if kind == "drift":
         found = drift.drift(live, prompt=prompt, progress=note)
         return {}, found, figures.drifting(found, prompt=prompt)
     found = drift.ablation(live, progress=note)
-    return {}, found, dots(found, ("recall", "mass", "error"))
+    return {}, found, figures.dots(found, ("recall", "mass", "error"))
 
 
 def rows(found: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -8,14 +8,72 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks.claims.queries import Turns
-from kvjax.evaluate.plots import MARKERS, panels
-from kvjax.evaluate.recall import Reads, mean_known
+from kvjax.evaluate.plots import MARKERS, labels, new_figure, style
+from kvjax.evaluate.recall import Reads, known_mean, mean_known
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, which are distinct to people with any colour vision.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+WORDS: dict[str, str] = {
+    "recall": "set recall",
+    "head_recall": "set recall by query head",
+    "mass": "attention mass",
+    "error": "relative error of the output",
+    "mass_past_sinks": "attention mass past the first 2 tokens",
+    "top": "share of the most attended tokens",
+    "outputs": "L1 error of the output",
+    "weights": "L1 error of the weights",
+}
+
+
+def panels(count: int, *, height: float, share: bool = False) -> tuple[Figure, Sequence[Axes]]:
+    """`count` axes in a row, without a frame at the top and right."""
+    figure = new_figure(max(4.0 * count, 5.0), height)
+    axes = figure.subplots(1, count, squeeze=False, sharey=share)[0]
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.25)
+    return figure, axes
+
+
+def recall_by_length(found: Mapping[str, Reads]) -> Figure:
+    """Recall, mass and error of each policy by the length of the context."""
+    figure, axes = panels(3, height=3.6)
+    short = labels(list(found))
+    for axis, kind in zip(axes, ("recall", "mass", "error"), strict=True):
+        for name, seen in found.items():
+            places = seen.by_length()
+            means = [known_mean(getattr(seen, kind)[:, at]) for at in places.values()]
+            axis.plot(list(places), means, label=short[name], markersize=4, **style(name, list(found)))
+        axis.set(xlabel="context (tokens)", ylabel=WORDS[kind], ylim=(0, None) if kind == "error" else (0, 1.02))
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter(lambda x, _: f"{x / 1024:g}K" if x >= 1024 else f"{x:g}")
+    handles, names = axes[0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=min(len(names), 5), frameon=False)
+    return figure
+
+
+def dots(found: Mapping[str, Any], kinds: Sequence[str]) -> Figure:
+    """The mean of each of `kinds` for each policy, one panel per kind."""
+    figure, axes = panels(len(kinds), height=1.2 + 0.28 * len(found), share=True)
+    at = np.arange(len(found))[::-1]
+    for axis, kind in zip(axes, kinds, strict=True):
+        values = [known_mean(getattr(seen, kind)) for seen in found.values()]
+        axis.hlines(at, 0, values, color="0.8", linewidth=1)
+        for name, x, y in zip(found, values, at, strict=True):
+            axis.plot(x, y, markersize=6, **style(name, list(found)))
+            axis.annotate(f"{x:.3g}", (x, y), xytext=(6, 0), textcoords="offset points", va="center", fontsize=8)
+        axis.set(xlabel=WORDS[kind], xlim=(0, 1.25 * max([v for v in values if v == v], default=1.0)))
+        axis.set_yticks(at, labels(list(found)).values())
+    return figure
+
+
+def of_rules(found: Mapping[str, Reads]) -> Figure:
+    """Means of each rule by which a GQA group shares a selection."""
+    return dots(found, ("head_recall", "mass", "error"))
 
 
 def maps(found: Mapping[str, Reads], names: Sequence[str] | None = None) -> Figure:

@@ -24,7 +24,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvjax.cli import bench, chat, compare, evaluate, generate, heads, measure, methods, perplexity, warm
+from kvjax.cli import bench, chat, compare, evaluate, generate, heads, methods, perplexity, warm
 from kvjax.cli.terminal import say, write
 from kvjax.validation import cut
 
@@ -79,7 +79,7 @@ _GROUPS: dict[str, dict[str, Callable[..., Any]]] = {
         "compare": compare.compare,
         "methods": methods.methods,
     },
-    "Quality": {"eval": evaluate.evaluate, "perplexity": perplexity.perplexity, "measure": measure.measure},
+    "Quality": {"eval": evaluate.evaluate, "perplexity": perplexity.perplexity},
     "Tune": {"heads": heads.heads, "bench": bench.bench, "warm": warm.warm},
 }
 for _group, _commands in _GROUPS.items():

@@ -6,14 +6,13 @@ own and a colour each. Lines are labelled at their ends.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from scipy.optimize import isotonic_regression
 
-from kvjax.evaluate.recall import Reads, known_mean
 from kvjax.evaluate.report import Block, score
 from kvjax.presets import REGISTRY
 
@@ -288,62 +287,3 @@ def short(length: int) -> str:
 def _title(panels: Sequence[Block]) -> str:
     samples = list(dict.fromkeys(block.samples for block in panels))
     return f"{panels[0].title} · {panels[0].cells[0].head['model']['name']} · n = {' / '.join(samples)}"
-
-
-# ------------------------------------------------------------------------------------------------ recall of selectors
-
-WORDS: dict[str, str] = {
-    "recall": "set recall",
-    "head_recall": "set recall by query head",
-    "mass": "attention mass",
-    "error": "relative error of the output",
-    "mass_past_sinks": "attention mass past the first 2 tokens",
-    "top": "share of the most attended tokens",
-    "outputs": "L1 error of the output",
-    "weights": "L1 error of the weights",
-}
-
-
-CHOICE = ("head_recall", "mass", "error")  # measures in a comparison of group rules
-
-
-def recall_by_length(found: Mapping[str, Reads]) -> Figure:
-    """Recall, mass and error of each policy by the length of the context."""
-    figure, axes = panels(3, height=3.6)
-    short = labels(list(found))
-    for axis, kind in zip(axes, ("recall", "mass", "error"), strict=True):
-        for name, seen in found.items():
-            places = seen.by_length()
-            means = [known_mean(getattr(seen, kind)[:, at]) for at in places.values()]
-            axis.plot(list(places), means, label=short[name], markersize=4, **style(name, list(found)))
-        axis.set(xlabel="context (tokens)", ylabel=WORDS[kind], ylim=(0, None) if kind == "error" else (0, 1.02))
-        axis.set_xscale("log", base=2)
-        axis.xaxis.set_major_formatter(lambda x, _: f"{x / 1024:g}K" if x >= 1024 else f"{x:g}")
-    handles, names = axes[0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=min(len(names), 5), frameon=False)
-    return figure
-
-
-def dots(found: Mapping[str, Any], kinds: Sequence[str]) -> Figure:
-    """The mean of each of `kinds` for each policy, one panel per kind."""
-    figure, axes = panels(len(kinds), height=1.2 + 0.28 * len(found), share=True)
-    at = np.arange(len(found))[::-1]
-    for axis, kind in zip(axes, kinds, strict=True):
-        values = [known_mean(getattr(seen, kind)) for seen in found.values()]
-        axis.hlines(at, 0, values, color="0.8", linewidth=1)
-        for name, x, y in zip(found, values, at, strict=True):
-            axis.plot(x, y, markersize=6, **style(name, list(found)))
-            axis.annotate(f"{x:.3g}", (x, y), xytext=(6, 0), textcoords="offset points", va="center", fontsize=8)
-        axis.set(xlabel=WORDS[kind], xlim=(0, 1.25 * max([v for v in values if v == v], default=1.0)))
-        axis.set_yticks(at, labels(list(found)).values())
-    return figure
-
-
-def panels(count: int, *, height: float, share: bool = False) -> tuple[Figure, Sequence[Axes]]:
-    """`count` axes in a row, without a frame at the top and right."""
-    figure = new_figure(max(4.0 * count, 5.0), height)
-    axes = figure.subplots(1, count, squeeze=False, sharey=share)[0]
-    for axis in axes:
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(alpha=0.25)
-    return figure, axes

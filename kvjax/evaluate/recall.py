@@ -12,10 +12,9 @@ and the bytes read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -27,16 +26,13 @@ from kvjax import ops
 from kvjax.attention import attention_info
 from kvjax.cache.cache import LayerCache, init_layer
 from kvjax.evaluate.live import Live, adjacent
-from kvjax.evaluate.provenance import digest, json_text, model_digest, provenance, read_text, replace_file
-from kvjax.evaluate.report import markdown_table
 from kvjax.evaluate.store import Progress
-from kvjax.models import Checkpoint
 from kvjax.numerics.partial import group_queries
-from kvjax.numerics.selection import GROUP_REDUCES, Selection, membership, reduce_scores, set_recall
+from kvjax.numerics.selection import Selection, membership, reduce_scores, set_recall
 from kvjax.policies import Info, PerLayer, Policy, Retrieval, Speculative, ZonedState
 from kvjax.policies.policy import lowest_visible
 from kvjax.policies.zones import Zoned
-from kvjax.selectors import CentrePages, Exact, Fier, MinMaxPages, Paris, Selector
+from kvjax.selectors import Selector
 from kvjax.spec import CacheSpec
 from kvjax.stores.demotion import Fifo
 
@@ -280,113 +276,7 @@ def mean_known(a: np.ndarray) -> float:
     return round(known_mean(a), 5)
 
 
-# ------------------------------------------------------------------------------------------------ policies to compare
-
-
-def selectors(budget: int) -> dict[str, Policy]:
-    """All selectors of kvjax, and exact selection, at one budget in every layer, with a sink of 4 tokens and a local
-    window of 16.
-
-    Tokens are indexed in chunks of 32 or as pages, so that nearly all of a selection comes from the index.
-    """
-    return {
-        "exact": retrieval(Exact(), budget),
-        "fier": retrieval(Fier(), budget),
-        "pariskv": retrieval(Paris(), budget),
-        "quest": retrieval(MinMaxPages(page=16, pending="box"), budget),
-        "quest:page=32": retrieval(MinMaxPages(page=32, pending="box"), budget),
-        "centre_pages:page=32": retrieval(CentrePages(page=32), budget),
-    }
-
-
-def group_reduces(budget: int) -> dict[str, Policy]:
-    """FIER and Quest under each `group_reduce` rule, including "per_head", a selection for each query head."""
-    policies: dict[str, Policy] = {}
-    for group_reduce in GROUP_REDUCES:
-        rule: Any = group_reduce
-        policies[f"fier:group_reduce={group_reduce}"] = retrieval(Fier(group_reduce=rule), budget)
-        pages = MinMaxPages(page=16, group_reduce=rule, pending="box")
-        policies[f"quest:group_reduce={group_reduce}"] = retrieval(pages, budget)
-    return policies
-
-
 def retrieval(selector: Selector, budget: int, *, leave: int = 32) -> Retrieval:
     """A `Retrieval` for measurements: tokens are indexed in chunks of `leave`, pages as soon as they are full."""
     demote = Fifo(leave=leave if selector.unit == 1 else selector.unit)
     return Retrieval(selector=selector, budget=budget, sink=4, local=16, demote=demote, dense_below=0)
-
-
-def compare(
-    live: Live,
-    policies: Mapping[str, Policy | PerLayer],
-    *,
-    progress: Progress | None = None,
-    **settings: Any,
-) -> dict[str, Reads]:
-    """`reads` of each policy by name. `progress` gets the policies done, their number, and the next one's name."""
-    found = {}
-    for done, (name, policy) in enumerate(policies.items()):
-        if progress is not None:
-            progress(done, len(policies), name)
-        found[name] = reads(live, policy, **settings)
-    return found
-
-
-# --------------------------------------------------------------------------------------------------- text in, table out
-
-COLUMNS = {  # of a table, for help and captions
-    "recall": "share of the exact top tokens that were read, by the rule that a GQA group shares",
-    "head_recall": "share of each query head's own exact top tokens that were read",
-    "mass": "share of the softmax mass on the tokens read, sink and local window included",
-    "error": "relative error of the attention output",
-    "attended": "tokens read per step and KV head",
-    "bytes": "bytes read per step and layer: keys, values, index and the keys of pending tokens",
-}
-
-
-def read_tokens(checkpoint: Checkpoint, text: Path, length: int) -> list[int]:
-    """The first `length` tokens of a UTF-8 file.
-
-    Raises:
-      ValueError: it has fewer.
-    """
-    words = read_text(text, what="--text takes a UTF-8 file with a long text")
-    tokens = checkpoint.tokenizer(words, verbose=False)["input_ids"][:length]
-    if len(tokens) < length:
-        raise ValueError(f"--text {text} has {len(tokens)} tokens, fewer than --length {length}; give a longer one")
-    return tokens
-
-
-def about(directory: Path, text: Path, dtype: str, lengths: Sequence[int], steps: int) -> dict[str, Any]:
-    """The provenance of a measurement, for the head of its file; JSON."""
-    return {
-        **provenance(),
-        "model": {"name": directory.resolve().name, "digest": model_digest(directory)},
-        "text": {"name": text.name, "digest": digest(text)},
-        "dtype": dtype,
-        "lengths": list(lengths),
-        "steps": steps,
-    }
-
-
-def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A table of rows that have the same keys; "-" for numbers that are not known."""
-    titles = list(rows[0])
-
-    def cell(value: Any) -> str:
-        if not isinstance(value, float):
-            return str(value)
-        return "-" if value != value else f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
-
-    return markdown_table(titles, [[cell(row[t]) for t in titles] for row in rows]) + "\n"
-
-
-def write(
-    out: Path, kind: str, head: Mapping[str, Any], results: Mapping[str, Any], table: str, figure: Any
-) -> list[Path]:
-    """Writes measure_KIND.json, .md and .svg to the folder `out`, and returns their paths."""
-    paths = [out / f"measure_{kind}.{suffix}" for suffix in ("json", "md", "svg")]
-    replace_file(paths[0], json_text({**head, "measure": kind, "results": results}, indent=1))
-    replace_file(paths[1], table)
-    figure.savefig(paths[2])
-    return paths

@@ -15,7 +15,7 @@ import pytest
 from rich.progress import Progress
 from safetensors.numpy import save_file
 
-from kvjax import CacheSpec, Fier, generation, presets
+from kvjax import CacheSpec, generation, presets
 from kvjax.cli import _GROUPS
 from kvjax.cli.generate import EXAMPLE, _in_layers
 from kvjax.cli.methods import meanings
@@ -219,17 +219,12 @@ WORK = [
     ("methods quest", {"name", "keeps", "settings"}),
     ("eval --task pass_key:depths=1 --length 300 --samples 1 --cache full --out OUT", {"results", "model"}),
     ("perplexity --text FILES/long --length 40 --steps 2 --cache full", {"rows", "model"}),
-    ("measure --text FILES/long --length 96 --steps 2 --budget 64", {"measure", "budget", "results"}),
     ("heads --length 16 --repeats 2", {"kv_heads", "layers"}),
 ]
 
 
 @pytest.mark.parametrize(("line", "keys"), WORK, ids=[line.split()[0] for line, _ in WORK])
 def test_every_command_has_progress_a_table_and_json(kvjax, checkpoint, files, monkeypatch, tmp_path, line, keys):
-    from kvjax.evaluate import recall
-
-    fier = {"fier": recall.retrieval(Fier(group=8), 64, leave=8)}
-    monkeypatch.setattr(recall, "selectors", lambda budget: fier)  # all of them compile for longer
     counted = []
     monkeypatch.setattr(Progress, "update", lambda self, task, **given: counted.append(given))
     command, *args = (word.replace("FILES", str(files)).replace("OUT", str(tmp_path)) for word in line.split())
@@ -578,17 +573,6 @@ REFUSED = [
     ("compare --prompt-file prompt.txt", "there is no such file"),
     ("generate --prompt a --prompt b --chat", "several --prompt and --chat cannot be given together"),
     ("generate --prompt a --prompt b --prompts c", "--prompts and --prompt cannot be given together"),
-    # measure: all before the weights
-    ("measure", "--text takes a UTF-8 file with a long text; got none"),
-    ("measure --length 400 --text FILES/binary", "is not UTF-8 (byte 128); --text takes a UTF-8 file"),
-    ("measure --text FILES/short", "fewer than --length 300; give a longer one", "--length 300"),
-    ("measure --text FILES/long --length 200,100", "must be steps=32 or more above the one before"),
-    ("measure --text FILES/long --length 1M", "reach beyond the 512 tokens that the text has or the model takes"),
-    ("measure --text FILES/long --length 9999M", "--length must be at most 2147483647, got 10484711424"),
-    ("measure --text FILES/long --what x", "--what takes recall, group_reduce, with commas between them; got 'x'"),
-    ("measure --text FILES/long --budget 2", "budget=2 is below sink + local = 4 + 16"),
-    ("measure --text FILES/long --budget -1", "must be at least 1, got -1"),
-    ("measure --text FILES/long --out FILES/short", "is a file; give the path of a folder"),
     # heads: before the weights
     ("heads --out /no/x.json", "--out /no/x.json: there is no such folder"),
     ("heads --length 256 --repeats 4", "are 1024 tokens, and the model has"),
@@ -642,7 +626,7 @@ def test_what_cannot_be_done_is_one_line_before_the_weights(
     assert not list(tmp_path.iterdir()), "something was written"
 
 
-@pytest.mark.parametrize("line", ["perplexity --plot FILES/x.svg", "measure --out FILES/out"])
+@pytest.mark.parametrize("line", ["perplexity --plot FILES/x.svg"])
 def test_a_missing_extra_is_named_before_the_weights(kvjax, checkpoint, files, monkeypatch, line):
     monkeypatch.setattr("kvjax.models.load", lambda *args, **settings: pytest.fail("weights were read"))
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

@@ -11,9 +11,9 @@ import pytest
 import kvjax
 from benchmarks.claims import coverage, drift, figures, queries
 from benchmarks.claims.__main__ import main
-from benchmarks.claims.groups import groups
+from benchmarks.claims.groups import compare, group_reduces, groups, selectors
 from kvjax import CacheSpec, Compressed, Dense, Fifo, LogSparse, Quantized
-from kvjax.evaluate import plots, recall
+from kvjax.evaluate import recall
 from kvjax.evaluate.live import Live
 from tests.checkpoint import write_checkpoint
 from tests.evaluate.test_recall import LIVE, POSITIONS, STEPS, B, D, G, K, L, N, S, _live, _logits, _softmax, directory  # noqa: F401
@@ -215,6 +215,30 @@ def test_learnt_refuses_what_it_cannot_do(settings, message):
         drift.Learnt(**settings)
 
 
+# ------------------------------------------------------------------------------------------------------- all selectors
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.thorough) for n in selectors(64)])
+def test_a_budget_of_everything_loses_nothing(name):
+    policy = replace(selectors(64)[name], budget=20 + 96)
+    seen = recall.reads(LIVE, policy)
+    assert (seen.recall == 1).all()
+    assert seen.mass.min() > 1 - 1e-5
+    assert seen.error.max() < 1e-4
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("cases", [selectors(64), group_reduces(64)])
+def test_every_case_to_compare_runs_and_selects_better_than_chance(cases):
+    positions = POSITIONS[-STEPS:, None, None] + 1
+    for name, seen in compare(LIVE, cases).items():
+        share = (seen.attended[:, -STEPS:] / positions).mean()
+        assert seen.mass[:, -STEPS:].mean() > share, name
+        if "page" not in name and "quest" not in name:  # of pages a budget of 44 tokens holds two
+            assert seen.recall[:, -STEPS:].mean() > 0.62, name  # of 44 of 76 free tokens
+        json.dumps(seen.summary())
+
+
 # -------------------------------------------------------------------------------------------------- figures and command
 
 
@@ -229,10 +253,10 @@ def test_figures_have_named_axes_and_all_that_was_measured():
     kept = coverage.Kept(POSITIONS + 1, POSITIONS, *(_fake().mass,) * 6)
     drifted = {name: _fake() for name in ("Paris", "Paris, candidates", "k-means, prompt", "k-means, anew")}
     made = {
-        "by_length": plots.recall_by_length(found),
+        "by_length": figures.recall_by_length(found),
         "maps": figures.maps(found),
-        "dots": plots.dots(found, ("recall", "mass")),
-        "coverage": plots.dots({"log-sparse": kept}, ("mass", "outputs")),
+        "dots": figures.dots(found, ("recall", "mass")),
+        "coverage": figures.dots({"log-sparse": kept}, ("mass", "outputs")),
         "turning": figures.turning(queries.turns(LIVE)),
         "drifting": figures.drifting(drifted, prompt=30),
     }
@@ -257,7 +281,7 @@ def test_what_is_compared_can_be_made():
 
 @pytest.mark.thorough
 def test_fier_by_group_size_selects_better_than_chance():
-    for name, seen in recall.compare(LIVE, groups(64, sizes=(8, 16))).items():
+    for name, seen in compare(LIVE, groups(64, sizes=(8, 16))).items():
         chance = (32 if "pages" in name or name == "Quest" else 44) / 76  # of free tokens; of pages, two whole ones
         assert seen.recall[:, -STEPS:].mean() > chance + (0.1 if chance > 0.5 else 0.01), name
         json.dumps(seen.summary())
@@ -283,7 +307,7 @@ def test_command_writes_table_json_and_plot(directory, tmp_path, capsys):  # noq
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--what", "all"), "--what all: there are groups, queries"),
+        (("--what", "all"), "--what all: there are recall, group_reduce, groups"),
         (("--length", "5x"), "--length takes whole numbers from 1"),
         (("--length", "40,20"), "lengths=[40, 20] must be steps=3 or more above the one before"),
         (("--steps", 1), "queries compares adjacent steps; give 2 or more"),
@@ -309,7 +333,7 @@ def test_command_runs_every_measurement(tmp_path):
     book.write_text("It was a bright cold day in April, and the clocks were striking thirteen. " * 5)
     sizes = ("--length", "150,200", "--steps", 4, "--budget", 64, "--new-tokens", 16, "--window", 8)
     assert main([str(arg) for arg in (model, "--text", book, *sizes, "--out", tmp_path)]) == 0
-    for what in ("groups", "queries", "logquant", "drift", "paris"):
+    for what in ("recall", "group_reduce", "groups", "queries", "logquant", "drift", "paris"):
         content = json.loads((tmp_path / f"measure_{what}.json").read_text())
         assert content["results"]
         assert (tmp_path / f"measure_{what}.svg").stat().st_size > 1000

@@ -185,12 +185,11 @@ def test_a_log_has_a_line_while_work_goes_on(monkeypatch, capsys):
     assert terminal.LOG_EVERY <= 30
 
 
-@pytest.mark.parametrize("command", ["eval", "perplexity", "measure"])
+@pytest.mark.parametrize("command", ["eval", "perplexity"])
 def test_help_explains_the_columns(run, capsys, command):
     assert main([command, "--help"]) == 0
     out = " ".join(re.sub(r"[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
-    wanted = {"measure": ("recall is the share", "mass is")}
-    for words in wanted.get(command, ("tokens read", "mean over steps, KV heads and all layers")):
+    for words in ("tokens read", "mean over steps, KV heads and all layers"):
         assert words in out
 
 

@@ -1,6 +1,5 @@
 """Measurements against numpy on small random data, and on cases whose answer is known."""
 
-import json
 from dataclasses import dataclass, replace
 
 import jax
@@ -10,7 +9,6 @@ import pytest
 
 import kvjax
 from kvjax import CacheSpec, Fifo, Full, LogSparse, Retrieval, models, presets
-from kvjax.cli import main
 from kvjax.evaluate import recall
 from kvjax.evaluate.live import Live, LiveLayer, Recorded, capture, capture_generated, read
 from kvjax.selectors import Exact, MinMaxPages
@@ -243,64 +241,6 @@ def test_bytes_read_are_keys_values_and_index_of_what_is_stored():
     np.testing.assert_array_equal(seen.bytes[0, :, 0], 32 * K * 2 * D * 4 + index + pending)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.thorough) for n in recall.selectors(64)])
-def test_a_budget_of_everything_loses_nothing(name):
-    policy = replace(recall.selectors(64)[name], budget=20 + 96)
-    seen = recall.reads(LIVE, policy)
-    assert (seen.recall == 1).all()
-    assert seen.mass.min() > 1 - 1e-5
-    assert seen.error.max() < 1e-4
-
-
 def test_a_policy_that_needs_the_queries_of_a_prompt_is_refused():
     with pytest.raises(ValueError, match="queries of a prompt"):
         recall.reads(LIVE, presets.REGISTRY["snapkv"].make(budget=64))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("cases", [recall.selectors(64), recall.group_reduces(64)])
-def test_every_case_to_compare_runs_and_selects_better_than_chance(cases):
-    positions = POSITIONS[-STEPS:, None, None] + 1
-    for name, seen in recall.compare(LIVE, cases).items():
-        share = (seen.attended[:, -STEPS:] / positions).mean()
-        assert seen.mass[:, -STEPS:].mean() > share, name
-        if "page" not in name and "quest" not in name:  # of pages a budget of 44 tokens holds two
-            assert seen.recall[:, -STEPS:].mean() > 0.62, name  # of 44 of 76 free tokens
-        json.dumps(seen.summary())
-
-
-# -------------------------------------------------------------------------------------------------------------- command
-
-
-def _measure(*args):
-    return main(["measure", *map(str, args)])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--what", "recal"), "--what takes recall, group_reduce, with commas between them; got 'recal'"),
-        (("--length", "4k,x"), "--length takes whole numbers from 1"),
-        (("--text", "nowhere.txt"), "nowhere.txt is not a file"),
-        pytest.param(
-            ("--length", "10000"), "lengths=[10000] reach beyond the 512 tokens", marks=pytest.mark.thorough
-        ),  # reads a tokenizer
-    ],
-)
-def test_command_says_what_was_wrong(directory, tmp_path, capsys, options, message):
-    book = tmp_path / "book.txt"
-    book.write_text("x" * 50)
-    assert _measure(directory, "--text", book, *options) == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.thorough
-def test_command_runs_every_measurement(directory, tmp_path):
-    book = tmp_path / "book.txt"
-    book.write_text("It was a bright cold day in April, and the clocks were striking thirteen. " * 5)
-    sizes = ("--length", "150,200", "--steps", 4, "--budget", 64)
-    assert _measure(directory, "--text", book, "--what", "recall,group_reduce", *sizes, "--out", tmp_path) == 0
-    for what in ("recall", "group_reduce"):
-        content = json.loads((tmp_path / f"measure_{what}.json").read_text())
-        assert content["results"]
-        assert (tmp_path / f"measure_{what}.svg").stat().st_size > 1000

@@ -12,7 +12,7 @@ from kvjax import ops
 from kvjax.numerics.quant import quantize, quantize_1bit
 from kvjax.numerics.rotate import encode
 from kvjax.numerics.selection import PackedSelection
-from kvjax.ops import rank
+from kvjax.ops import select
 
 
 def as_on_gpu(f, *args):
@@ -132,5 +132,5 @@ def test_top_k_in_rounds_gives_the_same_slots(name, units, k, stop):
 
 def test_top_k_in_rounds_sorts_less():
     """A law above cannot fail on rows that are sorted whole, so it needs rows that are not."""
-    f = jax.jit(lambda x: rank._top_of_blocks(x, 2048))
+    f = jax.jit(lambda x: select._top_of_blocks(x, 2048))
     assert "8192" in f.lower(jnp.zeros((1, 65536))).as_text().replace("65536", "")
