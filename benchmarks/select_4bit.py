@@ -56,7 +56,7 @@ def measure(sweep: Sweep, B: int, K: int, G: int, S: int, D: int, M: int, W: int
         return choose
 
     def reference(q: Array, keys: Directions, lists: list[PackedSelection], late: Array) -> list[PackedSelection]:
-        among = Candidates(span=(0, jnp.asarray(S)), pending=(late, 0, W), limit=k, room=k, pending_slots=W)
+        among = Candidates(span=(0, jnp.asarray(S)), pending=(late, 0, W), k=k, k_max=k, pending_slots=W)
         run = partial(ops.select_4bit, seed=0, scale=D**-0.5, implementation="xla")
         return [run(q, keys, some, among) for some in lists]
 

@@ -73,26 +73,26 @@ def join_steps(x: Array, steps: int) -> Array:
 
 @partial(
     register_dataclass,
-    data_fields=("span", "pending", "limit", "dense", "last"),
-    meta_fields=("room", "pending_slots", "local", "steps", "window", "in_order"),
+    data_fields=("span", "pending", "k", "dense", "last"),
+    meta_fields=("k_max", "pending_slots", "local", "steps", "window", "in_order"),
 )
 @dataclass(frozen=True, kw_only=True)
 class Candidates:
-    """The units that compete in a selection, and how many to select. Starts, stops and limit are i32[B], or one number.
+    """The units that compete in a selection, and how many to select. Starts, stops and k are i32[B], or one number.
 
     A unit is a token or a page of tokens. Stored units are those of the index with a token in `span`. Pending units
     have recent tokens that are not yet indexed: their keys are scored exactly, and a page has the score of its best
     token. They are numbered on from the stored units.
 
     Several `steps` may select at once, each on its own: queries are [B, K, T*G, D], each step's after the previous
-    step's, and a selection has the lists of all steps in the same order, [B, K, T*H, M]. Stops and limit may then
+    step's, and a selection has the lists of all steps in the same order, [B, K, T*H, M]. Stops and k may then
     differ by step, i32[B, T], and so may the pending keys, [B, K, T, R, D].
     """
 
     span: tuple[Array | int, Array]  # start and stop of the slots of the index
     pending: tuple[Array, Array | int, Array | int]  # recent keys [B, K, R, D], start and stop of their slots
-    limit: Array | int  # units to select
-    room: int  # most units that any row selects
+    k: Array | int  # units to select
+    k_max: int  # most units that any row selects
     pending_slots: int  # only the first of the R keys, in whole units, can be pending
     local: int = 0  # tokens before the stop of `pending` that do not compete, because every step attends to them
     steps: int = 1  # decode steps whose queries select at once
@@ -126,7 +126,7 @@ class Candidates:
                 self,
                 span=(part(self.span[0]), part(self.span[1])),
                 pending=(keys if keys.ndim == 4 else keys[:, :, steps], part(start), part(stop)),
-                limit=part(self.limit),
+                k=part(self.k),
                 dense=part(self.dense),
                 steps=steps.stop - steps.start,
             )
@@ -139,9 +139,9 @@ class Candidates:
             raise ValueError(
                 f"Candidates(pending_slots={slots}) must be whole pages of {unit} tokens among the {keys} recent keys"
             )
-        if self.room > stored + slots // unit:
+        if self.k_max > stored + slots // unit:
             raise ValueError(
-                f"Candidates(room={self.room}) is more than the {stored} stored and {slots // unit} pending units"
+                f"Candidates(k_max={self.k_max}) is more than the {stored} stored and {slots // unit} pending units"
             )
 
     def of_groups(self, number: Array | int) -> Array:

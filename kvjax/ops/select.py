@@ -138,10 +138,10 @@ def _pending_logits(q: Array, candidates: Candidates, scale: float) -> Array:
 
 
 def _highest(parts: Sequence[tuple[Array, Array]], group_reduce: GroupReduce, candidates: Candidates) -> Selection:
-    """The highest of each step's parts, scores f32[B, K*T, G, U]: a selection [B, K, T*H, room]."""
-    best = top_k_grouped(parts, group_reduce, candidates.room)
-    rank = jnp.arange(candidates.room)[None, None, None]
-    valid = best.valid & (rank < candidates.of_groups(candidates.limit))
+    """The highest of each step's parts, scores f32[B, K*T, G, U]: a selection [B, K, T*H, k_max]."""
+    best = top_k_grouped(parts, group_reduce, candidates.k_max)
+    rank = jnp.arange(candidates.k_max)[None, None, None]
+    valid = best.valid & (rank < candidates.of_groups(candidates.k))
     return Selection(join_steps(best.slots, candidates.steps), join_steps(valid, candidates.steps))
 
 
@@ -151,7 +151,7 @@ def _select_1bit_limit(kernel: Any, a: Any) -> str | None:
     step_q = jax.ShapeDtypeStruct((*q.shape[:2], q.shape[2] // candidates.steps, q.shape[3]), q.dtype)
     pending = jax.ShapeDtypeStruct((*step_q.shape[:3], candidates.pending_slots), jnp.float32)
     return no_kernel_for(a.group_reduce) or kernel.unsupported(
-        step_q, keys.bits, keys.scale, pending, a.group_reduce, candidates.room
+        step_q, keys.bits, keys.scale, pending, a.group_reduce, candidates.k_max
     )
 
 
@@ -162,7 +162,7 @@ def _select_1bit_mosaic(kernel: Any, a: Any) -> PackedSelection:
         if pending[0].dtype != a.keys.scale.dtype:  # the kernel takes scores in place of keys of another dtype
             pending = join_steps(_pending_logits(q, candidates, a.scale), steps)[..., :slots], *pending[1:]
             how["pending_slots"] = None
-        asked = candidates.span, pending, candidates.limit, a.group_reduce, candidates.room
+        asked = candidates.span, pending, candidates.k, a.group_reduce, candidates.k_max
         return PackedSelection(*kernel.select_1bit(q, *a.keys, *asked, **how))
 
     return join_lists([one_pass(*part) for part in a.candidates.passes(a.q, kernel.PASS)])
@@ -197,7 +197,7 @@ def select_1bit(
 def _select_pages_limit(kernel: Any, a: Any) -> str | None:
     candidates = a.candidates
     candidates.require(a.low.shape[2], a.unit)
-    keys, room, slots = candidates.pending[0], candidates.room, candidates.pending_slots
+    keys, room, slots = candidates.pending[0], candidates.k_max, candidates.pending_slots
     return no_kernel_for(a.group_reduce) or kernel.unsupported(
         a.q, a.low, a.high, keys, a.group_reduce, room, a.unit, slots, candidates.steps
     )
@@ -205,7 +205,7 @@ def _select_pages_limit(kernel: Any, a: Any) -> str | None:
 
 def _select_pages_mosaic(kernel: Any, a: Any) -> PackedSelection:
     candidates = a.candidates
-    asked = candidates.span, candidates.pending, candidates.limit, a.group_reduce, candidates.room
+    asked = candidates.span, candidates.pending, candidates.k, a.group_reduce, candidates.k_max
     how = {"unit": a.unit, "scale": a.scale, "pending_slots": candidates.pending_slots, "local": candidates.local}
     return PackedSelection(*kernel.select_pages(a.q, a.low, a.high, *asked, **how, steps=candidates.steps))
 
@@ -241,14 +241,14 @@ def select_pages(
 def _select_4bit_limit(kernel: Any, a: Any) -> str | None:
     candidates = a.candidates
     candidates.require(a.listed.slots.shape[3], 1)
-    pending = candidates.pending[0], candidates.room, candidates.pending_slots
+    pending = candidates.pending[0], candidates.k_max, candidates.pending_slots
     return kernel.unsupported(a.q, *a.keys, a.listed.slots, *pending)
 
 
 def _select_4bit_mosaic(kernel: Any, a: Any) -> PackedSelection:
     candidates, fixed = a.candidates, {"centres": centres(), "turned": turned(a.q.shape[-1], a.seed)}
     how = {"scale": a.scale, "pending_slots": candidates.pending_slots, "local": candidates.local}
-    asked = candidates.pending, candidates.limit, candidates.room
+    asked = candidates.pending, candidates.k, candidates.k_max
     return PackedSelection(*kernel.select_4bit(a.q, *a.keys, a.listed, *asked, **how, **fixed))
 
 

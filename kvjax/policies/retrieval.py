@@ -151,17 +151,17 @@ class Retrieval(SelectedZones):
         """The units of history and pending tokens that compete, and how many are selected."""
         unit = self.selector.unit
         pending_slots = self._pending_slots(st)
-        room = self.room((st.store.slots + pending_slots) // unit)
-        limit: Array | int = self.selected // unit  # a number if it is the same for all: an array would cost a kernel
+        k_max = self.room((st.store.slots + pending_slots) // unit)
+        k: Array | int = self.selected // unit  # a number if it is the same for all: an array would cost a kernel
         dense = seen.length < self.dense_below if self.dense_below else None
-        if room != limit:
-            limit = jnp.where(seen.length < self.dense_below, room, limit)
+        if k_max != k:
+            k = jnp.where(seen.length < self.dense_below, k_max, k)
         start, recent_start = (0, 0) if seen.first is None else (seen.store, seen.recent.start)
         return Candidates(
             span=(start, st.store.count),
             pending=(st.recent.k, recent_start, seen.recent.stop),
-            limit=limit,
-            room=room,
+            k=k,
+            k_max=k_max,
             pending_slots=pending_slots,
             local=self.local,
             steps=steps,

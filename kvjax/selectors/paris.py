@@ -239,8 +239,8 @@ class Paris(Selector):
         if means or self.seed is None:
             return ops.select_top(self.score(ix, q, scale=scale), q, candidates, self.group_reduce, scale=scale)
         votes = self._votes(ix, q)
-        room = max(self.room(votes.shape[3]), min(candidates.room, votes.shape[3]))
-        fill = candidates.limit, *candidates.pending[1:]
+        room = max(self.room(votes.shape[3]), min(candidates.k_max, votes.shape[3]))
+        fill = candidates.k, *candidates.pending[1:]
         listed = ops.most_voted(votes, candidates.span[1], ix.candidates, room, complement=fill, local=candidates.local)
         return ops.select_4bit(q, ix.codes, listed, candidates, seed=self.seed, scale=scale)
 

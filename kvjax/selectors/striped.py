@@ -83,7 +83,7 @@ class StripedSelector(Wrapper):
             total = jax.nn.logsumexp(jnp.concatenate([every, log_sum([pending])], axis=-1), axis=-1, keepdims=True)
         ranks, pending_ranks = (_ranked(part, reduce_scores([part], rule, total)) for part in (stored, pending))
 
-        room = min(candidates.room, units)
+        room = min(candidates.k_max, units)
         best = top_k(ranks, stored[1], room)
         rank = jnp.where(best.valid, jnp.take_along_axis(ranks, best.slots, axis=-1), -jnp.inf)
         place = jnp.where(best.valid, stripes.place(best.slots * unit) // unit, NOWHERE)
@@ -94,8 +94,8 @@ class StripedSelector(Wrapper):
         last = jnp.where(pending[1], last[None, None, None], NOWHERE)
         rank = jnp.concatenate([lax.bitcast_convert_type(offers[..., 0], jnp.float32), pending_ranks], axis=-1)
         place = jnp.concatenate([offers[..., 1], jnp.broadcast_to(last, pending_ranks.shape)], axis=-1)
-        place = first_places(rank, place, candidates.room)
-        valid = (place < NOWHERE) & (jnp.arange(place.shape[3])[None, None, None] < by_row(candidates.limit))
+        place = first_places(rank, place, candidates.k_max)
+        valid = (place < NOWHERE) & (jnp.arange(place.shape[3])[None, None, None] < by_row(candidates.k))
         return candidates.tokens(Selection(jnp.where(valid, place, 0), valid), units * stripes.parts, unit)
 
 

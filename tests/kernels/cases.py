@@ -95,7 +95,7 @@ def codes(G=4, H=None, S=64, D=128, M=9, weights=jnp.uint16):
 
 def candidates(room=9, pending=16, R=16, D=128, dtype=jnp.bfloat16):
     keys = sds(1, 2, R, D, dtype=dtype), i32(1), i32(1)
-    return Candidates(span=(i32(1), i32(1)), pending=keys, limit=i32(1), room=room, pending_slots=pending)
+    return Candidates(span=(i32(1), i32(1)), pending=keys, k=i32(1), k_max=room, pending_slots=pending)
 
 
 def tokens_1bit(room=9, D=64, **sizes):

@@ -69,7 +69,7 @@ def test_select_4bit_chooses_what_its_reference_does(B, K, G, S, D, M, R, pendin
         q, keys, candidates, pending = reranked(B, K, G, S, D, M, R, dtype, kind)
         args = q, keys, candidates, pending, count
         got = PackedSelection(*jax.jit(run)(*args))
-        among = Candidates(span=(0, S), pending=pending, limit=count, room=room, pending_slots=pending_slots, local=3)
+        among = Candidates(span=(0, S), pending=pending, k=count, k_max=room, pending_slots=pending_slots, local=3)
         reference = jax.jit(partial(ops.select_4bit, seed=3, scale=how["scale"], implementation="xla"))
         want = reference(q, keys, candidates, among)
         np.testing.assert_array_equal(got.found, want.found, err_msg=kind)

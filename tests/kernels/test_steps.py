@@ -26,9 +26,7 @@ def candidates(B, K, T, R, D, S, wide, room, *, own=False, local=2, dtype=jnp.bf
     stop = jnp.asarray(np.arange(1, T + 1)[None] + np.array([R - T, 0])[:B, None], jnp.int32)
     limit = jnp.asarray(np.broadcast_to(np.array([room, room - 1])[:B, None], (B, T)), jnp.int32)
     span = (0, jnp.asarray([S, S - 3][:B], jnp.int32))
-    return Candidates(
-        span=span, pending=(keys, 0, stop), limit=limit, room=room, pending_slots=wide, local=local, steps=T
-    )
+    return Candidates(span=span, pending=(keys, 0, stop), k=limit, k_max=room, pending_slots=wide, local=local, steps=T)
 
 
 def assert_each_step_is_as_alone(select, q, among):
@@ -41,7 +39,7 @@ def assert_each_step_is_as_alone(select, q, among):
         # As a caller of one step has it: numbers by row, and keys without the axis of steps.
         keys, start, stop = own.pending
         pending = (keys if keys.ndim == 4 else keys[:, :, 0], start, stop[:, 0])
-        want = alone(own_q, dataclasses.replace(own, pending=pending, limit=own.limit[:, 0]))
+        want = alone(own_q, dataclasses.replace(own, pending=pending, k=own.k[:, 0]))
         mine = PackedSelection(*(a[:, :, t * lists : (t + 1) * lists] for a in together))
         np.testing.assert_array_equal(mine.found, want.found)
         for got, wanted, valid in zip(mine.slots, want.slots, want.valid, strict=True):
@@ -82,7 +80,7 @@ def test_warps_that_share_the_heads_of_a_page_select_the_same():
 
     def select(tiles, columns):
         return select_pages.select_pages(
-            q, *corners, among.span, among.pending, among.limit, "mean_softmax", 9, unit=unit, scale=0.1,
+            q, *corners, among.span, among.pending, among.k, "mean_softmax", 9, unit=unit, scale=0.1,
             pending_slots=32, steps=T, config=select_pages.Config(blocks=1, tiles=tiles, columns=columns),
         )  # fmt: skip
 
@@ -99,7 +97,7 @@ def test_select_4bit_and_most_voted_take_the_candidates_of_each_step():
 
     def select(q, among):
         mine = votes if among.steps > 1 else votes[:, :, :1]
-        fill = among.limit, *among.pending[1:]
+        fill = among.k, *among.pending[1:]
         count = {"length": among.span[1], "count": jnp.full(B, 16, jnp.int32), "room": 30}
         listed = ops.most_voted.run_kernel(votes=mine, **count, complement=fill, local=2)
         return ops.select_4bit.run_kernel(q=q, keys=keys, listed=listed, candidates=among, seed=3, scale=0.1)

@@ -21,7 +21,7 @@ def select_1bit(**options):
     keys = quantize_1bit(jax.random.normal(jax.random.key(1), (1, 1, 64, 64)), 32, jnp.bfloat16)
     q = jax.random.normal(jax.random.key(2), (1, 1, 2, 64))
     late = jnp.zeros((1, 1, 4, 64), jnp.bfloat16)
-    among = Candidates(span=(0, 60), pending=(late, 0, 3), limit=9, room=9, pending_slots=4)
+    among = Candidates(span=(0, 60), pending=(late, 0, 3), k=9, k_max=9, pending_slots=4)
     return ops.select_1bit(q, keys, among, "mean_score", scale=0.1, **options)
 
 

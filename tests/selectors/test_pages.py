@@ -69,15 +69,15 @@ def test_a_pick_is_the_choice_and_its_lowest_comes_last_where_it_says_so(selecto
     [
         (dict(pending_slots=12), r"pending_slots=12\) must be whole pages of 8 tokens among the 20 recent keys"),
         (dict(pending_slots=24), r"pending_slots=24\) must be whole pages"),
-        (dict(room=6), r"room=6\) is more than the 3 stored and 2 pending units"),
+        (dict(k_max=6), r"k_max=6\) is more than the 3 stored and 2 pending units"),
         (dict(group_reduce="mean"), "group_reduce must be one of"),
     ],
 )
 def test_picking_pages_refuses_sizes_that_do_not_fit(changed: dict, words: str) -> None:
     q, low, keys = (jnp.zeros((1, 1, n, 16)) for n in (2, 3, 20))
-    given = dict(group_reduce="mean_score", room=5, pending_slots=16) | changed
+    given = dict(group_reduce="mean_score", k_max=5, pending_slots=16) | changed
     group_reduce = given.pop("group_reduce")
-    candidates = Candidates(span=(0, 24), pending=(keys, 0, 16), limit=5, **given)
+    candidates = Candidates(span=(0, 24), pending=(keys, 0, 16), k=5, **given)
     with pytest.raises(ValueError, match=words):
         select_pages(q, low, low, candidates, group_reduce, unit=8, scale=1.0)
 
