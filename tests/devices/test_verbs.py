@@ -77,6 +77,23 @@ def test_init_makes_each_part_on_its_device() -> None:
         assert_in_place(gathered)
 
 
+def test_a_step_in_three_calls_is_that_of_one_device(filled: Any) -> None:
+    one, split = filled
+    q, k, v = prompt(tokens=1)
+    want, after = jax.jit(kvjax.attention)(one, q, k, v)
+
+    @jax.jit
+    def step(cache: kvjax.LayerCache) -> Any:
+        cache = kvjax.update(cache, k, v)
+        selection = kvjax.select(cache, q)
+        return *kvjax.attend(cache, q, selection), selection
+
+    out, cache, selection = step(split)
+    assert_in_place(cache)
+    assert_equal((want, after.state), (out, cache.state))
+    assert_equal(step(one)[2], selection)
+
+
 @pytest.mark.parametrize("row", [0, 3])
 def test_insert_writes_one_row_where_it_lies(filled: Any, row: int) -> None:
     one, split = filled
