@@ -177,10 +177,10 @@ def check_draft(draft: Any, cache: Cache) -> None:
             name = "model" if model is draft else "checkpoint.model"
             raise ValueError(
                 f"draft must be a PromptLookup or a DraftModel, got {shown(draft)}; to draft with it, write "
-                f"kvjax.DraftModel({name})"
+                f"kvjax.generation.drafts.DraftModel({name})"
             )
     wanted = "a PromptLookup or a DraftModel"
-    check_verbs("draft", draft, wanted, ("start",), "kvjax.PromptLookup()", fields=("tokens",))
+    check_verbs("draft", draft, wanted, ("start",), "kvjax.generation.drafts.PromptLookup()", fields=("tokens",))
     check_takes_drafts(cache, draft.tokens)
 
 

@@ -59,7 +59,7 @@ class Compensated(Policy):
     **Differs:** a prompt in several chunks compensates between them too; the paper compresses it once.
 
     >>> import kvjax
-    >>> policy = kvjax.Compensated(kvjax.Evicting(evictor=kvjax.Sliding(sink=4), budget=256))
+    >>> policy = kvjax.policies.Compensated(kvjax.Evicting(evictor=kvjax.evictors.Sliding(sink=4), budget=256))
     """
 
     window: Evicting
@@ -69,12 +69,12 @@ class Compensated(Policy):
         if not isinstance(evictor, Sliding):
             raise ValueError(
                 f"Compensated got {self.window!r}; it sums what a sliding window evicts, so give it "
-                "kvjax.Evicting(evictor=kvjax.Sliding(...))"
+                "kvjax.Evicting(evictor=kvjax.evictors.Sliding(...))"
             )
         if evictor.renumbered:
             raise ValueError(
                 "Compensated sums keys at their original positions, so its window cannot renumber tokens; use "
-                f"kvjax.Sliding(sink={evictor.sink}) without rope"
+                f"kvjax.evictors.Sliding(sink={evictor.sink}) without rope"
             )
 
     def init(self, spec: CacheSpec) -> CompensatedState:
@@ -153,5 +153,5 @@ class Compensated(Policy):
         if window is not None:
             raise ValueError(
                 f"Compensated keeps the mean of all evicted tokens, so it cannot serve a sliding window of {window}; "
-                "use kvjax.Evicting(evictor=kvjax.Sliding(...)) alone"
+                "use kvjax.Evicting(evictor=kvjax.evictors.Sliding(...)) alone"
             )

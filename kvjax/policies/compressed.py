@@ -34,7 +34,7 @@ class Compressed(Zoned):
 
     >>> import kvjax
     >>> spec = kvjax.CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=32, capacity=512)
-    >>> layer = kvjax.init_layer(kvjax.Compressed(store=kvjax.Quantized(bits=4)), spec)
+    >>> layer = kvjax.init_layer(kvjax.Compressed(store=kvjax.stores.Quantized(bits=4)), spec)
     """
 
     store: Store = Quantized()

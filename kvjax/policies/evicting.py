@@ -75,7 +75,7 @@ class Evicting(Policy):
 
     def __post_init__(self) -> None:
         keep_int(self, "budget", at_least=1)
-        check_verbs("Evicting(evictor=...)", self.evictor, "an evictor", ("check", "worth"), "kvjax.Sliding()")
+        check_verbs("Evicting(evictor=...)", self.evictor, "an evictor", ("check", "worth"), "kvjax.evictors.Sliding()")
         self.evictor.check(self.budget)
 
     def init(self, spec: CacheSpec) -> EvictingState:

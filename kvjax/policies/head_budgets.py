@@ -43,7 +43,7 @@ class HeadBudgets(Evicting):
     `floor`, and heads compete for the rest. A GQA group shares what it keeps, and generated tokens count.
 
     >>> import kvjax
-    >>> policy = kvjax.HeadBudgets(evictor=kvjax.Observation(), budget=256)
+    >>> policy = kvjax.policies.HeadBudgets(evictor=kvjax.evictors.Observation(), budget=256)
     >>> policy.head_bounds
     (76, 512)
     """
@@ -59,7 +59,8 @@ class HeadBudgets(Evicting):
                 raise ValueError(f"HeadBudgets({name}={value!r}) must be a number from {low:g} to {high:g}")
         if self.evictor.arrival is None:
             raise ValueError(
-                f"HeadBudgets got {self.evictor}, which ranks tokens by position alone; use kvjax.Observation()"
+                f"HeadBudgets got {self.evictor}, which ranks tokens by position alone; "
+                "use kvjax.evictors.Observation()"
             )
 
     @property

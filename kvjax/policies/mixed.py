@@ -56,7 +56,7 @@ class Mixed(Evicting):
 
     >>> import kvjax
     >>> spec = kvjax.CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=32, capacity=512)
-    >>> layer = kvjax.init_layer(kvjax.Mixed(budget=128), spec)
+    >>> layer = kvjax.init_layer(kvjax.policies.Mixed(budget=128), spec)
     """
 
     evictor: Evictor = HeavyHitter()
@@ -67,8 +67,10 @@ class Mixed(Evicting):
         super().__post_init__()
         keep_int(self, "chunk", at_least=1)
         if self.evictor.arrival is None:
-            raise ValueError(f"Mixed got {self.evictor}, which ranks tokens by position alone; use kvjax.HeavyHitter()")
-        check_verbs("Mixed(store=...)", self.store, "a store", ("init", "append"), "kvjax.Quantized()")
+            raise ValueError(
+                f"Mixed got {self.evictor}, which ranks tokens by position alone; use kvjax.evictors.HeavyHitter()"
+            )
+        check_verbs("Mixed(store=...)", self.store, "a store", ("init", "append"), "kvjax.stores.Quantized()")
 
     def init(self, spec: CacheSpec) -> MixedState:
         self.store.check(spec, self.chunk)

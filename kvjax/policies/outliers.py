@@ -32,7 +32,8 @@ class OutlierRetrieval(Retrieval):
 
     >>> import kvjax
     >>> spec = kvjax.CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=64, capacity=4096)
-    >>> layer = kvjax.init_layer(kvjax.OutlierRetrieval(store=kvjax.LowRank(rank=64), budget=1024), spec)
+    >>> policy = kvjax.policies.OutlierRetrieval(store=kvjax.stores.LowRank(rank=64), budget=1024)
+    >>> layer = kvjax.init_layer(policy, spec)
     """
 
     selector: Selector = MeanPages()
@@ -40,8 +41,8 @@ class OutlierRetrieval(Retrieval):
     demote: Demotion = Fifo(leave=1024)
 
     def __post_init__(self) -> None:
-        verbs = ("init", "append", "kept", "attend_kept")
-        check_verbs("OutlierRetrieval(store=...)", self.store, "a store of exact pages", verbs, "kvjax.LowRank()")
+        verbs, example = ("init", "append", "kept", "attend_kept"), "kvjax.stores.LowRank()"
+        check_verbs("OutlierRetrieval(store=...)", self.store, "a store of exact pages", verbs, example)
         super().__post_init__()
         if self.exact_store.page != self.selector.unit:
             raise ValueError(

@@ -42,8 +42,8 @@ class PerHead(Policy):
     Each policy sees a cache of its own heads only, and decides among these.
 
     >>> import kvjax
-    >>> window = kvjax.Evicting(evictor=kvjax.Sliding(sink=4), budget=256)
-    >>> policy = kvjax.PerHead(heads=(0, 5), selected=kvjax.Full(), others=window)
+    >>> window = kvjax.Evicting(evictor=kvjax.evictors.Sliding(sink=4), budget=256)
+    >>> policy = kvjax.policies.PerHead(heads=(0, 5), selected=kvjax.Full(), others=window)
     """
 
     heads: tuple[int, ...]

@@ -38,7 +38,7 @@ class Sampled(Zoned):
 
     >>> import kvjax
     >>> spec = kvjax.CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=64, capacity=2048)
-    >>> layer = kvjax.init_layer(kvjax.Sampled(budget=512), spec)
+    >>> layer = kvjax.init_layer(kvjax.policies.Sampled(budget=512), spec)
     """
 
     hashing: SimHash = SimHash()

@@ -97,7 +97,7 @@ class Zoned(Policy):
             ("slots", "leaving", "staying", "place"),
             "kvjax.Fifo(leave=256)",
             fields=("leave", "ordered"),
-            protocol="kvjax.Demotion",
+            protocol="kvjax.stores.Demotion",
         )
 
     def init(self, spec: CacheSpec) -> ZonedState:

@@ -83,7 +83,7 @@ class Nucleus(ByShare):
     tokens.
 
     >>> import kvjax
-    >>> policy = kvjax.Retrieval(selector=kvjax.Nucleus(selector=kvjax.Fier(), p=0.9), budget=1024)
+    >>> policy = kvjax.Retrieval(selector=kvjax.selectors.Nucleus(selector=kvjax.Fier(), p=0.9), budget=1024)
     """
 
     p: float = 0.9
@@ -116,7 +116,8 @@ class AdaptiveHeads(ByShare):
     its reads. The policy's budget bounds each head.
 
     >>> import kvjax
-    >>> policy = kvjax.Retrieval(selector=kvjax.AdaptiveHeads(selector=kvjax.Fier()), budget=2048)  # 1024 on average
+    >>> selector = kvjax.selectors.AdaptiveHeads(selector=kvjax.Fier())
+    >>> policy = kvjax.Retrieval(selector=selector, budget=2048)  # 1024 on average
     """
 
     mean: float = 0.5

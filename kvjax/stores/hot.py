@@ -88,7 +88,7 @@ class HotSet(Store):
     dtype per token of the hot set and head, and four bytes per page of the capacity.
 
     >>> import kvjax
-    >>> policy = kvjax.Retrieval(selector=kvjax.Fier(), store=kvjax.HotSet(tokens=1024), budget=256)
+    >>> policy = kvjax.Retrieval(selector=kvjax.Fier(), store=kvjax.stores.HotSet(tokens=1024), budget=256)
     """
 
     tokens: int
