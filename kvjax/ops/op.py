@@ -91,7 +91,8 @@ class Op(Generic[P, R]):
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
-        implementation = _require(given.pop("implementation")) or _implementation.value
+        asked = given.pop("implementation")
+        implementation = _implementation.value if asked is None else _require(asked)
         limit = nowhere = None if implementation == "mosaic" else runs_nowhere()
         if not nowhere:
             limit = self._limit(self.module, SimpleNamespace(**given))  # which raises ValueError for wrong arguments

@@ -50,12 +50,8 @@ class Demotion(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fifo:
-    """Moves the oldest `leave` tokens to the history together; the block stays in order of arrival.
-
-    A larger chunk leaves more rarely and keeps its tokens exact for longer. The block is full when the next token would
-    make `leave` tokens older than the `local` newest, so local - 1 stay, and every chunk leaves as early as possible.
-    """
+class _Oldest:
+    """Moves the oldest `leave` tokens to the history together; the block stays in order of arrival."""
 
     leave: int = 256
     ordered: ClassVar[bool] = True
@@ -64,7 +60,7 @@ class Fifo:
         keep_int(self, "leave", at_least=1)
 
     def slots(self, local: int) -> int:
-        return local + self.leave - 1
+        raise NotImplementedError
 
     def leaving(self, local: int) -> np.ndarray:
         return np.arange(self.leave)
@@ -77,7 +73,19 @@ class Fifo:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Buffer:
+class Fifo(_Oldest):
+    """Moves the oldest `leave` tokens to the history together; the block stays in order of arrival.
+
+    A larger chunk leaves more rarely and keeps its tokens exact for longer. The block is full when the next token would
+    make `leave` tokens older than the `local` newest, so local - 1 stay, and every chunk leaves as early as possible.
+    """
+
+    def slots(self, local: int) -> int:
+        return local + self.leave - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buffer(_Oldest):
     """Moves the oldest `leave` tokens of a full local window to the history, so that no token is pending.
 
     The block has `local` slots and every step attends to all of its tokens, local - leave + 1 to local of them. `Fifo`
@@ -87,12 +95,6 @@ class Buffer:
     local = leave = one page it is Quest's rule: the page that is not yet full is always attended.
     """
 
-    leave: int = 256
-    ordered: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        keep_int(self, "leave", at_least=1)
-
     def slots(self, local: int) -> int:
         if local < self.leave:
             raise ValueError(
@@ -100,15 +102,6 @@ class Buffer:
                 f"local={local + self.leave}, or Fifo(leave={self.leave})"
             )
         return local
-
-    def leaving(self, local: int) -> np.ndarray:
-        return np.arange(self.leave)
-
-    def staying(self, local: int) -> np.ndarray:
-        return np.arange(self.leave, self.slots(local))
-
-    def place(self, flushes: Array, slot: Array) -> Array:
-        return flushes * self.leave + slot
 
 
 @dataclass(frozen=True, kw_only=True)
