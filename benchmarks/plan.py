@@ -17,7 +17,7 @@ INPUTS = ("checkpoint", "text", "other", "code", "docs", "gsm8k")  # that a comm
 WARMED = ("decode_step.py", "decode_tokens.py", "shared.py", "host_steps.py", "compared.py", "prefill.py")
 WARMING = "--calls 2"
 UNTIMED = (
-    *("pytest", "kvjax.cli eval", "kvjax.cli perplexity", "kvjax.cli measure"),
+    *("pytest", "kvjax.cli eval", "kvjax.cli perplexity"),
     *("benchmarks.claims", "benchmarks.gsm8k", "hit_rates.py"),
 )
 UNTIMED += ("long_generation.py", "shared_quality.py", "adaptive.py")
