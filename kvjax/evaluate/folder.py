@@ -1,4 +1,4 @@
-"""Writes results to a folder: tables, a summary, plots, and one HTML report with tables and plots."""
+"""Writes results to a folder: tables, a summary and plots."""
 
 from __future__ import annotations
 
