@@ -65,19 +65,19 @@ def calibrate(
 
     from benchmarks import sharing
     from kvjax import models
-    from kvjax.evaluate import live
+    from kvjax.evaluate import capture
     from kvjax.evaluate.provenance import json_text, replace_file
 
     progress = bars()
     with progress, bar(progress, "reading the text"):
         checkpoint = without_weights(directory)
-        live.check_lengths(lengths, steps, checkpoint.config.max_positions)
+        capture.check_lengths(lengths, steps, checkpoint.config.max_positions)
         tokens = measured.read_tokens(checkpoint, text, lengths[-1])
         presets.check_reaches(policies, checkpoint.config.layers, f"--cache {cache}")
     with progress, bar(progress, "loading weights"):
         checkpoint = models.load(directory, dtype=kind)
     with progress, bar(progress, f"live queries of {lengths[-1]} tokens", total=lengths[-1]) as advance_to:
-        seen = live.capture(checkpoint, [tokens], lengths=lengths, steps=steps, progress=advance_to)
+        seen = capture.capture(checkpoint, [tokens], lengths=lengths, steps=steps, progress=advance_to)
     with progress, bar(progress, "pairs of layers") as advance_to:
         found = sharing.measure(seen, policies, progress=advance_to)
 

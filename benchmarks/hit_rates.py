@@ -25,7 +25,7 @@ from jax import Array, lax
 from kvjax import models, presets
 from kvjax.attention import attention_info
 from kvjax.cache.cache import LayerCache, init_layer
-from kvjax.evaluate.live import Live, LiveLayer, capture, capture_generated
+from kvjax.evaluate.capture import Live, LiveLayer, capture, capture_generated
 from kvjax.evaluate.provenance import write_rows
 from kvjax.evaluate.recall import store_prompt
 from kvjax.generation.sampling import sampling

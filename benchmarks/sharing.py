@@ -23,7 +23,7 @@ from jax import Array, lax
 
 from kvjax.attention import attention_info
 from kvjax.cache.cache import LayerCache, init_layer
-from kvjax.evaluate.live import Live
+from kvjax.evaluate.capture import Live
 from kvjax.evaluate.recall import exact_logits, store_prompt
 from kvjax.evaluate.store import Progress
 from kvjax.numerics.selection import Selection, membership

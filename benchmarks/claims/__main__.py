@@ -28,7 +28,7 @@ from benchmarks.claims.groups import compare, group_reduces, groups, selectors
 from benchmarks.claims.queries import Turns, turns
 from kvjax import models
 from kvjax.cli.options import sizes
-from kvjax.evaluate.live import Live, capture, capture_generated, check_lengths
+from kvjax.evaluate.capture import Live, capture, capture_generated, check_lengths
 from kvjax.generation.sampling import sampling
 from kvjax.spec import default_dtype
 from kvjax.stores.demotion import LogSparse

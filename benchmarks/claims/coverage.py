@@ -22,7 +22,7 @@ import numpy as np
 from jax import Array, lax
 
 from kvjax import presets
-from kvjax.evaluate.live import Live, LiveLayer
+from kvjax.evaluate.capture import Live, LiveLayer
 from kvjax.evaluate.recall import exact_logits
 from kvjax.evaluate.store import Progress
 from kvjax.policies import Compressed

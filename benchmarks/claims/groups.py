@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvjax.evaluate.live import Live
+from kvjax.evaluate.capture import Live
 from kvjax.evaluate.recall import Reads, reads, retrieval
 from kvjax.evaluate.store import Progress
 from kvjax.numerics.selection import GROUP_REDUCES

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.evaluate.live import Live
+from kvjax.evaluate.capture import Live
 from kvjax.evaluate.recall import mean_known
 
 

@@ -28,7 +28,7 @@ from kvjax.cache.cache import (
     specs_of,
     with_states,
 )
-from kvjax.cache.describing import differences, plain, told_once
+from kvjax.cache.serialize import differences, plain, told_once
 from kvjax.memory import on_host, to_device, to_host
 from kvjax.policies import Policy
 from kvjax.policies.short import refilled

@@ -37,8 +37,8 @@ import orbax.checkpoint as ocp
 from jax.core import Tracer
 
 from kvjax.cache.cache import Cache, LayerCache, init_layer, layers_of, shardings
-from kvjax.cache.describing import differences, plain, told_once
 from kvjax.cache.growing import grow
+from kvjax.cache.serialize import differences, plain, told_once
 from kvjax.memory import of_first_process, on_host, shapes, typed
 from kvjax.sharding.placement import in_order_of_place
 from kvjax.spec import require_int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvjax.evaluate import live
+from kvjax.evaluate import capture
 from kvjax.evaluate.store import Progress
 from kvjax.models import Checkpoint
 from kvjax.presets.head_files import Heads
@@ -31,7 +31,7 @@ def scores(
     """
     length, repeats = require_int("length", length, at_least=2), require_int("repeats", repeats, at_least=2)
     draw = np.random.default_rng(seed).integers(checkpoint.config.vocab_size, size=(batch, length))
-    seen = live.capture(checkpoint, np.tile(draw, (1, repeats)), lengths=[length * repeats], steps=length)
+    seen = capture.capture(checkpoint, np.tile(draw, (1, repeats)), lengths=[length * repeats], steps=length)
     echo: list[np.ndarray] = []
     induction: list[np.ndarray] = []
     for done, layer in enumerate(seen.layers, 1):

@@ -3,7 +3,7 @@
 A policy is driven through `kvjax.attention_info` itself: the keys of the context are stored as a prompt stores them,
 then each live query makes its decode step, and the same query attends to everything. So this measures all that the
 cache does, with demotion, pending tokens and index, for any selector and store; nothing is simulated. The queries are
-those of full attention (`kvjax.evaluate.live`), so errors do not add up from layer to layer.
+those of full attention (`kvjax.evaluate.capture`), so errors do not add up from layer to layer.
 
 Set recall alone misleads: many tokens matter little, and a selection may miss half of the set and hold 90 % of the
 mass. So four numbers are reported together: set recall, the softmax mass on the tokens read, the error of the output,
@@ -25,7 +25,7 @@ from jax import Array, lax
 from kvjax import ops
 from kvjax.attention import attention_info
 from kvjax.cache.cache import LayerCache, init_layer
-from kvjax.evaluate.live import Live, adjacent
+from kvjax.evaluate.capture import Live, adjacent
 from kvjax.evaluate.store import Progress
 from kvjax.numerics.partial import group_queries
 from kvjax.numerics.selection import Selection, membership, reduce_scores, set_recall

@@ -17,7 +17,7 @@ from kvjax.presets.compressed import kivi, logquant, mikv
 from kvjax.presets.evicting import adakv, h2o, logevict, pyramidkv, raas, snapkv, streaming_llm, tova
 from kvjax.presets.head_files import Heads
 from kvjax.presets.heads import duoattention, razorattention
-from kvjax.presets.learnt import magicpig, pqcache, shadowkv
+from kvjax.presets.index_based import magicpig, pqcache, shadowkv
 from kvjax.presets.registry import REGISTRY, Preset, check_reaches, find, parse, parse_with_budget
 from kvjax.presets.retrieval import PARISKV_BUDGET, fier, pariskv, quest
 from kvjax.presets.settings import Anchors, Layers

@@ -12,7 +12,7 @@ from kvjax.presets.baselines import exact, full
 from kvjax.presets.compressed import kivi, logquant, mikv
 from kvjax.presets.evicting import adakv, h2o, logevict, pyramidkv, raas, snapkv, streaming_llm, tova
 from kvjax.presets.heads import duoattention, razorattention
-from kvjax.presets.learnt import magicpig, pqcache, shadowkv
+from kvjax.presets.index_based import magicpig, pqcache, shadowkv
 from kvjax.presets.parsing import arguments_of, read_settings, settings_of
 from kvjax.presets.retrieval import fier, pariskv, quest
 from kvjax.presets.speculative import arkvale, freekv

@@ -6,7 +6,6 @@ over the GQA group and selects; some selectors do both in one kernel.
 """
 
 from kvjax.selectors.balls import BallPages
-from kvjax.selectors.by_share import AdaptiveHeads, Nucleus
 from kvjax.selectors.exact import Exact
 from kvjax.selectors.fier import Fier
 from kvjax.selectors.means import MeanPages
@@ -18,6 +17,7 @@ from kvjax.selectors.selector import (
     Selector,
 )
 from kvjax.selectors.simhash import SimHash
+from kvjax.selectors.top_p import AdaptiveHeads, Nucleus
 
 __all__ = [
     "AdaptiveHeads",

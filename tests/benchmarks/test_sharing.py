@@ -11,7 +11,7 @@ import pytest
 from benchmarks.calibrate import calibrate
 from benchmarks.sharing import Sharing, measure
 from kvjax import presets
-from kvjax.evaluate.live import Live, LiveLayer
+from kvjax.evaluate.capture import Live, LiveLayer
 from tests.checkpoint import write_checkpoint
 
 

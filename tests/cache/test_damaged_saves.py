@@ -27,8 +27,8 @@ import pytest
 
 import kvjax
 from kvjax.cache import saving
-from kvjax.cache.describing import differences, told_once
 from kvjax.cache.saving import DamagedSaveError
+from kvjax.cache.serialize import differences, told_once
 
 SPEC = kvjax.CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=64, dtype="float32")
 POLICY = kvjax.Retrieval(

@@ -14,7 +14,7 @@ from benchmarks.claims.__main__ import main
 from benchmarks.claims.groups import compare, group_reduces, groups, selectors
 from kvjax import CacheSpec, Compressed, Dense, Fifo, LogSparse, Quantized
 from kvjax.evaluate import recall
-from kvjax.evaluate.live import Live
+from kvjax.evaluate.capture import Live
 from tests.checkpoint import write_checkpoint
 from tests.evaluate.test_recall import LIVE, POSITIONS, STEPS, B, D, G, K, L, N, S, _live, _logits, _softmax, directory  # noqa: F401
 

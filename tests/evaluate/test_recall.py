@@ -10,7 +10,7 @@ import pytest
 import kvjax
 from kvjax import CacheSpec, Fifo, Full, LogSparse, Retrieval, models, presets
 from kvjax.evaluate import recall
-from kvjax.evaluate.live import Live, LiveLayer, Recorded, capture, capture_generated, read
+from kvjax.evaluate.capture import Live, LiveLayer, Recorded, capture, capture_generated, read
 from kvjax.selectors import Exact, MinMaxPages
 from tests.checkpoint import write_checkpoint
 

@@ -18,7 +18,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # folder has one. The longest name counts.
 FLOORS = {
     **dict.fromkeys(("validation", "received"), -1),
-    **dict.fromkeys(("spec", "memory", "compiling", "cache.describing", "presets.parsing"), 0),
+    **dict.fromkeys(("spec", "memory", "compiling", "cache.serialize", "presets.parsing"), 0),
     "numerics": 1,
     **dict.fromkeys(("ops", "sharding.context", "kernels_pallas.simt"), 2),
     **dict.fromkeys(("selectors", "stores", "sharding.placement"), 3),

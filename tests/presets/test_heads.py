@@ -60,7 +60,7 @@ def test_echo_and_induction_heads_are_found(monkeypatch) -> None:
     k = np.stack([noise, own, before, noise], axis=1)
     layer = types.SimpleNamespace(q=q, k=k, scale=2.0, window=None)
     live = types.SimpleNamespace(layers=[layer], positions=np.arange(S - length, S))
-    monkeypatch.setattr("kvjax.evaluate.live.capture", lambda *a, **b: live)
+    monkeypatch.setattr("kvjax.evaluate.capture.capture", lambda *a, **b: live)
     config = types.SimpleNamespace(vocab_size=50, kv_heads=4)
     checkpoint = types.SimpleNamespace(config=config)
     echo, induction = finding.scores(checkpoint, length=length, repeats=repeats, batch=1)
