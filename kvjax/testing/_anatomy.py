@@ -14,10 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 from jax import Array
-
-from kvjax.memory import to_device
 
 
 class DoesNotApply(Exception):
@@ -168,12 +166,12 @@ def of_copies(path: Any) -> bool:
     return any(getattr(key, "name", None) == "hot" for key in path)
 
 
-def map_slots(state: Any, change: Callable[[Any, Array, Array], Array]) -> Any:
+def map_slots(state: Any, change: Callable[[Any, np.ndarray, np.ndarray], np.ndarray]) -> Any:
     """The core of a state with each leaf that has slots on axis 2 replaced by change(path, leaf, used).
 
-    `used` is bool and broadcasts against the leaf. Arrays outside of zones belong to the zone `store`, or to the only
-    zone, if they have as many slots. A leaf of a zone or of `index` with fewer slots has one for each unit of tokens. A
-    field `hot` of a zone has copies of its tokens, in its own slots, and is not changed.
+    Both are NumPy arrays; `used` is bool and broadcasts against the leaf. Arrays outside of zones belong to the zone
+    `store`, or to the only zone, if they have as many slots. A leaf of a zone or of `index` with fewer slots has one
+    for each unit of tokens. A field `hot` of a zone has copies of its tokens, in its own slots, and is not changed.
     """
     inner = core_state(state)
     fields = parts(inner)
@@ -184,9 +182,9 @@ def map_slots(state: Any, change: Callable[[Any, Array, Array], Array]) -> Any:
         def one(path: Any, leaf: Array) -> Array:
             if leaf.ndim < 3 or (leaf.shape[2] != zone.slots and not units) or of_copies(path):
                 return leaf
-            used = jnp.arange(leaf.shape[2])[None] < (zone.count * leaf.shape[2] // zone.slots)[:, None]
-            used = used.reshape(used.shape[0], 1, -1, *(1,) * (leaf.ndim - 3))
-            return jax.device_put(change(path, to_device(leaf), used), leaf.sharding)
+            count = np.asarray(zone.count, np.int64) * leaf.shape[2] // zone.slots
+            used = (np.arange(leaf.shape[2]) < count[:, None]).reshape(len(count), 1, -1, *(1,) * (leaf.ndim - 3))
+            return jax.device_put(change(path, np.asarray(leaf), used), leaf.sharding)
 
         return jax.tree_util.tree_map_with_path(one, tree)
 

@@ -36,7 +36,7 @@ class Tokens:
         return tuple(np.take_along_axis(a, index, axis=1) for a in (self.q, self.k, self.v))
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@partial(jax.jit, static_argnums=0)
 def _draw(spec: CacheSpec, seed: int) -> tuple[Array, Array, Array]:
     ks = jax.random.split(jax.random.key(seed), 5)
     B, S, D = spec.batch, spec.capacity, spec.head_dim

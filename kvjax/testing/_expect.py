@@ -137,16 +137,18 @@ def valid_part(cache: LayerCache) -> list[Any]:
     """
     st = core_state(cache.state)
     if hasattr(st, "position") and hasattr(st, "tokens"):
-        used = jnp.arange(st.tokens.slots)[None] < st.tokens.count[:, None]
-        order = jnp.argsort(jnp.where(used[:, None], st.position, jnp.iinfo(jnp.int32).max), axis=-1)
+        used = np.arange(st.tokens.slots) < np.asarray(st.tokens.count)[:, None]
+        position = np.where(used[:, None], np.asarray(st.position), np.iinfo(np.int32).max)
+        order = np.argsort(position, axis=-1, kind="stable")
 
         def sort(leaf: Array) -> Array:
             if leaf.ndim < 3:
                 return leaf
-            return jnp.take_along_axis(leaf, order.reshape(*order.shape, *(1,) * (leaf.ndim - 3)), axis=2)
+            index = order.reshape(*order.shape, *(1,) * (leaf.ndim - 3))
+            return jax.device_put(np.take_along_axis(np.asarray(leaf), index, axis=2), leaf.sharding)
 
         st = jax.tree.map(sort, st)
-    valid = map_slots(st, lambda _, leaf, used: jnp.where(used, leaf, jnp.zeros_like(leaf)))
+    valid = map_slots(st, lambda _, leaf, used: np.where(used, leaf, np.zeros_like(leaf)))
     return [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(valid) if not of_copies(path)]
 
 
@@ -174,11 +176,11 @@ def poison(cache: LayerCache) -> Any:
         has_zones(cache.state), "the state has no zone: no field with `count` and `slots` says which slots are used"
     )
 
-    def spoil(path: Any, leaf: Array, used: Array) -> Array:
+    def spoil(path: Any, leaf: np.ndarray, used: np.ndarray) -> np.ndarray:
         if jnp.issubdtype(leaf.dtype, jnp.floating):
             bad = 1e4 if jax.tree_util.keystr(path).endswith(".v") else jnp.nan
         else:
             bad = True if leaf.dtype == jnp.bool_ else jnp.iinfo(leaf.dtype).max
-        return jnp.where(used, leaf, jnp.asarray(bad, leaf.dtype))
+        return np.where(used, leaf, np.asarray(bad, leaf.dtype))
 
     return replace_core(cache.state, map_slots(cache.state, spoil))
