@@ -308,7 +308,9 @@ LATE = (
 def test_a_kernel_compiles_for_an_h200(name):
     f, args, mib, spills = PROGRAMS[name]
     program = aot.compile_for(f, *args)
-    assert len(program.kernels) == 1 + (name.startswith(TWO) and name not in ONE)
+    # One that this process compiled before, for another program, jax 0.12 takes from its cache without a report.
+    assert program.kernels.keys() <= {f"{kernel}_mosaic_gpu_kernel" for kernel in program.shared}
+    assert len(program.shared) == 1 + (name.startswith(TWO) and name not in ONE)
     op = name.split(",")[0]
     for kernel, (registers, stored, loaded) in program.kernels.items():
         assert kernel.startswith(("kvjax_" + op, "kvjax_" + ops.OPS[op].kernel.rpartition(".")[2])), kernel
