@@ -7,6 +7,7 @@ import numpy as np
 import kvjax
 
 SPEC = kvjax.CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=64, dtype="float32")
+attend, flush = jax.jit(kvjax.attention, static_argnames="flush"), jax.jit(kvjax.flush)
 POLICY = kvjax.Retrieval(
     selector=kvjax.Fier(group=4), budget=16, sink=2, local=6, demote=kvjax.Fifo(leave=4), dense_below=0
 )
@@ -16,17 +17,17 @@ def filled(seed):
     """A layer whose recent block is full in row 0."""
     layer = kvjax.init_layer(POLICY, SPEC)
     q, k, v = (jax.random.normal(jax.random.key(seed + i), (2, 12, n, 16)) for i, n in enumerate((4, 2, 2)))
-    _, layer = kvjax.attention(layer, q, k, v, lengths=jnp.array([12, 9]))
+    _, layer = attend(layer, q, k, v, lengths=jnp.array([12, 9]))
     while not bool(kvjax.any_full(layer)):
-        _, layer = kvjax.attention(layer, q[:, :1], k[:, :1], v[:, :1], flush=False)
+        _, layer = attend(layer, q[:, :1], k[:, :1], v[:, :1], flush=False)
     return layer
 
 
 def test_flush_of_stacked_layers_is_that_of_each():
     layers = [filled(0), filled(7)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
-    got = kvjax.flush(stacked)
-    want = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(kvjax.flush, layers))
+    got = flush(stacked)
+    want = jax.tree.map(lambda *leaves: np.stack(leaves), *map(flush, layers))
     jax.tree.map(np.testing.assert_array_equal, got.state, want.state)
     assert jax.tree.structure(got) == jax.tree.structure(stacked)
 
@@ -36,6 +37,7 @@ def test_a_scan_over_stacked_layers_is_the_loop():
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
     q, k, v = (jax.random.normal(jax.random.key(i), (2, 1, n, 16)) for i, n in enumerate((4, 2, 2)))
 
+    @jax.jit
     def one(x, layer):
         out, layer = kvjax.attention(layer, q + x, k, v)
         return x + out, layer

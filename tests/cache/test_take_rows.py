@@ -1,6 +1,8 @@
 """`take_rows`: rows taken, repeated, reordered and dropped, wherever the arrays lie."""
 
 import dataclasses
+import itertools
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +21,13 @@ def tokens(count, seed=0):
     ]
 
 
+attend = jax.jit(kvjax.attention)
+
+
+@cache
 def filled(policy):
     cache = kvjax.init_layer(policy, SPEC)
-    return jax.jit(kvjax.attention)(cache, *tokens(60), lengths=jnp.array([60, 41, 7]))[1]
+    return attend(cache, *tokens(60), lengths=jnp.array([60, 41, 7]))[1]
 
 
 HOSTED = kvjax.Retrieval(
@@ -35,16 +41,23 @@ HOSTED = kvjax.Retrieval(
 KIVI = kvjax.Compressed(store=kvjax.Quantized(bits=2, key_group=8), local=8, demote=kvjax.Fifo(leave=16))
 
 
-@pytest.mark.parametrize("rows", [[2, 0, 0, 1, 2], [1], [1, 2]])
-@pytest.mark.parametrize("policy", [kvjax.Full(), HOSTED, KIVI], ids=["full", "hosted", "kivi"])
+@pytest.mark.parametrize(
+    ("policy", "rows"),
+    [
+        pytest.param(policy, rows, marks=() if number in (0, 3, 4, 8) else pytest.mark.thorough)
+        for number, (policy, rows) in enumerate(
+            itertools.product([kvjax.Full(), HOSTED, KIVI], [[2, 0, 0, 1, 2], [1], [1, 2]])
+        )
+    ],
+)
 def test_a_taken_row_continues_as_the_row_that_it_was(policy, rows):
     cache, (q, k, v) = filled(policy), tokens(1, 9)
-    step, index = jax.jit(kvjax.attention), np.array(rows)
-    out, _ = step(cache, q, k, v)
+    index = np.array(rows)
+    out, _ = attend(cache, q, k, v)
     taken = kvjax.take_rows(cache, rows)
     assert taken.spec == dataclasses.replace(SPEC, batch=len(rows))
     assert taken.length.tolist() == np.array([60, 41, 7])[index].tolist()
-    got, _ = step(taken, q[index], k[index], v[index])
+    got, _ = attend(taken, q[index], k[index], v[index])
     np.testing.assert_array_equal(got, out[index])
     for old, new in zip(jax.tree.leaves(cache), jax.tree.leaves(taken), strict=True):
         assert jax.typeof(old).memory_space == jax.typeof(new).memory_space

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from functools import partial
 from pathlib import Path
@@ -386,19 +387,21 @@ def test_what_cannot_be_dealt_is_refused(policy: Any, parts: int, error: str) ->
         kvjax.init_layer(policy, SPEC, along(parts))
 
 
-@pytest.mark.parametrize("parts", [2, 4, 8])
+PAGED = {
+    "quest": presets.quest(64, page=4, layers=presets.Layers(dense=0)).rest,
+    "quest, pending": presets.quest(64, page=4, newest="select", layers=presets.Layers(dense=0)).rest,
+    "arkvale": presets.arkvale(64, page=4, sink=4, local=8, layers=presets.Layers(dense=0)).rest,
+    "freekv": presets.freekv(64, page=4, sink=4, local=8, layers=presets.Layers(dense=0)).rest,
+}
+ALWAYS = [("quest", 2), ("quest, pending", 4), ("arkvale", 8), ("freekv", 2)]
+OTHERS = [pair for pair in itertools.product(PAGED, (2, 4, 8)) if pair not in ALWAYS]
+
+
 @pytest.mark.parametrize(
-    "policy",
-    [
-        presets.quest(64, page=4, layers=presets.Layers(dense=0)).rest,
-        presets.quest(64, page=4, newest="select", layers=presets.Layers(dense=0)).rest,
-        presets.arkvale(64, page=4, sink=4, local=8, layers=presets.Layers(dense=0)).rest,
-        presets.freekv(64, page=4, sink=4, local=8, layers=presets.Layers(dense=0)).rest,
-    ],
-    ids=["quest", "quest, pending", "arkvale", "freekv"],
+    ("name", "parts"), [*ALWAYS, *(pytest.param(*pair, marks=pytest.mark.thorough) for pair in OTHERS)]
 )
-def test_chunks_of_one_page_become_one_page_for_each_device(policy: Any, parts: int) -> None:
-    spec = dataclasses.replace(SPEC, capacity=160)
+def test_chunks_of_one_page_become_one_page_for_each_device(name: str, parts: int) -> None:
+    policy, spec = PAGED[name], dataclasses.replace(SPEC, capacity=160)
     split = kvjax.init_layer(policy, spec, along(parts))
     retrieval = getattr(split.policy, "retrieval", split.policy)
     assert retrieval.demote.leave == 4 * parts

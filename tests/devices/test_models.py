@@ -303,7 +303,7 @@ def test_distribute_leaves_its_model_where_it_was() -> None:
     assert any(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(nnx.state(split)))
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", [pytest.param(AxisType.Auto, marks=pytest.mark.thorough), AxisType.Explicit])
 def test_rotation_by_length_follows_rows_over_devices(kind: AxisType) -> None:
     """Each row has the rotation of its own final length, through every verb and on every mesh."""
     original = 16

@@ -75,8 +75,8 @@ FIER = kvjax.Retrieval(
 @pytest.mark.parametrize(
     "store",
     [
-        kvjax.HostOffload(),
-        kvjax.HostFloat8(),
+        pytest.param(kvjax.HostOffload(), marks=pytest.mark.thorough),  # the two below are made of it
+        pytest.param(kvjax.HostFloat8(), marks=pytest.mark.thorough),
         kvjax.HotSet(tokens=64, store=kvjax.HostQuantized(bits=4, group=16)),
         None,
     ],

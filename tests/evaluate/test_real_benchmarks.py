@@ -53,10 +53,11 @@ def test_methods_without_a_budget_are_timed_alone(scripts):
 def test_a_resumed_file_of_speeds_keeps_one_setting(scripts, tmp_path, capsys):
     text, out = tmp_path / "text.txt", tmp_path / "speed.json"
     text.write_text("The year had grown old, and nobody came. " * 200)
+    model = write_checkpoint(tmp_path / "model")
 
     def run(size, block):
-        options = ["--text", text, "--out", out, "--sizes", size, "--steps", 4, "--block", block, "--methods", "full"]
-        scripts("real_speed").main([*map(str, options), "--no-first-token", "--dtype", "float32"])
+        options = f"{model} --text {text} --out {out} --sizes {size} --steps 4 --block {block} --methods full"
+        scripts("real_speed").main([*options.split(), "--no-first-token", "--dtype", "float32"])
 
     run("64x1", 2)
     run("96x1", 2)

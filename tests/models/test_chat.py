@@ -336,8 +336,15 @@ def test_what_cannot_talk_says_so(tmp_path: Path) -> None:
         models.load(models.shipped()).chat()
 
 
-@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
-@pytest.mark.parametrize("cache", ["full", "streaming_llm:budget=64"])
+@pytest.mark.parametrize(
+    ("kind", "cache"),
+    [
+        ("longrope", "full"),
+        ("dynamic", "streaming_llm:budget=64"),
+        pytest.param("longrope", "streaming_llm:budget=64", marks=pytest.mark.thorough),
+        pytest.param("dynamic", "full", marks=pytest.mark.thorough),
+    ],
+)
 def test_a_turn_that_needs_other_rotations_reads_the_conversation_again(
     kind: str, cache: str, tmp_path: Path, fed: list[list[int]]
 ) -> None:

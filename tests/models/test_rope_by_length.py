@@ -6,6 +6,7 @@ truncations, on both sides of the length at which the rotation changes.
 """
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -82,8 +83,15 @@ def test_prompts_in_chunks_beside_other_rows_are_those_of_transformers(pair, chu
     kvjax.raise_on_overflow(cache)
 
 
-@pytest.mark.parametrize("start", [1, ORIGINAL - 2, ORIGINAL + 1])
-@pytest.mark.parametrize("draft", [None, "lookup", "model"])
+@pytest.mark.parametrize(
+    ("start", "draft"),
+    [
+        pytest.param(start, draft, marks=() if number % 4 == 0 else pytest.mark.thorough)
+        for number, (start, draft) in enumerate(
+            itertools.product([1, ORIGINAL - 2, ORIGINAL + 1], [None, "lookup", "model"])
+        )
+    ],
+)
 def test_answers_that_cross_are_those_of_the_whole_text(pair, start, draft):
     model, reference = pair
     rows = [text(start, 5), text(ORIGINAL // 2, 6)]
@@ -160,6 +168,7 @@ def test_a_cache_keeps_its_rotation_through_growing_and_saving(pair, tmp_path):
     np.testing.assert_array_equal(kvjax.restore(tmp_path, shapes).rotated_for, cache.rotated_for)
 
 
+@pytest.mark.parametrize("pair", ["longrope"], indirect=True)
 @pytest.mark.parametrize("policy", ["fier:budget=64,local=8,dense_layers=1", "streaming_llm:budget=32", "kivi"])
 def test_every_kind_of_policy_gets_the_rotation_of_the_row(pair, policy):
     model, _ = pair

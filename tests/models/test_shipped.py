@@ -42,12 +42,12 @@ def test_its_card_tells_what_it_saw_and_what_it_can_do(checkpoint):
         assert told in card
 
 
-@pytest.mark.sample(1)  # with all tokens it answers in tests/cli/test_cli.py
+@pytest.mark.thorough  # README's first command asks it through FIER, tests/cli/test_cli.py with all tokens
 @pytest.mark.parametrize("policy", [presets.fier(budget=128), presets.full()], ids=["fier", "full"])
 def test_it_finds_what_is_hidden(checkpoint, policy):
     rng = random.Random(0)
     sizes = {"needles": {"hidden": 4}, "key_value": {"pairs": 8}, "variables": {"chains": 4, "hops": 1}}
-    made = [FORMS[form](rng, **sizes.get(form, {})) for form in ("pass_key", *sizes) for _ in range(2)]
+    made = [FORMS[form](rng, **sizes.get(form, {})) for form in ("pass_key", *sizes)]
     prompts = [weave(checkpoint.tokenizer, TEXT * 40, LENGTH, hidden, rng).ids for hidden in made]
     cache = init(policy, checkpoint.model.spec(len(prompts), LENGTH + 8), layers=checkpoint.config.layers)
     tokens = np.asarray(generate(checkpoint.model, cache, prompts, max_new_tokens=5).tokens)

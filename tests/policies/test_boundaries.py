@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -27,6 +28,10 @@ def holds(policy: Any) -> int:
     return state.recent.slots + state.store.slots + (0 if state.sink is None else state.sink.slots)
 
 
+LONGEST = 160
+attend = jax.jit(kvjax.attention, static_argnames="first_chunk")
+
+
 def tokens(length: int) -> list[jnp.ndarray]:
     rng = np.random.default_rng(length)
     return [jnp.asarray(rng.normal(size=(1, length, heads, 16)), jnp.float32) for heads in (2, 1, 1)]
@@ -38,11 +43,11 @@ def tokens(length: int) -> list[jnp.ndarray]:
 def test_a_token_without_room_is_reported_and_no_other(name: str, excess: int, how: str) -> None:
     policy = POLICIES[name]
     length = holds(policy) + excess
-    q, k, v = tokens(length)
+    new = [np.asarray(x) for x in tokens(LONGEST)]
     cut = length if how == "prompt" else holds(policy) - 2
-    _, cache = kvjax.prefill(kvjax.init_layer(policy, SPEC), q[:, :cut], k[:, :cut], v[:, :cut])
+    _, cache = attend(kvjax.init_layer(policy, SPEC), *new, lengths=np.array([cut]), first_chunk=True)
     for i in range(cut, length):
-        _, cache = kvjax.attention(cache, *(x[:, i : i + 1] for x in (q, k, v)))
+        _, cache = attend(cache, *(x[:, i : i + 1] for x in new))
     assert bool(cache.state.overflow[0]) == (excess > 0)
     assert int(cache.length[0]) == min(length, holds(policy))
 

@@ -48,7 +48,10 @@ def test_selected_tokens_are_read_as_they_were_stored(store: Store) -> None:
         np.testing.assert_allclose(a, b[:, :, slots[0, 0, 0]], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("store", [HostFloat8(), *(HostQuantized(bits=bits) for bits in (2, 4, 8))], ids=str)
+THOROUGH = [pytest.param(HostQuantized(bits=bits), marks=pytest.mark.thorough) for bits in (4, 8)]
+
+
+@pytest.mark.parametrize("store", [HostFloat8(), HostQuantized(bits=2), *THOROUGH], ids=str)
 @pytest.mark.parametrize("hot", [False, True])
 def test_an_offset_of_all_keys_changes_no_result(store: Store, hot: bool) -> None:
     """Softmax is unchanged by a vector that is added to all keys, as a bias does, and codes must not lose by it."""
