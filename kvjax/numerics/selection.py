@@ -167,9 +167,9 @@ class Candidates:
         """The tokens of selected units that are candidates themselves, for an index of `stored` units."""
         if unit == 1:
             return units
-        slots, valid = (split_steps(a, self.steps) for a in expand_units(units, unit))
+        slots, valid = map(partial(split_steps, steps=self.steps), expand_units(units, unit))
         (start, stop), (_, first, end) = self.span, self.pending
-        start, stop, first, end = (self.of_groups(x) for x in (start, stop, first, end - self.local))
+        start, stop, first, end = map(self.of_groups, (start, stop, first, end - self.local))
         recent = slots - stored * unit
         inside = jnp.where(recent < 0, (slots >= start) & (slots < stop), (recent >= first) & (recent < end))
         return Selection(join_steps(slots, self.steps), join_steps(valid & inside, self.steps))

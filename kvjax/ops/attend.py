@@ -92,7 +92,7 @@ def attend_zones(
     `implementation`: see `explain`. The kernel's products read q in the dtype of k.
     """
     if more is not None:
-        k, v = (jnp.concatenate(two, axis=2) for two in zip((k, v), more, strict=True))
+        k, v = jnp.concatenate([k, more[0]], axis=2), jnp.concatenate([v, more[1]], axis=2)
     recent = recent._replace(start=jnp.maximum(recent.start, recent.stop - local))
     stored, pending = split_selection(selection, k.shape[2])
     history = attend_slots(q, k, v, stored, scale=scale)

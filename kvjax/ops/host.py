@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -96,7 +97,7 @@ def host_rows_rest(
     """
     which, parts_read = first_read  # of all heads
     heads = (recalls | which)[..., None, None]
-    return tuple(jnp.where(heads, a, b) for a, b in zip(parts_read, device[1], strict=True))
+    return jax.tree.map(partial(jnp.where, heads), parts_read, device[1])
 
 
 def read_pages(x: Array, first: Array | int, size: int) -> Array:
@@ -149,11 +150,11 @@ def _host_recall(x: Array, index: Array, edge: Array, places: int, recent: Parts
     slots = index[..., None] - P + jnp.arange(Z, dtype=jnp.int32)[None, None, None]
     slots = jnp.clip(slots, 0, recent[0].shape[2] - 1).reshape(B, K, places * Z, 1)
     is_recent = jnp.repeat(index >= P, Z, axis=2)[..., None]
-    stored = (rows[:, :, :, n].reshape(B, K, places * Z, D) for n in range(len(recent)))
-    return tuple(
-        jnp.where(is_recent, jnp.take_along_axis(zone, slots, axis=2).astype(x.dtype), old)
-        for old, zone in zip(stored, recent, strict=True)
-    )
+    parts = []
+    for n, zone in enumerate(recent):
+        old = rows[:, :, :, n].reshape(B, K, places * Z, D)
+        parts.append(jnp.where(is_recent, jnp.take_along_axis(zone, slots, axis=2).astype(x.dtype), old))
+    return tuple(parts)
 
 
 @op(

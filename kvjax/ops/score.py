@@ -93,11 +93,9 @@ def score_pages(
     the 16 bits of the corners and sums in f32.
     """
     q = q.astype(jnp.float32)
-    parts = ((jnp.maximum(q, 0.0), high), (jnp.minimum(q, 0.0), low))
-    up, down = (
-        jnp.einsum("bkgd,bkpd->bkgp", side, corner.astype(jnp.float32), precision="highest") for side, corner in parts
-    )
-    return (up + down) * scale
+    product = partial(jnp.einsum, "bkgd,bkpd->bkgp", precision="highest")
+    up, down = jnp.maximum(q, 0.0), jnp.minimum(q, 0.0)
+    return (product(up, high.astype(jnp.float32)) + product(down, low.astype(jnp.float32))) * scale
 
 
 @op(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -227,7 +228,7 @@ class Speculative(Policy):
         """Attention to sink, local window and the recall, old or new, with the tokens that left the window since."""
         policy, previous, age = self.retrieval, decision.previous, decision.age
         seen, by_head = policy.visible(zones, step.window), decision.reused[:, :, None, None]
-        used = Selection(*(jnp.where(by_head, *two) for two in zip(decision.last, selection, strict=True)))
+        used = jax.tree.map(partial(jnp.where, by_head), decision.last, selection)
         place = jnp.arange(self.reuse)[None, None]  # of the tokens that have left the local window, the oldest first
         edge = previous.edge[:, None, None] & (place < age[..., None])
         position = zones.length[:, None, None] - age[..., None] - policy.local + place
@@ -249,10 +250,10 @@ class Speculative(Policy):
             return jnp.where(of.reshape(*of.shape, *(1,) * (new.ndim - of.ndim)), new, old)
 
         renewed = decision.renewed
-        kept = (keep(*two, renewed) for two in zip(st.recall.selection, fresh.selection, strict=True))
+        kept = jax.tree.map(partial(keep, of=renewed), st.recall.selection, fresh.selection)
         return SpeculativeState(
             zones=zones,
-            recall=Recall(Selection(*kept), fresh.k, fresh.v, keep(st.recall.edge, fresh.edge)),
+            recall=Recall(kept, fresh.k, fresh.v, keep(st.recall.edge, fresh.edge)),
             query=keep(st.query, decision.query, renewed),
             recalled_at=keep(st.recalled_at, zones.length),
             due=jnp.zeros_like(st.due),

@@ -124,8 +124,8 @@ def _extremes(keys: Array, seen: Array) -> tuple[Array, Array]:
     Takes one key after the other, so that XLA fuses everything into one kernel: a reduction would be a second one.
     """
     B, K, _, P, page, D = keys.shape
-    largest = jnp.asarray(jnp.finfo(keys.dtype).max, keys.dtype)
-    low, high = (jnp.full((B, K, seen.shape[2], P, 1, D), x) for x in (largest, -largest))
+    largest, shape = jnp.asarray(jnp.finfo(keys.dtype).max, keys.dtype), (B, K, seen.shape[2], P, 1, D)
+    low, high = jnp.full(shape, largest), jnp.full(shape, -largest)
     for i in range(page):
         key, here = keys[..., i : i + 1, :], seen[..., i : i + 1, :]
         low = jnp.where(here, jnp.minimum(low, key), low)
