@@ -140,7 +140,7 @@ def test_a_comparison_takes_a_mask_whose_last_layer_is_split(method: str, tmp_pa
         (lambda: Compensated(Evicting(evictor=LastQuery())), r"Compensated got.*Sliding"),
         (
             lambda: Compensated(Evicting(evictor=Sliding(sink=2, rope=kvjax.models.rope.Default()))),
-            r"cannot renumber tokens; use kvjax\.Sliding\(sink=2\) without rope",
+            r"cannot renumber tokens; use kvjax\.evictors\.Sliding\(sink=2\) without rope",
         ),
         (
             lambda: jax.eval_shape(
