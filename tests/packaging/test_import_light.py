@@ -39,9 +39,11 @@ def run(code, *, refused=()):
     )
 
 
-def test_a_step_runs_where_only_jax_and_numpy_are_installed():
-    done = run(STEP, refused=OTHERS)
+def test_a_step_runs_where_only_jax_and_numpy_are_installed_and_imports_no_kernel():
+    done = run("import kvjax.ops.op as op\nop._has_cuda_plugin = lambda: False\n" + STEP, refused=OTHERS)
     assert done.returncode == 0, done.stderr
+    assert "simt" not in done.stdout
+    assert not [name for name in ("attend", "score", "select", "write") if f"kernels_pallas.{name}" in done.stdout]
 
 
 def test_import_loads_jax_and_numpy_alone():
@@ -51,13 +53,6 @@ def test_import_loads_jax_and_numpy_alone():
         "print(*sorted(new - set(sys.stdlib_module_names)))"
     )
     assert done.stdout.split() in (["kvjax"], ["jax", "kvjax"]), done.stdout + done.stderr
-
-
-def test_no_kernel_is_imported_where_none_can_run():
-    done = run("import kvjax.ops.op as op\nop._has_cuda_plugin = lambda: False\n" + STEP)
-    assert done.returncode == 0, done.stderr
-    assert "simt" not in done.stdout
-    assert not [name for name in ("attend", "score", "select", "write") if f"kernels_pallas.{name}" in done.stdout]
 
 
 @pytest.mark.parametrize(
