@@ -30,6 +30,7 @@ from kvjax.cache.cache import (
 )
 from kvjax.cache.serialize import differences, plain, told_once
 from kvjax.memory import on_host, to_device, to_host
+from kvjax.numerics.sharing import Shared
 from kvjax.policies import Policy
 from kvjax.policies.short import refilled
 from kvjax.sharding.placement import Placement, first_row, run_on_parts, state_specs, to_context
@@ -128,6 +129,11 @@ def insert(cache: C, prefix: C, row: int | Array) -> C:
         raise ValueError(f"insert(row=...) must be an integer, got {shown(row)}; it counts rows from 0")
     if not isinstance(row, Tracer) and not 0 <= int(row) < cache.spec.batch:
         raise ValueError(f"insert got row={row}; the cache has rows 0 to {cache.spec.batch - 1}")
+    if any(map(is_shared, jax.tree.leaves([layer.state for layer in layers_of(cache)], is_leaf=is_shared))):
+        raise ValueError(
+            "insert takes rows of their own, and the rows of this cache share prefixes; use kvjax.cache.prefixes.seat, "
+            "which also says which prefix the row has"
+        )
     own, given = layers_of(cache)[0].placement, layers_of(prefix)[0].placement
     if own is not None:
         if given is not None and list(given.mesh.devices.flat) != list(own.mesh.devices.flat):
@@ -302,7 +308,9 @@ def _rows_of(olds: Any, empty: Any, rows: Array) -> Any:
     held = (rows >= 0) & (rows < batch)
     rows = jnp.clip(rows, 0, batch - 1)
 
-    def move(old: Array, new: Array) -> Array:
+    def move(old: Any, new: Any) -> Any:
+        if isinstance(old, Shared):
+            return old
         if jax.typeof(old).memory_space == jax.memory.Space.Host:  # where no gather runs
 
             def put(i: Array, new: Array) -> Array:
@@ -312,7 +320,12 @@ def _rows_of(olds: Any, empty: Any, rows: Array) -> Any:
             return lax.fori_loop(0, rows.shape[0], put, new)
         return jnp.where(held.reshape(-1, *(1,) * (old.ndim - 1)), jnp.take(old, rows, axis=0), new)
 
-    return jax.tree.map(move, olds, empty)
+    return jax.tree.map(move, olds, empty, is_leaf=is_shared)
+
+
+def is_shared(x: Any) -> bool:
+    """True for arrays of prefixes, which have no rows."""
+    return isinstance(x, Shared)
 
 
 def _rows_over_devices(placement: Placement, olds: Any, empty: Any, rows: Array) -> Any:
@@ -322,7 +335,9 @@ def _rows_over_devices(placement: Placement, olds: Any, empty: Any, rows: Array)
     source = rows - first_row(placement, batch)
     here = (source >= 0) & (source < batch)
 
-    def move(old: Array, new: Array) -> Array:
+    def move(old: Any, new: Any) -> Any:
+        if isinstance(old, Shared):
+            return old
         hosted = jax.typeof(old).memory_space == jax.memory.Space.Host
         bits: Any = jnp.dtype(f"uint{8 * old.dtype.itemsize}")  # a sum of floats would lose the sign of -0.0
 
@@ -340,7 +355,7 @@ def _rows_over_devices(placement: Placement, olds: Any, empty: Any, rows: Array)
 
         return lax.fori_loop(0, rows.shape[0], put, new)
 
-    return jax.tree.map(move, olds, empty)
+    return jax.tree.map(move, olds, empty, is_leaf=is_shared)
 
 
 def _with_layers(cache: Any, layers: list[LayerCache]) -> Any:

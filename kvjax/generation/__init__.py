@@ -2,6 +2,7 @@
 
 from kvjax.generation.engine import Engine, EngineBusy, Request
 from kvjax.generation.prefilling import Model, chunk_size, prefill
+from kvjax.generation.prompt_inputs import right_padded
 from kvjax.generation.streaming import Generation, Stream, compile_ahead, decode, decode_step, generate, stream, warm_up
 from kvjax.generation.text import Detokenizer
 
@@ -19,6 +20,7 @@ __all__ = [
     "decode_step",
     "generate",
     "prefill",
+    "right_padded",
     "stream",
     "warm_up",
 ]

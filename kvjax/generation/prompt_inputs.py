@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.sharding import AxisType
 from jax.typing import ArrayLike
 
 from kvjax.cache.cache import Cache, check_rotation
+from kvjax.cache.prefixes import shared_tokens
 from kvjax.memory import on_host
 from kvjax.spec import require_int
 from kvjax.validation import MOST, check_alive, shown
@@ -61,6 +64,33 @@ def pad_prompt(
     return tokens.astype(np.int32), counts.astype(np.int32)
 
 
+def right_padded(real: Array, *arrays: Array) -> tuple[Array, ...]:
+    """Moves the real tokens of each row to its front: lengths i32[B], and `arrays` [B, T, ...] in the new order.
+
+    `real` bool[B, T] is true for tokens and false for padding, on the left or anywhere: the attention mask of a
+    left-padded prompt. Prompts, and the q, k and v of a layer after RoPE, then are as `kvjax.generate` and
+    `kvjax.prefill` take them. Runs under jit.
+
+    >>> import jax.numpy as jnp
+    >>> lengths, tokens = right_padded(jnp.array([[False, True, True]]), jnp.array([[0, 7, 9]]))
+    >>> lengths.tolist(), tokens.tolist()
+    ([2], [[7, 9, 0]])
+
+    Raises:
+      ValueError: a mask that is not bool[B, T], or arrays of other rows or tokens.
+    """
+    if getattr(real, "ndim", 0) != 2 or real.dtype != bool:
+        raise ValueError(f"right_padded takes a mask bool[B, T] first, true for real tokens; got {shown(real)}")
+    for array in arrays:
+        if np.shape(array)[:2] != real.shape:
+            raise ValueError(
+                f"right_padded got a mask of {list(real.shape)} tokens and an array {list(np.shape(array))}"
+            )
+    order = jnp.argsort(~real, axis=1, stable=True)
+    moved = (jax.vmap(lambda row, index: row[index])(jnp.asarray(array), order) for array in arrays)
+    return jnp.sum(real, axis=1, dtype=jnp.int32), *moved
+
+
 def check_ids(tokens: np.ndarray, counts: np.ndarray) -> None:
     """Raises ValueError for an id among the first `counts` [B] of the rows of `tokens` [B, T] that is none."""
     wild = tokens[(np.arange(tokens.shape[1]) < counts[:, None]) & ((tokens < 0) | (tokens > MOST))]
@@ -95,9 +125,9 @@ def check_request(
                     f"{what} has the token id {high}, but the model's vocabulary is {vocabulary}; use its tokenizer"
                 )
     stored = on_host(cache.length)
-    capacity, positions = cache.spec.capacity, max_positions(model)
+    room, positions = cache.spec.capacity + shared_tokens(cache), max_positions(model)
     for row in np.flatnonzero(lengths >= 0):
-        check_fit(int(stored[row]), int(lengths[row]), max_new_tokens, capacity, positions, where=f"row {row}: ")
+        check_fit(int(stored[row]), int(lengths[row]), max_new_tokens, int(room[row]), positions, where=f"row {row}: ")
     check_rotation(cache, np.where(lengths >= 0, stored + lengths + max_new_tokens, 0))
     return stop
 

@@ -119,6 +119,10 @@ class Full(Policy):
     def _slots(self, st: FullState) -> int:
         return st.tokens.slots
 
+    def stored(self, st: FullState) -> tuple[Array, Array, Array]:
+        """Keys and values [B, K, capacity, D] in order of position, and lengths i32[B]."""
+        return st.tokens.k, st.tokens.v, st.length
+
     def over_context(self, axis: Axis, parts: int) -> StripedFull:
         return StripedFull(Stripes(axis, parts, tokens=1))
 

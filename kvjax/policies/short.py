@@ -16,10 +16,9 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax import Array
 
 from kvjax import ops
-from kvjax.policies.full import Full, FullState
+from kvjax.policies.full import Full
 from kvjax.policies.policy import Policy
 from kvjax.spec import CacheSpec
 
@@ -44,10 +43,6 @@ class Short(Full):
 
     def of_size(self, spec: CacheSpec) -> Policy:
         return self.policy.of_size(spec)
-
-    def stored(self, st: FullState) -> tuple[Array, Array, Array]:
-        """Keys and values [B, K, capacity, D] in order of position, and lengths i32[B]."""
-        return st.tokens.k, st.tokens.v, st.length
 
 
 def refilled(policy: Policy, spec: CacheSpec, old: Policy, st: Any) -> Any | None:

@@ -147,7 +147,7 @@ class Zoned(Policy):
         # The recent block and the new tokens are one line of tokens per row. Its front goes to the history, as updates
         # and flushes token by token would have moved it, and the rest is the new block.
         recent_count, total = st.recent.count, st.recent.count + lengths - to_sink
-        room = (st.store.slots - st.store.count) // chunk
+        room = self.store.free(st.store) // chunk
         stay = len(self.demote.staying(self.local))
         chunks = jnp.clip((total - stay) // chunk, 0, room)
         max_chunks = max(min((slots + T - stay) // chunk, st.store.slots // chunk), 0)
@@ -174,7 +174,7 @@ class Zoned(Policy):
 
     def full_rows(self, st: ZonedState) -> Array:
         full = st.recent.count >= st.recent.slots
-        return full & (st.store.count + self.demote.leave <= st.store.slots)
+        return full & (self.demote.leave <= self.store.free(st.store))
 
     def flush(self, st: ZonedState) -> ZonedState:
         full = self.full_rows(st)

@@ -11,6 +11,7 @@ from kvjax.selectors.fier import Fier
 from kvjax.selectors.means import MeanPages
 from kvjax.selectors.pages import CentrePages, MinMaxPages
 from kvjax.selectors.paris import Paris
+from kvjax.selectors.prefixed import PrefixedSelector
 from kvjax.selectors.product import ProductCodes
 from kvjax.selectors.selector import (
     Candidates,
@@ -30,6 +31,7 @@ __all__ = [
     "MinMaxPages",
     "Nucleus",
     "Paris",
+    "PrefixedSelector",
     "ProductCodes",
     "Selector",
     "SimHash",

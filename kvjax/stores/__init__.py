@@ -10,6 +10,7 @@ from kvjax.stores.host import HostBlock, HostOffload
 from kvjax.stores.host_codes import HostFloat8, HostQuantized
 from kvjax.stores.hot import HotBlock, HotSet, Loaded
 from kvjax.stores.low_rank import LowRank, LowRankBlock
+from kvjax.stores.prefixed import Prefixed
 from kvjax.stores.quantized import Quantized
 from kvjax.stores.store import Recalled, Store
 
@@ -28,6 +29,7 @@ __all__ = [
     "LogSparse",
     "LowRank",
     "LowRankBlock",
+    "Prefixed",
     "Quantized",
     "Recalled",
     "Store",

@@ -57,6 +57,10 @@ class Store:
         """Adds the first `count` i32[B] tokens of k, v [B, K, T, D]; count is a multiple of the chunk."""
         raise NotImplementedError
 
+    def free(self, st: Any) -> Array:
+        """i32[B]: slots that each row can still fill."""
+        return st.slots - st.count
+
     # ------------------------------------------------------------------------------------------------- all slots
 
     def attend(self, st: Any, q: Array, start: Array, *, scale: float) -> PartialAttention:

@@ -85,7 +85,7 @@ def test_take_rows_serves_beams_under_jit_with_a_donated_cache():
     step = jax.jit(
         lambda cache, parents, q, k, v: kvjax.attention(kvjax.take_rows(cache, parents), q, k, v), donate_argnums=0
     )
-    cache, (q, k, v) = filled(kvjax.Full()), tokens(1, 9)
+    cache, (q, k, v) = jax.tree.map(jnp.copy, filled(kvjax.Full())), tokens(1, 9)
     parents = np.array([2, 2, 1])
     want = kvjax.attention(kvjax.take_rows(cache, parents), q, k, v)[0]
     out, cache = step(cache, parents, q, k, v)

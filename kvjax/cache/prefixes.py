@@ -1,0 +1,315 @@
+"""Caches whose rows share prefixes: n answers to one prompt store the prompt once.
+
+    cache = prefixes.fork(row, 8, new_tokens=1024)      # row: a cache of one row that holds the prompt
+
+`row` is cut where its history ends. The history, nearly all of a long prompt, becomes a prefix that is stored once; the
+sink and the recent block, a few hundred tokens, are copied for each of the n rows. So this works at any length, and the
+rows go on as n copies of `row` would (`kvjax.take_rows`): the same tokens are selected, quantised and attended to, and
+outputs differ only by the rounding of a sum in two parts.
+
+A cache for several prefixes is made by `prefixed_like`; `seat` puts a row into it, and `unshared` takes one out.
+
+`kvjax.rollback`, `kvjax.take_rows`, `kvjax.grow` and `kvjax.save` treat rows with prefixes like others, and store a
+prefix once. `kvjax.insert` and `kvjax.truncate` raise errors that name what to do.
+
+**Source:** Hydragen (Juravsky et al. 2024), and cascade inference in FlashInfer (Ye et al. 2025), for the attention.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.typing import ArrayLike
+
+from kvjax.cache.cache import C, Cache, LayerCache, check_cache, init_layer, layers_of
+from kvjax.memory import commit_together, in_host_memory, on_host, to_device, to_host
+from kvjax.numerics.sharing import Shared, slot_axes
+from kvjax.policies import Compressed, Follower, Full, Policy, Retrieval, Short
+from kvjax.policies.short import refilled
+from kvjax.selectors.prefixed import PrefixedSelector
+from kvjax.spec import CacheSpec, require_int
+from kvjax.stores import Dense, Fifo
+from kvjax.stores.prefixed import Prefixed, PrefixedBlock
+
+FULL = Compressed(store=Dense(), sink=0, local=1, demote=Fifo(leave=64))
+"""The policy as which rows of `Full` share prefixes: it attends to every token too, and has a history to share."""
+
+
+def fork(row: C, rows: int, *, new_tokens: int) -> C:
+    """A cache of n rows that continue one row, whose history they share; each can take `new_tokens` more tokens.
+
+    Args:
+      row: a cache of one row: a prompt that was read, `kvjax.take_rows(cache, [i])`, or `unshared(cache, i)`. It stays
+        as it is.
+
+    >>> import jax.numpy as jnp, kvjax
+    >>> spec = kvjax.CacheSpec(batch=1, q_heads=1, kv_heads=1, head_dim=8, capacity=4096, dtype="float32")
+    >>> _, row = kvjax.prefill(kvjax.init_layer(kvjax.Full(), spec), *[jnp.ones((1, 4000, 1, 8))] * 3)
+    >>> cache = fork(row, 8, new_tokens=64)
+    >>> cache.length.tolist()[:2], cache.nbytes.device / row.nbytes.device < 1.5
+    ([4000, 4000], True)
+
+    Raises:
+      ValueError: more than one row; a policy whose rows cannot share a prefix: see `prefixed`.
+    """
+    check_cache("fork(row=...)", row)
+    rows = require_int("fork(rows=...)", rows, at_least=1)
+    new_tokens = require_int("fork(new_tokens=...)", new_tokens, at_least=1)
+    if row.spec.batch != 1:
+        raise ValueError(
+            f"fork takes a cache of one row, got {row.spec.batch}; take one with kvjax.take_rows(cache, [i])"
+        )
+    row = alone(row)
+    layers: Any = layers_of(row)  # their policies have zones
+    counts = [int(on_host(layer.state.store.count)[0]) for layer in layers]
+    needed = int(on_host(row.length)[0]) - min(counts) + new_tokens
+    spec = dataclasses.replace(row.spec, batch=rows, capacity=needed)
+    sizes = [max(count, layer.policy.demote.leave) for count, layer in zip(counts, layers, strict=True)]
+    policies = [prefixed(layer.policy, size) for size, layer in zip(sizes, layers, strict=True)]
+    return _fork(_made_like(row, policies, spec), row)
+
+
+def prefixed(policy: Policy, tokens: int, *, prefixes: int = 1, sharers: int | None = None) -> Policy:
+    """`policy` for rows that share prefixes of at most `tokens` tokens, rounded up to whole chunks.
+
+    A `Full` becomes a `Compressed` that keeps its tokens unchanged, because a prefix is the history of a row.
+
+    Args:
+      prefixes, sharers: how many different ones there may be, and how many rows of each (default: all).
+
+    Raises:
+      ValueError: a policy that evicts, remembers its last step, or keeps what does not belong to single tokens.
+    """
+    row: Any = _alone(policy)
+    chunk = row.demote.leave
+    by: Any = {"tokens": -(-tokens // chunk) * chunk, "prefixes": prefixes, "sharers": sharers}
+    parts: Any = {"store": Prefixed(store=row.store, **by)}
+    if isinstance(row, Retrieval):
+        parts["selector"] = PrefixedSelector(selector=row.selector, **by)
+    return dataclasses.replace(row, **parts)
+
+
+def prefixed_like(cache: Cache, tokens: int, *, prefixes: int, sharers: int | None = None) -> Cache:
+    """An empty cache of as many rows and of the same capacity, with room for `prefixes` shared prefixes beside it.
+
+    Raises:
+      ValueError: as `prefixed`; a cache with a placement.
+    """
+    policies = [prefixed(layer.policy, tokens, prefixes=prefixes, sharers=sharers) for layer in cache.layers]
+    return _made_like(cache, policies, cache.spec)
+
+
+def alone(cache: C) -> C:
+    """`cache` with the policies of rows without prefixes: as it is, but tokens of `Full` are in zones (see `FULL`)."""
+
+    def of(layer: LayerCache) -> LayerCache:
+        policy = _alone(layer.policy)
+        if policy == layer.policy:
+            return layer
+        state = layer.state
+        if isinstance(layer.policy, Full):
+            state = refilled(policy, layer.spec, layer.policy, state)
+        return dataclasses.replace(layer, policy=policy, state=state)
+
+    return _with_layers(cache, [of(layer) for layer in layers_of(cache)])
+
+
+def seat(cache: C, row: C, slot: ArrayLike, *, prefix: ArrayLike, shared: ArrayLike, store: bool) -> C:
+    """`cache` with row `slot` replaced by `row`, whose first tokens are prefix number `prefix`.
+
+    Call it under jit, with a donated cache.
+
+    Args:
+      row: a cache of one row of the policies that `alone` gives, of any capacity.
+      shared: tokens of `row` that the prefix may hold, i32[]; it holds those of them that are in the history.
+      store: True stores the prefix, in place of another that no row has any more. False takes the stored one, which
+        must be that of a row with the same first `shared` tokens. With prefix=-1 and False, the row shares nothing.
+    """
+    pairs = zip(layers_of(cache), layers_of(row), strict=True)
+    seated = _with_layers(cache, [_seat(*pair, slot, prefix, shared, store) for pair in pairs])
+    if not isinstance(cache, Cache) or cache.rotated_for is None:
+        return seated
+    one: Any = row
+    rotated = lax.dynamic_update_slice_in_dim(cache.rotated_for, one.rotated_for, slot, 0)
+    return dataclasses.replace(seated, rotated_for=rotated)
+
+
+def unshared(cache: C, row: ArrayLike, *, capacity: int | None = None) -> C:
+    """A copy of row `row` as a cache of one row that shares nothing, with the policies that `alone` gives.
+
+    Its `capacity` is by default that of the cache and its longest prefix together.
+    """
+    check_cache("unshared", cache)
+    layers: Any = layers_of(cache)
+    longest = max(layer.state.store.shared.value.slots for layer in layers)
+    spec = dataclasses.replace(cache.spec, batch=1, capacity=capacity or cache.spec.capacity + longest)
+    found = _with_layers(cache, [_unshared(layer, spec, row) for layer in layers])
+    if isinstance(cache, Cache) and cache.rotated_for is not None:
+        rotated = lax.dynamic_slice_in_dim(cache.rotated_for, row, 1)
+        return dataclasses.replace(found, rotated_for=rotated)
+    return found
+
+
+def shared_tokens(cache: Cache | LayerCache) -> np.ndarray:
+    """Tokens of each row that do not count towards the capacity, because a prefix holds them: i32[B] on the host."""
+    stores = [getattr(layer.state, "store", None) for layer in layers_of(cache)]
+    if not stores or not all(isinstance(store, PrefixedBlock) for store in stores):
+        return np.zeros(cache.spec.batch, np.int32)
+    return np.min([on_host(store.base) for store in stores if store is not None], axis=0)
+
+
+# ------------------------------------------------------------------------------------------------------- one layer
+
+
+def _alone(policy: Policy) -> Any:
+    """The policy of a row that can begin with a shared prefix, or be made one."""
+    if isinstance(getattr(policy, "store", None), Prefixed):
+        store: Any = policy.store  # type: ignore[attr-defined]
+        parts = {"store": store.store}
+        if isinstance(policy, Retrieval):
+            parts["selector"] = policy.selector.selector  # type: ignore[attr-defined]
+        return dataclasses.replace(policy, **parts)  # type: ignore[type-var]
+    if type(policy) in (Full, Short):
+        return FULL
+    if type(policy) not in (Compressed, Retrieval, Follower):
+        raise ValueError(
+            f"rows of {policy!r} cannot share a prefix: it evicts tokens or remembers its last step, so its rows "
+            "change what they keep of a prompt; use Full, Compressed or Retrieval, or copies (kvjax.take_rows)"
+        )
+    if isinstance(policy, Retrieval):
+        policy = dataclasses.replace(policy, dense_capacity=0)
+    return policy
+
+
+@partial(jax.jit, donate_argnums=0)
+def _fork(cache: Any, row: Any) -> Any:
+    most = jnp.int32(2**31 - 1)
+    cache = seat(cache, row, 0, prefix=0, shared=most, store=True)
+
+    def one(i: Array, cache: Any) -> Any:
+        return seat(cache, row, i, prefix=0, shared=most, store=False)
+
+    return lax.fori_loop(1, cache.spec.batch, one, cache)
+
+
+def _seat(layer: LayerCache, row: LayerCache, slot: Any, prefix: Any, shared: Any, store: bool) -> LayerCache:
+    policy: Any = layer.policy
+    st, one = layer.state, row.state
+    stay, leave = len(policy.demote.staying(policy.local)), policy.demote.leave
+    most = jnp.minimum(one.store.count, policy.store.tokens) // leave
+    chunks = jnp.clip((shared - policy.sink - stay) // leave, 0, most)
+    base = jnp.where(prefix < 0, 0, chunks * leave)  # i32[1]
+    place = jnp.maximum(prefix, 0)
+
+    def put(whole: Any, new: Any, at: Any = slot) -> Any:
+        def one(a: Array, b: Array) -> Array:
+            b = to_host(b) if in_host_memory(a) and not in_host_memory(b) else b
+            return lax.dynamic_update_slice_in_dim(a, b.astype(a.dtype), at, axis=0)
+
+        return jax.tree.map(one, whole, new)
+
+    def moved(part: Any, held: Any, single: Any, own_slots: int) -> Any:
+        """`held`, a PrefixedBlock or PrefixedIndex, with the row's part of the history in the slot."""
+        axes = slot_axes(part, layer.spec)
+        mine, all_shared = _cut(single, axes, base[0], own_slots), held.shared.value
+        early: Any = _cut(single, axes, 0, policy.store.tokens) if store else None
+        if isinstance(held, PrefixedBlock):
+            mine = dataclasses.replace(mine, count=single.count - base)
+            early = dataclasses.replace(early, count=base) if store else None
+        if store:
+            all_shared = put(all_shared, early, place)
+        now = jnp.full(1, prefix, jnp.int32)
+        return dataclasses.replace(
+            held,
+            prefix=put(held.prefix, now),
+            base=put(held.base, base),
+            own=put(held.own, mine),
+            shared=Shared(all_shared),
+        )
+
+    own_slots = st.store.own.slots
+    index = st.index
+    if isinstance(policy, Retrieval):
+        index = moved(policy.selector.selector, st.index, one.index, own_slots)  # type: ignore[attr-defined]
+    state = dataclasses.replace(
+        st,
+        sink=put(st.sink, one.sink),
+        store=moved(policy.store.store, st.store, one.store, own_slots),
+        index=index,
+        recent=put(st.recent, one.recent),
+        overflow=put(st.overflow, one.overflow | (one.store.count - base > own_slots)),
+    )
+    return dataclasses.replace(layer, state=state)
+
+
+def _unshared(layer: LayerCache, spec: CacheSpec, row: Any) -> LayerCache:
+    policy = _alone(layer.policy)
+    st, new = layer.state, policy.init(spec)
+
+    def take(tree: Any, at: Any = row) -> Any:
+        return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, at, 1), tree)
+
+    def whole(part: Any, held: Any, slots: int) -> Any:
+        axes = slot_axes(part, layer.spec)
+        base = lax.dynamic_slice_in_dim(held.base, row, 1)[0]
+        early = take(held.shared.value, jnp.maximum(lax.dynamic_slice_in_dim(held.prefix, row, 1)[0], 0))
+        both = _paste(_cut(early, axes, 0, slots + st.store.own.slots), take(held.own), axes, base)
+        return _cut(both, axes, 0, slots)
+
+    store = dataclasses.replace(whole(policy.store, st.store, new.store.slots), count=take(st.store.count))
+    store = jax.tree.map(lambda a, b: to_host(b) if in_host_memory(a) else b, new.store, store)
+    index = whole(policy.selector, st.index, new.store.slots) if isinstance(policy, Retrieval) else st.index
+    state = dataclasses.replace(
+        new, sink=take(st.sink), store=store, index=index, recent=take(st.recent), overflow=take(st.overflow)
+    )
+    return LayerCache(state, policy, spec)
+
+
+def _cut(tree: Any, axes: Any, start: Any, slots: int) -> Any:
+    """The slots [start, start + slots) of each array; slots past the end are zeros."""
+
+    def cut(a: Array, at: Any) -> Array:
+        if at is None:
+            return a
+        axis, entries, per = at
+        a = to_device(a) if in_host_memory(a) else a
+        size, first = slots * entries // per, start * entries // per
+        if not isinstance(start, int) or size > a.shape[axis]:
+            a = jnp.pad(a, [(0, size if i == axis else 0) for i in range(a.ndim)])
+        return lax.dynamic_slice_in_dim(a, first, size, axis)
+
+    leaves, tree = jax.tree.flatten(tree)
+    return jax.tree.unflatten(tree, [cut(*pair) for pair in zip(leaves, axes, strict=True)])
+
+
+def _paste(tree: Any, piece: Any, axes: Any, start: Any) -> Any:
+    """`tree` with the slots of `piece` from `start` on."""
+
+    def paste(a: Array, b: Array, at: Any) -> Array:
+        if at is None:
+            return a
+        axis, entries, per = at
+        b = to_device(b) if in_host_memory(b) else b
+        return lax.dynamic_update_slice_in_dim(a, b, start * entries // per, axis)
+
+    (leaves, tree), news = jax.tree.flatten(tree), jax.tree.leaves(piece)
+    return jax.tree.unflatten(tree, [paste(*three) for three in zip(leaves, news, axes, strict=True)])
+
+
+def _made_like(cache: Any, policies: list[Policy], spec: CacheSpec) -> Any:
+    if layers_of(cache)[0].placement is not None:
+        raise ValueError("rows that share prefixes have no placement yet; make the cache on one device")
+    made = [init_layer(policy, spec) for policy in policies]
+    if not isinstance(cache, Cache):
+        return made[0]
+    return commit_together(Cache(tuple(made), None if cache.rotated_for is None else jnp.zeros(spec.batch, jnp.int32)))
+
+
+def _with_layers(cache: Any, layers: list[LayerCache]) -> Any:
+    return dataclasses.replace(cache, layers=tuple(layers)) if isinstance(cache, Cache) else layers[0]

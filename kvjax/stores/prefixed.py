@@ -1,0 +1,169 @@
+"""A history whose first tokens are stored once for all rows that share them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+from jax.tree_util import register_dataclass
+
+from kvjax.numerics.partial import PartialAttention, attend_part, merge
+from kvjax.numerics.selection import Selection
+from kvjax.numerics.sharing import Shared, Sharing
+from kvjax.sharding.context import Stripes
+from kvjax.spec import CacheSpec
+from kvjax.stores.dense import Dense
+from kvjax.stores.store import Store
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class PrefixedBlock:
+    """A history in two parts: the row's prefix, then tokens of its own. Slots count through both."""
+
+    prefix: Array  # i32[B] which prefix the row has; -1 for none
+    base: Array  # i32[B] slots of the prefix: all that it holds, or 0
+    own: Any  # the store's state of B rows
+    shared: Shared  # the store's state of P prefixes in place of rows
+
+    @property
+    def count(self) -> Array:
+        """i32[B] slots [0, count) are valid."""
+        return self.base + self.own.count
+
+    @property
+    def slots(self) -> int:
+        return self.shared.value.slots + self.own.slots
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prefixed(Sharing, Store):
+    """Keeps the first tokens of the history once for all rows that share them, and the others in rows of their own.
+
+    A row attends to both parts, merged by their log-sum-exp, which is exact; the queries of all rows of a prefix read
+    it together. The capacity of a cache then counts the tokens of a row beyond its prefix. `kvjax.cache.prefixes` makes
+    such caches, and says which rows have which prefix.
+
+    Args:
+      store: of both parts. Everything in its arrays must belong to a token.
+      tokens, prefixes, sharers: as in `Sharing`.
+    """
+
+    store: Store = Dense()
+
+    @property
+    def page(self) -> int:
+        return self.store.page
+
+    def check(self, spec: CacheSpec, chunk: int) -> None:
+        self.store.check(spec, chunk)
+        self.check_part(self.store, spec, chunk)
+
+    def require_room(self, tokens: int) -> None:
+        self.store.require_room(tokens)
+
+    def init(self, spec: CacheSpec, slots: int) -> PrefixedBlock:
+        none = jnp.zeros(spec.batch, jnp.int32)
+        shared = self.store.init(dataclasses.replace(spec, batch=self.prefixes), self.tokens)
+        return PrefixedBlock(none - 1, none, self.store.init(spec, slots), Shared(shared))
+
+    def free(self, st: PrefixedBlock) -> Array:
+        return self.store.free(st.own)
+
+    def append(self, st: PrefixedBlock, k: Array, v: Array, count: Array) -> PrefixedBlock:
+        return replace(st, own=self.store.append(st.own, k, v, count))
+
+    def attend(self, st: PrefixedBlock, q: Array, start: Array, *, scale: float) -> PartialAttention:
+        own = self.store.attend(st.own, q, jnp.maximum(start - st.base, 0), scale=scale)
+        return merge(self._attend_shared(st, q[:, :, :, None], start[:, None], scale), own)
+
+    def attend_chunk(self, st: PrefixedBlock, q: Array, start: Array | None, *, scale: float) -> PartialAttention:
+        own_start = None if start is None else jnp.maximum(start - st.base[:, None], 0)
+        own = self.store.attend_chunk(st.own, q, own_start, scale=scale)
+        return merge(self._attend_shared(st, q, start, scale), own)
+
+    def _attend_shared(self, st: PrefixedBlock, q: Array, start: Array | None, scale: float) -> PartialAttention:
+        """The part of q [B, K, G, T, D] over the prefixes: the rows of a prefix are a chunk of n*T queries."""
+        (B, K, G, T, D), groups = q.shape, self.groups(st.prefix)
+        n = groups.row.shape[1]
+        queries = jnp.moveaxis(groups.gather(q), 1, 3).reshape(-1, K, G, n * T, D)
+        if start is not None:
+            start = groups.gather(start).reshape(-1, n * T)
+        part = self.store.attend_chunk(st.shared.value, queries, start, scale=scale)
+
+        def by_row(x: Array, fill: float) -> Array:
+            x = jnp.moveaxis(x.reshape(-1, K, G, n, T, *x.shape[3:]), 3, 1)
+            return groups.scatter(x, fill).reshape(B, K, G * T, *x.shape[5:])
+
+        return PartialAttention(by_row(part.out, 0), by_row(part.lse, -jnp.inf))
+
+    def gather(self, st: PrefixedBlock, selection: Selection) -> tuple[Array, Array]:
+        (B, K, H, M), (of_prefix, own) = selection.slots.shape, self._split(st, selection)
+        groups = self.groups(st.prefix)
+        by_prefix = Selection(*(self._as_heads(groups.gather(a)) for a in of_prefix))
+
+        def joined(shared: Array, own: Array) -> Array:
+            shared = jnp.moveaxis(shared.reshape(shared.shape[0], K, -1, H * M, shared.shape[3]), 2, 1)
+            taken = of_prefix.valid.reshape(B, K, H * M, 1)
+            return jnp.where(taken, groups.scatter(shared).astype(own.dtype), own)
+
+        found = self.store.gather(st.shared.value, by_prefix), self.store.gather(st.own, own)
+        k, v = (joined(*pair) for pair in zip(*found, strict=True))
+        return k, v
+
+    def attend_slots(self, st: PrefixedBlock, q: Array, selection: Selection, *, scale: float) -> PartialAttention:
+        """Reads the selected slots; or each prefix once as a whole, if its rows select more than that of it."""
+        (B, K, H, M), groups = selection.slots.shape, self.groups(st.prefix)
+        if not isinstance(self.store, Dense) or groups.row.shape[1] * H * M <= self.tokens:
+            return super().attend_slots(st, q, selection, scale=scale)
+        of_prefix, own = self._split(st, selection)
+        G, shared = q.shape[2], st.shared.value
+        slots = jnp.where(of_prefix.valid, of_prefix.slots, self.tokens)
+        row, head, list_ = (jnp.arange(size).reshape(shape) for size, shape in _axes(B, K, H))
+        chosen = jnp.zeros((B, K, H, self.tokens), bool).at[row, head, list_, slots].set(True, mode="drop")
+        mask = self._as_heads(groups.gather(jnp.repeat(chosen, G // H, axis=2)))
+        part = attend_part(self._as_heads(groups.gather(q)), shared.k, shared.v, mask, scale=scale)
+
+        def by_row(x: Array, fill: float) -> Array:
+            return groups.scatter(jnp.moveaxis(x.reshape(x.shape[0], K, -1, G, *x.shape[3:]), 2, 1), fill)
+
+        whole = PartialAttention(by_row(part.out, 0), by_row(part.lse, -jnp.inf))
+        return merge(whole, self.store.attend_slots(st.own, q, own, scale=scale))
+
+    def _split(self, st: PrefixedBlock, selection: Selection) -> tuple[Selection, Selection]:
+        """The selected slots of the prefix, and of the row's own tokens."""
+        base = st.base[:, None, None, None]
+        early = selection.slots < base
+        return (
+            Selection(jnp.where(early, selection.slots, 0), selection.valid & early),
+            Selection(jnp.clip(selection.slots - base, 0, st.own.slots - 1), selection.valid & ~early),
+        )
+
+    def _as_heads(self, x: Array) -> Array:
+        """[P, n, K, H, ...] as [P, K, n*H, ...]."""
+        P, n, K, H, *rest = x.shape
+        return jnp.moveaxis(x, 1, 2).reshape(P, K, n * H, *rest)
+
+    def decoded(self, k: Array, v: Array) -> tuple[Array, Array]:
+        return self.store.decoded(k, v)
+
+    def truncate(self, st: PrefixedBlock, count: Array) -> PrefixedBlock:
+        raise ValueError(
+            "truncate would cut a prefix that other rows share; kvjax.rollback takes back a row's newest tokens, and "
+            "kvjax.cache.prefixes.unshared(cache, row) gives a row of its own, which truncate takes"
+        )
+
+    def over_context(self, stripes: Stripes) -> Store:
+        raise ValueError(
+            "a Placement cannot split the tokens of rows that share prefixes; split only rows and heads (batch, heads)"
+        )
+
+    def bytes_per_token(self, spec: CacheSpec) -> float:
+        return self.store.bytes_per_token(spec)
+
+
+def _axes(B: int, K: int, H: int) -> list[tuple[int, tuple[int, ...]]]:
+    return [(B, (B, 1, 1, 1)), (K, (K, 1, 1)), (H, (H, 1))]
