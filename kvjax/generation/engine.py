@@ -8,6 +8,10 @@ attend to. After `warm_up` no program is compiled, except for prompts of policie
 
 A prompt is read once for all answers to it. One that begins like a row that is running starts from a copy of that
 row's first tokens, in whole chunks, if the policies can be truncated.
+
+With `prefixes`, what prompts have in common is also stored once (`kvjax.cache.prefixes`): all of a prompt with several
+answers, or a system prompt with which several requests begin. Tokens are then those of the request alone but for
+rounding, since attention sums in two parts.
 """
 
 from __future__ import annotations
@@ -23,17 +27,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
-from kvjax.cache.cache import Cache, init_layer
-from kvjax.cache.editing import insert, take_rows, truncate
+from kvjax.cache.cache import Cache
+from kvjax.cache.editing import take_rows
+from kvjax.cache.prefixes import prefixed_like, unshared
 from kvjax.generation.loops import PAD, ROOM, Flat, decode_loop
+from kvjax.generation.places import Places, Seat, empty_row, first_tokens, long_rows, put, same_tokens
 from kvjax.generation.prefilling import Model, _committed, _read, chunks_of, cut, on_auto_axes
 from kvjax.generation.processors import Processors
 from kvjax.generation.prompt_inputs import check_model, check_model_cache, check_request, pad_prompt
 from kvjax.generation.sampling import OFF, Draws, Sampling
 from kvjax.generation.text import Detokenizer
-from kvjax.memory import commit_together, on_host
+from kvjax.memory import commit_together, has_host_memory, on_host
 from kvjax.spec import require_int
 
 STOPS = 16  # stop tokens that a request can have
@@ -90,6 +96,8 @@ class Stats:
     waiting: int  # requests that are not in a slot yet
     prompt_tokens: int  # read, those of shared beginnings not counted again
     shared_tokens: int  # of prompts, copied from a row that is running
+    parked: int  # prompts that are read and wait in host memory for a slot
+    prefixes: int  # stored prefixes that rows use
     new_tokens: int
     steps: int  # decode steps of the batch
     fill: float  # share of slots in use, mean over the decode steps
@@ -104,6 +112,8 @@ class _Reading:
     chunks: list[tuple[int, bool]]  # sizes that are left, and whether the cache is then empty
     start: int = 0  # tokens that are stored
     logits: Any = None
+    seat: Seat | None = None  # where its rows begin, once the first has a slot
+    homes: Any = None  # the shardings of cache and logits that are parked
 
 
 class Engine:
@@ -127,6 +137,9 @@ class Engine:
         prompts sooner.
       chunk: most tokens of prompts that are read between two blocks, unless nothing is decoding.
       max_waiting: requests that may wait for a slot.
+      prefixes, prefix_tokens: prefixes that are stored once beside the slots, and the most tokens of each. A prompt may
+        then be longer than a slot by what its prefix holds.
+      park: prompts that are read ahead while all slots are in use, and wait in host memory.
       stop_tokens: of requests that name none; by default those of the checkpoint, after chat messages those of chats.
       processors: rules that change the logits of all requests; those of the checkpoint by default.
 
@@ -144,6 +157,9 @@ class Engine:
         block: int = 16,
         chunk: int = 512,
         max_waiting: int = 256,
+        prefixes: int = 0,
+        prefix_tokens: int = 0,
+        park: int = 0,
         stop_tokens: int | Iterable[int] | None = None,
         processors: Processors | None = None,
     ) -> None:
@@ -165,6 +181,12 @@ class Engine:
         self.block = min(require_int("block", block, at_least=1), ROOM)
         self.chunk = require_int("chunk", chunk, at_least=2)
         self.max_waiting = require_int("max_waiting", max_waiting, at_least=1)
+        self.park, self._parked = require_int("park", park, at_least=0), deque[_Reading]()
+        rows, self._places = cache, None
+        if require_int("prefixes", prefixes, at_least=0):
+            tokens = require_int("prefix_tokens", prefix_tokens, at_least=1)
+            rows, cache = long_rows(cache, tokens), prefixed_like(cache, tokens, prefixes=prefixes)
+            self._places = Places.of(cache, prefixes)
         self.slots = cache.spec.batch
         self._stop_tokens = stop_tokens
         self._processors = Processors() if processors is None else processors
@@ -173,12 +195,13 @@ class Engine:
         self._anchor = _committed(model)
         _, self._cache = commit_together((self._anchor, cache))
         self._logits: Any = None  # f32[slots, V], once the model has told V
-        layers = tuple((layer.policy, layer.spec, layer.placement) for layer in cache.layers)
-        self._make_row = jax.jit(partial(_empty_row, layers, cache.rotated_for is not None))
+        layers = tuple((layer.policy, layer.spec, layer.placement) for layer in rows.layers)
+        self._make_row = jax.jit(partial(empty_row, layers, cache.rotated_for is not None))
         self._empty = self._new_row()
+        self._row_capacity = self._empty.spec.capacity if self._places else None
         self._whole_prompts = any(layer.policy.observes for layer in cache.layers)
         # A row that is rotated for its final length has other keys than one of another length.
-        self._can_share = not self._whole_prompts and cache.rotated_for is None and _can_share(cache)
+        self._can_share = not self._whole_prompts and cache.rotated_for is None and _can_share(self._first, cache)
         self._waiting: deque[list[Request]] = deque()
         self._reading: _Reading | None = None
         self._seated: list[Request | None] = [None] * self.slots
@@ -221,6 +244,7 @@ class Engine:
         found = check_request(
             self._whole, self._empty, tokens, lengths, max_new_tokens=max_new_tokens, stop_tokens=stop
         )
+        self._check_room(len(tokens[0]), max_new_tokens)
         own = found[found != PAD]
         if len(own) > STOPS:
             raise ValueError(f"a request can have {STOPS} stop tokens, got {len(own)}")
@@ -251,6 +275,8 @@ class Engine:
                 waiting=self._count_waiting(),
                 prompt_tokens=self._prompt_tokens,
                 shared_tokens=self._shared_tokens,
+                parked=len(self._parked),
+                prefixes=sum(map(bool, self._places.users)) if self._places else 0,
                 new_tokens=self._new_tokens,
                 steps=self._steps,
                 fill=self._used / max(self._steps * self.slots, 1),
@@ -261,7 +287,8 @@ class Engine:
         with self._lock:
             if request not in self._seated:
                 raise ValueError(f"the request is {request.state}, so no slot holds its tokens; ask while it decodes")
-            return take_rows(self._cache, np.array([self._seated.index(request)]))
+            slot = self._seated.index(request)
+            return jax.jit(unshared)(self._cache, slot) if self._places else take_rows(self._cache, np.array([slot]))
 
     # ----------------------------------------------------------------------------------------------------------- steps
 
@@ -288,7 +315,8 @@ class Engine:
             for size in (self.chunk, LAST_CHUNK) if not self._whole_prompts else ():
                 tokens, length = np.zeros((1, size), np.int32), np.ones(1, np.int32)
                 logits, row = _read_chunk(self._whole, self._new_row(), tokens, length, first_chunk=False)
-                self._seat(0, row, logits)
+                for store in (False, True) if self._places else (False,):
+                    self._seat(0, row, logits, Seat(0 if store else -1, 0, store))
                 self._dirty.add(0)
             self._clean()
             if self._logits is not None:
@@ -296,13 +324,14 @@ class Engine:
                 for draws in (None, self._draws({0: _greedy()})):
                     self._call(draws, idle, np.zeros(self.slots, np.int32))
                 if self._can_share:
-                    _first_tokens(self._cache, *np.zeros((2, 1), np.int32))
+                    self._first(self._cache, *np.zeros((2, 1), np.int32))
 
     def _has_work(self) -> bool:
-        return bool(self._waiting) or self._reading is not None or any(self._seated)
+        return bool(self._waiting or self._parked) or self._reading is not None or any(self._seated)
 
     def _count_waiting(self) -> int:
-        groups = [*self._waiting, *([self._reading.requests] if self._reading else [])]
+        read = [reading.requests for reading in (*self._parked, self._reading) if reading is not None]
+        groups = [*self._waiting, *read]
         return sum(not request.done for group in groups for request in group)
 
     def _fill_slots(self) -> None:
@@ -316,8 +345,12 @@ class Engine:
             if all(request.done for request in reading.requests):
                 self._reading = None
                 continue
-            if not reading.chunks:
+            if not reading.chunks and len(self._parked) >= self.park:
                 return  # it waits for a slot
+            if not reading.chunks:
+                self._parked.append(_parked(reading))
+                self._reading = None
+                continue
             left -= self._read(reading)
             if not any(self._seated):
                 left = max(left, 1)  # nobody waits for this prompt
@@ -349,12 +382,11 @@ class Engine:
         best, source = 0, -1
         for slot, request in enumerate(self._seated if self._can_share else ()):
             if request is not None:
-                other = request.prompt[: len(prompt) - 1]
-                same = int(np.argmin(np.append(other == prompt[: len(other)], False)))
+                same = min(same_tokens(request.prompt, prompt), len(prompt) - 1)
                 best, source = max((best, source), (same // self.chunk * self.chunk, slot))
         if best == 0:
             return self._new_row(), 0
-        return _first_tokens(self._cache, np.array([source], np.int32), np.array([best], np.int32)), best
+        return self._first(self._cache, np.array([source], np.int32), np.array([best], np.int32)), best
 
     def _new_row(self) -> Cache:
         return commit_together((self._anchor, self._make_row()))[1]
@@ -372,28 +404,65 @@ class Engine:
         return size
 
     def _seat_those_read(self) -> None:
-        """Puts the row that is read into free slots, one for each of its requests."""
+        """Puts the rows that are read into free slots, one for each of their requests, in order of arrival."""
+        while self._parked and self._seat_read(self._parked[0]):
+            self._parked.popleft()
         reading = self._reading
-        if reading is None or reading.chunks:
-            return
+        if not self._parked and reading is not None and not reading.chunks and self._seat_read(reading):
+            self._reading = None
+
+    def _seat_read(self, reading: _Reading) -> bool:
+        """Puts a row into free slots; true if none of its requests is left."""
         for slot in range(self.slots):
             while reading.requests and reading.requests[0].done:
                 reading.requests.pop(0)
             if not reading.requests:
                 break
             if self._seated[slot] is None:
-                request = reading.requests.pop(0)
-                self._seat(slot, reading.cache, reading.logits)
-                self._seated[slot], request.state = request, "decoding"
+                request = reading.requests[0]
+                if self._places and reading.seat is None:
+                    others = [other.prompt for other in self._others(request)]
+                    room = self._cache.spec.capacity - request.max_new_tokens
+                    reading.seat = self._places.find(request.prompt, len(reading.requests), others, room)
+                    if reading.seat is None:
+                        break  # it waits for a prefix to be free
+                if reading.homes is not None:
+                    homes, reading.homes = reading.homes, None
+                    reading.cache, reading.logits = jax.device_put((reading.cache, reading.logits), homes)
+                self._seat(slot, reading.cache, reading.logits, reading.seat or Seat())
+                if self._places and reading.seat:
+                    self._places.use(reading.seat, slot, request.prompt)
+                    reading.seat = dataclasses.replace(reading.seat, store=False)
+                self._seated[slot], request.state = reading.requests.pop(0), "decoding"
                 self._dirty.discard(slot)
-        if not reading.requests:
-            self._reading = None
+        return not reading.requests
 
-    def _seat(self, slot: int, row: Any, logits: Any) -> None:
+    def _others(self, request: Request) -> Iterator[Request]:
+        """The requests with which another may share the beginning of its prompt."""
+        yield from (one for one in self._seated if one is not None)
+        read = [reading.requests for reading in (*self._parked, self._reading) if reading is not None]
+        for group in (*read, *self._waiting):
+            yield from (one for one in group[:1] if one is not request)
+
+    def _check_room(self, prompt: int, new: int) -> None:
+        """Raises ValueError for a request that does not fit in a slot beside the prefix that it would have."""
+        if self._places and (own := prompt + new - self._places.held(prompt)) > self._cache.spec.capacity:
+            raise ValueError(
+                f"{prompt} prompt + {new} new tokens need {own} tokens beside the longest prefix, and a slot has "
+                f"{self._cache.spec.capacity}; make the engine with larger capacity or prefix_tokens"
+            )
+
+    def _first(self, cache: Cache, slot: Any, length: Any) -> Cache:
+        return first_tokens(cache, slot, length, capacity=self._row_capacity)
+
+    def _seat(self, slot: int, row: Any, logits: Any, at: Seat = Seat()) -> None:  # noqa: B008 (frozen)
         if self._logits is None:
-            self._logits = jnp.zeros((self.slots, logits.shape[1]), logits.dtype)
+            self._logits = jax.device_put(np.zeros((self.slots, logits.shape[1]), logits.dtype), logits.sharding)
             self._cache, self._logits = commit_together((self._cache, self._logits))
-        self._cache, self._logits = _put(self._cache, self._logits, row, logits, np.int32(slot))
+        whole, place = (self._cache, self._logits, row, logits, np.int32(slot)), None
+        if self._places:
+            place = np.int32(at.prefix), np.int32(at.shared)
+        self._cache, self._logits = put(*whole, place, store=at.store)
 
     def _clean(self) -> None:
         """Empties the slots that requests have left."""
@@ -452,7 +521,7 @@ class Engine:
         tokens = np.zeros((self.slots, max(1, *lengths)), np.int32)
         for row, own in zip(tokens, known, strict=True):
             row[: len(own)] = own
-        sizes = {"capacity": self._cache.spec.capacity, "vocabulary": self._logits.shape[1]}
+        sizes = {"capacity": self._empty.spec.capacity, "vocabulary": self._logits.shape[1]}
         return self._processors.start(tokens, lengths, **sizes)
 
     def _draws(self, given: dict[int, Draws]) -> Draws | None:
@@ -469,42 +538,32 @@ class Engine:
         if request in self._seated:
             slot = self._seated.index(request)
             self._seated[slot] = None
+            if self._places:
+                self._places.leave(slot)
             self._dirty.add(slot)
 
 
 _read_chunk, _run_loop = on_auto_axes(_read), on_auto_axes(decode_loop)
 
 
-@partial(jax.jit, donate_argnums=(0, 1))
-def _put(cache: Cache, logits: Array, row: Cache, row_logits: Array, slot: Array) -> tuple[Cache, Array]:
-    """The cache and the logits with those of a row in a slot."""
-    return insert(cache, row, slot), lax.dynamic_update_slice_in_dim(logits, row_logits, slot, axis=0)
+def _parked(reading: _Reading) -> _Reading:
+    """The row of a prompt in host memory, if the device has memory of its own."""
+    tree = reading.cache, reading.logits
+    if not has_host_memory():
+        return reading
+    homes = jax.tree.map(lambda x: x.sharding, tree)
+    hosted = jax.tree.map(lambda x: jax.device_put(x, x.sharding.with_memory_kind("pinned_host")), tree)
+    return dataclasses.replace(reading, cache=hosted[0], logits=hosted[1], homes=homes)
 
 
-@jax.jit
-def _first_tokens(cache: Cache, slot: Array, length: Array) -> Cache:
-    """The first tokens of a slot, as a cache of one row."""
-    return truncate(take_rows(cache, slot), length)
-
-
-def _can_share(cache: Cache) -> bool:
+def _can_share(first: Any, cache: Cache) -> bool:
     """True if rows of a cache can be copied and cut to a prefix."""
     one = jax.ShapeDtypeStruct((1,), jnp.int32)
     try:
-        jax.eval_shape(_first_tokens, cache, one, one)
+        jax.eval_shape(first, cache, one, one)
     except ValueError:  # a policy that forgets tokens, a store of codes, or rows that are split over devices
         return False
     return True
-
-
-def _empty_row(layers: tuple[Any, ...], rotated: bool) -> Cache:
-    """An empty cache of one row of these layers: policies, specs and placements of a cache of many."""
-
-    def row(policy: Any, spec: Any, placement: Any) -> Any:
-        alone = None if placement is None else dataclasses.replace(placement, batch=None)
-        return init_layer(policy, dataclasses.replace(spec, batch=1), alone)
-
-    return Cache(tuple(row(*layer) for layer in layers), jnp.zeros(1, jnp.int32) if rotated else None)
 
 
 def _greedy() -> Draws:

@@ -26,7 +26,9 @@ POLICIES = {
     "freekv": SPECULATIVE,
     "streaming": kvjax.Evicting(evictor=kvjax.evictors.Sliding(sink=2), budget=24),
     "h2o": kvjax.Evicting(evictor=kvjax.evictors.HeavyHitter(), budget=24),
+    "kivi": kvjax.Compressed(store=kvjax.Quantized(bits=2, key_group=8), local=8, demote=kvjax.Fifo(leave=16)),
 }
+SHARING = {name: POLICIES[name] for name in ("full", "flushing", "kivi")}
 
 
 @pytest.fixture(scope="module")
@@ -220,3 +222,97 @@ def test_chat_messages_end_at_the_stop_tokens_of_a_chat(tmp_path):
     ends = set(found["messages"].stop.tolist()) - {-1}
     assert ends == set(checkpoint.chat_stop_tokens)
     assert set(found["text"].stop.tolist()) - {-1} == set(checkpoint.stop_tokens)
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_answers_and_requests_that_begin_alike_share_a_prefix(model, name):
+    """Samples of one prompt, then requests with its beginning, get their tokens; the prompt is stored once."""
+    policy = SHARING[name]
+    system, *rests = words(70, 9, 17, 20)
+    engine = kvjax.Engine(model, new_cache(4, 96, policy), block=4, chunk=32, prefixes=2, prefix_tokens=64)
+    settings = {"max_new_tokens": 30, "sampling": sampling(1.0), "key": jax.random.key(3)}
+    sent = [(engine.submit(system + rests[0], n=3, **settings), system + rests[0], {"n": 3, **settings})]
+    engine.step()
+    assert engine.stats().prefixes == 1
+    for rest in rests[1:]:
+        sent.append((engine.submit(system + rest, max_new_tokens=9), system + rest, {"max_new_tokens": 9}))
+    most = 0
+    while any(not request.done for requests, _, _ in sent for request in requests):
+        engine.step()
+        most = max(most, engine.stats().prefixes)
+    assert most == 2
+    assert engine.stats().prefixes == 0
+    for requests, prompt, how in sent:
+        long = kvjax.Engine(model, new_cache(4, 160, policy), block=4, chunk=32)
+        same = long.submit(prompt, **how)
+        long.run()
+        assert [request.tokens for request in requests] == [request.tokens for request in same]
+
+
+def test_a_prompt_may_be_longer_than_a_slot_by_its_prefix(model):
+    (prompt, other) = words(90, 90)
+    engine = kvjax.Engine(model, new_cache(2, 96), block=4, chunk=32, prefixes=1, prefix_tokens=64)
+    with pytest.raises(ValueError, match="need 110 tokens beside the longest prefix, and a slot has 96"):
+        engine.submit(prompt[:60], max_new_tokens=50)
+    first, second = (engine.submit(one, max_new_tokens=40)[0] for one in (prompt, other))  # in turn: there is one place
+    engine.run()
+    for request, one in ((first, prompt), (second, other)):
+        assert request.tokens == kvjax.generate(model, new_cache(1, 160), [one], max_new_tokens=40).rows[0]
+
+
+@pytest.mark.parametrize("policy", [kvjax.presets.full(), HOSTED], ids=["full", "hosted"])
+def test_prompts_are_read_ahead_and_wait_in_host_memory(model, policy):
+    prompts = words(40, 30, 20, 10)
+    engine = kvjax.Engine(model, new_cache(1, policy=policy), block=3, chunk=64, park=2)
+    requests = [engine.submit(prompt, max_new_tokens=9)[0] for prompt in prompts]
+    for _ in range(3):
+        engine.step()
+    assert (engine.stats().parked, engine.stats().waiting) == (2, 3)
+    engine.cancel(requests[1])
+    engine.run()
+    assert engine.stats().parked == 0
+    for request, prompt in zip(requests, prompts, strict=True):
+        if request.reason != "cancelled":
+            assert [request.tokens] == alone(model, policy, 1, prompt, max_new_tokens=9)
+
+
+def test_policies_that_cannot_share_prefixes_are_refused(model):
+    with pytest.raises(ValueError, match="cannot share a prefix: it evicts"):
+        kvjax.Engine(model, new_cache(2, policy=POLICIES["h2o"]), prefixes=1, prefix_tokens=64)
+    with pytest.raises(ValueError, match="prefix_tokens"):
+        kvjax.Engine(model, new_cache(2), prefixes=1)
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(10_000, marks=pytest.mark.thorough)])
+def test_many_requests_leave_nothing_behind(model, count):
+    """No program compiles and no buffer stays, with cancellations, samples and prefixes, and a queue that is full."""
+    (system,) = words(64)
+    settings = {"prefixes": 2, "prefix_tokens": 64, "park": 1, "max_waiting": 8}
+    engine = kvjax.Engine(model, new_cache(4, 96, FLUSHING), block=8, chunk=64, **settings)
+    rng, buffers = np.random.default_rng(5), []
+
+    def one() -> None:
+        prompt = (system if rng.random() < 0.3 else []) + rng.integers(1, VOCAB, int(rng.integers(1, 20))).tolist()
+        how = {"sampling": sampling(1.0), "key": jax.random.key(0)} if rng.random() < 0.5 else {}
+        try:
+            requests = engine.submit(prompt, max_new_tokens=int(rng.integers(1, 9)), n=int(rng.choice([1, 3])), **how)
+        except EngineBusy:
+            engine.run()
+            return
+        if rng.random() < 0.2:
+            engine.step()
+            engine.cancel(requests[0])
+
+    engine.warm_up()
+    for _ in range(30):
+        one()
+    engine.run()
+    with compilations() as seen:
+        for i in range(count):
+            one()
+            if i % (count // 3) == 0:
+                engine.run()
+                buffers.append(len(jax.live_arrays()))
+        engine.run()
+    assert not seen
+    assert buffers[0] == buffers[-1]

@@ -1,0 +1,122 @@
+"""Rows and slots of an engine: making, cutting and seating rows, and the prefixes that they share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from kvjax.cache.cache import Cache, init_layer
+from kvjax.cache.editing import insert, take_rows, truncate
+from kvjax.cache.prefixes import alone, seat, unshared
+
+
+def same_tokens(a: np.ndarray, b: np.ndarray) -> int:
+    """How many first tokens of two prompts are the same."""
+    most = min(len(a), len(b))
+    return int(np.argmin(np.append(a[:most] == b[:most], False)))
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a row begins: `shared` tokens of its prompt are those of place `prefix`; -1 for a row of its own."""
+
+    prefix: int = -1
+    shared: int = 0
+    store: bool = False  # the place does not hold them yet
+
+
+@dataclass
+class Places:
+    """Places for prefixes, each used by slots, in the order in which they were last used."""
+
+    policies: Sequence[Any]  # of the cache with prefixes, by layer
+    prompts: list[np.ndarray]  # by place, the tokens that it holds; empty if none
+    users: list[set[int]] = field(default_factory=list)  # by place, slots
+    last: list[int] = field(default_factory=list)  # by place, when it was used
+    clock: int = 0
+
+    @classmethod
+    def of(cls, cache: Cache, count: int) -> Places:
+        policies, nothing = [layer.policy for layer in cache.layers], np.zeros(0, np.int32)
+        return cls(policies, [nothing] * count, [set() for _ in range(count)], [0] * count)
+
+    def held(self, tokens: int) -> int:
+        """How many of the first `tokens` tokens of a prompt a prefix holds, in the layer where that is least."""
+        least = tokens
+        for policy in self.policies:
+            chunk, stay = policy.demote.leave, len(policy.demote.staying(policy.local))
+            least = min(least, max(tokens - policy.sink - stay, 0) // chunk * chunk, policy.store.tokens)
+        return least
+
+    def find(self, prompt: np.ndarray, answers: int, others: Iterable[np.ndarray], room: int) -> Seat | None:
+        """The seat of rows for a prompt; None if they must wait for a place, because `room` tokens are too few alone.
+
+        A prompt with several `answers` is shared as a whole, and one that begins like some of the `others` as far as
+        that. A place whose last row has gone keeps its prefix, for prompts to come, until another needs it.
+        """
+        want = len(prompt) if answers > 1 else max((same_tokens(prompt, other) for other in others), default=0)
+        best = Seat()
+        for place, known in enumerate(self.prompts):
+            if len(known) > best.shared and same_tokens(prompt, known) == len(known) and self.held(len(known)):
+                best = Seat(place, len(known))
+        fits = len(prompt) - self.held(best.shared) <= room
+        if not fits:
+            want = len(prompt)
+        free = [place for place, users in enumerate(self.users) if not users]
+        if self.held(want) > self.held(best.shared) and free:
+            return Seat(min(free, key=self.last.__getitem__), want, store=True)
+        return best if fits else None
+
+    def use(self, seat: Seat, slot: int, prompt: np.ndarray) -> None:
+        """Notes that the row in `slot` begins at `seat`."""
+        self.leave(slot)
+        if seat.prefix >= 0:
+            self.clock += 1
+            self.prompts[seat.prefix], self.last[seat.prefix] = prompt[: seat.shared], self.clock
+            self.users[seat.prefix].add(slot)
+
+    def leave(self, slot: int) -> None:
+        for users in self.users:
+            users.discard(slot)
+
+
+@partial(jax.jit, donate_argnums=(0, 1), static_argnames="store")
+def put(
+    cache: Cache, logits: Array, row: Cache, row_logits: Array, slot: Array, place: Any, *, store: bool
+) -> tuple[Cache, Array]:
+    """The cache and the logits with those of a row in a slot; `place` is its prefix and how many tokens that has."""
+    logits = lax.dynamic_update_slice_in_dim(logits, row_logits, slot, axis=0)
+    if place is None:
+        return insert(cache, row, slot), logits
+    return seat(cache, row, slot, prefix=place[0], shared=place[1], store=store), logits
+
+
+@partial(jax.jit, static_argnames="capacity")
+def first_tokens(cache: Cache, slot: Array, length: Array, *, capacity: int | None) -> Cache:
+    """The first tokens of a slot, as a cache of one row; of `capacity` if it may share a prefix."""
+    return truncate(take_rows(cache, slot) if capacity is None else unshared(cache, slot[0], capacity=capacity), length)
+
+
+def long_rows(cache: Cache, tokens: int) -> Cache:
+    """The shapes of `cache`, with policies whose rows can share prefixes and room for `tokens` more tokens."""
+    longer = [dataclasses.replace(layer.spec, capacity=layer.spec.capacity + tokens) for layer in cache.layers]
+    layers = zip(jax.eval_shape(alone, cache).layers, longer, strict=True)
+    return dataclasses.replace(cache, layers=tuple(dataclasses.replace(layer, spec=spec) for layer, spec in layers))
+
+
+def empty_row(layers: tuple[Any, ...], rotated: bool) -> Cache:
+    """An empty cache of one row of these layers: policies, specs and placements of a cache of many."""
+
+    def row(policy: Any, spec: Any, placement: Any) -> Any:
+        alone = None if placement is None else dataclasses.replace(placement, batch=None)
+        return init_layer(policy, dataclasses.replace(spec, batch=1), alone)
+
+    return Cache(tuple(row(*layer) for layer in layers), jnp.zeros(1, jnp.int32) if rotated else None)
