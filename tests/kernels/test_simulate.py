@@ -21,7 +21,7 @@ from kvjax.kernels_pallas.write import put_token
 from tests.kernels.conftest import ON_GPU
 from tests.kernels.inputs import boxes, index, normal
 from tests.kernels.simulate import Simulator
-from tests.kernels.test_steps import candidates, kernel
+from tests.kernels.test_steps import candidates
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="of the simulator")
 
@@ -315,14 +315,14 @@ def chosen_1bit():
     among = candidates(1, 1, 2, 40, 64, 160, 36, 25)
     keys = index(1, 1, 160, 64, 32, jnp.bfloat16)
     q = normal(1, 1, 1, 8, 64, dtype=jnp.bfloat16).astype(jnp.float32)
-    return kernel(ops.select_1bit, q=q, keys=keys, candidates=among, group_reduce="mean_softmax", scale=0.1)
+    return ops.select_1bit.run_kernel(q=q, keys=keys, candidates=among, group_reduce="mean_softmax", scale=0.1)
 
 
 def chosen_pages():
     q, (low, high) = normal(2, 1, 1, 6, 64, dtype=jnp.bfloat16).astype(jnp.float32), boxes(1, 1, 21, 64, jnp.bfloat16)
     among = candidates(1, 1, 2, 40, 64, 21 * 16, 32, 7)
     how = {"group_reduce": "mean_softmax", "unit": 16, "scale": 0.1}
-    return kernel(ops.select_pages, q=q, low=low, high=high, candidates=among, **how)
+    return ops.select_pages.run_kernel(q=q, low=low, high=high, candidates=among, **how)
 
 
 def voted():

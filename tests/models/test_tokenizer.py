@@ -57,7 +57,7 @@ def test_it_decodes_whatever_transformers_does(both, ids):
     assert one.decode(token_ids=ids, skip_special_tokens=True) == wanted
 
 
-@pytest.mark.parametrize("ids", [[5.0], "12", None, np.array([5.0]), {5.0}, object()], ids=repr)
+@pytest.mark.parametrize("ids", [[5.0], "12", None, np.array([5.0]), {5.0}], ids=repr)
 def test_what_transformers_does_not_decode_is_refused(both, ids):
     for each in both:
         with pytest.raises(TypeError):
