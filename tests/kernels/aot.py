@@ -90,9 +90,8 @@ class _OnHost(NamedSharding):
     memory_kind = property(lambda self: "pinned_host")  # type: ignore[assignment]
 
 
-@cache
-def _shardings(target: simt.Target) -> tuple[NamedSharding, NamedSharding]:
-    """In the memory of the device, and in that of its host."""
+def devices_of(target: simt.Target, topology: str = "1x1x1") -> Any:
+    """The devices of a card that is not there."""
     from jax.experimental import topologies
 
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # it asks the driver
@@ -104,8 +103,13 @@ def _shardings(target: simt.Target) -> tuple[NamedSharding, NamedSharding]:
         minor=minor,
         features="feature_extension: ACCELERATED_FEATURES" if int(major) >= 9 else "",
     )
-    one = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1")
-    mesh = Mesh(np.array(one.devices[:1]), ("x",))
+    return topologies.get_topology_desc(platform="cuda", target_config=config, topology=topology).devices
+
+
+@cache
+def _shardings(target: simt.Target) -> tuple[NamedSharding, NamedSharding]:
+    """In the memory of the device, and in that of its host."""
+    mesh = Mesh(np.array(devices_of(target)[:1]), ("x",))
     return NamedSharding(mesh, PartitionSpec()), _OnHost(mesh, PartitionSpec())
 
 
