@@ -31,7 +31,7 @@ def interrupt(directory: Path, seconds: float, command: list[str] = COMMAND) -> 
     return process.returncode, errors
 
 
-DELAYS = [0.3, 1.5, 4.0, 9.0, *(pytest.param(i, marks=pytest.mark.thorough) for i in range(100))]
+DELAYS = [0.3, 1.5, 6.0, *(pytest.param(i, marks=pytest.mark.thorough) for i in range(100))]
 
 
 @pytest.mark.parametrize("delay", DELAYS)

@@ -76,6 +76,7 @@ def test_steps_read_the_same_tokens_as_without_a_hot_set(policy: Any, tokens: in
     assert (np.asarray(state.store.hot.loads) > tokens // hot_page(hot)).any(), "nothing was replaced"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("policy", [FIER, PAGES, PER_HEAD], ids=["tokens", "pages", "per query head"])
 def test_rows_that_pause_read_nothing_from_the_host(policy: Any) -> None:
     """With and without a hot set; the rows that take a step read as if no row paused."""
