@@ -25,7 +25,7 @@ TABLES: dict[str, Callable[[], str]] = {
         speed.indexing, speed.tokens, speed.largest_batches, speed.host_batches,
         quality.decoded_needles, quality.needles, quality.papers, quality.group_rules, quality.equal_perplexities,
         quality.method_perplexities, quality.perplexities, quality.tokens_read,
-        methods.methods, methods.low_rank, methods.coverage,
+        methods.methods, methods.comparators, methods.low_rank, methods.coverage,
         published.which_method, published.real_needles, published.real_others, published.real_known,
         published.real_gsm8k, published.real_ruler, published.real_perplexities, published.real_long_generation,
         published.drift, published.real_speed,

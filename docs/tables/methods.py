@@ -18,6 +18,19 @@ def methods() -> str:
     return markdown(["name", "what it keeps", "bytes a token", "paper"], rows, numbers=False)
 
 
+def comparators() -> str:
+    """What differs between methods of one budget, from their docstrings, and the settings of their papers."""
+    rows = []
+    for preset in REGISTRY.values():
+        if preset.checklist:
+            papers = dict.fromkeys(preset.setting(released) for released in (False, True))
+            told = "" if preset.paper == "-" else "; ".join(f"`{text}`" for text in papers)
+            least = str(preset.least_budget or "")
+            rows.append([f"`{preset.name}`", *preset.checklist.values(), least, told])
+    head = ("method", "selects", "attends besides to", "sink and window", "the budget counts", "generated tokens")
+    return markdown([*head, "least budget", "the paper's setting; its code's"], rows, numbers=False)
+
+
 def low_rank() -> str:
     """Error of keys as factors of low rank, before and after RoPE."""
     cells = {(row["keys"], row["basis"], row["share"]): row["error"] for row in load_rows("low_rank")}

@@ -64,6 +64,7 @@ def _as_json(preset: Preset) -> dict[str, Any]:
         "least_budget": preset.least_budget,
         "paper_setting": preset.setting(),
         "released_setting": preset.setting(released=True),
+        "checklist": preset.checklist,
         "paper": None if preset.paper == "-" else preset.paper,
         "settings": {name: _shown(default) for name, default in preset.settings.items()},
     }
@@ -91,13 +92,14 @@ def _describe(preset: Preset) -> None:
 
 
 def _settings(preset: Preset) -> str:
-    """The least budget, and the settings of the paper and of its released code, as sentences."""
+    """The least budget, the settings of the paper and of its released code, and the checklist, as sentences."""
     told = f" Least budget: {preset.least_budget}." if preset.has_budget else ""
     if preset.paper != "-":
         told += f"\nThe paper's setting: {preset.setting()}."
         if preset.released:
             told += f" The released code's: {preset.setting(released=True)}."
-    return told
+    names = ("Selects", "Attends besides to", "Sink and window", "The budget counts", "Generated tokens")
+    return told + "".join(f"\n{name}: {text}." for name, text in zip(names, preset.checklist.values(), strict=False))
 
 
 def meanings(preset: Preset) -> dict[str, str]:

@@ -23,7 +23,7 @@ class LastUse(Evictor):
 
     **Source:** RaaS (Hu et al. 2025, arXiv 2502.11147): stamps, threshold 1e-4, prompt kept. **Differs:** tokens are
     stamped and evicted one at a time, by their exact weights; the paper does so for pages of 16, by an estimate. The
-    budget counts the prompt.
+    budget counts the prompt. `BesidePrompt` has pages, and the prompt beside the budget.
     """
 
     threshold: float = 1e-4

@@ -21,6 +21,7 @@ prompt [B, K, G, T, D]. `kvjax.attention` converts a model's layout to this one,
 Nothing is clamped: a token that has no room is dropped and sets `overflow`, which `kvjax.raise_on_overflow` reports.
 """
 
+from kvjax.policies.beside_prompt import BesidePrompt
 from kvjax.policies.compensated import Compensated, CompensatedState
 from kvjax.policies.compressed import Compressed
 from kvjax.policies.evicting import Evicting, EvictingState
@@ -39,6 +40,7 @@ from kvjax.policies.speculative import Speculative, SpeculativeState
 from kvjax.policies.zones import ZonedState
 
 __all__ = [
+    "BesidePrompt",
     "Compensated",
     "CompensatedState",
     "Compressed",

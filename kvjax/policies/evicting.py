@@ -79,7 +79,7 @@ class Evicting(Policy):
         self.evictor.check(self.budget)
 
     def init(self, spec: CacheSpec) -> EvictingState:
-        slots = min(self.budget, spec.capacity)
+        slots = self._slots(spec)
         shape = (spec.batch, spec.kv_heads, slots)
         return EvictingState(
             tokens=empty_block(spec, slots),
@@ -104,7 +104,9 @@ class Evicting(Policy):
         evidence = None if st.evidence is None else jnp.where(taken, self._arriving(k, v), st.evidence)
         return replace(
             st,
-            tokens=Block(place(st.tokens.k, k), place(st.tokens.v, v), jnp.minimum(st.tokens.count + added, S)),
+            tokens=Block(
+                place(st.tokens.k, k), place(st.tokens.v, v), jnp.minimum(st.tokens.count + added, self._limit(st))
+            ),
             position=jnp.where(taken, length[:, None, None] - 1, st.position),
             evidence=evidence,
             length=length,
@@ -119,7 +121,7 @@ class Evicting(Policy):
         seen, after = st.evidence, st
         if st.evidence is not None and st.due is not None:
             weights = softmax_weights(q, st.tokens.k, visible[:, :, None], scale=scale)
-            seen = self.evictor.see_step(st.evidence, weights)
+            seen = self._see_step(st, weights)
             evidence = jnp.where(st.due[:, None, None], seen, st.evidence)
             after = replace(st, evidence=evidence, due=jnp.zeros_like(st.due))
         if moved := self._renumbered:
@@ -300,6 +302,19 @@ class Evicting(Policy):
         """Attention of q [B, K, G, D] to all tokens in the slots."""
         span = Span(st.tokens.k, st.tokens.v, jnp.zeros_like(st.length), st.tokens.count)
         return ops.attend_span(q, span, scale=scale)
+
+    def _slots(self, spec: CacheSpec) -> int:
+        """The number of slots."""
+        return min(self.budget, spec.capacity)
+
+    def _limit(self, st: EvictingState) -> Array | int:
+        """The number of slots that a row may use; an array i32[B] if rows differ."""
+        return st.tokens.slots
+
+    def _see_step(self, st: EvictingState, weights: Array) -> Array:
+        """f32[B, K, S]: the evidence after a step with softmax weights f32[B, K, G, S]."""
+        assert st.evidence is not None
+        return self.evictor.see_step(st.evidence, weights)
 
     def _slot(self, st: EvictingState, end: Array) -> Array:
         """i32[B, K]: the slot for the token at position `end` - 1: an empty one, or that of the evicted token."""

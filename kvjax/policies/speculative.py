@@ -23,7 +23,7 @@ from jax.tree_util import register_dataclass
 
 from kvjax import ops
 from kvjax.numerics.partial import PartialAttention
-from kvjax.numerics.selection import Selection, split_selection, unpack
+from kvjax.numerics.selection import Selection, membership, reduce_queries, split_selection, unpack
 from kvjax.policies.policy import Info, Policy, Step
 from kvjax.policies.retrieval import Retrieval
 from kvjax.policies.shared import Follower
@@ -97,6 +97,11 @@ class Speculative(Policy):
     with the query that recalled. A head that keeps its recall moves nothing from the host; the tokens that have left
     the local window meanwhile, one per step, replace its lowest-ranked ones. At most one page of them fits.
 
+    With `topk` a step selects only that part of the budget among all tokens. The rest of it are tokens that the step
+    before attended to, the best of them, which need not be moved from the host: so a step attends to all that a cache
+    on the device would hold, in which recalled pages replace those that score lowest. With nothing recalled yet, as
+    after a prompt, a step selects the whole budget.
+
     Scores of the selection are scaled as attention is, or by `selection_scale`. With 1.0 a group's softmax is that of
     unscaled products, which gives more weight to its best pages.
 
@@ -106,14 +111,16 @@ class Speculative(Policy):
     is. Otherwise, and in plain JAX, attention waits for the whole recall.
 
     **Source:** FreeKV, speculative retrieval and fine-grained correction; tau 0.8 for long inputs, 0.9 for long
-    generation. **Differs:** FreeKV selects for all heads only if one needs it, which the host decides; here every step
-    selects and recalls and the device decides which recall is used, so that no step waits for the host.
+    generation. `topk` is of ArkVale's released code. **Differs:** FreeKV selects for all heads only if one needs it,
+    which the host decides; here every step selects and recalls and the device decides which recall is used, so that no
+    step waits for the host.
     """
 
     retrieval: Retrieval
     tau: float = field(default=0.8, kw_only=True)
     selection_scale: float | None = field(default=None, kw_only=True)
     reuse: int = field(default=1, kw_only=True)  # steps that a recall serves
+    topk: int | None = field(default=None, kw_only=True)  # tokens, sink and window included; None: the whole budget
 
     def __post_init__(self) -> None:
         if not isinstance(self.retrieval, Retrieval):
@@ -135,6 +142,9 @@ class Speculative(Policy):
                 )
             object.__setattr__(self, "selection_scale", factor)
         keep_int(self, "reuse", at_least=1)
+        if self.topk is not None:
+            keep_int(self, "topk", at_least=1)
+            self._check_topk(self.topk)
         demote, local = self.retrieval.demote, self.retrieval.local
         page = self.retrieval.store.edges(self.retrieval.selector.unit)
         max_reuse = min(page, local, max(self.retrieval.selected, 1))
@@ -153,6 +163,20 @@ class Speculative(Policy):
             raise ValueError(
                 f"budget={self.retrieval.budget} leaves nothing besides sink + local = {self.retrieval.sink} + "
                 f"{self.retrieval.local} that Speculative could reuse; raise it to at least {base + unit}"
+            )
+
+    def _check_topk(self, topk: int) -> None:
+        policy, unit = self.retrieval, self.retrieval.selector.unit
+        least = policy.sink + policy.local + unit
+        if not least <= topk <= policy.budget:
+            raise ValueError(
+                f"Speculative(topk={topk}) must be from sink + local + one unit = {policy.sink} + {policy.local} + "
+                f"{unit} to the budget of {policy.budget}"
+            )
+        if policy.selector.group_reduce == "per_head":
+            raise ValueError(
+                "Speculative(topk=...) keeps tokens by KV head, and the selector selects by query head; use another "
+                "group_reduce, or topk=None"
             )
 
     def init(self, spec: CacheSpec) -> SpeculativeState:
@@ -189,13 +213,34 @@ class Speculative(Policy):
         A step attends to the selection in heads that recall anew, and in the others to that of an earlier step.
         """
         step = step if self.selection_scale is None else replace(step, scale=self.selection_scale)
+        if self.topk is not None:
+            return self._select_beside_kept(st, q, step)
         return unpack(self.retrieval.select(st.zones, q, step, in_order=self._dropped(st.zones)))
+
+    def _select_beside_kept(self, st: SpeculativeState, q: Array, step: Step) -> Selection:
+        """Selects the best `topk` of all units, then the best of those that the step before attended to."""
+        policy, zones, unit = self.retrieval, st.zones, self.retrieval.selector.unit
+        every = policy.candidates(zones, policy.seen(zones, step), in_order=self._dropped(zones))
+        queries = reduce_queries(q, policy.selector.group_reduce)
+        assert self.topk is not None
+        best = jnp.minimum(every.k, (self.topk - policy.sink - policy.local) // unit)
+        top = unpack(policy.selector.select(zones.index, queries, replace(every, k=best), scale=step.scale))
+        known = self._known(st)
+        held = st.recall.selection._replace(valid=st.recall.selection.valid & known[:, None, None, None])
+        kept = membership(top, zones.store.slots) | membership(held, zones.store.slots)
+        B, K, H, S = kept.shape
+        last = ~jnp.any(kept.reshape(B, K, H, S // unit, unit), axis=(2, 4)) & known[:, None, None]
+        return unpack(policy.selector.select(zones.index, queries, replace(every, last=last), scale=step.scale))
+
+    def _known(self, st: SpeculativeState) -> Array:
+        """bool[B]: rows whose last step was the previous one, so that the slots of its recall are up to date."""
+        return st.recalled_at + st.due.astype(jnp.int32) == st.zones.length
 
     def _decide(self, st: SpeculativeState, q: Array) -> Decision:
         """Which heads reuse their recall, and which are recalled now. After a prompt a recall's slots are out of date,
         so none is known."""
         length, query = st.zones.length, q.astype(jnp.float32)
-        known = st.recalled_at + st.due.astype(jnp.int32) == length
+        known = self._known(st)
         selection = Selection(st.recall.selection.slots, st.recall.selection.valid & known[:, None, None, None])
         reused = (_similarity(query, st.query) >= self.tau) & (st.recalled_at + 1 == length)[:, None]
         urgent = ~reused & st.due[:, None]  # an inactive row recalls nothing

@@ -36,6 +36,9 @@ def exact(
       local: newest tokens of a row, always attended.
       chunk: tokens that are indexed together; at most this many are pending.
       layers: dense first layers, and layers that select for others (`Layers`).
+
+    **Checklist:** unit: tokens, for each KV head; besides: the new token; zones: sink 0, window 1; budget: every token
+    that a step reads; generated: compete as the prompt's do.
     """
     require_int("exact(budget=...)", budget, at_least=1)
     policy = Retrieval(

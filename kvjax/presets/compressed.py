@@ -48,6 +48,10 @@ def logquant(
     tokens that leave together are quantised together, once, and 42 is the largest group that divides them. The released
     code quantises keys by token, like values (key_axis="token", group=64), requantises the whole history at each flush,
     and stores exact tokens twice. Scale and zero point are bfloat16.
+
+    **Checklist:** unit: none, as all tokens are read; besides: every token, 2W to 3W are exact; zones: sink 0, window
+    of 42 that grows to 126 with spaced tokens; budget: none; generated: quantised as they leave the window, as the
+    prompt is.
     """
     demote = LogSparse(window=window)
     key_group = window if key_axis == "channel" else group
@@ -83,6 +87,9 @@ def kivi(
     together by the paper's rule for keys: all R at once when there are R, so 1 to R tokens are exact. The paper keeps
     the newest R values exact, and one leaves per step; value_window=R does the same, with a recent block of up to 2 R
     tokens. A prompt in several chunks reads the earlier ones as they are stored. Scale and zero point are bfloat16.
+
+    **Checklist:** unit: none, as all tokens are read; besides: every token, up to 128 are exact; zones: sink 0, window
+    of 1 to 128; budget: none; generated: quantised 128 at a time, as the prompt is.
     """
     require_int("kivi(residual=...)", residual, at_least=1)
     if value_window is not None:
@@ -123,6 +130,9 @@ def mikv(
 
     **Source:** MiKV (Yang et al. 2024, arXiv 2402.18096). **Differs:** see `Mixed`: keys are quantised by channel in
     place of the paper's channel balancer.
+
+    **Checklist:** unit: tokens that stay exact, for each KV head; besides: every other token, in 2 bits; zones: no
+    sink, window of half of the budget; budget: the exact tokens; generated: compete for exact slots as the prompt's do.
     """
     require_int("mikv(budget=...)", budget, at_least=1)
     store = Quantized(bits=bits, key_group=group, value_bits=value_bits, value_group=group)

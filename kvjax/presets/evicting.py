@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from kvjax.evictors import Evictor, HeavyHitter, LastQuery, LogSpaced, Observation, Pooling, Sliding
 from kvjax.evictors.last_use import LastUse
-from kvjax.policies import Evicting, HeadBudgets, PerLayer
+from kvjax.policies import BesidePrompt, Evicting, HeadBudgets, PerLayer
 from kvjax.presets.pyramid import pyramid
 from kvjax.presets.settings import Layers, over_layers, plain_rope
 from kvjax.spec import require_int
@@ -30,6 +30,9 @@ def streaming_llm(
 
     **Source:** StreamingLLM (Xiao et al. 2023), section 3.2. **Differs:** without `rope_theta` keys keep their original
     positions.
+
+    **Checklist:** unit: tokens that are evicted, the same in all heads; besides: all kept tokens; zones: sink 4, window
+    the rest of the budget; budget: kept tokens; generated: evict the oldest of the window.
     """
     return _evicting("streaming_llm", Sliding(sink=sink, rope=plain_rope("streaming_llm", rope_theta)), budget, layers)
 
@@ -43,6 +46,9 @@ def logevict(budget: int = 126, *, layers: Layers = Layers(dense=0)) -> PerLayer
 
     **Source:** LogQuant (2025), Algorithm 1, in the evicting variant that the paper compares with. **Differs:** see
     `LogSpaced`: tokens are evicted one at a time.
+
+    **Checklist:** unit: tokens that are evicted, the same in all heads; besides: all kept tokens; zones: no sink,
+    window of a third of the budget; budget: kept tokens; generated: evict spaced ones.
     """
     return _evicting("logevict", LogSpaced(), budget, layers)
 
@@ -57,6 +63,9 @@ def h2o(budget: int = 1024, *, recent: float = 0.5, layers: Layers = Layers(dens
 
     **Source:** H2O (Zhang et al. 2023), Algorithm 1. **Differs:** see `HeavyHitter`: a GQA group shares a selection;
     the budget counts the new token; see `Evicting` for prompts in several chunks.
+
+    **Checklist:** unit: tokens that are evicted, for each KV head; besides: all kept tokens; zones: no sink, window of
+    half of the budget; budget: kept tokens, prompt and answer; generated: evict the least attended, of the prompt too.
     """
     return _evicting("h2o", HeavyHitter(recent=recent), budget, layers)
 
@@ -70,6 +79,9 @@ def tova(budget: int = 1024, *, layers: Layers = Layers(dense=0)) -> PerLayer:
 
     **Source:** TOVA (Oren et al. 2024). **Differs:** see `LastQuery`: a prompt is cut down once, by its last query; the
     budget counts the new token; see `Evicting` for prompts in several chunks.
+
+    **Checklist:** unit: tokens that are evicted, for the layer; besides: all kept tokens; zones: no sink, no window;
+    budget: kept tokens, prompt and answer; generated: evict the least attended, of the prompt too.
     """
     return _evicting("tova", LastQuery(), budget, layers)
 
@@ -93,25 +105,46 @@ def snapkv(
 
     **Source:** SnapKV (Li et al. 2024), section 4. **Differs:** see `Observation`: a GQA group shares a selection, and
     generated tokens count against the budget; see `Evicting` for prompts in several chunks.
+
+    **Checklist:** unit: tokens of the prompt, once, for each KV head; besides: all kept tokens; zones: no sink, the
+    prompt's last 32 tokens; budget: kept tokens, prompt and answer; generated: kept, and evict those of the prompt with
+    the fewest votes.
     """
     evictor = Observation(window=window, kernel_size=kernel_size, pooling=pooling)
     return _evicting("snapkv", evictor, budget, layers)
 
 
-def raas(budget: int = 1024, *, threshold: float = 1e-4, layers: Layers = Layers(dense=0)) -> PerLayer:
+def raas(
+    budget: int = 1024,
+    *,
+    threshold: float = 1e-4,
+    prompt: int = 0,
+    page: int = 1,
+    layers: Layers = Layers(dense=0),
+) -> PerLayer:
     """RaaS: keeps the prompt, and evicts the generated token that has gone longest without attention.
 
     Args:
-      budget: tokens that a layer and KV head keeps; a step attends to all of them.
+      budget: tokens that a layer and KV head keeps, those of `prompt` not counted; a step attends to all of them.
       threshold: softmax weight above which a token counts as attended.
+      prompt: tokens of prompts that are kept beside the budget, as in the paper; memory is allocated for them.
+      page: tokens that are stamped together: a page is attended if its share of a softmax over pages is large enough.
       layers: how many first layers attend to everything (`Layers`).
 
-    **Source:** RaaS (Hu et al. 2025, arXiv 2502.11147). **Differs:** see `LastUse`: it evicts single tokens, not pages
-    of 16, by exact weights. Keeps the same tokens for the query heads of a KV head; one of them suffices to stamp a
-    token, which is the maximum over the group. The budget counts the prompt, which the paper keeps beside it: give the
-    prompt's tokens and the paper's budget together. A prompt longer than that loses its first tokens.
+    **Source:** RaaS (Hu et al. 2025, arXiv 2502.11147); FreeKV's comparison, for the maximum over a group. **Differs:**
+    see `LastUse` and `BesidePrompt`: the default stamps and evicts single tokens by exact weights, and counts the
+    prompt; a prompt longer than the budget then loses its first tokens. With page=16 and a `prompt` it stamps by pages
+    and keeps the prompt beside the budget, as the paper does; tokens still leave one at a time.
+
+    **Checklist:** unit: tokens or pages that are evicted, for each KV head; besides: all kept tokens; zones: no sink,
+    no window; budget: kept tokens, the prompt's too unless `prompt` sets room for them; generated: evicted when they
+    are not attended for longest.
     """
-    return _evicting("raas", LastUse(threshold=threshold), budget, layers)
+    require_int("raas(budget=...)", budget, at_least=1)
+    evictor = LastUse(threshold=threshold)
+    if prompt == 0 and page == 1:
+        return _evicting("raas", evictor, budget, layers)
+    return over_layers("raas", layers, BesidePrompt(evictor=evictor, budget=budget, prompt=prompt, page=page))
 
 
 def pyramidkv(
@@ -132,6 +165,10 @@ def pyramidkv(
     **Source:** PyramidKV (Cai et al. 2024, arXiv 2406.02069): beta 20. **Differs:** as `snapkv`; budgets are rounded to
     whole tokens, so the mean may differ from `budget` by less than one. They do not depend on the prompt: the original
     gives what a short prompt leaves of the first layers' budgets to later layers.
+
+    **Checklist:** unit: tokens of the prompt, once, for each KV head; besides: all kept tokens; zones: no sink, the
+    prompt's last 8 tokens; budget: kept tokens, as the mean over layers, prompt and answer; generated: kept, and evict
+    those of the prompt with the fewest votes.
     """
     require_int("pyramidkv(budget=...)", budget, at_least=1)
     require_int("pyramidkv(layers=...)", layers, at_least=1)
@@ -186,6 +223,10 @@ def adakv(
 
     **Source:** AdaKV (Feng et al. 2024, arXiv 2407.11550): floor 0.2, over SnapKV. **Differs:** see `HeadBudgets` and
     `Observation`. The budget counts the window and generated tokens; the original keeps all generated tokens.
+
+    **Checklist:** unit: tokens of the prompt, once, for the layer's KV heads together; besides: all kept tokens; zones:
+    no sink, the prompt's last 32 tokens; budget: kept tokens, as the mean over KV heads, prompt and answer; generated:
+    kept, and evict those of the prompt with the fewest votes.
     """
     require_int("adakv(budget=...)", budget, at_least=1)
     evictor = Observation(window=window, kernel_size=kernel_size, pooling=pooling)

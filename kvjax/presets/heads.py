@@ -24,6 +24,10 @@ def razorattention(budget: int = 4096, *, sink: int = 4, heads: str | Heads | No
 
     **Source:** RazorAttention (Tang et al. 2024, arXiv 2407.15891). **Differs:** see `Compensated` and
     `kvjax.evaluate.heads.retrieval_heads`. The paper's window grows to a fifth of the prompt; here it is `budget`.
+
+    **Checklist:** unit: KV heads, chosen before; besides: in retrieval heads every token, in others a mean of the
+    evicted ones; zones: sink 4, window the rest of the budget; budget: kept tokens of the other heads; generated: evict
+    the oldest of the window in other heads.
     """
     return _by_head("razorattention", Compensated, budget, sink, heads)
 
@@ -39,6 +43,10 @@ def duoattention(budget: int = 256, *, sink: int = 64, heads: str | Heads | None
     **Source:** DuoAttention (Xiao et al. 2024, arXiv 2410.10819). **Differs:** the paper learns which heads retrieve,
     by training gates on synthetic texts; here the heads are given, or found by the rule of RazorAttention. The budget
     counts the sink: 192 newest tokens by default, and budget=320 for the 256 of the released code.
+
+    **Checklist:** unit: KV heads, chosen before; besides: in retrieval heads every token; zones: sink 64, window the
+    rest of the budget; budget: kept tokens of the other heads; generated: evict the oldest of the window in other
+    heads.
     """
     return _by_head("duoattention", None, budget, sink, heads)
 

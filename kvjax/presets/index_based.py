@@ -52,6 +52,9 @@ def pqcache(
     each KV head, as the paper. The budget counts sink and local window: 4 and 64 tokens here, 32 and half of the budget
     in the released code, which so selects fewer. The paper keeps keys and values in host memory with a cache of blocks
     on the device; here that is store="host", without the cache.
+
+    **Checklist:** unit: tokens, for each KV head; besides: sink and window; zones: sink 4, window 64; budget: every
+    token that a step reads; generated: compete by exact scores until a block of 1024 has its centroids.
     """
     require_int("pqcache(budget=...)", budget, at_least=1)
     policy = Retrieval(
@@ -102,6 +105,10 @@ def magicpig(
     the mean of the prompt. Each query head samples for itself, as in the paper. The paper's sample has no fixed size;
     here the budget bounds it. The paper keeps layers 0 and 16 of 32 dense; here the first are. Hashes are on the
     device; the paper's are in host memory.
+
+    **Checklist:** unit: tokens, sampled for each query head; besides: sink, window and pending tokens; zones: sink 4,
+    window 64; budget: these and the sample, which it bounds; generated: attended exactly until a chunk of 256 is
+    hashed.
     """
     require_int("magicpig(budget=...)", budget, at_least=1)
     policy = Sampled(
@@ -155,6 +162,10 @@ def shadowkv(
     has no sink, and its budget counts neither outliers nor local window: its 1024 tokens are 1024 + 8 x 24 + 32 here,
     with outliers=24 and sink=0, as its released code has 24 outliers per 1024 tokens of budget. The paper factors the
     prompt alone.
+
+    **Checklist:** unit: pages of 8, for each KV head; besides: sink, window and 48 pages of outliers; zones: sink 4,
+    window 32; budget: these and the selected pages; generated: compete by exact scores until a block of 1024 is
+    factored.
     """
     require_int("shadowkv(budget=...)", budget, at_least=1)
     values = HostOffload(page=page) if host else Dense()

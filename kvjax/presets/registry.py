@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,6 +36,19 @@ class Preset:
         """The text of the paper's setting, such as "quest:group_reduce=per_head"; or of the released code's."""
         given = (released and self.released) or self.paper_setting
         return f"{self.name}:{given}" if given else self.name
+
+    @property
+    def checklist(self) -> dict[str, str]:
+        """Answers of the docstring to five questions on which methods of one budget differ: the unit of a selection,
+        what is attended besides, sink and window by default, what the budget counts, and what becomes of generated
+        tokens.
+
+        >>> find("magicpig").checklist["unit"]
+        'tokens, sampled for each query head'
+        """
+        _, found, text = inspect.cleandoc(self.make.__doc__ or "").partition("**Checklist:** ")
+        items = " ".join(text.partition("\n\n")[0].split()).removesuffix(".").split("; ") if found else []
+        return dict(item.split(": ", 1) for item in items)
 
     @property
     def least_budget(self) -> int | None:
@@ -113,7 +127,7 @@ REGISTRY: dict[str, Preset] = {
             arkvale,
             "all tokens in host memory; attends to the pages with the best digests",
             "ArkVale 2024",
-            released="budget=4096",
+            released="budget=4096,per=layer,topk=1056",
         ),
         Preset("magicpig", magicpig, "all tokens, and key hashes; attends to a weighted sample", "MagicPIG 2024"),
         Preset(
@@ -175,7 +189,13 @@ REGISTRY: dict[str, Preset] = {
             "the most recent and most attended tokens exactly, the rest in 2 bits; reads all",
             "MiKV 2024",
         ),
-        Preset("raas", raas, "the prompt, and generated tokens that were attended to lately", "RaaS 2025"),
+        Preset(
+            "raas",
+            raas,
+            "the prompt, and generated tokens that were attended to lately",
+            "RaaS 2025",
+            paper_setting="prompt=65536,page=16",
+        ),
         Preset(
             "razorattention",
             razorattention,

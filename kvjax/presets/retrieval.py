@@ -57,6 +57,9 @@ def fier(
     **Source:** FIER (2025), Algorithm 1; g = 32. **Differs:** a GQA group shares a selection (`group_reduce`;
     "per_head" is the paper's rule). A group is indexed with its chunk; with chunk=group that is as soon as it is full,
     as in the paper.
+
+    **Checklist:** unit: tokens, for each KV head; besides: the new token; zones: sink 0, window 1; budget: every token
+    that a step reads; generated: compete by exact scores until a chunk of 256 is indexed.
     """
     require_int("fier(budget=...)", budget, at_least=1)
     require_int("fier(page=...)", page, at_least=1)
@@ -116,6 +119,10 @@ def pariskv(
     values in host memory, as store="host" does; on the device the same tokens are selected. `p` is not in the paper.
     Coded radii are (Proposition 4.1), in its vote; Paris(radius_bits=4) codes those of the estimates. The vote has 2^m
     centroids per block, not fewer, and one radius.
+
+    **Checklist:** unit: tokens, for each KV head; besides: sink and window, with buffer='attend' the pending tokens
+    too; zones: sink 4, window 128; budget: sink, window and the selected tokens, 100 by default, not the buffer;
+    generated: compete by exact scores until a chunk of 256 is indexed.
     """
     require_int("pariskv(budget=...)", budget, at_least=1)
     if buffer not in ("select", "attend"):
@@ -173,6 +180,9 @@ def quest(
     **Source:** Quest (Tang et al. 2024), Algorithm 1; pages of 16, at least 3. **Differs:** a GQA group shares a
     selection (`group_reduce`; "per_head" is the paper's rule). The released code raises smaller budgets to 3 pages;
     here they are an error.
+
+    **Checklist:** unit: pages of 16, for each KV head; besides: the page that is not full; zones: sink 0, window one
+    page; budget: every token that a step reads, at least 3 pages; generated: paged as the prompt is.
     """
     require_int("quest(budget=...)", budget, at_least=1)
     require_int("quest(page=...)", page, at_least=1)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from kvjax.numerics.selection import GroupReduce
 from kvjax.policies import PerLayer, Retrieval, Speculative
 from kvjax.presets.settings import Layers, history, over_layers, require_page
-from kvjax.selectors import BallPages, CentrePages, MinMaxPages
+from kvjax.selectors import BallPages, CentrePages, LayerWide, MinMaxPages, Selector
 from kvjax.spec import require_int
 from kvjax.stores import HostOffload, Store
 from kvjax.stores.demotion import Fifo
@@ -65,6 +65,10 @@ def freekv(
     **Source:** FreeKV (2025). **Differs:** see `Speculative` for who decides and `HostOffload` for what stays on the
     device; a page that is not yet full competes by the summary of its tokens so far. FreeKV's CUDA code summarises
     pages as summary="centre" does, and pools raw scores as group_reduce="mean_score" does.
+
+    **Checklist:** unit: pages of 32, for each KV head; besides: sink and window, and the token that left the window
+    since the recall; zones: sink 128, window 128, or 512 and 512 for long generation; budget: every token that a step
+    reads; generated: paged and moved to the host as the prompt is.
     """
     if task not in FREEKV:
         raise ValueError(f"freekv(task={task!r}) must be one of {', '.join(FREEKV)}")
@@ -97,12 +101,15 @@ def arkvale(
     group_reduce: GroupReduce = "mean_score",
     sink: int = 64,
     local: int = 64,
+    per: Literal["head", "layer"] = "head",
+    topk: int | None = None,
     layers: Layers = Layers(dense=2),
 ) -> PerLayer:
     """ArkVale: keys and values in host memory, and each step recalls the pages whose digest scores best.
 
     Pages take the budget that sink and local window leave. Pages that the previous step recalled are still on the
-    device and are not moved again.
+    device and are not moved again. With `topk` a step recalls only so much of the budget, and attends to the best of
+    the pages that are on the device besides.
 
     Args:
       budget: tokens that a step reads in a layer and KV head, all zones included.
@@ -112,21 +119,30 @@ def arkvale(
       group_reduce: how a GQA group shares a selection; "per_head": each query head has its own.
       sink: first tokens of a row, always attended; the default is two pages.
       local: newest tokens of a row, always attended; the default is two pages.
+      per: whether each KV head selects for itself ("head"), or a layer selects once for all of its heads ("layer").
+      topk: tokens that a step selects among all pages, sink and local window included; the others of the budget stay
+        from the step before. None: the whole budget.
       layers: how many first layers attend to everything, on the device (`Layers`).
 
-    **Source:** ArkVale (Chen et al. 2024). **Differs:** a KV head selects for itself; the released code selects once
-    for all KV heads of a layer. A step attends to the pages that it selects, sink and local window, and the budget
-    counts all of these. The released code keeps a cache of 4096 tokens on the device, replaces its lowest-scored pages
-    by the best 1024 tokens, and attends to all that the cache holds. Generated tokens are paged and compete like those
-    of the prompt; a page that is not yet full competes by the digest of its tokens so far.
+    **Source:** ArkVale (Chen et al. 2024). **Differs:** the defaults of `per` and `topk`. The released code selects
+    once for all KV heads of a layer (per="layer"). It keeps a cache of 4096 tokens on the device, in which the best 29
+    of all pages replace those with the lowest scores, and attends to all that the cache holds (budget=4096,
+    topk=1056). A page that is not yet full competes by the digest of its tokens so far.
+
+    **Checklist:** unit: pages of 32, for each KV head or, with per='layer', for the layer; besides: sink and window,
+    with `topk` what the device holds; zones: sink 64, window 64; budget: every token that a step reads; generated:
+    paged and moved to the host as the prompt is.
     """
     require_int("arkvale(budget=...)", budget, at_least=1)
     if digest not in ("cuboid", "sphere"):
         raise ValueError(f"arkvale(digest={digest!r}) must be 'cuboid' or 'sphere'")
     require_page("arkvale", budget, page, sink, local)
+    if per not in ("head", "layer"):
+        raise ValueError(f"arkvale(per={per!r}) must be 'head' or 'layer'")
     digests = CentrePages if digest == "cuboid" else BallPages
+    selector: Selector = digests(page=page, group_reduce=group_reduce)
     policy = Retrieval(
-        selector=digests(page=page, group_reduce=group_reduce),
+        selector=LayerWide(selector=selector) if per == "layer" else selector,
         store=HostOffload(page=page),
         budget=budget,
         sink=sink,
@@ -134,4 +150,4 @@ def arkvale(
         demote=Fifo(leave=page),
         dense_below=0,
     )
-    return over_layers("arkvale", layers, Speculative(policy, tau=2.0))  # above any cosine: recalls in every step
+    return over_layers("arkvale", layers, Speculative(policy, tau=2.0, topk=topk))  # no cosine: always recalls

@@ -8,15 +8,13 @@ over the GQA group and selects; some selectors do both in one kernel.
 from kvjax.selectors.balls import BallPages
 from kvjax.selectors.exact import Exact
 from kvjax.selectors.fier import Fier
+from kvjax.selectors.layer_wide import LayerWide
 from kvjax.selectors.means import MeanPages
 from kvjax.selectors.pages import CentrePages, MinMaxPages
 from kvjax.selectors.paris import Paris
 from kvjax.selectors.prefixed import PrefixedSelector
 from kvjax.selectors.product import ProductCodes
-from kvjax.selectors.selector import (
-    Candidates,
-    Selector,
-)
+from kvjax.selectors.selector import Candidates, Selector
 from kvjax.selectors.simhash import SimHash
 from kvjax.selectors.top_p import AdaptiveHeads, Nucleus
 
@@ -27,6 +25,7 @@ __all__ = [
     "CentrePages",
     "Exact",
     "Fier",
+    "LayerWide",
     "MeanPages",
     "MinMaxPages",
     "Nucleus",

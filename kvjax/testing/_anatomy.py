@@ -66,6 +66,12 @@ def has_budget(policy: Any) -> bool:
     return isinstance(getattr(core(policy), "budget", None), int)
 
 
+def held_after(policy: Any, prompt: Any, received: Any) -> Any:
+    """Tokens that a KV head holds, by its `budget`, after a prompt of `prompt` tokens and `received` in all."""
+    inner = core(policy)
+    return inner.held_after(prompt, received) if hasattr(inner, "held_after") else np.minimum(received, inner.budget)
+
+
 def selects(policy: Any) -> bool:
     """True if a step reads at most `budget` of the stored tokens, which a selector selects."""
     return has_budget(policy) and hasattr(core(policy), "selector")

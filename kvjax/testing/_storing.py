@@ -22,6 +22,7 @@ from kvjax.testing._anatomy import (
     core,
     core_state,
     evicts,
+    held_after,
     memory_of_steps,
     parts,
     ranks,
@@ -195,10 +196,11 @@ def budget_bounds_what_is_held(policy: Policy, spec: CacheSpec) -> None:
         positions, st = held_positions(cache), core_state(cache.state)
         counts = np.array([[len(mine) for mine in heads] for heads in positions])
         np.testing.assert_array_equal(np.asarray(info.attended), counts)
-        np.testing.assert_array_equal(counts.sum(axis=1), spec.kv_heads * np.minimum(received, inner.budget))
-        fewest, most = getattr(inner, "head_bounds", (inner.budget, inner.budget))
+        held = held_after(policy, lengths, received)
+        np.testing.assert_array_equal(counts.sum(axis=1), spec.kv_heads * held)
         for b, k in np.ndindex(spec.batch, spec.kv_heads):
             mine, count = positions[b][k], received[b]
+            fewest, most = getattr(inner, "head_bounds", (held[b], held[b]))
             assert len(set(mine)) == len(mine), f"row {b} head {k} holds {sorted(mine)}"
             assert min(count, fewest) <= len(mine) <= min(count, most), f"row {b} head {k} holds {sorted(mine)}"
             assert count - 1 in mine, f"row {b} head {k} lost its newest token"

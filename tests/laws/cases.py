@@ -95,6 +95,9 @@ CASES: dict[str, Case] = {
     ),
     "all in host memory": Case(Compressed(store=HostOffload(page=32), sink=4, local=24, demote=Fifo(leave=32))),
     "arkvale, budget 72": Case(presets.arkvale(budget=72, page=8, sink=4, local=24).rest),
+    "arkvale, one selection in a layer, cache of pages": Case(
+        presets.arkvale(budget=72, page=8, sink=4, local=24, per="layer", topk=44).rest
+    ),
     "pages by ball, per query head, 7 on 1": _with(
         selector=BallPages(page=16, radius="max", group_reduce="per_head"),
         budget=70,
@@ -187,6 +190,7 @@ CASES: dict[str, Case] = {
         kvjax.PerHead(heads=(1,), selected=Full(), others=Compressed(store=kvjax.Dense(), demote=Fifo(leave=32)))
     ),
     "raas, budget 64": Case(presets.raas(budget=64).rest),
+    "raas beside the prompt, by pages": Case(presets.raas(budget=24, prompt=40, page=4, threshold=0.05).rest),
     "window without a sink, 7 on 1, bf16": Case(
         Evicting(evictor=Sliding(sink=0), budget=61),
         dataclasses.replace(SPEC, q_heads=7, kv_heads=1, dtype=jnp.bfloat16),

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kvjax
 from kvjax import BallPages, CacheSpec, presets
 from kvjax.testing import _drive as drive
 from tests import oracles
@@ -59,6 +60,51 @@ def test_a_step_attends_to_the_pages_with_the_best_digests(kind: str, keys: str,
     assert same >= 0.97 * total, (same, total)
 
 
+@pytest.mark.parametrize("budgets", [(6, 6), (6, 2)], ids=["all selected", "cache of pages"])
+@pytest.mark.parametrize("per", ["head", "layer"])
+def test_pages_of_the_step_before_stay_and_a_layer_may_select_once(per: str, budgets: tuple[int, int]) -> None:
+    """ArkVale's released code: recalled pages replace those of the cache that score lowest, and all of it is attended.
+
+    A cache that also keeps what a step did not select differs from one that does not in most steps.
+    """
+    pages, topk = budgets
+    fixed = SINK + LOCAL
+    more = {"per": per, "topk": fixed + topk * PAGE}
+    policies = presets.arkvale(budget=fixed + pages * PAGE, page=PAGE, sink=SINK, local=LOCAL, **more)
+    cache = kvjax.init_layer(policies.rest, SPEC)
+    tokens, prompt = drive.random_tokens(SPEC), 90
+    cache, _ = drive.fill(cache, tokens, np.full(SPEC.batch, prompt))
+    (B, K), G, D = (SPEC.batch, SPEC.kv_heads), SPEC.group, SPEC.head_dim
+    held: dict[tuple[int, int], set[int]] = {at: set() for at in np.ndindex(B, K)}
+    stale = 0
+    for n in range(prompt, 130):
+        out, cache, _ = drive.step(cache, tokens, np.full(B, n))
+        stop, count = n + 1 - LOCAL, -(-(n + 1 - LOCAL - SINK) // PAGE)
+        for row in range(B):
+            q = tokens.q[row, n].reshape(K, G, D)
+            firsts = [SINK + i * PAGE for i in range(count)]  # the last page has a digest of all that it will have
+            keys = [[tokens.k[row, first : min(first + PAGE, n + 1), h] for first in firsts] for h in range(K)]
+            scores = np.array(
+                [[np.mean([score(x, page, "cuboid") for x in q[h]]) for page in keys[h]] for h in range(K)]
+            )
+            scores = np.broadcast_to(scores.mean(axis=0), scores.shape) if per == "layer" else scores
+            for h in range(K):
+                order = np.argsort(-scores[h], kind="stable")
+                best, resident = order[:topk].tolist(), held[row, h]
+                if resident and (stop - SINK) % PAGE:  # the newest page is on the device until it is full
+                    resident = resident | {count - 1}
+                kept = [i for i in order if i in resident and i not in best] if resident else order[topk:].tolist()
+                chosen = set((best + kept)[:pages])
+                stale += chosen != set(order[:pages].tolist())
+                held[row, h] = chosen
+                at = [t for i in chosen for t in range(firsts[i], min(firsts[i] + PAGE, stop))]
+                at = sorted({*range(SINK), *at, *range(stop, n + 1)})
+                want, _ = oracles.attention(q[h], tokens.k[row, at, h], tokens.v[row, at, h], D**-0.5)
+                got = np.asarray(out).reshape(B, K, G, D)[row, h]
+                np.testing.assert_allclose(got, want, atol=2e-5, err_msg=f"row {row}, head {h}, step {n}")
+    assert (stale > 20) == (topk < pages)
+
+
 @pytest.mark.parametrize("radius", ["mean", "max"])
 def test_balls_are_those_of_numpy_and_the_largest_radius_bounds_every_key(radius: str) -> None:
     selector = BallPages(page=PAGE, radius=radius)
@@ -89,5 +135,13 @@ def test_balls_are_those_of_numpy_and_the_largest_radius_bounds_every_key(radius
 def test_digests_that_do_not_exist_are_refused() -> None:
     with pytest.raises(ValueError, match=r"digest='cube'.*'cuboid' or 'sphere'"):
         presets.arkvale(digest="cube")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"per='all'.*'head' or 'layer'"):
+        presets.arkvale(per="all")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"topk=32.*sink \+ local \+ one unit = 64 \+ 64 \+ 32 to the budget of 1024"):
+        presets.arkvale(topk=32)
+    with pytest.raises(ValueError, match=r"by query head; use another group_reduce"):
+        presets.arkvale(topk=512, group_reduce="per_head")
+    with pytest.raises(ValueError, match=r"cannot have group_reduce='per_head'"):
+        presets.arkvale(per="layer", group_reduce="per_head")
     with pytest.raises(ValueError, match=r"radius='min'.*'mean' or 'max'"):
         BallPages(radius="min")  # type: ignore[arg-type]

@@ -45,6 +45,43 @@ def test_the_token_without_attention_for_longest_is_evicted_and_the_prompt_stays
     assert by_age > 10, "stamps and ages choose alike"
 
 
+@pytest.mark.parametrize("page", [4, 1])
+def test_generated_tokens_have_a_budget_beside_the_prompt_and_are_stamped_by_pages(page: int) -> None:
+    """Prompts differ in length, so rows reach the budget at different steps."""
+    threshold, budget, prompts = 0.12 if page > 1 else 0.05, 16, np.array([20, 9])
+    tokens = drive.random_tokens(SPEC)
+    B, K, D = SPEC.batch, SPEC.kv_heads, SPEC.head_dim
+    policy = presets.raas(budget, threshold=threshold, prompt=24, page=page).rest
+    cache = kvjax.init_layer(policy, SPEC)
+    cache, _ = drive.fill(cache, tokens, prompts)
+    stamps: dict[tuple[int, int], dict[int, int]] = {at: {} for at in np.ndindex(B, K)}
+    by_age = 0
+    for i in range(70):
+        _, cache, info = drive.step(cache, tokens, prompts + i)
+        ours = held_positions(cache)
+        for (row, head), held in stamps.items():
+            n = int(prompts[row]) + i
+            if len(held) == budget:
+                oldest = min(held, key=lambda p: (held[p], p))
+                by_age += oldest != min(held)
+                del held[oldest]
+            held[n] = n
+            at = [*range(prompts[row]), *sorted(held)]
+            assert sorted(ours[row][head]) == at, (row, head, n)
+            q = tokens.q[row, n].reshape(K, -1, D)[head].astype(np.float64)
+            logits = q @ tokens.k[row, at, head].astype(np.float64).T / np.sqrt(D)
+            for one in logits:
+                best: dict[int, float] = {}
+                for p, logit in zip(at, one, strict=True):
+                    best[p // page] = max(best.get(p // page, -np.inf), logit)
+                total = sum(np.exp(x) for x in best.values())
+                for p in held:
+                    if np.exp(best[p // page]) / total > threshold:
+                        held[p] = n
+    assert by_age > 10, "stamps and ages choose alike"
+    assert np.asarray(info.attended).max() == 20 + budget
+
+
 def test_budgets_of_a_pyramid_fall_linearly_and_keep_their_mean() -> None:
     policies = presets.pyramidkv(budget=256, layers=16, beta=20, window=16)
     budgets = np.array([policies.policy(i).budget for i in range(16)])
@@ -59,6 +96,11 @@ def test_budgets_of_a_pyramid_fall_linearly_and_keep_their_mean() -> None:
     ("make", "words"),
     [
         (lambda: LastUse(threshold=1.0), r"threshold=.*below 1; got 1.0"),
+        (
+            lambda: kvjax.policies.BesidePrompt(evictor=kvjax.Sliding()),
+            r"BesidePrompt\(evictor=...\).*kvjax.LastUse\(\).*use kvjax.Evicting",
+        ),
+        (lambda: presets.raas(prompt=-1), r"BesidePrompt\(prompt=...\) must be at least 0, got -1"),
         (lambda: presets.pyramidkv(beta=0.5), r"beta=0.5.*at least 1"),
         (lambda: presets.pyramidkv(budget=1, layers=2), r"budget=1.*needs at least 2"),
         (

@@ -34,3 +34,23 @@ def test_the_papers_settings_are_settings_of_the_preset(name: str) -> None:
 
 def test_a_method_without_a_budget_has_no_least_one() -> None:
     assert REGISTRY["logquant"].least_budget is None
+
+
+ITEMS = ("unit", "besides", "zones", "budget", "generated")
+
+
+@pytest.mark.parametrize("name", [name for name in REGISTRY if name != "full"])
+def test_a_docstring_answers_the_checklist_of_comparisons_with_the_defaults_that_hold(name: str) -> None:
+    preset = REGISTRY[name]
+    assert tuple(preset.checklist) == ITEMS
+    assert all(len(text) > 3 for text in preset.checklist.values())
+    zones = preset.checklist["zones"]
+    for setting, word in (("sink", "sink"), ("local", "window")):
+        default = preset.settings.get(setting)
+        if default is not None:
+            assert f"{word} {default}" in zones, f"{name} has {setting}={default}, and its checklist says: {zones}"
+        elif setting == "sink" and "sink" not in preset.settings:
+            assert "no sink" in zones or "prompt's last" in zones
+    assert (preset.checklist["budget"] == "none") == (not preset.has_budget)
+    unit = preset.settings.get("page", 1) if name != "raas" else 1
+    assert unit == 1 or f"pages of {unit}" in preset.checklist["unit"]

@@ -1,0 +1,73 @@
+"""RaaS as its paper has it: generated tokens have a budget beside the prompt, and are stamped by pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from kvjax.evictors import LastUse
+from kvjax.evictors.base import Evictor
+from kvjax.policies.evicting import Evicting, EvictingState
+from kvjax.spec import CacheSpec, keep_int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BesidePrompt(Evicting):
+    """Keeps up to `prompt` tokens of prompts, and beside them at most `budget` generated tokens, stamped by pages.
+
+    Memory is allocated for both. A longer prompt takes slots of the budget. The attention to a page
+    is the softmax over pages of the largest score in each; if it exceeds the evictor's threshold for one query head of
+    the group, all held tokens of the page are stamped. Tokens leave one at a time, those of the page with the oldest
+    stamp first.
+
+    **Source:** RaaS (Hu et al. 2025, arXiv 2502.11147), pages of 16; the maximum over the group is FreeKV's adaptation
+    (its section 5.1). **Differs:** a page's score is its largest exact score; the paper estimates it from a summary of
+    the page. The paper evicts a whole page at once.
+    """
+
+    evictor: Evictor = LastUse()
+    prompt: int = 0
+    page: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        keep_int(self, "prompt", at_least=0)
+        keep_int(self, "page", at_least=1)
+        if not isinstance(self.evictor, LastUse):
+            raise ValueError(
+                f"BesidePrompt(evictor=...) tells a prompt's tokens by the evidence of kvjax.LastUse(); "
+                f"got {self.evictor}, so use kvjax.Evicting"
+            )
+
+    def held_after(self, prompt: Any, received: Any) -> Any:
+        """The tokens that a KV head holds after a prompt of `prompt` tokens, and `received` tokens in all."""
+        return np.minimum(np.minimum(received, prompt + self.budget), self.prompt + self.budget)
+
+    def _slots(self, spec: CacheSpec) -> int:
+        return min(self.budget + self.prompt, spec.capacity)
+
+    def _limit(self, st: EvictingState) -> Array | int:
+        assert st.evidence is not None
+        prompts = jnp.sum(jnp.isinf(st.evidence[:, 0]) & self._valid(st)[:, 0], axis=-1, dtype=jnp.int32)
+        return jnp.minimum(prompts + self.budget, st.tokens.slots)
+
+    def _slot(self, st: EvictingState, end: Array) -> Array:
+        held = st.tokens.count
+        evicted = self._to_evict(st, jnp.broadcast_to(self._valid(st), st.position.shape), end)
+        return jnp.where((held >= self._limit(st))[:, None], evicted, held[:, None])
+
+    def _see_step(self, st: EvictingState, weights: Array) -> Array:
+        if self.page > 1:
+            order = jnp.argsort(page := self._positions(st) // self.page, axis=-1)
+            ids = jnp.take_along_axis(page, order, axis=-1)
+            first = jnp.concatenate([jnp.zeros_like(ids[..., :1]), jnp.diff(ids) != 0], axis=-1, dtype=jnp.int32)
+            number = jnp.take_along_axis(jnp.cumsum(first, axis=-1), jnp.argsort(order, axis=-1), axis=-1)
+            best = jax.vmap(jax.vmap(lambda w, i: jnp.zeros_like(w).at[:, i].max(w)))(weights, number)
+            best /= jnp.maximum(jnp.sum(best, axis=-1, keepdims=True), jnp.finfo(best.dtype).tiny)
+            weights = jnp.take_along_axis(best, jnp.broadcast_to(number[:, :, None], best.shape), axis=-1)
+        return super()._see_step(st, weights)
