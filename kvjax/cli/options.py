@@ -241,7 +241,7 @@ def implementations(policy: PerLayer, spec: CacheSpec) -> dict[str, str]:
         return own.attend(st, q, Step(1.0))[:2]
 
     with ops.explained() as found:
-        for own in dict.fromkeys((*policy.first, policy.rest)):
+        for own in dict.fromkeys(one.of_size(spec) for one in (*policy.first, policy.rest)):
             jax.eval_shape(partial(step, own))
     return {call.op: f"{call.implementation}: {call.reason}" for call in found}
 

@@ -31,6 +31,7 @@ from kvjax.numerics.partial import (
     merge,
     merge_blocks,
 )
+from kvjax.ops.op import Explanation, tell
 
 Axis: TypeAlias = str | tuple[str, ...]  # of a mesh
 Reader = Callable[[Any, Array | int, int], tuple[Array, Array]]
@@ -57,7 +58,7 @@ def attend_chunk(q: Array, k: Array, v: Array, *, scale: float, window: int | No
             implementation="cudnn",
         )
 
-    if not takes_cudnn(q.dtype, q.shape[-1]) or q.shape[1] == 1:
+    if not _takes("attend_chunk", q, "a chunk of one token" if q.shape[1] == 1 else None):
         return blocked(q, k, v)
     return lax.platform_dependent(q, k, v, cuda=cudnn, default=blocked)
 
@@ -94,7 +95,7 @@ def attend_chunk_after(
 def attend_own(q: Array, k: Array, v: Array, *, scale: float, window: int | None = None) -> PartialAttention:
     """Causal attention of q [B, K, G, T, D] over its own k, v [B, K, T, D]: a part over Q = G*T, to be merged."""
     reference = partial(attend_causal, scale=scale, window=window)
-    if not takes_cudnn(k.dtype, k.shape[-1]):
+    if not _takes("attend_own", k):
         return reference(q, k, v)
 
     def run(q: Array, k: Array, v: Array) -> PartialAttention:
@@ -117,7 +118,7 @@ def attend_zone(q: Array, k: Array, v: Array, start: Array | None, stop: Array, 
         return a, b
 
     reference = partial(_attend_blocks, read=read, slots=k.shape[2], block=CPU_BLOCK, scale=scale)
-    if start is not None or not takes_cudnn(k.dtype, k.shape[-1]):
+    if not _takes("attend_zone", k, None if start is None else WINDOW):
         return reference(q, (k, v), start, stop)
 
     def run(q: Array, zone: tuple[Array, Array], start: None, stop: Array) -> PartialAttention:
@@ -148,7 +149,7 @@ def attend_blocks(
         return min(max(target // unit, 1) * unit, slots)
 
     reference = partial(_attend_blocks, read=read, slots=slots, block=sized(CPU_BLOCK), scale=scale)
-    if start is not None or not takes_cudnn(q.dtype, q.shape[-1]):
+    if not _takes("attend_blocks", q, None if start is None else WINDOW):
         return reference(q, state, start, stop)
     block = sized(max(GPU_BLOCK // rows, CPU_BLOCK))
 
@@ -197,12 +198,33 @@ def in_order(*arrays: Array) -> tuple[Array, ...]:
 in_order.defjvp(lambda primals, tangents: (in_order(*primals), tangents), symbolic_zeros=True)
 
 
+WINDOW = "cuDNN takes no sliding window over stored tokens"
+
+
 def takes_cudnn(dtype: Any, head_dim: int) -> bool:
     """True if this process runs cuDNN attention on keys of this dtype and head size."""
-    if jax.default_backend() != "gpu" or _cudnn_call() is None:  # cuDNN's API needs a GPU while tracing
-        return False
+    return _why_not_cudnn(dtype, head_dim) is None
+
+
+def _takes(name: str, keys: Array, unless: str | None = None) -> bool:
+    """`takes_cudnn`, told to `ops.explained`; `unless` is another reason not to."""
+    of = keys.dtype, keys.shape[-1]
+    why = unless or (None if takes_cudnn(*of) else _why_not_cudnn(*of) or "cuDNN does not take it")
+    tell(Explanation(name, "xla" if why else "cudnn", why or "exact attention of a prompt by cuDNN"))
+    return why is None
+
+
+def _why_not_cudnn(dtype: Any, head_dim: int) -> str | None:
+    if jax.default_backend() != "gpu":  # cuDNN's API needs a GPU while tracing
+        return f"cuDNN is for GPUs; this process runs on {jax.default_backend()}"
+    if _cudnn_call() is None:
+        return "this jax has no call of cuDNN that returns sums"
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"cuDNN takes keys in bf16 or f16; got {dtype}"
     largest = 256 if float(getattr(jax.devices()[0], "compute_capability", 0)) >= 9.0 else 128
-    return dtype in (jnp.bfloat16, jnp.float16) and head_dim % 8 == 0 and head_dim <= largest
+    if head_dim % 8 or head_dim > largest:
+        return f"cuDNN takes head sizes that 8 divides up to {largest}; got {head_dim}"
+    return None
 
 
 # ------------------------------------------------------------------------------------------------------ several devices

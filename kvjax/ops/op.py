@@ -43,17 +43,17 @@ _explained: ContextVar[list[Explanation] | None] = ContextVar("explained", defau
 class Explanation:
     """Which implementation an operation runs, and why.
 
-    As a string: "mosaic", "mosaic: reason" for a kernel that was not measured on this GPU, or "xla: reason".
+    As a string: "mosaic", "cudnn", "mosaic: reason" for a kernel that was not measured on this GPU, or "xla: reason".
     """
 
     op: str
-    implementation: Implementation
+    implementation: Implementation | Literal["cudnn"]  # "cudnn": exact attention of a prompt
     reason: str
     measured: bool = True  # False: a kernel that was compiled for this GPU and simulated, but not measured on it
 
     def __str__(self) -> str:
-        plain = self.implementation == "mosaic" and self.measured
-        return "mosaic" if plain else f"{self.implementation}: {self.reason}"
+        plain = self.implementation != "xla" and self.measured
+        return self.implementation if plain else f"{self.implementation}: {self.reason}"
 
 
 class Op(Generic[P, R]):
@@ -230,6 +230,12 @@ def explained() -> Iterator[list[Explanation]]:
         yield found
     finally:
         _explained.reset(token)
+
+
+def tell(how: Explanation) -> None:
+    """Adds to what `explained` collects."""
+    if (found := _explained.get()) is not None:
+        found.append(how)
 
 
 @contextmanager

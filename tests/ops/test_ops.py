@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kvjax
 from kvjax import ops
 from kvjax.numerics.quant import quantize_1bit
 from kvjax.numerics.selection import Candidates
@@ -59,6 +60,18 @@ def test_explained_has_an_entry_for_each_call_in_order():
     with ops.explained() as after:
         pass
     assert after == []
+
+
+def test_exact_attention_of_a_prompt_is_told_of_too(monkeypatch):
+    spec = kvjax.CacheSpec(batch=1, q_heads=2, kv_heads=1, head_dim=16, capacity=64, dtype="float32")
+    q, k = (jnp.zeros((1, 8, heads, 16)) for heads in (2, 1))
+    with ops.explained() as calls:
+        jax.eval_shape(lambda: kvjax.attention(kvjax.init_layer(kvjax.Full(), spec), q, k, k)[0])
+    told = {call.op: str(call) for call in calls}
+    assert {"attend_own", "attend_zone"} <= set(told) or "attend_chunk" in told
+    if not ON_GPU:
+        assert all("xla: cuDNN is for GPUs" in how for name, how in told.items() if name.startswith("attend_"))
+    assert str(ops.Explanation("attend_own", "cudnn", "")) == "cudnn"
 
 
 def test_what_a_kernel_replaces_is_not_told_of(monkeypatch):
