@@ -189,6 +189,16 @@ EVICTING = ("snapkv", "streaming_llm")
 # Presets that no other table of the page has, but for those that need settings of the model.
 OTHERS = ("exact", "tova", "logevict", "adakv", "mikv", "h2o", "raas", "pqcache:local=16")
 OTHERS += ("magicpig:local=16,chunk=32", "arkvale:sink=0,local=32,page=16")
+# The papers' settings, at the budgets that fit them; 1000000 is the theta of Qwen2.5, and 40 a rank of 16 %.
+PAPERS = {
+    "freekv": ("full", "freekv:dense_layers=1"),
+    "arkvale": ("arkvale", "arkvale:per=layer,topk=1024"),
+    "shadowkv": ("shadowkv:rope_theta=1000000,rank=40,sink=0",),
+    "pariskv": ("pariskv:dense_layers=0",),
+    "pqcache": ("pqcache:dense_layers=0",),
+    "magicpig": ("magicpig:dense_layers=1",),
+}
+PAPERS_SMALL = "--length 448 --samples 1 --batch 1 --dtype float32 --budget 512"
 
 
 def _checkpoint() -> Iterator[Cell]:
@@ -200,12 +210,15 @@ def _checkpoint() -> Iterator[Cell]:
         command = (
             f"-m kvjax.cli eval {{checkpoint}} {options} {every} --budget {budgets} --parallel 8 --out {{out}}/{out}"
         )
-        yield Cell("checkpoint", name, command, f"{small} --budget 64", 480, resumes=True)
+        smoke = small if "--budget" in small else f"{small} --budget 64"
+        yield Cell("checkpoint", name, command, smoke, 480, resumes=True)
 
     needles = "--task needles --task pass_key --length 16384 --samples 100 --batch 5 --text {text}"
     caches = (*WHOLE, *SELECTING, *EVICTING)
     yield from scored("needles", "needles", needles, caches, "32,64,128,256,512,1024,2048", small)
     yield from scored("needles of others", "needles", needles, OTHERS, "256,1024", small)
+    for name, caches in PAPERS.items():
+        yield from scored(f"needles, {name} at its paper's", "needles", needles, caches, "1024,2048", PAPERS_SMALL)
     command = "shared_quality.py {checkpoint} --text {text} --calibrate {other} --out {out}/shared"
     few = "--quick --methods fier --shares 1,2 --dtype float32"
     yield Cell("checkpoint", "shared selections", command, few, 480, resumes=True)

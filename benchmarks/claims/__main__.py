@@ -2,14 +2,16 @@
 
     python -m benchmarks.claims [MODEL_DIR] --text book.txt --what queries,drift --out folder
 
-recall: every selector, compared with exact top-k by context length. group_reduce: the rules by which a GQA group shares
-a selection. groups: FIER's recall by layer, head and group size, compared with Quest. queries: cosine of adjacent
-queries, and the share that FreeKV would correct. logquant: coverage and loss for several sets of exact tokens. drift:
-recall during generation, of indexes learnt from the prompt and of ParisKV. paris: the effect of each part of ParisKV,
-left out or changed.
+recall: every selector, compared with exact top-k by context length. group_reduce: the rules by which a GQA group
+shares a selection. groups: FIER's recall by layer, head and group size, compared with Quest. queries: cosine of
+adjacent queries, and the share that FreeKV would correct. logquant: coverage and loss for several sets of exact
+tokens. attended: attention to the first and the newest tokens, and the overlap of adjacent steps. candidates:
+ParisKV's recall with a tenth of the keys as candidates, by length. drift: recall during generation, of indexes learnt
+from the prompt and of ParisKV. paris: the effect of each part of ParisKV, left out or changed. votes: the same of the
+centroids of its vote.
 
-drift and paris follow the model as it generates at temperature 1, the others read a given text. A table goes to stdout;
-with --out, measure_WHAT.json, .md and .svg go to a folder.
+drift, paris and votes follow the model as it generates at temperature 1, the others read a given text. A table goes to
+stdout; with --out, measure_WHAT.json, .md and .svg go to a folder.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ from kvjax.spec import default_dtype
 from kvjax.stores.demotion import LogSparse
 
 COMPARED = {"recall": selectors, "group_reduce": group_reduces, "groups": groups}
-FOLLOWED = (*COMPARED, "queries", "logquant")
-WRITTEN = ("drift", "paris")
+FOLLOWED = (*COMPARED, "queries", "logquant", "attended", "candidates")
+WRITTEN = ("drift", "paris", "votes")
 MEASUREMENTS = (*FOLLOWED, *WRITTEN)
 
 
@@ -51,7 +53,7 @@ def main(args: Sequence[str] | None = None) -> int:
         "--new-tokens",
         type=int,
         default=None,
-        help="tokens to generate for drift and paris; default: the last --length",
+        help="tokens to generate for drift, paris and votes; default: the last --length",
     )
     parser.add_argument("--window", type=int, default=42, help="W of logquant, which keeps 2W to 3W tokens exact")
     parser.add_argument("--seed", type=int, default=0)
@@ -90,7 +92,7 @@ def main(args: Sequence[str] | None = None) -> int:
         live[True] = written.windows(min(9, new // given.steps), given.steps)
     head = measured.about(directory, given.text, given.dtype, lengths, given.steps)
     for kind in kinds:
-        settings, found, figure = measure(kind, live[kind in WRITTEN], given.budget, lengths[-1], given.window)
+        settings, found, figure = measure(kind, live[kind in WRITTEN], given.budget, lengths, given.window)
         if kind in WRITTEN:
             settings |= {"prompt": lengths[-1], "new_tokens": new, "temperature": 1.0, "seed": given.seed}
         table = measured.markdown(rows(found))
@@ -102,7 +104,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def measure(
-    kind: str, live: Live, budget: int, prompt: int, window: int
+    kind: str, live: Live, budget: int, lengths: Sequence[int], window: int
 ) -> tuple[dict[str, Any], Mapping[str, Any], Any]:
     """Settings, results by name, and the figure."""
 
@@ -119,10 +121,16 @@ def measure(
     if kind == "logquant":
         found = coverage.logquant(live, window=window, progress=note)
         return {"window": window}, found, figures.dots(found, ("mass", "top", "weights", "outputs"))
+    if kind == "attended":
+        found = {"attention": coverage.attended(live)}
+        return {}, found, figures.dots(found, ("first_two", "newest", "overlap"))
+    if kind == "candidates":
+        found = drift.by_length(live, lengths)
+        return {"share": 0.1}, found, figures.dots(found, ("recall", "mass", "error"))
     if kind == "drift":
-        found = drift.drift(live, prompt=prompt, progress=note)
-        return {}, found, figures.drifting(found, prompt=prompt)
-    found = drift.ablation(live, progress=note)
+        found = drift.drift(live, prompt=lengths[-1], progress=note)
+        return {}, found, figures.drifting(found, prompt=lengths[-1])
+    found = drift.votes(live, progress=note) if kind == "votes" else drift.ablation(live, progress=note)
     return {}, found, figures.dots(found, ("recall", "mass", "error"))
 
 

@@ -170,6 +170,64 @@ def _keep(
     return lax.map(step, (q, exact, positions))
 
 
+# ----------------------------------------------------------------------------------------------------- attended tokens
+
+
+@dataclass(frozen=True)
+class Attended:
+    """Which tokens attention goes to, at T live steps of L layers and N heads; adjacent steps for `overlap`."""
+
+    first_two: np.ndarray  # f[L, T, B, N] share of attention on the first two tokens
+    newest: np.ndarray  # f[L, T, B, N] share on the newest 128
+    overlap: np.ndarray  # f[L, T', B, N] share of the most attended tokens that were so a step before
+
+    def row(self) -> dict[str, float]:
+        """Means over everything, for a table."""
+        return {kind: round(float(getattr(self, kind).mean()), 5) for kind in ("first_two", "newest", "overlap")}
+
+    def summary(self) -> dict[str, Any]:
+        """Means as JSON: over everything, and by layer."""
+        by_layer = {k: [round(float(a.mean()), 5) for a in getattr(self, k)] for k in self.row()}
+        return {"mean": self.row(), "by_layer": by_layer}
+
+
+def attended(live: Live, *, newest: int = 128, top: int = 126) -> Attended:
+    """Attention of the first two and the newest tokens, and the overlap of the `top` tokens of adjacent steps.
+
+    The overlap leaves out the first two tokens and the newest `newest`, which are among the best in most steps.
+    """
+    found = []
+    for layer in live.layers:
+        q, at = jnp.moveaxis(layer.q, 1, 0), jnp.asarray(live.positions)
+        masses = _attended(q, layer.k, at, scale=layer.scale, window=layer.window, newest=newest, top=top)
+        first_two, last, best = map(np.asarray, masses)
+        shares = [
+            (best[i + 1][..., :, None] == best[i][..., None, :]).any(axis=-1).mean(axis=-1)
+            for i in np.flatnonzero(np.diff(live.positions) == 1)
+        ]
+        found.append((first_two, last, np.stack(shares)))
+    return Attended(*(np.stack(kind) for kind in zip(*found, strict=True)))
+
+
+@partial(jax.jit, static_argnames=("scale", "window", "newest", "top"))
+def _attended(
+    q: Array, k: Array, positions: Array, *, scale: float, window: int | None, newest: int, top: int
+) -> tuple[Array, Array, Array]:
+    """Shares f32[T, B, N] of the first two tokens and of the newest, and the most attended tokens i32[T, B, N, top]
+    between them, of q [T, B, N, D]."""
+
+    def step(x: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        logits, visible = exact_logits(x[0], k, x[1], scale=scale, window=window)
+        true = jax.nn.softmax(jnp.where(visible, logits, -jnp.inf), axis=-1)
+        true = true.reshape(true.shape[0], -1, true.shape[-1])
+        place, start = jnp.arange(k.shape[2]), x[1] + 1 - newest
+        between = jnp.where((place >= SINKS) & (place < start), true, -1.0)
+        last = jnp.sum(jnp.where((place >= jnp.maximum(start, SINKS)) & (place <= x[1]), true, 0.0), axis=-1)
+        return jnp.sum(true[..., :SINKS], axis=-1), last, lax.top_k(between, top)[1]
+
+    return lax.map(step, (q, positions))
+
+
 # -------------------------------------------------------------------------------------------------------- exact tokens
 
 

@@ -10,10 +10,10 @@ centroids of the prompt, and with centroids learnt again from all of the text so
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +24,11 @@ from kvjax.evaluate.capture import Live
 from kvjax.evaluate.recall import Reads, reads
 from kvjax.evaluate.store import Progress
 from kvjax.numerics.blocks import write
-from kvjax.numerics.rotate import rotate
+from kvjax.numerics.rotate import RADII, Directions, patterns, radius_table, rotate, rotate_few
 from kvjax.numerics.selection import GroupReduce, require_group_reduce
 from kvjax.policies import Retrieval
 from kvjax.selectors import Exact, MinMaxPages, Nucleus, Paris, ProductCodes, Selector
-from kvjax.selectors.paris import TIERS
+from kvjax.selectors.paris import TIERS, ParisIndex
 from kvjax.spec import CacheSpec, require_int
 from kvjax.stores.demotion import Fifo
 
@@ -173,6 +173,75 @@ def k_means(x: Array, valid: Array, *, centroids: int, rounds: int) -> Array:
     return lax.map(one, x.reshape(K * N, T, m)).reshape(K, N, centroids, m)
 
 
+class VotingIndex(NamedTuple):
+    """ParisKV's index, and the length of each block of each key."""
+
+    codes: Directions
+    counts: Array
+    limits: Array
+    candidates: Array
+    lengths: Array  # f32[B, K, S, N] of the rotated unit key, times the key's own length if keys are not normalised
+
+
+@dataclass(frozen=True, kw_only=True)
+class Voting(Paris):
+    """ParisKV with other centroids in its vote, which its section 5.4 and Proposition 4.1 name and its default leaves
+    out: `directions` is K_omega, `radii` K_r.
+
+    The paper does not say how fewer directions are chosen. Here they are the sign patterns of a block's first channels;
+    the others count as 0, and after the rotation all channels are alike. Several radii are those by which
+    `radius_table` codes the lengths of blocks. Without `normalise`, a key's centroids have the key's length. A vote
+    sorts all keys by their centroids' products with the query, so it is slow; ranks and tiers are those of Paris.
+    """
+
+    directions: int = 256
+    radii: int = 1
+    normalise: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.directions not in [2**n for n in range(1, self.subspace + 1)]:
+            raise ValueError(f"Voting(directions={self.directions}) must be a power of 2, at most {2**self.subspace}")
+        if self.radii not in (1, RADII):
+            raise ValueError(f"Voting(radii={self.radii}) must be 1 or {RADII}")
+
+    def init(self, spec: CacheSpec, slots: int) -> Any:
+        shape = (spec.batch, spec.kv_heads, slots, spec.head_dim // self.subspace)
+        return VotingIndex(*super().init(spec, slots), jnp.zeros(shape, jnp.float32))
+
+    def append(self, ix: Any, k: Array, at: Array, count: Array) -> Any:
+        base = super().append(ParisIndex(*ix[:4]), k, at, count)
+        keys = k.astype(jnp.float32)
+        size = jnp.maximum(jnp.linalg.norm(keys, axis=-1, keepdims=True), 1e-8)
+        rotated = keys / size if self.seed is None else rotate(keys / size, self.seed)
+        length = jnp.linalg.norm(rotated.reshape(*k.shape[:3], -1, self.subspace), axis=-1)
+        if self.radii == 1:
+            length = jnp.ones_like(length)
+        else:
+            edges, centres = radius_table(self.subspace, k.shape[3])
+            length = jnp.asarray(centres, jnp.float32)[jnp.searchsorted(jnp.asarray(edges, jnp.float32), length)]
+        return VotingIndex(*base, write(ix.lengths, length if self.normalise else length * size, at, count))
+
+    def _votes(self, ix: Any, q: Array) -> Array:
+        rotated = q.astype(jnp.float32) if self.seed is None else rotate_few(q, self.seed)
+        used = self.directions.bit_length() - 1
+        parts = rotated.reshape(*q.shape[:3], -1, self.subspace)[..., :used]  # [B, K, G, N, m]
+        ids = patterns(ix.codes.signs, self.subspace)
+        bits = (ids[..., None] >> jnp.arange(used, dtype=jnp.uint8).reshape(1, 1, 1, 1, -1)) & jnp.uint8(1)
+        signs = jnp.where(bits == 1, 1.0, -1.0)
+        products = jnp.einsum("bkgnm,bksnm->bkgns", parts, signs, precision="highest")
+        n = self._length(ix.counts)
+        stored = jnp.arange(ids.shape[2])[None] < n[:, None]
+        products = products * jnp.swapaxes(ix.lengths, 2, 3)[:, :, None]
+        products = jnp.where(stored[:, None, None, None], products, -jnp.inf)
+        rising = jnp.sort(products, axis=-1)
+        place = jax.vmap(partial(jnp.searchsorted, side="right"))
+        S = ids.shape[2]
+        better = S - place(rising.reshape(-1, S), products.reshape(-1, S)).reshape(products.shape)
+        tiers = jnp.sum(better[..., None] < ix.limits[:, None, None, None, None], axis=-1, dtype=jnp.uint8)
+        return jnp.sum(tiers, axis=3, dtype=jnp.uint8)
+
+
 # ------------------------------------------------------------------------------------------------------- measurements
 
 
@@ -231,6 +300,16 @@ def drift(
     return found
 
 
+def by_length(live: Live, lengths: Sequence[int], *, share: float = 0.1) -> dict[str, Reads]:
+    """Recall of the 100 best with a `share` of the keys as candidates, at each length of a captured text."""
+    steps = len(live.positions) // len(lengths)
+    found = {}
+    for i, length in enumerate(lengths):
+        run = live.take(np.arange(i * steps, (i + 1) * steps))
+        found[f"{length} tokens"] = reads(run, policy(Paris(candidates=round(share * length))), top=TOP)
+    return found
+
+
 def ablation(
     live: Live, *, shares: Sequence[float] = (0.05, 0.1, 0.25, 0.5, 1.0), progress: Progress | None = None
 ) -> dict[str, Reads]:
@@ -239,7 +318,7 @@ def ablation(
 
     Shares are of the longest context of `live`; where a history is shorter, they cover more of it.
     """
-    base, longest = policy(Paris()), int(live.lengths[-1])
+    longest = int(live.lengths[-1])
     cases: dict[str, Selector] = {
         "as published": Paris(),
         "no alpha-correction": Paris(correct=False),
@@ -258,9 +337,26 @@ def ablation(
         "all reranked, subspaces of 4": replace(every, subspace=4),
         "all reranked, radii in 4 bits": replace(every, radius_bits=4),
     }
+    return _recalls(live, cases, progress)
+
+
+def votes(live: Live, *, progress: Progress | None = None) -> dict[str, Reads]:
+    """ParisKV's vote by other centroids than its default's: fewer directions, radii, keys that are not normalised."""
+    cases: dict[str, Selector] = {
+        "as published": Paris(),
+        "16 directions": Voting(directions=16),
+        "16 radii": Voting(radii=RADII),
+        "not normalised": Voting(normalise=False),
+        "not rotated": Paris(seed=None),
+        "neither normalised nor rotated": Voting(normalise=False, seed=None),
+    }
+    return _recalls(live, cases, progress)
+
+
+def _recalls(live: Live, cases: Mapping[str, Selector], progress: Progress | None) -> dict[str, Reads]:
     found = {}
     for done, (name, selector) in enumerate(cases.items()):
         if progress is not None:
             progress(done, len(cases), name)
-        found[name] = reads(live, replace(base, selector=selector), top=TOP)
+        found[name] = reads(live, policy(selector), top=TOP)
     return found

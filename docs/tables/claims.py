@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,6 +58,10 @@ def read_cell(cell: dict[str, Any]) -> Cell:
         score = load_results(file)[cell["task"]]["caches"][cell["cache"]]
         beside = (score["difference"], score["difference_stderr"]) if "difference" in score else None
         return Cell(name, score["mean"], (score["high"] - score["low"]) / 3.92, beside_full=beside, source=file)
+    if "quarter" in cell:
+        (row,) = [row for row in load_results(file) if row["cache"] == cell["cache"]]
+        ratio, stderr = (row[f"{what}_by_quarter"][cell["quarter"]] for what in ("ratio", "stderr"))
+        return Cell(name, ratio, stderr, source=file)
     if "at" in cell:
         return Cell(name, load_results(file)[cell["case"]]["by_length"][cell["at"]][cell["value"]], None, source=file)
     if "case" in cell:
@@ -142,6 +147,34 @@ def verdict(row: dict[str, Any]) -> str:
     cells = [read_cell(cell) for cell in row["cells"]]
     found = {compare(one, cells) for one in row.get("expect", ())} or {"open"}
     return "contradicted" if "contradicted" in found else "open" if "open" in found else "reproduced"
+
+
+FIELDS = {"place", "claim", "figures", "command"}
+MEASURED = {"own", "setting", "cells"}
+
+
+def faults(paper: dict[str, Any], tables: Sequence[str], figures: int) -> list[str]:
+    """What is wrong with a paper's claims: tables and figures of it without a row, and rows without what they need."""
+    wanted = {*(f"Table {name}" for name in tables), *(f"Figure {n + 1}" for n in range(figures))}
+    in_rows = {place for row in paper["rows"] for place in row["place"]}
+    nothing = set(paper["without_claim"])
+    found = [f"{place} has no row" for place in sorted(wanted - in_rows - nothing)]
+    found += [f"{place} has a row and claims nothing" for place in sorted(in_rows & nothing)]
+    numbered = {place for place in in_rows | nothing if place.startswith(("Table", "Figure"))}
+    found += [f"the paper has no {place}" for place in sorted(numbered - wanted)]
+    for row in paper["rows"]:
+        own = FIELDS | ({"takes"} if "takes" in row else MEASURED)
+        found += [f"{row.get('claim')}: no {field}" for field in sorted(own) if row.get(field) in (None, "", [])]
+        found += [f"{row.get('claim')}: {field} is unknown" for field in sorted(set(row) - own - {"expect"})]
+        words = json.dumps(row)
+        if any(word in words.replace("not measured", "") for word in VERDICTS):
+            found.append(f"{row.get('claim')}: types a verdict, which the rule gives")
+        if "cells" in row and "expect" not in row and not re.search("[Nn]ot judged: |No interval", row["setting"]):
+            found.append(f"{row.get('claim')}: does not say why nothing is compared")
+        used = {at for one in row.get("expect", ()) for at in one[1:3] if isinstance(at, int)}
+        if "expect" in row and not used <= set(range(len(row["cells"]))):
+            found.append(f"{row.get('claim')}: compares cells that it does not have")
+    return found
 
 
 def _line(row: dict[str, Any]) -> list[str]:

@@ -77,7 +77,7 @@ def real_known() -> str:
         return [mean_of(scores.get(name)) for scores in (known, later)]
 
     caches = dict.fromkeys(name.partition("@")[0] for name in found[NEEDLES.replace("decoded", "prefilled")])
-    rows = [[f"`{cache}`", *(cell for column in columns for cell in both(cache, *column))] for cache in caches]
+    rows = [[named(cache), *(cell for column in columns for cell in both(cache, *column))] for cache in caches]
     return markdown(["cache", *(cell for what, budget in columns for cell in (f"{what}, {budget}", "later"))], rows)
 
 
@@ -113,7 +113,9 @@ def real_ruler() -> str:
     for length in lengths:
         means = ruler_means(length)
         rows.append(["mean of all ten", str(length), *(short(means[name]) for name in names)])
-    return markdown(["task", "tokens", *(f"`{method_of(name)}`" for name in names)], rows)
+    return markdown(
+        ["task", "tokens", *(named(name).replace(name.partition("@")[0], method_of(name)) for name in names)], rows
+    )
 
 
 def _ruler() -> dict[tuple[str, int], dict[str, Any]]:
@@ -153,7 +155,7 @@ def real_perplexities() -> str:
                 cells.append(f"{row['perplexity']:.2f}")
             else:
                 cells.append(perplexity_change(row))
-        rows.append([f"`{cache}`", *cells])
+        rows.append([named(cache), *cells])
     return markdown(["cache", *(f"{text}, {length}" for text, length in places)], rows)
 
 
@@ -161,7 +163,7 @@ def real_long_generation() -> str:
     """Perplexity of a model's own text through each cache against full attention, by quarter of it."""
     found = load_results("long_generation")
     rows = [
-        [f"`{row['cache']}`", *(f"{x:.2f}" for x in row["ratio_by_quarter"])] for row in found if row["cache"] != "full"
+        [named(row["cache"]), *(f"{x:.2f}" for x in row["ratio_by_quarter"])] for row in found if row["cache"] != "full"
     ]
     return markdown(["cache", "first quarter", "second", "third", "last"], rows)
 
@@ -200,7 +202,7 @@ def real_speed() -> str:
         times = ("" if ms is None else f"{ms:.2f}" for ms in cells)
         rows.append([f"{size[0]} x {size[1]}", f"{floor:.2f}", *times])
     return markdown(
-        ["tokens x rows", "floor, full", *("cuDNN" if name == "cudnn" else f"`{name}`" for name in names)], rows
+        ["tokens x rows", "floor, full", *("cuDNN" if name == "cudnn" else named(name) for name in names)], rows
     )
 
 

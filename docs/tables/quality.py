@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from docs.tables.reading import load_rows, load_scores
-from docs.tables.writing import markdown, mean_of, perplexity_change, short
+from docs.tables.writing import markdown, mean_of, named, perplexity_change, short
 
 
 def decoded_needles() -> str:
@@ -19,7 +19,7 @@ def decoded_needles() -> str:
         dense = next(score for score in found if score)["dense_layers"]
         cells = [cell for pair in zip(right, read, strict=True) for cell in pair]
         method = name.removesuffix(":dense_layers=0")
-        rows.append([f"`{method}`", "" if dense is None else str(dense), *cells])
+        rows.append([named(method), "" if dense is None else str(dense), *cells])
     head = (f"{what} {n}" for n in budgets for what in ("budget", "tokens read at"))
     return markdown(["cache", "dense layers", *head], rows)
 
@@ -29,7 +29,7 @@ def needles() -> str:
     scores = load_scores("eval")
     rows = []
     for method in dict.fromkeys(cache.partition("@")[0] for cache in scores["1 of 8 needles at 8192"]):
-        cells = [f"`{method}`"]
+        cells = [named(method)]
         for budget in budgets:
             name = method if budget is None else f"{method}@{budget}"
             found = [scores[f"1 of 8 needles at {n}"].get(name) for n in lengths]
@@ -44,9 +44,9 @@ def papers() -> str:
     rows = []
     for cache in ("pariskv:sink=4,local=8", "freekv:sink=0,local=32"):
         found = (scores.get(f"{cache}@{budget}") for budget in budgets)
-        rows.append([f"`{cache}`", "", *map(mean_of, found)])
+        rows.append([named(cache), "", *map(mean_of, found)])
     for cache in ("logquant:bits=2", "kivi:bits=2"):
-        rows.append([f"`{cache}`", short(scores[cache]["mean"]), *[""] * len(budgets)])
+        rows.append([named(cache), short(scores[cache]["mean"]), *[""] * len(budgets)])
     return markdown(["cache", "all", *map(str, budgets)], rows)
 
 
@@ -79,7 +79,7 @@ def equal_perplexities() -> str:
                 continue
             change = perplexity_change(row)
             cells += [f"{row['perplexity']:.2f}" if cache == "full" else change, f"{row['tokens_read']:.0f}"]
-        rows.append([f"`{cache}`", "all" if cache == "full" else str(dense), *cells])
+        rows.append([named(cache), "all" if cache == "full" else str(dense), *cells])
     head = [part for length in lengths for part in (str(length), "read")]
     return markdown(["cache", "dense layers", *head], rows)
 
@@ -93,7 +93,7 @@ def method_perplexities() -> str:
         if row["ratio"] > 10:
             change = f"{row['ratio']:.0f} times"
         budget = "" if row["budget"] is None else str(row["budget"])
-        rows.append([f"`{row['cache']}`", budget, change, f"{row['tokens_read']:.0f}"])
+        rows.append([named(row["cache"]), budget, change, f"{row['tokens_read']:.0f}"])
     return markdown(["cache", "budget", "perplexity", "tokens read"], rows)
 
 
@@ -103,7 +103,7 @@ def perplexities() -> str:
     for cache in dict.fromkeys(row["cache"] for row in measured):
         own = [row for row in measured if row["cache"] == cache]
         told = (f"{x['perplexity']:.2f}" if cache == "full" else f"{100 * (x['ratio'] - 1):+.1f} %" for x in own)
-        rows.append([f"`{cache}`", *told])
+        rows.append([named(cache), *told])
     lengths = dict.fromkeys(row["length"] for row in measured)
     return markdown(["cache", *map(str, lengths)], rows)
 
@@ -114,5 +114,5 @@ def tokens_read() -> str:
     rows = []
     for cache in dict.fromkeys(row["cache"] for row in measured):
         own = [row for row in measured if row["cache"] == cache]
-        rows.append([f"`{cache}`", *(f"{row['attended']:.0f}" for row in own)])
+        rows.append([named(cache), *(f"{row['attended']:.0f}" for row in own)])
     return markdown(["cache", *map(str, dict.fromkeys(row["length"] for row in measured))], rows)

@@ -11,6 +11,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from kvjax.presets import REGISTRY
+
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -45,12 +47,26 @@ def method_of(cache: str) -> str:
     return cache.partition("@")[0].partition(":")[0]
 
 
+# Settings that depend on the model.
+FOR_THE_MODEL = {"heads", "layers", "rope_theta", "rank", "dense_layers", "prompt", "budget"}
+
+
+def of_its_paper(cache: str) -> bool:
+    """True if a cache's settings are those of its paper, the budget and what depends on the model aside."""
+    name, _, given = cache.partition("@")[0].partition(":")
+    if name not in REGISTRY or REGISTRY[name].paper == "-":
+        return True
+    defaults = {f"{setting}={default}" for setting, default in REGISTRY[name].settings.items()}
+    own, paper = (set(text.split(",")) - defaults - {""} for text in (given, REGISTRY[name].paper_setting))
+    return all(one.partition("=")[0] in FOR_THE_MODEL for one in own ^ paper)
+
+
 def score_of(scores: dict[str, Any], method: str, budget: int) -> dict[str, Any] | None:
-    """The score of a method at a budget, or of one that has no budget: with its defaults, or else its only settings."""
-    texts = {name.partition("@")[0] for name in scores if method_of(name) == method}
-    if not texts:
-        return None
-    text = method if method in texts else texts.pop()
-    if text != method and texts:
-        raise ValueError(f"{method} has scores with several settings: {text}, {', '.join(texts)}; name one of them")
-    return scores.get(f"{text}@{budget}", scores.get(text))
+    """The score of a method at a budget, or of one that has no budget: with its defaults, or else at its paper's
+    settings, or else with the only other ones."""
+    found = {name.partition("@")[0]: score for name, score in scores.items() if method_of(name) == method
+             and name.partition("@")[2] in ("", str(budget))}  # fmt: skip
+    of_paper = [text for text in found if of_its_paper(text)]
+    if len(found) > 1 and method not in found and len(of_paper) != 1:
+        raise ValueError(f"{method} has scores with several settings: {', '.join(found)}; name one of them")
+    return found.get(method, found.get(of_paper[0]) if of_paper else next(iter(found.values()), None))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
 from typing import Any
 
-from docs.tables.reading import RESULTS, load_rows
+from docs.tables.reading import RESULTS, load_file, load_rows
 from docs.tables.writing import markdown, short
 from kvjax.kernels_pallas.score import score_pages
 from kvjax.kernels_pallas.select import select_4bit
@@ -92,10 +91,14 @@ KERNELS = {
 }
 
 # Kernels whose default block sizes are not those of the benchmark's first entry.
-DEFAULTS = {
-    name: "x".join(str(size) for size in astuple(config))
-    for name, config in (("score_pages", score_pages.Config()), ("select_4bit", select_4bit.config_for(8, 13108, 256)))
-}
+DEFAULTS: dict[str, Any] = {"score_pages": score_pages.Config(), "select_4bit": select_4bit.config_for(8, 13108, 256)}
+
+
+def time_of(file: dict[str, Any], config: Any) -> float:
+    """The time of a kernel's first shape with the block sizes of `config`, which a file labels by the fields that it
+    names: "config: blocks x warpgroups". Fields that came later are not in its labels."""
+    names = file["what"].partition("config: ")[2].partition(";")[0].split(" x ")
+    return file["rows"][0]["all"]["x".join(str(getattr(config, name)) for name in names)]
 
 
 def kernels() -> str:
@@ -105,10 +108,9 @@ def kernels() -> str:
         raise ValueError(f"KERNELS and benchmarks/results disagree about {sorted(files ^ set(KERNELS))}")
     rows = []
     for name, what in KERNELS.items():
-        row = load_rows(name)[0]
-        us, floor = row["kernel"], row["floor"]
-        if name in DEFAULTS:  # a file may be older than a config's last fields
-            us = next(time for label, time in row["all"].items() if f"{DEFAULTS[name]}x".startswith(f"{label}x"))
+        file = load_file(name)
+        row = file["rows"][0]
+        us, floor = time_of(file, DEFAULTS[name]) if name in DEFAULTS else row["kernel"], row["floor"]
         rows.append([f"`{name}`: {what}", *(f"{x:.1f}" for x in (us, floor, row["xla"]))])
     return markdown(["operation", "kernel, us", "floor of its bytes, us", "plain JAX, us"], rows)
 

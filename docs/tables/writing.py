@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from kvjax.presets import REGISTRY
+from docs.tables.reading import of_its_paper
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: bool = True) -> str:
@@ -29,14 +29,7 @@ def perplexity_change(row: dict[str, Any]) -> str:
     return f"{100 * (row['ratio'] - 1):+.1f} ± {100 * row['ratio_stderr']:.1f} %"
 
 
-FOR_THE_MODEL = {"heads", "layers", "rope_theta", "rank", "dense_layers"}  # settings that depend on the model
-
-
 def named(cache: str) -> str:
     """A cache as a table shows it, without its budget; with a dagger if its settings are not those of its paper."""
-    name, _, given = cache.partition("@")[0].partition(":")
-    if name not in REGISTRY or REGISTRY[name].paper == "-":
-        return f"`{cache.partition('@')[0]}`"
-    own, paper = ({one for one in text.split(",") if one} for text in (given, REGISTRY[name].paper_setting))
-    other = {one for one in own ^ paper if one.partition("=")[0] not in FOR_THE_MODEL}
-    return f"`{cache.partition('@')[0]}`{' †' if other else ''}"
+    text = cache.partition("@")[0]
+    return f"`{text}`{'' if of_its_paper(cache) else ' †'}"

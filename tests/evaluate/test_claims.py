@@ -15,6 +15,8 @@ from benchmarks.claims.groups import compare, group_reduces, groups, selectors
 from kvjax import CacheSpec, Compressed, Dense, Fifo, LogSparse, Quantized
 from kvjax.evaluate import recall
 from kvjax.evaluate.capture import Live
+from kvjax.numerics.rotate import radius_table, rotate
+from kvjax.selectors import Paris
 from tests.checkpoint import write_checkpoint
 from tests.evaluate.test_recall import LIVE, POSITIONS, STEPS, B, D, G, K, L, N, S, _live, _logits, _softmax, directory  # noqa: F401
 
@@ -192,6 +194,55 @@ def test_learnt_votes_are_those_of_numpy():
         of_key = np.take_along_axis(worth[..., 0], ids[b, k].T, axis=1)  # [2, S]
         better = (of_key[:, None] > of_key[:, :, None]).sum(axis=-1)
         np.testing.assert_array_equal(votes[b, k, g], (better[..., None] < reach).sum(axis=(0, 2)))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"directions": 16},
+        pytest.param({"radii": 16}, marks=pytest.mark.thorough),
+        pytest.param({"normalise": False, "seed": None}, marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
+def test_votes_by_other_centroids_are_those_of_numpy_and_by_default_those_of_paris(settings):
+    layer, selector = LIVE.layers[1], drift.Voting(**settings)
+    ix, q = _index(selector, layer.k, S), np.asarray(layer.q[:, 2], np.float32).reshape(B, K, G, D)
+    found = np.asarray(jax.jit(selector._votes)(ix, q))
+    turn = (
+        (lambda x: np.asarray(rotate(jnp.asarray(x, jnp.float32), 0), np.float64)) if selector.seed == 0 else np.float64
+    )
+    keys = np.asarray(layer.k, np.float64)
+    size = np.linalg.norm(keys, axis=-1, keepdims=True)
+    blocks, queries = turn(keys / size).reshape(B, K, S, 2, 8), turn(q).reshape(B, K, G, 2, 8)
+    used = int(np.log2(selector.directions))
+    reach = np.ceil(S * 0.5 * np.array([0.05, 0.15, 0.3, 0.5, 0.75, 1.0]) - 1e-9)
+    edges, centres = radius_table(8, D)
+    for b, k, g in np.ndindex(B, K, G):
+        votes = np.zeros(S)
+        for n in range(2):
+            signs = np.where(blocks[b, k, :, n, :used] >= 0, 1.0, -1.0)
+            worth = signs @ queries[b, k, g, n, :used]
+            if selector.radii > 1:
+                worth *= centres[np.searchsorted(edges, np.linalg.norm(blocks[b, k, :, n], axis=-1))]
+            worth = worth if selector.normalise else worth * size[b, k, :, 0]
+            better = (worth[None] > worth[:, None] + 1e-6).sum(axis=1)
+            votes += (better[:, None] < reach).sum(axis=1)
+        assert (found[b, k, g] == votes).mean() > 0.97, (b, k, g)  # products within rounding may change places
+    if not settings:
+        np.testing.assert_array_equal(found, jax.jit(Paris()._votes)(_index(Paris(), layer.k, S), q))
+
+
+def test_attended_tokens_are_those_of_numpy():
+    found = coverage.attended(LIVE, newest=6, top=5)
+    best = []
+    for t, position in enumerate(POSITIONS[:2]):
+        weights = _softmax(_logits(LIVE.layers[1], t, position))[1, 3]
+        assert found.first_two[1, t, 1, 3] == pytest.approx(weights[:2].sum(), abs=1e-5)
+        assert found.newest[1, t, 1, 3] == pytest.approx(weights[position - 5 : position + 1].sum(), abs=1e-5)
+        best.append(set((np.argsort(-weights[2 : position - 5]) + 2)[:5].tolist()))
+    assert found.overlap[1, 0, 1, 3] == pytest.approx(len(best[0] & best[1]) / 5)
 
 
 @pytest.mark.thorough
