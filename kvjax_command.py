@@ -37,8 +37,11 @@ def end_at_interrupt() -> None:
 
 def main() -> int:
     end_at_interrupt()
-    from kvjax.cli import main as run
-
+    try:
+        from kvjax.cli import main as run
+    except ImportError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     return run()
 
 

@@ -38,6 +38,7 @@ from kvjax.sharding.placement import Placement
 from kvjax.spec import CacheSpec
 from kvjax.steps import attend, select, update
 from kvjax.stores import Dense, Fifo, HostOffload, Store
+from kvjax.validation import naming_absent
 
 if TYPE_CHECKING:
     from kvjax import evaluate as evaluate
@@ -62,17 +63,11 @@ _LAZY |= dict.fromkeys(("PartialAttention", "attend_part", "merge"), "numerics.p
 if not TYPE_CHECKING:  # to a type checker, every name would exist
 
     def __getattr__(name: str) -> Any:
-        try:
+        with naming_absent(f"kvjax.{name}"):
             if name in _LAZY_MODULES:
                 return import_module(f"kvjax.{name}")
             if name in _LAZY:
                 return getattr(import_module(f"kvjax.{_LAZY[name]}"), name)
-        except ModuleNotFoundError as error:
-            missing = (error.name or "").partition(".")[0]
-            if missing in ("", "kvjax"):
-                raise
-            package = {"orbax": "orbax-checkpoint"}.get(missing, missing)
-            raise ImportError(f"kvjax.{name} needs {package}, which is not installed: pip install {package}") from error
         for module in (import_module(f"kvjax.{part}") for part in _PARTS):
             if name in module.__all__:
                 return getattr(module, name)

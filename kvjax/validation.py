@@ -9,7 +9,8 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -19,6 +20,19 @@ from jax.core import Tracer
 
 MOST = 2**31 - 1  # counts, sizes and positions are int32 on the device
 LEAST_LIKENESS = 0.6  # for "did you mean" to offer a name: 2 * equal letters / all letters
+
+
+@contextmanager
+def naming_absent(what: str) -> Iterator[None]:
+    """If a package is not installed that the block imports, the error says that `what` needs it, and how to get it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing in ("", "kvjax"):
+            raise
+        package = {"orbax": "orbax-checkpoint"}.get(missing, missing)
+        raise ImportError(f"{what} needs {package}, which is not installed: pip install {package}") from error
 
 
 def check_verbs(

@@ -8,12 +8,15 @@
 if __name__ == "models":
     raise ImportError("this folder is the package kvjax.models: write `import kvjax.models`, not `import models`")
 
-from . import rope
-from .chat import Chat
-from .checkpoint import Checkpoint, Completion
-from .config import DecoderConfig, Family, Weight
-from .decoder import Decoder
-from .weights import FAMILIES, distribute, load, logical_axis_rules, save, shipped
+from kvjax.validation import naming_absent
+
+with naming_absent("kvjax.models"):
+    from . import rope
+    from .chat import Chat
+    from .checkpoint import Checkpoint, Completion
+    from .config import DecoderConfig, Family, Weight
+    from .decoder import Decoder
+    from .weights import FAMILIES, distribute, load, logical_axis_rules, save, shipped
 
 __all__ = [
     "FAMILIES",

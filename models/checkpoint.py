@@ -37,7 +37,7 @@ from kvjax.generation.text import Detokenizer
 from kvjax.policies import PerLayer, Policy
 from kvjax.sharding.placement import Placement
 from kvjax.spec import require_int, round_capacity
-from kvjax.validation import shown
+from kvjax.validation import naming_absent, shown
 
 from . import tokenizer
 from .chat import Chat, default_new_tokens
@@ -140,7 +140,8 @@ class Checkpoint:
 
     def _whole_tokenizer(self) -> Any:
         with _without_advice():
-            from transformers import AutoTokenizer
+            with naming_absent(f"the tokenizer in {self.directory}"):
+                from transformers import AutoTokenizer
 
             try:
                 return AutoTokenizer.from_pretrained(

@@ -16,10 +16,12 @@ from typing import Any
 
 import numpy as np
 
+from kvjax.validation import naming_absent
+
 # Classes that read tokenizer.json as it is. Others change it while loading, such as Llama's, which adds or drops <s>.
 AS_IN_THE_FILE = ("PreTrainedTokenizerFast", "TokenizersBackend", "Qwen2Tokenizer", "Qwen2TokenizerFast")
-# Files that may add tokens or templates to those of the two.
-ELSEWHERE = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json")
+# Files that may add tokens where tokenizer_config.json does not list them; transformers reads them only then.
+ADDING = ("special_tokens_map.json", "added_tokens.json")
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -93,19 +95,21 @@ def read(directory: Path, whole: Callable[[], Any]) -> FileTokenizer | None:
 
     `whole` loads the tokenizer of transformers.
     """
+    with naming_absent("a tokenizer"):
+        from tokenizers import Tokenizer
     file, settings = directory / "tokenizer.json", directory / "tokenizer_config.json"
     try:
         config = json.loads(settings.read_text(encoding="utf-8"))
         if not isinstance(config, dict) or config.get("tokenizer_class") not in AS_IN_THE_FILE:
             return None
-        from tokenizers import Tokenizer
-
+        if "added_tokens_decoder" not in config and any((directory / name).exists() for name in ADDING):
+            return None
+        if (template := directory / "chat_template.jinja").is_file():
+            config["chat_template"] = template.read_text(encoding="utf-8")
         tokenizer = Tokenizer.from_file(str(file))
         if type(tokenizer.model).__name__ != "BPE":  # transformers may change what others decode
             return None
     except Exception:  # a damaged file: transformers says what is wrong
-        return None
-    if any((directory / name).exists() for name in ELSEWHERE):
         return None
     made, known = FileTokenizer(tokenizer, config, whole), tokenizer.get_added_tokens_decoder()
     added = config.get("added_tokens_decoder", {})

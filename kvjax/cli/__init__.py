@@ -22,11 +22,13 @@ from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import Annotated, Any
 
-import typer
+from kvjax.validation import cut, naming_absent
 
-from kvjax.cli import bench, chat, compare, evaluate, generate, heads, methods, perplexity, warm
-from kvjax.cli.terminal import say, write
-from kvjax.validation import cut
+with naming_absent("the command kvjax"):
+    import typer
+
+    from kvjax.cli import bench, chat, compare, evaluate, generate, heads, methods, perplexity, warm
+    from kvjax.cli.terminal import say, write
 
 # Silences transformers' advice about torch and XLA's startup warnings, which do not concern users of this command.
 for _name, _value in (
@@ -107,7 +109,8 @@ def main(args: Sequence[str] | None = None) -> int:
     """The console entry point. Returns the exit code."""
     args = list(sys.argv[1:] if args is None else args) or ["--help"]
     try:
-        code = app(args, prog_name="kvjax", standalone_mode=False)
+        with naming_absent("this command"):
+            code = app(args, prog_name="kvjax", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, typer.Abort):

@@ -76,6 +76,7 @@ def warm(
             None,
             sampling=draw,
             stop_tokens=checkpoint.stop_tokens,
+            processors=checkpoint.processors,
             measure=True,
             prompts=draw is draws[0],
         )

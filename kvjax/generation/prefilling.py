@@ -35,7 +35,7 @@ MOST_PADDING = 1 / 8  # of a prompt; a last chunk that would be emptier is cut i
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-DEEP = 10  # layers of each kind from which a prompt runs layer by layer, because to compile all of them takes longer
+DEEP = 4  # layers of each kind from which a prompt runs layer by layer, because to compile all of them takes longer
 
 
 @runtime_checkable
@@ -93,7 +93,7 @@ def on_auto_axes(f: F) -> F:
 
     @wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
-        found = [getattr(a, "cache", a) for a in (*args, *kwargs.values())]
+        found = [getattr(a, "__dict__", {}).get("cache", a) for a in (*args, *kwargs.values())]  # asks no tokenizer
         placement = next((a.placement for a in found if isinstance(a, Cache)), None)
         with loops_on_auto_axes(placement):
             made = f(*args, **kwargs)

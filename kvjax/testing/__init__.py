@@ -20,10 +20,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvjax.spec import CacheSpec
-from kvjax.testing._anatomy import DoesNotApply, core, has_history
-from kvjax.testing._laws import FUNCTIONS
-from kvjax.testing._report import Report, Row
-from kvjax.validation import check_verbs, shown
+from kvjax.validation import check_verbs, naming_absent, shown
+
+with naming_absent("kvjax.testing"):
+    from kvjax.testing._anatomy import DoesNotApply, core, has_history
+    from kvjax.testing._laws import FUNCTIONS
+    from kvjax.testing._report import Report, Row
 
 __all__ = ["LAWS", "Report", "Row", "check_policy"]
 

@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvjax import models
+from kvjax.generation.prefilling import on_auto_axes
+from kvjax.generation.text import Detokenizer
 from kvjax.models import tokenizer
 
 SPELT = ("<s>", "</s>", "<unk>", " n't", " .", "\n\n", "é", "漢", "🙂", "0123", "\x00", "  ")
@@ -109,20 +111,52 @@ def test_its_tokens_are_those_of_transformers(both):
     ids=str,
 )
 def test_a_config_that_may_change_the_file_leaves_it_to_transformers(tmp_path, change):
-    shutil.copy(models.shipped() / "tokenizer.json", tmp_path)
-    config = json.loads((models.shipped() / "tokenizer_config.json").read_text())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config}))
+    write(tmp_path)
     assert tokenizer.read(tmp_path, lambda: None) is not None
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, **change}))
+    write(tmp_path, **change)
     assert tokenizer.read(tmp_path, lambda: None) is None
 
 
-@pytest.mark.parametrize("name", tokenizer.ELSEWHERE)
+def write(directory, **config):
+    """The shipped tokenizer with other settings; returns them."""
+    shutil.copy(models.shipped() / "tokenizer.json", directory)
+    config = json.loads((models.shipped() / "tokenizer_config.json").read_text()) | config
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return config
+
+
+@pytest.mark.parametrize("name", tokenizer.ADDING)
 def test_files_that_may_add_tokens_leave_it_to_transformers(tmp_path, name):
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(models.shipped() / file, tmp_path)
+    write(tmp_path)
     (tmp_path / name).write_text("{}")
     assert tokenizer.read(tmp_path, lambda: None) is None
+
+
+def test_files_beside_a_config_that_lists_all_tokens_change_nothing(tmp_path):
+    """As in the directories of Llama 3 and Qwen, which hold such files."""
+    from transformers import AutoTokenizer
+
+    token = {"content": "<s>", "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+    known = json.loads((models.shipped() / "tokenizer.json").read_text())["added_tokens"]
+    listed = {str(one["id"]): {**token, "content": one["content"], "special": True} for one in known}
+    write(tmp_path, added_tokens_decoder=listed, eos_token="</s>")
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": "</s>", "pad_token": "<more>"}))
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<other>": 4095}))
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    one, whole = tokenizer.read(tmp_path, lambda: None), AutoTokenizer.from_pretrained(str(tmp_path))
+    assert one is not None
+    assert [getattr(one, name) for name in tokenizer.NAMED] == [getattr(whole, name) for name in tokenizer.NAMED]
+    assert one.chat_template == whole.chat_template == "{{ messages[0].content }}"
+    assert one.get_vocab() == whole.get_vocab()
+    text = "<s>a <other> b</s><more>"
+    assert one(text).input_ids == whole(text).input_ids
+
+
+def test_generation_does_not_load_transformers():
+    one = tokenizer.read(models.shipped(), lambda: pytest.fail("transformers was loaded"))
+    on_auto_axes(lambda *args, **kwargs: None)(one, tokenizer=one)
+    text = Detokenizer(one)
+    assert text.push(one("a b c", add_special_tokens=False).input_ids) + text.finish() == "a b c"
 
 
 def test_a_damaged_file_is_left_to_transformers(tmp_path):

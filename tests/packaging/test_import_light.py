@@ -1,9 +1,8 @@
 """`import kvjax` needs jax and numpy alone, and no kernel where none can run."""
 
+import json
 import subprocess
 import sys
-
-import pytest
 
 ALONE = """
 import sys
@@ -55,21 +54,59 @@ def test_import_loads_jax_and_numpy_alone():
     assert done.stdout.split() in (["kvjax"], ["jax", "kvjax"]), done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(
-    ("code", "package"),
-    [
-        ("import kvjax; kvjax.models", "flax"),
-        ("import kvjax; from kvjax import models", "safetensors"),
-        ("import kvjax; kvjax.save", "orbax-checkpoint"),
-        ("import kvjax; kvjax.evaluate", "flax"),
-        ("from kvjax import testing", "chex"),
-        ("import kvjax; kvjax.restore", "filelock"),
-    ],
-    ids=str,
-)
-def test_an_absent_package_is_named_in_one_sentence(code, package):
-    module = {"orbax-checkpoint": "orbax"}.get(package, package)
-    done = run(f"{code}", refused=[module])
-    assert done.returncode != 0
-    last = done.stderr.strip().splitlines()[-1]
-    assert f"needs {package}, which is not installed: pip install {package}" in last, done.stderr[-2000:]
+# What is imported, called or typed without a package. In this order, each is absent before others have loaded it.
+ABSENT = [
+    ("typer", "kvjax.cli.main"),
+    ("typer", "kvjax generate"),
+    ("chex", "kvjax.testing.LAWS"),
+    ("filelock", "kvjax.restore"),
+    ("orbax-checkpoint", "kvjax.save"),
+    ("flax", "kvjax.models"),
+    ("flax", "kvjax.models.load"),
+    ("flax", "kvjax.evaluate"),
+    ("flax", "kvjax generate"),
+    ("safetensors", "kvjax.models"),
+    ("safetensors", "kvjax generate"),
+    ("rich", "kvjax generate"),
+    ("tokenizers", "kvjax generate"),
+]
+EACH = """
+import contextlib, importlib, io
+refused = set()
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in refused:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Missing())
+def without(package, what):
+    refused.clear()
+    refused.add(package)
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ("kvjax", "kvjax_command", package):
+            del sys.modules[name]
+    try:
+        if what == "kvjax generate":
+            with contextlib.redirect_stderr(io.StringIO()) as told:
+                import kvjax_command
+                kvjax_command.end_at_interrupt = lambda: None
+                sys.argv = ["kvjax", "generate", "--prompt", "a", "--max-new-tokens", "1"]
+                code = kvjax_command.main()
+            return told.getvalue().strip() if code == 2 else f"ended with {code}: {told.getvalue()}"
+        module, _, name = what.rpartition(".")
+        getattr(importlib.import_module(module), name)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was missing"
+"""
+
+
+def test_an_absent_package_is_named_in_one_sentence():
+    """In one process, as imports take a second."""
+    cases = [({"orbax-checkpoint": "orbax"}.get(package, package), what) for package, what in ABSENT]
+    done = run(f"{EACH}\nimport json\nprint(json.dumps([without(*case) for case in {cases}]))")
+    assert done.returncode == 0, done.stderr[-2000:]
+    for (package, what), told in zip(ABSENT, json.loads(done.stdout.splitlines()[-1]), strict=True):
+        start = "error: " if what == "kvjax generate" else "ImportError: "
+        assert told.startswith(start), (package, what, told)
+        assert told.endswith(f" needs {package}, which is not installed: pip install {package}"), (package, what, told)
+        assert "\n" not in told

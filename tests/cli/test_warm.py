@@ -1,0 +1,51 @@
+"""`kvjax warm`: the programs that it keeps are those that a request runs."""
+
+import re
+
+import jax
+import pytest
+
+from kvjax import compiling, models
+
+
+@pytest.fixture
+def programs(tmp_path, monkeypatch):
+    """The folder of compiled programs, of which none is too small to be kept; off again afterwards."""
+    monkeypatch.setenv(compiling.VARIABLE, str(tmp_path))
+    monkeypatch.setattr(compiling, "LEAST_SECONDS", 0.0)
+    names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+    before = {name: getattr(jax.config, name) for name in names}
+    yield tmp_path
+    for name, value in before.items():
+        jax.config.update(name, value)
+    jax.experimental.compilation_cache.compilation_cache.reset_cache()
+
+
+def kept(folder):
+    """The entries of the programs that answer a prompt."""
+    return {
+        file.name
+        for file in folder.rglob("*-cache")
+        if re.match("jit_(decode_loop|_prefill_chunk|_begin|_layer|_finish)", file.name)
+    }
+
+
+def test_warm_keeps_the_programs_that_a_request_runs(kvjax, checkpoint, programs):
+    code, out, err = kvjax("warm", checkpoint, "--batch", 3, "--capacity", 190)  # which no other test has compiled
+    assert (code, out) == (0, "")
+    line = err.splitlines()[-1]
+    found = re.fullmatch(r"3 programs for 3 rows of 512 tokens in \S+ s on cpu; (\S+) MiB more in (.*)", line)
+    assert found, line
+    assert float(found[1]) > 0
+    assert found[2].startswith(str(programs))
+    before = kept(programs)
+    assert len(before) == 3
+    models.load(checkpoint).generate(["abc" * 50, "a", "b"], max_new_tokens=20)
+    assert kept(programs) == before
+
+
+def test_warm_says_that_nothing_would_be_kept(kvjax, checkpoint, monkeypatch):
+    monkeypatch.setenv(compiling.VARIABLE, "off")
+    code, _, err = kvjax("warm", checkpoint)
+    assert code == 2
+    assert "the cache of compiled programs is off" in err
