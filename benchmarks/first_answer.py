@@ -8,6 +8,12 @@ number of new tokens. `first_seconds` is the time to the first byte of the answe
 `cpu_seconds` those of all threads, user and system. `programs` says whether the folder of compiled programs was empty
 ("cold") or filled by the row before ("warm").
 
+`timeline` has the lines of `kvjax generate --verbose`: what ran from start to answer, and when.
+
+The rows `load` are `kvjax.models.load` alone, beside the seconds in which the same files are read into a buffer, once
+as they were and once more from the system's cache; `host_bytes` is what the peak memory of the process grew by, which
+on a CPU has the model. With --loads these are the only rows.
+
 The rows `lengths` are one process that answers prompts of several lengths, one after the other: `seconds` is that of
 the last length, which nothing was compiled for by name, and `steady_seconds` that of the same prompt once more.
 """
@@ -17,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -55,6 +62,33 @@ with torch.no_grad():
     model.generate(ids, max_new_tokens=new, min_new_tokens=new, do_sample=False, streamer=streamer)
 """
 
+LOAD = """
+import json, resource, sys, time
+from pathlib import Path
+import jax
+from kvjax import models
+jax.block_until_ready(jax.numpy.zeros(1))
+files, buffer = sorted(Path(sys.argv[1]).glob("*.safetensors")), bytearray(1 << 24)
+def read():
+    begin = time.perf_counter()
+    for file in files:
+        with file.open("rb", buffering=0) as opened:
+            while opened.readinto(buffer):
+                pass
+    return time.perf_counter() - begin
+size = sum(file.stat().st_size for file in files)
+first, again = read(), read()
+print("x", flush=True)
+before, cpu = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+begin = time.perf_counter()
+checkpoint = models.load(sys.argv[1], **json.loads(sys.argv[2]))
+jax.block_until_ready(jax.tree.leaves(checkpoint.model))
+found = {"load_seconds": time.perf_counter() - begin, "load_cpu_seconds": time.process_time() - cpu}
+found |= {"bytes": size, "read_seconds": first, "read_again_seconds": again}
+found["host_bytes"] = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+print(json.dumps(found))
+"""
+
 LENGTHS = """
 import json, sys, time
 import numpy as np
@@ -74,7 +108,8 @@ print(json.dumps({"by_length": each, "seconds": each[-1], "steady_seconds": answ
 
 
 def timed(command: Sequence[str], **env: str) -> tuple[dict[str, Any], str]:
-    """Runs a command to its end: seconds to the first byte of its stdout and to the end, and CPU seconds."""
+    """Runs a command to its end: seconds to the first byte of its stdout and to the end, CPU seconds, and what it said
+    of its own times."""
     before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     with tempfile.TemporaryFile("w+") as told:
         env = {name: value for name, value in os.environ.items() if name != HELD} | env
@@ -83,12 +118,16 @@ def timed(command: Sequence[str], **env: str) -> tuple[dict[str, Any], str]:
         first = process.stdout.read(1)
         to_first = time.perf_counter() - begin
         text = (first + process.stdout.read()).decode(errors="replace")
-        if process.wait():
-            told.seek(0)
-            raise RuntimeError(f"{' '.join(command)[:200]} failed: {told.read()[-2000:]}")
+        code = process.wait()
+        told.seek(0)
+        said = told.read()
+        if code:
+            raise RuntimeError(f"{' '.join(command)[:200]} failed: {said[-2000:]}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = sum(getattr(after, name) - getattr(before, name) for name in ("ru_utime", "ru_stime"))
-    return {"first_seconds": to_first, "seconds": time.perf_counter() - begin, "cpu_seconds": cpu}, text
+    row = {"first_seconds": to_first, "seconds": time.perf_counter() - begin, "cpu_seconds": cpu}
+    lines = [line.strip() for line in said.splitlines() if re.match(r" *[0-9.]+ to +[0-9.]+ s ", line)]
+    return row | ({"timeline": lines} if lines else {}), text
 
 
 def write_random(directory: Path, shape: str) -> None:
@@ -170,6 +209,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--caches", default=None, help="methods, with spaces between")
     parser.add_argument("--lengths", default=None, help="of the prompts of one process")
     parser.add_argument("--without-transformers", action="store_true")
+    parser.add_argument("--loads", action="store_true", help="the rows `load` alone")
     parser.add_argument("--quick", action="store_true", help="keep no results")
     parser.add_argument("--minutes", type=float, default=60.0, help="no row starts after so many")
     parser.add_argument("--out", type=Path, default=None)
@@ -207,8 +247,12 @@ def main(args: Sequence[str] | None = None) -> None:
 
     def generate(cache: str, new: int) -> dict[str, Any]:
         command = [sys.executable, "-m", "kvjax", "generate", str(directory), "--prompt-file", str(prompt)]
-        command += ["--cache", cache, "--max-new-tokens", str(new)]
+        command += ["--cache", cache, "--max-new-tokens", str(new), "--verbose"]
         return timed(command, KVJAX_COMPILATION_CACHE=str(programs))[0]
+
+    def load(settings: dict[str, str]) -> dict[str, Any]:
+        _, text = timed([sys.executable, "-c", LOAD, str(directory), json.dumps(settings)])
+        return json.loads(text.splitlines()[-1])
 
     def several(cache: str) -> dict[str, Any]:
         capacity = 0 if not large else 36864
@@ -216,7 +260,10 @@ def main(args: Sequence[str] | None = None) -> None:
         _, text = timed(command, KVJAX_COMPILATION_CACHE="off")
         return {"lengths": lengths, **json.loads(text.splitlines()[-1])}
 
-    for cache in caches:
+    for dtype in ("bfloat16",) if large else ("bfloat16", "float32"):
+        what = {"work": "load", "by": "kvjax", "cache": dtype}
+        measure(what, lambda dtype=dtype: load({"dtype": dtype}))
+    for cache in () if given.loads else caches:
         for new in news:
             for state in ("cold", "warm"):
                 if state == "cold":
@@ -226,7 +273,7 @@ def main(args: Sequence[str] | None = None) -> None:
                     lambda cache=cache, new=new: generate(cache, new),
                 )
         measure({"work": "lengths", "by": "kvjax", "cache": cache}, lambda cache=cache: several(cache))
-    if not given.without_transformers:
+    if not given.without_transformers and not given.loads:
         for new in news:
             command = [sys.executable, "-c", TRANSFORMERS, str(directory), str(prompt), str(new)]
             what = {"work": "answer", "by": "transformers", "new_tokens": new}

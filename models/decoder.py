@@ -13,6 +13,7 @@ these names to axes of a mesh say how a model is split over devices; `kvjax.mode
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -429,7 +430,12 @@ def _param(value: Array, axes: tuple[str, ...]) -> nnx.Param:
 
 
 def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float, dtype: np.dtype) -> Array:
-    return (scale * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype)
+    return _draw(rngs.params(), scale, shape=shape, dtype=dtype)
+
+
+@partial(jax.jit, static_argnames=("shape", "dtype"))  # traced once for a shape, not for each parameter
+def _draw(key: Array, scale: float, *, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+    return (scale * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
 
 
 def embed(table: Array, tokens: Array) -> Array:

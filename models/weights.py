@@ -1,8 +1,8 @@
 """Loads a Decoder from a checkpoint in Hugging Face format (config.json, safetensors and tokenizer), and saves it.
 
 Errors are found before the first tensor goes to a device: in the architecture, the config, and the name, shape and
-dtype of every tensor, which are in the headers of the files. Then the tensors go one at a time from their files to
-their places in a Decoder that was built without arrays, so that memory holds only the model and a few tensors. The
+dtype of every tensor, which are in the headers of the files. Then the tensors go from their files, a few at a time, to
+their places in a Decoder that was built without arrays, so that memory holds only the model and these tensors. The
 tokenizer is loaded by transformers when it is first used; none of this needs torch.
 
 Saving is the reverse: the same tables name the tensors, and the config is parsed back and compared before anything is
@@ -13,23 +13,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from kvjax.compiling import use_compilation_cache
@@ -46,6 +40,7 @@ from .mistral import MISTRAL
 from .phi import PHI3
 from .qwen import QWEN2, QWEN3
 from .rope import Yarn
+from .tensor_files import FLOATS, Part, Tensor, mapped, place, read_header, write
 
 FAMILIES: dict[str, Family] = {f.model_type: f for f in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3)}
 
@@ -54,7 +49,6 @@ MOST_TOLD = 12  # problems that one error lists
 _BASE = "model."  # begins the names of all tensors but the head's
 _HEAD, _TABLE = "lm_head.weight", "model.embed_tokens.weight"
 _ROWS = 4096  # rows of these that are compared at a time
-_FLOATS = ("BF16", "F16", "F32", "F64")  # as safetensors spells them
 
 
 def shipped() -> Path:
@@ -139,18 +133,12 @@ def load(
     placement = None if placement is None else placement.auto
     shardings = None if placement is None else model_shardings(model, placement, rules)
     places = match(family, model, tensors, directory)
-    staging = np.empty(max(tensors[name].nbytes for name in places), np.uint8)
-    for file in sorted({tensors[name].file for name in places}):
-        with _open(file) as opened:
-            for name, (weight, params) in places.items():
-                if tensors[name].file != file:
-                    continue
-                if shardings is None:
-                    _place(opened.get_tensor(tensors[name].name), staging, dtype, weight, params)
-                    continue
-                for param, rows in zip(params, _rows(weight, params), strict=True):
-                    part = _Rows(opened.get_slice(tensors[name].name), rows.start)
-                    param.set_value(_place_parts(part, staging, param, shardings[id(param)], weight.transposed))
+    for param, arrays in place(_jobs(tensors, places, dtype, shardings)):
+        value = arrays[0]
+        if shardings is not None:
+            shape = param.get_value().shape
+            value = jax.make_array_from_single_device_arrays(shape, shardings[id(param)], arrays)
+        param.set_value(value)
     return Checkpoint(model, config, stop_tokens, directory, placement, processors)
 
 
@@ -301,8 +289,8 @@ def save(
         tensors = {}
         for name in names:
             weight, parts = rows[name]
-            arrays = [np.asarray(_convert(p, dtype=_stored(p, dtype), transposed=weight.transposed)) for p in parts]
-            tensors[name] = np.ascontiguousarray(np.concatenate(arrays) if len(arrays) > 1 else arrays[0])
+            arrays = [write(np.asarray(p), _stored(p, dtype), transposed=weight.transposed) for p in parts]
+            tensors[name] = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
         save_file(tensors, directory / file, metadata={"format": "pt"})
     if many:
         index = {
@@ -408,21 +396,6 @@ def find_family(fields: Fields) -> Family:
     return family
 
 
-@dataclass(frozen=True)
-class Tensor:
-    """The entry of a tensor in a file's header."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str  # as safetensors spells it
-    name: str  # in the file
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor; the names in `_FLOATS` end in the bits of a number."""
-        return math.prod(self.shape) * int(self.dtype[-2:]) // 8
-
-
 def read_headers(directory: Path) -> dict[str, Tensor]:
     """The tensors of a checkpoint by name, from the headers of its files.
 
@@ -438,12 +411,10 @@ def read_headers(directory: Path) -> dict[str, Tensor]:
         )
     tensors: dict[str, Tensor] = {}
     for file in files:
-        with _open(file) as opened:
-            for name in opened.keys():  # noqa: SIM118 (no mapping)
-                if name in tensors:
-                    raise ValueError(f"{directory} has {name} twice, in {tensors[name].file.name} and {file.name}")
-                part = opened.get_slice(name)
-                tensors[name] = Tensor(file, tuple(part.get_shape()), part.get_dtype(), name)
+        for tensor in read_header(file):
+            if (twice := tensors.get(tensor.name)) is not None:
+                raise ValueError(f"{directory} has {tensor.name} twice, in {twice.file.name} and {file.name}")
+            tensors[tensor.name] = tensor
     if _TABLE.removeprefix(_BASE) in tensors and not any(name.startswith(_BASE) for name in tensors):
         # The files of a model without a head have other names, as in transformers.
         return {name if name == _HEAD else _BASE + name: tensor for name, tensor in tensors.items()}
@@ -494,13 +465,11 @@ def has_own_head(tensors: Mapping[str, Tensor]) -> bool:
     if _HEAD not in tensors or _TABLE not in tensors:
         return False
     head, table = tensors[_HEAD], tensors[_TABLE]
-    if head.shape != table.shape or not {head.dtype, table.dtype} <= set(_FLOATS):
+    if head.shape != table.shape or not {head.dtype, table.dtype} <= FLOATS.keys():
         return True  # `match` then says what is wrong with it
-    with _open(head.file) as first, _open(table.file) as second:
-        heads, rows = first.get_slice(head.name), second.get_slice(table.name)
-        size = head.shape[0]
-        parts = [slice(i, min(i + _ROWS, size)) for i in range(0, size, _ROWS)]
-        return any(not np.array_equal(heads[part], rows[part]) for part in parts)
+    heads, rows = head.view(mapped(head.file)), table.view(mapped(table.file))
+    parts = [slice(i, i + _ROWS) for i in range(0, head.shape[0], _ROWS)]
+    return any(not np.array_equal(heads[part], rows[part]) for part in parts)
 
 
 def match(
@@ -533,8 +502,8 @@ def match(
         shape = _file_shape(*wanted[name])
         if tensor.shape != shape:
             problems.append(f"misshapen: {name}{list(tensor.shape)}, wanted {list(shape)}")
-        if tensor.dtype not in _FLOATS:
-            problems.append(f"not a float: {name} is {tensor.dtype}, wanted one of {', '.join(_FLOATS)}")
+        if tensor.dtype not in FLOATS:
+            problems.append(f"not a float: {name} is {tensor.dtype}, wanted one of {', '.join(FLOATS)}")
     if problems:
         more = [f"and {len(problems) - MOST_TOLD} more"] if len(problems) > MOST_TOLD else []
         listed = "\n  ".join(problems[:MOST_TOLD] + more)
@@ -564,67 +533,45 @@ def _rows(weight: Weight, params: tuple[nnx.Param, ...]) -> list[slice]:
     return [slice(first, stop) for first, stop in zip([0, *ends], ends, strict=False)]
 
 
-class _Rows:
-    """A slice of a file's tensor that begins `first` rows into it."""
+def _jobs(
+    tensors: Mapping[str, Tensor],
+    places: Mapping[str, tuple[Weight, tuple[nnx.Param, ...]]],
+    dtype: np.dtype,
+    shardings: Mapping[int, NamedSharding] | None,
+) -> Iterator[tuple[nnx.Param, list[Part]]]:
+    """The parameters and their parts, in the order in which the files hold them; one file is mapped at a time."""
+    for file in sorted({tensors[name].file for name in places}):
+        content = mapped(file)
+        inside = [name for name in places if tensors[name].file == file]
+        for name in sorted(inside, key=lambda name: tensors[name].first):
+            weight, params = places[name]
+            view = tensors[name].view(content)
+            for param, rows in zip(params, _rows(weight, params), strict=True):
+                if shardings is None:
+                    yield param, [Part(view[rows], dtype, weight.transposed)]
+                    continue
+                parts = _parts(param.get_value().shape, shardings[id(param)])
+                yield (
+                    param,
+                    [
+                        Part(view[rows][index[::-1] if weight.transposed else index], dtype, weight.transposed, devices)
+                        for index, devices in parts
+                    ],
+                )
 
-    def __init__(self, read: Any, first: int) -> None:
-        self.read = read
-        self.first = first
 
-    def __getitem__(self, index: tuple[slice, ...]) -> Any:
-        rows, *rest = index
-        return self.read[(slice(rows.start + self.first, rows.stop + self.first), *rest)]
-
-
-def _stored(param: Any, dtype: DTypeLike | None) -> np.dtype:
-    return param.dtype if dtype is None else param_dtype(dtype)
-
-
-def _place(
-    array: np.ndarray, staging: np.ndarray, dtype: np.dtype, weight: Weight, params: tuple[nnx.Param, ...]
-) -> None:
-    """Puts a tensor on the device as its parameters, through the buffer `staging` that all tensors share: jax may keep
-    its input for a while after the result is ready, and whole tensors would pile up."""
-    staged = staging[: array.nbytes].view(array.dtype).reshape(array.shape)
-    np.copyto(staged, array)
-    for param, rows in zip(params, _rows(weight, params), strict=True):
-        param.set_value(jax.block_until_ready(_convert(staged[rows], dtype=dtype, transposed=weight.transposed)))
-
-
-def _place_parts(read: Any, staging: np.ndarray, param: nnx.Param, sharding: NamedSharding, transposed: bool) -> Array:
-    """Reads a parameter's parts to the devices of this process. Devices with the same part share a read."""
-    shape, dtype = param.get_value().shape, param.get_value().dtype
+def _parts(shape: tuple[int, ...], sharding: NamedSharding) -> list[tuple[tuple[slice, ...], list[Any]]]:
+    """The parts of an array that devices of this process hold, and which devices do."""
     devices: dict[tuple[tuple[int, int], ...], list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         assert index is not None
         bounds = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
         devices.setdefault(bounds, []).append(device)
-    parts = []
-    for bounds, (first, *others) in devices.items():
-        inside = tuple(slice(*bound) for bound in bounds)
-        part = np.asarray(read[inside[::-1] if transposed else inside])
-        staged = staging[: part.nbytes].view(part.dtype).reshape(part.shape)
-        np.copyto(staged, part)
-        part = jax.block_until_ready(_convert(jax.device_put(staged, first), dtype=dtype, transposed=transposed))
-        parts += [part, *(jax.device_put(part, device) for device in others)]
-    return jax.make_array_from_single_device_arrays(shape, sharding, parts)
+    return [(tuple(slice(*bound) for bound in bounds), who) for bounds, who in devices.items()]
 
 
-@partial(jax.jit, static_argnames=("dtype", "transposed"))
-def _convert(array: Array, *, dtype: np.dtype, transposed: bool) -> Array:
-    return jnp.array(array.T if transposed else array, dtype)  # never the argument itself, as `astype` may be
-
-
-def _open(file: Path) -> Any:
-    try:
-        return safe_open(file, framework="numpy")
-    except (SafetensorError, OSError) as error:
-        with file.open("rb") as opened:
-            start = opened.read(40)
-        hint = "it is a Git LFS pointer, not the data" if start.startswith(b"version https://git-lfs") else str(error)
-        raise ValueError(
-            f"{file} is truncated or no safetensors file ({hint}; {file.stat().st_size} bytes); download it again"
-        ) from error
+def _stored(param: Any, dtype: DTypeLike | None) -> np.dtype:
+    return param.dtype if dtype is None else param_dtype(dtype)
 
 
 def _no_weights(directory: Path) -> Exception:

@@ -22,8 +22,7 @@ from kvjax import Placement
 from kvjax.generation import decode_step, generate
 from kvjax.generation import prefilling as reading
 from kvjax.generation.sampling import Sampling, sample, sampling
-from kvjax.models import Decoder, DecoderConfig, distribute, load, logical_axis_rules, rope, save
-from kvjax.models import weights as loading
+from kvjax.models import Decoder, DecoderConfig, distribute, load, logical_axis_rules, rope, save, tensor_files
 from tests.devices.programs import COLLECTIVE
 
 CONFIG = DecoderConfig(
@@ -61,32 +60,13 @@ def test_parts_are_those_of_the_whole_and_lie_where_the_rules_say(models: tuple[
 
 def test_each_byte_of_the_files_is_read_once(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    opener = loading._open
+    send = tensor_files._send
 
-    class Slice:
-        def __init__(self, tensor: Any) -> None:
-            self.get_shape, self.get_dtype, self.tensor = tensor.get_shape, tensor.get_dtype, tensor
+    def counted(part: tensor_files.Part, default: Any) -> Any:
+        read.append(part.view.nbytes)
+        return send(part, default)
 
-        def __getitem__(self, index: Any) -> np.ndarray:
-            found = self.tensor[index]
-            read.append(found.nbytes)
-            return found
-
-    class File:
-        def __init__(self, file: Path) -> None:
-            self.file = opener(file)
-            self.keys = self.file.keys
-
-        def __enter__(self) -> File:
-            return self
-
-        def __exit__(self, *error: Any) -> None:
-            pass
-
-        def get_slice(self, name: str) -> Slice:
-            return Slice(self.file.get_slice(name))
-
-    monkeypatch.setattr(loading, "_open", File)
+    monkeypatch.setattr(tensor_files, "_send", counted)
     checkpoint = load(directory, jnp.float32, placement=BOTH)
     sizes = [leaf.nbytes for leaf in jax.tree.leaves(checkpoint.model)]
     assert sum(read) == sum(sizes)
