@@ -142,6 +142,7 @@ class Clock:
 
     def __init__(self) -> None:
         self._spans: list[tuple[float, float]] = []
+        self.parts: dict[str, float] = {}  # seconds by the name of JAX's event; tracing has what it traces inside
 
     @property
     def seconds(self) -> float:
@@ -176,3 +177,4 @@ def _listen(event: str, duration_secs: float, **_: Any) -> None:
         now = time.monotonic()
         for clock in getattr(_running, "clocks", ()):
             clock._spans.append((now - duration_secs, now))
+            clock.parts[event] = clock.parts.get(event, 0.0) + duration_secs

@@ -16,6 +16,7 @@ from kvjax import compiling
 PROGRAM = """
 import sys
 import jax, jax.monitoring
+{before}
 hits = []
 jax.monitoring.register_event_listener(lambda name, **_: hits.append(name))
 import kvjax
@@ -29,8 +30,8 @@ print(float(jax.jit(f)(jax.numpy.ones((8, 8)))), hits.count("/jax/compilation_ca
 """
 
 
-def start(folder="None", *, least=0.0, **env):
-    code = PROGRAM.format(folder=folder, least=least)
+def start(folder="None", *, least=0.0, before="", **env):
+    code = PROGRAM.format(folder=folder, least=least, before=before)
     env = {**os.environ, "JAX_PLATFORMS": "cpu", **env}
     return subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
@@ -67,6 +68,9 @@ def test_processes_share_programs_and_survive_damaged_entries(tmp_path):
     assert hits >= 1
     assert folder.startswith(str(tmp_path / "own"))
     assert told == []
+    other = "import jax._src.cache_key as key; key.jaxlib_version_str = '0.0.1'"
+    hits, _, told = finish(start(before=other, **env))
+    assert (hits, told) == (0, []), "programs of another version are others"
     entries = [path for path in (tmp_path / "own").rglob("jit_f-*") if path.is_file()]
     assert entries
     for entry in entries:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -31,13 +32,14 @@ from kvjax.cli.options import (
     model_directory,
     without_weights,
 )
-from kvjax.cli.terminal import bar, bars, say, write, write_json
+from kvjax.cli.terminal import Timeline, bar, bars, say, write, write_json
 
 if TYPE_CHECKING:
     from jax import Array
     from rich.progress import Progress
 
     from kvjax import Cache, CacheSpec, Placement
+    from kvjax.compiling import Clock
     from kvjax.generation import Stream
     from kvjax.models import Checkpoint, Decoder
     from kvjax.policies import PerLayer
@@ -157,7 +159,7 @@ def generate(
     ] = False,
     verbose: Annotated[
         bool,
-        typer.Option("--verbose", help="Print the seconds of compiling and of work, and what ran each operation."),
+        typer.Option("--verbose", help="Print when each step from start to answer ran, and what ran each operation."),
     ] = False,
 ) -> None:
     """Continues a prompt, decoding through a KV cache.
@@ -191,8 +193,10 @@ def generate(
         return
     if out is not None:
         raise ValueError("--out is for the answers to --prompts; redirect stdout for a single prompt")
+    times = Timeline()
     if distributed:
         join_processes()
+    threading.Thread(target=_find_devices, daemon=True).start()
     placement = make_placement(mesh)
     kind = dtype_name(dtype)
     directory = model_directory(model_dir)
@@ -208,9 +212,10 @@ def generate(
 
     lookup = None if speculate is None else drafts.parse(speculate)
     progress = bars()
-    with progress, bar(progress, "loading the tokenizer"):
+    with progress, bar(progress, "loading the tokenizer"), times.row("tokenizer") as words:
         checkpoint = without_weights(directory)
         tokens = checkpoint.apply_chat(text) if chat else checkpoint.encode(text)
+        words.append(f"{len(tokens)} tokens of prompt")
     check_reaches(policy, checkpoint.config.layers, f"--cache {cache}")
     new = _new_tokens(max_new_tokens, len(tokens), checkpoint.config.max_positions)
     job = _Job(
@@ -231,27 +236,33 @@ def generate(
         },
     )
     job.check()
-    ran = implementations(policy, job.spec)
     first = jax.process_index() == 0
     if example and not as_json and first:
         say(f"Continuing {len(tokens)} prompt tokens by {new} new ones; the answer follows.")
     show = None if as_json else write if first else lambda piece: None
-    answer = _run(progress, job, show=show, block=JSON_BLOCK if as_json else 1)
+    answer = _run(progress, job, times, show=show, block=JSON_BLOCK if as_json else 1)
     kvjax.raise_on_overflow(answer.run.cache)
     if not first:
         return
+    told = as_json or verbose or jax.default_backend() == "gpu"
+    ran = implementations(policy, job.spec) if told else {}
     if as_json:
         asked = {"model": str(directory), "cache": cache, "budget": budget, "dtype": kind, "implementations": ran}
         write_json({**answer.report(len(tokens)), **asked, "backend": jax.default_backend()})
         return
     _summarise(answer, len(tokens), cache)
     if verbose:
-        say(
-            f"compiling {answer.compile_seconds:.1f} s (beside reading the weights), the prompt "
-            f"{answer.prefill_seconds:.1f} s, the new tokens {answer.decode_seconds:.1f} s"
-        )
-    if verbose or jax.default_backend() == "gpu":
+        say(str(times))
+    if told:
         say(in_short(ran))
+
+
+def _find_devices() -> None:
+    """Starts the driver of a GPU, which takes a second or two, beside the imports and the tokenizer."""
+    import jax
+
+    with suppress(Exception):  # who needs the devices is told
+        jax.devices()
 
 
 def _check_options(max_new_tokens: int | None, seed: int, speculate: str | None, draft: Path | None) -> None:
@@ -357,7 +368,7 @@ class _Answer(NamedTuple):
         }
 
 
-def _run(progress: Progress, job: _Job, *, show: Callable[[str], None] | None, block: int) -> _Answer:
+def _run(progress: Progress, job: _Job, times: Timeline, *, show: Callable[[str], None] | None, block: int) -> _Answer:
     """Runs a job. `show` receives the text piece by piece; None collects it."""
     import jax
 
@@ -367,22 +378,31 @@ def _run(progress: Progress, job: _Job, *, show: Callable[[str], None] | None, b
 
     prompt, settings = len(job.tokens), dict(job.settings)
     with progress:
-        with bar(progress, "loading weights"):
-            ahead = _Ahead(job)
-            model = models.load(
-                job.checkpoint.directory, dtype=job.dtype, placement=job.placement, on_shapes=ahead.begin
-            ).model
+        with times.row("empty cache"):
+            ahead = _Ahead(job, silent=show is None)
+        with bar(progress, "loading weights"), times.row("weights") as words:
+            begin, directory = time.perf_counter(), job.checkpoint.directory
+            model = models.load(directory, dtype=job.dtype, placement=job.placement, on_shapes=ahead.begin).model
+            size = sum(file.stat().st_size for file in directory.glob("*.safetensors")) / 1e9
+            words.append(f"{size:.2f} GB at {size / (time.perf_counter() - begin):.2f} GB/s")
             if job.drafting is not None:
                 settings["draft"] = DraftModel(models.load(job.drafting, dtype=job.dtype).model)
         with bar(progress, "compiling"):
-            compile_seconds = ahead.wait(silent=show is None)
-        with bar(progress, f"reading the prompt of {prompt} tokens", total=prompt) as advance_to:
+            ahead.wait(prompt_only=_overlaps())
+        with (
+            bar(progress, f"reading the prompt of {prompt} tokens", total=prompt) as advance_to,
+            times.row("prompt") as words,
+        ):
             begin = time.perf_counter()
             given: dict[str, Any] = {"key": job.key, "tokenizer": job.checkpoint.tokenizer, "progress": advance_to}
             run = stream(model, ahead.cache, [job.tokens], block=block, **given, **settings)
             jax.block_until_ready(run.logits)
             prefill_seconds = time.perf_counter() - begin - run.compile_seconds
-        begin, compiled, pieces = time.perf_counter(), run.compile_seconds, list[str]()
+            words.append(f"{run.compile_seconds:.2f} s of it compiling")
+        compile_seconds = ahead.wait()
+        if compile_seconds:
+            times.add(ahead.started, ahead.started + compile_seconds, ahead.summary())
+        begin, compiled, pieces, first = time.perf_counter(), run.compile_seconds, list[str](), 0.0
         if show is None:
             limit = settings["max_new_tokens"]
             with bar(progress, f"decoding up to {limit} tokens", total=limit) as advance_to:
@@ -392,9 +412,19 @@ def _run(progress: Progress, job: _Job, *, show: Callable[[str], None] | None, b
     if show is not None:
         for piece in run:
             show(piece)
+            first = first or time.perf_counter() - begin
         show("\n")
-    decode_seconds = time.perf_counter() - begin - (run.compile_seconds - compiled)
+    end = time.perf_counter()
+    times.add(begin, end, f"{len(run.rows[0])} new tokens, the first text after {first:.2f} s")
+    decode_seconds = end - begin - (run.compile_seconds - compiled)
     return _Answer(run, "".join(pieces), compile_seconds + run.compile_seconds, prefill_seconds, decode_seconds)
+
+
+def _overlaps() -> bool:
+    """True if the prompt runs while the program of decode steps compiles; the cores of a CPU would share the two."""
+    import jax
+
+    return jax.default_backend() != "cpu"
 
 
 class _Ahead:
@@ -403,10 +433,14 @@ class _Ahead:
     Programs of a job with drafts, or on several devices, compile when they first run.
     """
 
-    def __init__(self, job: _Job) -> None:
+    def __init__(self, job: _Job, *, silent: bool) -> None:
         import jax
 
-        self._job, self._running, self._started = job, list[Future[Any]](), time.perf_counter()
+        self._job = job
+        self._running: list[Future[tuple[Clock, float]]] = []
+        self._telling = threading.Timer(SILENCE, self._tell)
+        self._telling.daemon, self._silent = True, silent
+        self.started = time.perf_counter()
         self.cache = jax.block_until_ready(job.empty())
 
     def begin(self, shapes: Decoder) -> None:
@@ -416,26 +450,41 @@ class _Ahead:
         job, settings = self._job, self._job.settings
         if job.placement is not None or job.drafting is not None or settings["draft"] is not None:
             return
-        chosen = {name: settings[name] for name in ("sampling", "stop_tokens", "measure")}
+        chosen = {name: settings[name] for name in ("sampling", "stop_tokens", "processors", "measure")}
         jobs = compile_ahead(shapes, self.cache, len(job.tokens), **chosen)
         pool = ThreadPoolExecutor(len(jobs))
-        self._running = [pool.submit(one) for one in jobs]
+        self.started = time.perf_counter()
+        self._running = [pool.submit(self._compile, one) for one in jobs]
         pool.shutdown(wait=False)
 
-    def wait(self, *, silent: bool) -> float:
-        """Returns when all programs are compiled, with the seconds since they were begun.
+    @staticmethod
+    def _compile(job: Callable[[], Any]) -> tuple[Clock, float]:
+        """Compiles one program; the times that it took, and when it ended."""
+        from kvjax.compiling import compile_clock
 
-        Unless `silent`, a line says what takes the time, if it takes some.
+        with compile_clock() as clock:
+            job()
+        return clock, time.perf_counter()
+
+    def wait(self, *, prompt_only: bool = False) -> float:
+        """Returns when all programs are compiled, or those of the prompt, and the seconds that took.
+
+        Unless this is silent, a line says what takes the time, if it takes some.
         """
-        told = threading.Timer(SILENCE, self._tell)
-        told.daemon = True
-        if not silent:
-            told.start()
-        for one in self._running:
-            one.result()
-        if self._running:
-            told.cancel()
-        return time.perf_counter() - self._started if self._running else 0.0
+        if not self._silent and not self._telling.is_alive() and not self._telling.finished.is_set():
+            self._telling.start()
+        ends = [one.result()[1] for one in (self._running[:-1] if prompt_only else self._running)]
+        if self._running and not prompt_only:
+            self._telling.cancel()
+        return max(ends) - self.started if ends else 0.0
+
+    def summary(self) -> str:
+        """The seconds of all programs, by what took them."""
+        names = {"tracing": "jaxpr_trace", "lowering": "jaxpr_to_mlir_module", "XLA or the disk": "backend_compile"}
+        clocks = [one.result()[0] for one in self._running]
+        names = {what: f"/jax/core/compile/{name}_duration" for what, name in names.items()}
+        parts = [f"{what} {sum(clock.parts.get(name, 0.0) for clock in clocks):.2f}" for what, name in names.items()]
+        return f"{len(clocks)} programs in threads: {', '.join(parts)} s of all threads"
 
     def _tell(self) -> None:
         """Says what takes the time before the answer."""
@@ -443,8 +492,8 @@ class _Ahead:
 
         job = self._job
         programs, layers = max(2, len(self._running)), job.checkpoint.config.layers
-        at_once = min(os.cpu_count() or 1, programs)
-        seconds = round((1 + SECONDS_A_LAYER * layers) * programs / at_once)
+        deep = 2 if programs == 2 else 1  # programs that have all layers
+        seconds = round((1 + SECONDS_A_LAYER * layers) * deep / min(os.cpu_count() or 1, deep))
         config: Any = jax.config
         kept = config.jax_compilation_cache_dir
         then = f", once: they are kept in {kept}" if kept else ""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -62,6 +64,34 @@ def bar(progress: Progress, what: str, *, total: int | None = None) -> Iterator[
     finally:
         over.set()
         progress.remove_task(task)
+
+
+class Timeline:
+    """The steps of a command, in seconds since its process began."""
+
+    def __init__(self) -> None:
+        now = time.perf_counter()
+        try:
+            ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+            self._start = now - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+        except (OSError, AttributeError, ValueError, IndexError):  # another system, where it begins here
+            self._start = now
+        self._rows = [(self._start, now, "start, imports")]
+
+    @contextmanager
+    def row(self, what: str) -> Iterator[list[str]]:
+        """Times the block; more words for its line can be put into the list that it yields."""
+        words, begin = [what], time.perf_counter()
+        yield words
+        self.add(begin, time.perf_counter(), ", ".join(words))
+
+    def add(self, begin: float, end: float, what: str) -> None:
+        """A row for the time between two values of `time.perf_counter`."""
+        self._rows.append((begin, end, what))
+
+    def __str__(self) -> str:
+        rows = sorted(self._rows, key=lambda row: row[:2])
+        return "\n".join(f"{a - self._start:8.2f} to {b - self._start:7.2f} s  {what}" for a, b, what in rows)
 
 
 def show(table: Table) -> None:

@@ -78,7 +78,7 @@ def test_operations_with_the_same_answer_share_its_words():
     assert shown == "score_1bit, top_k: xla (no GPU); attend: mosaic"
 
 
-def test_json_text_is_the_decoded_new_tokens_and_equals_the_streamed_text(run_json, kvjax, checkpoint):
+def test_json_text_is_the_decoded_new_tokens_and_equals_the_streamed_text(run_json, kvjax, checkpoint, monkeypatch):
     from transformers import AutoTokenizer
 
     args = ("--prompt", TEXT, "--max-new-tokens", 20)
@@ -88,9 +88,16 @@ def test_json_text_is_the_decoded_new_tokens_and_equals_the_streamed_text(run_js
     code, out, err = kvjax("generate", checkpoint, *args, "--verbose")
     assert code == 0
     assert out == report["text"] + "\n"
-    summary, parts, ran = err.splitlines()
-    assert parts.startswith("compiling ")
-    assert kvjax("generate", checkpoint, *args)[2].count("\n") == 1  # kernels for GPUs are no news on a CPU
+    summary, *rows, ran = err.splitlines()
+    steps = ("start, imports", "tokenizer", "empty cache", "weights", "programs in threads", "prompt", "new tokens")
+    times = [re.match(r" *(\S+) to +(\S+) s  ", row) for row in rows]
+    assert all(word in row for word, row in zip(steps, rows, strict=True))
+    assert all(match and 0 <= float(match[1]) <= float(match[2]) for match in times)
+    assert "GB/s" in rows[3]
+    monkeypatch.setattr("kvjax.cli.generate._overlaps", lambda: True)  # as with a GPU
+    code, again, err = kvjax("generate", checkpoint, *args)
+    assert (code, again) == (0, out)
+    assert err.count("\n") == 1  # kernels for GPUs are no news on a CPU
     assert f"{len(TEXT.encode())} prompt tokens" in summary
     assert ran == in_short(report["implementations"])
     assert "put_token" in report["implementations"]
@@ -434,7 +441,7 @@ def test_the_model_that_ships_answers_the_built_in_prompt(kvjax, monkeypatch):
         i for i, line in enumerate(lines) if line == "Continuing 29 prompt tokens by 5 new ones; the answer follows."
     )
     assert not any(line.startswith("compiling") for line in lines[:announced])
-    assert "\ncompiling 2 programs, for a prompt of 29 tokens and for decode steps of 8 layers, takes about " in err
+    assert "\ncompiling 4 programs, for a prompt of 29 tokens and for decode steps of 8 layers, takes about " in err
     assert err.endswith("a step read 32 of 32 tokens\n")
 
 
