@@ -72,6 +72,16 @@ def check_verbs(
     raise ValueError(f"{where} must be {wanted}, got {problem}")
 
 
+def check_rope(where: str, rope: Any) -> None:
+    """Raises ValueError unless `rope` is a kind of RoPE with the same frequencies for texts of all lengths."""
+    check_verbs(where, rope, "a kind of RoPE", ("frequencies",), "kvjax.models.rope.Default()")
+    if getattr(rope, "by_length", False):
+        raise ValueError(
+            f"{where} turns all keys by the same frequencies, and those of {type(rope).__name__} depend on the final "
+            "length of a row; use None"
+        )
+
+
 def check_alive(where: str, cache: Any) -> None:
     """Raises ValueError for a cache whose arrays were donated to an earlier call."""
     for leaf in jax.tree.leaves(cache):

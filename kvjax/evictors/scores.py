@@ -13,7 +13,7 @@ from kvjax.evictors.base import Evictor
 from kvjax.numerics.types import Rope
 from kvjax.sharding.placement import mean_over_heads
 from kvjax.spec import keep_int, require_int
-from kvjax.validation import check_verbs
+from kvjax.validation import check_rope
 
 Pooling = Literal["max", "mean"]
 
@@ -38,9 +38,7 @@ class Sliding(Evictor):
     def __post_init__(self) -> None:
         keep_int(self, "sink", at_least=0)
         if self.rope is not None:
-            check_verbs(
-                "Sliding(rope=...)", self.rope, "a kind of RoPE", ("frequencies",), "kvjax.models.rope.Default()"
-            )
+            check_rope("Sliding(rope=...)", self.rope)
 
     @property
     def renumbered(self) -> int:

@@ -21,7 +21,7 @@ from kvjax.ops.chunk import attend_blocks
 from kvjax.spec import CacheSpec, keep_int
 from kvjax.stores.host import HostOffload
 from kvjax.stores.store import Store
-from kvjax.validation import check_verbs
+from kvjax.validation import check_rope, check_verbs
 
 EMPTY = 2.0  # above every cosine: a place that holds no page
 
@@ -84,9 +84,7 @@ class LowRank(Store):
             keep_int(self, name, at_least=at_least)
         check_verbs("LowRank(values=...)", self.values, "a store", ("init", "append", "gather"), "kvjax.Dense()")
         if self.rope is not None:
-            check_verbs(
-                "LowRank(rope=...)", self.rope, "a kind of RoPE", ("frequencies",), "kvjax.models.rope.Default()"
-            )
+            check_rope("LowRank(rope=...)", self.rope)
         if self.page % self.values.page:
             raise ValueError(
                 f"LowRank(page={self.page}) is not a multiple of the pages of {self.values}; use "
