@@ -6,6 +6,7 @@ M selected tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from kvjax.validation import MOST, shown
+from kvjax.validation import MOST, check_flags, shown
 
 CACHE_DTYPES = ("bfloat16", "float16", "float32")
 
@@ -45,6 +46,7 @@ class CacheSpec:
                 "because each group of query heads shares one kv head"
             )
         object.__setattr__(self, "dtype", cache_dtype(self.dtype))
+        check_flags("CacheSpec", rope_by_length=self.rope_by_length)
 
     @property
     def group(self) -> int:
@@ -80,6 +82,13 @@ def require_int(what: str, value: Any, *, at_least: int, at_most: int = MOST) ->
     if value > at_most:
         raise ValueError(f"{what} must be at most {at_most}, got {shown(value)}")
     return int(value)
+
+
+def require_ints(what: str, values: Any, *, at_least: int, at_most: int = MOST) -> tuple[int, ...]:
+    """`values` as a tuple of ints, or an error that says what they must be."""
+    if not isinstance(values, Iterable) or isinstance(values, str | bytes | Mapping):
+        raise ValueError(f"{what} must be a list of integers, got {shown(values)}")
+    return tuple(require_int(what, value, at_least=at_least, at_most=at_most) for value in values)
 
 
 CAPACITY_STEP = 128

@@ -20,7 +20,7 @@ from typing import Any
 
 from kvjax.received import read_object
 from kvjax.spec import require_int
-from kvjax.validation import shown
+from kvjax.validation import check_flags, check_verbs, finite_number, shown
 
 from . import rope as ropes
 from .activations import ACTIVATIONS
@@ -76,13 +76,20 @@ class DecoderConfig:
         least = 4 if isinstance(self.rope, ropes.Dynamic) else 2  # its exponent is D / (D - 2)
         if self.head_dim % 2 or self.head_dim < least:
             raise ValueError(f"DecoderConfig(head_dim={self.head_dim}): RoPE needs an even number, at least {least}")
-        if not 0 <= self.norm_eps < math.inf or not 0 <= self.initializer_range < math.inf:
+        check_verbs(
+            "DecoderConfig(rope=...)", self.rope, "a kind of RoPE", ("frequencies",), "kvjax.models.rope.Default()"
+        )
+        for name in ("norm_eps", "initializer_range"):
+            if finite_number(f"DecoderConfig({name}=...)", getattr(self, name)) < 0:
+                raise ValueError(f"DecoderConfig({name}={getattr(self, name)}) must be finite and at least 0")
+        flags = ("qkv_bias", "out_bias", "mlp_bias", "qk_norm", "tied_head")
+        check_flags("DecoderConfig", **{name: getattr(self, name) for name in flags})
+        if not isinstance(self.activation, str) or self.activation not in ACTIVATIONS:
             raise ValueError(
-                f"DecoderConfig(norm_eps={self.norm_eps}, initializer_range={self.initializer_range}): "
-                "both must be finite and at least 0"
+                f"activation {shown(self.activation)} is not supported; use one of {', '.join(ACTIVATIONS)}"
             )
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(f"activation {self.activation!r} is not supported; use one of {', '.join(ACTIVATIONS)}")
+        if not isinstance(self.windows, list | tuple):
+            raise ValueError(f"DecoderConfig(windows=...) must have one entry a layer, got {shown(self.windows)}")
         windows = tuple(self.windows) or (None,) * self.layers
         if len(windows) != self.layers:
             raise ValueError(f"DecoderConfig(windows=...) has {len(windows)} entries for {self.layers} layers")

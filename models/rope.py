@@ -29,6 +29,7 @@ import numpy as np
 from jax import Array
 
 from kvjax.spec import MOST
+from kvjax.validation import check_flags, finite_number, shown
 
 
 class Rope(Protocol):
@@ -130,7 +131,7 @@ class Llama3(Rope):
 
     def __post_init__(self) -> None:
         _above(self, 1.0, "theta")
-        _above(self, 0.0, "factor", "low_freq_factor", "original")
+        _above(self, 0.0, "factor", "low_freq_factor", "high_freq_factor", "original")
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 f"Llama3(low_freq_factor={self.low_freq_factor}, high_freq_factor={self.high_freq_factor}): "
@@ -167,6 +168,9 @@ class Yarn(Rope):
     def __post_init__(self) -> None:
         _above(self, 1.0, "theta")
         _above(self, 0.0, "factor", "original", "beta_fast", "beta_slow")
+        given = (name for name in ("attention_factor", "mscale", "mscale_all_dim") if getattr(self, name) is not None)
+        _above(self, -math.inf, *given)
+        check_flags("Yarn", truncate=self.truncate)
 
     @property
     def amplitude(self) -> float:
@@ -219,8 +223,10 @@ class LongRope(Rope):
         _above(self, 0.0, "original", "attention_factor")
         for name in ("short_factor", "long_factor"):
             factors = getattr(self, name)
-            if not factors or not all(0 < x < math.inf for x in factors):
-                raise ValueError(f"LongRope({name}=...) must be finite numbers above 0, got {factors}")
+            where = f"LongRope({name}=...)"
+            good = isinstance(factors, tuple) and factors and all(finite_number(where, x) > 0 for x in factors)
+            if not good:
+                raise ValueError(f"{where} must be finite numbers above 0 in a tuple, got {shown(factors)}")
 
     @property
     def amplitude(self) -> float:
@@ -284,6 +290,6 @@ def _plain(theta: float, head_dim: int) -> np.ndarray:
 def _above(rope: Any, limit: float, *names: str) -> None:
     for name in names:
         value = getattr(rope, name)
-        # `not >` also catches NaN.
-        if not value > limit or math.isinf(value):
-            raise ValueError(f"{type(rope).__name__}({name}=...) must be a finite number above {limit}, got {value}")
+        where = f"{type(rope).__name__}({name}=...)"
+        if finite_number(where, value) <= limit:
+            raise ValueError(f"{where} must be a finite number above {limit}, got {value}")

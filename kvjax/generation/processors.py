@@ -8,15 +8,15 @@ which applies them in this order. All are data of the compiled program, so that 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from kvjax.spec import keep_int, require_int
-from kvjax.validation import finite_number
+from kvjax.spec import keep_int, require_ints
+from kvjax.validation import finite_number, shown
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,8 @@ class Processors:
             keep_int(self, name, at_least=0)
         for name in ("suppress_tokens", "begin_suppress_tokens"):
             object.__setattr__(self, name, _ids(name, getattr(self, name)))
+        if not isinstance(self.history, list | tuple):
+            raise ValueError(f"history must be token ids for each row, got {shown(self.history)}")
         object.__setattr__(self, "history", tuple(_ids("history", row) for row in self.history))
 
     @property
@@ -154,8 +156,8 @@ def _follows_last(history: History, size: Array | np.ndarray) -> Array:
     return lax.fori_loop(1, jnp.maximum(size, 1), compare, same)
 
 
-def _ids(name: str, ids: Iterable[int] | Sequence[int]) -> tuple[int, ...]:
-    return tuple(require_int(f"Processors({name}=...)", i, at_least=0) for i in ids)
+def _ids(name: str, ids: object) -> tuple[int, ...]:
+    return require_ints(f"Processors({name}=...)", ids, at_least=0)
 
 
 def _mask(ids: tuple[int, ...], vocabulary: int) -> np.ndarray:

@@ -12,7 +12,7 @@ from jax.tree_util import register_dataclass
 
 from kvjax.numerics.partial import PartialAttention
 from kvjax.policies.policy import Info, Policy, Step
-from kvjax.spec import CacheSpec, require_int
+from kvjax.spec import CacheSpec, require_ints
 from kvjax.validation import check_verbs
 
 
@@ -51,7 +51,7 @@ class PerHead(Policy):
     others: Policy
 
     def __post_init__(self) -> None:
-        heads = tuple(require_int("PerHead(heads=...)", head, at_least=0) for head in self.heads)
+        heads = require_ints("PerHead(heads=...)", self.heads, at_least=0)
         if not heads or len(set(heads)) < len(heads):
             raise ValueError(
                 f"PerHead(heads={self.heads}) must name at least one KV head, and each once; for no head, use the "

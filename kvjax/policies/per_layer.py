@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvjax.policies.policy import Policy
+from kvjax.validation import check_verbs, shown
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,13 @@ class PerLayer:
 
     first: tuple[Policy, ...]
     rest: Policy
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.first, tuple):
+            raise ValueError(f"PerLayer(first=...) must be a tuple of policies, got {shown(self.first)}")
+        for name, policy in (*(("first", policy) for policy in self.first), ("rest", self.rest)):
+            verbs = ("init", "prefill", "update", "attend")
+            check_verbs(f"PerLayer({name}=...)", policy, "a policy", verbs, "kvjax.Full()")
 
     def policy(self, layer: int) -> Policy:
         return self.first[layer] if layer < len(self.first) else self.rest

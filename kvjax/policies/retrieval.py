@@ -33,7 +33,7 @@ class Retrieval(SelectedZones):
     if that is less. Besides the `local` tokens, fewer than a chunk of recent tokens are pending; they compete with the
     history by their exact scores (for which their keys are read), so a budget of 32 attends to 32 tokens. A row with
     fewer than `dense_below` tokens attends to all of them; because shapes are static, every step then gathers room for
-    that many.
+    that many. A budget of a page more than a row's tokens attends to all of them; with `Buffer`, of a chunk more.
 
     `kvjax.init` makes a whole cache `Full` if its capacity is at most `dense_capacity` tokens: its steps then read
     every token, and no budget applies; see `kvjax.policies.short`. "auto" is the capacity below which a benchmark found
@@ -71,7 +71,7 @@ class Retrieval(SelectedZones):
             protocol="kvjax.Selector",
         )
         keep_int(self, "dense_below", at_least=0)
-        if self.dense_capacity != "auto":
+        if not isinstance(self.dense_capacity, str) or self.dense_capacity != "auto":
             keep_int(self, "dense_capacity", at_least=0)
         if self.budget < self.sink + self.local:
             raise ValueError(

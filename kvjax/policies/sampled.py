@@ -19,6 +19,7 @@ from kvjax.spec import CacheSpec, keep_int
 from kvjax.stores import Dense, Store
 from kvjax.stores.demotion import Demotion, Fifo
 from kvjax.stores.striped import StripedStore
+from kvjax.validation import check_verbs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,8 @@ class Sampled(Zoned):
     def __post_init__(self) -> None:
         keep_int(self, "budget", at_least=1)
         super().__post_init__()
+        verbs = ("check", "init", "append")
+        check_verbs("Sampled(hashing=...)", self.hashing, "a hashing", verbs, "kvjax.SimHash()")
         if self.room < 1:
             least = self.budget - self.room + 1
             raise ValueError(

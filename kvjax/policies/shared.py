@@ -30,7 +30,7 @@ from kvjax.policies.per_layer import PerLayer
 from kvjax.policies.policy import Info, Policy, Step
 from kvjax.policies.zones import SelectedZones, ZonedState
 from kvjax.received import read_object
-from kvjax.spec import CacheSpec, keep_int, require_int
+from kvjax.spec import CacheSpec, keep_int, require_int, require_ints
 from kvjax.stores import Dense, Store
 from kvjax.stores.demotion import Demotion, Fifo
 from kvjax.validation import shown
@@ -63,8 +63,9 @@ class Follower(SelectedZones):
         keep_int(self, "unit", at_least=1)
         require_whole_pages(self.store, self.unit, f"the selection has {self.unit} tokens at a time")
         if self.heads is not None:
-            where = "Follower(heads=...)"
-            heads = tuple(require_int(where, head, at_least=0, at_most=len(self.heads) - 1) for head in self.heads)
+            heads = require_ints("Follower(heads=...)", self.heads, at_least=0)
+            if max(heads, default=0) >= len(heads):
+                raise ValueError(f"Follower(heads=...) must be at most {len(heads) - 1}, got {max(heads, default=0)}")
             object.__setattr__(self, "heads", heads)
 
     def init(self, spec: CacheSpec) -> ZonedState:
@@ -141,6 +142,7 @@ class Shared(PerLayer):
     heads: tuple[tuple[int, tuple[int, ...]], ...] = field(default=(), kw_only=True)  # (layer, heads) pairs
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         keep_int(self, "share", at_least=1)
         self.rest.follower()  # raises here if the policy cannot have followers
         if dense := getattr(self.rest, "dense_capacity", 0):
@@ -151,7 +153,7 @@ class Shared(PerLayer):
         if self.anchors is None:
             return
         first = len(self.first)
-        found = tuple(require_int("anchors", layer, at_least=0) for layer in self.anchors)
+        found = require_ints("anchors", self.anchors, at_least=0)
         object.__setattr__(self, "anchors", found)
         if self.share != 1:
             raise ValueError(f"share={self.share} and anchors={found} both say which layers select; give one")

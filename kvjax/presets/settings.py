@@ -13,7 +13,7 @@ from typing import Any
 
 from kvjax.policies import Full, PerLayer, Policy, share_selections
 from kvjax.presets.parsing import TEXT_NAME
-from kvjax.spec import keep_int, require_int
+from kvjax.spec import keep_int, require_int, require_ints
 from kvjax.stores import Dense, HostFloat8, HostOffload, HostQuantized, HotSet, Store
 from kvjax.validation import finite_number, shown
 
@@ -45,8 +45,10 @@ class Layers:
     def __post_init__(self) -> None:
         keep_int(self, "dense", at_least=0)
         keep_int(self, "share", at_least=1)
-        if isinstance(self.anchors, list):
-            object.__setattr__(self, "anchors", tuple(self.anchors))
+        if self.anchors is not None and not isinstance(self.anchors, str):
+            several = [self.anchors] if isinstance(self.anchors, int) else self.anchors
+            found = require_ints("Layers(anchors=...)", several, at_least=0)
+            object.__setattr__(self, "anchors", self.anchors if isinstance(self.anchors, int) else found)
 
     @property
     def shares(self) -> bool:

@@ -26,6 +26,7 @@ from kvjax.selectors.selector import Selector
 from kvjax.selectors.striped import StripedSelector
 from kvjax.sharding.context import Stripes, share_of_highest
 from kvjax.spec import CacheSpec, keep_int
+from kvjax.validation import check_flags
 
 Votes = Literal["tiers", "plain"]
 
@@ -108,6 +109,7 @@ class Paris(Selector):
             keep_int(self, "candidates", at_least=1)
         if self.seed is not None:
             keep_int(self, "seed", at_least=0)
+        check_flags("Paris", correct=self.correct)
         require_group_reduce(self.group_reduce)
         keep_int(self, "subspace", at_least=1)
         keep_int(self, "radius_bits", at_least=1)

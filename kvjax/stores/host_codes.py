@@ -171,10 +171,10 @@ class HostQuantized(_HostCodes):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.bits, bool) or self.bits not in BITS:
-            raise ValueError(f"HostQuantized(bits={self.bits!r}) must be one of {', '.join(map(str, BITS))}")
         keep_int(self, "bits", at_least=1)
         keep_int(self, "group", at_least=1)
+        if self.bits not in BITS:
+            raise ValueError(f"HostQuantized(bits={self.bits!r}) must be one of {', '.join(map(str, BITS))}")
 
     def check(self, spec: CacheSpec, chunk: int) -> None:
         super().check(spec, chunk)

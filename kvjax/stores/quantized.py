@@ -59,16 +59,14 @@ class Quantized(Store):
     value_group: int | None = None
 
     def __post_init__(self) -> None:
+        given = (name for name in ("value_bits", "value_group") if getattr(self, name) is not None)
+        for name in ("bits", "key_group", *given):
+            keep_int(self, name, at_least=1)
         for name, bits in (("bits", self.bits), ("value_bits", self._value_bits)):
-            if isinstance(bits, bool) or bits not in BITS:
+            if bits not in BITS:
                 raise ValueError(f"Quantized({name}={bits!r}) must be one of {', '.join(map(str, BITS))}")
         if self.key_axis not in get_args(KeyAxis):
             raise ValueError(f"Quantized(key_axis={self.key_axis!r}) must be 'channel' or 'token'")
-        keep_int(self, "bits", at_least=1)
-        keep_int(self, "key_group", at_least=1)
-        for name in ("value_bits", "value_group"):
-            if getattr(self, name) is not None:
-                keep_int(self, name, at_least=1)
 
     @property
     def _value_bits(self) -> int:

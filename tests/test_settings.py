@@ -1,0 +1,137 @@
+"""Settings of every public class: a value of the wrong type is refused when the object is made, in one sentence.
+
+The table names the settings that a class needs and values of other kinds. Everything else comes from the fields
+themselves, so that a new setting is tried when it is added.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import typing
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import evictors, models, policies, selectors, stores
+from kvjax.generation.processors import Processors
+from kvjax.models import rope as ropes
+
+LOCAL: dict[str, Any] = {"local": 8, "demote": kvjax.Fifo(leave=16)}
+WINDOW = kvjax.Evicting(evictor=kvjax.Sliding(), budget=16)
+RETRIEVAL = kvjax.Retrieval(selector=kvjax.Fier(), budget=64)
+MESH = jax.make_mesh((1,), ("x",))
+NEEDS: dict[str, dict[str, Any]] = {
+    "AdaptiveHeads": {"selector": kvjax.Fier(), "mean": 0.5},
+    "Compensated": {"window": WINDOW},
+    "Evicting": {"evictor": kvjax.Sliding(), "budget": 32},
+    "Follower": {"store": kvjax.Dense(), "sink": 4, "unit": 1, **LOCAL},
+    "HeadBudgets": {"evictor": kvjax.LastQuery(), "budget": 32},
+    "Mixed": {"budget": 32, "store": kvjax.Dense()},
+    "Nucleus": {"selector": kvjax.Fier(), "p": 0.9},
+    "OutlierRetrieval": {"store": kvjax.LowRank(rank=8, learn=256), "budget": 1024},
+    "PerHead": {"heads": (0,), "selected": kvjax.Full(), "others": WINDOW},
+    "PerLayer": {"first": (), "rest": RETRIEVAL},
+    "HotSet": {"tokens": 64},
+    "Layers": {"dense": 0},
+    "Retrieval": {"selector": kvjax.Fier()},
+    "Speculative": {"retrieval": RETRIEVAL},
+    "CacheSpec": {"batch": 1, "q_heads": 4, "kv_heads": 2, "head_dim": 16, "capacity": 64},
+    "DecoderConfig": {
+        "vocab_size": 50,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "layers": 2,
+        "q_heads": 4,
+        "kv_heads": 2,
+        "head_dim": 16,
+    },
+    "Placement": {"mesh": MESH, "batch": "x"},
+    "Dynamic": {"factor": 2.0, "original": 64},
+    "Linear": {"factor": 2.0},
+    "Llama3": {"factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original": 64},
+    "Yarn": {"factor": 2.0, "original": 64},
+    "LongRope": {"short_factor": (1.0,), "long_factor": (2.0,), "original": 64},
+}
+MODULES: tuple[Any, ...] = (policies, selectors, stores, evictors)
+NAMED = {name: getattr(module, name) for module in MODULES for name in module.__all__}
+NAMED |= {kind.__name__: kind for kind in (kvjax.CacheSpec, kvjax.Placement, models.DecoderConfig, Processors)}
+NAMED |= {
+    name: kind for name, kind in vars(ropes).items() if inspect.isclass(kind) and kind.__module__ == ropes.__name__
+}
+NAMED |= {"PromptLookup": kvjax.PromptLookup, "Layers": kvjax.presets.Layers}
+# What holds arrays, or is made by the library: no settings of a caller.
+MADE = {"HotBlock", "Short", "Shared", "Info", "Selection", "PackedSelection", "Step", "Candidates", "Visible"}
+CLASSES = {
+    name: kind
+    for name, kind in NAMED.items()
+    if dataclasses.is_dataclass(kind)
+    and isinstance(kind, type)
+    and name not in MADE
+    and not hasattr(kind, "length")
+    and not any(str(field.type) == "Array" for field in dataclasses.fields(kind))
+    and any(field.init for field in dataclasses.fields(kind))
+}
+NUMBERS = ["7", None, [3], np.array([1, 2]), float("nan"), float("inf"), True, 1 + 2j, {}, object()]
+WRONG: dict[str, list[Any]] = {
+    "int": [*NUMBERS, 2.5, -(2**40), 2**40],
+    "float": NUMBERS,
+    "bool": ["no", None, 2, [True], np.array([True, False])],
+    "str": [3, None, "no such word", ["mean"], object()],
+    "part": [3, "text", object(), [kvjax.Full()], dict],
+}
+
+
+def kind_of(annotation: Any) -> tuple[str, bool, bool]:
+    """What WRONG calls values of this type, and whether None, and whether a word, is one."""
+    parts = typing.get_args(annotation) if "|" in str(annotation) or "Union" in str(annotation) else (annotation,)
+    plain = [part for part in parts if part is not type(None)]
+    words = any(part is str or typing.get_origin(part) is typing.Literal for part in plain)
+    for name, kind in (("bool", bool), ("float", float), ("int", int)):
+        if kind in plain:
+            return name, type(None) in parts, words
+    if words:
+        return "str", type(None) in parts, words
+    return "part", type(None) in parts, False
+
+
+def settings() -> list[tuple[str, str]]:
+    return [(name, field.name) for name, kind in CLASSES.items() for field in dataclasses.fields(kind) if field.init]
+
+
+@pytest.mark.parametrize(("name", "field"), settings())
+def test_a_value_of_the_wrong_type_is_refused(name: str, field: str) -> None:
+    kind = CLASSES[name]
+    good = NEEDS.get(name, {})
+    kind(**good)
+    what, none, word = kind_of(typing.get_type_hints(kind)[field])
+    taken = []
+    for value in WRONG[what]:
+        if (value is None and (none or field == "local")) or (word and isinstance(value, str)):
+            continue
+        if isinstance(value, OTHERS.get((name, field), ())):
+            continue
+        try:
+            kind(**{**good, field: value})
+        except ValueError as error:
+            said = str(error)
+            one = "\n" not in said and len(said) < 500
+            if not one or (field not in said and name not in said):
+                taken.append(f"{value!r} said {said}")
+        except Exception as error:
+            taken.append(f"{value!r} raised {error!r}")
+        else:
+            taken.append(f"{value!r} was accepted")
+    assert not taken, f"{name}({field}=...): {'; '.join(taken)}"
+
+
+# Kinds of values that a setting takes beside those of its type.
+OTHERS: dict[tuple[str, str], Any] = {
+    ("Layers", "anchors"): list,
+    ("Speculative", "tau"): float,  # infinity: at every step
+    ("Processors", "suppress_tokens"): (list, np.ndarray),
+    ("Processors", "begin_suppress_tokens"): (list, np.ndarray),
+}
