@@ -52,7 +52,7 @@ def dequantize_1bit(code: OneBit) -> Float[Array, "*rows S D"]:
     """Keys of one bit: zero + scale where the bit is 1, zero - scale where it is 0: f32[..., S, D]."""
     *lead, S, _ = code.bits.shape
     groups, D = code.scale.shape[-2:]
-    positive = unpack_bits(code.bits).reshape(*lead, groups, S // groups, D)
+    positive = unpack_bits(code.bits).reshape(*lead, groups, S // max(groups, 1), D)
     scale = code.scale.astype(jnp.float32)[..., None, :]
     zero = code.zero.astype(jnp.float32)[..., None, :]
     return jnp.where(positive, zero + scale, zero - scale).reshape(*lead, S, D)
@@ -96,7 +96,7 @@ def dequantize(code: QuantArray, channels: int) -> Float[Array, "*rows S D"]:
     groups, slices = code.scales.shape[-2:]
     codes = unpack_codes(code.codes, channels).astype(jnp.float32)
     scale, zero = (a[..., :, None, :, None] for a in split_scales(code.scales))
-    grouped = codes.reshape(*lead, groups, S // groups, slices, channels // slices)
+    grouped = codes.reshape(*lead, groups, S // max(groups, 1), slices, channels // slices)
     return (grouped * scale + zero).reshape(*lead, S, channels)
 
 
