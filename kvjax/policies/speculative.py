@@ -153,7 +153,7 @@ class Speculative(Policy):
                 f"Speculative(reuse={self.reuse}) keeps {self.reuse} tokens beside a recall, but there is room for "
                 f"{page} from a local window of {local}; use at most {max_reuse}, or larger pages"
             )
-        if len(demote.staying(local)) < local - 1:
+        if demote.slots(local) - demote.leave < local - 1:
             raise ValueError(
                 f"{demote} moves tokens out of the local window in chunks, which the previous step's recall does not "
                 f"hold; use kvjax.Fifo(leave={demote.leave})"

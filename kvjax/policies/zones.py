@@ -120,9 +120,14 @@ class Zoned(Policy):
             )
         return slots
 
+    @property
+    def _stay(self) -> int:
+        """Tokens that remain in a full recent block; a list of them may be as long as a setting that `init` refuses."""
+        return self.demote.slots(self.local) - self.demote.leave
+
     def _slots(self, spec: CacheSpec) -> int:
         """Slots of the history: whole chunks."""
-        chunk, stay = self.demote.leave, len(self.demote.staying(self.local))
+        chunk, stay = self.demote.leave, self._stay
         return max(whole_units(spec.capacity - self.sink - stay, chunk), chunk)
 
     def append(self, st: ZonedState, k: Array, v: Array, count: Array) -> ZonedState:
@@ -148,7 +153,7 @@ class Zoned(Policy):
         # and flushes token by token would have moved it, and the rest is the new block.
         recent_count, total = st.recent.count, st.recent.count + lengths - to_sink
         room = self.store.free(st.store) // chunk
-        stay = len(self.demote.staying(self.local))
+        stay = self._stay
         chunks = jnp.clip((total - stay) // chunk, 0, room)
         max_chunks = max(min((slots + T - stay) // chunk, st.store.slots // chunk), 0)
 
@@ -206,7 +211,7 @@ class Zoned(Policy):
 
     def earliest(self, st: ZonedState) -> Array:
         """The length at which the history last grew; 0 while it is empty."""
-        return jnp.where(st.store.count > 0, st.offset_recent + len(self.demote.staying(self.local)), 0)
+        return jnp.where(st.store.count > 0, st.offset_recent + self._stay, 0)
 
     def rollback(self, st: ZonedState, lengths: Array) -> ZonedState:
         lengths, outside = in_range(lengths, self.earliest(st), st.length)
@@ -232,7 +237,7 @@ class Zoned(Policy):
         if sink is not None:
             sink = replace(sink, count=jnp.minimum(lengths, sink.slots))
             rest = lengths - sink.count
-        chunk, stay = self.demote.leave, len(self.demote.staying(self.local))
+        chunk, stay = self.demote.leave, self._stay
         history_count = jnp.clip((rest - stay) // chunk, 0, st.store.count // chunk) * chunk
 
         history, index = self.store.truncate(st.store, history_count), self.truncate_index(st.index, history_count)

@@ -37,6 +37,7 @@ from kvjax import (
     Speculative,
     presets,
 )
+from kvjax.models import rope as ropes
 
 SPEC = CacheSpec(batch=3, q_heads=8, kv_heads=2, head_dim=16, capacity=200, dtype=jnp.float32)
 BASE = Retrieval(selector=Fier(group=16), budget=64, sink=4, local=24, demote=Fifo(leave=32), dense_below=0)
@@ -369,6 +370,24 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "speculation without a budget": (
         lambda: Speculative(dataclasses.replace(BASE, budget=28)),
         r"budget=28 leaves nothing besides sink \+ local = 4 \+ 24.*at least 29",
+    ),
+    "a low rank of keys turned by their text's length": (
+        lambda: kvjax.LowRank(rope=ropes.Dynamic(factor=2.0, original=64)),
+        r"LowRank\(rope=...\) turns all keys by the same.*those of Dynamic depend on the final length.*use None",
+    ),
+    "a window renumbered by its text's length": (
+        lambda: Sliding(
+            rope=ropes.LongRope(short_factor=(1.0,) * 8, long_factor=(2.0,) * 8, original=64),
+        ),
+        r"Sliding\(rope=...\) turns.*those of LongRope depend.*use None",
+    ),
+    "a recent block far beyond the capacity": (
+        lambda: kvjax.init_layer(dataclasses.replace(BASE, local=10**9, budget=2 * 10**9), SPEC),
+        r"local=1000000000, .* makes room for 100000\d+ tokens beside the history, in a cache of 200; make",
+    ),
+    "a recent block far beyond the capacity, a step late": (
+        lambda: kvjax.init_layer(presets.freekv(local=10**9, budget=2 * 10**9).rest, SPEC),
+        r"makes room for 100000\d+ tokens beside the history",
     ),
     "page of 0": (lambda: CentrePages(page=0), r"page=.*at least 1, got 0"),
     "5 bits": (lambda: Quantized(bits=5), r"bits=5\) must be one of 2, 3, 4, 8"),
