@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import math
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator
@@ -96,7 +97,7 @@ class Op(Generic[P, R]):
         limit = nowhere = None if implementation == "mosaic" else runs_nowhere()
         if not nowhere:
             limit = self._limit(self.module, SimpleNamespace(**given))  # which raises ValueError for wrong arguments
-            limit = _why_not(limit) or _why_not_in_shard_map(given)
+            limit = _why_not(limit or _too_large(given)) or _why_not_in_shard_map(given)
         how = self._explain(limit, implementation)
         if (found := _explained.get()) is not None:
             found.append(how)
@@ -122,7 +123,8 @@ class Op(Generic[P, R]):
 
     def unsupported(self, *args: P.args, **kwargs: P.kwargs) -> str | None:
         """The limit of the kernel that these arguments exceed, on any machine; None if the kernel takes them."""
-        return self._limit(self.module, self._arguments(*args, **kwargs))
+        given = self._arguments(*args, **kwargs)
+        return self._limit(self.module, given) or _too_large(vars(given))
 
     def run_kernel(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """The result of the kernel, whatever its limits; without a derivative."""
@@ -316,6 +318,16 @@ def _why_not(limit: str | None) -> str | None:
     from kvjax.kernels_pallas import simt
 
     return simt.why_not() or limit
+
+
+def _too_large(operands: Any) -> str | None:
+    """The limit of offsets of 32 bits, if an array exceeds it."""
+    for leaf in jax.tree.leaves(operands):
+        shape = getattr(leaf, "shape", ())
+        shape = shape[2 if len(shape) > 2 else 1 :]
+        if math.prod(shape) * (leaf.dtype.itemsize if shape else 0) >= 1 << 31:
+            return f"{leaf.dtype}{list(leaf.shape)} has 2**31 bytes or more a row and head, which no kernel can address"
+    return None
 
 
 def _why_not_in_shard_map(operands: Any) -> str | None:

@@ -1,5 +1,6 @@
 """Every operation says which arguments its kernel refuses, and why; none is run that the kernel cannot take."""
 
+import math
 import re
 from functools import partial
 
@@ -13,6 +14,7 @@ from kvjax.kernels_pallas.select import select_1bit, select_4bit
 from kvjax.kernels_pallas.vote import collide
 from kvjax.numerics.partial import Span
 from kvjax.numerics.selection import Selection
+from kvjax.ops.op import _too_large
 from tests.kernels.cases import CASES, candidates, codes, i32, one_bit, quantized_zones, slots, span, votes, zones
 from tests.kernels.conftest import HAS_KERNELS
 
@@ -31,6 +33,26 @@ def test_every_operation_has_its_cases():
 @pytest.mark.parametrize("name", CASES)
 def test_a_kernel_takes_the_arguments_of_its_case(name):
     assert limit_of(name, *CASES[name].args()) is None
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("less", [0, 1])
+def test_an_array_that_offsets_of_32_bits_cannot_address_is_refused(name, less):
+    """Of 2**31 bytes a row and head, whichever argument it is; one unit less is not."""
+    args, large = CASES[name].args()[0], 0
+    leaves, tree = jax.tree.flatten(args)
+    for i, leaf in enumerate(leaves):
+        if getattr(leaf, "ndim", 0) < 2:
+            continue
+        axis = 2 if leaf.ndim > 2 else 1
+        unit = math.prod(leaf.shape[axis + 1 :]) * leaf.dtype.itemsize
+        shape = (*leaf.shape[:axis], 2**31 // unit - less, *leaf.shape[axis + 1 :])
+        given = [jax.ShapeDtypeStruct(shape, leaf.dtype) if i == j else a for j, a in enumerate(leaves)]
+        told = _too_large(jax.tree.unflatten(tree, given))
+        assert ("2**31 bytes or more a row and head" in (told or "")) == (not less and unit * shape[axis] == 2**31)
+        large += 1
+    assert large
+    assert _too_large(args) is None
 
 
 def limit_of(name, args, options):
