@@ -64,6 +64,8 @@ def runs(tmp_path_factory, sources):
         train.train(SETTINGS, whole, **sources, steps=STEPS)
         shutil.copytree(whole / "corpus", cut / "corpus")
         train.train(SETTINGS, cut, books=None, code=None, steps=STEPS, stop_after=CUT)
+        with (cut / "log.jsonl").open("a") as file:  # a killed run went on from its last checkpoint, up to half a line
+            file.write(f'{{"step": {CUT + 1}, "text": 0.0}}\n{{"step": {CUT + 2}, "te')
         train.train(SETTINGS, cut, books=None, code=None, steps=STEPS, resume=True)
         with pytest.raises(FileExistsError, match="has a run with checkpoints; give --resume"):
             train.train(SETTINGS, cut, books=None, code=None, steps=STEPS)

@@ -35,7 +35,7 @@ import data
 from export import export, judge
 from step import Programs, decoder_config, flops_per_token, initial_state, make_step, shapes
 
-from kvjax.evaluate.provenance import provenance
+from kvjax.evaluate.provenance import provenance, replace_file
 from kvjax.models import DecoderConfig
 
 # --------------------------------------------------------------------------------------------------------- the schedule
@@ -130,6 +130,14 @@ class Log:
             print("  ".join(f"{k} {v:.4g}" for k, v in line.items()), flush=True)
 
 
+def forget_after(path: Path, step: int) -> None:
+    """Drops the lines of a log that come after a step: a run that was killed took steps which nothing saved."""
+    if not path.exists():
+        return
+    whole = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+    replace_file(path, "".join(line for line in whole if json.loads(line)["step"] <= step))
+
+
 def train(
     settings: Mapping[str, Any],
     out: Path,
@@ -162,6 +170,7 @@ def train(
         if before["settings"] != json.loads(json.dumps(dict(settings))):
             raise ValueError(f"the run in {out} has other settings; resume with the config that it began with")
         clock.done, trained, tokens = before["progress"], before["seconds"], before["tokens"]
+        forget_after(out / "log.jsonl", first)
     lengths = lengths_left(clock.progress(first), settings)
     if not lengths:
         raise ValueError(f"the run in {out} has come to its end; give another --out")
@@ -192,7 +201,7 @@ def train(
         result = about()
         save(checkpoints, step, state, result)
         export(out / "model", state["params"], corpus, settings, result)
-        (out / "result.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
+        replace_file(out / "result.json", json.dumps(result, indent=1))
 
     for length, ids, kinds in batches:
         progress = clock.progress(step)

@@ -54,8 +54,10 @@ class Heads:
         return {"kv_heads": self.kv_heads, "layers": self.layers}
 
     def save(self, path: str | Path) -> None:
-        """Writes a JSON file that `load` reads."""
-        Path(path).write_text(json.dumps(self.as_json()) + "\n", encoding="utf-8")
+        """Writes a JSON file that `load` reads; an interrupted call leaves the old one."""
+        part = Path(f"{path}.part")
+        part.write_text(json.dumps(self.as_json()) + "\n", encoding="utf-8")
+        part.replace(path)
 
     @classmethod
     def load(cls, path: str | Path) -> Heads:
