@@ -148,7 +148,9 @@ class Checkpoint:
                     str(self.directory), local_files_only=True, trust_remote_code=False
                 )
             except Exception as error:
-                raise ValueError(f"transformers cannot read the tokenizer in {self.directory}: {error}") from error
+                raise ValueError(
+                    f"transformers cannot read the tokenizer in {self.directory} (it reads config.json too): {error}"
+                ) from error
 
     def apply_chat(
         self, messages: Prompt, *, answer: bool = True, template: Mapping[str, Any] | None = None
@@ -247,7 +249,15 @@ class Checkpoint:
             name = cache if isinstance(cache, str) else "the policy"
             presets.check_reaches(policies, self.config.layers, name)
         spec = self.model.spec(batch=batch, capacity=capacity, dtype=dtype)
-        return kvjax.init(policies, spec, layers=self.config.layers, placement=self.placement)
+        made = kvjax.init(policies, spec, layers=self.config.layers, placement=self.placement)
+        inner = (getattr(layer.policy, "retrieval", layer.policy) for layer in made.layers)
+        if self.config.qkv_bias and any(getattr(getattr(p, "store", None), "key_axis", "") == "token" for p in inner):
+            warnings.warn(
+                "this model adds biases to keys, and codes of a token's keys lose precision by them; use "
+                'key_axis="channel"',
+                stacklevel=2,
+            )
+        return made
 
     def generate(
         self,

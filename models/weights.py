@@ -503,7 +503,10 @@ def match(
         if tensor.shape != shape:
             problems.append(f"misshapen: {name}{list(tensor.shape)}, wanted {list(shape)}")
         if tensor.dtype not in FLOATS:
-            problems.append(f"not a float: {name} is {tensor.dtype}, wanted one of {', '.join(FLOATS)}")
+            problems.append(
+                f"not a float of 16 bits or more: {name} is {tensor.dtype}; load and save it with transformers "
+                "in bfloat16"
+            )
     if problems:
         more = [f"and {len(problems) - MOST_TOLD} more"] if len(problems) > MOST_TOLD else []
         listed = "\n  ".join(problems[:MOST_TOLD] + more)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from kvjax import models
 from kvjax.evaluate.provenance import model_digest
@@ -210,9 +211,27 @@ def test_all_problems_of_tensors_are_listed_in_one_error(write, no_reading):
         "unexpected: model.layers.2.input_layernorm.weight[24]",
         "misshapen: lm_head.weight[50, 23], wanted [50, 24]",
         "misshapen: model.layers.0.self_attn.v_proj.weight[24, 16], wanted [16, 24]",
-        "not a float: model.embed_tokens.weight is I8",
+        "not a float of 16 bits or more: model.embed_tokens.weight is I8",
     ):
         assert line in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2"])
+def test_weights_of_8_bit_floats_are_refused_with_the_mend(write, dtype, no_reading):
+    """As files without a `quantization_config` may have them; their scales, if any, are other tensors."""
+    directory = write()
+    tensors = load_file(directory / "model.safetensors")
+    header, data = {}, b""
+    for name, tensor in tensors.items():
+        part = bytes(tensor.size) if "q_proj" in name else tensor.tobytes()
+        kind = dtype if "q_proj" in name else "F32"
+        header[name] = {"dtype": kind, "shape": tensor.shape, "data_offsets": [len(data), len(data) + len(part)]}
+        data += part
+    head = json.dumps(header).encode()
+    (directory / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + data)
+    wanted = rf"q_proj.weight is {dtype}; load and save it with transformers in bfloat16"
+    with pytest.raises(ValueError, match=wanted):
+        models.load(directory)
 
 
 def test_an_untied_model_without_a_head_lacks_it(write, no_reading):
@@ -447,6 +466,20 @@ def test_a_cache_in_place_of_a_policy_is_told_how_to_go_on(write):
         checkpoint.init_cache(checkpoint.init_cache(capacity=64), capacity=64)
 
 
+def test_keys_with_biases_that_are_coded_by_token_are_warned_of(write):
+    def biases(tensors):
+        for i, (name, size) in itertools.product(range(2), (("q", 32), ("k", 16), ("v", 16))):
+            tensors[f"model.layers.{i}.self_attn.{name}_proj.bias"] = np.zeros(size, np.float32)
+
+    by_token = "logquant:window=8,group=8,key_axis=token"
+    models.load(write()).init_cache(by_token, capacity=64)
+    checkpoint = models.load(write(change=biases, model_type="qwen2", architectures=["Qwen2ForCausalLM"]))
+    with pytest.warns(UserWarning, match=r'biases to keys.*use key_axis="channel"'):
+        checkpoint.init_cache(by_token, capacity=64)
+    for cache in ("logquant:window=8,group=8", "kivi:residual=32,group=8", "fier:budget=64,store=int8"):
+        checkpoint.init_cache(cache, capacity=64)
+
+
 def test_tokenizer_and_chat_template_are_those_of_the_directory(write):
     checkpoint = models.load(write())
     add_tokenizer(checkpoint.directory)
@@ -463,7 +496,7 @@ def test_a_tokenizer_that_is_not_there_or_cannot_be_read_is_said_when_used(write
     with pytest.raises(FileNotFoundError, match=r"has no tokenizer .*copy tokenizer\.json"):
         checkpoint.apply_chat("hello")
     (checkpoint.directory / "tokenizer.json").write_text("{")
-    with pytest.raises(ValueError, match="transformers cannot read the tokenizer in"):
+    with pytest.raises(ValueError, match=r"transformers cannot read the tokenizer in .* \(it reads config.json too\)"):
         _ = checkpoint.tokenizer
 
 
