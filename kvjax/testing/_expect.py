@@ -3,7 +3,7 @@ agree."""
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -52,7 +52,7 @@ def zones(policy: Policy, spec: CacheSpec, length: int) -> tuple[list[list[int]]
     """Positions of the chunks of the history and of the recent block, in order, of a flushed row of `length` tokens."""
     inner = core(policy)
     leaving, staying = inner.demote.leaving(inner.local), inner.demote.staying(inner.local)
-    limit = core_state(jax.eval_shape(partial(policy.init, spec))).store.slots // inner.demote.leave
+    limit = _slots(policy, spec) // inner.demote.leave
     chunks: list[list[int]] = []
     block: list[int] = []
     for position in range(sink(policy), length):
@@ -61,6 +61,11 @@ def zones(policy: Policy, spec: CacheSpec, length: int) -> tuple[list[list[int]]
             chunks.append([block[i] for i in leaving])
             block = [block[i] for i in staying]
     return chunks, block
+
+
+@lru_cache
+def _slots(policy: Policy, spec: CacheSpec) -> int:
+    return core_state(jax.eval_shape(partial(policy.init, spec))).store.slots
 
 
 def as_stored(

@@ -16,6 +16,7 @@ import numpy as np
 
 import kvjax
 from kvjax import CacheSpec, presets
+from kvjax.models import rope as ropes
 
 CHUNK = 16  # tokens of prompt in a call
 WINDOWS = (None, None, None, 1, 7, 30)
@@ -32,6 +33,8 @@ class Configuration:
     several: int = 0  # tokens of a `decode` call; 0 for scripts without
     leader: kvjax.Policy | None = None  # of a layer before, whose selection `policy` follows
     truncates: bool = False  # whether scripts cut the cache, where the policy can
+    rope: Any = None  # the kind of RoPE that turns queries and keys, by their positions
+    placement: kvjax.Placement | None = None
 
     @property
     def layers(self) -> list[kvjax.Policy]:
@@ -44,7 +47,8 @@ class Configuration:
 
     def __str__(self) -> str:
         leader = "" if self.leader is None else f", after {self.leader}"
-        return f"{self.policy}{leader} for {self.spec}, window={self.window}, several={self.several}"
+        beside = "".join(f", {part}" for part in (self.rope, self.placement) if part is not None)
+        return f"{self.policy}{leader} for {self.spec}, window={self.window}, several={self.several}{beside}"
 
 
 def configuration(seed: int) -> Configuration:
@@ -61,8 +65,8 @@ def configuration(seed: int) -> Configuration:
                 drawn = Configuration(follower, spec, window, _one(rng, 2, 3, 5), leader)
             else:
                 drawn = Configuration(policy, spec, window) if seed < NEWER else _with_steps(rng, policy, spec, window)
-            if seed >= LATEST and drawn.several:
-                drawn = replace(drawn, several=_one(rng, 2, 5, 11, 16))
+            if seed >= LATEST:
+                drawn = _rotated(rng, replace(drawn, several=drawn.several and _one(rng, 2, 5, 11, 16)))
             jax.eval_shape(partial(kvjax.init, drawn.layers, spec, layers=len(drawn.layers)))
         except (ValueError, NotImplementedError) as refusal:
             if "\n" in str(refusal):
@@ -83,6 +87,51 @@ def _with_steps(rng: np.random.Generator, policy: kvjax.Policy, spec: CacheSpec,
         follower = policy.follower(_one(rng, None, heads))
         return Configuration(follower, spec, window, several, policy)
     return Configuration(policy, spec, window, several)
+
+
+def _rotated(rng: np.random.Generator, drawn: Configuration) -> Configuration:
+    """With keys as a model with some kind of RoPE gives them, for a text of 60 tokens where its kind asks for that."""
+    half = drawn.spec.head_dim // 2
+    longer = {"short_factor": (1.0,) * half, "long_factor": tuple(1 + 0.5 * i for i in range(half))}
+    rope = _one(
+        rng,
+        None,
+        ropes.Default(theta=_one(rng, 100.0, 10000.0)),
+        ropes.Linear(factor=4.0),
+        ropes.Llama3(theta=500.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original=32),
+        ropes.Yarn(theta=500.0, factor=4.0, original=32),
+        ropes.Dynamic(factor=2.0, original=_one(rng, 20, 80)),
+        ropes.LongRope(**longer, original=_one(rng, 20, 80), attention_factor=1.2),
+    )
+    store = getattr(drawn.policy, "store", None)
+    if isinstance(store, kvjax.LowRank) and store.rope is not None and rope is not None and not rope.by_length:
+        drawn = replace(drawn, policy=replace(drawn.policy, store=replace(store, rope=rope)))  # type: ignore[type-var]
+    return replace(drawn, rope=rope)
+
+
+def placed(seed: int) -> Configuration:
+    """The configuration of a seed on several of 8 devices: the first placement of its draws that is accepted."""
+    rng, drawn = np.random.default_rng([seed, 25]), configuration(seed)
+    spec = drawn.spec
+    if spec.kv_heads == 1:
+        spec = replace(spec, q_heads=4, kv_heads=2)
+    spec = replace(spec, batch=2 * int(rng.integers(1, 3)))
+    axes = {"batch": "data", "heads": "model", "context": "ctx"}
+    for _ in range(20):
+        used = [axis for axis in axes if rng.random() < 0.5]
+        mesh = jax.make_mesh((2,) * len(used), tuple(axes[axis] for axis in used)) if used else None
+        if mesh is None:
+            continue
+        placement = kvjax.Placement(mesh=mesh, **{axis: axes[axis] for axis in used})
+        tried = replace(drawn, spec=spec, placement=placement)
+        try:
+            jax.eval_shape(partial(kvjax.init, tried.layers, spec, layers=len(tried.layers), placement=placement))
+        except (ValueError, NotImplementedError) as refusal:
+            if "\n" in str(refusal):
+                raise AssertionError(f"seed {seed} is refused by more than a sentence: {refusal}") from refusal
+            continue
+        return tried
+    raise AssertionError(f"seed {seed}: no placement of 20 draws was accepted for {drawn}")
 
 
 def heads(spec: CacheSpec) -> tuple[int, int, int]:
@@ -170,7 +219,7 @@ def _low_rank(rng: np.random.Generator) -> kvjax.OutlierRetrieval:
             page=page,
             outliers=_one(rng, 0, 1, 3),
             learn=learn,
-            rope=_one(rng, None, kvjax.models.rope.Default()),
+            rope=_one(rng, None, ropes.Default()),
             values=_one(rng, kvjax.Dense(), kvjax.HostOffload(page=page), kvjax.HostOffload(page=1)),
         ),
         budget=int(rng.integers(8, 60)),

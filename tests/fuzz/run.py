@@ -37,7 +37,7 @@ class Programs:
         self.insert = jax.jit(kvjax.insert)
         self.rollback = jax.jit(kvjax.rollback)
         self.truncate = jax.jit(kvjax.truncate)
-        self.empty = kvjax.init(drawn.layers, drawn.spec, layers=len(drawn.layers))
+        self.empty = kvjax.init(drawn.layers, drawn.spec, layers=len(drawn.layers), placement=drawn.placement)
         self.reversible = all(policy.reversible for policy in drawn.layers)
         try:
             jax.eval_shape(kvjax.truncate, self.empty, np.zeros(drawn.spec.batch, np.int32))
@@ -273,15 +273,15 @@ class Rows:
         spec = self.spec
         row = int(self.rng.integers(spec.batch))
         length = int(self.rng.integers(0, CHUNK + 1))
-        q, k, v = self._tokens(CHUNK)
-        one = _alone(self.programs.drawn.layers, spec)
+        q, k, v = self._tokens(CHUNK, alone=True)
+        one = _alone(self.programs.drawn)
         if length:
             # All rows of a batch of the same size read the request, so that it takes no program of its own.
             whole = jax.tree.map(lambda leaf: jax.numpy.copy(leaf), self.programs.empty)
             lengths = np.zeros(spec.batch, np.int32)
             lengths[0] = length
             _, whole, _ = self.programs.prompt(whole, q, k, v, lengths=lengths)
-            first = [jax.device_put(leaf[:1], leaf.sharding) for leaf in map(_readable, jax.tree.leaves(whole))]
+            first = [np.asarray(leaf)[:1] for leaf in map(_readable, jax.tree.leaves(whole))]
             homes = [leaf.sharding for leaf in jax.tree.leaves(one)]
             moved = [jax.device_put(a, home) for a, home in zip(first, homes, strict=True)]
             one = jax.tree.unflatten(jax.tree.structure(one), moved)
@@ -292,10 +292,15 @@ class Rows:
 
     # ------------------------------------------------------------------------------------------------------ checks
 
-    def _tokens(self, count: int) -> tuple[np.ndarray, ...]:
-        spec = self.spec
-        made = (self.rng.normal(size=(spec.batch, count, h, spec.head_dim)) for h in heads(spec))
-        return tuple(a.astype(spec.dtype) for a in made)
+    def _tokens(self, count: int, *, alone: bool = False) -> tuple[np.ndarray, ...]:
+        """Random q, k, v [B, T, H, D] of the rows' next tokens, or of the first ones of new rows."""
+        spec, rope = self.spec, self.programs.drawn.rope
+        q, k, v = (self.rng.normal(size=(spec.batch, count, h, spec.head_dim)) for h in heads(spec))
+        if rope is not None:
+            first = [0 if alone else len(row) for row in self.keys]
+            positions = np.array(first, np.int32)[:, None] + np.arange(count, dtype=np.int32)
+            q, k = (_turned(a, rope, positions) for a in (q, k))
+        return q.astype(spec.dtype), k.astype(spec.dtype), v.astype(spec.dtype)
 
     def _lengths(self) -> None:
         """A row holds what it was given; if not, it is past its capacity and says so."""
@@ -364,8 +369,20 @@ def _readable(leaf: Any) -> Any:
     return jax.device_put(leaf, jax.memory.Space.Device)
 
 
-def _alone(layers: Any, spec: Any) -> Any:
-    return kvjax.init(layers, dataclasses.replace(spec, batch=1), layers=len(layers))
+def _alone(drawn: Configuration) -> Any:
+    placement = drawn.placement and dataclasses.replace(drawn.placement, batch=None)
+    return kvjax.init(
+        drawn.layers, dataclasses.replace(drawn.spec, batch=1), layers=len(drawn.layers), placement=placement
+    )
+
+
+def _turned(x: np.ndarray, rope: Any, positions: np.ndarray) -> np.ndarray:
+    """x [B, T, H, D] as RoPE turns it, in float64."""
+    frequencies = np.asarray(rope.frequencies(x.shape[-1], 60), np.float64)
+    turns = np.exp(1j * positions[..., None, None] * frequencies) * rope.amplitude
+    low, high = np.split(x, 2, axis=-1)
+    turned = (low + 1j * high) * turns
+    return np.concatenate([turned.real, turned.imag], axis=-1)
 
 
 def _attend(query: np.ndarray, k: np.ndarray, v: np.ndarray, log_weights: Any = 0.0) -> np.ndarray:

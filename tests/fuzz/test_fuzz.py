@@ -4,6 +4,8 @@ A failure names its script s; `run(Programs(configuration(s // SCRIPTS)), s)` re
 configurations of these numbers, whatever is in the suite; with many cores:
 
     KVJAX_FUZZ=2000:2600 python -m pytest tests/fuzz/test_fuzz.py -k random_scripts --thorough -n 16 -rf
+
+The same configurations, split over devices, are in `tests/devices/test_fuzz.py`.
 """
 
 from __future__ import annotations
@@ -26,13 +28,14 @@ CONFIGURATIONS = 1600
 QUICK = (2, 3, 676)  # in every run of the suite; what once failed joins them
 
 
-def _numbers() -> range:
-    first, _, end = os.environ.get("KVJAX_FUZZ", f"0:{CONFIGURATIONS}").partition(":")
+def numbers(default: range) -> range:
+    first, _, end = os.environ.get("KVJAX_FUZZ", f"{default.start}:{default.stop}").partition(":")
     return range(int(first), int(end))
 
 
 @pytest.mark.parametrize(
-    "number", [pytest.param(n, marks=() if n in QUICK else pytest.mark.thorough) for n in _numbers()]
+    "number",
+    [pytest.param(n, marks=() if n in QUICK else pytest.mark.thorough) for n in numbers(range(CONFIGURATIONS))],
 )
 def test_random_scripts_on_a_random_configuration(number: int) -> None:
     run_all(Programs(configuration(number)), range(SCRIPTS * number, SCRIPTS * (number + 1)))
