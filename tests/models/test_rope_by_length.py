@@ -25,18 +25,36 @@ ORIGINAL = 48  # tokens after which the rotation changes
 CROSSING = (ORIGINAL - 1, ORIGINAL, ORIGINAL + 1, 3 * ORIGINAL + 5)
 
 
+CONSTANT = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "llama3": {
+        "factor": 4.0,
+        "low_freq_factor": 1.5,
+        "high_freq_factor": 5.0,
+        "original_max_position_embeddings": ORIGINAL,
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": ORIGINAL, "beta_fast": 5.0, "mscale": 1.7},
+}
+
+
 @pytest.fixture(scope="module", params=["longrope", "dynamic"])
 def pair(request, tmp_path_factory):
     """A model and the transformers model that it was read from."""
+    return build(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def build(kind_of_rope, directory):
     import torch
     import transformers
 
     torch.set_num_threads(1)
-    rope = {"rope_type": request.param, "rope_theta": 600.0, "factor": 4.0}
-    common = {**SIZES, "num_hidden_layers": 2, "max_position_embeddings": ORIGINAL}
-    if request.param == "longrope":
+    rope = {"rope_type": kind_of_rope, "rope_theta": 600.0, **CONSTANT.get(kind_of_rope, {"factor": 4.0})}
+    longest = ORIGINAL if kind_of_rope == "dynamic" else 8 * ORIGINAL
+    common = {**SIZES, "num_hidden_layers": 2, "max_position_embeddings": longest}
+    if kind_of_rope == "longrope":
         rope |= {"short_factor": [1 + 0.05 * i for i in range(4)], "long_factor": [1 + 2.5 * i for i in range(4)]}
-        common |= {"head_dim": 8, "max_position_embeddings": 8 * ORIGINAL}
+        common |= {"head_dim": 8}
         kind = "Phi3"
         common["original_max_position_embeddings"] = rope["original_max_position_embeddings"] = ORIGINAL
     else:
@@ -45,7 +63,6 @@ def pair(request, tmp_path_factory):
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     reference = getattr(transformers, f"{kind}ForCausalLM")(config).float().eval()
-    directory = tmp_path_factory.mktemp(request.param)
     reference.save_pretrained(directory)
     return models.load(directory, dtype=jnp.float32).model, reference
 
@@ -81,6 +98,25 @@ def test_prompts_in_chunks_beside_other_rows_are_those_of_transformers(pair, chu
     for ours, row in zip(logits, rows, strict=True):
         np.testing.assert_allclose(ours, last_logits(reference, row), atol=TOLERANCE, rtol=0)
     kvjax.raise_on_overflow(cache)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", CONSTANT)
+def test_kinds_that_ignore_the_length_are_those_of_transformers_too(kind, tmp_path):
+    """Prompts in chunks, batches of one and of four, and answers that cross the length of the pretraining."""
+    model, reference = build(kind, tmp_path)
+    rows = [text(length, seed) for seed, length in enumerate(CROSSING)]
+    wanted = [last_logits(reference, row) for row in rows]
+    for chunk in (2, 17, ORIGINAL, None):
+        together, _ = prefill(model, empty(model, len(rows)), *padded(rows), chunk=chunk)
+        np.testing.assert_allclose(together, np.stack(wanted), atol=TOLERANCE, rtol=0)
+        alone, _ = prefill(model, empty(model), rows[-1][None], chunk=chunk)
+        np.testing.assert_allclose(alone[0], wanted[-1], atol=TOLERANCE, rtol=0)
+    done = generate(model, empty(model, 2), [text(ORIGINAL - 2, 5), text(9, 6)], max_new_tokens=ORIGINAL, chunk=16)
+    for row, answer, ours in zip([text(ORIGINAL - 2, 5), text(9, 6)], done.rows, done.logits, strict=True):
+        whole = logits_of(reference, np.concatenate([row, answer]))
+        np.testing.assert_allclose(ours, whole[-1], atol=TOLERANCE, rtol=0)
+        np.testing.assert_array_equal(answer, whole[len(row) - 1 : -1].argmax(-1))
 
 
 @pytest.mark.parametrize(
