@@ -9,8 +9,8 @@ cost all others their precision. The mean of a row's first keys is therefore tak
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -24,10 +24,11 @@ from kvjax.numerics.partial import PartialAttention
 from kvjax.numerics.quant import QuantArray, dequantize, quantize
 from kvjax.numerics.selection import Selection
 from kvjax.ops.chunk import attend_blocks
-from kvjax.sharding.placement import context_axis
+from kvjax.sharding.context import Stripes
 from kvjax.spec import CacheSpec, keep_int
 from kvjax.stores.host import HostBlock, HostOffload, split_parts
 from kvjax.stores.store import Store
+from kvjax.stores.striped import StripedState, StripedStore
 
 BITS = (2, 4, 8)
 
@@ -75,18 +76,27 @@ class _HostCodes(Store):
         codes = host_zeros((*heads, slots // self.page, 2, self.page, width), jnp.uint8)
         return CodedBlock(codes, jnp.zeros(spec.batch, jnp.int32), jnp.zeros((*heads, spec.head_dim), jnp.float32))
 
+    def over_context(self, stripes: Stripes) -> Store:
+        return _StripedCodes(self, stripes)
+
+    def learnt(self, st: CodedBlock, k: Array, count: Array) -> CodedBlock:
+        """`st` with the offset of the first `count` i32[B] keys of k [B, K, T, D], if a row is empty."""
+        first = ((st.count == 0) & (count > 0))[:, None, None]
+        return replace(st, offset=jnp.where(first, _mean_of_first(k, jnp.minimum(count, self.learn)), st.offset))
+
     def append(self, st: CodedBlock, k: Array, v: Array, count: Array) -> CodedBlock:
+        return self.append_coded(self.learnt(st, k, count), k, v, count)
+
+    def append_coded(self, st: CodedBlock, k: Array, v: Array, count: Array) -> CodedBlock:
+        """As `append`, with the offset that the state has."""
         k, v = refuse_derivative(
             f"{self} keeps keys and values as codes, which have no derivative; use the store Dense(), or "
             "jax.lax.stop_gradient on k and v",
             k,
             v,
         )
-        k = k.astype(jnp.float32)
-        first = ((st.count == 0) & (count > 0))[:, None, None]
-        offset = jnp.where(first, _mean_of_first(k, jnp.minimum(count, self.learn)), st.offset)
-        rows = self._rows.append(st, self.encode(k - offset[:, :, None]), self.encode(v), count)
-        return CodedBlock(rows.kv, rows.count, offset)
+        rows = self._rows.append(st, self.encode(k.astype(jnp.float32) - st.offset[:, :, None]), self.encode(v), count)
+        return CodedBlock(rows.kv, rows.count, st.offset)
 
     def attend(self, st: CodedBlock, q: Array, start: Array, *, scale: float) -> PartialAttention:
         return self.attend_chunk(st, q[:, :, :, None], start[:, None], scale=scale)
@@ -122,11 +132,20 @@ class _HostCodes(Store):
 
 
 def _mean_of_first(k: Array, count: Array) -> Array:
-    """f32[B, K, D]: the mean of the first `count` i32[B] keys of k [B, K, T, D], on all devices of context together."""
+    """f32[B, K, D]: the mean of the first `count` i32[B] keys of k [B, K, T, D]."""
     first = jnp.arange(k.shape[2])[None, None, :, None] < count[:, None, None, None]
     total = jnp.sum(jnp.where(first, k.astype(jnp.float32), 0.0), axis=2)
-    mean, context = total / jnp.maximum(count, 1).astype(jnp.float32)[:, None, None], context_axis()
-    return mean if context is None else lax.pmean(mean, context[0])
+    return total / jnp.maximum(count, 1).astype(jnp.float32)[:, None, None]
+
+
+class _StripedCodes(StripedStore):
+    """A device's stripes of coded tokens, less the offset of the row's first keys, whichever device has them."""
+
+    def append(self, st: StripedState, k: Array, v: Array, count: Array) -> StripedState:
+        codes: Any = self.store
+        parts, own = self.stripes.parts, self.stripes.own
+        block = codes.append_coded(codes.learnt(self._own(st), k, count), own(k), own(v), count // parts)
+        return replace(st, block=replace(block, count=block.count * parts))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,9 @@ import jax
 import pytest
 
 import kvjax
-from tests.fuzz.draw import LATEST, placed
+from tests.fuzz.draw import LATEST, Configuration, placed
 from tests.fuzz.run import Programs, Wrong, run_all
-from tests.fuzz.test_fuzz import FAULTS, SCRIPTS, numbers
+from tests.fuzz.test_fuzz import FAULTS, SCRIPTS, SPEC, numbers
 
 QUICK = (1607,)
 
@@ -28,11 +28,7 @@ def test_random_scripts_on_a_random_configuration_and_placement(number: int) -> 
 
 
 def test_a_planted_fault_is_found_on_several_devices() -> None:
-
-    mesh = jax.make_mesh((2,), ("ctx",))
-    drawn = replace(placed(LATEST), policy=FAULTS["rows mixed by a flush"], leader=None, window=None, several=0)
-    drawn = replace(
-        drawn, spec=replace(drawn.spec, dtype="float32"), placement=kvjax.Placement(mesh=mesh, context="ctx")
-    )
+    placement = kvjax.Placement(mesh=jax.make_mesh((2,), ("ctx",)), context="ctx")
+    policy = replace(FAULTS["rows mixed by a flush"], selector=kvjax.Fier(group=4))  # type: ignore[type-var]
     with pytest.raises(Wrong):
-        run_all(Programs(drawn), range(SCRIPTS))
+        run_all(Programs(Configuration(policy, SPEC, None, placement=placement)), range(SCRIPTS))
