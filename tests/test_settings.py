@@ -112,7 +112,8 @@ def test_a_value_of_the_wrong_type_is_refused(name: str, field: str) -> None:
     for value in WRONG[what]:
         if (value is None and (none or field == "local")) or (word and isinstance(value, str)):
             continue
-        if isinstance(value, OTHERS.get((name, field), ())):
+        number = isinstance(value, bool) or (isinstance(value, float) and not np.isfinite(value))
+        if isinstance(value, OTHERS.get((name, field), ())) and (not number or field == "tau"):
             continue
         try:
             kind(**{**good, field: value})
@@ -130,7 +131,8 @@ def test_a_value_of_the_wrong_type_is_refused(name: str, field: str) -> None:
 
 # Kinds of values that a setting takes beside those of its type.
 OTHERS: dict[tuple[str, str], Any] = {
-    ("Layers", "anchors"): list,
+    ("Layers", "anchors"): (list, np.ndarray),
+    **{(kind, "original"): (int, float) for kind in ("Dynamic", "Llama3", "Yarn", "LongRope")},  # finite, above 0
     ("Speculative", "tau"): float,  # infinity: at every step
     ("Processors", "suppress_tokens"): (list, np.ndarray),
     ("Processors", "begin_suppress_tokens"): (list, np.ndarray),
