@@ -46,7 +46,11 @@ class Layers:
         keep_int(self, "dense", at_least=0)
         keep_int(self, "share", at_least=1)
         if self.anchors is not None and not isinstance(self.anchors, str):
-            several = [self.anchors] if isinstance(self.anchors, int) else self.anchors
+            several: Any = [self.anchors] if isinstance(self.anchors, int) else self.anchors
+            if not hasattr(several, "__iter__"):
+                raise ValueError(
+                    f"Layers(anchors=...) must be numbers of layers, such as [2, 5, 9] or '2+5+9', got {shown(several)}"
+                )
             found = require_ints("Layers(anchors=...)", several, at_least=0)
             object.__setattr__(self, "anchors", self.anchors if isinstance(self.anchors, int) else found)
 
