@@ -64,7 +64,20 @@ NAMED |= {
 }
 NAMED |= {"PromptLookup": kvjax.PromptLookup, "Layers": kvjax.presets.Layers}
 # What holds arrays, or is made by the library: no settings of a caller.
-MADE = {"HotBlock", "Short", "Shared", "Info", "Selection", "PackedSelection", "Step", "Candidates", "Visible"}
+MADE = {
+    "LayerWide",
+    "Prefixed",
+    "PrefixedSelector",
+    "HotBlock",
+    "Short",
+    "Shared",
+    "Info",
+    "Selection",
+    "PackedSelection",
+    "Step",
+    "Candidates",
+    "Visible",
+}
 CLASSES = {
     name: kind
     for name, kind in NAMED.items()

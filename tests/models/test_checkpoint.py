@@ -476,7 +476,7 @@ def test_keys_with_biases_that_are_coded_by_token_are_warned_of(write):
     checkpoint = models.load(write(change=biases, model_type="qwen2", architectures=["Qwen2ForCausalLM"]))
     with pytest.warns(UserWarning, match=r'biases to keys.*use key_axis="channel"'):
         checkpoint.init_cache(by_token, capacity=64)
-    for cache in ("logquant:window=8,group=8", "kivi:residual=32,group=8", "fier:budget=64,store=int8,dense_layers=1"):
+    for cache in ("logquant:window=8,group=8", "kivi:residual=32,group=8"):
         checkpoint.init_cache(cache, capacity=64)
 
 
