@@ -1,11 +1,14 @@
 """`kvjax warm`: the programs that it keeps are those that a request runs."""
 
 import re
+import sys
+import types
 
 import jax
 import pytest
 
 from kvjax import compiling, models
+from kvjax.ops import op
 
 
 @pytest.fixture
@@ -49,3 +52,8 @@ def test_warm_says_that_nothing_would_be_kept(kvjax, checkpoint, monkeypatch):
     code, _, err = kvjax("warm", checkpoint)
     assert code == 2
     assert "the cache of compiled programs is off" in err
+
+
+def test_threads_may_trace_while_one_imports_the_kernels(monkeypatch):
+    monkeypatch.setitem(sys.modules, "kvjax.kernels_pallas.simt", types.ModuleType("half imported"))
+    assert op.shares_traces()
