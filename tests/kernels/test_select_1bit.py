@@ -11,7 +11,7 @@ from kvjax import ops
 from kvjax.kernels_pallas.score import score_1bit
 from kvjax.kernels_pallas.select import select_1bit, threshold
 from kvjax.numerics.quant import OneBit
-from kvjax.numerics.selection import PackedSelection, reduce_scores
+from kvjax.numerics.selection import PackedSelection, reduce_scores, unpack
 from tests.kernels.conftest import on_gpu
 from tests.kernels.inputs import index, normal, spans_of
 
@@ -137,7 +137,7 @@ def test_select_1bit_chooses_what_top_k_grouped_does_of_the_scores(
         for group_reduce in pools.get(kind, ("mean_softmax",)):
             slots, found = (
                 np.asarray(a)
-                for a in PackedSelection(*run(q, ix, span, pending, count, group_reduce=group_reduce)).selection
+                for a in unpack(PackedSelection(*run(q, ix, span, pending, count, group_reduce=group_reduce)))
             )
             ranks = np.asarray(ranks_in_half(parts, group_reduce=group_reduce))
             want = reference(ranks, jnp.concatenate([ok for *_, ok in parts], axis=-1))
@@ -184,7 +184,7 @@ def test_select_1bit_scores_keys_that_wait_as_they_are(G, D, R, pending_slots, d
         )
 
     got, want = (
-        PackedSelection(*made).selection
+        unpack(PackedSelection(*made))
         for made in (
             jax.jit(partial(run, pending_slots=pending_slots, local=3))(keys),
             jax.jit(run)(exact[..., :pending_slots]),

@@ -10,7 +10,7 @@ import pytest
 from kvjax import ops
 from kvjax.kernels_pallas.score import score_pages
 from kvjax.kernels_pallas.select import histogram, select_pages, threshold
-from kvjax.numerics.selection import PackedSelection, reduce_scores
+from kvjax.numerics.selection import PackedSelection, reduce_scores, unpack
 from tests.kernels.conftest import ON_GPU, on_gpu
 from tests.kernels.inputs import boxes, normal, spans_of
 
@@ -111,7 +111,7 @@ def test_select_pages_chooses_what_top_k_grouped_does_of_the_scores(
             pending = keys, wait[0], wait[1] + 3
             slots, found = (
                 np.asarray(a)
-                for a in PackedSelection(*run(q, low, high, span, pending, count, group_reduce=group_reduce)).selection
+                for a in unpack(PackedSelection(*run(q, low, high, span, pending, count, group_reduce=group_reduce)))
             )
             ranks = np.asarray(reduce_scores(parts, group_reduce))
             want = reference(ranks, jnp.concatenate([ok for _, ok in parts], axis=-1))
