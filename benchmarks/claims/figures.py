@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours, which are distinct to people with any colour vision.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 WORDS: dict[str, str] = {
+    "first_two": "attention to the first two tokens",
+    "newest": "attention to the newest 128 tokens",
+    "overlap": "best tokens that were so a step before",
     "recall": "set recall",
     "head_recall": "set recall by query head",
     "mass": "attention mass",
