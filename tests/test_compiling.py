@@ -55,6 +55,8 @@ def settings(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
     before = {name: getattr(jax.config, name) for name in names}
+    for name, value in zip(names, (None, 1.0), strict=True):  # as JAX has them
+        jax.config.update(name, value)
     yield tmp_path
     for name, value in before.items():
         jax.config.update(name, value)

@@ -45,11 +45,17 @@ def read(policy, length, seed=0, capacity=160):
     return kvjax.prefill(layer, *tokens(1, length, seed))[1]
 
 
+# Like another that runs: "kivi", "pages" or "fier".
+LIKE = [("values rounded later", None), ("fier per head over codes", None), ("product codes", None), ("kivi", 40)]
 step = jax.jit(kvjax.attention_info, static_argnames="window")
 
 
 @pytest.mark.parametrize(
-    ("name", "window"), [*((name, None) for name in POLICIES), ("full", 40), ("kivi", 40), ("fier", 40)]
+    ("name", "window"),
+    [
+        pytest.param(name, window, marks=pytest.mark.thorough if (name, window) in LIKE else ())
+        for name, window in [*((name, None) for name in POLICIES), ("full", 40), ("kivi", 40), ("fier", 40)]
+    ],
 )
 def test_rows_of_a_fork_continue_as_copies(name, window):
     """The same selections, and outputs that differ by rounding; through flushes, a chunk and rows that pause."""
@@ -74,7 +80,7 @@ def test_rows_of_a_fork_continue_as_copies(name, window):
         np.testing.assert_array_equal(seen.attended[active], info.attended[active])
 
 
-@pytest.mark.parametrize("name", ["full", "kivi", "fier"])
+@pytest.mark.parametrize("name", [pytest.param("full", marks=pytest.mark.thorough), "kivi", "fier"])
 def test_several_prefixes_in_one_batch(name):
     """Rows of two prefixes and one of none, seated in any order, then seated anew."""
     policy = POLICIES[name]

@@ -5,6 +5,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -24,7 +25,9 @@ FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 @pytest.fixture
 def scripts(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
+    programs = jax.config.jax_compilation_cache_dir
     yield lambda name: __import__(name)
+    jax.config.update("jax_compilation_cache_dir", programs)
     for name in [n for n, m in sys.modules.items() if str(getattr(m, "__file__", "")).startswith(str(FOLDER))]:
         del sys.modules[name]
 

@@ -176,10 +176,11 @@ def test_drafts_that_cannot_work_are_refused_before_the_prompt(model: Decoder) -
     with pytest.raises(ValueError, match=r"a PromptLookup or a DraftModel, got the class PromptLookup; make an inst"):
         generate(model, kvjax.Full(), PromptLookup)
     with pytest.raises(
-        ValueError, match=r"got the string 'prompt-lookup'; write it as code, .* kvjax\.PromptLookup\(\)"
+        ValueError,
+        match=r"got the string 'prompt-lookup'; write it as code, .* kvjax\..*\.PromptLookup\(\)",
     ):
         generate(model, kvjax.Full(), "prompt-lookup")
-    with pytest.raises(ValueError, match=r"got a Decoder; to draft with it, write kvjax\.DraftModel\(model\)"):
+    with pytest.raises(ValueError, match=r"got a Decoder; to draft with it, write kvjax\..*\.DraftModel\(model\)"):
         generate(model, kvjax.Full(), model)
     assert parse("prompt-lookup") == PromptLookup()
     with pytest.raises(ValueError, match=r"speculate='lookup' must be prompt-lookup, or prompt-lookup:NGRAM,TOKENS"):
