@@ -9,7 +9,7 @@ import pytest
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 # They compile least; the others take longer, and most ask the model that ships.
-ALWAYS = ("2_your_own_nnx_model", "7_write_a_selector", "8_many_devices")
+ALWAYS = ("7_write_a_selector", "8_many_devices")
 NOTEBOOKS = [
     pytest.param(path, id=path.stem, marks=[] if path.stem in ALWAYS else pytest.mark.thorough)
     for path in sorted(FOLDER.glob("*.ipynb"))

@@ -126,7 +126,7 @@ RECALLING = kvjax.Retrieval(
     "policy",
     [
         presets.find("freekv").policies(**SMALL["freekv"], tau=-1.0).rest,
-        kvjax.Speculative(RECALLING, tau=-1.0),
+        pytest.param(kvjax.Speculative(RECALLING, tau=-1.0), marks=pytest.mark.thorough),
         pytest.param(
             kvjax.Speculative(dataclasses.replace(RECALLING, store=kvjax.HostOffload()), tau=-1.0),
             marks=pytest.mark.thorough,

@@ -80,7 +80,9 @@ def test_rows_of_a_fork_continue_as_copies(name, window):
         np.testing.assert_array_equal(seen.attended[active], info.attended[active])
 
 
-@pytest.mark.parametrize("name", [pytest.param("full", marks=pytest.mark.thorough), "kivi", "fier"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("full", marks=pytest.mark.thorough), pytest.param("kivi", marks=pytest.mark.thorough), "fier"]
+)
 def test_several_prefixes_in_one_batch(name):
     """Rows of two prefixes and one of none, seated in any order, then seated anew."""
     policy = POLICIES[name]

@@ -13,7 +13,9 @@ from kvjax import Placement
 from tests.devices.test_models import BOTH, directory, models  # noqa: F401 (fixtures)
 
 
-@pytest.mark.parametrize("method", ["full", "fier:budget=24,group=8,chunk=32,dense_layers=1"])
+@pytest.mark.parametrize(
+    "method", [pytest.param("full", marks=pytest.mark.thorough), "fier:budget=24,group=8,chunk=32,dense_layers=1"]
+)
 def test_requests_over_rows_and_heads_get_their_tokens(models: tuple[Any, Any, Any], method: str) -> None:  # noqa: F811
     """Two rows on each half of the devices, slots used again, a cancelled request, and answers to one prompt."""
     policies, rng = kvjax.presets.parse(method), np.random.default_rng(0)
