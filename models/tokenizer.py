@@ -39,6 +39,7 @@ class FileTokenizer:
     def __init__(self, tokenizer: Any, config: dict[str, Any], whole: Callable[[], Any]) -> None:
         self._tokenizer, self._load = tokenizer, whole
         self.chat_template: Any = config.get("chat_template")
+        self._read_template = self.chat_template
         self.clean_up_tokenization_spaces = False  # as transformers has it for BPE
         for name in NAMED:
             token = config.get(name)
@@ -82,6 +83,12 @@ class FileTokenizer:
         if ids and np.ndim(ids[0]):
             return [self.decode(one, skip_special_tokens) for one in ids]
         return self._tokenizer.decode([index(i) for i in ids], skip_special_tokens=skip_special_tokens)
+
+    def apply_chat_template(self, conversation: Any, *more: Any, **named: Any) -> Any:
+        """As transformers', by `chat_template` if that was set since the files were read."""
+        if self.chat_template is not self._read_template:
+            named.setdefault("chat_template", self.chat_template)
+        return self._whole.apply_chat_template(conversation, *more, **named)
 
     def get_vocab(self) -> dict[str, int]:
         return self._tokenizer.get_vocab(with_added_tokens=True)

@@ -163,3 +163,17 @@ def test_a_damaged_file_is_left_to_transformers(tmp_path):
     shutil.copy(models.shipped() / "tokenizer_config.json", tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
     assert tokenizer.read(tmp_path, lambda: None) is None
+
+
+def test_a_template_that_is_set_later_is_used(both):
+    one, whole = both
+    turns = [{"role": "user", "content": "Hello"}]
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    one.chat_template = template
+    try:
+        assert one.apply_chat_template(turns, tokenize=False) == "[user]Hello"
+        assert one.apply_chat_template(turns, tokenize=False, chat_template="another") == "another"
+    finally:
+        one.chat_template = whole.chat_template
+    with pytest.raises(ValueError, match="chat_template is not set"):
+        one.apply_chat_template(turns, tokenize=False)
