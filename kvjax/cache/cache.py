@@ -362,9 +362,14 @@ def run_by_part(f: Callable[..., Cache], cache: Any, *operands: Any, specs: tupl
     return with_states(cache, new_states)
 
 
+def with_layers(cache: Any, layers: Sequence[LayerCache]) -> Any:
+    """`cache` with other layers, or the one layer if it is a `LayerCache`."""
+    return dataclasses.replace(cache, layers=tuple(layers)) if isinstance(cache, Cache) else layers[0]
+
+
 def with_states(cache: Any, states: Sequence[Any]) -> Any:
-    layers = tuple(dataclasses.replace(a, state=st) for a, st in zip(layers_of(cache), states, strict=True))
-    return dataclasses.replace(cache, layers=layers) if isinstance(cache, Cache) else layers[0]
+    pairs = zip(layers_of(cache), states, strict=True)
+    return with_layers(cache, [dataclasses.replace(layer, state=state) for layer, state in pairs])
 
 
 _PRESETS = "kvjax.presets.fier(256) or kvjax.presets.parse('fier:budget=256')"

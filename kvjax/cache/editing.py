@@ -26,11 +26,12 @@ from kvjax.cache.cache import (
     placement_of,
     run_by_part,
     specs_of,
+    with_layers,
     with_states,
 )
 from kvjax.cache.serialize import differences, plain, told_once
 from kvjax.memory import on_host, to_device, to_host
-from kvjax.numerics.sharing import Shared
+from kvjax.numerics.sharing import is_shared
 from kvjax.policies import Policy
 from kvjax.policies.short import refilled
 from kvjax.sharding.placement import Placement, first_row, run_on_parts, state_specs, to_context
@@ -289,7 +290,7 @@ def _take_rows(cache: Any, rows: Array) -> Any:
     taken = [dataclasses.replace(layer, spec=dataclasses.replace(layer.spec, batch=n)) for layer in layers]
     if placement is None:
         states = _rows_of(olds, [layer.policy.init(layer.spec) for layer in taken], rows)
-        return with_states(_with_layers(cache, taken), states)
+        return with_states(with_layers(cache, taken), states)
 
     def local(olds: list[Any], rows: Array) -> list[Any]:
         ours = [placement.policy_of_part(layer.policy).init(placement.local(layer.spec)) for layer in taken]
@@ -299,7 +300,7 @@ def _take_rows(cache: Any, rows: Array) -> Any:
 
     specs = [specs_of(layer) for layer in layers], PartitionSpec()
     states = run_on_parts(placement, local, specs, [specs_of(layer) for layer in taken], olds, rows)
-    return with_states(_with_layers(cache, taken), states)
+    return with_states(with_layers(cache, taken), states)
 
 
 def _rows_of(olds: Any, empty: Any, rows: Array) -> Any:
@@ -309,7 +310,7 @@ def _rows_of(olds: Any, empty: Any, rows: Array) -> Any:
     rows = jnp.clip(rows, 0, batch - 1)
 
     def move(old: Any, new: Any) -> Any:
-        if isinstance(old, Shared):
+        if is_shared(old):
             return old
         if jax.typeof(old).memory_space == jax.memory.Space.Host:  # where no gather runs
 
@@ -323,11 +324,6 @@ def _rows_of(olds: Any, empty: Any, rows: Array) -> Any:
     return jax.tree.map(move, olds, empty, is_leaf=is_shared)
 
 
-def is_shared(x: Any) -> bool:
-    """True for arrays of prefixes, which have no rows."""
-    return isinstance(x, Shared)
-
-
 def _rows_over_devices(placement: Placement, olds: Any, empty: Any, rows: Array) -> Any:
     """`_rows_of`, where devices hold different rows: each row goes through all of them, one at a time."""
     batch, ours = (jax.tree.leaves(tree)[0].shape[0] for tree in (olds, empty))
@@ -336,7 +332,7 @@ def _rows_over_devices(placement: Placement, olds: Any, empty: Any, rows: Array)
     here = (source >= 0) & (source < batch)
 
     def move(old: Any, new: Any) -> Any:
-        if isinstance(old, Shared):
+        if is_shared(old):
             return old
         hosted = jax.typeof(old).memory_space == jax.memory.Space.Host
         bits: Any = jnp.dtype(f"uint{8 * old.dtype.itemsize}")  # a sum of floats would lose the sign of -0.0
@@ -356,10 +352,6 @@ def _rows_over_devices(placement: Placement, olds: Any, empty: Any, rows: Array)
         return lax.fori_loop(0, rows.shape[0], put, new)
 
     return jax.tree.map(move, olds, empty, is_leaf=is_shared)
-
-
-def _with_layers(cache: Any, layers: list[LayerCache]) -> Any:
-    return dataclasses.replace(cache, layers=tuple(layers)) if isinstance(cache, Cache) else layers[0]
 
 
 def _as_spec_of(prefix: Any, cache: Any) -> Any:

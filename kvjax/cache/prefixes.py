@@ -27,7 +27,7 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
-from kvjax.cache.cache import C, Cache, LayerCache, check_cache, init_layer, layers_of
+from kvjax.cache.cache import C, Cache, LayerCache, check_cache, init_layer, layers_of, with_layers
 from kvjax.memory import commit_together, in_host_memory, on_host, to_device, to_host
 from kvjax.numerics.sharing import Shared, slot_axes
 from kvjax.policies import Compressed, Follower, Full, Policy, Retrieval, Short
@@ -117,7 +117,7 @@ def alone(cache: C) -> C:
             state = refilled(policy, layer.spec, layer.policy, state)
         return dataclasses.replace(layer, policy=policy, state=state)
 
-    return _with_layers(cache, [of(layer) for layer in layers_of(cache)])
+    return with_layers(cache, [of(layer) for layer in layers_of(cache)])
 
 
 def seat(cache: C, row: C, slot: ArrayLike, *, prefix: ArrayLike, shared: ArrayLike, store: bool) -> C:
@@ -132,7 +132,7 @@ def seat(cache: C, row: C, slot: ArrayLike, *, prefix: ArrayLike, shared: ArrayL
         must be that of a row with the same first `shared` tokens. With prefix=-1 and False, the row shares nothing.
     """
     pairs = zip(layers_of(cache), layers_of(row), strict=True)
-    seated = _with_layers(cache, [_seat(*pair, slot, prefix, shared, store) for pair in pairs])
+    seated = with_layers(cache, [_seat(*pair, slot, prefix, shared, store) for pair in pairs])
     if not isinstance(cache, Cache) or cache.rotated_for is None:
         return seated
     one: Any = row
@@ -149,7 +149,7 @@ def unshared(cache: C, row: ArrayLike, *, capacity: int | None = None) -> C:
     layers: Any = layers_of(cache)
     longest = max(layer.state.store.shared.value.slots for layer in layers)
     spec = dataclasses.replace(cache.spec, batch=1, capacity=capacity or cache.spec.capacity + longest)
-    found = _with_layers(cache, [_unshared(layer, spec, row) for layer in layers])
+    found = with_layers(cache, [_unshared(layer, spec, row) for layer in layers])
     if isinstance(cache, Cache) and cache.rotated_for is not None:
         rotated = lax.dynamic_slice_in_dim(cache.rotated_for, row, 1)
         return dataclasses.replace(found, rotated_for=rotated)
@@ -309,7 +309,3 @@ def _made_like(cache: Any, policies: list[Policy], spec: CacheSpec) -> Any:
     if not isinstance(cache, Cache):
         return made[0]
     return commit_together(Cache(tuple(made), None if cache.rotated_for is None else jnp.zeros(spec.batch, jnp.int32)))
-
-
-def _with_layers(cache: Any, layers: list[LayerCache]) -> Any:
-    return dataclasses.replace(cache, layers=tuple(layers)) if isinstance(cache, Cache) else layers[0]

@@ -189,7 +189,14 @@ def generate(
             if value:
                 raise ValueError(f"{many} and {name} cannot be given together")
         settings: dict[str, Any] = {"model_dir": model_dir, "policy": policy, "slots": slots, "dtype": dtype}
-        answer_many(prompts or texts, out, max_new_tokens=max_new_tokens, sampling=draw, seed=seed, **settings)
+        answer_many(
+            prompts or [read_prompt(text, None) for text in texts],
+            out,
+            max_new_tokens=max_new_tokens,
+            sampling=draw,
+            seed=seed,
+            **settings,
+        )
         return
     if out is not None:
         raise ValueError("--out is for the answers to --prompts; redirect stdout for a single prompt")

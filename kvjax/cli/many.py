@@ -44,8 +44,6 @@ def answer_many(
     most, tokens = 0, list[list[int]]()
     for number, line in asked.items():
         try:
-            if not line["prompt"]:
-                raise ValueError("the prompt is empty; give at least one character")
             tokens.append(checkpoint.encode(line["prompt"]))
             new = line.get("max_new_tokens", max_new_tokens)
             new = default_new_tokens(len(tokens[-1]), positions) if new is None else new
@@ -107,7 +105,7 @@ def _read(path: Path) -> dict[int, dict[str, Any]]:
         except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f'line {number} of {path} is no JSON ({error}); write {{"prompt": "..."}}') from error
         value = {"prompt": value} if isinstance(value, str) else value
-        if not isinstance(value, dict) or not isinstance(value.get("prompt"), str | list):
+        if not isinstance(value, dict) or not isinstance(value.get("prompt"), str | list) or not value["prompt"]:
             raise ValueError(f'line {number} of {path} needs a "prompt", a text or chat messages')
         found[number] = value
     if not found:

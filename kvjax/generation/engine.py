@@ -548,9 +548,9 @@ _read_chunk, _run_loop = on_auto_axes(_read), on_auto_axes(decode_loop)
 
 def _parked(reading: _Reading) -> _Reading:
     """The row of a prompt in host memory, if the device has memory of its own."""
-    tree = reading.cache, reading.logits
     if not has_host_memory():
         return reading
+    tree = reading.cache, reading.logits
     homes = jax.tree.map(lambda x: x.sharding, tree)
     hosted = jax.tree.map(lambda x: jax.device_put(x, x.sharding.with_memory_kind("pinned_host")), tree)
     return dataclasses.replace(reading, cache=hosted[0], logits=hosted[1], homes=homes)

@@ -26,6 +26,11 @@ class Shared:
     value: Any
 
 
+def is_shared(x: Any) -> bool:
+    """True for arrays of prefixes, which have no rows."""
+    return isinstance(x, Shared)
+
+
 class Groups(NamedTuple):
     """The rows of each prefix."""
 
@@ -85,6 +90,11 @@ class Sharing:
                 f"{type(self).__name__}(tokens={self.tokens}) must be whole chunks of {chunk} tokens, in which the "
                 f"history grows; use {-(-self.tokens // chunk) * chunk}"
             )
+
+    def over_context(self, stripes: Any) -> Any:
+        raise ValueError(
+            "a Placement cannot split the tokens of rows that share prefixes; split only rows and heads (batch, heads)"
+        )
 
 
 @lru_cache(maxsize=256)

@@ -13,7 +13,6 @@ from jax.tree_util import register_dataclass
 
 from kvjax.numerics.sharing import Shared, Sharing
 from kvjax.selectors.selector import Selector, Wrapper
-from kvjax.sharding.context import Stripes
 from kvjax.spec import CacheSpec
 
 
@@ -74,8 +73,3 @@ class PrefixedSelector(Sharing, Wrapper):
 
     def truncate(self, ix: PrefixedIndex, count: Array) -> PrefixedIndex:
         return ix
-
-    def over_context(self, stripes: Stripes) -> Selector:
-        raise ValueError(
-            "a Placement cannot split the tokens of rows that share prefixes; split only rows and heads (batch, heads)"
-        )

@@ -13,7 +13,6 @@ from jax.tree_util import register_dataclass
 from kvjax.numerics.partial import PartialAttention, attend_part, merge
 from kvjax.numerics.selection import Selection
 from kvjax.numerics.sharing import Shared, Sharing
-from kvjax.sharding.context import Stripes
 from kvjax.spec import CacheSpec
 from kvjax.stores.dense import Dense
 from kvjax.stores.store import Store
@@ -154,11 +153,6 @@ class Prefixed(Sharing, Store):
         raise ValueError(
             "truncate would cut a prefix that other rows share; kvjax.rollback takes back a row's newest tokens, and "
             "kvjax.cache.prefixes.unshared(cache, row) gives a row of its own, which truncate takes"
-        )
-
-    def over_context(self, stripes: Stripes) -> Store:
-        raise ValueError(
-            "a Placement cannot split the tokens of rows that share prefixes; split only rows and heads (batch, heads)"
         )
 
     def bytes_per_token(self, spec: CacheSpec) -> float:

@@ -578,6 +578,7 @@ REFUSED = [
     ("compare --prompt-file FILES", "is a folder; give a file with the prompt"),
     ("compare --prompt-file FILES/binary", "--prompt-file FILES/binary is not UTF-8"),
     ("compare --prompt-file prompt.txt", "there is no such file"),
+    ("generate --prompt a --prompt=", "the prompt is empty; give at least one character"),
     ("generate --prompt a --prompt b --chat", "several --prompt and --chat cannot be given together"),
     ("generate --prompt a --prompt b --prompts c", "--prompts and --prompt cannot be given together"),
     # heads: before the weights

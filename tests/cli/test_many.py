@@ -39,6 +39,7 @@ def test_each_prompt_gets_the_answer_that_it_gets_alone(kvjax, checkpoint, tmp_p
     [
         ("", (), "holds no prompt"),
         ("not json", (), "line 1 of .* is no JSON"),
+        ('"a"\n""', (), 'line 2 of .* needs a "prompt"'),
         ('{"x": 1}', (), 'line 1 of .* needs a "prompt"'),
         ('"a"\n{"prompt": 5}', (), 'line 2 of .* needs a "prompt"'),
         ('{"prompt": "a", "max_new_tokens": 0}', (), "line 1 of .*max_new_tokens must be at least 1"),
