@@ -40,7 +40,8 @@ from kvjax.ops.chunk import (
     splits_queries,
     ungroup,
 )
-from kvjax.policies import Info, Step
+from kvjax.policies import Index, Info, Step
+from kvjax.policies.indexed import with_index
 from kvjax.policies.policy import step_lengths
 from kvjax.sharding.placement import context_axis, run_on_parts, to_context
 from kvjax.spec import require_int
@@ -64,6 +65,7 @@ def attention(
     first_chunk: bool = False,
     flush: bool = True,
     selection: Selection | None = None,
+    index: Index | None = None,
 ) -> tuple[Array, MaybeCache]:
     """Attends with queries q [B, T, N, D] to the cache and to the new k, v [B, T, K, D], and stores k and v.
 
@@ -83,6 +85,7 @@ def attention(
         `kvjax.flush` once per step, before its first layer: on a GPU each `lax.cond` makes the host wait.
       selection: for a `Follower`, the `Info.selection` of this step in the layer that it follows; other policies make
         their own selection and ignore it.
+      index: for a cache of `kvjax.policies.Indexed`, the queries and keys of the model's own indexer (`Index`).
 
     Returns:
       out [B, T, N, D] in q's dtype, and the cache.
@@ -103,6 +106,7 @@ def attention(
         first_chunk=first_chunk,
         flush=flush,
         selection=selection,
+        index=index,
     )
     return out, cache
 
@@ -120,6 +124,7 @@ def attention_info(
     first_chunk: bool = False,
     flush: bool = True,
     selection: Selection | None = None,
+    index: Index | None = None,
 ) -> tuple[Array, MaybeCache, Info | None]:
     """`attention` that also returns an `Info` of what a decode step read; None for a prompt or without a cache."""
     sizes, scale = _check_call("attention", cache, q, k, v, window, scale)
@@ -131,6 +136,8 @@ def attention_info(
             f"active is for decode steps (T=1), got T={sizes.T}; for a prompt give lengths, 0 for rows without tokens"
         )
     count = row_counts(sizes.B, sizes.T, lengths, active)
+    if index is not None or (cache is not None and cache.policy.takes_index):
+        cache = with_index("attention", cache, index, count)
     operands: Any = (cache, q, k, v, count, selection)
     by: dict[str, Any] = {"scale": scale, "window": window}
     if cache is not None and sizes.T == 1:
@@ -159,6 +166,8 @@ def prefill(
     if first_chunk:
         _check_first("prefill", cache)
     count = row_counts(sizes.B, sizes.T, lengths, None)
+    if cache.policy.takes_index:
+        with_index("prefill", cache, None, count)
     settings: dict[str, Any] = {"first_chunk": first_chunk, "padded": lengths is not None}
     return _run(_attend_prompt, cache, q, k, v, count, None, scale=scale, window=window, **settings)[:2]
 
@@ -216,6 +225,8 @@ def decode_info(
             f"decode takes 1 to {MOST_STEPS} tokens per row, got T={sizes.T}; read a prompt with kvjax.prefill"
         )
     count = row_counts(sizes.B, sizes.T, lengths, active)
+    if cache.policy.takes_index:
+        with_index("decode", cache, None, count)
     if lengths is not None and sizes.T > 1:
         k, v = _without_padding(k, v, count)
     return _run(_attend_steps, cache, q, k, v, count, selection, scale=scale, window=window, flush=flush)

@@ -27,6 +27,7 @@ from kvjax.policies.compressed import Compressed
 from kvjax.policies.evicting import Evicting, EvictingState
 from kvjax.policies.full import Full, FullState
 from kvjax.policies.head_budgets import HeadBudgets, HeadBudgetsState
+from kvjax.policies.indexed import MSA, QSA, Index, Indexed, Indexer
 from kvjax.policies.mixed import Mixed, MixedState
 from kvjax.policies.outliers import OutlierRetrieval
 from kvjax.policies.per_head import PerHead, PerHeadState
@@ -40,6 +41,8 @@ from kvjax.policies.speculative import Speculative, SpeculativeState
 from kvjax.policies.zones import ZonedState
 
 __all__ = [
+    "MSA",
+    "QSA",
     "BesidePrompt",
     "Compensated",
     "CompensatedState",
@@ -51,6 +54,9 @@ __all__ = [
     "FullState",
     "HeadBudgets",
     "HeadBudgetsState",
+    "Index",
+    "Indexed",
+    "Indexer",
     "Info",
     "Mixed",
     "MixedState",
