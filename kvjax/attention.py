@@ -28,7 +28,7 @@ from kvjax import ops
 from kvjax.cache.cache import LayerCache, as_whole, check_no_cache, part_of, placement_of, specs_of
 from kvjax.cache.flushing import flush_full
 from kvjax.memory import on_host
-from kvjax.numerics.partial import group_queries
+from kvjax.numerics.partial import CappedScale, group_queries
 from kvjax.numerics.selection import Selection
 from kvjax.ops.chunk import (
     attend_chunk,
@@ -62,12 +62,16 @@ def attention(
     active: ArrayLike | None = None,
     window: int | None = None,
     scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
     first_chunk: bool = False,
     flush: bool = True,
     selection: Selection | None = None,
     index: Index | None = None,
 ) -> tuple[Array, MaybeCache]:
     """Attends with queries q [B, T, N, D] to the cache and to the new k, v [B, T, K, D], and stores k and v.
+
+    Values may have another head size than keys, as in MLA: see `CacheSpec.value_dim`.
 
     Apply RoPE to q and k before the call. Products are exact in f32, but read queries in the dtype of the stored keys:
     a float32 q is rounded to bfloat16 with a bfloat16 cache, as its k and v are.
@@ -79,6 +83,9 @@ def attention(
       active: bool[B], rows that take this decode token; others store nothing, and their output is meaningless.
       window: sliding window; a token sees itself and the window - 1 before it.
       scale: factor of the logits, at most 1e6; default D**-0.5.
+      soft_cap: the logits become soft_cap * tanh(logits / soft_cap), as in Gemma 2. No kernel has it: they run in plain
+        JAX.
+      sinks: f32[N], a logit for each query head that only the denominator of softmax counts, as in gpt-oss.
       first_chunk: promises that the cache is empty, so a prompt attends only to itself (cuDNN attention on a GPU).
         Checked outside of jit.
       flush: flush full recent blocks before a decode step. A model with many layers passes False and calls
@@ -103,6 +110,8 @@ def attention(
         active=active,
         window=window,
         scale=scale,
+        soft_cap=soft_cap,
+        sinks=sinks,
         first_chunk=first_chunk,
         flush=flush,
         selection=selection,
@@ -121,13 +130,15 @@ def attention_info(
     active: ArrayLike | None = None,
     window: int | None = None,
     scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
     first_chunk: bool = False,
     flush: bool = True,
     selection: Selection | None = None,
     index: Index | None = None,
 ) -> tuple[Array, MaybeCache, Info | None]:
     """`attention` that also returns an `Info` of what a decode step read; None for a prompt or without a cache."""
-    sizes, scale = _check_call("attention", cache, q, k, v, window, scale)
+    sizes, scale, heads = _check_call("attention", cache, q, k, v, window, scale, soft_cap, sinks)
     check_flags("attention", first_chunk=first_chunk, flush=flush)
     if first_chunk:
         _check_first("attention", cache)
@@ -138,7 +149,7 @@ def attention_info(
     count = row_counts(sizes.B, sizes.T, lengths, active)
     if index is not None or (cache is not None and cache.policy.takes_index):
         cache = with_index("attention", cache, index, count)
-    operands: Any = (cache, q, k, v, count, selection)
+    operands: Any = (cache, q, k, v, count, selection, heads)
     by: dict[str, Any] = {"scale": scale, "window": window}
     if cache is not None and sizes.T == 1:
         return _run(_attend_step, *operands, **by, flush=flush)
@@ -154,6 +165,8 @@ def prefill(
     lengths: ArrayLike | None = None,
     window: int | None = None,
     scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
     first_chunk: bool = False,
 ) -> tuple[Array, LayerCache]:
     """Attends a chunk of a prompt exactly and causally to the stored tokens and to itself, and stores k and v.
@@ -161,7 +174,7 @@ def prefill(
     The same as `attention` with T > 1. With T = 1 the token is a prompt of one token: attention is exact, without a
     selection. Arguments and result are those of `attention`.
     """
-    sizes, scale = _check_call("prefill", cache, q, k, v, window, scale)
+    sizes, scale, heads = _check_call("prefill", cache, q, k, v, window, scale, soft_cap, sinks)
     check_flags("prefill", first_chunk=first_chunk)
     if first_chunk:
         _check_first("prefill", cache)
@@ -169,7 +182,7 @@ def prefill(
     if cache.policy.takes_index:
         with_index("prefill", cache, None, count)
     settings: dict[str, Any] = {"first_chunk": first_chunk, "padded": lengths is not None}
-    return _run(_attend_prompt, cache, q, k, v, count, None, scale=scale, window=window, **settings)[:2]
+    return _run(_attend_prompt, cache, q, k, v, count, None, heads, scale=scale, window=window, **settings)[:2]
 
 
 def decode(
@@ -182,6 +195,8 @@ def decode(
     active: ArrayLike | None = None,
     window: int | None = None,
     scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
     flush: bool = True,
     selection: Selection | None = None,
 ) -> tuple[Array, LayerCache]:
@@ -199,8 +214,8 @@ def decode(
 
     The other arguments are those of `attention`. `rollback` removes tokens again, such as rejected drafts.
     """
-    settings: Any = {"window": window, "scale": scale, "flush": flush, "selection": selection}
-    out, cache, _ = decode_info(cache, q, k, v, lengths=lengths, active=active, **settings)
+    settings: Any = {"window": window, "scale": scale, "soft_cap": soft_cap, "sinks": sinks, "flush": flush}
+    out, cache, _ = decode_info(cache, q, k, v, lengths=lengths, active=active, selection=selection, **settings)
     return out, cache
 
 
@@ -214,11 +229,13 @@ def decode_info(
     active: ArrayLike | None = None,
     window: int | None = None,
     scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
     flush: bool = True,
     selection: Selection | None = None,
 ) -> tuple[Array, LayerCache, Info]:
     """`decode` that also returns the `Info`s of all steps, stacked along a first axis T."""
-    sizes, scale = _check_call("decode", cache, q, k, v, window, scale)
+    sizes, scale, heads = _check_call("decode", cache, q, k, v, window, scale, soft_cap, sinks)
     check_flags("decode", flush=flush)
     if sizes.T > MOST_STEPS:
         raise ValueError(
@@ -229,7 +246,7 @@ def decode_info(
         with_index("decode", cache, None, count)
     if lengths is not None and sizes.T > 1:
         k, v = _without_padding(k, v, count)
-    return _run(_attend_steps, cache, q, k, v, count, selection, scale=scale, window=window, flush=flush)
+    return _run(_attend_steps, cache, q, k, v, count, selection, heads, scale=scale, window=window, flush=flush)
 
 
 # ----------------------------------------------------------------------------------------------------------- attending
@@ -261,6 +278,7 @@ def _run_on_parts(
     v: Array,
     count: Array,
     selection: Selection | None,
+    sinks: Array | None,
     **settings: Any,
 ) -> tuple[Array, LayerCache, Info | None]:
     """`attend`, run by each device of the placement for its own rows and heads."""
@@ -271,9 +289,10 @@ def _run_on_parts(
 
     placement, state = placement_of(cache), specs_of(cache)
     tokens, heads = placement.spec("BTN"), placement.spec("TBK" if attend is _attend_steps else "BK")
-    in_specs = (state, tokens, tokens, tokens, placement.spec("B"), jax.tree.map(lambda _: heads, selection))
+    followed = jax.tree.map(lambda _: heads, selection), None if sinks is None else placement.spec("KG")
+    in_specs = (state, tokens, tokens, tokens, placement.spec("B"), *followed)
     out, new_state, info = run_on_parts(
-        placement, local, in_specs, (tokens, state, heads), cache.state, q, k, v, count, selection
+        placement, local, in_specs, (tokens, state, heads), cache.state, q, k, v, count, selection, sinks
     )
     out, info = to_context(out, tokens), jax.tree.map(lambda x: to_context(x, heads), info)
     return out, dataclasses.replace(cache, state=new_state), info
@@ -286,6 +305,7 @@ def _attend_prompt(
     v: Array,
     count: Array,
     _: Any,
+    sinks: Array | None,
     *,
     scale: float,
     window: int | None,
@@ -297,19 +317,19 @@ def _attend_prompt(
     if padded:
         own_k, own_v = _without_padding(k, v, count)
     if cache is None:
-        return attend_chunk(q, own_k, own_v, scale=scale, window=window), None, None
+        return attend_chunk(q, own_k, own_v, sinks, scale=scale, window=window), None, None
     grouped, k, v, over = group(q, k.shape[2]), _heads_first(k), _heads_first(v), context_axis()
     if over is not None and not splits_queries(q.shape[1], over[1], window):
         over = None
-    if first_chunk and over is not None:
+    if first_chunk and over is not None and sinks is None:
         out = attend_chunk_in_parts(q, own_k, own_v, *over, scale=scale)
-    elif first_chunk:
-        out = attend_chunk(q, own_k, own_v, scale=scale, window=window)
+    elif first_chunk and over is None:
+        out = attend_chunk(q, own_k, own_v, sinks, scale=scale, window=window)
     else:
         attend_stored = partial(cache.policy.attend_stored, cache.state, scale=scale, window=window)
         own_k, own_v = _heads_first(own_k), _heads_first(own_v)
         own = None if over is None else attend_own_in_parts(grouped, own_k, own_v, *over, scale=scale)
-        out = attend_chunk_after(attend_stored, grouped, own_k, own_v, scale=scale, window=window, own=own)
+        out = attend_chunk_after(attend_stored, grouped, own_k, own_v, scale=scale, window=window, own=own, sinks=sinks)
         out = ungroup(out, q.dtype)
         # Read, then store: without a fixed order XLA copies everything stored, to be safe. (On CPU, jaxlib before 0.11
         # drops the barrier and copies. Measured 2026-11-21, 131072 tokens: 391 MB of temp bytes, 117 MB with it.)
@@ -326,6 +346,7 @@ def _attend_step(
     v: Array,
     count: Array,
     selection: Selection | None,
+    sinks: Array | None,
     *,
     scale: float,
     window: int | None,
@@ -335,9 +356,10 @@ def _attend_step(
     policy, k, v = cache.policy, _heads_first(k), _heads_first(v)
     state = policy.update((flush_full(cache, count > 0) if flush else cache).state, k, v, count > 0)
     queries = group_queries(q[:, 0], k.shape[1])
-    step = Step(scale, window, active=count > 0, selection=selection if policy.follows else None)
+    step = Step(scale, window, active=count > 0, selection=selection if policy.follows else None, sinks=sinks)
     out, state, info = policy.attend(state, queries, step)
-    return out.astype(q.dtype).reshape(q.shape), dataclasses.replace(cache, state=state), info
+    out = out.astype(q.dtype).reshape(*q.shape[:-1], -1)
+    return out, dataclasses.replace(cache, state=state), info
 
 
 def _attend_steps(
@@ -347,19 +369,21 @@ def _attend_steps(
     v: Array,
     count: Array,
     selection: Selection | None,
+    sinks: Array | None,
     *,
     scale: float,
     window: int | None,
     flush: bool,
 ) -> tuple[Array, LayerCache, Info]:
     """T decode steps, of which each row takes the first `count` i32[B]; in one pass if the policy supports it."""
+    settings: Any = {"scale": scale, "window": window, "flush": flush}
 
     def one_by_one(cache: LayerCache, count: Array) -> tuple[Array, LayerCache, Info]:
         def one(cache: LayerCache, x: Any) -> tuple[LayerCache, tuple[Array, Info]]:
             t, selection, *qkv = x
             q, k, v = (a[:, None] for a in qkv)
             taken = (t < count).astype(jnp.int32)
-            out, cache, info = _attend_step(cache, q, k, v, taken, selection, scale=scale, window=window, flush=flush)
+            out, cache, info = _attend_step(cache, q, k, v, taken, selection, sinks, **settings)
             return cache, (out[:, 0], info)
 
         tokens = (jnp.moveaxis(a, 1, 0) for a in (q, k, v))
@@ -372,7 +396,7 @@ def _attend_steps(
         return one_by_one(cache, count)
     if q.shape[1] == 1:  # a loop over one step would add kernels
         first = jax.tree.map(lambda a: a[0], selection)
-        out, cache, info = _attend_step(cache, q, k, v, count, first, scale=scale, window=window, flush=flush)
+        out, cache, info = _attend_step(cache, q, k, v, count, first, sinks, **settings)
         return out, cache, jax.tree.map(lambda a: a[None], info)
 
     def at_once(cache: LayerCache, count: Array) -> tuple[Array, LayerCache, Info]:
@@ -382,7 +406,7 @@ def _attend_steps(
         lengths = step_lengths(cache.length, count, k.shape[1], policy.free(cache.state))
         lengths, taken = in_order(lengths, count)
         state = policy.store_steps(cache.state, keys, values, taken)
-        out, state, info = policy.attend(state, grouped, Step(scale, window, lengths=lengths))
+        out, state, info = policy.attend(state, grouped, Step(scale, window, lengths=lengths, sinks=sinks))
         return ungroup(out, q.dtype), dataclasses.replace(cache, state=state), info
 
     if not flush or cache.full_rows() is None:
@@ -427,9 +451,20 @@ def _check_first(verb: str, cache: LayerCache | None) -> None:
 
 
 def _check_call(
-    verb: str, cache: Any, q: Array, k: Array, v: Array, window: int | None, scale: float | None
-) -> tuple[_Sizes, float]:
-    """The sizes and scale of a call. Raises ValueError for arrays that disagree with each other or with the cache."""
+    verb: str,
+    cache: Any,
+    q: Array,
+    k: Array,
+    v: Array,
+    window: int | None,
+    scale: float | None,
+    soft_cap: float | None,
+    sinks: ArrayLike | None,
+) -> tuple[_Sizes, float, Array | None]:
+    """The sizes, scale and sink logits f32[K, G] of a call.
+
+    Raises ValueError for arrays that disagree with each other or with the cache.
+    """
     if isinstance(v, LayerCache):
         raise ValueError(f"{verb} takes the cache first: kvjax.{verb}(cache, q, k, v)")
     check_floats(q=q, k=k, v=v)
@@ -437,11 +472,11 @@ def _check_call(
     if isinstance(cache, LayerCache):
         check_alive(verb, cache)
         spec = cache.spec
-        known = {"B": spec.batch, "N": spec.q_heads, "K": spec.kv_heads, "D": spec.head_dim}
+        known = {"B": spec.batch, "N": spec.q_heads, "K": spec.kv_heads, "D": spec.head_dim, "E": spec.value_size}
     else:
         check_no_cache(verb, cache)
     try:
-        sizes = check_dims("q BTND, k BTKD, v BTKD", known, q=q, k=k, v=v)
+        sizes = check_dims("q BTND, k BTKD, v BTKE", known, q=q, k=k, v=v)
     except ValueError as error:
         if not known or AxisType.Manual not in jax.sharding.get_abstract_mesh().axis_types:
             raise
@@ -466,7 +501,28 @@ def _check_call(
             f"{verb}(scale=...) must be at most {MOST_SCALE:.0e}, got {scale}: larger logits overflow; it is usually "
             "head_dim**-0.5"
         )
-    return _Sizes(B, T), scale
+    scale = scale if soft_cap is None else capped(verb, scale, soft_cap)
+    return _Sizes(B, T), scale, None if sinks is None else sink_logits(verb, cache, sinks, N, K)
+
+
+def capped(verb: str, scale: float, soft_cap: float) -> CappedScale:
+    soft_cap = finite_number(f"{verb}(soft_cap=...)", soft_cap)
+    if soft_cap <= 0:
+        raise ValueError(f"{verb}(soft_cap=...) must be above 0, got {soft_cap}; leave it out for no cap")
+    return CappedScale(scale, soft_cap)
+
+
+def sink_logits(verb: str, cache: Any, sinks: ArrayLike, N: int, K: int) -> Array:
+    """Sink logits f32[N] as f32[K, G]."""
+    if jnp.shape(sinks) != (N,):
+        raise ValueError(
+            f"{verb}(sinks=...) must have one logit for each of the {N} query heads, got shape {list(jnp.shape(sinks))}"
+        )
+    if cache is not None and not cache.policy.takes_sinks:
+        raise ValueError(
+            f"{cache.policy} takes no sink logits; a policy whose attend merges Step.sinks says so by takes_sinks"
+        )
+    return jnp.asarray(sinks, jnp.float32).reshape(K, N // K)
 
 
 def _without_padding(k: Array, v: Array, count: Array) -> tuple[Array, Array]:

@@ -34,12 +34,16 @@ class CacheSpec:
     head_dim: int
     capacity: int  # tokens that every row can hold, all zones together; rounding to whole chunks may add room
     dtype: DTypeLike = jnp.bfloat16  # of stored keys and values
+    value_dim: int | None = None  # head size of values; None: head_dim. Others, as of MLA, are for Full and Retrieval
     rope_by_length: bool = False  # the rotation of a row's keys depends on its final length: see `Cache.rotated_for`
 
     def __post_init__(self) -> None:
         for name in ("batch", "q_heads", "kv_heads", "head_dim", "capacity"):
             value = require_int(f"CacheSpec({name}=...)", getattr(self, name), at_least=1)
             object.__setattr__(self, name, value)
+        if self.value_dim is not None:
+            own = require_int("CacheSpec(value_dim=...)", self.value_dim, at_least=1)
+            object.__setattr__(self, "value_dim", None if own == self.head_dim else own)
         if self.q_heads % self.kv_heads:
             raise ValueError(
                 f"CacheSpec(q_heads={self.q_heads}, kv_heads={self.kv_heads}): kv_heads must divide q_heads, "
@@ -47,6 +51,11 @@ class CacheSpec:
             )
         object.__setattr__(self, "dtype", cache_dtype(self.dtype))
         check_flags("CacheSpec", rope_by_length=self.rope_by_length)
+
+    @property
+    def value_size(self) -> int:
+        """The head size of values."""
+        return self.head_dim if self.value_dim is None else self.value_dim
 
     @property
     def group(self) -> int:

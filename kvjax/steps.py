@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from kvjax.attention import row_counts
+from kvjax.attention import capped, row_counts, sink_logits
 from kvjax.cache.cache import LayerCache, as_whole, check_layer_cache, part_of, placement_of, specs_of
 from kvjax.cache.flushing import flush_full
 from kvjax.numerics.partial import group_queries
@@ -29,7 +29,10 @@ from kvjax.sharding.placement import run_on_parts, to_context
 from kvjax.spec import require_int
 from kvjax.validation import check_dims, check_flags, check_floats, finite_number, shown
 
-AXES = {"q": "BTN", "k": "BTN", "v": "BTN", "out": "BTN", "count": "B", "selection": "BK"}  # that a placement splits
+AXES = {  # that a placement splits
+    **{"q": "BTN", "k": "BTN", "v": "BTN", "out": "BTN"},
+    **{"count": "B", "selection": "BK", "sinks": "KG"},
+}
 
 
 def update(cache: LayerCache, k: Array, v: Array, *, active: ArrayLike | None = None, flush: bool = True) -> LayerCache:
@@ -46,18 +49,25 @@ def update(cache: LayerCache, k: Array, v: Array, *, active: ArrayLike | None = 
     return _run(_update, cache, {"k": k, "v": v, "count": count}, {}, flush=flush)[1]
 
 
-def select(cache: LayerCache, q: Array, *, window: int | None = None, scale: float | None = None) -> Selection:
+def select(
+    cache: LayerCache,
+    q: Array,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+) -> Selection:
     """The slots that a step with queries q [B, 1, N, D] of each row's newest token attends to, besides the tokens that
     every step attends to.
 
-    Nothing is read but the index. `window` and `scale` are as in `kvjax.attention`.
+    Nothing is read but the index. `window`, `scale` and `soft_cap` are as in `kvjax.attention`.
 
     Raises:
       ValueError: a policy that selects nothing, because its steps attend to all that it keeps (`Full`, `Compressed`,
         `Evicting`) or to what another layer selected (`Follower`); shapes that disagree with the cache.
     """
     _check("select", cache, q=q)
-    by = _settings("select", q, window, scale)
+    by = _settings("select", q, window, scale, soft_cap)
     found, _ = _run(_select, cache, {"q": q}, {"selection": Selection(q, q)}, **by)
     return found["selection"]
 
@@ -70,6 +80,8 @@ def attend(
     active: ArrayLike | None = None,
     window: int | None = None,
     scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
 ) -> tuple[Array, LayerCache]:
     """Attends with q [B, 1, N, D], the queries of each row's newest token, to `selection` and to the tokens that every
     step attends to: out [B, 1, N, D], and the cache.
@@ -82,10 +94,12 @@ def attend(
       ValueError: a selection that is none, or for a policy that takes none; shapes that disagree with the cache.
     """
     _check("attend", cache, q=q)
-    by = _settings("attend", q, window, scale)
+    by = _settings("attend", q, window, scale, soft_cap)
     if selection is not None and not isinstance(selection, Selection):
         raise ValueError(f"attend(selection=...) takes what kvjax.select returns, got {shown(selection)}")
-    operands = {"q": q, "count": row_counts(q.shape[0], 1, None, active), "selection": selection}
+    heads = None if sinks is None else sink_logits("attend", cache, sinks, cache.spec.q_heads, cache.spec.kv_heads)
+    count = row_counts(q.shape[0], 1, None, active)
+    operands = {"q": q, "count": count, "selection": selection, "sinks": heads}
     found, cache = _run(_attend, cache, operands, {"out": q}, **by)
     return found["out"], cache
 
@@ -102,12 +116,12 @@ def _select(cache: LayerCache, q: Array, *, step: Step) -> tuple[dict[str, Any],
 
 
 def _attend(
-    cache: LayerCache, q: Array, count: Array, selection: Selection | None, *, step: Step
+    cache: LayerCache, q: Array, count: Array, selection: Selection | None, sinks: Array | None, *, step: Step
 ) -> tuple[dict[str, Any], LayerCache]:
     queries = group_queries(q[:, 0], cache.spec.kv_heads)
-    step = dataclasses.replace(step, active=count > 0, selection=selection)
+    step = dataclasses.replace(step, active=count > 0, selection=selection, sinks=sinks)
     out, state, _ = cache.policy.attend(cache.state, queries, step)
-    return {"out": out.astype(q.dtype).reshape(q.shape)}, dataclasses.replace(cache, state=state)
+    return {"out": out.astype(q.dtype).reshape(*q.shape[:-1], -1)}, dataclasses.replace(cache, state=state)
 
 
 def _run(
@@ -145,14 +159,14 @@ def _check(verb: str, cache: LayerCache, **arrays: Array) -> None:
     check_floats(**arrays)
     check_layer_cache(verb, cache)
     spec = cache.spec
-    known = {"B": spec.batch, "N": spec.q_heads, "K": spec.kv_heads, "D": spec.head_dim}
-    sizes = check_dims("q BTND, k BTKD, v BTKD", known, **arrays)
+    known = {"B": spec.batch, "N": spec.q_heads, "K": spec.kv_heads, "D": spec.head_dim, "E": spec.value_size}
+    sizes = check_dims("q BTND, k BTKD, v BTKE", known, **arrays)
     if sizes["T"] != 1:
         raise ValueError(f"{verb} takes one token of each row, got T={sizes['T']}; kvjax.attention reads a prompt")
 
 
-def _settings(verb: str, q: Array, window: int | None, scale: float | None) -> dict[str, Step]:
+def _settings(verb: str, q: Array, window: int | None, scale: float | None, soft_cap: float | None) -> dict[str, Step]:
     if window is not None:
         require_int(f"{verb}(window=...)", window, at_least=1)
     factor = q.shape[-1] ** -0.5 if scale is None else finite_number(f"{verb}(scale=...)", scale)
-    return {"step": Step(factor, window)}
+    return {"step": Step(factor if soft_cap is None else capped(verb, factor, soft_cap), window)}

@@ -22,7 +22,8 @@ from jax.sharding import NamedSharding
 from jax.tree_util import register_dataclass
 
 from kvjax.memory import Bytes, commit_together, nbytes, on_host
-from kvjax.policies import PerLayer, Policy
+from kvjax.policies import Full, PerLayer, Policy
+from kvjax.policies.zones import SelectedZones
 from kvjax.sharding.placement import (
     Placement,
     axes_of,
@@ -33,6 +34,7 @@ from kvjax.sharding.placement import (
     to_context,
 )
 from kvjax.spec import CacheSpec, require_int
+from kvjax.stores import Dense
 from kvjax.validation import check_alive, check_verbs, shown
 
 
@@ -175,6 +177,11 @@ def init_layer(policy: Policy, spec: CacheSpec, placement: Placement | None = No
         )
     _check_policy("init_layer(policy=...)", policy)
     _check_spec("init_layer(spec=...)", spec)
+    if spec.value_dim is not None and not _takes_value_dim(policy):
+        raise ValueError(
+            f"CacheSpec(value_dim={spec.value_dim}, head_dim={spec.head_dim}): only kvjax.Full and kvjax.Retrieval "
+            f"over kvjax.Dense keep values of another size than keys; got {policy}"
+        )
     if placement is None:
         return commit_together(LayerCache(policy.init(spec), policy, spec))
     if not isinstance(placement, Placement):
@@ -186,6 +193,10 @@ def init_layer(policy: Policy, spec: CacheSpec, placement: Placement | None = No
         policy = policy.fitted(parts)
     make: Any = make_state  # cached per policy, which is hashable
     return LayerCache(make(policy, spec, placement)(), policy, spec, placement)
+
+
+def _takes_value_dim(policy: Policy) -> bool:
+    return isinstance(policy, Full) or (isinstance(policy, SelectedZones) and isinstance(policy.store, Dense))
 
 
 def shardings(cache: C) -> C:

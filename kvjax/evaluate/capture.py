@@ -32,7 +32,7 @@ from kvjax.evaluate.store import Progress
 from kvjax.generation import generate
 from kvjax.generation.prefilling import Model, prefill
 from kvjax.generation.sampling import Sampling
-from kvjax.numerics.partial import PartialAttention
+from kvjax.numerics.partial import CappedScale, PartialAttention
 from kvjax.policies import Full, FullState, Info, Policy, Step
 from kvjax.spec import CacheSpec, require_int
 
@@ -89,6 +89,8 @@ class Recorded(Policy):
         return dataclasses.replace(st, full=Full().update(st.full, k, v, active), due=st.due | active)
 
     def attend(self, st: RecordedState, q: Array, step: Step) -> tuple[Array, RecordedState, Info]:
+        if isinstance(step.scale, CappedScale):
+            raise ValueError("live measurements replay plain attention, and this model has a soft cap of its logits")
         out, full, info = Full().attend(st.full, q, step)
         row, at = jnp.arange(q.shape[0]), jnp.where(st.due, st.count, self.steps)
         state = RecordedState(

@@ -48,7 +48,7 @@ class Layered(Protocol):
 
     layers: Any
 
-    def begin(self, tokens: Array, stored: Array, final: Array) -> tuple[Array, Array, Array]:
+    def begin(self, tokens: Array, stored: Array, final: Array) -> tuple[Array, Any, Any]:
         """x [B, T, hidden], and two more arrays that each layer takes, for a chunk after `stored` i32[B] tokens and up
         to `final` i32[B]."""
         ...
@@ -357,13 +357,13 @@ def _like(cache: Cache, shapes: Any) -> Any:
 
 
 @jax.jit
-def _begin(model: Any, tokens: Array, stored: Array, lengths: Array) -> tuple[Array, Array, Array]:
+def _begin(model: Any, tokens: Array, stored: Array, lengths: Array) -> tuple[Array, Any, Any]:
     return model.begin(tokens, stored, stored + lengths)
 
 
 @partial(jax.jit, static_argnames="first_chunk", donate_argnames=("x", "cache"))
 def _layer(
-    layer: Any, x: Array, cos: Array, sin: Array, cache: Any, lengths: Array, *, first_chunk: bool
+    layer: Any, x: Array, cos: Any, sin: Any, cache: Any, lengths: Array, *, first_chunk: bool
 ) -> tuple[Array, Any]:
     x, cache, _ = layer(x, cos, sin, cache, lengths=lengths, active=None, first_chunk=first_chunk)
     return x, cache

@@ -33,8 +33,10 @@ class Block:
 
 
 def empty_block(spec: CacheSpec, slots: int) -> Block:
-    shape = (spec.batch, spec.kv_heads, slots, spec.head_dim)
-    return Block(jnp.zeros(shape, spec.dtype), jnp.zeros(shape, spec.dtype), jnp.zeros(spec.batch, jnp.int32))
+    k, v = (
+        jnp.zeros((spec.batch, spec.kv_heads, slots, size), spec.dtype) for size in (spec.head_dim, spec.value_size)
+    )
+    return Block(k, v, jnp.zeros(spec.batch, jnp.int32))
 
 
 def put(block: Block, k: Array, v: Array, count: Array) -> Block:

@@ -23,6 +23,39 @@ from kvjax.numerics.derivatives import with_derivative
 from kvjax.numerics.types import Bool, Float, Int32, Shaped
 
 
+class CappedScale(float):
+    """A factor of logits that a soft cap follows: cap * tanh(scale * q.k / cap), as in Gemma 2.
+
+    It stands where a plain factor does; `scaled` applies both, and arithmetic with it is an error in JAX.
+    """
+
+    cap: float
+
+    def __new__(cls, scale: float, cap: float) -> CappedScale:
+        found = super().__new__(cls, scale)
+        found.cap = cap
+        return found
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CappedScale) and (float(self), self.cap) == (float(other), other.cap)
+
+    def __hash__(self) -> int:
+        return hash((float(self), self.cap))
+
+    def __repr__(self) -> str:
+        return f"CappedScale({float(self)}, {self.cap})"
+
+    def __getnewargs__(self) -> tuple[float, float]:  # type: ignore[override]  # a float has one
+        return float(self), self.cap
+
+
+def scaled(products: Array, scale: float) -> Array:
+    """The logits of products q.k, by a factor or a `CappedScale`."""
+    if not isinstance(scale, CappedScale):
+        return products * scale
+    return scale.cap * jnp.tanh(products * (float(scale) / scale.cap))
+
+
 class PartialAttention(NamedTuple):
     """Attention over a part of the keys, with the log-sum-exp by which parts merge.
 
@@ -115,7 +148,8 @@ def softmax_weights(
 def attention_logits(q: Float[Array, "B K Q D"], k: Float[Array, "B K S D"], scale: float) -> Float[Array, "B K Q S"]:
     """f32[B, K, Q, S]: scale * q.k of q [B, K, Q, D] with k [B, K, S, D]; the product reads both in the dtype of k."""
     q = q.astype(k.dtype)
-    return jnp.einsum("bkqd,bksd->bkqs", q, k, preferred_element_type=jnp.float32, precision="highest") * scale
+    products = jnp.einsum("bkqd,bksd->bkqs", q, k, preferred_element_type=jnp.float32, precision="highest")
+    return scaled(products, scale)
 
 
 def part_of_logits(
@@ -194,6 +228,15 @@ def merge(*parts: PartialAttention) -> PartialAttention:
         out = jnp.where(share == 0, a.out, jnp.where(share == 1, b.out, a.out + share * (b.out - a.out)))
         a = PartialAttention(out, jnp.log(total) + shift)
     return a
+
+
+def merge_sinks(part: PartialAttention, sinks: Float[Array, "K G"]) -> PartialAttention:
+    """`part` over Q = T*G queries, each step's heads after the previous step's, merged with sink logits.
+
+    A sink logit s is a key without a value: e^s more in the denominator. It is neither scaled nor capped.
+    """
+    lse = jnp.tile(sinks.astype(jnp.float32), (1, part.lse.shape[2] // sinks.shape[-1]))
+    return merge(part, PartialAttention(jnp.zeros_like(part.out), jnp.broadcast_to(lse, part.lse.shape)))
 
 
 def merge_blocks(

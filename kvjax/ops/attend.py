@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from kvjax.numerics.partial import PartialAttention, Span, attend_part, keep_valid, merge
+from kvjax.numerics.partial import PartialAttention, Span, attend_part, keep_valid, merge, merge_sinks
 from kvjax.numerics.selection import PackedSelection, Selection, membership, of_heads, split_selection
 from kvjax.numerics.types import Float, Int32
 from kvjax.ops.op import Implementation, op
@@ -21,16 +21,22 @@ from kvjax.ops.op import Implementation, op
     mosaic=lambda kernel, a: kernel.attend_span(a.q, *a.span, scale=a.scale),
 )
 def attend_span(
-    q: Float[Array, "B K G D"], span: Span, *, scale: float, implementation: Implementation | None = None
+    q: Float[Array, "B K G D"],
+    span: Span,
+    sinks: Float[Array, "K G"] | None = None,
+    *,
+    scale: float,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "B K G D"]:
-    """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over `span`; 0 where it is empty.
+    """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over `span`, with sink logits; 0 where it is empty.
 
     Keys outside of the span may hold anything. Each of T decode steps may have its own span: queries [B, K, T*G, D],
     each step's after the previous step's, with start and stop i32[B, T]. `implementation`: see `explain`. The kernel's
     products read q in the dtype of the keys; it reads nothing outside of the span.
     """
     # Values outside of the span are finite, so they need no mask here: it would write a second copy of them.
-    return attend_part(q, span.k, span.v, span.mask_of(q.shape[2]), scale=scale).out.astype(q.dtype)
+    part = attend_part(q, span.k, span.v, span.mask_of(q.shape[2]), scale=scale)
+    return (part if sinks is None else merge_sinks(part, sinks)).out.astype(q.dtype)
 
 
 @op(
@@ -79,6 +85,7 @@ def attend_zones(
     sink: Span | None,
     local: int,
     more: tuple[Float[Array, "B K S D"], Float[Array, "B K S D"]] | None = None,
+    sinks: Float[Array, "K G"] | None = None,
     *,
     scale: float,
     implementation: Implementation | None = None,
@@ -89,14 +96,15 @@ def attend_zones(
     values of the same shape; the slots of `recent` follow. The local window is the last `local` slots of the span of
     `recent`, none of which are selected. `sink` is attended in its span, if there is one. The selection has H lists of
     slots, each for G/H query heads in turn; starts and stops are i32[B], or i32[B, T] for T decode steps.
-    `implementation`: see `explain`. The kernel's products read q in the dtype of k.
+    `implementation`: see `explain`. The kernel's products read q in the dtype of k, and it takes no `sinks`: logits
+    that only the denominator counts.
     """
     if more is not None:
         k, v = jnp.concatenate([k, more[0]], axis=2), jnp.concatenate([v, more[1]], axis=2)
     recent = recent._replace(start=jnp.maximum(recent.start, recent.stop - local))
     stored, pending = split_selection(selection, k.shape[2])
     history = attend_slots(q, k, v, stored, scale=scale)
-    return attend_beside(history, q, pending, recent, sink, scale=scale)
+    return attend_beside(history, q, pending, recent, sink, sinks, scale=scale)
 
 
 def attend_beside(
@@ -105,18 +113,20 @@ def attend_beside(
     pending: Selection | None,
     recent: Span,
     sink: Span | None,
+    sinks: Float[Array, "K G"] | None = None,
     *,
     scale: float,
 ) -> Float[Array, "B K G D"]:
     """[B, K, G, D] in the dtype of q [B, K, G, D]: `history` merged with attention over the spans of `recent` and
-    `sink`, and over the slots of `recent` that `pending` selects."""
+    `sink`, over the slots of `recent` that `pending` selects, and with `sinks`."""
     mask = recent.mask_of(q.shape[2])
     if pending is not None:
         mask |= of_heads(membership(pending, recent.k.shape[2]), q.shape[2])
     parts = [history, attend_part(q, recent.k, recent.v, mask, scale=scale)]
     if sink is not None:
         parts.append(attend_part(q, sink.k, sink.v, sink.mask_of(q.shape[2]), scale=scale))
-    return merge(*parts).out.astype(q.dtype)
+    whole = merge(*parts)
+    return (whole if sinks is None else merge_sinks(whole, sinks)).out.astype(q.dtype)
 
 
 def gather_slots(

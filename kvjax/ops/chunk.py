@@ -23,6 +23,7 @@ from jax import Array, lax
 from kvjax.memory import vary_with
 from kvjax.numerics.derivatives import with_derivative
 from kvjax.numerics.partial import (
+    CappedScale,
     PartialAttention,
     attend_causal,
     attend_part,
@@ -30,6 +31,7 @@ from kvjax.numerics.partial import (
     keep_valid,
     merge,
     merge_blocks,
+    merge_sinks,
 )
 from kvjax.ops.op import Explanation, tell
 
@@ -41,8 +43,16 @@ CPU_BLOCK = 1024  # slots per block
 GPU_BLOCK = 16384  # slots of all rows together: 67 MB of bf16 keys and values at 8 heads of 128
 
 
-def attend_chunk(q: Array, k: Array, v: Array, *, scale: float, window: int | None = None) -> Array:
-    """Causal attention of q [B, T, N, D] over its own k, v [B, T, K, D]: [B, T, N, D] in the dtype of q."""
+def attend_chunk(
+    q: Array, k: Array, v: Array, sinks: Array | None = None, *, scale: float, window: int | None = None
+) -> Array:
+    """Causal attention of q [B, T, N, D] over its own k, v [B, T, K, D]: [B, T, N, D] in the dtype of q.
+
+    `sinks` are logits f32[K, G] that only the denominator of softmax counts.
+    """
+    if sinks is not None:
+        own, grouped = (jnp.swapaxes(a, 1, 2) for a in (k, v)), group(q, k.shape[2])
+        return ungroup(with_sinks(attend_own(grouped, *own, scale=scale, window=window), grouped, sinks), q.dtype)
 
     def blocked(q: Array, k: Array, v: Array) -> Array:
         return _blocked(q, k, v, scale, window)
@@ -58,7 +68,7 @@ def attend_chunk(q: Array, k: Array, v: Array, *, scale: float, window: int | No
             implementation="cudnn",
         )
 
-    if not _takes("attend_chunk", q, "a chunk of one token" if q.shape[1] == 1 else None):
+    if not _takes("attend_chunk", q, "a chunk of one token" if q.shape[1] == 1 else _unlike(k, v, scale)):
         return blocked(q, k, v)
     return lax.platform_dependent(q, k, v, cuda=cudnn, default=blocked)
 
@@ -72,30 +82,38 @@ def attend_chunk_after(
     scale: float,
     window: int | None = None,
     own: PartialAttention | None = None,
+    sinks: Array | None = None,
 ) -> Array:
     """Attention of q [B, K, G, T, D] over stored tokens and, causally, its own k, v [B, K, T, D]: shaped as q, in f32.
 
     `attend_stored` gives the part of q [B, K, G, T', D] over stored tokens, a part over Q = G*T'. It is called for only
     the first T' queries, those that see stored tokens under a sliding window. `own` is the result of `attend_own`, if
-    already computed.
+    already computed, and `sinks` are as in `attend_chunk`.
     """
-    B, K, G, T, D = q.shape
+    B, K, G, T, _ = q.shape
     own = attend_own(q, k, v, scale=scale, window=window) if own is None else own
-    own = PartialAttention(own.out.reshape(B, K, G, T, D), own.lse.reshape(B, K, G, T))
+    own = PartialAttention(own.out.reshape(B, K, G, T, -1), own.lse.reshape(B, K, G, T))
     past = T if window is None else min(T, window - 1)
     if past:
         stored = attend_stored(q[:, :, :, :past])
-        stored = PartialAttention(stored.out.reshape(B, K, G, past, D), stored.lse.reshape(B, K, G, past))
-        rest = empty_part((B, K, G, T - past, D))
+        stored = PartialAttention(stored.out.reshape(B, K, G, past, -1), stored.lse.reshape(B, K, G, past))
+        rest = empty_part((B, K, G, T - past, own.out.shape[-1]))
         stored = PartialAttention(*(jnp.concatenate(two, axis=3) for two in zip(stored, rest, strict=True)))
         own = merge(stored, own)
-    return own.out
+    return own.out if sinks is None else with_sinks(own, q, sinks)
+
+
+def with_sinks(part: PartialAttention, q: Array, sinks: Array) -> Array:
+    """f32[B, K, G, T, D]: a part of the queries q [B, K, G, T, D], merged with `sinks` f32[K, G]."""
+    B, K, G, T, _ = q.shape
+    flat = PartialAttention(part.out.reshape(B, K, G * T, -1), part.lse.reshape(B, K, G * T))
+    return merge_sinks(flat, jnp.repeat(sinks, T, axis=1)).out.reshape(B, K, G, T, -1)
 
 
 def attend_own(q: Array, k: Array, v: Array, *, scale: float, window: int | None = None) -> PartialAttention:
     """Causal attention of q [B, K, G, T, D] over its own k, v [B, K, T, D]: a part over Q = G*T, to be merged."""
     reference = partial(attend_causal, scale=scale, window=window)
-    if not _takes("attend_own", k):
+    if not _takes("attend_own", k, _unlike(k, v, scale)):
         return reference(q, k, v)
 
     def run(q: Array, k: Array, v: Array) -> PartialAttention:
@@ -118,7 +136,7 @@ def attend_zone(q: Array, k: Array, v: Array, start: Array | None, stop: Array, 
         return a, b
 
     reference = partial(_attend_blocks, read=read, slots=k.shape[2], block=CPU_BLOCK, scale=scale)
-    if not _takes("attend_zone", k, None if start is None else WINDOW):
+    if not _takes("attend_zone", k, WINDOW if start is not None else _unlike(k, v, scale)):
         return reference(q, (k, v), start, stop)
 
     def run(q: Array, zone: tuple[Array, Array], start: None, stop: Array) -> PartialAttention:
@@ -149,7 +167,7 @@ def attend_blocks(
         return min(max(target // unit, 1) * unit, slots)
 
     reference = partial(_attend_blocks, read=read, slots=slots, block=sized(CPU_BLOCK), scale=scale)
-    if not _takes("attend_blocks", q, None if start is None else WINDOW):
+    if not _takes("attend_blocks", q, WINDOW if start is not None else _unlike(q, q, scale)):
         return reference(q, state, start, stop)
     block = sized(max(GPU_BLOCK // rows, CPU_BLOCK))
 
@@ -201,9 +219,16 @@ in_order.defjvp(lambda primals, tangents: (in_order(*primals), tangents), symbol
 WINDOW = "cuDNN takes no sliding window over stored tokens"
 
 
-def takes_cudnn(dtype: Any, head_dim: int) -> bool:
-    """True if this process runs cuDNN attention on keys of this dtype and head size."""
-    return _why_not_cudnn(dtype, head_dim) is None
+def takes_cudnn(dtype: Any, head_dim: int, scale: float = 1.0) -> bool:
+    """True if this process runs cuDNN attention on keys of this dtype and head size; it has no soft cap."""
+    return not isinstance(scale, CappedScale) and _why_not_cudnn(dtype, head_dim) is None
+
+
+def _unlike(k: Array, v: Array, scale: float) -> str | None:
+    """Why cuDNN does not take a soft cap, or values of another size than keys."""
+    if isinstance(scale, CappedScale):
+        return f"cuDNN takes no soft cap of the logits; got {scale.cap}"
+    return None if k.shape[-1] == v.shape[-1] else f"cuDNN takes values like keys; got {v.shape[-1]} and {k.shape[-1]}"
 
 
 def _takes(name: str, keys: Array, unless: str | None = None) -> bool:
@@ -306,7 +331,7 @@ def _attend_blocks(
     def bounds(q: Array, state: Any, start: Array | None, stop: Array) -> tuple[Array | int, Array]:
         return 0 if start is None else jnp.min(start) // block, -(-jnp.max(stop) // block)
 
-    shape = (B, K, G * T, D)
+    shape = (B, K, G * T, jax.eval_shape(lambda state: read(state, 0, block)[1], state).shape[-1])
     return merge_blocks(one, q, state, start, stop, bounds=bounds, blocks=-(-slots // block), shape=shape)
 
 
@@ -321,10 +346,10 @@ def _nothing(q: Array) -> PartialAttention:
 @partial(jax.checkpoint, static_argnums=(3, 4))
 @partial(jax.jit, static_argnums=(3, 4))
 def _blocked(q: Array, k: Array, v: Array, scale: float, window: int | None) -> Array:
-    B, T, N, D = q.shape
+    B, T, N, _ = q.shape
     K = k.shape[2]
     part = attend_causal(group(q, K), *(jnp.swapaxes(a, 1, 2) for a in (k, v)), scale=scale, window=window)
-    return ungroup(part.out.reshape(B, K, N // K, T, D), q.dtype)
+    return ungroup(part.out.reshape(B, K, N // K, T, -1), q.dtype)
 
 
 def group(q: Array, kv_heads: int) -> Array:

@@ -27,6 +27,7 @@ from jax import Array, lax
 
 from kvjax.memory import varying_axes
 from kvjax.numerics.derivatives import with_derivative
+from kvjax.numerics.partial import CappedScale
 from kvjax.ops.partitioned import warn_if_partitioned
 from kvjax.validation import shown
 
@@ -98,6 +99,8 @@ class Op(Generic[P, R]):
         if not nowhere:
             limit = self._limit(self.module, SimpleNamespace(**given))  # which raises ValueError for wrong arguments
             limit = _why_not(limit or _too_large(given)) or _why_not_in_shard_map(given)
+            if isinstance(given.get("scale"), CappedScale) or given.get("sinks") is not None:
+                limit = limit or _no_caps(given)
         how = self._explain(limit, implementation)
         if (found := _explained.get()) is not None:
             found.append(how)
@@ -124,7 +127,7 @@ class Op(Generic[P, R]):
     def unsupported(self, *args: P.args, **kwargs: P.kwargs) -> str | None:
         """The limit of the kernel that these arguments exceed, on any machine; None if the kernel takes them."""
         given = self._arguments(*args, **kwargs)
-        return self._limit(self.module, given) or _too_large(vars(given))
+        return self._limit(self.module, given) or _too_large(vars(given)) or _no_caps(vars(given))
 
     def run_kernel(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """The result of the kernel, whatever its limits; without a derivative."""
@@ -311,6 +314,12 @@ def _has_cuda_plugin() -> bool:
     plugins = find_spec("jax_plugins")
     folders = () if plugins is None else plugins.submodule_search_locations or ()
     return any(module.name.startswith("xla_cuda") for module in pkgutil.iter_modules(folders))
+
+
+def _no_caps(given: dict[str, Any]) -> str | None:
+    if isinstance(given.get("scale"), CappedScale):
+        return f"kernels take no soft cap of the logits, got {given['scale'].cap}"
+    return "kernels that attend to all zones at once take no sink logits" if given.get("sinks") is not None else None
 
 
 def _why_not(limit: str | None) -> str | None:

@@ -9,7 +9,15 @@ from jax import Array, lax
 
 from kvjax.numerics.indexing import quotient
 from kvjax.numerics.packing import unpack_codes
-from kvjax.numerics.partial import PartialAttention, Span, attend_part, keep_valid, merge_blocks, part_of_logits
+from kvjax.numerics.partial import (
+    PartialAttention,
+    Span,
+    attend_part,
+    keep_valid,
+    merge_blocks,
+    part_of_logits,
+    scaled,
+)
 from kvjax.numerics.quant import QuantArray, dequantize, slice_tokens, split_scales
 from kvjax.numerics.selection import Selection
 from kvjax.numerics.types import Float, Int32
@@ -68,7 +76,7 @@ def attend_quantized(
             parts = keep_valid(parts, seen.reshape(-1, 1, *lead[2:]))
             return jnp.sum(weights.reshape(*lead[:2], -1, *lead[2:], 1) * parts[:, :, None], axis=(3, 4))
 
-        return part_of_logits(sum_products(q, dequantize(keys, D)) * scale, mask[:, None], mix)
+        return part_of_logits(scaled(sum_products(q, dequantize(keys, D)), scale), mask[:, None], mix)
 
     def one(i: Array, q: Array, keys: QuantArray, values: QuantArray, start: Array, stop: Array) -> PartialAttention:
         first = jnp.minimum(i * block, slots - block)  # the last block overlaps the one before: mask the overlap
@@ -79,7 +87,7 @@ def attend_quantized(
         kb, vb = lax.optimization_barrier(tuple(slice_tokens(a, first, block) for a in (keys, values)))
         if not folds:
             return attend_part(q, dequantize(kb, D), keep_valid(dequantize(vb, D), seen), mask[:, None], scale=scale)
-        logits = _scores(q, kb) * scale
+        logits = scaled(_scores(q, kb), scale)
         return part_of_logits(logits, mask[:, None], lambda weights: _mix(weights, vb, seen, D))
 
     def bounds(*operands: Any) -> tuple[int, Array]:
@@ -106,17 +114,19 @@ def attend_quantized_zones(
     stop: Int32[Array, " B"],
     recent: Span,
     sink: Span | None,
+    sinks: Float[Array, "K G"] | None = None,
     *,
     scale: float,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B K Q D"]:
-    """[B, K, Q, D] in the dtype of q [B, K, Q, D]: `attend_quantized`, merged with the spans of `recent` and `sink`.
+    """[B, K, Q, D] in the dtype of q [B, K, Q, D]: `attend_quantized`, merged with the spans of `recent` and `sink` and
+    with `sinks`.
 
     start and stop are i32[B]; there may be no sink. `implementation`: as for `attend_quantized`; the kernel takes a
     recent span in bfloat16 and no sink.
     """
     history = attend_quantized(q, keys, values, start, stop, scale=scale)
-    return attend_beside(history, q, None, recent, sink, scale=scale)
+    return attend_beside(history, q, None, recent, sink, sinks, scale=scale)
 
 
 def _scores(q: Array, keys: QuantArray) -> Array:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.memory import vary_with
+from kvjax.numerics.partial import scaled
 from kvjax.numerics.quant import OneBit, dequantize_1bit
 from kvjax.numerics.rotate import SUBSPACE, Directions, decode, lloyd_max
 from kvjax.numerics.selection import PackedSelection
@@ -33,7 +34,7 @@ def score_1bit(
     """
 
     def summed(q: Array, keys: OneBit) -> Array:
-        return sum_products(q, dequantize_1bit(keys)) * scale
+        return scaled(sum_products(q, dequantize_1bit(keys)), scale)
 
     return for_gpu(summed, partial(_score_blocks, scale=scale), q, keys)
 
@@ -65,7 +66,7 @@ def _score_blocks(q: Array, keys: OneBit, *, scale: float) -> Array:
         )
         # Without the barrier XLA widens all scales to f32 ahead of the loop: 1/8 of a bf16 key cache, twice.
         keys_f32 = dequantize_1bit(lax.optimization_barrier(part))
-        s = jnp.einsum("bkgd,bksd->bkgs", q, keys_f32, precision="highest") * scale
+        s = scaled(jnp.einsum("bkgd,bksd->bkgs", q, keys_f32, precision="highest"), scale)
         return lax.dynamic_update_slice_in_dim(scores, s, first * group, axis=3)
 
     return lax.fori_loop(0, -(-groups // block), step, vary_with(jnp.zeros((B, K, G, S), jnp.float32), q, keys))
@@ -95,7 +96,7 @@ def score_pages(
     q = q.astype(jnp.float32)
     product = partial(jnp.einsum, "bkgd,bkpd->bkgp", precision="highest")
     up, down = jnp.maximum(q, 0.0), jnp.minimum(q, 0.0)
-    return (product(up, high.astype(jnp.float32)) + product(down, low.astype(jnp.float32))) * scale
+    return scaled(product(up, high.astype(jnp.float32)) + product(down, low.astype(jnp.float32)), scale)
 
 
 @op(
@@ -124,7 +125,7 @@ def rerank(
         index = slots.reshape(B, K, G * M, 1)
         decoded = decode(Directions(*(jnp.take_along_axis(a, index, axis=2, mode="clip") for a in keys)))
         products = q.astype(jnp.float32)[:, :, :, None] * decoded.reshape(B, K, G, M, -1)
-        return jnp.sum(products, axis=-1) * scale
+        return scaled(jnp.sum(products, axis=-1), scale)
 
     return for_gpu(summed, partial(_rerank_blocks, scale=scale), q, keys, listed.slots)
 
@@ -138,7 +139,7 @@ def _rerank_blocks(q: Array, keys: Directions, slots: Array, *, scale: float) ->
         index = lax.dynamic_slice_in_dim(slots, first, block, axis=3).reshape(B, K, G * block, 1)
         part = Directions(*(jnp.take_along_axis(a, index, axis=2, mode="clip") for a in keys))
         decoded = decode(lax.optimization_barrier(part)).reshape(B, K, G, block, -1)
-        s = jnp.einsum("bkgd,bkgsd->bkgs", q.astype(jnp.float32), decoded, precision="highest") * scale
+        s = scaled(jnp.einsum("bkgd,bkgsd->bkgs", q.astype(jnp.float32), decoded, precision="highest"), scale)
         return lax.dynamic_update_slice_in_dim(scores, s, first, axis=3)
 
     return lax.fori_loop(0, -(-M // block), step, vary_with(jnp.zeros((B, K, G, M), jnp.float32), q, keys, slots))

@@ -9,7 +9,7 @@ from jax import Array
 from jax.tree_util import register_dataclass
 
 from kvjax.evictors import Sliding
-from kvjax.numerics.partial import PartialAttention, attend_part, merge
+from kvjax.numerics.partial import PartialAttention, attend_part, merge, merge_sinks, scaled
 from kvjax.policies.evicting import Evicting, EvictingState
 from kvjax.policies.policy import Info, Policy, Step
 from kvjax.spec import CacheSpec
@@ -115,12 +115,15 @@ class Compensated(Policy):
 
         return self._state(self.window.prefill(kept, k, v, lengths), add(st.sum_k, 0), add(st.sum_v, 1))
 
+    takes_sinks = True
+
     def attend(self, st: CompensatedState, q: Array, step: Step) -> tuple[Array, CompensatedState, Info]:
         self._check_window(step.window)
         kept = st.kept
         used = (jnp.arange(kept.tokens.slots)[None] < kept.tokens.count[:, None])[:, None, None]
         part = attend_part(q, kept.tokens.k, kept.tokens.v, used, scale=step.scale)
-        out = merge(part, self._compensate(st, q, step.scale)).out
+        whole = merge(part, self._compensate(st, q, step.scale))
+        out = (whole if step.sinks is None else merge_sinks(whole, step.sinks)).out
         attended = jnp.broadcast_to(kept.tokens.count.astype(jnp.float32)[:, None], q.shape[:2])
         return out.astype(q.dtype), st, Info(attended, None)
 
@@ -143,7 +146,7 @@ class Compensated(Policy):
     def _compensate(self, st: CompensatedState, q: Array, scale: float) -> PartialAttention:
         """Attention of q [B, K, Q, D] over the mean of the evicted tokens; empty if none was evicted."""
         k, v = st.compensation
-        logits = jnp.einsum("bkqd,bkd->bkq", q.astype(jnp.float32), k, precision="highest") * scale
+        logits = scaled(jnp.einsum("bkqd,bkd->bkq", q.astype(jnp.float32), k, precision="highest"), scale)
         count = st.evicted[:, None, None]
         lse = jnp.where(count > 0, logits + jnp.log(jnp.maximum(count, 1).astype(jnp.float32)), -jnp.inf)
         out = jnp.broadcast_to(jnp.where(count[..., None] > 0, v[:, :, None], 0.0), (*q.shape[:3], v.shape[-1]))

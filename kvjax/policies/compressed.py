@@ -57,7 +57,7 @@ class Compressed(Zoned):
         if step.lengths is not None:
             return self._attend_steps(st, q, step.lengths, step)
         seen = self.visible(st, step.window)
-        out = self.store.attend_with(st.store, q, seen.store, seen.recent, seen.sink, scale=step.scale)
+        out = self.store.attend_with(st.store, q, seen.store, seen.recent, seen.sink, **step.logits)
         return out, st, self._info(st, step.window)
 
     def _attend_steps(self, st: ZonedState, q: Array, lengths: Array, step: Step) -> tuple[Array, ZonedState, Info]:
@@ -76,7 +76,7 @@ class Compressed(Zoned):
             for first in range(0, T * G, pass_size)
         ]
         history = PartialAttention(*(jnp.concatenate(same, axis=2) for same in zip(*parts, strict=True)))
-        out = ops.attend_beside(history, queries, None, seen.recent, seen.sink, scale=step.scale)
+        out = ops.attend_beside(history, queries, None, seen.recent, seen.sink, **step.logits)
         info = jax.vmap(lambda length: self._info(self.shortened(st, length), None))(lengths)
         return heads_as_steps(out, T), st, info
 

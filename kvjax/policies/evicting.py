@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.tree_util import register_dataclass
 
 from kvjax import ops
-from kvjax.evictors import Evictor
+from kvjax.evictors import Evictor, Sliding
 from kvjax.memory import vary_with
 from kvjax.numerics.blocks import Block, empty_block, write
 from kvjax.numerics.indexing import put_last
@@ -22,6 +22,7 @@ from kvjax.numerics.partial import (
     attend_part,
     keep_valid,
     merge,
+    merge_sinks,
     softmax_weights,
 )
 from kvjax.numerics.selection import Selection
@@ -125,11 +126,13 @@ class Evicting(Policy):
             evidence = jnp.where(st.due[:, None, None], seen, st.evidence)
             after = replace(st, evidence=evidence, due=jnp.zeros_like(st.due))
         if moved := self._renumbered:
-            out = self._attend_moved(st, q[:, :, :, None], visible[:, :, None], moved, scale=scale).out
-        elif window is None and seen is st.evidence:
-            out = self._attend_held(st, q, scale=scale)
+            part = self._attend_moved(st, q[:, :, :, None], visible[:, :, None], moved, scale=scale)
+            out = (part if step.sinks is None else merge_sinks(part, step.sinks)).out
+        elif seen is st.evidence and (window is None or self._keeps_window(st, window)):
+            out = self._attend_held(st, q, step)
         else:  # the visible slots have gaps, or the logits are computed above anyway
-            out = attend_part(q, st.tokens.k, st.tokens.v, visible[:, :, None], scale=scale).out
+            part = attend_part(q, st.tokens.k, st.tokens.v, visible[:, :, None], scale=scale)
+            out = (part if step.sinks is None else merge_sinks(part, step.sinks)).out
         return out, after, info
 
     # -------------------------------------------------------------------------------------------------------- prompts
@@ -141,6 +144,7 @@ class Evicting(Policy):
         return self._keep(st, k, v, lengths, None)
 
     observes = True
+    takes_sinks = True
 
     def prefill_observed(
         self,
@@ -168,7 +172,7 @@ class Evicting(Policy):
         keys = jnp.concatenate([st.tokens.k, k.astype(st.tokens.k.dtype)], axis=2)
         position = jnp.concatenate([self._positions(st), self._coming(st, lengths, T)], axis=2)
         lse = None
-        if voters is None and T > QUERIES and takes_cudnn(keys.dtype, keys.shape[3]):
+        if voters is None and T > QUERIES and takes_cudnn(keys.dtype, keys.shape[3], scale):
             # cuDNN's sums over the keys take less time than a softmax in JAX, which reads and writes all logits.
             real = keep_valid(k, position[:, :, S:] >= 0)
             parts = attend_own(q, real, real, scale=scale, window=window), self._attend_kept(st, q, scale, window)
@@ -284,6 +288,11 @@ class Evicting(Policy):
     def _renumbered(self) -> int:
         return self.evictor.renumbered
 
+    def _keeps_window(self, st: EvictingState, window: int) -> bool:
+        """True if the slots hold no token that is older than the window."""
+        newest = isinstance(self.evictor, Sliding) and self.evictor.sink == 0
+        return newest and st.tokens.slots <= window
+
     def _attend_moved(self, st: EvictingState, q: Array, seen: Array, moved: int, *, scale: float) -> PartialAttention:
         """Attention of q [B, K, G, T, D], a part over G*T, to the slots `seen` bool[B, 1 or K, 1 or G*T, S].
 
@@ -298,10 +307,10 @@ class Evicting(Policy):
             parts.append(attend_part(queries.reshape(B, K, G * T, D), k, v, seen[..., slots], scale=scale))
         return merge(*parts)
 
-    def _attend_held(self, st: EvictingState, q: Array, *, scale: float) -> Array:
+    def _attend_held(self, st: EvictingState, q: Array, step: Step) -> Array:
         """Attention of q [B, K, G, D] to all tokens in the slots."""
         span = Span(st.tokens.k, st.tokens.v, jnp.zeros_like(st.length), st.tokens.count)
-        return ops.attend_span(q, span, scale=scale)
+        return ops.attend_span(q, span, step.sinks, scale=step.scale)
 
     def _slots(self, spec: CacheSpec) -> int:
         """The number of slots."""

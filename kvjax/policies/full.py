@@ -11,7 +11,7 @@ from jax.tree_util import register_dataclass
 
 from kvjax import ops
 from kvjax.numerics.blocks import Block, empty_block, put, take_rows
-from kvjax.numerics.partial import PartialAttention, Span
+from kvjax.numerics.partial import PartialAttention, Span, merge_sinks
 from kvjax.ops.chunk import attend_zone
 from kvjax.policies.policy import (
     Info,
@@ -59,6 +59,7 @@ class Full(Policy):
         return FullState(tokens, overflow)
 
     takes_steps = True
+    takes_sinks = True
 
     def store_steps(self, st: FullState, k: Array, v: Array, count: Array) -> FullState:
         (tokens,), overflow = ops.put_tokens([st.tokens], k, v, count, st.overflow)
@@ -69,13 +70,13 @@ class Full(Policy):
             return self._attend_steps(st, q, step.lengths, step)
         # Values past count are finite: zeros, or tokens of a row that was replaced.
         span = self._span(st, step.window)
-        return ops.attend_span(q, span, scale=step.scale), st, self._info(st, span)
+        return ops.attend_span(q, span, step.sinks, scale=step.scale), st, self._info(st, span)
 
     def _attend_steps(self, st: FullState, q: Array, lengths: Array, step: Step) -> tuple[Array, FullState, Info]:
         """Each step sees the tokens up to its own: the same arrays with a smaller length, in one pass over them."""
         stop = jnp.moveaxis(lengths, 0, 1)
         span = Span(st.tokens.k, st.tokens.v, lowest_visible(stop - 1, step.window), stop)
-        out = heads_as_steps(ops.attend_span(steps_as_heads(q), span, scale=step.scale), q.shape[3])
+        out = heads_as_steps(ops.attend_span(steps_as_heads(q), span, step.sinks, scale=step.scale), q.shape[3])
 
         def info(length: Array) -> Info:
             state = self._shortened(st, length)
@@ -171,7 +172,9 @@ class StripedFull(Full):
         window = step.window
         start = None if window is None else self.stripes.owned(lowest_visible(st.length - 1, window))[:, None]
         part = self._attend_own(st, q[:, :, :, None], start, scale=step.scale)
-        return merge_parts(part, self.stripes.axis).out.astype(q.dtype), st, self._info(st, self._span(st, window))
+        part = merge_parts(part, self.stripes.axis)
+        part = part if step.sinks is None else merge_sinks(part, step.sinks)
+        return part.out.astype(q.dtype), st, self._info(st, self._span(st, window))
 
     def attend_stored(self, st: FullState, q: Array, *, scale: float, window: int | None = None) -> PartialAttention:
         start = chunk_starts(st.length, q.shape[3], window)

@@ -14,6 +14,7 @@ from kvjax.numerics.indexing import put_last
 from kvjax.numerics.partial import PartialAttention, Span
 from kvjax.numerics.selection import Selection
 from kvjax.policies.evicting import Evicting, EvictingState
+from kvjax.policies.policy import Step
 from kvjax.spec import CacheSpec
 
 ALL = 2**30  # a sliding window that hides nothing
@@ -97,12 +98,14 @@ class HeadBudgets(Evicting):
     def _attend_kept(self, st: EvictingState, q: Array, scale: float, window: int | None) -> PartialAttention:
         return super()._attend_kept(st, q, scale, ALL if window is None else window)
 
-    def _attend_held(self, st: EvictingState, q: Array, *, scale: float) -> Array:
+    def _attend_held(self, st: EvictingState, q: Array, step: Step) -> Array:
         assert isinstance(st, HeadBudgetsState)
         # Heads hold different numbers of tokens, so here heads are rows.
         rows, k, v = (a.reshape(-1, 1, *a.shape[2:]) for a in (q, st.tokens.k, st.tokens.v))
         stop = st.head_counts.reshape(-1)
-        return ops.attend_span(rows, Span(k, v, jnp.zeros_like(stop), stop), scale=scale).reshape(q.shape)
+        sinks = None if step.sinks is None else jnp.tile(step.sinks, (q.shape[0], 1))[:, None]
+        span = Span(k, v, jnp.zeros_like(stop), stop)
+        return ops.attend_span(rows, span, sinks, scale=step.scale).reshape(q.shape)
 
     def _share(self, slots: int) -> int:
         return min(self.budget, slots)

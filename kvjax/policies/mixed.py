@@ -13,7 +13,7 @@ from jax.tree_util import register_dataclass
 from kvjax.evictors import Evictor, HeavyHitter
 from kvjax.numerics.blocks import Block, empty_block, put
 from kvjax.numerics.packing import whole_units
-from kvjax.numerics.partial import PartialAttention, attend_part, keep_valid, merge, softmax_weights
+from kvjax.numerics.partial import PartialAttention, attend_part, keep_valid, merge, merge_sinks, softmax_weights
 from kvjax.ops.chunk import attend_zone
 from kvjax.policies.evicting import Evicting, EvictingState
 from kvjax.policies.policy import Info, Step
@@ -111,6 +111,7 @@ class Mixed(Evicting):
             st = replace(st, evidence=evidence, due=jnp.zeros_like(st.due))
         attended = st.tokens.count + st.pending.count + st.low.count
         attended = jnp.broadcast_to(attended.astype(jnp.float32)[:, None], q.shape[:2])
+        whole = whole if step.sinks is None else merge_sinks(whole, step.sinks)
         return whole.out.astype(q.dtype), self._with_next(st), Info(attended, None)
 
     def attend_stored(

@@ -104,7 +104,7 @@ class OutlierRetrieval(Retrieval):
         start = None if seen.first is None else seen.store
         exact = self.exact_store.attend_kept(st.store, q, start, scale=scale)
         history = merge(self.store.attend_slots(st.store, q, stored, scale=scale), exact)
-        out = ops.attend_beside(history, q, pending, self.local_span(seen), seen.sink, scale=scale)
+        out = ops.attend_beside(history, q, pending, self.local_span(seen), seen.sink, **step.logits)
         return out, st, self._with_outliers(st, seen, self.info(st, seen, selection))
 
     def _with_outliers(self, st: ZonedState, seen: Visible, info: Info) -> Info:

@@ -104,10 +104,16 @@ class PerHead(Policy):
             self.selected.update(st.selected, k1, v1, active), self.others.update(st.others, k2, v2, active)
         )
 
+    takes_sinks = True
+
     def attend(self, st: PerHeadState, q: Array, step: Step) -> tuple[Array, PerHeadState, Info]:
         q1, q2 = self._split(q)
-        out1, selected, info1 = self.selected.attend(st.selected, q1, step)
-        out2, others, info2 = self.others.attend(st.others, q2, step)
+        if step.sinks is not None and not (self.selected.takes_sinks and self.others.takes_sinks):
+            raise ValueError(f"{self} takes no sink logits, as one of its policies takes none")
+        own = (None, None) if step.sinks is None else (a[0] for a in self._split(step.sinks[None]))
+        step1, step2 = (replace(step, sinks=sinks) for sinks in own)
+        out1, selected, info1 = self.selected.attend(st.selected, q1, step1)
+        out2, others, info2 = self.others.attend(st.others, q2, step2)
         info = Info(self._join(info1.attended, info2.attended), None)
         weighted = info1.log_weights is not None or info2.log_weights is not None
         if info1.positions is not None and info2.positions is not None and not weighted:

@@ -39,6 +39,12 @@ class Step:
     active: Array | None = None  # bool[B] rows that take the step; the outputs of others mean nothing. None: all
     selection: Selection | PackedSelection | None = None  # slots to attend to; None: the policy selects
     lengths: Array | None = None  # i32[T, B] tokens of each row after each of T steps; None: one step
+    sinks: Array | None = None  # f32[K, G] logits that only the denominator of softmax counts; None: there are none
+
+    @property
+    def logits(self) -> dict[str, Any]:
+        """`scale`, and `sinks` if there are any, as arguments of what attends last."""
+        return {"scale": self.scale} if self.sinks is None else {"scale": self.scale, "sinks": self.sinks}
 
 
 class Policy:
@@ -60,6 +66,9 @@ class Policy:
 
     observes: ClassVar[bool] = False
     """True if the queries of a prompt decide what is kept: a prompt should then be one chunk."""
+
+    takes_sinks: ClassVar[bool] = False
+    """True if `attend` merges `Step.sinks`, which `kvjax.attention(sinks=...)` needs."""
 
     reversible: ClassVar[bool] = False
     """True if `rollback` can remove the newest tokens, back to the last flush."""

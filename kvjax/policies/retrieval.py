@@ -195,7 +195,7 @@ class Retrieval(SelectedZones):
             return attend_in_turn(self, self.shortened, st, q, replace(step, selection=by_step(selection)))
         seen = self.seen(st, step)
         zones = seen.recent, seen.sink, self.local
-        out, _ = self.store.attend_zones(st.store, queries, selection, *zones, scale=step.scale)
+        out, _ = self.store.attend_zones(st.store, queries, selection, *zones, **step.logits)
 
         def info(length: Array, selection: Selection) -> Info:
             state = self.shortened(st, length)

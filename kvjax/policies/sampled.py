@@ -85,7 +85,7 @@ class Sampled(Zoned):
         if step.selection is not None:
             sample = unpack(step.selection)
         history, log_weights = self._estimate(st, q, sample, share, step.scale)
-        out = ops.attend_beside(history, q, None, seen.recent, seen.sink, scale=step.scale)
+        out = ops.attend_beside(history, q, None, seen.recent, seen.sink, **step.logits)
         return out, st, self._info(st, seen, sample, log_weights)
 
     takes_steps = False

@@ -199,6 +199,8 @@ class Speculative(Policy):
 
     # ----------------------------------------------------------------------------------------------------- attending
 
+    takes_sinks = True
+
     def attend(self, st: SpeculativeState, q: Array, step: Step) -> tuple[Array, SpeculativeState, Info]:
         """Selects; decides which heads reuse their recall, recalls, attends, and remembers for the next step."""
         selection = self.select(st, q, step) if step.selection is None else unpack(step.selection)
@@ -285,7 +287,7 @@ class Speculative(Policy):
         read = _in_order(used.valid, with_edge)
         read = read._replace(slots=read.slots + jnp.where(decision.urgent, previous.k.shape[2], 0)[..., None, None])
         beside = seen.recent, seen.sink, policy.local
-        out = ops.attend_zones(q, previous.k, previous.v, read, *beside, now, scale=step.scale)
+        out = ops.attend_zones(q, previous.k, previous.v, read, *beside, now, **step.logits)
         return out, self._info(zones, seen, used, with_edge, position, ~decision.reused)
 
     def _remember(self, st: SpeculativeState, zones: ZonedState, fresh: Recall, decision: Decision) -> SpeculativeState:

@@ -85,6 +85,8 @@ class Zoned(Policy):
     local: int
     demote: Demotion
 
+    takes_sinks = True
+
     def __post_init__(self) -> None:
         for name, at_least in (("sink", 0), ("local", 1)):
             keep_int(self, name, at_least=at_least)
@@ -377,7 +379,7 @@ class SelectedZones(Zoned):
         """
         seen = self.visible(st, step.window)
         zones = seen.recent, seen.sink, self.local
-        out, store = self.store.attend_zones(st.store, q, selection, *zones, scale=step.scale)
+        out, store = self.store.attend_zones(st.store, q, selection, *zones, **step.logits)
         st = replace(st, store=store)
         return out, st, self.info(st, seen, unpack(selection))
 

@@ -20,7 +20,7 @@ from kvjax.presets.heads import duoattention, razorattention
 from kvjax.presets.index_based import magicpig, pqcache, shadowkv
 from kvjax.presets.registry import REGISTRY, Preset, check_reaches, find, parse, parse_with_budget
 from kvjax.presets.retrieval import PARISKV_BUDGET, fier, pariskv, quest
-from kvjax.presets.settings import Anchors, Layers
+from kvjax.presets.settings import Anchors, Layers, windowed
 from kvjax.presets.speculative import FREEKV, arkvale, freekv
 
 __all__ = [
@@ -59,4 +59,5 @@ __all__ = [
     "snapkv",
     "streaming_llm",
     "tova",
+    "windowed",
 ]

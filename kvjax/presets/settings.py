@@ -11,7 +11,8 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
-from kvjax.policies import Full, PerLayer, Policy, share_selections
+from kvjax.evictors import Sliding
+from kvjax.policies import Evicting, Full, PerLayer, Policy, share_selections
 from kvjax.presets.parsing import TEXT_NAME
 from kvjax.spec import keep_int, require_int, require_ints
 from kvjax.stores import Dense, HostFloat8, HostOffload, HostQuantized, HotSet, Store
@@ -67,6 +68,28 @@ def over_layers(name: str, layers: Layers, policy: Policy) -> PerLayer:
             f"{name}(layers=...) must be a Layers, such as kvjax.presets.Layers(dense=2), got {shown(layers)}"
         )
     return share_selections(PerLayer((Full(),) * layers.dense, policy), share=layers.share, anchors=layers.anchors)
+
+
+def windowed(policies: PerLayer, windows: Sequence[int | None]) -> PerLayer:
+    """`policies`, but a layer with a sliding window keeps only its window; `windows` are those of a model's layers.
+
+    Such a layer needs no retrieval, and its memory does not grow with the text. Its tokens cannot be taken back, so
+    `rollback` and `truncate` refuse such a cache.
+
+    >>> from kvjax import presets
+    >>> presets.windowed(presets.full(), (128, None)).policy(0)
+    Evicting(evictor=Sliding(sink=0, rope=None), budget=128)
+
+    Raises:
+      ValueError: layers that follow the selection of others.
+    """
+    if type(policies) is not PerLayer:
+        raise ValueError(f"windowed(policies=...) takes layers that select for themselves, got {shown(policies)}")
+    own = tuple(
+        policies.policy(i) if window is None else Evicting(evictor=Sliding(sink=0), budget=window)
+        for i, window in enumerate(windows)
+    )
+    return PerLayer(own[:-1], own[-1])
 
 
 def history(name: str, store: Store | str, page: int = 1) -> Store:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.numerics.blocks import write
+from kvjax.numerics.partial import scaled
 from kvjax.numerics.reductions import sum_pairs
 from kvjax.numerics.selection import Candidates, GroupReduce, require_group_reduce
 from kvjax.selectors.pending import Pending, by_head, pending_pages, require_pending, require_points, with_points
@@ -103,7 +104,7 @@ class BallPages(Selector):
         q = q.astype(jnp.float32)
         products = jnp.einsum("bkgd,bkpd->bkgp", q, ix.centre.astype(jnp.float32), precision="highest")
         norms = jnp.linalg.norm(q, axis=-1, keepdims=True)
-        return (products + norms * ix.radius[:, :, None].astype(jnp.float32)) * scale
+        return scaled(products + norms * ix.radius[:, :, None].astype(jnp.float32), scale)
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         return spec.kv_heads * (spec.head_dim * jnp.dtype(spec.dtype).itemsize + 2) / self.page

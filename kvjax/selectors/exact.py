@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.numerics.blocks import write
+from kvjax.numerics.partial import scaled
 from kvjax.numerics.selection import GroupReduce, require_group_reduce
 from kvjax.selectors.selector import Selector
 from kvjax.spec import CacheSpec
@@ -42,7 +43,7 @@ class Exact(Selector):
         return write(ix, k, at, count)
 
     def score(self, ix: Array, q: Array, *, scale: float) -> Array:
-        return jnp.einsum("bkgd,bksd->bkgs", q, ix.astype(q.dtype), precision="highest") * scale
+        return scaled(jnp.einsum("bkgd,bksd->bkgs", q, ix.astype(q.dtype), precision="highest"), scale)
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         return float(spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize)

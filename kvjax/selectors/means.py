@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.numerics.blocks import write
+from kvjax.numerics.partial import scaled
 from kvjax.numerics.reductions import page_means
 from kvjax.numerics.selection import GroupReduce, require_group_reduce
 from kvjax.selectors.selector import Selector
@@ -50,7 +51,7 @@ class MeanPages(Selector):
 
     def score(self, ix: Array, q: Array, *, scale: float) -> Array:
         q = q.astype(jnp.float32)
-        return jnp.einsum("bkgd,bkpd->bkgp", q, ix.astype(jnp.float32), precision="highest") * scale
+        return scaled(jnp.einsum("bkgd,bkpd->bkgp", q, ix.astype(jnp.float32), precision="highest"), scale)
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         return spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize / self.page

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.numerics.blocks import write
-from kvjax.numerics.partial import attention_logits
+from kvjax.numerics.partial import attention_logits, scaled
 from kvjax.numerics.selection import GroupReduce, require_group_reduce
 from kvjax.selectors.selector import Selector
 from kvjax.spec import CacheSpec, keep_int
@@ -108,12 +108,12 @@ class ProductCodes(Selector):
 
         def looked_up(part: int) -> Array:
             # A query of one part only: so the centroids are read as they lie. XLA looks up and adds in one pass.
-            table = attention_logits(jnp.where(channel == part, q, 0), books, scale)
+            table = attention_logits(jnp.where(channel == part, q, 0), books, 1.0)
             own = jnp.broadcast_to(ix.codes[:, :, None, :, part], first.shape).astype(jnp.int32)
             return jnp.take_along_axis(table, first + own, axis=-1, mode="promise_in_bounds")
 
         found = [looked_up(part) for part in range(self.parts)]
-        return sum(found[1:], found[0])
+        return scaled(sum(found[1:], found[0]), scale)
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         codebook = 2**self.bits * spec.head_dim * jnp.dtype(spec.dtype).itemsize

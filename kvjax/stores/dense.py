@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -51,10 +52,9 @@ class Dense(Store):
         recent: Span,
         sink: Span | None,
         local: int,
-        *,
-        scale: float,
+        **logits: Any,
     ) -> tuple[Array, Block]:
-        return ops.attend_zones(q, st.k, st.v, selection, recent, sink, local, scale=scale), st
+        return ops.attend_zones(q, st.k, st.v, selection, recent, sink, local, **logits), st
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
-        return 2.0 * spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize
+        return float(spec.kv_heads * (spec.head_dim + spec.value_size)) * jnp.dtype(spec.dtype).itemsize

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -183,8 +184,7 @@ class HostOffload(Store):
         recent: Span,
         sink: Span | None,
         local: int,
-        *,
-        scale: float,
+        **logits: Any,
     ) -> tuple[Array, HostBlock]:
         """Selected tokens of the history move to the device in the order of the selection."""
         slots = selection.slots
@@ -192,7 +192,7 @@ class HostOffload(Store):
         k, v = self.gather(st, Selection(slots, selection.valid & stored))
         moved = jnp.arange(k.shape[2], dtype=jnp.int32).reshape(1, 1, *slots.shape[2:])
         on_device = selection._replace(slots=jnp.where(stored, moved, k.shape[2] + slots - st.slots))
-        return ops.attend_zones(q, k, v, on_device, recent, sink, local, scale=scale), st
+        return ops.attend_zones(q, k, v, on_device, recent, sink, local, **logits), st
 
     def place(
         self, st: HostBlock, hot: tuple[Array, Array], page: Array, used: Array, at: Array

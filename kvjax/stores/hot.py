@@ -177,11 +177,10 @@ class HotSet(Store):
         recent: Span,
         sink: Span | None,
         local: int,
-        *,
-        scale: float,
+        **logits: Any,
     ) -> tuple[Array, HotBlock]:
         st, (k, v, on_device) = self.load(st, selection)
-        return ops.attend_zones(q, k, v, on_device, recent, sink, local, scale=scale), st
+        return ops.attend_zones(q, k, v, on_device, recent, sink, local, **logits), st
 
     def read(self, st: HotBlock, selection: Selection, length: int) -> tuple[HotBlock, tuple[Array, Array]]:
         st, (k, v, on_device) = self.load(st, selection)

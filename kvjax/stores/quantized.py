@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -158,9 +158,9 @@ class Quantized(Store):
         return attend_blocks(q, (st.k, st.v), start, st.count, read=read, slots=st.slots, unit=unit, scale=scale)
 
     def attend_with(
-        self, st: QuantizedBlock, q: Array, start: Array, recent: Span, sink: Span | None, *, scale: float
+        self, st: QuantizedBlock, q: Array, start: Array, recent: Span, sink: Span | None, **logits: Any
     ) -> Array:
-        return ops.attend_quantized_zones(q, st.k, st.v, start, st.count, recent, sink, scale=scale)
+        return ops.attend_quantized_zones(q, st.k, st.v, start, st.count, recent, sink, **logits)
 
     takes_steps = True
 

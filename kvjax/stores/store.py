@@ -82,10 +82,20 @@ class Store:
         each = lax.map(one, (jnp.moveaxis(q, 3, 0), jnp.moveaxis(start, 1, 0)))
         return PartialAttention(*(jnp.moveaxis(a, 0, 3).reshape(B, K, G * T, *a.shape[4:]) for a in each))
 
-    def attend_with(self, st: Any, q: Array, start: Array, recent: Span, sink: Span | None, *, scale: float) -> Array:
-        """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over the slots [start, count), start i32[B], and over
-        the spans of `recent` and `sink`."""
-        return ops.attend_beside(self.attend(st, q, start, scale=scale), q, None, recent, sink, scale=scale)
+    def attend_with(
+        self,
+        st: Any,
+        q: Array,
+        start: Array,
+        recent: Span,
+        sink: Span | None,
+        *,
+        scale: float,
+        sinks: Array | None = None,
+    ) -> Array:
+        """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over the slots [start, count), start i32[B], over the
+        spans of `recent` and `sink`, and with the logits `sinks` of `Step`."""
+        return ops.attend_beside(self.attend(st, q, start, scale=scale), q, None, recent, sink, sinks, scale=scale)
 
     # -------------------------------------------------------------------------------------------- selected slots
 
@@ -116,6 +126,7 @@ class Store:
         local: int,
         *,
         scale: float,
+        sinks: Array | None = None,
     ) -> tuple[Array, Any]:
         """Attention over the selected slots, the local window and `sink`: [B, K, G, D] in the dtype of q [B, K, G, D],
         and the state.
@@ -127,7 +138,7 @@ class Store:
         stored, pending = split_selection(selection, st.slots)
         history = self.attend_slots(st, q, stored, scale=scale)
         recent = recent._replace(start=jnp.maximum(recent.stop - local, recent.start))
-        return ops.attend_beside(history, q, pending, recent, sink, scale=scale), st
+        return ops.attend_beside(history, q, pending, recent, sink, sinks, scale=scale), st
 
     def edges(self, unit: int) -> int:
         """The most tokens beside a selection of units of `unit` tokens that `recall` takes."""

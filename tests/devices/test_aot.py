@@ -143,7 +143,7 @@ def test_chunk_of_a_prompt_is_cudnn_calls_on_the_part_of_a_device(
     """One over the chunk and one over what is stored, which is not copied; over context each for both of its blocks."""
     from jax._src.cudnn import fused_attention_stablehlo as door
 
-    monkeypatch.setattr(prompt, "takes_cudnn", lambda dtype, head_dim: dtype == jnp.bfloat16)
+    monkeypatch.setattr(prompt, "takes_cudnn", lambda dtype, *_: dtype == jnp.bfloat16)
     monkeypatch.setattr(door, "check_cudnn_version", lambda: 91000)  # it asks the library
     monkeypatch.setattr(door, "check_compute_capability", lambda capability: True)  # and this the device
     at = mesh(2, 4 // ctx, ctx)

@@ -1,0 +1,214 @@
+"""What models add to attention: sink logits, soft caps, values of another size than keys, and layers with a window."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.numerics.partial import CappedScale, Span, scaled
+from kvjax.testing._drive import CHUNK, attending_to_all, new_cache, random_tokens
+from kvjax.testing._expect import as_stored
+from tests.laws.cases import CASES, Case
+
+CAP, SCALE = 1.5, 0.4  # most logits are above the cap before it
+QUICK = [
+    "full",
+    "fier with sink and window",
+    "pages in host memory",
+    "fier in host memory, hot set",
+    "pages per query head a step late, hot set, 7 on 1, bf16",
+    "all in host memory",
+    "shadowkv, budget 96",
+]
+OTHERS = {
+    "kivi": Case(kvjax.presets.kivi(residual=16, group=8).rest),
+    "window": Case(kvjax.Evicting(evictor=kvjax.Sliding(sink=4), budget=200)),
+    "h2o": Case(kvjax.Evicting(evictor=kvjax.HeavyHitter(), budget=200)),
+    "adakv": Case(kvjax.presets.adakv(budget=200).rest),
+    "duo": Case(
+        kvjax.PerHead(
+            heads=(1,), selected=kvjax.Full(), others=kvjax.Evicting(evictor=kvjax.Sliding(sink=4), budget=200)
+        )
+    ),
+}
+run = jax.jit(kvjax.attention, static_argnames=("scale", "soft_cap", "window"))
+steps = jax.jit(kvjax.decode, static_argnames=("scale", "soft_cap", "window"))
+
+
+def by_hand(q, k, v, sinks, scale=SCALE, cap=CAP):
+    """Attention of q [N, D] over k, v [S, K, D] in float64."""
+    q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
+    out = np.zeros((*q.shape[:1], v.shape[-1]))
+    for n in range(len(q)):
+        kv = n // (len(q) // k.shape[1])
+        logits = cap * np.tanh(scale * (k[:, kv] @ q[n]) / cap)
+        top = max(logits.max(), sinks[n])
+        weights = np.exp(logits - top)
+        out[n] = weights @ v[:, kv] / (weights.sum() + np.exp(sinks[n] - top))
+    return out
+
+
+@pytest.mark.parametrize("name", [*QUICK, *OTHERS])
+def test_prompts_and_steps_are_attention_by_hand(name):
+    case = (CASES | OTHERS)[name]
+    policy, spec = attending_to_all(case.policy, case.spec), case.spec
+    tokens, sinks = random_tokens(spec, 3), np.linspace(-1.0, 4.0, spec.q_heads).astype(np.float32)
+    how = {"scale": SCALE, "soft_cap": CAP, "sinks": sinks}
+    cache, done, outs = new_cache(policy, spec), 0, []
+    for count, verb in ((CHUNK, run), (37, run), (1, run), (1, run), (3, steps)):
+        at = np.broadcast_to(done + np.arange(count), (spec.batch, count))
+        out, cache = verb(cache, *tokens.at(at), **how)
+        outs.append(np.asarray(out, np.float32))
+        done += count
+    out, b = np.concatenate(outs, axis=1), spec.batch - 1
+    tolerance = 2e-5 if spec.dtype == jnp.float32 else 2e-2
+    for t in (0, CHUNK - 1, CHUNK, 84, 85, 86, 87, 89):
+        before = t // CHUNK * CHUNK if t < 85 else t
+        k, v = as_stored(policy, spec, tokens.k[b, : t + 1], tokens.v[b, : t + 1], before)
+        np.testing.assert_allclose(
+            out[b, t], by_hand(tokens.q[b, t], k, v, sinks), atol=tolerance, rtol=0, err_msg=str(t)
+        )
+
+
+def test_the_calls_of_a_step_take_both():
+    spec = CASES["full"].spec
+    policy, tokens = CASES["fier with sink and window"].policy, random_tokens(spec, 3)
+    how = {"scale": SCALE, "soft_cap": CAP, "sinks": np.linspace(-1.0, 4.0, spec.q_heads)}
+    cache = run(new_cache(policy, spec), *(a[:, :96] for a in vars(tokens).values()), **how)[1]
+    q, k, v = (a[:, 96:97] for a in vars(tokens).values())
+    want, _ = run(cache, q, k, v, **how)
+    cache = kvjax.update(cache, k, v)
+    selection = kvjax.select(cache, q, scale=SCALE, soft_cap=CAP)
+    out, _ = kvjax.attend(cache, q, selection, **how)
+    np.testing.assert_allclose(out, want, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_prompt_without_a_cache_and_a_first_chunk_agree_with_the_cache(window):
+    spec = CASES["full"].spec
+    tokens, sinks = random_tokens(spec, 4), jnp.linspace(-1.0, 4.0, spec.q_heads)
+    how = {"scale": SCALE, "soft_cap": CAP, "sinks": sinks, "window": window}
+    qkv = [a[:, :40] for a in (tokens.q, tokens.k, tokens.v)]
+    plain, _ = kvjax.attention(None, *qkv, **how)
+    first, _ = kvjax.attention(new_cache(kvjax.Full(), spec), *qkv, first_chunk=True, **how)
+    chunks, _ = kvjax.attention(new_cache(kvjax.Full(), spec), *qkv, **how)
+    low = 0 if window is None else 40 - window
+    want = by_hand(tokens.q[0, 39], tokens.k[0, low:40], tokens.v[0, low:40], np.asarray(sinks))
+    for out in (plain, first, chunks):
+        np.testing.assert_allclose(out[0, 39], want, atol=2e-5)
+        np.testing.assert_allclose(out, plain, atol=2e-5)
+
+
+def test_gradients_are_those_of_attention_by_hand():
+    spec = CASES["full"].spec
+    tokens = random_tokens(spec, 5)
+    qkv = [jnp.asarray(a[:, :6]) for a in (tokens.q, tokens.k, tokens.v)]
+    sinks = jnp.linspace(-1.0, 4.0, spec.q_heads)
+    cotangent = jax.random.normal(jax.random.key(0), qkv[0].shape)
+
+    def plain(q, k, v, sinks):
+        k, v = (jnp.repeat(a, spec.group, axis=2) for a in (k, v))
+        logits = CAP * jnp.tanh(SCALE * jnp.einsum("btnd,bsnd->bnts", q, k) / CAP)
+        logits = jnp.where(jnp.tri(6, dtype=bool), logits, -jnp.inf)
+        sink = jnp.broadcast_to(sinks[None, :, None, None], (*logits.shape[:3], 1))
+        weights = jax.nn.softmax(jnp.concatenate([logits, sink], axis=-1), axis=-1)[..., :-1]
+        return jnp.sum(cotangent * jnp.einsum("bnts,bsnd->btnd", weights, v))
+
+    def ours(q, k, v, sinks, policy):
+        how = {"scale": SCALE, "soft_cap": CAP, "sinks": sinks}
+        cache, outs = new_cache(policy, spec), []
+        for part in (slice(0, 4), slice(4, 5), slice(5, 6)):
+            out, cache = kvjax.attention(cache, q[:, part], k[:, part], v[:, part], **how)
+            outs.append(out)
+        return jnp.sum(cotangent * jnp.concatenate(outs, axis=1))
+
+    want = jax.grad(plain, argnums=(0, 1, 2, 3))(*qkv, sinks)
+    for name in ("full", "fier with sink and window"):
+        policy = attending_to_all(CASES[name].policy, spec)
+        got = jax.jit(jax.grad(ours, argnums=(0, 1, 2, 3)), static_argnums=4)(*qkv, sinks, policy)
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_allclose(a, b, atol=2e-5, err_msg=name)
+
+
+def test_a_capped_scale_is_no_plain_factor():
+    assert CappedScale(0.5, 2.0) not in (0.5, CappedScale(0.5, 3.0))
+    assert {CappedScale(0.5, 2.0): 1}[CappedScale(0.5, 2.0)] == 1
+    np.testing.assert_allclose(scaled(jnp.array(3.0), CappedScale(0.5, 2.0)), 2 * np.tanh(0.75), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"sinks": np.zeros(3)}, "one logit for each of the 8 query heads"),
+        ({"soft_cap": 0.0}, "above 0"),
+        ({"soft_cap": float("nan")}, "finite number"),
+    ],
+)
+def test_bad_sinks_and_caps_are_refused(how, message):
+    spec = CASES["full"].spec
+    q, k, v = (a[:, :1] for a in vars(random_tokens(spec)).values())
+    with pytest.raises(ValueError, match=message):
+        kvjax.attention(new_cache(kvjax.Full(), spec), q, k, v, **how)
+
+
+def test_a_kernel_says_that_it_takes_neither():
+    q, k = (jax.ShapeDtypeStruct((2, 2, n, 64), jnp.bfloat16) for n in (4, 128))
+    count = jax.ShapeDtypeStruct((2,), jnp.int32)
+    asked = q, Span(k, k, count, count)
+    limit = kvjax.ops.attend_span.unsupported
+    assert limit(*asked, scale=0.5) is None
+    assert "no soft cap" in (limit(*asked, scale=CappedScale(0.5, 30.0)) or "")
+    assert "no sink logits" in (limit(*asked, jnp.zeros((2, 4)), scale=0.5) or "")
+
+
+@pytest.mark.parametrize("name", ["full", "fier with sink and window"])
+def test_values_may_have_another_size_than_keys(name):
+    case = CASES[name]
+    spec = dataclasses.replace(case.spec, value_dim=8)
+    policy, tokens = attending_to_all(case.policy, spec), random_tokens(spec, 6)
+    q, k, v = tokens.q, tokens.k, tokens.v[..., :8]
+    cache, done, outs = new_cache(policy, spec), 0, []
+    for count, verb in ((CHUNK, run), (37, run), (1, run), (3, steps)):
+        out, cache = verb(cache, *(a[:, done : done + count] for a in (q, k, v)))
+        outs.append(np.asarray(out))
+        done += count
+    out = np.concatenate(outs, axis=1)
+    assert out.shape == (3, done, 8, 8)
+    for t in (0, CHUNK - 1, CHUNK, 84, 85, 86, 88):
+        want = by_hand(q[1, t], k[1, : t + 1], v[1, : t + 1], np.full(8, -1e30), scale=0.25, cap=1e9)
+        np.testing.assert_allclose(out[1, t], want, atol=2e-5, err_msg=f"position {t}")
+
+
+@pytest.mark.parametrize("name", ["kivi", "h2o", "pages in host memory"])
+def test_policies_that_need_values_like_keys_say_so(name):
+    with pytest.raises(ValueError, match=r"value_dim=8, head_dim=16.*only kvjax.Full and kvjax.Retrieval over"):
+        kvjax.init_layer((CASES | OTHERS)[name].policy, dataclasses.replace(CASES["full"].spec, value_dim=8))
+
+
+def test_layers_with_a_window_need_no_more_than_their_window():
+    config = kvjax.models.DecoderConfig(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=48,
+        layers=3,
+        q_heads=4,
+        kv_heads=2,
+        head_dim=8,
+        windows=(8, None, 8),
+        initializer_range=0.3,
+    )
+    model = kvjax.models.Decoder(config)
+    text, logits, sizes = jax.random.randint(jax.random.key(0), (2, 40), 0, 50), [], []
+    call = jax.jit(lambda model, tokens, cache: model(tokens, cache))
+    for policies in (kvjax.presets.full(), kvjax.presets.windowed(kvjax.presets.full(), config.windows)):
+        cache, outs = kvjax.init(policies, model.spec(2, 64), layers=3), []
+        for part in (slice(0, 15), slice(15, 30), *(slice(i, i + 1) for i in range(30, 40))):
+            out, cache = call(model, text[:, part], cache)
+            outs.append(out)
+        logits.append(np.concatenate(outs, axis=1))
+        sizes.append([layer.state.tokens.k.shape[2] for layer in cache.layers])
+    np.testing.assert_allclose(logits[1], logits[0], atol=1e-5)
+    assert sizes == [[64, 64, 64], [8, 64, 8]]
