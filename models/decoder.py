@@ -27,7 +27,15 @@ from jax.typing import ArrayLike, DTypeLike
 from kvjax.attention import attention_info, decode_info
 from kvjax.cache.cache import Cache, LayerCache, as_rows
 from kvjax.cache.flushing import flush
-from kvjax.sharding.placement import auto_axes, mesh_of, split_tokens, to_context
+from kvjax.sharding.placement import (
+    Placement,
+    auto_axes,
+    keep_tokens,
+    mesh_of,
+    split_channels,
+    split_tokens,
+    to_context,
+)
 from kvjax.spec import CacheSpec
 from kvjax.validation import shown
 
@@ -120,8 +128,9 @@ class MLP(nnx.Module):
         self.down = Linear(inner, hidden, axes=("mlp", "embed"), **common)
         self.activation = config.activation
 
-    def __call__(self, x: Array) -> Array:
-        return self.down(ACTIVATIONS[self.activation](self.gate(x)) * self.up(x))
+    def __call__(self, x: Array, placement: Placement | None = None) -> Array:
+        gate, up = (split_channels(placement, part(x)) for part in (self.gate, self.up))
+        return self.down(ACTIVATIONS[self.activation](gate) * up)
 
 
 class Layer(nnx.Module):
@@ -139,7 +148,7 @@ class Layer(nnx.Module):
         placement = None if cache is None or settings.get("steps") else cache.placement
         mixed, cache, info = self.attention(self.attention_norm(x), cos, sin, cache, **settings)
         x = split_tokens(placement, x + mixed)
-        return x + self.mlp(self.mlp_norm(x)), cache, info
+        return x + split_tokens(placement, self.mlp(self.mlp_norm(x), placement)), cache, info
 
 
 class Decoder(nnx.Module):
@@ -290,7 +299,8 @@ class Decoder(nnx.Module):
             cache = self.rotate_for(cache, jnp.where(taken > 0, final, 0))
             final = _rotated_for(cache)
         x, cos, sin = self.begin(tokens, stored, final)
-        x = split_tokens(None if cache is None or steps else cache.placement, x)
+        placement = None if cache is None or steps else cache.placement
+        x = split_tokens(placement, keep_tokens(placement, x))  # else XLA would gather the whole table
         layers: list[Any] = []
         infos: list[Any] = []
         selection = None  # of the last layer that selected, for the layers that follow it

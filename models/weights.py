@@ -91,9 +91,8 @@ def load(
     Needs config.json, and model.safetensors or the files that model.safetensors.index.json lists. Memory: the model
     in `dtype` and a few tensors.
 
-    With a `placement` the model is split over its mesh, as `logical_axis_rules` says: heads, MLP and vocabulary over
-    the axes of `heads`. Each device gets its own part straight from the files, and each part is read once. Caches that
-    the checkpoint makes then have the placement too.
+    With a `placement` the model is split over its mesh, as `logical_axis_rules` says. Each device gets its own part
+    straight from the files, and each part is read once. Caches that the checkpoint makes then have the placement too.
 
     Args:
       dtype: of weights and caches; by default float32 on a CPU, where 16-bit caches are copied to update them, and
@@ -145,7 +144,8 @@ def load(
 def logical_axis_rules(placement: Placement) -> dict[str, Axes]:
     """The axes of the mesh over which each named axis of a Decoder's parameters is split; None for none.
 
-    `flax.nnx.logical_axis_rules(tuple(rules.items()))` takes them too.
+    Heads are split over the axes of `heads`; MLP and vocabulary, most of a model, over those of `context` too, unless
+    that does not come out even. `flax.nnx.logical_axis_rules(tuple(rules.items()))` takes the rules too.
 
     **Source:** Megatron-LM (Shoeybi et al. 2019), section 3: q, k, v, gate and up by columns, out and down by rows, so
     that a layer needs two sums over the devices. The vocabulary is split in the embedding and in the head.
@@ -156,8 +156,12 @@ def logical_axis_rules(placement: Placement) -> dict[str, Axes]:
     >>> rules["q_heads"], rules["embed"]
     ('model', None)
     """
-    split = dict.fromkeys(("vocab", "q_heads", "kv_heads", "mlp"), placement.heads)
-    return {**split, "embed": None, "head_dim": None}
+    heads = placement.heads
+    return {
+        **dict.fromkeys(("q_heads", "kv_heads"), heads),
+        **dict.fromkeys(("mlp", "vocab"), placement.heads_and_context),
+        **dict.fromkeys(("embed", "head_dim")),
+    }
 
 
 def distribute(model: Decoder, placement: Placement, rules: Mapping[str, Axes] | None = None) -> Decoder:
@@ -200,6 +204,8 @@ def model_shardings(
         "head_dim": (config.head_dim, "channels of a head"),
     }
     for name, (size, what) in sizes.items():
+        if name in ("mlp", "vocab") and name not in (rules or {}) and size % placement.devices_of(known[name]):
+            known[name] = placement.heads
         parts = placement.devices_of(known[name])
         if size % parts and name == "vocab":
             known[name] = None

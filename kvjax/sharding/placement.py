@@ -105,6 +105,12 @@ class Placement:
         """The devices along `axes` of the mesh; 1 for None."""
         return math.prod(self.mesh.shape[axis] for axis in _names("axes", axes))
 
+    @property
+    def heads_and_context(self) -> Axes:
+        """The axes that split a part of a model without heads, such as its MLP."""
+        axes = (*_names("heads", self.heads), *_names("context", self.context))
+        return axes if len(axes) > 1 else next(iter(axes), None)
+
     def spec(self, letters: str) -> PartitionSpec:
         """The PartitionSpec of an array whose axes have these letters: B rows, K and N heads, S slots of the history;
         axes of other letters are not split."""
@@ -347,12 +353,33 @@ def split_tokens(placement: Placement | None, x: Array) -> Array:
 
     Returns x unchanged if the devices do not divide T. Call it under Auto axes.
     """
-    if placement is None or placement.context is None:
+    if placement is None or not _splits_tokens(placement, x):
         return x
-    if x.shape[1] < 2 or x.shape[1] % placement.parts("context"):
+    return _constrained(placement, x, placement.batch, placement.context)
+
+
+def keep_tokens(placement: Placement | None, x: Array) -> Array:
+    """x [B, T, ...] with all tokens on each device of context where `split_tokens` would split them."""
+    return x if placement is None or not _splits_tokens(placement, x) else _constrained(placement, x, placement.batch)
+
+
+def split_channels(placement: Placement | None, x: Array) -> Array:
+    """x [B, T, C] with channels in place of tokens split where `split_tokens` splits these, such as those of an MLP.
+
+    Its weights are split by channel, and larger than the tokens of a chunk: XLA must gather tokens, not weights.
+    """
+    if placement is None or not _splits_tokens(placement, x):
         return x
-    split = PartitionSpec(placement.batch, placement.context)
-    return lax.with_sharding_constraint(x, NamedSharding(placement.auto.mesh, split))
+    axes = placement.heads_and_context
+    return x if x.shape[2] % placement.devices_of(axes) else _constrained(placement, x, placement.batch, None, axes)
+
+
+def _splits_tokens(placement: Placement, x: Array) -> bool:
+    return placement.context is not None and x.shape[1] > 1 and x.shape[1] % placement.parts("context") == 0
+
+
+def _constrained(placement: Placement, x: Array, *axes: Axes) -> Array:
+    return lax.with_sharding_constraint(x, NamedSharding(placement.auto.mesh, PartitionSpec(*axes)))
 
 
 def first_row(placement: Placement, rows: int) -> Array | int:

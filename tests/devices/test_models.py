@@ -23,7 +23,7 @@ from kvjax.generation import decode_step, generate
 from kvjax.generation import prefilling as reading
 from kvjax.generation.sampling import Sampling, sample, sampling
 from kvjax.models import Decoder, DecoderConfig, distribute, load, logical_axis_rules, rope, save, tensor_files
-from tests.devices.programs import COLLECTIVE
+from tests.devices.programs import COLLECTIVE, exchanges
 
 CONFIG = DecoderConfig(
     vocab_size=96, hidden_size=32, intermediate_size=64, layers=2, q_heads=8, kv_heads=4, head_dim=16, qkv_bias=True
@@ -50,12 +50,22 @@ def leaves(model: Decoder) -> dict[str, jax.Array]:
 
 
 def test_parts_are_those_of_the_whole_and_lie_where_the_rules_say(models: tuple[Any, Any]) -> None:
-    one, split, _ = (leaves(checkpoint.model) for checkpoint in models)
+    """Heads over the 4 or 2 devices of heads; MLP and vocabulary over the 2 of context too."""
+    one, *splits = (leaves(checkpoint.model) for checkpoint in models)
     assert jax.tree.structure(models[0].model) == jax.tree.structure(models[1].model)
-    for name, whole in one.items():
-        np.testing.assert_array_equal(np.asarray(split[name]), np.asarray(whole))
-        here = split[name].addressable_shards[0].data.nbytes
-        assert here == whole.nbytes // (1 if "norm" in name else 4), name
+    for split, heads in zip(splits, (4, 2), strict=True):
+        for name, whole in one.items():
+            np.testing.assert_array_equal(np.asarray(split[name]), np.asarray(whole))
+            here = split[name].addressable_shards[0].data.nbytes
+            assert here == whole.nbytes // (1 if "norm" in name else heads if ".attention" in name else 4), name
+
+
+def test_mlp_that_context_does_not_divide_is_split_over_heads_alone() -> None:
+    odd = Decoder(dataclasses.replace(CONFIG, layers=1, windows=(), intermediate_size=62, vocab_size=95))
+    split = leaves(distribute(odd, THREE))
+    here = {name: whole.nbytes / split[name].addressable_shards[0].data.nbytes for name, whole in leaves(odd).items()}
+    assert {parts for name, parts in here.items() if ".mlp." in name} == {2}
+    assert {parts for name, parts in here.items() if "embedding" in name or "head" in name} == {1}
 
 
 def test_each_byte_of_the_files_is_read_once(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +163,8 @@ def test_logits_of_forced_tokens_are_those_of_one_device(models: tuple[Any, Any,
 @pytest.mark.parametrize("at", [pytest.param(1, marks=pytest.mark.thorough, id="rows and heads"), 2])
 def test_step_talks_as_megatron_does(models: tuple[Any, Any, Any], at: int) -> None:
     """Two sums per layer, the embedding, and the condition of the flush; nothing as large as the cache or the logits.
-    With context one gather in the layer that attends to everything, and three in the one that selects."""
+    With context one gather in the layer that attends to everything, and three in the one that selects; the sums of MLP
+    and vocabulary are over context too."""
     checkpoint = models[at]
     cache = checkpoint.init_cache(METHOD, capacity=160, batch=4, dtype="float32")
     program = decode_step.lower(checkpoint.model, cache, jnp.zeros(4, jnp.int32)).compile().as_text()
@@ -174,8 +185,10 @@ def test_work_of_a_prompt_is_split_over_context(models: tuple[Any, Any, Any]) ->
         flops.append(program.cost_analysis()["flops"])
     assert flops[1] < 0.3 * flops[0]
     found = Counter(kind for _, kind in COLLECTIVE.findall(program.as_text()))
-    assert found["all-gather"] <= 4 * CONFIG.layers  # queries, keys, values, and the attention of the chunk to itself
-    assert set(found) <= {"all-gather", "all-reduce"}
+    # Queries, keys, values, the attention of the chunk to itself and the input of the MLP. No weights are gathered.
+    assert found["all-gather"] <= 5 * CONFIG.layers
+    assert set(found) <= {"all-gather", "all-reduce", "reduce-scatter"}
+    assert min(size for kind, size in exchanges(program.as_text()) if kind == "all-gather") > 96 * 32
 
 
 @pytest.mark.parametrize("draw", [Sampling(), sampling(0.8, top_k=5), sampling(0.8, top_k=[1, 5, 9, 96], min_p=0.1)])
