@@ -21,6 +21,20 @@ from docs.pictures import small
 from kvjax import models, ops
 from kvjax.presets import REGISTRY, Preset
 
+MODELS = {
+    "gemma2": "Gemma 2; `soft_cap` runs in plain JAX",
+    "gemma3_text": "Gemma 3, its text (`gemma3` too)",
+    "gpt_oss": "gpt-oss, in bf16 or MXFP4, which is expanded while loading",
+    "llama": "Llama 1, 2 and 3",
+    "mistral": "Mistral and Mistral Small 3, its text (`mistral3` too)",
+    "mixtral": "Mixtral",
+    "phi3": "Phi-3 and Phi-4-mini",
+    "qwen2": "Qwen2",
+    "qwen2_moe": "Qwen2-MoE",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3-MoE",
+    "smollm3": "SmolLM3",
+}
 PAGE = Path(__file__).parent / "support.md"
 SPEC = kvjax.CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=32, capacity=128, dtype="float32")
 
@@ -160,7 +174,7 @@ def page() -> str:
         [name, ", ".join(methods), message]
         for (name, message), methods in sorted(why.items(), key=lambda item: order.index(item[0][0]))
     ]
-    families = [[f"`{name}`", "yes"] for name in sorted(models.FAMILIES)]
+    families = [[f"`{name}`", MODELS[name]] for name in sorted(models.FAMILIES)]
     return f"""# Support matrix
 
 `python -m docs.support` writes this page: it tries each feature on each method. Methods run on every platform of JAX,
@@ -210,8 +224,11 @@ table. With `--target 8.9` a larger GPU runs the forms of a smaller one.
 
 A checkpoint in Hugging Face format is read if its `model_type` is one of these (Qwen2.5 has `qwen2`). Every method
 works with every model without a sliding window; the first table has those that take a window.
+`kvjax.presets.windowed` gives layers with a window a cache of that window, beside any method for the others.
 
-{table(["`model_type`", "read"], families)}"""
+{table(["`model_type`", "models"], families)}
+Refused with an error: other architectures, the parts of a model that see images, weights quantised in other ways than
+MXFP4, bidirectional attention, and fields of a config that would change results and that no family implements."""
 
 
 if __name__ == "__main__":

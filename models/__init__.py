@@ -1,8 +1,8 @@
-"""Language models in Flax NNX that decode through kvjax caches: Llama, Mistral, Qwen2, Qwen2.5, Qwen3 and Phi-3.
+"""Language models in Flax NNX that decode through kvjax caches.
 
 >>> from kvjax import models
->>> sorted(models.FAMILIES)
-['llama', 'mistral', 'phi3', 'qwen2', 'qwen3']
+>>> sorted(models.FAMILIES)[:6]
+['gemma2', 'gemma3_text', 'gpt_oss', 'llama', 'mistral', 'mixtral']
 """
 
 if __name__ == "models":
@@ -14,7 +14,7 @@ with naming_absent("kvjax.models"):
     from . import rope
     from .chat import Chat
     from .checkpoint import Checkpoint, Completion
-    from .config import DecoderConfig, Family, Weight
+    from .config import DecoderConfig, Experts, Family, Weight
     from .decoder import Decoder
     from .weights import FAMILIES, distribute, load, logical_axis_rules, save, shipped
 
@@ -25,6 +25,7 @@ __all__ = [
     "Completion",
     "Decoder",
     "DecoderConfig",
+    "Experts",
     "Family",
     "Weight",
     "distribute",

@@ -28,6 +28,26 @@ from .rope import Rope
 
 
 @dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The MLPs of a mixture of experts, of which a router chooses some for each token. Static and hashable."""
+
+    count: int
+    per_token: int  # experts of a token
+    size: int  # intermediate size of each
+    normalised: bool = True  # the weights of the chosen experts sum to 1
+    dense_layers: tuple[int, ...] = ()  # layers with a plain MLP
+    shared_size: int | None = None  # intermediate size of an MLP for every token, by a gate of its own
+    bias: bool = False  # of the router, gate, up and down
+    clamp: tuple[float, float] | None = None  # alpha and limit of gpt-oss: (up + 1) gate sigmoid(alpha gate), clamped
+
+    def __post_init__(self) -> None:
+        for name in ("count", "per_token", "size"):
+            require_int(f"Experts({name}=...)", getattr(self, name), at_least=1)
+        if self.per_token > self.count:
+            raise ValueError(f"Experts(per_token={self.per_token}) must be at most count={self.count}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
     """The architecture of a Decoder. Static and hashable.
 
@@ -54,6 +74,17 @@ class DecoderConfig:
     mlp_bias: bool = False  # of gate, up and down
     qk_norm: bool = False  # RMSNorm over each head of q and k, before RoPE
     windows: tuple[int | None, ...] = ()  # sliding window of each layer, tokens; () for none anywhere
+    local_rope: Rope | None = None  # of the layers with a window; None: `rope`
+    rotary_dim: int | None = None  # channels of a head that RoPE turns, the first ones; None: all
+    unrotated: tuple[int, ...] = ()  # layers without RoPE
+    query_scale: float | None = None  # factor of the attention logits; None: head_dim**-0.5
+    soft_cap: float | None = None  # of the attention logits
+    head_cap: float | None = None  # of the model's logits
+    sinks: bool = False  # a learned sink logit for each query head
+    norm_offset: bool = False  # norms multiply by 1 + scale
+    post_norms: bool = False  # norms of the results of attention and MLP, too
+    embedding_scale: float = 1.0
+    experts: Experts | None = None  # in place of the MLP
     tied_head: bool = False  # logits by the embedding table
     initializer_range: float = 0.02  # standard deviation of random weights
 
@@ -74,15 +105,23 @@ class DecoderConfig:
                 f"DecoderConfig(q_heads={self.q_heads}, kv_heads={self.kv_heads}): kv_heads must divide q_heads"
             )
         least = 4 if isinstance(self.rope, ropes.Dynamic) else 2  # its exponent is D / (D - 2)
-        if self.head_dim % 2 or self.head_dim < least:
-            raise ValueError(f"DecoderConfig(head_dim={self.head_dim}): RoPE needs an even number, at least {least}")
-        check_verbs(
-            "DecoderConfig(rope=...)", self.rope, "a kind of RoPE", ("frequencies",), "kvjax.models.rope.Default()"
-        )
-        for name in ("norm_eps", "initializer_range"):
+        if self.rotated % 2 or not least <= self.rotated <= self.head_dim:
+            own = f"head_dim={self.head_dim}" + ("" if self.rotary_dim is None else f", rotary_dim={self.rotary_dim}")
+            raise ValueError(f"DecoderConfig({own}): RoPE needs an even number, at least {least}, in the head")
+        for name in ("rope", "local_rope"):
+            if name == "rope" or self.local_rope is not None:
+                kind = getattr(self, name)
+                check_verbs(
+                    f"DecoderConfig({name}=...)", kind, "a kind of RoPE", ("frequencies",), "models.rope.Default()"
+                )
+        for name in ("norm_eps", "initializer_range", "embedding_scale"):
             if finite_number(f"DecoderConfig({name}=...)", getattr(self, name)) < 0:
                 raise ValueError(f"DecoderConfig({name}={getattr(self, name)}) must be finite and at least 0")
-        flags = ("qkv_bias", "out_bias", "mlp_bias", "qk_norm", "tied_head")
+        for name in ("query_scale", "soft_cap", "head_cap"):
+            value = getattr(self, name)
+            if value is not None and finite_number(f"DecoderConfig({name}=...)", value) <= 0:
+                raise ValueError(f"DecoderConfig({name}={value}) must be above 0, or None")
+        flags = ("qkv_bias", "out_bias", "mlp_bias", "qk_norm", "tied_head", "sinks", "norm_offset", "post_norms")
         check_flags("DecoderConfig", **{name: getattr(self, name) for name in flags})
         if not isinstance(self.activation, str) or self.activation not in ACTIVATIONS:
             raise ValueError(
@@ -99,6 +138,22 @@ class DecoderConfig:
         object.__setattr__(self, "windows", windows)
 
     @property
+    def rotated(self) -> int:
+        """Channels of a head that RoPE turns."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The distinct kinds of RoPE."""
+        return (self.rope,) if self.local_rope in (None, self.rope) else (self.rope, self.local_rope)
+
+    def rope_of(self, layer: int) -> int | None:
+        """Which of `ropes` a layer has; None for none."""
+        if layer in self.unrotated:
+            return None
+        return len(self.ropes) - 1 if self.windows[layer] is not None else 0
+
+    @property
     def max_positions(self) -> int | None:
         """Positions that the model supports; None for no limit, with dynamic NTK."""
         return None if isinstance(self.rope, ropes.Dynamic) else self.max_position_embeddings
@@ -106,7 +161,7 @@ class DecoderConfig:
 
 @dataclass(frozen=True)
 class Weight:
-    """One row of a family's weight table. `{i}` stands for the number of the layer.
+    """One row of a family's weight table. `{i}` stands for the number of the layer, `{e}` for that of an expert.
 
     A row applies to a model that has a parameter at `path`, so one table serves models with and without a bias.
     """
@@ -115,10 +170,17 @@ class Weight:
     path: str  # in the Decoder
     transposed: bool = False  # [out, in] in the files, [in, out] in the Decoder
     followed_by: tuple[str, ...] = ()  # paths of parameters that follow in the same tensor, along its first axis
+    interleaved: str | None = None  # path of the parameter with the odd places of the last axis; `path` has the even
+
+    @property
+    def by_expert(self) -> bool:
+        """True if each expert has a tensor of its own, `{e}` in the name; the Decoder stacks them."""
+        return "{e}" in self.name
 
     def paths(self, layer: int) -> tuple[str, ...]:
         """The paths in the Decoder of the parts of a layer's tensor, in order."""
-        return tuple(path.format(i=layer) for path in (self.path, *self.followed_by))
+        more = (self.interleaved,) if self.interleaved else self.followed_by
+        return tuple(path.format(i=layer) for path in (self.path, *more))
 
 
 @dataclass(frozen=True)
@@ -215,14 +277,27 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def read_common(fields: Fields, *, kv_heads: int | None, head_dim: int | None, positions: int) -> dict[str, Any]:
+def read_common(
+    fields: Fields,
+    *,
+    kv_heads: int | None,
+    head_dim: int | None,
+    positions: int,
+    takes: tuple[str, ...] = (),
+    rope: Rope | None = None,
+    activation: str = "hidden_act",
+    eps: float = 1e-6,
+    tied: bool = False,
+) -> dict[str, Any]:
     """Fields that all families read alike, as arguments of DecoderConfig.
 
     The arguments are the family's defaults in transformers for an absent `num_key_value_heads` (None: as many as query
-    heads), `head_dim` (None: hidden size over query heads) and `max_position_embeddings`.
+    heads), `head_dim` (None: hidden size over query heads), `max_position_embeddings`, `rms_norm_eps` and
+    `tie_word_embeddings`; fields that this family `takes` and others don't; the RoPE, if the family reads its own; and
+    the name of the field of the activation.
     """
     for name in ("quantization_config", "compression_config"):
-        if fields.raw.get(name) not in (None, {}):
+        if fields.raw.get(name) not in (None, {}) and name not in takes:
             method = fields.raw[name].get("quant_method") if isinstance(fields.raw[name], dict) else None
             by = f" by {method}" if isinstance(method, str) else ""
             raise ValueError(
@@ -231,7 +306,7 @@ def read_common(fields: Fields, *, kv_heads: int | None, head_dim: int | None, p
             )
     for name, harmless in _REFUSED.items():
         value = fields.raw.get(name)
-        if value is not None and value not in harmless:
+        if value is not None and value not in harmless and name not in takes:
             allowed = f"only {harmless[0]!r} is, or leaving it out" if harmless else "leave it out"
             raise ValueError(f"{name} in {fields.source} is {shown(value)}, which is not supported: {allowed}")
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
@@ -244,12 +319,11 @@ def read_common(fields: Fields, *, kv_heads: int | None, head_dim: int | None, p
             )
         size = hidden // heads
     positions = fields.integer("max_position_embeddings", positions)
-    rope = read_rope(fields, positions)
-    activation = fields.text("hidden_act", "silu")
+    rope = read_rope(fields, positions, takes) if rope is None else rope
+    field, activation = activation, fields.text(activation, "silu")
     if activation not in ACTIVATIONS:
         raise ValueError(
-            f"hidden_act in {fields.source} is {activation!r}, which is not supported; "
-            f"use one of {', '.join(ACTIVATIONS)}"
+            f"{field} in {fields.source} is {activation!r}, which is not supported; use one of {', '.join(ACTIVATIONS)}"
         )
     kv = heads if stated is None else require_int(f"num_key_value_heads in {fields.source}", stated, at_least=1)
     if heads % kv:
@@ -266,9 +340,9 @@ def read_common(fields: Fields, *, kv_heads: int | None, head_dim: int | None, p
         "head_dim": size,
         "max_position_embeddings": _extended(fields, rope, positions),
         "rope": rope,
-        "norm_eps": fields.number("rms_norm_eps", 1e-6),
+        "norm_eps": fields.number("rms_norm_eps", eps),
         "activation": activation,
-        "tied_head": fields.flag("tie_word_embeddings", False),
+        "tied_head": fields.flag("tie_word_embeddings", tied),
         "initializer_range": fields.number("initializer_range", 0.02),
     }
 
@@ -294,7 +368,7 @@ def _layers(fields: Fields) -> int:
     return layers
 
 
-def read_rope(fields: Fields, positions: int) -> Rope:
+def read_rope(fields: Fields, positions: int, takes: tuple[str, ...] = ()) -> Rope:
     """The kind of RoPE that a config asks for; `positions` is its max_position_embeddings.
 
     As in transformers, `rope_scaling` wins over `rope_parameters`, a `rope_theta` inside over one outside, and an
@@ -311,7 +385,7 @@ def read_rope(fields: Fields, positions: int) -> Rope:
             f"{given.source} has parameters for each kind of layer ({', '.join(nested)}), which is not supported: "
             "all layers share one RoPE; write its fields directly"
         )
-    if given.raw.get("partial_rotary_factor") not in (None, 1):
+    if given.raw.get("partial_rotary_factor") not in (None, 1) and "partial_rotary_factor" not in takes:
         raise ValueError(
             f"partial_rotary_factor in {given.source} is {given.raw['partial_rotary_factor']!r}, which is not "
             "supported: only 1 is, or leaving it out"

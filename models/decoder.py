@@ -6,8 +6,8 @@ run in a Python loop over a tuple of layer caches, so that each is updated in pl
 Numbers: parameters and activations have one dtype; norms, RoPE angles and rotation, attention logits and softmax, and
 the logits are f32. Products of f32 parameters run at full f32 precision, on a GPU too.
 
-Each parameter names its axes ("vocab", "embed", "q_heads", "kv_heads", "head_dim", "mlp") in its metadata. Rules from
-these names to axes of a mesh say how a model is split over devices; `kvjax.models.load` has such rules.
+Each parameter names its axes ("vocab", "embed", "q_heads", "kv_heads", "head_dim", "mlp", "experts") in its metadata.
+Rules from these names to axes of a mesh say how a model is split over devices; `kvjax.models.load` has such rules.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from jax.typing import ArrayLike, DTypeLike
 from kvjax.attention import attention_info, decode_info
 from kvjax.cache.cache import Cache, LayerCache, as_rows
 from kvjax.cache.flushing import flush
+from kvjax.numerics.derivatives import with_derivative
 from kvjax.sharding.placement import (
     Placement,
     auto_axes,
@@ -69,54 +70,63 @@ class Linear(nnx.Module):
 class RMSNorm(nnx.Module):
     """x over the root of its mean square, times a scale per channel; computed in f32."""
 
-    def __init__(self, size: int, *, axis: str = "embed", eps: float, dtype: np.dtype):
-        self.scale = _param(jnp.ones(size, dtype), (axis,))
+    def __init__(self, size: int, *, axis: str = "embed", eps: float, dtype: np.dtype, offset: bool = False):
+        self.scale = _param(jnp.zeros(size, dtype) if offset else jnp.ones(size, dtype), (axis,))
         self.eps = eps
+        self.offset = offset  # the factor is 1 + scale
 
     def __call__(self, x: Array) -> Array:
         x32 = x.astype(jnp.float32)
         normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
         scale = jnp.broadcast_to(self.scale[...].astype(jnp.float32), x.shape)
+        scale = 1 + scale if self.offset else scale
         return (normed * scale).astype(x.dtype)
 
 
 class Attention(nnx.Module):
     """Grouped-query attention with RoPE, over the tokens that the layer's cache attends to."""
 
-    def __init__(self, config: DecoderConfig, *, window: int | None, rngs: nnx.Rngs, dtype: np.dtype):
+    def __init__(self, config: DecoderConfig, *, layer: int, rngs: nnx.Rngs, dtype: np.dtype):
         hidden, N, K, D = config.hidden_size, config.q_heads, config.kv_heads, config.head_dim
         common: dict[str, Any] = {"scale": config.initializer_range, "rngs": rngs, "dtype": dtype}
         self.q = Linear(hidden, N * D, axes=("embed", "q_heads"), bias=config.qkv_bias, **common)
         self.k = Linear(hidden, K * D, axes=("embed", "kv_heads"), bias=config.qkv_bias, **common)
         self.v = Linear(hidden, K * D, axes=("embed", "kv_heads"), bias=config.qkv_bias, **common)
         self.out = Linear(N * D, hidden, axes=("q_heads", "embed"), bias=config.out_bias, **common)
-        norm: dict[str, Any] = {"axis": "head_dim", "eps": config.norm_eps, "dtype": dtype}
+        norm: dict[str, Any] = {"axis": "head_dim", **_norm(config, dtype)}
         self.q_norm = RMSNorm(D, **norm) if config.qk_norm else None
         self.k_norm = RMSNorm(D, **norm) if config.qk_norm else None
+        self.sinks = _param(jnp.zeros(N, dtype), ("q_heads",)) if config.sinks else None  # [N]
         self.head_dim = D
-        self.window = window
+        self.rope = config.rope_of(layer) if len(config.ropes) > 1 or config.unrotated else 0
+        self.window, self.scale, self.soft_cap = config.windows[layer], config.query_scale, config.soft_cap
 
     def __call__(
-        self, x: Array, cos: Array, sin: Array, cache: LayerCache | None, *, steps: bool = False, **settings: Any
+        self, x: Array, cos: Any, sin: Any, cache: LayerCache | None, *, steps: bool = False, **settings: Any
     ) -> tuple[Array, LayerCache | None, Any]:
         q, k, v = (part(x).reshape(*x.shape[:2], -1, self.head_dim) for part in (self.q, self.k, self.v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
+        if self.rope is not None:
+            own = (cos, sin) if isinstance(cos, Array) else (cos[self.rope], sin[self.rope])
+            q, k = rope.rotate(q, *own), rope.rotate(k, *own)
         info: Any
+        settings |= {"window": self.window, "scale": self.scale, "soft_cap": self.soft_cap}
+        if self.sinks is not None:
+            settings["sinks"] = self.sinks[...].astype(jnp.float32)
         if steps and cache is not None:
             settings.pop("first_chunk")
-            mixed, cache, info = decode_info(cache, q, k, v, window=self.window, flush=False, **settings)
+            mixed, cache, info = decode_info(cache, q, k, v, flush=False, **settings)
         else:
-            mixed, cache, info = attention_info(cache, q, k, v, window=self.window, flush=False, **settings)
+            mixed, cache, info = attention_info(cache, q, k, v, flush=False, **settings)
         return self.out(mixed.reshape(*x.shape[:2], -1)), cache, info
 
 
 class MLP(nnx.Module):
     """down(activation(gate(x)) * up(x))."""
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: np.dtype):
-        hidden, inner = config.hidden_size, config.intermediate_size
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: np.dtype, size: int | None = None):
+        hidden, inner = config.hidden_size, size or config.intermediate_size
         common: dict[str, Any] = {
             "bias": config.mlp_bias,
             "scale": config.initializer_range,
@@ -133,22 +143,131 @@ class MLP(nnx.Module):
         return self.down(ACTIVATIONS[self.activation](gate) * up)
 
 
+class MixtureOfExperts(nnx.Module):
+    """The MLPs that a router chooses for each token, summed by its weights.
+
+    A step of few tokens reads only the experts that they chose. A prompt is sorted by expert, and read in blocks of one
+    expert: `jax.lax.ragged_dot` of jax 0.11 multiplies all rows by all experts on a GPU, and takes 8.6 GB for 2048
+    tokens of a layer of Qwen3-30B-A3B. The router's choice is made in f32; equal weights go to the lower expert.
+    """
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: np.dtype):
+        assert config.experts is not None
+        self.config = by = config.experts
+        hidden, E, inner, scale = config.hidden_size, by.count, by.size, config.initializer_range
+        common: dict[str, Any] = {"scale": scale, "rngs": rngs, "dtype": dtype}
+
+        def each(*shape: int, axes: tuple[str, ...]) -> nnx.Param:
+            return _param(_normal(rngs, (E, *shape), scale, dtype), ("experts", *axes))
+
+        self.router = Linear(hidden, E, axes=("embed", "experts"), bias=by.bias, **common)
+        self.gate = each(hidden, inner, axes=("embed", "mlp"))  # [E, hidden, inner]
+        self.up = each(hidden, inner, axes=("embed", "mlp"))
+        self.down = each(inner, hidden, axes=("mlp", "embed"))
+        sizes = {"gate": (inner, "mlp"), "up": (inner, "mlp"), "down": (hidden, "embed")}
+        for name, (size, axis) in sizes.items():  # [E, inner], or [E, hidden]
+            bias = _param(jnp.zeros((E, size), dtype), ("experts", axis)) if by.bias else None
+            setattr(self, name + "_bias", bias)
+        self.shared = MLP(config, rngs=rngs, dtype=dtype, size=by.shared_size) if by.shared_size else None
+        own: dict[str, Any] = {"axes": ("embed", "one"), "bias": False}
+        self.shared_gate = Linear(hidden, 1, **own, **common) if by.shared_size else None
+        self.activation = config.activation
+
+    def __call__(self, x: Array, placement: Placement | None = None) -> Array:
+        by, flat = self.config, keep_tokens(placement, x).reshape(-1, x.shape[-1])
+        n, k = flat.shape[0], by.per_token
+        logits = _product("ni,ie->ne", flat, self.router.kernel[...], jnp.float32)
+        if self.router.bias is not None:
+            logits += jnp.broadcast_to(self.router.bias[...].astype(jnp.float32), logits.shape)
+        weights, chosen = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), k)
+        if by.normalised:
+            weights /= jnp.sum(weights, axis=-1, keepdims=True)
+        which, rows = chosen.reshape(-1), jnp.repeat(flat, k, axis=0)
+        parts = {name: getattr(self, name) for name in ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")}
+        weighted = {name: part[...] for name, part in parts.items() if part is not None}
+        if n * k <= max(by.count, k):
+            mixed = self._mix(weighted, rows, which, _by_row)
+        else:
+            order = jnp.argsort(which, stable=True)
+            in_order = with_derivative(partial(self._in_blocks, known=False), partial(self._in_blocks, known=True))
+            mixed = in_order(weighted, rows[order], which)[jnp.argsort(order)]
+        out = jnp.sum(mixed.reshape(n, k, -1).astype(jnp.float32) * weights[..., None], axis=1).astype(x.dtype)
+        if self.shared is not None and self.shared_gate is not None:
+            out += jax.nn.sigmoid(self.shared_gate(flat)) * self.shared(flat)
+        return out.reshape(x.shape)
+
+    def _in_blocks(self, weighted: dict[str, Array], x: Array, which: Array, *, known: bool) -> Array:
+        """Rows x [m, hidden], sorted by expert, through the experts, of which `which` i32[m] lists one a row in any
+        order: a block of rows of one expert at a time.
+
+        A block may reach into the rows of the next expert, whose own block then writes them again. With `known` the
+        loop has as many turns as there may be blocks, so that it has a derivative.
+        """
+        m, E = x.shape[0], self.config.count
+        size = min(max(16, 1 << (m // E).bit_length()), 256)
+        sizes = jnp.bincount(which, length=E).astype(jnp.int32)
+        blocks = (sizes + (size - 1)) // size
+        ends, last = jnp.cumsum(sizes), jnp.cumsum(blocks)
+        padded = jnp.pad(x, ((0, size), (0, 0)))
+
+        def one(i: Array, out: Array) -> Array:
+            e = jnp.minimum(jnp.searchsorted(last, i, side="right"), E - 1)
+            first = ends[e] - sizes[e] + (i - last[e] + blocks[e]) * size  # past the last block: in the padding
+            rows = jax.lax.dynamic_slice_in_dim(padded, first, size)
+            return jax.lax.dynamic_update_slice_in_dim(out, self._mix(weighted, rows, e, _by_block), first, 0)
+
+        if not known:
+            return jax.lax.fori_loop(0, last[-1], one, jnp.zeros_like(padded))[:m]
+        every = jnp.arange(m // size + E, dtype=jnp.int32)
+        return jax.lax.scan(lambda out, i: (one(i, out), None), jnp.zeros_like(padded), every)[0][:m]
+
+    def _mix(self, weighted: dict[str, Array], x: Array, which: Array, product: Any) -> Array:
+        """Rows [m, hidden] of x through the experts `which`, i32[m], or i32[] for all of them."""
+
+        def linear(x: Array, name: str) -> Array:
+            y, bias = product(x, weighted[name], which), weighted.get(name + "_bias")
+            return y if bias is None else y + jnp.broadcast_to(bias[which], y.shape)
+
+        gate, up = linear(x, "gate"), linear(x, "up")
+        if self.config.clamp is None:
+            return linear(ACTIVATIONS[self.activation](gate) * up, "down")
+        alpha, limit = self.config.clamp
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+        return linear((up + 1) * gate * jax.nn.sigmoid(alpha * gate), "down")
+
+
+def _by_row(x: Array, kernel: Array, which: Array) -> Array:
+    """Each row of x [m, in] times the kernel [E, in, out] of its expert, as a sum with which XLA fuses the look-up."""
+    return jnp.sum(x.astype(jnp.float32)[..., None] * kernel[which].astype(jnp.float32), axis=1).astype(x.dtype)
+
+
+def _by_block(x: Array, kernel: Array, which: Array) -> Array:
+    return _product("mi,io->mo", x, kernel[which])
+
+
 class Layer(nnx.Module):
     """Attention and MLP, each applied to its normed input and added to the residual stream."""
 
-    def __init__(self, config: DecoderConfig, *, window: int | None, rngs: nnx.Rngs, dtype: np.dtype):
-        self.attention_norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
-        self.attention = Attention(config, window=window, rngs=rngs, dtype=dtype)
-        self.mlp_norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=dtype)
-        self.mlp = MLP(config, rngs=rngs, dtype=dtype)
+    def __init__(self, config: DecoderConfig, *, layer: int, rngs: nnx.Rngs, dtype: np.dtype):
+        by, norm = config.experts, partial(RMSNorm, config.hidden_size, **_norm(config, dtype))
+        dense = by is None or layer in by.dense_layers
+        self.attention_norm = norm()
+        self.attention = Attention(config, layer=layer, rngs=rngs, dtype=dtype)
+        self.post_attention_norm = norm() if config.post_norms else None
+        self.mlp_norm = norm()
+        self.mlp = MLP(config, rngs=rngs, dtype=dtype) if dense else MixtureOfExperts(config, rngs=rngs, dtype=dtype)
+        self.post_mlp_norm = norm() if config.post_norms else None
 
     def __call__(
-        self, x: Array, cos: Array, sin: Array, cache: LayerCache | None, **settings: Any
+        self, x: Array, cos: Any, sin: Any, cache: LayerCache | None, **settings: Any
     ) -> tuple[Array, LayerCache | None, Any]:
         placement = None if cache is None or settings.get("steps") else cache.placement
         mixed, cache, info = self.attention(self.attention_norm(x), cos, sin, cache, **settings)
+        mixed = mixed if self.post_attention_norm is None else self.post_attention_norm(mixed)
         x = split_tokens(placement, x + mixed)
-        return x + split_tokens(placement, self.mlp(self.mlp_norm(x), placement)), cache, info
+        more = self.mlp(self.mlp_norm(x), placement)
+        more = more if self.post_mlp_norm is None else self.post_mlp_norm(more)
+        return x + split_tokens(placement, more), cache, info
 
 
 class Decoder(nnx.Module):
@@ -177,8 +296,9 @@ class Decoder(nnx.Module):
         shape = (config.vocab_size, config.hidden_size)
         table = _normal(rngs, shape, config.initializer_range, self.dtype)
         self.embedding = _param(table, ("vocab", "embed"))  # [V, hidden]
-        self.layers = nnx.List([Layer(config, window=w, rngs=rngs, dtype=self.dtype) for w in config.windows])
-        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps, dtype=self.dtype)
+        layers = range(config.layers)
+        self.layers = nnx.List([Layer(config, layer=i, rngs=rngs, dtype=self.dtype) for i in layers])
+        self.norm = RMSNorm(config.hidden_size, **_norm(config, self.dtype))
         if config.tied_head:
             self.head = None
         else:
@@ -327,16 +447,21 @@ class Decoder(nnx.Module):
         logits = self.finish(x, lengths) if last_logits else self._logits(self.norm(x))
         return (logits, cache, tuple(infos)) if info else (logits, cache)
 
-    def begin(self, tokens: Array, stored: Array, final: Array) -> tuple[Array, Array, Array]:
+    def begin(self, tokens: Array, stored: Array, final: Array) -> tuple[Array, Any, Any]:
         """Embeds tokens i32[B, T] after `stored` i32[B] others: x [B, T, hidden], and cos and sin of RoPE.
+
+        If layers have different kinds of RoPE, these are tuples with those of each.
 
         `final` i32[B] are the lengths of the texts, on which RoPE depends in some models.
         """
         positions = stored[:, None] + jnp.arange(tokens.shape[1])[None]
         # the embedding of a padding token is meaningless, but must be finite: it is clipped
-        return embed(self.embedding[...], tokens), *rope.angles(
-            self.config.rope, positions, self.config.head_dim, final
-        )
+        x, config = embed(self.embedding[...], tokens), self.config
+        if config.embedding_scale != 1:
+            x *= jnp.asarray(config.embedding_scale, x.dtype)
+        found = [rope.angles(kind, positions, config.rotated, final) for kind in config.ropes]
+        cos, sin = found[0] if len(found) == 1 else tuple(zip(*found, strict=True))
+        return x, cos, sin
 
     def finish(self, x: Array, lengths: ArrayLike | None) -> Array:
         """Logits f32[B, V] of the last of `lengths` i32[B] tokens of each row, from x [B, T, hidden]."""
@@ -346,8 +471,11 @@ class Decoder(nnx.Module):
 
     def _logits(self, x: Array) -> Array:
         if self.head is None:
-            return _product("...h,vh->...v", x, self.embedding[...], jnp.float32)
-        return _product("...h,hv->...v", x, self.head.kernel[...], jnp.float32)
+            logits = _product("...h,vh->...v", x, self.embedding[...], jnp.float32)
+        else:
+            logits = _product("...h,hv->...v", x, self.head.kernel[...], jnp.float32)
+        cap = self.config.head_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def _rotated_for(cache: Cache) -> Array:
@@ -430,6 +558,10 @@ def param_dtype(dtype: DTypeLike) -> np.dtype:
         shown = found.name if found is not None else repr(dtype)
         raise ValueError(f"a model cannot have dtype {shown}; use one of bfloat16, float16, float32")
     return found
+
+
+def _norm(config: DecoderConfig, dtype: np.dtype) -> dict[str, Any]:
+    return {"eps": config.norm_eps, "dtype": dtype, "offset": config.norm_offset}
 
 
 def _param(value: Array, axes: tuple[str, ...]) -> nnx.Param:

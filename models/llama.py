@@ -1,6 +1,8 @@
-"""Llama 1, 2 and 3.x, and the table of weights that all families share."""
+"""Llama 1, 2 and 3.x, SmolLM3 (layers without RoPE), and the table of weights that all families share."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from .config import DecoderConfig, Family, Fields, Weight, read_common, read_layer_types
 
@@ -31,6 +33,13 @@ MLP_BIAS = (
 )
 
 
+def expert_weights(router: str, expert: str, gate: str, up: str, down: str) -> tuple[Weight, ...]:
+    """Rows of a router and of experts with a tensor each, by their names in a layer."""
+    names = ((expert + gate, "gate"), (expert + up, "up"), (expert + down, "down"), (router, "router.kernel"))
+    layer, own = "model.layers.{i}.", "layers.{i}.mlp."
+    return tuple(Weight(f"{layer}{name}.weight", own + path, transposed=True) for name, path in names)
+
+
 def configure(fields: Fields) -> DecoderConfig:
     common = read_common(fields, kv_heads=None, head_dim=None, positions=2048)
     if fields.given("sliding_window"):
@@ -43,4 +52,25 @@ def configure(fields: Fields) -> DecoderConfig:
     return DecoderConfig(**common, qkv_bias=bias, out_bias=bias, mlp_bias=fields.flag("mlp_bias", False))
 
 
-LLAMA = Family("llama", "LlamaForCausalLM", configure, BACKBONE + QKV_BIAS + OUT_BIAS + MLP_BIAS)
+def configure_smollm3(fields: Fields) -> DecoderConfig:
+    fields = Fields({"rope_theta": 2e6, **fields.raw}, fields.source)
+    takes = ("no_rope_layers",)
+    common = read_common(fields, kv_heads=4, head_dim=None, positions=32768, takes=takes, tied=True)
+    layers, every = common["layers"], fields.integer("no_rope_layer_interval", 4)
+    has_rope = fields.raw.get("no_rope_layers")  # 1 where a layer has it
+    if has_rope is None:
+        has_rope = [int((i + 1) % every != 0) for i in range(layers)]
+    if not isinstance(has_rope, list) or len(has_rope) < layers or not all(x in (0, 1) for x in has_rope):
+        raise fields.error("no_rope_layers", f"a list of 0 or 1 for each of the {layers} layers")
+    unrotated = tuple(i for i in range(layers) if not has_rope[i])
+    window = fields.integer("sliding_window", None) if fields.flag("use_sliding_window", False) else None
+    windows = read_layer_types(fields, layers, window)
+    windows = windows or tuple(window if i in unrotated else None for i in range(layers))
+    bias, mlp_bias = fields.flag("attention_bias", False), fields.flag("mlp_bias", False)
+    settings: dict[str, Any] = {"unrotated": unrotated, "windows": windows, "mlp_bias": mlp_bias}
+    return DecoderConfig(**common, **settings, qkv_bias=bias, out_bias=bias)
+
+
+_WEIGHTS = BACKBONE + QKV_BIAS + OUT_BIAS + MLP_BIAS
+LLAMA = Family("llama", "LlamaForCausalLM", configure, _WEIGHTS)
+SMOLLM3 = Family("smollm3", "SmolLM3ForCausalLM", configure_smollm3, _WEIGHTS)

@@ -1,9 +1,9 @@
-"""Mistral: a Llama whose layers all have the same sliding window, if they have one."""
+"""Mistral: a Llama whose layers all have the same sliding window, if they have one; Mixtral, with experts."""
 
 from __future__ import annotations
 
-from .config import DecoderConfig, Family, Fields, read_common, read_layer_types
-from .llama import BACKBONE
+from .config import DecoderConfig, Experts, Family, Fields, read_common, read_layer_types
+from .llama import BACKBONE, expert_weights
 
 
 def configure(fields: Fields) -> DecoderConfig:
@@ -20,4 +20,25 @@ def configure(fields: Fields) -> DecoderConfig:
     return DecoderConfig(**common, windows=windows)
 
 
+def configure_mixtral(fields: Fields) -> DecoderConfig:
+    fields = Fields({"rope_theta": 1e6, **fields.raw}, fields.source)
+    common = read_common(fields, kv_heads=8, head_dim=None, positions=4096 * 32, eps=1e-5)
+    window = fields.integer("sliding_window", None)
+    read_layer_types(fields, common["layers"], window)
+    experts = Experts(
+        count=fields.integer("num_local_experts", fields.integer("num_experts", 8)),
+        per_token=fields.integer("num_experts_per_tok", 2),
+        size=common["intermediate_size"],
+    )
+    return DecoderConfig(**common, windows=(window,) * common["layers"], experts=experts)
+
+
+_MOE = "block_sparse_moe."
 MISTRAL = Family("mistral", "MistralForCausalLM", configure, BACKBONE)
+MIXTRAL = Family(
+    "mixtral",
+    "MixtralForCausalLM",
+    configure_mixtral,
+    tuple(w for w in BACKBONE if ".mlp." not in w.path)
+    + expert_weights(_MOE + "gate", _MOE + "experts.{e}.", "w1", "w3", "w2"),
+)

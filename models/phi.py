@@ -1,4 +1,7 @@
-"""Phi-3: a Llama whose files hold q, k and v in one tensor and gate and up in another; long variants have LongRoPE."""
+"""Phi-3 and Phi-4-mini: a Llama whose files hold q, k and v in one tensor, and gate and up in another.
+
+Long variants have LongRoPE, and in Phi-4-mini it turns only the first channels of a head.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,15 @@ FUSED = (
 
 
 def configure(fields: Fields) -> DecoderConfig:
-    common = read_common(_with_longrope(fields), kv_heads=None, head_dim=None, positions=4096)
+    takes = ("partial_rotary_factor",)
+    fields = _with_longrope(fields)
+    common = read_common(fields, kv_heads=None, head_dim=None, positions=4096, takes=takes)
+    scaling = fields.group("rope_scaling")
+    inside = (scaling if scaling.raw else fields.group("rope_parameters")).number("partial_rotary_factor", None)
+    share = fields.number("partial_rotary_factor", 1.0) if inside is None else inside
+    if not 0 < share <= 1:
+        raise fields.error("partial_rotary_factor", "above 0 and at most 1")
+    common["rotary_dim"] = None if share == 1 else int(common["head_dim"] * share)
     window = fields.integer("sliding_window", None)
     read_layer_types(fields, common["layers"], window)
     windows = (window,) * common["layers"]

@@ -266,10 +266,15 @@ def angles(rope: Rope, positions: Array, head_dim: int, length: Array | int = 0)
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """x [B, T, H, D] with channels (i, i + D/2) of each head turned by the angles of its position; computes in f32."""
-    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    """x [B, T, H, D] with channels (i, i + R/2) of each head turned by the angles of its position; computes in f32.
+
+    cos and sin [B, T, R/2] may be of the first R channels only; the others stay as they are.
+    """
+    size = 2 * cos.shape[-1]
+    low, high = jnp.split(x[..., :size].astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[:, :, None], sin[:, :, None]
-    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
+    turned = jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
+    return turned if size == x.shape[-1] else jnp.concatenate([turned, x[..., size:]], axis=-1)
 
 
 def _exponents(head_dim: int) -> np.ndarray:

@@ -33,6 +33,8 @@ THREADS = 4
 BLOCK, GAP = (128, 256), 8
 ALIGNED = 64  # bytes; JAX takes such an array of the host as an array of the CPU without a copy
 
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)  # of MXFP4
+
 T = TypeVar("T")
 
 
@@ -48,20 +50,79 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a tensor whose dtype is one of `FLOATS`."""
-        return math.prod(self.shape) * FLOATS[self.dtype].itemsize
+        """Bytes of a tensor whose dtype is one of `FLOATS`, or U8."""
+        return math.prod(self.shape) * self._dtype.itemsize
+
+    @property
+    def _dtype(self) -> np.dtype:
+        return np.dtype(np.uint8) if self.dtype == "U8" else FLOATS[self.dtype]
 
     def view(self, content: np.ndarray) -> np.ndarray:
         """The tensor in the bytes u8[size] of its file."""
-        return content[self.first : self.first + self.nbytes].view(FLOATS[self.dtype]).reshape(self.shape)
+        return content[self.first : self.first + self.nbytes].view(self._dtype).reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Arrays [a, b] of experts that become one [E, a, b] when they are read, by `np.asarray`."""
+
+    views: tuple[np.ndarray, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(view.nbytes for view in self.views)
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Stack:
+        experts, *inside = index
+        return Stack(tuple(view[tuple(inside)] for view in self.views[experts]))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.stack(self.views)
+
+
+@dataclass(frozen=True)
+class Mxfp4:
+    """Numbers f32[E, a, b] of 4 bits, expanded when they are read, by `np.asarray`.
+
+    `blocks` u8[E, a, b/32, 16] have two numbers a byte, the low half first; `scales` u8[E, a, b/32] have the exponent
+    of 2 of each block, plus 127.
+    """
+
+    blocks: np.ndarray
+    scales: np.ndarray
+    last: slice | None = None  # of the last axis; None: all
+
+    @property
+    def nbytes(self) -> int:
+        start, stop = self._bounds
+        return 4 * math.prod(self.blocks.shape[:2]) * (stop - start)
+
+    @property
+    def _bounds(self) -> tuple[int, int]:
+        start, stop, _ = (self.last or slice(None)).indices(self.blocks.shape[2] * 32)
+        return start, stop
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Mxfp4:
+        *outer, last = index
+        return Mxfp4(self.blocks[tuple(outer)], self.scales[tuple(outer)], last)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        codes = np.arange(256)
+        pairs = np.stack([E2M1[codes & 15], E2M1[codes >> 4]], axis=-1).view(np.uint64)[:, 0]  # of a byte
+        start, stop = self._bounds
+        near = slice(start // 32, -(-stop // 32))  # the blocks that hold them
+        numbers = np.take(pairs, self.blocks[:, :, near]).view(np.float32)
+        numbers *= np.ldexp(np.float32(1), self.scales[:, :, near].astype(np.int32) - 127)[..., None]
+        found = numbers.reshape(*numbers.shape[:2], -1)
+        return found[:, :, start - 32 * near.start : stop - 32 * near.start]
 
 
 class Part(NamedTuple):
     """A part of a tensor that one or several devices hold."""
 
-    view: np.ndarray
+    view: Any  # an array, or a `Stack` or `Mxfp4` of which np.asarray makes one
     dtype: np.dtype  # on the devices
-    transposed: bool  # there
+    transposed: bool  # there, of the last two axes
     devices: Sequence[Any] = (None,)  # None is JAX's default
 
 
@@ -120,11 +181,11 @@ def place(jobs: Iterable[tuple[T, list[Part]]]) -> Iterator[tuple[T, list[Array]
 
 def _send(part: Part, default: Any) -> Any:
     """In a thread: a part as it is to be on a CPU, or as the file has it on another device."""
-    device = part.devices[0] or default
+    device, array = part.devices[0] or default, np.asarray(part.view)
     if device.platform == "cpu":
-        return write(part.view, part.dtype, transposed=part.transposed)
+        return write(array, part.dtype, transposed=part.transposed)
     with jax.default_device(default):
-        return jax.device_put(part.view, part.devices[0])
+        return jax.device_put(array, part.devices[0])
 
 
 def _arrive(sent: list[tuple[Part, Any]]) -> list[Array]:
@@ -144,29 +205,32 @@ def _arrive(sent: list[tuple[Part, Any]]) -> list[Array]:
 
 @partial(jax.jit, static_argnames=("dtype", "transposed"))
 def _convert(array: Array, *, dtype: np.dtype, transposed: bool) -> Array:
-    return (array.T if transposed else array).astype(dtype)
+    return (jnp.matrix_transpose(array) if transposed and array.ndim > 1 else array).astype(dtype)
 
 
 def write(array: np.ndarray, dtype: np.dtype, *, transposed: bool) -> np.ndarray:
-    """A new array of the host with the numbers of another, rounded to `dtype` and transposed."""
+    """A new array of the host with the numbers of another, rounded to `dtype`, its last two axes transposed."""
     if array.dtype == np.float64:
         array = array.astype(np.float32)
-    shape = array.shape[::-1] if transposed else array.shape
+    transposed &= array.ndim > 1
+    shape = (*array.shape[:-2], *array.shape[:-3:-1]) if transposed else array.shape
     size = math.prod(shape) * dtype.itemsize
     content = np.empty(size + ALIGNED, np.uint8)
     start = -content.ctypes.data % ALIGNED
     out = content[start : start + size].view(dtype).reshape(shape)
     with np.errstate(over="ignore", invalid="ignore"):
-        if not transposed or array.ndim < 2:
+        if not transposed:
             out[...] = array
             return out
         rows, columns = BLOCK
         block = np.empty((rows, columns + GAP), dtype)
         bits = f"u{dtype.itemsize}"  # numpy copies bfloat16 one by one
-        for i in range(0, array.shape[0], rows):
-            for j in range(0, array.shape[1], columns):
-                part = array[i : i + rows, j : j + columns]
-                inside = block[: part.shape[0], : part.shape[1]]
-                inside[...] = part
-                out[j : j + columns, i : i + rows].view(bits)[...] = inside.view(bits).T
+        for at in np.ndindex(shape[:-2]):
+            one, turned = array[at], out[at]
+            for i in range(0, one.shape[0], rows):
+                for j in range(0, one.shape[1], columns):
+                    part = one[i : i + rows, j : j + columns]
+                    inside = block[: part.shape[0], : part.shape[1]]
+                    inside[...] = part
+                    turned[j : j + columns, i : i + rows].view(bits)[...] = inside.view(bits).T
     return out

@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from safetensors.numpy import save_file
@@ -34,21 +37,32 @@ from kvjax.validation import shown
 from .checkpoint import Checkpoint
 from .config import DecoderConfig, Family, Fields, Weight
 from .decoder import Decoder, param_dtype
+from .gemma import GEMMA2, GEMMA3
 from .generation_config import read_processors, read_stop_tokens
-from .llama import LLAMA
-from .mistral import MISTRAL
+from .gpt_oss import GPT_OSS
+from .llama import LLAMA, SMOLLM3
+from .mistral import MISTRAL, MIXTRAL
 from .phi import PHI3
-from .qwen import QWEN2, QWEN3
-from .rope import Yarn
-from .tensor_files import FLOATS, Part, Tensor, mapped, place, read_header, write
+from .qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from .rope import Rope, Yarn
+from .tensor_files import FLOATS, Mxfp4, Part, Stack, Tensor, mapped, place, read_header, write
 
-FAMILIES: dict[str, Family] = {f.model_type: f for f in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3)}
+FAMILIES: dict[str, Family] = {
+    family.model_type: family
+    for family in (
+        *(LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, SMOLLM3, GEMMA2, GEMMA3),
+        *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS),
+    )
+}
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 MOST_TOLD = 12  # problems that one error lists
 _BASE = "model."  # begins the names of all tensors but the head's
 _HEAD, _TABLE = "lm_head.weight", "model.embed_tokens.weight"
+_WITH_IMAGES = {"gemma3": "gemma3_text", "mistral3": "mistral"}  # and what their text_config is
+_TEXT, _IMAGES = "language_model.", ("vision_tower.", "multi_modal_projector.")
 _ROWS = 4096  # rows of these that are compared at a time
+_BLOCKS, _SCALES = "_blocks", "_scales"  # end the names of tensors in MXFP4
 
 
 def shipped() -> Path:
@@ -86,7 +100,7 @@ def load(
     compilation_cache: bool = True,
     on_shapes: Callable[[Decoder], None] | None = None,
 ) -> Checkpoint:
-    """Loads a checkpoint in Hugging Face format, of Llama, Mistral, Qwen2, Qwen2.5, Qwen3 or Phi-3.
+    """Loads a checkpoint in Hugging Face format, of one of the architectures in `FAMILIES`.
 
     Needs config.json, and model.safetensors or the files that model.safetensors.index.json lists. Memory: the model
     in `dtype` and a few tensors.
@@ -114,11 +128,12 @@ def load(
         use_compilation_cache()
     dtype = param_dtype(default_dtype() if dtype is None else dtype)
     check_directory(directory)
-    fields = Fields.read(directory / "config.json")
+    whole = Fields.read(directory / "config.json")
+    fields = text_fields(whole)
     family = find_family(fields)
     config = family.configure(fields)
     stop_tokens, processors = read_stop_tokens(directory, fields, config.vocab_size), read_processors(directory)
-    tensors = read_headers(directory)
+    tensors = read_headers(directory, with_images=fields is not whole)
     if config.layers > len(tensors):
         raise ValueError(
             f"num_hidden_layers in {fields.source} is {config.layers}, but the files hold only {len(tensors)} tensors; "
@@ -131,8 +146,8 @@ def load(
         on_shapes(jax.tree.map(lambda shape: shape, model))  # a copy, as this one is filled
     placement = None if placement is None else placement.auto
     shardings = None if placement is None else model_shardings(model, placement, rules)
-    places = match(family, model, tensors, directory)
-    for param, arrays in place(_jobs(tensors, places, dtype, shardings)):
+    sources = match(family, model, tensors, directory)
+    for param, arrays in place(_jobs(tensors, sources, dtype, shardings)):
         value = arrays[0]
         if shardings is not None:
             shape = param.get_value().shape
@@ -148,7 +163,8 @@ def logical_axis_rules(placement: Placement) -> dict[str, Axes]:
     that does not come out even. `flax.nnx.logical_axis_rules(tuple(rules.items()))` takes the rules too.
 
     **Source:** Megatron-LM (Shoeybi et al. 2019), section 3: q, k, v, gate and up by columns, out and down by rows, so
-    that a layer needs two sums over the devices. The vocabulary is split in the embedding and in the head.
+    that a layer needs two sums over the devices. The vocabulary is split in the embedding and in the head. Each expert
+    of a mixture is split as an MLP is, so that all devices have an equal share whatever a router chooses.
 
     >>> import jax
     >>> from kvjax import Placement
@@ -160,7 +176,7 @@ def logical_axis_rules(placement: Placement) -> dict[str, Axes]:
     return {
         **dict.fromkeys(("q_heads", "kv_heads"), heads),
         **dict.fromkeys(("mlp", "vocab"), placement.heads_and_context),
-        **dict.fromkeys(("embed", "head_dim")),
+        **dict.fromkeys(("embed", "head_dim", "experts", "one")),
     }
 
 
@@ -198,10 +214,12 @@ def model_shardings(
     sizes = {
         "q_heads": (config.q_heads, "query heads"),
         "kv_heads": (config.kv_heads, "KV heads"),
-        "mlp": (config.intermediate_size, "channels of the MLP"),
+        "mlp": (math.gcd(*_mlp_sizes(config)), "channels of the MLP"),
         "vocab": (config.vocab_size, "tokens of the vocabulary"),
         "embed": (config.hidden_size, "channels"),
         "head_dim": (config.head_dim, "channels of a head"),
+        "experts": (config.experts.count if config.experts else 1, "experts"),
+        "one": (1, "gate of the shared expert"),
     }
     for name, (size, what) in sizes.items():
         if name in ("mlp", "vocab") and name not in (rules or {}) and size % placement.devices_of(known[name]):
@@ -221,6 +239,13 @@ def model_shardings(
         )
 
     return {id(param): sharding(param) for _, param in _params(model)}
+
+
+def _mlp_sizes(config: DecoderConfig) -> list[int]:
+    """The intermediate sizes of all MLPs of a model."""
+    by = config.experts
+    dense = [config.intermediate_size] if by is None or by.dense_layers else []
+    return dense + ([] if by is None else [by.size] + ([by.shared_size] if by.shared_size else []))
 
 
 def check_directory(directory: Path) -> None:
@@ -279,12 +304,18 @@ def save(
         raise FileExistsError(f"{directory} has a checkpoint ({', '.join(sorted(existing))}); give a new directory")
     family, fields = describe(model.config)
     params = {".".join(map(str, path)): param.get_value() for path, param in _params(model)}
-    rows = {
-        weight.name.format(i=i): (weight, tuple(params[path] for path in weight.paths(i)))
-        for weight in family.weights
-        for i in range(model.config.layers if "{i}" in weight.path else 1)
-        if weight.path.format(i=i) in params
-    }
+    rows: dict[str, tuple[Weight, tuple[Array, ...]]] = {}
+    for weight in family.weights:
+        for i in range(model.config.layers if "{i}" in weight.path else 1):
+            if weight.path.format(i=i) not in params:
+                continue
+            parts = tuple(params[path] for path in weight.paths(i))
+            if weight.interleaved:
+                parts = (jnp.stack(parts, axis=-1).reshape(*parts[0].shape[:-1], -1),)
+            experts = list(parts[0]) if weight.by_expert else []
+            rows |= {weight.name.format(i=i, e=e): (weight, (one,)) for e, one in enumerate(experts)}
+            if not experts:
+                rows[weight.name.format(i=i)] = weight, parts
     sizes = {name: sum(p.size * _stored(p, dtype).itemsize for p in parts) for name, (_, parts) in rows.items()}
     shards = split(sizes, shard_bytes)
     many = len(shards) > 1
@@ -319,11 +350,11 @@ def describe(config: DecoderConfig) -> tuple[Family, dict[str, Any]]:
     Raises:
       ValueError: no family can.
     """
-    named = {"theta": "rope_theta", "original": "original_max_position_embeddings"}
-    rope = {named.get(name, name): value for name, value in vars(config.rope).items() if value is not None}
+    rope = _rope_fields(config.rope)
     if isinstance(config.rope, Yarn) and config.rope.original * config.rope.factor > config.max_position_embeddings:
         del rope["original_max_position_embeddings"]  # with it, the positions would be read as those before scaling
     window = next((w for w in config.windows if w is not None), None)
+    by = config.experts
     fields: dict[str, Any] = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -335,7 +366,7 @@ def describe(config: DecoderConfig) -> tuple[Family, dict[str, Any]]:
         "hidden_act": config.activation,
         "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": config.norm_eps,
-        "rope_parameters": {"rope_type": type(config.rope).__name__.lower(), **rope},
+        "rope_parameters": rope,
         "rope_theta": rope["rope_theta"],  # where transformers 4 looks
         "tie_word_embeddings": config.tied_head,
         "attention_bias": config.qkv_bias,
@@ -343,6 +374,32 @@ def describe(config: DecoderConfig) -> tuple[Family, dict[str, Any]]:
         "initializer_range": config.initializer_range,
         "sliding_window": window,
     }
+    if config.rotary_dim is not None:
+        fields["partial_rotary_factor"] = config.rotary_dim / config.head_dim
+    if config.norm_offset:
+        fields |= {
+            "hidden_activation": config.activation,
+            "query_pre_attn_scalar": round((config.query_scale or config.head_dim**-0.5) ** -2, 9),
+            "attn_logit_softcapping": config.soft_cap,
+            "final_logit_softcapping": config.head_cap,
+        }
+        if config.qk_norm:  # Gemma 3
+            local = _rope_fields(config.local_rope or config.rope)
+            fields["rope_parameters"] = {"full_attention": rope, "sliding_attention": local}
+    if by is not None:
+        fields |= {
+            "num_experts": by.count,
+            "num_local_experts": by.count,
+            "num_experts_per_tok": by.per_token,
+            "moe_intermediate_size": by.size,
+            "shared_expert_intermediate_size": by.shared_size,
+            "norm_topk_prob": by.normalised,
+            "mlp_only_layers": list(by.dense_layers),
+            "qkv_bias": config.qkv_bias,
+            **dict(zip(("swiglu_alpha", "swiglu_limit"), by.clamp or (), strict=False)),
+        }
+    if config.unrotated:
+        fields["no_rope_layers"] = [int(i not in config.unrotated) for i in range(config.layers)]
     if window is not None:
         kinds = ["full_attention" if w is None else "sliding_attention" for w in config.windows]
         fields |= {"use_sliding_window": True, "layer_types": kinds}
@@ -360,6 +417,12 @@ def describe(config: DecoderConfig) -> tuple[Family, dict[str, Any]]:
     )
 
 
+def _rope_fields(rope: Rope) -> dict[str, Any]:
+    named = {"theta": "rope_theta", "original": "original_max_position_embeddings"}
+    found = {named.get(name, name): value for name, value in vars(rope).items() if value is not None}
+    return {"rope_type": type(rope).__name__.lower(), **found}
+
+
 def split(sizes: Mapping[str, int], most: int) -> list[list[str]]:
     """Splits names, in order, into lists of at most `most` bytes; a name with more bytes is alone in its list.
 
@@ -375,6 +438,27 @@ def split(sizes: Mapping[str, int], most: int) -> list[list[str]]:
         lists[-1].append(name)
         total += size
     return lists
+
+
+def text_fields(fields: Fields) -> Fields:
+    """The fields of the language model in a config of one that also sees images; others as they are."""
+    kind, text = fields.raw.get("model_type"), fields.group("text_config").raw
+    if kind not in _WITH_IMAGES or not text:
+        return fields
+    outer = {name: fields.raw[name] for name in ("bos_token_id", "eos_token_id") if fields.given(name)}
+    default = {"model_type": _WITH_IMAGES[kind]}
+    inner = {name: value for name, value in text.items() if name != "architectures"}
+    return Fields({**outer, **default, **inner}, f"text_config of {fields.source}")
+
+
+def _text_name(name: str) -> str | None:
+    """The name that a tensor has in files of the language model alone; None for one of the part that sees images."""
+    if name.removeprefix(_BASE).startswith(_IMAGES):
+        return None
+    inner = name.removeprefix(_BASE).removeprefix(_TEXT)
+    if inner == name.removeprefix(_BASE):
+        return name
+    return inner if inner == _HEAD or inner.startswith(_BASE) else _BASE + inner
 
 
 def find_family(fields: Fields) -> Family:
@@ -402,8 +486,10 @@ def find_family(fields: Fields) -> Family:
     return family
 
 
-def read_headers(directory: Path) -> dict[str, Tensor]:
+def read_headers(directory: Path, *, with_images: bool = False) -> dict[str, Tensor]:
     """The tensors of a checkpoint by name, from the headers of its files.
+
+    A checkpoint `with_images` gives only those of its language model, by the names that files of it alone have.
 
     Raises:
       FileNotFoundError: no weights, or a file that the index lists is missing.
@@ -418,9 +504,12 @@ def read_headers(directory: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for file in files:
         for tensor in read_header(file):
-            if (twice := tensors.get(tensor.name)) is not None:
+            name = _text_name(tensor.name) if with_images else tensor.name
+            if name is None:
+                continue
+            if (twice := tensors.get(name)) is not None:
                 raise ValueError(f"{directory} has {tensor.name} twice, in {twice.file.name} and {file.name}")
-            tensors[tensor.name] = tensor
+            tensors[name] = tensor
     if _TABLE.removeprefix(_BASE) in tensors and not any(name.startswith(_BASE) for name in tensors):
         # The files of a model without a head have other names, as in transformers.
         return {name if name == _HEAD else _BASE + name: tensor for name, tensor in tensors.items()}
@@ -478,37 +567,84 @@ def has_own_head(tensors: Mapping[str, Tensor]) -> bool:
     return any(not np.array_equal(heads[part], rows[part]) for part in parts)
 
 
-def match(
-    family: Family, model: Decoder, tensors: Mapping[str, Tensor], directory: Path
-) -> dict[str, tuple[Weight, tuple[nnx.Param, ...]]]:
-    """For each tensor that is to be read, its row of the weight table and its parameters in `model`.
+class Source(NamedTuple):
+    """A row of the weight table, the parameters that it fills, and the tensors that it is read from."""
+
+    weight: Weight
+    params: tuple[nnx.Param, ...]
+    names: tuple[str, ...]  # one; one for each expert; or the blocks and scales of MXFP4
+
+    @property
+    def packed(self) -> bool:
+        """True for blocks and scales of MXFP4."""
+        return not self.weight.by_expert and len(self.names) == 2
+
+    @property
+    def transposed(self) -> bool:
+        """True if the last two axes of the tensors lie the other way round than in the Decoder."""
+        return self.weight.transposed or self.packed
+
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of the tensors."""
+        if not (self.weight.by_expert or self.weight.interleaved or self.packed):
+            return [_file_shape(self.weight, self.params)]
+        *lead, last = self.params[0].get_value().shape
+        if self.weight.by_expert:
+            _, size = lead
+            return [(last, size) if self.weight.transposed else (size, last)] * len(self.names)
+        last *= len(self.params)
+        if not self.packed:
+            return [(*lead, last)]
+        experts, size = lead  # 32 numbers of a block follow each other along the input
+        return [(experts, last, size // 32, 16), (experts, last, size // 32)]
+
+    def split(self, views: list[np.ndarray]) -> list[Any]:
+        """The tensor of each parameter in the arrays of the files, as an array or what becomes one when it is read."""
+        n = len(self.params)
+        if self.weight.by_expert:
+            return [Stack(tuple(views))]
+        if self.packed:
+            blocks, scales = views
+            return [Mxfp4(blocks[:, i::n], scales[:, i::n]) for i in range(n)]
+        if self.weight.interleaved:
+            return [views[0][..., i::n] for i in range(n)]
+        return [views[0][rows] for rows in _rows(self.weight, self.params)]
+
+
+def match(family: Family, model: Decoder, tensors: Mapping[str, Tensor], directory: Path) -> list[Source]:
+    """For each row of the weight table that applies, its parameters in `model` and the tensors that are to be read.
 
     Raises:
       ValueError: counts and lists tensors that are missing, unexpected, misshapen or not of a float dtype.
     """
     params = {".".join(map(str, path)): param for path, param in _params(model)}
-    wanted: dict[str, tuple[Weight, tuple[nnx.Param, ...]]] = {}
+    sources: list[Source] = []
     for weight in family.weights:
         for i in range(model.config.layers if "{i}" in weight.path else 1):
-            if weight.path.format(i=i) in params:
-                wanted[weight.name.format(i=i)] = (weight, tuple(params.pop(path) for path in weight.paths(i)))
+            if weight.path.format(i=i) not in params:
+                continue
+            experts = model.config.experts.count if weight.by_expert and model.config.experts else 1
+            names = tuple(weight.name.format(i=i, e=e) for e in range(experts))
+            if names[0] + _BLOCKS in tensors:
+                names = names[0] + _BLOCKS, names[0] + _SCALES
+            if names[0] == _TABLE and model.config.tied_head and _TABLE not in tensors and _HEAD in tensors:
+                names = (_HEAD,)  # some writers keep the other name of the shared tensor
+            sources.append(Source(weight, tuple(params.pop(path) for path in weight.paths(i)), names))
     assert not params, f"no weight of {family.model_type} fills {sorted(params)}"
 
-    if model.config.tied_head and _TABLE not in tensors and _HEAD in tensors:
-        wanted[_HEAD] = wanted.pop(_TABLE)  # some writers keep the other name of the shared tensor
-
+    wanted = {name: shape for s in sources for name, shape in zip(s.names, s.shapes(), strict=True)}
     _check_index(directory, wanted, tensors)
-    problems = [f"missing: {name}{list(_file_shape(*wanted[name]))}" for name in wanted if name not in tensors]
+    problems = [f"missing: {name}{list(shape)}" for name, shape in wanted.items() if name not in tensors]
     for name, tensor in tensors.items():
         if name not in wanted:
             tied_copy = name == _HEAD and model.config.tied_head
             if not tied_copy and not name.endswith("rotary_emb.inv_freq"):  # of old files: RoPE is in the config
                 problems.append(f"unexpected: {name}{list(tensor.shape)}")
             continue
-        shape = _file_shape(*wanted[name])
+        shape = wanted[name]
         if tensor.shape != shape:
             problems.append(f"misshapen: {name}{list(tensor.shape)}, wanted {list(shape)}")
-        if tensor.dtype not in FLOATS:
+        if tensor.dtype not in (("U8",) if name.endswith((_BLOCKS, _SCALES)) else FLOATS):
             problems.append(
                 f"not a float of 16 bits or more: {name} is {tensor.dtype}; load and save it with transformers "
                 "in bfloat16"
@@ -521,7 +657,7 @@ def match(
             f"num_hidden_layers or tie_word_embeddings if the files have other layers or another head; {len(problems)} "
             f"problems:\n  {listed}"
         )
-    return wanted
+    return sources
 
 
 def _params(model: Decoder) -> Iterator[tuple[tuple[Any, ...], nnx.Param]]:
@@ -544,29 +680,38 @@ def _rows(weight: Weight, params: tuple[nnx.Param, ...]) -> list[slice]:
 
 def _jobs(
     tensors: Mapping[str, Tensor],
-    places: Mapping[str, tuple[Weight, tuple[nnx.Param, ...]]],
+    sources: Sequence[Source],
     dtype: np.dtype,
     shardings: Mapping[int, NamedSharding] | None,
 ) -> Iterator[tuple[nnx.Param, list[Part]]]:
-    """The parameters and their parts, in the order in which the files hold them; one file is mapped at a time."""
-    for file in sorted({tensors[name].file for name in places}):
-        content = mapped(file)
-        inside = [name for name in places if tensors[name].file == file]
-        for name in sorted(inside, key=lambda name: tensors[name].first):
-            weight, params = places[name]
-            view = tensors[name].view(content)
-            for param, rows in zip(params, _rows(weight, params), strict=True):
-                if shardings is None:
-                    yield param, [Part(view[rows], dtype, weight.transposed)]
-                    continue
-                parts = _parts(param.get_value().shape, shardings[id(param)])
-                yield (
-                    param,
-                    [
-                        Part(view[rows][index[::-1] if weight.transposed else index], dtype, weight.transposed, devices)
-                        for index, devices in parts
-                    ],
-                )
+    """The parameters and their parts, in the order in which the files hold them; one file is mapped at a time, or those
+    of a layer's experts."""
+
+    def first(source: Source) -> tuple[Path, int]:
+        tensor = tensors[source.names[0]]
+        return tensor.file, tensor.first
+
+    content: dict[Path, np.ndarray] = {}
+    for source in sorted(sources, key=first):
+        files = {tensors[name].file for name in source.names}
+        content = {file: content[file] if file in content else mapped(file) for file in files}
+        views = [tensors[name].view(content[tensors[name].file]) for name in source.names]
+        for param, view in zip(source.params, source.split(views), strict=True):
+            if shardings is None:
+                yield param, [Part(view, dtype, source.transposed)]
+                continue
+            parts = _parts(param.get_value().shape, shardings[id(param)])
+            yield (
+                param,
+                [
+                    Part(view[_swapped(index) if source.transposed else index], dtype, source.transposed, devices)
+                    for index, devices in parts
+                ],
+            )
+
+
+def _swapped(index: tuple[slice, ...]) -> tuple[slice, ...]:
+    return *index[:-2], index[-1], index[-2]
 
 
 def _parts(shape: tuple[int, ...], sharding: NamedSharding) -> list[tuple[tuple[slice, ...], list[Any]]]:

@@ -72,7 +72,7 @@ def trunk(model: Decoder, table: Array, tokens: Array) -> Array:
     them very often.
     """
     x = table.at[tokens].get(mode="clip").astype(model.embedding.dtype)
-    cos, sin = rope.angles(model.config.rope, jnp.arange(tokens.shape[1])[None], model.config.head_dim)
+    cos, sin = rope.angles(model.config.rope, jnp.arange(tokens.shape[1])[None], model.config.rotated)
     for layer in model.layers:
         x, _, _ = layer(x, cos, sin, None)
     return model.norm(x)

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import re
 from collections import Counter
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from kvjax import Placement
 from kvjax.generation import decode_step, generate
 from kvjax.generation import prefilling as reading
 from kvjax.generation.sampling import Sampling, sample, sampling
-from kvjax.models import Decoder, DecoderConfig, distribute, load, logical_axis_rules, rope, save, tensor_files
+from kvjax.models import Decoder, DecoderConfig, Experts, distribute, load, logical_axis_rules, rope, save, tensor_files
 from tests.devices.programs import COLLECTIVE, exchanges
 
 CONFIG = DecoderConfig(
@@ -66,6 +67,30 @@ def test_mlp_that_context_does_not_divide_is_split_over_heads_alone() -> None:
     here = {name: whole.nbytes / split[name].addressable_shards[0].data.nbytes for name, whole in leaves(odd).items()}
     assert {parts for name, parts in here.items() if ".mlp." in name} == {2}
     assert {parts for name, parts in here.items() if "embedding" in name or "head" in name} == {1}
+
+
+def test_a_mixture_of_experts_is_split_inside_each_expert(tmp_path: Path) -> None:
+    """Loaded by parts or distributed; a chunk, which sorts tokens by expert, and a step give what one device gives."""
+    experts = Experts(count=8, per_token=2, size=16, bias=True, clamp=(1.5, 2.0))
+    config = dataclasses.replace(CONFIG, intermediate_size=16, out_bias=True, sinks=True, experts=experts)
+    config = dataclasses.replace(config, windows=(6, None), rope=rope.Yarn(factor=2.0, original=512, theta=1e4))
+    save(tmp_path / "checkpoint", Decoder(config, rngs=nnx.Rngs(8)))
+    one, split, three = (load(tmp_path / "checkpoint", jnp.float32, placement=at).model for at in (None, BOTH, THREE))
+    again = distribute(one, BOTH)
+    for a, b, c in zip(*map(jax.tree.leaves, (one, split, again)), strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert b.sharding == c.sharding
+    assert split.layers[0].mlp.gate[...].addressable_shards[0].data.shape == (8, 32, 4)
+
+    @partial(jax.jit, static_argnums=1)
+    def run(model: Decoder, at: Placement | None, tokens: jax.Array) -> jax.Array:
+        cache = kvjax.init(kvjax.Full(), model.spec(2, 32), layers=2, placement=at)
+        first, cache = model(tokens[:, :20], cache)
+        return jnp.concatenate([first, model(tokens[:, 20:], cache)[0]], axis=1)
+
+    tokens = jax.random.randint(jax.random.key(0), (2, 21), 0, 96)
+    for model, at in ((split, BOTH), (three, THREE)):
+        np.testing.assert_allclose(run(model, at, tokens), run(one, None, tokens), atol=1e-5)
 
 
 def test_each_byte_of_the_files_is_read_once(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,7 +90,7 @@ def test_loading_holds_a_few_tensors_beside_the_model(write, monkeypatch, platfo
     assert sum(a.nbytes for a in jax.live_arrays()) - before == held
 
 
-@pytest.mark.parametrize("shape", [(5,), (1, 7), (128, 256), (129, 257), (300, 40), (40, 600)], ids=str)
+@pytest.mark.parametrize("shape", [(5,), (1, 7), (128, 256), (129, 257), (300, 40), (2, 40, 300)], ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_cpu_writes_what_a_gpu_converts(shape, transposed):
     numbers = np.random.default_rng(0).normal(size=shape) * np.float64(1e5)  # some exceed float16
@@ -408,13 +408,32 @@ def test_an_architecture_that_is_not_supported_names_those_that_are(write, no_re
         {"architectures": ["LlamaForSequenceClassification"]},
         {"architectures": ["LlamaModel"]},
         {"architectures": ["MistralForCausalLM"]},  # with model_type llama
-        {"architectures": None, "model_type": "qwen2_moe"},
-        {"architectures": ["Qwen3MoeForCausalLM"], "model_type": ...},
+        {"architectures": None, "model_type": "qwen2_vl"},
+        {"architectures": ["Qwen3NextForCausalLM"], "model_type": ...},
     ):
         with pytest.raises(ValueError, match="not supported; supported are") as error:
             models.load(write(**config))
         for name in ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"):
             assert name in str(error.value)
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_text_of_a_model_that_sees_images_is_read(write, prefix):
+    """As Mistral Small 3.1 and Gemma 3 have it; tensors of the part that sees images are left out."""
+    wanted = jax.tree.leaves(models.load(write(model_type="mistral", architectures=["MistralForCausalLM"])).model)
+
+    def rename(tensors):
+        for name in list(tensors):
+            head = "language_model." + name if prefix.startswith("language") else name
+            tensors[head if name == "lm_head.weight" else prefix + name[len("model.") :]] = tensors.pop(name)
+        tensors["vision_tower.patch.weight"] = np.zeros((3, 4), np.float32)
+
+    text = {name: value for name, value in CONFIG.items() if name != "architectures"} | {"model_type": "mistral"}
+    outer = {"model_type": "mistral3", "architectures": ["Mistral3ForConditionalGeneration"], "text_config": text}
+    found = models.load(write(change=rename, **outer))
+    assert found.stop_tokens == (1,)
+    for a, b in zip(jax.tree.leaves(found.model), wanted, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("config", [{"architectures": None}, {"model_type": ...}, {"architectures": []}])

@@ -5,6 +5,7 @@ lengths: transformers pads on the left, kvjax on the right. Prompts and answers 
 starts at, and prompts are longer than the sliding windows.
 """
 
+import copy
 import json
 from typing import Any
 
@@ -117,6 +118,120 @@ FAMILIES = {
     "mistral": ("Mistral", {"hidden_act": "gelu_new", "sliding_window": 9, "tie_word_embeddings": True}),
     "phi3": ("Phi3", {"head_dim": 8, "hidden_act": "gelu", "max_position_embeddings": 104, "sliding_window": 30}),
     "phi3-plain": ("Phi3", {"head_dim": 8, "num_key_value_heads": None, "tie_word_embeddings": True}),
+    "gemma2": (
+        "Gemma2",
+        {
+            "hidden_activation": "gelu",
+            "query_pre_attn_scalar": 40,
+            "sliding_window": 7,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 9.0,
+            "attention_bias": True,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        },
+    ),
+    "gemma2-plain": ("Gemma2", {"tie_word_embeddings": True, "attn_logit_softcapping": None}),
+    "gemma3": (
+        "Gemma3Text",
+        {
+            "query_pre_attn_scalar": 30,
+            "sliding_window": 6,
+            "sliding_window_pattern": 2,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "attn_logit_softcapping": 4.0,
+            "final_logit_softcapping": 9.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 700.0, "factor": 3.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 90.0},
+            },
+        },
+    ),
+    "mixtral": (
+        "Mixtral",
+        {"hidden_act": "gelu", "num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 9},
+    ),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        {
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 20,
+            "shared_expert_intermediate_size": 28,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+            "qkv_bias": False,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "max_window_layers": 2,
+        },
+    ),
+    "qwen2-moe-plain": (
+        "Qwen2Moe",
+        {
+            "num_experts": 24,
+            "moe_intermediate_size": 20,
+            "shared_expert_intermediate_size": 28,
+            "decoder_sparse_step": 2,
+        },
+    ),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 6,
+            "swiglu_alpha": 1.3,
+            "swiglu_limit": 0.9,
+            "attention_bias": False,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        },
+    ),
+    "gpt-oss-plain": ("GptOss", {"num_local_experts": 24, "tie_word_embeddings": True, "rope_parameters": None}),
+    "smollm3": (
+        "SmolLM3",
+        {
+            "head_dim": 8,
+            "no_rope_layers": [1, 0, 0],
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "smollm3-plain": ("SmolLM3", {"head_dim": 8, "no_rope_layer_interval": 2, "tie_word_embeddings": True}),
+    "phi4-mini": (
+        "Phi3",
+        {
+            "head_dim": 8,
+            "num_key_value_heads": 3,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 600.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.1, 1.2],
+                "long_factor": [1.5, 2.0, 4.0],
+            },
+            "original_max_position_embeddings": 26,
+            "max_position_embeddings": 104,
+        },
+    ),
     "mistral-plain": ("Mistral", {"hidden_act": "mish", "sliding_window": None, "head_dim": None}),
 }
 # Every scaling and every family generates; every pair of them compares logits.
@@ -155,15 +270,17 @@ def build(family, rope, directory, **save):
     scaling = dict((ROPES | LONG)[rope])
     if "original_max_position_embeddings" in scaling and name == "Phi3":
         own = own | {"original_max_position_embeddings": scaling["original_max_position_embeddings"]}
-    config = getattr(transformers, f"{name}Config")(**{**SIZES, "rope_parameters": scaling, **own})
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, "rope_parameters": scaling, **copy.deepcopy(own)})
     config._attn_implementation = "eager"
     torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForCausalLM")(config).float().eval()
+    model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config).float().eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "norm" in name:
                 p.normal_(1.0, 0.3)
-            elif name.endswith("bias"):
+            elif name.endswith("sinks"):
+                p.normal_(1.0, 1.0)
+            elif "bias" in name:
                 p.normal_(0.0, 0.3)
             else:
                 p.normal_(0.0, 0.16)
@@ -263,6 +380,62 @@ def test_logits_are_those_of_transformers(family, rope, tmp_path):
     assert cache is None
     assert np.abs(wanted).max() > 2
     np.testing.assert_allclose(logits, wanted, atol=TOLERANCE, rtol=0)
+
+
+NEW = [
+    *("gemma2", "gemma3", "mixtral", "qwen2-moe", "qwen2-moe-plain", "qwen3-moe"),
+    *("gpt-oss", "gpt-oss-plain", "smollm3", "phi4-mini"),
+]
+
+
+@pytest.mark.parametrize("family", NEW)
+@pytest.mark.parametrize("method", ["fier", pytest.param("full", marks=pytest.mark.thorough)])
+def test_chunks_and_steps_through_a_cache_are_one_text_of_transformers(family, method, tmp_path):
+    """With a budget of all tokens. The steps of a mixture gather experts, its chunks sort tokens by expert."""
+    reference = build(family, "default", tmp_path)
+    model = models.load(tmp_path, dtype=jnp.float32).model
+    layers = kvjax.presets.Layers(dense=0)
+    policies = kvjax.Full() if method == "full" else kvjax.presets.fier(budget=128, group=8, chunk=16, layers=layers)
+    text = np.random.default_rng(2).integers(0, SIZES["vocab_size"], (1, 50))
+    wanted = np.stack(torch_logits(reference, list(text)))
+    cache = kvjax.init(policies, model.spec(1, 64), layers=3)
+    cache = model.rotate_for(cache, jnp.array([50]))
+    run, outs = jax.jit(lambda *args: model(*args)), []
+    for part in (slice(0, 20), slice(20, 40), *(slice(i, i + 1) for i in range(40, 50))):
+        logits, cache = run(jnp.asarray(text[:, part]), cache)
+        outs.append(logits)
+    logits = np.concatenate(outs, axis=1)
+    np.testing.assert_allclose(logits, wanted, atol=TOLERANCE, rtol=0)
+    np.testing.assert_array_equal(logits.argmax(axis=-1), wanted.argmax(axis=-1))
+
+
+def test_mxfp4_files_load_as_transformers_expands_them(tmp_path, monkeypatch):
+    import torch
+    from safetensors.numpy import load_file, save_file
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    sizes = {"num_local_experts": 3, "num_experts_per_tok": 2, "hidden_size": 64, "intermediate_size": 32}
+    monkeypatch.setitem(FAMILIES, "gpt-oss-32", ("GptOss", sizes))
+    build("gpt-oss-32", "default", tmp_path)
+    tensors, wanted, rng = load_file(tmp_path / "model.safetensors"), {}, np.random.default_rng(5)
+    for name in [n for n in tensors if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, size_in, size_out = tensors.pop(name).shape
+        tensors[name + "_blocks"] = rng.integers(0, 256, (experts, size_out, size_in // 32, 16), np.uint8)
+        tensors[name + "_scales"] = rng.integers(120, 130, (experts, size_out, size_in // 32), np.uint8)
+        parts = (torch.tensor(tensors[name + end]) for end in ("_blocks", "_scales"))
+        wanted[name] = convert_moe_packed_tensors(*parts, dtype=torch.float32).numpy()
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    mlp = models.load(tmp_path, dtype=jnp.float32).model.layers[1].mlp
+    gate_up, down = (wanted[f"model.layers.1.mlp.experts.{part}_proj"] for part in ("gate_up", "down"))
+    np.testing.assert_array_equal(mlp.gate[...], gate_up[..., 0::2])
+    np.testing.assert_array_equal(mlp.up[...], gate_up[..., 1::2])
+    np.testing.assert_array_equal(mlp.down[...], down)
+    bits = (tmp_path / "config.json").read_text().replace("mxfp4", "gptq")
+    (tmp_path / "config.json").write_text(bits)
+    with pytest.raises(ValueError, match=r"quantised by gptq"):
+        models.load(tmp_path)
 
 
 @pytest.mark.parametrize("rope", [r for r in ROPES if r != "yarn-plain"])

@@ -31,6 +31,22 @@ CONFIGS = {
     "llama-tied": {"tied_head": True, "rope": LLAMA3},
     "mistral": {"windows": (9, 9, 9), "rope": rope.Linear(theta=300.0, factor=2.0)},
     "qwen2": {"qkv_bias": True, "windows": (None, 5, None), "rope": rope.Dynamic(theta=300.0, factor=2.0, original=96)},
+    "gemma3_text": {
+        "norm_offset": True,
+        "post_norms": True,
+        "qk_norm": True,
+        "embedding_scale": 24**0.5,
+        "query_scale": 0.25,
+        "windows": (6, 6, None),
+        "activation": "gelu_pytorch_tanh",
+        "rope": rope.Linear(theta=300.0, factor=2.0),
+        "local_rope": rope.Default(theta=50.0),
+    },
+    "qwen3_moe": {"qk_norm": True, "experts": models.Experts(count=5, per_token=2, size=16, dense_layers=(1,))},
+    "gpt_oss": {
+        **{"qkv_bias": True, "out_bias": True, "sinks": True, "windows": (6, None, 6), "rope": YARN},
+        "experts": models.Experts(count=5, per_token=2, size=40, bias=True, clamp=(1.5, 0.5)),
+    },
     "qwen3": {"qk_norm": True, "tied_head": True, "rope": YARN},
 }
 
@@ -55,6 +71,7 @@ def test_a_saved_model_is_read_back_as_it_was(name, tmp_path):
     for key, leaf in leaves(found.model).items():
         np.testing.assert_array_equal(leaf, wanted[key], err_msg=key)
     assert json.loads((tmp_path / "new" / "config.json").read_text())["model_type"] == name.split("-")[0]
+    assert len(wanted) == len(jax.tree.leaves(model))
 
 
 def test_fused_tensors_are_written_and_read_back_part_by_part(tmp_path, monkeypatch):

@@ -1,0 +1,146 @@
+"""Decode steps of whole mixtures of experts with random weights, against the bytes that a step must read.
+
+    python benchmarks/moe_steps.py [--shapes qwen3-moe,gpt-oss] [--methods full,fier] [--length 32768] [--steps 32]
+
+The shapes are those of Qwen3-30B-A3B (61 GB in bfloat16, so it takes a GPU of 80 GB) and of gpt-oss-20b (42 GB), with a
+batch of 1 and a cache filled with random tokens. `ms` is the time of a step of one program that makes `--steps` of
+them, and `floor_ms` that of reading all attention weights, the router, the head, the experts that a token chooses and
+the cache that the method reads, once, at the rate of the device's memory. About 4 minutes a shape.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from decode_step import policies
+from device_time import bytes_per_us
+from flax import nnx
+from layers import floor_us, names, options, out_of, parse, save, show
+from throughput import fill
+
+import kvjax
+from kvjax import models, presets
+from kvjax.models import DecoderConfig, Experts, rope
+
+SHAPES = {
+    "qwen3-moe": DecoderConfig(
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        layers=48,
+        q_heads=32,
+        kv_heads=4,
+        head_dim=128,
+        max_position_embeddings=40960,
+        rope=rope.Default(theta=1e6),
+        qk_norm=True,
+        experts=Experts(count=128, per_token=8, size=768),
+    ),
+    "gpt-oss": DecoderConfig(
+        vocab_size=201088,
+        hidden_size=2880,
+        intermediate_size=2880,
+        layers=24,
+        q_heads=64,
+        kv_heads=8,
+        head_dim=64,
+        max_position_embeddings=131072,
+        rope=rope.Yarn(theta=150000.0, factor=32.0, original=4096, truncate=False),
+        qkv_bias=True,
+        out_bias=True,
+        sinks=True,
+        windows=(128, None) * 12,
+        experts=Experts(count=32, per_token=4, size=2880, bias=True, clamp=(1.702, 7.0)),
+    ),
+}
+SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "layers": 2, "q_heads": 4, "kv_heads": 2, "head_dim": 16}
+
+
+def shrunk(config: DecoderConfig) -> DecoderConfig:
+    assert config.experts is not None
+    experts = replace(config.experts, count=8, per_token=2, size=16)
+    windows = tuple(None if w is None else 16 for w in config.windows[:2])
+    return replace(config, **SMALL, windows=windows, experts=experts)
+
+
+def weight_bytes(model: models.Decoder) -> int:
+    """Bytes of the weights that one token reads: of the experts, those that it chooses."""
+    total, by = 0, model.config.experts
+    assert by is not None
+    for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(model)):
+        name = jax.tree_util.keystr(path)
+        if "embedding" in name and model.head is not None:
+            continue
+        expert = leaf.ndim == 3 or name.endswith("_bias')].value")
+        total += leaf.size * leaf.dtype.itemsize * (by.per_token if expert else by.count) // by.count
+    return total
+
+
+@partial(jax.jit, static_argnames="steps", donate_argnames="cache")
+def run(model: models.Decoder, cache: Any, token: Any, *, steps: int) -> Any:
+    def step(carry: Any, _: Any) -> Any:
+        cache, token = carry
+        logits, cache = model(token, cache, last_logits=True)
+        return (cache, jnp.argmax(logits, axis=-1)[:, None].astype(jnp.int32)), jnp.isfinite(logits).all()
+
+    (cache, token), finite = jax.lax.scan(step, (cache, token), length=steps)
+    return cache, token, finite.all()
+
+
+def measure(shape: str, method: str, given: Any) -> dict[str, Any]:
+    config = shrunk(SHAPES[shape]) if given.quick else SHAPES[shape]
+    model = models.Decoder(config, dtype=jnp.float32 if given.quick else jnp.bfloat16)
+    layers = presets.windowed(kvjax.PerLayer((), policies(given.budget)[method]), config.windows)
+    spec = model.spec(1, given.length)
+    room = (given.calls + 2) * given.steps
+    cache = fill(kvjax.init(layers, spec, layers=config.layers), given.length - room)
+    token, times = jnp.zeros((1, 1), jnp.int32), []
+    for _ in range(given.calls + 1):
+        start = time.perf_counter()
+        cache, token, finite = jax.block_until_ready(run(model, cache, token, steps=given.steps))
+        times.append(1e3 * (time.perf_counter() - start) / given.steps)
+        if not bool(finite):
+            raise SystemExit(f"{shape}, {method}: logits are not finite")
+    caches = sum(
+        floor_us(layers.rest, spec, given.length) if window is None else floor_us(kvjax.Full(), spec, window)
+        for window in config.windows
+    )
+    floor = weight_bytes(model) / bytes_per_us() + caches
+    return {
+        "shape": shape,
+        "method": method,
+        "length": given.length,
+        "ms": min(times[1:]),
+        "floor_ms": floor / 1e3,
+        "times_floor": min(times[1:]) / (floor / 1e3),
+    }
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    parser = options(__doc__, "moe_steps.json", calls=4)
+    parser.add_argument("--shapes", type=names, default=list(SHAPES))
+    parser.add_argument("--methods", type=names, default=["full", "fier"])
+    parser.add_argument("--length", type=int, default=32768)
+    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--budget", type=int, default=2048)
+    given = parse(parser, args)
+    if given.quick:
+        given.length, given.steps, given.budget, given.calls = 2048, 2, 256, 1
+    what = f"decode steps of mixtures of experts, random weights, batch 1, budget {given.budget}"
+    for shape in given.shapes:
+        for method in given.methods:
+            row = measure(shape, method, given)
+            show(row)
+            save(out_of(given, "moe_steps.json"), what, [row], ("shape", "method", "length"))
+            gc.collect()
+
+
+if __name__ == "__main__":
+    main()
