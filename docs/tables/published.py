@@ -65,6 +65,24 @@ def real_others() -> str:
     return markdown(["cache", "its own", *map(str, budgets), "tokens read"], rows)
 
 
+def real_papers() -> str:
+    """Needles and pass keys at the papers' own settings, at two budgets, and the tokens that a step reads at 1024."""
+    needles, keys = (load_scores("eval_qwen_papers")[task] for task in (NEEDLES, PASS_KEYS))
+
+    def told(name: str) -> str:
+        few = "" if keys[name]["n"] >= 100 else f" ({keys[name]['n']})"
+        return f"{mean_of(needles[name])} / {mean_of(keys[name])}{few}"
+
+    rows = []
+    for cache in dict.fromkeys(name.partition("@")[0] for name in needles):
+        if cache in needles:
+            rows.append([f"`{cache}`", told(cache), "", f"{needles[cache]['tokens_read']:.0f}"])
+        else:
+            read = needles[f"{cache}@1024"]["tokens_read"]
+            rows.append([f"`{cache}`", *(told(f"{cache}@{budget}") for budget in (1024, 2048)), f"{read:.0f}"])
+    return markdown(["cache", "1024", "2048", "tokens read"], rows)
+
+
 def real_known() -> str:
     """Needles and pass keys at two budgets if the question is part of the prompt, and if it comes later."""
     found = load_scores("eval_qwen")
