@@ -50,7 +50,16 @@ from kvjax import CacheSpec, ops, presets
 from kvjax.numerics.partial import group_queries
 
 LENGTHS, BATCHES = (8192, 32768, 131072, 1 << 20), (1, 8)
-METHODS = ["cudnn", "fier", "quest", "pariskv", "logquant", "full", "by hand"]  # the most important first
+METHODS = [
+    "cudnn",
+    "fier",
+    "quest",
+    "pariskv",
+    "logquant",
+    "fier:turbo4",
+    "full",
+    "by hand",
+]  # in order of worth
 L2_BYTES = 60e6
 Step = Callable[[Any, Array, Array, Array], tuple[Array, Any]]  # state, q, k, v [B, 1, heads, D] -> out, state
 
@@ -59,6 +68,7 @@ def policies(budget: int, dense_capacity: Any = "auto") -> dict[str, kvjax.Polic
     return {
         "full": presets.full().rest,
         "fier": presets.fier(budget, dense_capacity=dense_capacity).rest,
+        "fier:turbo4": presets.fier(budget, dense_capacity=dense_capacity, store="turbo4").rest,
         "quest": presets.quest(budget, dense_capacity=dense_capacity).rest,
         "pariskv": presets.pariskv(budget, dense_capacity=dense_capacity).rest,
         "logquant": presets.logquant().rest,
@@ -185,7 +195,7 @@ def main(args: Sequence[str] | None = None) -> None:
             spec = CacheSpec(batch=batch, capacity=length, **shape)
             best, left_out = None, set()  # methods that "default" runs without some kernel
             for how, method in ((how, method) for how in given.implementations for method in given.methods):
-                if how != "default" and method not in ("fier", "quest", "pariskv", "logquant"):
+                if how != "default" and method not in ("fier", "fier:turbo4", "quest", "pariskv", "logquant"):
                     continue
                 if method == "cudnn" and jax.default_backend() != "gpu":
                     continue

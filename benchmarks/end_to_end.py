@@ -92,6 +92,7 @@ METHODS: dict[str, Callable[[int], PerLayer]] = {
     "cudnn": lambda budget: PerLayer((), FullByCudnn()),
     "full": lambda budget: presets.full(),
     "fier": presets.fier,
+    "fier:turbo4": partial(presets.fier, store="turbo4"),
     "pariskv": presets.pariskv,
     "pariskv:host": partial(presets.pariskv, store="host"),
     "pariskv:host:float8": partial(presets.pariskv, store="float8"),

@@ -49,6 +49,8 @@ CACHES: dict[str, str | Make] = {
     "fier host": "fier:store=host",
     "fier host float8": "fier:store=float8",
     "fier host int4": "fier:store=int4",
+    "fier codes": "fier:store=turbo4",
+    "turboquant": "turboquant",
     "fier hot": "fier:store=host+2048",
     "fier share": "fier:share=2",
     "fier share host": "fier:share=2,store=host",

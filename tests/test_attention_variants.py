@@ -10,7 +10,7 @@ import pytest
 import kvjax
 from kvjax.numerics.partial import CappedScale, Span, scaled
 from kvjax.testing._drive import CHUNK, attending_to_all, new_cache, random_tokens
-from kvjax.testing._expect import as_stored
+from kvjax.testing._expect import as_stored, tolerance
 from tests.laws.cases import CASES, Case
 
 CAP, SCALE = 1.5, 0.4  # most logits are above the cap before it
@@ -22,6 +22,9 @@ QUICK = [
     "pages per query head a step late, hot set, 7 on 1, bf16",
     "all in host memory",
     "shadowkv, budget 96",
+    "turboquant preset, 3 and 2 bits",
+    "signs of turboquant's keys",
+    "paris over turboquant on the host, bf16",
 ]
 OTHERS = {
     "kivi": Case(kvjax.presets.kivi(residual=16, group=8).rest),
@@ -64,12 +67,12 @@ def test_prompts_and_steps_are_attention_by_hand(name):
         outs.append(np.asarray(out, np.float32))
         done += count
     out, b = np.concatenate(outs, axis=1), spec.batch - 1
-    tolerance = 2e-5 if spec.dtype == jnp.float32 else 2e-2
+    allowed = max(2e-5 if spec.dtype == jnp.float32 else 2e-2, tolerance(spec, policy))
     for t in (0, CHUNK - 1, CHUNK, 84, 85, 86, 87, 89):
         before = t // CHUNK * CHUNK if t < 85 else t
         k, v = as_stored(policy, spec, tokens.k[b, : t + 1], tokens.v[b, : t + 1], before)
         np.testing.assert_allclose(
-            out[b, t], by_hand(tokens.q[b, t], k, v, sinks), atol=tolerance, rtol=0, err_msg=str(t)
+            out[b, t], by_hand(tokens.q[b, t], k, v, sinks), atol=allowed, rtol=0, err_msg=str(t)
         )
 
 

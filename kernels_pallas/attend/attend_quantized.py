@@ -76,6 +76,8 @@ def unsupported(
 ) -> str | None:
     """The limit that these shapes exceed; None if there is a kernel for them. keys, values: (codes, scales)."""
     *_, Q, D = q.shape
+    if len(keys) != 2 or len(values) != 2:
+        return "the kernel attend_quantized takes codes of uniform levels; got those of a codebook"
     S = keys[0].shape[2]
     if D not in (64, 128):
         return f"the kernel attend_quantized takes head sizes 64 and 128; got D={D}"

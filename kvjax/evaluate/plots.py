@@ -36,6 +36,7 @@ COLOURS = {
     "streaming_llm": "#999933",
     "logquant": "#332288",
     "kivi": "#44aa99",
+    "turboquant": "#225522",
     "arkvale": "#6699cc",
     "magicpig": "#ffaabb",
     "pqcache": "#994455",
@@ -48,7 +49,7 @@ COLOURS = {
     "razorattention": "#117733",
     "duoattention": "#88ccee",
 }
-MARKERS = "oDs^vPX*<>hpdH81234x+|_."
+MARKERS = (*"oDs^vPX*<>hpdH81234x+|_.", "$T$")
 LINES = ("-", "--", ":", "-.")
 
 

@@ -14,7 +14,7 @@ scale and zero point that are stored, so their rounding adds no error to values 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +23,8 @@ from jax.typing import DTypeLike
 
 from kvjax.numerics.packing import pack_bits, pack_codes, unpack_bits, unpack_codes
 from kvjax.numerics.types import Float, UInt8
+
+C = TypeVar("C", bound=tuple[Array, ...])  # codes of tokens: arrays [B, K, S or groups, ...], the first by token
 
 
 class OneBit(NamedTuple):
@@ -113,10 +115,8 @@ def _join(scale: Array, zero: Array) -> Array:
     return low | (high << jnp.uint32(16))
 
 
-def slice_tokens(code: QuantArray, first: Array | int, size: int) -> QuantArray:
+def slice_tokens(code: C, first: Array | int, size: int) -> C:
     """The codes of the `size` tokens from `first` on, both multiples of a group of tokens."""
-    group = code.codes.shape[2] // code.scales.shape[2]
-    return QuantArray(
-        lax.dynamic_slice_in_dim(code.codes, first, size, axis=2),
-        lax.dynamic_slice_in_dim(code.scales, first // group, size // group, axis=2),
-    )
+    groups = [code[0].shape[2] // a.shape[2] for a in code]
+    parts = zip(code, groups, strict=True)
+    return type(code)(*(lax.dynamic_slice_in_dim(a, first // g, size // g, axis=2) for a, g in parts))

@@ -1,4 +1,4 @@
-"""Rotated keys: a fixed random rotation, and codes of directions in subspaces of 8 channels.
+"""Rotated keys: a fixed random rotation, and codes of directions in subspaces of 8 channels or in a whole head.
 
 Channels of a model's keys differ in size by orders of magnitude, so fixed codebooks fit them badly, and learnt ones
 become outdated as a text goes on. A random rotation R gives all keys the same distribution: each subspace of 8 rotated
@@ -10,12 +10,17 @@ power of two that of Walsh and Hadamard, in D log2 D additions; for 12 times a p
 matrix of order 12. So a head of 96 is mixed throughout (three blocks of 32 would not be), keeps its 96 channels, and
 takes 3/4 of the index of a head of 128 (padded, it would take all of it). Other sizes raise ValueError.
 
-**Source:** ParisKV, rotation and 4-bit direction codes; Paley 1933 (order 12). Estimate and weight are those of RaBitQ
-(Gao and Long 2024), a subspace at a time.
+A whole head's direction in 2, 3 or 4 bits a channel is TurboQuant's code: a channel of a random unit vector has a known
+density, so the levels of least error (Lloyd, Max) are one table for all keys. Its planes nest: the signs alone are a
+1-bit code, and each further plane halves every cell, within 3 % of the best code of as many bits.
+
+**Source:** ParisKV, rotation and 4-bit direction codes; TurboQuant (arXiv 2504.19874), codes of a head; Paley 1933
+(order 12). Estimate and weight are those of RaBitQ (Gao and Long 2024), a subspace at a time.
 """
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Sequence
 from functools import lru_cache
@@ -33,17 +38,18 @@ ROTATABLE = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # head sizes; `ops.colli
 
 
 class Directions(NamedTuple):
-    """Keys by subspace of m channels: the direction in 4 bits per channel (sign and size), and a weight.
+    """Keys by subspace of m channels: the direction in b bits per channel (sign and size), and a weight.
 
     Bit j of byte n of `signs` is set where channel 8n + j is >= 0: with m = 8 a byte is the pattern of a subspace, and
     a subspace takes 6 bytes in all. Weights are stored as bits because on CPU, jaxlib 0.10.2 converts a whole bf16
     array to f32 to gather some of its rows (16 MiB at 8 heads x 32K tokens). Coded weights are the key's length, 16
-    bits, and 4 bits per subspace for its share of the length.
+    bits, and 4 bits per subspace for its share of the length. b is 4, or with one subspace 2, 3, 4 or 8; its weight is
+    then of float16, as a rounding of 1/512 in a logit of 50 would change a softmax by a tenth.
     """
 
     signs: Array  # u8[..., S, D/8]
-    sizes: Array  # u8[..., S, 3 D/8] the 3-bit index of |u|, as three planes of packed bits, lowest bit first
-    weights: Array  # u16[..., S, D/m] the bits of a bf16; a channel decodes to sign * centre[size] * weight
+    sizes: Array  # u8[..., S, (b-1) D/8] the index of |u| in b-1 bits, as planes of packed bits, lowest bit first
+    weights: Array  # u16[..., S, D/m] the bits of a float; a channel decodes to sign * centre[size] * weight
     # or u8[..., S, 2 + D/2m], coded: the bytes of the length's bf16, low first, and codes, the lower half byte first
 
     @property
@@ -68,6 +74,12 @@ def rotate(x: Array, seed: int) -> Array:
     require_rotatable(D)
     signs = jnp.asarray(_signs(D, seed)).reshape((1,) * (x.ndim - 1) + (D,))
     return hadamard(x.astype(jnp.float32) * signs) * np.float32(D**-0.5)
+
+
+def rotate_back(x: Array, seed: int) -> Array:
+    """The vectors whose rotation is x: f32[..., D]; the inverse of `rotate`."""
+    signs = jnp.asarray(_signs(x.shape[-1], seed)).reshape((1,) * (x.ndim - 1) + (-1,))
+    return hadamard(x.astype(jnp.float32)) * (signs * np.float32(x.shape[-1] ** -0.5))
 
 
 def rotate_few(x: Array, seed: int) -> Array:
@@ -104,38 +116,67 @@ def hadamard(x: Array) -> Array:
     return x.reshape(*lead, D)
 
 
-def encode(rotated: Array, *, correct: bool = True, subspace: int = SUBSPACE, coded_radii: bool = False) -> Directions:
+def encode(
+    rotated: Array,
+    *,
+    correct: bool = True,
+    subspace: int = SUBSPACE,
+    coded_radii: bool = False,
+    bits: int = 4,
+    least: bool = False,
+) -> Directions:
     """Codes of rotated keys f32[..., S, D].
 
     With radius r and direction u of a subspace, and v the direction that its code decodes to, the weight is r / <v, u>
-    if `correct`: the product of the decoded key with the key itself is then exact. Otherwise it is r. With
-    `coded_radii` it is rounded to one of 16 shares of the key's length, by `radius_table`.
+    if `correct`: the product of the decoded key with the key itself is then exact. Otherwise it is r; with `least` it
+    is r <v, u> / |v|^2, which has the least squared error. With `coded_radii` it is rounded to one of 16 shares of the
+    key's length, by `radius_table`. Codes of 8 bits have uniform levels up to the largest channel, which a table does
+    not better.
     """
-    bounds, centres = lloyd_max(subspace)
     *lead, D = rotated.shape
     split = jnp.abs(rotated).reshape(*lead, D // subspace, subspace)
     radius = jnp.sqrt(jnp.sum(split * split, axis=-1))
     u = split / jnp.maximum(radius, 1e-8)[..., None]
-    index = sum((u > np.float32(bound)).astype(jnp.uint8) for bound in bounds)
-    planes = [((index >> jnp.uint8(bit)) & jnp.uint8(1)).astype(bool).reshape(*lead, D) for bit in range(3)]
-    alignment = jnp.sum(u * _centre([p.reshape(split.shape) for p in planes], centres), axis=-1)
+    if bits == 8:
+        largest = jnp.maximum(jnp.max(u, axis=-1, keepdims=True), 1e-8)
+        index = jnp.minimum(u * (128 / largest), 127).astype(jnp.uint8)
+    else:
+        bounds, _ = lloyd_max(subspace, 2 ** (bits - 1))
+        index = jnp.zeros(u.shape, jnp.uint8)
+        for bound in bounds:
+            index += (u > np.float32(bound)).astype(jnp.uint8)
+    planes = [((index >> jnp.uint8(bit)) & jnp.uint8(1)).astype(bool).reshape(*lead, D) for bit in range(bits - 1)]
+    size = _size([p.reshape(split.shape) for p in planes], subspace)
+    alignment = jnp.sum(u * size, axis=-1)
     weight = radius / jnp.maximum(alignment, 1e-6) if correct else radius
+    if least:
+        weight = radius * alignment / jnp.sum(size * size, axis=-1)
     sizes = jnp.concatenate([pack_bits(plane) for plane in planes], axis=-1)
     if coded_radii:
         return Directions(pack_bits(rotated >= 0), sizes, _code_radii(weight, rotated, subspace))
+    if subspace == D:
+        half = jnp.minimum(weight, np.float32(65504)).astype(jnp.float16)
+        return Directions(pack_bits(rotated >= 0), sizes, lax.bitcast_convert_type(half, jnp.uint16))
     return Directions(pack_bits(rotated >= 0), sizes, _bf16_bits(weight))
 
 
 def decode(code: Directions) -> Array:
     """The rotated keys that the codes stand for: f32[..., S, D]."""
     D, N = 8 * code.signs.shape[-1], code.subspaces
-    _, centres = lloyd_max(D // N)
-    planes = [unpack_bits(plane) for plane in jnp.split(code.sizes, 3, axis=-1)]
-    size = _centre(planes, centres)
-    coded = code.weights.dtype == jnp.uint8
-    weight = _decode_radii(code.weights, D // N) if coded else _from_bf16_bits(code.weights)
-    weight = jnp.repeat(weight, D // N, axis=-1)
+    planes = [unpack_bits(plane) for plane in jnp.split(code.sizes, 8 * code.sizes.shape[-1] // D, axis=-1)]
+    size = _size(planes, D // N)
+    weight = jnp.repeat(decode_weights(code), D // N, axis=-1)
     return jnp.where(unpack_bits(code.signs), size, -size) * weight
+
+
+def decode_weights(code: Directions) -> Array:
+    """The weights of subspaces: f32[..., S, D/m]."""
+    N = code.subspaces
+    if code.weights.dtype == jnp.uint8:
+        return _decode_radii(code.weights, 8 * code.signs.shape[-1] // N)
+    if N == 1:
+        return lax.bitcast_convert_type(code.weights, jnp.float16).astype(jnp.float32)
+    return _from_bf16_bits(code.weights)
 
 
 def patterns(signs: Array, subspace: int) -> Array:
@@ -176,13 +217,21 @@ def _decode_radii(coded: Array, subspace: int) -> Array:
     return _from_bf16_bits(length) * share
 
 
+def _size(planes: Sequence[Array], m: int) -> Array:
+    """f32 sizes of an index in planes, lowest bit first: centres of `lloyd_max`; of 7 planes the index and a half."""
+    if len(planes) == 7:
+        index = functools.reduce(jnp.bitwise_or, (p.astype(jnp.uint8) << jnp.uint8(i) for i, p in enumerate(planes)))
+        return index.astype(jnp.float32) + 0.5
+    return _centre(planes, lloyd_max(m, 2 ** len(planes))[1])
+
+
 def _centre(planes: Sequence[Array], centres: np.ndarray) -> Array:
-    """f32 centre of each 3-bit index, by selects: these fuse, whereas a table look-up would not vectorise."""
-    bit0, bit1, bit2 = planes
-    c = [np.float32(value) for value in centres]
-    low = jnp.where(bit1, jnp.where(bit0, c[3], c[2]), jnp.where(bit0, c[1], c[0]))
-    high = jnp.where(bit1, jnp.where(bit0, c[7], c[6]), jnp.where(bit0, c[5], c[4]))
-    return jnp.where(bit2, high, low)
+    """f32 centre of each index, by selects: these fuse, whereas a table look-up would not vectorise."""
+    *lower, top = planes
+    half = len(centres) // 2
+    if not lower:
+        return jnp.where(top, np.float32(centres[1]), np.float32(centres[0]))
+    return jnp.where(top, _centre(lower, centres[half:]), _centre(lower, centres[:half]))
 
 
 @lru_cache
@@ -205,7 +254,7 @@ def lloyd_max(m: int, levels: int = 8) -> tuple[np.ndarray, np.ndarray]:
     density = (1 - t * t) ** power
     mass = np.concatenate([[0], np.cumsum((density[1:] + density[:-1]) / 2)]) * t[1]
     moment = (1 - (1 - t * t) ** (power + 1)) / (2 * power + 2)
-    return _settle(t, mass, moment, (np.arange(levels) + 0.5) / levels)
+    return _settle(t, mass, moment, min(1.0, 3 / m**0.5) * (np.arange(levels) + 0.5) / levels)
 
 
 @lru_cache

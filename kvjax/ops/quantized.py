@@ -19,11 +19,14 @@ from kvjax.numerics.partial import (
     scaled,
 )
 from kvjax.numerics.quant import QuantArray, dequantize, slice_tokens, split_scales
+from kvjax.numerics.rotate import Directions, decode
 from kvjax.numerics.selection import Selection
 from kvjax.numerics.types import Float, Int32
 from kvjax.ops.attend import attend_beside, flat_slots
 from kvjax.ops.op import Implementation, for_gpu, op
 from kvjax.ops.score import sum_products
+
+Codes = QuantArray | Directions  # of uniform levels, or of a codebook
 
 
 @op(
@@ -37,8 +40,8 @@ from kvjax.ops.score import sum_products
 )
 def attend_quantized(
     q: Float[Array, "B K Q D"],
-    keys: QuantArray,
-    values: QuantArray,
+    keys: Codes,
+    values: Codes,
     start: Int32[Array, " B *Q"],
     stop: Int32[Array, " B *Q"],
     *,
@@ -52,33 +55,35 @@ def attend_quantized(
     queries, scales of keys by token the scores, and scales of values the weights. That costs Q multiplications per
     group in place of one for each of its values. With more queries than a group has values (a prompt), each block is
     decoded instead. With few, a GPU decodes as it sums, and holds the values' codes once more. Slots outside of
-    [start, stop) may hold anything.
+    [start, stop) may hold anything. Codes of a codebook are those of rotated keys and values: q is rotated, and so is
+    the result; they are decoded.
 
     `implementation`: see `explain`. The kernel rounds q, and products of scales with q and with weights (for keys by
     token, decoded keys), to bfloat16, and sums in f32.
     """
-    slots, D = keys.codes.shape[2], q.shape[-1]
-    group = slots // min(keys.scales.shape[2], values.scales.shape[2])
+    slots, D = keys[0].shape[2], q.shape[-1]
+    group = slots // min(keys[-1].shape[2], values[-1].shape[2])
     block = min(max(256, slots // 64) // group * group or group, slots)
-    folds = q.shape[2] <= slots * D // max(keys.scales[0, 0].size, values.scales[0, 0].size)
+    few = q.shape[2] <= slots * D // max(keys[-1][0, 0].size, values[-1][0, 0].size)
+    folds = few and isinstance(keys, QuantArray)
     q = q.astype(jnp.float32)
     start, stop = (a[:, None] if a.ndim == 1 else a for a in (start, stop))
     operands = q, keys, values, start, stop
 
-    def summed(q: Array, keys: QuantArray, values: QuantArray, start: Array, stop: Array) -> PartialAttention:
+    def summed(q: Array, keys: Codes, values: Codes, start: Array, stop: Array) -> PartialAttention:
         slot = jnp.arange(slots, dtype=jnp.int32)[None, None]
         mask = (slot >= start[..., None]) & (slot < stop[..., None])  # [B, Q, S]
         lead, seen = (*q.shape[:2], slots // group, group), jnp.any(mask, axis=1)[:, None]
 
         def mix(weights: Array) -> Array:
             # By groups of tokens, in another shape than keys: XLA would share parts of their decoding, in memory.
-            parts = dequantize(QuantArray(*(a.reshape(*lead[:3], -1, a.shape[3]) for a in values)), D)
+            parts = decoded(type(values)(*(a.reshape(*lead[:3], -1, a.shape[3]) for a in values)), D)
             parts = keep_valid(parts, seen.reshape(-1, 1, *lead[2:]))
             return jnp.sum(weights.reshape(*lead[:2], -1, *lead[2:], 1) * parts[:, :, None], axis=(3, 4))
 
-        return part_of_logits(scaled(sum_products(q, dequantize(keys, D)), scale), mask[:, None], mix)
+        return part_of_logits(scaled(sum_products(q, decoded(keys, D)), scale), mask[:, None], mix)
 
-    def one(i: Array, q: Array, keys: QuantArray, values: QuantArray, start: Array, stop: Array) -> PartialAttention:
+    def one(i: Array, q: Array, keys: Codes, values: Codes, start: Array, stop: Array) -> PartialAttention:
         first = jnp.minimum(i * block, slots - block)  # the last block overlaps the one before: mask the overlap
         slot = (first + jnp.arange(block, dtype=jnp.int32))[None, None]
         mask = (slot >= jnp.maximum(start, i * block)[..., None]) & (slot < stop[..., None])  # [B, Q, block]
@@ -86,7 +91,7 @@ def attend_quantized(
         # Without the barrier XLA widens all codes and scales ahead of the loop.
         kb, vb = lax.optimization_barrier(tuple(slice_tokens(a, first, block) for a in (keys, values)))
         if not folds:
-            return attend_part(q, dequantize(kb, D), keep_valid(dequantize(vb, D), seen), mask[:, None], scale=scale)
+            return attend_part(q, decoded(kb, D), keep_valid(decoded(vb, D), seen), mask[:, None], scale=scale)
         logits = scaled(_scores(q, kb), scale)
         return part_of_logits(logits, mask[:, None], lambda weights: _mix(weights, vb, seen, D))
 
@@ -96,7 +101,7 @@ def attend_quantized(
     def blocks(*operands: Any) -> PartialAttention:
         return merge_blocks(one, *operands, bounds=bounds, blocks=-(-slots // block), shape=q.shape)
 
-    return for_gpu(summed, blocks, *operands) if folds else blocks(*operands)
+    return for_gpu(summed, blocks, *operands) if few else blocks(*operands)
 
 
 @op(
@@ -108,8 +113,8 @@ def attend_quantized(
 )
 def attend_quantized_zones(
     q: Float[Array, "B K Q D"],
-    keys: QuantArray,
-    values: QuantArray,
+    keys: Codes,
+    values: Codes,
     start: Int32[Array, " B"],
     stop: Int32[Array, " B"],
     recent: Span,
@@ -158,10 +163,13 @@ def _mix(weights: Array, values: QuantArray, seen: Array, channels: int) -> Arra
     return mean.reshape(B, K, Q, channels)
 
 
-def gather_quantized(code: QuantArray, selection: Selection, channels: int) -> Array:
+def decoded(code: Codes, channels: int) -> Array:
+    """f32[..., S, D] of D = `channels`; rotated if they are of a codebook."""
+    return dequantize(code, channels) if isinstance(code, QuantArray) else decode(code)
+
+
+def gather_quantized(code: Codes, selection: Selection, channels: int) -> Array:
     """f32[B, K, H*M, D], the selected tokens of codes of [B, K, S, D]: reads and decodes only those rows."""
-    index = flat_slots(selection)
-    group = code.codes.shape[2] // code.scales.shape[2]
-    codes = jnp.take_along_axis(code.codes, index, axis=2, mode="clip")
-    scales = jnp.take_along_axis(code.scales, index // group, axis=2, mode="clip")
-    return dequantize(QuantArray(codes, scales), channels)
+    index, slots = flat_slots(selection), code[0].shape[2]
+    rows = [jnp.take_along_axis(a, index // (slots // a.shape[2]), axis=2, mode="clip") for a in code]
+    return decoded(type(code)(*rows), channels)

@@ -1,7 +1,7 @@
-"""LogQuant, KIVI and MiKV: every token is kept and attended, most of them in few bits.
+"""LogQuant, KIVI, TurboQuant and MiKV: every token is kept and attended, most of them in few bits.
 
 The presets differ in the tokens that stay exact. With LogQuant these are spaced by the logarithm of their age, with
-KIVI they are the newest, and with MiKV the newest and the most attended.
+KIVI and TurboQuant they are the newest, and with MiKV the newest and the most attended.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from kvjax.evictors import HeavyHitter
 from kvjax.policies import Compressed, Mixed, PerLayer
 from kvjax.presets.settings import Layers, over_layers
 from kvjax.spec import require_int
-from kvjax.stores import Quantized
+from kvjax.stores import Quantized, TurboQuant
 from kvjax.stores.demotion import Fifo, LogSparse
 from kvjax.stores.quantized import KeyAxis
 
@@ -102,6 +102,38 @@ def kivi(
         value_window=value_window,
     )
     return over_layers("kivi", layers, policy)
+
+
+def turboquant(
+    bits: int = 4,
+    *,
+    value_bits: int | None = None,
+    sink: int = 4,
+    local: int = 128,
+    chunk: int = 128,
+    seed: int = 0,
+    layers: Layers = Layers(dense=2),
+) -> PerLayer:
+    """TurboQuant: every token is attended; the first and the newest are exact, and the rest are rotated codes.
+
+    Args:
+      bits: bits per channel of a key: 2, 3, 4 or 8.
+      value_bits: bits per channel of a value; None: as keys. bits=8, value_bits=4 is known as k8v4.
+      sink: first tokens of a row, always exact.
+      local: newest tokens of a row, always exact.
+      chunk: tokens that are coded together; at most this many more are exact.
+      seed: of the rotation.
+      layers: how many first layers attend to everything (`Layers`).
+
+    **Source:** TurboQuant (arXiv 2504.19874). **Differs:** see the store `TurboQuant`. Sink, local window and dense
+    layers are those of vLLM's presets and of practice, not of the paper; vLLM's last 2 layers are dense too.
+
+    **Checklist:** unit: none, as all tokens are read; besides: every token, 132 to 259 are exact; zones: sink 4, window
+    128 to 255; budget: none; generated: coded 128 at a time, as the prompt is.
+    """
+    store = TurboQuant(bits=bits, value_bits=value_bits, seed=seed)
+    policy = Compressed(store=store, sink=sink, local=local, demote=Fifo(leave=chunk))
+    return over_layers("turboquant", layers, policy)
 
 
 def mikv(

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvjax.policies import Full, PerLayer, Policy
 from kvjax.presets.baselines import exact, full
-from kvjax.presets.compressed import kivi, logquant, mikv
+from kvjax.presets.compressed import kivi, logquant, mikv, turboquant
 from kvjax.presets.evicting import adakv, h2o, logevict, pyramidkv, raas, snapkv, streaming_llm, tova
 from kvjax.presets.heads import duoattention, razorattention
 from kvjax.presets.index_based import magicpig, pqcache, shadowkv
@@ -158,6 +158,13 @@ REGISTRY: dict[str, Preset] = {
             kivi,
             "up to 128 recent tokens in full precision, the rest in 2 bits; reads all",
             "KIVI 2024",
+            has_budget=False,
+        ),
+        Preset(
+            "turboquant",
+            turboquant,
+            "the first 4 and the recent tokens in full precision, the rest in 4 bits; reads all",
+            "TurboQuant 2025",
             has_budget=False,
         ),
         Preset("exact", exact, "all tokens; attends to the budget by exact scores, for comparison", "-"),

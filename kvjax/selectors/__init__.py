@@ -12,6 +12,7 @@ from kvjax.selectors.layer_wide import LayerWide
 from kvjax.selectors.means import MeanPages
 from kvjax.selectors.pages import CentrePages, MinMaxPages
 from kvjax.selectors.paris import Paris
+from kvjax.selectors.planes import SignPlane
 from kvjax.selectors.prefixed import PrefixedSelector
 from kvjax.selectors.product import ProductCodes
 from kvjax.selectors.selector import Candidates, Selector
@@ -33,5 +34,6 @@ __all__ = [
     "PrefixedSelector",
     "ProductCodes",
     "Selector",
+    "SignPlane",
     "SimHash",
 ]

@@ -51,6 +51,14 @@ class Selector:
         """Indexes the first `count` i32[B] keys of k [B, K, T, D] as slots at[b], at[b]+1, ...; whole chunks."""
         raise NotImplementedError
 
+    def index_of(self, ix: Any, store: Any, stored: Any) -> Any:
+        """The index that a step scores: the selector's own, or what it reads of the state `stored` of `store`.
+
+        Raises:
+          ValueError: a store that does not hold what the selector reads.
+        """
+        return ix
+
     def score(self, ix: Any, q: Array, *, scale: float) -> Array:
         """f32[B, K, G, units] estimates of scale * q.k for q [B, K, G, D]."""
         raise NotImplementedError
@@ -126,6 +134,9 @@ class Wrapper(Selector):
 
     def append(self, ix: Any, k: Array, at: Array, count: Array) -> Any:
         return self.selector.append(ix, k, at, count)
+
+    def index_of(self, ix: Any, store: Any, stored: Any) -> Any:
+        return self.selector.index_of(ix, store, stored)
 
     def score(self, ix: Any, q: Array, *, scale: float) -> Array:
         return self.selector.score(ix, q, scale=scale)

@@ -13,6 +13,7 @@ from kvjax.stores.low_rank import LowRank, LowRankBlock
 from kvjax.stores.prefixed import Prefixed
 from kvjax.stores.quantized import Quantized
 from kvjax.stores.store import Recalled, Store
+from kvjax.stores.turbo import HostTurboQuant, TurboQuant
 
 __all__ = [
     "Buffer",
@@ -23,6 +24,7 @@ __all__ = [
     "HostFloat8",
     "HostOffload",
     "HostQuantized",
+    "HostTurboQuant",
     "HotBlock",
     "HotSet",
     "Loaded",
@@ -33,4 +35,5 @@ __all__ = [
     "Quantized",
     "Recalled",
     "Store",
+    "TurboQuant",
 ]

@@ -18,7 +18,6 @@ from jax.tree_util import register_dataclass
 
 from kvjax import ops
 from kvjax.memory import host_zeros, to_device
-from kvjax.numerics.derivatives import refuse_derivative
 from kvjax.numerics.packing import channels_packed
 from kvjax.numerics.partial import PartialAttention
 from kvjax.numerics.quant import QuantArray, dequantize, quantize
@@ -27,7 +26,7 @@ from kvjax.ops.chunk import attend_blocks
 from kvjax.sharding.context import Stripes
 from kvjax.spec import CacheSpec, keep_int
 from kvjax.stores.host import HostBlock, HostOffload, split_parts
-from kvjax.stores.store import Store
+from kvjax.stores.store import Store, refuse_codes
 from kvjax.stores.striped import StripedState, StripedStore
 
 BITS = (2, 4, 8)
@@ -41,12 +40,43 @@ class CodedBlock(HostBlock):
     offset: Array  # f32[B, K, D] mean of a row's first keys; the codes are of keys less this; in device memory
 
 
+class Coded(Store):
+    """Keeps codes of values, and of keys less the mean of their row's first; a subclass defines `append_coded`."""
+
+    learn: ClassVar[int] = 8  # first keys of which the mean is taken: no more, so that chunks of any size agree
+
+    def over_context(self, stripes: Stripes) -> Store:
+        return _StripedCodes(self, stripes)
+
+    def append(self, st: Any, k: Array, v: Array, count: Array) -> Any:
+        return self.append_coded(self.learnt(st, k, count), k, v, count)
+
+    def append_coded(self, st: Any, k: Array, v: Array, count: Array) -> Any:
+        """As `append`, with the offset that the state has."""
+        raise NotImplementedError
+
+    def learnt(self, st: Any, k: Array, count: Array) -> Any:
+        """`st` with the offset of the first `count` i32[B] keys of k [B, K, T, D], if a row is empty."""
+        first = ((st.count == 0) & (count > 0))[:, None, None]
+        return replace(st, offset=jnp.where(first, self.mean_of_first(k, count), st.offset))
+
+    def mean_of_first(self, k: Array, count: Array) -> Array:
+        """f32[B, K, D]: the mean of the first `count` i32[B] keys of k [B, K, T, D], at most `learn`."""
+        few, count = k[:, :, : self.learn].astype(jnp.float32), jnp.minimum(count, self.learn)
+        here = jnp.arange(few.shape[2])[None, None, :, None] < count[:, None, None, None]
+        return jnp.sum(jnp.where(here, few, 0.0), axis=2) / jnp.maximum(count, 1).astype(jnp.float32)[:, None, None]
+
+    def centred(self, st: Any, k: Array, v: Array) -> tuple[Array, Array]:
+        """Keys without their offset, f32, and values, both [B, K, T, D] and without a derivative."""
+        k, v = refuse_codes(self, k, v)
+        return k.astype(jnp.float32) - st.offset[:, :, None], v
+
+
 @dataclass(frozen=True, kw_only=True)
-class _HostCodes(Store):
-    """A host store of coded tokens; a subclass defines the codes."""
+class _HostCodes(Coded):
+    """A host store of coded tokens; a subclass defines `encode` and `decode`, or codes of keys and values together."""
 
     page: int = 1
-    learn: ClassVar[int] = 8  # first keys of which the mean is taken: no more, so that chunks of any size agree
 
     def __post_init__(self) -> None:
         keep_int(self, "page", at_least=1)
@@ -68,6 +98,14 @@ class _HostCodes(Store):
         """f32[..., D] of u8[..., width]."""
         raise NotImplementedError
 
+    def encode_both(self, k: Array, v: Array) -> tuple[Array, Array]:
+        """Two rows u8[..., width] of keys and values [..., D]."""
+        return self.encode(k), self.encode(v)
+
+    def decode_both(self, k: Array, v: Array, head_dim: int) -> tuple[Array, Array]:
+        """Keys and values f32[..., D] of two rows."""
+        return self.decode(k, head_dim), self.decode(v, head_dim)
+
     def check(self, spec: CacheSpec, chunk: int) -> None:
         self._rows.check(spec, chunk)
 
@@ -76,26 +114,8 @@ class _HostCodes(Store):
         codes = host_zeros((*heads, slots // self.page, 2, self.page, width), jnp.uint8)
         return CodedBlock(codes, jnp.zeros(spec.batch, jnp.int32), jnp.zeros((*heads, spec.head_dim), jnp.float32))
 
-    def over_context(self, stripes: Stripes) -> Store:
-        return _StripedCodes(self, stripes)
-
-    def learnt(self, st: CodedBlock, k: Array, count: Array) -> CodedBlock:
-        """`st` with the offset of the first `count` i32[B] keys of k [B, K, T, D], if a row is empty."""
-        first = ((st.count == 0) & (count > 0))[:, None, None]
-        return replace(st, offset=jnp.where(first, _mean_of_first(k, jnp.minimum(count, self.learn)), st.offset))
-
-    def append(self, st: CodedBlock, k: Array, v: Array, count: Array) -> CodedBlock:
-        return self.append_coded(self.learnt(st, k, count), k, v, count)
-
     def append_coded(self, st: CodedBlock, k: Array, v: Array, count: Array) -> CodedBlock:
-        """As `append`, with the offset that the state has."""
-        k, v = refuse_derivative(
-            f"{self} keeps keys and values as codes, which have no derivative; use the store Dense(), or "
-            "jax.lax.stop_gradient on k and v",
-            k,
-            v,
-        )
-        rows = self._rows.append(st, self.encode(k.astype(jnp.float32) - st.offset[:, :, None]), self.encode(v), count)
+        rows = self._rows.append(st, *self.encode_both(*self.centred(st, k, v)), count)
         return CodedBlock(rows.kv, rows.count, st.offset)
 
     def attend(self, st: CodedBlock, q: Array, start: Array, *, scale: float) -> PartialAttention:
@@ -104,11 +124,11 @@ class _HostCodes(Store):
     def attend_chunk(self, st: CodedBlock, q: Array, start: Array | None, *, scale: float) -> PartialAttention:
         Z = self.page
 
-        def read(kv: Array, first: Array | int, size: int) -> tuple[Array, Array]:
-            k, v = split_parts(to_device(lax.dynamic_slice_in_dim(kv, first // Z, size // Z, axis=2)))
+        def read(st: CodedBlock, first: Array | int, size: int) -> tuple[Array, Array]:
+            k, v = split_parts(to_device(lax.dynamic_slice_in_dim(st.kv, first // Z, size // Z, axis=2)))
             return self._decoded(st, k, v)
 
-        return attend_blocks(q, st.kv, start, st.count, read=read, slots=st.slots, unit=Z, scale=scale)
+        return attend_blocks(q, st, start, st.count, read=read, slots=st.slots, unit=Z, scale=scale)
 
     takes_steps = True
 
@@ -117,25 +137,17 @@ class _HostCodes(Store):
 
     def _decoded(self, st: CodedBlock, k: Array, v: Array) -> tuple[Array, Array]:
         """f32[B, K, M, D] keys and values of codes u8[B, K, M, width]."""
-        D = st.offset.shape[-1]
-        return self.decode(k, D) + st.offset[:, :, None], self.decode(v, D)
+        k, v = self.decode_both(k, v, st.offset.shape[-1])
+        return k + st.offset[:, :, None], v
 
     def decoded(self, k: Array, v: Array) -> tuple[Array, Array]:
         """A row's first chunks k, v [B, K, T, D] as they are read."""
-        B, K, T, _ = k.shape
-        count, offset = jnp.full(B, T, jnp.int32), _mean_of_first(k, jnp.full(B, min(T, self.learn), jnp.int32))
-        st = CodedBlock(jnp.zeros((B, K, 0), jnp.uint8), count, offset)
-        return self._decoded(st, self.encode(k.astype(jnp.float32) - offset[:, :, None]), self.encode(v))
+        offset = self.mean_of_first(k, jnp.full(k.shape[0], k.shape[2], jnp.int32))[:, :, None]
+        k, v = self.decode_both(*self.encode_both(k.astype(jnp.float32) - offset, v), k.shape[-1])
+        return k + offset, v
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         return 2.0 * spec.kv_heads * self.width(spec.head_dim)
-
-
-def _mean_of_first(k: Array, count: Array) -> Array:
-    """f32[B, K, D]: the mean of the first `count` i32[B] keys of k [B, K, T, D]."""
-    first = jnp.arange(k.shape[2])[None, None, :, None] < count[:, None, None, None]
-    total = jnp.sum(jnp.where(first, k.astype(jnp.float32), 0.0), axis=2)
-    return total / jnp.maximum(count, 1).astype(jnp.float32)[:, None, None]
 
 
 class _StripedCodes(StripedStore):

@@ -11,14 +11,13 @@ from jax.tree_util import register_dataclass
 
 from kvjax import ops
 from kvjax.numerics.blocks import write
-from kvjax.numerics.derivatives import refuse_derivative
 from kvjax.numerics.packing import channels_packed
 from kvjax.numerics.partial import PartialAttention, Span
 from kvjax.numerics.quant import QuantArray, dequantize, quantize, slice_tokens
 from kvjax.numerics.selection import Selection
 from kvjax.ops.chunk import attend_blocks
 from kvjax.spec import CacheSpec, keep_int
-from kvjax.stores.store import Store
+from kvjax.stores.store import Store, refuse_codes
 
 KeyAxis = Literal["channel", "token"]
 BITS = (2, 3, 4, 8)
@@ -116,12 +115,7 @@ class Quantized(Store):
 
     def append(self, st: QuantizedBlock, k: Array, v: Array, count: Array) -> QuantizedBlock:
         tokens, start = self._key_tokens(), st.count
-        k, v = refuse_derivative(
-            f"{self} keeps keys and values as codes, which have no derivative; use the store Dense(), or "
-            "jax.lax.stop_gradient on k and v",
-            k,
-            v,
-        )
+        k, v = refuse_codes(self, k, v)
         new_k, new_v = self._quantize(k, v)
         return QuantizedBlock(
             QuantArray(

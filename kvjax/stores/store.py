@@ -12,6 +12,7 @@ from jax import Array, lax
 from kvjax import ops
 from kvjax.memory import nbytes
 from kvjax.numerics.blocks import take_rows
+from kvjax.numerics.derivatives import refuse_derivative
 from kvjax.numerics.partial import PartialAttention, Span
 from kvjax.numerics.selection import PackedSelection, Selection, split_selection, unpack
 from kvjax.ops.host import place_pages
@@ -238,3 +239,14 @@ def flat(selection: Selection | PackedSelection, length: int) -> Selection:
     B, K, H, M = selection.slots.shape
     width = ((0, 0), (0, 0), (0, 0), (0, length - H * M))
     return Selection(*(jnp.pad(a.reshape(B, K, 1, -1), width) for a in unpack(selection)))
+
+
+def refuse_codes(store: Store, k: Array, v: Array) -> tuple[Array, Array]:
+    """k and v, whose derivative is refused."""
+    k, v = refuse_derivative(
+        f"{store} keeps keys and values as codes, which have no derivative; use the store Dense(), or "
+        "jax.lax.stop_gradient on k and v",
+        k,
+        v,
+    )
+    return k, v

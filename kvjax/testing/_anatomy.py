@@ -172,12 +172,17 @@ def of_copies(path: Any) -> bool:
     return any(getattr(key, "name", None) == "hot" for key in path)
 
 
+def without_slots(path: Any) -> bool:
+    """True for copies, and if the path leads through a field `offset`: a vector of each row and KV head."""
+    return of_copies(path) or any(getattr(key, "name", None) == "offset" for key in path)
+
+
 def map_slots(state: Any, change: Callable[[Any, np.ndarray, np.ndarray], np.ndarray]) -> Any:
     """The core of a state with each leaf that has slots on axis 2 replaced by change(path, leaf, used).
 
     Both are NumPy arrays; `used` is bool and broadcasts against the leaf. Arrays outside of zones belong to the zone
     `store`, or to the only zone, if they have as many slots. A leaf of a zone or of `index` with fewer slots has one
-    for each unit of tokens. A field `hot` of a zone has copies of its tokens, in its own slots, and is not changed.
+    for each unit of tokens. The fields of `without_slots` are not changed.
     """
     inner = core_state(state)
     fields = parts(inner)
@@ -186,7 +191,7 @@ def map_slots(state: Any, change: Callable[[Any, np.ndarray, np.ndarray], np.nda
 
     def walk(tree: Any, zone: Any, units: bool) -> Any:
         def one(path: Any, leaf: Array) -> Array:
-            if leaf.ndim < 3 or (leaf.shape[2] != zone.slots and not units) or of_copies(path):
+            if leaf.ndim < 3 or (leaf.shape[2] != zone.slots and not units) or without_slots(path):
                 return leaf
             count = np.asarray(zone.count, np.int64) * leaf.shape[2] // zone.slots
             used = (np.arange(leaf.shape[2]) < count[:, None]).reshape(len(count), 1, -1, *(1,) * (leaf.ndim - 3))

@@ -15,7 +15,7 @@ from kvjax.policies import Policy
 from kvjax.spec import CacheSpec
 from kvjax.testing._anatomy import selects
 from kvjax.testing._drive import CHUNK, Tokens, attending_to_all, new_cache, random_tokens
-from kvjax.testing._expect import as_stored, tolerance
+from kvjax.testing._expect import as_stored, require_read_as_stored, tolerance
 
 STEPS = 3
 
@@ -122,6 +122,7 @@ def _wanted(
         before = [0, CHUNK, *range(CHUNK + n, CHUNK + n + STEPS)]
         stored = [as_stored(policy, spec, k.astype(spec.dtype), v.astype(spec.dtype), length) for length in before]
         read = [stored[part + (at[0] if part == 2 else 0)] for part, at in places]
+        require_read_as_stored(new_cache(policy, spec), stored[-1], (k.astype(spec.dtype), v.astype(spec.dtype)))
         for t, head in np.ndindex(len(places), spec.q_heads):
             kv = head // spec.group
             seen = np.arange(t + 1)

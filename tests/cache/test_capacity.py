@@ -62,6 +62,7 @@ ALIKE = (
     "logevict",
     "mikv",
     "raas",
+    "turboquant",
     "shadowkv",
     "razorattention",
     "duoattention",

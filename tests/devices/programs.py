@@ -61,8 +61,9 @@ def copies(program: str, cache: Any) -> list[str]:
 
 
 def history(cache: Any) -> list[Any]:
-    """The arrays that have a slot for each token, or one for some."""
+    """The arrays that have a slot for each token, or one for some; not the `offset` of a row's keys."""
     state = getattr(cache.state, "zones", cache.state)  # those inside of FreeKV's
     names = [name for name in ("tokens", "store", "index") if hasattr(state, name)]
     zones = [getattr(state, name) for name in names] or state  # of an evicting cache all
-    return [leaf for leaf in jax.tree.leaves(zones) if leaf.ndim > 2]
+    found = jax.tree_util.tree_leaves_with_path(zones)
+    return [leaf for path, leaf in found if leaf.ndim > 2 and getattr(path[-1], "name", None) != "offset"]

@@ -75,6 +75,7 @@ CASES: dict[str, tuple[kvjax.Policy, Placement, int | None]] = {
 MORE: dict[str, tuple[kvjax.Policy, Placement, int | None]] = {
     "fier, dense below 60 tokens": (dataclasses.replace(FIER, dense_below=60), THREE, None),
     "fier in host memory": (dataclasses.replace(FIER, store=HostOffload()), THREE, None),
+    "fier over turboquant": (dataclasses.replace(FIER, store=kvjax.TurboQuant()), THREE, None),
     "fier a step late": (Speculative(FIER, tau=0.0), THREE, None),
     "pages a step late in host memory": (
         Speculative(Retrieval(selector=MinMaxPages(page=4), store=HostOffload(page=4), budget=32, **ZONES), tau=-1.0),
@@ -378,6 +379,7 @@ def test_owner_off_by_one_is_noticed(runs: Any, monkeypatch: pytest.MonkeyPatch)
         (MAGICPIG, 4, r"each of 4 devices 4 tokens of a chunk of 16.*hashes of 8 tokens together.*a multiple of 32"),
         (Retrieval(selector=MinMaxPages(page=8), budget=32, **ZONES), 4, "would cut pages of 8; .* multiple of 32"),
         (dataclasses.replace(FIER, store=HotSet(tokens=64)), 2, "keeps selected tokens on one device"),
+        (dataclasses.replace(FIER, selector=kvjax.SignPlane(), store=kvjax.TurboQuant()), 2, "a split context cannot"),
         (kvjax.PerHead(heads=(1,), selected=Full(), others=FIER), 2, "grows with the capacity and has no over_context"),
         (Full(), 3, "cannot split a capacity of 112 tokens evenly over 3 devices.* use capacity=114"),
     ],

@@ -213,6 +213,17 @@ CASES: dict[str, Case] = {
         dataclasses.replace(SPEC, q_heads=7, kv_heads=1, dtype=jnp.bfloat16),
     ),
     "kivi preset, residual 32": Case(presets.kivi(residual=32, group=8).rest),
+    "turboquant preset, 3 and 2 bits": Case(presets.turboquant(bits=3, value_bits=2, local=24, chunk=32).rest),
+    "signs of turboquant's keys": _with(selector=kvjax.SignPlane(), store=kvjax.TurboQuant()),
+    "fier over turboquant": _with(store=kvjax.TurboQuant()),
+    "paris over turboquant on the host, bf16": _with(
+        selector=Paris(candidates=200),
+        store=kvjax.HostTurboQuant(bits=8, value_bits=3),
+        spec=dataclasses.replace(SPEC, dtype=jnp.bfloat16),
+    ),
+    "freekv over turboquant": Case(
+        presets.freekv(budget=72, page=8, sink=4, local=24, tau=0.0, store="host-turbo4").rest
+    ),
     "fier over 2-bit values": _with(store=Quantized(bits=4, key_group=16, value_bits=2, value_group=8)),
     "fier, log-sparse, 2 bits": _with(
         selector=Fier(group=8), local=16, demote=LogSparse(window=16), store=Quantized(bits=2, key_group=16)
@@ -274,7 +285,9 @@ def does_not_apply(policy: kvjax.Policy) -> set[str]:
     if isinstance(policy, Full):
         return _HISTORY | _BUDGET | _EVICTION
     if isinstance(policy, Speculative):
-        return _EVICTION | _ROLLBACK
+        rounds = not isinstance(policy.retrieval.store, kvjax.Dense | HostOffload | HotSet)
+        late = {"step_attends_to_the_positions_it_tells", "gradients_are_those_of_attention"} if rounds else set()
+        return _EVICTION | _ROLLBACK | late
     lost = isinstance(policy, kvjax.Sampled) or not policy.demote.ordered
     inner = policy.store.store if isinstance(policy.store, HotSet) else policy.store
     lost |= not isinstance(inner, kvjax.Dense | HostOffload)
@@ -390,6 +403,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         r"makes room for 100000\d+ tokens beside the history",
     ),
     "page of 0": (lambda: CentrePages(page=0), r"page=.*at least 1, got 0"),
+    "5 bits of a direction": (lambda: presets.turboquant(bits=5), r"TurboQuant\(bits=5\) must be one of 2, 3, 4, 8"),
     "5 bits": (lambda: Quantized(bits=5), r"bits=5\) must be one of 2, 3, 4, 8"),
     "values of 1 bit": (lambda: Quantized(value_bits=1), r"value_bits=1\) must be one of 2, 3, 4, 8"),
     "keys by head": (lambda: Quantized(key_axis="head"), r"key_axis='head'.*'channel' or 'token'"),  # type: ignore[arg-type]

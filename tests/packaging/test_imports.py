@@ -23,7 +23,7 @@ FLOORS = {
     **dict.fromkeys(("ops", "sharding.context", "kernels_pallas.simt"), 2),
     **dict.fromkeys(("selectors", "stores", "sharding.placement"), 3),
     "evictors": 4,
-    "stores.host_codes": 4,
+    "selectors.planes": 4,
     "policies": 5,
     **dict.fromkeys(("cache", "attention", "presets", "steps"), 6),
     **dict.fromkeys(("generation", "testing", "cache.growing"), 7),

@@ -12,6 +12,7 @@ import pytest
 import kvjax
 from kvjax import CacheSpec, Fier, Fifo, HostFloat8, HostOffload, HostQuantized, HotSet, Retrieval, Store, ops, presets
 from kvjax.numerics.selection import Selection
+from kvjax.stores import HostTurboQuant, TurboQuant
 
 SPEC = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=64, capacity=200, dtype=jnp.float32)
 
@@ -49,9 +50,10 @@ def test_selected_tokens_are_read_as_they_were_stored(store: Store) -> None:
 
 
 THOROUGH = [pytest.param(HostQuantized(bits=bits), marks=pytest.mark.thorough) for bits in (4, 8)]
+OFFSET_STORES = [HostFloat8(), HostQuantized(bits=2), HostTurboQuant(), TurboQuant(bits=3), *THOROUGH]
 
 
-@pytest.mark.parametrize("store", [HostFloat8(), HostQuantized(bits=2), *THOROUGH], ids=str)
+@pytest.mark.parametrize("store", OFFSET_STORES, ids=str)
 @pytest.mark.parametrize("hot", [False, True])
 def test_an_offset_of_all_keys_changes_no_result(store: Store, hot: bool) -> None:
     """Softmax is unchanged by a vector that is added to all keys, as a bias does, and codes must not lose by it."""
@@ -77,7 +79,7 @@ def test_an_offset_of_all_keys_changes_no_result(store: Store, hot: bool) -> Non
     exact = run(kvjax.Dense(), k) if not hot else run(HotSet(tokens=64), k)
     coded = HotSet(tokens=64, store=store) if hot else store
     plain = np.abs(run(coded, k) - exact).mean()
-    for offset in (30.0, 300.0):
+    for offset in (100.0, 900.0):  # biases of Qwen2's keys
         shifted = k.at[..., ::32].add(offset)
         assert np.abs(run(coded, shifted) - exact).mean() < 1.2 * plain + 1e-4, offset
 
