@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -183,7 +184,7 @@ def init_layer(policy: Policy, spec: CacheSpec, placement: Placement | None = No
             f"over kvjax.Dense keep values of another size than keys; got {policy}"
         )
     if placement is None:
-        return commit_together(LayerCache(policy.init(spec), policy, spec))
+        return commit_together(LayerCache(_empty(policy, spec), policy, spec))
     if not isinstance(placement, Placement):
         raise ValueError(
             f"placement must be a kvjax.Placement, got {shown(placement)}; make one with "
@@ -197,6 +198,12 @@ def init_layer(policy: Policy, spec: CacheSpec, placement: Placement | None = No
 
 def _takes_value_dim(policy: Policy) -> bool:
     return isinstance(policy, Full) or (isinstance(policy, SelectedZones) and isinstance(policy.store, Dense))
+
+
+@partial(jax.jit, static_argnums=(0, 1), inline=True)
+def _empty(policy: Policy, spec: CacheSpec) -> Any:
+    """The empty state, made by one program: array by array, each shape and dtype would be a program to compile."""
+    return policy.init(spec)
 
 
 def shardings(cache: C) -> C:

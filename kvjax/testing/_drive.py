@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
-from jax import Array
 
 from kvjax.attention import attention, attention_info
 from kvjax.cache.cache import LayerCache, init_layer
@@ -36,20 +34,18 @@ class Tokens:
         return tuple(np.take_along_axis(a, index, axis=1) for a in (self.q, self.k, self.v))
 
 
-@partial(jax.jit, static_argnums=0)
-def _draw(spec: CacheSpec, seed: int) -> tuple[Array, Array, Array]:
-    ks = jax.random.split(jax.random.key(seed), 5)
-    B, S, D = spec.batch, spec.capacity, spec.head_dim
-    q = jax.random.normal(ks[0], (B, S, spec.q_heads, D))
-    k, v = (jax.random.normal(key, (B, S, spec.kv_heads, D)) for key in ks[1:3])
-    size, offset = jax.random.uniform(ks[3], (D,), minval=0.2, maxval=2.0), jax.random.normal(ks[4], (D,))
-    k = k * size[None, None, None] + offset[None, None, None]
-    return q.astype(spec.dtype), k.astype(spec.dtype), v.astype(spec.dtype)
-
-
 def random_tokens(spec: CacheSpec, seed: int = 0) -> Tokens:
-    """Normal random tokens; keys have channels of very different size and offset, as those of models do."""
-    return Tokens(*(np.asarray(a) for a in _draw(spec, seed)))
+    """Normal random tokens; keys have channels of very different size and offset, as those of models do.
+
+    Row 0 has the same first tokens at every capacity.
+    """
+    *each, channels = (np.random.default_rng((seed, i)) for i in range(4))
+    q, k, v = (
+        draws.standard_normal((spec.batch, spec.capacity, heads, spec.head_dim), np.float32)
+        for draws, heads in zip(each, (spec.q_heads, spec.kv_heads, spec.kv_heads), strict=True)
+    )
+    size, offset = channels.uniform(0.2, 2.0, spec.head_dim), channels.standard_normal(spec.head_dim)
+    return Tokens(*(a.astype(spec.dtype) for a in (q, k * size + offset, v)))
 
 
 new_cache = jax.jit(init_layer, static_argnums=(0, 1))

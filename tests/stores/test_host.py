@@ -163,4 +163,4 @@ def test_step_moves_what_it_selects_and_no_more() -> None:
 def test_backend_without_host_memory_is_refused(monkeypatch) -> None:
     monkeypatch.setattr("kvjax.stores.host.has_host_memory", lambda: False)
     with pytest.raises(ValueError, match=r"HostOffload needs pinned host memory.*lacks; use the store Dense"):
-        kvjax.init_layer(POLICY, SPEC)
+        kvjax.init_layer(POLICY, dataclasses.replace(SPEC, capacity=SPEC.capacity + 1))  # of which none was made
