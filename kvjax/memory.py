@@ -37,6 +37,11 @@ def to_device(x: Array) -> Array:
     return jax.device_put(x, jax.memory.Space.Device)
 
 
+def move_to(x: Array, *, host: bool) -> Array:
+    """x in pinned host memory or in that of the device; x itself if it is there."""
+    return x if in_host_memory(x) == host else (to_host if host else to_device)(x)
+
+
 def host_zeros(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
     """Zeros in pinned host memory. One zero is moved there and broadcast, so that the array never occupies device
     memory: a store may be larger than the device. (XLA warns that the host does the broadcast, which is intended.)"""
@@ -49,6 +54,8 @@ def vary_with(tree: Any, *like: Any) -> Any:
     Inside of `jax.shard_map` a loop that starts from zeros needs this: its carry must have one type from the start.
     """
     axes = varying_axes(like)
+    if not axes:
+        return tree
 
     def cast(leaf: Array) -> Array:
         missing = tuple(sorted(axes - varying_axes(leaf)))
@@ -197,7 +204,7 @@ def nbytes(tree: Any) -> Bytes:
         sharding = None if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None)
         shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
         size = int(np.prod(shape, dtype=np.int64)) * leaf.dtype.itemsize
-        if _on_host(leaf):
+        if in_host_memory(leaf):
             host += size
         else:
             device += size
@@ -206,14 +213,12 @@ def nbytes(tree: Any) -> Bytes:
 
 def in_host_memory(tree: Any) -> bool:
     """True if an array of the tree is in pinned host memory, on a backend where that is apart from the device's."""
-    return any(map(_on_host, jax.tree.leaves(tree)))
-
-
-def _on_host(leaf: Any) -> bool:
-    if isinstance(leaf, Tracer):
-        return leaf.aval.memory_space == jax.memory.Space.Host  # type: ignore[attr-defined]
-    sharding = getattr(leaf, "sharding", None)
-    if sharding is None:
-        return False
-    kind = sharding.memory_kind
-    return kind in HOST_KINDS and kind != next(iter(sharding.device_set)).default_memory().kind
+    for leaf in jax.tree.leaves(tree):
+        if isinstance(leaf, Tracer):
+            if leaf.aval.memory_space == jax.memory.Space.Host:  # type: ignore[attr-defined]
+                return True
+        elif (sharding := getattr(leaf, "sharding", None)) is not None and sharding.memory_kind in HOST_KINDS:
+            (device, *_) = sharding.device_set
+            if sharding.memory_kind != device.default_memory().kind:
+                return True
+    return False

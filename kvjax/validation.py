@@ -163,22 +163,22 @@ def check_dims(layout: str, known: Mapping[str, int] | None = None, /, **arrays:
     """
     sizes: dict[str, int] = dict(known or {})
     owner = dict.fromkeys(sizes, "the cache")
-    shapes = {name: tuple(a.shape) for name, a in arrays.items()}
 
     def fail(problem: str) -> ValueError:
-        all_shapes = ", ".join(f"{name}{list(shape)}" for name, shape in shapes.items())
+        all_shapes = ", ".join(f"{name}{list(a.shape)}" for name, a in arrays.items())
         return ValueError(f"{problem}; {all_shapes}")
 
     for part in layout.split(","):
         name, letters = part.split()
-        if name not in shapes:
+        if name not in arrays:
             continue
-        if len(shapes[name]) != len(letters):
+        shape = arrays[name].shape
+        if len(shape) != len(letters):
             raise fail(f"{name} must have the {len(letters)} dimensions [{', '.join(letters)}]")
-        for letter, size in zip(letters, shapes[name], strict=True):
+        for letter, size in zip(letters, shape, strict=True):
             if sizes.setdefault(letter, size) != size:
                 wrong = f"{name} has {letter}={size} but {owner[letter]} has {letter}={sizes[letter]}"
-                swapped = owner[letter] == "the cache" and sizes[letter] in shapes[name][1:-1]
+                swapped = owner[letter] == "the cache" and sizes[letter] in shape[1:-1]
                 cure = f"; the axes of {name} must be [{', '.join(letters)}]: use jnp.swapaxes" if swapped else ""
                 raise fail(wrong + cure)
             owner.setdefault(letter, name)

@@ -28,8 +28,8 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from kvjax.cache.cache import C, Cache, LayerCache, check_cache, init_layer, layers_of, with_layers
-from kvjax.memory import commit_together, in_host_memory, on_host, to_device, to_host
-from kvjax.numerics.sharing import Shared, slot_axes
+from kvjax.memory import commit_together, in_host_memory, move_to, on_host
+from kvjax.numerics.sharing import Shared, SlotAxis, slot_axes
 from kvjax.policies import Compressed, Follower, Full, Policy, Retrieval, Short
 from kvjax.policies.short import refilled
 from kvjax.selectors.prefixed import PrefixedSelector
@@ -209,8 +209,8 @@ def _seat(layer: LayerCache, row: LayerCache, slot: Any, prefix: Any, shared: An
 
     def put(whole: Any, new: Any, at: Any = slot) -> Any:
         def one(a: Array, b: Array) -> Array:
-            b = to_host(b) if in_host_memory(a) and not in_host_memory(b) else b
-            return lax.dynamic_update_slice_in_dim(a, b.astype(a.dtype), at, axis=0)
+            b = move_to(b.astype(a.dtype), host=in_host_memory(a))
+            return lax.dynamic_update_slice_in_dim(a, b, at, axis=0)
 
         return jax.tree.map(one, whole, new)
 
@@ -263,7 +263,7 @@ def _unshared(layer: LayerCache, spec: CacheSpec, row: Any) -> LayerCache:
         return _cut(both, axes, 0, slots)
 
     store = dataclasses.replace(whole(policy.store, st.store, new.store.slots), count=take(st.store.count))
-    store = jax.tree.map(lambda a, b: to_host(b) if in_host_memory(a) else b, new.store, store)
+    store = jax.tree.map(lambda a, b: move_to(b, host=in_host_memory(a)), new.store, store)
     index = whole(policy.selector, st.index, new.store.slots) if isinstance(policy, Retrieval) else st.index
     state = dataclasses.replace(
         new, sink=take(st.sink), store=store, index=index, recent=take(st.recent), overflow=take(st.overflow)
@@ -274,15 +274,13 @@ def _unshared(layer: LayerCache, spec: CacheSpec, row: Any) -> LayerCache:
 def _cut(tree: Any, axes: Any, start: Any, slots: int) -> Any:
     """The slots [start, start + slots) of each array; slots past the end are zeros."""
 
-    def cut(a: Array, at: Any) -> Array:
+    def cut(a: Array, at: SlotAxis | None) -> Array:
         if at is None:
             return a
-        axis, entries, per = at
-        a = to_device(a) if in_host_memory(a) else a
-        size, first = slots * entries // per, start * entries // per
-        if not isinstance(start, int) or size > a.shape[axis]:
-            a = jnp.pad(a, [(0, size if i == axis else 0) for i in range(a.ndim)])
-        return lax.dynamic_slice_in_dim(a, first, size, axis)
+        a, size = move_to(a, host=False), at.entries(slots)
+        if not isinstance(start, int) or size > a.shape[at.axis]:
+            a = jnp.pad(a, [(0, size if i == at.axis else 0) for i in range(a.ndim)])
+        return lax.dynamic_slice_in_dim(a, at.entries(start), size, at.axis)
 
     leaves, tree = jax.tree.flatten(tree)
     return jax.tree.unflatten(tree, [cut(*pair) for pair in zip(leaves, axes, strict=True)])
@@ -291,12 +289,10 @@ def _cut(tree: Any, axes: Any, start: Any, slots: int) -> Any:
 def _paste(tree: Any, piece: Any, axes: Any, start: Any) -> Any:
     """`tree` with the slots of `piece` from `start` on."""
 
-    def paste(a: Array, b: Array, at: Any) -> Array:
+    def paste(a: Array, b: Array, at: SlotAxis | None) -> Array:
         if at is None:
             return a
-        axis, entries, per = at
-        b = to_device(b) if in_host_memory(b) else b
-        return lax.dynamic_update_slice_in_dim(a, b, start * entries // per, axis)
+        return lax.dynamic_update_slice_in_dim(a, move_to(b, host=False), at.entries(start), at.axis)
 
     (leaves, tree), news = jax.tree.flatten(tree), jax.tree.leaves(piece)
     return jax.tree.unflatten(tree, [paste(*three) for three in zip(leaves, news, axes, strict=True)])

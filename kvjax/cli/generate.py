@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -203,7 +204,8 @@ def generate(
     times = Timeline()
     if distributed:
         join_processes()
-    threading.Thread(target=_find_devices, daemon=True).start()
+    if os.environ.get("JAX_PLATFORMS") != "cpu" and find_spec("jax_plugins"):
+        threading.Thread(target=_find_devices, daemon=True).start()
     placement = make_placement(mesh)
     kind = dtype_name(dtype)
     directory = model_directory(model_dir)
@@ -378,10 +380,12 @@ class _Answer(NamedTuple):
 def _run(progress: Progress, job: _Job, times: Timeline, *, show: Callable[[str], None] | None, block: int) -> _Answer:
     """Runs a job. `show` receives the text piece by piece; None collects it."""
     import jax
+    from flax import nnx
 
     from kvjax import models
     from kvjax.generation import stream
     from kvjax.generation.drafts import DraftModel
+    from kvjax.memory import nbytes
 
     prompt, settings = len(job.tokens), dict(job.settings)
     with progress:
@@ -390,7 +394,7 @@ def _run(progress: Progress, job: _Job, times: Timeline, *, show: Callable[[str]
         with bar(progress, "loading weights"), times.row("weights") as words:
             begin, directory = time.perf_counter(), job.checkpoint.directory
             model = models.load(directory, dtype=job.dtype, placement=job.placement, on_shapes=ahead.begin).model
-            size = sum(file.stat().st_size for file in directory.glob("*.safetensors")) / 1e9
+            size = nbytes(nnx.state(model)).total / 1e9
             words.append(f"{size:.2f} GB at {size / (time.perf_counter() - begin):.2f} GB/s")
             if job.drafting is not None:
                 settings["draft"] = DraftModel(models.load(job.drafting, dtype=job.dtype).model)

@@ -97,20 +97,31 @@ class Sharing:
         )
 
 
+class SlotAxis(NamedTuple):
+    """The axis of an array that grows with the slots of a store, by `size` entries for each `slots` slots."""
+
+    axis: int
+    size: int
+    slots: int
+
+    def entries(self, slots: Any) -> Any:
+        return slots * self.size // self.slots
+
+
 @lru_cache(maxsize=256)
-def slot_axes(part: Any, spec: CacheSpec) -> tuple[tuple[int, int, int] | None, ...]:
-    """For each array of a store or selector the axis of slots, and entries per slots as a fraction; None for a count.
+def slot_axes(part: Any, spec: CacheSpec) -> tuple[SlotAxis | None, ...]:
+    """The axis of slots of each array of a store or selector; None for a count.
 
     Raises:
       ValueError: an array that belongs to a whole row.
     """
     slots = (1 << 20) * (part.unit if hasattr(part, "unit") else part.page)
     one, two = (jax.eval_shape(partial(part.init, spec, n * slots)) for n in (1, 2))
-    found: list[tuple[int, int, int] | None] = []
+    found: list[SlotAxis | None] = []
     for (path, a), b in zip(jax.tree.leaves_with_path(one), jax.tree.leaves(two), strict=True):
         grown = [axis for axis, sizes in enumerate(zip(a.shape, b.shape, strict=True)) if sizes[0] != sizes[1]]
         if len(grown) == 1 and b.shape[grown[0]] == 2 * a.shape[grown[0]]:
-            found.append((grown[0], a.shape[grown[0]], slots))
+            found.append(SlotAxis(grown[0], a.shape[grown[0]], slots))
         elif jax.tree_util.keystr(path).endswith(".count"):
             found.append(None)
         else:
