@@ -8,6 +8,7 @@ import gc
 import itertools
 import os
 import re
+import zlib
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -34,6 +35,7 @@ import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_traceback_in_locations_limit", 0)  # else a tenth of the time goes into lines of programs' texts
 
 hypothesis.settings.register_profile(
     "kvjax",
@@ -118,12 +120,29 @@ def _above(path: Path) -> bool:
     return (inside + "/" if path.is_dir() else inside).startswith(ABOVE)
 
 
+def _half(item: pytest.Item) -> set[int]:
+    """The halves of the suite that a test is in, of 1 and 2; what shares programs stays together."""
+    inside = item.path.relative_to(TESTS).as_posix()
+    if inside.startswith(CORE) or inside == "test_devices.py":  # which passes the half on
+        return {1, 2}
+    if _above(item.path) or item.get_closest_marker("torch"):
+        return {1}
+    return {2} if inside.startswith("kernels/") else {1 + zlib.crc32(_shared(item.nodeid).encode()) % 2}
+
+
 ORDER = {"test_devices.py": 0, "test_readme.py": 0, "test_goldens.py": 2}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thorough", action="store_true", help="all of it: every law on every policy, every parameter")
     parser.addoption("--checkpoint", metavar="DIR", help="a model whose keys and queries the methods are tested on too")
+    parser.addoption(
+        "--half",
+        type=int,
+        choices=(1, 2),
+        help="one half of the tests, for one of two versions of JAX; comparisons with torch and what stands on the "
+        "library are in the first, kernels in the second, and those of `-m core` in both",
+    )
     parser.addoption(
         "--quick",
         action="store_true",
@@ -146,6 +165,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.path.is_relative_to(TESTS) and item.path.relative_to(TESTS).as_posix().startswith(CORE):
             item.add_marker("core")
+    if half := config.getoption("--half"):
+        config.hook.pytest_deselected(items=[item for item in items if half not in _half(item)])
+        items[:] = [item for item in items if half in _half(item)]
     if not config.getoption("--thorough"):
         quick = config.getoption("--quick")
         every = 7 if quick else 1
@@ -168,7 +190,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
         items[:] = kept
     # A worker takes a file, and each golden alone. Long ones first and short ones last let all workers end together.
-    items.sort(key=lambda item: ORDER.get(item.path.name, 1))
+    # One process, too, runs what shares programs together.
+    first: dict[str, int] = {}
+    for place, item in enumerate(items):
+        first.setdefault(_shared(item.nodeid), place)
+    items.sort(key=lambda item: (ORDER.get(item.path.name, 1), first[_shared(item.nodeid)]))
 
 
 @pytest.hookimpl(optionalhook=True)
