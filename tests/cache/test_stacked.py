@@ -1,5 +1,7 @@
 """Layers that are stacked for a scan."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,10 +15,16 @@ POLICY = kvjax.Retrieval(
 )
 
 
+def draw(seed, tokens):
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal((2, tokens, n, 16), np.float32) for n in (4, 2, 2)]
+
+
+@functools.cache
 def filled(seed):
     """A layer whose recent block is full in row 0."""
     layer = kvjax.init_layer(POLICY, SPEC)
-    q, k, v = (jax.random.normal(jax.random.key(seed + i), (2, 12, n, 16)) for i, n in enumerate((4, 2, 2)))
+    q, k, v = draw(seed, 12)
     _, layer = attend(layer, q, k, v, lengths=jnp.array([12, 9]))
     while not bool(kvjax.any_full(layer)):
         _, layer = attend(layer, q[:, :1], k[:, :1], v[:, :1], flush=False)
@@ -35,7 +43,7 @@ def test_flush_of_stacked_layers_is_that_of_each():
 def test_a_scan_over_stacked_layers_is_the_loop():
     layers = [filled(0), filled(7)]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
-    q, k, v = (jax.random.normal(jax.random.key(i), (2, 1, n, 16)) for i, n in enumerate((4, 2, 2)))
+    q, k, v = draw(1, 1)
 
     @jax.jit
     def one(x, layer):

@@ -224,6 +224,7 @@ def test_chat_messages_end_at_the_stop_tokens_of_a_chat(tmp_path):
     assert set(found["text"].stop.tolist()) - {-1} == set(checkpoint.stop_tokens)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", SHARING)
 def test_answers_and_requests_that_begin_alike_share_a_prefix(model, name):
     """Samples of one prompt, then requests with its beginning, get their tokens; the prompt is stored once."""

@@ -55,7 +55,7 @@ def words(rng, *lengths):
 @pytest.mark.parametrize(
     "policy",
     [
-        kvjax.Full(),
+        pytest.param(kvjax.Full(), marks=pytest.mark.thorough),
         kvjax.presets.parse("fier:budget=24,dense_layers=1"),
         pytest.param(kvjax.presets.kivi(), marks=pytest.mark.thorough),
     ],
@@ -151,6 +151,7 @@ def test_stop_tokens_of_most_requests_have_one_shape():
 
 
 DEEP = Decoder(dataclasses.replace(CONFIG, layers=4, windows=()))  # of one kind, so that it can be read by layer
+FIER = kvjax.presets.parse("fier:budget=24")
 FREEKV = kvjax.presets.freekv(32, sink=4, local=4, page=4)
 
 
@@ -163,17 +164,18 @@ def test_a_model_of_many_layers_is_deep():
             assert prefilling._by_layer(model, cache) == (deep or kinds == 1)
 
 
+BY_LAYER = {"full": kvjax.Full(), "fier": FIER, "snapkv": kvjax.presets.snapkv(32), "freekv": FREEKV}
+
+
 @pytest.mark.parametrize(
-    "policy",
-    [
-        kvjax.Full(),
-        kvjax.presets.parse("fier:budget=24"),
-        kvjax.presets.snapkv(32),
-        FREEKV,
+    ("policy", "batch"),
+    [  # of one kind of layer and of two, of one row and of several, and one that looks at the prompt's queries
+        pytest.param(policy, batch, id=f"{name}-{batch}", marks=() if (name, batch) in kept else pytest.mark.thorough)
+        for kept in [[("full", 1), ("freekv", 3), ("snapkv", 3)]]
+        for name, policy in BY_LAYER.items()
+        for batch in (1, 3)
     ],
-    ids=["full", "fier", "snapkv", "freekv"],
 )
-@pytest.mark.parametrize("batch", [1, 3])
 def test_a_deep_model_reads_a_prompt_layer_by_layer(policy, batch, monkeypatch):
     monkeypatch.setattr(prefilling, "CPU_CHUNKS", SMALL)
     monkeypatch.setattr(prefilling, "DEEP", 2)
@@ -201,11 +203,14 @@ def test_a_deep_model_reads_a_prompt_layer_by_layer(policy, batch, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "policy",
-    [kvjax.presets.parse("fier:budget=24"), FREEKV],
-    ids=["fier", "freekv"],
+    ("model", "policy"),
+    [
+        pytest.param(Decoder(CONFIG), FIER, id="shallow-fier"),
+        pytest.param(Decoder(CONFIG), FREEKV, id="shallow-freekv", marks=pytest.mark.thorough),
+        pytest.param(DEEP, FIER, id="deep-fier", marks=pytest.mark.thorough),
+        pytest.param(DEEP, FREEKV, id="deep-freekv"),
+    ],
 )
-@pytest.mark.parametrize("model", [Decoder(CONFIG), DEEP], ids=["shallow", "deep"])
 def test_programs_that_compiled_ahead_for_shapes_are_those_that_run(model, policy, monkeypatch):
     if model is DEEP:
         monkeypatch.setattr(prefilling, "DEEP", 2)

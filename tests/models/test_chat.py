@@ -170,6 +170,7 @@ def test_what_the_cache_holds_is_what_the_template_writes(name: str, tmp_path: P
     check_five_turns(load(tmp_path, TEMPLATES[name]), "full", **settings)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "cache", ["fier:budget=32,local=8,group=16,chunk=16", "kivi:residual=32,group=8", "snapkv:budget=64"]
 )
