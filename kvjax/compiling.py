@@ -62,7 +62,7 @@ def use_compilation_cache(folder: str | Path | None = None) -> Path | None:
         return None
     if problem := _unwritable(path):
         _tell(f"compiled programs are read from {path} but not written there ({problem})")
-    if not _told_to_show():
+    if not getattr(warnings.showwarning, "of_kvjax", False):
         warnings.showwarning = _shown_by(warnings.showwarning)
     config.update("jax_compilation_cache_dir", str(path))
     if problem:
@@ -102,10 +102,6 @@ def _unwritable(path: Path) -> str | None:
     except OSError as error:
         return error.strerror or type(error).__name__
     return None
-
-
-def _told_to_show() -> bool:
-    return getattr(warnings.showwarning, "of_kvjax", False)
 
 
 def _shown_by(show: Any) -> Any:

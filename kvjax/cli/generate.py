@@ -399,7 +399,7 @@ def _run(progress: Progress, job: _Job, times: Timeline, *, show: Callable[[str]
             if job.drafting is not None:
                 settings["draft"] = DraftModel(models.load(job.drafting, dtype=job.dtype).model)
         with bar(progress, "compiling"):
-            ahead.wait(prompt_only=_overlaps())
+            ahead.wait(prompt_only=jax.default_backend() != "cpu")  # whose cores prompt and compiling would share
         with (
             bar(progress, f"reading the prompt of {prompt} tokens", total=prompt) as advance_to,
             times.row("prompt") as words,
@@ -429,13 +429,6 @@ def _run(progress: Progress, job: _Job, times: Timeline, *, show: Callable[[str]
     times.add(begin, end, f"{len(run.rows[0])} new tokens, the first text after {first:.2f} s")
     decode_seconds = end - begin - (run.compile_seconds - compiled)
     return _Answer(run, "".join(pieces), compile_seconds + run.compile_seconds, prefill_seconds, decode_seconds)
-
-
-def _overlaps() -> bool:
-    """True if the prompt runs while the program of decode steps compiles; the cores of a CPU would share the two."""
-    import jax
-
-    return jax.default_backend() != "cpu"
 
 
 class _Ahead:

@@ -276,7 +276,9 @@ def markdown(cells: Sequence[Cell]) -> str:
     """
     lines, first = [], _baselines(cells)
     for cell, row in zip(_done(cells), summarise(cells), strict=True):
-        change = "" if cell is first.get(_length(cell)) or "ratio" not in row else _change(row)
+        change = ""
+        if cell is not first.get(_length(cell)) and "ratio" in row:
+            change = f"{100 * (row['ratio'] - 1):+.2f} ± {100 * row['ratio_stderr']:.2f} %"
         budget = "all" if row["budget"] is None else str(row["budget"])
         read, found = f"{row['tokens_read']:.0f}", f"{row['perplexity']:.2f}"
         lines.append([f"`{row['cache']}`", str(row["length"]), budget, read, found, change])
@@ -305,10 +307,6 @@ def _label(cell: Cell, cells: Sequence[Cell]) -> str:
     """The method of a cell, and its budget if the method has several at this length."""
     same = [other for other in cells if (other.method, _length(other)) == (cell.method, _length(cell))]
     return cell.method if len(same) == 1 else f"{cell.method}{',' if ':' in cell.method else ':'}budget={cell.budget}"
-
-
-def _change(row: Mapping[str, Any]) -> str:
-    return f"{100 * (row['ratio'] - 1):+.2f} ± {100 * row['ratio_stderr']:.2f} %"
 
 
 def figure(cells: Sequence[Cell]) -> Figure:

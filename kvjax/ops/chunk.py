@@ -195,7 +195,8 @@ def _stream(
         return merge(done, part(q, k, v, jnp.clip(stop - first, 0, size)))
 
     blocks = jnp.minimum(-(-jnp.max(stop) // block), whole)
-    done = vary_with(_nothing(q), q, state, stop)
+    B, K, G, T, D = q.shape
+    done = vary_with(empty_part((B, K, G * T, D)), q, state, stop)
     done = lax.fori_loop(0, blocks, lambda i, done: merged(i * block, block, done), done)
     if slots % block:
         first = whole * block
@@ -333,11 +334,6 @@ def _attend_blocks(
 
     shape = (B, K, G * T, jax.eval_shape(lambda state: read(state, 0, block)[1], state).shape[-1])
     return merge_blocks(one, q, state, start, stop, bounds=bounds, blocks=-(-slots // block), shape=shape)
-
-
-def _nothing(q: Array) -> PartialAttention:
-    B, K, G, T, D = q.shape
-    return empty_part((B, K, G * T, D))
 
 
 # Under grad only its inputs are stored. A branch that `platform_dependent` does not select is differentiated too, and

@@ -207,3 +207,9 @@ def poison(cache: LayerCache) -> Any:
         return np.where(used, leaf, np.asarray(bad, leaf.dtype))
 
     return replace_core(cache.state, map_slots(cache.state, spoil))
+
+
+def slots_of(selection: Any) -> list[set[int]]:
+    """The selected slots of each row, KV head and list."""
+    slots, valid = np.asarray(selection.slots), np.asarray(selection.valid)
+    return [set(slots[i][valid[i]].tolist()) for i in np.ndindex(*slots.shape[:3])]

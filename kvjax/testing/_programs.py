@@ -90,7 +90,8 @@ def policy_is_a_value(policy: Policy, spec: CacheSpec) -> None:
     assert other == policy, "an unchanged copy does not equal the policy"
     assert hash(other) == hash(policy), "equal policies have different hashes"
     assert repr(other) == repr(policy), "equal policies print differently"
-    arrays = [name for name, value in vars(policy).items() if any(map(_is_array, jax.tree.leaves(value)))]
+    fields_of = vars(policy).items()
+    arrays = [name for name, value in fields_of if any(isinstance(x, jax.Array) for x in jax.tree.leaves(value))]
     assert not arrays, f"the policy holds arrays, {', '.join(arrays)}; they belong in its state"
     inner = core(policy)
     fields: Any = dataclasses.fields(inner) if dataclasses.is_dataclass(inner) else ()
@@ -98,10 +99,6 @@ def policy_is_a_value(policy: Policy, spec: CacheSpec) -> None:
         unit = getattr(getattr(inner, "selector", None), "unit", 1)
         larger: Policy = with_fields(policy, budget=inner.budget + unit)
         assert larger != policy, "a copy with a larger budget equals the policy, so jit would run its program"
-
-
-def _is_array(value: Any) -> bool:
-    return isinstance(value, jax.Array)
 
 
 def _memory(tree: Any) -> list[Any]:

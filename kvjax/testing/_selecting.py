@@ -30,7 +30,7 @@ from kvjax.testing._anatomy import (
     with_fields,
 )
 from kvjax.testing._drive import fill, new_cache, ragged_lengths, random_tokens, step
-from kvjax.testing._expect import assert_attended, zones
+from kvjax.testing._expect import assert_attended, slots_of, zones
 
 
 def selected_slots_are_valid_and_unique(policy: Policy, spec: CacheSpec) -> None:
@@ -92,7 +92,7 @@ def recall_grows_with_budget(policy: Policy, spec: CacheSpec) -> None:
         wider = with_fields(inner, budget=base + more, **dense)
         selection, mass = selection_and_mass(state, wider, keys)
         mass = np.asarray(mass)
-        members = _members(selection)
+        members = slots_of(selection)
         assert before is None or (mass >= before - 1e-6).all(), f"mass fell at budget {base + more}"
         kept = selected is None or all(a <= b for a, b in zip(selected, members, strict=True))
         assert kept, "a larger budget dropped a selected slot"
@@ -110,8 +110,3 @@ def _check_selection(selection: Selection | None, cache: LayerCache) -> None:
         assert len(set(mine.tolist())) == len(mine), f"row {b} head {k}: a slot twice"
         stored = mine[mine < st.store.slots]
         assert (stored < int(st.store.count[b])).all(), f"row {b} head {k}: a slot past count"
-
-
-def _members(selection: Selection) -> list[set[int]]:
-    slots, valid = np.asarray(selection.slots), np.asarray(selection.valid)
-    return [set(slots[i][valid[i]].tolist()) for i in np.ndindex(*slots.shape[:3])]

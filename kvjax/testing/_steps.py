@@ -16,7 +16,7 @@ from kvjax.spec import CacheSpec
 from kvjax.steps import attend, select, update
 from kvjax.testing._anatomy import DoesNotApply, core, has_history, require, sink
 from kvjax.testing._drive import Tokens, fill, new_cache, ragged_lengths, random_tokens, step
-from kvjax.testing._expect import assert_close, assert_same, assert_same_contents
+from kvjax.testing._expect import assert_close, assert_same, assert_same_contents, slots_of
 
 STEPS = 5
 
@@ -66,7 +66,7 @@ def three_calls_equal_a_step(policy: Policy, spec: CacheSpec) -> None:
         if info.selection is not None:
             selection = _select(by_hand, q)
             if info.fresh is None:
-                assert _slots_of(selection) == _slots_of(info.selection), f"step {i}: select names other slots"
+                assert slots_of(selection) == slots_of(info.selection), f"step {i}: select names other slots"
         else:
             try:
                 jax.eval_shape(select, by_hand, q)
@@ -77,11 +77,6 @@ def three_calls_equal_a_step(policy: Policy, spec: CacheSpec) -> None:
         out, by_hand = _attend(by_hand, q, selection)
         assert_close(np.asarray(out, np.float32)[:, 0], want, spec, f"step {i}")
     assert_same_contents(by_hand, at_once, spec, "the state after two steps")
-
-
-def _slots_of(selection: Any) -> list[set[int]]:
-    slots, valid = np.asarray(selection.slots), np.asarray(selection.valid)
-    return [set(slots[i][valid[i]].tolist()) for i in np.ndindex(*slots.shape[:3])]
 
 
 def rollback_forgets_what_came_after(policy: Policy, spec: CacheSpec) -> None:
