@@ -148,12 +148,7 @@ def unshared(cache: C, row: ArrayLike, *, capacity: int | None = None) -> C:
     check_cache("unshared", cache)
     layers: Any = layers_of(cache)
     longest = max(layer.state.store.shared.value.slots for layer in layers)
-    spec = dataclasses.replace(cache.spec, batch=1, capacity=capacity or cache.spec.capacity + longest)
-    found = with_layers(cache, [_unshared(layer, spec, row) for layer in layers])
-    if isinstance(cache, Cache) and cache.rotated_for is not None:
-        rotated = lax.dynamic_slice_in_dim(cache.rotated_for, row, 1)
-        return dataclasses.replace(found, rotated_for=rotated)
-    return found
+    return _take_out(cache, row, capacity or cache.spec.capacity + longest)
 
 
 def shared_tokens(cache: Cache | LayerCache) -> np.ndarray:
@@ -185,6 +180,15 @@ def _alone(policy: Policy) -> Any:
     if isinstance(policy, Retrieval):
         policy = dataclasses.replace(policy, dense_capacity=0)
     return policy
+
+
+@partial(jax.jit, static_argnums=2, inline=True)
+def _take_out(cache: Any, row: Array, capacity: int) -> Any:
+    spec = dataclasses.replace(cache.spec, batch=1, capacity=capacity)
+    found = with_layers(cache, [_unshared(layer, spec, row) for layer in layers_of(cache)])
+    if isinstance(cache, Cache) and cache.rotated_for is not None:
+        return dataclasses.replace(found, rotated_for=lax.dynamic_slice_in_dim(cache.rotated_for, row, 1))
+    return found
 
 
 @partial(jax.jit, donate_argnums=0)

@@ -288,7 +288,7 @@ class Engine:
             if request not in self._seated:
                 raise ValueError(f"the request is {request.state}, so no slot holds its tokens; ask while it decodes")
             slot = self._seated.index(request)
-            return jax.jit(unshared)(self._cache, slot) if self._places else take_rows(self._cache, np.array([slot]))
+            return unshared(self._cache, slot) if self._places else take_rows(self._cache, np.array([slot]))
 
     # ----------------------------------------------------------------------------------------------------------- steps
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,8 +52,13 @@ def refilled(policy: Policy, spec: CacheSpec, old: Policy, st: Any) -> Any | Non
     """
     if (tokens := old.stored(st)) is None:
         return None
-    state = jax.jit(policy.prefill)(policy.init(spec), *tokens)
-    return replace(state, overflow=state.overflow | st.overflow)
+    return _refilled(policy, spec, tokens, st.overflow)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _refilled(policy: Policy, spec: CacheSpec, tokens: Any, overflow: jax.Array) -> Any:
+    state = policy.prefill(policy.init(spec), *tokens)
+    return replace(state, overflow=state.overflow | overflow)
 
 
 def is_short(dense_capacity: DenseCapacity, selector: str, spec: CacheSpec) -> bool:
