@@ -557,7 +557,7 @@ def test_numpy_integers_in_a_policy_are_those_of_python(name: str) -> None:
     ids=["full", "host"],
 )
 def test_traced_row_out_of_range_changes_nothing(policy: Any, row: int) -> None:
-    _, whole = kvjax.attention(layer(policy), *qkv(5))
+    _, whole = jax.jit(kvjax.attention)(layer(policy), *qkv(5))
     one = kvjax.init_layer(policy, dataclasses.replace(SPEC, batch=1))
     insert = jax.jit(kvjax.insert)
     jax.tree.map(np.testing.assert_array_equal, insert(whole, one, row), whole)
@@ -575,21 +575,23 @@ def test_repr_tells_policy_rows_length_and_bytes() -> None:
     assert "KiB on the device" in text
     assert "array" not in text.lower()
     assert len(text) < 600
-    _, filled = kvjax.attention(made.layers[0], *qkv(), lengths=[3, 1])
+    _, filled = jax.jit(kvjax.attention)(made.layers[0], *qkv(), lengths=np.array([3, 1]))
     assert re.fullmatch(r"LayerCache\(Full\(\); 2 rows, length \[3, 1\] of 64, 32\.0 KiB on the device\)", repr(filled))
 
 
 def test_repr_of_many_rows_gives_shortest_and_longest() -> None:
     spec = dataclasses.replace(SPEC, batch=6)
-    _, made = kvjax.attention(kvjax.init_layer(kvjax.Full(), spec), *qkv(B=6), lengths=[0, 1, 2, 3, 3, 1])
+    attend, lengths = jax.jit(kvjax.attention), np.array([0, 1, 2, 3, 3, 1])
+    _, made = attend(kvjax.init_layer(kvjax.Full(), spec), *qkv(B=6), lengths=lengths)
     assert "6 rows, length 0 to 3 of 64" in repr(made)
 
 
 def test_repr_tells_dropped_tokens() -> None:
     spec = dataclasses.replace(SPEC, capacity=2)
-    _, made = kvjax.attention(kvjax.init_layer(kvjax.Full(), spec), *qkv(T=2), lengths=[2, 1])
+    attend = jax.jit(kvjax.attention)
+    _, made = attend(kvjax.init_layer(kvjax.Full(), spec), *qkv(T=2), lengths=np.array([2, 1]))
     assert "dropped" not in repr(made)
-    _, made = jax.jit(kvjax.attention)(made, *qkv(T=1))
+    _, made = attend(made, *qkv(T=1))
     assert "length [2, 2] of 2, rows [0] dropped tokens, " in repr(made)
 
 
