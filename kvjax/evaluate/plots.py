@@ -236,24 +236,20 @@ def _by_depth_and_length(panels: Sequence[Block], methods: Sequence[str]) -> Fig
 
 def _maps(rows: int, columns: int, cells: int, panels: Sequence[Block]) -> tuple[Figure, np.ndarray]:
     """A figure of rows x columns empty maps of `cells` columns each; maps that stay empty are invisible."""
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+
     figure = new_figure(1.6 + columns * (0.5 + 0.32 * cells), 1.0 + rows * (0.45 + 0.13 * len(depths(panels))))
     axes = figure.subplots(rows, columns, sharey=True, squeeze=False)
     for axis in axes.flat:
         axis.spines[:].set_visible(False)
         axis.tick_params(length=0, labelsize=8)
         axis.set_xticks([])
-    figure.colorbar(_scale(), ax=axes, label=panels[0].cells[0].metric, aspect=30, shrink=min(1.0, 2.5 / rows))
+    colours = ScalarMappable(Normalize(0, 1), cmap="cividis")  # of scores
+    figure.colorbar(colours, ax=axes, label=panels[0].cells[0].metric, aspect=30, shrink=min(1.0, 2.5 / rows))
     figure.supylabel("depth of the answer, % of the text", fontsize=10)
     figure.suptitle(_title(panels), x=0.01, ha="left", fontsize=11)
     return figure, axes
-
-
-def _scale() -> Any:
-    """Colours of scores from 0 to 1."""
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Normalize
-
-    return ScalarMappable(Normalize(0, 1), cmap="cividis")
 
 
 def _map(axis: Axes, cells: Sequence[Cell | None], panels: Sequence[Block], ticks: Sequence[str]) -> None:

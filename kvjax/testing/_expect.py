@@ -209,7 +209,6 @@ def poison(cache: LayerCache) -> Any:
     return replace_core(cache.state, map_slots(cache.state, spoil))
 
 
-def slots_of(selection: Any) -> list[set[int]]:
-    """The selected slots of each row, KV head and list."""
+def slots_of(selection: Any) -> list[set[int]]:  # by row, KV head and list
     slots, valid = np.asarray(selection.slots), np.asarray(selection.valid)
     return [set(slots[i][valid[i]].tolist()) for i in np.ndindex(*slots.shape[:3])]
