@@ -233,6 +233,7 @@ def _check_reach(target: np.ndarray, earliest: Array, length: Array) -> None:
         )
 
 
+@partial(jax.jit, inline=True)
 def _truncate(cache: Any, lengths: Array) -> Any:
     layers = layers_of(cache)
     policies: list[Any] = [layer.policy for layer in layers]
@@ -246,6 +247,7 @@ def _truncate_on_parts(cache: Any, lengths: Array) -> Any:
     return run_by_part(_truncate, cache, lengths, specs=(placement_of(layers_of(cache)[0]).spec("B"),))
 
 
+@partial(jax.jit, inline=True)
 def _insert(cache: C, prefix: C, row: int | Array) -> C:
     def place(whole: Array, one: Array) -> Array:
         return lax.dynamic_update_slice_in_dim(whole, one.astype(whole.dtype), row, axis=0)

@@ -53,6 +53,7 @@ def test_methods_without_a_budget_are_timed_alone(scripts):
         assert list(scripts("real_speed").caches(names, 64, 2, "xla")) == names
 
 
+@pytest.mark.thorough  # a benchmark's own bookkeeping, and it compiles a model three times
 def test_a_resumed_file_of_speeds_keeps_one_setting(scripts, tmp_path, capsys):
     text, out = tmp_path / "text.txt", tmp_path / "speed.json"
     text.write_text("The year had grown old, and nobody came. " * 200)
