@@ -90,8 +90,7 @@ def policy_is_a_value(policy: Policy, spec: CacheSpec) -> None:
     assert other == policy, "an unchanged copy does not equal the policy"
     assert hash(other) == hash(policy), "equal policies have different hashes"
     assert repr(other) == repr(policy), "equal policies print differently"
-    fields_of = vars(policy).items()
-    arrays = [name for name, value in fields_of if any(isinstance(x, jax.Array) for x in jax.tree.leaves(value))]
+    arrays = [n for n, v in vars(policy).items() if any(isinstance(x, jax.Array) for x in jax.tree.leaves(v))]
     assert not arrays, f"the policy holds arrays, {', '.join(arrays)}; they belong in its state"
     inner = core(policy)
     fields: Any = dataclasses.fields(inner) if dataclasses.is_dataclass(inner) else ()
