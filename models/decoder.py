@@ -161,9 +161,9 @@ class MixtureOfExperts(nnx.Module):
             return _param(_normal(rngs, (E, *shape), scale, dtype), ("experts", *axes))
 
         self.router = Linear(hidden, E, axes=("embed", "experts"), bias=by.bias, **common)
-        self.gate = each(hidden, inner, axes=("embed", "mlp"))  # [E, hidden, inner]
-        self.up = each(hidden, inner, axes=("embed", "mlp"))
-        self.down = each(inner, hidden, axes=("mlp", "embed"))
+        self.gate = each(inner, hidden, axes=("mlp", "embed"))  # [E, inner, hidden]
+        self.up = each(inner, hidden, axes=("mlp", "embed"))
+        self.down = each(hidden, inner, axes=("embed", "mlp"))
         sizes = {"gate": (inner, "mlp"), "up": (inner, "mlp"), "down": (hidden, "embed")}
         for name, (size, axis) in sizes.items():  # [E, inner], or [E, hidden]
             bias = _param(jnp.zeros((E, size), dtype), ("experts", axis)) if by.bias else None
@@ -237,12 +237,16 @@ class MixtureOfExperts(nnx.Module):
 
 
 def _by_row(x: Array, kernel: Array, which: Array) -> Array:
-    """Each row of x [m, in] times the kernel [E, in, out] of its expert, as a sum with which XLA fuses the look-up."""
-    return jnp.sum(x.astype(jnp.float32)[..., None] * kernel[which].astype(jnp.float32), axis=1).astype(x.dtype)
+    """Each row of x [m, in] times the kernel [E, out, in] of its expert, as a sum with which XLA fuses the look-up.
+
+    A GPU reads the kernels at the rate of its memory so. With `out` as the last axis, a step of gpt-oss-20b took 15.8
+    ms in place of 4.2 on an H100.
+    """
+    return jnp.sum(x.astype(jnp.float32)[:, None] * kernel[which].astype(jnp.float32), axis=2).astype(x.dtype)
 
 
 def _by_block(x: Array, kernel: Array, which: Array) -> Array:
-    return _product("mi,io->mo", x, kernel[which])
+    return _product("mi,oi->mo", x, kernel[which])
 
 
 class Layer(nnx.Module):

@@ -13,9 +13,9 @@ _WEIGHTS = (
     Weight("model.layers.{i}.self_attn.sinks", "layers.{i}.attention.sinks"),
     Weight(_MLP + "router.weight", _OWN + "router.kernel", transposed=True),
     Weight(_MLP + "router.bias", _OWN + "router.bias"),
-    Weight(_MLP + "experts.gate_up_proj", _OWN + "gate", interleaved=_OWN + "up"),
+    Weight(_MLP + "experts.gate_up_proj", _OWN + "gate", interleaved=_OWN + "up", transposed=True),
     Weight(_MLP + "experts.gate_up_proj_bias", _OWN + "gate_bias", interleaved=_OWN + "up_bias"),
-    Weight(_MLP + "experts.down_proj", _OWN + "down"),
+    Weight(_MLP + "experts.down_proj", _OWN + "down", transposed=True),
     Weight(_MLP + "experts.down_proj_bias", _OWN + "down_bias"),
 )
 _ROPE = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}

@@ -311,7 +311,10 @@ def save(
                 continue
             parts = tuple(params[path] for path in weight.paths(i))
             if weight.interleaved:
-                parts = (jnp.stack(parts, axis=-1).reshape(*parts[0].shape[:-1], -1),)
+                axis = parts[0].ndim - 1 - weight.transposed
+                shape = list(parts[0].shape)
+                shape[axis] *= len(parts)
+                parts = (jnp.stack(parts, axis=axis + 1).reshape(shape),)
             experts = list(parts[0]) if weight.by_expert else []
             rows |= {weight.name.format(i=i, e=e): (weight, (one,)) for e, one in enumerate(experts)}
             if not experts:
@@ -582,21 +585,20 @@ class Source(NamedTuple):
     @property
     def transposed(self) -> bool:
         """True if the last two axes of the tensors lie the other way round than in the Decoder."""
-        return self.weight.transposed or self.packed
+        return self.weight.transposed and not self.packed
 
     def shapes(self) -> list[tuple[int, ...]]:
         """The shapes of the tensors."""
-        if not (self.weight.by_expert or self.weight.interleaved or self.packed):
+        shape, n = tuple(self.params[0].get_value().shape), len(self.params)
+        if self.packed:
+            experts, last, size = shape  # 32 numbers of a block follow each other along the input
+            return [(experts, last * n, size // 32, 16), (experts, last * n, size // 32)]
+        if len(shape) < 3 and not self.weight.interleaved:
             return [_file_shape(self.weight, self.params)]
-        *lead, last = self.params[0].get_value().shape
-        if self.weight.by_expert:
-            _, size = lead
-            return [(last, size) if self.weight.transposed else (size, last)] * len(self.names)
-        last *= len(self.params)
-        if not self.packed:
-            return [(*lead, last)]
-        experts, size = lead  # 32 numbers of a block follow each other along the input
-        return [(experts, last, size // 32, 16), (experts, last, size // 32)]
+        experts, *inside = shape
+        inside = inside[::-1] if self.weight.transposed else inside
+        inside[-1] *= n
+        return [tuple(inside)] * len(self.names) if self.weight.by_expert else [(experts, *inside)]
 
     def split(self, views: list[np.ndarray]) -> list[Any]:
         """The tensor of each parameter in the arrays of the files, as an array or what becomes one when it is read."""
@@ -608,6 +610,8 @@ class Source(NamedTuple):
             return [Mxfp4(blocks[:, i::n], scales[:, i::n]) for i in range(n)]
         if self.weight.interleaved:
             return [views[0][..., i::n] for i in range(n)]
+        if n == 1:
+            return [views[0]]
         return [views[0][rows] for rows in _rows(self.weight, self.params)]
 
 

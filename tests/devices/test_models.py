@@ -80,7 +80,7 @@ def test_a_mixture_of_experts_is_split_inside_each_expert(tmp_path: Path) -> Non
     for a, b, c in zip(*map(jax.tree.leaves, (one, split, again)), strict=True):
         np.testing.assert_array_equal(a, b)
         assert b.sharding == c.sharding
-    assert split.layers[0].mlp.gate[...].addressable_shards[0].data.shape == (8, 32, 4)
+    assert split.layers[0].mlp.gate[...].addressable_shards[0].data.shape == (8, 4, 32)
 
     @partial(jax.jit, static_argnums=1)
     def run(model: Decoder, at: Placement | None, tokens: jax.Array) -> jax.Array:
