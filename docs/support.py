@@ -22,7 +22,7 @@ from kvjax import models, ops
 from kvjax.presets import REGISTRY, Preset
 
 MODELS = {
-    "gemma2": "Gemma 2; `soft_cap` runs in plain JAX",
+    "gemma2": "Gemma 2; a step selects in plain JAX, as kernels that select take no `soft_cap`",
     "gemma3_text": "Gemma 3, its text (`gemma3` too)",
     "gpt_oss": "gpt-oss, in bf16 or MXFP4, which is expanded while loading",
     "llama": "Llama 1, 2 and 3",

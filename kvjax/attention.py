@@ -83,9 +83,10 @@ def attention(
       active: bool[B], rows that take this decode token; others store nothing, and their output is meaningless.
       window: sliding window; a token sees itself and the window - 1 before it.
       scale: factor of the logits, at most 1e6; default D**-0.5.
-      soft_cap: the logits become soft_cap * tanh(logits / soft_cap), as in Gemma 2. No kernel has it: they run in plain
-        JAX.
-      sinks: f32[N], a logit for each query head that only the denominator of softmax counts, as in gpt-oss.
+      soft_cap: the logits become soft_cap * tanh(logits / soft_cap), as in Gemma 2. Kernels that select or read codes
+        do not have it, nor does cuDNN: they run in plain JAX.
+      sinks: f32[N], a logit for each query head that only the denominator of softmax counts, as in gpt-oss. Selection
+        and eviction by shares of attention do not count it.
       first_chunk: promises that the cache is empty, so a prompt attends only to itself (cuDNN attention on a GPU).
         Checked outside of jit.
       flush: flush full recent blocks before a decode step. A model with many layers passes False and calls

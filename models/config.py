@@ -41,8 +41,9 @@ class Experts:
     clamp: tuple[float, float] | None = None  # alpha and limit of gpt-oss: (up + 1) gate sigmoid(alpha gate), clamped
 
     def __post_init__(self) -> None:
-        for name in ("count", "per_token", "size"):
+        for name in ("count", "per_token", "size", *(("shared_size",) if self.shared_size is not None else ())):
             require_int(f"Experts({name}=...)", getattr(self, name), at_least=1)
+        check_flags("Experts", normalised=self.normalised, bias=self.bias)
         if self.per_token > self.count:
             raise ValueError(f"Experts(per_token={self.per_token}) must be at most count={self.count}")
 
@@ -114,6 +115,17 @@ class DecoderConfig:
                 check_verbs(
                     f"DecoderConfig({name}=...)", kind, "a kind of RoPE", ("frequencies",), "models.rope.Default()"
                 )
+        if len(self.ropes) > 1 and any(kind.by_length for kind in self.ropes):
+            raise ValueError(
+                f"DecoderConfig(rope={self.rope}, local_rope={self.local_rope}): two kinds of RoPE, one of "
+                "which depends on the length of the text, are not supported"
+            )
+        own_layers = self.experts.dense_layers if isinstance(self.experts, Experts) else ()
+        for name, layers in (("unrotated", self.unrotated), ("experts.dense_layers", own_layers)):
+            for layer in layers:
+                require_int(f"DecoderConfig({name}=...)", layer, at_least=0, at_most=self.layers - 1)
+        if self.experts is not None and not isinstance(self.experts, Experts):
+            raise ValueError(f"DecoderConfig(experts=...) must be kvjax.models.Experts, got {shown(self.experts)}")
         for name in ("norm_eps", "initializer_range", "embedding_scale"):
             if finite_number(f"DecoderConfig({name}=...)", getattr(self, name)) < 0:
                 raise ValueError(f"DecoderConfig({name}={getattr(self, name)}) must be finite and at least 0")

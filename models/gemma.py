@@ -70,8 +70,6 @@ def configure_gemma3(fields: Fields) -> DecoderConfig:
         "soft_cap": None,
         "local_rope": None if local_rope == rope else local_rope,
     }
-    if any(kind.by_length for kind in (rope, local_rope)) and rope != local_rope:
-        raise ValueError(f"{fields.source} has two kinds of RoPE of which one depends on the length of the text")
     return DecoderConfig(**found)
 
 

@@ -448,7 +448,8 @@ def text_fields(fields: Fields) -> Fields:
     kind, text = fields.raw.get("model_type"), fields.group("text_config").raw
     if kind not in _WITH_IMAGES or not text:
         return fields
-    outer = {name: fields.raw[name] for name in ("bos_token_id", "eos_token_id") if fields.given(name)}
+    shared = "bos_token_id", "eos_token_id", "quantization_config", "compression_config"
+    outer = {name: fields.raw[name] for name in shared if fields.given(name)}
     default = {"model_type": _WITH_IMAGES[kind]}
     inner = {name: value for name, value in text.items() if name != "architectures"}
     return Fields({**outer, **default, **inner}, f"text_config of {fields.source}")

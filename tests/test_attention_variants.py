@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.numerics.blocks import Block
 from kvjax.numerics.partial import CappedScale, Span, scaled
 from kvjax.testing._drive import CHUNK, attending_to_all, new_cache, random_tokens
 from kvjax.testing._expect import as_stored, tolerance
@@ -157,14 +158,20 @@ def test_bad_sinks_and_caps_are_refused(how, message):
         kvjax.attention(new_cache(kvjax.Full(), spec), q, k, v, **how)
 
 
-def test_a_kernel_says_that_it_takes_neither():
+def test_a_kernel_says_what_it_does_not_take():
     q, k = (jax.ShapeDtypeStruct((2, 2, n, 64), jnp.bfloat16) for n in (4, 128))
     count = jax.ShapeDtypeStruct((2,), jnp.int32)
-    asked = q, Span(k, k, count, count)
-    limit = kvjax.ops.attend_span.unsupported
-    assert limit(*asked, scale=0.5) is None
-    assert "no soft cap" in (limit(*asked, scale=CappedScale(0.5, 30.0)) or "")
-    assert "no sink logits" in (limit(*asked, jnp.zeros((2, 4)), scale=0.5) or "")
+    asked = q, Span(k, k, count, count), jnp.zeros((2, 4))
+    assert kvjax.ops.attend_span.unsupported(*asked, scale=CappedScale(0.5, 30.0)) is None
+    low = jax.ShapeDtypeStruct((2, 2, 8, 64), jnp.bfloat16)
+    limit = kvjax.ops.score_pages.unsupported
+    assert "no soft cap" not in (limit(q, low, low, scale=0.5) or "")
+    assert "no soft cap" in (limit(q, low, low, scale=CappedScale(0.5, 30.0)) or "")
+    token, narrow = (jax.ShapeDtypeStruct((2, 2, 1, size), jnp.bfloat16) for size in (64, 32))
+    zone = Block(k, jax.ShapeDtypeStruct((2, 2, 128, 32), jnp.bfloat16), count)
+    active = jax.ShapeDtypeStruct((2,), bool)
+    for op in (kvjax.ops.put_token, kvjax.ops.put_tokens):
+        assert "values like keys" in (op.unsupported([zone], token, narrow, active, active) or "")
 
 
 @pytest.mark.parametrize("name", ["full", "fier with sink and window"])

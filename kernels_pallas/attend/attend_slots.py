@@ -30,6 +30,7 @@ from kvjax.kernels_pallas.attend import softmax
 from kvjax.kernels_pallas.attend.softmax import HEADS
 from kvjax.kernels_pallas.simt import Word, loop, ptx, when, word
 
+TAKES = ("soft caps",)
 MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/attend_slots.json
 TILE = 32  # slots of a warp at a time
 MAX_SLOTS = 4096

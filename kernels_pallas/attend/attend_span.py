@@ -29,6 +29,7 @@ from kvjax.kernels_pallas.attend.softmax import HEADS, KINDS
 from kvjax.kernels_pallas.simt import Flag, Word, loop, ptx, when, word
 
 MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/attend_span.json
+TAKES = ("soft caps", "sinks")
 
 
 @dataclass(frozen=True)
@@ -104,10 +105,11 @@ def _steps(stop: Any) -> int:
 
 @simt.lowered_once("scale", "config")
 def attend_span(
-    q: Array, k: Array, v: Array, start: Array, stop: Array, *, scale: float, config: Config | None = None
-) -> Array:
-    """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over the slots [start, stop) i32[B] of k, v [B, K, S, D];
-    0 where there are none. `config` follows from the shape.
+    q: Array, k: Array, v: Array, start: Array, stop: Array, sinks: Array | None = None, *, scale: float,
+    config: Config | None = None,
+) -> Array:  # fmt: skip
+    """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over the slots [start, stop) i32[B] of k, v [B, K, S, D],
+    merged with logits `sinks` f32[K, G] without a value; 0 where there are no slots. `config` follows from the shape.
 
     With start and stop i32[B, T], q is [B, K, T*G, D] and each step has a span. Each `HEADS` queries are a row of their
     own; the blocks of these rows run at once and so read most tiles from the L2 cache.
@@ -129,25 +131,31 @@ def attend_span(
     )
     queries, kept = q.astype(k.dtype).reshape(rows, G, D), [a.reshape(rows, S, D) for a in (k, v)]
     ends = [jnp.clip(a.astype(jnp.int32), 0, S) if steps > 1 else a.astype(jnp.int32) for a in (start, stop)]
+    run = functools.partial(_attend, scale, q.dtype, sinks is not None, config)
+
+    def whole(*parts: Array) -> Array:
+        found = [a.reshape(rows, -1, *a.shape[2:])[:, :G].reshape(B, K, G, *a.shape[2:]) for a in parts]
+        return found[0] if sinks is None else softmax.with_sinks(found[0], found[1], sinks, q.dtype)
+
     if steps == 1:
         queries = queries.reshape(rows * passes, G // passes, D)
-        return _attend(scale, q.dtype, config, queries, *ends, *kept).reshape(q.shape)
+        return whole(*run(queries, *ends, *kept))
     heads = -(-G // passes)
     pad = (0, passes * heads - G)
     queries = jnp.pad(queries, ((0, 0), pad, (0, 0))).reshape(rows * passes, heads, D)
     limits = [jnp.pad(jnp.repeat(a, G // steps, axis=1), ((0, 0), pad)).reshape(B, passes, heads) for a in ends]
     each = jnp.stack([jnp.repeat(a[:, None], K, axis=1).reshape(-1, heads) for a in limits], axis=1)
     start, stop = jnp.min(ends[0], axis=1), jnp.max(ends[1], axis=1)
-    out = _attend(scale, q.dtype, config, queries, start, stop, *kept, each)
-    return out.reshape(rows, passes * heads, D)[:, :G].reshape(q.shape)
+    return whole(*run(queries, start, stop, *kept, each))
 
 
-def _attend(scale: float, dtype: Any, config: Config, *args: Array) -> Array:
-    """[rows, G, D] in `dtype`. `args` are queries, start and stop, keys and values, whose numbers of rows divide these
-    rows; and perhaps start and stop of each query, i32[rows, 2, G]."""
+def _attend(scale: float, dtype: Any, lse: bool, config: Config, *args: Array) -> tuple[Array, ...]:
+    """[rows, G, D] in `dtype`; or with `lse` in f32, and the logs of the sums f32[rows, G]. `args` are queries, start
+    and stop, keys and values, whose numbers of rows divide these rows; and perhaps start and stop of each query,
+    i32[rows, 2, G]."""
 
     @jax.custom_batching.custom_vmap
-    def run(*args: Array) -> Array:
+    def run(*args: Array) -> tuple[Array, ...]:
         (rows, G, D), kept = args[0].shape, args[3]
         means, logs = simt.kernel(
             functools.partial(
@@ -167,12 +175,13 @@ def _attend(scale: float, dtype: Any, config: Config, *args: Array) -> Array:
             blocks=rows * config.blocks,
             warpgroups=config.warpgroups,
         )(*args)
-        return softmax.merge_blocks(means, logs, dtype, name="attend_span", lse=False)[0]
+        kind = jnp.float32 if lse else dtype
+        return tuple(softmax.merge_blocks(means, logs, kind, name="attend_span", lse=lse))
 
     @run.def_vmap
-    def batched(n: int, batches: list[bool], *args: Array) -> tuple[Array, bool]:
-        found = _attend(scale, dtype, config, *simt.flatten_batch(n, batches, args))
-        return found.reshape(n, -1, *found.shape[1:]), True
+    def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
+        found = _attend(scale, dtype, lse, config, *simt.flatten_batch(n, batches, args))
+        return tuple(a.reshape(n, -1, *a.shape[1:]) for a in found), (True,) * len(found)
 
     return run(*args)
 

@@ -29,6 +29,7 @@ from kvjax.kernels_pallas.attend.attend_slots import Config, config_for
 from kvjax.kernels_pallas.attend.softmax import KINDS
 
 MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/attend_zones.json
+TAKES = ("soft caps", "sinks")
 
 
 def unsupported(
@@ -68,11 +69,13 @@ def attend_zones(
     sink: Any,
     local: int,
     more: tuple[Array, Array] | None = None,
+    sinks: Array | None = None,
     *,
     scale: float,
     config: Config | None = None,
 ) -> Array:
-    """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over slots i32[B, K, H, M] and spans.
+    """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over slots i32[B, K, H, M] and spans, merged with logits
+    `sinks` f32[K, G] without a value.
 
     `known` says which slots are read, as bool[B, K, H, M], or how many of the first ones, as i32[B, K, H]. Slots 0 to
     S - 1 are those of k, v [B, K, S, D]; if given, `more`, of the same shape, has slots S to 2 S - 1; those of `recent`
@@ -107,20 +110,26 @@ def attend_zones(
     if (passes := softmax.passes_of(G // H)) > 1:
         H, slots = H * passes, jnp.repeat(slots, passes, axis=2)
         found = None if found is None else jnp.repeat(found, passes, axis=2)
-    (out,) = one_zone.attend(
+    means = ((G // H, D), jnp.float32 if sinks is not None else q.dtype)
+    parts = one_zone.attend(
         q.astype(k.dtype).reshape(B * K * H, G // H, D),
         [a.reshape(B * K, -1, D) for zone in ((k, v), more or (), *(span[:2] for span, _ in spans)) for a in zone],
         slots.astype(jnp.int32).reshape(B * K * H, -1),
         found=None if found is None else found.reshape(B * K * H),
         spans=[(simt.by_step(span[2], K), simt.by_step(span[3], K), max_slots) for span, max_slots in spans],
-        outs=(((G // H, D), q.dtype),),
+        outs=(means,) if sinks is None else (means, ((G // H,), jnp.float32)),
         name="attend_zones",
-        write=functools.partial(_write, kind=KINDS[str(q.dtype)]),
+        write=softmax.Merged.write if sinks is not None else functools.partial(_write, kind=KINDS[str(q.dtype)]),
         scale=scale,
         config=config,
         order=(K, T, H // T),
     )
-    return jnp.swapaxes(out.reshape(B, T, K, G // T, D), 1, 2).reshape(B, K, G, D)
+
+    def by_head(a: Array) -> Array:
+        return jnp.swapaxes(a.reshape(B, T, K, G // T, *a.shape[2:]), 1, 2).reshape(B, K, G, *a.shape[2:])
+
+    whole = [by_head(a) for a in parts]
+    return whole[0] if sinks is None else softmax.with_sinks(whole[0], whole[1], sinks, q.dtype)
 
 
 def _write(merged: softmax.Merged, out: Any, *, kind: str) -> None:

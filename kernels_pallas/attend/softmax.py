@@ -39,10 +39,20 @@ def weigh(
 ) -> tuple[list[Word], list[list[Word]]]:
     """The state before the values of some keys are mixed in, and their weights as right operands of `mma`.
 
-    `scores` are the sums of `mma` of 16 keys each, without `scale`; exists(n, e) says whether key 8 n + quad counts for
-    head 2 col + e.
+    `scores` are the sums of `mma` of 16 keys each, without `scale`, which may have a soft `cap`; exists(n, e) says
+    whether key 8 n + quad counts for head 2 col + e.
     """
-    logs = [[instr("mul.f32", x, real(scale / math.log(2))) for x in tile] for tile in scores]
+    cap = getattr(scale, "cap", None)
+
+    def log(x: Word) -> Word:
+        if cap is None:
+            return instr("mul.f32", x, real(scale / math.log(2)))
+        # tanh y = 1 - 2 / (1 + e^2y), within 1e-7; the instruction is only within 5e-4, which a cap of 50 multiplies.
+        power = instr("ex2.approx.ftz.f32", instr("mul.f32", x, real(2 * scale / cap / math.log(2))))
+        half = instr("rcp.approx.ftz.f32", instr("add.f32", power, real(1.0)))
+        return instr("fma.rn.f32", half, real(-2 * cap / math.log(2)), real(cap / math.log(2)))
+
+    logs = [[log(x) for x in tile] for tile in scores]
     kept, weights = exponentials(state, masked(logs, exists))
     return kept, [right_operand(tile, kind) for tile in weights]
 
@@ -286,6 +296,14 @@ def merge_blocks(
         blocks=rows,
         warpgroups=1,
     )(means, logs)
+
+
+def with_sinks(out: Array, lse: Array, sinks: Array, dtype: Any) -> Array:
+    """[B, K, G, D] in `dtype` of an `out` of these sizes and lse [B, K, G], both f32: merged with logits f32[K, H] that
+    have no value, for each H of G queries in turn."""
+    every = jnp.tile(sinks.astype(jnp.float32), (1, lse.shape[2] // sinks.shape[-1]))
+    share = jax.nn.sigmoid(lse - jnp.broadcast_to(every, lse.shape))
+    return (out * share[..., None]).astype(dtype)
 
 
 def _merge(

@@ -43,6 +43,8 @@ def unsupported(zones: Sequence[Any], k: Any, v: Any, active: Any, overflow: Any
         return f"the kernel put_token takes zones of one dtype; got {', '.join(str(a.dtype) for a in kept)}"
     if (size := k.shape[3] * kept[0].dtype.itemsize) % CHUNK:
         return f"the kernel put_token takes heads of a multiple of {CHUNK} bytes; got {size}"
+    if v.shape != k.shape:
+        return f"the kernel put_token takes values like keys, {list(k.shape)}; got {list(v.shape)}"
     if 0 in k.shape or any(0 in a.shape for a in kept):
         return f"the kernel put_token takes at least one row and slot; got k{list(k.shape)}"
     return None

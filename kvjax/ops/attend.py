@@ -18,7 +18,7 @@ from kvjax.ops.op import Implementation, op
     static_argnames=("scale",),
     derivative="reference",
     limit=lambda kernel, a: kernel.unsupported(a.q, *a.span),
-    mosaic=lambda kernel, a: kernel.attend_span(a.q, *a.span, scale=a.scale),
+    mosaic=lambda kernel, a: kernel.attend_span(a.q, *a.span, a.sinks, scale=a.scale),
 )
 def attend_span(
     q: Float[Array, "B K G D"],
@@ -66,7 +66,7 @@ def attend_slots(
 def _attend_zones_mosaic(kernel: Any, a: Any) -> Array:
     known = a.selection.found if isinstance(a.selection, PackedSelection) else a.selection.valid
     zones = a.recent, a.sink, a.local, a.more
-    return kernel.attend_zones(a.q, a.k, a.v, a.selection.slots, known, *zones, scale=a.scale)
+    return kernel.attend_zones(a.q, a.k, a.v, a.selection.slots, known, *zones, a.sinks, scale=a.scale)
 
 
 @op(
@@ -96,8 +96,8 @@ def attend_zones(
     values of the same shape; the slots of `recent` follow. The local window is the last `local` slots of the span of
     `recent`, none of which are selected. `sink` is attended in its span, if there is one. The selection has H lists of
     slots, each for G/H query heads in turn; starts and stops are i32[B], or i32[B, T] for T decode steps.
-    `implementation`: see `explain`. The kernel's products read q in the dtype of k, and it takes no `sinks`: logits
-    that only the denominator counts.
+    `sinks` are logits that only the denominator counts. `implementation`: see `explain`. The kernel's products read q
+    in the dtype of k.
     """
     if more is not None:
         k, v = jnp.concatenate([k, more[0]], axis=2), jnp.concatenate([v, more[1]], axis=2)

@@ -100,7 +100,7 @@ class Op(Generic[P, R]):
             limit = self._limit(self.module, SimpleNamespace(**given))  # which raises ValueError for wrong arguments
             limit = _why_not(limit or _too_large(given)) or _why_not_in_shard_map(given)
             if isinstance(given.get("scale"), CappedScale) or given.get("sinks") is not None:
-                limit = limit or _no_caps(given)
+                limit = limit or self._untaken(given)
         how = self._explain(limit, implementation)
         if (found := _explained.get()) is not None:
             found.append(how)
@@ -127,7 +127,16 @@ class Op(Generic[P, R]):
     def unsupported(self, *args: P.args, **kwargs: P.kwargs) -> str | None:
         """The limit of the kernel that these arguments exceed, on any machine; None if the kernel takes them."""
         given = self._arguments(*args, **kwargs)
-        return self._limit(self.module, given) or _too_large(vars(given)) or _no_caps(vars(given))
+        return self._limit(self.module, given) or _too_large(vars(given)) or self._untaken(vars(given))
+
+    def _untaken(self, given: dict[str, Any]) -> str | None:
+        """Why the kernel does not take a soft cap or sink logits; None if it does, or there are none."""
+        takes = getattr(self.module, "TAKES", ())
+        if isinstance(given.get("scale"), CappedScale) and "soft caps" not in takes:
+            return f"the kernel {self.name} takes no soft cap of the logits, got {given['scale'].cap}"
+        if given.get("sinks") is not None and "sinks" not in takes:
+            return f"the kernel {self.name} takes no sink logits"
+        return None
 
     def run_kernel(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """The result of the kernel, whatever its limits; without a derivative."""
@@ -314,12 +323,6 @@ def _has_cuda_plugin() -> bool:
     plugins = find_spec("jax_plugins")
     folders = () if plugins is None else plugins.submodule_search_locations or ()
     return any(module.name.startswith("xla_cuda") for module in pkgutil.iter_modules(folders))
-
-
-def _no_caps(given: dict[str, Any]) -> str | None:
-    if isinstance(given.get("scale"), CappedScale):
-        return f"kernels take no soft cap of the logits, got {given['scale'].cap}"
-    return "kernels that attend to all zones at once take no sink logits" if given.get("sinks") is not None else None
 
 
 def _why_not(limit: str | None) -> str | None:

@@ -82,15 +82,17 @@ def test_a_mixture_of_experts_is_split_inside_each_expert(tmp_path: Path) -> Non
         assert b.sharding == c.sharding
     assert split.layers[0].mlp.gate[...].addressable_shards[0].data.shape == (8, 4, 32)
 
-    @partial(jax.jit, static_argnums=1)
-    def run(model: Decoder, at: Placement | None, tokens: jax.Array) -> jax.Array:
-        cache = kvjax.init(kvjax.Full(), model.spec(2, 32), layers=2, placement=at)
+    @partial(jax.jit, static_argnums=(1, 2))
+    def run(model: Decoder, at: Placement | None, policy: Any, tokens: jax.Array) -> jax.Array:
+        cache = kvjax.init(policy, model.spec(2, 32), layers=2, placement=at)
         first, cache = model(tokens[:, :20], cache)
         return jnp.concatenate([first, model(tokens[:, 20:], cache)[0]], axis=1)
 
     tokens = jax.random.randint(jax.random.key(0), (2, 21), 0, 96)
-    for model, at in ((split, BOTH), (three, THREE)):
-        np.testing.assert_allclose(run(model, at, tokens), run(one, None, tokens), atol=1e-5)
+    all_of_it = kvjax.presets.fier(budget=128, group=8, chunk=16, layers=kvjax.presets.Layers(dense=0))
+    want = run(one, None, kvjax.Full(), tokens)
+    for model, at, policy in ((split, BOTH, kvjax.Full()), (three, THREE, kvjax.Full()), (three, THREE, all_of_it)):
+        np.testing.assert_allclose(run(model, at, policy, tokens), want, atol=1e-5)
 
 
 def test_each_byte_of_the_files_is_read_once(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

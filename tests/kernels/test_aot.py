@@ -27,6 +27,7 @@ from kvjax.kernels_pallas.score import rerank, score_1bit, score_pages
 from kvjax.kernels_pallas.select import select_1bit, select_4bit, select_pages, top_k, top_k_grouped
 from kvjax.kernels_pallas.vote import collide, most_voted
 from kvjax.kernels_pallas.write import put_token
+from kvjax.numerics.partial import CappedScale
 from tests.kernels import aot
 
 pytestmark = pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
@@ -214,7 +215,12 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
     "attend_slots, a loop": (ATTEND, slots(8, 131072, 128, 4096, dtype=jnp.float16), 0.2, 0),
     "attend_slots, D 256": (ATTEND, slots(4, 131072, 256, 2048), 0.2, 136),
     "attend_span": (SPAN, span(4, 131072, 128), 0.6, 0),
-    "attend_span, D 64": (SPAN, span(8, 131072, 64, jnp.float16), 0.6, 0),
+    "attend_span, a cap and sinks": (
+        partial(attend_span.attend_span, scale=CappedScale(0.1, 50.0)),
+        (*span(8, 131072, 64, jnp.float16), sds(8, 8, dtype=jnp.float32)),
+        0.6,
+        0,
+    ),
     "attend_span, D 256": (SPAN, span(4, 131072, 256), 0.7, 0),
     "attend_span, D 80": (SPAN, span(16, 131072, 80), 1.2, 0),
     "attend_span, D 192": (SPAN, span(4, 131072, 192), 0.7, 0),

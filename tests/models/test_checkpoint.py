@@ -434,6 +434,8 @@ def test_the_text_of_a_model_that_sees_images_is_read(write, prefix):
     assert found.stop_tokens == (1,)
     for a, b in zip(jax.tree.leaves(found.model), wanted, strict=True):
         np.testing.assert_array_equal(a, b)
+    with pytest.raises(ValueError, match="quantised by fp8"):
+        models.load(write(change=rename, **outer, quantization_config={"quant_method": "fp8"}))
 
 
 @pytest.mark.parametrize("config", [{"architectures": None}, {"model_type": ...}, {"architectures": []}])

@@ -246,6 +246,11 @@ GENERATED = [
     ("mistral", "linear"),
     ("mistral-plain", "yarn-plain"),
 ]
+NEW = [
+    *("gemma2", "gemma3", "mixtral", "qwen2-moe", "qwen2-moe-plain", "qwen3-moe"),
+    *("gpt-oss", "gpt-oss-plain", "smollm3", "phi4-mini"),
+]
+GENERATED += [(family, "default") for family in NEW if family != "phi4-mini"]  # whose RoPE is by the text's length
 # Without --thorough these generate: scaling by frequency, with windows in some layers and in all. Scaling by the text's
 # length is in test_rope_by_length.py.
 QUICK = [("llama", "llama3"), ("qwen2", "yarn"), ("mistral", "linear")]
@@ -380,12 +385,6 @@ def test_logits_are_those_of_transformers(family, rope, tmp_path):
     assert cache is None
     assert np.abs(wanted).max() > 2
     np.testing.assert_allclose(logits, wanted, atol=TOLERANCE, rtol=0)
-
-
-NEW = [
-    *("gemma2", "gemma3", "mixtral", "qwen2-moe", "qwen2-moe-plain", "qwen3-moe"),
-    *("gpt-oss", "gpt-oss-plain", "smollm3", "phi4-mini"),
-]
 
 
 @pytest.mark.parametrize("family", NEW)

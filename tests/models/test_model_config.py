@@ -297,6 +297,11 @@ def test_fields_that_change_nothing_are_accepted(fields):
         ({"kv_heads": 3}, "must divide q_heads"),
         ({"norm_eps": -1.0}, "at least 0"),
         ({"rotary_dim": 10}, "needs an even number"),
+        ({"unrotated": (2,)}, r"unrotated=.*at most 1"),
+        ({"experts": models.Experts(count=2, per_token=1, size=4, dense_layers=(5,))}, "at most 1"),
+        ({"experts": 4}, "must be kvjax.models.Experts"),
+        ({"soft_cap": 0.0}, "must be above 0, or None"),
+        ({"local_rope": models.rope.Dynamic(factor=2.0, original=8)}, "depends on the length of the text"),
         ({"head_dim": 2, "rope": models.rope.Dynamic(factor=2.0, original=8)}, "at least 4"),
     ],
 )
