@@ -313,7 +313,7 @@ def _homes(cache: Cache | LayerCache) -> list[Any]:
         found += given
     if isinstance(cache, Cache) and (rows := cache.rotated_for) is not None:
         split: Any = shardings(cache).rotated_for if cache.placement is not None else rows.sharding
-        found.append(split or found[0])
+        found.append(split or shapes(partial(jax.numpy.zeros, rows.shape, rows.dtype)).sharding)
     return found
 
 

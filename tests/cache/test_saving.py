@@ -175,3 +175,16 @@ def test_restores_on_another_number_of_devices(tmp_path: Path) -> None:
         result = subprocess.run(args, env={"PATH": "", **env}, capture_output=True, text=True, check=False, timeout=300)
         assert result.returncode == 0, result.stderr[-2000:]
     assert "restored" in result.stdout
+
+
+def test_the_lengths_of_rotations_come_back_to_the_device_beside_a_history_on_the_host(tmp_path: Path) -> None:
+    policy = dataclasses.replace(BASE, sink=0, store=kvjax.HostOffload())  # its first array is in host memory
+
+    def cache() -> kvjax.Cache:
+        return kvjax.Cache((kvjax.init_layer(policy, SPEC),), rotated_for=jax.numpy.zeros(SPEC.batch, "int32"))
+
+    save(tmp_path, cache())
+    back = restore(tmp_path, jax.eval_shape(cache))
+    kinds = [[leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree)] for tree in (back, cache())]
+    assert kinds[0] == kinds[1]
+    assert kinds[0][0] == "pinned_host" != back.rotated_for.sharding.memory_kind
