@@ -17,17 +17,11 @@ from tests.fuzz.run import Programs, Wrong, run_all
 from tests.fuzz.test_fuzz import FAULTS, SCRIPTS, SPEC, numbers
 
 QUICK = (1607,)
-OPEN = {1611: "codes of 4 bits in f16 on two devices of context: off by 1.02e-2, allowed are 8e-3"}
-
-
-def marks(number: int) -> list[pytest.MarkDecorator]:
-    known = [pytest.mark.xfail(reason=OPEN[number], strict=True)] if number in OPEN else []
-    return known + ([] if number in QUICK else [pytest.mark.thorough])
 
 
 @pytest.mark.parametrize(
     "number",
-    [pytest.param(n, marks=marks(n)) for n in numbers(range(LATEST, LATEST + 40))],
+    [pytest.param(n, marks=() if n in QUICK else pytest.mark.thorough) for n in numbers(range(LATEST, LATEST + 40))],
 )
 def test_random_scripts_on_a_random_configuration_and_placement(number: int) -> None:
     run_all(Programs(placed(number)), range(SCRIPTS * number, SCRIPTS * (number + 1)))

@@ -125,12 +125,16 @@ def placed(seed: int) -> Configuration:
         placement = kvjax.Placement(mesh=mesh, **{axis: axes[axis] for axis in used})
         tried = replace(drawn, spec=spec, placement=placement)
         try:
-            jax.eval_shape(partial(kvjax.init, tried.layers, spec, layers=len(tried.layers), placement=placement))
+            made = jax.eval_shape(
+                partial(kvjax.init, tried.layers, spec, layers=len(tried.layers), placement=placement)
+            )
         except (ValueError, NotImplementedError) as refusal:
             if "\n" in str(refusal):
                 raise AssertionError(f"seed {seed} is refused by more than a sentence: {refusal}") from refusal
             continue
-        return tried
+        # Chunks that cannot be dealt to the devices became larger, and the oracle must round the same chunks.
+        first, *_, last = (layer.policy for layer in (made.layers[0], *made.layers))
+        return replace(tried, policy=last, leader=tried.leader and first)
     raise AssertionError(f"seed {seed}: no placement of 20 draws was accepted for {drawn}")
 
 
