@@ -124,7 +124,6 @@ class Chat:
             sampling=self._sampling,
             key=None if self._key is None else jax.random.fold_in(self._key, self._turns),
             stop_tokens=checkpoint.chat_stop_tokens,
-            measure=True,
             tokenizer=checkpoint.tokenizer,
             processors=dataclasses.replace(self._processors, history=(tuple(known),)),
         )

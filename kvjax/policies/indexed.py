@@ -60,8 +60,8 @@ class Indexer:
 class QSA(Indexer):
     """Selects blocks of 4 tokens by the mean of their keys, one set for all heads, and the newest incomplete block.
 
-    A block's score is the weighted sum over query heads of relu(q.k) / sqrt(E), in f32; the `top` complete blocks of
-    highest score are selected, and the tokens after the last complete one always.
+    A block's score is the weighted sum over query heads of relu(q.k), in f32, without the factor 1 / sqrt(E), which
+    changes no order; the `top` complete blocks of highest score are selected, and the tokens after the last one always.
 
     **Source:** Qwen's sparse attention as in transformers (qwen4_exp): 4 heads of 128, top 512.
     """
@@ -77,7 +77,7 @@ class QSA(Indexer):
 
     def blocks(self, keys: Array, q: Array, weights: Array, length: Array, kv_heads: int) -> Selection:
         products = jnp.einsum("bhe,bne->bhn", q, keys.astype(jnp.float32), precision="highest")
-        scores = jnp.sum(jnp.maximum(products, 0) * weights[..., None], axis=1) * self.size**-0.5
+        scores = jnp.sum(jnp.maximum(products, 0) * weights[..., None], axis=1)
         whole, n = length // self.block, keys.shape[1]
         complete = jnp.arange(n)[None] < whole[:, None]
         best = ops.top_k(scores[:, None], complete[:, None], min(self.top, n))

@@ -44,6 +44,3 @@ class Exact(Selector):
 
     def score(self, ix: Array, q: Array, *, scale: float) -> Array:
         return scaled(jnp.einsum("bkgd,bksd->bkgs", q, ix.astype(q.dtype), precision="highest"), scale)
-
-    def bytes_per_token(self, spec: CacheSpec) -> float:
-        return float(spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize)

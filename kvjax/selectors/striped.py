@@ -66,7 +66,7 @@ class StripedSelector(Wrapper):
 
     def select(self, ix: Any, q: Array, candidates: Candidates, *, scale: float) -> Selection | PackedSelection:
         """The units that rank highest on all devices together, by rank; ties go to the lower place."""
-        if not candidates.fit(in_order=1, window=True):
+        if candidates.last is not None:
             return super().select(ix, q, candidates, scale=scale)
         stripes, unit, rule = self.stripes, self.unit, self.group_reduce
         scores = self.score_own(ix, q, scale=scale)
