@@ -18,6 +18,7 @@ import json
 import os
 import random
 import re
+import shlex
 import shutil
 import sys
 import tempfile
@@ -34,16 +35,24 @@ OPERATORS = re.compile(
     r"|BitOr_BitAnd)|ReplaceUnaryOperator_(Delete_USub|Delete_Invert|Delete_Not)|NumberReplacer|AddNot"
     r"|Replace(TrueWithFalse|FalseWithTrue|AndWithOr|OrWithAnd|BreakWithContinue|ContinueWithBreak))"
 )
+# What holds for the parts of all rooms.
+SETTINGS = "tests/test_settings.py tests/test_bytes.py"
+CONTEXT = "tests/devices/test_context.py"  # in a process of its own, of 8 devices
+SPLIT = f"{CONTEXT}::test_tokens_on_several_devices_are_read_as_on_one"
+DEVICES = "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=8"
 # For each room: its modules, the tests of all of it, and by module those that come first.
 ROOMS: dict[str, tuple[str, str, dict[str, str]]] = {
     "policies": (
         "kvjax/policies/*.py",
-        "tests/policies tests/laws tests/test_attention.py",
+        f"tests/policies tests/laws tests/test_attention.py tests/cache tests/test_settings.py {CONTEXT}",
         {
             "zones": "tests/policies/test_boundaries.py tests/policies/test_zones.py tests/selectors/test_fier.py",
             "retrieval": "tests/policies/test_boundaries.py tests/selectors/test_fier.py",
-            "full": "tests/policies/test_boundaries.py tests/test_attention.py",
-            "compressed": "tests/policies/test_logquant.py",
+            "full": f"tests/policies/test_boundaries.py tests/test_attention.py {SPLIT}",
+            "compressed": "tests/policies/test_reports.py tests/policies/test_logquant.py",
+            "sampled": f"tests/policies/test_reports.py tests/policies/test_sampled.py {SPLIT}",
+            "per_head": "tests/policies/test_reports.py tests/presets/test_heads.py",
+            "speculative": "tests/policies/test_speculative.py tests/cache/test_capacity.py",
             "outliers": "tests/stores/test_low_rank.py",
             "compensated": "tests/policies/test_head_budgets.py tests/test_oracles.py",
             "selected": "tests/policies/test_zones.py tests/selectors/test_fier.py",
@@ -52,33 +61,52 @@ ROOMS: dict[str, tuple[str, str, dict[str, str]]] = {
     ),
     "selectors": (
         "kvjax/selectors/*.py",
-        "tests/selectors tests/laws tests/policies/test_arkvale.py tests/policies/test_sampled.py",
+        f"tests/selectors tests/laws tests/policies/test_arkvale.py tests/policies/test_sampled.py {SETTINGS} "
+        f"{CONTEXT}",
         {
-            "balls": "tests/policies/test_arkvale.py",
+            "balls": "tests/selectors/test_pending.py tests/policies/test_arkvale.py",
+            "pages": "tests/selectors/test_pending.py tests/selectors/test_pages.py",
+            "fier": "tests/selectors/test_fier.py tests/test_bytes.py",
+            "paris": f"tests/selectors/test_paris.py tests/test_settings.py {SPLIT}",
+            "product": "tests/selectors/test_product.py tests/test_settings.py tests/test_bytes.py",
             "means": "tests/stores/test_low_rank.py",
             "simhash": "tests/policies/test_sampled.py",
-            "pending": "tests/selectors/test_pages.py tests/selectors/test_fier.py",
+            "pending": "tests/selectors/test_pending.py tests/selectors/test_pages.py tests/selectors/test_fier.py",
             "selector": "tests/selectors/test_pages.py tests/selectors/test_fier.py",
-            "exact": "tests/selectors/test_fier.py tests/selectors/test_pages.py",
-            "striped": "tests/test_devices.py",
+            "exact": "tests/selectors/test_fier.py tests/selectors/test_pages.py tests/test_bytes.py",
+            "striped": SPLIT,
         },
     ),
     "stores": (
         "kvjax/stores/*.py",
-        "tests/stores tests/laws tests/policies/test_zones.py tests/policies/test_boundaries.py",
+        "tests/stores tests/laws tests/policies/test_zones.py tests/policies/test_boundaries.py "
+        f"tests/policies/test_speculative.py tests/cache/test_prefixes.py {SETTINGS} {CONTEXT}",
         {
             "demotion": "tests/policies/test_boundaries.py tests/policies/test_logquant.py",
             "dense": "tests/policies/test_boundaries.py tests/selectors/test_fier.py",
-            "store": "tests/stores/test_quantized.py tests/selectors/test_fier.py",
-            "striped": "tests/test_devices.py",
+            "store": "tests/stores/test_host.py tests/policies/test_speculative.py tests/stores/test_quantized.py",
+            "host": "tests/stores/test_host.py tests/test_settings.py",
+            "prefixed": "tests/cache/test_prefixes.py",
+            "striped": SPLIT,
         },
     ),
-    "sampling": ("kvjax/generation/sampling.py", "tests/generation", {}),
-    "saving": ("kvjax/cache/saving.py", "tests/cache", {}),
-    "rope": ("models/rope.py", "tests/models/test_rope.py tests/models/test_goldens.py", {}),
+    "sampling": (
+        "kvjax/generation/sampling.py",
+        "tests/generation tests/models/test_text.py tests/test_settings.py",
+        {},
+    ),
+    "saving": (
+        "kvjax/cache/saving.py",
+        f"tests/cache {CONTEXT}",
+        {"saving": "tests/cache/test_saving.py tests/cache/test_damaged_saves.py"},
+    ),
+    "rope": (
+        "models/rope.py",
+        "tests/models/test_rope.py tests/models/test_rope_by_length.py tests/models/test_goldens.py",
+        {},
+    ),
     "chat": ("models/chat.py", "tests/models/test_chat.py tests/models/test_published_templates.py", {}),
 }
-ROOMS["chat"][2]["template"] = ROOMS["chat"][1]
 
 
 def first_tests(room: str, module: Path) -> str:
@@ -139,8 +167,12 @@ def main() -> None:
         print(f"{given.room}: {len(drawn)} of {len(whole)} mutants, seed {given.seed}", flush=True)
 
         def run(one: Any, tests: str) -> Any:
-            pytest = f"{given.python} -m pytest -x -q --no-header --tb=line -p no:cacheprovider {tests}"
-            return mutate_and_test([one], f"{given.prefix} {pytest}", given.seconds)
+            pytest = f"{given.prefix} {given.python} -m pytest -x -q --no-header --tb=line -p no:cacheprovider"
+            split = [path for path in tests.split() if path.startswith("tests/devices")]
+            whole = [path for path in tests.split() if path not in split]
+            commands = [" ".join([pytest, *whole])] if whole else []
+            commands += [" ".join(["env", f"'XLA_FLAGS={DEVICES}'", pytest, *split])] if split else []
+            return mutate_and_test([one], f"bash -c {shlex.quote(' && '.join(commands))}", given.seconds)
 
         for one in drawn:
             key = str(one.module_path), one.operator_name, one.occurrence

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import sys
 import typing
 from typing import Any
 
@@ -36,6 +37,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "PerHead": {"heads": (0,), "selected": kvjax.Full(), "others": WINDOW},
     "PerLayer": {"first": (), "rest": RETRIEVAL},
     "HotSet": {"tokens": 64},
+    "Indexed": {"indexer": policies.QSA()},
     "Layers": {"dense": 0},
     "Retrieval": {"selector": kvjax.Fier()},
     "Speculative": {"retrieval": RETRIEVAL},
@@ -150,3 +152,56 @@ OTHERS: dict[tuple[str, str], Any] = {
     ("Processors", "suppress_tokens"): (list, np.ndarray),
     ("Processors", "begin_suppress_tokens"): (list, np.ndarray),
 }
+
+
+# ----------------------------------------------------------------------------------------------------------- boundaries
+
+FROM_ZERO = {"sink", "dense_below", "dense_capacity", "seed", "iterations", "outliers", "prompt", "dense", "anchors"}
+FROM_ZERO |= {"no_repeat_ngram_size", "min_new_tokens"}
+MOST = {("ProductCodes", "bits"): 8, ("SimHash", "bits"): 32, ("SimHash", "tables"): 4096}
+
+
+def integers() -> list[tuple[str, str]]:
+    return [
+        (name, field) for name, field in settings() if kind_of(typing.get_type_hints(CLASSES[name])[field])[0] == "int"
+    ]
+
+
+def accepts(name: str, field: str, value: int) -> bool:
+    try:
+        CLASSES[name](**{**NEEDS.get(name, {}), field: value})
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(("name", "field"), integers())
+def test_numbers_begin_at_one_or_where_that_means_something_at_zero(name: str, field: str) -> None:
+    assert not accepts(name, field, -1)
+    assert accepts(name, field, 0) == (field in FROM_ZERO)
+
+
+@pytest.mark.parametrize(("name", "field"), MOST)
+def test_the_largest_number_is_accepted_and_one_more_is_not(name: str, field: str) -> None:
+    assert accepts(name, field, MOST[name, field])
+    assert not accepts(name, field, MOST[name, field] + 1)
+
+
+@pytest.mark.parametrize("name", [name for name in CLASSES if name != "Layers"])  # Layers(2) has 2 dense layers
+def test_numbers_and_words_are_given_by_name(name: str) -> None:
+    hints = typing.get_type_hints(CLASSES[name])
+    by_place = [f.name for f in dataclasses.fields(CLASSES[name]) if f.init and not f.kw_only]
+    assert [field for field in by_place if kind_of(hints[field])[0] != "part"] == []
+
+
+# What a program changes as it runs; everything else is frozen, states and settings alike.
+CHANGES = {"Request", "_Reading", "Places", "Cell", "Rows", "_Request"}
+
+
+def test_settings_and_states_are_frozen() -> None:
+    changed = set()
+    for module in [module for name, module in sys.modules.items() if name.partition(".")[0] == "kvjax"]:
+        for kind in vars(module).values():
+            if isinstance(kind, type) and kind.__module__.startswith("kvjax") and dataclasses.is_dataclass(kind):
+                changed |= set() if kind.__dataclass_params__.frozen else {kind.__name__}  # type: ignore[attr-defined]
+    assert changed <= CHANGES

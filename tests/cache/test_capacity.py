@@ -151,3 +151,19 @@ def test_a_recall_made_before_growing_has_the_same_tokens(policy: kvjax.Speculat
         (got, _, read), (want, _, wanted) = (step(cache, *draw(1, 9), window=window) for cache in (grown, large))
         np.testing.assert_array_equal(np.sort(read.positions), np.sort(wanted.positions))
         np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+def test_lists_of_recalled_tokens_move_apart_where_a_larger_cache_has_room_for_more() -> None:
+    """Of each query head a list of tokens, then the edge."""
+    policy, rng = kvjax.Speculative(RECALLING), np.random.default_rng(0)
+    small, large = (kvjax.init_layer(policy, spec) for spec in (SPEC, LARGER))
+    recall = small.state.recall
+    recall = recall._replace(k=jax.numpy.asarray(rng.normal(size=recall.k.shape), recall.k.dtype))
+    grown = kvjax.grow(dataclasses.replace(small, state=dataclasses.replace(small.state, recall=recall)), 224)
+    H, M, more = SPEC.group, small.state.recall.selection.slots.shape[3], large.state.recall.selection.slots.shape[3]
+    got = np.asarray(grown.state.recall.k)
+    assert got.shape == large.state.recall.k.shape
+    assert more > M
+    for head in range(H):
+        np.testing.assert_array_equal(got[:, :, head * more :][:, :, :M], recall.k[:, :, head * M :][:, :, :M])
+    np.testing.assert_array_equal(got[:, :, H * more :], recall.k[:, :, H * M :])

@@ -8,6 +8,8 @@ import pytest
 
 import kvjax
 from kvjax.cache import prefixes
+from kvjax.numerics.sharing import Shared
+from kvjax.stores.prefixed import Prefixed
 
 SPEC = kvjax.CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=16, capacity=160, dtype="float32")
 FIER = kvjax.Retrieval(selector=kvjax.Fier(group=8), budget=24, sink=2, local=8, demote=kvjax.Fifo(leave=16))
@@ -182,3 +184,15 @@ def test_fork_refuses_what_is_no_row():
     uneven = dataclasses.replace(POLICIES["kivi"], store=kvjax.stores.Prefixed(tokens=20))
     with pytest.raises(ValueError, match="whole chunks of 16"):
         kvjax.init_layer(uneven, SPEC)
+
+
+def test_a_row_has_no_prefix_before_it_is_seated():
+    store, spec = Prefixed(tokens=16), dataclasses.replace(SPEC, batch=2)
+    rng, start = np.random.default_rng(0), np.zeros(2, np.int32)
+    shared, own = (jax.numpy.asarray(rng.normal(size=(rows, 2, 16, 16)), spec.dtype) for rows in (1, 2))
+    q = jax.numpy.asarray(rng.normal(size=(2, 2, 2, 16)), spec.dtype)
+    st = store.append(store.init(spec, 16), own, own, start + 16)
+    prefix = store.store.append(st.shared.value, shared, shared, start[:1] + 16)
+    st = dataclasses.replace(st, shared=Shared(prefix))
+    want = store.store.attend(st.own, q, start, scale=0.25)
+    np.testing.assert_allclose(store.attend(st, q, start, scale=0.25).out, want.out, rtol=1e-5)

@@ -208,3 +208,17 @@ def test_the_type_refuses_what_its_builder_refuses(name, value):
     with pytest.raises(ValueError, match=name) as made:
         Sampling(**{name: value})
     assert str(made.value) == str(built.value)
+
+
+def test_top_p_keeps_the_lower_of_equal_tokens():
+    counts = draw_many(np.zeros(64, np.float32), sampling(1.0, top_p=0.245), draws=2000)
+    assert np.flatnonzero(counts).tolist() == list(range(16))  # 15 of 64 hold less than .245
+
+
+@pytest.mark.parametrize("shape", [(3,), (1, 1), (2, 1)])
+def test_settings_of_another_shape_are_named_under_jit_too(shape):
+    def draw(temperature):
+        return sample(jnp.zeros((2, 8)), jax.random.key(0), Sampling(temperature=temperature))
+
+    with pytest.raises(ValueError, match=r"temperature must be one number or 2, one for each row, got shape"):
+        jax.eval_shape(draw, jnp.ones(shape))

@@ -79,6 +79,37 @@ def test_a_later_turn_feeds_its_own_tokens_alone(checkpoint: models.Checkpoint, 
     assert [m["role"] for m in chat.messages] == ["system", "user", "assistant", "user", "assistant"]
 
 
+def test_a_turn_that_just_fits_grows_no_cache(checkpoint: models.Checkpoint) -> None:
+    def talk(capacity: int) -> models.Chat:
+        chat = checkpoint.chat(max_new_tokens=5, capacity=capacity)
+        for message in ("hello", "more"):
+            chat.say(message)
+        return chat
+
+    needed = len(talk(128)._fed) + 5
+    chat = talk(needed)
+    assert chat.cache is not None
+    assert chat.cache.spec.capacity == needed
+    with pytest.raises(ValueError, match=f"the cache's capacity of {needed - 1} tokens"):
+        talk(needed - 1)
+
+
+def test_an_answer_has_at_least_one_token(checkpoint: models.Checkpoint) -> None:
+    chat = checkpoint.chat()
+    with pytest.raises(ValueError, match="max_new_tokens must be at least 1, got 0"):
+        chat.say("hello", max_new_tokens=0)
+    chat.say("hello", max_new_tokens=1)
+    assert len(fed_and_emitted(chat)[1][0]) == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "positions", "new"),
+    [(100, None, 128), (9, 138, 128), (9, 137, 128), (9, 136, 127), (9, 10, 1), (9, 9, 1), (9, 8, 1)],
+)
+def test_an_answer_is_as_long_as_positions_allow(prompt: int, positions: int | None, new: int) -> None:
+    assert models.chat.default_new_tokens(prompt, positions) == new
+
+
 def fed_and_emitted(chat: models.Chat) -> tuple[int, list[list[int]]]:
     assert chat._run is not None
     return int(np.asarray(chat.cache.length)[0]), chat._run.rows  # type: ignore[union-attr]
@@ -168,6 +199,14 @@ def check_five_turns(checkpoint: models.Checkpoint, cache: str, **settings: Any)
 def test_what_the_cache_holds_is_what_the_template_writes(name: str, tmp_path: Path) -> None:
     settings = {"template": {"tools": [{"name": "search"}]}} if "tools" in name else {}
     check_five_turns(load(tmp_path, TEMPLATES[name]), "full", **settings)
+
+
+def test_a_turn_that_the_cache_holds_already_is_answered_again(tmp_path: Path, fed: list[list[int]]) -> None:
+    """Of tokens that all are in the cache the last is read again, because its logits give the next."""
+    chat = load(tmp_path, TEMPLATES["only the last message"]).chat(max_new_tokens=6)
+    answers = [chat.say("hello") for _ in range(2)]
+    assert answers[0] == answers[1]
+    assert fed[1] == fed[0][-1:]
 
 
 @pytest.mark.sample(1)

@@ -139,3 +139,31 @@ def test_bad_parameters_are_refused(make, said):
 def test_examples_of_the_modules_run():
     for name in ("activations", "config", "decoder", "llama", "mistral", "phi", "qwen", "rope", "weights"):
         assert doctest.testmod(getattr(models, name)).failed == 0
+
+
+def test_longrope_scales_attention_past_the_original_length_alone():
+    for factor, squared in ((0.5, 1.0), (1.0, 1.0), (1.5, 1 + np.log(1.5) / np.log(4096)), (32.0, 1 + 5 / 12)):
+        assert models.rope.longrope_attention(factor, 4096) ** 2 == pytest.approx(squared)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: type(kind).__name__)
+def test_each_length_of_any_shape_has_its_own_frequencies(kind, shape):
+    lengths = np.arange(int(np.prod(shape))).reshape(shape) * 32 + 31  # 31, below the original length, 63, ...
+    got = np.broadcast_to(kind.frequencies(16, lengths), (*shape, 8))
+    for at in np.ndindex(shape):
+        np.testing.assert_allclose(got[at], kind.frequencies(16, int(lengths[at])), rtol=1e-6)
+
+
+def test_theta_is_that_of_the_paper_unless_it_is_given():
+    stretched = {"factor": 1.0, "original": 64}
+    kinds = (
+        models.rope.Default(),
+        models.rope.Linear(factor=1.0),
+        models.rope.Dynamic(**stretched),
+        models.rope.Llama3(**stretched, low_freq_factor=1.0, high_freq_factor=4.0),
+        models.rope.Yarn(**stretched),
+        models.rope.LongRope(short_factor=(1.0,) * 4, long_factor=(1.0,) * 4, original=64),
+    )
+    for kind in kinds:
+        np.testing.assert_allclose(kind.frequencies(8), 10.0 ** -np.arange(4), rtol=1e-6, err_msg=str(kind))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -256,3 +257,14 @@ def test_a_step_of_a_follower_needs_a_selection() -> None:
     wrong = kvjax.Selection(jnp.zeros((1, 3, 1, 8), jnp.int32), jnp.ones((1, 3, 1, 8), bool))
     with pytest.raises(ValueError, match=r"slots\[1, 3, 1, 8\], but this layer has B=1, K=2, G=2"):
         kvjax.attention(cache, q, k, k, selection=wrong)
+
+
+def test_a_window_longer_than_a_row_changes_nothing_of_a_follower() -> None:
+    """Also where the anchor found fewer tokens than its selection has room for."""
+    tokens, lengths, outs = drive.random_tokens(SPEC, 1), np.array([90, 20]), []
+    caches = [drive.fill(drive.new_cache(policy, SPEC), tokens, lengths)[0] for policy in (BASE, BASE.follower())]
+    for window in (None, 91):
+        step = jax.jit(partial(kvjax.attention_info, window=window))
+        _, _, info = step(caches[0], *tokens.at(lengths[:, None]))
+        outs.append(step(caches[1], *tokens.at(lengths[:, None]), selection=info.selection)[0])
+    np.testing.assert_allclose(outs[1], outs[0], atol=2e-6)

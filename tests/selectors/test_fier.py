@@ -12,6 +12,7 @@ import kvjax
 from kvjax import CacheSpec, Fier, Fifo, Retrieval
 from kvjax.numerics.partial import group_queries
 from kvjax.numerics.quant import quantize_1bit
+from kvjax.numerics.selection import Candidates, PackedSelection
 from kvjax.ops import score_1bit
 from kvjax.testing import _drive as drive
 from tests.oracles import agrees, fier_scores, pooled
@@ -171,3 +172,17 @@ def test_equals_full_attention_over_200_steps_that_cross_flushes() -> None:
         lengths = lengths + active
     assert (np.asarray(caches[0].length) == lengths).all()
     assert (np.asarray(caches[0].state.store.count) > 0).all()
+
+
+@pytest.mark.parametrize(("in_order", "window", "fused"), [(0, None, True), (1, 64, True), (2, None, False)])
+def test_one_operation_scores_and_selects_unless_more_than_one_unit_is_to_be_in_order(
+    in_order: int, window: int | None, fused: bool
+) -> None:
+    spec, at = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=64, dtype=jnp.float32), jnp.zeros(2, int)
+    q, keys = jnp.zeros((2, 2, 2, 16)), jnp.zeros((2, 2, 8, 16))
+    candidates = Candidates(
+        span=(at, at), pending=(keys, 0, at), k=5, k_max=5, pending_slots=8, window=window, in_order=in_order
+    )
+    selector = Fier(group=16)
+    found = jax.eval_shape(functools.partial(selector.select, scale=1.0), selector.init(spec, 64), q, candidates)
+    assert isinstance(found, PackedSelection) == fused

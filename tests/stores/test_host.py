@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 import kvjax
 from kvjax import CacheSpec, Dense, Fier, Fifo, HostOffload, MinMaxPages, Retrieval, memory
 from kvjax.numerics.selection import Selection, expand_units
+from kvjax.stores.store import Recalled
 from kvjax.testing import _drive as drive
 
 SPEC = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=300, dtype=jnp.float32)
@@ -164,3 +166,44 @@ def test_backend_without_host_memory_is_refused(monkeypatch) -> None:
     monkeypatch.setattr("kvjax.stores.host.has_host_memory", lambda: False)
     with pytest.raises(ValueError, match=r"HostOffload needs pinned host memory.*lacks; use the store Dense"):
         kvjax.init_layer(POLICY, dataclasses.replace(SPEC, capacity=SPEC.capacity + 1))  # of which none was made
+
+
+@pytest.mark.parametrize("store", [Dense(), HostOffload(page=4)], ids=["dense", "host"])
+def test_a_recall_has_the_selection_and_then_the_edge(store: kvjax.Store) -> None:
+    """A page of the history, one of the recent block, and the tokens of the recent block from the edge on, if any."""
+    rng = np.random.default_rng(0)
+    k, v, k_new, v_new = (jnp.asarray(rng.normal(size=(2, 2, n, 16)), jnp.float32) for n in (16, 16, 8, 8))
+    st = store.append(store.init(SPEC, 16), k, v, jnp.full(2, 16))
+    slots = jnp.broadcast_to(jnp.array([4, 5, 6, 7, 17, 18, 19, 20], jnp.int32), (2, 2, 1, 8))
+    none = Selection(jnp.zeros((2, 2, 1, 12), jnp.int32), jnp.zeros((2, 2, 1, 12), bool))
+    before, urgent = Recalled(none, *jnp.zeros((2, 2, 2, 12, 16))), jnp.array([[True, False]] * 2)
+
+    @jax.jit
+    def recall(st: Any, oldest: Any) -> Any:
+        given = Selection(slots, jnp.ones(slots.shape, bool)), (k_new, v_new), oldest, before, jnp.ones(2, bool), urgent
+        _, first, rest = store.recall(st, *given, edges=store.edges(4))
+        return first, rest()
+
+    first, every = recall(st, jnp.array([2, -1], jnp.int32))
+    for part, whole, old, new in zip(first, every, (k, v), (k_new, v_new), strict=True):
+        want = np.concatenate([old[:, :, 4:8], new[:, :, 1:5], new[:, :, 2:6]], axis=2)
+        for got, heads in ((part, 1), (whole, 2)):
+            np.testing.assert_array_equal(got[0, :heads], want[0, :heads])
+            np.testing.assert_array_equal(got[1, :heads, :8], want[1, :heads, :8])  # without an edge
+            assert np.isfinite(got).all()
+
+
+def test_pages_that_were_recalled_whole_need_not_be_read_again() -> None:
+    store, S = HostOffload(page=4), 16
+    cases = {
+        (4, 5, 6, 7): 1,
+        (0, 1, 2, 3): 0,
+        (8, 10, 9, 11): -1,  # in another order
+        (2, 3, 4, 5): -1,  # parts of two pages
+        (S, S + 1, S + 2, S + 3): -1,  # of the recent block
+    }
+    slots = np.broadcast_to(np.concatenate([*cases, (12, 13, 14, 15)]), (2, 2, 1, 24)).astype(np.int32)
+    valid = np.arange(24) != 23  # the last page lacks a token
+    recalled = Selection(jnp.asarray(slots), jnp.broadcast_to(valid, slots.shape))
+    got = store._whole_pages(store.init(SPEC, S), recalled)
+    assert np.asarray(got).tolist() == [[[*cases.values(), -1]] * 2] * 2

@@ -120,3 +120,13 @@ def test_presets_refuse_stores_that_there_are_not(name: str) -> None:
             presets.find(name).make(1024, store=store)
     with pytest.raises(ValueError, match=rf"{name}\(store='host\+...'\) must be at least 1, got 0"):
         presets.find(name).make(1024, store="host+0")
+
+
+@pytest.mark.parametrize("count", [4, 8, 16])
+def test_the_offset_is_the_mean_of_the_first_keys_and_stays(count: int) -> None:
+    store, rng = HostFloat8(page=4), np.random.default_rng(0)
+    k, more = (jnp.asarray(rng.normal(size=(2, 2, 16, 64)), jnp.float32) for _ in range(2))
+    st = store.append(store.init(SPEC, 32), k, k, jnp.array([count, 0]))
+    st = store.append(st, more, more, jnp.array([16, 16]))
+    first = k[0, :, : min(count, 8)], more[1, :, :8]  # the second row was empty before
+    np.testing.assert_allclose(st.offset, [np.mean(a, axis=1) for a in first], rtol=1e-5, atol=1e-6)

@@ -265,3 +265,16 @@ def test_presets_make_hot_sets() -> None:
     assert kvjax.presets.freekv(store="host+4096").rest.retrieval.store == HotSet(
         tokens=4096, store=HostOffload(page=32)
     )
+
+
+def test_a_page_that_two_query_heads_select_is_read_once() -> None:
+    store, rng = HotSet(tokens=16, store=HostOffload(page=4)), np.random.default_rng(0)
+    k, v = (jnp.asarray(rng.normal(size=(2, 2, 32, 16)), jnp.float32) for _ in range(2))
+    st = store.append(store.init(SPEC, 32), k, v, jnp.full(2, 32))
+    pages = np.array([[5, 2], [2, 7]])  # of the two query heads of each KV head
+    slots = (pages[..., None] * 4 + np.arange(4)).reshape(1, 1, 2, 8)
+    selection = Selection(*(jnp.broadcast_to(a, (2, 2, 2, 8)) for a in (jnp.asarray(slots, jnp.int32), True)))
+    st, got = jax.jit(store.read, static_argnums=2)(st, selection, 16)
+    for ours, stored in zip(got, (k, v), strict=True):
+        np.testing.assert_array_equal(ours, stored[:, :, slots.ravel()])
+    assert (np.asarray(st.hot.loads) == 3).all()

@@ -1,0 +1,51 @@
+"""A page that is not yet indexed competes as the page of its tokens so far would, once it is."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax import BallPages, CacheSpec, CentrePages, Fier, MinMaxPages
+from kvjax.numerics.partial import attention_logits
+from kvjax.numerics.selection import Candidates
+
+SPEC = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=8, capacity=16, dtype=jnp.float32)
+PAGE, SCALE = 4, 0.3
+
+
+@pytest.mark.parametrize("seen", [1, PAGE - 1, PAGE])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda page: MinMaxPages(page=page),
+        lambda page: CentrePages(page=page),
+        lambda page: BallPages(page=page),
+        lambda page: BallPages(page=page, radius="max"),
+    ],
+    ids=["box", "centre", "ball", "largest ball"],
+)
+def test_a_pending_page_has_the_score_of_the_page_of_its_tokens(kind: Any, seen: int) -> None:
+    rng = np.random.default_rng(0)
+    q, k = (jnp.asarray(rng.normal(size=(2, 2, n, 8)) + 1, jnp.float32) for n in (2, 2 * PAGE))
+    count = PAGE + seen  # a full page, and one with the first `seen` tokens
+    candidates = Candidates(span=(0, jnp.zeros(2, jnp.int32)), pending=(k, 0, count), k=1, k_max=1, pending_slots=8)
+    scored = kind(PAGE).with_pending(candidates, q)
+    got, valid = scored.pending_units(attention_logits(q, scored.pending[0], SCALE), PAGE)
+    assert np.asarray(valid).all()
+    for page, tokens in enumerate((k[:, :, :PAGE], k[:, :, PAGE:count])):
+        whole = kind(tokens.shape[2])
+        none, size = jnp.zeros(2, jnp.int32), jnp.full(2, tokens.shape[2], jnp.int32)
+        want = whole.score(whole.append(whole.init(SPEC, tokens.shape[2]), tokens, none, size), q, scale=SCALE)
+        # The largest radius is stored 2**-7 larger, in bfloat16.
+        np.testing.assert_allclose(got[..., page], want[..., 0], rtol=0.02 if "Ball" in str(whole) else 1e-5, atol=1e-2)
+
+
+def test_a_pending_page_by_the_mean_of_its_keys_ignores_slots_past_the_count() -> None:
+    rng = np.random.default_rng(0)
+    q, k = (jnp.asarray(rng.normal(size=(2, 2, n, 8)), jnp.float32) for n in (2, PAGE))
+    k = k.at[:, :, 2:].set(jnp.nan)
+    candidates = Candidates(span=(0, jnp.zeros(2, jnp.int32)), pending=(k, 0, 2), k=1, k_max=1, pending_slots=PAGE)
+    scored = Fier(group=8, page=PAGE, page_reduce="mean").with_pending(candidates, q)
+    got, _ = scored.pending_units(attention_logits(q, scored.pending[0], SCALE), PAGE)
+    np.testing.assert_allclose(got[..., 0], np.einsum("bkgd,bkd->bkg", q, k[:, :, :2].mean(2)) * SCALE, rtol=1e-5)
