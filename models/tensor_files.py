@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -82,7 +82,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class Mxfp4:
-    """Numbers f32[E, a, b] of 4 bits, expanded when they are read, by `np.asarray`.
+    """Numbers of 4 bits, expanded to bfloat16[E, a, b], which is exact, when they are read, by `np.asarray`.
 
     `blocks` u8[E, a, b/32, 16] have two numbers a byte, the low half first; `scales` u8[E, a, b/32] have the exponent
     of 2 of each block, plus 127.
@@ -95,7 +95,7 @@ class Mxfp4:
     @property
     def nbytes(self) -> int:
         start, stop = self._bounds
-        return 4 * math.prod(self.blocks.shape[:2]) * (stop - start)
+        return 2 * math.prod(self.blocks.shape[:2]) * (stop - start)
 
     @property
     def _bounds(self) -> tuple[int, int]:
@@ -107,14 +107,22 @@ class Mxfp4:
         return Mxfp4(self.blocks[tuple(outer)], self.scales[tuple(outer)], last)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        codes = np.arange(256)
-        pairs = np.stack([E2M1[codes & 15], E2M1[codes >> 4]], axis=-1).view(np.uint64)[:, 0]  # of a byte
         start, stop = self._bounds
         near = slice(start // 32, -(-stop // 32))  # the blocks that hold them
-        numbers = np.take(pairs, self.blocks[:, :, near]).view(np.float32)
-        numbers *= np.ldexp(np.float32(1), self.scales[:, :, near].astype(np.int32) - 127)[..., None]
-        found = numbers.reshape(*numbers.shape[:2], -1)
-        return found[:, :, start - 32 * near.start : stop - 32 * near.start]
+        out = np.empty((*self.blocks.shape[:2], stop - start), FLOATS["BF16"])
+        for expert, blocks, scales in zip(out, self.blocks[:, :, near], self.scales[:, :, near], strict=True):
+            whole = _pairs()[scales.astype(np.uint16)[..., None] << 8 | blocks].view(out.dtype)
+            expert[...] = whole.reshape(len(whole), -1)[:, start - 32 * near.start : stop - 32 * near.start]
+        return out
+
+
+@cache
+def _pairs() -> np.ndarray:
+    """The two bfloat16 of a byte of MXFP4, as u32[scale * 256 + byte]."""
+    codes, exponents = np.arange(256), np.arange(256)[:, None, None] - 127
+    with np.errstate(over="ignore"):
+        numbers = np.ldexp(np.stack([E2M1[codes & 15], E2M1[codes >> 4]], axis=-1), exponents)
+        return numbers.astype(FLOATS["BF16"]).view(np.uint32).reshape(-1)
 
 
 class Part(NamedTuple):

@@ -90,6 +90,20 @@ def test_the_calls_of_a_step_take_both():
     np.testing.assert_allclose(out, want, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["full", "fier with sink and window"])
+def test_rows_that_share_a_prefix_take_both(name):
+    spec, policy = CASES["full"].spec, CASES[name].policy
+    how = {"scale": SCALE, "soft_cap": CAP, "sinks": np.linspace(-1.0, 4.0, spec.q_heads).astype(np.float32)}
+    tokens = vars(random_tokens(spec, 3)).values()
+    row = new_cache(policy, dataclasses.replace(spec, batch=1))
+    row = run(row, *(a[:1, :120] for a in tokens), **how)[1]
+    shared, apart = kvjax.cache.prefixes.fork(row, spec.batch, new_tokens=8), kvjax.take_rows(row, [0] * spec.batch)
+    for verb, step in ((run, slice(120, 121)), (steps, slice(121, 124))):
+        got, shared = verb(shared, *(a[:, step] for a in tokens), **how)
+        want, apart = verb(apart, *(a[:, step] for a in tokens), **how)
+        np.testing.assert_allclose(got, want, atol=2e-5)
+
+
 @pytest.mark.parametrize("window", [None, 20])
 def test_a_prompt_without_a_cache_and_a_first_chunk_agree_with_the_cache(window):
     spec = CASES["full"].spec

@@ -268,10 +268,10 @@ def attend_own_in_parts(q: Array, k: Array, v: Array, axis: Axis, parts: int, *,
     q [B, K, G, T, D] is cut into twice as many blocks as devices, and a device takes one from either end, because later
     queries see more keys. One all-gather of D + 1 numbers per token and query head.
     """
-    B, K, G, T, D = q.shape
+    B, K, G, T, _ = q.shape
     two = _own_blocks(q, k, v, axis, parts, scale=scale)
     every = _gather_blocks([jnp.concatenate([part.out, part.lse[..., None]], axis=-1) for part in two], axis)
-    every = every.reshape(B, K, G * T, D + 1)
+    every = every.reshape(B, K, G * T, -1)
     return PartialAttention(every[..., :-1], every[..., -1])
 
 
@@ -283,14 +283,14 @@ def attend_chunk_in_parts(q: Array, k: Array, v: Array, axis: Axis, parts: int, 
 
 
 def _own_blocks(q: Array, k: Array, v: Array, axis: Axis, parts: int, *, scale: float) -> list[PartialAttention]:
-    """The parts of this device's two blocks, out f32[B, K, G, n, D] and lse f32[B, K, G, n]."""
-    (B, K, G, T, D), device = q.shape, lax.axis_index(axis)
+    """The parts of this device's two blocks, out f32[B, K, G, n, E] and lse f32[B, K, G, n]."""
+    (B, K, G, T, _), device = q.shape, lax.axis_index(axis)
     n, found = T // (2 * parts), []
     for block in (device, 2 * parts - 1 - device):
         mine, own_k, own_v = (lax.dynamic_slice_in_dim(a, block * n, n, axis=a.ndim - 2) for a in (q, k, v))
         before = attend_zone(mine, k, v, None, jnp.full(B, block * n, jnp.int32), scale=scale)
         both = merge(before, attend_own(mine, own_k, own_v, scale=scale))
-        found.append(PartialAttention(both.out.reshape(B, K, G, n, D), both.lse.reshape(B, K, G, n)))
+        found.append(PartialAttention(both.out.reshape(B, K, G, n, -1), both.lse.reshape(B, K, G, n)))
     return found
 
 

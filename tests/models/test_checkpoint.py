@@ -102,6 +102,22 @@ def test_a_cpu_writes_what_a_gpu_converts(shape, transposed):
         np.testing.assert_array_equal(found.view(np.uint8), np.asarray(made).view(np.uint8))
 
 
+def test_a_part_of_mxfp4_is_that_part_of_the_whole():
+    """Also where it begins or ends inside a block of 32, as on devices that share an expert."""
+    rng = np.random.default_rng(0)
+    blocks, scales = rng.integers(0, 256, (3, 5, 4, 16), np.uint8), rng.integers(1, 254, (3, 5, 4), np.uint8)
+    packed = tensor_files.Mxfp4(blocks, scales)
+    whole = np.asarray(packed)
+    at = 2, 4, 3, 9  # a number by hand
+    code = int(blocks[at[:3]][at[3] // 2]) >> 4 * (at[3] % 2) & 15
+    wanted = tensor_files.E2M1[code] * 2.0 ** (int(scales[at[:3]]) - 127)
+    assert float(whole[at[0], at[1], at[2] * 32 + at[3]]) == wanted
+    for last in (slice(0, 128), slice(20, 70), slice(64, 96), slice(127, 128)):
+        part = packed[slice(1, 3), slice(0, 4), last]
+        assert part.nbytes == np.asarray(part).nbytes
+        np.testing.assert_array_equal(np.asarray(part), whole[1:3, :4, last])
+
+
 def test_parameters_that_a_step_donates_leave_the_files_as_they_are(write):
     directory = write()
     step = jax.jit(lambda model: jax.tree.map(lambda x: x * 0, model), donate_argnums=0)
