@@ -156,6 +156,28 @@ def tokens() -> str:
     return markdown(["cache", *(f"{batch} x {length}" for batch, length in sizes)], rows)
 
 
+def coded_steps() -> str:
+    """Steps of `fier` over bf16 and over codes: a layer's attention, a model's token, and the bytes of a row."""
+    layers = {(row["length"], row["batch"], row["method"]): row["us"] for row in load_rows("turbo_step")}
+    rows = []
+    for row in load_rows("turbo_end_to_end"):
+        size = f"{row['cache_bytes_device'] / row['batch'] / 1e9:.2f}"
+        us = layers[row["length"], row["batch"], row["cache"]]
+        rows.append(
+            [f"{row['length']} x {row['batch']}", f"`{row['cache']}`", f"{us:.0f}", f"{row['tpot_ms']:.2f}", size]
+        )
+    return markdown(["tokens x rows", "cache", "a layer's attention, us", "a token, ms", "GB a row"], sorted(rows))
+
+
+def mixtures() -> str:
+    """Steps of mixtures of experts, beside the bytes that they must read."""
+    rows = [
+        [row["shape"], f"`{row['method']}`", *(f"{row[key]:.2f}" for key in ("ms", "floor_ms", "times_floor"))]
+        for row in load_rows("moe_steps")
+    ]
+    return markdown(["shape", "cache", "a step, ms", "floor, ms", "times the floor"], rows)
+
+
 def largest_batches() -> str:
     found: dict[str, dict[int, list[str]]] = {}
     for row in load_rows("end_to_end"):
