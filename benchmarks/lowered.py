@@ -51,6 +51,7 @@ CACHES: dict[str, str | Make] = {
     "fier host int4": "fier:store=int4",
     "fier codes": "fier:store=turbo4",
     "turboquant": "turboquant",
+    "evict": "evict:rule=keydiff",
     "fier hot": "fier:store=host+2048",
     "fier share": "fier:share=2",
     "fier share host": "fier:share=2,store=host",

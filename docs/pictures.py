@@ -183,7 +183,7 @@ OWN: dict[str, dict[str, Any]] = {  # where a method needs other sizes
     "shadowkv": dict(rank=8, page=2, outliers=2, learn=16),
 }
 # These read every token of one KV head; their differences, in heads and bits, would not show.
-NOT_DRAWN = ("duoattention", "mikv", "razorattention", "turboquant")
+NOT_DRAWN = ("duoattention", "evict", "mikv", "razorattention", "turboquant")
 
 
 def small(preset: Preset) -> Any:

@@ -37,6 +37,7 @@ COLOURS = {
     "logquant": "#332288",
     "kivi": "#44aa99",
     "turboquant": "#225522",
+    "evict": "#775533",
     "arkvale": "#6699cc",
     "magicpig": "#ffaabb",
     "pqcache": "#994455",

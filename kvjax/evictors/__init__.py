@@ -1,16 +1,27 @@
 """Evictors: which token is evicted when a cache of fixed size is full."""
 
-from kvjax.evictors.base import Evictor
+from kvjax.evictors.base import Evictor, Held
+from kvjax.evictors.keys import KeyDiff, KeyNorm, Lag, Random
 from kvjax.evictors.last_use import LastUse
+from kvjax.evictors.queries import ExpectedAttention, Redundancy, Trigonometric, ValueWeighted
 from kvjax.evictors.scores import HeavyHitter, LastQuery, LogSpaced, Observation, Pooling, Sliding
 
 __all__ = [
     "Evictor",
+    "ExpectedAttention",
     "HeavyHitter",
+    "Held",
+    "KeyDiff",
+    "KeyNorm",
+    "Lag",
     "LastQuery",
     "LastUse",
     "LogSpaced",
     "Observation",
     "Pooling",
+    "Random",
+    "Redundancy",
     "Sliding",
+    "Trigonometric",
+    "ValueWeighted",
 ]

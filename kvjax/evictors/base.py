@@ -3,7 +3,8 @@
 An evictor gives each token a worth; the token of least worth is evicted, or the oldest of equals. An evictor knows a
 token's position and one number, its evidence: from its key and value, or from the attention that queries pay to it.
 Attention is over the tokens in the cache when the query comes, so an evicted token gathers no more evidence, and none
-returns.
+returns. Some evictors judge a token beside all others: they see the keys and values too, and what they remember of
+queries.
 
 `Evicting` stores positions and evidence, and calls the evictor. L counts the slots of the cache, and with a prompt also
 its tokens, all in order of position; position is then -1 where there is no token. Each KV head evicts on its own.
@@ -11,11 +12,32 @@ its tokens, all in order of position; position is then -1 where there is no toke
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import jax.numpy as jnp
 from jax import Array
+
+from kvjax.numerics.types import Rope
+
+
+class Held(NamedTuple):
+    """The tokens among which an evictor chooses, L slots; those of a prompt and of several evictions at once in order.
+
+    Keys and values of slots without a token may be anything finite.
+    """
+
+    evidence: Array | None  # f32[B, K, L]
+    position: Array  # i32[B, K, L] -1 where there is no token
+    end: Array  # i32[B] tokens received
+    slots: int  # tokens that there is room for
+    k: Array  # dtype[B, K, L, D]
+    v: Array  # dtype[B, K, L, D]
+    memory: Array | None  # f32[B, K, G, n, D] what `see_queries` returned
 
 
 class Evictor:
-    """Says which token an `Evicting` cache evicts next. A subclass is a frozen dataclass that implements `worth`.
+    """Says which token an `Evicting` cache evicts next. A subclass is a frozen dataclass that implements `worth`, or
+    `judge` if it compares tokens.
 
     Without more it goes by position alone. `see_tokens` gives each token evidence by its key and value as it is stored.
     An evictor with an `arrival` sees the attention of queries: `see_prompt` and `see_step`.
@@ -62,6 +84,18 @@ class Evictor:
         """f32[B, K, L]: the worth of each token, after `end` i32[B] tokens were received and with room for `slots`."""
         raise NotImplementedError
 
+    def judge(self, held: Held) -> Array:
+        """f32[B, K, L]: the worth of each token. The default asks `worth`, and reads no keys or values."""
+        return self.worth(held.evidence, held.position, held.end, held.slots)
+
+    def remembers(self, head_dim: int) -> int:
+        """The number n of vectors of D = `head_dim` numbers that are remembered of a query head's queries."""
+        return 0
+
+    def see_queries(self, memory: Array, q: Array, position: Array) -> Array:
+        """The memory f32[B, K, G, n, D], at first 0, after queries q [B, K, G, T, D] at `position` i32[B, T], or -1."""
+        return memory
+
     def turn(self, q: Array, by: Array) -> Array:
         """q [B, K, G, Q, D], rotated as if its position were `by` i32[B] higher, for the `renumbered` slots."""
         return q
@@ -70,3 +104,16 @@ class Evictor:
     def keeps_evidence(self) -> bool:
         """True if each token has evidence."""
         return self.arrival is not None or type(self).see_tokens is not Evictor.see_tokens
+
+
+def turn_positions(x: Array, by: Array, rope: Rope | None) -> Array:
+    """f32[..., D] of x [..., D], rotated as if its position were `by` f32 or i32[...] higher; as it is without RoPE."""
+    x = x.astype(jnp.float32)
+    if rope is None:
+        return x
+    angle = by.astype(jnp.float32)[..., None] * jnp.asarray(rope.frequencies(x.shape[-1]), jnp.float32).reshape(
+        (1,) * by.ndim + (-1,)
+    )
+    low, high = jnp.split(x, 2, axis=-1)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)

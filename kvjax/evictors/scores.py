@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from kvjax.evictors.base import Evictor
+from kvjax.evictors.base import Evictor, turn_positions
 from kvjax.numerics.types import Rope
 from kvjax.sharding.placement import mean_over_heads
 from kvjax.spec import keep_int, require_int
@@ -45,11 +45,8 @@ class Sliding(Evictor):
         return self.sink if self.rope is not None else 0
 
     def turn(self, q: Array, by: Array) -> Array:
-        assert self.rope is not None
-        angle = by.astype(jnp.float32)[:, None] * jnp.asarray(self.rope.frequencies(q.shape[-1]))[None]
-        cos, sin = (f(angle)[:, None, None, None] for f in (jnp.cos, jnp.sin))
-        low, high = jnp.split(q.astype(jnp.float32), 2, axis=-1)
-        return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(q.dtype)
+        by = jnp.broadcast_to(by[:, None, None, None], q.shape[:-1])
+        return turn_positions(q, by, self.rope).astype(q.dtype)
 
     def check(self, budget: int) -> None:
         if budget <= self.sink:

@@ -1,8 +1,8 @@
-"""RaaS as its paper has it: generated tokens have a budget beside the prompt, and are stamped by pages."""
+"""Generated tokens have a budget beside the prompt; RaaS as its paper has it stamps them by pages."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -18,12 +18,12 @@ from kvjax.spec import CacheSpec, keep_int
 
 @dataclass(frozen=True, kw_only=True)
 class BesidePrompt(Evicting):
-    """Keeps up to `prompt` tokens of prompts, and beside them at most `budget` generated tokens, stamped by pages.
+    """Keeps up to `prompt` tokens of prompts, and beside them at most `budget` generated tokens.
 
-    Memory is allocated for both. A longer prompt takes slots of the budget. The attention to a page
-    is the softmax over pages of the largest score in each; if it exceeds the evictor's threshold for one query head of
-    the group, all held tokens of the page are stamped. Tokens leave one at a time, those of the page with the oldest
-    stamp first.
+    Memory is allocated for both. A longer prompt takes slots of the budget; if it does not fit, its tokens compete.
+    With `page`, the stamps of RaaS are those of pages: the attention to a page is the softmax over pages of the largest
+    score in each; if it exceeds the evictor's threshold for one query head of the group, all held tokens of the page
+    are stamped. Tokens leave one at a time, those of the page with the oldest stamp first.
 
     **Source:** RaaS (Hu et al. 2025, arXiv 2502.11147), pages of 16; the maximum over the group is FreeKV's adaptation
     (its section 5.1). **Differs:** a page's score is its largest exact score; the paper estimates it from a summary of
@@ -38,25 +38,29 @@ class BesidePrompt(Evicting):
         super().__post_init__()
         keep_int(self, "prompt", at_least=0)
         keep_int(self, "page", at_least=1)
-        if not isinstance(self.evictor, LastUse):
+        if self.page > 1 and not isinstance(self.evictor, LastUse):
             raise ValueError(
-                f"BesidePrompt(evictor=...) tells a prompt's tokens by the evidence of kvjax.LastUse(); "
-                f"got {self.evictor}, so use kvjax.Evicting"
+                f"BesidePrompt(page={self.page}) stamps pages for kvjax.LastUse(); got {self.evictor}, so use page=1"
             )
 
-    def held_after(self, prompt: Any, received: Any) -> Any:
-        """The tokens that a KV head holds after a prompt of `prompt` tokens, and `received` tokens in all."""
-        return np.minimum(np.minimum(received, prompt + self.budget), self.prompt + self.budget)
+    def init(self, spec: CacheSpec) -> EvictingState:
+        st = super().init(spec)
+        return replace(st, stays=jnp.zeros(st.position.shape, bool))
+
+    def _most(self, prompt: Any) -> Any:
+        return np.minimum(prompt, self.prompt) + self.budget
 
     def _slots(self, spec: CacheSpec) -> int:
         return min(self.budget + self.prompt, spec.capacity)
 
     def _limit(self, st: EvictingState) -> Array | int:
-        assert st.evidence is not None
-        prompts = jnp.sum(jnp.isinf(st.evidence[:, 0]) & self._valid(st)[:, 0], axis=-1, dtype=jnp.int32)
+        assert st.stays is not None
+        prompts = jnp.sum(st.stays[:, 0] & self._valid(st)[:, 0], axis=-1, dtype=jnp.int32)
         return jnp.minimum(prompts + self.budget, st.tokens.slots)
 
     def _slot(self, st: EvictingState, end: Array) -> Array:
+        if self.every > 1:
+            return super()._slot(st, end)
         held = st.tokens.count
         evicted = self._to_evict(st, jnp.broadcast_to(self._valid(st), st.position.shape), end)
         return jnp.where((held >= self._limit(st))[:, None], evicted, held[:, None])

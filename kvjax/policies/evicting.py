@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.tree_util import register_dataclass
 
 from kvjax import ops
 from kvjax.evictors import Evictor, Sliding
+from kvjax.evictors.base import Held, turn_positions
 from kvjax.memory import vary_with
 from kvjax.numerics.blocks import Block, empty_block, write
 from kvjax.numerics.indexing import put_last
@@ -26,6 +29,7 @@ from kvjax.numerics.partial import (
     softmax_weights,
 )
 from kvjax.numerics.selection import Selection
+from kvjax.numerics.types import Rope
 from kvjax.ops.chunk import attend_own, attend_zone, takes_cudnn
 from kvjax.policies.policy import Info, Policy, Step, chunk_starts, lowest_visible
 from kvjax.spec import CacheSpec, keep_int
@@ -49,6 +53,8 @@ class EvictingState:
     evidence: Array | None  # f32[B, K, S] what the evictor knows of each token; None if it needs nothing
     length: Array  # i32[B] tokens received, which is the position of the next one
     due: Array | None  # bool[B] a token was stored whose query the evictor has not seen yet; None as above
+    memory: Array | None  # f32[B, K, G, n, D] what the evictor remembers of queries; None as above
+    stays: Array | None  # bool[B, K, S] tokens of prompts, which are kept beside the budget; None: they compete
 
     @property
     def overflow(self) -> Array:
@@ -69,28 +75,66 @@ class Evicting(Policy):
     papers; in several chunks, the cache holds at most the budget and one chunk at any time. (The size is `chunk` of
     `kvjax.generate`.) In a model with a sliding window, a token outside of the window keeps its slot until it is
     evicted.
+
+    With `every` above 1 that many tokens are evicted at once, when all slots are full, which an evictor that compares
+    tokens needs: otherwise each step compares all of them. With `rope`, the rotary embedding of the model, tokens that
+    are left close up at each eviction: their keys are rotated to their places among the held ones, and the query to the
+    place after them. `BesidePrompt` keeps the tokens of prompts too.
     """
 
     evictor: Evictor
     budget: int = 1024  # tokens kept and attended
+    every: int = 1  # tokens that are evicted at once
+    rope: Rope | None = None
+    evicts_several: ClassVar[bool] = True
+    """True if `every` may exceed 1, and evictors may remember queries."""
 
     def __post_init__(self) -> None:
         keep_int(self, "budget", at_least=1)
         check_verbs("Evicting(evictor=...)", self.evictor, "an evictor", ("check", "worth"), "kvjax.evictors.Sliding()")
         self.evictor.check(self.budget)
+        keep_int(self, "every", at_least=1)
+        if self.every >= self.budget and self.every > 1:
+            raise ValueError(f"Evicting(every={self.every}) must be below budget={self.budget}, which it would empty")
+        if not self.evicts_several and (self.every > 1 or self.evictor.remembers(8)):
+            raise ValueError(
+                f"{type(self).__name__} evicts one token at a time, by evidence; use every=1 and an evictor such as "
+                f"kvjax.HeavyHitter() in place of {self.evictor}"
+            )
+        if self.rope is not None and (self.every == 1 or getattr(self.evictor, "rope", None) is not None):
+            raise ValueError(
+                f"Evicting(rope=...) rotates keys at each eviction, which {self.evictor} with every={self.every} "
+                "does not allow; use every=64 and an evictor without rope"
+            )
 
     def init(self, spec: CacheSpec) -> EvictingState:
-        slots = self._slots(spec)
+        slots, n = self._slots(spec), self.evictor.remembers(spec.head_dim)
+        memory = (spec.batch, spec.kv_heads, spec.group, n, spec.head_dim)
         shape = (spec.batch, spec.kv_heads, slots)
         return EvictingState(
             tokens=empty_block(spec, slots),
             position=jnp.zeros(shape, jnp.int32),
             evidence=jnp.zeros(shape, jnp.float32) if self.evictor.keeps_evidence else None,
             length=jnp.zeros(spec.batch, jnp.int32),
-            due=None if self.evictor.arrival is None else jnp.zeros(spec.batch, bool),
+            due=jnp.zeros(spec.batch, bool) if self._needs_queries else None,
+            memory=jnp.zeros(memory, jnp.float32) if n else None,
+            stays=None,
         )
 
+    @property
+    def _needs_queries(self) -> bool:
+        return self.evictor.arrival is not None or self.evictor.remembers(8) > 0
+
     def update(self, st: EvictingState, k: Array, v: Array, active: Array) -> EvictingState:
+        if self.every > 1:
+            full = active & (st.tokens.count >= self._limit(st))
+            if self.rope is None:
+                st = self._make_room(st, full)
+            else:
+                st = lax.cond(jnp.any(full), lambda st: self._close_up(st, full), lambda st: st, st)
+        if self.rope is not None:  # to its place after the held tokens
+            by = jnp.broadcast_to((st.tokens.count - st.length)[:, None, None], k.shape[:-1])
+            k = turn_positions(k, by, self.rope).astype(k.dtype)
         B, K, S = st.position.shape
         added = active.astype(jnp.int32)
         length = st.length + added  # the code below reads only this one: XLA would copy the old one if it read both
@@ -110,6 +154,7 @@ class Evicting(Policy):
             ),
             position=jnp.where(taken, length[:, None, None] - 1, st.position),
             evidence=evidence,
+            stays=None if st.stays is None else st.stays & ~taken,
             length=length,
             due=None if st.due is None else st.due | active,
         )
@@ -120,11 +165,18 @@ class Evicting(Policy):
         positions = jnp.where(visible, st.position, -1)[:, :, None]
         info = Info(jnp.sum(visible, axis=-1, dtype=jnp.float32), None, positions=positions)
         seen, after = st.evidence, st
-        if st.evidence is not None and st.due is not None:
+        true_q = q
+        if self.rope is not None:
+            q = self._turned(st, q[:, :, :, None])[:, :, :, 0]
+        if st.due is not None:
+            after = replace(st, due=jnp.zeros_like(st.due))
+        if st.evidence is not None and st.due is not None and self.evictor.arrival is not None:
             weights = softmax_weights(q, st.tokens.k, visible[:, :, None], scale=scale)
             seen = self._see_step(st, weights)
-            evidence = jnp.where(st.due[:, None, None], seen, st.evidence)
-            after = replace(st, evidence=evidence, due=jnp.zeros_like(st.due))
+            after = replace(after, evidence=jnp.where(st.due[:, None, None], seen, st.evidence))
+        if st.memory is not None and st.due is not None:
+            memory = self.evictor.see_queries(st.memory, true_q[:, :, :, None], (st.length - 1)[:, None])
+            after = replace(after, memory=jnp.where(st.due[:, None, None, None, None], memory, st.memory))
         if moved := self._renumbered:
             part = self._attend_moved(st, q[:, :, :, None], visible[:, :, None], moved, scale=scale)
             out = (part if step.sinks is None else merge_sinks(part, step.sinks)).out
@@ -139,7 +191,7 @@ class Evicting(Policy):
 
     def prefill(self, st: EvictingState, k: Array, v: Array, lengths: Array) -> EvictingState:
         """Stores a prompt without its queries. Raises ValueError for an evictor that needs them."""
-        if self.evictor.arrival is not None:
+        if self._needs_queries:
             raise ValueError(f"{self.evictor} needs the queries of a prompt; call kvjax.attention or prefill_observed")
         return self._keep(st, k, v, lengths, None)
 
@@ -157,8 +209,12 @@ class Evicting(Policy):
         scale: float,
         window: int | None = None,
     ) -> EvictingState:
+        if st.memory is not None:
+            at = jnp.arange(k.shape[2], dtype=jnp.int32)[None]
+            at = jnp.where(at < lengths[:, None], st.length[:, None] + at, -1)
+            st = replace(st, memory=self.evictor.see_queries(st.memory, q, at))
         if self.evictor.arrival is None:
-            return self.prefill(st, k, v, lengths)
+            return self._keep(st, k, v, lengths, None)
         T, S = k.shape[2], st.tokens.slots
         voters = self.evictor.voters(self._share(S))
         # The last queries of each row, padded at the front to whole blocks with queries that see nothing.
@@ -169,7 +225,7 @@ class Evicting(Policy):
         queries = jnp.take_along_axis(q, jnp.maximum(at, 0)[:, None, None, :, None], axis=3)
         votes_too = (at >= 0) & (jnp.arange(padded_count) >= padded_count - voter_count)[None]
         query_position = jnp.where(votes_too, st.length[:, None] + at, -1)
-        keys = jnp.concatenate([st.tokens.k, k.astype(st.tokens.k.dtype)], axis=2)
+        keys = jnp.concatenate([self._at_distance(st), k.astype(st.tokens.k.dtype)], axis=2)
         position = jnp.concatenate([self._positions(st), self._coming(st, lengths, T)], axis=2)
         lse = None
         if voters is None and T > QUERIES and takes_cudnn(keys.dtype, keys.shape[3], scale):
@@ -198,12 +254,22 @@ class Evicting(Policy):
                 votes = lax.dynamic_update_slice_in_dim(votes, counted, 0, axis=3)
         return self._keep(st, k, v, lengths, votes)
 
-    def _keep(self, st: EvictingState, k: Array, v: Array, lengths: Array, votes: Array | None) -> EvictingState:
+    def _keep(
+        self,
+        st: EvictingState,
+        k: Array,
+        v: Array,
+        lengths: Array,
+        votes: Array | None,
+        room: tuple[Array, Array] | None = None,
+    ) -> EvictingState:
         """Keeps the tokens of highest worth among the S slots and the T tokens of a chunk.
 
-        `votes` f32[B, K, G, S+T] are in this order: by slot, then by place in the chunk.
+        `votes` f32[B, K, G, S+T] are in this order: by slot, then by place in the chunk. With `room`, rows bool[B] and
+        tokens i32[B], only these rows change, and keep only so many.
         """
         (B, K, S), T = st.position.shape, k.shape[2]
+        takes, most = (lengths > 0, None) if room is None else room  # a row that stores nothing stays as it is
         end = st.length + lengths
         position = self._positions(st)
         # One line in order of position: empty slots, held tokens, the chunk, its padding.
@@ -211,28 +277,33 @@ class Evicting(Policy):
         order = jnp.concatenate([order, jnp.broadcast_to(S + jnp.arange(T, dtype=jnp.int32), (B, K, T))], axis=-1)
         position = jnp.concatenate([position, self._coming(st, lengths, T)], axis=2)
         position = jnp.take_along_axis(position, order, axis=-1)
-        evidence = st.evidence
+        evidence, stays = st.evidence, st.stays
+        if stays is not None:
+            coming = jnp.ones((B, K, T), bool)
+            stays = jnp.take_along_axis(jnp.concatenate([stays, coming], axis=2), order, axis=-1)
         if evidence is not None:
             arriving = jnp.broadcast_to(self._arriving(k, v), (B, K, T))
             evidence = jnp.take_along_axis(jnp.concatenate([evidence, arriving], axis=2), order, axis=-1)
         if evidence is not None and votes is not None:
             votes = jnp.take_along_axis(votes, order[:, :, None], axis=-1)
             evidence = self.evictor.see_prompt(evidence, votes, position, end, self._share(S))
-        worth = self.evictor.worth(evidence, position, end, self._share(S))
+        k_line, v_line = (
+            jnp.concatenate([old, new.astype(old.dtype)], axis=2) for old, new in ((st.tokens.k, k), (st.tokens.v, v))
+        )
+        L = S + T
+        held = Held(evidence, position, end, self._share(S), k_line, v_line, st.memory)
+        worth = self._worth(held, None if room is None else stays, order)
 
         # The line is reversed, so that ties go to the newer token.
         best = self._best(jnp.flip(worth, axis=-1), jnp.flip(position >= 0, axis=-1), S)
-        L = S + T
+        if most is not None:
+            best = best._replace(valid=best.valid & (jnp.arange(S)[None] < most[:, None])[:, None])
         place = jnp.sort(jnp.where(best.valid, L - 1 - best.slots, L), axis=-1)  # the kept places, in order; then L
         valid, place = place < L, jnp.minimum(place, L - 1)
 
         def tokens(place: Array) -> tuple[Array, Array]:
             """Keys and values [B, K, X, D] of the line at places i32[B, K, X]."""
             source = jnp.take_along_axis(order, place, axis=-1)[..., None]
-            k_line, v_line = (
-                jnp.concatenate([old, new.astype(old.dtype)], axis=2)
-                for old, new in ((st.tokens.k, k), (st.tokens.v, v))
-            )
             return jnp.take_along_axis(k_line, source, axis=2), jnp.take_along_axis(v_line, source, axis=2)
 
         def select(line: Array) -> Array:
@@ -243,18 +314,83 @@ class Evicting(Policy):
             gone = jnp.sort(jnp.where((position >= 0) & ~stays, jnp.arange(L, dtype=jnp.int32)[None, None], L), axis=-1)
             return tokens(jnp.minimum(gone[..., :T], L - 1))
 
-        kept_k, kept_v = (keep_valid(a, valid) for a in tokens(place))
+        kept_k, kept_v = tokens(place)
+        if self.rope is not None:  # a held token's place is its slot, that of a new one its position
+            source = jnp.take_along_axis(order, place, axis=-1)
+            was = jnp.where(source < S, source, jnp.take_along_axis(position, place, axis=-1))
+            kept_k = turn_positions(kept_k, jnp.arange(S, dtype=jnp.int32)[None, None] - was, self.rope).astype(
+                kept_k.dtype
+            )
+        kept_k, kept_v = keep_valid(kept_k, valid), keep_valid(kept_v, valid)
+        count = jnp.minimum(st.tokens.count + lengths, S if most is None else most)
         new = {
-            "tokens": Block(kept_k, kept_v, jnp.minimum(st.tokens.count + lengths, S)),
+            "tokens": Block(kept_k, kept_v, count),
             "position": select(position),
             "evidence": None if evidence is None else select(evidence),
             "length": end,
-            "due": None if st.due is None else jnp.zeros_like(st.due),
+            "due": st.due if st.due is None or room is not None else jnp.zeros_like(st.due),
+            "stays": None if stays is None else select(stays),
         }
-        takes = lengths > 0  # a row that stores nothing keeps its slots as they are
         old = {name: getattr(st, name) for name in new}
         new = jax.tree.map(lambda a, b: jnp.where(takes.reshape(-1, *(1,) * (a.ndim - 1)), a, b), new, old)
         return self._settled(replace(st, **new), valid, takes, leaving)
+
+    def _make_room(self, st: EvictingState, full: Array) -> EvictingState:
+        """`st` less `every` tokens of each row that is `full` bool[B]; the last slots' tokens move to the free ones."""
+        (B, K, S), n = st.position.shape, self.every
+        count = st.tokens.count - n * full.astype(jnp.int32)
+        last = jnp.broadcast_to((count[:, None] + jnp.arange(n, dtype=jnp.int32)[None])[:, None], (B, K, n))
+
+        def moves() -> tuple[Array, Array]:
+            """Slots i32[B, K, n] of tokens that move, those first, and their new slots, or S."""
+            held = Held(st.evidence, position, st.length, self._share(S), st.tokens.k, st.tokens.v, st.memory)
+            worth = jnp.where(position >= 0, self._worth(held, st.stays), jnp.inf)
+            gone = jnp.lexsort((jnp.where(position >= 0, position, S), worth), axis=-1)[..., :n].astype(jnp.int32)
+            leaves = jnp.any(last[..., None] == gone[..., None, :], axis=-1)
+            source = jnp.take_along_axis(last, jnp.argsort(leaves, axis=-1), axis=-1)
+            free = jnp.sort(jnp.where(gone < count[:, None, None], gone, S), axis=-1)
+            return source, jnp.where(full[:, None, None], free, S)
+
+        position = self._positions(st)
+        source, target = lax.cond(jnp.any(full), moves, lambda: (last, jnp.full_like(last, S)))
+
+        def move(i: Array, st: EvictingState) -> EvictingState:
+            """`st` with the i-th of these tokens in its new slot: one write for each, in place."""
+            old, new = (lax.dynamic_slice_in_dim(a, i, 1, axis=2) for a in (source, target))
+            here = jnp.arange(S)[None, None] == new
+
+            def put(a: Array | None) -> Any:
+                if a is None:
+                    return None
+                one = jnp.take_along_axis(a, old if a.ndim == 3 else old[..., None], axis=2, mode="clip")
+                if a.ndim == 3:
+                    return jnp.where(here, one, a)
+                rows, moved = (x.reshape(B * K, 1, -1, x.shape[3]) for x in (a, one))
+                taken = (new < S).astype(jnp.int32).reshape(-1)
+                return write(rows, moved, jnp.minimum(new, S - 1).reshape(-1), taken).reshape(a.shape)
+
+            tokens = replace(st.tokens, k=put(st.tokens.k), v=put(st.tokens.v))
+            rest = {name: put(getattr(st, name)) for name in ("position", "evidence", "stays")}
+            return replace(st, tokens=tokens, **rest)
+
+        st = lax.fori_loop(0, n * jnp.any(full).astype(jnp.int32), move, st)
+        return replace(st, tokens=replace(st.tokens, count=count))
+
+    def _close_up(self, st: EvictingState, full: Array) -> EvictingState:
+        """`st` less `every` tokens of each row that is `full` bool[B]; the others are rotated to their new places."""
+        nothing, most = st.tokens.k[:, :, :0], jnp.maximum(self._limit(st) - self.every, 1)
+        most = jnp.broadcast_to(most, st.length.shape)
+        return self._keep(st, nothing, nothing, jnp.zeros_like(st.length), None, (full, most))
+
+    def held_after(self, prompt: Any, received: Any) -> Any:
+        """The tokens that a KV head holds after a prompt of `prompt` tokens, and `received` tokens in all."""
+        most = self._most(prompt)
+        held = np.minimum(prompt, most) + received - prompt
+        return np.where(held <= most, held, most + 1 - self.every + (held - most - 1) % self.every)
+
+    def _most(self, prompt: Any) -> Any:
+        """The most tokens that a KV head holds after a prompt of `prompt` tokens."""
+        return self.budget
 
     def attend_stored(
         self, st: EvictingState, q: Array, *, scale: float, window: int | None = None
@@ -267,6 +403,7 @@ class Evicting(Policy):
         """Attention of a chunk's queries q [B, K, G, T, D] to the slots."""
         first = chunk_starts(st.length, q.shape[3], window)
         B, K, G, T, D = q.shape
+        q = self._turned(st, q)
         if moved := self._renumbered:
             seen = jnp.broadcast_to(self._valid(st)[:, :, None], (B, 1, T, st.tokens.slots))
             if first is not None:
@@ -327,15 +464,44 @@ class Evicting(Policy):
 
     def _slot(self, st: EvictingState, end: Array) -> Array:
         """i32[B, K]: the slot for the token at position `end` - 1: an empty one, or that of the evicted token."""
+        if self.every > 1:
+            return jnp.broadcast_to(st.tokens.count[:, None], st.position.shape[:2])
         evicted = self._to_evict(st, jnp.ones_like(st.position, bool), end)
         return jnp.where((end > st.tokens.slots)[:, None], evicted, end[:, None] - 1)
 
     def _to_evict(self, st: EvictingState, valid: Array, end: Array) -> Array:
         """i32[B, K]: the slot of least worth among the `valid` bool[B, K, S]; of equals the oldest."""
-        worth = self.evictor.worth(st.evidence, st.position, end, self._share(st.tokens.slots))
+        position, slots = jnp.where(valid, st.position, -1), self._share(st.tokens.slots)
+        held = Held(st.evidence, position, end, slots, st.tokens.k, st.tokens.v, st.memory)
+        worth = self._worth(held, st.stays)
         worth = jnp.where(valid, worth, jnp.inf)
         least = valid & (worth == jnp.min(worth, axis=-1, keepdims=True))
         return jnp.argmin(jnp.where(least, st.position, jnp.iinfo(jnp.int32).max), axis=-1).astype(jnp.int32)
+
+    def _worth(self, held: Held, stays: Array | None, order: Array | None = None) -> Array:
+        """f32[B, K, L]: the worth of tokens, whose keys and values are yet to be put in `order` i32[B, K, L].
+
+        Tokens that stay, bool[B, K, L], are worth more than any other.
+        """
+        if type(self.evictor).judge is not Evictor.judge and order is not None:
+            k, v = (jnp.take_along_axis(a, order[..., None], axis=2) for a in (held.k, held.v))
+            held = held._replace(k=k, v=v)
+        worth = self.evictor.judge(held)
+        return worth if stays is None else jnp.where(stays, jnp.inf, worth)
+
+    def _turned(self, st: EvictingState, q: Array) -> Array:
+        """Queries q [B, K, G, T, D], at the place after the held tokens if these have closed up."""
+        if self.rope is None:
+            return q
+        by = jnp.broadcast_to((st.tokens.count - st.length)[:, None, None, None], q.shape[:-1])
+        return turn_positions(q, by, self.rope).astype(q.dtype)
+
+    def _at_distance(self, st: EvictingState) -> Array:
+        """The held keys [B, K, S, D], at the distances from new queries that closed-up tokens have."""
+        if self.rope is None:
+            return st.tokens.k
+        by = jnp.broadcast_to((st.length - st.tokens.count)[:, None, None], st.position.shape)
+        return turn_positions(st.tokens.k, by, self.rope).astype(st.tokens.k.dtype)
 
     def _arriving(self, k: Array, v: Array) -> Array:
         """f32[B, K, T], or one number: the evidence of new tokens k, v [B, K, T, D]."""

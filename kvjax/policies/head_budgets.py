@@ -51,6 +51,7 @@ class HeadBudgets(Evicting):
 
     floor: float = 0.2
     ceiling: float = 2.0
+    evicts_several = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -62,6 +62,7 @@ class Mixed(Evicting):
     evictor: Evictor = HeavyHitter()
     store: Store = Quantized()
     chunk: int = 128
+    evicts_several = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

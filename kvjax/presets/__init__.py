@@ -15,7 +15,7 @@ Two settings of many presets:
 from kvjax.policies import share_selections
 from kvjax.presets.baselines import exact, full
 from kvjax.presets.compressed import kivi, logquant, mikv, turboquant
-from kvjax.presets.evicting import adakv, h2o, logevict, pyramidkv, raas, snapkv, streaming_llm, tova
+from kvjax.presets.evicting import adakv, evict, h2o, logevict, pyramidkv, raas, snapkv, streaming_llm, tova
 from kvjax.presets.head_files import Heads
 from kvjax.presets.heads import duoattention, razorattention
 from kvjax.presets.index_based import magicpig, pqcache, shadowkv
@@ -36,6 +36,7 @@ __all__ = [
     "arkvale",
     "check_reaches",
     "duoattention",
+    "evict",
     "exact",
     "fier",
     "find",

@@ -6,9 +6,26 @@ AdaKV among the KV heads of a layer; with the others every layer and head has th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-from kvjax.evictors import Evictor, HeavyHitter, LastQuery, LogSpaced, Observation, Pooling, Sliding
+from kvjax.evictors import (
+    Evictor,
+    ExpectedAttention,
+    HeavyHitter,
+    KeyDiff,
+    KeyNorm,
+    Lag,
+    LastQuery,
+    LogSpaced,
+    Observation,
+    Pooling,
+    Random,
+    Redundancy,
+    Sliding,
+    Trigonometric,
+    ValueWeighted,
+)
 from kvjax.evictors.last_use import LastUse
 from kvjax.policies import BesidePrompt, Evicting, HeadBudgets, PerLayer
 from kvjax.presets.pyramid import pyramid
@@ -145,6 +162,66 @@ def raas(
     if prompt == 0 and page == 1:
         return _evicting("raas", evictor, budget, layers)
     return over_layers("raas", layers, BesidePrompt(evictor=evictor, budget=budget, prompt=prompt, page=page))
+
+
+RULES: dict[str, Evictor] = {
+    "random": Random(),
+    "random_afresh": Random(afresh=True),
+    "knorm": KeyNorm(),
+    "keydiff": KeyDiff(),
+    "lagkv": Lag(),
+    "vatp": ValueWeighted(),
+    "criticalkv": ValueWeighted(first=0.5, epsilon=1e-4),
+    "expected": ExpectedAttention(rope=None),
+    "rkv": Redundancy(),
+    "triattention": Trigonometric(rope=None),
+}
+
+
+def evict(
+    budget: int = 1024,
+    *,
+    rule: str = "random",
+    every: int | None = None,
+    prompt: int | None = None,
+    rope_theta: float | None = None,
+    close_up: bool = False,
+    layers: Layers = Layers(dense=0),
+) -> PerLayer:
+    """Keeps `budget` tokens by one of ten published rules: by chance, by keys, by values, or by remembered queries.
+
+    Args:
+      budget: tokens that a layer and KV head keeps; a step attends to all of them.
+      rule: "random", "random_afresh", "knorm", "keydiff", "lagkv", "vatp", "criticalkv", "expected", "rkv" or
+        "triattention".
+      every: tokens that are evicted at once. None: 1, or with a rule that compares tokens a sixteenth of the budget.
+      prompt: tokens of prompts that stay beside the budget (`BesidePrompt`). None: all tokens compete.
+      rope_theta: theta of a model with plain RoPE, which "expected" and "triattention" must know; for other kinds of
+        RoPE give `Evicting` an evictor.
+      close_up: whether tokens that are left close up, with their keys rotated to their new places (`rope_theta`).
+      layers: how many first layers attend to everything (`Layers`).
+
+    **Source:** see `Random`, `KeyNorm`, `KeyDiff`, `Lag`, `ValueWeighted`, `ExpectedAttention`, `Redundancy` (R-KV) and
+    `Trigonometric` (TriAttention). **Differs:** as there; every KV head evicts on its own.
+
+    **Checklist:** unit: tokens that are evicted, for each KV head; besides: all kept tokens; zones: no sink, no window;
+    budget: kept tokens, the prompt's too unless `prompt` sets room for them; generated: evicted by the rule.
+    """
+    require_int("evict(budget=...)", budget, at_least=1)
+    if rule not in RULES:
+        raise ValueError(f"evict(rule={rule!r}) must be one of {', '.join(RULES)}")
+    evictor, rope = RULES[rule], plain_rope("evict", rope_theta)
+    if rope is None and (close_up or hasattr(evictor, "rope")):
+        raise ValueError(f"evict(rule={rule!r}, close_up={close_up}) must know the model's RoPE; set rope_theta")
+    compares = type(evictor).judge is not Evictor.judge and not isinstance(evictor, ValueWeighted)
+    settings: dict[str, Any] = {
+        "evictor": replace(evictor, rope=rope) if hasattr(evictor, "rope") else evictor,  # type: ignore[type-var]
+        "budget": budget,
+        "every": (max(budget // 16, 1) if compares or close_up else 1) if every is None else every,
+        "rope": rope if close_up else None,
+    }
+    policy = Evicting(**settings) if prompt is None else BesidePrompt(**settings, prompt=prompt)
+    return over_layers("evict", layers, policy)
 
 
 def pyramidkv(

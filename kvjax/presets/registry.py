@@ -11,7 +11,7 @@ from typing import Any
 from kvjax.policies import Full, PerLayer, Policy
 from kvjax.presets.baselines import exact, full
 from kvjax.presets.compressed import kivi, logquant, mikv, turboquant
-from kvjax.presets.evicting import adakv, h2o, logevict, pyramidkv, raas, snapkv, streaming_llm, tova
+from kvjax.presets.evicting import adakv, evict, h2o, logevict, pyramidkv, raas, snapkv, streaming_llm, tova
 from kvjax.presets.heads import duoattention, razorattention
 from kvjax.presets.index_based import magicpig, pqcache, shadowkv
 from kvjax.presets.parsing import arguments_of, read_settings, settings_of
@@ -202,6 +202,12 @@ REGISTRY: dict[str, Preset] = {
             "the prompt, and generated tokens that were attended to lately",
             "RaaS 2025",
             paper_setting="prompt=65536,page=16",
+        ),
+        Preset(
+            "evict",
+            evict,
+            "tokens by one of ten rules: by chance, by keys, by values or by remembered queries",
+            "2024 to 2026",
         ),
         Preset(
             "razorattention",

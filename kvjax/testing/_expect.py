@@ -165,7 +165,7 @@ def valid_part(cache: LayerCache) -> list[Any]:
         order = np.argsort(position, axis=-1, kind="stable")
 
         def sort(leaf: Array) -> Array:
-            if leaf.ndim < 3:
+            if leaf.shape[:3] != order.shape:
                 return leaf
             index = order.reshape(*order.shape, *(1,) * (leaf.ndim - 3))
             return jax.device_put(np.take_along_axis(np.asarray(leaf), index, axis=2), leaf.sharding)

@@ -63,8 +63,9 @@ def prefill_equals_prefill_then_updates(policy: Policy, spec: CacheSpec) -> None
     for i in range(int((last - first).max())):
         _, steps, _ = step(steps, tokens, first + i)
     steps = flush(steps)
-    if ranks(policy) and hasattr(whole.state, "evidence"):
-        whole, steps = (dataclasses.replace(c, state=with_part(c.state, "evidence", None)) for c in (whole, steps))
+    for name in ("evidence",) * ranks(policy) + ("memory", "stays"):  # which tell prompts from steps
+        if hasattr(whole.state, name):
+            whole, steps = (dataclasses.replace(c, state=with_part(c.state, name, None)) for c in (whole, steps))
     assert_same_contents(steps, whole, spec, "state")
     assert (np.asarray(whole.length) == last).all()
 

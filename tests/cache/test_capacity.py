@@ -62,6 +62,7 @@ ALIKE = (
     "logevict",
     "mikv",
     "raas",
+    "evict",
     "turboquant",
     "shadowkv",
     "razorattention",

@@ -192,6 +192,14 @@ CASES: dict[str, Case] = {
     ),
     "raas, budget 64": Case(presets.raas(budget=64).rest),
     "raas beside the prompt, by pages": Case(presets.raas(budget=24, prompt=40, page=4, threshold=0.05).rest),
+    **{
+        f"evict by {rule}, budget 60": Case(presets.evict(60, rule=rule, rope_theta=1e4).rest)
+        for rule in ("random_afresh", "knorm", "keydiff", "vatp", "criticalkv", "expected", "rkv", "triattention")
+    },
+    "evict by lagkv, partitions of 8": Case(
+        Evicting(evictor=kvjax.evictors.Lag(partition=8), budget=60, every=7),
+    ),
+    "evict at random beside the prompt": Case(presets.evict(40, rule="random", prompt=40).rest),
     "window without a sink, 7 on 1, bf16": Case(
         Evicting(evictor=Sliding(sink=0), budget=61),
         dataclasses.replace(SPEC, q_heads=7, kv_heads=1, dtype=jnp.bfloat16),
@@ -440,6 +448,21 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         r"Sliding\(sink=4.*always keeps 4 tokens, got a budget of 4; use at least 5",
     ),
     "negative sink": (lambda: Sliding(sink=-1), r"Sliding\(sink=.*at least 0, got -1"),
+    "rule that there is not": (lambda: presets.evict(rule="best"), r"rule='best'\) must be one of random, "),
+    "rule without its RoPE": (lambda: presets.evict(rule="expected"), r"rule='expected'.*set rope_theta"),
+    "as many evictions as tokens": (lambda: presets.evict(8, every=8), r"every=8\) must be below budget=8"),
+    "tokens that close up one by one": (
+        lambda: presets.evict(64, every=1, close_up=True, rope_theta=1e4),
+        r"rope=\.\.\.\) rotates keys at each eviction.*use every=64",
+    ),
+    "heads that share remembered queries": (
+        lambda: kvjax.HeadBudgets(evictor=kvjax.evictors.Redundancy(), budget=64),
+        r"HeadBudgets evicts one token at a time",
+    ),
+    "values weighed without attention": (
+        lambda: kvjax.evictors.ValueWeighted(evictor=Sliding()),
+        r"no attention guides; use kvjax.HeavyHitter",
+    ),
     "recent share of 2": (lambda: HeavyHitter(recent=2.0), r"share of the slots, 0 to 1; got 2.0"),
     "no room beside the window": (lambda: presets.snapkv(budget=1), r"budget of Observation.*at least 2, got 1"),
     "kernel_size without a middle": (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # Lower a number when the library has become smaller.
-LINES, NAMES, PROTOCOLS = 29_670, 45, 7
+LINES, NAMES, PROTOCOLS = 30_420, 45, 7
 STEPS = {  # functions, files, and protocols that a traced step asks for
     "full": (41, 10, 0),
     "fier": (110, 22, 0),
@@ -15,7 +15,7 @@ STEPS = {  # functions, files, and protocols that a traced step asks for
     "quest": (101, 21, 0),
     "freekv": (133, 25, 0),
     "logquant": (84, 19, 0),
-    "h2o": (44, 10, 0),
+    "h2o": (45, 10, 0),
 }
 
 

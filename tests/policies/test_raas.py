@@ -97,8 +97,8 @@ def test_budgets_of_a_pyramid_fall_linearly_and_keep_their_mean() -> None:
     [
         (lambda: LastUse(threshold=1.0), r"threshold=.*below 1; got 1.0"),
         (
-            lambda: kvjax.policies.BesidePrompt(evictor=kvjax.Sliding()),
-            r"BesidePrompt\(evictor=...\).*kvjax.LastUse\(\).*use kvjax.Evicting",
+            lambda: kvjax.policies.BesidePrompt(evictor=kvjax.Sliding(), page=4),
+            r"BesidePrompt\(page=4\) stamps pages for kvjax.LastUse\(\); got .*use page=1",
         ),
         (lambda: presets.raas(prompt=-1), r"BesidePrompt\(prompt=...\) must be at least 0, got -1"),
         (lambda: presets.pyramidkv(beta=0.5), r"beta=0.5.*at least 1"),

@@ -1,0 +1,150 @@
+"""Evictors by keys and values alone, or by chance: none of them needs a query.
+
+`KeyNorm` and `Random` rank a token by itself. `KeyDiff` and `Lag` compare it with others, so a cache should evict
+several at once (`Evicting(every=...)`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from kvjax.evictors.base import Evictor, Held
+from kvjax.numerics.partial import keep_valid
+from kvjax.spec import keep_int
+
+
+@dataclass(frozen=True)
+class KeyNorm(Evictor):
+    """Keeps the tokens with the shortest keys, to which queries tend to attend most.
+
+    **Source:** Devoto et al. 2024 (arXiv 2406.11430). **Differs:** the paper leaves the first layers whole; use
+    `dense_layers`.
+    """
+
+    def see_tokens(self, k: Array, v: Array) -> Array:
+        return _length(k)
+
+    def worth(self, evidence: Array | None, position: Array, end: Array, slots: int) -> Array:
+        assert evidence is not None
+        return -evidence
+
+
+@dataclass(frozen=True)
+class KeyDiff(Evictor):
+    """Keeps the tokens whose keys point furthest from the mean direction of all keys.
+
+    **Source:** KeyDiff (Park et al. 2025, arXiv 2504.15364): -cos(k, mean of k / |k|).
+    """
+
+    def judge(self, held: Held) -> Array:
+        unit = keep_valid(_unit(held.k), held.position >= 0)
+        mean = jnp.sum(unit, axis=2, keepdims=True)
+        return -jnp.sum(unit * _unit(mean), axis=-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lag(Evictor):
+    """Keeps the tokens that stand out of the `partition` tokens after theirs, in keys and values.
+
+    In partitions past the `sink`, keys are scaled by the smallest and largest value of each channel in the next
+    partition; a token's score is the softmax over its partition of the deviation across channels, the mean of that of
+    keys and of values. Its worth is its rank in the partition. The sink, the last whole partition and what follows it
+    are kept.
+
+    **Source:** LagKV (Liang et al. 2025, arXiv 2504.04704): sink 4, partitions of 128.
+    """
+
+    sink: int = 4
+    partition: int = 128
+
+    def __post_init__(self) -> None:
+        keep_int(self, "sink", at_least=0)
+        keep_int(self, "partition", at_least=2)
+
+    def check(self, budget: int) -> None:
+        if budget < (least := self.sink + 2 * self.partition):
+            raise ValueError(
+                f"{self} compares a partition with the next, so it needs a budget of at least {least}, got {budget}; "
+                "raise it, or use a smaller partition"
+            )
+
+    def judge(self, held: Held) -> Array:
+        L, size = held.position.shape[2], self.partition
+        groups = max((L - self.sink) // size, 0)
+        if groups < 2:
+            return jnp.where(held.position >= 0, jnp.inf, 0.0)
+        order = in_order(held.position)
+        lead = held.position.shape[:2]
+
+        def score(g: Array) -> Array:
+            """f32[B, K, size]: the score of the tokens of partition g."""
+            at = lax.dynamic_slice_in_dim(order, self.sink + g * size, 2 * size, axis=2)[..., None]
+
+            def one(x: Array) -> Array:
+                own, after = jnp.split(jnp.take_along_axis(x, at, axis=2).astype(jnp.float32), 2, axis=2)
+                low, high = (f(after, axis=2, keepdims=True) for f in (jnp.min, jnp.max))
+                scaled = (own - low) / jnp.maximum(high - low, np.finfo(np.float32).tiny)
+                return jax.nn.softmax(jnp.std(scaled, axis=-1, ddof=1), axis=-1)
+
+            return (one(held.k) + one(held.v)) / 2
+
+        scores = jnp.moveaxis(lax.map(score, jnp.arange(groups - 1)), 0, 2)
+        rank = jnp.argsort(jnp.argsort(scores, axis=-1), axis=-1).astype(jnp.float32) / size
+        whole = (jnp.sum(held.position >= 0, axis=-1) - self.sink) // size  # whole partitions of a row's tokens
+        judged = jnp.arange(groups - 1)[None, None] < (whole - 1)[..., None]
+        rank = jnp.where(judged[..., None], rank, jnp.inf).reshape(*lead, -1)
+        ends = self.sink, L - self.sink - rank.shape[2]
+        worth = jnp.pad(rank, ((0, 0), (0, 0), ends), constant_values=jnp.inf)
+        return jnp.take_along_axis(worth, jnp.argsort(order, axis=-1), axis=2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Random(Evictor):
+    """Keeps a uniform sample of all tokens: each has a random number from its position and head, and the largest stay.
+
+    With `afresh` the numbers are drawn again at each eviction, among the tokens still held, which favours young ones.
+    KV heads on different devices draw alike.
+
+    **Source:** arXiv 2609.03430, whose abstract evicts at random within each head and keeps the prompt, as
+    `BesidePrompt` does. It does not say which of the two laws holds.
+    """
+
+    seed: int = 0
+    afresh: bool = False
+
+    def __post_init__(self) -> None:
+        keep_int(self, "seed", at_least=0)
+
+    def worth(self, evidence: Array | None, position: Array, end: Array, slots: int) -> Array:
+        head = jnp.arange(position.shape[1], dtype=jnp.uint32)[None, :, None]
+        draw = _mixed(head + np.uint32(self.seed % 2**32 * 0x9E3779B9 % 2**32))
+        if self.afresh:
+            draw = _mixed(draw ^ end.astype(jnp.uint32)[:, None, None])
+        number = _mixed(draw ^ position.astype(jnp.uint32))
+        return (number >> np.uint32(8)).astype(jnp.float32) * np.float32(2.0**-24)
+
+
+def in_order(position: Array) -> Array:
+    """i32[B, K, L]: the slots of tokens in order of position, then those without a token."""
+    last = jnp.iinfo(jnp.int32).max
+    return jnp.argsort(jnp.where(position < 0, last, position), axis=-1).astype(jnp.int32)
+
+
+def _mixed(x: Array) -> Array:
+    """u32 of x u32: a bijection whose output bits each depend on all input bits (the finaliser of MurmurHash3)."""
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    return x ^ (x >> np.uint32(16))
+
+
+def _length(x: Array) -> Array:
+    return jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1))
+
+
+def _unit(x: Array) -> Array:
+    return x.astype(jnp.float32) / jnp.maximum(_length(x), 1e-12)[..., None]

@@ -1,0 +1,287 @@
+"""Evictors that remember queries, and one that weighs attention by values.
+
+A few vectors of each query head are remembered (`Evictor.remembers`), as the queries themselves are gone when a token
+must be evicted. Each of these compares all tokens, so a cache should evict several at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kvjax.evictors.base import Evictor, Held, turn_positions
+from kvjax.evictors.keys import _length, in_order
+from kvjax.evictors.scores import HeavyHitter
+from kvjax.memory import vary_with
+from kvjax.numerics.types import Rope
+from kvjax.spec import keep_int
+
+BLOCK = 2**20  # numbers of a block of keys, by query
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueWeighted(Evictor):
+    """Multiplies what another evictor says of a token by the size of its value, the sum of the values' magnitudes.
+
+    A share `first` of the slots is kept by the other evictor alone. The first `sink` tokens stay.
+
+    **Source:** VATP (Guo et al. 2024, arXiv 2406.12335), with first=0. CriticalKV (Feng et al. 2025, arXiv 2502.03805),
+    with first=.5 and epsilon=1e-4. **Differs:** CriticalKV measures a value after the model's output projection, which
+    a cache does not have.
+    """
+
+    evictor: Evictor = HeavyHitter(recent=0)
+    first: float = 0.0
+    epsilon: float = 0.0
+    sink: int = 20
+
+    def __post_init__(self) -> None:
+        keep_int(self, "sink", at_least=0)
+        if not 0 <= self.first < 1 or not 0 <= self.epsilon < float("inf"):
+            raise ValueError(
+                f"ValueWeighted(first={self.first!r}, epsilon={self.epsilon!r}) needs a share below 1 and a number"
+            )
+        if type(self.evictor).judge is not Evictor.judge or self.evictor.arrival is None:
+            raise ValueError(f"ValueWeighted got {self.evictor}, which no attention guides; use kvjax.HeavyHitter()")
+
+    @property
+    def arrival(self) -> float | None:
+        return self.evictor.arrival
+
+    def check(self, budget: int) -> None:
+        self.evictor.check(budget)
+
+    def voters(self, slots: int) -> int | None:
+        return self.evictor.voters(slots)
+
+    def see_prompt(self, evidence: Array, votes: Array, position: Array, end: Array, slots: int) -> Array:
+        return self.evictor.see_prompt(evidence, votes, position, end, slots)
+
+    def see_step(self, evidence: Array, weights: Array) -> Array:
+        return self.evictor.see_step(evidence, weights)
+
+    def judge(self, held: Held) -> Array:
+        score = self.evictor.worth(held.evidence, held.position, held.end, held.slots)
+        size = jnp.sum(jnp.abs(held.v.astype(jnp.float32)), axis=-1)
+        worth = jnp.where(jnp.isinf(score), score, (score + self.epsilon) * size)
+        if kept := int(self.first * held.slots):
+            line = jnp.sort(jnp.where(held.position >= 0, score, -jnp.inf), axis=-1)
+            worth = jnp.where(score >= line[..., -min(kept, line.shape[2]), None], jnp.inf, worth)
+        return jnp.where(held.position < self.sink, jnp.inf, worth)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectedAttention(Evictor):
+    """Keeps the tokens to which the next `future` queries are expected to attend, times the length of their values.
+
+    Queries before their rotation are taken as normal, with the mean and covariance of those seen so far, and rotated to
+    the mean of the next positions. It remembers D + 2 vectors of a query head in float32, or 2 with covariance=False.
+
+    **Source:** Expected Attention (Devoto et al. 2025, arXiv 2510.00636): 512 positions, a sink of 4 that stays and is
+    not counted among queries. **Differs:** queries of generated tokens count too.
+    """
+
+    rope: Rope | None
+    future: int = 512
+    sink: int = 4
+    epsilon: float = 0.0
+    covariance: bool = True
+
+    def __post_init__(self) -> None:
+        keep_int(self, "future", at_least=1)
+        keep_int(self, "sink", at_least=0)
+
+    def remembers(self, head_dim: int) -> int:
+        return 2 + head_dim * self.covariance
+
+    def see_queries(self, memory: Array, q: Array, position: Array) -> Array:
+        """The sum of queries, their count, and the sums of their products."""
+        counts = position >= self.sink
+        by = jnp.broadcast_to(-position[:, None, None], q.shape[:-1])
+        plain = jnp.where(counts[:, None, None, :, None], turn_positions(q, by, self.rope), 0.0)
+        number = jnp.broadcast_to(jnp.sum(counts, axis=1, dtype=jnp.float32)[:, None, None, None], q[:, :, :, 0].shape)
+        parts = [jnp.sum(plain, axis=3), number]
+        new = jnp.stack(parts, axis=3)
+        if self.covariance:
+            products = jnp.einsum("bkgti,bkgtj->bkgij", plain, plain, precision="highest")
+            new = jnp.concatenate([new, products], axis=3)
+        return memory + new
+
+    def judge(self, held: Held) -> Array:
+        assert held.memory is not None
+        D = held.k.shape[3]
+        count = jnp.maximum(held.memory[:, :, :, 1], 1)
+        mean = held.memory[:, :, :, 0] / count  # [B, K, G, D]
+        later = held.end[:, None] + jnp.arange(self.future)[None]
+
+        def ahead(x: Array) -> Array:
+            """x [B, K, G, ..., D] rotated to each of the next positions, on average: a linear map of each pair."""
+            pairs = jnp.broadcast_to(jnp.ones(D, jnp.float32), (*later.shape, D))
+            unit = jnp.concatenate([pairs[..., : D // 2], 0 * pairs[..., D // 2 :]], axis=-1)
+            cos, sin = jnp.split(jnp.mean(turn_positions(unit, later, self.rope), axis=1), 2, axis=-1)
+            cos, sin = (a.reshape(-1, *(1,) * (x.ndim - 2), D // 2) for a in (cos, sin))
+            low, high = jnp.split(x, 2, axis=-1)
+            return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+
+        mean_ahead = ahead(mean) * D**-0.5
+        if self.covariance:
+            spread = held.memory[:, :, :, 2:] / count[..., :1, None] - mean[..., :, None] * mean[..., None, :]
+            spread = ahead(jnp.swapaxes(ahead(spread), -1, -2)) / (2 * D)
+
+        def score(k: Array) -> Array:
+            logits = jnp.einsum("bkgd,bkld->bkgl", mean_ahead, k, precision="highest")
+            if not self.covariance:
+                return logits
+            turned = jnp.einsum("bkgij,bklj->bkgli", spread, k, precision="highest")
+            return logits + jnp.einsum("bkgli,bkli->bkgl", turned, k, precision="highest")
+
+        logits = _by_blocks(score, held.k, mean.shape[2])
+        judged = (held.position >= self.sink)[:, :, None]
+        share = jnp.mean(jax.nn.softmax(jnp.where(judged, logits, -1e30), axis=-1), axis=2)
+        worth = (share + self.epsilon) * _length(held.v)
+        return jnp.where(held.position < self.sink, jnp.inf, worth)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Redundancy(Evictor):
+    """Keeps tokens to which the last `window` queries attend, less those whose keys resemble other keys.
+
+    The worth is `balance` times the attention, pooled over `pool` neighbours, less (1 - balance) times the redundancy:
+    the softmax of a key's mean cosine with all others, where each token forgives the newest key that resembles it by
+    more than `alike`. The window itself stays. Comparing L held tokens takes L^2 products of keys.
+
+    **Source:** R-KV (Cai et al. 2025, arXiv 2505.24133), its code: window 8, balance .07. **Differs:** where no key
+    resembles a token, its code forgives the first key; here none.
+    """
+
+    window: int = 8
+    balance: float = 0.07
+    pool: int = 7
+    alike: float = 0.5
+
+    def __post_init__(self) -> None:
+        keep_int(self, "window", at_least=1)
+        keep_int(self, "pool", at_least=1)
+
+    def check(self, budget: int) -> None:
+        if budget <= self.window:
+            raise ValueError(f"{self} always keeps {self.window} tokens, got a budget of {budget}; raise the budget")
+
+    def remembers(self, head_dim: int) -> int:
+        return self.window
+
+    def see_queries(self, memory: Array, q: Array, position: Array) -> Array:
+        """The last queries, oldest first."""
+        both = jnp.concatenate([memory, q.astype(jnp.float32)], axis=3)
+        count = jnp.sum(position >= 0, axis=1)
+        at = count[:, None] + jnp.arange(self.window)[None]
+        return jnp.take_along_axis(both, at[:, None, None, :, None], axis=3)
+
+    def judge(self, held: Held) -> Array:
+        assert held.memory is not None
+        order, L = in_order(held.position), held.position.shape[2]
+        position, k = held.position, held.k
+        valid = position >= 0
+        older = valid & (position < (held.end - self.window)[:, None, None])
+
+        def score(k: Array) -> Array:
+            logits = jnp.einsum("bkgwd,bkld->bkgwl", held.memory, k, precision="highest") * k.shape[3] ** -0.5
+            return jnp.max(logits, axis=2)
+
+        logits = jnp.where(older[:, :, None], _by_blocks(score, k, self.window), -1e30)
+        votes = jnp.where(older, jnp.mean(jax.nn.softmax(logits, axis=-1), axis=2), 0.0)
+        votes = jnp.take_along_axis(votes, order, axis=2)
+        half = self.pool // 2
+        votes = lax.reduce_window(
+            votes, -jnp.inf, lax.max, (1, 1, self.pool), (1, 1, 1), ((0, 0), (0, 0), (half, self.pool - 1 - half))
+        )
+        votes, length = jnp.take_along_axis(votes, jnp.argsort(order, axis=-1), axis=2), jnp.maximum(_length(k), 1e-12)
+        slot = jnp.arange(L)[None, None]
+
+        def alike(i: Array) -> Array:
+            """f32[B, K, L] what the token in slot i adds to the cosines of all others."""
+            product = jnp.einsum(
+                "bkd,bkld->bkl", k[:, :, i], k, preferred_element_type=jnp.float32, precision="highest"
+            )
+            cosine = jnp.where(
+                valid & valid[:, :, i, None] & (slot != i), product / (length * length[:, :, i, None]), 0.0
+            )
+            newest = jnp.max(jnp.where(cosine > self.alike, position, -1), axis=-1, keepdims=True)
+            return jnp.where(position == newest, 0.0, cosine)
+
+        total = lax.fori_loop(0, L, lambda i, sums: sums + alike(i), jnp.zeros_like(votes))
+        mean = total / jnp.maximum(jnp.sum(valid, axis=-1, keepdims=True, dtype=jnp.float32), 1)
+        redundancy = jax.nn.softmax(jnp.where(valid, mean, -1e30), axis=-1)
+        worth = self.balance * votes - (1 - self.balance) * redundancy
+        return jnp.where(valid & ~older, jnp.inf, worth)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trigonometric(Evictor):
+    """Keeps the tokens whose keys score best against the mean query, at distances 1, 2, 4 ... 65536 ahead.
+
+    For each pair of channels the mean of the queries before their rotation predicts how attention falls with distance,
+    and the rest of their length adds to it. The best of a group's query heads decides, each by its standard deviation.
+
+    **Source:** TriAttention (arXiv 2604.04921), its code: per layer and head, prompt kept beside the budget.
+    **Differs:** it is calibrated on the queries that the cache has seen, in place of another text.
+    """
+
+    rope: Rope | None
+
+    def remembers(self, head_dim: int) -> int:
+        return 2
+
+    def see_queries(self, memory: Array, q: Array, position: Array) -> Array:
+        """The sum of queries; then that of the lengths of their pairs, and the number of queries D/2 times."""
+        counts = (position >= 0)[:, None, None, :, None]
+        by = jnp.broadcast_to(-position[:, None, None], q.shape[:-1])
+        plain = jnp.where(counts, turn_positions(q, by, self.rope), 0.0)
+        number = jnp.broadcast_to(counts.astype(jnp.float32), (*q.shape[:-1], q.shape[-1] // 2))
+        lengths = jnp.concatenate([_pairs(plain), number], axis=-1)
+        return memory + jnp.stack([jnp.sum(plain, axis=3), jnp.sum(lengths, axis=3)], axis=3)
+
+    def judge(self, held: Held) -> Array:
+        assert held.memory is not None
+        total, rest = held.memory[:, :, :, 0], held.memory[:, :, :, 1]
+        length, count = jnp.split(rest, 2, axis=-1)
+        count = jnp.maximum(count, 1)
+        mean, length = total / jnp.concatenate([count, count], axis=-1), length / count
+        steps = (held.end - 1)[:, None] + 2 ** jnp.arange(17)[None]
+        ahead = jnp.broadcast_to(mean[..., None, :], (*mean.shape[:3], 17, mean.shape[3]))
+        ahead = turn_positions(ahead, jnp.broadcast_to(steps[:, None, None], ahead.shape[:-1]), self.rope)
+        ahead, more = jnp.mean(ahead, axis=3), length - _pairs(mean)
+
+        def both(k: Array) -> Array:
+            far = jnp.einsum("bkgd,bkld->bkgl", ahead, k, precision="highest")
+            return far + jnp.einsum("bkgd,bkld->bkgl", more, _pairs(k), precision="highest")
+
+        score = _by_blocks(both, held.k, mean.shape[2])
+        valid = (held.position >= 0)[:, :, None]
+        number = jnp.maximum(jnp.sum(valid, axis=-1, keepdims=True, dtype=jnp.float32), 1)
+        centred = jnp.where(valid, score - jnp.sum(jnp.where(valid, score, 0.0), axis=-1, keepdims=True) / number, 0.0)
+        deviation = jnp.sqrt(jnp.sum(centred * centred, axis=-1, keepdims=True) / number)
+        return jnp.max(centred / jnp.maximum(deviation, 1e-12), axis=2)
+
+
+def _by_blocks(score: Callable[[Array], Array], k: Array, n: int) -> Array:
+    """f32[B, K, n, L]: score(k) of k f32[B, K, L, D] for n queries, some keys at a time: so their copies stay small."""
+    B, K, L, D = k.shape
+    block = min(max(BLOCK // (B * K * D * n), 1), L)
+
+    def one(i: Array, scores: Array) -> Array:
+        first = jnp.minimum(i * block, L - block)
+        part = lax.dynamic_slice_in_dim(k, first, block, axis=2).astype(jnp.float32)
+        return lax.dynamic_update_slice_in_dim(scores, score(part), first, axis=3)
+
+    return lax.fori_loop(0, -(-L // block), one, vary_with(jnp.zeros((B, K, n, L), jnp.float32), k))
+
+
+def _pairs(x: Array) -> Array:
+    """f32[..., D/2]: the lengths of the pairs of channels that RoPE rotates."""
+    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.sqrt(low * low + high * high)
