@@ -1,16 +1,19 @@
 """One GPU against several: the same tokens, and TPOT of a Llama-3.1-8B shape with random weights, by placement.
 
-    python benchmarks/devices.py [--methods full,fier] [--placements none,ctx=2] [--layers 8] [--seconds 110]
+    python benchmarks/devices.py [--methods full,fier] [--placements ctx=2,model=2+ctx=2] [--sizes 131072x2] [--links]
 
 Needs two GPUs or more; with n of them the placements are none, a mesh of one device (what a placement costs by itself),
 data=n (rows split, the model on each), model=n (heads, MLP and vocabulary split) and ctx=n (the tokens of each row
-split, the model on each).
+split, MLP and vocabulary too). Others are named by their axes; `none` is left out by --no-none.
 
 First a small model in float32 decodes by each method and placement, in plain JAX, and its tokens must equal those of
 one GPU. Kernels are not compared in this way: that of `fier` rounds queries to 16 bits, which by itself changes tokens
 of a model with random weights. The times are of bfloat16 over a synthetic cache, medians over blocks of steps. Each
 decode loop is one program, so they include one call from the host per block. `--prompt` also measures the time until
 the logits after a prompt, and the difference of the logits from those of one GPU, in standard deviations of the logits.
+`--links` measures all-reduces and all-gathers of the sizes that a step has. `--shape llama-3.1-70b --layers 80` needs
+four GPUs of 80 GB; no device ever holds more than its parts of the weights. A cell that fails, as for lack of memory,
+is a row that says so.
 
 Each row is written to results/devices.json as soon as it is measured, and replaces the row of the same sizes. It has
 the bytes of weights and cache of one device, the floor (the weights over the memory's bandwidth, without the traffic
@@ -22,8 +25,10 @@ from __future__ import annotations
 import argparse
 import gc
 import re
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +39,8 @@ import jax.numpy as jnp
 import numpy as np
 import throughput
 from device_time import bytes_per_us
-from jax.sharding import Mesh
+from jax import Array, lax
+from jax.sharding import Mesh, PartitionSpec
 from layers import implementation, out_of, save, show
 
 import kvjax
@@ -50,6 +56,7 @@ METHODS: dict[str, Callable[[int], PerLayer]] = {
     "quest": partial(presets.quest, dense_capacity=0),
     "pariskv": partial(presets.pariskv, dense_capacity=0),
     "freekv": presets.freekv,
+    "logquant": lambda budget: presets.logquant(),
     "kivi": lambda budget: presets.kivi(),
     "tova": presets.tova,
 }
@@ -57,16 +64,47 @@ KEY = ("part", "method", "placement", "layers", "length", "batch", "budget")
 COLLECTIVE = re.compile(r" = .*? (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
 
 
-def placements(devices: Sequence[Any]) -> dict[str, Placement | None]:
-    """By name; None is one device without a mesh."""
+LINK_BYTES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 24)  # of a device: from the log-sums of a row to a prompt's part
 
-    def over(data: int, model: int, ctx: int = 1) -> Placement:
-        mesh = Mesh(np.array(devices[: data * model * ctx]).reshape(data, model, ctx), ("data", "model", "ctx"))
-        return Placement(mesh=mesh, batch="data", heads="model", context="ctx")
 
+def placement_of(name: str, devices: Sequence[Any]) -> Placement | None:
+    """The placement named "mesh of 1", "none" (None: one device without a mesh) or by axes, such as "model=2+ctx=2"."""
+    if name == "none":
+        return None
+    sizes = {"data": 1, "model": 1, "ctx": 1}
+    if name != "mesh of 1":
+        sizes |= {axis: int(n) for axis, _, n in (part.partition("=") for part in name.split("+"))}
+    (data, model, ctx) = sizes.values()
+    mesh = Mesh(np.array(devices[: data * model * ctx]).reshape(data, model, ctx), ("data", "model", "ctx"))
+    return Placement(mesh=mesh, batch="data", heads="model", context="ctx")
+
+
+def link_times(devices: Sequence[Any], turns: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Microseconds of a collective over all devices, with one small kernel after it, in a loop of 16 of them."""
     n = len(devices)
-    found = {"none": None, "mesh of 1": over(1, 1)}
-    return found | ({f"data={n}": over(n, 1), f"model={n}": over(1, n), f"ctx={n}": over(1, 1, n)} if n > 1 else {})
+    mesh, split = Mesh(np.array(devices), ("all",)), PartitionSpec("all")
+    turn = {
+        "all-reduce": lambda x: lax.psum(x, "all") * (1 / n),
+        "all-gather": lambda x: jnp.sum(lax.all_gather(x, "all"), axis=0) * (1 / n),
+    }
+    for kind, one in turn.items():
+        for size in LINK_BYTES:
+
+            def body(_: Any, x: Array, one: Callable[[Array], Array] = one) -> Array:
+                for _ in range(16):
+                    x = one(x)
+                return x
+
+            loop = jax.shard_map(
+                partial(lax.fori_loop, 0, turns, body), mesh=mesh, in_specs=split, out_specs=split, check_vma=False
+            )
+            run, times = jax.jit(loop), []
+            x = jax.device_put(jnp.ones((n, size // 4)), jax.NamedSharding(mesh, split))
+            for _ in range(4):
+                start = time.perf_counter()
+                jax.block_until_ready(run(x))
+                times.append(1e6 * (time.perf_counter() - start) / turns / 16)
+            yield f"{kind} of {size}", {"us": round(float(np.median(times[1:])), 3), "bytes": size}
 
 
 def check(
@@ -116,9 +154,11 @@ def decode_time(
     spec = model.spec(batch=batch, capacity=-(-(length + new) // 1024) * 1024)
     cache = fill(kvjax.init(policies, spec, layers=model.config.layers, placement=place), length)
     size, weights = nbytes(cache), nbytes(model)
+    used = max(device.memory_stats()["bytes_in_use"] for device in jax.devices()) if device_has_stats() else 0
     logits = jnp.asarray(np.random.default_rng(0).standard_normal((batch, model.config.vocab_size), np.float32))
     if place is not None:
-        logits = jax.device_put(logits, jax.NamedSharding(place.mesh, place.spec("B")))
+        vocabulary = model.head.kernel.get_value().sharding.spec[1]  # as later logits, or a second program is compiled
+        logits = jax.device_put(logits, jax.NamedSharding(place.mesh, PartitionSpec(place.batch, vocabulary)))
     begin = time.perf_counter()
     run = Stream(model, cache, logits, new)
     del cache
@@ -138,11 +178,16 @@ def decode_time(
         "weight_bytes": weights.device,
         "cache_bytes": size.device,
         "host_bytes": size.host,
+        "used_bytes": used,  # of the fullest device, before the first step
         "floor_ms": round(weights.device / bytes_per_us() / 1e3, 4),
         "collectives": {kind: found.count(kind) for kind in sorted(set(found))},
         "compile_seconds": round(compiled, 1),
     }
     return row, first
+
+
+def device_has_stats() -> bool:
+    return jax.devices()[0].memory_stats() is not None
 
 
 def prompt_time(
@@ -161,87 +206,123 @@ def prompt_time(
     return row, np.asarray(logits, np.float32)
 
 
+@contextmanager
+def limited(seconds: int) -> Iterator[None]:
+    """Raises TimeoutError in the block after so many seconds, or when the call of XLA that then runs has returned."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", type=lambda text: text.split(","), default=["full", "fier"])
     parser.add_argument("--placements", type=lambda text: text.split(","), help="of those above, in addition to none")
-    parser.add_argument("--length", type=int, default=32768)
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--sizes", default="32768x8", help="tokens of a row x rows, such as 131072x2,1048576x1")
+    parser.add_argument("--shape", choices=["llama-3.1-8b", "llama-3.1-70b"], default="llama-3.1-8b")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument("--prompt", type=int, default=0, help="also time a prompt of this many tokens, one row")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no further row after this many")
-    parser.add_argument("--no-check", action="store_true", help="times alone")
+    parser.add_argument("--cell", type=int, default=300, help="give up a row after this many seconds")
+    parser.add_argument("--links", action="store_true", help="also time collectives over all devices")
+    parser.add_argument("--no-check", action="store_true", help="compare no tokens")
+    parser.add_argument("--no-times", action="store_true", help="time no steps")
+    parser.add_argument("--no-none", action="store_true", help="leave out one device without a mesh")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--quick", action="store_true", help="small sizes on any devices; nothing is written")
     given = parser.parse_args(args)
     end = time.monotonic() + given.seconds
     if not given.quick and (jax.default_backend() != "gpu" or jax.device_count() < 2):
         parser.error("this compares one GPU with several, and found fewer than two; --quick runs on any devices")
-    config = replace(throughput.SHAPES["llama-3.1-8b"], layers=given.layers, windows=())
-    dtype, blocks, block, small = "bfloat16", 4, 32, {"width": 1024, "length": 800}
+    config = replace(throughput.SHAPES[given.shape], layers=given.layers, windows=())
+    sizes = [tuple(map(int, size.split("x"))) for size in given.sizes.split(",")]
+    dtype, blocks, block, small, turns = "bfloat16", 4, 32, {"width": 1024, "length": 800}, 32
     if given.quick:
         config = replace(config, layers=3, windows=(), hidden_size=64, intermediate_size=64, vocab_size=64, head_dim=16)
-        dtype, given.length, given.budget, blocks, block, small = "float32", 300, 128, 2, 4, {"width": 64, "length": 96}
-    places = placements(jax.devices())
-    if unknown := set(given.placements or ()) - set(places):
-        parser.error(f"--placements: {', '.join(sorted(unknown))}; here are {', '.join(places)}")
+        dtype, blocks, block, small, turns = "float32", 2, 4, {"width": 64, "length": 96}, 1
+        sizes, given.budget = [(300, batch) for _, batch in sizes], 128
+    n = jax.device_count()
+    names = given.placements or ["mesh of 1", *([f"data={n}", f"model={n}", f"ctx={n}"] if n > 1 else [])]
     # The others are compared with "none".
-    places = {"none": None} | {name: places[name] for name in given.placements or places}
-    sizes = {
-        "layers": config.layers,
-        "length": given.length,
-        "batch": given.batch,
-        "budget": given.budget,
-    }
+    names = [*([] if given.no_none else ["none"]), *(name for name in names if name != "none")]
+    places = {name: placement_of(name, jax.devices()) for name in names}
     rows: list[dict[str, Any]] = []
 
     def keep(part: str, method: str, name: str, found: dict[str, Any]) -> None:
-        rows.append({"part": part, "method": method, "placement": name, **sizes, **found})
-        show({name: value for name, value in rows[-1].items() if name not in sizes})
+        asked = {"shape": given.shape, "layers": config.layers, "length": 0, "batch": 0, "budget": given.budget}
+        rows.append({"part": part, "method": method, "placement": name, **asked, **found})
+        show(rows[-1])
         save(
             out_of(given, "devices.json"),
             "one GPU against several. tokens: those of a small model in float32. times: milliseconds a step of the "
-            "shape of llama-3.1-8b in bfloat16 by the host's clock, medians of 4 blocks of 32 steps of one program; "
-            "keys, values and weights normal; floor: bytes of the weights of a device over the rate of its memory",
+            "shape of a Llama in bfloat16 by the host's clock, medians of 4 blocks of 32 steps of one program; "
+            "keys, values and weights normal; floor: bytes of the weights of a device over the rate of its memory. "
+            "links: microseconds of a collective with one small kernel, in a loop on the devices",
             rows[-1:],
             KEY,
         )
 
+    def tried(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The result of a cell, or why it has none."""
+        try:
+            with limited(given.cell):
+                return run()
+        except Exception as error:  # such as a lack of memory: the other cells still count
+            if given.quick:
+                raise
+            return {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+        finally:
+            gc.collect()
+
+    for name, found in link_times(jax.devices(), turns) if given.links else ():
+        keep("links", "all-gather" if "gather" in name else "all-reduce", f"{name}, {n} devices", found)
     for method in () if given.no_check else given.methods:
         with implementation("xla"):
             for name, found in check(method, places, **small):
                 keep("tokens", method, name, found)
                 if time.monotonic() > end:
                     break
-    model, alone = throughput.random_model(config, dtype), {}
+    alone: dict[Any, Any] = {}
     prompt = np.random.default_rng(1).integers(config.vocab_size, size=(1, given.prompt), dtype=np.int32)
-    for name, place in places.items() if given.prompt else ():
-        if time.monotonic() > end:
-            break
-        if place is not None and place.mesh.shape["data"] > 1:  # one row is not split
-            continue
-        own = model if place is None else distribute(model, place)
-        row, logits = prompt_time(own, presets.full(), place, tokens=prompt, dtype=dtype)
+
+    def read_prompt(place: Placement | None) -> dict[str, Any]:
+        model = throughput.random_model(config, dtype, placement=place)
+        row, logits = prompt_time(model, presets.full(), place, tokens=prompt, dtype=dtype)
         base = alone.setdefault("prompt", logits)
         apart = float(np.abs(logits - base).max() / np.std(base))
-        row |= {"difference_of_logits": round(apart, 5), "same_tokens": apart < 0.5, "length": given.prompt, "batch": 1}
-        keep("prompt", "full", name, row)
-        del own
-        gc.collect()
-    left = [(method, name) for method in given.methods for name in places]
+        return row | {"difference_of_logits": round(apart, 5), "same_tokens": apart < 0.5}
+
+    for name, place in places.items() if given.prompt else ():
+        # One row is not split.
+        if time.monotonic() < end and (place is None or place.mesh.shape["data"] == 1):
+            keep("prompt", "full", name, tried(partial(read_prompt, place)) | {"length": given.prompt, "batch": 1})
+
+    def decode(method: str, place: Placement | None, length: int, batch: int) -> dict[str, Any]:
+        model = throughput.random_model(config, dtype, placement=place)
+        settings = {"length": length, "batch": batch, "block": block, "blocks": blocks}
+        row, first = decode_time(model, METHODS[method](given.budget), place, **settings)
+        same = np.mean(first == alone.setdefault((method, length, batch), first))
+        return {**row, "share_of_same_tokens": round(float(same), 4)}
+
+    cells = [(method, name, *size) for size in sizes for method in given.methods for name in places]
+    left = [] if given.no_times else [
+        cell for cell in cells if places[cell[1]] is None or cell[3] % places[cell[1]].mesh.shape["data"] == 0
+    ]  # fmt: skip
     while left and time.monotonic() < end:
-        method, name = left.pop(0)
-        place = places[name]
-        own = model if place is None else distribute(model, place)
-        settings = {"length": given.length, "batch": given.batch, "block": block, "blocks": blocks}
-        row, first = decode_time(own, METHODS[method](given.budget), place, **settings)
-        alone.setdefault(method, first)
-        keep("times", method, name, {**row, "share_of_same_tokens": round(float(np.mean(first == alone[method])), 4)})
-        del own
-        gc.collect()
+        method, name, length, batch = left.pop(0)
+        found = tried(partial(decode, method, places[name], length, batch))
+        keep("times", method, name, {**found, "length": length, "batch": batch})
     if left:
-        print("no time left for", ", ".join(f"{method} {name}" for method, name in left))
+        print("no time left for", ", ".join(f"{method} {name} {size}x{rows}" for method, name, size, rows in left))
     wrong = [row for row in rows if row.get("same_tokens") is False]
     if wrong:
         raise SystemExit(f"tokens differ from those of one device: {wrong}")

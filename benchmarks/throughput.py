@@ -21,7 +21,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,9 @@ from kvjax.generation.prefilling import chunk_size, lower_prefill, prefill
 from kvjax.memory import in_units, nbytes, shapes
 from kvjax.models import Decoder, DecoderConfig
 from kvjax.models.rope import Default, Llama3
+from kvjax.models.weights import model_shardings
 from kvjax.policies import PerLayer
+from kvjax.sharding.placement import Placement
 from kvjax.spec import CacheSpec, padded_capacity, require_int
 
 
@@ -308,6 +310,15 @@ SHAPES: dict[str, DecoderConfig] = {
         max_position_embeddings=131072,
         rope=Llama3(**_LLAMA_ROPE, factor=8.0),
     ),
+    "llama-3.1-70b": DecoderConfig(
+        **{**_LLAMA, "q_heads": 64},
+        hidden_size=8192,
+        intermediate_size=28672,
+        layers=80,
+        head_dim=128,
+        max_position_embeddings=131072,
+        rope=Llama3(**_LLAMA_ROPE, factor=8.0),
+    ),
     "llama-3.2-1b": DecoderConfig(
         **_LLAMA,
         hidden_size=2048,
@@ -357,8 +368,12 @@ SHAPES: dict[str, DecoderConfig] = {
 }
 
 
-def random_model(config: DecoderConfig, dtype: DTypeLike = jnp.bfloat16, *, seed: int = 0) -> Decoder:
-    """A Decoder with random parameters, each drawn on the device directly in `dtype`: 8B in bfloat16 takes 16 GB.
+def random_model(
+    config: DecoderConfig, dtype: DTypeLike = jnp.bfloat16, *, placement: Placement | None = None, seed: int = 0
+) -> Decoder:
+    """A Decoder with random parameters, each drawn on its devices directly in `dtype`: 8B in bfloat16 takes 16 GB.
+
+    They do not depend on the placement.
 
     Normal with the config's initializer_range, biases 0, norms 1, as `Decoder` itself, which draws in f32.
 
@@ -366,24 +381,28 @@ def random_model(config: DecoderConfig, dtype: DTypeLike = jnp.bfloat16, *, seed
       MemoryError: a CPU's memory has no room for them; a GPU raises its own error.
     """
     model, key = nnx.eval_shape(lambda: Decoder(config, dtype=dtype)), jax.random.key(seed)
+    homes = {} if placement is None else model_shardings(model, placement.auto)
     if lacking := _no_room(f"the weights in {jnp.dtype(dtype).name}", nbytes(nnx.state(model, nnx.Param)).total):
         raise MemoryError(f"{lacking}; use a smaller model, or a dtype of fewer bits")
     for number, (path, param) in enumerate(nnx.iter_graph(model)):
         if isinstance(param, nnx.Param):
             kind, like = str(path[-1]), param.get_value()
+            home = homes.get(id(param))
             if kind in ("scale", "bias"):
-                value = jnp.full(like.shape, float(kind == "scale"), like.dtype)
+                value = jnp.full(like.shape, float(kind == "scale"), like.dtype, device=home)
             else:
-                value = _draw(
-                    jax.random.fold_in(key, number), config.initializer_range, shape=like.shape, dtype=like.dtype
-                )
+                draw = _drawing(like.shape, like.dtype, home)
+                value = draw(jax.random.fold_in(key, number), config.initializer_range)
             param.set_value(jax.block_until_ready(value))
     return model
 
 
-@partial(jax.jit, static_argnames=("shape", "dtype"))
-def _draw(key: Array, size: float, *, shape: tuple[int, ...], dtype: Any) -> Array:
-    return (jax.random.normal(key, shape) * size).astype(dtype)  # one fused kernel: the f32 numbers stay in registers
+@cache
+def _drawing(shape: tuple[int, ...], dtype: Any, home: jax.sharding.Sharding | None) -> Callable[..., Array]:
+    def draw(key: Array, size: float) -> Array:
+        return (jax.random.normal(key, shape) * size).astype(dtype)  # one fused kernel: no f32 numbers in memory
+
+    return jax.jit(draw, out_shardings=home)
 
 
 # --------------------------------------------------------------------------------------------------------------- parts
