@@ -1,6 +1,6 @@
 """Predicted TPOT, bytes, FLOPs and traffic of Llama shapes on groups of GPUs, from times measured on one GPU.
 
-    python benchmarks/scaling.py
+    python benchmarks/scaling.py [--devices FILE]
 
 Runs anywhere: it measures nothing. A decode step of one GPU took `fixed + weights / 4.3 TB/s + slope * tokens * rows`;
 `fixed` and `slope` are fitted by least squares to the rows of results/end_to_end.json (one H200, Llama-3.1-8B, bf16,
@@ -9,15 +9,21 @@ launched). Each layer adds two sums over the devices, the embedding one, and the
 takes the time measured on two GPUs (results/devices.json) plus that of the bytes that a ring moves over NVLink. Other
 groups (the axis `data`) have rows of their own and no traffic. Depth scales `fixed` and `slope`.
 
-The axis `ctx` joins groups that serve the same rows: each has all weights, and the tokens of a row are split. A layer
-then gathers the parts of attention, (D + 1) * 4 bytes a query head from each group. One that selects by FIER also
-gathers G * 4 bytes a KV head, and 8 bytes for each token of the budget and KV head, and selects in more steps. A gather
-and these steps take the times measured on two GPUs; gathers cross nodes, and take `BETWEEN` more.
+The axis `ctx` joins groups that serve the same rows: each has all weights of attention, while MLP, vocabulary and the
+tokens of a row are split. The MLP's sum is then over all groups, and takes `BETWEEN` more. A layer gathers the parts of
+attention, (D + 1) * 4 bytes a query head from each group. One that selects by FIER also gathers G * 4 bytes a KV head,
+and 8 bytes for each token of the budget and KV head, and selects in more steps. A gather and these steps take the times
+measured on two GPUs; gathers cross nodes, and take `BETWEEN` more.
 
 The two GPUs were H100s. A cache takes twice the time that splitting its rows saves there; weights take the time of
 their bytes at the rate of the memory; the rest is fixed. What heads over two take beyond half of cache and weights is
 the time of the sums, in the step of `full`. What tokens over two take beyond rows over two is that of the gathers
 with `full`, and of gathers and selections with FIER. An H200 has the same NVLink, and is assumed to take as long.
+
+Each step of results/devices.json, or of FILE, that was timed on several GPUs is predicted too ("cells"). A step of one
+GPU of the same kind, at two sizes or more, gives the fixed time and the time of a token. Weights take the time of a
+device's bytes, tokens are divided by all axes, and each collective of the decode loop takes the time that the same file
+has for 16 KB. What a cell takes beyond that is launches, or selections over several devices.
 
 Constants: NVLink moves 450 GB/s in each direction of an H100 or H200 (NVIDIA's datasheets: 900 GB/s in all). Between
 nodes a GPU has 50 GB/s (NVIDIA DGX H200 datasheet: eight links of 400 Gb/s). BETWEEN is an assumption. No row was run;
@@ -26,7 +32,9 @@ nodes a GPU has 50 GB/s (NVIDIA DGX H200 datasheet: eight links of 400 Gb/s). BE
 
 from __future__ import annotations
 
+import argparse
 import json
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -154,10 +162,13 @@ def row(
 ) -> dict[str, Any]:
     """The row of `groups` groups of GPUs that decode `rows` rows of `tokens` each."""
     parameters, layers, hidden, heads = SHAPES[model]
-    weights = 2 * parameters / GROUP
+    attention = layers * hidden * 2 * 128 * (heads + 8)
+    weights = 2 * (attention + (parameters - attention) / groups) / GROUP
     sums = 2 * layers + 1
     moved = 2 * rows * hidden * 2 * (GROUP - 1) / GROUP
     traffic = (sums + 2) * took.sum + sums * moved / NVLINK
+    if groups > 1:
+        traffic += layers * (BETWEEN + moved / NETWORK - moved / NVLINK)
     far = replace(took, gather=took.gather + BETWEEN)
     found: dict[str, Any] = {
         "model": model,
@@ -183,7 +194,54 @@ def row(
     return found
 
 
+def cells(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Predicted and measured milliseconds of each step on several GPUs; without those whose method was timed on one GPU
+    at less than two sizes."""
+    timed = [r for r in rows if r["part"] == "times" and "tpot_ms" in r]
+    links = {(r["device"], r["method"]): r["us"] for r in rows if r["part"] == "links" and r["bytes"] == 1 << 14}
+    groups: dict[Any, list[dict[str, Any]]] = {}
+    for r in timed:
+        groups.setdefault((r.get("shape", "llama-3.1-8b"), r["device"], r["layers"], r["method"]), []).append(r)
+    found = []
+    for (shape, device, layers, method), group in groups.items():
+        alone = {(r["length"], r["batch"]): r for r in group if r["placement"] == "none"}
+        if len({length * batch for length, batch in alone}) < 2 or device not in BYTES_PER_US:
+            continue
+        rate = BYTES_PER_US[device] * 1e3  # bytes a millisecond
+        at = np.array([[1.0, r["length"] * r["batch"]] for r in alone.values()])
+        beyond = np.array([r["tpot_ms"] - r["weight_bytes"] / rate for r in alone.values()])
+        fixed, slope = np.linalg.lstsq(at, beyond, rcond=None)[0]
+        for r in group:
+            parts = math.prod(int(axis.partition("=")[2]) for axis in r["placement"].split("+") if "=" in axis)
+            counts = r["collectives"]
+            if parts == 1 or any((device, kind) not in links for kind in counts):
+                continue
+            traffic = sum(count * links[device, kind] for kind, count in counts.items()) / 1e3
+            size = r["length"], r["batch"]
+            predicted = fixed + r["weight_bytes"] / rate + slope * size[0] * size[1] / parts + traffic
+            found.append(
+                {
+                    "model": shape,
+                    "device": device,
+                    "layers": layers,
+                    "method": method,
+                    "placement": r["placement"],
+                    "tokens": size[0],
+                    "rows": size[1],
+                    "one_gpu_ms": round(alone[size]["tpot_ms"], 2) if size in alone else None,
+                    "traffic_ms": round(traffic, 2),
+                    "predicted_ms": round(float(predicted), 2),
+                    "measured_ms": round(r["tpot_ms"], 2),
+                    "off_percent": round(100 * (r["tpot_ms"] / float(predicted) - 1)),
+                }
+            )
+    return found
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", type=Path, default=RESULTS / "devices.json", help="rows of benchmarks/devices.py")
+    timed = json.loads(parser.parse_args().devices.read_text())["rows"]
     fits = {method: fitted(method) for method in METHODS}
     full, fier = (Step(method) for method in METHODS)
     traffic = measured_traffic(full, fier)
@@ -202,11 +260,12 @@ def main() -> None:
         "fits": {m: {"fixed_ms": round(1e3 * a, 3), "ns_a_token": round(1e9 * b, 4)} for m, (a, b) in fits.items()},
         "crossing": {parts: crossing(fits, parts, traffic) for parts in (1, 2, 4, 8)},
         "check": check(fier, traffic),
+        "cells": cells(timed),
         "rows": [row(model, *size, rows, fits, traffic) for model in SHAPES for size in SIZES for rows in ROWS],
     }
     replace_file(RESULTS / "scaling.json", json.dumps(about, indent=1) + "\n")
     print(json.dumps(about["fits"]))
-    for line in about["rows"]:
+    for line in [*about["cells"], *about["rows"]]:
         print(" | ".join(map(str, line.values())))
 
 

@@ -1,4 +1,4 @@
-"""The tables of docs/scaling.md: TPOT on two GPUs as measured, and on more as predicted."""
+"""The tables of docs/scaling.md: TPOT on several GPUs as measured and as predicted."""
 
 from __future__ import annotations
 
@@ -22,6 +22,19 @@ def devices() -> str:
     body.append(["`fier`, predicted", *(predicted.get(("fier", name), "") for name in names)])
     header = ("cache", "one GPU", "rows over two", "heads over two", "tokens over two")
     return markdown(header, body)
+
+
+def cells() -> str:
+    """Steps on several GPUs, predicted from one GPU's and the links' times of the same run, and measured."""
+    header = ("cache", "split", "tokens a row", "rows", "one GPU, ms", "traffic, ms", "predicted, ms", "measured, ms",
+              "off, %")  # fmt: skip
+    names = ("tokens", "rows", "one_gpu_ms", "traffic_ms", "predicted_ms", "measured_ms", "off_percent")
+    rows = load_file("scaling").get("cells", [])
+    shown = [
+        [f"`{row['method']}`", row["placement"], *("" if row[n] is None else str(row[n]) for n in names)]
+        for row in rows
+    ]
+    return markdown(header, shown) if shown else ""
 
 
 def scaling() -> str:

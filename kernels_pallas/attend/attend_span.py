@@ -103,13 +103,14 @@ def _steps(stop: Any) -> int:
     return stop.shape[1] if len(stop.shape) == 2 else 1
 
 
-@simt.lowered_once("scale", "config")
+@simt.lowered_once("scale", "part", "config")
 def attend_span(
     q: Array, k: Array, v: Array, start: Array, stop: Array, sinks: Array | None = None, *, scale: float,
-    config: Config | None = None,
-) -> Array:  # fmt: skip
+    part: bool = False, config: Config | None = None,
+) -> Any:  # fmt: skip
     """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over the slots [start, stop) i32[B] of k, v [B, K, S, D],
     merged with logits `sinks` f32[K, G] without a value; 0 where there are no slots. `config` follows from the shape.
+    With `part`, (out f32[B, K, G, D], lse f32[B, K, G]) without sinks.
 
     With start and stop i32[B, T], q is [B, K, T*G, D] and each step has a span. Each `HEADS` queries are a row of their
     own; the blocks of these rows run at once and so read most tiles from the L2 cache.
@@ -131,10 +132,12 @@ def attend_span(
     )
     queries, kept = q.astype(k.dtype).reshape(rows, G, D), [a.reshape(rows, S, D) for a in (k, v)]
     ends = [jnp.clip(a.astype(jnp.int32), 0, S) if steps > 1 else a.astype(jnp.int32) for a in (start, stop)]
-    run = functools.partial(_attend, scale, q.dtype, sinks is not None, config)
+    run = functools.partial(_attend, scale, q.dtype, part or sinks is not None, config)
 
-    def whole(*parts: Array) -> Array:
+    def whole(*parts: Array) -> Any:
         found = [a.reshape(rows, -1, *a.shape[2:])[:, :G].reshape(B, K, G, *a.shape[2:]) for a in parts]
+        if part:
+            return tuple(found)
         return found[0] if sinks is None else softmax.with_sinks(found[0], found[1], sinks, q.dtype)
 
     if steps == 1:

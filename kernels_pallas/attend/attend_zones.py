@@ -58,7 +58,7 @@ def _spans(recent: Any, sink: Any, local: int) -> list[tuple[Any, int]]:
     return [(recent, local)] + ([] if sink is None else [(sink, sink[0].shape[2])])
 
 
-@simt.lowered_once("local", "scale", "config")
+@simt.lowered_once("local", "scale", "part", "config")
 def attend_zones(
     q: Array,
     k: Array,
@@ -72,8 +72,9 @@ def attend_zones(
     sinks: Array | None = None,
     *,
     scale: float,
+    part: bool = False,
     config: Config | None = None,
-) -> Array:
+) -> Any:
     """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over slots i32[B, K, H, M] and spans, merged with logits
     `sinks` f32[K, G] without a value.
 
@@ -81,7 +82,7 @@ def attend_zones(
     S - 1 are those of k, v [B, K, S, D]; if given, `more`, of the same shape, has slots S to 2 S - 1; those of `recent`
     follow. `recent`, and `sink` if there is one, are keys and values [B, K, R, D] and start and stop i32[B] of the
     slots that are attended to, in `recent` only the last `local` of these; or i32[B, T], for each H/T lists. `config`
-    is selected by the shape.
+    is selected by the shape. With `part`, (out f32[B, K, G, D], lse f32[B, K, G]) without sinks.
     """
     if limit := unsupported(q, k, v, slots, recent, sink, local, more, config):
         raise NotImplementedError(limit)
@@ -110,16 +111,17 @@ def attend_zones(
     if (passes := softmax.passes_of(G // H)) > 1:
         H, slots = H * passes, jnp.repeat(slots, passes, axis=2)
         found = None if found is None else jnp.repeat(found, passes, axis=2)
-    means = ((G // H, D), jnp.float32 if sinks is not None else q.dtype)
+    lse = part or sinks is not None
+    means = ((G // H, D), jnp.float32 if lse else q.dtype)
     parts = one_zone.attend(
         q.astype(k.dtype).reshape(B * K * H, G // H, D),
         [a.reshape(B * K, -1, D) for zone in ((k, v), more or (), *(span[:2] for span, _ in spans)) for a in zone],
         slots.astype(jnp.int32).reshape(B * K * H, -1),
         found=None if found is None else found.reshape(B * K * H),
         spans=[(simt.by_step(span[2], K), simt.by_step(span[3], K), max_slots) for span, max_slots in spans],
-        outs=(means,) if sinks is None else (means, ((G // H,), jnp.float32)),
+        outs=(means,) if not lse else (means, ((G // H,), jnp.float32)),
         name="attend_zones",
-        write=softmax.Merged.write if sinks is not None else functools.partial(_write, kind=KINDS[str(q.dtype)]),
+        write=softmax.Merged.write if lse else functools.partial(_write, kind=KINDS[str(q.dtype)]),
         scale=scale,
         config=config,
         order=(K, T, H // T),
@@ -129,6 +131,8 @@ def attend_zones(
         return jnp.swapaxes(a.reshape(B, T, K, G // T, *a.shape[2:]), 1, 2).reshape(B, K, G, *a.shape[2:])
 
     whole = [by_head(a) for a in parts]
+    if part:
+        return tuple(whole)
     return whole[0] if sinks is None else softmax.with_sinks(whole[0], whole[1], sinks, q.dtype)
 
 

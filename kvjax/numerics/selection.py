@@ -49,7 +49,15 @@ class PackedSelection(NamedTuple):
         return jnp.arange(self.slots.shape[3])[None, None, None] < self.found[..., None]
 
 
-def unpack(selection: Selection | PackedSelection) -> Selection:
+class DealtSelection(NamedTuple):
+    """A selection among the tokens of several devices, and the part of it that this device attends to."""
+
+    slots: Int32[Array, "B K H M"]  # as in a Selection, of the whole history
+    valid: Bool[Array, "B K H M"]
+    own: Selection | PackedSelection  # in slots of this device
+
+
+def unpack(selection: Selection | PackedSelection | DealtSelection) -> Selection:
     """A selection with a mask of its valid slots."""
     return selection if isinstance(selection, Selection) else Selection(selection.slots, selection.valid)
 

@@ -5,7 +5,15 @@ A new operation needs a function in the file of its family (see `kvjax.ops.op`),
 `tests/kernels/`.
 """
 
-from kvjax.ops.attend import attend_beside, attend_gathered, attend_slots, attend_span, attend_zones, gather_slots
+from kvjax.ops.attend import (
+    attend_beside,
+    attend_gathered,
+    attend_slots,
+    attend_span,
+    attend_zones,
+    gather_slots,
+    merge_beside,
+)
 from kvjax.ops.host import (
     HotTables,
     host_append,
@@ -49,6 +57,7 @@ __all__ = [
     "hot_load",
     "hot_load_float8",
     "hot_places",
+    "merge_beside",
     "most_voted",
     "put_token",
     "put_tokens",

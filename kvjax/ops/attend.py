@@ -13,12 +13,17 @@ from kvjax.numerics.types import Float, Int32
 from kvjax.ops.op import Implementation, op
 
 
+def _attend_span_mosaic(kernel: Any, a: Any) -> Any:
+    made = kernel.attend_span(a.q, *a.span, a.sinks, scale=a.scale, part=a.part)
+    return PartialAttention(*made) if a.part else made
+
+
 @op(
     kernel="attend.attend_span",
-    static_argnames=("scale",),
+    static_argnames=("scale", "part"),
     derivative="reference",
     limit=lambda kernel, a: kernel.unsupported(a.q, *a.span),
-    mosaic=lambda kernel, a: kernel.attend_span(a.q, *a.span, a.sinks, scale=a.scale),
+    mosaic=_attend_span_mosaic,
 )
 def attend_span(
     q: Float[Array, "B K G D"],
@@ -26,17 +31,21 @@ def attend_span(
     sinks: Float[Array, "K G"] | None = None,
     *,
     scale: float,
+    part: bool = False,
     implementation: Implementation | None = None,
-) -> Float[Array, "B K G D"]:
+) -> Any:
     """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over `span`, with sink logits; 0 where it is empty.
 
     Keys outside of the span may hold anything. Each of T decode steps may have its own span: queries [B, K, T*G, D],
     each step's after the previous step's, with start and stop i32[B, T]. `implementation`: see `explain`. The kernel's
-    products read q in the dtype of the keys; it reads nothing outside of the span.
+    products read q in the dtype of the keys; it reads nothing outside of the span. With `part`, the result is a
+    PartialAttention over Q = G, without `sinks`.
     """
     # Values outside of the span are finite, so they need no mask here: it would write a second copy of them.
-    part = attend_part(q, span.k, span.v, span.mask_of(q.shape[2]), scale=scale)
-    return (part if sinks is None else merge_sinks(part, sinks)).out.astype(q.dtype)
+    whole = attend_part(q, span.k, span.v, span.mask_of(q.shape[2]), scale=scale)
+    if part:
+        return whole
+    return (whole if sinks is None else merge_sinks(whole, sinks)).out.astype(q.dtype)
 
 
 @op(
@@ -63,15 +72,16 @@ def attend_slots(
     return attend_gathered(q, kg, vg, selection, scale=scale)
 
 
-def _attend_zones_mosaic(kernel: Any, a: Any) -> Array:
+def _attend_zones_mosaic(kernel: Any, a: Any) -> Any:
     known = a.selection.found if isinstance(a.selection, PackedSelection) else a.selection.valid
     zones = a.recent, a.sink, a.local, a.more
-    return kernel.attend_zones(a.q, a.k, a.v, a.selection.slots, known, *zones, a.sinks, scale=a.scale)
+    made = kernel.attend_zones(a.q, a.k, a.v, a.selection.slots, known, *zones, a.sinks, scale=a.scale, part=a.part)
+    return PartialAttention(*made) if a.part else made
 
 
 @op(
     kernel="attend.attend_zones",
-    static_argnames=("local", "scale"),
+    static_argnames=("local", "scale", "part"),
     derivative="reference",
     limit=lambda kernel, a: kernel.unsupported(a.q, a.k, a.v, a.selection.slots, a.recent, a.sink, a.local, a.more),
     mosaic=_attend_zones_mosaic,
@@ -88,8 +98,9 @@ def attend_zones(
     sinks: Float[Array, "K G"] | None = None,
     *,
     scale: float,
+    part: bool = False,
     implementation: Implementation | None = None,
-) -> Float[Array, "B K G D"]:
+) -> Any:
     """[B, K, G, D] in the dtype of q [B, K, G, D]: attention of a retrieval step over selection, local window and sink.
 
     Selected slots 0 to S - 1 are those of k, v [B, K, S, D]; slots S to 2 S - 1 those of `more`, if given, keys and
@@ -97,14 +108,16 @@ def attend_zones(
     `recent`, none of which are selected. `sink` is attended in its span, if there is one. The selection has H lists of
     slots, each for G/H query heads in turn; starts and stops are i32[B], or i32[B, T] for T decode steps.
     `sinks` are logits that only the denominator counts. `implementation`: see `explain`. The kernel's products read q
-    in the dtype of k.
+    in the dtype of k. With `part`, the result is a PartialAttention over Q = G, without `sinks`.
     """
     if more is not None:
         k, v = jnp.concatenate([k, more[0]], axis=2), jnp.concatenate([v, more[1]], axis=2)
     recent = recent._replace(start=jnp.maximum(recent.start, recent.stop - local))
     stored, pending = split_selection(selection, k.shape[2])
     history = attend_slots(q, k, v, stored, scale=scale)
-    return attend_beside(history, q, pending, recent, sink, sinks, scale=scale)
+    if not part:
+        return attend_beside(history, q, pending, recent, sink, sinks, scale=scale)
+    return merge_beside(history, q, pending, recent, sink, scale=scale)
 
 
 def attend_beside(
@@ -119,14 +132,27 @@ def attend_beside(
 ) -> Float[Array, "B K G D"]:
     """[B, K, G, D] in the dtype of q [B, K, G, D]: `history` merged with attention over the spans of `recent` and
     `sink`, over the slots of `recent` that `pending` selects, and with `sinks`."""
+    whole = merge_beside(history, q, pending, recent, sink, scale=scale)
+    return (whole if sinks is None else merge_sinks(whole, sinks)).out.astype(q.dtype)
+
+
+def merge_beside(
+    history: PartialAttention,
+    q: Float[Array, "B K G D"],
+    pending: Selection | None,
+    recent: Span,
+    sink: Span | None,
+    *,
+    scale: float,
+) -> PartialAttention:
+    """`attend_beside` as a part over Q = G, without `sinks`."""
     mask = recent.mask_of(q.shape[2])
     if pending is not None:
         mask |= of_heads(membership(pending, recent.k.shape[2]), q.shape[2])
     parts = [history, attend_part(q, recent.k, recent.v, mask, scale=scale)]
     if sink is not None:
         parts.append(attend_part(q, sink.k, sink.v, sink.mask_of(q.shape[2]), scale=scale))
-    whole = merge(*parts)
-    return (whole if sinks is None else merge_sinks(whole, sinks)).out.astype(q.dtype)
+    return merge(*parts)
 
 
 def gather_slots(

@@ -170,8 +170,8 @@ class StripedFull(Full):
         if step.lengths is not None:  # one step after the other: the device's part of the tokens differs by step
             return attend_in_turn(self, self._shortened, st, q, step)
         window = step.window
-        start = None if window is None else self.stripes.owned(lowest_visible(st.length - 1, window))[:, None]
-        part = self._attend_own(st, q[:, :, :, None], start, scale=step.scale)
+        own, start = self._own(st), self.stripes.owned(lowest_visible(st.length - 1, window))
+        part = ops.attend_span(q, Span(own.k, own.v, start, own.count), scale=step.scale, part=True)
         part = merge_parts(part, self.stripes.axis)
         part = part if step.sinks is None else merge_sinks(part, step.sinks)
         return part.out.astype(q.dtype), st, self._info(st, self._span(st, window))

@@ -14,15 +14,17 @@ from kvjax.numerics.partial import attention_logits
 from kvjax.numerics.selection import (
     SOFTMAX_REDUCES,
     Candidates,
+    DealtSelection,
     PackedSelection,
     Selection,
     by_row,
     log_sum,
     reduce_scores,
+    unpack,
 )
 from kvjax.ops.select import top_k
 from kvjax.selectors.selector import Selector, Wrapper
-from kvjax.sharding.context import Stripes
+from kvjax.sharding.context import Stripes, count_taken
 from kvjax.spec import CacheSpec
 
 NOWHERE = int(np.iinfo(np.int32).max)  # the place of units that are not valid
@@ -33,8 +35,8 @@ class StripedSelector(Wrapper):
     """A `selector` whose index is split over devices; it selects what the selector would select on one device.
 
     A step scores the units of this device. Rules by softmax then need the sum over all devices: G numbers per KV head.
-    Each device offers as many of its best units as a step selects, 8 bytes each. All devices sort the same offers,
-    together with the pending units, which every device has.
+    Each device offers as many of its best units as a step selects, 8 bytes each, and finds out how many of its own are
+    selected. Pending units, which every device has, are offered by the first.
     """
 
     selector: Selector
@@ -64,39 +66,39 @@ class StripedSelector(Wrapper):
     def score_visible(self, ix: Any, q: Array, candidates: Candidates, *, scale: float) -> Array:
         return self.score(ix, q, scale=scale)
 
-    def select(self, ix: Any, q: Array, candidates: Candidates, *, scale: float) -> Selection | PackedSelection:
-        """The units that rank highest on all devices together, by rank; ties go to the lower place."""
+    def select(self, ix: Any, q: Array, candidates: Candidates, *, scale: float) -> Any:
+        """A `DealtSelection` of the units that rank highest on all devices, by rank; ties go to the lower place."""
         if candidates.last is not None:
             return super().select(ix, q, candidates, scale=scale)
         stripes, unit, rule = self.stripes, self.unit, self.group_reduce
-        scores = self.score_own(ix, q, scale=scale)
-        units = scores.shape[3]
-        scored = self.with_pending(candidates, q)
-        pending = scored.pending_units(attention_logits(q, scored.pending[0], scale), unit)
+        scores, scored = self.score_own(ix, q, scale=scale), self.with_pending(candidates, q)
         start, stop = (jnp.asarray(x, jnp.int32) for x in candidates.span)
         own = replace(candidates, span=(stripes.owned(start), stripes.owned(stop)))
-        stored = scores, own.inside(*own.span, units, unit)
-
+        pending, exist = scored.pending_units(attention_logits(q, scored.pending[0], scale), unit)
+        units, (B, K, _, W) = scores.shape[3], pending.shape
+        parts = [(scores, own.inside(*own.span, units, unit)), (pending, exist & (stripes.device == 0))]
         total = None
         if rule in SOFTMAX_REDUCES:
-            every = jnp.moveaxis(lax.all_gather(log_sum([stored])[..., 0], stripes.axis), 0, -1)
-            total = jax.nn.logsumexp(jnp.concatenate([every, log_sum([pending])], axis=-1), axis=-1, keepdims=True)
-        ranks, pending_ranks = (_ranked(part, reduce_scores([part], rule, total)) for part in (stored, pending))
+            total = jax.nn.logsumexp(lax.all_gather(log_sum(parts), stripes.axis), axis=0)
+        valid = jnp.concatenate([jnp.broadcast_to(ok, (B, K, 1, ok.shape[3])) for _, ok in parts], axis=-1)
+        ranks = _ranked(valid, reduce_scores(parts, rule, total))
 
-        room = min(candidates.k_max, units)
-        best = top_k(ranks, stored[1], room)
+        best = top_k(ranks, valid, min(candidates.k_max, units + W))
         rank = jnp.where(best.valid, jnp.take_along_axis(ranks, best.slots, axis=-1), -jnp.inf)
-        place = jnp.where(best.valid, stripes.place(best.slots * unit) // unit, NOWHERE)
-        offer = jnp.stack([lax.bitcast_convert_type(rank, jnp.int32), place], axis=-1)
-        offers = jnp.moveaxis(lax.all_gather(offer, stripes.axis), 0, 3).reshape(*offer.shape[:3], -1, 2)
+        last = units * (stripes.parts - 1)  # units past those of the whole history are pending
+        place = jnp.where(best.slots < units, stripes.place(best.slots * unit) // unit, best.slots + last)
+        place = jnp.where(best.valid, place, NOWHERE)
+        offers = lax.all_gather(jnp.stack([lax.bitcast_convert_type(rank, jnp.int32), place]), stripes.axis)
+        ranks, places = (jnp.moveaxis(offers[:, i], 0, 3).reshape(*rank.shape[:3], -1) for i in range(2))
+        every = lax.bitcast_convert_type(ranks, jnp.float32), places
 
-        last = units * stripes.parts + jnp.arange(pending_ranks.shape[3], dtype=jnp.int32)
-        last = jnp.where(pending[1], last[None, None, None], NOWHERE)
-        rank = jnp.concatenate([lax.bitcast_convert_type(offers[..., 0], jnp.float32), pending_ranks], axis=-1)
-        place = jnp.concatenate([offers[..., 1], jnp.broadcast_to(last, pending_ranks.shape)], axis=-1)
-        place = first_places(rank, place, candidates.k_max)
-        valid = (place < NOWHERE) & (jnp.arange(place.shape[3])[None, None, None] < by_row(candidates.k))
-        return candidates.tokens(Selection(jnp.where(valid, place, 0), valid), units * stripes.parts, unit)
+        k = by_row(candidates.k)
+        taken = PackedSelection(best.slots, count_taken((rank, place), every, k))
+        mine = taken if unit == 1 else own.tokens(unpack(taken), units, unit)
+        whole = first_places(*every, candidates.k_max)  # not computed in a step that keeps no Info
+        first = (whole < NOWHERE) & (jnp.arange(whole.shape[3])[None, None, None] < k)
+        tokens = candidates.tokens(Selection(jnp.where(first, whole, 0), first), units * stripes.parts, unit)
+        return DealtSelection(*tokens, mine)
 
 
 def first_places(rank: Array, place: Array, room: int) -> Array:
@@ -105,7 +107,8 @@ def first_places(rank: Array, place: Array, room: int) -> Array:
     return place[..., :room]
 
 
-def _ranked(part: tuple[Array, Array], ranks: Array) -> Array:
+def _ranked(valid: Array, ranks: Array) -> Array:
     """Ranks as `top_k` orders them: -inf for units that are not valid; valid ones are finite, NaN the lowest."""
     low = jnp.finfo(ranks.dtype).min
-    return jnp.where(part[1], jnp.clip(jnp.nan_to_num(ranks, nan=low), low), -jnp.inf)
+    ranks = jnp.where(ranks == 0, 0.0, ranks)  # `top_k` ranks -0 below 0
+    return jnp.where(valid, jnp.clip(jnp.nan_to_num(ranks, nan=low), low), -jnp.inf)

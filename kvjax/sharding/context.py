@@ -8,10 +8,10 @@ a policy: its store and its selector are replaced by `StripedStore` and `Striped
 history and keep the stripes of their device. The devices exchange little:
 
 - attention: each device attends to its own tokens, and the parts merge by their log-sum-exp;
-- selection: each device offers its best units as pairs of score and place, and all devices sort the same offers. So
-  each has the selection that one device would make, including ties by place.
+- selection: each device offers its best units as pairs of score and place, and counts how many of its own are among the
+  best of all. Together they have the selection that one device would make, including ties by place.
 
-Every device holds the whole sink and recent block. The functions here run inside of
+Every device holds the whole sink and recent block, and the first attends to them. The functions here run inside of
 `kvjax.sharding.placement.run_on_parts`.
 
 **Source:** merging parts follows flash-decoding and ring attention; dealing tokens in turn follows the decode context
@@ -20,6 +20,7 @@ parallelism of vLLM and SGLang, which attend to everything.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -103,6 +104,29 @@ def share_of_highest(marks: Array, count: Array, levels: int, stripes: Stripes) 
     before = lax.dynamic_index_in_dim(before, stripes.device, axis=4, keepdims=False)
     spare = (count - above)[..., None]
     return own_above + jnp.sum(jnp.clip(spare - before, 0, tied), axis=-1)
+
+
+def count_taken(own: tuple[Array, Array], every: tuple[Array, Array], k: Array) -> Array:
+    """How many offers of this device are among the first k of all devices: i32[B, K, H].
+
+    `own` are ranks f32[B, K, H, n] and places i32[B, K, H, n], highest rank first and ties by place, as are those of
+    each device in `every` [B, K, H, devices * n]; k is broadcastable to [B, K, H, 1]. An offer without a unit ranks
+    -inf. Those that are taken come first, so only every `block`-th offer is compared with all, and then one block.
+    """
+    *lead, n = own[0].shape
+    if n == 0:
+        return jnp.zeros(lead, jnp.int32)
+    block = math.isqrt(n)
+
+    def taken(at: Array) -> Array:
+        rank, place = (jnp.take_along_axis(a, jnp.minimum(at, n - 1), axis=-1)[..., None] for a in own)
+        ranks, places = (a[..., None, :] for a in every)
+        before = jnp.sum((ranks > rank) | ((ranks == rank) & (places < place)), axis=-1, dtype=jnp.int32)
+        return jnp.sum((before < k) & (rank[..., 0] > -jnp.inf) & (at < n), axis=-1, dtype=jnp.int32)
+
+    first = jnp.broadcast_to(jnp.arange(0, n, block, dtype=jnp.int32), (*lead, -(-n // block)))
+    whole = jnp.maximum(taken(first) - 1, 0) * block
+    return whole + taken(whole[..., None] + jnp.arange(block, dtype=jnp.int32)[None, None, None])
 
 
 def merge_parts(part: PartialAttention, axis: Axis) -> PartialAttention:

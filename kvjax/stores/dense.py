@@ -56,5 +56,19 @@ class Dense(Store):
     ) -> tuple[Array, Block]:
         return ops.attend_zones(q, st.k, st.v, selection, recent, sink, local, **logits), st
 
+    def attend_zones_part(
+        self,
+        st: Block,
+        q: Array,
+        selection: Selection | PackedSelection,
+        recent: Span,
+        sink: Span | None,
+        local: int,
+        *,
+        scale: float,
+    ) -> PartialAttention:
+        part: PartialAttention = ops.attend_zones(q, st.k, st.v, selection, recent, sink, local, scale=scale, part=True)
+        return part
+
     def bytes_per_token(self, spec: CacheSpec) -> float:
         return float(spec.kv_heads * (spec.head_dim + spec.value_size)) * jnp.dtype(spec.dtype).itemsize

@@ -13,7 +13,7 @@ from kvjax import ops
 from kvjax.memory import nbytes
 from kvjax.numerics.blocks import take_rows
 from kvjax.numerics.derivatives import refuse_derivative
-from kvjax.numerics.partial import PartialAttention, Span
+from kvjax.numerics.partial import PartialAttention, Span, merge_sinks
 from kvjax.numerics.selection import PackedSelection, Selection, split_selection, unpack
 from kvjax.ops.host import place_pages
 from kvjax.sharding.context import Stripes
@@ -136,10 +136,25 @@ class Store:
         `recent`, none of which are selected. T steps at once have queries [B, K, T*G, D], each step's after the
         previous step's, lists of slots [B, K, T*H, M], and spans with start and stop i32[B, T].
         """
+        whole = self.attend_zones_part(st, q, selection, recent, sink, local, scale=scale)
+        return (whole if sinks is None else merge_sinks(whole, sinks)).out.astype(q.dtype), st
+
+    def attend_zones_part(
+        self,
+        st: Any,
+        q: Array,
+        selection: Selection | PackedSelection,
+        recent: Span,
+        sink: Span | None,
+        local: int,
+        *,
+        scale: float,
+    ) -> PartialAttention:
+        """The attention of `attend_zones` as a part, which merges with those of other devices; without sink logits."""
         stored, pending = split_selection(selection, st.slots)
         history = self.attend_slots(st, q, stored, scale=scale)
         recent = recent._replace(start=jnp.maximum(recent.stop - local, recent.start))
-        return ops.attend_beside(history, q, pending, recent, sink, sinks, scale=scale), st
+        return ops.merge_beside(history, q, pending, recent, sink, scale=scale)
 
     def edges(self, unit: int) -> int:
         """The most tokens beside a selection of units of `unit` tokens that `recall` takes."""

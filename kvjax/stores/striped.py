@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.tree_util import register_dataclass
 
-from kvjax.numerics.partial import PartialAttention
-from kvjax.numerics.selection import Selection
+from kvjax.numerics.partial import PartialAttention, Span
+from kvjax.numerics.selection import DealtSelection, PackedSelection, Selection
 from kvjax.sharding.context import Stripes, merge_chunk, merge_parts
 from kvjax.spec import CacheSpec
 from kvjax.stores.store import Store
@@ -72,8 +72,29 @@ class StripedStore(Store):
         return merge_chunk(self.store.attend_chunk(self._own(st), q, own, scale=scale), self.stripes.axis)
 
     def attend_slots(self, st: StripedState, q: Array, selection: Selection, *, scale: float) -> PartialAttention:
-        own = self._own_slots(selection)
+        own = self._own_slots(st, selection)
         return merge_parts(self.store.attend_slots(self._own(st), q, own, scale=scale), self.stripes.axis)
+
+    def attend_zones_part(
+        self,
+        st: StripedState,
+        q: Array,
+        selection: Any,
+        recent: Span,
+        sink: Span | None,
+        local: int,
+        *,
+        scale: float,
+    ) -> PartialAttention:
+        """The first device also attends to what all devices have."""
+        own = selection.own if isinstance(selection, DealtSelection) else self._own_slots(st, selection)
+
+        def of_first(zone: Span) -> Span:
+            return zone._replace(start=jnp.where(self.stripes.device == 0, zone.start, zone.stop))
+
+        zones = of_first(recent), None if sink is None else of_first(sink), local
+        part = self.store.attend_zones_part(self._own(st), q, own, *zones, scale=scale)
+        return merge_parts(part, self.stripes.axis)
 
     def gather(self, st: StripedState, selection: Selection) -> tuple[Array, Array]:
         k, v, valid = self.gather_own(st, selection)
@@ -85,7 +106,7 @@ class StripedStore(Store):
 
     def gather_own(self, st: StripedState, selection: Selection) -> tuple[Array, Array, Array]:
         """As `gather`, but only the keys and values that this device has, and bool[B, K, H, M]: which ones it has."""
-        own = self._own_slots(selection)
+        own = self._own_slots(st, selection)
         return *self.store.gather(self._own(st), own), own.valid
 
     def truncate(self, st: StripedState, count: Array) -> StripedState:
@@ -102,7 +123,10 @@ class StripedStore(Store):
         """The state of the device's store."""
         return replace(st.block, count=st.count // self.stripes.parts)
 
-    def _own_slots(self, selection: Selection) -> Selection:
-        """The part of a selection that lies on this device, in its slots."""
+    def _own_slots(self, st: StripedState, selection: Selection | PackedSelection) -> Selection:
+        """The part of a selection that lies on this device, in its slots; on the first with the recent block's."""
         slots, here = self.stripes.slot(selection.slots)
+        recent = selection.slots - st.slots
+        slots = jnp.where(recent < 0, slots, recent + st.block.slots)
+        here = jnp.where(recent < 0, here, self.stripes.device == 0)
         return Selection(jnp.where(here, slots, 0), selection.valid & here)

@@ -327,6 +327,26 @@ def test_devices_agree_on_the_most_voted_tokens_ties_by_place() -> None:
             np.testing.assert_array_equal(shares[b, k, g], np.bincount(highest // 3 % 4, minlength=4))
 
 
+@pytest.mark.parametrize(("offers", "wanted"), [(1, 3), (5, 0), (5, 7), (24, 50), (24, 200)])
+def test_devices_count_their_own_among_the_first_of_all(offers: int, wanted: int) -> None:
+    """As a sort of all offers does, also where ranks tie and where a device has fewer units than it may offer."""
+    rng = np.random.default_rng(offers + wanted)
+    places = np.stack([rng.permutation(4 * offers).reshape(4, offers) for _ in range(2)])  # [row, device, offer]
+    ranks = rng.integers(0, 4, places.shape).astype(np.float32)
+    ranks[1, 2, offers // 2 :] = -np.inf
+    places = np.where(np.isneginf(ranks), np.iinfo(np.int32).max, places)
+    order = np.lexsort((places, -ranks))
+    ranks, places = (np.take_along_axis(a, order, axis=-1) for a in (ranks, places))
+    every = [jnp.asarray(a, dtype).reshape(2, 1, 1, -1) for a, dtype in ((ranks, jnp.float32), (places, jnp.int32))]
+    for device in range(4):
+        own = [a.reshape(2, 1, 1, 4, offers)[:, :, :, device] for a in every]
+        got = jax.jit(context.count_taken)(own, every, jnp.full((1, 1, 1, 1), wanted, jnp.int32))
+        for row in range(2):
+            best = np.lexsort((places[row].reshape(-1), -ranks[row].reshape(-1)))[:wanted]
+            best = best[ranks[row].reshape(-1)[best] > -np.inf]
+            assert int(got[row, 0, 0]) == np.sum(best // offers == device)
+
+
 def test_saves_and_larger_caches_do_not_depend_on_the_split(runs: Any, tmp_path: Path) -> None:
     (*_, alone, _), (*_, cache, _) = runs("fier", False), runs("fier", True)
 

@@ -65,6 +65,17 @@ def test_attention_over_a_span_equals_the_reference(B, K, G, S, D, dtypes, spans
     np.testing.assert_array_equal(np.asarray(got)[np.asarray(span.size) == 0], 0)
 
 
+def test_part_over_a_span_has_its_log_sum():
+    q, span = normal(0, 2, 1, 4, 64, dtype=jnp.bfloat16), span_of(2, 1, 90, 64, jnp.bfloat16, (5, 83), (9, 9))
+    config = attend_span.Config(2, stages=1)
+    got = jax.jit(partial(attend_span.attend_span, scale=0.125, part=True, config=config))(q, *span)
+    finite = span._replace(v=jnp.where(jnp.isinf(span.v), jnp.zeros((), span.v.dtype), span.v))
+    want = jax.jit(partial(ops.attend_span, scale=0.125, part=True, implementation="xla"))(q, finite)
+    assert got[0].dtype == jnp.float32
+    assert relative(got[0], want.out) < float(jnp.finfo(jnp.bfloat16).eps)
+    np.testing.assert_allclose(got[1], want.lse, rtol=1e-5, atol=1e-5)
+
+
 def test_attention_over_a_span_takes_ends_out_of_range_far_apart_scores_and_vmap():
     q, config = 40 * normal(0, 2, 1, 2, 64, dtype=jnp.bfloat16), attend_span.Config(1)
     span = span_of(2, 1, 40, 64, jnp.bfloat16, (0, 40), (7, 40))

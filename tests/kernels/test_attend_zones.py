@@ -84,6 +84,17 @@ def test_attention_over_zones_equals_the_reference(B, K, G, H, S, R, A, D, M, lo
         assert not np.asarray(got[3], np.float32).any(), "attention over nothing is zero"
 
 
+def test_part_over_zones_has_its_log_sum():
+    args = zones_of(4, 1, 4, 1, 90, 40, 5, 64, 60, 33, jnp.bfloat16)
+    config = attend_slots.Config(2, 1)
+    run = partial(attend_zones.attend_zones, local=33, scale=0.125, part=True, config=config)
+    got = jax.jit(lambda q, k, v, chosen, *zones: run(q, k, v, *chosen, *zones))(*args)
+    want = jax.jit(partial(ops.attend_zones, local=33, scale=0.125, part=True, implementation="xla"))(*args)
+    assert got[0].dtype == jnp.float32
+    assert relative(got[0], want.out) < float(jnp.finfo(jnp.bfloat16).eps)
+    np.testing.assert_allclose(got[1], want.lse, rtol=1e-5, atol=1e-5)
+
+
 def test_attention_over_zones_reads_nothing_that_is_not_attended_to():
     q, k, v, selection, recent, sink = zones_of(4, 1, 2, 1, 60, 30, 4, 64, 40, 9, jnp.bfloat16, [30, 20, 0, 0])
     run = jax.jit(zones_kernel(9))
