@@ -97,6 +97,15 @@ def method_perplexities() -> str:
     return markdown(["cache", "budget", "perplexity", "tokens read"], rows)
 
 
+def turbo_codes() -> str:
+    """Selections of one budget by selector and store, with the bytes of a token in a layer."""
+    rows = []
+    for row in load_rows("turbo_codes"):
+        shares = [short(row[key], 3) for key in ("head_recall", "mass", "error")]
+        rows.append([f"`{row['selector']}`", f"`{row['store']}`", f"{row['held']:.0f}", f"{row['index']:.0f}", *shares])
+    return markdown(["selector", "store", "bytes held", "of them scored", "recall", "mass", "error"], rows)
+
+
 def perplexities() -> str:
     measured = load_rows("perplexity")
     rows = []
