@@ -120,14 +120,14 @@ def _above(path: Path) -> bool:
     return (inside + "/" if path.is_dir() else inside).startswith(ABOVE)
 
 
-def _half(item: pytest.Item) -> set[int]:
-    """The halves of the suite that a test is in, of 1 and 2; what shares programs stays together."""
+def _is_in(half: int, item: pytest.Item) -> bool:
+    """True if a test is in half 1 or 2 of the suite. What shares programs is in one of them."""
     inside = item.path.relative_to(TESTS).as_posix()
-    if inside.startswith(CORE) or inside == "test_devices.py":  # which passes the half on
-        return {1, 2}
+    if inside == "test_devices.py":  # which passes the half on
+        return True
     if _above(item.path) or item.get_closest_marker("torch"):
-        return {1}
-    return {2} if inside.startswith("kernels/") else {1 + zlib.crc32(_shared(item.nodeid).encode()) % 2}
+        return half == 1
+    return half == (2 if inside.startswith("kernels/") else 1 + zlib.crc32(_shared(item.nodeid).encode()) % 2)
 
 
 ORDER = {"test_devices.py": 0, "test_readme.py": 0, "test_goldens.py": 2}
@@ -141,7 +141,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         choices=(1, 2),
         help="one half of the tests, for one of two versions of JAX; comparisons with torch and what stands on the "
-        "library are in the first, kernels in the second, and those of `-m core` in both",
+        "library are in the first, kernels in the second",
     )
     parser.addoption(
         "--quick",
@@ -166,8 +166,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.path.is_relative_to(TESTS) and item.path.relative_to(TESTS).as_posix().startswith(CORE):
             item.add_marker("core")
     if half := config.getoption("--half"):
-        config.hook.pytest_deselected(items=[item for item in items if half not in _half(item)])
-        items[:] = [item for item in items if half in _half(item)]
+        config.hook.pytest_deselected(items=[item for item in items if not _is_in(half, item)])
+        items[:] = [item for item in items if _is_in(half, item)]
     if not config.getoption("--thorough"):
         quick = config.getoption("--quick")
         every = 7 if quick else 1
