@@ -259,14 +259,14 @@ def _run(attend: Callable[..., Any], cache: LayerCache | None, *operands: Any, *
     operands = tuple(a.astype(jnp.result_type(a)) if isinstance(a, np.ndarray) else a for a in operands)
     if cache is not None and cache.placement is not None:
         return _run_on_parts(attend, cache, *operands, **settings)
-    if isinstance(operands[0], Tracer) and ops.shares_traces():
+    if ops.shares_traces():
         return _traced_once(attend, cache, *operands, **settings)
     return attend(cache, *operands, **settings)
 
 
 @partial(jax.jit, static_argnums=0, static_argnames=("scale", "window", "first_chunk", "flush", "padded"), inline=True)
 def _traced_once(attend: Callable[..., Any], cache: LayerCache | None, *operands: Any, **settings: Any) -> Any:
-    """`attend`, traced once for all layers of a program that have equal policies and shapes."""
+    """`attend`, traced once for all layers of a program with equal policies and shapes; without jit, one program."""
     return attend(cache, *operands, **settings)
 
 
