@@ -259,7 +259,8 @@ def _run(attend: Callable[..., Any], cache: LayerCache | None, *operands: Any, *
     operands = tuple(a.astype(jnp.result_type(a)) if isinstance(a, np.ndarray) else a for a in operands)
     if cache is not None and cache.placement is not None:
         return _run_on_parts(attend, cache, *operands, **settings)
-    if ops.shares_traces():
+    *_, selection, _ = operands
+    if ops.shares_traces() and isinstance(selection, Selection | None):  # the policy refuses others by their kind
         return _traced_once(attend, cache, *operands, **settings)
     return attend(cache, *operands, **settings)
 

@@ -184,7 +184,9 @@ def init_layer(policy: Policy, spec: CacheSpec, placement: Placement | None = No
             f"over kvjax.Dense keep values of another size than keys; got {policy}"
         )
     if placement is None:
-        return commit_together(LayerCache(_empty(policy, spec), policy, spec))
+        hosts = any(a.memory_space == jax.memory.Space.Host for a in _empty.trace(policy, spec).jaxpr.out_avals)
+        state = policy.init(spec) if hosts else _empty(policy, spec)  # see `host_zeros`
+        return commit_together(LayerCache(state, policy, spec))
     if not isinstance(placement, Placement):
         raise ValueError(
             f"placement must be a kvjax.Placement, got {shown(placement)}; make one with "
@@ -202,8 +204,7 @@ def _takes_value_dim(policy: Policy) -> bool:
 
 @partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _empty(policy: Policy, spec: CacheSpec) -> Any:
-    """The empty state, made by one program: array by array, each shape and dtype would be a program to compile."""
-    return policy.init(spec)
+    return policy.init(spec)  # by one program: array by array, each shape and dtype would be one to compile
 
 
 def shardings(cache: C) -> C:

@@ -52,12 +52,12 @@ def refilled(policy: Policy, spec: CacheSpec, old: Policy, st: Any) -> Any | Non
     """
     if (tokens := old.stored(st)) is None:
         return None
-    return _refilled(policy, spec, tokens, st.overflow)
+    return _refilled(policy, policy.init(spec), tokens, st.overflow)
 
 
-@partial(jax.jit, static_argnums=(0, 1))
-def _refilled(policy: Policy, spec: CacheSpec, tokens: Any, overflow: jax.Array) -> Any:
-    state = policy.prefill(policy.init(spec), *tokens)
+@partial(jax.jit, static_argnums=0)
+def _refilled(policy: Policy, empty: Any, tokens: Any, overflow: jax.Array) -> Any:
+    state = policy.prefill(empty, *tokens)
     return replace(state, overflow=state.overflow | overflow)
 
 

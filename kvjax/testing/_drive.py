@@ -35,10 +35,8 @@ class Tokens:
 
 
 def random_tokens(spec: CacheSpec, seed: int = 0) -> Tokens:
-    """Normal random tokens; keys have channels of very different size and offset, as those of models do.
-
-    Row 0 has the same first tokens at every capacity.
-    """
+    """Normal random tokens; keys have channels of very different size and offset, as those of models do. Row 0 begins
+    alike at every capacity."""
     *each, channels = (np.random.default_rng((seed, i)) for i in range(4))
     q, k, v = (
         draws.standard_normal((spec.batch, spec.capacity, heads, spec.head_dim), np.float32)
