@@ -22,6 +22,7 @@ from kvjax.numerics.selection import Selection
 from kvjax.policies.full import Full, FullState
 from kvjax.policies.policy import Info, Policy, Step
 from kvjax.spec import CacheSpec, keep_int
+from kvjax.validation import check_verbs
 
 
 class Index(NamedTuple):
@@ -151,6 +152,9 @@ class Indexed(Policy):
 
     indexer: Indexer
     takes_index = True
+
+    def __post_init__(self) -> None:
+        check_verbs("Indexed(indexer=...)", self.indexer, "an indexer", ("blocks",), "kvjax.policies.QSA()")
 
     def init(self, spec: CacheSpec) -> IndexedState:
         one, n = self.indexer, self.indexer.pooled

@@ -53,11 +53,11 @@ class _Turbo(Coded):
 
     def __post_init__(self) -> None:
         for name in ("bits", "value_bits"):
-            bits = getattr(self, name)
-            if (bits is not None or name == "bits") and (isinstance(bits, bool) or bits not in BITS):
-                raise ValueError(f"{type(self).__name__}({name}={bits!r}) must be one of {', '.join(map(str, BITS))}")
-            if bits is not None:
+            if getattr(self, name) is not None or name == "bits":
                 keep_int(self, name, at_least=1)
+                if (bits := getattr(self, name)) not in BITS:
+                    one_of = ", ".join(map(str, BITS))
+                    raise ValueError(f"{type(self).__name__}({name}={bits!r}) must be one of {one_of}")
         keep_int(self, "seed", at_least=0)
 
     @property
