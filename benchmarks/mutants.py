@@ -36,7 +36,7 @@ OPERATORS = re.compile(
     r"|Replace(TrueWithFalse|FalseWithTrue|AndWithOr|OrWithAnd|BreakWithContinue|ContinueWithBreak))"
 )
 # What holds for the parts of all rooms.
-SETTINGS = "tests/test_settings.py tests/test_bytes.py"
+SETTINGS = "tests/test_settings.py tests/test_bytes.py tests/test_first_mistakes.py"
 CONTEXT = "tests/devices/test_context.py"  # in a process of its own, of 8 devices
 SPLIT = f"{CONTEXT}::test_tokens_on_several_devices_are_read_as_on_one"
 DEVICES = "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=8"
@@ -44,7 +44,7 @@ DEVICES = "--xla_backend_optimization_level=0 --xla_force_host_platform_device_c
 ROOMS: dict[str, tuple[str, str, dict[str, str]]] = {
     "policies": (
         "kvjax/policies/*.py",
-        f"tests/policies tests/laws tests/test_attention.py tests/cache tests/test_settings.py {CONTEXT}",
+        f"tests/policies tests/laws tests/test_attention.py tests/cache {SETTINGS} {CONTEXT}",
         {
             "zones": "tests/policies/test_boundaries.py tests/policies/test_zones.py tests/selectors/test_fier.py",
             "retrieval": "tests/policies/test_boundaries.py tests/selectors/test_fier.py",
@@ -87,7 +87,7 @@ ROOMS: dict[str, tuple[str, str, dict[str, str]]] = {
             "store": "tests/stores/test_host.py tests/policies/test_speculative.py tests/stores/test_quantized.py",
             "host": "tests/stores/test_host.py tests/test_settings.py",
             "prefixed": "tests/cache/test_prefixes.py",
-            "striped": SPLIT,
+            "striped": CONTEXT,
         },
     ),
     "sampling": (
@@ -132,11 +132,15 @@ def mutants(room: str) -> list[Any]:
     for path in sorted(Path().glob(ROOMS[room][0])):
         if path.name == "__init__.py":
             continue
-        outside = list(annotations(path.read_text()))
+        source = path.read_text()
+        outside, lines = list(annotations(source)), source.splitlines(keepends=True)
         for item in _all_work_items([path], {}):
             (one,) = item.mutations
             noted = any(first <= one.start_pos < last for first, last in outside)
-            if OPERATORS.fullmatch(one.operator_name) and not noted:
+            row, column = one.start_pos
+            before = "".join([*lines[max(row - 3, 0) : row - 1], lines[row - 1][:column]]).rstrip()
+            star = "Operator_Mul" in one.operator_name and before[-1] in "([{,=:"  # `*, x` in arguments is no product
+            if OPERATORS.fullmatch(one.operator_name) and not noted and not star:
                 found.append(one)
     return found
 

@@ -94,12 +94,14 @@ def test_a_turn_that_just_fits_grows_no_cache(checkpoint: models.Checkpoint) -> 
         talk(needed - 1)
 
 
-def test_an_answer_has_at_least_one_token(checkpoint: models.Checkpoint) -> None:
-    chat = checkpoint.chat()
-    with pytest.raises(ValueError, match="max_new_tokens must be at least 1, got 0"):
-        chat.say("hello", max_new_tokens=0)
+def test_an_answer_has_at_least_one_token_and_refusing_it_keeps_the_cache(tmp_path: Path) -> None:
+    chat = load(tmp_path, TEMPLATES["earlier thinking is dropped"]).chat()
     chat.say("hello", max_new_tokens=1)
     assert len(fed_and_emitted(chat)[1][0]) == 1
+    held = chat.cache
+    with pytest.raises(ValueError, match="max_new_tokens must be at least 1, got 0"):
+        chat.say("more", max_new_tokens=0)  # a turn that cuts the cache to what both renders begin with
+    assert chat.cache is held
 
 
 @pytest.mark.parametrize(

@@ -262,3 +262,15 @@ def test_retrieval_over_codes_reads_what_it_chose() -> None:
         keys[here], values[here] = oracle(coded.store, tokens.k[b, here, h], tokens.v[b, here, h])
         want, _ = attention(tokens.q[b, n, 4 * h : 4 * h + 4], keys[at], values[at], 0.25)
         np.testing.assert_allclose(out[b, 4 * h : 4 * h + 4], want, atol=2e-5)
+
+
+@pytest.mark.parametrize(("head_dim", "bits"), [(8, "2, 3, 4, 8"), (12, "2, 4, 8"), (6, "4, 8"), (7, "8")])
+def test_codes_make_whole_bytes_and_an_error_names_the_bits_that_do(head_dim: int, bits: str) -> None:
+    spec = dataclasses.replace(SPEC, head_dim=head_dim)
+    for asked in (2, 3, 4, 8):
+        store = Quantized(bits=asked, key_group=16)
+        if str(asked) in bits.split(", "):
+            store.check(spec, 16)
+        else:
+            with pytest.raises(ValueError, match=rf"head_dim={head_dim} is not a multiple of that; use {bits} bits$"):
+                store.check(spec, 16)
