@@ -123,7 +123,11 @@ def check(
     alone: Any = None
     for name, place in places.items():
         own = model if place is None else distribute(model, place)
-        cache = kvjax.init(policies, own.spec(batch=8, capacity=length + 128), layers=2, placement=place)
+        try:
+            cache = kvjax.init(policies, own.spec(batch=8, capacity=length + 128), layers=2, placement=place)
+        except ValueError as refused:  # a policy whose tokens cannot be split
+            yield name, {"error": str(refused)[:200]}
+            continue
         done = generate(own, cache, tokens, lengths, max_new_tokens=length // 8)
         alone = done if alone is None else alone
         error = float(np.abs(np.asarray(done.logits) - np.asarray(alone.logits)).max())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +19,6 @@ from kvjax.numerics.selection import (
     PackedSelection,
     Selection,
     by_row,
-    log_sum,
     reduce_scores,
     unpack,
 )
@@ -71,6 +71,7 @@ class StripedSelector(Wrapper):
         if candidates.last is not None:
             return super().select(ix, q, candidates, scale=scale)
         stripes, unit, rule = self.stripes, self.unit, self.group_reduce
+        q = lax.stop_gradient(q)  # a selection has no derivative, nor has the sum of `sum_in_one_pass`
         scores, scored = self.score_own(ix, q, scale=scale), self.with_pending(candidates, q)
         start, stop = (jnp.asarray(x, jnp.int32) for x in candidates.span)
         own = replace(candidates, span=(stripes.owned(start), stripes.owned(stop)))
@@ -79,7 +80,8 @@ class StripedSelector(Wrapper):
         parts = [(scores, own.inside(*own.span, units, unit)), (pending, exist & (stripes.device == 0))]
         total = None
         if rule in SOFTMAX_REDUCES:
-            total = jax.nn.logsumexp(lax.all_gather(log_sum(parts), stripes.axis), axis=0)
+            every = lax.all_gather(log_sum_in_one_pass(parts), stripes.axis)
+            total = jax.nn.logsumexp(every, axis=0)[..., None]
         valid = jnp.concatenate([jnp.broadcast_to(ok, (B, K, 1, ok.shape[3])) for _, ok in parts], axis=-1)
         ranks = _ranked(valid, reduce_scores(parts, rule, total))
 
@@ -99,6 +101,20 @@ class StripedSelector(Wrapper):
         first = (whole < NOWHERE) & (jnp.arange(whole.shape[3])[None, None, None] < k)
         tokens = candidates.tokens(Selection(jnp.where(first, whole, 0), first), units * stripes.parts, unit)
         return DealtSelection(*tokens, mine)
+
+
+def log_sum_in_one_pass(parts: Sequence[tuple[Array, Array]]) -> Array:
+    """`log_sum` f32[B, K, G], by one kernel that reads each score once, in place of two for each part and their sum."""
+    scores = lax.stop_gradient(jnp.concatenate([jnp.where(valid, score, -jnp.inf) for score, valid in parts], axis=-1))
+
+    def add(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+        top = jnp.maximum(a[0], b[0])
+        shift = jnp.where(jnp.isneginf(top), 0.0, top)
+        return top, a[1] * jnp.exp(a[0] - shift) + b[1] * jnp.exp(b[0] - shift)
+
+    nothing = jnp.float32(-jnp.inf), jnp.float32(0)
+    top, total = lax.reduce((scores, jnp.ones_like(scores)), nothing, add, dimensions=(3,))
+    return jnp.log(total) + top
 
 
 def first_places(rank: Array, place: Array, room: int) -> Array:
