@@ -101,6 +101,8 @@ class DecoderConfig:
         )
         for name in (*sizes, "max_position_embeddings"):
             require_int(f"DecoderConfig({name}=...)", getattr(self, name), at_least=1)
+        if self.rotary_dim is not None:
+            require_int("DecoderConfig(rotary_dim=...)", self.rotary_dim, at_least=0)
         if self.q_heads % self.kv_heads:
             raise ValueError(
                 f"DecoderConfig(q_heads={self.q_heads}, kv_heads={self.kv_heads}): kv_heads must divide q_heads"
@@ -122,6 +124,8 @@ class DecoderConfig:
             )
         own_layers = self.experts.dense_layers if isinstance(self.experts, Experts) else ()
         for name, layers in (("unrotated", self.unrotated), ("experts.dense_layers", own_layers)):
+            if not isinstance(layers, tuple):
+                raise ValueError(f"DecoderConfig({name}=...) must be numbers of layers in a tuple, got {shown(layers)}")
             for layer in layers:
                 require_int(f"DecoderConfig({name}=...)", layer, at_least=0, at_most=self.layers - 1)
         if self.experts is not None and not isinstance(self.experts, Experts):

@@ -36,6 +36,8 @@ NEEDS: dict[str, dict[str, Any]] = {
     "OutlierRetrieval": {"store": kvjax.LowRank(rank=8, learn=256), "budget": 1024},
     "PerHead": {"heads": (0,), "selected": kvjax.Full(), "others": WINDOW},
     "PerLayer": {"first": (), "rest": RETRIEVAL},
+    "ExpectedAttention": {"rope": ropes.Default()},
+    "Trigonometric": {"rope": ropes.Default()},
     "HotSet": {"tokens": 64},
     "Indexed": {"indexer": policies.QSA()},
     "Layers": {"dense": 0},

@@ -16,6 +16,7 @@ from jax import Array, lax
 from kvjax.evictors.base import Evictor, Held
 from kvjax.numerics.partial import keep_valid
 from kvjax.spec import keep_int
+from kvjax.validation import check_flags
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ class Random(Evictor):
 
     def __post_init__(self) -> None:
         keep_int(self, "seed", at_least=0)
+        check_flags("Random", afresh=self.afresh)
 
     def worth(self, evidence: Array | None, position: Array, end: Array, slots: int) -> Array:
         head = jnp.arange(position.shape[1], dtype=jnp.uint32)[None, :, None]

@@ -19,6 +19,7 @@ from kvjax.evictors.scores import HeavyHitter
 from kvjax.memory import vary_with
 from kvjax.numerics.types import Rope
 from kvjax.spec import keep_int
+from kvjax.validation import check_flags, check_rope, check_verbs, finite_number
 
 BLOCK = 2**20  # numbers of a block of keys, by query
 
@@ -41,7 +42,12 @@ class ValueWeighted(Evictor):
 
     def __post_init__(self) -> None:
         keep_int(self, "sink", at_least=0)
-        if not 0 <= self.first < 1 or not 0 <= self.epsilon < float("inf"):
+        verbs = ("judge", "see_prompt", "see_step")
+        check_verbs("ValueWeighted(evictor=...)", self.evictor, "an evictor", verbs, "kvjax.HeavyHitter()")
+        first, epsilon = (
+            finite_number(f"ValueWeighted({name}=...)", getattr(self, name)) for name in ("first", "epsilon")
+        )
+        if not 0 <= first < 1 or epsilon < 0:
             raise ValueError(
                 f"ValueWeighted(first={self.first!r}, epsilon={self.epsilon!r}) needs a share below 1 and a number"
             )
@@ -94,6 +100,10 @@ class ExpectedAttention(Evictor):
     def __post_init__(self) -> None:
         keep_int(self, "future", at_least=1)
         keep_int(self, "sink", at_least=0)
+        check_flags("ExpectedAttention", covariance=self.covariance)
+        finite_number("ExpectedAttention(epsilon=...)", self.epsilon)
+        if self.rope is not None:
+            check_rope("ExpectedAttention(rope=...)", self.rope)
 
     def remembers(self, head_dim: int) -> int:
         return 2 + head_dim * self.covariance
@@ -166,6 +176,8 @@ class Redundancy(Evictor):
     def __post_init__(self) -> None:
         keep_int(self, "window", at_least=1)
         keep_int(self, "pool", at_least=1)
+        for name in ("balance", "alike"):
+            finite_number(f"Redundancy({name}=...)", getattr(self, name))
 
     def check(self, budget: int) -> None:
         if budget <= self.window:
@@ -232,6 +244,10 @@ class Trigonometric(Evictor):
     """
 
     rope: Rope | None
+
+    def __post_init__(self) -> None:
+        if self.rope is not None:
+            check_rope("Trigonometric(rope=...)", self.rope)
 
     def remembers(self, head_dim: int) -> int:
         return 2
