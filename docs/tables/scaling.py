@@ -24,6 +24,19 @@ def devices() -> str:
     return markdown(header, body)
 
 
+def devices_long() -> str:
+    """Steps of 131072 x 2 on one GPU and on two, and with tokens over two before one kernel served each device."""
+    found = {(row["method"], row["placement"]): row["tpot_ms"] for row in load_rows("devices") if row["layers"] == 16
+             and row["part"] == "times"}  # fmt: skip
+    rows = []
+    for method in ("full", "fier"):
+        one = found[method, "none"]
+        split = [f"{found[method, name]:.2f} ({found[method, name] / one:.2f})"
+                 for name in ("model=2", "ctx=2", "ctx=2 before")]  # fmt: skip
+        rows.append([f"`{method}`", f"{one:.2f}", *split])
+    return markdown(("cache", "one GPU", "heads over two", "tokens over two", "tokens, before"), rows)
+
+
 def cells() -> str:
     """Steps on several GPUs, predicted from one GPU's and the links' times of the same run, and measured."""
     header = ("cache", "split", "tokens a row", "rows", "one GPU, ms", "traffic, ms", "predicted, ms", "measured, ms",
