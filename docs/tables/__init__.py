@@ -24,7 +24,7 @@ TABLES: dict[str, Callable[[], str]] = {
         speed.steps, speed.compared, speed.steps_in_plain_jax, speed.kernels, speed.first_tokens, speed.million,
         speed.indexing, speed.tokens, speed.largest_batches, speed.host_batches, speed.coded_steps, speed.mixtures,
         quality.decoded_needles, quality.needles, quality.papers, quality.group_rules, quality.equal_perplexities,
-        quality.method_perplexities, quality.perplexities, quality.tokens_read, quality.turbo_codes,
+        quality.method_perplexities, quality.perplexities, quality.tokens_read, quality.turbo_codes, quality.evictors,
         methods.methods, methods.comparators, methods.low_rank, methods.coverage,
         published.which_method, published.real_needles, published.real_others, published.real_papers,
         published.real_known, published.real_gsm8k, published.real_ruler, published.real_perplexities,

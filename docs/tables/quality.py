@@ -106,6 +106,18 @@ def turbo_codes() -> str:
     return markdown(["selector", "store", "bytes held", "of them scored", "recall", "mass", "error"], rows)
 
 
+def evictors() -> str:
+    """Caches by the perplexity of the model's own answers: its change by quarter of the answer, bytes and needles."""
+    full, *measured = {
+        row["cache"]: row for name in ("evictors", "evictors_values") for row in load_rows(name)
+    }.values()
+    rows = [["`full`", f"{full['held'] / 1e3:.0f}", f"{full['perplexity']:.2f}", "", short(full["needles"])]]
+    for row in sorted(measured, key=lambda row: row["perplexity"]):
+        first, *_, last = (f"{100 * (ratio - 1):+.0f} %" for ratio in row["ratio_by_quarter"])
+        rows.append([f"`{row['cache']}`", f"{row['held'] / 1e3:.0f}", first, last, short(row["needles"])])
+    return markdown(["cache", "kB held", "first quarter", "last quarter", "needles"], rows)
+
+
 def perplexities() -> str:
     measured = load_rows("perplexity")
     rows = []

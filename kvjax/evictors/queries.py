@@ -35,7 +35,7 @@ class ValueWeighted(Evictor):
     a cache does not have.
     """
 
-    evictor: Evictor = HeavyHitter(recent=0)
+    evictor: Evictor = HeavyHitter()
     first: float = 0.0
     epsilon: float = 0.0
     sink: int = 20

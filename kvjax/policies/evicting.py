@@ -18,6 +18,7 @@ from kvjax.evictors import Evictor, Sliding
 from kvjax.evictors.base import Held, turn_positions
 from kvjax.memory import vary_with
 from kvjax.numerics.blocks import Block, empty_block, write
+from kvjax.numerics.derivatives import with_derivative
 from kvjax.numerics.indexing import put_last
 from kvjax.numerics.partial import (
     PartialAttention,
@@ -354,8 +355,9 @@ class Evicting(Policy):
         position = self._positions(st)
         source, target = lax.cond(jnp.any(full), moves, lambda: (last, jnp.full_like(last, S)))
 
-        def move(i: Array, st: EvictingState) -> EvictingState:
+        def move(i: Array, done: tuple[EvictingState, Array, Array]) -> tuple[EvictingState, Array, Array]:
             """`st` with the i-th of these tokens in its new slot: one write for each, in place."""
+            st, source, target = done
             old, new = (lax.dynamic_slice_in_dim(a, i, 1, axis=2) for a in (source, target))
             here = jnp.arange(S)[None, None] == new
 
@@ -371,9 +373,16 @@ class Evicting(Policy):
 
             tokens = replace(st.tokens, k=put(st.tokens.k), v=put(st.tokens.v))
             rest = {name: put(getattr(st, name)) for name in ("position", "evidence", "stays")}
-            return replace(st, tokens=tokens, **rest)
+            return replace(st, tokens=tokens, **rest), source, target
 
-        st = lax.fori_loop(0, n * jnp.any(full).astype(jnp.int32), move, st)
+        def run(*done: Any) -> EvictingState:
+            steps = n * jnp.any(done[2] < S).astype(jnp.int32)
+            return lax.fori_loop(0, steps, move, done)[0]
+
+        def all_steps(*done: Any) -> EvictingState:  # a loop whose bounds are data has no reverse-mode derivative
+            return lax.fori_loop(0, n, move, done)[0]
+
+        st = with_derivative(run, all_steps)(st, source, target)
         return replace(st, tokens=replace(st.tokens, count=count))
 
     def _close_up(self, st: EvictingState, full: Array) -> EvictingState:

@@ -80,7 +80,7 @@ def windowed(policies: PerLayer, windows: Sequence[int | None]) -> PerLayer:
 
     >>> from kvjax import presets
     >>> presets.windowed(presets.full(), (128, None)).policy(0)
-    Evicting(evictor=Sliding(sink=0, rope=None), budget=128)
+    Evicting(evictor=Sliding(sink=0, rope=None), budget=128, every=1, rope=None)
 
     Raises:
       ValueError: layers that follow the selection of others.

@@ -13,6 +13,7 @@ from kvjax import CacheSpec, Evicting, models
 from kvjax.evictors import (
     Evictor,
     ExpectedAttention,
+    HeavyHitter,
     Held,
     KeyDiff,
     KeyNorm,
@@ -130,8 +131,11 @@ def keydiff(q: np.ndarray, k: np.ndarray, v: np.ndarray, at: np.ndarray, score: 
 RULES: dict[str, tuple[Evictor, Any]] = {
     "knorm": (KeyNorm(), lambda q, k, v, at, score: -np.linalg.norm(k, axis=-1)),
     "keydiff": (KeyDiff(), keydiff),
-    "vatp": (ValueWeighted(), lambda q, k, v, at, s: np.where(at < 20, np.inf, s * np.abs(v).sum(axis=-1))),
-    "criticalkv": (ValueWeighted(first=0.5, epsilon=1e-4), critical),
+    "vatp": (
+        ValueWeighted(evictor=HeavyHitter(recent=0)),
+        lambda q, k, v, at, s: np.where(at < 20, np.inf, s * np.abs(v).sum(axis=-1)),
+    ),
+    "criticalkv": (ValueWeighted(evictor=HeavyHitter(recent=0), first=0.5, epsilon=1e-4), critical),
     "lagkv": (Lag(partition=16), lag),
     "expected": (ExpectedAttention(rope=ROPE), expected),
     "rkv": (Redundancy(), rkv),
