@@ -143,8 +143,9 @@ def in_short(message: str) -> str:
 
 def operations(policy: Any) -> list[str]:
     """Names of the operations of a decode step for which there is a kernel."""
+    cache = jax.eval_shape(partial(prompt, policy))
     with ops.explained() as found:
-        jax.eval_shape(partial(step, policy))
+        jax.eval_shape(kvjax.attention, cache, *tokens(1))
     return list(dict.fromkeys(call.op for call in found))
 
 
