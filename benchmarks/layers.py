@@ -86,7 +86,7 @@ def floor_us(policy: Policy, spec: CacheSpec, length: int, steps: int = 1) -> fl
     elif isinstance(policy, Compressed):
         read = policy.store.bytes_per_token(spec) * length
     elif isinstance(policy, Retrieval):
-        read = policy.selector.bytes_read(spec, length) + pair * policy.budget * steps
+        read = policy.selector.bytes_read(spec, length) + policy.store.bytes_per_token(spec) * policy.budget * steps
     else:
         raise TypeError(f"the bytes that {policy} reads are not known here")
     return spec.batch * read / bytes_per_us()

@@ -176,9 +176,9 @@ def _devices() -> Iterator[Cell]:
     two = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     for method in ("full", "fier", "quest", "pariskv"):
         command = f"devices.py --methods {method} --out {{out}}/devices.json --seconds 300"
-        yield Cell("devices", method, command, "--quick --batch 2 --placements data=2", 400, smoke_env=two)
+        yield Cell("devices", method, command, "--quick --placements data=2", 400, smoke_env=two)
     command = "devices.py --methods full --no-check --prompt 32768 --out {out}/devices.json --seconds 300"
-    small = "--quick --batch 2 --prompt 64 --placements model=2"
+    small = "--quick --prompt 64 --placements model=2"
     yield Cell("devices", "prompt", command, small, 400, smoke_env=two)
 
 

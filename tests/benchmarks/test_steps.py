@@ -84,6 +84,7 @@ def test_the_floor_counts_what_a_step_must_read(scripts):
     per_head = {
         "full": S * 512,
         "fier": S * 32 + chosen,
+        "fier:turbo4": S * 32 + 2048 * 2 * (128 // 2 + 2),
         "quest": S * 32 + chosen,
         "pariskv": S * 16 + -(-S // 10) * 96 + chosen,
         "logquant": S * (64 + 2 * 4 + 4 * 128 / 42),

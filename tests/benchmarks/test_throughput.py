@@ -237,7 +237,8 @@ def test_random_weights_are_those_of_a_decoder_in_kind_and_dtype(model):
 
 
 def test_shapes_have_the_parameters_that_their_names_say():
-    billions = {"llama-3.1-8b": 8.03, "llama-3.2-1b": 1.24, "mistral-7b": 7.25, "qwen2.5-7b": 7.62, "qwen3-8b": 8.19}
+    billions = {"llama-3.1-8b": 8.03, "llama-3.1-70b": 70.55, "llama-3.2-1b": 1.24, "mistral-7b": 7.25}
+    billions |= {"qwen2.5-7b": 7.62, "qwen3-8b": 8.19}
 
     def parameters(config, layers):
         config = dataclasses.replace(config, layers=layers, windows=())
@@ -258,6 +259,6 @@ def test_a_workload_without_work_is_refused(changes):
 
 def test_a_model_without_room_is_refused_before_it_is_drawn(monkeypatch):
     monkeypatch.setattr(throughput, "_available_bytes", lambda: 2**30)
-    monkeypatch.setattr(throughput, "_draw", lambda *args, **settings: pytest.fail("weights were drawn"))
+    monkeypatch.setattr(throughput, "_drawing", lambda *args, **settings: pytest.fail("weights were drawn"))
     with pytest.raises(MemoryError, match=r"the weights in bfloat16 would take 2.3 GiB, and 1.0 GiB are free; use a"):
         throughput.random_model(throughput.SHAPES["llama-3.2-1b"])

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from kvjax import CacheSpec, generation, presets
 from kvjax.cli import _GROUPS
-from kvjax.cli.generate import EXAMPLE, _in_layers
+from kvjax.cli.generate import EXAMPLE, _Ahead, _in_layers
 from kvjax.cli.methods import meanings
 from kvjax.cli.options import implementations, in_short, make_policy
 from kvjax.cli.terminal import show_markdown, write_json
@@ -94,7 +94,8 @@ def test_json_text_is_the_decoded_new_tokens_and_equals_the_streamed_text(run_js
     assert all(word in row for word, row in zip(steps, rows, strict=True))
     assert all(match and 0 <= float(match[1]) <= float(match[2]) for match in times)
     assert "GB/s" in rows[3]
-    monkeypatch.setattr("kvjax.cli.generate._overlaps", lambda: True)  # as with a GPU
+    wait = _Ahead.wait  # as with a GPU, for the programs of the prompt alone where that is a question:
+    monkeypatch.setattr(_Ahead, "wait", lambda ahead, **asked: wait(ahead, prompt_only=bool(asked)))
     code, again, err = kvjax("generate", checkpoint, *args)
     assert (code, again) == (0, out)
     assert err.count("\n") == 1  # kernels for GPUs are no news on a CPU
