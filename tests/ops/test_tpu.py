@@ -12,8 +12,8 @@ SPEC = kvjax.CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=64, capacity=204
 
 @pytest.mark.parametrize("name", presets.REGISTRY)
 def test_a_step_and_a_prompt_lower_for_a_tpu(name):
-    budget = None if name in ("full", "logquant", "kivi") else 640
-    policies = presets.parse(name) if budget is None else presets.parse_with_budget(name, budget)[0]
+    takes_budget = "budget" in presets.REGISTRY[name].settings
+    policies = presets.parse_with_budget(name, 640)[0] if takes_budget else presets.parse(name)
     layer = jax.eval_shape(lambda: kvjax.init_layer(policies.rest, SPEC))
     for verb, tokens in ((kvjax.attention, 1), (kvjax.prefill, 300)):
         new = [jax.ShapeDtypeStruct((2, tokens, heads, 64), jnp.bfloat16) for heads in (4, 2, 2)]
