@@ -50,14 +50,21 @@ def host_steps() -> str:
 
 
 def host_codes() -> str:
-    """Bytes of a token by the codes of a history in host memory, and the effect on a model's perplexity."""
+    """Bytes of a token by the codes of a history in host memory, and the effect on two models' perplexity."""
     spec = CacheSpec(batch=1, q_heads=1, kv_heads=1, head_dim=128, capacity=256, dtype="bfloat16")
+    biased = {kept_as(row): row for row in load_rows("perplexity_host_codes_qwen")[1:]}
     rows = []
     for row in load_rows("perplexity_host_codes")[1:]:
-        kept = row["cache"].partition("host_dtype=")[2]
+        kept = kept_as(row)
         store = HOST_DTYPES[kept]() if kept else HostOffload()
-        rows.append([kept or "as it is", f"{store.bytes_per_token(spec):.0f}", perplexity_change(row)])
-    return markdown(["kept as", "bytes a token and KV head", "perplexity"], rows)
+        size = f"{store.bytes_per_token(spec):.0f}"
+        rows.append([kept or "as it is", size, perplexity_change(row), perplexity_change(biased[kept])])
+    return markdown(["kept as", "bytes a token and KV head", "SmolLM2-135M", "Qwen2.5-Coder-1.5B"], rows)
+
+
+def kept_as(row: dict[str, Any]) -> str:
+    """The codes that a cache's setting names, or nothing."""
+    return row["cache"].rpartition("=")[2] if "=" in row["cache"] else ""
 
 
 def adaptive() -> str:
