@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from kvjax.numerics.rotate import turn_pairs
 from kvjax.spec import MOST
 from kvjax.validation import check_flags, finite_number, shown
 
@@ -271,9 +272,7 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
     cos and sin [B, T, R/2] may be of the first R channels only; the others stay as they are.
     """
     size = 2 * cos.shape[-1]
-    low, high = jnp.split(x[..., :size].astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos[:, :, None], sin[:, :, None]
-    turned = jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)
+    turned = turn_pairs(x[..., :size].astype(jnp.float32), cos[:, :, None], sin[:, :, None]).astype(x.dtype)
     return turned if size == x.shape[-1] else jnp.concatenate([turned, x[..., size:]], axis=-1)
 
 

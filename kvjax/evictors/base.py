@@ -14,10 +14,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax.numpy as jnp
 from jax import Array
-
-from kvjax.numerics.types import Rope
 
 
 class Held(NamedTuple):
@@ -101,19 +98,11 @@ class Evictor:
         return q
 
     @property
+    def keeps_newest(self) -> bool:
+        """True if the newest tokens stay, and no other."""
+        return False
+
+    @property
     def keeps_evidence(self) -> bool:
         """True if each token has evidence."""
         return self.arrival is not None or type(self).see_tokens is not Evictor.see_tokens
-
-
-def turn_positions(x: Array, by: Array, rope: Rope | None) -> Array:
-    """f32[..., D] of x [..., D], rotated as if its position were `by` f32 or i32[...] higher; as it is without RoPE."""
-    x = x.astype(jnp.float32)
-    if rope is None:
-        return x
-    angle = by.astype(jnp.float32)[..., None] * jnp.asarray(rope.frequencies(x.shape[-1]), jnp.float32).reshape(
-        (1,) * by.ndim + (-1,)
-    )
-    low, high = jnp.split(x, 2, axis=-1)
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)

@@ -28,7 +28,7 @@ class KeyNorm(Evictor):
     """
 
     def see_tokens(self, k: Array, v: Array) -> Array:
-        return _length(k)
+        return length(k)
 
     def worth(self, evidence: Array | None, position: Array, end: Array, slots: int) -> Array:
         assert evidence is not None
@@ -144,9 +144,10 @@ def _mixed(x: Array) -> Array:
     return x ^ (x >> np.uint32(16))
 
 
-def _length(x: Array) -> Array:
+def length(x: Array) -> Array:
+    """f32[...]: the lengths of vectors [..., D]."""
     return jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1))
 
 
 def _unit(x: Array) -> Array:
-    return x.astype(jnp.float32) / jnp.maximum(_length(x), 1e-12)[..., None]
+    return x.astype(jnp.float32) / jnp.maximum(length(x), 1e-12)[..., None]

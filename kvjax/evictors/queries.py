@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.evictors.base import Evictor, Held, turn_positions
-from kvjax.evictors.keys import _length, in_order
+from kvjax.evictors.base import Evictor, Held
+from kvjax.evictors.keys import in_order, length
 from kvjax.evictors.scores import HeavyHitter
 from kvjax.memory import vary_with
+from kvjax.numerics.rotate import turn_pairs, turn_positions
 from kvjax.numerics.types import Rope
 from kvjax.spec import keep_int
 from kvjax.validation import check_flags, check_rope, check_verbs, finite_number
@@ -111,8 +112,8 @@ class ExpectedAttention(Evictor):
     def see_queries(self, memory: Array, q: Array, position: Array) -> Array:
         """The sum of queries, their count, and the sums of their products."""
         counts = position >= self.sink
-        by = jnp.broadcast_to(-position[:, None, None], q.shape[:-1])
-        plain = jnp.where(counts[:, None, None, :, None], turn_positions(q, by, self.rope), 0.0)
+        plain = turn_positions(q, -position[:, None, None], self.rope)
+        plain = jnp.where(counts[:, None, None, :, None], plain, 0.0)
         number = jnp.broadcast_to(jnp.sum(counts, axis=1, dtype=jnp.float32)[:, None, None, None], q[:, :, :, 0].shape)
         parts = [jnp.sum(plain, axis=3), number]
         new = jnp.stack(parts, axis=3)
@@ -134,8 +135,7 @@ class ExpectedAttention(Evictor):
             unit = jnp.concatenate([pairs[..., : D // 2], 0 * pairs[..., D // 2 :]], axis=-1)
             cos, sin = jnp.split(jnp.mean(turn_positions(unit, later, self.rope), axis=1), 2, axis=-1)
             cos, sin = (a.reshape(-1, *(1,) * (x.ndim - 2), D // 2) for a in (cos, sin))
-            low, high = jnp.split(x, 2, axis=-1)
-            return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+            return turn_pairs(x, cos, sin)
 
         mean_ahead = ahead(mean) * D**-0.5
         if self.covariance:
@@ -152,7 +152,7 @@ class ExpectedAttention(Evictor):
         logits = _by_blocks(score, held.k, mean.shape[2])
         judged = (held.position >= self.sink)[:, :, None]
         share = jnp.mean(jax.nn.softmax(jnp.where(judged, logits, -1e30), axis=-1), axis=2)
-        worth = (share + self.epsilon) * _length(held.v)
+        worth = (share + self.epsilon) * length(held.v)
         return jnp.where(held.position < self.sink, jnp.inf, worth)
 
 
@@ -211,7 +211,7 @@ class Redundancy(Evictor):
         votes = lax.reduce_window(
             votes, -jnp.inf, lax.max, (1, 1, self.pool), (1, 1, 1), ((0, 0), (0, 0), (half, self.pool - 1 - half))
         )
-        votes, length = jnp.take_along_axis(votes, jnp.argsort(order, axis=-1), axis=2), jnp.maximum(_length(k), 1e-12)
+        votes, size = jnp.take_along_axis(votes, jnp.argsort(order, axis=-1), axis=2), jnp.maximum(length(k), 1e-12)
         slot = jnp.arange(L)[None, None]
 
         def alike(i: Array) -> Array:
@@ -219,9 +219,7 @@ class Redundancy(Evictor):
             product = jnp.einsum(
                 "bkd,bkld->bkl", k[:, :, i], k, preferred_element_type=jnp.float32, precision="highest"
             )
-            cosine = jnp.where(
-                valid & valid[:, :, i, None] & (slot != i), product / (length * length[:, :, i, None]), 0.0
-            )
+            cosine = jnp.where(valid & valid[:, :, i, None] & (slot != i), product / (size * size[:, :, i, None]), 0.0)
             newest = jnp.max(jnp.where(cosine > self.alike, position, -1), axis=-1, keepdims=True)
             return jnp.where(position == newest, 0.0, cosine)
 
@@ -255,8 +253,7 @@ class Trigonometric(Evictor):
     def see_queries(self, memory: Array, q: Array, position: Array) -> Array:
         """The sum of queries; then that of the lengths of their pairs, and the number of queries D/2 times."""
         counts = (position >= 0)[:, None, None, :, None]
-        by = jnp.broadcast_to(-position[:, None, None], q.shape[:-1])
-        plain = jnp.where(counts, turn_positions(q, by, self.rope), 0.0)
+        plain = jnp.where(counts, turn_positions(q, -position[:, None, None], self.rope), 0.0)
         number = jnp.broadcast_to(counts.astype(jnp.float32), (*q.shape[:-1], q.shape[-1] // 2))
         lengths = jnp.concatenate([_pairs(plain), number], axis=-1)
         return memory + jnp.stack([jnp.sum(plain, axis=3), jnp.sum(lengths, axis=3)], axis=3)
@@ -264,13 +261,12 @@ class Trigonometric(Evictor):
     def judge(self, held: Held) -> Array:
         assert held.memory is not None
         total, rest = held.memory[:, :, :, 0], held.memory[:, :, :, 1]
-        length, count = jnp.split(rest, 2, axis=-1)
+        size, count = jnp.split(rest, 2, axis=-1)
         count = jnp.maximum(count, 1)
-        mean, length = total / jnp.concatenate([count, count], axis=-1), length / count
+        mean, size = total / jnp.concatenate([count, count], axis=-1), size / count
         steps = (held.end - 1)[:, None] + 2 ** jnp.arange(17)[None]
-        ahead = jnp.broadcast_to(mean[..., None, :], (*mean.shape[:3], 17, mean.shape[3]))
-        ahead = turn_positions(ahead, jnp.broadcast_to(steps[:, None, None], ahead.shape[:-1]), self.rope)
-        ahead, more = jnp.mean(ahead, axis=3), length - _pairs(mean)
+        ahead = turn_positions(mean[..., None, :], steps[:, None, None], self.rope)
+        ahead, more = jnp.mean(ahead, axis=3), size - _pairs(mean)
 
         def both(k: Array) -> Array:
             far = jnp.einsum("bkgd,bkld->bkgl", ahead, k, precision="highest")

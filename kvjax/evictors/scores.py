@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from kvjax.evictors.base import Evictor, turn_positions
+from kvjax.evictors.base import Evictor
+from kvjax.numerics.rotate import turn_positions
 from kvjax.numerics.types import Rope
 from kvjax.sharding.placement import mean_over_heads
 from kvjax.spec import keep_int, require_int
@@ -44,9 +45,12 @@ class Sliding(Evictor):
     def renumbered(self) -> int:
         return self.sink if self.rope is not None else 0
 
+    @property
+    def keeps_newest(self) -> bool:
+        return self.sink == 0
+
     def turn(self, q: Array, by: Array) -> Array:
-        by = jnp.broadcast_to(by[:, None, None, None], q.shape[:-1])
-        return turn_positions(q, by, self.rope).astype(q.dtype)
+        return turn_positions(q, by[:, None, None, None], self.rope).astype(q.dtype)
 
     def check(self, budget: int) -> None:
         if budget <= self.sink:

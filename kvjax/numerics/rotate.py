@@ -1,4 +1,4 @@
-"""Rotated keys: a fixed random rotation, and codes of directions in subspaces of 8 channels or in a whole head.
+"""Rotated keys: a fixed random rotation, codes of directions in subspaces or in a whole head, and turns by RoPE.
 
 Channels of a model's keys differ in size by orders of magnitude, so fixed codebooks fit them badly, and learnt ones
 become outdated as a text goes on. A random rotation R gives all keys the same distribution: each subspace of 8 rotated
@@ -31,6 +31,7 @@ import numpy as np
 from jax import Array, lax
 
 from kvjax.numerics.packing import pack_bits, pack_codes, unpack_bits, unpack_codes
+from kvjax.numerics.types import Rope
 
 SUBSPACE = 8  # channels of a subspace: its signs are one byte
 RADII = 16  # values that a coded radius can have, of 4 bits
@@ -100,6 +101,22 @@ def _matrix(D: int, seed: int) -> np.ndarray:
         H = np.kron(np.array([[1, 1], [1, -1]], np.float32), H)
     H = np.kron(_paley_12().astype(np.float32), H) if odd == 12 else H
     return H * _signs(D, seed)[None] * np.float32(D**-0.5)
+
+
+def turn_positions(x: Array, by: Array, rope: Rope | None) -> Array:
+    """x [..., D] in f32, turned as if its position were `by`, broadcastable to [...], higher; as it is without RoPE."""
+    x = x.astype(jnp.float32)
+    if rope is None:
+        return x
+    frequencies = jnp.asarray(rope.frequencies(x.shape[-1]), jnp.float32)
+    angle = by.astype(jnp.float32)[..., None] * frequencies.reshape((1,) * by.ndim + (-1,))
+    return turn_pairs(x, jnp.cos(angle), jnp.sin(angle))
+
+
+def turn_pairs(x: Array, cos: Array, sin: Array) -> Array:
+    """x [..., D] with channels (i, i + D/2) turned by angles whose cos and sin are broadcastable to [..., D/2]."""
+    low, high = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
 
 
 def hadamard(x: Array) -> Array:

@@ -14,8 +14,8 @@ from jax import Array, lax
 from jax.tree_util import register_dataclass
 
 from kvjax import ops
-from kvjax.evictors import Evictor, Sliding
-from kvjax.evictors.base import Held, turn_positions
+from kvjax.evictors import Evictor
+from kvjax.evictors.base import Held
 from kvjax.memory import vary_with
 from kvjax.numerics.blocks import Block, empty_block, write
 from kvjax.numerics.derivatives import with_derivative
@@ -29,6 +29,7 @@ from kvjax.numerics.partial import (
     merge_sinks,
     softmax_weights,
 )
+from kvjax.numerics.rotate import turn_positions
 from kvjax.numerics.selection import Selection
 from kvjax.numerics.types import Rope
 from kvjax.ops.chunk import attend_own, attend_zone, takes_cudnn
@@ -178,14 +179,14 @@ class Evicting(Policy):
         if st.memory is not None and st.due is not None:
             memory = self.evictor.see_queries(st.memory, true_q[:, :, :, None], (st.length - 1)[:, None])
             after = replace(after, memory=jnp.where(st.due[:, None, None, None, None], memory, st.memory))
-        if moved := self._renumbered:
+        moved, fits = self._renumbered, window is None or (self.evictor.keeps_newest and st.tokens.slots <= window)
+        if seen is st.evidence and fits and not moved:
+            return self._attend_held(st, q, step), after, info
+        if moved:
             part = self._attend_moved(st, q[:, :, :, None], visible[:, :, None], moved, scale=scale)
-            out = (part if step.sinks is None else merge_sinks(part, step.sinks)).out
-        elif seen is st.evidence and (window is None or self._keeps_window(st, window)):
-            out = self._attend_held(st, q, step)
         else:  # the visible slots have gaps, or the logits are computed above anyway
             part = attend_part(q, st.tokens.k, st.tokens.v, visible[:, :, None], scale=scale)
-            out = (part if step.sinks is None else merge_sinks(part, step.sinks)).out
+        out = (part if step.sinks is None else merge_sinks(part, step.sinks)).out
         return out, after, info
 
     # -------------------------------------------------------------------------------------------------------- prompts
@@ -434,11 +435,6 @@ class Evicting(Policy):
     def _renumbered(self) -> int:
         return self.evictor.renumbered
 
-    def _keeps_window(self, st: EvictingState, window: int) -> bool:
-        """True if the slots hold no token that is older than the window."""
-        newest = isinstance(self.evictor, Sliding) and self.evictor.sink == 0
-        return newest and st.tokens.slots <= window
-
     def _attend_moved(self, st: EvictingState, q: Array, seen: Array, moved: int, *, scale: float) -> PartialAttention:
         """Attention of q [B, K, G, T, D], a part over G*T, to the slots `seen` bool[B, 1 or K, 1 or G*T, S].
 
@@ -502,14 +498,14 @@ class Evicting(Policy):
         """Queries q [B, K, G, T, D], at the place after the held tokens if these have closed up."""
         if self.rope is None:
             return q
-        by = jnp.broadcast_to((st.tokens.count - st.length)[:, None, None, None], q.shape[:-1])
+        by = (st.tokens.count - st.length)[:, None, None, None]
         return turn_positions(q, by, self.rope).astype(q.dtype)
 
     def _at_distance(self, st: EvictingState) -> Array:
         """The held keys [B, K, S, D], at the distances from new queries that closed-up tokens have."""
         if self.rope is None:
             return st.tokens.k
-        by = jnp.broadcast_to((st.length - st.tokens.count)[:, None, None], st.position.shape)
+        by = (st.length - st.tokens.count)[:, None, None]
         return turn_positions(st.tokens.k, by, self.rope).astype(st.tokens.k.dtype)
 
     def _arriving(self, k: Array, v: Array) -> Array:

@@ -71,6 +71,16 @@ class Coded(Store):
         k, v = refuse_codes(self, k, v)
         return k.astype(jnp.float32) - st.offset[:, :, None], v
 
+    def decoded(self, k: Array, v: Array) -> tuple[Array, Array]:
+        """A row's first chunks k, v [B, K, T, D] as they are read."""
+        offset = self.mean_of_first(k, jnp.full(k.shape[0], k.shape[2], jnp.int32))[:, :, None]
+        k, v = self.recoded(k.astype(jnp.float32) - offset, v)
+        return k + offset, v
+
+    def recoded(self, k: Array, v: Array) -> tuple[Array, Array]:
+        """Keys without their offset and values, as their codes have them."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True, kw_only=True)
 class _HostCodes(Coded):
@@ -140,11 +150,8 @@ class _HostCodes(Coded):
         k, v = self.decode_both(k, v, st.offset.shape[-1])
         return k + st.offset[:, :, None], v
 
-    def decoded(self, k: Array, v: Array) -> tuple[Array, Array]:
-        """A row's first chunks k, v [B, K, T, D] as they are read."""
-        offset = self.mean_of_first(k, jnp.full(k.shape[0], k.shape[2], jnp.int32))[:, :, None]
-        k, v = self.decode_both(*self.encode_both(k.astype(jnp.float32) - offset, v), k.shape[-1])
-        return k + offset, v
+    def recoded(self, k: Array, v: Array) -> tuple[Array, Array]:
+        return self.decode_both(*self.encode_both(k, v), k.shape[-1])
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         return 2.0 * spec.kv_heads * self.width(spec.head_dim)

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.tree_util import register_dataclass
 
@@ -15,6 +14,7 @@ from kvjax.numerics.derivatives import refuse_derivative
 from kvjax.numerics.indexing import put_last
 from kvjax.numerics.partial import PartialAttention, attend_part
 from kvjax.numerics.reductions import page_means, sum_pairs
+from kvjax.numerics.rotate import turn_positions
 from kvjax.numerics.selection import Selection
 from kvjax.numerics.types import Rope
 from kvjax.ops.chunk import attend_blocks
@@ -297,14 +297,8 @@ class LowRank(Store):
     def _turn(self, k: Array, slots: Array, *, back: bool) -> Array:
         """Keys f32[B, K, T, D] rotated to their slots i32[B, T] or [B, K, T], or `back` from them; unchanged without
         `rope`."""
-        if self.rope is None:
-            return k
-        if slots.ndim == 2:
-            slots = slots[:, None]
-        angle = slots[..., None].astype(jnp.float32) * np.asarray(self.rope.frequencies(k.shape[-1]))[None, None, None]
-        cos, sin = jnp.cos(angle), jnp.sin(angle) * (-1.0 if back else 1.0)
-        low, high = jnp.split(k, 2, axis=-1)
-        return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+        slots = slots[:, None] if slots.ndim == 2 else slots
+        return turn_positions(k, -slots if back else slots, self.rope)
 
 
 def _side_by_side(k: Array) -> Array:

@@ -98,11 +98,9 @@ class _Turbo(Coded):
         none = jnp.isneginf(part.lse)  # no slot: then nothing has a derivative
         return PartialAttention(rotate_back(part.out, self.seed), jnp.where(none, part.lse, part.lse + scale * shift))
 
-    def decoded(self, k: Array, v: Array) -> tuple[Array, Array]:
-        """A row's first chunks k, v [B, K, T, D] as they are read."""
-        offset = self.mean_of_first(k, jnp.full(k.shape[0], k.shape[2], jnp.int32))[:, :, None]
-        k, v = (rotate_back(decode(code), self.seed) for code in self.codes(k.astype(jnp.float32) - offset, v))
-        return k + offset, v
+    def recoded(self, k: Array, v: Array) -> tuple[Array, Array]:
+        k, v = (rotate_back(decode(code), self.seed) for code in self.codes(k, v))
+        return k, v
 
     takes_steps = True
     rounds_scales_to = jnp.float16  # for the laws: see `kvjax.testing`
@@ -211,6 +209,3 @@ class HostTurboQuant(_Turbo, _HostCodes):
     def rotated(self, st: CodedBlock, selection: Selection) -> tuple[Array, Array]:  # type: ignore[override]
         k, v = self.decode_rotated(*self._rows.gather(st, selection), st.offset.shape[-1])
         return k, v
-
-    def bytes_per_token(self, spec: CacheSpec) -> float:
-        return _HostCodes.bytes_per_token(self, spec)
