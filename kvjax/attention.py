@@ -45,7 +45,7 @@ from kvjax.policies.indexed import with_index
 from kvjax.policies.policy import step_lengths
 from kvjax.sharding.placement import context_axis, run_on_parts, to_context
 from kvjax.spec import require_int
-from kvjax.validation import check_alive, check_array, check_dims, check_flags, check_floats, finite_number
+from kvjax.validation import check_alive, check_array, check_dims, check_flags, check_floats, finite_number, is_traced
 
 MaybeCache = TypeVar("MaybeCache", bound=LayerCache | None)  # the cache that comes back is of the kind that was given
 MOST_STEPS = 16  # tokens of a row in one `decode`
@@ -545,7 +545,7 @@ def row_counts(B: int, T: int, lengths: ArrayLike | None, active: ArrayLike | No
         if given is None:
             continue
         check_array(name, given, *(("bools", "[True, False]") if name == "active" else ("integers", "[3, 5]")))
-        known = None if isinstance(given, Tracer) else np.asarray(given)
+        known = None if is_traced(given) else np.asarray(given)
         given = jnp.asarray(given)
         if given.dtype.itemsize < 4 and jnp.issubdtype(given.dtype, jnp.integer):
             given = given.astype(jnp.int32)  # T need not fit in fewer bits

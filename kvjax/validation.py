@@ -123,6 +123,11 @@ def check_floats(**arrays: Any) -> None:
             )
 
 
+def is_traced(value: Any) -> bool:
+    """True for a traced array, and for a list that `jit` was given: its numbers are traced."""
+    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value))
+
+
 def check_array(what: str, value: Any, kind: str, example: str) -> None:
     """Raises ValueError for a value that jnp.asarray does not take, such as text or None, or whose integers are beyond
     32 bits, which it would cut off.
@@ -134,7 +139,7 @@ def check_array(what: str, value: Any, kind: str, example: str) -> None:
         ...
     ValueError: rollback(lengths=...) must be integers, such as [3, 5], got 'ab'
     """
-    if isinstance(value, Tracer):
+    if is_traced(value):
         return
     try:
         found = np.asarray(value)
@@ -174,12 +179,15 @@ def check_dims(layout: str, known: Mapping[str, int] | None = None, /, **arrays:
             continue
         shape = arrays[name].shape
         if len(shape) != len(letters):
-            raise fail(f"{name} must have the {len(letters)} dimensions [{', '.join(letters)}]")
+            add = "; x[None] adds the row, x[:, None] a step's token" if len(shape) == 3 and letters[:2] == "BT" else ""
+            raise fail(f"{name} must have the {len(letters)} dimensions [{', '.join(letters)}]{add}")
         for letter, size in zip(letters, shape, strict=True):
             if sizes.setdefault(letter, size) != size:
                 wrong = f"{name} has {letter}={size} but {owner[letter]} has {letter}={sizes[letter]}"
                 swapped = owner[letter] == "the cache" and sizes[letter] in shape[1:-1]
                 cure = f"; the axes of {name} must be [{', '.join(letters)}]: use jnp.swapaxes" if swapped else ""
+                if letter == "K" and size == sizes.get("N"):
+                    cure = f"; give {name} as it is projected, not repeated for the query heads"
                 raise fail(wrong + cure)
             owner.setdefault(letter, name)
     return sizes

@@ -102,7 +102,11 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a selector for a policy": (
         lambda: kvjax.init_layer(kvjax.Fier(), SPEC),  # type: ignore[arg-type]
-        r"got a Fier, which has no prefill, update, attend, of_size; give for example kvjax\.presets\.fier",
+        r"got a Fier, which has no prefill, update, attend, of_size; give for example kvjax\.Retrieval",
+    ),
+    "the name of a preset for a layer": (
+        lambda: kvjax.init_layer("fier", SPEC),  # type: ignore[arg-type]
+        r"the string 'fier'; write it as code, for example kvjax\.Retrieval\(selector=kvjax\.Fier\(\), budget=256\)",
     ),
     "a dict for the spec": (
         lambda: kvjax.init(kvjax.Full(), {"batch": 1}, layers=2),  # type: ignore[arg-type]
@@ -265,7 +269,7 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
     # ------------------------------------------------------------------------------------- prefill, decode, rollback
     "a prompt without rows": (
         lambda: kvjax.prefill(layer(), *(a[0] for a in qkv())),
-        r"q must have the 4 dimensions \[B, T, N, D\]; q\[3, 4, 16\]",
+        r"q must have the 4 dimensions \[B, T, N, D\]; x\[None\] adds the row, .*; q\[3, 4, 16\]",
     ),
     "a prompt of other rows": (
         lambda: kvjax.prefill(layer(), *qkv(B=3)),
@@ -273,7 +277,7 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a prompt of other heads": (
         lambda: kvjax.prefill(layer(), qkv()[0], *qkv()[:2]),
-        r"k has K=4 but the cache has K=2",
+        r"k has K=4 but the cache has K=2; give k as it is projected, not repeated for the query heads",
     ),
     "values of other tokens": (lambda: kvjax.prefill(layer(), *qkv()[:2], qkv(4)[2]), "v has T=4 but q has T=3"),
     "a prompt without a cache": (
@@ -662,3 +666,14 @@ def test_import_needs_neither_flax_nor_orbax() -> None:
     program = "import sys, kvjax; print(sorted({'flax', 'orbax', 'transformers'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_lengths_in_a_list_are_taken_under_jit_too() -> None:
+    _, stored = jax.eval_shape(lambda lengths: kvjax.attention(layer(), *qkv(), lengths=lengths), [1, 2])
+    assert stored.length.shape == (2,)
+
+
+def test_a_save_that_cannot_make_its_directory_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"save cannot make the directory .*/file/saves .*; give one to write in"):
+        kvjax.save(tmp_path / "file" / "saves", layer())

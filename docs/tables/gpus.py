@@ -1,8 +1,9 @@
-"""The tables of docs/support.md: what kernels depend on by architecture, and times that users of cards have sent."""
+"""The tables of docs/support.md: what kernels depend on by architecture, and times by card."""
 
 from __future__ import annotations
 
-from docs.tables.reading import load_rows
+from docs.tables.reading import load_file, load_rows
+from docs.tables.speed import default_steps
 from docs.tables.writing import markdown
 from kvjax.kernels_pallas import simt
 
@@ -20,9 +21,17 @@ def gpus() -> str:
 
 
 def cards() -> str:
-    times = {(row["card"]["kind"], row["what"]): f"{row['us']:.1f}" for row in load_rows("cards") if "us" in row}
-    rows = [
-        [kind.removeprefix("NVIDIA "), capability, *(times.get((kind, f"step {name}"), "") for name in STEPS)]
-        for kind, (capability, *_) in simt.CARDS.items()
-    ]
+    """Steps after 131072 tokens by card: times that users sent, and those of the scripts of steps and of targets."""
+    sent = {(row["card"]["kind"], row["what"]): row["us"] for row in load_rows("cards") if "us" in row}
+    file = load_file("targets")
+    own = [(file["device"], row["what"], row) for row in file["rows"] if row.get("form") == "here"]
+    own += [(row["device"], f"step {row['method']}", row) for row in default_steps().values()]
+    times = {(card, what): row["us"] for card, what, row in own if (row["length"], row["batch"]) == (131072, 1)} | sent
+    rows = []
+    for kind, (capability, *_) in simt.CARDS.items():
+        found = [times.get((kind, f"step {name}")) for name in STEPS]
+        if any(found):
+            rows.append(
+                [kind.removeprefix("NVIDIA "), capability, *("" if us is None else f"{us:.1f}" for us in found)]
+            )
     return markdown(["card", "compute capability", *STEPS], rows)

@@ -5,27 +5,40 @@ from __future__ import annotations
 from typing import Any
 
 from docs.tables.published import NEEDLES, ruler_means
-from docs.tables.reading import load_rows, load_scores, method_of, score_of
-from docs.tables.speed import ONE_CALL, default_steps, seconds_to_first_token
-from docs.tables.writing import markdown, mean_of, named
+from docs.tables.reading import load_file, load_rows, load_scores, method_of, of_its_paper, score_of
+from docs.tables.speed import default_steps
+from docs.tables.writing import markdown, mean_of
+from kvjax.kernels_pallas import simt
+
+METHODS = ("full", "fier", "quest", "pariskv", "logquant")
+QUALITY = ("full", "fier", "pariskv", "quest", "freekv", "logquant", "snapkv")
 
 
 def speed() -> str:
-    """Decode steps and times to the first token of a few sizes."""
-    steps, first = default_steps(), seconds_to_first_token()
-    columns = ("cudnn", "fier", "quest", "pariskv", "logquant")
-    rows = []
+    """Decode steps by card and size, and the cards on which nothing was measured."""
+    file, rows, days = load_file("targets"), [], set()
+
+    def add(what: str, found: list[dict[str, Any]]) -> None:
+        days.update(row.get("date", file["date"])[:10] for row in found)
+        rows.append([what, *(f"{row['us']:.0f}" for row in found)])
+
+    steps = default_steps()
     for length, batch in ((8192, 1), (131072, 1), (131072, 8)):
-        times = [steps[length, batch, method]["us"] for method in columns]
-        rows.append([f"decode step, {length} tokens, batch {batch}, us", *(f"{us:.0f}" for us in times)])
-    times = [first[ONE_CALL if method == "cudnn" else method, "prompt", 131072] for method in columns]
-    rows.append(["first token, prompt of 131072, s", *(f"{seconds:.2f}" for seconds in times)])
-    return markdown(["", "full, cuDNN", *(f"`{name}`" for name in columns[1:])], rows)
+        add(f"H200, {length} x {batch}", [steps[length, batch, name] for name in METHODS])
+    found = {(row["form"], row["what"]): row for row in file["rows"] if (row["length"], row["batch"]) == (131072, 1)}
+    for form, card in (("here", "H100"), ("8.9", "H100, by kernels for 8.9")):
+        add(f"{card}, 131072 x 1", [found[form, f"step {name}"] for name in METHODS])
+    others = ", ".join(one for one in simt.ARCHITECTURES if one != "9.0")
+    table = markdown(["GPU, tokens x rows", *(f"`{name}`" for name in METHODS)], rows)
+    return (
+        f"{table}\nMeasured from {min(days)} to {max(days)}. Compute capabilities {others}: compiled and simulated, "
+        "not measured.\n"
+    )
 
 
 def quality() -> str:
     """Needles, RULER, GSM8K and perplexity of a published model."""
-    needles = load_scores("eval_qwen")[NEEDLES]
+    needles, papers = load_scores("eval_qwen")[NEEDLES], load_scores("eval_qwen_papers")[NEEDLES]
     problems = load_scores("eval_qwen_gsm8k")["gsm8k"]
     texts = {(row["text"], row["length"], method_of(row["cache"])): row for row in load_rows("perplexity_qwen")}
     ruler: dict[str, Any] = {name: {"mean": mean} for name, mean in ruler_means(16384).items()}
@@ -34,11 +47,11 @@ def quality() -> str:
         return mean_of(score_of(scores, method, budget))
 
     rows = []
-    for method in ("full", "fier", "pariskv", "quest", "freekv", "logquant", "snapkv"):
+    for method in QUALITY:
         row = texts["book", 16384, method]
         change = f"{row['perplexity']:.2f}" if method == "full" else f"{100 * (row['ratio'] - 1):+.1f} %"
-        found = (right(needles, method, 256), right(ruler, method, 1024), right(problems, method, 128))
-        cache = next(name for name in needles if method_of(name) == method)
-        rows.append([named(cache).replace(f"`{cache.partition('@')[0]}`", f"`{method}`"), *found, change])
-    head = ["cache", "needles, budget 256", "RULER, 1024", "GSM8K, 128", "perplexity, 1024"]
+        of_paper = {name: score for name, score in (needles | papers).items() if of_its_paper(name)}
+        found = (right(needles, method, 1024), right(of_paper, method, 1024), right(ruler, method, 1024))
+        rows.append([f"`{method}`", *found, right(problems, method, 128), change])
+    head = ["cache", "needles", "paper's settings", "RULER", "GSM8K, 128", "perplexity"]
     return markdown(head, rows)

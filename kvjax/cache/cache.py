@@ -391,13 +391,15 @@ def with_states(cache: Any, states: Sequence[Any]) -> Any:
     return with_layers(cache, [dataclasses.replace(layer, state=state) for layer, state in pairs])
 
 
+_LAYER = "kvjax.Retrieval(selector=kvjax.Fier(), budget=256)"  # a preset has the policies of all layers
 _PRESETS = "kvjax.presets.fier(256) or kvjax.presets.parse('fier:budget=256')"
 
 
 def _check_policy(where: str, policy: Any) -> None:
     """Raises ValueError unless `policy` is one: it may be a preset's name, a class, or a preset that was not called."""
     verbs = ("init", "prefill", "update", "attend", "of_size")
-    check_verbs(where, policy, "a policy", verbs, _PRESETS, protocol="kvjax.Policy")
+    example = _LAYER if where.startswith("init_layer") else _PRESETS
+    check_verbs(where, policy, "a policy", verbs, example, protocol="kvjax.Policy")
 
 
 def _check_spec(where: str, spec: Any) -> None:

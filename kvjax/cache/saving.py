@@ -74,7 +74,10 @@ def save(directory: str | Path, cache: Cache | LayerCache, *, keep: int = 1) -> 
     path = _path(directory)
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"{path} is a file; give the name of a directory for saves")
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"save cannot make the directory {path} ({_short(error)}); give one to write in") from error
     _refuse_links(path)
     leaves = dict(_named(_by_place(cache)))
     about = describe(cache) | {"sha256": {name: _digest(leaf) for name, leaf in leaves.items()}}

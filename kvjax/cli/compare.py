@@ -71,6 +71,8 @@ def compare(
         write_json(*(answer.as_json() for answer in found))
         return
     show(_table(found))
+    if dense_layers:
+        say(f"tokens read is the mean over layers; the first {dense_layers} of them read everything (--dense-layers)")
     for answer in found:
         if answer.refused:
             say(f"{answer.cache}: {answer.refused}")

@@ -53,8 +53,7 @@ EXAMPLE = (
     + "What is the pass key? The pass key is "
 )
 EXAMPLE_TOKENS = 5
-SILENCE = 2.0  # seconds of compiling after which a line says how long it may take
-SECONDS_A_LAYER = 0.3  # to compile a layer of one program; 0.1 to 0.6 by method, on a CPU and for an H100
+SILENCE = 2.0  # seconds of compiling after which a line says what takes the time
 JSON_BLOCK = 16  # decode steps between two transfers to the host; --json does not stream
 
 
@@ -496,14 +495,12 @@ class _Ahead:
 
         job = self._job
         programs, layers = max(2, len(self._running)), job.checkpoint.config.layers
-        deep = 2 if programs == 2 else 1  # programs that have all layers
-        seconds = round((1 + SECONDS_A_LAYER * layers) * deep / min(os.cpu_count() or 1, deep))
         config: Any = jax.config
         kept = config.jax_compilation_cache_dir
         then = f", once: they are kept in {kept}" if kept else ""
         say(
             f"compiling {programs} programs, for a prompt of {len(job.tokens)} tokens and for decode steps of "
-            f"{layers} layers, takes about {seconds} s{then}"
+            f"{layers} layers, takes some seconds{then}"
         )
 
 
