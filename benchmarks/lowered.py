@@ -9,9 +9,9 @@ lowers the programs of `PROGRAMS` for each cache of `CACHES`: nothing runs, and 
 names of functions and of results removed. `digests.json` has two digests of each:
 
 - "text": of the file.
-- "graph": of what the results are computed from. Calls are inlined, equal operations are one, and operations without
-  an effect on the results are left out, as XLA does first. Equal graphs compile to the same program, up to the order
-  of independent operations.
+- "graph": of what the results are computed from. Calls, and a `case` of one branch, are inlined, equal operations are
+  one, and operations without an effect on the results are left out, as XLA does first. Equal graphs compile to the same
+  program, up to the order of independent operations.
 
 `compare` lists the programs whose graphs differ, then those that differ only in text; the exit status is 1 if a graph
 differs or is missing. `diff BEFORE/cpu/NAME AFTER/cpu/NAME` shows what changed.
@@ -300,6 +300,11 @@ class Graph:
                 return list(operands), tuple(effects)
             if kind in ("func.call", "call"):
                 results, inside = self.call(op.attributes["callee"].value, operands)
+                effects += inside
+                values.update(zip(op.results, results, strict=True))
+                continue
+            if kind == "stablehlo.case" and len(op.regions) == 1:  # of several platforms, the one it is lowered for
+                results, inside = self.block(op.regions[0].blocks[0], dict(values))
                 effects += inside
                 values.update(zip(op.results, results, strict=True))
                 continue
