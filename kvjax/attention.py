@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from kvjax import ops
 from kvjax.cache.cache import LayerCache, as_whole, check_no_cache, part_of, placement_of, specs_of
 from kvjax.cache.flushing import flush_full
 from kvjax.memory import on_host
-from kvjax.numerics.partial import CappedScale, group_queries
+from kvjax.numerics.partial import CappedScale
 from kvjax.numerics.selection import Selection
 from kvjax.ops.chunk import (
     attend_chunk,
@@ -139,22 +139,21 @@ def attention_info(
     index: Index | None = None,
 ) -> tuple[Array, MaybeCache, Info | None]:
     """`attention` that also returns an `Info` of what a decode step read; None for a prompt or without a cache."""
-    sizes, scale, heads = _check_call("attention", cache, q, k, v, window, scale, soft_cap, sinks)
+    B, T, step, heads = _check_call("attention", cache, q, k, v, window, scale, soft_cap, sinks)
     check_flags("attention", first_chunk=first_chunk, flush=flush)
     if first_chunk:
         _check_first("attention", cache)
-    if active is not None and sizes.T > 1:
+    if active is not None and T > 1:
         raise ValueError(
-            f"active is for decode steps (T=1), got T={sizes.T}; for a prompt give lengths, 0 for rows without tokens"
+            f"active is for decode steps (T=1), got T={T}; for a prompt give lengths, 0 for rows without tokens"
         )
-    count = row_counts(sizes.B, sizes.T, lengths, active)
+    count = row_counts(B, T, lengths, active)
     if index is not None or (cache is not None and cache.policy.takes_index):
         cache = with_index("attention", cache, index, count)
-    operands: Any = (cache, q, k, v, count, selection, heads)
-    by: dict[str, Any] = {"scale": scale, "window": window}
-    if cache is not None and sizes.T == 1:
-        return _run(_attend_step, *operands, **by, flush=flush)
-    return _run(_attend_prompt, *operands, **by, first_chunk=first_chunk, padded=lengths is not None)
+    operands: dict[str, Any] = {"q": q, "k": k, "v": v, "count": count, "sinks": heads}
+    if cache is not None and T == 1:
+        return run(_attend_step, cache, operands | {"selection": selection}, step=step, flush=flush)
+    return run(_attend_prompt, cache, operands, step=step, first_chunk=first_chunk, padded=lengths is not None)
 
 
 def prefill(
@@ -175,15 +174,15 @@ def prefill(
     The same as `attention` with T > 1. With T = 1 the token is a prompt of one token: attention is exact, without a
     selection. Arguments and result are those of `attention`.
     """
-    sizes, scale, heads = _check_call("prefill", cache, q, k, v, window, scale, soft_cap, sinks)
+    B, T, step, heads = _check_call("prefill", cache, q, k, v, window, scale, soft_cap, sinks)
     check_flags("prefill", first_chunk=first_chunk)
     if first_chunk:
         _check_first("prefill", cache)
-    count = row_counts(sizes.B, sizes.T, lengths, None)
+    count = row_counts(B, T, lengths, None)
     if cache.policy.takes_index:
         with_index("prefill", cache, None, count)
-    settings: dict[str, Any] = {"first_chunk": first_chunk, "padded": lengths is not None}
-    return _run(_attend_prompt, cache, q, k, v, count, None, heads, scale=scale, window=window, **settings)[:2]
+    operands = {"q": q, "k": k, "v": v, "count": count, "sinks": heads}
+    return run(_attend_prompt, cache, operands, step=step, first_chunk=first_chunk, padded=lengths is not None)[:2]
 
 
 def decode(
@@ -236,68 +235,69 @@ def decode_info(
     selection: Selection | None = None,
 ) -> tuple[Array, LayerCache, Info]:
     """`decode` that also returns the `Info`s of all steps, stacked along a first axis T."""
-    sizes, scale, heads = _check_call("decode", cache, q, k, v, window, scale, soft_cap, sinks)
+    B, T, step, heads = _check_call("decode", cache, q, k, v, window, scale, soft_cap, sinks)
     check_flags("decode", flush=flush)
-    if sizes.T > MOST_STEPS:
-        raise ValueError(
-            f"decode takes 1 to {MOST_STEPS} tokens per row, got T={sizes.T}; read a prompt with kvjax.prefill"
-        )
-    count = row_counts(sizes.B, sizes.T, lengths, active)
+    if T > MOST_STEPS:
+        raise ValueError(f"decode takes 1 to {MOST_STEPS} tokens per row, got T={T}; read a prompt with kvjax.prefill")
+    count = row_counts(B, T, lengths, active)
     if cache.policy.takes_index:
         with_index("decode", cache, None, count)
-    if lengths is not None and sizes.T > 1:
+    if lengths is not None and T > 1:
         k, v = _without_padding(k, v, count)
-    return _run(_attend_steps, cache, q, k, v, count, selection, heads, scale=scale, window=window, flush=flush)
+    operands = {"q": q, "k": k, "v": v, "count": count, "selection": selection, "sinks": heads}
+    return run(_attend_steps, cache, operands, step=step, flush=flush)
 
 
 # ----------------------------------------------------------------------------------------------------------- attending
 
 
-def _run(attend: Callable[..., Any], cache: LayerCache | None, *operands: Any, **settings: Any) -> Any:
-    """Calls `attend` with checked arguments; if the cache has a placement, each device calls it for its own part."""
+def run(verb: Callable[..., Any], cache: LayerCache | None, operands: dict[str, Any], **static: Any) -> Any:
+    """verb(cache, **operands, **static) of checked arguments; each device of a placement calls it for its own part.
+
+    A verb returns an output [B, T, N, D] or None, the cache, and a tree of arrays [B, K, ...].
+    """
     # A NumPy float64 array stays float64 under an inlined jit, where every cast to it warns.
-    operands = tuple(a.astype(jnp.result_type(a)) if isinstance(a, np.ndarray) else a for a in operands)
+    if np.ndarray in map(type, operands.values()):
+        operands = {n: a.astype(jnp.result_type(a)) if isinstance(a, np.ndarray) else a for n, a in operands.items()}
     if cache is not None and cache.placement is not None:
-        return _run_on_parts(attend, cache, *operands, **settings)
-    *_, selection, _ = operands
-    if ops.shares_traces() and isinstance(selection, Selection | None):  # the policy refuses others by their kind
-        return _traced_once(attend, cache, *operands, **settings)
-    return attend(cache, *operands, **settings)
+        return _run_on_parts(verb, cache, operands, **static)
+    # The policy refuses other selections by their kind.
+    if ops.shares_traces() and isinstance(operands.get("selection"), Selection | None):
+        return _traced_once(verb, cache, operands, **static)
+    return verb(cache, **operands, **static)
 
 
-@partial(jax.jit, static_argnums=0, static_argnames=("scale", "window", "first_chunk", "flush", "padded"), inline=True)
-def _traced_once(attend: Callable[..., Any], cache: LayerCache | None, *operands: Any, **settings: Any) -> Any:
-    """`attend`, traced once for all layers of a program with equal policies and shapes; without jit, one program."""
-    return attend(cache, *operands, **settings)
+STATIC = ("step", "first_chunk", "flush", "padded")
 
 
-@partial(jax.jit, static_argnums=0, static_argnames=("scale", "window", "first_chunk", "flush", "padded"), inline=True)
+@partial(jax.jit, static_argnums=0, static_argnames=STATIC, inline=True)
+def _traced_once(verb: Callable[..., Any], cache: LayerCache | None, operands: dict[str, Any], **static: Any) -> Any:
+    """`verb`, traced once for all layers of a program with equal policies and shapes; without jit, one program."""
+    return verb(cache, **operands, **static)
+
+
+@partial(jax.jit, static_argnums=0, static_argnames=STATIC, inline=True)
 def _run_on_parts(
-    attend: Callable[..., Any],
-    cache: LayerCache,
-    q: Array,
-    k: Array,
-    v: Array,
-    count: Array,
-    selection: Selection | None,
-    sinks: Array | None,
-    **settings: Any,
-) -> tuple[Array, LayerCache, Info | None]:
-    """`attend`, run by each device of the placement for its own rows and heads."""
+    verb: Callable[..., Any], cache: LayerCache, operands: dict[str, Any], **static: Any
+) -> tuple[Array | None, LayerCache, Any]:
+    """`verb`, run by each device of the placement for its own rows and heads."""
 
-    def local(state: Any, *operands: Any) -> Any:
-        out, mine, info = attend(part_of(cache, state), *operands, **settings)
-        return out, as_whole(cache, mine.state), info
+    def local(state: Any, operands: dict[str, Any]) -> Any:
+        out, mine, found = verb(part_of(cache, state), **operands, **static)
+        return out, as_whole(cache, mine.state), found
 
-    placement, state = placement_of(cache), specs_of(cache)
-    tokens, heads = placement.spec("BTN"), placement.spec("TBK" if attend is _attend_steps else "BK")
-    followed = jax.tree.map(lambda _: heads, selection), None if sinks is None else placement.spec("KG")
-    in_specs = (state, tokens, tokens, tokens, placement.spec("B"), *followed)
-    out, new_state, info = run_on_parts(
-        placement, local, in_specs, (tokens, state, heads), cache.state, q, k, v, count, selection, sinks
-    )
-    out, info = to_context(out, tokens), jax.tree.map(lambda x: to_context(x, heads), info)
-    return out, dataclasses.replace(cache, state=new_state), info
+    placement, state, by_head = placement_of(cache), specs_of(cache), "TBK" if verb is _attend_steps else "BK"
+    letters = {"count": "B", "sinks": "KG", "selection": by_head}
+    tokens, heads = placement.spec("BTN"), placement.spec(by_head)
+
+    def specs(name: str, tree: Any) -> Any:
+        own = placement.spec(letters.get(name, "BTN"))
+        return jax.tree.map(lambda _: own, tree)
+
+    in_specs = state, {name: specs(name, tree) for name, tree in operands.items()}
+    out, new_state, found = run_on_parts(placement, local, in_specs, (tokens, state, heads), cache.state, operands)
+    out, found = to_context(out, tokens), jax.tree.map(lambda x: to_context(x, heads), found)
+    return out, dataclasses.replace(cache, state=new_state), found
 
 
 def _attend_prompt(
@@ -306,21 +306,19 @@ def _attend_prompt(
     k: Array,
     v: Array,
     count: Array,
-    _: Any,
     sinks: Array | None,
     *,
-    scale: float,
-    window: int | None,
+    step: Step,
     first_chunk: bool,
     padded: bool,
 ) -> tuple[Array, LayerCache | None, None]:
     """Attends a chunk of a prompt and stores the first `count` i32[B] tokens of each row."""
-    own_k, own_v = k, v
+    scale, window, own_k, own_v = step.scale, step.window, k, v
     if padded:
         own_k, own_v = _without_padding(k, v, count)
     if cache is None:
         return attend_chunk(q, own_k, own_v, sinks, scale=scale, window=window), None, None
-    grouped, k, v, over = group(q, k.shape[2]), _heads_first(k), _heads_first(v), context_axis()
+    grouped, k, v, over = group(q, k.shape[2]), jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), context_axis()
     if over is not None and not splits_queries(q.shape[1], over[1], window):
         over = None
     if first_chunk and over is not None and sinks is None:
@@ -329,7 +327,7 @@ def _attend_prompt(
         out = attend_chunk(q, own_k, own_v, sinks, scale=scale, window=window)
     else:
         attend_stored = partial(cache.policy.attend_stored, cache.state, scale=scale, window=window)
-        own_k, own_v = _heads_first(own_k), _heads_first(own_v)
+        own_k, own_v = jnp.swapaxes(own_k, 1, 2), jnp.swapaxes(own_v, 1, 2)
         own = None if over is None else attend_own_in_parts(grouped, own_k, own_v, *over, scale=scale)
         out = attend_chunk_after(attend_stored, grouped, own_k, own_v, scale=scale, window=window, own=own, sinks=sinks)
         out = ungroup(out, q.dtype)
@@ -350,15 +348,15 @@ def _attend_step(
     selection: Selection | None,
     sinks: Array | None,
     *,
-    scale: float,
-    window: int | None,
+    step: Step,
     flush: bool,
 ) -> tuple[Array, LayerCache, Info]:
     """One decode step of the rows whose `count` is 1."""
-    policy, k, v = cache.policy, _heads_first(k), _heads_first(v)
+    policy, k, v = cache.policy, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)  # heads before tokens
     state = policy.update((flush_full(cache, count > 0) if flush else cache).state, k, v, count > 0)
-    queries = group_queries(q[:, 0], k.shape[1])
-    step = Step(scale, window, active=count > 0, selection=selection if policy.follows else None, sinks=sinks)
+    queries = q[:, 0].reshape(*k.shape[:2], -1, q.shape[3])
+    selection = selection if policy.follows else None
+    step = dataclasses.replace(step, active=count > 0, selection=selection, sinks=sinks)
     out, state, info = policy.attend(state, queries, step)
     out = out.astype(q.dtype).reshape(*q.shape[:-1], -1)
     return out, dataclasses.replace(cache, state=state), info
@@ -373,12 +371,11 @@ def _attend_steps(
     selection: Selection | None,
     sinks: Array | None,
     *,
-    scale: float,
-    window: int | None,
+    step: Step,
     flush: bool,
 ) -> tuple[Array, LayerCache, Info]:
     """T decode steps, of which each row takes the first `count` i32[B]; in one pass if the policy supports it."""
-    settings: Any = {"scale": scale, "window": window, "flush": flush}
+    settings: Any = {"step": step, "flush": flush}
 
     def one_by_one(cache: LayerCache, count: Array) -> tuple[Array, LayerCache, Info]:
         def one(cache: LayerCache, x: Any) -> tuple[LayerCache, tuple[Array, Info]]:
@@ -402,13 +399,13 @@ def _attend_steps(
         return out, cache, jax.tree.map(lambda a: a[None], info)
 
     def at_once(cache: LayerCache, count: Array) -> tuple[Array, LayerCache, Info]:
-        keys, values = _heads_first(k), _heads_first(v)
+        keys, values = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
         grouped = group(q, k.shape[2])
         # Counts are read before they change in place; XLA would copy them otherwise.
         lengths = step_lengths(cache.length, count, k.shape[1], policy.free(cache.state))
         lengths, taken = in_order(lengths, count)
         state = policy.store_steps(cache.state, keys, values, taken)
-        out, state, info = policy.attend(state, grouped, Step(scale, window, lengths=lengths, sinks=sinks))
+        out, state, info = policy.attend(state, grouped, dataclasses.replace(step, lengths=lengths, sinks=sinks))
         return ungroup(out, q.dtype), dataclasses.replace(cache, state=state), info
 
     if not flush or cache.full_rows() is None:
@@ -436,11 +433,6 @@ def _attend_steps(
 # ----------------------------------------------------------------------------------------------------------- arguments
 
 
-class _Sizes(NamedTuple):
-    B: int
-    T: int
-
-
 def _check_first(verb: str, cache: LayerCache | None) -> None:
     """Raises ValueError if rows of a cache that is promised to be empty are known to hold tokens."""
     if cache is None or isinstance(length := cache.length, Tracer):
@@ -462,8 +454,8 @@ def _check_call(
     scale: float | None,
     soft_cap: float | None,
     sinks: ArrayLike | None,
-) -> tuple[_Sizes, float, Array | None]:
-    """The sizes, scale and sink logits f32[K, G] of a call.
+) -> tuple[int, int, Step, Array | None]:
+    """B, T, scale and window of the step, and the sink logits f32[K, G] of a call.
 
     Raises ValueError for arrays that disagree with each other or with the cache.
     """
@@ -473,8 +465,7 @@ def _check_call(
     known = {}
     if isinstance(cache, LayerCache):
         check_alive(verb, cache)
-        spec = cache.spec
-        known = {"B": spec.batch, "N": spec.q_heads, "K": spec.kv_heads, "D": spec.head_dim, "E": spec.value_size}
+        known = cache.spec.dims
     else:
         check_no_cache(verb, cache)
     try:
@@ -495,6 +486,12 @@ def _check_call(
         raise ValueError(
             f"q has N={N} heads, which must be a multiple of k's K={K} kv heads; q{list(q.shape)}, k{list(k.shape)}"
         )
+    step = plain_step(verb, D, window, scale, soft_cap)
+    return B, T, step, None if sinks is None else sink_logits(verb, cache, sinks, N, K)
+
+
+def plain_step(verb: str, D: int, window: int | None, scale: float | None, soft_cap: float | None) -> Step:
+    """The `Step` of a call without its arrays, for keys of D channels."""
     if window is not None:
         require_int(f"{verb}(window=...)", window, at_least=1)
     scale = D**-0.5 if scale is None else finite_number(f"{verb}(scale=...)", scale)
@@ -503,15 +500,12 @@ def _check_call(
             f"{verb}(scale=...) must be at most {MOST_SCALE:.0e}, got {scale}: larger logits overflow; it is usually "
             "head_dim**-0.5"
         )
-    scale = scale if soft_cap is None else capped(verb, scale, soft_cap)
-    return _Sizes(B, T), scale, None if sinks is None else sink_logits(verb, cache, sinks, N, K)
-
-
-def capped(verb: str, scale: float, soft_cap: float) -> CappedScale:
+    if soft_cap is None:
+        return Step(scale, window)
     soft_cap = finite_number(f"{verb}(soft_cap=...)", soft_cap)
     if soft_cap <= 0:
         raise ValueError(f"{verb}(soft_cap=...) must be above 0, got {soft_cap}; leave it out for no cap")
-    return CappedScale(scale, soft_cap)
+    return Step(CappedScale(scale, soft_cap), window)
 
 
 def sink_logits(verb: str, cache: Any, sinks: ArrayLike, N: int, K: int) -> Array:
@@ -531,11 +525,6 @@ def _without_padding(k: Array, v: Array, count: Array) -> tuple[Array, Array]:
     """k, v [B, T, K, D] with zeros past the first `count` i32[B] tokens: padding has weight 0, but 0 * NaN is NaN."""
     real = (jnp.arange(k.shape[1])[None] < count[:, None])[..., None, None]
     return jnp.where(real, k, jnp.zeros((), k.dtype)), jnp.where(real, v, jnp.zeros((), v.dtype))
-
-
-def _heads_first(x: Array) -> Array:
-    """x [B, T, K, D] as [B, K, T, D], the layout of policies."""
-    return jnp.swapaxes(x, 1, 2)
 
 
 def row_counts(B: int, T: int, lengths: ArrayLike | None, active: ArrayLike | None) -> Array:

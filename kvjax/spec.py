@@ -58,6 +58,11 @@ class CacheSpec:
         return self.head_dim if self.value_dim is None else self.value_dim
 
     @property
+    def dims(self) -> dict[str, int]:
+        """The sizes of keys, queries and values by the letters of a layout; E is that of values."""
+        return {"B": self.batch, "N": self.q_heads, "K": self.kv_heads, "D": self.head_dim, "E": self.value_size}
+
+    @property
     def group(self) -> int:
         """G, the query heads that share a kv head."""
         return self.q_heads // self.kv_heads

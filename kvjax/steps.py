@@ -10,29 +10,18 @@ Together they do what `kvjax.attention` does. In between you may look at the sel
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from functools import partial
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 
-from kvjax.attention import capped, row_counts, sink_logits
-from kvjax.cache.cache import LayerCache, as_whole, check_layer_cache, part_of, placement_of, specs_of
+from kvjax.attention import plain_step, row_counts, run, sink_logits
+from kvjax.cache.cache import LayerCache, check_layer_cache
 from kvjax.cache.flushing import flush_full
 from kvjax.numerics.partial import group_queries
 from kvjax.numerics.selection import Selection, unpack
-from kvjax.policies import Step
-from kvjax.sharding.placement import run_on_parts, to_context
-from kvjax.spec import require_int
-from kvjax.validation import check_dims, check_flags, check_floats, finite_number, shown
-
-AXES = {  # that a placement splits
-    **{"q": "BTN", "k": "BTN", "v": "BTN", "out": "BTN"},
-    **{"count": "B", "selection": "BK", "sinks": "KG"},
-}
+from kvjax.policies import Info, Step
+from kvjax.validation import check_dims, check_flags, check_floats, shown
 
 
 def update(cache: LayerCache, k: Array, v: Array, *, active: ArrayLike | None = None, flush: bool = True) -> LayerCache:
@@ -46,7 +35,7 @@ def update(cache: LayerCache, k: Array, v: Array, *, active: ArrayLike | None = 
     _check("update", cache, k=k, v=v)
     check_flags("update", flush=flush)
     count = row_counts(k.shape[0], 1, None, active)
-    return _run(_update, cache, {"k": k, "v": v, "count": count}, {}, flush=flush)[1]
+    return run(_update, cache, {"k": k, "v": v, "count": count}, flush=flush)[1]
 
 
 def select(
@@ -67,9 +56,7 @@ def select(
         `Evicting`) or to what another layer selected (`Follower`); shapes that disagree with the cache.
     """
     _check("select", cache, q=q)
-    by = _settings("select", q, window, scale, soft_cap)
-    found, _ = _run(_select, cache, {"q": q}, {"selection": Selection(q, q)}, **by)
-    return found["selection"]
+    return run(_select, cache, {"q": q}, step=plain_step("select", q.shape[-1], window, scale, soft_cap))[2]
 
 
 def attend(
@@ -94,79 +81,39 @@ def attend(
       ValueError: a selection that is none, or for a policy that takes none; shapes that disagree with the cache.
     """
     _check("attend", cache, q=q)
-    by = _settings("attend", q, window, scale, soft_cap)
+    step = plain_step("attend", q.shape[-1], window, scale, soft_cap)
     if selection is not None and not isinstance(selection, Selection):
         raise ValueError(f"attend(selection=...) takes what kvjax.select returns, got {shown(selection)}")
     heads = None if sinks is None else sink_logits("attend", cache, sinks, cache.spec.q_heads, cache.spec.kv_heads)
     count = row_counts(q.shape[0], 1, None, active)
     operands = {"q": q, "count": count, "selection": selection, "sinks": heads}
-    found, cache = _run(_attend, cache, operands, {"out": q}, **by)
-    return found["out"], cache
+    return run(_attend, cache, operands, step=step)[:2]
 
 
-def _update(cache: LayerCache, k: Array, v: Array, count: Array, *, flush: bool) -> tuple[dict[str, Any], LayerCache]:
+def _update(cache: LayerCache, k: Array, v: Array, count: Array, *, flush: bool) -> tuple[None, LayerCache, None]:
     k, v = (jnp.swapaxes(a, 1, 2) for a in (k, v))
     state = (flush_full(cache, count > 0) if flush else cache).state
-    return {}, dataclasses.replace(cache, state=cache.policy.update(state, k, v, count > 0))
+    return None, dataclasses.replace(cache, state=cache.policy.update(state, k, v, count > 0)), None
 
 
-def _select(cache: LayerCache, q: Array, *, step: Step) -> tuple[dict[str, Any], LayerCache]:
+def _select(cache: LayerCache, q: Array, *, step: Step) -> tuple[None, LayerCache, Selection]:
     queries = group_queries(q[:, 0], cache.spec.kv_heads)
-    return {"selection": unpack(cache.policy.select(cache.state, queries, step))}, cache
+    return None, cache, unpack(cache.policy.select(cache.state, queries, step))
 
 
 def _attend(
     cache: LayerCache, q: Array, count: Array, selection: Selection | None, sinks: Array | None, *, step: Step
-) -> tuple[dict[str, Any], LayerCache]:
+) -> tuple[Array, LayerCache, Info]:
     queries = group_queries(q[:, 0], cache.spec.kv_heads)
     step = dataclasses.replace(step, active=count > 0, selection=selection, sinks=sinks)
-    out, state, _ = cache.policy.attend(cache.state, queries, step)
-    return {"out": out.astype(q.dtype).reshape(*q.shape[:-1], -1)}, dataclasses.replace(cache, state=state)
-
-
-def _run(
-    verb: Callable[..., Any], cache: LayerCache, operands: dict[str, Any], gives: dict[str, Any], **settings: Any
-) -> tuple[dict[str, Any], LayerCache]:
-    """Calls `verb`; if the cache has a placement, each device calls it for its own rows and heads."""
-    if cache.placement is None:
-        return verb(cache, **operands, **settings)
-    return _run_on_parts(verb, cache, operands, gives, **settings)
-
-
-@partial(jax.jit, static_argnums=0, static_argnames=("flush", "step"), inline=True)
-def _run_on_parts(
-    verb: Callable[..., Any], cache: LayerCache, operands: dict[str, Any], gives: dict[str, Any], **settings: Any
-) -> tuple[dict[str, Any], LayerCache]:
-    placement, state = placement_of(cache), specs_of(cache)
-
-    def split(named: dict[str, Any]) -> dict[str, Any]:
-        specs = {name: placement.spec(AXES[name]) for name in named}
-        return {name: jax.tree.map(lambda _, own=specs[name]: own, tree) for name, tree in named.items()}
-
-    def local(state: Any, operands: dict[str, Any]) -> Any:
-        found, mine = verb(part_of(cache, state), **operands, **settings)
-        return found, as_whole(cache, mine.state)
-
-    out_specs = split(gives)
-    found, new_state = run_on_parts(
-        placement, local, (state, split(operands)), (out_specs, state), cache.state, operands
-    )
-    return jax.tree.map(to_context, found, out_specs), dataclasses.replace(cache, state=new_state)
+    out, state, info = cache.policy.attend(cache.state, queries, step)
+    return out.astype(q.dtype).reshape(*q.shape[:-1], -1), dataclasses.replace(cache, state=state), info
 
 
 def _check(verb: str, cache: LayerCache, **arrays: Array) -> None:
     """Raises ValueError for arrays that are not those of one token of each row of the cache."""
     check_floats(**arrays)
     check_layer_cache(verb, cache)
-    spec = cache.spec
-    known = {"B": spec.batch, "N": spec.q_heads, "K": spec.kv_heads, "D": spec.head_dim, "E": spec.value_size}
-    sizes = check_dims("q BTND, k BTKD, v BTKE", known, **arrays)
+    sizes = check_dims("q BTND, k BTKD, v BTKE", cache.spec.dims, **arrays)
     if sizes["T"] != 1:
         raise ValueError(f"{verb} takes one token of each row, got T={sizes['T']}; kvjax.attention reads a prompt")
-
-
-def _settings(verb: str, q: Array, window: int | None, scale: float | None, soft_cap: float | None) -> dict[str, Step]:
-    if window is not None:
-        require_int(f"{verb}(window=...)", window, at_least=1)
-    factor = q.shape[-1] ** -0.5 if scale is None else finite_number(f"{verb}(scale=...)", scale)
-    return {"step": Step(factor if soft_cap is None else capped(verb, factor, soft_cap), window)}
