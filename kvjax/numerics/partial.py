@@ -108,20 +108,20 @@ def attend_part(
     mask: Bool[Array, "#B #K #Q #S"],
     *,
     scale: float,
+    bias: Float[Array, "B K Q S"] | None = None,
 ) -> PartialAttention:
     """Attention of q [B, K, Q, D] over k, v [B, K, S, D] where `mask`, broadcastable to bool[B, K, Q, S], is true.
 
     Keys where the mask is false may hold anything. Values there must be finite (0 times NaN is NaN): zero them with
-    `keep_valid` where that is not certain. Logits, sums and the output are f32; the products read q, k and v in
-    their own dtype.
+    `keep_valid` where that is not certain. Logits, to which `bias` is added, sums and the output are f32; the products
+    read q, k and v in their own dtype.
     """
-
-    def mix(weights: Array) -> Array:
-        return jnp.einsum(
-            "bkqs,bksd->bkqd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32, precision="highest"
-        )
-
-    return part_of_logits(attention_logits(q, k, scale), mask, mix)
+    logits = attention_logits(q, k, scale)
+    weights, total, lse = exp_weights(logits if bias is None else logits + bias, mask)
+    mixed = jnp.einsum(
+        "bkqs,bksd->bkqd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32, precision="highest"
+    )
+    return PartialAttention(mixed / total[..., None], lse)
 
 
 def softmax_weights(
@@ -152,13 +152,10 @@ def attention_logits(q: Float[Array, "B K Q D"], k: Float[Array, "B K S D"], sca
     return scaled(products, scale)
 
 
-def part_of_logits(
-    logits: Float[Array, "B K Q S"], mask: Bool[Array, "#B #K #Q #S"], mix: Callable[[Array], Array]
-) -> PartialAttention:
-    """The PartialAttention of logits f32[B, K, Q, S] where `mask`, broadcastable to their shape, is true.
-
-    `mix` gives the sum f32[B, K, Q, D] of values weighted by f32[B, K, Q, S], which are 0 where the mask is false.
-    """
+def exp_weights(
+    logits: Float[Array, "B K Q S"], mask: Bool[Array, "#B #K #Q #S"]
+) -> tuple[Float[Array, "B K Q S"], Float[Array, "B K Q"], Float[Array, "B K Q"]]:
+    """Weights that are 0 where `mask` is false, the divisor of their sum with values, and `lse` of logits."""
     logits = jnp.where(mask, logits, -jnp.inf)
     top = jnp.max(logits, axis=-1, initial=-jnp.inf)
     # An empty part has top = -inf; subtracting 0 instead gives exp(-inf - 0) = 0 and no NaN. The result does not depend
@@ -167,8 +164,7 @@ def part_of_logits(
     shift = lax.stop_gradient(jnp.where(jnp.isneginf(top), 0.0, top))
     weights = jnp.exp(logits - shift[..., None])
     total = jnp.sum(weights, axis=-1)
-    floor = jnp.finfo(jnp.float32).tiny
-    return PartialAttention(mix(weights) / jnp.maximum(total, floor)[..., None], jnp.log(total) + shift)
+    return weights, jnp.maximum(total, jnp.finfo(jnp.float32).tiny), jnp.log(total) + shift
 
 
 def attend_causal(
@@ -230,11 +226,13 @@ def merge(*parts: PartialAttention) -> PartialAttention:
     return a
 
 
-def merge_sinks(part: PartialAttention, sinks: Float[Array, "K G"]) -> PartialAttention:
-    """`part` over Q = T*G queries, each step's heads after the previous step's, merged with sink logits.
+def merge_sinks(part: PartialAttention, sinks: Float[Array, "K G"] | None) -> PartialAttention:
+    """`part` over Q = T*G queries, each step's heads after the previous step's, merged with sink logits, if any.
 
     A sink logit s is a key without a value: e^s more in the denominator. It is neither scaled nor capped.
     """
+    if sinks is None:
+        return part
     lse = jnp.tile(sinks.astype(jnp.float32), (1, part.lse.shape[2] // sinks.shape[-1]))
     return merge(part, PartialAttention(jnp.zeros_like(part.out), jnp.broadcast_to(lse, part.lse.shape)))
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import repeat
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -235,26 +236,22 @@ _REDUCES: dict[str, Callable[..., Array]] = {
 }
 
 
-def log_sum(parts: Sequence[tuple[Array, Array]]) -> Array:
-    """Log of the sum of exponentials of the scores of all parts, which are as in `reduce_scores`: f32[B, K, G, 1]."""
-    scores = [jnp.where(valid, score, -jnp.inf) for score, valid in parts]
-    totals = jnp.concatenate(list(map(partial(jax.nn.logsumexp, axis=-1, keepdims=True), scores)), axis=-1)
-    return jax.nn.logsumexp(totals, axis=-1, keepdims=True)
-
-
 def reduce_scores(parts: Sequence[tuple[Array, Array]], group_reduce: GroupReduce, total: Array | None = None) -> Array:
     """Ranks of the units of all parts, one part after the other: f32[B, K, H, U].
 
     A part has scores f32[B, K, G, U'] and `valid` bool[B, 1 or K, 1, U']; ranks are -inf where it is false. Softmax
-    is over the units of all parts together, or over those whose `log_sum` is `total`.
+    is over the units of all parts together, or over those whose log of a sum of exponentials is `total`
+    f32[B, K, G, 1].
     """
     require_group_reduce(group_reduce)
     scores = [jnp.where(valid, score, -jnp.inf) for score, valid in parts]
     if group_reduce == "per_head":
         return jnp.concatenate(scores, axis=-1)
     if group_reduce in SOFTMAX_REDUCES:
-        total = log_sum(parts) if total is None else total
-        scores = [s - jnp.where(jnp.isneginf(total), 0.0, total) for s in scores]
+        if total is None:
+            sums = jnp.concatenate(list(map(partial(jax.nn.logsumexp, axis=-1, keepdims=True), scores)), axis=-1)
+            total = jax.nn.logsumexp(sums, axis=-1, keepdims=True)
+        scores = list(map(jnp.subtract, scores, repeat(jnp.where(jnp.isneginf(total), 0.0, total))))
     pooled = jnp.concatenate(list(map(partial(_REDUCES[group_reduce], axis=2, keepdims=True), scores)), axis=-1)
     return pooled - jnp.log(parts[0][0].shape[2]) if group_reduce == "mean_softmax" else pooled
 

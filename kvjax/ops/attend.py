@@ -9,7 +9,7 @@ from jax import Array
 
 from kvjax.numerics.partial import PartialAttention, Span, attend_part, keep_valid, merge, merge_sinks
 from kvjax.numerics.selection import PackedSelection, Selection, membership, of_heads, split_selection
-from kvjax.numerics.types import Float, Int32
+from kvjax.numerics.types import Float
 from kvjax.ops.op import Implementation, op
 
 
@@ -43,9 +43,7 @@ def attend_span(
     """
     # Values outside of the span are finite, so they need no mask here: it would write a second copy of them.
     whole = attend_part(q, span.k, span.v, span.mask_of(q.shape[2]), scale=scale)
-    if part:
-        return whole
-    return (whole if sinks is None else merge_sinks(whole, sinks)).out.astype(q.dtype)
+    return whole if part else merge_sinks(whole, sinks).out.astype(q.dtype)
 
 
 @op(
@@ -115,9 +113,8 @@ def attend_zones(
     recent = recent._replace(start=jnp.maximum(recent.start, recent.stop - local))
     stored, pending = split_selection(selection, k.shape[2])
     history = attend_slots(q, k, v, stored, scale=scale)
-    if not part:
-        return attend_beside(history, q, pending, recent, sink, sinks, scale=scale)
-    return merge_beside(history, q, pending, recent, sink, scale=scale)
+    whole = merge_beside(history, q, pending, recent, sink, scale=scale)
+    return whole if part else merge_sinks(whole, sinks).out.astype(q.dtype)
 
 
 def attend_beside(
@@ -133,7 +130,7 @@ def attend_beside(
     """[B, K, G, D] in the dtype of q [B, K, G, D]: `history` merged with attention over the spans of `recent` and
     `sink`, over the slots of `recent` that `pending` selects, and with `sinks`."""
     whole = merge_beside(history, q, pending, recent, sink, scale=scale)
-    return (whole if sinks is None else merge_sinks(whole, sinks)).out.astype(q.dtype)
+    return merge_sinks(whole, sinks).out.astype(q.dtype)
 
 
 def merge_beside(
@@ -159,7 +156,7 @@ def gather_slots(
     k: Float[Array, "B K S D"], v: Float[Array, "B K S D"], selection: Selection
 ) -> tuple[Float[Array, "B K HM D"], Float[Array, "B K HM D"]]:
     """Keys and values [B, K, H*M, D] of the selected slots of k, v [B, K, S, D]; slots out of range are clipped."""
-    index = flat_slots(selection)
+    index = selection.slots.reshape(*selection.slots.shape[:2], -1, 1)
     return jnp.take_along_axis(k, index, axis=2, mode="clip"), jnp.take_along_axis(v, index, axis=2, mode="clip")
 
 
@@ -178,9 +175,3 @@ def attend_gathered(
     valid = selection.valid.reshape(B, K * H, M)
     part = attend_part(q.reshape(B, K * H, G // H, D), kg, keep_valid(vg, valid), valid[:, :, None], scale=scale)
     return PartialAttention(part.out.reshape(B, K, G, -1), part.lse.reshape(B, K, G))
-
-
-def flat_slots(selection: Selection) -> Int32[Array, "B K HM 1"]:
-    """The slots, as an index along axis 2: i32[B, K, H*M, 1]."""
-    B, K, H, M = selection.slots.shape
-    return selection.slots.reshape(B, K, H * M, 1)

@@ -95,7 +95,13 @@ class Op(Generic[P, R]):
         given = bound.arguments
         asked = given.pop("implementation")
         implementation = _implementation.value if asked is None else _require(asked)
-        limit = nowhere = None if implementation == "mosaic" else runs_nowhere()
+        if implementation is None and (nowhere := runs_nowhere()):
+            if (found := _explained.get()) is not None:
+                found.append(Explanation(self.name, "xla", nowhere))
+            if self.derivative == "zero":
+                given.update(zip(self.operands, lax.stop_gradient(tuple(map(given.get, self.operands))), strict=True))
+            return self.reference(**given)  # type: ignore[call-arg]
+        limit = nowhere = runs_nowhere() if implementation == "xla" else None
         if not nowhere:
             limit = self._limit(self.module, SimpleNamespace(**given))  # which raises ValueError for wrong arguments
             limit = _why_not(limit or _too_large(given)) or _why_not_in_shard_map(given)
@@ -190,8 +196,11 @@ def for_gpu(gpu: Callable[..., R], others: Callable[..., R], *operands: Any) -> 
     """gpu(*operands) in a program for a GPU, else others(*operands): two forms of the same plain JAX.
 
     A GPU spends 2 to 10 us on each step of a loop, and XLA makes one kernel of a sum and all that leads to it. A CPU or
-    TPU has fast products, and wants its blocks in the nearest memory. Both have the derivative of `others`.
+    TPU has fast products, and wants its blocks in the nearest memory. Both have the derivative of `others`. A process
+    that has no GPU and cannot compile for one does not trace the form for it.
     """
+    if not reaches_gpus():
+        return others(*operands)
     gpu = with_derivative(gpu, others)
     return lax.platform_dependent(*operands, cuda=gpu, rocm=gpu, default=others)
 
@@ -310,16 +319,20 @@ def runs_nowhere() -> str | None:
     """
     if "kvjax.kernels_pallas.simt" in sys.modules:
         return None
-    if jax.default_backend() != "gpu" and not _has_cuda_plugin():
+    if not reaches_gpus():
         return f"the kernels are for GPUs; this process runs on {jax.default_backend()}"
     if jax.__version_info__ < (0, 11):
         return f"the Pallas Mosaic GPU kernels need jax >= 0.11; this is {jax.__version__}"
     return None
 
 
+def reaches_gpus() -> bool:
+    """True if this process has a GPU, or JAX's plugin for NVIDIA GPUs, which can compile for one that is not there."""
+    return jax.default_backend() == "gpu" or _has_cuda_plugin()
+
+
 @functools.cache
 def _has_cuda_plugin() -> bool:
-    """Whether JAX's plugin for NVIDIA GPUs is installed, which can compile for one that is not there."""
     plugins = find_spec("jax_plugins")
     folders = () if plugins is None else plugins.submodule_search_locations or ()
     return any(module.name.startswith("xla_cuda") for module in pkgutil.iter_modules(folders))

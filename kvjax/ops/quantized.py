@@ -13,16 +13,16 @@ from kvjax.numerics.partial import (
     PartialAttention,
     Span,
     attend_part,
+    exp_weights,
     keep_valid,
     merge_blocks,
-    part_of_logits,
     scaled,
 )
 from kvjax.numerics.quant import QuantArray, dequantize, slice_tokens, split_scales
 from kvjax.numerics.rotate import Directions, decode
 from kvjax.numerics.selection import Selection
 from kvjax.numerics.types import Float, Int32
-from kvjax.ops.attend import attend_beside, flat_slots
+from kvjax.ops.attend import attend_beside
 from kvjax.ops.op import Implementation, for_gpu, op
 from kvjax.ops.score import sum_products
 
@@ -75,13 +75,12 @@ def attend_quantized(
         mask = (slot >= start[..., None]) & (slot < stop[..., None])  # [B, Q, S]
         lead, seen = (*q.shape[:2], slots // group, group), jnp.any(mask, axis=1)[:, None]
 
-        def mix(weights: Array) -> Array:
-            # By groups of tokens, in another shape than keys: XLA would share parts of their decoding, in memory.
-            parts = decoded(type(values)(*(a.reshape(*lead[:3], -1, a.shape[3]) for a in values)), D)
-            parts = keep_valid(parts, seen.reshape(-1, 1, *lead[2:]))
-            return jnp.sum(weights.reshape(*lead[:2], -1, *lead[2:], 1) * parts[:, :, None], axis=(3, 4))
-
-        return part_of_logits(scaled(sum_products(q, decoded(keys, D)), scale), mask[:, None], mix)
+        weights, total, lse = exp_weights(scaled(sum_products(q, decoded(keys, D)), scale), mask[:, None])
+        # By groups of tokens, in another shape than keys: XLA would share parts of their decoding, in memory.
+        parts = decoded(type(values)(*(a.reshape(*lead[:3], -1, a.shape[3]) for a in values)), D)
+        parts = keep_valid(parts, seen.reshape(-1, 1, *lead[2:]))
+        mixed = jnp.sum(weights.reshape(*lead[:2], -1, *lead[2:], 1) * parts[:, :, None], axis=(3, 4))
+        return PartialAttention(mixed / total[..., None], lse)
 
     def one(i: Array, q: Array, keys: Codes, values: Codes, start: Array, stop: Array) -> PartialAttention:
         first = jnp.minimum(i * block, slots - block)  # the last block overlaps the one before: mask the overlap
@@ -92,8 +91,8 @@ def attend_quantized(
         kb, vb = lax.optimization_barrier(tuple(slice_tokens(a, first, block) for a in (keys, values)))
         if not folds:
             return attend_part(q, decoded(kb, D), keep_valid(decoded(vb, D), seen), mask[:, None], scale=scale)
-        logits = scaled(_scores(q, kb), scale)
-        return part_of_logits(logits, mask[:, None], lambda weights: _mix(weights, vb, seen, D))
+        weights, total, lse = exp_weights(scaled(_scores(q, kb), scale), mask[:, None])
+        return PartialAttention(_mix(weights, vb, seen, D) / total[..., None], lse)
 
     def bounds(*operands: Any) -> tuple[int, Array]:
         return 0, quotient(jnp.max(operands[-1]) + (block - 1), block)
@@ -170,6 +169,6 @@ def decoded(code: Codes, channels: int) -> Array:
 
 def gather_quantized(code: Codes, selection: Selection, channels: int) -> Array:
     """f32[B, K, H*M, D], the selected tokens of codes of [B, K, S, D]: reads and decodes only those rows."""
-    index, slots = flat_slots(selection), code[0].shape[2]
+    index, slots = selection.slots.reshape(*selection.slots.shape[:2], -1, 1), code[0].shape[2]
     rows = [jnp.take_along_axis(a, index // (slots // a.shape[2]), axis=2, mode="clip") for a in code]
     return decoded(type(code)(*rows), channels)

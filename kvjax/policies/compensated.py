@@ -122,8 +122,7 @@ class Compensated(Policy):
         kept = st.kept
         used = (jnp.arange(kept.tokens.slots)[None] < kept.tokens.count[:, None])[:, None, None]
         part = attend_part(q, kept.tokens.k, kept.tokens.v, used, scale=step.scale)
-        whole = merge(part, self._compensate(st, q, step.scale))
-        out = (whole if step.sinks is None else merge_sinks(whole, step.sinks)).out
+        out = merge_sinks(merge(part, self._compensate(st, q, step.scale)), step.sinks).out
         attended = jnp.broadcast_to(kept.tokens.count.astype(jnp.float32)[:, None], q.shape[:2])
         return out.astype(q.dtype), st, Info(attended, None)
 

@@ -69,7 +69,7 @@ class Compressed(Zoned):
         if step.window is not None or self.value_window is not None:
             return attend_in_turn(self, self.shortened, st, q, step)
         G, T = q.shape[2:4]
-        seen, queries = self.visible_steps(st, jnp.moveaxis(lengths, 0, 1)), steps_as_heads(q)
+        seen, queries = self.visible(st, lengths=lengths), steps_as_heads(q)
         pass_size = max(QUERIES // G, 1) * G
         parts = [
             self.store.attend(st.store, queries[:, :, first : first + pass_size], seen.store, scale=step.scale)
@@ -80,8 +80,8 @@ class Compressed(Zoned):
         info = jax.vmap(lambda length: self._info(self.shortened(st, length), None))(lengths)
         return heads_as_steps(out, T), st, info
 
-    def visible(self, st: ZonedState, window: int | None) -> Visible:
-        seen = super().visible(st, window)
+    def visible(self, st: ZonedState, window: int | None = None, lengths: Array | None = None) -> Visible:
+        seen = super().visible(st, window, lengths)
         if self.value_window is None:
             return seen
         k, v = self._rounded(st)

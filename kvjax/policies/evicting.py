@@ -186,8 +186,7 @@ class Evicting(Policy):
             part = self._attend_moved(st, q[:, :, :, None], visible[:, :, None], moved, scale=scale)
         else:  # the visible slots have gaps, or the logits are computed above anyway
             part = attend_part(q, st.tokens.k, st.tokens.v, visible[:, :, None], scale=scale)
-        out = (part if step.sinks is None else merge_sinks(part, step.sinks)).out
-        return out, after, info
+        return merge_sinks(part, step.sinks).out, after, info
 
     # -------------------------------------------------------------------------------------------------------- prompts
 

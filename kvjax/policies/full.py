@@ -172,8 +172,7 @@ class StripedFull(Full):
         window = step.window
         own, start = self._own(st), self.stripes.owned(lowest_visible(st.length - 1, window))
         part = ops.attend_span(q, Span(own.k, own.v, start, own.count), scale=step.scale, part=True)
-        part = merge_parts(part, self.stripes.axis)
-        part = part if step.sinks is None else merge_sinks(part, step.sinks)
+        part = merge_sinks(merge_parts(part, self.stripes.axis), step.sinks)
         return part.out.astype(q.dtype), st, self._info(st, self._span(st, window))
 
     def attend_stored(self, st: FullState, q: Array, *, scale: float, window: int | None = None) -> PartialAttention:

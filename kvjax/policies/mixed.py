@@ -112,8 +112,7 @@ class Mixed(Evicting):
             st = replace(st, evidence=evidence, due=jnp.zeros_like(st.due))
         attended = st.tokens.count + st.pending.count + st.low.count
         attended = jnp.broadcast_to(attended.astype(jnp.float32)[:, None], q.shape[:2])
-        whole = whole if step.sinks is None else merge_sinks(whole, step.sinks)
-        return whole.out.astype(q.dtype), self._with_next(st), Info(attended, None)
+        return merge_sinks(whole, step.sinks).out.astype(q.dtype), self._with_next(st), Info(attended, None)
 
     def attend_stored(
         self, st: EvictingState, q: Array, *, scale: float, window: int | None = None

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.memory import in_host_memory
-from kvjax.numerics.packing import whole_units
 from kvjax.numerics.selection import PackedSelection, Selection, reduce_queries, unpack
 from kvjax.policies.policy import Info, Policy, Step, attend_in_turn, heads_as_steps, steps_as_heads
 from kvjax.policies.shared import Follower, require_whole_pages
@@ -144,7 +143,7 @@ class Retrieval(SelectedZones):
         With the `lengths` of T steps, q is [B, K, T*G, D] and the selection [B, K, T*H, M].
         """
         steps = 1 if step.lengths is None else step.lengths.shape[0]
-        candidates = self.candidates(st, self.seen(st, step), steps=steps, in_order=in_order)
+        candidates = self.candidates(st, self.visible(st, step.window, step.lengths), steps=steps, in_order=in_order)
         queries = reduce_queries(q, self.selector.group_reduce, steps)
         index = self.selector.index_of(st.index, self.store, st.store)
         return self.selector.select(index, queries, candidates, scale=step.scale)
@@ -195,13 +194,13 @@ class Retrieval(SelectedZones):
 
         if not self.store.takes_steps:
             return attend_in_turn(self, self.shortened, st, q, replace(step, selection=by_step(selection)))
-        seen = self.seen(st, step)
+        seen = self.visible(st, None, lengths)
         zones = seen.recent, seen.sink, self.local
         out, _ = self.store.attend_zones(st.store, queries, selection, *zones, **step.logits)
 
         def info(length: Array, selection: Selection) -> Info:
             state = self.shortened(st, length)
-            return self.info(state, self.visible(state, None), selection)
+            return self.info(state, self.visible(state), selection)
 
         return heads_as_steps(out, T), st, jax.vmap(info)(lengths, by_step(unpack(selection)))
 
@@ -210,7 +209,8 @@ class Retrieval(SelectedZones):
     @property
     def selected(self) -> int:
         """Tokens of the budget that the selector selects, in whole units."""
-        return whole_units(self.budget - self.sink - self.local, self.selector.unit)
+        rest = self.budget - self.sink - self.local
+        return rest - rest % self.selector.unit
 
     def room(self, units: int) -> int:
         """Units that a step gathers: those of the budget, or room for all of a row that is still attended densely."""

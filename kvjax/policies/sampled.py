@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax import ops
-from kvjax.numerics.partial import PartialAttention, attention_logits, keep_valid, part_of_logits
+from kvjax.numerics.partial import PartialAttention, attend_part, keep_valid
 from kvjax.numerics.selection import Selection, by_row, unpack
 from kvjax.policies.policy import Info, Step
 from kvjax.policies.zones import Visible, Zoned, ZonedState
@@ -146,15 +146,8 @@ class Sampled(Zoned):
         log_weights = jnp.where(jnp.isposinf(share)[..., None] | ~valid, 0.0, log_weights)
         valid = valid.reshape(B, K * G, M)
         v = keep_valid(v.reshape(B, K * G, M, D), valid)
-        logits = attention_logits(q.reshape(B, K * G, 1, D), k.reshape(B, K * G, M, D), scale)
-        logits += log_weights.reshape(B, K * G, 1, M)
-
-        def mix(weights: Array) -> Array:
-            return jnp.einsum(
-                "bkqs,bksd->bkqd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32, precision="highest"
-            )
-
-        part = part_of_logits(logits, valid[:, :, None], mix)
+        q, k, bias = q.reshape(B, K * G, 1, D), k.reshape(B, K * G, M, D), log_weights.reshape(B, K * G, 1, M)
+        part = attend_part(q, k, v, valid[:, :, None], scale=scale, bias=bias)
         return PartialAttention(part.out.reshape(B, K, G, D), part.lse.reshape(B, K, G)), log_weights
 
     def _info(self, st: ZonedState, seen: Visible, sample: Selection, log_weights: Array) -> Info:

@@ -184,7 +184,8 @@ class Speculative(Policy):
 
         def recall(q: Array) -> Recall:
             selection = unpack(policy.select(st, q, Step(1.0)))
-            stored, _ = split_selection(self._flat(selection), st.store.slots)
+            *_, H, M = selection.slots.shape  # of all heads one after the other, and room for the edge, moved as a unit
+            stored, _ = split_selection(flat(selection, H * M + policy.selector.unit), st.store.slots)
             return Recall(selection, *policy.store.gather(st.store, stored), jnp.zeros(spec.batch, bool))
 
         q = jax.ShapeDtypeStruct((spec.batch, spec.kv_heads, spec.group, spec.head_dim), spec.dtype)
@@ -222,7 +223,7 @@ class Speculative(Policy):
     def _select_beside_kept(self, st: SpeculativeState, q: Array, step: Step) -> Selection:
         """Selects the best `topk` of all units, then the best of those that the step before attended to."""
         policy, zones, unit = self.retrieval, st.zones, self.retrieval.selector.unit
-        every = policy.candidates(zones, policy.seen(zones, step), in_order=self._dropped(zones))
+        every = policy.candidates(zones, policy.visible(zones, step.window), in_order=self._dropped(zones))
         queries = reduce_queries(q, policy.selector.group_reduce)
         assert self.topk is not None
         best = jnp.minimum(every.k, (self.topk - policy.sink - policy.local) // unit)
@@ -258,7 +259,7 @@ class Speculative(Policy):
         """Recalls the selection: the zones, keys and values for the heads that attend with them now, and the recall of
         all heads for the next step."""
         previous, oldest = decision.previous, st.recent.count - self.retrieval.local
-        recalled = Recalled(self._flat(previous.selection), previous.k, previous.v)
+        recalled = Recalled(flat(previous.selection, previous.k.shape[2]), previous.k, previous.v)
         how = (st.recent.k, st.recent.v), oldest, recalled, decision.renewed, decision.urgent
         store, now, rest = self.retrieval.store.recall(st.store, selection, *how, edges=self.reuse)
         return replace(st, store=store), now, Recall(selection, *rest(), oldest >= 0)
@@ -320,11 +321,6 @@ class Speculative(Policy):
         pending_units = -(-(zones.recent.slots - policy.local) // unit)
         room = policy.room(zones.store.slots // unit + pending_units) * unit
         return 1 if room <= policy.selected else zones.store.slots
-
-    def _flat(self, selection: Selection) -> Selection:
-        """[B, K, 1, H*M + unit]: the slots of all heads one after the other, and room for the edge, moved as a unit."""
-        *_, H, M = selection.slots.shape
-        return flat(selection, H * M + self.retrieval.selector.unit)
 
     def _keep_reused(
         self, st: ZonedState, selection: Selection, reused: Array, edge: Array, seen: Visible

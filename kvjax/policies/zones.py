@@ -291,7 +291,11 @@ class Zoned(Policy):
         leaving = jnp.asarray(self.demote.leaving(self.local), jnp.int32)
         return self.demote.place(slots // self.demote.leave, leaving[slots % self.demote.leave])
 
-    def visible(self, st: ZonedState, window: int | None) -> Visible:
+    def visible(self, st: ZonedState, window: int | None = None, lengths: Array | None = None) -> Visible:
+        """The tokens that the query of the newest token may attend to, or those of T steps, after each of which a row
+        holds `lengths` i32[T, B] tokens."""
+        if lengths is not None:
+            return self._visible_steps(st, jnp.moveaxis(lengths, 0, 1))
         first = None
         if window is not None:
             self._require_order(window)
@@ -303,15 +307,9 @@ class Zoned(Policy):
             sink = Span(st.sink.k, st.sink.v, lowest_slot(first, jnp.zeros_like(st.sink.count)), st.sink.count)
         return Visible(st.length, first, window, lowest_slot(first, st.offset_store), recent, sink)
 
-    def seen(self, st: ZonedState, step: Step) -> Visible:
-        """The tokens that the queries of a step, or of several, may attend to."""
-        if step.lengths is None:
-            return self.visible(st, step.window)
-        return self.visible_steps(st, jnp.moveaxis(step.lengths, 0, 1))
-
-    def visible_steps(self, st: ZonedState, lengths: Array) -> Visible:
-        """The tokens that the queries of T steps may attend to; after each step a row holds `lengths` i32[B, T]
-        tokens."""
+    @staticmethod
+    def _visible_steps(st: ZonedState, lengths: Array) -> Visible:
+        """`visible` of T steps with lengths i32[B, T]."""
         sink, start = None, jnp.zeros((lengths.shape[0], 1), jnp.int32)  # one for all steps
         recent = lengths - st.store.count[:, None]
         if st.sink is not None:
@@ -387,13 +385,7 @@ class SelectedZones(Zoned):
         return seen.recent._replace(start=jnp.maximum(seen.recent.stop - self.local, seen.recent.start))
 
     def info(self, st: ZonedState, seen: Visible, selection: Selection, fresh: Array | None = None) -> Info:
-        """The `Info` of a step that attends to sink, local window and `selection`."""
-        positions = self.positions_read(st, seen, selection)
-        attended = jnp.sum(positions >= 0, axis=(2, 3), dtype=jnp.float32) / positions.shape[2]
-        return Info(attended, selection, fresh, positions)
-
-    def positions_read(self, st: ZonedState, seen: Visible, selection: Selection) -> Array:
-        """i32[B, K, H, M + sink + local]: positions of selection, sink and local window, -1 where there is none."""
+        """The `Info` of a step that attends to sink, local window and `selection`: M + sink + local positions."""
         length, first = st.length[:, None], st.offset_recent[:, None]
         lead = selection.slots.shape[:3]
         sink = lax.broadcasted_iota(jnp.int32, (lead[0], self.sink), 1)
@@ -405,7 +397,9 @@ class SelectedZones(Zoned):
         shape = (*lead, beside.shape[1])
         beside, visible = lax.broadcast_in_dim(beside, shape, (0, 3)), lax.broadcast_in_dim(visible, shape, (0, 3))
         positions = jnp.concatenate([self.positions(st, selection.slots), beside], axis=-1)
-        return jnp.where(jnp.concatenate([selection.valid, visible], axis=-1), positions, -1)
+        positions = jnp.where(jnp.concatenate([selection.valid, visible], axis=-1), positions, -1)
+        attended = jnp.sum(positions >= 0, axis=(2, 3), dtype=jnp.float32) / positions.shape[2]
+        return Info(attended, selection, fresh, positions)
 
 
 def lowest_slot(position: Array | None, offset: Array) -> Array:

@@ -12,7 +12,7 @@ from kvjax.numerics.blocks import write
 from kvjax.numerics.partial import scaled
 from kvjax.numerics.reductions import sum_pairs
 from kvjax.numerics.selection import Candidates, GroupReduce, require_group_reduce
-from kvjax.selectors.pending import Pending, by_head, pending_pages, require_pending, require_points, with_points
+from kvjax.selectors.pending import Pending, pending_pages, require_pending, require_points, with_points
 from kvjax.selectors.selector import Selector
 from kvjax.spec import CacheSpec, keep_int
 
@@ -74,7 +74,7 @@ class BallPages(Selector):
             radius = jnp.max(distance, axis=4, keepdims=True)
         else:
             radius = jnp.sum(distance, axis=4, keepdims=True) / count
-        heads = by_head(q.astype(jnp.float32), candidates.steps)
+        heads = q.astype(jnp.float32).reshape(*q.shape[:2], candidates.steps, 1, -1, q.shape[3])
         norms = jnp.maximum(jnp.linalg.norm(heads, axis=5, keepdims=True), jnp.finfo(jnp.float32).tiny)
         best = centre + radius * heads / norms  # its product with q is the score of the ball
         return with_points(candidates, best.astype(candidates.pending[0].dtype), self.page)

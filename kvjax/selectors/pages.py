@@ -18,7 +18,7 @@ from kvjax import ops
 from kvjax.numerics.blocks import write
 from kvjax.numerics.reductions import sum_pairs
 from kvjax.numerics.selection import Candidates, GroupReduce, PackedSelection, Selection, require_group_reduce, unpack
-from kvjax.selectors.pending import Pending, by_head, pending_pages, require_pending, require_points, with_points
+from kvjax.selectors.pending import Pending, pending_pages, require_pending, require_points, with_points
 from kvjax.selectors.selector import Selector
 from kvjax.spec import CacheSpec, keep_int
 
@@ -48,14 +48,26 @@ class _Pages(Selector):
         raise NotImplementedError
 
     def box_of_seen(self, keys: Array, seen: Array) -> tuple[Array, Array]:
-        """The corners [B, K, T, P, 1, D] of the tokens of pages [B, K, 1, P, page, D] that are `seen`."""
-        raise NotImplementedError
+        """The corners [B, K, T, P, 1, D] of the tokens of pages [B, K, 1, P, page, D] that are `seen`.
+
+        Here the smallest and largest keys. Takes one key after the other, so that XLA fuses everything into one kernel:
+        a reduction would be a second one.
+        """
+        B, K, _, P, page, D = keys.shape
+        largest, shape = jnp.asarray(jnp.finfo(keys.dtype).max, keys.dtype), (B, K, seen.shape[2], P, 1, D)
+        low, high = jnp.full(shape, largest), jnp.full(shape, -largest)
+        for i in range(page):
+            key, here = keys[..., i : i + 1, :], seen[..., i : i + 1, :]
+            low = jnp.where(here, jnp.minimum(low, key), low)
+            high = jnp.where(here, jnp.maximum(high, key), high)
+        return low, high
 
     def with_pending(self, candidates: Candidates, q: Array) -> Candidates:
         if self.pending == "exact":
             return candidates
         low, high = self.box_of_seen(*pending_pages(candidates, self.page))
-        return with_points(candidates, jnp.where(by_head(q, candidates.steps) > 0, high, low), self.page)
+        heads = q.reshape(*q.shape[:2], candidates.steps, 1, -1, q.shape[3])  # broadcasts against corners
+        return with_points(candidates, jnp.where(heads > 0, high, low), self.page)
 
     @property
     def unit(self) -> int:
@@ -114,24 +126,6 @@ class MinMaxPages(_Pages):
     def box(self, keys: Array) -> Boxes:
         return Boxes(jnp.min(keys, axis=3), jnp.max(keys, axis=3))
 
-    def box_of_seen(self, keys: Array, seen: Array) -> tuple[Array, Array]:
-        return _extremes(keys, seen)
-
-
-def _extremes(keys: Array, seen: Array) -> tuple[Array, Array]:
-    """The smallest and largest keys [B, K, T, P, 1, D] among those that are seen.
-
-    Takes one key after the other, so that XLA fuses everything into one kernel: a reduction would be a second one.
-    """
-    B, K, _, P, page, D = keys.shape
-    largest, shape = jnp.asarray(jnp.finfo(keys.dtype).max, keys.dtype), (B, K, seen.shape[2], P, 1, D)
-    low, high = jnp.full(shape, largest), jnp.full(shape, -largest)
-    for i in range(page):
-        key, here = keys[..., i : i + 1, :], seen[..., i : i + 1, :]
-        low = jnp.where(here, jnp.minimum(low, key), low)
-        high = jnp.where(here, jnp.maximum(high, key), high)
-    return low, high
-
 
 @dataclass(frozen=True, kw_only=True)
 class CentrePages(_Pages):
@@ -157,7 +151,7 @@ class CentrePages(_Pages):
         return Boxes(centre - deviation, centre + deviation)
 
     def box_of_seen(self, keys: Array, seen: Array) -> tuple[Array, Array]:
-        low, high = (x.astype(jnp.float32) for x in _extremes(keys, seen))
+        low, high = (x.astype(jnp.float32) for x in super().box_of_seen(keys, seen))
         centre = (high + low) / 2
         distance, count = jnp.zeros_like(centre), jnp.zeros((), jnp.float32)
         for i in range(self.page):

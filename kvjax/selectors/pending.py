@@ -55,9 +55,3 @@ def with_points(candidates: Candidates, best: Array, page: int) -> Candidates:
     first, end = start // page * page, -(-(stop - candidates.local) // page) * page
     end = jnp.where(jnp.asarray(stop) - candidates.local > start, end, first)
     return replace(candidates, pending=(points if T > 1 else points[:, :, 0], first, end), local=0)
-
-
-def by_head(q: Array, steps: int) -> Array:
-    """The queries [B, K, T*G, D] of `steps` as [B, K, T, 1, G, D], which broadcasts against points."""
-    B, K, heads, D = q.shape
-    return q.reshape(B, K, steps, 1, heads // steps, D)

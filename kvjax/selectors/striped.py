@@ -104,7 +104,7 @@ class StripedSelector(Wrapper):
 
 
 def log_sum_in_one_pass(parts: Sequence[tuple[Array, Array]]) -> Array:
-    """`log_sum` f32[B, K, G], by one kernel that reads each score once, in place of two for each part and their sum."""
+    """f32[B, K, G]: log of the sum of exponentials of all scores, by one kernel that reads each of them once."""
     scores = lax.stop_gradient(jnp.concatenate([jnp.where(valid, score, -jnp.inf) for score, valid in parts], axis=-1))
 
     def add(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:

@@ -154,22 +154,19 @@ class HostOffload(Store):
 
         Tokens that were pending in another order, and have been stored in a page since, are not in order.
         """
-        slots, valid = self._by_page(recalled)
+        by_page = (*recalled.slots.shape[:2], -1, self.page)
+        slots, valid = recalled.slots.reshape(by_page), recalled.valid.reshape(by_page)
         first = slots[..., :1]
         whole = jnp.all(valid & (slots == first + jnp.arange(self.page)[None, None, None]), axis=3)
         first = first[..., 0]
         is_page = whole & (remainder(first, self.page) == 0) & (first < st.slots)
         return jnp.where(is_page, quotient(first, self.page), -1)
 
-    def _by_page(self, selection: Selection) -> Selection:
-        """A selection of whole pages, [B, K, pages, tokens of a page]."""
-        B, K, H, M = selection.slots.shape
-        return Selection(*(a.reshape(B, K, H * M // self.page, self.page) for a in selection))
-
     def _pages(self, selection: Selection, stored: int) -> Array:
         """i32[B, K, pages] of a selection: -1 where no token of a page is valid. Pages past the `stored` slots are
         numbered on by their first slot."""
-        slots, valid = self._by_page(selection)
+        by_page = (*selection.slots.shape[:2], -1, self.page)
+        slots, valid = selection.slots.reshape(by_page), selection.valid.reshape(by_page)
         first = slots[..., :1]
         place = jnp.where(first < stored, quotient(first, self.page), first + (stored // self.page - stored))
         return jnp.max(jnp.where(valid, place, -1), axis=3)

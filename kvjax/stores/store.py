@@ -137,7 +137,7 @@ class Store:
         previous step's, lists of slots [B, K, T*H, M], and spans with start and stop i32[B, T].
         """
         whole = self.attend_zones_part(st, q, selection, recent, sink, local, scale=scale)
-        return (whole if sinks is None else merge_sinks(whole, sinks)).out.astype(q.dtype), st
+        return merge_sinks(whole, sinks).out.astype(q.dtype), st
 
     def attend_zones_part(
         self,
@@ -252,8 +252,8 @@ class Store:
 def flat(selection: Selection | PackedSelection, length: int) -> Selection:
     """[B, K, 1, length]: the slots of all heads one after the other, and room for more."""
     B, K, H, M = selection.slots.shape
-    width = ((0, 0), (0, 0), (0, 0), (0, length - H * M))
-    return Selection(*(jnp.pad(a.reshape(B, K, 1, -1), width) for a in unpack(selection)))
+    (slots, valid), width = unpack(selection), ((0, 0), (0, 0), (0, 0), (0, length - H * M))
+    return Selection(jnp.pad(slots.reshape(B, K, 1, -1), width), jnp.pad(valid.reshape(B, K, 1, -1), width))
 
 
 def refuse_codes(store: Store, k: Array, v: Array) -> tuple[Array, Array]:

@@ -18,6 +18,7 @@ from kvjax.ops import select
 def as_on_gpu(f, *args):
     """f(*args) with the forms of `ops.op.for_gpu` for a GPU, on this machine, in plain JAX."""
     with pytest.MonkeyPatch.context() as patch, ops.use("xla"):
+        patch.setattr("kvjax.ops.op.reaches_gpus", lambda: True)
         patch.setattr(lax, "platform_dependent", lambda *operands, cuda, rocm, default: cuda(*operands))
         return jax.jit(lambda *args: f(*args))(*args)
 
