@@ -6,7 +6,7 @@
 Every row is a whole process: `kvjax generate` as a user types it, or `transformers` with the same directory, prompt and
 number of new tokens. `first_seconds` is the time to the first byte of the answer, `seconds` the time to the end,
 `cpu_seconds` those of all threads, user and system. `programs` says whether the folder of compiled programs was empty
-("cold") or filled by the row before ("warm").
+("cold") or filled by the cold row ("warm"). Rows are written as they come, those of transformers last.
 
 `timeline` has the lines of `kvjax generate --verbose`: what ran from start to answer, and when.
 
@@ -216,9 +216,10 @@ def main(args: Sequence[str] | None = None) -> None:
     given = parser.parse_args(args)
     large, begin = given.shape is not None, time.perf_counter()
     work = given.folder or Path(tempfile.mkdtemp(prefix="first_answer"))
+    work.mkdir(parents=True, exist_ok=True)
     tokens = given.tokens or (32768 if large else 2829)
     news = [int(n) for n in (given.new or ("128" if large else "5,128")).split(",")]
-    caches = (given.caches or ("fier:budget=2048 full" if large else "full fier:budget=256")).split()
+    caches = (given.caches or f"full fier:budget={2048 if large else 256}").split()
     lengths = given.lengths or ("9000,20000,13000" if large else "300,900,600,450")
 
     from kvjax import models
@@ -229,7 +230,7 @@ def main(args: Sequence[str] | None = None) -> None:
         if not (directory / "model.safetensors.index.json").is_file():
             write_random(directory, given.shape)
             show({"wrote": str(given.shape), "seconds": time.perf_counter() - begin})
-    prompt, programs = work / "prompt.txt", work / "programs"
+    prompt = work / "prompt.txt"
     count = write_prompt(prompt, directory, tokens)
 
     def measure(what: dict[str, Any], run: Callable[[], dict[str, Any]]) -> None:
@@ -245,7 +246,10 @@ def main(args: Sequence[str] | None = None) -> None:
         show(row)
         save(out_of(given, "first_answer.json"), "whole processes, from start to answer", [row], KEY_OF_A_ROW)
 
-    def generate(cache: str, new: int) -> dict[str, Any]:
+    def generate(cache: str, new: int, state: str) -> dict[str, Any]:
+        programs = work / "programs" / f"{cache.replace(':', '_')}_{new}"
+        if state == "cold":
+            shutil.rmtree(programs, ignore_errors=True)
         command = [sys.executable, "-m", "kvjax", "generate", str(directory), "--prompt-file", str(prompt)]
         command += ["--cache", cache, "--max-new-tokens", str(new), "--verbose"]
         return timed(command, KVJAX_COMPILATION_CACHE=str(programs))[0]
@@ -260,19 +264,20 @@ def main(args: Sequence[str] | None = None) -> None:
         _, text = timed(command, KVJAX_COMPILATION_CACHE="off")
         return {"lengths": lengths, **json.loads(text.splitlines()[-1])}
 
+    def answers(cache: str, state: str) -> None:
+        for new in news:
+            what = {"work": "answer", "by": "kvjax", "cache": cache, "new_tokens": new, "programs": state}
+            measure(what, lambda new=new: generate(cache, new, state))
+
+    if not given.loads:
+        for cache in caches:
+            answers(cache, "cold")
+        for cache in reversed(caches):
+            answers(cache, "warm")
+            measure({"work": "lengths", "by": "kvjax", "cache": cache}, lambda cache=cache: several(cache))
     for dtype in ("bfloat16",) if large else ("bfloat16", "float32"):
         what = {"work": "load", "by": "kvjax", "cache": dtype}
         measure(what, lambda dtype=dtype: load({"dtype": dtype}))
-    for cache in () if given.loads else caches:
-        for new in news:
-            for state in ("cold", "warm"):
-                if state == "cold":
-                    shutil.rmtree(programs, ignore_errors=True)
-                measure(
-                    {"work": "answer", "by": "kvjax", "cache": cache, "new_tokens": new, "programs": state},
-                    lambda cache=cache, new=new: generate(cache, new),
-                )
-        measure({"work": "lengths", "by": "kvjax", "cache": cache}, lambda cache=cache: several(cache))
     if not given.without_transformers and not given.loads:
         for new in news:
             command = [sys.executable, "-c", TRANSFORMERS, str(directory), str(prompt), str(new)]

@@ -30,7 +30,7 @@ CPU_CHUNKS = (512, 64)
 # Tokens of all rows together. The first is for an empty cache only: cuDNN attention of a whole prompt holds no T x T
 # array, so only activations grow. To read the weights takes a GPU as long as to multiply some 300 tokens with them.
 GPU_CHUNKS = (32768, 4096, 512)
-MOST_PADDING = 1 / 8  # of a prompt; a last chunk that would be emptier is cut into smaller ones
+MOST_PADDING = 1 / 10  # of a prompt; a last chunk that would be emptier is cut into smaller ones
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -217,14 +217,11 @@ def prompt_programs(
     `tokens` None is for prompts of all lengths, for which a cache that gets prompts at once has the longest.
     """
     _, cache = commit_together((_committed(model), cache))
-    B = cache.spec.batch
-
-    found: list[Callable[[], jax.stages.Lowered]] = []
+    B, most, found = cache.spec.batch, cache.spec.capacity, list[Callable[[], jax.stages.Lowered]]()
     prompts = [1, 600, 5000, 32768] if tokens is None else [tokens]  # which have chunks of all sizes
-    prompts = [min(n, cache.spec.capacity) for n in prompts]
     if tokens is None and chunk_for(cache, 1, chunk) is not None:
-        prompts = [cache.spec.capacity]
-    chunks = [one for n in prompts for one in chunks_of(cache, n, chunk, empty=True)]
+        prompts = [most]
+    chunks = [one for n in prompts for one in chunks_of(cache, min(n, most), chunk, empty=True)]
     for size, alone in dict.fromkeys(chunks):
         chunk_tokens, lengths = np.zeros((B, size), np.int32), np.zeros((B,), np.int32)
         if not _by_layer(model, cache):
@@ -266,8 +263,7 @@ def cut(tokens: int, sizes: Sequence[int]) -> list[int]:
     >>> cut(2829, (512, 64)), cut(600, (512, 64)), cut(5, (512, 64))
     ([512, 512, 512, 512, 512, 512], [512, 64, 64], [64])
     """
-    found: list[int] = []
-    left = tokens
+    found, left = list[int](), tokens
     for size in sizes:
         most = MOST_PADDING * tokens if size != sizes[-1] else size
         while left > 0 and size - left <= most:
@@ -376,9 +372,8 @@ def _finish(model: Any, x: Array, lengths: Array) -> Array:
 
 def _committed(model: Model) -> Any:
     """An array of the model that is committed to its device, if there is one."""
-    leaves = jax.tree.leaves(model)
-    arrays = [leaf for leaf in leaves if isinstance(leaf, Array) and not isinstance(leaf, jax.core.Tracer)]
-    return next((leaf for leaf in arrays if leaf.committed), None)
+    arrays = [leaf for leaf in jax.tree.leaves(model) if isinstance(leaf, Array)]
+    return next((leaf for leaf in arrays if not isinstance(leaf, jax.core.Tracer) and leaf.committed), None)
 
 
 @jax.jit

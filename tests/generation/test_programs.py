@@ -125,12 +125,12 @@ def test_the_cuts_of_a_prompt_change_no_result(model, policy, tokens, monkeypatc
 
 
 @pytest.mark.parametrize("sizes", [CPU_CHUNKS, GPU_CHUNKS[1:], (16,)], ids=str)
-def test_cuts_hold_the_prompt_and_pad_an_eighth_or_the_smallest_chunk(sizes):
+def test_cuts_hold_the_prompt_and_pad_a_tenth_or_the_smallest_chunk(sizes):
     for tokens in [*range(1, 1500, 7), 2829, 4096, 9999, 65536, 100_003]:
         found = cut(tokens, sizes)
         assert set(found) <= set(sizes)
         assert found == sorted(found, reverse=True)
-        assert 0 <= sum(found) - tokens <= max(tokens / 8, sizes[-1] - 1)
+        assert 0 <= sum(found) - tokens <= max(tokens / 10, sizes[-1] - 1)
         assert sum(found[:-1]) < tokens
 
 
