@@ -1,48 +1,63 @@
 """Tokens per second of the engine, of fixed batches, and of answers that share a prompt.
 
-    python benchmarks/serving.py --out benchmarks/results/serving.json            # a GPU of 80 GB; 25 minutes
-    python benchmarks/serving.py --out serving.json --tiny                        # a CPU; a trial of the script
+    python benchmarks/serving.py --parts engine batches full --methods full          # a GPU of 80 GB
+    python benchmarks/serving.py --tiny --out serving.json                           # a CPU; a trial of the script
 
-Three workloads, of random weights in the shape of Llama 3.1 8B and random prompts:
+Random weights in the shape of Llama 3.1 8B, and random prompts. The parts:
 
-  mixed      256 requests, prompts of 1K to 32K tokens and answers of 16 to 1024, both log-uniform. `engine` has as many
-             slots as fit; `batches` are `kvjax.generate` calls of the same cache, in order of arrival, each as long as
-             its longest answer; `full_rate` are decode steps of all slots at the mean length, without arrivals.
+  engine     the first --requests of 256 requests, with prompts of 1K to 32K tokens and answers of 16 to 1024, both
+             log-uniform, by a `kvjax.Engine`. `busy_tokens_per_second` counts the blocks in which all slots decode and
+             no prompt is read.
+  batches    the same by `kvjax.generate`, in batches in order of arrival, each as long as its longest answer. They have
+             a row more than the engine has slots, for the row into which it reads prompts.
+  full       decode steps of all slots at the mean length of a request, without arrivals.
   copied     32 prompts with 8 answers each; each answer has a copy of its prompt.
-  shared     the same, with the prompts stored once.
+  shared     the same, with the prompts stored once, in more slots of at most the same bytes.
+  groups     the same as `copied`, by `kvjax.generate`, in batches of as many rows as `copied` has slots, and one.
 
-Every program is compiled before the clock starts, by `warm_up` or by a first run. The file has the rows, the device,
-versions and the commit.
+Every program is compiled before the clock starts, and kept on disk for the next call. A row is written to
+results/serving.json as soon as it is measured, and replaces the row of the same part, method and requests. After
+--minutes a part ends early, and its rates are those until then: `answered` counts the requests.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from layers import out_of, save, show
 from throughput import SHAPES, random_model
 
 import kvjax
-from kvjax.evaluate.provenance import provenance
+from kvjax.compiling import use_compilation_cache
+from kvjax.generation import warm_up
 from kvjax.models import Decoder, DecoderConfig
 
-TINY = DecoderConfig(vocab_size=64, hidden_size=32, intermediate_size=64, layers=2, q_heads=4, kv_heads=2, head_dim=16)
+TINY = DecoderConfig(vocab_size=64, hidden_size=32, intermediate_size=64, layers=3, q_heads=4, kv_heads=2, head_dim=16)
+PARTS = ("engine", "batches", "full", "copied", "shared", "groups")
+KEY = ("part", "method", "requests", "slots", "block", "prompt_tokens")
+SIZES = {
+    False: {"prompts": (1024, 32768), "answers": (16, 1024), "group": 8192, "answer": 256, "own": 1280, "copied": 32},
+    True: {"prompts": (8, 64), "answers": (2, 16), "group": 96, "answer": 8, "own": 72, "copied": 8},
+}
 
 
 def log_uniform(rng: np.random.Generator, low: int, high: int, count: int) -> np.ndarray:
     return np.exp(rng.uniform(np.log(low), np.log(high), count)).astype(int)
 
 
-def requests(rng: np.random.Generator, count: int, prompts: tuple[int, int], answers: tuple[int, int]) -> list[Any]:
-    lengths, new = log_uniform(rng, *prompts, count), log_uniform(rng, *answers, count)
-    return [(rng.integers(1, 60, n).astype(np.int32), int(m)) for n, m in zip(lengths, new, strict=True)]
+def mixed_requests(prompts: tuple[int, int], answers: tuple[int, int], count: int) -> list[Any]:
+    """The first `count` of 256 requests: their prompts and numbers of new tokens."""
+    rng = np.random.default_rng(0)
+    lengths, new = log_uniform(rng, *prompts, 256), log_uniform(rng, *answers, 256)
+    return [(rng.integers(1, 60, n).astype(np.int32), int(m)) for n, m in zip(lengths, new, strict=True)][:count]
 
 
 def cache_of(model: Decoder, method: str, slots: int, capacity: int) -> kvjax.Cache:
@@ -50,46 +65,67 @@ def cache_of(model: Decoder, method: str, slots: int, capacity: int) -> kvjax.Ca
     return kvjax.init(kvjax.presets.parse(method), model.spec(batch=slots, capacity=capacity), layers=layers)
 
 
-def run_engine(model: Decoder, cache: kvjax.Cache, work: list[Any], *, n: int = 1, **settings: Any) -> dict[str, Any]:
-    """Seconds to answer all requests, and what the engine counted."""
-    engine = kvjax.Engine(model, cache, max_waiting=len(work) * n, **settings)
-    del cache
+def run_engine(engine: kvjax.Engine, work: list[Any], n: int, minutes: float) -> dict[str, Any]:
+    """Answers all requests, each n times; the rates, and what the engine counted."""
+    begin = time.perf_counter()
     engine.warm_up()
-    start = time.perf_counter()
+    cache_bytes, warm = engine._cache.nbytes.device, time.perf_counter() - begin
+    start = last = time.perf_counter()
     sent = [request for prompt, new in work for request in engine.submit(prompt, max_new_tokens=new, n=n)]
-    engine.run()
-    seconds = time.perf_counter() - start
-    failed = sum(request.reason == "error" for request in sent)
-    tokens = sum(len(request.tokens) for request in sent)
+    before, busy, busy_tokens = engine.stats(), 0.0, 0
+    read, full = -1, False  # of the block that is waited for
+    while any(not request.done for request in sent) and last - start < 60 * minutes:
+        engine.step()
+        now, counts = time.perf_counter(), engine.stats()
+        if full and read == 0:  # the block was asked for in the step before
+            busy, busy_tokens = busy + now - last, busy_tokens + counts.new_tokens - before.new_tokens
+        read, full = counts.prompt_tokens - before.prompt_tokens, counts.decoding == counts.slots
+        last, before = now, counts
+    seconds = last - start
     counts = engine.stats()
+    for request in sent:
+        engine.cancel(request)
+    engine.run()
     return {
         "seconds": seconds,
-        "tokens": tokens,
-        "tokens_per_second": tokens / seconds,
+        "tokens": counts.new_tokens,
+        "tokens_per_second": counts.new_tokens / seconds,
+        "busy_seconds": busy,
+        "busy_tokens_per_second": busy_tokens / busy if busy else None,
         "fill": counts.fill,
         "steps": counts.steps,
-        "prompt_tokens": counts.prompt_tokens,
-        "failed": failed,
-        "cache_bytes": engine._cache.nbytes.device,
+        "prompt_tokens_read": counts.prompt_tokens,
+        "answered": sum(request.reason in ("length", "stop") for request in sent),
+        "failed": sum(request.reason == "error" for request in sent),
+        "cache_bytes": cache_bytes,
+        "warm_up_seconds": warm,
     }
 
 
-def run_batches(model: Decoder, method: str, slots: int, capacity: int, work: list[Any]) -> dict[str, Any]:
+def run_batches(
+    model: Decoder, method: str, rows: int, capacity: int, work: list[Any], minutes: float
+) -> dict[str, Any]:
     """The same requests in fixed batches, each with an empty cache, in order of arrival."""
-    total = tokens = 0.0
-    for trial in (True, False):
-        for first in range(0, slots if trial else len(work), slots):
-            batch = work[first : first + slots]
-            batch += [batch[-1]] * (slots - len(batch))
-            new, cache = max(m for _, m in batch), cache_of(model, method, slots, capacity)
-            start = time.perf_counter()
-            kvjax.generate(model, cache, [p.tolist() for p, _ in batch], max_new_tokens=new)
-            if not trial:
-                total += time.perf_counter() - start
-                tokens += sum(m for _, m in work[first : first + slots])
-            del cache
-            gc.collect()
-    return {"seconds": total, "tokens": tokens, "tokens_per_second": tokens / total}
+    begin = time.perf_counter()
+    longest, most = (max(sizes) for sizes in zip(*((len(prompt), new) for prompt, new in work), strict=True))
+    for tokens in sorted({max(longest // 8, 1), longest}):
+        warm_up(model, cache_of(model, method, rows, capacity), tokens, max_new_tokens=min(most, capacity - longest))
+    warm = time.perf_counter() - begin
+    seconds = tokens = answered = 0.0
+    for first in range(0, len(work), rows):
+        batch = work[first : first + rows]
+        own = batch + [batch[-1]] * (rows - len(batch))
+        cache = jax.block_until_ready(cache_of(model, method, rows, capacity))
+        start = time.perf_counter()
+        kvjax.generate(model, cache, [prompt.tolist() for prompt, _ in own], max_new_tokens=max(m for _, m in own))
+        seconds += time.perf_counter() - start
+        tokens += sum(new for _, new in batch)
+        answered += len(batch)
+        del cache
+        if seconds > 60 * minutes:
+            break
+    found = {"seconds": seconds, "tokens": tokens, "tokens_per_second": tokens / seconds, "answered": answered}
+    return {**found, "warm_up_seconds": warm}
 
 
 def full_rate(model: Decoder, method: str, slots: int, capacity: int, length: int, steps: int) -> dict[str, Any]:
@@ -106,57 +142,76 @@ def full_rate(model: Decoder, method: str, slots: int, capacity: int, length: in
     return {"seconds": seconds, "tokens_per_second": done * slots / seconds, "length": length}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--methods", nargs="+", default=["full", "fier:budget=1024"])
-    parser.add_argument("--tiny", action="store_true", help="sizes for a CPU, to try the script")
-    given = parser.parse_args()
-    tiny = given.tiny
-    sizes = {"prompts": (8, 64), "answers": (2, 16), "requests": 6, "slots": 2, "long": 96, "groups": 2, "answer": 8}
-    if not tiny:
-        sizes = {
-            "prompts": (1024, 32768),
-            "answers": (16, 1024),
-            "requests": 256,
-            "slots": 10,
-            "long": 8192,
-            "groups": 32,
-            "answer": 256,
-        }
-    model = random_model(TINY, jnp.float32) if tiny else random_model(SHAPES["llama-3.1-8b"])
-    rows: list[dict[str, Any]] = []
-
-    def note(workload: str, method: str, **found: Any) -> None:
-        rows.append({"workload": workload, "method": method, **found})
-        print(json.dumps(rows[-1]), flush=True)
-        data = {"sizes": sizes, "rows": rows, "provenance": provenance()}
-        given.out.write_text(json.dumps(data, indent=1, default=str) + "\n")
-
-    slots, capacity = sizes["slots"], sizes["prompts"][1] + sizes["answers"][1]
-    settings = {"chunk": 32 if tiny else 2048, "block": 4 if tiny else 16}
-    for method in given.methods:
-        rng = np.random.default_rng(0)
-        work = requests(rng, sizes["requests"], sizes["prompts"], sizes["answers"])
-        note("mixed, engine", method, **run_engine(model, cache_of(model, method, slots, capacity), work, **settings))
-        gc.collect()
-        note("mixed, batches", method, **run_batches(model, method, slots, capacity, work))
+def run_part(part: str, model: Decoder, method: str, given: argparse.Namespace) -> dict[str, Any]:
+    sizes, tiny, minutes = SIZES[given.tiny], given.tiny, given.minutes
+    work = mixed_requests(sizes["prompts"], sizes["answers"], given.requests)
+    slots, capacity = given.slots, sizes["prompts"][1] + sizes["answers"][1]
+    settings: Any = {"chunk": 32 if tiny else 2048, "block": given.block, "prompt_tokens": given.prompt_tokens}
+    rng, group = np.random.default_rng(1), sizes["group"]
+    groups = [(rng.integers(1, 60, group).astype(np.int32), sizes["answer"]) for _ in range(given.groups)]
+    waiting = {"max_waiting": 8 * max(len(work), len(groups))}
+    if part == "engine":
+        cache = cache_of(model, method, slots, capacity)
+        return {"slots": slots, **run_engine(kvjax.Engine(model, cache, **settings, **waiting), work, 1, minutes)}
+    if part == "batches":
+        return {"slots": slots + 1, **run_batches(model, method, slots + 1, capacity, work, minutes)}
+    if part == "full":
         mean = int(np.mean([len(prompt) + new / 2 for prompt, new in work]))
-        note("full rate", method, **full_rate(model, method, slots, capacity, mean, 8 if tiny else 256))
-        gc.collect()
-        long, answer = sizes["long"], sizes["answer"]
-        groups = [(rng.integers(1, 60, long).astype(np.int32), answer) for _ in range(sizes["groups"])]
-        copied = cache_of(model, method, 8, long + answer)
-        note("copied", method, **run_engine(model, copied, groups, n=8, **settings))
-        del copied
-        gc.collect()
-        # The bytes of `copied`, in more slots: a slot holds an answer and the recent block, a prefix the prompt.
-        own, places = answer + (64 if tiny else 1024), 1 if tiny else 4
-        shared = cache_of(model, method, 8 * places, own)
-        by = {"prefixes": places, "prefix_tokens": long}
-        note("shared", method, **run_engine(model, shared, groups, n=8, **settings, **by))
-        del shared
-        gc.collect()
+        return {"slots": slots, **full_rate(model, method, slots, capacity, mean, 8 if tiny else 256)}
+    copied = sizes["copied"]
+    if part == "copied":
+        cache = cache_of(model, method, copied, group + sizes["answer"])
+        return {"slots": copied, **run_engine(kvjax.Engine(model, cache, **settings, **waiting), groups, 8, minutes)}
+    if part == "shared":  # a slot holds an answer and the recent block, a prefix the prompt
+        places = copied * (group + sizes["answer"]) // (group + 8 * sizes["own"])
+        cache = cache_of(model, method, 8 * places, sizes["own"])
+        by = {"prefixes": places, "prefix_tokens": group}
+        engine = kvjax.Engine(model, cache, **settings, **waiting, **by)
+        del cache
+        return {"slots": 8 * places, **run_engine(engine, groups, 8, minutes)}
+    all_answers = [one for one in groups for _ in range(8)]
+    found = run_batches(model, method, copied + 1, group + sizes["answer"], all_answers, minutes)
+    return {"slots": copied + 1, **found}
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--methods", nargs="+", default=["full", "fier:budget=1024"])
+    parser.add_argument("--requests", type=int, help="of the 256")
+    parser.add_argument("--groups", type=int, help="prompts with 8 answers each")
+    parser.add_argument("--slots", type=int)
+    parser.add_argument("--block", type=int, help="decode steps between two looks at the queue")
+    parser.add_argument("--prompt-tokens", type=int, help="most tokens of prompts that are read between two blocks")
+    parser.add_argument("--minutes", type=float, default=1e9, help="the most of a part")
+    parser.add_argument("--tiny", "--quick", dest="tiny", action="store_true", help="sizes for a CPU")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args(args)
+    given.quick = given.tiny
+    defaults = {"requests": 256, "groups": 32, "slots": 10, "block": 16, "prompt_tokens": 8192}
+    if given.tiny:
+        defaults = {"requests": 6, "groups": 2, "slots": 2, "block": 4, "prompt_tokens": 64}
+    for name, value in defaults.items():
+        if getattr(given, name) is None:
+            setattr(given, name, value)
+    use_compilation_cache()
+    model = random_model(TINY, jnp.float32) if given.tiny else random_model(SHAPES["llama-3.1-8b"])
+    for part in given.parts:
+        for method in given.methods:
+            requests = 8 * given.groups if part in ("copied", "shared", "groups") else given.requests
+            row = {"part": part, "method": method, "requests": requests, "block": given.block}
+            row["prompt_tokens"] = given.prompt_tokens
+            try:
+                row |= run_part(part, model, method, given)
+            except Exception as error:  # such as a lack of memory: the other parts still count
+                if given.tiny:
+                    raise
+                row |= {"slots": 0, "error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+            memory = jax.local_devices()[0].memory_stats() or {}
+            row["peak_bytes"] = memory.get("peak_bytes_in_use")  # of all parts of this call so far
+            show(row)
+            save(out_of(given, "serving.json"), "tokens per second of requests, by the host's clock", [row], KEY)
+            gc.collect()
 
 
 if __name__ == "__main__":

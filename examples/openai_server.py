@@ -4,9 +4,10 @@
     python examples/openai_server.py [DIRECTORY] --cache fier:budget=256 --slots 8 --capacity 4096 --port 8000
 
 DIRECTORY is a checkpoint in Hugging Face format; without it the small model that kvjax ships with is served. Routes:
-POST /v1/completions and /v1/chat/completions (stream, n, stop, temperature, top_p, seed, max_tokens), GET /v1/models
-and /health. One thread owns the engine and steps it; each connection has a queue. A client that leaves cancels its
-request.
+POST /v1/completions and /v1/chat/completions (stream, n, stop, temperature, top_p, top_k, min_p, seed, max_tokens), GET
+/v1/models and /health. What the server does not know, such as logprobs, is refused. One thread owns the engine and
+steps it; each connection has a queue. A client that leaves cancels its requests, and one that reads slowly holds up no
+other.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import jax
@@ -30,6 +32,10 @@ from starlette.routing import Route
 import kvjax
 from kvjax.generation import Detokenizer, EngineBusy
 from kvjax.generation.sampling import sampling
+
+# Fields that change an answer in ways that this server has not.
+UNKNOWN = ("logprobs", "top_logprobs", "logit_bias", "tools", "functions", "suffix", "echo", "presence_penalty")
+UNKNOWN += ("frequency_penalty", "response_format")
 
 
 class Serving:
@@ -46,7 +52,12 @@ class Serving:
             self._work.wait()
             self._work.clear()
             while (stats := self.engine.stats()).decoding or stats.waiting:
-                for request in self.engine.step():
+                try:
+                    news = self.engine.step()
+                except Exception:  # it has ended all requests, with the reason
+                    logging.exception("a step of the engine failed")
+                    news = self.engine.step()
+                for request in news:
                     self._tell(request)
 
     def _tell(self, request: Any) -> None:
@@ -54,30 +65,37 @@ class Serving:
         if loop is not None and queue is not None:
             loop.call_soon_threadsafe(queue.put_nowait, None)
 
-    async def submit(self, prompt: Any, **settings: Any) -> list[Any]:
-        requests = await asyncio.to_thread(self.engine.submit, prompt, **settings)
+    async def submit(self, prompts: list[Any], **settings: Any) -> list[Any]:
+        requests: list[Any] = []
+        try:
+            for prompt in prompts:
+                requests += await asyncio.to_thread(self.engine.submit, prompt, **settings)
+        except Exception:
+            self.cancel(requests)
+            raise
         for request in requests:
             self._queues[id(request)] = asyncio.get_running_loop(), asyncio.Queue()
         self._work.set()
         return requests
 
+    def cancel(self, requests: list[Any]) -> None:
+        """Ends requests that are not done. Waits for nothing, so that it also runs in a task that is cancelled."""
+        for request in requests:
+            self._queues.pop(id(request), None)
+            asyncio.get_running_loop().run_in_executor(None, self.engine.cancel, request)
+
     async def news(self, request: Any) -> AsyncIterator[list[int]]:
         """The new tokens of a request, as they come."""
         given, queue = 0, self._queues[id(request)][1]
-        try:
-            while True:
-                done, tokens = request.done, request.tokens[given:]
-                given += len(tokens)
-                if tokens:
-                    yield tokens
-                if done and given == len(request.tokens):
-                    return
-                if not tokens:
-                    await asyncio.wait_for(queue.get(), timeout=None)
-        finally:
-            del self._queues[id(request)]
-            if not request.done:
-                await asyncio.to_thread(self.engine.cancel, request)
+        while True:
+            done, tokens = request.done, request.tokens[given:]
+            given += len(tokens)
+            if tokens:
+                yield tokens
+            elif done:
+                return
+            else:
+                await queue.get()
 
 
 class Pieces:
@@ -110,95 +128,130 @@ def refuse(status: int, message: str, code: str, **headers: str) -> Response:
     return JSONResponse({"error": error}, status, headers=headers)
 
 
+def settings_of(body: dict[str, Any], checkpoint: Any, chat: bool) -> tuple[list[Any], list[str], dict[str, Any]]:
+    """Prompts, stop strings, and what `Engine.submit` takes. Raises ValueError for what cannot be served."""
+    for name in UNKNOWN:
+        if body.get(name):
+            raise ValueError(f"this server takes no {name}")
+    prompt = body["messages"] if chat else body["prompt"]
+    several = not chat and isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
+    heat, seed, stops = body.get("temperature"), body.get("seed"), body.get("stop") or []
+    draws = sampling(1.0 if heat is None else heat, **{name: body.get(name) for name in ("top_p", "top_k", "min_p")})
+    return (
+        prompt if several else [prompt],
+        [stops] if isinstance(stops, str) else stops,
+        {
+            "max_new_tokens": body.get("max_completion_tokens") or body.get("max_tokens") or 128,
+            "n": body.get("n") or 1,
+            "sampling": draws,
+            "key": None if draws.greedy else jax.random.key(uuid.uuid4().int % 2**31 if seed is None else seed),
+            "stop_tokens": checkpoint.chat_stop_tokens if chat else checkpoint.stop_tokens,
+        },
+    )
+
+
+async def unless_gone(http: HttpRequest, work: Any) -> Any:
+    """The result of `work`; None if the client leaves before."""
+    task = asyncio.ensure_future(work)
+    while not (await asyncio.wait([task], timeout=0.5))[0]:
+        if await http.is_disconnected():
+            task.cancel()
+            return None
+    return task.result()
+
+
 async def answer(http: HttpRequest, chat: bool) -> Response:
     serving: Serving = http.app.state.serving
     try:
         body = await http.json()
-        prompt = body["messages"] if chat else body["prompt"]
-        temperature, seed = body.get("temperature", 1.0), body.get("seed")
-        draws = sampling(temperature, top_p=body.get("top_p"))
-        key = None if draws.greedy else jax.random.key(seed if seed is not None else uuid.uuid4().int % 2**31)
-        stops = body.get("stop") or []
-        stops = [stops] if isinstance(stops, str) else stops
-        ends = serving.checkpoint.chat_stop_tokens if chat else serving.checkpoint.stop_tokens
-        new = body.get("max_completion_tokens") or body.get("max_tokens") or 128
-        requests = await serving.submit(
-            prompt, max_new_tokens=new, n=body.get("n") or 1, sampling=draws, key=key, stop_tokens=ends
-        )
+        prompts, stops, settings = settings_of(body, serving.checkpoint, chat)
+        requests = await serving.submit(prompts, **settings)
     except EngineBusy as busy:
         return refuse(429, str(busy), "engine_busy", **{"Retry-After": "1"})
     except (KeyError, TypeError, ValueError) as error:
         what = f"the request lacks {error}" if isinstance(error, KeyError) else str(error)
         return refuse(400, what, "cannot_be_served")
+    except RuntimeError as error:
+        return refuse(500, str(error), "engine_failed")
 
-    head = {
-        "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
-        "created": int(time.time()),
-        "model": serving.name,
-    }
-    texts = [Pieces(serving.checkpoint.tokenizer, stops, ends) for _ in requests]
+    kind = ("chat.completion" if chat else "text_completion") + (".chunk" if chat and body.get("stream") else "")
+    name = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+    head = {"id": name, "object": kind, "created": int(time.time()), "model": serving.name}
 
-    async def pieces(i: int) -> AsyncIterator[tuple[str, str | None]]:
-        """Text of answer i, and at last why it ended."""
-        request, text = requests[i], texts[i]
-        news = serving.news(request)
-        async for tokens in news:
+    async def pieces(request: Any) -> AsyncIterator[tuple[str, str | None]]:
+        """Text of an answer, and at last why it ended."""
+        text = Pieces(serving.checkpoint.tokenizer, stops, settings["stop_tokens"])
+        async for tokens in serving.news(request):
             if piece := text.push(tokens):
                 yield piece, None
             if text.stopped:
-                await news.aclose()
+                serving.cancel([request])
                 break
         rest = "" if text.stopped else text.push([], last=True)
         if request.reason == "error":
-            raise RuntimeError("the model's numbers are not finite")
+            raise RuntimeError(f"the answer ended by an error: {request.error}")
         yield rest, "length" if request.reason == "length" and not text.stopped else "stop"
 
-    usage = {"prompt_tokens": len(requests[0].prompt)}
+    def usage() -> dict[str, int]:
+        read = sum(len(request.prompt) for request in requests[:: settings["n"]])
+        new = sum(len(request.tokens) for request in requests)
+        return {"prompt_tokens": read, "completion_tokens": new, "total_tokens": read + new}
+
+    async def whole() -> list[list[tuple[str, str | None]]]:
+        return [[piece async for piece in pieces(request)] for request in requests]
+
     if not body.get("stream"):
-        choices = []
-        for i in range(len(requests)):
-            found = [piece async for piece in pieces(i)]
-            text, reason = "".join(piece for piece, _ in found), found[-1][1]
-            content = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
-            choices.append({"index": i, "finish_reason": reason, **content})
-        usage["completion_tokens"] = sum(len(request.tokens) for request in requests)
-        usage["total_tokens"] = sum(usage.values())
-        kind = "chat.completion" if chat else "text_completion"
-        return JSONResponse({**head, "object": kind, "choices": choices, "usage": usage})
-
-    async def events() -> AsyncIterator[str]:
-        kind = "chat.completion.chunk" if chat else "text_completion"
-        queue: asyncio.Queue[Any] = asyncio.Queue()
-
-        async def follow(i: int) -> None:
-            first = True
-            async for piece, reason in pieces(i):
-                delta: Any = {"content": piece} if piece else {}
-                if first:
-                    delta, first = {"role": "assistant", **delta}, False
-                content = {"delta": delta} if chat else {"text": piece}
-                await queue.put({"index": i, "finish_reason": reason, **content})
-            await queue.put(None)
-
-        tasks = [asyncio.create_task(follow(i)) for i in range(len(requests))]
         try:
-            left = len(tasks)
-            while left:
-                choice = await queue.get()
-                if choice is None:
-                    left -= 1
-                    continue
-                yield f"data: {json.dumps({**head, 'object': kind, 'choices': [choice]})}\n\n"
-            if (body.get("stream_options") or {}).get("include_usage"):
-                usage["completion_tokens"] = sum(len(request.tokens) for request in requests)
-                usage["total_tokens"] = sum(usage.values())
-                yield f"data: {json.dumps({**head, 'object': kind, 'choices': [], 'usage': usage})}\n\n"
-            yield "data: [DONE]\n\n"
+            found = await unless_gone(http, whole())
+        except RuntimeError as error:
+            return refuse(500, str(error), "answer_failed")
         finally:
-            for task in tasks:
-                task.cancel()
+            serving.cancel(requests)
+        choices = []
+        for i, parts in enumerate(found or []):
+            text = "".join(piece for piece, _ in parts)
+            content = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+            choices.append({"index": i, "finish_reason": parts[-1][1], "logprobs": None, **content})
+        return JSONResponse({**head, "choices": choices, "usage": usage()})
+    return StreamingResponse(stream(serving, requests, pieces, body, head, usage), media_type="text/event-stream")
 
-    return StreamingResponse(events(), media_type="text/event-stream")
+
+async def stream(
+    serving: Serving, requests: list[Any], pieces: Callable[[Any], Any], body: Any, head: Any, usage: Callable[[], Any]
+) -> AsyncIterator[str]:
+    """Server-sent events of all answers, as their text comes."""
+    queue: asyncio.Queue[Any] = asyncio.Queue()
+    chat = head["object"].startswith("chat")
+
+    async def follow(i: int, request: Any) -> None:
+        first = {"role": "assistant"} if chat else {}
+        try:
+            async for piece, reason in pieces(request):
+                content: Any = (
+                    {"delta": {**first, **({"content": piece} if piece else {})}} if chat else {"text": piece}
+                )
+                first = {}
+                choice = {"index": i, "finish_reason": reason, "logprobs": None, **content}
+                await queue.put({**head, "choices": [choice]})
+        except RuntimeError as error:
+            await queue.put({"error": {"message": str(error), "type": "server_error", "code": "answer_failed"}})
+        await queue.put(None)
+
+    tasks = [asyncio.create_task(follow(i, request)) for i, request in enumerate(requests)]
+    try:
+        left = len(tasks)
+        while left:
+            event = await queue.get()
+            left -= event is None
+            if event is not None:
+                yield f"data: {json.dumps(event)}\n\n"
+        if (body.get("stream_options") or {}).get("include_usage"):
+            yield f"data: {json.dumps({**head, 'choices': [], 'usage': usage()})}\n\n"
+        yield "data: [DONE]\n\n"
+    finally:
+        for task in tasks:
+            task.cancel()
+        serving.cancel(requests)
 
 
 async def completions(http: HttpRequest) -> Response:

@@ -123,6 +123,12 @@ def on_host(x: Any) -> np.ndarray:
     return np.asarray(x.addressable_data(0))
 
 
+def free_bytes() -> int | None:
+    """Bytes that the first device has free; None for one that does not tell, as a CPU."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else None
+
+
 def of_first_process(number: int) -> int:
     """The `number` of the first process. All processes must call this; they wait for each other."""
     if jax.process_count() == 1:

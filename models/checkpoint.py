@@ -32,8 +32,9 @@ from kvjax.generation import Generation, Stream, drafts, generate, stream
 from kvjax.generation.drafts import Draft, Speculation
 from kvjax.generation.processors import Processors
 from kvjax.generation.prompt_inputs import check_fit
-from kvjax.generation.sampling import Sampling, requested_sampling
+from kvjax.generation.sampling import Sampling, requested_sampling, row_keys
 from kvjax.generation.text import Detokenizer
+from kvjax.memory import free_bytes
 from kvjax.policies import PerLayer, Policy
 from kvjax.sharding.placement import Placement
 from kvjax.spec import require_int, round_capacity
@@ -49,6 +50,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer
 
 Prompt: TypeAlias = str | Messages
 
+MOST_OF_MEMORY = 0.8  # of the free memory of a device, that caches of many prompts take; the rest is for their prefill
+
 
 @dataclass(frozen=True, repr=False)
 class Completion:
@@ -56,7 +59,8 @@ class Completion:
 
     texts: list[str]  # new text of each prompt
     prompt_lengths: list[int]  # tokens of each prompt
-    generation: Generation
+    rows: list[list[int]]  # new token ids of each prompt
+    _generation: Generation | None = None  # None if the prompts took turns
 
     @property
     def text(self) -> str:
@@ -73,9 +77,15 @@ class Completion:
         return self._only(self.rows, "rows")
 
     @property
-    def rows(self) -> list[list[int]]:
-        """The new token ids of each prompt."""
-        return self.generation.rows
+    def generation(self) -> Generation:
+        """The result of `kvjax.generate`.
+
+        Raises:
+          ValueError: the prompts took turns in the rows of a smaller cache.
+        """
+        if self._generation is None:
+            raise ValueError("the prompts took turns in fewer slots, so no cache holds them all; give fewer of them")
+        return self._generation
 
     @property
     def cache(self) -> Cache:
@@ -101,10 +111,8 @@ class Completion:
     def __repr__(self) -> str:
         short = [text if len(text) <= 60 else f"{text[:57]}..." for text in self.texts[:4]]
         more = f", and {len(self.texts) - 4} more" if len(self.texts) > 4 else ""
-        return (
-            f"Completion({', '.join(map(repr, short))}{more}; {sum(map(len, self.rows))} new tokens, "
-            f"{float(np.mean(self.attended)):.1f} attended per step)"
-        )
+        read = "" if self._generation is None else f", {float(np.mean(self.attended)):.1f} attended per step"
+        return f"Completion({', '.join(map(repr, short))}{more}; {sum(map(len, self.rows))} new tokens{read})"
 
 
 @dataclass(frozen=True)
@@ -276,6 +284,7 @@ class Checkpoint:
         speculate: str | Draft | None = None,
         template: Mapping[str, Any] | None = None,
         processors: Processors | None = None,
+        slots: int | None = None,
     ) -> Completion:
         """Continues a text or answers chat messages, or a list of either, decoding through a KV cache.
 
@@ -299,6 +308,8 @@ class Checkpoint:
           template: settings of the chat template: {"enable_thinking": False}, {"tools": [...]}.
           processors: rules that change the logits, such as a repetition penalty; by default those that the checkpoint
             asks for in generation_config.json, as in transformers. `Processors()` has none.
+          slots: most prompts that decode at the same time; the others take turns in their rows (`kvjax.Engine`). By
+            default all, or as many as the free memory of the device has room for. The tokens are the same.
 
         Raises:
           ValueError: an unknown cache, a prompt that does not fit, chat messages without a chat template.
@@ -307,9 +318,17 @@ class Checkpoint:
         run = self._request(prompts, cache, max_new_tokens, capacity, stop_tokens, template, processors)
         draw, key = _draws(temperature, top_k, top_p, min_p, seed, key)
         draft = drafts.parse(speculate) if isinstance(speculate, str) else speculate
+        counts = [len(row) for row in run.rows]
+        if slots is not None and draft is not None:
+            raise ValueError("slots and speculate cannot be given together: prompts that take turns draft no tokens")
+        places = len(counts) if draft is not None else self._slots(cache, run, slots)
+        if places < len(counts):
+            rows = self._take_turns(cache, run, places, draw, key)
+            return Completion([self.decode(row) for row in rows], counts, rows)
         run.settings |= {"sampling": draw, "key": key, "measure": True, "draft": draft}
-        done = generate(self.model, run.cache, run.rows, **run.settings)
-        return Completion([self.decode(row) for row in done.rows], [len(row) for row in run.rows], done)
+        made = self.init_cache(cache, capacity=run.capacity, batch=len(counts))
+        done = generate(self.model, made, run.rows, **run.settings)
+        return Completion([self.decode(row) for row in done.rows], counts, done.rows, done)
 
     def stream(
         self,
@@ -342,7 +361,7 @@ class Checkpoint:
         draft = drafts.parse(speculate) if isinstance(speculate, str) else speculate
         return stream(
             self.model,
-            run.cache,
+            self.init_cache(cache, capacity=run.capacity),
             run.rows,
             sampling=draw,
             key=key,
@@ -415,19 +434,47 @@ class Checkpoint:
         check_fit(0, longest, new, capacity, positions)
         if capacity is None:
             capacity = round_capacity(longest + new, rows=len(rows), positions=positions)
-        empty = self.init_cache(cache, capacity=capacity, batch=len(rows))
         if stop_tokens is None:
             texts = all(isinstance(prompt, str) for prompt in prompts)
             stop_tokens = self.stop_tokens if texts else self.chat_stop_tokens
         rules = self.processors if processors is None else processors
         settings = {"max_new_tokens": new, "stop_tokens": stop_tokens, "processors": rules}
-        return _Request(rows, empty, settings)
+        return _Request(rows, capacity, settings)
+
+    def _slots(self, cache: Any, run: _Request, slots: int | None) -> int:
+        """How many prompts decode at the same time."""
+        if slots is not None:
+            return require_int("slots", slots, at_least=1)
+        free = free_bytes()
+        if free is None or len(run.rows) == 1:
+            return len(run.rows)
+        one = jax.eval_shape(lambda: self.init_cache(cache, capacity=run.capacity))
+        return max(1, min(len(run.rows), int(MOST_OF_MEMORY * free / max(one.nbytes.device, 1)) - 1))
+
+    def _take_turns(self, cache: Any, run: _Request, slots: int, draw: Sampling, key: Array | None) -> list[list[int]]:
+        """The tokens of each prompt, from an engine; they draw as the rows of one batch would."""
+        stop, new = run.settings["stop_tokens"], run.settings["max_new_tokens"]
+        by: Any = {"slots": slots, "capacity": run.capacity, "max_waiting": len(run.rows), "stop_tokens": stop}
+        by |= {"processors": run.settings["processors"], "prompt_tokens": run.capacity}
+        engine = kvjax.Engine(self, cache, **by)
+        keys = None if draw.greedy else row_keys(key, len(run.rows))
+        requests = []
+        for i, row in enumerate(run.rows):
+            own: Any = jax.tree.map(lambda a: np.ravel(a)[i] if np.ndim(a) else a, draw)  # noqa: B023
+            requests += engine.submit(
+                row, max_new_tokens=new, sampling=own, key=None if keys is None else keys[i : i + 1]
+            )
+        engine.run()
+        for i, request in enumerate(requests):
+            if request.error is not None:
+                raise ValueError(f"prompt {i}: {request.error}") from request.error
+        return [request.tokens for request in requests]
 
 
 @dataclasses.dataclass
 class _Request:
     rows: list[list[int]]  # token ids of the prompts
-    cache: Cache
+    capacity: int
     settings: dict[str, Any]
 
 

@@ -36,12 +36,14 @@ except ImportError as error:
 
 from kvjax import models
 from kvjax.cache.cache import Cache, raise_on_overflow
-from kvjax.evaluate.accuracy import answer, question_columns
-from kvjax.evaluate.caches import make_rows
+from kvjax.evaluate.accuracy import cut, question_columns
+from kvjax.evaluate.caches import check_rows, make_rows
 from kvjax.evaluate.plan import Answer, Plan, feed, prepare, run
 from kvjax.evaluate.tasks import Example
+from kvjax.generation import Engine
+from kvjax.generation.processors import Processors
 from kvjax.models import Checkpoint
-from kvjax.spec import require_int
+from kvjax.spec import padded_capacity, require_int
 
 # Settings of a task that limit the tokens of an answer; the first one counts, as in the harness.
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -56,11 +58,11 @@ class Scored(NamedTuple):
 
 @dataclass(frozen=True)
 class _Requests:
-    """A task made of requests that have the same token limit and stop texts."""
+    """A task made of texts to score."""
 
     given: tuple[Example, ...]
-    max_new_tokens: int = 0
-    stop: tuple[str, ...] = ()
+    max_new_tokens = 0
+    stop = ()
 
     name = "requests"
     metric = "none"
@@ -85,7 +87,7 @@ class KvjaxLM(TemplateLM):
       cache: a policy, or text such as "fier:budget=256".
       dense_layers: number of first layers that attend to everything, unless the cache's text sets it; None: the
         preset's own.
-      batch: requests decoded together.
+      batch: requests decoded together; the slots of a `kvjax.Engine`.
       max_gen_toks: maximum new tokens of an answer, unless the task sets it.
 
     **Source:** the interface of lm-evaluation-harness 0.4.9 and later. **Differs** from its Hugging Face model: a
@@ -182,15 +184,30 @@ class KvjaxLM(TemplateLM):
         Raises:
           ValueError: a request that asks for sampling, or whose prompt does not fit the model's positions.
         """
-        groups: dict[tuple[int, tuple[str, ...]], list[int]] = {}
-        for i, request in enumerate(requests):
-            groups.setdefault(self._ends(request.args[1]), []).append(i)
-        found = [""] * len(requests)
-        for (limit, stop), members in groups.items():
-            given = tuple(Example(str(i), tuple(self.tok_encode(requests[i].args[0])), (), {}) for i in members)
-            for i, result in self._run(_Requests(given, limit, stop), answer).items():
-                found[i] = result["answer"]
-        return found
+        if not requests:
+            return []
+        asked = [(self.tok_encode(request.args[0]), *self._ends(request.args[1])) for request in requests]
+        config, decode = self.checkpoint.config, self.checkpoint.tokenizer.decode
+        capacity = padded_capacity(max(len(prompt) + limit for prompt, limit, _ in asked))
+        spec = self.checkpoint.model.spec(batch=1, capacity=capacity)
+        (row,) = check_rows(self.rows, spec, config.layers)
+        # Prompts are read whole, and so exactly: an answer shows what the cache's method loses in decoding.
+        by: Any = {"chunk": None, "prompt_tokens": capacity, "max_waiting": len(asked), "processors": Processors()}
+        engine = Engine(self.checkpoint, row.policies, slots=min(self.batch, len(asked)), capacity=capacity, **by)
+        stops = {
+            request: stop
+            for prompt, limit, stop in asked
+            for request in engine.submit(prompt, max_new_tokens=limit, stop_tokens=self.checkpoint.stop_tokens)
+        }
+        answers = dict.fromkeys(stops, "")
+        while any(not request.done for request in stops):
+            for request in engine.step():
+                answers[request], ended = cut(decode(request.tokens, skip_special_tokens=True), stops[request])
+                if ended:
+                    engine.cancel(request)
+                if request.error is not None:
+                    raise request.error
+        return list(answers.values())
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Log probability of each whole text, in windows of the model's positions."""

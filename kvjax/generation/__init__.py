@@ -1,8 +1,9 @@
 """Text generation: prefill a prompt, then decode in one loop on the device until all rows have ended."""
 
-from kvjax.generation.engine import Engine, EngineBusy, Request
+from kvjax.generation.engine import Engine
 from kvjax.generation.prefilling import Model, chunk_size, prefill
 from kvjax.generation.prompt_inputs import right_padded
+from kvjax.generation.requests import EngineBusy, Request
 from kvjax.generation.streaming import Generation, Stream, compile_ahead, decode, decode_step, generate, stream, warm_up
 from kvjax.generation.text import Detokenizer
 

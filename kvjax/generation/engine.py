@@ -1,10 +1,14 @@
 """Many requests from one batch of rows: each is read into a row of its own, decodes beside the others, and leaves.
 
-An `Engine` has a cache of `slots` rows. A step reads at most one chunk of prompts into a spare row, puts rows that are
-read into free slots (`kvjax.insert`), and then decodes a block of tokens in all slots by one call of `decode_loop`.
-Limits, stop tokens, settings of sampling and the counter of draws are a request's own, so **its tokens are those that
-it gets alone**, whatever comes, goes or fails beside it. A slot that is free holds an empty row, which costs nothing to
-attend to. After `warm_up` no program is compiled, except for prompts of policies that read them whole.
+An `Engine` has a cache of `slots` rows. A step reads chunks of prompts into a spare row, puts rows that are read into
+free slots (`kvjax.insert`), and then decodes a block of tokens in all slots by one call of `decode_loop`. Limits, stop
+tokens, settings of sampling and the counter of draws are a request's own, so **its tokens are those that it gets
+alone**, whatever comes, goes or fails beside it. A slot that is free holds an empty row, which costs nothing to attend
+to. After `warm_up` no program is compiled, except for prompts of policies that read them whole.
+
+The device never waits for the host: a step asks for a block, and then looks at the tokens of the block before. The slot
+of a request that reaches its limit is filled at once, as its end is known. One that draws a stop token is idle until
+the host has seen it, which is one block later.
 
 A prompt is read once for all answers to it. One that begins like a row that is running starts from a copy of that
 row's first tokens, in whole chunks, if the policies can be truncated.
@@ -18,7 +22,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -32,88 +35,52 @@ from jax import Array
 from kvjax.cache.cache import Cache
 from kvjax.cache.editing import take_rows
 from kvjax.cache.prefixes import prefixed_like, unshared
-from kvjax.generation.loops import PAD, ROOM, Flat, decode_loop
-from kvjax.generation.places import Places, Seat, empty_row, first_tokens, long_rows, put, same_tokens
-from kvjax.generation.prefilling import Model, _committed, _read, chunks_of, cut, on_auto_axes
+from kvjax.generation.loops import PAD, ROOM, Flat, FlatLayers, decode_loop
+from kvjax.generation.places import (
+    Places,
+    Reading,
+    Seat,
+    can_share,
+    clear,
+    empty_row,
+    first_tokens,
+    long_rows,
+    parked,
+    put,
+    replicated,
+    same_tokens,
+    zeros_like,
+)
+from kvjax.generation.prefilling import (
+    CPU_CHUNKS,
+    GPU_CHUNKS,
+    Model,
+    _by_layer,
+    _committed,
+    _read,
+    chunk_size,
+    cut,
+    on_auto_axes,
+)
 from kvjax.generation.processors import Processors
 from kvjax.generation.prompt_inputs import check_model, check_model_cache, check_request, pad_prompt
-from kvjax.generation.sampling import OFF, Draws, Sampling
-from kvjax.generation.text import Detokenizer
-from kvjax.memory import commit_together, has_host_memory, on_host
+from kvjax.generation.requests import STOPS, EngineBusy, Request, Stats
+from kvjax.generation.sampling import Draws, Sampling, rows_of_draws, stack_draws
+from kvjax.generation.streaming import interrupts_wait
+from kvjax.memory import commit_together, on_host
 from kvjax.spec import require_int
 
-STOPS = 16  # stop tokens that a request can have
-_OWN_KEYS = np.zeros((), bool)  # of `Draws`: rows have keys of their own
-LAST_CHUNK = 64  # tokens of the chunks in which the rest of a prompt is read
-
-
-class EngineBusy(RuntimeError):
-    """As many requests are waiting as the engine takes: run `step` and submit again."""
-
-
-@dataclasses.dataclass(eq=False)
-class Request:
-    """A request and its answer so far. Iterating over it runs the engine and yields its tokens as they come."""
-
-    prompt: np.ndarray  # i32[T]
-    max_new_tokens: int
-    draws: Draws | None  # of one row
-    stop: np.ndarray  # i32[STOPS]
-    engine: Engine = dataclasses.field(repr=False)
-    tokens: list[int] = dataclasses.field(default_factory=list)  # a stop token included
-    state: str = "waiting"  # then "reading", "decoding", "done"
-    reason: str | None = None  # of its end: "stop", "length", "cancelled" or "error"
-    submitted: float = dataclasses.field(default_factory=time.monotonic, repr=False)
-
-    @property
-    def done(self) -> bool:
-        return self.state == "done"
-
-    @property
-    def text(self) -> str:
-        """The text of the tokens, if the engine has a tokenizer."""
-        if self.engine.tokenizer is None:
-            raise ValueError("the engine has no tokenizer: make it from a checkpoint, or decode `tokens` yourself")
-        found = Detokenizer(self.engine.tokenizer)
-        return found.push(self.tokens) + found.finish()
-
-    def __iter__(self) -> Iterator[int]:
-        given = 0
-        while True:
-            yield from self.tokens[given:]
-            given = len(self.tokens)
-            if self.done:
-                return
-            self.engine.step()
-
-
-@dataclasses.dataclass(frozen=True)
-class Stats:
-    """Counts of an engine: its requests, tokens and steps so far."""
-
-    slots: int
-    decoding: int  # requests in slots
-    waiting: int  # requests that are not in a slot yet
-    prompt_tokens: int  # read, those of shared beginnings not counted again
-    shared_tokens: int  # of prompts, copied from a row that is running
-    parked: int  # prompts that are read and wait in host memory for a slot
-    prefixes: int  # stored prefixes that rows use
-    new_tokens: int
-    steps: int  # decode steps of the batch
-    fill: float  # share of slots in use, mean over the decode steps
+LONGEST = 2**30  # tokens of a chunk without a limit
 
 
 @dataclasses.dataclass
-class _Reading:
-    """A prompt that is read into a row, for the requests that it serves."""
+class _Block:
+    """Decode steps that the device was asked for, and whose tokens the host has not seen."""
 
-    requests: list[Request]
-    cache: Any
-    chunks: list[tuple[int, bool]]  # sizes that are left, and whether the cache is then empty
-    start: int = 0  # tokens that are stored
-    logits: Any = None
-    seat: Seat | None = None  # where its rows begin, once the first has a slot
-    homes: Any = None  # the shardings of cache and logits that are parked
+    rows: list[tuple[int, Request]]  # by slot
+    tokens: Array  # i32[slots, ROOM]
+    steps: Array  # i32[]
+    bad: Array  # bool[2, slots], rows without a best token, before and after
 
 
 class Engine:
@@ -134,8 +101,11 @@ class Engine:
         `kvjax.init`, whose rows are the slots.
       slots, capacity: rows, and tokens that each can hold; only with a checkpoint.
       block: tokens of each row between two looks at waiting requests. A larger block is faster, a smaller one reads
-        prompts sooner.
-      chunk: most tokens of prompts that are read between two blocks, unless nothing is decoding.
+        prompts and frees slots sooner.
+      chunk: tokens of a prompt that are read at once; None reads prompts whole, so that each attends to itself exactly
+        whatever its cache stores.
+      prompt_tokens: most tokens of prompts that are read between two blocks while rows decode; by default one chunk.
+        More fill slots sooner, and let the rows that decode wait longer.
       max_waiting: requests that may wait for a slot.
       prefixes, prefix_tokens: prefixes that are stored once beside the slots, and the most tokens of each. A prompt may
         then be longer than a slot by what its prefix holds.
@@ -155,7 +125,8 @@ class Engine:
         slots: int | None = None,
         capacity: int | None = None,
         block: int = 16,
-        chunk: int = 512,
+        chunk: int | None = 512,
+        prompt_tokens: int | None = None,
         max_waiting: int = 256,
         prefixes: int = 0,
         prefix_tokens: int = 0,
@@ -179,9 +150,11 @@ class Engine:
         if np.any(on_host(cache.length)):
             raise ValueError("Engine takes an empty cache, whose rows are its slots; this one holds tokens")
         self.block = min(require_int("block", block, at_least=1), ROOM)
-        self.chunk = require_int("chunk", chunk, at_least=2)
+        self.chunk = LONGEST if chunk is None else require_int("chunk", chunk, at_least=2)
+        most = self.chunk if prompt_tokens is None else prompt_tokens
+        self.prompt_tokens = require_int("prompt_tokens", most, at_least=1)
         self.max_waiting = require_int("max_waiting", max_waiting, at_least=1)
-        self.park, self._parked = require_int("park", park, at_least=0), deque[_Reading]()
+        self.park, self._parked = require_int("park", park, at_least=0), deque[Reading]()
         rows, self._places = cache, None
         if require_int("prefixes", prefixes, at_least=0):
             tokens = require_int("prefix_tokens", prefix_tokens, at_least=1)
@@ -195,17 +168,27 @@ class Engine:
         self._anchor = _committed(model)
         _, self._cache = commit_together((self._anchor, cache))
         self._logits: Any = None  # f32[slots, V], once the model has told V
+        self._active: Any = None  # bool[slots] on the device, rows that have drawn no stop token
         layers = tuple((layer.policy, layer.spec, layer.placement) for layer in rows.layers)
-        self._make_row = jax.jit(partial(empty_row, layers, cache.rotated_for is not None))
-        self._empty = self._new_row()
+        self._kind = layers, cache.rotated_for is not None
+        self._spare: Any = None  # a row whose arrays the next one takes
+        # An empty row without its arrays, to check requests by.
+        self._empty = jax.tree.map(zeros_like, jax.eval_shape(partial(empty_row, *self._kind)))
+        self._reader: Any = FlatLayers.of(model) if _by_layer(model, self._empty) else self._model
         self._row_capacity = self._empty.spec.capacity if self._places else None
-        self._whole_prompts = any(layer.policy.observes for layer in cache.layers)
+        last = (CPU_CHUNKS if jax.default_backend() == "cpu" else GPU_CHUNKS)[-1]
+        self._sizes = (self.chunk, last) if last < self.chunk else (self.chunk,)
+        self._whole_prompts = chunk is None or any(layer.policy.observes for layer in cache.layers)
         # A row that is rotated for its final length has other keys than one of another length.
-        self._can_share = not self._whole_prompts and cache.rotated_for is None and _can_share(self._first, cache)
+        self._can_share = not self._whole_prompts and cache.rotated_for is None and can_share(self._first, cache)
         self._waiting: deque[list[Request]] = deque()
-        self._reading: _Reading | None = None
+        self._reading: Reading | None = None
         self._seated: list[Request | None] = [None] * self.slots
         self._dirty: set[int] = set()  # slots that hold tokens of a request that has left
+        self._blocks: deque[_Block] = deque()
+        self._news: dict[Request, None] = {}
+        self._drawn: tuple[list[Any], Draws | None] = [], None  # of the last block, by slot
+        self._failed: Exception | None = None
         self._lock = threading.RLock()
         self._prompt_tokens = self._shared_tokens = self._new_tokens = self._steps = self._used = 0
 
@@ -232,6 +215,7 @@ class Engine:
         Raises:
           EngineBusy: `max_waiting` requests are waiting.
           ValueError: a request that can never be served.
+          RuntimeError: a step has failed, and with it the arrays of the engine are lost.
         """
         n = require_int("submit(n=...)", n, at_least=1)
         checkpoint, stop = self._checkpoint, self._stop_tokens if stop_tokens is None else stop_tokens
@@ -249,9 +233,11 @@ class Engine:
         if len(own) > STOPS:
             raise ValueError(f"a request can have {STOPS} stop tokens, got {len(own)}")
         stops = np.concatenate([own, np.full(STOPS - len(own), PAD, np.int32)])
-        draws = _by_row(Draws.of(sampling, key, n), n)
+        draws = rows_of_draws(Draws.of(sampling, key, n), n)
         made = [Request(tokens[0], max_new_tokens, draw, stops, self) for draw in draws]
         with self._lock:
+            if self._failed is not None:
+                raise RuntimeError("a step of this engine has failed; make a new one") from self._failed
             waiting = self._count_waiting()
             if waiting + n > self.max_waiting:
                 raise EngineBusy(
@@ -288,6 +274,8 @@ class Engine:
             if request not in self._seated:
                 raise ValueError(f"the request is {request.state}, so no slot holds its tokens; ask while it decodes")
             slot = self._seated.index(request)
+            while self._blocks:  # so that the row and `tokens` are alike
+                self._receive()
             return unshared(self._cache, slot) if self._places else take_rows(self._cache, np.array([slot]))
 
     # ----------------------------------------------------------------------------------------------------------- steps
@@ -298,11 +286,33 @@ class Engine:
             self.step()
 
     def step(self) -> list[Request]:
-        """Reads a chunk of prompts, fills free slots and decodes a block; returns the requests with new tokens or an
-        end. Nothing to do returns none."""
-        with self._lock:
-            self._fill_slots()
-            return self._decode()
+        """Reads prompts, fills free slots, asks for a block of tokens and waits for those of the block before; returns
+        the requests with new tokens or an end. Nothing to do returns none.
+
+        Other threads may submit and cancel while it waits. An exception ends all requests (`Request.error`).
+        """
+        try:
+            with interrupts_wait(), self._lock:  # arrays that are donated would be gone
+                for slot, request in enumerate(self._seated):
+                    if request is not None and request.asked == request.max_new_tokens:
+                        self._leave(slot)
+                self._fill_slots()
+                # Rules that change logits count the tokens of the block before.
+                late = 1 if self._send() and self._processors.idle else 0
+            while True:
+                with self._lock:
+                    if len(self._blocks) <= late:
+                        news, self._news = list(self._news), {}
+                        return news
+                    block = self._blocks[0]
+                jax.block_until_ready((block.tokens, block.steps, block.bad))
+                with interrupts_wait(), self._lock:
+                    if self._blocks and self._blocks[0] is block:
+                        self._receive()
+        except Exception as error:
+            with self._lock:
+                self._fail(error)
+            raise
 
     def warm_up(self) -> None:
         """Compiles the programs that `step` runs: the two chunks of a prompt, the move into a slot, and decoding with
@@ -312,22 +322,22 @@ class Engine:
                 raise ValueError(
                     "warm_up takes an idle engine: it writes to its slots; call it before the first request"
                 )
-            for size in (self.chunk, LAST_CHUNK) if not self._whole_prompts else ():
+            for size in self._sizes if not self._whole_prompts else ():
                 tokens, length = np.zeros((1, size), np.int32), np.ones(1, np.int32)
-                logits, row = _read_chunk(self._whole, self._new_row(), tokens, length, first_chunk=False)
+                logits, row = _read_chunk(self._reader, self._new_row(), tokens, length, first_chunk=False)
+                self._spare = row
                 for store in (False, True) if self._places else (False,):
                     self._seat(0, row, logits, Seat(0 if store else -1, 0, store))
                 self._dirty.add(0)
             self._clean()
             if self._logits is not None:
-                idle = np.zeros(self.slots, bool)
-                for draws in (None, self._draws({0: _greedy()})):
-                    self._call(draws, idle, np.zeros(self.slots, np.int32))
+                for drawn in (None, stack_draws([None] * self.slots)):
+                    self._run_block(drawn, np.zeros(self.slots, np.int32))
                 if self._can_share:
                     self._first(self._cache, *np.zeros((2, 1), np.int32))
 
     def _has_work(self) -> bool:
-        return bool(self._waiting or self._parked) or self._reading is not None or any(self._seated)
+        return bool(self._waiting or self._parked or self._blocks or self._reading or any(self._seated))
 
     def _count_waiting(self) -> int:
         read = [reading.requests for reading in (*self._parked, self._reading) if reading is not None]
@@ -335,7 +345,7 @@ class Engine:
         return sum(not request.done for group in groups for request in group)
 
     def _fill_slots(self) -> None:
-        left = self.chunk
+        left = self.prompt_tokens
         while left > 0:
             self._seat_those_read()
             if self._reading is None and not self._start_reading():
@@ -343,15 +353,22 @@ class Engine:
             reading = self._reading
             assert reading is not None
             if all(request.done for request in reading.requests):
+                self._drop_row(reading)
                 self._reading = None
                 continue
             if not reading.chunks and len(self._parked) >= self.park:
                 return  # it waits for a slot
             if not reading.chunks:
-                self._parked.append(_parked(reading))
+                self._parked.append(parked(reading))
                 self._reading = None
                 continue
-            left -= self._read(reading)
+            try:
+                left -= self._read(reading)
+            except Exception as error:  # such as too little memory: the others go on
+                self._reading = None
+                for request in reading.requests:
+                    self._end(request, "error", error)
+                continue
             if not any(self._seated):
                 left = max(left, 1)  # nobody waits for this prompt
         self._seat_those_read()
@@ -369,10 +386,11 @@ class Engine:
                 cache = self._whole.rotate_for(cache, jnp.array([len(prompt) + group[0].max_new_tokens], jnp.int32))
             self._shared_tokens += start
             if self._whole_prompts:
-                chunks = chunks_of(cache, len(prompt), empty=True)
+                chunks = [(chunk_size(len(prompt), LONGEST), True)]
             else:
-                chunks = [(size, False) for size in cut(len(prompt) - start, (self.chunk, LAST_CHUNK))]
-            self._reading = _Reading(group, cache, chunks, start)
+                sizes = cut(len(prompt), self._sizes)[start // self.chunk :]
+                chunks = [(size, False) for size in sizes]
+            self._reading = Reading(group, cache, chunks, start)
             return True
         return False
 
@@ -389,16 +407,22 @@ class Engine:
         return self._first(self._cache, np.array([source], np.int32), np.array([best], np.int32)), best
 
     def _new_row(self) -> Cache:
-        return commit_together((self._anchor, self._make_row()))[1]
+        old, self._spare = self._spare, None
+        return commit_together((self._anchor, empty_row(*self._kind, old)))[1]
 
-    def _read(self, reading: _Reading) -> int:
+    def _drop_row(self, reading: Reading) -> None:
+        """Keeps the arrays of a row that is not needed any more, so that the rows of all prompts take those of one."""
+        if reading.homes is None:
+            self._spare = reading.cache
+
+    def _read(self, reading: Reading) -> int:
         """Reads one chunk of a prompt, and returns its size."""
         size, alone = reading.chunks.pop(0)
         prompt = reading.requests[0].prompt[reading.start : reading.start + size]
         tokens = np.zeros((1, size), np.int32)
         tokens[0, : len(prompt)] = prompt
         length = np.array([len(prompt)], np.int32)
-        reading.logits, reading.cache = _read_chunk(self._whole, reading.cache, tokens, length, first_chunk=alone)
+        reading.logits, reading.cache = _read_chunk(self._reader, reading.cache, tokens, length, first_chunk=alone)
         reading.start += len(prompt)
         self._prompt_tokens += len(prompt)
         return size
@@ -406,12 +430,13 @@ class Engine:
     def _seat_those_read(self) -> None:
         """Puts the rows that are read into free slots, one for each of their requests, in order of arrival."""
         while self._parked and self._seat_read(self._parked[0]):
-            self._parked.popleft()
+            self._drop_row(self._parked.popleft())
         reading = self._reading
         if not self._parked and reading is not None and not reading.chunks and self._seat_read(reading):
+            self._drop_row(reading)
             self._reading = None
 
-    def _seat_read(self, reading: _Reading) -> bool:
+    def _seat_read(self, reading: Reading) -> bool:
         """Puts a row into free slots; true if none of its requests is left."""
         for slot in range(self.slots):
             while reading.requests and reading.requests[0].done:
@@ -458,59 +483,83 @@ class Engine:
     def _seat(self, slot: int, row: Any, logits: Any, at: Seat = Seat()) -> None:  # noqa: B008 (frozen)
         if self._logits is None:
             self._logits = jax.device_put(np.zeros((self.slots, logits.shape[1]), logits.dtype), logits.sharding)
-            self._cache, self._logits = commit_together((self._cache, self._logits))
-        whole, place = (self._cache, self._logits, row, logits, np.int32(slot)), None
+            active = jax.device_put(np.zeros(self.slots, bool), replicated(logits.sharding))
+            self._cache, self._logits, self._active = commit_together((self._cache, self._logits, active))
+        whole, place = (self._cache, self._logits, self._active), None
         if self._places:
             place = np.int32(at.prefix), np.int32(at.shared)
-        self._cache, self._logits = put(*whole, place, store=at.store)
+        whole = put(*whole, row, logits, np.int32(slot), place, store=at.store)
+        self._cache, self._logits, self._active = whole
 
     def _clean(self) -> None:
         """Empties the slots that requests have left."""
         for slot in sorted(self._dirty):
-            self._seat(slot, self._empty, jnp.zeros_like(self._logits[:1]))
+            place = (np.int32(-1), np.int32(0)) if self._places else None
+            whole = clear(*self._kind, self._cache, self._logits, self._active, np.int32(slot), place)
+            self._cache, self._logits, self._active = whole
         self._dirty.clear()
 
-    def _decode(self) -> list[Request]:
-        news: list[Request] = []
+    def _send(self) -> bool:
+        """Asks the device for a block of tokens; false if no row decodes."""
         self._clean()
         rows = [(slot, request) for slot, request in enumerate(self._seated) if request is not None]
         if not rows:
-            return news
-        active = np.array([request is not None for request in self._seated])
+            self._drawn = [], None
+            return False
+        left = {slot: request.max_new_tokens - request.asked for slot, request in rows}
+        steps = self.block
+        if self._parked or (self._reading is not None and not self._reading.chunks):  # it waits for a slot
+            steps = min(steps, max(min(left.values()), self.block // 4))
         limit = np.zeros(self.slots, np.int32)
+        for slot, tokens in left.items():
+            limit[slot] = min(steps, tokens)
+        draws = [None if request is None else request.draws for request in self._seated]
+        if len(draws) != len(self._drawn[0]) or any(a is not b for a, b in zip(draws, self._drawn[0], strict=True)):
+            self._drawn = draws, stack_draws(draws) if any(draw is not None for draw in draws) else None
+        found = self._run_block(self._drawn[1], limit)
+        for part in found:
+            part.copy_to_host_async()
+        self._blocks.append(_Block(rows, *found))
         for slot, request in rows:
-            limit[slot] = min(self.block, request.max_new_tokens - len(request.tokens))
-        given = {slot: request.draws for slot, request in rows if request.draws is not None}
-        tokens, bad = self._call(self._draws(given), active, limit)
-        self._steps += int(tokens.shape[1])
-        for slot, request in rows:
-            new = tokens[slot][tokens[slot] != PAD]
-            self._used += len(new)
-            if bad[0][slot]:
-                self._end(request, "error")
-            else:
-                request.tokens += new.tolist()
-                self._new_tokens += len(new)
-                if np.isin(new, request.stop).any():
-                    self._end(request, "stop")
-                elif len(request.tokens) >= request.max_new_tokens:
-                    self._end(request, "length")
-                elif bad[1][slot]:
-                    self._end(request, "error")
-            news.append(request)
-        return news
+            request.asked += int(limit[slot])
+        return True
 
-    def _call(self, draws: Draws | None, active: np.ndarray, limit: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """One call of the loop: the tokens i32[slots, n] and the rows without a best token, before and after."""
+    def _run_block(self, draws: Draws | None, limit: np.ndarray) -> tuple[Array, Array, Array]:
+        """The tokens of a call of the loop, how many, and its rows without a best token."""
         first, stops = np.zeros(self.slots, np.int32), np.full((self.slots, STOPS), PAD, np.int32)
         for slot, request in enumerate(self._seated):
             if request is not None:
-                first[slot], stops[slot] = len(request.tokens), request.stop
-        state = self._model, self._cache, self._logits, active, draws
+                first[slot], stops[slot] = request.asked, request.stop
+        state = self._model, self._cache, self._logits, self._active, draws
         done, bad = _run_loop(*state, first, limit, stops, self._rules(), measure=False)
         self._cache, self._logits = done.cache, done.logits
-        tokens, steps, bad = jax.tree.map(on_host, (done.tokens, done.step, bad))
-        return tokens[:, : int(steps)], bad
+        self._active = jax.device_put(done.active, self._active.sharding)
+        return done.tokens, done.step, bad
+
+    def _receive(self) -> None:
+        """Notes the tokens of the block that was asked for first."""
+        block = self._blocks[0]
+        tokens, steps, bad = jax.tree.map(on_host, (block.tokens, block.steps, block.bad))
+        self._blocks.popleft()
+        self._steps += int(steps)
+        for slot, request in block.rows:
+            new = tokens[slot][tokens[slot] != PAD]
+            self._used += len(new)
+            if request.done:  # since it was asked for
+                continue
+            self._news[request] = None
+            error = FloatingPointError("the logits of this row are not finite")
+            if bad[0][slot]:
+                self._end(request, "error", error)
+                continue
+            request.tokens += new.tolist()
+            self._new_tokens += len(new)
+            if np.isin(new, request.stop).any():
+                self._end(request, "stop")
+            elif len(request.tokens) >= request.max_new_tokens:
+                self._end(request, "length")
+            elif bad[1][slot]:
+                self._end(request, "error", error)
 
     def _rules(self) -> Any:
         """The rules that change logits, and the tokens of all slots that they count; None if there are none."""
@@ -524,62 +573,29 @@ class Engine:
         sizes = {"capacity": self._empty.spec.capacity, "vocabulary": self._logits.shape[1]}
         return self._processors.start(tokens, lengths, **sizes)
 
-    def _draws(self, given: dict[int, Draws]) -> Draws | None:
-        """The draws of all slots, from those of some; None if no slot draws."""
-        if not given:
-            return None
-        parts = [given.get(slot) or _greedy() for slot in range(self.slots)]
-        data: Any = np.concatenate([on_host(jax.random.key_data(part.keys)) for part in parts])
-        settings = jax.tree.map(lambda *each: np.concatenate(each), *(part.settings for part in parts))
-        return Draws(settings, jax.random.wrap_key_data(data), _OWN_KEYS)
-
-    def _end(self, request: Request, reason: str) -> None:
-        request.state, request.reason = "done", reason
+    def _end(self, request: Request, reason: str, error: Exception | None = None) -> None:
+        request.state, request.reason, request.error = "done", reason, error
+        self._news[request] = None
         if request in self._seated:
-            slot = self._seated.index(request)
-            self._seated[slot] = None
-            if self._places:
-                self._places.leave(slot)
-            self._dirty.add(slot)
+            self._leave(self._seated.index(request))
+
+    def _leave(self, slot: int) -> None:
+        self._seated[slot] = None
+        if self._places:
+            self._places.leave(slot)
+        self._dirty.add(slot)
+
+    def _fail(self, error: Exception) -> None:
+        """Ends all requests: the arrays that a failed call was given are gone."""
+        self._failed = error
+        read = [reading.requests for reading in (*self._parked, self._reading) if reading is not None]
+        running = [[request for request in self._seated if request is not None], *read, *self._waiting]
+        running += [[request for _, request in block.rows] for block in self._blocks]
+        for request in [one for group in running for one in group if not one.done]:
+            self._end(request, "error", error)
+        for queue in (self._waiting, self._parked, self._blocks):
+            queue.clear()
+        self._reading = None
 
 
 _read_chunk, _run_loop = on_auto_axes(_read), on_auto_axes(decode_loop)
-
-
-def _parked(reading: _Reading) -> _Reading:
-    """The row of a prompt in host memory, if the device has memory of its own."""
-    if not has_host_memory():
-        return reading
-    tree = reading.cache, reading.logits
-    homes = jax.tree.map(lambda x: x.sharding, tree)
-    hosted = jax.tree.map(lambda x: jax.device_put(x, x.sharding.with_memory_kind("pinned_host")), tree)
-    return dataclasses.replace(reading, cache=hosted[0], logits=hosted[1], homes=homes)
-
-
-def _can_share(first: Any, cache: Cache) -> bool:
-    """True if rows of a cache can be copied and cut to a prefix."""
-    one = jax.ShapeDtypeStruct((1,), jnp.int32)
-    try:
-        jax.eval_shape(first, cache, one, one)
-    except ValueError:  # a policy that forgets tokens, a store of codes, or rows that are split over devices
-        return False
-    return True
-
-
-def _greedy() -> Draws:
-    """The draws of a row that draws nothing."""
-    settings = {name: np.full(1, off) for name, off in OFF.items()}
-    return Draws(Sampling(**settings), jax.random.split(jax.random.key(0), 1), _OWN_KEYS)
-
-
-def _by_row(draws: Draws | None, rows: int) -> list[Draws | None]:
-    """The draws of each row alone."""
-    if draws is None:
-        return [None] * rows
-    if jax.random.key_impl(draws.keys) != jax.random.key_impl(jax.random.key(0)):
-        raise ValueError("requests beside each other need keys of one kind: make them with jax.random.key(seed)")
-    keys = jax.vmap(jax.random.fold_in)(draws.keys, np.arange(rows)) if draws.shared else draws.keys
-    return [
-        Draws(jax.tree.map(lambda a: a[i : i + 1], draws.settings), keys[i : i + 1], _OWN_KEYS)  # noqa: B023
-        for i in range(rows)
-    ]

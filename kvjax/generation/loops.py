@@ -61,6 +61,25 @@ class Flat:
         return jax.tree.unflatten(self.tree, self.leaves)(*args, **kwargs)
 
 
+@register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FlatLayers:
+    """`Flat` for a model whose prompts run layer by layer (`prefilling.Layered`): a call for each layer."""
+
+    whole: Flat
+    layers: list[Flat]
+
+    @classmethod
+    def of(cls, model: Any) -> FlatLayers:
+        return cls(Flat.of(model), [Flat.of(layer) for layer in model.layers])
+
+    def begin(self, *args: Any) -> Any:
+        return jax.tree.unflatten(self.whole.tree, self.whole.leaves).begin(*args)
+
+    def finish(self, *args: Any) -> Any:
+        return jax.tree.unflatten(self.whole.tree, self.whole.leaves).finish(*args)
+
+
 def has_no_best(logits: Array) -> Array:
     """True where logits contain NaN or infinity, or are all -infinity, which masks a token: bool[B]."""
     best = jnp.max(logits, axis=-1)  # NaN if any is

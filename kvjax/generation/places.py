@@ -12,10 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from kvjax.cache.cache import Cache, init_layer
 from kvjax.cache.editing import insert, take_rows, truncate
 from kvjax.cache.prefixes import alone, seat, unshared
+from kvjax.memory import has_host_memory
 
 
 def same_tokens(a: np.ndarray, b: np.ndarray) -> int:
@@ -31,6 +33,19 @@ class Seat:
     prefix: int = -1
     shared: int = 0
     store: bool = False  # the place does not hold them yet
+
+
+@dataclass
+class Reading:
+    """A prompt that is read into a row, for the requests that it serves."""
+
+    requests: list[Any]
+    cache: Any
+    chunks: list[tuple[int, bool]]  # sizes that are left, and whether the cache is then empty
+    start: int = 0  # tokens that are stored
+    logits: Any = None
+    seat: Seat | None = None  # where its rows begin, once the first has a slot
+    homes: Any = None  # the shardings of cache and logits that are parked
 
 
 @dataclass
@@ -88,15 +103,25 @@ class Places:
             users.discard(slot)
 
 
-@partial(jax.jit, donate_argnums=(0, 1), static_argnames="store")
+@partial(jax.jit, donate_argnums=(0, 1, 2), static_argnames="store")
 def put(
-    cache: Cache, logits: Array, row: Cache, row_logits: Array, slot: Array, place: Any, *, store: bool
-) -> tuple[Cache, Array]:
-    """The cache and the logits with those of a row in a slot; `place` is its prefix and how many tokens that has."""
+    cache: Cache, logits: Array, active: Array, row: Cache, row_logits: Array, slot: Array, place: Any, *, store: bool
+) -> tuple[Cache, Array, Array]:
+    """The cache and the logits with those of a row in a slot, which then is active; `place` is its prefix and how many
+    tokens that has."""
     logits = lax.dynamic_update_slice_in_dim(logits, row_logits, slot, axis=0)
+    active = lax.dynamic_update_slice_in_dim(active, jnp.ones(1, bool), slot, axis=0)
     if place is None:
-        return insert(cache, row, slot), logits
-    return seat(cache, row, slot, prefix=place[0], shared=place[1], store=store), logits
+        return insert(cache, row, slot), logits, active
+    return seat(cache, row, slot, prefix=place[0], shared=place[1], store=store), logits, active
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=(2, 3, 4))
+def clear(
+    layers: tuple[Any, ...], rotated: bool, cache: Cache, logits: Array, active: Array, slot: Array, place: Any
+) -> tuple[Cache, Array, Array]:
+    """`put` of an empty row: see `empty_row`."""
+    return put(cache, logits, active, empty_row(layers, rotated), jnp.zeros_like(logits[:1]), slot, place, store=False)
 
 
 @partial(jax.jit, static_argnames="capacity")
@@ -112,11 +137,43 @@ def long_rows(cache: Cache, tokens: int) -> Cache:
     return dataclasses.replace(cache, layers=tuple(dataclasses.replace(layer, spec=spec) for layer, spec in layers))
 
 
-def empty_row(layers: tuple[Any, ...], rotated: bool) -> Cache:
-    """An empty cache of one row of these layers: policies, specs and placements of a cache of many."""
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2, keep_unused=True)
+def empty_row(layers: tuple[Any, ...], rotated: bool, old: Cache | None = None) -> Cache:
+    """An empty cache of one row of these layers, policies, specs and placements of a cache of many, in the arrays of
+    `old` if that is given."""
 
     def row(policy: Any, spec: Any, placement: Any) -> Any:
         alone = None if placement is None else dataclasses.replace(placement, batch=None)
         return init_layer(policy, dataclasses.replace(spec, batch=1), alone)
 
     return Cache(tuple(row(*layer) for layer in layers), jnp.zeros(1, jnp.int32) if rotated else None)
+
+
+def parked(reading: Reading) -> Reading:
+    """The row of a prompt in host memory, if the device has memory of its own."""
+    if not has_host_memory():
+        return reading
+    tree = reading.cache, reading.logits
+    homes = jax.tree.map(lambda x: x.sharding, tree)
+    hosted = jax.tree.map(lambda x: jax.device_put(x, x.sharding.with_memory_kind("pinned_host")), tree)
+    return dataclasses.replace(reading, cache=hosted[0], logits=hosted[1], homes=homes)
+
+
+def can_share(first: Any, cache: Cache) -> bool:
+    """True if rows of a cache can be copied and cut to a prefix."""
+    one = jax.ShapeDtypeStruct((1,), jnp.int32)
+    try:
+        jax.eval_shape(first, cache, one, one)
+    except ValueError:  # a policy that forgets tokens, a store of codes, or rows that are split over devices
+        return False
+    return True
+
+
+def zeros_like(shape: Any) -> np.ndarray:
+    """An array of zeros that takes no memory."""
+    return np.broadcast_to(np.zeros((), shape.dtype), shape.shape)
+
+
+def replicated(sharding: Sharding) -> Sharding:
+    """The sharding of an array that all devices of another one have whole."""
+    return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding

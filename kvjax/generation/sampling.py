@@ -18,7 +18,7 @@ does not change the draw.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -243,6 +243,37 @@ class Draws:
         data_by_row: Any = np.broadcast_to(data, (rows, data.shape[-1]))  # not made a JAX array, by a program
         keys = jax.random.wrap_key_data(data_by_row, impl=jax.random.key_impl(key))
         return cls(Sampling(**settings), keys, np.asarray(key.ndim == 0))
+
+
+_OWN_KEYS = np.zeros((), bool)  # `Draws.shared` of rows that have keys of their own
+
+
+def rows_of_draws(draws: Draws | None, rows: int) -> list[Draws | None]:
+    """The draws of each row alone, as NumPy arrays, with the key data u32[1, 2] in place of keys.
+
+    Raises:
+      ValueError: keys of another kind than those of jax.random.key(seed).
+    """
+    if draws is None:
+        return [None] * rows
+    if jax.random.key_impl(draws.keys) != jax.random.key_impl(jax.random.key(0)):
+        raise ValueError("requests beside each other need keys of one kind: make them with jax.random.key(seed)")
+    keys = jax.vmap(jax.random.fold_in)(draws.keys, np.arange(rows)) if draws.shared else draws.keys
+    data: Any = on_host(jax.random.key_data(keys))
+    return [
+        Draws(jax.tree.map(lambda a: a[i : i + 1], draws.settings), data[i : i + 1], _OWN_KEYS)  # noqa: B023
+        for i in range(rows)
+    ]
+
+
+def stack_draws(rows: Sequence[Draws | None]) -> Draws:
+    """The draws of a batch, of `rows_of_draws`; a row of None draws nothing."""
+    size = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape
+    off = Sampling(**{name: np.full(1, value) for name, value in OFF.items()})
+    settings = jax.tree.map(lambda *each: np.concatenate(each), *(off if row is None else row.settings for row in rows))
+    nothing = np.zeros((1, *size), np.uint32)
+    data: Any = np.concatenate([nothing if row is None else row.keys for row in rows])
+    return Draws(settings, jax.random.wrap_key_data(data), _OWN_KEYS)
 
 
 def drawing(draws: Draws | None, rows: int) -> Callable[[Array, Array], Array]:

@@ -274,7 +274,7 @@ def _start(
 
 
 @contextmanager
-def _interrupts_wait() -> Iterator[None]:
+def interrupts_wait() -> Iterator[None]:
     """Raises the KeyboardInterrupt of Ctrl-C after the block in place of within it."""
     mine = threading.current_thread() is threading.main_thread()
     if not mine or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -383,7 +383,7 @@ class Stream(Iterator[Any]):
         if self._drafter is not None:
             arguments = *arguments, self._drafter.with_state(None), self._drafter.state
         if not self._unread:
-            with _interrupts_wait(), compile_clock() as clock:  # or the donated cache would be gone, and no other here
+            with interrupts_wait(), compile_clock() as clock:  # or the donated cache would be gone, and no other here
                 self._unread.append(loop(*arguments, **how))
             self.compile_seconds += clock.seconds
         done, bad = self._unread[0]
@@ -391,7 +391,7 @@ class Stream(Iterator[Any]):
         drafted = self._drafter is not None
         count, numbers = (done.emitted, done.numbers) if drafted else (done.step, self._numbers)
         found = jax.tree.map(on_host, (done.tokens, count, done.active, bad, done.attended, done.counted, numbers))
-        with _interrupts_wait():  # what is read is noted as a whole
+        with interrupts_wait():  # what is read is noted as a whole
             self._unread.clear()
             tokens, count, self._active, (before, after), attended, counted, numbers = found
             if drafted:

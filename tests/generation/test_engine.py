@@ -1,6 +1,7 @@
 """Requests in one batch: each gets the tokens that it gets alone."""
 
 import dataclasses
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -10,25 +11,18 @@ from flax import nnx
 
 import kvjax
 from kvjax.generation import EngineBusy
+from kvjax.generation import engine as engines
 from kvjax.generation.processors import Processors
 from kvjax.generation.sampling import sampling
 from tests.checkpoint import write_checkpoint
+from tests.fuzz import requests as fuzz_requests
 from tests.generation.test_generate import FIER, FLUSHING, VOCAB, Tiny, compilations, new_cache, words
 
 HOSTED = dataclasses.replace(FLUSHING, store=kvjax.HostOffload())
-SPECULATIVE = kvjax.Speculative(retrieval=FLUSHING, tau=0.9)
-POLICIES = {
-    "hosted": HOSTED,  # selects, flushes, and reads the host
-    "full": kvjax.presets.full(),
-    "fier": FIER,
-    "flushing": FLUSHING,
-    "quest": kvjax.presets.quest(budget=48),
-    "freekv": SPECULATIVE,
-    "streaming": kvjax.Evicting(evictor=kvjax.evictors.Sliding(sink=2), budget=24),
-    "h2o": kvjax.Evicting(evictor=kvjax.evictors.HeavyHitter(), budget=24),
-    "kivi": kvjax.Compressed(store=kvjax.Quantized(bits=2, key_group=8), local=8, demote=kvjax.Fifo(leave=16)),
-}
-SHARING = {name: POLICIES[name] for name in ("full", "flushing", "kivi")}
+KIVI = kvjax.Compressed(store=kvjax.Quantized(bits=2, key_group=8), local=8, demote=kvjax.Fifo(leave=16))
+H2O = kvjax.Evicting(evictor=kvjax.evictors.HeavyHitter(), budget=24)
+SHARING = {"full": kvjax.presets.full(), "flushing": FLUSHING, "kivi": KIVI}
+ORDER = sorted(fuzz_requests.POLICIES, key=("hosted", "kivi", "freekv").count, reverse=True)
 
 
 @pytest.fixture(scope="module")
@@ -55,27 +49,11 @@ def draw(rng):
     return rng.integers(1, VOCAB, int(rng.integers(1, 90))).tolist(), settings
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("name", POLICIES)
-def test_tokens_are_those_of_the_request_alone(model, name):
-    """Requests that come and go at random, greedy and sampled, with slots used again."""
-    rng, policy = np.random.default_rng(list(POLICIES).index(name)), POLICIES[name]
-    engine, sent = kvjax.Engine(model, new_cache(3, policy=policy), block=5, chunk=32), []
-    for _ in range(9):
-        prompt, settings = draw(rng)
-        sent.append((engine.submit(prompt, **settings), prompt, settings))
-        for _ in range(rng.integers(3)):
-            engine.step()
-        if rng.random() < 0.3:
-            engine.cancel(sent[rng.integers(len(sent))][0][0])
-    engine.run()
-    assert engine.stats().decoding == engine.stats().waiting == 0
-    for requests, prompt, settings in sent:
-        for request, tokens in zip(requests, alone(model, policy, 3, prompt, **settings), strict=True):
-            assert request.done
-            if request.reason == "cancelled":
-                tokens = tokens[: len(request.tokens)]
-            assert request.tokens == tokens, (request.reason, len(prompt), settings)
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(("name", "seed"), [(name, seed) for name in ORDER for seed in fuzz_requests.KEPT[name]])
+def test_tokens_are_those_of_the_request_alone(name, seed):
+    """Requests that come and go at random: see tests/fuzz/requests.py, which also runs new seeds."""
+    fuzz_requests.run_scenario(name, seed)
 
 
 @pytest.mark.parametrize("draws", [False, True])
@@ -149,6 +127,100 @@ def test_a_row_that_is_not_finite_ends_alone():
     (same,) = cold.submit([5, 6], max_new_tokens=9)
     cold.run()
     assert (good.reason, good.tokens) == (same.reason, same.tokens)
+
+
+def test_the_device_is_asked_for_a_block_before_the_last_one_is_read(model):
+    engine = kvjax.Engine(model, new_cache(1), block=4)
+    first, second = (engine.submit(prompt, max_new_tokens=8)[0] for prompt in words(5, 6))
+    assert engine.step() == []
+    assert (first.tokens, first.asked) == ([], 4)
+    assert engine.step() == [first]
+    assert (len(first.tokens), first.asked) == (4, 8)
+    assert engine.step() == [first]  # its end was known, so that the slot has the other one already
+    assert (first.reason, second.asked) == ("length", 4)
+    engine.run()
+    assert engine.stats().fill == 1
+    assert engine.stats().steps == 16
+
+
+def test_a_block_ends_with_a_row_if_another_waits(model):
+    engine = kvjax.Engine(model, new_cache(2), block=8)
+    for prompt, new in zip(words(5, 6, 7), (3, 20, 17), strict=True):
+        engine.submit(prompt, max_new_tokens=new)
+    engine.run()
+    assert engine.stats().steps == 20
+    assert engine.stats().fill == 1
+
+
+def test_a_prompt_that_cannot_be_read_ends_alone(model, monkeypatch):
+    """Such as for lack of memory."""
+    real = engines._read_chunk
+
+    def read(model, cache, tokens, *rest, **settings):
+        if tokens[0, 0] == 7:
+            raise MemoryError("no room for the prompt")
+        return real(model, cache, tokens, *rest, **settings)
+
+    engine = kvjax.Engine(model, new_cache(2), block=4)
+    monkeypatch.setattr(engines, "_read_chunk", read)
+    (bad, also), (good,) = engine.submit([7, 5], n=2, max_new_tokens=9), engine.submit([5, 7], max_new_tokens=9)
+    assert {bad, also} <= set(engine.step())
+    engine.run()
+    assert (bad.reason, also.reason, good.reason) == ("error", "error", "length")
+    assert "no room for the prompt" in str(bad.error)
+    assert [good.tokens] == alone(model, kvjax.presets.full(), 2, [5, 7], max_new_tokens=9)
+
+
+def test_a_step_that_fails_ends_all_requests_and_the_engine_says_so(model, monkeypatch):
+    engine = kvjax.Engine(model, new_cache(1), block=4, park=1)
+    requests = [engine.submit(prompt, max_new_tokens=9)[0] for prompt in words(5, 6, 7, 8)]
+    engine.step()
+
+    def fail(*arguments, **settings):
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(engines, "_run_loop", fail)
+    with pytest.raises(RuntimeError, match="device lost"):
+        engine.run()
+    assert {(request.done, request.reason, str(request.error)) for request in requests} == {
+        (True, "error", "device lost")
+    }
+    assert engine.step() == requests  # which are told once
+    engine.run()
+    with pytest.raises(RuntimeError, match="a step of this engine has failed; make a new one"):
+        engine.submit([3], max_new_tokens=3)
+
+
+def test_threads_submit_and_cancel_while_the_engine_runs(model):
+    engine, sent = kvjax.Engine(model, new_cache(2), block=2), []
+
+    def client(seed):
+        for prompt in words(9, 20, 5, seed=seed):
+            (request,) = engine.submit(prompt, max_new_tokens=11)
+            sent.append((prompt, request))
+            if len(prompt) == 20:
+                engine.cancel(request)
+
+    threads = [threading.Thread(target=client, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads) or any(not request.done for _, request in sent):
+        engine.step()
+    assert len(sent) == 12
+    for prompt, request in sent:
+        if request.reason == "length":
+            assert [request.tokens] == alone(model, kvjax.presets.full(), 2, prompt, max_new_tokens=11)
+    assert sum(request.reason == "length" for _, request in sent) >= 8
+
+
+def test_prompts_that_are_read_whole_attend_exactly(model):
+    """A quantised cache reads a chunk after the first as it stored the first; a whole prompt attends to itself."""
+    (prompt,) = words(90)
+    engine = kvjax.Engine(model, new_cache(2, policy=KIVI), chunk=None)
+    (request,) = engine.submit(prompt, max_new_tokens=9)
+    engine.run()
+    whole = kvjax.generate(model, new_cache(1, policy=KIVI), [prompt], max_new_tokens=9, chunk=128)
+    assert [request.tokens] == whole.rows
 
 
 def test_a_full_queue_refuses_and_loses_nothing(model):
@@ -279,7 +351,7 @@ def test_prompts_are_read_ahead_and_wait_in_host_memory(model, policy):
 
 def test_policies_that_cannot_share_prefixes_are_refused(model):
     with pytest.raises(ValueError, match="cannot share a prefix: it evicts"):
-        kvjax.Engine(model, new_cache(2, policy=POLICIES["h2o"]), prefixes=1, prefix_tokens=64)
+        kvjax.Engine(model, new_cache(2, policy=H2O), prefixes=1, prefix_tokens=64)
     with pytest.raises(ValueError, match="prefix_tokens"):
         kvjax.Engine(model, new_cache(2), prefixes=1)
 

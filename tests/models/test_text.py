@@ -69,6 +69,31 @@ def test_a_list_has_an_answer_for_each(checkpoint: models.Checkpoint) -> None:
         _ = done.tokens
 
 
+@pytest.mark.parametrize("draws", [{}, {"temperature": 1.0, "top_k": 9, "seed": 3}, {"temperature": [0.0, 1.0, 2.0]}])
+def test_more_prompts_than_slots_take_turns(checkpoint: models.Checkpoint, draws: dict[str, Any]) -> None:
+    texts = [TEXT, "A", "Some years ago"]
+    whole = checkpoint.generate(texts, cache="fier:budget=16", max_new_tokens=8, **draws)
+    turns = checkpoint.generate(texts, cache="fier:budget=16", max_new_tokens=8, slots=2, **draws)
+    assert (turns.texts, turns.rows, turns.prompt_lengths) == (whole.texts, whole.rows, whole.prompt_lengths)
+    assert "new tokens)" in repr(turns)
+    with pytest.raises(ValueError, match="took turns in fewer slots, so no cache holds them all"):
+        turns.cache  # noqa: B018
+    with pytest.raises(ValueError, match="slots and speculate"):
+        checkpoint.generate(texts, slots=2, speculate="prompt-lookup")
+
+
+def test_prompts_take_turns_if_a_device_has_too_little_memory(
+    checkpoint: models.Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [TEXT, "A", "Some years ago"]
+    whole = checkpoint.generate(texts, max_new_tokens=8)
+    one = whole.cache.nbytes.device // 3
+    monkeypatch.setattr(models.checkpoint, "free_bytes", lambda: 4 * one)
+    assert checkpoint.generate(texts, max_new_tokens=8).rows == whole.rows
+    with pytest.raises(ValueError, match="took turns"):
+        checkpoint.generate(texts, max_new_tokens=8).cache  # noqa: B018
+
+
 def test_streamed_pieces_join_to_the_text(checkpoint: models.Checkpoint) -> None:
     run = checkpoint.stream(TEXT, max_new_tokens=12)
     text = "".join(run)

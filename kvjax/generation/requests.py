@@ -1,0 +1,73 @@
+"""What an engine is asked for and what it counts."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from kvjax.generation.sampling import Draws
+from kvjax.generation.text import Detokenizer
+
+STOPS = 16  # stop tokens that a request can have
+
+
+class EngineBusy(RuntimeError):
+    """As many requests are waiting as the engine takes: run `step` and submit again."""
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """A request and its answer so far. Iterating over it runs the engine and yields its tokens as they come."""
+
+    prompt: np.ndarray  # i32[T]
+    max_new_tokens: int
+    draws: Draws | None  # of one row
+    stop: np.ndarray  # i32[STOPS]
+    engine: Any = dataclasses.field(repr=False)
+    tokens: list[int] = dataclasses.field(default_factory=list)  # a stop token included
+    state: str = "waiting"  # then "reading", "decoding", "done"
+    reason: str | None = None  # of its end: "stop", "length", "cancelled" or "error"
+    error: Exception | None = None  # that ended it
+    asked: int = dataclasses.field(default=0, repr=False)  # tokens that the device was asked for
+    submitted: float = dataclasses.field(default_factory=time.monotonic, repr=False)
+
+    @property
+    def done(self) -> bool:
+        return self.state == "done"
+
+    @property
+    def text(self) -> str:
+        """The text of the tokens, if the engine has a tokenizer."""
+        if self.engine.tokenizer is None:
+            raise ValueError("the engine has no tokenizer: make it from a checkpoint, or decode `tokens` yourself")
+        found = Detokenizer(self.engine.tokenizer)
+        return found.push(self.tokens) + found.finish()
+
+    def __iter__(self) -> Iterator[int]:
+        given = 0
+        while True:
+            yield from self.tokens[given:]
+            given = len(self.tokens)
+            if self.done:
+                return
+            self.engine.step()
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """Counts of an engine: its requests, tokens and steps so far."""
+
+    slots: int
+    decoding: int  # requests in slots
+    waiting: int  # requests that are not in a slot yet
+    prompt_tokens: int  # read, those of shared beginnings not counted again
+    shared_tokens: int  # of prompts, copied from a row that is running
+    parked: int  # prompts that are read and wait in host memory for a slot
+    prefixes: int  # stored prefixes that rows use
+    new_tokens: int
+    steps: int  # decode steps of the batch
+    fill: float  # share of slots in use, mean over the decode steps

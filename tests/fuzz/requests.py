@@ -1,0 +1,184 @@
+"""Random requests through an engine: each gets the tokens that it gets alone.
+
+    python -m tests.fuzz.requests --seconds 600                      # all policies in turn, new seeds
+    python -m tests.fuzz.requests --policies hosted kivi --seed 17   # one scenario of each
+
+A scenario is a function of its policy and seed: requests that come, are cancelled and leave slots that others take; a
+queue that is full, prompts that begin alike, several answers to one, greedy and sampled, with limits and stop tokens of
+their own; rows of numbers that are not finite, in the cache too; slots, blocks, chunks, read-ahead and shared prefixes
+of several sizes. A scenario that fails prints its command. `KEPT` are seeds of scenarios that found something, or that
+have much of this; tests/generation/test_engine.py runs them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+import traceback
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import kvjax
+from kvjax.generation import EngineBusy, Request
+from kvjax.generation.sampling import sampling
+from kvjax.models import Decoder, DecoderConfig
+
+VOCAB, NAN, CAPACITY = 64, 63, 192
+CONFIG = DecoderConfig(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=64,
+    layers=2,
+    q_heads=4,
+    kv_heads=2,
+    head_dim=16,
+    initializer_range=0.5,
+)
+SMALL = "budget=24,sink=2,local=6"
+POLICIES = {
+    "full": "full",
+    "fier": f"fier:{SMALL},group=4,chunk=8,dense_layers=1",
+    "share": f"fier:{SMALL},group=4,chunk=8,dense_layers=0,share=2",
+    "quest": "quest:budget=32,page=8,dense_layers=0",
+    "pariskv": "pariskv:budget=32,sink=2,local=8,chunk=16,dense_below=0",
+    "hosted": "pariskv:budget=32,sink=2,local=8,chunk=16,dense_below=0,store=host",
+    "freekv": "freekv:budget=48,sink=8,local=8,page=8,chunk=8,dense_layers=0",
+    "logquant": "logquant:window=8,group=8",
+    "kivi": "kivi:residual=16,group=8",
+    "turboquant": "turboquant:sink=2,local=8,chunk=16,dense_layers=0",
+    "streaming_llm": "streaming_llm:budget=24,sink=2",
+    "h2o": "h2o:budget=24",
+    "snapkv": "snapkv:budget=40,window=8",
+    "windowed": "full",
+    "windowed fier": f"fier:{SMALL},group=4,chunk=8,dense_layers=0",
+}
+SHARING = ("full", "fier", "pariskv", "kivi", "share")  # whose rows may have a common prefix
+KEPT = {name: (0,) for name in POLICIES}
+
+
+@cache
+def model_of(name: str) -> Decoder:
+    """A model whose token `NAN` makes its row not finite, from the embedding on."""
+    windows = (12, None) if name.startswith("windowed") else ()
+    model = Decoder(dataclasses.replace(CONFIG, windows=windows), rngs=nnx.Rngs(0))
+    model.embedding.set_value(model.embedding.get_value().at[NAN].set(jnp.nan))
+    return model
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    slots: int
+    chunk: int
+    block: int
+    prompt_tokens: int
+    park: int
+    max_waiting: int
+    prefixes: int
+
+    @classmethod
+    def draw(cls, name: str, rng: np.random.Generator) -> Settings:
+        slots, chunk = (int(rng.choice(values)) for values in ((1, 3), (32, 64)))
+        more = [int(rng.choice(values)) for values in ((1, 5, 16), (1, 64, 500), (0, 0, 2), (4, 100))]
+        return cls(slots, chunk, *more, int(rng.choice((0, 2))) if name in SHARING else 0)
+
+
+def engine_of(name: str, settings: Settings, **more: Any) -> kvjax.Engine:
+    model, policies = model_of(name), kvjax.presets.parse(POLICIES[name])
+    capacity = CAPACITY if not settings.prefixes else CAPACITY - 64
+    cache = kvjax.init(policies, model.spec(batch=settings.slots, capacity=capacity), layers=CONFIG.layers)
+    if settings.prefixes:
+        more |= {"prefixes": settings.prefixes, "prefix_tokens": 64}
+    return kvjax.Engine(model, cache, chunk=settings.chunk, **more)
+
+
+def draw_request(rng: np.random.Generator, earlier: list[list[int]]) -> tuple[list[int], dict[str, Any]]:
+    """A prompt, which may begin like an earlier one, and the settings of its request."""
+    prompt = rng.integers(1, NAN, int(rng.choice([1, 2, 20, 63, 64, 65, 100]))).tolist()
+    if earlier and rng.random() < 0.4:
+        start = earlier[rng.integers(len(earlier))]
+        prompt = start[: int(rng.integers(1, len(start) + 1))] + prompt[:30]
+    if rng.random() < 0.07:
+        prompt[-1] = NAN
+    prompt = prompt[:110]
+    settings: dict[str, Any] = {"max_new_tokens": int(rng.choice([1, 2, 9, 25])), "n": int(rng.choice([1, 1, 1, 4]))}
+    if rng.random() < 0.5:
+        settings |= {"sampling": sampling(float(rng.uniform(0.2, 2)), top_k=int(rng.integers(1, 30)))}
+        settings |= {"key": jax.random.key(int(rng.integers(100)))}
+    if rng.random() < 0.5:
+        settings |= {"stop_tokens": rng.integers(0, VOCAB, int(rng.integers(1, 16))).tolist()}
+    return prompt, settings
+
+
+def run_scenario(name: str, seed: int, requests: int = 8) -> None:
+    """Raises AssertionError if a request gets other tokens than alone, or if the engine keeps something of it."""
+    rng = np.random.default_rng([seed, sorted(POLICIES).index(name)])
+    settings = Settings.draw(name, rng)
+    names = ("block", "prompt_tokens", "park", "max_waiting")
+    engine = engine_of(name, settings, **{name: getattr(settings, name) for name in names})
+    sent: list[tuple[list[Request], list[int], dict[str, Any]]] = []
+    for _ in range(requests):
+        prompt, how = draw_request(rng, [prompt for _, prompt, _ in sent])
+        try:
+            sent.append((engine.submit(prompt, **how), prompt, how))
+        except EngineBusy:
+            for _ in range(3):
+                engine.step()
+        for _ in range(rng.integers(3)):
+            engine.step()
+        running = [one for group, _, _ in sent for one in group if not one.done]
+        if running and rng.random() < 0.3:
+            engine.cancel(running[rng.integers(len(running))])
+        decoding = [one for one in running if one.state == "decoding"]
+        if decoding and rng.random() < 0.2:
+            one = decoding[rng.integers(len(decoding))]
+            row = engine.row(one)
+            assert one.reason == "error" or row.length.tolist() == [len(one.prompt) + len(one.tokens)], (
+                row.length,
+                one,
+            )
+    engine.run()
+    counts = engine.stats()
+    assert counts.decoding == counts.waiting == counts.parked == counts.prefixes == 0, counts
+    for group, prompt, how in sent:
+        alone = engine_of(name, settings, block=5, prompt_tokens=500)
+        for one, same in zip(group, alone.submit(prompt, **how), strict=True):
+            while not same.done:
+                alone.step()
+            assert one.done
+            if one.reason == "cancelled":
+                assert one.tokens == same.tokens[: len(one.tokens)], (one, same)
+            else:
+                assert (one.reason, one.tokens) == (same.reason, same.tokens), (one, same)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=0, help="go on with new seeds for so long")
+    parser.add_argument("--seed", type=int, default=0, help="the first one")
+    parser.add_argument("--policies", nargs="+", choices=list(POLICIES), default=list(POLICIES))
+    given = parser.parse_args()
+    start, seed, failed, done = time.monotonic(), given.seed, 0, dict.fromkeys(given.policies, 0)
+    while seed == given.seed or time.monotonic() - start < given.seconds:
+        for name in given.policies:
+            try:
+                run_scenario(name, seed)
+            except Exception:
+                failed += 1
+                traceback.print_exc(limit=-4)
+                print(f"FAILED: python -m tests.fuzz.requests --policies '{name}' --seed {seed}", flush=True)
+            done[name] += 1
+        seed += 1
+        print(f"{time.monotonic() - start:.0f} s, seeds to {seed - 1}: {sum(done.values())} scenarios", flush=True)
+    print(f"{failed} of {sum(done.values())} scenarios failed")
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    main()
