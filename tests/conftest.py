@@ -53,7 +53,7 @@ def offline() -> Iterator[None]:
     """No test may reach the network: connecting a socket to anything but a local one is an error."""
 
     def refuse(self: socket.socket, address: Any) -> None:
-        if self.family == socket.AF_UNIX:
+        if self.family == socket.AF_UNIX or address[0] == "127.0.0.1":
             return connect(self, address)
         raise AssertionError(f"a test tried to connect to {address}; the suite must run offline")
 
