@@ -1,4 +1,4 @@
-"""What an engine is asked for and what it counts."""
+"""Requests to an engine, and its counts."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from urllib.parse import urlunsplit
 
 import pytest
 
@@ -43,7 +44,7 @@ def url(app):
     server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
-    yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+    yield urlunsplit(("http", f"127.0.0.1:{listener.getsockname()[1]}", "/v1", "", ""))
     server.should_exit = True
     thread.join()
 
