@@ -114,7 +114,7 @@ def decode_loop(
     measure: bool,
 ) -> tuple[Loop, Array]:
     """Emits up to `limit` <= `ROOM` tokens per row; also returns bool[2, B], the rows whose logits have no best token,
-    before the first step and after the last one.
+    before the first step and after the last one. Such a row ends.
 
     `draws` is None for greedy decoding, and `first` the number of tokens that earlier calls emitted. Each row may have
     its own: `limit` and `first` are i32[] or i32[B], the stop tokens `stop` i32[n] or i32[B, n].
@@ -138,12 +138,13 @@ def decode_loop(
             new, cache, *infos = call_model(model, fed, s.cache, active=active, last_logits=True, **told)
         if measure:
             attended, counted = count_attended(attended, counted, infos[0], active)
+        ends = jnp.any(token[:, None] == stop.reshape(-1, stop.shape[-1]), axis=-1)
         return Loop(
             step=s.step + 1,
             cache=cache,
             logits=jnp.where(active[:, None], new, s.logits),
             tokens=tokens,
-            active=s.active & ~(active & jnp.any(token[:, None] == stop.reshape(-1, stop.shape[-1]), axis=-1)),
+            active=s.active & ~(active & (ends | has_no_best(new))),
             attended=attended,
             counted=counted,
         )
@@ -160,7 +161,7 @@ def decode_loop(
 
     tokens = jnp.full((logits.shape[0], ROOM), PAD, jnp.int32)
     zero, mean = jnp.zeros((), jnp.int32), jnp.zeros(len(cache.layers) if measure else 0, jnp.float32)
-    start = Loop(zero, cache, logits, tokens, jnp.asarray(active), mean, jnp.zeros((), jnp.float32))
+    start = Loop(zero, cache, logits, tokens, active & ~bad, mean, jnp.zeros((), jnp.float32))
     done = lax.while_loop(more, flush_and_emit, start)
     return done, jnp.stack([bad, has_no_best(done.logits)])
 

@@ -59,7 +59,7 @@ POLICIES = {
     "windowed": "full",
     "windowed fier": f"fier:{SMALL},group=4,chunk=8,dense_layers=0",
 }
-SHARING = ("full", "fier", "pariskv", "kivi", "share")  # whose rows may have a common prefix
+SHARING = ("full", "fier", "kivi", "share")  # whose rows may have a common prefix
 KEPT = {name: (0,) for name in POLICIES}
 
 

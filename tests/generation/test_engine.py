@@ -129,6 +129,26 @@ def test_a_row_that_is_not_finite_ends_alone():
     assert (good.reason, good.tokens) == (same.reason, same.tokens)
 
 
+def test_a_row_ends_with_the_token_that_makes_it_not_finite(model):
+    """Wherever blocks end."""
+    cold = kvjax.Engine(model, new_cache(1), block=4)
+    (whole,) = cold.submit([5, 6], max_new_tokens=12)
+    cold.run()
+    bad, at = next((token, i) for i, token in enumerate(whole.tokens) if i > 1 and token not in whole.tokens[:i])
+
+    class Poisoned(Tiny):
+        def __call__(self, tokens, cache, **settings):
+            logits, cache = super().__call__(tokens, cache, **settings)
+            return jnp.where(jnp.any(tokens == bad, axis=1)[:, None], jnp.nan, logits), cache
+
+    for block in (3, 16):
+        engine = kvjax.Engine(Poisoned(nnx.Rngs(0)), new_cache(1), block=block)
+        (request,) = engine.submit([5, 6], max_new_tokens=12)
+        engine.run()
+        assert (request.reason, request.tokens) == ("error", whole.tokens[: at + 1])
+        assert isinstance(request.error, FloatingPointError)
+
+
 def test_the_device_is_asked_for_a_block_before_the_last_one_is_read(model):
     engine = kvjax.Engine(model, new_cache(1), block=4)
     first, second = (engine.submit(prompt, max_new_tokens=8)[0] for prompt in words(5, 6))
