@@ -150,25 +150,24 @@ def run_part(part: str, model: Decoder, method: str, given: argparse.Namespace) 
     rng, group = np.random.default_rng(1), sizes["group"]
     groups = [(rng.integers(1, 60, group).astype(np.int32), sizes["answer"]) for _ in range(given.groups)]
     waiting = {"max_waiting": 8 * max(len(work), len(groups))}
-    if part == "engine":
-        cache = cache_of(model, method, slots, capacity)
-        return {"slots": slots, **run_engine(kvjax.Engine(model, cache, **settings, **waiting), work, 1, minutes)}
     if part == "batches":
         return {"slots": slots + 1, **run_batches(model, method, slots + 1, capacity, work, minutes)}
     if part == "full":
         mean = int(np.mean([len(prompt) + new / 2 for prompt, new in work]))
         return {"slots": slots, **full_rate(model, method, slots, capacity, mean, 8 if tiny else 256)}
-    copied = sizes["copied"]
-    if part == "copied":
-        cache = cache_of(model, method, copied, group + sizes["answer"])
-        return {"slots": copied, **run_engine(kvjax.Engine(model, cache, **settings, **waiting), groups, 8, minutes)}
-    if part == "shared":  # a slot holds an answer and the recent block, a prefix the prompt
+    copied, n = sizes["copied"], 8
+    if part == "engine":
+        n, groups = 1, work
+    elif part == "copied":
+        slots, capacity = copied, group + sizes["answer"]
+    elif part == "shared":  # a slot holds an answer and the recent block, a prefix the prompt
         places = copied * (group + sizes["answer"]) // (group + 8 * sizes["own"])
-        cache = cache_of(model, method, 8 * places, sizes["own"])
-        by = {"prefixes": places, "prefix_tokens": group}
-        engine = kvjax.Engine(model, cache, **settings, **waiting, **by)
-        del cache
-        return {"slots": 8 * places, **run_engine(engine, groups, 8, minutes)}
+        slots, capacity = 8 * places, sizes["own"]
+        settings |= {"prefixes": places, "prefix_tokens": group}
+    if part != "groups":
+        # No name holds the cache, whose arrays the engine gives away.
+        engine = kvjax.Engine(model, cache_of(model, method, slots, capacity), **settings, **waiting)
+        return {"slots": slots, **run_engine(engine, groups, n, minutes)}
     all_answers = [one for one in groups for _ in range(8)]
     found = run_batches(model, method, copied + 1, group + sizes["answer"], all_answers, minutes)
     return {"slots": copied + 1, **found}
