@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from docs.tables.reading import load_rows, load_scores
 from docs.tables.writing import markdown, mean_of, named, perplexity_change, short
+from kvjax import CacheSpec
+from kvjax.policies import PerLayer
+from kvjax.presets import parse
 
 
 def decoded_needles() -> str:
@@ -104,6 +107,20 @@ def turbo_codes() -> str:
         shares = [short(row[key], 3) for key in ("head_recall", "mass", "error")]
         rows.append([f"`{row['selector']}`", f"`{row['store']}`", f"{row['held']:.0f}", f"{row['index']:.0f}", *shares])
     return markdown(["selector", "store", "bytes held", "of them scored", "recall", "mass", "error"], rows)
+
+
+def coded_quality() -> str:
+    """Perplexity over codes of a few bits against `full`, and the bytes of a token in a KV head, with its index."""
+    spec = CacheSpec(batch=1, q_heads=6, kv_heads=1, head_dim=128, capacity=16768)
+    rows = []
+    for row in load_rows("perplexity_codes_qwen"):
+        policy = parse(row["cache"])
+        size = (policy.rest if isinstance(policy, PerLayer) else policy).bytes_per_token(spec)
+        change = (
+            "" if row["cache"] == "full" else f"{100 * (row['ratio'] - 1):+.1f} ± {100 * row['ratio_stderr']:.1f} %"
+        )
+        rows.append([f"`{row['cache']}`", f"{size:.0f}", change, f"{row['tokens_read']:.0f}"])
+    return markdown(["cache", "bytes", "perplexity", "tokens read"], rows)
 
 
 def evictors() -> str:
