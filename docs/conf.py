@@ -39,8 +39,9 @@ html_theme = "sphinx_book_theme"
 html_title = "kvjax"
 html_static_path = [str(Path(__file__).parent / "static")]
 html_css_files = ["kvjax.css"]
-html_favicon = str(Path(__file__).parent / "static" / "favicon.svg")
+html_logo = html_favicon = str(Path(__file__).parent / "static" / "favicon.svg")
 html_theme_options = {
+    "logo": {"text": "kvjax"},
     "show_navbar_depth": 1,
     "show_toc_level": 2,
     "use_download_button": False,

@@ -59,6 +59,7 @@ API = {  # page -> title, modules whose exported names stand on it
         "Make and call a cache",
         (
             "kvjax.attention",
+            "kvjax.steps",
             "kvjax.cache.cache",
             "kvjax.cache.flushing",
             "kvjax.cache.editing",
@@ -69,6 +70,7 @@ API = {  # page -> title, modules whose exported names stand on it
     ),
     "generation": ("Generate", ("kvjax.generation", "kvjax.generation.sampling", "kvjax.generation.prompt_inputs")),
     "saving": ("Save and restore", ("kvjax.cache.saving",)),
+    "devices": ("Several devices", ("kvjax.sharding",)),
     "policies": ("Policies", ("kvjax.policies",)),
     "selectors": ("Selectors", ("kvjax.selectors", "kvjax.numerics.selection")),
     "stores": ("Stores and demotions", ("kvjax.stores",)),
@@ -78,6 +80,7 @@ API = {  # page -> title, modules whose exported names stand on it
     "more": ("More", ("kvjax",)),  # names that are in no other module
 }
 SPACES = {  # modules that users name: page -> title, module
+    "generation": ("Generate", "kvjax.generation"),
     "presets": ("Presets", "kvjax.presets"),
     "policies": ("Policies", "kvjax.policies"),
     "selectors": ("Selectors", "kvjax.selectors"),
@@ -88,6 +91,24 @@ SPACES = {  # modules that users name: page -> title, module
     "evaluate": ("Evaluate", "kvjax.evaluate"),
     "testing": ("Test a policy", "kvjax.testing"),
     "memory": ("Memory", "kvjax.memory"),
+}
+
+NAMED = {  # page -> names that the guides use and that stand in none of these lists
+    "attention": ("kvjax.cache.cache.any_full", "kvjax.cache.prefixes.fork"),
+    "generation": (
+        "kvjax.generation.prefilling.Layered",
+        "kvjax.generation.sampling.sampling",
+        "kvjax.generation.processors.Processors",
+        "kvjax.generation.drafts.DraftModel",
+        "kvjax.generation.drafts.PromptLookup",
+        "kvjax.use_compilation_cache",
+    ),
+    "saving": ("kvjax.cache.saving.describe",),
+    "devices": ("kvjax.sharding.placement.mean_over_heads",),
+    "selectors": ("kvjax.numerics.blocks.write",),
+    "operations": ("kvjax.ops.explain", "kvjax.ops.explained"),
+    "presets": ("kvjax.presets.pyramid.pyramid",),
+    "evaluate": ("kvjax.evaluate.side_by_side.side_by_side", "kvjax.evaluate.heads.retrieval_heads"),
 }
 
 
@@ -195,6 +216,8 @@ def exported() -> dict[str, list[str]]:
         listed = {id(_resolve(name)) for name in pages.get(page, ())}  # a part that stands at the front door too
         others = (f"{module}.{name}" for name in names if id(getattr(space, name)) not in listed)
         pages[page] = [*pages.get(page, ()), *others]
+    for page, more in NAMED.items():
+        pages[page] += more
     return {page: sorted(names, key=lambda name: _place(page, name)) for page, names in pages.items() if names}
 
 

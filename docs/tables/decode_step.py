@@ -14,7 +14,7 @@ def picture(batch: int = 1) -> str:
     """SVG: time of a decode step by tokens in the cache, both on logarithmic axes."""
     found = default_steps()
     lengths = sorted({length for length, rows, _ in found if rows == batch})
-    left, top, width, height = 70, 50, 510, 290
+    left, top, width, height = 44, 50, 326, 290
     low, high = 8.0, 1300.0
 
     def x(tokens: float) -> float:
@@ -27,10 +27,10 @@ def picture(batch: int = 1) -> str:
         return f'<text x="{at[0]:.1f}" y="{at[1]:.1f}" text-anchor="{anchor}" fill="{colour}">{words}</text>'
 
     lines = [
-        '<svg xmlns="http://www.w3.org/2000/svg" width="720" height="400" viewBox="0 0 720 400" '
+        '<svg xmlns="http://www.w3.org/2000/svg" width="480" height="400" viewBox="0 0 480 400" '
         'font-family="sans-serif" font-size="13">',
-        '<rect width="720" height="400" fill="white"/>',
-        text((left, 24), "Attention of one decode step in one layer, microseconds (NVIDIA H200)", "start"),
+        '<rect width="480" height="400" fill="white"/>',
+        text((left - 36, 24), "Attention of one decode step in one layer, microseconds (NVIDIA H200)", "start"),
     ]
     for us in (10, 30, 100, 300, 1000):
         lines.append(f'<path d="M{left} {y(us):.1f}H{left + width}" stroke="#dddddd"/>')

@@ -160,6 +160,11 @@ def test_readme_is_short():
     assert len(README.split()) <= 900
 
 
+def test_contents_of_the_guides_name_every_section():
+    head = read("docs/guides.md").partition("\n## ")[0]
+    assert set(re.findall(r"\[([^\]]+)\]\(#", head)) == set(sections(read("docs/guides.md")))
+
+
 def test_docs_do_not_grow():
     """Words of the pages without their tables, and of the page for contributors."""
     prose = (line for page in DOCS for line in read(page).splitlines() if not line.startswith("|"))

@@ -2,6 +2,7 @@
 
 import doctest
 import importlib.util
+import inspect
 import re
 
 import pytest
@@ -21,6 +22,23 @@ def test_every_exported_name_stands_on_a_page_that_one_reads():
     text = "".join(page.read_text() for page in pages)
     assert not [name for name in kvjax.__all__ if not re.search(rf"\bkvjax\.{name}\b|`{name}\b", text)]
     assert len(kvjax.__all__) <= 45
+
+
+def test_every_name_that_the_docs_use_stands_on_a_page_of_the_api():
+    """A name that a reader copies is public, and public is what the API pages list."""
+    listed = [website._resolve(name) for names in website.exported().values() for name in names]
+    for page in [website.ROOT / "README.md", *(website.ROOT / "docs").glob("*.md")]:
+        text = page.read_text()
+        names = {f"kvjax.{name}" for name in re.findall(r"\bkvjax\.((?:[a-z_]\w*\.)*[A-Za-z]\w*)", text)}
+        for module, imported in re.findall(r"^from (kvjax[\w.]*) import (.+)$", text, re.MULTILINE):
+            names |= {f"{module}.{name.strip()}" for name in imported.split(",")}
+        for name in names:
+            try:
+                thing = website._resolve(name)
+            except (ImportError, AttributeError):  # a module, a file, or a method
+                continue
+            assert not inspect.isroutine(thing) or thing in listed, f"{page.name}: {name}"
+            assert not inspect.isclass(thing) or thing in listed, f"{page.name}: {name}"
 
 
 def test_every_method_has_a_page(tmp_path):
