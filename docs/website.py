@@ -71,7 +71,16 @@ API = {  # page -> title, modules whose exported names stand on it
     "generation": ("Generate", ("kvjax.generation", "kvjax.generation.sampling", "kvjax.generation.prompt_inputs")),
     "saving": ("Save and restore", ("kvjax.cache.saving",)),
     "devices": ("Several devices", ("kvjax.sharding",)),
-    "policies": ("Policies", ("kvjax.policies",)),
+    "policies": (
+        "Policies",
+        (
+            *(
+                f"kvjax.policies.{name}"
+                for name in ("policy", "full", "retrieval", "compressed", "evicting", "speculative")
+            ),
+            "kvjax.policies",
+        ),
+    ),
     "selectors": ("Selectors", ("kvjax.selectors", "kvjax.numerics.selection")),
     "stores": ("Stores and demotions", ("kvjax.stores",)),
     "evictors": ("Evictors", ("kvjax.evictors",)),
@@ -221,8 +230,9 @@ def exported() -> dict[str, list[str]]:
     return {page: sorted(names, key=lambda name: _place(page, name)) for page, names in pages.items() if names}
 
 
-def _place(page: str, name: str) -> tuple[bool, int, int]:
-    """Sorts functions before classes, the modules of a page in their order there, and names as in their source."""
+def _place(page: str, name: str) -> tuple[bool, bool, int, int]:
+    """Sorts names of `kvjax` itself first, functions before classes, the modules of a page in their order there, and
+    names as in their source."""
     thing: Any = _resolve(name)
     modules, module = API.get(page, ("", ()))[1], getattr(thing, "__module__", "")
     first = next((i for i, own in enumerate(modules) if f"{module}.".startswith(f"{own}.")), len(modules))
@@ -230,7 +240,7 @@ def _place(page: str, name: str) -> tuple[bool, int, int]:
         line = inspect.getsourcelines(thing)[1]
     except (TypeError, OSError):
         line = 0
-    return inspect.isclass(thing), first, line
+    return name.count(".") > 1, inspect.isclass(thing), first, line
 
 
 def api_pages(folder: Path) -> list[str]:

@@ -44,7 +44,7 @@ def compare(
     ] = None,
     budget: Annotated[
         int | None,
-        typer.Option(help="Tokens that a step reads for each KV head, for methods with a budget.", show_default="256"),
+        typer.Option(help="Tokens that a step reads in a layer and KV head. Default: 256.", show_default=False),
     ] = None,
     dense_layers: DenseLayers = 2,
     max_new_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 32,
