@@ -39,6 +39,7 @@ from kvjax.kernels_pallas.attend.codes import (
     layout_of,
     load_words,
     multiply,
+    own_queries,
     pair_of,
     prmt,
 )
@@ -320,17 +321,11 @@ def _fetcher(layout: Layout, lane: Word, row: Word, *refs: Any) -> Callable[[Wor
     return fetch
 
 
-def _own_queries(q: Any, heads: int, D: int, quad: Word, col: Word) -> list[Word]:
-    """The D/4 adjacent channels of query `quad` for this column of lanes, two a word; 0 past the queries."""
-    mine = (quad < heads).select(quad, 0)
-    return [(quad < heads).select(w, 0) for w in load_words(simt.offset(q, mine * (D * 2) + col * (D // 2)), D // 8)]
-
-
 def _queries(layout: Layout, q: Any, heads: int, quad: Word, col: Word, sign: float) -> list[Word]:
     """Right operands. A lane has D/4 adjacent channels, as pairs of those whose codes are 16 bits apart in a word; the
     j-th pair of a word's lower bytes comes before that of its upper bytes."""
     D, bits = layout.D, layout.bits[0]
-    mine = _own_queries(q, heads, D, quad, col)
+    mine = own_queries(q, heads, D, quad, col)
     found = []
     for low, high in _pairs(layout):
         pair = prmt(mine[low // 2], mine[high // 2], 0x7632 if low % 2 else 0x5410)
@@ -405,7 +400,7 @@ def _exact(
     """Adds some of the exact keys and values of the span `ends` to the state, 16 at a time."""
     D, quad, col, in_byte = mixing.layout.D, mixing.quad, mixing.lane & 3, mixing.in_byte
     keys, values = (simt.offset_rows(simt.global_address(m), row, size * D * 2) for m in zone)
-    queries = _own_queries(q, heads, D, quad, col)
+    queries = own_queries(q, heads, D, quad, col)
     start, stop = ends
 
     @loop(simt.divide(start, 16) + first, simt.divide(stop + 15, 16), step, state)

@@ -26,15 +26,17 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.kernels_pallas import simt, tuned
-from kvjax.kernels_pallas.attend import softmax
+from kvjax.kernels_pallas.attend import directions, softmax
+from kvjax.kernels_pallas.attend.directions import Coded
 from kvjax.kernels_pallas.attend.softmax import HEADS
-from kvjax.kernels_pallas.simt import Word, loop, ptx, when, word
+from kvjax.kernels_pallas.simt import Flag, Word, loop, ptx, when, word
 
 TAKES = ("soft caps",)
 MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/attend_slots.json
 TILE = 32  # slots of a warp at a time
 MAX_SLOTS = 4096
 MAX_PARTS = 32  # blocks of a row without a cluster
+NONE = 0xFFFFFFFF  # in place of a slot
 
 
 @dataclass(frozen=True)
@@ -137,22 +139,23 @@ def attend_slots(
 
 
 def attend(
-    q: Array, kept: Sequence[Array], index: Array, *, found: Array | None = None,
+    q: Array, kept: Sequence[Array], index: Array, *, coded: Coded | None = None, found: Array | None = None,
     spans: Sequence[tuple[Array, Array, int]] = (), outs: Sequence[tuple[tuple[int, ...], Any]],
     name: str, write: Callable[..., None], scale: float, config: Config, order: tuple[int, int, int] = (1, 1, 1),
 ) -> tuple[Array, ...]:  # fmt: skip
     """Runs the kernel over rows of queries [rows, heads, D] and of slots i32[rows, M], -1 where there is none.
 
-    `kept` has the keys and values [rows', S, D] of each zone; slots are numbered on from zone to zone. Slots of a row
-    from the `found` i32[rows] on are not read either. `spans` are start and stop, i32[rows''] each, of each of the
-    last zones, and how many of its last slots are read. `outs` are the shapes and dtypes that write(merged, *addresses)
-    writes for each row. With `order` = (K, T, H) the rows of slots are those of [..., K, T, H], and the rows of `outs`
-    those of [..., T, K, H].
+    `kept` has the keys and values [rows', S, D] of each zone; slots are numbered on from zone to zone. If the first is
+    `coded`, `kept` begins with its `directions.ARRAYS`, [rows', S, width] and [rows', D]. Slots of a row from the
+    `found` i32[rows] on are not read either. `spans` are start and stop, i32[rows''] each, of each of the last zones,
+    and how many of its last slots are read. `outs` are the shapes and dtypes that write(merged, *addresses) writes for
+    each row. With `order` = (K, T, H) the rows of slots are those of [..., K, T, H], and the rows of `outs` those of
+    [..., T, K, H].
     """
     rows, heads, D = q.shape
     lists, ends = [index] if found is None else [index, found], [end for *two, _ in spans for end in two]
 
-    parts = 1 if config.cluster else config.blocks
+    parts, arrays = 1 if config.cluster else config.blocks, directions.ARRAYS if coded else 0
 
     @jax.custom_batching.custom_vmap
     def run(q: Array, *args: Array) -> tuple[Array, ...]:
@@ -163,14 +166,15 @@ def attend(
             functools.partial(
                 _program,
                 sizes=(heads, rows // kept[0].shape[0], D, index.shape[1]),
-                zones=tuple(a.shape[1] for a in kept[::2]),
+                zones=((coded.S,) if coded else ()) + tuple(a.shape[1] for a in kept[arrays::2]),
+                coded=coded,
                 max_slots=tuple(max_slots for *_, max_slots in spans),
                 counted=found is not None,
                 shared_by=tuple(rows // end.shape[0] for end in args[len(args) - len(ends) :]),
                 strides=tuple(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in outs),
                 write=write,
                 order=order,
-                kind="bf16" if kept[0].dtype == jnp.bfloat16 else "f16",
+                kind="bf16" if kept[-1].dtype == jnp.bfloat16 else "f16",
                 scale=scale,
                 config=config,
             ),
@@ -198,6 +202,7 @@ def attend(
             q,
             kept,
             index,
+            coded=coded,
             found=found,
             spans=list(two),
             outs=outs,
@@ -224,7 +229,7 @@ def _swapped(row: Word, K: int, T: int, H: int) -> Word:
 def _program(
     q_m: Any, *refs: Any, sizes: tuple[int, int, int, int], zones: tuple[int, ...], max_slots: tuple[int, ...],
     counted: bool, shared_by: tuple[int, ...], strides: tuple[int, ...], write: Callable[..., None], kind: str,
-    scale: float, config: Config, order: tuple[int, int, int],
+    scale: float, config: Config, order: tuple[int, int, int], coded: Coded | None,
 ) -> None:  # fmt: skip
     heads, of_zone, D, M = sizes
     places = M + sum(max_slots)
@@ -233,16 +238,19 @@ def _program(
     lane, warp = t & 31, t >> 5
     rows = softmax.Rows(D, kind, lane)
     width, of_token = rows.width, rows.of_token  # bytes of keys of one slot, in shared and in device memory
-    kept_m, (index_m, *rest) = refs[: 2 * len(zones)], refs[2 * len(zones) :]
+    arrays, exact = (directions.ARRAYS, zones[1:]) if coded else (0, zones)
+    coded_m, refs = refs[:arrays], refs[arrays:]
+    kept_m, (index_m, *rest) = refs[: 2 * len(exact)], refs[2 * len(exact) :]
     of_counts = [1] * counted + [*shared_by]
     q, index, *kept = (simt.global_address(m) for m in (q_m, index_m, *kept_m))
     q, index = simt.offset_rows(q, row, heads * of_token), simt.offset_rows(index, row, M * 4)
     ends, of_row = list(itertools.accumulate(zones)), simt.divide(row, of_zone)
+    ends_of_exact = ends[len(zones) - len(exact) :]
 
     def bases(places: Sequence[Any]) -> list[Any]:
         """The address of slot 0 of this row, by zone, if the zone extended to before its first slot."""
-        mine = (simt.offset_rows(a, of_row, n * of_token) for a, n in zip(places, zones, strict=True))
-        return [simt.offset_rows(a, word(end - n), -of_token) for a, n, end in zip(mine, zones, ends, strict=True)]
+        mine = (simt.offset_rows(a, of_row, n * of_token) for a, n in zip(places, exact, strict=True))
+        return [simt.offset_rows(a, word(e - n), -of_token) for a, n, e in zip(mine, exact, ends_of_exact, strict=True)]
 
     k, v = bases(kept[::2]), bases(kept[1::2])
     *outs_m, room_m = rest[len(of_counts) :]
@@ -263,9 +271,9 @@ def _program(
         at = ((step * blocks + part) * warps + warp) * tile + lane
         if tile < TILE:
             at = (lane < tile).select(at, 1 << 30)
-        slot = simt.load_below(at, M, simt.offset(index, at * 4), 0xFFFFFFFF)
+        slot = simt.load_below(at, M, simt.offset(index, at * 4), NONE)
         if found is not None:
-            slot = (at < found).select(slot, 0xFFFFFFFF)
+            slot = (at < found).select(slot, NONE)
         first = M
         for (start, stop), n, end in zip(spans, max_slots, ends[len(zones) - len(max_slots) - 1 :], strict=False):
             of_span = (stop > start + n).select(stop - n, start) + (at - first)
@@ -277,9 +285,9 @@ def _program(
         for i in range(tile // rows.per):
             r = rows.first + i * rows.per
             slot = simt.from_lane(slots, r)
-            exists = slot.differs(0xFFFFFFFF)
+            exists = slot.differs(NONE)
             slot, source = exists.select(slot, 0), sources[-1]
-            for before, end in zip(sources[-2::-1], ends[-2::-1], strict=True):
+            for before, end in zip(sources[-2::-1], ends_of_exact[-2::-1], strict=True):
                 source = simt.select_address(slot < end, before, source)
             at = simt.offset(source, slot * of_token + rows.chunk * 16)
             code = "cp.async.cg.shared.global [$0], [$1], 16, $2;"
@@ -291,10 +299,9 @@ def _program(
         ptx("cp.async.wait_group 1;")
         simt.warp_barrier()
 
-    slots = slots_of(word(0))
-    copy(k, keys, slots)
-    copy(v, values, slots)
-    queries = rows.queries(q, heads)
+    def weigh(state: Sequence[Word], slots: Word, scores: list[list[Word]]) -> Any:
+        exists = simt.ballot(slots.differs(NONE)) >> rows.quad
+        return softmax.weigh(state, scores, lambda j, _: ((exists >> (8 * j)) & 1).differs(0), scale=scale, kind=kind)
 
     def step(n: Word, slots: Word, *state: Word) -> list[Word]:
         ahead = slots_of(n + 1) if steps > 1 else slots
@@ -305,10 +312,7 @@ def _program(
             copy(k, keys, ahead)
         else:
             ptx("cp.async.commit_group;")
-        exists = simt.ballot(slots.differs(0xFFFFFFFF)) >> rows.quad
-        before, weights = softmax.weigh(
-            state, scores, lambda j, _: ((exists >> (8 * j)) & 1).differs(0), scale=scale, kind=kind
-        )
+        before, weights = weigh(state, slots, scores)
         wait()
         mixed = rows.mix(before, values, weights)
         if steps > 1:
@@ -316,8 +320,50 @@ def _program(
             copy(v, values, ahead)
         return [ahead, *mixed]
 
-    carry = [slots, *softmax.empty(D)]
-    carry = step(word(0), *carry) if steps == 1 else loop(0, steps, 1, carry)(step)
+    def exact_of(step: Word) -> tuple[Word, Flag]:
+        """Slots past the coded zone, and whether this warp has any."""
+        slots = slots_of(step)
+        slots = (slots < zones[0]).select(NONE, slots)
+        return slots, simt.ballot(slots.differs(NONE)).differs(0)
+
+    def late(state: Sequence[Word], slots: Word, any_: Flag, copied: bool) -> list[Word]:
+        def make() -> list[Word]:
+            if not copied:
+                copy(k, keys, slots)
+                copy(v, values, slots)
+            ptx("cp.async.wait_group 0;")
+            simt.warp_barrier()
+            before, weights = weigh(state, slots, rows.scores(keys, queries, tile // 16))
+            mixed = rows.mix(before, values, weights)
+            simt.warp_barrier()
+            return mixed
+
+        return simt.branch(any_, make, state)
+
+    if coded:  # exact slots are few, most of them in the last step: they are copied ahead, and attended to afterwards
+        slots, any_ = exact_of(word(steps - 1))
+        with when(any_):
+            copy(k, keys, slots)
+            copy(v, values, slots)
+        zone = directions.Zone(coded, coded_m, of_row, q, heads, kind, lane)
+
+        def tile_of(n: Word, listed: Word, *state: Word) -> list[Word]:
+            ahead = slots_of(n + 1)
+            has = simt.ballot(listed < coded.S).differs(0)
+            return [ahead, *simt.branch(has, lambda: zone.add(state, listed, tile // 16, scale=scale), state)]
+
+        listing = -(-M // (tile * warps * blocks))
+        carry = loop(0, listing, 1, [slots_of(word(0)), *softmax.empty(D)])(tile_of)
+        queries = rows.queries(q, heads)
+        state = late(zone.finish(carry[1:]), slots, any_, True)
+        carry = [slots, *loop(0, steps - 1, 1, state)(lambda n, *state: late(state, *exact_of(n), False))]
+    else:
+        slots = slots_of(word(0))
+        copy(k, keys, slots)
+        copy(v, values, slots)
+        queries = rows.queries(q, heads)
+        carry = [slots, *softmax.empty(D)]
+        carry = step(word(0), *carry) if steps == 1 else loop(0, steps, 1, carry)(step)
     ptx("cp.async.wait_group 0;")
     simt.block_barrier()  # the memory of the copies is reused
 

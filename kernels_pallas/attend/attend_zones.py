@@ -16,6 +16,7 @@ slot; e g D written.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ from kvjax.kernels_pallas import simt, tuned
 from kvjax.kernels_pallas.attend import attend_slots as one_zone
 from kvjax.kernels_pallas.attend import softmax
 from kvjax.kernels_pallas.attend.attend_slots import Config, config_for
+from kvjax.kernels_pallas.attend.directions import Coded
 from kvjax.kernels_pallas.attend.softmax import KINDS
 
 MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/attend_zones.json
@@ -58,7 +60,6 @@ def _spans(recent: Any, sink: Any, local: int) -> list[tuple[Any, int]]:
     return [(recent, local)] + ([] if sink is None else [(sink, sink[0].shape[2])])
 
 
-@simt.lowered_once("local", "scale", "part", "config")
 def attend_zones(
     q: Array,
     k: Array,
@@ -86,16 +87,27 @@ def attend_zones(
     """
     if limit := unsupported(q, k, v, slots, recent, sink, local, more, config):
         raise NotImplementedError(limit)
+    how: dict[str, Any] = {"scale": scale, "part": part, "config": config}
+    return attend(q, (k, v, *(more or ())), slots, known, recent, sink, local, sinks, name="attend_zones", **how)
+
+
+@simt.lowered_once("local", "scale", "part", "config", "coded", "name")
+def attend(
+    q: Array, history: Sequence[Array], slots: Array, known: Array, recent: Any, sink: Any, local: int,
+    sinks: Array | None, *, name: str, scale: float, part: bool, config: Config | None, coded: Coded | None = None,
+) -> Any:  # fmt: skip
+    """`attend_zones` over keys and values of one zone or two in `history`, or over the arrays of a `coded` zone."""
     B, K, G, D = q.shape
     H, M = slots.shape[2:]
     T = recent[3].shape[1] if recent[3].ndim == 2 else 1  # a model uses [B, T, K, G, D], which XLA need not transpose
     found, spans = None, _spans(recent, sink, local)
     read = M + sum(max_slots for _, max_slots in spans)
+    target = simt.target((q, *history))
     config = config or tuned.select(
-        "attend_zones",
-        config_for(B * K * H, read, D, simt.target((q, k, v))),
-        (q, k, v),
-        lambda x: unsupported(q, k, v, slots, recent, sink, local, more, x),
+        name,
+        config_for(B * K * H, read, D, target),
+        (q, *history),
+        lambda x: None if one_zone.smem_bytes(D, x) <= target.smem else f"{x} exceeds shared memory for D={D}",
         rows=B * K * H,
         M=read,
         G=G // H,
@@ -104,7 +116,7 @@ def attend_zones(
     if not M:  # a kernel reads no array without elements
         slots, known = jnp.zeros((B, K, H, 1), jnp.int32), jnp.zeros((B, K, H), jnp.int32)
     if known.dtype == bool:
-        stored = k.shape[2] * (1 if more is None else 2)
+        stored = coded.S if coded else sum(a.shape[2] for a in history[::2])
         slots = jnp.where(known, jnp.clip(slots, 0, stored + recent[0].shape[2] - 1), -1)
     else:
         found = known
@@ -114,13 +126,14 @@ def attend_zones(
     lse = part or sinks is not None
     means = ((G // H, D), jnp.float32 if lse else q.dtype)
     parts = one_zone.attend(
-        q.astype(k.dtype).reshape(B * K * H, G // H, D),
-        [a.reshape(B * K, -1, D) for zone in ((k, v), more or (), *(span[:2] for span, _ in spans)) for a in zone],
+        q.astype(recent[0].dtype).reshape(B * K * H, G // H, D),
+        [a.reshape(B * K, *a.shape[2:]) for zone in (history, *(span[:2] for span, _ in spans)) for a in zone],
         slots.astype(jnp.int32).reshape(B * K * H, -1),
         found=None if found is None else found.reshape(B * K * H),
         spans=[(simt.by_step(span[2], K), simt.by_step(span[3], K), max_slots) for span, max_slots in spans],
         outs=(means,) if not lse else (means, ((G // H,), jnp.float32)),
-        name="attend_zones",
+        coded=coded,
+        name=name,
         write=softmax.Merged.write if lse else functools.partial(_write, kind=KINDS[str(q.dtype)]),
         scale=scale,
         config=config,

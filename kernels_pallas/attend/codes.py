@@ -88,6 +88,12 @@ def load_words(at: Any, words: int) -> list[Word]:
     return found if n == 1 else [w for four in found for w in four]
 
 
+def own_queries(q: Any, heads: int, D: int, quad: Word, col: Word) -> list[Word]:
+    """The D/4 adjacent channels of query `quad` for this column of lanes, two a word; 0 past the queries."""
+    mine = (quad < heads).select(quad, 0)
+    return [(quad < heads).select(w, 0) for w in load_words(simt.offset(q, mine * (D * 2) + col * (D // 2)), D // 8)]
+
+
 def affine_of(x: Word, bits: int) -> tuple[Word, Word]:
     """Scale 2^bits and zero, from a u32 with scale and zero, each twice, as bf16."""
     return multiply(prmt(x, x, 0x5410), pair_of(2.0**bits)), prmt(x, x, 0x7632)

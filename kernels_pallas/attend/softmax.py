@@ -42,6 +42,12 @@ def weigh(
     `scores` are the sums of `mma` of 16 keys each, without `scale`, which may have a soft `cap`; exists(n, e) says
     whether key 8 n + quad counts for head 2 col + e.
     """
+    kept, weights = exponentials(state, masked(logarithms(scores, scale), exists))
+    return kept, [right_operand(tile, kind) for tile in weights]
+
+
+def logarithms(scores: list[list[Word]], scale: float) -> list[list[Word]]:
+    """Logarithms, base 2, of weights: scores times `scale`, which may have a soft `cap`."""
     cap = getattr(scale, "cap", None)
 
     def log(x: Word) -> Word:
@@ -52,9 +58,7 @@ def weigh(
         half = instr("rcp.approx.ftz.f32", instr("add.f32", power, real(1.0)))
         return instr("fma.rn.f32", half, real(-2 * cap / math.log(2)), real(cap / math.log(2)))
 
-    logs = [[log(x) for x in tile] for tile in scores]
-    kept, weights = exponentials(state, masked(logs, exists))
-    return kept, [right_operand(tile, kind) for tile in weights]
+    return [[log(x) for x in tile] for tile in scores]
 
 
 def masked(logs: list[list[Word]], exists: Callable[[int, int], Flag]) -> list[list[Word]]:

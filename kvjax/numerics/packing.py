@@ -30,7 +30,7 @@ def pack_bits(bits: Array) -> Array:
 def unpack_bits(packed: Array) -> Array:
     """u8[..., D/8] as bool[..., D]; the inverse of `pack_bits`."""
     split = (packed[..., None] >> _places(packed.ndim + 1)) & jnp.uint8(1)
-    return split.astype(bool).reshape(*packed.shape[:-1], -1)
+    return split.astype(bool).reshape(*packed.shape[:-1], 8 * packed.shape[-1])
 
 
 def pack_codes(codes: Array, bits: int) -> Array:

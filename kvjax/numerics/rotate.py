@@ -186,6 +186,13 @@ def decode(code: Directions) -> Array:
     return jnp.where(unpack_bits(code.signs), size, -size) * weight
 
 
+def sizes_of(code: Directions) -> tuple[float, ...]:
+    """The sizes of a channel of weight 1 that indices of a whole head's direction stand for; none with 8 bits, whose
+    sizes are an index and a half."""
+    planes, D = code.sizes.shape[-1] // code.signs.shape[-1], 8 * code.signs.shape[-1]
+    return () if planes == 7 else tuple(map(float, lloyd_max(D, 2**planes)[1]))
+
+
 def decode_weights(code: Directions) -> Array:
     """The weights of subspaces: f32[..., S, D/m]."""
     N = code.subspaces

@@ -25,7 +25,7 @@ from kvjax.ops.host import (
     hot_places,
 )
 from kvjax.ops.op import OPS, Explanation, Implementation, Op, device_kind, explain, explained, shares_traces, use
-from kvjax.ops.quantized import attend_quantized, attend_quantized_zones, gather_quantized
+from kvjax.ops.quantized import attend_coded_zones, attend_quantized, attend_quantized_zones, gather_quantized
 from kvjax.ops.score import rerank, score_1bit, score_pages
 from kvjax.ops.select import select_1bit, select_4bit, select_pages, select_top, top_k, top_k_grouped
 from kvjax.ops.vote import collide, most_voted
@@ -38,6 +38,7 @@ __all__ = [
     "Implementation",
     "Op",
     "attend_beside",
+    "attend_coded_zones",
     "attend_gathered",
     "attend_quantized",
     "attend_quantized_zones",

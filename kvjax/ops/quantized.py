@@ -10,6 +10,7 @@ from jax import Array, lax
 from kvjax.numerics.indexing import quotient
 from kvjax.numerics.packing import unpack_codes
 from kvjax.numerics.partial import (
+    CappedScale,
     PartialAttention,
     Span,
     attend_part,
@@ -19,10 +20,10 @@ from kvjax.numerics.partial import (
     scaled,
 )
 from kvjax.numerics.quant import QuantArray, dequantize, slice_tokens, split_scales
-from kvjax.numerics.rotate import Directions, decode
-from kvjax.numerics.selection import Selection
+from kvjax.numerics.rotate import Directions, decode, rotate_back, rotate_few, sizes_of, turned
+from kvjax.numerics.selection import PackedSelection, Selection, split_selection
 from kvjax.numerics.types import Float, Int32
-from kvjax.ops.attend import attend_beside
+from kvjax.ops.attend import attend_beside, attend_gathered, merge_beside
 from kvjax.ops.op import Implementation, for_gpu, op
 from kvjax.ops.score import sum_products
 
@@ -131,6 +132,73 @@ def attend_quantized_zones(
     """
     history = attend_quantized(q, keys, values, start, stop, scale=scale)
     return attend_beside(history, q, None, recent, sink, sinks, scale=scale)
+
+
+def _attend_coded_zones_mosaic(kernel: Any, a: Any) -> Any:
+    known = a.selection.found if isinstance(a.selection, PackedSelection) else a.selection.valid
+    codes, D = (a.keys, a.values), a.q.shape[-1]
+    made = kernel.attend_coded_zones(
+        a.q, *codes, a.offset, a.selection.slots, known, a.recent, a.sink, a.local, a.sinks,
+        centres=tuple(sizes_of(code) for code in codes), turned=turned(D, a.seed), scale=a.scale, part=a.part,
+    )  # fmt: skip
+    return PartialAttention(*made) if a.part else made
+
+
+@op(
+    kernel="attend.attend_coded_zones",
+    static_argnames=("local", "seed", "scale", "part"),
+    derivative="reference",
+    limit=lambda kernel, a: kernel.unsupported(a.q, a.keys, a.values, a.selection.slots, a.recent, a.sink, a.local),
+    mosaic=_attend_coded_zones_mosaic,
+)
+def attend_coded_zones(
+    q: Float[Array, "B K G D"],
+    keys: Directions,
+    values: Directions,
+    offset: Float[Array, "B K D"],
+    selection: Selection | PackedSelection,
+    recent: Span,
+    sink: Span | None,
+    local: int,
+    sinks: Float[Array, "K G"] | None = None,
+    *,
+    seed: int,
+    scale: float,
+    part: bool = False,
+    implementation: Implementation | None = None,
+) -> Any:
+    """`attend_zones` over a history of codes of whole heads: of values, and of keys less their `offset`, rotated by
+    `seed`.
+
+    `implementation`: see `explain`. The kernel rounds q, before and after its rotation, and weights to bfloat16; the
+    sizes that codes stand for are exact to 1.2e-3.
+    """
+    stored, pending = split_selection(selection, keys[0].shape[2])
+    k, v = (gather_quantized(code, stored, q.shape[-1]) for code in (keys, values))
+    history = attend_rotated(q, k, v, offset, stored, seed=seed, scale=scale)
+    recent = recent._replace(start=jnp.maximum(recent.start, recent.stop - local))
+    if part:
+        return merge_beside(history, q, pending, recent, sink, scale=scale)
+    return attend_beside(history, q, pending, recent, sink, sinks, scale=scale)
+
+
+def attend_rotated(
+    q: Array, k: Array, v: Array, offset: Array, selection: Selection, *, seed: int, scale: float
+) -> PartialAttention:
+    """Attention of q [B, K, G, D] over selected tokens that were gathered: rotated k, v f32[B, K, H*M, D], in order,
+    the keys without their offset f32[B, K, D]."""
+    if isinstance(scale, CappedScale):  # what is added to logits counts before the cap
+        k, v = rotate_back(k, seed) + offset[:, :, None], rotate_back(v, seed)
+        return attend_gathered(q, k, v, selection, scale=scale)
+    part = attend_gathered(rotate_few(q, seed), k, v, selection, scale=scale)
+    return turn_back(part, q, offset, seed=seed, scale=scale)
+
+
+def turn_back(part: PartialAttention, q: Array, offset: Array, *, seed: int, scale: float) -> PartialAttention:
+    """Attention of q [B, K, Q, D] to keys and values as they were, of that to rotated ones without their offset."""
+    shift = jnp.einsum("bkqd,bkd->bkq", q.astype(jnp.float32), offset, precision="highest")
+    none = jnp.isneginf(part.lse)  # no slot: then nothing has a derivative
+    return PartialAttention(rotate_back(part.out, seed), jnp.where(none, part.lse, part.lse + scale * shift))
 
 
 def _scores(q: Array, keys: QuantArray) -> Array:

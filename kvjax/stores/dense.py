@@ -10,7 +10,7 @@ from jax import Array
 
 from kvjax import ops
 from kvjax.numerics.blocks import Block, empty_block, put
-from kvjax.numerics.partial import PartialAttention, Span
+from kvjax.numerics.partial import PartialAttention
 from kvjax.numerics.selection import PackedSelection, Selection
 from kvjax.ops.chunk import attend_zone
 from kvjax.spec import CacheSpec
@@ -45,29 +45,12 @@ class Dense(Store):
         return ops.attend_slots(q, st.k, st.v, selection, scale=scale)
 
     def attend_zones(
-        self,
-        st: Block,
-        q: Array,
-        selection: Selection | PackedSelection,
-        recent: Span,
-        sink: Span | None,
-        local: int,
-        **logits: Any,
-    ) -> tuple[Array, Block]:
-        return ops.attend_zones(q, st.k, st.v, selection, recent, sink, local, **logits), st
+        self, st: Block, q: Array, selection: Selection | PackedSelection, *zones: Any, **logits: Any
+    ) -> tuple[Any, Block]:
+        return ops.attend_zones(q, st.k, st.v, selection, *zones, **logits), st
 
-    def attend_zones_part(
-        self,
-        st: Block,
-        q: Array,
-        selection: Selection | PackedSelection,
-        recent: Span,
-        sink: Span | None,
-        local: int,
-        *,
-        scale: float,
-    ) -> PartialAttention:
-        part: PartialAttention = ops.attend_zones(q, st.k, st.v, selection, recent, sink, local, scale=scale, part=True)
+    def attend_zones_part(self, st: Block, *zones: Any, scale: float) -> PartialAttention:
+        part: PartialAttention = self.attend_zones(st, *zones, scale=scale, part=True)[0]
         return part
 
     def bytes_per_token(self, spec: CacheSpec) -> float:

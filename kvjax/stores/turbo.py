@@ -9,6 +9,7 @@ keys is taken out before coding and comes back in the log-sum-exp.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +21,9 @@ from kvjax.numerics.blocks import write
 from kvjax.numerics.partial import CappedScale, PartialAttention
 from kvjax.numerics.quant import slice_tokens
 from kvjax.numerics.rotate import Directions, decode, encode, require_rotatable, rotate, rotate_back, rotate_few
-from kvjax.numerics.selection import Selection
+from kvjax.numerics.selection import PackedSelection, Selection
 from kvjax.ops.chunk import attend_blocks
+from kvjax.ops.quantized import attend_rotated, turn_back
 from kvjax.spec import CacheSpec, keep_int
 from kvjax.stores.host_codes import Coded, CodedBlock, _HostCodes
 
@@ -86,17 +88,8 @@ class _Turbo(Coded):
     def attend_slots(
         self, st: TurboBlock | CodedBlock, q: Array, selection: Selection, *, scale: float
     ) -> PartialAttention:
-        if isinstance(scale, CappedScale):  # what is added to logits counts before the cap
-            return super().attend_slots(st, q, selection, scale=scale)
-        turned = rotate_few(q, self.seed)
-        part = ops.attend_gathered(turned, *self.rotated(st, selection), selection, scale=scale)
-        return self.turn_back(part, q, st.offset, scale)
-
-    def turn_back(self, part: PartialAttention, q: Array, offset: Array, scale: float) -> PartialAttention:
-        """Attention of q [B, K, Q, D] to keys and values as they were, of that to rotated ones without their offset."""
-        shift = jnp.einsum("bkqd,bkd->bkq", q.astype(jnp.float32), offset, precision="highest")
-        none = jnp.isneginf(part.lse)  # no slot: then nothing has a derivative
-        return PartialAttention(rotate_back(part.out, self.seed), jnp.where(none, part.lse, part.lse + scale * shift))
+        rows = self.rotated(st, selection)
+        return attend_rotated(q, *rows, st.offset, selection, seed=self.seed, scale=scale)
 
     def recoded(self, k: Array, v: Array) -> tuple[Array, Array]:
         k, v = (rotate_back(decode(code), self.seed) for code in self.codes(k, v))
@@ -139,7 +132,7 @@ class TurboQuant(_Turbo):
         if isinstance(scale, CappedScale):
             return self.attend_chunk(st, q[:, :, :, None], start[:, None], scale=scale)
         part = ops.attend_quantized(rotate_few(q, self.seed), st.k, st.v, start, st.count, scale=scale)
-        return self.turn_back(part, q, st.offset, scale)
+        return turn_back(part, q, st.offset, seed=self.seed, scale=scale)
 
     def attend_chunk(self, st: TurboBlock, q: Array, start: Array | None, *, scale: float) -> PartialAttention:
         def read(st: TurboBlock, first: Array | int, size: int) -> tuple[Array, Array]:
@@ -153,11 +146,20 @@ class TurboQuant(_Turbo):
         else:
             st = replace(st, offset=jnp.zeros_like(offset))
         part = attend_blocks(turned, st, start, st.count, read=read, slots=st.slots, unit=1, scale=scale)
-        return self.turn_back(part, q.reshape(*q.shape[:2], -1, q.shape[-1]), offset, float(scale))
+        return turn_back(part, q.reshape(*q.shape[:2], -1, q.shape[-1]), offset, seed=self.seed, scale=float(scale))
 
     def rotated(self, st: TurboBlock, selection: Selection) -> tuple[Array, Array]:  # type: ignore[override]
         D = st.offset.shape[-1]
         return ops.gather_quantized(st.k, selection, D), ops.gather_quantized(st.v, selection, D)
+
+    def attend_zones(
+        self, st: TurboBlock, q: Array, selection: Selection | PackedSelection, *zones: Any, **logits: Any
+    ) -> tuple[Any, TurboBlock]:
+        out = ops.attend_coded_zones(q, st.k, st.v, st.offset, selection, *zones, seed=self.seed, **logits)
+        return out, st
+
+    def attend_zones_part(self, st: TurboBlock, *zones: Any, scale: float) -> PartialAttention:
+        return self.attend_zones(st, *zones, scale=scale, part=True)[0]
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         return float(spec.kv_heads * (spec.head_dim * sum(self.both_bits) // 8 + 4))

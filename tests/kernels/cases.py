@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from kvjax.numerics.blocks import Block
 from kvjax.numerics.partial import Span
 from kvjax.numerics.quant import OneBit, QuantArray
-from kvjax.numerics.rotate import encode
+from kvjax.numerics.rotate import Directions, encode
 from kvjax.numerics.selection import Candidates, PackedSelection, Selection
 from kvjax.ops import HotTables
 
@@ -54,6 +54,16 @@ def zones(S=64, D=128, M=32, recent=jnp.bfloat16, queries=jnp.float32, local=200
     selection = Selection(i32(1, 2, 1, M), flags(1, 2, 1, M))
     spans = Span(*kept(198, recent), i32(1), i32(1)), Span(*kept(6), i32(1), i32(1))
     return (sds(1, 2, 4, D, dtype=queries), *kept(S), selection, *spans, local), SCALE
+
+
+def coded_zones(D=128, bits=(4, 4), weights=1, **sizes):
+    (q, *_, selection, recent, sink, local), scale = zones(D=D, **sizes)
+
+    def code(b):
+        one = sds(1, 2, 64, weights, dtype=jnp.uint16)
+        return Directions(u8(1, 2, 64, D // 8), u8(1, 2, 64, (b - 1) * D // 8), one)
+
+    return (q, *map(code, bits), f32(1, 2, D), selection, recent, sink, local), {**scale, "seed": 3}
 
 
 def quantized(B=2, Q=4, S=256, D=128, bits=2, tokens=32, channels=1, value_channels=32, ends=(2,)):
@@ -220,6 +230,19 @@ CASES = {
             (dict(S=(1 << 24) - 100), "less than 4 GiB of keys; got 16777320 slots"),
             (dict(recent=jnp.float16), "zones of one dtype; got bfloat16, float16, float16, bfloat16, bfloat16"),
             (dict(queries=jnp.int32), "queries in f32, bf16 or f16; got int32"),
+        ],
+    ),
+    "attend_coded_zones": Case(
+        coded_zones,
+        [
+            (dict(D=256), "the kernel attend_coded_zones takes head sizes 64 and 128; got D=256"),
+            (dict(bits=(6, 4)), "codes of 2, 3, 4 and 8 bits; got 6 and 4"),
+            (dict(weights=16), r"one weight a token, in u16; got uint16\[1, 2, 64, 16\]"),
+            (dict(M=3900), "the kernel attend_coded_zones takes 1 to 4096 slots a row; got 4106"),
+            (
+                dict(recent=jnp.float32),
+                "the kernel attend_coded_zones takes keys and values in bf16 or f16; got float32",
+            ),
         ],
     ),
     "attend_quantized": Case(quantized, [*QUANTIZED, (dict(ends=(2, 4)), "one start and stop a row")]),

@@ -21,13 +21,14 @@ import pytest
 import kvjax
 from kvjax import memory, ops, presets
 from kvjax.kernels_pallas import simt
-from kvjax.kernels_pallas.attend import attend_quantized, attend_slots, attend_span, attend_zones
+from kvjax.kernels_pallas.attend import attend_coded_zones, attend_quantized, attend_slots, attend_span, attend_zones
 from kvjax.kernels_pallas.host import host_append, host_rows, hot_float8, hot_pages
 from kvjax.kernels_pallas.score import rerank, score_1bit, score_pages
 from kvjax.kernels_pallas.select import select_1bit, select_4bit, select_pages, top_k, top_k_grouped
 from kvjax.kernels_pallas.vote import collide, most_voted
 from kvjax.kernels_pallas.write import put_token
 from kvjax.numerics.partial import CappedScale
+from kvjax.numerics.rotate import lloyd_max
 from tests.kernels import aot
 
 pytestmark = pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
@@ -150,6 +151,21 @@ def over_zones(local):
     return lambda *args: attend_zones.attend_zones(*args, local, scale=0.1)
 
 
+def over_codes(local, G, S, R, A, D, M, bits=(4, 4), dtype=jnp.bfloat16, B=1):
+    *_, slots, _, recent, sink = jax.tree.map(lambda a: sds(B, *a.shape[1:], dtype=a.dtype), zones(G, S, R, A, D, M))
+    recent, sink = (span and tuple(sds(*a.shape, dtype=dtype) for a in span[:2]) + span[2:] for span in (recent, sink))
+
+    def code(b):
+        widths = (D // 8, jnp.uint8), ((b - 1) * D // 8, jnp.uint8), (1, jnp.uint16)
+        return tuple(sds(B, 8, S, n, dtype=dtype) for n, dtype in widths)
+
+    sizes = tuple(() if b == 8 else tuple(map(float, lloyd_max(D, 2 ** (b - 1))[1])) for b in bits)
+    f = partial(attend_coded_zones.attend_coded_zones, local=local, centres=sizes, turned=9 << 60, scale=0.1)
+    found = sds(B, 8, 1, dtype=jnp.int32)
+    args = sds(B, 8, G, D, dtype=dtype), *map(code, bits), sds(B, 8, D, dtype=jnp.float32), slots, found
+    return f, (*args, recent, sink)
+
+
 HOST = jax.sharding.NamedSharding(jax.make_mesh((1,), ("x",)), jax.sharding.PartitionSpec(), memory_kind="pinned_host")
 
 
@@ -232,6 +248,9 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
     "attend_zones, a loop": (over_zones(256), zones(8, 131072, 511, 4, 128, 3800, dtype=jnp.float16), 0.2, 0),
     "attend_zones, D 256": (over_zones(256), zones(4, 131072, 511, 4, 256, 1788), 0.2, 232),
     "attend_zones, a choice for each head": (over_zones(128), zones(8, 131072, 383, 4, 64, 1916, H=8), 0.6, 0),
+    "attend_coded_zones": (*over_codes(64, 4, 131072, 256, 4, 128, 1980), 0.1, 0),
+    "attend_coded_zones, a loop": (*over_codes(64, 8, 32768, 256, 0, 128, 3800, (8, 8), jnp.float16, B=8), 1, 0),
+    "attend_coded_zones, D 64": (*over_codes(64, 8, 131072, 256, 4, 64, 1980, (3, 2)), 0.1, 0),
     "attend_quantized, LogQuant": (CODED, coded(131040, 128, 2, 42, 1, 64), 0.6, 0),
     "attend_quantized, KIVI": (CODED, coded(131072, 128, 2, 32, 1, 32), 0.6, 0),
     "attend_quantized_zones": (CODED, (*coded(131040, 128, 2, 42, 1, 64), recent_zone(126)), 0.6, 0),
@@ -301,6 +320,8 @@ LATE = (
     "attend_span, D 256",
     "attend_span, D 80",
     "attend_span, D 192",
+    "attend_coded_zones, a loop",
+    "attend_coded_zones, D 64",
     "attend_zones, D 96",
     "attend_zones, a loop",
     "attend_zones, D 256",
@@ -357,6 +378,7 @@ SAMPLE = (
     "select_1bit, with keys that wait",
     "select_pages",
     "attend_zones, three",
+    "attend_coded_zones",
     "attend_quantized, LogQuant",
 )
 SPILLS = {"attend_slots, D 256": 300, "attend_zones, D 256": 300}  # bytes at most; none elsewhere
@@ -407,12 +429,13 @@ def test_a_step_without_kernels_of_its_own_holds_scores_once(name):
     [
         (presets.full(), 4),
         (presets.fier(2048), 5),
+        (presets.fier(2048, store="turbo4"), 5),
         (presets.quest(2048), 6),
         (presets.pariskv(2048), 8),
         (presets.fier(2048, store="host"), 7),
         (presets.fier(2048, store="host+8192"), 7),
     ],
-    ids=["full", "fier", "quest", "pariskv", "fier_on_host", "fier_hot"],
+    ids=["full", "fier", "fier_turbo4", "quest", "pariskv", "fier_on_host", "fier_hot"],
 )
 def test_a_step_starts_few_kernels_and_copies_nothing(preset, most):
     """One of them makes an array of k and v, which in a model the kernel does that rotates k."""

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from kvjax.kernels_pallas import tuned
-from kvjax.kernels_pallas.attend import attend_quantized, attend_slots, attend_span, attend_zones
+from kvjax.kernels_pallas.attend import attend_coded_zones, attend_quantized, attend_slots, attend_span, attend_zones
 from kvjax.kernels_pallas.host import host_rows
 from kvjax.kernels_pallas.score import rerank, score_1bit, score_pages
 from kvjax.kernels_pallas.select import select_1bit, select_4bit, select_pages, top_k, top_k_grouped
@@ -205,6 +205,14 @@ def _zones(rows, M, G, D):
     return partial(attend_zones.attend_zones, local=1, scale=0.1), *_slots(rows, M - 1, G, D)[1:], recent, None
 
 
+def _coded_zones(rows, M, G, D):
+    codes = 2 * [(u8(rows, 1, 99, D // 8), u8(rows, 1, 99, D // 8), sds(rows, 1, 99, 1, dtype=jnp.uint16))]
+    how = {"local": 1, "centres": 2 * ((0.1, 0.3),), "turned": 5, "scale": 0.1}
+    q, *_, slots, valid, recent, sink = _zones(rows, M, G, D)[1:]
+    args = q, *codes, f32(rows, 1, D), slots, valid, recent, sink
+    return partial(attend_coded_zones.attend_coded_zones, **how), *args
+
+
 def _collide(rows, S, G, D):
     N = D // 8
     return collide.collide, f32(rows, 1, G, D), u8(rows, 1, S, N), i32(rows, 1, N, 256), i32(rows, 6)
@@ -270,6 +278,7 @@ def _host_rows():
 
 CODED = dict(key_bits=2, value_bits=4, key_tokens=42, key_channels=1, value_channels=64)
 CALLS = {  # by kernel, a call that asks for a shape; such a shape; a config that is not its rule's
+    "attend_coded_zones": (_coded_zones, dict(rows=3, M=66, G=5, D=128), dict(blocks=2, warpgroups=1)),
     "attend_quantized": (_quantized, dict(rows=2, S=84, D=128, Q=3, **CODED), dict(blocks=1, warpgroups=1, stages=3)),
     "attend_slots": (_slots, dict(rows=3, M=65, G=4, D=64), dict(blocks=2, warpgroups=1)),
     "attend_span": (_span, dict(rows=3, S=900, G=4, D=64), dict(blocks=5, warpgroups=2, stages=2, keys=16)),
