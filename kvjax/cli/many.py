@@ -57,7 +57,8 @@ def answer_many(
     progress = bars()
     with progress, bar(progress, "loading weights"):
         loaded = models.load(directory, dtype=dtype_name(dtype))
-    engine = Engine(loaded, policy, slots=min(slots, len(asked)), capacity=capacity, max_waiting=len(asked))
+    by: dict[str, Any] = {"slots": min(slots, len(asked)), "capacity": capacity, "max_waiting": len(asked)}
+    engine = Engine(loaded, policy, prompt_tokens=capacity, **by)  # nobody waits for the next token of an answer
     running: dict[int, tuple[int, dict[str, Any]]] = {}
     for ids, (number, line) in zip(tokens, asked.items(), strict=True):
         chat = not isinstance(line["prompt"], str)

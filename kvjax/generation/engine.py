@@ -109,6 +109,8 @@ class Engine:
       max_waiting: requests that may wait for a slot.
       prefixes, prefix_tokens: prefixes that are stored once beside the slots, and the most tokens of each. A prompt may
         then be longer than a slot by what its prefix holds.
+      sharers: most requests that use one stored prefix; more of them store it again. A step computes for so many
+        requests of each prefix, used or not, so give the number of answers to a prompt if it is known. None: all.
       park: prompts that are read ahead while all slots are in use, and wait in host memory.
       stop_tokens: of requests that name none; by default those of the checkpoint, after chat messages those of chats.
       processors: rules that change the logits of all requests; those of the checkpoint by default.
@@ -130,6 +132,7 @@ class Engine:
         max_waiting: int = 256,
         prefixes: int = 0,
         prefix_tokens: int = 0,
+        sharers: int | None = None,
         park: int = 0,
         stop_tokens: int | Iterable[int] | None = None,
         processors: Processors | None = None,
@@ -158,8 +161,9 @@ class Engine:
         rows, self._places = cache, None
         if require_int("prefixes", prefixes, at_least=0):
             tokens = require_int("prefix_tokens", prefix_tokens, at_least=1)
-            rows, cache = long_rows(cache, tokens), prefixed_like(cache, tokens, prefixes=prefixes)
-            self._places = Places.of(cache, prefixes)
+            by: Any = {"prefixes": prefixes, "sharers": sharers}
+            rows, cache = long_rows(cache, tokens), prefixed_like(cache, tokens, **by)
+            self._places = Places.of(cache, prefixes, sharers)
         self.slots = cache.spec.batch
         self._stop_tokens = stop_tokens
         self._processors = Processors() if processors is None else processors
@@ -218,6 +222,10 @@ class Engine:
           RuntimeError: a step has failed, and with it the arrays of the engine are lost.
         """
         n = require_int("submit(n=...)", n, at_least=1)
+        if n > self.max_waiting:
+            raise ValueError(
+                f"submit(n={n}) asks for more answers than may wait; the engine has max_waiting={self.max_waiting}"
+            )
         checkpoint, stop = self._checkpoint, self._stop_tokens if stop_tokens is None else stop_tokens
         chat = isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], Mapping)
         if checkpoint is not None and (chat or isinstance(prompt, str)):
@@ -314,9 +322,9 @@ class Engine:
                 self._fail(error)
             raise
 
-    def warm_up(self) -> None:
-        """Compiles the programs that `step` runs: the two chunks of a prompt, the move into a slot, and decoding with
-        and without draws. Call it before the first request."""
+    def warm_up(self, *, draws: bool = True) -> None:
+        """Compiles the programs that `step` runs: the two chunks of a prompt, the move into a slot, and decoding, also
+        with `draws`. Call it before the first request."""
         with self._lock:
             if self._has_work():
                 raise ValueError(
@@ -331,7 +339,7 @@ class Engine:
                 self._dirty.add(0)
             self._clean()
             if self._logits is not None:
-                for drawn in (None, stack_draws([None] * self.slots)):
+                for drawn in (None, stack_draws([None] * self.slots)) if draws else (None,):
                     self._run_block(drawn, np.zeros(self.slots, np.int32))
                 if self._can_share:
                     self._first(self._cache, *np.zeros((2, 1), np.int32))
@@ -445,7 +453,7 @@ class Engine:
                 break
             if self._seated[slot] is None:
                 request = reading.requests[0]
-                if self._places and reading.seat is None:
+                if self._places and not (reading.seat and self._places.takes(reading.seat)):
                     others = [other.prompt for other in self._others(request)]
                     room = self._cache.spec.capacity - request.max_new_tokens
                     reading.seat = self._places.find(request.prompt, len(reading.requests), others, room)

@@ -54,14 +54,20 @@ class Places:
 
     policies: Sequence[Any]  # of the cache with prefixes, by layer
     prompts: list[np.ndarray]  # by place, the tokens that it holds; empty if none
+    sharers: int  # most slots of a place
     users: list[set[int]] = field(default_factory=list)  # by place, slots
     last: list[int] = field(default_factory=list)  # by place, when it was used
     clock: int = 0
 
     @classmethod
-    def of(cls, cache: Cache, count: int) -> Places:
+    def of(cls, cache: Cache, count: int, sharers: int | None) -> Places:
         policies, nothing = [layer.policy for layer in cache.layers], np.zeros(0, np.int32)
-        return cls(policies, [nothing] * count, [set() for _ in range(count)], [0] * count)
+        users: list[set[int]] = [set() for _ in range(count)]
+        return cls(policies, [nothing] * count, sharers or cache.spec.batch, users, [0] * count)
+
+    def takes(self, seat: Seat) -> bool:
+        """True if one more row can begin there."""
+        return seat.prefix < 0 or len(self.users[seat.prefix]) < self.sharers
 
     def held(self, tokens: int) -> int:
         """How many of the first `tokens` tokens of a prompt a prefix holds, in the layer where that is least."""
@@ -80,7 +86,13 @@ class Places:
         want = len(prompt) if answers > 1 else max((same_tokens(prompt, other) for other in others), default=0)
         best = Seat()
         for place, known in enumerate(self.prompts):
-            if len(known) > best.shared and same_tokens(prompt, known) == len(known) and self.held(len(known)):
+            room_for_one = len(self.users[place]) < self.sharers
+            if (
+                room_for_one
+                and len(known) > best.shared
+                and same_tokens(prompt, known) == len(known)
+                and self.held(len(known))
+            ):
                 best = Seat(place, len(known))
         fits = len(prompt) - self.held(best.shared) <= room
         if not fits:

@@ -23,10 +23,10 @@ class EngineBusy(RuntimeError):
 class Request:
     """A request and its answer so far. Iterating over it runs the engine and yields its tokens as they come."""
 
-    prompt: np.ndarray  # i32[T]
+    prompt: np.ndarray = dataclasses.field(repr=False)  # i32[T]
     max_new_tokens: int
-    draws: Draws | None  # of one row
-    stop: np.ndarray  # i32[STOPS]
+    draws: Draws | None = dataclasses.field(repr=False)  # of one row
+    stop: np.ndarray = dataclasses.field(repr=False)  # i32[STOPS]
     engine: Any = dataclasses.field(repr=False)
     tokens: list[int] = dataclasses.field(default_factory=list)  # a stop token included
     state: str = "waiting"  # then "reading", "decoding", "done"

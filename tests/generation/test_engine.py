@@ -274,6 +274,7 @@ def test_iterating_over_a_request_runs_the_engine(model):
         ({"prompt": [VOCAB]}, "vocabulary"),
         ({"max_new_tokens": 500}, r"3 prompt \+ 500 new tokens do not fit in the cache's capacity of 128"),
         ({"n": 0}, "n"),
+        ({"n": 257}, r"more answers than may wait; the engine has max_waiting=256"),
         ({"stop_tokens": list(range(17))}, "16 stop tokens, got 17"),
         ({"sampling": sampling(1.0)}, "key"),
         ({"sampling": sampling(1.0), "key": jax.random.key(0, impl="rbg")}, "keys of one kind"),
@@ -351,6 +352,24 @@ def test_a_prompt_may_be_longer_than_a_slot_by_its_prefix(model):
     engine.run()
     for request, one in ((first, prompt), (second, other)):
         assert request.tokens == kvjax.generate(model, new_cache(1, 160), [one], max_new_tokens=40).rows[0]
+
+
+def test_more_answers_than_share_a_prefix_store_it_again(model):
+    (prompt,) = words(90)
+    settings = {"max_new_tokens": 20, "sampling": sampling(1.0), "key": jax.random.key(3)}
+    by = {"prefixes": 2, "prefix_tokens": 64, "block": 4, "chunk": 32}
+    engine = kvjax.Engine(model, new_cache(5, 128), sharers=2, **by)
+    requests = engine.submit(prompt, n=5, **settings)
+    engine.step()
+    assert engine.stats().prefixes == 2
+    assert engine.stats().decoding == 5  # one of them with its own copy
+    engine.run()
+    all_share = kvjax.Engine(model, new_cache(5, 128), **by)
+    same = all_share.submit(prompt, n=5, **settings)
+    all_share.run()
+    assert [request.tokens for request in requests] == [request.tokens for request in same]
+    with pytest.raises(ValueError, match="sharers"):
+        kvjax.Engine(model, new_cache(5, 128), sharers=0, **by)
 
 
 @pytest.mark.parametrize("policy", [kvjax.presets.full(), HOSTED], ids=["full", "hosted"])
