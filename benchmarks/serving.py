@@ -47,7 +47,7 @@ PARTS = ("engine", "batches", "full", "copied", "shared", "groups")
 KEY = ("part", "method", "requests", "slots", "block", "prompt_tokens")
 SIZES = {
     False: {"prompts": (1024, 32768), "answers": (16, 1024), "group": 8192, "answer": 256, "own": 1280, "copied": 32},
-    True: {"prompts": (8, 64), "answers": (2, 16), "group": 96, "answer": 8, "own": 72, "copied": 8},
+    True: {"prompts": (8, 64), "answers": (2, 16), "group": 600, "answer": 8, "own": 400, "copied": 8},
 }
 
 

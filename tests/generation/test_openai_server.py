@@ -174,6 +174,7 @@ def test_a_step_that_fails_tells_all_clients(url, app, monkeypatch):
     monkeypatch.setattr(kvjax.generation.engine, "_run_loop", fail)
 
     async def talk(client):
+        client = client.with_options(max_retries=0)
         with pytest.raises(openai.InternalServerError) as raised:
             await client.completions.create(model="tiny", prompt="a", max_tokens=9)
         with pytest.raises(openai.InternalServerError, match="a step of this engine has failed"):
