@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from kvjax.cache.cache import Cache, init_layer
 from kvjax.cache.editing import insert, take_rows, truncate
 from kvjax.cache.prefixes import alone, seat, unshared
-from kvjax.memory import has_host_memory
+from kvjax.memory import has_host_memory, in_host_memory
 
 
 def same_tokens(a: np.ndarray, b: np.ndarray) -> int:
@@ -133,7 +133,9 @@ def clear(
     layers: tuple[Any, ...], rotated: bool, cache: Cache, logits: Array, active: Array, slot: Array, place: Any
 ) -> tuple[Cache, Array, Array]:
     """`put` of an empty row: see `empty_row`."""
-    return put(cache, logits, active, empty_row(layers, rotated), jnp.zeros_like(logits[:1]), slot, place, store=False)
+    row, nothing = empty_row(layers, rotated), jnp.zeros_like(logits[:1])
+    new, *rest = put(cache, logits, active, row, nothing, slot, place, store=False)
+    return jax.tree.map(_as_on_host, new, cache), *rest
 
 
 @partial(jax.jit, static_argnames="capacity")
@@ -152,13 +154,18 @@ def long_rows(cache: Cache, tokens: int) -> Cache:
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2, keep_unused=True)
 def empty_row(layers: tuple[Any, ...], rotated: bool, old: Cache | None = None) -> Cache:
     """An empty cache of one row of these layers, policies, specs and placements of a cache of many, in the arrays of
-    `old` if that is given."""
+    `old` if that is given.
+
+    What `old` has in host memory stays: no policy reads slots past the tokens that it counts, and to fill host memory
+    takes seconds.
+    """
 
     def row(policy: Any, spec: Any, placement: Any) -> Any:
         alone = None if placement is None else dataclasses.replace(placement, batch=None)
         return init_layer(policy, dataclasses.replace(spec, batch=1), alone)
 
-    return Cache(tuple(row(*layer) for layer in layers), jnp.zeros(1, jnp.int32) if rotated else None)
+    made = Cache(tuple(row(*layer) for layer in layers), jnp.zeros(1, jnp.int32) if rotated else None)
+    return made if old is None else jax.tree.map(_as_on_host, made, old)
 
 
 def parked(reading: Reading) -> Reading:
@@ -189,3 +196,7 @@ def zeros_like(shape: Any) -> np.ndarray:
 def replicated(sharding: Sharding) -> Sharding:
     """The sharding of an array that all devices of another one have whole."""
     return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
+
+
+def _as_on_host(new: Array, old: Array) -> Array:
+    return old if in_host_memory(old) else new
