@@ -156,7 +156,7 @@ def empty_row(layers: tuple[Any, ...], rotated: bool, old: Cache | None = None) 
     """An empty cache of one row of these layers, policies, specs and placements of a cache of many, in the arrays of
     `old` if that is given.
 
-    What `old` has in host memory stays: no policy reads slots past the tokens that it counts, and to fill host memory
+    Arrays of `old` in host memory stay: no policy reads slots past the tokens that it counts, and to fill host memory
     takes seconds.
     """
 
