@@ -131,7 +131,7 @@ def run_batches(
 
 
 def full_rate(model: Decoder, method: str, slots: int, capacity: int, length: int, calls: int) -> dict[str, Any]:
-    """Tokens per second of the engine's loop, of rows of `length` random keys and values, in calls of up to 64 steps."""
+    """Tokens per second of the engine's loop, of rows of `length` random keys and values, in calls of 64 steps."""
     rng, steps = np.random.default_rng(0), min(64, (capacity - length) // (calls + 1))
     cache = fill(cache_of(model, method, slots, capacity), length)
     logits: Any = jnp.asarray(rng.standard_normal((slots, model.config.vocab_size), np.float32))
