@@ -76,10 +76,10 @@ def real_papers() -> str:
     rows = []
     for cache in dict.fromkeys(name.partition("@")[0] for name in needles):
         if cache in needles:
-            rows.append([f"`{cache}`", told(cache), "", f"{needles[cache]['tokens_read']:.0f}"])
+            rows.append([named(cache), told(cache), "", f"{needles[cache]['tokens_read']:.0f}"])
         else:
             read = needles[f"{cache}@1024"]["tokens_read"]
-            rows.append([f"`{cache}`", *(told(f"{cache}@{budget}") for budget in (1024, 2048)), f"{read:.0f}"])
+            rows.append([named(cache), *(told(f"{cache}@{budget}") for budget in (1024, 2048)), f"{read:.0f}"])
     return markdown(["cache", "1024", "2048", "tokens read"], rows)
 
 
