@@ -184,6 +184,19 @@ def test_worth_is_that_of_the_paper(rule: str, kind: str) -> None:
         np.testing.assert_allclose(got[0, h, order][finite] / scale, want[finite] / scale, atol=2e-4)
 
 
+def test_criticalkv_differs_from_vatp_where_a_token_has_much_attention_and_a_small_value() -> None:
+    """Half of the slots go by attention alone; for values of one size the two rank alike."""
+    score, sizes = jnp.array([[[9.0, 8.0, 7.0, 3.0, 2.0, 1.0]]]), jnp.array([1.0, 0.01, 1.0, 1.0, 1.0, 1.0])
+    v = jnp.broadcast_to(sizes[None, None, :, None], (1, 1, 6, 4))
+    held = Held(score, 20 + jnp.arange(6)[None, None], jnp.array([26]), 5, v, v, None)
+
+    def evicted(held: Held) -> tuple[int, ...]:
+        return tuple(int(jnp.argmin(RULES[rule][0].judge(held))) for rule in ("vatp", "criticalkv"))
+
+    assert evicted(held) == (1, 5)
+    assert evicted(held._replace(v=jnp.ones_like(v))) == (5, 5)
+
+
 def test_random_keeps_a_uniform_sample_of_all_tokens_or_of_the_held_ones() -> None:
     """By a number of its own a token stays with probability m/n; drawn afresh with (1 - 1/(m+1))^age."""
     heads, slots, steps = 400, 8, 24
