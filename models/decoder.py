@@ -13,6 +13,7 @@ Rules from these names to axes of a mesh say how a model is split over devices; 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from functools import partial
 from typing import Any
 
@@ -143,6 +144,23 @@ class MLP(nnx.Module):
         return self.down(ACTIVATIONS[self.activation](gate) * up)
 
 
+class Router(nnx.Module):
+    """Logits of experts, in f32: x @ kernel.T + bias."""
+
+    def __init__(self, hidden: int, experts: int, *, bias: bool, scale: float, rngs: nnx.Rngs, dtype: np.dtype):
+        self.kernel = _param(_normal(rngs, (experts, hidden), scale, dtype), ("experts", "embed"))  # [E, hidden]
+        self.bias = _param(jnp.zeros(experts, dtype), ("experts",)) if bias else None  # [E]
+
+    def __call__(self, x: Array, *, few: bool) -> Array:
+        """f32[n, E] of x [n, hidden]. With `few` rows it is a sum, which a GPU's kernel fuses with what makes x."""
+        kernel = self.kernel[...]
+        if few:
+            y = jnp.sum(x.astype(jnp.float32)[:, None] * kernel.astype(jnp.float32)[None], axis=-1)
+        else:
+            y = _product("ni,ei->ne", x, kernel, jnp.float32)
+        return y if self.bias is None else y + jnp.broadcast_to(self.bias[...].astype(jnp.float32), y.shape)
+
+
 class MixtureOfExperts(nnx.Module):
     """The MLPs that a router chooses for each token, summed by its weights.
 
@@ -160,7 +178,7 @@ class MixtureOfExperts(nnx.Module):
         def each(*shape: int, axes: tuple[str, ...]) -> nnx.Param:
             return _param(_normal(rngs, (E, *shape), scale, dtype), ("experts", *axes))
 
-        self.router = Linear(hidden, E, axes=("embed", "experts"), bias=by.bias, **common)
+        self.router = Router(hidden, E, bias=by.bias, **common)
         self.gate = each(inner, hidden, axes=("mlp", "embed"))  # [E, inner, hidden]
         self.up = each(inner, hidden, axes=("mlp", "embed"))
         self.down = each(hidden, inner, axes=("embed", "mlp"))
@@ -176,16 +194,13 @@ class MixtureOfExperts(nnx.Module):
     def __call__(self, x: Array, placement: Placement | None = None) -> Array:
         by, flat = self.config, keep_tokens(placement, x).reshape(-1, x.shape[-1])
         n, k = flat.shape[0], by.per_token
-        logits = _product("ni,ie->ne", flat, self.router.kernel[...], jnp.float32)
-        if self.router.bias is not None:
-            logits += jnp.broadcast_to(self.router.bias[...].astype(jnp.float32), logits.shape)
-        weights, chosen = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), k)
-        if by.normalised:
-            weights /= jnp.sum(weights, axis=-1, keepdims=True)
+        few = n * k <= max(by.count, k)
+        logits = self.router(flat, few=few)
+        weights, chosen = route(logits, k, normalised=by.normalised)
         which, rows = chosen.reshape(-1), jnp.repeat(flat, k, axis=0)
         parts = {name: getattr(self, name) for name in ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")}
         weighted = {name: part[...] for name, part in parts.items() if part is not None}
-        if n * k <= max(by.count, k):
+        if few:
             mixed = self._mix(weighted, rows, which, _by_row)
         else:
             order = jnp.argsort(which, stable=True)
@@ -234,6 +249,28 @@ class MixtureOfExperts(nnx.Module):
         alpha, limit = self.config.clamp
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
         return linear((up + 1) * gate * jax.nn.sigmoid(alpha * gate), "down")
+
+
+def route(logits: Array, k: int, *, normalised: bool) -> tuple[Array, Array]:
+    """The k experts with the largest of logits f32[n, E], in order, equal ones by number: their weights f32[n, k], and
+    which they are, i32[n, k].
+
+    A weight is the expert's share of the softmax, over all experts or, if `normalised`, over these. An expert's place
+    is the number of those before it: a GPU counts in one kernel, and `jax.lax.top_k` is a sort of several microseconds.
+    """
+    (n, E), count = logits.shape, functools.partial(jnp.sum, axis=-1, dtype=jnp.int32)
+    own, other = (jax.lax.broadcasted_iota(jnp.int32, (n, E, E), i) for i in (1, 2))
+    before = (logits[:, None] > logits[..., None]) | ((logits[:, None] == logits[..., None]) & (other < own))
+    place, expert = (jax.lax.broadcasted_iota(jnp.int32, (n, k, E), i) for i in (1, 2))
+    chosen = count(jnp.where(count(before)[:, None] == place, expert, 0))
+    best = jnp.take_along_axis(logits, chosen, axis=1)
+    largest = jax.lax.stop_gradient(best[:, :1])
+    shares = jnp.exp(best - largest)
+    if normalised:  # a sum by hand, which needs no kernel of its own
+        total = functools.reduce(jnp.add, jnp.split(shares, k, axis=1))
+    else:
+        total = jnp.sum(jnp.exp(logits - largest), axis=1, keepdims=True)
+    return shares / total, chosen
 
 
 def _by_row(x: Array, kernel: Array, which: Array) -> Array:

@@ -11,7 +11,7 @@ from .llama import BACKBONE, OUT_BIAS, QKV_BIAS
 _MLP, _OWN = "model.layers.{i}.mlp.", "layers.{i}.mlp."
 _WEIGHTS = (
     Weight("model.layers.{i}.self_attn.sinks", "layers.{i}.attention.sinks"),
-    Weight(_MLP + "router.weight", _OWN + "router.kernel", transposed=True),
+    Weight(_MLP + "router.weight", _OWN + "router.kernel"),
     Weight(_MLP + "router.bias", _OWN + "router.bias"),
     Weight(_MLP + "experts.gate_up_proj", _OWN + "gate", interleaved=_OWN + "up", transposed=True),
     Weight(_MLP + "experts.gate_up_proj_bias", _OWN + "gate_bias", interleaved=_OWN + "up_bias"),

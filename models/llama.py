@@ -37,7 +37,7 @@ def expert_weights(router: str, expert: str, gate: str, up: str, down: str) -> t
     """Rows of a router and of experts with a tensor each, by their names in a layer."""
     names = ((expert + gate, "gate"), (expert + up, "up"), (expert + down, "down"), (router, "router.kernel"))
     layer, own = "model.layers.{i}.", "layers.{i}.mlp."
-    return tuple(Weight(f"{layer}{n}.weight", own + path, transposed=path == "router.kernel") for n, path in names)
+    return tuple(Weight(f"{layer}{n}.weight", own + path) for n, path in names)
 
 
 def configure(fields: Fields) -> DecoderConfig:

@@ -13,6 +13,7 @@ from flax import nnx
 
 import kvjax
 from kvjax import models
+from kvjax.models import decoder
 
 CONFIG = models.DecoderConfig(
     vocab_size=40,
@@ -294,3 +295,16 @@ def test_the_folder_is_no_package_of_its_own():
     spec = importlib.util.spec_from_file_location("models", path, submodule_search_locations=[str(path.parent)])
     with pytest.raises(ImportError, match=r"import kvjax\.models"):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def test_experts_are_chosen_as_by_top_k_and_equal_ones_by_number():
+    logits = np.random.default_rng(0).integers(-4, 5, (300, 24)).astype(np.float32)  # many are equal
+    logits[0], logits[1, 3:] = 0.0, -np.inf
+    shares = jax.nn.softmax(logits, axis=-1)
+    for k, normalised in ((1, False), (4, True), (24, False)):
+        weights, chosen = jax.jit(decoder.route, static_argnames=("k", "normalised"))(logits, k, normalised=normalised)
+        _, want = jax.lax.top_k(logits, k)
+        np.testing.assert_array_equal(chosen, want)
+        of_chosen = jnp.take_along_axis(shares, want, axis=1)
+        total = jnp.sum(of_chosen, axis=1, keepdims=True) if normalised else 1.0
+        np.testing.assert_allclose(weights, of_chosen / total, rtol=1e-5, atol=1e-7)
