@@ -156,7 +156,8 @@ def _one_line(error: Exception) -> str:
         ways = "a smaller model, a shorter prompt, --dtype bfloat16, or a smaller --batch or --parallel where available"
         return f"out of memory; use {ways} ({message[:200]})"
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        cure = "; give a path that exists and that you may use" * isinstance(error, FileNotFoundError | PermissionError)
+        return f"{error.filename}: {error.strerror}{cure}" if error.filename else error.strerror
     known = ValueError | NotImplementedError | OSError | RuntimeError | MemoryError
     if isinstance(error, known) or _lacks_extra(error):
         return message or type(error).__name__

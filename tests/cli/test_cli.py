@@ -16,7 +16,7 @@ from rich.progress import Progress
 from safetensors.numpy import save_file
 
 from kvjax import CacheSpec, generation, presets
-from kvjax.cli import _GROUPS
+from kvjax.cli import _GROUPS, _one_line
 from kvjax.cli.generate import EXAMPLE, _Ahead, _in_layers
 from kvjax.cli.methods import meanings
 from kvjax.cli.options import implementations, in_short, make_policy
@@ -683,3 +683,9 @@ def test_an_interrupt_leaves_no_traceback(kvjax, checkpoint, monkeypatch):
 def test_weights_are_not_read_before_what_is_cheap_is_checked(kvjax, checkpoint, monkeypatch):
     monkeypatch.setattr("kvjax.models.load", lambda *args, **settings: pytest.fail("weights were read"))
     assert_one_line(kvjax("generate", checkpoint, "--prompt", "a" * 600), "shorten the prompt")
+
+
+@pytest.mark.parametrize("kind", [FileNotFoundError, PermissionError])
+def test_a_path_that_the_system_refuses_is_told_with_what_to_do(kind):
+    told = _one_line(kind(1, "It is refused", "a/b"))
+    assert told == "a/b: It is refused; give a path that exists and that you may use"
