@@ -6,6 +6,7 @@ on the host.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -215,6 +216,16 @@ def nbytes(tree: Any) -> Bytes:
         else:
             device += size
     return Bytes(device, host)
+
+
+SLOTS = 8 * 2**12 * 3**2 * 5 * 7  # which most groups, pages and chunks divide
+
+
+def growth(make: Callable[[int], Any], unit: int = 1) -> float:
+    """Bytes that each further slot takes in the tree that make(slots) returns, for many slots in whole units."""
+    slots = math.lcm(SLOTS, unit)
+    one, two = (nbytes(jax.eval_shape(partial(make, n))).total for n in (slots, 2 * slots))
+    return (two - one) / slots
 
 
 def in_host_memory(tree: Any) -> bool:

@@ -109,9 +109,6 @@ class Recorded(Policy):
     ) -> PartialAttention:
         return Full().attend_stored(st.full, q, scale=scale, window=window)
 
-    def bytes_per_token(self, spec: CacheSpec) -> float:
-        return Full().bytes_per_token(spec)
-
 
 @dataclass(frozen=True)
 class LiveLayer:

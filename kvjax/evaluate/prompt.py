@@ -87,9 +87,6 @@ class Prompt(Policy):
     def attend_stored(self, st: PromptState, q: Array, *, scale: float, window: int | None = None) -> PartialAttention:
         raise NotImplementedError("a Prompt takes one chunk, with first_chunk=True")
 
-    def bytes_per_token(self, spec: CacheSpec) -> float:
-        return (spec.q_heads + 2 * spec.kv_heads) * spec.head_dim * jnp.dtype(spec.dtype).itemsize
-
 
 def columns(tokens: int) -> int:
     """Columns that a prompt of `tokens` is padded to, one of four sizes an octave."""

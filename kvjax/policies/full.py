@@ -26,7 +26,6 @@ from kvjax.policies.policy import (
 )
 from kvjax.sharding.context import Axis, Stripes, merge_chunk, merge_parts
 from kvjax.spec import CacheSpec
-from kvjax.stores import Dense
 
 
 @register_dataclass
@@ -129,9 +128,6 @@ class Full(Policy):
 
     def turns(self, spec: CacheSpec, parts: int) -> int:
         return spec.capacity // parts
-
-    def bytes_per_token(self, spec: CacheSpec) -> float:
-        return Dense().bytes_per_token(spec)
 
 
 @dataclass(frozen=True)

@@ -224,10 +224,6 @@ class Indexed(Policy):
     def free(self, st: IndexedState) -> Array:
         return Full().free(st.full)
 
-    def bytes_per_token(self, spec: CacheSpec) -> float:
-        own = self.indexer.size * jnp.dtype(spec.dtype).itemsize / self.indexer.pooled
-        return Full().bytes_per_token(spec) + own
-
 
 def with_index(verb: str, cache: Any, index: Index | None, count: Array) -> Any:
     """The cache with the index of the next `count` i32[B] tokens. Raises ValueError if it takes none, or got none."""

@@ -133,9 +133,6 @@ class Mixed(Evicting):
         low = self.store.append(st.low, st.pending.k, st.pending.v, count)
         return replace(st, low=low, pending=replace(st.pending, count=st.pending.count - count))
 
-    def bytes_per_token(self, spec: CacheSpec) -> float:
-        return self.store.bytes_per_token(spec)
-
     # ---------------------------------------------------------------------------------------------------------- parts
 
     def _settled(

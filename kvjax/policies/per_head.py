@@ -142,10 +142,6 @@ class PerHead(Policy):
             self.selected.grown(st.selected, before.selected), self.others.grown(st.others, before.others)
         )
 
-    def bytes_per_token(self, spec: CacheSpec) -> float:
-        selected, others = self._specs(spec)
-        return self.selected.bytes_per_token(selected) + self.others.bytes_per_token(others)
-
     def _specs(self, spec: CacheSpec) -> tuple[CacheSpec, CacheSpec]:
         n, K, G = len(self.heads), spec.kv_heads, spec.group
         return replace(spec, kv_heads=n, q_heads=n * G), replace(spec, kv_heads=K - n, q_heads=(K - n) * G)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kvjax.memory import growth
 from kvjax.numerics.partial import PartialAttention
 from kvjax.numerics.selection import PackedSelection, Selection
 from kvjax.sharding.context import Axis
@@ -205,7 +206,7 @@ class Policy:
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         """Bytes per token of a long context, in one layer over all kv heads; 0 if the cache does not grow with it."""
-        return 0.0
+        return growth(lambda capacity: self.init(replace(spec, capacity=capacity))) / spec.batch
 
 
 def chunk_starts(length: Array, T: int, window: int | None) -> Array | None:

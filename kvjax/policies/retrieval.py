@@ -239,9 +239,6 @@ class Retrieval(SelectedZones):
             heads=heads,
         )
 
-    def bytes_per_token(self, spec: CacheSpec) -> float:
-        return super().bytes_per_token(spec) + self.selector.bytes_per_token(spec)
-
 
 def _counted(block: Any, count: Array) -> Any:
     """The state of a store with another `count` of slots; as it is, if it is of another form than those of kvjax."""

@@ -186,9 +186,6 @@ class Sampled(Zoned):
             )
         return StripedSampled(**{field.name: getattr(part, field.name) for field in fields(part)})
 
-    def bytes_per_token(self, spec: CacheSpec) -> float:
-        return super().bytes_per_token(spec) + spec.kv_heads * 4 * self.hashing.bits * self.hashing._words
-
 
 @dataclass(frozen=True, kw_only=True)
 class StripedSampled(Sampled):

@@ -436,9 +436,6 @@ class Speculative(Policy):
     def turns(self, spec: CacheSpec, parts: int) -> int:
         return self.retrieval.turns(spec, parts)
 
-    def bytes_per_token(self, spec: CacheSpec) -> float:
-        return self.retrieval.bytes_per_token(spec)
-
 
 def _in_order(valid: Array, edge: Array) -> Selection:
     """The valid slots of a recall, in the order of `valid` bool[B, K, H, M], and after them the edge, bool

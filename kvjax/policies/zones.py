@@ -361,9 +361,6 @@ class Zoned(Policy):
     def turns(self, spec: CacheSpec, parts: int) -> int:
         return self._slots(spec) // self.demote.leave
 
-    def bytes_per_token(self, spec: CacheSpec) -> float:
-        return self.store.bytes_per_token(spec)
-
 
 class SelectedZones(Zoned):
     """Zones in which a step attends to sink, local window and a selection, whichever layer selected it."""

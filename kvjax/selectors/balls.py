@@ -105,6 +105,3 @@ class BallPages(Selector):
         products = jnp.einsum("bkgd,bkpd->bkgp", q, ix.centre.astype(jnp.float32), precision="highest")
         norms = jnp.linalg.norm(q, axis=-1, keepdims=True)
         return scaled(products + norms * ix.radius[:, :, None].astype(jnp.float32), scale)
-
-    def bytes_per_token(self, spec: CacheSpec) -> float:
-        return spec.kv_heads * (spec.head_dim * jnp.dtype(spec.dtype).itemsize + 2) / self.page

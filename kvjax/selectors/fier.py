@@ -97,10 +97,6 @@ class Fier(Selector):
             return super().select(ix, q, candidates, scale=scale)
         return ops.select_1bit(q, ix, candidates, self.group_reduce, scale=scale)
 
-    def bytes_per_token(self, spec: CacheSpec) -> float:
-        per_channel = 1 / 8 + 2 * _scale_dtype(spec).itemsize / self.group
-        return spec.kv_heads * spec.head_dim * per_channel
-
 
 def _scale_dtype(spec: CacheSpec) -> jnp.dtype:
     """A 16-bit dtype: that of the cache, or bf16 for an f32 cache (f16 could overflow)."""

@@ -52,6 +52,3 @@ class MeanPages(Selector):
     def score(self, ix: Array, q: Array, *, scale: float) -> Array:
         q = q.astype(jnp.float32)
         return scaled(jnp.einsum("bkgd,bkpd->bkgp", q, ix.astype(jnp.float32), precision="highest"), scale)
-
-    def bytes_per_token(self, spec: CacheSpec) -> float:
-        return spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize / self.page

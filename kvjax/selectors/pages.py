@@ -100,9 +100,6 @@ class _Pages(Selector):
         pages = ops.select_pages(q, *ix, scored, self.group_reduce, unit=self.page, scale=scale)
         return candidates.tokens(unpack(pages), ix.low.shape[2], self.page)
 
-    def bytes_per_token(self, spec: CacheSpec) -> float:
-        return 2.0 * spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize / self.page
-
 
 @dataclass(frozen=True, kw_only=True)
 class MinMaxPages(_Pages):

@@ -256,9 +256,6 @@ class Paris(Selector):
     def over_context(self, stripes: Stripes) -> StripedParis:
         return StripedParis(self, stripes)
 
-    def bytes_per_token(self, spec: CacheSpec) -> float:
-        return float(spec.kv_heads * (spec.head_dim // 2 + self._weight_bytes(spec.head_dim)))
-
     def bytes_read(self, spec: CacheSpec, length: Any) -> Any:
         """The sign patterns of all keys, D/8 bytes each, and the codes of the candidates."""
         candidates = np.minimum(self.room(spec.capacity), length)

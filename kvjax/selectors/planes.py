@@ -66,9 +66,6 @@ class SignPlane(Selector):
     def over_context(self, stripes: Stripes) -> Selector:
         raise ValueError(f"{self} reads the codes of the store, which a split context cannot give; use kvjax.Fier()")
 
-    def bytes_per_token(self, spec: CacheSpec) -> float:
-        return 0.0
-
     def bytes_read(self, spec: CacheSpec, length: Any) -> Any:
         return spec.kv_heads * (spec.head_dim / 8 + 2) * length
 

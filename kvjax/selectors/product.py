@@ -115,10 +115,6 @@ class ProductCodes(Selector):
         found = [looked_up(part) for part in range(self.parts)]
         return scaled(sum(found[1:], found[0]), scale)
 
-    def bytes_per_token(self, spec: CacheSpec) -> float:
-        codebook = 2**self.bits * spec.head_dim * jnp.dtype(spec.dtype).itemsize
-        return spec.kv_heads * (self.parts + codebook / self.learn)
-
     def _split(self, k: Array) -> Array:
         """f32[B, K, m, n, D/m] parts of keys [B, K, n, D]."""
         B, K, n, D = k.shape

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 from kvjax import ops
-from kvjax.memory import nbytes
+from kvjax.memory import growth
 from kvjax.numerics.selection import Candidates, GroupReduce, PackedSelection, Selection
 from kvjax.sharding.context import Stripes
 from kvjax.spec import CacheSpec
@@ -102,9 +101,7 @@ class Selector:
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         """Bytes of index per stored token, in one layer over all kv heads."""
-        slots = 1024 * self.unit
-        index = jax.eval_shape(lambda: self.init(spec, slots))
-        return nbytes(index).total / (spec.batch * slots)
+        return growth(lambda slots: self.init(spec, slots), self.unit) / spec.batch
 
     def bytes_read(self, spec: CacheSpec, length: Any) -> Any:
         """Bytes of index that a step reads for a history of `length` tokens, in one layer over all kv heads."""
@@ -149,9 +146,6 @@ class Wrapper(Selector):
 
     def truncate(self, ix: Any, count: Array) -> Any:
         return self.selector.truncate(ix, count)
-
-    def bytes_per_token(self, spec: CacheSpec) -> float:
-        return self.selector.bytes_per_token(spec)
 
     def bytes_read(self, spec: CacheSpec, length: Any) -> Any:
         return self.selector.bytes_read(spec, length)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax.numpy as jnp
 from jax import Array
 
 from kvjax import ops
@@ -52,6 +51,3 @@ class Dense(Store):
     def attend_zones_part(self, st: Block, *zones: Any, scale: float) -> PartialAttention:
         part: PartialAttention = self.attend_zones(st, *zones, scale=scale, part=True)[0]
         return part
-
-    def bytes_per_token(self, spec: CacheSpec) -> float:
-        return float(spec.kv_heads * (spec.head_dim + spec.value_size)) * jnp.dtype(spec.dtype).itemsize

@@ -200,9 +200,6 @@ class HostOffload(Store):
     def truncate(self, st: HostBlock, count: Array) -> HostBlock:
         return replace(st, count=count)
 
-    def bytes_per_token(self, spec: CacheSpec) -> float:
-        return 2.0 * spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize
-
 
 def split_parts(kv: Array) -> tuple[Array, Array]:
     """Keys and values [B, K, n*Z, D] of pages [B, K, n, 2, Z, D]."""

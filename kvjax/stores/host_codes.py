@@ -153,9 +153,6 @@ class _HostCodes(Coded):
     def recoded(self, k: Array, v: Array) -> tuple[Array, Array]:
         return self.decode_both(*self.encode_both(k, v), k.shape[-1])
 
-    def bytes_per_token(self, spec: CacheSpec) -> float:
-        return 2.0 * spec.kv_heads * self.width(spec.head_dim)
-
 
 class _StripedCodes(StripedStore):
     """A device's stripes of coded tokens, less the offset of the row's first keys, whichever device has them."""

@@ -213,10 +213,6 @@ class HotSet(Store):
     def decoded(self, k: Array, v: Array) -> tuple[Array, Array]:
         return self.store.decoded(k, v)
 
-    def bytes_per_token(self, spec: CacheSpec) -> float:
-        """Bytes per token of the history only: the hot set's size does not grow with the context."""
-        return self.store.bytes_per_token(spec)
-
 
 def empty_hot(lead: tuple[int, int], places: int, pages: int, page: int, head_dim: int, dtype: DTypeLike) -> Hot:
     """An empty hot set with room for `places` pages of `page` tokens, for a history of `pages` pages.

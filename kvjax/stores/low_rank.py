@@ -278,10 +278,6 @@ class LowRank(Store):
         slots = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, K, 1, T))
         return self.gather(st, Selection(slots, jnp.ones_like(slots, bool)))
 
-    def bytes_per_token(self, spec: CacheSpec) -> float:
-        factors = self._rank(spec) * jnp.dtype(spec.dtype).itemsize
-        return factors + 4 * spec.kv_heads / self.page + self.values.bytes_per_token(self._halves(spec))
-
     # --------------------------------------------------------------------------------------------------------- parts
 
     def _rank(self, spec: CacheSpec) -> int:

@@ -155,9 +155,6 @@ class Prefixed(Sharing, Store):
             "kvjax.cache.prefixes.unshared(cache, row) gives a row of its own, which truncate takes"
         )
 
-    def bytes_per_token(self, spec: CacheSpec) -> float:
-        return self.store.bytes_per_token(spec)
-
 
 def _axes(B: int, K: int, H: int) -> list[tuple[int, tuple[int, ...]]]:
     return [(B, (B, 1, 1, 1)), (K, (K, 1, 1)), (H, (H, 1))]

@@ -161,9 +161,3 @@ class Quantized(Store):
     def gather(self, st: QuantizedBlock, selection: Selection) -> tuple[Array, Array]:
         D = st.k.codes.shape[-1] * 8 // self.bits
         return ops.gather_quantized(st.k, selection, D), ops.gather_quantized(st.v, selection, D)
-
-    def bytes_per_token(self, spec: CacheSpec) -> float:
-        D = spec.head_dim
-        codes = D * (self.bits + self._value_bits) / 8
-        key_scales = 4 * D / (self._key_tokens() * self._key_channels(D))
-        return spec.kv_heads * (codes + key_scales + 4 * D / self._value_channels(D))

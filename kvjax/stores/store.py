@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax import ops
-from kvjax.memory import nbytes
+from kvjax.memory import growth
 from kvjax.numerics.blocks import take_rows
 from kvjax.numerics.derivatives import refuse_derivative
 from kvjax.numerics.partial import PartialAttention, Span, merge_sinks
@@ -244,9 +243,7 @@ class Store:
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         """Bytes per stored token, in one layer over all kv heads."""
-        slots = 1024 * self.page
-        state = jax.eval_shape(lambda: self.init(spec, slots))
-        return nbytes(state).total / (spec.batch * slots)
+        return growth(lambda slots: self.init(spec, slots), self.page) / spec.batch
 
 
 def flat(selection: Selection | PackedSelection, length: int) -> Selection:

@@ -116,9 +116,6 @@ class StripedStore(Store):
     def decoded(self, k: Array, v: Array) -> tuple[Array, Array]:
         return self.store.decoded(k, v)
 
-    def bytes_per_token(self, spec: CacheSpec) -> float:
-        return self.store.bytes_per_token(spec)
-
     def _own(self, st: StripedState) -> Any:
         """The state of the device's store."""
         return replace(st.block, count=st.count // self.stripes.parts)

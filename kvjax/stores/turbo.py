@@ -161,9 +161,6 @@ class TurboQuant(_Turbo):
     def attend_zones_part(self, st: TurboBlock, *zones: Any, scale: float) -> PartialAttention:
         return self.attend_zones(st, *zones, scale=scale, part=True)[0]
 
-    def bytes_per_token(self, spec: CacheSpec) -> float:
-        return float(spec.kv_heads * (spec.head_dim * sum(self.both_bits) // 8 + 4))
-
 
 @dataclass(frozen=True, kw_only=True)
 class HostTurboQuant(_Turbo, _HostCodes):
