@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -86,21 +87,18 @@ class HeadBudgets(Evicting):
             limit=jnp.full(heads, min(self.budget, spec.capacity), jnp.int32),
         )
 
-    def update(self, st: EvictingState, k: Array, v: Array, active: Array) -> HeadBudgetsState:
-        assert isinstance(st, HeadBudgetsState)
-        new = super().update(st, k, v, active)
-        assert isinstance(new, HeadBudgetsState)
+    def update(self, st: Any, k: Array, v: Array, active: Array) -> HeadBudgetsState:
+        new: Any = super().update(st, k, v, active)
         counts = st.head_counts + (active[:, None] & (st.head_counts < st.limit)).astype(jnp.int32)
         largest = jnp.maximum(st.tokens.count, jnp.max(counts, axis=1))  # of the old count, whose buffer it reuses
         return replace(new, head_counts=counts, tokens=replace(new.tokens, count=largest))
 
     # ---------------------------------------------------------------------------------------------------------- parts
 
-    def _attend_kept(self, st: EvictingState, q: Array, scale: float, window: int | None) -> PartialAttention:
+    def _attend_kept(self, st: Any, q: Array, scale: float, window: int | None) -> PartialAttention:
         return super()._attend_kept(st, q, scale, ALL if window is None else window)
 
-    def _attend_held(self, st: EvictingState, q: Array, step: Step) -> Array:
-        assert isinstance(st, HeadBudgetsState)
+    def _attend_held(self, st: Any, q: Array, step: Step) -> Array:
         # Heads hold different numbers of tokens, so here heads are rows.
         rows, k, v = (a.reshape(-1, 1, *a.shape[2:]) for a in (q, st.tokens.k, st.tokens.v))
         stop = st.head_counts.reshape(-1)
@@ -111,12 +109,10 @@ class HeadBudgets(Evicting):
     def _share(self, slots: int) -> int:
         return min(self.budget, slots)
 
-    def _valid(self, st: EvictingState) -> Array:
-        assert isinstance(st, HeadBudgetsState)
+    def _valid(self, st: Any) -> Array:
         return jnp.arange(st.tokens.slots)[None, None] < st.head_counts[..., None]
 
-    def _slot(self, st: EvictingState, end: Array) -> Array:
-        assert isinstance(st, HeadBudgetsState)
+    def _slot(self, st: Any, end: Array) -> Array:
         return jnp.where(st.head_counts < st.limit, st.head_counts, self._to_evict(st, self._valid(st), end))
 
     def _best(self, worth: Array, eligible: Array, slots: int) -> Selection:
@@ -134,9 +130,8 @@ class HeadBudgets(Evicting):
         return Selection(own.slots, own.valid & jnp.swapaxes(wins.reshape(B, slots, K), 1, 2))
 
     def _settled(
-        self, st: EvictingState, valid: Array, takes: Array, leaving: Callable[[], tuple[Array, Array]]
+        self, st: Any, valid: Array, takes: Array, leaving: Callable[[], tuple[Array, Array]]
     ) -> HeadBudgetsState:
-        assert isinstance(st, HeadBudgetsState)
         counts, share = jnp.sum(valid, axis=-1, dtype=jnp.int32), self._share(st.tokens.slots)
         limit = jnp.where((st.length <= share)[:, None], share, counts)  # a short prompt is kept whole
         counts, limit = (jnp.where(takes[:, None], *two) for two in ((counts, st.head_counts), (limit, st.limit)))

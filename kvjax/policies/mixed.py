@@ -88,17 +88,14 @@ class Mixed(Evicting):
             dropped=jnp.zeros(spec.batch, bool),
         )
 
-    def update(self, st: EvictingState, k: Array, v: Array, active: Array) -> MixedState:
-        assert isinstance(st, MixedState)
+    def update(self, st: Any, k: Array, v: Array, active: Array) -> MixedState:
         leaves = active & (st.tokens.count == st.tokens.slots)
         room = st.pending.count < st.pending.slots
-        new = super().update(st, k, v, active & (room | ~leaves))
-        assert isinstance(new, MixedState)
+        new: Any = super().update(st, k, v, active & (room | ~leaves))
         pending = put(st.pending, st.next_k, st.next_v, (leaves & room).astype(jnp.int32))
         return replace(new, pending=pending, dropped=st.dropped | (leaves & ~room))
 
-    def attend(self, st: EvictingState, q: Array, step: Step) -> tuple[Array, EvictingState, Info]:
-        assert isinstance(st, MixedState)
+    def attend(self, st: Any, q: Array, step: Step) -> tuple[Array, EvictingState, Info]:
         self._check_window(step.window)
         scale, exact_valid = step.scale, self._valid(st)[:, :, None]
         exact = attend_part(q, st.tokens.k, st.tokens.v, exact_valid, scale=scale)
@@ -114,32 +111,24 @@ class Mixed(Evicting):
         attended = jnp.broadcast_to(attended.astype(jnp.float32)[:, None], q.shape[:2])
         return merge_sinks(whole, step.sinks).out.astype(q.dtype), self._with_next(st), Info(attended, None)
 
-    def attend_stored(
-        self, st: EvictingState, q: Array, *, scale: float, window: int | None = None
-    ) -> PartialAttention:
-        assert isinstance(st, MixedState)
+    def attend_stored(self, st: Any, q: Array, *, scale: float, window: int | None = None) -> PartialAttention:
         self._check_window(window)
         exact = self._attend_kept(st, q, scale, None)
         low = self.store.attend_chunk(st.low, q, None, scale=scale)
         return merge(exact, low, attend_zone(q, st.pending.k, st.pending.v, None, st.pending.count, scale=scale))
 
-    def full_rows(self, st: EvictingState) -> Array:
-        assert isinstance(st, MixedState)
+    def full_rows(self, st: Any) -> Array:
         return (st.pending.count == self.chunk) & (st.low.count + self.chunk <= st.low.slots)
 
-    def flush(self, st: EvictingState) -> MixedState:
-        assert isinstance(st, MixedState)
+    def flush(self, st: Any) -> MixedState:
         count = jnp.where(self.full_rows(st), self.chunk, 0)
         low = self.store.append(st.low, st.pending.k, st.pending.v, count)
         return replace(st, low=low, pending=replace(st.pending, count=st.pending.count - count))
 
     # ---------------------------------------------------------------------------------------------------------- parts
 
-    def _settled(
-        self, st: EvictingState, valid: Array, takes: Array, leaving: Callable[[], tuple[Array, Array]]
-    ) -> MixedState:
+    def _settled(self, st: Any, valid: Array, takes: Array, leaving: Callable[[], tuple[Array, Array]]) -> MixedState:
         """Stores the tokens that a prompt has made unimportant: whole chunks of pending and leaving ones, in order."""
-        assert isinstance(st, MixedState)
         slots, pending_count, W = st.tokens.slots, st.pending.count, self.chunk
         total = jnp.maximum(st.length - slots, 0) - st.low.count  # pending and leaving tokens
         k, v = (jnp.concatenate([a, b], axis=2) for a, b in zip((st.pending.k, st.pending.v), leaving(), strict=True))
@@ -162,8 +151,7 @@ class Mixed(Evicting):
         pending = Block(rest_k, rest_v, jnp.minimum(left, W))
         return self._with_next(replace(st, low=low, pending=pending, dropped=st.dropped | (left > W)))
 
-    def _slot(self, st: EvictingState, end: Array) -> Array:
-        assert isinstance(st, MixedState)
+    def _slot(self, st: Any, end: Array) -> Array:
         return jnp.where((st.tokens.count < st.tokens.slots)[:, None], st.tokens.count[:, None], st.next)
 
     def _with_next(self, st: MixedState) -> MixedState:

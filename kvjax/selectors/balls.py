@@ -11,10 +11,9 @@ from jax import Array
 from kvjax.numerics.blocks import write
 from kvjax.numerics.partial import scaled
 from kvjax.numerics.reductions import sum_pairs
-from kvjax.numerics.selection import Candidates, GroupReduce, require_group_reduce
-from kvjax.selectors.pending import Pending, pending_pages, require_pending, require_points, with_points
-from kvjax.selectors.selector import Selector
-from kvjax.spec import CacheSpec, keep_int
+from kvjax.numerics.selection import Candidates, GroupReduce
+from kvjax.selectors.pending import PageSelector, Pending, pending_pages, with_points
+from kvjax.spec import CacheSpec
 
 Radius = Literal["mean", "max"]
 
@@ -27,7 +26,7 @@ class Balls(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BallPages(Selector):
+class BallPages(PageSelector):
     """Scores pages of `page` tokens by a ball: scale * (q.centre + |q| radius).
 
     The centre is the mean of the page's keys. With radius="max" all keys lie in the ball, so the score is an upper
@@ -44,27 +43,11 @@ class BallPages(Selector):
     pending: Pending = "box"
 
     def __post_init__(self) -> None:
-        keep_int(self, "page", at_least=1)
-        require_group_reduce(self.group_reduce)
-        require_pending(self, self.pending)
+        super().__post_init__()
         if self.radius not in get_args(Radius):
             raise ValueError(f"BallPages(radius={self.radius!r}) must be 'mean' or 'max'")
 
-    @property
-    def unit(self) -> int:
-        return self.page
-
-    def check(self, spec: CacheSpec, chunk: int) -> None:
-        if chunk % self.page:
-            raise ValueError(
-                f"BallPages(page={self.page}) does not divide the chunk of {chunk}; use a divisor of {chunk}"
-            )
-        if self.pending == "box":
-            require_points(self, spec, self.page, self.group_reduce)
-
-    def with_pending(self, candidates: Candidates, q: Array) -> Candidates:
-        if self.pending == "exact":
-            return candidates
+    def summarised(self, candidates: Candidates, q: Array) -> Candidates:
         keys, seen = pending_pages(candidates, self.page)
         keys = jnp.where(seen, keys.astype(jnp.float32), 0)  # [B, K, T, P, page, D]
         count = jnp.maximum(jnp.sum(seen, axis=4, keepdims=True, dtype=jnp.float32), 1)

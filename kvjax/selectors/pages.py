@@ -17,10 +17,9 @@ from jax import Array
 from kvjax import ops
 from kvjax.numerics.blocks import write
 from kvjax.numerics.reductions import sum_pairs
-from kvjax.numerics.selection import Candidates, GroupReduce, PackedSelection, Selection, require_group_reduce, unpack
-from kvjax.selectors.pending import Pending, pending_pages, require_pending, require_points, with_points
-from kvjax.selectors.selector import Selector
-from kvjax.spec import CacheSpec, keep_int
+from kvjax.numerics.selection import Candidates, GroupReduce, PackedSelection, Selection, unpack
+from kvjax.selectors.pending import PageSelector, Pending, pending_pages, with_points
+from kvjax.spec import CacheSpec
 
 
 class Boxes(NamedTuple):
@@ -31,17 +30,8 @@ class Boxes(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Pages(Selector):
+class _Boxes(PageSelector):
     """Scores pages of `page` tokens by one box each; a subclass defines the box."""
-
-    page: int
-    group_reduce: GroupReduce
-    pending: Pending
-
-    def __post_init__(self) -> None:
-        keep_int(self, "page", at_least=1)
-        require_group_reduce(self.group_reduce)
-        require_pending(self, self.pending)
 
     def box(self, keys: Array) -> Boxes:
         """The corners [B, K, P, D] of pages of keys [B, K, P, page, D]."""
@@ -62,23 +52,10 @@ class _Pages(Selector):
             high = jnp.where(here, jnp.maximum(high, key), high)
         return low, high
 
-    def with_pending(self, candidates: Candidates, q: Array) -> Candidates:
-        if self.pending == "exact":
-            return candidates
+    def summarised(self, candidates: Candidates, q: Array) -> Candidates:
         low, high = self.box_of_seen(*pending_pages(candidates, self.page))
         heads = q.reshape(*q.shape[:2], candidates.steps, 1, -1, q.shape[3])  # broadcasts against corners
         return with_points(candidates, jnp.where(heads > 0, high, low), self.page)
-
-    @property
-    def unit(self) -> int:
-        return self.page
-
-    def check(self, spec: CacheSpec, chunk: int) -> None:
-        if chunk % self.page:
-            name = type(self).__name__
-            raise ValueError(f"{name}(page={self.page}) does not divide the chunk of {chunk}; use a divisor of {chunk}")
-        if self.pending == "box":
-            require_points(self, spec, self.page, self.group_reduce)
 
     def init(self, spec: CacheSpec, slots: int) -> Boxes:
         shape = (spec.batch, spec.kv_heads, slots // self.page, spec.head_dim)
@@ -102,7 +79,7 @@ class _Pages(Selector):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MinMaxPages(_Pages):
+class MinMaxPages(_Boxes):
     """Scores pages of `page` tokens by the box of their smallest and largest keys, an upper bound of scale * q.k.
 
     Index: 2 D/page values of the cache's dtype per key, exact; at page = 16 and D = 128 in bf16, 32 bytes per key and
@@ -125,7 +102,7 @@ class MinMaxPages(_Pages):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CentrePages(_Pages):
+class CentrePages(_Boxes):
     """Scores pages of `page` tokens by the box centre - d to centre + d, with d the mean deviation from the centre.
 
     For each channel, centre = (max + min) / 2 over the page and d = mean |k - centre|. Not a bound: a key may lie

@@ -6,30 +6,54 @@ tokens of such a page are replaced by these points, one for each query head in t
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 import jax.numpy as jnp
 from jax import Array
 
-from kvjax.numerics.selection import Candidates
-from kvjax.spec import CacheSpec
+from kvjax.numerics.selection import Candidates, GroupReduce, require_group_reduce
+from kvjax.selectors.selector import Selector
+from kvjax.spec import CacheSpec, keep_int
 
 Pending = Literal["exact", "box"]
 
 
-def require_pending(selector: Any, pending: str) -> None:
-    if pending not in get_args(Pending):
-        raise ValueError(f"{type(selector).__name__}(pending=...) must be 'exact' or 'box'; got {pending!r}")
+@dataclass(frozen=True, kw_only=True)
+class PageSelector(Selector):
+    """Scores pages of `page` tokens by a summary of each; a subclass defines it, and `summarised` for pending pages."""
 
+    page: int
+    group_reduce: GroupReduce
+    pending: Pending
 
-def require_points(selector: Any, spec: CacheSpec, page: int, group_reduce: str) -> None:
-    """Raises ValueError unless a page has room for one point per query head."""
-    if group_reduce != "mean_query" and page < spec.group:
-        raise ValueError(
-            f"{type(selector).__name__}(page={page}, pending='box') needs pages of at least {spec.group} tokens, one "
-            "for each query head of a KV head; use larger pages, or pending='exact'"
-        )
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        keep_int(self, "page", at_least=1)
+        require_group_reduce(self.group_reduce)
+        if self.pending not in get_args(Pending):
+            raise ValueError(f"{name}(pending=...) must be 'exact' or 'box'; got {self.pending!r}")
+
+    @property
+    def unit(self) -> int:
+        return self.page
+
+    def check(self, spec: CacheSpec, chunk: int) -> None:
+        name = type(self).__name__
+        if chunk % self.page:
+            raise ValueError(f"{name}(page={self.page}) does not divide the chunk of {chunk}; use a divisor of {chunk}")
+        if self.pending == "box" and self.group_reduce != "mean_query" and self.page < spec.group:
+            raise ValueError(
+                f"{name}(page={self.page}, pending='box') needs pages of at least {spec.group} tokens, one for each "
+                "query head of a KV head; use larger pages, or pending='exact'"
+            )
+
+    def with_pending(self, candidates: Candidates, q: Array) -> Candidates:
+        return candidates if self.pending == "exact" else self.summarised(candidates, q)
+
+    def summarised(self, candidates: Candidates, q: Array) -> Candidates:
+        """`candidates` whose pending keys are points of the pages' summaries so far."""
+        raise NotImplementedError
 
 
 def pending_pages(candidates: Candidates, page: int) -> tuple[Array, Array]:
