@@ -30,7 +30,7 @@ from kvjax.cache.editing import rollback, room
 from kvjax.cache.flushing import flush
 from kvjax.generation.prefilling import prefill
 from kvjax.generation.prompt_inputs import check_model, vocabulary_size
-from kvjax.numerics.indexing import put_last
+from kvjax.numerics.blocks import put_last
 from kvjax.policies import Full, PerLayer, Policy
 from kvjax.sharding.placement import call_model
 from kvjax.spec import keep_int

@@ -27,7 +27,7 @@ from kvjax.generation.prefilling import Model
 from kvjax.generation.processors import History, Rules, process
 from kvjax.generation.sampling import Draws, drawing
 from kvjax.memory import CONCURRENT
-from kvjax.numerics.indexing import put_last
+from kvjax.numerics.blocks import put_last
 from kvjax.policies import Info
 from kvjax.sharding.placement import call_model
 

@@ -24,7 +24,7 @@ import numpy as np
 from jax import Array, lax
 from jax.tree_util import register_dataclass
 
-from kvjax.numerics.indexing import put_last
+from kvjax.numerics.blocks import put_last
 from kvjax.numerics.types import Bool, Int32
 
 GroupReduce = Literal["mean_query", "mean_score", "max_score", "max_softmax", "sum_softmax", "mean_softmax", "per_head"]

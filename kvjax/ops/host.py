@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.memory import to_device, to_host, vary_with
-from kvjax.numerics.indexing import put_last
+from kvjax.numerics.blocks import put_last
 from kvjax.numerics.types import Bool, Int32, Shaped
 from kvjax.ops.op import Implementation, op
 

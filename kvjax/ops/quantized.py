@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.numerics.indexing import quotient
+from kvjax.numerics.blocks import quotient
 from kvjax.numerics.packing import unpack_codes
 from kvjax.numerics.partial import (
     CappedScale,

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.numerics.indexing import quotient, remainder
+from kvjax.numerics.blocks import quotient, remainder
 from kvjax.numerics.partial import attention_logits
 from kvjax.numerics.quant import OneBit
 from kvjax.numerics.rotate import Directions, rotate_few, turned

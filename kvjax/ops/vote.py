@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.memory import vary_with
-from kvjax.numerics.indexing import put_last
+from kvjax.numerics.blocks import put_last
 from kvjax.numerics.rotate import rotate_few, turned
 from kvjax.numerics.selection import PackedSelection, of_lists
 from kvjax.numerics.types import Float, Int32, UInt8

@@ -17,9 +17,8 @@ from kvjax import ops
 from kvjax.evictors import Evictor
 from kvjax.evictors.base import Held
 from kvjax.memory import vary_with
-from kvjax.numerics.blocks import Block, empty_block, write
+from kvjax.numerics.blocks import Block, empty_block, put_last, write
 from kvjax.numerics.derivatives import with_derivative
-from kvjax.numerics.indexing import put_last
 from kvjax.numerics.partial import (
     PartialAttention,
     Span,

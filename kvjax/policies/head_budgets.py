@@ -11,7 +11,7 @@ from jax import Array
 from jax.tree_util import register_dataclass
 
 from kvjax import ops
-from kvjax.numerics.indexing import put_last
+from kvjax.numerics.blocks import put_last
 from kvjax.numerics.partial import PartialAttention, Span
 from kvjax.numerics.selection import Selection
 from kvjax.policies.evicting import Evicting, EvictingState

@@ -10,8 +10,7 @@ import numpy as np
 from jax import Array, lax
 
 from kvjax import ops
-from kvjax.numerics.blocks import take_rows, write
-from kvjax.numerics.indexing import put_last
+from kvjax.numerics.blocks import put_last, take_rows, write
 from kvjax.numerics.rotate import SUBSPACE, Directions, encode, patterns, require_rotatable, rotate, rotate_few
 from kvjax.numerics.selection import (
     Candidates,

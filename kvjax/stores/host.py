@@ -13,8 +13,8 @@ from jax.tree_util import register_dataclass
 
 from kvjax import ops
 from kvjax.memory import has_host_memory, host_zeros, to_device
+from kvjax.numerics.blocks import quotient, remainder
 from kvjax.numerics.derivatives import refuse_derivative
-from kvjax.numerics.indexing import quotient, remainder
 from kvjax.numerics.partial import PartialAttention, Span
 from kvjax.numerics.selection import PackedSelection, Selection
 from kvjax.ops.chunk import attend_blocks

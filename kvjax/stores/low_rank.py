@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.tree_util import register_dataclass
 
-from kvjax.numerics.blocks import write
+from kvjax.numerics.blocks import put_last, write
 from kvjax.numerics.derivatives import refuse_derivative
-from kvjax.numerics.indexing import put_last
 from kvjax.numerics.partial import PartialAttention, attend_part
 from kvjax.numerics.reductions import page_means, sum_pairs
 from kvjax.numerics.rotate import turn_positions
