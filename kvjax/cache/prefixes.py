@@ -209,7 +209,6 @@ def _seat(layer: LayerCache, row: LayerCache, slot: Any, prefix: Any, shared: An
     most = jnp.minimum(one.store.count, policy.store.tokens) // leave
     chunks = jnp.clip((shared - policy.sink - stay) // leave, 0, most)
     base = jnp.where(prefix < 0, 0, chunks * leave)  # i32[1]
-    place = jnp.maximum(prefix, 0)
 
     def put(whole: Any, new: Any, at: Any = slot) -> Any:
         def one(a: Array, b: Array) -> Array:
@@ -218,33 +217,28 @@ def _seat(layer: LayerCache, row: LayerCache, slot: Any, prefix: Any, shared: An
 
         return jax.tree.map(one, whole, new)
 
-    def moved(part: Any, held: Any, single: Any, own_slots: int) -> Any:
+    def moved(part: Any, held: Any, single: Any) -> Any:
         """`held`, a PrefixedBlock or PrefixedIndex, with the row's part of the history in the slot."""
-        axes = slot_axes(part, layer.spec)
-        mine, all_shared = _cut(single, axes, base[0], own_slots), held.shared.value
-        early: Any = _cut(single, axes, 0, policy.store.tokens) if store else None
+        axes, shared = slot_axes(part, layer.spec), held.shared.value
+        mine, early = _cut(single, axes, base[0], own_slots), _cut(single, axes, 0, policy.store.tokens)
         if isinstance(held, PrefixedBlock):
             mine = dataclasses.replace(mine, count=single.count - base)
-            early = dataclasses.replace(early, count=base) if store else None
-        if store:
-            all_shared = put(all_shared, early, place)
-        now = jnp.full(1, prefix, jnp.int32)
+            early = dataclasses.replace(early, count=base)
         return dataclasses.replace(
             held,
-            prefix=put(held.prefix, now),
+            prefix=put(held.prefix, jnp.full(1, prefix, jnp.int32)),
             base=put(held.base, base),
             own=put(held.own, mine),
-            shared=Shared(all_shared),
+            shared=Shared(put(shared, early, jnp.maximum(prefix, 0)) if store else shared),
         )
 
-    own_slots = st.store.own.slots
-    index = st.index
+    own_slots, index = st.store.own.slots, st.index
     if isinstance(policy, Retrieval):
-        index = moved(policy.selector.selector, st.index, one.index, own_slots)  # type: ignore[attr-defined]
+        index = moved(policy.selector.selector, st.index, one.index)  # type: ignore[attr-defined]
     state = dataclasses.replace(
         st,
         sink=put(st.sink, one.sink),
-        store=moved(policy.store.store, st.store, one.store, own_slots),
+        store=moved(policy.store.store, st.store, one.store),
         index=index,
         recent=put(st.recent, one.recent),
         overflow=put(st.overflow, one.overflow | (one.store.count - base > own_slots)),

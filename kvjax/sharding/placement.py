@@ -33,7 +33,7 @@ from jax import Array, lax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from kvjax.memory import shapes, to_device, to_host
+from kvjax.memory import growth, shapes, to_device, to_host
 from kvjax.sharding.context import Axis
 from kvjax.spec import CacheSpec
 from kvjax.validation import shown
@@ -158,7 +158,7 @@ class Placement:
                 f"{self.parts('heads')} devices of heads; split only the batch"
             )
         part_of_policy = self.policy_of_part(policy)
-        if self.parts("context") > 1 and part_of_policy is policy and _grows(policy, spec):
+        if self.parts("context") > 1 and part_of_policy is policy and growth(partial(_empty, policy, spec)):
             raise ValueError(
                 f"{policy} keeps an array that grows with the capacity and has no over_context, so its tokens cannot "
                 f"be split over the {self.parts('context')} devices of context; split only rows and heads"
@@ -469,13 +469,8 @@ def _joins_heads(part: Any) -> bool:
     return any(_joins_heads(getattr(part, field.name)) for field in fields)
 
 
-def _grows(policy: Any, spec: CacheSpec) -> bool:
-    """True if the size of some array depends on the capacity."""
-    sizes = [
-        jax.tree.leaves(jax.eval_shape(partial(policy.init, dataclasses.replace(spec, capacity=more))))
-        for more in (2**20, 2**21)
-    ]
-    return any(a.shape != b.shape for a, b in zip(*sizes, strict=True))
+def _empty(policy: Any, spec: CacheSpec, capacity: int) -> Any:
+    return policy.init(dataclasses.replace(spec, capacity=capacity))
 
 
 def _zip_with_paths(a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
