@@ -70,16 +70,15 @@ def real_papers() -> str:
     needles, keys = (load_scores("eval_qwen_papers")[task] for task in (NEEDLES, PASS_KEYS))
 
     def told(name: str) -> str:
-        few = "" if keys[name]["n"] >= 100 else f" ({keys[name]['n']})"
-        return f"{mean_of(needles[name])} / {mean_of(keys[name])}{few}"
+        if name not in needles:
+            return ""
+        both = " / ".join(mean_of(scores[name]) for scores in (needles, keys) if name in scores)
+        return both if keys.get(name, {"n": 100})["n"] >= 100 else f"{both} ({keys[name]['n']})"
 
     rows = []
     for cache in dict.fromkeys(name.partition("@")[0] for name in needles):
-        if cache in needles:
-            rows.append([named(cache), told(cache), "", f"{needles[cache]['tokens_read']:.0f}"])
-        else:
-            read = needles[f"{cache}@1024"]["tokens_read"]
-            rows.append([named(cache), *(told(f"{cache}@{budget}") for budget in (1024, 2048)), f"{read:.0f}"])
+        first = cache if cache in needles else f"{cache}@1024"
+        rows.append([named(cache), told(first), told(f"{cache}@2048"), f"{needles[first]['tokens_read']:.0f}"])
     return markdown(["cache", "1024", "2048", "tokens read"], rows)
 
 
