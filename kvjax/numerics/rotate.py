@@ -88,12 +88,12 @@ def rotate_few(x: Array, seed: int) -> Array:
     D rounds of additions are two kernels with long chains of loads (8.4 us for 8 vectors of 128 on an H200)."""
     D = x.shape[-1]
     require_rotatable(D)
-    R = _matrix(D, seed).reshape((1,) * (x.ndim - 1) + (D, D))
+    R = rotation(D, seed).reshape((1,) * (x.ndim - 1) + (D, D))
     return jnp.sum(x.astype(jnp.float32)[..., None, :] * R, axis=-1)
 
 
 @lru_cache
-def _matrix(D: int, seed: int) -> np.ndarray:
+def rotation(D: int, seed: int) -> np.ndarray:
     """The rotation R: f32[D, D]."""
     power, odd = _factor(D)
     H = np.ones((1, 1), np.float32)

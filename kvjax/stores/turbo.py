@@ -20,9 +20,19 @@ from kvjax import ops
 from kvjax.numerics.blocks import write
 from kvjax.numerics.partial import CappedScale, PartialAttention
 from kvjax.numerics.quant import slice_tokens
-from kvjax.numerics.rotate import Directions, decode, encode, require_rotatable, rotate, rotate_back, rotate_few
+from kvjax.numerics.rotate import (
+    Directions,
+    decode,
+    encode,
+    require_rotatable,
+    rotate,
+    rotate_back,
+    rotate_few,
+    rotation,
+)
 from kvjax.numerics.selection import PackedSelection, Selection
 from kvjax.ops.chunk import attend_blocks
+from kvjax.ops.op import for_gpu
 from kvjax.ops.quantized import attend_rotated, turn_back
 from kvjax.spec import CacheSpec, keep_int
 from kvjax.stores.host_codes import Coded, CodedBlock, _HostCodes
@@ -74,8 +84,19 @@ class _Turbo(Coded):
     def codes(self, k: Array, v: Array) -> tuple[Directions, Directions]:
         """Codes of keys, which lack their offset, and of values [..., D]."""
         (key_bits, value_bits), D = self.both_bits, k.shape[-1]
-        k, v = rotate(k, self.seed), rotate(v, self.seed)
+        # Behind a barrier: XLA would rotate anew for each bit of the codes.
+        k, v = lax.optimization_barrier((self._rotate(k), self._rotate(v)))
         return encode(k, subspace=D, bits=key_bits), encode(v, subspace=D, bits=value_bits, least=True)
+
+    def _rotate(self, x: Array) -> Array:
+        """The rotated x f32[..., D] of many tokens: on a GPU by a product, which is one kernel."""
+
+        def product(x: Array) -> Array:
+            return jnp.einsum(
+                "...i,oi->...o", x.astype(jnp.float32), rotation(x.shape[-1], self.seed), precision="highest"
+            )
+
+        return for_gpu(product, lambda x: rotate(x, self.seed), x)
 
     def rotated(self, st: TurboBlock | CodedBlock, selection: Selection) -> tuple[Array, Array]:
         """Keys without their offset and values f32[B, K, H*M, D] of the selected slots, rotated."""
