@@ -341,26 +341,21 @@ def _program(
         return simt.branch(any_, make, state)
 
     if coded:  # exact slots are few, most of them in the last step: they are copied ahead, and attended to afterwards
-        zone = directions.Zone(coded, coded_m, of_row, lane, tile // 16)
-        listed, listing, n = slots_of(word(0)), -(-M // (tile * warps * blocks)), len(softmax.empty(D))
         slots, any_ = exact_of(word(steps - 1))
-        fetched = zone.fetch(listed)
         with when(any_):
             copy(k, keys, slots)
             copy(v, values, slots)
-        zone.ask(q, heads, kind)
+        zone = directions.Zone(coded, coded_m, of_row, q, heads, kind, lane)
 
-        def tile_of(i: Word, listed: Word, *carry: Word) -> list[Word]:
-            state, fetched = list(carry[:n]), carry[n:]
-            ahead = slots_of(i + 1) if listing > 1 else listed
+        def tile_of(n: Word, listed: Word, *state: Word) -> list[Word]:
+            ahead = slots_of(n + 1)
             has = simt.ballot(listed < coded.S).differs(0)
-            added = simt.branch(has, lambda: zone.add(state, listed, fetched, scale=scale), state)
-            return [ahead, *added, *(zone.fetch(ahead) if listing > 1 else fetched)]
+            return [ahead, *simt.branch(has, lambda: zone.add(state, listed, tile // 16, scale=scale), state)]
 
-        carry = [listed, *softmax.empty(D), *fetched]
-        carry = tile_of(word(0), *carry) if listing == 1 else loop(0, listing, 1, carry)(tile_of)
+        listing = -(-M // (tile * warps * blocks))
+        carry = loop(0, listing, 1, [slots_of(word(0)), *softmax.empty(D)])(tile_of)
         queries = rows.queries(q, heads)
-        state = late(zone.finish(carry[1 : n + 1]), slots, any_, True)
+        state = late(zone.finish(carry[1:]), slots, any_, True)
         carry = [slots, *loop(0, steps - 1, 1, state)(lambda n, *state: late(state, *exact_of(n), False))]
     else:
         slots = slots_of(word(0))

@@ -38,38 +38,24 @@ class Coded:
 
 
 class Zone:
-    """The codes of a row, and its queries. Codes are fetched first, so that queries are rotated while they come."""
+    """The codes of a row, and its queries."""
 
-    def __init__(self, of: Coded, refs: Sequence[Any], row: Word, lane: Word, tiles: int):
-        self.tiles = tiles  # of 16 slots
+    def __init__(self, of: Coded, refs: Sequence[Any], row: Word, q: Any, heads: int, kind: str, lane: Word):
         self.of, self.quad, self.col = of, lane >> 2, lane & 3
         self.strides = [(of.D // 8, of.D // 8 * (bits - 1), 2) for bits in of.bits]
         sizes = [of.S * n for two in self.strides for n in two] + [4 * of.D]
         at = [simt.offset_rows(simt.global_address(m), row, n) for m, n in zip(refs, sizes, strict=True)]
-        self.keys, self.values, self.offset = at[:3], at[3:6], at[6]
+        self.keys, self.values = at[:3], at[3:6]
         self.levels = [Levels(bits, centres) for bits, centres in zip(of.bits, of.centres, strict=True)]
         self.in_byte = of.D // 32  # bytes of a plane that a lane has of a key
-
-    def fetch(self, slots: Word) -> list[Word]:
-        """The codes of `slots`, one a lane; those past the zone do not count."""
-        own, rows = (slots < self.of.S).select(slots, 0), range(2 * self.tiles)
-        found = [self._weight(self.keys[2], slots) | (self._weight(self.values[2], slots) << 16)]
-        for r in rows:
-            found += self._planes(0, simt.from_lane(own, self.quad + 8 * r), self.col, self.in_byte)
-        for token in [self.col * 2 + (8 * r + i) for r in rows for i in range(2)]:
-            found += self._planes(1, simt.from_lane(own, token), self.quad, self.in_byte // 2)
-        return found
-
-    def ask(self, q: Any, heads: int, kind: str) -> None:
-        """Takes the queries."""
-        own = own_queries(q, heads, self.of.D, self.quad, self.col)
-        self.shift = self._shift(own, kind)
+        own = own_queries(q, heads, of.D, self.quad, self.col)
+        self.shift = self._shift(own, at[6], kind)
         self.queries = self._rotated(own, kind)
 
-    def _shift(self, own: Sequence[Word], kind: str) -> list[Word]:
+    def _shift(self, own: Sequence[Word], offset: Any, kind: str) -> list[Word]:
         """The product of the offset and of the queries 2 col and 2 col + 1."""
         total, D = real(0.0), self.of.D
-        offsets = load_words(simt.offset(self.offset, self.col * D), D // 4)
+        offsets = load_words(simt.offset(offset, self.col * D), D // 4)
         for i, two in enumerate(own):
             halves = simt.from_halves(two) if kind == "f16" else [two << 16, two & 0xFFFF0000]
             for x, y in zip(halves, offsets[2 * i :], strict=False):
@@ -106,13 +92,17 @@ class Zone:
         by = real(self.of.D**-0.5)
         return [softmax.right_operand([instr("mul.f32", x, by) for x in tile], "bf16") for tile in tiles]
 
-    def add(self, state: Sequence[Word], slots: Word, fetched: Sequence[Word], *, scale: float) -> list[Word]:
-        """The state with the keys and values of `slots`, which `fetch` gave."""
-        tiles, (both, *words) = self.tiles, fetched
-        scales = [simt.from_halves(simt.from_lane(both, self.quad + 8 * r)) for r in range(2 * tiles)]
-        (key_bits, value_bits), middle = self.of.bits, 2 * tiles * self.of.bits[0]
-        of_keys = [words[i : i + key_bits] for i in range(0, middle, key_bits)]
-        of_values = [words[i : i + value_bits] for i in range(middle, len(words), value_bits)]
+    def add(self, state: Sequence[Word], slots: Word, tiles: int, *, scale: float) -> list[Word]:
+        """The state with the keys and values of 16 `tiles` slots, one a lane; those past the zone do not count."""
+        exists = slots < self.of.S
+        own = exists.select(slots, 0)
+        both = self._weight(self.keys[2], slots) | (self._weight(self.values[2], slots) << 16)
+        rows = [self.quad + 8 * r for r in range(2 * tiles)]
+        scales = [simt.from_halves(simt.from_lane(both, row)) for row in rows]
+        of_keys = [self._planes(0, simt.from_lane(own, row), self.col, self.in_byte) for row in rows]
+        tokens = [self.col * 2 + (8 * r + i) for r in range(2 * tiles) for i in range(2)]
+        of_values = [self._planes(1, simt.from_lane(own, token), self.quad, self.in_byte // 2) for token in tokens]
+
         by = [instr("mul.f32", key, real(self.levels[0].step)) for key, _ in scales]
         scores = []
         for n in range(tiles):
@@ -121,7 +111,7 @@ class Zone:
             for i, right in enumerate(self.queries):
                 acc = simt.mma("bf16", acc, [near[2 * i], far[2 * i], near[2 * i + 1], far[2 * i + 1]], right)
             scores.append([instr("fma.rn.f32", x, by[2 * n + e // 2], self.shift[e % 2]) for e, x in enumerate(acc)])
-        seen = simt.ballot(slots < self.of.S) >> self.quad
+        seen = simt.ballot(exists) >> self.quad
         logs = softmax.masked(softmax.logarithms(scores, scale), lambda j, _: ((seen >> (8 * j)) & 1).differs(0))
         kept, weights = softmax.exponentials(state, logs)
         *_, mixed = softmax.parts(kept)
