@@ -42,6 +42,7 @@ from kvjax.generation.places import (
     Seat,
     can_share,
     clear,
+    emptied,
     empty_row,
     first_tokens,
     long_rows,
@@ -415,8 +416,9 @@ class Engine:
         return self._first(self._cache, np.array([source], np.int32), np.array([best], np.int32)), best
 
     def _new_row(self) -> Cache:
-        old, self._spare = self._spare, None
-        return commit_together((self._anchor, empty_row(*self._kind, old)))[1]
+        row, self._spare = self._spare, None
+        made = empty_row(*self._kind) if row is None else emptied(*self._kind, row)
+        return commit_together((self._anchor, made))[1]
 
     def _drop_row(self, reading: Reading) -> None:
         """Keeps the arrays of a row that is not needed any more, so that the rows of all prompts take those of one."""

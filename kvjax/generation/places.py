@@ -151,21 +151,24 @@ def long_rows(cache: Cache, tokens: int) -> Cache:
     return dataclasses.replace(cache, layers=tuple(dataclasses.replace(layer, spec=spec) for layer, spec in layers))
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2, keep_unused=True)
-def empty_row(layers: tuple[Any, ...], rotated: bool, old: Cache | None = None) -> Cache:
-    """An empty cache of one row of these layers, policies, specs and placements of a cache of many, in the arrays of
-    `old` if that is given.
-
-    Arrays of `old` in host memory stay: no policy reads slots past the tokens that it counts, and to fill host memory
-    takes seconds.
-    """
+def empty_row(layers: tuple[Any, ...], rotated: bool) -> Cache:
+    """An empty cache of one row of these layers: policies, specs and placements of a cache of many."""
 
     def row(policy: Any, spec: Any, placement: Any) -> Any:
         alone = None if placement is None else dataclasses.replace(placement, batch=None)
         return init_layer(policy, dataclasses.replace(spec, batch=1), alone)
 
-    made = Cache(tuple(row(*layer) for layer in layers), jnp.zeros(1, jnp.int32) if rotated else None)
-    return made if old is None else jax.tree.map(_as_on_host, made, old)
+    return Cache(tuple(row(*layer) for layer in layers), jnp.zeros(1, jnp.int32) if rotated else None)
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2, keep_unused=True)
+def emptied(layers: tuple[Any, ...], rotated: bool, row: Cache) -> Cache:
+    """`empty_row` in the arrays of a row of these layers.
+
+    Arrays in host memory stay: no policy reads slots past the tokens that it counts, and to fill host memory takes
+    seconds.
+    """
+    return jax.tree.map(_as_on_host, empty_row(layers, rotated), row)
 
 
 def parked(reading: Reading) -> Reading:
