@@ -35,23 +35,8 @@ from jax import Array
 from kvjax.cache.cache import Cache
 from kvjax.cache.editing import take_rows
 from kvjax.cache.prefixes import prefixed_like, unshared
+from kvjax.generation import places
 from kvjax.generation.loops import PAD, ROOM, Flat, FlatLayers, decode_loop
-from kvjax.generation.places import (
-    Places,
-    Reading,
-    Seat,
-    can_share,
-    clear,
-    emptied,
-    empty_row,
-    first_tokens,
-    long_rows,
-    parked,
-    put,
-    replicated,
-    same_tokens,
-    zeros_like,
-)
 from kvjax.generation.prefilling import (
     CPU_CHUNKS,
     GPU_CHUNKS,
@@ -158,13 +143,13 @@ class Engine:
         most = self.chunk if prompt_tokens is None else prompt_tokens
         self.prompt_tokens = require_int("prompt_tokens", most, at_least=1)
         self.max_waiting = require_int("max_waiting", max_waiting, at_least=1)
-        self.park, self._parked = require_int("park", park, at_least=0), deque[Reading]()
+        self.park, self._parked = require_int("park", park, at_least=0), deque[places.Reading]()
         rows, self._places = cache, None
         if require_int("prefixes", prefixes, at_least=0):
             tokens = require_int("prefix_tokens", prefix_tokens, at_least=1)
             by: Any = {"prefixes": prefixes, "sharers": sharers}
-            rows, cache = long_rows(cache, tokens), prefixed_like(cache, tokens, **by)
-            self._places = Places.of(cache, prefixes, sharers)
+            rows, cache = places.long_rows(cache, tokens), prefixed_like(cache, tokens, **by)
+            self._places = places.Places.of(cache, prefixes, sharers)
         self.slots = cache.spec.batch
         self._stop_tokens = stop_tokens
         self._processors = Processors() if processors is None else processors
@@ -178,16 +163,16 @@ class Engine:
         self._kind = layers, cache.rotated_for is not None
         self._spare: Any = None  # a row whose arrays the next one takes
         # An empty row without its arrays, to check requests by.
-        self._empty = jax.tree.map(zeros_like, jax.eval_shape(partial(empty_row, *self._kind)))
+        self._empty = jax.tree.map(places.zeros_like, jax.eval_shape(partial(places.empty_row, *self._kind)))
         self._reader: Any = FlatLayers.of(model) if _by_layer(model, self._empty) else self._model
         self._row_capacity = self._empty.spec.capacity if self._places else None
         last = (CPU_CHUNKS if jax.default_backend() == "cpu" else GPU_CHUNKS)[-1]
         self._sizes = (self.chunk, last) if last < self.chunk else (self.chunk,)
         self._whole_prompts = chunk is None or any(layer.policy.observes for layer in cache.layers)
         # A row that is rotated for its final length has other keys than one of another length.
-        self._can_share = not self._whole_prompts and cache.rotated_for is None and can_share(self._first, cache)
+        self._can_share = not self._whole_prompts and cache.rotated_for is None and places.can_share(self._first, cache)
         self._waiting: deque[list[Request]] = deque()
-        self._reading: Reading | None = None
+        self._reading: places.Reading | None = None
         self._seated: list[Request | None] = [None] * self.slots
         self._dirty: set[int] = set()  # slots that hold tokens of a request that has left
         self._blocks: deque[_Block] = deque()
@@ -305,9 +290,8 @@ class Engine:
                 for slot, request in enumerate(self._seated):
                     if request is not None and request.asked == request.max_new_tokens:
                         self._leave(slot)
-                self._fill_slots()
                 # Rules that change logits count the tokens of the block before.
-                late = 1 if self._send() and self._processors.idle else 0
+                late = 1 if self._failed is None and self._send() and self._processors.idle else 0
             while True:
                 with self._lock:
                     if len(self._blocks) <= late:
@@ -336,7 +320,7 @@ class Engine:
                 logits, row = _read_chunk(self._reader, self._new_row(), tokens, length, first_chunk=False)
                 self._spare = row
                 for store in (False, True) if self._places else (False,):
-                    self._seat(0, row, logits, Seat(0 if store else -1, 0, store))
+                    self._seat(0, row, logits, places.Seat(0 if store else -1, 0, store))
                 self._dirty.add(0)
             self._clean()
             if self._logits is not None:
@@ -368,7 +352,7 @@ class Engine:
             if not reading.chunks and len(self._parked) >= self.park:
                 return  # it waits for a slot
             if not reading.chunks:
-                self._parked.append(parked(reading))
+                self._parked.append(places.parked(reading))
                 self._reading = None
                 continue
             try:
@@ -387,10 +371,15 @@ class Engine:
             group = [request for request in self._waiting.popleft() if not request.done]
             if not group:
                 continue
+            prompt = group[0].prompt
             for request in group:
                 request.state = "reading"
-            prompt = group[0].prompt
-            cache, start = self._beginning(prompt)
+            try:
+                cache, start = self._beginning(prompt)
+            except Exception as error:
+                for request in group:
+                    self._end(request, "error", error)
+                continue
             if cache.rotated_for is not None:
                 cache = self._whole.rotate_for(cache, jnp.array([len(prompt) + group[0].max_new_tokens], jnp.int32))
             self._shared_tokens += start
@@ -399,7 +388,7 @@ class Engine:
             else:
                 sizes = cut(len(prompt), self._sizes)[start // self.chunk :]
                 chunks = [(size, False) for size in sizes]
-            self._reading = Reading(group, cache, chunks, start)
+            self._reading = places.Reading(group, cache, chunks, start)
             return True
         return False
 
@@ -409,7 +398,7 @@ class Engine:
         best, source = 0, -1
         for slot, request in enumerate(self._seated if self._can_share else ()):
             if request is not None:
-                same = min(same_tokens(request.prompt, prompt), len(prompt) - 1)
+                same = min(places.same_tokens(request.prompt, prompt), len(prompt) - 1)
                 best, source = max((best, source), (same // self.chunk * self.chunk, slot))
         if best == 0:
             return self._new_row(), 0
@@ -417,15 +406,15 @@ class Engine:
 
     def _new_row(self) -> Cache:
         row, self._spare = self._spare, None
-        made = empty_row(*self._kind) if row is None else emptied(*self._kind, row)
+        made = places.empty_row(*self._kind) if row is None else places.emptied(*self._kind, row)
         return commit_together((self._anchor, made))[1]
 
-    def _drop_row(self, reading: Reading) -> None:
+    def _drop_row(self, reading: places.Reading) -> None:
         """Keeps the arrays of a row that is not needed any more, so that the rows of all prompts take those of one."""
         if reading.homes is None:
             self._spare = reading.cache
 
-    def _read(self, reading: Reading) -> int:
+    def _read(self, reading: places.Reading) -> int:
         """Reads one chunk of a prompt, and returns its size."""
         size, alone = reading.chunks.pop(0)
         prompt = reading.requests[0].prompt[reading.start : reading.start + size]
@@ -446,7 +435,7 @@ class Engine:
             self._drop_row(reading)
             self._reading = None
 
-    def _seat_read(self, reading: Reading) -> bool:
+    def _seat_read(self, reading: places.Reading) -> bool:
         """Puts a row into free slots; true if none of its requests is left."""
         for slot in range(self.slots):
             while reading.requests and reading.requests[0].done:
@@ -464,7 +453,7 @@ class Engine:
                 if reading.homes is not None:
                     homes, reading.homes = reading.homes, None
                     reading.cache, reading.logits = jax.device_put((reading.cache, reading.logits), homes)
-                self._seat(slot, reading.cache, reading.logits, reading.seat or Seat())
+                self._seat(slot, reading.cache, reading.logits, reading.seat or places.Seat())
                 if self._places and reading.seat:
                     self._places.use(reading.seat, slot, request.prompt)
                     reading.seat = dataclasses.replace(reading.seat, store=False)
@@ -488,29 +477,29 @@ class Engine:
             )
 
     def _first(self, cache: Cache, slot: Any, length: Any) -> Cache:
-        return first_tokens(cache, slot, length, capacity=self._row_capacity)
+        return places.first_tokens(cache, slot, length, capacity=self._row_capacity)
 
-    def _seat(self, slot: int, row: Any, logits: Any, at: Seat = Seat()) -> None:  # noqa: B008 (frozen)
+    def _seat(self, slot: int, row: Any, logits: Any, at: places.Seat = places.Seat()) -> None:  # noqa: B008 (frozen)
         if self._logits is None:
             self._logits = jax.device_put(np.zeros((self.slots, logits.shape[1]), logits.dtype), logits.sharding)
-            active = jax.device_put(np.zeros(self.slots, bool), replicated(logits.sharding))
+            active = jax.device_put(np.zeros(self.slots, bool), places.replicated(logits.sharding))
             self._cache, self._logits, self._active = commit_together((self._cache, self._logits, active))
-        whole, place = (self._cache, self._logits, self._active), None
-        if self._places:
-            place = np.int32(at.prefix), np.int32(at.shared)
-        whole = put(*whole, row, logits, np.int32(slot), place, store=at.store)
+        place = (np.int32(at.prefix), np.int32(at.shared)) if self._places else None
+        whole = self._cache, self._logits, self._active
+        whole = places.put(*whole, row, logits, np.int32(slot), place, store=at.store)
         self._cache, self._logits, self._active = whole
 
     def _clean(self) -> None:
         """Empties the slots that requests have left."""
         for slot in sorted(self._dirty):
             place = (np.int32(-1), np.int32(0)) if self._places else None
-            whole = clear(*self._kind, self._cache, self._logits, self._active, np.int32(slot), place)
+            whole = places.clear(*self._kind, self._cache, self._logits, self._active, np.int32(slot), place)
             self._cache, self._logits, self._active = whole
         self._dirty.clear()
 
     def _send(self) -> bool:
-        """Asks the device for a block of tokens; false if no row decodes."""
+        """Fills slots and asks the device for a block of tokens; false if no row decodes."""
+        self._fill_slots()
         self._clean()
         rows = [(slot, request) for slot, request in enumerate(self._seated) if request is not None]
         if not rows:
@@ -603,7 +592,7 @@ class Engine:
         running += [[request for _, request in block.rows] for block in self._blocks]
         for request in [one for group in running for one in group if not one.done]:
             self._end(request, "error", error)
-        for queue in (self._waiting, self._parked, self._blocks):
+        for queue in (self._waiting, self._parked, self._blocks, self._dirty):
             queue.clear()
         self._reading = None
 

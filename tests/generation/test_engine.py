@@ -191,12 +191,29 @@ def test_a_prompt_that_cannot_be_read_ends_alone(model, monkeypatch):
     assert [good.tokens] == alone(model, kvjax.presets.full(), 2, [5, 7], max_new_tokens=9)
 
 
+def test_a_row_that_has_no_memory_ends_alone(model, monkeypatch):
+    engine = kvjax.Engine(model, new_cache(2), block=4)
+    real, left = engines.places.empty_row, [1]
+
+    def no_room(*kind):
+        if left and left.pop():
+            raise MemoryError("no room for a row")
+        return real(*kind)
+
+    monkeypatch.setattr(engines.places, "empty_row", no_room)
+    (bad,), (good,) = (engine.submit([7, 5], max_new_tokens=5) for _ in range(2))
+    engine.run()
+    assert (bad.reason, str(bad.error), good.reason) == ("error", "no room for a row", "length")
+
+
 def test_a_step_that_fails_ends_all_requests_and_the_engine_says_so(model, monkeypatch):
     engine = kvjax.Engine(model, new_cache(1), block=4, park=1)
     requests = [engine.submit(prompt, max_new_tokens=9)[0] for prompt in words(5, 6, 7, 8)]
     engine.step()
 
-    def fail(*arguments, **settings):
+    def fail(model, cache, *arguments, **settings):
+        for array in jax.tree.leaves(cache):
+            array.delete()
         raise RuntimeError("device lost")
 
     monkeypatch.setattr(engines, "_run_loop", fail)
