@@ -74,14 +74,14 @@ def run_engine(engine: kvjax.Engine, work: list[Any], n: int, minutes: float) ->
     cache_bytes, warm = engine._cache.nbytes.device, time.perf_counter() - begin
     start = last = time.perf_counter()
     sent = [request for prompt, new in work for request in engine.submit(prompt, max_new_tokens=new, n=n)]
-    before, busy, busy_tokens = engine.stats(), 0.0, 0
-    read, full = -1, False  # of the block that is waited for
+    before, busy, busy_tokens, calm = engine.stats(), 0.0, 0, 0
     while any(not request.done for request in sent) and last - start < 60 * minutes:
         engine.step()
         now, counts = time.perf_counter(), engine.stats()
-        if full and read == 0:  # the block was asked for in the step before
+        # The block that is waited for was asked for in this step or the one before.
+        calm = calm + 1 if counts.prompt_tokens == before.prompt_tokens and counts.decoding == counts.slots else 0
+        if calm > 1:
             busy, busy_tokens = busy + now - last, busy_tokens + counts.new_tokens - before.new_tokens
-        read, full = counts.prompt_tokens - before.prompt_tokens, counts.decoding == counts.slots
         last, before = now, counts
     seconds = last - start
     counts = engine.stats()
@@ -192,7 +192,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args(args)
     given.quick = given.tiny
-    defaults = {"requests": 256, "groups": 32, "slots": 10, "block": 16, "prompt_tokens": 8192}
+    defaults = {"requests": 256, "groups": 32, "slots": 10, "block": 16, "prompt_tokens": 40000}
     if given.tiny:
         defaults = {"requests": 6, "groups": 2, "slots": 2, "block": 4, "prompt_tokens": 64}
     for name, value in defaults.items():

@@ -34,7 +34,7 @@ class CacheSpec:
     head_dim: int
     capacity: int  # tokens that every row can hold, all zones together; rounding to whole chunks may add room
     dtype: DTypeLike = jnp.bfloat16  # of stored keys and values
-    value_dim: int | None = None  # head size of values; None: head_dim. Others, as of MLA, are for Full and Retrieval
+    value_dim: int | None = None  # head size of values; None: head_dim. Others, as of MLA, are for `Dense` stores
     rope_by_length: bool = False  # the rotation of a row's keys depends on its final length: see `Cache.rotated_for`
 
     def __post_init__(self) -> None:

@@ -208,7 +208,7 @@ def test_values_may_have_another_size_than_keys(name):
 
 @pytest.mark.parametrize("name", ["kivi", "h2o", "pages in host memory"])
 def test_policies_that_need_values_like_keys_say_so(name):
-    with pytest.raises(ValueError, match=r"value_dim=8, head_dim=16.*only kvjax.Full and kvjax.Retrieval over"):
+    with pytest.raises(ValueError, match=r"value_dim=8, head_dim=16.*only kvjax.Full, and kvjax.Retrieval"):
         kvjax.init_layer((CASES | OTHERS)[name].policy, dataclasses.replace(CASES["full"].spec, value_dim=8))
 
 

@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding
 from jax.tree_util import register_dataclass
 
 from kvjax.memory import Bytes, commit_together, nbytes, on_host
-from kvjax.policies import Full, PerLayer, Policy
+from kvjax.policies import Compressed, Full, PerLayer, Policy
 from kvjax.policies.zones import SelectedZones
 from kvjax.sharding.placement import (
     Placement,
@@ -36,6 +36,7 @@ from kvjax.sharding.placement import (
 )
 from kvjax.spec import CacheSpec, require_int
 from kvjax.stores import Dense
+from kvjax.stores.prefixed import Prefixed
 from kvjax.validation import check_alive, check_verbs, shown
 
 
@@ -180,8 +181,8 @@ def init_layer(policy: Policy, spec: CacheSpec, placement: Placement | None = No
     _check_spec("init_layer(spec=...)", spec)
     if spec.value_dim is not None and not _takes_value_dim(policy):
         raise ValueError(
-            f"CacheSpec(value_dim={spec.value_dim}, head_dim={spec.head_dim}): only kvjax.Full and kvjax.Retrieval "
-            f"over kvjax.Dense keep values of another size than keys; got {policy}"
+            f"CacheSpec(value_dim={spec.value_dim}, head_dim={spec.head_dim}): only kvjax.Full, and kvjax.Retrieval "
+            f"and kvjax.Compressed over kvjax.Dense keep values of another size than keys; got {policy}"
         )
     if placement is None:
         hosts = any(a.memory_space == jax.memory.Space.Host for a in _empty.trace(policy, spec).jaxpr.out_avals)
@@ -198,8 +199,11 @@ def init_layer(policy: Policy, spec: CacheSpec, placement: Placement | None = No
     return LayerCache(make(policy, spec, placement)(), policy, spec, placement)
 
 
-def _takes_value_dim(policy: Policy) -> bool:
-    return isinstance(policy, Full) or (isinstance(policy, SelectedZones) and isinstance(policy.store, Dense))
+def _takes_value_dim(policy: Any) -> bool:
+    if not isinstance(policy, SelectedZones | Compressed):
+        return isinstance(policy, Full)
+    store: Any = policy.store
+    return isinstance(store.store if isinstance(store, Prefixed) else store, Dense)
 
 
 @partial(jax.jit, static_argnums=(0, 1), inline=True)

@@ -220,7 +220,7 @@ def _seat(layer: LayerCache, row: LayerCache, slot: Any, prefix: Any, shared: An
     def moved(part: Any, held: Any, single: Any) -> Any:
         """`held`, a PrefixedBlock or PrefixedIndex, with the row's part of the history in the slot."""
         axes, shared = slot_axes(part, layer.spec), held.shared.value
-        mine, early = _cut(single, axes, base[0], own_slots), _cut(single, axes, 0, policy.store.tokens)
+        mine, early = _cut(single, axes, base[0], own_slots), _cut(single, axes, 0, policy.store.tokens, base[0])
         if isinstance(held, PrefixedBlock):
             mine = dataclasses.replace(mine, count=single.count - base)
             early = dataclasses.replace(early, count=base)
@@ -269,8 +269,8 @@ def _unshared(layer: LayerCache, spec: CacheSpec, row: Any) -> LayerCache:
     return LayerCache(state, policy, spec)
 
 
-def _cut(tree: Any, axes: Any, start: Any, slots: int) -> Any:
-    """The slots [start, start + slots) of each array; slots past the end are zeros."""
+def _cut(tree: Any, axes: Any, start: Any, slots: int, end: Any = None) -> Any:
+    """The slots [start, start + slots) of each array; slots past the array's end, or past `end`, are zeros."""
 
     def cut(a: Array, at: SlotAxis | None) -> Array:
         if at is None:
@@ -278,7 +278,10 @@ def _cut(tree: Any, axes: Any, start: Any, slots: int) -> Any:
         a, size = move_to(a, host=False), at.entries(slots)
         if not isinstance(start, int) or size > a.shape[at.axis]:
             a = jnp.pad(a, [(0, size if i == at.axis else 0) for i in range(a.ndim)])
-        return lax.dynamic_slice_in_dim(a, at.entries(start), size, at.axis)
+        a = lax.dynamic_slice_in_dim(a, at.entries(start), size, at.axis)
+        if end is None:
+            return a
+        return jnp.where(lax.broadcasted_iota(jnp.int32, a.shape, at.axis) < at.entries(end), a, jnp.zeros_like(a))
 
     leaves, tree = jax.tree.flatten(tree)
     return jax.tree.unflatten(tree, [cut(*pair) for pair in zip(leaves, axes, strict=True)])

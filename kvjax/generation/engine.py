@@ -50,7 +50,7 @@ from kvjax.generation.prefilling import (
 )
 from kvjax.generation.processors import Processors
 from kvjax.generation.prompt_inputs import check_model, check_model_cache, check_request, pad_prompt
-from kvjax.generation.requests import STOPS, EngineBusy, Request, Stats
+from kvjax.generation.requests import NOT_FINITE, STOPS, EngineBusy, Request, Stats
 from kvjax.generation.sampling import Draws, Sampling, rows_of_draws, stack_draws
 from kvjax.generation.streaming import interrupts_wait
 from kvjax.memory import commit_together, on_host
@@ -165,7 +165,7 @@ class Engine:
         # An empty row without its arrays, to check requests by.
         self._empty = jax.tree.map(places.zeros_like, jax.eval_shape(partial(places.empty_row, *self._kind)))
         self._reader: Any = FlatLayers.of(model) if _by_layer(model, self._empty) else self._model
-        self._row_capacity = self._empty.spec.capacity if self._places else None
+        self._first = partial(places.first_tokens, capacity=self._empty.spec.capacity if self._places else None)
         last = (CPU_CHUNKS if jax.default_backend() == "cpu" else GPU_CHUNKS)[-1]
         self._sizes = (self.chunk, last) if last < self.chunk else (self.chunk,)
         self._whole_prompts = chunk is None or any(layer.policy.observes for layer in cache.layers)
@@ -359,8 +359,7 @@ class Engine:
                 left -= self._read(reading)
             except Exception as error:  # such as too little memory: the others go on
                 self._reading = None
-                for request in reading.requests:
-                    self._end(request, "error", error)
+                self._end_all(reading.requests, error)
                 continue
             if not any(self._seated):
                 left = max(left, 1)  # nobody waits for this prompt
@@ -377,8 +376,7 @@ class Engine:
             try:
                 cache, start = self._beginning(prompt)
             except Exception as error:
-                for request in group:
-                    self._end(request, "error", error)
+                self._end_all(group, error)
                 continue
             if cache.rotated_for is not None:
                 cache = self._whole.rotate_for(cache, jnp.array([len(prompt) + group[0].max_new_tokens], jnp.int32))
@@ -395,12 +393,12 @@ class Engine:
     def _beginning(self, prompt: np.ndarray) -> tuple[Cache, int]:
         """A row that holds the first tokens of the prompt, and how many: those of a running row in whole chunks, so
         that the rest is read in the chunks in which the whole would be."""
-        best, source = 0, -1
+        best, source, known = 0, -1, True
         for slot, request in enumerate(self._seated if self._can_share else ()):
             if request is not None:
-                same = min(places.same_tokens(request.prompt, prompt), len(prompt) - 1)
-                best, source = max((best, source), (same // self.chunk * self.chunk, slot))
-        if best == 0:
+                same = min(places.same_tokens(request.prompt, prompt), len(prompt) - 1) // self.chunk * self.chunk
+                best, source, known = max((best, source, known), (same, slot, bool(request.tokens)))
+        if best == 0 or not (known or places.all_finite(on_host(self._logits)[source])):
             return self._new_row(), 0
         return self._first(self._cache, np.array([source], np.int32), np.array([best], np.int32)), best
 
@@ -450,6 +448,9 @@ class Engine:
                     reading.seat = self._places.find(request.prompt, len(reading.requests), others, room)
                     if reading.seat is None:
                         break  # it waits for a prefix to be free
+                    if reading.seat.store and not places.all_finite(reading.logits):  # it would spoil its sharers
+                        self._end_all(reading.requests, FloatingPointError(NOT_FINITE))
+                        continue
                 if reading.homes is not None:
                     homes, reading.homes = reading.homes, None
                     reading.cache, reading.logits = jax.device_put((reading.cache, reading.logits), homes)
@@ -475,9 +476,6 @@ class Engine:
                 f"{prompt} prompt + {new} new tokens need {own} tokens beside the longest prefix, and a slot has "
                 f"{self._cache.spec.capacity}; make the engine with larger capacity or prefix_tokens"
             )
-
-    def _first(self, cache: Cache, slot: Any, length: Any) -> Cache:
-        return places.first_tokens(cache, slot, length, capacity=self._row_capacity)
 
     def _seat(self, slot: int, row: Any, logits: Any, at: places.Seat = places.Seat()) -> None:  # noqa: B008 (frozen)
         if self._logits is None:
@@ -547,9 +545,8 @@ class Engine:
             if request.done:  # since it was asked for
                 continue
             self._news[request] = None
-            error = FloatingPointError("the logits of this row are not finite")
             if bad[0][slot]:
-                self._end(request, "error", error)
+                self._end(request, "error", FloatingPointError(NOT_FINITE))
                 continue
             request.tokens += new.tolist()
             self._new_tokens += len(new)
@@ -558,7 +555,7 @@ class Engine:
             elif len(request.tokens) >= request.max_new_tokens:
                 self._end(request, "length")
             elif bad[1][slot]:
-                self._end(request, "error", error)
+                self._end(request, "error", FloatingPointError(NOT_FINITE))
 
     def _rules(self) -> Any:
         """The rules that change logits, and the tokens of all slots that they count; None if there are none."""
@@ -578,6 +575,10 @@ class Engine:
         if request in self._seated:
             self._leave(self._seated.index(request))
 
+    def _end_all(self, requests: Iterable[Request], error: Exception) -> None:
+        for request in [one for one in requests if not one.done]:
+            self._end(request, "error", error)
+
     def _leave(self, slot: int) -> None:
         self._seated[slot] = None
         if self._places:
@@ -590,8 +591,7 @@ class Engine:
         read = [reading.requests for reading in (*self._parked, self._reading) if reading is not None]
         running = [[request for request in self._seated if request is not None], *read, *self._waiting]
         running += [[request for _, request in block.rows] for block in self._blocks]
-        for request in [one for group in running for one in group if not one.done]:
-            self._end(request, "error", error)
+        self._end_all([one for group in running for one in group], error)
         for queue in (self._waiting, self._parked, self._blocks, self._dirty):
             queue.clear()
         self._reading = None

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from kvjax.cache.cache import Cache, init_layer
 from kvjax.cache.editing import insert, take_rows, truncate
 from kvjax.cache.prefixes import alone, seat, unshared
-from kvjax.memory import has_host_memory, in_host_memory
+from kvjax.memory import has_host_memory, in_host_memory, on_host
 
 
 def same_tokens(a: np.ndarray, b: np.ndarray) -> int:
@@ -194,6 +194,11 @@ def can_share(first: Any, cache: Cache) -> bool:
 def zeros_like(shape: Any) -> np.ndarray:
     """An array of zeros that takes no memory."""
     return np.broadcast_to(np.zeros((), shape.dtype), shape.shape)
+
+
+def all_finite(logits: Any) -> bool:
+    """True if a row holds no NaN, which attention would spread over all tokens of a chunk. Waits for the device."""
+    return bool(np.isfinite(np.max(on_host(logits), axis=-1)).all())
 
 
 def replicated(sharding: Sharding) -> Sharding:

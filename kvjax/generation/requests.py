@@ -13,6 +13,7 @@ from kvjax.generation.sampling import Draws
 from kvjax.generation.text import Detokenizer
 
 STOPS = 16  # stop tokens that a request can have
+NOT_FINITE = "the logits of this row are not finite"
 
 
 class EngineBusy(RuntimeError):

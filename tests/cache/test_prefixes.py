@@ -48,6 +48,19 @@ def read(policy, length, seed=0, capacity=160):
     return prefill(layer, *tokens(1, length, seed))[1]
 
 
+@pytest.mark.parametrize("name", ["full", pytest.param("fier", marks=pytest.mark.thorough)])
+def test_values_of_another_size_than_keys_share_a_prefix(name):
+    q, k, v = tokens(1, 77)
+    empty = kvjax.init_layer(POLICIES[name], dataclasses.replace(SPEC, capacity=160, value_dim=8))
+    row = prefill(empty, q, k, v[..., :8])[1]
+    copies, forked = kvjax.take_rows(row, [0] * 3), prefixes.fork(row, 3, new_tokens=9)
+    for i in range(9):
+        q, k, v = tokens(3, 1, 10 * i)
+        want, copies, _ = step(copies, q, k, v[..., :8])
+        got, forked, _ = step(forked, q, k, v[..., :8])
+        np.testing.assert_allclose(got, want, atol=2e-5)
+
+
 # Like another that runs: "kivi", "pages" or "fier".
 LIKE = [("values rounded later", None), ("fier per head over codes", None), ("product codes", None), ("kivi", 40)]
 
@@ -119,6 +132,25 @@ def test_several_prefixes_in_one_batch(name):
     got, _, _ = step(taken, q[:1], k[:1], v[:1])
     want, _, _ = step(step(rows[1], q[1:2], k[1:2], v[1:2])[1], q[:1], k[:1], v[:1])
     np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["full", "kivi", "fier"])
+def test_what_a_row_has_after_its_prefix_changes_no_sharer(name):
+    """Tokens that are not finite, in the row with which a prefix is stored."""
+    policy = POLICIES[name]
+    clean, poisoned = tokens(1, 100, 1), tokens(1, 100, 1)
+    for array in poisoned:
+        array[:, 70:] = np.nan
+    empty = kvjax.init_layer(policy, dataclasses.replace(SPEC, capacity=160))
+    first, second = (prefixes.alone(prefill(empty, *qkv)[1]) for qkv in (poisoned, clean))
+    cache = kvjax.init(policy, dataclasses.replace(SPEC, batch=6, capacity=112), layers=1)
+    cache = prefixes.prefixed_like(cache, 64, prefixes=1)
+    seat = jax.jit(prefixes.seat, static_argnames="store")
+    for slot, row, store in ((0, first, True), (1, second, False)):
+        cache = seat(cache, kvjax.Cache((row,)), slot, prefix=0, shared=60, store=store)
+    q, k, v = tokens(6, 1, 40)
+    got = step(cache.layers[0], q, k, v)[0][1]
+    np.testing.assert_allclose(got, step(second, q[1:2], k[1:2], v[1:2])[0][0], atol=2e-5)
 
 
 @pytest.mark.parametrize("sharers", [2, 24])

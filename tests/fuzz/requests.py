@@ -60,7 +60,7 @@ POLICIES = {
     "windowed fier": f"fier:{SMALL},group=4,chunk=8,dense_layers=0",
 }
 SHARING = ("full", "fier", "kivi", "share")  # whose rows may have a common prefix
-KEPT = {name: (0,) for name in POLICIES}
+KEPT: dict[str, tuple[int, ...]] = {name: (0,) for name in POLICIES} | {"share": (0, 3)}
 
 
 @cache

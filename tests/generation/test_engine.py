@@ -371,6 +371,24 @@ def test_a_prompt_may_be_longer_than_a_slot_by_its_prefix(model):
         assert request.tokens == kvjax.generate(model, new_cache(1, 160), [one], max_new_tokens=40).rows[0]
 
 
+@pytest.mark.parametrize("shared", [{}, {"prefixes": 1, "prefix_tokens": 64}], ids=["copied", "stored"])
+def test_a_prompt_that_is_not_finite_lends_its_beginning_to_none(shared):
+    """Within a chunk, NaN of a later token reaches the keys of earlier ones in the next layer."""
+    poisoned = Tiny(nnx.Rngs(0))
+    poisoned.embed.set_value(poisoned.embed.get_value().at[7].set(jnp.nan))
+    (start,) = words(80)
+    start, settings = [max(token, 8) for token in start], {"max_new_tokens": 9}
+    engine = kvjax.Engine(poisoned, new_cache(3, 128), block=4, chunk=32, **shared)
+    bad, good, also = (engine.submit(start + rest, **settings)[0] for rest in ([7, 9], [9], [8, 9]))
+    engine.run()
+    assert (bad.reason, good.reason, also.reason) == ("error", "length", "length")
+    for request, rest in ((good, [9]), (also, [8, 9])):
+        cold = kvjax.Engine(poisoned, new_cache(3, 128), block=4, chunk=32)
+        (same,) = cold.submit(start + rest, **settings)
+        cold.run()
+        assert request.tokens == same.tokens
+
+
 def test_more_answers_than_share_a_prefix_store_it_again(model):
     (prompt,) = words(90)
     settings = {"max_new_tokens": 20, "sampling": sampling(1.0), "key": jax.random.key(3)}
