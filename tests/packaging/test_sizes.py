@@ -13,7 +13,7 @@ STEPS = {  # functions, files, and protocols that a traced step asks for
     "fier": (92, 21, 0),
     "pariskv": (116, 22, 0),
     "quest": (88, 19, 0),
-    "freekv": (115, 23, 0),
+    "freekv": (116, 23, 0),
     "logquant": (71, 18, 0),
     "h2o": (44, 10, 0),
 }
