@@ -47,7 +47,9 @@ class BallPages(PageSelector):
         if self.radius not in get_args(Radius):
             raise ValueError(f"BallPages(radius={self.radius!r}) must be 'mean' or 'max'")
 
-    def summarised(self, candidates: Candidates, q: Array) -> Candidates:
+    def with_pending(self, candidates: Candidates, q: Array) -> Candidates:
+        if self.pending == "exact":
+            return candidates
         keys, seen = pending_pages(candidates, self.page)
         keys = jnp.where(seen, keys.astype(jnp.float32), 0)  # [B, K, T, P, page, D]
         count = jnp.maximum(jnp.sum(seen, axis=4, keepdims=True, dtype=jnp.float32), 1)

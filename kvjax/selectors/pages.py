@@ -52,7 +52,9 @@ class _Boxes(PageSelector):
             high = jnp.where(here, jnp.maximum(high, key), high)
         return low, high
 
-    def summarised(self, candidates: Candidates, q: Array) -> Candidates:
+    def with_pending(self, candidates: Candidates, q: Array) -> Candidates:
+        if self.pending == "exact":
+            return candidates
         low, high = self.box_of_seen(*pending_pages(candidates, self.page))
         heads = q.reshape(*q.shape[:2], candidates.steps, 1, -1, q.shape[3])  # broadcasts against corners
         return with_points(candidates, jnp.where(heads > 0, high, low), self.page)

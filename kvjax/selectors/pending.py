@@ -21,7 +21,7 @@ Pending = Literal["exact", "box"]
 
 @dataclass(frozen=True, kw_only=True)
 class PageSelector(Selector):
-    """Scores pages of `page` tokens by a summary of each; a subclass defines it, and `summarised` for pending pages."""
+    """Scores pages of `page` tokens by a summary of each; a subclass defines it, also of pending pages."""
 
     page: int
     group_reduce: GroupReduce
@@ -47,13 +47,6 @@ class PageSelector(Selector):
                 f"{name}(page={self.page}, pending='box') needs pages of at least {spec.group} tokens, one for each "
                 "query head of a KV head; use larger pages, or pending='exact'"
             )
-
-    def with_pending(self, candidates: Candidates, q: Array) -> Candidates:
-        return candidates if self.pending == "exact" else self.summarised(candidates, q)
-
-    def summarised(self, candidates: Candidates, q: Array) -> Candidates:
-        """`candidates` whose pending keys are points of the pages' summaries so far."""
-        raise NotImplementedError
 
 
 def pending_pages(candidates: Candidates, page: int) -> tuple[Array, Array]:
