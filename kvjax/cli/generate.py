@@ -54,6 +54,7 @@ EXAMPLE = (
 )
 EXAMPLE_TOKENS = 5
 SILENCE = 2.0  # seconds of compiling after which a line says what takes the time
+SHORT = 256  # new tokens up to which to compile all layers takes longer than calls of one layer do
 JSON_BLOCK = 16  # decode steps between two transfers to the host; --json does not stream
 
 
@@ -241,6 +242,7 @@ def generate(
             "processors": checkpoint.processors,
             "measure": True,
             "draft": lookup,
+            "short": new <= SHORT,
         },
     )
     job.check()
@@ -398,7 +400,8 @@ def _run(progress: Progress, job: _Job, times: Timeline, *, show: Callable[[str]
             if job.drafting is not None:
                 settings["draft"] = DraftModel(models.load(job.drafting, dtype=job.dtype).model)
         with bar(progress, "compiling"):
-            ahead.wait(prompt_only=jax.default_backend() != "cpu")  # whose cores prompt and compiling would share
+            # the cores of a CPU would be shared by prompt and compiling
+            ahead.wait(prompt_only=jax.default_backend() != "cpu" and not settings["short"])
         with (
             bar(progress, f"reading the prompt of {prompt} tokens", total=prompt) as advance_to,
             times.row("prompt") as words,
@@ -453,7 +456,7 @@ class _Ahead:
         job, settings = self._job, self._job.settings
         if job.placement is not None or job.drafting is not None or settings["draft"] is not None:
             return
-        chosen = {name: settings[name] for name in ("sampling", "stop_tokens", "processors", "measure")}
+        chosen = {name: settings[name] for name in ("sampling", "stop_tokens", "processors", "measure", "short")}
         jobs = compile_ahead(shapes, self.cache, len(job.tokens), **chosen)
         pool = ThreadPoolExecutor(len(jobs))
         self.started = time.perf_counter()

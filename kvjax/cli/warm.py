@@ -67,20 +67,12 @@ def warm(
     empty = kvjax.init(policy, model.spec(batch=batch, capacity=rounded), layers=checkpoint.config.layers)
     begin, before = time.perf_counter(), _bytes(folder)
     draws: list[Any] = [Sampling(), *([sampling(1.0)] if temperature else [])]
-    jobs = [
-        job
-        for draw in draws
-        for job in compile_ahead(
-            model,
-            empty,
-            None,
-            sampling=draw,
-            stop_tokens=checkpoint.stop_tokens,
-            processors=checkpoint.processors,
-            measure=True,
-            prompts=draw is draws[0],
-        )
-    ]
+    jobs: list[Any] = []
+    for draw, short in [(draw, short) for draw in draws for short in (False, True)]:
+        settings: dict[str, Any] = {"sampling": draw, "stop_tokens": checkpoint.stop_tokens, "measure": True}
+        settings |= {"processors": checkpoint.processors, "short": short, "prompts": not short and draw is draws[0]}
+        found = compile_ahead(model, empty, None, **settings)
+        jobs += [] if short and len(found) == 1 else found  # else the same loop again
     with ThreadPoolExecutor() as pool:
         for done in [pool.submit(job) for job in jobs]:
             done.result()

@@ -41,9 +41,9 @@ from kvjax.generation.prefilling import (
     CPU_CHUNKS,
     GPU_CHUNKS,
     Model,
-    _by_layer,
     _committed,
     _read,
+    by_layer,
     chunk_size,
     cut,
     on_auto_axes,
@@ -164,7 +164,7 @@ class Engine:
         self._spare: Any = None  # a row whose arrays the next one takes
         # An empty row without its arrays, to check requests by.
         self._empty = jax.tree.map(places.zeros_like, jax.eval_shape(partial(places.empty_row, *self._kind)))
-        self._reader: Any = FlatLayers.of(model) if _by_layer(model, self._empty) else self._model
+        self._reader: Any = FlatLayers.of(model) if by_layer(model, self._empty) else self._model
         self._first = partial(places.first_tokens, capacity=self._empty.spec.capacity if self._places else None)
         last = (CPU_CHUNKS if jax.default_backend() == "cpu" else GPU_CHUNKS)[-1]
         self._sizes = (self.chunk, last) if last < self.chunk else (self.chunk,)

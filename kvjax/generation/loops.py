@@ -11,10 +11,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.tree_util import register_dataclass
 
@@ -23,10 +24,10 @@ from kvjax.cache.editing import rollback
 from kvjax.cache.editing import room as free_room
 from kvjax.cache.flushing import flush
 from kvjax.generation.drafts import accepted
-from kvjax.generation.prefilling import Model
+from kvjax.generation.prefilling import Model, kinds_of, like
 from kvjax.generation.processors import History, Rules, process
 from kvjax.generation.sampling import Draws, drawing
-from kvjax.memory import CONCURRENT
+from kvjax.memory import CONCURRENT, commit_together, on_host
 from kvjax.numerics.blocks import put_last
 from kvjax.policies import Info
 from kvjax.sharding.placement import call_model
@@ -120,34 +121,17 @@ def decode_loop(
     its own: `limit` and `first` are i32[] or i32[B], the stop tokens `stop` i32[n] or i32[B, n].
     `processed` has rules that change the logits, and the tokens before this call.
     """
-    bad, draw, ruled = has_no_best(logits), drawing(draws, logits.shape[0]), _ruling(processed, first, stop)
-
-    def running(s: Loop) -> Array:
-        return s.active & (s.step < limit)
+    bad = has_no_best(logits)
 
     def more(s: Loop) -> Array:
-        return jnp.any(running(s))
+        return jnp.any(s.active & (s.step < limit))
 
     def emit(s: Loop) -> Loop:
-        active, token = running(s), draw(ruled(s.logits, s.tokens, s.step), first + s.step)
-        tokens = lax.dynamic_update_index_in_dim(s.tokens, jnp.where(active, token, PAD), s.step, axis=1)
-        fed = jnp.where(active, token, 0)[:, None]
-        attended, counted = s.attended, s.counted
+        s, active, fed = _draw(s, draws, first, limit, stop, processed)
         told: Any = {"info": True} if measure else {}
         with flushed():
             new, cache, *infos = call_model(model, fed, s.cache, active=active, last_logits=True, **told)
-        if measure:
-            attended, counted = count_attended(attended, counted, infos[0], active)
-        ends = jnp.any(token[:, None] == stop.reshape(-1, stop.shape[-1]), axis=-1)
-        return Loop(
-            step=s.step + 1,
-            cache=cache,
-            logits=jnp.where(active[:, None], new, s.logits),
-            tokens=tokens,
-            active=s.active & ~(active & (ends | has_no_best(new))),
-            attended=attended,
-            counted=counted,
-        )
+        return _after(s._replace(cache=cache), active, fed, new, infos[0] if measure else (), stop)
 
     # Each condition makes the host wait for a GPU, and one within the step would copy the arrays that it passes on. So
     # steps run in a loop that ends when a block is full.
@@ -159,11 +143,117 @@ def decode_loop(
         start = jnp.ones((), bool), s._replace(cache=flush(s.cache))
         return lax.while_loop(ready, lambda carry: (jnp.zeros((), bool), emit(carry[1])), start)[1]
 
-    tokens = jnp.full((logits.shape[0], ROOM), PAD, jnp.int32)
-    zero, mean = jnp.zeros((), jnp.int32), jnp.zeros(len(cache.layers) if measure else 0, jnp.float32)
-    start = Loop(zero, cache, logits, tokens, active & ~bad, mean, jnp.zeros((), jnp.float32))
+    start = _start(cache, logits, active & ~bad, len(cache.layers) if measure else 0)
     done = lax.while_loop(more, flush_and_emit, start)
     return done, jnp.stack([bad, has_no_best(done.logits)])
+
+
+def _start(cache: Any, logits: Array, active: Array, measured: int) -> Loop:
+    tokens, mean = jnp.full((logits.shape[0], ROOM), PAD, jnp.int32), jnp.zeros(measured, jnp.float32)
+    return Loop(jnp.zeros((), jnp.int32), cache, logits, tokens, active, mean, jnp.zeros((), jnp.float32))
+
+
+def _draw(
+    s: Loop, draws: Draws | None, first: Array, limit: Array, stop: Array, processed: tuple[Rules, History] | None
+) -> tuple[Loop, Array, Array]:
+    """Draws a token of each row into the buffer; also the rows that take it, and the tokens as i32[B, 1]."""
+    active, ruled = s.active & (s.step < limit), _ruling(processed, first, stop)
+    token = drawing(draws, s.logits.shape[0])(ruled(s.logits, s.tokens, s.step), first + s.step)
+    tokens = lax.dynamic_update_index_in_dim(s.tokens, jnp.where(active, token, PAD), s.step, axis=1)
+    return s._replace(tokens=tokens), active, jnp.where(active, token, 0)[:, None]
+
+
+def _after(s: Loop, active: Array, fed: Array, new: Array, infos: Sequence[Info], stop: Array) -> Loop:
+    """The loop after the rows `active` took the tokens `fed` i32[B, 1], which gave the logits `new`."""
+    attended, counted = count_attended(s.attended, s.counted, infos, active) if infos else (s.attended, s.counted)
+    ends = jnp.any(fed == stop.reshape(-1, stop.shape[-1]), axis=-1) | has_no_best(new)
+    return s._replace(
+        step=s.step + 1,
+        logits=jnp.where(active[:, None], new, s.logits),
+        active=s.active & ~(active & ends),
+        attended=attended,
+        counted=counted,
+    )
+
+
+@jax.jit
+def _begin_step(model: FlatLayers, s: Loop, cache: Cache, *given: Any) -> tuple[Any, Any, Array]:
+    """Draws and embeds; also says whether a layer of `cache`, which has one of each policy, is full."""
+    bad, stored = has_no_best(s.logits), cache.length
+    s, active, fed = _draw(s._replace(active=s.active & ~bad), *given)
+    return (s, active, fed, bad), model.begin(fed, stored, stored + active.astype(jnp.int32)), any_full(cache)
+
+
+@partial(jax.jit, static_argnames="measure", donate_argnames=("x", "cache"), compiler_options=CONCURRENT)
+def _step_layer(layer: Flat, x: Array, cos: Any, sin: Any, cache: Any, active: Array, *, measure: bool) -> Any:
+    with flushed():
+        x, cache, info = layer(x, cos, sin, cache, lengths=None, active=active, first_chunk=False)
+    return x, cache, Info(info.attended, None) if measure else None
+
+
+@partial(jax.jit, donate_argnames="s")
+def _end_step(
+    model: FlatLayers, s: Loop, active: Array, fed: Array, x: Array, infos: Sequence[Info], stop: Array
+) -> tuple[Loop, Array]:
+    s = _after(s, active, fed, model.finish(x, None), infos, stop)
+    return s, has_no_best(s.logits)
+
+
+_flush_layer = jax.jit(flush, donate_argnums=0)
+
+
+def _begin_by_layer(model: FlatLayers, cache: Cache, logits: Array, active: Array, measure: bool) -> Any:
+    """The model without its layers, the loop before its first token, and the numbers of layers that fill at once."""
+    mean = np.zeros(len(cache.layers) if measure else 0, np.float32)
+    tokens, zero = np.full((logits.shape[0], ROOM), PAD, np.int32), np.int32(0)
+    start: Any = zero, (), logits, tokens, np.asarray(active), mean, np.float32(0)
+    s = Loop(*jax.device_put(start))
+    first = {(layer.policy, layer.spec): i for i, layer in reversed(list(enumerate(cache.layers)))}
+    return FlatLayers(model.whole, []), commit_together((cache, s))[1], list(first.values())
+
+
+def decode_by_layer(
+    model: FlatLayers, cache: Cache, logits: Array, active: Array, *given: Any, measure: bool
+) -> tuple[Loop, tuple[Array, Array]]:
+    """`decode_loop`, called with `processed`, as programs of one layer each, which compile in less time.
+
+    The host calls one for each layer, and waits for each token.
+    """
+    (_, _, limit, stop, _), layers = given, list(cache.layers)
+    ends, s, kinds = _begin_by_layer(model, cache, logits, active, measure)
+    for i in range(int(limit)):
+        brief = dataclasses.replace(cache, layers=tuple(layers[kind] for kind in kinds))
+        (s, taken, fed, bad), (x, cos, sin), full = _begin_step(ends, s, brief, *given)
+        if i == 0:
+            before = bad
+        elif not np.any(on_host(taken)):
+            break
+        if on_host(full):
+            layers = [_flush_layer(layer) for layer in layers]
+        infos = []
+        for j, layer in enumerate(model.layers):
+            x, layers[j], info = _step_layer(layer, x, cos, sin, layers[j], taken, measure=measure)
+            infos.append(info)
+        s, after = _end_step(ends, s, taken, fed, x, infos if measure else [], stop)
+    return s._replace(cache=dataclasses.replace(cache, layers=tuple(layers))), (before, after)
+
+
+def programs_by_layer(
+    model: FlatLayers, cache: Cache, logits: Array, active: Array, *given: Any, measure: bool
+) -> list[Callable[[], jax.stages.Lowered]]:
+    """Functions that lower the programs of `decode_by_layer`, but those of a flush; the model may hold shapes."""
+    ends, s, kinds = _begin_by_layer(model, cache, logits, active, measure)
+    brief = dataclasses.replace(cache, layers=tuple(cache.layers[kind] for kind in kinds))
+    found: list[Callable[[], jax.stages.Lowered]] = [partial(_begin_step.lower, ends, s, brief, *given)]
+    step: Any = partial(cast(Any, _step_layer).__wrapped__, measure=measure)
+    (s, taken, fed, _), (x, cos, sin), _ = like(cache, jax.eval_shape(_begin_step, ends, s, brief, *given))
+    infos = [None] * len(cache.layers)
+    for kind in kinds_of(model, cache):
+        call = model.layers[kind], x, cos, sin, cache.layers[kind], taken
+        found.append(partial(_step_layer.lower, *call, measure=measure))
+        infos = [like(cache, jax.eval_shape(step, *call)[2])] * len(infos)
+    found.append(partial(_end_step.lower, ends, s, taken, fed, x, infos if measure else [], given[3]))
+    return found
 
 
 def _ruling(

@@ -224,14 +224,15 @@ def prompt_programs(
     chunks = [one for n in prompts for one in chunks_of(cache, min(n, most), chunk, empty=True)]
     for size, alone in dict.fromkeys(chunks):
         chunk_tokens, lengths = np.zeros((B, size), np.int32), np.zeros((B,), np.int32)
-        if not _by_layer(model, cache):
+        if not by_layer(model, cache):
             found.append(partial(_prefill_chunk.lower, model, cache, chunk_tokens, lengths, first_chunk=alone))
             continue
-        given = _like(cache, jax.eval_shape(_begin, model, chunk_tokens, lengths, lengths))
+        given = like(cache, jax.eval_shape(_begin, model, chunk_tokens, lengths, lengths))
         found.append(partial(_begin.lower, model, chunk_tokens, cache.length, lengths))
         found.append(partial(_finish.lower, model, given[0], lengths))
-        for layer, own in _kinds(model, cache).values():
-            found.append(partial(_layer.lower, layer, *given, own, lengths, first_chunk=alone))
+        for i in kinds_of(model, cache):
+            layer: Any = cast(Any, model).layers[i], *given, cache.layers[i], lengths
+            found.append(partial(_layer.lower, *layer, first_chunk=alone))
     return found
 
 
@@ -309,7 +310,7 @@ def _prefill_chunk(
 
 def _read(model: Model, cache: Cache, tokens: Any, lengths: Any, *, first_chunk: bool) -> tuple[Array, Cache]:
     """Reads a chunk, in one program or layer by layer; the cache is donated."""
-    if isinstance(tokens, jax.core.Tracer) or not _by_layer(model, cache):
+    if isinstance(tokens, jax.core.Tracer) or not by_layer(model, cache):
         return _prefill_chunk(model, cache, tokens, lengths, first_chunk=first_chunk)
     layered: Any = model
     caches, length = list(cache.layers), cache.length
@@ -319,7 +320,7 @@ def _read(model: Model, cache: Cache, tokens: Any, lengths: Any, *, first_chunk:
     return _finish(layered, x, lengths), dataclasses.replace(cache, layers=tuple(caches))
 
 
-def _by_layer(model: Any, cache: Cache) -> bool:
+def by_layer(model: Any, cache: Cache) -> bool:
     """Whether prompts run layer by layer: a deep model on one device."""
     if (
         not isinstance(model, Layered)
@@ -331,19 +332,19 @@ def _by_layer(model: Any, cache: Cache) -> bool:
     layers = jax.tree.leaves(cache.layers)
     if isinstance(layers[0], jax.core.Tracer) or len(model.layers) != len(cache.layers):
         return False
-    return len(cache.layers) >= DEEP * len(_kinds(model, cache))
+    return len(cache.layers) >= DEEP * len(kinds_of(model, cache))
 
 
-def _kinds(model: Any, cache: Cache) -> dict[Any, tuple[Any, Any]]:
-    """One layer of each kind with its cache: those that differ in more than their numbers."""
-    found: dict[Any, tuple[Any, Any]] = {}
-    for both in zip(model.layers, cache.layers, strict=True):
+def kinds_of(model: Any, cache: Cache) -> list[int]:
+    """The first layer of each kind: of those that differ in more than their numbers, and so do their caches."""
+    found: dict[Any, int] = {}
+    for i, both in enumerate(zip(model.layers, cache.layers, strict=True)):
         leaves, tree = jax.tree.flatten(both)
-        found.setdefault((tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)), both)
-    return found
+        found.setdefault((tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)), i)
+    return list(found.values())
 
 
-def _like(cache: Cache, shapes: Any) -> Any:
+def like(cache: Cache, shapes: Any) -> Any:
     """Shapes of arrays that are committed to a device if those of the cache are."""
     leaf: Any = next(iter(jax.tree.leaves(cache)))
     if not leaf.committed:

@@ -35,10 +35,19 @@ from jax.typing import ArrayLike
 from kvjax.cache.cache import Cache, raise_on_overflow
 from kvjax.compiling import compile_clock
 from kvjax.generation.drafts import Draft, Speculation, check_draft
-from kvjax.generation.loops import PAD, ROOM, Flat, decode_loop, draft_loop
+from kvjax.generation.loops import (
+    PAD,
+    ROOM,
+    Flat,
+    FlatLayers,
+    decode_by_layer,
+    decode_loop,
+    draft_loop,
+    programs_by_layer,
+)
 from kvjax.generation.prefilling import Model as Model
+from kvjax.generation.prefilling import by_layer, on_auto_axes, prompt_programs, to_caller, warm_prefill
 from kvjax.generation.prefilling import chunk_size as chunk_size
-from kvjax.generation.prefilling import on_auto_axes, prompt_programs, to_caller, warm_prefill
 from kvjax.generation.prefilling import prefill as prefill
 from kvjax.generation.processors import History, Processors, Rules
 from kvjax.generation.prompt_inputs import (
@@ -217,13 +226,16 @@ def stream(
     block: int = 1,
     progress: Callable[[int], None] | None = None,
     draft: Draft | None = None,
+    short: bool = False,
 ) -> Stream:
     """`generate` as an iterator: the same tokens, in blocks of up to `block` tokens per row.
 
     Yields i32[B, n <= block] on the host, with PAD where a row has ended; or, with a `tokenizer` and one row, pieces
     of text that never split a character. This call checks and prefills the prompt, so errors are raised before the
     first block. The host waits for the device once per block: a larger block is faster, a smaller one streams more
-    smoothly. With a `draft`, as in `generate`, a block is at least one draft and the token before it.
+    smoothly. With a `draft`, as in `generate`, a block is at least one draft and the token before it. `short` is for a
+    process that gives one answer: where prompts are read layer by layer, tokens are, too, so that less compiles, and
+    each token takes a little longer.
     """
     check_model(model, _keywords(measure, draft))
     check_model_cache(cache)
@@ -258,6 +270,7 @@ def stream(
         drafter=drafter,
         compile_seconds=clock.seconds,
         processed=_start(processors, cache, logits, tokens, lengths),
+        short=short,
     )
 
 
@@ -317,12 +330,15 @@ class Stream(Iterator[Any]):
         drafter: Any = None,
         compile_seconds: float = 0.0,
         processed: tuple[Rules, History] | None = None,
+        short: bool = False,
     ) -> None:
         batch = cache.spec.batch
         self.cache, self._logits = commit_together((cache, to_context(logits)))
         self._attended, self._counted = np.zeros(len(cache.layers), np.float32), 0.0
         self.rows, self.compile_seconds = [[] for _ in range(batch)], compile_seconds
-        self._model: Model = Flat.of(model)
+        follows = any(layer.policy.follows for layer in cache.layers)  # and would need what another layer selected
+        short = short and drafter is None and not follows and by_layer(model, cache)
+        self._model: Any = FlatLayers.of(model) if short else Flat.of(model)
         self._processed = processed
         self._unread: list[Any] = []  # what a loop returned, until the host has read it
         self._draws, self._stop = draws, stop_array(()) if stop is None else stop
@@ -350,16 +366,26 @@ class Stream(Iterator[Any]):
     def _call(self, limit: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments of `decode_loop`."""
         state = self._model, self.cache, self._logits, self._active, self._draws
-        how = {"processed": self._processed, "measure": self._measure}
-        return (*state, np.int32(self._step), np.int32(limit), self._stop), how
+        how = {"measure": self._measure}
+        return (*state, np.int32(self._step), np.int32(limit), self._stop, self._processed), how
 
     @on_auto_axes
     def lower(self) -> jax.stages.Lowered:
         """The lowered program of `advance`, to inspect its code or its memory; nothing runs."""
         arguments, how = self._call(1)
         if self._drafter is not None:
-            return draft_loop.lower(*arguments, self._drafter.with_state(None), self._drafter.state, **how)
+            return draft_loop.lower(*arguments[:-1], *self._drafting(), *arguments[-1:], **how)
         return decode_loop.lower(*arguments, **how)
+
+    def programs(self) -> list[Callable[[], jax.stages.Lowered]]:
+        """Functions that lower the programs of `advance`."""
+        if not isinstance(self._model, FlatLayers):
+            return [self.lower]
+        arguments, how = self._call(1)
+        return programs_by_layer(*arguments, **how)
+
+    def _drafting(self) -> tuple[Any, Any]:
+        return self._drafter.with_state(None), self._drafter.state
 
     @on_auto_axes
     def advance(self, steps: int) -> np.ndarray:
@@ -379,9 +405,9 @@ class Stream(Iterator[Any]):
     def _advance(self, limit: int) -> np.ndarray:
         """One call of a loop."""
         arguments, how = self._call(limit)
-        loop: Any = decode_loop if self._drafter is None else draft_loop
+        loop: Any = decode_by_layer if isinstance(self._model, FlatLayers) else decode_loop
         if self._drafter is not None:
-            arguments = *arguments, self._drafter.with_state(None), self._drafter.state
+            loop, arguments = draft_loop, (*arguments[:-1], *self._drafting(), *arguments[-1:])
         if not self._unread:
             with interrupts_wait(), compile_clock() as clock:  # or the donated cache would be gone, and no other here
                 self._unread.append(loop(*arguments, **how))
@@ -494,6 +520,7 @@ def compile_ahead(
     chunk: int | None = None,
     measure: bool = False,
     prompts: bool = True,
+    short: bool = False,
 ) -> list[Callable[[], Any]]:
     """Functions that each compile a program of `stream` for a prompt of `prompt_tokens`, to be called in threads.
 
@@ -510,7 +537,8 @@ def compile_ahead(
         logits: Any = jax.device_put(np.zeros((rows, V), np.float32))
         draws = Draws.of(sampling, jax.random.key(0), rows)
         processed, stop = _start(processors, cache, logits), stop_array(stop_tokens)
-        programs.append(Stream(model, cache, logits, 1, draws, stop, measure=measure, processed=processed).lower)
+        run = Stream(model, cache, logits, 1, draws, stop, measure=measure, processed=processed, short=short)
+        programs += run.programs()
 
     def compiled(lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
         return lower().compile()

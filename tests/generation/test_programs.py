@@ -161,7 +161,7 @@ def test_a_model_of_many_layers_is_deep():
         for policy, kinds in ((kvjax.Full(), 1), (FREEKV, 2)):  # whose first layer is dense
             spec = model.spec(batch=1, capacity=288)
             cache = jax.eval_shape(lambda p=policy, s=spec, n=layers: kvjax.init(p, s, layers=n))
-            assert prefilling._by_layer(model, cache) == (deep or kinds == 1)
+            assert prefilling.by_layer(model, cache) == (deep or kinds == 1)
 
 
 BY_LAYER = {"full": kvjax.Full(), "fier": FIER, "snapkv": kvjax.presets.snapkv(32), "freekv": FREEKV}
@@ -226,3 +226,50 @@ def test_programs_that_compiled_ahead_for_shapes_are_those_that_run(model, polic
     with compiled() as seen:
         list(kvjax.generation.stream(model, cache, words(np.random.default_rng(0), 90), max_new_tokens=4, **settings))
     assert not seen
+
+
+@pytest.mark.parametrize(
+    ("policy", "batch"),
+    [
+        pytest.param(FIER, 2, id="fier"),  # whose recent block fills on the way
+        pytest.param(FREEKV, 1, id="freekv", marks=pytest.mark.thorough),
+        pytest.param(kvjax.presets.snapkv(32), 2, id="snapkv", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_short_answer_compiles_one_layer_of_each_kind_and_is_the_same(policy, batch, monkeypatch):
+    monkeypatch.setattr(prefilling, "DEEP", 2)
+    rng, tokens = np.random.default_rng(4), 280
+    prompt = words(rng, *(50, 20)[:batch])
+    settings = {"measure": True, "sampling": sampling(0.9), "key": jax.random.key(5), "max_new_tokens": tokens}
+    settings |= {"stop_tokens": (3,), "processors": Processors(repetition_penalty=1.2), "block": 70}
+
+    def empty():
+        return kvjax.init(policy, DEEP.spec(batch=batch, capacity=352), layers=DEEP.config.layers)
+
+    chosen = {name: settings[name] for name in ("measure", "sampling", "stop_tokens", "processors")}
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), DEEP)
+    jax.clear_caches()
+    cache = empty()
+    assert not cache.length.any()
+    for compile_one in kvjax.generation.compile_ahead(shapes, cache, 50, short=True, **chosen):
+        compile_one()
+    with compiled() as seen:
+        short = kvjax.generation.stream(DEEP, cache, prompt, short=True, **settings)
+        got = np.concatenate(list(short), axis=1)
+    assert set(seen) <= {"jit(flush)"}, seen
+    with compiled() as seen:
+        whole = kvjax.generation.stream(DEEP, empty(), prompt, **settings)
+        np.testing.assert_array_equal(got, np.concatenate(list(whole), axis=1))
+    assert seen["jit(decode_loop)"] == 1
+    assert_close(short.logits, whole.logits)
+    np.testing.assert_allclose(short.attended, whole.attended, rtol=1e-5)
+    assert short.cache.length.tolist() == whole.cache.length.tolist()
+
+
+def test_layers_that_follow_a_selection_decode_in_one_program(monkeypatch):
+    monkeypatch.setattr(prefilling, "DEEP", 1)
+    for share, programs in ((1, 3), (2, 1)):
+        policy = kvjax.presets.parse(f"fier:budget=24,dense_layers=0,share={share}")
+        cache = kvjax.init(policy, DEEP.spec(batch=1, capacity=288), layers=DEEP.config.layers)
+        logits = np.zeros((1, CONFIG.vocab_size), np.float32)
+        assert len(kvjax.generation.Stream(DEEP, cache, logits, 1, short=True).programs()) == programs
