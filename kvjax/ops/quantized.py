@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -25,7 +26,6 @@ from kvjax.numerics.selection import PackedSelection, Selection, split_selection
 from kvjax.numerics.types import Float, Int32
 from kvjax.ops.attend import attend_beside, attend_gathered, merge_beside
 from kvjax.ops.op import Implementation, for_gpu, op
-from kvjax.ops.score import sum_products
 
 Codes = QuantArray | Directions  # of uniform levels, or of a codebook
 
@@ -55,7 +55,7 @@ def attend_quantized(
     it never holds the decoded cache. The products use the codes themselves: scales of keys by channel multiply the
     queries, scales of keys by token the scores, and scales of values the weights. That costs Q multiplications per
     group in place of one for each of its values. With more queries than a group has values (a prompt), each block is
-    decoded instead. With few, a GPU decodes as it sums, and holds the values' codes once more. Slots outside of
+    decoded instead. With few, a GPU decodes a quarter of the tokens at a time, to the dtype of q. Slots outside of
     [start, stop) may hold anything. Codes of a codebook are those of rotated keys and values: q is rotated, and so is
     the result; they are decoded.
 
@@ -67,41 +67,33 @@ def attend_quantized(
     block = min(max(256, slots // 64) // group * group or group, slots)
     few = q.shape[2] <= slots * D // max(keys[-1][0, 0].size, values[-1][0, 0].size)
     folds = few and isinstance(keys, QuantArray)
-    q = q.astype(jnp.float32)
+    half, q = q.dtype if q.dtype.itemsize == 2 else jnp.float32, q.astype(jnp.float32)
     start, stop = (a[:, None] if a.ndim == 1 else a for a in (start, stop))
     operands = q, keys, values, start, stop
 
-    def summed(q: Array, keys: Codes, values: Codes, start: Array, stop: Array) -> PartialAttention:
-        slot = jnp.arange(slots, dtype=jnp.int32)[None, None]
-        mask = (slot >= start[..., None]) & (slot < stop[..., None])  # [B, Q, S]
-        lead, seen = (*q.shape[:2], slots // group, group), jnp.any(mask, axis=1)[:, None]
+    def in_blocks(block: int, folds: bool, dtype: Any) -> Callable[..., PartialAttention]:
+        def one(i: Array, q: Array, keys: Codes, values: Codes, start: Array, stop: Array) -> PartialAttention:
+            first = jnp.minimum(i * block, slots - block)  # the last block overlaps the one before: mask the overlap
+            slot = (first + jnp.arange(block, dtype=jnp.int32))[None, None]
+            mask = (slot >= jnp.maximum(start, i * block)[..., None]) & (slot < stop[..., None])  # [B, Q, block]
+            seen = jnp.any(mask, axis=1)[:, None]
+            # Without the barrier XLA widens all codes and scales ahead of the loop.
+            kb, vb = lax.optimization_barrier(tuple(slice_tokens(a, first, block) for a in (keys, values)))
+            if not folds:
+                k, v = decoded(kb, D).astype(dtype), keep_valid(decoded(vb, D), seen).astype(dtype)
+                return attend_part(q, k, v, mask[:, None], scale=scale)
+            weights, total, lse = exp_weights(scaled(_scores(q, kb), scale), mask[:, None])
+            return PartialAttention(_mix(weights, vb, seen, D) / total[..., None], lse)
 
-        weights, total, lse = exp_weights(scaled(sum_products(q, decoded(keys, D)), scale), mask[:, None])
-        # By groups of tokens, in another shape than keys: XLA would share parts of their decoding, in memory.
-        parts = decoded(type(values)(*(a.reshape(*lead[:3], -1, a.shape[3]) for a in values)), D)
-        parts = keep_valid(parts, seen.reshape(-1, 1, *lead[2:]))
-        mixed = jnp.sum(weights.reshape(*lead[:2], -1, *lead[2:], 1) * parts[:, :, None], axis=(3, 4))
-        return PartialAttention(mixed / total[..., None], lse)
+        def bounds(*operands: Any) -> tuple[int, Array]:
+            return 0, quotient(jnp.max(operands[-1]) + (block - 1), block)
 
-    def one(i: Array, q: Array, keys: Codes, values: Codes, start: Array, stop: Array) -> PartialAttention:
-        first = jnp.minimum(i * block, slots - block)  # the last block overlaps the one before: mask the overlap
-        slot = (first + jnp.arange(block, dtype=jnp.int32))[None, None]
-        mask = (slot >= jnp.maximum(start, i * block)[..., None]) & (slot < stop[..., None])  # [B, Q, block]
-        seen = jnp.any(mask, axis=1)[:, None]
-        # Without the barrier XLA widens all codes and scales ahead of the loop.
-        kb, vb = lax.optimization_barrier(tuple(slice_tokens(a, first, block) for a in (keys, values)))
-        if not folds:
-            return attend_part(q, decoded(kb, D), keep_valid(decoded(vb, D), seen), mask[:, None], scale=scale)
-        weights, total, lse = exp_weights(scaled(_scores(q, kb), scale), mask[:, None])
-        return PartialAttention(_mix(weights, vb, seen, D) / total[..., None], lse)
+        return lambda *operands: merge_blocks(one, *operands, bounds=bounds, blocks=-(-slots // block), shape=q.shape)
 
-    def bounds(*operands: Any) -> tuple[int, Array]:
-        return 0, quotient(jnp.max(operands[-1]) + (block - 1), block)
-
-    def blocks(*operands: Any) -> PartialAttention:
-        return merge_blocks(one, *operands, bounds=bounds, blocks=-(-slots // block), shape=q.shape)
-
-    return for_gpu(summed, blocks, *operands) if few else blocks(*operands)
+    blocks = in_blocks(block, folds, jnp.float32)
+    quarter = min(-(-slots // (4 * group)) * group, slots)
+    for_a_gpu = in_blocks(max(block, quarter), False, half)
+    return for_gpu(for_a_gpu, blocks, *operands) if few else blocks(*operands)
 
 
 @op(
