@@ -69,11 +69,11 @@ def real_papers() -> str:
     """Needles and pass keys at the papers' own settings, at two budgets, and the tokens that a step reads at 1024."""
     needles, keys = (load_scores("eval_qwen_papers")[task] for task in (NEEDLES, PASS_KEYS))
 
+    def one(score: dict[str, Any]) -> str:
+        return f"{mean_of(score)} ± {short((score['high'] - score['low']) / 2)}"
+
     def told(name: str) -> str:
-        if name not in needles:
-            return ""
-        both = " / ".join(mean_of(scores[name]) for scores in (needles, keys) if name in scores)
-        return both if keys.get(name, {"n": 100})["n"] >= 100 else f"{both} ({keys[name]['n']})"
+        return " / ".join(one(scores[name]) for scores in (needles, keys) if name in scores)
 
     rows = []
     for cache in dict.fromkeys(name.partition("@")[0] for name in needles):
