@@ -442,7 +442,7 @@ def test_the_model_that_ships_answers_the_built_in_prompt(kvjax, monkeypatch):
         i for i, line in enumerate(lines) if line == "Continuing 29 prompt tokens by 5 new ones; the answer follows."
     )
     assert not any(line.startswith("compiling") for line in lines[:announced])
-    assert "\ncompiling 4 programs, for a prompt of 29 tokens and for decode steps of 8 layers, takes some" in err
+    assert "\ncompiling 6 programs, for a prompt of 29 tokens and for decode steps of 8 layers, takes some" in err
     assert err.endswith("a step read 32 of 32 tokens\n")
 
 

@@ -14,7 +14,7 @@ STEPS = {  # functions, files, and protocols that a traced step asks for
     "pariskv": (116, 21, 0),
     "quest": (88, 19, 0),
     "freekv": (115, 22, 0),
-    "logquant": (71, 17, 0),
+    "logquant": (72, 17, 0),
     "h2o": (44, 10, 0),
 }
 
