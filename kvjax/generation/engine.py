@@ -332,9 +332,11 @@ class Engine:
     def _has_work(self) -> bool:
         return bool(self._waiting or self._parked or self._blocks or self._reading or any(self._seated))
 
+    def _being_read(self) -> list[list[Request]]:
+        return [reading.requests for reading in (*self._parked, self._reading) if reading is not None]
+
     def _count_waiting(self) -> int:
-        read = [reading.requests for reading in (*self._parked, self._reading) if reading is not None]
-        groups = [*self._waiting, *read]
+        groups = [*self._waiting, *self._being_read()]
         return sum(not request.done for group in groups for request in group)
 
     def _fill_slots(self) -> None:
@@ -465,8 +467,7 @@ class Engine:
     def _others(self, request: Request) -> Iterator[Request]:
         """The requests with which another may share the beginning of its prompt."""
         yield from (one for one in self._seated if one is not None)
-        read = [reading.requests for reading in (*self._parked, self._reading) if reading is not None]
-        for group in (*read, *self._waiting):
+        for group in (*self._being_read(), *self._waiting):
             yield from (one for one in group[:1] if one is not request)
 
     def _check_room(self, prompt: int, new: int) -> None:
@@ -588,8 +589,7 @@ class Engine:
     def _fail(self, error: Exception) -> None:
         """Ends all requests: the arrays that a failed call was given are gone."""
         self._failed = error
-        read = [reading.requests for reading in (*self._parked, self._reading) if reading is not None]
-        running = [[request for request in self._seated if request is not None], *read, *self._waiting]
+        running = [[request for request in self._seated if request is not None], *self._being_read(), *self._waiting]
         running += [[request for _, request in block.rows] for block in self._blocks]
         self._end_all([one for group in running for one in group], error)
         for queue in (self._waiting, self._parked, self._blocks, self._dirty):
