@@ -28,6 +28,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -150,11 +151,10 @@ def fill(cache: Cache, length: int) -> Cache:
     return Cache(tuple(map(dealt, cache.layers)))
 
 
-def decode_time(
-    model: Decoder, policies: PerLayer, place: Placement | None, *, length: int, batch: int, block: int, blocks: int
-) -> tuple[dict[str, Any], np.ndarray]:
-    """A row of the table, and the first generated tokens."""
-    new = block * (blocks + 1)
+def begun(
+    model: Decoder, policies: PerLayer, place: Placement | None, *, length: int, batch: int, new: int
+) -> tuple[Stream, dict[str, Any]]:
+    """A generation of `new` tokens after a synthetic cache, and the bytes of a row of the table."""
     spec = model.spec(batch=batch, capacity=-(-(length + new) // 1024) * 1024)
     cache = fill(kvjax.init(policies, spec, layers=model.config.layers, placement=place), length)
     size, weights = nbytes(cache), nbytes(model)
@@ -163,9 +163,19 @@ def decode_time(
     if place is not None:
         vocabulary = model.head.kernel.get_value().sharding.spec[1]  # as later logits, or a second program is compiled
         logits = jax.device_put(logits, jax.NamedSharding(place.mesh, PartitionSpec(place.batch, vocabulary)))
+    found = {
+        "weight_bytes": weights.device,
+        "cache_bytes": size.device,
+        "host_bytes": size.host,
+        "used_bytes": used,  # of the fullest device, before the first step
+        "floor_ms": round(weights.device / bytes_per_us() / 1e3, 4),
+    }
+    return Stream(model, cache, logits, new), found
+
+
+def decode_time(run: Stream, *, block: int, blocks: int) -> tuple[dict[str, Any], np.ndarray]:
+    """Times of a row of the table, and the first generated tokens."""
     begin = time.perf_counter()
-    run = Stream(model, cache, logits, new)
-    del cache
     first = run.advance(block)
     compiled = time.perf_counter() - begin
     times = []
@@ -179,11 +189,6 @@ def decode_time(
         "tpot_ms": round(float(np.median(times)), 4),
         "tpot_ms_min": round(min(times), 4),
         "tpot_ms_max": round(max(times), 4),
-        "weight_bytes": weights.device,
-        "cache_bytes": size.device,
-        "host_bytes": size.host,
-        "used_bytes": used,  # of the fullest device, before the first step
-        "floor_ms": round(weights.device / bytes_per_us() / 1e3, 4),
         "collectives": {kind: found.count(kind) for kind in sorted(set(found))},
         "compile_seconds": round(compiled, 1),
     }
@@ -238,6 +243,12 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no further row after this many")
     parser.add_argument("--cell", type=int, default=300, help="give up a row after this many seconds")
     parser.add_argument("--links", action="store_true", help="also time collectives over all devices")
+    parser.add_argument(
+        "--ahead",
+        type=int,
+        default=0,
+        help="compile the cells before, so many at once; needs JAX_COMPILATION_CACHE_DIR",
+    )
     parser.add_argument("--no-check", action="store_true", help="compare no tokens")
     parser.add_argument("--no-times", action="store_true", help="time no steps")
     parser.add_argument("--no-none", action="store_true", help="leave out one device without a mesh")
@@ -310,20 +321,33 @@ def main(args: Sequence[str] | None = None) -> None:
         if time.monotonic() < end and (place is None or place.mesh.shape["data"] == 1):
             keep("prompt", "full", name, tried(partial(read_prompt, place)) | {"length": given.prompt, "batch": 1})
 
-    def decode(method: str, place: Placement | None, length: int, batch: int) -> dict[str, Any]:
-        model = throughput.random_model(config, dtype, placement=place)
-        settings = {"length": length, "batch": batch, "block": block, "blocks": blocks}
-        row, first = decode_time(model, METHODS[method](given.budget), place, **settings)
-        same = np.mean(first == alone.setdefault((method, length, batch), first))
-        return {**row, "share_of_same_tokens": round(float(same), 4)}
+    kept: dict[str, Decoder] = {}  # the model in one placement
 
-    cells = [(method, name, *size) for size in sizes for method in given.methods for name in places]
+    def begin(method: str, name: str, length: int, batch: int) -> tuple[Stream, dict[str, Any]]:
+        if name not in kept:
+            kept.clear()
+            gc.collect()
+            kept[name] = throughput.random_model(config, dtype, placement=places[name])
+        new = block * (blocks + 1)
+        return begun(kept[name], METHODS[method](given.budget), places[name], length=length, batch=batch, new=new)
+
+    def decode(method: str, name: str, length: int, batch: int) -> dict[str, Any]:
+        run, row = begin(method, name, length, batch)
+        times, first = decode_time(run, block=block, blocks=blocks)
+        same = np.mean(first == alone.setdefault((method, length, batch), first))
+        return {**row, **times, "share_of_same_tokens": round(float(same), 4)}
+
+    cells = [(method, name, *size) for name in places for size in sizes for method in given.methods]
     left = [] if given.no_times else [
         cell for cell in cells if places[cell[1]] is None or cell[3] % places[cell[1]].mesh.shape["data"] == 0
     ]  # fmt: skip
+    with ThreadPoolExecutor(given.ahead or 1) as pool:  # programs of all cells at once, kept by jax's cache on disk
+        for cell in left if given.ahead else ():
+            if time.monotonic() < end:
+                tried(lambda cell=cell: pool.submit(begin(*cell)[0].lower().compile) and {})
     while left and time.monotonic() < end:
         method, name, length, batch = left.pop(0)
-        found = tried(partial(decode, method, places[name], length, batch))
+        found = tried(partial(decode, method, name, length, batch))
         keep("times", method, name, {**found, "length": length, "batch": batch})
     if left:
         print("no time left for", ", ".join(f"{method} {name} {size}x{rows}" for method, name, size, rows in left))
