@@ -34,7 +34,7 @@ TABLES: dict[str, Callable[[], str]] = {
         claims.claims_counted, claims.claims_nothing,
         guides.several_tokens, guides.hit_rates, guides.host_steps, guides.host_codes,
         guides.shared_quality, guides.shared_steps, guides.adaptive,
-        scaling.devices, scaling.devices_long, scaling.cells, scaling.scaling, gpus.gpus, gpus.cards,
+        scaling.cells, scaling.links, scaling.prompts, scaling.scaling, gpus.gpus, gpus.cards,
     )
 }  # fmt: skip
 

@@ -7,47 +7,41 @@ from typing import Any
 from docs.tables.reading import load_file, load_rows
 from docs.tables.writing import markdown
 
-
-def devices() -> str:
-    """TPOT on one GPU and on two, by placement, and as `benchmarks/scaling.py` predicts it."""
-    whole = [row for row in load_rows("devices") if (row["part"], row["layers"]) == ("times", 32)]
-    rows = {(row["method"], row["placement"]): row for row in whole}
-    names = ("none", "data=2", "model=2", "ctx=2")
-
-    def cell(method: str, name: str) -> str:
-        return f"{rows[method, name]['tpot_ms']:.2f}" if (method, name) in rows else ""
-
-    predicted = {(row["method"], row["placement"]): f"{row['tpot_ms']:.2f}" for row in load_file("scaling")["check"]}
-    body = [[f"`{method}`", *(cell(method, name) for name in names)] for method in ("full", "fier")]
-    body.append(["`fier`, predicted", *(predicted.get(("fier", name), "") for name in names)])
-    header = ("cache", "one GPU", "rows over two", "heads over two", "tokens over two")
-    return markdown(header, body)
-
-
-def devices_long() -> str:
-    """Steps of 131072 x 2 on one GPU and on two, and with tokens over two before one kernel served each device."""
-    found = {(row["method"], row["placement"]): row["tpot_ms"] for row in load_rows("devices") if row["layers"] == 16
-             and row["part"] == "times"}  # fmt: skip
-    rows = []
-    for method in ("full", "fier"):
-        one = found[method, "none"]
-        split = [f"{found[method, name]:.2f} ({found[method, name] / one:.2f})"
-                 for name in ("model=2", "ctx=2", "ctx=2 before")]  # fmt: skip
-        rows.append([f"`{method}`", f"{one:.2f}", *split])
-    return markdown(("cache", "one GPU", "heads over two", "tokens over two", "tokens, before"), rows)
+SPLITS = {"model=2": "heads 2", "model=4": "heads 4", "ctx=2": "tokens 2", "ctx=4": "tokens 4",
+          "model=2+ctx=2": "heads 2, tokens 2", "data=4": "rows 4"}  # fmt: skip
 
 
 def cells() -> str:
-    """Steps on several GPUs, predicted from one GPU's and the links' times of the same run, and measured."""
-    header = ("cache", "split", "tokens a row", "rows", "one GPU, ms", "traffic, ms", "predicted, ms", "measured, ms",
-              "off, %")  # fmt: skip
-    names = ("tokens", "rows", "one_gpu_ms", "traffic_ms", "predicted_ms", "measured_ms", "off_percent")
-    rows = load_file("scaling").get("cells", [])
-    shown = [
-        [f"`{row['method']}`", row["placement"], *("" if row[n] is None else str(row[n]) for n in names)]
-        for row in rows
+    """Milliseconds of a step on several GPUs as measured, and in brackets as predicted from one GPU and the links."""
+    times: dict[Any, dict[str, str]] = {}
+    for row in load_file("scaling")["cells"]:
+        size = f"{row['tokens']} x {row['rows']}"
+        shape = row["model"].removeprefix("llama-3.1-").upper()
+        line = times.setdefault((f"{shape}, {row['layers']}", row["method"], size), {})
+        line["one GPU"] = "" if row["one_gpu_ms"] is None else f"{row['one_gpu_ms']:.2f}"
+        line[SPLITS[row["placement"]]] = f"{row['measured_ms']:.2f} ({row['predicted_ms']:.2f})"
+    names = ("one GPU", *SPLITS.values())
+    body = [
+        [shape, f"`{method}`", size, *(line.get(n, "") for n in names)] for (shape, method, size), line in times.items()
     ]
-    return markdown(header, shown) if shown else ""
+    return markdown(("shape, layers", "cache", "tokens x rows", *names), body)
+
+
+def links() -> str:
+    """Microseconds of a collective by the bytes of a device."""
+    found = {(row["method"], row["devices"], row["bytes"]): row["us"] for row in load_rows("devices")
+             if row["part"] == "links"}  # fmt: skip
+    sizes = sorted({size for *_, size in found})
+    kinds = sorted({(kind, n) for kind, n, _ in found})
+    body = [[f"{kind}, {n} GPUs", *(f"{found[kind, n, size]:.0f}" for size in sizes)] for kind, n in kinds]
+    return markdown(("bytes", *(str(size) for size in sizes)), body)
+
+
+def prompts() -> str:
+    """Seconds until the logits after a prompt, by placement."""
+    found = {row["placement"]: row["prompt_ms"] / 1e3 for row in load_rows("devices") if row["part"] == "prompt"}
+    return markdown(("one GPU", *(SPLITS[name] for name in found if name != "none")),
+                    [[f"{time:.2f}" for time in found.values()]])  # fmt: skip
 
 
 def scaling() -> str:
