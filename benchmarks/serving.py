@@ -8,6 +8,7 @@ Random weights in the shape of Llama 3.1 8B, and random prompts. The parts:
   engine     the first --requests of 256 requests, with prompts of 1K to 32K tokens and answers of 16 to 1024, both
              log-uniform, by a `kvjax.Engine`. `busy_tokens_per_second` counts the blocks in which all slots decode and
              no prompt is read.
+  sizes      the same by an engine whose slots, in the same memory, are of two capacities (`small_slots`).
   batches    the same by `kvjax.generate`, in batches in order of arrival, each as long as its longest answer. They have
              a row more than the engine has slots, for the row into which it reads prompts.
   full       the engine's loop, called by itself: all slots decode at the mean length of a request.
@@ -43,11 +44,29 @@ from kvjax.generation.requests import STOPS
 from kvjax.models import Decoder, DecoderConfig
 
 TINY = DecoderConfig(vocab_size=64, hidden_size=32, intermediate_size=64, layers=3, q_heads=4, kv_heads=2, head_dim=16)
-PARTS = ("engine", "batches", "full", "copied", "shared", "groups")
+PARTS = ("engine", "sizes", "batches", "full", "copied", "shared", "groups")
 KEY = ("part", "method", "requests", "slots", "block", "prompt_tokens")
 SIZES = {
-    False: {"prompts": (1024, 32768), "answers": (16, 1024), "group": 8192, "answer": 256, "own": 1280, "copied": 32},
-    True: {"prompts": (8, 64), "answers": (2, 16), "group": 600, "answer": 8, "own": 400, "copied": 8},
+    False: {
+        "prompts": (1024, 32768),
+        "answers": (16, 1024),
+        "group": 8192,
+        "answer": 256,
+        "own": 1280,
+        "copied": 32,
+        "large": 7,
+        "small": (10240, 9),
+    },
+    True: {
+        "prompts": (8, 64),
+        "answers": (2, 16),
+        "group": 600,
+        "answer": 8,
+        "own": 400,
+        "copied": 8,
+        "large": 1,
+        "small": (40, 2),
+    },
 }
 
 
@@ -161,8 +180,11 @@ def run_part(part: str, model: Decoder, method: str, given: argparse.Namespace) 
         mean = int(np.mean([len(prompt) + new / 2 for prompt, new in work]))
         return {"slots": slots, **full_rate(model, method, slots, capacity, mean, 1 if tiny else 5)}
     copied, n = sizes["copied"], 8
-    if part == "engine":
+    if part in ("engine", "sizes"):
         n, groups = 1, work
+    if part == "sizes":
+        small, count = sizes["small"]
+        slots, settings["small_slots"] = sizes["large"], {small: count}
     elif part == "copied":
         slots, capacity = copied, group + sizes["answer"]
     elif part == "shared":  # a slot holds an answer and the recent block, a prefix the prompt
@@ -172,7 +194,7 @@ def run_part(part: str, model: Decoder, method: str, given: argparse.Namespace) 
     if part != "groups":
         # No name holds the cache, whose arrays the engine gives away.
         engine = kvjax.Engine(model, cache_of(model, method, slots, capacity), **settings, **waiting)
-        return {"slots": slots, **run_engine(engine, groups, n, minutes)}
+        return {"slots": engine.slots, **run_engine(engine, groups, n, minutes)}
     all_answers = [one for one in groups for _ in range(8)]
     found = run_batches(model, method, copied + 1, group + sizes["answer"], all_answers, minutes)
     return {"slots": copied + 1, **found}

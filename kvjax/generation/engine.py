@@ -33,21 +33,10 @@ import numpy as np
 from jax import Array
 
 from kvjax.cache.cache import Cache
-from kvjax.cache.editing import take_rows
-from kvjax.cache.prefixes import prefixed_like, unshared
-from kvjax.generation import places
+from kvjax.cache.prefixes import prefixed_like
+from kvjax.generation import places, prefilling
 from kvjax.generation.loops import PAD, ROOM, Flat, FlatLayers, decode_loop
-from kvjax.generation.prefilling import (
-    CPU_CHUNKS,
-    GPU_CHUNKS,
-    Model,
-    _committed,
-    _read,
-    by_layer,
-    chunk_size,
-    cut,
-    on_auto_axes,
-)
+from kvjax.generation.places import LONGEST, Slot
 from kvjax.generation.processors import Processors
 from kvjax.generation.prompt_inputs import check_model, check_model_cache, check_request, pad_prompt
 from kvjax.generation.requests import NOT_FINITE, STOPS, EngineBusy, Request, Stats
@@ -55,8 +44,6 @@ from kvjax.generation.sampling import Draws, Sampling, rows_of_draws, stack_draw
 from kvjax.generation.streaming import interrupts_wait
 from kvjax.memory import commit_together, on_host
 from kvjax.spec import require_int
-
-LONGEST = 2**30  # tokens of a chunk without a limit
 
 
 @dataclasses.dataclass
@@ -86,6 +73,8 @@ class Engine:
       cache: for a checkpoint a policy or its text, such as "fier:budget=256"; for another model an empty cache of
         `kvjax.init`, whose rows are the slots.
       slots, capacity: rows, and tokens that each can hold; only with a checkpoint.
+      small_slots: more slots of smaller capacity, how many of each, such as {8192: 12}: a short request then takes less
+        memory than the longest. Which slot a request gets changes its tokens by rounding at most.
       block: tokens of each row between two looks at waiting requests. A larger block is faster, a smaller one reads
         prompts and frees slots sooner.
       chunk: tokens of a prompt that are read at once; None reads prompts whole, so that each attends to itself exactly
@@ -112,6 +101,7 @@ class Engine:
         *,
         slots: int | None = None,
         capacity: int | None = None,
+        small_slots: Mapping[int, int] | None = None,
         block: int = 16,
         chunk: int | None = 512,
         prompt_tokens: int | None = None,
@@ -150,12 +140,14 @@ class Engine:
             by: Any = {"prefixes": prefixes, "sharers": sharers}
             rows, cache = places.long_rows(cache, tokens), prefixed_like(cache, tokens, **by)
             self._places = places.Places.of(cache, prefixes, sharers)
-        self.slots = cache.spec.batch
+        if small_slots:
+            cache = places.with_small_slots(cache, small_slots)
+        self.slots, self._capacities = cache.spec.batch, places.capacities(cache)
         self._stop_tokens = stop_tokens
         self._processors = Processors() if processors is None else processors
         self._whole = model
-        self._model: Model = Flat.of(model)
-        self._anchor = _committed(model)
+        self._model: prefilling.Model = Flat.of(model)
+        self._anchor = prefilling._committed(model)
         _, self._cache = commit_together((self._anchor, cache))
         self._logits: Any = None  # f32[slots, V], once the model has told V
         self._active: Any = None  # bool[slots] on the device, rows that have drawn no stop token
@@ -164,11 +156,11 @@ class Engine:
         self._spare: Any = None  # a row whose arrays the next one takes
         # An empty row without its arrays, to check requests by.
         self._empty = jax.tree.map(places.zeros_like, jax.eval_shape(partial(places.empty_row, *self._kind)))
-        self._reader: Any = FlatLayers.of(model) if by_layer(model, self._empty) else self._model
-        self._first = partial(places.first_tokens, capacity=self._empty.spec.capacity if self._places else None)
-        last = (CPU_CHUNKS if jax.default_backend() == "cpu" else GPU_CHUNKS)[-1]
+        self._reader: Any = FlatLayers.of(model) if prefilling.by_layer(model, self._empty) else self._model
+        self._first = partial(places.first_tokens, spec=self._empty.spec)
+        last = (prefilling.CPU_CHUNKS if jax.default_backend() == "cpu" else prefilling.GPU_CHUNKS)[-1]
         self._sizes = (self.chunk, last) if last < self.chunk else (self.chunk,)
-        self._whole_prompts = chunk is None or any(layer.policy.observes for layer in cache.layers)
+        self._whole_prompts = chunk is None or any(layer.policy.observes for layer in rows.layers)
         # A row that is rotated for its final length has other keys than one of another length.
         self._can_share = not self._whole_prompts and cache.rotated_for is None and places.can_share(self._first, cache)
         self._waiting: deque[list[Request]] = deque()
@@ -222,7 +214,8 @@ class Engine:
         found = check_request(
             self._whole, self._empty, tokens, lengths, max_new_tokens=max_new_tokens, stop_tokens=stop
         )
-        self._check_room(len(tokens[0]), max_new_tokens)
+        if self._places:
+            self._places.check_room(len(tokens[0]), max_new_tokens, self._cache.spec.capacity)
         own = found[found != PAD]
         if len(own) > STOPS:
             raise ValueError(f"a request can have {STOPS} stop tokens, got {len(own)}")
@@ -270,7 +263,7 @@ class Engine:
             slot = self._seated.index(request)
             while self._blocks:  # so that the row and `tokens` are alike
                 self._receive()
-            return unshared(self._cache, slot) if self._places else take_rows(self._cache, np.array([slot]))
+            return places.row_of(self._cache, Slot.of(self._cache, slot), self._empty.spec)
 
     # ----------------------------------------------------------------------------------------------------------- steps
 
@@ -312,22 +305,23 @@ class Engine:
         with `draws`. Call it before the first request."""
         with self._lock:
             if self._has_work():
-                raise ValueError(
-                    "warm_up takes an idle engine: it writes to its slots; call it before the first request"
-                )
+                raise ValueError("warm_up takes an idle engine: it writes to its slots; call it before any request")
+            slots = {capacity: slot for slot, capacity in enumerate(self._capacities)}.values()  # one of each
             for size in self._sizes if not self._whole_prompts else ():
                 tokens, length = np.zeros((1, size), np.int32), np.ones(1, np.int32)
                 logits, row = _read_chunk(self._reader, self._new_row(), tokens, length, first_chunk=False)
                 self._spare = row
-                for store in (False, True) if self._places else (False,):
-                    self._seat(0, row, logits, places.Seat(0 if store else -1, 0, store))
-                self._dirty.add(0)
+                for slot in slots:
+                    for store in (False, True) if self._places else (False,):
+                        self._seat(slot, row, logits, places.Seat(0 if store else -1, 0, store))
+                    self._dirty.add(slot)
+                self._spare = self._new_row()
             self._clean()
             if self._logits is not None:
                 for drawn in (None, stack_draws([None] * self.slots)) if draws else (None,):
                     self._run_block(drawn, np.zeros(self.slots, np.int32))
-                if self._can_share:
-                    self._first(self._cache, *np.zeros((2, 1), np.int32))
+                for slot in slots if self._can_share else ():
+                    self._first(self._cache, Slot.of(self._cache, slot), np.zeros(1, np.int32))
 
     def _has_work(self) -> bool:
         return bool(self._waiting or self._parked or self._blocks or self._reading or any(self._seated))
@@ -368,10 +362,7 @@ class Engine:
         self._seat_those_read()
 
     def _start_reading(self) -> bool:
-        while self._waiting:
-            group = [request for request in self._waiting.popleft() if not request.done]
-            if not group:
-                continue
+        while group := self._next_waiting():
             prompt = group[0].prompt
             for request in group:
                 request.state = "reading"
@@ -384,13 +375,32 @@ class Engine:
                 cache = self._whole.rotate_for(cache, jnp.array([len(prompt) + group[0].max_new_tokens], jnp.int32))
             self._shared_tokens += start
             if self._whole_prompts:
-                chunks = [(chunk_size(len(prompt), LONGEST), True)]
+                chunks = [(prefilling.chunk_size(len(prompt), LONGEST), True)]
             else:
-                sizes = cut(len(prompt), self._sizes)[start // self.chunk :]
+                sizes = prefilling.cut(len(prompt), self._sizes)[start // self.chunk :]
                 chunks = [(size, False) for size in sizes]
             self._reading = places.Reading(group, cache, chunks, start)
             return True
         return False
+
+    def _next_waiting(self) -> list[Request]:
+        """Takes the first requests out of the queue for which a slot is free, and leaves those slots alone for which
+        others have waited longer. If all slots are alike, a prompt is read ahead of a free one."""
+        live = ([request for request in group if not request.done] for group in self._waiting)
+        self._waiting, most = deque(group for group in live if group), LONGEST + 1
+        for i, (first, *_) in enumerate(self._waiting):
+            fit = [capacity for capacity in self._capacities if capacity >= first.size]
+            if fit[0] == LONGEST or any(self._capacities[slot] < most for slot in self._free_slots(first)):
+                group = self._waiting[i]
+                del self._waiting[i]
+                return group
+            most = min(most, *fit)
+        return []
+
+    def _free_slots(self, request: Request) -> list[int]:
+        """Free slots with room for a request, from small to large."""
+        free = (slot for slot, one in enumerate(self._seated) if one is None and self._capacities[slot] >= request.size)
+        return sorted(free, key=self._capacities.__getitem__)
 
     def _beginning(self, prompt: np.ndarray) -> tuple[Cache, int]:
         """A row that holds the first tokens of the prompt, and how many: those of a running row in whole chunks, so
@@ -402,7 +412,7 @@ class Engine:
                 best, source, known = max((best, source, known), (same, slot, bool(request.tokens)))
         if best == 0 or not (known or places.all_finite(on_host(self._logits)[source])):
             return self._new_row(), 0
-        return self._first(self._cache, np.array([source], np.int32), np.array([best], np.int32)), best
+        return self._first(self._cache, Slot.of(self._cache, source), np.array([best], np.int32)), best
 
     def _new_row(self) -> Cache:
         row, self._spare = self._spare, None
@@ -437,32 +447,30 @@ class Engine:
 
     def _seat_read(self, reading: places.Reading) -> bool:
         """Puts a row into free slots; true if none of its requests is left."""
-        for slot in range(self.slots):
-            while reading.requests and reading.requests[0].done:
-                reading.requests.pop(0)
-            if not reading.requests:
+        reading.requests = left = [request for request in reading.requests if not request.done]
+        for slot in self._free_slots(left[0]) if left else ():
+            request = left[0]
+            if self._places and not (reading.seat and self._places.takes(reading.seat)):
+                others = [other.prompt for other in self._others(request)]
+                room = self._cache.spec.capacity - request.max_new_tokens
+                reading.seat = self._places.find(request.prompt, len(left), others, room)
+                if reading.seat is None:
+                    break  # it waits for a prefix to be free
+                if reading.seat.store and not places.all_finite(reading.logits):  # it would spoil its sharers
+                    self._end_all(left, FloatingPointError(NOT_FINITE))
+                    return True
+            if reading.homes is not None:
+                homes, reading.homes = reading.homes, None
+                reading.cache, reading.logits = jax.device_put((reading.cache, reading.logits), homes)
+            self._seat(slot, reading.cache, reading.logits, reading.seat or places.Seat())
+            if self._places and reading.seat:
+                self._places.use(reading.seat, slot, request.prompt)
+                reading.seat = dataclasses.replace(reading.seat, store=False)
+            self._seated[slot], request.state = left.pop(0), "decoding"
+            self._dirty.discard(slot)
+            if not left:
                 break
-            if self._seated[slot] is None:
-                request = reading.requests[0]
-                if self._places and not (reading.seat and self._places.takes(reading.seat)):
-                    others = [other.prompt for other in self._others(request)]
-                    room = self._cache.spec.capacity - request.max_new_tokens
-                    reading.seat = self._places.find(request.prompt, len(reading.requests), others, room)
-                    if reading.seat is None:
-                        break  # it waits for a prefix to be free
-                    if reading.seat.store and not places.all_finite(reading.logits):  # it would spoil its sharers
-                        self._end_all(reading.requests, FloatingPointError(NOT_FINITE))
-                        continue
-                if reading.homes is not None:
-                    homes, reading.homes = reading.homes, None
-                    reading.cache, reading.logits = jax.device_put((reading.cache, reading.logits), homes)
-                self._seat(slot, reading.cache, reading.logits, reading.seat or places.Seat())
-                if self._places and reading.seat:
-                    self._places.use(reading.seat, slot, request.prompt)
-                    reading.seat = dataclasses.replace(reading.seat, store=False)
-                self._seated[slot], request.state = reading.requests.pop(0), "decoding"
-                self._dirty.discard(slot)
-        return not reading.requests
+        return not left
 
     def _others(self, request: Request) -> Iterator[Request]:
         """The requests with which another may share the beginning of its prompt."""
@@ -470,30 +478,21 @@ class Engine:
         for group in (*self._being_read(), *self._waiting):
             yield from (one for one in group[:1] if one is not request)
 
-    def _check_room(self, prompt: int, new: int) -> None:
-        """Raises ValueError for a request that does not fit in a slot beside the prefix that it would have."""
-        if self._places and (own := prompt + new - self._places.held(prompt)) > self._cache.spec.capacity:
-            raise ValueError(
-                f"{prompt} prompt + {new} new tokens need {own} tokens beside the longest prefix, and a slot has "
-                f"{self._cache.spec.capacity}; make the engine with larger capacity or prefix_tokens"
-            )
-
-    def _seat(self, slot: int, row: Any, logits: Any, at: places.Seat = places.Seat()) -> None:  # noqa: B008 (frozen)
+    def _seat(self, slot: int, row: Any, logits: Any, at: places.Seat) -> None:
         if self._logits is None:
             self._logits = jax.device_put(np.zeros((self.slots, logits.shape[1]), logits.dtype), logits.sharding)
             active = jax.device_put(np.zeros(self.slots, bool), places.replicated(logits.sharding))
             self._cache, self._logits, self._active = commit_together((self._cache, self._logits, active))
         place = (np.int32(at.prefix), np.int32(at.shared)) if self._places else None
-        whole = self._cache, self._logits, self._active
-        whole = places.put(*whole, row, logits, np.int32(slot), place, store=at.store)
-        self._cache, self._logits, self._active = whole
+        state = self._cache, self._logits, self._active, row, logits, Slot.of(self._cache, slot), place
+        self._cache, self._logits, self._active = places.put(*state, store=at.store)
 
     def _clean(self) -> None:
         """Empties the slots that requests have left."""
         for slot in sorted(self._dirty):
             place = (np.int32(-1), np.int32(0)) if self._places else None
-            whole = places.clear(*self._kind, self._cache, self._logits, self._active, np.int32(slot), place)
-            self._cache, self._logits, self._active = whole
+            state = self._cache, self._logits, self._active, Slot.of(self._cache, slot)
+            self._cache, self._logits, self._active = places.clear(*self._kind, *state, place)
         self._dirty.clear()
 
     def _send(self) -> bool:
@@ -506,7 +505,8 @@ class Engine:
             return False
         left = {slot: request.max_new_tokens - request.asked for slot, request in rows}
         steps = self.block
-        if self._parked or (self._reading is not None and not self._reading.chunks):  # it waits for a slot
+        reading = self._reading
+        if self._parked or (self._waiting if reading is None else not reading.chunks):  # it waits for a slot
             steps = min(steps, max(min(left.values()), self.block // 4))
         limit = np.zeros(self.slots, np.int32)
         for slot, tokens in left.items():
@@ -597,4 +597,4 @@ class Engine:
         self._reading = None
 
 
-_read_chunk, _run_loop = on_auto_axes(_read), on_auto_axes(decode_loop)
+_read_chunk, _run_loop = prefilling.on_auto_axes(prefilling._read), prefilling.on_auto_axes(decode_loop)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,11 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.tree_util import register_dataclass
 
-from kvjax.cache.cache import Cache, init_layer
+from kvjax.cache.cache import Cache, LayerCache, init_layer, with_states
 from kvjax.cache.editing import insert, take_rows, truncate
 from kvjax.cache.prefixes import alone, seat, unshared
-from kvjax.memory import has_host_memory, in_host_memory, on_host
+from kvjax.memory import commit_together, has_host_memory, in_host_memory, on_host
+from kvjax.policies.per_row import PerRow, PerRowState
+from kvjax.spec import CacheSpec, require_int
+from kvjax.stores.prefixed import Prefixed
+
+LONGEST = 2**30  # tokens of a chunk or a slot without a limit
 
 
 def same_tokens(a: np.ndarray, b: np.ndarray) -> int:
@@ -33,6 +39,22 @@ class Seat:
     prefix: int = -1
     shared: int = 0
     store: bool = False  # the place does not hold them yet
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class Slot:
+    """A row of the cache, among all and in its group of one capacity."""
+
+    index: Any  # i32[]
+    place: Any  # i32[]
+    group: int = field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, cache: Cache, index: int) -> Slot:
+        policy = cache.layers[0].policy
+        group, place = policy.group_of(index) if isinstance(policy, PerRow) else (0, index)
+        return cls(np.int32(index), np.int32(place), group)
 
 
 @dataclass
@@ -77,6 +99,14 @@ class Places:
             least = min(least, max(tokens - policy.sink - stay, 0) // chunk * chunk, policy.store.tokens)
         return least
 
+    def check_room(self, prompt: int, new: int, capacity: int) -> None:
+        """Raises ValueError for a request that does not fit in a slot beside the prefix that it would have."""
+        if (own := prompt + new - self.held(prompt)) > capacity:
+            raise ValueError(
+                f"{prompt} prompt + {new} new tokens need {own} tokens beside the longest prefix, and a slot has "
+                f"{capacity}; make the engine with larger capacity or prefix_tokens"
+            )
+
     def find(self, prompt: np.ndarray, answers: int, others: Iterable[np.ndarray], room: int) -> Seat | None:
         """The seat of rows for a prompt; None if they must wait for a place, because `room` tokens are too few alone.
 
@@ -117,20 +147,27 @@ class Places:
 
 @partial(jax.jit, donate_argnums=(0, 1, 2), static_argnames="store")
 def put(
-    cache: Cache, logits: Array, active: Array, row: Cache, row_logits: Array, slot: Array, place: Any, *, store: bool
+    cache: Cache, logits: Array, active: Array, row: Cache, row_logits: Array, slot: Slot, place: Any, *, store: bool
 ) -> tuple[Cache, Array, Array]:
     """The cache and the logits with those of a row in a slot, which then is active; `place` is its prefix and how many
     tokens that has."""
-    logits = lax.dynamic_update_slice_in_dim(logits, row_logits, slot, axis=0)
-    active = lax.dynamic_update_slice_in_dim(active, jnp.ones(1, bool), slot, axis=0)
-    if place is None:
-        return insert(cache, row, slot), logits, active
-    return seat(cache, row, slot, prefix=place[0], shared=place[1], store=store), logits, active
+    logits = lax.dynamic_update_slice_in_dim(logits, row_logits, slot.index, axis=0)
+    active = lax.dynamic_update_slice_in_dim(active, jnp.ones(1, bool), slot.index, axis=0)
+    if place is not None:
+        return seat(cache, row, slot.index, prefix=place[0], shared=place[1], store=store), logits, active
+    if not isinstance(cache.layers[0].policy, PerRow):
+        return insert(cache, row, slot.index), logits, active
+    pairs: Any = zip(cache.layers, row.layers, strict=True)
+    whole = with_states(cache, [a.policy.put_row(a.state, b.state, slot.group, slot.place) for a, b in pairs])
+    if cache.rotated_for is not None:
+        rotated = lax.dynamic_update_slice_in_dim(cache.rotated_for, jnp.asarray(row.rotated_for), slot.index, axis=0)
+        whole = dataclasses.replace(whole, rotated_for=rotated)
+    return whole, logits, active
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=(2, 3, 4))
 def clear(
-    layers: tuple[Any, ...], rotated: bool, cache: Cache, logits: Array, active: Array, slot: Array, place: Any
+    layers: tuple[Any, ...], rotated: bool, cache: Cache, logits: Array, active: Array, slot: Slot, place: Any
 ) -> tuple[Cache, Array, Array]:
     """`put` of an empty row: see `empty_row`."""
     row, nothing = empty_row(layers, rotated), jnp.zeros_like(logits[:1])
@@ -138,10 +175,61 @@ def clear(
     return jax.tree.map(_as_on_host, new, cache), *rest
 
 
-@partial(jax.jit, static_argnames="capacity")
-def first_tokens(cache: Cache, slot: Array, length: Array, *, capacity: int | None) -> Cache:
-    """The first tokens of a slot, as a cache of one row; of `capacity` if it may share a prefix."""
-    return truncate(take_rows(cache, slot) if capacity is None else unshared(cache, slot[0], capacity=capacity), length)
+@partial(jax.jit, static_argnames="spec")
+def first_tokens(cache: Cache, slot: Slot, length: Array, *, spec: CacheSpec) -> Cache:
+    """`row_of` a slot, cut to its first tokens."""
+    return truncate(row_of(cache, slot, spec), length)
+
+
+def row_of(cache: Cache, slot: Slot, spec: CacheSpec) -> Cache:
+    """The row of a slot as a cache of one row, of `spec` if slots differ or may share prefixes."""
+    policy: Any = cache.layers[0].policy
+    if isinstance(policy, PerRow):
+        return _take_row(cache, slot, spec)
+    if isinstance(getattr(policy, "store", None), Prefixed):
+        return unshared(cache, slot.index, capacity=spec.capacity)
+    return take_rows(cache, slot.index[None])
+
+
+@partial(jax.jit, static_argnums=2, inline=True)
+def _take_row(cache: Cache, slot: Slot, spec: CacheSpec) -> Cache:
+    def take(layer: Any) -> LayerCache:
+        own = dataclasses.replace(layer.spec, batch=1, capacity=spec.capacity)
+        return LayerCache(layer.policy.take_row(layer.state, slot.group, slot.place, own), layer.policy.policy, own)
+
+    rotated = None if cache.rotated_for is None else lax.dynamic_slice_in_dim(cache.rotated_for, slot.index, 1)
+    return Cache(tuple(map(take, cache.layers)), rotated)
+
+
+def with_small_slots(cache: Cache, small: Mapping[int, int]) -> Cache:
+    """`cache`, whose arrays it keeps, with more rows of smaller capacities: how many of each."""
+    most, sizes = cache.spec.capacity, [(cache.spec.batch, cache.spec.capacity)]
+    if cache.placement is not None:
+        raise ValueError("small_slots are for a cache on one device; make it without a placement, or leave them out")
+    if any(isinstance(getattr(layer.policy, "store", None), Prefixed) for layer in cache.layers):
+        raise ValueError("give prefixes or small_slots: slots that share prefixes have one capacity")
+    for capacity in sorted(small, reverse=True):
+        capacity = require_int("a capacity of small_slots", capacity, at_least=1, at_most=most - 1)
+        sizes.append((require_int(f"small_slots[{capacity}]", small[capacity], at_least=1), capacity))
+
+    def widened(layer: LayerCache) -> LayerCache:
+        policy = PerRow(policy=layer.policy, sizes=tuple(sizes))
+        own = [dataclasses.replace(layer.spec, batch=rows, capacity=capacity) for rows, capacity in sizes]
+        state = PerRowState((layer.state, *(init_layer(layer.policy, spec).state for spec in own[1:])))
+        return LayerCache(state, policy, dataclasses.replace(layer.spec, batch=sum(rows for rows, _ in sizes)))
+
+    layers = tuple(map(widened, cache.layers))
+    return commit_together(
+        Cache(layers, None if cache.rotated_for is None else jnp.zeros(layers[0].spec.batch, jnp.int32))
+    )
+
+
+def capacities(cache: Cache) -> list[int]:
+    """Tokens that each slot has room for, in slots of several sizes; no limit if they are alike."""
+    policy = cache.layers[0].policy
+    if not isinstance(policy, PerRow):
+        return [LONGEST] * cache.spec.batch
+    return [capacity for rows, capacity in policy.sizes for _ in range(rows)]
 
 
 def long_rows(cache: Cache, tokens: int) -> Cache:
@@ -183,9 +271,8 @@ def parked(reading: Reading) -> Reading:
 
 def can_share(first: Any, cache: Cache) -> bool:
     """True if rows of a cache can be copied and cut to a prefix."""
-    one = jax.ShapeDtypeStruct((1,), jnp.int32)
     try:
-        jax.eval_shape(first, cache, one, one)
+        jax.eval_shape(first, cache, Slot.of(cache, 0), jax.ShapeDtypeStruct((1,), jnp.int32))
     except ValueError:  # a policy that forgets tokens, a store of codes, or rows that are split over devices
         return False
     return True

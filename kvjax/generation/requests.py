@@ -41,6 +41,11 @@ class Request:
         return self.state == "done"
 
     @property
+    def size(self) -> int:
+        """Tokens for which it needs room."""
+        return len(self.prompt) + self.max_new_tokens
+
+    @property
     def text(self) -> str:
         """The text of the tokens, if the engine has a tokenizer."""
         if self.engine.tokenizer is None:

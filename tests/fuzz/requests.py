@@ -6,8 +6,8 @@
 A scenario is a function of its policy and seed: requests that come, are cancelled and leave slots that others take; a
 queue that is full, prompts that begin alike, several answers to one, greedy and sampled, with limits and stop tokens of
 their own; rows of numbers that are not finite, in the cache too; slots, blocks, chunks, read-ahead and shared prefixes
-of several sizes. A scenario that fails prints its command. `KEPT` are seeds of scenarios that found something, or that
-have much of this; tests/generation/test_engine.py runs them.
+of several sizes, and with odd seeds slots of several capacities. A scenario that fails prints its command. `KEPT` are
+seeds of scenarios that found something, or that have much of this; tests/generation/test_engine.py runs them.
 """
 
 from __future__ import annotations
@@ -81,12 +81,15 @@ class Settings:
     park: int
     max_waiting: int
     prefixes: int
+    small_slots: dict[int, int]
 
     @classmethod
-    def draw(cls, name: str, rng: np.random.Generator) -> Settings:
+    def draw(cls, name: str, seed: int, rng: np.random.Generator) -> Settings:
         slots, chunk = (int(rng.choice(values)) for values in ((1, 3), (32, 64)))
         more = [int(rng.choice(values)) for values in ((1, 5, 16), (1, 64, 500), (0, 0, 2), (4, 100))]
-        return cls(slots, chunk, *more, int(rng.choice((0, 2))) if name in SHARING else 0)
+        prefixes = int(rng.choice((0, 2))) if name in SHARING else 0
+        small = {64: 1, 128: 2} if seed % 2 and not prefixes and name != "share" else {}
+        return cls(slots, chunk, *more, prefixes, small)
 
 
 def engine_of(name: str, settings: Settings, **more: Any) -> kvjax.Engine:
@@ -95,7 +98,7 @@ def engine_of(name: str, settings: Settings, **more: Any) -> kvjax.Engine:
     cache = kvjax.init(policies, model.spec(batch=settings.slots, capacity=capacity), layers=CONFIG.layers)
     if settings.prefixes:
         more |= {"prefixes": settings.prefixes, "prefix_tokens": 64}
-    return kvjax.Engine(model, cache, chunk=settings.chunk, **more)
+    return kvjax.Engine(model, cache, chunk=settings.chunk, small_slots=settings.small_slots, **more)
 
 
 def draw_request(rng: np.random.Generator, earlier: list[list[int]]) -> tuple[list[int], dict[str, Any]]:
@@ -119,7 +122,7 @@ def draw_request(rng: np.random.Generator, earlier: list[list[int]]) -> tuple[li
 def run_scenario(name: str, seed: int, requests: int = 8) -> None:
     """Raises AssertionError if a request gets other tokens than alone, or if the engine keeps something of it."""
     rng = np.random.default_rng([seed, sorted(POLICIES).index(name)])
-    settings = Settings.draw(name, rng)
+    settings = Settings.draw(name, seed, rng)
     names = ("block", "prompt_tokens", "park", "max_waiting")
     engine = engine_of(name, settings, **{name: getattr(settings, name) for name in names})
     sent: list[tuple[list[Request], list[int], dict[str, Any]]] = []

@@ -149,6 +149,51 @@ def test_a_row_ends_with_the_token_that_makes_it_not_finite(model):
         assert isinstance(request.error, FloatingPointError)
 
 
+@pytest.mark.parametrize("policy", [kvjax.presets.full(), HOSTED, H2O], ids=["full", "hosted", "evicting"])
+def test_short_requests_take_slots_of_small_capacity(model, policy):
+    """A long one that waits for its slot holds up none of them; no program is compiled after warm-up."""
+    long, also, *short = words(90, 80, 9, 20, 5, 30, 11)
+    by = {"block": 4, "chunk": 32, "prompt_tokens": 500}
+    engine = kvjax.Engine(model, new_cache(1, policy=policy), small_slots={48: 2}, **by)
+    engine.warm_up()
+    with compilations() as seen:
+        sent = [(one, engine.submit(one, max_new_tokens=10)[0]) for one in (long, also, *short)]
+        engine.step()
+        assert [request.state for _, request in sent[:4]] == ["decoding", "waiting", "decoding", "decoding"]
+        engine.run()
+    assert not seen or policy is H2O  # whose prompts are read whole
+    assert engine.stats().slots == 3
+    for prompt, request in sent:
+        assert [request.tokens] == alone(model, policy, 1, prompt, max_new_tokens=10)
+
+
+def test_rows_of_slots_of_several_capacities_are_copied(model):
+    """To a prompt that begins like them, and to a caller."""
+    (start,) = words(40)
+    engine = kvjax.Engine(model, new_cache(1), small_slots={64: 1}, block=2, chunk=32, prompt_tokens=500)
+    requests = [engine.submit([*start, token], max_new_tokens=16)[0] for token in (3, 4)]
+    engine.step()
+    assert engine.stats().shared_tokens == 32
+    row = engine.row(requests[0])  # in the small slot
+    assert (row.spec.batch, row.spec.capacity, row.length.tolist()) == (1, 128, [41 + len(requests[0].tokens)])
+    engine.run()
+    for token, request in zip((3, 4), requests, strict=True):
+        assert [request.tokens] == alone(model, kvjax.presets.full(), 1, [*start, token], max_new_tokens=16)
+
+
+def test_slots_of_several_capacities_are_refused_where_rows_depend_on_others(model):
+    share = kvjax.presets.parse("fier:budget=24,group=8,chunk=8,dense_layers=0,share=2")
+    for cache, given, message in (
+        (new_cache(2), {128: 1}, "a capacity of small_slots must be at most 127, got 128"),
+        (new_cache(2), {64: 0}, r"small_slots\[64\] must be at least 1"),
+        (new_cache(2, policy=share), {64: 1}, "must have one capacity: it needs other layers"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            kvjax.Engine(model, cache, small_slots=given)
+    with pytest.raises(ValueError, match="give prefixes or small_slots"):
+        kvjax.Engine(model, new_cache(2), small_slots={64: 1}, prefixes=1, prefix_tokens=64)
+
+
 def test_the_device_is_asked_for_a_block_before_the_last_one_is_read(model):
     engine = kvjax.Engine(model, new_cache(1), block=4)
     first, second = (engine.submit(prompt, max_new_tokens=8)[0] for prompt in words(5, 6))
