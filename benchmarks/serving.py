@@ -14,6 +14,8 @@ Random weights in the shape of Llama 3.1 8B, and random prompts. The parts:
   full       the engine's loop, called by itself: all slots decode at the mean length of a request.
   copied     32 prompts with 8 answers each; each answer has a copy of its prompt.
   shared     the same, with the prompts stored once, in more slots of at most the same bytes.
+  rollout    decode steps of 8 rows of 32K tokens; the method `einsum` is the attention of tunix's sampler: one product
+             with all slots of a cache [B, S, K, D], of which a mask hides the empty ones.
   groups     the same as `copied`, by `kvjax.generate`, in batches of as many rows as `copied` has slots, and one.
 
 Every program is compiled before the clock starts, and kept on disk for the next call. A row is written to
@@ -27,12 +29,15 @@ import argparse
 import gc
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array, lax
+from jax.tree_util import register_dataclass
 from layers import out_of, save, show
 from throughput import SHAPES, fill, random_model
 
@@ -42,9 +47,10 @@ from kvjax.generation import warm_up
 from kvjax.generation.loops import PAD, Flat, decode_loop
 from kvjax.generation.requests import STOPS
 from kvjax.models import Decoder, DecoderConfig
+from kvjax.policies import Info
 
 TINY = DecoderConfig(vocab_size=64, hidden_size=32, intermediate_size=64, layers=3, q_heads=4, kv_heads=2, head_dim=16)
-PARTS = ("engine", "sizes", "batches", "full", "copied", "shared", "groups")
+PARTS = ("engine", "sizes", "batches", "full", "copied", "shared", "groups", "rollout")
 KEY = ("part", "method", "requests", "slots", "block", "prompt_tokens")
 SIZES = {
     False: {
@@ -56,6 +62,7 @@ SIZES = {
         "copied": 32,
         "large": 7,
         "small": (10240, 9),
+        "rollout": 32768,
     },
     True: {
         "prompts": (8, 64),
@@ -66,8 +73,45 @@ SIZES = {
         "copied": 8,
         "large": 1,
         "small": (40, 2),
+        "rollout": 100,
     },
 }
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class EinsumState:
+    k: Array  # [B, S, K, D]
+    v: Array
+    length: Array  # i32[B], the same in all rows
+    overflow: Array  # bool[B]
+
+
+@dataclass(frozen=True)
+class Einsum(kvjax.Policy):
+    """A cache of tunix's samplers: rows of one length, and products with all slots."""
+
+    def init(self, spec: kvjax.CacheSpec) -> EinsumState:
+        shape = spec.batch, spec.capacity, spec.kv_heads, spec.head_dim
+        k, v = (jnp.zeros(shape, spec.dtype) for _ in range(2))
+        return EinsumState(k, v, jnp.zeros(spec.batch, jnp.int32), jnp.zeros(spec.batch, bool))
+
+    def prefill(self, st: EinsumState, k: Array, v: Array, lengths: Array) -> EinsumState:
+        def put(old: Array, new: Array) -> Array:
+            return lax.dynamic_update_slice_in_dim(old, jnp.swapaxes(new, 1, 2).astype(old.dtype), st.length[0], axis=1)
+
+        return replace(st, k=put(st.k, k), v=put(st.v, v), length=st.length + lengths)
+
+    def update(self, st: EinsumState, k: Array, v: Array, active: Array) -> EinsumState:
+        return self.prefill(st, k, v, active.astype(jnp.int32))
+
+    def attend(self, st: EinsumState, q: Array, step: Any) -> tuple[Array, EinsumState, Any]:
+        logits = jnp.einsum("bkgd,bskd->bkgs", q, st.k) * step.scale
+        seen = jnp.arange(st.k.shape[1])[None] < st.length[:, None]
+        logits = jnp.where(seen[:, None, None], logits, -2.38e38)
+        weights = jax.nn.softmax(logits.astype(jnp.float32), axis=-1).astype(st.v.dtype)
+        attended = jnp.broadcast_to(st.length.astype(jnp.float32)[:, None], q.shape[:2])
+        return jnp.einsum("bkgs,bskd->bkgd", weights, st.v), st, Info(attended, None)
 
 
 def log_uniform(rng: np.random.Generator, low: int, high: int, count: int) -> np.ndarray:
@@ -82,8 +126,8 @@ def mixed_requests(prompts: tuple[int, int], answers: tuple[int, int], count: in
 
 
 def cache_of(model: Decoder, method: str, slots: int, capacity: int) -> kvjax.Cache:
-    layers = model.config.layers
-    return kvjax.init(kvjax.presets.parse(method), model.spec(batch=slots, capacity=capacity), layers=layers)
+    layers, policy = model.config.layers, Einsum() if method == "einsum" else kvjax.presets.parse(method)
+    return kvjax.init(policy, model.spec(batch=slots, capacity=capacity), layers=layers)
 
 
 def run_engine(engine: kvjax.Engine, work: list[Any], n: int, minutes: float) -> dict[str, Any]:
@@ -179,6 +223,9 @@ def run_part(part: str, model: Decoder, method: str, given: argparse.Namespace) 
     if part == "full":
         mean = int(np.mean([len(prompt) + new / 2 for prompt, new in work]))
         return {"slots": slots, **full_rate(model, method, slots, capacity, mean, 1 if tiny else 5)}
+    if part == "rollout":
+        long = sizes["rollout"]
+        return {"slots": 8, **full_rate(model, method, 8, long + 512, long, 1 if tiny else 5)}
     copied, n = sizes["copied"], 8
     if part in ("engine", "sizes"):
         n, groups = 1, work
@@ -203,7 +250,7 @@ def run_part(part: str, model: Decoder, method: str, given: argparse.Namespace) 
 def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--methods", nargs="+", default=["full", "fier:budget=1024"])
+    parser.add_argument("--methods", nargs="+", default=["full", "fier:budget=1024"], help="with rollout also einsum")
     parser.add_argument("--requests", type=int, help="of the 256")
     parser.add_argument("--groups", type=int, help="prompts with 8 answers each")
     parser.add_argument("--slots", type=int)

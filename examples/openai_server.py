@@ -20,6 +20,7 @@ import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -130,21 +131,35 @@ def refuse(status: int, message: str, code: str, **headers: str) -> Response:
 
 def settings_of(body: dict[str, Any], checkpoint: Any, chat: bool) -> tuple[list[Any], list[str], dict[str, Any]]:
     """Prompts, stop strings, and what `Engine.submit` takes. Raises ValueError for what cannot be served."""
+    if not isinstance(body, dict):
+        raise ValueError(f"the request must be a JSON object, got {body!r}")
     for name in UNKNOWN:
         if body.get(name):
             raise ValueError(f"this server takes no {name}")
+
+    def known(*names: str, default: Any) -> Any:
+        return next((body[name] for name in names if body.get(name) is not None), default)
+
     prompt = body["messages"] if chat else body["prompt"]
+    if chat and not (isinstance(prompt, list) and prompt and all(isinstance(message, dict) for message in prompt)):
+        raise ValueError(f"messages must be a list of objects with role and content, got {prompt!r}")
     several = not chat and isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
-    heat, seed, stops = body.get("temperature"), body.get("seed"), body.get("stop") or []
-    draws = sampling(1.0 if heat is None else heat, **{name: body.get(name) for name in ("top_p", "top_k", "min_p")})
+    stops = [stops] if isinstance(stops := known("stop", default=[]), str) else stops
+    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise ValueError(f"stop must be a text or a list of texts, none of them empty; got {stops!r}")
+    seed = known("seed", default=uuid.uuid4().int % 2**31)
+    if type(seed) is not int or not 0 <= seed < 2**32:
+        raise ValueError(f"seed must be an integer from 0 to 2**32 - 1, got {seed!r}")
+    filters = {name: body.get(name) for name in ("top_p", "top_k", "min_p")}
+    draws = sampling(known("temperature", default=1.0), **filters)
     return (
         prompt if several else [prompt],
-        [stops] if isinstance(stops, str) else stops,
+        stops,
         {
-            "max_new_tokens": body.get("max_completion_tokens") or body.get("max_tokens") or 128,
-            "n": body.get("n") or 1,
+            "max_new_tokens": known("max_completion_tokens", "max_tokens", default=128),
+            "n": known("n", default=1),
             "sampling": draws,
-            "key": None if draws.greedy else jax.random.key(uuid.uuid4().int % 2**31 if seed is None else seed),
+            "key": None if draws.greedy else jax.random.key(seed),
             "stop_tokens": checkpoint.chat_stop_tokens if chat else checkpoint.stop_tokens,
         },
     )
@@ -198,7 +213,10 @@ async def answer(http: HttpRequest, chat: bool) -> Response:
         return {"prompt_tokens": read, "completion_tokens": new, "total_tokens": read + new}
 
     async def whole() -> list[list[tuple[str, str | None]]]:
-        return [[piece async for piece in pieces(request)] for request in requests]
+        async def one(request: Any) -> list[tuple[str, str | None]]:
+            return [piece async for piece in pieces(request)]
+
+        return await asyncio.gather(*map(one, requests))
 
     if not body.get("stream"):
         try:
@@ -213,11 +231,25 @@ async def answer(http: HttpRequest, chat: bool) -> Response:
             content = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
             choices.append({"index": i, "finish_reason": parts[-1][1], "logprobs": None, **content})
         return JSONResponse({**head, "choices": choices, "usage": usage()})
-    return StreamingResponse(stream(serving, requests, pieces, body, head, usage), media_type="text/event-stream")
+    return Events(serving, requests, stream(requests, pieces, body, head, usage))
+
+
+class Events(StreamingResponse):
+    """A stream that cancels its requests when the client leaves, also before the first event was asked for."""
+
+    def __init__(self, serving: Serving, requests: list[Any], events: AsyncIterator[str]) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._leave = partial(serving.cancel, requests)
+
+    async def __call__(self, *connection: Any) -> None:
+        try:
+            await super().__call__(*connection)
+        finally:
+            self._leave()
 
 
 async def stream(
-    serving: Serving, requests: list[Any], pieces: Callable[[Any], Any], body: Any, head: Any, usage: Callable[[], Any]
+    requests: list[Any], pieces: Callable[[Any], Any], body: Any, head: Any, usage: Callable[[], Any]
 ) -> AsyncIterator[str]:
     """Server-sent events of all answers, as their text comes."""
     queue: asyncio.Queue[Any] = asyncio.Queue()
@@ -251,7 +283,6 @@ async def stream(
     finally:
         for task in tasks:
             task.cancel()
-        serving.cancel(requests)
 
 
 async def completions(http: HttpRequest) -> Response:

@@ -47,7 +47,7 @@ def chat(
     progress = bars()
     with progress, bar(progress, "loading weights"):
         checkpoint = models.load(directory, dtype=kind)
-    sampled: dict[str, Any] = {} if temperature is None else {"temperature": temperature, "top_p": top_p, "seed": seed}
+    sampled: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "seed": seed}
     talk = checkpoint.chat(system=system, cache=policy, max_new_tokens=max_new_tokens, **sampled)
     asks = sys.stdin.isatty()
     while True:

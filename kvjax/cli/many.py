@@ -94,7 +94,7 @@ def answer_many(
 def _read(path: Path) -> dict[int, dict[str, Any]]:
     """The lines of a file, by their number from 1; empty ones are left out."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # a text may hold other ends of lines
     except UnicodeDecodeError as error:
         raise ValueError(f"--prompts {path} is not UTF-8 text: {error}") from error
     found = {}

@@ -11,10 +11,15 @@ from tests.checkpoint import write_checkpoint
 
 
 def test_each_prompt_gets_the_answer_that_it_gets_alone(kvjax, checkpoint, tmp_path):
-    texts = ["Call me Ishmael", "Some years ago, never mind how long", "A"]
+    texts = [
+        "Call me Ishmael",
+        "Some years\u2028ago, never mind how long",
+        "A",
+    ]  # an end of a line to Python, not to JSON
     lines = [{"prompt": texts[0], "id": "x"}, texts[1], {"prompt": texts[2], "max_new_tokens": 3}]
     file, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
-    file.write_text("\n\n".join(map(json.dumps, lines)) + "\n")
+    text = "\r\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
+    file.write_text(text + "\n", encoding="utf-8-sig")  # which begins with a mark, as Windows writes it
     code, stdout, err = kvjax(
         "generate", checkpoint, "--prompts", file, "--out", out, "--max-new-tokens", 7, "--slots", 2
     )
@@ -64,5 +69,6 @@ def test_chat_answers_each_line(kvjax, tmp_path, monkeypatch):
     talk = models.load(directory).chat(max_new_tokens=6)
     answers = [talk.say(message) for message in ("Hello", "And you?")]
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n\nAnd you?\n/exit\nno"))
+    assert "give a temperature too" in kvjax("chat", directory, "--top-p=0.5")[2]
     code, stdout, err = kvjax("chat", directory, "--max-new-tokens=6")
     assert (code, stdout) == (0, "".join(f"{answer}\n" for answer in answers)), err

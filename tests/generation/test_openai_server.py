@@ -115,19 +115,28 @@ def test_streamed_text_is_the_whole_text(url, app, checkpoint):
 
 
 def test_what_cannot_be_served_is_said(url, app):
+    asked = {
+        "too long": {"prompt": "word " * 400},
+        "empty": {"prompt": ""},
+        "negative": {"prompt": "a", "max_tokens": -1},
+        "unknown": {"prompt": "a", "logprobs": 3},
+        "no prompt": {"prompt": None},
+        "max_new_tokens": {"prompt": "a", "max_tokens": 0},
+        "submit(n=...)": {"prompt": "a", "n": 0},
+        "none of them empty": {"prompt": "a", "stop": ["x", ""]},
+        "a list of texts": {"prompt": "a", "stop": [5]},
+        "seed must be": {"prompt": "a", "seed": 2**70},
+    }
+
     async def talk(client):
-        asked = {
-            "too long": {"prompt": "word " * 400},
-            "empty": {"prompt": ""},
-            "negative": {"prompt": "a", "max_tokens": -1},
-            "unknown": {"prompt": "a", "logprobs": 3},
-            "no prompt": {"prompt": None},
-        }
         found = {}
         for name, body in asked.items():
             with pytest.raises(openai.BadRequestError) as raised:
                 await client.completions.create(model="tiny", **body)
             found[name] = raised.value.body["message"]
+        for body in ([], "a", {"messages": "hi"}, {"messages": ["hi"]}, {"messages": []}):
+            with pytest.raises(openai.BadRequestError, match=r"JSON object|messages must be a list"):
+                await client.post("/chat/completions", body=body, cast_to=object)
         client = client.with_options(max_retries=0)
         many = [client.completions.create(model="tiny", prompt="a", n=4, max_tokens=60) for _ in range(6)]
         return found, [one for one in await asyncio.gather(*many, return_exceptions=True)]
@@ -141,6 +150,8 @@ def test_what_cannot_be_served_is_said(url, app):
     assert "max_new_tokens" in found["negative"]
     assert "logprobs" in found["unknown"]
     assert "prompt" in found["no prompt"]
+    for words in list(asked)[5:]:
+        assert words in found[words], found[words]
     assert len(busy) > 1
     assert "submit again" in busy[0].body["message"]
     assert busy[0].response.headers["Retry-After"] == "1"
