@@ -4,8 +4,8 @@
 
 Two numbers come from measurements: a step of 10 rows of 9174 tokens takes 9.99 ms (`full` in serving.json), of which
 131072 bytes a token at 3 TB/s are keys and values, the rest weights and launches; and prompts run at 600 TFLOP/s
-(ttft.json). The model gives 433 tokens a second for the engine that was measured with 424, and 170 for fixed batches that
-were measured with 183. The designs:
+(ttft.json). The model gives 433 tokens a second for the engine that was measured with 424, and 170 for the fixed
+batches that were measured with 183. The designs:
 
   alike      10 slots of the greatest length, prompts read until all slots are full
   sizes      7 of these and 9 of 10240 tokens, in the same memory (`small_slots`)

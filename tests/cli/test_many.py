@@ -24,7 +24,7 @@ def test_each_prompt_gets_the_answer_that_it_gets_alone(kvjax, checkpoint, tmp_p
         "generate", checkpoint, "--prompts", file, "--out", out, "--max-new-tokens", 7, "--slots", 2
     )
     assert (code, stdout) == (0, ""), err
-    found = sorted(map(json.loads, out.read_text().splitlines()), key=lambda answer: answer["line"])
+    found = sorted(map(json.loads, out.read_text().strip().split("\n")), key=lambda answer: answer["line"])
     assert [answer["line"] for answer in found] == [1, 3, 5]
     assert found[0]["id"] == "x"
     loaded = models.load(checkpoint)
@@ -32,7 +32,7 @@ def test_each_prompt_gets_the_answer_that_it_gets_alone(kvjax, checkpoint, tmp_p
         alone = loaded.generate(text, max_new_tokens=most)
         assert (answer["prompt"], answer["text"], answer["token_ids"]) == (text, alone.text, alone.tokens)
     code, stdout, err = kvjax("generate", checkpoint, "--prompt", texts[0], "--prompt", texts[1], "--max-new-tokens", 7)
-    several = sorted(map(json.loads, stdout.splitlines()), key=lambda answer: answer["line"])
+    several = sorted(map(json.loads, stdout.strip().split("\n")), key=lambda answer: answer["line"])
     assert [answer["text"] for answer in several] == [answer["text"] for answer in found[:2]], err
     again = kvjax("generate", checkpoint, "--prompts", file, "--out", out)
     assert again[0] == 2

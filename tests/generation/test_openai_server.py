@@ -136,7 +136,7 @@ def test_what_cannot_be_served_is_said(url, app):
             found[name] = raised.value.body["message"]
         for body in ([], "a", {"messages": "hi"}, {"messages": ["hi"]}, {"messages": []}):
             with pytest.raises(openai.BadRequestError, match=r"JSON object|messages must be a list"):
-                await client.post("/chat/completions", body=body, cast_to=object)
+                await client.post("chat/completions", body=body, cast_to=object)
         client = client.with_options(max_retries=0)
         many = [client.completions.create(model="tiny", prompt="a", n=4, max_tokens=60) for _ in range(6)]
         return found, [one for one in await asyncio.gather(*many, return_exceptions=True)]
