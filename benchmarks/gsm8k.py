@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from kvjax import models
-from kvjax.evaluate import Example, compare, folder
+from kvjax.evaluate import Example, compare, plots
 from kvjax.evaluate.provenance import digest, read_text
 from kvjax.spec import require_int
 
@@ -148,7 +148,7 @@ def main(args: Sequence[str] | None = None) -> None:
         progress=lambda done, total, what: print(f"{done} of {total}, {what}", flush=True),
     )
     print(result)
-    folder.write(result.cells, given.out)
+    plots.write(result.cells, given.out)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ M selected tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from kvjax.validation import MOST, check_flags, shown
+from kvjax.validation import MOST, check_flags, finite_number, shown
 
 CACHE_DTYPES = ("bfloat16", "float16", "float32")
 
@@ -134,6 +135,16 @@ def round_capacity(tokens: int, *, rows: int = 1, positions: int | None = None) 
     power = 1 << max(8, (tokens - 1).bit_length() - 1)
     size = few[0] if few else next(n for n in (power * 9 // 8, power * 13 // 8, power * 9 // 4) if n >= tokens)
     return size if positions is None else min(size, max(tokens, positions))
+
+
+def keep_number(config: Any, *names: str, at_least: float = -math.inf, at_most: float = math.inf) -> None:
+    """Stores fields of a frozen dataclass as floats, or raises ValueError for one that is no number in these bounds."""
+    for name in names:
+        value = finite_number(f"{type(config).__name__}({name}=...)", getattr(config, name))
+        if not at_least <= value <= at_most:
+            bounds = f"from {at_least:g} to {at_most:g}" if at_most < math.inf else f"at least {at_least:g}"
+            raise ValueError(f"{type(config).__name__}({name}={value}) must be {bounds}")
+        object.__setattr__(config, name, value)
 
 
 def keep_int(config: Any, name: str, *, at_least: int, at_most: int = MOST) -> None:

@@ -123,6 +123,20 @@ def check_floats(**arrays: Any) -> None:
             )
 
 
+def check_one_of(who: str, among: Iterable[Any], **given: Any) -> None:
+    """Raises ValueError unless each of the `given` arguments of `who` is one of the values `among`.
+
+    >>> check_one_of("kvjax.Fier", ("max", "mean"), page_reduce="min")
+    Traceback (most recent call last):
+        ...
+    ValueError: kvjax.Fier(page_reduce='min') must be one of max, mean
+    """
+    known = tuple(among)
+    for name, value in given.items():
+        if not isinstance(value, str | int) or value not in known:
+            raise ValueError(f"{who}({name}={shown(value)}) must be one of {', '.join(map(str, known))}")
+
+
 def is_traced(value: Any) -> bool:
     """True for a traced array, and for a list that `jit` was given: its numbers are traced."""
     return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value))

@@ -27,10 +27,12 @@ import jax
 from benchmarks import measured
 from benchmarks.claims import coverage, drift, figures
 from benchmarks.claims.groups import compare, group_reduces, groups, selectors
+from benchmarks.claims.live import capture_generated, summary, windows
 from benchmarks.claims.queries import Turns, turns
 from kvjax import models
 from kvjax.cli.options import sizes
-from kvjax.evaluate.capture import Live, capture, capture_generated, check_lengths
+from kvjax.evaluate.capture import Live, capture, check_lengths
+from kvjax.evaluate.recall import Reads
 from kvjax.generation.sampling import sampling
 from kvjax.spec import default_dtype
 from kvjax.stores.demotion import LogSparse
@@ -89,7 +91,7 @@ def main(args: Sequence[str] | None = None) -> int:
     if set(kinds) & set(WRITTEN):
         key = jax.random.key(given.seed)
         written, _ = capture_generated(checkpoint, [tokens], steps=new, sampling=sampling(1.0), key=key)
-        live[True] = written.windows(min(9, new // given.steps), given.steps)
+        live[True] = windows(written, min(9, new // given.steps), given.steps)
     head = measured.about(directory, given.text, given.dtype, lengths, given.steps)
     for kind in kinds:
         settings, found, figure = measure(kind, live[kind in WRITTEN], given.budget, lengths, given.window)
@@ -98,7 +100,7 @@ def main(args: Sequence[str] | None = None) -> int:
         table = measured.markdown(rows(found))
         print(f"{kind}\n\n{table}", flush=True)
         if given.out is not None:
-            results = {name: one.summary() for name, one in found.items()}
+            results = {n: summary(one) if isinstance(one, Reads) else one.summary() for n, one in found.items()}
             measured.write(given.out, kind, {**head, **settings}, results, table, figure)
     return 0
 

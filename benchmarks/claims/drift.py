@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from benchmarks.claims.live import take
 from kvjax.evaluate.capture import Live
 from kvjax.evaluate.recall import Reads, reads
 from kvjax.evaluate.store import Progress
@@ -305,7 +306,7 @@ def by_length(live: Live, lengths: Sequence[int], *, share: float = 0.1) -> dict
     steps = len(live.positions) // len(lengths)
     found = {}
     for i, length in enumerate(lengths):
-        run = live.take(np.arange(i * steps, (i + 1) * steps))
+        run = take(live, np.arange(i * steps, (i + 1) * steps))
         found[f"{length} tokens"] = reads(run, policy(Paris(candidates=round(share * length))), top=TOP)
     return found
 

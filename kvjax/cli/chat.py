@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvjax.cli.options import Dtype, ModelDir, complete_cache, dtype_name, make_policy, model_directory
+from kvjax.cli.options import Budget, CacheName, Dtype, ModelDir, dtype_name, make_policy, model_directory
 from kvjax.cli.terminal import bar, bars, say, write
 
 LEAVE = ("/exit", "/quit")
@@ -15,13 +15,8 @@ LEAVE = ("/exit", "/quit")
 
 def chat(
     model_dir: ModelDir = None,
-    cache: Annotated[
-        str, typer.Option(help="A method listed by `kvjax methods`.", autocompletion=complete_cache)
-    ] = "full",
-    budget: Annotated[
-        int | None,
-        typer.Option(help="Tokens that a step reads for each KV head, for methods with a budget.", show_default=False),
-    ] = None,
+    cache: CacheName = "full",
+    budget: Budget = None,
     system: Annotated[str | None, typer.Option(help="The message that opens the conversation.")] = None,
     max_new_tokens: Annotated[
         int | None, typer.Option(help="Maximum number of tokens of an answer.", show_default=False)

@@ -9,11 +9,12 @@ import typer
 from kvjax.cli.generate import read_prompt
 from kvjax.cli.options import (
     AsJson,
+    Budget,
+    CacheNames,
     DenseLayers,
     Dtype,
     ModelDir,
     PromptFile,
-    complete_cache,
     dtype_name,
     model_directory,
     without_weights,
@@ -33,19 +34,8 @@ def compare(
     example: Annotated[
         bool, typer.Option("--example", help="Use the built-in prompt of kvjax generate --example.")
     ] = False,
-    cache: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A method listed by `kvjax methods`; settings may follow: fier:group=16. Repeat the option for "
-            f"several. Default: {', '.join(DEFAULT)}.",
-            autocompletion=complete_cache,
-            show_default=False,
-        ),
-    ] = None,
-    budget: Annotated[
-        int | None,
-        typer.Option(help="Tokens that a step reads in a layer and KV head. Default: 256.", show_default=False),
-    ] = None,
+    cache: CacheNames = None,
+    budget: Budget = None,
     dense_layers: DenseLayers = 2,
     max_new_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 32,
     dtype: Dtype = None,
@@ -53,7 +43,8 @@ def compare(
 ) -> None:
     """Shows the answers of several methods to one prompt side by side, with tokens read, bytes and speed.
 
-    Decoding is greedy. "same" counts the leading tokens that equal the first method's. Times exclude compilation.
+    Decoding is greedy. "same" counts the leading tokens that equal the first method's. Times exclude compilation. The
+    default budget is 256, the default methods are full, fier, quest, snapkv and logquant.
     """
     kind, directory = dtype_name(dtype), model_directory(model_dir)
     text = read_prompt(prompt, prompt_file, example=example)

@@ -110,7 +110,7 @@ def evaluate(
     Prompts are prefilled once for all caches. A killed run continues where it stopped. Columns of the table: budget,
     the tokens that a cache may read per step and KV head in layers that are not dense; tokens read, how many it did
     read, mean over steps, KV heads and all layers; 95 %, the confidence interval of the mean score. A cache that cannot
-    hold its budget is listed below the table with the reason, and the others run.
+    hold its budget is listed below the table with the reason, and the others run. The default caches are full and fier.
     """
     if report_only:
         _report_only(out, _given(ctx, but=("report_only", "out", "as_json")), as_json)
@@ -217,13 +217,13 @@ def _report_only(out: Path, given: Sequence[str], as_json: bool) -> None:
 
 
 def _report(cells: Sequence[Cell], out: Path, as_json: bool) -> None:
-    from kvjax.evaluate import folder, report
+    from kvjax.evaluate import plots, report
 
     if as_json:
         write_json(report.summary(cells))
     else:
         show_markdown(report.table(cells))
     try:
-        say(f"wrote {', '.join(map(str, folder.write(cells, out)))}")
+        say(f"wrote {', '.join(map(str, plots.write(cells, out)))}")
     except ImportError as error:
         say(f"wrote {out / 'table.md'}; {error}")

@@ -53,13 +53,25 @@ def complete_cache(incomplete: str) -> list[str]:
     return [name for name in REGISTRY if name.startswith(incomplete)]
 
 
+CacheName = Annotated[
+    str,
+    typer.Option(
+        help="A method listed by `kvjax methods`; settings may follow: fier:group=16.", autocompletion=complete_cache
+    ),
+]
 CacheNames = Annotated[
     list[str] | None,
     typer.Option(
-        help="A method listed by `kvjax methods`; settings may follow: fier:group=16. Repeat the option for several. "
-        "Default: full and fier.",
+        help="A method listed by `kvjax methods`; settings may follow: fier:group=16. Repeat the option for several, "
+        "the first is the baseline.",
         autocompletion=complete_cache,
         show_default=False,
+    ),
+]
+Budget = Annotated[
+    int | None,
+    typer.Option(
+        help="Tokens that a step reads for each KV head, for methods with a budget that set none.", show_default=False
     ),
 ]
 Budgets = Annotated[

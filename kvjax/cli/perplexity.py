@@ -9,13 +9,14 @@ import typer
 
 from kvjax.cli.options import (
     AsJson,
+    Budget,
+    CacheNames,
     DenseLayers,
     Dtype,
     ModelDir,
     Parallel,
     check_file,
     check_folder,
-    complete_cache,
     dtype_name,
     model_directory,
     sizes,
@@ -35,23 +36,9 @@ def perplexity(
         ),
     ],
     model_dir: ModelDir = None,
-    cache: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A method listed by `kvjax methods`; settings may follow: quest:page=32. Repeat the option for "
-            "several; the first is the baseline of the others. Default: full, fier and quest.",
-            autocompletion=complete_cache,
-            show_default=False,
-        ),
-    ] = None,
+    cache: CacheNames = None,
     length: Annotated[str, typer.Option(help="Context length in tokens. Several: 1K,4K.")] = "1K,2K,4K",
-    budget: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens that a step reads for each KV head at every length, for caches that set no budget.",
-            show_default=False,
-        ),
-    ] = None,
+    budget: Budget = None,
     dense_layers: DenseLayers = 2,
     share: Annotated[
         float | None,
@@ -76,7 +63,8 @@ def perplexity(
 
     Prints a Markdown table. Columns: context in tokens; budget, the tokens that a cache may read per step and KV head
     in layers that are not dense; tokens read, how many it did read, mean over steps, KV heads and all layers;
-    perplexity per token; and the change against the first cache with its standard error.
+    perplexity per token; and the change against the first cache with its standard error. The default caches are full,
+    fier and quest.
     """
     names = list(dict.fromkeys(cache or ("full", "fier", "quest")))
     lengths, kind, directory = tuple(sizes("--length", length)), dtype_name(dtype), model_directory(model_dir)

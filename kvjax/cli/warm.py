@@ -10,9 +10,10 @@ from typing import Annotated, Any
 import typer
 
 from kvjax.cli.options import (
+    Budget,
+    CacheName,
     Dtype,
     ModelDir,
-    complete_cache,
     dtype_name,
     make_policy,
     model_directory,
@@ -24,16 +25,8 @@ from kvjax.cli.terminal import say
 
 def warm(
     model_dir: ModelDir = None,
-    cache: Annotated[
-        str,
-        typer.Option(
-            help="A method listed by `kvjax methods`; settings may follow: fier:group=16.",
-            autocompletion=complete_cache,
-        ),
-    ] = "full",
-    budget: Annotated[
-        int | None, typer.Option(help="Tokens that a step reads for each KV head.", show_default=False)
-    ] = None,
+    cache: CacheName = "full",
+    budget: Budget = None,
     batch: Annotated[int, typer.Option(min=1, help="Rows of the cache.")] = 1,
     capacity: Annotated[str, typer.Option(help="Tokens that a row can hold, such as 8K.")] = "4608",
     temperature: Annotated[

@@ -1,58 +1,24 @@
-"""Accuracy: decodes a model's answers to all examples of a task through each cache, and scores them.
+"""Accuracy: a cache decodes its own greedy answers to a batch of prompts of a plan, which are scored.
 
-Each batch of prompts is prefilled once and stored into every cache (see `kvjax.evaluate.plan`); then each cache decodes
-its own answers with `kvjax.generation.decode`. If the task feeds its question one step at a time, these steps go
-through the cache too, before the answer.
+If the task feeds its question one step at a time, these steps go through the cache too, before the answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jax import Array
 
 from kvjax.cache.cache import Cache
-from kvjax.evaluate.caches import DENSE_LAYERS, Caches, make_rows
-from kvjax.evaluate.plan import Plan, feed, prepare, run
-from kvjax.evaluate.store import Cell, Progress
+from kvjax.evaluate.plan import Plan, feed
 from kvjax.evaluate.tasks import Task
 from kvjax.generation import decode
 from kvjax.models import Checkpoint
 
 PIECE = 32  # tokens decoded between two checks for the end of an answer, at most
 QUESTION_STEP = 16  # questions are padded to a multiple of it
-
-
-def evaluate(
-    checkpoint: Checkpoint,
-    task: Task,
-    caches: Caches,
-    *,
-    budgets: Sequence[int] | None = None,
-    dense_layers: int | None = DENSE_LAYERS,
-    batch: int = 8,
-    parallel: int = 1,
-    out: Path | None = None,
-    progress: Progress | None = None,
-) -> list[Cell]:
-    """Decodes a model's answers to all examples of a task through each cache, and scores them.
-
-    Decoding is greedy. `caches`, `budgets` and `dense_layers` are those of
-    `kvjax.evaluate.caches.make_rows`. With `out`, results are saved there, and existing ones are not computed again.
-    `batch` prompts of similar length are decoded together; they are padded to one of four sizes per octave, so that few
-    programs are compiled. `parallel` caches decode at the same time. Memory holds these caches, and the queries, keys
-    and values of one batch of whole prompts.
-
-    Raises:
-      ValueError: before anything runs; see `kvjax.evaluate.plan.prepare`.
-    """
-    rows = make_rows(caches, budgets=budgets, dense_layers=dense_layers)
-    dtype = checkpoint.model.dtype
-    plan = prepare(checkpoint, task, rows, dtype=dtype, out=out)
-    return run(checkpoint, plan, answer, batch=batch, parallel=parallel, progress=progress)
 
 
 def answer(

@@ -29,9 +29,7 @@ from jax.typing import ArrayLike
 
 from kvjax.cache.cache import Cache, init, raise_on_overflow
 from kvjax.evaluate.store import Progress
-from kvjax.generation import generate
 from kvjax.generation.prefilling import Model, prefill
-from kvjax.generation.sampling import Sampling
 from kvjax.numerics.partial import CappedScale, PartialAttention
 from kvjax.policies import Full, FullState, Info, Policy, Step
 from kvjax.spec import CacheSpec, require_int
@@ -149,20 +147,6 @@ class Live:
             for i in range(run.start, run.stop, longest)
         ]
 
-    def take(self, steps: ArrayLike) -> Live:
-        """Only the steps at these indices; keys and values stay."""
-        index = np.asarray(steps)
-        layers = tuple(dataclasses.replace(layer, q=layer.q[:, index]) for layer in self.layers)
-        return Live(layers, self.positions[index])
-
-    def windows(self, count: int, steps: int) -> Live:
-        """`count` runs of `steps` steps, evenly spaced from the first steps to the last."""
-        T = len(self.positions)
-        if count * steps > T:
-            raise ValueError(f"windows(count={count}, steps={steps}) are more than the {T} steps that were recorded")
-        first = np.linspace(0, T - steps, count).astype(int)
-        return self.take((first[:, None] + np.arange(steps)).reshape(-1))
-
 
 def adjacent(positions: np.ndarray) -> list[slice]:
     """Runs of positions that follow one another.
@@ -258,26 +242,6 @@ def check_lengths(lengths: Sequence[int], steps: int, limit: int | None) -> list
             f"lengths={ends} reach beyond the {limit} tokens that the text has or the model takes; give shorter ones"
         )
     return ends
-
-
-def capture_generated(
-    checkpoint: Any,
-    prompt: ArrayLike | Sequence[Sequence[int]],
-    *,
-    steps: int,
-    sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
-    key: Array | None = None,
-) -> tuple[Live, np.ndarray]:
-    """Live queries while the model continues a prompt i32[B, T], and the tokens i32[B, steps] that it generated.
-
-    It does not end at stop tokens: the cache is measured, not the text.
-    """
-    start = np.asarray(prompt, np.int32)
-    if start.ndim != 2:
-        raise ValueError(f"capture_generated needs a prompt [B, T], got {list(start.shape)}")
-    cache = _empty(checkpoint, len(start), start.shape[1] + steps, steps)
-    done = generate(checkpoint.model, cache, start, max_new_tokens=steps, sampling=sampling, key=key)
-    return read(done.cache), done.tokens
 
 
 def _empty(checkpoint: Any, batch: int, capacity: int, steps: int) -> Cache:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvjax.evaluate import folder, report
+from kvjax.evaluate import plots, report
 from kvjax.evaluate.accuracy import answer
 from kvjax.evaluate.caches import DENSE_LAYERS, Caches, make_rows
 from kvjax.evaluate.plan import prepare, run
@@ -40,7 +40,7 @@ class Comparison:
 
     def figures(self) -> dict[str, Any]:
         """Plots by name; they need matplotlib."""
-        return dict(folder.figures(self.cells))
+        return dict(plots.figures(self.cells))
 
 
 def compare(

@@ -2,10 +2,7 @@
 
 An `Answer` function says how: `accuracy.answer` decodes freely, `perplexity.score` feeds the true continuation. The
 last tokens of a prompt may be fed one step at a time through the cache, as a question that comes after the cache has
-evicted tokens of the prompt.
-
-Several caches may decode at the same time, in threads. They share weights and prompts, and a GPU runs their steps in
-turn; but their programs compile in parallel, and compiling takes most of the time of a short task.
+evicted tokens of the prompt. Caches may decode in threads, because compiling takes most of the time of a short task.
 """
 
 from __future__ import annotations

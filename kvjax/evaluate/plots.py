@@ -6,14 +6,17 @@ own and a colour each. Lines are labelled at their ends.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from scipy.optimize import isotonic_regression
 
-from kvjax.evaluate.report import Block, score
+from kvjax.evaluate.provenance import json_text, replace_file
+from kvjax.evaluate.report import Block, by_title, page, score, summary
 from kvjax.presets import REGISTRY
 
 if TYPE_CHECKING:
@@ -109,6 +112,27 @@ def labels(methods: Sequence[str]) -> dict[str, str]:
 
 
 # ----------------------------------------------------------------------------------------- scores of an evaluation
+
+
+def figures(cells: Sequence[Cell]) -> Iterator[tuple[str, Figure]]:
+    """Yields (file name, figure): scores by budget for each task, and by depth and length for tasks with depths."""
+    for title, of in by_title(cells).items():
+        name = re.sub(r"\W+", "-", title).strip("-")
+        if any(len(block.budgets) > 1 for block in of):
+            yield f"{name}-by-budget", by_budget(of)
+        if depths(of):
+            yield f"{name}-by-depth", by_depth(of)
+
+
+def write(cells: Sequence[Cell], out: Path) -> list[Path]:
+    """Writes table.md, summary.json and the plots to `out`, and returns their paths."""
+    written = [out / "table.md", out / "summary.json"]
+    replace_file(written[0], page(cells))
+    replace_file(written[1], json_text(summary(cells)))
+    for name, figure in figures(cells):
+        written.append(out / f"{name}.svg")
+        figure.savefig(written[-1])
+    return written
 
 
 def by_budget(panels: Sequence[Block]) -> Figure:

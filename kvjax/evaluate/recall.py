@@ -59,24 +59,6 @@ class Reads:
         """Means over everything, for a table."""
         return {field.name: mean_known(getattr(self, field.name)) for field in fields(self) if field.name != "lengths"}
 
-    def summary(self) -> dict[str, Any]:
-        """Means as JSON: over everything, and by layer, by layer and head, by length."""
-        kinds = ("recall", "head_recall", "mass", "error")
-        by_length = {}
-        for length, steps in self.by_length().items():
-            by_length[length] = {
-                kind: mean_known(getattr(self, kind)[:, steps]) for kind in (*kinds, "attended", "bytes")
-            }
-        return {
-            "mean": self.row(),
-            "by_layer": {kind: [mean_known(a) for a in getattr(self, kind)] for kind in kinds},
-            "by_layer_and_head": {
-                kind: [[mean_known(a[..., head]) for head in range(a.shape[-1])] for a in getattr(self, kind)]
-                for kind in ("head_recall", "mass")
-            },
-            "by_length": by_length,
-        }
-
     def by_length(self) -> dict[int, slice]:
         """The steps of each run of adjacent positions, by the length at its end."""
         return {int(self.lengths[run.stop - 1]): run for run in adjacent(self.lengths)}

@@ -19,8 +19,8 @@ from kvjax.evictors.scores import HeavyHitter
 from kvjax.memory import vary_with
 from kvjax.numerics.rotate import turn_pairs, turn_positions
 from kvjax.numerics.types import Rope
-from kvjax.spec import keep_int
-from kvjax.validation import check_flags, check_rope, check_verbs, finite_number
+from kvjax.spec import keep_int, keep_number
+from kvjax.validation import check_flags, check_rope, check_verbs
 
 BLOCK = 2**20  # numbers of a block of keys, by query
 
@@ -45,13 +45,8 @@ class ValueWeighted(Evictor):
         keep_int(self, "sink", at_least=0)
         verbs = ("judge", "see_prompt", "see_step")
         check_verbs("ValueWeighted(evictor=...)", self.evictor, "an evictor", verbs, "kvjax.HeavyHitter()")
-        first, epsilon = (
-            finite_number(f"ValueWeighted({name}=...)", getattr(self, name)) for name in ("first", "epsilon")
-        )
-        if not 0 <= first < 1 or epsilon < 0:
-            raise ValueError(
-                f"ValueWeighted(first={self.first!r}, epsilon={self.epsilon!r}) needs a share below 1 and a number"
-            )
+        keep_number(self, "first", at_least=0, at_most=1)
+        keep_number(self, "epsilon", at_least=0)
         if type(self.evictor).judge is not Evictor.judge or self.evictor.arrival is None:
             raise ValueError(f"ValueWeighted got {self.evictor}, which no attention guides; use kvjax.HeavyHitter()")
 
@@ -102,7 +97,7 @@ class ExpectedAttention(Evictor):
         keep_int(self, "future", at_least=1)
         keep_int(self, "sink", at_least=0)
         check_flags("ExpectedAttention", covariance=self.covariance)
-        finite_number("ExpectedAttention(epsilon=...)", self.epsilon)
+        keep_number(self, "epsilon")
         if self.rope is not None:
             check_rope("ExpectedAttention(rope=...)", self.rope)
 
@@ -176,8 +171,7 @@ class Redundancy(Evictor):
     def __post_init__(self) -> None:
         keep_int(self, "window", at_least=1)
         keep_int(self, "pool", at_least=1)
-        for name in ("balance", "alike"):
-            finite_number(f"Redundancy({name}=...)", getattr(self, name))
+        keep_number(self, "balance", "alike")
 
     def check(self, budget: int) -> None:
         if budget <= self.window:

@@ -13,8 +13,8 @@ from kvjax.evictors.base import Evictor
 from kvjax.numerics.rotate import turn_positions
 from kvjax.numerics.types import Rope
 from kvjax.sharding.placement import mean_over_heads
-from kvjax.spec import keep_int, require_int
-from kvjax.validation import check_rope
+from kvjax.spec import keep_int, keep_number, require_int
+from kvjax.validation import check_one_of, check_rope
 
 Pooling = Literal["max", "mean"]
 
@@ -105,8 +105,7 @@ class HeavyHitter(Evictor):
     recent: float = 0.5  # share of the slots
 
     def __post_init__(self) -> None:
-        if isinstance(self.recent, bool) or not isinstance(self.recent, int | float) or not 0 <= self.recent <= 1:
-            raise ValueError(f"HeavyHitter(recent=...) must be a share of the slots, 0 to 1; got {self.recent!r}")
+        keep_number(self, "recent", at_least=0, at_most=1)
 
     @property
     def arrival(self) -> float:
@@ -187,8 +186,7 @@ class Observation(Evictor):
                 f"Observation(kernel_size={self.kernel_size}) must be odd; "
                 f"use {self.kernel_size - 1} or {self.kernel_size + 1}"
             )
-        if self.pooling not in get_args(Pooling):
-            raise ValueError(f"Observation(pooling={self.pooling!r}) must be 'max' or 'mean'")
+        check_one_of("Observation", get_args(Pooling), pooling=self.pooling)
 
     @property
     def arrival(self) -> float:

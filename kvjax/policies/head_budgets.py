@@ -16,7 +16,7 @@ from kvjax.numerics.partial import PartialAttention, Span
 from kvjax.numerics.selection import Selection
 from kvjax.policies.evicting import Evicting, EvictingState
 from kvjax.policies.policy import Step
-from kvjax.spec import CacheSpec
+from kvjax.spec import CacheSpec, keep_number
 
 ALL = 2**30  # a sliding window that hides nothing
 
@@ -56,10 +56,8 @@ class HeadBudgets(Evicting):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, low, high in (("floor", 0.0, 1.0), ("ceiling", 1.0, 1e6)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-                raise ValueError(f"HeadBudgets({name}={value!r}) must be a number from {low:g} to {high:g}")
+        keep_number(self, "floor", at_least=0, at_most=1)
+        keep_number(self, "ceiling", at_least=1, at_most=1e6)
         if self.evictor.arrival is None:
             raise ValueError(
                 f"HeadBudgets got {self.evictor}, which ranks tokens by position alone; "

@@ -31,6 +31,7 @@ from kvjax.policies import BesidePrompt, Evicting, HeadBudgets, PerLayer
 from kvjax.presets.pyramid import pyramid
 from kvjax.presets.settings import Layers, over_layers, plain_rope
 from kvjax.spec import require_int
+from kvjax.validation import check_one_of
 
 
 def streaming_llm(
@@ -208,8 +209,7 @@ def evict(
     budget: kept tokens, the prompt's too unless `prompt` sets room for them; generated: evicted by the rule.
     """
     require_int("evict(budget=...)", budget, at_least=1)
-    if rule not in RULES:
-        raise ValueError(f"evict(rule={rule!r}) must be one of {', '.join(RULES)}")
+    check_one_of("evict", RULES, rule=rule)
     evictor, rope = RULES[rule], plain_rope("evict", rope_theta)
     if rope is None and (close_up or hasattr(evictor, "rope")):
         raise ValueError(f"evict(rule={rule!r}, close_up={close_up}) must know the model's RoPE; set rope_theta")

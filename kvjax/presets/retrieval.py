@@ -17,6 +17,7 @@ from kvjax.selectors.fier import PageReduce
 from kvjax.spec import require_int
 from kvjax.stores import Dense, Store
 from kvjax.stores.demotion import Buffer, Fifo
+from kvjax.validation import check_one_of
 
 PARISKV_BUDGET = 4 + 128 + 100  # the paper's sink and local window, and the k tokens that it selects besides them
 
@@ -125,8 +126,7 @@ def pariskv(
     generated: compete by exact scores until a chunk of 256 is indexed.
     """
     require_int("pariskv(budget=...)", budget, at_least=1)
-    if buffer not in ("select", "attend"):
-        raise ValueError(f"pariskv(buffer={buffer!r}) must be 'select' or 'attend'")
+    check_one_of("pariskv", ("select", "attend"), buffer=buffer)
     beside = chunk if buffer == "attend" else 0
     policy = Retrieval(
         selector=selector if p is None else Nucleus(selector=selector, p=p),
@@ -187,8 +187,7 @@ def quest(
     require_int("quest(budget=...)", budget, at_least=1)
     require_int("quest(page=...)", page, at_least=1)
     require_int("quest(least_pages=...)", least_pages, at_least=1)
-    if newest not in ("attend", "select"):
-        raise ValueError(f"quest(newest={newest!r}) must be 'attend' or 'select'")
+    check_one_of("quest", ("attend", "select"), newest=newest)
     selects = newest == "select"
     chunk = page if chunk is None else require_int("quest(chunk=...)", chunk, at_least=1)
     counted = local if local is not None else 0 if selects else chunk

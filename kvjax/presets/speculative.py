@@ -15,6 +15,7 @@ from kvjax.selectors import BallPages, CentrePages, LayerWide, MinMaxPages, Sele
 from kvjax.spec import require_int
 from kvjax.stores import HostOffload, Store
 from kvjax.stores.demotion import Fifo
+from kvjax.validation import check_one_of
 
 # FreeKV's settings by the kind of task.
 FREEKV: dict[str, dict[str, Any]] = {
@@ -70,10 +71,8 @@ def freekv(
     since the recall; zones: sink 128, window 128, or 512 and 512 for long generation; budget: every token that a step
     reads; generated: paged and moved to the host as the prompt is.
     """
-    if task not in FREEKV:
-        raise ValueError(f"freekv(task={task!r}) must be one of {', '.join(FREEKV)}")
-    if summary not in ("min_max", "centre"):
-        raise ValueError(f"freekv(summary={summary!r}) must be 'min_max' or 'centre'")
+    check_one_of("freekv", FREEKV, task=task)
+    check_one_of("freekv", ("min_max", "centre"), summary=summary)
     sink = FREEKV[task]["sink"] if sink is None else sink
     local = FREEKV[task]["local"] if local is None else local
     tau = FREEKV[task]["tau"] if tau is None else tau
@@ -134,11 +133,9 @@ def arkvale(
     paged and moved to the host as the prompt is.
     """
     require_int("arkvale(budget=...)", budget, at_least=1)
-    if digest not in ("cuboid", "sphere"):
-        raise ValueError(f"arkvale(digest={digest!r}) must be 'cuboid' or 'sphere'")
+    check_one_of("arkvale", ("cuboid", "sphere"), digest=digest)
+    check_one_of("arkvale", ("head", "layer"), per=per)
     require_page("arkvale", budget, page, sink, local)
-    if per not in ("head", "layer"):
-        raise ValueError(f"arkvale(per={per!r}) must be 'head' or 'layer'")
     digests = CentrePages if digest == "cuboid" else BallPages
     selector: Selector = digests(page=page, group_reduce=group_reduce)
     policy = Retrieval(

@@ -14,6 +14,7 @@ from kvjax.numerics.reductions import sum_pairs
 from kvjax.numerics.selection import Candidates, GroupReduce
 from kvjax.selectors.pending import PageSelector, Pending, pending_pages, with_points
 from kvjax.spec import CacheSpec
+from kvjax.validation import check_one_of
 
 Radius = Literal["mean", "max"]
 
@@ -44,8 +45,7 @@ class BallPages(PageSelector):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.radius not in get_args(Radius):
-            raise ValueError(f"BallPages(radius={self.radius!r}) must be 'mean' or 'max'")
+        check_one_of("BallPages", get_args(Radius), radius=self.radius)
 
     def with_pending(self, candidates: Candidates, q: Array) -> Candidates:
         if self.pending == "exact":

@@ -15,6 +15,7 @@ from kvjax.numerics.selection import Candidates, GroupReduce, PackedSelection, S
 from kvjax.selectors.pending import pending_pages, with_points
 from kvjax.selectors.selector import Selector
 from kvjax.spec import CacheSpec, keep_int
+from kvjax.validation import check_one_of
 
 PageReduce = Literal["max", "mean"]
 
@@ -44,8 +45,7 @@ class Fier(Selector):
         keep_int(self, "group", at_least=1)
         keep_int(self, "page", at_least=1)
         require_group_reduce(self.group_reduce)
-        if self.page_reduce not in get_args(PageReduce):
-            raise ValueError(f"Fier(page_reduce={self.page_reduce!r}) must be 'max' or 'mean'")
+        check_one_of("Fier", get_args(PageReduce), page_reduce=self.page_reduce)
 
     @property
     def unit(self) -> int:

@@ -25,7 +25,7 @@ from kvjax.selectors.selector import Selector
 from kvjax.selectors.striped import StripedSelector
 from kvjax.sharding.context import Stripes, share_of_highest
 from kvjax.spec import CacheSpec, keep_int
-from kvjax.validation import check_flags
+from kvjax.validation import check_flags, check_one_of
 
 Votes = Literal["tiers", "plain"]
 
@@ -102,8 +102,7 @@ class Paris(Selector):
     radius_bits: int = 16
 
     def __post_init__(self) -> None:
-        if self.votes not in get_args(Votes):
-            raise ValueError(f"Paris(votes=...) must be one of {', '.join(get_args(Votes))}; got {self.votes!r}")
+        check_one_of("Paris", get_args(Votes), votes=self.votes)
         if self.candidates is not None:
             keep_int(self, "candidates", at_least=1)
         if self.seed is not None:
@@ -112,16 +111,8 @@ class Paris(Selector):
         require_group_reduce(self.group_reduce)
         keep_int(self, "subspace", at_least=1)
         keep_int(self, "radius_bits", at_least=1)
-        if self.subspace not in (4, 8):
-            raise ValueError(
-                f"Paris(subspace={self.subspace}) must be 4 or 8: there is one count for each sign pattern of a "
-                "subspace, and codes need more than 3 channels"
-            )
-        if self.radius_bits not in (4, 16):
-            raise ValueError(
-                f"Paris(radius_bits={self.radius_bits}) must be 16 (weights in bfloat16) or 4 (coded relative to the "
-                "key's length)"
-            )
+        check_one_of("Paris", (4, 8), subspace=self.subspace)
+        check_one_of("Paris", (4, 16), radius_bits=self.radius_bits)
 
     @property
     def unit(self) -> int:

@@ -15,6 +15,7 @@ from jax import Array
 from kvjax.numerics.selection import Candidates, GroupReduce, require_group_reduce
 from kvjax.selectors.selector import Selector
 from kvjax.spec import CacheSpec, keep_int
+from kvjax.validation import check_one_of
 
 Pending = Literal["exact", "box"]
 
@@ -28,11 +29,9 @@ class PageSelector(Selector):
     pending: Pending
 
     def __post_init__(self) -> None:
-        name = type(self).__name__
         keep_int(self, "page", at_least=1)
         require_group_reduce(self.group_reduce)
-        if self.pending not in get_args(Pending):
-            raise ValueError(f"{name}(pending=...) must be 'exact' or 'box'; got {self.pending!r}")
+        check_one_of(type(self).__name__, get_args(Pending), pending=self.pending)
 
     @property
     def unit(self) -> int:

@@ -19,7 +19,8 @@ from kvjax.numerics.partial import attention_logits
 from kvjax.numerics.selection import Candidates, GroupReduce, PackedSelection, Selection, reduce_scores
 from kvjax.selectors.selector import Selector, Wrapper
 from kvjax.sharding.context import Stripes
-from kvjax.validation import check_verbs, finite_number
+from kvjax.spec import keep_number
+from kvjax.validation import check_verbs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,10 +91,7 @@ class Nucleus(ByShare):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        p = finite_number("Nucleus(p=...)", self.p)
-        if not 0 < p <= 1:
-            raise ValueError(f"Nucleus(p={self.p!r}) must be a share of the attention, above 0 and at most 1; use 0.9")
-        object.__setattr__(self, "p", p)
+        keep_number(self, "p", at_least=1e-6, at_most=1)
 
     def keep(self, share: Array, valid: Array, order: Array) -> Array:
         if self.p == 1:
@@ -125,14 +123,8 @@ class AdaptiveHeads(ByShare):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, least, wanted in (
-            ("mean", 1e-6, "above 0 and at most 1; use 0.5"),
-            ("floor", 0.0, "from 0 to 1; use 0.2"),
-        ):
-            value = finite_number(f"AdaptiveHeads({name}=...)", getattr(self, name))
-            if not least <= value <= 1:
-                raise ValueError(f"AdaptiveHeads({name}={value!r}) must be a share {wanted}")
-            object.__setattr__(self, name, value)
+        keep_number(self, "mean", at_least=1e-6, at_most=1)
+        keep_number(self, "floor", at_least=0, at_most=1)
 
     @property
     def joins_heads(self) -> bool:

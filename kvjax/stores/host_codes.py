@@ -28,6 +28,7 @@ from kvjax.spec import CacheSpec, keep_int
 from kvjax.stores.host import HostBlock, HostOffload, split_parts
 from kvjax.stores.store import Store, refuse_codes
 from kvjax.stores.striped import StripedState, StripedStore
+from kvjax.validation import check_one_of
 
 BITS = (2, 4, 8)
 
@@ -208,8 +209,7 @@ class HostQuantized(_HostCodes):
         super().__post_init__()
         keep_int(self, "bits", at_least=1)
         keep_int(self, "group", at_least=1)
-        if self.bits not in BITS:
-            raise ValueError(f"HostQuantized(bits={self.bits!r}) must be one of {', '.join(map(str, BITS))}")
+        check_one_of("HostQuantized", BITS, bits=self.bits)
 
     def check(self, spec: CacheSpec, chunk: int) -> None:
         super().check(spec, chunk)

@@ -18,6 +18,7 @@ from kvjax.numerics.selection import Selection
 from kvjax.ops.chunk import attend_blocks
 from kvjax.spec import CacheSpec, keep_int
 from kvjax.stores.store import Store, refuse_codes
+from kvjax.validation import check_one_of
 
 KeyAxis = Literal["channel", "token"]
 BITS = (2, 3, 4, 8)
@@ -61,11 +62,8 @@ class Quantized(Store):
         given = (name for name in ("value_bits", "value_group") if getattr(self, name) is not None)
         for name in ("bits", "key_group", *given):
             keep_int(self, name, at_least=1)
-        for name, bits in (("bits", self.bits), ("value_bits", self._value_bits)):
-            if bits not in BITS:
-                raise ValueError(f"Quantized({name}={bits!r}) must be one of {', '.join(map(str, BITS))}")
-        if self.key_axis not in get_args(KeyAxis):
-            raise ValueError(f"Quantized(key_axis={self.key_axis!r}) must be 'channel' or 'token'")
+        check_one_of("Quantized", BITS, bits=self.bits, value_bits=self._value_bits)
+        check_one_of("Quantized", get_args(KeyAxis), key_axis=self.key_axis)
 
     @property
     def _value_bits(self) -> int:

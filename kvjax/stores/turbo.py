@@ -36,6 +36,7 @@ from kvjax.ops.op import for_gpu
 from kvjax.ops.quantized import attend_rotated, turn_back
 from kvjax.spec import CacheSpec, keep_int
 from kvjax.stores.host_codes import Coded, CodedBlock, _HostCodes
+from kvjax.validation import check_one_of
 
 BITS = (2, 3, 4, 8)
 
@@ -64,12 +65,9 @@ class _Turbo(Coded):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("bits", "value_bits"):
-            if getattr(self, name) is not None or name == "bits":
-                keep_int(self, name, at_least=1)
-                if (bits := getattr(self, name)) not in BITS:
-                    one_of = ", ".join(map(str, BITS))
-                    raise ValueError(f"{type(self).__name__}({name}={bits!r}) must be one of {one_of}")
+        for name in ("bits", *(["value_bits"] if self.value_bits is not None else [])):
+            keep_int(self, name, at_least=1)
+            check_one_of(type(self).__name__, BITS, **{name: getattr(self, name)})
         keep_int(self, "seed", at_least=0)
 
     @property

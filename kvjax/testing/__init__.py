@@ -19,16 +19,26 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from kvjax.policies import Policy
 from kvjax.spec import CacheSpec
 from kvjax.validation import check_verbs, naming_absent, shown
 
 with naming_absent("kvjax.testing"):
+    from kvjax.testing import _attending, _gradients, _neighbours, _programs, _selecting, _steps, _storing
     from kvjax.testing._anatomy import DoesNotApply, core, has_history
-    from kvjax.testing._laws import FUNCTIONS
     from kvjax.testing._report import Report, Row
 
 __all__ = ["LAWS", "Report", "Row", "check_policy"]
 
+# Every public function of these modules is a law; those that find the most common faults come first. It returns if the
+# law holds, raises AssertionError if it does not, and DoesNotApply with the reason if it cannot.
+_MODULES = (_attending, _storing, _neighbours, _selecting, _steps, _programs, _gradients)
+FUNCTIONS: dict[str, Callable[[Policy, CacheSpec], None]] = {
+    name: law
+    for module in _MODULES
+    for name, law in vars(module).items()
+    if inspect.isfunction(law) and law.__module__ == module.__name__ and not name.startswith("_")
+}
 LAWS: dict[str, str] = {name: inspect.cleandoc(law.__doc__ or "") for name, law in FUNCTIONS.items()}
 """The name of each law and what it says."""
 

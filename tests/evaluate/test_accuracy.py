@@ -16,7 +16,6 @@ import kvjax
 import kvjax.evaluate
 from kvjax import models, presets
 from kvjax.evaluate import Example, accuracy, plan, prompt, report
-from kvjax.evaluate.accuracy import evaluate
 from kvjax.evaluate.caches import make_rows
 from kvjax.evaluate.store import interval, read_cell
 from kvjax.generation import decode, decode_step, generate, prefill
@@ -29,6 +28,11 @@ CACHES = {"full": presets.full(), "snapkv@40": presets.snapkv(40, window=8, laye
 
 def prepare(checkpoint, task, caches, **settings):
     return plan.prepare(checkpoint, task, make_rows(caches) if caches else [], **settings)
+
+
+def evaluate(checkpoint, task, caches, *, out=None, **how):
+    made = prepare(checkpoint, task, caches, dtype=checkpoint.model.dtype, out=out)
+    return plan.run(checkpoint, made, accuracy.answer, **how)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ import kvjax
 from benchmarks.claims import coverage, drift, figures, queries
 from benchmarks.claims.__main__ import main
 from benchmarks.claims.groups import compare, group_reduces, groups, selectors
+from benchmarks.claims.live import summary, take
 from kvjax import CacheSpec, Compressed, Dense, Fifo, LogSparse, Quantized
 from kvjax.evaluate import recall
 from kvjax.evaluate.capture import Live
@@ -48,7 +49,7 @@ def test_equal_queries_never_correct_and_tau_beyond_the_cosines_decides_alone():
     assert heads == (turned.cosines < 0).mean()
     assert steps == (turned.cosines.min(axis=-1) < 0).mean() > heads
     with pytest.raises(ValueError, match="steps=2 or more"):
-        queries.turns(LIVE.take([0, 4]))
+        queries.turns(take(LIVE, [0, 4]))
 
 
 # ------------------------------------------------------------------------------------------------------------- coverage
@@ -126,7 +127,7 @@ def test_heavy_tokens_are_those_that_recent_queries_attended_to():
     """One token draws all attention: the window has lost it, and selection by recent attention finds it."""
     layer = LIVE.layers[0]
     loud = replace(layer, q=jnp.ones_like(layer.q), k=jnp.zeros_like(layer.k).at[:, :, 10].set(4.0))
-    live = Live((loud,), POSITIONS).take(np.arange(4, 8))
+    live = take(Live((loud,), POSITIONS), np.arange(4, 8))
     assert coverage.keep(live, coverage.newest(LOGSPARSE), None).mass.max() < 0.01
     found = coverage.keep(live, coverage.heavy(LOGSPARSE), None)
     assert found.mass[:, 1:].min() > 0.99
@@ -287,7 +288,7 @@ def test_every_case_to_compare_runs_and_selects_better_than_chance(cases):
         assert seen.mass[:, -STEPS:].mean() > share, name
         if "page" not in name and "quest" not in name:  # of pages a budget of 44 tokens holds two
             assert seen.recall[:, -STEPS:].mean() > 0.62, name  # of 44 of 76 free tokens
-        json.dumps(seen.summary())
+        json.dumps(summary(seen))
 
 
 # -------------------------------------------------------------------------------------------------- figures and command
@@ -335,7 +336,7 @@ def test_fier_by_group_size_selects_better_than_chance():
     for name, seen in compare(LIVE, groups(64, sizes=(8, 16))).items():
         chance = (32 if "pages" in name or name == "Quest" else 44) / 76  # of free tokens; of pages, two whole ones
         assert seen.recall[:, -STEPS:].mean() > chance + (0.1 if chance > 0.5 else 0.01), name
-        json.dumps(seen.summary())
+        json.dumps(summary(seen))
 
 
 @pytest.mark.thorough

@@ -117,7 +117,7 @@ def test_runs_in_several_folders_are_reported_on_together_and_nothing_is_decoded
         (("--length", "4K"), "do not fit in the model's 512 positions"),
         (("--samples", "0"), "samples=...) must be at least 1, got 0"),
         (("--text", "/nowhere/x.txt"), "--text /nowhere/x.txt: there is no such file"),
-        (("--question", "late"), "question='late') must be decoded or prefilled"),
+        (("--question", "late"), "question='late') must be one of decoded, prefilled"),
         (("--cache", "pariskv", "--budget", "64"), "budget=64 is below sink + local"),
         (("--cache", "quest", "--budget", "20"), "has room for 0 pages of 16 tokens beside"),
         (("--task", "needle_lines", "--task", "common_words", "--text", __file__), "does not apply to needle_lines"),

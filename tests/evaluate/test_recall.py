@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 import kvjax
+from benchmarks.claims.live import capture_generated, take, windows
 from kvjax import CacheSpec, Fifo, Full, LogSparse, Retrieval, models, presets
 from kvjax.evaluate import recall
-from kvjax.evaluate.capture import Live, LiveLayer, Recorded, capture, capture_generated, read
+from kvjax.evaluate.capture import Live, LiveLayer, Recorded, capture, read
 from kvjax.selectors import Exact, MinMaxPages
 from tests.checkpoint import write_checkpoint
 
@@ -153,10 +154,10 @@ def test_lengths_that_cannot_be_captured_are_refused(checkpoint, lengths, steps,
 def test_steps_are_cut_into_runs_and_windows():
     live = _live(positions=[3, 4, 5, 9, 10])
     assert [live.positions[run].tolist() for run in live.runs(2)] == [[3, 4], [5], [9, 10]]
-    assert live.windows(2, 2).positions.tolist() == [3, 4, 9, 10]
-    np.testing.assert_array_equal(live.take([4]).layers[1].q[:, 0], live.layers[1].q[:, 4])
+    assert windows(live, 2, 2).positions.tolist() == [3, 4, 9, 10]
+    np.testing.assert_array_equal(take(live, [4]).layers[1].q[:, 0], live.layers[1].q[:, 4])
     with pytest.raises(ValueError, match="more than the 5 steps"):
-        live.windows(3, 2)
+        windows(live, 3, 2)
 
 
 # ---------------------------------------------------------------------------------------------------------------- reads

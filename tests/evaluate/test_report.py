@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from kvjax.evaluate import folder, plots, report
+from kvjax.evaluate import plots, report
 from kvjax.evaluate.store import Cell, read_cells
 from kvjax.presets import REGISTRY
 
@@ -168,7 +168,7 @@ def test_a_cache_with_many_settings_is_kept_in_a_file_with_a_short_name(tmp_path
 
 
 def test_everything_is_written(tmp_path):
-    written = folder.write(CELLS, tmp_path / "out")
+    written = plots.write(CELLS, tmp_path / "out")
     assert {path.name for path in written} == {
         *("table.md", "summary.json", "needle-by-budget.svg", "needle-by-depth.svg")
     }
@@ -177,7 +177,7 @@ def test_everything_is_written(tmp_path):
 
 def test_without_a_curve_or_depths_there_is_no_plot(tmp_path):
     cells = [cell("full", 512, [1.0], depths=None), cell("fier@16", 512, [1.0], depths=None)]
-    assert [path.name for path in folder.write(cells, tmp_path)] == ["table.md", "summary.json"]
+    assert [path.name for path in plots.write(cells, tmp_path)] == ["table.md", "summary.json"]
 
 
 def test_lines_are_the_means_by_budget_in_the_colour_of_the_method():

@@ -380,7 +380,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "votes by approval": (
         lambda: Paris(votes="approval"),  # type: ignore[arg-type]
-        r"votes=\.\.\.\) must be one of tiers, plain; got 'approval'",
+        r"votes='approval'\) must be one of tiers, plain",
     ),
     "no candidates": (lambda: Paris(candidates=0), r"candidates=.*at least 1, got 0"),
     "negative seed": (lambda: Paris(seed=-1), r"seed=.*at least 0, got -1"),
@@ -463,7 +463,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: kvjax.evictors.ValueWeighted(evictor=Sliding()),
         r"no attention guides; use kvjax.HeavyHitter",
     ),
-    "recent share of 2": (lambda: HeavyHitter(recent=2.0), r"share of the slots, 0 to 1; got 2.0"),
+    "recent share of 2": (lambda: HeavyHitter(recent=2.0), r"recent=2.0\) must be from 0 to 1"),
     "no room beside the window": (lambda: presets.snapkv(budget=1), r"budget of Observation.*at least 2, got 1"),
     "kernel_size without a middle": (
         lambda: presets.snapkv(kernel_size=8),

@@ -143,5 +143,5 @@ def test_digests_that_do_not_exist_are_refused() -> None:
         presets.arkvale(topk=512, group_reduce="per_head")
     with pytest.raises(ValueError, match=r"cannot have group_reduce='per_head'"):
         presets.arkvale(per="layer", group_reduce="per_head")
-    with pytest.raises(ValueError, match=r"radius='min'.*'mean' or 'max'"):
+    with pytest.raises(ValueError, match=r"radius='min'.*one of mean, max"):
         BallPages(radius="min")  # type: ignore[arg-type]

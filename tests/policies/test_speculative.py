@@ -408,7 +408,7 @@ def test_freekv_takes_its_settings_from_the_task_and_its_pages_from_the_summary(
     assert preset(summary="centre", group_reduce="mean_score").rest.retrieval.selector == CentrePages(page=32)
     with pytest.raises(ValueError, match=r"freekv\(task='chat'\) must be one of long_input, long_generation"):
         preset(task="chat")
-    with pytest.raises(ValueError, match=r"freekv\(summary='mean'\) must be 'min_max' or 'centre'"):
+    with pytest.raises(ValueError, match=r"freekv\(summary='mean'\) must be one of min_max, centre"):
         preset(summary="mean")
 
 

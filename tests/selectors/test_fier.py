@@ -96,7 +96,7 @@ def test_pages_are_those_with_the_best_or_the_mean_of_fier_scores(page_reduce: s
 
 
 def test_page_reduce_is_max_or_mean() -> None:
-    with pytest.raises(ValueError, match=r"page_reduce='min'\) must be 'max' or 'mean'"):
+    with pytest.raises(ValueError, match=r"page_reduce='min'\) must be one of max, mean"):
         Fier(page=8, page_reduce="min")  # type: ignore[arg-type]
 
 

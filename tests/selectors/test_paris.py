@@ -125,7 +125,7 @@ def test_table_of_radii_is_that_of_random_directions(m: int, D: int) -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Paris(subspace=16), r"subspace=16\) must be 4 or 8"),
+        (lambda: Paris(subspace=16), r"subspace=16\) must be one of 4, 8"),
         (lambda: Paris(radius_bits=8), r"radius_bits=8\) must be 16.*or 4"),
         (lambda: Paris(subspace=4).check(_heads_of(192), 32), r"48 subspaces of head_dim=192 have 288; use subspace=8"),
         (lambda: Paris(radius_bits=4).check(_heads_of(24), 32), r"head_dim=24 has 3 of 8 channels; use radius_bits=16"),

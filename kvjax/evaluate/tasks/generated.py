@@ -25,6 +25,7 @@ from kvjax.evaluate.tasks.haystack import DOTS, Hidden, TooShortError, Woven, we
 from kvjax.evaluate.tasks.needles import Kind
 from kvjax.evaluate.tasks.protocol import Example
 from kvjax.spec import require_int
+from kvjax.validation import check_one_of
 
 FORMS: dict[str, Callable[..., Hidden]] = {
     form.__name__: form
@@ -83,10 +84,8 @@ class Synthetic:
     question: Question = "decoded"
 
     def __post_init__(self) -> None:
-        if self.form not in FORMS:
-            raise ValueError(f"Synthetic has no form {self.form!r}; it has {', '.join(FORMS)}")
-        if self.question not in get_args(Question):
-            raise ValueError(f"{self.form}(question={self.question!r}) must be {' or '.join(get_args(Question))}")
+        check_one_of("Synthetic", FORMS, form=self.form)
+        check_one_of(self.form, get_args(Question), question=self.question)
         for name in ("length", "samples"):
             require_int(f"{self.form}({name}=...)", getattr(self, name), at_least=1)
         if self.depths is not None:

@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 from kvjax.evaluate.tasks.haystack import WORDS, Hidden, draw_numbers, draw_uuids
 from kvjax.spec import require_int
+from kvjax.validation import check_one_of
 
 Kind = Literal["number", "uuid"]  # what a needle holds
 
@@ -74,8 +75,7 @@ def needle_lines(rng: random.Random, *, lines: int = 100, kind: Kind = "number")
 
 
 def _draw(rng: random.Random, kind: Kind, count: int, *, where: str) -> list[str]:
-    if kind not in get_args(Kind):
-        raise ValueError(f"{where}(kind={kind!r}) must be {' or '.join(get_args(Kind))}")
+    check_one_of(where, get_args(Kind), kind=kind)
     return draw_uuids(rng, count) if kind == "uuid" else draw_numbers(rng, count)
 
 
