@@ -102,23 +102,9 @@ def attention(
       ValueError: shapes that disagree with each other or with the cache, `lengths` outside of [0, T], `active` for a
         chunk of a prompt.
     """
-    out, cache, _ = attention_info(
-        cache,
-        q,
-        k,
-        v,
-        lengths=lengths,
-        active=active,
-        window=window,
-        scale=scale,
-        soft_cap=soft_cap,
-        sinks=sinks,
-        first_chunk=first_chunk,
-        flush=flush,
-        selection=selection,
-        index=index,
-    )
-    return out, cache
+    settings: Any = {"window": window, "scale": scale, "soft_cap": soft_cap, "sinks": sinks, "selection": selection}
+    settings |= {"lengths": lengths, "active": active, "first_chunk": first_chunk, "flush": flush, "index": index}
+    return attention_info(cache, q, k, v, **settings)[:2]
 
 
 def attention_info(

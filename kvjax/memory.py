@@ -1,8 +1,4 @@
-"""Where arrays are kept: device memory or pinned host memory. The only module that names memory kinds.
-
-A cache counts its bytes separately for the two memories, so that a report can state what a method costs on the GPU and
-on the host.
-"""
+"""Where arrays are kept: device memory or pinned host memory. The only module that names memory kinds."""
 
 from __future__ import annotations
 

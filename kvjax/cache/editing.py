@@ -374,7 +374,7 @@ def _with_policies_of(cache: Any, prefix: Any) -> Any:
 
     if not isinstance(prefix, Cache) or len(cache.layers) != len(prefix.layers):
         return prefix
-    return dataclasses.replace(prefix, layers=tuple(map(convert, cache.layers, prefix.layers)))
+    return with_layers(prefix, list(map(convert, cache.layers, prefix.layers)))
 
 
 def _kinds(cache: Any) -> list[Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from kvjax.cache.cache import C, Cache, LayerCache, check_cache, init_layer, layers_of
+from kvjax.cache.cache import C, LayerCache, check_cache, init_layer, layers_of, with_layers
 from kvjax.policies.short import refilled
 from kvjax.sharding.placement import axes_of, in_order_of_place, mesh_of
 from kvjax.spec import require_int
@@ -34,9 +34,8 @@ def grow(cache: C, capacity: int) -> C:
             f"grow(capacity={capacity}) is below the cache's capacity of {cache.spec.capacity}, and a cache cannot "
             f"shrink; use at least {cache.spec.capacity}"
         )
-    whole: Any = cache
-    grown = [_grow(layer, capacity) for layer in layers_of(cache)]
-    return dataclasses.replace(whole, layers=tuple(grown)) if isinstance(cache, Cache) else grown[0]
+    grown: C = with_layers(cache, [_grow(layer, capacity) for layer in layers_of(cache)])
+    return grown
 
 
 def _grow(layer: LayerCache, capacity: int) -> LayerCache:

@@ -36,7 +36,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.core import Tracer
 
-from kvjax.cache.cache import Cache, LayerCache, init_layer, layers_of, shardings
+from kvjax.cache.cache import Cache, LayerCache, init_layer, layers_of, shardings, with_layers, with_states
 from kvjax.cache.growing import grow
 from kvjax.cache.serialize import differences, plain, told_once
 from kvjax.memory import of_first_process, on_host, shapes, typed
@@ -257,13 +257,8 @@ def _malformed(saved: dict[str, Any]) -> str | None:
 def _by_place(cache: Any, back: bool = False) -> Any:
     """A cache whose arrays do not depend on how its tokens are split over devices, as in a save; `back` inverts it."""
 
-    def moved(layer: LayerCache) -> LayerCache:
-        state = in_order_of_place(layer.policy, layer.spec, layer.placement, layer.state, back=back)
-        return dataclasses.replace(layer, state=state)
-
-    if not isinstance(cache, Cache):
-        return moved(cache)
-    return dataclasses.replace(cache, layers=tuple(map(moved, cache.layers)))
+    states = [in_order_of_place(x.policy, x.spec, x.placement, x.state, back=back) for x in layers_of(cache)]
+    return with_states(cache, states)
 
 
 def _of_model(saved: dict[str, Any]) -> bool:
@@ -282,9 +277,7 @@ def _with_capacity_of(saved: dict[str, Any], like: Any) -> Any:
         whole = isinstance(like, Cache) and layer.placement is None
         return init_layer(layer.policy.of_size(spec) if whole else layer.policy, spec, layer.placement)
 
-    if isinstance(like, Cache):
-        return jax.eval_shape(lambda: dataclasses.replace(like, layers=tuple(map(smaller, like.layers))))
-    return jax.eval_shape(lambda: smaller(like))
+    return jax.eval_shape(lambda: with_layers(like, list(map(smaller, layers_of(like)))))
 
 
 def describe(cache: Cache | LayerCache) -> dict[str, Any]:

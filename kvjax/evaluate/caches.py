@@ -1,8 +1,7 @@
 """The rows of a comparison: caches from text such as "fier:group=16", at equal budgets and equal dense layers.
 
-A comparison is fair if all rows read about as many tokens. Two settings decide that: the budget, and how many of the
-first layers attend to everything. So one `dense_layers` applies to all rows, whatever the papers' presets say; a row
-that sets its own keeps it, and shows it in its name. A budget that one method cannot hold refuses that row alone.
+A comparison is fair if all rows read about as many tokens. So one `dense_layers` applies to all rows, whatever the
+papers' presets say; a row that sets its own keeps it, and shows it in its name.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Live queries, keys and values of a model, for measurements.
 
-A cache policy is the one place that sees them all, so capture is a policy: `Recorded` is `Full` attention that also
-keeps the query of each decode step in its state. Nothing is patched, and whatever calls `kvjax.attention` can be
-captured, teacher-forced on a text or generating:
+Capture is a policy: `Recorded` is `Full` attention that also keeps the query of each decode step in its state. So
+whatever calls `kvjax.attention` can be captured, teacher-forced on a text or generating:
 
     cache = kvjax.init(Recorded(steps=64), spec, layers=...)
     ...                                                        # prompts and decode steps, in any order

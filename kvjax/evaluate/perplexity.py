@@ -2,11 +2,8 @@
 
 A passage of the text is split into a context and `steps` tokens that are scored. The context, except for its last
 token, is stored as a prompt, which attends to itself exactly; then the true tokens are fed one at a time, so that every
-score comes from a decode step that attends to what the cache selects. Nothing is simulated by a mask: tokens that a
-method evicts are gone.
-
-The same tokens are scored at every length and by every cache: longer contexts begin earlier. So the ratio of two
-caches is known far better than either perplexity: its standard error is that of the paired differences.
+score comes from a decode step. The same tokens are scored at every length and by every cache: longer contexts begin
+earlier. So the ratio of two caches is known far better than either: its standard error is that of paired differences.
 
 **Source:** the PG19 setting of FIER (2025) and Quest (2024). **Differs:** they score every token of a long text, so all
 context lengths go into one number; here a point has one context length.

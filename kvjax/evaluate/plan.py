@@ -158,15 +158,9 @@ def run(
     """Answers the examples that a plan still lacks. Returns the cells in the order of the caches, also refused ones.
 
     `parallel` caches decode at the same time, in threads: context managers of JAX, such as `jax.default_device`, do not
-    reach them. Device memory then holds as many caches, and the seconds of a cell include waiting for the others.
-
-    `capacity` is that of all caches, by default what each batch needs. Plans that get the same `capacity`, the largest
-    `plan.capacity`, share their decode programs. That pays if compiling costs more than empty slots do, as for a small
-    model on a GPU.
-
-    On a CPU more than `CPU_LAYERS` layers of caches are answered in groups, and each group reads the prompts again: the
-    programs of 31 caches of 30 layers took all 65530 memory mappings that Linux gives a process. Programs of a finished
-    group are dropped by `jax.clear_caches`.
+    reach them. Device memory then holds as many caches. `capacity` is that of all caches, by default what each batch
+    needs; plans that get the same one share their decode programs. On a CPU more than `CPU_LAYERS` layers of caches are
+    answered in groups, each of which reads the prompts again, as the programs of more take too many memory mappings.
     """
     batch = min(require_int("batch", batch, at_least=1), len(plan.prompts))
     require_int("parallel", parallel, at_least=1)

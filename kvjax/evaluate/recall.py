@@ -1,13 +1,11 @@
 """Measures selectors on live queries and keys: compares what a cache reads with exact attention.
 
-A policy is driven through `kvjax.attention_info` itself: the keys of the context are stored as a prompt stores them,
-then each live query makes its decode step, and the same query attends to everything. So this measures all that the
-cache does, with demotion, pending tokens and index, for any selector and store; nothing is simulated. The queries are
-those of full attention (`kvjax.evaluate.capture`), so errors do not add up from layer to layer.
+A policy is driven through `kvjax.attention_info` itself: the keys of the context are stored as a prompt, then each live
+query makes its decode step, and the same query attends to everything. The queries are those of full attention
+(`kvjax.evaluate.capture`), so errors do not add up from layer to layer.
 
-Set recall alone misleads: many tokens matter little, and a selection may miss half of the set and hold 90 % of the
-mass. So four numbers are reported together: set recall, the softmax mass on the tokens read, the error of the output,
-and the bytes read.
+Set recall alone misleads, as many tokens matter little. So four numbers are reported together: set recall, the softmax
+mass on the tokens read, the error of the output, and the bytes read.
 """
 
 from __future__ import annotations

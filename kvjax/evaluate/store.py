@@ -1,9 +1,8 @@
 """One resumable store for every measurement: a cell holds the results of one cache on one task, in its own file.
 
 A file's name ends in a digest of the cell's key, which holds what decides the result: the model's weights, the policy,
-the task and the version of kvjax. So files are never confused, a killed run continues where it stopped, and a run in
-which one of these changed starts over. Source digest, versions and device are kept outside of the key, as provenance: a
-changed comment does not discard answers.
+the task and the version of kvjax. So a killed run continues where it stopped, and a run in which one of these changed
+starts over. Source digest, versions and device are provenance, outside of the key.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The base of evictors: which token is evicted when a cache of fixed size is full.
 
 An evictor gives each token a worth; the token of least worth is evicted, or the oldest of equals. An evictor knows a
-token's position and one number, its evidence: from its key and value, or from the attention that queries pay to it.
-Attention is over the tokens in the cache when the query comes, so an evicted token gathers no more evidence, and none
-returns. Some evictors judge a token beside all others: they see the keys and values too, and what they remember of
+token's position and one number, its evidence: from its key and value, or from the attention that queries pay to it
+while it is in the cache. Some judge a token beside all others: they see keys and values, and what they remember of
 queries.
 
 `Evicting` stores positions and evidence, and calls the evictor. L counts the slots of the cache, and with a prompt also
@@ -34,7 +33,7 @@ class Held(NamedTuple):
 
 class Evictor:
     """Says which token an `Evicting` cache evicts next. A subclass is a frozen dataclass that implements `worth`, or
-    `judge` if it compares tokens.
+    `judge` if it compares tokens, unless evidence is all that counts.
 
     Without more it goes by position alone. `see_tokens` gives each token evidence by its key and value as it is stored.
     An evictor with an `arrival` sees the attention of queries: `see_prompt` and `see_step`.
@@ -78,8 +77,11 @@ class Evictor:
         return evidence
 
     def worth(self, evidence: Array | None, position: Array, end: Array, slots: int) -> Array:
-        """f32[B, K, L]: the worth of each token, after `end` i32[B] tokens were received and with room for `slots`."""
-        raise NotImplementedError
+        """f32[B, K, L]: the worth of each token, after `end` i32[B] tokens were received and with room for `slots`; by
+        default its evidence."""
+        if evidence is None:
+            raise NotImplementedError(f"{type(self).__name__} has no evidence of tokens, so it must say their worth")
+        return evidence
 
     def judge(self, held: Held) -> Array:
         """f32[B, K, L]: the worth of each token. The default asks `worth`, and reads no keys or values."""

@@ -46,7 +46,3 @@ class LastUse(Evictor):
     def see_step(self, evidence: Array, weights: Array) -> Array:
         stamped = jnp.any(weights > self.threshold, axis=2)
         return jnp.where(jnp.isinf(evidence), evidence, jnp.where(stamped, 0.0, evidence - 1))
-
-    def worth(self, evidence: Array | None, position: Array, end: Array, slots: int) -> Array:
-        assert evidence is not None
-        return evidence

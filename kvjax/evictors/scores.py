@@ -28,9 +28,8 @@ class Sliding(Evictor):
     than the length of the cache. Without it keys keep their original positions.
 
     **Source:** StreamingLLM (Xiao et al. 2023), section 3.2; sink 4. **Differs:** the paper stores keys before their
-    rotation and rotates all of them in every step. Distances within the window are the same in both numberings, so here
-    only the query is rotated back, for the sink. A chunk of a prompt is numbered on from the tokens that are in the
-    cache before it.
+    rotation and rotates all of them in every step; here only the query is rotated back, for the sink. A chunk of a
+    prompt is numbered on from the tokens that are in the cache before it.
     """
 
     sink: int = 4
@@ -148,10 +147,6 @@ class LastQuery(Evictor):
         mean = mean_over_heads(jnp.mean(weights, axis=(1, 2)))
         return jnp.broadcast_to(mean[:, None], evidence.shape)
 
-    def worth(self, evidence: Array | None, position: Array, end: Array, slots: int) -> Array:
-        assert evidence is not None
-        return evidence
-
 
 @dataclass(frozen=True, kw_only=True)
 class Observation(Evictor):
@@ -162,16 +157,13 @@ class Observation(Evictor):
     neighbours count as 0). With fewer than 2 `window` slots, the window is half of the slots.
 
     Pooling keeps the neighbours of a voted token, `kernel_size` // 2 on each side; tokens further away that no query
-    has attended to yet are lost. In a test with needles in 2048 tokens and a budget of 256 (2026-11-21), a model of
-    26 M parameters with one token per digit wrote four of five digits correctly in 8 of 8 cases, and the last one in 1
-    case; with a kernel_size of 13 it wrote all of them correctly.
+    has attended to yet are lost, such as the last digits of a number.
 
     **Source:** SnapKV (Li et al. 2024), section 4; window 32, pooling of 7; both poolings are in its code.
     **Differs:** the paper selects for each query head; here a GQA group shares a selection. The paper keeps all
     generated tokens in addition to its budget; here a generated token takes the slot of the prompt's token with the
-    lowest vote, or, when none is left, of the oldest token, so that the budget holds. In a prompt of several chunks,
-    each chunk selects among the tokens that earlier ones left, and neighbours are neighbours among these. In a chunk
-    shorter than the window only its own queries vote.
+    lowest vote, or, when none is left, of the oldest token. In a prompt of several chunks, each chunk selects among the
+    tokens that earlier ones left; in a chunk shorter than the window only its own queries vote.
     """
 
     window: int = 32
@@ -204,10 +196,6 @@ class Observation(Evictor):
         votes = jnp.where(newest | (position < 0), least, jnp.sum(votes, axis=2))
         pooled = lax.reduce_window(votes, least, combine, (1, 1, self.kernel_size), (1, 1, 1), "SAME")
         return jnp.where(newest, jnp.inf, pooled)
-
-    def worth(self, evidence: Array | None, position: Array, end: Array, slots: int) -> Array:
-        assert evidence is not None
-        return evidence
 
 
 def _newest(position: Array, end: Array, count: int) -> Array:

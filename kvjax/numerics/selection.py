@@ -1,9 +1,8 @@
 """Selection: from scores of units to the slots that a query attends to.
 
 Scores are per query head. `group_reduce` reduces them to one score per unit and kv head, so that the G heads of a group
-read the same tokens (1/G of the reads of one selection per query head). Ties go to the lower slot. Softmax pooling is
-done on logarithms: the order is that of the mean of the softmaxes, but scores far below the top do not underflow to a
-tie.
+read the same tokens. Ties go to the lower slot. Softmax pooling is done on logarithms, so that scores far below the top
+do not underflow to a tie.
 
 **Source:** the rules as used by ParisKV (mean of queries), ArkVale (mean of scores), ShadowKV (max of softmax), PQCache
 (sum of softmax) and FreeKV (mean of softmax, and in its ablation the maximum of scores, which no kernel implements).

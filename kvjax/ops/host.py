@@ -314,11 +314,11 @@ def hot_load(
     `at` may lie past the n places. In place if the zones are donated or a loop's carry. XLA reads as many rows as `at`
     has entries. `implementation`: see `explain`; all give the same result.
     """
-    source, to = _moved(page, used, at)
+    source, to = pages_to_read(page, used, at)
     return place_pages(zones, host_rows(x, source), to, page.shape[2])
 
 
-def _moved(page: Array, used: Array, at: Array) -> tuple[Array, Array]:
+def pages_to_read(page: Array, used: Array, at: Array) -> tuple[Array, Array]:
     """The pages that `hot_load` reads, -1 for none, and their places, past the last one for none: i32[B, K, N]."""
     n = page.shape[2]
     safe = jnp.minimum(at, n - 1)
@@ -358,6 +358,6 @@ def hot_load_float8(
     Half the bytes cross the bus, without an intermediate copy. The values are exact in bf16, f16 and f32.
     `implementation`: see `explain`; all give the same result.
     """
-    source, to = _moved(page, used, at)
+    source, to = pages_to_read(page, used, at)
     values = tuple(lax.bitcast_convert_type(part, jnp.float8_e4m3fn) for part in host_rows(x, source))
     return place_pages(zones, values, to, page.shape[2])

@@ -1,19 +1,8 @@
 """Cache policies: what a layer keeps, and what a query attends to.
 
 A policy is a frozen dataclass without arrays. It is hashable, so that equal policies share one trace. Its state is a
-frozen pytree, and every leaf has the batch first. The methods of a policy, its verbs, take a state and return one of
-the same structure, shapes and dtypes.
-
-    init      an empty state for a CacheSpec
-    prefill   stores a right-padded chunk of a prompt, T tokens per row of which `lengths` are real
-    update    stores one token for each active row; only ever writes into the recent block
-    attend    attention of the newest token's queries, over the tokens that the policy lets them see
-    flush     moves tokens out of full recent blocks; called before each update, for all layers under one condition
-    attend_stored   exact attention over all stored tokens: a chunk of a prompt attends to the chunks before it
-
-`Policy` is the base of all policies, and has more verbs with defaults: `select`, several steps at once (`store_steps`),
-`rollback`, `truncate`, `grown`. A `Step` has everything that a step knows besides its queries: the scale, a sliding
-window, the rows that take part, a selection made elsewhere, and the lengths of several steps.
+frozen pytree, and every leaf has the batch first. The methods of a policy, its verbs (`Policy`), take a state and
+return one of the same structure, shapes and dtypes.
 
 All arrays have kv heads before tokens: k and v are [B, K, T, D], the queries of a step [B, K, G, D] and those of a
 prompt [B, K, G, T, D]. `kvjax.attention` converts a model's layout to this one, once.

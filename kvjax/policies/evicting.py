@@ -72,10 +72,8 @@ class Evicting(Policy):
     than that; `length` counts all of them. Keys keep their original positions.
 
     A chunk of a prompt attends exactly to itself and to the tokens kept from the chunks before it; then all tokens
-    beyond the budget are evicted at once. A prompt in one chunk is thus read exactly and evicted once, as in the
-    papers; in several chunks, the cache holds at most the budget and one chunk at any time. (The size is `chunk` of
-    `kvjax.generate`.) In a model with a sliding window, a token outside of the window keeps its slot until it is
-    evicted.
+    beyond the budget are evicted at once. A prompt in one chunk is thus evicted once, as in the papers. In a model with
+    a sliding window, a token outside of the window keeps its slot until it is evicted.
 
     With `every` above 1 that many tokens are evicted at once, when all slots are full, which an evictor that compares
     tokens needs: otherwise each step compares all of them. With `rope`, the rotary embedding of the model, tokens that

@@ -1,8 +1,7 @@
 """Models that were trained to select: the indexer's queries and keys come from the model, beside q, k and v.
 
 A model passes `Index` to `kvjax.attention`. The cache keeps its keys as the indexer wants them, and a step attends to
-the blocks that the indexer's own queries select. Below its budget an indexer selects everything, which is dense
-attention. Nothing here is tuned: budget and blocks are the model's.
+the blocks that the indexer's own queries select. Budget and blocks are the model's.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,34 +78,18 @@ class PerHead(Policy):
     observes = True
 
     def prefill(self, st: PerHeadState, k: Array, v: Array, lengths: Array) -> PerHeadState:
-        (k1, k2), (v1, v2) = self._split(k), self._split(v)
-        return PerHeadState(
-            self.selected.prefill(st.selected, k1, v1, lengths), self.others.prefill(st.others, k2, v2, lengths)
-        )
+        return PerHeadState(*self._each(st, lambda policy, st, k, v: policy.prefill(st, k, v, lengths), k, v))
 
     def prefill_observed(
-        self,
-        st: PerHeadState,
-        q: Array,
-        k: Array,
-        v: Array,
-        lengths: Array,
-        *,
-        scale: float,
-        window: int | None = None,
+        self, st: PerHeadState, q: Array, k: Array, v: Array, lengths: Array, *, scale: float, window: int | None = None
     ) -> PerHeadState:
         def one(policy: Policy, st: Any, q: Array, k: Array, v: Array) -> Any:
             return policy.prefill_observed(st, q, k, v, lengths, scale=scale, window=window)
 
-        parts = zip(self._split(q), self._split(k), self._split(v), strict=True)
-        policies = ((self.selected, st.selected), (self.others, st.others))
-        return PerHeadState(*(one(policy, part, *qkv) for (policy, part), qkv in zip(policies, parts, strict=True)))
+        return PerHeadState(*self._each(st, one, q, k, v))
 
     def update(self, st: PerHeadState, k: Array, v: Array, active: Array) -> PerHeadState:
-        (k1, k2), (v1, v2) = self._split(k), self._split(v)
-        return PerHeadState(
-            self.selected.update(st.selected, k1, v1, active), self.others.update(st.others, k2, v2, active)
-        )
+        return PerHeadState(*self._each(st, lambda policy, st, k, v: policy.update(st, k, v, active), k, v))
 
     takes_sinks = True
 
@@ -121,21 +108,15 @@ class PerHead(Policy):
         return self._join(out1, out2.astype(out1.dtype)), PerHeadState(selected, others), info
 
     def attend_stored(self, st: PerHeadState, q: Array, *, scale: float, window: int | None = None) -> PartialAttention:
-        q1, q2 = self._split(q)
-        selected = self.selected.attend_stored(st.selected, q1, scale=scale, window=window)
-        others = self.others.attend_stored(st.others, q2, scale=scale, window=window)
-        return PartialAttention(*(self._join(a, b) for a, b in zip(selected, others, strict=True)))
+        parts = self._each(st, lambda policy, st, q: policy.attend_stored(st, q, scale=scale, window=window), q)
+        return PartialAttention(*(self._join(a, b) for a, b in zip(*parts, strict=True)))
 
     def full_rows(self, st: PerHeadState) -> Array | None:
-        found = [
-            rows
-            for rows in (self.selected.full_rows(st.selected), self.others.full_rows(st.others))
-            if rows is not None
-        ]
-        return None if not found else found[0] if len(found) == 1 else found[0] | found[1]
+        found = [rows for rows in self._each(st, lambda policy, st: policy.full_rows(st)) if rows is not None]
+        return functools.reduce(operator.or_, found) if found else None
 
     def flush(self, st: PerHeadState) -> PerHeadState:
-        return PerHeadState(self.selected.flush(st.selected), self.others.flush(st.others))
+        return PerHeadState(*self._each(st, lambda policy, st: policy.flush(st)))
 
     def grown(self, st: PerHeadState, before: PerHeadState) -> PerHeadState:
         return PerHeadState(
@@ -145,6 +126,12 @@ class PerHead(Policy):
     def _specs(self, spec: CacheSpec) -> tuple[CacheSpec, CacheSpec]:
         n, K, G = len(self.heads), spec.kv_heads, spec.group
         return replace(spec, kv_heads=n, q_heads=n * G), replace(spec, kv_heads=K - n, q_heads=(K - n) * G)
+
+    def _each(self, st: PerHeadState, verb: Callable[..., Any], *arrays: Array) -> list[Any]:
+        """verb(policy, its state, its heads of the arrays [B, K, ...]), for both policies."""
+        parts = zip(*map(self._split, arrays), strict=True) if arrays else ((), ())
+        policies = (self.selected, st.selected), (self.others, st.others)
+        return [verb(*policy, *part) for policy, part in zip(policies, parts, strict=True)]
 
     def _split(self, x: Array) -> tuple[Array, Array]:
         """The heads of each policy of x [B, K, ...]."""

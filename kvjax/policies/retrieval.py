@@ -30,13 +30,11 @@ class Retrieval(SelectedZones):
 
     `budget` counts each token whose keys and values a step reads. `local` is 64 by default, or a quarter of the budget
     if that is less. Besides the `local` tokens, fewer than a chunk of recent tokens are pending; they compete with the
-    history by their exact scores (for which their keys are read), so a budget of 32 attends to 32 tokens. A row with
-    fewer than `dense_below` tokens attends to all of them; because shapes are static, every step then gathers room for
-    that many. A budget of a page more than a row's tokens attends to all of them; with `Buffer`, of a chunk more.
+    history by their exact scores. A row with fewer than `dense_below` tokens attends to all of them; because shapes are
+    static, every step then gathers room for that many.
 
-    `kvjax.init` makes a whole cache `Full` if its capacity is at most `dense_capacity` tokens: its steps then read
-    every token, and no budget applies; see `kvjax.policies.short`. "auto" is the capacity below which a benchmark found
-    that faster on this kind of GPU, and 0 elsewhere. Set 0 to study selections.
+    `kvjax.init` makes a whole cache `Full` if its capacity is at most `dense_capacity` tokens (`kvjax.policies.short`).
+    "auto" is the capacity below which a benchmark found that faster on this kind of GPU, and 0 elsewhere.
 
     A row's history has capacity - sink - local + 1 slots, rounded down to whole chunks (at least one).
 

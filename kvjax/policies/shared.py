@@ -1,11 +1,8 @@
 """One selection for several layers.
 
 Adjacent layers of a model select many of the same tokens. So one layer, the anchor, selects, and the layers after it
-attend to the same slots of their own keys and values. A follower needs no index: it saves the index's bytes and the
-work of scoring.
-
-A slot number means the same token in all layers, since all layers store the same tokens in zones of the same sizes.
-`Info.selection` of the anchor's step is therefore all that is passed on:
+attend to the same slots of their own keys and values, without an index. A slot number means the same token in all
+layers, since all store the same tokens in zones of the same sizes:
 
     out, anchor, info = kvjax.attention_info(anchor, q, k, v)
     out, follower = kvjax.attention(follower, q, k, v, selection=info.selection)

@@ -1,9 +1,8 @@
 """Full attention in caches so short that it is faster than a selection.
 
-A selection costs a step several kernels, however few tokens there are. Attention to all of a short cache costs less
-than that, and loses nothing. So a policy may leave caches up to some capacity to `Full`; `kvjax.init` decides this when
-it makes a cache. Steps pay nothing for the decision, and there is no second copy of the tokens and no index. A cache
-that grows past the bound (`kvjax.grow`) gets its original policy, as if its tokens had come as one prompt.
+A selection costs a step several kernels, however few tokens there are. So a policy may leave caches up to some capacity
+to `Full`; `kvjax.init` decides this when it makes a cache. A cache that grows past the bound (`kvjax.grow`) gets its
+original policy, as if its tokens had come as one prompt.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
 """FreeKV: a step attends with what the previous step recalled, so that attention need not wait for a recall.
 
-A step selects with its own query and recalls what it selected: it reads those keys and values from where the store
-keeps them. A kv head whose query has hardly changed direction since the previous step does not wait for that. It
-attends with the previous step's recall, and the new recall serves the next step. No token is missed: the token that
-has left the local window since then is kept beside the recall, and a row whose last step was not the previous one (a
-prompt came between, or the row was replaced) waits for its own recall. A recall may also serve several steps: then as
-many tokens have left the window, and a head reads nothing new until its query changes direction or the recall has
-served its steps.
+To recall is to read selected keys and values from where the store keeps them. The tokens that have left the local
+window since a recall, its *edge*, are kept beside it, so that a step that reuses the recall misses none.
 """
 
 from __future__ import annotations
@@ -84,31 +79,22 @@ class Speculative(Policy):
 
     For each kv head, C = mean over its query heads of cosine(q_t, q_{t-1}). Heads with C >= tau attend with the keys
     and values that step t-1 recalled, the others with a fresh recall; the fresh recall of all heads is kept for t+1. So
-    tau > 1 is a new selection at every step, and tau <= -1 always attends with a selection that is one step old. A
-    row's first step uses a fresh recall, and so does a step that a prompt, a replaced row or a dropped token separates
-    from the row's last one.
+    tau > 1 is a new selection at every step, and tau <= -1 always attends with one that is a step old. A step recalls
+    anew if it is the first of its row, or if a prompt, a replaced row or a dropped token came before it.
 
     Besides a reused recall, a step reads the token that has left the local window since then, in place of the recall's
-    lowest-ranked token if that would exceed the budget. The recall holds tokens as they were: for one step, also exact
-    tokens that a quantised store has rounded since. Costs, per row and kv head, 2 M D values of the store's precision
-    and the query in f32, in device memory: M are the selected tokens of the budget, or room for `dense_below`.
+    lowest-ranked token if that would exceed the budget. The recall holds tokens as they were, before a quantised store
+    rounded them. Costs, per row and kv head, 2 M D values of the store's precision and the query in f32, in device
+    memory: M are the selected tokens of the budget, or room for `dense_below`.
 
-    With `reuse` above 1 a recall serves that many steps, unless its head's query changes direction: C then compares
-    with the query that recalled. A head that keeps its recall moves nothing from the host; the tokens that have left
-    the local window meanwhile, one per step, replace its lowest-ranked ones. At most one page of them fits.
-
-    With `topk` a step selects only that part of the budget among all tokens. The rest of it are tokens that the step
-    before attended to, the best of them, which need not be moved from the host: so a step attends to all that a cache
-    on the device would hold, in which recalled pages replace those that score lowest. With nothing recalled yet, as
-    after a prompt, a step selects the whole budget.
-
-    Scores of the selection are scaled as attention is, or by `selection_scale`. With 1.0 a group's softmax is that of
-    unscaled products, which gives more weight to its best pages.
+    With `reuse` above 1 a recall serves that many steps, unless its head's query changes direction from the one that
+    recalled; the tokens that leave the local window meanwhile, at most one page, replace its lowest-ranked ones. With
+    `topk` a step selects only that part of the budget among all tokens; the rest are the best of those that the step
+    before attended to. Scores are scaled as attention is, or by `selection_scale`.
 
     With a store that recalls in two parts (`Store.recall`, as `HostOffload` does), a step waits only for what its own
-    heads need. The rest of the recall, which serves the next step, runs at the same time as attention, the matrix
-    products and the following layers, if the program was compiled with `memory.CONCURRENT`, as that of `kvjax.generate`
-    is. Otherwise, and in plain JAX, attention waits for the whole recall.
+    heads need. The rest runs beside other work in programs compiled with `memory.CONCURRENT`, as that of
+    `kvjax.generate` is.
 
     **Source:** FreeKV, speculative retrieval and fine-grained correction; tau 0.8 for long inputs, 0.9 for long
     generation. `topk` is of ArkVale's released code. **Differs:** FreeKV selects for all heads only if one needs it,

@@ -47,6 +47,5 @@ def exact(
         sink=sink,
         local=local,
         demote=Fifo(leave=chunk),
-        dense_below=0,
     )
     return over_layers("exact", layers, policy)

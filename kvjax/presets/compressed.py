@@ -29,8 +29,7 @@ def logquant(
     """LogQuant: every token is attended; 2W to 3W are exact, sparser with age, and the rest have 2 bits.
 
     W is `window`; 42 is a third of the paper's R = 128 exact tokens. The paper has no sink, although a row's first
-    token never leaves the window. A prompt in one chunk attends to itself exactly; a prompt in several chunks reads the
-    earlier ones as they are stored.
+    token never leaves the window.
 
     Args:
       window: W: 2W to 3W tokens are exact.
@@ -45,9 +44,8 @@ def logquant(
       layers: how many first layers attend to everything (`Layers`).
 
     **Source:** LogQuant (2025), Algorithm 1, section 2.4. **Differs:** groups of keys have W = 42 tokens, not 64: the
-    tokens that leave together are quantised together, once, and 42 is the largest group that divides them. The released
-    code quantises keys by token, like values (key_axis="token", group=64), requantises the whole history at each flush,
-    and stores exact tokens twice. Scale and zero point are bfloat16.
+    tokens that leave together are quantised together, once. The released code quantises keys by token, like values
+    (key_axis="token", group=64), and requantises the whole history at each flush. Scale and zero point are bfloat16.
 
     **Checklist:** unit: none, as all tokens are read; besides: every token, 2W to 3W are exact; zones: sink 0, window
     of 42 that grows to 126 with spaced tokens; budget: none; generated: quantised as they leave the window, as the
@@ -85,8 +83,7 @@ def kivi(
 
     **Source:** KIVI (Liu et al. 2024), section 3; g = 32, R = 128. **Differs:** keys and values leave the recent block
     together by the paper's rule for keys: all R at once when there are R, so 1 to R tokens are exact. The paper keeps
-    the newest R values exact, and one leaves per step; value_window=R does the same, with a recent block of up to 2 R
-    tokens. A prompt in several chunks reads the earlier ones as they are stored. Scale and zero point are bfloat16.
+    the newest R values exact, as value_window=R does. Scale and zero point are bfloat16.
 
     **Checklist:** unit: none, as all tokens are read; besides: every token, up to 128 are exact; zones: sink 0, window
     of 1 to 128; budget: none; generated: quantised 128 at a time, as the prompt is.

@@ -150,9 +150,8 @@ def raas(
       layers: how many first layers attend to everything (`Layers`).
 
     **Source:** RaaS (Hu et al. 2025, arXiv 2502.11147); FreeKV's comparison, for the maximum over a group. **Differs:**
-    see `LastUse` and `BesidePrompt`: the default stamps and evicts single tokens by exact weights, and counts the
-    prompt; a prompt longer than the budget then loses its first tokens. With page=16 and a `prompt` it stamps by pages
-    and keeps the prompt beside the budget, as the paper does; tokens still leave one at a time.
+    see `LastUse` and `BesidePrompt`: the default stamps single tokens, and counts the prompt. With page=16 and a
+    `prompt` it stamps by pages and keeps the prompt beside the budget, as the paper does.
 
     **Checklist:** unit: tokens or pages that are evicted, for each KV head; besides: all kept tokens; zones: no sink,
     no window; budget: kept tokens, the prompt's too unless `prompt` sets room for them; generated: evicted when they
@@ -239,9 +238,8 @@ def pyramidkv(
       window: last tokens of the prompt, always kept; their queries vote for the others.
       kernel_size: neighbouring votes that are pooled into a token's vote.
 
-    **Source:** PyramidKV (Cai et al. 2024, arXiv 2406.02069): beta 20. **Differs:** as `snapkv`; budgets are rounded to
-    whole tokens, so the mean may differ from `budget` by less than one. They do not depend on the prompt: the original
-    gives what a short prompt leaves of the first layers' budgets to later layers.
+    **Source:** PyramidKV (Cai et al. 2024, arXiv 2406.02069): beta 20. **Differs:** as `snapkv`. Budgets do not depend
+    on the prompt: the original gives what a short prompt leaves of the first layers' budgets to later layers.
 
     **Checklist:** unit: tokens of the prompt, once, for each KV head; besides: all kept tokens; zones: no sink, the
     prompt's last 8 tokens; budget: kept tokens, as the mean over layers, prompt and answer; generated: kept, and evict

@@ -1,8 +1,6 @@
 """PQCache, MagicPIG and ShadowKV: centroids, means or a basis of the keys, learnt from earlier tokens of a row.
 
-PQCache learns centroids from each block of tokens, ShadowKV a basis from the first one, and MagicPIG's means follow the
-history. Blocks leave the recent block whole; until then their tokens compete by their exact scores. The papers learn
-from the whole prompt. Here the result does not depend on how a prompt is split into chunks.
+The papers learn from the whole prompt; here the result does not depend on how a prompt is split into chunks.
 """
 
 from __future__ import annotations
@@ -47,11 +45,9 @@ def pqcache(
       store: where the history's keys and values are (`kvjax.presets`): "device", "host", or a `Store`.
       layers: how many first layers attend to everything (`Layers`).
 
-    **Source:** PQCache (Zhang et al. 2024, arXiv 2407.12820). **Differs:** see `ProductCodes`: centroids are learnt
-    from each block of `learn` tokens, not once from the whole prompt, and later tokens are encoded alike. Selects for
-    each KV head, as the paper. The budget counts sink and local window: 4 and 64 tokens here, 32 and half of the budget
-    in the released code, which so selects fewer. The paper keeps keys and values in host memory with a cache of blocks
-    on the device; here that is store="host", without the cache.
+    **Source:** PQCache (Zhang et al. 2024, arXiv 2407.12820). **Differs:** see `ProductCodes`. The budget counts sink
+    and local window: 4 and 64 tokens here, 32 and half of the budget in the released code. The paper keeps keys and
+    values in host memory with a cache of blocks on the device; here that is store="host", without the cache.
 
     **Checklist:** unit: tokens, for each KV head; besides: sink and window; zones: sink 4, window 64; budget: every
     token that a step reads; generated: compete by exact scores until a block of 1024 has its centroids.
@@ -64,7 +60,6 @@ def pqcache(
         sink=sink,
         local=local,
         demote=Fifo(leave=learn if chunk is None else chunk),
-        dense_below=0,
     )
     return over_layers("pqcache", layers, policy)
 
@@ -101,10 +96,8 @@ def magicpig(
       layers: how many first layers attend to everything (`Layers`).
 
     **Source:** MagicPIG (Chen et al. 2024, arXiv 2410.16179): 10 bits, 150 tables, 2 collisions, sink 4, local 64.
-    **Differs:** see `Sampled` and `SimHash`: keys are centred by means of earlier tokens, in blocks of `chunk`, not by
-    the mean of the prompt. Each query head samples for itself, as in the paper. The paper's sample has no fixed size;
-    here the budget bounds it. The paper keeps layers 0 and 16 of 32 dense; here the first are. Hashes are on the
-    device; the paper's are in host memory.
+    **Differs:** see `Sampled` and `SimHash`. The paper keeps layers 0 and 16 of 32 dense; here the first are. Hashes
+    are on the device; the paper's are in host memory.
 
     **Checklist:** unit: tokens, sampled for each query head; besides: sink, window and pending tokens; zones: sink 4,
     window 64; budget: these and the sample, which it bounds; generated: attended exactly until a chunk of 256 is
@@ -157,11 +150,8 @@ def shadowkv(
       layers: how many first layers attend to everything (`Layers`).
 
     **Source:** ShadowKV (Sun et al. 2024, arXiv 2410.21465): rank 160, pages of 8, 48 outliers. **Differs:** see
-    `LowRank`: the basis is learnt from the first `learn` tokens, not from the whole prompt, and tokens are factored
-    `learn` at a time; until then they compete by their exact scores. Selects for each KV head, as the paper. The paper
-    has no sink, and its budget counts neither outliers nor local window: its 1024 tokens are 1024 + 8 x 24 + 32 here,
-    with outliers=24 and sink=0, as its released code has 24 outliers per 1024 tokens of budget. The paper factors the
-    prompt alone.
+    `LowRank`. The paper has no sink, and its budget counts neither outliers nor local window: its 1024 tokens are
+    1024 + 8 x 24 + 32 here, with outliers=24 and sink=0, as its released code has 24 outliers per 1024 tokens.
 
     **Checklist:** unit: pages of 8, for each KV head; besides: sink, window and 48 pages of outliers; zones: sink 4,
     window 32; budget: these and the selected pages; generated: compete by exact scores until a block of 1024 is
@@ -183,6 +173,5 @@ def shadowkv(
         sink=sink,
         local=local,
         demote=Fifo(leave=learn),
-        dense_below=0,
     )
     return over_layers("shadowkv", layers, policy)

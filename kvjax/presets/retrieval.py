@@ -1,8 +1,4 @@
-"""FIER, ParisKV and Quest: every token is kept, and a step attends to those that a small index scores best.
-
-Keys are indexed when they leave the recent block; keys and values are stored on the device or in host memory. In a
-short cache a selection costs more than it saves, so these presets then attend to everything (`dense_capacity`).
-"""
+"""FIER, ParisKV and Quest: every token is kept, and a step attends to those that a small index scores best."""
 
 from __future__ import annotations
 
@@ -73,7 +69,6 @@ def fier(
         sink=sink,
         local=local,
         demote=Fifo(leave=chunk),
-        dense_below=0,
         dense_capacity=_dense_capacity("fier", dense_capacity, store, layers),
     )
     return over_layers("fier", layers, policy)
@@ -97,8 +92,7 @@ def pariskv(
 
     The paper selects k = 100 tokens besides sink and local window. The budget counts all of them, so its default is
     larger. The paper's ranges are sink 4..64, local 128..512, `chunk` (its update buffer) 256..512 and full attention
-    below 1K..2K tokens; no layer is skipped. If the budget exceeds the candidates, the rest is selected by votes. A GQA
-    group retrieves once, by the mean of its queries.
+    below 1K..2K tokens; no layer is skipped.
 
     Args:
       budget: tokens that a step reads in a layer and KV head, all zones included.
@@ -213,7 +207,6 @@ def quest(
         sink=sink,
         local=counted + beside,
         demote=Fifo(leave=chunk) if selects else Buffer(leave=chunk),
-        dense_below=0,
         dense_capacity=_dense_capacity("quest", dense_capacity, store, layers),
     )
     return over_layers("quest", layers, policy)

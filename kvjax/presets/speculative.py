@@ -1,8 +1,4 @@
-"""FreeKV and ArkVale: pages in host memory; pages that a step recalled serve the next step too.
-
-Both are `Speculative` over a selection of pages. FreeKV attends with the previous step's recall as long as a head's
-query keeps its direction. ArkVale recalls before it attends, and moves only the pages that are not yet on the device.
-"""
+"""FreeKV and ArkVale: `Speculative` over pages in host memory; ArkVale always recalls before it attends."""
 
 from __future__ import annotations
 
@@ -43,9 +39,8 @@ def freekv(
     """FreeKV: keys and values in host memory, and a step attends with the pages that the previous step recalled.
 
     Heads whose query has changed direction recall before they attend. Pages take the budget that sink and local window
-    leave. They are scored by the box of their smallest and largest keys, or with summary="centre" by the box of
-    `CentrePages`. `task` sets the paper's defaults: sink 128, local 128 and tau 0.8 for "long_input"; 512, 512 and 0.9
-    for "long_generation". Each of them can also be set separately.
+    leave. `task` sets the paper's defaults: sink 128, local 128 and tau 0.8 for "long_input"; 512, 512 and 0.9 for
+    "long_generation". Each of them can also be set separately.
 
     Args:
       budget: tokens that a step reads in a layer and KV head, all zones included.
@@ -53,7 +48,7 @@ def freekv(
       tau: heads whose query has a cosine with the previous one below tau recall before they attend.
       reuse: steps that a recall serves, unless its head's query changes direction earlier.
       page: tokens of a page.
-      summary: summary of the keys of a page: "min_max" or "centre".
+      summary: summary of the keys of a page: "min_max" (`MinMaxPages`) or "centre" (`CentrePages`).
       group_reduce: how a GQA group shares a selection; "per_head": each query head has its own.
       selection_scale: factor of the scores in the selection; None: that of attention. With 1.0 `group_reduce` takes the
         softmax of unscaled products, one of the paper's poolings; "max_score" is another.
@@ -86,7 +81,6 @@ def freekv(
         sink=sink,
         local=local,
         demote=Fifo(leave=page if chunk is None else chunk),
-        dense_below=0,
     )
     late = Speculative(policy, tau=tau, selection_scale=selection_scale, reuse=reuse)
     return over_layers("freekv", layers, late)
@@ -106,9 +100,7 @@ def arkvale(
 ) -> PerLayer:
     """ArkVale: keys and values in host memory, and each step recalls the pages whose digest scores best.
 
-    Pages take the budget that sink and local window leave. Pages that the previous step recalled are still on the
-    device and are not moved again. With `topk` a step recalls only so much of the budget, and attends to the best of
-    the pages that are on the device besides.
+    Pages take the budget that sink and local window leave. Those that the previous step recalled are not moved again.
 
     Args:
       budget: tokens that a step reads in a layer and KV head, all zones included.
@@ -145,6 +137,5 @@ def arkvale(
         sink=sink,
         local=local,
         demote=Fifo(leave=page),
-        dense_below=0,
     )
     return over_layers("arkvale", layers, Speculative(policy, tau=2.0, topk=topk))  # no cosine: always recalls

@@ -29,13 +29,6 @@ class Exact(Selector):
     def __post_init__(self) -> None:
         require_group_reduce(self.group_reduce)
 
-    @property
-    def unit(self) -> int:
-        return 1
-
-    def check(self, spec: CacheSpec, chunk: int) -> None:
-        pass
-
     def init(self, spec: CacheSpec, slots: int) -> Array:
         return jnp.zeros((spec.batch, spec.kv_heads, slots, spec.head_dim), spec.dtype)
 

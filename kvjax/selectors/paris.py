@@ -61,15 +61,11 @@ class Paris(Selector):
 
     Index: 6 bytes per 8 channels of a key, 96 at D = 128, and 1 KiB of counts per 8 channels of a row and kv head,
     16 KiB. A step reads D/8 bytes of each slot and 3/4 D of each candidate. Shapes are static: it votes on all slots,
-    and scores as many candidates as the worst length up to the capacity needs (half of the slots up to 5K, 2500 up to
-    12K, a fifth up to 30K, 6000 up to 60K, then a tenth), however short the rows are. `candidates` sets a fixed number
-    instead.
+    and scores as many candidates as the worst length up to the capacity needs, or the `candidates` that are set.
 
-    With subspace=4 a pattern carries less information, and there are twice as many subspaces: votes cost twice the time
-    and weights twice the bytes, D/2 in all with the signs. With radius_bits=4 a weight is one of 16 shares of the key's
-    length, by the distribution of random directions (`kvjax.numerics.rotate.radius_table`), in half a byte
-    besides 2 bytes for the length: 74 bytes per key at D = 128. Both run in plain JAX: the kernels read subspaces of
-    8 and weights of 16 bits.
+    With subspace=4 votes cost twice the time and weights twice the bytes. With radius_bits=4 a weight is one of 16
+    shares of the key's length, by the distribution of random directions (`kvjax.numerics.rotate.radius_table`): 74
+    bytes per key at D = 128. Both run in plain JAX.
 
     Through the counts, a score depends on the rest of the history; under a sliding window on the visible part, whose
     patterns each step counts again. Votes tie often. For the last place among the candidates the lower slot wins, and
@@ -113,10 +109,6 @@ class Paris(Selector):
         keep_int(self, "radius_bits", at_least=1)
         check_one_of("Paris", (4, 8), subspace=self.subspace)
         check_one_of("Paris", (4, 16), radius_bits=self.radius_bits)
-
-    @property
-    def unit(self) -> int:
-        return 1
 
     def check(self, spec: CacheSpec, chunk: int) -> None:
         require_rotatable(spec.head_dim)

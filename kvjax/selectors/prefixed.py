@@ -68,8 +68,7 @@ class PrefixedSelector(Sharing, Wrapper):
         source = jnp.where(unit < base, unit, jnp.minimum(unit - base + of_prefix, units - 1))
         return jax.vmap(lambda one, order: jnp.take(one, order, axis=2))(scores, source)
 
-    def score_visible(self, ix: PrefixedIndex, q: Array, candidates: Any, *, scale: float) -> Array:
-        return self.score(ix, q, scale=scale)
+    score_visible = Selector.score_visible
 
     def truncate(self, ix: PrefixedIndex, count: Array) -> PrefixedIndex:
         return ix

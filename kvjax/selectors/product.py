@@ -62,10 +62,6 @@ class ProductCodes(Selector):
                 f"least {2**self.bits}, or fewer bits"
             )
 
-    @property
-    def unit(self) -> int:
-        return 1
-
     def check(self, spec: CacheSpec, chunk: int) -> None:
         if spec.head_dim % self.parts:
             raise ValueError(

@@ -63,8 +63,7 @@ class StripedSelector(Wrapper):
         """The scores f32[B, K, G, U] of the units of this device."""
         return self.selector.score(ix, q, scale=scale)
 
-    def score_visible(self, ix: Any, q: Array, candidates: Candidates, *, scale: float) -> Array:
-        return self.score(ix, q, scale=scale)
+    score_visible = Selector.score_visible
 
     def select(self, ix: Any, q: Array, candidates: Candidates, *, scale: float) -> Any:
         """A `DealtSelection` of the units that rank highest on all devices, by rank; ties go to the lower place."""

@@ -1,9 +1,8 @@
 """Adaptive budgets: select as many tokens as hold a given share of the attention, by a selector's own estimates.
 
 A head whose attention is peaked needs few tokens, and one whose attention is flat needs many. So a rule keeps some of
-the units that a selector ranks highest (as many as the policy's budget), by their estimated shares of the softmax: the
-first ones that sum up to `p`, or the best ones of all heads of the layer together. Shapes stay static: a step gathers
-room for the whole budget and masks the units that it does not keep.
+the units that a selector ranks highest: the first ones whose estimated shares sum up to `p`, or the best ones of all
+heads of the layer together. A step gathers room for the whole budget and masks the units that it does not keep.
 """
 
 from __future__ import annotations
@@ -28,11 +27,10 @@ class ByShare(Wrapper):
     """Keeps some of the units that `selector` ranks highest, by their shares of the attention; a subclass says which.
 
     Shares are the softmax of the scores over all units that a step may select, averaged over the query heads that share
-    a selection. They leave out sink and local window, which every step reads. Scores are always computed in f32, even
-    where `selector` alone would select in one kernel. This saves reads of the attention kernel, which skips masked
-    units. Give the policy a sink: in many heads the first tokens take most of the attention, so without one the shares
-    of other tokens say little. With `Paris` only candidates have shares: a key with too few votes has none. Rows with
-    fewer than `dense_below` tokens keep all units.
+    a selection. They leave out sink and local window. Scores are computed in f32, even where `selector` alone would
+    select in one kernel. Give the policy a sink: in many heads the first tokens take most of the attention, so without
+    one the shares of other tokens say little. With `Paris` only candidates have shares. Rows with fewer than
+    `dense_below` tokens keep all units.
     """
 
     selector: Selector

@@ -3,13 +3,10 @@
     place of a token in the history    0 1 | 2 3 | 4 5 | 6 7 | 8 9 | ...      stripes of 2 tokens
     device                              0  |  1  |  0  |  1  |  0  | ...      2 devices
 
-Stripes go to the devices in turn, so all hold the same number of tokens, and neighbours lie apart. Nothing changes for
-a policy: its store and its selector are replaced by `StripedStore` and `StripedSelector`, which take slots of the whole
-history and keep the stripes of their device. The devices exchange little:
-
-- attention: each device attends to its own tokens, and the parts merge by their log-sum-exp;
-- selection: each device offers its best units as pairs of score and place, and counts how many of its own are among the
-  best of all. Together they have the selection that one device would make, including ties by place.
+Stripes go to the devices in turn, so all hold the same number of tokens. A policy's store and selector are replaced by
+`StripedStore` and `StripedSelector`, which take slots of the whole history and keep the stripes of their device. Each
+device attends to its own tokens, and the parts merge by their log-sum-exp; it offers its best units as pairs of score
+and place, and counts how many of its own are among the best of all, as one device would select.
 
 Every device holds the whole sink and recent block, and the first attends to them. The functions here run inside of
 `kvjax.sharding.placement.run_on_parts`.

@@ -4,17 +4,13 @@
     placement = kvjax.Placement(mesh=mesh, batch="data", heads="model")
     cache = kvjax.init(policy, spec, layers=32, placement=placement)
 
-A cache keeps its placement, and every function of kvjax that takes the cache follows it. Rows do not depend on each
-other, nor do KV heads, so the functions run in `jax.shard_map`: each device works on its own rows and heads, with the
-policy that it would have alone, and a GPU kernel gets the part that is on its device. (A GPU kernel under plain
-`jit` has no rule for split operands: XLA then gathers the whole cache on every device in every step. kvjax warns of
-this once.)
+A cache keeps its placement, and every function of kvjax that takes the cache follows it. The functions run in
+`jax.shard_map`: each device works on its own rows and heads, with the policy that it would have alone. (A GPU kernel
+under plain `jit` has no rule for split operands: XLA then gathers the whole cache on every device. kvjax warns once.)
 
-kvjax finds out which axes of a state's arrays count rows and which count heads: it traces `Policy.init` for more rows
-and for more heads, and sees which axes grow. A policy of your own needs no annotations for this. An array must begin
-with its rows, and an axis that joins heads with something else must count the heads first.
-
-A mean over all heads is the only thing that a device cannot compute alone; a policy calls `mean_over_heads` for it.
+kvjax traces `Policy.init` for more rows and for more heads, and sees which axes of a state's arrays grow. An array must
+begin with its rows, and an axis that joins heads with something else must count the heads first. A mean over all heads
+is the only thing that a device cannot compute alone; a policy calls `mean_over_heads` for it.
 """
 
 from __future__ import annotations

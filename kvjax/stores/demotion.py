@@ -1,8 +1,7 @@
 """Demotion: which tokens leave the recent block, and when.
 
 The recent block holds `local` tokens that are always attended and up to a chunk more. When it is full, two static index
-arrays say which slots leave as one chunk of fixed size and which stay. Chunks are a multiple of every quantisation
-group and page, so that none spans two chunks.
+arrays say which slots leave as one chunk and which stay. No quantisation group or page spans two chunks.
 """
 
 from __future__ import annotations

@@ -34,9 +34,6 @@ class Dense(Store):
     def truncate(self, st: Block, count: Array) -> Block:
         return replace(st, count=count)
 
-    def attend(self, st: Block, q: Array, start: Array, *, scale: float) -> PartialAttention:
-        return self.attend_chunk(st, q[:, :, :, None], start[:, None], scale=scale)
-
     def attend_chunk(self, st: Block, q: Array, start: Array | None, *, scale: float) -> PartialAttention:
         return attend_zone(q, st.k, st.v, start, st.count, scale=scale)
 

@@ -55,15 +55,9 @@ class HostOffload(Store):
     run, and move together; so a selector must select whole pages: the size of its own pages is a multiple of `page`.
     With page = 1 the store works with any selector.
 
-    On an H200 (2026-11-21, jax 0.11.2, 2 rows x 8 heads, pages of 32, D = 128, bf16, a store of 268 MB, zeros, host
-    clock over 20 calls): append of one page per row 79 us, in place; 56 pages per row and head, 14.7 MB, selected and
-    moved in 669 us (22 GB/s), because XLA gathers in host memory with the CPU; 8.4 MB of adjacent pages in 206 us
-    (41 GB/s). These times are of plain JAX; `ops.explain` says when the kernels of `ops.host_append` and
-    `ops.host_rows` run.
-
     For `Speculative`, the kernel reads pages that the previous step recalled from the device, where they still are, and
-    it reads pages that only the next step attends with at the same time as other work of the device (`recall`). XLA has
-    static shapes: it moves the same number of pages from the host in either case, and waits for them.
+    it reads pages that only the next step attends with at the same time as other work of the device (`recall`). Plain
+    JAX moves the same number of pages from the host in either case, and waits for them.
 
     **Source:** FreeKV's layout in host memory, (page, head, 2, p, D); it too moves only pages that are not resident.
     **Differs:** pages lie within a head, [B, K, P, 2, p, D], as in every other zone; the page of a head is one run of
@@ -103,9 +97,6 @@ class HostOffload(Store):
         pages = jnp.minimum(count, T) // Z
         kv = ops.host_append(st.kv, new, st.count // Z, pages)
         return HostBlock(kv, jnp.minimum(st.count + pages * Z, st.slots))
-
-    def attend(self, st: HostBlock, q: Array, start: Array, *, scale: float) -> PartialAttention:
-        return self.attend_chunk(st, q[:, :, :, None], start[:, None], scale=scale)
 
     def attend_chunk(self, st: HostBlock, q: Array, start: Array | None, *, scale: float) -> PartialAttention:
         Z = self.page

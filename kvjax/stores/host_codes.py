@@ -1,10 +1,8 @@
 """Keys and values in host memory as codes, so that fewer bytes cross the bus.
 
 The codes of a token, with their scales, are adjacent bytes in the layout of `HostOffload`, so the same kernels move
-them. They are decoded on the device, after the move.
-
-Codes of one token span its channels, so a channel that is large in all keys, as the biases of Qwen2 make some, would
-cost all others their precision. The mean of a row's first keys is therefore taken out before coding and put back after.
+them. They are decoded on the device. Codes of one token span its channels, so a channel that is large in all keys would
+cost all others their precision: the mean of a row's first keys is taken out before coding and put back after.
 """
 
 from __future__ import annotations
@@ -128,9 +126,6 @@ class _HostCodes(Coded):
     def append_coded(self, st: CodedBlock, k: Array, v: Array, count: Array) -> CodedBlock:
         rows = self._rows.append(st, *self.encode_both(*self.centred(st, k, v)), count)
         return CodedBlock(rows.kv, rows.count, st.offset)
-
-    def attend(self, st: CodedBlock, q: Array, start: Array, *, scale: float) -> PartialAttention:
-        return self.attend_chunk(st, q[:, :, :, None], start[:, None], scale=scale)
 
     def attend_chunk(self, st: CodedBlock, q: Array, start: Array | None, *, scale: float) -> PartialAttention:
         Z = self.page

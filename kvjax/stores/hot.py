@@ -1,11 +1,10 @@
 """A hot set: tokens of a host store that recent steps selected stay on the device.
 
-Adjacent steps select nearly the same tokens. So a step first brings its selection to the device: it finds which of its
-pages are there already, reads the others from the host, and writes them over pages that have gone unused for longest.
-Then it attends on the device alone, to exactly the tokens that it would have read from the host.
+Adjacent steps select nearly the same tokens. So a step finds which of its pages are on the device already, reads the
+others from the host, and writes them over pages that have gone unused for longest. Then it attends on the device alone.
 
 Pages are replaced by the clock rule: a hand goes round the places of a head, passes over places that were used since it
-last passed, and stops at the others. All shapes are static, so a step with any number of misses is one program.
+last passed, and stops at the others.
 
 **Source:** the clock replacement rule (Corbato 1968); a device buffer of selected tokens beside a cache in host memory
 is the hot set of SGLang's HiSparse.
@@ -27,7 +26,7 @@ from kvjax.numerics.selection import PackedSelection, Selection
 from kvjax.sharding.context import Stripes
 from kvjax.spec import CacheSpec, keep_int
 from kvjax.stores.host import HostOffload
-from kvjax.stores.store import Store, flat
+from kvjax.stores.store import Store, Wrapper, flat
 from kvjax.validation import check_verbs
 
 
@@ -79,13 +78,12 @@ class Loaded(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HotSet(Store):
+class HotSet(Wrapper):
     """A history in `store`; the device also keeps, per row and KV head, the `tokens` tokens that were selected last.
 
-    A step attends to the same tokens as without the hot set. It reads from the host only the selected pages that are
-    not on the device, and each page of a head only once. `tokens` must be at least the tokens that one step selects;
-    `benchmarks/results/hit_rates.json` has hit rates by size. It costs, in device memory, 2 D values of the cache's
-    dtype per token of the hot set and head, and four bytes per page of the capacity.
+    A step attends to the same tokens as without the hot set, and reads each page from the host at most once. `tokens`
+    must be at least the tokens that one step selects. It costs, in device memory, 2 D values of the cache's dtype per
+    token of the hot set and head, and four bytes per page of the capacity.
 
     >>> import kvjax
     >>> policy = kvjax.Retrieval(selector=kvjax.Fier(), store=kvjax.stores.HotSet(tokens=1024), budget=256)
@@ -104,13 +102,6 @@ class HotSet(Store):
             raise ValueError(
                 f"HotSet(tokens={self.tokens}) holds whole pages of {self.store}; use a multiple of {self.store.page}"
             )
-
-    @property
-    def page(self) -> int:
-        return self.store.page
-
-    def check(self, spec: CacheSpec, chunk: int) -> None:
-        self.store.check(spec, chunk)
 
     def require_room(self, tokens: int) -> None:
         if tokens > self.tokens:
@@ -209,9 +200,6 @@ class HotSet(Store):
             f"{self} keeps selected tokens on one device, so it cannot be split over the {stripes.parts} devices of "
             "context; use its inner store, or split only rows and heads"
         )
-
-    def decoded(self, k: Array, v: Array) -> tuple[Array, Array]:
-        return self.store.decoded(k, v)
 
 
 def empty_hot(lead: tuple[int, int], places: int, pages: int, page: int, head_dim: int, dtype: DTypeLike) -> Hot:

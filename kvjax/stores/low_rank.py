@@ -233,9 +233,6 @@ class LowRank(Store):
         place = jnp.where(self.kept(st), st.place, self.outliers)
         return put_last(jnp.zeros((B, K, self.outliers), jnp.int32), place, jnp.arange(P)[None, None])
 
-    def attend(self, st: LowRankBlock, q: Array, start: Array, *, scale: float) -> PartialAttention:
-        return self.attend_chunk(st, q[:, :, :, None], start[:, None], scale=scale)
-
     def attend_chunk(self, st: LowRankBlock, q: Array, start: Array | None, *, scale: float) -> PartialAttention:
         B, K = st.place.shape[:2]
 

@@ -15,7 +15,7 @@ from kvjax.numerics.selection import Selection
 from kvjax.numerics.sharing import Shared, Sharing
 from kvjax.spec import CacheSpec
 from kvjax.stores.dense import Dense
-from kvjax.stores.store import Store
+from kvjax.stores.store import Store, Wrapper
 
 
 @register_dataclass
@@ -39,7 +39,7 @@ class PrefixedBlock:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prefixed(Sharing, Store):
+class Prefixed(Sharing, Wrapper):
     """Keeps the first tokens of the history once for all rows that share them, and the others in rows of their own.
 
     A row attends to both parts, merged by their log-sum-exp, which is exact; the queries of all rows of a prefix read
@@ -53,12 +53,8 @@ class Prefixed(Sharing, Store):
 
     store: Store = Dense()
 
-    @property
-    def page(self) -> int:
-        return self.store.page
-
     def check(self, spec: CacheSpec, chunk: int) -> None:
-        self.store.check(spec, chunk)
+        super().check(spec, chunk)
         self.check_part(self.store, spec, chunk)
 
     def require_room(self, tokens: int) -> None:
@@ -145,9 +141,6 @@ class Prefixed(Sharing, Store):
         """[P, n, K, H, ...] as [P, K, n*H, ...]."""
         P, n, K, H, *rest = x.shape
         return jnp.moveaxis(x, 1, 2).reshape(P, K, n * H, *rest)
-
-    def decoded(self, k: Array, v: Array) -> tuple[Array, Array]:
-        return self.store.decoded(k, v)
 
     def truncate(self, st: PrefixedBlock, count: Array) -> PrefixedBlock:
         raise ValueError(

@@ -47,9 +47,7 @@ class Quantized(Store):
     and group of values default to those of keys.
 
     A key takes D * bits / 8 bytes of codes and 4 D / key_group bytes of scale and zero point, and a value accordingly:
-    at 2 bits, groups of 32 and D = 128, 96 bytes per token and kv head, against 512 in bfloat16. Attention over
-    everything reads codes a block at a time and never holds the decoded cache; over selected slots it decodes only
-    these.
+    at 2 bits, groups of 32 and D = 128, 96 bytes per token and kv head, against 512 in bfloat16.
     """
 
     bits: int = 2

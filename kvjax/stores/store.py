@@ -14,7 +14,7 @@ from kvjax.numerics.blocks import take_rows
 from kvjax.numerics.derivatives import refuse_derivative
 from kvjax.numerics.partial import PartialAttention, Span, merge_sinks
 from kvjax.numerics.selection import PackedSelection, Selection, split_selection, unpack
-from kvjax.ops.host import place_pages
+from kvjax.ops.host import pages_to_read, place_pages
 from kvjax.sharding.context import Stripes
 from kvjax.spec import CacheSpec
 
@@ -64,8 +64,11 @@ class Store:
     # ------------------------------------------------------------------------------------------------- all slots
 
     def attend(self, st: Any, q: Array, start: Array, *, scale: float) -> PartialAttention:
-        """Attention of a step's q [B, K, G, D] over the slots [start, count), start i32[B]."""
-        raise NotImplementedError
+        """Attention of a step's q [B, K, G, D] over the slots [start, count), start i32[B].
+
+        A store implements this or `attend_chunk`; the default of each is the other.
+        """
+        return self.attend_chunk(st, q[:, :, :, None], start[:, None], scale=scale)
 
     def attend_chunk(self, st: Any, q: Array, start: Array | None, *, scale: float) -> PartialAttention:
         """Attention of a chunk's q [B, K, G, T, D] over the slots [start, count), a part over Q = G*T.
@@ -209,14 +212,12 @@ class Store:
 
         `page` i32[B, K, n] is the page of each place, and `used` i32[B, K, n] is 2 for those filled last.
         """
-        Z, (B, K, N), n = self.page, at.shape, page.shape[2]
-        safe = jnp.minimum(at, n - 1)
-        fresh = (at < n) & (jnp.take_along_axis(used, safe, axis=2) == 2)
-        page = jnp.where(fresh, jnp.take_along_axis(page, safe, axis=2), 0)
-        slots = page[..., None] * Z + jnp.arange(Z, dtype=jnp.int32)[None, None, None]
-        valid = jnp.broadcast_to(fresh[..., None], slots.shape)
+        Z, (B, K, N) = self.page, at.shape
+        source, to = pages_to_read(page, used, at)
+        slots = jnp.maximum(source, 0)[..., None] * Z + jnp.arange(Z, dtype=jnp.int32)[None, None, None]
+        valid = jnp.broadcast_to((source >= 0)[..., None], slots.shape)
         rows = self.gather(st, Selection(slots.reshape(B, K, 1, N * Z), valid.reshape(B, K, 1, N * Z)))
-        k, v = place_pages(hot, rows, jnp.where(fresh, at, n), n)
+        k, v = place_pages(hot, rows, to, page.shape[2])
         return k, v
 
     # ---------------------------------------------------------------------------------------------- whole states
@@ -244,6 +245,22 @@ class Store:
     def bytes_per_token(self, spec: CacheSpec) -> float:
         """Bytes per stored token, in one layer over all kv heads."""
         return growth(lambda slots: self.init(spec, slots), self.page) / spec.batch
+
+
+class Wrapper(Store):
+    """A base of stores that keep their tokens in another one. A subclass is a dataclass with `store`."""
+
+    store: Store
+
+    @property
+    def page(self) -> int:
+        return self.store.page
+
+    def check(self, spec: CacheSpec, chunk: int) -> None:
+        self.store.check(spec, chunk)
+
+    def decoded(self, k: Array, v: Array) -> tuple[Array, Array]:
+        return self.store.decoded(k, v)
 
 
 def flat(selection: Selection | PackedSelection, length: int) -> Selection:

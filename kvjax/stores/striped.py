@@ -13,7 +13,7 @@ from kvjax.numerics.partial import PartialAttention, Span
 from kvjax.numerics.selection import DealtSelection, PackedSelection, Selection
 from kvjax.sharding.context import Stripes, merge_chunk, merge_parts
 from kvjax.spec import CacheSpec
-from kvjax.stores.store import Store
+from kvjax.stores.store import Store, Wrapper
 
 
 @register_dataclass
@@ -37,7 +37,7 @@ class StripedState:
 
 
 @dataclass(frozen=True)
-class StripedStore(Store):
+class StripedStore(Wrapper):
     """A `store` whose history is split over devices. Slots are places of the whole history.
 
     For attention over the history or over selected slots, each device attends to its own tokens, and the parts merge.
@@ -46,10 +46,6 @@ class StripedStore(Store):
 
     store: Store
     stripes: Stripes
-
-    @property
-    def page(self) -> int:
-        return self.store.page
 
     def check(self, spec: CacheSpec, chunk: int) -> None:
         self.store.check(spec, self.stripes.tokens)
@@ -112,9 +108,6 @@ class StripedStore(Store):
     def truncate(self, st: StripedState, count: Array) -> StripedState:
         block = self.store.truncate(self._own(st), count // self.stripes.parts)
         return replace(st, block=replace(block, count=block.count * self.stripes.parts))
-
-    def decoded(self, k: Array, v: Array) -> tuple[Array, Array]:
-        return self.store.decoded(k, v)
 
     def _own(self, st: StripedState) -> Any:
         """The state of the device's store."""

@@ -1,9 +1,8 @@
 """Keys and values as codes of rotated directions, on the device and on the host.
 
-After a random rotation all keys and values look alike, so one table of levels fits every model and layer, and a token
-needs no more than one scale. Nothing is ever rotated back but a step's result: attention is over rotated keys, by the
-rotated query. A vector that is added to all keys adds one number to all logits of a query, so the mean of a row's first
-keys is taken out before coding and comes back in the log-sum-exp.
+After a random rotation one table of levels fits every model and layer, and a token needs no more than one scale.
+Attention is over rotated keys, by the rotated query, and only its result is rotated back. The mean of a row's first
+keys is taken out before coding; it adds one number to all logits of a query, and comes back in the log-sum-exp.
 """
 
 from __future__ import annotations

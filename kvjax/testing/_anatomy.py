@@ -1,9 +1,8 @@
 """The parts of a policy and of its state, found by the names of their fields and never by their class.
 
-The laws also run on policies of other packages. A policy with `budget` and `selector` selects; one with `budget` and
-`evictor` evicts; one with `budget` and `hashing` samples; one with `store` and `demote` has a history; one that holds
-another policy in a field is read through that field. In a state, a zone is anything with `count` and `slots`. A law
-that needs a part which a policy does not have raises `DoesNotApply`.
+The laws also run on policies of other packages. A policy that holds another one in a field is read through that field.
+In a state, a zone is anything with `count` and `slots`. A law that needs a part which a policy does not have raises
+`DoesNotApply`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Prompts that hide lines in a long text and end with a question; everything follows from a seed.
 
-A *form* (`needles.py`, `variables.py`, `words.py`) makes the hidden lines, the question and its answers from a
-`random.Random`; `weave` puts the lines into running text, so that the prompt has exactly the tokens asked for and ends
-with the question on a line of its own. The two are independent, so a form of your own is a function that returns
-`Hidden`. Nothing depends on `hash`, so a seed gives the same prompts in every process.
+A *form* (`needles.py`, `variables.py`, `words.py`) is a function that makes the hidden lines, the question and its
+answers from a `random.Random`; `weave` puts the lines into running text, so that the prompt has exactly the tokens
+asked for and ends with the question on a line of its own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The protocol of tasks: a task makes examples from seeds or files, and scores what a model answers.
 
-A task does not depend on caches and models, and the runner does not depend on where examples come from, so generated
-needles and a task of your own go through the same loop, tables and plots. Published data sets are read by
+Generated needles and a task of your own go through the same loop, tables and plots. Published data sets are read by
 lm-evaluation-harness, through `kvjax/evaluate/harness.py`.
 """
 
