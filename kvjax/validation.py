@@ -137,6 +137,21 @@ def check_one_of(who: str, among: Iterable[Any], **given: Any) -> None:
             raise ValueError(f"{who}({name}={shown(value)}) must be one of {', '.join(map(str, known))}")
 
 
+def check_divides(part: Any, what: str, whole: int, **sizes: int) -> None:
+    """Raises ValueError unless each of the `sizes` of a part divides `whole`, which `what` names.
+
+    >>> import kvjax
+    >>> check_divides(kvjax.Fier(group=48), "the chunk of ", 256, group=48)
+    Traceback (most recent call last):
+        ...
+    ValueError: Fier(group=48) does not divide the chunk of 256; use a divisor of 256
+    """
+    for name, size in sizes.items():
+        if whole % size:
+            where = f"{type(part).__name__}({name}={size})"
+            raise ValueError(f"{where} does not divide {what}{whole}; use a divisor of {whole}")
+
+
 def is_traced(value: Any) -> bool:
     """True for a traced array, and for a list that `jit` was given: its numbers are traced."""
     return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(value))

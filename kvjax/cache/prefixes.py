@@ -2,10 +2,9 @@
 
     cache = prefixes.fork(row, 8, new_tokens=1024)      # row: a cache of one row that holds the prompt
 
-`row` is cut where its history ends. The history, nearly all of a long prompt, becomes a prefix that is stored once; the
-sink and the recent block, a few hundred tokens, are copied for each of the n rows. So this works at any length, and the
-rows go on as n copies of `row` would (`kvjax.take_rows`): the same tokens are selected, quantised and attended to, and
-outputs differ only by the rounding of a sum in two parts.
+The history of `row`, nearly all of a long prompt, becomes a prefix that is stored once; the sink and the recent block
+are copied for each of the n rows. The rows go on as n copies of `row` would (`kvjax.take_rows`), and outputs differ
+only by the rounding of a sum in two parts.
 
 A cache for several prefixes is made by `prefixed_like`; `seat` puts a row into it, and `unshared` takes one out.
 

@@ -15,14 +15,13 @@ from kvjax.cli.options import (
     Dtype,
     ModelDir,
     Parallel,
-    check_file,
     check_folder,
     dtype_name,
     model_directory,
     sizes,
     without_weights,
 )
-from kvjax.cli.terminal import bar, bars, say, show_markdown, write_json
+from kvjax.cli.terminal import bar, bars, show_markdown, write_json
 
 DEFAULT_SHARE = 0.11
 
@@ -56,7 +55,6 @@ def perplexity(
         Path | None,
         typer.Option(help="Folder for results/*.json. Existing results are not run again.", show_default=False),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="File for a plot, SVG or PNG.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measures the perplexity of a long text by context length; every token is decoded through the cache.
@@ -81,8 +79,6 @@ def perplexity(
     if budget is None and share is None and without_budget(names):
         share = DEFAULT_SHARE
     check_folder("--out", out)
-    if plot is not None:
-        _check_plot(plot)
     words = _read(text)
     setting = measure.Setting(lengths=lengths, steps=steps, passages=passages, batch=batch, budget=budget, share=share)
     results, progress = None if out is None else out / "results", bars()
@@ -101,9 +97,6 @@ def perplexity(
         write_json({"text": text.name, **measure.document(cells)})
     else:
         show_markdown(measure.markdown(cells) + "\n")
-    if plot is not None:
-        measure.figure(cells).savefig(plot)
-        say(f"wrote {plot}")
 
 
 def _read(text: Path) -> str | dict[str, str]:
@@ -118,13 +111,3 @@ def _read(text: Path) -> str | dict[str, str]:
     if empty := [name for name, words in found.items() if not words.strip()]:
         raise ValueError(f"--text {text / empty[0]} is empty; remove it, or give it some text")
     return found
-
-
-def _check_plot(path: Path) -> None:
-    """Raises ValueError if the plot cannot be written, before anything long starts."""
-    from kvjax.evaluate.plots import new_figure
-
-    known = new_figure(1, 1).canvas.get_supported_filetypes()
-    if path.suffix[1:].lower() not in known:
-        raise ValueError(f"--plot {path}: plots of this file type cannot be drawn; end it in .svg, .png or .pdf")
-    check_file("--plot", path)

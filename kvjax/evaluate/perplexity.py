@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from jax import Array
@@ -26,7 +26,6 @@ from kvjax.evaluate.caches import DENSE_LAYERS, Caches, make_rows, without_budge
 from kvjax.evaluate.plan import Plan, feed
 from kvjax.evaluate.plan import prepare as prepare_one
 from kvjax.evaluate.plan import run as run_one
-from kvjax.evaluate.plots import labels, new_figure, style, tidy
 from kvjax.evaluate.provenance import digest_json, model_digest
 from kvjax.evaluate.report import about, markdown_table, refusals
 from kvjax.evaluate.store import Cell, Progress
@@ -34,9 +33,6 @@ from kvjax.evaluate.tasks import Example
 from kvjax.evaluate.tasks.haystack import first_tokens
 from kvjax.models import Checkpoint
 from kvjax.spec import require_int
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,49 +300,6 @@ def _label(cell: Cell, cells: Sequence[Cell]) -> str:
     """The method of a cell, and its budget if the method has several at this length."""
     same = [other for other in cells if (other.method, _length(other)) == (cell.method, _length(cell))]
     return cell.method if len(same) == 1 else f"{cell.method}{',' if ':' in cell.method else ':'}budget={cell.budget}"
-
-
-def figure(cells: Sequence[Cell]) -> Figure:
-    """Plots perplexity by context length, a line per cache, and its change against the first cache, with error bars.
-
-    The legend has the tokens read per step and KV head at each length, mean over all layers.
-
-    Raises:
-      ImportError: matplotlib is not installed.
-    """
-    rows = [{**row, "label": _label(cell, cells)} for cell, row in zip(_done(cells), summarise(cells), strict=True)]
-    names, baseline = list(dict.fromkeys(row["label"] for row in rows)), _label(cells[0], cells)
-    short = labels(names)
-    lengths = sorted({row["length"] for row in rows})
-    drawing = new_figure(9, 4.0 + 0.2 * -(-len(names) // 3))
-    left, right = drawing.subplots(1, 2)
-    for name in names:
-        look = style(name, names)
-        own = [row for row in rows if row["label"] == name]
-        read = " / ".join(f"{row['tokens_read']:.0f}" for row in own)
-        left.plot(
-            [row["length"] for row in own],
-            [row["perplexity"] for row in own],
-            label=f"{short[name]}, {read} read",
-            markersize=4.5,
-            **look,
-        )
-        paired = [row for row in own if name != baseline and "ratio" in row]
-        if paired:
-            change = [100 * (row["ratio"] - 1) for row in paired]
-            error = [100 * row["ratio_stderr"] for row in paired]
-            right.errorbar([row["length"] for row in paired], change, error, markersize=4.5, capsize=3, **look)
-    right.axhline(0, linewidth=1.1, **{**style(baseline, names), "marker": ""})
-    left.set_ylabel("perplexity per token")
-    right.set_ylabel(f"change against {baseline}, %, ± standard error")
-    drawing.legend(loc="outside lower center", ncols=3, frameon=False)
-    for axis in (left, right):
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(lengths, [str(length) for length in lengths])
-        axis.minorticks_off()
-        axis.set_xlabel("context, tokens")
-        tidy(axis)
-    return drawing
 
 
 # ---------------------------------------------------------------------------------------------------------------- parts

@@ -1,13 +1,9 @@
 """Group quantisers: codes of few bits with a scale and a zero point for each group.
 
-By channel, a group is g consecutive tokens of one channel (keys have channels of very different size, and a channel
-keeps its size from token to token); by token it is g consecutive channels of one token. The 1-bit quantiser keeps the
-group's midpoint and half-range, so that a value decodes to the group's maximum or minimum. The quantisers of 2, 3, 4
-and 8 bits keep the minimum and the step: 2**bits levels from minimum to maximum.
-
-With 2 to 8 bits, scale and zero point are two bfloat16 in one u32: a kernel loads both at once, and on CPU jaxlib
-before 0.11, which copies a 16-bit buffer to write into it, writes them in place. Codes are computed with the rounded
-scale and zero point that are stored, so their rounding adds no error to values within the levels.
+By channel, a group is g consecutive tokens of one channel; by token it is g consecutive channels of one token. The
+1-bit quantiser keeps the group's midpoint and half-range, so that a value decodes to the group's maximum or minimum.
+The quantisers of 2, 3, 4 and 8 bits keep the minimum and the step: 2**bits levels from minimum to maximum. Their scale
+and zero point are two bfloat16 in one u32, which a kernel loads at once; codes are computed with these rounded numbers.
 
 **Source:** FIER, section 3 (1-bit keys, groups of tokens per channel). KIVI, section 3 (asymmetric minimum and step).
 """

@@ -1,14 +1,12 @@
 """Rotated keys: a fixed random rotation, codes of directions in subspaces or in a whole head, and turns by RoPE.
 
-Channels of a model's keys differ in size by orders of magnitude, so fixed codebooks fit them badly, and learnt ones
-become outdated as a text goes on. A random rotation R gives all keys the same distribution: each subspace of 8 rotated
-channels is close to a uniformly random direction times a radius, so that codes follow from the geometry of the sphere
-and never become outdated. R is orthogonal, hence Rq.Rk = q.k: products of rotated vectors are those of the vectors.
+A random rotation R gives all keys the same distribution: each subspace of 8 rotated channels is close to a uniformly
+random direction times a radius, so that codes follow from the geometry of the sphere, whatever the size of a model's
+channels. R is orthogonal, hence Rq.Rk = q.k.
 
 R = H diag(s) / sqrt(D), the signs s from a seed, H a symmetric Hadamard matrix (entries +-1, rows orthogonal): for D a
 power of two that of Walsh and Hadamard, in D log2 D additions; for 12 times a power of two its product with Paley's
-matrix of order 12. So a head of 96 is mixed throughout (three blocks of 32 would not be), keeps its 96 channels, and
-takes 3/4 of the index of a head of 128 (padded, it would take all of it). Other sizes raise ValueError.
+matrix of order 12. Other sizes raise ValueError.
 
 A whole head's direction in 2, 3 or 4 bits a channel is TurboQuant's code: a channel of a random unit vector has a known
 density, so the levels of least error (Lloyd, Max) are one table for all keys. Its planes nest: the signs alone are a

@@ -36,8 +36,8 @@ class HeadBudgets(Evicting):
 
     When a prompt exceeds the budget, all its tokens in all KV heads compete for the slots of the layer by their worth,
     and each head keeps as many as it wins. Each head keeps at least the observation window and `floor` of what the
-    budget leaves besides it, as in the released code. In later steps a head evicts its own tokens. Shapes are static:
-    each head has room for `ceiling * budget` tokens, and a step reads all of that room.
+    budget leaves besides it, as in the released code. In later steps a head evicts its own tokens. Each head has room
+    for `ceiling * budget` tokens, and a step reads all of it.
 
     **Source:** AdaKV (Feng et al. 2024, arXiv 2407.11550), Algorithm 1 over SnapKV's votes: floor 0.2. **Differs:** the
     paper has no `ceiling`, because it stores heads one after the other; here tokens beyond it go to other heads. The

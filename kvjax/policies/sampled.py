@@ -33,9 +33,9 @@ class Sampled(Zoned):
     spread evenly over the slots is read, with larger weights. A history that fits into the room is read in full, and
     attention is then exact.
 
-    **Source:** MagicPIG (Chen et al. 2024, arXiv 2410.16179), sections 4 and 5. **Differs:** shapes are static, so the
-    sample has a bound; the paper's has none. Recent tokens are hashed a chunk at a time, and are attended exactly until
-    then. A sample is drawn for each query head, as in the paper, so a group reads up to G budgets.
+    **Source:** MagicPIG (Chen et al. 2024, arXiv 2410.16179), sections 4 and 5. **Differs:** the sample has a bound;
+    the paper's has none. Recent tokens are hashed a chunk at a time, and are attended exactly until then. A sample is
+    drawn for each query head, as in the paper, so a group reads up to G budgets.
 
     >>> import kvjax
     >>> spec = kvjax.CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=64, capacity=2048)

@@ -15,7 +15,7 @@ from kvjax.numerics.selection import Candidates, GroupReduce, PackedSelection, S
 from kvjax.selectors.pending import pending_pages, with_points
 from kvjax.selectors.selector import Selector
 from kvjax.spec import CacheSpec, keep_int
-from kvjax.validation import check_one_of
+from kvjax.validation import check_divides, check_one_of
 
 PageReduce = Literal["max", "mean"]
 
@@ -52,10 +52,7 @@ class Fier(Selector):
         return self.page
 
     def check(self, spec: CacheSpec, chunk: int) -> None:
-        if chunk % self.group:
-            raise ValueError(f"Fier(group={self.group}) does not divide the chunk of {chunk}; use a divisor of {chunk}")
-        if chunk % self.page:
-            raise ValueError(f"Fier(page={self.page}) does not divide the chunk of {chunk}; use a divisor of {chunk}")
+        check_divides(self, "the chunk of ", chunk, group=self.group, page=self.page)
         if spec.head_dim % 8:
             raise ValueError(
                 f"Fier packs 8 channels into a byte and cannot index head_dim={spec.head_dim}; use a multiple of 8"

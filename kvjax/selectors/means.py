@@ -13,6 +13,7 @@ from kvjax.numerics.reductions import page_means
 from kvjax.numerics.selection import GroupReduce, require_group_reduce
 from kvjax.selectors.selector import Selector
 from kvjax.spec import CacheSpec, keep_int
+from kvjax.validation import check_divides
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +38,7 @@ class MeanPages(Selector):
         return self.page
 
     def check(self, spec: CacheSpec, chunk: int) -> None:
-        if chunk % self.page:
-            raise ValueError(
-                f"MeanPages(page={self.page}) does not divide the chunk of {chunk}; use a divisor of {chunk}"
-            )
+        check_divides(self, "the chunk of ", chunk, page=self.page)
 
     def init(self, spec: CacheSpec, slots: int) -> Array:
         return jnp.zeros((spec.batch, spec.kv_heads, slots // self.page, spec.head_dim), spec.dtype)

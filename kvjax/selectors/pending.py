@@ -15,7 +15,7 @@ from jax import Array
 from kvjax.numerics.selection import Candidates, GroupReduce, require_group_reduce
 from kvjax.selectors.selector import Selector
 from kvjax.spec import CacheSpec, keep_int
-from kvjax.validation import check_one_of
+from kvjax.validation import check_divides, check_one_of
 
 Pending = Literal["exact", "box"]
 
@@ -38,13 +38,11 @@ class PageSelector(Selector):
         return self.page
 
     def check(self, spec: CacheSpec, chunk: int) -> None:
-        name = type(self).__name__
-        if chunk % self.page:
-            raise ValueError(f"{name}(page={self.page}) does not divide the chunk of {chunk}; use a divisor of {chunk}")
+        check_divides(self, "the chunk of ", chunk, page=self.page)
         if self.pending == "box" and self.group_reduce != "mean_query" and self.page < spec.group:
             raise ValueError(
-                f"{name}(page={self.page}, pending='box') needs pages of at least {spec.group} tokens, one for each "
-                "query head of a KV head; use larger pages, or pending='exact'"
+                f"{type(self).__name__}(page={self.page}, pending='box') needs pages of at least {spec.group} tokens, "
+                "one for each query head of a KV head; use larger pages, or pending='exact'"
             )
 
 

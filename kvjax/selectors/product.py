@@ -14,6 +14,7 @@ from kvjax.numerics.partial import attention_logits, scaled
 from kvjax.numerics.selection import GroupReduce, require_group_reduce
 from kvjax.selectors.selector import Selector
 from kvjax.spec import CacheSpec, keep_int
+from kvjax.validation import check_divides
 
 TOGETHER = 8  # blocks of all rows that are learnt at once: one block of one row is too little work for a GPU
 
@@ -39,9 +40,8 @@ class ProductCodes(Selector):
 
     **Source:** PQCache (Zhang et al. 2024, arXiv 2407.12820): 2 parts, 6 bits, sum of softmax over the group.
     **Differs:** the paper learns one codebook from the whole prompt and keeps it. Here each block has its own, so that
-    codes do not depend on how a prompt is split into chunks, and fit keys that change along the row; that takes 16 more
-    bytes a key. k-means starts from evenly spaced tokens and runs `iterations` times; the paper bounds the iterations
-    by a time limit. A code takes a byte, not 6 bits.
+    codes do not depend on how a prompt is split into chunks; that takes 16 more bytes a key. k-means starts from evenly
+    spaced tokens; the paper bounds its iterations by a time limit. A code takes a byte, not 6 bits.
     """
 
     parts: int = 2
@@ -63,11 +63,7 @@ class ProductCodes(Selector):
             )
 
     def check(self, spec: CacheSpec, chunk: int) -> None:
-        if spec.head_dim % self.parts:
-            raise ValueError(
-                f"ProductCodes(parts={self.parts}) does not divide head_dim={spec.head_dim}; use a divisor of "
-                f"{spec.head_dim}"
-            )
+        check_divides(self, "head_dim=", spec.head_dim, parts=self.parts)
         if chunk % self.learn:
             raise ValueError(
                 f"ProductCodes(learn={self.learn}) needs chunks of a multiple of {self.learn} tokens, for each device "

@@ -48,9 +48,8 @@ class SimHash:
     the program.
 
     **Source:** MagicPIG (Chen et al. 2024, arXiv 2410.16179): K = 10 bits, L = 150 tables, at least 2 collisions, keys
-    centred. **Differs:** the paper centres all keys by the mean of the prompt. Here the mean is that of earlier
-    tokens, more than half of those before the key's block. So hashes do not depend on how a prompt is split into
-    chunks, are never recomputed, and follow keys that drift along the row.
+    centred. **Differs:** the paper centres all keys by the mean of the prompt; here hashes do not depend on how a
+    prompt is split into chunks, and follow keys that drift along the row.
     """
 
     bits: int = 10

@@ -21,6 +21,7 @@ from kvjax.ops.chunk import attend_blocks
 from kvjax.ops.host import read_pages
 from kvjax.spec import CacheSpec, keep_int
 from kvjax.stores.store import Recalled, Store
+from kvjax.validation import check_divides
 
 
 @register_dataclass
@@ -70,10 +71,7 @@ class HostOffload(Store):
         keep_int(self, "page", at_least=1)
 
     def check(self, spec: CacheSpec, chunk: int) -> None:
-        if chunk % self.page:
-            raise ValueError(
-                f"HostOffload(page={self.page}) does not divide the chunk of {chunk}; use a divisor of {chunk}"
-            )
+        check_divides(self, "the chunk of ", chunk, page=self.page)
         if not has_host_memory():
             raise ValueError(
                 f"HostOffload needs pinned host memory, which the backend {jax.default_backend()!r} lacks; "

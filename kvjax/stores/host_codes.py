@@ -26,7 +26,7 @@ from kvjax.spec import CacheSpec, keep_int
 from kvjax.stores.host import HostBlock, HostOffload, split_parts
 from kvjax.stores.store import Store, refuse_codes
 from kvjax.stores.striped import StripedState, StripedStore
-from kvjax.validation import check_one_of
+from kvjax.validation import check_divides, check_one_of
 
 BITS = (2, 4, 8)
 
@@ -209,8 +209,7 @@ class HostQuantized(_HostCodes):
     def check(self, spec: CacheSpec, chunk: int) -> None:
         super().check(spec, chunk)
         D = spec.head_dim
-        if D % self.group:
-            raise ValueError(f"HostQuantized(group={self.group}) does not divide head_dim={D}; use a divisor of {D}")
+        check_divides(self, "head_dim=", D, group=self.group)
         if D % channels_packed(self.bits):
             raise ValueError(
                 f"HostQuantized packs codes of {self.bits} bits by {channels_packed(self.bits)} channels, and "

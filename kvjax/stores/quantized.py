@@ -18,7 +18,7 @@ from kvjax.numerics.selection import Selection
 from kvjax.ops.chunk import attend_blocks
 from kvjax.spec import CacheSpec, keep_int
 from kvjax.stores.store import Store, refuse_codes
-from kvjax.validation import check_one_of
+from kvjax.validation import check_divides, check_one_of
 
 KeyAxis = Literal["channel", "token"]
 BITS = (2, 3, 4, 8)
@@ -82,13 +82,8 @@ class Quantized(Store):
 
     def check(self, spec: CacheSpec, chunk: int) -> None:
         D = spec.head_dim
-        if chunk % self._key_tokens():
-            raise ValueError(
-                f"Quantized(key_group={self.key_group}) does not divide the chunk of {chunk}; use a divisor of {chunk}"
-            )
-        for name, channels in (("key_group", self._key_channels(D)), ("value_group", self._value_channels(D))):
-            if D % channels:
-                raise ValueError(f"Quantized({name}={channels}) does not divide head_dim={D}; use a divisor of {D}")
+        check_divides(self, "the chunk of ", chunk, key_group=self._key_tokens())
+        check_divides(self, "head_dim=", D, key_group=self._key_channels(D), value_group=self._value_channels(D))
         for bits in (self.bits, self._value_bits):
             if D % channels_packed(bits):
                 raise ValueError(

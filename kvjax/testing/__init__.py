@@ -9,8 +9,8 @@ another way. If a store keeps keys and values in few bits, the reference attends
 for tokens that have left the recent block, and to exact keys and values for all others.
 
 A policy is recognised by its fields, not by its class. `budget` with `selector` means that it selects, `budget` with
-`evictor` that it evicts, `store` with `demote` and `local` that it has a history of chunks; without a budget it attends
-to every token. A law that needs a field which a policy lacks does not apply, and its row says which.
+`evictor` that it evicts, with `hashing` that it samples, `store` with `demote` and `local` that it has a history of
+chunks. A law that needs a field which a policy lacks does not apply, and its row says which.
 """
 
 from __future__ import annotations

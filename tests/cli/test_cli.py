@@ -600,7 +600,6 @@ REFUSED = [
         "keeps the first 3 layers full and the model has 3",
     ),
     ("perplexity --text FILES/long --out FILES/short", "is a file; give the path of a folder"),
-    ("perplexity --text FILES/long --plot FILES/x.abc", "cannot be drawn; end it in .svg"),
     ("perplexity --text FILES/long --share nan", "share must be in (0, 1], got nan"),
     ("perplexity --text FILES/long --share 0.2 --budget 8", "got budget=8 and share=0.2; give only one"),
     (
@@ -633,16 +632,6 @@ def test_what_cannot_be_done_is_one_line_before_the_weights(
     result = kvjax(command, checkpoint, *args)
     assert_one_line(result, message.replace("FILES", str(files)))
     assert not list(tmp_path.iterdir()), "something was written"
-
-
-@pytest.mark.parametrize("line", ["perplexity --plot FILES/x.svg"])
-def test_a_missing_extra_is_named_before_the_weights(kvjax, checkpoint, files, monkeypatch, line):
-    monkeypatch.setattr("kvjax.models.load", lambda *args, **settings: pytest.fail("weights were read"))
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    command, *args = f"{line} --text FILES/long".replace("FILES", str(files)).split()
-    result = kvjax(command, checkpoint, *args)
-    assert_one_line(result, "plots need matplotlib: pip install 'kvjax[eval]'")
-    assert "unexpected" not in result[2]
 
 
 def test_help_and_version_have_their_usual_names(kvjax):

@@ -12,7 +12,7 @@ import pytest
 from kvjax import models, presets
 from kvjax.cli import main
 from kvjax.evaluate import perplexity as module
-from kvjax.evaluate.perplexity import Setting, figure, markdown, mean_perplexity, nats, perplexity, summarise
+from kvjax.evaluate.perplexity import Setting, markdown, mean_perplexity, nats, perplexity, summarise
 from kvjax.evaluate.store import Cell
 from tests.checkpoint import BOS, POSITIONS, write_checkpoint
 
@@ -153,12 +153,9 @@ def test_first_of_two_budgets_is_the_baseline():
     assert head.endswith("| against fier:budget=32 |")
     assert first.endswith("|  |")
     assert second.endswith("| -63.21 ± 0.00 % |")
-    left, right = figure(cells).axes
-    assert [len(line.get_xdata()) for line in left.lines] == [1, 1]
-    assert right.get_ylabel() == "change against fier:budget=32, %, ± standard error"
 
 
-def test_table_and_plot_show_every_cell():
+def test_table_shows_every_cell():
     cells = [cell(n, t, ((1.0 + t / 64 + i, 2.0 + i / 2),)) for t in (8, 16) for i, n in enumerate(("full", "other"))]
     lines = markdown(cells).splitlines()
     means = [mean_perplexity(c)[0] for c in cells]
@@ -166,12 +163,6 @@ def test_table_and_plot_show_every_cell():
     assert lines[2] == f"| `full` | 8 | all | 8 | {means[0]:.2f} |  |"
     change, error = 100 * (math.exp(0.75) - 1), 100 * math.exp(0.75) * 0.25
     assert lines[3] == f"| `other` | 8 | all | 8 | {means[1]:.2f} | {change:+.2f} ± {error:.2f} % |"
-    left, right = figure(cells).axes
-    shown = {line.get_label(): line for line in left.get_lines()}
-    np.testing.assert_allclose(shown["other, 8 / 8 read"].get_ydata(), means[1::2])
-    np.testing.assert_allclose(shown["other, 8 / 8 read"].get_xdata(), [8, 16])
-    assert list(right.containers[0].lines[0].get_ydata()) == pytest.approx([change, change])
-    assert len(right.containers) == 1
 
 
 def test_a_file_s_cells_are_not_run_again(checkpoint, cells, tmp_path, monkeypatch):
@@ -244,13 +235,12 @@ def test_command_prints_a_table_and_goes_on_from_its_file(directory, tmp_path, c
     args = ["perplexity", directory, "--text", tmp_path / "book.txt", "--out", tmp_path / "out", "--steps", STEPS]
     args += ["--length", "40", "--passages", 2, "--batch", 2, "--share", 0.3]
     args += ["--cache", "full", "--cache", "fier:group=8,chunk=8,dense_layers=1"]
-    assert main([str(arg) for arg in [*args, "--plot", tmp_path / "plot.svg"]]) == 0
+    assert main([str(arg) for arg in args]) == 0
     out, err = capsys.readouterr()
     header, _, full, fier = out.splitlines()
     assert header == "| cache | context | budget | tokens read | perplexity | against full |"
     assert full.startswith("| `full` | 40 | all | 42 | ")
     assert fier.startswith("| `fier:group=8,chunk=8,dense_layers=1` | 40 | 12 | 22 | ")
-    assert "<svg" in (tmp_path / "plot.svg").read_text()
 
     assert main([str(arg) for arg in [*args, "--json"]]) == 0
     out, err = capsys.readouterr()
@@ -262,10 +252,5 @@ def test_command_prints_a_table_and_goes_on_from_its_file(directory, tmp_path, c
         ("full", None, 2 * STEPS),
         ("fier:group=8,chunk=8,dense_layers=1", 12, 2 * STEPS),
     ]
-    for bad, why in (("plot.xyz", "cannot be drawn"), ("none/plot.svg", "there is no such folder")):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("kvjax.models.load", lambda *args, **settings: pytest.fail("weights were read"))
-            assert main([str(arg) for arg in [*args, "--plot", tmp_path / bad]]) == 2
-        assert why in capsys.readouterr().err
     assert main(["perplexity", str(directory), "--text", str(tmp_path / "none.txt")]) == 2
     assert "none.txt is not there; --text takes a UTF-8 file" in capsys.readouterr().err
