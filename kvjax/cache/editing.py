@@ -252,7 +252,9 @@ def _insert(cache: C, prefix: C, row: int | Array) -> C:
     def place(whole: Array, one: Array) -> Array:
         return lax.dynamic_update_slice_in_dim(whole, one.astype(whole.dtype), row, axis=0)
 
-    return jax.tree.map(place, cache, _as_spec_of(prefix, cache))
+    # The prefix gets the static fields of the cache, which has another batch.
+    same = jax.tree.unflatten(jax.tree.structure(cache), jax.tree.leaves(prefix))
+    return jax.tree.map(place, cache, same)
 
 
 def _insert_if_in_range(cache: Any, prefix: Any, row: Array) -> Any:
@@ -354,11 +356,6 @@ def _rows_over_devices(placement: Placement, olds: Any, empty: Any, rows: Array)
         return lax.fori_loop(0, rows.shape[0], put, new)
 
     return jax.tree.map(move, olds, empty, is_leaf=is_shared)
-
-
-def _as_spec_of(prefix: Any, cache: Any) -> Any:
-    """`prefix` with the static fields of `cache`, which has another batch."""
-    return jax.tree.unflatten(jax.tree.structure(cache), jax.tree.leaves(prefix))
 
 
 def _with_policies_of(cache: Any, prefix: Any) -> Any:

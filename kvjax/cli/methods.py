@@ -103,18 +103,22 @@ def _settings(preset: Preset) -> str:
 
 
 def meanings(preset: Preset) -> dict[str, str]:
-    """The meaning of each setting, from the `Args:` of the preset and the `Attributes:` of arguments with fields."""
+    """The meaning of each setting, from the `Args:` of the preset, else of all presets, and the `Attributes:` of
+    arguments with fields."""
+    from kvjax import presets
     from kvjax.presets.parsing import field_names
 
-    found = _entries(preset.make.__doc__, "Args")
-    for p in inspect.signature(preset.make).parameters.values():
+    parameters = inspect.signature(preset.make).parameters
+    every = entries(presets.__doc__, "Args") | entries(preset.make.__doc__, "Args")
+    found = {name: every[name] for name in parameters}
+    for p in parameters.values():
         if names := field_names(p.default):
-            own = _entries(type(p.default).__doc__, "Attributes")
+            own = entries(type(p.default).__doc__, "Attributes")
             found |= {name: own[field] for name, field in names.items()}
     return found
 
 
-def _entries(docstring: str | None, section: str) -> dict[str, str]:
+def entries(docstring: str | None, section: str) -> dict[str, str]:
     _, _, args = inspect.cleandoc(docstring or "").partition(f"\n{section}:\n")
     entries = re.split(r"^  (?=\w)", args.partition("\n\n")[0], flags=re.MULTILINE)[1:]
     each = (" ".join(entry.split()).partition(": ") for entry in entries)

@@ -53,20 +53,9 @@ def read_text(path: Path, *, what: str) -> str:
 
 
 def digest(path: str | Path) -> str:
-    """SHA-256 of a file's bytes, or of a directory's files and their names; hidden files are left out.
-
-    Raises:
-      FileNotFoundError: there is nothing at `path`.
-    """
-    path = Path(path)
-    if not path.exists():
-        raise FileNotFoundError(f"{path}: there is no such file or directory")
-    if path.is_file():
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    inside = {file.relative_to(path).as_posix(): file for file in path.rglob("*") if file.is_file()}
-    seen = {name: digest(file) for name, file in inside.items() if not any(p[0] == "." for p in name.split("/"))}
-    return digest_json(seen)
+    """SHA-256 of a file's bytes."""
+    with Path(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 MODEL_FILES = (".json", ".safetensors", ".model", ".txt", ".jinja")  # config, weights, tokenizer and templates

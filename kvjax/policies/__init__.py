@@ -11,22 +11,22 @@ Nothing is clamped: a token that has no room is dropped and sets `overflow`, whi
 """
 
 from kvjax.policies.beside_prompt import BesidePrompt
-from kvjax.policies.compensated import Compensated, CompensatedState
+from kvjax.policies.compensated import Compensated
 from kvjax.policies.compressed import Compressed
-from kvjax.policies.evicting import Evicting, EvictingState
+from kvjax.policies.evicting import Evicting
 from kvjax.policies.full import Full, FullState
-from kvjax.policies.head_budgets import HeadBudgets, HeadBudgetsState
+from kvjax.policies.head_budgets import HeadBudgets
 from kvjax.policies.indexed import MSA, QSA, Index, Indexed, Indexer
-from kvjax.policies.mixed import Mixed, MixedState
+from kvjax.policies.mixed import Mixed
 from kvjax.policies.outliers import OutlierRetrieval
-from kvjax.policies.per_head import PerHead, PerHeadState
+from kvjax.policies.per_head import PerHead
 from kvjax.policies.per_layer import PerLayer
 from kvjax.policies.policy import Info, Policy, Step
 from kvjax.policies.retrieval import Retrieval
 from kvjax.policies.sampled import Sampled
 from kvjax.policies.shared import Follower, Shared, share_selections
 from kvjax.policies.short import Short
-from kvjax.policies.speculative import Speculative, SpeculativeState
+from kvjax.policies.speculative import Speculative
 from kvjax.policies.zones import ZonedState
 
 __all__ = [
@@ -34,24 +34,19 @@ __all__ = [
     "QSA",
     "BesidePrompt",
     "Compensated",
-    "CompensatedState",
     "Compressed",
     "Evicting",
-    "EvictingState",
     "Follower",
     "Full",
     "FullState",
     "HeadBudgets",
-    "HeadBudgetsState",
     "Index",
     "Indexed",
     "Indexer",
     "Info",
     "Mixed",
-    "MixedState",
     "OutlierRetrieval",
     "PerHead",
-    "PerHeadState",
     "PerLayer",
     "Policy",
     "Retrieval",
@@ -59,7 +54,6 @@ __all__ = [
     "Shared",
     "Short",
     "Speculative",
-    "SpeculativeState",
     "Step",
     "ZonedState",
     "share_selections",

@@ -174,14 +174,11 @@ class StripedFull(Full):
     def attend_stored(self, st: FullState, q: Array, *, scale: float, window: int | None = None) -> PartialAttention:
         start = chunk_starts(st.length, q.shape[3], window)
         start = None if start is None else self.stripes.owned(start)
-        return merge_chunk(self._attend_own(st, q, start, scale=scale), self.stripes.axis)
+        own = self._own(st)
+        return merge_chunk(attend_zone(q, own.k, own.v, start, own.count, scale=scale), self.stripes.axis)
 
     def store_steps(self, st: FullState, k: Array, v: Array, count: Array) -> FullState:
         return self.prefill(st, k, v, count)
-
-    def _attend_own(self, st: FullState, q: Array, start: Array | None, *, scale: float) -> PartialAttention:
-        own = self._own(st)
-        return attend_zone(q, own.k, own.v, start, own.count, scale=scale)
 
     def _own(self, st: FullState) -> Block:
         return replace(st.tokens, count=self.stripes.owned(st.length))

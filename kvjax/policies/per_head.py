@@ -72,7 +72,7 @@ class PerHead(Policy):
                 f"PerHead(heads={self.heads}) must list between 1 and {K - 1} of the {K} KV heads; for all "
                 "heads, use the policy `selected` itself"
             )
-        selected, others = self._specs(spec)
+        selected, others = (replace(spec, kv_heads=k, q_heads=k * spec.group) for k in (n, K - n))
         return PerHeadState(self.selected.init(selected), self.others.init(others))
 
     observes = True
@@ -122,10 +122,6 @@ class PerHead(Policy):
         return PerHeadState(
             self.selected.grown(st.selected, before.selected), self.others.grown(st.others, before.others)
         )
-
-    def _specs(self, spec: CacheSpec) -> tuple[CacheSpec, CacheSpec]:
-        n, K, G = len(self.heads), spec.kv_heads, spec.group
-        return replace(spec, kv_heads=n, q_heads=n * G), replace(spec, kv_heads=K - n, q_heads=(K - n) * G)
 
     def _each(self, st: PerHeadState, verb: Callable[..., Any], *arrays: Array) -> list[Any]:
         """verb(policy, its state, its heads of the arrays [B, K, ...]), for both policies."""

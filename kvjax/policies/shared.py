@@ -90,7 +90,9 @@ class Follower(SelectedZones):
         seen = self.visible(st, step.window)
         if seen.first is not None:
             slots = st.store.slots
-            start = jnp.where(selection.slots < slots, _by_row(seen.store), slots + _by_row(seen.recent.start))
+            start = jnp.where(
+                selection.slots < slots, seen.store[:, None, None, None], slots + seen.recent.start[:, None, None, None]
+            )
             selection = selection._replace(valid=selection.valid & (selection.slots >= start))
         return self.attend_selected(st, q, selection, step)
 
@@ -109,10 +111,6 @@ class Follower(SelectedZones):
         if self.heads is None or self.heads == tuple(range(K)):
             return selection
         return Selection(*(a[:, self.heads] for a in selection))
-
-
-def _by_row(a: Array) -> Array:
-    return a[:, None, None, None]
 
 
 def require_whole_pages(store: Store, unit: int, who: str) -> None:

@@ -29,14 +29,6 @@ def exact(
     An upper bound for `fier` and every other selector, with the settings of `fier`. It stores the keys twice and reads
     all of them, so it saves nothing. See `Exact` for the effect of `group_reduce`.
 
-    Args:
-      budget: tokens that a step reads in a layer and KV head, all zones included.
-      group_reduce: how a GQA group shares a selection; "per_head": each query head has its own.
-      sink: first tokens of a row, always attended.
-      local: newest tokens of a row, always attended.
-      chunk: tokens that are indexed together; at most this many are pending.
-      layers: dense first layers, and layers that select for others (`Layers`).
-
     **Checklist:** unit: tokens, for each KV head; besides: the new token; zones: sink 0, window 1; budget: every token
     that a step reads; generated: compete as the prompt's do.
     """

@@ -33,15 +33,12 @@ def logquant(
 
     Args:
       window: W: 2W to 3W tokens are exact.
-      bits: bits per channel of a key.
-      value_bits: bits per channel of a value; None: as keys.
       key_axis: keys are quantised by "channel", in groups of the W tokens that leave together, or by "token", as values
         are.
       group: channels of a value that share a scale and a zero point; with key_axis="token", of a key too.
       value_window: newest values that are exact, at most W; older log-spaced tokens then keep only their keys exact.
         None: as many as keys.
       sink: first tokens of a row, always exact.
-      layers: how many first layers attend to everything (`Layers`).
 
     **Source:** LogQuant (2025), Algorithm 1, section 2.4. **Differs:** groups of keys have W = 42 tokens, not 64: the
     tokens that leave together are quantised together, once. The released code quantises keys by token, like values
@@ -73,13 +70,10 @@ def kivi(
     The paper has no sink.
 
     Args:
-      bits: bits per channel of a key.
-      value_bits: bits per channel of a value; None: as keys.
       residual: tokens that are quantised together; at most this many are exact.
       value_window: newest values that are exact; None: as many as keys.
       group: tokens of a key's channel, and channels of a value, that share a scale and a zero point.
       sink: first tokens of a row, always exact.
-      layers: how many first layers attend to everything (`Layers`).
 
     **Source:** KIVI (Liu et al. 2024), section 3; g = 32, R = 128. **Differs:** keys and values leave the recent block
     together by the paper's rule for keys: all R at once when there are R, so 1 to R tokens are exact. The paper keeps
@@ -120,7 +114,6 @@ def turboquant(
       local: newest tokens of a row, always exact.
       chunk: tokens that are coded together; at most this many more are exact.
       seed: of the rotation.
-      layers: how many first layers attend to everything (`Layers`).
 
     **Source:** TurboQuant (arXiv 2504.19874). **Differs:** see the store `TurboQuant`. Sink, local window and dense
     layers are those of vLLM's presets and of practice, not of the paper; vLLM's last 2 layers are dense too.
@@ -150,12 +143,9 @@ def mikv(
 
     Args:
       budget: tokens that a layer and KV head keeps exact.
-      bits: bits per channel of a key.
-      value_bits: bits per channel of a value; None: as keys.
       group: tokens of a key's channel, and channels of a value, that share a scale and a zero point.
       chunk: tokens that are quantised together.
       recent: share of the budget that the newest tokens take.
-      layers: how many first layers attend to everything (`Layers`).
 
     **Source:** MiKV (Yang et al. 2024, arXiv 2402.18096). **Differs:** see `Mixed`: keys are quantised by channel in
     place of the paper's channel balancer.

@@ -40,11 +40,9 @@ def streaming_llm(
     """StreamingLLM: the first `sink` tokens and the newest are kept and attended, `budget` in all.
 
     Args:
-      budget: tokens that a layer and KV head keeps; a step attends to all of them.
       sink: first tokens of a row, never evicted.
       rope_theta: theta of a model with plain RoPE: positions are then counted within the cache, as in the paper. For
         other kinds of RoPE see `Sliding(rope=...)`. None: keys keep their original positions.
-      layers: how many first layers attend to everything (`Layers`).
 
     **Source:** StreamingLLM (Xiao et al. 2023), section 3.2. **Differs:** without `rope_theta` keys keep their original
     positions.
@@ -57,10 +55,6 @@ def streaming_llm(
 
 def logevict(budget: int = 126, *, layers: Layers = Layers(dense=0)) -> PerLayer:
     """LogQuant without its quantised tokens: `budget` tokens are kept, sparser with age, and the rest are evicted.
-
-    Args:
-      budget: tokens that a layer and KV head keeps; a step attends to all of them.
-      layers: how many first layers attend to everything (`Layers`).
 
     **Source:** LogQuant (2025), Algorithm 1, in the evicting variant that the paper compares with. **Differs:** see
     `LogSpaced`: tokens are evicted one at a time.
@@ -75,9 +69,7 @@ def h2o(budget: int = 1024, *, recent: float = 0.5, layers: Layers = Layers(dens
     """H2O: keeps the newest tokens, a share `recent` of the budget, and those with the most accumulated attention.
 
     Args:
-      budget: tokens that a layer and KV head keeps; a step attends to all of them.
       recent: share of the budget that the newest tokens take.
-      layers: how many first layers attend to everything (`Layers`).
 
     **Source:** H2O (Zhang et al. 2023), Algorithm 1. **Differs:** see `HeavyHitter`: a GQA group shares a selection;
     the budget counts the new token; see `Evicting` for prompts in several chunks.
@@ -90,10 +82,6 @@ def h2o(budget: int = 1024, *, recent: float = 0.5, layers: Layers = Layers(dens
 
 def tova(budget: int = 1024, *, layers: Layers = Layers(dense=0)) -> PerLayer:
     """TOVA: evicts the token to which the newest query attends least, the same one in all heads of a layer.
-
-    Args:
-      budget: tokens that a layer and KV head keeps; a step attends to all of them.
-      layers: how many first layers attend to everything (`Layers`).
 
     **Source:** TOVA (Oren et al. 2024). **Differs:** see `LastQuery`: a prompt is cut down once, by its last query; the
     budget counts the new token; see `Evicting` for prompts in several chunks.
@@ -113,13 +101,6 @@ def snapkv(
     layers: Layers = Layers(dense=0),
 ) -> PerLayer:
     """SnapKV: keeps a prompt's last `window` tokens and those that their queries attend to most, `budget` in all.
-
-    Args:
-      budget: tokens that a layer and KV head keeps; a step attends to all of them.
-      window: last tokens of the prompt, always kept; their queries vote for the others.
-      kernel_size: neighbouring votes that are pooled into a token's vote.
-      pooling: "max" or "mean" of those votes.
-      layers: how many first layers attend to everything (`Layers`).
 
     **Source:** SnapKV (Li et al. 2024), section 4. **Differs:** see `Observation`: a GQA group shares a selection, and
     generated tokens count against the budget; see `Evicting` for prompts in several chunks.
@@ -147,7 +128,6 @@ def raas(
       threshold: softmax weight above which a token counts as attended.
       prompt: tokens of prompts that are kept beside the budget, as in the paper; memory is allocated for them.
       page: tokens that are stamped together: a page is attended if its share of a softmax over pages is large enough.
-      layers: how many first layers attend to everything (`Layers`).
 
     **Source:** RaaS (Hu et al. 2025, arXiv 2502.11147); FreeKV's comparison, for the maximum over a group. **Differs:**
     see `LastUse` and `BesidePrompt`: the default stamps single tokens, and counts the prompt. With page=16 and a
@@ -191,7 +171,6 @@ def evict(
     """Keeps `budget` tokens by one of ten published rules: by chance, by keys, by values, or by remembered queries.
 
     Args:
-      budget: tokens that a layer and KV head keeps; a step attends to all of them.
       rule: "random", "random_afresh", "knorm", "keydiff", "lagkv", "vatp", "criticalkv", "expected", "rkv" or
         "triattention".
       every: tokens that are evicted at once. None: 1, or with a rule that compares tokens a sixteenth of the budget.
@@ -199,7 +178,6 @@ def evict(
       rope_theta: theta of a model with plain RoPE, which "expected" and "triattention" must know; for other kinds of
         RoPE give `Evicting` an evictor.
       close_up: whether tokens that are left close up, with their keys rotated to their new places (`rope_theta`).
-      layers: how many first layers attend to everything (`Layers`).
 
     **Source:** see `Random`, `KeyNorm`, `KeyDiff`, `Lag`, `ValueWeighted`, `ExpectedAttention`, `Redundancy` (R-KV) and
     `Trigonometric` (TriAttention). **Differs:** as there; every KV head evicts on its own.
@@ -235,8 +213,6 @@ def pyramidkv(
       budget: tokens that a layer and KV head keeps, as the mean over layers; a step attends to all of them.
       layers: layers of the model.
       beta: how steeply budgets fall from the first layer to the last; at least 1.
-      window: last tokens of the prompt, always kept; their queries vote for the others.
-      kernel_size: neighbouring votes that are pooled into a token's vote.
 
     **Source:** PyramidKV (Cai et al. 2024, arXiv 2406.02069): beta 20. **Differs:** as `snapkv`. Budgets do not depend
     on the prompt: the original gives what a short prompt leaves of the first layers' budgets to later layers.
@@ -291,10 +267,6 @@ def adakv(
       budget: tokens that a layer and KV head keeps, as the mean over the heads; a step attends to all of them.
       floor: share of the budget besides the window that every KV head keeps at least, besides the window.
       ceiling: multiple of the budget that a KV head keeps at most; memory is allocated for it.
-      window: last tokens of the prompt, always kept; their queries vote for the others.
-      kernel_size: neighbouring votes that are pooled into a token's vote.
-      pooling: "max" or "mean" of those votes.
-      layers: how many first layers attend to everything (`Layers`).
 
     **Source:** AdaKV (Feng et al. 2024, arXiv 2407.11550): floor 0.2, over SnapKV. **Differs:** see `HeadBudgets` and
     `Observation`. The budget counts the window and generated tokens; the original keeps all generated tokens.

@@ -34,16 +34,10 @@ def pqcache(
     their exact scores until they are encoded.
 
     Args:
-      budget: tokens that a step reads in a layer and KV head, all zones included.
       parts: parts of a key, each with a code.
       bits: bits of a part's code.
       learn: tokens that share centroids, which are learnt from them.
-      group_reduce: how a GQA group shares a selection; "per_head": each query head has its own.
-      sink: first tokens of a row, always attended.
-      local: newest tokens of a row, always attended.
       chunk: tokens encoded together: a multiple of `learn`, times the devices of a context axis. None: `learn`.
-      store: where the history's keys and values are (`kvjax.presets`): "device", "host", or a `Store`.
-      layers: how many first layers attend to everything (`Layers`).
 
     **Source:** PQCache (Zhang et al. 2024, arXiv 2407.12820). **Differs:** see `ProductCodes`. The budget counts sink
     and local window: 4 and 64 tokens here, 32 and half of the budget in the released code. The paper keeps keys and
@@ -84,16 +78,11 @@ def magicpig(
     budget counts them.
 
     Args:
-      budget: tokens that a step reads in a layer and KV head, all zones included.
       bits: bits of a hash.
       tables: hash tables.
       least: tables in which a key must collide with the query.
-      sink: first tokens of a row, always attended.
-      local: newest tokens of a row, always attended.
       chunk: tokens that are hashed together; at most this many are pending.
       seed: seed of the random directions.
-      store: where the history's keys and values are (`kvjax.presets`): "device", "host", or a `Store`.
-      layers: how many first layers attend to everything (`Layers`).
 
     **Source:** MagicPIG (Chen et al. 2024, arXiv 2410.16179): 10 bits, 150 tables, 2 collisions, sink 4, local 64.
     **Differs:** see `Sampled` and `SimHash`. The paper keeps layers 0 and 16 of 32 dense; here the first are. Hashes
@@ -136,18 +125,12 @@ def shadowkv(
     more precision: pass `rope_theta`.
 
     Args:
-      budget: tokens that a step reads in a layer and KV head, all zones included.
       rank: coefficients of a token's keys, for all heads together.
-      page: tokens of a page.
       outliers: pages whose keys are farthest from their landmark; kept exact on the device and read by every step.
       rope_theta: theta of a model with plain RoPE: keys are then factored before their rotation, as in the paper. For
         other kinds of RoPE see `LowRank(rope=...)`.
       learn: number of first tokens from which the basis is learnt; also the tokens that are factored together.
-      group_reduce: how a GQA group shares a selection; "per_head": each query head has its own.
-      sink: first tokens of a row, always attended.
-      local: newest tokens of a row, always attended.
       host: keep values in host memory; False: on the device.
-      layers: how many first layers attend to everything (`Layers`).
 
     **Source:** ShadowKV (Sun et al. 2024, arXiv 2410.21465): rank 160, pages of 8, 48 outliers. **Differs:** see
     `LowRank`. The paper has no sink, and its budget counts neither outliers nor local window: its 1024 tokens are

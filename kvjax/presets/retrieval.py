@@ -38,18 +38,9 @@ def fier(
     are always attended, so `sink` is 0 and `local` is only the new token.
 
     Args:
-      budget: tokens that a step reads in a layer and KV head, all zones included.
       group: tokens that share a scale and a zero point of the 1-bit keys.
       page: tokens that are selected together. Above 1: an ablation, in plain JAX.
       page_reduce: the score of a page: "max" of its tokens' scores, or "mean", as in the paper's ablation.
-      group_reduce: how a GQA group shares a selection; "per_head": each query head has its own, as in the paper.
-      sink: first tokens of a row, always attended.
-      local: newest tokens of a row, always attended.
-      chunk: tokens that are indexed together; at most this many are pending.
-      store: where the history's keys and values are (`kvjax.presets`): "device", "host", "float8+1024", or a `Store`.
-      dense_capacity: caches of at most this capacity become `Full`; "auto": where that was measured to be faster
-        (`Retrieval`), and never in host memory or with shared selections.
-      layers: dense first layers, and layers that select for others (`Layers`).
 
     **Source:** FIER (2025), Algorithm 1; g = 32. **Differs:** a GQA group shares a selection (`group_reduce`;
     "per_head" is the paper's rule). A group is indexed with its chunk; with chunk=group that is as soon as it is full,
@@ -95,20 +86,12 @@ def pariskv(
     below 1K..2K tokens; no layer is skipped.
 
     Args:
-      budget: tokens that a step reads in a layer and KV head, all zones included.
       selector: the index, and how keys are voted for and estimated. In text its fields are settings: `candidates=200`.
       p: a step attends to the fewest of the best tokens that hold this share of the attention, by the candidates'
         estimates (`Nucleus`); None: to as many as the budget allows.
-      sink: first tokens of a row, always attended.
-      local: newest tokens of a row, always attended.
-      chunk: tokens that are indexed together; at most this many are pending.
       buffer: "select": pending tokens compete with the history by exact scores, within the budget. "attend", as in the
         paper: a step attends to all of them, in addition to the budget.
       dense_below: rows with fewer tokens attend to all of them.
-      store: where the history's keys and values are (`kvjax.presets`): "device", "host", "float8+1024", or a `Store`.
-      dense_capacity: caches of at most this capacity become `Full`; "auto": where that was measured to be faster
-        (`Retrieval`), and never in host memory or with shared selections.
-      layers: dense first layers, and layers that select for others (`Layers`).
 
     **Source:** ParisKV (Qi et al. 2026). **Differs:** the default of `buffer`. The paper keeps the history's keys and
     values in host memory, as store="host" does; on the device the same tokens are selected. `p` is not in the paper.
@@ -157,19 +140,11 @@ def quest(
     budget if its page is not selected.
 
     Args:
-      budget: tokens that a step reads in a layer and KV head, all zones included.
-      page: tokens of a page.
       least_pages: the fewest pages that a step reads.
       newest: whether the newest page is always attended ("attend"), or competes ("select").
-      group_reduce: how a GQA group shares a selection; "per_head": each query head has its own, as in the paper.
-      sink: first tokens of a row, always attended.
       local: slots for the newest tokens, always attended; when all are full, `chunk` tokens of them are indexed.
         Default: one chunk, or none with newest="select".
       chunk: tokens that are indexed together; default: one page.
-      store: where the history's keys and values are (`kvjax.presets`): "device", "host", "float8+1024", or a `Store`.
-      dense_capacity: caches of at most this capacity become `Full`; "auto": where that was measured to be faster
-        (`Retrieval`), and never in host memory or with shared selections.
-      layers: dense first layers, and layers that select for others (`Layers`).
 
     **Source:** Quest (Tang et al. 2024), Algorithm 1; pages of 16, at least 3. **Differs:** a GQA group shares a
     selection (`group_reduce`; "per_head" is the paper's rule). The released code raises smaller budgets to 3 pages;

@@ -43,20 +43,13 @@ def freekv(
     "long_generation". Each of them can also be set separately.
 
     Args:
-      budget: tokens that a step reads in a layer and KV head, all zones included.
       task: the paper's defaults of sink, local and tau: "long_input" or "long_generation".
       tau: heads whose query has a cosine with the previous one below tau recall before they attend.
       reuse: steps that a recall serves, unless its head's query changes direction earlier.
-      page: tokens of a page.
       summary: summary of the keys of a page: "min_max" (`MinMaxPages`) or "centre" (`CentrePages`).
-      group_reduce: how a GQA group shares a selection; "per_head": each query head has its own.
       selection_scale: factor of the scores in the selection; None: that of attention. With 1.0 `group_reduce` takes the
         softmax of unscaled products, one of the paper's poolings; "max_score" is another.
-      sink: first tokens of a row, always attended.
-      local: newest tokens of a row, always attended.
       chunk: tokens that are stored together; default: one page.
-      store: where the history's keys and values are (`kvjax.presets`): "host", "host+8192", or a `Store`.
-      layers: dense first layers, on the device, and layers that select for others (`Layers`).
 
     **Source:** FreeKV (2025). **Differs:** see `Speculative` for who decides and `HostOffload` for what stays on the
     device; a page that is not yet full competes by the summary of its tokens so far. FreeKV's CUDA code summarises
@@ -103,17 +96,13 @@ def arkvale(
     Pages take the budget that sink and local window leave. Those that the previous step recalled are not moved again.
 
     Args:
-      budget: tokens that a step reads in a layer and KV head, all zones included.
       digest: summary of the keys of a page: "cuboid", a box around the typical keys (`CentrePages`), or "sphere", a
         ball (`BallPages`).
-      page: tokens of a page.
-      group_reduce: how a GQA group shares a selection; "per_head": each query head has its own.
       sink: first tokens of a row, always attended; the default is two pages.
       local: newest tokens of a row, always attended; the default is two pages.
       per: whether each KV head selects for itself ("head"), or a layer selects once for all of its heads ("layer").
       topk: tokens that a step selects among all pages, sink and local window included; the others of the budget stay
         from the step before. None: the whole budget.
-      layers: how many first layers attend to everything, on the device (`Layers`).
 
     **Source:** ArkVale (Chen et al. 2024). **Differs:** the defaults of `per` and `topk`. The released code selects
     once for all KV heads of a layer (per="layer"). It keeps a cache of 4096 tokens on the device, in which the best 29

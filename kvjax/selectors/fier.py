@@ -61,7 +61,7 @@ class Fier(Selector):
     def init(self, spec: CacheSpec, slots: int) -> OneBit:
         lead, D = (spec.batch, spec.kv_heads), spec.head_dim
         groups = (*lead, slots // self.group, D)
-        dtype = _scale_dtype(spec)
+        dtype = jnp.dtype(spec.dtype if jnp.dtype(spec.dtype).itemsize == 2 else jnp.bfloat16)  # f16 could overflow
         return OneBit(jnp.zeros((*lead, slots, D // 8), jnp.uint8), jnp.zeros(groups, dtype), jnp.zeros(groups, dtype))
 
     def append(self, ix: OneBit, k: Array, at: Array, count: Array) -> OneBit:
@@ -93,8 +93,3 @@ class Fier(Selector):
         if self.page > 1 or not candidates.fit(in_order=1, window=True):
             return super().select(ix, q, candidates, scale=scale)
         return ops.select_1bit(q, ix, candidates, self.group_reduce, scale=scale)
-
-
-def _scale_dtype(spec: CacheSpec) -> jnp.dtype:
-    """A 16-bit dtype: that of the cache, or bf16 for an f32 cache (f16 could overflow)."""
-    return jnp.dtype(spec.dtype if jnp.dtype(spec.dtype).itemsize == 2 else jnp.bfloat16)

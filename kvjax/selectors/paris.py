@@ -127,14 +127,10 @@ class Paris(Selector):
     def init(self, spec: CacheSpec, slots: int) -> ParisIndex:
         lead, D = (spec.batch, spec.kv_heads, slots), spec.head_dim
         N, weights = D // self.subspace, jnp.dtype(jnp.uint16 if self.radius_bits == 16 else jnp.uint8)
-        shapes = (D // 8, jnp.uint8), (3 * D // 8, jnp.uint8), (self._weight_bytes(D) // weights.itemsize, weights)
+        widths = N if self.radius_bits == 16 else 2 + N // 2
+        shapes = (D // 8, jnp.uint8), (3 * D // 8, jnp.uint8), (widths, weights)
         codes = Directions(*(jnp.zeros((*lead, width), dtype) for width, dtype in shapes))
         return self._counted(codes, jnp.zeros((spec.batch, spec.kv_heads * N * 2**self.subspace), jnp.int32))
-
-    def _weight_bytes(self, D: int) -> int:
-        """Bytes of a key's weights."""
-        N = D // self.subspace
-        return 2 * N if self.radius_bits == 16 else 2 + N // 2
 
     def append(self, ix: ParisIndex, k: Array, at: Array, count: Array) -> ParisIndex:
         rotated = k.astype(jnp.float32) if self.seed is None else rotate(k, self.seed)
@@ -155,7 +151,8 @@ class Paris(Selector):
 
     def _counted(self, codes: Directions, counts: Array) -> ParisIndex:
         n = self._length(counts)
-        beta, rho = _shares(n)
+        band = jnp.sum(n[:, None] >= LENGTHS[None], axis=1)
+        beta, rho = jnp.asarray(BETA)[band], jnp.asarray(RHO)[band]
         reach = (n * rho)[:, None] * TIERS[self.votes][None]
         wanted = _round_up(n * beta, 20) if self.candidates is None else jnp.minimum(n, self.candidates)
         return ParisIndex(codes, counts, _round_up(reach, 400), wanted)
@@ -301,12 +298,6 @@ class StripedParis(StripedSelector):
         )
         listed = PackedSelection(lists.slots.reshape(B, K, G, -1), lists.found.reshape(B, K, G))
         return paris._with_estimates(ix, q, votes, listed, scale=scale)
-
-
-def _shares(n: Array) -> tuple[Array, Array]:
-    """beta and rho i32[B], in twentieths, of histories of n i32[B] tokens."""
-    band = jnp.sum(n[:, None] >= LENGTHS[None], axis=1)
-    return jnp.asarray(BETA)[band], jnp.asarray(RHO)[band]
 
 
 def _round_up(parts: Array, whole: int) -> Array:

@@ -6,10 +6,10 @@ chunks as they leave the recent block, and stay. `attend` reads all of them, `at
 
 from kvjax.stores.demotion import Buffer, Demotion, Fifo, LogSparse
 from kvjax.stores.dense import Dense
-from kvjax.stores.host import HostBlock, HostOffload
+from kvjax.stores.host import HostOffload
 from kvjax.stores.host_codes import HostFloat8, HostQuantized
-from kvjax.stores.hot import HotBlock, HotSet, Loaded
-from kvjax.stores.low_rank import LowRank, LowRankBlock
+from kvjax.stores.hot import HotSet
+from kvjax.stores.low_rank import LowRank
 from kvjax.stores.prefixed import Prefixed
 from kvjax.stores.quantized import Quantized
 from kvjax.stores.store import Recalled, Store
@@ -20,17 +20,13 @@ __all__ = [
     "Demotion",
     "Dense",
     "Fifo",
-    "HostBlock",
     "HostFloat8",
     "HostOffload",
     "HostQuantized",
     "HostTurboQuant",
-    "HotBlock",
     "HotSet",
-    "Loaded",
     "LogSparse",
     "LowRank",
-    "LowRankBlock",
     "Prefixed",
     "Quantized",
     "Recalled",

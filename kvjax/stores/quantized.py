@@ -67,10 +67,6 @@ class Quantized(Store):
     def _value_bits(self) -> int:
         return self.bits if self.value_bits is None else self.value_bits
 
-    @property
-    def _value_group(self) -> int:
-        return self.key_group if self.value_group is None else self.value_group
-
     def _key_tokens(self) -> int:
         return self.key_group if self.key_axis == "channel" else 1
 
@@ -78,7 +74,7 @@ class Quantized(Store):
         return 1 if self.key_axis == "channel" else min(self.key_group, head_dim)
 
     def _value_channels(self, head_dim: int) -> int:
-        return min(self._value_group, head_dim)
+        return min(self.key_group if self.value_group is None else self.value_group, head_dim)
 
     def check(self, spec: CacheSpec, chunk: int) -> None:
         D = spec.head_dim

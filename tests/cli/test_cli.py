@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from kvjax import CacheSpec, generation, presets
 from kvjax.cli import _GROUPS, _one_line
 from kvjax.cli.generate import EXAMPLE, _Ahead, _in_layers
-from kvjax.cli.methods import meanings
+from kvjax.cli.methods import entries, meanings
 from kvjax.cli.options import implementations, in_short, make_policy
 from kvjax.cli.terminal import show_markdown, write_json
 from kvjax.presets.head_files import Heads
@@ -180,6 +180,9 @@ def test_a_method_tells_its_settings(kvjax):
 def test_a_presets_docstring_explains_each_setting_once_in_order(name):
     preset = presets.REGISTRY[name]
     told, parameters = meanings(preset), inspect.signature(preset.make).parameters
+    own = entries(preset.make.__doc__, "Args")
+    assert list(own) == [name for name in parameters if name in own], "other settings, or in another order"
+    assert own.items().isdisjoint(entries(presets.__doc__, "Args").items()), "explained for all presets already"
     fields = [name for p in parameters.values() for name in field_names(p.default) or ()]
     assert list(told) == [*parameters, *fields]
     assert all(told.values())
