@@ -137,6 +137,13 @@ def round_capacity(tokens: int, *, rows: int = 1, positions: int | None = None) 
     return size if positions is None else min(size, max(tokens, positions))
 
 
+def keep_ints(config: Any, **at_least: int) -> None:
+    """Applies `keep_int` to each field that is named, with its lower bound; None stays where it is the default."""
+    for name, bound in at_least.items():
+        if getattr(config, name) is not None or getattr(type(config), name, 0) is not None:
+            keep_int(config, name, at_least=bound)
+
+
 def keep_number(config: Any, *names: str, at_least: float = -math.inf, at_most: float = math.inf) -> None:
     """Stores fields of a frozen dataclass as floats, or raises ValueError for one that is no number in these bounds."""
     for name in names:

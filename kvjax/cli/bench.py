@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvjax.cli.options import AsJson, sizes
+from kvjax.cli.options import AsJson, optional, sizes
 from kvjax.cli.terminal import say, show, write_json
 
 
@@ -16,11 +16,7 @@ def bench(
     length: Annotated[str, typer.Option(help="Context length in tokens. Several: 32K,128K.")] = "128K",
     batch: Annotated[str, typer.Option(help="Batch size. Several: 1,8.")] = "1",
     target: Annotated[
-        str | None,
-        typer.Option(
-            help="Take the kernels' forms for this compute capability, such as 8.9. Default: for this GPU.",
-            show_default=False,
-        ),
+        str | None, optional("Take the kernels' forms for this compute capability, such as 8.9. Default: for this GPU.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvjax.cli.options import Budget, CacheName, Dtype, ModelDir, dtype_name, make_policy, model_directory
+from kvjax.cli.options import Budget, CacheName, Dtype, ModelDir, dtype_name, make_policy, model_directory, optional
 from kvjax.cli.terminal import bar, bars, say, write
 
 LEAVE = ("/exit", "/quit")
@@ -18,15 +18,10 @@ def chat(
     cache: CacheName = "full",
     budget: Budget = None,
     system: Annotated[str | None, typer.Option(help="The message that opens the conversation.")] = None,
-    max_new_tokens: Annotated[
-        int | None, typer.Option(help="Maximum number of tokens of an answer.", show_default=False)
-    ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help="Sampling temperature. Without it decoding is greedy.", show_default=False)
-    ] = None,
+    max_new_tokens: Annotated[int | None, optional("Maximum number of tokens of an answer.")] = None,
+    temperature: Annotated[float | None, optional("Sampling temperature. Without it decoding is greedy.")] = None,
     top_p: Annotated[
-        float | None,
-        typer.Option(help="Draw from the smallest set of tokens with at least this probability.", show_default=False),
+        float | None, optional("Draw from the smallest set of tokens with at least this probability.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     dtype: Dtype = None,

@@ -17,6 +17,7 @@ from kvjax.cli.options import (
     PromptFile,
     dtype_name,
     model_directory,
+    optional,
     without_weights,
 )
 from kvjax.cli.terminal import bar, bars, say, show, write_json
@@ -29,7 +30,7 @@ DEFAULT = ("full", "fier", "quest", "snapkv", "logquant")
 
 def compare(
     model_dir: ModelDir = None,
-    prompt: Annotated[str | None, typer.Option(help="The prompt as text.", show_default=False)] = None,
+    prompt: Annotated[str | None, optional("The prompt as text.")] = None,
     prompt_file: PromptFile = None,
     example: Annotated[
         bool, typer.Option("--example", help="Use the built-in prompt of kvjax generate --example.")

@@ -20,6 +20,7 @@ from kvjax.cli.options import (
     check_folder,
     dtype_name,
     model_directory,
+    optional,
     sizes,
     without_weights,
 )
@@ -41,11 +42,10 @@ QUICK: dict[str, Any] = {
 
 Tasks = Annotated[
     list[str] | None,
-    typer.Option(
-        help="pass_key, needle, needles, needle_lines, key_value, variables, assigned_variables, frequent_words, "
+    optional(
+        "pass_key, needle, needles, needle_lines, key_value, variables, assigned_variables, frequent_words, "
         "common_words; ruler-synthetic for the ten synthetic tasks of RULER. Settings may follow: "
-        "needles:hidden=16,asked=2. Repeat the option for several. Default: needles.",
-        show_default=False,
+        "needles:hidden=16,asked=2. Repeat the option for several. Default: needles."
     ),
 ]
 
@@ -59,34 +59,23 @@ def evaluate(
     dense_layers: DenseLayers = 2,
     question: Annotated[
         str | None,
-        typer.Option(
-            help="How the question reaches the model. decoded: one token per decode step through the "
+        optional(
+            "How the question reaches the model. decoded: one token per decode step through the "
             "cache, after the text. prefilled: as the end of the prompt, so that a cache that evicts tokens has seen "
-            "it. Default: decoded.",
-            show_default=False,
+            "it. Default: decoded."
         ),
     ] = None,
     group_reduce: Annotated[
         str | None,
-        typer.Option(
-            help="How a GQA group shares a selection, for methods that select. Several: mean_softmax,per_head.",
-            show_default=False,
-        ),
+        optional("How a GQA group shares a selection, for methods that select. Several: mean_softmax,per_head."),
     ] = None,
     length: Annotated[
-        str | None,
-        typer.Option(help="Tokens of prompt and answer together. Several: 4K,8K. Default: 2K.", show_default=False),
+        str | None, optional("Tokens of prompt and answer together. Several: 4K,8K. Default: 2K.")
     ] = None,
-    samples: Annotated[
-        int | None,
-        typer.Option(help="Examples per task. Default: 64.", show_default=False),
-    ] = None,
+    samples: Annotated[int | None, optional("Examples per task. Default: 64.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the tasks.")] = 0,
     text: Annotated[
-        Path | None,
-        typer.Option(
-            help="UTF-8 file with the text to hide needles in. Default: generated sentences.", show_default=False
-        ),
+        Path | None, optional("UTF-8 file with the text to hide needles in. Default: generated sentences.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A small comparison that takes minutes on a CPU.")] = False,
     batch: Annotated[int, typer.Option(help="Prompts decoded together.")] = 8,

@@ -7,16 +7,22 @@ from typing import Annotated
 
 import typer
 
-from kvjax.cli.options import AsJson, Dtype, ModelDir, check_file, dtype_name, model_directory, without_weights
+from kvjax.cli.options import (
+    AsJson,
+    Dtype,
+    ModelDir,
+    check_file,
+    dtype_name,
+    model_directory,
+    optional,
+    without_weights,
+)
 from kvjax.cli.terminal import bar, bars, say, show_markdown, write, write_json
 
 
 def heads(
     model_dir: ModelDir = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="JSON file for the heads. Without it they are only printed.", show_default=False),
-    ] = None,
+    out: Annotated[Path | None, optional("JSON file for the heads. Without it they are only printed.")] = None,
     echo: Annotated[
         float,
         typer.Option(

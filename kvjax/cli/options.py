@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from kvjax.policies import PerLayer
     from kvjax.policies.policy import Policy
 
+
+def optional(help: str, **settings: Any) -> Any:
+    """An option whose default, such as None, is not shown."""
+    return typer.Option(help=help, show_default=False, **settings)
+
+
 UNITS = {"K": 1 << 10, "M": 1 << 20}
 
 ModelDir = Annotated[
@@ -27,17 +33,11 @@ ModelDir = Annotated[
     ),
 ]
 PromptFile = Annotated[
-    Path | None,
-    typer.Option(
-        help="UTF-8 file with the prompt, or - for stdin. One trailing newline is dropped.", show_default=False
-    ),
+    Path | None, optional("UTF-8 file with the prompt, or - for stdin. One trailing newline is dropped.")
 ]
 Dtype = Annotated[
     str | None,
-    typer.Option(
-        help="Dtype of weights and cache: float32, bfloat16 or float16. Default float32 on a CPU, else bfloat16.",
-        show_default=False,
-    ),
+    optional("Dtype of weights and cache: float32, bfloat16 or float16. Default float32 on a CPU, else bfloat16."),
 ]
 
 AsJson = Annotated[
@@ -61,25 +61,17 @@ CacheName = Annotated[
 ]
 CacheNames = Annotated[
     list[str] | None,
-    typer.Option(
-        help="A method listed by `kvjax methods`; settings may follow: fier:group=16. Repeat the option for several, "
+    optional(
+        "A method listed by `kvjax methods`; settings may follow: fier:group=16. Repeat the option for several, "
         "the first is the baseline.",
         autocompletion=complete_cache,
-        show_default=False,
     ),
 ]
 Budget = Annotated[
-    int | None,
-    typer.Option(
-        help="Tokens that a step reads for each KV head, for methods with a budget that set none.", show_default=False
-    ),
+    int | None, optional("Tokens that a step reads for each KV head, for methods with a budget that set none.")
 ]
 Budgets = Annotated[
-    str | None,
-    typer.Option(
-        help="Tokens that a step reads for each KV head, for methods with a budget. Several: 64,256.",
-        show_default=False,
-    ),
+    str | None, optional("Tokens that a step reads for each KV head, for methods with a budget. Several: 64,256.")
 ]
 Parallel = Annotated[
     int,

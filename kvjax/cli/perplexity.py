@@ -18,6 +18,7 @@ from kvjax.cli.options import (
     check_folder,
     dtype_name,
     model_directory,
+    optional,
     sizes,
     without_weights,
 )
@@ -29,9 +30,8 @@ DEFAULT_SHARE = 0.11
 def perplexity(
     text: Annotated[
         Path,
-        typer.Option(
-            help="UTF-8 file of running text, such as a book; or a folder of .txt files, such as the test set of PG19.",
-            show_default=False,
+        optional(
+            "UTF-8 file of running text, such as a book; or a folder of .txt files, such as the test set of PG19."
         ),
     ],
     model_dir: ModelDir = None,
@@ -40,21 +40,14 @@ def perplexity(
     budget: Budget = None,
     dense_layers: DenseLayers = 2,
     share: Annotated[
-        float | None,
-        typer.Option(
-            help=f"The budget as a share of the context, in place of --budget. Default: {DEFAULT_SHARE}.",
-            show_default=False,
-        ),
+        float | None, optional(f"The budget as a share of the context, in place of --budget. Default: {DEFAULT_SHARE}.")
     ] = None,
     steps: Annotated[int, typer.Option(help="Tokens scored in each passage, one decode step each.")] = 256,
     passages: Annotated[int, typer.Option(help="Passages to score in the text, or in each text of a folder.")] = 1,
     batch: Annotated[int, typer.Option(help="Passages decoded together.")] = 1,
     parallel: Parallel = 1,
     dtype: Dtype = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Folder for results/*.json. Existing results are not run again.", show_default=False),
-    ] = None,
+    out: Annotated[Path | None, optional("Folder for results/*.json. Existing results are not run again.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measures the perplexity of a long text by context length; every token is decoded through the cache.

@@ -15,7 +15,7 @@ from jax import Array, lax
 
 from kvjax.evictors.base import Evictor, Held
 from kvjax.numerics.partial import keep_valid
-from kvjax.spec import keep_int
+from kvjax.spec import keep_ints
 from kvjax.validation import check_flags
 
 
@@ -64,8 +64,7 @@ class Lag(Evictor):
     partition: int = 128
 
     def __post_init__(self) -> None:
-        keep_int(self, "sink", at_least=0)
-        keep_int(self, "partition", at_least=2)
+        keep_ints(self, sink=0, partition=2)
 
     def check(self, budget: int) -> None:
         if budget < (least := self.sink + 2 * self.partition):
@@ -119,7 +118,7 @@ class Random(Evictor):
     afresh: bool = False
 
     def __post_init__(self) -> None:
-        keep_int(self, "seed", at_least=0)
+        keep_ints(self, seed=0)
         check_flags("Random", afresh=self.afresh)
 
     def worth(self, evidence: Array | None, position: Array, end: Array, slots: int) -> Array:

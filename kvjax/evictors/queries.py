@@ -19,7 +19,7 @@ from kvjax.evictors.scores import HeavyHitter
 from kvjax.memory import vary_with
 from kvjax.numerics.rotate import turn_pairs, turn_positions
 from kvjax.numerics.types import Rope
-from kvjax.spec import keep_int, keep_number
+from kvjax.spec import keep_ints, keep_number
 from kvjax.validation import check_flags, check_rope, check_verbs
 
 BLOCK = 2**20  # numbers of a block of keys, by query
@@ -42,7 +42,7 @@ class ValueWeighted(Evictor):
     sink: int = 20
 
     def __post_init__(self) -> None:
-        keep_int(self, "sink", at_least=0)
+        keep_ints(self, sink=0)
         verbs = ("judge", "see_prompt", "see_step")
         check_verbs("ValueWeighted(evictor=...)", self.evictor, "an evictor", verbs, "kvjax.HeavyHitter()")
         keep_number(self, "first", at_least=0, at_most=0.999)
@@ -94,8 +94,7 @@ class ExpectedAttention(Evictor):
     covariance: bool = True
 
     def __post_init__(self) -> None:
-        keep_int(self, "future", at_least=1)
-        keep_int(self, "sink", at_least=0)
+        keep_ints(self, future=1, sink=0)
         check_flags("ExpectedAttention", covariance=self.covariance)
         keep_number(self, "epsilon")
         if self.rope is not None:
@@ -169,8 +168,7 @@ class Redundancy(Evictor):
     alike: float = 0.5
 
     def __post_init__(self) -> None:
-        keep_int(self, "window", at_least=1)
-        keep_int(self, "pool", at_least=1)
+        keep_ints(self, window=1, pool=1)
         keep_number(self, "balance", "alike")
 
     def check(self, budget: int) -> None:

@@ -13,7 +13,7 @@ from kvjax.evictors.base import Evictor
 from kvjax.numerics.rotate import turn_positions
 from kvjax.numerics.types import Rope
 from kvjax.sharding.placement import mean_over_heads
-from kvjax.spec import keep_int, keep_number, require_int
+from kvjax.spec import keep_ints, keep_number, require_int
 from kvjax.validation import check_one_of, check_rope
 
 Pooling = Literal["max", "mean"]
@@ -36,7 +36,7 @@ class Sliding(Evictor):
     rope: Rope | None = None
 
     def __post_init__(self) -> None:
-        keep_int(self, "sink", at_least=0)
+        keep_ints(self, sink=0)
         if self.rope is not None:
             check_rope("Sliding(rope=...)", self.rope)
 
@@ -171,8 +171,7 @@ class Observation(Evictor):
     pooling: Pooling = "max"
 
     def __post_init__(self) -> None:
-        keep_int(self, "window", at_least=1)
-        keep_int(self, "kernel_size", at_least=1)
+        keep_ints(self, window=1, kernel_size=1)
         if self.kernel_size % 2 == 0:
             raise ValueError(
                 f"Observation(kernel_size={self.kernel_size}) must be odd; "

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.tree_util import register_dataclass
 
-from kvjax.spec import CacheSpec, keep_int
+from kvjax.spec import CacheSpec, keep_ints
 
 
 @register_dataclass
@@ -73,10 +73,7 @@ class Sharing:
     sharers: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "prefixes"):
-            keep_int(self, name, at_least=1)
-        if self.sharers is not None:
-            keep_int(self, "sharers", at_least=1)
+        keep_ints(self, tokens=1, prefixes=1, sharers=1)
 
     def groups(self, prefix: Array) -> Groups:
         B = prefix.shape[0]

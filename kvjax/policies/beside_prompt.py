@@ -13,7 +13,7 @@ from jax import Array
 from kvjax.evictors import LastUse
 from kvjax.evictors.base import Evictor
 from kvjax.policies.evicting import Evicting, EvictingState
-from kvjax.spec import CacheSpec, keep_int
+from kvjax.spec import CacheSpec, keep_ints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +36,7 @@ class BesidePrompt(Evicting):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        keep_int(self, "prompt", at_least=0)
-        keep_int(self, "page", at_least=1)
+        keep_ints(self, prompt=0, page=1)
         if self.page > 1 and not isinstance(self.evictor, LastUse):
             raise ValueError(
                 f"BesidePrompt(page={self.page}) stamps pages for kvjax.LastUse(); got {self.evictor}, so use page=1"

@@ -13,7 +13,7 @@ from kvjax.numerics.derivatives import refuse_derivative
 from kvjax.numerics.partial import PartialAttention
 from kvjax.policies.policy import Info, Step, attend_in_turn, heads_as_steps, steps_as_heads
 from kvjax.policies.zones import Visible, Zoned, ZonedState
-from kvjax.spec import keep_int
+from kvjax.spec import keep_ints
 from kvjax.stores import Quantized, Store
 from kvjax.stores.demotion import Demotion, Fifo
 
@@ -45,13 +45,12 @@ class Compressed(Zoned):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.value_window is not None:
-            keep_int(self, "value_window", at_least=1)
-            if self.value_window > self.local:
-                raise ValueError(
-                    f"Compressed(value_window={self.value_window}) keeps more values than the local window of "
-                    f"{self.local} tokens has; use local={self.value_window}, or a smaller window"
-                )
+        keep_ints(self, value_window=1)
+        if self.value_window is not None and self.value_window > self.local:
+            raise ValueError(
+                f"Compressed(value_window={self.value_window}) keeps more values than the local window of "
+                f"{self.local} tokens has; use local={self.value_window}, or a smaller window"
+            )
 
     def attend(self, st: ZonedState, q: Array, step: Step) -> tuple[Array, ZonedState, Info]:
         if step.lengths is not None:

@@ -33,7 +33,7 @@ from kvjax.numerics.selection import Selection
 from kvjax.numerics.types import Rope
 from kvjax.ops.chunk import attend_own, attend_zone, takes_cudnn
 from kvjax.policies.policy import Info, Policy, Step, chunk_starts, lowest_visible
-from kvjax.spec import CacheSpec, keep_int
+from kvjax.spec import CacheSpec, keep_ints
 from kvjax.validation import check_verbs
 
 QUERIES = 128  # queries of a prompt whose weights are in memory at a time
@@ -89,10 +89,10 @@ class Evicting(Policy):
     """True if `every` may exceed 1, and evictors may remember queries."""
 
     def __post_init__(self) -> None:
-        keep_int(self, "budget", at_least=1)
+        keep_ints(self, budget=1)
         check_verbs("Evicting(evictor=...)", self.evictor, "an evictor", ("check", "worth"), "kvjax.evictors.Sliding()")
         self.evictor.check(self.budget)
-        keep_int(self, "every", at_least=1)
+        keep_ints(self, every=1)
         if self.every >= self.budget and self.every > 1:
             raise ValueError(f"Evicting(every={self.every}) must be below budget={self.budget}, which it would empty")
         if not self.evicts_several and (self.every > 1 or self.evictor.remembers(8)):

@@ -20,7 +20,7 @@ from kvjax.numerics.partial import PartialAttention
 from kvjax.numerics.selection import Selection
 from kvjax.policies.full import Full, FullState
 from kvjax.policies.policy import Info, Policy, Step
-from kvjax.spec import CacheSpec, keep_int
+from kvjax.spec import CacheSpec, keep_ints
 from kvjax.validation import check_verbs
 
 
@@ -43,8 +43,7 @@ class Indexer:
     top: int  # blocks that a step selects
 
     def __post_init__(self) -> None:
-        for name in ("heads", "size", "block", "top"):
-            keep_int(self, name, at_least=1)
+        keep_ints(self, heads=1, size=1, block=1, top=1)
 
     @property
     def pooled(self) -> int:

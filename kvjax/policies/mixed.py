@@ -17,7 +17,7 @@ from kvjax.numerics.partial import PartialAttention, attend_part, keep_valid, me
 from kvjax.ops.chunk import attend_zone
 from kvjax.policies.evicting import Evicting, EvictingState
 from kvjax.policies.policy import Info, Step
-from kvjax.spec import CacheSpec, keep_int
+from kvjax.spec import CacheSpec, keep_ints
 from kvjax.stores import Quantized, Store
 from kvjax.validation import check_verbs
 
@@ -66,7 +66,7 @@ class Mixed(Evicting):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        keep_int(self, "chunk", at_least=1)
+        keep_ints(self, chunk=1)
         if self.evictor.arrival is None:
             raise ValueError(
                 f"Mixed got {self.evictor}, which ranks tokens by position alone; use kvjax.evictors.HeavyHitter()"

@@ -17,7 +17,7 @@ from kvjax.policies.short import DenseCapacity, Short, is_short
 from kvjax.policies.zones import SelectedZones, Visible, ZonedState
 from kvjax.selectors import Candidates, Selector
 from kvjax.sharding.context import Axis
-from kvjax.spec import CacheSpec, keep_int
+from kvjax.spec import CacheSpec, keep_ints
 from kvjax.stores import Dense, Store
 from kvjax.stores.demotion import Buffer, Demotion, Fifo
 from kvjax.stores.hot import HotBlock
@@ -54,7 +54,7 @@ class Retrieval(SelectedZones):
     dense_capacity: DenseCapacity = 0
 
     def __post_init__(self) -> None:
-        keep_int(self, "budget", at_least=1)
+        keep_ints(self, budget=1)
         if self.local is None:
             object.__setattr__(self, "local", max(1, min(64, self.budget // 4)))
         super().__post_init__()
@@ -67,9 +67,9 @@ class Retrieval(SelectedZones):
             fields=("unit", "group_reduce"),
             protocol="kvjax.Selector",
         )
-        keep_int(self, "dense_below", at_least=0)
+        keep_ints(self, dense_below=0)
         if not isinstance(self.dense_capacity, str) or self.dense_capacity != "auto":
-            keep_int(self, "dense_capacity", at_least=0)
+            keep_ints(self, dense_capacity=0)
         if self.budget < self.sink + self.local:
             raise ValueError(
                 f"budget={self.budget} is below sink + local = {self.sink} + {self.local}, which every step attends "

@@ -15,7 +15,7 @@ from kvjax.policies.zones import Visible, Zoned, ZonedState
 from kvjax.selectors.simhash import SimHash
 from kvjax.selectors.striped import NOWHERE, first_places
 from kvjax.sharding.context import Axis, merge_parts
-from kvjax.spec import CacheSpec, keep_int
+from kvjax.spec import CacheSpec, keep_ints
 from kvjax.stores import Dense, Store
 from kvjax.stores.demotion import Demotion, Fifo
 from kvjax.stores.striped import StripedStore
@@ -50,7 +50,7 @@ class Sampled(Zoned):
     demote: Demotion = Fifo(leave=256)
 
     def __post_init__(self) -> None:
-        keep_int(self, "budget", at_least=1)
+        keep_ints(self, budget=1)
         super().__post_init__()
         verbs = ("check", "init", "append")
         check_verbs("Sampled(hashing=...)", self.hashing, "a hashing", verbs, "kvjax.SimHash()")

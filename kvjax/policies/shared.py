@@ -27,7 +27,7 @@ from kvjax.policies.per_layer import PerLayer
 from kvjax.policies.policy import Info, Policy, Step
 from kvjax.policies.zones import SelectedZones, ZonedState
 from kvjax.received import read_object
-from kvjax.spec import CacheSpec, keep_int, require_int, require_ints
+from kvjax.spec import CacheSpec, keep_ints, require_int, require_ints
 from kvjax.stores import Dense, Store
 from kvjax.stores.demotion import Demotion, Fifo
 from kvjax.validation import shown
@@ -57,7 +57,7 @@ class Follower(SelectedZones):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        keep_int(self, "unit", at_least=1)
+        keep_ints(self, unit=1)
         require_whole_pages(self.store, self.unit, f"the selection has {self.unit} tokens at a time")
         if self.heads is not None:
             heads = require_ints("Follower(heads=...)", self.heads, at_least=0)
@@ -138,7 +138,7 @@ class Shared(PerLayer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        keep_int(self, "share", at_least=1)
+        keep_ints(self, share=1)
         self.rest.follower()  # raises here if the policy cannot have followers
         if dense := getattr(self.rest, "dense_capacity", 0):
             raise ValueError(

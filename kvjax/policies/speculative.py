@@ -24,7 +24,7 @@ from kvjax.policies.retrieval import Retrieval
 from kvjax.policies.shared import Follower
 from kvjax.policies.zones import Visible, ZonedState
 from kvjax.sharding.context import Axis
-from kvjax.spec import CacheSpec, keep_int
+from kvjax.spec import CacheSpec, keep_ints
 from kvjax.stores.store import Recalled, flat
 from kvjax.validation import finite_number
 
@@ -127,9 +127,8 @@ class Speculative(Policy):
                     "products, or None for the scale of attention"
                 )
             object.__setattr__(self, "selection_scale", factor)
-        keep_int(self, "reuse", at_least=1)
+        keep_ints(self, reuse=1, topk=1)
         if self.topk is not None:
-            keep_int(self, "topk", at_least=1)
             self._check_topk(self.topk)
         demote, local = self.retrieval.demote, self.retrieval.local
         page = self.retrieval.store.edges(self.retrieval.selector.unit)

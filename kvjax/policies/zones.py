@@ -28,7 +28,7 @@ from kvjax.numerics.selection import PackedSelection, Selection, unpack
 from kvjax.ops.chunk import attend_zone
 from kvjax.policies.policy import Info, Policy, Step, chunk_starts, in_range, lowest_visible
 from kvjax.sharding.context import Axis, Stripes
-from kvjax.spec import CacheSpec, keep_int
+from kvjax.spec import CacheSpec, keep_ints
 from kvjax.stores import Store
 from kvjax.stores.demotion import Demotion
 from kvjax.validation import check_verbs
@@ -88,8 +88,7 @@ class Zoned(Policy):
     takes_sinks = True
 
     def __post_init__(self) -> None:
-        for name, at_least in (("sink", 0), ("local", 1)):
-            keep_int(self, name, at_least=at_least)
+        keep_ints(self, sink=0, local=1)
         where = f"{type(self).__name__}(store=...)"
         check_verbs(where, self.store, "a store", ("init", "append"), "kvjax.Dense()")
         check_verbs(

@@ -15,7 +15,7 @@ from typing import Any
 from kvjax.evictors import Sliding
 from kvjax.policies import Evicting, Full, PerLayer, Policy, share_selections
 from kvjax.presets.parsing import TEXT_NAME
-from kvjax.spec import keep_int, require_int, require_ints
+from kvjax.spec import keep_ints, require_int, require_ints
 from kvjax.stores import Dense, HostFloat8, HostOffload, HostQuantized, HostTurboQuant, HotSet, Store, TurboQuant
 from kvjax.validation import finite_number, shown
 
@@ -46,8 +46,7 @@ class Layers:
     anchors: Anchors = None
 
     def __post_init__(self) -> None:
-        keep_int(self, "dense", at_least=0)
-        keep_int(self, "share", at_least=1)
+        keep_ints(self, dense=0, share=1)
         if self.anchors is not None and not isinstance(self.anchors, str):
             several: Any = [self.anchors] if isinstance(self.anchors, int) else self.anchors
             if not hasattr(several, "__iter__"):

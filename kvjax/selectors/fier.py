@@ -14,7 +14,7 @@ from kvjax.numerics.quant import OneBit, quantize_1bit
 from kvjax.numerics.selection import Candidates, GroupReduce, PackedSelection, Selection, require_group_reduce
 from kvjax.selectors.pending import pending_pages, with_points
 from kvjax.selectors.selector import Selector
-from kvjax.spec import CacheSpec, keep_int
+from kvjax.spec import CacheSpec, keep_ints
 from kvjax.validation import check_divides, check_one_of
 
 PageReduce = Literal["max", "mean"]
@@ -42,8 +42,7 @@ class Fier(Selector):
     page_reduce: PageReduce = "max"  # the score of a page
 
     def __post_init__(self) -> None:
-        keep_int(self, "group", at_least=1)
-        keep_int(self, "page", at_least=1)
+        keep_ints(self, group=1, page=1)
         require_group_reduce(self.group_reduce)
         check_one_of("Fier", get_args(PageReduce), page_reduce=self.page_reduce)
 

@@ -12,7 +12,7 @@ from kvjax.numerics.partial import scaled
 from kvjax.numerics.reductions import page_means
 from kvjax.numerics.selection import GroupReduce, require_group_reduce
 from kvjax.selectors.selector import Selector
-from kvjax.spec import CacheSpec, keep_int
+from kvjax.spec import CacheSpec, keep_ints
 from kvjax.validation import check_divides
 
 
@@ -30,7 +30,7 @@ class MeanPages(Selector):
     group_reduce: GroupReduce = "max_softmax"
 
     def __post_init__(self) -> None:
-        keep_int(self, "page", at_least=1)
+        keep_ints(self, page=1)
         require_group_reduce(self.group_reduce)
 
     @property

@@ -24,7 +24,7 @@ from kvjax.numerics.selection import (
 from kvjax.selectors.selector import Selector
 from kvjax.selectors.striped import StripedSelector
 from kvjax.sharding.context import Stripes, share_of_highest
-from kvjax.spec import CacheSpec, keep_int
+from kvjax.spec import CacheSpec, keep_ints
 from kvjax.validation import check_flags, check_one_of
 
 Votes = Literal["tiers", "plain"]
@@ -99,14 +99,9 @@ class Paris(Selector):
 
     def __post_init__(self) -> None:
         check_one_of("Paris", get_args(Votes), votes=self.votes)
-        if self.candidates is not None:
-            keep_int(self, "candidates", at_least=1)
-        if self.seed is not None:
-            keep_int(self, "seed", at_least=0)
+        keep_ints(self, candidates=1, subspace=1, radius_bits=1, **({} if self.seed is None else {"seed": 0}))
         check_flags("Paris", correct=self.correct)
         require_group_reduce(self.group_reduce)
-        keep_int(self, "subspace", at_least=1)
-        keep_int(self, "radius_bits", at_least=1)
         check_one_of("Paris", (4, 8), subspace=self.subspace)
         check_one_of("Paris", (4, 16), radius_bits=self.radius_bits)
 

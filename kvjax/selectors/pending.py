@@ -14,7 +14,7 @@ from jax import Array
 
 from kvjax.numerics.selection import Candidates, GroupReduce, require_group_reduce
 from kvjax.selectors.selector import Selector
-from kvjax.spec import CacheSpec, keep_int
+from kvjax.spec import CacheSpec, keep_ints
 from kvjax.validation import check_divides, check_one_of
 
 Pending = Literal["exact", "box"]
@@ -29,7 +29,7 @@ class PageSelector(Selector):
     pending: Pending
 
     def __post_init__(self) -> None:
-        keep_int(self, "page", at_least=1)
+        keep_ints(self, page=1)
         require_group_reduce(self.group_reduce)
         check_one_of(type(self).__name__, get_args(Pending), pending=self.pending)
 

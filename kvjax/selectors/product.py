@@ -13,7 +13,7 @@ from kvjax.numerics.blocks import write
 from kvjax.numerics.partial import attention_logits, scaled
 from kvjax.numerics.selection import GroupReduce, require_group_reduce
 from kvjax.selectors.selector import Selector
-from kvjax.spec import CacheSpec, keep_int
+from kvjax.spec import CacheSpec, keep_ints
 from kvjax.validation import check_divides
 
 TOGETHER = 8  # blocks of all rows that are learnt at once: one block of one row is too little work for a GPU
@@ -51,8 +51,7 @@ class ProductCodes(Selector):
     group_reduce: GroupReduce = "sum_softmax"
 
     def __post_init__(self) -> None:
-        for name, at_least in (("parts", 1), ("bits", 1), ("learn", 1), ("iterations", 0)):
-            keep_int(self, name, at_least=at_least)
+        keep_ints(self, parts=1, bits=1, learn=1, iterations=0)
         require_group_reduce(self.group_reduce)
         if self.bits > 8:
             raise ValueError(f"ProductCodes(bits={self.bits}) does not fit the byte of a code; use 1 to 8 bits")

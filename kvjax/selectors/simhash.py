@@ -14,7 +14,7 @@ from jax import Array, lax
 from kvjax.numerics.blocks import write
 from kvjax.numerics.reductions import sum_pairs
 from kvjax.sharding.context import Stripes
-from kvjax.spec import CacheSpec, keep_int
+from kvjax.spec import CacheSpec, keep_ints
 
 WORD = 32  # tables per word
 TOGETHER = 256  # keys that are hashed at once; always so many, because a product's last bits depend on its shape
@@ -59,8 +59,7 @@ class SimHash:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, at_least in (("bits", 1), ("tables", 1), ("least", 1), ("learn", 1), ("seed", 0)):
-            keep_int(self, name, at_least=at_least)
+        keep_ints(self, bits=1, tables=1, least=1, learn=1, seed=0)
         if self.bits > MOST_BITS or self.tables > MOST_TABLES:
             raise ValueError(
                 f"SimHash(bits={self.bits}, tables={self.tables}) takes at most {MOST_BITS} bits and {MOST_TABLES} "

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from kvjax.spec import keep_int
+from kvjax.spec import keep_ints
 
 
 class Demotion(Protocol):
@@ -56,7 +56,7 @@ class _Oldest:
     ordered: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        keep_int(self, "leave", at_least=1)
+        keep_ints(self, leave=1)
 
     def slots(self, local: int) -> int:
         raise NotImplementedError
@@ -120,7 +120,7 @@ class LogSparse:
     ordered: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        keep_int(self, "window", at_least=1)
+        keep_ints(self, window=1)
 
     @property
     def leave(self) -> int:

@@ -19,7 +19,7 @@ from kvjax.numerics.partial import PartialAttention, Span
 from kvjax.numerics.selection import PackedSelection, Selection
 from kvjax.ops.chunk import attend_blocks
 from kvjax.ops.host import read_pages
-from kvjax.spec import CacheSpec, keep_int
+from kvjax.spec import CacheSpec, keep_ints
 from kvjax.stores.store import Recalled, Store
 from kvjax.validation import check_divides
 
@@ -68,7 +68,7 @@ class HostOffload(Store):
     page: int = 1
 
     def __post_init__(self) -> None:
-        keep_int(self, "page", at_least=1)
+        keep_ints(self, page=1)
 
     def check(self, spec: CacheSpec, chunk: int) -> None:
         check_divides(self, "the chunk of ", chunk, page=self.page)

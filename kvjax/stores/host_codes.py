@@ -22,7 +22,7 @@ from kvjax.numerics.quant import QuantArray, dequantize, quantize
 from kvjax.numerics.selection import Selection
 from kvjax.ops.chunk import attend_blocks
 from kvjax.sharding.context import Stripes
-from kvjax.spec import CacheSpec, keep_int
+from kvjax.spec import CacheSpec, keep_ints
 from kvjax.stores.host import HostBlock, HostOffload, split_parts
 from kvjax.stores.store import Store, refuse_codes
 from kvjax.stores.striped import StripedState, StripedStore
@@ -88,7 +88,7 @@ class _HostCodes(Coded):
     page: int = 1
 
     def __post_init__(self) -> None:
-        keep_int(self, "page", at_least=1)
+        keep_ints(self, page=1)
 
     @property
     def _rows(self) -> HostOffload:
@@ -202,8 +202,7 @@ class HostQuantized(_HostCodes):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        keep_int(self, "bits", at_least=1)
-        keep_int(self, "group", at_least=1)
+        keep_ints(self, bits=1, group=1)
         check_one_of("HostQuantized", BITS, bits=self.bits)
 
     def check(self, spec: CacheSpec, chunk: int) -> None:

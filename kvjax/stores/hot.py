@@ -24,7 +24,7 @@ from kvjax import ops
 from kvjax.numerics.partial import PartialAttention, Span
 from kvjax.numerics.selection import PackedSelection, Selection
 from kvjax.sharding.context import Stripes
-from kvjax.spec import CacheSpec, keep_int
+from kvjax.spec import CacheSpec, keep_ints
 from kvjax.stores.host import HostOffload
 from kvjax.stores.store import Store, Wrapper, flat
 from kvjax.validation import check_verbs
@@ -93,7 +93,7 @@ class HotSet(Wrapper):
     store: Store = HostOffload()
 
     def __post_init__(self) -> None:
-        keep_int(self, "tokens", at_least=1)
+        keep_ints(self, tokens=1)
         verbs = ("init", "append", "gather", "attend_slots")
         check_verbs("HotSet(store=...)", self.store, "a store", verbs, "kvjax.HostOffload()")
         if isinstance(self.store, HotSet):

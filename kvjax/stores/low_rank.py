@@ -17,7 +17,7 @@ from kvjax.numerics.rotate import turn_positions
 from kvjax.numerics.selection import Selection
 from kvjax.numerics.types import Rope
 from kvjax.ops.chunk import attend_blocks
-from kvjax.spec import CacheSpec, keep_int
+from kvjax.spec import CacheSpec, keep_ints
 from kvjax.stores.host import HostOffload
 from kvjax.stores.store import Store
 from kvjax.validation import check_rope, check_verbs
@@ -79,8 +79,7 @@ class LowRank(Store):
     values: Store = HostOffload(page=8)
 
     def __post_init__(self) -> None:
-        for name, at_least in (("rank", 1), ("page", 1), ("outliers", 0), ("learn", 1)):
-            keep_int(self, name, at_least=at_least)
+        keep_ints(self, rank=1, page=1, outliers=0, learn=1)
         check_verbs("LowRank(values=...)", self.values, "a store", ("init", "append", "gather"), "kvjax.Dense()")
         if self.rope is not None:
             check_rope("LowRank(rope=...)", self.rope)

@@ -16,7 +16,7 @@ from kvjax.numerics.partial import PartialAttention, Span
 from kvjax.numerics.quant import QuantArray, dequantize, quantize, slice_tokens
 from kvjax.numerics.selection import Selection
 from kvjax.ops.chunk import attend_blocks
-from kvjax.spec import CacheSpec, keep_int
+from kvjax.spec import CacheSpec, keep_ints
 from kvjax.stores.store import Store, refuse_codes
 from kvjax.validation import check_divides, check_one_of
 
@@ -57,9 +57,7 @@ class Quantized(Store):
     value_group: int | None = None
 
     def __post_init__(self) -> None:
-        given = (name for name in ("value_bits", "value_group") if getattr(self, name) is not None)
-        for name in ("bits", "key_group", *given):
-            keep_int(self, name, at_least=1)
+        keep_ints(self, bits=1, key_group=1, value_bits=1, value_group=1)
         check_one_of("Quantized", BITS, bits=self.bits, value_bits=self._value_bits)
         check_one_of("Quantized", get_args(KeyAxis), key_axis=self.key_axis)
 

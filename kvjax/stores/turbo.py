@@ -33,7 +33,7 @@ from kvjax.numerics.selection import PackedSelection, Selection
 from kvjax.ops.chunk import attend_blocks
 from kvjax.ops.op import for_gpu
 from kvjax.ops.quantized import attend_rotated, turn_back
-from kvjax.spec import CacheSpec, keep_int
+from kvjax.spec import CacheSpec, keep_ints
 from kvjax.stores.host_codes import Coded, CodedBlock, _HostCodes
 from kvjax.validation import check_one_of
 
@@ -64,10 +64,8 @@ class _Turbo(Coded):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("bits", *(["value_bits"] if self.value_bits is not None else [])):
-            keep_int(self, name, at_least=1)
-            check_one_of(type(self).__name__, BITS, **{name: getattr(self, name)})
-        keep_int(self, "seed", at_least=0)
+        keep_ints(self, bits=1, value_bits=1, seed=0)
+        check_one_of(type(self).__name__, BITS, bits=self.bits, value_bits=self.both_bits[1])
 
     @property
     def both_bits(self) -> tuple[int, int]:

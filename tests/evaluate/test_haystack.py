@@ -170,7 +170,7 @@ def test_seeds_hold_across_processes():
         (lambda rng: FORMS["needles"](rng, hidden=len(WORDS) + 1), "hidden=...) must be at most"),
         (lambda rng: FORMS["needles"](rng, hidden=3, asked=4), "asked=...) must be at most 3, got 4"),
         (lambda rng: FORMS["needles"](rng, values=0), "values=...) must be at least 1"),
-        (lambda rng: FORMS["needles"](rng, kind="word"), "kind='word') must be number or uuid"),
+        (lambda rng: FORMS["needles"](rng, kind="word"), "kind='word') must be one of number, uuid"),
         (lambda rng: FORMS["needle_lines"](rng, lines=0), "lines=...) must be at least 1"),
         (lambda rng: FORMS["key_value"](rng, pairs=0), "pairs=...) must be at least 1"),
         (lambda rng: FORMS["variables"](rng, chains=100, hops=4), "must be at most"),
