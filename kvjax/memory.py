@@ -143,9 +143,8 @@ def _everywhere(x: Array, sharding: NamedSharding) -> Array:
 def commit_together(tree: T) -> T:
     """`tree`, with all arrays committed to their device if any is, as arrays in host memory are.
 
-    A program returns all arrays committed if one of its arguments is, and jit compiles again for each mixture. So a
-    loop that feeds a program its own results would compile it twice, unless all arrays are committed from the start.
-    Nothing is copied.
+    A program returns all arrays committed if one of its arguments is, and jit compiles again for each mixture, so a
+    loop that feeds a program its own results would compile it twice. Nothing is copied.
     """
     leaves = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, Array) and not isinstance(leaf, Tracer)]
     if not any(leaf.committed for leaf in leaves):

@@ -246,7 +246,7 @@ def flushed() -> AbstractContextManager[None]:
     """A context in which no recent block is full, so that `flush` does nothing and needs no condition.
 
     For loops that test `any_full` in their own condition, such as the one of `kvjax.generate`: on a GPU each condition
-    makes the host wait, and such a loop needs one per step, not two. It is a part of the keys of jit's caches.
+    makes the host wait. It is a part of the keys of jit's caches.
     """
     return _flushed(True)
 

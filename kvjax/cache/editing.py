@@ -55,8 +55,7 @@ def rollback(cache: C, lengths: ArrayLike) -> C:
     """`cache` with the first `lengths` i32[B] tokens of each row, as if later ones had never been stored.
 
     Takes back tokens of the recent block, such as drafted tokens that the model did not accept, and moves no array.
-    Tokens cannot be taken back past a flush, so store at most `room(cache)` tokens in each row between two rollbacks: a
-    row that takes more makes all full rows flush.
+    Tokens cannot be taken back past a flush, so store at most `room(cache)` tokens in each row between two rollbacks.
 
     Raises:
       ValueError: a policy that forgets tokens (`Evicting`) or remembers its last step (`Speculative`); a length beyond
@@ -79,10 +78,8 @@ def rollback(cache: C, lengths: ArrayLike) -> C:
 def truncate(cache: C, lengths: ArrayLike) -> C:
     """`cache` with the first `lengths` i32[B] tokens of each row, any number up to its length.
 
-    Read a long prompt once, and use any shorter prefix of it for `insert`, or for a prompt that continues differently:
-    everything in the result equals, to the bit, the cache of the shorter prompt. Costs about as much as a flush. The
-    result has the same capacity; the tokens of a `Retrieval` or a `Compressed` are where `prefill` of the shorter
-    prompt would put them.
+    Everything in the result equals, to the bit, the cache of the shorter prompt. So a long prompt that was read once
+    gives any shorter prefix for `insert`, or for a prompt that continues differently. Costs about as much as a flush.
 
     Raises:
       ValueError: a policy that evicts or remembers its last step (`Evicting`, `Speculative`), a store that keeps codes

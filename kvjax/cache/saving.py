@@ -2,9 +2,7 @@
 
 A cache is saved by orbax-checkpoint together with a description of its kind (the format, and every field of each
 layer's policy and spec) and a SHA-256 of each array. Restoring takes a cache of the wanted kind (`like`, made by
-`kvjax.init`, which also says on which devices and in which memory the arrays are put). It refuses a save of any other
-kind, naming each difference, because arrays of the right shapes may still mean something else, and it refuses a save
-whose bytes have changed since it was written.
+`kvjax.init`). It refuses a save of any other kind, naming each difference, and one whose bytes have changed.
 
 A directory holds numbered saves of one writer at a time. A save is written under a temporary name and gets its own when
 it is complete, so an interrupted save leaves the last good one readable. Links in the directory are not followed.

@@ -1,8 +1,7 @@
 """The command line: `kvjax generate` decodes through a cache, `kvjax eval` scores what caches keep, and more.
 
-A command is a module here, with a function that typer calls. Everything cheap is checked before anything long starts,
-in this order: options, prompt, config, length of the prompt, weights. An error ends in one line `error: ...` on stderr
-and a non-zero exit code:
+A command is a module here, with a function that typer calls. Everything cheap is checked before anything long starts.
+An error ends in one line `error: ...` on stderr and a non-zero exit code:
 
     2    the request cannot be met: a wrong option, file, model or combination of them, or a missing extra
     1    the run failed: out of memory, no space left on the disk, numbers that are not finite

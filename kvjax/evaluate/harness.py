@@ -12,8 +12,7 @@ or from a shell, with the harness's own options:
         --model_args pretrained=directory,cache=fier:budget=256
 
 Every scored token comes from a decode step: a context is prefilled except for its last token, which is fed through the
-cache like the tokens of the continuation. So the score shows what the cache's method loses; the prefill is exact.
-Needs the extra `harness`: `pip install 'kvjax[harness]'`.
+cache like the tokens of the continuation. Needs the extra `harness`: `pip install 'kvjax[harness]'`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Checks the kernels on this process's GPU against their references, and times them, alone and in whole steps.
 
-A row of results is plain JSON, so that measurements of a card that nobody here has can be sent and compared. `error` is
-the share of selected tokens that differ from those of plain JAX, or the difference of outputs over their norm where
-nothing is selected.
+A row of results is plain JSON. `error` is the share of selected tokens that differ from those of plain JAX, or the
+difference of outputs over their norm where nothing is selected.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Plots of results: score by tokens read with a line per method, and score by depth and length with a map per cache.
 
 A method has the same colour in every plot. If too many settings of one preset are compared, they get a panel of their
-own and a colour each. Lines are labelled at their ends.
+own and a colour each.
 """
 
 from __future__ import annotations

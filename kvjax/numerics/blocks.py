@@ -1,9 +1,7 @@
 """Blocks: buffers of slots per row, valid up to a count that differs by row; and indices, none of which is negative.
 
 Rows of a batch have different lengths, so every zone of a cache is a buffer with `count i32[B]`, and every write
-goes to each row's own place. A write past the end is dropped, never clamped onto a stored token. After RoPE, attention
-does not depend on the order of keys, so a block is unordered; zones that demote their oldest tokens keep them in order
-of arrival.
+goes to each row's own place. A write past the end is dropped, never clamped onto a stored token.
 """
 
 from __future__ import annotations

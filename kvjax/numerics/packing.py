@@ -1,9 +1,8 @@
 """Packing orders and page arithmetic, defined once for the reference code and for the kernels.
 
 A packed row runs along the channels of one token, lowest bit first: channel 8*i + j of a token is bit j of its byte i.
-A token's signs are therefore D/8 adjacent bytes (16 at D = 128, one vector load), appending needs no alignment of
-tokens, and byte i is also the sign pattern of the 8-channel subspace i. Little-endian words of four bytes keep the
-order, so a kernel may read the same memory as u32.
+Appending needs no alignment of tokens, and byte i is also the sign pattern of the 8-channel subspace i. Little-endian
+words of four bytes keep the order, so a kernel may read the same memory as u32.
 
 Codes of 2, 4 and 8 bits follow the same rule: channel i * (8 / bits) + j is in byte i, from bit j * bits up. Codes of 3
 bits are two planes, as 3 does not divide a byte: D/4 bytes of their lower two bits, then D/8 bytes of their highest.

@@ -1,10 +1,9 @@
 """Attention over a part of the keys, and the merge that makes parts a whole.
 
-Softmax attention over a set of keys splits over any partition of the set: if a part gives its mean of values
-weighted by softmax, `out`, and the natural log of its sum of exponentials, `lse`, then two parts combine to the pair
-of their union. The merge is associative and commutative, and its identity is the empty part (`out` 0, `lse` -inf).
-Sink, history, recent window, prefill chunks and shards of a long context therefore combine without knowing each
-other; all caches of kvjax are written in this algebra.
+If a part of the keys gives its mean of values weighted by softmax, `out`, and the natural log of its sum of
+exponentials, `lse`, then two parts combine to the pair of their union. The merge is associative and commutative, and
+its identity is the empty part (`out` 0, `lse` -inf). Sink, history, recent window, prefill chunks and shards of a long
+context therefore combine without knowing each other; all caches of kvjax are written in this algebra.
 
 **Source:** Milakov and Gimelshein 2018 (online softmax); the pair as an interface follows FlashInfer (Ye et al. 2025).
 """

@@ -227,15 +227,8 @@ class Retrieval(SelectedZones):
         return replace(policy, selector=self.selector.over_context(stripes))
 
     def follower(self, heads: tuple[int, ...] | None = None) -> Follower:
-        """The policy of a layer that attends to what a layer of this policy selects; `heads` as in `Follower`."""
-        return Follower(
-            store=self.store,
-            sink=self.sink,
-            local=self.local,
-            demote=self.demote,
-            unit=self.selector.unit,
-            heads=heads,
-        )
+        zones: dict[str, Any] = {name: getattr(self, name) for name in ("store", "sink", "local", "demote")}
+        return Follower(**zones, unit=self.selector.unit, heads=heads)
 
 
 def _counted(block: Any, count: Array) -> Any:

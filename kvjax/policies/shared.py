@@ -37,11 +37,9 @@ from kvjax.validation import shown
 class Follower(SelectedZones):
     """Keeps every token and attends to sink, local window and the slots that another layer selected.
 
-    It has no selector and no index. Store, sink, local window and demotion are those of the layer that it follows, so
-    that slots mean the same tokens; `Retrieval.follower()` makes one that matches. `unit` tokens are selected together.
-
-    `heads` says for each KV head which KV head of the other layer selects for it; None: the head of the same number.
-    A step without a selection raises ValueError.
+    Store, sink, local window and demotion are those of the layer that it follows, so that slots mean the same tokens;
+    `Retrieval.follower()` makes one that matches. `unit` tokens are selected together. `heads` says for each KV head
+    which KV head of the other layer selects for it; None: the head of the same number.
 
     >>> import kvjax
     >>> kvjax.presets.fier(256, layers=kvjax.presets.Layers(dense=2, share=4)).policy(3).local

@@ -25,7 +25,7 @@ def settings_of(make: Callable[..., Any]) -> dict[str, Any]:
     """The settings of a function, with their defaults."""
     found: dict[str, Any] = {}
     for p in inspect.signature(make).parameters.values():
-        if p.kind is not p.VAR_KEYWORD:
+        if p.default is not p.empty:
             names = field_names(p.default)
             found |= {name: getattr(p.default, own) for name, own in names.items()} or {p.name: p.default}
     return found
@@ -52,8 +52,9 @@ def field_names(default: Any) -> dict[str, str]:
     return {f.metadata.get(TEXT_NAME, f.name): f.name for f in fields(default)}
 
 
-def read_settings(text: str, make: Callable[..., Any], *, where: str = "setting") -> dict[str, Any]:
-    """The settings of "NAME:SETTING=VALUE,...", for `arguments_of`. `where` begins an error message.
+def read_settings(text: str, make: Callable[..., Any] | Mapping[str, Any], *, where: str = "setting") -> dict[str, Any]:
+    """The settings of "NAME:SETTING=VALUE,...", for `arguments_of`; `make` may also be all settings with their
+    defaults. `where` begins an error message.
 
     >>> from kvjax import presets
     >>> read_settings("shadowkv:budget=256,host=no,group_reduce=per_head", presets.shadowkv)
@@ -64,7 +65,7 @@ def read_settings(text: str, make: Callable[..., Any], *, where: str = "setting"
         neither true nor false.
     """
     name, _, rest = text.partition(":")
-    known, settings = settings_of(make), dict[str, Any]()
+    known, settings = make if isinstance(make, Mapping) else settings_of(make), dict[str, Any]()
     for part in filter(None, rest.split(",")):
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if key not in known or not equals:

@@ -2,8 +2,7 @@
 
 A page is summarised by two corners, a low and a high value of each channel. A query's score of a page is its largest
 product with any point of the box, sum_i max(q_i low_i, q_i high_i). With the true minima and maxima that is an upper
-bound of every q.k of the page; a smaller box gives up the bound to follow the typical key, not an outlier in each
-channel.
+bound of every q.k of the page; a smaller box follows the typical key.
 """
 
 from __future__ import annotations
@@ -90,9 +89,8 @@ class MinMaxPages(_Boxes):
     **Source:** Quest (Tang et al. 2024), Algorithm 1 (page 16); FreeKV (page 32). **Differs:** Quest selects for each
     query head; here the group shares a selection by `group_reduce`, FreeKV's mean of softmax by default, and "per_head"
     is Quest's rule (G times the reads). A page is indexed with its chunk. Until then its score is that of the box of
-    its tokens so far (pending="box"), as in Quest's evaluation. With pending="exact" it is the best exact score of its
-    tokens, which costs less but is below the bounds of other pages, so that these tokens are hardly ever selected: use
-    it where no tokens are pending, as with `Buffer`.
+    its tokens so far (pending="box"), as in Quest's evaluation, or the best exact score of its tokens ("exact"), which
+    is below the bounds of other pages: use that where no tokens are pending, as with `Buffer`.
     """
 
     page: int = 16

@@ -66,9 +66,8 @@ class LowRank(Store):
 
     **Source:** ShadowKV (Sun et al. 2024, arXiv 2410.21465): rank 160, pages of 8, 48 outliers, values in host memory.
     **Differs:** the paper factors the keys of a whole prompt and keeps generated tokens exact. Here the basis is that
-    of the first `learn` tokens, so that it does not depend on how a prompt is split into chunks, and generated tokens
-    are projected too. Tokens are rotated by their slots; the constant angle between slots and positions changes no
-    rank.
+    of the first `learn` tokens, and generated tokens are projected too. Tokens are rotated by their slots; the constant
+    angle between slots and positions changes no rank.
     """
 
     rank: int = 160

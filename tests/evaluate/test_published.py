@@ -13,7 +13,7 @@ import pytest
 
 from kvjax import models
 from kvjax.evaluate import compare
-from kvjax.evaluate.tasks.generated import pass_key
+from kvjax.evaluate.tasks.generated import make_task
 
 PROMPTS = (
     "The capital of France is",
@@ -45,7 +45,7 @@ def test_greedy_tokens_of_full_attention_are_those_of_transformers(checkpoint):
 
 
 def test_a_quarter_of_the_prompt_is_enough_for_a_pass_key(checkpoint):
-    task = pass_key(length=512, samples=2, depths=2)
+    task = make_task("pass_key", length=512, samples=2, depths=2)
     caches = ("full", "fier:budget=128", "pariskv:budget=128,sink=4,local=16,dense_below=0")
     for cell in compare(checkpoint, task, caches, batch=2).cells:
         assert cell.scores.mean() == 1.0, (cell.cache, [example["answer"] for example in cell.examples])

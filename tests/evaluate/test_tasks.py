@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from kvjax.evaluate.provenance import digest_json
 from kvjax.evaluate.tasks import make_tasks
-from kvjax.evaluate.tasks.generated import TASKS, Synthetic, made_text
+from kvjax.evaluate.tasks.generated import TASKS, Synthetic, made_text, make_task
 from tests.checkpoint import write_checkpoint
 
 LENGTH = 1200
@@ -21,7 +21,9 @@ def tokenizer(tmp_path_factory):
 
 
 def make(name, **changes):
-    return TASKS[name](**{"length": LENGTH, "samples": 3, "question": "prefilled", **SMALL.get(name, {}), **changes})
+    return make_task(
+        name, **{"length": LENGTH, "samples": 3, "question": "prefilled", **SMALL.get(name, {}), **changes}
+    )
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -39,7 +41,7 @@ def test_a_prompt_and_its_answer_have_the_length_and_a_right_answer_counts_in_fu
 @pytest.mark.parametrize("name", TASKS)
 def test_a_decoded_question_is_the_end_of_the_same_prompt(tokenizer, name):
     early, late = make(name), make(name, question="decoded")
-    assert TASKS[name](length=LENGTH).question == "decoded"
+    assert make_task(name, length=LENGTH).question == "decoded"
     for whole, cut in zip(early.examples(tokenizer), late.examples(tokenizer), strict=True):
         assert cut.prompt + cut.question == whole.prompt
         assert (whole.question, cut.answers, cut.fields) == ((), whole.answers, whole.fields)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.evaluate.tasks.protocol import Example, Task
-from kvjax.presets.parsing import read_settings
+from kvjax.presets.parsing import read_settings, settings_of
 from kvjax.validation import nearest
 
 __all__ = ["Example", "Task", "make_tasks"]
@@ -32,7 +32,7 @@ def make_tasks(
     Raises:
       ValueError: an unknown task or setting, or a text for tasks that make their own.
     """
-    from kvjax.evaluate.tasks.generated import FILLING, RULER, TASKS
+    from kvjax.evaluate.tasks.generated import FILLING, FORMS, RULER, TASKS, make_task
 
     names = [one for name in names for one in (RULER if name == GENERATED_RULER else (name,))]
     text = None if text is None else Path(text)
@@ -48,8 +48,9 @@ def make_tasks(
             near = nearest(name, known)
             meant = f"did you mean {near!r}? There" if near else "there"
             raise ValueError(f"--task {asked}: unknown; {meant} are {', '.join(known)}")
-        settings = read_settings(asked, TASKS[name], where="--task")
-        made += [TASKS[name](**{**common, "length": n, **settings}) for n in lengths or [LENGTH]]
+        form, instead = TASKS[name]
+        settings = read_settings(asked, settings_of(FORMS[form]) | instead, where="--task")
+        made += [make_task(name, **{**common, "length": n, **settings}) for n in lengths or [LENGTH]]
     if text is not None and all(name.partition(":")[0] in FILLING for name in names):
         raise ValueError(f"--text {text} does not apply to {', '.join(names)}: they make their text; leave it out")
     titles = [task.name for task in made]

@@ -6,7 +6,6 @@ generator, seeded by form, length, seed and number, so the first samples stay th
 
 from __future__ import annotations
 
-import inspect
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -22,8 +21,8 @@ import kvjax.evaluate.tasks.variables as variables_file
 import kvjax.evaluate.tasks.words as words_file
 from kvjax.evaluate.provenance import digest, read_text
 from kvjax.evaluate.tasks.haystack import DOTS, Hidden, TooShortError, Woven, weave
-from kvjax.evaluate.tasks.needles import Kind
 from kvjax.evaluate.tasks.protocol import Example
+from kvjax.presets.parsing import settings_of
 from kvjax.spec import require_int
 from kvjax.validation import check_one_of
 
@@ -54,6 +53,7 @@ TITLES = {
 # Forms whose lines are the whole text: the setting for their number, and the least number of tokens of one.
 FILLING = {"frequent_words": ("words", 2), "common_words": ("words", 2), "needle_lines": ("lines", 8)}
 WORD = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|\d+|[^\W\d]+")  # a UUID, a number or a word
+UNASKED = {name for name, _ in FILLING.values()}
 LETTERS = 1_000_000  # excerpts come from so many first letters of a text, at most
 
 
@@ -69,9 +69,8 @@ class Synthetic:
     frequent_words, common_words and needle_lines fill the prompt themselves.
 
     `question` says how the question reaches the model. "prefilled": as the end of the prompt, so that a cache that
-    evicts tokens of a prompt selects them with the question in view, and the first token of the answer comes from full
-    attention. "decoded": one step at a time through the cache, after the prompt is stored, as in the pass-key script of
-    Quest, which FIER's Table 3 follows.
+    evicts tokens of a prompt selects them with the question in view. "decoded": one step at a time through the cache,
+    after the prompt is stored, as in the pass-key script of Quest, which FIER's Table 3 follows.
     """
 
     form: str
@@ -160,9 +159,7 @@ class Synthetic:
     @property
     def _all(self) -> dict[str, Any]:
         """The settings, with the form's defaults for those that are not given."""
-        parameters = inspect.signature(FORMS[self.form]).parameters.values()
-        given = dict(self.settings)
-        return {p.name: given.get(p.name, p.default) for p in parameters if p.kind is p.KEYWORD_ONLY}
+        return settings_of(FORMS[self.form]) | dict(self.settings)
 
     @property
     def _fills(self) -> bool:
@@ -227,66 +224,26 @@ def _says(word: str, right: str) -> bool:
     return (word[: len(right)] if right.isdigit() else word) == right
 
 
-def pass_key(*, depths: int | None = 10, **common: Any) -> Synthetic:
-    """A number of five digits in running text, at `depths` depths in turn."""
-    return Synthetic(form="pass_key", depths=depths, **common)
-
-
-def needle(*, depths: int | None = 10, kind: Kind = "number", **common: Any) -> Synthetic:
-    """A number or UUID that belongs to a word, at `depths` depths in turn."""
-    return Synthetic(form="needles", settings=(("hidden", 1), ("kind", kind)), depths=depths, **common)
-
-
-def needles(*, hidden: int = 8, asked: int = 1, values: int = 1, kind: Kind = "number", **common: Any) -> Synthetic:
-    """`values` numbers or UUIDs for each of `hidden` words; those of `asked` words are asked for."""
-    settings = (("hidden", hidden), ("asked", asked), ("values", values), ("kind", kind))
-    return Synthetic(form="needles", settings=settings, **common)
-
-
-def needle_lines(*, kind: Kind = "number", **common: Any) -> Synthetic:
-    """One of as many needles as the prompt has room for, in place of a text."""
-    return Synthetic(form="needle_lines", settings=(("kind", kind),), **common)
-
-
-def key_value(*, pairs: int = 32, **common: Any) -> Synthetic:
-    """The number of one of `pairs` words, all in one line."""
-    return Synthetic(form="key_value", settings=(("pairs", pairs),), **common)
-
-
-def variables(*, chains: int = 1, hops: int = 2, **common: Any) -> Synthetic:
-    """A number that is assigned from variable to variable."""
-    return Synthetic(form="variables", settings=(("chains", chains), ("hops", hops)), **common)
-
-
-def assigned_variables(*, chains: int = 1, hops: int = 4, **common: Any) -> Synthetic:
-    """All variables to which a number is assigned."""
-    return Synthetic(form="assigned_variables", settings=(("chains", chains), ("hops", hops)), **common)
-
-
-def frequent_words(*, asked: int = 3, **common: Any) -> Synthetic:
-    """The most frequent words of a text of coded words."""
-    return Synthetic(form="frequent_words", settings=(("asked", asked),), **common)
-
-
-def common_words(*, asked: int = 10, often: int = 30, rarely: int = 3, **common: Any) -> Synthetic:
-    """The words that a list repeats most."""
-    return Synthetic(form="common_words", settings=(("asked", asked), ("often", often), ("rarely", rarely)), **common)
-
-
-TASKS: dict[str, Callable[..., Synthetic]] = {
-    make.__name__: make
-    for make in (
-        pass_key,
-        needle,
-        needles,
-        needle_lines,
-        key_value,
-        variables,
-        assigned_variables,
-        frequent_words,
-        common_words,
-    )
+# The tasks by name: their form, and settings in place of the form's defaults.
+TASKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "pass_key": ("pass_key", {"depths": 10}),
+    "needle": ("needles", {"hidden": 1, "depths": 10}),
+    **{form: (form, {}) for form in FORMS if form != "pass_key"},
 }
+
+
+def make_task(name: str, **given: Any) -> Synthetic:
+    """A task by its name; `given` are settings of its form, and other fields of `Synthetic`.
+
+    A form that fills the prompt has as many lines as there is room for, unless their number is given.
+    """
+    form, instead = TASKS[name]
+    given = instead | given
+    own = {key: value for key, value in settings_of(FORMS[form]).items() if key in given or key not in UNASKED}
+    settings = tuple((key, given.pop(key, value)) for key, value in own.items())
+    return Synthetic(form=form, settings=settings, **given)
+
+
 # The synthetic tasks of RULER (Hsieh et al. 2024, Table 2) by their settings: retrieval from a text with numbers and
 # UUIDs, of one key among others, from needles alone, of several values and several keys, tracing, and aggregation.
 RULER = (
