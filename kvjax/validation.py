@@ -73,7 +73,9 @@ def check_verbs(
 
 
 def check_rope(where: str, rope: Any) -> None:
-    """Raises ValueError unless `rope` is a kind of RoPE with the same frequencies for texts of all lengths."""
+    """Raises ValueError unless `rope` is None, or a kind of RoPE with the same frequencies for texts of all lengths."""
+    if rope is None:
+        return
     check_verbs(where, rope, "a kind of RoPE", ("frequencies",), "kvjax.models.rope.Default()")
     if getattr(rope, "by_length", False):
         raise ValueError(

@@ -97,8 +97,7 @@ class ExpectedAttention(Evictor):
         keep_ints(self, future=1, sink=0)
         check_flags("ExpectedAttention", covariance=self.covariance)
         keep_number(self, "epsilon")
-        if self.rope is not None:
-            check_rope("ExpectedAttention(rope=...)", self.rope)
+        check_rope("ExpectedAttention(rope=...)", self.rope)
 
     def remembers(self, head_dim: int) -> int:
         return 2 + head_dim * self.covariance
@@ -236,8 +235,7 @@ class Trigonometric(Evictor):
     rope: Rope | None
 
     def __post_init__(self) -> None:
-        if self.rope is not None:
-            check_rope("Trigonometric(rope=...)", self.rope)
+        check_rope("Trigonometric(rope=...)", self.rope)
 
     def remembers(self, head_dim: int) -> int:
         return 2

@@ -37,8 +37,7 @@ class Sliding(Evictor):
 
     def __post_init__(self) -> None:
         keep_ints(self, sink=0)
-        if self.rope is not None:
-            check_rope("Sliding(rope=...)", self.rope)
+        check_rope("Sliding(rope=...)", self.rope)
 
     @property
     def renumbered(self) -> int:

@@ -10,14 +10,13 @@ from jax import Array
 from kvjax.numerics.blocks import write
 from kvjax.numerics.partial import scaled
 from kvjax.numerics.reductions import page_means
-from kvjax.numerics.selection import GroupReduce, require_group_reduce
-from kvjax.selectors.selector import Selector
-from kvjax.spec import CacheSpec, keep_ints
-from kvjax.validation import check_divides
+from kvjax.numerics.selection import GroupReduce
+from kvjax.selectors.pending import Paged
+from kvjax.spec import CacheSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeanPages(Selector):
+class MeanPages(Paged):
     """Scores pages of `page` tokens by the mean of their keys: the mean of the exact scores of a page.
 
     Index: D values of the cache's dtype per page and KV head.
@@ -28,17 +27,6 @@ class MeanPages(Selector):
 
     page: int = 8
     group_reduce: GroupReduce = "max_softmax"
-
-    def __post_init__(self) -> None:
-        keep_ints(self, page=1)
-        require_group_reduce(self.group_reduce)
-
-    @property
-    def unit(self) -> int:
-        return self.page
-
-    def check(self, spec: CacheSpec, chunk: int) -> None:
-        check_divides(self, "the chunk of ", chunk, page=self.page)
 
     def init(self, spec: CacheSpec, slots: int) -> Array:
         return jnp.zeros((spec.batch, spec.kv_heads, slots // self.page, spec.head_dim), spec.dtype)

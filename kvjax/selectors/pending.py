@@ -21,17 +21,15 @@ Pending = Literal["exact", "box"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PageSelector(Selector):
-    """Scores pages of `page` tokens by a summary of each; a subclass defines it, also of pending pages."""
+class Paged(Selector):
+    """Scores pages of `page` tokens."""
 
     page: int
     group_reduce: GroupReduce
-    pending: Pending
 
     def __post_init__(self) -> None:
         keep_ints(self, page=1)
         require_group_reduce(self.group_reduce)
-        check_one_of(type(self).__name__, get_args(Pending), pending=self.pending)
 
     @property
     def unit(self) -> int:
@@ -39,6 +37,20 @@ class PageSelector(Selector):
 
     def check(self, spec: CacheSpec, chunk: int) -> None:
         check_divides(self, "the chunk of ", chunk, page=self.page)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageSelector(Paged):
+    """Scores pages by a summary of each; a subclass defines it, also of pending pages."""
+
+    pending: Pending
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_one_of(type(self).__name__, get_args(Pending), pending=self.pending)
+
+    def check(self, spec: CacheSpec, chunk: int) -> None:
+        super().check(spec, chunk)
         if self.pending == "box" and self.group_reduce != "mean_query" and self.page < spec.group:
             raise ValueError(
                 f"{type(self).__name__}(page={self.page}, pending='box') needs pages of at least {spec.group} tokens, "

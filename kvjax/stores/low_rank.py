@@ -80,8 +80,7 @@ class LowRank(Store):
     def __post_init__(self) -> None:
         keep_ints(self, rank=1, page=1, outliers=0, learn=1)
         check_verbs("LowRank(values=...)", self.values, "a store", ("init", "append", "gather"), "kvjax.Dense()")
-        if self.rope is not None:
-            check_rope("LowRank(rope=...)", self.rope)
+        check_rope("LowRank(rope=...)", self.rope)
         if self.page % self.values.page:
             raise ValueError(
                 f"LowRank(page={self.page}) is not a multiple of the pages of {self.values}; use "

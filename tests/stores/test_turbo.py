@@ -54,12 +54,14 @@ def test_levels_are_those_of_the_law_of_a_random_direction(bits: int) -> None:
     np.testing.assert_allclose(centres * 128**0.5, LEVELS[bits], atol=1e-4)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("bits", BITS)
-def test_error_of_gaussian_vectors_is_that_of_the_table(bits: int) -> None:
-    for D, want in zip((64, 128, 256), ERRORS.get(bits, (5e-5,) * 3), strict=True):
-        x = jnp.asarray(np.random.default_rng(D).normal(size=(2000, D)), jnp.float32)
-        error = jnp.sum((decode(coded(x, subspace=D, bits=bits, least=True)) - x) ** 2) / jnp.sum(x * x)
-        assert error < want if bits == 8 else abs(error / want - 1) < 0.03
+@pytest.mark.parametrize("D", [128, 64, 256])
+def test_error_of_gaussian_vectors_is_that_of_the_table(bits: int, D: int) -> None:
+    want = ERRORS.get(bits, (5e-5,) * 3)[(64, 128, 256).index(D)]
+    x = jnp.asarray(np.random.default_rng(D).normal(size=(2000, D)), jnp.float32)
+    error = jnp.sum((decode(coded(x, subspace=D, bits=bits, least=True)) - x) ** 2) / jnp.sum(x * x)
+    assert error < want if bits == 8 else abs(error / want - 1) < 0.03
 
 
 @pytest.mark.parametrize("bits", BITS)
