@@ -414,7 +414,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "5 bits of a direction": (lambda: presets.turboquant(bits=5), r"TurboQuant\(bits=5\) must be one of 2, 3, 4, 8"),
     "5 bits": (lambda: Quantized(bits=5), r"bits=5\) must be one of 2, 3, 4, 8"),
     "values of 1 bit": (lambda: Quantized(value_bits=1), r"value_bits=1\) must be one of 2, 3, 4, 8"),
-    "keys by head": (lambda: Quantized(key_axis="head"), r"key_axis='head'.*'channel' or 'token'"),  # type: ignore[arg-type]
+    "keys by head": (lambda: Quantized(key_axis="head"), r"key_axis='head'.*one of channel, token"),  # type: ignore[arg-type]
     "quantised group of 0": (lambda: Quantized(key_group=0), r"key_group=.*at least 1, got 0"),
     "quantised group that straddles chunks": (
         lambda: kvjax.init(presets.kivi(group=48), SPEC, layers=1),

@@ -133,9 +133,9 @@ def test_balls_are_those_of_numpy_and_the_largest_radius_bounds_every_key(radius
 
 
 def test_digests_that_do_not_exist_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"digest='cube'.*'cuboid' or 'sphere'"):
+    with pytest.raises(ValueError, match=r"digest='cube'.*one of cuboid, sphere"):
         presets.arkvale(digest="cube")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"per='all'.*'head' or 'layer'"):
+    with pytest.raises(ValueError, match=r"per='all'.*one of head, layer"):
         presets.arkvale(per="all")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"topk=32.*sink \+ local \+ one unit = 64 \+ 64 \+ 32 to the budget of 1024"):
         presets.arkvale(topk=32)
