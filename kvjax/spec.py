@@ -145,8 +145,13 @@ def keep_ints(config: Any, **at_least: int) -> None:
 
 
 def keep_number(config: Any, *names: str, at_least: float = -math.inf, at_most: float = math.inf) -> None:
-    """Stores fields of a frozen dataclass as floats, or raises ValueError for one that is no number in these bounds."""
+    """Stores fields of a frozen dataclass as floats, or raises ValueError for one that is no number in these bounds.
+
+    None stays where it is the default.
+    """
     for name in names:
+        if getattr(config, name) is None and getattr(type(config), name, 0) is None:
+            continue
         value = finite_number(f"{type(config).__name__}({name}=...)", getattr(config, name))
         if not at_least <= value <= at_most:
             bounds = f"from {at_least:g} to {at_most:g}" if at_most < math.inf else f"at least {at_least:g}"

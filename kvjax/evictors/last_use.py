@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.evictors.base import Evictor
+from kvjax.spec import keep_number
 
 _ARRIVAL = 1.0  # evidence of a token that no step has seen: above any evidence from steps
 
@@ -29,9 +30,7 @@ class LastUse(Evictor):
     threshold: float = 1e-4
 
     def __post_init__(self) -> None:
-        value = self.threshold
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-            raise ValueError(f"LastUse(threshold=...) must be a softmax weight, at least 0 and below 1; got {value!r}")
+        keep_number(self, "threshold", at_least=0, at_most=0.999)
 
     @property
     def arrival(self) -> float:

@@ -6,7 +6,6 @@ window since a recall, its *edge*, are kept beside it, so that a step that reuse
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -24,9 +23,8 @@ from kvjax.policies.retrieval import Retrieval
 from kvjax.policies.shared import Follower
 from kvjax.policies.zones import Visible, ZonedState
 from kvjax.sharding.context import Axis
-from kvjax.spec import CacheSpec, keep_ints
+from kvjax.spec import CacheSpec, keep_ints, keep_number
 from kvjax.stores.store import Recalled, flat
-from kvjax.validation import finite_number
 
 
 class Recall(NamedTuple):
@@ -114,19 +112,8 @@ class Speculative(Policy):
                 f"Speculative got {self.retrieval!r}; it reuses what a selector selected, so give it a "
                 "kvjax.Retrieval(...)"
             )
-        if isinstance(self.tau, bool) or not isinstance(self.tau, int | float) or math.isnan(self.tau):
-            raise ValueError(
-                f"Speculative(tau={self.tau!r}) must be a number to compare cosines with: 0.8 or 0.9 as in FreeKV, "
-                "above 1 to select at every step, -1 to always reuse"
-            )
-        if self.selection_scale is not None:
-            factor = finite_number("Speculative(selection_scale=...)", self.selection_scale)
-            if factor <= 0:
-                raise ValueError(
-                    f"Speculative(selection_scale={self.selection_scale!r}) must be above 0; use 1.0 for unscaled "
-                    "products, or None for the scale of attention"
-                )
-            object.__setattr__(self, "selection_scale", factor)
+        keep_number(self, "tau")
+        keep_number(self, "selection_scale", at_least=1e-6)
         keep_ints(self, reuse=1, topk=1)
         if self.topk is not None:
             self._check_topk(self.topk)

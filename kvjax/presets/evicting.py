@@ -31,7 +31,7 @@ from kvjax.policies import BesidePrompt, Evicting, HeadBudgets, PerLayer
 from kvjax.presets.pyramid import pyramid
 from kvjax.presets.settings import Layers, over_layers, plain_rope
 from kvjax.spec import require_int
-from kvjax.validation import check_one_of
+from kvjax.validation import check_one_of, finite_number
 
 
 def streaming_llm(
@@ -223,8 +223,8 @@ def pyramidkv(
     """
     require_int("pyramidkv(budget=...)", budget, at_least=1)
     require_int("pyramidkv(layers=...)", layers, at_least=1)
-    if isinstance(beta, bool) or not isinstance(beta, int | float) or not 1 <= beta < float("inf"):
-        raise ValueError(f"pyramidkv(beta={beta!r}) must be a finite number of at least 1")
+    if (beta := finite_number("pyramidkv(beta=...)", beta)) < 1:
+        raise ValueError(f"pyramidkv(beta={beta}) must be at least 1")
     evictor = Observation(window=window, kernel_size=kernel_size)
     beside = min(evictor.window, budget)
     budgets = [beside + share for share in pyramid(budget - beside, layers, beta)]
