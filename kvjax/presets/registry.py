@@ -22,15 +22,21 @@ from kvjax.validation import nearest, shown
 
 @dataclass(frozen=True)
 class Preset:
-    """An entry of the registry: a method, its name and a summary."""
+    """An entry of the registry: a method and a summary."""
 
-    name: str
     make: Callable[..., PerLayer]
     keeps: str  # what it keeps and attends to
     paper: str
-    has_budget: bool = True
     paper_setting: str = ""  # settings of the paper where they are not the defaults, as text without the name
     released: str = ""  # those of the released code, where they differ from the paper's
+
+    @property
+    def name(self) -> str:
+        return self.make.__name__
+
+    @property
+    def has_budget(self) -> bool:
+        return "budget" in settings_of(self.make)
 
     def setting(self, released: bool = False) -> str:
         """The text of the paper's setting, such as "quest:group_reduce=per_head"; or of the released code's."""
@@ -92,23 +98,20 @@ class Preset:
 REGISTRY: dict[str, Preset] = {
     p.name: p
     for p in (
-        Preset("full", full, "all tokens; attends to all", "-", has_budget=False),
+        Preset(full, "all tokens; attends to all", "-"),
         Preset(
-            "fier",
             fier,
             "all tokens, and keys in 1 bit; attends to the budget",
             "FIER 2025",
             paper_setting="group_reduce=per_head,chunk=32",
         ),
         Preset(
-            "pariskv",
             pariskv,
             "all tokens, and rotated keys in 4 bits; attends to the budget",
             "ParisKV 2026",
             paper_setting="budget=360,local=256,chunk=512,buffer=attend,dense_below=2048,store=host",
         ),
         Preset(
-            "quest",
             quest,
             "all tokens, and a box around the keys of each page; attends to the budget",
             "Quest 2024",
@@ -116,29 +119,25 @@ REGISTRY: dict[str, Preset] = {
             released="group_reduce=per_head,newest=select",
         ),
         Preset(
-            "freekv",
             freekv,
             "all tokens in host memory; attends to the pages that the step before recalled",
             "FreeKV 2025",
             released="summary=centre,group_reduce=mean_score",
         ),
         Preset(
-            "arkvale",
             arkvale,
             "all tokens in host memory; attends to the pages with the best digests",
             "ArkVale 2024",
             released="budget=4096,per=layer,topk=1056",
         ),
-        Preset("magicpig", magicpig, "all tokens, and key hashes; attends to a weighted sample", "MagicPIG 2024"),
+        Preset(magicpig, "all tokens, and key hashes; attends to a weighted sample", "MagicPIG 2024"),
         Preset(
-            "pqcache",
             pqcache,
             "all tokens, and product codes of keys; attends to the budget",
             "PQCache 2024",
             released="sink=32,local=512",
         ),
         Preset(
-            "shadowkv",
             shadowkv,
             "keys of low rank, values in host memory; attends to outliers and the best pages",
             "ShadowKV 2024",
@@ -146,77 +145,41 @@ REGISTRY: dict[str, Preset] = {
             released="budget=1248,sink=0,outliers=24",
         ),
         Preset(
-            "logquant",
             logquant,
             "84 to 126 tokens in full precision, log-spaced, the rest in 2 bits; reads all",
             "LogQuant 2025",
-            has_budget=False,
             released="key_axis=token",
         ),
+        Preset(kivi, "up to 128 recent tokens in full precision, the rest in 2 bits; reads all", "KIVI 2024"),
         Preset(
-            "kivi",
-            kivi,
-            "up to 128 recent tokens in full precision, the rest in 2 bits; reads all",
-            "KIVI 2024",
-            has_budget=False,
-        ),
-        Preset(
-            "turboquant",
             turboquant,
             "the first 4 and the recent tokens in full precision, the rest in 4 bits; reads all",
             "TurboQuant 2025",
-            has_budget=False,
         ),
-        Preset("exact", exact, "all tokens; attends to the budget by exact scores, for comparison", "-"),
+        Preset(exact, "all tokens; attends to the budget by exact scores, for comparison", "-"),
+        Preset(streaming_llm, "the first 4 tokens and the most recent, up to the budget", "StreamingLLM 2023"),
+        Preset(logevict, "tokens spaced by logarithm of their age, up to the budget", "LogQuant 2025"),
+        Preset(h2o, "the most recent tokens and the most attended so far, half of the budget each", "H2O 2023"),
+        Preset(tova, "the tokens that the newest query attends to most, up to the budget", "TOVA 2024"),
+        Preset(snapkv, "the prompt's tokens that its last 32 queries attend to most, and later tokens", "SnapKV 2024"),
+        Preset(pyramidkv, "as snapkv, with budgets that fall from the first layer to the last", "PyramidKV 2024"),
+        Preset(adakv, "as snapkv, with more tokens in KV heads that attend widely", "AdaKV 2024"),
+        Preset(mikv, "the most recent and most attended tokens exactly, the rest in 2 bits; reads all", "MiKV 2024"),
         Preset(
-            "streaming_llm",
-            streaming_llm,
-            "the first 4 tokens and the most recent, up to the budget",
-            "StreamingLLM 2023",
-        ),
-        Preset("logevict", logevict, "tokens spaced by logarithm of their age, up to the budget", "LogQuant 2025"),
-        Preset("h2o", h2o, "the most recent tokens and the most attended so far, half of the budget each", "H2O 2023"),
-        Preset("tova", tova, "the tokens that the newest query attends to most, up to the budget", "TOVA 2024"),
-        Preset(
-            "snapkv",
-            snapkv,
-            "the prompt's tokens that its last 32 queries attend to most, and later tokens",
-            "SnapKV 2024",
-        ),
-        Preset(
-            "pyramidkv",
-            pyramidkv,
-            "as snapkv, with budgets that fall from the first layer to the last",
-            "PyramidKV 2024",
-        ),
-        Preset("adakv", adakv, "as snapkv, with more tokens in KV heads that attend widely", "AdaKV 2024"),
-        Preset(
-            "mikv",
-            mikv,
-            "the most recent and most attended tokens exactly, the rest in 2 bits; reads all",
-            "MiKV 2024",
-        ),
-        Preset(
-            "raas",
             raas,
             "the prompt, and generated tokens that were attended to lately",
             "RaaS 2025",
             paper_setting="prompt=65536,page=16",
         ),
         Preset(
-            "evict",
-            evict,
-            "tokens by one of ten rules: by chance, by keys, by values or by remembered queries",
-            "2024 to 2026",
+            evict, "tokens by one of ten rules: by chance, by keys, by values or by remembered queries", "2024 to 2026"
         ),
         Preset(
-            "razorattention",
             razorattention,
             "retrieval heads keep all tokens; other heads a recent window and one averaged token",
             "RazorAttention 2024",
         ),
         Preset(
-            "duoattention",
             duoattention,
             "retrieval heads keep all tokens; other heads the first and the newest",
             "DuoAttention 2024",
