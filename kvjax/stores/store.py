@@ -68,6 +68,8 @@ class Store:
 
         A store implements this or `attend_chunk`; the default of each is the other.
         """
+        if type(self).attend_chunk is Store.attend_chunk:
+            raise NotImplementedError(f"{type(self).__name__} must implement attend or attend_chunk")
         return self.attend_chunk(st, q[:, :, :, None], start[:, None], scale=scale)
 
     def attend_chunk(self, st: Any, q: Array, start: Array | None, *, scale: float) -> PartialAttention:
