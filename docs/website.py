@@ -116,7 +116,7 @@ NAMED = {  # page -> names that the guides use and that stand in none of these l
     "devices": ("kvjax.sharding.placement.mean_over_heads",),
     "selectors": ("kvjax.numerics.blocks.write",),
     "operations": ("kvjax.ops.explain", "kvjax.ops.explained"),
-    "presets": ("kvjax.presets.pyramid.pyramid",),
+    "presets": ("kvjax.presets.evicting.pyramid",),
     "evaluate": ("kvjax.evaluate.side_by_side.side_by_side", "kvjax.evaluate.heads.retrieval_heads"),
 }
 

@@ -17,6 +17,7 @@ from kvjax.evictors import (
     KeyNorm,
     Lag,
     LastQuery,
+    LastUse,
     LogSpaced,
     Observation,
     Pooling,
@@ -26,9 +27,7 @@ from kvjax.evictors import (
     Trigonometric,
     ValueWeighted,
 )
-from kvjax.evictors.last_use import LastUse
 from kvjax.policies import BesidePrompt, Evicting, HeadBudgets, PerLayer
-from kvjax.presets.pyramid import pyramid
 from kvjax.presets.settings import Layers, over_layers, plain_rope
 from kvjax.spec import require_int
 from kvjax.validation import check_one_of, finite_number
@@ -235,6 +234,21 @@ def pyramidkv(
         )
     *first, last = [Evicting(evictor=evictor, budget=tokens) for tokens in budgets]
     return _Pyramid(tuple(first), last)
+
+
+def pyramid(budget: int, layers: int, beta: float) -> list[int]:
+    """Tokens of each layer, falling linearly to budget/beta in the last one, with a mean of about `budget`.
+
+    **Source:** PyramidKV (Cai et al. 2024, arXiv 2406.02069), section 4: with L layers, the last has total / (beta L)
+    and the first 2 total / L minus that.
+
+    >>> pyramid(100, 5, 20)
+    [195, 148, 100, 52, 5]
+    """
+    last = budget / beta
+    first = 2 * budget - last
+    step = (first - last) / max(layers - 1, 1)
+    return [round(first - step * i) for i in range(layers)] if layers > 1 else [budget]
 
 
 @dataclass(frozen=True)
