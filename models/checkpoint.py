@@ -28,7 +28,7 @@ from jax.typing import DTypeLike
 import kvjax
 from kvjax import presets
 from kvjax.cache.cache import Cache, LayerCache
-from kvjax.generation import Generation, Stream, drafts, generate, stream
+from kvjax.generation import Generation, SpecPrefill, Stream, drafts, generate, stream
 from kvjax.generation.drafts import Draft, Speculation
 from kvjax.generation.processors import Processors
 from kvjax.generation.prompt_inputs import check_fit
@@ -282,6 +282,7 @@ class Checkpoint:
         stop_tokens: Sequence[int] | None = None,
         capacity: int | None = None,
         speculate: str | Draft | None = None,
+        spec_prefill: SpecPrefill | None = None,
         template: Mapping[str, Any] | None = None,
         processors: Processors | None = None,
         slots: int | None = None,
@@ -305,6 +306,8 @@ class Checkpoint:
             `kvjax.spec.round_capacity`, whose few sizes share compiled programs.
           speculate: a draft: `kvjax.PromptLookup()`, `kvjax.DraftModel(small.model)` or "prompt-lookup:3,8". The model
             verifies several drafted tokens at a time. The text stays the same; `speculation` has the acceptance.
+          spec_prefill: `kvjax.generation.SpecPrefill(small.model, keep=0.2)` reads the fifth of each prompt to which a
+            small model attends most. The text changes.
           template: settings of the chat template: {"enable_thinking": False}, {"tools": [...]}.
           processors: rules that change the logits, such as a repetition penalty; by default those that the checkpoint
             asks for in generation_config.json, as in transformers. `Processors()` has none.
@@ -315,17 +318,22 @@ class Checkpoint:
           ValueError: an unknown cache, a prompt that does not fit, chat messages without a chat template.
         """
         prompts = _as_list(prompt)
-        run = self._request(prompts, cache, max_new_tokens, capacity, stop_tokens, template, processors)
+        run = self._request(prompts, cache, max_new_tokens, capacity, stop_tokens, template, processors, spec_prefill)
         draw, key = _draws(temperature, top_k, top_p, min_p, seed, key)
         draft = drafts.parse(speculate) if isinstance(speculate, str) else speculate
         counts = [len(row) for row in run.rows]
         if slots is not None and draft is not None:
             raise ValueError("slots and speculate cannot be given together: prompts that take turns draft no tokens")
-        places = len(counts) if draft is not None else self._slots(cache, run, slots)
+        if slots is not None and spec_prefill is not None:
+            raise ValueError(
+                "slots and spec_prefill cannot be given together: prompts that take turns are read in whole"
+            )
+        together = draft is not None or spec_prefill is not None
+        places = len(counts) if together else self._slots(cache, run, slots)
         if places < len(counts):
             rows = self._take_turns(cache, run, places, draw, key)
             return Completion([self.decode(row) for row in rows], counts, rows)
-        run.settings |= {"sampling": draw, "key": key, "measure": True, "draft": draft}
+        run.settings |= {"sampling": draw, "key": key, "measure": True, "draft": draft, "spec_prefill": spec_prefill}
         made = self.init_cache(cache, capacity=run.capacity, batch=len(counts))
         done = generate(self.model, made, run.rows, **run.settings)
         return Completion([self.decode(row) for row in done.rows], counts, done.rows, done)
@@ -345,6 +353,7 @@ class Checkpoint:
         stop_tokens: Sequence[int] | None = None,
         capacity: int | None = None,
         speculate: str | Draft | None = None,
+        spec_prefill: SpecPrefill | None = None,
         template: Mapping[str, Any] | None = None,
         processors: Processors | None = None,
     ) -> Stream:
@@ -356,7 +365,7 @@ class Checkpoint:
         prompts = _as_list(prompt)
         if len(prompts) != 1:
             raise ValueError(f"stream takes one prompt, got {len(prompts)}; call generate for several")
-        run = self._request(prompts, cache, max_new_tokens, capacity, stop_tokens, template, processors)
+        run = self._request(prompts, cache, max_new_tokens, capacity, stop_tokens, template, processors, spec_prefill)
         draw, key = _draws(temperature, top_k, top_p, min_p, seed, key)
         draft = drafts.parse(speculate) if isinstance(speculate, str) else speculate
         return stream(
@@ -367,6 +376,7 @@ class Checkpoint:
             key=key,
             measure=True,
             draft=draft,
+            spec_prefill=spec_prefill,
             tokenizer=self.tokenizer,
             **run.settings,
         )
@@ -424,6 +434,7 @@ class Checkpoint:
         stop_tokens: Sequence[int] | None,
         template: Mapping[str, Any] | None,
         processors: Processors | None,
+        spec_prefill: SpecPrefill | None,
     ) -> _Request:
         if isinstance(cache, str):
             presets.parse(cache)  # its errors come before the tokenizer is loaded
@@ -431,9 +442,11 @@ class Checkpoint:
         rows = [self.encode(prompt, template=template) for prompt in prompts]
         longest, positions = max(map(len, rows)), self.config.max_positions
         new = default_new_tokens(longest, positions) if max_new_tokens is None else max_new_tokens
-        check_fit(0, longest, new, capacity, positions)
+        stored = longest if spec_prefill is None else spec_prefill.kept(longest)
+        check_fit(0, longest, new, None, positions)
+        check_fit(0, stored, new, capacity, None)
         if capacity is None:
-            capacity = round_capacity(longest + new, rows=len(rows), positions=positions)
+            capacity = round_capacity(stored + new, rows=len(rows), positions=positions)
         if stop_tokens is None:
             texts = all(isinstance(prompt, str) for prompt in prompts)
             stop_tokens = self.stop_tokens if texts else self.chat_stop_tokens

@@ -26,7 +26,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from kvjax.attention import attention_info, decode_info
-from kvjax.cache.cache import Cache, LayerCache, as_rows
+from kvjax.cache.cache import Cache, LayerCache, as_positions, as_rows, ends
 from kvjax.cache.flushing import flush
 from kvjax.numerics.derivatives import with_derivative
 from kvjax.sharding.placement import (
@@ -38,7 +38,7 @@ from kvjax.sharding.placement import (
     split_tokens,
     to_context,
 )
-from kvjax.spec import CacheSpec
+from kvjax.spec import CacheSpec, require_int
 from kvjax.validation import shown
 
 from . import rope
@@ -392,6 +392,7 @@ class Decoder(nnx.Module):
         first_chunk: bool = False,
         steps: bool = False,
         info: bool = False,
+        positions: ArrayLike | None = None,
     ) -> Any:
         """(logits, cache), or (logits, cache, infos) with info=True.
 
@@ -405,6 +406,8 @@ class Decoder(nnx.Module):
           steps: the T <= 16 tokens are decode steps, `lengths` of them per row: see `kvjax.decode`. A row takes at most
             `kvjax.room(cache)` after a flush; each Info has a first axis of T steps.
           info: adds a tuple with one `kvjax.Info` per layer, or None per layer if no decode step ran.
+          positions: i32[B, T] of the tokens in their text, if others between them are left out; later tokens follow the
+            last of them. A sliding window counts tokens, not positions.
 
         Returns:
           logits f32[B, T, V], or f32[B, V] with `last_logits`, and the cache, None without one.
@@ -417,8 +420,9 @@ class Decoder(nnx.Module):
         _check_size(self, cache)
         mesh = _explicit_mesh(self, tokens, cache)
         if mesh is None:
-            return self._run(tokens, cache, lengths=lengths, active=active, **settings)
-        return _run_on_auto_axes(self, mesh, tokens, cache, {"lengths": lengths, "active": active}, **settings)
+            return self._run(tokens, cache, lengths=lengths, active=active, positions=positions, **settings)
+        given = {"lengths": lengths, "active": active, "positions": positions}
+        return _run_on_auto_axes(self, mesh, tokens, cache, given, **settings)
 
     def _run(
         self,
@@ -427,6 +431,7 @@ class Decoder(nnx.Module):
         *,
         lengths: ArrayLike | None,
         active: ArrayLike | None,
+        positions: ArrayLike | None,
         last_logits: bool,
         first_chunk: bool,
         steps: bool,
@@ -450,16 +455,18 @@ class Decoder(nnx.Module):
                 f"make it with kvjax.init(..., layers={self.config.layers})"
             )
 
-        stored = jnp.zeros(B, jnp.int32) if cache is None else cache.length
+        stored = jnp.zeros(B, jnp.int32) if cache is None else cache.position
         if stored.shape != (B,):
             raise ValueError(f"tokens has B={B} but the cache has B={stored.shape[0]}; tokens{list(tokens.shape)}")
         new = _new(lengths, B, T)
         taken = new if active is None else jnp.where(jnp.asarray(active), new, 0)
-        final: Any = stored + taken
+        if positions is not None:
+            positions = jnp.asarray(as_positions(positions, tokens.shape))
+        final = end = ends(stored, taken, positions)
         if cache is not None and self.config.rope.by_length:
             cache = self.rotate_for(cache, jnp.where(taken > 0, final, 0))
             final = _rotated_for(cache)
-        x, cos, sin = self.begin(tokens, stored, final)
+        x, cos, sin = self.begin(tokens, stored if positions is None else positions, final)
         placement = None if cache is None or steps else cache.placement
         x = split_tokens(placement, keep_tokens(placement, x))  # else XLA would gather the whole table
         layers: list[Any] = []
@@ -484,18 +491,45 @@ class Decoder(nnx.Module):
             infos.append(seen)
         if cache is not None:
             cache = dataclasses.replace(cache, layers=tuple(layers))
+            if positions is not None:
+                cache = dataclasses.replace(cache, skipped=end - cache.length)
 
         logits = self.finish(x, lengths) if last_logits else self._logits(self.norm(x))
         return (logits, cache, tuple(infos)) if info else (logits, cache)
 
-    def begin(self, tokens: Array, stored: Array, final: Array) -> tuple[Array, Any, Any]:
-        """Embeds tokens i32[B, T] after `stored` i32[B] others: x [B, T, hidden], and cos and sin of RoPE.
+    def first_layers(self, count: int) -> Decoder:
+        """The model of the first `count` layers and the head, with the same arrays, as a draft without own weights.
+
+        >>> from kvjax.models import Decoder, DecoderConfig
+        >>> config = DecoderConfig(
+        ...     vocab_size=100, hidden_size=64, intermediate_size=128, layers=4, q_heads=4, kv_heads=2, head_dim=16
+        ... )
+        >>> Decoder(config).first_layers(2).config.layers
+        2
+        """
+        count = require_int("first_layers(count=...)", count, at_least=1, at_most=self.config.layers)
+        config = dataclasses.replace(
+            self.config,
+            layers=count,
+            windows=self.config.windows[:count],
+            unrotated=tuple(i for i in self.config.unrotated if i < count),
+        )
+        first = nnx.eval_shape(lambda: Decoder(config, dtype=self.dtype))
+        first.embedding, first.norm, first.head = self.embedding, self.norm, self.head
+        first.layers = nnx.List(list(self.layers)[:count])
+        return first
+
+    def begin(self, tokens: Array, positions: Array, final: Array) -> tuple[Array, Any, Any]:
+        """Embeds tokens i32[B, T] at `positions`: x [B, T, hidden], and cos and sin of RoPE.
+
+        Positions are i32[B, T], or i32[B] for those of the first of adjacent tokens.
 
         If layers have different kinds of RoPE, these are tuples with those of each.
 
         `final` i32[B] are the lengths of the texts, on which RoPE depends in some models.
         """
-        positions = stored[:, None] + jnp.arange(tokens.shape[1])[None]
+        if positions.ndim == 1:
+            positions = positions[:, None] + jnp.arange(tokens.shape[1])[None]
         # the embedding of a padding token is meaningless, but must be finite: it is clipped
         x, config = embed(self.embedding[...], tokens), self.config
         if config.embedding_scale != 1:

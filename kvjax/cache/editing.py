@@ -21,6 +21,7 @@ from kvjax.cache.cache import (
     as_rows,
     as_whole,
     check_cache,
+    check_whole,
     layers_of,
     own_axes,
     placement_of,
@@ -88,6 +89,7 @@ def truncate(cache: C, lengths: ArrayLike) -> C:
         it.
     """
     check_cache("truncate", cache)
+    check_whole("truncate", cache)
     target, layers = _target_lengths("truncate", cache, lengths), layers_of(cache)
     if not isinstance(lengths, Tracer) and not isinstance(layers[0].length, Tracer):
         known, length = np.asarray(target), on_host(layers[0].length)
@@ -108,6 +110,8 @@ def insert(cache: C, prefix: C, row: int | Array) -> C:
     """
     check_cache("insert(cache=...)", cache)
     check_cache("insert(prefix=...)", prefix)
+    check_whole("insert", cache)
+    check_whole("insert", prefix)
     if isinstance(cache, Cache) != isinstance(prefix, Cache):
         raise ValueError(
             f"insert takes two caches of a layer or two of a model, got a {type(cache).__name__} and for its row a "
@@ -183,11 +187,14 @@ def take_rows(cache: C, rows: ArrayLike) -> C:
     with own_axes(cache):
         wanted = jnp.asarray(rows, jnp.int32)
         taken = _take_rows(cache, wanted)
-        if not isinstance(cache, Cache) or cache.rotated_for is None:
+        if not isinstance(cache, Cache):
             return taken
-        held = jnp.concatenate([as_rows(cache, cache.rotated_for), jnp.zeros(1, jnp.int32)])
-        known = (wanted >= 0) & (wanted < batch)
-        return dataclasses.replace(taken, rotated_for=jnp.take(held, jnp.where(known, wanted, batch)))
+        at = jnp.where((wanted >= 0) & (wanted < batch), wanted, batch)
+
+        def rows_of(old: Array | None) -> Array | None:
+            return None if old is None else jnp.take(jnp.append(as_rows(cache, old), jnp.int32(0)), at)
+
+        return dataclasses.replace(taken, rotated_for=rows_of(cache.rotated_for), skipped=rows_of(cache.skipped))
 
 
 def _reversible(layer: LayerCache, verb: str) -> Policy:

@@ -26,7 +26,7 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
-from kvjax.cache.cache import C, Cache, LayerCache, check_cache, init_layer, layers_of, with_layers
+from kvjax.cache.cache import C, Cache, LayerCache, check_cache, check_whole, init_layer, layers_of, with_layers
 from kvjax.memory import commit_together, in_host_memory, move_to, on_host
 from kvjax.numerics.sharing import Shared, SlotAxis, slot_axes
 from kvjax.policies import Compressed, Follower, Full, Policy, Retrieval, Short
@@ -58,6 +58,7 @@ def fork(row: C, rows: int, *, new_tokens: int) -> C:
       ValueError: more than one row; a policy whose rows cannot share a prefix: see `prefixed`.
     """
     check_cache("fork(row=...)", row)
+    check_whole("fork", row)
     rows = require_int("fork(rows=...)", rows, at_least=1)
     new_tokens = require_int("fork(new_tokens=...)", new_tokens, at_least=1)
     if row.spec.batch != 1:

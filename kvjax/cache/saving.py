@@ -34,7 +34,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.core import Tracer
 
-from kvjax.cache.cache import Cache, LayerCache, init_layer, layers_of, shardings, with_layers, with_states
+from kvjax.cache.cache import Cache, LayerCache, check_whole, init_layer, layers_of, shardings, with_layers, with_states
 from kvjax.cache.growing import grow
 from kvjax.cache.serialize import differences, plain, told_once
 from kvjax.memory import of_first_process, on_host, shapes, typed
@@ -329,6 +329,7 @@ def _check(where: str, cache: Any) -> None:
         raise ValueError(f"{where} got a traced cache; call it outside of jit")
     if where == "save":
         check_alive(where, cache)
+        check_whole(where, cache)
 
 
 def _path(directory: str | Path) -> Path:

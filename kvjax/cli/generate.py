@@ -140,6 +140,15 @@ def generate(
             show_default=False,
         ),
     ] = None,
+    keep: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE",
+            help="With --draft, read only this share of the prompt, to which the draft attends most (SpecPrefill), and "
+            "decode without drafts. The text changes.",
+            show_default=False,
+        ),
+    ] = None,
     dtype: Dtype = None,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
     as_json: AsJson = False,
@@ -179,7 +188,7 @@ def generate(
         )
     policy, budget = make_policy(cache, budget)
     draw = requested_sampling(temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    _check_options(max_new_tokens, seed, speculate, draft)
+    _check_options(max_new_tokens, seed, speculate, draft, keep)
     texts = texts or []
     prompt = texts[0] if texts else None
     if prompts is not None or len(texts) > 1:
@@ -235,6 +244,7 @@ def generate(
         dtype=kind,
         key=None if draw.greedy else jax.random.key(seed),
         drafting=None if draft is None else model_directory(draft),
+        keep=keep,
         settings={
             "max_new_tokens": new,
             "sampling": draw,
@@ -275,7 +285,9 @@ def _find_devices() -> None:
         jax.devices()
 
 
-def _check_options(max_new_tokens: int | None, seed: int, speculate: str | None, draft: Path | None) -> None:
+def _check_options(
+    max_new_tokens: int | None, seed: int, speculate: str | None, draft: Path | None, keep: float | None
+) -> None:
     """Raises ValueError for options that are wrong for every model."""
     if max_new_tokens is not None and max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens must be at least 1, got {max_new_tokens}")
@@ -283,6 +295,12 @@ def _check_options(max_new_tokens: int | None, seed: int, speculate: str | None,
         raise ValueError(f"--seed must be in [0, 2**32), got {seed}")  # JAX would drop the higher bits
     if speculate is not None and draft is not None:
         raise ValueError("--speculate and --draft each say how to draft; give one of them")
+    if keep is not None:
+        from kvjax.generation.spec_prefill import check_keep
+
+        check_keep("--keep", keep)
+        if draft is None:
+            raise ValueError("--keep is a share of the prompt that a draft model chooses; add --draft DIR")
 
 
 def _new_tokens(asked: int | None, prompt: int, positions: int | None) -> int:
@@ -306,14 +324,17 @@ class _Job:
     dtype: str
     key: Array | None
     drafting: Path | None  # the directory of a model that drafts
+    keep: float | None  # share of the prompt that it chooses, in place of drafting
     settings: Mapping[str, Any]  # of `kvjax.generation.stream`
 
     @property
     def spec(self) -> CacheSpec:
         from kvjax import CacheSpec
+        from kvjax.generation.spec_prefill import kept
         from kvjax.spec import round_capacity
 
-        config, needed = self.checkpoint.config, len(self.tokens) + self.settings["max_new_tokens"]
+        stored = len(self.tokens) if self.keep is None else kept(len(self.tokens), self.keep)
+        config, needed = self.checkpoint.config, stored + self.settings["max_new_tokens"]
         return CacheSpec(
             batch=1,
             q_heads=config.q_heads,
@@ -335,11 +356,15 @@ class _Job:
 
         from kvjax.generation import drafts
         from kvjax.generation.drafts import DraftModel
+        from kvjax.generation.prefilling import check_takes_gaps
 
         shapes, lookup = jax.eval_shape(self.empty), self.settings["draft"]
         if self.drafting is not None:
             own = without_weights(self.drafting).config.vocab_size
             drafts.check_vocabularies(own, self.checkpoint.config.vocab_size)
+        if self.keep is not None:
+            check_takes_gaps(self.checkpoint.config.windows, shapes)
+        elif self.drafting is not None:
             drafts.check_takes_drafts(shapes, DraftModel.tokens)
         elif lookup is not None:
             drafts.check_takes_drafts(shapes, lookup.tokens)
@@ -384,7 +409,7 @@ def _run(progress: Progress, job: _Job, times: Timeline, *, show: Callable[[str]
     from flax import nnx
 
     from kvjax import models
-    from kvjax.generation import stream
+    from kvjax.generation import SpecPrefill, stream
     from kvjax.generation.drafts import DraftModel
     from kvjax.memory import nbytes
 
@@ -398,7 +423,11 @@ def _run(progress: Progress, job: _Job, times: Timeline, *, show: Callable[[str]
             size = nbytes(nnx.state(model)).total / 1e9
             words.append(f"{size:.2f} GB at {size / (time.perf_counter() - begin):.2f} GB/s")
             if job.drafting is not None:
-                settings["draft"] = DraftModel(models.load(job.drafting, dtype=job.dtype).model)
+                small = models.load(job.drafting, dtype=job.dtype).model
+                if job.keep is not None:
+                    settings["spec_prefill"] = SpecPrefill(small, keep=job.keep)
+                else:
+                    settings["draft"] = DraftModel(small)
         with bar(progress, "compiling"):
             # the cores of a CPU would be shared by prompt and compiling
             ahead.wait(prompt_only=jax.default_backend() != "cpu" and not settings["short"])

@@ -4,6 +4,7 @@ from kvjax.generation.engine import Engine
 from kvjax.generation.prefilling import Model, chunk_size, prefill
 from kvjax.generation.prompt_inputs import right_padded
 from kvjax.generation.requests import EngineBusy, Request
+from kvjax.generation.spec_prefill import SpecPrefill
 from kvjax.generation.streaming import Generation, Stream, compile_ahead, decode, decode_step, generate, stream, warm_up
 from kvjax.generation.text import Detokenizer
 
@@ -14,6 +15,7 @@ __all__ = [
     "Generation",
     "Model",
     "Request",
+    "SpecPrefill",
     "Stream",
     "chunk_size",
     "compile_ahead",

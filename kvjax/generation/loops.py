@@ -179,7 +179,7 @@ def _after(s: Loop, active: Array, fed: Array, new: Array, infos: Sequence[Info]
 @jax.jit
 def _begin_step(model: FlatLayers, s: Loop, cache: Cache, *given: Any) -> tuple[Any, Any, Array]:
     """Draws and embeds; also says whether a layer of `cache`, which has one of each policy, is full."""
-    bad, stored = has_no_best(s.logits), cache.length
+    bad, stored = has_no_best(s.logits), cache.position
     s, active, fed = _draw(s._replace(active=s.active & ~bad), *given)
     return (s, active, fed, bad), model.begin(fed, stored, stored + active.astype(jnp.int32)), any_full(cache)
 

@@ -18,7 +18,7 @@ from jax import Array
 from jax.sharding import SingleDeviceSharding
 from jax.typing import ArrayLike
 
-from kvjax.cache.cache import Cache, check_rotation
+from kvjax.cache.cache import Cache, as_positions, check_rotation, ends
 from kvjax.generation.prompt_inputs import check_ids, check_model, check_model_cache
 from kvjax.memory import commit_together, on_host
 from kvjax.sharding.placement import Placement, call_model, loops_on_auto_axes, to_context
@@ -48,9 +48,9 @@ class Layered(Protocol):
 
     layers: Any
 
-    def begin(self, tokens: Array, stored: Array, final: Array) -> tuple[Array, Any, Any]:
-        """x [B, T, hidden], and two more arrays that each layer takes, for a chunk after `stored` i32[B] tokens and up
-        to `final` i32[B]."""
+    def begin(self, tokens: Array, positions: Array, final: Array) -> tuple[Array, Any, Any]:
+        """x [B, T, hidden], and two more arrays that each layer takes, for a chunk at `positions` and up to `final`
+        i32[B]. Positions are i32[B, T], or i32[B] for those of the first tokens of adjacent ones."""
         ...
 
     def finish(self, x: Array, lengths: Any) -> Array:
@@ -61,7 +61,7 @@ class Layered(Protocol):
 class Model(Protocol):
     """The interface of a model for generation: a callable pytree that jit takes as an argument.
 
-    `steps` is needed for drafts and `info` for `measure`; everything else works without them.
+    `steps` is needed for drafts, `info` for `measure` and `positions` for `SpecPrefill`; everything else works without.
 
     Optional attributes: `rotate_for` (see `kvjax.models.Decoder`), `max_positions`, and `config` with `vocab_size` and
     `max_position_embeddings`. With them, a request that cannot be served fails before it starts.
@@ -78,13 +78,15 @@ class Model(Protocol):
         first_chunk: bool = False,
         steps: bool = False,
         info: bool = False,
+        positions: Any = None,
     ) -> Any:
         """(logits, cache), or (logits, cache, infos) with info=True.
 
         tokens i32[B, T] · lengths i32[B]: real tokens of this right-padded chunk · active bool[B]: rows that take
         this token · last_logits=True: logits f32[B, V] of each row's last real token · first_chunk=True: the cache is
         empty · steps=True: the T tokens are decode steps, as drafts need · info=True: one Info per layer, with
-        `attended` f32[B, K], or f32[T, B, K] with steps.
+        `attended` f32[B, K], or f32[T, B, K] with steps · positions i32[B, T] of the tokens; those that follow what the
+        cache holds by default.
         """
 
 
@@ -119,6 +121,7 @@ def prefill(
     first_chunk: bool | None = None,
     progress: Callable[[int], None] | None = None,
     final: ArrayLike | None = None,
+    positions: ArrayLike | None = None,
 ) -> tuple[Array, Cache]:
     """Stores a right-padded prompt i32[B, T] and returns the logits f32[B, V] of each row's last real token.
 
@@ -133,10 +136,13 @@ def prefill(
     those after this prompt. Only models whose RoPE depends on the length of a text (LongRoPE, dynamic NTK) use it: they
     rotate all keys of a row for it, and refuse a text that outgrows it.
 
+    `positions` i32[B, T], increasing, are those of the tokens in a text of which others are left out; what follows goes
+    on after the last of them (`Cache.position`). `SpecPrefill` chooses such tokens.
+
     Raises:
       ValueError: a prompt of a wrong shape or dtype; a row that is rotated for a shorter text.
     """
-    check_model(model)
+    check_model(model, () if positions is None else ("positions",))
     check_model_cache(cache)
     # On the host if possible: slices of a prompt are then not compiled as programs.
     prompt: Any = tokens if isinstance(tokens, jax.core.Tracer) else np.asarray(tokens)
@@ -163,7 +169,7 @@ def prefill(
         first_chunk = not isinstance(length, jax.core.Tracer) and not np.any(on_host(length))
 
     if cache.rotated_for is not None:
-        total = cache.length + count
+        total = ends(cache.position, count, positions)
         if final is not None:
             check_array("final", final, "a number or integers [B]", "4096")
         final = total if final is None else jnp.maximum(jnp.broadcast_to(jnp.asarray(final, jnp.int32), (B,)), total)
@@ -172,13 +178,17 @@ def prefill(
 
     chunks = chunks_of(cache, T, chunk, empty=first_chunk)
     pad = jnp.pad if isinstance(prompt, jax.core.Tracer) else np.pad
-    prompt = pad(prompt.astype(np.int32), ((0, 0), (0, sum(size for size, _ in chunks) - T)))
+    padding = ((0, 0), (0, sum(size for size, _ in chunks) - T))
+    prompt = pad(prompt.astype(np.int32), padding)
+    if positions is not None:
+        positions = pad(_check_positions(model, cache, positions, count, (B, T)), padding)
     _, cache = commit_together((_committed(model), cache))
     logits: Array | None = None
     start = 0
     for size, alone in chunks:
         real = (count - start).clip(0, size).astype(np.int32)
-        new, cache = _read(model, cache, prompt[:, start : start + size], real, first_chunk=alone)
+        own = None if positions is None else positions[:, start : start + size]
+        new, cache = _read(model, cache, prompt[:, start : start + size], real, own, first_chunk=alone)
         # A row whose last token is in this chunk gets its logits here; a row that ended earlier keeps its own.
         kept = logits is not None and (isinstance(real, jax.core.Tracer) or not np.all(real > 0))
         logits = _keep_rows(real > 0, new, logits) if kept else new
@@ -188,6 +198,48 @@ def prefill(
             progress(min(start, T))
     assert logits is not None
     return logits, cache
+
+
+def _check_positions(model: Any, cache: Cache, positions: ArrayLike, count: Any, shape: tuple[int, int]) -> Any:
+    """`positions` as i32[B, T]; raises ValueError if they are not, or do not increase from what the cache holds."""
+    check_takes_gaps(windows_of(model), cache)
+    found = as_positions(positions if isinstance(positions, jax.core.Tracer) else np.asarray(positions), shape)
+    if not any(isinstance(a, jax.core.Tracer) for a in (found, count, cache.length)):
+        before = np.concatenate([on_host(cache.position)[:, None] - 1, found], axis=1)
+        real = np.arange(shape[1]) < count[:, None]
+        for row in np.flatnonzero(np.any(real & (np.diff(before) <= 0), axis=1)):
+            raise ValueError(f"positions of row {row} must increase, from {before[row, 0] + 1} on, where its text ends")
+    return found
+
+
+def windows_of(model: Any) -> tuple[int | None, ...]:
+    """The sliding window of each layer, if the model says so."""
+    return getattr(getattr(model, "config", None), "windows", ())
+
+
+def check_takes_gaps(windows: tuple[int | None, ...], cache: Cache) -> None:
+    """Raises ValueError for a model with sliding windows, or a cache that needs whole prompts."""
+    if any(window is not None for window in windows):
+        raise ValueError(
+            "a prompt with gaps is for models without sliding windows: a window counts the tokens that are stored, and "
+            "would reach too far back; read the whole prompt"
+        )
+    if cache.placement is not None:
+        raise ValueError("a prompt with gaps is for a cache on one device, and this one has a placement")
+    for layer in cache.layers:
+        _check_unrotated(layer.policy)
+
+
+def _check_unrotated(policy: Any) -> None:
+    """Raises ValueError for a policy that rotates keys or queries by their slot, which is then not their position."""
+    for part in dataclasses.fields(policy) if dataclasses.is_dataclass(policy) else ():
+        inner = getattr(policy, part.name)
+        if part.name == "rope" and inner is not None:
+            raise ValueError(
+                f"{type(policy).__name__}(rope=...) turns keys by the places in which they are stored, so it needs "
+                "whole prompts; read it without spec_prefill, or use a method without rope, such as full or fier"
+            )
+        _check_unrotated(inner)
 
 
 def warm_prefill(model: Model, cache: Cache, tokens: int, *, chunk: int | None = None) -> tuple[Array, Cache]:
@@ -303,18 +355,24 @@ def _round_up(size: int) -> int:
 
 @partial(jax.jit, static_argnames="first_chunk", donate_argnames="cache")
 def _prefill_chunk(
-    model: Model, cache: Cache, tokens: Array, lengths: Array, *, first_chunk: bool
+    model: Model, cache: Cache, tokens: Array, lengths: Array, positions: Array | None = None, *, first_chunk: bool
 ) -> tuple[Array, Cache]:
-    return call_model(model, tokens, cache, lengths=lengths, last_logits=True, first_chunk=first_chunk)
+    given = {} if positions is None else {"positions": positions}
+    return call_model(model, tokens, cache, lengths=lengths, last_logits=True, first_chunk=first_chunk, **given)
 
 
-def _read(model: Model, cache: Cache, tokens: Any, lengths: Any, *, first_chunk: bool) -> tuple[Array, Cache]:
+def _read(
+    model: Model, cache: Cache, tokens: Any, lengths: Any, positions: Any = None, *, first_chunk: bool
+) -> tuple[Array, Cache]:
     """Reads a chunk, in one program or layer by layer; the cache is donated."""
+    given = () if positions is None else (positions,)
     if isinstance(tokens, jax.core.Tracer) or not by_layer(model, cache):
-        return _prefill_chunk(model, cache, tokens, lengths, first_chunk=first_chunk)
+        return _prefill_chunk(model, cache, tokens, lengths, *given, first_chunk=first_chunk)
     layered: Any = model
-    caches, length = list(cache.layers), cache.length
-    x, cos, sin = commit_together((cache, _begin(layered, tokens, length, lengths)))[1]
+    caches = list(cache.layers)
+    x, cos, sin = commit_together((cache, _begin(layered, tokens, cache.position, lengths, *given)))[1]
+    if positions is not None:
+        cache = dataclasses.replace(cache, skipped=_skipped(cache.position, cache.length, lengths, positions))
     for i, layer in enumerate(layered.layers):
         x, caches[i] = _layer(layer, x, cos, sin, caches[i], lengths, first_chunk=first_chunk)
     return _finish(layered, x, lengths), dataclasses.replace(cache, layers=tuple(caches))
@@ -354,8 +412,16 @@ def like(cache: Cache, shapes: Any) -> Any:
 
 
 @jax.jit
-def _begin(model: Any, tokens: Array, stored: Array, lengths: Array) -> tuple[Array, Any, Any]:
-    return model.begin(tokens, stored, stored + lengths)
+def _begin(
+    model: Any, tokens: Array, stored: Array, lengths: Array, positions: Array | None = None
+) -> tuple[Array, Any, Any]:
+    return model.begin(tokens, stored if positions is None else positions, ends(stored, lengths, positions))
+
+
+@jax.jit
+def _skipped(position: Array, length: Array, count: Array, positions: Array) -> Array:
+    """`Cache.skipped` after `count` i32[B] more tokens at `positions` i32[B, T]."""
+    return ends(position, count, positions) - length - count
 
 
 @partial(jax.jit, static_argnames="first_chunk", donate_argnames=("x", "cache"))

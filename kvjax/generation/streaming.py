@@ -59,11 +59,12 @@ from kvjax.generation.prompt_inputs import (
     vocabulary_size,
 )
 from kvjax.generation.sampling import Draws, Sampling
+from kvjax.generation.spec_prefill import SpecPrefill
 from kvjax.generation.text import Detokenizer
 from kvjax.memory import commit_together, on_host
 from kvjax.sharding.placement import to_context
 from kvjax.spec import require_int
-from kvjax.validation import check_alive
+from kvjax.validation import check_alive, shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +111,7 @@ def generate(
     chunk: int | None = None,
     measure: bool = False,
     draft: Draft | None = None,
+    spec_prefill: SpecPrefill | None = None,
 ) -> Generation:
     """Continues each row of the prompt until it emits a stop token or `max_new_tokens`.
 
@@ -126,27 +128,15 @@ def generate(
       measure: fills in `Generation.attended`.
       draft: a `PromptLookup` or a `DraftModel` that proposes tokens, which the model verifies, several per step. The
         text stays the same, up to rounding; `Generation.speculation` reports how many were accepted.
+      spec_prefill: a `SpecPrefill`, whose draft model chooses the tokens of the prompt that are read. The text changes.
 
     Raises:
       ValueError: a request that cannot be served, before any work is done: see
         `kvjax.generation.prompt_inputs.check_request`.
     """
-    check_model(model, _keywords(measure, draft))
-    check_model_cache(cache)
-    tokens, lengths = pad_prompt(prompt, lengths, rows=cache.spec.batch)
-    max_new_tokens = require_int("max_new_tokens", max_new_tokens, at_least=1)
-    stop = check_request(model, cache, tokens, lengths, max_new_tokens=max_new_tokens, stop_tokens=stop_tokens)
-    draws = Draws.of(sampling, key, cache.spec.batch)
-    drafter = None
-    if draft is not None:
-        check_draft(draft, cache)
-        drafter = draft.start(model, cache, tokens, lengths, max_new_tokens)
-    final = on_host(cache.length) + lengths + max_new_tokens
-    with compile_clock() as clock:
-        logits, cache = prefill(model, cache, tokens, lengths, chunk=chunk, final=final)
-    settings: dict[str, Any] = {"measure": measure, "drafter": drafter, "compile_seconds": clock.seconds}
-    settings["processed"] = _start(processors, cache, logits, tokens, lengths)
-    return _decode_all(model, cache, logits, max_new_tokens, draws, stop, **settings)
+    settings: dict[str, Any] = {"sampling": sampling, "processors": processors, "key": key, "stop_tokens": stop_tokens}
+    settings |= {"chunk": chunk, "measure": measure, "draft": draft, "spec_prefill": spec_prefill}
+    return _decode_all(stream(model, cache, prompt, lengths, max_new_tokens=max_new_tokens, **settings), max_new_tokens)
 
 
 @on_auto_axes
@@ -182,7 +172,22 @@ def decode(
     draws = Draws.of(sampling, key, B)
     processed = _start(processors, cache, logits)
     settings: dict[str, Any] = {"active": rows, "measure": measure, "processed": processed}
-    return _decode_all(model, cache, logits, max_new_tokens, draws, stop, **settings)
+    return _decode_all(Stream(model, cache, logits, max_new_tokens, draws, stop, **settings), max_new_tokens)
+
+
+def _reader(
+    model: Model, cache: Cache, lengths: np.ndarray, spec_prefill: SpecPrefill | None
+) -> tuple[Callable[..., Any], np.ndarray]:
+    """The function that reads prompts of `lengths` i32[B], and how many of their tokens it stores."""
+    if spec_prefill is None:
+        return prefill, lengths
+    if not isinstance(spec_prefill, SpecPrefill):
+        raise ValueError(
+            f"spec_prefill must be a SpecPrefill, got {shown(spec_prefill)}; write "
+            "kvjax.generation.SpecPrefill(small.model, keep=0.2)"
+        )
+    spec_prefill.check(model, cache)
+    return spec_prefill.prefill, np.array([spec_prefill.kept(int(n)) for n in lengths], np.int32)
 
 
 def _keywords(measure: bool, draft: Draft | None) -> list[str]:
@@ -190,16 +195,7 @@ def _keywords(measure: bool, draft: Draft | None) -> list[str]:
     return [*(["info"] if measure else []), *(["steps"] if draft is not None else [])]
 
 
-def _decode_all(
-    model: Model,
-    cache: Cache,
-    logits: Array,
-    max_new_tokens: int,
-    draws: Draws | None,
-    stop: np.ndarray,
-    **settings: Any,
-) -> Generation:
-    run = Stream(model, cache, logits, max_new_tokens, draws, stop, **settings)
+def _decode_all(run: Stream, max_new_tokens: int) -> Generation:
     found = run.advance(max_new_tokens)
     tokens = np.full((len(found), max_new_tokens), PAD, np.int32)
     tokens[:, : found.shape[1]] = found
@@ -226,6 +222,7 @@ def stream(
     block: int = 1,
     progress: Callable[[int], None] | None = None,
     draft: Draft | None = None,
+    spec_prefill: SpecPrefill | None = None,
     short: bool = False,
 ) -> Stream:
     """`generate` as an iterator: the same tokens, in blocks of up to `block` tokens per row.
@@ -233,9 +230,9 @@ def stream(
     Yields i32[B, n <= block] on the host, with PAD where a row has ended; or, with a `tokenizer` and one row, pieces
     of text that never split a character. This call checks and prefills the prompt, so errors are raised before the
     first block. The host waits for the device once per block: a larger block is faster, a smaller one streams more
-    smoothly. With a `draft`, as in `generate`, a block is at least one draft and the token before it. `short` is for a
-    process that gives one answer: where prompts are read layer by layer, tokens are, too, so that less compiles, and
-    each token takes a little longer.
+    smoothly. `draft` and `spec_prefill` are as in `generate`; with a draft, a block is at least the draft and the token
+    before it. `short` is for a process that gives one answer: where prompts are read layer by layer, tokens are, too,
+    so that less compiles, and each token takes a little longer.
     """
     check_model(model, _keywords(measure, draft))
     check_model_cache(cache)
@@ -247,16 +244,19 @@ def stream(
             "leave out the tokenizer to stream token ids of all rows"
         )
     max_new_tokens = require_int("max_new_tokens", max_new_tokens, at_least=1)
-    stop = check_request(model, cache, tokens, lengths, max_new_tokens=max_new_tokens, stop_tokens=stop_tokens)
+    read, kept = _reader(model, cache, lengths, spec_prefill)
+    stop = check_request(
+        model, cache, tokens, lengths, max_new_tokens=max_new_tokens, stop_tokens=stop_tokens, kept=kept
+    )
     draws = Draws.of(sampling, key, cache.spec.batch)
     drafter = None
     if draft is not None:
         check_draft(draft, cache)
         block = max(block, draft.tokens + 1)
         drafter = draft.start(model, cache, tokens, lengths, max_new_tokens)
-    final = on_host(cache.length) + lengths + max_new_tokens
+    final = on_host(cache.position) + lengths + max_new_tokens
     with compile_clock() as clock:
-        logits, cache = prefill(model, cache, tokens, lengths, chunk=chunk, progress=progress, final=final)
+        logits, cache = read(model, cache, tokens, lengths, chunk=chunk, progress=progress, final=final)
     return Stream(
         model,
         cache,

@@ -561,6 +561,11 @@ REFUSED = [
         "generate --prompt a --draft FILES/other",
         "the draft model has a vocabulary of 99 tokens and the model one of 258",
     ),
+    ("generate --prompt a --keep 0.2", "--keep is a share of the prompt that a draft model chooses; add --draft DIR"),
+    (
+        "generate --prompt a --draft /no --keep 20",
+        "--keep must be a share of the prompt, above 0 and at most 1; got 20",
+    ),
     ("generate --prompt-file FILES", "is a folder; give a file with the prompt"),
     ("generate --prompt-file FILES/binary", "is not UTF-8: byte 0x80 at 128; convert it first"),
     ("generate --prompt-file /dev/null", "the prompt is empty"),
