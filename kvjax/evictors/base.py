@@ -56,6 +56,11 @@ class Evictor:
         """The number of last queries of a prompt that vote; None for all."""
         return 0
 
+    @property
+    def sampled(self) -> int | None:
+        """If all queries vote, the number of those of a long prompt that vote for all, evenly spread; None for each."""
+        return None
+
     def see_tokens(self, k: Array, v: Array) -> Array | None:
         """Evidence f32[B, K, T] of tokens with keys and values k, v [B, K, T, D], as they are stored; None for
         `arrival`."""

@@ -94,16 +94,21 @@ class HeavyHitter(Evictor):
     """Keeps the newest tokens, a share `recent` of the slots, and those with the largest sum of attention so far.
 
     Evidence is the softmax weight of a token, summed over all queries since it came and over the query heads of its
-    group. For a prompt this needs the weights of all queries, and so computes the product of queries and keys a second
-    time.
+    group. For a prompt this computes the product of queries and keys a second time. In one of more than `queries`
+    tokens so many queries vote, one from each of as many equal parts, and the sum is scaled up. With queries=None all
+    of them vote, as in the paper, which takes several times as long as to read the prompt.
 
     **Source:** H2O (Zhang et al. 2023), Algorithm 1, half heavy hitters and half recent. **Differs:** a GQA group
-    shares a selection; the paper has no groups. All tokens of a prompt are kept until its last query has voted.
+    shares a selection; the paper has no groups. All tokens of a prompt are kept until its last query has voted. A
+    sample of the queries of a long prompt votes.
     """
 
     recent: float = 0.5  # share of the slots
+    queries: int | None = 2048  # of a prompt, that vote
 
     def __post_init__(self) -> None:
+        if self.queries is not None:
+            keep_ints(self, queries=1)
         keep_number(self, "recent", at_least=0, at_most=1)
 
     @property
@@ -112,6 +117,10 @@ class HeavyHitter(Evictor):
 
     def voters(self, slots: int) -> None:
         return None
+
+    @property
+    def sampled(self) -> int | None:
+        return self.queries
 
     def see_prompt(self, evidence: Array, votes: Array, position: Array, end: Array, slots: int) -> Array:
         return evidence + jnp.sum(votes, axis=2)

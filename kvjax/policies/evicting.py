@@ -217,16 +217,21 @@ class Evicting(Policy):
         voters = self.evictor.voters(self._share(S))
         # The last queries of each row, padded at the front to whole blocks with queries that see nothing.
         voter_count = T if voters is None else min(voters, T)
-        block = min(voter_count, QUERIES)
-        padded_count = -(-voter_count // block) * block
-        at = lengths[:, None] - padded_count + jnp.arange(padded_count)[None]
+        sampled = voter_count if voters is not None else self.evictor.sampled or T
+        block = min(voter_count, sampled, QUERIES)
+        padded_count = -(-min(voter_count, sampled) // block) * block
+        if few := padded_count < voter_count and voters is None:
+            at, stands_for = _spread(lengths, padded_count)
+            votes_too = at >= 0
+        else:
+            at = lengths[:, None] - padded_count + jnp.arange(padded_count)[None]
+            votes_too = (at >= 0) & (jnp.arange(padded_count) >= padded_count - voter_count)[None]
         queries = jnp.take_along_axis(q, jnp.maximum(at, 0)[:, None, None, :, None], axis=3)
-        votes_too = (at >= 0) & (jnp.arange(padded_count) >= padded_count - voter_count)[None]
         query_position = jnp.where(votes_too, st.length[:, None] + at, -1)
         keys = jnp.concatenate([self._at_distance(st), k.astype(st.tokens.k.dtype)], axis=2)
         position = jnp.concatenate([self._positions(st), self._coming(st, lengths, T)], axis=2)
         lse = None
-        if voters is None and T > QUERIES and takes_cudnn(keys.dtype, keys.shape[3], scale):
+        if voters is None and not few and T > QUERIES and takes_cudnn(keys.dtype, keys.shape[3], scale):
             # cuDNN's sums over the keys take less time than a softmax in JAX, which reads and writes all logits.
             real = keep_valid(k, position[:, :, S:] >= 0)
             parts = attend_own(q, real, real, scale=scale, window=window), self._attend_kept(st, q, scale, window)
@@ -246,10 +251,13 @@ class Evicting(Policy):
         bounds = [blocks * part // PARTS for part in range(PARTS + 1)]
         for begin, end in pairwise(bounds):
             if begin < end:
-                earlier = L - (padded_count - end * block)  # keys that are not after the last of these queries
+                # keys that are not after the last of these queries
+                earlier = L - (T - -(-end * block * T // padded_count) if few else padded_count - end * block)
                 counted = lax.fori_loop(begin, end, count, votes[..., :earlier])
                 # `votes.at[...].set` is a scatter, at which XLA of jaxlib 0.11.2 crashes on several CPU devices.
                 votes = lax.dynamic_update_slice_in_dim(votes, counted, 0, axis=3)
+        if few:
+            votes *= stands_for[:, None, None, None]
         return self._keep(st, k, v, lengths, votes)
 
     def _keep(
@@ -541,6 +549,21 @@ class Evicting(Policy):
         at = jnp.arange(T, dtype=jnp.int32)[None]
         coming = jnp.where(at < lengths[:, None], st.length[:, None] + at, -1)
         return jnp.broadcast_to(coming[:, None], (*st.position.shape[:2], T))
+
+
+def _spread(lengths: Array, count: int) -> tuple[Array, Array]:
+    """i32[B, n]: one of the first `lengths` i32[B] positions from each of n = `count` equal parts, in order, and f32[B]
+    how many each stands for. A row of fewer positions has all of them, then -1.
+
+    Places within the parts follow the golden ratio, so that no period of a text meets them.
+    """
+    i = np.arange(count)
+    place = jnp.asarray(i + i * (5**0.5 - 1) / 2 % 1, jnp.float32)[None]
+    width = lengths.astype(jnp.float32)[:, None] / count
+    inside = jnp.minimum((place * width).astype(jnp.int32), lengths[:, None] - 1)
+    each = jnp.asarray(i, jnp.int32)[None]
+    each = jnp.where(each < lengths[:, None], each, -1)
+    return jnp.where(width > 1, inside, each), jnp.maximum(width[:, 0], 1.0)
 
 
 def _sum_weights(q: Array, k: Array, seen: Array, scale: float, lse: Array | None) -> Array:

@@ -134,6 +134,7 @@ def mikv(
     group: int = 32,
     chunk: int = 128,
     recent: float = 0.5,
+    queries: int | None = 2048,
     layers: Layers = Layers(dense=0),
 ) -> PerLayer:
     """MiKV: every token is attended; the `budget` most important ones are exact, and all others have `bits` bits.
@@ -146,6 +147,7 @@ def mikv(
       group: tokens of a key's channel, and channels of a value, that share a scale and a zero point.
       chunk: tokens that are quantised together.
       recent: share of the budget that the newest tokens take.
+      queries: how many queries of a longer prompt vote, as in `h2o`; None: all.
 
     **Source:** MiKV (Yang et al. 2024, arXiv 2402.18096). **Differs:** see `Mixed`: keys are quantised by channel in
     place of the paper's channel balancer.
@@ -155,5 +157,5 @@ def mikv(
     """
     require_int("mikv(budget=...)", budget, at_least=1)
     store = Quantized(bits=bits, key_group=group, value_bits=value_bits, value_group=group)
-    policy = Mixed(evictor=HeavyHitter(recent=recent), budget=budget, store=store, chunk=chunk)
+    policy = Mixed(evictor=HeavyHitter(recent=recent, queries=queries), budget=budget, store=store, chunk=chunk)
     return over_layers("mikv", layers, policy)

@@ -64,11 +64,14 @@ def logevict(budget: int = 126, *, layers: Layers = Layers(dense=0)) -> PerLayer
     return _evicting("logevict", LogSpaced(), budget, layers)
 
 
-def h2o(budget: int = 1024, *, recent: float = 0.5, layers: Layers = Layers(dense=0)) -> PerLayer:
+def h2o(
+    budget: int = 1024, *, recent: float = 0.5, queries: int | None = 2048, layers: Layers = Layers(dense=0)
+) -> PerLayer:
     """H2O: keeps the newest tokens, a share `recent` of the budget, and those with the most accumulated attention.
 
     Args:
       recent: share of the budget that the newest tokens take.
+      queries: how many queries of a longer prompt vote, evenly spread; None: all, as in the paper, which is slow.
 
     **Source:** H2O (Zhang et al. 2023), Algorithm 1. **Differs:** see `HeavyHitter`: a GQA group shares a selection;
     the budget counts the new token; see `Evicting` for prompts in several chunks.
@@ -76,7 +79,7 @@ def h2o(budget: int = 1024, *, recent: float = 0.5, layers: Layers = Layers(dens
     **Checklist:** unit: tokens that are evicted, for each KV head; besides: all kept tokens; zones: no sink, window of
     half of the budget; budget: kept tokens, prompt and answer; generated: evict the least attended, of the prompt too.
     """
-    return _evicting("h2o", HeavyHitter(recent=recent), budget, layers)
+    return _evicting("h2o", HeavyHitter(recent=recent, queries=queries), budget, layers)
 
 
 def tova(budget: int = 1024, *, layers: Layers = Layers(dense=0)) -> PerLayer:

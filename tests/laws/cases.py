@@ -463,6 +463,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: kvjax.evictors.ValueWeighted(evictor=Sliding()),
         r"no attention guides; use kvjax.HeavyHitter",
     ),
+    "no queries vote": (lambda: HeavyHitter(queries=0), r"HeavyHitter.queries"),
     "recent share of 2": (lambda: HeavyHitter(recent=2.0), r"recent=2.0\) must be from 0 to 1"),
     "no room beside the window": (lambda: presets.snapkv(budget=1), r"budget of Observation.*at least 2, got 1"),
     "kernel_size without a middle": (

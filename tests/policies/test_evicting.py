@@ -253,12 +253,43 @@ def test_positions_are_those_within_the_cache() -> None:
 def test_a_prompt_of_16k_tokens_holds_no_square_of_weights() -> None:
     """All its queries vote, a block at a time: all weights of 4 heads would take 4 GiB."""
     spec = dataclasses.replace(SPEC, batch=1, capacity=16384)
-    policy = Evicting(evictor=HeavyHitter(), budget=256)
+    policy = Evicting(evictor=HeavyHitter(queries=None), budget=256)
     q, k = (jax.ShapeDtypeStruct((1, 2, *g, 16384, 16), jnp.float32) for g in ((2,), ()))
     prefill = jax.jit(functools.partial(policy.prefill_observed, scale=0.25))
     st = jax.eval_shape(functools.partial(policy.init, spec))
     memory = prefill.lower(st, q, k, k, jax.ShapeDtypeStruct((1,), jnp.int32)).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 2**27
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_a_sample_of_a_long_prompts_queries_votes_for_all(window: int | None) -> None:
+    """One from each of 16 equal parts, as many times as a part is long; rows of at most 16 tokens have all of them."""
+    lengths, n = np.array([150, 37, 16]), 16
+    q, k, v = (
+        np.random.default_rng(i).standard_normal((3, 150, h, 16)).astype(np.float32) for i, h in enumerate((4, 2, 2))
+    )
+    policy = Evicting(evictor=HeavyHitter(queries=n), budget=BUDGET)
+    settings = {"lengths": lengths, "first_chunk": True, "window": window}
+    _, cache = kvjax.attention(kvjax.init_layer(policy, SPEC), 4 * q, k, v, **settings)
+    evidence, held = np.asarray(cache.state.evidence), np.asarray(cache.state.position)
+    for row, T in enumerate(lengths):
+        parts = [int((i + i * 0.6180339887 % 1) * T / n) for i in range(n)]
+        voters = parts if n < T else list(range(T))
+        for head in range(2):
+            votes = np.zeros(T)
+            for i in voters:
+                seen = slice(0 if window is None else max(i - window + 1, 0), i + 1)
+                for g in range(2):
+                    logits = k[row, seen, head] @ q[row, i, 2 * head + g].astype(np.float64)
+                    votes[seen] += np.exp(logits) / np.exp(logits).sum() * T / len(voters)
+            assert votes.sum() == pytest.approx(2 * T)
+            count = min(T, BUDGET)
+            newest = set(range(max(T - BUDGET // 2, 0), T))
+            best = sorted(set(range(T)) - newest, key=lambda t: -votes[t])[: count - len(newest)]
+            assert set(held[row, head, :count]) == newest | set(best)
+            np.testing.assert_allclose(
+                evidence[row, head, :count], votes[held[row, head, :count]], rtol=1e-4, atol=1e-5
+            )
 
 
 def test_memory_is_that_of_the_budget() -> None:
