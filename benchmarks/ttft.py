@@ -7,6 +7,10 @@ which compiles; then every length `--calls` times into an empty cache, of which 
 `--turn` tokens after 32768 tokens and after the longest prompt. The method `floor` is the same prompt in one chunk,
 whose attention is one cuDNN call per layer. Each row is written as soon as it is measured.
 
+A method such as `full|llama-3.2-1b` reads the share `--keep` of a prompt, which a draft model of that shape chooses
+(`kvjax.generation.SpecPrefill`), `full|llama-3.2-1b:8` one of its first 8 layers, and `full|self:4` the first 4 layers
+of the model itself. Such rows have `choose_seconds` too, the draft's part of the time, and no turn.
+
 FLOPs are those of the matrix products and of causal attention; tflops is their rate. `cache_bytes` and `host_bytes` are
 the cache's bytes on the device and on the host, and `peak_over_cache` is the largest amount of device memory in use so
 far beyond the weights and the cache: activations of a chunk, if nothing is kept twice. It never falls within a process:
@@ -16,10 +20,12 @@ measure one method per run to compare methods.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +37,7 @@ from layers import out_of, save, show
 
 import kvjax
 from kvjax import presets
-from kvjax.generation import prefill
+from kvjax.generation import SpecPrefill, prefill
 from kvjax.memory import nbytes, shapes
 from kvjax.models import Decoder, DecoderConfig
 
@@ -45,6 +51,9 @@ METHODS: dict[str, Callable[[], Any]] = {
     "fier:host": lambda: presets.fier(2048, store="host"),
     "pariskv:host": lambda: presets.pariskv(2048, store="host"),
     "freekv": lambda: presets.freekv(2048),
+    "h2o": lambda: presets.h2o(2048),
+    "h2o:queries=none": lambda: presets.h2o(2048, queries=None),
+    "mikv": lambda: presets.mikv(2048),
 }
 FLOOR = "floor: one cuDNN call"
 TURN_AFTER = 32768
@@ -120,6 +129,40 @@ def measure(
         row("turn", after, given.turn, after, _turn(model, cache, tokens, after, given.turn))
 
 
+def measure_part(
+    name: str, config: DecoderConfig, model: Decoder, given: argparse.Namespace, keep: Callable[[dict[str, Any]], None]
+) -> None:
+    """Prompts of which a draft model chooses the part that is read."""
+    method, _, chooser = name.partition("|")
+    shape, _, layers = chooser.partition(":")
+    draft = model if shape == "self" else throughput.random_model(_narrow(throughput.SHAPES[shape], given), model.dtype)
+    part = SpecPrefill(draft.first_layers(int(layers)) if layers else draft, keep=given.keep)
+    for length in given.lengths:
+        tokens = np.random.default_rng(0).integers(0, config.vocab_size, (1, length), dtype=np.int32)
+        lengths, seconds, chosen = np.array([length], np.int32), [], []
+        spec = model.spec(batch=1, capacity=part.kept(length) + 64)
+        for _ in range(given.calls + 1):  # the first one compiles
+            cache = jax.block_until_ready(kvjax.init(METHODS[method](), spec, layers=config.layers))
+            chosen.append(timed(partial(part.choose, tokens, lengths))[0])
+            took, (logits, _) = timed(partial(part.prefill, model, cache, tokens, lengths))
+            del cache
+            if not bool(jnp.all(jnp.isfinite(logits))):
+                raise SystemExit(f"{name}: the logits are not finite")
+            seconds.append(took)
+            gc.collect()
+        row = {"shape": given.shape, "method": name, "what": f"prompt, keep {given.keep}", "tokens": length}
+        row |= {"read": part.kept(length), "seconds": statistics.median(seconds[1:]), "runs": seconds[1:]}
+        row |= {"choose_seconds": statistics.median(chosen[1:])}
+        show({k: v for k, v in row.items() if k != "runs"})
+        keep(row)
+
+
+def _narrow(config: DecoderConfig, given: argparse.Namespace) -> DecoderConfig:
+    """`config`, or two narrow layers of it with --quick."""
+    small = {"layers": 2, "windows": (), "hidden_size": 64, "intermediate_size": 64, "vocab_size": 64, "head_dim": 16}
+    return dataclasses.replace(config, **small) if given.quick else config
+
+
 def _turn(model: Decoder, cache: Any, tokens: np.ndarray, after: int, size: int) -> list[float]:
     """Seconds of a second turn, as the first compiles; it begins at most half a turn further."""
     part = tokens[:, after : after + size]
@@ -136,15 +179,14 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--lengths", type=lambda text: [int(part) for part in text.split(",")], default=[65536, 131072])
     parser.add_argument("--turn", type=int, default=1024)
     parser.add_argument("--methods", type=lambda text: text.split(","), default=["floor", *METHODS])
+    parser.add_argument("--keep", type=float, default=0.2, help="share of a prompt that a draft model chooses")
     parser.add_argument("--calls", type=int, default=2)
     parser.add_argument("--out", type=Path, help="default: results/ttft.json; with --quick nothing is written")
     parser.add_argument("--quick", action="store_true", help="two narrow layers in float32, short prompts")
     given = parser.parse_args(args)
     config, dtype = throughput.SHAPES[given.shape], "bfloat16"
+    config = _narrow(config, given)
     if given.quick:
-        from dataclasses import replace
-
-        config = replace(config, layers=2, windows=(), hidden_size=64, intermediate_size=64, vocab_size=64, head_dim=16)
         given.lengths, given.turn, dtype = [600, 1200], 64, "float32"
     elif jax.default_backend() != "gpu":
         parser.error("this measures a GPU; --quick runs a small model without one")
@@ -156,6 +198,9 @@ def main(args: Sequence[str] | None = None) -> None:
         save(out_of(given, "ttft.json"), what, [row], key)
 
     for name in given.methods:
+        if "|" in name:
+            measure_part(name, config, model, given, keep)
+            continue
         policy = presets.full() if name == "floor" else METHODS[name]()
         measure(FLOOR if name == "floor" else name, policy, config, model, given, keep)
         gc.collect()
