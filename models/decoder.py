@@ -508,12 +508,14 @@ class Decoder(nnx.Module):
         2
         """
         count = require_int("first_layers(count=...)", count, at_least=1, at_most=self.config.layers)
-        config = dataclasses.replace(
-            self.config,
-            layers=count,
-            windows=self.config.windows[:count],
-            unrotated=tuple(i for i in self.config.unrotated if i < count),
-        )
+        whole, by = self.config, self.config.experts
+
+        def first_of(layers: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(layer for layer in layers if layer < count)
+
+        own: dict[str, Any] = {"windows": whole.windows[:count], "unrotated": first_of(whole.unrotated)}
+        own["experts"] = by and dataclasses.replace(by, dense_layers=first_of(by.dense_layers))
+        config = dataclasses.replace(whole, layers=count, **own)
         first = nnx.eval_shape(lambda: Decoder(config, dtype=self.dtype))
         first.embedding, first.norm, first.head = self.embedding, self.norm, self.head
         first.layers = nnx.List(list(self.layers)[:count])

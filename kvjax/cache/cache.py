@@ -82,7 +82,7 @@ class Cache:
     # i32[B] the longest text that the rotation of each row's keys is right for, 0 for an empty row; None if the model's
     # RoPE does not depend on the length of a text
     rotated_for: Array | None = None
-    # i32[B] tokens of each row's prompt that were left out (see `kvjax.generation.SpecPrefill`); None if all were read
+    # i32[B] tokens that `SpecPrefill` left out of each row's prompt, into which `rollback` must not go; None: all read
     skipped: Array | None = None
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -187,14 +188,8 @@ def take_rows(cache: C, rows: ArrayLike) -> C:
     with own_axes(cache):
         wanted = jnp.asarray(rows, jnp.int32)
         taken = _take_rows(cache, wanted)
-        if not isinstance(cache, Cache):
-            return taken
         at = jnp.where((wanted >= 0) & (wanted < batch), wanted, batch)
-
-        def rows_of(old: Array | None) -> Array | None:
-            return None if old is None else jnp.take(jnp.append(as_rows(cache, old), jnp.int32(0)), at)
-
-        return dataclasses.replace(taken, rotated_for=rows_of(cache.rotated_for), skipped=rows_of(cache.skipped))
+        return _with_rows(taken, lambda old: jnp.take(jnp.append(old, jnp.int32(0)), at))
 
 
 def _reversible(layer: LayerCache, verb: str) -> Policy:
@@ -217,13 +212,19 @@ def _target_lengths(verb: str, cache: Any, lengths: ArrayLike) -> Array:
     return target.astype(jnp.int32)
 
 
-def _with_rotation(cache: Any, lengths: Array) -> Any:
-    """The cache whose rows of length 0 may be rotated anew; other rows keep the rotation of their keys."""
-    if not isinstance(cache, Cache) or cache.rotated_for is None:
+def _with_rows(cache: Any, change: Callable[[Array], Array]) -> Any:
+    """A cache with a `change` of what it knows of its rows, i32[B] each: `rotated_for` and `skipped`."""
+    if not isinstance(cache, Cache):
         return cache
+    known = {"rotated_for": cache.rotated_for, "skipped": cache.skipped}
+    changed: dict[str, Any] = {n: None if x is None else change(as_rows(cache, x)) for n, x in known.items()}
+    return dataclasses.replace(cache, **changed)
+
+
+def _with_rotation(cache: Any, lengths: Array) -> Any:
+    """The cache whose rows of length 0 begin anew; other rows keep the rotation of their keys, and their gaps."""
     with own_axes(cache):
-        rotated_for = as_rows(cache, cache.rotated_for)
-        return dataclasses.replace(cache, rotated_for=jnp.where(as_rows(cache, lengths) > 0, rotated_for, 0))
+        return _with_rows(cache, lambda rows: jnp.where(as_rows(cache, lengths) > 0, rows, 0))
 
 
 def _check_reach(target: np.ndarray, earliest: Array, length: Array) -> None:

@@ -28,7 +28,7 @@ from jax.tree_util import register_dataclass
 from kvjax.cache.cache import Cache, init
 from kvjax.generation.drafts import check_vocabularies
 from kvjax.generation.prefilling import check_takes_gaps, prefill, windows_of
-from kvjax.generation.prompt_inputs import check_model, vocabulary_size
+from kvjax.generation.prompt_inputs import check_fit, check_model, max_positions, vocabulary_size
 from kvjax.memory import on_host
 from kvjax.numerics.partial import PartialAttention, softmax_weights
 from kvjax.policies import Full, FullState, Info, Policy, Step
@@ -158,9 +158,10 @@ def importance(draft: Any, prompt: np.ndarray, lengths: np.ndarray, *, look_ahea
     heads is taken, and of these the mean over the steps.
 
     Raises:
-      ValueError: a prompt that has no room in the positions of the draft; a draft whose layers all have windows.
+      ValueError: a prompt that does not fit in the draft's positions; a draft whose layers all have windows.
     """
     B, T = prompt.shape
+    check_fit(0, int(np.max(lengths)), look_ahead, None, max_positions(draft), where="the draft model: ")
     spec = draft.spec(batch=B, capacity=T + look_ahead)
     cache = init(_Watched(look_ahead), spec, layers=draft.config.layers)
     logits, cache = prefill(draft, cache, prompt, lengths, final=lengths + look_ahead)

@@ -277,6 +277,12 @@ REFUSED = {
         ),
         "every layer of the draft has a sliding window",
     ),
+    "positions of the draft": (
+        lambda m: importance(
+            Decoder(DecoderConfig(**{**vars(CONFIG), "max_position_embeddings": 45})), PROMPT[:, :40], np.array([40, 9])
+        ),
+        r"the draft model: 40 prompt \+ 8 new tokens do not fit in the model's 45 positions",
+    ),
     "shape": (lambda m: prefill(m, empty(m), PROMPT[:, :3], positions=[[1, 2, 3]]), r"must be integers \[2, 3\]"),
     "order": (
         lambda m: prefill(m, empty(m), PROMPT[:, :3], positions=[[1, 2, 3], [5, 4, 6]]),
@@ -320,6 +326,7 @@ def test_a_cache_with_gaps_refuses_what_needs_a_whole_prompt(model: Decoder, tmp
     ):
         with pytest.raises(ValueError, match=words):
             verb()
+    assert kvjax.rollback(cache, [0]).position.tolist() == [0]
     grown = kvjax.grow(cache, 2000)
     assert grown.position.tolist() == [10]
     with pytest.raises(ValueError, match=re.escape("the cache holds 4 tokens before this prompt")):

@@ -308,3 +308,27 @@ def test_experts_are_chosen_as_by_top_k_and_equal_ones_by_number():
         of_chosen = jnp.take_along_axis(shares, want, axis=1)
         total = jnp.sum(of_chosen, axis=1, keepdims=True) if normalised else 1.0
         np.testing.assert_allclose(weights, of_chosen / total, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"unrotated": (0, 2), "windows": (None,) * 3, "tied_head": True},
+        {"windows": (6, None, 6), "local_rope": models.rope.Default(theta=100.0)},
+        {"experts": models.Experts(count=4, per_token=2, size=8, dense_layers=(1, 2))},
+    ],
+    ids=["plain", "unrotated", "two ropes", "experts"],
+)
+def test_first_layers_are_those_of_the_model_with_its_head(changes):
+    config = models.DecoderConfig(**{**vars(CONFIG), "layers": 3, "windows": (6, None, 6), **changes})
+    whole = models.Decoder(config, rngs=nnx.Rngs(2))
+    tokens = jnp.arange(10)[None] * 3 % 40
+    for count in (1, 2, 3):
+        x, cos, sin = whole.begin(tokens, jnp.zeros(1, jnp.int32), jnp.array([10]))
+        for layer in list(whole.layers)[:count]:
+            x, _, _ = layer(x, cos, sin, None, lengths=None, active=None, first_chunk=True)
+        wanted = whole._logits(whole.norm(x))
+        np.testing.assert_allclose(whole.first_layers(count)(tokens)[0], wanted, atol=1e-5)
+    with pytest.raises(ValueError, match=r"first_layers\(count=...\) must be at most 3, got 4"):
+        whole.first_layers(4)
