@@ -21,7 +21,7 @@ from layers import out_of, save, show
 
 import kvjax
 from kvjax import models
-from kvjax.evaluate.tasks import needles
+from kvjax.evaluate.tasks.generated import needles
 from kvjax.generation import decode, prefill
 from kvjax.generation.spec_prefill import best_chunks, importance
 from kvjax.models import Checkpoint
