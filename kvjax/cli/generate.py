@@ -56,6 +56,7 @@ EXAMPLE_TOKENS = 5
 SILENCE = 2.0  # seconds of compiling after which a line says what takes the time
 SHORT = 256  # new tokens up to which to compile all layers takes longer than calls of one layer do
 JSON_BLOCK = 16  # decode steps between two transfers to the host; --json does not stream
+TEXT_BLOCK = 4  # on a GPU, for which the host then calls programs ahead, and which takes some milliseconds a step
 
 
 def generate(
@@ -260,7 +261,8 @@ def generate(
     if example and not as_json and first:
         say(f"Continuing {len(tokens)} prompt tokens by {new} new ones; the answer follows.")
     show = None if as_json else write if first else lambda piece: None
-    answer = _run(progress, job, times, show=show, block=JSON_BLOCK if as_json else 1)
+    block = JSON_BLOCK if as_json else 1 if jax.default_backend() == "cpu" else TEXT_BLOCK
+    answer = _run(progress, job, times, show=show, block=block)
     kvjax.raise_on_overflow(answer.run.cache)
     if not first:
         return
@@ -415,8 +417,7 @@ def _run(progress: Progress, job: _Job, times: Timeline, *, show: Callable[[str]
 
     prompt, settings = len(job.tokens), dict(job.settings)
     with progress:
-        with times.row("empty cache"):
-            ahead = _Ahead(job, silent=show is None)
+        ahead = _Ahead(job, silent=show is None)
         with bar(progress, "loading weights"), times.row("weights") as words:
             begin, directory = time.perf_counter(), job.checkpoint.directory
             model = models.load(directory, dtype=job.dtype, placement=job.placement, on_shapes=ahead.begin).model
@@ -431,13 +432,15 @@ def _run(progress: Progress, job: _Job, times: Timeline, *, show: Callable[[str]
         with bar(progress, "compiling"):
             # the cores of a CPU would be shared by prompt and compiling
             ahead.wait(prompt_only=jax.default_backend() != "cpu" and not settings["short"])
+            cache = ahead.cache()
+            times.add(ahead.started, ahead.made, "empty cache")
         with (
             bar(progress, f"reading the prompt of {prompt} tokens", total=prompt) as advance_to,
             times.row("prompt") as words,
         ):
             begin = time.perf_counter()
             given: dict[str, Any] = {"key": job.key, "tokenizer": job.checkpoint.tokenizer, "progress": advance_to}
-            run = stream(model, ahead.cache, [job.tokens], block=block, **given, **settings)
+            run = stream(model, cache, [job.tokens], block=block, **given, **settings)
             jax.block_until_ready(run.logits)
             prefill_seconds = time.perf_counter() - begin - run.compile_seconds
             words.append(f"{run.compile_seconds:.2f} s of it compiling")
@@ -463,34 +466,49 @@ def _run(progress: Progress, job: _Job, times: Timeline, *, show: Callable[[str]
 
 
 class _Ahead:
-    """The programs of a job, which compile in threads while weights are read, and the empty cache that they take.
+    """The programs of a job and the empty cache that they take, which threads make while weights are read.
 
     Programs of a job with drafts, or on several devices, compile when they first run.
     """
 
     def __init__(self, job: _Job, *, silent: bool) -> None:
-        import jax
-
         self._job = job
-        self._running: list[Future[tuple[Clock, float]]] = []
+        self._pool = ThreadPoolExecutor(32, "ahead")
+        self._cache: Future[Cache] | None = None
+        self._begun: Future[list[Future[tuple[Clock, float]]]] | None = None
         self._telling = threading.Timer(SILENCE, self._tell)
         self._telling.daemon, self._silent = True, silent
-        self.started = time.perf_counter()
-        self.cache = jax.block_until_ready(job.empty())
+        self.started, self.made = time.perf_counter(), 0.0
 
     def begin(self, shapes: Decoder) -> None:
-        """Starts to compile for a model of these shapes."""
+        """Starts to make the cache, and to compile for a model of these shapes."""
+        self.started = time.perf_counter()
+        self._cache = self._pool.submit(self._empty)
+        self._begun = self._pool.submit(self._submit, shapes)
+
+    def _empty(self) -> Cache:
+        import jax
+
+        cache = jax.block_until_ready(self._job.empty())
+        self.made = time.perf_counter()
+        return cache
+
+    def cache(self) -> Cache:
+        """The empty cache. If there was no memory for it beside weights that were read, it is made again."""
+        assert self._cache is not None
+        return self._empty() if self._cache.exception() else self._cache.result()
+
+    def _submit(self, shapes: Decoder) -> list[Future[tuple[Clock, float]]]:
         from kvjax.generation import compile_ahead
+        from kvjax.generation.streaming import stand_in
 
         job, settings = self._job, self._job.settings
         if job.placement is not None or job.drafting is not None or settings["draft"] is not None:
-            return
+            return []
         chosen = {name: settings[name] for name in ("sampling", "stop_tokens", "processors", "measure", "short")}
-        jobs = compile_ahead(shapes, self.cache, len(job.tokens), **chosen)
-        pool = ThreadPoolExecutor(len(jobs))
-        self.started = time.perf_counter()
-        self._running = [pool.submit(self._compile, one) for one in jobs]
-        pool.shutdown(wait=False)
+        cache = stand_in(job.empty) or self.cache()
+        jobs = compile_ahead(shapes, cache, len(job.tokens), **chosen)
+        return [self._pool.submit(self._compile, one) for one in jobs]
 
     @staticmethod
     def _compile(job: Callable[[], Any]) -> tuple[Clock, float]:
@@ -508,10 +526,15 @@ class _Ahead:
         """
         if not self._silent and not self._telling.is_alive() and not self._telling.finished.is_set():
             self._telling.start()
-        ends = [one.result()[1] for one in (self._running[:-1] if prompt_only else self._running)]
-        if self._running and not prompt_only:
+        running = self._running
+        ends = [one.result()[1] for one in (running[:-1] if prompt_only else running)]
+        if running and not prompt_only:
             self._telling.cancel()
         return max(ends) - self.started if ends else 0.0
+
+    @property
+    def _running(self) -> list[Future[tuple[Clock, float]]]:
+        return [] if self._begun is None else self._begun.result()
 
     def summary(self) -> str:
         """The seconds of all programs, by what took them."""

@@ -9,6 +9,7 @@ the host would wait for a GPU. Caches are donated.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -29,10 +30,11 @@ from kvjax.generation.processors import History, Rules, process
 from kvjax.generation.sampling import Draws, drawing
 from kvjax.memory import CONCURRENT, commit_together, on_host
 from kvjax.numerics.blocks import put_last
-from kvjax.policies import Info
+from kvjax.policies import Info, Policy
 from kvjax.sharding.placement import call_model
 
 ROOM = 512  # tokens that a call of a loop has room for, in each row
+AHEAD = 4  # steps that the host may be ahead of the device, where it calls one program for each layer
 PAD = -1  # follows the last token of a row; not a token id, so that it cannot be mistaken for one
 
 
@@ -58,8 +60,12 @@ class Flat:
     def of(cls, model: Model) -> Flat:
         return cls(*jax.tree.flatten(model))
 
+    @property
+    def module(self) -> Any:
+        return jax.tree.unflatten(self.tree, self.leaves)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return jax.tree.unflatten(self.tree, self.leaves)(*args, **kwargs)
+        return self.module(*args, **kwargs)
 
 
 @register_dataclass
@@ -75,10 +81,18 @@ class FlatLayers:
         return cls(Flat.of(model), [Flat.of(layer) for layer in model.layers])
 
     def begin(self, *args: Any) -> Any:
-        return jax.tree.unflatten(self.whole.tree, self.whole.leaves).begin(*args)
+        return self.whole.module.begin(*args)
 
     def finish(self, *args: Any) -> Any:
-        return jax.tree.unflatten(self.whole.tree, self.whole.leaves).finish(*args)
+        return self.whole.module.finish(*args)
+
+
+@dataclasses.dataclass
+class ByLayer:
+    """A model for `decode_by_layer`, and what the host knows of its cache."""
+
+    model: FlatLayers
+    sure: int = 0  # steps from here on before which no recent block can be full
 
 
 def has_no_best(logits: Array) -> Array:
@@ -178,10 +192,21 @@ def _after(s: Loop, active: Array, fed: Array, new: Array, infos: Sequence[Info]
 
 @jax.jit
 def _begin_step(model: FlatLayers, s: Loop, cache: Cache, *given: Any) -> tuple[Any, Any, Array]:
-    """Draws and embeds; also says whether a layer of `cache`, which has one of each policy, is full."""
+    """Draws and embeds; also `_steps_to_full` of `cache`, which has one layer of each policy."""
     bad, stored = has_no_best(s.logits), cache.position
     s, active, fed = _draw(s._replace(active=s.active & ~bad), *given)
-    return (s, active, fed, bad), model.begin(fed, stored, stored + active.astype(jnp.int32)), any_full(cache)
+    embedded = model.begin(fed, stored, stored + active.astype(jnp.int32))
+    return (s, active, fed, bad), embedded, _steps_to_full(cache)
+
+
+def _steps_to_full(cache: Cache) -> Array:
+    """0 if a recent block is full, else a number of steps before which none can be: i32[]."""
+    steps = [jnp.int32(np.iinfo(np.int32).max)]
+    for layer in cache.layers:
+        if layer.full_rows() is not None:
+            counts = type(layer.policy).free is not Policy.free
+            steps.append(jnp.min(layer.policy.free(layer.state)) if counts else jnp.int32(1))
+    return jnp.where(any_full(cache), 0, jnp.maximum(functools.reduce(jnp.minimum, steps), 1))
 
 
 @partial(jax.jit, static_argnames="measure", donate_argnames=("x", "cache"), compiler_options=CONCURRENT)
@@ -195,43 +220,50 @@ def _step_layer(layer: Flat, x: Array, cos: Any, sin: Any, cache: Any, active: A
 def _end_step(
     model: FlatLayers, s: Loop, active: Array, fed: Array, x: Array, infos: Sequence[Info], stop: Array
 ) -> tuple[Loop, Array]:
-    s = _after(s, active, fed, model.finish(x, None), infos, stop)
-    return s, has_no_best(s.logits)
+    after = _after(s, active, fed, model.finish(x, None), infos, stop)
+    after = after._replace(step=s.step + jnp.any(active).astype(jnp.int32))  # a step after the last one emits nothing
+    return after, has_no_best(after.logits)
 
 
 _flush_layer = jax.jit(flush, donate_argnums=0)
 
 
-def _begin_by_layer(model: FlatLayers, cache: Cache, logits: Array, active: Array, measure: bool) -> Any:
-    """The model without its layers, the loop before its first token, and the numbers of layers that fill at once."""
+def _begin_by_layer(cache: Cache, logits: Array, active: Array, measure: bool) -> tuple[Loop, list[int]]:
+    """The loop before its first token, and the numbers of layers of which one fills when any does."""
     mean = np.zeros(len(cache.layers) if measure else 0, np.float32)
     tokens, zero = np.full((logits.shape[0], ROOM), PAD, np.int32), np.int32(0)
     start: Any = zero, (), logits, tokens, np.asarray(active), mean, np.float32(0)
     s = Loop(*jax.device_put(start))
     first = {(layer.policy, layer.spec): i for i, layer in reversed(list(enumerate(cache.layers)))}
-    return FlatLayers(model.whole, []), commit_together((cache, s))[1], list(first.values())
+    return commit_together((cache, s))[1], list(first.values())
 
 
 def decode_by_layer(
-    model: FlatLayers, cache: Cache, logits: Array, active: Array, *given: Any, measure: bool
+    by: ByLayer, cache: Cache, logits: Array, active: Array, *given: Any, measure: bool
 ) -> tuple[Loop, tuple[Array, Array]]:
     """`decode_loop`, called with `processed`, as programs of one layer each, which compile in less time.
 
-    The host calls one for each layer, and waits for each token.
+    The host calls one for each layer. It waits for a device only where a recent block may be full, and else is at most
+    `AHEAD` steps ahead: when it sees that all rows have ended, some steps have run in which no row takes part.
     """
-    (_, _, limit, stop, _), layers = given, list(cache.layers)
-    ends, s, kinds = _begin_by_layer(model, cache, logits, active, measure)
+    (_, _, limit, stop, _), layers, ends = given, list(cache.layers), FlatLayers(by.model.whole, [])
+    s, kinds = _begin_by_layer(cache, logits, active, measure)
+    running: list[Any] = []
     for i in range(int(limit)):
         brief = dataclasses.replace(cache, layers=tuple(layers[kind] for kind in kinds))
-        (s, taken, fed, bad), (x, cos, sin), full = _begin_step(ends, s, brief, *given)
+        (s, taken, fed, bad), (x, cos, sin), steps = _begin_step(ends, s, brief, *given)
+        running.append(taken)
         if i == 0:
             before = bad
-        elif not np.any(on_host(taken)):
+        elif (len(running) > AHEAD or running[0].is_ready()) and not np.any(on_host(running.pop(0))):
             break
-        if on_host(full):
-            layers = [_flush_layer(layer) for layer in layers]
+        if by.sure == 0:
+            by.sure = int(on_host(steps))
+            if by.sure == 0:
+                layers, by.sure = [_flush_layer(layer) for layer in layers], 1
+        by.sure -= 1
         infos = []
-        for j, layer in enumerate(model.layers):
+        for j, layer in enumerate(by.model.layers):
             x, layers[j], info = _step_layer(layer, x, cos, sin, layers[j], taken, measure=measure)
             infos.append(info)
         s, after = _end_step(ends, s, taken, fed, x, infos if measure else [], stop)
@@ -239,10 +271,11 @@ def decode_by_layer(
 
 
 def programs_by_layer(
-    model: FlatLayers, cache: Cache, logits: Array, active: Array, *given: Any, measure: bool
+    by: ByLayer, cache: Cache, logits: Array, active: Array, *given: Any, measure: bool
 ) -> list[Callable[[], jax.stages.Lowered]]:
     """Functions that lower the programs of `decode_by_layer`, but those of a flush; the model may hold shapes."""
-    ends, s, kinds = _begin_by_layer(model, cache, logits, active, measure)
+    model, ends = by.model, FlatLayers(by.model.whole, [])
+    s, kinds = _begin_by_layer(cache, logits, active, measure)
     brief = dataclasses.replace(cache, layers=tuple(cache.layers[kind] for kind in kinds))
     found: list[Callable[[], jax.stages.Lowered]] = [partial(_begin_step.lower, ends, s, brief, *given)]
     step: Any = partial(cast(Any, _step_layer).__wrapped__, measure=measure)

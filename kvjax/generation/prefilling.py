@@ -280,7 +280,8 @@ def prompt_programs(
             found.append(partial(_prefill_chunk.lower, model, cache, chunk_tokens, lengths, first_chunk=alone))
             continue
         given = like(cache, jax.eval_shape(_begin, model, chunk_tokens, lengths, lengths))
-        found.append(partial(_begin.lower, model, chunk_tokens, cache.length, lengths))
+        stored = like(cache, jax.eval_shape(lambda cache: cache.length, cache))
+        found.append(partial(_begin.lower, model, chunk_tokens, stored, lengths))
         found.append(partial(_finish.lower, model, given[0], lengths))
         for i in kinds_of(model, cache):
             layer: Any = cast(Any, model).layers[i], *given, cache.layers[i], lengths
@@ -405,7 +406,7 @@ def kinds_of(model: Any, cache: Cache) -> list[int]:
 def like(cache: Cache, shapes: Any) -> Any:
     """Shapes of arrays that are committed to a device if those of the cache are."""
     leaf: Any = next(iter(jax.tree.leaves(cache)))
-    if not leaf.committed:
+    if isinstance(leaf, np.ndarray) or not leaf.committed:
         return shapes
     device = SingleDeviceSharding(next(iter(leaf.sharding.device_set)))
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=device), shapes)

@@ -38,6 +38,7 @@ from kvjax.generation.drafts import Draft, Speculation, check_draft
 from kvjax.generation.loops import (
     PAD,
     ROOM,
+    ByLayer,
     Flat,
     FlatLayers,
     decode_by_layer,
@@ -45,6 +46,7 @@ from kvjax.generation.loops import (
     draft_loop,
     programs_by_layer,
 )
+from kvjax.generation.places import zeros_like
 from kvjax.generation.prefilling import Model as Model
 from kvjax.generation.prefilling import by_layer, on_auto_axes, prompt_programs, to_caller, warm_prefill
 from kvjax.generation.prefilling import chunk_size as chunk_size
@@ -338,7 +340,7 @@ class Stream(Iterator[Any]):
         self.rows, self.compile_seconds = [[] for _ in range(batch)], compile_seconds
         follows = any(layer.policy.follows for layer in cache.layers)  # and would need what another layer selected
         short = short and drafter is None and not follows and by_layer(model, cache)
-        self._model: Any = FlatLayers.of(model) if short else Flat.of(model)
+        self._model: Any = ByLayer(FlatLayers.of(model)) if short else Flat.of(model)
         self._processed = processed
         self._unread: list[Any] = []  # what a loop returned, until the host has read it
         self._draws, self._stop = draws, stop_array(()) if stop is None else stop
@@ -379,7 +381,7 @@ class Stream(Iterator[Any]):
 
     def programs(self) -> list[Callable[[], jax.stages.Lowered]]:
         """Functions that lower the programs of `advance`."""
-        if not isinstance(self._model, FlatLayers):
+        if not isinstance(self._model, ByLayer):
             return [self.lower]
         arguments, how = self._call(1)
         return programs_by_layer(*arguments, **how)
@@ -405,7 +407,7 @@ class Stream(Iterator[Any]):
     def _advance(self, limit: int) -> np.ndarray:
         """One call of a loop."""
         arguments, how = self._call(limit)
-        loop: Any = decode_by_layer if isinstance(self._model, FlatLayers) else decode_loop
+        loop: Any = decode_by_layer if isinstance(self._model, ByLayer) else decode_loop
         if self._drafter is not None:
             loop, arguments = draft_loop, (*arguments[:-1], *self._drafting(), *arguments[-1:])
         if not self._unread:
@@ -508,6 +510,18 @@ def warm_up(
     jax.block_until_ready(run.logits)
 
 
+def stand_in(empty: Callable[[], Cache]) -> Cache | None:
+    """What `compile_ahead` takes in place of the cache that `empty` makes: arrays of its shapes that take no memory.
+
+    None if programs depend on more of them, as on where arrays in host memory are.
+    """
+    made = jax.make_jaxpr(empty, return_shape=True)()
+    kinds: list[Any] = [aval for aval in made[0].out_avals]
+    if any(aval.memory_space == jax.memory.Space.Host or not isinstance(aval.dtype, np.dtype) for aval in kinds):
+        return None
+    return jax.tree.map(zeros_like, made[1])
+
+
 @on_auto_axes
 def compile_ahead(
     model: Model,
@@ -527,8 +541,8 @@ def compile_ahead(
     None is for prompts of all lengths, and without `prompts` there is only the program of decode steps.
 
     `model` may hold shapes (`jax.ShapeDtypeStruct`) in place of arrays, so that programs compile while weights are
-    read. `cache` is the empty one of the run; nothing in it changes. Call `stream` after all of them have returned, or
-    it compiles again.
+    read. `cache` is the empty one of the run, in which nothing changes, or `stand_in`. Call `stream` after all of them
+    have returned, or it compiles again.
     """
     V = vocabulary_size(model)
     programs = prompt_programs(model, cache, prompt_tokens, chunk=chunk) if prompts else []

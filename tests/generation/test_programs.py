@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.generation import prefilling
+from kvjax.generation import loops, prefilling
 from kvjax.generation.prefilling import CPU_CHUNKS, GPU_CHUNKS, cut
 from kvjax.generation.processors import Processors
 from kvjax.generation.prompt_inputs import pad_prompt, stop_array
 from kvjax.generation.sampling import sampling
+from kvjax.generation.streaming import stand_in
+from kvjax.memory import on_host
 from kvjax.models import Decoder, DecoderConfig
 from kvjax.spec import round_capacity
 from tests.generation.test_generate import assert_close
@@ -221,7 +223,9 @@ def test_programs_that_compiled_ahead_for_shapes_are_those_that_run(model, polic
     settings = {"measure": True, "stop_tokens": (1, 2), "sampling": sampling(0.7), "key": jax.random.key(3)}
     settings["processors"] = Processors(repetition_penalty=1.1 if model is DEEP else 1.0)
     chosen = {name: value for name, value in settings.items() if name != "key"}
-    for compile_one in kvjax.generation.compile_ahead(shapes, cache, 90, **chosen):
+    known = stand_in(lambda: kvjax.init(policy, model.spec(batch=1, capacity=288), layers=model.config.layers))
+    assert (known is None) == (policy is FREEKV)  # which has arrays in host memory
+    for compile_one in kvjax.generation.compile_ahead(shapes, known or cache, 90, **chosen):
         compile_one()
     with compiled() as seen:
         list(kvjax.generation.stream(model, cache, words(np.random.default_rng(0), 90), max_new_tokens=4, **settings))
@@ -251,12 +255,16 @@ def test_a_short_answer_compiles_one_layer_of_each_kind_and_is_the_same(policy, 
     jax.clear_caches()
     cache = empty()
     assert not cache.length.any()
-    for compile_one in kvjax.generation.compile_ahead(shapes, cache, 50, short=True, **chosen):
+    for compile_one in kvjax.generation.compile_ahead(shapes, stand_in(empty) or cache, 50, short=True, **chosen):
         compile_one()
+    waits = []
+    monkeypatch.setattr(loops, "on_host", lambda x: waits.append(x.dtype.kind) or on_host(x))
     with compiled() as seen:
         short = kvjax.generation.stream(DEEP, cache, prompt, short=True, **settings)
         got = np.concatenate(list(short), axis=1)
     assert set(seen) <= {"jit(flush)"}, seen
+    if policy is FIER:  # which says how many tokens its block takes
+        assert 0 < waits.count("i") <= 3 + got.shape[1] // 16
     with compiled() as seen:
         whole = kvjax.generation.stream(DEEP, empty(), prompt, **settings)
         np.testing.assert_array_equal(got, np.concatenate(list(whole), axis=1))
