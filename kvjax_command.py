@@ -8,6 +8,7 @@ package, because the signal may come while the package and JAX are imported.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -37,6 +38,7 @@ def end_at_interrupt() -> None:
 
 def main() -> int:
     end_at_interrupt()
+    gc.disable()  # what imports make stays: `kvjax.cli.terminal.collect_garbage` turns it on
     try:
         from kvjax.cli import main as run
     except ImportError as error:

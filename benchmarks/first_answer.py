@@ -16,6 +16,10 @@ on a CPU has the model. With --loads these are the only rows.
 
 The rows `lengths` are one process that answers prompts of several lengths, one after the other: `seconds` is that of
 the last length, which nothing was compiled for by name, and `steady_seconds` that of the same prompt once more.
+
+The rows `padding` say which share of the CPU seconds of a prompt goes to the tokens that pad its last chunk: beside the
+same chunks of which the last has the size of what is left. The lengths are those that are padded most, and the usual
+one.
 """
 
 from __future__ import annotations
@@ -46,6 +50,7 @@ from layers import out_of, save, show  # noqa: E402
 FILLER = "The grass is green. The sky is blue. The sun is yellow.\n"
 KEY, QUESTION = "The pass key is 71432. Remember it.\n", "What is the pass key? The pass key is "
 KEY_OF_A_ROW = ("shape", "platform", "work", "by", "cache", "new_tokens", "programs", "tokens")
+PADDED = "65,257,513,1862,2829"  # tokens: of those near them the most padded ones, by the chunks for a CPU
 TILE = 1 << 24  # random numbers of a checkpoint, repeated
 
 TRANSFORMERS = """
@@ -104,6 +109,43 @@ def answer(n):
 print("x", flush=True)
 each = [answer(n) for n in lengths]
 print(json.dumps({"by_length": each, "seconds": each[-1], "steady_seconds": answer(lengths[-1])}))
+"""
+
+PADDING = """
+import json, sys, time
+import jax, numpy as np
+import kvjax
+from kvjax import models, presets
+from kvjax.generation import prefilling
+from kvjax.spec import round_capacity
+model = models.load(sys.argv[1]).model
+lengths, own = [int(n) for n in sys.argv[3].split(",")], prefilling.chunks_of
+capacity = round_capacity(max(lengths) + 1)
+def exact(cache, tokens, chunk=None, *, empty):
+    *full, last = own(cache, tokens, chunk, empty=empty)
+    return [*full, (tokens - sum(size for size, _ in full), last[1])]
+def cpu_seconds(n):
+    cache = kvjax.init(presets.parse(sys.argv[2]), model.spec(batch=1, capacity=capacity), layers=model.config.layers)
+    prompt = np.random.default_rng(n).integers(3, model.config.vocab_size, (1, n))
+    jax.block_until_ready(cache)
+    begin = time.process_time()
+    jax.block_until_ready(prefilling.prefill(model, cache, prompt))
+    return time.process_time() - begin
+print("x", flush=True)
+found = {"padded_tokens": [], "padded_cpu_seconds": [], "exact_cpu_seconds": [], "padded_share": []}
+for n in lengths:
+    ways = {"padded": own, "exact": exact}
+    best = dict.fromkeys(ways, 1e9)
+    for _ in range(6):  # side by side, of which the first compiles
+        for name, way in ways.items():
+            prefilling.chunks_of = way
+            best[name] = min(best[name], cpu_seconds(n))
+    cache = jax.eval_shape(lambda: kvjax.init(presets.parse(sys.argv[2]), model.spec(1, capacity), layers=8))
+    found["padded_tokens"].append(sum(size for size, _ in own(cache, n, empty=True)) - n)
+    for name in ways:
+        found[name + "_cpu_seconds"].append(best[name])
+    found["padded_share"].append(1 - best["exact"] / best["padded"])
+print(json.dumps(found))
 """
 
 
@@ -264,6 +306,10 @@ def main(args: Sequence[str] | None = None) -> None:
         _, text = timed(command, KVJAX_COMPILATION_CACHE="off")
         return {"lengths": lengths, **json.loads(text.splitlines()[-1])}
 
+    def padding(cache: str) -> dict[str, Any]:
+        _, text = timed([sys.executable, "-c", PADDING, str(directory), cache, PADDED], KVJAX_COMPILATION_CACHE="off")
+        return {"lengths": PADDED, **json.loads(text.splitlines()[-1])}
+
     def answers(cache: str, state: str) -> None:
         for new in news:
             what = {"work": "answer", "by": "kvjax", "cache": cache, "new_tokens": new, "programs": state}
@@ -275,6 +321,8 @@ def main(args: Sequence[str] | None = None) -> None:
         for cache in reversed(caches):
             answers(cache, "warm")
             measure({"work": "lengths", "by": "kvjax", "cache": cache}, lambda cache=cache: several(cache))
+            if not large:
+                measure({"work": "padding", "by": "kvjax", "cache": cache}, lambda cache=cache: padding(cache))
     for dtype in ("bfloat16",) if large else ("bfloat16", "float32"):
         what = {"work": "load", "by": "kvjax", "cache": dtype}
         measure(what, lambda dtype=dtype: load({"dtype": dtype}))

@@ -8,6 +8,7 @@ KVJAX_COMPILATION_CACHE names another folder, or turns the cache "off".
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import platform
@@ -17,7 +18,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +113,9 @@ def _shown_by(show: Any) -> Any:
         if not text.startswith(_FAILED):
             show(message, *args, **kwargs)
             return
-        folder = getattr(jax.config, "jax_compilation_cache_dir", None)
+        folder = _folder()
         if text.startswith(_FAILED[0]) and folder and text.count("'") >= 2:
-            for entry in Path(folder).glob(f"{text.split(chr(39))[1]}-*"):  # JAX would never write over it
+            for entry in folder.glob(f"{text.split(chr(39))[1]}-*"):  # JAX would never write over it
                 entry.unlink(missing_ok=True)
         what = " ".join(text.partition(": ")[2].split())[:120]
         doing = "could not be read" if text.startswith(_FAILED[0]) else "could not be written"
@@ -131,6 +132,53 @@ def _tell(line: str, *, once: str | None = None) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------- time
+
+TIMES = "kvjax_seconds.json"  # beside the programs on disk
+MOST_TIMES = 400
+READING = 1 / 4  # of the seconds of compiling, to read the programs from disk; as long as it was not measured
+
+
+def expected_seconds(programs: str, kind: str) -> float | None:
+    """Seconds that `programs` will take, by what `note_seconds` noted for them, or else for others of their kind, with
+    this version of JAX on this kind of device; None if it noted nothing."""
+    known = _times()
+    return known.get(_named(programs), known.get(_named(kind)))
+
+
+def note_seconds(programs: str, kind: str, seconds: float) -> None:
+    """Notes beside the programs on disk how long these took: to compile, or to read if they were noted before."""
+    known, folder = _times(), _folder()
+    if folder is None:
+        return
+    if _named(programs) in known:
+        known[_named(programs)] = seconds
+    else:
+        known |= {_named(kind): seconds, _named(programs): seconds * READING}
+    new = folder / f"{TIMES}.{os.getpid()}"
+    with suppress(OSError):
+        try:
+            new.write_text(json.dumps(dict(list(known.items())[-MOST_TIMES:])))
+            new.replace(folder / TIMES)
+        finally:
+            new.unlink(missing_ok=True)
+
+
+def _folder() -> Path | None:
+    folder = getattr(jax.config, "jax_compilation_cache_dir", None)
+    return Path(folder) if folder else None
+
+
+def _times() -> dict[str, float]:
+    folder = _folder()
+    try:
+        found = {} if folder is None else json.loads((folder / TIMES).read_text())
+        return {str(name): float(seconds) for name, seconds in found.items()}
+    except (OSError, ValueError, TypeError, AttributeError):  # none yet, or not ours
+        return {}
+
+
+def _named(what: str) -> str:
+    return hashlib.sha256(f"{jax.__version__} {jax.devices()[0].device_kind} {what}".encode()).hexdigest()[:16]
 
 
 class Clock:

@@ -1,5 +1,6 @@
 """The cache of compiled programs: it is used, can be turned off, and no trouble with it costs an answer."""
 
+import json
 import logging
 import os
 import subprocess
@@ -128,6 +129,36 @@ def test_a_folder_that_cannot_be_made_is_told_once(settings, caplog):
         assert compiling.use_compilation_cache() is None
     assert len(caplog.messages) == 1
     assert str(settings / "kvjax") in caplog.messages[0]
+
+
+def test_seconds_are_noted_beside_the_programs(settings, monkeypatch):
+    expected = compiling.expected_seconds
+    compiling.note_seconds("a", "kind", 20.0)  # without a folder: nowhere
+    compiling.use_compilation_cache()
+    assert expected("a", "kind") is None
+    compiling.note_seconds("a", "kind", 20.0)
+    assert (expected("b", "kind"), expected("b", "other")) == (20.0, None)
+    assert 0 < expected("a", "kind") < 20, "they are on disk now"
+    compiling.note_seconds("a", "kind", 3.0)
+    assert (expected("a", "kind"), expected("b", "kind")) == (3.0, 20.0)
+    monkeypatch.setattr(jax, "__version__", "0.0.1")
+    assert expected("a", "kind") is None
+    (file,) = settings.rglob(compiling.TIMES)
+    for damaged in ("", "[1]", '{"a": null}', "\0"):
+        file.write_text(damaged)
+        assert expected("a", "kind") is None
+    for i in range(compiling.MOST_TIMES):
+        compiling.note_seconds(f"a{i}", f"kind{i}", float(i))
+    assert len(json.loads(file.read_text())) == compiling.MOST_TIMES
+    assert expected("z", f"kind{i}") == i
+
+    def refuse(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.replace", refuse)
+    compiling.note_seconds("new", "new", 1.0)
+    assert expected("new", "new") is None
+    assert [path for path in file.parent.iterdir() if compiling.TIMES in path.name] == [file]
 
 
 def test_the_clock_counts_compiling_once_and_work_not_at_all():

@@ -27,7 +27,7 @@ with naming_absent("the command kvjax"):
     import typer
 
     from kvjax.cli import bench, chat, compare, evaluate, generate, heads, methods, perplexity, warm
-    from kvjax.cli.terminal import say, write
+    from kvjax.cli.terminal import collect_garbage, say, write
 
 # Silences transformers' advice about torch and XLA's startup warnings, which do not concern users of this command.
 for _name, _value in (
@@ -56,6 +56,7 @@ def _print_version(requested: bool) -> None:
 
 @app.callback()
 def _common(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
     ] = False,
@@ -69,6 +70,8 @@ def _common(
     ] = True,
 ) -> None:
     """KV caches for long-context decoding in JAX."""
+    if context.invoked_subcommand != "generate":  # which turns it on when its programs are compiled
+        collect_garbage()
     if not compilation_cache:
         os.environ["KVJAX_COMPILATION_CACHE"] = "off"
 

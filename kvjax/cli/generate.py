@@ -33,7 +33,7 @@ from kvjax.cli.options import (
     model_directory,
     without_weights,
 )
-from kvjax.cli.terminal import Timeline, bar, bars, say, write, write_json
+from kvjax.cli.terminal import Timeline, bar, bars, collect_garbage, say, write, write_json
 
 if TYPE_CHECKING:
     from jax import Array
@@ -54,6 +54,8 @@ EXAMPLE = (
 )
 EXAMPLE_TOKENS = 5
 SILENCE = 2.0  # seconds of compiling after which a line says what takes the time
+EACH_PROGRAM = {False: 0.7, True: 3.5}  # seconds of one layer or of none, by whether the device is a GPU
+EACH_LAYER = 0.4  # of the loop of an answer that is not short
 SHORT = 256  # new tokens up to which to compile all layers takes longer than calls of one layer do
 JSON_BLOCK = 16  # decode steps between two transfers to the host; --json does not stream
 TEXT_BLOCK = 4  # on a GPU, for which the host then calls programs ahead, and which takes some milliseconds a step
@@ -199,6 +201,7 @@ def generate(
         for name, value in (other | {"--json": as_json}).items():
             if value:
                 raise ValueError(f"{many} and {name} cannot be given together")
+        collect_garbage()
         settings: dict[str, Any] = {"model_dir": model_dir, "policy": policy, "slots": slots, "dtype": dtype}
         answer_many(
             prompts or [read_prompt(text, None) for text in texts],
@@ -432,6 +435,7 @@ def _run(progress: Progress, job: _Job, times: Timeline, *, show: Callable[[str]
         with bar(progress, "compiling"):
             # the cores of a CPU would be shared by prompt and compiling
             ahead.wait(prompt_only=jax.default_backend() != "cpu" and not settings["short"])
+            collect_garbage()
             cache = ahead.cache()
             times.add(ahead.started, ahead.made, "empty cache")
         with (
@@ -478,7 +482,7 @@ class _Ahead:
         self._begun: Future[list[Future[tuple[Clock, float]]]] | None = None
         self._telling = threading.Timer(SILENCE, self._tell)
         self._telling.daemon, self._silent = True, silent
-        self.started, self.made = time.perf_counter(), 0.0
+        self.started, self.made, self._noted = time.perf_counter(), 0.0, False
 
     def begin(self, shapes: Decoder) -> None:
         """Starts to make the cache, and to compile for a model of these shapes."""
@@ -500,6 +504,7 @@ class _Ahead:
 
     def _submit(self, shapes: Decoder) -> list[Future[tuple[Clock, float]]]:
         from kvjax.generation import compile_ahead
+        from kvjax.generation.prefilling import chunks_of
         from kvjax.generation.streaming import stand_in
 
         job, settings = self._job, self._job.settings
@@ -508,6 +513,10 @@ class _Ahead:
         chosen = {name: settings[name] for name in ("sampling", "stop_tokens", "processors", "measure", "short")}
         cache = stand_in(job.empty) or self.cache()
         jobs = compile_ahead(shapes, cache, len(job.tokens), **chosen)
+        sizes, policies = {*chunks_of(cache, len(job.tokens), empty=True)}, [layer.policy for layer in cache.layers]
+        self._programs = f"{shapes.config} {job.spec} {policies} {sorted(sizes)} {sorted(chosen.items())}"
+        names = sorted({type(policy).__name__ for policy in policies})
+        self._kind = f"{names} {len(policies)} layers, short {settings['short']}"
         return [self._pool.submit(self._compile, one) for one in jobs]
 
     @staticmethod
@@ -526,11 +535,30 @@ class _Ahead:
         """
         if not self._silent and not self._telling.is_alive() and not self._telling.finished.is_set():
             self._telling.start()
+        from kvjax.compiling import note_seconds
+
         running = self._running
         ends = [one.result()[1] for one in (running[:-1] if prompt_only else running)]
-        if running and not prompt_only:
-            self._telling.cancel()
-        return max(ends) - self.started if ends else 0.0
+        if prompt_only or not ends:
+            return max(ends, default=self.started) - self.started
+        self._telling.cancel()
+        seconds = max(ends) - self.started
+        if not self._noted:
+            note_seconds(self._programs, self._kind, seconds)
+        self._noted = True
+        return seconds
+
+    def _expected(self) -> float:
+        """About how many seconds the programs take: as noted on this machine, else by their number and the layers."""
+        import jax
+
+        from kvjax.compiling import expected_seconds
+
+        gpu, settings = jax.default_backend() != "cpu", self._job.settings
+        layers = 0 if settings["short"] else self._job.checkpoint.config.layers
+        rule = len(self._running) * EACH_PROGRAM[gpu] + layers * EACH_LAYER
+        found = expected_seconds(self._programs, self._kind) if self._running else None
+        return max(rule if found is None else found, SILENCE + 1)
 
     @property
     def _running(self) -> list[Future[tuple[Clock, float]]]:
@@ -549,13 +577,13 @@ class _Ahead:
         import jax
 
         job = self._job
-        programs, layers = max(2, len(self._running)), job.checkpoint.config.layers
+        programs, layers, seconds = max(2, len(self._running)), job.checkpoint.config.layers, self._expected()
         config: Any = jax.config
         kept = config.jax_compilation_cache_dir
         then = f", once: they are kept in {kept}" if kept else ""
         say(
             f"compiling {programs} programs, for a prompt of {len(job.tokens)} tokens and for decode steps of "
-            f"{layers} layers, takes some seconds{then}"
+            f"{layers} layers, takes about {seconds if seconds < 10 else round(seconds / 5) * 5:.0f} s{then}"
         )
 
 

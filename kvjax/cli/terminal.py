@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -92,6 +93,16 @@ class Timeline:
     def __str__(self) -> str:
         rows = sorted(self._rows, key=lambda row: row[:2])
         return "\n".join(f"{a - self._start:8.2f} to {b - self._start:7.2f} s  {what}" for a, b, what in rows)
+
+
+def collect_garbage() -> None:
+    """Turns on the collector of cycles, which a command needs no longer be without when its imports are done.
+
+    Imports and traces make many objects that stay, and the collector would look at them again and again.
+    """
+    if not gc.isenabled():
+        gc.freeze()
+        gc.enable()
 
 
 def show(table: Table) -> None:

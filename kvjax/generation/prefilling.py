@@ -26,7 +26,7 @@ from kvjax.spec import require_int
 from kvjax.validation import check_array
 
 SMALLEST_CHUNK = 16  # more than 1, because a chunk of one token would be a decode step
-CPU_CHUNKS = (512, 64)
+CPU_CHUNKS = (256, 64)  # logits of 256 tokens and a block of keys stay in the caches of a core
 # Tokens of all rows together. The first is for an empty cache only: cuDNN attention of a whole prompt holds no T x T
 # array, so only activations grow. To read the weights takes a GPU as long as to multiply some 300 tokens with them.
 GPU_CHUNKS = (32768, 4096, 512)
@@ -126,7 +126,7 @@ def prefill(
     """Stores a right-padded prompt i32[B, T] and returns the logits f32[B, V] of each row's last real token.
 
     Reads the prompt in chunks of at most `chunk` tokens, so it holds neither a T x T array nor the logits of every
-    token. None cuts it into chunks of few sizes, at most 512 tokens on CPU and 32768 on GPU, counted over all rows; a
+    token. None cuts it into chunks of few sizes, at most 256 tokens on CPU and 32768 on GPU, counted over all rows; a
     cache that decides by the prompt's queries what to keep, such as the evicting ones, gets the whole prompt at once. A
     row of length 0 stores nothing, and its logits are meaningless. `first_chunk` promises that the cache is empty; None
     checks this, and is False under a trace. `progress` is called after each chunk with the number of columns done, and
@@ -335,7 +335,7 @@ def chunk_size(tokens: int, chunk: int | None = None, *, rows: int = 1) -> int:
     [1280, 10240, 32768, 20480]
     """
     if chunk is None:
-        chunk = CPU_CHUNKS[0] if jax.default_backend() == "cpu" else max(CPU_CHUNKS[0], GPU_CHUNKS[0] // rows)
+        chunk = CPU_CHUNKS[0] if jax.default_backend() == "cpu" else max(GPU_CHUNKS[-1], GPU_CHUNKS[0] // rows)
     chunk = require_int("chunk", chunk, at_least=2)
     even = -(-tokens // -(-tokens // chunk))
     return min(chunk, _round_up(even))
