@@ -280,7 +280,7 @@ def prompt_programs(
             found.append(partial(_prefill_chunk.lower, model, cache, chunk_tokens, lengths, first_chunk=alone))
             continue
         given = like(cache, jax.eval_shape(_begin, model, chunk_tokens, lengths, lengths))
-        stored = like(cache, jax.eval_shape(lambda cache: cache.length, cache))
+        stored = like(cache, jax.eval_shape(lambda cache: cache.position, cache))
         found.append(partial(_begin.lower, model, chunk_tokens, stored, lengths))
         found.append(partial(_finish.lower, model, given[0], lengths))
         for i in kinds_of(model, cache):
