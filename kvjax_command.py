@@ -38,7 +38,7 @@ def end_at_interrupt() -> None:
 
 def main() -> int:
     end_at_interrupt()
-    gc.disable()  # what imports make stays: `kvjax.cli.terminal.collect_garbage` turns it on
+    gc.disable()  # the objects that imports make stay; `kvjax.cli.terminal.collect_garbage` turns it on
     try:
         from kvjax.cli import main as run
     except ImportError as error:

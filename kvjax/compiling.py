@@ -135,7 +135,7 @@ def _tell(line: str, *, once: str | None = None) -> None:
 
 TIMES = "kvjax_seconds.json"  # beside the programs on disk
 MOST_TIMES = 400
-READING = 1 / 4  # of the seconds of compiling, to read the programs from disk; as long as it was not measured
+READING = 1 / 4  # the share of the seconds of compiling that reading takes, until it was noted
 
 
 def expected_seconds(programs: str, kind: str) -> float | None:

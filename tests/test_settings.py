@@ -197,7 +197,7 @@ def test_numbers_and_words_are_given_by_name(name: str) -> None:
 
 
 # What a program changes as it runs; everything else is frozen, states and settings alike.
-CHANGES = {"Request", "Reading", "_Block", "Places", "Cell", "Rows", "_Request"}
+CHANGES = {"Request", "Reading", "_Block", "Places", "Cell", "Rows", "_Request", "ByLayer"}
 
 
 def test_settings_and_states_are_frozen() -> None:

@@ -54,8 +54,8 @@ EXAMPLE = (
 )
 EXAMPLE_TOKENS = 5
 SILENCE = 2.0  # seconds of compiling after which a line says what takes the time
-EACH_PROGRAM = {False: 0.7, True: 3.5}  # seconds of one layer or of none, by whether the device is a GPU
-EACH_LAYER = 0.4  # of the loop of an answer that is not short
+EACH_PROGRAM = {False: 0.7, True: 3.5}  # seconds for one layer or none, by whether the device is a GPU
+EACH_LAYER = 0.4  # seconds more for the loop of an answer that is not short
 SHORT = 256  # new tokens up to which to compile all layers takes longer than calls of one layer do
 JSON_BLOCK = 16  # decode steps between two transfers to the host; --json does not stream
 TEXT_BLOCK = 4  # on a GPU, for which the host then calls programs ahead, and which takes some milliseconds a step

@@ -511,7 +511,7 @@ def warm_up(
 
 
 def stand_in(empty: Callable[[], Cache]) -> Cache | None:
-    """What `compile_ahead` takes in place of the cache that `empty` makes: arrays of its shapes that take no memory.
+    """Arrays for `compile_ahead` with the shapes of the cache that `empty` makes, but without its memory.
 
     None if programs depend on more of them, as on where arrays in host memory are.
     """
