@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -11,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.numerics.blocks import quotient, remainder
+from kvjax.numerics.blocks import put_last
 from kvjax.numerics.partial import attention_logits
 from kvjax.numerics.quant import OneBit
 from kvjax.numerics.rotate import Directions, rotate_few, turned
@@ -55,28 +54,36 @@ def top_k(
     # A valid score of -inf must still come before units that are not valid, and NaN must not rank first.
     low = jnp.finfo(scores.dtype).min
     ranked = jnp.where(valid, jnp.where(scores >= low, scores, low), -jnp.inf)
-    best, slots = for_gpu(partial(_top_of_blocks, k=k), partial(lax.top_k, k=k), ranked)
+    best, slots = for_gpu(partial(_top_by_counts, k=k), partial(lax.top_k, k=k), ranked)
     return Selection(slots.astype(jnp.int32), best > -jnp.inf)
 
 
-def _top_of_blocks(ranked: Array, k: int) -> Sequence[Array]:
-    """`lax.top_k`, from the k blocks of adjacent values that have the highest maxima.
+def _top_by_counts(ranked: Array, k: int) -> Sequence[Array]:
+    """`lax.top_k` that finds the lowest of the k values by counting, four bits at a time, and sorts only those k.
 
-    These hold the k highest values: each block that comes before the block of one has a value that comes before it. Two
-    sorts of fewer values take a GPU less time, because it sorts a long row in ever more kernels.
+    A GPU sorts a long row in ever more kernels, and pads it to a power of two.
     """
-    if ranked.dtype != jnp.float32 or ranked.shape[-1] < max(8 * k, 65536):
-        return lax.top_k(ranked, k)
     *lead, U = ranked.shape
-    block = 2 ** round(math.log2(U / k) / 2)  # U / block and k * block values are sorted
-    bits = lax.bitcast_convert_type(ranked, jnp.int32)
-    keys = jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)  # in the order of `lax.top_k`: -0 is below 0
-    keys = jnp.pad(keys, [(0, 0)] * len(lead) + [(0, -U % block)], constant_values=jnp.iinfo(jnp.int32).min)
-    blocks = keys.reshape(*lead, -1, block)
-    at = jnp.sort(lax.top_k(jnp.max(blocks, axis=-1), k)[1], axis=-1)  # in order, so that ties go to the lower slot
-    best, place = lax.top_k(jnp.take_along_axis(blocks, at[..., None], axis=-2).reshape(*lead, -1), k)
-    slots = jnp.take_along_axis(at, quotient(place, block), axis=-1) * block + remainder(place, block)
-    return [lax.bitcast_convert_type(jnp.where(best < 0, best ^ jnp.int32(0x7FFFFFFF), best), jnp.float32), slots]
+    if ranked.dtype != jnp.float32 or max(2 * k, 16384) > U:
+        return lax.top_k(ranked, k)
+    ranked = ranked.reshape(-1, U)
+    bits = lax.bitcast_convert_type(ranked, jnp.uint32)
+    keys = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))  # in the order of `lax.top_k`: -0 is below 0
+    least = jnp.zeros((len(keys), 1), jnp.uint32)
+    for shift in range(28, -1, -4):
+        at_least = [keys >= least + jnp.uint32(digit << shift) for digit in range(1, 16)]
+        zeros = [jnp.int32(0)] * len(at_least)
+        counts = lax.reduce(
+            [at.astype(jnp.int32) for at in at_least], zeros, lambda a, b: list(map(lax.add, a, b)), (1,)
+        )
+        least += sum((count >= k).astype(jnp.uint32) for count in counts)[:, None] << shift
+    above, level = keys > least, keys == least
+    ranks, levels = lax.cumsum(jnp.stack([above, level]).astype(jnp.int32), axis=2)
+    spare = k - ranks[:, -1:]  # of the level, the lower slots
+    place = jnp.where(above | (level & (levels <= spare)), ranks + jnp.minimum(levels, spare) - 1, k)
+    slots = put_last(jnp.zeros((len(keys), k), jnp.int32), place, lax.broadcasted_iota(jnp.int32, keys.shape, 1))
+    best, order = lax.top_k(jnp.take_along_axis(ranked, slots, axis=1), k)
+    return [a.reshape(*lead, k) for a in (best, jnp.take_along_axis(slots, order, axis=1))]
 
 
 def _top_k_grouped_limit(kernel: Any, a: Any) -> str | None:
