@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -149,6 +150,62 @@ def operations(policy: Any) -> list[str]:
     return list(dict.fromkeys(call.op for call in found))
 
 
+SIZED = ("full", "fier", "quest", "pariskv", "exact", "logquant", "kivi", "fier:store=turbo4")
+SIZES: dict[str, dict[str, int]] = {f"heads of {size}": {"head_dim": size} for size in (64, 80, 96, 128, 192, 256)}
+SIZES |= {"values of 64": {"value_dim": 64}} | {f"groups of {n}": {"group": n} for n in (1, 8, 12, 16)}
+
+
+def limits(name: str, group: int = 4, head_dim: int = 128, value_dim: int | None = None) -> dict[str, str]:
+    """The operations of a step whose kernels do not take a size, and why; or why the method does not."""
+    spec = kvjax.CacheSpec(
+        batch=1, q_heads=2 * group, kv_heads=2, head_dim=head_dim, value_dim=value_dim, capacity=32768, dtype="bfloat16"
+    )
+    missing: dict[str, str] = {}
+    inside = False
+    call: Any = ops.Op.__call__
+
+    def told(op: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal inside
+        if not inside:  # what a kernel replaces does not matter
+            if why := op.unsupported(*args, **kwargs):
+                missing[f"`{op.name}`"] = (
+                    why.removeprefix("the kernel ").removeprefix(f"{op.name} ").split(";")[0].split(",")[0]
+                )
+            inside = why is None
+            try:
+                return call(op, *args, **kwargs)
+            finally:
+                inside = False
+        return call(op, *args, **kwargs)
+
+    def run() -> Any:
+        heads = ((2 * group, head_dim), (2, head_dim), (2, spec.value_size))
+        qkv = [jnp.zeros((1, 1, *one), jnp.bfloat16) for one in heads]
+        return kvjax.attention(kvjax.init_layer(kvjax.presets.parse(name).policy(31), spec), *qkv)
+
+    with mock.patch.object(ops.Op, "__call__", told):
+        try:
+            jax.eval_shape(run)
+        except (ValueError, NotImplementedError) as error:
+            return {"the method": in_short(str(error)).split(";")[0]}
+    return missing
+
+
+def sizes() -> str:
+    """Which operations run as kernels by size, and why others do not."""
+    rows, why = [], dict[tuple[str, str], list[str]]()
+    for name in SIZED:
+        found = {label: limits(name, **size) for label, size in SIZES.items()}
+        rows.append([f"`{name}`", *(", ".join(each) or "✓" for each in found.values())])
+        for label, each in found.items():
+            for reason in each.items():
+                where = why.setdefault(reason, [])
+                where += [] if label in where else [label]
+    reasons = [[op, ", ".join(where), reason] for (op, reason), where in sorted(why.items())]
+    return f"""{table(["method", *SIZES], rows)}
+{table(["operation", "sizes", "its kernel"], reasons)}"""
+
+
 def table(header: list[str], rows: list[list[str]]) -> str:
     return "".join(f"| {' | '.join(cells)} |\n" for cells in (header, ["---"] * len(header), *rows))
 
@@ -198,6 +255,9 @@ Operations of a step that have a GPU kernel, with the sizes of this run. `kvjax.
 kernels for your sizes and device, and why the others do not.
 
 {table(["method", "operations"], kernels)}
+What runs in plain JAX by size, in bf16:
+
+{sizes()}
 ## GPUs
 
 Kernels run by default on GPUs of these compute capabilities. The tests compile them for each, without the cards, and

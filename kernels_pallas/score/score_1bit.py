@@ -64,14 +64,14 @@ def smem_bytes(D: int, config: Config) -> int:
     return WARPS * config.stages * (UNIT * D // 8 + 2 * D)
 
 
-def unsupported(q: Any, bits: Any, step: Any) -> str | None:
-    """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
+def unsupported(q: Any, bits: Any, step: Any, heads: int = 2 * HEADS) -> str | None:
+    """The limit that these shapes and dtypes exceed; None if there is a kernel for them, of up to `heads` queries."""
     *_, G, D = q.shape
     S, groups = bits.shape[2], step.shape[2]
     if D not in (64, 128):
         return f"the kernel score_1bit takes head sizes 64 and 128; got D={D}"
-    if not 1 <= G <= HEADS:
-        return f"the kernel score_1bit takes 1 to {HEADS} query heads a kv head; got G={G}"
+    if not 1 <= G <= heads:
+        return f"the kernel score_1bit takes 1 to {heads} query heads a kv head; got G={G}"
     if not groups or S % groups or (S // groups) % UNIT:
         return f"the kernel score_1bit takes groups of a multiple of {UNIT} tokens; got {S} tokens in {groups} groups"
     if step.dtype not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):

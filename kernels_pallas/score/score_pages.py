@@ -53,13 +53,13 @@ def smem_bytes() -> int:
     return 0
 
 
-def unsupported(q: Any, low: Any, high: Any) -> str | None:
-    """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
+def unsupported(q: Any, low: Any, high: Any, heads: int = 2 * HEADS) -> str | None:
+    """The limit that these shapes and dtypes exceed; None if there is a kernel for them, of up to `heads` queries."""
     G, D = q.shape[2:]
     if D not in (64, 128):
         return f"the kernel score_pages takes head sizes 64 and 128; got D={D}"
-    if not 1 <= G <= HEADS:
-        return f"the kernel score_pages takes 1 to {HEADS} query heads a kv head; got G={G}"
+    if not 1 <= G <= heads:
+        return f"the kernel score_pages takes 1 to {heads} query heads a kv head; got G={G}"
     if low.dtype not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)) or high.dtype != low.dtype:
         return f"the kernel score_pages takes corners in bf16 or in f16; got {low.dtype} and {high.dtype}"
     if 0 in q.shape or not low.shape[2]:
@@ -82,7 +82,7 @@ def score_pages(q: Array, low: Array, high: Array, *, scale: float, config: Conf
 def _scores(scale: float, config: Config, q: Array, low: Array, high: Array) -> Array:
     (rows, G, D), P = q.shape, low.shape[1]
     kind = "bf16" if low.dtype == jnp.bfloat16 else "f16"
-    warps = rows * -(-P // (TILE * config.tiles))
+    warps = rows * -(-P // (TILE * config.tiles)) * parts(G, config)
 
     @jax.custom_batching.custom_vmap
     def run(q: Array, low: Array, high: Array) -> Array:

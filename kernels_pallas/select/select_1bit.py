@@ -62,7 +62,7 @@ def smem_bytes(D: int, config: Config) -> int:
 def unsupported(q: Any, bits: Any, step: Any, pending: Any, group_reduce: str, room: int, steps: int = 1) -> str | None:
     """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
     one = jax.ShapeDtypeStruct((*q.shape[:2], q.shape[2] // steps, q.shape[3]), q.dtype)
-    if limit := score.unsupported(one, bits, step):
+    if limit := score.unsupported(one, bits, step, score.HEADS):
         return limit.replace("score_1bit", "select_1bit", 1)
     if steps > 1 and q.shape[2] > PASS:
         return f"the kernel select_1bit takes {PASS} query heads of some steps in one pass; got {q.shape[2]}"

@@ -63,7 +63,7 @@ def unsupported(
 ) -> str | None:  # fmt: skip
     """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
     one = jax.ShapeDtypeStruct((*q.shape[:2], q.shape[2] // steps, q.shape[3]), q.dtype)
-    if limit := score.unsupported(one, low, high):
+    if limit := score.unsupported(one, low, high, score.HEADS):
         return limit.replace("score_pages", "select_pages", 1)
     if unit % TILE:
         return f"the kernel select_pages takes pages of a multiple of {TILE} tokens; got {unit}"

@@ -278,7 +278,7 @@ CASES = {
         one_bit,
         [
             (dict(D=96), "the kernel score_1bit takes head sizes 64 and 128"),
-            (dict(G=9), "1 to 8 query heads"),
+            (dict(G=17), "1 to 16 query heads"),
             (dict(group=16), "groups of a multiple of 32"),
             (dict(dtype=jnp.float32), "scales in bf16 or f16"),
             (dict(B=0), "at least one row"),
@@ -288,7 +288,7 @@ CASES = {
         pages,
         [
             (dict(D=96), "the kernel score_pages takes head sizes 64 and 128"),
-            (dict(G=9), "1 to 8 query heads"),
+            (dict(G=17), "1 to 16 query heads"),
             (dict(dtype=jnp.float32), "corners in bf16 or in f16"),
             (dict(P=0), "at least one row and page"),
         ],

@@ -22,9 +22,10 @@ pytestmark = pytest.mark.usefixtures("kernels")
         (2, 1, 5, 672, 128, 32, jnp.bfloat16),
         (1, 1, 4, 1056, 64, 96, jnp.bfloat16),
         (1, 1, 3, 288, 128, 32, jnp.float16),
+        (1, 1, 13, 288, 128, 32, jnp.bfloat16),
         pytest.param(1, 2, 8, 192, 64, 64, jnp.float16, marks=pytest.mark.thorough),
         pytest.param(1, 2, 4, 576, 128, 64, jnp.bfloat16, marks=pytest.mark.thorough),
-        *(pytest.param(2, 3, G, 2080, 128, 32, jnp.bfloat16, marks=on_gpu) for G in range(1, 9)),
+        *(pytest.param(2, 3, G, 2080, 128, 32, jnp.bfloat16, marks=on_gpu) for G in range(1, 17)),
         *(pytest.param(1, 2, G, 992, 64, 32, jnp.float16, marks=on_gpu) for G in (1, 4, 8)),
         *(
             pytest.param(*sizes, dtype, marks=on_gpu)
