@@ -90,6 +90,9 @@ class Speculative(Policy):
     `topk` a step selects only that part of the budget among all tokens; the rest are the best of those that the step
     before attended to. Scores are scaled as attention is, or by `selection_scale`.
 
+    Over a store in whose tokens a step attends in place (`Store.recalls` is false, as of `TurboQuant`), nothing is
+    copied: a head then attends with the slots that an earlier step selected.
+
     With a store that recalls in two parts (`Store.recall`, as `HostOffload` does), a step waits only for what its own
     heads need. The rest runs beside other work in programs compiled with `memory.CONCURRENT`, as that of
     `kvjax.generate` is.
@@ -156,6 +159,9 @@ class Speculative(Policy):
 
         def recall(q: Array) -> Recall:
             selection = unpack(policy.select(st, q, Step(1.0)))
+            if not policy.store.recalls and policy.demote.ordered:
+                none = jnp.zeros((spec.batch, spec.kv_heads, 0, spec.head_dim), spec.dtype)
+                return Recall(selection, none, none, jnp.zeros(spec.batch, bool))
             *_, H, M = selection.slots.shape  # of all heads one after the other, and room for the edge, moved as a unit
             stored, _ = split_selection(flat(selection, H * M + policy.selector.unit), st.store.slots)
             return Recall(selection, *policy.store.gather(st.store, stored), jnp.zeros(spec.batch, bool))
@@ -231,6 +237,8 @@ class Speculative(Policy):
         """Recalls the selection: the zones, keys and values for the heads that attend with them now, and the recall of
         all heads for the next step."""
         previous, oldest = decision.previous, st.recent.count - self.retrieval.local
+        if not previous.k.shape[2]:  # a step attends in place
+            return st, previous[1:3], Recall(selection, previous.k, previous.v, oldest >= 0)
         recalled = Recalled(flat(previous.selection, previous.k.shape[2]), previous.k, previous.v)
         how = (st.recent.k, st.recent.v), oldest, recalled, decision.renewed, decision.urgent
         store, now, rest = self.retrieval.store.recall(st.store, selection, *how, edges=self.reuse)
@@ -256,10 +264,15 @@ class Speculative(Policy):
             edge &= position >= seen.first[:, None, None]
         used = self._keep_reused(zones, used, by_head, jnp.sum(edge, axis=2, dtype=jnp.int32), seen)
         with_edge = edge[:, :, None] & by_head
-        # Slots W ... 2W-1 are those of the new recall, followed by `recent`.
-        read = _in_order(used.valid, with_edge)
-        read = read._replace(slots=read.slots + jnp.where(decision.urgent, previous.k.shape[2], 0)[..., None, None])
         beside = seen.recent, seen.sink, policy.local
+        read = _in_order(used.valid, with_edge)
+        if not previous.k.shape[2]:
+            left = jnp.broadcast_to(policy.slots_at(zones, position)[:, :, None], (*used.slots.shape[:3], self.reuse))
+            read = read._replace(slots=jnp.concatenate([used.slots, left], axis=3))
+            out, _ = policy.store.attend_zones(zones.store, q, read, *beside, **step.logits)
+            return out, self._info(zones, seen, used, with_edge, position, ~decision.reused)
+        # Slots W ... 2W-1 are those of the new recall, followed by `recent`.
+        read = read._replace(slots=read.slots + jnp.where(decision.urgent, previous.k.shape[2], 0)[..., None, None])
         out = ops.attend_zones(q, previous.k, previous.v, read, *beside, now, **step.logits)
         return out, self._info(zones, seen, used, with_edge, position, ~decision.reused)
 
@@ -374,7 +387,7 @@ class Speculative(Policy):
             return jnp.concatenate([lists.reshape(B, K, H * (M + more), -1), a[:, :, H * M :]], axis=2)
 
         recall = st.recall._replace(selection=selection._replace(slots=slots))
-        if more:
+        if more and before.recall.k.shape[2]:
             recall = recall._replace(k=moved(before.recall.k), v=moved(before.recall.v))
         return replace(st, recall=recall)
 

@@ -285,6 +285,13 @@ class Zoned(Policy):
         recent = self.demote.place(chunks, jnp.maximum(slots - st.store.slots, 0))
         return sink + jnp.where(slots < st.store.slots, self._history(slots), recent)
 
+    def slots_at(self, st: ZonedState, positions: Array) -> Array:
+        """The slots i32[B, ...] of `positions` i32[B, ...] past the sink, as `positions` counts them, if tokens leave
+        the recent block in order."""
+        by_row = (-1, *(1,) * (positions.ndim - 1))
+        place, count = positions - st.offset_store.reshape(by_row), st.store.count.reshape(by_row)
+        return jnp.where(place < count, place, st.store.slots + place - count)
+
     def _history(self, slots: Array) -> Array:
         """The place past the sink of the tokens in slots of the history."""
         leaving = jnp.asarray(self.demote.leaving(self.local), jnp.int32)

@@ -40,6 +40,9 @@ class Store:
         """Tokens that can only be read together: a selection must name whole pages. 1 if single tokens can be read."""
         return 1
 
+    recalls: ClassVar[bool] = True
+    """True if `Speculative` copies selected tokens; False if a step attends to them in place as fast."""
+
     takes_steps: ClassVar[bool] = False
     """True if `attend_zones` attends for several decode steps at once, each with its own selection."""
 

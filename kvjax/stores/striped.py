@@ -47,6 +47,10 @@ class StripedStore(Wrapper):
     store: Store
     stripes: Stripes
 
+    @property
+    def recalls(self) -> bool:  # type: ignore[override]
+        return self.store.recalls
+
     def check(self, spec: CacheSpec, chunk: int) -> None:
         self.store.check(spec, self.stripes.tokens)
 

@@ -129,6 +129,8 @@ class TurboQuant(_Turbo):
     variance at 3 bits. The mean of a row's first keys is taken out. Codes of 8 bits have uniform levels.
     """
 
+    recalls = False
+
     def init(self, spec: CacheSpec, slots: int) -> TurboBlock:
         lead, D = (spec.batch, spec.kv_heads), spec.head_dim
 

@@ -232,6 +232,9 @@ CASES: dict[str, Case] = {
     "freekv over turboquant": Case(
         presets.freekv(budget=72, page=8, sink=4, local=24, tau=0.0, store="host-turbo4").rest
     ),
+    "freekv over turboquant, in place": Case(
+        presets.freekv(budget=72, page=8, sink=4, local=24, tau=0.0, store="turbo4").rest
+    ),
     "fier over 2-bit values": _with(store=Quantized(bits=4, key_group=16, value_bits=2, value_group=8)),
     "fier, log-sparse, 2 bits": _with(
         selector=Fier(group=8), local=16, demote=LogSparse(window=16), store=Quantized(bits=2, key_group=16)

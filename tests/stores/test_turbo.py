@@ -1,6 +1,7 @@
 """TurboQuant's codes against float64 numpy written from the paper, and the stores that keep them."""
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -213,6 +214,38 @@ def test_presets_select_from_the_codes_that_are_asked_for(name: str, store: Any)
 def test_freekv_recalls_codes() -> None:
     policy = presets.parse("freekv:store=host-turbo4").rest
     assert policy.retrieval.store == HostTurboQuant(page=32)
+
+
+class Copied(TurboQuant):
+    """TurboQuant whose selected tokens FreeKV copies, as it does those of other stores."""
+
+    recalls = True
+
+
+@pytest.mark.parametrize("reuse", [1, 3])
+def test_freekv_attends_in_place_to_what_it_would_recall(reuse: int) -> None:
+    """Steps of several flushes, of which some heads reuse earlier selections: nearly exact codes show the tokens."""
+    policy = presets.freekv(budget=48, page=8, sink=4, local=16, tau=0.2, reuse=reuse, store="turbo8").rest
+    spec = kvjax.CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=32, capacity=160, dtype="float32")
+    draw = np.random.default_rng(0).standard_normal
+    prompt, steps = ([draw((n, 2, t, h, 32)).astype(np.float32) for h in (4, 2, 2)] for n, t in ((1, 77), (30, 1)))
+    turning = np.cumsum(steps[0], axis=0)  # queries that are alike from step to step
+
+    def run(policy: Any) -> tuple[Any, Any]:
+        def one(layer: Any, qkv: Any) -> Any:
+            out, layer, info = kvjax.attention_info(layer, *qkv)
+            return layer, (out, info.positions)
+
+        layer = kvjax.attention(kvjax.init_layer(policy, spec), *(a[0] for a in prompt))[1]
+        layer, found = jax.lax.scan(one, layer, (turning, *steps[1:]))
+        return layer.state.recall.k.size, found
+
+    size, (out, positions) = run(policy)
+    copies = replace(policy.retrieval, store=Copied(bits=8))
+    copied, (expected, same) = run(replace(policy, retrieval=copies))
+    assert size == 0 < copied
+    np.testing.assert_array_equal(np.sort(positions), np.sort(same))
+    np.testing.assert_allclose(out, expected, atol=0.05)  # the copies of tokens that were flushed since are exact
 
 
 def test_what_cannot_be_coded_is_refused() -> None:
