@@ -251,11 +251,11 @@ Each row is the error that the call raises:
 {table(["feature", "methods", "error"], refusals)}
 ## Kernels of a decode step
 
-Operations of a step that have a GPU kernel, with the sizes of this run. `kvjax.ops.explained` says which of them run as
-kernels for your sizes and device, and why the others do not.
+Operations of a step that have a GPU kernel, with the sizes of this run. `kvjax.ops.explained` says which run
+for your sizes and device, and why others do not.
 
 {table(["method", "operations"], kernels)}
-What runs in plain JAX by size, in bf16:
+In plain JAX by size, in bf16:
 
 {sizes()}
 ## GPUs
