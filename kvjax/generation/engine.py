@@ -74,7 +74,8 @@ class Engine:
         `kvjax.init`, whose rows are the slots.
       slots, capacity: rows, and tokens that each can hold; only with a checkpoint.
       small_slots: more slots of smaller capacity, how many of each, such as {8192: 12}: a short request then takes less
-        memory than the longest. Which slot a request gets changes its tokens by rounding at most.
+        memory than the longest. Which slot a request gets changes its tokens by rounding at most. No prompt is then
+        read before a slot for it is free.
       block: tokens of each row between two looks at waiting requests. A larger block is faster, a smaller one reads
         prompts and frees slots sooner.
       chunk: tokens of a prompt that are read at once; None reads prompts whole, so that each attends to itself exactly
@@ -211,9 +212,8 @@ class Engine:
         if stop is None:
             stop = () if checkpoint is None else checkpoint.chat_stop_tokens if chat else checkpoint.stop_tokens
         tokens, lengths = pad_prompt([prompt], rows=1)
-        found = check_request(
-            self._whole, self._empty, tokens, lengths, max_new_tokens=max_new_tokens, stop_tokens=stop
-        )
+        limits: Any = {"max_new_tokens": max_new_tokens, "stop_tokens": stop}
+        found = check_request(self._whole, self._empty, tokens, lengths, **limits)
         if self._places:
             self._places.check_room(len(tokens[0]), max_new_tokens, self._cache.spec.capacity)
         own = found[found != PAD]
