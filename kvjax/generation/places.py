@@ -203,6 +203,8 @@ def _take_row(cache: Cache, slot: Slot, spec: CacheSpec) -> Cache:
 
 def with_small_slots(cache: Cache, small: Mapping[int, int]) -> Cache:
     """`cache`, whose arrays it keeps, with more rows of smaller capacities: how many of each."""
+    if not isinstance(small, Mapping):
+        raise ValueError(f"small_slots must say how many slots of each capacity, such as {{8192: 12}}; got {small!r}")
     most, sizes = cache.spec.capacity, [(cache.spec.batch, cache.spec.capacity)]
     if cache.placement is not None:
         raise ValueError("small_slots are for a cache on one device; make it without a placement, or leave them out")

@@ -185,6 +185,7 @@ def test_slots_of_several_capacities_are_refused_where_rows_depend_on_others(mod
     share = kvjax.presets.parse("fier:budget=24,group=8,chunk=8,dense_layers=0,share=2")
     for cache, given, message in (
         (new_cache(2), {128: 1}, "a capacity of small_slots must be at most 127, got 128"),
+        (new_cache(2), 64, "small_slots must say how many slots of each capacity"),
         (new_cache(2), {64: 0}, r"small_slots\[64\] must be at least 1"),
         (new_cache(2, policy=share), {64: 1}, "must have one capacity: it needs other layers"),
     ):
