@@ -38,8 +38,8 @@ from kvjax.generation import places, prefilling
 from kvjax.generation.loops import PAD, ROOM, Flat, FlatLayers, decode_loop
 from kvjax.generation.places import LONGEST, Slot
 from kvjax.generation.processors import Processors
-from kvjax.generation.prompt_inputs import check_model, check_model_cache, check_request, pad_prompt
-from kvjax.generation.requests import NOT_FINITE, STOPS, EngineBusy, Request, Stats
+from kvjax.generation.prompt_inputs import check_model, check_model_cache, check_request, pad_prompt, stop_array
+from kvjax.generation.requests import NOT_FINITE, STOPS, EngineBusy, Request, Stats, check_own, stop_ids, token_ids
 from kvjax.generation.sampling import Draws, Sampling, rows_of_draws, stack_draws
 from kvjax.generation.streaming import interrupts_wait
 from kvjax.memory import commit_together, on_host
@@ -141,10 +141,12 @@ class Engine:
             by: Any = {"prefixes": prefixes, "sharers": sharers}
             rows, cache = places.long_rows(cache, tokens), prefixed_like(cache, tokens, **by)
             self._places = places.Places.of(cache, prefixes, sharers)
+        elif prefix_tokens or sharers is not None:
+            raise ValueError("prefix_tokens and sharers are for stored prefixes; say how many there are: prefixes=...")
         if small_slots:
             cache = places.with_small_slots(cache, small_slots)
         self.slots, self._capacities = cache.spec.batch, places.capacities(cache)
-        self._stop_tokens = stop_tokens
+        self._stop_tokens = None if stop_tokens is None else stop_ids(stop_array(stop_tokens))
         self._processors = Processors() if processors is None else processors
         self._whole = model
         self._model: prefilling.Model = Flat.of(model)
@@ -202,24 +204,18 @@ class Engine:
         """
         n = require_int("submit(n=...)", n, at_least=1)
         if n > self.max_waiting:
-            raise ValueError(
-                f"submit(n={n}) asks for more answers than may wait; the engine has max_waiting={self.max_waiting}"
-            )
+            raise ValueError(f"submit(n={n}) asks for more answers than may wait: max_waiting={self.max_waiting}")
         checkpoint, stop = self._checkpoint, self._stop_tokens if stop_tokens is None else stop_tokens
         chat = isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], Mapping)
         if checkpoint is not None and (chat or isinstance(prompt, str)):
             prompt = checkpoint.encode(prompt)
         if stop is None:
             stop = () if checkpoint is None else checkpoint.chat_stop_tokens if chat else checkpoint.stop_tokens
-        tokens, lengths = pad_prompt([prompt], rows=1)
+        tokens, lengths = pad_prompt(token_ids(prompt), rows=1)
         limits: Any = {"max_new_tokens": max_new_tokens, "stop_tokens": stop}
-        found = check_request(self._whole, self._empty, tokens, lengths, **limits)
+        stops = stop_ids(check_request(self._whole, self._empty, tokens, lengths, **limits))
         if self._places:
             self._places.check_room(len(tokens[0]), max_new_tokens, self._cache.spec.capacity)
-        own = found[found != PAD]
-        if len(own) > STOPS:
-            raise ValueError(f"a request can have {STOPS} stop tokens, got {len(own)}")
-        stops = np.concatenate([own, np.full(STOPS - len(own), PAD, np.int32)])
         draws = rows_of_draws(Draws.of(sampling, key, n), n)
         made = [Request(tokens[0], max_new_tokens, draw, stops, self) for draw in draws]
         with self._lock:
@@ -237,6 +233,7 @@ class Engine:
     def cancel(self, request: Request) -> None:
         """Ends a request; its slot is free at the next step. A request that is done stays as it is."""
         with self._lock:
+            check_own("cancel", self, request)
             if not request.done:
                 self._end(request, "cancelled")
 
@@ -258,6 +255,7 @@ class Engine:
     def row(self, request: Request) -> Cache:
         """A copy of the row of a request that is decoding, as a cache of batch 1: its prompt and its tokens so far."""
         with self._lock:
+            check_own("row", self, request)
             if request not in self._seated:
                 raise ValueError(f"the request is {request.state}, so no slot holds its tokens; ask while it decodes")
             slot = self._seated.index(request)
@@ -527,7 +525,7 @@ class Engine:
         first, stops = np.zeros(self.slots, np.int32), np.full((self.slots, STOPS), PAD, np.int32)
         for slot, request in enumerate(self._seated):
             if request is not None:
-                first[slot], stops[slot] = request.asked, request.stop
+                first[slot], stops[slot, : len(request.stop)] = request.asked, request.stop
         state = self._model, self._cache, self._logits, self._active, draws
         done, bad = _run_loop(*state, first, limit, stops, self._rules(), measure=False)
         self._cache, self._logits = done.cache, done.logits

@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from kvjax.generation.loops import PAD
 from kvjax.generation.sampling import Draws
 from kvjax.generation.text import Detokenizer
+from kvjax.validation import shown
 
 STOPS = 16  # stop tokens that a request can have
 NOT_FINITE = "the logits of this row are not finite"
@@ -27,7 +29,7 @@ class Request:
     prompt: np.ndarray = dataclasses.field(repr=False)  # i32[T]
     max_new_tokens: int
     draws: Draws | None = dataclasses.field(repr=False)  # of one row
-    stop: np.ndarray = dataclasses.field(repr=False)  # i32[STOPS]
+    stop: np.ndarray = dataclasses.field(repr=False)  # i32[n]
     engine: Any = dataclasses.field(repr=False)
     tokens: list[int] = dataclasses.field(default_factory=list)  # a stop token included
     state: str = "waiting"  # then "reading", "decoding", "done"
@@ -61,6 +63,34 @@ class Request:
             if self.done:
                 return
             self.engine.step()
+
+
+def token_ids(prompt: Any) -> np.ndarray:
+    """A prompt as integers [1, T], or an error if it is no list of token ids."""
+    try:
+        ids = np.asarray(prompt)
+    except ValueError:  # lists of several lengths
+        ids = np.zeros(())
+    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+        raise ValueError(
+            "submit(prompt=...) must be a list of integer token ids, or with a checkpoint a text or chat messages; got "
+            f"{shown(prompt)}"
+        )
+    return ids.astype(int)[None]
+
+
+def stop_ids(stop_tokens: np.ndarray) -> np.ndarray:
+    """The stop tokens of a request, of `stop_array`: i32[n], n at most `STOPS`."""
+    own = stop_tokens[stop_tokens != PAD]
+    if len(own) > STOPS:
+        raise ValueError(f"a request can have {STOPS} stop tokens, got {len(own)}")
+    return own
+
+
+def check_own(verb: str, engine: Any, request: Any) -> None:
+    """Raises ValueError for a request of another engine, whose slot this one would not free."""
+    if not isinstance(request, Request) or request.engine is not engine:
+        raise ValueError(f"{verb} takes a request that `submit` of this engine returned, got {shown(request)}")
 
 
 @dataclasses.dataclass(frozen=True)

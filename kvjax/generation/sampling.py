@@ -238,7 +238,8 @@ class Draws:
         settings = {}
         for name, off in OFF.items():
             given = getattr(sampling, name)
-            settings[name] = np.broadcast_to(off if given is None else on_host(given).astype(off.dtype), (rows,))
+            given = off if given is None else on_host(given).astype(off.dtype)
+            settings[name] = np.broadcast_to(_for_rows(name, given, rows), (rows,))
         data = on_host(jax.random.key_data(key))
         data_by_row: Any = np.broadcast_to(data, (rows, data.shape[-1]))  # not made a JAX array, by a program
         keys = jax.random.wrap_key_data(data_by_row, impl=jax.random.key_impl(key))
@@ -330,7 +331,10 @@ def _setting(name: str, value: Any) -> np.ndarray:
 
 def _column(name: str, value: ArrayLike | None, rows: int) -> Array:
     """A setting as [1, 1] or [B, 1], to broadcast against [B, V]."""
-    found = jnp.asarray(value)
-    if found.ndim > 1 or (found.ndim == 1 and found.shape != (rows,)):
-        raise ValueError(f"{name} must be one number or {rows}, one for each row, got shape {list(found.shape)}")
-    return found.reshape(-1, 1)
+    return _for_rows(name, jnp.asarray(value), rows).reshape(-1, 1)
+
+
+def _for_rows(name: str, value: Any, rows: int) -> Any:
+    if value.shape not in ((), (rows,)):
+        raise ValueError(f"{name} must be one number or {rows}, one for each row, got shape {list(value.shape)}")
+    return value

@@ -337,9 +337,20 @@ def test_iterating_over_a_request_runs_the_engine(model):
         ({"prompt": [VOCAB]}, "vocabulary"),
         ({"max_new_tokens": 500}, r"3 prompt \+ 500 new tokens do not fit in the cache's capacity of 128"),
         ({"n": 0}, "n"),
-        ({"n": 257}, r"more answers than may wait; the engine has max_waiting=256"),
+        ({"n": 257}, r"more answers than may wait: max_waiting=256"),
         ({"stop_tokens": list(range(17))}, "16 stop tokens, got 17"),
         ({"sampling": sampling(1.0)}, "key"),
+        (
+            {"prompt": "a text"},
+            r"submit\(prompt=...\) must be a list of integer token ids, or with a checkpoint a text",
+        ),
+        ({"prompt": [[1, 2], [3]]}, "must be a list of integer token ids.*got a list"),
+        ({"prompt": [1.5]}, "must be a list of integer token ids"),
+        ({"prompt": None}, "must be a list of integer token ids.*got None"),
+        (
+            {"sampling": sampling(np.array([0.5, 1.0])), "key": jax.random.key(0)},
+            r"temperature must be one number or 1, one for each row, got shape \[2\]",
+        ),
         ({"sampling": sampling(1.0), "key": jax.random.key(0, impl="rbg")}, "keys of one kind"),
     ],
 )
@@ -349,6 +360,40 @@ def test_a_request_that_cannot_be_served_is_refused_at_once(model, change, messa
     with pytest.raises(ValueError, match=message):
         engine.submit(settings.pop("prompt"), **settings)
     assert engine.stats().waiting == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"stop_tokens": "x"}, "stop_tokens are token ids, got 'x'"),
+        ({"stop_tokens": range(17)}, "16 stop tokens, got 17"),
+        ({"sharers": 2}, "prefix_tokens and sharers are for stored prefixes"),
+        ({"prefix_tokens": 64}, "prefix_tokens and sharers are for stored prefixes"),
+    ],
+)
+def test_settings_of_an_engine_are_checked_when_it_is_made(model, settings, message):
+    with pytest.raises(ValueError, match=message):
+        kvjax.Engine(model, new_cache(2), **settings)
+
+
+def test_stop_tokens_that_are_read_once_are_those_of_all_requests(model):
+    (prompt,) = words(9)
+    (first,) = alone(model, kvjax.presets.full(), 2, prompt, max_new_tokens=9)
+    engine = kvjax.Engine(model, new_cache(2), stop_tokens=(token for token in first[3:4]))
+    found = [engine.submit(prompt, max_new_tokens=9)[0] for _ in range(2)]
+    engine.run()
+    assert [request.reason for request in found] == ["stop", "stop"]
+
+
+def test_a_request_of_another_engine_is_left_to_it(model):
+    own, other = (kvjax.Engine(model, new_cache(1), block=2) for _ in range(2))
+    (request,) = own.submit([3, 4], max_new_tokens=9)
+    own.step()
+    for verb in (other.cancel, other.row):
+        with pytest.raises(ValueError, match="takes a request that `submit` of this engine returned"):
+            verb(request)
+    own.run()
+    assert request.reason == "length"
 
 
 def test_engine_refuses_a_cache_that_holds_tokens(model):
