@@ -2,12 +2,13 @@
 
 import asyncio
 import importlib.util
+import json
 import socket
 import sys
 import threading
 import time
 from pathlib import Path
-from urllib.parse import urlunsplit
+from urllib.parse import urlsplit, urlunsplit
 
 import pytest
 
@@ -173,6 +174,20 @@ def test_a_client_that_leaves_frees_its_slot_and_changes_no_other(url, app, chec
         return (await other).choices[0].text
 
     assert run(url, talk) == checkpoint.generate("Call", max_new_tokens=20).text
+    idle(app)
+
+
+def test_a_client_that_leaves_before_its_first_event_frees_its_slot(url, app):
+    body = json.dumps({"prompt": "Call me", "max_tokens": 110, "stream": True}).encode()
+    where = urlsplit(url)
+    head = f"POST {where.path}/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: "
+    for _ in range(4):
+        with socket.create_connection((where.hostname, where.port)) as client:
+            client.sendall(f"{head}{len(body)}\r\n\r\n".encode() + body)
+    end = time.monotonic() + 30
+    while app.state.serving.engine.stats().new_tokens == 0 or app.state.serving._queues:
+        assert time.monotonic() < end
+        time.sleep(0.02)
     idle(app)
 
 
