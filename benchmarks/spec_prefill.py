@@ -21,7 +21,7 @@ from layers import out_of, save, show
 
 import kvjax
 from kvjax import models
-from kvjax.evaluate.tasks.generated import needles
+from kvjax.evaluate.tasks import make_tasks
 from kvjax.generation import decode, prefill
 from kvjax.generation.spec_prefill import best_chunks, importance
 from kvjax.models import Checkpoint
@@ -37,7 +37,8 @@ def answer(checkpoint: Checkpoint, tokens: np.ndarray, positions: np.ndarray, ca
 def measure(
     checkpoint: Checkpoint, drafts: dict[str, Any], hidden: int, length: int, given: Any
 ) -> list[dict[str, Any]]:
-    task = needles(hidden=hidden, length=length, samples=given.samples, text=given.text, question="prefilled")
+    about: Any = {"lengths": [length], "samples": given.samples, "text": given.text, "question": "prefilled"}
+    (task,) = make_tasks([f"needles:hidden={hidden}"], **about)
     found: dict[tuple[str, float], list[tuple[float, bool]]] = {}
     for example in task.examples(checkpoint.tokenizer):
         tokens = np.array(example.prompt, np.int32)
