@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 import jax.numpy as jnp
@@ -34,38 +33,21 @@ def score_1bit(
     of the scales and sums in f32.
     """
 
-    return for_gpu(partial(_sum_words, scale=scale), partial(_score_blocks, scale=scale), q, keys)
+    def summed(q: Array, keys: OneBit) -> Array:
+        return scaled(sum_products(q, dequantize_1bit(keys)), scale)
+
+    return for_gpu(summed, partial(_score_blocks, scale=scale), q, keys)
 
 
-def _sum_words(q: Array, keys: OneBit, *, scale: float) -> Array:
-    """Scores as sums, of which a GPU makes one kernel that holds a word of bits, of up to 32 channels, in a register.
+def sum_products(q: Float[Array, "B K G D"], keys: Float[Array, "B K S D"]) -> Float[Array, "B K G S"]:
+    """f32[B, K, G, S]: q.k as a sum, of which a GPU makes one kernel together with what decodes the keys.
 
-    A product would need the decoded keys in memory, at several times the bytes of their codes, and a sum over single
-    channels exchanges them among threads. Heads are summed side by side, so that a key is decoded once for all of them.
+    A product would need the decoded keys in memory, at several times the bytes of their codes. Heads are summed side by
+    side, so that a key is decoded once for all of them.
     """
-    (B, K, G, D), (S, groups) = q.shape, (keys.bits.shape[2], keys.scale.shape[2])
-    width = math.gcd(D // 8, 4)
-    word = keys.bits
-    if width > 1:
-        word = lax.bitcast_convert_type(word.reshape(B, K, S, -1, width), jnp.dtype(f"uint{8 * width}"))
-    word = word.reshape(B, K, groups, S // groups, -1)
-    steps = keys.scale.astype(jnp.float32).reshape(B, K, groups, 1, -1, 8 * width)
-    queries = q.astype(jnp.float32).reshape(B, K, G, 1, 1, -1, 8 * width)
-    sums = [jnp.zeros(word.shape, jnp.float32)] * G
-    for i in range(8 * width):
-        bit = (word >> word.dtype.type(i)) & word.dtype.type(1) != 0
-        key = jnp.where(bit, steps[..., i], -steps[..., i])
-        sums = [total + queries[:, :, head, ..., i] * key for head, total in enumerate(sums)]
-    sums = lax.reduce(sums, [jnp.float32(0)] * G, lambda a, b: list(map(lax.add, a, b)), (4,))
-    dtype = q.dtype if q.dtype == keys.zero.dtype else jnp.float32
-    zero = jnp.einsum(
-        "bkhd,bkgd->bkhg",
-        q.astype(dtype),
-        keys.zero.astype(dtype),
-        precision="highest",
-        preferred_element_type=jnp.float32,
-    )
-    return scaled((jnp.stack(sums, axis=2) + zero[..., None]).reshape(B, K, G, S), scale)
+    products = [q[:, :, head, None].astype(jnp.float32) * keys for head in range(q.shape[2])]
+    sums = lax.reduce(products, [jnp.float32(0)] * len(products), lambda a, b: list(map(lax.add, a, b)), (3,))
+    return jnp.stack(sums, axis=2)
 
 
 def _score_blocks(q: Array, keys: OneBit, *, scale: float) -> Array:
