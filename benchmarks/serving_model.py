@@ -3,9 +3,9 @@
     python benchmarks/serving_model.py          # no GPU; writes results/serving_model.json
 
 Two numbers come from measurements: a step of 10 rows of 9174 tokens takes 9.99 ms (`full` in serving.json), of which
-131072 bytes a token at 3 TB/s are keys and values, the rest weights and launches; and prompts run at 600 TFLOP/s
-(ttft.json). The model gives 433 tokens a second for the engine that was measured with 424, and 170 for the fixed
-batches that were measured with 183. The designs:
+131072 bytes a token at 3 TB/s are keys and values, the rest weights and launches; and prompts run at 530 TFLOP/s, with
+which `alike` and `sizes` of 64 requests give what was measured, 421 and 454 tokens a second. Fixed batches, measured
+with 183, read their prompts 11 at a time, which the model does not know: their row is a guess. The designs:
 
   alike      10 slots of the greatest length, prompts read until all slots are full
   sizes      7 of these and 9 of 10240 tokens, in the same memory (`small_slots`)
@@ -33,7 +33,7 @@ GROUP = 1.5e-4  # of a step, for the kernels of one more capacity
 
 
 def prompt_seconds(tokens: int, start: int = 0) -> float:
-    return (15e9 * tokens + 262144 * ((start + tokens) ** 2 - start**2)) / 600e12
+    return (15e9 * tokens + 262144 * ((start + tokens) ** 2 - start**2)) / 530e12
 
 
 def batches(work: Sequence[tuple[int, int]], rows: int) -> float:
