@@ -498,9 +498,11 @@ class _Ahead:
         return cache
 
     def cache(self) -> Cache:
-        """The empty cache. If there was no memory for it beside weights that were read, it is made again."""
+        """The empty cache. If there was no memory for it while weights were read, it is made again."""
         assert self._cache is not None
-        return self._empty() if self._cache.exception() else self._cache.result()
+        if self._cache.exception() is not None:
+            self._cache = self._pool.submit(self._empty)
+        return self._cache.result()
 
     def _submit(self, shapes: Decoder) -> list[Future[tuple[Clock, float]]]:
         from kvjax.generation import compile_ahead

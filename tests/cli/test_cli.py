@@ -106,6 +106,28 @@ def test_json_text_is_the_decoded_new_tokens_and_equals_the_streamed_text(run_js
     assert (report["cache"], report["budget"]) == ("full", None)
 
 
+def test_a_cache_without_memory_beside_the_weights_is_made_again(kvjax, checkpoint, monkeypatch):
+    ask = ("generate", checkpoint, "--prompt", TEXT, "--max-new-tokens", 4)
+    real, tries = _Ahead._empty, []
+
+    def scarce(ahead):
+        tries.append(ahead)
+        if len(tries) <= fails:
+            raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 123 bytes")
+        return real(ahead)
+
+    monkeypatch.setattr(_Ahead, "_empty", scarce)
+    fails = 0
+    code, out, _ = kvjax(*ask)
+    assert (code, len(tries)) == (0, 1)
+    tries.clear()
+    fails = 1
+    assert kvjax(*ask)[:2] == (0, out)
+    assert len(tries) == 2
+    fails = 9
+    assert_one_line(kvjax(*ask), "out of memory; use", code=1)
+
+
 def test_prompt_file_drops_one_newline_at_its_end(run_json, tmp_path):
     file = tmp_path / "prompt.txt"
     file.write_text(TEXT + "\n", encoding="utf-8")
