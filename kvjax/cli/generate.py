@@ -54,7 +54,7 @@ EXAMPLE = (
 )
 EXAMPLE_TOKENS = 5
 SILENCE = 2.0  # seconds of compiling after which a line says what takes the time
-EACH_PROGRAM = {False: 0.7, True: 3.5}  # seconds for one layer or none, by whether the device is a GPU
+EACH_PROGRAM = {False: 0.7, True: 1.5}  # seconds for one layer or none, by whether the device is a GPU
 EACH_LAYER = 0.4  # seconds more for the loop of an answer that is not short
 SHORT = 256  # new tokens up to which to compile all layers takes longer than calls of one layer do
 JSON_BLOCK = 16  # decode steps between two transfers to the host; --json does not stream
@@ -578,11 +578,14 @@ class _Ahead:
         """Says what takes the time before the answer."""
         import jax
 
+        from kvjax.compiling import NEVER
+
         job = self._job
         programs, layers, seconds = max(2, len(self._running)), job.checkpoint.config.layers, self._expected()
         config: Any = jax.config
         kept = config.jax_compilation_cache_dir
-        then = f", once: they are kept in {kept}" if kept else ""
+        written = kept and config.jax_persistent_cache_min_compile_time_secs < NEVER
+        then = f", once: they are kept in {kept}" if written else ""
         say(
             f"compiling {programs} programs, for a prompt of {len(job.tokens)} tokens and for decode steps of "
             f"{layers} layers, takes about {seconds if seconds < 10 else round(seconds / 5) * 5:.0f} s{then}"
