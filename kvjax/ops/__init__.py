@@ -1,6 +1,9 @@
 """The operations in which a decode step spends its time: each in plain JAX, and as a GPU kernel.
 
 The plain JAX version is the reference: it takes everything that the signature allows, and uses little memory at a time.
+The argument `implementation` says which one runs, see `explain`; both give the same result, but for the rounding that
+an operation's docstring states.
+
 A new operation needs a function in the file of its family (see `kvjax.ops.op`), a file in `kernels_pallas/` and one in
 `tests/kernels/`.
 """
@@ -24,7 +27,7 @@ from kvjax.ops.host import (
     hot_load_float8,
     hot_places,
 )
-from kvjax.ops.op import OPS, Explanation, Implementation, Op, device_kind, explain, explained, shares_traces, use
+from kvjax.ops.op import OPS, Explanation, Implementation, Op, explain, explained, shares_traces, use
 from kvjax.ops.quantized import attend_coded_zones, attend_quantized, attend_quantized_zones, gather_quantized
 from kvjax.ops.score import rerank, score_1bit, score_pages
 from kvjax.ops.select import select_1bit, select_4bit, select_pages, select_top, top_k, top_k_grouped
@@ -46,7 +49,6 @@ __all__ = [
     "attend_span",
     "attend_zones",
     "collide",
-    "device_kind",
     "explain",
     "explained",
     "gather_quantized",

@@ -30,8 +30,7 @@ def host_rows(
 
     The rows are `index` i32[B, K, N] of x [B, K, P, parts, Z, D]; an index out of range gives zeros.
 
-    Moves only those rows. XLA gathers them on the host's CPU first. `implementation`: see `explain`; all give the same
-    result.
+    Moves only those rows. XLA gathers them on the host's CPU first.
     """
     rows = _gather_rows(x, index)
     return tuple(rows[:, :, :, n].reshape(*index.shape[:2], -1, x.shape[5]) for n in range(x.shape[3]))
@@ -62,7 +61,7 @@ def host_rows_first(
     `device` = (rows i32[B, K, M], (k, v)) holds rows that are on the device already: the keys and values of
     rows[b, k, m], negative for none, [B, K, M * Z, D] each. The kernel reads them there.
 
-    XLA reads the rows of all heads, because it moves the same number in either case. `implementation`: see `explain`.
+    XLA reads the rows of all heads, because it moves the same number in either case.
     """
     return _host_recall(x, index, edge, device[0].shape[2], recent)
 
@@ -176,7 +175,6 @@ def host_append(
     dropped.
 
     In place if x is donated or a loop's carry. XLA reads, changes and writes one slice for each row of the batch.
-    `implementation`: see `explain`; all give the same result.
     """
     return _append_rows(x, jnp.stack([part.astype(x.dtype) for part in new], axis=3), at, count)
 
@@ -248,7 +246,7 @@ def hot_places(
 
     A step needs the first `found` entries of `index`, N <= n. An entry i < P is a page, each a different one, and
     becomes the page's place; P + r becomes n + r; a negative entry, or one past those found, becomes n. Places whose
-    page must be read have `used` = 2. `implementation`: see `explain`; all give the same result.
+    page must be read have `used` = 2.
     """
     (B, K, N), n, P = index.shape, tables.page.shape[2], tables.place.shape[2]
     index = jnp.where(jnp.arange(N)[None, None] < found[..., None], index, -1)
@@ -312,7 +310,7 @@ def hot_load(
 
     For each place in `at` with `used` = 2, its `page` is read from x [B, K, P, parts, Z, D] in host memory; entries of
     `at` may lie past the n places. In place if the zones are donated or a loop's carry. XLA reads as many rows as `at`
-    has entries. `implementation`: see `explain`; all give the same result.
+    has entries.
     """
     source, to = pages_to_read(page, used, at)
     return place_pages(zones, host_rows(x, source), to, page.shape[2])
@@ -356,7 +354,6 @@ def hot_load_float8(
     """`hot_load` of 8-bit floats (e4m3), whose bytes are x u8[B, K, P, parts, Z, D]; the zones get their values.
 
     Half the bytes cross the bus, without an intermediate copy. The values are exact in bf16, f16 and f32.
-    `implementation`: see `explain`; all give the same result.
     """
     source, to = pages_to_read(page, used, at)
     values = tuple(lax.bitcast_convert_type(part, jnp.float8_e4m3fn) for part in host_rows(x, source))

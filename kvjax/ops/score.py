@@ -29,8 +29,7 @@ def score_1bit(
     """Scores scale * q.k~ of q [B, K, G, D] with every key k~ decoded from `keys` [B, K, S, ...]: f32[B, K, G, S].
 
     Reads D/8 + 4 D/g bytes per key and KV head. Keys are expanded in blocks of S/64, at least 512, or on a GPU as they
-    are summed, so no f32 copy of all keys exists. `implementation`: see `explain`. The kernel multiplies in the 16 bits
-    of the scales and sums in f32.
+    are summed, so no f32 copy of all keys exists. The kernel multiplies in the 16 bits of the scales and sums in f32.
     """
 
     def summed(q: Array, keys: OneBit) -> Array:
@@ -90,8 +89,8 @@ def score_pages(
     """f32[B, K, G, P]: scale * sum_i max(q_i low_i, q_i high_i) of q [B, K, G, D] and pages' corners [B, K, P, D].
 
     Because high >= low, the larger product is that with `high` where q_i > 0 and with `low` elsewhere, so the score is
-    two matrix products. Reads 2 D values per page and KV head. `implementation`: see `explain`. The kernel rounds q to
-    the 16 bits of the corners and sums in f32.
+    two matrix products. Reads 2 D values per page and KV head. The kernel rounds q to the 16 bits of the corners and
+    sums in f32.
     """
     q = q.astype(jnp.float32)
     product = partial(jnp.einsum, "bkgd,bkpd->bkgp", precision="highest")
@@ -116,8 +115,8 @@ def rerank(
 ) -> Float[Array, "B K G M"]:
     """f32[B, K, G, M]: scale * q.k~ of q [B, K, G, D] with the `listed` keys k~, decoded from `keys` [B, K, S, ...].
 
-    Reads 3/4 D bytes per listed key with subspaces of 8, in blocks of 512 or, on a GPU, as they are summed.
-    `implementation`: see `explain`; the kernel takes subspaces of 8 with weights of 16 bits.
+    Reads 3/4 D bytes per listed key with subspaces of 8, in blocks of 512 or, on a GPU, as they are summed. The kernel
+    takes subspaces of 8 with weights of 16 bits.
     """
     B, K, G, M = listed.slots.shape
 

@@ -47,8 +47,7 @@ def top_k(
 ) -> Selection:
     """The k largest of scores f32[..., U] where `valid` (broadcastable bool) is true; ties go to the lower index.
 
-    A row with fewer than k valid units gives all of them, and the rest of its selection is not valid. `implementation`:
-    see `explain`; all give the same result.
+    A row with fewer than k valid units gives all of them, and the rest of its selection is not valid.
     """
     valid = jnp.broadcast_to(valid, scores.shape)
     # A valid score of -inf must still come before units that are not valid, and NaN must not rank first.
@@ -109,8 +108,8 @@ def top_k_grouped(
     """The k highest units of all parts for a group of heads: `top_k` of `selection.reduce_scores`, in one kernel.
 
     A part has scores f32[B, K, G, U'] and `valid` bool[B, 1 or K, 1, U'], or [B, K, G, U'] under "per_head". Units are
-    numbered on from part to part; softmax is over the valid units of all parts. `implementation`: see `explain`; the
-    kernel may order units differently if their ranks differ by less than rounding.
+    numbered on from part to part; softmax is over the valid units of all parts. The kernel may order units differently
+    if their ranks differ by less than rounding.
     """
     heads = jnp.broadcast_shapes(*(ok.shape[:-1] for _, ok in parts))
     valid = jnp.concatenate([jnp.broadcast_to(ok, (*heads, ok.shape[-1])) for _, ok in parts], axis=-1)
@@ -194,9 +193,8 @@ def select_1bit(
     """The tokens with the highest scores by 1-bit keys: `score_1bit` and `select_top` at once.
 
     `keys` [B, K, S, ...] are scored for q [B, K, G, D]; pending tokens have slots from S on. The token of lowest rank
-    comes last, the others in any order. `implementation`: see `explain`. The kernel scores as that of `score_1bit` and
-    ranks scores in f16, where one beyond 65504 is infinite; it may order tokens differently if their ranks differ by
-    less than its rounding.
+    comes last, the others in any order. The kernel scores as that of `score_1bit` and ranks scores in f16, where one
+    beyond 65504 is infinite; it may order tokens differently if their ranks differ by less than its rounding.
     """
     return pack(select_top(score_1bit(q, keys, scale=scale), q, candidates, group_reduce, scale=scale))
 
@@ -238,8 +236,8 @@ def select_pages(
     """The pages of `unit` tokens with the highest scores by their boxes: `score_pages` and `select_top` at once.
 
     Boxes have corners [B, K, P, D] and are scored for q [B, K, G, D]; pending pages are numbered from P on. The page of
-    lowest rank comes last, the others in any order. `implementation`: see `explain`. The kernel scores as that of
-    `score_pages`, pending keys too; it may order pages differently if their ranks differ by less than rounding.
+    lowest rank comes last, the others in any order. The kernel scores as that of `score_pages`, pending keys too; it
+    may order pages differently if their ranks differ by less than rounding.
     """
     scores = score_pages(q, low, high, scale=scale)
     return pack(select_top(scores, q, candidates, group_reduce, unit=unit, scale=scale))
@@ -280,8 +278,7 @@ def select_4bit(
 
     Stored candidates are the `listed` slots [B, K, G, M] of `keys` [B, K, S, ...], whatever `candidates.span` says,
     scored for q [B, K, G, D] rotated by `seed`; pending tokens have slots from S on. The token of lowest rank comes
-    last, the others in any order. `implementation`: see `explain`. The kernel ranks scores in f16, as that of
-    `select_1bit`.
+    last, the others in any order. The kernel ranks scores in f16, as that of `select_1bit`.
     """
     M, S = listed.slots.shape[3], keys.signs.shape[2]
     candidates.require(M, 1)

@@ -59,8 +59,8 @@ def collide(
     keys in patterns of higher score; `counts` has the number of keys of each pattern. Several limits make nested tiers.
     Votes, at most N T, must fit in a byte. With a `seed`, q is first rotated (`kvjax.numerics.rotate`).
 
-    Reads N bytes per key. `implementation`: see `explain`; the kernel takes subspaces of 8. If scores of patterns
-    differ by less than rounding, the kernel may order them differently.
+    Reads N bytes per key. The kernel takes subspaces of 8. If scores of patterns differ by less than rounding, the
+    kernel may order them differently.
     """
     B, K, G, D = q.shape
     N = ids.shape[3]
@@ -133,7 +133,6 @@ def most_voted(
 
     Passes over the bits of the votes find the number of votes of the last place, and two running sums the places:
     nothing is sorted.
-    `implementation`: see `explain`; all give the same result.
     """
     B, K, G, S = votes.shape
     count = of_lists(count, G)

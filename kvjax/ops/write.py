@@ -40,7 +40,7 @@ def put_token(
     """Stores the token k, v [B, K, 1, D] of each row where `active` bool[B] is true, in the first zone that has room.
 
     Returns the zones, and `overflow` bool[B], also true for rows where no zone had room. In place if zones are donated
-    or a loop's carry. `implementation`: see `explain`; all give the same result.
+    or a loop's carry.
     """
     after, left = [], active
     for zone in zones:
@@ -73,7 +73,7 @@ def put_tokens(
     """Stores the first `count` i32[B] of the tokens k, v [B, K, T, D], which fill one zone after the other.
 
     Returns the zones, and `overflow` bool[B], also true for rows where a token had no room. In place if zones are
-    donated or a loop's carry. `implementation`: see `explain`; all give the same result.
+    donated or a loop's carry.
     """
     after: list[Block] = []
     left = count = jnp.clip(count, 0, k.shape[2])
