@@ -39,12 +39,9 @@ class CacheSpec:
     rope_by_length: bool = False  # the rotation of a row's keys depends on its final length: see `Cache.rotated_for`
 
     def __post_init__(self) -> None:
-        for name in ("batch", "q_heads", "kv_heads", "head_dim", "capacity"):
-            value = require_int(f"CacheSpec({name}=...)", getattr(self, name), at_least=1)
-            object.__setattr__(self, name, value)
-        if self.value_dim is not None:
-            own = require_int("CacheSpec(value_dim=...)", self.value_dim, at_least=1)
-            object.__setattr__(self, "value_dim", None if own == self.head_dim else own)
+        keep_ints(self, batch=1, q_heads=1, kv_heads=1, head_dim=1, capacity=1, value_dim=1)
+        if self.value_dim == self.head_dim:
+            object.__setattr__(self, "value_dim", None)
         if self.q_heads % self.kv_heads:
             raise ValueError(
                 f"CacheSpec(q_heads={self.q_heads}, kv_heads={self.kv_heads}): kv_heads must divide q_heads, "

@@ -31,7 +31,7 @@ from kvjax.evaluate.store import Progress
 from kvjax.generation.prefilling import Model, prefill
 from kvjax.numerics.partial import CappedScale, PartialAttention
 from kvjax.policies import Full, FullState, Info, Policy, Step
-from kvjax.spec import CacheSpec, require_int
+from kvjax.spec import CacheSpec, keep_ints, require_int
 
 NO_WINDOW = np.iinfo(np.int32).max
 
@@ -65,7 +65,7 @@ class Recorded(Policy):
     steps: int
 
     def __post_init__(self) -> None:
-        require_int("Recorded(steps=...)", self.steps, at_least=1)
+        keep_ints(self, steps=1)
 
     def init(self, spec: CacheSpec) -> RecordedState:
         B = spec.batch

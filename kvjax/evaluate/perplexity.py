@@ -32,7 +32,7 @@ from kvjax.evaluate.store import Cell, Progress
 from kvjax.evaluate.tasks import Example
 from kvjax.evaluate.tasks.haystack import first_tokens
 from kvjax.models import Checkpoint
-from kvjax.spec import require_int
+from kvjax.spec import keep_ints, require_int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,14 +47,11 @@ class Setting:
     share: float | None = None  # that budget as a share of the length: 0.11 of 4096 is 451
 
     def __post_init__(self) -> None:
-        for name in ("steps", "passages", "batch"):
-            require_int(f"Setting({name}=...)", getattr(self, name), at_least=1)
+        keep_ints(self, steps=1, passages=1, batch=1, budget=1)
         if not self.lengths:
             raise ValueError("Setting(lengths=...) needs one or more lengths of context")
         for length in self.lengths:
             require_int("Setting(lengths=...)", length, at_least=2)
-        if self.budget is not None:
-            require_int("Setting(budget=...)", self.budget, at_least=1)
         if self.share is not None and not 0 < self.share <= 1:
             raise ValueError(f"share must be in (0, 1], got {self.share}; 0.11 is 11 % of the context")
         if self.budget is not None and self.share is not None:

@@ -27,7 +27,7 @@ from kvjax.ops.host import (
     hot_load_float8,
     hot_places,
 )
-from kvjax.ops.op import OPS, Explanation, Implementation, Op, explain, explained, shares_traces, use
+from kvjax.ops.op import OPS, Explanation, Implementation, Op, device_kind, explain, explained, shares_traces, use
 from kvjax.ops.quantized import attend_coded_zones, attend_quantized, attend_quantized_zones, gather_quantized
 from kvjax.ops.score import rerank, score_1bit, score_pages
 from kvjax.ops.select import select_1bit, select_4bit, select_pages, select_top, top_k, top_k_grouped
@@ -49,6 +49,7 @@ __all__ = [
     "attend_span",
     "attend_zones",
     "collide",
+    "device_kind",
     "explain",
     "explained",
     "gather_quantized",

@@ -96,7 +96,8 @@ class Op(Generic[P, R]):
         asked = given.pop("implementation")
         implementation = _implementation.value if asked is None else _require(asked)
         if implementation is None and (nowhere := runs_nowhere()):
-            tell(Explanation(self.name, "xla", nowhere))
+            if (found := _explained.get()) is not None:
+                found.append(Explanation(self.name, "xla", nowhere))
             if self.derivative == "zero":
                 given.update(zip(self.operands, lax.stop_gradient(tuple(map(given.get, self.operands))), strict=True))
             return self.reference(**given)  # type: ignore[call-arg]
@@ -107,7 +108,8 @@ class Op(Generic[P, R]):
             if isinstance(given.get("scale"), CappedScale) or given.get("sinks") is not None:
                 limit = limit or self._untaken(given)
         how = self._explain(limit, implementation)
-        tell(how)
+        if (found := _explained.get()) is not None:
+            found.append(how)
         static = tuple(zip(self._static, map(given.pop, self._static), strict=True))
         operands = tuple(given.values())
         # JAX traces a branch once for each function and shapes, so equal calls share their functions.
@@ -376,3 +378,10 @@ def _unmeasured(kernel: Any) -> str | None:
 @functools.cache
 def _say_once(why: str) -> None:
     logging.getLogger("kvjax").warning("running the reference in plain JAX: %s", why)
+
+
+def device_kind() -> str | None:
+    """The kind of GPU that this process has, such as "NVIDIA H200"; None without one, or with several kinds."""
+    from kvjax.kernels_pallas.tuned import device_kind
+
+    return device_kind()

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from kvjax import ops
 from kvjax.policies.full import Full
 from kvjax.policies.policy import Policy
 from kvjax.spec import CacheSpec
@@ -68,10 +69,8 @@ def is_short(dense_capacity: DenseCapacity, selector: str, spec: CacheSpec) -> b
         return spec.capacity <= dense_capacity
     if jax.default_backend() != "gpu":
         return False
-    from kvjax.kernels_pallas.tuned import device_kind
-
     read = 2 * spec.batch * spec.capacity * spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize
-    return read <= measured().get(device_kind() or "", {}).get(selector, {}).get("bytes", 0)
+    return read <= measured().get(ops.device_kind() or "", {}).get(selector, {}).get("bytes", 0)
 
 
 @cache
