@@ -5,6 +5,11 @@ of it an answer needs. The model reads the chunks with the most attention, each 
 prompt takes about the share `keep` of the time, and its cache the share `keep` of the memory. Nothing is verified: the
 answer is another one than that of the whole prompt.
 
+A prompt of 131072 tokens of an 8B shape took 2.6 s on an H100, 1.6 of them for a draft with 8 layers of a 1B shape
+(`ttft_part.json`); the whole one took 11.0 on an H200 (`ttft.json`). A draft must be deep enough to find things: with
+all 30 layers of SmolLM2-135M as the draft, keep=0.1 kept the needle of each of 6 prompts of 3072 tokens, and with the
+first 10 layers that of 2 (`spec_prefill.json`).
+
 **Source:** Liu et al. 2025 (SpecPrefill): pooling over 13 tokens, the largest of all layers and heads, the mean of the
 steps, chunks of 32 tokens. **Differs:** the first chunk and the last 16 are read beside the share `keep`, because a
 prompt that lost the end of its chat template is not answered as a chat.
@@ -46,8 +51,7 @@ class SpecPrefill:
     """Reads the share `keep` of a prompt's chunks of 32 tokens, those to which a draft model attends most.
 
     Args:
-      draft: a model with the tokenizer of the main one, or the main model's own first layers (`Decoder.first_layers`).
-        A share of layers with full attention votes; layers with a sliding window do not.
+      draft: a model of the same tokenizer, or the first layers of the main one. Layers with windows do not vote.
       keep: share of the chunks, above 0 and at most 1.
       look_ahead: tokens that the draft decodes, whose queries vote.
 
@@ -80,10 +84,8 @@ class SpecPrefill:
         check_takes_gaps(windows_of(model), cache)
 
     def choose(self, prompt: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The positions that are read of a right-padded prompt i32[B, T] with `lengths` i32[B].
-
-        Returns positions i32[B, N] in order, right-padded, and their number i32[B].
-        """
+        """The positions i32[B, N], in order, that are read of a prompt i32[B, T] with `lengths` i32[B], and how many,
+        i32[B]; both are right-padded."""
         chosen = [np.arange(length, dtype=np.int32) for length in lengths]
         if any(self.kept(int(length)) < length for length in lengths):
             scores = np.asarray(importance(self.draft, prompt, lengths, look_ahead=self.look_ahead))
@@ -105,10 +107,7 @@ class SpecPrefill:
         progress: Callable[[int], None] | None = None,
         final: Any = None,
     ) -> tuple[Array, Cache]:
-        """`kvjax.generation.prefill` of the tokens that the draft chooses.
-
-        The cache counts what it holds in `length`, and the tokens that were left out in `skipped`.
-        """
+        """`kvjax.generation.prefill` of the tokens that the draft chooses."""
         self.check(model, cache)
         positions, counts = self.choose(prompt, lengths)
         if np.array_equal(counts, lengths):

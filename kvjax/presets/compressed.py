@@ -134,7 +134,7 @@ def mikv(
     group: int = 32,
     chunk: int = 128,
     recent: float = 0.5,
-    queries: int | None = 2048,
+    queries: int | None = 1024,
     layers: Layers = Layers(dense=0),
 ) -> PerLayer:
     """MiKV: every token is attended; the `budget` most important ones are exact, and all others have `bits` bits.

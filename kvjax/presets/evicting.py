@@ -65,7 +65,7 @@ def logevict(budget: int = 126, *, layers: Layers = Layers(dense=0)) -> PerLayer
 
 
 def h2o(
-    budget: int = 1024, *, recent: float = 0.5, queries: int | None = 2048, layers: Layers = Layers(dense=0)
+    budget: int = 1024, *, recent: float = 0.5, queries: int | None = 1024, layers: Layers = Layers(dense=0)
 ) -> PerLayer:
     """H2O: keeps the newest tokens, a share `recent` of the budget, and those with the most accumulated attention.
 
