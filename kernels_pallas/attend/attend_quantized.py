@@ -82,8 +82,8 @@ def unsupported(
     S = keys[0].shape[2]
     if D not in (64, 128):
         return f"the kernel attend_quantized takes head sizes 64 and 128; got D={D}"
-    if not 1 <= Q <= HEADS:
-        return f"the kernel attend_quantized takes 1 to {HEADS} queries a kv head; got {Q}"
+    if not 1 <= Q <= 2 * HEADS:
+        return f"the kernel attend_quantized takes 1 to {2 * HEADS} queries a kv head; got {Q}"
     bits = [codes.shape[3] * 8 / D for codes, _ in (keys, values)]
     if not all(b in (2, 4) for b in bits):
         return f"the kernel attend_quantized takes codes of 2 and 4 bits; got {bits[0]:g} and {bits[1]:g}"
@@ -136,6 +136,13 @@ def attend_quantized(
     if limit := unsupported(q, keys, values, start, stop, recent):
         raise NotImplementedError(limit)
     B, K, Q, D = q.shape
+    if Q > HEADS:  # as many as a product has columns, in each of two passes over the codes
+        some, others = q[:, :, :HEADS], q[:, :, HEADS:]
+        passes = [
+            attend_quantized(one, keys, values, start, stop, recent, scale=scale, config=config)
+            for one in (some, others)
+        ]
+        return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=2), *passes)
     zone = () if recent is None else (*(a.reshape(B * K, -1, D) for a in recent[:2]), *recent[2:])
     flat = [a.reshape(B * K, *a.shape[2:]) for a in (*keys, *values)]
     dtype = jnp.dtype(jnp.float32) if recent is None else q.dtype
