@@ -63,14 +63,18 @@ def _refilled(policy: Policy, empty: Any, tokens: Any, overflow: jax.Array) -> A
 def is_short(dense_capacity: DenseCapacity, selector: str, spec: CacheSpec) -> bool:
     """Whether a cache for `spec` is so short that attending to everything is faster than a `selector` of that name.
 
-    "auto" goes by a measurement: false on devices without one, such as CPUs.
+    "auto" goes by a measurement: false on devices without one, such as CPUs. On a GPU that runs no kernels, as with
+    KVJAX_KERNELS=off, a selection is only faster in a longer cache.
     """
     if dense_capacity != "auto":
         return spec.capacity <= dense_capacity
     if jax.default_backend() != "gpu":
         return False
+    from kvjax.kernels_pallas import simt
+
+    kind = (ops.device_kind() or "") + (" without kernels" if simt.why_not() else "")
     read = 2 * spec.batch * spec.capacity * spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize
-    return read <= measured().get(ops.device_kind() or "", {}).get(selector, {}).get("bytes", 0)
+    return read <= measured().get(kind, {}).get(selector, {}).get("bytes", 0)
 
 
 @cache

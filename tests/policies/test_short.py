@@ -64,6 +64,7 @@ def test_a_short_prefix_is_inserted_where_a_batch_selects(monkeypatch: pytest.Mo
     """By bytes a row alone is short and a batch is not."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr("kvjax.kernels_pallas.tuned.device_kind", lambda: "here")
+    monkeypatch.setattr("kvjax.kernels_pallas.simt.why_not", lambda: None)
     one_row = 2 * 128 * 2 * 16 * 4
     monkeypatch.setattr(short, "measured", lambda: {"here": {"Fier": {"bytes": one_row}}})
     policy = dataclasses.replace(POLICY, dense_capacity="auto")
@@ -71,6 +72,17 @@ def test_a_short_prefix_is_inserted_where_a_batch_selects(monkeypatch: pytest.Mo
     prefix, _ = prompted(policy, dataclasses.replace(SPEC, batch=1), np.array([50]))
     assert [c.layers[0].policy for c in (batch, prefix)] == [policy, Short(policy)]
     np.testing.assert_array_equal(kvjax.insert(batch, prefix, 1).length, [0, 50])
+
+
+def test_a_gpu_without_kernels_attends_to_longer_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An H100 reads 131072 tokens in 218 us, and FIER in plain JAX takes more than 400 to select."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr("kvjax.kernels_pallas.tuned.device_kind", lambda: "NVIDIA H100 80GB HBM3")
+    spec = kvjax.CacheSpec(batch=1, q_heads=32, kv_heads=8, head_dim=128, capacity=131072, dtype="bfloat16")
+    for kernels, slow in ((None, False), ("turned off", True)):
+        monkeypatch.setattr("kvjax.kernels_pallas.simt.why_not", lambda kernels=kernels: kernels)
+        assert [short.is_short("auto", name, spec) for name in ("Fier", "Paris", "MinMaxPages")] == [slow, slow, False]
+    assert not short.is_short("auto", "Fier", dataclasses.replace(spec, capacity=262144))
 
 
 def test_a_short_save_is_restored_into_a_longer_cache(tmp_path: Path) -> None:
