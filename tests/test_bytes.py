@@ -36,6 +36,7 @@ COSTS = {
     "full": Cost(presets.full, EXACT),
     "fier": Cost(presets.fier, EXACT + ONE_BIT),
     "fier, host": Cost(functools.partial(presets.fier, store="host"), ONE_BIT, EXACT),
+    "fier, turbo4": Cost(functools.partial(presets.fier, store="turbo4"), 2 * (D * 4 / 8 + 2) + ONE_BIT),
     "pariskv": Cost(presets.pariskv, EXACT + PARIS),
     "pariskv, host": Cost(functools.partial(presets.pariskv, store="host"), PARIS, EXACT),
     "quest": Cost(presets.quest, EXACT + PAGE_16),
