@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from docs.tables.reading import load_rows, load_scores
+from docs.tables.reading import load_results, load_rows, load_scores
 from docs.tables.writing import markdown, mean_of, named, perplexity_change, short
 from kvjax import CacheSpec
 from kvjax.policies import PerLayer
@@ -110,7 +110,9 @@ def turbo_codes() -> str:
 
 
 def coded_quality() -> str:
-    """Perplexity over codes of a few bits against `full`, and the bytes of a token in a KV head, with its index."""
+    """Perplexity, answers and needles over codes of a few bits against `full`, and the bytes of a token in a KV head,
+    with its index."""
+    (sums,), (needles,) = (load_results(name).values() for name in ("eval_qwen_gsm8k_codes", "eval_qwen_codes_needles"))
     spec = CacheSpec(batch=1, q_heads=6, kv_heads=1, head_dim=128, capacity=16768)
     rows = []
     for row in load_rows("perplexity_codes_qwen"):
@@ -119,8 +121,15 @@ def coded_quality() -> str:
         change = (
             "" if row["cache"] == "full" else f"{100 * (row['ratio'] - 1):+.1f} ± {100 * row['ratio_stderr']:.1f} %"
         )
-        rows.append([f"`{row['cache']}`", f"{size:.0f}", change, f"{row['tokens_read']:.0f}"])
-    return markdown(["cache", "bytes", "perplexity", "tokens read"], rows)
+        line = [f"`{row['cache']}`", f"{size:.0f}", change, f"{row['tokens_read']:.0f}"]
+        for found in (sums, needles):
+            score = found["caches"].get(row["cache"]) or next(
+                (r for name, r in found["caches"].items() if name.partition("@")[0] == row["cache"]), None
+            )
+            line.append("" if score is None else short(score["mean"]) if "difference" not in score else
+                        f"{100 * score['difference']:+.1f} ± {100 * score['difference_stderr']:.1f}")  # fmt: skip
+        rows.append(line)
+    return markdown(["cache", "bytes", "perplexity", "tokens read", "GSM8K, points", "needles, points"], rows)
 
 
 def evictors() -> str:
