@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import threading
+from contextlib import suppress
 
 INTERRUPTED = 130  # 128 + the number of the signal, as shells report it
 SHOW_CURSOR = b"\033[?25h"  # which progress bars hide
@@ -47,5 +48,16 @@ def main() -> int:
     return run()
 
 
+def command() -> None:
+    """`main`, at whose end the process ends at once: Python would first free models, caches and programs one by one."""
+    code = main()
+    if "--distributed" in sys.argv:  # where processes take leave of each other
+        sys.exit(code)
+    with suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

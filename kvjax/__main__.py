@@ -1,8 +1,6 @@
 """`python -m kvjax`, the command line if its script is not on the path."""
 
-import sys
-
-from kvjax_command import main
+from kvjax_command import command
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

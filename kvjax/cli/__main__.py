@@ -1,8 +1,6 @@
 """`python -m kvjax.cli`."""
 
-import sys
-
-from kvjax_command import main
+from kvjax_command import command
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()
