@@ -186,6 +186,8 @@ def row_of(cache: Cache, slot: Slot, spec: CacheSpec) -> Cache:
     policy: Any = cache.layers[0].policy
     if isinstance(policy, PerRow):
         return _take_row(cache, slot, spec)
+    if cache.placement is not None and cache.placement.parts("batch") > 1:
+        raise ValueError(f"no row can be taken out of slots that devices share, {cache.placement}; split heads alone")
     if isinstance(getattr(policy, "store", None), Prefixed):
         return unshared(cache, slot.index, capacity=spec.capacity)
     return take_rows(cache, slot.index[None])

@@ -31,6 +31,9 @@ def test_requests_over_rows_and_heads_get_their_tokens(models: tuple[Any, Any, A
             for request in engine.submit(prompt, max_new_tokens=9, n=2 if i == 1 else 1)
         ]
         engine.step()
+        if placement is not None:
+            with pytest.raises(ValueError, match="no row can be taken out of slots that devices share"):
+                engine.row(sent[0])
         engine.cancel(sent[0])
         engine.run()
         return [request.tokens for request in sent[1:]]
