@@ -160,8 +160,8 @@ class Speculative(Policy):
         def recall(q: Array) -> Recall:
             selection = unpack(policy.select(st, q, Step(1.0)))
             if not policy.store.recalls and policy.demote.ordered:
-                none = jnp.zeros((spec.batch, spec.kv_heads, 0, spec.head_dim), spec.dtype)
-                return Recall(selection, none, none, jnp.zeros(spec.batch, bool))
+                one = jnp.zeros((spec.batch, spec.kv_heads, 1, spec.head_dim), spec.dtype)  # of which nothing is read
+                return Recall(selection, one, one, jnp.zeros(spec.batch, bool))
             *_, H, M = selection.slots.shape  # of all heads one after the other, and room for the edge, moved as a unit
             stored, _ = split_selection(flat(selection, H * M + policy.selector.unit), st.store.slots)
             return Recall(selection, *policy.store.gather(st.store, stored), jnp.zeros(spec.batch, bool))
@@ -237,7 +237,7 @@ class Speculative(Policy):
         """Recalls the selection: the zones, keys and values for the heads that attend with them now, and the recall of
         all heads for the next step."""
         previous, oldest = decision.previous, st.recent.count - self.retrieval.local
-        if not previous.k.shape[2]:  # a step attends in place
+        if previous.k.shape[2] == 1:  # a step attends in place
             return st, previous[1:3], Recall(selection, previous.k, previous.v, oldest >= 0)
         recalled = Recalled(flat(previous.selection, previous.k.shape[2]), previous.k, previous.v)
         how = (st.recent.k, st.recent.v), oldest, recalled, decision.renewed, decision.urgent
@@ -266,7 +266,7 @@ class Speculative(Policy):
         with_edge = edge[:, :, None] & by_head
         beside = seen.recent, seen.sink, policy.local
         read = _in_order(used.valid, with_edge)
-        if not previous.k.shape[2]:
+        if previous.k.shape[2] == 1:
             left = jnp.broadcast_to(policy.slots_at(zones, position)[:, :, None], (*used.slots.shape[:3], self.reuse))
             read = read._replace(slots=jnp.concatenate([used.slots, left], axis=3))
             out, _ = policy.store.attend_zones(zones.store, q, read, *beside, **step.logits)
@@ -387,7 +387,7 @@ class Speculative(Policy):
             return jnp.concatenate([lists.reshape(B, K, H * (M + more), -1), a[:, :, H * M :]], axis=2)
 
         recall = st.recall._replace(selection=selection._replace(slots=slots))
-        if more and before.recall.k.shape[2]:
+        if more and before.recall.k.shape[2] > 1:
             recall = recall._replace(k=moved(before.recall.k), v=moved(before.recall.v))
         return replace(st, recall=recall)
 

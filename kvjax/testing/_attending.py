@@ -11,7 +11,7 @@ from jax import Array
 
 from kvjax.cache.cache import raise_on_overflow
 from kvjax.memory import to_device
-from kvjax.policies import Policy
+from kvjax.policies import Policy, Speculative
 from kvjax.spec import CacheSpec
 from kvjax.testing._anatomy import (
     core,
@@ -128,7 +128,8 @@ def every_token_is_in_one_zone(policy: Policy, spec: CacheSpec) -> None:
                 np.asarray(as_stored(policy, spec, tokens.k[b, :n], tokens.v[b, :n], size)[1], np.float64).mean(axis=0)
                 for size in (n - 1, max(n - 2, 0))
             )
-            fresh = np.ones(spec.kv_heads, bool) if info.fresh is None else np.asarray(info.fresh[b])
+            in_place = isinstance(policy, Speculative) and not policy.retrieval.store.recalls
+            fresh = np.ones(spec.kv_heads, bool) if info.fresh is None or in_place else np.asarray(info.fresh[b])
             mean = np.where(fresh[:, None], new_mean, old_mean).repeat(spec.group, axis=0)
             assert_close(out[b], mean, spec, f"row {b} with {n} tokens", policy)
         assert_attended(info, lengths + i + 1)

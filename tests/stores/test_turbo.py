@@ -238,12 +238,12 @@ def test_freekv_attends_in_place_to_what_it_would_recall(reuse: int) -> None:
 
         layer = kvjax.attention(kvjax.init_layer(policy, spec), *(a[0] for a in prompt))[1]
         layer, found = jax.lax.scan(one, layer, (turning, *steps[1:]))
-        return layer.state.recall.k.size, found
+        return layer.state.recall.k.shape[2], found
 
     size, (out, positions) = run(policy)
     copies = replace(policy.retrieval, store=Copied(bits=8))
     copied, (expected, same) = run(replace(policy, retrieval=copies))
-    assert size == 0 < copied
+    assert size == 1 < copied
     np.testing.assert_array_equal(np.sort(positions), np.sort(same))
     np.testing.assert_allclose(out, expected, atol=0.05)  # the copies of tokens that were flushed since are exact
 
