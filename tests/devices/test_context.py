@@ -77,6 +77,11 @@ MORE: dict[str, tuple[kvjax.Policy, Placement, int | None]] = {
     "fier in host memory": (dataclasses.replace(FIER, store=HostOffload()), THREE, None),
     "fier over turboquant": (dataclasses.replace(FIER, store=kvjax.TurboQuant()), THREE, None),
     "fier a step late": (Speculative(FIER, tau=0.0), THREE, None),
+    "codes of turboquant a step late": (
+        Speculative(dataclasses.replace(FIER, store=kvjax.TurboQuant()), tau=0.0),
+        THREE,
+        None,
+    ),
     "pages a step late in host memory": (
         Speculative(Retrieval(selector=MinMaxPages(page=4), store=HostOffload(page=4), budget=32, **ZONES), tau=-1.0),
         along(4),
