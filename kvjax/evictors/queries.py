@@ -60,6 +60,10 @@ class ValueWeighted(Evictor):
     def voters(self, slots: int) -> int | None:
         return self.evictor.voters(slots)
 
+    @property
+    def sampled(self) -> int | None:
+        return self.evictor.sampled
+
     def see_prompt(self, evidence: Array, votes: Array, position: Array, end: Array, slots: int) -> Array:
         return self.evictor.see_prompt(evidence, votes, position, end, slots)
 

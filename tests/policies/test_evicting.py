@@ -292,6 +292,18 @@ def test_a_sample_of_a_long_prompts_queries_votes_for_all(window: int | None) ->
             )
 
 
+def test_an_evictor_around_another_asks_the_same_sample_of_queries() -> None:
+    q, k, v = (
+        np.random.default_rng(i).standard_normal((3, 150, h, 16)).astype(np.float32) for i, h in enumerate((4, 2, 2))
+    )
+    inner = HeavyHitter(queries=16)
+    found = []
+    for evictor in (inner, kvjax.evictors.ValueWeighted(evictor=inner)):
+        layer = kvjax.init_layer(Evicting(evictor=evictor, budget=150), SPEC)
+        found.append(kvjax.attention(layer, 4 * q, k, v, first_chunk=True)[1].state.evidence)
+    np.testing.assert_array_equal(*found)
+
+
 def test_memory_is_that_of_the_budget() -> None:
     spec = dataclasses.replace(SPEC, capacity=131072, dtype=jnp.bfloat16)
     for evictor in EVICTORS.values():
