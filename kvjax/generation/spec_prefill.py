@@ -41,8 +41,7 @@ from kvjax.sharding.placement import call_model
 from kvjax.spec import CacheSpec, keep_int
 from kvjax.validation import finite_number
 
-POOL = 13  # tokens whose weights are averaged
-CHUNK = 32  # tokens that are read or left out together
+POOL, CHUNK = 13, 32  # tokens whose weights are averaged, and that are read or left out together
 FIRST, LAST = 1, 16  # chunks that are always read
 
 
@@ -113,8 +112,7 @@ class SpecPrefill:
         if np.array_equal(counts, lengths):
             return prefill(model, cache, prompt, lengths, chunk=chunk, progress=progress, final=final)
         tokens = np.take_along_axis(prompt, positions, axis=1)
-        own: Any = {"chunk": chunk, "progress": progress, "final": final, "positions": positions}
-        return prefill(model, cache, tokens, counts, **own)
+        return prefill(model, cache, tokens, counts, chunk=chunk, progress=progress, final=final, positions=positions)
 
 
 def check_keep(where: str, keep: float) -> None:
@@ -230,7 +228,5 @@ class _Watched(Policy):
         votes = jnp.where(now, jnp.max(pooled, axis=(1, 2))[:, None], st.votes)
         return out, _WatchedState(full, st.prompt, votes), info
 
-    def attend_stored(
-        self, st: _WatchedState, q: Array, *, scale: float, window: int | None = None
-    ) -> PartialAttention:
-        return Full().attend_stored(st.full, q, scale=scale, window=window)
+    def attend_stored(self, st: _WatchedState, q: Array, **given: Any) -> PartialAttention:
+        return Full().attend_stored(st.full, q, **given)
