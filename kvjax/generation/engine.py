@@ -37,7 +37,7 @@ from kvjax.cache.prefixes import prefixed_like
 from kvjax.generation import places, prefilling
 from kvjax.generation.loops import PAD, ROOM, Flat, FlatLayers, decode_loop
 from kvjax.generation.places import LONGEST, Slot
-from kvjax.generation.processors import Processors
+from kvjax.generation.processors import Processors, check_processors
 from kvjax.generation.prompt_inputs import check_model, check_model_cache, check_request, pad_prompt, stop_array
 from kvjax.generation.requests import NOT_FINITE, STOPS, EngineBusy, Request, Stats, check_own, stop_ids, token_ids
 from kvjax.generation.sampling import Draws, Sampling, rows_of_draws, stack_draws
@@ -147,7 +147,7 @@ class Engine:
             cache = places.with_small_slots(cache, small_slots)
         self.slots, self._capacities = cache.spec.batch, places.capacities(cache)
         self._stop_tokens = None if stop_tokens is None else stop_ids(stop_array(stop_tokens))
-        self._processors = Processors() if processors is None else processors
+        self._processors = check_processors(Processors() if processors is None else processors)
         self._whole = model
         self._model: prefilling.Model = Flat.of(model)
         self._anchor = prefilling._committed(model)

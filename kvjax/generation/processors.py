@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -154,6 +154,16 @@ def _follows_last(history: History, size: Array | np.ndarray) -> Array:
 
     same = jnp.broadcast_to((size > 0) & (history.count[:, None] + 1 >= size), tokens.shape)
     return lax.fori_loop(1, jnp.maximum(size, 1), compare, same)
+
+
+def check_processors(processors: Any) -> Processors:
+    """`processors`, or ValueError if it is something else."""
+    if not isinstance(processors, Processors):
+        raise ValueError(
+            f"processors must be a Processors, got {shown(processors)}; make one: "
+            "kvjax.generation.processors.Processors(repetition_penalty=1.1)"
+        )
+    return processors
 
 
 def _ids(name: str, ids: object) -> tuple[int, ...]:

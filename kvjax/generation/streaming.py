@@ -51,7 +51,7 @@ from kvjax.generation.prefilling import Model as Model
 from kvjax.generation.prefilling import by_layer, on_auto_axes, prompt_programs, to_caller, warm_prefill
 from kvjax.generation.prefilling import chunk_size as chunk_size
 from kvjax.generation.prefilling import prefill as prefill
-from kvjax.generation.processors import History, Processors, Rules
+from kvjax.generation.processors import History, Processors, Rules, check_processors
 from kvjax.generation.prompt_inputs import (
     check_model,
     check_model_cache,
@@ -251,6 +251,7 @@ def stream(
         model, cache, tokens, lengths, max_new_tokens=max_new_tokens, stop_tokens=stop_tokens, kept=kept
     )
     draws = Draws.of(sampling, key, cache.spec.batch)
+    check_processors(processors)
     drafter = None
     if draft is not None:
         check_draft(draft, cache)
@@ -285,7 +286,9 @@ def _start(
 ) -> tuple[Rules, History] | None:
     """The rules for a prompt as data; None if there are none."""
     lengths = np.zeros(cache.spec.batch, np.int32) if lengths is None else lengths
-    return processors.start(tokens, lengths, capacity=cache.spec.capacity, vocabulary=logits.shape[-1])
+    return check_processors(processors).start(
+        tokens, lengths, capacity=cache.spec.capacity, vocabulary=logits.shape[-1]
+    )
 
 
 @contextmanager
