@@ -556,10 +556,11 @@ class _Ahead:
 
         from kvjax.compiling import expected_seconds
 
-        gpu, settings = jax.default_backend() != "cpu", self._job.settings
-        layers = 0 if settings["short"] else self._job.checkpoint.config.layers
-        rule = len(self._running) * EACH_PROGRAM[gpu] + layers * EACH_LAYER
-        found = expected_seconds(self._programs, self._kind) if self._running else None
+        job, running = self._job, self._running
+        layers = 0 if running and job.settings["short"] else job.checkpoint.config.layers
+        loops = 1 if job.drafting is None else 2  # of the model that drafts, too
+        rule = max(2, len(running)) * EACH_PROGRAM[jax.default_backend() != "cpu"] + loops * layers * EACH_LAYER
+        found = expected_seconds(self._programs, self._kind) if running else None
         return max(rule if found is None else found, SILENCE + 1)
 
     @property

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import threading
 import time
+import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -472,6 +474,19 @@ def test_the_model_that_ships_answers_the_built_in_prompt(kvjax, monkeypatch):
         "\ncompiling 6 programs, for a prompt of 29 tokens and for decode steps of 8 layers, takes about 4 s\n" in err
     )
     assert err.endswith("a step read 32 of 32 tokens\n")
+
+
+def test_compiling_with_a_draft_is_expected_to_take_longer():
+    """What compiles when it first runs is counted by the layers of both models."""
+
+    def expected(layers, draft):
+        config = types.SimpleNamespace(layers=layers)
+        job = types.SimpleNamespace(
+            checkpoint=types.SimpleNamespace(config=config), drafting=draft, settings={"short": True, "draft": None}
+        )
+        return _Ahead(job, silent=True)._expected()
+
+    assert 1.5 * expected(30, None) < expected(30, Path("small")) > 2 * expected(8, Path("small"))
 
 
 @pytest.mark.parametrize(
