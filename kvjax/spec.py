@@ -6,9 +6,9 @@ M selected tokens.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import inf, isfinite
 from typing import Any
 
 import jax
@@ -141,17 +141,22 @@ def keep_ints(config: Any, **at_least: int) -> None:
             keep_int(config, name, at_least=bound)
 
 
-def keep_number(config: Any, *names: str, at_least: float = -math.inf, at_most: float = math.inf) -> None:
+def keep_number(
+    config: Any, *names: str, at_least: float = -inf, above: float = -inf, at_most: float = inf, below: float = inf
+) -> None:
     """Stores fields of a frozen dataclass as floats, or raises ValueError for one that is no number in these bounds.
 
     None stays where it is the default.
     """
+    given = (("at least", at_least), ("above", above), ("at most", at_most), ("below", below))
+    bounds = " and ".join(f"{what} {bound:g}" for what, bound in given if isfinite(bound))
+    if isfinite(at_least) and isfinite(at_most):
+        bounds = f"from {at_least:g} to {at_most:g}"
     for name in names:
         if getattr(config, name) is None and getattr(type(config), name, 0) is None:
             continue
         value = finite_number(f"{type(config).__name__}({name}=...)", getattr(config, name))
-        if not at_least <= value <= at_most:
-            bounds = f"from {at_least:g} to {at_most:g}" if at_most < math.inf else f"at least {at_least:g}"
+        if not (at_least <= value <= at_most and above < value < below):
             raise ValueError(f"{type(config).__name__}({name}={value}) must be {bounds}")
         object.__setattr__(config, name, value)
 

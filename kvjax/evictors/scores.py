@@ -225,7 +225,7 @@ class LastUse(Evictor):
     threshold: float = 1e-4
 
     def __post_init__(self) -> None:
-        keep_number(self, "threshold", at_least=0, at_most=0.999)
+        keep_number(self, "threshold", at_least=0, below=1)
 
     @property
     def arrival(self) -> float:

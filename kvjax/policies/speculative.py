@@ -6,6 +6,7 @@ window since a recall, its *edge*, are kept beside it, so that a step that reuse
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -115,8 +116,12 @@ class Speculative(Policy):
                 f"Speculative got {self.retrieval!r}; it reuses what a selector selected, so give it a "
                 "kvjax.Retrieval(...)"
             )
-        keep_number(self, "tau")
-        keep_number(self, "selection_scale", at_least=1e-6)
+        if isinstance(self.tau, bool) or not isinstance(self.tau, int | float) or math.isnan(self.tau):
+            raise ValueError(
+                f"Speculative(tau={self.tau!r}) must be a number to compare cosines with: 0.8 or 0.9 as in FreeKV, "
+                "above 1 to select at every step, -1 to always reuse"
+            )
+        keep_number(self, "selection_scale", above=0)
         keep_ints(self, reuse=1, topk=1)
         if self.topk is not None:
             self._check_topk(self.topk)

@@ -89,7 +89,7 @@ class Nucleus(ByShare):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        keep_number(self, "p", at_least=1e-6, at_most=1)
+        keep_number(self, "p", above=0, at_most=1)
 
     def keep(self, share: Array, valid: Array, order: Array) -> Array:
         if self.p == 1:

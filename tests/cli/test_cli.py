@@ -585,7 +585,7 @@ REFUSED = [
     ("generate --prompt a --cache magicpig:tables=100000", "takes at most 32 bits and 4096 tables"),
     ("generate --prompt a --cache magicpig:bits=40", "takes at most 32 bits and 4096 tables"),
     ("generate --prompt a --cache pqcache:parts=3", "does not divide head_dim=8; use a divisor of 8"),
-    ("generate --prompt a --cache freekv:tau=x", "Speculative(tau=...) must be a finite number"),
+    ("generate --prompt a --cache freekv:tau=x", "Speculative(tau='x') must be a number"),
     ("generate --prompt a --cache full --cache fier", "--cache is given 2 times (full, fier), and generate takes one"),
     ("generate --prompt a --mesh data", "--mesh takes data=N"),
     ("generate --prompt a --mesh model=x", "--mesh takes data=N"),
