@@ -331,6 +331,10 @@ def main(args: Sequence[str] | None = None) -> None:
         new = block * (blocks + 1)
         return begun(kept[name], METHODS[method](given.budget), places[name], length=length, batch=batch, new=new)
 
+    def compile_later(cell: tuple[str, str, int, int], pool: ThreadPoolExecutor) -> dict[str, Any]:
+        pool.submit(begin(*cell)[0].lower().compile)
+        return {}
+
     def decode(method: str, name: str, length: int, batch: int) -> dict[str, Any]:
         run, row = begin(method, name, length, batch)
         times, first = decode_time(run, block=block, blocks=blocks)
@@ -344,7 +348,7 @@ def main(args: Sequence[str] | None = None) -> None:
     with ThreadPoolExecutor(given.ahead or 1) as pool:  # programs of all cells at once, kept by jax's cache on disk
         for cell in left if given.ahead else ():
             if time.monotonic() < end:
-                tried(lambda cell=cell: pool.submit(begin(*cell)[0].lower().compile) and {})
+                tried(partial(compile_later, cell, pool))
     while left and time.monotonic() < end:
         method, name, length, batch = left.pop(0)
         found = tried(partial(decode, method, name, length, batch))

@@ -31,6 +31,7 @@ from kvjax.evaluate.store import Progress
 from kvjax.generation.prefilling import Model, prefill
 from kvjax.numerics.partial import CappedScale, PartialAttention
 from kvjax.policies import Full, FullState, Info, Policy, Step
+from kvjax.policies.full import AroundFull
 from kvjax.spec import CacheSpec, keep_ints, require_int
 
 NO_WINDOW = np.iinfo(np.int32).max
@@ -38,7 +39,7 @@ NO_WINDOW = np.iinfo(np.int32).max
 
 @register_dataclass
 @dataclass(frozen=True)
-class RecordedState:
+class RecordedState(AroundFull):
     full: FullState  # every key and value
     queries: Array  # dtype[B, steps, K, G, D] of decode steps, in order
     positions: Array  # i32[B, steps] the position of each; -1 if there was no step
@@ -46,16 +47,6 @@ class RecordedState:
     due: Array  # bool[B] a token was stored whose query has not attended yet
     scale: Array  # f32[B] of the logits
     window: Array  # i32[B] tokens that a query sees at most
-
-    @property
-    def length(self) -> Array:
-        """Tokens stored: i32[B]."""
-        return self.full.length
-
-    @property
-    def overflow(self) -> Array:
-        """True where a token of the row was dropped: bool[B]."""
-        return self.full.overflow
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -223,9 +223,8 @@ def with_small_slots(cache: Cache, small: Mapping[int, int]) -> Cache:
         return LayerCache(state, policy, dataclasses.replace(layer.spec, batch=sum(rows for rows, _ in sizes)))
 
     layers = tuple(map(widened, cache.layers))
-    return commit_together(
-        Cache(layers, None if cache.rotated_for is None else jnp.zeros(layers[0].spec.batch, jnp.int32))
-    )
+    rotated_for = None if cache.rotated_for is None else jnp.zeros(layers[0].spec.batch, jnp.int32)
+    return commit_together(Cache(layers, rotated_for))
 
 
 def capacities(cache: Cache) -> list[int]:

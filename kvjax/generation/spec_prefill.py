@@ -37,6 +37,7 @@ from kvjax.generation.prompt_inputs import check_fit, check_model, max_positions
 from kvjax.memory import on_host
 from kvjax.numerics.partial import PartialAttention, softmax_weights
 from kvjax.policies import Full, FullState, Info, Policy, Step
+from kvjax.policies.full import AroundFull
 from kvjax.sharding.placement import call_model
 from kvjax.spec import CacheSpec, keep_int
 from kvjax.validation import finite_number
@@ -188,18 +189,10 @@ def _look_ahead(draft: Any, cache: Cache, logits: Array, *, steps: int) -> tuple
 
 @register_dataclass
 @dataclass(frozen=True)
-class _WatchedState:
+class _WatchedState(AroundFull):
     full: FullState
     prompt: Array  # i32[B] tokens of the prompt
     votes: Array  # f32[B, steps, S] pooled weights of each step, the largest of all heads
-
-    @property
-    def length(self) -> Array:
-        return self.full.length
-
-    @property
-    def overflow(self) -> Array:
-        return self.full.overflow
 
 
 @dataclass(frozen=True)

@@ -286,9 +286,8 @@ def _start(
 ) -> tuple[Rules, History] | None:
     """The rules for a prompt as data; None if there are none."""
     lengths = np.zeros(cache.spec.batch, np.int32) if lengths is None else lengths
-    return check_processors(processors).start(
-        tokens, lengths, capacity=cache.spec.capacity, vocabulary=logits.shape[-1]
-    )
+    start = check_processors(processors).start
+    return start(tokens, lengths, capacity=cache.spec.capacity, vocabulary=logits.shape[-1])
 
 
 @contextmanager

@@ -42,6 +42,22 @@ class FullState:
         return self.tokens.count
 
 
+class AroundFull:
+    """A base of states that keep all tokens in their field `full`."""
+
+    full: FullState
+
+    @property
+    def length(self) -> Array:
+        """i32[B] tokens held."""
+        return self.full.length
+
+    @property
+    def overflow(self) -> Array:
+        """bool[B] a token of this row was dropped."""
+        return self.full.overflow
+
+
 @dataclass(frozen=True)
 class Full(Policy):
     """Keeps every token and attends to all of them: an ordinary KV cache, the baseline for all other policies."""

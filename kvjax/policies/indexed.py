@@ -18,7 +18,7 @@ from kvjax import ops
 from kvjax.numerics.blocks import take_rows, write
 from kvjax.numerics.partial import PartialAttention
 from kvjax.numerics.selection import Selection
-from kvjax.policies.full import Full, FullState
+from kvjax.policies.full import AroundFull, Full, FullState
 from kvjax.policies.policy import Info, Policy, Step
 from kvjax.spec import CacheSpec, keep_ints
 from kvjax.validation import check_verbs
@@ -118,7 +118,7 @@ class MSA(Indexer):
 
 @register_dataclass
 @dataclass(frozen=True)
-class IndexedState:
+class IndexedState(AroundFull):
     """All tokens, the indexer's keys, and what the newest token's query asks."""
 
     full: FullState
@@ -126,14 +126,6 @@ class IndexedState:
     tail: Array  # dtype[B, pooled - 1, E] keys of tokens past the last complete block
     q: Array  # f32[B, H, E]
     weights: Array  # f32[B, H]
-
-    @property
-    def length(self) -> Array:
-        return self.full.length
-
-    @property
-    def overflow(self) -> Array:
-        return self.full.overflow
 
 
 @dataclass(frozen=True)

@@ -63,9 +63,8 @@ class PerRow(Policy):
 
     def attend(self, st: PerRowState, q: Array, step: Step) -> tuple[Array, PerRowState, Info]:
         def attend(own: slice, group: Any) -> tuple[Array, Any, Info]:
-            return self.policy.attend(
-                group, q[own], replace(step, active=None if step.active is None else step.active[own])
-            )
+            active = None if step.active is None else step.active[own]
+            return self.policy.attend(group, q[own], replace(step, active=active))
 
         out, states, infos = zip(*(attend(*part) for part in self._parts(st)), strict=True)
         attended = jnp.concatenate([info.attended for info in infos])

@@ -72,9 +72,10 @@ def is_short(dense_capacity: DenseCapacity, selector: str, spec: CacheSpec) -> b
         return False
     from kvjax.kernels_pallas import simt
 
-    kind = (ops.device_kind() or "") + (" without kernels" if simt.why_not() else "")
+    kind = ops.device_kind() or ""
+    known = measured().get(kind, {}) | (measured().get(f"{kind} without kernels", {}) if simt.why_not() else {})
     read = 2 * spec.batch * spec.capacity * spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize
-    return read <= measured().get(kind, {}).get(selector, {}).get("bytes", 0)
+    return read <= known.get(selector, {}).get("bytes", 0)
 
 
 @cache
