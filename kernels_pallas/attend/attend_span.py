@@ -1,10 +1,11 @@
-"""Exact attention over a contiguous span of each row's slots: a decode step over a dense cache.
+"""Exact attention over a contiguous span of each row's slots: decode steps over a dense cache.
 
-A row, which is a KV head, is split over blocks. All warps of a row take its tiles of `keys` slots in turns, from the
-row's own start to its own stop, so a cache that is a quarter full takes a quarter of the time. Each warp copies tiles
-into its own ring of `stages` in shared memory and refills a stage as soon as it is scored. Scores, weights and mix are
-those of `attend_slots`. A second, small kernel merges the blocks of a row and writes the mean in the dtype of the
-queries.
+A row, which is a KV head, is split over blocks. All warps of a row take its tiles of `keys` slots in turns, from its
+own start to its own stop. Each warp has its own ring of `stages` tiles in shared memory and refills a stage as soon as
+it is scored. Scores, weights and mix are those of `attend_slots`. A second, small kernel merges blocks.
+
+Queries of several steps are up to `columns_at_once` columns of `HEADS` for a tile, from shared memory; only tiles at
+the ends of their spans are masked.
 
 **Bytes:** 2 D e (stop - start) read a row, where e is the size of an element, and 4 g (D + 1) written and read a block.
 
@@ -16,6 +17,7 @@ queries.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,10 +28,16 @@ from jax import Array
 from kvjax.kernels_pallas import simt, tuned
 from kvjax.kernels_pallas.attend import softmax
 from kvjax.kernels_pallas.attend.softmax import HEADS, KINDS
-from kvjax.kernels_pallas.simt import Flag, Word, loop, ptx, when, word
+from kvjax.kernels_pallas.simt import Flag, Word, instr, loop, ptx, when, word
 
 MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/attend_span.json
 TAKES = ("soft caps", "sinks")
+MOST_STEPS = 32  # lanes of a warp
+
+
+def columns_at_once(D: int) -> int:
+    """Columns of `HEADS` queries whose mix the registers of a thread hold."""
+    return 4 if D <= 128 else 2
 
 
 @dataclass(frozen=True)
@@ -44,22 +52,22 @@ class Config:
             raise ValueError(f"blocks and stages must be at least 1, warpgroups 1 to 4, keys 16, 32 or 64; got {self}")
 
 
-def at_once(D: int, config: Config, target: simt.Target | None = None) -> int:
+def at_once(D: int, config: Config, target: simt.Target | None = None, columns: int = 1) -> int:
     """Blocks that run at once: as many per multiprocessor as fit in shared memory, and 16 warps of 128 registers."""
     target = target or simt.target()
-    if smem_bytes(D, config) > target.smem:
+    if smem_bytes(D, config, columns) > target.smem:
         return 0
-    fit = (target.smem + 1024) // (smem_bytes(D, config) + 1024)
-    return target.multiprocessors * min(fit, 4 // config.warpgroups)
+    fit = (target.smem + 1024) // (smem_bytes(D, config, columns) + 1024)
+    return target.multiprocessors * min(fit, (4 if columns == 1 else 2) // config.warpgroups)
 
 
-def config_for(rows: int, S: int, D: int, target: simt.Target | None = None) -> Config:
+def config_for(rows: int, S: int, D: int, target: simt.Target | None = None, columns: int = 1) -> Config:
     """192 KB in flight per multiprocessor, or what its shared memory holds, and as many blocks per row as take the
     least time, where a wave costs the turns of its warps and two more."""
     target = target or simt.target()
     sizes = ((3, 16 if D > 128 else 32), (2, 32), (3, 16), (2, 16), (1, 16))
-    stages, keys = next((s, n) for s, n in sizes if smem_bytes(D, Config(1, stages=s, keys=n)) <= target.smem)
-    wave = at_once(D, Config(1, stages=stages, keys=keys), target)
+    stages, keys = next((s, n) for s, n in sizes if smem_bytes(D, Config(1, stages=s, keys=n), columns) <= target.smem)
+    wave = at_once(D, Config(1, stages=stages, keys=keys), target, columns)
 
     def turns(blocks: int) -> int:
         return -(-rows * blocks // wave) * (-(-S // (blocks * 4 * keys)) + 2)
@@ -67,13 +75,18 @@ def config_for(rows: int, S: int, D: int, target: simt.Target | None = None) -> 
     return Config(min(range(1, target.multiprocessors + 1), key=turns), stages=stages, keys=keys)
 
 
-def _room(D: int, config: Config) -> int:
+def _room(D: int, config: Config, columns: int) -> int:
     """Bytes of shared memory of a warp, for its tiles of keys and values and afterwards for its part of the result."""
-    return max(config.stages * config.keys * softmax.row_bytes(D) * 2, softmax.part_bytes(D))
+    return max(config.stages * config.keys * softmax.row_bytes(D) * 2, columns * softmax.part_bytes(D))
 
 
-def smem_bytes(D: int, config: Config) -> int:
-    return 4 * config.warpgroups * _room(D, config)
+def _query_bytes(D: int, columns: int) -> int:
+    """Bytes of shared memory of the queries, which registers hold if they are one column."""
+    return 2 * HEADS * D * columns if columns > 1 else 0
+
+
+def smem_bytes(D: int, config: Config, columns: int = 1) -> int:
+    return 4 * config.warpgroups * _room(D, config, columns) + _query_bytes(D, columns)
 
 
 def unsupported(q: Any, k: Any, v: Any, start: Any, stop: Any, config: Config | None = None) -> str | None:
@@ -84,6 +97,8 @@ def unsupported(q: Any, k: Any, v: Any, start: Any, stop: Any, config: Config | 
         return f"the kernel attend_span takes head sizes {', '.join(map(str, softmax.SIZES))}; got D={D}"
     if not 1 <= G <= 2 * HEADS:
         return f"the kernel attend_span takes 1 to {2 * HEADS} queries a kv head; got {G}"
+    if _steps(stop) > MOST_STEPS:
+        return f"the kernel attend_span takes 1 to {MOST_STEPS} steps at once; got {_steps(stop)}"
     if str(q.dtype) not in KINDS:
         return f"the kernel attend_span takes queries in f32, bf16 or f16; got {q.dtype}"
     if k.dtype not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
@@ -94,9 +109,19 @@ def unsupported(q: Any, k: Any, v: Any, start: Any, stop: Any, config: Config | 
         return f"the kernel attend_span takes rows of less than 4 GiB of keys; got k{list(k.shape)}"
     if 0 in q.shape or 0 in k.shape:
         return f"the kernel attend_span takes at least one row and slot; got q{list(q.shape)}, k{list(k.shape)}"
-    if config and smem_bytes(D, config) > (smem := simt.target((k,)).smem):
-        return f"{config} needs {smem_bytes(D, config)} bytes of shared memory for D={D}; a block has {smem}"
+    columns = _columns(q.shape[-2], D, _steps(stop))[1]
+    if config and (needed := smem_bytes(D, config, columns)) > (smem := simt.target((k,)).smem):
+        return f"{config} needs {needed} bytes of shared memory for D={D}; a block has {smem}"
     return None
+
+
+def _columns(heads: int, D: int, steps: int) -> tuple[int, int]:
+    """Rows of the grid for a KV head, and columns of queries in each."""
+    if steps == 1:
+        return softmax.passes_of(heads), 1
+    columns = -(-heads // HEADS)
+    groups = -(-columns // columns_at_once(D))
+    return groups, -(-columns // groups)
 
 
 def _steps(stop: Any) -> int:
@@ -112,50 +137,42 @@ def attend_span(
     merged with logits `sinks` f32[K, G] without a value; 0 where there are no slots. `config` follows from the shape.
     With `part`, (out f32[B, K, G, D], lse f32[B, K, G]) without sinks.
 
-    With start and stop i32[B, T], q is [B, K, T*G, D] and each step has a span. Each `HEADS` queries are a row of their
-    own; the blocks of these rows run at once and so read most tiles from the L2 cache.
+    With stop i32[B, T] and start [B, T] or [B, 1], q is [B, K, T*G, D] and each step has a span.
     """
     if limit := unsupported(q, k, v, start, stop, config):
         raise NotImplementedError(limit)
     B, K, G, D = q.shape
     rows, S, steps = B * K, k.shape[2], _steps(stop)
-    passes = -(-G // HEADS) if steps > 1 else softmax.passes_of(G)
+    groups, columns = _columns(G, D, steps)
+    passes = groups * columns
     config = config or tuned.select(
         "attend_span",
-        config_for(rows * passes, S, D, simt.target((q, k, v))),
+        config_for(rows * groups, S, D, simt.target((q, k, v)), columns),
         (q, k, v),
         lambda x: unsupported(q, k, v, start, stop, x),
-        rows=rows * passes,
+        rows=rows * groups,
         S=S,
-        G=-(-G // passes),
+        G=-(-G // groups),
         D=D,
     )
-    queries, kept = q.astype(k.dtype).reshape(rows, G, D), [a.reshape(rows, S, D) for a in (k, v)]
-    ends = [jnp.clip(a.astype(jnp.int32), 0, S) if steps > 1 else a.astype(jnp.int32) for a in (start, stop)]
-    run = functools.partial(_attend, scale, q.dtype, part or sinks is not None, config)
-
-    def whole(*parts: Array) -> Any:
-        found = [a.reshape(rows, -1, *a.shape[2:])[:, :G].reshape(B, K, G, *a.shape[2:]) for a in parts]
-        if part:
-            return tuple(found)
-        return found[0] if sinks is None else softmax.with_sinks(found[0], found[1], sinks, q.dtype)
-
-    if steps == 1:
-        queries = queries.reshape(rows * passes, G // passes, D)
-        return whole(*run(queries, *ends, *kept))
     heads = -(-G // passes)
-    pad = (0, passes * heads - G)
-    queries = jnp.pad(queries, ((0, 0), pad, (0, 0))).reshape(rows * passes, heads, D)
-    limits = [jnp.pad(jnp.repeat(a, G // steps, axis=1), ((0, 0), pad)).reshape(B, passes, heads) for a in ends]
-    each = jnp.stack([jnp.repeat(a[:, None], K, axis=1).reshape(-1, heads) for a in limits], axis=1)
-    start, stop = jnp.min(ends[0], axis=1), jnp.max(ends[1], axis=1)
-    return whole(*run(queries, start, stop, *kept, each))
+    queries = q.astype(k.dtype).reshape(rows, G, D)
+    if passes * heads > G:
+        queries = jnp.pad(queries, ((0, 0), (0, passes * heads - G), (0, 0)))
+    ends, kept = (a.astype(jnp.int32) for a in (start, stop)), (a.reshape(rows, S, D) for a in (k, v))
+    run = functools.partial(_attend, scale, q.dtype, part or sinks is not None, G // steps, columns, config)
+    made = run(queries.reshape(rows * passes, heads, D), *ends, *kept)
+    found = [a.reshape(rows, -1, *a.shape[2:])[:, :G].reshape(B, K, G, *a.shape[2:]) for a in made]
+    if part:
+        return tuple(found)
+    return found[0] if sinks is None else softmax.with_sinks(found[0], found[1], sinks, q.dtype)
 
 
-def _attend(scale: float, dtype: Any, lse: bool, config: Config, *args: Array) -> tuple[Array, ...]:
+def _attend(
+    scale: float, dtype: Any, lse: bool, of_step: int, columns: int, config: Config, *args: Array
+) -> tuple[Array, ...]:  # fmt: skip
     """[rows, G, D] in `dtype`; or with `lse` in f32, and the logs of the sums f32[rows, G]. `args` are queries, start
-    and stop, keys and values, whose numbers of rows divide these rows; and perhaps start and stop of each query,
-    i32[rows, 2, G]."""
+    and stop, perhaps of several steps, keys and values, whose numbers of rows divide these rows."""
 
     @jax.custom_batching.custom_vmap
     def run(*args: Array) -> tuple[Array, ...]:
@@ -164,7 +181,9 @@ def _attend(scale: float, dtype: Any, lse: bool, config: Config, *args: Array) -
             functools.partial(
                 _program,
                 sizes=(G, D, kept.shape[1]),
-                shared_by=(rows // args[1].shape[0], rows // kept.shape[0]),
+                shared_by=(rows // columns // args[1].shape[0], rows // columns // kept.shape[0]),
+                steps=(_steps(args[1]), _steps(args[2]), of_step),
+                columns=columns,
                 kind="bf16" if kept.dtype == jnp.bfloat16 else "f16",
                 scale=scale,
                 config=config,
@@ -174,8 +193,8 @@ def _attend(scale: float, dtype: Any, lse: bool, config: Config, *args: Array) -
                 jax.ShapeDtypeStruct((rows, config.blocks, G, D), jnp.float32),
                 jax.ShapeDtypeStruct((rows, config.blocks, G), jnp.float32),
             ),
-            scratch=(smem_bytes(D, config) // 4,),
-            blocks=rows * config.blocks,
+            scratch=(smem_bytes(D, config, columns) // 4,),
+            blocks=rows // columns * config.blocks,
             warpgroups=config.warpgroups,
         )(*args)
         kind = jnp.float32 if lse else dtype
@@ -183,41 +202,43 @@ def _attend(scale: float, dtype: Any, lse: bool, config: Config, *args: Array) -
 
     @run.def_vmap
     def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
-        found = _attend(scale, dtype, lse, config, *simt.flatten_batch(n, batches, args))
+        found = _attend(scale, dtype, lse, of_step, columns, config, *simt.flatten_batch(n, batches, args))
         return tuple(a.reshape(n, -1, *a.shape[1:]) for a in found), (True,) * len(found)
 
     return run(*args)
 
 
 def _program(
-    q_m: Any, start_m: Any, stop_m: Any, k_m: Any, v_m: Any, *refs: Any,
-    sizes: tuple[int, int, int], shared_by: tuple[int, int], kind: str, scale: float, config: Config,
+    q_m: Any, start_m: Any, stop_m: Any, k_m: Any, v_m: Any, out_m: Any, lse_m: Any, room_m: Any, *,
+    sizes: tuple[int, int, int], shared_by: tuple[int, int], steps: tuple[int, int, int], columns: int, kind: str,
+    scale: float, config: Config,
 ) -> None:  # fmt: skip
-    *each_m, out_m, lse_m, room_m = refs
-    (heads, D, S), (blocks, keys) = sizes, (config.blocks, config.keys)
+    (heads, D, S), (starting, T, of_step), (blocks, keys) = sizes, steps, (config.blocks, config.keys)
     warps, t, block = 4 * config.warpgroups, simt.special("tid.x"), simt.special("ctaid.x")
     lane, warp = t & 31, t >> 5
     rows = softmax.Rows(D, kind, lane)
     row = simt.divide(block, blocks)
     kept_row = simt.divide(row, shared_by[1])
+    of_queries, of_part = (row, block) if columns == 1 else (row * columns, block + row * ((columns - 1) * blocks))
     q, k, v, out, lse = (
         simt.offset_rows(simt.global_address(m), n, stride)
         for m, n, stride in (
-            (q_m, row, heads * D * 2),
+            (q_m, of_queries, heads * D * 2),
             (k_m, kept_row, S * D * 2),
             (v_m, kept_row, S * D * 2),
-            (out_m, block, heads * D * 4),
-            (lse_m, block, heads * 4),
+            (out_m, of_part, heads * D * 4),
+            (lse_m, of_part, heads * 4),
         )
     )
-    start, stop = simt.ends_of((start_m, shared_by[0]), (stop_m, shared_by[0]), row, S)
-    own = []  # start and stop of this lane's two queries
-    for m in each_m:
-        at = simt.offset_rows(simt.global_address(m), row, 2 * heads * 4)
-        for e in range(2):
-            head = rows.col * 2 + e
-            own.append([simt.load_below(head, heads, simt.offset(at, (head + n * heads) * 4)) for n in range(2)])
-    room = simt.shared_address(room_m) + warp * _room(D, config)
+    if T == 1:
+        start, stop = simt.ends_of((start_m, shared_by[0]), (stop_m, shared_by[0]), row, S)
+    else:
+        of_row = simt.divide(row, shared_by[0])
+        starts, stops = (_of_steps(m, n, of_row, lane, S) for m, n in ((start_m, starting), (stop_m, T)))
+        (start, latest), (earliest, stop) = ([_over_lanes(x, f) for f in ("min", "max")] for x in (starts, stops))
+        stop = (stop < S).select(stop, S)
+    room_bytes = _room(D, config, columns)
+    room = simt.shared_address(room_m) + warp * room_bytes
     tile = keys * rows.width  # bytes; in a stage the keys are before the values
 
     per, first = rows.per, rows.first  # slots that one instruction copies, and this lane's
@@ -244,31 +265,89 @@ def _program(
     for i in range(config.stages):
         fetch(k, room + i * 2 * tile, begin + i * step)
         fetch(v, room + i * 2 * tile + tile, begin + i * step)
-    queries, end_of_ring = rows.queries(q, heads), room + (config.stages - 1) * 2 * tile
+    if columns == 1:
+        queries = rows.queries(q, heads)
+    else:
+        shared = simt.shared_address(room_m) + (lane * 8 + warps * room_bytes)
+        for c in range(columns):
+            with when(warp.equals(c % warps)):
+                words = rows.queries(simt.offset(q, word(c * heads * D * 2)), heads)
+                for j in range(D // 16):
+                    simt.store_shared(shared + (c * D * 16 + j * 256), *words[2 * j : 2 * j + 2])
+        simt.block_barrier()
+    end_of_ring = room + (config.stages - 1) * 2 * tile
 
-    @loop(begin, stop, step, [room, *softmax.empty(D)])
+    def query(c: int, j: int) -> Sequence[Word]:
+        if columns == 1:
+            return queries[2 * j : 2 * j + 2]
+        words: list[Word] = simt.load_shared(shared + (c * D * 16 + j * 256), 2)
+        return words
+
+    def ends(c: int) -> list[list[Word]]:
+        """Start and stop of this lane's two queries of column c."""
+        first = ((row - kept_row * shared_by[1]) * columns + c) * heads + rows.col * 2
+        of = [simt.divide(first + e, of_step) for e in range(2)]
+        return [[simt.from_lane(x, n) for x in (starts, stops)] for n in of]  # of the last step past the last query
+
+    def weigh(state: Sequence[Word], scores: list[list[Word]], slot: Word, c: int) -> Any:
+        mine = slot + rows.quad
+        if T == 1:
+            return softmax.weigh(state, scores, lambda n, _: mine + 8 * n < stop, scale=scale, kind=kind)
+
+        def seen() -> list[Word]:
+            own = ends(c)
+
+            def exists(n: int, e: int) -> Flag:
+                return (mine + 8 * n >= own[e][0]) & (mine + 8 * n < own[e][1])
+
+            return softmax.flat(softmax.masked(logs, exists))
+
+        logs = softmax.logarithms(scores, scale)
+        words = simt.branch((slot < latest) | (slot + keys > earliest), seen, softmax.flat(logs))
+        kept, weights = softmax.exponentials(state, [words[i : i + 4] for i in range(0, len(words), 4)])
+        return kept, [softmax.right_operand(x, kind) for x in weights]
+
+    @loop(begin, stop, step, [room, *softmax.empty(D) * columns])
     def carry(slot: Word, at: Word, *state: Word) -> list[Word]:
         ahead = slot + config.stages * step
         wait()
-        scores = rows.scores(at, queries, keys // 16)
+        scores = rows.scores_of(at, query, keys // 16, columns)
         simt.warp_barrier()
         fetch(k, at, ahead)
-        mine = slot + rows.quad
-
-        def exists(n: int, e: int) -> Flag:
-            there = mine + 8 * n < stop
-            return there & (mine + 8 * n >= own[e][0]) & (mine + 8 * n < own[e][1]) if own else there
-
-        before, weights = softmax.weigh(state, scores, exists, scale=scale, kind=kind)
+        states = [state[i : i + len(state) // columns] for i in range(0, len(state), len(state) // columns)]
+        weighed = [weigh(one, scores[c], slot, c) for c, one in enumerate(states)]
         wait()
-        mixed = rows.mix(before, at + tile, weights)
+        mixed = rows.mix_of([before for before, _ in weighed], at + tile, [weights for _, weights in weighed])
         simt.warp_barrier()
         fetch(v, at + tile, ahead)
-        return [at.equals(end_of_ring).select(room, at + 2 * tile), *mixed]
+        return [at.equals(end_of_ring).select(room, at + 2 * tile), *softmax.flat(mixed)]
 
     ptx("cp.async.wait_group 0;")
     simt.warp_barrier()
-    rows.store(room, carry[1:], heads)
+    size, part = (len(carry) - 1) // columns, softmax.part_bytes(D)
+    for c in range(columns):
+        rows.store(room + c * part if c else room, carry[1 + c * size : 1 + (c + 1) * size], heads)
     simt.block_barrier()
-    parts = [simt.shared_address(room_m) + w * _room(D, config) for w in range(warps)]
-    loop(t, heads * D // 4, 32 * warps)(lambda i: softmax.Merged(parts, i, D, "shared").write(out, lse))
+    for c in range(columns):
+        parts = [simt.shared_address(room_m) + (w * room_bytes + c * part) for w in range(warps)]
+        if c:
+            out, lse = (simt.offset(a, word(blocks * heads * n)) for a, n in ((out, 4 * D), (lse, 4)))
+        write = functools.partial(_write, parts, D, out, lse)
+        loop(t, heads * D // 4, 32 * warps)(write)
+
+
+def _write(parts: Sequence[Word], D: int, out: Any, lse: Any, i: Word) -> None:
+    softmax.Merged(parts, i, D, "shared").write(out, lse)
+
+
+def _of_steps(m: Any, steps: int, row: Word, lane: Word, size: int) -> Word:
+    """The number i32 of a step in each lane, clipped to 0 .. `size`; in those past the last, that of the last."""
+    at = row * steps + (lane < steps).select(lane, steps - 1)
+    return simt.clipped(simt.load(simt.offset_rows(simt.global_address(m), at, 4)), size)
+
+
+def _over_lanes(x: Word, what: str) -> Word:
+    """The "min" or "max" of x over the lanes of a warp."""
+    for gap in (1, 2, 4, 8, 16):
+        x = instr(f"{what}.s32", x, simt.bfly(x, gap))
+    return x

@@ -169,20 +169,36 @@ class Rows:
 
     def scores(self, at: Word, queries: Sequence[Word], tiles: int) -> list[list[Word]]:
         """Scores of tiles of 16 keys each, the first tile at `at`."""
-        scores = [[word(0)] * 4 for _ in range(tiles)]
+        return self.scores_of(at, lambda _, j: queries[2 * j : 2 * j + 2], tiles, 1)[0]
+
+    def scores_of(
+        self, at: Word, queries: Callable[[int, int], Sequence[Word]], tiles: int, columns: int
+    ) -> list[list[list[Word]]]:
+        """`scores` of each of `columns` times `HEADS` queries; queries(c, j) are the words of 16 channels."""
+        scores = [[[word(0)] * 4 for _ in range(tiles)] for _ in range(columns)]
         for j in range(self.D // 16):
-            for n, acc in enumerate(scores):
-                scores[n] = simt.mma(self.kind, acc, self._part(at, self._key, n, j, ""), queries[2 * j : 2 * j + 2])
+            rights = [queries(c, j) for c in range(columns)]
+            for n in range(tiles):
+                left = self._part(at, self._key, n, j, "")
+                for own, right in zip(scores, rights, strict=True):
+                    own[n] = simt.mma(self.kind, own[n], left, right)
         return scores
 
     def mix(self, state: Sequence[Word], at: Word, weights: Sequence[Sequence[Word]]) -> list[Word]:
         """The state with values at `at` times `weights`, right operands of 16 keys each."""
-        *_, mixed = parts(state)
-        for j, acc in enumerate(mixed):
-            for n, right in enumerate(weights):
-                acc = simt.mma(self.kind, acc, self._part(at, self._value, n, j, ".trans"), right)
-            mixed[j] = acc
-        return [*state[:4], *flat(mixed)]
+        return self.mix_of([state], at, [weights])[0]
+
+    def mix_of(
+        self, states: Sequence[Sequence[Word]], at: Word, weights: Sequence[Sequence[Sequence[Word]]]
+    ) -> list[list[Word]]:
+        """`mix` of several states, each with its weights."""
+        mixed = [parts(state)[2] for state in states]
+        for j in range(self.D // 16):
+            for n in range(len(weights[0])):
+                left = self._part(at, self._value, n, j, ".trans")
+                for own, rights in zip(mixed, weights, strict=True):
+                    own[j] = simt.mma(self.kind, own[j], left, rights[n])
+        return [[*state[:4], *flat(own)] for state, own in zip(states, mixed, strict=True)]
 
     def _part(self, at: Word, lane: tuple[Word, Word], tile: int, pair: int, how: str) -> list[Word]:
         (row, chunk), code = lane, f"ldmatrix.sync.aligned.m8n8.x4{how}.shared.b16 {{$0, $1, $2, $3}}, [$4];"

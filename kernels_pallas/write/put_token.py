@@ -27,7 +27,7 @@ from kvjax.kernels_pallas.simt import Word, loop, ptx, when, word
 
 MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/put_token.json
 CHUNK = 16  # bytes
-THREADS = 128
+THREADS, STEP_THREADS = 128, 512  # of a block that stores one token of a row, or several
 
 Zone = tuple[Array, Array, Array]  # keys and values [B, K, S, D], count i32[B]
 
@@ -88,7 +88,7 @@ def _put(zones: int, *args: Array) -> tuple[Array, ...]:
             program,
             name="kvjax_put_token" if given[0].dtype == bool else "kvjax_put_tokens",
             blocks=B,
-            warpgroups=THREADS // 128,
+            warpgroups=(THREADS if given[0].dtype == bool else STEP_THREADS) // 128,
         )(changed, *given)
 
     @run.def_vmap
@@ -148,7 +148,7 @@ def _program_of_some(*refs: Any, slots: tuple[int, ...], heads: int, tokens: int
         taken.append((left < free).select(left, free))
         first, left = first + taken[-1], left - taken[-1]
 
-    @loop(t, heads * tokens * chunks, THREADS)
+    @loop(t, heads * tokens * chunks, STEP_THREADS)
     def _move(i: Word) -> None:
         number = simt.divide(i, chunks)
         head = simt.divide(number, tokens)

@@ -37,9 +37,9 @@ def attend_span(
     """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over `span`, with sink logits; 0 where it is empty.
 
     Keys outside of the span may hold anything. Each of T decode steps may have its own span: queries [B, K, T*G, D],
-    each step's after the previous step's, with start and stop i32[B, T]. `implementation`: see `explain`. The kernel's
-    products read q in the dtype of the keys; it reads nothing outside of the span. With `part`, the result is a
-    PartialAttention over Q = G, without `sinks`.
+    each step's after the previous step's, with stop i32[B, T] and start alike or [B, 1]. `implementation`: see
+    `explain`. The kernel's products read q in the dtype of the keys; it reads nothing outside of the span. With `part`,
+    the result is a PartialAttention over Q = G, without `sinks`.
     """
     # Values outside of the span are finite, so they need no mask here: it would write a second copy of them.
     whole = attend_part(q, span.k, span.v, span.mask_of(q.shape[2]), scale=scale)

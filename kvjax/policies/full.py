@@ -89,15 +89,15 @@ class Full(Policy):
 
     def _attend_steps(self, st: FullState, q: Array, lengths: Array, step: Step) -> tuple[Array, FullState, Info]:
         """Each step sees the tokens up to its own: the same arrays with a smaller length, in one pass over them."""
-        stop = jnp.moveaxis(lengths, 0, 1)
-        span = Span(st.tokens.k, st.tokens.v, lowest_visible(stop - 1, step.window), stop)
-        out = heads_as_steps(ops.attend_span(steps_as_heads(q), span, step.sinks, scale=step.scale), q.shape[3])
+        k, v, stop = st.tokens.k, st.tokens.v, lengths.T
+        start = lowest_visible((stop if step.window else stop[:, :1]) - 1, step.window)  # without a window, for all
+        out = ops.attend_span(steps_as_heads(q), Span(k, v, start, stop), step.sinks, scale=step.scale)
 
         def info(length: Array) -> Info:
             state = self._shortened(st, length)
             return self._info(state, self._span(state, step.window))
 
-        return out, st, jax.vmap(info)(lengths)
+        return heads_as_steps(out, q.shape[3]), st, jax.vmap(info)(lengths)
 
     def _span(self, st: FullState, window: int | None) -> Span:
         return Span(st.tokens.k, st.tokens.v, lowest_visible(st.length - 1, window), st.length)

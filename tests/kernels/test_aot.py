@@ -60,8 +60,9 @@ def tokens(*slots, D=128, T=1):
     return kept, *2 * [sds(1, 8, T, D)], one if T == 1 else count, one
 
 
-def span(G, S, D, dtype=jnp.bfloat16):
-    return sds(1, 8, G, D, dtype=dtype), *2 * [sds(1, 8, S, D, dtype=dtype)], *2 * [sds(1, dtype=jnp.int32)]
+def span(G, S, D, dtype=jnp.bfloat16, T=1):
+    ends = sds(*(1, T)[: 1 + (T > 1)], dtype=jnp.int32)
+    return sds(1, 8, T * G, D, dtype=dtype), *2 * [sds(1, 8, S, D, dtype=dtype)], ends, ends
 
 
 def parts(G, *sizes):
@@ -238,6 +239,8 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
         0,
     ),
     "attend_span, D 256": (SPAN, span(4, 131072, 256), 0.7, 0),
+    "attend_span, 8 steps": (SPAN, span(4, 131072, 128, T=8), 5, 0),
+    "attend_span, 8 steps, D 256": (SPAN, span(4, 131072, 256, T=8), 10, 0),
     "attend_span, D 80": (SPAN, span(16, 131072, 80), 1.2, 0),
     "attend_span, D 192": (SPAN, span(4, 131072, 192), 0.7, 0),
     "attend_zones, D 96": (over_zones(128), zones(12, 130816, 383, 4, 96, 1916), 0.2, 0),
@@ -320,6 +323,7 @@ LATE = (
     "attend_span, D 256",
     "attend_span, D 80",
     "attend_span, D 192",
+    "attend_span, 8 steps, D 256",
     "attend_coded_zones, a loop",
     "attend_coded_zones, D 64",
     "attend_zones, D 96",
