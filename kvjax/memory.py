@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from jax.typing import DTypeLike
 
 T = TypeVar("T")
+S = TypeVar("S")
 HOST_KINDS = ("pinned_host", "unpinned_host")
 
 CONCURRENT = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
@@ -43,6 +44,24 @@ def host_zeros(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
     """Zeros in pinned host memory. One zero is moved there and broadcast, so that the array never occupies device
     memory: a store may be larger than the device. (XLA warns that the host does the broadcast, which is intended.)"""
     return jnp.broadcast_to(to_host(jnp.zeros((), dtype)), shape)
+
+
+def computed_last(tree: T, after: S, before: S) -> tuple[T, S]:
+    """`tree` and `after`, where XLA computes what follows from `tree` after all that `after` has in place of `before`.
+
+    What is written last can be written in place: nothing reads the old array any more. Both have one structure; arrays
+    of the host are not waited for.
+    """
+    leaves, structure = jax.tree.flatten(after)
+    new = [
+        i
+        for i, (leaf, old) in enumerate(zip(leaves, jax.tree.leaves(before), strict=True))
+        if leaf is not old and jax.typeof(leaf).memory_space != jax.memory.Space.Host
+    ]
+    tree, waited = lax.optimization_barrier((tree, [leaves[i] for i in new]))
+    for i, leaf in zip(new, waited, strict=True):
+        leaves[i] = leaf
+    return tree, jax.tree.unflatten(structure, leaves)
 
 
 def vary_with(tree: Any, *like: Any) -> Any:

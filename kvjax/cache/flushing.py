@@ -13,6 +13,7 @@ from jax import Array, lax
 
 from kvjax import ops
 from kvjax.cache.cache import C, check_cache, layers_of, rows_to_flush, run_by_part, with_states
+from kvjax.memory import computed_last
 from kvjax.policies import Policy
 
 S = TypeVar("S")
@@ -68,7 +69,20 @@ def _flush_layer(policy: Policy, state: Any) -> Any:
 @partial(jax.jit, static_argnums=0, inline=True)
 def _traced_flush(policy: Policy, state: Any) -> tuple[Any, _Changed]:
     after = policy.flush(state)
-    return after, _changed(after, state)
+    return _counted_last(after, state), _changed(after, state)
+
+
+def _counted_last(after: S, before: S) -> S:
+    """`after`, with counts i32[B] that are added to those of `before` once all else is written.
+
+    XLA can then add in place. It would otherwise copy a layer's counts twice in every step, whether it flushes or not.
+    """
+    given, leaves = map(jax.tree.leaves, (before, after))
+    pairs = enumerate(zip(given, leaves, strict=True))
+    added = {i: new - old for i, (old, new) in pairs if new is not old and new.ndim == 1 and new.dtype == jnp.int32}
+    added, after = computed_last(added, after, before)
+    leaves, tree = jax.tree.flatten(after)
+    return jax.tree.unflatten(tree, [given[i] + added[i] if i in added else leaf for i, leaf in enumerate(leaves)])
 
 
 @jax.tree_util.register_static

@@ -21,6 +21,7 @@ from jax import Array, lax
 from jax.tree_util import register_dataclass
 
 from kvjax import ops
+from kvjax.memory import computed_last
 from kvjax.numerics.blocks import Block, empty_block, put, take_rows
 from kvjax.numerics.packing import whole_units
 from kvjax.numerics.partial import PartialAttention, Span, keep_valid, merge
@@ -185,15 +186,13 @@ class Zoned(Policy):
     def flush(self, st: ZonedState) -> ZonedState:
         full = self.full_rows(st)
         leaving, staying = self.demote.leaving(self.local), self.demote.staying(self.local)
-        count = jnp.where(full, len(leaving), 0)
-        st = self.append(st, st.recent.k[:, :, leaving], st.recent.v[:, :, leaving], count)
-
-        def keep(a: Array) -> Array:
-            stay = len(staying)
-            front = jnp.where(full[:, None, None, None], a[:, :, staying], a[:, :, :stay])
-            return jnp.concatenate([front, a[:, :, stay:]], axis=2)
-
-        return replace(st, recent=Block(keep(st.recent.k), keep(st.recent.v), st.recent.count - count))
+        count, recent, stay = jnp.where(full, len(leaving), 0), st.recent, len(staying)
+        after = self.append(st, recent.k[:, :, leaving], recent.v[:, :, leaving], count)
+        front = [jnp.where(full[:, None, None, None], a[:, :, staying], a[:, :, :stay]) for a in (recent.k, recent.v)]
+        # In place, once all else is read; XLA would otherwise copy the block twice in every step, full or not.
+        front, after = computed_last(front, after, st)
+        k, v = (lax.dynamic_update_slice_in_dim(a, b, 0, 2) for a, b in zip((recent.k, recent.v), front, strict=True))
+        return replace(after, recent=Block(k, v, recent.count - count))
 
     # ---------------------------------------------------------------------------------------------- several tokens
 

@@ -452,6 +452,23 @@ def test_a_step_starts_few_kernels_and_copies_nothing(preset, most):
     assert not [name for name in program.launches if name.startswith("copy")]
 
 
+@pytest.mark.parametrize(
+    "preset",
+    [
+        presets.pariskv(2048),
+        *(pytest.param(p, marks=pytest.mark.thorough) for p in (presets.fier(2048), presets.kivi())),
+    ],
+    ids=["pariskv", "fier", "kivi"],
+)
+def test_a_step_that_may_flush_changes_all_in_place(preset):
+    """In both branches: a block of 383 tokens, and counts, which an earlier form copied twice in every step."""
+    spec = kvjax.CacheSpec(batch=1, q_heads=8, kv_heads=2, head_dim=128, capacity=131072, dtype=jnp.bfloat16)
+    cache = memory.shapes(partial(kvjax.init_layer, preset.rest, spec))
+    new = sds(1, 1, 8, 128), sds(1, 1, 2, 128), sds(1, 1, 2, 128)
+    program = aot.compile_for(kvjax.attention, cache, *new, donate=0)
+    assert re.findall(r"%\S+ = \S+ copy\(.*", program.hlo) == []
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("preset", "most", "found"),
