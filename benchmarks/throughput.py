@@ -33,6 +33,7 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
+from kvjax.attention import run
 from kvjax.cache.cache import Cache, LayerCache, init, raise_on_overflow
 from kvjax.evaluate.plots import short
 from kvjax.evaluate.provenance import provenance
@@ -290,9 +291,14 @@ def fill(cache: Cache, length: int, *, seed: int = 0, chunk: int | None = None) 
 @partial(jax.jit, static_argnames="tokens", donate_argnames="layer")
 def _store(layer: LayerCache, key: Array, count: Array, *, tokens: int) -> LayerCache:
     spec = layer.spec
-    shape = (spec.batch, spec.kv_heads, tokens, spec.head_dim)
+    shape = (spec.batch, tokens, spec.kv_heads, spec.head_dim)
     k, v = (jax.random.normal(own, shape, spec.dtype) for own in jax.random.split(key))
-    return replace(layer, state=layer.policy.prefill(layer.state, k, v, jnp.full(spec.batch, count)))
+    return run(_append, layer, {"k": k, "v": v, "count": jnp.full(spec.batch, count)})[1]
+
+
+def _append(layer: LayerCache, k: Array, v: Array, count: Array) -> tuple[None, LayerCache, tuple[()]]:
+    state = layer.policy.prefill(layer.state, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), count)
+    return None, replace(layer, state=state), ()
 
 
 # -------------------------------------------------------------------------------------------------------------- models
