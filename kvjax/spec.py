@@ -6,9 +6,9 @@ M selected tokens.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import inf, isfinite
 from typing import Any
 
 import jax
@@ -141,23 +141,19 @@ def keep_ints(config: Any, **at_least: int) -> None:
             keep_int(config, name, at_least=bound)
 
 
-def keep_number(
-    config: Any, *names: str, at_least: float = -inf, above: float = -inf, at_most: float = inf, below: float = inf
-) -> None:
-    """Stores fields of a frozen dataclass as floats, or raises ValueError for one that is no number in these bounds.
+BOUNDS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 
-    None stays where it is the default.
-    """
-    given = (("at least", at_least), ("above", above), ("at most", at_most), ("below", below))
-    bounds = " and ".join(f"{what} {bound:g}" for what, bound in given if isfinite(bound))
-    if isfinite(at_least) and isfinite(at_most):
-        bounds = f"from {at_least:g} to {at_most:g}"
+
+def keep_number(config: Any, *names: str, what: str = "", **bounds: float) -> None:
+    """Stores fields of a frozen dataclass as floats, or raises ValueError for one that is no number in these bounds,
+    of `BOUNDS`, and says `what` it is, such as "a share of the slots, ". None stays where it is the default."""
+    said = " and ".join(f"{name.replace('_', ' ')} {bound:g}" for name, bound in bounds.items())
     for name in names:
         if getattr(config, name) is None and getattr(type(config), name, 0) is None:
             continue
         value = finite_number(f"{type(config).__name__}({name}=...)", getattr(config, name))
-        if not (at_least <= value <= at_most and above < value < below):
-            raise ValueError(f"{type(config).__name__}({name}={value}) must be {bounds}")
+        if not all(BOUNDS[kind](value, bound) for kind, bound in bounds.items()):
+            raise ValueError(f"{type(config).__name__}({name}={value}) must be {what}{said}")
         object.__setattr__(config, name, value)
 
 

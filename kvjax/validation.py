@@ -125,8 +125,8 @@ def check_floats(**arrays: Any) -> None:
             )
 
 
-def check_one_of(who: str, among: Iterable[Any], **given: Any) -> None:
-    """Raises ValueError unless each of the `given` arguments of `who` is one of the values `among`.
+def check_one_of(who: str, among: Iterable[Any], why: str = "", **given: Any) -> None:
+    """Raises ValueError unless each of the `given` arguments of `who` is one of the values `among`; it ends in `why`.
 
     >>> check_one_of("kvjax.Fier", ("max", "mean"), page_reduce="min")
     Traceback (most recent call last):
@@ -136,7 +136,7 @@ def check_one_of(who: str, among: Iterable[Any], **given: Any) -> None:
     known = tuple(among)
     for name, value in given.items():
         if not isinstance(value, str | int) or value not in known:
-            raise ValueError(f"{who}({name}={shown(value)}) must be one of {', '.join(map(str, known))}")
+            raise ValueError(f"{who}({name}={shown(value)}) must be one of {', '.join(map(str, known))}{why}")
 
 
 def check_divides(part: Any, what: str, whole: int, **sizes: int) -> None:

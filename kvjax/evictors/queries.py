@@ -45,7 +45,7 @@ class ValueWeighted(Evictor):
         keep_ints(self, sink=0)
         verbs = ("judge", "see_prompt", "see_step")
         check_verbs("ValueWeighted(evictor=...)", self.evictor, "an evictor", verbs, "kvjax.HeavyHitter()")
-        keep_number(self, "first", at_least=0, below=1)
+        keep_number(self, "first", what="a share of the slots, ", at_least=0, below=1)
         keep_number(self, "epsilon", at_least=0)
         if type(self.evictor).judge is not Evictor.judge or self.evictor.arrival is None:
             raise ValueError(f"ValueWeighted got {self.evictor}, which no attention guides; use kvjax.HeavyHitter()")

@@ -111,7 +111,7 @@ class HeavyHitter(Evictor):
     def __post_init__(self) -> None:
         if self.queries is not None:
             keep_ints(self, queries=1)
-        keep_number(self, "recent", at_least=0, at_most=1)
+        keep_number(self, "recent", what="a share of the slots, ", at_least=0, at_most=1)
 
     @property
     def arrival(self) -> float:
@@ -225,7 +225,7 @@ class LastUse(Evictor):
     threshold: float = 1e-4
 
     def __post_init__(self) -> None:
-        keep_number(self, "threshold", at_least=0, below=1)
+        keep_number(self, "threshold", what="a softmax weight, ", at_least=0, below=1)
 
     @property
     def arrival(self) -> float:

@@ -121,7 +121,7 @@ class Speculative(Policy):
                 f"Speculative(tau={self.tau!r}) must be a number to compare cosines with: 0.8 or 0.9 as in FreeKV, "
                 "above 1 to select at every step, -1 to always reuse"
             )
-        keep_number(self, "selection_scale", above=0)
+        keep_number(self, "selection_scale", what="None for attention's scale, 1 for unscaled products, or ", above=0)
         keep_ints(self, reuse=1, topk=1)
         if self.topk is not None:
             self._check_topk(self.topk)

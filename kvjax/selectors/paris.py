@@ -102,8 +102,9 @@ class Paris(Selector):
         keep_ints(self, candidates=1, subspace=1, radius_bits=1, **({} if self.seed is None else {"seed": 0}))
         check_flags("Paris", correct=self.correct)
         require_group_reduce(self.group_reduce)
-        check_one_of("Paris", (4, 8), subspace=self.subspace)
-        check_one_of("Paris", (4, 16), radius_bits=self.radius_bits)
+        why = ": there is a count for each sign pattern of a subspace, and codes need more than 3 channels"
+        check_one_of("Paris", (4, 8), why, subspace=self.subspace)
+        check_one_of("Paris", (4, 16), ": codes relative to the key, or bfloat16", radius_bits=self.radius_bits)
 
     def check(self, spec: CacheSpec, chunk: int) -> None:
         require_rotatable(spec.head_dim)

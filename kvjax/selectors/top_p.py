@@ -89,7 +89,7 @@ class Nucleus(ByShare):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        keep_number(self, "p", above=0, at_most=1)
+        keep_number(self, "p", what="a share of the attention, ", above=0, at_most=1)
 
     def keep(self, share: Array, valid: Array, order: Array) -> Array:
         if self.p == 1:
@@ -121,8 +121,8 @@ class AdaptiveHeads(ByShare):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        keep_number(self, "mean", at_least=1e-6, at_most=1)
-        keep_number(self, "floor", at_least=0, at_most=1)
+        keep_number(self, "mean", what="a share of the budget, ", above=0, at_most=1)
+        keep_number(self, "floor", what="a share of the mean, ", at_least=0, at_most=1)
 
     @property
     def joins_heads(self) -> bool:

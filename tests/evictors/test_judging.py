@@ -230,7 +230,7 @@ def test_random_keeps_a_uniform_sample_of_all_tokens_or_of_the_held_ones() -> No
         (lambda: Evicting(evictor=Random(), budget=8, rope=ROPE), r"use every=64 and an evictor without rope"),
         (lambda: kvjax.HeadBudgets(evictor=Redundancy(), budget=64), r"evicts one token at a time, by evidence"),
         (lambda: ValueWeighted(evictor=Random()), r"no attention guides; use kvjax.HeavyHitter\(\)"),
-        (lambda: ValueWeighted(first=1.0), r"first=1.0\) must be at least 0 and below 1"),
+        (lambda: ValueWeighted(first=1.0), r"first=1.0\) must be a share of the slots, at least 0 and below 1"),
         (lambda: kvjax.presets.evict(rule="newest"), r"rule='newest'\) must be one of random"),
         (lambda: kvjax.presets.evict(rule="expected"), r"must know the model's RoPE; set rope_theta"),
     ],

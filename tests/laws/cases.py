@@ -372,6 +372,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         r"HostOffload\(page=8\) moves whole pages, but Fier.* selects 1 tokens at a time; use HostOffload\(page=1\)",
     ),
     "tau NaN": (lambda: Speculative(BASE, tau=float("nan")), r"tau=nan\) must be a number to compare cosines with"),
+    "scale of 0": (
+        lambda: Speculative(BASE, selection_scale=0),
+        r"selection_scale=0.0\) must be None for attention's scale, 1 for unscaled products, or above 0",
+    ),
     "tau of a word": (lambda: presets.freekv(tau="low"), r"tau='low'\) must be a number"),  # type: ignore[arg-type]
     "speculation without a choice": (
         lambda: Speculative(Compressed()),  # type: ignore[arg-type]
@@ -467,7 +471,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         r"no attention guides; use kvjax.HeavyHitter",
     ),
     "no queries vote": (lambda: HeavyHitter(queries=0), r"HeavyHitter.queries"),
-    "recent share of 2": (lambda: HeavyHitter(recent=2.0), r"recent=2.0\) must be from 0 to 1"),
+    "recent share of 2": (lambda: HeavyHitter(recent=2.0), r"recent=2.0\) must be a share of the slots, at least 0"),
     "no room beside the window": (lambda: presets.snapkv(budget=1), r"budget of Observation.*at least 2, got 1"),
     "kernel_size without a middle": (
         lambda: presets.snapkv(kernel_size=8),

@@ -95,7 +95,7 @@ def test_budgets_of_a_pyramid_fall_linearly_and_keep_their_mean() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: LastUse(threshold=1.0), r"threshold=1.0\) must be at least 0 and below 1"),
+        (lambda: LastUse(threshold=1.0), r"threshold=1.0\) must be a softmax weight, at least 0 and below 1"),
         (
             lambda: kvjax.policies.BesidePrompt(evictor=kvjax.Sliding(), page=4),
             r"BesidePrompt\(page=4\) stamps pages for kvjax.LastUse\(\); got .*use page=1",
