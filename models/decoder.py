@@ -26,7 +26,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from kvjax.attention import attention_info, decode_info
-from kvjax.cache.cache import Cache, LayerCache, as_positions, as_rows, ends
+from kvjax.cache.cache import Cache, LayerCache, as_positions, as_rows, ends, with_gaps
 from kvjax.cache.flushing import flush
 from kvjax.numerics.derivatives import with_derivative
 from kvjax.sharding.placement import (
@@ -492,7 +492,7 @@ class Decoder(nnx.Module):
         if cache is not None:
             cache = dataclasses.replace(cache, layers=tuple(layers))
             if positions is not None:
-                cache = dataclasses.replace(cache, skipped=end - cache.length)
+                cache = with_gaps(cache, end, taken)
 
         logits = self.finish(x, lengths) if last_logits else self._logits(self.norm(x))
         return (logits, cache, tuple(infos)) if info else (logits, cache)

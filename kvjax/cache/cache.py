@@ -82,8 +82,9 @@ class Cache:
     # i32[B] the longest text that the rotation of each row's keys is right for, 0 for an empty row; None if the model's
     # RoPE does not depend on the length of a text
     rotated_for: Array | None = None
-    # i32[B] tokens that `SpecPrefill` left out of each row's prompt, into which `rollback` must not go; None: all read
+    # i32[B] tokens that `SpecPrefill` left out of each row's prompt; None: all read
     skipped: Array | None = None
+    kept: Array | None = None  # i32[B] tokens up to the last of such a prompt, into which `rollback` must not go
 
     @property
     def spec(self) -> CacheSpec:
@@ -298,6 +299,12 @@ def as_positions(positions: Any, shape: tuple[int, ...]) -> Any:
             f"positions must be integers {list(shape)}, one for each token; got {found.dtype}{list(found.shape)}"
         )
     return found.astype(np.int32)
+
+
+def with_gaps(cache: Cache, end: Array, count: Array) -> Cache:
+    """`cache` after `count` i32[B] tokens between which others were left out; the text of a row goes on at `end`."""
+    kept = jnp.where(count > 0, cache.length, 0 if cache.kept is None else cache.kept)
+    return dataclasses.replace(cache, skipped=end - cache.length, kept=kept)
 
 
 def check_whole(verb: str, cache: Any) -> None:

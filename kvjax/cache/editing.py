@@ -61,14 +61,23 @@ def rollback(cache: C, lengths: ArrayLike) -> C:
 
     Raises:
       ValueError: a policy that forgets tokens (`Evicting`) or remembers its last step (`Speculative`); a length beyond
-        the tokens of the row or before its last flush. Under jit, where lengths are not known, such a row stays as it
-        is and `raise_on_overflow` reports it.
+        the tokens of the row, before its last flush, or within a prompt that `SpecPrefill` read in part. Under jit,
+        where lengths are not known, such a row stays as it is and `raise_on_overflow` reports it.
     """
     check_cache("rollback", cache)
     target = _target_lengths("rollback", cache, lengths)
     states = []
     with own_axes(cache):
         target = as_rows(cache, target)
+        if isinstance(cache, Cache) and cache.kept is not None:
+            into = (target > 0) & (target < cache.kept)
+            if isinstance(into, Tracer):
+                target = jnp.where(into, -1, target)  # out of reach
+            elif np.any(into):
+                raise ValueError(
+                    f"rollback to {target.tolist()} tokens would cut prompts that were read in part (SpecPrefill), of "
+                    f"{cache.kept.tolist()} tokens; keep all of a prompt, or none"
+                )
         for layer in layers_of(cache):
             policy = _reversible(layer, "rollback")
             if not isinstance(lengths, Tracer):
@@ -213,10 +222,10 @@ def _target_lengths(verb: str, cache: Any, lengths: ArrayLike) -> Array:
 
 
 def _with_rows(cache: Any, change: Callable[[Array], Array]) -> Any:
-    """A cache with a `change` of what it knows of its rows, i32[B] each: `rotated_for` and `skipped`."""
+    """A cache with a `change` of what it knows of its rows, i32[B] each: those that are not of its layers."""
     if not isinstance(cache, Cache):
         return cache
-    known = {"rotated_for": cache.rotated_for, "skipped": cache.skipped}
+    known = {name: getattr(cache, name) for name in ("rotated_for", "skipped", "kept")}
     changed: dict[str, Any] = {n: None if x is None else change(as_rows(cache, x)) for n, x in known.items()}
     return dataclasses.replace(cache, **changed)
 
@@ -224,7 +233,7 @@ def _with_rows(cache: Any, change: Callable[[Array], Array]) -> Any:
 def _with_rotation(cache: Any, lengths: Array) -> Any:
     """The cache whose rows of length 0 begin anew; other rows keep the rotation of their keys, and their gaps."""
     with own_axes(cache):
-        return _with_rows(cache, lambda rows: jnp.where(as_rows(cache, lengths) > 0, rows, 0))
+        return _with_rows(cache, lambda rows: jnp.where(as_rows(cache, lengths) == 0, 0, rows))
 
 
 def _check_reach(target: np.ndarray, earliest: Array, length: Array) -> None:

@@ -18,7 +18,7 @@ from jax import Array
 from jax.sharding import SingleDeviceSharding
 from jax.typing import ArrayLike
 
-from kvjax.cache.cache import Cache, as_positions, check_rotation, ends
+from kvjax.cache.cache import Cache, as_positions, check_rotation, ends, with_gaps
 from kvjax.generation.prompt_inputs import check_ids, check_model, check_model_cache
 from kvjax.memory import commit_together, on_host
 from kvjax.sharding.placement import Placement, call_model, loops_on_auto_axes, to_context
@@ -372,11 +372,11 @@ def _read(
     layered: Any = model
     caches = list(cache.layers)
     x, cos, sin = commit_together((cache, _begin(layered, tokens, cache.position, lengths, *given)))[1]
-    if positions is not None:
-        cache = dataclasses.replace(cache, skipped=_skipped(cache.position, cache.length, lengths, positions))
+    end = None if positions is None else ends(cache.position, lengths, positions)
     for i, layer in enumerate(layered.layers):
         x, caches[i] = _layer(layer, x, cos, sin, caches[i], lengths, first_chunk=first_chunk)
-    return _finish(layered, x, lengths), dataclasses.replace(cache, layers=tuple(caches))
+    cache = dataclasses.replace(cache, layers=tuple(caches))
+    return _finish(layered, x, lengths), cache if end is None else with_gaps(cache, end, lengths)
 
 
 def by_layer(model: Any, cache: Cache) -> bool:
@@ -417,12 +417,6 @@ def _begin(
     model: Any, tokens: Array, stored: Array, lengths: Array, positions: Array | None = None
 ) -> tuple[Array, Any, Any]:
     return model.begin(tokens, stored if positions is None else positions, ends(stored, lengths, positions))
-
-
-@jax.jit
-def _skipped(position: Array, length: Array, count: Array, positions: Array) -> Array:
-    """`Cache.skipped` after `count` i32[B] more tokens at `positions` i32[B, T]."""
-    return ends(position, count, positions) - length - count
 
 
 @partial(jax.jit, static_argnames="first_chunk", donate_argnames=("x", "cache"))

@@ -176,6 +176,22 @@ def test_read_layer_by_layer_or_at_once_tokens_have_the_same_positions(model: De
     assert kvjax.take_rows(cache, [0, 0]).position.tolist() == cache.position.tolist() * 2
 
 
+def test_an_answer_is_taken_back_and_not_a_part_of_a_prompt_with_gaps(model: Decoder) -> None:
+    """The position of a token before the last gap is not known any more."""
+    positions = np.arange(200, 500, 3, dtype=np.int32)[None]
+    _, cache = prefill(model, empty(model, rows=1), PROMPT[:1, :100], positions=positions)
+    _, cache = prefill(model, cache, PROMPT[:1, :3])
+    for length, position in ((103, 501), (100, 498), (0, 0)):
+        assert kvjax.rollback(cache, [length]).position.tolist() == [position]
+    for length in (1, 99):
+        with pytest.raises(ValueError, match=r"would cut prompts that were read in part.*of \[100\] tokens; keep all"):
+            kvjax.rollback(cache, [length])
+    same = jax.jit(kvjax.rollback)(cache, jnp.array([99]))
+    assert same.position.tolist() == [501]
+    with pytest.raises(RuntimeError, match="out of reach"):
+        kvjax.raise_on_overflow(same)
+
+
 def test_a_planted_chunk_is_read(model: Decoder) -> None:
     """All heads of the first layer look for the token 7: its keys are large, and so are all queries along them."""
     plain = Decoder(DecoderConfig(**{**vars(CONFIG), "unrotated": tuple(range(4))}), rngs=nnx.Rngs(3))
