@@ -51,7 +51,7 @@ from kvjax.policies import Info
 
 TINY = DecoderConfig(vocab_size=64, hidden_size=32, intermediate_size=64, layers=3, q_heads=4, kv_heads=2, head_dim=16)
 PARTS = ("engine", "sizes", "batches", "full", "copied", "shared", "groups", "rollout")
-KEY = ("part", "method", "requests", "slots", "block", "prompt_tokens")
+KEY = ("part", "method", "requests", "slots", "block", "chunk", "prompt_tokens")
 SIZES = {
     False: {
         "prompts": (1024, 32768),
@@ -214,7 +214,7 @@ def run_part(part: str, model: Decoder, method: str, given: argparse.Namespace) 
     sizes, tiny, minutes = SIZES[given.tiny], given.tiny, given.minutes
     work = mixed_requests(sizes["prompts"], sizes["answers"], given.requests)
     slots, capacity = given.slots, sizes["prompts"][1] + sizes["answers"][1]
-    settings: Any = {"chunk": 32 if tiny else 2048, "block": given.block, "prompt_tokens": given.prompt_tokens}
+    settings: Any = {name: getattr(given, name) for name in ("chunk", "block", "prompt_tokens")}
     rng, group = np.random.default_rng(1), sizes["group"]
     groups = [(rng.integers(1, 60, group).astype(np.int32), sizes["answer"]) for _ in range(given.groups)]
     waiting = {"max_waiting": 8 * max(len(work), len(groups))}
@@ -255,15 +255,16 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--groups", type=int, help="prompts with 8 answers each")
     parser.add_argument("--slots", type=int)
     parser.add_argument("--block", type=int, help="decode steps between two looks at the queue")
+    parser.add_argument("--chunk", type=int, help="tokens of a prompt that are read at once")
     parser.add_argument("--prompt-tokens", type=int, help="most tokens of prompts that are read between two blocks")
     parser.add_argument("--minutes", type=float, default=1e9, help="the most of a part")
     parser.add_argument("--tiny", "--quick", dest="tiny", action="store_true", help="sizes for a CPU")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args(args)
     given.quick = given.tiny
-    defaults = {"requests": 256, "groups": 32, "slots": 10, "block": 16, "prompt_tokens": 40000}
+    defaults = {"requests": 256, "groups": 32, "slots": 10, "block": 16, "chunk": 2048, "prompt_tokens": 40000}
     if given.tiny:
-        defaults = {"requests": 6, "groups": 2, "slots": 2, "block": 4, "prompt_tokens": 64}
+        defaults = {"requests": 6, "groups": 2, "slots": 2, "block": 4, "chunk": 32, "prompt_tokens": 64}
     for name, value in defaults.items():
         if getattr(given, name) is None:
             setattr(given, name, value)
@@ -273,7 +274,7 @@ def main(args: Sequence[str] | None = None) -> None:
         for method in given.methods:
             requests = 8 * given.groups if part in ("copied", "shared", "groups") else given.requests
             row = {"part": part, "method": method, "requests": requests, "block": given.block}
-            row["prompt_tokens"] = given.prompt_tokens
+            row |= {"chunk": given.chunk, "prompt_tokens": given.prompt_tokens}
             try:
                 row |= run_part(part, model, method, given)
             except Exception as error:  # such as a lack of memory: the other parts still count

@@ -2,15 +2,21 @@
 
     python benchmarks/serving_model.py          # no GPU; writes results/serving_model.json
 
-Two numbers come from measurements: a step of 10 rows of 9174 tokens takes 9.99 ms (`full` in serving.json), of which
-131072 bytes a token at 3 TB/s are keys and values, the rest weights and launches; and prompts run at 530 TFLOP/s, with
-which `alike` and `sizes` of 64 requests give what was measured, 421 and 454 tokens a second. Fixed batches, measured
-with 183, read their prompts 11 at a time, which the model does not know: their row is a guess. The designs:
+Three numbers are fitted to measurements. A step of 10 rows of 9174 tokens takes 9.99 ms (`full` in serving.json), of
+which 131072 bytes a token at 3 TB/s are keys and values, the rest weights and launches. A prompt of 32749 tokens that
+is read at once takes 1.22 s (first_answer.json), 606 TFLOP/s; fixed batches read theirs so. In chunks of 2048, prompts
+run at 522 TFLOP/s, with which `alike` and `sizes` of 64 requests give what was measured, 421 and 454 tokens a second;
+fixed batches then have 175, measured 183. The designs:
 
   alike      10 slots of the greatest length, prompts read until all slots are full
   sizes      7 of these and 9 of 10240 tokens, in the same memory (`small_slots`)
-  mixed      each chunk of a prompt is read by a program that also decodes a step, which reads the weights once for both
-  longest    `sizes`, and of the requests for which a slot is free, the one with the longest answer comes first
+  chunks     prompts are read in chunks of 8192, whose rate is that of whole prompts
+  together   also short prompts have this rate, because several are read as one batch
+  ride       each chunk of a prompt is read by a program that also decodes a step, and reads the weights once for both;
+             alone in chunks of 512, which bring four times as many steps as those of 2048
+  no host    the device never waits for the host
+  no copies  a prompt is read into its slot, and the spare row is one more slot
+  longest    of the requests for which a slot is free, the one with the longest answer comes first
   pages      as many rows as if memory had no slots but pages: 27
 
 Rows are idle at the end of a load, so that few requests gain more from an order than many.
@@ -25,15 +31,21 @@ from typing import Any
 from layers import save
 from serving import SIZES, mixed_requests
 
+from kvjax.generation.prefilling import cut
+
 LONGEST = sum(SIZES[False][name][1] for name in ("prompts", "answers"))
 TOKEN = 131072 / 3e12  # seconds to read the keys and values of a token
 STEP = 9.99e-3 - 10 * 9174 * TOKEN  # of weights and launches
+WHOLE, CHUNK = 606e12, 522e12  # FLOPs a second of prompts that are read whole, and in chunks of 2048
+LARGE = 8192  # tokens of a chunk from which the rate is that of a whole prompt
 CALL = 3e-3  # of the host, for a block of steps
+COPY = 3e-3  # of a row into its slot
 GROUP = 1.5e-4  # of a step, for the kernels of one more capacity
+RIDE = 1e-3  # of a step beside a chunk, without keys and values
 
 
-def prompt_seconds(tokens: int, start: int = 0) -> float:
-    return (15e9 * tokens + 262144 * ((start + tokens) ** 2 - start**2)) / 530e12
+def prompt_seconds(tokens: int, start: int = 0, rate: float = WHOLE) -> float:
+    return (14e9 * tokens + 262144 * ((start + tokens) ** 2 - start**2)) / rate
 
 
 def batches(work: Sequence[tuple[int, int]], rows: int) -> float:
@@ -51,13 +63,16 @@ def engine(
     capacities: Sequence[int],
     *,
     budget: int = 40000,
-    mixed: bool = False,
-    chunk: int = 2048,
+    chunks: tuple[int, ...] = (2048, 512),
+    together: bool = False,
+    ride: bool = False,
+    call: float = CALL,
+    copy: float = COPY,
 ) -> tuple[float, int]:
     """Seconds and decode steps of an engine: `Engine._next_waiting` says which request takes which slot."""
     capacities = sorted(capacities)
-    groups, waiting, slots = len(set(capacities)), list(work), [None] * len(capacities)
-    rows: list[Any] = slots
+    groups, waiting = len(set(capacities)), list(work)
+    rows: list[Any] = [None] * len(capacities)
     seconds, steps, reading = 0.0, 0, None
 
     def decode(overhead: float) -> float:
@@ -77,25 +92,24 @@ def engine(
                 most, pick = LONGEST + 1, None
                 for request in waiting:
                     fit = [capacity for capacity in capacities if capacity >= sum(request)]
-                    free = [c for c, row in zip(capacities, rows, strict=True) if row is None and fit[0] <= c < most]
-                    if free:
+                    if any(row is None and fit[0] <= c < most for c, row in zip(capacities, rows, strict=True)):
                         pick = request
                         break
                     most = min(most, fit[0])
                 if pick is None:
                     break
                 waiting.remove(pick)
-                reading = [*pick, 0]
-            size = min(chunk, reading[0] - reading[2])
-            seconds, left = seconds + prompt_seconds(size, reading[2]), left - chunk
-            reading[2] += size
-            if mixed and any(rows):
-                seconds += decode(1e-3)
-            if reading[2] == reading[0]:
-                free = [i for i, c in enumerate(capacities) if rows[i] is None and c >= sum(reading[:2])]
-                rows[free[0]], reading = tuple(reading[:2]), None
+                reading, start, sizes = pick, 0, cut(pick[0], chunks)
+            size = sizes.pop(0)
+            seconds += prompt_seconds(size, start, WHOLE if together or size >= LARGE else CHUNK)
+            start, left = start + size, left - size
+            if ride and any(rows):
+                seconds += decode(RIDE)
+            if not sizes:
+                free = [i for i, c in enumerate(capacities) if rows[i] is None and c >= sum(reading)]
+                rows[free[0]], reading, seconds = reading, None, seconds + copy
             left = left if any(rows) else max(left, 1)
-        seconds += CALL
+        seconds += call
         for _ in range(16):
             if any(rows):
                 seconds += decode(STEP)
@@ -104,20 +118,26 @@ def engine(
 
 def main() -> None:
     found = []
-    small, count = SIZES[False]["small"]
-    alike, sizes = [LONGEST] * 10, [LONGEST] * SIZES[False]["large"] + [small] * count
+    (small, count), large = SIZES[False]["small"], SIZES[False]["large"]
+    alike, sizes = [LONGEST] * 10, [LONGEST] * large + [small] * count
     for requests in (64, 256):
         work = [(len(prompt), new) for prompt, new in mixed_requests((1024, 32768), (16, 1024), requests)]
         tokens, by_answer = sum(new for _, new in work), sorted(work, key=lambda request: -request[1])
         fixed = tokens / batches(work, 11)
+        long: Any = {"chunks": (LARGE, 4096, 512)}
         designs: dict[str, tuple[float, int]] = {
             "alike, 8192 tokens of prompts at once": engine(work, alike, budget=8192),
             "alike": engine(work, alike),
-            "alike, mixed": engine(work, alike, mixed=True, chunk=1024),
             "sizes": engine(work, sizes),
-            "sizes, mixed": engine(work, sizes, mixed=True, chunk=1024),
+            "sizes, no host": engine(work, sizes, call=0),
+            "sizes, no copies": engine(work, [LONGEST, *sizes], copy=0),
+            "sizes, ride": engine(work, sizes, chunks=(512,), ride=True),
             "sizes, longest": engine(by_answer, sizes),
+            "sizes, chunks": engine(work, sizes, **long),
+            "sizes, chunks, together": engine(work, sizes, **long, together=True),
+            "sizes, chunks, together, ride": engine(work, sizes, **long, together=True, ride=True),
             "pages": engine(work, [LONGEST] * 27),
+            "pages, chunks": engine(work, [LONGEST] * 27, **long),
         }
         for name, (seconds, steps) in designs.items():
             rate = tokens / seconds

@@ -15,12 +15,13 @@ row's first tokens, in whole chunks, if the policies can be truncated.
 
 With `prefixes`, what prompts have in common is also stored once (`kvjax.cache.prefixes`): all of a prompt with several
 answers, or a system prompt with which several requests begin. Tokens are then those of the request alone but for
-rounding, since attention sums in two parts.
+rounding, since attention sums in two parts; so are they with `small_slots`, in which a row has other parts.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -74,12 +75,12 @@ class Engine:
         `kvjax.init`, whose rows are the slots.
       slots, capacity: rows, and tokens that each can hold; only with a checkpoint.
       small_slots: more slots of smaller capacity, how many of each, such as {8192: 12}: a short request then takes less
-        memory than the longest. Which slot a request gets changes its tokens by rounding at most. No prompt is then
-        read before a slot for it is free.
+        memory than the longest. Logits then differ by rounding from one capacity to another. No prompt is then read
+        before a slot for it is free.
       block: tokens of each row between two looks at waiting requests. A larger block is faster, a smaller one reads
         prompts and frees slots sooner.
-      chunk: tokens of a prompt that are read at once; None reads prompts whole, so that each attends to itself exactly
-        whatever its cache stores.
+      chunk: tokens of a prompt that are read at once. Larger ones are faster on a GPU, and rows that decode wait for
+        each. None reads prompts whole, so that each attends to itself exactly whatever its cache stores.
       prompt_tokens: most tokens of prompts that are read between two blocks while rows decode; by default one chunk.
         More fill slots sooner, and let the rows that decode wait longer.
       max_waiting: requests that may wait for a slot.
@@ -161,12 +162,14 @@ class Engine:
         self._empty = jax.tree.map(places.zeros_like, jax.eval_shape(partial(places.empty_row, *self._kind)))
         self._reader: Any = FlatLayers.of(model) if prefilling.by_layer(model, self._empty) else self._model
         self._first = partial(places.first_tokens, spec=self._empty.spec)
-        last = (prefilling.CPU_CHUNKS if jax.default_backend() == "cpu" else prefilling.GPU_CHUNKS)[-1]
-        self._sizes = (self.chunk, last) if last < self.chunk else (self.chunk,)
+        smaller = (prefilling.CPU_CHUNKS if jax.default_backend() == "cpu" else prefilling.GPU_CHUNKS)[1:]
+        self._sizes = (self.chunk, *(size for size in smaller if size < self.chunk))
         self._whole_prompts = chunk is None or any(layer.policy.observes for layer in rows.layers)
         # A row that is rotated for its final length has other keys than one of another length.
         self._can_share = not self._whole_prompts and cache.rotated_for is None and places.can_share(self._first, cache)
-        self._waiting: deque[list[Request]] = deque()
+        # By the smallest capacity of slots in which they fit: groups of requests for one prompt, in order of arrival.
+        self._waiting = {most: deque[tuple[int, list[Request]]]() for most in sorted(set(self._capacities))}
+        self._arrivals, self._unseated = itertools.count(), 0  # live requests that no slot holds
         self._reading: places.Reading | None = None
         self._seated: list[Request | None] = [None] * self.slots
         self._dirty: set[int] = set()  # slots that hold tokens of a request that has left
@@ -221,13 +224,14 @@ class Engine:
         with self._lock:
             if self._failed is not None:
                 raise RuntimeError("a step of this engine has failed; make a new one") from self._failed
-            waiting = self._count_waiting()
-            if waiting + n > self.max_waiting:
+            if self._unseated + n > self.max_waiting:
                 raise EngineBusy(
-                    f"{waiting} requests wait and the engine takes {self.max_waiting}; run `step` until fewer wait, "
-                    "and submit again"
+                    f"{self._unseated} requests wait and the engine takes {self.max_waiting}; run `step` until fewer "
+                    "wait, and submit again"
                 )
-            self._waiting.append(made)
+            self._unseated += n
+            queue = next(queue for most, queue in self._waiting.items() if most >= made[0].size)
+            queue.append((next(self._arrivals), made))
         return made
 
     def cancel(self, request: Request) -> None:
@@ -242,7 +246,7 @@ class Engine:
             return Stats(
                 slots=self.slots,
                 decoding=sum(request is not None for request in self._seated),
-                waiting=self._count_waiting(),
+                waiting=self._unseated,
                 prompt_tokens=self._prompt_tokens,
                 shared_tokens=self._shared_tokens,
                 parked=len(self._parked),
@@ -299,7 +303,7 @@ class Engine:
             raise
 
     def warm_up(self, *, draws: bool = True) -> None:
-        """Compiles the programs that `step` runs: the two chunks of a prompt, the move into a slot, and decoding, also
+        """Compiles the programs that `step` runs: the chunks of a prompt, the move into a slot, and decoding, also
         with `draws`. Call it before the first request."""
         with self._lock:
             if self._has_work():
@@ -322,14 +326,10 @@ class Engine:
                     self._first(self._cache, Slot.of(self._cache, slot), np.zeros(1, np.int32))
 
     def _has_work(self) -> bool:
-        return bool(self._waiting or self._parked or self._blocks or self._reading or any(self._seated))
+        return any((*self._waiting.values(), self._parked, self._blocks, self._reading, *self._seated))
 
     def _being_read(self) -> list[list[Request]]:
         return [reading.requests for reading in (*self._parked, self._reading) if reading is not None]
-
-    def _count_waiting(self) -> int:
-        groups = [*self._waiting, *self._being_read()]
-        return sum(not request.done for group in groups for request in group)
 
     def _fill_slots(self) -> None:
         left = self.prompt_tokens
@@ -339,10 +339,6 @@ class Engine:
                 return
             reading = self._reading
             assert reading is not None
-            if all(request.done for request in reading.requests):
-                self._drop_row(reading)
-                self._reading = None
-                continue
             if not reading.chunks and len(self._parked) >= self.park:
                 return  # it waits for a slot
             if not reading.chunks:
@@ -372,27 +368,24 @@ class Engine:
             if cache.rotated_for is not None:
                 cache = self._whole.rotate_for(cache, jnp.array([len(prompt) + group[0].max_new_tokens], jnp.int32))
             self._shared_tokens += start
-            if self._whole_prompts:
-                chunks = [(prefilling.chunk_size(len(prompt), LONGEST), True)]
-            else:
-                sizes = prefilling.cut(len(prompt), self._sizes)[start // self.chunk :]
-                chunks = [(size, False) for size in sizes]
+            chunks = [prefilling.chunk_size(len(prompt), LONGEST)]
+            if not self._whole_prompts:
+                chunks = prefilling.cut(len(prompt), self._sizes)[start // self.chunk :]
             self._reading = places.Reading(group, cache, chunks, start)
             return True
         return False
 
     def _next_waiting(self) -> list[Request]:
-        """Takes the first requests out of the queue for which a slot is free, and leaves those slots alone for which
+        """Takes the first requests out of the queues for which a slot is free, and leaves those slots alone for which
         others have waited longer. If all slots are alike, a prompt is read ahead of a free one."""
-        live = ([request for request in group if not request.done] for group in self._waiting)
-        self._waiting, most = deque(group for group in live if group), LONGEST + 1
-        for i, (first, *_) in enumerate(self._waiting):
-            fit = [capacity for capacity in self._capacities if capacity >= first.size]
-            if fit[0] == LONGEST or any(self._capacities[slot] < most for slot in self._free_slots(first)):
-                group = self._waiting[i]
-                del self._waiting[i]
-                return group
-            most = min(most, *fit)
+        for queue in self._waiting.values():
+            while queue and all(request.done for request in queue[0][1]):
+                queue.popleft()
+        free = [capacity for one, capacity in zip(self._seated, self._capacities, strict=True) if one is None]
+        for fit in sorted((fit for fit, queue in self._waiting.items() if queue), key=lambda n: self._waiting[n][0][0]):
+            if fit == LONGEST or any(capacity >= fit for capacity in free):
+                return [request for request in self._waiting[fit].popleft()[1] if not request.done]
+            free = [capacity for capacity in free if capacity < fit]
         return []
 
     def _free_slots(self, request: Request) -> list[int]:
@@ -424,7 +417,7 @@ class Engine:
 
     def _read(self, reading: places.Reading) -> int:
         """Reads one chunk of a prompt, and returns its size."""
-        size, alone = reading.chunks.pop(0)
+        size, alone = reading.chunks.pop(0), self._whole_prompts  # a whole prompt attends to nothing but itself
         prompt = reading.requests[0].prompt[reading.start : reading.start + size]
         tokens = np.zeros((1, size), np.int32)
         tokens[0, : len(prompt)] = prompt
@@ -439,7 +432,8 @@ class Engine:
         while self._parked and self._seat_read(self._parked[0]):
             self._drop_row(self._parked.popleft())
         reading = self._reading
-        if not self._parked and reading is not None and not reading.chunks and self._seat_read(reading):
+        unwanted = reading is not None and all(request.done for request in reading.requests)
+        if reading and (unwanted or (not self._parked and not reading.chunks and self._seat_read(reading))):
             self._drop_row(reading)
             self._reading = None
 
@@ -465,6 +459,7 @@ class Engine:
                 self._places.use(reading.seat, slot, request.prompt)
                 reading.seat = dataclasses.replace(reading.seat, store=False)
             self._seated[slot], request.state = left.pop(0), "decoding"
+            self._unseated -= 1
             self._dirty.discard(slot)
             if not left:
                 break
@@ -473,7 +468,8 @@ class Engine:
     def _others(self, request: Request) -> Iterator[Request]:
         """The requests with which another may share the beginning of its prompt."""
         yield from (one for one in self._seated if one is not None)
-        for group in (*self._being_read(), *self._waiting):
+        near = (group for queue in self._waiting.values() for _, group in itertools.islice(queue, 2 * self.slots))
+        for group in (*self._being_read(), *near):
             yield from (one for one in group[:1] if one is not request)
 
     def _seat(self, slot: int, row: Any, logits: Any, at: places.Seat) -> None:
@@ -504,7 +500,7 @@ class Engine:
         left = {slot: request.max_new_tokens - request.asked for slot, request in rows}
         steps = self.block
         reading = self._reading
-        if self._parked or (self._waiting if reading is None else not reading.chunks):  # it waits for a slot
+        if self._parked or (self._unseated if reading is None else not reading.chunks):  # it waits for a slot
             steps = min(steps, max(min(left.values()), self.block // 4))
         limit = np.zeros(self.slots, np.int32)
         for slot, tokens in left.items():
@@ -569,6 +565,7 @@ class Engine:
         return self._processors.start(tokens, lengths, **sizes)
 
     def _end(self, request: Request, reason: str, error: Exception | None = None) -> None:
+        self._unseated -= request.state != "decoding"
         request.state, request.reason, request.error = "done", reason, error
         self._news[request] = None
         if request in self._seated:
@@ -587,10 +584,12 @@ class Engine:
     def _fail(self, error: Exception) -> None:
         """Ends all requests: the arrays that a failed call was given are gone."""
         self._failed = error
-        running = [[request for request in self._seated if request is not None], *self._being_read(), *self._waiting]
+        running = [[request for request in self._seated if request is not None], *self._being_read()]
+        running += [group for queue in self._waiting.values() for _, group in queue]
         running += [[request for _, request in block.rows] for block in self._blocks]
         self._end_all([one for group in running for one in group], error)
-        for queue in (self._waiting, self._parked, self._blocks, self._dirty):
+        queues: list[Any] = [*self._waiting.values(), self._parked, self._blocks, self._dirty]
+        for queue in queues:
             queue.clear()
         self._reading = None
 

@@ -63,7 +63,7 @@ class Reading:
 
     requests: list[Any]
     cache: Any
-    chunks: list[tuple[int, bool]]  # sizes that are left, and whether the cache is then empty
+    chunks: list[int]  # sizes that are left
     start: int = 0  # tokens that are stored
     logits: Any = None
     seat: Seat | None = None  # where its rows begin, once the first has a slot
@@ -83,9 +83,8 @@ class Places:
 
     @classmethod
     def of(cls, cache: Cache, count: int, sharers: int | None) -> Places:
-        policies, nothing = [layer.policy for layer in cache.layers], np.zeros(0, np.int32)
-        users: list[set[int]] = [set() for _ in range(count)]
-        return cls(policies, [nothing] * count, sharers or cache.spec.batch, users, [0] * count)
+        policies, users = [layer.policy for layer in cache.layers], [set[int]() for _ in range(count)]
+        return cls(policies, [np.zeros(0, np.int32)] * count, sharers or cache.spec.batch, users, [0] * count)
 
     def takes(self, seat: Seat) -> bool:
         """True if one more row can begin there."""
@@ -116,13 +115,8 @@ class Places:
         want = len(prompt) if answers > 1 else max((same_tokens(prompt, other) for other in others), default=0)
         best = Seat()
         for place, known in enumerate(self.prompts):
-            room_for_one = len(self.users[place]) < self.sharers
-            if (
-                room_for_one
-                and len(known) > best.shared
-                and same_tokens(prompt, known) == len(known)
-                and self.held(len(known))
-            ):
+            better = len(known) > best.shared and len(self.users[place]) < self.sharers and self.held(len(known))
+            if better and same_tokens(prompt, known) == len(known):
                 best = Seat(place, len(known))
         fits = len(prompt) - self.held(best.shared) <= room
         if not fits:

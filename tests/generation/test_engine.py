@@ -306,13 +306,54 @@ def test_prompts_that_are_read_whole_attend_exactly(model):
     assert [request.tokens] == whole.rows
 
 
-def test_a_full_queue_refuses_and_loses_nothing(model):
-    engine = kvjax.Engine(model, new_cache(1), max_waiting=2, block=4)
-    kept = [engine.submit([3], max_new_tokens=3)[0] for _ in range(2)]
-    with pytest.raises(EngineBusy, match=r"2 requests wait and the engine takes 2; run `step`"):
+def test_trouble_of_one_changes_no_token_of_the_others(model):
+    """A full queue, a request that is too long, one that leaves in each state, and a row that is not finite."""
+    poisoned = Tiny(nnx.Rngs(0))
+    poisoned.embed.set_value(poisoned.embed.get_value().at[7].set(jnp.nan))
+    engine = kvjax.Engine(poisoned, new_cache(2), max_waiting=3, block=2, chunk=32)
+    prompts = [[max(token, 8) for token in prompt] for prompt in words(5, 70, 20)]
+    kept = [engine.submit(prompt, max_new_tokens=12)[0] for prompt in prompts]
+    with pytest.raises(EngineBusy, match=r"3 requests wait and the engine takes 3; run `step`"):
         engine.submit([3], max_new_tokens=3)
+    engine.step()  # `kept` are decoding, reading and waiting
+    with pytest.raises(ValueError, match="do not fit"):
+        engine.submit([3], max_new_tokens=128)
+    (waiting,) = engine.submit([3, 4], max_new_tokens=20)
+    engine.cancel(waiting)
+    left = {}
+    for reason, prompt in (("cancelled", prompts[1]), ("error", [9, 7])):
+        while engine.stats().waiting > 2:
+            engine.step()
+        left[reason] = engine.submit(prompt, max_new_tokens=20)[0]
+    while left["cancelled"].state != "decoding":
+        engine.step()
+    engine.cancel(left["cancelled"])
     engine.run()
-    assert [request.reason for request in kept] == ["length", "length"]
+    assert {reason: one.reason for reason, one in left.items()} == {reason: reason for reason in left}
+    assert engine.stats().waiting == 0
+    for prompt, request in zip(prompts, kept, strict=True):
+        assert [request.tokens] == alone(poisoned, kvjax.presets.full(), 2, prompt, max_new_tokens=12)
+
+
+def test_a_prompt_begins_without_a_look_at_all_that_wait(model, monkeypatch):
+    looks, done = [], engines.Request.done
+
+    def seen(self):
+        looks.append(self)
+        return done.fget(self)
+
+    def count(waiting):
+        engine = kvjax.Engine(model, new_cache(1), small_slots={64: 1}, block=2, chunk=32, max_waiting=waiting + 9)
+        for _ in range(waiting):
+            engine.submit([3, 4], max_new_tokens=2)
+        looks.clear()
+        engine.submit([3, 4], max_new_tokens=2)
+        for _ in range(3):
+            engine.step()
+        return len(looks), engine.stats().new_tokens
+
+    monkeypatch.setattr(engines.Request, "done", property(seen))
+    assert count(20) == count(200)
 
 
 def test_iterating_over_a_request_runs_the_engine(model):
