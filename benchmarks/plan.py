@@ -20,7 +20,7 @@ UNTIMED = (
     *("pytest", "kvjax.cli eval", "kvjax.cli perplexity"),
     *("benchmarks.claims", "benchmarks.gsm8k", "hit_rates.py"),
 )
-UNTIMED += ("long_generation.py", "shared_quality.py", "adaptive.py")
+UNTIMED += ("long_generation.py", "shared_quality.py")
 BESIDE_OTHERS = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # a process takes no more of the GPU's memory than it needs
 
 
@@ -259,11 +259,6 @@ def _checkpoint() -> Iterator[Cell]:
     command = "speculation.py {checkpoint} --text {text} --out {out}/speculation.json"
     few = "--prompts 1 --tokens 64 --new-tokens 4 --dtype float32 --methods full"
     yield Cell("checkpoint", "drafts", command, few, 480)
-    command = (
-        "adaptive.py {checkpoint} --text {text} --length 16384 --budget 1802 --passages 4 --out {out}/adaptive.json"
-    )
-    few = "--length 192 --budget 64 --steps 4 --passages 1 --dtype float32"
-    yield Cell("checkpoint", "adaptive budgets", command, few, 480)
     command = "long_generation.py {checkpoint} --text {text} --out {out}/long_generation.json"
     few = "--rows 1 --prompt 64 --new-tokens 8 --budget 32 --dtype float32 --methods 'full fier'"
     yield Cell("checkpoint", "long generation", command, few, 540, resumes=True)

@@ -26,13 +26,11 @@ WINDOW = kvjax.Evicting(evictor=kvjax.Sliding(), budget=16)
 RETRIEVAL = kvjax.Retrieval(selector=kvjax.Fier(), budget=64)
 MESH = jax.make_mesh((1,), ("x",))
 NEEDS: dict[str, dict[str, Any]] = {
-    "AdaptiveHeads": {"selector": kvjax.Fier(), "mean": 0.5},
     "Compensated": {"window": WINDOW},
     "Evicting": {"evictor": kvjax.Sliding(), "budget": 32},
     "Follower": {"store": kvjax.Dense(), "sink": 4, "unit": 1, **LOCAL},
     "HeadBudgets": {"evictor": kvjax.LastQuery(), "budget": 32},
     "Mixed": {"budget": 32, "store": kvjax.Dense()},
-    "Nucleus": {"selector": kvjax.Fier(), "p": 0.9},
     "OutlierRetrieval": {"store": kvjax.LowRank(rank=8, learn=256), "budget": 1024},
     "PerHead": {"heads": (0,), "selected": kvjax.Full(), "others": WINDOW},
     "PerLayer": {"first": (), "rest": RETRIEVAL},

@@ -28,7 +28,7 @@ from kvjax.numerics.blocks import write
 from kvjax.numerics.rotate import RADII, Directions, patterns, radius_table, rotate, rotate_few
 from kvjax.numerics.selection import GroupReduce, require_group_reduce
 from kvjax.policies import Retrieval
-from kvjax.selectors import Exact, MinMaxPages, Nucleus, Paris, ProductCodes, Selector
+from kvjax.selectors import Exact, MinMaxPages, Paris, ProductCodes, Selector
 from kvjax.selectors.paris import TIERS, ParisIndex
 from kvjax.spec import CacheSpec, require_int
 from kvjax.stores.demotion import Fifo
@@ -315,7 +315,7 @@ def ablation(
     live: Live, *, shares: Sequence[float] = (0.05, 0.1, 0.25, 0.5, 1.0), progress: Progress | None = None
 ) -> dict[str, Reads]:
     """ParisKV's parts, one changed at a time: alpha-correction, tiers of votes, rotation, the channels of a subspace,
-    the bits of its radius, a k that adapts, and the share of candidates.
+    the bits of its radius, and the share of candidates.
 
     Shares are of the longest context of `live`; where a history is shorter, they cover more of it.
     """
@@ -327,8 +327,6 @@ def ablation(
         "not rotated": Paris(seed=None),
         "subspaces of 4": Paris(subspace=4),
         "radii in 4 bits": Paris(radius_bits=4),
-        "adaptive k, p = 0.9": Nucleus(selector=Paris(), p=0.9),
-        "adaptive k, p = 0.5": Nucleus(selector=Paris(), p=0.5),
     }
     cases |= {f"candidates {share:g}": Paris(candidates=max(TOP, round(share * longest))) for share in shares}
     every = replace(Paris(), candidates=longest)

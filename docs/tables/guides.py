@@ -67,18 +67,6 @@ def kept_as(row: dict[str, Any]) -> str:
     return row["cache"].rpartition("=")[2] if "=" in row["cache"] else ""
 
 
-def adaptive() -> str:
-    """Perplexity of two models with budgets that adapt to heads, and the tokens that a step read."""
-    files = {"the shipped model, 1024": "adaptive", "SmolLM2-135M, 2048": "adaptive_smollm2"}
-    found = {told: {row["cache"]: row for row in load_rows(file)} for told, file in files.items()}
-    names = [name for name in next(iter(found.values())) if name != "full"]
-    rows = []
-    for name in names:
-        own = (rows_of_model[name] for rows_of_model in found.values())
-        rows.append([name, *(cell for row in own for cell in (f"{row['tokens_read']:.0f}", perplexity_change(row)))])
-    return markdown(["selection", *(head for told in found for head in (f"read, {told}", "perplexity"))], rows)
-
-
 def shared_quality() -> str:
     """Answers and perplexity of a published model by the layers that select, with the error of attention outputs."""
     (needles, keys), texts = load_scores("eval_shared_qwen").values(), load_rows("perplexity_shared_qwen")

@@ -8,7 +8,7 @@ from kvjax.numerics.selection import GroupReduce
 from kvjax.policies import PerLayer, Retrieval
 from kvjax.policies.short import DenseCapacity
 from kvjax.presets.settings import Layers, history, over_layers, require_page
-from kvjax.selectors import Fier, MinMaxPages, Nucleus, Paris
+from kvjax.selectors import Fier, MinMaxPages, Paris
 from kvjax.selectors.fier import PageReduce
 from kvjax.spec import require_int
 from kvjax.stores import Dense, Store
@@ -69,7 +69,6 @@ def pariskv(
     budget: int = PARISKV_BUDGET,
     *,
     selector: Paris = Paris(),
-    p: float | None = None,
     sink: int = 4,
     local: int = 128,
     chunk: int = 256,
@@ -87,15 +86,13 @@ def pariskv(
 
     Args:
       selector: the index, and how keys are voted for and estimated. In text its fields are settings: `candidates=200`.
-      p: a step attends to the fewest of the best tokens that hold this share of the attention, by the candidates'
-        estimates (`Nucleus`); None: to as many as the budget allows.
       buffer: "select": pending tokens compete with the history by exact scores, within the budget. "attend", as in the
         paper: a step attends to all of them, in addition to the budget.
       dense_below: rows with fewer tokens attend to all of them.
 
     **Source:** ParisKV (Qi et al. 2026). **Differs:** the default of `buffer`. The paper keeps the history's keys and
-    values in host memory, as store="host" does; on the device the same tokens are selected. `p` is not in the paper.
-    Coded radii are (Proposition 4.1), in its vote; Paris(radius_bits=4) codes those of the estimates. The vote has 2^m
+    values in host memory, as store="host" does; on the device the same tokens are selected. Coded
+    radii are (Proposition 4.1), in its vote; Paris(radius_bits=4) codes those of the estimates. The vote has 2^m
     centroids per block, not fewer, and one radius.
 
     **Checklist:** unit: tokens, for each KV head; besides: sink and window, with buffer='attend' the pending tokens
@@ -106,7 +103,7 @@ def pariskv(
     check_one_of("pariskv", ("select", "attend"), buffer=buffer)
     beside = chunk if buffer == "attend" else 0
     policy = Retrieval(
-        selector=selector if p is None else Nucleus(selector=selector, p=p),
+        selector=selector,
         store=history("pariskv", store),
         budget=budget + beside,
         sink=sink,

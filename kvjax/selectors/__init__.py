@@ -17,10 +17,8 @@ from kvjax.selectors.prefixed import PrefixedSelector
 from kvjax.selectors.product import ProductCodes
 from kvjax.selectors.selector import Candidates, Selector
 from kvjax.selectors.simhash import SimHash
-from kvjax.selectors.top_p import AdaptiveHeads, Nucleus
 
 __all__ = [
-    "AdaptiveHeads",
     "BallPages",
     "Candidates",
     "CentrePages",
@@ -29,7 +27,6 @@ __all__ = [
     "LayerWide",
     "MeanPages",
     "MinMaxPages",
-    "Nucleus",
     "Paris",
     "PrefixedSelector",
     "ProductCodes",

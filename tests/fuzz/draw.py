@@ -196,8 +196,6 @@ def _newest(rng: np.random.Generator) -> kvjax.Policy | kvjax.PerLayer:
         _newer,
         _low_rank,
         _low_rank,
-        _nucleus,
-        _nucleus,
         lambda rng: kvjax.HeadBudgets(
             evictor=_one(rng, _newer_evictor, _attentive)(rng),
             budget=int(rng.integers(6, 60)),
@@ -231,20 +229,6 @@ def _low_rank(rng: np.random.Generator) -> kvjax.OutlierRetrieval:
         local=int(rng.integers(1, 12)),
         demote=kvjax.Fifo(leave=_one(rng, learn, 2 * learn)),
     )
-
-
-def _nucleus(rng: np.random.Generator) -> kvjax.Policy:
-    policy = _one(rng, _retrieval, _newer_retrieval)(rng)
-    rule = _one(
-        rng,
-        lambda: kvjax.Nucleus(selector=policy.selector, p=_one(rng, 0.05, 0.5, 0.95, 1.0)),
-        lambda: kvjax.AdaptiveHeads(
-            selector=policy.selector, mean=_one(rng, 0.05, 0.5, 1.0), floor=_one(rng, 0.0, 0.2, 1.0)
-        ),
-    )
-    scores = rule()
-    policy = replace(policy, selector=scores)
-    return kvjax.Speculative(policy, tau=_one(rng, -1.0, 0.5)) if rng.random() < 0.2 else policy
 
 
 def _whole(rng: np.random.Generator) -> kvjax.Policy:

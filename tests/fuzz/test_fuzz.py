@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import pytest
 
 import kvjax
+from kvjax.numerics.selection import unpack
 from tests.fuzz.draw import Configuration, configuration
 from tests.fuzz.run import Programs, Wrong, run_all
 from tests.laws.broken import BrokenFull
@@ -99,11 +100,11 @@ class LearnsAnew(kvjax.LowRank):
         return dataclasses.replace(right, basis=jnp.where((count > 0)[:, None], fresh.basis, st.basis))
 
 
-class SelectsTwice(kvjax.Nucleus):
-    """A Nucleus that gives its best unit twice."""
+class SelectsTwice(kvjax.Exact):
+    """An Exact that gives its best unit twice."""
 
     def select(self, ix: Any, q: Any, among: Any, *, scale: float) -> Any:
-        best = super().select(ix, q, among, scale=scale)
+        best = unpack(super().select(ix, q, among, scale=scale))
         return best._replace(
             slots=best.slots.at[..., 1].set(best.slots[..., 0]), valid=best.valid.at[..., 1].set(best.valid[..., 0])
         )
@@ -127,7 +128,7 @@ FAULTS: dict[str, kvjax.Policy] = {
         store=LearnsAnew(rank=8, page=4, outliers=1, learn=8, values=kvjax.Dense()),
         **{name: part for name, part in PARTS.items() if name != "selector"},
     ),
-    "a unit selected twice": kvjax.Retrieval(**PARTS | {"selector": SelectsTwice(selector=kvjax.Exact(), p=0.9)}),
+    "a unit selected twice": kvjax.Retrieval(**PARTS | {"selector": SelectsTwice()}),
 } | {
     fault: BrokenFull(fault=fault)
     for fault in (

@@ -162,11 +162,10 @@ CASES: dict[str, Case] = {
             32, selector=Paris(candidates=200, seed=None), sink=4, local=8, chunk=16, buffer="attend", dense_below=0
         ).rest
     ),
-    "paris by blocks of 4, coded radii, adaptive": Case(
+    "paris by blocks of 4, coded radii": Case(
         presets.pariskv(
             64,
             selector=Paris(candidates=200, subspace=4, radius_bits=4),
-            p=1.0,
             sink=4,
             local=24,
             chunk=32,

@@ -129,7 +129,6 @@ def test_table_of_radii_is_that_of_random_directions(m: int, D: int) -> None:
         (lambda: Paris(radius_bits=8), r"radius_bits=8\) must be one of 4, 16: codes relative to"),
         (lambda: Paris(subspace=4).check(_heads_of(192), 32), r"48 subspaces of head_dim=192 have 288; use subspace=8"),
         (lambda: Paris(radius_bits=4).check(_heads_of(24), 32), r"head_dim=24 has 3 of 8 channels; use radius_bits=16"),
-        (lambda: kvjax.presets.pariskv(p=0), r"Nucleus\(p=0.0\) must be a share of the attention, above 0"),
     ],
 )
 def test_codes_that_do_not_exist_are_refused(make: Any, words: str) -> None:
