@@ -35,7 +35,6 @@ from jax.typing import DTypeLike
 
 from kvjax.attention import run
 from kvjax.cache.cache import Cache, LayerCache, init, raise_on_overflow
-from kvjax.evaluate.plots import short
 from kvjax.evaluate.provenance import provenance
 from kvjax.evaluate.store import FORMAT, Cell, Progress
 from kvjax.generation import Stream, warm_up
@@ -224,6 +223,14 @@ def _cell(name: str, key: dict[str, Any], out: Path | None) -> Cell:
     if out is not None:
         cell.open(out, ["time"])
     return cell
+
+
+def short(length: int) -> str:
+    """A number of tokens in units of K or M, if it is a multiple."""
+    for unit, name in ((1 << 20, "M"), (1 << 10, "K")):
+        if length % unit == 0:
+            return f"{length // unit}{name}"
+    return str(length)
 
 
 def columns(row: Mapping[str, Any]) -> list[str]:

@@ -94,7 +94,7 @@ def evaluate(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Scores tasks by decoding their answers through caches; writes a table and plots by cache, budget and length.
+    """Scores tasks by decoding their answers through caches; writes a table and plots by cache and budget.
 
     Prompts are prefilled once for all caches. A killed run continues where it stopped. Columns of the table: budget,
     the tokens that a cache may read per step and KV head in layers that are not dense; tokens read, how many it did

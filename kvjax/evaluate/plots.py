@@ -1,4 +1,4 @@
-"""Plots of results: score by tokens read with a line per method, and score by depth and length with a map per cache.
+"""Plots of results: score by tokens read, with a line per method.
 
 A method has the same colour in every plot. If too many settings of one preset are compared, they get a panel of their
 own and a colour each.
@@ -115,13 +115,10 @@ def labels(methods: Sequence[str]) -> dict[str, str]:
 
 
 def figures(cells: Sequence[Cell]) -> Iterator[tuple[str, Figure]]:
-    """Yields (file name, figure): scores by budget for each task, and by depth and length for tasks with depths."""
+    """Yields (file name, figure): scores by budget for each task that was asked with several."""
     for title, of in by_title(cells).items():
-        name = re.sub(r"\W+", "-", title).strip("-")
         if any(len(block.budgets) > 1 for block in of):
-            yield f"{name}-by-budget", by_budget(of)
-        if depths(of):
-            yield f"{name}-by-depth", by_depth(of)
+            yield re.sub(r"\W+", "-", title).strip("-") + "-by-budget", by_budget(of)
 
 
 def write(cells: Sequence[Cell], out: Path) -> list[Path]:
@@ -218,92 +215,6 @@ def spread(places: Sequence[float], *, gap: float, top: float) -> list[float]:
     steps = gap * np.arange(len(places))  # places are `gap` apart if they do not fall after these are subtracted
     flat = isotonic_regression(np.asarray(places) - steps).x if len(places) else steps
     return (np.minimum(flat, top - (len(places) - 1) * gap) + steps).tolist()
-
-
-def depths(blocks: Sequence[Block]) -> list[float]:
-    """The depths that the examples of a task cycle through, ascending; empty if depths are random."""
-    if any(cell.key["task"].get("depths") is None for block in blocks for cell in block.cells):
-        return []
-    return sorted({e["fields"]["depth"] for block in blocks for cell in block.cells for e in cell.examples})
-
-
-def by_depth(panels: Sequence[Block]) -> Figure:
-    """Mean score as a map for each cache: by depth and length for several lengths, else by depth and budget."""
-    methods = list(dict.fromkeys(method for block in panels for method in block.methods))
-    if len(panels) > 1:
-        return _by_depth_and_length(panels, methods)
-    (block,) = panels
-    rows = -(-len(methods) // 4)
-    figure, axes = _maps(rows, -(-len(methods) // rows), max(1, len(block.budgets)), panels)
-    for axis, (method, label) in zip(axes.flat, labels(methods).items(), strict=False):
-        cells = [cell for b in (None, *block.budgets) if (cell := block.cell(method, b)) is not None]
-        _map(axis, cells, panels, [str(cell.budget or "all") for cell in cells])
-        axis.set_title(label, fontsize=9)
-    figure.supxlabel("tokens read per step and KV head, mean over layers", fontsize=10)
-    return figure
-
-
-def _by_depth_and_length(panels: Sequence[Block], methods: Sequence[str]) -> Figure:
-    """Rows are methods and columns are budgets; a method without a budget is in the first column."""
-    budgets = sorted({budget for block in panels for budget in block.budgets})
-    figure, axes = _maps(len(methods), max(1, len(budgets)), len(panels), panels)
-    for row, (method, label) in zip(axes, labels(methods).items(), strict=True):
-        found = [budget for budget in (None, *budgets) if any(block.cell(method, budget) for block in panels)]
-        for budget in found:
-            axis = row[0 if budget is None else budgets.index(budget)]
-            cells = [block.cell(method, budget) for block in panels]
-            _map(axis, cells, panels, ["" if block.length is None else short(block.length) for block in panels])
-            axis.set_title("all" if budget is None else str(budget), fontsize=8)
-        row[0].set_ylabel(label, fontsize=9)
-    figure.supxlabel("length in tokens; above each map the budget, tokens read per step and KV head", fontsize=10)
-    return figure
-
-
-def _maps(rows: int, columns: int, cells: int, panels: Sequence[Block]) -> tuple[Figure, np.ndarray]:
-    """A figure of rows x columns empty maps of `cells` columns each; maps that stay empty are invisible."""
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Normalize
-
-    figure = new_figure(1.6 + columns * (0.5 + 0.32 * cells), 1.0 + rows * (0.45 + 0.13 * len(depths(panels))))
-    axes = figure.subplots(rows, columns, sharey=True, squeeze=False)
-    for axis in axes.flat:
-        axis.spines[:].set_visible(False)
-        axis.tick_params(length=0, labelsize=8)
-        axis.set_xticks([])
-    colours = ScalarMappable(Normalize(0, 1), cmap="cividis")  # of scores
-    figure.colorbar(colours, ax=axes, label=panels[0].cells[0].metric, aspect=30, shrink=min(1.0, 2.5 / rows))
-    figure.supylabel("depth of the answer, % of the text", fontsize=10)
-    figure.suptitle(_title(panels), x=0.01, ha="left", fontsize=11)
-    return figure, axes
-
-
-def _map(axis: Axes, cells: Sequence[Cell | None], panels: Sequence[Block], ticks: Sequence[str]) -> None:
-    rows = depths(panels)
-    axis.imshow(_means(cells, rows), vmin=0, vmax=1, cmap="cividis", aspect="auto")
-    axis.set_xticks(range(len(cells)), ticks)
-    axis.set_yticks((0, len(rows) - 1), ("0", "100"))
-
-
-def _means(cells: Sequence[Cell | None], rows: Sequence[float]) -> np.ndarray:
-    """Mean scores [depth, cell]; NaN if there is no answer yet."""
-    means = np.full((len(rows), len(cells)), np.nan)
-    for column, cell in enumerate(cells):
-        for row, depth in enumerate(rows):
-            scores = [] if cell is None else [e["score"] for e in cell.examples if e["fields"]["depth"] == depth]
-            means[row, column] = np.mean(scores) if scores else np.nan
-    return means
-
-
-def short(length: int) -> str:
-    """A number of tokens in units of K or M, if it is a multiple.
-
-    >>> short(32768), short(1 << 20), short(1000)
-    ('32K', '1M', '1000')
-    """
-    for unit, name in ((1 << 20, "M"), (1 << 10, "K")):
-        if length % unit == 0:
-            return f"{length // unit}{name}"
-    return str(length)
 
 
 def _title(panels: Sequence[Block]) -> str:

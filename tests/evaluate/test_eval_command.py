@@ -29,20 +29,16 @@ def run(capsys):
 
 
 def test_a_run_writes_results_table_and_plots_and_is_not_made_again(run, checkpoint, tmp_path, monkeypatch):
-    ask = (checkpoint, *SMALL, "--cache", "streaming_llm", "--budget", "16", "--out", tmp_path)
+    ask = (checkpoint, *SMALL, "--cache", "streaming_llm", "--budget", "16,32", "--out", tmp_path)
     code, out, err = run(*ask)
     assert code == 0, err
     assert "| cache | budget | tokens read | exact match | 95 % |" in out
     assert "| `streaming_llm` | 16 | " in out
     assert "pass key, question decoded, 300 tokens" in out
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "results",
-        "table.md",
-        "summary.json",
-        "pass-key-question-decoded-by-depth.svg",
-    }
-    files = list((tmp_path / "results").glob("*.json"))
-    assert len(files) == 1
+    curve = "pass-key-question-decoded-by-budget.svg"
+    assert {path.name for path in tmp_path.iterdir()} == {"results", "table.md", "summary.json", curve}
+    files = sorted((tmp_path / "results").glob("*.json"))
+    assert len(files) == 2
     raw = json.loads(files[0].read_text())
     assert (raw["task"], raw["total"]) == ("pass key at 300, question decoded", 3)
     assert (raw["cache"], raw["budget"], raw["dense_layers"]) == ("streaming_llm@16", 16, 2)
@@ -53,7 +49,7 @@ def test_a_run_writes_results_table_and_plots_and_is_not_made_again(run, checkpo
     monkeypatch.setattr("kvjax.models.load", lambda *args, **settings: pytest.fail("weights were read"))
     again = run(*ask)
     assert again[:2] == (0, out)
-    assert "3 of 3 answers are in" in again[2]
+    assert "6 of 6 answers are in" in again[2]
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     code, out, err = run(*ask)
     assert (code, out) == again[:2]

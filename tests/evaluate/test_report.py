@@ -15,7 +15,7 @@ KEY = {"dtype": "float32", "model": "abc", "kvjax": "1"}
 MADE = {"date": "2026-01-02T03:04:05", "versions": {"jax": "1.2.3"}, "device": "cpu"}
 
 
-def cell(cache, length, scores, title="needle", depths=2):
+def cell(cache, length, scores, title="needle"):
     budget = int(cache.partition("@")[2]) if "@" in cache else None
     examples = [
         {"id": str(i), "score": s, "answer": str(s), "fields": {"depth": float(i % 2)}} for i, s in enumerate(scores)
@@ -25,7 +25,7 @@ def cell(cache, length, scores, title="needle", depths=2):
         if scores
         else []
     )
-    task = {"title": title, "length": length, "depths": depths}
+    task = {"title": title, "length": length}
     head = {"budget": budget, "model": {"name": "tiny", "layers": 2}, "dense_layers": 1, "made": [MADE]}
     return Cell(f"{title} at {length}", "exact match", cache, {**KEY, "task": task}, head, 4, None, batches)
 
@@ -159,7 +159,7 @@ def test_cells_of_several_runs_come_in_the_order_of_tables(tmp_path):
 
 
 def test_a_cache_with_many_settings_is_kept_in_a_file_with_a_short_name(tmp_path):
-    long = cell("pariskv:" + "dense_capacity=0," * 14 + "p=0.9@64", 512, [1.0])
+    long = cell("pariskv:" + "dense_capacity=0," * 14 + "radius_bits=4@64", 512, [1.0])
     long.open(tmp_path / "results", {"0"})
     long.save()
     (path,) = (tmp_path / "results").iterdir()
@@ -169,14 +169,12 @@ def test_a_cache_with_many_settings_is_kept_in_a_file_with_a_short_name(tmp_path
 
 def test_everything_is_written(tmp_path):
     written = plots.write(CELLS, tmp_path / "out")
-    assert {path.name for path in written} == {
-        *("table.md", "summary.json", "needle-by-budget.svg", "needle-by-depth.svg")
-    }
+    assert [path.name for path in written] == ["table.md", "summary.json", "needle-by-budget.svg"]
     assert all(path.stat().st_size > 500 for path in written)
 
 
-def test_without_a_curve_or_depths_there_is_no_plot(tmp_path):
-    cells = [cell("full", 512, [1.0], depths=None), cell("fier@16", 512, [1.0], depths=None)]
+def test_without_a_curve_there_is_no_plot(tmp_path):
+    cells = [cell("full", 512, [1.0]), cell("fier@16", 512, [1.0])]
     assert [path.name for path in plots.write(cells, tmp_path)] == ["table.md", "summary.json"]
 
 
@@ -203,18 +201,6 @@ def test_many_settings_of_a_preset_get_a_panel_and_colours_the_same_in_each():
     assert colours[0] == colours[1]
     assert len(set(colours[0])) == len(rules)
     assert {text.get_text() for text in left.texts} == set(names[:5])
-
-
-def test_maps_are_the_means_by_depth_and_length_or_budget():
-    by_length = plots.by_depth(report.blocks(CELLS))
-    maps = [axis.images[0].get_array() for axis in by_length.axes if axis.images]
-    np.testing.assert_array_equal(maps[0], [[1, 1], [1, 0.5]])
-    np.testing.assert_array_equal(maps[1], [[0.5, 0], [0, 0]])
-    np.testing.assert_array_equal(maps[2], [[1, 0.25], [0, 0.375]])
-    by_budget = plots.by_depth(report.blocks(CELLS[:3]))
-    maps = [axis.images[0].get_array() for axis in by_budget.axes if axis.images]
-    np.testing.assert_array_equal(maps[0], [[1], [1]])
-    np.testing.assert_array_equal(maps[1], [[0.5, 1], [0, 0]])
 
 
 @pytest.mark.parametrize("places", [[0.5] * 4, [0.0, 0.01, 0.5, 0.51, 0.52], [1.0] * 3, [0.1, 0.9]])
