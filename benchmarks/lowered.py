@@ -48,7 +48,6 @@ CACHES: dict[str, str | Make] = {
     "fier page": "fier:page=16,local=64,sink=4",
     "fier host": "fier:store=host",
     "fier host float8": "fier:store=float8",
-    "fier host int4": "fier:store=int4",
     "fier codes": "fier:store=turbo4",
     "turboquant": "turboquant",
     "evict": "evict:rule=keydiff",

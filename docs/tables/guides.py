@@ -6,9 +6,8 @@ from typing import Any
 
 from docs.tables.reading import load_file, load_rows, load_scores
 from docs.tables.writing import markdown, perplexity_change, short
-from kvjax.presets.settings import HOST_DTYPES
+from kvjax.presets.settings import HOSTS
 from kvjax.spec import CacheSpec
-from kvjax.stores import HostOffload
 
 
 def several_tokens() -> str:
@@ -55,10 +54,9 @@ def host_codes() -> str:
     biased = {kept_as(row): row for row in load_rows("perplexity_host_codes_qwen")[1:]}
     rows = []
     for row in load_rows("perplexity_host_codes")[1:]:
-        kept = kept_as(row)
-        store = HOST_DTYPES[kept]() if kept else HostOffload()
-        size = f"{store.bytes_per_token(spec):.0f}"
-        rows.append([kept or "as it is", size, perplexity_change(row), perplexity_change(biased[kept])])
+        if (kept := kept_as(row) or "host") in HOSTS:
+            size, other = f"{HOSTS[kept]().bytes_per_token(spec):.0f}", biased[kept_as(row)]
+            rows.append([kept, size, perplexity_change(row), perplexity_change(other)])
     return markdown(["kept as", "bytes a token and KV head", "SmolLM2-135M", "Qwen2.5-Coder-1.5B"], rows)
 
 

@@ -16,9 +16,9 @@ Args:
   local: newest tokens of a row, always attended.
   chunk: tokens that are indexed together; at most this many are pending.
   store: where the history's keys and values are: "device"; "turbo4" or, with values of other bits, "turbo8v4", for
-    codes of `TurboQuant` on the device; "host-turbo4" for these on the host; "host"; "float8", "int8", "int4" or
-    "int2", which is host memory in that dtype; with "+1024" after one that is on the host the device keeps the last
-    1024 selected tokens of each row and KV head too (`HotSet`). A `Store` is used as it is.
+    codes of `TurboQuant` on the device; "host-turbo4" for these on the host; "host"; "float8", which is host memory in
+    that dtype; with "+1024" after one that is on the host the device keeps the last 1024 selected tokens of each row
+    and KV head too (`HotSet`). A `Store` is used as it is.
   dense_capacity: caches of at most this capacity become `Full`; "auto": where that was measured to be faster
     (`Retrieval`), and never in host memory or with shared selections.
   layers: how many first layers attend to everything, and which layers select for those after them (`Layers`). As text:

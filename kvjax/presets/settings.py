@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -16,14 +15,11 @@ from kvjax.evictors import Sliding
 from kvjax.policies import Evicting, Full, PerLayer, Policy, share_selections
 from kvjax.presets.parsing import TEXT_NAME
 from kvjax.spec import keep_ints, require_int, require_ints
-from kvjax.stores import Dense, HostFloat8, HostOffload, HostQuantized, HostTurboQuant, HotSet, Store, TurboQuant
+from kvjax.stores import Dense, HostFloat8, HostOffload, HostTurboQuant, HotSet, Store, TurboQuant
 from kvjax.validation import finite_number, shown
 
 Anchors = Sequence[int] | int | str | None
-HOST_DTYPES: dict[str, Callable[..., Store]] = {
-    "float8": HostFloat8,
-    **{f"int{bits}": partial(HostQuantized, bits=bits) for bits in (8, 4, 2)},
-}
+HOSTS: dict[str, Callable[..., Store]] = {"host": HostOffload, "float8": HostFloat8}
 TURBO = re.compile(r"(?P<host>host-)?turbo(?P<keys>[2348])(v(?P<values>[2348]))?")
 
 
@@ -94,7 +90,7 @@ def windowed(policies: PerLayer, windows: Sequence[int | None]) -> PerLayer:
 
 
 def history(name: str, store: Store | str, page: int = 1) -> Store:
-    """The store of a preset's history, made of its text: "device", "turbo4", "host", "int4", "host+1024", ...
+    """The store of a preset's history, made of its text: "device", "turbo4", "host", "float8", "host+1024", ...
 
     Raises:
       ValueError: text that names no store.
@@ -105,13 +101,12 @@ def history(name: str, store: Store | str, page: int = 1) -> Store:
     if where == "device" and not plus:
         return Dense()
     turbo = TURBO.fullmatch(where)
-    on_host = where == "host" or where in HOST_DTYPES or (turbo and turbo["host"])
+    on_host = where in HOSTS or (turbo and turbo["host"])
     if not (on_host or (turbo and not plus)) or (plus and not hot.isdecimal()):
         raise ValueError(
-            f"{name}(store={store!r}) must be 'device', 'host', or host memory in another dtype: "
-            f"{', '.join(HOST_DTYPES)}; or TurboQuant's codes of 2, 3, 4 or 8 bits: 'turbo4', with other values "
-            "'turbo8v4', in host memory 'host-turbo4'. In the form 'host+1024' the device keeps the last 1024 selected "
-            "tokens too"
+            f"{name}(store={store!r}) must be 'device', 'host', or 'float8' for host memory in that dtype; or "
+            "TurboQuant's codes of 2, 3, 4 or 8 bits: 'turbo4', with other values 'turbo8v4', in host memory "
+            "'host-turbo4'. In the form 'host+1024' the device keeps the last 1024 selected tokens too"
         )
     made: Store
     if turbo:
@@ -120,7 +115,7 @@ def history(name: str, store: Store | str, page: int = 1) -> Store:
         if on_host:
             made = HostTurboQuant(page=page, bits=bits, value_bits=value_bits)
     else:
-        made = HostOffload(page=page) if where == "host" else HOST_DTYPES[where](page=page)
+        made = HOSTS[where](page=page)
     return (
         HotSet(tokens=require_int(f"{name}(store='{where}+...')", int(hot), at_least=1), store=made) if plus else made
     )

@@ -7,7 +7,7 @@ chunks as they leave the recent block, and stay. `attend` reads all of them, `at
 from kvjax.stores.demotion import Buffer, Demotion, Fifo, LogSparse
 from kvjax.stores.dense import Dense
 from kvjax.stores.host import HostOffload
-from kvjax.stores.host_codes import HostFloat8, HostQuantized
+from kvjax.stores.host_codes import HostFloat8
 from kvjax.stores.hot import HotSet
 from kvjax.stores.low_rank import LowRank
 from kvjax.stores.prefixed import Prefixed
@@ -22,7 +22,6 @@ __all__ = [
     "Fifo",
     "HostFloat8",
     "HostOffload",
-    "HostQuantized",
     "HostTurboQuant",
     "HotSet",
     "LogSparse",

@@ -16,9 +16,7 @@ from jax.tree_util import register_dataclass
 
 from kvjax import ops
 from kvjax.memory import host_zeros, to_device
-from kvjax.numerics.packing import channels_packed
 from kvjax.numerics.partial import PartialAttention
-from kvjax.numerics.quant import QuantArray, dequantize, quantize
 from kvjax.numerics.selection import Selection
 from kvjax.ops.chunk import attend_blocks
 from kvjax.sharding.context import Stripes
@@ -26,9 +24,6 @@ from kvjax.spec import CacheSpec, keep_ints
 from kvjax.stores.host import HostBlock, HostOffload, split_parts
 from kvjax.stores.store import Store, refuse_codes
 from kvjax.stores.striped import StripedState, StripedStore
-from kvjax.validation import check_divides, check_one_of
-
-BITS = (2, 4, 8)
 
 
 @register_dataclass
@@ -83,7 +78,7 @@ class Coded(Store):
 
 @dataclass(frozen=True, kw_only=True)
 class _HostCodes(Coded):
-    """A host store of coded tokens; a subclass defines `encode` and `decode`, or codes of keys and values together."""
+    """A host store of coded tokens; a subclass defines the codes."""
 
     page: int = 1
 
@@ -99,21 +94,13 @@ class _HostCodes(Coded):
         """Bytes of a coded key or value."""
         raise NotImplementedError
 
-    def encode(self, x: Array) -> Array:
-        """u8[..., width] of x [..., D]."""
-        raise NotImplementedError
-
-    def decode(self, rows: Array, head_dim: int) -> Array:
-        """f32[..., D] of u8[..., width]."""
-        raise NotImplementedError
-
     def encode_both(self, k: Array, v: Array) -> tuple[Array, Array]:
         """Two rows u8[..., width] of keys and values [..., D]."""
-        return self.encode(k), self.encode(v)
+        raise NotImplementedError
 
     def decode_both(self, k: Array, v: Array, head_dim: int) -> tuple[Array, Array]:
         """Keys and values f32[..., D] of two rows."""
-        return self.decode(k, head_dim), self.decode(v, head_dim)
+        raise NotImplementedError
 
     def check(self, spec: CacheSpec, chunk: int) -> None:
         self._rows.check(spec, chunk)
@@ -171,12 +158,13 @@ class HostFloat8(_HostCodes):
     def width(self, head_dim: int) -> int:
         return head_dim
 
-    def encode(self, x: Array) -> Array:
-        clipped = jnp.clip(x.astype(jnp.float32), -448.0, 448.0)
-        return lax.bitcast_convert_type(clipped.astype(jnp.float8_e4m3fn), jnp.uint8)
+    def encode_both(self, k: Array, v: Array) -> tuple[Array, Array]:
+        k, v = (jnp.clip(a.astype(jnp.float32), -448.0, 448.0).astype(jnp.float8_e4m3fn) for a in (k, v))
+        return lax.bitcast_convert_type(k, jnp.uint8), lax.bitcast_convert_type(v, jnp.uint8)
 
-    def decode(self, rows: Array, head_dim: int) -> Array:
-        return lax.bitcast_convert_type(rows, jnp.float8_e4m3fn).astype(jnp.float32)
+    def decode_both(self, k: Array, v: Array, head_dim: int) -> tuple[Array, Array]:
+        k, v = (lax.bitcast_convert_type(a, jnp.float8_e4m3fn).astype(jnp.float32) for a in (k, v))
+        return k, v
 
     def place(
         self, st: CodedBlock, hot: tuple[Array, Array], page: Array, used: Array, at: Array
@@ -184,46 +172,3 @@ class HostFloat8(_HostCodes):
         k, v = ops.hot_load_float8(st.kv, hot, page, used, at)
         new = jnp.repeat(used == 2, self.page, axis=2)[..., None]  # the places that this step has filled
         return jnp.where(new, (k.astype(jnp.float32) + st.offset[:, :, None]).astype(k.dtype), k), v
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostQuantized(_HostCodes):
-    """Keys and values as codes of 2, 4 or 8 bits in pinned host memory, with scale and zero point per `group` channels.
-
-    Keys and values are grouped by token, so any token can be read alone. A key takes D * bits / 8 + 4 D / group bytes
-    and a value the same: at 4 bits, groups of 32 and D = 128, 80 bytes in place of 256 in bfloat16.
-
-    **Source:** KIVI (Liu et al. 2024), the quantiser by token. **Differs:** KIVI quantises keys by channel; a channel's
-    group spans several tokens, and to read one of them all would have to be moved.
-    """
-
-    bits: int = 4
-    group: int = 32
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        keep_ints(self, bits=1, group=1)
-        check_one_of("HostQuantized", BITS, bits=self.bits)
-
-    def check(self, spec: CacheSpec, chunk: int) -> None:
-        super().check(spec, chunk)
-        D = spec.head_dim
-        check_divides(self, "head_dim=", D, group=self.group)
-        if D % channels_packed(self.bits):
-            raise ValueError(
-                f"HostQuantized packs codes of {self.bits} bits by {channels_packed(self.bits)} channels, and "
-                f"head_dim={D} is not a multiple of that; use 8 bits"
-            )
-
-    def width(self, head_dim: int) -> int:
-        return head_dim * self.bits // 8 + 4 * head_dim // self.group
-
-    def encode(self, x: Array) -> Array:
-        code = quantize(x, self.bits, channels=self.group)
-        scales = lax.bitcast_convert_type(code.scales, jnp.uint8)
-        return jnp.concatenate([code.codes, scales.reshape(*scales.shape[:-2], -1)], axis=-1)
-
-    def decode(self, rows: Array, head_dim: int) -> Array:
-        codes = head_dim * self.bits // 8
-        scales = rows[..., codes:].reshape(*rows.shape[:-1], head_dim // self.group, 4)
-        return dequantize(QuantArray(rows[..., :codes], lax.bitcast_convert_type(scales, jnp.uint32)), head_dim)

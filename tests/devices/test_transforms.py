@@ -77,7 +77,7 @@ FIER = kvjax.Retrieval(
     [
         pytest.param(kvjax.HostOffload(), marks=pytest.mark.thorough),  # the two below are made of it
         pytest.param(kvjax.HostFloat8(), marks=pytest.mark.thorough),
-        kvjax.HotSet(tokens=64, store=kvjax.HostQuantized(bits=4, group=16)),
+        kvjax.HotSet(tokens=64, store=kvjax.HostTurboQuant()),
         None,
     ],
     ids=str,

@@ -295,9 +295,7 @@ def _newer_retrieval(rng: np.random.Generator) -> kvjax.Retrieval:
         lambda: _selector(rng),
     )()
     page = _one(rng, 1, 4, 8)
-    host = _one(
-        rng, kvjax.HostOffload(page=page), kvjax.HostFloat8(page=page), kvjax.HostQuantized(bits=4, group=8, page=page)
-    )
+    host = _one(rng, kvjax.HostOffload(page=page), kvjax.HostFloat8(page=page), kvjax.HostTurboQuant(page=page))
     store = _one(rng, lambda: kvjax.HotSet(tokens=512, store=host), lambda: host, lambda: _store(rng))()
     return replace(_retrieval(rng), selector=selector, store=store, demote=kvjax.Fifo(leave=chunk))
 

@@ -23,7 +23,7 @@ from kvjax import (
     HeavyHitter,
     HostFloat8,
     HostOffload,
-    HostQuantized,
+    HostTurboQuant,
     HotSet,
     LastQuery,
     LogSparse,
@@ -84,8 +84,8 @@ CASES: dict[str, Case] = {
     "fier in host memory, bf16": _with(store=HostOffload(), spec=dataclasses.replace(SPEC, dtype=jnp.bfloat16)),
     "fier in host memory, hot set": _with(store=HotSet(tokens=64)),  # smaller than a row
     "fier in host memory, 8-bit floats": _with(store=HostFloat8()),
-    "pages in host memory, 4 bits, hot set": _with(
-        selector=MinMaxPages(page=16), store=HotSet(tokens=256, store=HostQuantized(bits=4, group=8, page=8))
+    "pages in host memory, codes, hot set": _with(
+        selector=MinMaxPages(page=16), store=HotSet(tokens=256, store=HostTurboQuant(page=8))
     ),
     "pages per query head a step late, hot set, 7 on 1, bf16": _late(
         selector=MinMaxPages(page=16, group_reduce="per_head"),

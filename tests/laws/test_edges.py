@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import CacheSpec, HostFloat8, HostOffload, HostQuantized, HotSet, MinMaxPages, Quantized
+from kvjax import CacheSpec, HostFloat8, HostOffload, HostTurboQuant, HotSet, MinMaxPages, Quantized
 from kvjax.cache.editing import rollback, room, take_rows, truncate
 from kvjax.stores.demotion import Buffer
 from kvjax.testing import _anatomy as anatomy
@@ -26,10 +26,10 @@ from tests.laws.cases import BASE, CASES, GROUP_REDUCES, SPEC, Case, _with
 STORES: dict[str, Any] = {
     "host": HostOffload(page=8),
     "8-bit floats": HostFloat8(page=8),
-    "codes": HostQuantized(bits=4, group=8, page=8),
+    "codes": HostTurboQuant(page=8),
     "hot set": HotSet(tokens=512, store=HostOffload(page=8)),
     "hot set of 8-bit floats": HotSet(tokens=512, store=HostFloat8(page=8)),
-    "hot set of codes": HotSet(tokens=512, store=HostQuantized(bits=4, group=8, page=8)),
+    "hot set of codes": HotSet(tokens=512, store=HostTurboQuant(page=8)),
     "quantised": Quantized(bits=4, key_group=16, value_group=8),
 }
 PAGES = {f"pages over {name}": _with(selector=MinMaxPages(page=16), store=store) for name, store in STORES.items()}

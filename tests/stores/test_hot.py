@@ -17,7 +17,7 @@ from kvjax import (
     Fifo,
     HostFloat8,
     HostOffload,
-    HostQuantized,
+    HostTurboQuant,
     HotSet,
     MinMaxPages,
     Paris,
@@ -33,7 +33,7 @@ SPEC = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=200, dtyp
 FIER = Retrieval(selector=Fier(group=16), store=HostOffload(), budget=64, sink=4, local=24, demote=Fifo(leave=32))
 PAGES = dataclasses.replace(FIER, selector=MinMaxPages(page=16), store=HostOffload(page=8))
 FLOAT8 = dataclasses.replace(PAGES, store=HostFloat8(page=8))
-CODES = dataclasses.replace(FIER, store=HostQuantized(bits=8, group=16))
+CODES = dataclasses.replace(FIER, store=HostTurboQuant(bits=8))
 PARIS = dataclasses.replace(FIER, selector=Paris(candidates=80))
 PER_HEAD = dataclasses.replace(FIER, selector=Fier(group=16, group_reduce="per_head"))
 
