@@ -9,7 +9,8 @@ whose attention is one cuDNN call per layer. Each row is written as soon as it i
 
 A method such as `full|llama-3.2-1b` reads the share `--keep` of a prompt, which a draft model of that shape chooses
 (`kvjax.generation.SpecPrefill`), `full|llama-3.2-1b:8` one of its first 8 layers, and `full|self:4` the first 4 layers
-of the model itself. Such rows have `choose_seconds` too, the draft's part of the time, and no turn.
+of the model itself. Such rows have `choose_seconds` too, the draft's part of the time, and no turn. The blocks of a
+prompt of `full|sparse:0.1` attend to a tenth of the blocks stored before them (`sparse_prompt` of `prefill`).
 
 FLOPs are those of the matrix products and of causal attention; tflops is their rate. `cache_bytes` and `host_bytes` are
 the cache's bytes on the device and on the host, and `peak_over_cache` is the largest amount of device memory in use so
@@ -88,7 +89,8 @@ def measure(
 ) -> None:  # fmt: skip
     floor = name == FLOOR
     longest = max(given.lengths)
-    spec = model.spec(batch=1, capacity=longest + given.turn + 64)
+    spec = model.spec(batch=1, capacity=-(-(longest + given.turn + 64) // 128) * 128)
+    share = float(name.partition("|sparse:")[2]) if "|sparse:" in name else None
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (1, longest + given.turn), dtype=np.int32)
 
     def row(what: str, length: int, count: int, before: int, seconds: list[float]) -> None:
@@ -100,7 +102,8 @@ def measure(
         keep(found)
 
     def read(length: int, cache: Any) -> tuple[float, Any]:
-        return timed(lambda: prefill(model, cache, tokens[:, :length], chunk=length if floor else None))
+        how: dict[str, Any] = {"chunk": length} if floor else {"sparse_prompt": share}
+        return timed(lambda: prefill(model, cache, tokens[:, :length], **how))
 
     def empty() -> Any:
         return jax.block_until_ready(kvjax.init(policy, spec, layers=config.layers))
@@ -198,10 +201,10 @@ def main(args: Sequence[str] | None = None) -> None:
         save(out_of(given, "ttft.json"), what, [row], key)
 
     for name in given.methods:
-        if "|" in name:
+        if "|" in name and "|sparse:" not in name:
             measure_part(name, config, model, given, keep)
             continue
-        policy = presets.full() if name == "floor" else METHODS[name]()
+        policy = presets.full() if name == "floor" else METHODS[name.partition("|")[0]]()
         measure(FLOOR if name == "floor" else name, policy, config, model, given, keep)
         gc.collect()
 

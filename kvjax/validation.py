@@ -244,6 +244,12 @@ MOST_SHOWN = 200  # characters of a wrong value in an error message
 MOST_OF_MESSAGE = 2000  # characters of an error on the command line
 
 
+def check_share(what: str, value: Any, whole: str) -> None:
+    """Raises ValueError unless `value` is a share of the `whole`."""
+    if not 0 < finite_number(what, value) <= 1:
+        raise ValueError(f"{what} must be a share of {whole}, above 0 and at most 1; got {value}")
+
+
 def shown(value: Any) -> str:
     """A value in a few words, for an error message.
 

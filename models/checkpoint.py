@@ -283,6 +283,7 @@ class Checkpoint:
         capacity: int | None = None,
         speculate: str | Draft | None = None,
         spec_prefill: SpecPrefill | None = None,
+        sparse_prompt: float | None = None,
         template: Mapping[str, Any] | None = None,
         processors: Processors | None = None,
         slots: int | None = None,
@@ -308,6 +309,8 @@ class Checkpoint:
             verifies several drafted tokens at a time. The text stays the same; `speculation` has the acceptance.
           spec_prefill: `kvjax.generation.SpecPrefill(small.model, keep=0.2)` reads the fifth of each prompt to which a
             small model attends most. The text changes.
+          sparse_prompt: 0.1 lets blocks of a long prompt attend to a tenth of what is stored, on a cache with keys
+            on the device. The text changes.
           template: settings of the chat template: {"enable_thinking": False}, {"tools": [...]}.
           processors: rules that change the logits, such as a repetition penalty; by default those that the checkpoint
             asks for in generation_config.json, as in transformers. `Processors()` has none.
@@ -324,16 +327,18 @@ class Checkpoint:
         counts = [len(row) for row in run.rows]
         if slots is not None and draft is not None:
             raise ValueError("slots and speculate cannot be given together: prompts that take turns draft no tokens")
-        if slots is not None and spec_prefill is not None:
-            raise ValueError(
-                "slots and spec_prefill cannot be given together: prompts that take turns are read in whole"
-            )
-        together = draft is not None or spec_prefill is not None
+        for name, part in (("spec_prefill", spec_prefill), ("sparse_prompt", sparse_prompt)):
+            if slots is not None and part is not None:
+                raise ValueError(
+                    f"slots and {name} cannot be given together: prompts that take turns are read in whole"
+                )
+        together = not (draft is spec_prefill is sparse_prompt is None)
         places = len(counts) if together else self._slots(cache, run, slots)
         if places < len(counts):
             rows = self._take_turns(cache, run, places, draw, key)
             return Completion([self.decode(row) for row in rows], counts, rows)
         run.settings |= {"sampling": draw, "key": key, "measure": True, "draft": draft, "spec_prefill": spec_prefill}
+        run.settings["sparse_prompt"] = sparse_prompt
         made = self.init_cache(cache, capacity=run.capacity, batch=len(counts))
         done = generate(self.model, made, run.rows, **run.settings)
         return Completion([self.decode(row) for row in done.rows], counts, done.rows, done)
@@ -354,6 +359,7 @@ class Checkpoint:
         capacity: int | None = None,
         speculate: str | Draft | None = None,
         spec_prefill: SpecPrefill | None = None,
+        sparse_prompt: float | None = None,
         template: Mapping[str, Any] | None = None,
         processors: Processors | None = None,
     ) -> Stream:
@@ -377,6 +383,7 @@ class Checkpoint:
             measure=True,
             draft=draft,
             spec_prefill=spec_prefill,
+            sparse_prompt=sparse_prompt,
             tokenizer=self.tokenizer,
             **run.settings,
         )

@@ -152,6 +152,15 @@ def generate(
             show_default=False,
         ),
     ] = None,
+    sparse_prompt: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE",
+            help="Let the blocks of a long prompt attend to this share of the blocks before them, those with the most "
+            "estimated weight. The text changes.",
+            show_default=False,
+        ),
+    ] = None,
     dtype: Dtype = None,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
     as_json: AsJson = False,
@@ -191,13 +200,14 @@ def generate(
         )
     policy, budget = make_policy(cache, budget)
     draw = requested_sampling(temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    _check_options(max_new_tokens, seed, speculate, draft, keep)
+    _check_options(max_new_tokens, seed, speculate, draft, keep, sparse_prompt)
     texts = texts or []
     prompt = texts[0] if texts else None
     if prompts is not None or len(texts) > 1:
         many = "several --prompt" if prompts is None else "--prompts"
-        other = {"--prompt": prompts and prompt, "--prompt-file": prompt_file, "--example": example, "--chat": chat}
-        other |= {"--speculate": speculate, "--draft": draft, "--mesh": mesh, "--distributed": distributed}
+        other: dict[str, Any] = {"--prompt": prompts and prompt, "--prompt-file": prompt_file, "--example": example}
+        other |= {"--chat": chat, "--speculate": speculate, "--draft": draft, "--sparse-prompt": sparse_prompt}
+        other |= {"--mesh": mesh, "--distributed": distributed}
         for name, value in (other | {"--json": as_json}).items():
             if value:
                 raise ValueError(f"{many} and {name} cannot be given together")
@@ -256,6 +266,7 @@ def generate(
             "processors": checkpoint.processors,
             "measure": True,
             "draft": lookup,
+            "sparse_prompt": sparse_prompt,
             "short": new <= SHORT,
         },
     )
@@ -291,7 +302,12 @@ def _find_devices() -> None:
 
 
 def _check_options(
-    max_new_tokens: int | None, seed: int, speculate: str | None, draft: Path | None, keep: float | None
+    max_new_tokens: int | None,
+    seed: int,
+    speculate: str | None,
+    draft: Path | None,
+    keep: float | None,
+    sparse_prompt: float | None,
 ) -> None:
     """Raises ValueError for options that are wrong for every model."""
     if max_new_tokens is not None and max_new_tokens < 1:
@@ -300,12 +316,16 @@ def _check_options(
         raise ValueError(f"--seed must be in [0, 2**32), got {seed}")  # JAX would drop the higher bits
     if speculate is not None and draft is not None:
         raise ValueError("--speculate and --draft each say how to draft; give one of them")
-    if keep is not None:
-        from kvjax.generation.spec_prefill import check_keep
+    from kvjax.validation import check_share
 
-        check_keep("--keep", keep)
+    if keep is not None:
+        check_share("--keep", keep, "the prompt")
         if draft is None:
             raise ValueError("--keep is a share of the prompt that a draft model chooses; add --draft DIR")
+    if sparse_prompt is not None:
+        check_share("--sparse-prompt", sparse_prompt, "what is stored")
+        if keep is not None:
+            raise ValueError("--keep and --sparse-prompt each say which part of a prompt counts; give one of them")
 
 
 def _new_tokens(asked: int | None, prompt: int, positions: int | None) -> int:
@@ -361,9 +381,11 @@ class _Job:
 
         from kvjax.generation import drafts
         from kvjax.generation.drafts import DraftModel
-        from kvjax.generation.prefilling import check_takes_gaps
+        from kvjax.generation.prefilling import check_sparse, check_takes_gaps
 
         shapes, lookup = jax.eval_shape(self.empty), self.settings["draft"]
+        if (share := self.settings["sparse_prompt"]) is not None:
+            check_sparse(shapes, share)
         if self.drafting is not None:
             own = without_weights(self.drafting).config.vocab_size
             drafts.check_vocabularies(own, self.checkpoint.config.vocab_size)
@@ -472,7 +494,7 @@ def _run(progress: Progress, job: _Job, times: Timeline, *, show: Callable[[str]
 class _Ahead:
     """The programs of a job and the empty cache that they take, which threads make while weights are read.
 
-    Programs of a job with drafts, or on several devices, compile when they first run.
+    Programs of a job with drafts or a sparse prompt, or on several devices, compile when they first run.
     """
 
     def __init__(self, job: _Job, *, silent: bool) -> None:
@@ -510,7 +532,8 @@ class _Ahead:
         from kvjax.generation.streaming import stand_in
 
         job, settings = self._job, self._job.settings
-        if job.placement is not None or job.drafting is not None or settings["draft"] is not None:
+        alone = job.drafting is settings["draft"] is settings["sparse_prompt"] is None
+        if job.placement is not None or not alone:
             return []
         chosen = {name: settings[name] for name in ("sampling", "stop_tokens", "processors", "measure", "short")}
         cache = stand_in(job.empty) or self.cache()

@@ -21,9 +21,10 @@ from jax.typing import ArrayLike
 from kvjax.cache.cache import Cache, as_positions, check_rotation, ends, with_gaps
 from kvjax.generation.prompt_inputs import check_ids, check_model, check_model_cache
 from kvjax.memory import commit_together, on_host
+from kvjax.ops.key_blocks import BLOCK, sparse_prompts
 from kvjax.sharding.placement import Placement, call_model, loops_on_auto_axes, to_context
 from kvjax.spec import require_int
-from kvjax.validation import check_array
+from kvjax.validation import check_array, check_share
 
 SMALLEST_CHUNK = 16  # more than 1, because a chunk of one token would be a decode step
 CPU_CHUNKS = (256, 64)  # logits of 256 tokens and a block of keys stay in the caches of a core
@@ -122,6 +123,7 @@ def prefill(
     progress: Callable[[int], None] | None = None,
     final: ArrayLike | None = None,
     positions: ArrayLike | None = None,
+    sparse_prompt: float | None = None,
 ) -> tuple[Array, Cache]:
     """Stores a right-padded prompt i32[B, T] and returns the logits f32[B, V] of each row's last real token.
 
@@ -139,11 +141,19 @@ def prefill(
     `positions` i32[B, T], increasing, are those of the tokens in a text of which others are left out; what follows goes
     on after the last of them (`Cache.position`). `SpecPrefill` chooses such tokens.
 
+    `sparse_prompt` is the share of the stored tokens, in blocks of 128, to which each block of queries attends: those
+    with the most estimated weight (`kvjax.ops.key_blocks`). A chunk attends to itself exactly, and the last chunk, of
+    at most 512 tokens on a GPU, to everything. Such a prompt is read in chunks of at most 4096 tokens. The logits, and
+    the keys and values of all layers but the first, are approximate.
+
     Raises:
-      ValueError: a prompt of a wrong shape or dtype; a row that is rotated for a shorter text.
+      ValueError: a prompt of a wrong shape or dtype; a row that is rotated for a shorter text; a `sparse_prompt` for a
+        cache that reads whole prompts at once, is split over devices, or keeps no plain keys on the device.
     """
     check_model(model, () if positions is None else ("positions",))
     check_model_cache(cache)
+    if sparse_prompt is not None:
+        check_sparse(cache, sparse_prompt)
     # On the host if possible: slices of a prompt are then not compiled as programs.
     prompt: Any = tokens if isinstance(tokens, jax.core.Tracer) else np.asarray(tokens)
     if prompt.ndim != 2 or prompt.shape[0] != cache.spec.batch or prompt.shape[1] == 0:
@@ -176,7 +186,7 @@ def prefill(
         check_rotation(cache, total)
         cache = cast(Any, model).rotate_for(cache, jnp.where(count > 0, final, 0))
 
-    chunks = chunks_of(cache, T, chunk, empty=first_chunk)
+    chunks = chunks_of(cache, T, chunk, empty=first_chunk, sparse=sparse_prompt is not None)
     pad = jnp.pad if isinstance(prompt, jax.core.Tracer) else np.pad
     padding = ((0, 0), (0, sum(size for size, _ in chunks) - T))
     prompt = pad(prompt.astype(np.int32), padding)
@@ -185,10 +195,11 @@ def prefill(
     _, cache = commit_together((_committed(model), cache))
     logits: Array | None = None
     start = 0
-    for size, alone in chunks:
+    for i, (size, alone) in enumerate(chunks):
         real = (count - start).clip(0, size).astype(np.int32)
         own = None if positions is None else positions[:, start : start + size]
-        new, cache = _read(model, cache, prompt[:, start : start + size], real, own, first_chunk=alone)
+        with sparse_prompts(sparse_prompt if i + 1 < len(chunks) else None):
+            new, cache = _read(model, cache, prompt[:, start : start + size], real, own, first_chunk=alone)
         # A row whose last token is in this chunk gets its logits here; a row that ended earlier keeps its own.
         kept = logits is not None and (isinstance(real, jax.core.Tracer) or not np.all(real > 0))
         logits = _keep_rows(real > 0, new, logits) if kept else new
@@ -210,6 +221,24 @@ def _check_positions(model: Any, cache: Cache, positions: ArrayLike, count: Any,
         for row in np.flatnonzero(np.any(real & (np.diff(before) <= 0), axis=1)):
             raise ValueError(f"positions of row {row} must increase, from {before[row, 0] + 1} on, where its text ends")
     return found
+
+
+def check_sparse(cache: Cache, share: float) -> None:
+    """Raises ValueError for a `sparse_prompt` that is no share, or a cache whose chunks cannot attend to a part."""
+    check_share("sparse_prompt", share, "what is stored")
+    if cache.placement is not None:
+        raise ValueError("sparse_prompt is for a cache on one device, and this one has a placement")
+    for policy, layer in {layer.policy: layer for layer in cache.layers}.items():
+        if policy.observes:
+            raise ValueError(
+                f"sparse_prompt has no effect on {policy}, which reads a whole prompt at once; leave it out, or use a "
+                "method that reads prompts in chunks, such as full or fier"
+            )
+        spec = layer.spec
+        heads = spec.kv_heads, spec.q_heads // spec.kv_heads
+        q = jax.ShapeDtypeStruct((spec.batch, *heads, BLOCK, spec.head_dim), spec.dtype)
+        with sparse_prompts(share):
+            jax.eval_shape(partial(policy.attend_stored, scale=1.0), layer.state, q)
 
 
 def windows_of(model: Any) -> tuple[int | None, ...]:
@@ -289,11 +318,14 @@ def prompt_programs(
     return found
 
 
-def chunks_of(cache: Cache, tokens: int, chunk: int | None = None, *, empty: bool) -> list[tuple[int, bool]]:
+def chunks_of(
+    cache: Cache, tokens: int, chunk: int | None = None, *, empty: bool, sparse: bool = False
+) -> list[tuple[int, bool]]:
     """The chunks in which a prompt of `tokens` per row is read into `cache`: their sizes, of which the last is padded,
     and whether a chunk is compiled for an `empty` cache, so that it attends to nothing but itself.
 
-    With a `chunk` the sizes are even. A policy that selects once by all queries of a prompt gets it as one chunk.
+    With a `chunk` the sizes are even. A policy that selects once by all queries of a prompt gets it as one chunk. A
+    `sparse` prompt is cut into smaller chunks, which attend to themselves exactly, and an exact last one.
     """
     B = cache.spec.batch
     chunk = chunk_for(cache, tokens, chunk)
@@ -303,6 +335,9 @@ def chunks_of(cache: Cache, tokens: int, chunk: int | None = None, *, empty: boo
     if jax.default_backend() == "cpu":
         return [(size, False) for size in cut(tokens, CPU_CHUNKS)]
     whole, *sizes = (max(SMALLEST_CHUNK, size // B) for size in GPU_CHUNKS)
+    if sparse and tokens > sizes[0]:
+        large = (tokens - sizes[1]) // sizes[0]
+        return [(size, False) for size in large * sizes[:1] + cut(tokens - large * sizes[0], sizes[1:])]
     whole = min(whole, 1 << (cache.spec.capacity.bit_length() - 1))
     if not empty or whole - tokens > MOST_PADDING * tokens:
         return [(size, False) for size in cut(tokens, sizes)]

@@ -40,7 +40,7 @@ from kvjax.policies import Full, FullState, Info, Policy, Step
 from kvjax.policies.full import AroundFull
 from kvjax.sharding.placement import call_model
 from kvjax.spec import CacheSpec, keep_int
-from kvjax.validation import finite_number
+from kvjax.validation import check_share
 
 POOL, CHUNK = 13, 32  # tokens whose weights are averaged, and that are read or left out together
 FIRST, LAST = 1, 16  # chunks that are always read
@@ -65,7 +65,7 @@ class SpecPrefill:
 
     def __post_init__(self) -> None:
         check_model(self.draft)
-        check_keep("SpecPrefill(keep=...)", self.keep)
+        check_share("SpecPrefill(keep=...)", self.keep, "the prompt")
         keep_int(self, "look_ahead", at_least=1, at_most=256)
 
     def kept(self, tokens: int) -> int:
@@ -114,12 +114,6 @@ class SpecPrefill:
             return prefill(model, cache, prompt, lengths, chunk=chunk, progress=progress, final=final)
         tokens = np.take_along_axis(prompt, positions, axis=1)
         return prefill(model, cache, tokens, counts, chunk=chunk, progress=progress, final=final, positions=positions)
-
-
-def check_keep(where: str, keep: float) -> None:
-    """Raises ValueError unless `keep` is a share of a prompt."""
-    if not 0 < finite_number(where, keep) <= 1:
-        raise ValueError(f"{where} must be a share of the prompt, above 0 and at most 1; got {keep}")
 
 
 def kept(tokens: int, keep: float) -> int:

@@ -114,6 +114,7 @@ def generate(
     measure: bool = False,
     draft: Draft | None = None,
     spec_prefill: SpecPrefill | None = None,
+    sparse_prompt: float | None = None,
 ) -> Generation:
     """Continues each row of the prompt until it emits a stop token or `max_new_tokens`.
 
@@ -131,6 +132,8 @@ def generate(
       draft: a `PromptLookup` or a `DraftModel` that proposes tokens, which the model verifies, several per step. The
         text stays the same, up to rounding; `Generation.speculation` reports how many were accepted.
       spec_prefill: a `SpecPrefill`, whose draft model chooses the tokens of the prompt that are read. The text changes.
+      sparse_prompt: the share of the stored tokens to which a block of a long prompt attends, as in `prefill`. The text
+        changes.
 
     Raises:
       ValueError: a request that cannot be served, before any work is done: see
@@ -138,6 +141,7 @@ def generate(
     """
     settings: dict[str, Any] = {"sampling": sampling, "processors": processors, "key": key, "stop_tokens": stop_tokens}
     settings |= {"chunk": chunk, "measure": measure, "draft": draft, "spec_prefill": spec_prefill}
+    settings |= {"sparse_prompt": sparse_prompt}
     return _decode_all(stream(model, cache, prompt, lengths, max_new_tokens=max_new_tokens, **settings), max_new_tokens)
 
 
@@ -178,11 +182,13 @@ def decode(
 
 
 def _reader(
-    model: Model, cache: Cache, lengths: np.ndarray, spec_prefill: SpecPrefill | None
+    model: Model, cache: Cache, lengths: np.ndarray, spec_prefill: SpecPrefill | None, sparse_prompt: float | None
 ) -> tuple[Callable[..., Any], np.ndarray]:
     """The function that reads prompts of `lengths` i32[B], and how many of their tokens it stores."""
+    if spec_prefill is not None and sparse_prompt is not None:
+        raise ValueError("spec_prefill and sparse_prompt each say which part of a prompt counts; give one of them")
     if spec_prefill is None:
-        return prefill, lengths
+        return partial(prefill, sparse_prompt=sparse_prompt), lengths
     if not isinstance(spec_prefill, SpecPrefill):
         raise ValueError(
             f"spec_prefill must be a SpecPrefill, got {shown(spec_prefill)}; write "
@@ -225,6 +231,7 @@ def stream(
     progress: Callable[[int], None] | None = None,
     draft: Draft | None = None,
     spec_prefill: SpecPrefill | None = None,
+    sparse_prompt: float | None = None,
     short: bool = False,
 ) -> Stream:
     """`generate` as an iterator: the same tokens, in blocks of up to `block` tokens per row.
@@ -232,9 +239,9 @@ def stream(
     Yields i32[B, n <= block] on the host, with PAD where a row has ended; or, with a `tokenizer` and one row, pieces
     of text that never split a character. This call checks and prefills the prompt, so errors are raised before the
     first block. The host waits for the device once per block: a larger block is faster, a smaller one streams more
-    smoothly. `draft` and `spec_prefill` are as in `generate`; with a draft, a block is at least the draft and the token
-    before it. `short` is for a process that gives one answer: where prompts are read layer by layer, tokens are, too,
-    so that less compiles, and each token takes a little longer.
+    smoothly. `draft`, `spec_prefill` and `sparse_prompt` are as in `generate`; with a draft, a block is at least the
+    draft and the token before it. `short` is for a process that gives one answer: where prompts are read layer by
+    layer, tokens are, too, so that less compiles, and each token takes a little longer.
     """
     check_model(model, _keywords(measure, draft))
     check_model_cache(cache)
@@ -246,7 +253,7 @@ def stream(
             "leave out the tokenizer to stream token ids of all rows"
         )
     max_new_tokens = require_int("max_new_tokens", max_new_tokens, at_least=1)
-    read, kept = _reader(model, cache, lengths, spec_prefill)
+    read, kept = _reader(model, cache, lengths, spec_prefill, sparse_prompt)
     stop = check_request(
         model, cache, tokens, lengths, max_new_tokens=max_new_tokens, stop_tokens=stop_tokens, kept=kept
     )

@@ -27,6 +27,7 @@ from kvjax.ops.host import (
     hot_load_float8,
     hot_places,
 )
+from kvjax.ops.key_blocks import attend_key_blocks
 from kvjax.ops.op import OPS, Explanation, Implementation, Op, device_kind, explain, explained, shares_traces, use
 from kvjax.ops.quantized import attend_coded_zones, attend_quantized, attend_quantized_zones, gather_quantized
 from kvjax.ops.score import rerank, score_1bit, score_pages
@@ -43,6 +44,7 @@ __all__ = [
     "attend_beside",
     "attend_coded_zones",
     "attend_gathered",
+    "attend_key_blocks",
     "attend_quantized",
     "attend_quantized_zones",
     "attend_slots",

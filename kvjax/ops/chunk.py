@@ -33,6 +33,7 @@ from kvjax.numerics.partial import (
     merge_blocks,
     merge_sinks,
 )
+from kvjax.ops.key_blocks import attend_sparse, is_sparse, sparse_share
 from kvjax.ops.op import Explanation, tell
 
 Axis: TypeAlias = str | tuple[str, ...]  # of a mesh
@@ -129,8 +130,11 @@ def attend_zone(q: Array, k: Array, v: Array, start: Array | None, stop: Array, 
     """Attention of a chunk's queries q [B, K, G, T, D] over the slots [start, stop) of k, v [B, K, S, D].
 
     start is i32[B, T], a slot for each query, or None for slot 0; stop is i32[B]. The part is over Q = G*T. Keys
-    outside may hold anything; values must be finite where `start` is None.
+    outside may hold anything; values must be finite where `start` is None. Within `key_blocks.sparse_prompts`, without
+    a start, the queries attend to a part of the blocks of a long zone.
     """
+    if start is None and is_sparse(q, k):
+        return attend_sparse(q, k, v, stop, scale=scale)
 
     def read(zone: tuple[Array, Array], first: Array | int, size: int) -> tuple[Array, Array]:
         a, b = (lax.dynamic_slice_in_dim(x, first, size, axis=2) for x in zone)
@@ -162,6 +166,11 @@ def attend_blocks(
     A block has a multiple of `unit` slots, and one block is in memory at a time. On an H200 a second block, read ahead
     of its use, gained nothing: XLA reads host memory by a kernel, one after the other with the rest.
     """
+    if sparse_share() is not None:
+        raise ValueError(
+            "sparse_prompt reads stored keys in place, and this cache keeps them on the host or in few bits; read the "
+            "prompt without it, or use a method with keys on the device, such as full, fier or quest"
+        )
     rows = q.shape[0]
 
     def sized(target: int) -> int:

@@ -606,6 +606,16 @@ REFUSED = [
         "generate --prompt a --draft /no --keep 20",
         "--keep must be a share of the prompt, above 0 and at most 1; got 20",
     ),
+    (
+        "generate --prompt a --sparse-prompt 10",
+        "--sparse-prompt must be a share of what is stored, above 0 and at most 1; got 10",
+    ),
+    ("generate --prompt a --sparse-prompt 0.1 --cache h2o:budget=8", "which reads a whole prompt at once"),
+    ("generate --prompt a --sparse-prompt 0.1 --cache kivi", "sparse_prompt reads stored keys in place"),
+    (
+        "generate --prompt a --sparse-prompt 0.1 --draft /no --keep 0.2",
+        "--keep and --sparse-prompt each say which part of a prompt counts; give one of them",
+    ),
     ("generate --prompt-file FILES", "is a folder; give a file with the prompt"),
     ("generate --prompt-file FILES/binary", "is not UTF-8: byte 0x80 at 128; convert it first"),
     ("generate --prompt-file /dev/null", "the prompt is empty"),

@@ -24,6 +24,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kvjax.kernels_pallas import simt
+from kvjax.kernels_pallas.attend import attend_key_blocks
 from kvjax.kernels_pallas.simt import Launch
 
 H200 = simt.card("NVIDIA H200")
@@ -154,7 +155,14 @@ def _noted(launches: list[Launch]) -> Iterator[None]:
         launches.append(launch)
         return run(self, program, launch, *args)
 
-    with mock.patch.object(simt.Mosaic, "run", noted):
+    attend = attend_key_blocks._launch  # in Pallas's own operations
+
+    def attending(*args: Any, config: Any, **how: Any) -> Any:
+        words = attend_key_blocks.smem_bytes(args[0].shape[2], config) // 4
+        launches.append(Launch(name="kvjax_attend_key_blocks", blocks=1, warpgroups=3, scratch=(words,)))
+        return attend(*args, config=config, **how)
+
+    with mock.patch.object(simt.Mosaic, "run", noted), mock.patch.object(attend_key_blocks, "_launch", attending):
         yield
 
 

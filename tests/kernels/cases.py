@@ -47,6 +47,12 @@ def slots(B=1, K=2, G=4, S=64, D=128, M=32, dtype=jnp.bfloat16, values=None):
     return (f32(B, K, G, D), *kept, Selection(i32(B, K, 1, M), flags(B, K, 1, M))), SCALE
 
 
+def key_blocks(B=1, T=256, S=640, D=128, dtype=jnp.bfloat16, values=None, channels=None):
+    kept = sds(B, 2, S, D, dtype=dtype), sds(B, 2, S, channels or D, dtype=values or dtype)
+    lists = i32(B, 2, 4, T // 128, 3), i32(B, 2, 4, T // 128)
+    return (sds(B, 2, 4, T, D, dtype=jnp.bfloat16), *kept, *lists, i32(B)), SCALE
+
+
 def zones(S=64, D=128, M=32, recent=jnp.bfloat16, queries=jnp.float32, local=200):
     def kept(n, dtype=jnp.bfloat16):
         return 2 * [sds(1, 2, n, D, dtype=dtype)]
@@ -208,6 +214,15 @@ CASES = {
             (dict(values=jnp.float16), "values like keys, bfloat16"),
             (dict(D=256, S=1 << 23), "less than 4 GiB of keys"),
             (dict(K=0), "at least one row and slot"),
+        ],
+    ),
+    "attend_key_blocks": Case(
+        key_blocks,
+        [
+            (dict(dtype=jnp.float32), "attend_key_blocks takes keys and values in bf16 or f16; got float32"),
+            (dict(values=jnp.float16), "got bfloat16 and float16"),
+            (dict(D=96), "of 64 or 128 channels; got 96 and 96"),
+            (dict(channels=64), "got 128 and 64"),
         ],
     ),
     "attend_slots": Case(

@@ -21,7 +21,14 @@ import pytest
 import kvjax
 from kvjax import memory, ops, presets
 from kvjax.kernels_pallas import simt
-from kvjax.kernels_pallas.attend import attend_coded_zones, attend_quantized, attend_slots, attend_span, attend_zones
+from kvjax.kernels_pallas.attend import (
+    attend_coded_zones,
+    attend_key_blocks,
+    attend_quantized,
+    attend_slots,
+    attend_span,
+    attend_zones,
+)
 from kvjax.kernels_pallas.host import host_append, host_rows, hot_float8, hot_pages
 from kvjax.kernels_pallas.score import rerank, score_1bit, score_pages
 from kvjax.kernels_pallas.select import select_1bit, select_4bit, select_pages, top_k, top_k_grouped
@@ -45,6 +52,13 @@ def keys_1bit(K, S, D, group, dtype=jnp.bfloat16):
 def slots(G, S, D, M, H=1, dtype=jnp.bfloat16):
     kept = sds(1, 8, S, D, dtype=dtype)
     return sds(1, 8, G, D, dtype=dtype), kept, kept, sds(1, 8, H, M, dtype=jnp.int32), sds(1, 8, H, M, dtype=bool)
+
+
+def listed(G, T, S, D, M, config=None, dtype=jnp.bfloat16):
+    kept, lists = 2 * [sds(1, 8, S, D, dtype=dtype)], (1, 8, G, T // 128)
+    args = *kept, sds(*lists, M, dtype=jnp.int32), sds(*lists, dtype=jnp.int32), sds(1, dtype=jnp.int32)
+    f = partial(attend_key_blocks.attend_key_blocks, scale=0.1, config=config)
+    return f, (sds(1, 8, G, T, D, dtype=dtype), *args)
 
 
 def zones(G, S, R, A, D, M, H=1, dtype=jnp.bfloat16):
@@ -228,6 +242,14 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
     "select_pages, by head": (*pages(2041, 128, 287, 272, 127, group_reduce="per_head"), 0.4, 0),
     "score_pages": (PAGES, (sds(1, 8, 4, 128), *2 * [sds(1, 8, 8192, 128)]), 0.1, 0),
     "score_pages, D 64": (PAGES, (sds(1, 8, 8, 64, dtype=jnp.float32), *2 * [sds(1, 8, 512, 64)]), 0.1, 0),
+    # Half the output in 16 bits, which is 32 MiB.
+    "attend_key_blocks": (*listed(4, 4096, 131072, 128, 103), 33, 0),
+    "attend_key_blocks, three stages": (
+        *listed(4, 4096, 131072, 128, 103, attend_key_blocks.Config(3), jnp.float16),
+        33,
+        0,
+    ),
+    "attend_key_blocks, D 64": (*listed(8, 512, 32768, 64, 26), 5, 0),
     "attend_slots": (ATTEND, slots(4, 131072, 128, 2048), 0.1, 0),
     "attend_slots, a loop": (ATTEND, slots(8, 131072, 128, 4096, dtype=jnp.float16), 0.2, 0),
     "attend_slots, D 256": (ATTEND, slots(4, 131072, 256, 2048), 0.2, 136),
@@ -303,6 +325,8 @@ ONE = ("collide, a head",)
 REGISTERS = {"collide": 128, "collide, a head": 128, "rerank": 72, "select_4bit": 72}
 
 LATE = (
+    "attend_key_blocks, three stages",
+    "attend_key_blocks, D 64",
     "attend_quantized, KIVI",
     "attend_quantized_zones, D 64",
     "collide, D 64",
@@ -396,6 +420,8 @@ def test_kernels_compile_for_each_gpu(capability, pytestconfig):
         pytest.skip("in this process, by test_a_kernel_compiles_for_an_h200")
     names = [name for name in PROGRAMS if name not in LATE] if thorough else list(SAMPLE)
     target = simt.stands_for(capability)
+    if capability != "9.0":  # wgmma is Hopper's
+        names = [name for name in names if not name.startswith("attend_key_blocks")]
     command = [sys.executable, "-m", "tests.kernels.test_aot", capability, *names]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

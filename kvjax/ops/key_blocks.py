@@ -1,0 +1,174 @@
+"""Block-sparse prompts: a block of a prompt's queries attends to the blocks of stored keys that likely have the most
+weight.
+
+A chunk of a prompt attends to itself exactly, and only what the cache stored before it is sparse: so nothing here is
+causal. Queries and keys are in blocks of 128 tokens, and each block of queries of a head has a list of key blocks. The
+score of a block is an estimate of the softmax mass in it. Logits are estimated for strides of 16 queries with strides
+of 16 keys: the mean logit of the pairs on the antidiagonal of their 16 x 16 tile, which meets each query and each key
+once. That is one product of the keys as they lie in memory, [S / 16, 16 D], at a 32nd of the cost of all logits.
+
+**Source:** Xu et al. 2025 (XAttention). **Differs:** each list has the same share of the stored blocks, where the paper
+takes blocks up to a share of the mass, so that the time is known; a block of queries is scored by every second stride;
+the tokens of the chunk itself, and the last chunk of a prompt, attend exactly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from kvjax.numerics.partial import PartialAttention, attend_part, merge_blocks, scaled
+from kvjax.numerics.types import Float, Int32
+from kvjax.ops.op import Implementation, op
+from kvjax.ops.select import top_k
+
+BLOCK = 128  # queries, and keys, of a block
+STRIDE = 16  # queries, and keys, of a tile of which only the antidiagonal is scored
+EVERY = 2  # of the strides of queries, how many there are for each that is scored
+LEAST = 16  # blocks that a list has, unless fewer are stored
+
+_share = jax.make_user_context(None)  # a float or None; jit's caches have it in their keys
+
+
+@contextmanager
+def sparse_prompts(share: float | None) -> Iterator[None]:
+    """Within the block, chunks of prompts attend to this share of what is stored before them; None for all of it."""
+    with _share(share):
+        yield
+
+
+def sparse_share() -> float | None:
+    return _share.value
+
+
+def list_length(blocks: int, share: float) -> int:
+    """How many of the `blocks` that are stored a block of queries attends to.
+
+    >>> list_length(1024, 0.1), list_length(100, 0.1), list_length(9, 0.1)
+    (103, 16, 9)
+    """
+    return min(blocks, max(math.ceil(round(blocks * share, 6)), LEAST))
+
+
+def is_sparse(q: Array, k: Array) -> bool:
+    """True if queries [B, K, G, T, D] attend to a part of the blocks of k [B, K, S, D], by the current share."""
+    blocks, share = -(-k.shape[2] // BLOCK), sparse_share()
+    return share is not None and q.shape[3] >= BLOCK and list_length(blocks, share) < blocks
+
+
+def attend_sparse(q: Array, k: Array, v: Array, stop: Array, *, scale: float) -> PartialAttention:
+    """Attention of q [B, K, G, T, D] over chosen blocks of the slots [0, stop) of k, v: a part over Q = G*T."""
+    B, K, G, T, _ = q.shape
+    share = sparse_share()
+    assert share is not None
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, -T % BLOCK), (0, 0)))
+    blocks, counts = choose_blocks(q, k, stop, share=share, scale=scale)
+    part = attend_key_blocks(q, k, v, blocks, counts, stop, scale=scale)
+    out, lse = part.out.reshape(B, K, G, q.shape[3], -1), part.lse.reshape(B, K, G, q.shape[3])
+    return PartialAttention(out[:, :, :, :T].reshape(B, K, G * T, -1), lse[:, :, :, :T].reshape(B, K, G * T))
+
+
+def choose_blocks(q: Array, k: Array, stop: Array, *, share: float, scale: float) -> tuple[Array, Array]:
+    """The blocks of k [B, K, S, D] to which each block of queries q [B, K, G, T, D] attends, in order, and how many:
+    i32[B, K, G, T / 128, M] and i32[B, K, G, T / 128].
+
+    They are the `share` of the blocks with tokens before `stop` i32[B] that has the most estimated mass, but at least
+    16, and always the first and the last.
+    """
+    mass = lax.stop_gradient(estimated_mass(q, k, stop, scale=scale))
+    stored = -(-stop // BLOCK)[:, None, None, None, None]
+    most = -(-k.shape[2] // BLOCK)
+    block = _count(most, 5)
+    mass = jnp.pad(mass, ((0, 0),) * 4 + ((0, most - mass.shape[-1]),))
+    mass = jnp.where((block == 0) | (block == stored - 1), jnp.float32(BLOCK), mass)  # more than any mass
+    best = top_k(mass, block < stored, list_length(most, share))
+    wanted = jnp.array([list_length(n, share) for n in range(most + 1)], jnp.int32)[stored]
+    among = _count(best.slots.shape[-1], 5) < wanted
+    blocks = jnp.sort(jnp.where(among, best.slots, most), axis=-1)
+    counts = jnp.broadcast_to(jnp.maximum(wanted[..., 0], 1), blocks.shape[:-1])
+    return jnp.where(blocks < most, blocks, 0), counts
+
+
+def estimated_mass(q: Array, k: Array, stop: Array, *, scale: float) -> Array:
+    """f32[B, K, G, T / 128, S // 128]: the softmax mass over stored tokens of a block's queries that is estimated to
+    lie in each whole block of keys, summed over the strides of queries that are scored."""
+    (B, K, G, T, D), S = q.shape, k.shape[2] // BLOCK * BLOCK
+    rows, columns = BLOCK // STRIDE // EVERY, BLOCK // STRIDE
+    q = q.astype(k.dtype).reshape(B, K, G * T // STRIDE // EVERY, EVERY, STRIDE, D)[:, :, :, -1, ::-1]
+    tiles = q.reshape(*q.shape[:3], STRIDE * D), k[:, :, :S].reshape(B, K, S // STRIDE, STRIDE * D)
+    logits = scaled(jnp.einsum("bkre,bkje->bkrj", *tiles).astype(jnp.float32), scale / STRIDE)
+    whole = STRIDE * (_count(S // STRIDE, 4) + 1) <= stop[:, None, None, None]
+    logits = jnp.where(whole, logits, -jnp.inf)
+    top = jnp.max(logits, axis=-1, keepdims=True)
+    weights = jnp.exp(logits - jnp.where(jnp.isneginf(top), 0.0, top))
+    mass = jnp.sum(weights.reshape(*weights.shape[:3], S // BLOCK, columns), axis=-1)
+    mass /= jnp.maximum(jnp.sum(mass, axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+    return jnp.sum(mass.reshape(B, K, G, T // BLOCK, rows, S // BLOCK), axis=4)
+
+
+@op(
+    kernel="attend.attend_key_blocks",
+    static_argnames=("scale",),
+    derivative="reference",
+    limit=lambda kernel, a: kernel.unsupported(a.q, a.k, a.v),
+    mosaic=lambda kernel, a: PartialAttention(
+        *kernel.attend_key_blocks(a.q, a.k, a.v, a.blocks, a.counts, a.stop, scale=a.scale)
+    ),
+)
+def attend_key_blocks(
+    q: Float[Array, "B K G T D"],
+    k: Float[Array, "B K S D"],
+    v: Float[Array, "B K S _"],
+    blocks: Int32[Array, "B K G n M"],
+    counts: Int32[Array, "B K G n"],
+    stop: Int32[Array, " B"],
+    *,
+    scale: float,
+    implementation: Implementation | None = None,
+) -> PartialAttention:
+    """Attention of each block of 128 of the queries q to its first `counts` of the listed blocks of 128 slots of k, v,
+    where they are below `stop`: a part over Q = G*T.
+
+    Lists are in order, without repeats, and of at least one block; only the last one may reach `stop` or beyond. Keys
+    past `stop` may hold anything, values there must be finite.
+    """
+    (B, K, G, T, D), S = q.shape, k.shape[2]
+    if T % BLOCK or S < BLOCK:
+        raise ValueError(
+            f"attend_key_blocks takes multiples of {BLOCK} queries and at least {BLOCK} slots; got {T}, {S}"
+        )
+
+    def one(i: Array, q: Array, k: Array, v: Array, blocks: Array, counts: Array, stop: Array) -> PartialAttention:
+        first = lax.dynamic_index_in_dim(blocks, i, axis=4, keepdims=False) * BLOCK
+        start = jnp.minimum(first, S - BLOCK)  # the last block may overlap the one before: mask the overlap
+        slot = start[..., None] + _count(BLOCK, 5)
+        seen = (slot >= first[..., None]) & (slot < stop[:, None, None, None, None]) & (i < counts)[..., None]
+        kb, vb = (_take_blocks(a, start).reshape(-1, 1, BLOCK, a.shape[-1]) for a in (k, v))
+        part = attend_part(q.reshape(-1, 1, BLOCK, D), kb, vb, seen.reshape(-1, 1, 1, BLOCK), scale=scale)
+        return PartialAttention(part.out.reshape(B, K, G * T, -1), part.lse.reshape(B, K, G * T))
+
+    def bounds(*operands: Array) -> tuple[int, Array]:
+        return 0, jnp.max(operands[-2])
+
+    shape = (B, K, G * T, v.shape[-1])
+    return merge_blocks(one, q, k, v, blocks, counts, stop, bounds=bounds, blocks=blocks.shape[-1], shape=shape)
+
+
+def _count(n: int, rank: int) -> Array:
+    """0 to n - 1 along the last axis of a rank: i32[1, ..., n]."""
+    return lax.broadcasted_iota(jnp.int32, (1,) * (rank - 1) + (n,), rank - 1)
+
+
+def _take_blocks(a: Array, start: Array) -> Array:
+    """[B, K, G, n, 128, D]: the slots from `start` i32[B, K, G, n] on of a [B, K, S, D]."""
+
+    def of_head(a: Array, start: Array) -> Array:
+        return jax.vmap(lambda first: lax.dynamic_slice_in_dim(a, first, BLOCK, axis=0))(start)
+
+    found = jax.vmap(jax.vmap(of_head))(a, start.reshape(*start.shape[:2], -1))
+    return found.reshape(*start.shape, BLOCK, a.shape[-1])

@@ -1,0 +1,149 @@
+"""Prompts whose blocks attend to a share of what is stored: where it holds, where it is exact, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import kvjax
+from kvjax import presets
+from kvjax.cli import main
+from kvjax.generation import SpecPrefill, generate, prefill
+from kvjax.generation.prefilling import chunks_of
+from kvjax.models import Decoder, DecoderConfig
+from tests.checkpoint import write_checkpoint
+
+CONFIG = DecoderConfig(
+    vocab_size=40, hidden_size=32, intermediate_size=48, layers=2, q_heads=4, kv_heads=2, head_dim=8,
+    initializer_range=0.4, max_position_embeddings=8192,
+)  # fmt: skip
+LENGTHS = np.array([3000, 2500])
+PROMPT = np.random.default_rng(0).integers(40, size=(2, 3000)).astype(np.int32)
+PROMPT[1, 2500:] = 0
+MESH = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("data", "model"))
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    return Decoder(CONFIG, rngs=nnx.Rngs(3))
+
+
+def empty(model: Decoder, policy: Any = None, rows: int = 2, **how: Any) -> kvjax.Cache:
+    return kvjax.init(kvjax.Full() if policy is None else policy, model.spec(rows, 3200), layers=2, **how)
+
+
+def read(model: Decoder, share: float | None, rows: slice = slice(2), policy: Any = None) -> tuple[Any, Any]:
+    cache = empty(model, policy, len(LENGTHS[rows]))
+    return prefill(model, cache, PROMPT[rows], LENGTHS[rows], sparse_prompt=share)
+
+
+def keys(cache: kvjax.Cache, layer: int) -> np.ndarray:
+    return np.asarray(cache.layers[layer].state.tokens.k)
+
+
+def test_a_share_changes_later_layers_alone_and_a_row_as_if_it_were_alone(model: Decoder) -> None:
+    exact, dense = read(model, None)
+    found, sparse = read(model, 0.5)
+    np.testing.assert_array_equal(keys(sparse, 0), keys(dense, 0))
+    same = np.abs(keys(sparse, 1) - keys(dense, 1)).max(axis=(0, 1, 3))
+    assert same[:2048].max() < 1e-4  # at most 16 blocks were stored before them
+    assert same[2048:].max() > 1e-3
+    assert 1e-3 < np.abs(found - exact).max() < np.abs(exact).max()
+    alone, _ = read(model, 0.5, slice(1, 2))
+    np.testing.assert_allclose(found[1:], alone, atol=1e-4)
+
+
+def test_the_whole_share_is_the_exact_prompt(model: Decoder) -> None:
+    np.testing.assert_array_equal(read(model, 1.0)[0], read(model, None)[0])
+
+
+@pytest.mark.parametrize("name", ["fier", "quest"])
+def test_methods_with_an_index_read_their_history_sparsely(model: Decoder, name: str) -> None:
+    policy = presets.parse(f"{name}:budget=320").rest
+    exact, _ = read(model, None, policy=policy)
+    found, cache = read(model, 0.5, policy=policy)
+    assert 1e-3 < np.abs(found - exact).max() < np.abs(exact).max()
+    assert cache.length.tolist() == LENGTHS.tolist()
+
+
+def test_no_chunk_sees_later_tokens(model: Decoder) -> None:
+    other = PROMPT.copy()
+    other[:, 2400:] = 7
+    caches = [prefill(model, empty(model), p, LENGTHS, sparse_prompt=0.5)[1] for p in (PROMPT, other)]
+    # Queries of one block choose together, so that only the block of the first change may differ.
+    np.testing.assert_array_equal(keys(caches[0], 1)[:, :, :2304], keys(caches[1], 1)[:, :, :2304])
+
+
+def test_the_chunks_of_a_sparse_prompt_on_a_gpu(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    cache = jax.eval_shape(lambda: kvjax.init(kvjax.Full(), model.spec(1, 131072), layers=2))
+    for tokens in (131072, 100000, 4097, 5000):
+        sizes = [size for size, _ in chunks_of(cache, tokens, empty=True, sparse=True)]
+        assert set(sizes) <= {4096, 512}
+        assert sizes[-1] == 512
+        assert 0 <= sum(sizes) - tokens < 512
+        assert sizes == sorted(sizes, reverse=True)
+    assert chunks_of(cache, 4000, empty=True, sparse=True) == chunks_of(cache, 4000, empty=True)
+
+
+def test_generate_a_checkpoint_and_the_command_line_read_the_same(tmp_path: Path, capsys: Any) -> None:
+    directory = write_checkpoint(tmp_path / "model", max_position_embeddings=4096)
+    text = "".join(chr(97 + int(i) % 26) for i in np.random.default_rng(1).integers(26, size=2600))
+    (tmp_path / "prompt.txt").write_text(text)
+    asked = ["generate", str(directory), "--prompt-file", str(tmp_path / "prompt.txt"), "--max-new-tokens", "3"]
+    assert main([*asked, "--json", "--sparse-prompt", "0.1"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    checkpoint = kvjax.models.load(directory)
+    found = checkpoint.generate(text, max_new_tokens=3, sparse_prompt=0.1)
+    assert found.tokens == said["token_ids"]
+    run = checkpoint.stream(text, max_new_tokens=3, sparse_prompt=0.1)
+    list(run)
+    assert run.rows == found.rows
+    with pytest.raises(ValueError, match="slots and sparse_prompt"):
+        checkpoint.generate(text, slots=1, sparse_prompt=0.1)
+
+
+# --------------------------------------------------------------------------------------------------------- refusals
+
+
+def run(model: Decoder, policy: Any = None, share: Any = 0.5, **how: Any) -> Any:
+    return prefill(model, empty(model, policy, **how), PROMPT[:, :40], sparse_prompt=share)
+
+
+REFUSED = {
+    "none": (
+        lambda m: run(m, share=0),
+        "sparse_prompt must be a share of what is stored, above 0 and at most 1; got 0",
+    ),
+    "percent": (lambda m: run(m, share=10), "above 0 and at most 1; got 10"),
+    "text": (lambda m: run(m, share="x"), "sparse_prompt must be a finite number, got 'x'"),
+    "whole prompts": (lambda m: run(m, presets.parse("h2o:budget=64")), "which reads a whole prompt at once"),
+    "codes": (lambda m: run(m, presets.parse("kivi")), "sparse_prompt reads stored keys in place"),
+    "host": (
+        lambda m: run(m, presets.parse("fier:budget=64,store=host").rest),
+        "sparse_prompt reads stored keys in place",
+    ),
+    "placement": (
+        lambda m: run(m, placement=kvjax.Placement(mesh=MESH, heads="model")),
+        "sparse_prompt is for a cache on one device",
+    ),
+    "SpecPrefill": (
+        lambda m: generate(
+            m, empty(m), PROMPT[:, :40], max_new_tokens=1, sparse_prompt=0.5, spec_prefill=SpecPrefill(m)
+        ),
+        "spec_prefill and sparse_prompt each say",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_in_words(model: Decoder, case: str) -> None:
+    call, words = REFUSED[case]
+    with pytest.raises(ValueError, match=words):
+        call(model)
