@@ -49,7 +49,7 @@ def host_zeros(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
 def computed_last(tree: T, after: S, before: S) -> tuple[T, S]:
     """`tree` and `after`, where XLA computes what follows from `tree` after all that `after` has in place of `before`.
 
-    What is written last can be written in place: nothing reads the old array any more. Both have one structure; arrays
+    The last write of an array can be in place: nothing reads the old one any more. Both have one structure; arrays
     of the host are not waited for.
     """
     leaves, structure = jax.tree.flatten(after)
