@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.kernels_pallas import simt, tuned
-from kvjax.kernels_pallas.attend import softmax
+from kvjax.kernels_pallas.attend import decoded, softmax
 from kvjax.kernels_pallas.attend.codes import (
     LIFT,
     Layout,
@@ -35,20 +35,23 @@ from kvjax.kernels_pallas.attend.codes import (
     centre_of,
     codes_at,
     decode,
+    exact_operand,
     groups_of,
     layout_of,
     load_words,
     multiply,
     own_queries,
     pair_of,
+    pairs_of,
     prmt,
 )
 from kvjax.kernels_pallas.attend.mixing import Mixing
-from kvjax.kernels_pallas.attend.softmax import HEADS, KINDS
+from kvjax.kernels_pallas.attend.softmax import HEADS, KINDS, MOST_STEPS, step_count
 from kvjax.kernels_pallas.simt import Flag, Word, instr, loop, ptx, real, when, word
 
 MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/attend_quantized.json
 MAX_GROUP = 64
+MAX_QUERIES = 256
 SLACK = 8.0  # weights are up to 2^(LIFT + SLACK)
 
 
@@ -63,13 +66,13 @@ class Config:
             raise ValueError(f"blocks must be at least 1, warpgroups 1 to 4, stages 2 or more; got {self}")
 
 
-def _room(layout: Layout, config: Config) -> int:
+def _room(layout: Layout, config: Config, columns: int) -> int:
     """Bytes of shared memory of a warp, for its stages and afterwards for its part of the result."""
-    return max(config.stages * layout.stage, softmax.part_bytes(layout.D))
+    return max(config.stages * layout.stage, columns * softmax.part_bytes(layout.D))
 
 
-def smem_bytes(layout: Layout, config: Config) -> int:
-    return 4 * config.warpgroups * _room(layout, config)
+def smem_bytes(layout: Layout, config: Config, columns: int = 1) -> int:
+    return 4 * config.warpgroups * _room(layout, config, columns) + decoded.query_bytes(layout.D, columns)
 
 
 def unsupported(
@@ -82,8 +85,8 @@ def unsupported(
     S = keys[0].shape[2]
     if D not in (64, 128):
         return f"the kernel attend_quantized takes head sizes 64 and 128; got D={D}"
-    if not 1 <= Q <= 2 * HEADS:
-        return f"the kernel attend_quantized takes 1 to {2 * HEADS} queries a kv head; got {Q}"
+    if not 1 <= Q <= MAX_QUERIES:
+        return f"the kernel attend_quantized takes 1 to {MAX_QUERIES} queries a kv head; got {Q}"
     bits = [codes.shape[3] * 8 / D for codes, _ in (keys, values)]
     if not all(b in (2, 4) for b in bits):
         return f"the kernel attend_quantized takes codes of 2 and 4 bits; got {bits[0]:g} and {bits[1]:g}"
@@ -105,6 +108,8 @@ def unsupported(
     if recent is not None:
         if sink is not None:
             return "the kernel attend_quantized takes one exact zone; got a sink beside the recent one"
+        if (steps := step_count(recent[3])) > MOST_STEPS:
+            return f"the kernel attend_quantized takes 1 to {MOST_STEPS} steps at once; got {steps}"
         if str(q.dtype) not in KINDS:
             return f"the kernel attend_quantized takes queries in f32, bf16 or f16; got {q.dtype}"
         if any(a.dtype != jnp.bfloat16 for a in recent[:2]) or recent[0].shape[2] == 0:
@@ -131,41 +136,50 @@ def attend_quantized(
 
     keys and values are (codes u8[B, K, S, D * bits / 8], scales u32[B, K, S / gs, D / gd]). With `recent`, exact keys
     and values bf16[B, K, R, D] and the start and stop i32[B] of those that are attended to, out [B, K, Q, D] of both in
-    the dtype of q.
+    the dtype of q; of T steps the stop is i32[B, T], the start alike or [B, 1], and each has Q / T queries.
     """
     if limit := unsupported(q, keys, values, start, stop, recent):
         raise NotImplementedError(limit)
     B, K, Q, D = q.shape
-    if Q > HEADS:  # as many as a product has columns, in each of two passes over the codes
-        some, others = q[:, :, :HEADS], q[:, :, HEADS:]
-        passes = [
-            attend_quantized(one, keys, values, start, stop, recent, scale=scale, config=config)
-            for one in (some, others)
-        ]
-        return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=2), *passes)
     zone = () if recent is None else (*(a.reshape(B * K, -1, D) for a in recent[:2]), *recent[2:])
     flat = [a.reshape(B * K, *a.shape[2:]) for a in (*keys, *values)]
     dtype = jnp.dtype(jnp.float32) if recent is None else q.dtype
     queries, ends = q.astype(jnp.bfloat16).reshape(B * K, Q, D), (a.astype(jnp.int32) for a in (start, stop))
-    made = _attend(scale, dtype, config, queries, *ends, *flat, *zone)
-    out = made[0].reshape(B, K, Q, D)
-    return (out, made[1].reshape(B, K, Q)) if recent is None else out
+    groups, columns = softmax.columns_of(Q, decoded.columns_at_once(layout_of(D, keys, values)))
+    steps = 1 if recent is None else step_count(recent[3])
+    if steps > 1 and columns == 1:  # spans of steps are of columns
+        groups, columns = softmax.columns_of(2 * HEADS, 2)
+    heads = -(-Q // (groups * columns))
+    if heads * groups * columns > Q:
+        queries = jnp.pad(queries, ((0, 0), (0, heads * groups * columns - Q), (0, 0)))
+    queries = queries.reshape(-1, heads, D)
+    made = _attend(scale, dtype, (groups, columns, Q // steps), config, queries, *ends, *flat, *zone)
+    whole = tuple(a.reshape(B, K, -1, *a.shape[2:])[:, :, :Q] for a in made)
+    return whole if recent is None else whole[0]
 
 
-def _attend(scale: float, dtype: Any, config: Config | None, *args: Array) -> tuple[Array, ...]:
-    """[rows, Q, D] in `dtype`; and, without a zone, f32[rows, Q]."""
-    rows, Q, D = args[0].shape
+def _attend(
+    scale: float, dtype: Any, split: tuple[int, int, int], config: Config | None, *args: Array
+) -> tuple[Array, ...]:
+    """[rows, Q, D] in `dtype`; and, without a zone, f32[rows, Q]. `split` has rows of the grid for a KV head, columns
+    of each, which are rows here, and the queries of a step."""
+    (rows, Q, D), (groups, columns, _) = args[0].shape, split
     layout = layout_of(D, args[3:5], args[5:7])
     target = simt.target(args)
+
+    def limit(x: Config) -> str | None:
+        needed = smem_bytes(layout, x, columns)
+        return None if needed <= target.smem else f"{needed} bytes of shared memory"
+
     config = config or tuned.select(
         "attend_quantized",
-        config_for(rows, layout, target),
+        config_for(rows // columns, layout, target, columns),
         args,
-        lambda x: None if smem_bytes(layout, x) <= target.smem else f"{smem_bytes(layout, x)} bytes of shared memory",
-        rows=rows,
+        limit,
+        rows=rows // columns,
         S=layout.S,
         D=D,
-        Q=Q,
+        Q=Q * columns,
         **dict(zip(("key_bits", "value_bits"), layout.bits, strict=True)),
         **dict(zip(("key_tokens", "key_channels"), layout.key_group, strict=True)),
         value_channels=layout.value_channels,
@@ -173,36 +187,46 @@ def _attend(scale: float, dtype: Any, config: Config | None, *args: Array) -> tu
 
     @jax.custom_batching.custom_vmap
     def run(*args: Array) -> tuple[Array, ...]:
-        shared_by, recent = rows // args[1].shape[0], args[7].shape[1] if len(args) > 7 else 0
+        shared_by, recent = rows // (groups * columns) // args[1].shape[0], args[7].shape[1] if len(args) > 7 else 0
+        steps = tuple(map(step_count, args[9:]))
         means, logs = simt.kernel(
             functools.partial(
-                _program, heads=Q, shared_by=shared_by, recent=recent, layout=layout, scale=scale, config=config
+                _program,
+                heads=Q,
+                shared_by=shared_by,
+                recent=recent,
+                steps=steps,
+                split=split,
+                layout=layout,
+                scale=scale,
+                config=config,
             ),
             name="kvjax_attend_quantized",
             out_type=(
                 jax.ShapeDtypeStruct((rows, config.blocks, Q, D), jnp.float32),
                 jax.ShapeDtypeStruct((rows, config.blocks, Q), jnp.float32),
             ),
-            scratch=(smem_bytes(layout, config) // 4,),
-            blocks=rows * config.blocks,
+            scratch=(smem_bytes(layout, config, columns) // 4,),
+            blocks=rows // columns * config.blocks,
             warpgroups=config.warpgroups,
         )(*args)
         return softmax.merge_blocks(means, logs, dtype, name="attend_quantized", lse=not recent)
 
     @run.def_vmap
     def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
-        found = _attend(scale, dtype, config, *simt.flatten_batch(n, batches, args))
+        found = _attend(scale, dtype, split, config, *simt.flatten_batch(n, batches, args))
         return tuple(a.reshape(n, rows, *a.shape[1:]) for a in found), (True,) * len(found)
 
     return run(*args)
 
 
-def config_for(rows: int, layout: Layout, target: simt.Target | None = None) -> Config:
-    """Blocks as large as shared memory allows, and as many as take the least time, where a wave of blocks costs the
-    turns of its warps and two more."""
+def config_for(rows: int, layout: Layout, target: simt.Target | None = None, columns: int = 1) -> Config:
+    """Blocks as large as registers and shared memory allow, and as many as take the least time, where a wave of blocks
+    costs the turns of its warps and two more."""
     target = target or simt.target()
-    sizes = ((3, 2), (2, 2), (1, 2))
-    warpgroups, stages = next((x for x in sizes if smem_bytes(layout, Config(1, *x)) <= target.smem), sizes[-1])
+    sizes = ((3, 2), (2, 2), (1, 2))[columns > 1 :]
+    fits = (x for x in sizes if smem_bytes(layout, Config(1, *x), columns) <= target.smem)
+    warpgroups, stages = next(fits, sizes[-1])
     units = -(-layout.S // layout.unit)
 
     def turns(blocks: int) -> int:
@@ -216,6 +240,8 @@ def _program(
     heads: int,
     shared_by: int,
     recent: int,  # slots of the exact zone
+    steps: tuple[int, ...],  # of its start and stop
+    split: tuple[int, int, int],
     layout: Layout,
     scale: float,
     config: Config,
@@ -226,11 +252,15 @@ def _program(
     t, block = simt.special("tid.x"), simt.special("ctaid.x")
     lane, warp = t & 31, t >> 5
     quad, col = lane >> 2, lane & 3
-    row = simt.divide(block, blocks)
-    part = block - row * blocks
+    groups, columns, of_step = split
+    of_queries = simt.divide(block, blocks)
+    row, part = simt.divide(of_queries, groups), block - of_queries * blocks
+    of_part = block
+    if columns > 1:
+        of_queries, of_part = of_queries * columns, block + of_queries * ((columns - 1) * blocks)
     q, out, lse = (
         simt.offset_rows(simt.global_address(m), n, heads * size)
-        for m, n, size in ((q_m, row, D * 2), (out_m, block, D * 4), (lse_m, block, 4))
+        for m, n, size in ((q_m, of_queries, D * 2), (out_m, of_part, D * 4), (lse_m, of_part, 4))
     )
     start, stop = simt.ends_of((start_m, shared_by), (stop_m, shared_by), row, layout.S)
     first = simt.divide(start, unit)
@@ -240,19 +270,29 @@ def _program(
     begin = part * each
     end = (begin + each < units).select(begin + each, units) + first
     begin = begin + first + warp
-    room = simt.shared_address(room_m) + warp * _room(layout, config)
+    room_bytes = _room(layout, config, columns)
+    room = simt.shared_address(room_m) + warp * room_bytes
     fetch = _fetcher(layout, lane, row, key_codes_m, value_codes_m, value_scales_m, key_scales_m)
 
     for i in range(config.stages - 1):
         with when(begin + i * warps < end):
             fetch(begin + i * warps, room + i * layout.stage)
         ptx("cp.async.commit_group;")
-    queries = _queries(layout, q, heads, quad, col, 1.0 if scale >= 0 else -1.0)
-    factor = (abs(scale) or 2.0**-99) / math.log(2) * (2.0**LIFT if by_channel else 1.0)
+    sign, factor = 1.0 if scale >= 0 else -1.0, (abs(scale) or 2.0**-99) / math.log(2)
+    if columns == 1:
+        queries = _queries(layout, q, heads, quad, col, sign)
+        factor *= 2.0**LIFT if by_channel else 1.0
     mixing = Mixing(layout, lane)
+    if columns > 1:
+        wide = decoded.Columns(mixing, columns, heads, q, simt.shared_address(room_m) + warps * room_bytes)
+        wide.share(warp, warps, sign)
+        simt.block_barrier()
     end_of_ring = room + (config.stages - 1) * layout.stage
 
-    @loop(begin, end, warps, [room, end_of_ring, *mixing.nothing()])
+    def next_of(at: Word) -> list[Word]:
+        return [at.equals(end_of_ring).select(room, at + layout.stage), at]
+
+    @loop(begin, end, warps, [room, end_of_ring, *(wide if columns > 1 else mixing).nothing()])
     def carry(n: Word, at: Word, before: Word, *state: Word) -> list[Word]:
         ptx(f"cp.async.wait_group {config.stages - 2};")
         simt.warp_barrier()
@@ -260,6 +300,8 @@ def _program(
         with when(ahead < end):
             fetch(ahead, before)
         ptx("cp.async.commit_group;")
+        if columns > 1:
+            return [*next_of(at), *wide.add(state, n, at, (start, stop), factor, SLACK)]
         logs = _scores(layout, at, queries, quad, col)
         scales = mixing.scales(at)
         for r in range(unit // 8, 2 * tiles):  # rows of the last 16 keys that are past the unit
@@ -277,19 +319,35 @@ def _program(
         logs, scales = ([[next(words) for _ in four] for four in fours] for fours in (logs, scales))
         kept, weights = softmax.exponentials(state, logs, factor=factor, lift=LIFT, slack=SLACK)
         mixed = mixing.add(softmax.parts(kept)[2], at, weights, scales)
-        return [at.equals(end_of_ring).select(room, at + layout.stage), at, *kept[:4], *softmax.flat(mixed)]
+        return [*next_of(at), *kept[:4], *softmax.flat(mixed)]
 
     ptx("cp.async.wait_group 0;")
     simt.warp_barrier()
-    state = mixing.finish(carry[2:])
+    state = mixing.finish(carry[2:]) if columns == 1 else carry[2:]
     if zone:  # its tiles go to warps that may have a unit less
-        ends = simt.ends_of((zone[2], shared_by), (zone[3], shared_by), row, recent)
+        if columns == 1:
+            ends = simt.ends_of((zone[2], shared_by), (zone[3], shared_by), row, recent)
         job = (word(warps - 1) - warp) * blocks + (word(blocks - 1) - part)
-        state = _exact(mixing, zone[:2], ends, q, heads, recent, row, job, warps * blocks, state, scale=scale)
-    softmax.store(room, state, heads, D, mixing.channel)
+        if columns == 1:
+            state = _exact(mixing, zone[:2], ends, q, heads, recent, row, job, warps * blocks, state, scale=scale)
+        else:
+            exact = [simt.offset_rows(simt.global_address(m), row, recent * D * 2) for m in zone[:2]]
+            spans = softmax.Spans(tuple(zip(zone[2:], steps, strict=True)), simt.divide(row, shared_by), lane, recent)
+            first = (simt.divide(block, blocks) - row * groups) * (columns * heads) + col * 2
+
+            def step_of(c: int, e: int) -> Word:
+                return simt.divide(first + (c * heads + e), of_step)
+
+            state = wide.add_exact(state, exact, recent, spans, step_of, job, warps * blocks, scale=scale)
+    for c, one in enumerate([state] if columns == 1 else wide.states(state)):
+        of_column = c * softmax.part_bytes(D)
+        softmax.store(room + of_column if c else room, one, heads, D, mixing.channel)
     simt.block_barrier()
-    parts = [simt.shared_address(room_m) + w * _room(layout, config) for w in range(warps)]
-    loop(t, heads * D // 4, 32 * warps)(lambda i: softmax.Merged(parts, i, D, "shared").write(out, lse))
+    for c in range(columns):
+        parts = [simt.shared_address(room_m) + (w * room_bytes + c * softmax.part_bytes(D)) for w in range(warps)]
+        if c:
+            out, lse = (simt.offset(a, word(blocks * heads * n)) for a, n in ((out, 4 * D), (lse, 4)))
+        loop(t, heads * D // 4, 32 * warps)(functools.partial(softmax.write_merged, parts, D, out, lse))
 
 
 def _fetcher(layout: Layout, lane: Word, row: Word, *refs: Any) -> Callable[[Word, Word], None]:
@@ -329,30 +387,21 @@ def _fetcher(layout: Layout, lane: Word, row: Word, *refs: Any) -> Callable[[Wor
 
 
 def _queries(layout: Layout, q: Any, heads: int, quad: Word, col: Word, sign: float) -> list[Word]:
-    """Right operands. A lane has D/4 adjacent channels, as pairs of those whose codes are 16 bits apart in a word; the
-    j-th pair of a word's lower bytes comes before that of its upper bytes."""
+    """Right operands. A lane has D/4 adjacent channels, as `pairs_of`."""
     D, bits = layout.D, layout.bits[0]
     mine = own_queries(q, heads, D, quad, col)
     found = []
-    for low, high in _pairs(layout):
+    for low, high in pairs_of(layout):
         pair = prmt(mine[low // 2], mine[high // 2], 0x7632 if low % 2 else 0x5410)
         power = 2.0 ** (133 - LIFT - low % (8 // bits) * bits) if layout.by_channel else 1.0
         found.append(multiply(pair, pair_of(sign * power)))
     return found
 
 
-def _pairs(layout: Layout) -> list[tuple[int, int]]:
-    half = 16 // layout.bits[0]
-    lows = [
-        w + j + upper for w in range(0, layout.D // 4, 2 * half) for j in range(half // 2) for upper in (0, half // 2)
-    ]
-    return [(low, low + half) for low in lows]
-
-
 def _scores(layout: Layout, at: Word, queries: list[Word], quad: Word, col: Word) -> list[list[Word]]:
     """Sums of `mma` of 16 keys each: scores without scale, times 2^-LIFT where scales are by channel."""
     D, bits, width = layout.D, layout.bits[0], layout.per_token[0]
-    in_byte, pairs, tiles = 8 // bits, _pairs(layout), layout.tiles
+    in_byte, pairs, tiles = 8 // bits, pairs_of(layout), layout.tiles
     lane = at + (quad * width + col * (width // 4))
     rows = [load_words(lane + 8 * r * width, width // 16) for r in range(2 * tiles)]
     begin = [word(0)] * 4
@@ -432,12 +481,7 @@ def _exact(
         kept, (right,) = softmax.weigh(state, [scores], exists, scale=scale, kind="bf16")
         mixed = softmax.parts(kept)[2]
         for i, (m, j) in enumerate(mixing.products):
-            a = [
-                prmt(own[x][m][channel // 2], own[x + 1][m][channel // 2], 0x7632 if channel % 2 else 0x5410)
-                for x in (0, 2)
-                for channel in (j, j + in_byte)
-            ]
-            mixed[i] = simt.mma("bf16", mixed[i], a, right)
+            mixed[i] = simt.mma("bf16", mixed[i], exact_operand(own, m, j, in_byte), right)
         return [*kept[:4], *softmax.flat(mixed)]
 
     return carry

@@ -27,12 +27,11 @@ from jax import Array
 
 from kvjax.kernels_pallas import simt, tuned
 from kvjax.kernels_pallas.attend import softmax
-from kvjax.kernels_pallas.attend.softmax import HEADS, KINDS
-from kvjax.kernels_pallas.simt import Flag, Word, instr, loop, ptx, when, word
+from kvjax.kernels_pallas.attend.softmax import HEADS, KINDS, MOST_STEPS, step_count
+from kvjax.kernels_pallas.simt import Flag, Word, loop, ptx, when, word
 
 MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/attend_span.json
 TAKES = ("soft caps", "sinks")
-MOST_STEPS = 32  # lanes of a warp
 
 
 def columns_at_once(D: int) -> int:
@@ -92,13 +91,13 @@ def smem_bytes(D: int, config: Config, columns: int = 1) -> int:
 def unsupported(q: Any, k: Any, v: Any, start: Any, stop: Any, config: Config | None = None) -> str | None:
     """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
     *_, G, D = q.shape
-    G //= _steps(stop)
+    G //= step_count(stop)
     if D not in softmax.SIZES:
         return f"the kernel attend_span takes head sizes {', '.join(map(str, softmax.SIZES))}; got D={D}"
     if not 1 <= G <= 2 * HEADS:
         return f"the kernel attend_span takes 1 to {2 * HEADS} queries a kv head; got {G}"
-    if _steps(stop) > MOST_STEPS:
-        return f"the kernel attend_span takes 1 to {MOST_STEPS} steps at once; got {_steps(stop)}"
+    if step_count(stop) > MOST_STEPS:
+        return f"the kernel attend_span takes 1 to {MOST_STEPS} steps at once; got {step_count(stop)}"
     if str(q.dtype) not in KINDS:
         return f"the kernel attend_span takes queries in f32, bf16 or f16; got {q.dtype}"
     if k.dtype not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
@@ -109,7 +108,7 @@ def unsupported(q: Any, k: Any, v: Any, start: Any, stop: Any, config: Config | 
         return f"the kernel attend_span takes rows of less than 4 GiB of keys; got k{list(k.shape)}"
     if 0 in q.shape or 0 in k.shape:
         return f"the kernel attend_span takes at least one row and slot; got q{list(q.shape)}, k{list(k.shape)}"
-    columns = _columns(q.shape[-2], D, _steps(stop))[1]
+    columns = _columns(q.shape[-2], D, step_count(stop))[1]
     if config and (needed := smem_bytes(D, config, columns)) > (smem := simt.target((k,)).smem):
         return f"{config} needs {needed} bytes of shared memory for D={D}; a block has {smem}"
     return None
@@ -117,15 +116,7 @@ def unsupported(q: Any, k: Any, v: Any, start: Any, stop: Any, config: Config | 
 
 def _columns(heads: int, D: int, steps: int) -> tuple[int, int]:
     """Rows of the grid for a KV head, and columns of queries in each."""
-    if steps == 1:
-        return softmax.passes_of(heads), 1
-    columns = -(-heads // HEADS)
-    groups = -(-columns // columns_at_once(D))
-    return groups, -(-columns // groups)
-
-
-def _steps(stop: Any) -> int:
-    return stop.shape[1] if len(stop.shape) == 2 else 1
+    return (softmax.passes_of(heads), 1) if steps == 1 else softmax.columns_of(heads, columns_at_once(D))
 
 
 @simt.lowered_once("scale", "part", "config")
@@ -142,7 +133,7 @@ def attend_span(
     if limit := unsupported(q, k, v, start, stop, config):
         raise NotImplementedError(limit)
     B, K, G, D = q.shape
-    rows, S, steps = B * K, k.shape[2], _steps(stop)
+    rows, S, steps = B * K, k.shape[2], step_count(stop)
     groups, columns = _columns(G, D, steps)
     passes = groups * columns
     config = config or tuned.select(
@@ -182,7 +173,7 @@ def _attend(
                 _program,
                 sizes=(G, D, kept.shape[1]),
                 shared_by=(rows // columns // args[1].shape[0], rows // columns // kept.shape[0]),
-                steps=(_steps(args[1]), _steps(args[2]), of_step),
+                steps=(step_count(args[1]), step_count(args[2]), of_step),
                 columns=columns,
                 kind="bf16" if kept.dtype == jnp.bfloat16 else "f16",
                 scale=scale,
@@ -233,10 +224,8 @@ def _program(
     if T == 1:
         start, stop = simt.ends_of((start_m, shared_by[0]), (stop_m, shared_by[0]), row, S)
     else:
-        of_row = simt.divide(row, shared_by[0])
-        starts, stops = (_of_steps(m, n, of_row, lane, S) for m, n in ((start_m, starting), (stop_m, T)))
-        (start, latest), (earliest, stop) = ([_over_lanes(x, f) for f in ("min", "max")] for x in (starts, stops))
-        stop = (stop < S).select(stop, S)
+        spans = softmax.Spans(((start_m, starting), (stop_m, T)), simt.divide(row, shared_by[0]), lane, S)
+        start, stop = spans.start, spans.stop
     room_bytes = _room(D, config, columns)
     room = simt.shared_address(room_m) + warp * room_bytes
     tile = keys * rows.width  # bytes; in a stage the keys are before the values
@@ -286,8 +275,7 @@ def _program(
     def ends(c: int) -> list[list[Word]]:
         """Start and stop of this lane's two queries of column c."""
         first = ((row - kept_row * shared_by[1]) * columns + c) * heads + rows.col * 2
-        of = [simt.divide(first + e, of_step) for e in range(2)]
-        return [[simt.from_lane(x, n) for x in (starts, stops)] for n in of]  # of the last step past the last query
+        return [spans.of(simt.divide(first + e, of_step)) for e in range(2)]
 
     def weigh(state: Sequence[Word], scores: list[list[Word]], slot: Word, c: int) -> Any:
         mine = slot + rows.quad
@@ -303,7 +291,7 @@ def _program(
             return softmax.flat(softmax.masked(logs, exists))
 
         logs = softmax.logarithms(scores, scale)
-        words = simt.branch((slot < latest) | (slot + keys > earliest), seen, softmax.flat(logs))
+        words = simt.branch((slot < spans.latest) | (slot + keys > spans.earliest), seen, softmax.flat(logs))
         kept, weights = softmax.exponentials(state, [words[i : i + 4] for i in range(0, len(words), 4)])
         return kept, [softmax.right_operand(x, kind) for x in weights]
 
@@ -332,22 +320,4 @@ def _program(
         parts = [simt.shared_address(room_m) + (w * room_bytes + c * part) for w in range(warps)]
         if c:
             out, lse = (simt.offset(a, word(blocks * heads * n)) for a, n in ((out, 4 * D), (lse, 4)))
-        write = functools.partial(_write, parts, D, out, lse)
-        loop(t, heads * D // 4, 32 * warps)(write)
-
-
-def _write(parts: Sequence[Word], D: int, out: Any, lse: Any, i: Word) -> None:
-    softmax.Merged(parts, i, D, "shared").write(out, lse)
-
-
-def _of_steps(m: Any, steps: int, row: Word, lane: Word, size: int) -> Word:
-    """The number i32 of a step in each lane, clipped to 0 .. `size`; in those past the last, that of the last."""
-    at = row * steps + (lane < steps).select(lane, steps - 1)
-    return simt.clipped(simt.load(simt.offset_rows(simt.global_address(m), at, 4)), size)
-
-
-def _over_lanes(x: Word, what: str) -> Word:
-    """The "min" or "max" of x over the lanes of a warp."""
-    for gap in (1, 2, 4, 8, 16):
-        x = instr(f"{what}.s32", x, simt.bfly(x, gap))
-    return x
+        loop(t, heads * D // 4, 32 * warps)(functools.partial(softmax.write_merged, parts, D, out, lse))

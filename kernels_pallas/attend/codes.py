@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -94,9 +95,29 @@ def own_queries(q: Any, heads: int, D: int, quad: Word, col: Word) -> list[Word]
     return [(quad < heads).select(w, 0) for w in load_words(simt.offset(q, mine * (D * 2) + col * (D // 2)), D // 8)]
 
 
-def affine_of(x: Word, bits: int) -> tuple[Word, Word]:
-    """Scale 2^bits and zero, from a u32 with scale and zero, each twice, as bf16."""
-    return multiply(prmt(x, x, 0x5410), pair_of(2.0**bits)), prmt(x, x, 0x7632)
+def affine_of(x: Word, bits: int, other: Word | None = None) -> tuple[Word, Word]:
+    """Scales 2^bits and zeros in bf16, from two u32 with scale and zero each, or one for both."""
+    y = x if other is None else other
+    return multiply(prmt(x, y, 0x5410), pair_of(2.0**bits)), prmt(x, y, 0x7632)
+
+
+def pairs_of(layout: Layout) -> list[tuple[int, int]]:
+    """Channels of a lane whose codes of keys are 16 bits apart in a word; the j-th pair of a word's lower bytes comes
+    before that of its upper bytes."""
+    half = 16 // layout.bits[0]
+    lows = [
+        w + j + upper for w in range(0, layout.D // 4, 2 * half) for j in range(half // 2) for upper in (0, half // 2)
+    ]
+    return [(low, low + half) for low in lows]
+
+
+def exact_operand(own: Sequence[Sequence[Sequence[Word]]], m: int, j: int, in_byte: int) -> list[Word]:
+    """The left operand of a product of `Mixing`, from this lane's channels of exact values by token and block."""
+    return [
+        prmt(own[x][m][channel // 2], own[x + 1][m][channel // 2], 0x7632 if channel % 2 else 0x5410)
+        for x in (0, 2)
+        for channel in (j, j + in_byte)
+    ]
 
 
 def multiply(a: Any, b: Any) -> Word:

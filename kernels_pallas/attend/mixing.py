@@ -59,12 +59,13 @@ class Mixing:
                 sums[s] = [instr("fma.rn.f32", x, middles[e // 2], acc[e]) for e, x in enumerate(tile)]
         return self._products(mixed, at + self.layout.places[1], rights) + sums
 
-    def _products(self, mixed: list[list[Word]], at: Word, rights: list[list[list[Word]]]) -> list[list[Word]]:
+    def codes(self, at: Word) -> list[list[Word]]:
+        """This lane's codes, by tile, then block and its tokens 0 .. 7 or 8 .. 15."""
         width, blocks = self.layout.per_token[1], self.layout.D // self.block
         i = self.lane >> 3  # lanes 8 i .. give the addresses of the i-th matrix: tokens 8 (i & 1) .., block i >> 1
         at = at + ((i & 1) * 8 + (self.lane & 7)) * width + ((i >> 1) * 16 if blocks > 1 else 0)
         code = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];"
-        words = [
+        return [
             [
                 x
                 for m in range(0, blocks, 2)
@@ -72,10 +73,13 @@ class Mixing:
             ]
             for tile in range(self.layout.tiles)
         ]
+
+    def _products(self, mixed: list[list[Word]], at: Word, rights: list[list[list[Word]]]) -> list[list[Word]]:
+        words = self.codes(at)
         shifted = [[x >> 8 for x in tile] for tile in words]
         found = []
         for (m, j), before in zip(self.products, mixed, strict=True):
-            first, by_slice = self._first(m), []
+            first, by_slice = self.first(m), []
             for right in rights[first : first + self.of_block]:
                 acc = before
                 for x, y, operand in zip(words, shifted, right, strict=True):
@@ -85,7 +89,7 @@ class Mixing:
             found.append(self._of_lane(by_slice))
         return found
 
-    def _first(self, m: int) -> int:
+    def first(self, m: int) -> int:
         """The first slice of block m."""
         return self.block * m // self.layout.value_channels
 
@@ -108,7 +112,7 @@ class Mixing:
             zeros.append([instr("mul.f32", x, real(2.0**-LIFT)) for x in two])
         found = []
         for (m, j), acc in zip(self.products, mixed[: -self.slices], strict=True):
-            own = self._of_lane(zeros[self._first(m) :][: self.of_block])
+            own = self._of_lane(zeros[self.first(m) :][: self.of_block])
             power = real(2.0 ** (133 - LIFT - self.bits * j))
             found += [instr("fma.rn.f32", x, power, own[e % 2]) for e, x in enumerate(acc)]
         return [*tops, *(instr("mul.f32", x, real(2.0**-LIFT)) for x in totals), *found]

@@ -20,6 +20,7 @@ from kvjax.kernels_pallas import simt
 from kvjax.kernels_pallas.simt import Flag, Word, instr, ptx, real, when, word
 
 HEADS = 8  # columns of a product
+MOST_STEPS = 32  # of `Spans`: lanes of a warp
 SIZES = (64, 80, 96, 128, 192, 256)  # of heads
 KINDS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}  # of queries and means
 
@@ -129,6 +130,42 @@ def passes_of(heads: int) -> int:
     """How often `heads` queries that share keys are split, so that a product has a column for each; each gets its own
     row of the grid, and the rows read most keys from the L2 cache."""
     return next(n for n in range(1, heads + 1) if heads % n == 0 and heads // n <= HEADS)
+
+
+class Spans:
+    """The spans i32[rows, T] of T steps, or of all, [rows, 1]; each lane has a step's, clipped to 0 .. `size`."""
+
+    def __init__(self, ends: Sequence[tuple[Any, int]], row: Word, lane: Word, size: int):
+        steps = ((m, row * T + (lane < T).select(lane, T - 1)) for m, T in ends)
+        own = (simt.clipped(simt.load(simt.offset_rows(simt.global_address(m), at, 4)), size) for m, at in steps)
+        self._starts, self._stops = own
+        self.start, self.latest = (_over_lanes(self._starts, what) for what in ("min", "max"))
+        self.earliest, stop = (_over_lanes(self._stops, what) for what in ("min", "max"))
+        self.stop = (stop < size).select(stop, size)
+
+    def of(self, step: Word) -> list[Word]:
+        """Start and stop of a step; of the last one past it."""
+        return [simt.from_lane(x, step) for x in (self._starts, self._stops)]
+
+
+def _over_lanes(x: Word, what: str) -> Word:
+    """The "min" or "max" of x over the lanes of a warp."""
+    for gap in (1, 2, 4, 8, 16):
+        x = instr(f"{what}.s32", x, simt.bfly(x, gap))
+    return x
+
+
+def step_count(stop: Any) -> int:
+    """T of a stop i32[rows, T]; 1 of i32[rows]."""
+    return stop.shape[1] if len(stop.shape) == 2 else 1
+
+
+def columns_of(heads: int, most: int) -> tuple[int, int]:
+    """Rows of the grid for `heads` queries that share keys, and columns of up to `HEADS` queries in each, `most` at
+    most."""
+    columns = -(-heads // HEADS)
+    groups = -(-columns // most)
+    return groups, -(-columns // groups)
 
 
 class Rows:
@@ -297,6 +334,11 @@ class Merged:
         else:
             two = [instr(f"cvt.rn.{kind}x2.f32", mean[j + 1], mean[j]) for j in (0, 2)]
             ptx("st.global.v2.u32 [$0], {$1, $2};", simt.offset(out, at * 2), *two)
+
+
+def write_merged(parts: Sequence[Word], D: int, out: Any, lse: Any, i: Word) -> None:
+    """Writes words 4 i .. 4 i + 3 of the mean of parts in shared memory, and the log of their sum."""
+    Merged(parts, i, D, "shared").write(out, lse)
 
 
 def merge_blocks(

@@ -60,7 +60,7 @@ def attend_quantized(
     the result; they are decoded.
 
     `implementation`: see `explain`. The kernel rounds q, and products of scales with q and with weights (for keys by
-    token, decoded keys), to bfloat16, and sums in f32.
+    token and for more than 8 queries, decoded ones), to bfloat16, and sums in f32.
     """
     slots, D = keys[0].shape[2], q.shape[-1]
     group = slots // min(keys[-1].shape[2], values[-1].shape[2])
@@ -119,8 +119,8 @@ def attend_quantized_zones(
     """[B, K, Q, D] in the dtype of q [B, K, Q, D]: `attend_quantized`, merged with the spans of `recent` and `sink` and
     with `sinks`.
 
-    start and stop are i32[B]; there may be no sink. `implementation`: as for `attend_quantized`; the kernel takes a
-    recent span in bfloat16 and no sink.
+    start and stop are i32[B]; there may be no sink. Each of T decode steps may have its own spans, as in `attend_span`.
+    `implementation`: as for `attend_quantized`; the kernel takes a recent span in bfloat16 and no sink.
     """
     history = attend_quantized(q, keys, values, start, stop, scale=scale)
     return attend_beside(history, q, None, recent, sink, sinks, scale=scale)

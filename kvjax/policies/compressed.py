@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from kvjax import ops
 from kvjax.numerics.derivatives import refuse_derivative
 from kvjax.numerics.partial import PartialAttention
 from kvjax.policies.policy import Info, Step, attend_in_turn, heads_as_steps, steps_as_heads
@@ -16,8 +15,6 @@ from kvjax.policies.zones import Visible, Zoned, ZonedState
 from kvjax.spec import keep_ints
 from kvjax.stores import Quantized, Store
 from kvjax.stores.demotion import Demotion, Fifo
-
-QUERIES = 8  # queries of a KV head that kernels take at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,22 +59,14 @@ class Compressed(Zoned):
     def _attend_steps(self, st: ZonedState, q: Array, lengths: Array, step: Step) -> tuple[Array, ZonedState, Info]:
         """Each step sees the tokens up to its own: the same arrays with smaller counts.
 
-        Without a sliding window all steps see the same history and read it together, up to `QUERIES` queries of a KV
-        head at once, as many as kernels take.
+        Without a sliding window all steps see the same history and read it together.
         """
         if step.window is not None or self.value_window is not None:
             return attend_in_turn(self, self.shortened, st, q, step)
-        G, T = q.shape[2:4]
         seen, queries = self.visible(st, lengths=lengths), steps_as_heads(q)
-        pass_size = max(QUERIES // G, 1) * G
-        parts = [
-            self.store.attend(st.store, queries[:, :, first : first + pass_size], seen.store, scale=step.scale)
-            for first in range(0, T * G, pass_size)
-        ]
-        history = PartialAttention(*(jnp.concatenate(same, axis=2) for same in zip(*parts, strict=True)))
-        out = ops.attend_beside(history, queries, None, seen.recent, seen.sink, **step.logits)
+        out = self.store.attend_with(st.store, queries, seen.store, seen.recent, seen.sink, **step.logits)
         info = jax.vmap(lambda length: self._info(self.shortened(st, length), None))(lengths)
-        return heads_as_steps(out, T), st, info
+        return heads_as_steps(out, q.shape[3]), st, info
 
     def visible(self, st: ZonedState, window: int | None = None, lengths: Array | None = None) -> Visible:
         seen = super().visible(st, window, lengths)

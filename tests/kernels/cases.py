@@ -196,7 +196,7 @@ RECALLED = [
 ]
 QUANTIZED = [
     (dict(D=256), "the kernel attend_quantized takes head sizes 64 and 128"),
-    (dict(Q=17), "1 to 16 queries"),
+    (dict(Q=257), "1 to 256 queries"),
     (dict(bits=8), "codes of 2 and 4 bits; got 8"),
     (dict(tokens=128), "keys in groups of up to 64 tokens by 1 channel"),
     (dict(tokens=1, channels=16), "of 1 token by a multiple of 32 channels; got 1 by 16"),

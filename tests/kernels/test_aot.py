@@ -118,15 +118,15 @@ def pages(P, D, R, pending_slots, k, unit=16, G=4, group_reduce="mean_softmax", 
     ), args
 
 
-def coded(S, D, bits, tokens, channels, value_channels):
+def coded(S, D, bits, tokens, channels, value_channels, Q=4):
     codes = sds(1, 8, S, D * bits // 8, dtype=jnp.uint8)
     keys = sds(1, 8, S // tokens, D // channels, dtype=jnp.uint32)
     values = sds(1, 8, S, D // value_channels, dtype=jnp.uint32)
-    return sds(1, 8, 4, D), (codes, keys), (codes, values), *2 * [sds(1, dtype=jnp.int32)]
+    return sds(1, 8, Q, D), (codes, keys), (codes, values), *2 * [sds(1, dtype=jnp.int32)]
 
 
-def recent_zone(R, D=128):
-    return *2 * [sds(1, 8, R, D)], *2 * [sds(1, dtype=jnp.int32)]
+def recent_zone(R, D=128, T=()):
+    return *2 * [sds(1, 8, R, D)], sds(1, *T and (1,), dtype=jnp.int32), sds(1, *T, dtype=jnp.int32)
 
 
 def ballot(G, S, D, T):
@@ -281,6 +281,16 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
     "attend_quantized_zones": (CODED, (*coded(131040, 128, 2, 42, 1, 64), recent_zone(126)), 0.6, 0),
     "attend_quantized_zones, D 64": (CODED, (*coded(131072, 64, 4, 32, 1, 32), recent_zone(128, 64)), 0.6, 0),
     "attend_quantized, by token, 4 bits": (CODED, coded(131072, 128, 4, 1, 64, 32), 0.6, 0),
+    "attend_quantized_zones, 8 steps": (
+        CODED,
+        (*coded(131040, 128, 2, 42, 1, 64, Q=32), recent_zone(126, T=(8,))),
+        5,
+        172,
+    ),
+    "attend_quantized, 32 queries of LogQuant": (CODED, coded(131040, 128, 2, 42, 1, 64, Q=32), 5, 72),
+    "attend_quantized, 32 queries of KIVI": (CODED, coded(131072, 128, 2, 32, 1, 32, Q=32), 5, 0),
+    "attend_quantized, 32 queries by token, 4 bits": (CODED, coded(131072, 128, 4, 1, 64, 32, Q=32), 5, 0),
+    "attend_quantized, 32 queries of D 64": (CODED, coded(131072, 64, 4, 64, 1, 32, Q=32), 5, 0),
     "collide": (collide.collide, ballot(4, 131072, 128, 6), 0.2, 0),
     "collide, a head": (collide.collide, ballot(1, 131072, 128, 6), 0.1, 0),
     "collide, D 64": (collide.collide, ballot(8, 131072, 64, 31), 0.2, 0),
@@ -329,6 +339,11 @@ LATE = (
     "attend_key_blocks, D 64",
     "attend_quantized, KIVI",
     "attend_quantized_zones, D 64",
+    "attend_quantized_zones, 8 steps",
+    "attend_quantized, 32 queries of LogQuant",
+    "attend_quantized, 32 queries of KIVI",
+    "attend_quantized, 32 queries by token, 4 bits",
+    "attend_quantized, 32 queries of D 64",
     "collide, D 64",
     "rerank, D 64",
     "top_k, 1M",

@@ -13,6 +13,7 @@ from kvjax.kernels_pallas import simt
 from kvjax.kernels_pallas.attend import attend_span
 from kvjax.kernels_pallas.select import select_pages
 from kvjax.numerics.partial import Span
+from kvjax.numerics.quant import quantize
 from kvjax.numerics.rotate import encode
 from kvjax.numerics.selection import Candidates, PackedSelection
 from tests.kernels.inputs import boxes, index, normal, relative
@@ -149,6 +150,30 @@ def test_attend_span_reads_the_span_of_each_step(T, G, D):
             of = slice(t * G, (t + 1) * G)
             want = alone(q[:, :, of], starts[:, t % starts.shape[1]], stop[:, t])  # in other tiles, and rounded to bf16
             assert relative(together[:, :, of], want) < 2e-3
+
+
+@pytest.mark.parametrize(
+    ("T", "G", "dtype"), [(5, 4, jnp.bfloat16), pytest.param(3, 2, jnp.float32, marks=pytest.mark.thorough)]
+)
+def test_attend_quantized_reads_the_exact_keys_of_each_step(T, G, dtype):
+    B, K, S, R, D = 2, 2, 84, 40, 64
+    q, k, v, *zone = (normal(i, B, K, n, D, dtype=jnp.bfloat16) for i, n in enumerate((T * G, S, S, R, R)))
+    keys, values = quantize(k, 2, tokens=42, channels=1), quantize(v, 2, channels=32)
+    stop = jnp.asarray([np.arange(T) + 3, np.arange(T) + R - T + 1], jnp.int32)
+    span, none, q = (
+        (jnp.zeros(B, jnp.int32), jnp.asarray([S, 42], jnp.int32)),
+        jnp.zeros((B, 1), jnp.int32),
+        q.astype(dtype),
+    )
+
+    def run(attend, q, start, stop):
+        zones = {"start": span[0], "stop": span[1], "recent": Span(*zone, start, stop), "sink": None, "sinks": None}
+        return attend(q=q, keys=keys, values=values, **zones, scale=0.1)
+
+    op = ops.attend_quantized_zones
+    got, want = (jax.jit(partial(run, f))(q, none, stop) for f in (op.run_kernel, partial(op, implementation="xla")))
+    assert got.dtype == dtype
+    assert relative(got, want) < 4e-3 + (dtype == jnp.bfloat16) * 4e-3
 
 
 def test_numbers_by_step_are_repeated_for_each_head():
