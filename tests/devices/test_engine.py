@@ -42,7 +42,7 @@ def test_requests_over_rows_and_heads_get_their_tokens(models: tuple[Any, Any, A
 
 
 def test_rows_move_between_devices_where_the_context_is_split(models: tuple[Any, Any, Any]) -> None:  # noqa: F811
-    """`take_rows` and `insert` under rows, heads and context."""
+    """`take_rows` under rows, heads and context."""
     place = models[2].placement
     spec = kvjax.CacheSpec(batch=4, q_heads=8, kv_heads=4, head_dim=16, capacity=128, dtype="float32")
     policy = kvjax.presets.parse("fier:budget=24,group=8,chunk=32").rest

@@ -60,7 +60,8 @@ POLICIES = {
     "windowed fier": f"fier:{SMALL},group=4,chunk=8,dense_layers=0",
 }
 SHARING = ("full", "fier", "kivi", "share")  # whose rows may have a common prefix
-KEPT: dict[str, tuple[int, ...]] = {name: (0,) for name in POLICIES} | {"share": (0, 3)}
+ODD = ("quest", "hosted", "logquant", "h2o", "windowed")
+KEPT: dict[str, tuple[int, ...]] = {name: (int(name in ODD),) for name in POLICIES} | {"share": (0, 3)}
 
 
 @cache

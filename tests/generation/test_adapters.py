@@ -14,6 +14,7 @@ from flax import nnx
 
 import kvjax
 from kvjax.generation import right_padded
+from kvjax.numerics.partial import PartialAttention, attend_part, merge
 from tests.generation.test_generate import FIER, Tiny, new_cache, words
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -82,6 +83,21 @@ def test_a_layer_under_a_gemma_style_mask_is_a_kvjax_layer():
         want, theirs = gemma_style(theirs, q, k, v, jnp.asarray(seen[:, None]), 0.3)
         got, ours = adapter.attend(ours, q, k, v, jnp.asarray(seen[:, None]), scale=0.3)
         np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+def test_the_parts_of_maxtext_merge_with_those_of_kvjax():
+    """(sum of weighted values, largest logit, sum of exponentials) of some keys, and attention to the others."""
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((2, 3, n, 16)), jnp.float32) for n in (4, 40, 40))
+    logits = jnp.einsum("bkgd,bksd->bkgs", q, k[:, :, :25]) / 4
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    weights = jnp.exp(logits - largest)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    theirs = jnp.einsum("bkgs,bksd->bkgd", weights, v[:, :, :25])
+    part = PartialAttention(theirs / total, (largest + jnp.log(total))[..., 0])
+    own, whole = (attend_part(q, k[:, :, at:], v[:, :, at:], jnp.array(True), scale=0.25) for at in (25, 0))
+    for a, b in zip(merge(part, own), whole, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 def tunix(name):
