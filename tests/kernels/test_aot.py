@@ -98,9 +98,10 @@ def picking(S, D, W, group_reduce, k, G=4, group=32, dtype=jnp.bfloat16, config=
     return partial(select_1bit.select_1bit, group_reduce=group_reduce, room=k, scale=0.1, config=config), args
 
 
-def picking_keys(S, D, R, pending_slots, k):
-    f, (q, *keys, span, (_, *ends), count) = picking(S, D, pending_slots, "mean_softmax", k)
-    return partial(f, pending_slots=pending_slots), (q, *keys, span, [sds(1, 8, R, D), *ends], count)
+def picking_keys(S, D, R, pending_slots, k, T=1):
+    f, (q, *keys, span, (_, start, stop), count) = picking(S, D, pending_slots, "mean_softmax", k, G=4 * T)
+    stop = stop if T == 1 else sds(1, T, dtype=jnp.int32)
+    return partial(f, pending_slots=pending_slots, steps=T), (q, *keys, span, [sds(1, 8, R, D), start, stop], count)
 
 
 def pages(P, D, R, pending_slots, k, unit=16, G=4, group_reduce="mean_softmax", dtype=jnp.bfloat16):
@@ -223,6 +224,7 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
     "top_k_grouped, 1M": (pooled("mean_softmax", 2048), (parts(4, 1 << 20, 256),), 35, 0),
     # The scores are 8 MiB.
     "select_1bit, with keys that wait": (*picking_keys(131072, 128, 256, 255, 2047), 8.2, 0),
+    "select_1bit, 8 steps": (*picking_keys(131072, 128, 256, 255, 2047, T=8), 98, 0),
     "select_1bit": (*picking(131072, 128, 256, "mean_softmax", 2047), 8.2, 0),
     "select_1bit, a loop": (*picking(1 << 20, 128, 256, "mean_softmax", 2047), 97, 0),
     "select_1bit, eight heads": (*picking(130816, 128, 256, "mean_softmax", 2048, G=8), 16.2, 0),
@@ -332,7 +334,7 @@ def test_every_operation_is_compiled():
 TWO = "attend_quantized", "attend_span", "collide", "select_1bit", "select_4bit", "select_pages"  # kernels of a program
 ONE = ("collide, a head",)
 # At most: else too few blocks fit on a multiprocessor.
-REGISTERS = {"collide": 128, "collide, a head": 128, "rerank": 72, "select_4bit": 72}
+REGISTERS = {"select_1bit, 8 steps": 168, "collide": 128, "collide, a head": 128, "rerank": 72, "select_4bit": 72}
 
 LATE = (
     "attend_key_blocks, three stages",
@@ -348,6 +350,7 @@ LATE = (
     "rerank, D 64",
     "top_k, 1M",
     "top_k_grouped, 1M",
+    "select_1bit, 8 steps",
     "select_1bit, a loop",
     "select_1bit, eight heads",
     "select_1bit, clusters of 16",

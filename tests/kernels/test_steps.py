@@ -131,8 +131,11 @@ def test_attend_zones_reads_the_spans_of_each_step():
 
 @pytest.mark.parametrize(
     ("T", "G", "D"),
-    [(3, 7, 64), pytest.param(13, 3, 128, marks=pytest.mark.thorough)],  # the last column is not full; two rows
-    ids=["21 heads", "39 heads"],
+    [  # the last column is not full; two rows; one column
+        (3, 7, 64),
+        *(pytest.param(*sizes, marks=pytest.mark.thorough) for sizes in ((13, 3, 128), (2, 3, 64))),
+    ],
+    ids=["21 heads", "39 heads", "6 heads"],
 )
 def test_attend_span_reads_the_span_of_each_step(T, G, D):
     B, K, S = 2, 2, 100
