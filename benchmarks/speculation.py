@@ -112,7 +112,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=3584, help="of the material in a prompt, at most")
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--ngram", type=int, default=3)
-    parser.add_argument("--draft", type=int, default=8, help="tokens of a draft")
+    parser.add_argument("--draft", type=int, default=PromptLookup().tokens, help="tokens of a draft")
     parser.add_argument("--dtype", default=default_dtype())
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "speculation.json")
     given = parser.parse_args(args)

@@ -166,7 +166,7 @@ def test_drafts_that_cannot_work_are_refused_before_the_prompt(model: Decoder) -
     with pytest.raises(ValueError, match=r"drafts need a cache that can take back tokens, which layer 0 with Evicting"):
         generate(model, kvjax.presets.tova(32).rest, PromptLookup())
     with pytest.raises(ValueError, match=r"draft of 8 tokens .* more than the 8 that .* draft at most 7"):
-        generate(model, dataclasses.replace(POLICY, demote=Fifo(leave=8)), PromptLookup())
+        generate(model, dataclasses.replace(POLICY, demote=Fifo(leave=8)), PromptLookup(tokens=8))
     other = Decoder(dataclasses.replace(CONFIG, vocab_size=41))
     with pytest.raises(ValueError, match=r"draft model has a vocabulary of 41 tokens and the model one of 40"):
         generate(model, kvjax.Full(), DraftModel(other))
