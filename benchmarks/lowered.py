@@ -79,7 +79,6 @@ CACHES: dict[str, str | Make] = {
         kv.Retrieval(selector=kv.Fier(), budget=256, dense_below=512), tau=0.9
     ),
     "arkvale": "arkvale",
-    "arkvale sphere": "arkvale:digest=sphere",
     "magicpig": "magicpig",
     "magicpig host": "magicpig:store=host",
     "pqcache": "pqcache",

@@ -64,7 +64,6 @@ ROOMS: dict[str, tuple[str, str, dict[str, str]]] = {
         f"tests/selectors tests/laws tests/policies/test_arkvale.py tests/policies/test_sampled.py {SETTINGS} "
         f"{CONTEXT}",
         {
-            "balls": "tests/selectors/test_pending.py tests/policies/test_arkvale.py",
             "pages": "tests/selectors/test_pending.py tests/selectors/test_pages.py",
             "fier": "tests/selectors/test_fier.py tests/test_bytes.py",
             "paris": f"tests/selectors/test_paris.py tests/test_settings.py {SPLIT}",

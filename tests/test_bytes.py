@@ -42,7 +42,6 @@ COSTS = {
     "quest": Cost(presets.quest, EXACT + PAGE_16),
     "freekv": Cost(presets.freekv, PAGE_32, EXACT),
     "arkvale": Cost(presets.arkvale, PAGE_32, EXACT),
-    "arkvale, sphere": Cost(functools.partial(presets.arkvale, digest="sphere"), PAGE_32 / 2 + 2 / 32, EXACT),
     "pqcache": Cost(presets.pqcache, EXACT + 2 + 64 * D * VALUE / 1024),  # two codes, and 64 centroids for 1024 tokens
     # Coefficients of 160 for all heads, a landmark and a number for 8 tokens, and values in host memory.
     "shadowkv": Cost(presets.shadowkv, 160 * VALUE / K + D * VALUE / 8 + 4 / 8, D * VALUE),

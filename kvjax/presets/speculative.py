@@ -7,7 +7,7 @@ from typing import Any, Literal
 from kvjax.numerics.selection import GroupReduce
 from kvjax.policies import PerLayer, Retrieval, Speculative
 from kvjax.presets.settings import Layers, history, over_layers, require_page
-from kvjax.selectors import BallPages, CentrePages, LayerWide, MinMaxPages, Selector
+from kvjax.selectors import CentrePages, LayerWide, MinMaxPages, Selector
 from kvjax.spec import require_int
 from kvjax.stores import HostOffload, Store
 from kvjax.stores.demotion import Fifo
@@ -82,7 +82,6 @@ def freekv(
 def arkvale(
     budget: int = 1024,
     *,
-    digest: Literal["cuboid", "sphere"] = "cuboid",
     page: int = 32,
     group_reduce: GroupReduce = "mean_score",
     sink: int = 64,
@@ -91,13 +90,11 @@ def arkvale(
     topk: int | None = None,
     layers: Layers = Layers(dense=2),
 ) -> PerLayer:
-    """ArkVale: keys and values in host memory, and each step recalls the pages whose digest scores best.
+    """ArkVale: keys and values in host memory, and a step recalls the pages whose digests (`CentrePages`) score best.
 
     Pages take the budget that sink and local window leave. Those that the previous step recalled are not moved again.
 
     Args:
-      digest: summary of the keys of a page: "cuboid", a box around the typical keys (`CentrePages`), or "sphere", a
-        ball (`BallPages`).
       sink: first tokens of a row, always attended; the default is two pages.
       local: newest tokens of a row, always attended; the default is two pages.
       per: whether each KV head selects for itself ("head"), or a layer selects once for all of its heads ("layer").
@@ -114,11 +111,9 @@ def arkvale(
     paged and moved to the host as the prompt is.
     """
     require_int("arkvale(budget=...)", budget, at_least=1)
-    check_one_of("arkvale", ("cuboid", "sphere"), digest=digest)
     check_one_of("arkvale", ("head", "layer"), per=per)
     require_page("arkvale", budget, page, sink, local)
-    digests = CentrePages if digest == "cuboid" else BallPages
-    selector: Selector = digests(page=page, group_reduce=group_reduce)
+    selector: Selector = CentrePages(page=page, group_reduce=group_reduce)
     policy = Retrieval(
         selector=LayerWide(selector=selector) if per == "layer" else selector,
         store=HostOffload(page=page),

@@ -5,7 +5,6 @@ Scores estimate scale * q.k, so that they can be compared with the exact scores 
 over the GQA group and selects; some selectors do both in one kernel.
 """
 
-from kvjax.selectors.balls import BallPages
 from kvjax.selectors.exact import Exact
 from kvjax.selectors.fier import Fier
 from kvjax.selectors.layer_wide import LayerWide
@@ -19,7 +18,6 @@ from kvjax.selectors.selector import Candidates, Selector
 from kvjax.selectors.simhash import SimHash
 
 __all__ = [
-    "BallPages",
     "Candidates",
     "CentrePages",
     "Exact",

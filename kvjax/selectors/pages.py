@@ -8,7 +8,7 @@ bound of every q.k of the page; a smaller box follows the typical key.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import jax.numpy as jnp
 from jax import Array
@@ -17,8 +17,11 @@ from kvjax import ops
 from kvjax.numerics.blocks import write
 from kvjax.numerics.reductions import sum_pairs
 from kvjax.numerics.selection import Candidates, GroupReduce, PackedSelection, Selection, unpack
-from kvjax.selectors.pending import PageSelector, Pending, pending_pages, with_points
+from kvjax.selectors.pending import Paged, pending_pages, with_points
 from kvjax.spec import CacheSpec
+from kvjax.validation import check_one_of
+
+Pending = Literal["exact", "box"]
 
 
 class Boxes(NamedTuple):
@@ -29,8 +32,22 @@ class Boxes(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Boxes(PageSelector):
-    """Scores pages of `page` tokens by one box each; a subclass defines the box."""
+class _Boxes(Paged):
+    """Scores pages of `page` tokens by one box each; a subclass defines the box, also of pending pages."""
+
+    pending: Pending
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_one_of(type(self).__name__, get_args(Pending), pending=self.pending)
+
+    def check(self, spec: CacheSpec, chunk: int) -> None:
+        super().check(spec, chunk)
+        if self.pending == "box" and self.group_reduce != "mean_query" and self.page < spec.group:
+            raise ValueError(
+                f"{type(self).__name__}(page={self.page}, pending='box') needs pages of at least {spec.group} tokens, "
+                "one for each query head of a KV head; use larger pages, or pending='exact'"
+            )
 
     def box(self, keys: Array) -> Boxes:
         """The corners [B, K, P, D] of pages of keys [B, K, P, page, D]."""

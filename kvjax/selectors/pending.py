@@ -1,13 +1,12 @@
 """Pending pages, which are not full and so not indexed, compete by the summary of their tokens so far.
 
-A page's score is that of a point: the point of its box or ball with the largest product with a query head. So the
+A page's score is that of a point: the point of its box with the largest product with a query head. So the
 tokens of such a page are replaced by these points, one for each query head in turn, and are scored like pending keys.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
 
 import jax.numpy as jnp
 from jax import Array
@@ -15,9 +14,7 @@ from jax import Array
 from kvjax.numerics.selection import Candidates, GroupReduce, require_group_reduce
 from kvjax.selectors.selector import Selector
 from kvjax.spec import CacheSpec, keep_ints
-from kvjax.validation import check_divides, check_one_of
-
-Pending = Literal["exact", "box"]
+from kvjax.validation import check_divides
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,25 +34,6 @@ class Paged(Selector):
 
     def check(self, spec: CacheSpec, chunk: int) -> None:
         check_divides(self, "the chunk of ", chunk, page=self.page)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PageSelector(Paged):
-    """Scores pages by a summary of each; a subclass defines it, also of pending pages."""
-
-    pending: Pending
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_one_of(type(self).__name__, get_args(Pending), pending=self.pending)
-
-    def check(self, spec: CacheSpec, chunk: int) -> None:
-        super().check(spec, chunk)
-        if self.pending == "box" and self.group_reduce != "mean_query" and self.page < spec.group:
-            raise ValueError(
-                f"{type(self).__name__}(page={self.page}, pending='box') needs pages of at least {spec.group} tokens, "
-                "one for each query head of a KV head; use larger pages, or pending='exact'"
-            )
 
 
 def pending_pages(candidates: Candidates, page: int) -> tuple[Array, Array]:

@@ -18,7 +18,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import kvjax
 from kvjax import (
-    BallPages,
     CacheSpec,
     Compressed,
     Evicting,
@@ -87,7 +86,6 @@ MORE: dict[str, tuple[kvjax.Policy, Placement, int | None]] = {
         along(4),
         None,
     ),
-    "pages by ball in a window": (Retrieval(selector=BallPages(page=4), budget=32, **ZONES), along(4), WINDOW),
     "paris per query head in a window": (
         Retrieval(selector=Paris(candidates=12, votes="plain", group_reduce="per_head"), budget=16, **ZONES),
         along(4),

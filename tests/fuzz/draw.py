@@ -290,7 +290,6 @@ def _newer_retrieval(rng: np.random.Generator) -> kvjax.Retrieval:
     rule = _one(rng, *GROUP_REDUCES)
     selector = _one(
         rng,
-        lambda: kvjax.BallPages(page=_one(rng, 4, 8), radius=_one(rng, "mean", "max"), group_reduce=rule),
         lambda: kvjax.ProductCodes(parts=_one(rng, 2, 4), bits=_one(rng, 2, 3), learn=chunk, group_reduce=rule),
         lambda: _selector(rng),
     )()

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 import kvjax
 from kvjax import (
-    BallPages,
     CacheSpec,
     CentrePages,
     Compressed,
@@ -99,8 +98,8 @@ CASES: dict[str, Case] = {
     "arkvale, one selection in a layer, cache of pages": Case(
         presets.arkvale(budget=72, page=8, sink=4, local=24, per="layer", topk=44).rest
     ),
-    "pages by ball, per query head, 7 on 1": _with(
-        selector=BallPages(page=16, radius="max", group_reduce="per_head"),
+    "pages by centre, per query head, 7 on 1": _with(
+        selector=CentrePages(page=16, group_reduce="per_head"),
         budget=70,
         spec=dataclasses.replace(SPEC, q_heads=7, kv_heads=1),
     ),

@@ -1,12 +1,10 @@
 """ArkVale against numpy written from its paper: digests of pages, and the pages that a step attends to."""
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvjax
-from kvjax import BallPages, CacheSpec, presets
+from kvjax import CacheSpec, presets
 from kvjax.testing import _drive as drive
 from tests import oracles
 from tests.test_oracles import data, steps
@@ -15,43 +13,24 @@ SPEC = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=160, dtyp
 PAGE, SINK, LOCAL, PAGES = 8, 4, 12, 3
 
 
-def digest(page: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray | float]:
-    """Centre, and deviation by channel or radius, of a page of keys [page, D]."""
-    page = page.astype(np.float64)
-    if kind == "cuboid":
-        centre = (page.max(axis=0) + page.min(axis=0)) / 2
-        return centre, np.abs(page - centre).mean(axis=0)
-    centre = page.mean(axis=0)
-    return centre, np.linalg.norm(page - centre, axis=1).mean()
+def score(q: np.ndarray, keys: np.ndarray) -> float:
+    """The largest product of a query [D] with a point of the box around the keys that a page has, [page, D]."""
+    q, keys = q.astype(np.float64), keys.astype(np.float64)
+    centre = (keys.max(axis=0) + keys.min(axis=0)) / 2
+    return q @ centre + np.abs(q) @ np.abs(keys - centre).mean(axis=0)
 
 
-def score(q: np.ndarray, keys: np.ndarray, kind: str) -> float:
-    """The largest product of a query [D] with a point of the digest of the keys that a page has."""
-    q = q.astype(np.float64)
-    centre, off = digest(keys, kind)
-    off = oracles.bfloat16(off) if kind == "sphere" and len(keys) == PAGE else off
-    return q @ centre + (np.abs(q) @ off if kind == "cuboid" else np.linalg.norm(q) * off)
-
-
-@pytest.mark.parametrize(
-    ("kind", "keys"),
-    [
-        ("cuboid", "random"),
-        pytest.param("sphere", "random", marks=pytest.mark.thorough),
-        pytest.param("cuboid", "live", marks=pytest.mark.thorough),
-        pytest.param("sphere", "live", marks=pytest.mark.thorough),
-    ],
-)
-def test_a_step_attends_to_the_pages_with_the_best_digests(kind: str, keys: str, checkpoint: str | None) -> None:
+@pytest.mark.parametrize("keys", ["random", pytest.param("live", marks=pytest.mark.thorough)])
+def test_a_step_attends_to_the_pages_with_the_best_digests(keys: str, checkpoint: str | None) -> None:
     budget = SINK + LOCAL + PAGES * PAGE
-    policy = presets.arkvale(budget=budget, page=PAGE, sink=SINK, local=LOCAL, digest=kind).rest
+    policy = presets.arkvale(budget=budget, page=PAGE, sink=SINK, local=LOCAL).rest
     same = total = 0
     spec, tokens = (SPEC, drive.random_tokens(SPEC)) if keys == "random" else data(checkpoint)["live"]
     for at in steps(policy, spec, tokens):
         assert at.fresh, "a step attends with its own selection"
         stop = at.held - LOCAL
         pages = [list(range(first, min(first + PAGE, stop))) for first in range(SINK, stop, PAGE)]
-        scores = [np.mean([score(q, at.k[page[0] : page[0] + PAGE], kind) for q in at.q]) for page in pages]
+        scores = [np.mean([score(q, at.k[page[0] : page[0] + PAGE]) for q in at.q]) for page in pages]
         best = np.argsort(-np.array(scores), kind="stable")[:PAGES]
         chosen = sorted({*range(SINK), *(t for i in best for t in pages[i]), *range(stop, at.held)})
         want, _ = oracles.attention(at.q, at.k[chosen], at.v[chosen], spec.head_dim**-0.5)
@@ -84,9 +63,7 @@ def test_pages_of_the_step_before_stay_and_a_layer_may_select_once(per: str, bud
             q = tokens.q[row, n].reshape(K, G, D)
             firsts = [SINK + i * PAGE for i in range(count)]  # the last page has a digest of all that it will have
             keys = [[tokens.k[row, first : min(first + PAGE, n + 1), h] for first in firsts] for h in range(K)]
-            scores = np.array(
-                [[np.mean([score(x, page, "cuboid") for x in q[h]]) for page in keys[h]] for h in range(K)]
-            )
+            scores = np.array([[np.mean([score(x, page) for x in q[h]]) for page in keys[h]] for h in range(K)])
             scores = np.broadcast_to(scores.mean(axis=0), scores.shape) if per == "layer" else scores
             for h in range(K):
                 order = np.argsort(-scores[h], kind="stable")
@@ -105,36 +82,7 @@ def test_pages_of_the_step_before_stay_and_a_layer_may_select_once(per: str, bud
     assert (stale > 20) == (topk < pages)
 
 
-@pytest.mark.parametrize("radius", ["mean", "max"])
-def test_balls_are_those_of_numpy_and_the_largest_radius_bounds_every_key(radius: str) -> None:
-    selector = BallPages(page=PAGE, radius=radius)
-    rng = np.random.default_rng(0)
-    k = (rng.normal(size=(2, 2, 64, 16)) * rng.uniform(0.1, 3, 16)).astype(np.float32)
-    q = rng.normal(size=(2, 2, 3, 16)).astype(np.float32)
-    count = np.full(2, 64, np.int32)
-
-    @jax.jit
-    def run(k, q):
-        ix = selector.append(selector.init(SPEC, 64), k, jnp.zeros(2, jnp.int32), count)
-        return ix, selector.score(ix, q, scale=0.5)
-
-    ix, got = run(k, q)
-    pages = k.reshape(2, 2, 8, PAGE, 16).astype(np.float64)
-    np.testing.assert_allclose(ix.centre, pages.mean(axis=3), atol=1e-6)
-    distance = np.linalg.norm(pages - pages.mean(axis=3, keepdims=True), axis=4)
-    wanted = distance.mean(axis=3) if radius == "mean" else distance.max(axis=3)
-    np.testing.assert_allclose(np.asarray(ix.radius, np.float64), wanted, rtol=2**-6)
-    exact = 0.5 * np.einsum("bkgd,bkpsd->bkgps", q.astype(np.float64), pages).max(axis=4)
-    if radius == "max":
-        assert (np.asarray(got) >= exact - 1e-5).all()
-    norms = np.linalg.norm(q, axis=-1)[..., None]
-    centres = np.einsum("bkgd,bkpd->bkgp", q, pages.mean(axis=3))
-    np.testing.assert_allclose(got, 0.5 * (centres + norms * np.asarray(ix.radius, np.float64)[:, :, None]), atol=1e-4)
-
-
-def test_digests_that_do_not_exist_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"digest='cube'.*one of cuboid, sphere"):
-        presets.arkvale(digest="cube")  # type: ignore[arg-type]
+def test_settings_that_do_not_exist_are_refused() -> None:
     with pytest.raises(ValueError, match=r"per='all'.*one of head, layer"):
         presets.arkvale(per="all")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"topk=32.*sink \+ local \+ one unit = 64 \+ 64 \+ 32 to the budget of 1024"):
@@ -143,5 +91,3 @@ def test_digests_that_do_not_exist_are_refused() -> None:
         presets.arkvale(topk=512, group_reduce="per_head")
     with pytest.raises(ValueError, match=r"cannot have group_reduce='per_head'"):
         presets.arkvale(per="layer", group_reduce="per_head")
-    with pytest.raises(ValueError, match=r"radius='min'.*one of mean, max"):
-        BallPages(radius="min")  # type: ignore[arg-type]

@@ -125,6 +125,6 @@ def test_a_step_and_several_take_every_group_rule_and_a_budget_of_what_is_read_a
     q, k, v = (jax.ShapeDtypeStruct((2, 3, heads, 16), "float32") for heads in (4, 2, 2))
     _, _, info = jax.eval_shape(kvjax.decode_info, kvjax.init_layer(policy, SPEC), q, k, v)
     assert info.attended.shape == (3, 2, 2)
-    plain = kvjax.Retrieval(selector=kvjax.BallPages(page=8), budget=12, sink=4, local=8, demote=kvjax.Fifo(leave=16))
+    plain = kvjax.Retrieval(selector=kvjax.MeanPages(page=8), budget=12, sink=4, local=8, demote=kvjax.Fifo(leave=16))
     _, _, info = jax.eval_shape(kvjax.decode_info, kvjax.init_layer(plain, SPEC), q, k, v)
     assert info.attended.shape == (3, 2, 2)
