@@ -35,7 +35,7 @@ WARPS = 4  # of a block
 # 2^SMALLER, so that factors are powers 64 .. -63 in bf16, where |q| and |q step| may be 2^63, and 0 .. -3 in f16.
 WINDOW = {"bf16": range(7, 15), "f16": range(8, 12)}
 SMALLER = {"bf16": 62, "f16": 16}
-WARPS_AT_ONCE, OF_MANY = 16, 12  # of a multiprocessor; with more than two columns of queries
+WARPS_AT_ONCE = 16  # of a multiprocessor
 
 Visit = Callable[[Word, list[list[Word]], Sequence[Word]], list[Word]]
 
@@ -52,22 +52,16 @@ class Config:
             raise ValueError(f"stages must be 2, 4 or 8; got {self.stages}")
 
 
-def config_for(rows: int, slots: int, target: simt.Target | None = None, heads: int = 1) -> Config:
+def config_for(rows: int, slots: int, target: simt.Target | None = None) -> Config:
     """Enough units per warp that all warps run at once, or in as few full turns as 16 units per warp allow."""
-    at_once = OF_MANY if shares_queries(-(-heads // HEADS)) else WARPS_AT_ONCE
-    warps = (target or simt.target()).multiprocessors * at_once
+    warps = (target or simt.target()).multiprocessors * WARPS_AT_ONCE
     of_one_turn = rows * slots / (UNIT * warps)
     return Config(max(math.ceil(of_one_turn / math.ceil(of_one_turn / 16)), 2))
 
 
-def smem_bytes(D: int, config: Config, columns: int = 1) -> int:
+def smem_bytes(D: int, config: Config) -> int:
     """Shared memory of a block; a stage has the codes of a unit, and its steps."""
-    return WARPS * (config.stages * (UNIT * D // 8 + 2 * D) + 16 * D * columns * shares_queries(columns))
-
-
-def shares_queries(columns: int) -> bool:
-    """Whether each lane keeps its queries in shared memory: registers that hold them leave room for few warps."""
-    return columns > 2
+    return WARPS * config.stages * (UNIT * D // 8 + 2 * D)
 
 
 def unsupported(q: Any, bits: Any, step: Any, heads: int = 2 * HEADS) -> str | None:
@@ -196,7 +190,7 @@ class Scores:
 
         return simt.kernel(
             body,
-            scratch=(smem_bytes(self.D, self.config, self.columns) // 4,),
+            scratch=(smem_bytes(self.D, self.config) // 4,),
             blocks=self.blocks + more_blocks,
             warpgroups=WARPS // 4,
             **how,
@@ -228,8 +222,7 @@ class Scores:
         size = 2 if self.half else 4  # bytes of a score
         out = simt.offset_rows(out, row * G + head, S * size)
         codes, steps = UNIT * D // 8, 2 * D  # bytes of a unit
-        stage_bytes = self.config.stages * (codes + steps)
-        ring = simt.shared_address(ring_m) + warp * stage_bytes
+        ring = simt.shared_address(ring_m) + warp * (self.config.stages * (codes + steps))
 
         def within(unit: Word) -> Word:
             return (unit < units).select(unit, units - 1)
@@ -282,11 +275,7 @@ class Scores:
 
         column = quad & 3 if at_once == 2 else quad  # head of the column; a head past the last is not written
         own = [column + HEADS * c if c else column for c in range(columns)]
-
-        def channels(head: Word) -> list[Word]:
-            return lane_channels(q, (head < G).select(head, 0), col, D)
-
-        queries = [] if shares_queries(columns) else [channels(head) for head in own]
+        queries = [lane_channels(q, (head < G).select(head, 0), col, D) for head in own]
         eights = (0, 8) if self.iterations * at_once > 8 else (0,)
         zeros = [lane_channels(zero, group_of(within(first + quad + h)), col, D) for h in eights]
         for i in range(stages):
@@ -300,21 +289,6 @@ class Scores:
         bases = [[instr("mul.f32", x, real(self.scale)) for x in zero_scores(kind, zeros, words)] for words in queries]
         factors = [word(twice(kind, -smaller - power(kind, p.bit))) for p in pairs]
         queries = [[times(kind, *two) for two in zip(words, factors, strict=True)] for words in queries]
-        if shares_queries(columns):
-            kept = simt.shared_address(ring_m) + (warp * (16 * D * columns) + lane * 8 + WARPS * stage_bytes)
-        for c, mine in enumerate(own if shares_queries(columns) else []):
-            words = paired(channels(mine), pairs)
-            bases.append([instr("mul.f32", x, real(self.scale)) for x in zero_scores(kind, zeros, words)])
-            words = [times(kind, *two) for two in zip(words, factors, strict=True)]
-            for j in range(0, len(pairs), 2):
-                simt.store_shared(kept + (c * 16 * D + j * 128), *words[j : j + 2])
-
-        def query(c: int, j: int) -> Sequence[Word]:
-            """Pairs j and j + 1 of the queries of column c."""
-            if not shares_queries(columns):
-                return queries[c][j : j + 2]
-            words: list[Word] = simt.load_shared(kept + (c * 16 * D + j * 128), 2)
-            return words
 
         @loop(0, self.iterations, 1, state)
         def final(i: Word, *state: Word) -> Sequence[Word]:
@@ -329,7 +303,7 @@ class Scores:
             ptx("cp.async.commit_group;")
             step = paired(step, pairs)
             if columns > 1:
-                made = wide_sums(kind, pairs, unit_codes[0], columns, query, step)
+                made = wide_sums(kind, pairs, unit_codes[0], queries, step)
             else:
                 scaled = [times(kind, *two) for two in zip(queries[0], step, strict=True)]
                 sums = [unit_sums(kind, pairs, words, scaled) for words in unit_codes]
@@ -419,12 +393,10 @@ def unit_sums(kind: str, pairs: Sequence[Pair], codes: Sequence[Word], scaled: S
 
 
 def wide_sums(
-    kind: str, pairs: Sequence[Pair], codes: Sequence[Word], columns: int,
-    query: Callable[[int, int], Sequence[Word]], step: Sequence[Word],
-) -> list[tuple[list[Word], list[Word]]]:  # fmt: skip
-    """`unit_sums` and `ones_sums` for several columns of queries, with the operands of codes made once; query(c, j) are
-    pairs j and j + 1 of column c."""
-    acc = [[[word(0)] * 4 for _ in range(3)] for _ in range(columns)]  # two tiles of keys, and ones
+    kind: str, pairs: Sequence[Pair], codes: Sequence[Word], queries: Sequence[Sequence[Word]], step: Sequence[Word]
+) -> list[tuple[list[Word], list[Word]]]:
+    """`unit_sums` and `ones_sums` for several columns of queries, with the operands of codes made once."""
+    acc = [[[word(0)] * 4 for _ in range(3)] for _ in queries]  # two tiles of keys, and ones
     window = WINDOW[kind]
     for j in range(0, len(pairs), 2):
         left = [
@@ -432,8 +404,8 @@ def wide_sums(
             for t in range(2)
         ]
         ones = [word(0x00010001 << window[i % len(window)]) for i in (j, j, j + 1, j + 1)]
-        for c, sums in enumerate(acc):
-            scaled = [times(kind, x, step[j + i]) for i, x in enumerate(query(c, j))]
+        for words, sums in zip(queries, acc, strict=True):
+            scaled = [times(kind, words[i], step[i]) for i in (j, j + 1)]
             for t in range(2):
                 sums[t] = simt.mma(kind, sums[t], left[t], scaled)
             sums[2] = simt.mma(kind, sums[2], ones, scaled)

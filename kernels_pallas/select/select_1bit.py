@@ -46,14 +46,12 @@ class Config(score.Config, tiling.Config):
         score.Config.__post_init__(self)
 
 
-def config_for(
-    rows: int, per_row: int, slots: int, units: int, target: simt.Target | None = None, heads: int = 1
-) -> Config:
-    """The rule for `rows` rows of scores of `heads` heads over `slots` slots, with `per_row` lists of `units` units."""
+def config_for(rows: int, per_row: int, slots: int, units: int, target: simt.Target | None = None) -> Config:
+    """The rule for `rows` rows of scores over `slots` slots, with `per_row` lists per row and `units` units in all."""
     rule = tiling.config_for(rows * per_row, units, target)
     fits = tiling.in_one_step(units, replace(rule, unroll=5))  # registers hold 20 keys of a thread
     unroll = 5 if fits and not rule.parted else 4
-    return Config(rule.blocks, unroll, rule.cluster, **asdict(score.config_for(rows, slots, target, heads)))
+    return Config(rule.blocks, unroll, rule.cluster, **asdict(score.config_for(rows, slots, target)))
 
 
 def smem_bytes(D: int, config: Config) -> int:
@@ -115,7 +113,7 @@ def select_1bit(
     rows = (a.reshape(B * K, *a.shape[2:]) for a in (q.astype(step.dtype), bits, step, zero))
     config = config or tuned.select(
         "select_1bit",
-        config_for(B * K, H, S, S + W, simt.target((q, bits)), G),
+        config_for(B * K, H, S, S + W, simt.target((q, bits))),
         (q, bits),
         rows=B * K * steps,
         S=S,
