@@ -46,7 +46,7 @@ from kvjax.kernels_pallas.attend.codes import (
     prmt,
 )
 from kvjax.kernels_pallas.attend.mixing import Mixing
-from kvjax.kernels_pallas.attend.softmax import HEADS, KINDS, MOST_STEPS, step_count
+from kvjax.kernels_pallas.attend.softmax import KINDS, MOST_STEPS, step_count
 from kvjax.kernels_pallas.simt import Flag, Word, instr, loop, ptx, real, when, word
 
 MEASURED: str | None = "2026-11-21"  # the date in benchmarks/results/attend_quantized.json
@@ -72,7 +72,7 @@ def _room(layout: Layout, config: Config, columns: int) -> int:
 
 
 def smem_bytes(layout: Layout, config: Config, columns: int = 1) -> int:
-    return 4 * config.warpgroups * _room(layout, config, columns) + decoded.query_bytes(layout.D, columns)
+    return 4 * config.warpgroups * _room(layout, config, columns) + softmax.query_bytes(layout.D, columns)
 
 
 def unsupported(
@@ -147,8 +147,8 @@ def attend_quantized(
     queries, ends = q.astype(jnp.bfloat16).reshape(B * K, Q, D), (a.astype(jnp.int32) for a in (start, stop))
     groups, columns = softmax.columns_of(Q, decoded.columns_at_once(layout_of(D, keys, values)))
     steps = 1 if recent is None else step_count(recent[3])
-    if steps > 1 and columns == 1:  # spans of steps are of columns
-        groups, columns = softmax.columns_of(2 * HEADS, 2)
+    if steps > 1:  # one column reads the same span for all of its queries
+        columns = max(columns, 2)
     heads = -(-Q // (groups * columns))
     if heads * groups * columns > Q:
         queries = jnp.pad(queries, ((0, 0), (0, heads * groups * columns - Q), (0, 0)))

@@ -79,13 +79,8 @@ def _room(D: int, config: Config, columns: int) -> int:
     return max(config.stages * config.keys * softmax.row_bytes(D) * 2, columns * softmax.part_bytes(D))
 
 
-def _query_bytes(D: int, columns: int) -> int:
-    """Bytes of shared memory of the queries, which registers hold if they are one column."""
-    return 2 * HEADS * D * columns if columns > 1 else 0
-
-
 def smem_bytes(D: int, config: Config, columns: int = 1) -> int:
-    return 4 * config.warpgroups * _room(D, config, columns) + _query_bytes(D, columns)
+    return 4 * config.warpgroups * _room(D, config, columns) + softmax.query_bytes(D, columns)
 
 
 def unsupported(q: Any, k: Any, v: Any, start: Any, stop: Any, config: Config | None = None) -> str | None:

@@ -26,7 +26,6 @@ from kvjax.kernels_pallas.attend.codes import (
     prmt,
 )
 from kvjax.kernels_pallas.attend.mixing import Mixing
-from kvjax.kernels_pallas.attend.softmax import HEADS
 from kvjax.kernels_pallas.simt import Flag, Word, load_shared, loop, real, when, word
 
 REGISTERS = 212  # of a thread, for the states, a unit's scores and its codes
@@ -36,11 +35,6 @@ def columns_at_once(layout: Layout) -> int:
     """Columns whose states registers hold beside a unit."""
     of_codes = 2 * layout.tiles * layout.D * layout.bits[0] // 128
     return max(n for n in (1, 2, 3, 4) if n * (4 + layout.D // 4 + 4 * layout.tiles) + of_codes <= REGISTERS)
-
-
-def query_bytes(D: int, columns: int) -> int:
-    """Bytes of shared memory of the queries."""
-    return 2 * HEADS * D * columns if columns > 1 else 0
 
 
 class Columns:

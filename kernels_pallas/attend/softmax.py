@@ -168,6 +168,11 @@ def columns_of(heads: int, most: int) -> tuple[int, int]:
     return groups, -(-columns // groups)
 
 
+def query_bytes(D: int, columns: int) -> int:
+    """Bytes of shared memory of the queries, which registers hold if they are one column."""
+    return 2 * HEADS * D * columns if columns > 1 else 0
+
+
 class Rows:
     """Keys and values of D times 16 bits in shared memory of a warp, and products with them.
 
