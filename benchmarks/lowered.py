@@ -70,7 +70,6 @@ CACHES: dict[str, str | Make] = {
     "quest hot": "quest:store=host+2048",
     "quest share": "quest:share=2",
     "freekv": "freekv",
-    "freekv reuse": "freekv:reuse=4",
     "freekv per head": "freekv:group_reduce=per_head,budget=1024",
     "freekv hot": "freekv:store=host+8192",
     "freekv centre": "freekv:summary=centre",

@@ -222,7 +222,6 @@ class FreeKV:
     sink: int
     local: int
     tau: float
-    reuse: int = 1  # steps that a recall serves
     last: tuple[np.ndarray, list[int | None], int] | None = None  # query and recall, and tokens at that step
 
     def step(self, q: np.ndarray, keys: np.ndarray) -> tuple[bool, set[int]]:
@@ -238,8 +237,6 @@ class FreeKV:
         most = self.budget - self.sink - self.local - len(left)
         kept = last[1] if sum(p is not None for p in last[1]) <= most else last[1][:most]
         recalled = [*kept, *left]
-        if n - last[2] < self.reuse:
-            self.last = last
         return False, attended | {p for p in recalled if p is not None}
 
     @staticmethod

@@ -201,30 +201,6 @@ def test_retrieval_attends_to_the_slots_of_the_oracle(name: str, keys: str, chec
         assert spec.batch * spec.kv_heads < fresh < total, "only first steps, or all, select anew"
 
 
-@pytest.mark.parametrize("store", [HostOffload(page=8), pytest.param(kvjax.Dense(), marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("spare", [0, pytest.param(3, marks=pytest.mark.thorough)])
-def test_a_recall_serves_several_steps_of_a_head_that_does_not_turn(store: kvjax.Store, spare: int) -> None:
-    """Through flushes, together with the tokens that have left the local window meanwhile."""
-    base = Retrieval(
-        selector=MinMaxPages(page=8), store=store, budget=12 + 4 * 8 + spare, demote=Fifo(leave=8), **ZONES
-    )
-    policy, (spec, tokens) = Speculative(base, tau=0.3, reuse=3), data(None)["random"]
-    heads: dict[tuple[int, int], oracles.FreeKV] = {}
-    ages: list[int] = []
-    for at in steps(policy, spec, tokens):
-        new = oracles.FreeKV(8, base.budget, base.sink, base.local, policy.tau, policy.reuse)
-        head = heads.setdefault((at.row, at.head), new)
-        since = None if head.last is None else head.last[2]
-        anew, positions = head.step(at.q, at.k)
-        assert at.fresh == anew, (at.row, at.head, at.held)
-        ages += [] if anew or since is None else [at.held - since]
-        chosen = sorted(positions)
-        assert len(chosen) <= base.budget
-        want, _ = oracles.attention(at.q, at.k[chosen], at.v[chosen], at.q.shape[1] ** -0.5)
-        np.testing.assert_allclose(at.out, want, atol=2e-5 * max(1.0, np.abs(want).max()))
-    assert set(ages) == {1, 2, 3}, ages
-
-
 @pytest.mark.parametrize("keys", [pytest.param("random", marks=pytest.mark.thorough), "live"])
 @pytest.mark.parametrize("rule", [pytest.param("per_head", marks=pytest.mark.thorough), "mean_softmax"])
 def test_quest_attends_to_the_pages_of_the_oracle(rule: str, keys: str, checkpoint: str | None) -> None:

@@ -1,7 +1,7 @@
 """FreeKV: a step attends with what the previous step recalled, so that attention need not wait for a recall.
 
-To recall is to read selected keys and values from where the store keeps them. The tokens that have left the local
-window since a recall, its *edge*, are kept beside it, so that a step that reuses the recall misses none.
+To recall is to read selected keys and values from where the store keeps them. The token that leaves the local window
+after a recall, its *edge*, is kept beside it, so that a step that reuses the recall misses none.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Recall(NamedTuple):
     selection: Selection  # slots of the history, and S + r for slot r of the recent block
     k: Array  # dtype[B, K, R, D], R > H*M, in the order of the selection; from H*M the edge, then any finite values
     v: Array  # dtype[B, K, R, D]
-    edge: Array  # bool[B] whether there is an edge: the oldest tokens of a full local window, which later steps drop
+    edge: Array  # bool[B] whether there is an edge: the oldest token of a full local window, which the next step drops
 
 
 class Decision(NamedTuple):
@@ -45,8 +45,7 @@ class Decision(NamedTuple):
     query: Array  # f32[B, K, G, D]
     reused: Array  # bool[B, K] heads that attend with the previous recall
     urgent: Array  # bool[B, K] heads that wait for a new one
-    renewed: Array  # bool[B] or bool[B, K] the new recall is kept for the next step
-    age: Array  # i32[B, K] or [1, 1] steps since the recall
+    renewed: Array  # bool[B] the new recall is kept for the next step
 
 
 @register_dataclass
@@ -59,7 +58,6 @@ class SpeculativeState:
     query: Array  # f32[B, K, G, D]
     recalled_at: Array  # i32[B] tokens that the row held then; -1 before its first step
     due: Array  # bool[B] a token was stored whose query has not attended yet
-    age: Array | None = None  # i32[B, K] steps since a head recalled, where a recall may serve several
 
     @property
     def length(self) -> Array:
@@ -86,10 +84,8 @@ class Speculative(Policy):
     rounded them. Costs, per row and kv head, 2 M D values of the store's precision and the query in f32, in device
     memory: M are the selected tokens of the budget, or room for `dense_below`.
 
-    With `reuse` above 1 a recall serves that many steps, unless its head's query changes direction from the one that
-    recalled; the tokens that leave the local window meanwhile, at most one page, replace its lowest-ranked ones. With
-    `topk` a step selects only that part of the budget among all tokens; the rest are the best of those that the step
-    before attended to. Scores are scaled as attention is, or by `selection_scale`.
+    With `topk` a step selects only that part of the budget among all tokens; the rest are the best of those that the
+    step before attended to. Scores are scaled as attention is, or by `selection_scale`.
 
     Over a store in whose tokens a step attends in place (`Store.recalls` is false, as of `TurboQuant`), nothing is
     copied: a head then attends with the slots that an earlier step selected.
@@ -107,7 +103,6 @@ class Speculative(Policy):
     retrieval: Retrieval
     tau: float = field(default=0.8, kw_only=True)
     selection_scale: float | None = field(default=None, kw_only=True)
-    reuse: int = field(default=1, kw_only=True)  # steps that a recall serves
     topk: int | None = field(default=None, kw_only=True)  # tokens, sink and window included; None: the whole budget
 
     def __post_init__(self) -> None:
@@ -122,17 +117,10 @@ class Speculative(Policy):
                 "above 1 to select at every step, -1 to always reuse"
             )
         keep_number(self, "selection_scale", what="None for attention's scale, 1 for unscaled products, or ", above=0)
-        keep_ints(self, reuse=1, topk=1)
+        keep_ints(self, topk=1)
         if self.topk is not None:
             self._check_topk(self.topk)
         demote, local = self.retrieval.demote, self.retrieval.local
-        page = self.retrieval.store.edges(self.retrieval.selector.unit)
-        max_reuse = min(page, local, max(self.retrieval.selected, 1))
-        if self.reuse > max_reuse:
-            raise ValueError(
-                f"Speculative(reuse={self.reuse}) keeps {self.reuse} tokens beside a recall, but there is room for "
-                f"{page} from a local window of {local}; use at most {max_reuse}, or larger pages"
-            )
         if demote.slots(local) - demote.leave < local - 1:
             raise ValueError(
                 f"{demote} moves tokens out of the local window in chunks, which the previous step's recall does not "
@@ -178,7 +166,6 @@ class Speculative(Policy):
             query=jnp.zeros(q.shape, jnp.float32),
             recalled_at=jnp.full(spec.batch, -1, jnp.int32),
             due=jnp.zeros(spec.batch, bool),
-            age=None if self.reuse == 1 else jnp.zeros((spec.batch, spec.kv_heads), jnp.int32),
         )
 
     # ----------------------------------------------------------------------------------------------------- attending
@@ -196,7 +183,7 @@ class Speculative(Policy):
     def select(self, st: SpeculativeState, q: Array, step: Step) -> Selection:
         """Selects as `Retrieval` does, with scores scaled by `selection_scale`.
 
-        A step attends to the selection in heads that recall anew, and in the others to that of an earlier step.
+        A step attends to the selection in heads that recall anew, and in the others to that of the step before.
         """
         step = step if self.selection_scale is None else replace(step, scale=self.selection_scale)
         if self.topk is not None:
@@ -230,11 +217,8 @@ class Speculative(Policy):
         selection = Selection(st.recall.selection.slots, st.recall.selection.valid & known[:, None, None, None])
         reused = (_similarity(query, st.query) >= self.tau) & (st.recalled_at + 1 == length)[:, None]
         urgent = ~reused & st.due[:, None]  # an inactive row recalls nothing
-        age = jnp.ones((1, 1), jnp.int32) if st.age is None else st.age + 1
-        # By head, or by row.
-        renewed = st.due if st.age is None else st.due[:, None] & (~reused | (age >= self.reuse))
         previous = st.recall._replace(selection=selection)
-        return Decision(previous, st.recall.selection, query, reused, urgent, renewed, age)
+        return Decision(previous, st.recall.selection, query, reused, urgent, st.due)
 
     def _recall(
         self, st: ZonedState, selection: Selection, decision: Decision
@@ -246,7 +230,7 @@ class Speculative(Policy):
             return st, previous[1:3], Recall(selection, previous.k, previous.v, oldest >= 0)
         recalled = Recalled(flat(previous.selection, previous.k.shape[2]), previous.k, previous.v)
         how = (st.recent.k, st.recent.v), oldest, recalled, decision.renewed, decision.urgent
-        store, now, rest = self.retrieval.store.recall(st.store, selection, *how, edges=self.reuse)
+        store, now, rest = self.retrieval.store.recall(st.store, selection, *how)
         return replace(st, store=store), now, Recall(selection, *rest(), oldest >= 0)
 
     def _attend_recalled(
@@ -258,13 +242,12 @@ class Speculative(Policy):
         now: tuple[Array, Array],
         step: Step,
     ) -> tuple[Array, Info]:
-        """Attention to sink, local window and the recall, old or new, with the tokens that left the window since."""
-        policy, previous, age = self.retrieval, decision.previous, decision.age
+        """Attention to sink, local window and the recall, old or new, with the token that left the window since."""
+        policy, previous = self.retrieval, decision.previous
         seen, by_head = policy.visible(zones, step.window), decision.reused[:, :, None, None]
         used = jax.tree.map(partial(jnp.where, by_head), decision.last, selection)
-        place = jnp.arange(self.reuse)[None, None]  # of the tokens that have left the local window, the oldest first
-        edge = previous.edge[:, None, None] & (place < age[..., None])
-        position = zones.length[:, None, None] - age[..., None] - policy.local + place
+        edge = previous.edge[:, None, None]
+        position = zones.length[:, None, None] - 1 - policy.local
         if seen.first is not None:
             edge &= position >= seen.first[:, None, None]
         used = self._keep_reused(zones, used, by_head, jnp.sum(edge, axis=2, dtype=jnp.int32), seen)
@@ -272,7 +255,7 @@ class Speculative(Policy):
         beside = seen.recent, seen.sink, policy.local
         read = _in_order(used.valid, with_edge)
         if previous.k.shape[2] == 1:
-            left = jnp.broadcast_to(policy.slots_at(zones, position)[:, :, None], (*used.slots.shape[:3], self.reuse))
+            left = jnp.broadcast_to(policy.slots_at(zones, position)[:, :, None], (*used.slots.shape[:3], 1))
             read = read._replace(slots=jnp.concatenate([used.slots, left], axis=3))
             out, _ = policy.store.attend_zones(zones.store, q, read, *beside, **step.logits)
             return out, self._info(zones, seen, used, with_edge, position, ~decision.reused)
@@ -295,13 +278,7 @@ class Speculative(Policy):
             query=keep(st.query, decision.query, renewed),
             recalled_at=keep(st.recalled_at, zones.length),
             due=jnp.zeros_like(st.due),
-            age=None if st.age is None else self._aged(st.age, decision.age, st.due, renewed, fresh.edge),
         )
-
-    def _aged(self, old: Array, age: Array, due: Array, renewed: Array, edge: Array) -> Array:
-        """Steps since each head recalled; the recall of a row whose window is not full serves one step only."""
-        first = jnp.where(edge, 0, self.reuse - 1)[:, None]
-        return jnp.where(due[:, None], jnp.where(renewed, first, age), old)
 
     def _dropped(self, zones: ZonedState) -> int:
         """The number of units that a step may leave out of a reused recall: one, for the edge, or more once a row has
@@ -334,7 +311,7 @@ class Speculative(Policy):
     ) -> Info:
         info = self.retrieval.info(st, seen, used, fresh)
         edge = jnp.where(with_edge, position[:, :, None], -1)
-        edge = jnp.broadcast_to(edge, (*used.slots.shape[:3], self.reuse))
+        edge = jnp.broadcast_to(edge, (*used.slots.shape[:3], 1))
         assert info.positions is not None
         return info._replace(
             attended=info.attended + jnp.sum(with_edge[:, :, 0], axis=-1, dtype=jnp.float32),

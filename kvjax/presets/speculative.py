@@ -25,7 +25,6 @@ def freekv(
     *,
     task: Literal["long_input", "long_generation"] = "long_input",
     tau: float | None = None,
-    reuse: int = 1,
     page: int = 32,
     summary: Literal["min_max", "centre"] = "min_max",
     group_reduce: GroupReduce = "mean_softmax",
@@ -45,7 +44,6 @@ def freekv(
     Args:
       task: the paper's defaults of sink, local and tau: "long_input" or "long_generation".
       tau: heads whose query has a cosine with the previous one below tau recall before they attend.
-      reuse: steps that a recall serves, unless its head's query changes direction earlier.
       summary: summary of the keys of a page: "min_max" (`MinMaxPages`) or "centre" (`CentrePages`).
       selection_scale: factor of the scores in the selection; None: that of attention. With 1.0 `group_reduce` takes the
         softmax of unscaled products, one of the paper's poolings; "max_score" is another.
@@ -75,7 +73,7 @@ def freekv(
         local=local,
         demote=Fifo(leave=page if chunk is None else chunk),
     )
-    late = Speculative(policy, tau=tau, selection_scale=selection_scale, reuse=reuse)
+    late = Speculative(policy, tau=tau, selection_scale=selection_scale)
     return over_layers("freekv", layers, late)
 
 

@@ -108,9 +108,6 @@ class HostOffload(Store):
         k, v = ops.host_rows(st.kv, self._pages(selection, st.slots))
         return k, v
 
-    def edges(self, unit: int) -> int:
-        return min(unit, self.page)  # one page is read beside the selection
-
     def recall(
         self,
         st: HostBlock,
@@ -120,8 +117,6 @@ class HostOffload(Store):
         recalled: Recalled,
         rows: Array,
         urgent: Array,
-        *,
-        edges: int = 1,
     ) -> tuple[HostBlock, tuple[Array, Array], Callable[[], tuple[Array, Array]]]:
         """Recalls the urgent heads first. With `memory.CONCURRENT`, the rest is read at the same time as other work."""
         before, *parts = recalled
@@ -132,7 +127,7 @@ class HostOffload(Store):
         k, v = ready = ops.host_rows_first(st.kv, index, edge, urgent, on_device, recent)
 
         def rest() -> tuple[Array, Array]:
-            others = (rows[:, None] if rows.ndim == 1 else rows) & ~urgent
+            others = rows[:, None] & ~urgent
             k, v = ops.host_rows_rest(st.kv, index, edge, others, on_device, recent, (urgent, ready))
             return k, v
 

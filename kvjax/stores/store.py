@@ -163,10 +163,6 @@ class Store:
         recent = recent._replace(start=jnp.maximum(recent.stop - local, recent.start))
         return ops.merge_beside(history, q, pending, recent, sink, scale=scale)
 
-    def edges(self, unit: int) -> int:
-        """The most tokens beside a selection of units of `unit` tokens that `recall` takes."""
-        return unit
-
     def recall(
         self,
         st: Any,
@@ -176,33 +172,29 @@ class Store:
         recalled: Recalled,
         rows: Array,
         urgent: Array,
-        *,
-        edges: int = 1,
     ) -> tuple[Any, tuple[Array, Array], Callable[[], tuple[Array, Array]]]:
         """Recalls the selection in two parts, the part that a step needs first.
 
         Returns the state, keys and values [B, K, R, D] like those of `recalled`, and a function that recalls the rest.
         Keys and values are valid for heads where `urgent` bool[B, K] is true, and arbitrary for others. The function
-        returns them for all heads of `rows` bool[B], or bool[B, K] by head, and those of `recalled` for other heads. A
-        store outside of device memory may read the rest while other work runs; the default reads both at once.
+        returns them for all heads of `rows` bool[B], and those of `recalled` for other rows. A store outside of device
+        memory may read the rest while other work runs; the default reads both at once.
 
-        Slot S + r of the selection is slot r of `recent`, keys and values [B, K, R, D]. After the selection come
-        `edges` slots of `recent` from slot `oldest` i32[B] on, or nothing where it is negative; then any finite values.
-        Tokens of `recalled` need not be read again.
+        Slot S + r of the selection is slot r of `recent`, keys and values [B, K, R, D]. After the selection comes slot
+        `oldest` i32[B] of `recent`, or nothing where it is negative; then any finite values. Tokens of `recalled` need
+        not be read again.
         """
         B, K, H, M = selection.slots.shape
         length = recalled.k.shape[2]
-        of_rows = rows.reshape(*rows.shape, *(1,) * (4 - rows.ndim))
-        wanted = selection._replace(valid=selection.valid & of_rows)  # a head that keeps its recall reads nothing
+        of_rows = rows[:, None, None, None]
+        wanted = selection._replace(valid=selection.valid & of_rows)  # a row that pauses reads nothing
         _, pending = split_selection(flat(wanted, length), st.slots)
         here = pending.valid.reshape(B, K, -1, 1)
         place = jnp.arange(length)[None, None, :, None] - H * M
-        at_edge = (place >= 0) & (place < edges)
+        at_edge = place == 0
 
         def whole(old: Array, new: Array, zone: Array) -> Array:
-            edge = take_rows(zone, jnp.maximum(oldest, 0)[:, None] + jnp.arange(edges)[None])
-            if edges > 1:
-                edge = jnp.pad(edge, ((0, 0), (0, 0), (H * M, length - H * M - edges), (0, 0)))
+            edge = take_rows(zone, jnp.maximum(oldest, 0)[:, None])
             return jnp.where(at_edge, edge.astype(old.dtype), jnp.where(here, new.astype(old.dtype), old))
 
         st, history = self.read(st, wanted, length)

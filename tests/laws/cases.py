@@ -134,7 +134,6 @@ CASES: dict[str, Case] = {
         dataclasses.replace(SPEC, q_heads=7, kv_heads=1, dtype=jnp.bfloat16),
     ),
     "freekv preset, budget 72": Case(presets.freekv(budget=72, page=8, sink=4, local=24, tau=0.0).rest),
-    "freekv, a recall for 4 steps": Case(presets.freekv(budget=72, page=8, sink=4, local=24, tau=0.0, reuse=4).rest),
     "fier per query head a step late, 7 on 1": _late(
         selector=Fier(group=16, group_reduce="per_head"),
         tau=-1.0,

@@ -442,13 +442,6 @@ def test_selection_scale_is_that_of_the_group_s_softmax_alone() -> None:
     assert unscaled != read(0.25), "the scale must matter for this to say something"
 
 
-def test_a_recall_serves_at_most_a_page_of_steps() -> None:
-    with pytest.raises(ValueError, match=r"reuse=9\).*room for 8 from.*use at most 8"):
-        Speculative(PAGES, reuse=9)
-    with pytest.raises(ValueError, match=r"reuse=2\).*room for 1 from"):
-        Speculative(TOKENS, reuse=2)
-
-
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan")])
 def test_selection_scale_must_be_a_positive_number(scale: float) -> None:
     with pytest.raises(ValueError, match=r"Speculative\(selection_scale=.*\) must be"):

@@ -222,10 +222,9 @@ class Copied(TurboQuant):
     recalls = True
 
 
-@pytest.mark.parametrize("reuse", [1, 3])
-def test_freekv_attends_in_place_to_what_it_would_recall(reuse: int) -> None:
+def test_freekv_attends_in_place_to_what_it_would_recall() -> None:
     """Steps of several flushes, of which some heads reuse earlier selections: nearly exact codes show the tokens."""
-    policy = presets.freekv(budget=48, page=8, sink=4, local=16, tau=0.2, reuse=reuse, store="turbo8").rest
+    policy = presets.freekv(budget=48, page=8, sink=4, local=16, tau=0.2, store="turbo8").rest
     spec = kvjax.CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=32, capacity=160, dtype="float32")
     draw = np.random.default_rng(0).standard_normal
     prompt, steps = ([draw((n, 2, t, h, 32)).astype(np.float32) for h in (4, 2, 2)] for n, t in ((1, 77), (30, 1)))
