@@ -1,15 +1,15 @@
-"""Block-sparse prompts: a block of a prompt's queries attends to the blocks of stored keys that likely have the most
-weight.
+"""Block-sparse prompts: a block of a prompt's queries attends to the blocks of stored keys with the most weight.
 
 A chunk of a prompt attends to itself exactly, and only what the cache stored before it is sparse: so nothing here is
-causal. Queries and keys are in blocks of 128 tokens, and each block of queries of a head has a list of key blocks. The
-score of a block is an estimate of the softmax mass in it. Logits are estimated for strides of 16 queries with strides
-of 16 keys: the mean logit of the pairs on the antidiagonal of their 16 x 16 tile, which meets each query and each key
-once. That is one product of the keys as they lie in memory, [S / 16, 16 D], at a 32nd of the cost of all logits.
+causal. Each block of 128 queries of a head has a list of blocks of 128 keys, those with the most estimated softmax
+mass. Logits are estimated for strides of 16 queries with strides of 16 keys: the mean logit of the pairs on the
+antidiagonal of their tile, which meets each query and key once. That is one product, of keys as they lie in memory.
 
-**Source:** Xu et al. 2025 (XAttention). **Differs:** each list has the same share of the stored blocks, where the paper
-takes blocks up to a share of the mass, so that the time is known; a block of queries is scored by every second stride;
-the tokens of the chunk itself, and the last chunk of a prompt, attend exactly.
+A prompt of 131072 tokens of an 8B shape took 4.7 s on an H100 with a share of .1, and 11.1 s whole
+(`ttft_sparse.json`). kvjax-26m had a loss of 3.33 after 16384 tokens with .1, and 3.29 whole (`sparse_prompt.json`).
+
+**Source:** Xu et al. 2025 (XAttention). **Differs:** each list has the same share of the blocks, not of the mass, so
+that the time is known; every second stride of queries scores; the chunk itself, and a prompt's last, are exact.
 """
 
 from __future__ import annotations
