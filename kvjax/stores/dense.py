@@ -5,15 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax.numpy as jnp
 from jax import Array
 
 from kvjax import ops
 from kvjax.numerics.blocks import Block, empty_block, put
-from kvjax.numerics.partial import PartialAttention
+from kvjax.numerics.partial import PartialAttention, Span
 from kvjax.numerics.selection import PackedSelection, Selection
 from kvjax.ops.chunk import attend_zone
 from kvjax.spec import CacheSpec
 from kvjax.stores.store import Store
+
+SPANS = 32  # queries, each from a slot of its own on, that read all slots together
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,13 @@ class Dense(Store):
         return replace(st, count=count)
 
     def attend_chunk(self, st: Block, q: Array, start: Array | None, *, scale: float) -> PartialAttention:
-        return attend_zone(q, st.k, st.v, start, st.count, scale=scale)
+        B, K, G, T, D = q.shape
+        if start is None or T > SPANS:
+            return attend_zone(q, st.k, st.v, start, st.count, scale=scale)
+        span = Span(st.k, st.v, start, jnp.broadcast_to(st.count[:, None], start.shape))
+        part = ops.attend_span(jnp.swapaxes(q, 2, 3).reshape(B, K, T * G, D), span, scale=scale, part=True)
+        by_head = (jnp.swapaxes(x.reshape(B, K, T, G, *x.shape[3:]), 2, 3) for x in part)
+        return PartialAttention(*(x.reshape(B, K, G * T, *x.shape[4:]) for x in by_head))
 
     def attend_slots(self, st: Block, q: Array, selection: Selection, *, scale: float) -> PartialAttention:
         return ops.attend_slots(q, st.k, st.v, selection, scale=scale)

@@ -228,3 +228,12 @@ def test_a_row_has_no_prefix_before_it_is_seated():
     st = dataclasses.replace(st, shared=Shared(prefix))
     want = store.store.attend(st.own, q, start, scale=0.25)
     np.testing.assert_allclose(store.attend(st, q, start, scale=0.25).out, want.out, rtol=1e-5)
+
+
+def test_rows_that_share_a_prefix_read_it_together_in_a_step():
+    """By the kernel of spans; plain JAX read a prefix block by block, as a chunk under a sliding window."""
+    store, spec = Prefixed(store=kvjax.Dense(), tokens=32, sharers=4), dataclasses.replace(SPEC, batch=4)
+    q, start = np.zeros((4, 2, 2, 16), np.float32), np.zeros(4, np.int32)
+    with kvjax.ops.explained() as found:
+        jax.eval_shape(lambda: store.attend(store.init(spec, 32), q, start, scale=1.0))
+    assert [one.op for one in found] == ["attend_span"] * 2
