@@ -368,7 +368,7 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a hot set on the device": (
         lambda: presets.fier(24, store="device+64"),
-        r"fier\(store='device\+64'\) must be 'device', 'host', or host memory in another dtype",
+        r"fier\(store='device\+64'\) must be 'device', 'host', or 'float8' for host memory in that dtype",
     ),
     "no sharing": (
         lambda: presets.fier(24, layers=presets.Layers(dense=2, share=0)),
