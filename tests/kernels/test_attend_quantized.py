@@ -54,6 +54,7 @@ def quantized(B, K, Q, S, D, bits, tokens, channels, value_channels):
             for Q, bits in ((4, (2, 2)), (8, (4, 4)), (1, (2, 4)), (3, (4, 2)), (32, (2, 2)), (32, (4, 4)))
             for groups in ((42, 1, 64), (32, 1, 32), (1, 64, 64))
         ),
+        *(pytest.param(4, 2, Q, 131040, 128, (2, 2), (42, 1, 64), BIG, None, marks=on_gpu) for Q in (9, 12, 16)),
         pytest.param(8, 8, 4, 32768, 64, (2, 2), (32, 1, 32), [(0, 32768)], None, marks=on_gpu),
     ],
 )
