@@ -103,7 +103,7 @@ def _keys_before(q: Array, counts: Array) -> Array:
     before = lax.cumsum(keys, axis=keys.ndim - 1) - keys
     ties = falling[..., 1:] == falling[..., :-1]  # patterns of equal score share the place of the first one
     before = before.at[..., 1:].set(jnp.where(ties, 0, before[..., 1:]))
-    return lax.sort((ids, lax.cummax(before, axis=before.ndim - 1)), num_keys=1)[1]
+    return put_last(jnp.zeros(shape, jnp.int32), ids, lax.cummax(before, axis=before.ndim - 1))
 
 
 @op(
