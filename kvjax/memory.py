@@ -58,6 +58,9 @@ def computed_last(tree: T, after: S, before: S) -> tuple[T, S]:
         for i, (leaf, old) in enumerate(zip(leaves, jax.tree.leaves(before), strict=True))
         if leaf is not old and jax.typeof(leaf).memory_space != jax.memory.Space.Host
     ]
+    # jax 0.10 lets all results of a barrier vary over devices if one does, and then they no longer replace `before`.
+    if len({varying_axes(leaf) for leaf in (*jax.tree.leaves(tree), *(leaves[i] for i in new))}) > 1:
+        return tree, after
     tree, waited = lax.optimization_barrier((tree, [leaves[i] for i in new]))
     for i, leaf in zip(new, waited, strict=True):
         leaves[i] = leaf
