@@ -20,7 +20,7 @@ KERNELS = {m.__name__.rpartition(".")[2]: m for m in MODULES if hasattr(m, "MEAS
 HAS_KERNELS = jax.__version_info__ >= (0, 11)
 ON_GPU = HAS_KERNELS and jax.default_backend() == "gpu" and simt.why_not() is None
 
-on_gpu = pytest.mark.skipif(not ON_GPU, reason="a size for a GPU, with jax >= 0.11")
+on_gpu = pytest.mark.skipif(not ON_GPU, reason="a size for a GPU: set JAX_PLATFORMS=cuda, with jax >= 0.11")
 
 
 @pytest.fixture(autouse=True)

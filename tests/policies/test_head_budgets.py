@@ -97,8 +97,8 @@ def test_short_prompts_leave_room_and_later_ones_divide_it() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: presets.adakv(floor=1.5), r"floor=1.5.*from 0 to 1"),
-        (lambda: presets.adakv(ceiling=0.5), r"ceiling=0.5.*from 1 to"),
+        (lambda: presets.adakv(floor=1.5), r"floor=1.5.*at least 0 and at most 1"),
+        (lambda: presets.adakv(ceiling=0.5), r"ceiling=0.5.*at least 1 and at most"),
         (lambda: HeadBudgets(evictor=Sliding()), r"Sliding.*ranks tokens by position alone"),
         (lambda: Evicting(evictor=Observation(), budget=1), r"at least 2, got 1"),
     ],
