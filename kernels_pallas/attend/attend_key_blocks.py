@@ -105,8 +105,7 @@ def _launch(
     q: Array, k: Array, v: Array, blocks: Array, counts: Array, stop: Array, *, scale: float, config: Config
 ) -> tuple[Array, Array]:
     """q [B*N, T, D], k, v [B*K, S, D], blocks i32[rows, M], counts i32[rows] of at least 1, stop i32[B]; all rows of a
-    head adjacent. Returns
-    the output in the dtype of q and its log-sum-exp f32[B*N, T]."""
+    head adjacent. Returns the output in the dtype of q and its log-sum-exp f32[B*N, T]."""
     tiled: Any = {"transforms": (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))}
     D, n = q.shape[2], config.stages
     scratch: list[Any] = [

@@ -103,7 +103,7 @@ def project(
     }
     run = partial(_program, size=x.shape[0], eps=eps, offset=offset, config=config, **how)
 
-    @jax.custom_batching.custom_vmap
+    @jax.custom_batching.sequential_vmap  # a model takes several rows at once as a product of matrices
     def call(x: Array, *rest: Array) -> Array:
         return simt.kernel(
             run,
@@ -114,16 +114,8 @@ def project(
             scratch=config.scratch(x.shape[0]),
         )(x, *rest)
 
-    @call.def_vmap
-    def batched(n: int, batches: list[bool], *args: Array) -> tuple[Array, bool]:
-        """One row after the other: a model takes several rows at once as a product of matrices."""
-
-        def one(i: Array) -> Array:
-            return call(*(a[i] if has else a for a, has in zip(args, batches, strict=True)))
-
-        return jax.lax.map(one, jnp.arange(n)), True
-
-    return call(x, *extra, *kernels, *biases)
+    made: Array = call(x, *extra, *kernels, *biases)
+    return made
 
 
 def _program(
@@ -149,11 +141,7 @@ def _program(
     own = simt.offset(kernel, column * (2 * config.columns) + lane * 16)
 
     def fetch(row: Word) -> list[Word]:
-        code = (
-            "{ .reg .pred p; setp.lt.u32 p, $4, $5; mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; "
-            "@p ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$6]; }"
-        )
-        words: list[Word] = ptx(code, row, size, simt.offset(own, row * stride), results=4)
+        words: list[Word] = simt.load_below(row, size, simt.offset(own, row * stride), words=4)
         return words
 
     ahead = [w for u in range(config.unroll) for w in fetch(first_row + u * config.rows)]

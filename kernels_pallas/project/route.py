@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.kernels_pallas import simt
-from kvjax.kernels_pallas.project.project import norm_row, of_bf16
+from kvjax.kernels_pallas.project.project import CHUNK, norm_row, of_bf16
 from kvjax.kernels_pallas.simt import Word, instr, loop, ptx, real, when, word
 
 MEASURED: str | None = None  # the date in benchmarks/results/project.json
@@ -47,16 +47,13 @@ def unsupported(x: Any, kernel: Any, k: int, normalised: bool) -> str | None:
         return f"the kernel route takes bfloat16; got {x.dtype} and {kernel.dtype}"
     if not normalised:
         return "the kernel route takes weights that are shares of the chosen experts: normalised=True"
-    if x.shape[0] % CHANNELS:
-        return f"the kernel route takes a multiple of {CHANNELS} channels; got {x.shape[0]}"
+    if x.shape[0] % CHUNK:
+        return f"the kernel route takes a multiple of {CHUNK} channels; got {x.shape[0]}"
     if not k <= kernel.shape[0] <= THREADS or k > MOST or kernel.shape[0] % 4:
         return f"the kernel route takes up to {THREADS} experts, in fours, and {MOST} of a token; got {kernel.shape[0]}"
     if not (target := simt.target((x,))).clusters:
         return f"the kernel route needs clusters of blocks, which {target.kind} has not"
     return None
-
-
-CHANNELS = 8  # 16 bytes
 
 
 @simt.lowered_once("k", "eps", "offset", "normalised")
@@ -81,9 +78,9 @@ def route(
     (E, size), given = kernel.shape, () if bias is None else (bias,)
     program = partial(_program, size=size, experts=E, k=k, biased=bias is not None, eps=eps, offset=offset)
 
-    @jax.custom_batching.custom_vmap
+    @jax.custom_batching.sequential_vmap
     def call(*args: Array) -> tuple[Array, Array, Array]:
-        made: tuple[Array, Array, Array] = simt.kernel(
+        out: tuple[Array, Array, Array] = simt.kernel(
             program,
             name="kvjax_route",
             out_type=(
@@ -96,18 +93,10 @@ def route(
             warpgroups=WARPGROUPS,
             scratch=_scratch(size),
         )(*args)
-        return made
+        return out
 
-    @call.def_vmap
-    def batched(
-        n: int, batches: list[bool], *args: Array
-    ) -> tuple[tuple[Array, Array, Array], tuple[bool, bool, bool]]:
-        def one(i: Array) -> tuple[Array, Array, Array]:
-            return call(*(a[i] if has else a for a, has in zip(args, batches, strict=True)))
-
-        return jax.lax.map(one, jnp.arange(n)), (True, True, True)
-
-    return call(x, scale, kernel, *given)
+    made: tuple[Array, Array, Array] = call(x, scale, kernel, *given)
+    return made
 
 
 def _program(*refs: Any, size: int, experts: int, k: int, biased: bool, eps: float, offset: bool) -> None:
@@ -120,12 +109,8 @@ def _program(*refs: Any, size: int, experts: int, k: int, biased: bool, eps: flo
 
     def fetch(expert: Word) -> list[list[Word]]:
         own = simt.offset_rows(kernel, (expert < experts).select(expert, 0), 2 * size)
-        code = (
-            "{ .reg .pred p; setp.lt.u32 p, $4, $5; mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; "
-            "@p ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$6]; }"
-        )
         places = [lane + 32 * i for i in range(steps)]
-        return [ptx(code, j, size // CHANNELS, simt.offset(own, j * 16), results=4) for j in places]
+        return [simt.load_below(j, size // CHUNK, simt.offset(own, j * 16), words=4) for j in places]
 
     ahead = fetch(mine[0])
     words = norm_row(x, scale, size, steps * 256, row_s, squares_s, THREADS, eps=eps, offset=offset)
