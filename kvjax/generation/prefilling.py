@@ -22,6 +22,7 @@ from kvjax.cache.cache import Cache, as_positions, check_rotation, ends, with_ga
 from kvjax.generation.prompt_inputs import check_ids, check_model, check_model_cache
 from kvjax.memory import commit_together, on_host
 from kvjax.ops.key_blocks import BLOCK, sparse_prompts
+from kvjax.ops.op import Explanation, explained
 from kvjax.sharding.placement import Placement, call_model, loops_on_auto_axes, to_context
 from kvjax.spec import require_int
 from kvjax.validation import check_array, check_share
@@ -144,7 +145,8 @@ def prefill(
     `sparse_prompt` is the share of the stored tokens, in blocks of 128, to which each block of queries attends: those
     with the most estimated weight (`kvjax.ops.key_blocks`). A chunk attends to itself exactly, and the last chunk, of
     at most 512 tokens on a GPU, to everything. Such a prompt is read in chunks of at most 4096 tokens. The logits, and
-    the keys and values of all layers but the first, are approximate.
+    the keys and values of all layers but the first, are approximate. A GPU that has no kernel for it, which is any but
+    Hopper, ignores `sparse_prompt` and says so: everything takes less time there.
 
     Raises:
       ValueError: a prompt of a wrong shape or dtype; a row that is rotated for a shorter text; a `sparse_prompt` for a
@@ -152,8 +154,8 @@ def prefill(
     """
     check_model(model, () if positions is None else ("positions",))
     check_model_cache(cache)
-    if sparse_prompt is not None:
-        check_sparse(cache, sparse_prompt)
+    if sparse_prompt is not None and not check_sparse(cache, sparse_prompt):
+        sparse_prompt = None
     # On the host if possible: slices of a prompt are then not compiled as programs.
     prompt: Any = tokens if isinstance(tokens, jax.core.Tracer) else np.asarray(tokens)
     if prompt.ndim != 2 or prompt.shape[0] != cache.spec.batch or prompt.shape[1] == 0:
@@ -223,11 +225,13 @@ def _check_positions(model: Any, cache: Cache, positions: ArrayLike, count: Any,
     return found
 
 
-def check_sparse(cache: Cache, share: float) -> None:
-    """Raises ValueError for a `sparse_prompt` that is no share, or a cache whose chunks cannot attend to a part."""
+def check_sparse(cache: Cache, share: float) -> bool:
+    """True if chunks in this process attend to a part of a full cache. Raises ValueError for a `sparse_prompt` that is
+    no share, or a cache whose chunks cannot attend to a part."""
     check_share("sparse_prompt", share, "what is stored")
     if cache.placement is not None:
         raise ValueError("sparse_prompt is for a cache on one device, and this one has a placement")
+    steps: list[Explanation] = []
     for policy, layer in {layer.policy: layer for layer in cache.layers}.items():
         if policy.observes:
             raise ValueError(
@@ -237,8 +241,10 @@ def check_sparse(cache: Cache, share: float) -> None:
         spec = layer.spec
         heads = spec.kv_heads, spec.q_heads // spec.kv_heads
         q = jax.ShapeDtypeStruct((spec.batch, *heads, BLOCK, spec.head_dim), spec.dtype)
-        with sparse_prompts(share):
+        with sparse_prompts(share), explained() as found:
             jax.eval_shape(partial(policy.attend_stored, scale=1.0), layer.state, q)
+        steps += found
+    return any(step.op == "attend_key_blocks" for step in steps)
 
 
 def windows_of(model: Any) -> tuple[int | None, ...]:

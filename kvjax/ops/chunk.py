@@ -33,8 +33,8 @@ from kvjax.numerics.partial import (
     merge_blocks,
     merge_sinks,
 )
-from kvjax.ops.key_blocks import attend_sparse, is_sparse, sparse_share
-from kvjax.ops.op import Explanation, tell
+from kvjax.ops.key_blocks import attend_sparse, is_sparse, sparse_share, why_no_kernel
+from kvjax.ops.op import Explanation, say_once, tell
 
 Axis: TypeAlias = str | tuple[str, ...]  # of a mesh
 Reader = Callable[[Any, Array | int, int], tuple[Array, Array]]
@@ -131,10 +131,14 @@ def attend_zone(q: Array, k: Array, v: Array, start: Array | None, stop: Array, 
 
     start is i32[B, T], a slot for each query, or None for slot 0; stop is i32[B]. The part is over Q = G*T. Keys
     outside may hold anything; values must be finite where `start` is None. Within `key_blocks.sparse_prompts`, without
-    a start, the queries attend to a part of the blocks of a long zone.
+    a start, the queries attend to a part of the blocks of a long zone, unless this GPU has no kernel for that: cuDNN
+    over everything is faster than plain JAX over a part.
     """
     if start is None and is_sparse(q, k):
-        return attend_sparse(q, k, v, stop, scale=scale)
+        dense = _unlike(k, v, scale) is None and takes_cudnn(k.dtype, k.shape[-1])
+        if not dense or (why := why_no_kernel(q, k, v, stop, scale=scale)) is None:
+            return attend_sparse(q, k, v, stop, scale=scale)
+        say_once(f"sparse_prompt is ignored, and prompts attend to everything, which is faster here: {why}")
 
     def read(zone: tuple[Array, Array], first: Array | int, size: int) -> tuple[Array, Array]:
         a, b = (lax.dynamic_slice_in_dim(x, first, size, axis=2) for x in zone)

@@ -73,6 +73,15 @@ def attend_sparse(q: Array, k: Array, v: Array, stop: Array, *, scale: float) ->
     return PartialAttention(out[:, :, :, :T].reshape(B, K, G * T, -1), lse[:, :, :, :T].reshape(B, K, G * T))
 
 
+def why_no_kernel(q: Array, k: Array, v: Array, stop: Array, *, scale: float) -> str | None:
+    """Why this process has no kernel for lists of blocks of these keys and values; None if it has one."""
+    B, K, G, T, D = q.shape
+    n = -(-T // BLOCK)
+    queries = jax.ShapeDtypeStruct((B, K, G, n * BLOCK, D), q.dtype)
+    lists, counts = (jax.ShapeDtypeStruct((B, K, G, n, *m), jnp.int32) for m in ((LEAST,), ()))
+    return attend_key_blocks.why_not(queries, k, v, lists, counts, stop, scale=scale)
+
+
 def choose_blocks(q: Array, k: Array, stop: Array, *, share: float, scale: float) -> tuple[Array, Array]:
     """The blocks of k [B, K, S, D] to which each block of queries q [B, K, G, T, D] attends, in order, and how many:
     i32[B, K, G, T / 128, M] and i32[B, K, G, T / 128].

@@ -126,7 +126,7 @@ class Op(Generic[P, R]):
             return reference(*operands)
         if limit:
             if jax.default_backend() == "gpu":
-                _say_once(limit)
+                say_once(f"running the reference in plain JAX: {limit}")
             return reference(*operands)
         return lax.platform_dependent(*operands, cuda=run, default=reference)
 
@@ -134,6 +134,10 @@ class Op(Generic[P, R]):
         """The limit of the kernel that these arguments exceed, on any machine; None if the kernel takes them."""
         given = self._arguments(*args, **kwargs)
         return self._limit(self.module, given) or _too_large(vars(given)) or self._untaken(vars(given))
+
+    def why_not(self, *args: Any, **kwargs: Any) -> str | None:
+        """Why this process runs the reference for these arguments by default; None if it runs the kernel."""
+        return runs_nowhere() or _why_not(self.unsupported(*args, **kwargs)) or _unmeasured(self.module)
 
     def _untaken(self, given: dict[str, Any]) -> str | None:
         """Why the kernel does not take a soft cap or sink logits; None if it does, or there are none."""
@@ -376,8 +380,8 @@ def _unmeasured(kernel: Any) -> str | None:
 
 
 @functools.cache
-def _say_once(why: str) -> None:
-    logging.getLogger("kvjax").warning("running the reference in plain JAX: %s", why)
+def say_once(what: str) -> None:
+    logging.getLogger("kvjax").warning(what)
 
 
 def device_kind() -> str | None:

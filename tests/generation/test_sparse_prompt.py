@@ -15,8 +15,10 @@ import kvjax
 from kvjax import presets
 from kvjax.cli import main
 from kvjax.generation import SpecPrefill, generate, prefill
-from kvjax.generation.prefilling import chunks_of
+from kvjax.generation.prefilling import check_sparse, chunks_of
 from kvjax.models import Decoder, DecoderConfig
+from kvjax.ops import chunk
+from kvjax.ops.op import say_once
 from tests.checkpoint import write_checkpoint
 
 CONFIG = DecoderConfig(
@@ -90,6 +92,26 @@ def test_the_chunks_of_a_sparse_prompt_on_a_gpu(model: Decoder, monkeypatch: pyt
         assert 0 <= sum(sizes) - tokens < 512
         assert sizes == sorted(sizes, reverse=True)
     assert chunks_of(cache, 4000, empty=True, sparse=True) == chunks_of(cache, 4000, empty=True)
+
+
+@pytest.mark.parametrize(
+    ("cudnn", "kernel", "sparse"), [(True, None, True), (True, "no wgmma", False), (False, "no wgmma", True)]
+)
+def test_a_gpu_without_the_kernel_reads_everything_and_says_so(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch, caplog: Any, cudnn: bool, kernel: str | None, sparse: bool
+) -> None:
+    monkeypatch.setattr(chunk, "takes_cudnn", lambda *_: cudnn)
+    monkeypatch.setattr(chunk, "_takes", lambda *_: False)  # cuDNN itself cannot be traced here
+    monkeypatch.setattr(chunk, "why_no_kernel", lambda *_, **__: kernel)
+    say_once.cache_clear()
+    shapes = jax.eval_shape(lambda: empty(model))
+    assert check_sparse(shapes, 0.5) == sparse
+    assert [r.getMessage() for r in caplog.records] == (
+        [] if sparse else ["sparse_prompt is ignored, and prompts attend to everything, which is faster here: no wgmma"]
+    )
+    assert not check_sparse(shapes, 1.0)
+    if not sparse:
+        np.testing.assert_array_equal(read(model, 0.5)[0], read(model, None)[0])
 
 
 def test_generate_a_checkpoint_and_the_command_line_read_the_same(tmp_path: Path, capsys: Any) -> None:
