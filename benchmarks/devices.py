@@ -27,7 +27,7 @@ import gc
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -46,7 +46,7 @@ from layers import implementation, out_of, save, show
 
 import kvjax
 from kvjax import PerLayer, Placement, presets
-from kvjax.generation import Stream, generate, prefill
+from kvjax.generation import Generation, Stream, generate, prefill
 from kvjax.memory import nbytes
 from kvjax.models import Decoder, distribute
 
@@ -111,32 +111,35 @@ def link_times(devices: Sequence[Any], turns: int) -> Iterator[tuple[str, dict[s
             yield f"{kind} of {size}", {"us": round(float(np.median(times[1:])), 3), "bytes": size}
 
 
-def check(
-    method: str, places: dict[str, Placement | None], *, width: int, length: int
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """By placement, whether the tokens of a small model in float32 are those of one device."""
+def answer(method: str, place: Placement | None, *, width: int, length: int) -> Generation | ValueError:
+    """What a small model in float32 generates from random prompts, or why a policy refuses `place`."""
     config = replace(
         throughput.SHAPES["llama-3.2-1b"], layers=2, windows=(), hidden_size=width, intermediate_size=width, head_dim=64
     )
     config = replace(config, vocab_size=512, initializer_range=0.05)  # with .2, 1e-6 of the weights change selections
     model = throughput.random_model(config, "float32")
+    own = model if place is None else distribute(model, place)
     tokens = np.random.default_rng(0).integers(512, size=(8, length), dtype=np.int32)
     lengths = length - length // 16 * np.arange(8, dtype=np.int32)
     policy = CHECKED[method](320)
     policies = PerLayer(policy.first[:1], policy.rest)
-    alone: Any = None
-    for name, place in places.items():
-        own = model if place is None else distribute(model, place)
-        try:
-            cache = kvjax.init(policies, own.spec(batch=8, capacity=length + 128), layers=2, placement=place)
-        except ValueError as refused:  # a policy whose tokens cannot be split
-            yield name, {"error": str(refused)[:200]}
+    try:
+        cache = kvjax.init(policies, own.spec(batch=8, capacity=length + 128), layers=2, placement=place)
+    except ValueError as refused:  # tokens cannot be split
+        return refused
+    return generate(own, cache, tokens, lengths, max_new_tokens=length // 8)
+
+
+def compare(answers: Iterable[tuple[str, Generation | ValueError]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """By placement, whether its tokens are those of the first, which is one device."""
+    alone: Generation | None = None
+    for name, done in answers:
+        if isinstance(done, ValueError):
+            yield name, {"error": str(done)[:200]}
             continue
-        done = generate(own, cache, tokens, lengths, max_new_tokens=length // 8)
-        alone = done if alone is None else alone
+        alone = alone or done
         error = float(np.abs(np.asarray(done.logits) - np.asarray(alone.logits)).max())
-        same = bool(np.array_equal(done.tokens, alone.tokens))
-        yield name, {"same_tokens": same, "largest_difference": error}
+        yield name, {"same_tokens": bool(np.array_equal(done.tokens, alone.tokens)), "largest_difference": error}
 
 
 def begun(
@@ -246,6 +249,8 @@ def main(args: Sequence[str] | None = None) -> None:
     end = time.monotonic() + given.seconds
     if not given.quick and (jax.default_backend() != "gpu" or jax.device_count() < 2):
         parser.error("this compares one GPU with several, and found fewer than two; --quick runs on any devices")
+    if given.no_none and not given.no_check:
+        parser.error("tokens are compared with those of one device: leave --no-none out, or add --no-check")
     config = replace(throughput.SHAPES[given.shape], layers=given.layers, windows=())
     sizes = [tuple(map(int, size.split("x"))) for size in given.sizes.split(",")]
     dtype, blocks, block, small, turns = "bfloat16", 4, 32, {"width": 1024, "length": 800}, 32
@@ -290,7 +295,8 @@ def main(args: Sequence[str] | None = None) -> None:
         keep("links", "all-gather" if "gather" in name else "all-reduce", f"{name}, {n} devices", found)
     for method in () if given.no_check else given.methods:
         with implementation("xla"), jax.default_matmul_precision("highest"):
-            for name, found in check(method, places, **small):
+            answers = ((name, answer(method, place, **small)) for name, place in places.items())
+            for name, found in compare(answers):
                 keep("tokens", method, name, found)
                 if time.monotonic() > end:
                     break
