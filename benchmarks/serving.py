@@ -7,19 +7,22 @@ Random weights in the shape of Llama 3.1 8B, and random prompts. The parts:
 
   engine     the first --requests of 256 requests, with prompts of 1K to 32K tokens and answers of 16 to 1024, both
              log-uniform, by a `kvjax.Engine`. `busy_tokens_per_second` counts the blocks in which all slots decode and
-             no prompt is read.
-  sizes      the same by an engine whose slots, in the same memory, are of two capacities (`small_slots`).
+             no prompt is read; `loop_tokens_per_second` is the rate of `full` at the mean length of those rows.
+  sizes      the same by an engine whose slots, in the same memory, are of three capacities (`small_slots`).
   batches    the same by `kvjax.generate`, in batches in order of arrival, each as long as its longest answer. They have
-             a row more than the engine has slots, for the row into which it reads prompts.
+             a row more than the engine has slots, for the row into which it reads prompts. --every 4 runs every fourth.
   full       the engine's loop, called by itself: all slots decode at the mean length of a request.
   copied     32 prompts with 8 answers each; each answer has a copy of its prompt.
   shared     the same, with the prompts stored once, in more slots of at most the same bytes.
-  rollout    decode steps of 8 rows of 32K tokens; the method `einsum` is the attention of tunix's sampler: one product
-             with all slots of a cache [B, S, K, D], of which a mask hides the empty ones.
+  rollout    decode steps of --rows rows of 32K tokens; the method `einsum` is the attention of tunix's sampler: one
+             product with all slots of a cache [B, S, K, D], of which a mask hides the empty ones.
   groups     the same as `copied`, by `kvjax.generate`, in batches of as many rows as `copied` has slots, and one.
 
+--layers 6 is for less time: with so many of the 32 layers and as large a part of the vocabulary, weights, products and
+the memory of caches are all 6/32, and the slots stay.
+
 Every program is compiled before the clock starts, and kept on disk for the next call. A row is written to
-results/serving.json as soon as it is measured, and replaces the row of the same part, method and requests. After
+results/serving.json as soon as it is measured, and replaces the row of the same settings. After
 --minutes a part ends early, and its rates are those until then: `answered` counts the requests.
 """
 
@@ -51,7 +54,7 @@ from kvjax.policies import Info
 
 TINY = DecoderConfig(vocab_size=64, hidden_size=32, intermediate_size=64, layers=3, q_heads=4, kv_heads=2, head_dim=16)
 PARTS = ("engine", "sizes", "batches", "full", "copied", "shared", "groups", "rollout")
-KEY = ("part", "method", "requests", "slots", "block", "chunk", "prompt_tokens")
+KEY = ("part", "method", "requests", "layers", "slots", "block", "chunk", "prompt_tokens")
 SIZES = {
     False: {
         "prompts": (1024, 32768),
@@ -60,8 +63,8 @@ SIZES = {
         "answer": 256,
         "own": 1280,
         "copied": 32,
-        "large": 7,
-        "small": (10240, 9),
+        "large": 6,
+        "small": {15360: 6, 6144: 7},
         "rollout": 32768,
     },
     True: {
@@ -72,7 +75,7 @@ SIZES = {
         "own": 400,
         "copied": 8,
         "large": 1,
-        "small": (40, 2),
+        "small": {40: 1, 24: 1},
         "rollout": 100,
     },
 }
@@ -137,7 +140,7 @@ def run_engine(engine: kvjax.Engine, work: list[Any], n: int, minutes: float) ->
     cache_bytes, warm = engine._cache.nbytes.device, time.perf_counter() - begin
     start = last = time.perf_counter()
     sent = [request for prompt, new in work for request in engine.submit(prompt, max_new_tokens=new, n=n)]
-    before, busy, busy_tokens, calm = engine.stats(), 0.0, 0, 0
+    before, busy, busy_tokens, held, calm = engine.stats(), 0.0, 0, 0.0, 0
     while any(not request.done for request in sent) and last - start < 60 * minutes:
         engine.step()
         now, counts = time.perf_counter(), engine.stats()
@@ -145,6 +148,8 @@ def run_engine(engine: kvjax.Engine, work: list[Any], n: int, minutes: float) ->
         calm = calm + 1 if counts.prompt_tokens == before.prompt_tokens and counts.decoding == counts.slots else 0
         if calm > 1:
             busy, busy_tokens = busy + now - last, busy_tokens + counts.new_tokens - before.new_tokens
+            lengths = [len(one.prompt) + len(one.tokens) for one in sent if one.state == "decoding"]
+            held += (now - last) * sum(lengths) / len(lengths)
         last, before = now, counts
     seconds = last - start
     counts = engine.stats()
@@ -157,6 +162,7 @@ def run_engine(engine: kvjax.Engine, work: list[Any], n: int, minutes: float) ->
         "tokens_per_second": counts.new_tokens / seconds,
         "busy_seconds": busy,
         "busy_tokens_per_second": busy_tokens / busy if busy else None,
+        "busy_length": round(held / busy) if busy else None,
         "fill": counts.fill,
         "steps": counts.steps,
         "prompt_tokens_read": counts.prompt_tokens,
@@ -168,7 +174,7 @@ def run_engine(engine: kvjax.Engine, work: list[Any], n: int, minutes: float) ->
 
 
 def run_batches(
-    model: Decoder, method: str, rows: int, capacity: int, work: list[Any], minutes: float
+    model: Decoder, method: str, rows: int, capacity: int, work: list[Any], minutes: float, every: int = 1
 ) -> dict[str, Any]:
     """The same requests in fixed batches, each with an empty cache, in order of arrival."""
     begin = time.perf_counter()
@@ -177,7 +183,7 @@ def run_batches(
         warm_up(model, cache_of(model, method, rows, capacity), tokens, max_new_tokens=min(most, capacity - longest))
     warm = time.perf_counter() - begin
     seconds = tokens = answered = 0.0
-    for first in range(0, len(work), rows):
+    for first in range(0, len(work), rows * every):
         batch = work[first : first + rows]
         own = batch + [batch[-1]] * (rows - len(batch))
         cache = jax.block_until_ready(cache_of(model, method, rows, capacity))
@@ -219,19 +225,19 @@ def run_part(part: str, model: Decoder, method: str, given: argparse.Namespace) 
     groups = [(rng.integers(1, 60, group).astype(np.int32), sizes["answer"]) for _ in range(given.groups)]
     waiting = {"max_waiting": 8 * max(len(work), len(groups))}
     if part == "batches":
-        return {"slots": slots + 1, **run_batches(model, method, slots + 1, capacity, work, minutes)}
+        found = run_batches(model, method, slots + 1, capacity, work, minutes, given.every)
+        return {"slots": slots + 1, "every": given.every, **found}
     if part == "full":
         mean = int(np.mean([len(prompt) + new / 2 for prompt, new in work]))
         return {"slots": slots, **full_rate(model, method, slots, capacity, mean, 1 if tiny else 5)}
     if part == "rollout":
-        long = sizes["rollout"]
-        return {"slots": 8, **full_rate(model, method, 8, long + 512, long, 1 if tiny else 5)}
+        rows, long = given.rows, sizes["rollout"]
+        return {"slots": rows, **full_rate(model, method, rows, long + 512, long, 1 if tiny else 5)}
     copied, n = sizes["copied"], 8
     if part in ("engine", "sizes"):
         n, groups = 1, work
     if part == "sizes":
-        small, count = sizes["small"]
-        slots, settings["small_slots"] = sizes["large"], {small: count}
+        slots, settings["small_slots"] = sizes["large"], sizes["small"]
     elif part == "copied":
         slots, capacity = copied, group + sizes["answer"]
     elif part == "shared":  # a slot holds an answer and the recent block, a prefix the prompt
@@ -241,7 +247,13 @@ def run_part(part: str, model: Decoder, method: str, given: argparse.Namespace) 
     if part != "groups":
         # No name holds the cache, whose arrays the engine gives away.
         engine = kvjax.Engine(model, cache_of(model, method, slots, capacity), **settings, **waiting)
-        return {"slots": engine.slots, **run_engine(engine, groups, n, minutes)}
+        found = {"slots": engine.slots, **run_engine(engine, groups, n, minutes)}
+        del engine
+        gc.collect()
+        if part in ("engine", "copied") and found["busy_length"]:
+            loop = full_rate(model, method, slots, capacity, found["busy_length"], 1 if tiny else 5)
+            found["loop_tokens_per_second"] = loop["tokens_per_second"]
+        return found
     all_answers = [one for one in groups for _ in range(8)]
     found = run_batches(model, method, copied + 1, group + sizes["answer"], all_answers, minutes)
     return {"slots": copied + 1, **found}
@@ -253,6 +265,9 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--methods", nargs="+", default=["full", "fier:budget=1024"], help="with rollout also einsum")
     parser.add_argument("--requests", type=int, help="of the 256")
     parser.add_argument("--groups", type=int, help="prompts with 8 answers each")
+    parser.add_argument("--layers", type=int, help="of the 32, for less time")
+    parser.add_argument("--every", type=int, default=1, help="of the fixed batches, run every n-th")
+    parser.add_argument("--rows", type=int, default=8, help="of a rollout")
     parser.add_argument("--slots", type=int)
     parser.add_argument("--block", type=int, help="decode steps between two looks at the queue")
     parser.add_argument("--chunk", type=int, help="tokens of a prompt that are read at once")
@@ -269,11 +284,14 @@ def main(args: Sequence[str] | None = None) -> None:
         if getattr(given, name) is None:
             setattr(given, name, value)
     use_compilation_cache()
-    model = random_model(TINY, jnp.float32) if given.tiny else random_model(SHAPES["llama-3.1-8b"])
+    shape = TINY if given.tiny else SHAPES["llama-3.1-8b"]
+    if given.layers:
+        shape = replace(shape, layers=given.layers, vocab_size=shape.vocab_size * given.layers // shape.layers)
+    model = random_model(shape, jnp.float32) if given.tiny else random_model(shape)
     for part in given.parts:
         for method in given.methods:
             requests = 8 * given.groups if part in ("copied", "shared", "groups") else given.requests
-            row = {"part": part, "method": method, "requests": requests, "block": given.block}
+            row = {"part": part, "method": method, "requests": requests, "layers": shape.layers, "block": given.block}
             row |= {"chunk": given.chunk, "prompt_tokens": given.prompt_tokens}
             try:
                 row |= run_part(part, model, method, given)
