@@ -15,7 +15,9 @@ as they were and once more from the system's cache; `host_bytes` is what the pea
 on a CPU has the model. With --loads these are the only rows.
 
 The rows `lengths` are one process that answers prompts of several lengths, one after the other: `seconds` is that of
-the last length, which nothing was compiled for by name, and `steady_seconds` that of the same prompt once more.
+the last length, which nothing was compiled for by name, and `steady_seconds` that of the same prompt once more. On a
+CPU it is one and a half times the length before, and `products_seconds` is its bound: its matrix products, those of
+causal attention among them, at the rate of one large product.
 
 The rows `padding` say which share of the CPU seconds of a prompt goes to the tokens that pad its last chunk: beside the
 same chunks of which the last has the size of what is left. The lengths are those that are padded most, and the usual
@@ -96,6 +98,7 @@ print(json.dumps(found))
 
 LENGTHS = """
 import json, sys, time
+import jax, jax.numpy as jnp
 import numpy as np
 from kvjax import models
 checkpoint = models.load(sys.argv[1])
@@ -108,7 +111,19 @@ def answer(n):
     return time.perf_counter() - begin
 print("x", flush=True)
 each = [answer(n) for n in lengths]
-print(json.dumps({"by_length": each, "seconds": each[-1], "steady_seconds": answer(lengths[-1])}))
+found = {"by_length": each, "seconds": each[-1], "steady_seconds": answer(lengths[-1])}
+if jax.default_backend() == "cpu":
+    c, n, left = checkpoint.config, lengths[-1], jnp.ones((1024, 2048))
+    product = jax.jit(lambda x: x @ jnp.ones((2048, 2048)))
+    product(left).block_until_ready()
+    begin = time.perf_counter()
+    for _ in range(20):
+        product(left).block_until_ready()
+    rate = 20 * 2 * 1024 * 2048**2 / (time.perf_counter() - begin)
+    layer = c.hidden_size * (2 * c.q_heads + 2 * c.kv_heads) * c.head_dim + 3 * c.hidden_size * c.intermediate_size
+    flops = c.layers * (2 * n * layer + 2 * n * n * c.q_heads * c.head_dim)
+    found |= {"products_gflop": flops / 1e9, "products_seconds": flops / rate}
+print(json.dumps(found))
 """
 
 PADDING = """
@@ -262,7 +277,7 @@ def main(args: Sequence[str] | None = None) -> None:
     tokens = given.tokens or (32768 if large else 2829)
     news = [int(n) for n in (given.new or ("128" if large else "5,128")).split(",")]
     caches = (given.caches or f"full fier:budget={2048 if large else 256}").split()
-    lengths = given.lengths or ("9000,20000,13000" if large else "300,900,600,450")
+    lengths = given.lengths or ("9000,20000,13000" if large else "300,900,1886,2829")
 
     from kvjax import models
 
