@@ -37,7 +37,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 OPS: dict[str, Op[..., Any]] = {}
-_implementation = jax.make_user_context(None)  # an Implementation; jit's caches have it in their keys
+# jit's caches have these in their keys.
+_implementation = jax.make_user_context(None)  # an Implementation
+_off_cuda = jax.make_user_context(False)  # True in the branch of a program that all platforms but CUDA run
 _explained: ContextVar[list[Explanation] | None] = ContextVar("explained", default=None)
 
 
@@ -115,7 +117,7 @@ class Op(Generic[P, R]):
         # JAX traces a branch once for each function and shapes, so equal calls share their functions.
         build = _functions if shares_traces() else _functions.__wrapped__
         silent = how.implementation == "mosaic"
-        run, reference = build(self, static, silent or implementation is not None, silent)
+        run, reference, elsewhere = build(self, static, silent or implementation is not None, silent)
         if self.derivative == "zero":
             operands = lax.stop_gradient(operands)
         if implementation == "mosaic":
@@ -128,7 +130,9 @@ class Op(Generic[P, R]):
             if jax.default_backend() == "gpu":
                 say_once(f"running the reference in plain JAX: {limit}")
             return reference(*operands)
-        return lax.platform_dependent(*operands, cuda=run, default=reference)
+        if _off_cuda.value:
+            return reference(*operands)
+        return lax.platform_dependent(*operands, cuda=run, default=elsewhere)
 
     def unsupported(self, *args: P.args, **kwargs: P.kwargs) -> str | None:
         """The limit of the kernel that these arguments exceed, on any machine; None if the kernel takes them."""
@@ -201,9 +205,10 @@ def for_gpu(gpu: Callable[..., R], others: Callable[..., R], *operands: Any) -> 
 
     A GPU spends 2 to 10 us on each step of a loop, and XLA makes one kernel of a sum and all that leads to it. A CPU or
     TPU has fast products, and wants its blocks in the nearest memory. Both have the derivative of `others`. A process
-    that has no GPU and cannot compile for one does not trace the form for it.
+    that has no GPU and cannot compile for one does not trace the form for it, nor does a reference in whose place CUDA
+    runs a kernel.
     """
-    if not reaches_gpus():
+    if _off_cuda.value or not reaches_gpus():
         return others(*operands)
     gpu = with_derivative(gpu, others)
     return lax.platform_dependent(*operands, cuda=gpu, rocm=gpu, default=others)
@@ -301,19 +306,24 @@ def _inside_reference(*, forced: bool, silent: bool) -> Iterator[None]:
 @functools.lru_cache(maxsize=1024)
 def _functions(
     op: Op[..., R], static: tuple[tuple[str, Any], ...], forced: bool, silent: bool
-) -> tuple[Callable[..., R], Callable[..., R]]:
-    """The kernel and the reference, as functions of only the operands."""
+) -> tuple[Callable[..., R], Callable[..., R], Callable[..., R]]:
+    """The kernel, the reference, and the reference where CUDA runs the kernel, as functions of only the operands."""
 
     def plain(*operands: Any) -> R:
         return op.reference(**dict(zip(op.operands, operands, strict=True)), **dict(static))
 
     reference = _inside_reference(forced=forced, silent=silent)(plain) if forced or silent else plain
 
+    def elsewhere(*operands: Any) -> R:
+        with _off_cuda(True):
+            return reference(*operands)
+
     def mosaic(*operands: Any) -> R:
         operands = warn_if_partitioned(op.name, operands)
         return op.run_kernel(**dict(zip(op.operands, operands, strict=True)), **dict(static))
 
-    return with_derivative(mosaic, reference) if op.derivative == "reference" else mosaic, reference
+    run = with_derivative(mosaic, reference) if op.derivative == "reference" else mosaic
+    return run, reference, elsewhere
 
 
 def runs_nowhere() -> str | None:

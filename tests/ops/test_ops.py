@@ -137,6 +137,15 @@ def test_a_program_lowered_for_a_gpu_has_kernels_only_where_use_lets_it():
         assert "chlo.top_k" not in lowered()
 
 
+def test_a_reference_in_whose_place_a_gpu_runs_a_kernel_has_no_form_for_a_gpu():
+    if not HAS_KERNELS:
+        pytest.skip("there are kernels from jax 0.11 on")
+    traced = str(jax.jit(select_1bit).trace().jaxpr)
+    assert "kvjax_select_1bit" in traced
+    assert "kvjax_score_1bit" not in traced
+    assert traced.count("= platform_index") == 1, "neither kernels nor forms for a GPU inside of the reference"
+
+
 def test_arguments_are_bound_as_those_of_a_function():
     with pytest.raises(TypeError, match="missing a required argument: 'valid'"):
         ops.top_k(SCORES, k=5)
