@@ -58,7 +58,6 @@ CACHES: dict[str, str | Make] = {
     "pariskv dense below": "pariskv",
     "pariskv per head": "pariskv:dense_below=0,group_reduce=per_head",
     "pariskv attend": "pariskv:dense_below=0,buffer=attend",
-    "pariskv nucleus": "pariskv:dense_below=0,p=0.9",
     "pariskv small codes": "pariskv:dense_below=0,subspace=4,radius_bits=4",
     "pariskv host": "pariskv:dense_below=0,store=host",
     "pariskv hot": "pariskv:dense_below=0,store=host+2048",
