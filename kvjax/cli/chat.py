@@ -7,7 +7,19 @@ from typing import Annotated, Any
 
 import typer
 
-from kvjax.cli.options import Budget, CacheName, Dtype, ModelDir, dtype_name, make_policy, model_directory, optional
+from kvjax.cli.options import (
+    Budget,
+    CacheName,
+    Dtype,
+    ModelDir,
+    Seed,
+    Temperature,
+    TopP,
+    dtype_name,
+    make_policy,
+    model_directory,
+    optional,
+)
 from kvjax.cli.terminal import bar, bars, say, write
 
 LEAVE = ("/exit", "/quit")
@@ -19,11 +31,9 @@ def chat(
     budget: Budget = None,
     system: Annotated[str | None, typer.Option(help="The message that opens the conversation.")] = None,
     max_new_tokens: Annotated[int | None, optional("Maximum number of tokens of an answer.")] = None,
-    temperature: Annotated[float | None, optional("Sampling temperature. Without it decoding is greedy.")] = None,
-    top_p: Annotated[
-        float | None, optional("Draw from the smallest set of tokens with at least this probability.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    seed: Seed = 0,
     dtype: Dtype = None,
 ) -> None:
     """Talks with a chat model; its cache is kept between turns.

@@ -19,9 +19,13 @@ import typer
 from kvjax.cli.many import answer_many
 from kvjax.cli.options import (
     AsJson,
+    Budget,
     Dtype,
     ModelDir,
     PromptFile,
+    Seed,
+    Temperature,
+    TopP,
     capacity_over,
     complete_cache,
     dtype_name,
@@ -31,6 +35,7 @@ from kvjax.cli.options import (
     make_placement,
     make_policy,
     model_directory,
+    optional,
     without_weights,
 )
 from kvjax.cli.terminal import Timeline, bar, bars, collect_garbage, say, write, write_json
@@ -64,24 +69,18 @@ TEXT_BLOCK = 4  # on a GPU, for which the host then calls programs ahead, and wh
 def generate(
     model_dir: ModelDir = None,
     texts: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--prompt", help="The prompt as text. Several are answered as those of --prompts are.", show_default=False
-        ),
+        list[str] | None, optional("The prompt as text. Several are answered as those of --prompts are.", "--prompt")
     ] = None,
     prompt_file: PromptFile = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE.jsonl",
-            help='Many prompts at a time, one a line: a text, or {"prompt": text or messages, "max_new_tokens": n}. '
+        optional(
+            'Many prompts at a time, one a line: a text, or {"prompt": text or messages, "max_new_tokens": n}. '
             "Writes a line of JSON for each, as it is answered.",
-            show_default=False,
+            metavar="FILE.jsonl",
         ),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="File for the answers to --prompts. Default: stdout.", show_default=False)
-    ] = None,
+    out: Annotated[Path | None, optional("File for the answers to --prompts. Default: stdout.")] = None,
     slots: Annotated[int, typer.Option(min=1, help="Prompts of --prompts that are answered beside each other.")] = 8,
     example: Annotated[
         bool,
@@ -93,72 +92,54 @@ def generate(
     ] = False,
     caches: Annotated[
         list[str] | None,
-        typer.Option(
+        optional(
+            "A method listed by `kvjax methods`; settings may follow: fier:group=16. Default: full.",
             "--cache",
-            help="A method listed by `kvjax methods`; settings may follow: fier:group=16. Default: full.",
-            show_default=False,
             autocompletion=complete_cache,
         ),
     ] = None,
-    budget: Annotated[
-        int | None,
-        typer.Option(help="Tokens that a step reads for each KV head, for methods with a budget.", show_default=False),
-    ] = None,
+    budget: Budget = None,
     max_new_tokens: Annotated[
         int | None,
-        typer.Option(
-            help="Maximum number of new tokens. Default: 128, or fewer if the model's positions do not allow it.",
-            show_default=False,
-        ),
+        optional("Maximum number of new tokens. Default: 128, or fewer if the model's positions do not allow it."),
     ] = None,
-    temperature: Annotated[
-        float | None,
-        typer.Option(help="Sampling temperature. Without it, or at 0, decoding is greedy.", show_default=False),
-    ] = None,
-    top_k: Annotated[int | None, typer.Option(help="Draw from the k most likely tokens.", show_default=False)] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(help="Draw from the smallest set of tokens with at least this probability.", show_default=False),
-    ] = None,
+    temperature: Temperature = None,
+    top_k: Annotated[int | None, optional("Draw from the k most likely tokens.")] = None,
+    top_p: TopP = None,
     min_p: Annotated[
-        float | None,
-        typer.Option(help="Draw from tokens with at least this share of the highest probability.", show_default=False),
+        float | None, optional("Draw from tokens with at least this share of the highest probability.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    seed: Seed = 0,
     speculate: Annotated[
         str | None,
-        typer.Option(
-            metavar="prompt-lookup[:NGRAM,TOKENS]",
-            help="Speculative decoding by prompt lookup: draft the tokens that followed the same n-gram earlier, and "
+        optional(
+            "Speculative decoding by prompt lookup: draft the tokens that followed the same n-gram earlier, and "
             "verify them in one step. The text stays the same.",
-            show_default=False,
+            metavar="prompt-lookup[:NGRAM,TOKENS]",
         ),
     ] = None,
     draft: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Speculative decoding with a draft model: a smaller checkpoint of the same vocabulary, which drafts 4 "
+        optional(
+            "Speculative decoding with a draft model: a smaller checkpoint of the same vocabulary, which drafts 4 "
             "tokens at a time.",
-            show_default=False,
+            metavar="DIR",
         ),
     ] = None,
     keep: Annotated[
         float | None,
-        typer.Option(
-            metavar="SHARE",
-            help="With --draft, read only this share of the prompt, to which the draft attends most (SpecPrefill), and "
+        optional(
+            "With --draft, read only this share of the prompt, to which the draft attends most (SpecPrefill), and "
             "decode without drafts. The text changes.",
-            show_default=False,
+            metavar="SHARE",
         ),
     ] = None,
     sparse_prompt: Annotated[
         float | None,
-        typer.Option(
-            metavar="SHARE",
-            help="Let the blocks of a long prompt attend to this share of the blocks before them, those with the most "
+        optional(
+            "Let the blocks of a long prompt attend to this share of the blocks before them, those with the most "
             "estimated weight. The text changes.",
-            show_default=False,
+            metavar="SHARE",
         ),
     ] = None,
     dtype: Dtype = None,
@@ -166,10 +147,9 @@ def generate(
     as_json: AsJson = False,
     mesh: Annotated[
         str | None,
-        typer.Option(
+        optional(
+            "Shard weights and KV heads over `model` and cached tokens over `ctx`; `data` replicates both.",
             metavar="data=N,model=N,ctx=N",
-            help="Shard weights and KV heads over `model` and cached tokens over `ctx`; `data` replicates both.",
-            show_default=False,
         ),
     ] = None,
     distributed: Annotated[

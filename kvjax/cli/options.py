@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from kvjax.policies.policy import Policy
 
 
-def optional(help: str, **settings: Any) -> Any:
+def optional(help: str, *names: str, **settings: Any) -> Any:
     """An option whose default, such as None, is not shown."""
-    return typer.Option(help=help, show_default=False, **settings)
+    return typer.Option(*names, help=help, show_default=False, **settings)
 
 
 UNITS = {"K": 1 << 10, "M": 1 << 20}
@@ -73,6 +73,9 @@ Budget = Annotated[
 Budgets = Annotated[
     str | None, optional("Tokens that a step reads for each KV head, for methods with a budget. Several: 64,256.")
 ]
+Temperature = Annotated[float | None, optional("Sampling temperature. Without it, or at 0, decoding is greedy.")]
+TopP = Annotated[float | None, optional("Draw from the smallest set of tokens with at least this probability.")]
+Seed = Annotated[int, typer.Option(help="Seed of the sampling.")]
 Parallel = Annotated[
     int,
     typer.Option(
