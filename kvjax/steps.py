@@ -39,12 +39,7 @@ def update(cache: LayerCache, k: Array, v: Array, *, active: ArrayLike | None = 
 
 
 def select(
-    cache: LayerCache,
-    q: Array,
-    *,
-    window: int | None = None,
-    scale: float | None = None,
-    soft_cap: float | None = None,
+    cache: LayerCache, q: Array, *, window: int | None = None, scale: float | None = None, soft_cap: float | None = None
 ) -> Selection:
     """The slots that a step with queries q [B, 1, N, D] of each row's newest token attends to, besides the tokens that
     every step attends to.

@@ -22,13 +22,7 @@ QUESTION_STEP = 16  # questions are padded to a multiple of it
 
 
 def answer(
-    checkpoint: Checkpoint,
-    cache: Cache,
-    logits: Array,
-    plan: Plan,
-    asked: Sequence[str | None],
-    *,
-    room: int = 0,
+    checkpoint: Checkpoint, cache: Cache, logits: Array, plan: Plan, asked: Sequence[str | None], *, room: int = 0
 ) -> tuple[Mapping[str, dict[str, Any]], list[float], int]:
     """Results by example id; mean tokens read by layer, and the row steps of that mean.
 
@@ -64,11 +58,7 @@ def question_columns(longest: int) -> int:
 
 
 def _decode(
-    checkpoint: Checkpoint,
-    cache: Cache,
-    logits: Array,
-    task: Task,
-    active: np.ndarray,
+    checkpoint: Checkpoint, cache: Cache, logits: Array, task: Task, active: np.ndarray
 ) -> tuple[list[tuple[str, int]], list[float], int]:
     """Answer and number of tokens of each row; mean tokens read per step by layer, and the row steps of that mean."""
     tokenizer, stop_tokens = checkpoint.tokenizer, set(checkpoint.stop_tokens)
@@ -79,13 +69,7 @@ def _decode(
     while left and active.any():
         piece = min(left, even)
         done = decode(
-            checkpoint.model,
-            cache,
-            logits,
-            max_new_tokens=piece,
-            active=active,
-            stop_tokens=stop_tokens,
-            measure=True,
+            checkpoint.model, cache, logits, max_new_tokens=piece, active=active, stop_tokens=stop_tokens, measure=True
         )
         cache, logits, left = done.cache, done.logits, left - piece
         new = int(done.lengths.sum())

@@ -59,15 +59,7 @@ class Prompt(Policy):
         return PromptState(zeros(K, spec.group), zeros(K), zeros(K), length)
 
     def prefill_observed(
-        self,
-        st: PromptState,
-        q: Array,
-        k: Array,
-        v: Array,
-        lengths: Array,
-        *,
-        scale: float,
-        window: int | None = None,
+        self, st: PromptState, q: Array, k: Array, v: Array, lengths: Array, *, scale: float, window: int | None = None
     ) -> PromptState:
         if q.shape != st.q.shape:
             raise ValueError(f"a Prompt takes one chunk of {st.q.shape[3]} columns, got {q.shape[3]}")

@@ -43,9 +43,7 @@ def put(block: Block, k: Array, v: Array, count: Array) -> Block:
     """Appends the first `count` i32[B] of the tokens k, v [B, K, T, D] of each row; tokens without room are dropped."""
     start = block.count
     return Block(
-        write(block.k, k, start, count),
-        write(block.v, v, start, count),
-        jnp.minimum(start + count, block.slots),
+        write(block.k, k, start, count), write(block.v, v, start, count), jnp.minimum(start + count, block.slots)
     )
 
 

@@ -155,15 +155,7 @@ def attend_zone(q: Array, k: Array, v: Array, start: Array | None, stop: Array, 
 
 
 def attend_blocks(
-    q: Array,
-    state: Any,
-    start: Array | None,
-    stop: Array,
-    *,
-    read: Reader,
-    slots: int,
-    unit: int,
-    scale: float,
+    q: Array, state: Any, start: Array | None, stop: Array, *, read: Reader, slots: int, unit: int, scale: float
 ) -> PartialAttention:
     """`attend_zone` over keys and values that `read` returns a block at a time, out of the `slots` slots of a store.
 
@@ -323,15 +315,7 @@ def _plain_block() -> int:
 
 
 def _attend_blocks(
-    q: Array,
-    state: Any,
-    start: Array | None,
-    stop: Array,
-    *,
-    read: Reader,
-    slots: int,
-    block: int,
-    scale: float,
+    q: Array, state: Any, start: Array | None, stop: Array, *, read: Reader, slots: int, block: int, scale: float
 ) -> PartialAttention:
     """Holds logits of Q x block, never of Q x S, and visits only blocks that a query sees."""
     B, K, G, T, D = q.shape

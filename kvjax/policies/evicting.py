@@ -19,15 +19,7 @@ from kvjax.evictors.base import Held
 from kvjax.memory import vary_with
 from kvjax.numerics.blocks import Block, empty_block, put_last, write
 from kvjax.numerics.derivatives import with_derivative
-from kvjax.numerics.partial import (
-    PartialAttention,
-    Span,
-    attend_part,
-    keep_valid,
-    merge,
-    merge_sinks,
-    softmax_weights,
-)
+from kvjax.numerics.partial import PartialAttention, Span, attend_part, keep_valid, merge, merge_sinks, softmax_weights
 from kvjax.numerics.rotate import turn_positions
 from kvjax.numerics.selection import Selection
 from kvjax.numerics.types import Rope

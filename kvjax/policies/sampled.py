@@ -170,10 +170,7 @@ class Sampled(Zoned):
         sampled = jnp.where(sample.valid, self.positions(st, sample.slots), -1)
         log_weights = jnp.pad(log_weights, ((0, 0), (0, 0), (0, 0), (self.sink, st.recent.slots)))
         return Info(
-            attended,
-            sample,
-            positions=jnp.concatenate([sink, sampled, recent], axis=-1),
-            log_weights=log_weights,
+            attended, sample, positions=jnp.concatenate([sink, sampled, recent], axis=-1), log_weights=log_weights
         )
 
     def over_context(self, axis: Axis, parts: int) -> StripedSampled:

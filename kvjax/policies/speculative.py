@@ -295,9 +295,7 @@ class Speculative(Policy):
         """The part of a reused selection that this step sees, cut to the budget that the edge leaves."""
         policy, slots = self.retrieval, st.store.slots
         start = jnp.where(
-            selection.slots < slots,
-            seen.store[:, None, None, None],
-            slots + seen.recent.start[:, None, None, None],
+            selection.slots < slots, seen.store[:, None, None, None], slots + seen.recent.start[:, None, None, None]
         )
         rank = jnp.arange(selection.slots.shape[-1])[None, None, None]
         room = jnp.minimum(policy.budget - policy.sink - policy.local - edge, policy.selected)

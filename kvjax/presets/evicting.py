@@ -116,12 +116,7 @@ def snapkv(
 
 
 def raas(
-    budget: int = 1024,
-    *,
-    threshold: float = 1e-4,
-    prompt: int = 0,
-    page: int = 1,
-    layers: Layers = Layers(dense=0),
+    budget: int = 1024, *, threshold: float = 1e-4, prompt: int = 0, page: int = 1, layers: Layers = Layers(dense=0)
 ) -> PerLayer:
     """RaaS: keeps the prompt, and evicts the generated token that has gone longest without attention.
 

@@ -184,18 +184,13 @@ class LowRank(Store):
 
         def take(resident: Array, x: Array) -> Array:
             both = jnp.concatenate(
-                [resident.reshape(B, K, limit, Z * D), x.reshape(B, K, n, Z * D).astype(resident.dtype)],
-                axis=2,
+                [resident.reshape(B, K, limit, Z * D), x.reshape(B, K, n, Z * D).astype(resident.dtype)], axis=2
             )
             mine = jnp.take_along_axis(both, order[..., None], axis=2)
             return jnp.where((kept < EMPTY)[..., None], mine, jnp.zeros((), resident.dtype)).reshape(B, -1)
 
         return replace(
-            st,
-            place=place,
-            exact_k=take(st.exact_k, k),
-            exact_v=take(st.exact_v, v),
-            cosine=kept.reshape(B, -1),
+            st, place=place, exact_k=take(st.exact_k, k), exact_v=take(st.exact_v, v), cosine=kept.reshape(B, -1)
         )
 
     # ------------------------------------------------------------------------------------------------------- reading

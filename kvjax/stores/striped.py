@@ -76,15 +76,7 @@ class StripedStore(Wrapper):
         return merge_parts(self.store.attend_slots(self._own(st), q, own, scale=scale), self.stripes.axis)
 
     def attend_zones_part(
-        self,
-        st: StripedState,
-        q: Array,
-        selection: Any,
-        recent: Span,
-        sink: Span | None,
-        local: int,
-        *,
-        scale: float,
+        self, st: StripedState, q: Array, selection: Any, recent: Span, sink: Span | None, local: int, *, scale: float
     ) -> PartialAttention:
         """The first device also attends to what all devices have."""
         own = selection.own if isinstance(selection, DealtSelection) else self._own_slots(st, selection)

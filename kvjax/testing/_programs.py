@@ -48,11 +48,7 @@ def step_is_in_place(policy: Policy, spec: CacheSpec) -> None:
     """
     for batch in (1, spec.batch):
         large = dataclasses.replace(
-            spec,
-            batch=batch,
-            capacity=max(32768, spec.capacity),
-            head_dim=max(128, spec.head_dim),
-            dtype=jnp.float32,
+            spec, batch=batch, capacity=max(32768, spec.capacity), head_dim=max(128, spec.head_dim), dtype=jnp.float32
         )
         cache = shapes(partial(init_layer, with_room(policy, large), large))
         q, k = (

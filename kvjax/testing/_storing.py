@@ -41,13 +41,7 @@ from kvjax.testing._drive import (
     step,
     with_room,
 )
-from kvjax.testing._expect import (
-    assert_close,
-    assert_same,
-    assert_same_contents,
-    held_positions,
-    poison,
-)
+from kvjax.testing._expect import assert_close, assert_same, assert_same_contents, held_positions, poison
 
 
 def prefill_equals_prefill_then_updates(policy: Policy, spec: CacheSpec) -> None:
