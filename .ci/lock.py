@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # jax 0.10.2 is the last for Python 3.11. torch is for the goldens, which run on the older Python only.
 WANTED = {
     "3.11": (".[dev]", "jax==0.10.2", "torch==2.13.0"),
-    "3.12": (".[test,harness]", "jax==0.11.2"),
+    "3.12": (".[test,harness,serve]", "jax==0.11.2"),
 }
 
 
