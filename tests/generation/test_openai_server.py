@@ -16,8 +16,7 @@ import kvjax
 from tests.checkpoint import write_checkpoint
 
 openai, _, uvicorn = (
-    pytest.importorskip(name, reason="pip install 'kvjax[serve]'")
-    for name in ("openai", "starlette", "uvicorn")
+    pytest.importorskip(name, reason="pip install 'kvjax[serve]'") for name in ("openai", "starlette", "uvicorn")
 )
 
 FILE = Path(__file__).parents[2] / "examples" / "openai_server.py"
