@@ -498,8 +498,7 @@ class Engine:
             self._drawn = [], None
             return False
         left = {slot: request.max_new_tokens - request.asked for slot, request in rows}
-        steps = self.block
-        reading = self._reading
+        steps, reading = self.block, self._reading
         if self._parked or (self._unseated if reading is None else not reading.chunks):  # it waits for a slot
             steps = min(steps, max(min(left.values()), self.block // 4))
         limit = np.zeros(self.slots, np.int32)

@@ -14,7 +14,7 @@ from kvjax.numerics.partial import PartialAttention, attend_part, merge
 from kvjax.numerics.selection import Selection
 from kvjax.numerics.sharing import Shared, Sharing
 from kvjax.spec import CacheSpec
-from kvjax.stores.dense import Dense
+from kvjax.stores.dense import SPANS, Dense
 from kvjax.stores.store import Store, Wrapper
 
 
@@ -83,17 +83,22 @@ class Prefixed(Sharing, Wrapper):
     def _attend_shared(self, st: PrefixedBlock, q: Array, start: Array | None, scale: float) -> PartialAttention:
         """The part of q [B, K, G, T, D] over the prefixes: the rows of a prefix are a chunk of n*T queries."""
         (B, K, G, T, D), groups = q.shape, self.groups(st.prefix)
-        n = groups.row.shape[1]
-        queries = jnp.moveaxis(groups.gather(q), 1, 3).reshape(-1, K, G, n * T, D)
-        if start is not None:
-            start = groups.gather(start).reshape(-1, n * T)
-        part = self.store.attend_chunk(st.shared.value, queries, start, scale=scale)
+        n, queries = groups.row.shape[1], jnp.moveaxis(groups.gather(q), 1, 3)
+        starts = None if start is None else groups.gather(start)
+        at_once = SPANS if T == 1 and isinstance(self.store, Dense) else n
 
-        def by_row(x: Array, fill: float) -> Array:
-            x = jnp.moveaxis(x.reshape(-1, K, G, n, T, *x.shape[3:]), 3, 1)
+        def read(first: int) -> list[Array]:
+            rows = slice(first, first + at_once)
+            chunk, own = queries[:, :, :, rows], None if starts is None else starts[:, rows].reshape(len(starts), -1)
+            part = self.store.attend_chunk(st.shared.value, chunk.reshape(*chunk.shape[:3], -1, D), own, scale=scale)
+            return [x.reshape(*chunk.shape[:5], *x.shape[3:]) for x in part]
+
+        def by_row(parts: tuple[Array, ...], fill: float) -> Array:
+            x = jnp.moveaxis(jnp.concatenate(parts, axis=3), 3, 1)
             return groups.scatter(x, fill).reshape(B, K, G * T, *x.shape[5:])
 
-        return PartialAttention(by_row(part.out, 0), by_row(part.lse, -jnp.inf))
+        out, lse = zip(*map(read, range(0, n, at_once)), strict=True)
+        return PartialAttention(by_row(out, 0), by_row(lse, -jnp.inf))
 
     def gather(self, st: PrefixedBlock, selection: Selection) -> tuple[Array, Array]:
         (B, K, H, M), (of_prefix, own) = selection.slots.shape, self._split(st, selection)
@@ -117,8 +122,8 @@ class Prefixed(Sharing, Wrapper):
         of_prefix, own = self._split(st, selection)
         G, shared = q.shape[2], st.shared.value
         slots = jnp.where(of_prefix.valid, of_prefix.slots, self.tokens)
-        row, head, list_ = (jnp.arange(size).reshape(shape) for size, shape in _axes(B, K, H))
-        chosen = jnp.zeros((B, K, H, self.tokens), bool).at[row, head, list_, slots].set(True, mode="drop")
+        at = *jnp.ix_(*map(jnp.arange, (B, K, H, M)))[:3], slots
+        chosen = jnp.zeros((B, K, H, self.tokens), bool).at[at].set(True, mode="drop")
         mask = self._as_heads(groups.gather(jnp.repeat(chosen, G // H, axis=2)))
         part = attend_part(self._as_heads(groups.gather(q)), shared.k, shared.v, mask, scale=scale)
 
@@ -147,7 +152,3 @@ class Prefixed(Sharing, Wrapper):
             "truncate would cut a prefix that other rows share; kvjax.rollback takes back a row's newest tokens, and "
             "kvjax.cache.prefixes.unshared(cache, row) gives a row of its own, which truncate takes"
         )
-
-
-def _axes(B: int, K: int, H: int) -> list[tuple[int, tuple[int, ...]]]:
-    return [(B, (B, 1, 1, 1)), (K, (K, 1, 1)), (H, (H, 1))]

@@ -230,10 +230,20 @@ def test_a_row_has_no_prefix_before_it_is_seated():
     np.testing.assert_allclose(store.attend(st, q, start, scale=0.25).out, want.out, rtol=1e-5)
 
 
-def test_rows_that_share_a_prefix_read_it_together_in_a_step():
-    """By the kernel of spans; plain JAX read a prefix block by block, as a chunk under a sliding window."""
-    store, spec = Prefixed(store=kvjax.Dense(), tokens=32, sharers=4), dataclasses.replace(SPEC, batch=4)
-    q, start = np.zeros((4, 2, 2, 16), np.float32), np.zeros(4, np.int32)
+@pytest.mark.parametrize(("rows", "reads"), [(4, 1), (33, 2)])
+def test_rows_that_share_a_prefix_read_it_together_in_a_step(rows, reads):
+    """By the kernel of spans, 32 rows at a time; plain JAX read a prefix block by block, as a chunk under a window."""
+    store = Prefixed(store=kvjax.Dense(), tokens=32)
+    rng, spec = np.random.default_rng(0), dataclasses.replace(SPEC, batch=rows)
+    q, start = rng.standard_normal((rows, 2, 2, 16), np.float32), np.arange(rows, dtype=np.int32) % 9
+    st = store.init(spec, 32)
+    filled = {name: rng.standard_normal((1, 2, 32, 16), np.float32) for name in ("k", "v")}
+    prefix = dataclasses.replace(st.shared.value, **filled, count=np.array([20], np.int32))
+    st = dataclasses.replace(st, prefix=np.zeros(rows, np.int32), base=np.full(rows, 20), shared=Shared(prefix))
     with kvjax.ops.explained() as found:
-        jax.eval_shape(lambda: store.attend(store.init(spec, 32), q, start, scale=1.0))
-    assert [one.op for one in found] == ["attend_span"] * 2
+        got = jax.jit(store.attend, static_argnames="scale")(st, q, start, scale=0.25)
+    assert [one.op for one in found] == ["attend_span"] * (1 + reads)
+    each = jax.tree.map(lambda a: np.repeat(a, rows, axis=0), prefix)
+    want = store.store.attend(each, q, start, scale=0.25)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
