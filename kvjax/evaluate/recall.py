@@ -44,9 +44,7 @@ class Reads:
     """
 
     lengths: np.ndarray  # i[T] tokens that each step's query sees
-    recall: (
-        np.ndarray
-    )  # f[L, T, B, K or N] share of the exact top tokens that were selected, pooled as the selector pools
+    recall: np.ndarray  # f[L, T, B, K or N] share of the exact top tokens, pooled as by the selector, that was selected
     head_recall: np.ndarray  # f[L, T, B, N] share of each query head's own exact top tokens that were selected
     mass: np.ndarray  # f[L, T, B, N] share of softmax mass on the tokens read, sink and local window included
     error: np.ndarray  # f[L, T, B, N] |out - exact out| / |exact out|

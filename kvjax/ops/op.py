@@ -14,12 +14,12 @@ import math
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, get_args
 
 import jax
@@ -37,9 +37,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 OPS: dict[str, Op[..., Any]] = {}
-# jit's caches have these in their keys.
-_implementation = jax.make_user_context(None)  # an Implementation
-_off_cuda = jax.make_user_context(False)  # True in the branch of a program that all platforms but CUDA run
+_implementation = jax.make_user_context(None)  # an Implementation; jit's caches have it in their keys
+# True in the branch of a program that all platforms but CUDA run. It is in no key of a cache: `jnp` would trace anew.
+_off_cuda: ContextVar[bool] = ContextVar("off_cuda", default=False)
 _explained: ContextVar[list[Explanation] | None] = ContextVar("explained", default=None)
 
 
@@ -66,7 +66,7 @@ class Op(Generic[P, R]):
     def __init__(
         self,
         reference: Callable[P, R],
-        kernel: str,
+        kernel: str | ModuleType,
         static_argnames: tuple[str, ...],
         derivative: Derivative,
         limit: Callable[[Any, Any], str | None],
@@ -74,7 +74,7 @@ class Op(Generic[P, R]):
     ) -> None:
         functools.update_wrapper(self, reference)
         self.name = reference.__name__
-        self.kernel = kernel  # folder and module in kvjax.kernels_pallas
+        self.kernel = kernel
         self.reference = reference  # operations inside it are dispatched as anywhere else
         self._signature = inspect.signature(reference)
         self._static = static_argnames
@@ -89,7 +89,8 @@ class Op(Generic[P, R]):
     @property
     def module(self) -> Any:
         """The module of the kernel, imported on first use."""
-        return import_module(f"kvjax.kernels_pallas.{self.kernel}")
+        own = isinstance(self.kernel, str)
+        return import_module(f"kvjax.kernels_pallas.{self.kernel}") if own else self.kernel
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         bound = self._signature.bind(*args, **kwargs)
@@ -130,7 +131,7 @@ class Op(Generic[P, R]):
             if jax.default_backend() == "gpu":
                 say_once(f"running the reference in plain JAX: {limit}")
             return reference(*operands)
-        if _off_cuda.value:
+        if _off_cuda.get():
             return reference(*operands)
         return lax.platform_dependent(*operands, cuda=run, default=elsewhere)
 
@@ -180,7 +181,7 @@ class Op(Generic[P, R]):
 
 def op(
     *,
-    kernel: str,
+    kernel: str | ModuleType,
     limit: Callable[[Any, Any], str | None],
     mosaic: Callable[[Any, Any], R],
     static_argnames: tuple[str, ...] = (),
@@ -188,8 +189,11 @@ def op(
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
     """Makes an operation from a reference in plain JAX, which must take `implementation=None` and leave it unused.
 
+    A reference may call other operations, but not under a `jax.jit` of its own.
+
     Args:
-      kernel: folder and module of the kernel in `kvjax.kernels_pallas`, such as "attend.attend_span".
+      kernel: folder and module of the kernel in `kvjax.kernels_pallas`, such as "attend.attend_span", or a module of
+        another package.
       limit: called as limit(module, a), where `a` has the reference's arguments as attributes; returns the limit of the
         kernel that they exceed, or None. It raises ValueError, as the reference does, for arguments that both refuse.
       mosaic: mosaic(module, a) runs the kernel.
@@ -208,7 +212,7 @@ def for_gpu(gpu: Callable[..., R], others: Callable[..., R], *operands: Any) -> 
     that has no GPU and cannot compile for one does not trace the form for it, nor does a reference in whose place CUDA
     runs a kernel.
     """
-    if _off_cuda.value or not reaches_gpus():
+    if _off_cuda.get() or not reaches_gpus():
         return others(*operands)
     gpu = with_derivative(gpu, others)
     return lax.platform_dependent(*operands, cuda=gpu, rocm=gpu, default=others)
@@ -257,11 +261,17 @@ def explained() -> Iterator[list[Explanation]]:
     A function that jit has traced before is not traced again, and adds none.
     """
     found: list[Explanation] = []
-    token = _explained.set(found)
-    try:
+    with _set(_explained, found):
         yield found
+
+
+@contextmanager
+def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
     finally:
-        _explained.reset(token)
+        variable.reset(token)
 
 
 def tell(how: Explanation) -> None:
@@ -291,16 +301,8 @@ def _require(implementation: Any) -> Any:
 @contextmanager
 def _inside_reference(*, forced: bool, silent: bool) -> Iterator[None]:
     """`forced`: operations inside run their references. `silent`: they add no explanation, as a kernel runs instead."""
-    token = _explained.set(None) if silent else None
-    try:
-        if forced:
-            with _implementation("xla"):
-                yield
-        else:
-            yield
-    finally:
-        if token is not None:
-            _explained.reset(token)
+    with _set(_explained, None if silent else _explained.get()), _implementation("xla") if forced else nullcontext():
+        yield
 
 
 @functools.lru_cache(maxsize=1024)
@@ -315,7 +317,7 @@ def _functions(
     reference = _inside_reference(forced=forced, silent=silent)(plain) if forced or silent else plain
 
     def elsewhere(*operands: Any) -> R:
-        with _off_cuda(True):
+        with _set(_off_cuda, True):
             return reference(*operands)
 
     def mosaic(*operands: Any) -> R:

@@ -26,9 +26,7 @@ class Info(NamedTuple):
     selection: Selection | None  # slots that a selector selected; None where everything is read
     fresh: Array | None = None  # bool[B, K] heads that selected with this step's query; None where all heads always do
     positions: Array | None = None  # i32[B, K, H, M] tokens that were read, once each, in any order; -1 is padding
-    log_weights: Array | None = (
-        None  # f32[B, K, H, M] added to the logits of `positions`; None where attention is plain
-    )
+    log_weights: Array | None = None  # f32[B, K, H, M] added to the logits of `positions`; None: nothing is
 
 
 @dataclass(frozen=True)

@@ -210,9 +210,7 @@ class Paris(Selector):
         return self._select(ix, q, candidates, scale=scale)
 
     def _select(self, ix: ParisIndex, q: Array, candidates: Candidates, *, scale: float) -> Selection | PackedSelection:
-        means = (
-            q.shape[2] > candidates.steps and self.group_reduce != "per_head"
-        )  # a mean needs all scores of each head
+        means = q.shape[2] > candidates.steps and self.group_reduce != "per_head"  # needs all scores of each head
         if means or self.seed is None:
             return ops.select_top(self.score(ix, q, scale=scale), q, candidates, self.group_reduce, scale=scale)
         votes = self._votes(ix, q)
