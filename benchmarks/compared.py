@@ -39,7 +39,7 @@ METHODS = ["cudnn", "shadowkv", "shadowkv:host=false", "mikv", "adakv", "snapkv"
 MORE = ["full", "fier", "pariskv", "quest", "freekv", "logquant", "kivi", "exact"]
 MORE += ["streaming_llm", "logevict", "h2o", "tova", "raas", "razorattention", "duoattention"]
 RETRIEVAL_HEADS = {"razorattention": 4, "duoattention": 2}  # one KV head in so many keeps everything
-WHOLE = ("full", "logquant", "kivi")  # have no budget
+WHOLE = ("full", "logquant", "kivi", "turboquant")  # have no budget
 HOST_BYTES_PER_US = 5.5e4  # of the bus, one large copy
 LAYERS = 2
 ALIKE = 0.9

@@ -32,8 +32,8 @@ from kvjax import CacheSpec, ops
 from kvjax.numerics.partial import group_queries
 
 SELECT = ("fier", "pariskv", "quest", "exact", "pqcache", "magicpig", "shadowkv", "arkvale", "freekv")
-ATTEND = ("full", "logquant", "kivi", "mikv", "razorattention", "duoattention")
-HELD = ("streaming_llm", "logevict", "h2o", "tova", "snapkv", "adakv", "raas")
+ATTEND = ("full", "logquant", "kivi", "turboquant", "mikv", "razorattention", "duoattention")
+HELD = ("streaming_llm", "logevict", "h2o", "tova", "snapkv", "pyramidkv", "adakv", "raas", "evict")
 CPU_LAYER = {"q_heads": 8, "kv_heads": 2, "head_dim": 128, "dtype": jnp.dtype(jnp.float32)}
 
 

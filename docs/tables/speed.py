@@ -8,6 +8,7 @@ from docs.tables.reading import RESULTS, load_file, load_rows
 from docs.tables.writing import markdown, short
 from kvjax.kernels_pallas.score import score_pages
 from kvjax.kernels_pallas.select import select_4bit
+from kvjax.presets import REGISTRY
 
 STEP_METHODS = ("cudnn", "full", "fier", "quest", "pariskv", "logquant")
 CACHES = {"cudnn": "full attention by cuDNN"} | {
@@ -59,15 +60,20 @@ def compared() -> str:
     return markdown(["cache", *head, "launches", f"floor at {lengths[-1]}, us"], rows)
 
 
+BY_HAND = {"select": "select", "attend": "attend to all", "held": "attend to as many"}
+
+
 def steps_in_plain_jax() -> str:
-    found = {}
-    for row in load_rows("decode_step"):
-        if row["batch"] == 1 and (row["implementation"] == "xla" or row["method"] == "by hand"):
-            found[row["method"], row["length"]] = f"{row['us']:.0f}"
-    columns = ("by hand", "fier", "quest", "pariskv", "logquant")
-    lengths = sorted({length for method, length in found if method != "by hand"})
-    rows = [[str(n), *(found.get((method, n), "") for method in columns)] for n in lengths]
-    return markdown(["tokens", columns[0], *(f"`{name}`" for name in columns[1:])], rows)
+    """Steps without kernels over the same by hand, of every preset."""
+    found = {(row["method"], row["backend"], row["length"]): row for row in load_rows("plain")}
+    lengths, rows = sorted({length for _, backend, length in found if backend == "cpu"}), []
+    for name in REGISTRY:
+        on_cpu, on_gpu = [found[name, "cpu", n] for n in lengths], found.get((name, "gpu", lengths[-1]))
+        cells = ["", ""] if on_gpu is None else [f"{on_gpu['ratio']:.2f}", f"{on_gpu['us']:.0f}"]
+        cells[1] += " (all tokens)" if on_gpu is not None and on_gpu["policy"] == "Short" else ""
+        rows.append([f"`{name}`", BY_HAND[on_cpu[0]["by_hand"]], *(f"{row['ratio']:.2f}" for row in on_cpu), *cells])
+    columns = [*(f"CPU, {n} tokens" for n in lengths), f"H100, {lengths[-1]} tokens", "us there"]
+    return markdown(["cache", "by hand", *columns], rows)
 
 
 KERNELS = {

@@ -135,19 +135,18 @@ class Sampled(Zoned):
     ) -> tuple[PartialAttention, Array]:
         """The history's part of attention, estimated from the sample, and the sample's log weights f32[B, K, G, M].
 
-        A query samples some hundredth of the tokens, far fewer than there is room for. So where no GPU would have to
-        wait for the condition, a quarter of the room is gathered if that holds all.
+        Few tokens are sampled, so a CPU gathers a quarter of the room if that holds all. A GPU would wait to know it.
         """
+
+        few = sample.slots.shape[3] // 4
 
         def estimate(sample: Selection) -> tuple[PartialAttention, Array]:
             return self._attend(st, q, *self.store.gather(st.store, sample), sample, share, scale)
 
         def estimate_few(sample: Selection) -> tuple[PartialAttention, Array]:
             part, log_weights = estimate(Selection(*(a[..., :few] for a in sample)))
-            return part, jnp.pad(log_weights, ((0, 0), (0, 0), (0, 0), (0, M - few)))
+            return part, jnp.zeros(sample.slots.shape).at[..., :few].set(log_weights)
 
-        M = sample.slots.shape[3]
-        few = M // 4
         if reaches_gpus() or few == 0:
             return estimate(sample)
         return lax.cond(jnp.any(sample.valid[..., few:]), estimate, estimate_few, sample)
