@@ -11,9 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax import Array
 
 from kvjax.kernels_pallas import simt
 from kvjax.kernels_pallas.attend.softmax import finite
@@ -28,15 +26,6 @@ from kvjax.kernels_pallas.simt import (
 
 SLOTS = (1 << 22) - 1  # a slot s ranks as SLOTS - s
 MAX_K, MAX_UNITS = 4096, 1 << 21
-
-
-def ordered_keys(scores: Array, valid: Array) -> Array:
-    """u32 keys in the order of the scores, as in the reference: NaN and -inf as the lowest finite; 0 if not valid."""
-    low = jnp.finfo(scores.dtype).min
-    finite = jnp.clip(jnp.nan_to_num(scores, nan=low), low).astype(jnp.float32)
-    bits = jax.lax.bitcast_convert_type(finite, jnp.uint32)
-    key = jnp.where(bits >> 31 != 0, ~bits, bits | jnp.uint32(1 << 31))
-    return jnp.where(valid, key, jnp.uint32(0))
 
 
 HEADS = 8
@@ -113,11 +102,20 @@ def _log_of_sum(shares: list[Word]) -> Word:
     return logsum.sum_of_two(shift, instr("lg2.approx.f32", total))
 
 
+def ordered_key(x: Word, flag: Word) -> Word:
+    """The key of an f32 in the order of `lax.top_k`, in which -0 is below 0, or 0 without the flag. NaN and -inf rank
+    as the lowest finite number."""
+    return flag.differs(0).select(_of_bits(instr("max.f32", x, real(LOWEST))), 0)
+
+
 def _key(x: Word) -> Word:
-    """Keys in the order of the numbers, as `top_k.ordered_keys`."""
-    x = instr("max.f32", x, real(LOWEST))  # also of NaN
-    x = logsum.sum_of_two(x, real(0.0))
-    return (x >> 31).differs(0).select(x ^ 0xFFFFFFFF, x | (1 << 31))
+    """Keys in the order of the numbers, in which -0 is 0."""
+    return _of_bits(logsum.sum_of_two(instr("max.f32", x, real(LOWEST)), real(0.0)))
+
+
+def _of_bits(x: Word) -> Word:
+    """The bits of negative numbers reversed, those of others after them."""
+    return x ^ ((x >> 31) * 0x7FFFFFFF + (1 << 31))
 
 
 def load_heads(

@@ -6,7 +6,7 @@ thread then finds the rank of an element by bisection in each list.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvjax.kernels_pallas import simt
 from kvjax.kernels_pallas.select import tiling
@@ -22,6 +22,29 @@ from kvjax.kernels_pallas.simt import (
 
 # Words of `small`, after totals of warps: for the length of this block's list, and for those of all blocks' lists.
 LENGTH, LENGTHS = 32, 33
+
+
+class Out(NamedTuple):
+    """Where the slots of a row go, and whether their keys are not 0."""
+
+    slots: Any
+    found: Any
+    k: int
+
+    @classmethod
+    def of(cls, slots_m: Any, found_m: Any, k: int) -> Out:
+        """In device memory, for this block's row."""
+        slots, found = (
+            simt.offset_rows(simt.global_address(m), simt.row(), n * k) for m, n in ((slots_m, 4), (found_m, 1))
+        )
+        return cls(slots, found, k)
+
+    def write(self, at: Word, pair: list[Word]) -> None:
+        """Writes the slot of a pair at place `at`, if that is one of k."""
+        rank, key = pair
+        with when(at < self.k):
+            ptx("st.global.u32 [$0], $1;", simt.offset(self.slots, at * 4), word(SLOTS) - rank)
+            ptx("st.global.u8 [$0], $1;", simt.offset(self.found, at), key.differs(0).select(1, 0))
 
 
 def load_pair(at: Word, index: Word, count: Word) -> list[Word]:
@@ -96,7 +119,7 @@ def _bitonic(size_all: int, m: int, own: Word, spare: Word | None, length: Word,
         simt.store_shared(own + e * 8, *v)
 
 
-def write_by_rank(own: Word, lists: Word, small: Word, out: Any, length: Word, t: Word, k: int, blocks: int) -> None:
+def write_by_rank(own: Word, lists: Word, small: Word, out: Out, length: Word, t: Word, blocks: int) -> None:
     """Sends the sorted list `own` to the other blocks, and writes its slots at their ranks.
 
     `lists` has the lists of the other blocks, that of the next block first.
@@ -121,7 +144,7 @@ def write_by_rank(own: Word, lists: Word, small: Word, out: Any, length: Word, t
     @loop(t, length, tiling.THREADS)
     def _write(i: Word) -> None:
         pair = load_pair(own + i * 8, i, length)
-        write_slot(out, simt.sum_of([i, *larger(pair, lists, lengths, firsts, longest)]), pair, k)
+        out.write(simt.sum_of([i, *larger(pair, lists, lengths, firsts, longest)]), pair)
 
 
 def larger(pair: list[Word], lists: Word, lengths: list[Word], firsts: list[Word], longest: Word) -> list[Word]:
@@ -143,11 +166,3 @@ def larger(pair: list[Word], lists: Word, lengths: list[Word], firsts: list[Word
         ]
 
     return loop(0, bits, 1, [word(0)] * len(lengths))(bisect)
-
-
-def write_slot(out: Any, at: Word, pair: list[Word], k: int) -> None:
-    """Writes the slot of a pair at place `at`, if that is one of k, with bit 31 set if the key is not 0."""
-    rank, key = pair
-    with when(at < k):
-        slot = (word(SLOTS) - rank) | key.differs(0).select(1 << 31, 0)
-        ptx("st.global.u32 [$0], $1;", simt.offset(out, at * 4), slot)

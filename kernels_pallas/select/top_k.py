@@ -1,12 +1,12 @@
 """The slots of the k largest scores of each row, in order of rank. The result is exact: ties go to the lower slot.
 
 Several blocks work on one row: a cluster, or without one in a launch for each step. Scores become unsigned keys of the
-same order (0: invalid). (1) Each thread reads 16 keys; registers hold a row of at most 131072. (2) A histogram of the
+same order (0: invalid). (1) Each thread reads 16 scores; registers hold a row of at most 131072. (2) A histogram of the
 top bits of the keys finds the bin of the k-th key. While more than `candidates(k)` elements are left, the next bits are
 counted. (3) Each block sorts its share of the candidates, sends it to the others, and finds the ranks of its own by
 bisection.
 
-**Bytes:** 4 U read and 4 k written a row; longer rows are read three or more times.
+**Bytes:** 5 U read and 5 k written a row; longer rows are read three or more times. Rows may share a mask.
 
 **Bound:** latency, and the reads of 64 multiprocessors for longer rows.
 
@@ -26,15 +26,15 @@ from jax import Array
 from kvjax.kernels_pallas import simt, tuned
 from kvjax.kernels_pallas.select import histogram, tiling
 from kvjax.kernels_pallas.select.histogram import kept_of
-from kvjax.kernels_pallas.select.keys import MAX_K, MAX_UNITS, SLOTS, ordered_keys
+from kvjax.kernels_pallas.select.keys import MAX_K, MAX_UNITS, SLOTS, ordered_key
 from kvjax.kernels_pallas.select.sort import (
     LENGTH,
     LENGTHS,
+    Out,
     larger,
     networks,
     sort_pairs,
     write_by_rank,
-    write_slot,
 )
 from kvjax.kernels_pallas.select.tiling import Config, config_for
 from kvjax.kernels_pallas.simt import (
@@ -84,37 +84,50 @@ def top_k(scores: Array, valid: Array, k: int, *, config: Config | None = None) 
     if limit := unsupported(scores.shape, scores.dtype, k):
         raise NotImplementedError(limit)
     *lead, U = scores.shape
-    keys = jnp.pad(ordered_keys(scores, jnp.broadcast_to(valid, scores.shape)).reshape(-1, U), ((0, 0), (0, -U % 4)))
-    out = select_keys(keys, k, config).reshape(*lead, k)
-    return (out & jnp.uint32(SLOTS)).astype(jnp.int32), out > SLOTS
+    if scores.dtype != jnp.float32:
+        low = jnp.finfo(scores.dtype).min
+        scores = jnp.where(scores >= low, scores, low).astype(jnp.float32)
+    own = (1,) * (scores.ndim - valid.ndim) + valid.shape
+    n = max((i + 1 for i in range(len(lead)) if own[i] > 1), default=0)  # rows that differ in later axes share a mask
+    valid = jnp.broadcast_to(valid.reshape(own[:n] + own[-1:]), (*lead[:n], U))
+    scores, valid = (jnp.pad(a.reshape(-1, U), ((0, 0), (0, -U % 4))) for a in (scores, valid))
+    config = config or tuned.select(
+        "top_k", config_for(len(scores), U, simt.target((scores,))), (scores,), rows=len(scores), U=U, k=k
+    )
+    slots, found = _select(k, config, scores, valid)
+    return slots.reshape(*lead, k), found.reshape(*lead, k)
 
 
-def select_keys(keys: Array, k: int, config: Config | None = None) -> Array:
-    """u32[rows, k] slots of the k largest of keys u32[rows, U], U a multiple of 4; bit 31 is set if a key is not 0."""
-    rows, U = keys.shape
-    config = config or tuned.select("top_k", config_for(rows, U, simt.target((keys,))), (keys,), rows=rows, U=U, k=k)
+def _select(k: int, config: Config, scores: Array, valid: Array) -> tuple[Array, Array]:
+    """Of scores f32[rows, U] where valid bool[rows / n, U], U a multiple of 4."""
+    rows, U = scores.shape
 
     @jax.custom_batching.custom_vmap
-    def run(keys: Array) -> Array:
+    def run(scores: Array, valid: Array) -> tuple[Array, Array]:
+        how: dict[str, Any] = {"U": U, "config": config, "shared_by": rows // len(valid)}
         if config.parted:
-            kept = simt.kernel(
-                functools.partial(_count, U=U, config=config), name="kvjax_top_k_count", out_type=kept_of(rows, config),
+            keys, kept = simt.kernel(
+                functools.partial(_count, **how), name="kvjax_top_k_count",
+                out_type=(jax.ShapeDtypeStruct((rows, U), jnp.uint32), kept_of(rows, config)),
                 scratch=(histogram.PASS,), **launch_of(rows, config),
-            )(keys)  # fmt: skip
+            )(scores, valid)  # fmt: skip
             return select_kept("kvjax_top_k", keys, kept, k, config)
         return simt.kernel(
-            functools.partial(_program, U=U, k=k, config=config),
-            name="kvjax_top_k",
-            out_type=jax.ShapeDtypeStruct((rows, k), jnp.uint32),
-            scratch=scratch(k, config),
-            **launch_of(rows, config),
-        )(keys)
+            functools.partial(_program, **how, k=k), name="kvjax_top_k", out_type=selected(rows, k),
+            scratch=scratch(k, config), **launch_of(rows, config),
+        )(scores, valid)  # fmt: skip
 
     @run.def_vmap
-    def batched(n: int, _: Any, keys: Array) -> tuple[Array, bool]:
-        return select_keys(keys.reshape(n * rows, U), k, config).reshape(n, rows, k), True
+    def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, ...], tuple[bool, bool]]:
+        found = _select(k, config, *simt.flatten_batch(n, batches, args))
+        return tuple(a.reshape(n, rows, k) for a in found), (True, True)
 
-    return run(keys)
+    return run(scores, valid)
+
+
+def selected(rows: int, k: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Slots, and whether a place has one."""
+    return jax.ShapeDtypeStruct((rows, k), jnp.int32), jax.ShapeDtypeStruct((rows, k), jnp.bool_)
 
 
 def launch_of(rows: int, config: Config) -> dict[str, int]:
@@ -132,12 +145,9 @@ def scratch(k: int, config: Config) -> tuple[int, ...]:
     return histogram.PASS, *((room, room) if k <= MAX_K // 2 else (room,)), SMALL
 
 
-def _program(keys_m, out_m, *scratch_m, U: int, k: int, config: Config) -> None:
-    row = simt.row()
-    keys = simt.offset_rows(simt.global_address(keys_m), row, U * 4)
-    out = simt.offset_rows(simt.global_address(out_m), row, k * 4)
-    fetch = fetcher(keys, U, config)
-    select_row(fetch, fetch, out, scratch_m, U=U, k=k, config=config)
+def _program(scores_m, valid_m, slots_m, found_m, *scratch_m, U: int, k: int, config: Config, shared_by: int) -> None:
+    fetch = _scores(scores_m, valid_m, U, config, shared_by)
+    select_row(fetch, fetch, Out.of(slots_m, found_m, k), scratch_m, U=U, k=k, config=config)
 
 
 Fetch = Callable[[Word], list[list[Word]]]
@@ -146,6 +156,24 @@ Element = tuple[Word, Word]  # key and rank of the slot
 
 def fetcher(keys: Any, U: int, config: Config) -> Fetch:
     return lambda i: [tiling.load_four(keys, at, U) for at in tiling.fours(i, U, config)]
+
+
+def _scores(scores_m: Any, valid_m: Any, U: int, config: Config, shared_by: int, keys: Any = None) -> Fetch:
+    """Gives the keys of a row's scores, and writes them to `keys`."""
+    scores = simt.offset_rows(simt.global_address(scores_m), simt.row(), U * 4)
+    valid = simt.offset_rows(simt.global_address(valid_m), simt.divide(simt.row(), shared_by), U)
+
+    def fetch(i: Word) -> list[list[Word]]:
+        fours = []
+        for at in tiling.fours(i, U, config):
+            flags = simt.load_below(at, U, simt.offset(valid, at))
+            four = [ordered_key(x, (flags >> 8 * j) & 1) for j, x in enumerate(tiling.load_four(scores, at, U))]
+            if keys is not None:
+                tiling.store_four(keys, at, U, four)
+            fours.append(four)
+        return fours
+
+    return fetch
 
 
 class _Elements:
@@ -170,9 +198,9 @@ class _Elements:
 
 
 def select_row(
-    first: Fetch, again: Fetch, out: Any, scratch_m: Sequence[Any], *, U: int, k: int, config: Config
+    first: Fetch, again: Fetch, out: Out, scratch_m: Sequence[Any], *, U: int, k: int, config: Config
 ) -> None:
-    """Writes to `out` the slots of the k largest keys of a row, with bit 31 set if a key is not 0.
+    """Writes to `out` the slots of the k largest keys of a row.
 
     `first(i)` gives the keys of `fours(i, U, config)` at their first use, `again(i)` after it.
     """
@@ -203,7 +231,7 @@ def select_row(
     sort_pairs(networks(capacity), own, next(iter(spare), None), length, t)
     block_barrier()
     simt.cluster_wait()  # now all blocks have read the histograms too, which the lists overwrite
-    write_by_rank(own, hist, small, out, length, t, k, blocks)
+    write_by_rank(own, hist, small, out, length, t, blocks)
 
 
 def _collect(elements: _Elements, high: Word, low: Word, own: Word, small: Word) -> Word:
@@ -272,10 +300,12 @@ def _digit_pass(n: int, state: list[Word], each: Callable[..., None], hist: Word
 # ----------------------------------------------------------------- blocks that are no cluster: a launch for each step
 
 
-def _count(keys_m: Any, kept_m: Any, hist_m: Any, *, U: int, config: Config) -> None:
-    """The first launch: how many keys of each block have each first digit."""
+def _count(
+    scores_m: Any, valid_m: Any, keys_m: Any, kept_m: Any, hist_m: Any, *, U: int, config: Config, shared_by: int
+) -> None:
+    """The first launch: writes the keys, and how many of each block have each first digit."""
     keys = simt.offset_rows(simt.global_address(keys_m), simt.row(), U * 4)
-    count_first(fetcher(keys, U, config), kept_m, hist_m, U=U, config=config)
+    count_first(_scores(scores_m, valid_m, U, config, shared_by, keys), kept_m, hist_m, U=U, config=config)
 
 
 def count_first(fetch: Fetch, kept_m: Any, hist_m: Any, *, U: int, config: Config) -> None:
@@ -292,8 +322,8 @@ def count_first(fetch: Fetch, kept_m: Any, hist_m: Any, *, U: int, config: Confi
     histogram.keep(hist, kept)
 
 
-def select_kept(kernel: str, keys: Array, kept: Array, k: int, config: Config) -> Array:
-    """u32[rows, k] as `select_keys`, of keys whose first digits were counted.
+def select_kept(kernel: str, keys: Array, kept: Array, k: int, config: Config) -> tuple[Array, Array]:
+    """`selected` of keys u32[rows, U] whose first digits were counted.
 
     Each block sorts its candidates; then each finds the ranks of its own among all. If there are too many, one block
     selects alone, from all keys of the row."""
@@ -313,7 +343,7 @@ def select_kept(kernel: str, keys: Array, kept: Array, k: int, config: Config) -
     return simt.kernel(
         functools.partial(_rank, **how),
         name=kernel,
-        out_type=jax.ShapeDtypeStruct((rows, k), jnp.uint32),
+        out_type=selected(rows, k),
         scratch=scratch(k, config),
         **launch_of(rows, config),
     )(lists, lengths, keys)
@@ -352,14 +382,16 @@ def _list(
 
 
 def _rank(
-    lists_m: Any, lengths_m: Any, keys_m: Any, out_m: Any, *scratch_m: Any, U: int, k: int, config: Config
-) -> None:
+    lists_m: Any, lengths_m: Any, keys_m: Any, slots_m: Any, found_m: Any, *scratch_m: Any, U: int, k: int,
+    config: Config,
+) -> None:  # fmt: skip
     t, row, part, blocks = simt.special("tid.x"), simt.row(), simt.part(), config.blocks
     _, own, *_, small = (simt.shared_address(m) for m in scratch_m)
-    keys, out, lists, of_row = (
+    keys, lists, of_row = (
         simt.offset_rows(simt.global_address(m), row, n * 4)
-        for m, n in ((keys_m, U), (out_m, k), (lists_m, blocks * 2 * candidates(k)), (lengths_m, blocks))
+        for m, n in ((keys_m, U), (lists_m, blocks * 2 * candidates(k)), (lengths_m, blocks))
     )
+    out = Out.of(slots_m, found_m, k)
     first_length = simt.load(of_row)
     with when(first_length.differs(TOO_MANY)):
         # Shared memory has the lists one after the other; `small` where each begins, how long it is, and the longest.
@@ -394,7 +426,7 @@ def _rank(
             for b in range(0, blocks, AT_ONCE):
                 of = [simt.load_shared(small + j * 8, 2) for j in range(b, min(b + AT_ONCE, blocks))]
                 at = simt.sum_of([at, *larger(pair, own, [n for _, n in of], [first for first, _ in of], longest)])
-            write_slot(out, at, pair, k)
+            out.write(at, pair)
 
     with when(first_length.equals(TOO_MANY) & part.equals(0)):
         alone = tiling.Config(1, config.unroll, cluster=0)

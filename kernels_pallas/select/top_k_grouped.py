@@ -8,7 +8,7 @@ out as keys.
 The key is the sum of softmaxes itself, because its leading bits separate more units than a logarithm's. Sums below
 2^-96 use their logarithm.
 
-**Bytes:** 4 G U read a row of the group, twice with softmaxes, and 4 k written.
+**Bytes:** 4 G U read a row of the group, twice with softmaxes, and 5 k written.
 
 **Bound:** latency at 131072 units; the second read often hits the L2 cache.
 
@@ -27,8 +27,9 @@ from jax import Array
 
 from kvjax.kernels_pallas import simt, tuned
 from kvjax.kernels_pallas.select import histogram, logsum, tiling, top_k, units
-from kvjax.kernels_pallas.select.keys import HEADS, SLOTS, SOFTMAX, load_heads_f32, reduced_keys
+from kvjax.kernels_pallas.select.keys import HEADS, SOFTMAX, load_heads_f32, reduced_keys
 from kvjax.kernels_pallas.select.logsum import NOTHING
+from kvjax.kernels_pallas.select.sort import Out
 from kvjax.kernels_pallas.select.tiling import Config, config_for
 from kvjax.kernels_pallas.simt import (
     Word,
@@ -72,7 +73,7 @@ def top_k_grouped(parts: Parts, group_reduce: str, k: int, *, config: Config | N
     scores = [scores for scores, _ in parts]
     shared = jnp.broadcast_shapes(*(ok.shape[:-1] for _, ok in parts))  # a part may have one row for all KV heads
     flags = [jnp.broadcast_to(ok, (*shared, ok.shape[-1])) for _, ok in parts]
-    valid = jnp.concatenate([ok.astype(jnp.uint8) for ok in flags], axis=-1)
+    valid = jnp.concatenate(flags, axis=-1)
     if len(parts) > 2 or (len(parts) == 2 and scores[0].shape[3] % 4):
         scores = [jnp.concatenate(scores, axis=-1)]
     ragged = ((0, 0),) * 3 + ((0, -valid.shape[3] % 4),)
@@ -90,11 +91,11 @@ def top_k_grouped(parts: Parts, group_reduce: str, k: int, *, config: Config | N
         G=G // H,
         softmax=int(group_reduce in SOFTMAX),
     )
-    out = _select(group_reduce, k, config, valid, *flat).reshape(B, K, H, k)
-    return (out & jnp.uint32(SLOTS)).astype(jnp.int32), out > SLOTS
+    slots, found = _select(group_reduce, k, config, valid, *flat)
+    return slots.reshape(B, K, H, k), found.reshape(B, K, H, k)
 
 
-def _select(group_reduce: str, k: int, config: Config, valid: Array, *scores: Array) -> Array:
+def _select(group_reduce: str, k: int, config: Config, valid: Array, *scores: Array) -> tuple[Array, Array]:
     rows, heads, _ = scores[0].shape
     sizes = tuple(s.shape[2] for s in scores)
     U = sum(sizes)
@@ -102,7 +103,7 @@ def _select(group_reduce: str, k: int, config: Config, valid: Array, *scores: Ar
     keys_of = jax.ShapeDtypeStruct((rows, U), jnp.uint32)
 
     @jax.custom_batching.custom_vmap
-    def run(valid: Array, *scores: Array) -> Array:
+    def run(valid: Array, *scores: Array) -> tuple[Array, Array]:
         row = functools.partial(
             _Row, sizes=sizes, heads=heads, shared_by=rows // valid.shape[0], group_reduce=group_reduce, config=config
         )
@@ -122,7 +123,7 @@ def _select(group_reduce: str, k: int, config: Config, valid: Array, *scores: Ar
                 out_type=(keys_of, histogram.kept_of(rows, config)), scratch=(histogram.PASS, units.LOGS), **launch,
             )(*args)  # fmt: skip
             return top_k.select_kept("kvjax_top_k_grouped", keys, kept, k, config)
-        outs = [jax.ShapeDtypeStruct((rows, k), jnp.uint32)]
+        outs = [*top_k.selected(rows, k)]
         if not tiling.in_one_step(U, config):
             outs.append(keys_of)  # keys, for the later passes
         return simt.kernel(
@@ -131,11 +132,12 @@ def _select(group_reduce: str, k: int, config: Config, valid: Array, *scores: Ar
             out_type=tuple(outs),
             scratch=(*top_k.scratch(k, config), STATS + 3 * HEADS),
             **launch,
-        )(*args)[0]
+        )(*args)[:2]
 
     @run.def_vmap
-    def batched(n: int, batches: list[bool], *args: Array) -> tuple[Array, bool]:
-        return _select(group_reduce, k, config, *simt.flatten_batch(n, batches, args)).reshape(n, rows, k), True
+    def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, ...], tuple[bool, bool]]:
+        found = _select(group_reduce, k, config, *simt.flatten_batch(n, batches, args))
+        return tuple(a.reshape(n, rows, k) for a in found), (True, True)
 
     return run(valid, *scores)
 
@@ -181,8 +183,8 @@ class _Row:
 def _program(*refs: Any, row: Callable[..., _Row], inputs: int, summed: bool, k: int) -> None:
     of = row(*refs[:inputs])
     first = len(refs) - len(top_k.scratch(k, of.config)) - 1
-    (out_m, *keys_m), (*scratch_m, stats_m) = refs[inputs:first], refs[first:]
-    out = simt.offset_rows(simt.global_address(out_m), of.row, k * 4)
+    (slots_m, found_m, *keys_m), (*scratch_m, stats_m) = refs[inputs:first], refs[first:]
+    out = Out.of(slots_m, found_m, k)
     keys = simt.offset_rows(simt.global_address(keys_m[0]), of.row, of.U * 4) if keys_m else None
     if summed:
         of.logs = _log_sums(of, stats_m)

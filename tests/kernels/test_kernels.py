@@ -17,7 +17,6 @@ from kvjax.kernels_pallas.attend import attend_quantized, attend_slots, attend_s
 from kvjax.kernels_pallas.host import host_rows
 from kvjax.kernels_pallas.score import rerank, score_1bit, score_pages
 from kvjax.kernels_pallas.select import select_1bit, select_4bit, tiling, top_k, top_k_grouped
-from kvjax.kernels_pallas.select.keys import ordered_keys
 from kvjax.kernels_pallas.vote import collide, most_voted
 from kvjax.numerics.quant import quantize_1bit
 from kvjax.selectors import Fier
@@ -193,14 +192,6 @@ def test_a_program_lowered_for_a_gpu_has_the_kernels():
     text = jax.jit(step).trace(q, ix).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") + text.count("custom_call @mosaic_gpu_v2") >= 2
     assert "chlo.top_k" not in text
-
-
-def test_keys_have_the_order_of_the_scores():
-    scores = jnp.array([-jnp.inf, jnp.nan, -3e38, -1.0, -1e-30, -0.0, 0.0, 1e-30, 1.0, 3e38, jnp.inf])
-    keys = np.asarray(ordered_keys(scores, jnp.ones(scores.shape, bool))).astype(np.int64)
-    assert keys[0] == keys[1] > 0
-    assert (np.diff(keys[1:]) > 0).all()
-    assert not np.asarray(ordered_keys(scores, jnp.zeros(scores.shape, bool))).any()
 
 
 def test_the_derivative_of_scores_is_the_references():

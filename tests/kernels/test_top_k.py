@@ -25,6 +25,8 @@ def inputs(rows, U, k, seed=0):
     extreme[:, ::7], extreme[:, 1::5], extreme[:, 3::11] = np.inf, -np.inf, np.nan
     yield "normal", normal, all_valid
     yield "counts, NaN past them", np.where(upto, normal, np.nan), upto
+    yield "zeros of both signs", np.where(normal > 0, np.float32(0), -np.float32(0)), all_valid
+    yield "one mask for all rows", normal, all_valid[:1, :1]
     yield "all equal", np.ones_like(normal), all_valid
     yield "few values", np.round(normal), all_valid
     yield "infinities and NaN", extreme, rng.random((rows, U)) < 0.8
