@@ -120,7 +120,7 @@ def unsupported(
     return None
 
 
-@simt.lowered_once("scale", "config")
+@simt.lowered_once("scale", "part", "config")
 def attend_quantized(
     q: Array,
     keys: tuple[Array, Array],
@@ -130,20 +130,22 @@ def attend_quantized(
     recent: tuple[Array, Array, Array, Array] | None = None,
     *,
     scale: float,
+    part: bool = False,
     config: Config | None = None,
 ) -> Any:
     """(out f32[B, K, Q, D], lse f32[B, K, Q]) of q [B, K, Q, D] over slots [start, stop) i32[B] of codes of k and v.
 
     keys and values are (codes u8[B, K, S, D * bits / 8], scales u32[B, K, S / gs, D / gd]). With `recent`, exact keys
     and values bf16[B, K, R, D] and the start and stop i32[B] of those that are attended to, out [B, K, Q, D] of both in
-    the dtype of q; of T steps the stop is i32[B, T], the start alike or [B, 1], and each has Q / T queries.
+    the dtype of q, or with `part` out and lse; of T steps the stop is i32[B, T], the start alike or [B, 1], and each
+    has Q / T queries.
     """
     if limit := unsupported(q, keys, values, start, stop, recent):
         raise NotImplementedError(limit)
     B, K, Q, D = q.shape
     zone = () if recent is None else (*(a.reshape(B * K, -1, D) for a in recent[:2]), *recent[2:])
     flat = [a.reshape(B * K, *a.shape[2:]) for a in (*keys, *values)]
-    dtype = jnp.dtype(jnp.float32) if recent is None else q.dtype
+    dtype = None if recent is None or part else q.dtype
     queries, ends = q.astype(jnp.bfloat16).reshape(B * K, Q, D), (a.astype(jnp.int32) for a in (start, stop))
     groups, columns = softmax.columns_of(Q, decoded.columns_at_once(layout_of(D, keys, values)))
     steps = 1 if recent is None else step_count(recent[3])
@@ -155,14 +157,14 @@ def attend_quantized(
     queries = queries.reshape(-1, heads, D)
     made = _attend(scale, dtype, (groups, columns, Q // steps), config, queries, *ends, *flat, *zone)
     whole = tuple(a.reshape(B, K, -1, *a.shape[2:])[:, :, :Q] for a in made)
-    return whole if recent is None else whole[0]
+    return whole if dtype is None else whole[0]
 
 
 def _attend(
     scale: float, dtype: Any, split: tuple[int, int, int], config: Config | None, *args: Array
 ) -> tuple[Array, ...]:
-    """[rows, Q, D] in `dtype`; and, without a zone, f32[rows, Q]. `split` has rows of the grid for a KV head, columns
-    of each, which are rows here, and the queries of a step."""
+    """[rows, Q, D] in `dtype`; or, if it is None, f32[rows, Q, D] and f32[rows, Q]. `split` has rows of the grid for a
+    KV head, columns of each, which are rows here, and the queries of a step."""
     (rows, Q, D), (groups, columns, _) = args[0].shape, split
     layout = layout_of(D, args[3:5], args[5:7])
     target = simt.target(args)
@@ -210,7 +212,8 @@ def _attend(
             blocks=rows // columns * config.blocks,
             warpgroups=config.warpgroups,
         )(*args)
-        return softmax.merge_blocks(means, logs, dtype, name="attend_quantized", lse=not recent)
+        kind = jnp.float32 if dtype is None else dtype
+        return softmax.merge_blocks(means, logs, kind, name="attend_quantized", lse=dtype is None)
 
     @run.def_vmap
     def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, ...], tuple[bool, ...]]:

@@ -1,12 +1,12 @@
 """The slots of the k largest scores of each row, in order of rank. The result is exact: ties go to the lower slot.
 
-Several blocks work on one row: a cluster, or without one in a launch for each step. Scores become unsigned keys of the
-same order (0: invalid). (1) Each thread reads 16 scores; registers hold a row of at most 131072. (2) A histogram of the
+Several blocks work on one row: a cluster, or a launch for each step. Scores become unsigned keys of the same order (0:
+invalid). (1) Each thread reads 16 scores; registers hold a row of at most 131072. (2) A histogram of the
 top bits of the keys finds the bin of the k-th key. While more than `candidates(k)` elements are left, the next bits are
 counted. (3) Each block sorts its share of the candidates, sends it to the others, and finds the ranks of its own by
 bisection.
 
-**Bytes:** 5 U read and 5 k written a row; longer rows are read three or more times. Rows may share a mask.
+**Bytes:** 5 U read and 5 k written a row; longer rows are read three or more times.
 
 **Bound:** latency, and the reads of 64 multiprocessors for longer rows.
 
@@ -99,7 +99,7 @@ def top_k(scores: Array, valid: Array, k: int, *, config: Config | None = None) 
 
 
 def _select(k: int, config: Config, scores: Array, valid: Array) -> tuple[Array, Array]:
-    """Of scores f32[rows, U] where valid bool[rows / n, U], U a multiple of 4."""
+    """`selected` of scores f32[rows, U] where valid bool[rows / n, U], U a multiple of 4."""
     rows, U = scores.shape
 
     @jax.custom_batching.custom_vmap

@@ -96,12 +96,18 @@ def attend_quantized(
     return for_gpu(for_a_gpu, blocks, *operands) if few else blocks(*operands)
 
 
+def _attend_quantized_zones_mosaic(kernel: Any, a: Any) -> Any:
+    zones = a.keys, a.values, a.start, a.stop, a.recent
+    made = kernel.attend_quantized(a.q, *zones, scale=a.scale, part=a.part)
+    return PartialAttention(*made) if a.part else made
+
+
 @op(
     kernel="attend.attend_quantized",
-    static_argnames=("scale",),
+    static_argnames=("scale", "part"),
     derivative="reference",
     limit=lambda kernel, a: kernel.unsupported(a.q, a.keys, a.values, a.start, a.stop, a.recent, a.sink),
-    mosaic=lambda kernel, a: kernel.attend_quantized(a.q, a.keys, a.values, a.start, a.stop, a.recent, scale=a.scale),
+    mosaic=_attend_quantized_zones_mosaic,
 )
 def attend_quantized_zones(
     q: Float[Array, "B K Q D"],
@@ -114,15 +120,19 @@ def attend_quantized_zones(
     sinks: Float[Array, "K G"] | None = None,
     *,
     scale: float,
+    part: bool = False,
     implementation: Implementation | None = None,
-) -> Float[Array, "B K Q D"]:
+) -> Any:
     """[B, K, Q, D] in the dtype of q [B, K, Q, D]: `attend_quantized`, merged with the spans of `recent` and `sink` and
     with `sinks`.
 
     start and stop are i32[B]; there may be no sink. Each of T decode steps may have its own spans, as in `attend_span`.
-    `implementation`: as for `attend_quantized`; the kernel takes a recent span in bfloat16 and no sink.
+    `implementation`: as for `attend_quantized`; the kernel takes a recent span in bfloat16 and no sink. With `part`,
+    the result is a PartialAttention over Q, without `sinks`.
     """
     history = attend_quantized(q, keys, values, start, stop, scale=scale)
+    if part:
+        return merge_beside(history, q, None, recent, sink, scale=scale)
     return attend_beside(history, q, None, recent, sink, sinks, scale=scale)
 
 

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.tree_util import register_dataclass
 
+from kvjax import ops
 from kvjax.evictors import Sliding
-from kvjax.numerics.partial import PartialAttention, attend_part, merge, merge_sinks, scaled
+from kvjax.numerics.partial import PartialAttention, Span, merge, merge_sinks, scaled
 from kvjax.policies.evicting import Evicting, EvictingState
 from kvjax.policies.policy import Info, Policy, Step
 from kvjax.spec import CacheSpec
@@ -120,8 +121,8 @@ class Compensated(Policy):
     def attend(self, st: CompensatedState, q: Array, step: Step) -> tuple[Array, CompensatedState, Info]:
         self._check_window(step.window)
         kept = st.kept
-        used = (jnp.arange(kept.tokens.slots)[None] < kept.tokens.count[:, None])[:, None, None]
-        part = attend_part(q, kept.tokens.k, kept.tokens.v, used, scale=step.scale)
+        held = Span(kept.tokens.k, kept.tokens.v, jnp.zeros_like(kept.length), kept.tokens.count)
+        part = ops.attend_span(q, held, scale=step.scale, part=True)
         out = merge_sinks(merge(part, self._compensate(st, q, step.scale)), step.sinks).out
         attended = jnp.broadcast_to(kept.tokens.count.astype(jnp.float32)[:, None], q.shape[:2])
         return out.astype(q.dtype), st, Info(attended, None)

@@ -30,6 +30,7 @@ from kvjax.validation import check_verbs
 
 QUERIES = 128  # queries of a prompt whose weights are in memory at a time
 PARTS = 4  # of a prompt's voters; each is compared with the keys up to its own last query only
+NEVER = np.iinfo(np.int32).max  # after all positions
 SLOTS = 1024  # slots that a chunk of a prompt attends to at a time
 
 
@@ -131,17 +132,18 @@ class Evicting(Policy):
         length = st.length + added  # the code below reads only this one: XLA would copy the old one if it read both
         slot = self._slot(st, length)
 
-        def place(buffer: Array, new: Array) -> Array:
-            """`buffer` [B, K, S, D] with `new` [B, K, 1, D] in the slot of each head of the active rows."""
-            rows, tokens = (a.reshape(B * K, 1, -1, a.shape[3]) for a in (buffer, new))
-            return write(rows, tokens, slot.reshape(-1), jnp.repeat(added, K)).reshape(buffer.shape)
-
+        # A KV head is a row of its own here, whose count is the slot to write: out of range, it writes nothing.
+        at = jnp.where(active[:, None], slot, S).reshape(-1)
+        held_k, held_v, k_row, v_row = (a.reshape(B * K, 1, -1, a.shape[3]) for a in (st.tokens.k, st.tokens.v, k, v))
+        (held,), _ = ops.put_token([Block(held_k, held_v, at)], k_row, v_row, at < S, at < 0)
         taken = (jnp.arange(S)[None, None] == slot[..., None]) & active[:, None, None]
         evidence = None if st.evidence is None else jnp.where(taken, self._arriving(k, v), st.evidence)
         return replace(
             st,
             tokens=Block(
-                place(st.tokens.k, k), place(st.tokens.v, v), jnp.minimum(st.tokens.count + added, self._limit(st))
+                held.k.reshape(st.tokens.k.shape),
+                held.v.reshape(st.tokens.v.shape),
+                jnp.minimum(st.tokens.count + added, self._limit(st)),
             ),
             position=jnp.where(taken, length[:, None, None] - 1, st.position),
             evidence=evidence,
@@ -474,10 +476,17 @@ class Evicting(Policy):
         """i32[B, K]: the slot of least worth among the `valid` bool[B, K, S]; of equals the oldest."""
         position, slots = jnp.where(valid, st.position, -1), self._share(st.tokens.slots)
         held = Held(st.evidence, position, end, slots, st.tokens.k, st.tokens.v, st.memory)
-        worth = self._worth(held, st.stays)
-        worth = jnp.where(valid, worth, jnp.inf)
-        least = valid & (worth == jnp.min(worth, axis=-1, keepdims=True))
-        return jnp.argmin(jnp.where(least, st.position, jnp.iinfo(jnp.int32).max), axis=-1).astype(jnp.int32)
+        worth = jnp.where(valid, lax.stop_gradient(self._worth(held, st.stays)), jnp.inf)
+        age, slot = jnp.where(valid, st.position, NEVER), lax.broadcasted_iota(jnp.int32, position.shape, 2)
+        operands, last = (worth, age, vary_with(slot, worth)), (jnp.float32(jnp.inf), jnp.int32(NEVER), jnp.int32(0))
+
+        def least(a: tuple[Array, ...], b: tuple[Array, ...]) -> tuple[Array, ...]:  # in one launch
+            equal, older = a[0] == b[0], (a[1] < b[1]) | ((a[1] == b[1]) & (a[2] <= b[2]))
+            first = (a[0] < b[0]) | (equal & older)
+            return tuple(lax.select(first, x, y) for x, y in zip(a, b, strict=True))
+
+        slots_of: list[Array] = lax.reduce(operands, vary_with(last, worth), least, (2,))
+        return slots_of[2]
 
     def _worth(self, held: Held, stays: Array | None, order: Array | None = None) -> Array:
         """f32[B, K, L]: the worth of tokens, whose keys and values are yet to be put in `order` i32[B, K, L].

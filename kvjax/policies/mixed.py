@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from jax import Array
 from jax.tree_util import register_dataclass
 
+from kvjax import ops
 from kvjax.evictors import Evictor, HeavyHitter
-from kvjax.numerics.blocks import Block, empty_block, put
+from kvjax.numerics.blocks import Block, empty_block
 from kvjax.numerics.packing import whole_units
-from kvjax.numerics.partial import PartialAttention, attend_part, keep_valid, merge, merge_sinks, softmax_weights
+from kvjax.numerics.partial import PartialAttention, Span, attend_part, keep_valid, merge, merge_sinks, softmax_weights
 from kvjax.ops.chunk import attend_zone
 from kvjax.policies.evicting import Evicting, EvictingState
 from kvjax.policies.policy import Info, Step
@@ -92,16 +93,16 @@ class Mixed(Evicting):
         leaves = active & (st.tokens.count == st.tokens.slots)
         room = st.pending.count < st.pending.slots
         new: Any = super().update(st, k, v, active & (room | ~leaves))
-        pending = put(st.pending, st.next_k, st.next_v, (leaves & room).astype(jnp.int32))
-        return replace(new, pending=pending, dropped=st.dropped | (leaves & ~room))
+        (pending,), dropped = ops.put_token([st.pending], st.next_k, st.next_v, leaves, st.dropped)
+        return replace(new, pending=pending, dropped=dropped)
 
     def attend(self, st: Any, q: Array, step: Step) -> tuple[Array, EvictingState, Info]:
         self._check_window(step.window)
         scale, exact_valid = step.scale, self._valid(st)[:, :, None]
         exact = attend_part(q, st.tokens.k, st.tokens.v, exact_valid, scale=scale)
-        pending = (jnp.arange(self.chunk)[None] < st.pending.count[:, None])[:, None, None]
-        low = self.store.attend(st.low, q, jnp.zeros_like(st.length), scale=scale)
-        whole = merge(exact, attend_part(q, st.pending.k, st.pending.v, pending, scale=scale), low)
+        first = jnp.zeros_like(st.length)
+        pending = Span(st.pending.k, st.pending.v, first, st.pending.count)
+        whole = merge(exact, self.store.attend_with(st.low, q, first, pending, None, scale=scale, part=True))
         if st.evidence is not None and st.due is not None:
             weights = softmax_weights(q, st.tokens.k, exact_valid, scale=scale, lse=whole.lse)
             seen = self.evictor.see_step(st.evidence, weights)

@@ -137,9 +137,9 @@ class Quantized(Store):
         return attend_blocks(q, (st.k, st.v), start, st.count, read=read, slots=st.slots, unit=unit, scale=scale)
 
     def attend_with(
-        self, st: QuantizedBlock, q: Array, start: Array, recent: Span, sink: Span | None, **logits: Any
-    ) -> Array:
-        return ops.attend_quantized_zones(q, st.k, st.v, start, st.count, recent, sink, **logits)
+        self, st: QuantizedBlock, q: Array, start: Array, recent: Span, sink: Span | None, **how: Any
+    ) -> Any:
+        return ops.attend_quantized_zones(q, st.k, st.v, start, st.count, recent, sink, **how)
 
     takes_steps = True
 

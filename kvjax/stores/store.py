@@ -100,10 +100,14 @@ class Store:
         *,
         scale: float,
         sinks: Array | None = None,
-    ) -> Array:
+        part: bool = False,
+    ) -> Any:
         """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over the slots [start, count), start i32[B], over the
-        spans of `recent` and `sink`, and with the logits `sinks` of `Step`."""
-        return ops.attend_beside(self.attend(st, q, start, scale=scale), q, None, recent, sink, sinks, scale=scale)
+        spans of `recent` and `sink`, and with the logits `sinks` of `Step`; or a `part` over Q = G without these."""
+        history = self.attend(st, q, start, scale=scale)
+        if part:
+            return ops.merge_beside(history, q, None, recent, sink, scale=scale)
+        return ops.attend_beside(history, q, None, recent, sink, sinks, scale=scale)
 
     # -------------------------------------------------------------------------------------------- selected slots
 

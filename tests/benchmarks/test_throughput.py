@@ -238,7 +238,7 @@ def test_random_weights_are_those_of_a_decoder_in_kind_and_dtype(model):
 
 def test_shapes_have_the_parameters_that_their_names_say():
     billions = {"llama-3.1-8b": 8.03, "llama-3.1-70b": 70.55, "llama-3.2-1b": 1.24, "mistral-7b": 7.25}
-    billions |= {"qwen2.5-7b": 7.62, "qwen3-8b": 8.19}
+    billions |= {"qwen2.5-1.5b": 1.54, "qwen2.5-7b": 7.62, "qwen3-8b": 8.19}
 
     def parameters(config, layers):
         config = dataclasses.replace(config, layers=layers, windows=())
