@@ -88,14 +88,9 @@ def attend_key_blocks(
 def _attend(scale: float, config: Config, *args: Array) -> tuple[Array, ...]:
     """`_launch`, with a grid of its own for a batched call."""
 
-    @jax.custom_batching.custom_vmap
+    @simt.over_rows(partial(_attend, scale, config))
     def run(*args: Array) -> tuple[Array, ...]:
         return _launch(*args, scale=scale, config=config)
-
-    @run.def_vmap
-    def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
-        found = _attend(scale, config, *simt.flatten_batch(n, batches, args))
-        return tuple(a.reshape(n, -1, *a.shape[1:]) for a in found), (True,) * len(found)
 
     made: tuple[Array, ...] = run(*args)
     return made

@@ -187,7 +187,7 @@ def _attend(
         value_channels=layout.value_channels,
     )
 
-    @jax.custom_batching.custom_vmap
+    @simt.over_rows(functools.partial(_attend, scale, dtype, split, config))
     def run(*args: Array) -> tuple[Array, ...]:
         shared_by, recent = rows // (groups * columns) // args[1].shape[0], args[7].shape[1] if len(args) > 7 else 0
         steps = tuple(map(step_count, args[9:]))
@@ -214,11 +214,6 @@ def _attend(
         )(*args)
         kind = jnp.float32 if dtype is None else dtype
         return softmax.merge_blocks(means, logs, kind, name="attend_quantized", lse=dtype is None)
-
-    @run.def_vmap
-    def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
-        found = _attend(scale, dtype, split, config, *simt.flatten_batch(n, batches, args))
-        return tuple(a.reshape(n, rows, *a.shape[1:]) for a in found), (True,) * len(found)
 
     return run(*args)
 

@@ -157,7 +157,16 @@ def attend(
 
     parts, arrays = 1 if config.cluster else config.blocks, directions.ARRAYS if coded else 0
 
-    @jax.custom_batching.custom_vmap
+    def again(q: Array, *flat: Array) -> tuple[Array, ...]:
+        kept, (index, *rest) = flat[: -len(lists + ends)], flat[-len(lists + ends) :]
+        found = rest.pop(0) if len(lists) == 2 else None
+        two = zip(rest[::2], rest[1::2], (max_slots for *_, max_slots in spans), strict=True)
+        return attend(
+            q, kept, index, coded=coded, found=found, spans=list(two), outs=outs, name=name, write=write, scale=scale,
+            config=config, order=order,
+        )  # fmt: skip
+
+    @simt.over_rows(again)
     def run(q: Array, *args: Array) -> tuple[Array, ...]:
         kept, index = args[: -len(lists + ends)], args[-len(lists + ends)]
         shapes = tuple(jax.ShapeDtypeStruct((rows, *shape), dtype) for shape, dtype in outs)
@@ -192,29 +201,8 @@ def attend(
         means, logs = made
         return softmax.merge_blocks(means, logs, outs[0][1], name=name, lse=len(outs) == 2, place=place)
 
-    @run.def_vmap
-    def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
-        q, *flat = simt.flatten_batch(n, batches, args)
-        kept, (index, *rest) = flat[: -len(lists + ends)], flat[-len(lists + ends) :]
-        found = rest.pop(0) if len(lists) == 2 else None
-        two = zip(rest[::2], rest[1::2], (max_slots for *_, max_slots in spans), strict=True)
-        made = attend(
-            q,
-            kept,
-            index,
-            coded=coded,
-            found=found,
-            spans=list(two),
-            outs=outs,
-            name=name,
-            write=write,
-            scale=scale,
-            config=config,
-            order=order,
-        )
-        return tuple(a.reshape(n, rows, *a.shape[1:]) for a in made), (True,) * len(outs)
-
-    return run(q, *kept, *lists, *ends)
+    made: tuple[Array, ...] = run(q, *kept, *lists, *ends)
+    return made
 
 
 def _swapped(row: Word, K: int, T: int, H: int) -> Word:

@@ -160,7 +160,7 @@ def _attend(
     """[rows, G, D] in `dtype`; or with `lse` in f32, and the logs of the sums f32[rows, G]. `args` are queries, start
     and stop, perhaps of several steps, keys and values, whose numbers of rows divide these rows."""
 
-    @jax.custom_batching.custom_vmap
+    @simt.over_rows(functools.partial(_attend, scale, dtype, lse, of_step, columns, config))
     def run(*args: Array) -> tuple[Array, ...]:
         (rows, G, D), kept = args[0].shape, args[3]
         means, logs = simt.kernel(
@@ -185,11 +185,6 @@ def _attend(
         )(*args)
         kind = jnp.float32 if lse else dtype
         return tuple(softmax.merge_blocks(means, logs, kind, name="attend_span", lse=lse))
-
-    @run.def_vmap
-    def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
-        found = _attend(scale, dtype, lse, of_step, columns, config, *simt.flatten_batch(n, batches, args))
-        return tuple(a.reshape(n, -1, *a.shape[1:]) for a in found), (True,) * len(found)
 
     return run(*args)
 

@@ -19,7 +19,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 from jax import Array
 
 from kvjax.kernels_pallas import simt
@@ -51,7 +50,7 @@ def host_append(x: Array, new: Sequence[Array], at: Array, count: Array, *, conf
 
 
 def _append(config: Config, *args: Array) -> Array:
-    @jax.custom_batching.custom_vmap
+    @simt.over_rows(functools.partial(_append, config))
     def run(x: Array, at: Array, count: Array, *new: Array) -> Array:
         B, K, n = new[0].shape[:3]
         chunks = row_bytes(x) // len(new) // CHUNK
@@ -62,11 +61,6 @@ def _append(config: Config, *args: Array) -> Array:
             warpgroups=config.warpgroups,
         )([x], at, count, *new)
         return x
-
-    @run.def_vmap
-    def batched(n: int, batches: list[bool], *args: Array) -> tuple[Array, bool]:
-        out = _append(config, *simt.flatten_batch(n, batches, args))
-        return out.reshape(n, -1, *out.shape[1:]), True
 
     return run(*args)
 

@@ -96,18 +96,13 @@ def host_rows(x: Array, index: Array, *, config: Config | None = None) -> tuple[
 
 
 def _rows(config: Config, x: Array, index: Array) -> list[Array]:
-    @jax.custom_batching.custom_vmap
+    @simt.over_rows(functools.partial(_rows, config))
     def run(x: Array, index: Array) -> list[Array]:
         (B, K, N), (parts, Z, D), chunks = index.shape, x.shape[3:], row_bytes(x) // CHUNK
         sizes = {"rows": B * K, "P": x.shape[2], "N": N, "chunks": chunks, "parts": parts}
         outs = tuple(jax.ShapeDtypeStruct((B, K, N * Z, D), x.dtype) for _ in range(parts))
         program = functools.partial(_program, **sizes, config=config)
         return list(_kernel("kvjax_host_rows", program, outs, index.size * chunks, config)(x, index))
-
-    @run.def_vmap
-    def batched(n: int, batches: list[Any], *args: Array) -> tuple[list[Array], list[bool]]:
-        outs = _rows(config, *simt.flatten_batch(n, batches, args))
-        return [a.reshape(n, -1, *a.shape[1:]) for a in outs], [True] * len(outs)
 
     return run(x, index)
 
@@ -137,7 +132,7 @@ def recall(
 
 
 def _recall(config: Config, *args: Array) -> list[Array]:
-    @jax.custom_batching.custom_vmap
+    @simt.over_rows(functools.partial(_recall, config))
     def run(*args: Array) -> list[Array]:
         x, index, _, _, device_rows, *zones = args
         parts, recent, (_, K, M) = zones[: x.shape[3]], zones[x.shape[3]], device_rows.shape
@@ -150,11 +145,6 @@ def _recall(config: Config, *args: Array) -> list[Array]:
         outs = tuple(jax.ShapeDtypeStruct(a.shape, x.dtype) for a in parts)
         name, sparse = ("kvjax_host_rows_rest", ()) if keeps else ("kvjax_host_rows_first", range(len(parts)))
         return list(_kernel(name, program, outs, device_rows.size * chunks, config, tuple(sparse))(*args))
-
-    @run.def_vmap
-    def batched(n: int, batches: list[Any], *args: Array) -> tuple[list[Array], list[bool]]:
-        outs = _recall(config, *simt.flatten_batch(n, batches, args))
-        return [a.reshape(n, -1, *a.shape[1:]) for a in outs], [True] * len(outs)
 
     return run(*args)
 

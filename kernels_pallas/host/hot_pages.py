@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import jax
 from jax import Array
 
 from kvjax.kernels_pallas import simt
@@ -86,7 +85,7 @@ def hot_places(tables: Sequence[Array], index: Array, found: Array) -> tuple[lis
 
 
 def _places(*args: Array) -> list[Array]:
-    @jax.custom_batching.custom_vmap
+    @simt.over_rows(_places)
     def run(*args: Array) -> list[Array]:
         *changed, found = args
         page, _, place, _, _, index = changed
@@ -100,11 +99,6 @@ def _places(*args: Array) -> list[Array]:
             scratch=(n, N, 64),
         )
         return list(launch(changed, found))
-
-    @run.def_vmap
-    def batched(size: int, batches: list[Any], *args: Array) -> tuple[list[Array], list[bool]]:
-        outs = _places(*simt.flatten_batch(size, batches, args))
-        return [a.reshape(size, -1, *a.shape[1:]) for a in outs], [True] * len(outs)
 
     return run(*args)
 
@@ -258,7 +252,7 @@ def as_stored(loaded: list[Word]) -> list[list[Word]]:
 def fill(name: str, decode: Decode, config: Config, *args: Array) -> list[Array]:
     """The zones after a launch of the kernel, whose threads write `decode` of each 16 bytes of the pages."""
 
-    @jax.custom_batching.custom_vmap
+    @simt.over_rows(partial(fill, name, decode, config))
     def run(*args: Array) -> list[Array]:
         *zones, x, page, used, at = args
         chunks, n, N = row_bytes(x) // CHUNK, page.shape[2], at.shape[2]
@@ -276,11 +270,6 @@ def fill(name: str, decode: Decode, config: Config, *args: Array) -> list[Array]
             warpgroups=config.warpgroups,
         )
         return list(launch(zones, x, page, used, at))
-
-    @run.def_vmap
-    def batched(size: int, batches: list[Any], *args: Array) -> tuple[list[Array], list[bool]]:
-        outs = fill(name, decode, config, *simt.flatten_batch(size, batches, args))
-        return [a.reshape(size, -1, *a.shape[1:]) for a in outs], [True] * len(outs)
 
     return run(*args)
 

@@ -120,7 +120,7 @@ def _estimates(how: tuple[tuple[float, ...], float, Config], q: Array, slots: Ar
     centres, scale, config = how
     shares = split(heads, M, config, target=simt.target((q, *codes)))
 
-    @jax.custom_batching.custom_vmap
+    @simt.over_rows(functools.partial(_estimates, how))
     def run(q: Array, slots: Array, *codes: Array) -> Array:
         return simt.kernel(
             functools.partial(_program, sizes=(heads // rows, S, D, M), shares=shares, centres=centres, scale=scale),
@@ -130,10 +130,6 @@ def _estimates(how: tuple[tuple[float, ...], float, Config], q: Array, slots: Ar
             blocks=heads * shares.blocks,
             warpgroups=config.warpgroups,
         )(q, slots, *codes)
-
-    @run.def_vmap
-    def batched(n: int, batches: list[bool], *args: Array) -> tuple[Array, bool]:
-        return _estimates(how, *simt.flatten_batch(n, batches, args)).reshape(n, heads, M), True
 
     return run(q, slots, *codes)
 

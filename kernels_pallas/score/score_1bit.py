@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -99,15 +100,10 @@ def _scores(scale: float, config: Config, q: Array, bits: Array, step: Array, ze
     rows, S, _ = bits.shape
     G = q.shape[1]
 
-    @jax.custom_batching.custom_vmap
+    @simt.over_rows(partial(_scores, scale, config))
     def run(q: Array, bits: Array, step: Array, zero: Array) -> Array:
         scores, out = Scores.of(q, bits, step, scale, config), jax.ShapeDtypeStruct((rows, G, S), jnp.float32)
         return scores.kernel(scores.program, name="kvjax_score_1bit", out_type=out)(q, bits, step, zero)
-
-    @run.def_vmap
-    def batched(n: int, batches: list[bool], *args: Array) -> tuple[Array, bool]:
-        flat = simt.flatten_batch(n, batches, args)
-        return _scores(scale, config, *flat).reshape(n, rows, G, S), True
 
     return run(q, bits, step, zero)
 

@@ -84,7 +84,7 @@ def _scores(scale: float, config: Config, q: Array, low: Array, high: Array) -> 
     kind = "bf16" if low.dtype == jnp.bfloat16 else "f16"
     warps = rows * -(-P // (TILE * config.tiles)) * parts(G, config)
 
-    @jax.custom_batching.custom_vmap
+    @simt.over_rows(functools.partial(_scores, scale, config))
     def run(q: Array, low: Array, high: Array) -> Array:
         return simt.kernel(
             functools.partial(program, shape=(rows, G, P, D), kind=kind, scale=scale, config=config),
@@ -93,10 +93,6 @@ def _scores(scale: float, config: Config, q: Array, low: Array, high: Array) -> 
             blocks=-(-warps // (4 * config.warpgroups)),
             warpgroups=config.warpgroups,
         )(q, low, high)
-
-    @run.def_vmap
-    def batched(n: int, batches: list[bool], *args: Array) -> tuple[Array, bool]:
-        return _scores(scale, config, *simt.flatten_batch(n, batches, args)).reshape(n, rows, G, P), True
 
     return run(q, low, high)
 

@@ -156,7 +156,9 @@ def _select(
         list_rows = rows * G // heads
     summed = group_reduce in SOFTMAX and heads > 1
 
-    @jax.custom_batching.custom_vmap
+    static = group_reduce, room, scale, pending_slots, pending_units, local, steps, config
+
+    @simt.over_rows(functools.partial(_select, *static))
     def run(*args: Array) -> tuple[Array, Array]:
         ends, (pending, q, bits, step, zero) = args[:5], args[5:]
         span = ends[:2] if summed else ()
@@ -185,21 +187,6 @@ def _select(
         sums = sums[0].reshape(list_rows, heads, -1, 2) if summed else None
         how = units.How(list_rows, room, (S, pending_units)[: len(parts)], group_reduce, config, local)
         return units.select_units("kvjax_select_1bit", units.Inputs(ends, parts, sums), how)
-
-    @run.def_vmap
-    def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, Array], tuple[bool, bool]]:
-        slots, found = _select(
-            group_reduce,
-            room,
-            scale,
-            pending_slots,
-            pending_units,
-            local,
-            steps,
-            config,
-            *simt.flatten_batch(n, batches, args),
-        )
-        return (slots.reshape(n, list_rows, room), found.reshape(n, list_rows)), (True, True)
 
     return run(*args)
 

@@ -135,7 +135,7 @@ def _select(how: tuple[Any, ...], *args: Array) -> tuple[Array, Array]:
     of_pending = rerank.Split(-(-pending_slots // threads), threads, threads)
     shares = rerank.split(heads, M, config, heads * of_pending.blocks, simt.target(args))
 
-    @jax.custom_batching.custom_vmap
+    @simt.over_rows(functools.partial(_select, how))
     def run(*args: Array) -> tuple[Array, Array]:
         ends, (q, slots, keys, *codes) = args[:4], args[4:]
         blocks = heads * shares.blocks
@@ -159,11 +159,6 @@ def _select(how: tuple[Any, ...], *args: Array) -> tuple[Array, Array]:
         inputs = units.Inputs(spans, [a[:, None] for a in scores], names=slots)
         chosen = units.How(heads, room, (M, pending_slots), "per_head", config, local, beyond=S)
         return units.select_units("kvjax_select_4bit", inputs, chosen)
-
-    @run.def_vmap
-    def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, Array], tuple[bool, bool]]:
-        slots, many = _select(how, *simt.flatten_batch(n, batches, args))
-        return (slots.reshape(n, heads, room), many.reshape(n, heads)), (True, True)
 
     return run(*args)
 

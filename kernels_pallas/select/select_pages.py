@@ -148,7 +148,7 @@ def _select(how: _How, *args: Array) -> tuple[Array, Array]:
     jobs = rows * score.parts(G, config) * -(-tiles // config.tiles), rows * steps * sizes[1]
     blocks = [-(-n // warps) for n in jobs]
 
-    @jax.custom_batching.custom_vmap
+    @simt.over_rows(functools.partial(_select, how))
     def run(*args: Array) -> tuple[Array, Array]:
         ends, arrays = args[:5], args[5:]
         outs = [jax.ShapeDtypeStruct((rows, G, n), jnp.float32) for n in sizes]
@@ -170,11 +170,6 @@ def _select(how: _How, *args: Array) -> tuple[Array, Array]:
         inputs = units.Inputs(ends, parts, sums[0].reshape(list_rows, heads, -1, 2) if summed else None)
         chosen = units.How(list_rows, how.room, limits, how.group_reduce, config, how.local, how.unit, P)
         return units.select_units("kvjax_select_pages", inputs, chosen)
-
-    @run.def_vmap
-    def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, Array], tuple[bool, bool]]:
-        pages, found = _select(how, *simt.flatten_batch(n, batches, args))
-        return (pages.reshape(n, list_rows, how.room), found.reshape(n, list_rows)), (True, True)
 
     return run(*args)
 

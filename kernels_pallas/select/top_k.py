@@ -102,7 +102,7 @@ def _select(k: int, config: Config, scores: Array, valid: Array) -> tuple[Array,
     """`selected` of scores f32[rows, U] where valid bool[rows / n, U], U a multiple of 4."""
     rows, U = scores.shape
 
-    @jax.custom_batching.custom_vmap
+    @simt.over_rows(functools.partial(_select, k, config))
     def run(scores: Array, valid: Array) -> tuple[Array, Array]:
         how: dict[str, Any] = {"U": U, "config": config, "shared_by": rows // len(valid)}
         if config.parted:
@@ -116,11 +116,6 @@ def _select(k: int, config: Config, scores: Array, valid: Array) -> tuple[Array,
             functools.partial(_program, **how, k=k), name="kvjax_top_k", out_type=selected(rows, k),
             scratch=scratch(k, config), **launch_of(rows, config),
         )(scores, valid)  # fmt: skip
-
-    @run.def_vmap
-    def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, ...], tuple[bool, bool]]:
-        found = _select(k, config, *simt.flatten_batch(n, batches, args))
-        return tuple(a.reshape(n, rows, k) for a in found), (True, True)
 
     return run(scores, valid)
 

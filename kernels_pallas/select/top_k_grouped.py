@@ -102,7 +102,7 @@ def _select(group_reduce: str, k: int, config: Config, valid: Array, *scores: Ar
     summed = group_reduce in SOFTMAX and heads > 1
     keys_of = jax.ShapeDtypeStruct((rows, U), jnp.uint32)
 
-    @jax.custom_batching.custom_vmap
+    @simt.over_rows(functools.partial(_select, group_reduce, k, config))
     def run(valid: Array, *scores: Array) -> tuple[Array, Array]:
         row = functools.partial(
             _Row, sizes=sizes, heads=heads, shared_by=rows // valid.shape[0], group_reduce=group_reduce, config=config
@@ -133,11 +133,6 @@ def _select(group_reduce: str, k: int, config: Config, valid: Array, *scores: Ar
             scratch=(*top_k.scratch(k, config), STATS + 3 * HEADS),
             **launch,
         )(*args)[:2]
-
-    @run.def_vmap
-    def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, ...], tuple[bool, bool]]:
-        found = _select(group_reduce, k, config, *simt.flatten_batch(n, batches, args))
-        return tuple(a.reshape(n, rows, k) for a in found), (True, True)
 
     return run(valid, *scores)
 

@@ -7,10 +7,10 @@
 from kvjax.kernels_pallas.simt.backend import Backend, Launch, backend, bypass_cache, has_cache, use
 from kvjax.kernels_pallas.simt.launch import (
     by_step,
-    flatten_batch,
     kernel,
     kernel_in_place,
     lowered_once,
+    over_rows,
 )
 from kvjax.kernels_pallas.simt.memory import (
     Numbers,
@@ -104,7 +104,6 @@ __all__ = [
     "device_kind",
     "divide",
     "ends_of",
-    "flatten_batch",
     "from_halves",
     "from_lane",
     "global_address",
@@ -122,6 +121,7 @@ __all__ = [
     "number_of",
     "offset",
     "offset_rows",
+    "over_rows",
     "part",
     "ptx",
     "real",

@@ -57,10 +57,25 @@ def lowered_once(*static: str) -> Callable[[F], F]:
     return wrap
 
 
-def flatten_batch(n: int, batches: Sequence[bool], args: Sequence[Array]) -> list[Array]:
-    """Reshapes batched [n, rows, ...] to [n * rows, ...] and repeats unbatched arguments, for a kernel's vmap rule."""
-    whole = (a if has else jax.numpy.broadcast_to(a[None], (n, *a.shape)) for a, has in zip(args, batches, strict=True))
-    return [a.reshape(n * a.shape[1], *a.shape[2:]) for a in whole]
+def over_rows(again: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorates a launch for arrays of flat rows [rows, ...]: a batched call is one launch for n times as many rows, by
+    `again`. What has no batch is repeated."""
+
+    def wrap(run: Callable[..., Any]) -> Callable[..., Any]:
+        launch = jax.custom_batching.custom_vmap(run)
+
+        @launch.def_vmap
+        def batched(n: int, batches: Sequence[bool], *args: Array) -> tuple[Any, Any]:
+            every = (
+                a if has else jax.numpy.broadcast_to(a[None], (n, *a.shape))
+                for a, has in zip(args, batches, strict=True)
+            )
+            made = again(*(a.reshape(n * a.shape[1], *a.shape[2:]) for a in every))
+            return jax.tree.map(lambda a: a.reshape(n, -1, *a.shape[1:]), made), jax.tree.map(lambda _: True, made)
+
+        return cast(Callable[..., Any], launch)
+
+    return wrap
 
 
 def by_step(number: Array | int, heads: int) -> Array:

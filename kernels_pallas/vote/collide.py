@@ -130,7 +130,7 @@ def _votes(turned: int | None, config: Config, q: Array, ids: Array, counts: Arr
     rows, S, N = ids.shape
     G, (B, T) = q.shape[1], limits.shape
 
-    @jax.custom_batching.custom_vmap
+    @simt.over_rows(partial(_votes, turned, config))
     def run(q: Array, ids: Array, counts: Array, limits: Array) -> Array:
         of_query, sizes = [q, counts, limits], (rows // B, G, N, T)
         if config.apart:
@@ -151,10 +151,6 @@ def _votes(turned: int | None, config: Config, q: Array, ids: Array, counts: Arr
             blocks=rows * config.parts,
             warpgroups=config.warpgroups,
         )(ids, *of_query)
-
-    @run.def_vmap
-    def batched(n: int, batches: list[bool], *args: Array) -> tuple[Array, bool]:
-        return _votes(turned, config, *simt.flatten_batch(n, batches, args)).reshape(n, rows, G, S), True
 
     return run(q, ids, counts, limits)
 

@@ -112,7 +112,7 @@ def _most_voted(room: int, local: int, config: Config, votes: Array, *numbers: A
     rows, S = votes.shape
     shared_by = [rows // number.size for number in numbers]
 
-    @jax.custom_batching.custom_vmap
+    @simt.over_rows(functools.partial(_most_voted, room, local, config))
     def run(votes: Array, *numbers: Array) -> tuple[Array, Array]:
         program = functools.partial(_program, shared_by=shared_by, sizes=(S, room, local), config=config)
         outs = jax.ShapeDtypeStruct((rows, room), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.int32)
@@ -125,11 +125,6 @@ def _most_voted(room: int, local: int, config: Config, votes: Array, *numbers: A
         count, place = (functools.partial(program, phase=phase) for phase in ("count", "place"))
         kept = simt.kernel(count, name="kvjax_most_voted_count", out_type=bins, **launch)(votes, *numbers)
         return simt.kernel(place, name="kvjax_most_voted", out_type=outs, **launch)(votes, *numbers, kept)
-
-    @run.def_vmap
-    def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, Array], tuple[bool, bool]]:
-        slots, found = _most_voted(room, local, config, *simt.flatten_batch(n, batches, args))
-        return (slots.reshape(n, rows, room), found.reshape(n, rows)), (True, True)
 
     return run(votes, *numbers)
 

@@ -18,7 +18,6 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -76,7 +75,7 @@ def _run(zones: Sequence[Zone], overflow: Array, due: Array, k: Array, v: Array)
 
 
 def _put(zones: int, *args: Array) -> tuple[Array, ...]:
-    @jax.custom_batching.custom_vmap
+    @simt.over_rows(functools.partial(_put, zones))
     def run(*args: Array) -> tuple[Array, ...]:
         changed, given = args[: 3 * zones + 1], args[3 * zones + 1 :]
         B, K, _, D = changed[0].shape
@@ -90,11 +89,6 @@ def _put(zones: int, *args: Array) -> tuple[Array, ...]:
             blocks=B,
             warpgroups=(THREADS if given[0].dtype == bool else STEP_THREADS) // 128,
         )(changed, *given)
-
-    @run.def_vmap
-    def batched(n: int, batches: list[bool], *args: Array) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
-        made = _put(zones, *simt.flatten_batch(n, batches, args))
-        return tuple(a.reshape(n, -1, *a.shape[1:]) for a in made), (True,) * len(made)
 
     return run(*args)
 
