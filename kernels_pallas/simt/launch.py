@@ -59,7 +59,7 @@ def lowered_once(*static: str) -> Callable[[F], F]:
 
 def over_rows(again: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorates a launch for arrays of flat rows [rows, ...]: a batched call is one launch for n times as many rows, by
-    `again`. What has no batch is repeated."""
+    `again`. Arrays without a batch are repeated."""
 
     def wrap(run: Callable[..., Any]) -> Callable[..., Any]:
         launch = jax.custom_batching.custom_vmap(run)
