@@ -286,7 +286,8 @@ def main(args: Sequence[str] | None = None) -> None:
     use_compilation_cache()
     shape = TINY if given.tiny else SHAPES["llama-3.1-8b"]
     if given.layers:
-        shape = replace(shape, layers=given.layers, vocab_size=shape.vocab_size * given.layers // shape.layers)
+        vocabulary = max(64, shape.vocab_size * given.layers // shape.layers)  # ids of the prompts are below 60
+        shape = replace(shape, layers=given.layers, windows=(), vocab_size=vocabulary)
     model = random_model(shape, jnp.float32) if given.tiny else random_model(shape)
     for part in given.parts:
         for method in given.methods:
