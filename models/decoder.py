@@ -13,8 +13,7 @@ Rules from these names to axes of a mesh say how a model is split over devices; 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Sequence
+import functools
 from functools import partial
 from typing import Any
 
@@ -26,12 +25,10 @@ from jax import Array
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from kvjax import ops
 from kvjax.attention import attention_info, decode_info
 from kvjax.cache.cache import Cache, LayerCache, as_positions, as_rows, ends, with_gaps
 from kvjax.cache.flushing import flush
 from kvjax.numerics.derivatives import with_derivative
-from kvjax.ops.project import highest_experts, product, rms_norm
 from kvjax.sharding.placement import (
     Placement,
     auto_axes,
@@ -67,7 +64,7 @@ class Linear(nnx.Module):
         self.bias = _param(jnp.zeros(size_out, dtype), axes[1:]) if bias else None  # [out]
 
     def __call__(self, x: Array) -> Array:
-        y = product("...i,io->...o", x, self.kernel[...])
+        y = _product("...i,io->...o", x, self.kernel[...])
         return y if self.bias is None else y + jnp.broadcast_to(self.bias[...], y.shape)
 
 
@@ -80,29 +77,11 @@ class RMSNorm(nnx.Module):
         self.offset = offset  # the factor is 1 + scale
 
     def __call__(self, x: Array) -> Array:
-        return rms_norm(x, self.scale[...], eps=self.eps, offset=self.offset)
-
-
-def project(
-    x: Array, parts: Sequence[Linear], norm: RMSNorm | None = None, residual: Array | None = None, *, alone: bool
-) -> list[Array]:
-    """x [..., in] through `norm`, then through each of `parts`, with `residual` added to what a single one gives.
-
-    One row of a model that is `alone` on its device goes through all of them at once (`kvjax.ops.project`).
-    """
-    if alone and x.size == x.shape[-1] and x.dtype.itemsize == 2:
-        biases = [part.bias[...] for part in parts if part.bias is not None]
-        scale = None if norm is None else norm.scale[...]
-        how: dict[str, Any] = (
-            {"eps": 0.0, "offset": False} if norm is None else {"eps": norm.eps, "offset": norm.offset}
-        )
-        kernels = [part.kernel[...] for part in parts]
-        flat = None if residual is None else residual.reshape(-1)
-        y = ops.project(x.reshape(-1), kernels, biases, scale, flat, **how)
-        ends = list(itertools.accumulate(kernel.shape[1] for kernel in kernels))
-        return [part.reshape(*x.shape[:-1], -1) for part in jnp.split(y, ends[:-1])]
-    x = _through(norm, x)
-    return [part(x) if residual is None else residual + part(x) for part in parts]
+        x32 = x.astype(jnp.float32)
+        normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
+        scale = jnp.broadcast_to(self.scale[...].astype(jnp.float32), x.shape)
+        scale = 1 + scale if self.offset else scale
+        return (normed * scale).astype(x.dtype)
 
 
 class Attention(nnx.Module):
@@ -124,21 +103,9 @@ class Attention(nnx.Module):
         self.window, self.scale, self.soft_cap = config.windows[layer], config.query_scale, config.soft_cap
 
     def __call__(
-        self,
-        x: Array,
-        cos: Any,
-        sin: Any,
-        cache: LayerCache | None,
-        *,
-        norm: RMSNorm,
-        residual: Array | None,
-        alone: bool,
-        steps: bool = False,
-        **settings: Any,
+        self, x: Array, cos: Any, sin: Any, cache: LayerCache | None, *, steps: bool = False, **settings: Any
     ) -> tuple[Array, LayerCache | None, Any]:
-        """Attention of the normed x, added to `residual`."""
-        heads = project(x, (self.q, self.k, self.v), norm, alone=alone)
-        q, k, v = (part.reshape(*x.shape[:2], -1, self.head_dim) for part in heads)
+        q, k, v = (part(x).reshape(*x.shape[:2], -1, self.head_dim) for part in (self.q, self.k, self.v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
@@ -153,8 +120,7 @@ class Attention(nnx.Module):
             mixed, cache, info = decode_info(cache, q, k, v, flush=False, **settings)
         else:
             mixed, cache, info = attention_info(cache, q, k, v, flush=False, **settings)
-        mixed = mixed.reshape(*x.shape[:2], -1)
-        return project(mixed, (self.out,), residual=residual, alone=alone)[0], cache, info
+        return self.out(mixed.reshape(*x.shape[:2], -1)), cache, info
 
 
 class MLP(nnx.Module):
@@ -173,18 +139,9 @@ class MLP(nnx.Module):
         self.down = Linear(inner, hidden, axes=("mlp", "embed"), **common)
         self.activation = config.activation
 
-    def __call__(
-        self,
-        x: Array,
-        placement: Placement | None = None,
-        *,
-        alone: bool = False,
-        norm: RMSNorm | None = None,
-        residual: Array | None = None,
-    ) -> Array:
-        """The output for x, which `norm` goes before and `residual` is added to, if given."""
-        gate, up = (split_channels(placement, y) for y in project(x, (self.gate, self.up), norm, alone=alone))
-        return project(ACTIVATIONS[self.activation](gate) * up, (self.down,), residual=residual, alone=alone)[0]
+    def __call__(self, x: Array, placement: Placement | None = None) -> Array:
+        gate, up = (split_channels(placement, part(x)) for part in (self.gate, self.up))
+        return self.down(ACTIVATIONS[self.activation](gate) * up)
 
 
 class Router(nnx.Module):
@@ -194,9 +151,13 @@ class Router(nnx.Module):
         self.kernel = _param(_normal(rngs, (experts, hidden), scale, dtype), ("experts", "embed"))  # [E, hidden]
         self.bias = _param(jnp.zeros(experts, dtype), ("experts",)) if bias else None  # [E]
 
-    def __call__(self, x: Array) -> Array:
-        """f32[n, E] of x [n, hidden]."""
-        y = product("ni,ei->ne", x, self.kernel[...], jnp.float32)
+    def __call__(self, x: Array, *, few: bool) -> Array:
+        """f32[n, E] of x [n, hidden]. With `few` rows it is a sum, which a GPU's kernel fuses with what makes x."""
+        kernel = self.kernel[...]
+        if few:
+            y = jnp.sum(x.astype(jnp.float32)[:, None] * kernel.astype(jnp.float32)[None], axis=-1)
+        else:
+            y = _product("ni,ei->ne", x, kernel, jnp.float32)
         return y if self.bias is None else y + jnp.broadcast_to(self.bias[...].astype(jnp.float32), y.shape)
 
 
@@ -230,50 +191,25 @@ class MixtureOfExperts(nnx.Module):
         self.shared_gate = Linear(hidden, 1, **own, **common) if by.shared_size else None
         self.activation = config.activation
 
-    def __call__(
-        self,
-        x: Array,
-        placement: Placement | None = None,
-        *,
-        alone: bool = False,
-        norm: RMSNorm | None = None,
-        residual: Array | None = None,
-    ) -> Array:
-        """The output for x, which `norm` goes before and `residual` is added to, if given."""
-        by, k = self.config, self.config.per_token
+    def __call__(self, x: Array, placement: Placement | None = None) -> Array:
+        by, flat = self.config, keep_tokens(placement, x).reshape(-1, x.shape[-1])
+        n, k = flat.shape[0], by.per_token
+        few = n * k <= max(by.count, k)
+        logits = self.router(flat, few=few)
+        weights, chosen = route(logits, k, normalised=by.normalised)
+        which, rows = chosen.reshape(-1), jnp.repeat(flat, k, axis=0)
         parts = {name: getattr(self, name) for name in ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")}
         weighted = {name: part[...] for name, part in parts.items() if part is not None}
-        if alone and norm is not None and x.size == x.shape[-1]:
-            bias = None if self.router.bias is None else self.router.bias[...]
-            how: dict[str, Any] = {"eps": norm.eps, "offset": norm.offset, "normalised": by.normalised}
-            flat, weights, chosen = ops.route(x.reshape(-1), norm.scale[...], self.router.kernel[...], bias, k, **how)
-            flat = flat[None]
-            out = self._of_one(weighted, flat[0], weights, chosen)[None]
+        if few:
+            mixed = self._mix(weighted, rows, which, _by_row)
         else:
-            flat = keep_tokens(placement, _through(norm, x)).reshape(-1, x.shape[-1])
-            n = flat.shape[0]
-            weights, chosen = highest_experts(self.router(flat), k, normalised=by.normalised)
-            which, rows = chosen.reshape(-1), jnp.repeat(flat, k, axis=0)
-            if n * k <= max(by.count, k):
-                mixed = self._mix(weighted, rows, which, _by_row)
-            else:
-                order = jnp.argsort(which, stable=True)
-                in_order = with_derivative(partial(self._in_blocks, known=False), partial(self._in_blocks, known=True))
-                mixed = in_order(weighted, rows[order], which)[jnp.argsort(order)]
-            out = jnp.sum(mixed.reshape(n, k, -1).astype(jnp.float32) * weights[..., None], axis=1).astype(x.dtype)
+            order = jnp.argsort(which, stable=True)
+            in_order = with_derivative(partial(self._in_blocks, known=False), partial(self._in_blocks, known=True))
+            mixed = in_order(weighted, rows[order], which)[jnp.argsort(order)]
+        out = jnp.sum(mixed.reshape(n, k, -1).astype(jnp.float32) * weights[..., None], axis=1).astype(x.dtype)
         if self.shared is not None and self.shared_gate is not None:
-            out += jax.nn.sigmoid(self.shared_gate(flat)) * self.shared(flat, alone=alone)
-        out = out.reshape(x.shape)
-        return out if residual is None else residual + out
-
-    def _of_one(self, weighted: dict[str, Array], x: Array, weights: Array, chosen: Array) -> Array:
-        """A row x [hidden] through its `chosen` experts i32[k], summed by `weights` f32[k], all in one sum."""
-        gate, up = (self._linear(weighted, x[None], name, chosen, _by_row) for name in ("gate", "up"))
-        inner = self._activated(gate, up).astype(jnp.float32) * weights[:, None]
-        out = jnp.sum(inner[:, None] * weighted["down"][chosen].astype(jnp.float32), axis=(0, 2))
-        if "down_bias" in weighted:
-            out += jnp.sum(weights[:, None] * weighted["down_bias"][chosen].astype(jnp.float32), axis=0)
-        return out.astype(x.dtype)
+            out += jax.nn.sigmoid(self.shared_gate(flat)) * self.shared(flat)
+        return out.reshape(x.shape)
 
     def _in_blocks(self, weighted: dict[str, Array], x: Array, which: Array, *, known: bool) -> Array:
         """Rows x [m, hidden], sorted by expert, through the experts, of which `which` i32[m] lists one a row in any
@@ -300,22 +236,41 @@ class MixtureOfExperts(nnx.Module):
         every = jnp.arange(m // size + E, dtype=jnp.int32)
         return jax.lax.scan(lambda out, i: (one(i, out), None), jnp.zeros_like(padded), every)[0][:m]
 
-    def _mix(self, weighted: dict[str, Array], x: Array, which: Array, times: Any) -> Array:
+    def _mix(self, weighted: dict[str, Array], x: Array, which: Array, product: Any) -> Array:
         """Rows [m, hidden] of x through the experts `which`, i32[m], or i32[] for all of them."""
 
-        gate, up = (self._linear(weighted, x, name, which, times) for name in ("gate", "up"))
-        return self._linear(weighted, self._activated(gate, up), "down", which, times)
+        def linear(x: Array, name: str) -> Array:
+            y, bias = product(x, weighted[name], which), weighted.get(name + "_bias")
+            return y if bias is None else y + jnp.broadcast_to(bias[which], y.shape)
 
-    def _linear(self, weighted: dict[str, Array], x: Array, name: str, which: Array, times: Any) -> Array:
-        y, bias = times(x, weighted[name], which), weighted.get(name + "_bias")
-        return y if bias is None else y + jnp.broadcast_to(bias[which], y.shape)
-
-    def _activated(self, gate: Array, up: Array) -> Array:
+        gate, up = linear(x, "gate"), linear(x, "up")
         if self.config.clamp is None:
-            return ACTIVATIONS[self.activation](gate) * up
+            return linear(ACTIVATIONS[self.activation](gate) * up, "down")
         alpha, limit = self.config.clamp
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
-        return (up + 1) * gate * jax.nn.sigmoid(alpha * gate)
+        return linear((up + 1) * gate * jax.nn.sigmoid(alpha * gate), "down")
+
+
+def route(logits: Array, k: int, *, normalised: bool) -> tuple[Array, Array]:
+    """The k experts with the largest of logits f32[n, E], in order, equal ones by number: their weights f32[n, k], and
+    which they are, i32[n, k].
+
+    A weight is the expert's share of the softmax, over all experts or, if `normalised`, over these. An expert's place
+    is the number of those before it: a GPU counts in one kernel, and `jax.lax.top_k` is a sort of several microseconds.
+    """
+    (n, E), count = logits.shape, functools.partial(jnp.sum, axis=-1, dtype=jnp.int32)
+    own, other = (jax.lax.broadcasted_iota(jnp.int32, (n, E, E), i) for i in (1, 2))
+    before = (logits[:, None] > logits[..., None]) | ((logits[:, None] == logits[..., None]) & (other < own))
+    place, expert = (jax.lax.broadcasted_iota(jnp.int32, (n, k, E), i) for i in (1, 2))
+    chosen = count(jnp.where(count(before)[:, None] == place, expert, 0))
+    best = jnp.take_along_axis(logits, chosen, axis=1)
+    largest = jax.lax.stop_gradient(best[:, :1])
+    shares = jnp.exp(best - largest)
+    if normalised:  # a sum by hand, which needs no kernel of its own
+        total = functools.reduce(jnp.add, jnp.split(shares, k, axis=1))
+    else:
+        total = jnp.sum(jnp.exp(logits - largest), axis=1, keepdims=True)
+    return shares / total, chosen
 
 
 def _by_row(x: Array, kernel: Array, which: Array) -> Array:
@@ -328,7 +283,7 @@ def _by_row(x: Array, kernel: Array, which: Array) -> Array:
 
 
 def _by_block(x: Array, kernel: Array, which: Array) -> Array:
-    return product("mi,oi->mo", x, kernel[which])
+    return _product("mi,oi->mo", x, kernel[which])
 
 
 class Layer(nnx.Module):
@@ -348,19 +303,12 @@ class Layer(nnx.Module):
         self, x: Array, cos: Any, sin: Any, cache: LayerCache | None, **settings: Any
     ) -> tuple[Array, LayerCache | None, Any]:
         placement = None if cache is None or settings.get("steps") else cache.placement
-        alone = cache is not None and cache.placement is None
-        how: dict[str, Any] = {"norm": self.attention_norm, "alone": alone}
-        residual = x if alone and self.post_attention_norm is None else None  # which the last product adds
-        mixed, cache, info = self.attention(x, cos, sin, cache, residual=residual, **how, **settings)
-        x = mixed if residual is not None else x + split_tokens(placement, _through(self.post_attention_norm, mixed))
-        how["norm"], residual = self.mlp_norm, x if alone and self.post_mlp_norm is None else None
-        more = self.mlp(x, placement, residual=residual, **how)
-        x = more if residual is not None else x + split_tokens(placement, _through(self.post_mlp_norm, more))
-        return x, cache, info
-
-
-def _through(norm: RMSNorm | None, x: Array) -> Array:
-    return x if norm is None else norm(x)
+        mixed, cache, info = self.attention(self.attention_norm(x), cos, sin, cache, **settings)
+        mixed = mixed if self.post_attention_norm is None else self.post_attention_norm(mixed)
+        x = split_tokens(placement, x + mixed)
+        more = self.mlp(self.mlp_norm(x), placement)
+        more = more if self.post_mlp_norm is None else self.post_mlp_norm(more)
+        return x + split_tokens(placement, more), cache, info
 
 
 class Decoder(nnx.Module):
@@ -600,9 +548,9 @@ class Decoder(nnx.Module):
 
     def _logits(self, x: Array) -> Array:
         if self.head is None:
-            logits = product("...h,vh->...v", x, self.embedding[...], jnp.float32)
+            logits = _product("...h,vh->...v", x, self.embedding[...], jnp.float32)
         else:
-            logits = product("...h,hv->...v", x, self.head.kernel[...], jnp.float32)
+            logits = _product("...h,hv->...v", x, self.head.kernel[...], jnp.float32)
         cap = self.config.head_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
@@ -718,3 +666,16 @@ def embed(table: Array, tokens: Array) -> Array:
     one = tokens.size == 1
     rows = table.at[jnp.concatenate([tokens, tokens]) if one else tokens].get(mode="clip")
     return rows[:1] if one else rows
+
+
+def _product(terms: str, x: Array, kernel: Array, dtype: Any = None) -> Array:
+    """einsum of x and a kernel; the default on a GPU would round f32 operands to 10 bits.
+
+    One row and a 16-bit kernel, as in decoding, are given to XLA as two rows: for one row with few outputs (k and v of
+    a Llama) it writes the elementwise products in 16 bits to memory, and then sums them.
+    """
+    precision = "highest" if kernel.dtype == jnp.float32 else None
+    one = x.size == x.shape[-1] and kernel.dtype.itemsize == 2
+    rows = jnp.concatenate([x, x]) if one else x
+    out = jnp.einsum(terms, rows, kernel, precision=precision, preferred_element_type=dtype)
+    return out[:1] if one else out

@@ -51,17 +51,10 @@ def load(address: Any, at: int = 0) -> Word:
     return ptx(f"ld.global.nc.u32 $0, [$1{f'+{at}' if at else ''}];", address, results=1)
 
 
-def load_below(i: Word, end: Operand, address: Any, otherwise: Operand = 0, words: int = 1) -> Any:
-    """The word of device memory at an address, or a list of 4 adjacent ones, if i < end; else each is `otherwise`, and
-    nothing is read."""
-    made = [f"${n}" for n in range(words)]
-    to, kind = (made[0], "u32") if words == 1 else (f"{{{', '.join(made)}}}", f"v{words}.u32")
-    code = (
-        f"{{ .reg .pred p; setp.lt.u32 p, ${words}, ${words + 1}; "
-        + "".join(f"mov.u32 {name}, ${words + 2}; " for name in made)
-        + f"@p ld.global.nc.{kind} {to}, [${words + 3}]; }}"
-    )
-    return ptx(code, i, end, otherwise, address, results=words)
+def load_below(i: Word, end: Operand, address: Any, otherwise: Operand = 0) -> Word:
+    """The word of device memory at an address if i < end; else `otherwise`, and nothing is read."""
+    code = "{ .reg .pred p; setp.lt.u32 p, $1, $2; mov.u32 $0, $3; @p ld.global.nc.u32 $0, [$4]; }"
+    return ptx(code, i, end, otherwise, address, results=1)
 
 
 def load_shared(at: Word, words: int = 1) -> Any:

@@ -29,7 +29,6 @@ from kvjax.ops.host import (
 )
 from kvjax.ops.key_blocks import attend_key_blocks
 from kvjax.ops.op import OPS, Explanation, Implementation, Op, device_kind, explain, explained, shares_traces, use
-from kvjax.ops.project import project, route
 from kvjax.ops.quantized import attend_coded_zones, attend_quantized, attend_quantized_zones, gather_quantized
 from kvjax.ops.score import rerank, score_1bit, score_pages
 from kvjax.ops.select import select_1bit, select_4bit, select_pages, select_top, top_k, top_k_grouped
@@ -66,11 +65,9 @@ __all__ = [
     "hot_places",
     "merge_beside",
     "most_voted",
-    "project",
     "put_token",
     "put_tokens",
     "rerank",
-    "route",
     "score_1bit",
     "score_pages",
     "select_1bit",

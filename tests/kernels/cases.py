@@ -181,16 +181,6 @@ def hot_codes(**sizes):
     return (sds(*x.shape, dtype=jnp.uint8), *others), options
 
 
-def projected(size=64, widths=(64, 32), dtype=jnp.bfloat16):
-    kernels, biases = ([sds(*lead, n, dtype=dtype) for n in widths] for lead in ((size,), ()))
-    return (sds(size), kernels, biases, sds(size), sds(sum(widths))), {"eps": 1e-5, "offset": True}
-
-
-def routed(size=64, experts=8, k=2, normalised=True, dtype=jnp.bfloat16):
-    args = sds(size), sds(size), sds(experts, size, dtype=dtype), sds(experts), k
-    return args, {"eps": 1e-5, "offset": False, "normalised": normalised}
-
-
 ROWS = [
     (dict(D=2), "rows of a multiple of 16 bytes"),
     (dict(D=0), "at least one row, and one byte of each"),
@@ -405,24 +395,6 @@ CASES = {
             (dict(dtype=jnp.int8), "bytes for keys in bfloat16, float16, float32; got uint8 for int8"),
             (dict(D=8), "parts of a multiple of 16 bytes; got 8"),
             (dict(P=0), "at least one row"),
-        ],
-    ),
-    "project": Case(
-        projected,
-        [
-            (dict(dtype=jnp.float16), "the kernel project takes bfloat16; got bfloat16, float16, float16"),
-            (dict(size=63), "an even number of channels; got 63"),
-            (dict(widths=(64, 40)), "kernels of a multiple of 32 columns; got 40"),
-            (dict(size=1 << 16), "keeps the row in shared memory, .* bytes for 65536"),
-        ],
-    ),
-    "route": Case(
-        routed,
-        [
-            (dict(dtype=jnp.float32), "the kernel route takes bfloat16; got bfloat16 and float32"),
-            (dict(normalised=False), "shares of the chosen experts"),
-            (dict(size=60), "a multiple of 8 channels; got 60"),
-            (dict(experts=257), "up to 256 experts, in fours, and 32 of a token; got 257"),
         ],
     ),
     "put_token": Case(

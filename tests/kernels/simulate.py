@@ -613,9 +613,9 @@ def _step(m: Machine, name: str, operands: list[str], registers: dict[str, Any],
             two = {"mul": np.multiply, "sub": np.subtract, "max": np.fmax, "min": np.fmin}
             got = x[0] * x[1] + x[2] if kind == "fma" else two[kind](*x)
             put(operands[0], np.asarray(got, dtype).view(U32))
-        case "ex2" | "lg2" | "rcp" | "rsqrt":
+        case "ex2" | "lg2" | "rcp":
             (x,) = floats(operands[1])
-            put_float({"ex2": np.exp2, "lg2": np.log2, "rcp": np.reciprocal, "rsqrt": lambda y: y**-0.5}[kind](x))
+            put_float({"ex2": np.exp2, "lg2": np.log2, "rcp": np.reciprocal}[kind](x))
         case "cvt" if how == ["f32", "f16"]:
             put_float(read(operands[1]).astype(np.uint16).view(np.float16))
         case "abs" | "neg":

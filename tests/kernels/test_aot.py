@@ -30,7 +30,6 @@ from kvjax.kernels_pallas.attend import (
     attend_zones,
 )
 from kvjax.kernels_pallas.host import host_append, host_rows, hot_float8, hot_pages
-from kvjax.kernels_pallas.project import project, route
 from kvjax.kernels_pallas.score import rerank, score_1bit, score_pages
 from kvjax.kernels_pallas.select import select_1bit, select_4bit, select_pages, top_k, top_k_grouped
 from kvjax.kernels_pallas.vote import collide, most_voted
@@ -269,13 +268,6 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
     "attend_span, D 80": (SPAN, span(16, 131072, 80), 1.2, 0),
     "attend_span, D 192": (SPAN, span(4, 131072, 192), 0.7, 0),
     "attend_zones, D 96": (over_zones(128), zones(12, 130816, 383, 4, 96, 1916), 0.2, 0),
-    "project": (
-        partial(project.project, eps=1e-6, offset=False),
-        (sds(2048), [sds(2048, n) for n in (4096, 512, 512)], [], sds(2048), None),
-        0.1,
-        0,
-    ),
-    "route": (partial(route.route, k=8, eps=1e-6, offset=False), (*2 * [sds(2048)], sds(128, 2048), None), 0.1, 0),
     "put_token": (put_token.put_token, tokens(4, 383), 2, 0),  # not given away, they are copied
     "put_tokens": (put_token.put_tokens, tokens(4, 383, T=8), 2, 0),
     "attend_zones": (over_zones(1), zones(4, 131072, 256, 0, 128, 2047), 0.1, 0),
@@ -342,7 +334,7 @@ def test_every_operation_is_compiled():
 TWO = "attend_quantized", "attend_span", "collide", "select_1bit", "select_4bit", "select_pages"  # kernels of a program
 ONE = ("collide, a head",)
 # At most: else too few blocks fit on a multiprocessor.
-REGISTERS = {"collide": 128, "collide, a head": 128, "project": 128, "rerank": 72, "select_4bit": 72}
+REGISTERS = {"collide": 128, "collide, a head": 128, "rerank": 72, "select_4bit": 72}
 
 LATE = (
     "attend_key_blocks, three stages",

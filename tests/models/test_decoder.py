@@ -13,7 +13,7 @@ from flax import nnx
 
 import kvjax
 from kvjax import models
-from kvjax.ops.project import highest_experts
+from kvjax.models import decoder
 
 CONFIG = models.DecoderConfig(
     vocab_size=40,
@@ -302,9 +302,7 @@ def test_experts_are_chosen_as_by_top_k_and_equal_ones_by_number():
     logits[0], logits[1, 3:] = 0.0, -np.inf
     shares = jax.nn.softmax(logits, axis=-1)
     for k, normalised in ((1, False), (4, True), (24, False)):
-        weights, chosen = jax.jit(highest_experts, static_argnames=("k", "normalised"))(
-            logits, k, normalised=normalised
-        )
+        weights, chosen = jax.jit(decoder.route, static_argnames=("k", "normalised"))(logits, k, normalised=normalised)
         _, want = jax.lax.top_k(logits, k)
         np.testing.assert_array_equal(chosen, want)
         of_chosen = jnp.take_along_axis(shares, want, axis=1)
