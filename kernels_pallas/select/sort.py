@@ -25,19 +25,19 @@ LENGTH, LENGTHS = 32, 33
 
 
 class Out(NamedTuple):
-    """Where the slots of a row go, and whether their keys are not 0."""
+    """Where the slots of a row go, whether their keys are not 0, and the keys if these are wanted."""
 
+    k: int
     slots: Any
     found: Any
-    k: int
+    keys: Any = None
 
     @classmethod
-    def of(cls, slots_m: Any, found_m: Any, k: int) -> Out:
+    def of(cls, k: int, *refs: Any) -> Out:
         """In device memory, for this block's row."""
-        slots, found = (
-            simt.offset_rows(simt.global_address(m), simt.row(), n * k) for m, n in ((slots_m, 4), (found_m, 1))
-        )
-        return cls(slots, found, k)
+        sizes = (4, 1, 4)[: len(refs)]
+        at = (simt.offset_rows(simt.global_address(m), simt.row(), n * k) for m, n in zip(refs, sizes, strict=True))
+        return cls(k, *at)
 
     def write(self, at: Word, pair: list[Word]) -> None:
         """Writes the slot of a pair at place `at`, if that is one of k."""
@@ -45,6 +45,8 @@ class Out(NamedTuple):
         with when(at < self.k):
             ptx("st.global.u32 [$0], $1;", simt.offset(self.slots, at * 4), word(SLOTS) - rank)
             ptx("st.global.u8 [$0], $1;", simt.offset(self.found, at), key.differs(0).select(1, 0))
+            if self.keys is not None:
+                ptx("st.global.u32 [$0], $1;", simt.offset(self.keys, at * 4), key)
 
 
 def load_pair(at: Word, index: Word, count: Word) -> list[Word]:

@@ -98,12 +98,12 @@ def top_k(scores: Array, valid: Array, k: int, *, config: Config | None = None) 
     return slots.reshape(*lead, k), found.reshape(*lead, k)
 
 
-def _select(k: int, config: Config, scores: Array, valid: Array) -> tuple[Array, Array]:
+def _select(k: int, config: Config, scores: Array, valid: Array) -> tuple[Array, ...]:
     """`selected` of scores f32[rows, U] where valid bool[rows / n, U], U a multiple of 4."""
     rows, U = scores.shape
 
     @simt.over_rows(functools.partial(_select, k, config))
-    def run(scores: Array, valid: Array) -> tuple[Array, Array]:
+    def run(scores: Array, valid: Array) -> tuple[Array, ...]:
         how: dict[str, Any] = {"U": U, "config": config, "shared_by": rows // len(valid)}
         if config.parted:
             keys, kept = simt.kernel(
@@ -120,9 +120,9 @@ def _select(k: int, config: Config, scores: Array, valid: Array) -> tuple[Array,
     return run(scores, valid)
 
 
-def selected(rows: int, k: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Slots, and whether a place has one."""
-    return jax.ShapeDtypeStruct((rows, k), jnp.int32), jax.ShapeDtypeStruct((rows, k), jnp.bool_)
+def selected(rows: int, k: int, ranked: bool = False) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Slots, whether a place has one, and their keys if `ranked`."""
+    return tuple(jax.ShapeDtypeStruct((rows, k), t) for t in (jnp.int32, jnp.bool_, jnp.uint32)[: 3 if ranked else 2])
 
 
 def launch_of(rows: int, config: Config) -> dict[str, int]:
@@ -142,7 +142,7 @@ def scratch(k: int, config: Config) -> tuple[int, ...]:
 
 def _program(scores_m, valid_m, slots_m, found_m, *scratch_m, U: int, k: int, config: Config, shared_by: int) -> None:
     fetch = _scores(scores_m, valid_m, U, config, shared_by)
-    select_row(fetch, fetch, Out.of(slots_m, found_m, k), scratch_m, U=U, k=k, config=config)
+    select_row(fetch, fetch, Out.of(k, slots_m, found_m), scratch_m, U=U, k=k, config=config)
 
 
 Fetch = Callable[[Word], list[list[Word]]]
@@ -317,7 +317,9 @@ def count_first(fetch: Fetch, kept_m: Any, hist_m: Any, *, U: int, config: Confi
     histogram.keep(hist, kept)
 
 
-def select_kept(kernel: str, keys: Array, kept: Array, k: int, config: Config) -> tuple[Array, Array]:
+def select_kept(
+    kernel: str, keys: Array, kept: Array, k: int, config: Config, ranked: bool = False
+) -> tuple[Array, ...]:
     """`selected` of keys u32[rows, U] whose first digits were counted.
 
     Each block sorts its candidates; then each finds the ranks of its own among all. If there are too many, one block
@@ -336,9 +338,9 @@ def select_kept(kernel: str, keys: Array, kept: Array, k: int, config: Config) -
         **launch_of(rows, config),
     )(keys, kept)
     return simt.kernel(
-        functools.partial(_rank, **how),
+        functools.partial(_rank, **how, outs=3 if ranked else 2),
         name=kernel,
-        out_type=selected(rows, k),
+        out_type=selected(rows, k, ranked),
         scratch=scratch(k, config),
         **launch_of(rows, config),
     )(lists, lengths, keys)
@@ -376,17 +378,14 @@ def _list(
             ptx("st.global.v2.u32 [$0], {$1, $2};", simt.offset(to, i * 8), *simt.load_shared(own + i * 8, 2))
 
 
-def _rank(
-    lists_m: Any, lengths_m: Any, keys_m: Any, slots_m: Any, found_m: Any, *scratch_m: Any, U: int, k: int,
-    config: Config,
-) -> None:  # fmt: skip
+def _rank(lists_m: Any, lengths_m: Any, keys_m: Any, *others_m: Any, outs: int, U: int, k: int, config: Config) -> None:
     t, row, part, blocks = simt.special("tid.x"), simt.row(), simt.part(), config.blocks
-    _, own, *_, small = (simt.shared_address(m) for m in scratch_m)
+    _, own, *_, small = (simt.shared_address(m) for m in others_m[outs:])
     keys, lists, of_row = (
         simt.offset_rows(simt.global_address(m), row, n * 4)
         for m, n in ((keys_m, U), (lists_m, blocks * 2 * candidates(k)), (lengths_m, blocks))
     )
-    out = Out.of(slots_m, found_m, k)
+    out, scratch_m = Out.of(k, *others_m[:outs]), others_m[outs:]
     first_length = simt.load(of_row)
     with when(first_length.differs(TOO_MANY)):
         # Shared memory has the lists one after the other; `small` where each begins, how long it is, and the longest.

@@ -59,12 +59,17 @@ def unsupported(parts: Parts, group_reduce: str, k: int) -> str | None:
     return limit and limit.replace("top_k", "top_k_grouped", 1)
 
 
-@simt.lowered_once("group_reduce", "k", "config")
-def top_k_grouped(parts: Parts, group_reduce: str, k: int, *, config: Config | None = None) -> tuple[Array, Array]:
+@simt.lowered_once("group_reduce", "k", "ranked", "config")
+def top_k_grouped(
+    parts: Parts, group_reduce: str, k: int, *, total: Array | None = None, ranked: bool = False,
+    config: Config | None = None,
+) -> tuple[Array, ...]:  # fmt: skip
     """(slots i32[B, K, H, k], valid bool[B, K, H, k]) of the k units of all parts that rank highest, highest first.
 
     A part is scores f32[B, K, G, U'] and its valid bool[B, 1 or K, 1, U']; H is G under "per_head", else 1. Two parts
-    are read in place if the first has a multiple of 4 units; else the scores are concatenated first.
+    are read in place if the first has a multiple of 4 units; else the scores are concatenated first. Softmaxes are over
+    these units, or those whose log of a sum of exponentials is `total` f32[B, K, G, 1]. If `ranked`, there are u32 keys
+    of the same shape too, which order units of other calls with the same total as well.
     """
     if limit := unsupported(parts, group_reduce, k):
         raise NotImplementedError(limit)
@@ -91,23 +96,27 @@ def top_k_grouped(parts: Parts, group_reduce: str, k: int, *, config: Config | N
         G=G // H,
         softmax=int(group_reduce in SOFTMAX),
     )
-    slots, found = _select(group_reduce, k, config, valid, *flat)
-    return slots.reshape(B, K, H, k), found.reshape(B, K, H, k)
+    logs = [] if total is None else [jnp.where(jnp.isneginf(total), 0.0, -logsum.LOG2_E * total).reshape(rows, G // H)]
+    found = _select(group_reduce, k, ranked, len(flat), config, valid, *flat, *logs)
+    return tuple(a.reshape(B, K, H, k) for a in found)
 
 
-def _select(group_reduce: str, k: int, config: Config, valid: Array, *scores: Array) -> tuple[Array, Array]:
-    rows, heads, _ = scores[0].shape
-    sizes = tuple(s.shape[2] for s in scores)
+def _select(
+    group_reduce: str, k: int, ranked: bool, parts: int, config: Config, valid: Array, *given: Array
+) -> tuple[Array, ...]:
+    """The selection from scores in `parts`, after which the heads' logs come if they are known."""
+    rows, heads, _ = given[0].shape
+    sizes = tuple(s.shape[2] for s in given[:parts])
     U = sum(sizes)
-    summed = group_reduce in SOFTMAX and heads > 1
+    summed = group_reduce in SOFTMAX and heads > 1 and len(given) == parts
     keys_of = jax.ShapeDtypeStruct((rows, U), jnp.uint32)
 
-    @simt.over_rows(functools.partial(_select, group_reduce, k, config))
-    def run(valid: Array, *scores: Array) -> tuple[Array, Array]:
+    @simt.over_rows(functools.partial(_select, group_reduce, k, ranked, parts, config))
+    def run(valid: Array, *given: Array) -> tuple[Array, ...]:
         row = functools.partial(
             _Row, sizes=sizes, heads=heads, shared_by=rows // valid.shape[0], group_reduce=group_reduce, config=config
         )
-        launch, args = top_k.launch_of(rows, config), [valid, *scores]
+        launch, args = top_k.launch_of(rows, config), [valid, *given]
         if config.parted:
             if summed:
                 sums = simt.kernel(
@@ -122,19 +131,20 @@ def _select(group_reduce: str, k: int, config: Config, valid: Array, *scores: Ar
                 functools.partial(_count, row=row, summed=summed), name="kvjax_top_k_grouped_count",
                 out_type=(keys_of, histogram.kept_of(rows, config)), scratch=(histogram.PASS, units.LOGS), **launch,
             )(*args)  # fmt: skip
-            return top_k.select_kept("kvjax_top_k_grouped", keys, kept, k, config)
-        outs = [*top_k.selected(rows, k)]
+            return top_k.select_kept("kvjax_top_k_grouped", keys, kept, k, config, ranked)
+        outs = [*top_k.selected(rows, k, ranked)]
+        wanted = len(outs)
         if not tiling.in_one_step(U, config):
             outs.append(keys_of)  # keys, for the later passes
         return simt.kernel(
-            functools.partial(_program, row=row, inputs=len(args), summed=summed, k=k),
+            functools.partial(_program, row=row, inputs=len(args), outs=wanted, summed=summed, k=k),
             name="kvjax_top_k_grouped",
             out_type=tuple(outs),
             scratch=(*top_k.scratch(k, config), STATS + 3 * HEADS),
             **launch,
-        )(*args)[:2]
+        )(*args)[:wanted]
 
-    return run(valid, *scores)
+    return run(valid, *given)
 
 
 class _Row:
@@ -149,9 +159,12 @@ class _Row:
         self.valid = simt.offset_rows(simt.global_address(valid_m), simt.divide(self.row, shared_by), self.U)
         self.scores = [
             simt.offset_rows(simt.global_address(m), self.row, heads * n * 4)
-            for m, n in zip(scores_m, sizes, strict=True)
+            for m, n in zip(scores_m, sizes, strict=False)
         ]
         self.logs: list[Word] | None = None
+        for logs_m in scores_m[len(sizes) :]:
+            logs = simt.offset_rows(simt.global_address(logs_m), self.row, heads * 4)
+            self.logs = [simt.load(logs, 4 * head) for head in range(heads)]
 
     def load(self, at: Word, end: int) -> tuple[list[Word], list[list[Word]]]:
         """Whether the units at .. at + 3 are valid (0 or 1), and each head's scores, as `load_heads`."""
@@ -175,11 +188,10 @@ class _Row:
         return fetch
 
 
-def _program(*refs: Any, row: Callable[..., _Row], inputs: int, summed: bool, k: int) -> None:
+def _program(*refs: Any, row: Callable[..., _Row], inputs: int, outs: int, summed: bool, k: int) -> None:
     of = row(*refs[:inputs])
     first = len(refs) - len(top_k.scratch(k, of.config)) - 1
-    (slots_m, found_m, *keys_m), (*scratch_m, stats_m) = refs[inputs:first], refs[first:]
-    out = Out.of(slots_m, found_m, k)
+    out, keys_m, (*scratch_m, stats_m) = Out.of(k, *refs[inputs:][:outs]), refs[inputs + outs : first], refs[first:]
     keys = simt.offset_rows(simt.global_address(keys_m[0]), of.row, of.U * 4) if keys_m else None
     if summed:
         of.logs = _log_sums(of, stats_m)

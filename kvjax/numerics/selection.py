@@ -255,6 +255,12 @@ def reduce_scores(parts: Sequence[tuple[Array, Array]], group_reduce: GroupReduc
     return pooled - jnp.log(parts[0][0].shape[2]) if group_reduce == "mean_softmax" else pooled
 
 
+def in_order(numbers: Array) -> Array:
+    """u32 of f32 without NaN, in the order of `lax.top_k`: -0 is below 0."""
+    bits = lax.bitcast_convert_type(numbers, jnp.uint32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+
 def expand_units(units: Selection, unit: int) -> Selection:
     """Expands units (pages) to their tokens: M units give M * unit slots, adjacent ones together."""
     if unit == 1:

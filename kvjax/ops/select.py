@@ -19,6 +19,7 @@ from kvjax.numerics.selection import (
     GroupReduce,
     PackedSelection,
     Selection,
+    in_order,
     join_lists,
     join_steps,
     no_kernel_for,
@@ -66,8 +67,7 @@ def _top_by_counts(ranked: Array, k: int) -> Sequence[Array]:
     if ranked.dtype != jnp.float32 or max(2 * k, 16384) > U:
         return lax.top_k(ranked, k)
     ranked = ranked.reshape(-1, U)
-    bits = lax.bitcast_convert_type(ranked, jnp.uint32)
-    keys = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))  # in the order of `lax.top_k`: -0 is below 0
+    keys = in_order(ranked)
     least = jnp.zeros((len(keys), 1), jnp.uint32)
     for shift in range(28, -1, -4):
         at_least = [keys >= least + jnp.uint32(digit << shift) for digit in range(1, 16)]
@@ -114,6 +114,40 @@ def top_k_grouped(
     heads = jnp.broadcast_shapes(*(ok.shape[:-1] for _, ok in parts))
     valid = jnp.concatenate([jnp.broadcast_to(ok, (*heads, ok.shape[-1])) for _, ok in parts], axis=-1)
     return top_k(reduce_scores(parts, group_reduce), valid, k)
+
+
+@op(
+    kernel="select.top_k_grouped",
+    static_argnames=("group_reduce", "k"),
+    derivative="zero",
+    limit=_top_k_grouped_limit,
+    mosaic=lambda kernel, a: _with_keys(
+        *kernel.top_k_grouped(a.parts, a.group_reduce, a.k, total=a.total, ranked=True)
+    ),
+)
+def rank_grouped(
+    parts: Sequence[tuple[Float[Array, "B K G _"], Bool[Array, "B _ _ _"]]],
+    group_reduce: GroupReduce,
+    k: int,
+    total: Float[Array, "B K G 1"] | None,
+    *,
+    implementation: Implementation | None = None,
+) -> tuple[Selection, Array]:
+    """`top_k_grouped` among units of which other devices have more, and u32[B, K, H, k], which orders those of all.
+
+    `total` is the log of the sum of exponentials of all devices' scores, None unless ranks are softmaxes. The order is
+    that of ranks, 0 for units that are not valid.
+    """
+    flags = jnp.concatenate([jnp.broadcast_to(ok, (*scores.shape[:2], 1, ok.shape[3])) for scores, ok in parts], -1)
+    ranks = reduce_scores(parts, group_reduce, total)
+    best = top_k(ranks, flags, k)
+    low = jnp.finfo(ranks.dtype).min
+    rank = jnp.take_along_axis(ranks, best.slots, axis=-1)
+    return best, jnp.where(best.valid, in_order(jnp.where(rank >= low, rank, low)), jnp.uint32(0))
+
+
+def _with_keys(slots: Array, valid: Array, keys: Array) -> tuple[Selection, Array]:
+    return Selection(slots, valid), keys
 
 
 def select_top(

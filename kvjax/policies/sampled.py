@@ -9,7 +9,7 @@ from jax import Array, lax
 
 from kvjax import ops
 from kvjax.numerics.partial import PartialAttention, attend_part, keep_valid
-from kvjax.numerics.selection import Selection, by_row, unpack
+from kvjax.numerics.selection import Selection, by_row, in_order, unpack
 from kvjax.ops.op import reaches_gpus
 from kvjax.policies.policy import Info, Step
 from kvjax.policies.zones import Visible, Zoned, ZonedState
@@ -224,7 +224,7 @@ class StripedSampled(Sampled):
         offers = lax.all_gather(offer, stripes.axis, axis=3)
 
         place = offers[..., :-1].reshape(*offer.shape[:3], -1)
-        rank = jnp.where(place < NOWHERE, _order(place), -jnp.inf)
+        rank = jnp.where(place < NOWHERE, in_order(_order(place)), jnp.uint32(0))
         place = first_places(rank, place, self._room(st))
         valid = place < NOWHERE
         return Selection(jnp.where(valid, place, 0), valid), self._share(st, seen, jnp.sum(offers[..., -1], axis=3))

@@ -19,10 +19,9 @@ from kvjax.numerics.selection import (
     PackedSelection,
     Selection,
     by_row,
-    reduce_scores,
     unpack,
 )
-from kvjax.ops.select import top_k
+from kvjax.ops.select import rank_grouped
 from kvjax.selectors.selector import Selector, Wrapper
 from kvjax.sharding.context import Stripes, count_taken
 from kvjax.spec import CacheSpec
@@ -75,23 +74,19 @@ class StripedSelector(Wrapper):
         start, stop = (jnp.asarray(x, jnp.int32) for x in candidates.span)
         own = replace(candidates, span=(stripes.owned(start), stripes.owned(stop)))
         pending, exist = scored.pending_units(attention_logits(q, scored.pending[0], scale), unit)
-        units, (B, K, _, W) = scores.shape[3], pending.shape
+        units = scores.shape[3]
         parts = [(scores, own.inside(*own.span, units, unit)), (pending, exist & (stripes.device == 0))]
         total = None
         if rule in SOFTMAX_REDUCES:
             every = lax.all_gather(log_sum_in_one_pass(parts), stripes.axis)
             total = jax.nn.logsumexp(every, axis=0)[..., None]
-        valid = jnp.concatenate([jnp.broadcast_to(ok, (B, K, 1, ok.shape[3])) for _, ok in parts], axis=-1)
-        ranks = _ranked(valid, reduce_scores(parts, rule, total))
-
-        best = top_k(ranks, valid, min(candidates.k_max, units + W))
-        rank = jnp.where(best.valid, jnp.take_along_axis(ranks, best.slots, axis=-1), -jnp.inf)
+        best, rank = rank_grouped(parts, rule, min(candidates.k_max, units + pending.shape[3]), total)
         last = units * (stripes.parts - 1)  # units past those of the whole history are pending
         place = jnp.where(best.slots < units, stripes.place(best.slots * unit) // unit, best.slots + last)
         place = jnp.where(best.valid, place, NOWHERE)
         offers = lax.all_gather(jnp.stack([lax.bitcast_convert_type(rank, jnp.int32), place]), stripes.axis)
         ranks, places = (jnp.moveaxis(offers[:, i], 0, 3).reshape(*rank.shape[:3], -1) for i in range(2))
-        every = lax.bitcast_convert_type(ranks, jnp.float32), places
+        every = lax.bitcast_convert_type(ranks, jnp.uint32), places
 
         k = by_row(candidates.k)
         taken = PackedSelection(best.slots, count_taken((rank, place), every, k))
@@ -118,12 +113,5 @@ def log_sum_in_one_pass(parts: Sequence[tuple[Array, Array]]) -> Array:
 
 def first_places(rank: Array, place: Array, room: int) -> Array:
     """i32[..., room]: the places that rank highest, best first; ties go to the lower place."""
-    _, place = lax.sort((-rank, place), num_keys=2, is_stable=False)  # places differ, but for NOWHERE
+    _, place = lax.sort((~rank, place), num_keys=2, is_stable=False)  # places differ, but for NOWHERE
     return place[..., :room]
-
-
-def _ranked(valid: Array, ranks: Array) -> Array:
-    """Ranks as `top_k` orders them: -inf for units that are not valid; valid ones are finite, NaN the lowest."""
-    low = jnp.finfo(ranks.dtype).min
-    ranks = jnp.where(ranks == 0, 0.0, ranks)  # `top_k` ranks -0 below 0
-    return jnp.where(valid, jnp.clip(jnp.nan_to_num(ranks, nan=low), low), -jnp.inf)

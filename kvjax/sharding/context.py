@@ -106,9 +106,9 @@ def share_of_highest(marks: Array, count: Array, levels: int, stripes: Stripes) 
 def count_taken(own: tuple[Array, Array], every: tuple[Array, Array], k: Array) -> Array:
     """How many offers of this device are among the first k of all devices: i32[B, K, H].
 
-    `own` are ranks f32[B, K, H, n] and places i32[B, K, H, n], highest rank first and ties by place, as are those of
+    `own` are ranks u32[B, K, H, n] and places i32[B, K, H, n], highest rank first and ties by place, as are those of
     each device in `every` [B, K, H, devices * n]; k is broadcastable to [B, K, H, 1]. An offer without a unit ranks
-    -inf. Those that are taken come first, so only every `block`-th offer is compared with all, and then one block.
+    0. Those that are taken come first, so only every `block`-th offer is compared with all, and then one block.
     """
     *lead, n = own[0].shape
     if n == 0:
@@ -119,7 +119,7 @@ def count_taken(own: tuple[Array, Array], every: tuple[Array, Array], k: Array) 
         rank, place = (jnp.take_along_axis(a, jnp.minimum(at, n - 1), axis=-1)[..., None] for a in own)
         ranks, places = (a[..., None, :] for a in every)
         before = jnp.sum((ranks > rank) | ((ranks == rank) & (places < place)), axis=-1, dtype=jnp.int32)
-        return jnp.sum((before < k) & (rank[..., 0] > -jnp.inf) & (at < n), axis=-1, dtype=jnp.int32)
+        return jnp.sum((before < k) & (rank[..., 0] > 0) & (at < n), axis=-1, dtype=jnp.int32)
 
     first = jnp.broadcast_to(jnp.arange(0, n, block, dtype=jnp.int32), (*lead, -(-n // block)))
     whole = jnp.maximum(taken(first) - 1, 0) * block

@@ -335,18 +335,18 @@ def test_devices_count_their_own_among_the_first_of_all(offers: int, wanted: int
     """As a sort of all offers does, also where ranks tie and where a device has fewer units than it may offer."""
     rng = np.random.default_rng(offers + wanted)
     places = np.stack([rng.permutation(4 * offers).reshape(4, offers) for _ in range(2)])  # [row, device, offer]
-    ranks = rng.integers(0, 4, places.shape).astype(np.float32)
-    ranks[1, 2, offers // 2 :] = -np.inf
-    places = np.where(np.isneginf(ranks), np.iinfo(np.int32).max, places)
+    ranks = rng.integers(1, 5, places.shape)
+    ranks[1, 2, offers // 2 :] = 0
+    places = np.where(ranks == 0, np.iinfo(np.int32).max, places)
     order = np.lexsort((places, -ranks))
     ranks, places = (np.take_along_axis(a, order, axis=-1) for a in (ranks, places))
-    every = [jnp.asarray(a, dtype).reshape(2, 1, 1, -1) for a, dtype in ((ranks, jnp.float32), (places, jnp.int32))]
+    every = [jnp.asarray(a, dtype).reshape(2, 1, 1, -1) for a, dtype in ((ranks, jnp.uint32), (places, jnp.int32))]
     for device in range(4):
         own = [a.reshape(2, 1, 1, 4, offers)[:, :, :, device] for a in every]
         got = jax.jit(context.count_taken)(own, every, jnp.full((1, 1, 1, 1), wanted, jnp.int32))
         for row in range(2):
             best = np.lexsort((places[row].reshape(-1), -ranks[row].reshape(-1)))[:wanted]
-            best = best[ranks[row].reshape(-1)[best] > -np.inf]
+            best = best[ranks[row].reshape(-1)[best] > 0]
             assert int(got[row, 0, 0]) == np.sum(best // offers == device)
 
 

@@ -10,6 +10,7 @@ import pytest
 from kvjax import ops
 from kvjax.kernels_pallas.select import top_k, top_k_grouped
 from kvjax.numerics.selection import reduce_scores
+from kvjax.ops.select import rank_grouped
 from tests.kernels.conftest import on_gpu
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -98,3 +99,26 @@ def test_top_k_grouped_takes_flags_of_each_head_beside_flags_of_all():
     slots, found = jax.jit(run)(parts)
     np.testing.assert_array_equal(found, want.valid)
     np.testing.assert_array_equal(slots, want.slots)
+
+
+@pytest.mark.parametrize("blocks", [2, -2])
+@pytest.mark.parametrize("group_reduce", ["mean_softmax", "mean_score"])
+def test_ranks_of_two_calls_order_the_units_of_both(group_reduce: str, blocks: int) -> None:
+    """As devices do that hold parts of a row: the first k of both, by key and place, are those of the whole row."""
+    parts, k = parts_of(2, 2, 4, (400, 400), "spread"), 30
+    want = np.asarray(
+        jax.jit(partial(ops.top_k_grouped, k=k, implementation="xla"), static_argnums=1)(parts, group_reduce)[0]
+    )
+    sums = [jax.nn.logsumexp(jnp.where(ok, scores, -jnp.inf), -1, keepdims=True) for scores, ok in parts]
+    total = jnp.logaddexp(*sums) if group_reduce == "mean_softmax" else None
+    how = {"total": total, "ranked": True, "config": top_k.Config(blocks=abs(blocks), cluster=int(blocks > 0))}
+    run = jax.jit(partial(top_k_grouped.top_k_grouped, group_reduce=group_reduce, k=k, **how))
+    reference = jax.jit(partial(rank_grouped, group_reduce=group_reduce, k=k, total=total, implementation="xla"))
+    of_kernel, of_reference = ([f([part]) for part in parts] for f in (run, reference))
+    for found in (of_kernel, [(*best, keys) for best, keys in of_reference]):
+        keys = np.concatenate([x[2] for x in found], axis=-1)
+        places = np.concatenate([x[0] + 400 * i for i, x in enumerate(found)], axis=-1)
+        assert keys.dtype == np.uint32
+        np.testing.assert_array_equal(keys > 0, np.concatenate([x[1] for x in found], axis=-1))
+        order = np.lexsort((places, -keys.astype(np.int64)))[..., :k]
+        np.testing.assert_array_equal(np.take_along_axis(places, order, axis=-1), want)
