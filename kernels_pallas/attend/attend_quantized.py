@@ -1,10 +1,11 @@
 """Attention over keys and values of 2 or 4 bits, whose codes become operands of `mma` with one `and` for two codes.
 
 Below 256 the bits of a bf16 count linearly, so codes are used undecoded where scales can move: to the queries for keys
-by channel, to the weights for values by token. Zeros are added in f32. Keys by token are decoded. The rounding of
-scaled operands is corrected.
+by channel, to the weights for values by token. Keys by token are decoded. The rounding of scaled operands is
+corrected.
 
-A warp takes one unit at a time; exact keys of the recent block follow. A second kernel merges blocks.
+A warp takes a unit at a time; four warps take many queries (`together`). Exact keys of the recent block follow. A
+second kernel merges blocks.
 
 **Bytes:** D (b_k + b_v) / 8 of codes and 4 D / g of scales each of keys and values, for a token and KV head.
 
@@ -20,14 +21,14 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from kvjax.kernels_pallas import simt, tuned
-from kvjax.kernels_pallas.attend import decoded, softmax
+from kvjax.kernels_pallas.attend import softmax, together
 from kvjax.kernels_pallas.attend.codes import (
     LIFT,
     Layout,
@@ -60,19 +61,22 @@ class Config:
     blocks: int  # of a row
     warpgroups: int = 3  # of a block; registers allow one such block per multiprocessor
     stages: int = 2  # units that a warp has room for in shared memory
+    wide: bool = False  # products of a warpgroup, of more than one column
 
     def __post_init__(self) -> None:
         if self.blocks < 1 or self.warpgroups not in (1, 2, 3, 4) or self.stages < 2:
             raise ValueError(f"blocks must be at least 1, warpgroups 1 to 4, stages 2 or more; got {self}")
 
 
-def _room(layout: Layout, config: Config, columns: int) -> int:
+def _room(layout: Layout, config: Config) -> int:
     """Bytes of shared memory of a warp, for its stages and afterwards for its part of the result."""
-    return max(config.stages * layout.stage, columns * softmax.part_bytes(layout.D))
+    return max(config.stages * layout.stage, softmax.part_bytes(layout.D))
 
 
 def smem_bytes(layout: Layout, config: Config, columns: int = 1) -> int:
-    return 4 * config.warpgroups * _room(layout, config, columns) + softmax.query_bytes(layout.D, columns)
+    if columns > 1:
+        return together.smem_bytes(layout, config.stages, columns, config.warpgroups)
+    return 4 * config.warpgroups * _room(layout, config)
 
 
 def unsupported(
@@ -147,25 +151,51 @@ def attend_quantized(
     flat = [a.reshape(B * K, *a.shape[2:]) for a in (*keys, *values)]
     dtype = None if recent is None or part else q.dtype
     queries, ends = q.astype(jnp.bfloat16).reshape(B * K, Q, D), (a.astype(jnp.int32) for a in (start, stop))
-    groups, columns = softmax.columns_of(Q, decoded.columns_at_once(layout_of(D, keys, values)))
+    groups, columns = softmax.columns_of(Q, together.MOST_COLUMNS)
     steps = 1 if recent is None else step_count(recent[3])
     if steps > 1:  # one column reads the same span for all of its queries
         columns = max(columns, 2)
     heads = -(-Q // (groups * columns))
+    order = None
     if heads * groups * columns > Q:
         queries = jnp.pad(queries, ((0, 0), (0, heads * groups * columns - Q), (0, 0)))
+    elif steps > 1 and dtype is not None:  # a model has them as [B, T, K, G, D]
+        order = Order(K, steps, Q // steps)
+        queries = jnp.swapaxes(queries.reshape(B, K, steps, -1, D), 1, 2)
     queries = queries.reshape(-1, heads, D)
-    made = _attend(scale, dtype, (groups, columns, Q // steps), config, queries, *ends, *flat, *zone)
+    made = _attend(scale, dtype, Split(groups, columns, Q // steps, order), config, queries, *ends, *flat, *zone)
+    if order:
+        return jnp.swapaxes(made[0].reshape(B, steps, K, -1, D), 1, 2).reshape(B, K, Q, D)
     whole = tuple(a.reshape(B, K, -1, *a.shape[2:])[:, :, :Q] for a in made)
     return whole if dtype is None else whole[0]
 
 
-def _attend(
-    scale: float, dtype: Any, split: tuple[int, int, int], config: Config | None, *args: Array
-) -> tuple[Array, ...]:
-    """[rows, Q, D] in `dtype`; or, if it is None, f32[rows, Q, D] and f32[rows, Q]. `split` has rows of the grid for a
-    KV head, columns of each, which are rows here, and the queries of a step."""
-    (rows, Q, D), (groups, columns, _) = args[0].shape, split
+class Order(NamedTuple):
+    """Queries in memory as [B, T, K, G, D]."""
+
+    heads: int  # K
+    steps: int  # T
+    of_step: int  # G
+
+    def place(self, row: Word, n: Word) -> Word:
+        """The number in [B, T, K, G] of query n of T G, of row `row` of B K."""
+        step = simt.divide(n, self.of_step)
+        of_step = simt.swapped_row(row * self.steps + step, self.heads, self.steps)
+        return of_step * self.of_step + (n - step * self.of_step)
+
+
+class Split(NamedTuple):
+    """How the queries of a KV head are split."""
+
+    groups: int  # rows of the grid
+    columns: int  # of each, which are rows of queries
+    of_step: int  # queries of a step
+    order: Order | None  # of queries and outputs in memory; None: as the rows
+
+
+def _attend(scale: float, dtype: Any, split: Split, config: Config | None, *args: Array) -> tuple[Array, ...]:
+    """[rows, Q, D] in `dtype`; or, if it is None, f32[rows, Q, D] and f32[rows, Q]."""
+    (rows, Q, D), (groups, columns, _, order) = args[0].shape, split
     layout = layout_of(D, args[3:5], args[5:7])
     target = simt.target(args)
 
@@ -213,7 +243,14 @@ def _attend(
             warpgroups=config.warpgroups,
         )(*args)
         kind = jnp.float32 if dtype is None else dtype
-        return softmax.merge_blocks(means, logs, kind, name="attend_quantized", lse=dtype is None)
+
+        def place_of_head(i: Word, head: Word) -> Word:
+            assert order is not None
+            row = simt.divide(i, groups * columns)
+            return order.place(row, (i - row * (groups * columns)) * Q + head)
+
+        how: Any = {"place_of_head": place_of_head} if order else {}
+        return softmax.merge_blocks(means, logs, kind, name="attend_quantized", lse=dtype is None, **how)
 
     return run(*args)
 
@@ -222,15 +259,16 @@ def config_for(rows: int, layout: Layout, target: simt.Target | None = None, col
     """Blocks as large as registers and shared memory allow, and as many as take the least time, where a wave of blocks
     costs the turns of its warps and two more."""
     target = target or simt.target()
-    sizes = ((3, 2), (2, 2), (1, 2))[columns > 1 :]
+    sizes = ((3, 2), (2, 2), (1, 2))
     fits = (x for x in sizes if smem_bytes(layout, Config(1, *x), columns) <= target.smem)
     warpgroups, stages = next(fits, sizes[-1])
+    wide = columns > 1 and target.capability == "9.0"
     units = -(-layout.S // layout.unit)
 
     def turns(blocks: int) -> int:
         return -(-rows * blocks // target.multiprocessors) * (-(-units // (blocks * 4 * warpgroups)) + 2)
 
-    return Config(min(range(1, target.multiprocessors + 1), key=turns), warpgroups, stages)
+    return Config(min(range(1, target.multiprocessors + 1), key=turns), warpgroups, stages, wide)
 
 
 def _program(
@@ -239,7 +277,7 @@ def _program(
     shared_by: int,
     recent: int,  # slots of the exact zone
     steps: tuple[int, ...],  # of its start and stop
-    split: tuple[int, int, int],
+    split: Split,
     layout: Layout,
     scale: float,
     config: Config,
@@ -250,7 +288,7 @@ def _program(
     t, block = simt.special("tid.x"), simt.special("ctaid.x")
     lane, warp = t & 31, t >> 5
     quad, col = lane >> 2, lane & 3
-    groups, columns, of_step = split
+    groups, columns, of_step, order = split
     of_queries = simt.divide(block, blocks)
     row, part = simt.divide(of_queries, groups), block - of_queries * blocks
     of_part = block
@@ -267,30 +305,45 @@ def _program(
     each = simt.divide(units + (blocks - 1), blocks)
     begin = part * each
     end = (begin + each < units).select(begin + each, units) + first
-    begin = begin + first + warp
-    room_bytes = _room(layout, config, columns)
-    room = simt.shared_address(room_m) + warp * room_bytes
+    room_bytes, room = _room(layout, config), simt.shared_address(room_m)
+    if columns == 1:
+        begin, room = begin + first + warp, room + warp * room_bytes
     fetch = _fetcher(layout, lane, row, key_codes_m, value_codes_m, value_scales_m, key_scales_m)
+    sign, factor = 1.0 if scale >= 0 else -1.0, (abs(scale) or 2.0**-99) / math.log(2)
+    if columns > 1:
+        group = of_queries - row * (groups * columns)
 
+        def query(c: int, head: Word) -> Any:
+            """The address of a query of column c."""
+            if order is None:
+                return simt.offset_rows(q, head + c * heads, 2 * D)
+            n = (group + c) * heads + head
+            return simt.offset_rows(simt.global_address(q_m), order.place(row, n), 2 * D)
+
+        team = together.Together(layout, columns, heads, query, room, config.stages, config.warpgroups, config.wide)
+        team.share(sign)
+        state = team.attend(fetch, begin + first, end, (start, stop), factor * 2.0**LIFT, SLACK)
+        if zone:
+            exact = [simt.offset_rows(simt.global_address(m), row, recent * D * 2) for m in zone[:2]]
+            spans = softmax.Spans(tuple(zip(zone[2:], steps, strict=True)), simt.divide(row, shared_by), lane, recent)
+            own = group * heads + col * 2  # the first query of the lane
+
+            def step_of(c: int, e: int) -> Word:
+                return simt.divide(own + (c * heads + e), of_step)
+
+            state = team.add_exact(state, exact, recent, spans, step_of, word(blocks - 1) - part, blocks, scale)
+        team.write(state, out, lse, blocks * heads)
+        return
     for i in range(config.stages - 1):
         with when(begin + i * warps < end):
             fetch(begin + i * warps, room + i * layout.stage)
         ptx("cp.async.commit_group;")
-    sign, factor = 1.0 if scale >= 0 else -1.0, (abs(scale) or 2.0**-99) / math.log(2)
-    if columns == 1:
-        queries = _queries(layout, q, heads, quad, col, sign)
-        factor *= 2.0**LIFT if by_channel else 1.0
+    queries = _queries(layout, q, heads, quad, col, sign)
+    factor *= 2.0**LIFT if by_channel else 1.0
     mixing = Mixing(layout, lane)
-    if columns > 1:
-        wide = decoded.Columns(mixing, columns, heads, q, simt.shared_address(room_m) + warps * room_bytes)
-        wide.share(warp, warps, sign)
-        simt.block_barrier()
     end_of_ring = room + (config.stages - 1) * layout.stage
 
-    def next_of(at: Word) -> list[Word]:
-        return [at.equals(end_of_ring).select(room, at + layout.stage), at]
-
-    @loop(begin, end, warps, [room, end_of_ring, *(wide if columns > 1 else mixing).nothing()])
+    @loop(begin, end, warps, [room, end_of_ring, *mixing.nothing()])
     def carry(n: Word, at: Word, before: Word, *state: Word) -> list[Word]:
         ptx(f"cp.async.wait_group {config.stages - 2};")
         simt.warp_barrier()
@@ -298,8 +351,6 @@ def _program(
         with when(ahead < end):
             fetch(ahead, before)
         ptx("cp.async.commit_group;")
-        if columns > 1:
-            return [*next_of(at), *wide.add(state, n, at, (start, stop), factor, SLACK)]
         logs = _scores(layout, at, queries, quad, col)
         scales = mixing.scales(at)
         for r in range(unit // 8, 2 * tiles):  # rows of the last 16 keys that are past the unit
@@ -317,35 +368,19 @@ def _program(
         logs, scales = ([[next(words) for _ in four] for four in fours] for fours in (logs, scales))
         kept, weights = softmax.exponentials(state, logs, factor=factor, lift=LIFT, slack=SLACK)
         mixed = mixing.add(softmax.parts(kept)[2], at, weights, scales)
-        return [*next_of(at), *kept[:4], *softmax.flat(mixed)]
+        return [at.equals(end_of_ring).select(room, at + layout.stage), at, *kept[:4], *softmax.flat(mixed)]
 
     ptx("cp.async.wait_group 0;")
     simt.warp_barrier()
-    state = mixing.finish(carry[2:]) if columns == 1 else carry[2:]
+    state = mixing.finish(carry[2:])
     if zone:  # its tiles go to warps that may have a unit less
-        if columns == 1:
-            ends = simt.ends_of((zone[2], shared_by), (zone[3], shared_by), row, recent)
+        ends = simt.ends_of((zone[2], shared_by), (zone[3], shared_by), row, recent)
         job = (word(warps - 1) - warp) * blocks + (word(blocks - 1) - part)
-        if columns == 1:
-            state = _exact(mixing, zone[:2], ends, q, heads, recent, row, job, warps * blocks, state, scale=scale)
-        else:
-            exact = [simt.offset_rows(simt.global_address(m), row, recent * D * 2) for m in zone[:2]]
-            spans = softmax.Spans(tuple(zip(zone[2:], steps, strict=True)), simt.divide(row, shared_by), lane, recent)
-            first = (simt.divide(block, blocks) - row * groups) * (columns * heads) + col * 2
-
-            def step_of(c: int, e: int) -> Word:
-                return simt.divide(first + (c * heads + e), of_step)
-
-            state = wide.add_exact(state, exact, recent, spans, step_of, job, warps * blocks, scale=scale)
-    for c, one in enumerate([state] if columns == 1 else wide.states(state)):
-        of_column = c * softmax.part_bytes(D)
-        softmax.store(room + of_column if c else room, one, heads, D, mixing.channel)
+        state = _exact(mixing, zone[:2], ends, q, heads, recent, row, job, warps * blocks, state, scale=scale)
+    softmax.store(room, state, heads, D, mixing.channel)
     simt.block_barrier()
-    for c in range(columns):
-        parts = [simt.shared_address(room_m) + (w * room_bytes + c * softmax.part_bytes(D)) for w in range(warps)]
-        if c:
-            out, lse = (simt.offset(a, word(blocks * heads * n)) for a, n in ((out, 4 * D), (lse, 4)))
-        loop(t, heads * D // 4, 32 * warps)(functools.partial(softmax.write_merged, parts, D, out, lse))
+    parts = [simt.shared_address(room_m) + w * room_bytes for w in range(warps)]
+    loop(t, heads * D // 4, 32 * warps)(functools.partial(softmax.write_merged, parts, D, out, lse))
 
 
 def _fetcher(layout: Layout, lane: Word, row: Word, *refs: Any) -> Callable[[Word, Word], None]:

@@ -149,8 +149,8 @@ def attend(
     `coded`, `kept` begins with its `directions.ARRAYS`, [rows', S, width] and [rows', D]. Slots of a row from the
     `found` i32[rows] on are not read either. `spans` are start and stop, i32[rows''] each, of each of the last zones,
     and how many of its last slots are read. `outs` are the shapes and dtypes that write(merged, *addresses) writes for
-    each row. With `order` = (K, T, H) the rows of slots are those of [..., K, T, H], and the rows of `outs` those of
-    [..., T, K, H].
+    each row. With `order` = (K, T, H) the rows of slots are those of [..., K, T, H], and the rows of queries and of
+    `outs` those of [..., T, K, H].
     """
     rows, heads, D = q.shape
     lists, ends = [index] if found is None else [index, found], [end for *two, _ in spans for end in two]
@@ -197,21 +197,12 @@ def attend(
         )(q, *args)
         if parts == 1:
             return made
-        place = functools.partial(_swapped, K=order[0], T=order[1], H=order[2])
+        place = functools.partial(simt.swapped_row, K=order[0], T=order[1], H=order[2])
         means, logs = made
         return softmax.merge_blocks(means, logs, outs[0][1], name=name, lse=len(outs) == 2, place=place)
 
     made: tuple[Array, ...] = run(q, *kept, *lists, *ends)
     return made
-
-
-def _swapped(row: Word, K: int, T: int, H: int) -> Word:
-    """The number in [..., T, K, H] of row `row` of [..., K, T, H]."""
-    if K == 1 or T == 1:
-        return row
-    of_step, of_head, of_all = (simt.divide(row, n) for n in (H, T * H, K * T * H))
-    head, step = of_head - of_all * K, of_step - of_head * T
-    return ((of_all * T + step) * K + head) * H + (row - of_step * H)
 
 
 def _program(
@@ -231,7 +222,8 @@ def _program(
     kept_m, (index_m, *rest) = refs[: 2 * len(exact)], refs[2 * len(exact) :]
     of_counts = [1] * counted + [*shared_by]
     q, index, *kept = (simt.global_address(m) for m in (q_m, index_m, *kept_m))
-    q, index = simt.offset_rows(q, row, heads * of_token), simt.offset_rows(index, row, M * 4)
+    q = simt.offset_rows(q, simt.swapped_row(row, *order), heads * of_token)
+    index = simt.offset_rows(index, row, M * 4)
     ends, of_row = list(itertools.accumulate(zones)), simt.divide(row, of_zone)
     ends_of_exact = ends[len(zones) - len(exact) :]
 
@@ -243,7 +235,7 @@ def _program(
     k, v = bases(kept[::2]), bases(kept[1::2])
     *outs_m, room_m = rest[len(of_counts) :]
     parted = blocks > 1 and not config.cluster
-    to = simt.special("ctaid.x") if parted else _swapped(row, *order)
+    to = simt.special("ctaid.x") if parted else simt.swapped_row(row, *order)
     strides = (heads * D * 4, heads * 4) if parted else strides
     outs = [simt.offset_rows(simt.global_address(m), to, stride) for m, stride in zip(outs_m, strides, strict=True)]
     limits = [simt.number_of(numbers, row) for numbers in zip(rest, of_counts, strict=False)]

@@ -125,6 +125,8 @@ def attend(
         found = None if found is None else jnp.repeat(found, passes, axis=2)
     lse = part or sinks is not None
     means = ((G // H, D), jnp.float32 if lse else q.dtype)
+    if T > 1:
+        q = jnp.swapaxes(q.reshape(B, K, T, G // T, D), 1, 2)
     parts = one_zone.attend(
         q.astype(recent[0].dtype).reshape(B * K * H, G // H, D),
         [a.reshape(B * K, *a.shape[2:]) for zone in (history, *(span[:2] for span, _ in spans)) for a in zone],

@@ -277,7 +277,11 @@ def store(at: Word, state: Sequence[Word], heads: int, D: int, channel: Callable
                 for half in range(2):
                     simt.store_shared(at + (head * (D + 4) + channel(j, half)) * 4, acc[2 * half + e])
             with when(lane < 4):
-                simt.store_shared(_stats(at, head, D), tops[e], totals[e])
+                store_stats(at, head, D, tops[e], totals[e])
+
+
+def store_stats(at: Word, head: Word, D: int, top: Word, total: Word) -> None:
+    simt.store_shared(_stats(at, head, D), top, total)
 
 
 class Merged:
@@ -347,17 +351,26 @@ def write_merged(parts: Sequence[Word], D: int, out: Any, lse: Any, i: Word) -> 
 
 
 def merge_blocks(
-    means: Array, logs: Array, dtype: Any, *, name: str, lse: bool, place: Callable[[Word], Word] = lambda row: row
-) -> tuple[Array, ...]:
+    means: Array, logs: Array, dtype: Any, *, name: str, lse: bool, place: Callable[[Word], Word] = lambda row: row,
+    place_of_head: Callable[[Word, Word], Word] | None = None,
+) -> tuple[Array, ...]:  # fmt: skip
     """[rows, heads, D] in `dtype` of parts: their means f32[rows, blocks, heads, D] and natural logs of sums f32[rows,
-    blocks, heads]; and, with `lse`, the log of all, f32[rows, heads]. Row i is written as row place(i). A separate
-    kernel with a block per row."""
+    blocks, heads]; and, with `lse`, the log of all, f32[rows, heads]. Row i is written as row place(i), or, without
+    `lse`, head h of row i as the D numbers at place_of_head(i, h). A separate kernel with a block per row."""
     rows, blocks, heads, D = means.shape
     outs = [jax.ShapeDtypeStruct((rows, heads, D), dtype)]
     if lse:
         outs.append(jax.ShapeDtypeStruct((rows, heads), jnp.float32))
     return simt.kernel(
-        functools.partial(_merge, heads=heads, D=D, blocks=blocks, kind=KINDS[str(jnp.dtype(dtype))], place=place),
+        functools.partial(
+            _merge,
+            heads=heads,
+            D=D,
+            blocks=blocks,
+            kind=KINDS[str(jnp.dtype(dtype))],
+            place=place,
+            place_of_head=place_of_head,
+        ),
         name=f"kvjax_{name}_merge",
         out_type=tuple(outs),
         blocks=rows,
@@ -375,20 +388,24 @@ def with_sinks(out: Array, lse: Array, sinks: Array, dtype: Any) -> Array:
 
 def _merge(
     means_m: Any, logs_m: Any, out_m: Any, lse_m: Any = None, *, heads: int, D: int, blocks: int, kind: str,
-    place: Callable[[Word], Word],
+    place: Callable[[Word], Word], place_of_head: Callable[[Word, Word], Word] | None,
 ) -> None:  # fmt: skip
     row, t = simt.special("ctaid.x"), simt.special("tid.x")
     means, logs = (
         simt.offset_rows(simt.global_address(m), row, blocks * heads * size)
         for m, size in ((means_m, D * 4), (logs_m, 4))
     )
-    to = place(row)
-    out = simt.offset_rows(simt.global_address(out_m), to, heads * D * (4 if kind == "f32" else 2))
+    to, size = place(row), 4 if kind == "f32" else 2
+    out = simt.offset_rows(simt.global_address(out_m), to, heads * D * size)
 
     @simt.loop(t, heads * D // 4, 128)
     def _write(i: Word) -> None:
         merged = Merged.of_means(means, logs, blocks, heads, i, D)
-        if lse_m is None:
+        if place_of_head is not None:
+            own = simt.offset_rows(simt.global_address(out_m), place_of_head(row, merged.head), D * size)
+            merged.head = word(0)
+            merged.write_mean(own, kind)
+        elif lse_m is None:
             merged.write_mean(out, kind)
         else:
             merged.write(out, simt.offset_rows(simt.global_address(lse_m), to, heads * 4))

@@ -177,8 +177,17 @@ class Scores:
         return [Pair(turn, bit, (bit - turn) % H, (bit - turn) % 32 >= 16) for turn, bit in places]
 
     @property
+    def warps(self) -> int:
+        """The warps of a block."""
+        return WARPS
+
+    @property
     def blocks(self) -> int:
-        return -(-self.rows * self.jobs // WARPS)
+        return -(-self.rows * self.jobs // self.warps)
+
+    @property
+    def smem_bytes(self) -> int:
+        return smem_bytes(self.D, self.config)
 
     def kernel(self, program: Callable[..., Any], *, more_blocks: int = 0, **how: Any) -> Callable[..., Any]:
         def body(*refs: Any) -> None:
@@ -186,9 +195,9 @@ class Scores:
 
         return simt.kernel(
             body,
-            scratch=(smem_bytes(self.D, self.config) // 4,),
+            scratch=(self.smem_bytes // 4,),
             blocks=self.blocks + more_blocks,
-            warpgroups=WARPS // 4,
+            warpgroups=self.warps // 4,
             **how,
         )
 
@@ -315,20 +324,25 @@ class Scores:
                     larger = real(self.scale * 2.0 ** (smaller + 1))
                     fours.append([instr("fma.rn.f32", x, larger, start) for x in mine[4 * e : 4 * e + 4]])
             unit = first + own
-            at = simt.offset(simt.offset_rows(out, within(unit), UNIT * size), quad * (4 * size))
-            for n, four in enumerate(fours):
-                words = [halves(*four[:2]), halves(*four[2:])] if self.half else four
-                named, further = ", ".join(f"${3 + i}" for i in range(size)), n // 2 * HEADS + n % 2
-                if n % 2 == 0 and n:  # an offset as an immediate has 32 bits
-                    at = simt.offset_rows(at, word(HEADS), S * size)
-                ptx(
-                    "{ .reg .pred p; setp.lt.u32 p, $1, $2; "
-                    f"@p st.global.v{size}.b32 [$0+{n % 2 * S * size}], {{{named}}}; }}",
-                    *(at, head, max(G - further, 0), *words),
-                )
+            self.store(out, within(unit), quad, head, fours)
             return visit(unit, fours, state) if visit else []
 
         return final
+
+    def store(self, out: Any, unit: Word, quad: Word, head: Word, fours: Sequence[Sequence[Word]]) -> None:
+        """Writes four scores of each of a thread's heads to `out`, the address of the first of its heads."""
+        size, S = 2 if self.half else 4, self.S
+        at = simt.offset(simt.offset_rows(out, unit, UNIT * size), quad * (4 * size))
+        for n, four in enumerate(fours):
+            words = [halves(*four[:2]), halves(*four[2:])] if self.half else four
+            named, further = ", ".join(f"${3 + i}" for i in range(size)), n // 2 * HEADS + n % 2
+            if n % 2 == 0 and n:  # an offset as an immediate has 32 bits
+                at = simt.offset_rows(at, word(HEADS), S * size)
+            ptx(
+                "{ .reg .pred p; setp.lt.u32 p, $1, $2; "
+                f"@p st.global.v{size}.b32 [$0+{n % 2 * S * size}], {{{named}}}; }}",
+                *(at, head, max(self.G - further, 0), *words),
+            )
 
 
 def halves(low: Word, high: Word) -> Word:

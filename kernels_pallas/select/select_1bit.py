@@ -27,6 +27,7 @@ from jax import Array
 
 from kvjax.kernels_pallas import simt, tuned
 from kvjax.kernels_pallas.score import score_1bit as score
+from kvjax.kernels_pallas.score import score_wide
 from kvjax.kernels_pallas.select import logsum, tiling, top_k, units
 from kvjax.kernels_pallas.select.keys import SOFTMAX
 from kvjax.kernels_pallas.select.logsum import NOTHING
@@ -40,6 +41,8 @@ PASS = 4 * score.HEADS  # query heads of several steps that one pass takes, as m
 @dataclass(frozen=True)
 class Config(score.Config, tiling.Config):
     """Block sizes: `blocks` and `unroll` of the selection, `units` and `stages` of the scores."""
+
+    wide: int = 0  # of more than two columns of queries: 1 decoded keys, 2 with products of a warpgroup
 
     def __post_init__(self) -> None:
         tiling.Config.__post_init__(self)
@@ -110,7 +113,6 @@ def select_1bit(
     else:
         pending_scores = given.reshape(-1, *given.shape[-2:])
     ends = (simt.by_step(x, K) for x in (*span, *pending[1:], count))
-    rows = (a.reshape(B * K, *a.shape[2:]) for a in (q.astype(step.dtype), bits, step, zero))
     config = config or tuned.select(
         "select_1bit",
         config_for(B * K, H, S, S + W, simt.target((q, bits))),
@@ -124,11 +126,19 @@ def select_1bit(
         group=S // step.shape[2],
         softmax=int(group_reduce in SOFTMAX),
     )
-    pending_slots = None if pending_slots is None else W
-    slots, found = _select(
-        group_reduce, room, scale, pending_slots, pending_units, local, steps, config, *ends, pending_scores, *rows
-    )
+    pending_slots, q = None if pending_slots is None else W, q.astype(step.dtype)
+    order = (K, steps) if is_wide(config, q) else (1, 1)
+    if order > (1, 1):  # as a model has them
+        q = jnp.swapaxes(q.reshape(B, K, steps, -1, D), 1, 2)
+    rows = (a.reshape(B * K, -1, a.shape[-1]) for a in (q, bits, step, zero))
+    how = group_reduce, room, scale, pending_slots, pending_units, local, steps, order, config
+    slots, found = _select(*how, *ends, pending_scores, *rows)
     return slots.reshape(B, K, H, room), found.reshape(B, K, H)
+
+
+def is_wide(config: Config, q: Any) -> bool:
+    """True if `WideScores` score q [..., G, D] in the dtype of the steps."""
+    return config.wide > 0 and q.shape[-2] > 2 * score.HEADS and q.shape[-1] == score_wide.D and q.dtype == jnp.bfloat16
 
 
 def _select(
@@ -139,6 +149,7 @@ def _select(
     pending_units: int,
     local: int,
     steps: int,
+    order: tuple[int, int],
     config: Config,
     *args: Array,
 ) -> tuple[Array, Array]:
@@ -146,7 +157,7 @@ def _select(
 
     If `pending` are `pending_slots` keys, rows are those of all heads of one step, or of each head. The first
     `pending_units` of these keys may be pending. `args` are the spans' ends and the count, whose numbers of rows divide
-    `rows`, then pending, q, bits, step and zero."""
+    `rows`, then pending, q, bits, step and zero. With `order` = (K, T), q is in memory as [B, T, K, G, D]."""
     pending, q, bits, *_ = args[5:]
     (rows, S, _), G = bits.shape, q.shape[1]
     if pending_slots is None:
@@ -156,13 +167,15 @@ def _select(
         list_rows = rows * G // heads
     summed = group_reduce in SOFTMAX and heads > 1
 
-    static = group_reduce, room, scale, pending_slots, pending_units, local, steps, config
+    static = group_reduce, room, scale, pending_slots, pending_units, local, steps, order, config
 
     @simt.over_rows(functools.partial(_select, *static))
     def run(*args: Array) -> tuple[Array, Array]:
         ends, (pending, q, bits, step, zero) = args[:5], args[5:]
         span = ends[:2] if summed else ()
         scored = score.Scores.of(q, bits, step, scale, config, half=True)
+        if is_wide(config, q):
+            scored = score_wide.WideScores.of_steps(scored, order, config.wide == 2)
         outs = [jax.ShapeDtypeStruct((rows, G, S), jnp.float16)]
         if summed:
             outs.append(jax.ShapeDtypeStruct((rows, G, scored.jobs, 2), jnp.float32))
@@ -177,8 +190,9 @@ def _select(
                 pending_slots=pending_slots,
                 keys=(pending.shape[0], pending.shape[1]),
                 steps=steps,
+                order=order,
             )
-        more = -(-rows * steps * -(-pending_slots // EXACT) // score.WARPS) if pending_slots else 0
+        more = -(-rows * steps * -(-pending_slots // EXACT) // scored.warps) if pending_slots else 0
         score_kernel = scored.kernel(program, more_blocks=more, name="kvjax_select_1bit_score", out_type=tuple(outs))
         scores, *sums = score_kernel(*exact, q, bits, step, zero, *span)
         pending_scores = sums.pop().reshape(list_rows, heads, pending_slots) if pending_slots else pending
@@ -196,7 +210,7 @@ def _select(
 
 def _score_both(
     keys_m, *refs, program: Callable[..., None], scored: score.Scores, pending_slots: int, keys: tuple[int, int],
-    steps: int,
+    steps: int, order: tuple[int, int],
 ) -> None:  # fmt: skip
     """The kernel of the scores, with blocks after its own for pending keys of `keys` = (rows, R)."""
     *others, out_m, ring_m = refs
@@ -205,12 +219,13 @@ def _score_both(
         program(*others, ring_m)
     with when(block >= scored.blocks):
         of_keys = others[0], keys_m, out_m
-        _exact(block - scored.blocks, *of_keys, scored=scored, pending_slots=pending_slots, sizes=keys, steps=steps)
+        how: Any = {"pending_slots": pending_slots, "sizes": keys, "steps": steps, "order": order}
+        _exact(block - scored.blocks, *of_keys, scored=scored, **how)
 
 
 def _exact(
     block: Word, q_m: Any, keys_m: Any, out_m: Any, *, scored: score.Scores, pending_slots: int,
-    sizes: tuple[int, int], steps: int,
+    sizes: tuple[int, int], steps: int, order: tuple[int, int],
 ) -> None:  # fmt: skip
     """Exact scores of `pending_slots` keys, `EXACT` per warp, for the heads of a step: 16 keys are rows of a product,
     and the heads its columns.
@@ -220,14 +235,14 @@ def _exact(
     rows, G, D, (stored, R) = scored.rows * steps, scored.G // steps, scored.D, sizes
     t = simt.special("tid.x")
     lane, jobs = t & 31, -(-pending_slots // EXACT)
-    quad, col, job = lane >> 2, lane & 3, block * score.WARPS + (t >> 5)
+    quad, col, job = lane >> 2, lane & 3, block * scored.warps + (t >> 5)
     job = (job < rows * jobs).select(job, rows * jobs - 1)  # a spare warp repeats the last
     row = simt.divide(job, jobs)
     first = (job - row * jobs) * EXACT
     q, keys, out = (
         simt.offset_rows(simt.global_address(m), at, n * size)
         for m, at, n, size in (
-            (q_m, row, G, 2 * D),
+            (q_m, simt.swapped_row(row, *order), G, 2 * D),
             (keys_m, simt.divide(row, rows // stored), R, 2 * D),
             (out_m, row, G, 2 * pending_slots),
         )

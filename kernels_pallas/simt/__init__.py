@@ -30,6 +30,7 @@ from kvjax.kernels_pallas.simt.memory import (
     span_of,
     store_remote,
     store_shared,
+    swapped_row,
 )
 from kvjax.kernels_pallas.simt.mosaic import Mosaic, why_not
 from kvjax.kernels_pallas.simt.target import (
@@ -43,7 +44,9 @@ from kvjax.kernels_pallas.simt.target import (
     target,
 )
 from kvjax.kernels_pallas.simt.warp import (
+    any_of_warps,
     ballot,
+    barrier_of,
     bfly,
     block_barrier,
     cluster_arrive,
@@ -52,11 +55,13 @@ from kvjax.kernels_pallas.simt.warp import (
     from_lane,
     mma,
     part,
+    products,
     row,
     special,
     sum_of_next_lanes,
     warp_barrier,
     warp_sum,
+    wgmma,
 )
 from kvjax.kernels_pallas.simt.word import (
     Flag,
@@ -88,8 +93,10 @@ __all__ = [
     "Operand",
     "Target",
     "Word",
+    "any_of_warps",
     "backend",
     "ballot",
+    "barrier_of",
     "bfly",
     "block_barrier",
     "branch",
@@ -123,6 +130,7 @@ __all__ = [
     "offset_rows",
     "over_rows",
     "part",
+    "products",
     "ptx",
     "real",
     "real_bits",
@@ -139,10 +147,12 @@ __all__ = [
     "store_shared",
     "sum_of",
     "sum_of_next_lanes",
+    "swapped_row",
     "target",
     "use",
     "warp_barrier",
     "warp_sum",
+    "wgmma",
     "when",
     "why_not",
     "word",

@@ -94,6 +94,15 @@ def _registers(first: int, words: int) -> str:
     return f"{{{names}}}" if words > 1 else names
 
 
+def swapped_row(row: Word, K: int, T: int, H: int = 1) -> Word:
+    """The number in [..., T, K, H] of row `row` of [..., K, T, H]."""
+    if K == 1 or T == 1:
+        return row
+    of_step, of_head, of_all = (divide(row, n) for n in (H, T * H, K * T * H))
+    head, step = of_head - of_all * K, of_step - of_head * T
+    return ((of_all * T + step) * K + head) * H + (row - of_step * H)
+
+
 def number_of(numbers: Numbers, row: Word) -> Word:
     at, shared_by = numbers
     return load(offset_rows(global_address(at), divide(row, shared_by), 4))

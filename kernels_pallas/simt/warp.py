@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvjax.kernels_pallas.simt.backend import has_cluster, parts
+from kvjax.kernels_pallas.simt.memory import load_shared
 from kvjax.kernels_pallas.simt.word import Flag, Operand, Word, divide, instr, ptx, word
 
 
@@ -67,12 +68,72 @@ def mma(kind: str, acc: Sequence[Word], a: Sequence[Word], b: Sequence[Word]) ->
     )
 
 
+def wgmma(
+    sums: Sequence[Sequence[Word]], lefts: Sequence[Sequence[Sequence[Word]]], right: Word, steps: Sequence[int],
+    lead: int,
+) -> list[list[Word]]:  # fmt: skip
+    """sums[i] f32[64, N] + sum over s of a[64, 16] @ b[16, N] in bf16, of a warpgroup, on compute capability 9.0.
+
+    A warp has 16 rows of sums and of a = lefts[i][s], as `mma` has them, 8 columns after the other. b is in shared
+    memory at right + steps[s], as 8 x 8 matrices with b's columns as rows: N/8 one after the other of the upper 8 rows
+    of b, and `lead` bytes further those of the lower ones. Writes to b need `fence.proxy.async` before a barrier.
+    """
+    each = len(sums[0])
+    results = each * len(sums)
+    left = [x for own in lefts for four in own for x in four]
+    low, high = results * 2 + len(left), results * 2 + len(left) + 1
+    code = ["{ .reg .b32 " + ", ".join(f"d{i}" for i in range(results)) + ", at; .reg .b64 matrix; "]
+    code += [f"mov.b32 d{i}, ${results + i}; " for i in range(results)]
+    code.append("wgmma.fence.sync.aligned; ")
+    for s, step in enumerate(steps):
+        code.append(f"add.u32 at, ${low}, {step >> 4}; mov.b64 matrix, {{at, ${high}}}; ")
+        for i, own in enumerate(lefts):
+            d = ", ".join(f"d{each * i + n}" for n in range(each))
+            a = ", ".join(f"${2 * results + 4 * (len(own) * i + s) + n}" for n in range(4))
+            code.append(
+                f"wgmma.mma_async.sync.aligned.m64n{2 * each}k16.f32.bf16.bf16 {{{d}}}, {{{a}}}, matrix, 1, 1, 1, 0; "
+            )
+    code.append("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; ")
+    code += [f"mov.b32 ${i}, d{i}; " for i in range(results)]
+    address = ((right >> 4) & 0x3FFF) | (lead >> 4 << 16)
+    own_sums = [x for own in sums for x in own]
+    found = ptx("".join(code) + "}", *own_sums, *left, address, 128 >> 4, results=results, convergent=True)
+    return [found[each * i : each * (i + 1)] for i in range(len(sums))]
+
+
+def products(
+    sums: Sequence[Sequence[Word]], lefts: Sequence[Sequence[Sequence[Word]]], right: Word, steps: Sequence[int],
+    lead: int, wide: bool,
+) -> list[list[Word]]:  # fmt: skip
+    """`wgmma` if `wide`; else the same by `mma`, with the same operands."""
+    if wide:
+        return wgmma(sums, lefts, right, steps, lead)
+    found, at = [list(x) for x in sums], right + (special("tid.x") & 31) * 4
+    for s, step in enumerate(steps):
+        for c in range(len(found[0]) // 4):
+            of_column = [load_shared(at + (step + half * lead + c * 128)) for half in range(2)]
+            for own, left in zip(found, lefts, strict=True):
+                own[4 * c : 4 * c + 4] = mma("bf16", own[4 * c : 4 * c + 4], left[s], of_column)
+    return found
+
+
 def warp_barrier() -> None:
     ptx("bar.warp.sync -1;", convergent=True)
 
 
 def block_barrier() -> None:
     ptx("bar.sync 0;", convergent=True)
+
+
+def barrier_of(number: Word, threads: int) -> None:
+    """A barrier of some whole warps of the block, with a number of their own from 1 to 15."""
+    ptx("bar.sync $0, $1;", number, threads, convergent=True)
+
+
+def any_of_warps(flag: Word, number: Word, threads: int) -> Flag:
+    """True in all threads if the word of any is not 0; and a `barrier_of` them."""
+    code = "{ .reg .pred p, q; setp.ne.u32 q, $1, 0; bar.red.or.pred p, $2, $3, q; selp.u32 $0, 1, 0, p; }"
+    return ptx(code, flag, number, threads, results=1, convergent=True).differs(0)
 
 
 def cluster_barrier() -> None:

@@ -515,7 +515,7 @@ def _step(m: Machine, name: str, operands: list[str], registers: dict[str, Any],
         return x.strip("{}").replace(" ", "").split(",") if x.startswith("{") else [x]
 
     if not lanes.size and kind != "cp":
-        for w in vector(operands[0]):
+        for w in vector(operands[0]) if operands else ():
             registers.setdefault(w, np.zeros(m.lanes, U32))
         return
 
@@ -661,16 +661,25 @@ def _step(m: Machine, name: str, operands: list[str], registers: dict[str, Any],
         case "bar" if how[0] == "warp":
             m.whole_warps()
             m.barrier(m.warp_time, lanes)
+        case "fence":
+            pass
         case "bar":
-            sizes = np.bincount(m.block[lanes], minlength=m.lanes // m.threads)[m.block[lanes]]
-            want = read(operands[1])[lanes] if len(operands) > 1 else m.threads
-            assert (sizes == want).all(), f"a barrier of {np.unique(want)} threads that {np.unique(sizes)} came to"
+            red = how[0] == "red"
+            asked = operands[1:-1] if red else operands
+            of = m.block[lanes] * 16 + read(asked[0])[lanes]
+            sizes = np.bincount(of, minlength=m.lanes // m.threads * 16)
+            want = read(asked[1])[lanes] if len(asked) > 1 else m.threads
+            came = np.unique(sizes[of])
+            assert (sizes[of] == want).all(), f"a barrier of {np.unique(want)} threads that {came} came to"
+            if red:
+                any_ = np.bincount(of, read(operands[-1])[lanes], minlength=len(sizes)) > 0
+                put(operands[0], any_[of], lanes)
             if np.all(want == m.threads):
                 if mask.all() and m.cluster == 1:
                     m.since = m.time + 1
                 m.barrier(m.block_time, lanes)
             else:
-                m.some[lanes] = m.time
+                m.some[lanes] = m.time * 16 + read(asked[0])[lanes]
                 m.barrier(m.some_time, lanes)
         case "barrier":
             whole = mask.reshape(-1, m.threads * m.cluster)
@@ -733,6 +742,35 @@ def _collective(m: Machine, kind: str, name: str, operands: Any, read: Any, addr
             for part, to in enumerate(operands[0]):
                 mine = np.ascontiguousarray(tiles[:, part]).view(U32)  # [warps, 8, 4]
                 put(to, mine.reshape(-1), lanes)
+        case "wgmma" if "mma_async" not in name:  # its sums are complete at once
+            pass
+        case "wgmma":
+            (n,) = map(int, re.findall(r"\.m64n(\d+)k16\.f32\.bf16\.bf16", name))
+            assert (warps.reshape(-1, 128) == warps[::4, :1] + np.arange(128)).all(), "not whole warpgroups"
+            assert (warps[::4, 0] % 128 == 0).all(), "not whole warpgroups"
+            out, a, (matrix,), *flags = operands
+            assert [x for (x,) in flags] == ["1", "1", "1", "0"]
+            bits = read(matrix)
+            start, lead, stride = ((bits >> U64(shift)).astype(U32) & U32(0x3FFF) for shift in (0, 16, 32))
+            # A lane reads 16 bytes: 8 rows of a column of b.
+            i = np.arange(m.lanes, dtype=U32) % 128 % (2 * n)
+            at = (start + (i // n).astype(U32) * lead) * U32(16)
+            at += (i % n // 8).astype(U32) * stride * U32(16) + i % U32(8) * U32(16)
+            got = np.ascontiguousarray(m.load_shared(at, 16, lanes)).view(DTYPES["bf16"]).astype(np.float64)
+            right = got.reshape(-1, 128, 8)[:, : 2 * n].reshape(-1, 2, n, 8).swapaxes(2, 3).reshape(-1, 16, n)
+            left, total = np.empty((len(warps), 16, 16)), np.empty((len(warps), 16, n))
+            quad, col = lane >> 2, (lane & 3) * 2
+            for j, x in enumerate(a):
+                two = np.ascontiguousarray(rows(x)).view(DTYPES["bf16"]).reshape(-1, 32, 2).astype(np.float64)
+                for half in range(2):
+                    left[:, quad + 8 * (j & 1), col + half + 8 * (j >> 1)] = two[:, :, half]
+            for j, x in enumerate(out):
+                place = quad + 8 * (j >> 1 & 1), 8 * (j >> 2) + col + (j & 1)
+                total[:, *place] = np.ascontiguousarray(rows(x)).view(np.float32)
+            total = (total + left @ np.repeat(right, 4, axis=0)).astype(np.float32).view(U32)
+            for j, x in enumerate(out):
+                place = quad + 8 * (j >> 1 & 1), 8 * (j >> 2) + col + (j & 1)
+                put(x, np.ascontiguousarray(total[:, *place]).reshape(-1), lanes)
         case "mma":
             assert "m16n8k16" in name
             dtype = DTYPES[name.split(".")[-2]]

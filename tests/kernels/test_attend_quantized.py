@@ -29,8 +29,9 @@ def quantized(B, K, Q, S, D, bits, tokens, channels, value_channels):
         # LogQuant's groups, over a unit of three products of which the last is in part a group's.
         (1, 1, 4, 210, 128, (2, 2), (42, 1, 64), [(0, 200)], attend_quantized.Config(2, stages=3)),
         (3, 1, 8, 120, 64, (2, 4), (1, 32, 32), [(0, 120), (5, 5), (70, 71)], attend_quantized.Config(1)),
+        # A team with fewer units than warps; then two teams, with products of a warpgroup.
         (1, 1, 11, 96, 64, (2, 2), (32, 1, 32), [(3, 90)], attend_quantized.Config(1, 1)),
-        (2, 1, 27, 126, 128, (2, 2), (42, 1, 64), [(0, 120), (50, 51)], attend_quantized.Config(1, 2)),
+        (2, 1, 27, 378, 128, (2, 2), (42, 1, 64), [(0, 370), (50, 51)], attend_quantized.Config(1, 2, wide=True)),
         pytest.param(1, 2, 40, 96, 128, (4, 2), (1, 64, 32), [(3, 90)], None, marks=pytest.mark.thorough),
         pytest.param(2, 1, 33, 128, 64, (2, 4), (64, 1, 16), [(9, 120), (5, 5)], None, marks=pytest.mark.thorough),
         pytest.param(2, 1, 3, 256, 128, (4, 2), (32, 1, 32), [(0, 256), (31, 33)], None, marks=pytest.mark.thorough),

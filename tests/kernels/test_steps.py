@@ -11,7 +11,7 @@ import pytest
 from kvjax import ops
 from kvjax.kernels_pallas import simt
 from kvjax.kernels_pallas.attend import attend_span
-from kvjax.kernels_pallas.select import select_pages
+from kvjax.kernels_pallas.select import select_1bit, select_pages
 from kvjax.numerics.partial import Span
 from kvjax.numerics.quant import quantize
 from kvjax.numerics.rotate import encode
@@ -86,6 +86,30 @@ def test_warps_that_share_the_heads_of_a_page_select_the_same():
         )  # fmt: skip
 
     want, got = (jax.jit(select, static_argnums=(0, 1))(*sizes) for sizes in ((1, 1), (2, 2)))
+    np.testing.assert_array_equal(np.sort(got[0]), np.sort(want[0]))
+    np.testing.assert_array_equal(got[1], want[1])
+
+
+@pytest.mark.parametrize("wide", [1, pytest.param(2, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("what", ["pages", "1bit"])
+def test_queries_in_shared_memory_select_the_same(what, wide):
+    B, K, T, G, S, unit = 2, 2, 6, 3, 544, 16
+    D = 64 if what == "pages" else 128
+    q = normal(1, B, K, T * G, D, dtype=jnp.bfloat16).astype(jnp.float32)
+    among = candidates(B, K, T, 40, D, S, 32, 9)
+    how = {"scale": 0.1, "pending_slots": 32, "steps": T}
+    args = among.span, among.pending, among.k, "mean_softmax", 9
+    corners, keys = boxes(B, K, S // unit, D, jnp.bfloat16), index(B, K, S, D, 32, jnp.bfloat16)
+
+    def pages(q, wide):
+        config = select_pages.Config(blocks=1, wide=wide)
+        return select_pages.select_pages(q, *corners, *args, **how, unit=unit, config=config)
+
+    def bits(q, wide):
+        config = select_1bit.Config(blocks=1, units=2, wide=wide)
+        return select_1bit.select_1bit(q, *keys, *args, **how, config=config)
+
+    want, got = (jax.jit({"pages": pages, "1bit": bits}[what], static_argnums=1)(q, w) for w in (0, wide))
     np.testing.assert_array_equal(np.sort(got[0]), np.sort(want[0]))
     np.testing.assert_array_equal(got[1], want[1])
 
