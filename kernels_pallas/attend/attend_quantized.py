@@ -305,9 +305,9 @@ def _program(
     each = simt.divide(units + (blocks - 1), blocks)
     begin = part * each
     end = (begin + each < units).select(begin + each, units) + first
+    begin = begin + first + warp if columns == 1 else begin + first
     room_bytes, room = _room(layout, config), simt.shared_address(room_m)
-    if columns == 1:
-        begin, room = begin + first + warp, room + warp * room_bytes
+    room = room + warp * room_bytes if columns == 1 else room
     fetch = _fetcher(layout, lane, row, key_codes_m, value_codes_m, value_scales_m, key_scales_m)
     sign, factor = 1.0 if scale >= 0 else -1.0, (abs(scale) or 2.0**-99) / math.log(2)
     if columns > 1:
@@ -322,7 +322,7 @@ def _program(
 
         team = together.Together(layout, columns, heads, query, room, config.stages, config.warpgroups, config.wide)
         team.share(sign)
-        state = team.attend(fetch, begin + first, end, (start, stop), factor * 2.0**LIFT, SLACK)
+        state = team.attend(fetch, begin, end, (start, stop), factor * 2.0**LIFT, SLACK)
         if zone:
             exact = [simt.offset_rows(simt.global_address(m), row, recent * D * 2) for m in zone[:2]]
             spans = softmax.Spans(tuple(zip(zone[2:], steps, strict=True)), simt.divide(row, shared_by), lane, recent)
