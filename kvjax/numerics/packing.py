@@ -11,7 +11,7 @@ bits are two planes, as 3 does not divide a byte: D/4 bytes of their lower two b
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 
 def pack_bits(bits: Array) -> Array:
@@ -27,9 +27,9 @@ def pack_bits(bits: Array) -> Array:
 
 
 def unpack_bits(packed: Array) -> Array:
-    """u8[..., D/8] as bool[..., D]; the inverse of `pack_bits`."""
-    split = (packed[..., None] >> _places(packed.ndim + 1)) & jnp.uint8(1)
-    return split.astype(bool).reshape(*packed.shape[:-1], 8 * packed.shape[-1])
+    """u8[..., D/8] as bool[..., D], the inverse of `pack_bits`; or u32[..., D/32], little-endian words of it."""
+    places = lax.broadcasted_iota(packed.dtype, (*packed.shape, 8 * packed.dtype.itemsize), packed.ndim)
+    return ((packed[..., None] >> places) & packed.dtype.type(1)).astype(bool).reshape(*packed.shape[:-1], -1)
 
 
 def pack_codes(codes: Array, bits: int) -> Array:
