@@ -259,7 +259,7 @@ def config_for(rows: int, layout: Layout, target: simt.Target | None = None, col
     """Blocks as large as registers and shared memory allow, and as many as take the least time, where a wave of blocks
     costs the turns of its warps and two more."""
     target = target or simt.target()
-    sizes = ((3, 2), (2, 2), (1, 2))
+    sizes = ((3, 3), (3, 2), (2, 2), (1, 2))[columns == 1 :]
     fits = (x for x in sizes if smem_bytes(layout, Config(1, *x), columns) <= target.smem)
     warpgroups, stages = next(fits, sizes[-1])
     wide = columns > 1 and target.capability == "9.0"

@@ -23,7 +23,7 @@ from kvjax.kernels_pallas.simt import Flag, Word, instr, load_shared, loop, ptx,
 
 WARPS = 4  # of a team
 MOST_COLUMNS = 4  # whose mix and scores of a unit registers hold
-AT_ONCE = 2  # steps of 16 channels whose keys are decoded at once
+AT_ONCE = 2  # steps of 16 channels whose keys are decoded at once: places in a byte of codes, at most
 HEADS = softmax.HEADS
 
 
@@ -320,30 +320,29 @@ class Together:
                 x = load_shared(scales + (places[3] + 8 * r * size))
                 by = [multiply(prmt(x, x, 0x5410), pair_of(2.0 ** (133 - LIFT - bits * j))) for j in range(in_byte)]
                 own.append([(y, _zero(x, x)) for y in by])
-        steps = len(pairs) // 2
-        at_once = min(AT_ONCE, steps)
         sums = [[word(0)] * (4 * len(self.columns)) for _ in range(tiles)]
         column = at + places[3] + self.col * 16
-        for first in range(0, steps, at_once):
+        for first in range(0, len(pairs) // 2, AT_ONCE):
+            w, place = divmod(first, in_byte)
+            if place == 0:
+                lower = [load_shared(x + 4 * w) for x in codes]
+                halves = lower, [x >> 8 for x in lower]
+            numbers = range(first, first + AT_ONCE)
+            shared = [load_shared(column + s * 64, 4) for s in numbers] if layout.by_channel else []
             for tile in range(tiles):
-                lefts = []
-                for s in range(first, first + at_once):
-                    w, j = divmod(s, in_byte)
-                    four = load_shared(column + s * 64, 4) if layout.by_channel else []
-                    rows = [load_shared(codes[r] + 4 * w) for r in (2 * tile, 2 * tile + 1)]
-                    lefts.append(
-                        [
-                            _decode(
-                                x >> 8 if e else x,
-                                ((1 << bits) - 1) << (bits * j),
-                                (four[2 * e], four[2 * e + 1]) if layout.by_channel else own[2 * tile + r][j],
-                            )
-                            for e in range(2)
-                            for r, x in enumerate(rows)
-                        ]
-                    )
-                offsets = [s * self.step for s in range(first, first + at_once)]
-                (sums[tile],) = self._multiply([sums[tile]], [lefts], self.queries, offsets)
+                lefts = [
+                    [
+                        _decode(
+                            half[r],
+                            ((1 << bits) - 1) << (bits * (place + i)),
+                            (shared[i][2 * e], shared[i][2 * e + 1]) if layout.by_channel else own[r][place + i],
+                        )
+                        for e, half in enumerate(halves)
+                        for r in (2 * tile, 2 * tile + 1)
+                    ]
+                    for i in range(AT_ONCE)
+                ]
+                (sums[tile],) = self._multiply([sums[tile]], [lefts], self.queries, [s * self.step for s in numbers])
         return [[own[4 * c : 4 * c + 4] for own in sums] for c in self.columns]
 
     def _mixed(self, state: Sequence[Word], place: Word) -> list[Word]:

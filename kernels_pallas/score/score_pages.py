@@ -36,7 +36,6 @@ class Config:
     tiles: int = 1  # of a warp
     warpgroups: int = 1  # of a block
     columns: int = 1  # products of `HEADS` heads that a warp makes of a tile, at most
-    wide: int = 0  # of more than two columns in bf16: 1 queries in shared memory, 2 with products of a warpgroup
 
     def __post_init__(self) -> None:
         if self.tiles < 1 or self.warpgroups not in (1, 2, 4):
@@ -100,12 +99,13 @@ def _scores(scale: float, config: Config, q: Array, low: Array, high: Array) -> 
 
 def program(
     q_m: Any, low_m: Any, high_m: Any, out_m: Any, *, shape: tuple[int, int, int, int], kind: str, scale: float,
-    config: Config, width: int | None = None, visit: Callable[..., None] | None = None,
+    config: Config, width: int | None = None, visit: Callable[..., None] | None = None, order: tuple[int, int] = (1, 1),
 ) -> None:  # fmt: skip
     """The kernel's body, with `width` scores per row and head; scores past P are arbitrary. Each tile calls visit(row,
     tile, pages, head, scores): a lane has two pages, and scores by head (this and the next) and page.
 
-    A warp makes `config.columns` products of the corners that it loads; the warps of one tile are adjacent."""
+    A warp makes `config.columns` products of the corners that it loads; the warps of one tile are adjacent. With
+    `order` = (K, T), queries are in memory as [B, T, K, G / T, D]."""
     rows, G, P, D = shape
     tiles, width, shares = -(-P // TILE), width or P, parts(G, config)
     columns = -(-G // (HEADS * shares))
@@ -123,13 +123,19 @@ def program(
     row = simt.divide(job, batches)
     first = (job - row * batches) * config.tiles
     q, low, high, out = (simt.global_address(m) for m in (q_m, low_m, high_m, out_m))
-    q = simt.offset_rows(q, row, G * D * 2)
+    if order == (1, 1):
+        q = simt.offset_rows(q, row, G * D * 2)
     low, high = (simt.offset_rows(a, row, P * D * 2) for a in (low, high))
     out = simt.offset_rows(out, row, G * width * 4)
 
     def load_queries(column: int) -> list[Word]:
         own = first_head + (quad + HEADS * column) if G > HEADS else quad
-        return [(own < G).select(w, 0) for w in channels(q, (own < G).select(own, 0), D)]
+        place = (own < G).select(own, 0)
+        if order != (1, 1):
+            of_step = G // order[1]
+            step = simt.divide(place, of_step)
+            place = simt.swapped_row(row * order[1] + step, *order) * of_step + (place - step * of_step)
+        return [(own < G).select(w, 0) for w in channels(q, place, D)]
 
     def sides(words: Sequence[Word]) -> list[list[Word]]:
         """Positive and negative parts of queries."""
@@ -158,68 +164,6 @@ def program(
                         ptx("st.global.u32 [$0], $1;", at, scores[e][half])
             if visit is not None:
                 visit(row, first + i, pages, pair, scores)
-
-
-def is_wide(G: int, kind: str, config: Config) -> bool:
-    return bool(config.wide) and G > 2 * HEADS and kind == "bf16"
-
-
-def blocks_of_row(P: int, config: Config) -> int:
-    """Blocks of `program_wide`."""
-    return -(-P // (TILE * 4 * config.warpgroups))
-
-
-def wide_bytes(G: int, D: int) -> int:
-    return -(-G // HEADS) * 2 * 2 * HEADS * D
-
-
-def program_wide(
-    q_m: Any, low_m: Any, high_m: Any, out_m: Any, room_m: Any, *, shape: tuple[int, int, int, int], scale: float,
-    config: Config, width: int, order: tuple[int, int], visit: Callable[..., None] | None = None,
-) -> None:  # fmt: skip
-    """`program` with all heads of a row in shared memory, as right operands, so that a warp reads each corner once. A
-    warp has one tile. With `order` = (K, T), queries are in memory as [B, T, K, G, D]."""
-    (_, G, P, D), warps, (K, T) = shape, 4 * config.warpgroups, order
-    columns, of_row = -(-G // HEADS), blocks_of_row(P, config)
-    t, block = simt.special("tid.x"), simt.special("ctaid.x")
-    lane, warp = t & 31, t >> 5
-    quad, col = lane >> 2, lane & 3
-    row = simt.divide(block, of_row)
-    tile = (block - row * of_row) * warps + warp
-    q, low, high, out = (simt.global_address(m) for m in (q_m, low_m, high_m, out_m))
-    low, high = (simt.offset_rows(a, row, P * D * 2) for a in (low, high))
-    out = simt.offset_rows(out, row, G * width * 4)
-    pages = [tile * TILE + quad + 8 * half for half in range(2)]
-    within = [(page < P).select(page, P - 1) for page in pages]
-    corners = [[channels(a, page, D) for page in within] for a in (high, low)]  # in flight while queries are written
-    room, step = simt.shared_address(room_m), columns * 256
-    for n in range(2 * columns):
-        with when(warp.equals(n % warps)):
-            side, c = divmod(n, columns)
-            own = quad + HEADS * c
-            own = (own < G).select(own, 0)
-            step_of = simt.divide(own, G // T)
-            own = simt.swapped_row(row * T + step_of, K, T) * (G // T) + (own - step_of * (G // T))
-            for j, x in enumerate(channels(q, own, D)):
-                part = instr(f"{('max', 'min')[side]}.bf16x2", x, 0)
-                to = room + (side * (D // 16) + j // 2) * step + j % 2 * (step // 2) + c * 128
-                simt.store_shared(to + lane * 4, part)
-    if config.wide == 2:
-        ptx("fence.proxy.async.shared::cta;")
-    simt.block_barrier()
-    left = [[a[j], b[j], a[j + 1], b[j + 1]] for a, b in corners for j in range(0, D // 8, 2)]
-    none = [word(0)] * (4 * columns)
-    (sums,) = simt.products([none], [left], room, [step * s for s in range(D // 8)], step // 2, config.wide == 2)
-    for c in range(columns):
-        acc, pair = sums[4 * c : 4 * c + 4], col * 2 + HEADS * c
-        scores = [[instr("mul.f32", acc[e + 2 * half], real(scale)) for half in range(2)] for e in range(2)]
-        for e in range(2):
-            for half in range(2):
-                with when((pair + e < G) & (pages[half] < width)):
-                    at = simt.offset(simt.offset_rows(out, pair + e, width * 4), pages[half] * 4)
-                    ptx("st.global.u32 [$0], $1;", at, scores[e][half])
-        if visit is not None:
-            visit(row, tile, pages, pair, scores)
 
 
 def channels(address: Any, index: Word, D: int) -> list[Word]:

@@ -42,7 +42,7 @@ PASS = 4 * score.HEADS  # query heads of several steps that one pass takes, as m
 class Config(score.Config, tiling.Config):
     """Block sizes: `blocks` and `unroll` of the selection, `units` and `stages` of the scores."""
 
-    wide: int = 0  # of more than two columns of queries: 1 decoded keys, 2 with products of a warpgroup
+    wide: int = 0  # 1: `WideScores` of more than two columns of queries, 2: with products of a warpgroup
 
     def __post_init__(self) -> None:
         tiling.Config.__post_init__(self)
@@ -113,9 +113,13 @@ def select_1bit(
     else:
         pending_scores = given.reshape(-1, *given.shape[-2:])
     ends = (simt.by_step(x, K) for x in (*span, *pending[1:], count))
+    target = simt.target((q, bits))
+    rule = config_for(B * K, H, S, S + W, target)
+    if steps > 1:
+        rule = replace(rule, wide=2 if target.capability == "9.0" else 1)
     config = config or tuned.select(
         "select_1bit",
-        config_for(B * K, H, S, S + W, simt.target((q, bits))),
+        rule,
         (q, bits),
         rows=B * K * steps,
         S=S,

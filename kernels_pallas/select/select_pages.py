@@ -118,8 +118,8 @@ def select_pages(
     )
     ends = (simt.by_step(x, K) for x in (*span, *pending[1:], count))
     q, order = q.astype(low.dtype), (1, 1)
-    if steps > 1 and score.is_wide(G, "bf16" if low.dtype == jnp.bfloat16 else "f16", config):
-        q, order = jnp.swapaxes(q.reshape(B, K, steps, -1, D), 1, 2), (K, steps)  # as a model has them
+    if steps > 1:  # as a model has them
+        q, order = jnp.swapaxes(q.reshape(B, K, steps, -1, D), 1, 2), (K, steps)
     rows = (a.reshape(B * K, -1, D) for a in (q, low, high))
     how = _How(group_reduce, room, unit, scale, pending_slots, local, steps, order, config)
     pages, found = _select(how, *ends, keys.reshape(-1, *keys.shape[-2:]), *rows)
@@ -151,9 +151,6 @@ def _select(how: _How, *args: Array) -> tuple[Array, Array]:
     warps = 4 * config.warpgroups
     jobs = rows * score.parts(G, config) * -(-tiles // config.tiles), rows * steps * sizes[1]
     blocks = [-(-n // warps) for n in jobs]
-    kind = "bf16" if low.dtype == jnp.bfloat16 else "f16"
-    if is_wide := score.is_wide(G, kind, config):
-        blocks[0] = rows * score.blocks_of_row(P, config)
 
     @simt.over_rows(functools.partial(_select, how))
     def run(*args: Array) -> tuple[Array, Array]:
@@ -164,13 +161,12 @@ def _select(how: _How, *args: Array) -> tuple[Array, Array]:
         of_pending, stored, *sums = simt.kernel(
             functools.partial(
                 _score, shape=(rows, G, P, D), keys=(keys.shape[0], keys.shape[1]),
-                kind=kind,
+                kind="bf16" if low.dtype == jnp.bfloat16 else "f16",
                 shared_by=[n // end.size for n, end in zip([rows] * 2 + [rows * steps] * 2, ends[:4], strict=True)],
                 blocks=blocks[0], how=how,
             ),
             name="kvjax_select_pages_score",
             out_type=(outs[1], outs[0], *outs[2:]),
-            scratch=(score.wide_bytes(G, D) // 4,) if is_wide else (),
             blocks=sum(blocks),
             warpgroups=config.warpgroups,
         )(*ends[:4], *arrays)  # fmt: skip
@@ -183,15 +179,13 @@ def _select(how: _How, *args: Array) -> tuple[Array, Array]:
 
 
 def _score(
-    start_m, stop_m, wait_start_m, wait_stop_m, keys_m, q_m, low_m, high_m, pending_m, out_m, *refs,
+    start_m, stop_m, wait_start_m, wait_stop_m, keys_m, q_m, low_m, high_m, pending_m, out_m, *sums_m,
     shape: tuple[int, int, int, int], keys: tuple[int, int], kind: str, shared_by: Sequence[int], blocks: int,
     how: _How,
 ) -> None:  # fmt: skip
     """Scores of pages in the first `blocks`, with statistics by tile; scores of pending tokens in the others, for the
     heads of one step at a time."""
     (rows, G, P, D), block = shape, simt.special("ctaid.x")
-    is_wide = score.is_wide(G, kind, how.config)
-    sums_m, room_m = (refs[:-1], refs[-1:]) if is_wide else (refs, ())
     waiting, of_step = rows * how.steps, G // how.steps
     tiles = -(-P // score.TILE)
     lane = simt.special("tid.x") & 31
@@ -212,11 +206,9 @@ def _score(
                 ptx("st.global.v2.u32 [$0], {$1, $2};", simt.offset(at, tile * 8), *state)
 
     with when(block < blocks):
-        own = functools.partial(score.program_wide, order=how.order)
-        program = own if is_wide else functools.partial(score.program, kind=kind)
-        program(
-            q_m, low_m, high_m, out_m, *room_m, shape=shape, scale=how.scale, config=how.config,
-            width=units.padded(P)[0], visit=visit if sums_m else None,
+        score.program(
+            q_m, low_m, high_m, out_m, shape=shape, kind=kind, scale=how.scale, config=how.config,
+            width=units.padded(P)[0], visit=visit if sums_m else None, order=how.order,
         )  # fmt: skip
     with when(block >= blocks):
         (pages,) = units.padded(how.pending_slots // how.unit)

@@ -91,25 +91,18 @@ def test_warps_that_share_the_heads_of_a_page_select_the_same():
 
 
 @pytest.mark.parametrize("wide", [1, pytest.param(2, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("what", ["pages", "1bit"])
-def test_queries_in_shared_memory_select_the_same(what, wide):
-    B, K, T, G, S, unit = 2, 2, 6, 3, 544, 16
-    D = 64 if what == "pages" else 128
+def test_decoded_1bit_keys_select_the_same(wide):
+    B, K, T, G, S, D = 2, 2, 6, 3, 544, 128
     q = normal(1, B, K, T * G, D, dtype=jnp.bfloat16).astype(jnp.float32)
-    among = candidates(B, K, T, 40, D, S, 32, 9)
-    how = {"scale": 0.1, "pending_slots": 32, "steps": T}
-    args = among.span, among.pending, among.k, "mean_softmax", 9
-    corners, keys = boxes(B, K, S // unit, D, jnp.bfloat16), index(B, K, S, D, 32, jnp.bfloat16)
+    keys, among = index(B, K, S, D, 32, jnp.bfloat16), candidates(B, K, T, 40, D, S, 32, 9)
 
-    def pages(q, wide):
-        config = select_pages.Config(blocks=1, wide=wide)
-        return select_pages.select_pages(q, *corners, *args, **how, unit=unit, config=config)
+    def select(q, wide):
+        return select_1bit.select_1bit(
+            q, *keys, among.span, among.pending, among.k, "mean_softmax", 9, scale=0.1, pending_slots=32, steps=T,
+            config=select_1bit.Config(blocks=1, units=2, wide=wide),
+        )  # fmt: skip
 
-    def bits(q, wide):
-        config = select_1bit.Config(blocks=1, units=2, wide=wide)
-        return select_1bit.select_1bit(q, *keys, *args, **how, config=config)
-
-    want, got = (jax.jit({"pages": pages, "1bit": bits}[what], static_argnums=1)(q, w) for w in (0, wide))
+    want, got = (jax.jit(select, static_argnums=1)(q, w) for w in (0, wide))
     np.testing.assert_array_equal(np.sort(got[0]), np.sort(want[0]))
     np.testing.assert_array_equal(got[1], want[1])
 
