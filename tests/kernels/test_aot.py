@@ -221,6 +221,12 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
     "top_k": (top(2048), (sds(8, 131072, dtype=jnp.float32), sds(8, 131072, dtype=bool)), 4.2, 0),
     "top_k, 1M": (top(2048), (sds(8, 1 << 20, dtype=jnp.float32), sds(8, 1 << 20, dtype=bool)), 33, 0),
     "top_k_grouped": (pooled("mean_softmax", 2048), (parts(4, 130816, 256),), 0.5, 0),
+    "rank_grouped": (
+        lambda parts, total: top_k_grouped.top_k_grouped(parts, "mean_softmax", 2048, total=total, ranked=True),
+        (parts(4, 130816, 256), sds(1, 8, 4, 1, dtype=jnp.float32)),
+        0.5,
+        0,
+    ),
     "top_k_grouped, 1M": (pooled("mean_softmax", 2048), (parts(4, 1 << 20, 256),), 35, 0),
     # The scores are 8 MiB.
     "select_1bit, with keys that wait": (*picking_keys(131072, 128, 256, 255, 2047), 8.2, 0),
