@@ -197,6 +197,28 @@ def largest_batches() -> str:
     return markdown(header, rows)
 
 
+def serving() -> str:
+    """Tokens per second of many requests, by engines and by fixed batches of the same memory."""
+    names = {
+        "batches": "fixed batches",
+        "engine": "engine",
+        "sizes": "engine, several capacities",
+        "groups": "fixed batches",
+        "copied": "engine, prompts copied",
+        "shared": "engine, prompts stored once",
+    }
+    rows = []
+    for row in sorted(load_rows("serving"), key=lambda row: (-row["layers"], row["requests"], row["method"] != "full")):
+        if row["part"] not in names or (row["part"] == "engine" and row["prompt_tokens"] < 40000):
+            continue
+        load = f"{row['requests'] // 8} x 8" if row["part"] in ("groups", "copied", "shared") else str(row["requests"])
+        busy = row.get("busy_tokens_per_second")
+        sizes = load, str(row["layers"]), str(row["slots"]), f"{row['answered']:.0f}"
+        rates = f"{row['tokens_per_second']:.0f}", f"{busy:.0f}" if busy else ""
+        rows.append([f"`{row['method']}`, {names[row['part']]}", *sizes, *rates])
+    return markdown(["cache", "requests", "layers", "rows", "answered", "tokens a second", "while all are busy"], rows)
+
+
 def host_batches() -> str:
     """Tokens per second of more rows than device memory holds, by the hit rate of the hot set."""
     rows = []
