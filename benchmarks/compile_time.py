@@ -6,8 +6,8 @@ A step writes one token to a layer and attends. The loop is a `fori_loop` over t
 flush of all of them, as in docs/guides.md. Layers are equal (`rest` of the preset), with the heads of a Llama-3.1-8B.
 
 `--trees` compares several checkouts: each repeat starts a fresh process for each of them in turn, so that a busy
-machine slows all of them alike. Times are CPU seconds of all threads of that process, the least of the repeats. The
-step is traced after the loop, when JAX and kvjax are warm, with JAX's caches cleared. `step_calls` are the calls of
+machine slows all of them alike. Times are CPU seconds of all threads of that process, the least of the repeats. Loop
+and step are traced when JAX and kvjax are imported and warm, with JAX's caches cleared. `step_calls` are the calls of
 Python functions of that trace: they do not depend on the machine. Versions and source in the results are those of the
 tree that contains this script.
 """
@@ -90,6 +90,8 @@ def times(tree: str, method: str, layers: int, capacity: int) -> dict[str, float
         return done
 
     steps = jax.ShapeDtypeStruct((), jnp.int32)
+    jax.jit(loop).trace(cache, q, k, steps)  # imports the kernels, and what of JAX they need
+    jax.clear_caches()
     loop_trace, traced = spent(lambda: jax.jit(loop, donate_argnums=0).trace(cache, q, k, steps))
     lower, lowered = spent(traced.lower)
     compile_, _ = spent(lowered.compile)
