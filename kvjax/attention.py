@@ -341,11 +341,11 @@ def _attend_step(
     flush: bool,
 ) -> tuple[Array, LayerCache, Info]:
     """One decode step of the rows whose `count` is 1."""
-    policy, k, v = cache.policy, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)  # heads before tokens
-    state = policy.update((flush_full(cache, count > 0) if flush else cache).state, k, v, count > 0)
+    policy, active, k, v = cache.policy, count > 0, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)  # heads before tokens
+    state = policy.update((flush_full(cache, active) if flush else cache).state, k, v, active)
     queries = q[:, 0].reshape(*k.shape[:2], -1, q.shape[3])
     selection = selection if policy.follows else None
-    step = dataclasses.replace(step, active=count > 0, selection=selection, sinks=sinks)
+    step = dataclasses.replace(step, active=active, selection=selection, sinks=sinks)
     out, state, info = policy.attend(state, queries, step)
     out = out.astype(q.dtype).reshape(*q.shape[:-1], -1)
     return out, dataclasses.replace(cache, state=state), info

@@ -6,6 +6,7 @@ goes to each row's own place. A write past the end is dropped, never clamped ont
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -42,9 +43,8 @@ def empty_block(spec: CacheSpec, slots: int) -> Block:
 def put(block: Block, k: Array, v: Array, count: Array) -> Block:
     """Appends the first `count` i32[B] of the tokens k, v [B, K, T, D] of each row; tokens without room are dropped."""
     start = block.count
-    return Block(
-        write(block.k, k, start, count), write(block.v, v, start, count), jnp.minimum(start + count, block.slots)
-    )
+    new_k, new_v = _write_alike((block.k, block.v), (k, v), start, count)
+    return Block(new_k, new_v, jnp.minimum(start + count, block.slots))
 
 
 def write(buffer: Array, new: Array, start: Array, count: Array) -> Array:
@@ -53,20 +53,30 @@ def write(buffer: Array, new: Array, start: Array, count: Array) -> Array:
     One scatter, in place when the buffer is donated. On CPU, jaxlib before 0.11 converts a 16-bit scatter to f32 and so
     copies the buffer; f32 caches are faster there.
     """
-    count = jnp.minimum(count, new.shape[2])
-    if new.shape[0] == new.shape[2] == 1:
+    return _write_alike((buffer,), (new,), start, count)[0]
+
+
+def _write_alike(buffers: Sequence[Array], news: Sequence[Array], start: Array, count: Array) -> list[Array]:
+    """`write` of each, in the same slots."""
+    (B, _, T, *_), S = news[0].shape, buffers[0].shape[2]
+    count = jnp.minimum(count, T)
+    if B == T == 1:
         # XLA turns a scatter of one token into a slice update, fuses that into the attention that reads the buffer,
         # and then copies the buffer (temp bytes of a decode step: 5 times the key cache). A second token, always
         # dropped, keeps it a scatter.
-        new = jnp.concatenate([new, new], axis=2)
-    new = jnp.moveaxis(new, 2, 1).astype(buffer.dtype)  # [B, T, K, ...]
-    row, i = lax.broadcasted_iota(jnp.int32, new.shape[:2], 0), lax.broadcasted_iota(jnp.int32, new.shape[:2], 1)
-    slot = jnp.where(i < count[:, None], start[:, None] + i, buffer.shape[2])
-    # `buffer.at[row, :, slot].set` would trace three times as many operations, for negative indices that do not occur.
-    dims = lax.ScatterDimensionNumbers(
-        update_window_dims=tuple(range(2, new.ndim)), inserted_window_dims=(0, 2), scatter_dims_to_operand_dims=(0, 2)
-    )
-    return lax.scatter(buffer, jnp.stack([row, slot], axis=-1), new, dims, mode=lax.GatherScatterMode.FILL_OR_DROP)
+        news, T = [jnp.concatenate([new, new], axis=2) for new in news], 2
+    row, i = lax.broadcasted_iota(jnp.int32, (B, T), 0), lax.broadcasted_iota(jnp.int32, (B, T), 1)
+    at = jnp.stack([row, jnp.where(i < count[:, None], start[:, None] + i, S)], axis=-1)
+
+    def scatter(buffer: Array, new: Array) -> Array:
+        # `buffer.at[row, :, slot].set` would trace three times as many operations, for negative indices that do not
+        # occur.
+        new = jnp.moveaxis(new, 2, 1).astype(buffer.dtype)  # [B, T, K, ...]
+        windows = tuple(range(2, new.ndim))
+        dims = lax.ScatterDimensionNumbers(windows, inserted_window_dims=(0, 2), scatter_dims_to_operand_dims=(0, 2))
+        return lax.scatter(buffer, at, new, dims, mode=lax.GatherScatterMode.FILL_OR_DROP)
+
+    return list(map(scatter, buffers, news))
 
 
 def take_rows(tokens: Array, index: Array) -> Array:
