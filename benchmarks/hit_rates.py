@@ -23,7 +23,7 @@ import numpy as np
 from claims.live import capture_generated
 from jax import Array, lax
 
-from kvjax import models, presets
+from kvjax import models, ops, presets
 from kvjax.attention import attention_info
 from kvjax.cache.cache import LayerCache, init_layer
 from kvjax.evaluate.capture import Live, LiveLayer, capture
@@ -32,7 +32,7 @@ from kvjax.evaluate.recall import store_prompt
 from kvjax.generation.sampling import sampling
 from kvjax.policies import PerLayer
 from kvjax.spec import default_dtype
-from kvjax.stores.hot import empty_hot, give_places
+from kvjax.stores.hot import empty_hot
 
 TIMES = (1, 2, 4, 8)  # sizes of the hot set in budgets
 POLICIES: dict[str, Callable[[int], PerLayer]] = {
@@ -68,9 +68,8 @@ def followed(pages: Array, places: int, capacity: int) -> Array:
     hot = empty_hot((B, K), places, capacity, page=1, head_dim=1, dtype=jnp.float32)
 
     def step(hot: Any, page: Array) -> Any:
-        before = hot.loads
-        hot, _, _ = give_places(hot, page)
-        return hot, hot.loads - before
+        tables, _ = ops.hot_places(hot.tables, page, jnp.full(page.shape[:2], page.shape[2], jnp.int32))
+        return hot.with_tables(tables), tables.loads - hot.loads
 
     return lax.scan(step, hot, pages)[1]
 

@@ -230,15 +230,3 @@ def _once(page: Array, pages: int) -> tuple[Array, Array]:
     same = jnp.take_along_axis(first, jnp.maximum(page, 0), axis=2)
     same = jnp.where(page < 0, order, same)
     return jnp.where(same == order, page, -1), same
-
-
-def give_places(hot: Hot, page: Array) -> tuple[Hot, Array, Array]:
-    """Gives each page i32[B, K, N], all different except for -1, its own place.
-
-    Returns the hot set with updated tables, the places i32[B, K, N], and bool[B, K, N]: which pages must be read from
-    the host.
-    """
-    n = hot.page.shape[2]
-    tables, place = ops.hot_places(hot.tables, page, jnp.full(page.shape[:2], page.shape[2], jnp.int32))
-    missed = (page >= 0) & (jnp.take_along_axis(tables.used, jnp.minimum(place, n - 1), axis=2) == 2)
-    return hot.with_tables(tables), place, missed

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import Array
 
 import kvjax
 from kvjax import (
@@ -23,10 +24,11 @@ from kvjax import (
     Paris,
     Retrieval,
     Speculative,
+    ops,
 )
 from kvjax.attention import decode_info
 from kvjax.numerics.selection import Selection
-from kvjax.stores.hot import Hot, empty_hot, give_places
+from kvjax.stores.hot import Hot, empty_hot
 from kvjax.testing import _drive as drive
 
 SPEC = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=200, dtype=jnp.float32)
@@ -174,6 +176,14 @@ class Clock:
             self.page[at], self.used[at] = p, True
             busy.append(at)
         return len(misses)
+
+
+def give_places(hot: Hot, page: Array) -> tuple[Hot, Array, Array]:
+    """The hot set with a place for each page i32[B, K, N], the places, and which pages must be read from the host."""
+    n = hot.page.shape[2]
+    tables, place = ops.hot_places(hot.tables, page, jnp.full(page.shape[:2], page.shape[2], jnp.int32))
+    missed = (page >= 0) & (jnp.take_along_axis(tables.used, jnp.minimum(place, n - 1), axis=2) == 2)
+    return hot.with_tables(tables), place, missed
 
 
 def test_pages_are_replaced_by_the_clock_rule() -> None:
