@@ -14,8 +14,8 @@ from typing import Any
 
 import jax
 import jaxlib
+from measured import write_rows
 
-from kvjax.evaluate.provenance import write_rows
 from kvjax.kernels_pallas import simt
 
 # The best rate at which kernels were seen to read device memory, in bytes per microsecond.

@@ -26,9 +26,10 @@ import throughput
 from jax import Array
 from jax.tree_util import register_dataclass
 from layers import out_of, show
+from measured import write_rows
 
 from kvjax import CacheSpec, Full, PerLayer, presets
-from kvjax.evaluate.provenance import digest_json, write_rows
+from kvjax.evaluate.provenance import digest_json
 from kvjax.numerics.partial import PartialAttention
 from kvjax.ops.chunk import attend_zone
 from kvjax.policies import Info, Policy, Step

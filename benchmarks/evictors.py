@@ -21,11 +21,11 @@ import measured
 import numpy as np
 from layers import show
 from long_generation import own_text, summary
+from measured import write_rows
 
 from kvjax import models, presets
 from kvjax.evaluate import compare, perplexity, plan
 from kvjax.evaluate.caches import make_rows
-from kvjax.evaluate.provenance import write_rows
 from kvjax.spec import default_dtype
 
 RULES = (

@@ -22,12 +22,12 @@ import measured
 import numpy as np
 from claims.live import capture_generated
 from jax import Array, lax
+from measured import write_rows
 
 from kvjax import models, ops, presets
 from kvjax.attention import attention_info
 from kvjax.cache.cache import LayerCache, init_layer
 from kvjax.evaluate.capture import Live, LiveLayer, capture
-from kvjax.evaluate.provenance import write_rows
 from kvjax.evaluate.recall import store_prompt
 from kvjax.generation.sampling import sampling
 from kvjax.policies import PerLayer

@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 from device_time import bytes_per_us, kernels
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
+from measured import write_rows
 
 from kvjax import CacheSpec, ops
-from kvjax.evaluate.provenance import provenance, write_rows
+from kvjax.evaluate.provenance import provenance
 from kvjax.policies import Compressed, Full, Policy, Retrieval
 
 

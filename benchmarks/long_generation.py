@@ -23,11 +23,12 @@ import jax
 import measured
 import numpy as np
 from layers import show
+from measured import write_rows
 
 from kvjax import models
 from kvjax.evaluate import perplexity, plan
 from kvjax.evaluate.caches import make_rows
-from kvjax.evaluate.provenance import digest_json, json_text, replace_file, source_digest, write_rows
+from kvjax.evaluate.provenance import digest_json, json_text, replace_file, source_digest
 from kvjax.evaluate.store import Cell
 from kvjax.generation import generate
 from kvjax.generation.sampling import sampling

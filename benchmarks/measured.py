@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,3 +57,10 @@ def write(
     replace_file(paths[1], table)
     figure.savefig(paths[2])
     return paths
+
+
+def write_rows(path: Path, head: Mapping[str, Any], rows: Iterable[Mapping[str, Any]], name: str = "rows") -> None:
+    """Writes a JSON object atomically: `head`, then `rows` with one row a line, so that diffs show rows."""
+    lines = ",\n".join("    " + json_text(row).rstrip() for row in rows)
+    before = json_text(dict(head), indent=1).removesuffix("\n}\n") + "," if head else "{"
+    replace_file(path, f'{before}\n "{name}": [\n{lines}\n ]\n}}\n')

@@ -35,13 +35,13 @@ import numpy as np
 from end_to_end import FullByCudnn
 from jax import Array
 from layers import show
+from measured import write_rows
 from throughput import time_steps
 
 from kvjax import PerLayer, models
 from kvjax.cache.cache import Cache, LayerCache, init
 from kvjax.evaluate import prompt
 from kvjax.evaluate.caches import DENSE_LAYERS, make_rows, without_budget
-from kvjax.evaluate.provenance import write_rows
 from kvjax.generation import Stream, prefill
 from kvjax.generation.prefilling import lower_prefill
 from kvjax.memory import nbytes

@@ -22,12 +22,12 @@ import measured
 import numpy as np
 from jax import Array
 from layers import show
+from measured import write_rows
 from real_speed import excerpts
 
 from kvjax import Full, PerLayer, models
 from kvjax.cache.cache import Cache, init
 from kvjax.evaluate.caches import DENSE_LAYERS, make_rows, without_budget
-from kvjax.evaluate.provenance import write_rows
 from kvjax.generation import decode_step
 from kvjax.generation.prefilling import prefill
 from kvjax.models import Checkpoint

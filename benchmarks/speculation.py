@@ -21,10 +21,10 @@ import jax
 import measured
 import numpy as np
 from layers import show
+from measured import write_rows
 
 from kvjax import PromptLookup, models
 from kvjax.evaluate.caches import make_rows
-from kvjax.evaluate.provenance import write_rows
 from kvjax.generation import stream
 from kvjax.models import Checkpoint
 from kvjax.spec import default_dtype

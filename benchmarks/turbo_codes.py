@@ -16,11 +16,11 @@ from pathlib import Path
 
 import measured
 from layers import show
+from measured import write_rows
 
 from kvjax import models
 from kvjax.evaluate import recall
 from kvjax.evaluate.capture import capture
-from kvjax.evaluate.provenance import write_rows
 from kvjax.policies import Retrieval
 from kvjax.selectors import Exact, Fier, MinMaxPages, Paris, SignPlane
 from kvjax.spec import default_dtype

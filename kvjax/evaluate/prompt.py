@@ -23,9 +23,8 @@ from kvjax.cache.cache import Cache, LayerCache, init, init_layer
 from kvjax.generation.loops import count_attended
 from kvjax.generation.prefilling import Model, chunk_size, prefill
 from kvjax.models import Checkpoint
-from kvjax.numerics.partial import PartialAttention
 from kvjax.ops.chunk import ungroup
-from kvjax.policies import Info, PerLayer, Policy, Step
+from kvjax.policies import PerLayer, Policy
 from kvjax.spec import CacheSpec
 
 WHOLE = 1 << 30  # more tokens than a prompt has: one chunk
@@ -47,7 +46,10 @@ class PromptState:
 
 @dataclass(frozen=True)
 class Prompt(Policy):
-    """Takes one prompt of as many columns as the spec's capacity, in one chunk, and records it unchanged."""
+    """Takes one prompt of as many columns as the spec's capacity, in one chunk, and records it unchanged.
+
+    It is not decoded from: `store` puts it into a cache that is.
+    """
 
     observes = True
 
@@ -65,18 +67,6 @@ class Prompt(Policy):
             raise ValueError(f"a Prompt takes one chunk of {st.q.shape[3]} columns, got {q.shape[3]}")
         dtype = st.q.dtype
         return PromptState(q.astype(dtype), k.astype(dtype), v.astype(dtype), lengths)
-
-    def prefill(self, st: PromptState, k: Array, v: Array, lengths: Array) -> PromptState:
-        raise NotImplementedError("a Prompt keeps queries too: the hook calls prefill_observed")
-
-    def update(self, st: PromptState, k: Array, v: Array, active: Array) -> PromptState:
-        raise NotImplementedError("a Prompt is not decoded from; store() puts it into a cache that is")
-
-    def attend(self, st: PromptState, q: Array, step: Step) -> tuple[Array, PromptState, Info]:
-        raise NotImplementedError("a Prompt is not decoded from; store() puts it into a cache that is")
-
-    def attend_stored(self, st: PromptState, q: Array, *, scale: float, window: int | None = None) -> PartialAttention:
-        raise NotImplementedError("a Prompt takes one chunk, with first_chunk=True")
 
 
 def columns(tokens: int) -> int:

@@ -10,7 +10,6 @@ import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,13 +85,6 @@ def json_text(value: Any, *, indent: int | None = None) -> str:
     """
     known = json.loads(json.dumps(value), parse_constant=lambda _: None)
     return json.dumps(known, indent=indent) + "\n"
-
-
-def write_rows(path: Path, head: Mapping[str, Any], rows: Iterable[Mapping[str, Any]], name: str = "rows") -> None:
-    """Writes a JSON object atomically: `head`, then `rows` with one row a line, so that diffs show rows."""
-    lines = ",\n".join("    " + json_text(row).rstrip() for row in rows)
-    before = json_text(dict(head), indent=1).removesuffix("\n}\n") + "," if head else "{"
-    replace_file(path, f'{before}\n "{name}": [\n{lines}\n ]\n}}\n')
 
 
 def replace_file(path: Path, text: str) -> None:

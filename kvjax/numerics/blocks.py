@@ -69,8 +69,7 @@ def _write_alike(buffers: Sequence[Array], news: Sequence[Array], start: Array, 
     at = jnp.stack([row, jnp.where(i < count[:, None], start[:, None] + i, S)], axis=-1)
 
     def scatter(buffer: Array, new: Array) -> Array:
-        # `buffer.at[row, :, slot].set` would trace three times as many operations, for negative indices that do not
-        # occur.
+        # `buffer.at[row, :, slot].set` would trace three times as many operations, to count from the end.
         new = jnp.moveaxis(new, 2, 1).astype(buffer.dtype)  # [B, T, K, ...]
         windows = tuple(range(2, new.ndim))
         dims = lax.ScatterDimensionNumbers(windows, inserted_window_dims=(0, 2), scatter_dims_to_operand_dims=(0, 2))

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.numerics.blocks import write
+from kvjax.numerics.packing import page_means
 from kvjax.numerics.partial import scaled
-from kvjax.numerics.reductions import page_means
 from kvjax.numerics.selection import GroupReduce
 from kvjax.selectors.pending import Paged
 from kvjax.spec import CacheSpec

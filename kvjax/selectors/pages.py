@@ -15,7 +15,7 @@ from jax import Array
 
 from kvjax import ops
 from kvjax.numerics.blocks import write
-from kvjax.numerics.reductions import sum_pairs
+from kvjax.numerics.packing import sum_pairs
 from kvjax.numerics.selection import Candidates, GroupReduce, PackedSelection, Selection, unpack
 from kvjax.selectors.pending import Paged, pending_pages, with_points
 from kvjax.spec import CacheSpec

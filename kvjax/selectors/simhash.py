@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array, lax
 
 from kvjax.numerics.blocks import write
-from kvjax.numerics.reductions import sum_pairs
+from kvjax.numerics.packing import sum_pairs
 from kvjax.sharding.context import Stripes
 from kvjax.spec import CacheSpec, keep_ints
 

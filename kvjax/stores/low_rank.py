@@ -11,8 +11,8 @@ from jax.tree_util import register_dataclass
 
 from kvjax.numerics.blocks import put_last, write
 from kvjax.numerics.derivatives import refuse_derivative
+from kvjax.numerics.packing import page_means, sum_pairs
 from kvjax.numerics.partial import PartialAttention, attend_part
-from kvjax.numerics.reductions import page_means, sum_pairs
 from kvjax.numerics.rotate import turn_positions
 from kvjax.numerics.selection import Selection
 from kvjax.numerics.types import Rope

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.measured import write_rows
 from kvjax import Full
 from kvjax.cache.cache import Cache, init
 from kvjax.cli.options import without_weights
 from kvjax.evaluate.prompt import Prompt
-from kvjax.evaluate.provenance import write_rows
 from kvjax.evaluate.store import Cell
 from kvjax.spec import CacheSpec
 from tests.checkpoint import write_checkpoint
