@@ -59,23 +59,23 @@ def write(buffer: Array, new: Array, start: Array, count: Array) -> Array:
 def _write_alike(buffers: Sequence[Array], news: Sequence[Array], start: Array, count: Array) -> list[Array]:
     """`write` of each, in the same slots."""
     (B, _, T, *_), S = news[0].shape, buffers[0].shape[2]
-    count = jnp.minimum(count, T)
-    if B == T == 1:
+    count, alone = jnp.minimum(count, T), B == T == 1
+    size = B, 2 if alone else T
+    row, i = lax.broadcasted_iota(jnp.int32, size, 0), lax.broadcasted_iota(jnp.int32, size, 1)
+    at = jnp.stack([row, jnp.where(i < count[:, None], start[:, None] + i, S)], axis=-1)
+
+    written, drop = [], lax.GatherScatterMode.FILL_OR_DROP
+    for buffer, new in zip(buffers, news, strict=True):
         # XLA turns a scatter of one token into a slice update, fuses that into the attention that reads the buffer,
         # and then copies the buffer (temp bytes of a decode step: 5 times the key cache). A second token, always
         # dropped, keeps it a scatter.
-        news, T = [jnp.concatenate([new, new], axis=2) for new in news], 2
-    row, i = lax.broadcasted_iota(jnp.int32, (B, T), 0), lax.broadcasted_iota(jnp.int32, (B, T), 1)
-    at = jnp.stack([row, jnp.where(i < count[:, None], start[:, None] + i, S)], axis=-1)
-
-    def scatter(buffer: Array, new: Array) -> Array:
+        new = jnp.concatenate([new, new], axis=2) if alone else new
         # `buffer.at[row, :, slot].set` would trace three times as many operations, to count from the end.
         new = jnp.moveaxis(new, 2, 1).astype(buffer.dtype)  # [B, T, K, ...]
         windows = tuple(range(2, new.ndim))
         dims = lax.ScatterDimensionNumbers(windows, inserted_window_dims=(0, 2), scatter_dims_to_operand_dims=(0, 2))
-        return lax.scatter(buffer, at, new, dims, mode=lax.GatherScatterMode.FILL_OR_DROP)
-
-    return list(map(scatter, buffers, news))
+        written.append(lax.scatter(buffer, at, new, dims, mode=drop))
+    return written
 
 
 def take_rows(tokens: Array, index: Array) -> Array:
