@@ -281,6 +281,10 @@ CASES = {
             (dict(dtype=jnp.int32), "f32, bf16 or f16"),
         ],
     ),
+    "rank_grouped": Case(
+        lambda **sizes: ((*ranks_grouped(**sizes)[0], f32(1, 2, sizes.get("G", 4), 1)), {}),
+        [(dict(dtype=jnp.bfloat16), "scores in f32"), (dict(G=9), "1 to 8 query heads")],
+    ),
     "top_k_grouped": Case(
         ranks_grouped,
         [
