@@ -95,6 +95,11 @@ def test_attention_over_codes_takes_a_zone_of_exact_keys(D, bits, R, spans, dtyp
     assert got.dtype == want.dtype == dtype
     assert relative(got, want) < 4e-3 + (dtype == jnp.bfloat16) * 4e-3
     np.testing.assert_array_equal(got[2], np.zeros((1, 4, D)))  # nothing to attend to
+    out, lse = jax.jit(partial(attend_quantized.attend_quantized, scale=-0.1, config=config, part=True))(*args)
+    whole = jax.jit(partial(ops.attend_quantized_zones, scale=-0.1, part=True, implementation="xla"))(*args, None)
+    assert relative(out, whole.out) < 4e-3
+    np.testing.assert_allclose(lse, whole.lse, atol=5e-3)
+    assert out.dtype == jnp.float32
 
 
 def test_attention_over_codes_reads_nothing_outside_of_its_span_and_takes_vmap():
