@@ -46,10 +46,7 @@ class PromptState:
 
 @dataclass(frozen=True)
 class Prompt(Policy):
-    """Takes one prompt of as many columns as the spec's capacity, in one chunk, and records it unchanged.
-
-    It is not decoded from: `store` puts it into a cache that is.
-    """
+    """Takes one prompt of as many columns as the spec's capacity, in one chunk, and records it unchanged."""
 
     observes = True
 
