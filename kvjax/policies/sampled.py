@@ -137,7 +137,6 @@ class Sampled(Zoned):
 
         Few tokens are sampled, so a CPU gathers a quarter of the room if that holds all. A GPU would wait to know it.
         """
-
         few = sample.slots.shape[3] // 4
 
         def estimate(sample: Selection) -> tuple[PartialAttention, Array]:
