@@ -308,7 +308,8 @@ def _program(
     begin = begin + first + warp if columns == 1 else begin + first
     room_bytes, room = _room(layout, config), simt.shared_address(room_m)
     room = room + warp * room_bytes if columns == 1 else room
-    fetch = _fetcher(layout, lane, row, key_codes_m, value_codes_m, value_scales_m, key_scales_m)
+    sources = key_codes_m, value_codes_m, value_scales_m, key_scales_m
+    fetch = _fetcher(layout, lane, row, *sources, turn=together.turned if columns > 1 else None)
     sign, factor = 1.0 if scale >= 0 else -1.0, (abs(scale) or 2.0**-99) / math.log(2)
     if columns > 1:
         group = of_queries - row * (groups * columns)
@@ -383,8 +384,11 @@ def _program(
     loop(t, heads * D // 4, 32 * warps)(functools.partial(softmax.write_merged, parts, D, out, lse))
 
 
-def _fetcher(layout: Layout, lane: Word, row: Word, *refs: Any) -> Callable[[Word, Word], None]:
-    """fetch(unit, to) starts to copy a unit into a stage; bytes outside of the row or the unit become 0."""
+def _fetcher(
+    layout: Layout, lane: Word, row: Word, *refs: Any, turn: Callable[[Word, int], Word] | None = None
+) -> Callable[[Word, Word], None]:
+    """fetch(unit, to) starts to copy a unit into a stage; bytes outside of the row or the unit become 0. The place of a
+    chunk of 16 bytes of value codes is turn(chunk, bytes of a token), if given."""
     S, D, unit, padded = layout.S, layout.D, layout.unit, 16 * layout.tiles
     jobs = []  # (address for this lane, bytes of a unit, of a token, of a chunk, place)
     for m, size, place in zip(refs, layout.per_token, layout.places, strict=True):
@@ -401,7 +405,9 @@ def _fetcher(layout: Layout, lane: Word, row: Word, *refs: Any) -> Callable[[Wor
         for address, size, chunk, place in jobs:
             cache = "cg" if chunk == 16 else "ca"
             copy = f"cp.async.{cache}.shared.global [$0+{{0}}], [$1+{{0}}], {chunk}, $2;"
-            source, at = simt.offset(address, n * (unit * size) + lane * chunk), to + lane * chunk + place
+            source = simt.offset(address, n * (unit * size) + lane * chunk)
+            own = turn(lane, size) * 16 if turn and place == layout.places[1] else lane * chunk
+            at = to + own + place
             valid = word(unit * size)
             if S % unit:
                 left = (word(S) - n * unit) * size

@@ -41,6 +41,12 @@ def _room(layout: Layout, stages: int, columns: int) -> tuple[int, int, int]:
     )
 
 
+def turned(chunk: Word, of_token: int) -> Word:
+    """The place of a chunk of 16 bytes of codes with `of_token` bytes a token: eight tokens' chunks of a block, which
+    `ldmatrix` reads at once, are then in different banks."""
+    return chunk ^ ((chunk >> 3) & (of_token // 16 - 1))
+
+
 class Together:
     """A team and some columns of queries; query(c, n) is the address of the n-th of column c.
 
@@ -351,7 +357,10 @@ class Together:
         tiles, mix = layout.tiles, self._mix(state)
         i, lane = self.lane >> 3, self.lane & 7  # lanes 8 i .. give addresses of the i-th matrix
         row = (i >> 1) * 16 + (i & 1) * 8 + lane  # of two tiles
-        codes = self.rings + place + self.own_block * 16 + layout.places[1]
+        codes = [
+            self.rings + place + turned(x * (width // 16) + self.own_block, width) * 16 + layout.places[1]
+            for x in (row, row & 15)
+        ]
         slice_ = simt.divide(self.quad * (2 * self.in_byte) + self.own_block * self.block, layout.value_channels)
         scales = self.rings + place + slice_ * 8 + self.col * (2 * size) + layout.places[2]
         mask, first = word(((1 << bits) - 1) * 0x10001) << (self.place * bits), self._power(self.place * bits)
@@ -362,8 +371,8 @@ class Together:
             for tile in range(tiles):
                 of_warp = w * self.ring_bytes
                 if tile % 2 == 0:
-                    rows = row if tile + 1 < tiles else (row & 15)
-                    loaded = ptx(load, codes + rows * width + (of_warp + 16 * tile * width), results=4, convergent=True)
+                    own = codes[tile + 1 == tiles] + (of_warp + 16 * tile * width)
+                    loaded = ptx(load, own, results=4, convergent=True)
                 x = loaded[2 * (tile % 2) : 2 * (tile % 2) + 2]
                 pairs = [load_shared(scales + (of_warp + (16 * tile + 8 * h) * size), 2) for h in range(2)]
                 for b in range(self.products):

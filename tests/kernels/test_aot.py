@@ -299,7 +299,7 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
     "attend_quantized, 32 queries of LogQuant": (CODED, coded(131040, 128, 2, 42, 1, 64, Q=32), 5, 144),
     "attend_quantized, 32 queries of KIVI": (CODED, coded(131072, 128, 2, 32, 1, 32, Q=32), 5, 16),
     "attend_quantized, 32 queries by token, 4 bits": (CODED, coded(131072, 128, 4, 1, 64, 32, Q=32), 5, 0),
-    "attend_quantized, 32 queries of D 64": (CODED, coded(131072, 64, 4, 64, 1, 32, Q=32), 5, 28),
+    "attend_quantized, 32 queries of D 64": (CODED, coded(131072, 64, 4, 64, 1, 32, Q=32), 5, 36),
     "collide": (collide.collide, ballot(4, 131072, 128, 6), 0.2, 0),
     "collide, a head": (collide.collide, ballot(1, 131072, 128, 6), 0.1, 0),
     "collide, D 64": (collide.collide, ballot(8, 131072, 64, 31), 0.2, 0),
