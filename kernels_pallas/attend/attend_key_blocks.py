@@ -27,6 +27,7 @@ from kvjax.kernels_pallas import simt
 MEASURED: str | None = "2026-11-27"  # the date in benchmarks/results/attend_key_blocks.json
 BLOCK = 128  # queries, and keys, of a block
 HALF = BLOCK // 2  # queries of a warpgroup
+TILE = 8  # slots: TMA copies whole tiles of 8 x 64 numbers
 LOG2E = math.log2(math.e)
 
 
@@ -55,22 +56,16 @@ def unsupported(q: Any, k: Any, v: Any, config: Config = Config()) -> str | None
         return f"{name} takes keys and values of 64 or 128 channels; got {D} and {v.shape[-1]}"
     if (needed := smem_bytes(D, config)) > (most := simt.target((k,)).smem):
         return f"{name} needs {needed} bytes of shared memory for {config}, and a block has {most}"
-    if q.shape[3] % BLOCK or k.shape[2] < BLOCK:
-        return f"{name} takes multiples of {BLOCK} queries and at least {BLOCK} slots; got {q.shape[3]}, {k.shape[2]}"
+    T, S = q.shape[3], k.shape[2]
+    if T % BLOCK or S < BLOCK or S % TILE:
+        return f"{name} takes multiples of {BLOCK} queries, and of {TILE} slots from {BLOCK} on; got {T} and {S}"
     return None
 
 
 def attend_key_blocks(
-    q: Array,
-    k: Array,
-    v: Array,
-    blocks: Array,
-    counts: Array,
-    stop: Array,
-    *,
-    scale: float,
+    q: Array, k: Array, v: Array, blocks: Array, counts: Array, stop: Array, *, scale: float,
     config: Config | None = None,
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array]:  # fmt: skip
     """(out, lse) of `kvjax.ops.attend_key_blocks`."""
     B, K, G, T, D = q.shape
     config = config or Config()
@@ -101,7 +96,7 @@ def _launch(
 ) -> tuple[Array, Array]:
     """q [B*N, T, D], k, v [B*K, S, D], blocks i32[rows, M], counts i32[rows] of at least 1, stop i32[B]; all rows of a
     head adjacent. Returns the output in the dtype of q and its log-sum-exp f32[B*N, T]."""
-    tiled: Any = {"transforms": (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))}
+    tiled: Any = {"transforms": (plgpu.TilingTransform((TILE, 64)), plgpu.SwizzleTransform(128))}
     D, n = q.shape[2], config.stages
     scratch: list[Any] = [
         plgpu.SMEM((2, HALF, D), q.dtype, **tiled),  # the queries, then the output

@@ -223,6 +223,8 @@ CASES = {
             (dict(values=jnp.float16), "got bfloat16 and float16"),
             (dict(D=96), "of 64 or 128 channels; got 96 and 96"),
             (dict(channels=64), "got 128 and 64"),
+            (dict(T=130), "multiples of 128 queries, and of 8 slots from 128 on; got 130 and 640"),
+            *((dict(S=S), f"of 8 slots from 128 on; got 256 and {S}") for S in (64, 300, 700, 1023)),
         ],
     ),
     "attend_slots": Case(

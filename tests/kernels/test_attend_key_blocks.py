@@ -51,7 +51,7 @@ def lists(B, K, G, n, S, stops, seed=0):
     ("B", "K", "G", "T", "S", "D", "stops", "dtype", "config"),
     [
         # More blocks than stages; a last block that is read from before its first slot; rows of 100 and no tokens.
-        (3, 1, 2, 256, 700, 64, [690, 100, 0], jnp.bfloat16, Config(2)),
+        (3, 1, 2, 256, 696, 64, [690, 100, 0], jnp.bfloat16, Config(2)),
         (1, 2, 1, 128, 640, 128, [640], jnp.float16, Config(3)),
     ],
 )
@@ -69,7 +69,7 @@ def test_attention_to_lists_of_blocks_equals_the_reference(B, K, G, T, S, D, sto
 
 
 def test_a_batched_call_is_one_launch_of_more_rows():
-    B, K, G, T, S, D = 1, 1, 1, 128, 300, 64
+    B, K, G, T, S, D = 1, 1, 1, 128, 304, 64
     q, k, v = (normal(i, *s) for i, s in enumerate([(2, B, K, G, T, D), *2 * [(B, K, S, D)]]))
     q, k, v = (a.astype(jnp.bfloat16) for a in (q, k, v))
     blocks, counts = lists(B, K, G, 1, S, [300])
