@@ -72,7 +72,8 @@ def test_operations_that_store_are_told_of_too():
     sizes = {"batch": 1, "q_heads": 2, "kv_heads": 1, "head_dim": 16, "capacity": 256}
     found = implementations(presets.freekv(64, page=16, sink=16, local=32), CacheSpec(**sizes))
     assert {"put_token", "select_pages", "host_rows_first", "host_append"} <= set(found)
-    assert in_short(implementations(presets.h2o(64), CacheSpec(**sizes))) == "the whole step runs as plain XLA"
+    assert "put_token" in implementations(presets.h2o(64), CacheSpec(**sizes))
+    assert in_short({}) == "the whole step runs as plain XLA"
 
 
 def test_operations_with_the_same_answer_share_its_words():
