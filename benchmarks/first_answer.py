@@ -136,8 +136,8 @@ from kvjax.spec import round_capacity
 model = models.load(sys.argv[1]).model
 lengths, own = [int(n) for n in sys.argv[3].split(",")], prefilling.chunks_of
 capacity = round_capacity(max(lengths) + 1)
-def exact(cache, tokens, chunk=None, *, empty):
-    *full, last = own(cache, tokens, chunk, empty=empty)
+def exact(cache, tokens, *args, **how):
+    *full, last = own(cache, tokens, *args, **how)
     return [*full, (tokens - sum(size for size, _ in full), last[1])]
 def cpu_seconds(n):
     cache = kvjax.init(presets.parse(sys.argv[2]), model.spec(batch=1, capacity=capacity), layers=model.config.layers)
