@@ -179,9 +179,7 @@ class Order(NamedTuple):
 
     def place(self, row: Word, n: Word) -> Word:
         """The number in [B, T, K, G] of query n of T G, of row `row` of B K."""
-        step = simt.divide(n, self.of_step)
-        of_step = simt.swapped_row(row * self.steps + step, self.heads, self.steps)
-        return of_step * self.of_step + (n - step * self.of_step)
+        return simt.swapped_row(row * (self.steps * self.of_step) + n, *self)
 
 
 class Split(NamedTuple):

@@ -132,9 +132,7 @@ def program(
         own = first_head + (quad + HEADS * column) if G > HEADS else quad
         place = (own < G).select(own, 0)
         if order != (1, 1):
-            of_step = G // order[1]
-            step = simt.divide(place, of_step)
-            place = simt.swapped_row(row * order[1] + step, *order) * of_step + (place - step * of_step)
+            place = simt.swapped_row(row * G + place, *order, G // order[1])
         return [(own < G).select(w, 0) for w in channels(q, place, D)]
 
     def sides(words: Sequence[Word]) -> list[list[Word]]:

@@ -106,9 +106,7 @@ class WideScores(Scores):
             with when(warp.equals(c)):
                 own = quad + HEADS * c
                 own = (own < G).select(own, 0)
-                step_of = simt.divide(own, G // T)
-                place = simt.swapped_row(row * T + step_of, K, T) * (G // T) + (own - step_of * (G // T))
-                mine = lane_channels(q, place, col, D)
+                mine = lane_channels(q, simt.swapped_row(row * G + own, K, T, G // T), col, D)
                 for n in range(16):
                     low = n // 2 + n % 2 * 8  # and low + 16, 16 bits further in a word
                     pair = prmt(mine[low // 2], mine[low // 2 + 8], 0x7632 if low % 2 else 0x5410)

@@ -159,7 +159,7 @@ class _Row:
         self.valid = simt.offset_rows(simt.global_address(valid_m), simt.divide(self.row, shared_by), self.U)
         self.scores = [
             simt.offset_rows(simt.global_address(m), self.row, heads * n * 4)
-            for m, n in zip(scores_m, sizes, strict=False)
+            for m, n in zip(scores_m[: len(sizes)], sizes, strict=True)
         ]
         self.logs: list[Word] | None = None
         for logs_m in scores_m[len(sizes) :]:

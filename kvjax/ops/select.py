@@ -91,11 +91,12 @@ def _top_k_grouped_limit(kernel: Any, a: Any) -> str | None:
     return no_kernel_for(a.group_reduce) or kernel.unsupported(a.parts, a.group_reduce, a.k)
 
 
+_of_groups: Any = {"kernel": "select.top_k_grouped", "limit": _top_k_grouped_limit, "derivative": "zero"}
+
+
 @op(
-    kernel="select.top_k_grouped",
+    **_of_groups,
     static_argnames=("group_reduce", "k"),
-    derivative="zero",
-    limit=_top_k_grouped_limit,
     mosaic=lambda kernel, a: Selection(*kernel.top_k_grouped(a.parts, a.group_reduce, a.k)),
 )
 def top_k_grouped(
@@ -116,15 +117,12 @@ def top_k_grouped(
     return top_k(reduce_scores(parts, group_reduce), valid, k)
 
 
-@op(
-    kernel="select.top_k_grouped",
-    static_argnames=("group_reduce", "k"),
-    derivative="zero",
-    limit=_top_k_grouped_limit,
-    mosaic=lambda kernel, a: _with_keys(
-        *kernel.top_k_grouped(a.parts, a.group_reduce, a.k, total=a.total, ranked=True)
-    ),
-)
+def _rank_grouped_mosaic(kernel: Any, a: Any) -> tuple[Selection, Array]:
+    slots, valid, keys = kernel.top_k_grouped(a.parts, a.group_reduce, a.k, total=a.total, ranked=True)
+    return Selection(slots, valid), keys
+
+
+@op(**_of_groups, static_argnames=("group_reduce", "k"), mosaic=_rank_grouped_mosaic)
 def rank_grouped(
     parts: Sequence[tuple[Float[Array, "B K G _"], Bool[Array, "B _ _ _"]]],
     group_reduce: GroupReduce,
@@ -144,10 +142,6 @@ def rank_grouped(
     low = jnp.finfo(ranks.dtype).min
     rank = jnp.take_along_axis(ranks, best.slots, axis=-1)
     return best, jnp.where(best.valid, in_order(jnp.where(rank >= low, rank, low)), jnp.uint32(0))
-
-
-def _with_keys(slots: Array, valid: Array, keys: Array) -> tuple[Selection, Array]:
-    return Selection(slots, valid), keys
 
 
 def select_top(
