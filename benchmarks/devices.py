@@ -111,13 +111,17 @@ def link_times(devices: Sequence[Any], turns: int) -> Iterator[tuple[str, dict[s
             yield f"{kind} of {size}", {"us": round(float(np.median(times[1:])), 3), "bytes": size}
 
 
-def answer(method: str, place: Placement | None, *, width: int, length: int) -> Generation | ValueError:
-    """What a small model in float32 generates from random prompts, or why a policy refuses `place`."""
+def small_model(width: int) -> Decoder:
+    """Two layers of random weights, in float32."""
     config = replace(
         throughput.SHAPES["llama-3.2-1b"], layers=2, windows=(), hidden_size=width, intermediate_size=width, head_dim=64
     )
     config = replace(config, vocab_size=512, initializer_range=0.05)  # with .2, 1e-6 of the weights change selections
-    model = throughput.random_model(config, "float32")
+    return throughput.random_model(config, "float32")
+
+
+def answer(model: Decoder, method: str, place: Placement | None, *, length: int) -> Generation | ValueError:
+    """What the model generates from random prompts, or why a policy refuses `place`."""
     own = model if place is None else distribute(model, place)
     tokens = np.random.default_rng(0).integers(512, size=(8, length), dtype=np.int32)
     lengths = length - length // 16 * np.arange(8, dtype=np.int32)
@@ -253,10 +257,10 @@ def main(args: Sequence[str] | None = None) -> None:
         parser.error("tokens are compared with those of one device: leave --no-none out, or add --no-check")
     config = replace(throughput.SHAPES[given.shape], layers=given.layers, windows=())
     sizes = [tuple(map(int, size.split("x"))) for size in given.sizes.split(",")]
-    dtype, blocks, block, small, turns = "bfloat16", 4, 32, {"width": 1024, "length": 800}, 32
+    dtype, blocks, block, turns, width, length = "bfloat16", 4, 32, 32, 1024, 800
     if given.quick:
         config = replace(config, layers=3, windows=(), hidden_size=64, intermediate_size=64, vocab_size=64, head_dim=16)
-        dtype, blocks, block, small, turns = "float32", 2, 4, {"width": 64, "length": 96}, 1
+        dtype, blocks, block, turns, width, length = "float32", 2, 4, 1, 64, 96
         sizes, given.budget = [(600, batch) for _, batch in sizes], 320
     n = jax.device_count()
     names = given.placements or ["mesh of 1", *([f"data={n}", f"model={n}", f"ctx={n}"] if n > 1 else [])]
@@ -293,13 +297,15 @@ def main(args: Sequence[str] | None = None) -> None:
 
     for name, found in link_times(jax.devices(), turns) if given.links else ():
         keep("links", "all-gather" if "gather" in name else "all-reduce", f"{name}, {n} devices", found)
-    for method in () if given.no_check else given.methods:
+    if not given.no_check:
         with implementation("xla"), jax.default_matmul_precision("highest"):
-            answers = ((name, answer(method, place, **small)) for name, place in places.items())
-            for name, found in compare(answers):
-                keep("tokens", method, name, found)
-                if time.monotonic() > end:
-                    break
+            model = small_model(width)
+            for method in given.methods:
+                answers = ((name, answer(model, method, place, length=length)) for name, place in places.items())
+                for name, found in compare(answers):
+                    keep("tokens", method, name, found)
+                    if time.monotonic() > end:
+                        break
     alone: dict[Any, Any] = {}
     prompt = np.random.default_rng(1).integers(config.vocab_size, size=(1, given.prompt), dtype=np.int32)
 
