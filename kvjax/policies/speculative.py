@@ -215,9 +215,12 @@ class Speculative(Policy):
         length, query = st.zones.length, q.astype(jnp.float32)
         known = self._known(st)
         selection = Selection(st.recall.selection.slots, st.recall.selection.valid & known[:, None, None, None])
+        previous = st.recall._replace(selection=selection)
+        if self.tau > 1:  # no cosine is: nothing is decided, and the query need not be kept
+            none = jnp.zeros(q.shape[:2], bool)
+            return Decision(previous, st.recall.selection, st.query, none, ~none, st.due)
         reused = (_similarity(query, st.query) >= self.tau) & (st.recalled_at + 1 == length)[:, None]
         urgent = ~reused & st.due[:, None]  # an inactive row recalls nothing
-        previous = st.recall._replace(selection=selection)
         return Decision(previous, st.recall.selection, query, reused, urgent, st.due)
 
     def _recall(
@@ -229,7 +232,8 @@ class Speculative(Policy):
         if previous.k.shape[2] == 1:  # a step attends in place
             return st, previous[1:3], Recall(selection, previous.k, previous.v, oldest >= 0)
         recalled = Recalled(flat(previous.selection, previous.k.shape[2]), previous.k, previous.v)
-        how = (st.recent.k, st.recent.v), oldest, recalled, decision.renewed, decision.urgent
+        urgent = None if self.tau > 1 else decision.urgent
+        how = (st.recent.k, st.recent.v), oldest, recalled, decision.renewed, urgent
         store, now, rest = self.retrieval.store.recall(st.store, selection, *how)
         return replace(st, store=store), now, Recall(selection, *rest(), oldest >= 0)
 
@@ -258,6 +262,9 @@ class Speculative(Policy):
             left = jnp.broadcast_to(policy.slots_at(zones, position)[:, :, None], (*used.slots.shape[:3], 1))
             read = read._replace(slots=jnp.concatenate([used.slots, left], axis=3))
             out, _ = policy.store.attend_zones(zones.store, q, read, *beside, **step.logits)
+            return out, self._info(zones, seen, used, with_edge, position, ~decision.reused)
+        if self.tau > 1:
+            out = ops.attend_zones(q, *now, read, *beside, **step.logits)
             return out, self._info(zones, seen, used, with_edge, position, ~decision.reused)
         # Slots W ... 2W-1 are those of the new recall, followed by `recent`.
         read = read._replace(slots=read.slots + jnp.where(decision.urgent, previous.k.shape[2], 0)[..., None, None])

@@ -116,7 +116,7 @@ class HostOffload(Store):
         oldest: Array,
         recalled: Recalled,
         rows: Array,
-        urgent: Array,
+        urgent: Array | None,
     ) -> tuple[HostBlock, tuple[Array, Array], Callable[[], tuple[Array, Array]]]:
         """Recalls the urgent heads first. With `memory.CONCURRENT`, the rest is read at the same time as other work."""
         before, *parts = recalled
@@ -124,6 +124,12 @@ class HostOffload(Store):
         edge = jnp.maximum(oldest, -1)
         edge = jnp.where(edge < 0, -1, st.kv.shape[2] + edge)
         on_device = known_pages, tuple(parts)
+        if urgent is None:
+            # The others keep what they have: their pages are on the device.
+            index = jnp.where(rows[:, None, None], index, self._pages(before, st.slots)[..., : index.shape[2]])
+            every = jnp.ones(index.shape[:2], bool)
+            k, v = ops.host_rows_first(st.kv, index, edge, every, on_device, recent)
+            return st, (k, v), lambda: (k, v)
         k, v = ready = ops.host_rows_first(st.kv, index, edge, urgent, on_device, recent)
 
         def rest() -> tuple[Array, Array]:

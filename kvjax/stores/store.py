@@ -175,14 +175,15 @@ class Store:
         oldest: Array,
         recalled: Recalled,
         rows: Array,
-        urgent: Array,
+        urgent: Array | None,
     ) -> tuple[Any, tuple[Array, Array], Callable[[], tuple[Array, Array]]]:
         """Recalls the selection in two parts, the part that a step needs first.
 
         Returns the state, keys and values [B, K, R, D] like those of `recalled`, and a function that recalls the rest.
         Keys and values are valid for heads where `urgent` bool[B, K] is true, and arbitrary for others. The function
         returns them for all heads of `rows` bool[B], and those of `recalled` for other rows. A store outside of device
-        memory may read the rest while other work runs; the default reads both at once.
+        memory may read the rest while other work runs; the default reads both at once. With `urgent` None,
+        all heads are.
 
         Slot S + r of the selection is slot r of `recent`, keys and values [B, K, R, D]. After the selection comes slot
         `oldest` i32[B] of `recent`, or nothing where it is negative; then any finite values. Tokens of `recalled` need
