@@ -9,8 +9,7 @@ from jax import Array
 
 from kvjax import ops
 from kvjax.numerics.packing import whole_units
-from kvjax.numerics.partial import merge
-from kvjax.numerics.selection import Candidates, PackedSelection, Selection, by_row, split_selection, unpack
+from kvjax.numerics.selection import Candidates, PackedSelection, Selection, by_row, unpack
 from kvjax.policies.policy import Info, Step
 from kvjax.policies.retrieval import Retrieval
 from kvjax.policies.zones import Visible, ZonedState
@@ -41,7 +40,7 @@ class OutlierRetrieval(Retrieval):
     demote: Demotion = Fifo(leave=1024)
 
     def __post_init__(self) -> None:
-        verbs, example = ("init", "append", "kept", "attend_kept"), "kvjax.stores.LowRank()"
+        verbs, example = ("init", "append", "kept", "kept_slots"), "kvjax.stores.LowRank()"
         check_verbs("OutlierRetrieval(store=...)", self.store, "a store of exact pages", verbs, example)
         super().__post_init__()
         if self.exact_store.page != self.selector.unit:
@@ -99,17 +98,30 @@ class OutlierRetrieval(Retrieval):
     ) -> tuple[Array, ZonedState, Info]:
         if not self.beside:
             return super().attend_selected(st, q, selection, step)
-        selection, seen, scale = unpack(selection), self.visible(st, step.window), step.scale
-        stored, pending = split_selection(selection, st.store.slots)
-        start = None if seen.first is None else seen.store
-        exact = self.exact_store.attend_kept(st.store, q, start, scale=scale)
-        history = merge(self.store.attend_slots(st.store, q, stored, scale=scale), exact)
-        out = ops.attend_beside(history, q, pending, self.local_span(seen), seen.sink, **step.logits)
-        return out, st, self._with_outliers(st, seen, self.info(st, seen, selection))
+        selection, seen = unpack(selection), self.visible(st, step.window)
+        kept = self.exact_store.kept_slots(st.store)
+        kept = kept._replace(valid=kept.valid & (kept.slots >= by_row(seen.store)))
+        read, k, v = self._gathered(st, selection, kept.valid)
+        out = ops.attend_zones(q, k, v, read, seen.recent, seen.sink, self.local, **step.logits)
+        return out, st, self._with_outliers(st, kept, self.info(st, seen, selection))
 
-    def _with_outliers(self, st: ZonedState, seen: Visible, info: Info) -> Info:
-        slots, valid = self.exact_store.kept_slots(st.store)
-        valid = valid & (slots >= by_row(seen.store))
+    def _gathered(self, st: ZonedState, selection: Selection, kept: Array) -> tuple[Selection, Array, Array]:
+        """The slots that a step reads, in keys and values of the selected tokens and the exact pages, and after them
+        in the recent block; and those keys and values. `kept` says which of the exact tokens it reads."""
+        stored, (B, K, H, M) = selection.slots < st.store.slots, selection.slots.shape
+        parts = self.store.gather(st.store, selection._replace(valid=selection.valid & stored))
+        exact = (a.reshape(B, K, -1, parts[0].shape[3]) for a in (st.store.exact_k, st.store.exact_v))
+        k, v = (jnp.concatenate(pair, axis=2) for pair in zip(parts, exact, strict=True))
+        at = jnp.arange(k.shape[2], dtype=jnp.int32)[None, None, None]
+        selected = jnp.where(
+            stored, at[..., : H * M].reshape(1, 1, H, M), k.shape[2] + selection.slots - st.store.slots
+        )
+        pairs = (selected, at[..., H * M :]), (selection.valid, kept)
+        both = (jnp.concatenate([a, jnp.broadcast_to(b, (B, K, H, self.beside))], axis=3) for a, b in pairs)
+        return Selection(*both), k, v
+
+    def _with_outliers(self, st: ZonedState, kept: Selection, info: Info) -> Info:
+        slots, valid = kept
         assert info.positions is not None
         H = info.positions.shape[2]
         at = jnp.where(valid, self.positions(st, slots), -1)

@@ -262,13 +262,11 @@ class Speculative(Policy):
             left = jnp.broadcast_to(policy.slots_at(zones, position)[:, :, None], (*used.slots.shape[:3], 1))
             read = read._replace(slots=jnp.concatenate([used.slots, left], axis=3))
             out, _ = policy.store.attend_zones(zones.store, q, read, *beside, **step.logits)
-            return out, self._info(zones, seen, used, with_edge, position, ~decision.reused)
-        if self.tau > 1:
-            out = ops.attend_zones(q, *now, read, *beside, **step.logits)
-            return out, self._info(zones, seen, used, with_edge, position, ~decision.reused)
-        # Slots W ... 2W-1 are those of the new recall, followed by `recent`.
-        read = read._replace(slots=read.slots + jnp.where(decision.urgent, previous.k.shape[2], 0)[..., None, None])
-        out = ops.attend_zones(q, previous.k, previous.v, read, *beside, now, **step.logits)
+        elif self.tau > 1:
+            out = ops.attend_zones(q, now[0], now[1], read, *beside, **step.logits)
+        else:  # slots W ... 2W-1 are those of the new recall, followed by `recent`
+            read = read._replace(slots=read.slots + jnp.where(decision.urgent, previous.k.shape[2], 0)[..., None, None])
+            out = ops.attend_zones(q, previous.k, previous.v, read, *beside, now, **step.logits)
         return out, self._info(zones, seen, used, with_edge, position, ~decision.reused)
 
     def _remember(self, st: SpeculativeState, zones: ZonedState, fresh: Recall, decision: Decision) -> SpeculativeState:

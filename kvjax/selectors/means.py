@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from kvjax.numerics.blocks import write
 from kvjax.numerics.packing import page_means
-from kvjax.numerics.partial import scaled
+from kvjax.numerics.partial import attention_logits
 from kvjax.numerics.selection import GroupReduce
 from kvjax.selectors.pending import Paged
 from kvjax.spec import CacheSpec
@@ -36,5 +36,6 @@ class MeanPages(Paged):
         return write(ix, means, at // self.page, count // self.page)
 
     def score(self, ix: Array, q: Array, *, scale: float) -> Array:
-        q = q.astype(jnp.float32)
-        return scaled(jnp.einsum("bkgd,bkpd->bkgp", q, ix.astype(jnp.float32), precision="highest"), scale)
+        # Behind a barrier, or XLA would copy all landmarks to join them with the pending keys for one product.
+        ix = ix.astype(q.dtype) if self.group_reduce == "mean_query" else ix
+        return attention_logits(lax.optimization_barrier(q), ix, scale)

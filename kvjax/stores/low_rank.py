@@ -12,7 +12,7 @@ from jax.tree_util import register_dataclass
 from kvjax.numerics.blocks import put_last, write
 from kvjax.numerics.derivatives import refuse_derivative
 from kvjax.numerics.packing import page_means, sum_pairs
-from kvjax.numerics.partial import PartialAttention, attend_part
+from kvjax.numerics.partial import PartialAttention
 from kvjax.numerics.rotate import turn_positions
 from kvjax.numerics.selection import Selection
 from kvjax.numerics.types import Rope
@@ -208,17 +208,6 @@ class LowRank(Store):
         valid = jnp.broadcast_to((st.cosine.reshape(B, K, -1) < EMPTY)[..., None], slots.shape)
         return Selection(slots.reshape(B, K, 1, -1), valid.reshape(B, K, 1, -1))
 
-    def attend_kept(self, st: LowRankBlock, q: Array, start: Array | None, *, scale: float) -> PartialAttention:
-        """Attention of q [B, K, G, D] over the pages that are kept exact, from slot `start` i32[B] on."""
-        B, K, _, D = q.shape
-        if start is None:
-            valid = jnp.repeat(st.cosine.reshape(B, K, -1) < EMPTY, self.page, axis=2)
-        else:
-            slots, valid = (a[:, :, 0] for a in self.kept_slots(st))
-            valid = valid & (slots >= start[:, None, None])
-        k, v = (a.reshape(B, K, -1, D) for a in (st.exact_k, st.exact_v))
-        return attend_part(q, k, v, valid[:, :, None], scale=scale)
-
     def _pages(self, st: LowRankBlock) -> Array:
         """i32[B, K, O]: the number of each exact page; 0 where a place is empty."""
         B, K, P = st.place.shape
@@ -239,8 +228,8 @@ class LowRank(Store):
         (B, K, _), slots = st.place.shape, selection.slots
         slots = slots.reshape(B, K, -1)
         coefficients = jnp.take_along_axis(st.coefficients, slots[..., None], axis=2, mode="clip")
-        basis = st.basis.reshape(B, coefficients.shape[-1], K, -1)
-        k = jnp.einsum("bksr,brkd->bksd", coefficients.astype(jnp.float32), basis, precision="highest")
+        basis = st.basis.reshape(B, coefficients.shape[-1], K, -1).astype(coefficients.dtype)  # as precise as the keys
+        k = jnp.einsum("bksr,brkd->bksd", coefficients, basis, precision="highest", preferred_element_type=jnp.float32)
         k = self._turn(k, slots, back=False)
         # Slots that are not valid may give any value. Both halves are one value.
         v = jnp.concatenate(self.values.gather(st.values, selection), axis=-1)
