@@ -8,22 +8,44 @@ import os
 import re
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from docutils import nodes
+from sphinx import addnodes
+
 import kvjax
+from docs import website
 from docs.docstrings import to_rst
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def _names() -> dict[str, str]:
+    """Full names of what the pages of the API list, by the words that pages use for them."""
+    full = list(website.documented())
+    classes = [name for name in full if name.rpartition(".")[2][0].isupper()]
+    lasts = Counter(name.rpartition(".")[2] for name in classes)
+    return {name: name for name in full} | {
+        last: name for name in classes if lasts[last := name.rpartition(".")[2]] == 1
+    }
+
+
+NAMES = _names()
 
 project = "kvjax"
 author = "the kvjax authors"
 copyright = "the kvjax authors, Apache-2.0"
 version = release = kvjax.__version__
 
-extensions = ["myst_nb", "sphinx_copybutton", "sphinx.ext.autodoc", "sphinx.ext.linkcode", "sphinx.ext.napoleon"]
+extensions = [
+    "myst_nb", "sphinx_copybutton", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.intersphinx",
+    "sphinx.ext.linkcode", "sphinx.ext.napoleon",
+]  # fmt: skip
+templates_path = [str(Path(__file__).parent / "templates")]
 exclude_patterns = ["_build"]
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 4
@@ -53,6 +75,13 @@ html_copy_source = False
 html_show_sphinx = False
 pygments_style = "default"
 mathjax_path = "not-shipped.js"  # nothing comes from the network; a page with a formula is a broken link
+
+intersphinx_mapping = {  # the network is used only by `docs.website --online`
+    "python": ("https://docs.python.org/3", None),
+    "numpy": ("https://numpy.org/doc/stable", None),
+    "jax": ("https://docs.jax.dev/en/latest", None),
+    "flax": ("https://flax.readthedocs.io/en/latest", None),
+} if os.environ.get("KVJAX_SITE_ONLINE") else {}  # fmt: skip
 
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
@@ -90,6 +119,19 @@ def _sign(app: Any, what: str, name: str, thing: Any, options: Any, signature: s
     return tuple(plain)
 
 
+def _link(app: Any, doctree: nodes.document) -> None:
+    """Makes a link of each literal in running text that is a name of the API."""
+    for node in list(doctree.findall(nodes.literal)):
+        name = NAMES.get(node.astext().removesuffix("()"))
+        inside = (nodes.reference, nodes.title, addnodes.pending_xref)
+        if name and not any(isinstance(each, inside) for each in (node.parent, node.parent.parent)):
+            where = dict(refdomain="py", reftype="obj", reftarget=name, refdoc=app.env.docname, refexplicit=True)
+            link = addnodes.pending_xref("", **where)
+            node.replace_self(link)
+            link += node
+
+
 def setup(app: Any) -> None:
+    app.connect("doctree-read", _link)
     app.connect("autodoc-process-docstring", _process, priority=100)  # before napoleon
     app.connect("autodoc-process-signature", _sign)

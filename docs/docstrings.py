@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-import kvjax
-
 SECTION = re.compile(r"(Args|Returns|Raises|Yields|Attributes|Note|Notes|Example|Examples):$")
 BULLET = re.compile(r"\s*(?:[-*·]|\d+\.) ")
 CODE = re.compile(r"(`+)(.+?)\1|(\*\*)(?=\S)(.+?)\*\*")
@@ -66,17 +64,11 @@ def _escape(line: str) -> str:
     for found in CODE.finditer(line):
         made.append(_plain(line[at : found.start()]))
         if found[2] is not None:
-            made.append(_literal(found[2]) + ("\\" if line[found.end() : found.end() + 1].isalnum() else ""))
+            made.append(f"``{found[2]}``" + ("\\" if line[found.end() : found.end() + 1].isalnum() else ""))
         else:
             made.append(f"**{_plain(found[4])}**")
         at = found.end()
     return "".join((*made, _plain(line[at:])))
-
-
-def _literal(text: str) -> str:
-    """A literal; a link if it is a name that kvjax exports."""
-    name = text.removeprefix("kvjax.")
-    return f":py:obj:`{text} <kvjax.{name}>`" if name in kvjax.__all__ else f"``{text}``"
 
 
 def _plain(text: str) -> str:

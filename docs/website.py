@@ -2,26 +2,22 @@
 
 The pages are staged in a temporary tree with the repository's own folders, so that links of README.md and docs/ work
 both on a code host and on the site. Each section of docs/methods.md about a method becomes a page. The pages of the API
-are generated from the package's exports. A warning of Sphinx, a link without a target and a resource on the network are
-errors.
+list names by role, of which Sphinx makes a page each. A warning of Sphinx, as for a link without a target, and a
+resource on the network are errors.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import inspect
 import os
 import re
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from html.parser import HTMLParser
 from importlib import import_module
 from pathlib import Path
-from typing import Any
-from urllib.parse import unquote, urldefrag, urlparse
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -42,7 +38,23 @@ CONTENTS = {  # caption -> pages; of the guides, methods, notebooks and API belo
         "benchmarks/README",
         "benchmarks/NOTES",
     ],
-    "API": [],
+    "API": [
+        "docs/api/attention",
+        "docs/api/generation",
+        "docs/api/presets",
+        "docs/api/models",
+        "docs/api/saving",
+        "docs/api/devices",
+        "docs/api/policies",
+        "docs/api/selectors",
+        "docs/api/stores",
+        "docs/api/evictors",
+        "docs/api/partial",
+        "docs/api/operations",
+        "docs/api/evaluate",
+        "docs/api/testing",
+        "docs/api/memory",
+    ],
     "Project": [
         "docs/glossary",
         "CHANGELOG",
@@ -54,71 +66,6 @@ CONTENTS = {  # caption -> pages; of the guides, methods, notebooks and API belo
         "training/README",
     ],
 }
-API = {  # page -> title, modules whose exported names stand on it
-    "attention": (
-        "Make and call a cache",
-        (
-            "kvjax.attention",
-            "kvjax.steps",
-            "kvjax.cache.cache",
-            "kvjax.cache.flushing",
-            "kvjax.cache.editing",
-            "kvjax.cache.growing",
-            "kvjax.spec",
-            "kvjax.ops.chunk",
-        ),
-    ),
-    "generation": ("Generate", ("kvjax.generation", "kvjax.generation.sampling", "kvjax.generation.prompt_inputs")),
-    "saving": ("Save and restore", ("kvjax.cache.saving",)),
-    "devices": ("Several devices", ("kvjax.sharding",)),
-    "policies": (
-        "Policies",
-        (
-            *(
-                f"kvjax.policies.{name}"
-                for name in ("policy", "full", "retrieval", "compressed", "evicting", "speculative")
-            ),
-            "kvjax.policies",
-        ),
-    ),
-    "selectors": ("Selectors", ("kvjax.selectors", "kvjax.numerics.selection")),
-    "stores": ("Stores and demotions", ("kvjax.stores",)),
-    "evictors": ("Evictors", ("kvjax.evictors",)),
-    "partial": ("Partial attention", ("kvjax.numerics.partial",)),
-    "operations": ("Operations and kernels", ("kvjax.ops",)),
-    "more": ("More", ("kvjax",)),  # names that are in no other module
-}
-SPACES = {  # modules that users name: page -> title, module
-    "generation": ("Generate", "kvjax.generation"),
-    "presets": ("Presets", "kvjax.presets"),
-    "policies": ("Policies", "kvjax.policies"),
-    "selectors": ("Selectors", "kvjax.selectors"),
-    "stores": ("Stores and demotions", "kvjax.stores"),
-    "evictors": ("Evictors", "kvjax.evictors"),
-    "partial": ("Partial attention", "kvjax.numerics.partial"),
-    "models": ("Models", "kvjax.models"),
-    "evaluate": ("Evaluate", "kvjax.evaluate"),
-    "testing": ("Test a policy", "kvjax.testing"),
-    "memory": ("Memory", "kvjax.memory"),
-}
-
-NAMED = {  # page -> names that the guides use and that stand in none of these lists
-    "attention": ("kvjax.cache.cache.any_full", "kvjax.cache.prefixes.fork"),
-    "generation": (
-        "kvjax.generation.prefilling.Layered",
-        "kvjax.generation.sampling.sampling",
-        "kvjax.generation.processors.Processors",
-        "kvjax.generation.drafts.DraftModel",
-        "kvjax.generation.drafts.PromptLookup",
-        "kvjax.use_compilation_cache",
-    ),
-    "saving": ("kvjax.cache.saving.describe",),
-    "devices": ("kvjax.sharding.placement.mean_over_heads",),
-    "selectors": ("kvjax.numerics.blocks.write",),
-    "operations": ("kvjax.ops.explain", "kvjax.ops.explained"),
-    "presets": ("kvjax.presets.evicting.pyramid",),
-    "evaluate": ("kvjax.evaluate.side_by_side.side_by_side", "kvjax.evaluate.heads.retrieval_heads"),
-}
 
 
 def stage(folder: Path) -> None:
@@ -128,7 +75,7 @@ def stage(folder: Path) -> None:
     for name in COPIED:
         _put(folder / name, (ROOT / name).read_text())
     for path in (ROOT / "docs").rglob("*"):
-        if path.suffix in (".md", ".svg", ".png"):
+        if path.suffix in (".md", ".rst", ".svg", ".png") and "templates" not in path.parts:
             target = folder / path.relative_to(ROOT)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target)
@@ -141,11 +88,8 @@ def stage(folder: Path) -> None:
         (folder / "notebooks").mkdir(exist_ok=True)
         shutil.copyfile(path, folder / "notebooks" / path.name)
 
-    contents = {
-        caption: [page for page in pages if (folder / f"{page}.md").exists()] for caption, pages in CONTENTS.items()
-    }
+    contents = {caption: list(pages) for caption, pages in CONTENTS.items()}
     contents["Notebooks"] = [f"notebooks/{path.stem}" for path in notebooks]
-    contents["API"] = [f"docs/api/{page}" for page in api_pages(folder / "docs" / "api")]
     split_methods(folder / "docs", own)
     readme = (ROOT / "README.md").read_text()
     trees = "".join(_tree(pages, caption) for caption, pages in contents.items())
@@ -205,59 +149,16 @@ def split_methods(docs: Path, own: list[str]) -> None:
     _put(docs / "methods.md", "".join((head, *rest)) + "\n" + _tree([f"docs/methods/{name}" for name in own]))
 
 
-def exported() -> dict[str, list[str]]:
-    """The names that kvjax exports, by their page of the API."""
-    kvjax = import_module("kvjax")
-    pages: dict[str, list[str]] = {page: [] for page in API}
-    for name in kvjax.__all__:
-        thing = getattr(kvjax, name)
-        if inspect.ismodule(thing):
-            continue
-        module = getattr(thing, "__module__", "kvjax")
-        fits = [(len(m), page) for page, (_, ms) in API.items() for m in ms if f"{module}.".startswith(f"{m}.")]
-        pages[max(fits)[1]].append(f"kvjax.{name}")
-    for page, (_, module) in SPACES.items():
-        space = import_module(module)
-        names = getattr(space, "__all__", None) or [
-            n for n, thing in vars(space).items()
-            if not n.startswith("_") and getattr(thing, "__module__", None) == module and callable(thing)
-        ]  # fmt: skip
-        listed = {id(_resolve(name)) for name in pages.get(page, ())}  # a part that stands at the front door too
-        others = (f"{module}.{name}" for name in names if id(getattr(space, name)) not in listed)
-        pages[page] = [*pages.get(page, ()), *others]
-    for page, more in NAMED.items():
-        pages[page] += more
-    return {page: sorted(names, key=lambda name: _place(page, name)) for page, names in pages.items() if names}
-
-
-def _place(page: str, name: str) -> tuple[bool, bool, int, int]:
-    """Sorts names of `kvjax` itself first, functions before classes, the modules of a page in their order there, and
-    names as in their source."""
-    thing: Any = _resolve(name)
-    modules, module = API.get(page, ("", ()))[1], getattr(thing, "__module__", "")
-    first = next((i for i, own in enumerate(modules) if f"{module}.".startswith(f"{own}.")), len(modules))
-    try:
-        line = inspect.getsourcelines(thing)[1]
-    except (TypeError, OSError):
-        line = 0
-    return name.count(".") > 1, inspect.isclass(thing), first, line
-
-
-def api_pages(folder: Path) -> list[str]:
-    """Writes the pages of the API, and returns their names."""
-    found = exported()
-    for page, names in found.items():
-        title, module = SPACES.get(page, (API.get(page, ("",))[0], "kvjax"))
-        entries = []
-        for name in names:
-            thing = _resolve(name)
-            if not callable(thing):
-                continue
-            kind = "autoclass" if inspect.isclass(thing) else "autofunction"
-            members = "   :members:\n" if kind == "autoclass" else ""
-            entries.append(f"```{{eval-rst}}\n.. {kind}:: {name}\n{members}```\n")
-        _put(folder / f"{page}.md", f"# {title}\n\n`import {module}`\n\n" + "\n".join(entries))
-    return list(found)
+def documented() -> dict[str, object]:
+    """What the pages of the API list, by its full name."""
+    listed = {}
+    for path in sorted((ROOT / "docs" / "api").glob("*.rst")):
+        text = path.read_text()
+        module = re.search(r"^\.\. currentmodule:: (.+)$", text, re.MULTILINE)
+        for name in re.findall(r"^   ([A-Za-z][\w.]*)$", text, re.MULTILINE):
+            full = f"{module[1] if module else 'kvjax'}.{name}"
+            listed[full] = _resolve(full)
+    return listed
 
 
 def _resolve(name: str) -> object:
@@ -265,47 +166,17 @@ def _resolve(name: str) -> object:
     return getattr(import_module(module), last)
 
 
-# --------------------------------------------------------------------------------------------------------------- links
+LOADED = re.compile(
+    r"""<(?:(?:script|img|iframe|source)\b[^>]*\bsrc|link\b(?=[^>]*\brel="(?:stylesheet|preload|icon)")[^>]*\bhref)"""
+    r"""="(https?:[^"]*)"""
+)
 
 
-class _Page(HTMLParser):
-    """Links, resources and anchors of a page."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.links: list[str] = []
-        self.loaded: list[str] = []  # what a browser fetches by itself
-        self.anchors: set[str] = {"", "top"}
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = {name: value for name, value in attrs if value}
-        self.anchors |= {given[name] for name in ("id", "name") if name in given}
-        if tag == "a" and "href" in given:
-            self.links.append(given["href"])
-        elif tag == "link" and given.get("rel") in ("stylesheet", "preload", "icon") and "href" in given:
-            self.loaded.append(given["href"])
-        elif tag in ("script", "img", "iframe", "source") and "src" in given:
-            self.loaded.append(given["src"])
-
-
-def broken_links(site: Path) -> Iterator[str]:
-    """Links and resources of the site's pages that do not exist."""
-    pages = {path.resolve(): _Page(path.read_text()) for path in site.rglob("*.html") if "_static" not in path.parts}
-    for path, page in pages.items():
-        where = path.relative_to(site.resolve())
-        for address in page.loaded:
-            if urlparse(address).scheme in ("http", "https"):
-                yield f"{where} loads {address} from the network"
-        for address in (*page.links, *page.loaded):
-            if urlparse(address).scheme:
-                continue
-            file, anchor = urldefrag(address)
-            target = (path.parent / unquote(file.partition("?")[0])).resolve() if file else path
-            if not target.exists():
-                yield f"{where} links to {address}: no such file"
-            elif target in pages and unquote(anchor) not in pages[target].anchors:
-                yield f"{where} links to {address}: no such heading"
+def loaded(site: Path) -> Iterator[str]:
+    """What a browser would fetch from the network by itself. Sphinx checks the links."""
+    for path in site.rglob("*.html"):
+        for address in LOADED.findall(path.read_text()):
+            yield f"{path.relative_to(site)} loads {address} from the network"
 
 
 def _outputs() -> Path:
@@ -319,24 +190,30 @@ def _outputs() -> Path:
     return cache / "kvjax" / "notebooks" / code.hexdigest()[:16]
 
 
-def build(out: Path, *, execute: bool = False) -> None:
+def build(out: Path, *, execute: bool = False, online: bool = False) -> None:
     """Writes the site to `out`.
 
     With `execute`, a notebook shows the outputs of its last run here if neither it nor the library has changed since.
+    With `online`, names of other libraries link to their sites, and links to the network are checked.
 
     Raises:
-      RuntimeError: Sphinx warned, or a link is broken.
+      RuntimeError: Sphinx warned, or a page would load something from the network.
     """
     from sphinx.cmd.build import main
 
     if execute:
         os.environ["KVJAX_SITE_EXECUTE"] = str(_outputs())
+    if online:
+        os.environ["KVJAX_SITE_ONLINE"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         stage(Path(folder))
-        status = main(["-q", "-W", "--keep-going", "-b", "html", "-c", str(ROOT / "docs"), folder, str(out)])
+        given = ["-q", "-W", "--keep-going", "-c", str(ROOT / "docs"), folder]
+        status = main(["-b", "html", *given, str(out)])
+        if online and not status:
+            status = main(["-b", "linkcheck", *given, str(Path(folder) / "_links")])
     if status:
         raise RuntimeError("the site has warnings, which are listed above")
-    found = sorted(set(broken_links(out)))
+    found = sorted(set(loaded(out)))
     if found:
         raise RuntimeError("\n".join(found))
 
@@ -345,8 +222,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path, help="folder for the HTML")
     parser.add_argument("--execute", action="store_true", help="run the notebooks, to show their outputs")
+    parser.add_argument("--online", action="store_true", help="link to other libraries' sites, and check all links")
     given = parser.parse_args()
     try:
-        build(given.out, execute=given.execute)
+        build(given.out, execute=given.execute, online=given.online)
     except RuntimeError as error:
         sys.exit(str(error))
