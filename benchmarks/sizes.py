@@ -2,9 +2,10 @@
 
     python benchmarks/sizes.py [--tree DIR]
 
-Prints JSON: lines of Python in `kvjax/`, names in its `__all__`, protocols, and for a decode step of each method of
-`METHODS`, while it is traced on a CPU: the functions of the library that are called, the files that they are in, and
-the protocols that `isinstance` is asked for. `tests/packaging/test_sizes.py` holds these numbers.
+Prints JSON: lines of Python in `kvjax/`, words of README, docs (without tables) and CONTRIBUTING, names in `__all__`,
+protocols, and for a decode step of each method of `METHODS`, while it is traced on a CPU: the functions of the library
+that are called, the files that they are in, and the protocols that `isinstance` is asked for.
+`tests/packaging/test_sizes.py` and `test_readme.py` hold these numbers.
 """
 
 from __future__ import annotations
@@ -30,6 +31,17 @@ def sources(tree: Path, folder: str = "kvjax") -> Iterator[Path]:
 
 def lines(tree: Path) -> int:
     return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in sources(tree))
+
+
+def words(tree: Path) -> dict[str, int]:
+    """Words of what people read: README and CONTRIBUTING whole, the pages of docs/ without their tables."""
+
+    def count(path: Path, tables: bool = True) -> int:
+        text = path.read_text(encoding="utf-8").splitlines()
+        return sum(len(line.split()) for line in text if tables or not line.startswith("|"))
+
+    docs = sum(count(path, tables=False) for path in (tree / "docs").glob("*.md"))
+    return {"README": count(tree / "README.md"), "docs": docs, "CONTRIBUTING": count(tree / "CONTRIBUTING.md")}
 
 
 def protocols(tree: Path) -> list[str]:
@@ -90,6 +102,7 @@ def sizes(tree: Path = ROOT) -> dict[str, Any]:
 
     found: dict[str, Any] = {
         "lines": lines(tree),
+        "words": words(tree),
         "names": len(kvjax.__all__),
         "protocols": protocols(tree),
         "steps": {},
