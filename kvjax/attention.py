@@ -45,7 +45,7 @@ from kvjax.policies.indexed import with_index
 from kvjax.policies.policy import step_lengths
 from kvjax.sharding.placement import context_axis, run_on_parts, to_context
 from kvjax.spec import require_int
-from kvjax.validation import check_alive, check_array, check_dims, check_flags, check_floats, finite_number, is_traced
+from kvjax.validation import check_alive, check_array, check_dims, check_flags, finite_number, is_traced
 
 MaybeCache = TypeVar("MaybeCache", bound=LayerCache | None)  # the cache that comes back is of the kind that was given
 MOST_STEPS = 16  # tokens of a row in one `decode`
@@ -450,22 +450,18 @@ def _check_call(
     """
     if isinstance(v, LayerCache):
         raise ValueError(f"{verb} takes the cache first: kvjax.{verb}(cache, q, k, v)")
-    check_floats(q=q, k=k, v=v)
-    known = {}
+    known, cure = {}, ""
     if isinstance(cache, LayerCache):
         check_alive(verb, cache)
         known = cache.spec.dims
+        if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
+            cure = (
+                ". The spec of a cache is static, so jax.shard_map splits its arrays but not its sizes; in place of "
+                "shard_map, make a cache that is split: kvjax.init(..., placement=kvjax.Placement(mesh=...))"
+            )
     else:
         check_no_cache(verb, cache)
-    try:
-        sizes = check_dims("q BTND, k BTKD, v BTKE", known, q=q, k=k, v=v)
-    except ValueError as error:
-        if not known or AxisType.Manual not in jax.sharding.get_abstract_mesh().axis_types:
-            raise
-        raise ValueError(
-            f"{error}. The spec of a cache is static, so jax.shard_map splits its arrays but not its sizes; in place "
-            "of shard_map, make a cache that is split: kvjax.init(..., placement=kvjax.Placement(mesh=...))"
-        ) from None
+    sizes = check_dims("q BTND, k BTKD, v BTKE", known, cure, q=q, k=k, v=v)
     B, T, N, K, D = map(sizes.__getitem__, "BTNKD")
     if 0 in sizes.values():
         letter = next(letter for letter, size in sizes.items() if not size)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -55,7 +56,7 @@ class CacheSpec:
         """The head size of values."""
         return self.head_dim if self.value_dim is None else self.value_dim
 
-    @property
+    @cached_property
     def dims(self) -> dict[str, int]:
         """The sizes of keys, queries and values by the letters of a layout; E is that of values."""
         return {"B": self.batch, "N": self.q_heads, "K": self.kv_heads, "D": self.head_dim, "E": self.value_size}

@@ -21,7 +21,7 @@ from kvjax.cache.flushing import flush_full
 from kvjax.numerics.partial import group_queries
 from kvjax.numerics.selection import Selection, unpack
 from kvjax.policies import Info, Step
-from kvjax.validation import check_dims, check_flags, check_floats, shown
+from kvjax.validation import check_dims, check_flags, shown
 
 
 def update(cache: LayerCache, k: Array, v: Array, *, active: ArrayLike | None = None, flush: bool = True) -> LayerCache:
@@ -107,7 +107,6 @@ def _attend(
 
 def _check(verb: str, cache: LayerCache, **arrays: Array) -> None:
     """Raises ValueError for arrays that are not those of one token of each row of the cache."""
-    check_floats(**arrays)
     check_layer_cache(verb, cache)
     sizes = check_dims("q BTND, k BTKD, v BTKE", cache.spec.dims, **arrays)
     if sizes["T"] != 1:

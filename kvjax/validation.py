@@ -107,24 +107,6 @@ def check_flags(verb: str, **flags: Any) -> None:
             raise ValueError(f"{verb}({name}=...) must be True or False, got {shown(value)}")
 
 
-def check_floats(**arrays: Any) -> None:
-    """Raises ValueError unless all are arrays of real floats of at least 16 bits.
-
-    >>> check_floats(q=[[1.0, 2.0]])
-    Traceback (most recent call last):
-        ...
-    ValueError: q must be an array of floats, got a list; convert it with jnp.asarray
-    """
-    for name, array in arrays.items():
-        if not hasattr(array, "dtype") or not hasattr(array, "shape"):
-            raise ValueError(f"{name} must be an array of floats, got {shown(array)}; convert it with jnp.asarray")
-        if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize < 2:
-            raise ValueError(
-                f"{name} must be an array of floats, got {array.dtype}{list(array.shape)}; "
-                f"convert it with {name}.astype(jnp.bfloat16) or another float dtype of 16 bits or more"
-            )
-
-
 def check_one_of(who: str, among: Iterable[Any], why: str = "", **given: Any) -> None:
     """Raises ValueError unless each of the `given` arguments of `who` is one of the values `among`; it ends in `why`.
 
@@ -182,11 +164,12 @@ def check_array(what: str, value: Any, kind: str, example: str) -> None:
         raise ValueError(f"{what} must be {kind} of 32 bits, such as {example}, got {wild[0]}")
 
 
-def check_dims(layout: str, known: Mapping[str, int] | None = None, /, **arrays: Any) -> dict[str, int]:
-    """Binds each dimension letter (`kvjax.spec`), and returns the sizes; raises ValueError where arguments disagree.
+def check_dims(layout: str, known: Mapping[str, int] | None = None, cure: str = "", /, **arrays: Any) -> dict[str, int]:
+    """Binds each dimension letter (`kvjax.spec`) of arrays of floats, and returns the sizes.
 
     All arguments of a call are bound at once, so that an error can say which two disagree, rather than where the first
-    broadcast failed.
+    broadcast failed. Raises ValueError where they do, with `cure` at the end, and for what is no array of real floats
+    of at least 16 bits.
 
     `layout` names each argument and its letters; `known` binds letters in advance, such as the sizes of a cache.
 
@@ -197,12 +180,20 @@ def check_dims(layout: str, known: Mapping[str, int] | None = None, /, **arrays:
         ...
     ValueError: k has B=3 but q has B=2; q[2, 1, 4, 16], k[3, 1, 2, 16]
     """
+    for name, array in arrays.items():
+        if not hasattr(array, "dtype") or not hasattr(array, "shape"):
+            raise ValueError(f"{name} must be an array of floats, got {shown(array)}; convert it with jnp.asarray")
+        if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize < 2:
+            raise ValueError(
+                f"{name} must be an array of floats, got {array.dtype}{list(array.shape)}; "
+                f"convert it with {name}.astype(jnp.bfloat16) or another float dtype of 16 bits or more"
+            )
     sizes: dict[str, int] = dict(known or {})
     owner = dict.fromkeys(sizes, "the cache")
 
     def fail(problem: str) -> ValueError:
         all_shapes = ", ".join(f"{name}{list(a.shape)}" for name, a in arrays.items())
-        return ValueError(f"{problem}; {all_shapes}")
+        return ValueError(f"{problem}; {all_shapes}{cure}")
 
     for part in layout.split(","):
         name, letters = part.split()
@@ -216,10 +207,10 @@ def check_dims(layout: str, known: Mapping[str, int] | None = None, /, **arrays:
             if sizes.setdefault(letter, size) != size:
                 wrong = f"{name} has {letter}={size} but {owner[letter]} has {letter}={sizes[letter]}"
                 swapped = owner[letter] == "the cache" and sizes[letter] in shape[1:-1]
-                cure = f"; the axes of {name} must be [{', '.join(letters)}]: use jnp.swapaxes" if swapped else ""
+                hint = f"; the axes of {name} must be [{', '.join(letters)}]: use jnp.swapaxes" if swapped else ""
                 if letter == "K" and size == sizes.get("N"):
-                    cure = f"; give {name} as it is projected, not repeated for the query heads"
-                raise fail(wrong + cure)
+                    hint = f"; give {name} as it is projected, not repeated for the query heads"
+                raise fail(wrong + hint)
             owner.setdefault(letter, name)
     return sizes
 

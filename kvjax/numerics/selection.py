@@ -243,7 +243,9 @@ def reduce_scores(parts: Sequence[tuple[Array, Array]], group_reduce: GroupReduc
     f32[B, K, G, 1].
     """
     require_group_reduce(group_reduce)
-    scores = [jnp.where(valid, score, -jnp.inf) for score, valid in parts]
+    scores = []
+    for score, valid in parts:
+        scores.append(jnp.where(valid, score, -jnp.inf))
     if group_reduce == "per_head":
         return jnp.concatenate(scores, axis=-1)
     if group_reduce in SOFTMAX_REDUCES:
@@ -287,12 +289,6 @@ def of_lists(number: Array | int, lists: int) -> Array:
     if number.ndim < 2:
         return number.reshape(-1, 1, 1)
     return jnp.repeat(number, lists // number.shape[1], axis=1)[:, None]
-
-
-def of_heads(x: Array, heads: int) -> Array:
-    """[B, K or 1, Q, ...] for each of `heads` query heads, from x [B, K or 1, H, ...] by list of slots; x itself if all
-    heads share one list."""
-    return x if x.shape[2] == 1 else jnp.repeat(x, heads // x.shape[2], axis=2)
 
 
 def membership(selection: Selection, slots: int) -> Array:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.numerics.partial import PartialAttention, Span, attend_part, keep_valid, merge, merge_sinks
-from kvjax.numerics.selection import PackedSelection, Selection, membership, of_heads, split_selection
+from kvjax.numerics.selection import PackedSelection, Selection, membership, split_selection
 from kvjax.numerics.types import Float
 from kvjax.ops.op import Implementation, op
 
@@ -145,7 +145,8 @@ def merge_beside(
     """`attend_beside` as a part over Q = G, without `sinks`."""
     mask = recent.mask_of(q.shape[2])
     if pending is not None:
-        mask |= of_heads(membership(pending, recent.k.shape[2]), q.shape[2])
+        own = membership(pending, recent.k.shape[2])  # of each list of slots, which heads share
+        mask |= own if own.shape[2] == 1 else jnp.repeat(own, q.shape[2] // own.shape[2], axis=2)
     parts = [history, attend_part(q, recent.k, recent.v, mask, scale=scale)]
     if sink is not None:
         parts.append(attend_part(q, sink.k, sink.v, sink.mask_of(q.shape[2]), scale=scale))

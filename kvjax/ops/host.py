@@ -63,7 +63,19 @@ def host_rows_first(
 
     XLA reads the rows of all heads, because it moves the same number in either case.
     """
-    return _host_recall(x, index, edge, device[0].shape[2], recent)
+    (B, K, P, _, Z, D), N, places = x.shape, index.shape[2], device[0].shape[2]
+    at_edge = jnp.broadcast_to(edge[:, None, None], (B, K, 1))
+    padding = jnp.full((B, K, max(places - N - 1, 0)), -1, jnp.int32)
+    index = jnp.concatenate([index, at_edge, padding], axis=2)[:, :, :places]
+    rows = _gather_rows(x, jnp.where(index < P, index, -1))
+    slots = index[..., None] - P + jnp.arange(Z, dtype=jnp.int32)[None, None, None]
+    slots = jnp.clip(slots, 0, recent[0].shape[2] - 1).reshape(B, K, places * Z, 1)
+    is_recent = jnp.repeat(index >= P, Z, axis=2)[..., None]
+    parts = []
+    for n, zone in enumerate(recent):
+        old = rows[:, :, :, n].reshape(B, K, places * Z, D)
+        parts.append(jnp.where(is_recent, jnp.take_along_axis(zone, slots, axis=2).astype(x.dtype), old))
+    return tuple(parts)
 
 
 def _host_rows_rest_mosaic(kernel: Any, a: Any) -> Parts:
@@ -138,22 +150,6 @@ def _gather_rows(x: Array, index: Array) -> Array:
     rows = to_device(lax.gather(x, places, numbers, (1, 1, 1, *row), mode=lax.GatherScatterMode.CLIP))
     in_range = (index >= 0) & (index < x.shape[2])
     return jnp.where(in_range.reshape(*index.shape, *[1] * len(row)), rows, jnp.zeros((), x.dtype))
-
-
-def _host_recall(x: Array, index: Array, edge: Array, places: int, recent: Parts) -> Parts:
-    (B, K, P, _, Z, D), N = x.shape, index.shape[2]
-    at_edge = jnp.broadcast_to(edge[:, None, None], (B, K, 1))
-    padding = jnp.full((B, K, max(places - N - 1, 0)), -1, jnp.int32)
-    index = jnp.concatenate([index, at_edge, padding], axis=2)[:, :, :places]
-    rows = _gather_rows(x, jnp.where(index < P, index, -1))
-    slots = index[..., None] - P + jnp.arange(Z, dtype=jnp.int32)[None, None, None]
-    slots = jnp.clip(slots, 0, recent[0].shape[2] - 1).reshape(B, K, places * Z, 1)
-    is_recent = jnp.repeat(index >= P, Z, axis=2)[..., None]
-    parts = []
-    for n, zone in enumerate(recent):
-        old = rows[:, :, :, n].reshape(B, K, places * Z, D)
-        parts.append(jnp.where(is_recent, jnp.take_along_axis(zone, slots, axis=2).astype(x.dtype), old))
-    return tuple(parts)
 
 
 @op(

@@ -86,7 +86,7 @@ class Retrieval(SelectedZones):
     def init(self, spec: CacheSpec) -> ZonedState:
         self.selector.check(spec, self.demote.leave)
         st = super().init(spec)
-        self.selector.index_of((), self.store, st.store)
+        self.selector.check_store(self.store)
         heads = spec.group if self.selector.group_reduce == "per_head" else 1
         units = (st.store.slots + self._pending_slots(st)) // self.selector.unit
         self.store.require_room(heads * self.room(units) * self.selector.unit)
@@ -143,7 +143,7 @@ class Retrieval(SelectedZones):
         steps = 1 if step.lengths is None else step.lengths.shape[0]
         candidates = self.candidates(st, self.visible(st, step.window, step.lengths), steps=steps, in_order=in_order)
         queries = reduce_queries(q, self.selector.group_reduce, steps)
-        index = self.selector.index_of(st.index, self.store, st.store)
+        index = (st.store, self.store) if self.selector.reads_store else st.index
         return self.selector.select(index, queries, candidates, scale=step.scale)
 
     def candidates(self, st: ZonedState, seen: Visible, *, steps: int = 1, in_order: int = 0) -> Candidates:

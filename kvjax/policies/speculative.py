@@ -219,7 +219,10 @@ class Speculative(Policy):
         if self.tau > 1:  # no cosine is: nothing is decided, and the query need not be kept
             none = jnp.zeros(q.shape[:2], bool)
             return Decision(previous, st.recall.selection, st.query, none, ~none, st.due)
-        reused = (_similarity(query, st.query) >= self.tau) & (st.recalled_at + 1 == length)[:, None]
+        sizes = jnp.sqrt(jnp.sum(query * query, axis=-1) * jnp.sum(st.query * st.query, axis=-1))
+        cosines = jnp.sum(query * st.query, axis=-1) / jnp.maximum(sizes, jnp.finfo(jnp.float32).tiny)
+        similarity = jnp.clip(jnp.mean(cosines, axis=-1), -1.0, 1.0)  # 0 for a query of zeros
+        reused = (similarity >= self.tau) & (st.recalled_at + 1 == length)[:, None]
         urgent = ~reused & st.due[:, None]  # an inactive row recalls nothing
         return Decision(previous, st.recall.selection, query, reused, urgent, st.due)
 
@@ -416,10 +419,3 @@ def _in_order(valid: Array, edge: Array) -> Selection:
     slots = jnp.concatenate([own, after], axis=1, dtype=jnp.int32)
     valid = jnp.concatenate([valid, jnp.broadcast_to(edge, (*valid.shape[:3], extra))], axis=3)
     return Selection(jnp.broadcast_to(slots[None, None], valid.shape), valid)
-
-
-def _similarity(a: Array, b: Array) -> Array:
-    """f32[B, K]: mean over the group of the cosine of a and b [B, K, G, D], within -1 and 1; 0 for a query of zeros."""
-    sizes = jnp.sqrt(jnp.sum(a * a, axis=-1) * jnp.sum(b * b, axis=-1))
-    cosines = jnp.sum(a * b, axis=-1) / jnp.maximum(sizes, jnp.finfo(jnp.float32).tiny)
-    return jnp.clip(jnp.mean(cosines, axis=-1), -1.0, 1.0)

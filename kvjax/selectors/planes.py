@@ -45,13 +45,14 @@ class SignPlane(Selector):
     def append(self, ix: tuple[()], k: Array, at: Array, count: Array) -> tuple[()]:
         return ()
 
-    def index_of(self, ix: Any, store: Any, stored: Any) -> tuple[TurboBlock, TurboQuant]:
+    reads_store = True
+
+    def check_store(self, store: Any) -> None:
         if not isinstance(store, TurboQuant) or store.bits == 8:
             raise ValueError(
                 f"{self} scores the codes of keys that the store keeps, and {store} keeps none of 2 to 4 bits; use "
                 "store=kvjax.TurboQuant(bits=4), or a selector with an index of its own, such as kvjax.Fier()"
             )
-        return stored, store
 
     def score(self, ix: tuple[TurboBlock, TurboQuant], q: Array, *, scale: float) -> Array:
         stored, store = ix

@@ -39,6 +39,13 @@ class Selector:
     takes_steps: ClassVar[bool] = True
     """True if `select` selects for several decode steps at once; otherwise they come one after the other."""
 
+    reads_store: ClassVar[bool] = False
+    """True if it scores what the store keeps, in place of an index of its own: a step's index is then the state of the
+    store, and the store."""
+
+    def check_store(self, store: Any) -> None:
+        """Raises ValueError for a store that does not hold what this selector reads."""
+
     def check(self, spec: CacheSpec, chunk: int) -> None:
         """Raises ValueError if this selector cannot index chunks of `chunk` tokens in a cache of this spec."""
 
@@ -49,14 +56,6 @@ class Selector:
     def append(self, ix: Any, k: Array, at: Array, count: Array) -> Any:
         """Indexes the first `count` i32[B] keys of k [B, K, T, D] as slots at[b], at[b]+1, ...; whole chunks."""
         raise NotImplementedError
-
-    def index_of(self, ix: Any, store: Any, stored: Any) -> Any:
-        """The index that a step scores: the selector's own, or what it reads of the state `stored` of `store`.
-
-        Raises:
-          ValueError: a store that does not hold what the selector reads.
-        """
-        return ix
 
     def score(self, ix: Any, q: Array, *, scale: float) -> Array:
         """f32[B, K, G, units] estimates of scale * q.k for q [B, K, G, D]."""
@@ -123,6 +122,13 @@ class Wrapper(Selector):
 
     takes_steps = False
 
+    @property
+    def reads_store(self) -> bool:  # type: ignore[override]
+        return self.selector.reads_store
+
+    def check_store(self, store: Any) -> None:
+        self.selector.check_store(store)
+
     def check(self, spec: CacheSpec, chunk: int) -> None:
         self.selector.check(spec, chunk)
 
@@ -131,9 +137,6 @@ class Wrapper(Selector):
 
     def append(self, ix: Any, k: Array, at: Array, count: Array) -> Any:
         return self.selector.append(ix, k, at, count)
-
-    def index_of(self, ix: Any, store: Any, stored: Any) -> Any:
-        return self.selector.index_of(ix, store, stored)
 
     def score(self, ix: Any, q: Array, *, scale: float) -> Array:
         return self.selector.score(ix, q, scale=scale)

@@ -272,7 +272,7 @@ def test_what_is_held_is_what_the_host_has(monkeypatch: pytest.MonkeyPatch) -> N
             jnp.pad(a, ((0, 0), (0, 0), (0, M - index.shape[2])))[..., None, None]
             for a in (jnp.argmax(same, axis=-1), jnp.any(same, axis=-1))
         )
-        rows = ops.host._host_recall(x, index, edge, M, recent)
+        rows = ops.host_rows_first.reference(x, index, edge, None, (jnp.zeros((1, 1, M)), ()), recent)
         pages = [[a.reshape(B, K, M, Z, -1) for a in arrays] for arrays in (rows, parts)]
         new = [
             jnp.where(hit, jnp.take_along_axis(kept, at, axis=2), row).reshape(B, K, M * Z, -1)

@@ -24,7 +24,7 @@ def test_scores_are_weighted_products_with_signs_and_unbiased(bits: int) -> None
     def run(q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
         st = store.append(store.init(SPEC, 1024), k, k, jnp.array([1024]))
         plane = SignPlane()
-        return plane.score(plane.index_of((), store, st), q, scale=0.125), st.offset
+        return plane.score((st, store), q, scale=0.125), st.offset
 
     scores, mean = run(q, k)
     np.testing.assert_allclose(mean, k[:, :, :8].mean(axis=2), atol=1e-4)
@@ -41,6 +41,6 @@ def test_scores_are_weighted_products_with_signs_and_unbiased(bits: int) -> None
 
 def test_a_store_without_codes_is_refused() -> None:
     with pytest.raises(ValueError, match=r"keeps none of 2 to 4 bits; use store=kvjax.TurboQuant"):
-        SignPlane().index_of((), kvjax.Dense(), None)
+        SignPlane().check_store(kvjax.Dense())
     with pytest.raises(ValueError, match="keeps none of 2 to 4 bits"):
-        SignPlane().index_of((), TurboQuant(bits=8), None)
+        SignPlane().check_store(TurboQuant(bits=8))
