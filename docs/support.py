@@ -6,6 +6,7 @@ construction, as a user would meet it.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from functools import partial
@@ -105,7 +106,7 @@ def grow(policy: Any) -> Any:
 
 
 def insert(policy: Any) -> Any:
-    one = kvjax.init_layer(policy, kvjax.CacheSpec(**{**vars(SPEC), "batch": 1}))
+    one = kvjax.init_layer(policy, dataclasses.replace(SPEC, batch=1))
     return kvjax.insert(prompt(policy), one, 1)
 
 

@@ -6,6 +6,7 @@ requests, and no buffer stays behind.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -74,7 +75,7 @@ class Server:
         self.rollback = jax.jit(kvjax.rollback, donate_argnums=0)
         self.earliest = jax.jit(_earliest)
         self.reversible = all(policy.reversible for policy in policies)
-        one = kvjax.CacheSpec(**{**vars(SPEC), "batch": 1})
+        one = dataclasses.replace(SPEC, batch=1)
         self.empty = kvjax.init(list(policies), one, layers=len(policies))
         self.cache = kvjax.init(list(policies), SPEC, layers=len(policies))
         self.start = np.zeros(ROWS, int)
