@@ -450,10 +450,10 @@ def _check_call(
     """
     if isinstance(v, LayerCache):
         raise ValueError(f"{verb} takes the cache first: kvjax.{verb}(cache, q, k, v)")
-    known, cure = {}, ""
+    spec, cure = None, ""
     if isinstance(cache, LayerCache):
         check_alive(verb, cache)
-        known = cache.spec.dims
+        spec = cache.spec
         if AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
             cure = (
                 ". The spec of a cache is static, so jax.shard_map splits its arrays but not its sizes; in place of "
@@ -461,7 +461,7 @@ def _check_call(
             )
     else:
         check_no_cache(verb, cache)
-    sizes = check_dims("q BTND, k BTKD, v BTKE", known, cure, q=q, k=k, v=v)
+    sizes = check_dims("q BTND, k BTKD, v BTKE", spec, cure, q=q, k=k, v=v)
     B, T, N, K, D = map(sizes.__getitem__, "BTNKD")
     if 0 in sizes.values():
         letter = next(letter for letter, size in sizes.items() if not size)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -55,11 +54,6 @@ class CacheSpec:
     def value_size(self) -> int:
         """The head size of values."""
         return self.head_dim if self.value_dim is None else self.value_dim
-
-    @cached_property
-    def dims(self) -> dict[str, int]:
-        """The sizes of keys, queries and values by the letters of a layout; E is that of values."""
-        return {"B": self.batch, "N": self.q_heads, "K": self.kv_heads, "D": self.head_dim, "E": self.value_size}
 
     @property
     def group(self) -> int:

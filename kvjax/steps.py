@@ -108,6 +108,6 @@ def _attend(
 def _check(verb: str, cache: LayerCache, **arrays: Array) -> None:
     """Raises ValueError for arrays that are not those of one token of each row of the cache."""
     check_layer_cache(verb, cache)
-    sizes = check_dims("q BTND, k BTKD, v BTKE", cache.spec.dims, **arrays)
+    sizes = check_dims("q BTND, k BTKD, v BTKE", cache.spec, **arrays)
     if sizes["T"] != 1:
         raise ValueError(f"{verb} takes one token of each row, got T={sizes['T']}; kvjax.attention reads a prompt")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -164,14 +164,14 @@ def check_array(what: str, value: Any, kind: str, example: str) -> None:
         raise ValueError(f"{what} must be {kind} of 32 bits, such as {example}, got {wild[0]}")
 
 
-def check_dims(layout: str, known: Mapping[str, int] | None = None, cure: str = "", /, **arrays: Any) -> dict[str, int]:
+def check_dims(layout: str, spec: Any = None, cure: str = "", /, **arrays: Any) -> dict[str, int]:
     """Binds each dimension letter (`kvjax.spec`) of arrays of floats, and returns the sizes.
 
     All arguments of a call are bound at once, so that an error can say which two disagree, rather than where the first
     broadcast failed. Raises ValueError where they do, with `cure` at the end, and for what is no array of real floats
     of at least 16 bits.
 
-    `layout` names each argument and its letters; `known` binds letters in advance, such as the sizes of a cache.
+    `layout` names each argument and its letters; `spec`, that of a cache, binds letters in advance.
 
     >>> check_dims("q BTND, k BTKD", q=np.zeros((2, 1, 4, 16)), k=np.zeros((2, 1, 2, 16)))
     {'B': 2, 'T': 1, 'N': 4, 'D': 16, 'K': 2}
@@ -188,7 +188,10 @@ def check_dims(layout: str, known: Mapping[str, int] | None = None, cure: str = 
                 f"{name} must be an array of floats, got {array.dtype}{list(array.shape)}; "
                 f"convert it with {name}.astype(jnp.bfloat16) or another float dtype of 16 bits or more"
             )
-    sizes: dict[str, int] = dict(known or {})
+    sizes: dict[str, int] = {}
+    if spec is not None:
+        sizes = {"B": spec.batch, "N": spec.q_heads, "K": spec.kv_heads, "D": spec.head_dim}
+        sizes["E"] = spec.value_dim or spec.head_dim
     owner = dict.fromkeys(sizes, "the cache")
 
     def fail(problem: str) -> ValueError:

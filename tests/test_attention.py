@@ -194,6 +194,13 @@ def test_batches_that_disagree_are_named() -> None:
         kvjax.attention(None, q, np.concatenate([k, k[:1]]), v)
 
 
+def test_a_spec_keeps_its_fields_alone() -> None:
+    """Another spec can be made from `vars` of one that was used."""
+    spec = dataclasses.replace(SPEC)
+    kvjax.attention(kvjax.init_layer(kvjax.Full(), spec), *draw(B=3, N=8))
+    assert kvjax.CacheSpec(**vars(spec)) == spec
+
+
 def test_cache_of_another_size_is_named() -> None:
     q, k, v = draw(B=3, N=8, D=8)
     with pytest.raises(ValueError, match=r"q has D=8 but the cache has D=16"):
