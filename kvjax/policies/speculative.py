@@ -44,7 +44,7 @@ class Decision(NamedTuple):
     last: Selection  # of the previous recall, as it was
     query: Array  # f32[B, K, G, D]
     reused: Array  # bool[B, K] heads that attend with the previous recall
-    urgent: Array  # bool[B, K] heads that wait for a new one
+    urgent: Array | None  # bool[B, K] heads that wait for a new one; None: all do
     renewed: Array  # bool[B] the new recall is kept for the next step
 
 
@@ -218,7 +218,7 @@ class Speculative(Policy):
         previous = st.recall._replace(selection=selection)
         if self.tau > 1:  # no cosine is: nothing is decided, and the query need not be kept
             none = jnp.zeros(q.shape[:2], bool)
-            return Decision(previous, st.recall.selection, st.query, none, ~none, st.due)
+            return Decision(previous, st.recall.selection, st.query, none, None, st.due)
         sizes = jnp.sqrt(jnp.sum(query * query, axis=-1) * jnp.sum(st.query * st.query, axis=-1))
         cosines = jnp.sum(query * st.query, axis=-1) / jnp.maximum(sizes, jnp.finfo(jnp.float32).tiny)
         similarity = jnp.clip(jnp.mean(cosines, axis=-1), -1.0, 1.0)  # 0 for a query of zeros
@@ -235,8 +235,7 @@ class Speculative(Policy):
         if previous.k.shape[2] == 1:  # a step attends in place
             return st, previous[1:3], Recall(selection, previous.k, previous.v, oldest >= 0)
         recalled = Recalled(flat(previous.selection, previous.k.shape[2]), previous.k, previous.v)
-        urgent = None if self.tau > 1 else decision.urgent
-        how = (st.recent.k, st.recent.v), oldest, recalled, decision.renewed, urgent
+        how = (st.recent.k, st.recent.v), oldest, recalled, decision.renewed, decision.urgent
         store, now, rest = self.retrieval.store.recall(st.store, selection, *how)
         return replace(st, store=store), now, Recall(selection, *rest(), oldest >= 0)
 
@@ -265,7 +264,7 @@ class Speculative(Policy):
             left = jnp.broadcast_to(policy.slots_at(zones, position)[:, :, None], (*used.slots.shape[:3], 1))
             read = read._replace(slots=jnp.concatenate([used.slots, left], axis=3))
             out, _ = policy.store.attend_zones(zones.store, q, read, *beside, **step.logits)
-        elif self.tau > 1:
+        elif decision.urgent is None:
             out = ops.attend_zones(q, now[0], now[1], read, *beside, **step.logits)
         else:  # slots W ... 2W-1 are those of the new recall, followed by `recent`
             read = read._replace(slots=read.slots + jnp.where(decision.urgent, previous.k.shape[2], 0)[..., None, None])
