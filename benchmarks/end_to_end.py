@@ -94,6 +94,7 @@ METHODS: dict[str, Callable[[int], PerLayer]] = {
     "full": lambda budget: presets.full(),
     "fier": presets.fier,
     "fier:turbo4": partial(presets.fier, store="turbo4"),
+    "fier:turbo4:dense_layers=0": partial(presets.fier, store="turbo4", layers=presets.Layers(dense=0)),
     "pariskv": presets.pariskv,
     "pariskv:host": partial(presets.pariskv, store="host"),
     "pariskv:host:float8": partial(presets.pariskv, store="float8"),

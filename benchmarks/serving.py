@@ -7,7 +7,8 @@ Random weights in the shape of Llama 3.1 8B, and random prompts. The parts:
 
   engine     the first --requests of 256 requests, with prompts of 1K to 32K tokens and answers of 16 to 1024, both
              log-uniform, by a `kvjax.Engine`. `busy_tokens_per_second` counts the blocks in which all slots decode and
-             no prompt is read; `loop_tokens_per_second` is the rate of `full` at the mean length of those rows.
+             no prompt is read; `loop_tokens_per_second` is the rate of `full` for rows of the lengths that the
+             slots had meanwhile, and `busy_share` the quotient.
   sizes      the same by an engine whose slots, in the same memory, are of three capacities (`small_slots`).
   batches    the same by `kvjax.generate`, in batches in order of arrival, each as long as its longest answer. They have
              a row more than the engine has slots, for the row into which it reads prompts. --every 4 runs every fourth.
@@ -140,16 +141,17 @@ def run_engine(engine: kvjax.Engine, work: list[Any], n: int, minutes: float) ->
     cache_bytes, warm = engine._cache.nbytes.device, time.perf_counter() - begin
     start = last = time.perf_counter()
     sent = [request for prompt, new in work for request in engine.submit(prompt, max_new_tokens=new, n=n)]
-    before, busy, busy_tokens, held, calm = engine.stats(), 0.0, 0, 0.0, 0
+    before, asked, busy, busy_tokens, held = engine.stats(), 0, 0.0, 0, np.zeros(engine.slots)
     while any(not request.done for request in sent) and last - start < 60 * minutes:
         engine.step()
+        # A step returns the tokens of the block before; but on a GPU it waits for its own, whose loop asks the host
+        # whether to go on. So the clock waits for this block everywhere, and counts its tokens.
+        jax.block_until_ready([block.tokens for block in engine._blocks])
         now, counts = time.perf_counter(), engine.stats()
-        # The block that is waited for was asked for in this step or the one before.
-        calm = calm + 1 if counts.prompt_tokens == before.prompt_tokens and counts.decoding == counts.slots else 0
-        if calm > 1:
-            busy, busy_tokens = busy + now - last, busy_tokens + counts.new_tokens - before.new_tokens
-            lengths = [len(one.prompt) + len(one.tokens) for one in sent if one.state == "decoding"]
-            held += (now - last) * sum(lengths) / len(lengths)
+        asked, before_it = sum(request.asked for request in sent), asked
+        if counts.prompt_tokens == before.prompt_tokens and counts.decoding == counts.slots:
+            busy, busy_tokens = busy + now - last, busy_tokens + asked - before_it
+            held += (now - last) * np.sort([len(one.prompt) + one.asked for one in engine._seated if one is not None])
         last, before = now, counts
     seconds = last - start
     counts = engine.stats()
@@ -162,7 +164,7 @@ def run_engine(engine: kvjax.Engine, work: list[Any], n: int, minutes: float) ->
         "tokens_per_second": counts.new_tokens / seconds,
         "busy_seconds": busy,
         "busy_tokens_per_second": busy_tokens / busy if busy else None,
-        "busy_length": round(held / busy) if busy else None,
+        "busy_lengths": (held / busy).round().astype(int).tolist() if busy else None,
         "fill": counts.fill,
         "steps": counts.steps,
         "prompt_tokens_read": counts.prompt_tokens,
@@ -199,10 +201,12 @@ def run_batches(
     return {**found, "warm_up_seconds": warm}
 
 
-def full_rate(model: Decoder, method: str, slots: int, capacity: int, length: int, calls: int) -> dict[str, Any]:
-    """Tokens per second of the engine's loop, of rows of `length` random keys and values, in calls of 64 steps."""
-    rng, steps = np.random.default_rng(0), min(64, (capacity - length) // (calls + 1))
-    cache = fill(cache_of(model, method, slots, capacity), length)
+def full_rate(model: Decoder, method: str, capacity: int, lengths: Sequence[int], calls: int) -> dict[str, Any]:
+    """Tokens per second of the engine's loop, of rows of random keys and values, in calls of 64 steps. Halfway
+    through, the rows are as long as `lengths`, unless they would then end beyond the capacity."""
+    rng, steps, slots = np.random.default_rng(0), min(64, capacity // (4 * (1 + calls))), len(lengths)
+    taken = steps * (1 + calls)
+    cache = fill(cache_of(model, method, slots, capacity), np.clip(np.array(lengths) - taken // 2, 1, capacity - taken))
     logits: Any = jnp.asarray(rng.standard_normal((slots, model.config.vocab_size), np.float32))
     flat, active = Flat.of(model), jnp.ones(slots, bool)
     rows = np.zeros(slots, np.int32), np.full(slots, steps, np.int32), np.full((slots, STOPS), PAD, np.int32)
@@ -212,8 +216,8 @@ def full_rate(model: Decoder, method: str, slots: int, capacity: int, length: in
         done, _ = decode_loop(flat, cache, logits, active, None, *rows, None, measure=False)
         cache, logits = done.cache, jax.block_until_ready(done.logits)
         seconds.append(time.perf_counter() - start)
-    fastest = sorted(seconds[1:])[calls // 2]
-    return {"seconds": sum(seconds[1:]), "tokens_per_second": steps * slots / fastest, "length": length}
+    rate = steps * slots / float(np.median(seconds[1:]))
+    return {"seconds": sum(seconds[1:]), "tokens_per_second": rate, "length": round(float(np.mean(lengths)))}
 
 
 def run_part(part: str, model: Decoder, method: str, given: argparse.Namespace) -> dict[str, Any]:
@@ -229,10 +233,10 @@ def run_part(part: str, model: Decoder, method: str, given: argparse.Namespace) 
         return {"slots": slots + 1, "every": given.every, **found}
     if part == "full":
         mean = int(np.mean([len(prompt) + new / 2 for prompt, new in work]))
-        return {"slots": slots, **full_rate(model, method, slots, capacity, mean, 1 if tiny else 5)}
+        return {"slots": slots, **full_rate(model, method, capacity, [mean] * slots, 1 if tiny else 5)}
     if part == "rollout":
         rows, long = given.rows, sizes["rollout"]
-        return {"slots": rows, **full_rate(model, method, rows, long + 512, long, 1 if tiny else 5)}
+        return {"slots": rows, **full_rate(model, method, long + 512, [long] * rows, 1 if tiny else 5)}
     copied, n = sizes["copied"], 8
     if part in ("engine", "sizes"):
         n, groups = 1, work
@@ -250,9 +254,10 @@ def run_part(part: str, model: Decoder, method: str, given: argparse.Namespace) 
         found = {"slots": engine.slots, **run_engine(engine, groups, n, minutes)}
         del engine
         gc.collect()
-        if part in ("engine", "copied") and found["busy_length"]:
-            loop = full_rate(model, method, slots, capacity, found["busy_length"], 1 if tiny else 5)
+        if part in ("engine", "copied") and found["busy_lengths"]:
+            loop = full_rate(model, method, capacity, found["busy_lengths"], 1 if tiny else 5)
             found["loop_tokens_per_second"] = loop["tokens_per_second"]
+            found["busy_share"] = found["busy_tokens_per_second"] / loop["tokens_per_second"]
         return found
     all_answers = [one for one in groups for _ in range(8)]
     found = run_batches(model, method, copied + 1, group + sizes["answer"], all_answers, minutes)

@@ -277,21 +277,22 @@ def largest(fits: Callable[[int], bool], *, guess: int) -> int:
     return low
 
 
-def fill(cache: Cache, length: int, *, seed: int = 0, chunk: int | None = None) -> Cache:
-    """Fills an empty cache, which is donated, with `length` tokens per row whose keys and values are normal random
-    numbers.
+def fill(cache: Cache, length: int | np.ndarray, *, seed: int = 0, chunk: int | None = None) -> Cache:
+    """Fills an empty cache, which is donated, with `length` tokens per row, or i32[B] of them: normal random keys and
+    values.
 
     Each layer's policy stores them by its own `prefill`, a chunk at a time (as `kvjax.generation.chunk_size`), so its
     index is built as for a prompt.
     """
     spec, key = cache.spec, jax.random.key(seed)
-    size = chunk_size(length, chunk, rows=spec.batch)
+    longest = int(np.max(length))
+    size = chunk_size(longest, chunk, rows=spec.batch)
     layers = list(cache.layers)
     del cache
     for i in range(len(layers)):
-        for start in range(0, length, size):
+        for start in range(0, longest, size):
             own = jax.random.fold_in(jax.random.fold_in(key, i), start)
-            layers[i] = _store(layers[i], own, np.int32(min(size, length - start)), tokens=size)
+            layers[i] = _store(layers[i], own, np.clip(length - start, 0, size).astype(np.int32), tokens=size)
     return jax.block_until_ready(Cache(tuple(layers)))
 
 
