@@ -24,6 +24,7 @@ from typing import Any, Generic, Literal, ParamSpec, TypeVar, get_args
 
 import jax
 from jax import Array, lax
+from jax.extend.core import get_opaque_trace_state
 
 from kvjax.memory import varying_axes
 from kvjax.numerics.derivatives import with_derivative
@@ -38,8 +39,8 @@ R = TypeVar("R")
 
 OPS: dict[str, Op[..., Any]] = {}
 _implementation = jax.make_user_context(None)  # an Implementation; jit's caches have it in their keys
-# True in the branch of a program that all platforms but CUDA run. It is in no key of a cache: `jnp` would trace anew.
-_off_cuda: ContextVar[bool] = ContextVar("off_cuda", default=False)
+# The trace of the branch that all platforms but CUDA run. As no key of a cache has it, no other trace may read it.
+_off_cuda: ContextVar[Any] = ContextVar("off_cuda", default=None)
 _explained: ContextVar[list[Explanation] | None] = ContextVar("explained", default=None)
 
 
@@ -131,7 +132,7 @@ class Op(Generic[P, R]):
             if jax.default_backend() == "gpu":
                 say_once(f"running the reference in plain JAX: {limit}")
             return reference(*operands)
-        if _off_cuda.get():
+        if _off_cuda.get() == get_opaque_trace_state():
             return reference(*operands)
         return lax.platform_dependent(*operands, cuda=run, default=elsewhere)
 
@@ -189,8 +190,6 @@ def op(
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
     """Makes an operation from a reference in plain JAX, which must take `implementation=None` and leave it unused.
 
-    A reference may call other operations, but not under a `jax.jit` of its own.
-
     Args:
       kernel: folder and module of the kernel in `kvjax.kernels_pallas`, such as "attend.attend_span", or a module of
         another package.
@@ -212,7 +211,7 @@ def for_gpu(gpu: Callable[..., R], others: Callable[..., R], *operands: Any) -> 
     that has no GPU and cannot compile for one does not trace the form for it, nor does a reference in whose place CUDA
     runs a kernel.
     """
-    if _off_cuda.get() or not reaches_gpus():
+    if not reaches_gpus() or _off_cuda.get() == get_opaque_trace_state():
         return others(*operands)
     gpu = with_derivative(gpu, others)
     return lax.platform_dependent(*operands, cuda=gpu, rocm=gpu, default=others)
@@ -317,7 +316,7 @@ def _functions(
     reference = _inside_reference(forced=forced, silent=silent)(plain) if forced or silent else plain
 
     def elsewhere(*operands: Any) -> R:
-        with _set(_off_cuda, True):
+        with _set(_off_cuda, get_opaque_trace_state()):
             return reference(*operands)
 
     def mosaic(*operands: Any) -> R:

@@ -13,6 +13,7 @@ import kvjax
 from kvjax import ops
 from kvjax.numerics.quant import quantize_1bit
 from kvjax.numerics.selection import Candidates
+from kvjax.ops.op import op as make_op
 from tests.kernels.conftest import HAS_KERNELS, KERNELS, ON_GPU
 
 SCORES, VALID = jax.random.normal(jax.random.key(0), (2, 50)), jnp.ones((2, 50), bool)
@@ -144,6 +145,29 @@ def test_a_reference_in_whose_place_a_gpu_runs_a_kernel_has_no_form_for_a_gpu():
     assert "kvjax_select_1bit" in traced
     assert "kvjax_score_1bit" not in traced
     assert traced.count("= platform_index") == 1, "neither kernels nor forms for a GPU inside of the reference"
+
+
+def test_a_function_jitted_in_a_reference_has_its_kernel_where_it_is_called_alone():
+    if not HAS_KERNELS:
+        pytest.skip("there are kernels from jax 0.11 on")
+
+    @jax.jit
+    def highest(scores):
+        return ops.top_k(scores, VALID, 5).slots
+
+    @make_op(
+        kernel=KERNELS["top_k"], limit=lambda kernel, a: None, mosaic=lambda kernel, a: VALID.astype(jnp.int32)[:, :5]
+    )
+    def jits(scores, *, implementation=None):
+        return highest(scores)
+
+    del ops.OPS["jits"]  # not one of the library's
+
+    def lowered(run):
+        return jax.jit(run).trace(SCORES).lower(lowering_platforms=("cuda",)).as_text()
+
+    assert "kvjax_top_k" not in lowered(jits)
+    assert "kvjax_top_k" in lowered(lambda scores: highest(scores)), "not what a platform without CUDA traced before"
 
 
 def test_arguments_are_bound_as_those_of_a_function():
