@@ -107,6 +107,7 @@ def sizes(tree: Path = ROOT) -> dict[str, Any]:
         "protocols": protocols(tree),
         "steps": {},
     }
+    kvjax.ops.op._has_cuda_plugin = lambda: False  # with JAX's plugin for GPUs a step would trace kernels too
     for method in METHODS:
         trace = step(kvjax, method)
         trace()  # imports what a step imports
