@@ -50,21 +50,17 @@ def computed_last(tree: T, after: S, before: S) -> tuple[T, S]:
     """`tree` and `after`, where XLA computes what follows from `tree` after all that `after` has in place of `before`.
 
     The last write of an array can be in place: nothing reads the old one any more. Both have one structure; arrays
-    of the host are not waited for.
+    of the host do not wait and are not waited for.
     """
-    leaves, structure = jax.tree.flatten(after)
-    new = [
-        i
-        for i, (leaf, old) in enumerate(zip(leaves, jax.tree.leaves(before), strict=True))
-        if leaf is not old and jax.typeof(leaf).memory_space != jax.memory.Space.Host
-    ]
+    leaves, structure = jax.tree.flatten((tree, after))
+    same = [None] * len(jax.tree.leaves(tree)) + jax.tree.leaves(before)
+    new = [i for i, leaf in enumerate(leaves) if leaf is not same[i] and not in_host_memory(leaf)]
     # jax 0.10 lets all results of a barrier vary over devices if one does, and then they no longer replace `before`.
-    if len({varying_axes(leaf) for leaf in (*jax.tree.leaves(tree), *(leaves[i] for i in new))}) > 1:
+    if len({varying_axes(leaves[i]) for i in new}) > 1:
         return tree, after
-    tree, waited = lax.optimization_barrier((tree, [leaves[i] for i in new]))
-    for i, leaf in zip(new, waited, strict=True):
+    for i, leaf in zip(new, lax.optimization_barrier([leaves[i] for i in new]), strict=True):
         leaves[i] = leaf
-    return tree, jax.tree.unflatten(structure, leaves)
+    return jax.tree.unflatten(structure, leaves)
 
 
 def vary_with(tree: Any, *like: Any) -> Any:

@@ -44,26 +44,30 @@ def flush_full(cache: Any, taking: Array | None = None) -> Any:
     full = rows_to_flush(layers)
     if not full:
         return cache
-    if taking is not None:
-        full = [rows & taking for rows in full]
+    full = full if taking is None else [rows & taking for rows in full]
     states = tuple(layer.state for layer in layers)
 
     def demote(states: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(_flush_layer(layer.policy, st) for layer, st in zip(layers, states, strict=True))
+        done: list[Any] = []
+        for i, layer in enumerate(layers):  # in turn: at the same time, each would have arrays of its own
+            st = computed_last(states[i], done[-1], states[i - 1])[0] if done else states[i]
+            done.append(_flush_layer(layer.policy, st, states[i]))
+        return tuple(done)
 
     states = _if_any(full, demote, states)
     return with_states(cache, states)
 
 
-def _flush_layer(policy: Policy, state: Any) -> Any:
+def _flush_layer(policy: Policy, state: Any, before: Any) -> Any:
     """`policy.flush`, traced once for all layers of equal policies and shapes.
 
-    An array that a flush does not change is returned itself, not as a result of the shared trace.
+    An array that a flush does not change is the one of `before`, not a result of the shared trace.
     """
     if not ops.shares_traces():
-        return policy.flush(state)
+        after = policy.flush(state)
+        return _changed(after, state).keep_others(after, before)
     after, changed = _traced_flush(policy, state)
-    return changed.keep_others(after, state)
+    return changed.keep_others(after, before)
 
 
 @partial(jax.jit, static_argnums=0, inline=True)

@@ -125,8 +125,11 @@ def _told(target: simt.Target) -> Iterator[None]:
         yield
 
 
-def compile_for(f: Callable[..., Any], *args: Any, target: simt.Target = H200, donate: int | None = None) -> Compiled:
-    """jit(f) for `args`, arrays or `jax.ShapeDtypeStruct`, of which argument `donate` is given away."""
+def compile_for(
+    f: Callable[..., Any], *args: Any, target: simt.Target = H200, donate: int | None = None, options: Any = None
+) -> Compiled:
+    """jit(f) for `args`, arrays or `jax.ShapeDtypeStruct`, of which argument `donate` is given away, with `options` of
+    XLA."""
 
     def shape(a: Any) -> jax.ShapeDtypeStruct:
         host = getattr(getattr(a, "sharding", None), "memory_kind", None) == "pinned_host"
@@ -135,7 +138,7 @@ def compile_for(f: Callable[..., Any], *args: Any, target: simt.Target = H200, d
     shapes = jax.tree.map(shape, args)
     launches: list[Launch] = []
     with _standard_output() as text, _told(target), _noted(launches):
-        program = jax.jit(f, donate_argnums=donate).lower(*shapes).compile()
+        program = jax.jit(f, donate_argnums=donate, compiler_options=options).lower(*shapes).compile()
         report = text()
     memory = program.memory_analysis()
     temp = memory.temp_size_in_bytes + memory.host_temp_size_in_bytes

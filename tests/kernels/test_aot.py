@@ -521,6 +521,17 @@ def test_a_step_that_may_flush_changes_all_in_place(preset):
     assert re.findall(r"%\S+ = \S+ copy\(.*", program.hlo) == []
 
 
+def test_layers_flush_in_the_memory_of_one():
+    """Programs at the same time have arrays of their own, and the codes of a flush are made from 32-bit floats."""
+    policies = kvjax.PerLayer((), presets.fier(2048, store="turbo4").rest)
+    spec = kvjax.CacheSpec(batch=4, q_heads=8, kv_heads=2, head_dim=128, capacity=8192, dtype=jnp.bfloat16)
+    temp = []
+    for layers in (1, 5):
+        cache = memory.shapes(partial(kvjax.init, policies, spec, layers=layers))
+        temp.append(aot.compile_for(kvjax.flush, cache, donate=0, options=memory.CONCURRENT).temp_bytes)
+    assert temp[1] < 1.5 * temp[0]
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("preset", "most", "found"),
