@@ -22,14 +22,15 @@ def pack_bits(bits: Array) -> Array:
     """
     if bits.shape[-1] % 8:
         raise ValueError(f"pack_bits needs a multiple of 8 channels, got {bits.shape[-1]}")
-    split = bits.reshape(*bits.shape[:-1], -1, 8).astype(jnp.uint8)
+    split = bits.reshape(*bits.shape[:-1], bits.shape[-1] // 8, 8).astype(jnp.uint8)
     return jnp.sum(split << _places(split.ndim), axis=-1, dtype=jnp.uint8)
 
 
 def unpack_bits(packed: Array) -> Array:
     """u8[..., D/8] as bool[..., D], the inverse of `pack_bits`; or u32[..., D/32], little-endian words of it."""
-    places = lax.broadcasted_iota(packed.dtype, (*packed.shape, 8 * packed.dtype.itemsize), packed.ndim)
-    return ((packed[..., None] >> places) & packed.dtype.type(1)).astype(bool).reshape(*packed.shape[:-1], -1)
+    *lead, words, width = *packed.shape, 8 * packed.dtype.itemsize
+    places = lax.broadcasted_iota(packed.dtype, (*lead, words, width), packed.ndim)
+    return ((packed[..., None] >> places) & packed.dtype.type(1)).astype(bool).reshape(*lead, words * width)
 
 
 def pack_codes(codes: Array, bits: int) -> Array:
@@ -46,7 +47,7 @@ def pack_codes(codes: Array, bits: int) -> Array:
         return codes
     if bits == 3:
         return jnp.concatenate([pack_codes(codes & jnp.uint8(3), 2), pack_bits(codes >> jnp.uint8(2) > 0)], axis=-1)
-    split = codes.reshape(*codes.shape[:-1], -1, 8 // bits)
+    split = codes.reshape(*codes.shape[:-1], codes.shape[-1] * bits // 8, 8 // bits)
     return jnp.sum(split << _places(split.ndim, bits), axis=-1, dtype=jnp.uint8)
 
 

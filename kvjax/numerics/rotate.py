@@ -180,7 +180,7 @@ def decode(code: Directions) -> Array:
     D, N = 8 * code.signs.shape[-1], code.subspaces
     planes = [*jnp.split(code.sizes, 8 * code.sizes.shape[-1] // D, axis=-1), code.signs]
     if D % 32 == 0:  # from three planes of bytes or more, XLA's loop on a CPU takes five times as long
-        planes = [lax.bitcast_convert_type(p.reshape(*p.shape[:-1], -1, 4), jnp.uint32) for p in planes]
+        planes = [lax.bitcast_convert_type(p.reshape(*p.shape[:-1], D // 32, 4), jnp.uint32) for p in planes]
     *sizes, positive = map(unpack_bits, planes)
     size = _size(sizes, D // N)
     weight = jnp.repeat(decode_weights(code), D // N, axis=-1)

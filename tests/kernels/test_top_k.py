@@ -63,7 +63,10 @@ def test_top_k_equals_its_reference(rows, U, k, blocks):
         scores, valid = jnp.asarray(scores), jnp.asarray(valid)
         slots, found = run(scores, valid)
         want = reference(scores, valid)
-        np.testing.assert_array_equal(slots, want.slots, err_msg=name)
+        best = want.slots
+        if name == "zeros of both signs":  # for a small k on a GPU, XLA holds them equal; else 0 is above -0, as here
+            best = np.argsort(np.signbit(scores), axis=1, kind="stable")[:, :k]
+        np.testing.assert_array_equal(slots, best, err_msg=name)
         np.testing.assert_array_equal(found, want.valid, err_msg=name)
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis.extra import numpy as hnp
 
-from kvjax.numerics.packing import pack_bits, unpack_bits
+from kvjax.numerics.packing import pack_bits, pack_codes, unpack_bits, unpack_codes
 from kvjax.numerics.quant import dequantize_1bit, quantize_1bit
 
 VALUES = st.floats(-1e4, 1e4, width=32)
@@ -48,6 +48,16 @@ def test_packing_round_trips_with_the_lowest_bit_first(bits: np.ndarray) -> None
     packed = pack_bits(jnp.asarray(bits))
     np.testing.assert_array_equal(packed, np.packbits(bits, axis=-1, bitorder="little"))
     np.testing.assert_array_equal(unpack_bits(packed), bits)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_no_tokens_pack_and_unpack(bits: int) -> None:
+    none = jnp.zeros((2, 0, 32), jnp.uint8)
+    packed = pack_codes(none, bits)
+    assert packed.shape == (2, 0, 4 * bits)
+    np.testing.assert_array_equal(unpack_codes(packed, 32), none)
+    words = jnp.zeros((2, 0, 1), jnp.uint32)
+    assert unpack_bits(words).shape == unpack_bits(pack_bits(none > 0)).shape == none.shape
 
 
 def test_packing_needs_whole_bytes() -> None:
