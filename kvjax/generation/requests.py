@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,7 +35,6 @@ class Request:
     reason: str | None = None  # of its end: "stop", "length", "cancelled" or "error"
     error: Exception | None = None  # that ended it
     asked: int = dataclasses.field(default=0, repr=False)  # tokens that the device was asked for
-    submitted: float = dataclasses.field(default_factory=time.monotonic, repr=False)
 
     @property
     def done(self) -> bool:

@@ -383,9 +383,6 @@ class SelectedZones(Zoned):
         st = replace(st, store=store)
         return out, st, self.info(st, seen, unpack(selection))
 
-    def local_span(self, seen: Visible) -> Span:
-        return seen.recent._replace(start=jnp.maximum(seen.recent.stop - self.local, seen.recent.start))
-
     def info(self, st: ZonedState, seen: Visible, selection: Selection, fresh: Array | None = None) -> Info:
         """The `Info` of a step that attends to sink, local window and `selection`: M + sink + local positions."""
         length, first = st.length[:, None], st.offset_recent[:, None]
