@@ -3,26 +3,32 @@
 JAX keeps compiled programs in a folder if it is told one. `kvjax` on the command line and `kvjax.models.load` tell it
 one in the user's cache folder; a program of your own calls `use_compilation_cache`. The variable
 KVJAX_COMPILATION_CACHE names another folder, or turns the cache "off".
+
+A program that JAX reads from its folder must be traced and lowered before, which takes Python longer than the rest. So
+inside of `whole_programs`, those of `Jitted` functions are also kept as executables, which are read without that.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import json
+import importlib.metadata
 import logging
 import os
+import pickle
 import platform
 import sys
 import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+from jax.experimental import serialize_executable
 
 VARIABLE = "KVJAX_COMPILATION_CACHE"
 OFF = ("", "0", "off", "no", "false")
@@ -131,54 +137,138 @@ def _tell(line: str, *, once: str | None = None) -> None:
         _logger.warning("%s", line)
 
 
-# ---------------------------------------------------------------------------------------------------------------- time
+# ------------------------------------------------------------------------------------------------------ whole programs
 
-TIMES = "kvjax_seconds.json"  # beside the programs on disk
-MOST_TIMES = 400
-READING = 1 / 4  # the share of the seconds of compiling that reading takes, until it was noted
+_SETTINGS = ("XLA_", "JAX_", "KVJAX_", "CUDA_", "NVIDIA_", "LIBTPU_")  # variables that may change a program
 
 
-def expected_seconds(programs: str, kind: str) -> float | None:
-    """Seconds that `programs` will take, by what `note_seconds` noted for them, or else for others of their kind, with
-    this version of JAX on this kind of device; None if it noted nothing."""
-    known = _times()
-    return known.get(_named(programs), known.get(_named(kind)))
+class Jitted:
+    """A function under `jax.jit`, which may run programs of `whole_programs`. Static arguments are keywords."""
+
+    __wrapped__: Any  # the function
+
+    def __init__(self, function: Callable[..., Any], **how: Any) -> None:
+        self._jitted = jax.jit(function, **how)
+        self.lower = self._jitted.lower
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args: Any, **static: Any) -> Any:
+        return self.bound(*args, **static)(*args)
+
+    def bound(self, *args: Any, **static: Any) -> Callable[..., Any]:
+        """The function of arguments such as these, for many calls."""
+        found = _whole.get(_signature(self, args, static)) if _whole else None
+        return functools.partial(self._jitted, **static) if found is None else found
 
 
-def note_seconds(programs: str, kind: str, seconds: float) -> None:
-    """Notes beside the programs on disk how long these took: to compile, or to read if they were noted before."""
-    known, folder = _times(), _folder()
-    if folder is None:
-        return
-    if _named(programs) in known:
-        known[_named(programs)] = seconds
-    else:
-        known |= {_named(kind): seconds, _named(programs): seconds * READING}
-    new = folder / f"{TIMES}.{os.getpid()}"
-    with suppress(OSError):
+class Program(NamedTuple):
+    """A function with arguments, or with their shapes, which is to be compiled."""
+
+    function: Any  # `Jitted`, or of `jax.jit`
+    args: tuple[Any, ...]
+    static: dict[str, Any]
+
+    def lower(self) -> jax.stages.Lowered:
+        return self.function.lower(*self.args, **self.static)
+
+    def compile(self) -> None:
+        """Compiles it; inside of `whole_programs` it is read from disk, or else written there."""
+        folder = None if _whole is None or not isinstance(self.function, Jitted) else _folder()
+        if folder is None or _whole is None:
+            self.lower().compile()
+            return
+        begin, tree = time.monotonic(), jax.tree.structure((self.args, {}))
+        kinds = [(a.shape, str(a.dtype), str(getattr(a, "sharding", None))) for a in jax.tree.leaves(self.args)]
+        what = f"{_surroundings()} {self.function.__qualname__} {sorted(self.static.items())} {tree} {kinds}"
+        file = folder / f"{self.function.__qualname__}-{hashlib.sha256(what.encode()).hexdigest()}-whole"
+        made = _read_whole(file, tree)
+        if made is None:
+            made = self.lower().compile()
+            _write_whole(file, made)
+        else:
+            _listen("/jax/core/compile/backend_compile_duration", time.monotonic() - begin)
+        _whole[_signature(self.function, self.args, self.static)] = made
+
+
+_whole: dict[Hashable, jax.stages.Compiled] | None = None
+
+
+@contextmanager
+def whole_programs() -> Iterator[None]:
+    """Inside, `Program.compile` reads and writes executables in JAX's folder, and `Jitted` functions run them.
+
+    For a process that gives one answer: meanwhile, no setting of JAX or kvjax that changes programs may change.
+    """
+    global _whole
+    before, _whole = _whole, {}
+    try:
+        yield
+    finally:
+        _whole = before
+
+
+def _signature(function: Jitted, args: tuple[Any, ...], static: dict[str, Any]) -> Hashable:
+    leaves, tree = jax.tree.flatten(args)
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        return None
+    return id(function), tuple(sorted(static.items())), tree, tuple((a.shape, a.dtype) for a in leaves)
+
+
+def _surroundings() -> str:
+    """The code, the device and the settings, which a program depends on beside its function and arguments."""
+    device = jax.devices()[0]
+    settings = sorted((name, value) for name, value in os.environ.items() if name.startswith(_SETTINGS))
+    where = len(jax.devices()), device.device_kind, device.client.platform_version, sys.version
+    return f"{_sources()} {where} {settings} {sorted(jax.config.values.items(), key=lambda item: item[0])}"
+
+
+@functools.cache
+def _sources() -> str:
+    """The code of this package, and the versions of those that it traces."""
+    found = hashlib.sha256(str([importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax")]).encode())
+    for folder, folders, files in os.walk(Path(__file__).parent, followlinks=True):
+        folders[:] = sorted(name for name in folders if name not in ("data", "__pycache__"))
+        for name in sorted(files):
+            found.update(name.encode() + Path(folder, name).read_bytes())
+    return found.hexdigest()
+
+
+def _read_whole(file: Path, tree: Any) -> jax.stages.Compiled | None:
+    """The executable in a file for arguments of such a tree, if there is one."""
+    try:
+        data = file.read_bytes()
+    except OSError:
+        return None
+    try:
+        code, inputs, outputs = pickle.loads(data)
+        if inputs != tree:
+            raise ValueError("it is for other arguments")
+        return serialize_executable.deserialize_and_load(code, inputs, outputs)
+    except Exception as error:  # whatever a damaged file leads to
+        with suppress(OSError):
+            file.unlink()
+        what = " ".join(str(error).split())[:120] or type(error).__name__
+        _tell(f"a program could not be read in {file.parent} and was compiled ({what})", once="could not be read")
+        return None
+
+
+def _write_whole(file: Path, made: jax.stages.Compiled) -> None:
+    """Writes an executable, if it can be; JAX's own entry of it has told why a file cannot be written."""
+    with suppress(Exception):
+        new = file.with_name(f"{file.name}.{os.getpid()}.{threading.get_ident()}")
         try:
-            new.write_text(json.dumps(dict(list(known.items())[-MOST_TIMES:])))
-            new.replace(folder / TIMES)
+            new.write_bytes(pickle.dumps(serialize_executable.serialize(made)))
+            new.replace(file)
         finally:
             new.unlink(missing_ok=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------- time
 
 
 def _folder() -> Path | None:
     folder = getattr(jax.config, "jax_compilation_cache_dir", None)
     return Path(folder) if folder else None
-
-
-def _times() -> dict[str, float]:
-    folder = _folder()
-    try:
-        found = {} if folder is None else json.loads((folder / TIMES).read_text())
-        return {str(name): float(seconds) for name, seconds in found.items()}
-    except (OSError, ValueError, TypeError, AttributeError):  # none yet, or not ours
-        return {}
-
-
-def _named(what: str) -> str:
-    return hashlib.sha256(f"{jax.__version__} {jax.devices()[0].device_kind} {what}".encode()).hexdigest()[:16]
 
 
 class Clock:

@@ -23,6 +23,9 @@ CONCURRENT = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 """`jax.jit(step, compiler_options=CONCURRENT)` lets a GPU run independent operations at the same time, and so read host
 memory for the next step (`Speculative`) during the rest of this one. `kvjax.generate`'s loop uses it."""
 
+QUICK = {"xla_gpu_enable_triton_gemm": False}
+"""Products by cuBLAS alone: XLA does not compile and time dozens of its own, which takes most of a GPU's compiling."""
+
 
 def to_host(x: Array) -> Array:
     """x in pinned host memory, inside and outside of jit. Its type shows it (f32<host>[...]), and XLA refuses to mix it

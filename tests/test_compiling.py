@@ -1,8 +1,8 @@
 """The cache of compiled programs: it is used, can be turned off, and no trouble with it costs an answer."""
 
-import json
 import logging
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -131,36 +131,6 @@ def test_a_folder_that_cannot_be_made_is_told_once(settings, caplog):
     assert str(settings / "kvjax") in caplog.messages[0]
 
 
-def test_seconds_are_noted_beside_the_programs(settings, monkeypatch):
-    expected = compiling.expected_seconds
-    compiling.note_seconds("a", "kind", 20.0)  # without a folder: nowhere
-    compiling.use_compilation_cache()
-    assert expected("a", "kind") is None
-    compiling.note_seconds("a", "kind", 20.0)
-    assert (expected("b", "kind"), expected("b", "other")) == (20.0, None)
-    assert 0 < expected("a", "kind") < 20, "they are on disk now"
-    compiling.note_seconds("a", "kind", 3.0)
-    assert (expected("a", "kind"), expected("b", "kind")) == (3.0, 20.0)
-    monkeypatch.setattr(jax, "__version__", "0.0.1")
-    assert expected("a", "kind") is None
-    (file,) = settings.rglob(compiling.TIMES)
-    for damaged in ("", "[1]", '{"a": null}', "\0"):
-        file.write_text(damaged)
-        assert expected("a", "kind") is None
-    for i in range(compiling.MOST_TIMES):
-        compiling.note_seconds(f"a{i}", f"kind{i}", float(i))
-    assert len(json.loads(file.read_text())) == compiling.MOST_TIMES
-    assert expected("z", f"kind{i}") == i
-
-    def refuse(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("pathlib.Path.replace", refuse)
-    compiling.note_seconds("new", "new", 1.0)
-    assert expected("new", "new") is None
-    assert [path for path in file.parent.iterdir() if compiling.TIMES in path.name] == [file]
-
-
 def test_the_clock_counts_compiling_once_and_work_not_at_all():
     step = jax.jit(lambda x: jnp.sort(jax.jit(jnp.tanh)(x) @ x.T, axis=0).sum())
     x = np.ones((16, 16), np.float32)
@@ -174,3 +144,91 @@ def test_the_clock_counts_compiling_once_and_work_not_at_all():
     assert 0 < first.seconds <= passed
     assert second.seconds == 0
     assert outer.seconds == pytest.approx(first.seconds)
+
+
+def affine(traced):
+    """A function that notes when it is traced, with a static argument."""
+
+    def run(x, *, by):
+        traced.append(by)
+        return {"a": by * x + 1}
+
+    return compiling.Jitted(run, static_argnames="by")
+
+
+def whole(run, *, size=3, by=2):
+    """Compiles it for f32[size] as a process that has traced nothing would, and runs it."""
+    jax.clear_caches()
+    with compiling.whole_programs():
+        compiling.Program(run, (jax.ShapeDtypeStruct((size,), jnp.float32),), {"by": by}).compile()
+        np.testing.assert_array_equal(run(jnp.arange(size, dtype=jnp.float32), by=by)["a"], by * np.arange(size) + 1)
+
+
+def test_a_whole_program_is_read_without_tracing_and_run_for_its_arguments_alone(settings, tmp_path):
+    compiling.use_compilation_cache(tmp_path)
+    traced = []
+    run = affine(traced)
+    whole(run)
+    assert traced == [2]
+    whole(run)
+    assert traced == [2]
+    with compiling.whole_programs():
+        compiling.Program(run, (np.zeros(3, np.float32),), {"by": 2}).compile()
+        for x, by in ((np.ones(3, np.float32), 4), (np.ones(2, np.float32), 2), (np.ones(3, np.int32), 2)):
+            np.testing.assert_array_equal(run(x, by=by)["a"], by * x + 1)
+        assert traced == [2, 4, 2, 2]
+        np.testing.assert_array_equal(jax.jit(lambda x: run(x, by=2)["a"])(np.ones(3, np.float32)), [3, 3, 3])
+    assert traced == [2, 4, 2, 2, 2]
+
+
+@pytest.mark.parametrize("changed", ["size", "static", "variable", "setting", "source", "off"])
+def test_a_whole_program_of_other_surroundings_is_not_run(settings, tmp_path, monkeypatch, changed):
+    compiling.use_compilation_cache(tmp_path)
+    traced = []
+    run = affine(traced)
+    whole(run)
+    before, how = jax.config.jax_default_matmul_precision, {}
+    if changed in ("size", "static"):
+        how = {"size": 5} if changed == "size" else {"by": 3}
+    elif changed == "variable":
+        monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    elif changed == "source":
+        monkeypatch.setattr(compiling, "_sources", lambda: "of another version")
+    elif changed == "off":
+        jax.config.update("jax_compilation_cache_dir", None)
+    else:
+        jax.config.update("jax_default_matmul_precision", "highest")
+    try:
+        whole(run, **how)
+    finally:
+        jax.config.update("jax_default_matmul_precision", before)
+    assert len(traced) == 2
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "text", "pickle"])
+def test_a_damaged_whole_program_costs_one_line_and_the_time_to_compile(settings, tmp_path, caplog, damage):
+    folder = compiling.use_compilation_cache(tmp_path)
+    traced = []
+    run = affine(traced)
+    whole(run)
+    (file,) = folder.glob("*-whole")
+    data = file.read_bytes()
+    file.write_bytes(
+        {"cut": data[:-99], "empty": b"", "text": b"not a program", "pickle": pickle.dumps((1, 2, 3))}[damage]
+    )
+    with caplog.at_level(logging.WARNING, "kvjax"):
+        whole(run)
+        whole(run)
+    assert len(traced) == 2
+    (line,) = caplog.messages
+    assert line.startswith("a program could not be read in ")
+    assert pickle.loads(file.read_bytes())[1:] == pickle.loads(data)[1:]
+
+
+def test_a_folder_that_cannot_be_written_still_gives_the_program(settings, tmp_path, monkeypatch):
+    folder = compiling.use_compilation_cache(tmp_path)
+    monkeypatch.setattr("pathlib.Path.write_bytes", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+    traced = []
+    whole(affine(traced))
+    assert traced == [2]
+    assert not list(folder.glob("*whole*"))

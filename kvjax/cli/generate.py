@@ -219,6 +219,7 @@ def generate(
     import jax
 
     import kvjax
+    from kvjax.compiling import whole_programs
     from kvjax.generation import drafts
     from kvjax.presets import check_reaches
 
@@ -256,12 +257,13 @@ def generate(
         say(f"Continuing {len(tokens)} prompt tokens by {new} new ones; the answer follows.")
     show = None if as_json else write if first else lambda piece: None
     block = JSON_BLOCK if as_json else 1 if jax.default_backend() == "cpu" else TEXT_BLOCK
-    answer = _run(progress, job, times, show=show, block=block)
+    told = first and (as_json or verbose or jax.default_backend() == "gpu")
+    with whole_programs():
+        answer = _run(progress, job, times, show=show, block=block, told=told)
     kvjax.raise_on_overflow(answer.run.cache)
     if not first:
         return
-    told = as_json or verbose or jax.default_backend() == "gpu"
-    ran = implementations(policy, job.spec) if told else {}
+    ran = answer.implementations
     if as_json:
         asked = {"model": str(directory), "cache": cache, "budget": budget, "dtype": kind, "implementations": ran}
         write_json({**answer.report(len(tokens)), **asked, "backend": jax.default_backend()})
@@ -385,6 +387,7 @@ class _Answer(NamedTuple):
     compile_seconds: float  # from the start of compiling, also while weights are read
     prefill_seconds: float
     decode_seconds: float
+    implementations: dict[str, str]  # as `kvjax.cli.options.implementations` finds them; empty if not asked for
 
     def report(self, prompt: int) -> dict[str, Any]:
         """The answer to a prompt of `prompt` tokens, and its cost, as JSON."""
@@ -410,8 +413,10 @@ class _Answer(NamedTuple):
         }
 
 
-def _run(progress: Progress, job: _Job, times: Timeline, *, show: Callable[[str], None] | None, block: int) -> _Answer:
-    """Runs a job. `show` receives the text piece by piece; None collects it."""
+def _run(
+    progress: Progress, job: _Job, times: Timeline, *, show: Callable[[str], None] | None, block: int, told: bool
+) -> _Answer:
+    """Runs a job. `show` receives the text piece by piece; None collects it. `told`: the answer has implementations."""
     import jax
     from flax import nnx
 
@@ -440,6 +445,7 @@ def _run(progress: Progress, job: _Job, times: Timeline, *, show: Callable[[str]
             collect_garbage()
             cache = ahead.cache()
             times.add(ahead.started, ahead.made, "empty cache")
+        found = ahead.submit(implementations, job.policy, job.spec) if told else None  # while the device reads
         with (
             bar(progress, f"reading the prompt of {prompt} tokens", total=prompt) as advance_to,
             times.row("prompt") as words,
@@ -468,7 +474,8 @@ def _run(progress: Progress, job: _Job, times: Timeline, *, show: Callable[[str]
     end = time.perf_counter()
     times.add(begin, end, f"{len(run.rows[0])} new tokens, the first text after {first:.2f} s")
     decode_seconds = end - begin - (run.compile_seconds - compiled)
-    return _Answer(run, "".join(pieces), compile_seconds + run.compile_seconds, prefill_seconds, decode_seconds)
+    seconds = compile_seconds + run.compile_seconds, prefill_seconds, decode_seconds
+    return _Answer(run, "".join(pieces), *seconds, found.result() if found else {})
 
 
 class _Ahead:
@@ -480,11 +487,12 @@ class _Ahead:
     def __init__(self, job: _Job, *, silent: bool) -> None:
         self._job = job
         self._pool = ThreadPoolExecutor(32, "ahead")
+        self.submit = self._pool.submit
         self._cache: Future[Cache] | None = None
         self._begun: Future[list[Future[tuple[Clock, float]]]] | None = None
         self._telling = threading.Timer(SILENCE, self._tell)
         self._telling.daemon, self._silent = True, silent
-        self.started, self.made, self._noted = time.perf_counter(), 0.0, False
+        self.started, self.made = time.perf_counter(), 0.0
 
     def begin(self, shapes: Decoder) -> None:
         """Starts to make the cache, and to compile for a model of these shapes."""
@@ -508,7 +516,6 @@ class _Ahead:
 
     def _submit(self, shapes: Decoder) -> list[Future[tuple[Clock, float]]]:
         from kvjax.generation import compile_ahead
-        from kvjax.generation.prefilling import chunks_of
         from kvjax.generation.streaming import stand_in
 
         job, settings = self._job, self._job.settings
@@ -517,12 +524,9 @@ class _Ahead:
             return []
         chosen = {name: settings[name] for name in ("sampling", "stop_tokens", "processors", "measure", "short")}
         cache = stand_in(job.empty) or self.cache()
-        jobs = compile_ahead(shapes, cache, len(job.tokens), **chosen)
-        sizes, policies = {*chunks_of(cache, len(job.tokens), empty=True)}, [layer.policy for layer in cache.layers]
-        self._programs = f"{shapes.config} {job.spec} {policies} {sorted(sizes)} {sorted(chosen.items())}"
-        names = sorted({type(policy).__name__ for policy in policies})
-        self._kind = f"{names} {len(policies)} layers, short {settings['short']}"
-        return [self._pool.submit(self._compile, one) for one in jobs]
+        return [
+            self._pool.submit(self._compile, one) for one in compile_ahead(shapes, cache, len(job.tokens), **chosen)
+        ]
 
     @staticmethod
     def _compile(job: Callable[[], Any]) -> tuple[Clock, float]:
@@ -540,31 +544,22 @@ class _Ahead:
         """
         if not self._silent and not self._telling.is_alive() and not self._telling.finished.is_set():
             self._telling.start()
-        from kvjax.compiling import note_seconds
-
         running = self._running
         ends = [one.result()[1] for one in (running[:-1] if prompt_only else running)]
         if prompt_only or not ends:
             return max(ends, default=self.started) - self.started
         self._telling.cancel()
-        seconds = max(ends) - self.started
-        if not self._noted:
-            note_seconds(self._programs, self._kind, seconds)
-        self._noted = True
-        return seconds
+        return max(ends) - self.started
 
     def _expected(self) -> float:
-        """About how many seconds the programs take: as noted on this machine, else by their number and the layers."""
+        """About how many seconds the programs take, by their number and the layers."""
         import jax
-
-        from kvjax.compiling import expected_seconds
 
         job, running = self._job, self._running
         layers = 0 if running and job.settings["short"] else job.checkpoint.config.layers
         loops = 1 if job.drafting is None else 2  # of the model that drafts, too
         rule = max(2, len(running)) * EACH_PROGRAM[jax.default_backend() != "cpu"] + loops * layers * EACH_LAYER
-        found = expected_seconds(self._programs, self._kind) if running else None
-        return max(rule if found is None else found, SILENCE + 1)
+        return max(rule, SILENCE + 1)
 
     @property
     def _running(self) -> list[Future[tuple[Clock, float]]]:

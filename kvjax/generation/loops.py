@@ -24,11 +24,12 @@ from kvjax.cache.cache import Cache, any_full, flushed
 from kvjax.cache.editing import rollback
 from kvjax.cache.editing import room as free_room
 from kvjax.cache.flushing import flush
+from kvjax.compiling import Jitted, Program
 from kvjax.generation.drafts import accepted
 from kvjax.generation.prefilling import Model, kinds_of, like
 from kvjax.generation.processors import History, Rules, process
 from kvjax.generation.sampling import Draws, drawing
-from kvjax.memory import CONCURRENT, commit_together, on_host
+from kvjax.memory import CONCURRENT, QUICK, commit_together, on_host
 from kvjax.numerics.blocks import put_last
 from kvjax.policies import Info, Policy
 from kvjax.sharding.placement import call_model
@@ -114,7 +115,7 @@ def count_attended(mean: Array, counted: Array, infos: Sequence[Info], took: Arr
     return mean + (total - mean * steps) / jnp.maximum(counted, 1.0), counted
 
 
-@partial(jax.jit, static_argnames="measure", donate_argnames="cache", compiler_options=CONCURRENT)
+@partial(Jitted, static_argnames="measure", donate_argnames="cache", compiler_options=CONCURRENT)
 def decode_loop(
     model: Model,
     cache: Cache,
@@ -190,7 +191,7 @@ def _after(s: Loop, active: Array, fed: Array, new: Array, infos: Sequence[Info]
     )
 
 
-@jax.jit
+@partial(Jitted, compiler_options=QUICK)
 def _begin_step(model: FlatLayers, s: Loop, cache: Cache, *given: Any) -> tuple[Any, Any, Array]:
     """Draws and embeds; also `_steps_to_full` of `cache`, which has one layer of each policy."""
     bad, stored = has_no_best(s.logits), cache.position
@@ -209,14 +210,14 @@ def _steps_to_full(cache: Cache) -> Array:
     return jnp.where(any_full(cache), 0, jnp.maximum(functools.reduce(jnp.minimum, steps), 1))
 
 
-@partial(jax.jit, static_argnames="measure", donate_argnames=("x", "cache"), compiler_options=CONCURRENT)
+@partial(Jitted, static_argnames="measure", donate_argnames=("x", "cache"), compiler_options=CONCURRENT | QUICK)
 def _step_layer(layer: Flat, x: Array, cos: Any, sin: Any, cache: Any, active: Array, *, measure: bool) -> Any:
     with flushed():
         x, cache, info = layer(x, cos, sin, cache, lengths=None, active=active, first_chunk=False)
     return x, cache, Info(info.attended, None) if measure else None
 
 
-@partial(jax.jit, donate_argnames="s")
+@partial(Jitted, donate_argnames="s", compiler_options=QUICK)
 def _end_step(
     model: FlatLayers, s: Loop, active: Array, fed: Array, x: Array, infos: Sequence[Info], stop: Array
 ) -> tuple[Loop, Array]:
@@ -249,9 +250,13 @@ def decode_by_layer(
     (_, _, limit, stop, _), layers, ends = given, list(cache.layers), FlatLayers(by.model.whole, [])
     s, kinds = _begin_by_layer(cache, logits, active, measure)
     running: list[Any] = []
+    calls: list[Any] = []  # of the layers, found once
+    begin: Any = None
+    end: Any = None
     for i in range(int(limit)):
         brief = dataclasses.replace(cache, layers=tuple(layers[kind] for kind in kinds))
-        (s, taken, fed, bad), (x, cos, sin), steps = _begin_step(ends, s, brief, *given)
+        begin = begin or _begin_step.bound(ends, s, brief, *given)
+        (s, taken, fed, bad), (x, cos, sin), steps = begin(ends, s, brief, *given)
         running.append(taken)
         if i == 0:
             before = bad
@@ -264,28 +269,33 @@ def decode_by_layer(
         by.sure -= 1
         infos = []
         for j, layer in enumerate(by.model.layers):
-            x, layers[j], info = _step_layer(layer, x, cos, sin, layers[j], taken, measure=measure)
+            given_to = layer, x, cos, sin, layers[j], taken
+            if i == 0:
+                calls.append(_step_layer.bound(*given_to, measure=measure))
+            x, layers[j], info = calls[j](*given_to)
             infos.append(info)
-        s, after = _end_step(ends, s, taken, fed, x, infos if measure else [], stop)
+        last = ends, s, taken, fed, x, infos if measure else [], stop
+        end = end or _end_step.bound(*last)
+        s, after = end(*last)
     return s._replace(cache=dataclasses.replace(cache, layers=tuple(layers))), (before, after)
 
 
 def programs_by_layer(
     by: ByLayer, cache: Cache, logits: Array, active: Array, *given: Any, measure: bool
-) -> list[Callable[[], jax.stages.Lowered]]:
-    """Functions that lower the programs of `decode_by_layer`, but those of a flush; the model may hold shapes."""
+) -> list[Program]:
+    """The programs of `decode_by_layer`, but those of a flush; the model may hold shapes."""
     model, ends = by.model, FlatLayers(by.model.whole, [])
     s, kinds = _begin_by_layer(cache, logits, active, measure)
     brief = dataclasses.replace(cache, layers=tuple(cache.layers[kind] for kind in kinds))
-    found: list[Callable[[], jax.stages.Lowered]] = [partial(_begin_step.lower, ends, s, brief, *given)]
+    found = [Program(_begin_step, (ends, s, brief, *given), {})]
     step: Any = partial(cast(Any, _step_layer).__wrapped__, measure=measure)
-    (s, taken, fed, _), (x, cos, sin), _ = like(cache, jax.eval_shape(_begin_step, ends, s, brief, *given))
+    (s, taken, fed, _), (x, cos, sin), _ = like(cache, jax.eval_shape(_begin_step.__wrapped__, ends, s, brief, *given))
     infos = [None] * len(cache.layers)
     for kind in kinds_of(model, cache):
         call = model.layers[kind], x, cos, sin, cache.layers[kind], taken
-        found.append(partial(_step_layer.lower, *call, measure=measure))
+        found.append(Program(_step_layer, call, {"measure": measure}))
         infos = [like(cache, jax.eval_shape(step, *call)[2])] * len(infos)
-    found.append(partial(_end_step.lower, ends, s, taken, fed, x, infos if measure else [], given[3]))
+    found.append(Program(_end_step, (ends, s, taken, fed, x, infos if measure else [], given[3]), {}))
     return found
 
 

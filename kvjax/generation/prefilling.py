@@ -19,8 +19,9 @@ from jax.sharding import SingleDeviceSharding
 from jax.typing import ArrayLike
 
 from kvjax.cache.cache import Cache, as_positions, check_rotation, ends, with_gaps
+from kvjax.compiling import Jitted, Program
 from kvjax.generation.prompt_inputs import check_ids, check_model, check_model_cache
-from kvjax.memory import commit_together, on_host
+from kvjax.memory import QUICK, commit_together, on_host
 from kvjax.ops.key_blocks import BLOCK, sparse_prompts
 from kvjax.ops.op import Explanation, explained
 from kvjax.sharding.placement import Placement, call_model, loops_on_auto_axes, to_context
@@ -293,18 +294,16 @@ def warm_prefill(model: Model, cache: Cache, tokens: int, *, chunk: int | None =
 
 def lower_prefill(model: Model, cache: Cache, tokens: int, *, chunk: int | None = None) -> list[jax.stages.Lowered]:
     """The programs with which `prefill` reads a prompt of `tokens` per row into the empty `cache`; nothing runs."""
-    return [lower() for lower in prompt_programs(model, cache, tokens, chunk=chunk)]
+    return [program.lower() for program in prompt_programs(model, cache, tokens, chunk=chunk)]
 
 
-def prompt_programs(
-    model: Model, cache: Cache, tokens: int | None, *, chunk: int | None = None
-) -> list[Callable[[], jax.stages.Lowered]]:
-    """`lower_prefill` as a function for each program. The model may hold shapes in place of arrays.
+def prompt_programs(model: Model, cache: Cache, tokens: int | None, *, chunk: int | None = None) -> list[Program]:
+    """The programs of `lower_prefill`. The model may hold shapes in place of arrays.
 
     `tokens` None is for prompts of all lengths, for which a cache that gets prompts at once has the longest.
     """
     _, cache = commit_together((_committed(model), cache))
-    B, most, found = cache.spec.batch, cache.spec.capacity, list[Callable[[], jax.stages.Lowered]]()
+    B, most, found = cache.spec.batch, cache.spec.capacity, list[Program]()
     prompts = [1, 600, 5000, 32768] if tokens is None else [tokens]  # which have chunks of all sizes
     if tokens is None and chunk_for(cache, 1, chunk) is not None:
         prompts = [most]
@@ -312,15 +311,15 @@ def prompt_programs(
     for size, alone in dict.fromkeys(chunks):
         chunk_tokens, lengths = np.zeros((B, size), np.int32), np.zeros((B,), np.int32)
         if not by_layer(model, cache):
-            found.append(partial(_prefill_chunk.lower, model, cache, chunk_tokens, lengths, first_chunk=alone))
+            found.append(Program(_prefill_chunk, (model, cache, chunk_tokens, lengths), {"first_chunk": alone}))
             continue
-        given = like(cache, jax.eval_shape(_begin, model, chunk_tokens, lengths, lengths))
+        given = like(cache, jax.eval_shape(_begin.__wrapped__, model, chunk_tokens, lengths, lengths))
         stored = like(cache, jax.eval_shape(lambda cache: cache.position, cache))
-        found.append(partial(_begin.lower, model, chunk_tokens, stored, lengths))
-        found.append(partial(_finish.lower, model, given[0], lengths))
+        found.append(Program(_begin, (model, chunk_tokens, stored, lengths), {}))
+        found.append(Program(_finish, (model, given[0], lengths), {}))
         for i in kinds_of(model, cache):
             layer: Any = cast(Any, model).layers[i], *given, cache.layers[i], lengths
-            found.append(partial(_layer.lower, *layer, first_chunk=alone))
+            found.append(Program(_layer, layer, {"first_chunk": alone}))
     return found
 
 
@@ -395,7 +394,7 @@ def _round_up(size: int) -> int:
     return -(-size // step) * step
 
 
-@partial(jax.jit, static_argnames="first_chunk", donate_argnames="cache")
+@partial(Jitted, static_argnames="first_chunk", donate_argnames="cache")
 def _prefill_chunk(
     model: Model, cache: Cache, tokens: Array, lengths: Array, positions: Array | None = None, *, first_chunk: bool
 ) -> tuple[Array, Cache]:
@@ -453,14 +452,14 @@ def like(cache: Cache, shapes: Any) -> Any:
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=device), shapes)
 
 
-@jax.jit
+@partial(Jitted, compiler_options=QUICK)
 def _begin(
     model: Any, tokens: Array, stored: Array, lengths: Array, positions: Array | None = None
 ) -> tuple[Array, Any, Any]:
     return model.begin(tokens, stored if positions is None else positions, ends(stored, lengths, positions))
 
 
-@partial(jax.jit, static_argnames="first_chunk", donate_argnames=("x", "cache"))
+@partial(Jitted, static_argnames="first_chunk", donate_argnames=("x", "cache"), compiler_options=QUICK)
 def _layer(
     layer: Any, x: Array, cos: Any, sin: Any, cache: Any, lengths: Array, *, first_chunk: bool
 ) -> tuple[Array, Any]:
@@ -468,7 +467,7 @@ def _layer(
     return x, cache
 
 
-@jax.jit
+@partial(Jitted, compiler_options=QUICK)
 def _finish(model: Any, x: Array, lengths: Array) -> Array:
     return model.finish(x, lengths)
 

@@ -33,7 +33,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from kvjax.cache.cache import Cache, raise_on_overflow
-from kvjax.compiling import compile_clock
+from kvjax.compiling import Program, compile_clock
 from kvjax.generation.drafts import Draft, Speculation, check_draft
 from kvjax.generation.loops import (
     PAD,
@@ -388,11 +388,11 @@ class Stream(Iterator[Any]):
             return draft_loop.lower(*arguments[:-1], *self._drafting(), *arguments[-1:], **how)
         return decode_loop.lower(*arguments, **how)
 
-    def programs(self) -> list[Callable[[], jax.stages.Lowered]]:
-        """Functions that lower the programs of `advance`."""
-        if not isinstance(self._model, ByLayer):
-            return [self.lower]
+    def programs(self) -> list[Program]:
+        """The programs of `advance` without a draft."""
         arguments, how = self._call(1)
+        if not isinstance(self._model, ByLayer):
+            return [Program(decode_loop, arguments, how)]
         return programs_by_layer(*arguments, **how)
 
     def _drafting(self) -> tuple[Any, Any]:
@@ -562,8 +562,4 @@ def compile_ahead(
         processed, stop = _start(processors, cache, logits), stop_array(stop_tokens)
         run = Stream(model, cache, logits, 1, draws, stop, measure=measure, processed=processed, short=short)
         programs += run.programs()
-
-    def compiled(lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
-        return lower().compile()
-
-    return [partial(compiled, lower) for lower in programs]
+    return [program.compile for program in programs]

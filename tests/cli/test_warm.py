@@ -57,3 +57,17 @@ def test_warm_says_that_nothing_would_be_kept(kvjax, checkpoint, monkeypatch):
 def test_threads_may_trace_while_one_imports_the_kernels(monkeypatch):
     monkeypatch.setitem(sys.modules, "kvjax.kernels_pallas.simt", types.ModuleType("half imported"))
     assert op.shares_traces()
+
+
+def test_a_second_answer_reads_its_programs_without_tracing(kvjax, checkpoint, programs):
+    asked = "generate", checkpoint, "--prompt", "a b c d e f", "--cache", "fier", "--budget", 64, "--max-new-tokens", 5
+    answers = []
+    for tracing in (True, False):
+        jax.clear_caches()
+        code, out, err = kvjax(*asked, "--verbose")
+        assert code == 0, err
+        (seconds,) = re.findall(r"programs in threads: tracing (\S+),", err)
+        assert (float(seconds) > 0) is tracing
+        answers.append(out)
+    assert answers[0] == answers[1]
+    assert list(programs.rglob("*-whole"))
