@@ -272,7 +272,7 @@ simulated, not measured on this GPU". The environment variable `KVJAX_KERNELS=of
 
 Without clusters, the blocks that share a row meet in device memory between launches.
 
-The table has the microseconds of a decode step of one layer of Llama-3.1-8B after 131072 tokens. Other cards were not
+The table has the microseconds of a decode step of one layer of Llama-3.1-8B after 131072 tokens. Blank rows were not
 measured. If you have one, please run
 
     kvjax bench --kernels --length 128K --json

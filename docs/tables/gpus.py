@@ -21,7 +21,7 @@ def gpus() -> str:
 
 
 def cards() -> str:
-    """Steps after 131072 tokens by card: times that users sent, and those of the scripts of steps and of targets."""
+    """Steps after 131072 tokens by card: times that users sent, those of the scripts, and blanks."""
     sent = {(row["card"]["kind"], row["what"]): row["us"] for row in load_rows("cards") if "us" in row}
     file = load_file("targets")
     own = [(file["device"], row["what"], row) for row in file["rows"] if row.get("form") == "here"]
@@ -30,8 +30,5 @@ def cards() -> str:
     rows = []
     for kind, (capability, *_) in simt.CARDS.items():
         found = [times.get((kind, f"step {name}")) for name in STEPS]
-        if any(found):
-            rows.append(
-                [kind.removeprefix("NVIDIA "), capability, *("" if us is None else f"{us:.1f}" for us in found)]
-            )
+        rows.append([kind.removeprefix("NVIDIA "), capability, *("" if us is None else f"{us:.1f}" for us in found)])
     return markdown(["card", "compute capability", *STEPS], rows)
