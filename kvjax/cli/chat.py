@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -11,7 +12,6 @@ from kvjax.cli.options import (
     Budget,
     CacheName,
     Dtype,
-    ModelDir,
     Seed,
     Temperature,
     TopP,
@@ -26,7 +26,7 @@ LEAVE = ("/exit", "/quit")
 
 
 def chat(
-    model_dir: ModelDir = None,
+    model_dir: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Directory of a chat model.")],
     cache: CacheName = "full",
     budget: Budget = None,
     system: Annotated[str | None, typer.Option(help="The message that opens the conversation.")] = None,

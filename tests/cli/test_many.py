@@ -69,6 +69,7 @@ def test_chat_answers_each_line(kvjax, tmp_path, monkeypatch):
     talk = models.load(directory).chat(max_new_tokens=6)
     answers = [talk.say(message) for message in ("Hello", "And you?")]
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n\nAnd you?\n/exit\nno"))
+    assert "Missing argument 'MODEL_DIR'" in kvjax("chat")[2]  # the small model is none for chats
     assert "give a temperature too" in kvjax("chat", directory, "--top-p=0.5")[2]
     code, stdout, err = kvjax("chat", directory, "--max-new-tokens=6")
     assert (code, stdout) == (0, "".join(f"{answer}\n" for answer in answers)), err
