@@ -21,7 +21,8 @@ HOST_KINDS = ("pinned_host", "unpinned_host")
 
 CONCURRENT = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 """`jax.jit(step, compiler_options=CONCURRENT)` lets a GPU run independent operations at the same time, and so read host
-memory for the next step (`Speculative`) during the rest of this one. `kvjax.generate`'s loop uses it."""
+memory for the next step (`Speculative`) during the rest of this one. `kvjax.generate`'s loop uses it. From jax 0.12,
+operations that do not depend on each other then have memory of their own, whatever their order."""
 
 QUICK = {"xla_gpu_enable_triton_gemm": False}
 """Products by cuBLAS alone: XLA does not compile and time dozens of its own, which takes most of a GPU's compiling."""

@@ -521,6 +521,9 @@ def test_a_step_that_may_flush_changes_all_in_place(preset):
     assert re.findall(r"%\S+ = \S+ copy\(.*", program.hlo) == []
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ >= (0, 12), reason="XLA of jax 0.12 lets concurrent programs share memory by data flow alone"
+)
 def test_layers_flush_in_the_memory_of_one():
     """Programs at the same time have arrays of their own, and the codes of a flush are made from 32-bit floats."""
     policies = kvjax.PerLayer((), presets.fier(2048, store="turbo4").rest)
