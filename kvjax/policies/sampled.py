@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax import ops
-from kvjax.numerics.partial import PartialAttention, attend_part, keep_valid
+from kvjax.numerics.partial import PartialAttention, attend_part, keep_valid, merge, merge_sinks
 from kvjax.numerics.selection import Selection, by_row, in_order, unpack
 from kvjax.ops.op import reaches_gpus
 from kvjax.policies.policy import Info, Step
@@ -86,7 +86,10 @@ class Sampled(Zoned):
         if step.selection is not None:
             sample = unpack(step.selection)
         history, log_weights = self._estimate(st, q, sample, share, step.scale)
-        out = ops.attend_beside(history, q, None, seen.recent, seen.sink, **step.logits)
+        recent, none = seen.recent, jnp.zeros((*q.shape[:2], 1, 128), jnp.int32)
+        zones = Selection(none, none > 0), recent, seen.sink, recent.k.shape[2]
+        exact = ops.attend_zones(q, recent.k, recent.v, *zones, scale=step.scale, part=True)
+        out = merge_sinks(merge(history, exact), step.logits.get("sinks")).out.astype(q.dtype)
         return out, st, self._info(st, seen, sample, log_weights)
 
     takes_steps = False
@@ -183,9 +186,8 @@ class Sampled(Zoned):
         recent = exact(st.recent.slots, st.recent.count, st.offset_recent)
         sampled = jnp.where(sample.valid, self.positions(st, sample.slots), -1)
         log_weights = jnp.pad(log_weights, ((0, 0), (0, 0), (0, 0), (self.sink, st.recent.slots)))
-        return Info(
-            attended, sample, positions=jnp.concatenate([sink, sampled, recent], axis=-1), log_weights=log_weights
-        )
+        positions = jnp.concatenate([sink, sampled, recent], axis=-1)
+        return Info(attended, sample, positions=positions, log_weights=log_weights)
 
     def over_context(self, axis: Axis, parts: int) -> StripedSampled:
         part, tile = super().over_context(axis, parts), self.hashing.tile
