@@ -375,7 +375,13 @@ def write(folder: Path, tree: Path, platform: str, only: str) -> None:
 def compare(before: Path, after: Path) -> bool:
     """Prints what differs, and returns True if no graph does."""
     equal = True
-    for platform in sorted(path.name for path in before.iterdir() if path.is_dir()):
+    platforms = sorted(path.parent.name for path in before.glob("*/digests.json"))
+    if not platforms:
+        wrote = before.parent if (before / "digests.json").exists() else "the folder"
+        raise SystemExit(
+            f"{before} has no programs: no folder in it has a digests.json; give {wrote} that `write` was given"
+        )
+    for platform in platforms:
         if not (after / platform / "digests.json").exists():
             print(f"{platform}: not in {after}")
             equal = False

@@ -85,3 +85,12 @@ def test_compare_names_the_programs_that_differ(
     assert "full.step: another text of an equal graph" in capsys.readouterr().out
     assert not lowered.compare(tmp_path / "a", tmp_path / "d")
     assert "full.step: differs" in capsys.readouterr().out
+
+
+def test_compare_refuses_a_folder_that_has_no_programs(tmp_path: Path) -> None:
+    (tmp_path / "a" / "cpu").mkdir(parents=True)
+    (tmp_path / "a" / "cpu" / "digests.json").write_text("{}")
+    for folder, cure in (("a/cpu", f"give {tmp_path / 'a'} that"), (".", "give the folder that")):
+        with pytest.raises(SystemExit, match=r"no folder in it has a digests\.json") as error:
+            lowered.compare(tmp_path / folder, tmp_path / folder)
+        assert cure in str(error.value)
