@@ -267,8 +267,7 @@ def _write_whole(file: Path, made: jax.stages.Compiled) -> None:
 
 
 def _folder() -> Path | None:
-    folder = getattr(jax.config, "jax_compilation_cache_dir", None)
-    return Path(folder) if folder else None
+    return Path(folder) if (folder := getattr(jax.config, "jax_compilation_cache_dir", None)) else None
 
 
 class Clock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,10 +41,12 @@ def warm(
     then start without compiling. They round a capacity up to `kvjax.spec.round_capacity`, and so does this command.
     """
     import jax
+    from flax import nnx
 
     import kvjax
-    from kvjax.generation import compile_ahead
+    from kvjax.compiling import whole_programs
     from kvjax.generation.sampling import Sampling, sampling
+    from kvjax.generation.streaming import compile_ahead, stand_in
     from kvjax.models import Decoder
     from kvjax.spec import round_capacity
 
@@ -53,22 +56,20 @@ def warm(
     folder = kvjax.use_compilation_cache()
     if folder is None:
         raise ValueError("the cache of compiled programs is off, so that nothing could be kept; turn it on")
-    from flax import nnx
-
     model = nnx.eval_shape(lambda: Decoder(checkpoint.config, dtype=kind))
     rounded = round_capacity(tokens, rows=batch, positions=checkpoint.config.max_positions)
-    empty = kvjax.init(policy, model.spec(batch=batch, capacity=rounded), layers=checkpoint.config.layers)
+    spec = model.spec(batch=batch, capacity=rounded)
+    empty: Any = partial(kvjax.init, policy, spec, layers=checkpoint.config.layers)
+    empty = stand_in(empty) or empty()
     begin, before = time.perf_counter(), _bytes(folder)
-    draws: list[Any] = [Sampling(), *([sampling(1.0)] if temperature else [])]
-    jobs: list[Any] = []
+    draws, jobs = [Sampling(), *([sampling(1.0)] if temperature else [])], list[Any]()
     for draw, short in [(draw, short) for draw in draws for short in (False, True)]:
         settings: dict[str, Any] = {"sampling": draw, "stop_tokens": checkpoint.stop_tokens, "measure": True}
         settings |= {"processors": checkpoint.processors, "short": short, "prompts": not short and draw is draws[0]}
         found = compile_ahead(model, empty, None, **settings)
         jobs += [] if short and len(found) == 1 else found  # else the same loop again
-    with ThreadPoolExecutor() as pool:
-        for done in [pool.submit(job) for job in jobs]:
-            done.result()
+    with whole_programs(), ThreadPoolExecutor() as pool:
+        list(pool.map(lambda job: job(), jobs))
     seconds, added = time.perf_counter() - begin, _bytes(folder) - before
     say(
         f"{len(jobs)} programs for {batch} row{'s' * (batch > 1)} of {rounded} tokens in {seconds:.1f} s on "

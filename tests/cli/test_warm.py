@@ -71,3 +71,16 @@ def test_a_second_answer_reads_its_programs_without_tracing(kvjax, checkpoint, p
         answers.append(out)
     assert answers[0] == answers[1]
     assert list(programs.rglob("*-whole"))
+
+
+def test_a_first_answer_after_warm_traces_nothing(kvjax, checkpoint, programs):
+    """Short and long answers, of a method with an index and of one without."""
+    for method in ("fier:budget=64", "full"):
+        code, _, err = kvjax("warm", checkpoint, "--cache", method, "--capacity", 200)
+        assert code == 0, err
+        for answer in (5, 150):
+            jax.clear_caches()
+            asked = "--prompt", "a b c d e f", "--cache", method, "--max-new-tokens", answer
+            code, _, err = kvjax("generate", checkpoint, *asked, "--verbose")
+            assert code == 0, err
+            assert re.search(r"programs in threads: tracing 0\.00, lowering 0\.00,", err), err
