@@ -65,6 +65,7 @@ html_logo = html_favicon = str(Path(__file__).parent / "static" / "favicon.svg")
 html_theme_options = {
     "logo": {"text": "kvjax"},
     "show_navbar_depth": 1,
+    "collapse_navbar": True,  # the tree of all pages, on each page, took most of the time of a build
     "show_toc_level": 2,
     "use_download_button": False,
     "use_fullscreen_button": False,
