@@ -43,6 +43,7 @@ from typing import Any
 import numpy as np
 
 HELD = "XLA_PYTHON_CLIENT_PREALLOCATE"
+NOT_THEIRS = (HELD, "PYTHONDONTWRITEBYTECODE")  # not of the processes that are timed: users keep compiled modules
 if HELD not in os.environ:  # this process names the device, and leaves its memory to those that it starts
     os.environ[HELD] = "false"
 
@@ -169,7 +170,7 @@ def timed(command: Sequence[str], **env: str) -> tuple[dict[str, Any], str]:
     of its own times."""
     before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     with tempfile.TemporaryFile("w+") as told:
-        env = {name: value for name, value in os.environ.items() if name != HELD} | env
+        env = {name: value for name, value in os.environ.items() if name not in NOT_THEIRS} | env
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=told, env=env)
         assert process.stdout is not None
         first = process.stdout.read(1)
