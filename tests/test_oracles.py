@@ -29,8 +29,7 @@ from kvjax import (
 )
 from kvjax.generation import generate
 from kvjax.generation.sampling import sampling
-from kvjax.numerics.packing import unpack_codes
-from kvjax.numerics.quant import split_scales
+from kvjax.numerics.quant import split_scales, unpack_codes
 from kvjax.numerics.rotate import _signs, encode, lloyd_max, rotate
 from kvjax.testing import _drive as drive
 from tests import oracles

@@ -26,7 +26,7 @@ from kvjax.evaluate.recall import Reads, reads
 from kvjax.evaluate.store import Progress
 from kvjax.numerics.blocks import write
 from kvjax.numerics.rotate import RADII, Directions, patterns, radius_table, rotate, rotate_few
-from kvjax.numerics.selection import GroupReduce, require_group_reduce
+from kvjax.numerics.selection import GROUP_REDUCES, GroupReduce
 from kvjax.policies import Retrieval
 from kvjax.selectors import Exact, MinMaxPages, Paris, ProductCodes, Selector
 from kvjax.selectors.paris import TIERS, ParisIndex
@@ -79,7 +79,8 @@ class Learnt(Selector):
             raise ValueError(f"Learnt(bits={self.bits}): a centroid's number is a byte; use at most 8 bits")
         if self.by not in get_args(By):
             raise ValueError(f"Learnt(by={self.by!r}) must be one of {', '.join(get_args(By))}")
-        require_group_reduce(self.group_reduce)
+        if self.group_reduce not in GROUP_REDUCES:
+            raise ValueError(f"Learnt(group_reduce={self.group_reduce!r}) must be one of {', '.join(GROUP_REDUCES)}")
 
     def check(self, spec: CacheSpec, chunk: int) -> None:
         if spec.head_dim % self.channels:

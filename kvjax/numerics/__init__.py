@@ -1,1 +1,1 @@
-"""Arithmetic that no policy owns: partial attention, selection, quantisers, rotations, packing and blocks."""
+"""Arithmetic that no policy owns: partial attention, selection, quantisers, rotations and blocks."""

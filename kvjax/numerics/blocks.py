@@ -83,6 +83,29 @@ def take_rows(tokens: Array, index: Array) -> Array:
     return jax.vmap(lambda t, i: jnp.take(t, i, axis=1, mode="clip"))(tokens, index)
 
 
+def whole_units(tokens: int, unit: int) -> int:
+    """`tokens` rounded down to whole pages, groups or chunks of `unit`."""
+    return tokens // unit * unit
+
+
+def sum_pairs(x: Array) -> Array:
+    """The sum over axis 3, by adding halves, which is the same to the bit in every program.
+
+    A plain reduction may add in another order there, and a page of a prompt would differ from the same one of steps.
+    """
+    while (n := x.shape[3]) > 1:
+        half = n // 2
+        added = x[:, :, :, :half] + x[:, :, :, half : 2 * half]
+        x = added if n % 2 == 0 else jnp.concatenate([added, x[:, :, :, 2 * half :]], axis=3)
+    return x[:, :, :, 0]
+
+
+def page_means(k: Array, page: int) -> Array:
+    """Means of the pages of keys [B, K, T, D]: f32[B, K, T / page, D]."""
+    B, K, T, D = k.shape
+    return sum_pairs(k.reshape(B, K, T // page, page, D).astype(jnp.float32)) / page
+
+
 def quotient(indices: Array, unit: int) -> Array:
     """`indices // unit` in the dtype of the indices, none of which may be negative.
 

@@ -81,15 +81,10 @@ class Span(NamedTuple):
         """Tokens attended to."""
         return jnp.maximum(self.stop - self.start, 0)
 
-    @property
-    def mask(self) -> Bool[Array, "B *T S"]:
-        """Which slots are attended to."""
-        slot = jnp.arange(self.k.shape[2]).reshape((1,) * self.stop.ndim + (-1,))
-        return (slot >= self.start[..., None]) & (slot < self.stop[..., None])
-
-    def mask_of(self, queries: int) -> Bool[Array, "B 1 _ S"]:
+    def mask(self, queries: int) -> Bool[Array, "B 1 _ S"]:
         """Which slots each query attends to, each step's after the previous step's; one row if all share a span."""
-        mask = self.mask
+        slot = jnp.arange(self.k.shape[2]).reshape((1,) * self.stop.ndim + (-1,))
+        mask = (slot >= self.start[..., None]) & (slot < self.stop[..., None])
         if mask.ndim == 2:
             return mask[:, None, None]
         return jnp.repeat(mask, queries // mask.shape[1], axis=1)[:, None]

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from kvjax.numerics.packing import pack_bits, pack_codes, unpack_bits, unpack_codes
+from kvjax.numerics.quant import pack_bits, pack_codes, unpack_bits, unpack_codes
 from kvjax.numerics.types import Rope
 
 SUBSPACE = 8  # channels of a subspace: its signs are one byte

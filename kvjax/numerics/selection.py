@@ -24,6 +24,7 @@ from jax import Array, lax
 from jax.tree_util import register_dataclass
 
 from kvjax.numerics.blocks import put_last
+from kvjax.numerics.partial import attention_logits
 from kvjax.numerics.types import Bool, Int32
 
 GroupReduce = Literal["mean_query", "mean_score", "max_score", "max_softmax", "sum_softmax", "mean_softmax", "per_head"]
@@ -159,10 +160,15 @@ class Candidates:
             return number.reshape(-1, 1, 1, 1)
         return jnp.tile(number, (1, self.pending[0].shape[1]))[:, :, None, None]
 
-    def pending_units(self, scores: Array, unit: int = 1) -> tuple[Array, Array]:
-        """Scores f32[B, K*T, G, W] of the pending units and which of them exist, bool[B, 1 or K*T, 1, W], from scores
-        f32[B, K*T, G, R] of the recent keys."""
-        _, start, stop = self.pending
+    def pending_units(self, q: Array, scale: float, unit: int = 1) -> tuple[Array, Array]:
+        """Exact scores f32[B, K*T, G, W] of the pending units for q [B, K, T*G, D], and which of them exist,
+        bool[B, 1 or K*T, 1, W]."""
+        keys, start, stop = self.pending
+        if keys.ndim == 4:
+            scores = split_steps(attention_logits(q, keys, scale), self.steps)
+        else:
+            own = keys.reshape(keys.shape[0], -1, *keys.shape[3:])
+            scores = attention_logits(split_steps(q, self.steps), own, scale)
         scores = scores[..., : self.pending_slots]
         valid = self.inside(start, stop - self.local, self.pending_slots)
         if unit == 1:
@@ -175,7 +181,10 @@ class Candidates:
         """The tokens of selected units that are candidates themselves, for an index of `stored` units."""
         if unit == 1:
             return units
-        slots, valid = map(partial(split_steps, steps=self.steps), expand_units(units, unit))
+        slots = units.slots[..., None] * unit + jnp.arange(unit, dtype=jnp.int32)[None, None, None, None]
+        valid = jnp.broadcast_to(units.valid[..., None], slots.shape)
+        shape = *slots.shape[:3], -1
+        slots, valid = split_steps(slots.reshape(shape), self.steps), split_steps(valid.reshape(shape), self.steps)
         (start, stop), (_, first, end) = self.span, self.pending
         start, stop, first, end = map(self.of_groups, (start, stop, first, end - self.local))
         recent = slots - stored * unit
@@ -197,15 +206,10 @@ def by_row(number: Array | int) -> Array:
     return jnp.reshape(jnp.asarray(number, jnp.int32), (-1, 1, 1, 1))
 
 
-def require_group_reduce(group_reduce: str) -> None:
-    if group_reduce not in GROUP_REDUCES:
-        raise ValueError(f"group_reduce must be one of {', '.join(GROUP_REDUCES)}; got {group_reduce!r}")
-
-
 def no_kernel_for(group_reduce: GroupReduce) -> str | None:
     """Why the kernels cannot rank units by this rule; None if they can."""
-    require_group_reduce(group_reduce)
-    return "the kernels do not reduce a group by max_score" if group_reduce == "max_score" else None
+    known = group_reduce in GROUP_REDUCES and group_reduce != "max_score"
+    return None if known else f"the kernels do not reduce a group by {group_reduce}"
 
 
 def reduce_queries(q: Array, group_reduce: GroupReduce, steps: int = 1) -> Array:
@@ -242,7 +246,8 @@ def reduce_scores(parts: Sequence[tuple[Array, Array]], group_reduce: GroupReduc
     is over the units of all parts together, or over those whose log of a sum of exponentials is `total`
     f32[B, K, G, 1].
     """
-    require_group_reduce(group_reduce)
+    if group_reduce not in GROUP_REDUCES:
+        raise ValueError(f"group_reduce={group_reduce!r} must be one of {', '.join(GROUP_REDUCES)}")
     scores = []
     for score, valid in parts:
         scores.append(jnp.where(valid, score, -jnp.inf))
@@ -261,16 +266,6 @@ def in_order(numbers: Array) -> Array:
     """u32 of f32 without NaN, in the order of `lax.top_k`: -0 is below 0."""
     bits = lax.bitcast_convert_type(numbers, jnp.uint32)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
-
-
-def expand_units(units: Selection, unit: int) -> Selection:
-    """Expands units (pages) to their tokens: M units give M * unit slots, adjacent ones together."""
-    if unit == 1:
-        return units
-    slots = units.slots[..., None] * unit + jnp.arange(unit, dtype=jnp.int32)[None, None, None, None]
-    valid = jnp.broadcast_to(units.valid[..., None], slots.shape)
-    *lead, M, _ = slots.shape
-    return Selection(slots.reshape(*lead, M * unit), valid.reshape(*lead, M * unit))
 
 
 def split_selection(selection: Selection | PackedSelection, slots: int) -> tuple[Selection, Selection]:

@@ -30,8 +30,18 @@ from kvjax.ops.host import (
 from kvjax.ops.key_blocks import attend_key_blocks
 from kvjax.ops.op import OPS, Explanation, Implementation, Op, device_kind, explain, explained, shares_traces, use
 from kvjax.ops.quantized import attend_coded_zones, attend_quantized, attend_quantized_zones, gather_quantized
-from kvjax.ops.score import rerank, score_1bit, score_pages
-from kvjax.ops.select import rank_grouped, select_1bit, select_4bit, select_pages, select_top, top_k, top_k_grouped
+from kvjax.ops.select import (
+    rank_grouped,
+    rerank,
+    score_1bit,
+    score_pages,
+    select_1bit,
+    select_4bit,
+    select_pages,
+    select_top,
+    top_k,
+    top_k_grouped,
+)
 from kvjax.ops.vote import collide, most_voted
 from kvjax.ops.write import put_token, put_tokens
 

@@ -42,7 +42,7 @@ def attend_span(
     the result is a PartialAttention over Q = G, without `sinks`.
     """
     # Values outside of the span are finite, so they need no mask here: it would write a second copy of them.
-    whole = attend_part(q, span.k, span.v, span.mask_of(q.shape[2]), scale=scale)
+    whole = attend_part(q, span.k, span.v, span.mask(q.shape[2]), scale=scale)
     return whole if part else merge_sinks(whole, sinks).out.astype(q.dtype)
 
 
@@ -143,13 +143,13 @@ def merge_beside(
     scale: float,
 ) -> PartialAttention:
     """`attend_beside` as a part over Q = G, without `sinks`."""
-    mask = recent.mask_of(q.shape[2])
+    mask = recent.mask(q.shape[2])
     if pending is not None:
         own = membership(pending, recent.k.shape[2])  # of each list of slots, which heads share
         mask |= own if own.shape[2] == 1 else jnp.repeat(own, q.shape[2] // own.shape[2], axis=2)
     parts = [history, attend_part(q, recent.k, recent.v, mask, scale=scale)]
     if sink is not None:
-        parts.append(attend_part(q, sink.k, sink.v, sink.mask_of(q.shape[2]), scale=scale))
+        parts.append(attend_part(q, sink.k, sink.v, sink.mask(q.shape[2]), scale=scale))
     return merge(*parts)
 
 

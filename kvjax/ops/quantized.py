@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.numerics.blocks import quotient
-from kvjax.numerics.packing import unpack_codes
 from kvjax.numerics.partial import (
     CappedScale,
     PartialAttention,
@@ -20,7 +19,7 @@ from kvjax.numerics.partial import (
     merge_blocks,
     scaled,
 )
-from kvjax.numerics.quant import QuantArray, dequantize, slice_tokens, split_scales
+from kvjax.numerics.quant import QuantArray, dequantize, slice_tokens, split_scales, unpack_codes
 from kvjax.numerics.rotate import Directions, decode, rotate_back, rotate_few, sizes_of, turned
 from kvjax.numerics.selection import PackedSelection, Selection, split_selection
 from kvjax.numerics.types import Float, Int32

@@ -1,4 +1,4 @@
-"""Selection of the units that a step attends to: the highest scores, and kernels that score and select at once."""
+"""The units that a step attends to: scores of stored keys, the highest of them, and kernels that do both at once."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from kvjax.memory import vary_with
 from kvjax.numerics.blocks import put_last
-from kvjax.numerics.partial import attention_logits
-from kvjax.numerics.quant import OneBit
-from kvjax.numerics.rotate import Directions, rotate_few, turned
+from kvjax.numerics.partial import scaled
+from kvjax.numerics.quant import OneBit, dequantize_1bit
+from kvjax.numerics.rotate import SUBSPACE, Directions, decode, lloyd_max, rotate_few, turned
 from kvjax.numerics.selection import (
     Candidates,
     GroupReduce,
@@ -29,7 +30,139 @@ from kvjax.numerics.selection import (
 )
 from kvjax.numerics.types import Bool, Float
 from kvjax.ops.op import Implementation, for_gpu, op
-from kvjax.ops.score import centres, rerank, score_1bit, score_pages
+
+
+@op(
+    kernel="score.score_1bit",
+    static_argnames=("scale",),
+    derivative="reference",
+    limit=lambda kernel, a: kernel.unsupported(a.q, a.keys.bits, a.keys.scale),
+    mosaic=lambda kernel, a: kernel.score_1bit(a.q, *a.keys, scale=a.scale),
+)
+def score_1bit(
+    q: Float[Array, "B K G D"], keys: OneBit, *, scale: float, implementation: Implementation | None = None
+) -> Float[Array, "B K G S"]:
+    """Scores scale * q.k~ of q [B, K, G, D] with every key k~ decoded from `keys` [B, K, S, ...]: f32[B, K, G, S].
+
+    Reads D/8 + 4 D/g bytes per key and KV head. Keys are expanded in blocks of S/64, at least 512, or on a GPU as they
+    are summed, so no f32 copy of all keys exists. The kernel multiplies in the 16 bits of the scales and sums in f32.
+    """
+
+    def summed(q: Array, keys: OneBit) -> Array:
+        return scaled(sum_products(q, dequantize_1bit(keys)), scale)
+
+    return for_gpu(summed, partial(_score_blocks, scale=scale), q, keys)
+
+
+def sum_products(q: Float[Array, "B K G D"], keys: Float[Array, "B K S D"]) -> Float[Array, "B K G S"]:
+    """f32[B, K, G, S]: q.k as a sum, of which a GPU makes one kernel together with what decodes the keys.
+
+    A product would need the decoded keys in memory, at several times the bytes of their codes. Heads are summed side by
+    side, so that a key is decoded once for all of them.
+    """
+    products = [q[:, :, head, None].astype(jnp.float32) * keys for head in range(q.shape[2])]
+    sums = lax.reduce(products, [jnp.float32(0)] * len(products), lambda a, b: list(map(lax.add, a, b)), (3,))
+    return jnp.stack(sums, axis=2)
+
+
+def _score_blocks(q: Array, keys: OneBit, *, scale: float) -> Array:
+    B, K, G, _ = q.shape
+    S, groups = keys.bits.shape[2], keys.scale.shape[2]
+    group = S // groups
+    block = min(max(512, S // 64) // group or 1, groups)  # in groups
+    q = q.astype(jnp.float32)
+
+    def step(i: Array, scores: Array) -> Array:
+        first = jnp.minimum(i * block, groups - block)
+        part = OneBit(
+            lax.dynamic_slice_in_dim(keys.bits, first * group, block * group, axis=2),
+            lax.dynamic_slice_in_dim(keys.scale, first, block, axis=2),
+            lax.dynamic_slice_in_dim(keys.zero, first, block, axis=2),
+        )
+        # Without the barrier XLA widens all scales to f32 ahead of the loop: 1/8 of a bf16 key cache, twice.
+        keys_f32 = dequantize_1bit(lax.optimization_barrier(part))
+        s = scaled(jnp.einsum("bkgd,bksd->bkgs", q, keys_f32, precision="highest"), scale)
+        return lax.dynamic_update_slice_in_dim(scores, s, first * group, axis=3)
+
+    return lax.fori_loop(0, -(-groups // block), step, vary_with(jnp.zeros((B, K, G, S), jnp.float32), q, keys))
+
+
+@op(
+    kernel="score.score_pages",
+    static_argnames=("scale",),
+    derivative="reference",
+    limit=lambda kernel, a: kernel.unsupported(a.q, a.low, a.high),
+    mosaic=lambda kernel, a: kernel.score_pages(a.q, a.low, a.high, scale=a.scale),
+)
+def score_pages(
+    q: Float[Array, "B K G D"],
+    low: Float[Array, "B K P D"],
+    high: Float[Array, "B K P D"],
+    *,
+    scale: float,
+    implementation: Implementation | None = None,
+) -> Float[Array, "B K G P"]:
+    """f32[B, K, G, P]: scale * sum_i max(q_i low_i, q_i high_i) of q [B, K, G, D] and pages' corners [B, K, P, D].
+
+    Because high >= low, the larger product is that with `high` where q_i > 0 and with `low` elsewhere, so the score is
+    two matrix products. Reads 2 D values per page and KV head. The kernel rounds q to the 16 bits of the corners and
+    sums in f32.
+    """
+    q = q.astype(jnp.float32)
+    product = partial(jnp.einsum, "bkgd,bkpd->bkgp", precision="highest")
+    up, down = jnp.maximum(q, 0.0), jnp.minimum(q, 0.0)
+    return scaled(product(up, high.astype(jnp.float32)) + product(down, low.astype(jnp.float32)), scale)
+
+
+@op(
+    kernel="score.rerank",
+    static_argnames=("scale",),
+    derivative="reference",
+    limit=lambda kernel, a: kernel.unsupported(a.q, *a.keys, a.listed.slots),
+    mosaic=lambda kernel, a: kernel.rerank(a.q, *a.keys, a.listed.slots, centres=centres(), scale=a.scale),
+)
+def rerank(
+    q: Float[Array, "B K G D"],
+    keys: Directions,
+    listed: PackedSelection,
+    *,
+    scale: float,
+    implementation: Implementation | None = None,
+) -> Float[Array, "B K G M"]:
+    """f32[B, K, G, M]: scale * q.k~ of q [B, K, G, D] with the `listed` keys k~, decoded from `keys` [B, K, S, ...].
+
+    Reads 3/4 D bytes per listed key with subspaces of 8, in blocks of 512 or, on a GPU, as they are summed. The kernel
+    takes subspaces of 8 with weights of 16 bits.
+    """
+    B, K, G, M = listed.slots.shape
+
+    def summed(q: Array, keys: Directions, slots: Array) -> Array:
+        index = slots.reshape(B, K, G * M, 1)
+        decoded = decode(Directions(*(jnp.take_along_axis(a, index, axis=2, mode="clip") for a in keys)))
+        products = q.astype(jnp.float32)[:, :, :, None] * decoded.reshape(B, K, G, M, -1)
+        return scaled(jnp.sum(products, axis=-1), scale)
+
+    return for_gpu(summed, partial(_rerank_blocks, scale=scale), q, keys, listed.slots)
+
+
+def _rerank_blocks(q: Array, keys: Directions, slots: Array, *, scale: float) -> Array:
+    B, K, G, M = slots.shape
+    block = min(512, M)
+
+    def step(i: Array, scores: Array) -> Array:
+        first = jnp.minimum(i * block, M - block)
+        index = lax.dynamic_slice_in_dim(slots, first, block, axis=3).reshape(B, K, G * block, 1)
+        part = Directions(*(jnp.take_along_axis(a, index, axis=2, mode="clip") for a in keys))
+        decoded = decode(lax.optimization_barrier(part)).reshape(B, K, G, block, -1)
+        s = scaled(jnp.einsum("bkgd,bkgsd->bkgs", q.astype(jnp.float32), decoded, precision="highest"), scale)
+        return lax.dynamic_update_slice_in_dim(scores, s, first, axis=3)
+
+    return lax.fori_loop(0, -(-M // block), step, vary_with(jnp.zeros((B, K, G, M), jnp.float32), q, keys, slots))
+
+
+def centres() -> tuple[float, ...]:
+    """The eight values that a 4-bit code's magnitude can have."""
+    return tuple(lloyd_max(SUBSPACE)[1].tolist())
 
 
 @op(
@@ -158,17 +291,9 @@ def select_top(
     `scores` f32[B, K, G, U] are those of the U stored units for q [B, K, G, D]; those of pending keys are scale * q.k.
     """
     candidates.require(scores.shape[3], unit)
-    pending = candidates.pending_units(_pending_logits(q, candidates, scale), unit)
+    pending = candidates.pending_units(q, scale, unit)
     stored = split_steps(scores, candidates.steps), candidates.inside(*candidates.span, scores.shape[3], unit)
     return _highest([stored, pending], group_reduce, candidates)
-
-
-def _pending_logits(q: Array, candidates: Candidates, scale: float) -> Array:
-    """Exact scores of the recent keys for q [B, K, T*G, D]: f32[B, K*T, G, R]."""
-    keys, steps = candidates.pending[0], candidates.steps
-    if keys.ndim == 4:
-        return split_steps(attention_logits(q, keys, scale), steps)
-    return attention_logits(split_steps(q, steps), keys.reshape(keys.shape[0], -1, *keys.shape[3:]), scale)
 
 
 def _highest(parts: Sequence[tuple[Array, Array]], group_reduce: GroupReduce, candidates: Candidates) -> Selection:
@@ -194,7 +319,7 @@ def _select_1bit_mosaic(kernel: Any, a: Any) -> PackedSelection:
         pending, slots, steps = candidates.pending, candidates.pending_slots, candidates.steps
         how: dict[str, Any] = {"scale": a.scale, "pending_slots": slots, "local": candidates.local, "steps": steps}
         if pending[0].dtype != a.keys.scale.dtype:  # the kernel takes scores in place of keys of another dtype
-            pending = join_steps(_pending_logits(q, candidates, a.scale), steps)[..., :slots], *pending[1:]
+            pending = join_steps(candidates.pending_units(q, a.scale)[0], steps), *pending[1:]
             how["pending_slots"] = None
         asked = candidates.span, pending, candidates.k, a.group_reduce, candidates.k_max
         return PackedSelection(*kernel.select_1bit(q, *a.keys, *asked, **how))
@@ -311,7 +436,7 @@ def select_4bit(
     M, S = listed.slots.shape[3], keys.signs.shape[2]
     candidates.require(M, 1)
     estimates = rerank(rotate_few(q, seed), keys, listed, scale=scale)
-    pending = candidates.pending_units(_pending_logits(q, candidates, scale))
+    pending = candidates.pending_units(q, scale)
     stored = split_steps(estimates, candidates.steps), split_steps(listed.valid, candidates.steps)
     best = _highest([stored, pending], "per_head", candidates)
     slots = jnp.take_along_axis(listed.slots, jnp.minimum(best.slots, M - 1), axis=-1)

@@ -12,8 +12,7 @@ from jax.tree_util import register_dataclass
 
 from kvjax import ops
 from kvjax.evictors import Evictor, HeavyHitter
-from kvjax.numerics.blocks import Block, empty_block
-from kvjax.numerics.packing import whole_units
+from kvjax.numerics.blocks import Block, empty_block, whole_units
 from kvjax.numerics.partial import PartialAttention, Span, attend_part, keep_valid, merge, merge_sinks, softmax_weights
 from kvjax.ops.chunk import attend_zone
 from kvjax.policies.evicting import Evicting, EvictingState

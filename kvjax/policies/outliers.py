@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax import ops
-from kvjax.numerics.packing import whole_units
+from kvjax.numerics.blocks import whole_units
 from kvjax.numerics.selection import Candidates, PackedSelection, Selection, by_row, unpack
 from kvjax.policies.policy import Info, Step
 from kvjax.policies.retrieval import Retrieval

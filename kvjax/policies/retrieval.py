@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -88,8 +89,8 @@ class Retrieval(SelectedZones):
         st = super().init(spec)
         self.selector.check_store(self.store)
         heads = spec.group if self.selector.group_reduce == "per_head" else 1
-        units = (st.store.slots + self._pending_slots(st)) // self.selector.unit
-        self.store.require_room(heads * self.room(units) * self.selector.unit)
+        _, gathered = self.sizes(st)
+        self.store.require_room(heads * gathered * self.selector.unit)
         return replace(st, index=self.selector.init(spec, st.store.slots))
 
     def of_size(self, spec: CacheSpec) -> Policy:
@@ -149,8 +150,7 @@ class Retrieval(SelectedZones):
     def candidates(self, st: ZonedState, seen: Visible, *, steps: int = 1, in_order: int = 0) -> Candidates:
         """The units of history and pending tokens that compete, and how many are selected."""
         unit = self.selector.unit
-        pending_slots = self._pending_slots(st)
-        k_max = self.room((st.store.slots + pending_slots) // unit)
+        pending_slots, k_max = self.sizes(st)
         k: Array | int = self.selected // unit  # a number if it is the same for all: an array would cost a kernel
         dense = seen.length < self.dense_below if self.dense_below else None
         if k_max != k:
@@ -168,11 +168,6 @@ class Retrieval(SelectedZones):
             dense=dense,
             in_order=in_order,
         )
-
-    def _pending_slots(self, st: ZonedState) -> int:
-        """The first slots of the recent block, before those of the local window, in whole units."""
-        unit = self.selector.unit
-        return max(-(-(st.recent.slots - self.local) // unit), 1) * unit
 
     def _attend_steps(self, st: ZonedState, q: Array, lengths: Array, step: Step) -> tuple[Array, ZonedState, Info]:
         """Each step sees the state as it is after its own token: the same arrays with smaller counts.
@@ -204,16 +199,19 @@ class Retrieval(SelectedZones):
 
     # --------------------------------------------------------------------------------------------------------- parts
 
-    @property
+    @cached_property
     def selected(self) -> int:
         """Tokens of the budget that the selector selects, in whole units."""
         rest = self.budget - self.sink - self.local
         return rest - rest % self.selector.unit
 
-    def room(self, units: int) -> int:
-        """Units that a step gathers: those of the budget, or room for all of a row that is still attended densely."""
-        dense = -(-max(self.dense_below - self.sink - self.local, 0) // self.selector.unit)
-        return min(max(self.selected // self.selector.unit, dense), units)
+    def sizes(self, st: ZonedState) -> tuple[int, int]:
+        """Slots that can be pending, in whole units: the first of the recent block, before those of the local window.
+        And units that a step gathers: those of the budget, or room for all of a row that is still attended densely."""
+        unit = self.selector.unit
+        pending = max(-(-(st.recent.slots - self.local) // unit), 1)
+        dense = -(-max(self.dense_below - self.sink - self.local, 0) // unit)
+        return pending * unit, min(max(self.selected // unit, dense), st.store.slots // unit + pending)
 
     def over_context(self, axis: Axis, parts: int) -> Retrieval:
         policy = super().over_context(axis, parts)

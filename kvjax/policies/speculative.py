@@ -273,17 +273,13 @@ class Speculative(Policy):
 
     def _remember(self, st: SpeculativeState, zones: ZonedState, fresh: Recall, decision: Decision) -> SpeculativeState:
         """The state for the next step: the new recall in the heads that were recalled, the old one in the others."""
-
-        def keep(old: Array, new: Array, of: Array = st.due) -> Array:
-            return jnp.where(of.reshape(*of.shape, *(1,) * (new.ndim - of.ndim)), new, old)
-
-        renewed = decision.renewed
-        kept = jax.tree.map(partial(keep, of=renewed), st.recall.selection, fresh.selection)
+        renewed = decision.renewed.reshape(-1, 1, 1, 1)
+        kept = jax.tree.map(partial(jnp.where, renewed), fresh.selection, st.recall.selection)
         return SpeculativeState(
             zones=zones,
-            recall=Recall(kept, fresh.k, fresh.v, keep(st.recall.edge, fresh.edge)),
-            query=keep(st.query, decision.query, renewed),
-            recalled_at=keep(st.recalled_at, zones.length),
+            recall=Recall(kept, fresh.k, fresh.v, jnp.where(st.due, fresh.edge, st.recall.edge)),
+            query=jnp.where(renewed, decision.query, st.query),
+            recalled_at=jnp.where(st.due, zones.length, st.recalled_at),
             due=jnp.zeros_like(st.due),
         )
 
@@ -291,10 +287,8 @@ class Speculative(Policy):
         """The number of units that a step may leave out of a reused recall: one, for the edge, or more once a row has
         outgrown `dense_below`."""
         policy = self.retrieval
-        unit = policy.selector.unit
-        pending_units = -(-(zones.recent.slots - policy.local) // unit)
-        room = policy.room(zones.store.slots // unit + pending_units) * unit
-        return 1 if room <= policy.selected else zones.store.slots
+        _, gathered = policy.sizes(zones)
+        return 1 if gathered * policy.selector.unit <= policy.selected else zones.store.slots
 
     def _keep_reused(
         self, st: ZonedState, selection: Selection, reused: Array, edge: Array, seen: Visible

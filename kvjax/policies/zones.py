@@ -22,8 +22,7 @@ from jax.tree_util import register_dataclass
 
 from kvjax import ops
 from kvjax.memory import computed_last
-from kvjax.numerics.blocks import Block, empty_block, put, take_rows
-from kvjax.numerics.packing import whole_units
+from kvjax.numerics.blocks import Block, empty_block, put, take_rows, whole_units
 from kvjax.numerics.partial import PartialAttention, Span, keep_valid, merge
 from kvjax.numerics.selection import PackedSelection, Selection, unpack
 from kvjax.ops.chunk import attend_zone

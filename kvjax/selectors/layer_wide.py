@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax import ops
-from kvjax.numerics.partial import attention_logits
 from kvjax.numerics.selection import Candidates, PackedSelection, Selection
 from kvjax.selectors.selector import LAST, Selector, Wrapper
 from kvjax.sharding.context import Stripes
@@ -52,7 +51,7 @@ class LayerWide(Wrapper):
         if candidates.last is not None:
             scores = jnp.where(candidates.last[:, :, None], LAST, scores)
         scored = self.with_pending(candidates, q)
-        pending = scored.pending_units(attention_logits(q, scored.pending[0], scale), self.unit)
+        pending = scored.pending_units(q, scale, self.unit)
         parts = (scores, candidates.inside(*candidates.span, scores.shape[3], self.unit)), pending
         layer = [(part.reshape(B, 1, -1, part.shape[3]), valid) for part, valid in parts]
         best = ops.top_k_grouped(layer, self.group_reduce, candidates.k_max)

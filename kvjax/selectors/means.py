@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.numerics.blocks import write
-from kvjax.numerics.packing import page_means
+from kvjax.numerics.blocks import page_means, write
 from kvjax.numerics.partial import attention_logits
 from kvjax.numerics.selection import GroupReduce
 from kvjax.selectors.pending import Paged

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax import ops
-from kvjax.numerics.blocks import write
-from kvjax.numerics.packing import sum_pairs
+from kvjax.numerics.blocks import sum_pairs, write
 from kvjax.numerics.selection import Candidates, GroupReduce, PackedSelection, Selection, unpack
 from kvjax.selectors.pending import Paged, pending_pages, with_points
 from kvjax.spec import CacheSpec

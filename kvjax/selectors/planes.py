@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, get_args
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,11 +15,12 @@ from kvjax import ops
 from kvjax.numerics.partial import scaled
 from kvjax.numerics.quant import OneBit
 from kvjax.numerics.rotate import decode_weights, lloyd_max, rotate_few
-from kvjax.numerics.selection import GroupReduce, require_group_reduce
+from kvjax.numerics.selection import GroupReduce
 from kvjax.selectors.selector import Selector
 from kvjax.sharding.context import Stripes
 from kvjax.spec import CacheSpec
 from kvjax.stores.turbo import TurboBlock, TurboQuant
+from kvjax.validation import check_one_of
 
 BLOCK = 512  # tokens whose signs are expanded at a time
 
@@ -37,7 +38,7 @@ class SignPlane(Selector):
     group_reduce: GroupReduce = "mean_softmax"
 
     def __post_init__(self) -> None:
-        require_group_reduce(self.group_reduce)
+        check_one_of(type(self).__name__, get_args(GroupReduce), group_reduce=self.group_reduce)
 
     def init(self, spec: CacheSpec, slots: int) -> tuple[()]:
         return ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,10 @@ from jax import Array, lax
 
 from kvjax.numerics.blocks import write
 from kvjax.numerics.partial import attention_logits, scaled
-from kvjax.numerics.selection import GroupReduce, require_group_reduce
+from kvjax.numerics.selection import GroupReduce
 from kvjax.selectors.selector import Selector
 from kvjax.spec import CacheSpec, keep_ints
-from kvjax.validation import check_divides
+from kvjax.validation import check_divides, check_one_of
 
 TOGETHER = 8  # blocks of all rows that are learnt at once: one block of one row is too little work for a GPU
 
@@ -52,7 +52,7 @@ class ProductCodes(Selector):
 
     def __post_init__(self) -> None:
         keep_ints(self, parts=1, bits=1, learn=1, iterations=0)
-        require_group_reduce(self.group_reduce)
+        check_one_of("ProductCodes", get_args(GroupReduce), group_reduce=self.group_reduce)
         if self.bits > 8:
             raise ValueError(f"ProductCodes(bits={self.bits}) does not fit the byte of a code; use 1 to 8 bits")
         if self.learn < 2**self.bits:

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from kvjax.numerics.blocks import write
-from kvjax.numerics.packing import sum_pairs
+from kvjax.numerics.blocks import sum_pairs, write
 from kvjax.ops.op import for_gpu
 from kvjax.sharding.context import Stripes
 from kvjax.spec import CacheSpec, keep_ints

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from kvjax.numerics.partial import attention_logits
 from kvjax.numerics.selection import (
     SOFTMAX_REDUCES,
     Candidates,
@@ -73,7 +72,7 @@ class StripedSelector(Wrapper):
         scores, scored = self.score_own(ix, q, scale=scale), self.with_pending(candidates, q)
         start, stop = (jnp.asarray(x, jnp.int32) for x in candidates.span)
         own = replace(candidates, span=(stripes.owned(start), stripes.owned(stop)))
-        pending, exist = scored.pending_units(attention_logits(q, scored.pending[0], scale), unit)
+        pending, exist = scored.pending_units(q, scale, unit)
         units = scores.shape[3]
         parts = [(scores, own.inside(*own.span, units, unit)), (pending, exist & (stripes.device == 0))]
         total = None

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.tree_util import register_dataclass
 
-from kvjax.numerics.blocks import put_last, write
+from kvjax.numerics.blocks import page_means, put_last, sum_pairs, write
 from kvjax.numerics.derivatives import refuse_derivative
-from kvjax.numerics.packing import page_means, sum_pairs
 from kvjax.numerics.partial import PartialAttention
 from kvjax.numerics.rotate import turn_positions
 from kvjax.numerics.selection import Selection

@@ -11,9 +11,8 @@ from jax.tree_util import register_dataclass
 
 from kvjax import ops
 from kvjax.numerics.blocks import write
-from kvjax.numerics.packing import channels_packed
 from kvjax.numerics.partial import PartialAttention, Span
-from kvjax.numerics.quant import QuantArray, dequantize, quantize, slice_tokens
+from kvjax.numerics.quant import QuantArray, channels_packed, dequantize, quantize, slice_tokens
 from kvjax.numerics.selection import Selection
 from kvjax.ops.chunk import attend_blocks
 from kvjax.spec import CacheSpec, keep_ints

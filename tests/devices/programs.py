@@ -36,10 +36,10 @@ def wanted_exchanges(policy: Any, placement: Placement, spec: CacheSpec) -> Coun
         found["all-gather", C * heads * G * (policy.room + 1)] += 1  # places, and how many collide
     if not isinstance(policy, Retrieval):
         return found
-    unit, rule = policy.selector.unit, policy.selector.group_reduce
+    rule = policy.selector.group_reduce
     lists = G if rule == "per_head" else 1
-    units = jax.eval_shape(lambda: policy.init(spec)).store.slots // unit
-    found["all-gather", C * heads * lists * policy.room(units) * 2] += 1  # offers
+    _, gathered = policy.sizes(jax.eval_shape(lambda: policy.init(spec)))
+    found["all-gather", C * heads * lists * gathered * 2] += 1  # offers
     if "softmax" in rule:
         found["all-gather", C * heads * G] += 1  # log-sums
     if isinstance(policy.selector, Paris):

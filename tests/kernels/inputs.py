@@ -8,6 +8,7 @@ import numpy as np
 
 from kvjax.numerics.quant import quantize_1bit
 from kvjax.numerics.rotate import SUBSPACE, lloyd_max
+from kvjax.numerics.selection import Selection
 
 
 @lru_cache(maxsize=4)  # the sizes for a GPU take seconds
@@ -38,3 +39,10 @@ def spans_of(B, *spans):
 
 
 BIG = [(0, 131040), (0, 0), (5, 131000), (64, 65)]
+
+
+def of_pages(pages, valid, page):
+    """The selection of all tokens of pages [B, K, H, M] of `page` tokens."""
+    slots = np.asarray(pages)[..., None] * page + np.arange(page, dtype=np.int32)
+    slots = jnp.asarray(slots.reshape(*slots.shape[:3], -1), jnp.int32)
+    return Selection(slots, jnp.repeat(jnp.asarray(valid), page, axis=3))

@@ -107,7 +107,9 @@ def test_attention_over_zones_reads_nothing_that_is_not_attended_to():
     chosen = np.zeros((4, 1, 90), bool)
     for b in range(4):
         chosen[b, 0, slots[b, 0, 0][valid[b, 0, 0]]] = True
-    others = [(a, chosen[:, :, 60:] | np.asarray(a.mask)[:, None]) for a in (recent,)] + [(sink, sink.mask[:, None])]
+    others = [(a, chosen[:, :, 60:] | np.asarray(a.mask(1))[:, :, 0]) for a in (recent,)] + [
+        (sink, sink.mask(1)[:, :, 0])
+    ]
     recent_, sink_ = (a._replace(k=poison(a.k, seen), v=poison(a.v, seen)) for a, seen in others)
     got = run(q, poison(k, chosen[:, :, :60]), poison(v, chosen[:, :, :60]), selection, recent_, sink_)
     np.testing.assert_array_equal(got, want)

@@ -14,9 +14,8 @@ from benchmarks import throughput
 from kvjax import CacheSpec, HostOffload, generation, ops, presets
 from kvjax.kernels_pallas.host import host_append, host_rows
 from kvjax.memory import CONCURRENT, to_host
-from kvjax.numerics.selection import Selection, expand_units
 from tests.kernels.conftest import ON_GPU, on_gpu
-from tests.kernels.inputs import normal
+from tests.kernels.inputs import normal, of_pages
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -182,7 +181,7 @@ def test_the_host_store_is_the_same_with_and_without_its_kernels(page, monkeypat
     spec = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=64, capacity=300, dtype=jnp.bfloat16)
     store, new = HostOffload(page=page), [normal(s, 2, 2, 48, 64, dtype=jnp.bfloat16) for s in (1, 2)]
     pages = jnp.asarray([[[[0, 2, 1]], [[2, 1, 0]]], [[[0, 0, 0]], [[1, 2, 0]]]], jnp.int32)
-    selection = expand_units(Selection(pages, pages > 0), page)
+    selection = of_pages(pages, pages > 0, page)
 
     def run():
         append = jax.jit(lambda *args: store.append(*args), donate_argnums=0)

@@ -104,7 +104,7 @@ class FusedJoint(Joint):
 
     def attend_with(self, st: Joined, q: Array, start: Array, recent: Any, sink: Any, *, scale: float) -> Array:
         CALLS.append("attend_with")
-        recent = attend_part(q, recent.k, recent.v, recent.mask[:, None, None], scale=scale)
+        recent = attend_part(q, recent.k, recent.v, recent.mask(1), scale=scale)
         return self._merged(q, sink, self._stored(st, q, start, scale), recent, scale)
 
     def _stored(self, st: Joined, q: Array, start: Array, scale: float) -> PartialAttention:
@@ -122,8 +122,10 @@ class FusedJoint(Joint):
     ) -> tuple[Array, Joined]:
         CALLS.append("attend_zones")
         stored, pending = split_selection(Selection(selection.slots, selection.valid), st.slots)
-        newest = recent.mask & (jnp.arange(recent.k.shape[2])[None] >= (recent.stop - local)[:, None])
-        own = membership(pending, recent.k.shape[2]) | newest[:, None, None]
+        newest = recent.mask(1) & (
+            jnp.arange(recent.k.shape[2])[None, None, None] >= (recent.stop - local)[:, None, None, None]
+        )
+        own = membership(pending, recent.k.shape[2]) | newest
         own = jnp.broadcast_to(own, (*q.shape[:3], own.shape[3]))
         history = self.attend_slots(st, q, stored, scale=scale)
         return self._merged(q, sink, history, attend_part(q, recent.k, recent.v, own, scale=scale), scale), st
@@ -131,7 +133,7 @@ class FusedJoint(Joint):
     def _merged(self, q: Array, sink: Any, history: PartialAttention, recent: PartialAttention, scale: float) -> Array:
         parts = [history, recent]
         if sink is not None:
-            parts.append(attend_part(q, sink.k, sink.v, sink.mask[:, None, None], scale=scale))
+            parts.append(attend_part(q, sink.k, sink.v, sink.mask(1), scale=scale))
         return merge(*parts).out.astype(q.dtype)
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from kvjax.numerics.selection import (
     GROUP_REDUCES,
+    Candidates,
     Selection,
-    expand_units,
     mass_recall,
     membership,
     no_kernel_for,
@@ -70,7 +70,8 @@ def test_scores_far_below_the_top_keep_their_order() -> None:
 
 def test_pages_expand_to_their_tokens() -> None:
     pages = Selection(jnp.array([[[[2, 0]]]]), jnp.array([[[[True, False]]]]))
-    tokens = expand_units(pages, 3)
+    pending = jnp.zeros((1, 1, 3, 8)), 0, 0
+    tokens = Candidates(span=(0, jnp.array([9])), pending=pending, k=2, k_max=2, pending_slots=3).tokens(pages, 3, 3)
     assert tokens.slots.tolist() == [[[[6, 7, 8, 0, 1, 2]]]]
     assert tokens.valid.tolist() == [[[[True] * 3 + [False] * 3]]]
 

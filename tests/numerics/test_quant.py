@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis.extra import numpy as hnp
 
-from kvjax.numerics.packing import pack_bits, pack_codes, unpack_bits, unpack_codes
-from kvjax.numerics.quant import dequantize_1bit, quantize_1bit
+from kvjax.numerics.quant import dequantize_1bit, pack_bits, pack_codes, quantize_1bit, unpack_bits, unpack_codes
 
 VALUES = st.floats(-1e4, 1e4, width=32)
 

@@ -101,12 +101,12 @@ def test_a_module_imports_lower_floors_only(module):
         assert reached < floor(module), f"{module} (floor {floor(module)}) imports {name} (floor {reached})"
 
 
-def test_kernels_import_jax_and_packing_only():
+def test_kernels_import_jax_only():
     for module in SOURCES:
         if part(module) == "kernels_pallas":
             inside = {name for name in ours(module) if part(name) != "kernels_pallas"}
             outside = third_party(module)
-            assert inside <= {"kvjax.numerics.packing"}, f"{module} imports {inside}"
+            assert not inside, f"{module} imports {inside}"
             assert outside <= {"jax", "jaxlib"}, f"{module} imports {outside}"
 
 

@@ -70,7 +70,7 @@ def test_a_pick_is_the_choice_and_its_lowest_comes_last_where_it_says_so(selecto
         (dict(pending_slots=12), r"pending_slots=12\) must be whole pages of 8 tokens among the 20 recent keys"),
         (dict(pending_slots=24), r"pending_slots=24\) must be whole pages"),
         (dict(k_max=6), r"k_max=6\) is more than the 3 stored and 2 pending units"),
-        (dict(group_reduce="mean"), "group_reduce must be one of"),
+        (dict(group_reduce="mean"), "group_reduce='mean' must be one of"),
     ],
 )
 def test_picking_pages_refuses_sizes_that_do_not_fit(changed: dict, words: str) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax import CacheSpec, Fifo, Paris, Retrieval, ops
-from kvjax.numerics.packing import pack_bits
+from kvjax.numerics.quant import pack_bits
 from kvjax.numerics.rotate import _signs, decode, encode, hadamard, lloyd_max, radius_table, rotate, rotate_few
 from kvjax.numerics.selection import Selection, set_recall
 from kvjax.selectors.paris import FLOOR, ParisIndex

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from kvjax import CacheSpec, CentrePages, Fier, MinMaxPages
-from kvjax.numerics.partial import attention_logits
 from kvjax.numerics.selection import Candidates
 
 SPEC = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=8, capacity=16, dtype=jnp.float32)
@@ -22,7 +21,7 @@ def test_a_pending_page_has_the_score_of_the_page_of_its_tokens(kind: Any, seen:
     count = PAGE + seen  # a full page, and one with the first `seen` tokens
     candidates = Candidates(span=(0, jnp.zeros(2, jnp.int32)), pending=(k, 0, count), k=1, k_max=1, pending_slots=8)
     scored = kind(PAGE).with_pending(candidates, q)
-    got, valid = scored.pending_units(attention_logits(q, scored.pending[0], SCALE), PAGE)
+    got, valid = scored.pending_units(q, SCALE, PAGE)
     assert np.asarray(valid).all()
     for page, tokens in enumerate((k[:, :, :PAGE], k[:, :, PAGE:count])):
         whole = kind(tokens.shape[2])
@@ -37,5 +36,5 @@ def test_a_pending_page_by_the_mean_of_its_keys_ignores_slots_past_the_count() -
     k = k.at[:, :, 2:].set(jnp.nan)
     candidates = Candidates(span=(0, jnp.zeros(2, jnp.int32)), pending=(k, 0, 2), k=1, k_max=1, pending_slots=PAGE)
     scored = Fier(group=8, page=PAGE, page_reduce="mean").with_pending(candidates, q)
-    got, _ = scored.pending_units(attention_logits(q, scored.pending[0], SCALE), PAGE)
+    got, _ = scored.pending_units(q, SCALE, PAGE)
     np.testing.assert_allclose(got[..., 0], np.einsum("bkgd,bkd->bkg", q, k[:, :, :2].mean(2)) * SCALE, rtol=1e-5)

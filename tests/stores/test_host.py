@@ -11,9 +11,10 @@ import pytest
 
 import kvjax
 from kvjax import CacheSpec, Dense, Fier, Fifo, HostOffload, MinMaxPages, Retrieval, memory
-from kvjax.numerics.selection import Selection, expand_units
+from kvjax.numerics.selection import Selection
 from kvjax.stores.store import Recalled
 from kvjax.testing import _drive as drive
+from tests.kernels.inputs import of_pages
 
 SPEC = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=300, dtype=jnp.float32)
 POLICY = Retrieval(
@@ -55,7 +56,7 @@ def test_host_store_holds_and_reads_what_dense_does(page: int) -> None:
         for ours, theirs in zip(parts[1], parts[0], strict=True):
             np.testing.assert_allclose(ours, theirs, atol=1e-5)
     pages = np.stack([rng.permutation(80 // page)[:3] for _ in range(4)]).reshape(2, 2, 1, 3)
-    selection = expand_units(Selection(jnp.asarray(pages), jnp.asarray(pages != pages.max())), page)
+    selection = of_pages(pages, pages != pages.max(), page)
     parts = [
         jax.jit(functools.partial(store.attend_slots, scale=0.2))(st, q, selection)
         for store, st in zip((dense, host), states, strict=True)

@@ -16,8 +16,7 @@ from hypothesis.extra import numpy as hnp
 
 import kvjax
 from kvjax import CacheSpec, Fier, Fifo, Quantized, Retrieval, Selection
-from kvjax.numerics.packing import pack_codes, unpack_codes
-from kvjax.numerics.quant import dequantize, quantize, split_scales
+from kvjax.numerics.quant import dequantize, pack_codes, quantize, split_scales, unpack_codes
 from kvjax.testing import _drive as drive
 from tests.oracles import asymmetric, attention
 
