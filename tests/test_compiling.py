@@ -181,6 +181,19 @@ def test_a_whole_program_is_read_without_tracing_and_run_for_its_arguments_alone
     assert traced == [2, 4, 2, 2, 2]
 
 
+def test_what_jax_read_from_its_own_entry_is_not_written_as_a_whole_program(settings, tmp_path):
+    # As after a change of the library that leaves the program as it was: XLA cannot run what would be written.
+    compiling.use_compilation_cache(tmp_path)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    run = affine([])
+    whole(run)
+    (file,) = tmp_path.rglob("*-whole")
+    file.unlink()
+    whole(run)
+    assert not list(tmp_path.rglob("*-whole"))
+    whole(run)
+
+
 @pytest.mark.parametrize("changed", ["size", "static", "variable", "setting", "source", "off"])
 def test_a_whole_program_of_other_surroundings_is_not_run(settings, tmp_path, monkeypatch, changed):
     compiling.use_compilation_cache(tmp_path)
