@@ -237,9 +237,10 @@ def page() -> str:
     return f"""# Support matrix
 
 `python -m docs.support` writes this page: it tries each feature on each method. Methods run on every platform of JAX,
-but TPUs and AMD's GPUs are untested: each preset's step and prompt is lowered for both in the tests, and none has run.
-The kernels need an NVIDIA GPU of [these](#gpus) and jax 0.11 or later. Elsewhere plain JAX does the same work, and
-[Performance](performance.md#the-same-in-plain-jax) says how fast.
+but TPUs and AMD's GPUs are untested: tests lower each preset's step and prompt for both, and none has run. The kernels
+need an NVIDIA GPU of [these](#gpus) and jax 0.11 or later. Elsewhere plain JAX does the same work
+([how fast](performance.md#the-same-in-plain-jax)). An export with kernels is for CUDA
+alone: make one for each platform.
 
 ## Methods and features
 
