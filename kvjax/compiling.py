@@ -269,7 +269,8 @@ def _write_whole(file: Path, made: jax.stages.Compiled) -> None:
 
 
 def _folder() -> Path | None:
-    return Path(folder) if (folder := getattr(jax.config, "jax_compilation_cache_dir", None)) else None
+    folder = getattr(jax.config, "jax_compilation_cache_dir", None)
+    return Path(folder) if folder else None
 
 
 class Clock:
@@ -284,7 +285,8 @@ class Clock:
         """Wall time so far; what JAX reports inside of another report counts once."""
         total, end = 0.0, float("-inf")
         for first, last in sorted(self._spans):
-            total, end = total + max(0.0, last - max(first, end)), max(end, last)
+            total += max(0.0, last - max(first, end))
+            end = max(end, last)
         return total
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
 
 import jax.numpy as jnp
 from jax import Array
 
 from kvjax.numerics.blocks import write
 from kvjax.numerics.partial import attention_logits
-from kvjax.numerics.selection import GroupReduce
+from kvjax.numerics.selection import GROUP_REDUCES, GroupReduce
 from kvjax.selectors.selector import Selector
 from kvjax.spec import CacheSpec
 from kvjax.validation import check_one_of
@@ -29,7 +28,7 @@ class Exact(Selector):
     group_reduce: GroupReduce = "mean_softmax"
 
     def __post_init__(self) -> None:
-        check_one_of(type(self).__name__, get_args(GroupReduce), group_reduce=self.group_reduce)
+        check_one_of(type(self).__name__, GROUP_REDUCES, group_reduce=self.group_reduce)
 
     def init(self, spec: CacheSpec, slots: int) -> Array:
         return jnp.zeros((spec.batch, spec.kv_heads, slots, spec.head_dim), spec.dtype)

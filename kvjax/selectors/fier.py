@@ -11,7 +11,7 @@ from jax import Array
 from kvjax import ops
 from kvjax.numerics.blocks import write
 from kvjax.numerics.quant import OneBit, quantize_1bit
-from kvjax.numerics.selection import Candidates, GroupReduce, PackedSelection, Selection
+from kvjax.numerics.selection import GROUP_REDUCES, Candidates, GroupReduce, PackedSelection, Selection
 from kvjax.selectors.pending import pending_pages, with_points
 from kvjax.selectors.selector import Selector
 from kvjax.spec import CacheSpec, keep_ints
@@ -43,7 +43,7 @@ class Fier(Selector):
 
     def __post_init__(self) -> None:
         keep_ints(self, group=1, page=1)
-        check_one_of("Fier", get_args(GroupReduce), group_reduce=self.group_reduce)
+        check_one_of("Fier", GROUP_REDUCES, group_reduce=self.group_reduce)
         check_one_of("Fier", get_args(PageReduce), page_reduce=self.page_reduce)
 
     @property

@@ -13,6 +13,7 @@ from kvjax import ops
 from kvjax.numerics.blocks import put_last, take_rows, write
 from kvjax.numerics.rotate import SUBSPACE, Directions, encode, patterns, require_rotatable, rotate, rotate_few
 from kvjax.numerics.selection import (
+    GROUP_REDUCES,
     Candidates,
     GroupReduce,
     PackedSelection,
@@ -100,7 +101,7 @@ class Paris(Selector):
         check_one_of("Paris", get_args(Votes), votes=self.votes)
         keep_ints(self, candidates=1, subspace=1, radius_bits=1, **({} if self.seed is None else {"seed": 0}))
         check_flags("Paris", correct=self.correct)
-        check_one_of("Paris", get_args(GroupReduce), group_reduce=self.group_reduce)
+        check_one_of("Paris", GROUP_REDUCES, group_reduce=self.group_reduce)
         why = ": there is a count for each sign pattern of a subspace, and codes need more than 3 channels"
         check_one_of("Paris", (4, 8), why, subspace=self.subspace)
         check_one_of("Paris", (4, 16), ": codes relative to the key, or bfloat16", radius_bits=self.radius_bits)

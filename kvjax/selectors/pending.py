@@ -7,12 +7,11 @@ tokens of such a page are replaced by these points, one for each query head in t
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import get_args
 
 import jax.numpy as jnp
 from jax import Array
 
-from kvjax.numerics.selection import Candidates, GroupReduce
+from kvjax.numerics.selection import GROUP_REDUCES, Candidates, GroupReduce
 from kvjax.selectors.selector import Selector
 from kvjax.spec import CacheSpec, keep_ints
 from kvjax.validation import check_divides, check_one_of
@@ -27,7 +26,7 @@ class Paged(Selector):
 
     def __post_init__(self) -> None:
         keep_ints(self, page=1)
-        check_one_of(type(self).__name__, get_args(GroupReduce), group_reduce=self.group_reduce)
+        check_one_of(type(self).__name__, GROUP_REDUCES, group_reduce=self.group_reduce)
 
     @property
     def unit(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, get_args
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +15,7 @@ from kvjax import ops
 from kvjax.numerics.partial import scaled
 from kvjax.numerics.quant import OneBit
 from kvjax.numerics.rotate import decode_weights, lloyd_max, rotate_few
-from kvjax.numerics.selection import GroupReduce
+from kvjax.numerics.selection import GROUP_REDUCES, GroupReduce
 from kvjax.selectors.selector import Selector
 from kvjax.sharding.context import Stripes
 from kvjax.spec import CacheSpec
@@ -38,7 +38,7 @@ class SignPlane(Selector):
     group_reduce: GroupReduce = "mean_softmax"
 
     def __post_init__(self) -> None:
-        check_one_of(type(self).__name__, get_args(GroupReduce), group_reduce=self.group_reduce)
+        check_one_of(type(self).__name__, GROUP_REDUCES, group_reduce=self.group_reduce)
 
     def init(self, spec: CacheSpec, slots: int) -> tuple[()]:
         return ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jax import Array, lax
 
 from kvjax.numerics.blocks import write
 from kvjax.numerics.partial import attention_logits, scaled
-from kvjax.numerics.selection import GroupReduce
+from kvjax.numerics.selection import GROUP_REDUCES, GroupReduce
 from kvjax.selectors.selector import Selector
 from kvjax.spec import CacheSpec, keep_ints
 from kvjax.validation import check_divides, check_one_of
@@ -52,7 +52,7 @@ class ProductCodes(Selector):
 
     def __post_init__(self) -> None:
         keep_ints(self, parts=1, bits=1, learn=1, iterations=0)
-        check_one_of("ProductCodes", get_args(GroupReduce), group_reduce=self.group_reduce)
+        check_one_of("ProductCodes", GROUP_REDUCES, group_reduce=self.group_reduce)
         if self.bits > 8:
             raise ValueError(f"ProductCodes(bits={self.bits}) does not fit the byte of a code; use 1 to 8 bits")
         if self.learn < 2**self.bits:
