@@ -209,7 +209,6 @@ class Checkpoint:
         """
         if isinstance(prompt, str):
             self._check_length(prompt)
-        if isinstance(prompt, str):
             ids = tokenise(self.tokenizer, prompt, self.directory)
         else:
             ids = self.apply_chat(prompt, template=template)
@@ -374,19 +373,9 @@ class Checkpoint:
         run = self._request(prompts, cache, max_new_tokens, capacity, stop_tokens, template, processors, spec_prefill)
         draw, key = _draws(temperature, top_k, top_p, min_p, seed, key)
         draft = drafts.parse(speculate) if isinstance(speculate, str) else speculate
-        return stream(
-            self.model,
-            self.init_cache(cache, capacity=run.capacity),
-            run.rows,
-            sampling=draw,
-            key=key,
-            measure=True,
-            draft=draft,
-            spec_prefill=spec_prefill,
-            sparse_prompt=sparse_prompt,
-            tokenizer=self.tokenizer,
-            **run.settings,
-        )
+        run.settings |= {"sampling": draw, "key": key, "measure": True, "draft": draft, "spec_prefill": spec_prefill}
+        run.settings |= {"sparse_prompt": sparse_prompt, "tokenizer": self.tokenizer}
+        return stream(self.model, self.init_cache(cache, capacity=run.capacity), run.rows, **run.settings)
 
     def chat(
         self,

@@ -77,14 +77,9 @@ def _common(
 
 
 _GROUPS: dict[str, dict[str, Callable[..., Any]]] = {
-    "Answer": {
-        "generate": generate.generate,
-        "chat": chat.chat,
-        "compare": compare.compare,
-        "methods": methods.methods,
-    },
-    "Quality": {"eval": evaluate.evaluate, "perplexity": perplexity.perplexity},
-    "Tune": {"heads": heads.heads, "bench": bench.bench, "warm": warm.warm},
+    "Answer": dict(generate=generate.generate, chat=chat.chat, compare=compare.compare, methods=methods.methods),
+    "Quality": dict(eval=evaluate.evaluate, perplexity=perplexity.perplexity),
+    "Tune": dict(heads=heads.heads, bench=bench.bench, warm=warm.warm),
 }
 for _group, _commands in _GROUPS.items():
     for _name, _command in _commands.items():

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -193,14 +194,8 @@ def generate(
                 raise ValueError(f"{many} and {name} cannot be given together")
         collect_garbage()
         settings: dict[str, Any] = {"model_dir": model_dir, "policy": policy, "slots": slots, "dtype": dtype}
-        answer_many(
-            prompts or [read_prompt(text, None) for text in texts],
-            out,
-            max_new_tokens=max_new_tokens,
-            sampling=draw,
-            seed=seed,
-            **settings,
-        )
+        settings |= {"max_new_tokens": max_new_tokens, "sampling": draw, "seed": seed}
+        answer_many(prompts or [read_prompt(text, None) for text in texts], out, **settings)
         return
     if out is not None:
         raise ValueError("--out is for the answers to --prompts; redirect stdout for a single prompt")
@@ -609,9 +604,7 @@ def _summarise(answer: _Answer, prompt: int, cache: str) -> None:
 
 def _in_layers(attended: Any, prompt: int, new: int) -> str:
     """The mean number of tokens that a step read, by layer: "256 of 2832 tokens in 6 layers, 2832 in 2"."""
-    counts: dict[int, int] = {}
-    for tokens in sorted(round(float(mean)) for mean in attended):
-        counts[tokens] = counts.get(tokens, 0) + 1
+    counts = Counter(sorted(round(float(mean)) for mean in attended))
     (fewest, layers), *more = counts.items()
     stored = round(prompt + (new + 1) / 2)  # at the mean step, its own token included
     if not more:
@@ -619,15 +612,6 @@ def _in_layers(attended: Any, prompt: int, new: int) -> str:
     if len(more) > 1:
         return f"{fewest} to {more[-1][0]} of {stored} tokens, by layer"
     return f"{fewest} of {stored} tokens in {layers} layer{'s' * (layers > 1)}, {more[0][0]} in {more[0][1]}"
-
-
-def _is_text(argument: str) -> bool:
-    """True if a command-line argument was UTF-8; Python keeps other bytes as surrogates."""
-    try:
-        argument.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def read_prompt(prompt: str | None, file: Path | None, *, example: bool = False) -> str:
@@ -638,11 +622,16 @@ def read_prompt(prompt: str | None, file: Path | None, *, example: bool = False)
         raise ValueError(f"give {number} of --prompt TEXT, --prompt-file FILE (- for stdin) and --example")
     if example:
         return EXAMPLE
-    if prompt is not None and not _is_text(prompt):
+    if any("\ud800" <= character < "\ue000" for character in prompt or ""):  # Python's for other bytes
         raise ValueError("--prompt is not UTF-8; set a UTF-8 locale, or give the text as --prompt-file FILE")
     if file is not None:
-        prompt = _decode(_content(file), f"--prompt-file {file}")
-        prompt = prompt.removesuffix("\n").removesuffix("\r")
+        try:
+            prompt = _content(file).decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"--prompt-file {file} is not UTF-8: byte 0x{error.object[error.start]:02x} at {error.start}; convert "
+                "it first, for example with `iconv -t utf-8`"
+            ) from None
     assert prompt is not None
     if not prompt:
         raise ValueError("the prompt is empty; give at least one character")
@@ -658,13 +647,3 @@ def _content(file: Path) -> bytes:
     if not file.exists():  # a named pipe is fine
         raise ValueError(f"--prompt-file {file}: there is no such file")
     return file.read_bytes()
-
-
-def _decode(content: bytes, what: str) -> str:
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{what} is not UTF-8: byte 0x{error.object[error.start]:02x} at {error.start}; convert it first, for "
-            "example with `iconv -t utf-8`"
-        ) from None

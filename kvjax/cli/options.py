@@ -194,15 +194,11 @@ def join_processes() -> None:
 def sizes(option: str, text: str) -> list[int]:
     """Parses comma-separated numbers, optionally with the unit K or M: "8K,100" gives [8192, 100]."""
     wanted = "whole numbers from 1, such as 8192, 8K or 1M, with commas between them"
-    return [_size(option, part, wanted) for part in text.split(",")]
+    return [size(option, part, wanted) for part in text.split(",")]
 
 
-def size(option: str, text: str) -> int:
+def size(option: str, text: str, wanted: str = "one whole number from 1, such as 8192, 8K or 1M") -> int:
     """Parses one number, optionally with the unit K or M: "8K" gives 8192."""
-    return _size(option, text, "one whole number from 1, such as 8192, 8K or 1M")
-
-
-def _size(option: str, text: str, wanted: str) -> int:
     number, unit = (text[:-1], UNITS[text[-1].upper()]) if text[-1:].upper() in tuple(UNITS) else (text, 1)
     if not (number.isascii() and number.strip().isdecimal()) or int(number) < 1:
         raise ValueError(f"{option} takes {wanted}; got {text!r}")
