@@ -4,12 +4,14 @@ JAX keeps compiled programs in a folder if it is told one. `kvjax` on the comman
 one in the user's cache folder; a program of your own calls `use_compilation_cache`. The variable
 KVJAX_COMPILATION_CACHE names another folder, or turns the cache "off".
 
-A program that JAX reads from its folder must be traced and lowered before, which takes Python longer than the rest. So
-inside of `whole_programs`, those of `Jitted` functions are also kept as executables, which are read without that.
+JAX finds a program in its folder by its lowered text, and to trace and lower takes Python longer than the rest. Inside
+of `whole_programs`, a small file for each program of a `Jitted` function names JAX's entry. Its key has this library's
+code: after an upgrade, a process that finds the text unchanged writes such files again, and the next traces nothing.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import importlib.metadata
@@ -21,6 +23,7 @@ import sys
 import tempfile
 import threading
 import time
+import types
 import warnings
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
@@ -29,12 +32,15 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
 
 VARIABLE = "KVJAX_COMPILATION_CACHE"
 OFF = ("", "0", "off", "no", "false")
 LEAST_SECONDS = 0.2  # a program that compiles in less is not kept: to read it would take as long
 NEVER = 1e9  # seconds; no program is written
 _FAILED = ("Error reading persistent compilation cache", "Error writing persistent compilation cache")
+_entries: Any = sys.modules[compilation_cache.reset_cache.__module__]  # reads and writes those in JAX's folder
+_config: Any = jax.config
 _told: set[str] = set()
 _logger = logging.getLogger("kvjax")
 
@@ -52,9 +58,8 @@ def use_compilation_cache(folder: str | Path | None = None) -> Path | None:
     >>> use_compilation_cache("off") is None
     True
     """
-    config: Any = jax.config
-    if config.jax_compilation_cache_dir:
-        return Path(config.jax_compilation_cache_dir)
+    if _config.jax_compilation_cache_dir:
+        return Path(_config.jax_compilation_cache_dir)
     named = os.environ.get(VARIABLE) if folder is None else str(folder)
     if named is not None and named.strip().lower() in OFF:
         return None
@@ -71,13 +76,11 @@ def use_compilation_cache(folder: str | Path | None = None) -> Path | None:
         _tell(f"compiled programs are read from {path} but not written there ({problem})")
     if not getattr(warnings.showwarning, "of_kvjax", False):
         warnings.showwarning = _shown_by(warnings.showwarning)
-    config.update("jax_compilation_cache_dir", str(path))
+    _config.update("jax_compilation_cache_dir", str(path))
     if problem:
-        config.update("jax_persistent_cache_min_compile_time_secs", NEVER)
-    elif config.jax_persistent_cache_min_compile_time_secs == 1.0:  # as JAX has it
-        config.update("jax_persistent_cache_min_compile_time_secs", LEAST_SECONDS)
-    from jax.experimental.compilation_cache import compilation_cache
-
+        _config.update("jax_persistent_cache_min_compile_time_secs", NEVER)
+    elif _config.jax_persistent_cache_min_compile_time_secs == 1.0:  # as JAX has it
+        _config.update("jax_persistent_cache_min_compile_time_secs", LEAST_SECONDS)
     compilation_cache.reset_cache()  # JAX asks for the folder once, at its first program
     return path
 
@@ -181,12 +184,13 @@ class Program(NamedTuple):
         kinds = [(a.shape, str(a.dtype), str(getattr(a, "sharding", None))) for a in jax.tree.leaves(self.args)]
         what = f"{_surroundings()} {self.function.__qualname__} {sorted(self.static.items())} {tree} {kinds}"
         file = folder / f"{self.function.__qualname__}-{hashlib.sha256(what.encode()).hexdigest()}-whole"
-        made = _read_whole(file, tree)
+        made = _read_whole(file)
         if made is None:
+            lowered, _running.key = self.lower(), None
             with compile_clock() as clock:
-                made = self.lower().compile()
-            if _RETRIEVED not in clock.parts:  # XLA for CPUs writes a program that it has read without its functions
-                _write_whole(file, made)
+                made = lowered.compile()
+            if _running.key is not None and _config.jax_persistent_cache_min_compile_time_secs < NEVER:
+                _write_whole(file, made, _running.key, fresh=_RETRIEVED not in clock.parts)
         else:
             _listen("/jax/core/compile/backend_compile_duration", time.monotonic() - begin)
         _whole[_signature(self.function, self.args, self.static)] = made
@@ -202,11 +206,17 @@ def whole_programs() -> Iterator[None]:
     For a process that gives one answer: meanwhile, no setting of JAX or kvjax that changes programs may change.
     """
     global _whole
-    before, _whole = _whole, {}
+    before, _whole, ask = _whole, {}, vars(_entries).get("get_cache_key")
+
+    def noting(*args: Any, **kwargs: Any) -> str:
+        _running.key = ask(*args, **kwargs)
+        return _running.key
+
+    _entries.get_cache_key = noting
     try:
         yield
     finally:
-        _whole = before
+        _whole, _entries.get_cache_key = before, ask
 
 
 def _signature(function: Jitted, args: tuple[Any, ...], static: dict[str, Any]) -> Hashable:
@@ -235,17 +245,12 @@ def _sources() -> str:
     return found.hexdigest()
 
 
-def _read_whole(file: Path, tree: Any) -> jax.stages.Compiled | None:
-    """The executable in a file for arguments of such a tree, if there is one."""
+def _read_whole(file: Path) -> jax.stages.Compiled | None:
+    """The executable that a file names, if both are there."""
     try:
-        data = file.read_bytes()
-    except OSError:
+        return serialize_executable.deserialize_and_load(*pickle.loads(file.read_bytes()))
+    except FileNotFoundError:  # the file, or JAX's entry
         return None
-    try:
-        code, inputs, outputs = pickle.loads(data)
-        if inputs != tree:
-            raise ValueError("it is for other arguments")
-        return serialize_executable.deserialize_and_load(code, inputs, outputs)
     except Exception as error:  # whatever a damaged file leads to
         with suppress(OSError):
             file.unlink()
@@ -254,9 +259,35 @@ def _read_whole(file: Path, tree: Any) -> jax.stages.Compiled | None:
         return None
 
 
-def _write_whole(file: Path, made: jax.stages.Compiled) -> None:
-    """Writes an executable, if it can be; JAX's own entry of it has told why a file cannot be written."""
+class _Entry:
+    """JAX's entry of a key, for a backend and devices; its pickle is read as the executable."""
+
+    def __init__(self, *where: Any) -> None:
+        self.where = where
+
+    def __reduce__(self) -> Any:
+        return _executable, self.where
+
+
+def _executable(key: str, backend: Any, devices: Any) -> Any:
+    found, _ = _entries.get_executable_and_time(key, None, backend, devices)
+    if found is None:
+        raise FileNotFoundError(key)
+    return found
+
+
+def _write_whole(file: Path, made: Any, key: str, *, fresh: bool) -> None:
+    """Writes an executable as JAX's entry of a key, if a file can be written: JAX has told why not.
+
+    JAX makes no entry of what compiles fast, so it is made here. It must be `fresh`, compiled by this process: XLA for
+    CPUs serialises an executable that it has read without its functions.
+    """
     with suppress(Exception):
+        made, whole = copy.copy(made), copy.copy(made._executable._unloaded_executable)
+        if fresh and not file.with_name(f"{key}-cache").exists():
+            _entries.put_executable_and_time(key, key, whole.xla_executable, whole.backend, 0)
+        whole.xla_executable = _Entry(key, whole.backend, whole.device_list)
+        made._executable = types.SimpleNamespace(_unloaded_executable=whole)
         new = file.with_name(f"{file.name}.{os.getpid()}.{threading.get_ident()}")
         try:
             new.write_bytes(pickle.dumps(serialize_executable.serialize(made)))
@@ -269,8 +300,7 @@ def _write_whole(file: Path, made: jax.stages.Compiled) -> None:
 
 
 def _folder() -> Path | None:
-    folder = getattr(jax.config, "jax_compilation_cache_dir", None)
-    return Path(folder) if folder else None
+    return Path(_config.jax_compilation_cache_dir) if _config.jax_compilation_cache_dir else None
 
 
 class Clock:

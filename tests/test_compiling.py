@@ -119,6 +119,7 @@ def test_a_folder_that_cannot_be_written_is_read_and_told_once(settings, monkeyp
     assert len(caplog.messages) == 1
     assert errno in caplog.messages[0]
     folder = jax.config.jax_compilation_cache_dir
+    whole(affine([]))
     assert float(jax.jit(lambda x: jnp.sort(x * 3.5).sum())(np.ones(4))) == 14
     assert not os.listdir(folder)
 
@@ -146,26 +147,52 @@ def test_the_clock_counts_compiling_once_and_work_not_at_all():
     assert outer.seconds == pytest.approx(first.seconds)
 
 
-def affine(traced):
+def affine(traced, plus=1):
     """A function that notes when it is traced, with a static argument."""
 
     def run(x, *, by):
         traced.append(by)
-        return {"a": by * x + 1}
+        return {"a": by * x + plus}
 
     return compiling.Jitted(run, static_argnames="by")
 
 
-def whole(run, *, size=3, by=2):
+def whole(run, *, size=3, by=2, plus=1):
     """Compiles it for f32[size] as a process that has traced nothing would, and runs it."""
     jax.clear_caches()
     with compiling.whole_programs():
         compiling.Program(run, (jax.ShapeDtypeStruct((size,), jnp.float32),), {"by": by}).compile()
-        np.testing.assert_array_equal(run(jnp.arange(size, dtype=jnp.float32), by=by)["a"], by * np.arange(size) + 1)
+        found = run(jnp.arange(size, dtype=jnp.float32), by=by)["a"]
+        np.testing.assert_array_equal(found, by * np.arange(size) + plus)
 
 
-def test_a_whole_program_is_read_without_tracing_and_run_for_its_arguments_alone(settings, tmp_path):
-    compiling.use_compilation_cache(tmp_path)
+@pytest.fixture
+def keeping(settings, tmp_path):
+    """The folder, where JAX keeps each program."""
+    folder = compiling.use_compilation_cache(tmp_path)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    return folder
+
+
+@pytest.fixture(params=["slow", "fast"])
+def kept(request, keeping):
+    """The folder, where JAX keeps programs by itself, or none, as if they compiled fast."""
+    if request.param == "fast":
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 60.0)
+    return keeping
+
+
+def upgrade(monkeypatch):
+    """The code of the library becomes another one."""
+    monkeypatch.setattr(compiling, "_sources", lambda: "of another version")
+
+
+def entries(folder):
+    """JAX's entries of `affine`, and when they were written."""
+    return {file: file.stat().st_mtime_ns for file in folder.glob("jit_run-*-cache")}
+
+
+def test_a_whole_program_is_read_without_tracing_and_run_for_its_arguments_alone(kept):
     traced = []
     run = affine(traced)
     whole(run)
@@ -181,22 +208,107 @@ def test_a_whole_program_is_read_without_tracing_and_run_for_its_arguments_alone
     assert traced == [2, 4, 2, 2, 2]
 
 
-def test_what_jax_read_from_its_own_entry_is_not_written_as_a_whole_program(settings, tmp_path):
-    # As after a change of the library that leaves the program as it was: XLA cannot run what would be written.
-    compiling.use_compilation_cache(tmp_path)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    run = affine([])
+def test_after_an_upgrade_that_leaves_a_program_one_process_traces_it_and_none_compiles_it(kept, monkeypatch, caplog):
+    # XLA for CPUs writes an executable that it has read without its functions, so that one must not be written again.
+    traced = []
+    run = affine(traced)
     whole(run)
-    (file,) = tmp_path.rglob("*-whole")
-    file.unlink()
+    before = entries(kept)
+    assert len(before) == 1
+    (small,) = kept.glob("*-whole")
+    assert small.stat().st_size < next(iter(before)).stat().st_size, "no executable is kept twice"
+    for version in range(3):
+        monkeypatch.setattr(compiling, "_sources", lambda version=version: str(version))
+        for _ in range(3):
+            whole(run)
+        assert len(traced) == version + 2
+    assert entries(kept) == before
+    assert len(list(kept.glob("*-whole"))) == 4
+    assert not caplog.messages
+
+
+def test_what_another_process_compiled_for_itself_becomes_a_whole_program(keeping):
+    """One that JAX alone has kept, as `Checkpoint` does."""
+    traced = []
+    run = affine(traced)
+    run(jnp.arange(3.0), by=2)
+    before = entries(keeping)
+    assert len(before) == 1
+    for _ in range(3):
+        whole(run)
+    assert traced == [2, 2]
+    assert entries(keeping) == before
+
+
+def test_an_upgrade_that_changes_a_program_compiles_it(kept, monkeypatch):
+    whole(affine([]))
+    upgrade(monkeypatch)
+    traced = []
+    for _ in range(2):
+        whole(affine(traced, plus=5), plus=5)
+    assert traced == [2]
+
+
+def test_a_program_of_the_same_text_is_given_its_own_arguments(kept, monkeypatch):
+    """XLA's program has no argument that is not read: these two have one text, and read different arguments."""
+
+    def first(x, y):
+        return {"a": jnp.sin(x)}
+
+    def second(x, y):
+        return {"a": jnp.sin(y)}
+
+    for function in (first, second):
+        function.__name__ = function.__qualname__ = "run"
+    x, y = jnp.zeros(3), jnp.ones(3)
+    for _ in range(3):
+        for function in (first, second):
+            monkeypatch.setattr(compiling, "_sources", lambda function=function: str(id(function)))
+            jax.clear_caches()
+            run = compiling.Jitted(function)
+            with compiling.whole_programs():
+                compiling.Program(run, (x, y), {}).compile()
+                np.testing.assert_allclose(run(x, y)["a"], np.sin(x if function is first else y), rtol=1e-6)
+    assert len(entries(kept)) == 1
+
+
+def test_a_program_that_jax_has_read_and_keeps_no_more_is_not_written(keeping, monkeypatch):
+    traced = []
+    run = affine(traced)
     whole(run)
-    assert not list(tmp_path.rglob("*-whole"))
+    (small,) = keeping.glob("*-whole")
+    small.unlink()
+    now = compiling._write_whole
+
+    def write(*args, **how):
+        for entry in entries(keeping):
+            entry.unlink()
+        now(*args, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compiling, "_write_whole", write)
+        whole(run)
+    assert not entries(keeping)
+    for _ in range(2):
+        whole(run)
+    assert traced == [2, 2, 2]
+
+
+def test_what_jax_keeps_no_more_is_compiled_without_a_word(keeping, caplog):
+    """As with jax_compilation_cache_max_size, which removes what was not read for long."""
+    traced = []
+    run = affine(traced)
     whole(run)
+    for entry in entries(keeping):
+        entry.unlink()
+    for _ in range(2):
+        whole(run)
+    assert traced == [2, 2]
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize("changed", ["size", "static", "variable", "setting", "source", "off"])
-def test_a_whole_program_of_other_surroundings_is_not_run(settings, tmp_path, monkeypatch, changed):
-    compiling.use_compilation_cache(tmp_path)
+def test_a_whole_program_of_other_surroundings_is_not_run(kept, monkeypatch, changed):
     traced = []
     run = affine(traced)
     whole(run)
@@ -206,7 +318,7 @@ def test_a_whole_program_of_other_surroundings_is_not_run(settings, tmp_path, mo
     elif changed == "variable":
         monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
     elif changed == "source":
-        monkeypatch.setattr(compiling, "_sources", lambda: "of another version")
+        upgrade(monkeypatch)
     elif changed == "off":
         jax.config.update("jax_compilation_cache_dir", None)
     else:
@@ -219,12 +331,11 @@ def test_a_whole_program_of_other_surroundings_is_not_run(settings, tmp_path, mo
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "text", "pickle"])
-def test_a_damaged_whole_program_costs_one_line_and_the_time_to_compile(settings, tmp_path, caplog, damage):
-    folder = compiling.use_compilation_cache(tmp_path)
+def test_a_damaged_whole_program_costs_one_line_and_the_time_to_trace(kept, caplog, damage):
     traced = []
     run = affine(traced)
     whole(run)
-    (file,) = folder.glob("*-whole")
+    (file,) = kept.glob("*-whole")
     data = file.read_bytes()
     file.write_bytes(
         {"cut": data[:-99], "empty": b"", "text": b"not a program", "pickle": pickle.dumps((1, 2, 3))}[damage]
@@ -236,6 +347,22 @@ def test_a_damaged_whole_program_costs_one_line_and_the_time_to_compile(settings
     (line,) = caplog.messages
     assert line.startswith("a program could not be read in ")
     assert pickle.loads(file.read_bytes())[1:] == pickle.loads(data)[1:]
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "text"])
+def test_a_damaged_entry_of_jax_costs_one_line_and_is_replaced(keeping, caplog, damage):
+    traced = []
+    run = affine(traced)
+    whole(run)
+    ((file, _),) = entries(keeping).items()
+    data = file.read_bytes()
+    file.write_bytes({"cut": data[:-99], "empty": b"", "text": b"not a program"}[damage])
+    with caplog.at_level(logging.WARNING, "kvjax"):
+        for _ in range(3):
+            whole(run)
+    assert traced == [2, 2]
+    (line,) = caplog.messages
+    assert line.startswith("a program could not be read in ")
 
 
 def test_a_folder_that_cannot_be_written_still_gives_the_program(settings, tmp_path, monkeypatch):
