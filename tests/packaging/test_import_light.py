@@ -22,11 +22,12 @@ OTHERS = (
 STEP = """
 import jax, jax.numpy as jnp, kvjax
 spec = kvjax.CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=16, capacity=512, dtype="float32")
+attention = jax.jit(kvjax.attention)
 for policy in (kvjax.Full(), kvjax.Retrieval(selector=kvjax.Fier(), budget=64), kvjax.presets.snapkv(64).rest):
     layer = kvjax.init_layer(policy, spec)
     q, k, v = (jax.random.normal(jax.random.key(i), (1, 300, n, 16)) for i, n in enumerate((4, 2, 2)))
-    out, layer = kvjax.attention(layer, q, k, v)
-    out, layer = kvjax.attention(layer, q[:, :1], k[:, :1], v[:, :1])
+    out, layer = attention(layer, q, k, v)
+    out, layer = attention(layer, q[:, :1], k[:, :1], v[:, :1])
     assert int(layer.length[0]) == 301 and bool(jnp.isfinite(out).all())
 print("kernels:", sorted(m for m in sys.modules if m.startswith("kvjax.kernels_pallas.")))
 """

@@ -423,8 +423,12 @@ def test_selection_scale_is_that_of_the_group_s_softmax_alone() -> None:
     _, twin, _ = drive.step(twin, spread, LENGTHS)
     q = jnp.asarray(spread.at(LENGTHS[:, None])[0][:, 0].reshape(3, 2, 4, 16))
 
+    @jax.jit
+    def select(st: Any, scale: jax.Array) -> Any:
+        return PAGES.select(st, q, kvjax.Step(scale), in_order=st.store.slots)  # type: ignore[arg-type]
+
     def read(scale: float) -> list[set[int]]:
-        found = PAGES.select(twin.state, q, kvjax.Step(scale), in_order=twin.state.store.slots)
+        found = select(twin.state, scale)
         at = [positions(PAGES, twin.state, np.asarray(found.slots[row]), row) for row in range(3)]
         where = (np.where(valid, own, -1) for own, valid in zip(at, np.asarray(found.valid), strict=True))
         return [set(own[head].ravel()) - {-1} for own in where for head in range(2)]
