@@ -43,7 +43,7 @@ from kvjax.cache.cache import Cache, LayerCache, init
 from kvjax.evaluate import prompt
 from kvjax.evaluate.caches import DENSE_LAYERS, make_rows, without_budget
 from kvjax.generation import Stream, prefill
-from kvjax.generation.prefilling import lower_prefill
+from kvjax.generation.prefilling import prompt_programs
 from kvjax.memory import nbytes
 from kvjax.models import Checkpoint
 from kvjax.spec import default_dtype, padded_capacity
@@ -185,7 +185,8 @@ def read_first(
         programs = []
         for made in policies.values():
             cache = empty(checkpoint, made, 1, capacity)
-            programs += [pool.submit(one.compile) for one in lower_prefill(checkpoint.model, cache, length)]
+            lowered = [one.lower() for one in prompt_programs(checkpoint.model, cache, length)]
+            programs += [pool.submit(one.compile) for one in lowered]
         for program in programs:
             program.result()
     for name, made in policies.items():

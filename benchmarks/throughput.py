@@ -38,7 +38,7 @@ from kvjax.cache.cache import Cache, LayerCache, init, raise_on_overflow
 from kvjax.evaluate.provenance import provenance
 from kvjax.evaluate.store import FORMAT, Cell, Progress
 from kvjax.generation import Stream, warm_up
-from kvjax.generation.prefilling import chunk_size, lower_prefill, prefill
+from kvjax.generation.prefilling import chunk_size, prefill, prompt_programs
 from kvjax.memory import in_units, nbytes, shapes
 from kvjax.models import Decoder, DecoderConfig
 from kvjax.models.rope import Default, Llama3
@@ -524,7 +524,7 @@ def _program_bytes(model: Decoder, run: Stream, length: int, workload: Workload)
     """
     programs = [run.lower()]
     if not workload.synthetic:
-        programs += lower_prefill(model, run.cache, length, chunk=workload.chunk)
+        programs += [one.lower() for one in prompt_programs(model, run.cache, length, chunk=workload.chunk)]
     found = [analysis for program in programs if (analysis := program.compile().memory_analysis()) is not None]
     return max(
         (

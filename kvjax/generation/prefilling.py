@@ -292,15 +292,11 @@ def warm_prefill(model: Model, cache: Cache, tokens: int, *, chunk: int | None =
     return logits, cache
 
 
-def lower_prefill(model: Model, cache: Cache, tokens: int, *, chunk: int | None = None) -> list[jax.stages.Lowered]:
-    """The programs with which `prefill` reads a prompt of `tokens` per row into the empty `cache`; nothing runs."""
-    return [program.lower() for program in prompt_programs(model, cache, tokens, chunk=chunk)]
-
-
 def prompt_programs(model: Model, cache: Cache, tokens: int | None, *, chunk: int | None = None) -> list[Program]:
-    """The programs of `lower_prefill`. The model may hold shapes in place of arrays.
+    """The programs with which `prefill` reads a prompt of `tokens` per row into the empty `cache`; nothing runs.
 
-    `tokens` None is for prompts of all lengths, for which a cache that gets prompts at once has the longest.
+    The model may hold shapes in place of arrays. `tokens` None is for prompts of all lengths, for which a cache that
+    gets prompts at once has the longest.
     """
     _, cache = commit_together((_committed(model), cache))
     B, most, found = cache.spec.batch, cache.spec.capacity, list[Program]()

@@ -169,7 +169,7 @@ def test_lowered_programs_of_a_prompt_are_those_that_run(model, monkeypatch, pol
     monkeypatch.setattr(reading, "_prefill_chunk", run)
     monkeypatch.setattr(reading, "CPU_CHUNKS", (40, 16))
 
-    lowered = reading.lower_prefill(model, new_cache(2, policy=policy), tokens)
+    lowered = [one.lower() for one in reading.prompt_programs(model, new_cache(2, policy=policy), tokens)]
     assert all(isinstance(one, jax.stages.Lowered) for one in lowered)
     prefill(model, new_cache(2, policy=policy), np.ones((2, tokens), np.int32))
     assert seen["run"] == seen["lowered"]
