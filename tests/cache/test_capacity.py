@@ -106,7 +106,7 @@ def test_grow_serves_whole_models_and_refuses_to_shrink() -> None:
     "policy",
     [
         presets.find("fier").policies(**SMALL["fier"]).rest,
-        presets.find("fier").policies(**SMALL["fier"], store="host").rest,
+        pytest.param(presets.find("fier").policies(**SMALL["fier"], store="host").rest, marks=pytest.mark.thorough),
         presets.find("freekv").policies(**SMALL["freekv"]).rest,
     ],
     ids=["on the device", "in host memory", "a step late"],

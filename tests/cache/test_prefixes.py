@@ -62,7 +62,8 @@ def test_values_of_another_size_than_keys_share_a_prefix(name):
 
 
 # Like another that runs: "kivi", "pages" or "fier".
-LIKE = [("values rounded later", None), ("fier per head over codes", None), ("product codes", None), ("kivi", 40)]
+LIKE = [("values rounded later", None), ("log-sparse", None), ("fier per head over codes", None)]
+LIKE += [("product codes", None), ("kivi", 40), ("full", 40)]
 
 
 @pytest.mark.parametrize(
@@ -227,7 +228,8 @@ def test_a_row_has_no_prefix_before_it_is_seated():
     prefix = store.store.append(st.shared.value, shared, shared, start[:1] + 16)
     st = dataclasses.replace(st, shared=Shared(prefix))
     want = store.store.attend(st.own, q, start, scale=0.25)
-    np.testing.assert_allclose(store.attend(st, q, start, scale=0.25).out, want.out, rtol=1e-5)
+    attend = jax.jit(store.attend, static_argnames="scale")
+    np.testing.assert_allclose(attend(st, q, start, scale=0.25).out, want.out, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("rows", "reads"), [(4, 1), (33, 2)])

@@ -163,7 +163,7 @@ def test_the_tunix_adapter_names_models_that_it_does_not_know():
         example("tunix_sampler").kvjax_caches(__import__("json"), kvjax.Full()).__enter__()
 
 
-@pytest.mark.parametrize("policy", [kvjax.Full(), FIER], ids=["full", "fier"])
+@pytest.mark.parametrize("policy", [pytest.param(kvjax.Full(), marks=pytest.mark.thorough), FIER], ids=["full", "fier"])
 def test_the_attention_interface_moves_sequences_between_caches(policy):
     """Sequences read elsewhere, cut to a length, and padding of the lists; then without the other rows."""
     model, adapter = Tiny(nnx.Rngs(0)), example("attention_interface")

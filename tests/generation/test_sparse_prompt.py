@@ -65,7 +65,7 @@ def test_the_whole_share_is_the_exact_prompt(model: Decoder) -> None:
     np.testing.assert_array_equal(read(model, 1.0)[0], read(model, None)[0])
 
 
-@pytest.mark.parametrize("name", ["fier", "quest"])
+@pytest.mark.parametrize("name", [pytest.param("fier", marks=pytest.mark.thorough), "quest"])
 def test_methods_with_an_index_read_their_history_sparsely(model: Decoder, name: str) -> None:
     policy = presets.parse(f"{name}:budget=320").rest
     exact, _ = read(model, None, policy=policy)

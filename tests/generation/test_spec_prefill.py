@@ -210,7 +210,9 @@ def test_a_planted_chunk_is_read(model: Decoder) -> None:
     assert 170 in positions[1, : counts[1]]
 
 
-@pytest.mark.parametrize("name", ["fier", "h2o", "freekv", "mikv"])
+@pytest.mark.parametrize(
+    "name", ["fier", "h2o", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("freekv", "mikv"))]
+)
 def test_methods_go_on_from_a_prompt_with_gaps(model: Decoder, name: str) -> None:
     """The text is that of the tokens that were read, at their positions, and drafts of its tokens change nothing."""
     policy = presets.parse(f"{name}:budget=320")

@@ -38,6 +38,13 @@ CONSTANT = {
 }
 
 
+# What a cache does with a row's rotation is the same for both: such tests run one of them.
+ONE, OTHER = (
+    pytest.mark.parametrize("pair", [kind, pytest.param(also, marks=pytest.mark.thorough)], indirect=True)
+    for kind, also in (("dynamic", "longrope"), ("longrope", "dynamic"))
+)
+
+
 @pytest.fixture(scope="module", params=["longrope", "dynamic"])
 def pair(request, tmp_path_factory):
     """A model and the transformers model that it was read from."""
@@ -128,6 +135,7 @@ def test_kinds_that_ignore_the_length_are_those_of_transformers_too(kind, tmp_pa
         )
     ],
 )
+@ONE
 def test_answers_that_cross_are_those_of_the_whole_text(pair, start, draft):
     model, reference = pair
     rows = [text(start, 5), text(ORIGINAL // 2, 6)]
@@ -141,6 +149,7 @@ def test_answers_that_cross_are_those_of_the_whole_text(pair, start, draft):
             np.testing.assert_array_equal(answer, wanted[len(row) - 1 : -1].argmax(-1))
 
 
+@ONE
 def test_a_row_inserted_into_a_batch_keeps_its_rotation(pair):
     model, reference = pair
     rows = [text(9, 1), text(2 * ORIGINAL, 2), text(ORIGINAL - 3, 3)]
@@ -189,6 +198,7 @@ def test_a_truncated_row_keeps_its_rotation_unless_nothing_is_left(pair):
         np.testing.assert_allclose(logits[0], last_logits(reference, long), atol=TOLERANCE, rtol=0)
 
 
+@OTHER
 def test_a_cache_keeps_its_rotation_through_growing_and_saving(pair, tmp_path):
     model, reference = pair
     row, more = text(ORIGINAL - 5), text(30, 9)
