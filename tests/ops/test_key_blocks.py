@@ -8,12 +8,17 @@ import numpy as np
 import pytest
 
 from kvjax import ops
-from kvjax.ops.chunk import attend_blocks, attend_zone
-from kvjax.ops.key_blocks import attend_sparse, choose_blocks, estimated_mass, list_length, sparse_prompts
+from kvjax.ops import chunk as prompts
+from kvjax.ops import key_blocks
+from kvjax.ops.key_blocks import list_length, sparse_prompts
 
 B, K, G, T, S, D = 2, 2, 2, 256, 5000, 16
 STOPS = np.array([4990, 2300], np.int32)
 SCALE = 0.6
+attend_zone = jax.jit(prompts.attend_zone, static_argnames="scale")
+attend_sparse = jax.jit(key_blocks.attend_sparse, static_argnames="scale")
+choose_blocks = jax.jit(key_blocks.choose_blocks, static_argnames=("share", "scale"))
+estimated_mass = jax.jit(key_blocks.estimated_mass, static_argnames="scale")
 
 
 def normal(seed, *shape):
@@ -166,7 +171,7 @@ def test_a_share_is_a_part_of_the_keys_of_a_program(chunk):
 def test_keys_that_are_read_by_the_block_are_refused(chunk):
     q, k, _, stop = chunk
     with sparse_prompts(0.5), pytest.raises(ValueError, match="sparse_prompt reads stored keys in place"):
-        attend_blocks(q, k, None, stop, read=lambda *a: (k, k), slots=S, unit=1, scale=SCALE)
+        prompts.attend_blocks(q, k, None, stop, read=lambda *a: (k, k), slots=S, unit=1, scale=SCALE)
 
 
 def test_sizes_that_are_no_blocks_are_refused(chunk):

@@ -491,7 +491,8 @@ def test_lengths_of_keys_change_no_vote_and_no_code() -> None:
     spec, selector = CacheSpec(batch=1, q_heads=6, kv_heads=2, head_dim=32, capacity=64, dtype="float32"), kvjax.Paris()
     unit = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
     at, count = jnp.zeros(1, jnp.int32), jnp.full(1, 64, jnp.int32)
-    whole, normalised = (selector.append(selector.init(spec, 64), keys, at, count) for keys in (k, unit))
+    append, votes = jax.jit(selector.append), jax.jit(selector._votes)
+    whole, normalised = (append(selector.init(spec, 64), keys, at, count) for keys in (k, unit))
     for one, other in zip(whole.codes[:2], normalised.codes[:2], strict=True):  # all but the weights
         np.testing.assert_array_equal(one, other)
-    np.testing.assert_array_equal(selector._votes(whole, q), selector._votes(normalised, 2 * q))
+    np.testing.assert_array_equal(votes(whole, q), votes(normalised, 2 * q))
