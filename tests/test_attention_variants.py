@@ -39,6 +39,8 @@ OTHERS = {
     ),
 }
 run = jax.jit(kvjax.attention, static_argnames=("scale", "soft_cap", "window"))
+# Chunks of one shape, the second in part padding, share a program; then single steps and several.
+CALLS = ((CHUNK, CHUNK), (37, CHUNK), (1, 1), (1, 1), (3, 3))
 steps = jax.jit(kvjax.decode, static_argnames=("scale", "soft_cap", "window"))
 
 
@@ -62,10 +64,10 @@ def test_prompts_and_steps_are_attention_by_hand(name):
     tokens, sinks = random_tokens(spec, 3), np.linspace(-1.0, 4.0, spec.q_heads).astype(np.float32)
     how = {"scale": SCALE, "soft_cap": CAP, "sinks": sinks}
     cache, done, outs = new_cache(policy, spec), 0, []
-    for count, verb in ((CHUNK, run), (37, run), (1, run), (1, run), (3, steps)):
-        at = np.broadcast_to(done + np.arange(count), (spec.batch, count))
-        out, cache = verb(cache, *tokens.at(at), **how)
-        outs.append(np.asarray(out, np.float32))
+    for count, size in CALLS:
+        at, lengths = np.broadcast_to(done + np.arange(size), (spec.batch, size)), np.full(spec.batch, count)
+        out, cache = (steps if size == 3 else run)(cache, *tokens.at(at), lengths=lengths, **how)
+        outs.append(np.asarray(out, np.float32)[:, :count])
         done += count
     out, b = np.concatenate(outs, axis=1), spec.batch - 1
     allowed = max(2e-5 if spec.dtype == jnp.float32 else 2e-2, tolerance(spec, policy))
@@ -195,9 +197,10 @@ def test_values_may_have_another_size_than_keys(name):
     policy, tokens = attending_to_all(case.policy, spec), random_tokens(spec, 6)
     q, k, v = tokens.q, tokens.k, tokens.v[..., :8]
     cache, done, outs = new_cache(policy, spec), 0, []
-    for count, verb in ((CHUNK, run), (37, run), (1, run), (3, steps)):
-        out, cache = verb(cache, *(a[:, done : done + count] for a in (q, k, v)))
-        outs.append(np.asarray(out))
+    for count, size in CALLS[:3] + CALLS[4:]:
+        given, lengths = (a[:, done : done + size] for a in (q, k, v)), np.full(spec.batch, count)
+        out, cache = (steps if size == 3 else run)(cache, *given, lengths=lengths)
+        outs.append(np.asarray(out)[:, :count])
         done += count
     out = np.concatenate(outs, axis=1)
     assert out.shape == (3, done, 8, 8)
