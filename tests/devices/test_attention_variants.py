@@ -19,7 +19,11 @@ PLACEMENT = Placement(mesh=Mesh(DEVICES, ("data", "model", "ctx")), batch="data"
 FIER = Retrieval(selector=Fier(group=4), budget=24, sink=2, local=6, demote=Fifo(leave=16))
 
 
-@pytest.mark.parametrize("sinks", [None, np.linspace(-1.0, 4.0, 4).astype(np.float32)], ids=["no sinks", "sinks"])
+@pytest.mark.parametrize(
+    "sinks",
+    [pytest.param(None, marks=pytest.mark.thorough), np.linspace(-1.0, 4.0, 4).astype(np.float32)],
+    ids=["no sinks", "sinks"],  # without them all other tests over devices attend
+)
 @pytest.mark.parametrize("policy", [Full(), FIER], ids=["full", "fier"])
 def test_variants_of_attention_are_those_of_one_device(policy: Policy, sinks: Any) -> None:
     rng = np.random.default_rng(0)

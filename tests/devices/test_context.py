@@ -437,7 +437,7 @@ PAGED = {
     "arkvale": presets.arkvale(64, page=4, sink=4, local=8, layers=presets.Layers(dense=0)).rest,
     "freekv": presets.freekv(64, page=4, sink=4, local=8, layers=presets.Layers(dense=0)).rest,
 }
-ALWAYS = [("quest, pending", 4), ("arkvale", 8), ("freekv", 2)]
+ALWAYS = [("quest, pending", 4), ("freekv", 2)]
 OTHERS = [pair for pair in itertools.product(PAGED, (2, 4, 8)) if pair not in ALWAYS]
 
 

@@ -91,7 +91,7 @@ def test_a_mixture_of_experts_is_split_inside_each_expert(tmp_path: Path) -> Non
     tokens = jax.random.randint(jax.random.key(0), (2, 21), 0, 96)
     all_of_it = kvjax.presets.fier(budget=128, group=8, chunk=16, layers=kvjax.presets.Layers(dense=0))
     want = run(one, None, kvjax.Full(), tokens)
-    for model, at, policy in ((split, BOTH, kvjax.Full()), (three, THREE, kvjax.Full()), (three, THREE, all_of_it)):
+    for model, at, policy in ((split, BOTH, kvjax.Full()), (three, THREE, all_of_it)):
         np.testing.assert_allclose(run(model, at, policy, tokens), want, atol=1e-5)
 
 

@@ -438,13 +438,18 @@ SAMPLE = (
 SPILLS = {"attend_slots, D 256": 300, "attend_zones, D 256": 300}  # bytes at most; none elsewhere
 
 
-@pytest.mark.parametrize("capability", simt.ARCHITECTURES)
+# 8.9 has the forms and the shared memory of 8.6, and 10.0 those of 10.3.
+@pytest.mark.parametrize(
+    "capability", [pytest.param(n, marks=[pytest.mark.thorough] * (n in ("8.6", "10.3"))) for n in simt.ARCHITECTURES]
+)
 def test_kernels_compile_for_each_gpu(capability, pytestconfig):
     """Some by default, and all with --thorough: without spills, and within a block's shared memory and registers."""
     thorough = pytestconfig.getoption("--thorough")
     if capability == "9.0" and not thorough:
         pytest.skip("in this process, by test_a_kernel_compiles_for_an_h200")
     names = [name for name in PROGRAMS if name not in LATE] if thorough else list(SAMPLE)
+    if capability in ("8.0", "8.9") and not thorough:
+        names.remove("top_k")  # the form of 12.0, whose blocks have no more shared memory; ptxas takes 13 s for it
     target = simt.stands_for(capability)
     if capability != "9.0":  # wgmma is Hopper's
         names = [name for name in names if not name.startswith("attend_key_blocks")]
