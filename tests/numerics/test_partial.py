@@ -1,5 +1,7 @@
 """The algebra of partial attention: parts of any partition merge to attention over the whole."""
 
+from functools import partial
+
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
@@ -91,7 +93,7 @@ def test_causal_blocks_give_causal_attention(window: int | None) -> None:
     q, k, v = (rng.normal(size=s).astype(np.float32) for s in ((B, K, G, T, D), (B, K, T, D), (B, K, T, D)))
     at = np.arange(T)
     mask = (at[None] <= at[:, None]) & (at[None] > at[:, None] - (window or T))
-    part = attend_causal(q, jnp.asarray(k), jnp.asarray(v), scale=0.4, window=window, block=8)
+    part = jax.jit(partial(attend_causal, scale=0.4, window=window, block=8))(q, k, v)
     want = whole(q.reshape(B, K, G * T, D), k, v, np.broadcast_to(np.tile(mask, (G, 1)), (B, K, G * T, T)), 0.4)
     check(part, *want)
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,13 +21,17 @@ def test_a_pending_page_has_the_score_of_the_page_of_its_tokens(kind: Any, seen:
     q, k = (jnp.asarray(rng.normal(size=(2, 2, n, 8)) + 1, jnp.float32) for n in (2, 2 * PAGE))
     count = PAGE + seen  # a full page, and one with the first `seen` tokens
     candidates = Candidates(span=(0, jnp.zeros(2, jnp.int32)), pending=(k, 0, count), k=1, k_max=1, pending_slots=8)
-    scored = kind(PAGE).with_pending(candidates, q)
-    got, valid = scored.pending_units(q, SCALE, PAGE)
+    got, valid = jax.jit(lambda q: kind(PAGE).with_pending(candidates, q).pending_units(q, SCALE, PAGE))(q)
     assert np.asarray(valid).all()
     for page, tokens in enumerate((k[:, :, :PAGE], k[:, :, PAGE:count])):
         whole = kind(tokens.shape[2])
         none, size = jnp.zeros(2, jnp.int32), jnp.full(2, tokens.shape[2], jnp.int32)
-        want = whole.score(whole.append(whole.init(SPEC, tokens.shape[2]), tokens, none, size), q, scale=SCALE)
+
+        @jax.jit
+        def score(q: jax.Array, k: jax.Array, whole: Any = whole, none: Any = none, size: Any = size) -> jax.Array:
+            return whole.score(whole.append(whole.init(SPEC, k.shape[2]), k, none, size), q, scale=SCALE)
+
+        want = score(q, tokens)
         np.testing.assert_allclose(got[..., page], want[..., 0], rtol=1e-5, atol=1e-2)
 
 

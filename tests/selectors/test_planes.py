@@ -28,7 +28,7 @@ def test_scores_are_weighted_products_with_signs_and_unbiased(bits: int) -> None
 
     scores, mean = run(q, k)
     np.testing.assert_allclose(mean, k[:, :, :8].mean(axis=2), atol=1e-4)
-    R = np.asarray(rotate(jnp.eye(64), 3)).T.astype(np.float64)
+    R = np.asarray(jax.jit(rotate, static_argnums=1)(jnp.eye(64), 3)).T.astype(np.float64)
     for h in range(2):
         few = k[0, h].astype(np.float64) - np.asarray(mean[0, h], np.float64)
         true, shift = q[0, h] @ few.T, q[0, h] @ np.asarray(mean[0, h], np.float64)
