@@ -102,7 +102,11 @@ def evaluate(
     hold its budget is listed below the table with the reason, and the others run. The default caches are full and fier.
     """
     if report_only:
-        _report_only(out, _given(ctx, but=("report_only", "out", "as_json")), as_json)
+        if given := _given(ctx, but=("report_only", "out", "as_json")):
+            raise ValueError(f"--report-only only reads the results in --out; leave out {', '.join(given)}")
+        from kvjax.evaluate.store import read_cells
+
+        _report(read_cells(out), out, as_json)
         return
     from kvjax.evaluate.caches import make_rows, without_budget
 
@@ -195,14 +199,6 @@ def _run(
             if progress.disable:  # no terminal: log a line per task
                 say(f"{what}: {one.done} answers")
     return cells
-
-
-def _report_only(out: Path, given: Sequence[str], as_json: bool) -> None:
-    if given:
-        raise ValueError(f"--report-only only reads the results in --out; leave out {', '.join(given)}")
-    from kvjax.evaluate.store import read_cells
-
-    _report(read_cells(out), out, as_json)
 
 
 def _report(cells: Sequence[Cell], out: Path, as_json: bool) -> None:

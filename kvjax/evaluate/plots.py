@@ -148,7 +148,8 @@ def by_budget(panels: Sequence[Block]) -> Figure:
             axis.set_title(f"{block.length:,} tokens".replace(",", " "), fontsize=10)
         axis.set_xlabel("tokens read per step and KV head, mean over layers")
     axes[0].set_ylabel(panels[0].cells[0].metric)
-    figure.suptitle(_title(panels), x=0.01, ha="left", fontsize=11)
+    samples, model = dict.fromkeys(block.samples for block in panels), panels[0].cells[0].head["model"]["name"]
+    figure.suptitle(f"{panels[0].title} · {model} · n = {' / '.join(samples)}", x=0.01, ha="left", fontsize=11)
     return figure
 
 
@@ -215,8 +216,3 @@ def spread(places: Sequence[float], *, gap: float, top: float) -> list[float]:
     steps = gap * np.arange(len(places))  # places are `gap` apart if they do not fall after these are subtracted
     flat = isotonic_regression(np.asarray(places) - steps).x if len(places) else steps
     return (np.minimum(flat, top - (len(places) - 1) * gap) + steps).tolist()
-
-
-def _title(panels: Sequence[Block]) -> str:
-    samples = list(dict.fromkeys(block.samples for block in panels))
-    return f"{panels[0].title} · {panels[0].cells[0].head['model']['name']} · n = {' / '.join(samples)}"

@@ -128,18 +128,14 @@ def overview(cells: Sequence[Cell]) -> str:
             here = [block.cell(*first) for block in of]
             label = next(_budget(cell) for cell in here if cell is not None)
             read = " / ".join("-" if cell is None else f"{cell.tokens_read:.0f}" for cell in here)
-            rows.append([f"`{first[0]}`", label, read, _means(here)])
+            means = ("-" if cell is None else f"{score(cell)['mean']:.2f}".removeprefix("0") for cell in here)
+            rows.append([f"`{first[0]}`", label, read, " ".join(means)])
         lengths = " / ".join(str(block.length) for block in of)
         samples = " / ".join(dict.fromkeys(block.samples for block in of))
         metric = of[0].cells[0].metric
         head = f"### {title}, {lengths} tokens\n\n{metric[0].upper()}{metric[1:]} at each length, n = {samples}."
         parts.append(f"{head}\n\n{markdown_table(['cache', 'budget', 'tokens read', metric], rows)}\n\n")
     return "".join(parts)
-
-
-def _means(cells: Sequence[Cell | None]) -> str:
-    """Mean scores in a short form: ".97 .85 -"."""
-    return " ".join("-" if cell is None else f"{score(cell)['mean']:.2f}".removeprefix("0") for cell in cells)
 
 
 def score(cell: Cell) -> dict[str, Any]:

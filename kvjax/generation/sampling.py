@@ -118,7 +118,13 @@ def sample(logits: Array, key: Array | None, sampling: Sampling) -> Array:
 
     if sampling.top_k is not None:
         k = _column("top_k", sampling.top_k, B)
-        scores = lax.cond(jnp.any(k < V), _keep_best, lambda scores, k: scores, scores, k)
+        scores = lax.cond(
+            jnp.any(k < V),
+            lambda scores, k: jnp.where(_among_best(scores, k), scores, -jnp.inf),
+            lambda scores, k: scores,
+            scores,
+            k,
+        )
     if sampling.top_p is not None:
         p = _column("top_p", sampling.top_p, B)
         scores = lax.cond(jnp.any(p < 1), _keep_probable, lambda scores, p: scores, scores, p)
@@ -129,10 +135,6 @@ def sample(logits: Array, key: Array | None, sampling: Sampling) -> Array:
 
     drawn = jnp.argmax(scores + noise, axis=-1)
     return jnp.where(drawn_rows[:, 0], drawn, best).astype(jnp.int32)
-
-
-def _keep_best(scores: Array, k: Array) -> Array:
-    return jnp.where(_among_best(scores, k), scores, -jnp.inf)
 
 
 def _keep_probable(scores: Array, p: Array) -> Array:
@@ -231,7 +233,11 @@ class Draws:
         Raises:
           ValueError: `sampling` is no Sampling, or it draws and `key` is no key for these rows.
         """
-        _check_sampling(sampling)
+        if not isinstance(sampling, Sampling):
+            raise ValueError(
+                f"sampling must be a Sampling, got {shown(sampling)}; make one: "
+                "kvjax.generation.sampling.sampling(temperature=0.7), and pass key=jax.random.key(seed)"
+            )
         if sampling.greedy:
             return None
         key = _check_key(key, rows)
@@ -287,14 +293,6 @@ def drawing(draws: Draws | None, rows: int) -> Callable[[Array, Array], Array]:
         return sample(logits, by_row(jax.random.fold_in, keys, jnp.broadcast_to(i, (rows,))), draws.settings)
 
     return draw
-
-
-def _check_sampling(sampling: Any) -> None:
-    if not isinstance(sampling, Sampling):
-        raise ValueError(
-            f"sampling must be a Sampling, got {shown(sampling)}; make one: "
-            "kvjax.generation.sampling.sampling(temperature=0.7), and pass key=jax.random.key(seed)"
-        )
 
 
 CHECKS: dict[str, tuple[type, Callable[[np.ndarray], Any], str]] = {
