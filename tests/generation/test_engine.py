@@ -149,7 +149,11 @@ def test_a_row_ends_with_the_token_that_makes_it_not_finite(model):
         assert isinstance(request.error, FloatingPointError)
 
 
-@pytest.mark.parametrize("policy", [kvjax.presets.full(), HOSTED, H2O], ids=["full", "hosted", "evicting"])
+@pytest.mark.parametrize(
+    "policy",
+    [pytest.param(kvjax.presets.full(), marks=pytest.mark.thorough), HOSTED, H2O],
+    ids=["full", "hosted", "evicting"],
+)
 def test_short_requests_take_slots_of_small_capacity(model, policy):
     """A long one that waits for its slot holds up none of them; no program is compiled after warm-up."""
     long, also, *short = words(90, 80, 9, 20, 5, 30, 11)

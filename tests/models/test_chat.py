@@ -381,10 +381,11 @@ def test_what_cannot_talk_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "cache"),
     [
-        ("longrope", "full"),
         ("dynamic", "streaming_llm:budget=64"),
-        pytest.param("longrope", "streaming_llm:budget=64", marks=pytest.mark.thorough),
-        pytest.param("dynamic", "full", marks=pytest.mark.thorough),
+        *(
+            pytest.param(kind, cache, marks=pytest.mark.thorough)
+            for kind, cache in (("longrope", "full"), ("longrope", "streaming_llm:budget=64"), ("dynamic", "full"))
+        ),
     ],
 )
 def test_a_turn_that_needs_other_rotations_reads_the_conversation_again(

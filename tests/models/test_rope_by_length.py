@@ -97,7 +97,7 @@ def padded(rows):
     return np.stack([np.pad(row, (0, lengths.max() - len(row))) for row in rows]), lengths
 
 
-@pytest.mark.parametrize("chunk", [2, 17, ORIGINAL, None])
+@pytest.mark.parametrize("chunk", [17, None, *(pytest.param(n, marks=pytest.mark.thorough) for n in (2, ORIGINAL))])
 def test_prompts_in_chunks_beside_other_rows_are_those_of_transformers(pair, chunk):
     model, reference = pair
     rows = [text(length, seed) for seed, length in enumerate(CROSSING)]

@@ -69,7 +69,14 @@ def test_a_list_has_an_answer_for_each(checkpoint: models.Checkpoint) -> None:
         _ = done.tokens
 
 
-@pytest.mark.parametrize("draws", [{}, {"temperature": 1.0, "top_k": 9, "seed": 3}, {"temperature": [0.0, 1.0, 2.0]}])
+@pytest.mark.parametrize(
+    "draws",
+    [
+        {},
+        pytest.param({"temperature": 1.0, "top_k": 9, "seed": 3}, marks=pytest.mark.thorough),
+        {"temperature": [0.0, 1.0, 2.0]},  # of each row, one of them greedy
+    ],
+)
 def test_more_prompts_than_slots_take_turns(checkpoint: models.Checkpoint, draws: dict[str, Any]) -> None:
     texts = [TEXT, "A", "Some years ago"]
     whole = checkpoint.generate(texts, cache="fier:budget=16", max_new_tokens=8, **draws)
