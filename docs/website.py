@@ -9,6 +9,7 @@ resource on the network are errors.
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import os
 import re
@@ -75,7 +76,7 @@ def stage(folder: Path) -> None:
     for name in COPIED:
         _put(folder / name, (ROOT / name).read_text())
     for path in (ROOT / "docs").rglob("*"):
-        if path.suffix in (".md", ".rst", ".svg", ".png") and "templates" not in path.parts:
+        if path.suffix in (".md", ".rst", ".svg", ".png"):
             target = folder / path.relative_to(ROOT)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target)
@@ -87,6 +88,12 @@ def stage(folder: Path) -> None:
     for path in notebooks:
         (folder / "notebooks").mkdir(exist_ok=True)
         shutil.copyfile(path, folder / "notebooks" / path.name)
+
+    for name, thing in documented().items():  # autosummary would look up all members of each first
+        module, _, last = name.rpartition(".")
+        kind = "function" if not isinstance(thing, type) else "exception" if issubclass(thing, Exception) else "class"
+        text = f"{last}\n{'=' * len(last)}\n\n.. currentmodule:: {module}\n\n.. auto{kind}:: {last}\n"
+        _put(folder / "docs" / "api" / f"{name}.rst", text + "   :members:\n" * (kind == "class"))
 
     contents = {caption: list(pages) for caption, pages in CONTENTS.items()}
     contents["Notebooks"] = [f"notebooks/{path.stem}" for path in notebooks]
@@ -201,6 +208,7 @@ def build(out: Path, *, execute: bool = False, online: bool = False) -> None:
     """
     from sphinx.cmd.build import main
 
+    gc.set_threshold(100_000, 50, 50)  # pages are trees of small objects, which a collection would look through often
     if execute:
         os.environ["KVJAX_SITE_EXECUTE"] = str(_outputs())
     if online:
