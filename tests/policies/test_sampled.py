@@ -145,8 +145,8 @@ def test_key_is_centred_by_the_mean_of_the_blocks_before_it(learn: int) -> None:
     ix = append(method, method.init(spec, 11 * learn), k, [counts.tolist()], [0, 0, 0])
     place = np.broadcast_to(np.arange(11 * learn, dtype=np.int32), (3, 2, 2, 11 * learn))
     keys = np.broadcast_to(k[:, :, None], (3, 2, 2, *k.shape[2:]))
-    found = np.exp(method.log_probability(ix, q, keys, place))
-    hits = np.asarray(method.hits(ix, q))
+    found = np.exp(jax.jit(method.log_probability)(ix, q, keys, place))
+    hits = np.asarray(jax.jit(method.hits)(ix, q))
     for b, h, g in np.ndindex(3, 2, 2):
         centred = k[b, h, : counts[b]] - centres(k[b, h, : counts[b]], learn)
         norms = np.linalg.norm(centred, axis=1) * np.linalg.norm(q[b, h, g])
@@ -165,9 +165,10 @@ def test_hits_of_a_head_do_not_depend_on_its_group() -> None:
     k = rng.normal(size=(2, 2, 4 * CHUNK, 16)).astype(np.float32)
     q = rng.normal(size=(2, 2, 70, 16)).astype(np.float32)
     ix = append(method, method.init(spec, 4 * CHUNK), k, [[4 * CHUNK] * 2], [0, 0])
-    hits = np.asarray(method.hits(ix, q))
+    hits_of = jax.jit(method.hits)
+    hits = np.asarray(hits_of(ix, q))
     for g in range(70):
-        np.testing.assert_array_equal(hits[:, :, g], method.hits(ix, q[:, :, g : g + 1])[:, :, 0])
+        np.testing.assert_array_equal(hits[:, :, g], np.asarray(hits_of(ix, q[:, :, g : g + 1]))[:, :, 0])
     assert 0.05 < hits.mean() < 0.95
 
 

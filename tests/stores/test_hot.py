@@ -213,12 +213,12 @@ def test_pages_that_are_written_anew_are_read_anew() -> None:
     rng = np.random.default_rng(0)
     k, v = (jnp.asarray(rng.normal(size=(1, 1, 8, 16)), jnp.float32) for _ in range(2))
     selection = Selection(jnp.arange(4, 8, dtype=jnp.int32)[None, None, None], jnp.ones((1, 1, 1, 4), bool))
-    load = jax.jit(store.load)
-    st = store.append(store.init(spec, 16), k, v, jnp.array([8]))
+    load, append = jax.jit(store.load), jax.jit(store.append)
+    st = append(store.init(spec, 16), k, v, jnp.array([8]))
     st, loaded = load(st, selection)
     np.testing.assert_array_equal(loaded.k[0, 0, loaded.selection.slots[0, 0, 0]], k[0, 0, 4:])
     cut = dataclasses.replace(st, history=dataclasses.replace(st.history, count=jnp.array([4], jnp.int32)))
-    st, loaded = load(store.append(cut, -k, -v, jnp.array([4])), selection)
+    st, loaded = load(append(cut, -k, -v, jnp.array([4])), selection)
     np.testing.assert_array_equal(loaded.k[0, 0, loaded.selection.slots[0, 0, 0]], -k[0, 0, :4])
     st, _ = load(st, selection)
     assert int(st.hot.loads[0, 0]) == 2
@@ -280,7 +280,7 @@ def test_presets_make_hot_sets() -> None:
 def test_a_page_that_two_query_heads_select_is_read_once() -> None:
     store, rng = HotSet(tokens=16, store=HostOffload(page=4)), np.random.default_rng(0)
     k, v = (jnp.asarray(rng.normal(size=(2, 2, 32, 16)), jnp.float32) for _ in range(2))
-    st = store.append(store.init(SPEC, 32), k, v, jnp.full(2, 32))
+    st = jax.jit(store.append)(store.init(SPEC, 32), k, v, jnp.full(2, 32))
     pages = np.array([[5, 2], [2, 7]])  # of the two query heads of each KV head
     slots = (pages[..., None] * 4 + np.arange(4)).reshape(1, 1, 2, 8)
     selection = Selection(*(jnp.broadcast_to(a, (2, 2, 2, 8)) for a in (jnp.asarray(slots, jnp.int32), True)))

@@ -11,7 +11,8 @@ import pytest
 
 import kvjax
 from kvjax import CacheSpec, Fier, Fifo, HotSet, Retrieval, Selection, presets
-from kvjax.numerics.rotate import decode, encode, lloyd_max, rotate, rotate_back
+from kvjax.numerics import rotate as rotations
+from kvjax.numerics.rotate import encode, lloyd_max
 from kvjax.stores import HostTurboQuant, TurboQuant
 from tests.oracles import attention
 
@@ -26,6 +27,8 @@ LEVELS = {
 ERRORS = {2: (0.1145, 0.1160, 0.1167), 3: (0.0334, 0.0340, 0.0343), 4: (0.0091, 0.0093, 0.0094)}
 
 coded = jax.jit(encode, static_argnames=("correct", "subspace", "coded_radii", "bits", "least"))
+rotate, rotate_back = (jax.jit(f, static_argnums=1) for f in (rotations.rotate, rotations.rotate_back))
+decode = jax.jit(rotations.decode)
 
 
 def oracle(x: np.ndarray, bits: int, R: np.ndarray, *, key: bool) -> np.ndarray:
@@ -96,9 +99,10 @@ def test_rotation_goes_back() -> None:
 @pytest.mark.parametrize("bits", BITS)
 def test_vectors_without_a_direction_decode_to_themselves(bits: int) -> None:
     x = jnp.zeros((1, 1, 8, 64)).at[..., 4:, :].set(2.5)  # all alike: the offset takes all of it
-    keys, values = TurboQuant(bits=bits).decoded(x, x * 0)
+    decoded = jax.jit(TurboQuant(bits=bits).decoded)
+    keys, values = decoded(x, x * 0)
     assert not np.asarray(values).any()
-    same = TurboQuant(bits=bits).decoded(x * 0 + 2.5, x)[0]
+    same = decoded(x * 0 + 2.5, x)[0]
     np.testing.assert_allclose(same, x * 0 + 2.5, atol=1e-6)
     assert np.isfinite(keys).all()
 
