@@ -41,8 +41,8 @@ def exact_tokens(policy: Compressed, length: int) -> np.ndarray:
     sink = min(policy.sink, length)
     line, slots, leave = length - sink, policy.demote.slots(policy.local), policy.demote.leave
     flushes = max(0, -(-(line - slots) // leave))
-    block = policy.demote.place(jnp.int32(flushes), jnp.arange(line - flushes * leave))
-    return np.concatenate([np.arange(sink), np.sort(sink + np.asarray(block))])
+    block = np.asarray(policy.demote.place(jnp.int32(flushes), jnp.arange(slots)))[: line - flushes * leave]
+    return np.concatenate([np.arange(sink), np.sort(sink + block)])
 
 
 def decoded(policy: Compressed, k: Array, v: Array) -> tuple[Array, Array]:
