@@ -259,14 +259,11 @@ def _read_whole(file: Path) -> jax.stages.Compiled | None:
         return None
 
 
-class _Entry:
-    """JAX's entry of a key, for a backend and devices; its pickle is read as the executable."""
-
-    def __init__(self, *where: Any) -> None:
-        self.where = where
+class _Entry(tuple[Any, ...]):
+    """JAX's entry: its key, backend and devices. Its pickle is read as the executable."""
 
     def __reduce__(self) -> Any:
-        return _executable, self.where
+        return _executable, tuple(self)
 
 
 def _executable(key: str, backend: Any, devices: Any) -> Any:
@@ -286,7 +283,7 @@ def _write_whole(file: Path, made: Any, key: str, *, fresh: bool) -> None:
         made, whole = copy.copy(made), copy.copy(made._executable._unloaded_executable)
         if fresh and not file.with_name(f"{key}-cache").exists():
             _entries.put_executable_and_time(key, key, whole.xla_executable, whole.backend, 0)
-        whole.xla_executable = _Entry(key, whole.backend, whole.device_list)
+        whole.xla_executable = _Entry((key, whole.backend, whole.device_list))
         made._executable = types.SimpleNamespace(_unloaded_executable=whole)
         new = file.with_name(f"{file.name}.{os.getpid()}.{threading.get_ident()}")
         try:

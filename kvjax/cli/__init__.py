@@ -87,14 +87,7 @@ for _group, _commands in _GROUPS.items():
 
 
 # Errors in the request: checks raise ValueError, and a path that the user gave may not exist or be readable.
-_REQUEST_ERRORS = (
-    ValueError,
-    NotImplementedError,
-    FileNotFoundError,
-    IsADirectoryError,
-    NotADirectoryError,
-    PermissionError,
-)
+_REQUEST = (ValueError, NotImplementedError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
 
 
 def _lacks_extra(error: Exception) -> bool:
@@ -123,7 +116,7 @@ def main(args: Sequence[str] | None = None) -> int:
             raise
         usage = hasattr(error, "format_message")  # click's errors, wherever typer's version keeps their class
         say(f"error: {cut(_usage(error) if usage else _one_line(error))}")
-        return 2 if usage or isinstance(error, _REQUEST_ERRORS) or _lacks_extra(error) else 1
+        return 2 if usage or isinstance(error, _REQUEST) or _lacks_extra(error) else 1
 
 
 def _reader_gone() -> int:

@@ -216,6 +216,8 @@ def generate(
     import kvjax
     from kvjax.compiling import whole_programs
     from kvjax.generation import drafts
+    from kvjax.generation.prompt_inputs import check_fit
+    from kvjax.models.chat import default_new_tokens
     from kvjax.presets import check_reaches
 
     lookup = None if speculate is None else drafts.parse(speculate)
@@ -225,7 +227,9 @@ def generate(
         tokens = checkpoint.apply_chat(text) if chat else checkpoint.encode(text)
         words.append(f"{len(tokens)} tokens of prompt")
     check_reaches(policy, checkpoint.config.layers, f"--cache {cache}")
-    new = _new_tokens(max_new_tokens, len(tokens), checkpoint.config.max_positions)
+    positions = checkpoint.config.max_positions
+    new = default_new_tokens(len(tokens), positions) if max_new_tokens is None else max_new_tokens
+    check_fit(0, len(tokens), new, None, positions)
     job = _Job(
         checkpoint=checkpoint,
         tokens=tokens,
@@ -303,16 +307,6 @@ def _check_options(
         check_share("--sparse-prompt", sparse_prompt, "what is stored")
         if keep is not None:
             raise ValueError("--keep and --sparse-prompt each say which part of a prompt counts; give one of them")
-
-
-def _new_tokens(asked: int | None, prompt: int, positions: int | None) -> int:
-    """The number of tokens to generate after `prompt` tokens; raises if the model's positions have no room for both."""
-    from kvjax.generation.prompt_inputs import check_fit
-    from kvjax.models.chat import default_new_tokens
-
-    new = default_new_tokens(prompt, positions) if asked is None else asked
-    check_fit(0, prompt, new, None, positions)
-    return new
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -541,10 +535,9 @@ class _Ahead:
             self._telling.start()
         running = self._running
         ends = [one.result()[1] for one in (running[:-1] if prompt_only else running)]
-        if prompt_only or not ends:
-            return max(ends, default=self.started) - self.started
-        self._telling.cancel()
-        return max(ends) - self.started
+        if ends and not prompt_only:
+            self._telling.cancel()
+        return max(ends, default=self.started) - self.started
 
     def _expected(self) -> float:
         """About how many seconds the programs take, by their number and the layers."""
@@ -604,8 +597,7 @@ def _summarise(answer: _Answer, prompt: int, cache: str) -> None:
 
 def _in_layers(attended: Any, prompt: int, new: int) -> str:
     """The mean number of tokens that a step read, by layer: "256 of 2832 tokens in 6 layers, 2832 in 2"."""
-    counts = Counter(sorted(round(float(mean)) for mean in attended))
-    (fewest, layers), *more = counts.items()
+    (fewest, layers), *more = Counter(sorted(round(float(mean)) for mean in attended)).items()
     stored = round(prompt + (new + 1) / 2)  # at the mean step, its own token included
     if not more:
         return f"{fewest} of {stored} tokens"
@@ -632,7 +624,6 @@ def read_prompt(prompt: str | None, file: Path | None, *, example: bool = False)
                 f"--prompt-file {file} is not UTF-8: byte 0x{error.object[error.start]:02x} at {error.start}; convert "
                 "it first, for example with `iconv -t utf-8`"
             ) from None
-    assert prompt is not None
     if not prompt:
         raise ValueError("the prompt is empty; give at least one character")
     return prompt
