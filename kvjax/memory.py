@@ -24,8 +24,9 @@ CONCURRENT = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 memory for the next step (`Speculative`) during the rest of this one. `kvjax.generate`'s loop uses it. From jax 0.12,
 operations that do not depend on each other then have memory of their own, whatever their order."""
 
-QUICK = {"xla_gpu_enable_triton_gemm": False}
-"""Products by cuBLAS alone: XLA does not compile and time dozens of its own, which takes most of a GPU's compiling."""
+QUICK = {"xla_gpu_enable_triton_gemm": False, "xla_llvm_disable_expensive_passes": True}
+"""Products by cuBLAS alone: XLA does not compile and time dozens of its own, which takes most of a GPU's compiling. And
+LLVM leaves out passes that XLA's kernels, which move data, gain nothing from."""
 
 
 def to_host(x: Array) -> Array:

@@ -94,6 +94,13 @@ class ByLayer:
 
     model: FlatLayers
     sure: int = 0  # steps from here on before which no recent block can be full
+    calls: dict[Any, Callable[..., Any]] = dataclasses.field(default_factory=dict)  # found at the first step
+
+    def call(self, which: Any, function: Jitted, *args: Any, **static: Any) -> Any:
+        """Calls `function`, whose arguments are of the same shapes whenever it is called as `which`."""
+        if which not in self.calls:
+            self.calls[which] = function.bound(*args, **static)
+        return self.calls[which](*args)
 
 
 def has_no_best(logits: Array) -> Array:
@@ -250,13 +257,9 @@ def decode_by_layer(
     (_, _, limit, stop, _), layers, ends = given, list(cache.layers), FlatLayers(by.model.whole, [])
     s, kinds = _begin_by_layer(cache, logits, active, measure)
     running: list[Any] = []
-    calls: list[Any] = []  # of the layers, found once
-    begin: Any = None
-    end: Any = None
     for i in range(int(limit)):
         brief = dataclasses.replace(cache, layers=tuple(layers[kind] for kind in kinds))
-        begin = begin or _begin_step.bound(ends, s, brief, *given)
-        (s, taken, fed, bad), (x, cos, sin), steps = begin(ends, s, brief, *given)
+        (s, taken, fed, bad), (x, cos, sin), steps = by.call("begin", _begin_step, ends, s, brief, *given)
         running.append(taken)
         if i == 0:
             before = bad
@@ -269,14 +272,9 @@ def decode_by_layer(
         by.sure -= 1
         infos = []
         for j, layer in enumerate(by.model.layers):
-            given_to = layer, x, cos, sin, layers[j], taken
-            if i == 0:
-                calls.append(_step_layer.bound(*given_to, measure=measure))
-            x, layers[j], info = calls[j](*given_to)
+            x, layers[j], info = by.call(j, _step_layer, layer, x, cos, sin, layers[j], taken, measure=measure)
             infos.append(info)
-        last = ends, s, taken, fed, x, infos if measure else [], stop
-        end = end or _end_step.bound(*last)
-        s, after = end(*last)
+        s, after = by.call("end", _end_step, ends, s, taken, fed, x, infos if measure else [], stop)
     return s._replace(cache=dataclasses.replace(cache, layers=tuple(layers))), (before, after)
 
 
