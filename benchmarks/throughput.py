@@ -522,10 +522,11 @@ def _program_bytes(model: Decoder, run: Stream, length: int, workload: Workload)
 
     The run compiled these programs; lowering them with arguments of the same shapes finds them again.
     """
-    programs = [run.lower()]
+    programs = run.programs()
     if not workload.synthetic:
-        programs += [one.lower() for one in prompt_programs(model, run.cache, length, chunk=workload.chunk)]
-    found = [analysis for program in programs if (analysis := program.compile().memory_analysis()) is not None]
+        programs += prompt_programs(model, run.cache, length, chunk=workload.chunk)
+    compiled = [program.lower().compile() for program in programs]
+    found = [analysis for one in compiled if (analysis := one.memory_analysis()) is not None]
     return max(
         (
             m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes

@@ -15,6 +15,7 @@ import copy
 import functools
 import hashlib
 import importlib.metadata
+import json
 import logging
 import os
 import pickle
@@ -182,8 +183,8 @@ class Program(NamedTuple):
             return
         begin, tree = time.monotonic(), jax.tree.structure((self.args, {}))
         kinds = [(a.shape, str(a.dtype), str(getattr(a, "sharding", None))) for a in jax.tree.leaves(self.args)]
-        what = f"{_surroundings()} {self.function.__qualname__} {sorted(self.static.items())} {tree} {kinds}"
-        file = folder / f"{self.function.__qualname__}-{hashlib.sha256(what.encode()).hexdigest()}-whole"
+        name = self.function.__qualname__
+        file = folder / f"{name}-{_digest(name, sorted(self.static.items()), tree, kinds)}-whole"
         made = _read_whole(file)
         if made is None:
             lowered, _running.key = self.lower(), None
@@ -206,7 +207,8 @@ def whole_programs() -> Iterator[None]:
     For a process that gives one answer: meanwhile, no setting of JAX or kvjax that changes programs may change.
     """
     global _whole
-    before, _whole, ask = _whole, {}, vars(_entries).get("get_cache_key")
+    ask: Any = vars(_entries).get("get_cache_key")
+    before, _whole = _whole, {}
 
     def noting(*args: Any, **kwargs: Any) -> str:
         _running.key = ask(*args, **kwargs)
@@ -285,12 +287,34 @@ def _write_whole(file: Path, made: Any, key: str, *, fresh: bool) -> None:
             _entries.put_executable_and_time(key, key, whole.xla_executable, whole.backend, 0)
         whole.xla_executable = _Entry((key, whole.backend, whole.device_list))
         made._executable = types.SimpleNamespace(_unloaded_executable=whole)
-        new = file.with_name(f"{file.name}.{os.getpid()}.{threading.get_ident()}")
-        try:
-            new.write_bytes(pickle.dumps(serialize_executable.serialize(made)))
-            new.replace(file)
-        finally:
-            new.unlink(missing_ok=True)
+        _write(file, pickle.dumps(serialize_executable.serialize(made)))
+
+
+def _digest(*what: Any) -> str:
+    """Of what has a `repr`, with this code, device and settings."""
+    return hashlib.sha256(f"{_surroundings()} {what}".encode()).hexdigest()
+
+
+def _write(file: Path, data: bytes) -> None:
+    new = file.with_name(f"{file.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        new.write_bytes(data)
+        new.replace(file)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def remembered(make: Callable[..., Any], *args: Any) -> Any:
+    """`make(*args)`, which is JSON, or what an earlier process with this code, device and settings got from it."""
+    if (folder := _folder()) is None:
+        return make(*args)
+    file = folder / f"{make.__qualname__}-{_digest(args)}-note"
+    with suppress(OSError, ValueError):
+        return json.loads(file.read_bytes())
+    made = make(*args)
+    with suppress(OSError):
+        _write(file, json.dumps(made).encode())
+    return made
 
 
 # ---------------------------------------------------------------------------------------------------------------- time

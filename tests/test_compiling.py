@@ -372,3 +372,31 @@ def test_a_folder_that_cannot_be_written_still_gives_the_program(settings, tmp_p
     whole(affine(traced))
     assert traced == [2]
     assert not list(folder.glob("*whole*"))
+
+
+def test_what_was_found_once_is_remembered_for_the_same_code(settings, tmp_path, monkeypatch):
+    made = []
+
+    def find(*args):
+        made.append(args)
+        return {"top_k": "xla: why"}
+
+    assert compiling.remembered(find, 1, "a") == {"top_k": "xla: why"}  # no folder
+    assert len(made) == 1
+    folder = compiling.use_compilation_cache(tmp_path)
+    for _ in range(2):
+        assert compiling.remembered(find, 1, "a") == {"top_k": "xla: why"}
+    assert len(made) == 2
+    compiling.remembered(find, 2, "a")
+    assert len(made) == 3
+    for file in folder.glob("*-note"):
+        file.write_text("{")  # damaged
+    assert compiling.remembered(find, 2, "a") == {"top_k": "xla: why"}
+    assert len(made) == 4
+    monkeypatch.setattr(compiling, "_sources", lambda: "another version")
+    compiling.remembered(find, 2, "a")
+    assert len(made) == 5
+    monkeypatch.setattr(compiling, "_write", lambda *_: (_ for _ in ()).throw(PermissionError()))
+    compiling.remembered(find, 3, "a")
+    assert compiling.remembered(find, 3, "a")
+    assert len(made) == 7

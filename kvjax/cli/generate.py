@@ -410,6 +410,7 @@ def _run(
     from flax import nnx
 
     from kvjax import models
+    from kvjax.compiling import remembered
     from kvjax.generation import SpecPrefill, stream
     from kvjax.generation.drafts import DraftModel
     from kvjax.memory import nbytes
@@ -434,7 +435,7 @@ def _run(
             collect_garbage()
             cache = ahead.cache()
             times.add(ahead.started, ahead.made, "empty cache")
-        found = ahead.submit(implementations, job.policy, job.spec) if told else None  # while the device reads
+        found = ahead.submit(remembered, implementations, job.policy, job.spec) if told else None  # as the device reads
         with (
             bar(progress, f"reading the prompt of {prompt} tokens", total=prompt) as advance_to,
             times.row("prompt") as words,

@@ -380,23 +380,12 @@ class Stream(Iterator[Any]):
         how = {"measure": self._measure}
         return (*state, np.int32(self._step), np.int32(limit), self._stop, self._processed), how
 
-    @on_auto_axes
-    def lower(self) -> jax.stages.Lowered:
-        """The lowered program of `advance`, to inspect its code or its memory; nothing runs."""
-        arguments, how = self._call(1)
-        if self._drafter is not None:
-            return draft_loop.lower(*arguments[:-1], *self._drafting(), *arguments[-1:], **how)
-        return decode_loop.lower(*arguments, **how)
-
     def programs(self) -> list[Program]:
         """The programs of `advance` without a draft."""
         arguments, how = self._call(1)
         if not isinstance(self._model, ByLayer):
             return [Program(decode_loop, arguments, how)]
         return programs_by_layer(*arguments, **how)
-
-    def _drafting(self) -> tuple[Any, Any]:
-        return self._drafter.with_state(None), self._drafter.state
 
     @on_auto_axes
     def advance(self, steps: int) -> np.ndarray:
@@ -418,7 +407,8 @@ class Stream(Iterator[Any]):
         arguments, how = self._call(limit)
         loop: Any = decode_by_layer if isinstance(self._model, ByLayer) else decode_loop
         if self._drafter is not None:
-            loop, arguments = draft_loop, (*arguments[:-1], *self._drafting(), *arguments[-1:])
+            drafting = self._drafter.with_state(None), self._drafter.state
+            loop, arguments = draft_loop, (*arguments[:-1], *drafting, *arguments[-1:])
         if not self._unread:
             with interrupts_wait(), compile_clock() as clock:  # or the donated cache would be gone, and no other here
                 self._unread.append(loop(*arguments, **how))
