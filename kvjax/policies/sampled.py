@@ -124,8 +124,9 @@ class Sampled(Zoned):
     def _collide(self, st: ZonedState, q: Array, seen: Visible, place: Array) -> Array:
         """bool[B, K, G, S]: whether a query would sample each token of the index; the tokens have places i32[S]."""
         place = place[None, None, None]
+        hit = self.hashing.hits(st.index, q)
         visible = (place >= by_row(seen.store)) & (place < by_row(st.store.count))
-        return visible & (self.hashing.hits(st.index, q) | self._reads_all(st, seen))
+        return visible & (hit | self._reads_all(st, seen))
 
     def _share(self, st: ZonedState, seen: Visible, found: Array) -> Array:
         """The share that `sample` returns, if i32[B, K, G] tokens were `found` to collide."""

@@ -12,7 +12,6 @@ import numpy as np
 from jax import Array, lax
 
 from kvjax.numerics.blocks import sum_pairs, write
-from kvjax.ops.op import for_gpu
 from kvjax.sharding.context import Stripes
 from kvjax.spec import CacheSpec, keep_ints
 
@@ -119,20 +118,21 @@ class SimHash:
         (B, K, G, _), W = q.shape, self._words
         query = self._hash(q.astype(jnp.float32)).reshape(B, K, G, 1, self.bits, W, 1)
         words = ix.words.reshape(B, K, -1, self.bits, W, self.tile)
-        tables = np.array((W - 1) * [[2**WORD - 1]] + [[2**WORD - 1 >> -self.tables % WORD]], np.uint32, ndmin=5)
-        reduce = functools.partial(lax.reduce, init_values=G * [jnp.uint32(0)], dimensions=(3,))
+        tables = np.full((1, 1, 1, W, 1), 2**WORD - 1, np.uint32)
+        tables[..., -1, :] >>= -self.tables % WORD
 
-        def count(words: Array, query: Array) -> list[Array]:  # a GPU reads the words once, and writes only counts
-            unlike = ([words[:, :, :, j] ^ query[:, :, head, :, j] for j in range(self.bits)] for head in range(G))
-            alike = [lax.population_count(~functools.reduce(lax.bitwise_or, some) & tables) for some in unlike]
-            return reduce(alike, computation=lambda a, b: list(map(lax.add, a, b)))
+        def found(unlike: Array) -> Array:
+            alike = lax.population_count(~unlike & tables)
+            return jnp.sum(alike, axis=3, dtype=jnp.uint32).reshape(B, K, -1) >= self.least
 
-        def fold(words: Array, query: Array) -> list[Array]:
-            unlike = [words ^ query[:, :, head] for head in range(G)]
-            unlike = reduce(unlike, computation=lambda a, b: list(map(lax.bitwise_or, a, b)))
-            return [jnp.sum(lax.population_count(~a & tables), axis=3, dtype=jnp.uint32) for a in unlike]
-
-        return jnp.stack(for_gpu(count, fold, words, query), axis=2).reshape(B, K, G, -1) >= self.least
+        # One reduction for all heads: a GPU reads the words of a key once.
+        unlike = lax.reduce(
+            [words ^ query[:, :, head] for head in range(G)],
+            G * [jnp.uint32(0)],
+            lambda a, b: [lax.bitwise_or(*pair) for pair in zip(a, b, strict=True)],
+            (3,),
+        )
+        return jnp.stack([found(a) for a in unlike], axis=2)
 
     def log_probability(self, ix: HashIndex, q: Array, k: Array, place: Array) -> Array:
         """f32[B, K, G, M]: log of the probability that a query of q [B, K, G, D] samples keys k [B, K, G, M, D].

@@ -471,7 +471,8 @@ def test_kernels_compile_for_each_gpu(capability, pytestconfig):
 
 COMPARED = ("adakv", "arkvale", "h2o", "logevict", "magicpig", "mikv", "pqcache", "raas", "shadowkv", "snapkv", "tova")
 COMPARED += ("shadowkv:host=false", "streaming_llm")
-LAUNCHES = {"arkvale": 24, "magicpig": 20, "shadowkv": 22}
+LAUNCHES = {"arkvale": 24, "magicpig": 22, "shadowkv": 22}
+HOLD = {"magicpig": 96 * MIB}  # the folded bits of its hashes, which takes less time than one pass does
 
 
 @pytest.mark.thorough
@@ -482,7 +483,8 @@ def test_a_step_without_kernels_of_its_own_holds_scores_once(name):
     layer = kvjax.memory.shapes(partial(kvjax.init_layer, policy, spec))
     step = partial(kvjax.attention, flush=False)
     program = aot.compile_for(step, layer, sds(1, 1, 32, 128), *2 * [sds(1, 1, 8, 128)], donate=0)
-    assert program.temp_bytes < 24 * MIB  # the scores of 32 heads in f32 take 16 MiB, keys and values 512
+    most = HOLD.get(name, 24 * MIB)  # the scores of 32 heads in f32 take 16 MiB, keys and values 512
+    assert program.temp_bytes < most
     assert len(program.launches) <= LAUNCHES.get(name, 100), program.launches
 
 
