@@ -74,12 +74,14 @@ class Flat:
 class FlatLayers:
     """`Flat` for a model whose prompts run layer by layer (`prefilling.Layered`): a call for each layer."""
 
-    whole: Flat
+    whole: Flat  # the model without its layers
     layers: list[Flat]
 
     @classmethod
     def of(cls, model: Any) -> FlatLayers:
-        return cls(Flat.of(model), [Flat.of(layer) for layer in model.layers])
+        whole, layers = Flat.of(model), [Flat.of(layer) for layer in model.layers]
+        inside = {id(leaf) for layer in layers for leaf in layer.leaves}  # which a call of the ends would look at, too
+        return cls(Flat([None if id(leaf) in inside else leaf for leaf in whole.leaves], whole.tree), layers)
 
     def begin(self, *args: Any) -> Any:
         return self.whole.module.begin(*args)
