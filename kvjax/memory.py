@@ -24,9 +24,10 @@ CONCURRENT = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 memory for the next step (`Speculative`) during the rest of this one. `kvjax.generate`'s loop uses it. From jax 0.12,
 operations that do not depend on each other then have memory of their own, whatever their order."""
 
-QUICK = {"xla_gpu_enable_triton_gemm": False, "xla_llvm_disable_expensive_passes": True}
-"""Products by cuBLAS alone: XLA does not compile and time dozens of its own, which takes most of a GPU's compiling. And
-LLVM leaves out passes that XLA's kernels, which move data, gain nothing from."""
+QUICK: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False, "xla_llvm_disable_expensive_passes": True}
+QUICK |= {"xla_gpu_dot_merger_threshold_mb": 0}
+"""Products by cuBLAS alone: XLA does not compile and time dozens of its own, which takes most of a GPU's compiling. No
+weights are joined in each step. LLVM leaves out passes that XLA's kernels, which move data, gain nothing from."""
 
 
 def to_host(x: Array) -> Array:

@@ -160,13 +160,8 @@ def init(
     if placement is None:
         own = [policy.of_size(spec) for policy in own]
     layers_made = tuple(init_layer(policy, spec, placement) for policy in own)
-    return commit_together(Cache(layers_made, _no_rows(spec, placement) if spec.rope_by_length else None))
-
-
-def _no_rows(spec: CacheSpec, placement: Placement | None) -> Array:
-    """`Cache.rotated_for` of an empty cache."""
-    rows = jnp.zeros(spec.batch, jnp.int32)
-    return rows if placement is None else jax.device_put(rows, _rows_sharding(placement))
+    rows: Any = jnp.zeros(spec.batch, jnp.int32) if spec.rope_by_length else None  # `Cache.rotated_for` of no tokens
+    return commit_together(Cache(layers_made, jax.device_put(rows, placement and _rows_sharding(placement))))
 
 
 def _rows_sharding(placement: Placement) -> NamedSharding:

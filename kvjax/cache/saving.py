@@ -172,7 +172,9 @@ def _restore(path: Path, like: Cache | LayerCache, step: int) -> Any:
         return DamagedSaveError(f"save {step} in {path} is damaged: {what}")
 
     try:
-        strange = _strange_files(path / str(step))
+        entries = [path / str(step), *(path / str(step)).rglob("*")]
+        modes = {entry: entry.lstat().st_mode for entry in entries}
+        strange = sorted(entry for entry, mode in modes.items() if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)))
     except OSError as error:  # a writer removes it
         raise damage(f"its files cannot be listed ({_short(error)})") from error
     if strange:
@@ -386,12 +388,6 @@ def _refuse_links(path: Path) -> None:
         ours = entry.name == LOCK or UNFINISHED in entry.name or entry.name.isdecimal()
         if ours and entry.is_symlink():
             raise ValueError(f"{entry} is a link, and kvjax writes through none; remove it, or give another directory")
-
-
-def _strange_files(step: Path) -> list[Path]:
-    """Files of a save that are neither regular files nor folders, such as links."""
-    kinds = {entry: entry.lstat().st_mode for entry in (step, *step.rglob("*"))}
-    return sorted(entry for entry, mode in kinds.items() if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)))
 
 
 def _remove_unfinished(path: Path) -> None:

@@ -388,11 +388,6 @@ class Engine:
             free = [capacity for capacity in free if capacity < fit]
         return []
 
-    def _free_slots(self, request: Request) -> list[int]:
-        """Free slots with room for a request, from small to large."""
-        free = (slot for slot, one in enumerate(self._seated) if one is None and self._capacities[slot] >= request.size)
-        return sorted(free, key=self._capacities.__getitem__)
-
     def _beginning(self, prompt: np.ndarray) -> tuple[Cache, int]:
         """A row that holds the first tokens of the prompt, and how many: those of a running row in whole chunks, so
         that the rest is read in the chunks in which the whole would be."""
@@ -440,7 +435,8 @@ class Engine:
     def _seat_read(self, reading: places.Reading) -> bool:
         """Puts a row into free slots; true if none of its requests is left."""
         reading.requests = left = [request for request in reading.requests if not request.done]
-        for slot in self._free_slots(left[0]) if left else ():
+        free = [i for i, one in enumerate(self._seated) if one is None and left and self._capacities[i] >= left[0].size]
+        for slot in sorted(free, key=self._capacities.__getitem__):  # from small to large
             request = left[0]
             if self._places and not (reading.seat and self._places.takes(reading.seat)):
                 others = [other.prompt for other in self._others(request)]
