@@ -73,9 +73,10 @@ def make_rows(
                 )
         return [_given(name, policy) for name, policy in caches.items()]
     if not isinstance(caches, Sequence) or not all(isinstance(cache, str) for cache in caches):
+        got = f"[{', '.join(map(shown, caches))}]" if isinstance(caches, Sequence) else shown(caches)
         raise ValueError(
             "caches must be names of presets, as ['full', 'fier:budget=64'], or policies by name, as {'mine': policy}; "
-            f"got {_kinds_of(caches)}"
+            f"got {got}"
         )
     known = {text: presets.find(text.partition(":")[0]) for text in caches}
     _require_use("--budget", budgets, known, lambda preset: preset.has_budget, "has a budget")
@@ -113,13 +114,6 @@ def make_rows(
                     found[name] = Row(name, None, budget, refused=str(error))
     _require_one(list(found.values()))
     return list(found.values())
-
-
-def _kinds_of(caches: Any) -> str:
-    """The given caches, for an error message."""
-    if not isinstance(caches, Sequence):
-        return shown(caches)
-    return f"[{', '.join(shown(cache) for cache in caches)}]"
 
 
 def without_budget(caches: Caches) -> list[str]:
