@@ -134,6 +134,14 @@ def real_ruler() -> str:
     )
 
 
+def real_ruler_codes() -> str:
+    """RULER's tasks through TurboQuant's codes and what it is compared with, as far as they were run."""
+    found = {task.partition(" at ")[0]: caches for task, caches in load_scores("eval_qwen_ruler_codes").items()}
+    names = list(dict.fromkeys(name for caches in found.values() for name in caches))
+    rows = [[f"`{own}`", *(mean_of(found[title].get(name)) for name in names)] for title, own in RULER.items()]
+    return markdown(["task", *(f"`{name.partition('@')[0]}`" for name in names)], rows)
+
+
 def _ruler() -> dict[tuple[str, int], dict[str, Any]]:
     """Scores of caches by the title of a task and the length of its prompts."""
     return {
