@@ -291,7 +291,7 @@ def _write_whole(file: Path, made: Any, key: str, *, fresh: bool) -> None:
 
 
 def _digest(*what: Any) -> str:
-    """Of what has a `repr`, with this code, device and settings."""
+    """A hash of what has a `repr`, and of this code, device and settings."""
     return hashlib.sha256(f"{_surroundings()} {what}".encode()).hexdigest()
 
 

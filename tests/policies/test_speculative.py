@@ -1,6 +1,7 @@
 """Speculation against positions and attention written in numpy from the rule: reuse where C >= tau, else select."""
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -423,8 +424,8 @@ def test_selection_scale_is_that_of_the_group_s_softmax_alone() -> None:
     _, twin, _ = drive.step(twin, spread, LENGTHS)
     q = jnp.asarray(spread.at(LENGTHS[:, None])[0][:, 0].reshape(3, 2, 4, 16))
 
-    @jax.jit
-    def select(st: Any, scale: jax.Array) -> Any:
+    @partial(jax.jit, static_argnames="scale")
+    def select(st: Any, scale: float) -> Any:
         return PAGES.select(st, q, kvjax.Step(scale), in_order=st.store.slots)  # type: ignore[arg-type]
 
     def read(scale: float) -> list[set[int]]:
