@@ -311,7 +311,7 @@ class Engine:
             slots = {capacity: slot for slot, capacity in enumerate(self._capacities)}.values()  # one of each
             for size in self._sizes if not self._whole_prompts else ():
                 tokens, length = np.zeros((1, size), np.int32), np.ones(1, np.int32)
-                logits, row = _read_chunk(self._reader, self._new_row(), tokens, length, alone=False)
+                logits, row = _read_chunk(self._reader, self._new_row(), tokens, length, first_chunk=False)
                 self._spare = row
                 for slot in slots:
                     for store in (False, True) if self._places else (False,):
@@ -417,7 +417,7 @@ class Engine:
         tokens = np.zeros((1, size), np.int32)
         tokens[0, : len(prompt)] = prompt
         length = np.array([len(prompt)], np.int32)
-        reading.logits, reading.cache = _read_chunk(self._reader, reading.cache, tokens, length, alone=alone)
+        reading.logits, reading.cache = _read_chunk(self._reader, reading.cache, tokens, length, first_chunk=alone)
         reading.start += len(prompt)
         self._prompt_tokens += len(prompt)
         return size

@@ -201,15 +201,14 @@ def prefill(
     for i, (size, alone) in enumerate(chunks):
         real = (count - start).clip(0, size).astype(np.int32)
         own = None if positions is None else positions[:, start : start + size]
-        how = {"alone": alone, "stores": only_stores(size, count - start)}
         with sparse_prompts(sparse_prompt if i + 1 < len(chunks) else None):
-            new, cache = _read(model, cache, prompt[:, start : start + size], real, own, **how)
+            new, cache = _read(model, cache, prompt[:, start : start + size], real, own, first_chunk=alone)
         # A row whose last token is in this chunk gets its logits here; a row that ended earlier keeps its own.
         kept = logits is not None and (isinstance(real, jax.core.Tracer) or not np.all(real > 0))
-        logits = logits if new is None else _keep_rows(real > 0, new, logits) if kept else new
+        logits = _keep_rows(real > 0, new, logits) if kept else new
         start += size
         if progress is not None:
-            jax.block_until_ready((logits, cache))
+            jax.block_until_ready(logits)
             progress(min(start, T))
     assert logits is not None
     return logits, cache
@@ -286,9 +285,7 @@ def warm_prefill(model: Model, cache: Cache, tokens: int, *, chunk: int | None =
     logits: Any = None
     for size, alone in dict.fromkeys(chunks_of(cache, tokens, chunk, empty=True)):
         count, before = np.full((B,), int(empty), np.int32), logits
-        logits, cache = _read(model, cache, np.zeros((B, size), np.int32), count, alone=alone)
-        if only_stores(size, np.full((B,), tokens)):
-            _, cache = _read(model, cache, np.zeros((B, size), np.int32), 0 * count, alone=alone, stores=True)
+        logits, cache = _read(model, cache, np.zeros((B, size), np.int32), count, first_chunk=alone)
         if B > 1 and before is not None:
             logits = _keep_rows(count > 0, logits, before)
         empty = False
@@ -316,10 +313,9 @@ def prompt_programs(model: Model, cache: Cache, tokens: int | None, *, chunk: in
         stored = like(cache, jax.eval_shape(lambda cache: cache.position, cache))
         found.append(Program(_begin, (model, chunk_tokens, stored, lengths), {}))
         found.append(Program(_finish, (model, given[0], lengths), {}))
-        last = [(-1, _store)] if only_stores(size, np.full((B,), min(max(prompts), most))) else []
-        for i, run in [*((i, _layer) for i in kinds_of(model, cache)), *last]:
+        for i in kinds_of(model, cache):
             layer: Any = cast(Any, model).layers[i], *given, cache.layers[i], lengths
-            found.append(Program(run, layer, {"first_chunk": alone}))
+            found.append(Program(_layer, layer, {"first_chunk": alone}))
     return found
 
 
@@ -403,28 +399,20 @@ def _prefill_chunk(
 
 
 def _read(
-    model: Model, cache: Cache, tokens: Any, lengths: Any, positions: Any = None, *, alone: bool, stores: bool = False
-) -> tuple[Any, Cache]:
-    """Reads a chunk, in one program or layer by layer; the cache is donated. One that `stores` may have no logits."""
+    model: Model, cache: Cache, tokens: Any, lengths: Any, positions: Any = None, *, first_chunk: bool
+) -> tuple[Array, Cache]:
+    """Reads a chunk, in one program or layer by layer; the cache is donated."""
     given = () if positions is None else (positions,)
     if isinstance(tokens, jax.core.Tracer) or not by_layer(model, cache):
-        return _prefill_chunk(model, cache, tokens, lengths, *given, first_chunk=alone)
+        return _prefill_chunk(model, cache, tokens, lengths, *given, first_chunk=first_chunk)
     layered: Any = model
     caches = list(cache.layers)
     x, cos, sin = commit_together((cache, _begin(layered, tokens, cache.position, lengths, *given)))[1]
     end = None if positions is None else ends(cache.position, lengths, positions)
     for i, layer in enumerate(layered.layers):
-        run: Any = _store if stores and i + 1 == len(caches) else _layer
-        x, caches[i] = run(layer, x, cos, sin, caches[i], lengths, first_chunk=alone)
+        x, caches[i] = _layer(layer, x, cos, sin, caches[i], lengths, first_chunk=first_chunk)
     cache = dataclasses.replace(cache, layers=tuple(caches))
-    logits = None if stores else _finish(layered, x, lengths)
-    return logits, cache if end is None else with_gaps(cache, end, lengths)
-
-
-def only_stores(size: int, left: Any) -> bool:
-    """True for a large chunk on a CPU in which no row ends; `left` i32[B] are tokens to read. Its logits are unused."""
-    small = size < CPU_CHUNKS[0] or jax.default_backend() != "cpu" or isinstance(left, jax.core.Tracer)
-    return not small and bool(np.any(left > size) and np.all((left <= 0) | (left > size)))
+    return _finish(layered, x, lengths), cache if end is None else with_gaps(cache, end, lengths)
 
 
 def by_layer(model: Any, cache: Cache) -> bool:
@@ -473,12 +461,6 @@ def _layer(
 ) -> tuple[Array, Any]:
     x, cache, _ = layer(x, cos, sin, cache, lengths=lengths, active=None, first_chunk=first_chunk)
     return x, cache
-
-
-@partial(Jitted, static_argnames="first_chunk", donate_argnames="cache", compiler_options=QUICK)
-def _store(layer: Any, x: Array, cos: Any, sin: Any, cache: Any, lengths: Array, *, first_chunk: bool) -> Any:
-    """None, and the cache of `_layer`; XLA leaves out the rest. For the last layer of a chunk that only stores."""
-    return None, layer(x, cos, sin, cache, lengths=lengths, active=None, first_chunk=first_chunk)[1]
 
 
 @partial(Jitted, compiler_options=QUICK)

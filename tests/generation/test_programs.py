@@ -194,8 +194,7 @@ def test_a_deep_model_reads_a_prompt_layer_by_layer(policy, batch, monkeypatch):
     sizes, kinds = len(set(cut(prompt[0].shape[1], SMALL))), len({layer.policy for layer in cache.layers})
     assert "jit(_prefill_chunk)" not in seen
     assert seen["jit(_layer)"] <= max(sizes, 1) * kinds
-    assert seen["jit(_finish)"] <= seen["jit(_begin)"] <= sizes
-    assert seen["jit(_store)"] <= 1
+    assert seen["jit(_begin)"] == seen["jit(_finish)"] <= sizes
     monkeypatch.setattr(prefilling, "DEEP", 1000)
     want, whole = read()
     assert_close(got, want)
@@ -215,9 +214,8 @@ def test_a_deep_model_reads_a_prompt_layer_by_layer(policy, batch, monkeypatch):
     ],
 )
 def test_programs_that_compiled_ahead_for_shapes_are_those_that_run(model, policy, monkeypatch):
-    if model is DEEP:  # with a chunk of which the last layer only stores
+    if model is DEEP:
         monkeypatch.setattr(prefilling, "DEEP", 2)
-        monkeypatch.setattr(prefilling, "CPU_CHUNKS", SMALL)
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), model)
     jax.clear_caches()
     cache = kvjax.init(policy, model.spec(batch=1, capacity=288), layers=model.config.layers)
@@ -232,31 +230,6 @@ def test_programs_that_compiled_ahead_for_shapes_are_those_that_run(model, polic
     with compiled() as seen:
         list(kvjax.generation.stream(model, cache, words(np.random.default_rng(0), 90), max_new_tokens=4, **settings))
     assert not seen
-
-
-@pytest.mark.parametrize("policy", [FIER, kvjax.Full()], ids=["fier", "full"])
-def test_a_chunk_without_logits_leaves_out_the_last_layer_and_stores_the_same(policy, monkeypatch):
-    """Rows of which one ends in a chunk that the other goes on from, and one that ended before."""
-    monkeypatch.setattr(prefilling, "DEEP", 2)
-    monkeypatch.setattr(prefilling, "CPU_CHUNKS", SMALL)
-    tokens = np.random.default_rng(1).integers(0, CONFIG.vocab_size, (3, 250))
-    found, calls, store = [], [], prefilling._store
-
-    def stored(*args, **how):
-        calls.append(args[1].shape)
-        return store(*args, **how)
-
-    monkeypatch.setattr(prefilling, "_store", stored)
-    rule = prefilling.only_stores
-    for allowed in (True, False):
-        monkeypatch.setattr(prefilling, "only_stores", lambda *given, allowed=allowed: allowed and rule(*given))
-        cache = kvjax.init(policy, DEEP.spec(batch=3, capacity=288), layers=DEEP.config.layers)
-        found.append(kvjax.generation.prefill(DEEP, cache, tokens, np.array([250, 20, 130])))
-    assert [shape[1] for shape in calls] == [48] * 3, "of 6 chunks, the first, third and last have logits"
-    for one, other in zip(*map(jax.tree.leaves, found), strict=True):
-        np.testing.assert_array_equal(one, other)
-    logits, _ = kvjax.generation.prefill(DEEP, found[0][1], tokens[:, :48], np.zeros(3, np.int32))
-    assert logits.shape == found[0][0].shape
 
 
 @pytest.mark.parametrize(
