@@ -179,7 +179,7 @@ def decode_time(run: Stream, *, block: int, blocks: int) -> tuple[dict[str, Any]
         run.advance(block)
         times.append(1e3 * (time.perf_counter() - start) / block)
     kvjax.raise_on_overflow(run.cache)
-    found = COLLECTIVE.findall(run.lower().compile().as_text())  # compiled before, and found again
+    found = COLLECTIVE.findall(run.programs()[0].lower().compile().as_text())  # compiled before, and found again
     row = {
         "tpot_ms": round(float(np.median(times)), 4),
         "tpot_ms_min": round(min(times), 4),
@@ -332,7 +332,7 @@ def main(args: Sequence[str] | None = None) -> None:
         return begun(kept[name], METHODS[method](given.budget), places[name], length=length, batch=batch, new=new)
 
     def compile_later(cell: tuple[str, str, int, int], pool: ThreadPoolExecutor) -> dict[str, Any]:
-        pool.submit(begin(*cell)[0].lower().compile)
+        pool.submit(begin(*cell)[0].programs()[0].lower().compile)
         return {}
 
     def decode(method: str, name: str, length: int, batch: int) -> dict[str, Any]:

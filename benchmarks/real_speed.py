@@ -154,7 +154,7 @@ def decode(
         programs = []
         for name in policies:
             with out_of_memory_told({}):
-                lowered = begin(empty(checkpoint, policies[name], batch, capacity)).lower()
+                lowered = begin(empty(checkpoint, policies[name], batch, capacity)).programs()[0].lower()
                 programs.append(pool.submit(lowered.compile))
         for program in programs:
             with out_of_memory_told({}):  # alone it may fit; else it says so below
