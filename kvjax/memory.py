@@ -24,10 +24,12 @@ CONCURRENT = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 memory for the next step (`Speculative`) during the rest of this one. `kvjax.generate`'s loop uses it. From jax 0.12,
 operations that do not depend on each other then have memory of their own, whatever their order."""
 
-QUICK: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False, "xla_llvm_disable_expensive_passes": True}
-QUICK |= {"xla_gpu_dot_merger_threshold_mb": 0}
-"""Products by cuBLAS alone: XLA does not compile and time dozens of its own, which takes most of a GPU's compiling. No
-weights are joined in each step. LLVM leaves out passes that XLA's kernels, which move data, gain nothing from."""
+QUICK: dict[str, Any] = {
+    "xla_gpu_enable_triton_gemm": False,  # products by cuBLAS: XLA would compile and time dozens of its own for each
+    "xla_gpu_dot_merger_threshold_mb": 0,  # or the weights of some products would be joined in every step
+    "xla_llvm_disable_expensive_passes": True,  # XLA's kernels, which move data, gain nothing from them
+}
+"""Options with which the programs of a GPU compile in less time, for those of one layer or none."""
 
 
 def to_host(x: Array) -> Array:

@@ -172,8 +172,8 @@ def _restore(path: Path, like: Cache | LayerCache, step: int) -> Any:
         return DamagedSaveError(f"save {step} in {path} is damaged: {what}")
 
     try:
-        entries = [path / str(step), *(path / str(step)).rglob("*")]
-        modes = {entry: entry.lstat().st_mode for entry in entries}
+        folder = path / str(step)
+        modes = {entry: entry.lstat().st_mode for entry in (folder, *folder.rglob("*"))}
         strange = sorted(entry for entry, mode in modes.items() if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)))
     except OSError as error:  # a writer removes it
         raise damage(f"its files cannot be listed ({_short(error)})") from error

@@ -118,13 +118,7 @@ def sample(logits: Array, key: Array | None, sampling: Sampling) -> Array:
 
     if sampling.top_k is not None:
         k = _column("top_k", sampling.top_k, B)
-        scores = lax.cond(
-            jnp.any(k < V),
-            lambda scores, k: jnp.where(_among_best(scores, k), scores, -jnp.inf),
-            lambda scores, k: scores,
-            scores,
-            k,
-        )
+        scores = lax.cond(jnp.any(k < V), _keep_best, lambda scores, k: scores, scores, k)
     if sampling.top_p is not None:
         p = _column("top_p", sampling.top_p, B)
         scores = lax.cond(jnp.any(p < 1), _keep_probable, lambda scores, p: scores, scores, p)
@@ -135,6 +129,10 @@ def sample(logits: Array, key: Array | None, sampling: Sampling) -> Array:
 
     drawn = jnp.argmax(scores + noise, axis=-1)
     return jnp.where(drawn_rows[:, 0], drawn, best).astype(jnp.int32)
+
+
+def _keep_best(scores: Array, k: Array) -> Array:
+    return jnp.where(_among_best(scores, k), scores, -jnp.inf)
 
 
 def _keep_probable(scores: Array, p: Array) -> Array:
