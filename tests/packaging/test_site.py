@@ -94,3 +94,6 @@ def test_docstrings_become_markup():
 def test_the_site_builds_without_warnings(tmp_path):
     website.build(tmp_path / "site")
     assert (tmp_path / "site" / "index.html").exists()
+    for name in ("attention", "Info"):  # the list of pages, which names of a page share, marks each
+        page = (tmp_path / "site" / "docs" / "api" / f"kvjax.{name}.html").read_text()
+        assert re.findall(r'"current reference internal" href="#">([^<]+)<', page) == [name]
