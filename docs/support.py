@@ -238,9 +238,9 @@ def page() -> str:
 
 `python -m docs.support` writes this page: it tries each feature on each method. Methods run on every platform of JAX,
 but TPUs and AMD's GPUs are untested: tests lower each preset's step and prompt for both, and none has run. The kernels
-need an NVIDIA GPU of [these](#gpus) and jax 0.11 or later. Elsewhere plain JAX does the same work
-([how fast](performance.md#the-same-in-plain-jax)). An export with kernels is for CUDA alone: make one for each
-platform.
+need an NVIDIA GPU of [these](#gpus) and jax 0.11 or later. Elsewhere plain JAX does the same work, or on any GPU
+attends to all where an H100 does so faster ([how fast](performance.md#the-same-in-plain-jax)). An export with kernels
+is for CUDA alone: make one for each platform.
 
 ## Methods and features
 

@@ -94,8 +94,7 @@ class Retrieval(SelectedZones):
         return replace(st, index=self.selector.init(spec, st.store.slots))
 
     def of_size(self, spec: CacheSpec) -> Policy:
-        short = is_short(self.dense_capacity, type(self.selector).__name__, spec)
-        return Short(self) if short else self
+        return Short(self) if is_short(self.dense_capacity, type(self.selector).__name__, spec) else self
 
     def fitted(self, parts: int) -> Retrieval:
         """With chunks of one page, the least: of one page for each device, so that no device gets a part of a page.

@@ -11,7 +11,8 @@ from kvjax import ops
 from kvjax.numerics.partial import PartialAttention, attend_part, keep_valid, merge, merge_sinks
 from kvjax.numerics.selection import Selection, by_row, in_order, unpack
 from kvjax.ops.op import reaches_gpus
-from kvjax.policies.policy import Info, Step
+from kvjax.policies.policy import Info, Policy, Step
+from kvjax.policies.short import DenseCapacity, Short, is_short
 from kvjax.policies.zones import Visible, Zoned, ZonedState
 from kvjax.selectors.simhash import SimHash
 from kvjax.selectors.striped import NOWHERE, first_places
@@ -32,7 +33,7 @@ class Sampled(Zoned):
     directions, the sum over the history. `budget` bounds the tokens that a query head reads; the sink and a full recent
     block of `demote.slots(local)` tokens are part of it. If more tokens collide than there is room for, a subset
     spread evenly over the slots is read, with larger weights. A history that fits into the room is read in full, and
-    attention is then exact.
+    attention is then exact. `dense_capacity` is that of `Retrieval`.
 
     **Source:** MagicPIG (Chen et al. 2024, arXiv 2410.16179), sections 4 and 5. **Differs:** the sample has a bound;
     the paper's has none. Recent tokens are hashed a chunk at a time, and are attended exactly until then. A sample is
@@ -49,9 +50,12 @@ class Sampled(Zoned):
     sink: int = 4
     local: int = 64
     demote: Demotion = Fifo(leave=256)
+    dense_capacity: DenseCapacity = 0
 
     def __post_init__(self) -> None:
         keep_ints(self, budget=1)
+        if not isinstance(self.dense_capacity, str) or self.dense_capacity != "auto":
+            keep_ints(self, dense_capacity=0)
         super().__post_init__()
         verbs = ("check", "init", "append")
         check_verbs("Sampled(hashing=...)", self.hashing, "a hashing", verbs, "kvjax.SimHash()")
@@ -75,6 +79,9 @@ class Sampled(Zoned):
         self.hashing.check(spec, self.demote.leave)
         st = super().init(spec)
         return replace(st, index=self.hashing.init(spec, self._hashed(st)))
+
+    def of_size(self, spec: CacheSpec) -> Policy:
+        return Short(self) if is_short(self.dense_capacity, type(self.hashing).__name__, spec) else self
 
     def append(self, st: ZonedState, k: Array, v: Array, count: Array) -> ZonedState:
         index = self.hashing.append(st.index, k, st.store.count, count)

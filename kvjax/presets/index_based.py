@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from kvjax.numerics.selection import GroupReduce
 from kvjax.policies import OutlierRetrieval, PerLayer, Retrieval, Sampled
-from kvjax.presets.settings import Layers, history, over_layers, plain_rope
+from kvjax.policies.short import DenseCapacity
+from kvjax.presets.settings import Layers, capacity_of, history, over_layers, plain_rope
 from kvjax.selectors import MeanPages, ProductCodes
 from kvjax.selectors.simhash import SimHash
 from kvjax.spec import require_int
@@ -69,6 +70,7 @@ def magicpig(
     chunk: int = 256,
     seed: int = 0,
     store: Store | str = "device",
+    dense_capacity: DenseCapacity = "auto",
     layers: Layers = Layers(dense=1),
 ) -> PerLayer:
     """MagicPIG: every token is kept; a step estimates attention from tokens whose hashes collide with the query's.
@@ -100,6 +102,7 @@ def magicpig(
         sink=sink,
         local=local,
         demote=Fifo(leave=chunk),
+        dense_capacity=capacity_of(dense_capacity, store, layers),
     )
     return over_layers("magicpig", layers, policy)
 

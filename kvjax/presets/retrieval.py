@@ -7,11 +7,11 @@ from typing import Literal
 from kvjax.numerics.selection import GroupReduce
 from kvjax.policies import PerLayer, Retrieval
 from kvjax.policies.short import DenseCapacity
-from kvjax.presets.settings import Layers, history, over_layers, require_page
+from kvjax.presets.settings import Layers, capacity_of, history, over_layers, require_page
 from kvjax.selectors import Fier, MinMaxPages, Paris
 from kvjax.selectors.fier import PageReduce
 from kvjax.spec import require_int
-from kvjax.stores import Dense, Store
+from kvjax.stores import Store
 from kvjax.stores.demotion import Buffer, Fifo
 from kvjax.validation import check_one_of
 
@@ -60,7 +60,7 @@ def fier(
         sink=sink,
         local=local,
         demote=Fifo(leave=chunk),
-        dense_capacity=_dense_capacity("fier", dense_capacity, store, layers),
+        dense_capacity=capacity_of(dense_capacity, store, layers),
     )
     return over_layers("fier", layers, policy)
 
@@ -110,7 +110,7 @@ def pariskv(
         local=local + beside,
         demote=Buffer(leave=chunk) if beside else Fifo(leave=chunk),
         dense_below=dense_below,
-        dense_capacity=_dense_capacity("pariskv", dense_capacity, store, layers),
+        dense_capacity=capacity_of(dense_capacity, store, layers),
     )
     return over_layers("pariskv", layers, policy)
 
@@ -179,20 +179,6 @@ def quest(
         sink=sink,
         local=counted + beside,
         demote=Fifo(leave=chunk) if selects else Buffer(leave=chunk),
-        dense_capacity=_dense_capacity("quest", dense_capacity, store, layers),
+        dense_capacity=capacity_of(dense_capacity, store, layers),
     )
     return over_layers("quest", layers, policy)
-
-
-def _dense_capacity(name: str, dense_capacity: DenseCapacity, store: Store | str, layers: Layers) -> DenseCapacity:
-    """The checked setting; "auto" becomes 0 for a preset that keeps its history on the host or shares selections."""
-    shares = isinstance(layers, Layers) and layers.shares
-    if dense_capacity == "auto":
-        return 0 if shares or store not in ("device", Dense()) else "auto"
-    dense_capacity = require_int(f"{name}(dense_capacity=...)", dense_capacity, at_least=0)
-    if dense_capacity and shares:
-        raise ValueError(
-            f"{name}(dense_capacity={dense_capacity}) makes short caches select nothing, but layers that share a "
-            "selection need one; use dense_capacity=0, or neither share nor anchors"
-        )
-    return dense_capacity

@@ -13,6 +13,7 @@ from typing import Any
 
 from kvjax.evictors import Sliding
 from kvjax.policies import Evicting, Full, PerLayer, Policy, share_selections
+from kvjax.policies.short import DenseCapacity
 from kvjax.presets.parsing import TEXT_NAME
 from kvjax.spec import keep_ints, require_int, require_ints
 from kvjax.stores import Dense, HostFloat8, HostOffload, HostTurboQuant, HotSet, Store, TurboQuant
@@ -108,17 +109,20 @@ def history(name: str, store: Store | str, page: int = 1) -> Store:
             "TurboQuant's codes of 2, 3, 4 or 8 bits: 'turbo4', with other values 'turbo8v4', in host memory "
             "'host-turbo4'. In the form 'host+1024' the device keeps the last 1024 selected tokens too"
         )
-    made: Store
     if turbo:
-        bits, value_bits = int(turbo["keys"]), int(turbo["values"]) if turbo["values"] else None
-        made = TurboQuant(bits=bits, value_bits=value_bits)
-        if on_host:
-            made = HostTurboQuant(page=page, bits=bits, value_bits=value_bits)
+        bits: Any = {"bits": int(turbo["keys"]), "value_bits": int(turbo["values"]) if turbo["values"] else None}
+        made: Store = HostTurboQuant(page=page, **bits) if on_host else TurboQuant(**bits)
     else:
         made = HOSTS[where](page=page)
-    return (
-        HotSet(tokens=require_int(f"{name}(store='{where}+...')", int(hot), at_least=1), store=made) if plus else made
-    )
+    if not plus:
+        return made
+    return HotSet(tokens=require_int(f"{name}(store='{where}+...')", int(hot), at_least=1), store=made)
+
+
+def capacity_of(dense_capacity: DenseCapacity, store: Store | str, layers: Layers) -> DenseCapacity:
+    """The setting; "auto" becomes 0 for a preset that keeps its history on the host or shares selections."""
+    shares = isinstance(layers, Layers) and layers.shares
+    return 0 if dense_capacity == "auto" and (shares or store not in ("device", Dense())) else dense_capacity
 
 
 def require_page(name: str, budget: int, page: int, sink: int, local: int) -> None:
