@@ -91,6 +91,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 TESTS = Path(__file__).parent
+MODEL = TESTS.parent / "kvjax" / "data" / "kvjax-26m" / "config.json"
 # What stands on the library, or on the tree and not on the version of Python.
 ABOVE = (
     "evaluate/",
@@ -113,6 +114,15 @@ CORE = (
     "packaging/test_imports.py",
     "packaging/test_prose.py",
 )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    """Skips what asks for the model in a source archive, which has none."""
+    report = yield
+    if call.excinfo and not MODEL.exists() and "is the package kvjax-26m" in str(call.excinfo.value):
+        report.outcome, report.longrepr = "skipped", (str(item.path), 0, str(call.excinfo.value))
+    return report
 
 
 def _above(path: Path) -> bool:
