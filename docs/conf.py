@@ -74,6 +74,8 @@ html_sidebars = {"**": ["navbar-logo.html", "search-button-field.html", "pages.h
 html_theme_options = {
     "logo": {"text": "kvjax"},
     "show_toc_level": 2,
+    "repository_url": REPOSITORY,  # to clone from
+    "use_repository_button": True,
     "use_download_button": False,
     "use_fullscreen_button": False,
     "navbar_persistent": [],  # one search field is enough
