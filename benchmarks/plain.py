@@ -2,7 +2,8 @@
 
 Every preset takes steps in plain JAX (`ops.use("xla")`) on whatever device there is: a CPU, a TPU, a GPU. By hand means
 what one writes in ten lines, without a library, in the same run:
-- select: exact scores, `lax.top_k`, `take_along_axis`, softmax, for presets that select a budget of stored tokens;
+- select: exact scores, `lax.top_k`, `take_along_axis`, softmax, for presets that select a budget of stored tokens; on a
+  GPU also with values in host memory (`fetch_by_hand_us`) for those of these presets that keep theirs there;
 - attend: softmax attention to all tokens, for presets that read everything, in whatever form they keep it;
 - held: the same over as many slots as the preset has for each head, for presets that keep no other tokens.
 
@@ -29,10 +30,12 @@ from throughput import fill
 
 import kvjax
 from kvjax import CacheSpec, ops
+from kvjax.memory import to_host
 from kvjax.numerics.partial import group_queries
 
 SELECT = ("fier", "pariskv", "quest", "exact", "pqcache", "magicpig", "shadowkv", "arkvale", "freekv")
 ATTEND = ("full", "logquant", "kivi", "turboquant", "mikv", "razorattention", "duoattention")
+FETCH = ("shadowkv", "arkvale", "freekv")  # keep values in host memory
 HELD = ("streaming_llm", "logevict", "h2o", "tova", "snapkv", "pyramidkv", "adakv", "raas", "evict")
 CPU_LAYER = {"q_heads": 8, "kv_heads": 2, "head_dim": 128, "dtype": jnp.dtype(jnp.float32)}
 
@@ -43,6 +46,24 @@ def attend_by_hand(state: Any, q: Array, k: Array, v: Array) -> tuple[Array, Any
     scores = jnp.einsum("bkgd,bksd->bkgs", grouped, keys, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
     weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
     return jnp.einsum("bkgs,bksd->bkgd", weights, values).reshape(q.shape), (keys, values)
+
+
+def fetch_by_hand(budget: int) -> Any:
+    """`decode_step.by_hand` with values f[B, K, S, 1, 1, D] in host memory."""
+
+    def step(state: Any, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+        keys, values = state
+        keys = keys.at[:, :, -1].set(k[:, 0])
+        new = to_host(v[:, 0, :, None, None, None])
+        values = jax.lax.dynamic_update_slice(values, new, (0, 0, keys.shape[2] - 1, 0, 0, 0))
+        grouped, scale = group_queries(q[:, 0], keys.shape[1]), q.shape[-1] ** -0.5
+        scores = jnp.einsum("bkgd,bksd->bkgs", grouped, keys, preferred_element_type=jnp.float32) * scale
+        _, slots = jax.lax.top_k(jnp.mean(jax.nn.softmax(scores, axis=-1), axis=2), budget)
+        (picked,) = ops.host_rows(values, slots)
+        weights = jax.nn.softmax(jnp.take_along_axis(scores, slots[:, :, None], axis=3), axis=-1).astype(picked.dtype)
+        return jnp.einsum("bkgs,bksd->bkgd", weights, picked).reshape(q.shape), (keys, values)
+
+    return step
 
 
 class Cell:
@@ -101,6 +122,10 @@ def main(args: Sequence[str] | None = None) -> None:
         def hand(kind: str, slots: int, spec: CacheSpec = spec, inputs: tuple[Array, ...] = inputs) -> Cell:
             make = jax.jit(random_pair, static_argnums=(1, 2))
             state = make(jax.random.key(2), (1, spec.kv_heads, slots, spec.head_dim), spec.dtype)
+            if kind == "fetch":
+                keys, values = state
+                values = jax.device_put(values[:, :, :, None, None], jax.memory.Space.Host)
+                return Cell(fetch_by_hand(given.budget), ((keys, values),), inputs)
             return Cell(by_hand(given.budget) if kind == "select" else attend_by_hand, (state,), inputs)
 
         by_kind: dict[tuple[str, int], tuple[float, float | None]] = {}
@@ -134,6 +159,9 @@ def main(args: Sequence[str] | None = None) -> None:
                 "by_hand_us": hand_us,
             }
             row |= {"ratio": us / hand_us, "kernels": kernels, "by_hand_kernels": hand_kernels, "calls": given.calls}
+            if gpu and method in FETCH:
+                with ops.use("xla"):
+                    row["fetch_by_hand_us"], _ = hand("fetch", spec.capacity).device_us(given.calls)
             show(row)
             save(out_of(given, "plain.json"), what, [row], ("method", "length", "backend", "device"))
             del ours
