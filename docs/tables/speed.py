@@ -70,6 +70,8 @@ def steps_in_plain_jax() -> str:
     for name in REGISTRY:
         on_cpu, on_gpu = [found[name, "cpu", n] for n in lengths], found.get((name, "gpu", lengths[-1]))
         cells = ["", ""] if on_gpu is None else [f"{on_gpu['ratio']:.2f}", f"{on_gpu['us']:.0f}"]
+        if on_gpu is not None and (fetched := on_gpu.get("fetch_by_hand_us")):
+            cells[0] += f" ({on_gpu['us'] / fetched:.2f})"
         cells[1] += " (all tokens)" if on_gpu is not None and on_gpu["policy"] == "Short" else ""
         rows.append([f"`{name}`", BY_HAND[on_cpu[0]["by_hand"]], *(f"{row['ratio']:.2f}" for row in on_cpu), *cells])
     columns = [*(f"CPU, {n} tokens" for n in lengths), f"H100, {lengths[-1]} tokens", "us there"]
