@@ -68,7 +68,7 @@ def sort_pairs(sizes: list[int], own: Word, spare: Word | None, length: Word, t:
     Without `spare`, as much room again, threads wait once more for each exchange."""
     if len(sizes) == 1:
         of_thread = max(2 if sizes[0] > 32 else 1, sizes[0] // tiling.THREADS)  # fewer waits for others than with one
-        with when(t < sizes[0] // of_thread):
+        with when((t >> 5) * (32 * of_thread) < length):
             _bitonic(sizes[0], of_thread, own, spare, length, t)
         return
     half = len(sizes) // 2
@@ -79,42 +79,49 @@ def sort_pairs(sizes: list[int], own: Word, spare: Word | None, length: Word, t:
 
 
 def _bitonic(size_all: int, m: int, own: Word, spare: Word | None, length: Word, t: Word) -> None:
-    """Sorts the first `length` pairs of `own`, largest first; the first threads have m of `size_all` pairs each."""
+    """Sorts the first `length` pairs of `own`, largest first; the first threads have m of `size_all` pairs each.
+
+    A larger pair always moves to the lower place, so zeros past the end stay there and warps that have nothing else
+    take no part.
+    """
     base = (t >> 5) * (32 * m) + (t & 31)
     at = [base + 32 * j for j in range(m)]
     x = [load_pair(own + e * 8, e, length) for e in at]
     buffers = [own if spare is None else spare, own]
+    threads = simt.divide(length + (32 * m - 1), 32 * m) << 5
+    end = threads * m
 
     def sync() -> None:
-        ptx(f"bar.sync 1, {size_all // m};", convergent=True)
+        simt.barrier_of(word(1), threads)
 
-    def keep(own: list[Word], other: list[Word], larger: Word) -> list[Word]:
+    def keep(own: list[Word], other: list[Word], first: Word) -> list[Word]:
         return ptx(
-            "{ .reg .u64 x, y; .reg .pred p, q; mov.b64 x, {$2, $3}; mov.b64 y, {$4, $5}; setp.gt.u64 p, x, y; "
-            "setp.ne.u32 q, $6, 0; xor.pred p, p, q; selp.b32 $0, $4, $2, p; selp.b32 $1, $5, $3, p; }",
-            *(*own, *other, larger),
+            "{ .reg .u64 x, y; .reg .pred p, q; mov.b64 x, {$2, $3}; mov.b64 y, {$4, $5}; setp.eq.u32 q, $6, 0; "
+            "setp.gt.u64 p, x, y; xor.pred p, p, q; selp.b32 $0, $2, $4, p; selp.b32 $1, $3, $5, p; }",
+            *(*own, *other, first),
             results=2,
         )
 
     size = 2
     while size <= size_all:
-        gap = size // 2
+        gap = size - 1
         while gap:
-            if gap >= 32 * m:
+            half = (gap + 1) // 2 if gap == size - 1 else gap  # the bit in which partners differ first
+            if half >= 32 * m:
                 if spare is None:
                     sync()
                 for e, v in zip(at, x, strict=True):
                     simt.store_shared(buffers[0] + e * 8, *v)
                 sync()
-                other = [simt.load_shared(buffers[0] + (e ^ gap) * 8, 2) for e in at]
+                other = [load_pair(buffers[0] + (e ^ gap) * 8, e ^ gap, end) for e in at]
                 buffers.reverse()
-            elif gap >= 32:
-                other = [x[j ^ (gap // 32)] for j in range(m)]
             else:
-                other = [[simt.bfly(w, gap) for w in v] for v in x]
-            larger = [(e & gap).equals(0).select(1, 0) ^ (e & size).equals(0).select(0, 1) for e in at]
-            x = [keep(*three) for three in zip(x, other, larger, strict=True)]
-            gap //= 2
+                other = [x[j ^ (gap // 32)] for j in range(m)]
+                if gap & 31:
+                    other = [[simt.bfly(w, gap & 31) for w in v] for v in other]
+            first = [(e & half).equals(0).select(1, 0) for e in at]
+            x = [keep(*three) for three in zip(x, other, first, strict=True)]
+            gap = size // 4 if gap == size - 1 else gap // 2
         size *= 2
     sync()
     for e, v in zip(at, x, strict=True):

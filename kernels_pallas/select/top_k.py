@@ -1,10 +1,10 @@
 """The slots of the k largest scores of each row, in order of rank. The result is exact: ties go to the lower slot.
 
 Several blocks work on one row: a cluster, or a launch for each step. Scores become unsigned keys of the same order (0:
-invalid). (1) Each thread reads 16 scores; registers hold a row of at most 131072. (2) A histogram of the
-top bits of the keys finds the bin of the k-th key. While more than `candidates(k)` elements are left, the next bits are
-counted. (3) Each block sorts its share of the candidates, sends it to the others, and finds the ranks of its own by
-bisection.
+invalid). (1) Each thread reads 16 scores; registers hold a row of at most 131072. (2) A histogram of the top bits of
+the keys finds the bin of the k-th key. While too many elements are left, the next bits are counted. (3) Each block
+sorts its candidates, sends them to the others, and finds the ranks of its own by bisection. Slots without a valid score
+follow unsorted.
 
 **Bytes:** 5 U read and 5 k written a row; longer rows are read three or more times.
 
@@ -36,6 +36,7 @@ from kvjax.kernels_pallas.select.sort import (
     sort_pairs,
     write_by_rank,
 )
+from kvjax.kernels_pallas.select.threshold import Bins
 from kvjax.kernels_pallas.select.tiling import Config, config_for
 from kvjax.kernels_pallas.simt import (
     Word,
@@ -52,6 +53,8 @@ DIGITS = ((0, 21, 11), (0, 10, 11), (0, 0, 10), (1, 11, 11), (1, 0, 11))  # (of 
 SMALL = 80  # words for sums of warps, lengths of lists, and where they begin
 LONGEST = 2 * tiling.MAX_PARTS * 2
 TOO_MANY = 0xFFFFFFFF  # in place of the length of a list
+FIRST = 1 << DIGITS[0][1]  # not above the key of any valid score, and above those of others
+SORTED = 512  # elements of a block that sorting takes as long as another pass
 AT_ONCE = 4  # lists that a thread searches at once
 QUEUE = 64  # elements of a warp up to which its threads reserve their places one after the other
 
@@ -136,7 +139,7 @@ def scratch(k: int, config: Config) -> tuple[int, ...]:
     block's list; for its sorting, unless that would be more than every GPU has; and for lengths."""
     room = 2 * candidates(k)
     if config.cluster:
-        return max(len(DIGITS) * histogram.PASS, room), room, room, SMALL
+        return max((len(DIGITS) + 1) * histogram.PASS, room), room, room, SMALL
     return histogram.PASS, *((room, room) if k <= MAX_K // 2 else (room,)), SMALL
 
 
@@ -193,17 +196,20 @@ class _Elements:
 
 
 def select_row(
-    first: Fetch, again: Fetch, out: Out, scratch_m: Sequence[Any], *, U: int, k: int, config: Config
-) -> None:
+    first: Fetch, again: Fetch, out: Out, scratch_m: Sequence[Any], *, U: int, k: int, config: Config,
+    bins: Bins | None = None,
+) -> None:  # fmt: skip
     """Writes to `out` the slots of the k largest keys of a row.
 
-    `first(i)` gives the keys of `fours(i, U, config)` at their first use, `again(i)` after it.
+    `first(i)` gives the keys of `fours(i, U, config)` at their first use, `again(i)` after it. `bins` are counted
+    before digits, where they leave fewer keys to sort.
     """
     blocks, capacity = config.blocks, candidates(k)
     t = simt.special("tid.x")
     hist, own, *spare, small = (simt.shared_address(m) for m in scratch_m)
     elements = _Elements(first, again, U, config)
-    histogram.clear(hist)
+    first_pass = hist + len(DIGITS) * histogram.PASS * 4 if config.cluster and bins else hist
+    histogram.clear(first_pass)
     with when(t.equals(0)):
         simt.store_shared(small + LENGTH * 4, word(0))
     block_barrier()
@@ -212,13 +218,24 @@ def select_row(
     # needed, and how many it has.
     def found(n: int, state: list[Word]) -> list[Word]:
         """The state after digit n; if too many elements are left, after all later digits too, behind one branch."""
-        state = _digit_pass(n, state, elements.each, hist, config)
+        state = _digit_pass(n, state, elements.each, hist, config, clear=bins is not None or n > 0)
         if n + 1 == len(DIGITS):
             return state
-        more = (word(k) - state[4] + state[5]) > capacity
+        more = ((word(k) - state[4] + state[5]) > most) & state[0].differs(0)
         return simt.branch(more, functools.partial(found, n + 1, state), state)
 
-    high, _, low, *_ = found(0, [word(x) for x in (0, 0, 0, 0, k, 0)])
+    start, most = [word(x) for x in (0, 0, 0, 0, k, 0)], min(capacity, max(2 << (k - 1).bit_length(), SORTED * blocks))
+    if bins is None:
+        high, _, low, _, need, _ = found(0, start)
+        valid, few = word(k) - need, high.equals(0)
+        high = few.select(FIRST, high)
+    else:
+        elements.each(functools.partial(_count_in, first_pass, bins))
+        of = histogram.find_bin(first_pass, word(k), blocks, of_earlier=False)
+        valid, few, many = of.wanted, of.wanted < k, (of.wanted - of.need + of.many) > most
+        high, low = simt.branch(many, lambda: found(0, start)[0:3:2], [bins.extent(of.bin)[0], word(0)])
+    with when(few & simt.part().equals(0)):
+        _fill((elements.held or elements._of(again, word(0)))[:4], valid, small, out)
     length = _collect(elements, high, low, own, small)
     with when(t < blocks):
         simt.store_remote(simt.remote(small + (simt.part() + LENGTHS) * 4, t), length)
@@ -227,6 +244,30 @@ def select_row(
     block_barrier()
     simt.cluster_wait()  # now all blocks have read the histograms too, which the lists overwrite
     write_by_rank(own, hist, small, out, length, t, blocks)
+
+
+def _count_in(hist: Word, bins: Bins, elements: list[Element]) -> None:
+    for key, rank in elements:
+        ptx("red.shared.add.u32 [$0], 1;", hist + bins.place(key, rank)[0] * 4)
+
+
+def _fill(four: list[Element], at: Word, sums: Word, out: Out) -> None:
+    """Writes the lowest slots without a valid score from place `at` on; `four` are elements 4 t .. 4 t + 3 of a row.
+
+    There are fewer than k valid ones, so the slots that are needed are below k.
+    """
+    t = simt.special("tid.x")
+    flags = [key.equals(0).select(1, 0) for key, _ in four]
+    n = simt.sum_of(flags)
+    of_warp = simt.warp_sum(n)
+    with when((t & 31).equals(0)):
+        simt.store_shared(sums + (t >> 5) * 4, of_warp)
+    block_barrier()
+    before = simt.warp_sum(((t & 31) < (t >> 5)).select(simt.load_shared(sums + (t & 31) * 4), 0))
+    at = at + before + of_warp - simt.sum_of_next_lanes(n) - n
+    for flag, (key, rank) in zip(flags, four, strict=True):
+        out.write(flag.differs(0).select(at, out.k), [rank, key])
+        at = at + flag
 
 
 def _collect(elements: _Elements, high: Word, low: Word, own: Word, small: Word) -> Word:
@@ -265,12 +306,14 @@ def _digit(key: Word, rank: Word, n: int) -> Word:
     return ((rank if of_slot else key) >> shift) & ((1 << bits) - 1)
 
 
-def _digit_pass(n: int, state: list[Word], each: Callable[..., None], hist: Word, config: Config) -> list[Word]:
+def _digit_pass(
+    n: int, state: list[Word], each: Callable[..., None], hist: Word, config: Config, clear: bool
+) -> list[Word]:
     """Adds digit n of the k-th element to the prefix."""
     of_slot, shift, bits = DIGITS[n]
     high, high_mask, low, low_mask, need, _ = state
     bins = hist + n * histogram.PASS * 4 if config.cluster else hist
-    if n:
+    if clear:
         if not config.cluster:
             block_barrier()
         histogram.clear(bins)
@@ -303,12 +346,14 @@ def _count(
     count_first(_scores(scores_m, valid_m, U, config, shared_by, keys), kept_m, hist_m, U=U, config=config)
 
 
-def count_first(fetch: Fetch, kept_m: Any, hist_m: Any, *, U: int, config: Config) -> None:
+def count_first(fetch: Fetch, kept_m: Any, hist_m: Any, *, U: int, config: Config, bins: Bins | None = None) -> None:
     hist = simt.shared_address(hist_m)
     histogram.clear(hist)
     block_barrier()
 
     def count(elements: list[Element]) -> None:
+        if bins is not None:
+            return _count_in(hist, bins, elements)
         for key, rank in elements:
             ptx("red.shared.add.u32 [$0], 1;", hist + _digit(key, rank, 0) * 4)
 
@@ -318,14 +363,14 @@ def count_first(fetch: Fetch, kept_m: Any, hist_m: Any, *, U: int, config: Confi
 
 
 def select_kept(
-    kernel: str, keys: Array, kept: Array, k: int, config: Config, ranked: bool = False
+    kernel: str, keys: Array, kept: Array, k: int, config: Config, ranked: bool = False, bins: Bins | None = None
 ) -> tuple[Array, ...]:
     """`selected` of keys u32[rows, U] whose first digits were counted.
 
     Each block sorts its candidates; then each finds the ranks of its own among all. If there are too many, one block
     selects alone, from all keys of the row."""
     rows = keys.shape[0]
-    how: dict[str, Any] = {"U": keys.shape[1], "k": k, "config": config}
+    how: dict[str, Any] = {"U": keys.shape[1], "k": k, "config": config, "bins": bins}
     lists, lengths = simt.kernel(
         functools.partial(_list, **how),
         name=f"{kernel}_list",
@@ -347,8 +392,9 @@ def select_kept(
 
 
 def _list(
-    keys_m: Any, kept_m: Any, lists_m: Any, lengths_m: Any, *scratch_m: Any, U: int, k: int, config: Config
-) -> None:
+    keys_m: Any, kept_m: Any, lists_m: Any, lengths_m: Any, *scratch_m: Any, U: int, k: int, config: Config,
+    bins: Bins | None,
+) -> None:  # fmt: skip
     t, row, part, blocks = simt.special("tid.x"), simt.row(), simt.part(), config.blocks
     hist, own, *spare, small = (simt.shared_address(m) for m in scratch_m)
     keys, kept = (
@@ -362,12 +408,17 @@ def _list(
     histogram.clear(hist)
     with when(t.equals(0)):
         simt.store_shared(small + LENGTH * 4, word(0))
-    digit, need, many, *_ = histogram.find_kept(hist, kept, word(k), blocks, of_earlier=False)
-    fits = (word(k) - need + many) <= candidates(k)
-    with when(t.equals(0) & (word(k) - need + many > candidates(k))):
+    place, need, many, wanted, *_ = histogram.find_kept(hist, kept, word(k), blocks, of_earlier=False)
+    if bins is None:
+        none = place.equals(0)
+        low, listed = none.select(FIRST, place << DIGITS[0][1]), word(k) - need + none.select(0, many)
+    else:
+        low, listed = bins.extent(place)[0], wanted - need + many
+    fits = listed <= candidates(k)
+    with when(t.equals(0) & (listed > candidates(k))):
         ptx("st.global.u32 [$0], $1;", to_length, TOO_MANY)
     with when(fits):
-        length = _collect(elements, digit << DIGITS[0][1], word(0), own, small)
+        length = _collect(elements, low, word(0), own, small)
         sort_pairs(networks(candidates(k)), own, next(iter(spare), None), length, t)
         block_barrier()
         with when(t.equals(0)):
@@ -378,9 +429,12 @@ def _list(
             ptx("st.global.v2.u32 [$0], {$1, $2};", simt.offset(to, i * 8), *simt.load_shared(own + i * 8, 2))
 
 
-def _rank(lists_m: Any, lengths_m: Any, keys_m: Any, *others_m: Any, outs: int, U: int, k: int, config: Config) -> None:
+def _rank(
+    lists_m: Any, lengths_m: Any, keys_m: Any, *others_m: Any, outs: int, U: int, k: int, config: Config,
+    bins: Bins | None,
+) -> None:  # fmt: skip
     t, row, part, blocks = simt.special("tid.x"), simt.row(), simt.part(), config.blocks
-    _, own, *_, small = (simt.shared_address(m) for m in others_m[outs:])
+    sums, own, *_, small = (simt.shared_address(m) for m in others_m[outs:])
     keys, lists, of_row = (
         simt.offset_rows(simt.global_address(m), row, n * 4)
         for m, n in ((keys_m, U), (lists_m, blocks * 2 * candidates(k)), (lengths_m, blocks))
@@ -397,14 +451,18 @@ def _rank(lists_m: Any, lengths_m: Any, keys_m: Any, *others_m: Any, outs: int, 
             with when(t.equals(0)):
                 simt.store_shared(small + LONGEST * 4, longest)
         block_barrier()
-        warp = t >> 5
+        total = simt.sum_of(simt.load_shared(small + (blocks - 1) * 8, 2))
+        with when((total < k) & part.equals(0)):
+            four = tiling.load_four(keys, t * 4, U)
+            _fill([(key, word(SLOTS) - (t * 4 + j)) for j, key in enumerate(four)], total, sums, out)
+        each = tiling.THREADS // 32 // blocks  # warps that copy a list
 
-        @loop(warp, blocks, tiling.THREADS // 32)
+        @loop(simt.divide(t >> 5, each), blocks, tiling.THREADS // 32)
         def _copy(b: Word) -> None:
             before, length = simt.load_shared(small + b * 8, 2)
             source = simt.offset_rows(lists, b, 8 * candidates(k))
 
-            @loop(t & 31, length, 32)
+            @loop(t - b * (32 * each), length, 32 * each)
             def _pair(i: Word) -> None:
                 pair = ptx("ld.global.nc.v2.u32 {$0, $1}, [$2];", simt.offset(source, i * 8), results=2)
                 simt.store_shared(own + (before + i) * 8, *pair)
@@ -416,13 +474,16 @@ def _rank(lists_m: Any, lengths_m: Any, keys_m: Any, *others_m: Any, outs: int, 
         @loop(t, length, tiling.THREADS)
         def _write(i: Word) -> None:
             pair = simt.load_shared(own + (before + i) * 8, 2)
-            at = word(0)
-            for b in range(0, blocks, AT_ONCE):
-                of = [simt.load_shared(small + j * 8, 2) for j in range(b, min(b + AT_ONCE, blocks))]
+            at = i
+            for b in range(1, blocks, AT_ONCE):
+                of = []
+                for j in range(b, min(b + AT_ONCE, blocks)):
+                    other = part + j
+                    of.append(simt.load_shared(small + (other - (other < blocks).select(0, blocks)) * 8, 2))
                 at = simt.sum_of([at, *larger(pair, own, [n for _, n in of], [first for first, _ in of], longest)])
             out.write(at, pair)
 
     with when(first_length.equals(TOO_MANY) & part.equals(0)):
         alone = tiling.Config(1, config.unroll, cluster=0)
         fetch = fetcher(keys, U, alone)
-        select_row(fetch, fetch, out, scratch_m, U=U, k=k, config=alone)
+        select_row(fetch, fetch, out, scratch_m, U=U, k=k, config=alone, bins=bins)

@@ -30,6 +30,7 @@ from kvjax.kernels_pallas.select import histogram, logsum, tiling, top_k, units
 from kvjax.kernels_pallas.select.keys import HEADS, SOFTMAX, load_heads_f32, reduced_keys
 from kvjax.kernels_pallas.select.logsum import NOTHING
 from kvjax.kernels_pallas.select.sort import Out
+from kvjax.kernels_pallas.select.threshold import FIRST_BINS, Bins
 from kvjax.kernels_pallas.select.tiling import Config, config_for
 from kvjax.kernels_pallas.simt import (
     Word,
@@ -109,6 +110,8 @@ def _select(
     sizes = tuple(s.shape[2] for s in given[:parts])
     U = sum(sizes)
     summed = group_reduce in SOFTMAX and heads > 1 and len(given) == parts
+    pooled = group_reduce in SOFTMAX and (heads > 1 or len(given) > parts)
+    bins = FIRST_BINS["score" if not pooled else "log" if group_reduce == "max_softmax" else "sum"]
     keys_of = jax.ShapeDtypeStruct((rows, U), jnp.uint32)
 
     @simt.over_rows(functools.partial(_select, group_reduce, k, ranked, parts, config))
@@ -128,16 +131,16 @@ def _select(
                 )(*args)
                 args.append(sums)
             keys, kept = simt.kernel(
-                functools.partial(_count, row=row, summed=summed), name="kvjax_top_k_grouped_count",
+                functools.partial(_count, row=row, summed=summed, bins=bins), name="kvjax_top_k_grouped_count",
                 out_type=(keys_of, histogram.kept_of(rows, config)), scratch=(histogram.PASS, units.LOGS), **launch,
             )(*args)  # fmt: skip
-            return top_k.select_kept("kvjax_top_k_grouped", keys, kept, k, config, ranked)
+            return top_k.select_kept("kvjax_top_k_grouped", keys, kept, k, config, ranked, bins)
         outs = [*top_k.selected(rows, k, ranked)]
         wanted = len(outs)
         if not tiling.in_one_step(U, config):
             outs.append(keys_of)  # keys, for the later passes
         return simt.kernel(
-            functools.partial(_program, row=row, inputs=len(args), outs=wanted, summed=summed, k=k),
+            functools.partial(_program, row=row, inputs=len(args), outs=wanted, summed=summed, k=k, bins=bins),
             name="kvjax_top_k_grouped",
             out_type=tuple(outs),
             scratch=(*top_k.scratch(k, config), STATS + 3 * HEADS),
@@ -188,7 +191,7 @@ class _Row:
         return fetch
 
 
-def _program(*refs: Any, row: Callable[..., _Row], inputs: int, outs: int, summed: bool, k: int) -> None:
+def _program(*refs: Any, row: Callable[..., _Row], inputs: int, outs: int, summed: bool, k: int, bins: Bins) -> None:
     of = row(*refs[:inputs])
     first = len(refs) - len(top_k.scratch(k, of.config)) - 1
     out, keys_m, (*scratch_m, stats_m) = Out.of(k, *refs[inputs:][:outs]), refs[inputs + outs : first], refs[first:]
@@ -196,7 +199,7 @@ def _program(*refs: Any, row: Callable[..., _Row], inputs: int, outs: int, summe
     if summed:
         of.logs = _log_sums(of, stats_m)
     again = top_k.fetcher(keys, of.U, of.config)
-    top_k.select_row(of.fetch(keys), again, out, scratch_m, U=of.U, k=k, config=of.config)
+    top_k.select_row(of.fetch(keys), again, out, scratch_m, U=of.U, k=k, config=of.config, bins=bins)
 
 
 def _statistics(*refs: Any, row: Callable[..., _Row]) -> None:
@@ -209,7 +212,7 @@ def _statistics(*refs: Any, row: Callable[..., _Row]) -> None:
         ptx("st.global.v2.u32 [$0], {$1, $2};", simt.offset_rows(simt.global_address(sums_m), at, 8), *states)
 
 
-def _count(*refs: Any, row: Callable[..., _Row], summed: bool) -> None:
+def _count(*refs: Any, row: Callable[..., _Row], summed: bool, bins: Bins) -> None:
     """The next launch: keeps the keys of a row, and how many of a block's have each first digit."""
     *inputs, keys_m, kept_m, hist_m, logs_m = refs
     sums_m = inputs.pop() if summed else None
@@ -219,7 +222,7 @@ def _count(*refs: Any, row: Callable[..., _Row], summed: bool) -> None:
         parts = simt.offset_rows(simt.global_address(sums_m), of.row, of.heads * n * 8)
         of.logs = units.log_sums(parts, n, of.heads, None, simt.shared_address(logs_m), lambda: None, half=False)
     keys = simt.offset_rows(simt.global_address(keys_m), of.row, of.U * 4)
-    top_k.count_first(of.fetch(keys), kept_m, hist_m, U=of.U, config=of.config)
+    top_k.count_first(of.fetch(keys), kept_m, hist_m, U=of.U, config=of.config, bins=bins)
 
 
 def _sums_of_block(of: _Row, stats: Word) -> list[Word]:

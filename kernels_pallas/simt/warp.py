@@ -125,7 +125,7 @@ def block_barrier() -> None:
     ptx("bar.sync 0;", convergent=True)
 
 
-def barrier_of(number: Word, threads: int) -> None:
+def barrier_of(number: Word, threads: int | Word) -> None:
     """A barrier of some whole warps of the block, with a number of their own from 1 to 15."""
     ptx("bar.sync $0, $1;", number, threads, convergent=True)
 
