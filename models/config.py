@@ -18,8 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jax.typing import DTypeLike
+
 from kvjax.received import read_object
-from kvjax.spec import require_int
+from kvjax.spec import CacheSpec, require_int
 from kvjax.validation import check_flags, check_verbs, finite_number, shown
 
 from . import rope as ropes
@@ -173,6 +175,18 @@ class DecoderConfig:
     def max_positions(self) -> int | None:
         """Positions that the model supports; None for no limit, with dynamic NTK."""
         return None if isinstance(self.rope, ropes.Dynamic) else self.max_position_embeddings
+
+    def spec(self, batch: int, capacity: int, dtype: DTypeLike) -> CacheSpec:
+        """The sizes of each layer's cache."""
+        return CacheSpec(
+            batch=batch,
+            q_heads=self.q_heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            capacity=capacity,
+            dtype=dtype,
+            rope_by_length=self.rope.by_length,
+        )
 
 
 @dataclass(frozen=True)

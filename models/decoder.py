@@ -359,15 +359,7 @@ class Decoder(nnx.Module):
 
     def spec(self, batch: int, capacity: int, dtype: DTypeLike | None = None) -> CacheSpec:
         """The sizes of each layer's cache; `dtype` of keys and values is the model's unless given."""
-        return CacheSpec(
-            batch=batch,
-            q_heads=self.config.q_heads,
-            kv_heads=self.config.kv_heads,
-            head_dim=self.config.head_dim,
-            capacity=capacity,
-            dtype=self.dtype if dtype is None else dtype,
-            rope_by_length=self.config.rope.by_length,
-        )
+        return self.config.spec(batch, capacity, self.dtype if dtype is None else dtype)
 
     def rotate_for(self, cache: Cache, final: Array) -> Cache:
         """`cache` whose empty rows will rotate their keys for texts of `final` i32[B] tokens; 0 leaves a row as it is.

@@ -128,12 +128,11 @@ def load(
         use_compilation_cache()
     dtype = param_dtype(default_dtype() if dtype is None else dtype)
     check_directory(directory)
-    whole = Fields.read(directory / "config.json")
-    fields = text_fields(whole)
+    fields, with_images = read_fields(directory)
     family = find_family(fields)
     config = family.configure(fields)
     stop_tokens, processors = read_stop_tokens(directory, fields, config.vocab_size), read_processors(directory)
-    tensors = read_headers(directory, with_images=fields is not whole)
+    tensors = read_headers(directory, with_images=with_images)
     if config.layers > len(tensors):
         raise ValueError(
             f"num_hidden_layers in {fields.source} is {config.layers}, but the files hold only {len(tensors)} tensors; "
@@ -443,16 +442,17 @@ def split(sizes: Mapping[str, int], most: int) -> list[list[str]]:
     return lists
 
 
-def text_fields(fields: Fields) -> Fields:
-    """The fields of the language model in a config of one that also sees images; others as they are."""
+def read_fields(directory: Path) -> tuple[Fields, bool]:
+    """The fields of the language model in a config.json, and whether the whole model also sees images."""
+    fields = Fields.read(directory / "config.json")
     kind, text = fields.raw.get("model_type"), fields.group("text_config").raw
     if kind not in _WITH_IMAGES or not text:
-        return fields
+        return fields, False
     shared = "bos_token_id", "eos_token_id", "quantization_config", "compression_config"
     outer = {name: fields.raw[name] for name in shared if fields.given(name)}
     default = {"model_type": _WITH_IMAGES[kind]}
     inner = {name: value for name, value in text.items() if name != "architectures"}
-    return Fields({**outer, **default, **inner}, f"text_config of {fields.source}")
+    return Fields({**outer, **default, **inner}, f"text_config of {fields.source}"), True
 
 
 def _text_name(name: str) -> str | None:

@@ -325,20 +325,13 @@ class _Job:
 
     @property
     def spec(self) -> CacheSpec:
-        from kvjax import CacheSpec
         from kvjax.generation.spec_prefill import kept
         from kvjax.spec import round_capacity
 
         stored = len(self.tokens) if self.keep is None else kept(len(self.tokens), self.keep)
         config, needed = self.checkpoint.config, stored + self.settings["max_new_tokens"]
-        return CacheSpec(
-            batch=1,
-            q_heads=config.q_heads,
-            kv_heads=config.kv_heads,
-            head_dim=config.head_dim,
-            capacity=capacity_over(round_capacity(needed, positions=config.max_positions), self.placement),
-            dtype=self.dtype,
-        )
+        capacity = capacity_over(round_capacity(needed, positions=config.max_positions), self.placement)
+        return config.spec(1, capacity, self.dtype)
 
     def empty(self) -> Cache:
         import kvjax

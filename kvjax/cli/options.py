@@ -117,11 +117,10 @@ def model_directory(given: Path | None) -> Path:
 
 def without_weights(directory: Path) -> Checkpoint:
     """The checkpoint without its weights, to check a prompt against."""
-    from kvjax.models.config import Fields
     from kvjax.models.generation_config import read_processors, read_stop_tokens
-    from kvjax.models.weights import Checkpoint, find_family
+    from kvjax.models.weights import Checkpoint, find_family, read_fields
 
-    fields = Fields.read(directory / "config.json")
+    fields, _ = read_fields(directory)
     config = find_family(fields).configure(fields)
     nothing: Any = None
     stop_tokens, processors = read_stop_tokens(directory, fields, config.vocab_size), read_processors(directory)

@@ -30,7 +30,7 @@ from kvjax.evaluate.store import FORMAT, Cell, Progress
 from kvjax.evaluate.tasks import Example, Task
 from kvjax.models import Checkpoint
 from kvjax.policies import PerLayer
-from kvjax.spec import CacheSpec, padded_capacity, require_int
+from kvjax.spec import padded_capacity, require_int
 
 T = TypeVar("T")
 CPU_LAYERS = 480  # layers of caches whose programs a process holds on a CPU; see `run`
@@ -103,14 +103,7 @@ def prepare(
 
     config, dtype = checkpoint.config, jnp.dtype(dtype)
     new = max(map(len, fed.values())) + task.max_new_tokens
-    spec = CacheSpec(
-        batch=1,
-        q_heads=config.q_heads,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        capacity=_capacity(len(prompts[ids[order[-1]]]), new),
-        dtype=dtype,
-    )
+    spec = config.spec(1, _capacity(len(prompts[ids[order[-1]]]), new), dtype)
     if not rows:
         raise ValueError("a comparison needs at least one cache")
     rows = check_rows(rows, spec, config.layers)

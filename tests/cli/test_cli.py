@@ -17,7 +17,7 @@ import pytest
 from rich.progress import Progress
 from safetensors.numpy import save_file
 
-from kvjax import CacheSpec, generation, presets
+from kvjax import CacheSpec, generation, models, presets
 from kvjax.cli import _GROUPS, _one_line
 from kvjax.cli.generate import EXAMPLE, _Ahead, _in_layers
 from kvjax.cli.methods import entries, meanings
@@ -737,3 +737,21 @@ def test_weights_are_not_read_before_what_is_cheap_is_checked(kvjax, checkpoint,
 def test_a_path_that_the_system_refuses_is_told_with_what_to_do(kind):
     told = _one_line(kind(1, "It is refused", "a/b"))
     assert told == "a/b: It is refused; give a path that exists and that you may use"
+
+
+def test_the_command_answers_where_keys_are_rotated_by_the_length(kvjax, tmp_path):
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    directory = write_checkpoint(tmp_path, rope_parameters=rope, max_position_embeddings=32)
+    code, out, err = kvjax("generate", directory, "--prompt", TEXT, "--max-new-tokens", 8, "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["token_ids"] == models.load(directory).generate(TEXT, max_new_tokens=8).tokens
+
+
+def test_the_command_takes_the_text_of_a_model_that_sees_images(kvjax, checkpoint, tmp_path):
+    text = {name: value for name, value in config(model_type="mistral").items() if name != "architectures"}
+    outer = {"model_type": "mistral3", "architectures": ["Mistral3ForConditionalGeneration"], "text_config": text}
+    directory = tmp_path / "images"
+    write_checkpoint(directory)
+    (directory / "config.json").write_text(json.dumps(outer))
+    ask = ("--prompt", TEXT, "--max-new-tokens", 3)
+    assert kvjax("generate", directory, *ask)[:2] == kvjax("generate", checkpoint, *ask)[:2]
