@@ -54,6 +54,7 @@ class Recorded(Policy):
     """`Full` attention that also records the queries of a row's first `steps` decode steps, and no later ones."""
 
     steps: int
+    takes_sinks = True  # in a prompt
 
     def __post_init__(self) -> None:
         keep_ints(self, steps=1)
@@ -77,8 +78,8 @@ class Recorded(Policy):
         return dataclasses.replace(st, full=Full().update(st.full, k, v, active), due=st.due | active)
 
     def attend(self, st: RecordedState, q: Array, step: Step) -> tuple[Array, RecordedState, Info]:
-        if isinstance(step.scale, CappedScale):
-            raise ValueError("live measurements replay plain attention, and this model has a soft cap of its logits")
+        if isinstance(step.scale, CappedScale) or step.sinks is not None:
+            raise ValueError("live measurements replay plain attention, and this model has a soft cap or sink logits")
         out, full, info = Full().attend(st.full, q, step)
         row, at = jnp.arange(q.shape[0]), jnp.where(st.due, st.count, self.steps)
         state = RecordedState(

@@ -48,7 +48,7 @@ class PromptState:
 class Prompt(Policy):
     """Takes one prompt of as many columns as the spec's capacity, in one chunk, and records it unchanged."""
 
-    observes = True
+    observes = takes_sinks = True
 
     def init(self, spec: CacheSpec) -> PromptState:
         def zeros(*heads: int) -> Array:
@@ -96,19 +96,20 @@ def store(
 
     The recorded layers and their `rotated_for` stay valid.
     """
-    layers = []
-    for i, (layer, window) in enumerate(zip(prompts, checkpoint.config.windows, strict=True)):
+    layers, config = [], checkpoint.config
+    of_model: Any = {"scale": config.query_scale, "soft_cap": config.soft_cap}
+    for i, (layer, window) in enumerate(zip(prompts, config.windows, strict=True)):
         empty = init_layer(policy.policy(i), replace(layer.spec, capacity=capacity))
         st: PromptState = layer.state
-        layers.append(_store(empty, st.q, st.k, st.v, st.length, window=window))
+        layers.append(_store(empty, st.q, st.k, st.v, st.length, window=window, **of_model))
     return Cache(tuple(layers), jax.tree.map(jnp.copy, rotated_for))
 
 
-@partial(jax.jit, static_argnames="window", donate_argnames="cache")
-def _store(cache: LayerCache, q: Array, k: Array, v: Array, lengths: Array, *, window: int | None) -> Any:
+@partial(jax.jit, static_argnames=("window", "scale", "soft_cap"), donate_argnames="cache")
+def _store(cache: LayerCache, q: Array, k: Array, v: Array, lengths: Array, **static: Any) -> Any:
     # The prompt's attention output is unused, so XLA leaves it out.
     q, k, v = ungroup(q, q.dtype), jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
-    return attention(cache, q, k, v, lengths=lengths, window=window, first_chunk=True)[1]
+    return attention(cache, q, k, v, lengths=lengths, first_chunk=True, **static)[1]
 
 
 class Fed(NamedTuple):

@@ -194,6 +194,7 @@ class _Watched(Policy):
     """`Full` attention that keeps how much each of the first `steps` decode steps attends to the prompt."""
 
     steps: int
+    takes_sinks = True
 
     def init(self, spec: CacheSpec) -> _WatchedState:
         votes = jnp.zeros((spec.batch, self.steps, spec.capacity), jnp.float32)

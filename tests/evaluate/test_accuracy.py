@@ -11,6 +11,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 import kvjax
 import kvjax.evaluate
@@ -599,3 +600,19 @@ def test_a_setting_that_no_budget_mends_stops_the_comparison():
         make_rows(["full", "fier:group=x"], budgets=[64])
     with pytest.raises(ValueError, match="unknown cache 'fire'"):
         make_rows(["full", "fire"])
+
+
+@pytest.mark.parametrize("model", [{}, {"query_scale": 2.0}, {"soft_cap": 1.0}, {"sinks": True}], ids=str)
+@pytest.mark.parametrize("cache", ["snapkv:budget=24,window=8,dense_layers=0", "tova:budget=24,dense_layers=0"])
+def test_a_stored_prompt_is_the_one_that_the_model_stores(cache, model):
+    config = models.DecoderConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, layers=2, q_heads=4, kv_heads=2, head_dim=16, **model
+    )
+    decoder = models.Decoder(dataclasses.replace(config, initializer_range=0.5), rngs=nnx.Rngs(0))
+    checkpoint = models.Checkpoint(decoder, config, (), None)
+    tokens, policy = np.random.default_rng(0).integers(64, size=(1, 96)), presets.parse(cache)
+    _, recorded = prompt.read(checkpoint, tokens.tolist())
+    empty = kvjax.init(policy, decoder.spec(1, 128), layers=2)
+    want = prefill(decoder, empty, tokens, chunk=prompt.WHOLE, first_chunk=True)[1]
+    found = prompt.store(checkpoint, recorded.layers, policy, 128)
+    jax.tree.map(np.testing.assert_array_equal, found, want)
