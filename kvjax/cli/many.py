@@ -30,6 +30,7 @@ def answer_many(
     import jax
 
     from kvjax import Engine, models
+    from kvjax.generation.prompt_inputs import check_fit
     from kvjax.models.chat import default_new_tokens
     from kvjax.spec import require_int, round_capacity
 
@@ -48,6 +49,7 @@ def answer_many(
             new = line.get("max_new_tokens", max_new_tokens)
             new = default_new_tokens(len(tokens[-1]), positions) if new is None else new
             line["max_new_tokens"] = require_int("max_new_tokens", new, at_least=1)
+            check_fit(0, len(tokens[-1]), new, None, positions)
         except (ValueError, TypeError) as error:
             where = f"line {number} of {prompts}" if isinstance(prompts, Path) else f"--prompt {number}"
             raise ValueError(f"{where}: {error}") from error
@@ -70,7 +72,7 @@ def answer_many(
             stop_tokens=loaded.chat_stop_tokens if chat else loaded.stop_tokens,
         )
         running[id(request)] = number, line
-    file = None if out is None else out.open("w", encoding="utf-8")
+    failed, file = 0, None if out is None else out.open("w", buffering=1, encoding="utf-8")
     try:
         with progress, bar(progress, f"answering {len(asked)} prompts", total=len(asked)) as advance_to:
             while running:
@@ -78,7 +80,10 @@ def answer_many(
                     if request.done:
                         number, line = running.pop(id(request))
                         found = {"line": number, **line, "text": request.text, "token_ids": request.tokens}
-                        text = json.dumps({**found, "reason": request.reason}, ensure_ascii=False) + "\n"
+                        found |= {"reason": request.reason}
+                        if request.error is not None:
+                            found["error"], failed = str(request.error), failed + 1
+                        text = json.dumps(found, ensure_ascii=False) + "\n"
                         write(text) if file is None else file.write(text)
                 advance_to(len(asked) - len(running))
     finally:
@@ -89,6 +94,8 @@ def answer_many(
         f"{len(asked)} prompts of {stats.prompt_tokens + stats.shared_tokens} tokens, {stats.new_tokens} new ones in "
         f"{stats.steps} steps; slots were {stats.fill:.0%} in use"
     )
+    if failed:
+        raise RuntimeError(f"{failed} of {len(asked)} answers ended by an error, which their lines say")
 
 
 def _read(path: Path) -> dict[int, dict[str, Any]]:

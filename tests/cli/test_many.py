@@ -4,10 +4,12 @@ import io
 import json
 import re
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
-from kvjax import models
-from tests.checkpoint import write_checkpoint
+from kvjax import Engine, models
+from tests.checkpoint import weights, write_checkpoint
 
 
 def test_each_prompt_gets_the_answer_that_it_gets_alone(kvjax, checkpoint, tmp_path):
@@ -73,3 +75,36 @@ def test_chat_answers_each_line(kvjax, tmp_path, monkeypatch):
     assert "give a temperature too" in kvjax("chat", directory, "--top-p=0.5")[2]
     code, stdout, err = kvjax("chat", directory, "--max-new-tokens=6")
     assert (code, stdout) == (0, "".join(f"{answer}\n" for answer in answers)), err
+
+
+@pytest.mark.parametrize("asked", [{"prompt": "a" * 500, "max_new_tokens": 20}, "a" * 512], ids=["new", "prompt"])
+def test_a_line_that_does_not_fit_is_named_before_the_weights(kvjax, checkpoint, tmp_path, monkeypatch, asked):
+    monkeypatch.setattr("kvjax.models.load", lambda *args, **settings: pytest.fail("weights were read"))
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(f'"a"\n{json.dumps(asked)}\n')
+    code, _, err = kvjax("generate", checkpoint, "--prompts", file)
+    assert (code, err.count("\n")) == (2, 1)
+    assert re.search(r"line 2 of .* new tokens do not fit in the model's 512 positions", err), err
+
+
+def test_an_answer_that_ends_by_an_error_says_so(kvjax, tmp_path):
+    directory = write_checkpoint(tmp_path / "bad")
+    save_file({**weights(), "model.norm.weight": np.full(32, np.nan, np.float32)}, directory / "model.safetensors")
+    code, stdout, err = kvjax("generate", directory, "--prompt", "a", "--prompt", "b", "--max-new-tokens", 2)
+    assert code == 1
+    assert [json.loads(line)["error"] for line in stdout.splitlines()] == ["the logits of this row are not finite"] * 2
+    assert "2 of 2 answers ended by an error" in err
+
+
+def test_an_answer_is_in_the_file_when_it_is_there(kvjax, checkpoint, tmp_path, monkeypatch):
+    out, seen = tmp_path / "answers.jsonl", []
+    step = Engine.step
+
+    def look(engine):
+        seen.append(out.read_text())
+        return step(engine)
+
+    monkeypatch.setattr("kvjax.Engine.step", look)
+    ask = ("--prompt", "a", "--prompt", "b", "--slots", 1, "--out", out, "--max-new-tokens", 2)
+    assert kvjax("generate", checkpoint, *ask)[0] == 0
+    assert any(text.count("\n") == 1 for text in seen)
