@@ -27,9 +27,9 @@ def picture(batch: int = 1) -> str:
         return f'<text x="{at[0]:.1f}" y="{at[1]:.1f}" text-anchor="{anchor}" fill="{colour}">{words}</text>'
 
     lines = [
-        '<svg xmlns="http://www.w3.org/2000/svg" width="480" height="400" viewBox="0 0 480 400" '
+        '<svg xmlns="http://www.w3.org/2000/svg" width="500" height="400" viewBox="0 0 500 400" '
         'font-family="sans-serif" font-size="13">',
-        '<rect width="480" height="400" fill="white"/>',
+        '<rect width="500" height="400" fill="white"/>',
         text((left - 36, 24), "Attention of one decode step in one layer, microseconds (NVIDIA H200)", "start"),
     ]
     for us in (10, 30, 100, 300, 1000):

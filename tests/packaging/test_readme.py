@@ -130,6 +130,14 @@ def test_the_picture_shows_what_the_results_say():
     assert tables.PICTURE.read_text() == tables.picture(), "run python -m docs.tables"
 
 
+def test_words_of_the_picture_end_inside_it():
+    """Browsers choose the font: a letter of DejaVu Sans, which is a wide one, takes 0.54 of the size of the font."""
+    text = tables.picture()
+    width, size = (float(re.search(rf' {name}="(\d+)"', text)[1]) for name in ("width", "font-size"))
+    for start, words in re.findall(r'<text x="([\d.]+)"[^>]* text-anchor="start"[^>]*>([^<]+)<', text):
+        assert float(start) + 0.54 * size * len(words) <= width, words
+
+
 def test_pictures_of_the_concepts_are_as_their_code_draws_them():
     for name, draw in pictures.CONCEPTS.items():
         assert (pictures.FOLDER / f"{name}.svg").read_text() == draw().svg(), "run python -m docs.pictures"
