@@ -131,8 +131,9 @@ def _sign(app: Any, what: str, name: str, thing: Any, options: Any, signature: s
 
 
 def _link(app: Any, doctree: nodes.document) -> None:
-    """Makes a link of each literal in running text that is a name of the API."""
+    """Makes a link of each literal in running text that is a name of the API, and marks what may break on a phone."""
     for node in list(doctree.findall(nodes.literal)):
+        node["classes"] += ["long"] * any(len(word) > 28 for word in node.astext().split())
         name = NAMES.get(node.astext().removesuffix("()"))
         inside = (nodes.reference, nodes.title, addnodes.pending_xref)
         if name and not any(isinstance(each, inside) for each in (node.parent, node.parent.parent)):

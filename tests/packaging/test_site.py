@@ -97,3 +97,8 @@ def test_the_site_builds_without_warnings(tmp_path):
     for name in ("attention", "Info"):  # the list of pages, which names of a page share, marks each
         page = (tmp_path / "site" / "docs" / "api" / f"kvjax.{name}.html").read_text()
         assert re.findall(r'"current reference internal" href="#">([^<]+)<', page) == [name]
+    for page in (tmp_path / "site").rglob("*.html"):  # what is wider than a phone may break
+        article = page.read_text().partition("<article")[2].partition("</article>")[0]
+        for kind, text in re.findall(r'<code class="([^"]*)">(.*?)</code>', article, re.DOTALL):
+            wide = re.search(r'<span class="pre">(?:&\w+;|[^<&]){29,}<', text)
+            assert not wide or "long" in kind.split(), f"{page.name}: {wide[0]}"
