@@ -67,7 +67,7 @@ def read_processors(directory: Path) -> Processors:
         warnings.warn(
             f"{asked.source} asks for {', '.join(ignored)}, which kvjax does not apply: greedy text may differ from "
             "that of transformers",
-            stacklevel=3,
+            stacklevel=4,
         )
     penalty = asked.number("repetition_penalty", 1.0)
     if penalty <= 0:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -128,10 +128,8 @@ def load(
         use_compilation_cache()
     dtype = param_dtype(default_dtype() if dtype is None else dtype)
     check_directory(directory)
-    fields, with_images = read_fields(directory)
-    family = find_family(fields)
-    config = family.configure(fields)
-    stop_tokens, processors = read_stop_tokens(directory, fields, config.vocab_size), read_processors(directory)
+    found, family, fields, with_images = read_settings(directory)
+    config = found.config
     tensors = read_headers(directory, with_images=with_images)
     if config.layers > len(tensors):
         raise ValueError(
@@ -152,7 +150,7 @@ def load(
             shape = param.get_value().shape
             value = jax.make_array_from_single_device_arrays(shape, shardings[id(param)], arrays)
         param.set_value(value)
-    return Checkpoint(model, config, stop_tokens, directory, placement, processors)
+    return dataclasses.replace(found, model=model, config=config, placement=placement)
 
 
 def logical_axis_rules(placement: Placement) -> dict[str, Axes]:
@@ -442,17 +440,28 @@ def split(sizes: Mapping[str, int], most: int) -> list[list[str]]:
     return lists
 
 
-def read_fields(directory: Path) -> tuple[Fields, bool]:
-    """The fields of the language model in a config.json, and whether the whole model also sees images."""
-    fields = Fields.read(directory / "config.json")
+def read_settings(directory: Path) -> tuple[Checkpoint, Family, Fields, bool]:
+    """The checkpoint without its model, its family, the fields of its language model, and whether the whole model also
+    sees images."""
+    whole = Fields.read(directory / "config.json")
+    fields = text_fields(whole)
+    family = find_family(fields)
+    config, nothing = family.configure(fields), cast(Any, None)
+    stop_tokens, processors = read_stop_tokens(directory, fields, config.vocab_size), read_processors(directory)
+    found = Checkpoint(nothing, config, stop_tokens, directory, processors=processors)
+    return found, family, fields, fields is not whole
+
+
+def text_fields(fields: Fields) -> Fields:
+    """The fields of the language model in a config of one that also sees images; others as they are."""
     kind, text = fields.raw.get("model_type"), fields.group("text_config").raw
     if kind not in _WITH_IMAGES or not text:
-        return fields, False
+        return fields
     shared = "bos_token_id", "eos_token_id", "quantization_config", "compression_config"
     outer = {name: fields.raw[name] for name in shared if fields.given(name)}
     default = {"model_type": _WITH_IMAGES[kind]}
     inner = {name: value for name, value in text.items() if name != "architectures"}
-    return Fields({**outer, **default, **inner}, f"text_config of {fields.source}"), True
+    return Fields({**outer, **default, **inner}, f"text_config of {fields.source}")
 
 
 def _text_name(name: str) -> str | None:

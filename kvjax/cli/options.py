@@ -117,14 +117,9 @@ def model_directory(given: Path | None) -> Path:
 
 def without_weights(directory: Path) -> Checkpoint:
     """The checkpoint without its weights, to check a prompt against."""
-    from kvjax.models.generation_config import read_processors, read_stop_tokens
-    from kvjax.models.weights import Checkpoint, find_family, read_fields
+    from kvjax.models.weights import read_settings
 
-    fields, _ = read_fields(directory)
-    config = find_family(fields).configure(fields)
-    nothing: Any = None
-    stop_tokens, processors = read_stop_tokens(directory, fields, config.vocab_size), read_processors(directory)
-    return Checkpoint(nothing, config, stop_tokens, directory, processors=processors)
+    return read_settings(directory)[0]
 
 
 def make_policy(cache: str, budget: int | None = None) -> tuple[PerLayer, int | None]:

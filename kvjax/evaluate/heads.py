@@ -81,6 +81,8 @@ def retrieval_heads(
             raise ValueError(f"retrieval_heads({name}={share!r}) is a share of the query heads in [0, 1]: 0.14 is 14 %")
     K = checkpoint.config.kv_heads
     found = scores(checkpoint, length=length, repeats=repeats, seed=seed, progress=progress)
+    if not np.isfinite(found).all():
+        raise RuntimeError("the model's queries or keys are not finite; load it in bfloat16 or float32")
     chosen = np.zeros(found[0].shape, bool)
     for score, share in zip(found, (echo, induction), strict=True):
         count = int(np.ceil(share * score.size))

@@ -28,6 +28,8 @@ from kvjax.evaluate.caches import Row, check_rows
 from kvjax.evaluate.provenance import digest_json, model_digest, provenance
 from kvjax.evaluate.store import FORMAT, Cell, Progress
 from kvjax.evaluate.tasks import Example, Task
+from kvjax.generation.loops import check_finite, has_no_best
+from kvjax.memory import on_host
 from kvjax.models import Checkpoint
 from kvjax.policies import PerLayer
 from kvjax.spec import padded_capacity, require_int
@@ -206,7 +208,10 @@ def feed(
     for to, rows in ((tokens, fed), (wanted, fed if targets is None else targets)):
         for padded, row in zip(to, rows, strict=True):
             padded[: len(row)] = row
-    return prompt.feed(checkpoint.model, cache, logits, tokens, wanted, counts)
+    done = prompt.feed(checkpoint.model, cache, logits, tokens, wanted, counts)
+    asked = np.array([len(row) > 0 for row in (fed if targets is None else targets)])
+    check_finite(asked & on_host(has_no_best(done.logits)), "after the tokens that are scored")
+    return done
 
 
 # ---------------------------------------------------------------------------------------------------------------- parts

@@ -111,6 +111,16 @@ def has_no_best(logits: Array) -> Array:
     return ~jnp.isfinite(best)
 
 
+def check_finite(bad: np.ndarray, when: str) -> None:
+    """Raises RuntimeError if a row has no best logit. A non-finite number persists, because the cache holds it."""
+    for row in np.flatnonzero(bad):
+        raise RuntimeError(
+            f"the model's logits of row {row} are not finite {when}: its weights are damaged, a token id is "
+            "outside of its vocabulary, or activations overflowed the dtype; check the checkpoint and the ids, and "
+            "load the model in bfloat16 or float32"
+        )
+
+
 def count_attended(mean: Array, counted: Array, infos: Sequence[Info], took: Array) -> tuple[Array, Array]:
     """Updates the mean tokens read f32[L] by layer, and the number of row steps f32[] in it, by one more step.
 

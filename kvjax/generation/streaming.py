@@ -41,6 +41,7 @@ from kvjax.generation.loops import (
     ByLayer,
     Flat,
     FlatLayers,
+    check_finite,
     decode_by_layer,
     decode_loop,
     draft_loop,
@@ -425,12 +426,12 @@ class Stream(Iterator[Any]):
                 self._drafter = self._drafter.with_state(done.state)
                 self._numbers += numbers
             if self._step == 0:
-                self._check_finite(before, "before the first token")
+                check_finite(self._taking_part & before, "before the first token")
             self._count(attended, float(counted))
             size = int(np.max(count))
             self._step += size
             self._left -= size
-            self._check_finite(after, f"by new token {self._step}")
+            check_finite(self._taking_part & after, f"by new token {self._step}")
             tokens = tokens[:, :size]
             rows = [new[new != PAD].tolist() for new in tokens]
             for row, new in zip(self.rows, rows, strict=True):
@@ -445,16 +446,6 @@ class Stream(Iterator[Any]):
         self._counted += steps
         if self._measure and steps:
             self._attended = self._attended + (attended - self._attended) * np.float32(steps / self._counted)
-
-    def _check_finite(self, bad: np.ndarray, when: str) -> None:
-        """Raises RuntimeError if a row has no best logit. A non-finite number persists, because the cache holds it."""
-        bad = np.flatnonzero(bad & self._taking_part)
-        if bad.size:
-            raise RuntimeError(
-                f"the model's logits of row {bad[0]} are not finite {when}: its weights are damaged, a token id is "
-                "outside of its vocabulary, or activations overflowed the dtype; check the checkpoint and the ids, and "
-                "load the model in bfloat16 or float32"
-            )
 
     def __next__(self) -> Any:
         while True:

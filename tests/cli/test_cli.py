@@ -535,6 +535,20 @@ def test_logits_that_are_not_finite_end_in_one_line(kvjax, tmp_path, bad):
         assert_one_line(result, "the model's logits of row 0 are not finite before the first token", code=1)
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_measurements_of_a_model_that_is_not_finite_end_in_one_line(kvjax, tmp_path, bad):
+    directory, tensors, text = write_checkpoint(tmp_path / "bad"), weights(), tmp_path / "text.txt"
+    tensors["model.norm.weight"][3] = bad
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    text.write_text(TEXT * 2)
+    ask = ("perplexity", directory, "--text", text, "--length", 40, "--steps", 2, "--cache", "full")
+    assert_one_line(kvjax(*ask), "logits of row 0 are not finite after the tokens that are scored", code=1)
+    tensors |= {"model.embed_tokens.weight": np.full_like(tensors["model.embed_tokens.weight"], bad)}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    result = kvjax("heads", directory, "--length", 16, "--repeats", 2)
+    assert_one_line(result, "the model's queries or keys are not finite", code=1)
+
+
 def test_compare_shows_answers_side_by_side(kvjax, checkpoint, tmp_path):
     text = tmp_path / "prompt.txt"
     text.write_text(TEXT + "\n")
