@@ -129,6 +129,18 @@ def refuse(status: int, message: str, code: str, **headers: str) -> Response:
     return JSONResponse({"error": error}, status, headers=headers)
 
 
+def text_of(message: dict[str, Any]) -> str:
+    """The content of a message, which may be a text or a list of parts. Most chat templates know texts alone, and would
+    spell a list as Python does."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    known = [text for text in texts if isinstance(text, str)]
+    if not isinstance(message.get("role"), str) or len(known) < len(parts):
+        raise ValueError(f"each message needs a role, and as content a text or parts of type text; got {message!r}")
+    return "\n".join(known)
+
+
 def settings_of(body: dict[str, Any], checkpoint: Any, chat: bool) -> tuple[list[Any], list[str], dict[str, Any]]:
     """Prompts, stop strings, and what `Engine.submit` takes. Raises ValueError for what cannot be served."""
     if not isinstance(body, dict):
@@ -141,8 +153,12 @@ def settings_of(body: dict[str, Any], checkpoint: Any, chat: bool) -> tuple[list
         return next((body[name] for name in names if body.get(name) is not None), default)
 
     prompt = body["messages"] if chat else body["prompt"]
-    if chat and not (isinstance(prompt, list) and prompt and all(isinstance(message, dict) for message in prompt)):
-        raise ValueError(f"messages must be a list of objects with role and content, got {prompt!r}")
+    if chat:
+        if not (isinstance(prompt, list) and prompt and all(isinstance(message, dict) for message in prompt)):
+            raise ValueError(f"messages must be a list of objects with role and content, got {prompt!r}")
+        prompt = [{**message, "content": text_of(message)} for message in prompt]
+    if not isinstance(known("stream_options", default={}), dict):
+        raise ValueError(f"stream_options must be an object, got {body['stream_options']!r}")
     several = not chat and isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
     stops = [stops] if isinstance(stops := known("stop", default=[]), str) else stops
     if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
@@ -183,7 +199,7 @@ async def answer(http: HttpRequest, chat: bool) -> Response:
         requests = await serving.submit(prompts, **settings)
     except EngineBusy as busy:
         return refuse(429, str(busy), "engine_busy", **{"Retry-After": "1"})
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         what = f"the request lacks {error}" if isinstance(error, KeyError) else str(error)
         return refuse(400, what, "cannot_be_served")
     except RuntimeError as error:

@@ -96,6 +96,16 @@ def test_answers_are_those_of_the_checkpoint(url, app, checkpoint):
     idle(app)
 
 
+def test_the_parts_of_a_message_are_read_as_its_text(url, checkpoint):
+    parts = [{"role": "user", "content": [{"type": "text", "text": text} for text in ("Hello", "you")]}]
+
+    async def talk(client):
+        return await client.chat.completions.create(model="tiny", messages=parts, max_tokens=9, temperature=0)
+
+    message = {"role": "user", "content": "Hello\nyou"}
+    assert run(url, talk).choices[0].message.content == checkpoint.generate([message], max_new_tokens=9).text
+
+
 def test_streamed_text_is_the_whole_text(url, app, checkpoint):
     stop = checkpoint.generate("Call me", max_new_tokens=12).text[4:6]
 
@@ -143,6 +153,13 @@ def test_what_cannot_be_served_is_said(url, app):
         for body in ([], "a", {"messages": "hi"}, {"messages": ["hi"]}, {"messages": []}):
             with pytest.raises(openai.BadRequestError, match=r"JSON object|messages must be a list"):
                 await client.post("chat/completions", body=body, cast_to=object)
+        image = [{"type": "image_url", "image_url": {"url": "data:,"}}]
+        for message in ({"content": "a"}, *({"role": "user", "content": what} for what in (None, 5, image, [5]))):
+            with pytest.raises(openai.BadRequestError, match="each message needs a role"):
+                await client.post("chat/completions", body={"messages": [message]}, cast_to=object)
+        body = {"prompt": "a", "stream": True, "stream_options": "x", "max_tokens": 1}
+        with pytest.raises(openai.BadRequestError, match="stream_options must be an object"):
+            await client.post("completions", body=body, cast_to=object)
         client = client.with_options(max_retries=0)
         many = [client.completions.create(model="tiny", prompt="a", n=4, max_tokens=60) for _ in range(6)]
         return found, [one for one in await asyncio.gather(*many, return_exceptions=True)]
