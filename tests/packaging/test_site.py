@@ -97,6 +97,9 @@ def test_the_site_builds_without_warnings(tmp_path):
     for name in ("attention", "Info"):  # the list of pages, which names of a page share, marks each
         page = (tmp_path / "site" / "docs" / "api" / f"kvjax.{name}.html").read_text()
         assert re.findall(r'"current reference internal" href="#">([^<]+)<', page) == [name]
+    script = (tmp_path / "site" / "_static" / "copybutton.js").read_text()
+    *_, how = re.findall(r"formatCopyText\(text, (.*)\)", script)  # prompts go, and a line that goes on is whole
+    assert how == r"'\\$ |>>> |\\.\\.\\. ', true, true, true, true, '\\', ''"
     for page in (tmp_path / "site").rglob("*.html"):  # what is wider than a phone may break
         article = page.read_text().partition("<article")[2].partition("</article>")[0]
         for kind, text in re.findall(r'<code class="([^"]*)">(.*?)</code>', article, re.DOTALL):
