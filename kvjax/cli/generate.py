@@ -452,6 +452,7 @@ def _run(
     if show is not None:
         for piece in run:
             show(piece)
+            ahead.telling.cancel()  # programs that compile when they first run have
             first = first or time.perf_counter() - begin
         show("\n")
     end = time.perf_counter()
@@ -473,8 +474,8 @@ class _Ahead:
         self.submit = self._pool.submit
         self._cache: Future[Cache] | None = None
         self._begun: Future[list[Future[tuple[Clock, float]]]] | None = None
-        self._telling = threading.Timer(SILENCE, self._tell)
-        self._telling.daemon, self._silent = True, silent
+        self.telling = threading.Timer(SILENCE, self._tell)
+        self.telling.daemon, self._silent = True, silent
         self.started, self.made = time.perf_counter(), 0.0
 
     def begin(self, shapes: Decoder) -> None:
@@ -525,12 +526,12 @@ class _Ahead:
 
         Unless this is silent, a line says what takes the time, if it takes some.
         """
-        if not self._silent and not self._telling.is_alive() and not self._telling.finished.is_set():
-            self._telling.start()
+        if not self._silent and not self.telling.is_alive() and not self.telling.finished.is_set():
+            self.telling.start()
         running = self._running
         ends = [one.result()[1] for one in (running[:-1] if prompt_only else running)]
         if ends and not prompt_only:
-            self._telling.cancel()
+            self.telling.cancel()
         return max(ends, default=self.started) - self.started
 
     def _expected(self) -> float:

@@ -769,3 +769,12 @@ def test_the_command_takes_the_text_of_a_model_that_sees_images(kvjax, checkpoin
     (directory / "config.json").write_text(json.dumps(outer))
     ask = ("--prompt", TEXT, "--max-new-tokens", 3)
     assert kvjax("generate", directory, *ask)[:2] == kvjax("generate", checkpoint, *ask)[:2]
+
+
+def test_nothing_is_said_to_compile_after_the_first_text(kvjax, checkpoint, monkeypatch):
+    monkeypatch.setattr("kvjax.cli.generate.SILENCE", 60.0)
+    args = ("--prompt", TEXT, "--max-new-tokens", 3, "--speculate", "prompt-lookup")
+    assert kvjax("generate", checkpoint, *args)[0] == 0
+    timers = (one for one in threading.enumerate() if isinstance(one, threading.Timer))
+    ticking = [one for one in timers if one.interval == 60.0 and not one.finished.is_set()]
+    assert not ticking
