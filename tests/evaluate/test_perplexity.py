@@ -95,7 +95,8 @@ def test_bos_stands_before_every_context(directory):
     tokenizer.bos_token_id = BOS
     assert module._tokens(SimpleNamespace(tokenizer=tokenizer), "ab") == ([BOS], [97, 98])
     assert module._tokens(SimpleNamespace(), [5, 6]) == ([], [5, 6])
-    config = SimpleNamespace(vocab_size=300, max_positions=None, layers=1, q_heads=2, kv_heads=1, head_dim=8)
+    sizes = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 16, "layers": 1}
+    config = models.DecoderConfig(**sizes, q_heads=2, kv_heads=1, head_dim=8)
     holder = SimpleNamespace(config=config, tokenizer=tokenizer, directory=directory, stop_tokens=())
     short, long = module.prepare(holder, "abcdefgh", ["full"], Setting(lengths=(3, 5), steps=2), dtype="float32")
     assert short.task.rows == ((BOS, *b"defg"),)
