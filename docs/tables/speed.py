@@ -46,7 +46,7 @@ def compared() -> str:
     found = {(row["method"], row["length"]): row for row in by_device}
     lengths = sorted({length for _, length in found})
     rows = []
-    for method in dict.fromkeys(method for method, _ in found):
+    for method in sorted({method: None for method, _ in found}, key=lambda method: method != "cudnn"):
         cells = []
         for length in lengths:
             row = found.get((method, length))

@@ -100,6 +100,11 @@ FIRST_BINS = {
 }
 
 
+def first_bins(pooled: bool, group_reduce: str) -> Bins:
+    """Those of the keys of scores, or of what `group_reduce` makes of the softmaxes of several heads."""
+    return FIRST_BINS["score" if not pooled else "log" if group_reduce == "max_softmax" else "sum"]
+
+
 def _by_bits(low: Word, size: Word, by: Operand) -> Place:
     """The bin of each key of low .. low + size, by its bits from `by` on."""
     return lambda key, _: [(key - low) >> by, key - low, size]

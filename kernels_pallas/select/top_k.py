@@ -24,7 +24,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.kernels_pallas import simt, tuned
-from kvjax.kernels_pallas.select import histogram, tiling
+from kvjax.kernels_pallas.select import histogram, threshold, tiling
+from kvjax.kernels_pallas.select.compact import sum_before
 from kvjax.kernels_pallas.select.histogram import kept_of
 from kvjax.kernels_pallas.select.keys import MAX_K, MAX_UNITS, SLOTS, ordered_key
 from kvjax.kernels_pallas.select.sort import (
@@ -59,9 +60,9 @@ AT_ONCE = 4  # lists that a thread searches at once
 QUEUE = 64  # elements of a warp up to which its threads reserve their places one after the other
 
 
-def candidates(k: int) -> int:
+def candidates(k: int, least: int = 4096) -> int:
     """How many elements are sorted at most."""
-    return max(2 << (k - 1).bit_length(), 4096)
+    return max(2 << (k - 1).bit_length(), least)
 
 
 def smem_bytes(k: int, config: Config | None = None) -> int:
@@ -224,13 +225,13 @@ def select_row(
         more = ((word(k) - state[4] + state[5]) > most) & state[0].differs(0)
         return simt.branch(more, functools.partial(found, n + 1, state), state)
 
-    start, most = [word(x) for x in (0, 0, 0, 0, k, 0)], min(capacity, max(2 << (k - 1).bit_length(), SORTED * blocks))
+    start, most = [word(x) for x in (0, 0, 0, 0, k, 0)], min(capacity, candidates(k, SORTED * blocks))
     if bins is None:
         high, _, low, _, need, _ = found(0, start)
         valid, few = word(k) - need, high.equals(0)
         high = few.select(FIRST, high)
     else:
-        elements.each(functools.partial(_count_in, first_pass, bins))
+        elements.each(lambda pairs: threshold.count(first_pass, pairs, bins.place))
         of = histogram.find_bin(first_pass, word(k), blocks, of_earlier=False)
         valid, few, many = of.wanted, of.wanted < k, (of.wanted - of.need + of.many) > most
         high, low = simt.branch(many, lambda: found(0, start)[0:3:2], [bins.extent(of.bin)[0], word(0)])
@@ -246,25 +247,13 @@ def select_row(
     write_by_rank(own, hist, small, out, length, t, blocks)
 
 
-def _count_in(hist: Word, bins: Bins, elements: list[Element]) -> None:
-    for key, rank in elements:
-        ptx("red.shared.add.u32 [$0], 1;", hist + bins.place(key, rank)[0] * 4)
-
-
 def _fill(four: list[Element], at: Word, sums: Word, out: Out) -> None:
     """Writes the lowest slots without a valid score from place `at` on; `four` are elements 4 t .. 4 t + 3 of a row.
 
     There are fewer than k valid ones, so the slots that are needed are below k.
     """
-    t = simt.special("tid.x")
     flags = [key.equals(0).select(1, 0) for key, _ in four]
-    n = simt.sum_of(flags)
-    of_warp = simt.warp_sum(n)
-    with when((t & 31).equals(0)):
-        simt.store_shared(sums + (t >> 5) * 4, of_warp)
-    block_barrier()
-    before = simt.warp_sum(((t & 31) < (t >> 5)).select(simt.load_shared(sums + (t & 31) * 4), 0))
-    at = at + before + of_warp - simt.sum_of_next_lanes(n) - n
+    at = at + sum_before(simt.sum_of(flags), sums)
     for flag, (key, rank) in zip(flags, four, strict=True):
         out.write(flag.differs(0).select(at, out.k), [rank, key])
         at = at + flag
@@ -353,7 +342,7 @@ def count_first(fetch: Fetch, kept_m: Any, hist_m: Any, *, U: int, config: Confi
 
     def count(elements: list[Element]) -> None:
         if bins is not None:
-            return _count_in(hist, bins, elements)
+            return threshold.count(hist, elements, bins.place)
         for key, rank in elements:
             ptx("red.shared.add.u32 [$0], 1;", hist + _digit(key, rank, 0) * 4)
 

@@ -30,7 +30,7 @@ from kvjax.kernels_pallas.select import histogram, logsum, tiling, top_k, units
 from kvjax.kernels_pallas.select.keys import HEADS, SOFTMAX, load_heads_f32, reduced_keys
 from kvjax.kernels_pallas.select.logsum import NOTHING
 from kvjax.kernels_pallas.select.sort import Out
-from kvjax.kernels_pallas.select.threshold import FIRST_BINS, Bins
+from kvjax.kernels_pallas.select.threshold import Bins, first_bins
 from kvjax.kernels_pallas.select.tiling import Config, config_for
 from kvjax.kernels_pallas.simt import (
     Word,
@@ -110,8 +110,7 @@ def _select(
     sizes = tuple(s.shape[2] for s in given[:parts])
     U = sum(sizes)
     summed = group_reduce in SOFTMAX and heads > 1 and len(given) == parts
-    pooled = group_reduce in SOFTMAX and (heads > 1 or len(given) > parts)
-    bins = FIRST_BINS["score" if not pooled else "log" if group_reduce == "max_softmax" else "sum"]
+    bins = first_bins(group_reduce in SOFTMAX and (heads > 1 or len(given) > parts), group_reduce)
     keys_of = jax.ShapeDtypeStruct((rows, U), jnp.uint32)
 
     @simt.over_rows(functools.partial(_select, group_reduce, k, ranked, parts, config))

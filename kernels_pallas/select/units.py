@@ -27,7 +27,7 @@ from kvjax.kernels_pallas.select.compact import Here, write_slots
 from kvjax.kernels_pallas.select.elements import LIST, WARPS, InLists, InRegisters, Lists, elements_of
 from kvjax.kernels_pallas.select.keys import HEADS, load_heads, reduced_keys
 from kvjax.kernels_pallas.select.logsum import NOTHING
-from kvjax.kernels_pallas.select.threshold import FIRST_BINS, Bins, count, last_place, lower_bound
+from kvjax.kernels_pallas.select.threshold import Bins, count, first_bins, last_place, lower_bound
 from kvjax.kernels_pallas.simt import Word, ptx, when, word
 
 LOGS = 2 * 32 + HEADS  # words: statistics of heads by warp, and the logs of all
@@ -126,8 +126,7 @@ class _Row:
         self.half, self.sums = shapes.parts[0].dtype == jnp.float16, 0 if shapes.sums is None else shapes.sums.shape[2]
         self.U, self.S = sum(self.sizes), self.sizes[0]
         self.depth = 3 if self.heads <= 4 and self.half else 0  # fours that registers hold; with more heads, none ahead
-        kind = "score" if not self.sums else "log" if how.group_reduce == "max_softmax" else "sum"
-        self.bins: Bins = FIRST_BINS[kind]
+        self.bins: Bins = first_bins(bool(self.sums), how.group_reduce)
         if refs is None:
             return
         self.row = simt.row()

@@ -342,14 +342,6 @@ class Machine:
         """In the outputs."""
         return (at - self.first_out)[:, None] + np.arange(size)
 
-    def check_prefetch(self, at: Any, size: Any, lanes: Any) -> None:
-        for lane in lanes:
-            first, bytes_ = int(at[lane]) - GLOBAL, int(size[lane])
-            assert bytes_, "a prefetch of nothing"
-            assert first % 16 == 0, f"a prefetch at {first}"
-            assert bytes_ % 16 == 0, f"a prefetch of {bytes_} bytes"
-            assert (self.state[first : first + bytes_] == READ_ONLY).all(), "a prefetch outside of an array"
-
     def _shared(self, lanes: Any, at: Any, size: int, cluster: bool) -> Any:
         at = at[lanes].astype(np.int64)
         assert not (at % size).any(), f"an address in shared memory is not aligned to {size}"
@@ -695,8 +687,6 @@ def _step(m: Machine, name: str, operands: list[str], registers: dict[str, Any],
                 m.waited[lanes], m.cluster_time[lanes] = m.arrived[lanes], m.released[lanes]
                 if mask.all():
                     m.since = max(m.since, int(m.cluster_time.min()) + 1)
-        case "cp" if "prefetch" in how:
-            m.check_prefetch(address(operands[0]), read(operands[1]), lanes)
         case "cp" if "commit_group" in how:
             m.groups[lanes] += 1
         case "cp" if "wait_group" in how:
