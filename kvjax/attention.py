@@ -390,10 +390,9 @@ def _attend_steps(
     def at_once(cache: LayerCache, count: Array) -> tuple[Array, LayerCache, Info]:
         keys, values = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
         grouped = group(q, k.shape[2])
-        # Counts are read before they change in place; XLA would copy them otherwise.
-        lengths = step_lengths(cache.length, count, k.shape[1], policy.free(cache.state))
-        lengths, taken = in_order(lengths, count)
-        state = policy.store_steps(cache.state, keys, values, taken)
+        state = policy.store_steps(cache.state, keys, values, count)
+        # From the counts after the steps, which change in place: XLA would copy those before.
+        lengths = step_lengths(state.length, count, k.shape[1])
         out, state, info = policy.attend(state, grouped, dataclasses.replace(step, lengths=lengths, sinks=sinks))
         return ungroup(out, q.dtype), dataclasses.replace(cache, state=state), info
 

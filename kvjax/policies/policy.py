@@ -219,13 +219,12 @@ def lowest_visible(position: Array, window: int | None) -> Array:
     return jnp.zeros_like(position) if window is None else jnp.maximum(position - window + 1, 0)
 
 
-def step_lengths(length: Array, count: Array, T: int, free: Array) -> Array:
-    """i32[T, B]: the length of each row after each of T steps, of which it takes the first `count` i32[B].
+def step_lengths(after: Array, count: Array, T: int) -> Array:
+    """i32[T, B]: the length of each row after each of T steps, of which it took the first `count` i32[B].
 
-    `length` i32[B] is the length before the steps, `free` i32[B] the room of each row; tokens without room are dropped.
+    `after` i32[B] is the length after the steps. If some tokens had no room, the row's lengths are those of its last.
     """
-    stored = jnp.minimum(count, free)
-    return length[None] + jnp.minimum(jnp.arange(1, T + 1, dtype=jnp.int32)[:, None], stored[None])
+    return after[None] - jnp.maximum(count[None] - jnp.arange(1, T + 1, dtype=jnp.int32)[:, None], 0)
 
 
 def steps_as_heads(q: Array) -> Array:
