@@ -118,7 +118,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=192)
     parser.add_argument("--block", type=int, default=64, help="decode steps that are timed together")
     parser.add_argument("--out", type=Path, help="default: results/end_to_end.json; with --quick nothing is written")
-    parser.add_argument("--quick", action="store_true", help="two narrow layers in float32, without cuDNN")
+    parser.add_argument("--quick", action="store_true", help="three narrow layers in float32, without cuDNN")
     given = parser.parse_args(args)
     if not given.quick and jax.default_backend() != "gpu":
         parser.error("this measures a GPU; --quick runs a small model without one")
@@ -126,7 +126,7 @@ def main(args: Sequence[str] | None = None) -> None:
     caches = {name: METHODS[name](given.budget) for name in given.methods}
     if given.quick:
         dtype, caches["cudnn"] = "float32", PerLayer((), FullByCudnn("xla"))
-        config = replace(config, layers=2, windows=(), hidden_size=64, intermediate_size=64, vocab_size=64, head_dim=16)
+        config = replace(config, layers=3, windows=(), hidden_size=64, intermediate_size=64, vocab_size=64, head_dim=16)
     model = throughput.random_model(config, dtype)
     out, rows = out_of(given, "end_to_end.json"), []
     for length in given.lengths:

@@ -115,15 +115,15 @@ def plan(
     for on_device in range(layers - DENSE, -1, -1):
         away = layers - DENSE - on_device
         device = DENSE * S * pair + on_device * S * pair + (layers - DENSE) * (S * index + recent) + away * hot
-        most = int(device_bytes // device)
+        most = max(int(device_bytes // device), 0)
         while most and arrays_in_pool(host_bytes, most * array) < away:
             most -= 1
         if rows is not None and most >= rows:
             return Plan(rows, on_device, device, away * array)
         if most > best.rows:
             best = Plan(most, on_device, device, away * array)
-    if rows is not None:
-        raise SystemExit(f"--rows {rows}: at most {best.rows} fit")
+    if rows is not None or not best.rows:
+        raise SystemExit(f"--rows {rows}: at most {best.rows} fit; lower --length, or give more --device-bytes")
     return best
 
 
@@ -170,7 +170,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--implementation", default="default", help="or kernels: also those without a measurement")
     parser.add_argument("--plan", action="store_true", help="say what fits and run nothing")
     parser.add_argument("--out", type=Path, help="default: results/host_batch.json; with --quick nothing is written")
-    parser.add_argument("--quick", action="store_true", help="three narrow layers in float32 and two rows")
+    parser.add_argument("--quick", action="store_true", help="four narrow layers in float32 and two rows")
     given = parser.parse_args(args)
     if not (given.quick or given.plan) and jax.default_backend() != "gpu":
         parser.error("this measures a GPU; --quick runs a small model without one")
@@ -178,7 +178,7 @@ def main(args: Sequence[str] | None = None) -> None:
     if given.quick:
         small = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 64, "head_dim": 16}
         config, dtype = replace(config, layers=4, windows=(), **small), "float32"
-        given.rows, given.device_bytes = given.rows or 2, 1e9
+        given.rows, given.device_bytes = given.rows or 2, BESIDE + 1e9
     heads = {"q_heads": config.q_heads, "kv_heads": config.kv_heads, "head_dim": config.head_dim}
     spec = CacheSpec(batch=1, capacity=given.length, dtype=jnp.dtype(dtype), **heads)
     base = presets.find(given.method).policies(budget=given.budget, dense_layers=0, dense_capacity=0).rest

@@ -23,7 +23,7 @@ from kvjax import ops
 from kvjax.kernels_pallas.select import select_pages
 from kvjax.kernels_pallas.select.select_pages import Config, config_for
 from kvjax.numerics.partial import attention_logits
-from kvjax.numerics.selection import GroupReduce, PackedSelection, Selection, reduce_scores
+from kvjax.numerics.selection import GroupReduce, PackedSelection, Selection, reduce_scores, unpack
 from kvjax.ops import Implementation
 
 SHAPES = (  # B, K, G, pages, tokens of a page, pending pages, k, D, group_reduce
@@ -58,9 +58,8 @@ def measure(
         @jax.jit
         def one(q: Array, low: Array, high: Array, span: Any, late: Waiting) -> Selection:
             how: dict[str, Any] = {"unit": unit, "scale": scale, "pending_slots": pending_slots, "config": config}
-            return PackedSelection(
-                *select_pages.select_pages(q, low, high, span, late, k, group_reduce, k, **how)
-            ).selection
+            found = select_pages.select_pages(q, low, high, span, late, k, group_reduce, k, **how)
+            return unpack(PackedSelection(*found))
 
         return lambda q, *corners_and: each(one, q, *corners_and)
 
