@@ -6,6 +6,7 @@ another package passes them. They run while tracing and cost nothing in a compil
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import math
 import re
@@ -82,6 +83,14 @@ def check_rope(where: str, rope: Any) -> None:
             f"{where} turns all keys by the same frequencies, and those of {type(rope).__name__} depend on the final "
             "length of a row; use None"
         )
+
+
+def parts_of(config: Any) -> Iterator[Any]:
+    """`config` and, if it is a dataclass, the parts of its fields."""
+    yield config
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        for part in dataclasses.fields(config):
+            yield from parts_of(getattr(config, part.name))
 
 
 def check_alive(where: str, cache: Any) -> None:

@@ -257,13 +257,7 @@ class Checkpoint:
             presets.check_reaches(policies, self.config.layers, name)
         spec = self.model.spec(batch=batch, capacity=capacity, dtype=dtype)
         made = kvjax.init(policies, spec, layers=self.config.layers, placement=self.placement)
-        inner = (getattr(layer.policy, "retrieval", layer.policy) for layer in made.layers)
-        if self.config.qkv_bias and any(getattr(getattr(p, "store", None), "key_axis", "") == "token" for p in inner):
-            warnings.warn(
-                "this model adds biases to keys, and codes of a token's keys lose precision by them; use "
-                'key_axis="channel"',
-                stacklevel=2,
-            )
+        self.config.check_cache(made)
         return made
 
     def generate(

@@ -13,20 +13,25 @@ that it does not know, and does not distinguish an absent field from its default
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from jax.typing import DTypeLike
 
 from kvjax.received import read_object
 from kvjax.spec import CacheSpec, require_int
-from kvjax.validation import check_flags, check_verbs, finite_number, shown
+from kvjax.validation import check_flags, check_verbs, finite_number, parts_of, shown
 
 from . import rope as ropes
 from .activations import ACTIVATIONS
 from .rope import Rope
+
+if TYPE_CHECKING:
+    from kvjax.cache.cache import Cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +192,30 @@ class DecoderConfig:
             dtype=dtype,
             rope_by_length=self.rope.by_length,
         )
+
+    def check_cache(self, cache: Cache) -> None:
+        """Raises ValueError if a policy turns keys by another RoPE than the model. Warns of codes of biased keys."""
+        D, fixed = self.head_dim, self.rotated == self.head_dim and not self.rope.by_length
+        parts = [(i, part) for i, layer in enumerate(cache.layers[: self.layers]) for part in parts_of(layer.policy)]
+        for i, part in parts:
+            if (given := getattr(part, "rope", None)) is None:
+                continue
+            own: Any = None if (which := self.rope_of(i)) is None else self.ropes[which]
+            if own and fixed and np.array_equal(given.frequencies(D), own.frequencies(D)):
+                continue
+            cure = f"set rope_theta={own.theta}" if isinstance(own, ropes.Default) else f"give it rope={own}"
+            if not own or not fixed:
+                cure = "no policy follows that; leave rope_theta out, or use a method without it"
+            raise ValueError(
+                f"{type(part).__name__}(rope={given}) turns keys by another RoPE than layer {i} of this model, which "
+                f"has {own} in {self.rotated} of {D} channels: {cure}"
+            )
+        if self.qkv_bias and any(getattr(part, "key_axis", None) == "token" for _, part in parts):
+            warnings.warn(
+                "this model adds biases to keys, and codes of a token's keys lose precision by them; use "
+                'key_axis="channel"',
+                stacklevel=1,  # one place, so that Python shows it once
+            )
 
 
 @dataclass(frozen=True)

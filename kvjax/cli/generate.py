@@ -348,6 +348,7 @@ class _Job:
         from kvjax.generation.prefilling import check_sparse, check_takes_gaps
 
         shapes, lookup = jax.eval_shape(self.empty), self.settings["draft"]
+        self.checkpoint.config.check_cache(shapes)
         if (share := self.settings["sparse_prompt"]) is not None:
             check_sparse(shapes, share)
         if self.drafting is not None:

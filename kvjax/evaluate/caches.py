@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -21,6 +21,9 @@ from kvjax.presets import Preset
 from kvjax.presets.parsing import read_settings
 from kvjax.spec import CacheSpec
 from kvjax.validation import shown
+
+if TYPE_CHECKING:
+    from kvjax.models import DecoderConfig
 
 DENSE_LAYERS = 2  # of FIER's and Quest's papers
 AMPLE = 1 << 30  # a budget that every method can hold
@@ -128,24 +131,24 @@ def without_budget(caches: Caches) -> list[str]:
     ]
 
 
-def check_rows(rows: Sequence[Row], spec: CacheSpec, layers: int) -> list[Row]:
+def check_rows(rows: Sequence[Row], spec: CacheSpec, config: DecoderConfig) -> list[Row]:
     """The rows, each refused if it cannot hold this model.
 
     Raises:
       ValueError: no row can.
     """
-    checked = [check_row(row, spec, layers) for row in rows]
+    checked = [check_row(row, spec, config) for row in rows]
     _require_one(checked)
     return checked
 
 
-def check_row(row: Row, spec: CacheSpec, layers: int) -> Row:
+def check_row(row: Row, spec: CacheSpec, config: DecoderConfig) -> Row:
     """The row, refused if it cannot hold this model."""
     if row.policies is None:
         return row
     try:
-        presets.check_reaches(row.policies, layers, row.name)
-        jax.eval_shape(partial(init, row.policies, spec, layers=layers))
+        presets.check_reaches(row.policies, config.layers, row.name)
+        config.check_cache(jax.eval_shape(partial(init, row.policies, spec, layers=config.layers)))
     except (ValueError, NotImplementedError) as error:
         return replace(row, policies=None, refused=str(error))
     return row

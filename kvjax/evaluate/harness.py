@@ -189,7 +189,7 @@ class KvjaxLM(TemplateLM):
         config, decode = self.checkpoint.config, self.checkpoint.tokenizer.decode
         capacity = padded_capacity(max(len(prompt) + limit for prompt, limit, _ in asked))
         spec = self.checkpoint.model.spec(batch=1, capacity=capacity)
-        (row,) = check_rows(self.rows, spec, config.layers)
+        (row,) = check_rows(self.rows, spec, config)
         # Prompts are read whole, and so exactly: an answer shows what the cache's method loses in decoding.
         by: Any = {"chunk": None, "prompt_tokens": capacity, "max_waiting": len(asked), "processors": Processors()}
         engine = Engine(self.checkpoint, row.policies, slots=min(self.batch, len(asked)), capacity=capacity, **by)

@@ -108,7 +108,7 @@ def prepare(
     spec = config.spec(1, _capacity(len(prompts[ids[order[-1]]]), new), dtype)
     if not rows:
         raise ValueError("a comparison needs at least one cache")
-    rows = check_rows(rows, spec, config.layers)
+    rows = check_rows(rows, spec, config)
     common = {
         "format": FORMAT,
         "kvjax": provenance()["versions"]["kvjax"],

@@ -94,7 +94,7 @@ def prepare(
 
 def _answer(checkpoint: Checkpoint, row: Row, tokens: list[int], max_new_tokens: int, earlier: list[Answer]) -> Answer:
     spec = checkpoint.model.spec(batch=1, capacity=round_capacity(len(tokens) + max_new_tokens))
-    row = check_row(row, spec, checkpoint.config.layers)
+    row = check_row(row, spec, checkpoint.config)
     policies = row.policies
     if policies is None:
         return Answer(cache=row.name, refused=row.refused)

@@ -39,7 +39,7 @@ from kvjax.generation import places, prefilling
 from kvjax.generation.loops import PAD, ROOM, Flat, FlatLayers, decode_loop
 from kvjax.generation.places import LONGEST, Slot
 from kvjax.generation.processors import Processors, check_processors
-from kvjax.generation.prompt_inputs import check_model, check_model_cache, check_request, pad_prompt, stop_array
+from kvjax.generation.prompt_inputs import check_model_cache, check_request, pad_prompt, stop_array
 from kvjax.generation.requests import NOT_FINITE, STOPS, EngineBusy, Request, Stats, check_own, stop_ids, token_ids
 from kvjax.generation.sampling import Draws, Sampling, rows_of_draws, stack_draws
 from kvjax.generation.streaming import interrupts_wait
@@ -126,8 +126,7 @@ class Engine:
             model, cache = model.model, made
         elif slots is not None or capacity is not None:
             raise ValueError("slots and capacity are for a checkpoint; make the cache of a model with kvjax.init")
-        check_model(model)
-        check_model_cache(cache)
+        check_model_cache(model, cache)
         if np.any(on_host(cache.length)):
             raise ValueError("Engine takes an empty cache, whose rows are its slots; this one holds tokens")
         self.block = min(require_int("block", block, at_least=1), ROOM)

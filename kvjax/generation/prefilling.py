@@ -20,13 +20,13 @@ from jax.typing import ArrayLike
 
 from kvjax.cache.cache import Cache, as_positions, check_rotation, ends, with_gaps
 from kvjax.compiling import Jitted, Program
-from kvjax.generation.prompt_inputs import check_ids, check_model, check_model_cache
+from kvjax.generation.prompt_inputs import check_ids, check_model_cache
 from kvjax.memory import QUICK, commit_together, on_host
 from kvjax.ops.key_blocks import BLOCK, sparse_prompts
 from kvjax.ops.op import Explanation, explained
 from kvjax.sharding.placement import Placement, call_model, loops_on_auto_axes, to_context
 from kvjax.spec import require_int
-from kvjax.validation import check_array, check_share
+from kvjax.validation import check_array, check_share, parts_of
 
 SMALLEST_CHUNK = 16  # more than 1, because a chunk of one token would be a decode step
 CPU_CHUNKS = (256, 64)  # logits of 256 tokens and a block of keys stay in the caches of a core
@@ -153,8 +153,7 @@ def prefill(
       ValueError: a prompt of a wrong shape or dtype; a row that is rotated for a shorter text; a `sparse_prompt` for a
         cache that reads whole prompts at once, is split over devices, or keeps no plain keys on the device.
     """
-    check_model(model, () if positions is None else ("positions",))
-    check_model_cache(cache)
+    check_model_cache(model, cache, () if positions is None else ("positions",))
     if sparse_prompt is not None and not check_sparse(cache, sparse_prompt):
         sparse_prompt = None
     # On the host if possible: slices of a prompt are then not compiled as programs.
@@ -262,20 +261,12 @@ def check_takes_gaps(windows: tuple[int | None, ...], cache: Cache) -> None:
         )
     if cache.placement is not None:
         raise ValueError("a prompt with gaps is for a cache on one device, and this one has a placement")
-    for layer in cache.layers:
-        _check_unrotated(layer.policy)
-
-
-def _check_unrotated(policy: Any) -> None:
-    """Raises ValueError for a policy that rotates keys or queries by their slot, which is then not their position."""
-    for part in dataclasses.fields(policy) if dataclasses.is_dataclass(policy) else ():
-        inner = getattr(policy, part.name)
-        if part.name == "rope" and inner is not None:
+    for part in (part for layer in cache.layers for part in parts_of(layer.policy)):
+        if getattr(part, "rope", None) is not None:  # a slot is then not a position
             raise ValueError(
-                f"{type(policy).__name__}(rope=...) turns keys by the places in which they are stored, so it needs "
-                "whole prompts; read it without spec_prefill, or use a method without rope, such as full or fier"
+                f"{type(part).__name__}(rope=...) turns keys by the places in which they are stored, so it needs whole "
+                "prompts; read it without spec_prefill, or use a method without rope, such as full or fier"
             )
-        _check_unrotated(inner)
 
 
 def warm_prefill(model: Model, cache: Cache, tokens: int, *, chunk: int | None = None) -> tuple[Array, Cache]:

@@ -213,14 +213,18 @@ def _sizes(mesh: dict[str, int]) -> str:
     return " x ".join(f"{name}={size}" for name, size in mesh.items())
 
 
-def check_model_cache(cache: Any) -> None:
-    """Raises ValueError unless `cache` is the cache of a whole model, and not donated."""
+def check_model_cache(model: Any, cache: Any, asked: Iterable[str] = ()) -> None:
+    """`check_model`, and raises ValueError unless `cache` is the cache of a whole model, not donated, that suits it."""
+    check_model(model, asked)
     if not isinstance(cache, Cache):
         raise ValueError(
             f"cache must be the Cache of a whole model, got {shown(cache)}; make one with "
             "kvjax.init(policy, model.spec(batch=..., capacity=...), layers=model.config.layers)"
         )
     check_alive("generate", cache)
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "check_cache"):
+        config.check_cache(cache)
 
 
 def check_fit(

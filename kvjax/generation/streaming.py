@@ -54,7 +54,6 @@ from kvjax.generation.prefilling import chunk_size as chunk_size
 from kvjax.generation.prefilling import prefill as prefill
 from kvjax.generation.processors import History, Processors, Rules, check_processors
 from kvjax.generation.prompt_inputs import (
-    check_model,
     check_model_cache,
     check_request,
     pad_prompt,
@@ -164,8 +163,7 @@ def decode(
 
     Rows where `active` bool[B] is false emit nothing, such as the empty rows of a server's batch.
     """
-    check_model(model, _keywords(measure, None))
-    check_model_cache(cache)
+    check_model_cache(model, cache, _keywords(measure, None))
     B = cache.spec.batch
     if logits.ndim != 2 or logits.shape[0] != B:
         raise ValueError(f"logits must be [B={B}, V] for this cache, got shape {list(logits.shape)}")
@@ -244,8 +242,7 @@ def stream(
     draft and the token before it. `short` is for a process that gives one answer: where prompts are read layer by
     layer, tokens are, too, so that less compiles, and each token takes a little longer.
     """
-    check_model(model, _keywords(measure, draft))
-    check_model_cache(cache)
+    check_model_cache(model, cache, _keywords(measure, draft))
     block = require_int("block", block, at_least=1)
     tokens, lengths = pad_prompt(prompt, lengths, rows=cache.spec.batch)
     if tokenizer is not None and cache.spec.batch != 1:

@@ -32,7 +32,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from kvjax.memory import growth, shapes, to_device, to_host
 from kvjax.sharding.context import Axis
 from kvjax.spec import CacheSpec
-from kvjax.validation import shown
+from kvjax.validation import parts_of, shown
 
 Axes: TypeAlias = str | tuple[str, ...] | None
 AXES = ("batch", "heads", "context")  # fields of a Placement
@@ -148,7 +148,7 @@ class Placement:
                 f"{policy} numbers the KV heads of a layer, so they cannot be split over the {self.parts('heads')} "
                 "devices of heads; split only the batch, or use a policy that treats all heads alike"
             )
-        if self.parts("heads") > 1 and _joins_heads(policy):
+        if self.parts("heads") > 1 and any(getattr(part, "joins_heads", False) for part in parts_of(policy)):
             raise ValueError(
                 f"{policy} computes with all KV heads of a layer together, so they cannot be split over the "
                 f"{self.parts('heads')} devices of heads; split only the batch"
@@ -455,14 +455,6 @@ def _part_shapes(policy: Any, spec: CacheSpec, placement: Placement) -> Any:
         init = jax.shard_map(init, mesh=placement.mesh, in_specs=(), out_specs=PartitionSpec(), check_vma=False)
     with axes_of(placement.mesh.abstract_mesh):
         return jax.eval_shape(init)
-
-
-def _joins_heads(part: Any) -> bool:
-    """True if a policy, or a part of it, has `joins_heads`: no head can be computed without the others."""
-    if getattr(part, "joins_heads", False):
-        return True
-    fields = dataclasses.fields(part) if dataclasses.is_dataclass(part) and not isinstance(part, type) else ()
-    return any(_joins_heads(getattr(part, field.name)) for field in fields)
 
 
 def _empty(policy: Any, spec: CacheSpec, capacity: int) -> Any:

@@ -2,6 +2,7 @@
 
 import inspect
 import io
+import itertools
 import json
 import os
 import re
@@ -574,10 +575,24 @@ def test_heads_are_found_and_saved_for_the_caches_that_take_them(kvjax, checkpoi
     assert f"--cache razorattention:heads={tmp_path / 'heads.json'}" in out
 
 
+def test_codes_of_keys_with_biases_are_warned_of(kvjax, tmp_path):
+    directory, tensors = write_checkpoint(tmp_path, model_type="qwen2", architectures=["Qwen2ForCausalLM"]), weights()
+    for i, (name, size) in itertools.product(range(3), (("q", 32), ("k", 16), ("v", 16))):
+        tensors[f"model.layers.{i}.self_attn.{name}_proj.bias"] = np.zeros(size, np.float32)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    cache = ("--cache", "logquant:window=8,group=8,key_axis=token", "--max-new-tokens", 2)
+    for command in (("generate", directory), ("compare", directory, "--dense-layers", 0)):
+        with pytest.warns(UserWarning, match=r'biases to keys.*use key_axis="channel"'):
+            assert kvjax(*command, "--prompt", "abc", *cache)[0] == 0
+
+
 def test_compare_refuses_what_it_cannot_run(kvjax, checkpoint):
     code, _, err = kvjax("compare", checkpoint, "--prompt", TEXT, "--cache", "pariskv", "--budget", 5)
     assert code == 2
     assert "budget" in err
+    code, _, err = kvjax("compare", checkpoint, "--prompt", TEXT, "--cache", "streaming_llm:budget=9,rope_theta=500")
+    assert code == 2
+    assert "set rope_theta=10000.0" in err
 
 
 # The model directory is the tiny checkpoint; FILES stands for the folder of the files that `files` writes.
@@ -596,6 +611,11 @@ REFUSED = [
     (
         "generate --prompt a --cache razorattention:heads=/no",
         "/no is not a file of a model's heads; kvjax.presets.Heads",
+    ),
+    (
+        "generate --prompt a --cache streaming_llm:budget=9,rope_theta=500",
+        "Sliding(rope=Default(theta=500.0)) turns keys by another RoPE than layer 0 of this model, which has "
+        "Default(theta=10000.0) in 8 of 8 channels: set rope_theta=10000.0",
     ),
     ("generate --prompt a --cache magicpig:tables=100000", "takes at most 32 bits and 4096 tables"),
     ("generate --prompt a --cache magicpig:bits=40", "takes at most 32 bits and 4096 tables"),

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 import kvjax
 from kvjax import CacheSpec, LastQuery, Placement
-from kvjax.sharding.placement import _joins_heads
+from kvjax.validation import parts_of
 from tests.devices.programs import COLLECTIVE
 from tests.laws.cases import CASES
 
@@ -110,7 +110,8 @@ def check_case(name: str, placement: Placement) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_every_case_split_in_every_way_does_what_one_device_does(name: str, placement: str) -> None:
     policy = CASES[name].policy
-    if placement != "rows" and (getattr(policy, "heads", None) is not None or _joins_heads(policy)):
+    joins_heads = any(getattr(part, "joins_heads", False) for part in parts_of(policy))
+    if placement != "rows" and (getattr(policy, "heads", None) is not None or joins_heads):
         with pytest.raises(ValueError, match=r"numbers the KV heads|computes with all KV heads"):
             check_case(name, PLACEMENTS[placement])
     else:
