@@ -41,7 +41,7 @@ class StripedSelector(Wrapper):
     stripes: Stripes
 
     def check(self, spec: CacheSpec, chunk: int) -> None:
-        self.selector.check(spec, self.stripes.tokens)
+        self.stripes.check(self.selector, spec)
 
     def init(self, spec: CacheSpec, slots: int) -> Any:
         return self.selector.init(spec, slots // self.stripes.parts)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -41,6 +41,15 @@ class Stripes:
     def device(self) -> Array:
         """The index of this device along the axis."""
         return lax.axis_index(self.axis)
+
+    def check(self, part: Any, spec: Any) -> None:
+        """Raises ValueError if a selector or a store does not take the chunks of a history, or a device's part."""
+        part.check(spec, whole := self.tokens * self.parts)
+        try:
+            part.check(spec, self.tokens)
+        except ValueError as error:
+            chunk = f"a chunk of {whole} tokens is split over {self.parts} devices of context"
+            raise ValueError(f"{chunk}: {error}, or larger chunks (`chunk` of a preset)") from error
 
     def owned(self, places: Array) -> Array:
         """How many of the first `places` tokens this device has, which is also the slot of its next one."""

@@ -424,13 +424,9 @@ def _split_as(mesh: Mesh, spec: PartitionSpec, x: Array) -> Array:
     if AxisType.Explicit not in mesh.axis_types:
         return to_context(x)
     own = jax.typeof(x).sharding
-    if own.spec == _padded(spec, x.ndim) and own.mesh == mesh.abstract_mesh:
+    if own.spec == PartitionSpec(*spec, *(None,) * (x.ndim - len(spec))) and own.mesh == mesh.abstract_mesh:
         return x
     return jax.sharding.reshard(x, NamedSharding(mesh, spec))
-
-
-def _padded(spec: PartitionSpec, ndim: int) -> PartitionSpec:
-    return PartitionSpec(*spec, *(None,) * (ndim - len(spec)))
 
 
 @lru_cache(maxsize=256)

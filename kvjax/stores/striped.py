@@ -52,7 +52,7 @@ class StripedStore(Wrapper):
         return self.store.recalls
 
     def check(self, spec: CacheSpec, chunk: int) -> None:
-        self.store.check(spec, self.stripes.tokens)
+        self.stripes.check(self.store, spec)
 
     def init(self, spec: CacheSpec, slots: int) -> StripedState:
         return StripedState(self.store.init(spec, slots // self.stripes.parts), self.stripes.parts)

@@ -416,7 +416,12 @@ def test_owner_off_by_one_is_noticed(runs: Any, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("policy", "parts", "error"),
     [
-        (FIER, 8, r"Fier\(group=4\) does not divide .* of 2"),
+        (
+            FIER,
+            8,
+            r"chunk of 16 .*split over 8 .*: Fier\(group=4\) does not divide .* of 2.*or larger chunks",
+        ),
+        (dataclasses.replace(FIER, selector=kvjax.Fier(group=3)), 2, r"^Fier\(group=3\) does not divide .* of 16;"),
         (FIER, 3, r"cannot split chunks of 16 tokens evenly over 3 devices.* leave a multiple of 3"),
         (MAGICPIG, 4, r"each of 4 devices 4 tokens of a chunk of 16.*hashes of 8 tokens together.*a multiple of 32"),
         (Retrieval(selector=MinMaxPages(page=8), budget=32, **ZONES), 4, "would cut pages of 8; .* multiple of 32"),
