@@ -8,7 +8,7 @@ with those that the cache holds, keeps what they have in common, and reads the r
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -103,7 +103,7 @@ class Chat:
         new = default_new_tokens(len(ids), positions) if new is None else new
         new = require_int("max_new_tokens", new, at_least=1)
         held = self._held
-        shared = min(_common(held, ids), len(ids) - 1)
+        shared = min(common(held, ids), len(ids) - 1)
         check_fit(shared, len(ids) - shared, new, self._capacity, positions)
         cache, known, unread = self._prepare(messages, ids, held, shared)
         needed = len(known) + len(unread) + new
@@ -162,7 +162,7 @@ def default_new_tokens(prompt: int, positions: int | None) -> int:
     return NEW_TOKENS if positions is None else max(1, min(NEW_TOKENS, positions - prompt))
 
 
-def _common(one: list[int], other: list[int]) -> int:
+def common(one: Sequence[int], other: Sequence[int]) -> int:
     """The number of tokens with which both begin."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 

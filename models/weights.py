@@ -538,7 +538,8 @@ def _read_index(directory: Path) -> dict[str, str]:
         where: Any = Fields.read(index).raw.get("weight_map")
         if not isinstance(where, dict) or not where or not all(isinstance(f, str) for f in where.values()):
             raise ValueError(f"{index} must have a weight_map from tensor names to files; download it again")
-        outside = sorted({name for name in where.values() if not _is_plain(name)})
+        # a digest of the directory covers the visible files directly in it
+        outside = sorted({name for name in where.values() if name[:1] in ("", ".") or set(name) & set("/\\\0:")})
         if outside:
             raise ValueError(
                 f"{index} names files that are not in its directory: {', '.join(map(repr, outside[:4]))}; a shard is a "
@@ -557,11 +558,6 @@ def _check_index(directory: Path, wanted: Iterable[str], tensors: Mapping[str, T
     if needed & set(misplaced):
         listed = ", ".join(f"{name} ({file})" for name, file in misplaced.items())
         raise ValueError(f"{directory} lacks tensors where {_INDEX} says they are: {listed}; download it again")
-
-
-def _is_plain(name: str) -> bool:
-    """True if a name is of a visible file directly in its directory, so that a digest of the directory covers it."""
-    return not name.startswith(".") and not set(name) & {"/", "\\", "\0", ":"} and name != ""
 
 
 def has_own_head(tensors: Mapping[str, Tensor]) -> bool:

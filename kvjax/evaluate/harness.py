@@ -154,8 +154,11 @@ class KvjaxLM(TemplateLM):
     @property
     def eot_token_id(self) -> int:
         """The token that ends a text."""
-        end = self.tokenizer.eos_token_id
-        return int(end if end is not None else self.checkpoint.stop_tokens[0])
+        for end in (self.tokenizer.eos_token_id, *self.checkpoint.stop_tokens):
+            if end is not None:
+                return int(end)
+        where = self.checkpoint.directory / "generation_config.json"
+        raise ValueError(f"the model names no token that begins or ends a text; set eos_token_id in {where}")
 
     @property
     def prefix_token_id(self) -> int:

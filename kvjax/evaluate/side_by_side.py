@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from kvjax.evaluate.caches import Caches, Row, check_row, make_rows, without_bud
 from kvjax.generation import stream, warm_up
 from kvjax.generation.prompt_inputs import check_fit
 from kvjax.models import Checkpoint
+from kvjax.models.chat import common
 from kvjax.spec import require_int, round_capacity
 
 BUDGET = 256  # for methods whose text sets none
@@ -118,14 +119,10 @@ def _answer(checkpoint: Checkpoint, row: Row, tokens: list[int], max_new_tokens:
         cache=row.name,
         text=text,
         token_ids=ids,
-        same=next(_differences(ids, first), min(len(ids), len(first))),
+        same=common(ids, first),
         attended=float(np.mean(np.asarray(run.attended, np.float64))),
         device_bytes=size.device,
         host_bytes=size.host,
         prefill_seconds=middle - begin,
         decode_tokens_per_second=len(ids) / (end - middle),
     )
-
-
-def _differences(a: tuple[int, ...], b: tuple[int, ...]) -> Iterator[int]:
-    return (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)

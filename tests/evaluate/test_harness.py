@@ -169,6 +169,15 @@ def test_texts_without_a_token_have_probability_1(shipped: Checkpoint) -> None:
     assert model.loglikelihood([], disable_tqdm=True) == []
 
 
+def test_a_model_whose_texts_have_no_ends_is_told_what_it_lacks(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, eos_token_id=None)
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    model = KvjaxLM(models.load(tmp_path, dtype="float32"))
+    assert len(model.generate_until([request("a", {"max_gen_toks": 3})])) == 1
+    with pytest.raises(ValueError, match=r"names no token that begins or ends a text.*set eos_token_id in"):
+        model.loglikelihood_rolling([request("a text")], disable_tqdm=True)
+
+
 def test_what_the_adapter_refuses(shipped: Checkpoint) -> None:
     model = KvjaxLM(shipped)
     with pytest.raises(ValueError, match="asks for sampling"):

@@ -145,7 +145,8 @@ class Synthetic:
         words = WORD.findall(answer.lower())  # a model may go on without a space
         if len(example.answers) == 1:
             words = words[:1]
-        found = [any(_says(word, right.lower()) for word in words) for right in example.answers]
+        asked = [(right.lower(), len(right.lower()) if right.isdigit() else None) for right in example.answers]
+        found = [any(word[:digits] == right for word in words) for right, digits in asked]  # no further digits count
         return sum(found) / len(found)
 
     @property
@@ -217,11 +218,6 @@ class Synthetic:
             if taken <= room or name in given:
                 return hidden, self._weave(tokenizer, DOTS, hidden, rng, None)
             count = min(count - 1, int(0.99 * count * room / taken))
-
-
-def _says(word: str, right: str) -> bool:
-    """True if a word is the right one; of a number, further digits are ignored."""
-    return (word[: len(right)] if right.isdigit() else word) == right
 
 
 # The tasks by name: their form, and settings in place of the form's defaults.
