@@ -82,7 +82,7 @@ def generate(
         ),
     ] = None,
     out: Annotated[Path | None, optional("File for the answers to --prompts. Default: stdout.")] = None,
-    slots: Annotated[int, typer.Option(min=1, help="Prompts of --prompts that are answered beside each other.")] = 8,
+    slots: Annotated[int | None, optional("Prompts of --prompts answered at the same time. Default: 8.", min=1)] = None,
     example: Annotated[
         bool,
         typer.Option(
@@ -193,12 +193,13 @@ def generate(
             if value:
                 raise ValueError(f"{many} and {name} cannot be given together")
         collect_garbage()
-        settings: dict[str, Any] = {"model_dir": model_dir, "policy": policy, "slots": slots, "dtype": dtype}
-        settings |= {"max_new_tokens": max_new_tokens, "sampling": draw, "seed": seed}
+        settings: dict[str, Any] = {"model_dir": model_dir, "policy": policy, "cache": cache, "dtype": dtype}
+        settings |= {"slots": slots or 8, "max_new_tokens": max_new_tokens, "sampling": draw, "seed": seed}
         answer_many(prompts or [read_prompt(text, None) for text in texts], out, **settings)
         return
-    if out is not None:
-        raise ValueError("--out is for the answers to --prompts; redirect stdout for a single prompt")
+    for name, value in {"--out": out, "--slots": slots}.items():
+        if value is not None:
+            raise ValueError(f"{name} is for the answers to --prompts; leave it out for a single prompt")
     times = Timeline()
     if distributed:
         join_processes()

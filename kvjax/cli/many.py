@@ -16,6 +16,7 @@ def answer_many(
     *,
     model_dir: Path | None,
     policy: Any,
+    cache: str,
     slots: int,
     max_new_tokens: int | None,
     sampling: Any,
@@ -30,6 +31,7 @@ def answer_many(
     import jax
 
     from kvjax import Engine, models
+    from kvjax.evaluate.caches import Row, check_rows
     from kvjax.generation.prompt_inputs import check_fit
     from kvjax.models.chat import default_new_tokens
     from kvjax.spec import require_int, round_capacity
@@ -54,12 +56,14 @@ def answer_many(
             where = f"line {number} of {prompts}" if isinstance(prompts, Path) else f"--prompt {number}"
             raise ValueError(f"{where}: {error}") from error
         most = max(most, len(tokens[-1]) + line["max_new_tokens"])
-    capacity = round_capacity(most, positions=positions)
+    rows, capacity = min(slots, len(asked)), round_capacity(most, positions=positions)
+    spec = checkpoint.config.spec(rows, capacity, dtype_name(dtype))
+    check_rows([Row(f"--cache {cache}", policy)], spec, checkpoint.config)
 
     progress = bars()
     with progress, bar(progress, "loading weights"):
         loaded = models.load(directory, dtype=dtype_name(dtype))
-    by: dict[str, Any] = {"slots": min(slots, len(asked)), "capacity": capacity, "max_waiting": len(asked)}
+    by: dict[str, Any] = {"slots": rows, "capacity": capacity, "max_waiting": len(asked)}
     engine = Engine(loaded, policy, prompt_tokens=capacity, **by)  # nobody waits for the next token of an answer
     running: dict[int, tuple[int, dict[str, Any]]] = {}
     for ids, (number, line) in zip(tokens, asked.items(), strict=True):

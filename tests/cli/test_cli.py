@@ -623,6 +623,7 @@ REFUSED = [
     ("generate --prompt a --cache pqcache:parts=3", "does not divide head_dim=8; use a divisor of 8"),
     ("generate --prompt a --cache freekv:tau=x", "Speculative(tau='x') must be a number"),
     ("generate --prompt a --cache full --cache fier", "--cache is given 2 times (full, fier), and generate takes one"),
+    ("generate --prompt a --slots 4", "--slots is for the answers to --prompts; leave it out for a single prompt"),
     ("generate --prompt a --mesh data", "--mesh takes data=N"),
     ("generate --prompt a --mesh model=x", "--mesh takes data=N"),
     ("generate --prompt a --mesh data=1,data=1", "--mesh takes data=N"),

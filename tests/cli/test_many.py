@@ -52,9 +52,14 @@ def test_each_prompt_gets_the_answer_that_it_gets_alone(kvjax, checkpoint, tmp_p
         ('{"prompt": "a", "max_new_tokens": 0}', (), "line 1 of .*max_new_tokens must be at least 1"),
         ('"a"', ("--prompt", "b"), "--prompts and --prompt cannot be given together"),
         ('"a"', ("--slots", "0"), "slots"),
+        ('"a"', ("--cache", "streaming_llm:rope_theta=500"), "than layer 0 .*: set rope_theta=10000"),
+        ('"a"', ("--cache", "fier:dense_layers=3"), "--cache fier:dense_layers=3 keeps the first 3 layers full"),
     ],
 )
-def test_what_is_wrong_with_a_file_of_prompts_is_one_line(kvjax, checkpoint, tmp_path, text, more, message):
+def test_a_file_of_prompts_that_cannot_be_answered_is_one_line(
+    kvjax, checkpoint, tmp_path, monkeypatch, text, more, message
+):
+    monkeypatch.setattr("kvjax.models.load", lambda *args, **settings: pytest.fail("weights were read"))
     file = tmp_path / "prompts.jsonl"
     file.write_text(text)
     code, stdout, err = kvjax("generate", checkpoint, "--prompts", file, *more)
