@@ -15,6 +15,7 @@ from kvjax.kernels_pallas.attend import attend_key_blocks, attend_zones
 from kvjax.kernels_pallas.host import hot_float8
 from kvjax.kernels_pallas.select import select_1bit, tiling, top_k
 from kvjax.kernels_pallas.simt import mosaic
+from kvjax.policies.policy import Step
 from tests.kernels.conftest import HAS_KERNELS, ON_GPU
 from tests.kernels.inputs import index, normal, relative
 from tests.kernels.simulate import Simulator
@@ -241,14 +242,14 @@ def test_bytes_are_read_as_8_bit_floats_without_the_instruction(dtype, simulated
 @pytest.mark.parametrize("preset", ["full", "fier:budget=384", "quest:budget=384", "pariskv:budget=384", "logquant"])
 def test_a_step_is_that_of_the_references_on_each_gpu(capability, preset, simulated, monkeypatch):
     monkeypatch.setattr(simt, "why_not", lambda: None)
-    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, cuda, default=None: cuda(*args))
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, cuda, **others: cuda(*args))
     spec = CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=64, capacity=768, dtype=jnp.bfloat16)
     policy = presets.parse(preset).rest
     k, v = (normal(i, 1, 2, 700, 64, dtype=jnp.bfloat16) for i in range(2))
     q = normal(2, 1, 2, 2, 64, dtype=jnp.bfloat16)
     with ops.use("xla"):
         st = policy.prefill(policy.init(spec), k, v, jnp.array([700]))
-        want = policy.attend(st, q, scale=0.1)[0]
+        want = policy.attend(st, q, Step(scale=0.1))[0]
     with simt.build_for(TARGETS[capability]):
-        got = policy.attend(st, q, scale=0.1)[0]
+        got = policy.attend(st, q, Step(scale=0.1))[0]
     assert relative(got, want) < 2e-2
