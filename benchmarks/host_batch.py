@@ -123,7 +123,8 @@ def plan(
         if most > best.rows:
             best = Plan(most, on_device, device, away * array)
     if rows is not None or not best.rows:
-        raise SystemExit(f"--rows {rows}: at most {best.rows} fit; lower --length, or give more --device-bytes")
+        more = "lower --length, or give more --device-bytes or --host-bytes"
+        raise SystemExit(f"--rows {rows or 1}: at most {best.rows} fit; {more}")
     return best
 
 

@@ -340,13 +340,8 @@ def count_first(fetch: Fetch, kept_m: Any, hist_m: Any, *, U: int, config: Confi
     histogram.clear(hist)
     block_barrier()
 
-    def count(elements: list[Element]) -> None:
-        if bins is not None:
-            return threshold.count(hist, elements, bins.place)
-        for key, rank in elements:
-            ptx("red.shared.add.u32 [$0], 1;", hist + _digit(key, rank, 0) * 4)
-
-    _Elements(fetch, fetch, U, config).each(count)
+    place: threshold.Place = (lambda key, rank: [_digit(key, rank, 0)]) if bins is None else bins.place
+    _Elements(fetch, fetch, U, config).each(lambda pairs: threshold.count(hist, pairs, place))
     kept = simt.offset_rows(simt.global_address(kept_m), simt.row(), config.blocks * histogram.KEPT * 4)
     histogram.keep(hist, kept)
 
