@@ -41,7 +41,7 @@ class Counting(Simulator):
 def kernels(monkeypatch):
     """Every kernel that takes its arguments is used, by default as by name."""
     choice = types.SimpleNamespace(**vars(jax.lax))
-    choice.platform_dependent = lambda *operands, cuda, default=None: cuda(*operands)
+    choice.platform_dependent = lambda *operands, cuda, **others: cuda(*operands)
     monkeypatch.setattr(op, "lax", choice)
     monkeypatch.setattr(op, "_unmeasured", lambda kernel: None)
     monkeypatch.setattr(simt, "why_not", lambda: None)
