@@ -28,22 +28,37 @@ def resolve(python: str) -> tuple[str, dict[str, str]]:
         [python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"], text=True
     ).strip()
     if version not in WANTED:
-        raise SystemExit(f"{python} is Python {version}; constraints are made for {' and '.join(WANTED)}")
+        raise SystemExit(
+            f"{python} is Python {version}; constraints are made for {' and '.join(WANTED)}"
+        )
     with tempfile.TemporaryDirectory() as folder:
         subprocess.check_call([python, "-m", "venv", folder])
         report = Path(folder, "report.json")
-        pip = [f"{folder}/bin/python", "-m", "pip", "install", "--quiet", "--dry-run", "--report", report]
+        pip = [
+            f"{folder}/bin/python",
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--dry-run",
+            "--report",
+            report,
+        ]
         subprocess.check_call([*pip, *WANTED[version]], cwd=ROOT)
         found = [item["metadata"] for item in json.loads(report.read_text())["install"]]
     # A local label such as +cpu names a build, not a version, and other machines have other builds.
     return version, {
-        m["name"].lower().replace("_", "-"): m["version"].split("+")[0] for m in found if m["name"] != "kvjax"
+        m["name"].lower().replace("_", "-"): m["version"].split("+")[0]
+        for m in found
+        if m["name"] != "kvjax"
     }
 
 
 def main() -> None:
     (old, older), (new, newer) = map(resolve, sys.argv[1:3])
-    lines = [f"# Exact versions for Python {old} and {new}. Made by .ci/lock.py; see MAINTAINING.md."]
+    lines = [
+        f"# Exact versions for Python {old} and {new}. Made by .ci/lock.py; see MAINTAINING.md."
+    ]
     for name in sorted(older | newer):
         versions = {older.get(name), newer.get(name)} - {None}
         if len(versions) == 1:

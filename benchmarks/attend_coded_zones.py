@@ -34,23 +34,60 @@ SHAPES = (  # B, K, G, H, S, R, local, sink, D, M, bits of keys, of values
 
 
 def measure(
-    sweep: Sweep, B: int, K: int, G: int, H: int, S: int, R: int, local: int, sink: int, D: int, M: int, *bits: int
+    sweep: Sweep,
+    B: int,
+    K: int,
+    G: int,
+    H: int,
+    S: int,
+    R: int,
+    local: int,
+    sink: int,
+    D: int,
+    M: int,
+    *bits: int,
 ) -> dict[str, Any]:
     seed, scale, found = 3, D**-0.5, jnp.full((B, K, H), M, jnp.int32)
     moved = B * K * (M * (sum(bits) * D // 8 + 8) + (local + sink) * 4 * D + G * D * 2)
     n = repeats(moved)
-    q, k, v, zones = jax.jit(inputs, static_argnums=range(12))(B, K, G, H, S, R, local, sink, D, M, "bfloat16", n)
+    q, k, v, zones = jax.jit(inputs, static_argnums=range(12))(
+        B, K, G, H, S, R, local, sink, D, M, "bfloat16", n
+    )
     codes = jax.jit(TurboQuant(bits=bits[0], value_bits=bits[1], seed=seed).codes)(k, v)
     offset = jnp.ones((B, K, D))
 
     def kernel(config: Any) -> Any:
-        how: dict[str, Any] = {"local": local, "scale": scale, "turned": turned(D, seed), "config": config}
-        one = jax.jit(partial(attend_coded_zones.attend_coded_zones, centres=tuple(map(sizes_of, codes)), **how))
-        return lambda q, codes, offset, zones: [one(q, *codes, offset, slots, found, *spans) for slots, *spans in zones]
+        how: dict[str, Any] = {
+            "local": local,
+            "scale": scale,
+            "turned": turned(D, seed),
+            "config": config,
+        }
+        one = jax.jit(
+            partial(
+                attend_coded_zones.attend_coded_zones,
+                centres=tuple(map(sizes_of, codes)),
+                **how,
+            )
+        )
+        return lambda q, codes, offset, zones: [
+            one(q, *codes, offset, slots, found, *spans) for slots, *spans in zones
+        ]
 
     def reference(q: Array, codes: Any, offset: Array, zones: Any) -> list[Array]:
-        one = jax.jit(partial(ops.attend_coded_zones, local=local, seed=seed, scale=scale, implementation="xla"))
-        return [one(q, *codes, offset, PackedSelection(slots, found), *spans) for slots, *spans in zones]
+        one = jax.jit(
+            partial(
+                ops.attend_coded_zones,
+                local=local,
+                seed=seed,
+                scale=scale,
+                implementation="xla",
+            )
+        )
+        return [
+            one(q, *codes, offset, PackedSelection(slots, found), *spans)
+            for slots, *spans in zones
+        ]
 
     def exact(q: Array, k: Array, v: Array, zones: Any) -> list[Array]:
         one = jax.jit(partial(ops.attend_zones, local=local, scale=scale))
@@ -64,9 +101,28 @@ def measure(
     args = q, codes, offset, zones
     configs = [config_for(B * K * H, M + local + sink, D), *CONFIGS]
     row = sweep(
-        "attend_coded_zones", kernel, reference, args, configs=configs, error=error, most=2e-2, moved=moved, n=n
+        "attend_coded_zones",
+        kernel,
+        reference,
+        args,
+        configs=configs,
+        error=error,
+        most=2e-2,
+        moved=moved,
+        n=n,
     )
-    sizes = {"B": B, "K": K, "G": G, "H": H, "S": S, "R": R, "local": local, "sink": sink, "D": D, "M": M}
+    sizes = {
+        "B": B,
+        "K": K,
+        "G": G,
+        "H": H,
+        "S": S,
+        "R": R,
+        "local": local,
+        "sink": sink,
+        "D": D,
+        "M": M,
+    }
     return {**sizes, "key_bits": bits[0], "value_bits": bits[1], "exact": whole, **row}
 
 

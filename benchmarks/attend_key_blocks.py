@@ -43,10 +43,19 @@ def inputs(B: int, K: int, G: int, T: int, S: int, D: int, share: float) -> tupl
     if share < 1:
         return q, k, v, *choose_blocks(q, k, stop, share=share, scale=D**-0.5), stop
     rows, every = (B, K, G, T // BLOCK), jnp.arange(S // BLOCK, dtype=jnp.int32)
-    return q, k, v, jnp.broadcast_to(every, (*rows, len(every))), jnp.full(rows, len(every), jnp.int32), stop
+    return (
+        q,
+        k,
+        v,
+        jnp.broadcast_to(every, (*rows, len(every))),
+        jnp.full(rows, len(every), jnp.int32),
+        stop,
+    )
 
 
-def measure(sweep: Sweep, B: int, K: int, G: int, T: int, S: int, D: int, share: float) -> dict[str, Any]:
+def measure(
+    sweep: Sweep, B: int, K: int, G: int, T: int, S: int, D: int, share: float
+) -> dict[str, Any]:
     scale = D**-0.5
     args = jax.jit(inputs, static_argnums=range(7))(B, K, G, T, S, D, share)
     q, k, v, blocks, _, stop = args
@@ -63,15 +72,38 @@ def measure(sweep: Sweep, B: int, K: int, G: int, T: int, S: int, D: int, share:
 
     # With all blocks the reference is cuDNN.
     reference = partial(ops.attend_key_blocks, scale=scale, implementation="xla")
-    compared = reference if share < 1 else lambda q, k, v, blocks, counts, stop: exact(q, k, v, stop)
+    compared = (
+        reference if share < 1 else lambda q, k, v, blocks, counts, stop: exact(q, k, v, stop)
+    )
     flops = 4.0 * q.size * blocks.shape[-1] * BLOCK
     configs = [None, Config(2), Config(3)]
     moved = 2.0 * BLOCK * D * blocks.size * 2
-    row = sweep("attend_key_blocks", kernel, compared, args, configs=configs, error=error, most=1e-2, moved=moved)
+    row = sweep(
+        "attend_key_blocks",
+        kernel,
+        compared,
+        args,
+        configs=configs,
+        error=error,
+        most=1e-2,
+        moved=moved,
+    )
     row |= {"floor": flops / FLOPS_PER_US, "tflops": flops / row["kernel"] / 1e6}
-    row["choose"] = device_time(partial(choose_blocks, share=min(share, 0.99), scale=scale), q, k, stop, calls=5)[0]
+    row["choose"] = device_time(
+        partial(choose_blocks, share=min(share, 0.99), scale=scale), q, k, stop, calls=5
+    )[0]
     row["cudnn"] = device_time(exact, q, k, v, stop, calls=5)[0]
-    return {"B": B, "K": K, "G": G, "T": T, "S": S, "D": D, "share": share, "blocks": blocks.shape[-1], **row}
+    return {
+        "B": B,
+        "K": K,
+        "G": G,
+        "T": T,
+        "S": S,
+        "D": D,
+        "share": share,
+        "blocks": blocks.shape[-1],
+        **row,
+    }
 
 
 if __name__ == "__main__":

@@ -30,7 +30,9 @@ SHAPES = (  # B, K, G, H, S, D, M, dtype
 CONFIGS = [Config(blocks, warpgroups) for blocks in (2, 4, 8) for warpgroups in (1, 2)]
 
 
-def inputs(B: int, K: int, G: int, H: int, S: int, D: int, M: int, dtype: str, n: int) -> tuple[Any, ...]:
+def inputs(
+    B: int, K: int, G: int, H: int, S: int, D: int, M: int, dtype: str, n: int
+) -> tuple[Any, ...]:
     keys = jax.random.split(jax.random.key(0), 4)
     q = jax.random.normal(keys[0], (B, K, G, D), dtype)
     k, v = (jax.random.normal(key, (B, K, S, D), dtype) for key in keys[1:3])
@@ -39,27 +41,47 @@ def inputs(B: int, K: int, G: int, H: int, S: int, D: int, M: int, dtype: str, n
     return q, k, v, list(jax.random.permutation(keys[3], slots, axis=-1, independent=True))
 
 
-def measure(sweep: Sweep, B: int, K: int, G: int, H: int, S: int, D: int, M: int, dtype: str) -> dict[str, Any]:
+def measure(
+    sweep: Sweep, B: int, K: int, G: int, H: int, S: int, D: int, M: int, dtype: str
+) -> dict[str, Any]:
     moved = B * K * H * M * (4 * D + 4) + B * K * G * (D + 1) * 4
     n, scale, valid = repeats(moved), D**-0.5, jnp.ones((B, K, H, M), bool)
 
     def kernel(config: Config) -> Any:
-        one = jax.jit(partial(attend_slots.attend_slots, scale=scale, config=config))  # lowered once
+        one = jax.jit(
+            partial(attend_slots.attend_slots, scale=scale, config=config)
+        )  # lowered once
         return lambda q, k, v, slots: [one(q, k, v, s, valid) for s in slots]
 
     def reference(q: Array, k: Array, v: Array, slots: list[Array]) -> list[Any]:
-        return [ops.attend_slots(q, k, v, Selection(s, valid), scale=scale, implementation="xla") for s in slots]
+        return [
+            ops.attend_slots(q, k, v, Selection(s, valid), scale=scale, implementation="xla")
+            for s in slots
+        ]
 
     def error(got: Any, want: Any) -> float:
         each = [
-            max(jnp.linalg.norm(out - w.out) / jnp.linalg.norm(w.out), jnp.max(jnp.abs(lse - w.lse)))
+            max(
+                jnp.linalg.norm(out - w.out) / jnp.linalg.norm(w.out),
+                jnp.max(jnp.abs(lse - w.lse)),
+            )
             for (out, lse), w in zip(got, want, strict=True)
         ]
         return float(max(each))
 
     args = jax.jit(inputs, static_argnums=range(9))(B, K, G, H, S, D, M, dtype, n)
     configs = [attend_slots.config_for(B * K * H, M, D), *CONFIGS]
-    row = sweep("attend_slots", kernel, reference, args, configs=configs, error=error, most=1e-2, moved=moved, n=n)
+    row = sweep(
+        "attend_slots",
+        kernel,
+        reference,
+        args,
+        configs=configs,
+        error=error,
+        most=1e-2,
+        moved=moved,
+        n=n,
+    )
     return {"B": B, "K": K, "G": G, "H": H, "S": S, "D": D, "M": M, "dtype": dtype, **row}
 
 

@@ -37,7 +37,9 @@ SIZES = (  # warpgroups, stages, keys; each in one wave of blocks and in two
 )
 
 
-def inputs(B: int, K: int, G: int, S: int, D: int, dtype: str, share: float, n: int) -> tuple[Array, list[Span]]:
+def inputs(
+    B: int, K: int, G: int, S: int, D: int, dtype: str, share: float, n: int
+) -> tuple[Array, list[Span]]:
     keys = iter(jax.random.split(jax.random.key(0), 2 * n + 1))
     q = jax.random.normal(next(keys), (B, K, G, D), dtype)
     kept = [jax.random.normal(key, (B, K, S, D), dtype) for key in keys]
@@ -45,12 +47,16 @@ def inputs(B: int, K: int, G: int, S: int, D: int, dtype: str, share: float, n: 
     return q, [Span(k, v, *ends) for k, v in zip(kept[::2], kept[1::2], strict=True)]
 
 
-def measure(sweep: Sweep, B: int, K: int, G: int, S: int, D: int, dtype: str, share: float) -> dict[str, Any]:
+def measure(
+    sweep: Sweep, B: int, K: int, G: int, S: int, D: int, dtype: str, share: float
+) -> dict[str, Any]:
     moved = 2 * B * K * int(S * share) * D * 2
     n, scale, rows = repeats(moved), D**-0.5, B * K
 
     def kernel(config: Config) -> Any:
-        one = jax.jit(partial(attend_span.attend_span, scale=scale, config=config))  # lowered once
+        one = jax.jit(
+            partial(attend_span.attend_span, scale=scale, config=config)
+        )  # lowered once
         return lambda q, spans: [one(q, *span) for span in spans]
 
     def reference(q: Array, spans: list[Span]) -> list[Array]:
@@ -58,14 +64,28 @@ def measure(sweep: Sweep, B: int, K: int, G: int, S: int, D: int, dtype: str, sh
 
     def error(got: Any, want: Any) -> float:
         f32 = [[a.astype(jnp.float32) for a in arrays] for arrays in (got, want)]
-        return float(max(jnp.linalg.norm(a - b) / jnp.linalg.norm(b) for a, b in zip(*f32, strict=True)))
+        return float(
+            max(jnp.linalg.norm(a - b) / jnp.linalg.norm(b) for a, b in zip(*f32, strict=True))
+        )
 
     args = jax.jit(inputs, static_argnums=range(8))(B, K, G, S, D, dtype, share, n)
     configs = [attend_span.config_for(rows, S, D)]
     for sizes in SIZES:
         at_once = attend_span.at_once(D, Config(1, *sizes))
-        configs += [Config(max(waves * at_once // rows, 1), *sizes) for waves in (1, 2) if at_once]
-    row = sweep("attend_span", kernel, reference, args, configs=configs, error=error, most=1e-2, moved=moved, n=n)
+        configs += [
+            Config(max(waves * at_once // rows, 1), *sizes) for waves in (1, 2) if at_once
+        ]
+    row = sweep(
+        "attend_span",
+        kernel,
+        reference,
+        args,
+        configs=configs,
+        error=error,
+        most=1e-2,
+        moved=moved,
+        n=n,
+    )
     return {"B": B, "K": K, "G": G, "S": S, "D": D, "dtype": dtype, "share": share, **row}
 
 

@@ -33,7 +33,18 @@ SHAPES = (  # B, K, G, H, S, R, local, sink, D, M, dtype
 
 
 def inputs(
-    B: int, K: int, G: int, H: int, S: int, R: int, local: int, sink: int, D: int, M: int, dtype: str, n: int
+    B: int,
+    K: int,
+    G: int,
+    H: int,
+    S: int,
+    R: int,
+    local: int,
+    sink: int,
+    D: int,
+    M: int,
+    dtype: str,
+    n: int,
 ) -> tuple[Any, ...]:
     keys = iter(jax.random.split(jax.random.key(0), 9))
 
@@ -46,23 +57,44 @@ def inputs(
     apart = (S + R - local) // M
     slots = jax.random.randint(next(keys), (n, B, K, H, M), 0, apart) + jnp.arange(M) * apart
     slots = jax.random.permutation(next(keys), slots, axis=-1, independent=True)
-    recents = [Span(k, v, jnp.full(B, R - local), jnp.full(B, R)) for k, v in zip(*pair(n, B, K, R), strict=True)]
+    recents = [
+        Span(k, v, jnp.full(B, R - local), jnp.full(B, R))
+        for k, v in zip(*pair(n, B, K, R), strict=True)
+    ]
     sinks: list[Span | None] = [None] * n
     if sink:
-        sinks = [Span(k, v, jnp.zeros(B, int), jnp.full(B, sink)) for k, v in zip(*pair(n, B, K, sink), strict=True)]
+        sinks = [
+            Span(k, v, jnp.zeros(B, int), jnp.full(B, sink))
+            for k, v in zip(*pair(n, B, K, sink), strict=True)
+        ]
     return q, k, v, list(zip(slots, recents, sinks, strict=True))
 
 
 def measure(
-    sweep: Sweep, B: int, K: int, G: int, H: int, S: int, R: int, local: int, sink: int, D: int, M: int, dtype: str
+    sweep: Sweep,
+    B: int,
+    K: int,
+    G: int,
+    H: int,
+    S: int,
+    R: int,
+    local: int,
+    sink: int,
+    D: int,
+    M: int,
+    dtype: str,
 ) -> dict[str, Any]:
     read = M + local + sink
     moved = B * K * H * read * (4 * D + 4) + B * K * G * D * 2
     n, scale, found = repeats(moved), D**-0.5, jnp.full((B, K, H), M, jnp.int32)
 
     def kernel(config: Any) -> Any:
-        one = jax.jit(partial(attend_zones.attend_zones, local=local, scale=scale, config=config))  # lowered once
-        return lambda q, k, v, zones: [one(q, k, v, slots, found, *spans) for slots, *spans in zones]
+        one = jax.jit(
+            partial(attend_zones.attend_zones, local=local, scale=scale, config=config)
+        )  # lowered once
+        return lambda q, k, v, zones: [
+            one(q, k, v, slots, found, *spans) for slots, *spans in zones
+        ]
 
     def reference(attend: Any, q: Array, k: Array, v: Array, zones: Any) -> list[Array]:
         one = jax.jit(partial(attend, local=local, scale=scale))
@@ -72,12 +104,35 @@ def measure(
         pairs = ((a.astype(float), b.astype(float)) for a, b in zip(got, want, strict=True))
         return float(max(jnp.linalg.norm(a - b) / jnp.linalg.norm(b) for a, b in pairs))
 
-    args = jax.jit(inputs, static_argnums=range(12))(B, K, G, H, S, R, local, sink, D, M, dtype, n)
+    args = jax.jit(inputs, static_argnums=range(12))(
+        B, K, G, H, S, R, local, sink, D, M, dtype, n
+    )
     configs = [attend_zones.config_for(B * K * H, read, D), *CONFIGS]
     xla = partial(reference, partial(ops.attend_zones, implementation="xla"))
     apart = partial(reference, ops.attend_zones.reference)  # its parts by their kernels
-    row = sweep("attend_zones", kernel, xla, args, configs=configs, error=error, most=1e-2, moved=moved, n=n)
-    sizes = {"B": B, "K": K, "G": G, "H": H, "S": S, "R": R, "local": local, "sink": sink, "D": D, "M": M}
+    row = sweep(
+        "attend_zones",
+        kernel,
+        xla,
+        args,
+        configs=configs,
+        error=error,
+        most=1e-2,
+        moved=moved,
+        n=n,
+    )
+    sizes = {
+        "B": B,
+        "K": K,
+        "G": G,
+        "H": H,
+        "S": S,
+        "R": R,
+        "local": local,
+        "sink": sink,
+        "D": D,
+        "M": M,
+    }
     return {**sizes, "dtype": dtype, "apart": device_time(apart, *args, calls=10)[0] / n, **row}
 
 

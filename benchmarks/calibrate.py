@@ -13,22 +13,41 @@ from typing import Annotated
 import typer
 
 from benchmarks import measured
-from kvjax.cli.options import AsJson, Dtype, ModelDir, check_file, dtype_name, model_directory, sizes, without_weights
+from kvjax.cli.options import (
+    AsJson,
+    Dtype,
+    ModelDir,
+    check_file,
+    dtype_name,
+    model_directory,
+    sizes,
+    without_weights,
+)
 from kvjax.cli.terminal import bar, bars, say, show_markdown, write_json
 
 
 def calibrate(
     model_dir: ModelDir = None,
-    text: Annotated[Path | None, typer.Option(help="UTF-8 file with a long text.", show_default=False)] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="UTF-8 file with a long text.", show_default=False)
+    ] = None,
     cache: Annotated[
-        str, typer.Option(help="The cache whose selections layers should share, with its settings.")
+        str,
+        typer.Option(help="The cache whose selections layers should share, with its settings."),
     ] = "fier:budget=256",
     share: Annotated[int, typer.Option(help="Layers per layer that selects, on average.")] = 4,
-    length: Annotated[str, typer.Option("--length", help="Context lengths in tokens, ascending.")] = "1K,2K",
-    steps: Annotated[int, typer.Option(help="Consecutive decode steps to measure at each length.")] = 16,
+    length: Annotated[
+        str, typer.Option("--length", help="Context lengths in tokens, ascending.")
+    ] = "1K,2K",
+    steps: Annotated[
+        int, typer.Option(help="Consecutive decode steps to measure at each length.")
+    ] = 16,
     dtype: Dtype = None,
     out: Annotated[
-        Path | None, typer.Option(help="JSON file for the proposal and the measurements.", show_default=False)
+        Path | None,
+        typer.Option(
+            help="JSON file for the proposal and the measurements.", show_default=False
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -47,9 +66,14 @@ def calibrate(
     preset = presets.find(cache.partition(":")[0])
     settings = read_settings(cache, preset.make, where="--cache")
     if already := {"share", "anchors"} & settings.keys():
-        raise ValueError(f"--cache {cache} sets {already.pop()}, which this command finds; leave it out")
+        raise ValueError(
+            f"--cache {cache} sets {already.pop()}, which this command finds; leave it out"
+        )
     if "dense_capacity" in preset.settings:
-        settings = {"dense_capacity": 0, **settings}  # a cache that selects nothing has nothing to share
+        settings = {
+            "dense_capacity": 0,
+            **settings,
+        }  # a cache that selects nothing has nothing to share
     policies = preset.policies(**settings)
     require_int("--share", share, at_least=1)
     presets.share_selections(policies, share=2)  # raises early if nothing can be shared
@@ -61,7 +85,11 @@ def calibrate(
     if text is None or not text.is_file():
         got = "got none" if text is None else f"{text} is not a file"
         raise ValueError(f"--text takes a UTF-8 file with a long text; {got}")
-    lengths, kind, directory = sizes("--length", length), dtype_name(dtype), model_directory(model_dir)
+    lengths, kind, directory = (
+        sizes("--length", length),
+        dtype_name(dtype),
+        model_directory(model_dir),
+    )
 
     from benchmarks import sharing
     from kvjax import models
@@ -76,8 +104,13 @@ def calibrate(
         presets.check_reaches(policies, checkpoint.config.layers, f"--cache {cache}")
     with progress, bar(progress, "loading weights"):
         checkpoint = models.load(directory, dtype=kind)
-    with progress, bar(progress, f"live queries of {lengths[-1]} tokens", total=lengths[-1]) as advance_to:
-        seen = capture.capture(checkpoint, [tokens], lengths=lengths, steps=steps, progress=advance_to)
+    with (
+        progress,
+        bar(progress, f"live queries of {lengths[-1]} tokens", total=lengths[-1]) as advance_to,
+    ):
+        seen = capture.capture(
+            checkpoint, [tokens], lengths=lengths, steps=steps, progress=advance_to
+        )
     with progress, bar(progress, "pairs of layers") as advance_to:
         found = sharing.measure(seen, policies, progress=advance_to)
 

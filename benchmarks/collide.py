@@ -46,8 +46,14 @@ Store = tuple[Array, Array, Array]  # queries, patterns, counts
 def inputs(B: int, K: int, G: int, S: int, D: int, T: int, n: int) -> tuple[list[Store], Array]:
     def store(key: Array) -> Store:
         keys, N = jax.random.split(key), D // 8
-        q = jax.random.normal(keys[0], (B, K, G, D), jnp.bfloat16).astype(jnp.float32)  # so that sums of 8 are exact
-        return q, jax.random.bits(keys[1], (B, K, S, N), "uint8"), jnp.full((B, K, N, 256), S // 256)
+        q = jax.random.normal(keys[0], (B, K, G, D), jnp.bfloat16).astype(
+            jnp.float32
+        )  # so that sums of 8 are exact
+        return (
+            q,
+            jax.random.bits(keys[1], (B, K, S, N), "uint8"),
+            jnp.full((B, K, N, 256), S // 256),
+        )
 
     limits = jnp.broadcast_to(S // 5 * jnp.linspace(0.05, 1, T), (B, T)).astype(jnp.int32)
     return [store(key) for key in jax.random.split(jax.random.key(0), n)], limits
@@ -65,11 +71,23 @@ def measure(sweep: Sweep, B: int, K: int, G: int, S: int, D: int, T: int) -> dic
         return [ops.collide(*store, limits, implementation="xla") for store in stores]
 
     def error(got: list[Array], want: list[Array]) -> float:
-        return float(max(jnp.mean((a != b).astype(jnp.float32)) for a, b in zip(got, want, strict=True)))
+        return float(
+            max(jnp.mean((a != b).astype(jnp.float32)) for a, b in zip(got, want, strict=True))
+        )
 
     args = jax.jit(inputs, static_argnums=range(7))(B, K, G, S, D, T, n)
     configs = [collide.config_for(B * K, S, G, D), *CONFIGS]
-    row = sweep("collide", kernel, reference, args, configs=configs, error=error, most=1e-3, moved=moved, n=n)
+    row = sweep(
+        "collide",
+        kernel,
+        reference,
+        args,
+        configs=configs,
+        error=error,
+        most=1e-3,
+        moved=moved,
+        n=n,
+    )
     return {"B": B, "K": K, "G": G, "S": S, "D": D, "T": T, **row}
 
 

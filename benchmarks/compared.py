@@ -35,10 +35,23 @@ import kvjax
 from kvjax import CacheSpec, presets
 from kvjax.presets.head_files import Heads
 
-METHODS = ["cudnn", "shadowkv", "shadowkv:host=false", "mikv", "adakv", "snapkv", "arkvale", "pqcache", "magicpig"]
+METHODS = [
+    "cudnn",
+    "shadowkv",
+    "shadowkv:host=false",
+    "mikv",
+    "adakv",
+    "snapkv",
+    "arkvale",
+    "pqcache",
+    "magicpig",
+]
 MORE = ["full", "fier", "pariskv", "quest", "freekv", "logquant", "kivi", "exact"]
 MORE += ["streaming_llm", "logevict", "h2o", "tova", "raas", "razorattention", "duoattention"]
-RETRIEVAL_HEADS = {"razorattention": 4, "duoattention": 2}  # one KV head in so many keeps everything
+RETRIEVAL_HEADS = {
+    "razorattention": 4,
+    "duoattention": 2,
+}  # one KV head in so many keeps everything
 WHOLE = ("full", "logquant", "kivi", "turboquant")  # have no budget
 HOST_BYTES_PER_US = 5.5e4  # of the bus, one large copy
 LAYERS = 2
@@ -57,7 +70,11 @@ def floor_us(policy: Any, spec: CacheSpec, budget: int) -> float:
         return layers.floor_us(inner, spec, length)
     store, selector = getattr(inner, "store", None), getattr(inner, "selector", None)
     if isinstance(inner, kvjax.Mixed):
-        return B * (pair * budget + inner.bytes_per_token(spec) * (length - budget)) / bytes_per_us()
+        return (
+            B
+            * (pair * budget + inner.bytes_per_token(spec) * (length - budget))
+            / bytes_per_us()
+        )
     if isinstance(inner, kvjax.HeadBudgets):
         return B * pair * min(inner.head_bounds[1], length) / bytes_per_us()
     if isinstance(inner, kvjax.Evicting):
@@ -72,7 +89,10 @@ def floor_us(policy: Any, spec: CacheSpec, budget: int) -> float:
         chosen = K * (budget - inner.beside)
         on_device, values = index + exact + chosen * store.rank * size, chosen * D * size
         host = isinstance(store.values, kvjax.HostOffload)
-        return B * ((on_device + (0 if host else values)) / bytes_per_us() + host * values / HOST_BYTES_PER_US)
+        return B * (
+            (on_device + (0 if host else values)) / bytes_per_us()
+            + host * values / HOST_BYTES_PER_US
+        )
     if isinstance(store, kvjax.HostOffload):
         return B * (index / bytes_per_us() + pair * budget / HOST_BYTES_PER_US)
     return B * (index + pair * budget) / bytes_per_us()
@@ -83,12 +103,18 @@ def store_chunk(layer: kvjax.LayerCache, key: Array, *, tokens: int) -> kvjax.La
     spec = layer.spec
     q, (k, v) = (
         jax.random.normal(key, (spec.batch, tokens, spec.q_heads, spec.head_dim), spec.dtype),
-        random_pair(jax.random.fold_in(key, 1), (spec.batch, tokens, spec.kv_heads, spec.head_dim), spec.dtype),
+        random_pair(
+            jax.random.fold_in(key, 1),
+            (spec.batch, tokens, spec.kv_heads, spec.head_dim),
+            spec.dtype,
+        ),
     )
     return kvjax.prefill(layer, q, k, v)[1]
 
 
-def filled(policy: Any, spec: CacheSpec, length: int, chunk: int, seed: int) -> kvjax.LayerCache:
+def filled(
+    policy: Any, spec: CacheSpec, length: int, chunk: int, seed: int
+) -> kvjax.LayerCache:
     layer = kvjax.init_layer(policy, spec)
     for i, start in enumerate(range(0, length, chunk)):
         key = jax.random.fold_in(jax.random.key(seed), i)
@@ -106,14 +132,19 @@ def policy_of(method: str, spec: CacheSpec, budget: int) -> kvjax.Policy:
     return presets.parse_with_budget(method, budget)[0].rest
 
 
-def measure(method: str, spec: CacheSpec, budget: int, calls: int, chunk: int) -> dict[str, Any]:
+def measure(
+    method: str, spec: CacheSpec, budget: int, calls: int, chunk: int
+) -> dict[str, Any]:
     B, K, D, S = spec.batch, spec.kv_heads, spec.head_dim, spec.capacity
     shape = (B, S, K, D)
     policy: Any = None
     states: Any
     if method == "cudnn":
         make = jax.jit(random_pair, static_argnums=(1, 2))
-        states, step = tuple(make(jax.random.key(i), shape, spec.dtype) for i in range(LAYERS)), cudnn
+        states, step = (
+            tuple(make(jax.random.key(i), shape, spec.dtype) for i in range(LAYERS)),
+            cudnn,
+        )
         floor = B * 2 * K * D * S * spec.dtype.itemsize / bytes_per_us()
     else:
         policy = policy_of(method, spec, budget)
@@ -126,7 +157,9 @@ def measure(method: str, spec: CacheSpec, budget: int, calls: int, chunk: int) -
     if alike is None:
         q = jax.random.normal(jax.random.key(100), (B, 1, spec.q_heads, D), spec.dtype)
     else:
-        turn = jax.device_put(jnp.int32(0), jax.devices()[0])  # committed, as what a step returns: one program
+        turn = jax.device_put(
+            jnp.int32(0), jax.devices()[0]
+        )  # committed, as what a step returns: one program
         run, states, q = turning(step), (states, turn), queries(alike, calls + 3, spec)
     took, outs = clock(jax.jit(run, donate_argnums=0), states, q, k, v, calls=calls)
     if not all(bool(jnp.all(jnp.isfinite(out))) for out in outs):
@@ -150,10 +183,14 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--batches", type=numbers, default=[1])
     parser.add_argument("--methods", type=names, default=METHODS)
     parser.add_argument("--budget", type=int, default=2048)
-    parser.add_argument("--chunk", type=int, default=4096, help="tokens of the prompt in a call")
+    parser.add_argument(
+        "--chunk", type=int, default=4096, help="tokens of the prompt in a call"
+    )
     given = parse(parser, args)
     shape = SMALL_LAYER if given.quick else LAYER
-    what = "a decode step of attention of a layer, " + ", ".join(f"{k} {v}" for k, v in shape.items())
+    what = "a decode step of attention of a layer, " + ", ".join(
+        f"{k} {v}" for k, v in shape.items()
+    )
     what += f"; budget {given.budget}; normal random keys, values and queries; us: device time of the kernels"
     for length in given.lengths:
         for batch in given.batches:
@@ -173,7 +210,12 @@ def main(args: Sequence[str] | None = None) -> None:
                 best = row["us"] if method == "cudnn" else best
                 row["times_faster_than_cudnn"] = None if best is None else best / row["us"]
                 show(row)
-                save(out_of(given, "compared.json"), what, [row], ("method", "length", "batch", "backend"))
+                save(
+                    out_of(given, "compared.json"),
+                    what,
+                    [row],
+                    ("method", "length", "batch", "backend"),
+                )
 
 
 if __name__ == "__main__":

@@ -61,7 +61,9 @@ def times(tree: str, method: str, layers: int, capacity: int) -> dict[str, float
 
     import kvjax
 
-    kvjax.__path__.append(tree)  # the kernels of a checkout are outside the package, and another may be installed
+    kvjax.__path__.append(
+        tree
+    )  # the kernels of a checkout are outside the package, and another may be installed
     kernels = importlib.import_module("kvjax.kernels_pallas")
     for module in (kvjax, kernels):
         if not Path(str(module.__file__)).is_relative_to(tree):
@@ -71,7 +73,10 @@ def times(tree: str, method: str, layers: int, capacity: int) -> dict[str, float
     spec = kvjax.CacheSpec(batch=1, capacity=capacity, dtype=jnp.bfloat16, **HEADS)
     # Nothing runs, so all layers may share their arrays. They are arrays, as shapes would lose the memory kind.
     cache = kvjax.Cache(kvjax.init(policy, spec, layers=1).layers * layers)
-    q, k = (jax.ShapeDtypeStruct((1, 1, HEADS[heads], spec.head_dim), spec.dtype) for heads in ("q_heads", "kv_heads"))
+    q, k = (
+        jax.ShapeDtypeStruct((1, 1, HEADS[heads], spec.head_dim), spec.dtype)
+        for heads in ("q_heads", "kv_heads")
+    )
 
     def step(layer: Any, q: Any, k: Any) -> tuple[Any, Any]:
         out: tuple[Any, Any] = kvjax.attention(layer, q, k, k, flush=False)
@@ -92,7 +97,9 @@ def times(tree: str, method: str, layers: int, capacity: int) -> dict[str, float
     steps = jax.ShapeDtypeStruct((), jnp.int32)
     jax.jit(loop).trace(cache, q, k, steps)  # imports the kernels, and what of JAX they need
     jax.clear_caches()
-    loop_trace, traced = spent(lambda: jax.jit(loop, donate_argnums=0).trace(cache, q, k, steps))
+    loop_trace, traced = spent(
+        lambda: jax.jit(loop, donate_argnums=0).trace(cache, q, k, steps)
+    )
     lower, lowered = spent(traced.lower)
     compile_, _ = spent(lowered.compile)
     traces = []
@@ -116,8 +123,19 @@ def measure(tree: Path, method: str, layers: int, capacity: int) -> dict[str, fl
     wanted = f"{str(tree)!r}, {method!r}, {layers}, {capacity}"
     call = f"import json, compile_time; print(json.dumps(compile_time.times({wanted})))"
     paths = os.pathsep.join(map(str, (tree, Path(__file__).resolve().parent)))
-    env = {**os.environ, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "0"}
-    done = subprocess.run([sys.executable, "-P", "-c", call], env=env, stdout=subprocess.PIPE, text=True, check=True)
+    env = {
+        **os.environ,
+        "PYTHONPATH": paths,
+        "JAX_PLATFORMS": "cpu",
+        "JAX_ENABLE_COMPILATION_CACHE": "0",
+    }
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", call],
+        env=env,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
     found: dict[str, float] = json.loads(done.stdout)
     return found
 
@@ -125,17 +143,30 @@ def measure(tree: Path, method: str, layers: int, capacity: int) -> dict[str, fl
 def main(args: Sequence[str] | None = None) -> None:
     from layers import out_of, save, show
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--methods", type=lambda text: text.split(","), default=list(METHODS))
-    parser.add_argument("--trees", default=f"this={ROOT}", help="NAME=DIRECTORY of checkouts, separated by commas")
+    parser.add_argument(
+        "--trees",
+        default=f"this={ROOT}",
+        help="NAME=DIRECTORY of checkouts, separated by commas",
+    )
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--capacity", type=int, default=8192)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="default: results/compile_time.json; with --quick nothing is written")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="default: results/compile_time.json; with --quick nothing is written",
+    )
     parser.add_argument("--quick", action="store_true", help="two layers, once")
     given = parser.parse_args(args)
     layers, repeats = (2, 1) if given.quick else (given.layers, given.repeats)
-    trees = {name: Path(folder) for name, _, folder in (part.partition("=") for part in given.trees.split(","))}
+    trees = {
+        name: Path(folder)
+        for name, _, folder in (part.partition("=") for part in given.trees.split(","))
+    }
     what = "CPU seconds to trace a decode step, and to trace, lower and compile a loop over layers for a CPU; "
     what += ", ".join(f"{k} {v}" for k, v in HEADS.items()) + f"; the least of {repeats} runs"
     for method in given.methods:
@@ -146,9 +177,20 @@ def main(args: Sequence[str] | None = None) -> None:
                 found[name].append(run(tree))
         for name, each in found.items():
             least = {part: min(one[part] for one in each) for part in each[0]}
-            row = {"method": method, "tree": name, "layers": layers, **least, "cores": os.cpu_count()}
+            row = {
+                "method": method,
+                "tree": name,
+                "layers": layers,
+                **least,
+                "cores": os.cpu_count(),
+            }
             show(row)
-            save(out_of(given, "compile_time.json"), what, [row], ("method", "tree", "layers", "backend"))
+            save(
+                out_of(given, "compile_time.json"),
+                what,
+                [row],
+                ("method", "tree", "layers", "backend"),
+            )
 
 
 if __name__ == "__main__":

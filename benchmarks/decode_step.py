@@ -61,7 +61,9 @@ METHODS = [
     "by hand",
 ]  # in order of worth
 L2_BYTES = 60e6
-Step = Callable[[Any, Array, Array, Array], tuple[Array, Any]]  # state, q, k, v [B, 1, heads, D] -> out, state
+Step = Callable[
+    [Any, Array, Array, Array], tuple[Array, Any]
+]  # state, q, k, v [B, 1, heads, D] -> out, state
 
 
 def policies(budget: int, dense_capacity: Any = "auto") -> dict[str, kvjax.Policy]:
@@ -83,13 +85,23 @@ def cudnn(state: Any, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
 
 def by_hand(budget: int) -> Step:
     def step(state: Any, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-        keys, values = (a.at[:, :, -1].set(new[:, 0]) for a, new in zip(state, (k, v), strict=True))
+        keys, values = (
+            a.at[:, :, -1].set(new[:, 0]) for a, new in zip(state, (k, v), strict=True)
+        )
         K, S, D = keys.shape[1:]
         qg = group_queries(q[:, 0], K)
-        scores = jnp.einsum("bkgd,bksd->bkgs", qg, keys, preferred_element_type=jnp.float32) * D**-0.5
+        scores = (
+            jnp.einsum("bkgd,bksd->bkgs", qg, keys, preferred_element_type=jnp.float32)
+            * D**-0.5
+        )
         _, slots = lax.top_k(jnp.mean(jax.nn.softmax(scores, axis=-1), axis=2), min(budget, S))
-        picked_k, picked_v = (jnp.take_along_axis(a, slots[..., None], axis=2) for a in (keys, values))
-        few = jnp.einsum("bkgd,bksd->bkgs", qg, picked_k, preferred_element_type=jnp.float32) * D**-0.5
+        picked_k, picked_v = (
+            jnp.take_along_axis(a, slots[..., None], axis=2) for a in (keys, values)
+        )
+        few = (
+            jnp.einsum("bkgd,bksd->bkgs", qg, picked_k, preferred_element_type=jnp.float32)
+            * D**-0.5
+        )
         weights = jax.nn.softmax(few, axis=-1).astype(values.dtype)
         return jnp.einsum("bkgs,bksd->bkgd", weights, picked_v).reshape(q.shape), (keys, values)
 
@@ -107,7 +119,9 @@ def through(step: Step) -> Step:
         outs, after = [], []
         for state in states:
             out, state = step(state, q, k, v)
-            q, out = lax.optimization_barrier((q, out))  # the next layer waits, without a kernel for it
+            q, out = lax.optimization_barrier(
+                (q, out)
+            )  # the next layer waits, without a kernel for it
             outs.append(out)
             after.append(state)
         return outs, tuple(after)
@@ -133,27 +147,39 @@ def random_pair(key: Array, shape: tuple[int, ...], dtype: Any) -> tuple[Array, 
 
 
 def measure(
-    method: str, how: str, spec: CacheSpec, budget: int, calls: int, most_layers: int, dense_capacity: Any = "auto"
+    method: str,
+    how: str,
+    spec: CacheSpec,
+    budget: int,
+    calls: int,
+    most_layers: int,
+    dense_capacity: Any = "auto",
 ) -> dict[str, Any]:
     B, K, D, S = spec.batch, spec.kv_heads, spec.head_dim, spec.capacity
     named = policies(budget, dense_capacity)
     policy = named.get(method, named["full"]).of_size(spec)
     floor = floor_us(policy, spec, S)
     if method == "by hand":  # the keys, and the selected tokens
-        floor = floor / 2 + B * 2 * K * D * spec.dtype.itemsize * min(budget, S) / bytes_per_us()
+        floor = (
+            floor / 2 + B * 2 * K * D * spec.dtype.itemsize * min(budget, S) / bytes_per_us()
+        )
     layers = int(min(max(2, -(-2 * L2_BYTES // (floor * bytes_per_us()))), most_layers))
     states: Any
     if method in named:
         step: Step = kvjax_step
         states = fill(kvjax.init(policy, spec, layers=layers), S - calls - 3).layers
     else:
-        step, shape = (cudnn, (B, S, K, D)) if method == "cudnn" else (by_hand(budget), (B, K, S, D))
+        step, shape = (
+            (cudnn, (B, S, K, D)) if method == "cudnn" else (by_hand(budget), (B, K, S, D))
+        )
         make = jax.jit(random_pair, static_argnums=(1, 2))
         states = tuple(make(jax.random.key(i), shape, spec.dtype) for i in range(layers))
     q = jax.random.normal(jax.random.key(100), (B, 1, spec.q_heads, D), spec.dtype)
     k, v = random_pair(jax.random.key(101), (B, 1, K, D), spec.dtype)
     with implementation(how):
-        took, outs = clock(jax.jit(through(step), donate_argnums=0), states, q, k, v, calls=calls)
+        took, outs = clock(
+            jax.jit(through(step), donate_argnums=0), states, q, k, v, calls=calls
+        )
     del states
     if not all(bool(jnp.all(jnp.isfinite(out))) and bool(jnp.any(out != 0)) for out in outs):
         raise SystemExit(f"{method}: the output is not finite, or zero")
@@ -168,7 +194,9 @@ def measure(
         "kernels": None if took.kernels is None else took.kernels / layers,
         "floor_us": floor,
         "parts": {
-            name.removeprefix("kvjax_").removesuffix("_mosaic_gpu_kernel"): round(us / layers, 2)
+            name.removeprefix("kvjax_").removesuffix("_mosaic_gpu_kernel"): round(
+                us / layers, 2
+            )
             for name, us in took.parts.items()
         },
     }
@@ -181,29 +209,53 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--methods", type=names, default=METHODS)
     parser.add_argument("--implementations", type=names, default=["default", "kernels", "xla"])
     parser.add_argument("--budget", type=int, default=2048)
-    parser.add_argument("--dense-capacity", type=int, help="default: as measured for this device")
+    parser.add_argument(
+        "--dense-capacity", type=int, help="default: as measured for this device"
+    )
     given = parse(parser, args)
     shape, most_layers = (SMALL_LAYER, 2) if given.quick else (LAYER, 16)
 
     dense_capacity = "auto" if given.dense_capacity is None else given.dense_capacity
     key, shown = ("method", "implementation", "length", "batch", "backend"), False
-    what = "a decode step of attention of a layer, " + ", ".join(f"{k} {v}" for k, v in shape.items())
+    what = "a decode step of attention of a layer, " + ", ".join(
+        f"{k} {v}" for k, v in shape.items()
+    )
     what += f"; budget {given.budget}; normal random keys, values and queries; us: device time of the kernels, "
     what += "parts: by kernel"
     for length in given.lengths:
         for batch in given.batches:
             spec = CacheSpec(batch=batch, capacity=length, **shape)
             best, left_out = None, set()  # methods that "default" runs without some kernel
-            for how, method in ((how, method) for how in given.implementations for method in given.methods):
-                if how != "default" and method not in ("fier", "fier:turbo4", "quest", "pariskv", "logquant"):
+            for how, method in (
+                (how, method) for how in given.implementations for method in given.methods
+            ):
+                if how != "default" and method not in (
+                    "fier",
+                    "fier:turbo4",
+                    "quest",
+                    "pariskv",
+                    "logquant",
+                ):
                     continue
                 if method == "cudnn" and jax.default_backend() != "gpu":
                     continue
-                if how == "kernels" and "default" in given.implementations and method not in left_out:
+                if (
+                    how == "kernels"
+                    and "default" in given.implementations
+                    and method not in left_out
+                ):
                     continue
                 try:
                     with ops.explained() as found:
-                        row = measure(method, how, spec, given.budget, given.calls, most_layers, dense_capacity)
+                        row = measure(
+                            method,
+                            how,
+                            spec,
+                            given.budget,
+                            given.calls,
+                            most_layers,
+                            dense_capacity,
+                        )
                 except jax.errors.JaxRuntimeError as error:
                     if "RESOURCE_EXHAUSTED" not in str(error):
                         raise
@@ -211,7 +263,9 @@ def main(args: Sequence[str] | None = None) -> None:
                     continue
                 finally:
                     gc.collect()
-                if how == "default" and any("not yet measured" in why for why in map(str, found)):
+                if how == "default" and any(
+                    "not yet measured" in why for why in map(str, found)
+                ):
                     left_out.add(method)
                 best = row["us"] if method == "cudnn" else best
                 row["times_faster_than_cudnn"] = None if best is None else best / row["us"]

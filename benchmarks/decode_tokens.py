@@ -23,7 +23,19 @@ import jax.numpy as jnp
 from decode_step import L2_BYTES, policies, random_pair, through
 from device_time import bytes_per_us
 from jax import Array
-from layers import LAYER, SMALL_LAYER, clock, floor_us, names, numbers, options, out_of, parse, save, show
+from layers import (
+    LAYER,
+    SMALL_LAYER,
+    clock,
+    floor_us,
+    names,
+    numbers,
+    options,
+    out_of,
+    parse,
+    save,
+    show,
+)
 from throughput import fill
 
 import kvjax
@@ -63,11 +75,22 @@ def alike(key: Array, shape: tuple[int, ...], dtype: Any, share: float) -> Array
 
 
 def measure(
-    method: str, spec: CacheSpec, tokens: int, budget: int, calls: int, most_layers: int, share: float
+    method: str,
+    spec: CacheSpec,
+    tokens: int,
+    budget: int,
+    calls: int,
+    most_layers: int,
+    share: float,
 ) -> dict[str, Any]:
     B, K, D, S = spec.batch, spec.kv_heads, spec.head_dim, spec.capacity
     policy = policies(budget)[method]
-    layers = int(min(max(2, -(-2 * L2_BYTES // (floor_us(policy, spec, S) * bytes_per_us()))), most_layers))
+    layers = int(
+        min(
+            max(2, -(-2 * L2_BYTES // (floor_us(policy, spec, S) * bytes_per_us()))),
+            most_layers,
+        )
+    )
     states: Any = fill(kvjax.init(policy, spec, layers=layers), S - (calls + 3) * tokens).layers
     q = alike(jax.random.key(100), (B, tokens, spec.q_heads, D), spec.dtype, share)
     k, v = random_pair(jax.random.key(101), (B, tokens, K, D), spec.dtype)
@@ -96,7 +119,9 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=numbers, default=[1, 2, 4, 8, 16])
     parser.add_argument("--methods", type=names, default=METHODS)
     parser.add_argument("--budget", type=int, default=2048)
-    parser.add_argument("--alike", type=lambda text: [float(part) for part in text.split(",")], default=[0.0])
+    parser.add_argument(
+        "--alike", type=lambda text: [float(part) for part in text.split(",")], default=[0.0]
+    )
     parser.add_argument(
         "--config",
         action="append",
@@ -105,7 +130,9 @@ def main(args: Sequence[str] | None = None) -> None:
     )
     given = parse(parser, args)
     shape, most_layers = (SMALL_LAYER, 2) if given.quick else (LAYER, 16)
-    what = "several decode steps of a row at once, a layer, " + ", ".join(f"{k} {v}" for k, v in shape.items())
+    what = "several decode steps of a row at once, a layer, " + ", ".join(
+        f"{k} {v}" for k, v in shape.items()
+    )
     what += f"; budget {given.budget}; normal random keys, values and queries; us: device time of the kernels; "
     what += "alike: correlation of the queries of two tokens"
     key = ("method", "length", "batch", "tokens", "alike", "backend")
@@ -116,7 +143,9 @@ def main(args: Sequence[str] | None = None) -> None:
                 one = None
                 for tokens, sizes in product(given.tokens, ["", *given.config]):
                     with block_sizes(sizes):
-                        row = measure(method, spec, tokens, given.budget, given.calls, most_layers, share)
+                        row = measure(
+                            method, spec, tokens, given.budget, given.calls, most_layers, share
+                        )
                     one = row["us"] if tokens == 1 and not sizes else one
                     row["times_one"] = None if one is None else row["us"] / one
                     show(row)

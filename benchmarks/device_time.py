@@ -62,14 +62,18 @@ def is_simulated() -> bool:
     return _started is not None
 
 
-def device_time(f: Callable[..., Any], *args: Any, calls: int = 20, starts: int = 1) -> tuple[float, dict[str, float]]:
+def device_time(
+    f: Callable[..., Any], *args: Any, calls: int = 20, starts: int = 1
+) -> tuple[float, dict[str, float]]:
     """Microseconds of all kernels of jit(f)(*args), the median of `calls`, and the same for each kernel's name. A call
     must start each of kvjax's kernels `starts` times: XLA runs an operation once for all calls with equal arguments."""
     run = jax.jit(f)
     found = kernels(lambda: run(*args), calls)
     for name, each in found:
         if "kvjax_" in name and len(each) < starts * calls:
-            raise SystemExit(f"{name} ran {len(each) / calls:g} times in a call, not {starts}: are arguments shared?")
+            raise SystemExit(
+                f"{name} ran {len(each) / calls:g} times in a call, not {starts}: are arguments shared?"
+            )
     times = {name: statistics.median(each) * (len(each) / calls) for name, each in found}
     return sum(times.values()), times
 
@@ -120,7 +124,9 @@ def where() -> dict[str, Any]:
     }
 
 
-def write(file: str | Path, what: str, distribution: str, rows: list[dict[str, Any]], times: str = "") -> None:
+def write(
+    file: str | Path, what: str, distribution: str, rows: list[dict[str, Any]], times: str = ""
+) -> None:
     """Writes rows to a file of results/, or to a path from the root on; `times` says what their numbers are."""
     path = Path(__file__).parent / "results" / file
     about = {

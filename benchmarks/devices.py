@@ -52,7 +52,9 @@ from kvjax.models import Decoder, distribute
 
 METHODS: dict[str, Callable[[int], PerLayer]] = {
     "full": lambda budget: presets.full(),
-    "fier": partial(presets.fier, dense_capacity=0),  # a cache with a placement selects however short it is
+    "fier": partial(
+        presets.fier, dense_capacity=0
+    ),  # a cache with a placement selects however short it is
     "quest": partial(presets.quest, dense_capacity=0),
     "pariskv": partial(presets.pariskv, dense_capacity=0),
     "freekv": presets.freekv,
@@ -65,10 +67,18 @@ METHODS: dict[str, Callable[[int], PerLayer]] = {
 # A page of quest becomes a page for each device where tokens are split, which is another cache: one chunk for all.
 CHECKED = METHODS | {"quest": partial(presets.quest, dense_capacity=0, chunk=128)}
 KEY = ("part", "method", "placement", "layers", "length", "batch", "budget")
-COLLECTIVE = re.compile(r" = .*? (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
+COLLECTIVE = re.compile(
+    r" = .*? (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+)
 
 
-LINK_BYTES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 24)  # of a device: from the log-sums of a row to a prompt's part
+LINK_BYTES = (
+    1 << 10,
+    1 << 14,
+    1 << 17,
+    1 << 20,
+    1 << 24,
+)  # of a device: from the log-sums of a row to a prompt's part
 
 
 def placement_of(name: str, devices: Sequence[Any]) -> Placement | None:
@@ -77,9 +87,14 @@ def placement_of(name: str, devices: Sequence[Any]) -> Placement | None:
         return None
     sizes = {"data": 1, "model": 1, "ctx": 1}
     if name != "mesh of 1":
-        sizes |= {axis: int(n) for axis, _, n in (part.partition("=") for part in name.split("+"))}
+        sizes |= {
+            axis: int(n) for axis, _, n in (part.partition("=") for part in name.split("+"))
+        }
     (data, model, ctx) = sizes.values()
-    mesh = Mesh(np.array(devices[: data * model * ctx]).reshape(data, model, ctx), ("data", "model", "ctx"))
+    mesh = Mesh(
+        np.array(devices[: data * model * ctx]).reshape(data, model, ctx),
+        ("data", "model", "ctx"),
+    )
     return Placement(mesh=mesh, batch="data", heads="model", context="ctx")
 
 
@@ -100,7 +115,11 @@ def link_times(devices: Sequence[Any], turns: int) -> Iterator[tuple[str, dict[s
                 return x
 
             loop = jax.shard_map(
-                partial(lax.fori_loop, 0, turns, body), mesh=mesh, in_specs=split, out_specs=split, check_vma=False
+                partial(lax.fori_loop, 0, turns, body),
+                mesh=mesh,
+                in_specs=split,
+                out_specs=split,
+                check_vma=False,
             )
             run, times = jax.jit(loop), []
             x = jax.device_put(jnp.ones((n, size // 4)), jax.NamedSharding(mesh, split))
@@ -108,19 +127,31 @@ def link_times(devices: Sequence[Any], turns: int) -> Iterator[tuple[str, dict[s
                 start = time.perf_counter()
                 jax.block_until_ready(run(x))
                 times.append(1e6 * (time.perf_counter() - start) / turns / 16)
-            yield f"{kind} of {size}", {"us": round(float(np.median(times[1:])), 3), "bytes": size}
+            yield (
+                f"{kind} of {size}",
+                {"us": round(float(np.median(times[1:])), 3), "bytes": size},
+            )
 
 
 def small_model(width: int) -> Decoder:
     """Two layers of random weights, in float32."""
     config = replace(
-        throughput.SHAPES["llama-3.2-1b"], layers=2, windows=(), hidden_size=width, intermediate_size=width, head_dim=64
+        throughput.SHAPES["llama-3.2-1b"],
+        layers=2,
+        windows=(),
+        hidden_size=width,
+        intermediate_size=width,
+        head_dim=64,
     )
-    config = replace(config, vocab_size=512, initializer_range=0.05)  # with .2, 1e-6 of the weights change selections
+    config = replace(
+        config, vocab_size=512, initializer_range=0.05
+    )  # with .2, 1e-6 of the weights change selections
     return throughput.random_model(config, "float32")
 
 
-def answer(model: Decoder, method: str, place: Placement | None, *, length: int) -> Generation | ValueError:
+def answer(
+    model: Decoder, method: str, place: Placement | None, *, length: int
+) -> Generation | ValueError:
     """What the model generates from random prompts, or why a policy refuses `place`."""
     own = model if place is None else distribute(model, place)
     tokens = np.random.default_rng(0).integers(512, size=(8, length), dtype=np.int32)
@@ -128,13 +159,17 @@ def answer(model: Decoder, method: str, place: Placement | None, *, length: int)
     policy = CHECKED[method](320)
     policies = PerLayer(policy.first[:1], policy.rest)
     try:
-        cache = kvjax.init(policies, own.spec(batch=8, capacity=length + 128), layers=2, placement=place)
+        cache = kvjax.init(
+            policies, own.spec(batch=8, capacity=length + 128), layers=2, placement=place
+        )
     except ValueError as refused:  # tokens cannot be split
         return refused
     return generate(own, cache, tokens, lengths, max_new_tokens=length // 8)
 
 
-def compare(answers: Iterable[tuple[str, Generation | ValueError]]) -> Iterator[tuple[str, dict[str, Any]]]:
+def compare(
+    answers: Iterable[tuple[str, Generation | ValueError]],
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """By placement, whether its tokens are those of the first, which is one device."""
     alone: Generation | None = None
     for name, done in answers:
@@ -143,21 +178,45 @@ def compare(answers: Iterable[tuple[str, Generation | ValueError]]) -> Iterator[
             continue
         alone = alone or done
         error = float(np.abs(np.asarray(done.logits) - np.asarray(alone.logits)).max())
-        yield name, {"same_tokens": bool(np.array_equal(done.tokens, alone.tokens)), "largest_difference": error}
+        yield (
+            name,
+            {
+                "same_tokens": bool(np.array_equal(done.tokens, alone.tokens)),
+                "largest_difference": error,
+            },
+        )
 
 
 def begun(
-    model: Decoder, policies: PerLayer, place: Placement | None, *, length: int, batch: int, new: int
+    model: Decoder,
+    policies: PerLayer,
+    place: Placement | None,
+    *,
+    length: int,
+    batch: int,
+    new: int,
 ) -> tuple[Stream, dict[str, Any]]:
     """A generation of `new` tokens after a synthetic cache, and the bytes of a row of the table."""
     spec = model.spec(batch=batch, capacity=-(-(length + new) // 1024) * 1024)
-    cache = throughput.fill(kvjax.init(policies, spec, layers=model.config.layers, placement=place), length)
+    cache = throughput.fill(
+        kvjax.init(policies, spec, layers=model.config.layers, placement=place), length
+    )
     size, weights = nbytes(cache), nbytes(model)
-    used = max(device.memory_stats()["bytes_in_use"] for device in jax.devices()) if device_has_stats() else 0
-    logits = jnp.asarray(np.random.default_rng(0).standard_normal((batch, model.config.vocab_size), np.float32))
+    used = (
+        max(device.memory_stats()["bytes_in_use"] for device in jax.devices())
+        if device_has_stats()
+        else 0
+    )
+    logits = jnp.asarray(
+        np.random.default_rng(0).standard_normal((batch, model.config.vocab_size), np.float32)
+    )
     if place is not None:
-        vocabulary = model.head.kernel.get_value().sharding.spec[1]  # as later logits, or a second program is compiled
-        logits = jax.device_put(logits, jax.NamedSharding(place.mesh, PartitionSpec(place.batch, vocabulary)))
+        vocabulary = model.head.kernel.get_value().sharding.spec[
+            1
+        ]  # as later logits, or a second program is compiled
+        logits = jax.device_put(
+            logits, jax.NamedSharding(place.mesh, PartitionSpec(place.batch, vocabulary))
+        )
     found = {
         "weight_bytes": weights.device,
         "cache_bytes": size.device,
@@ -179,7 +238,9 @@ def decode_time(run: Stream, *, block: int, blocks: int) -> tuple[dict[str, Any]
         run.advance(block)
         times.append(1e3 * (time.perf_counter() - start) / block)
     kvjax.raise_on_overflow(run.cache)
-    found = COLLECTIVE.findall(run.programs()[0].lower().compile().as_text())  # compiled before, and found again
+    found = COLLECTIVE.findall(
+        run.programs()[0].lower().compile().as_text()
+    )  # compiled before, and found again
     row = {
         "tpot_ms": round(float(np.median(times)), 4),
         "tpot_ms_min": round(min(times), 4),
@@ -195,13 +256,20 @@ def device_has_stats() -> bool:
 
 
 def prompt_time(
-    model: Decoder, policies: PerLayer, place: Placement | None, *, tokens: np.ndarray, dtype: str
+    model: Decoder,
+    policies: PerLayer,
+    place: Placement | None,
+    *,
+    tokens: np.ndarray,
+    dtype: str,
 ) -> tuple[dict[str, Any], np.ndarray]:
     """A row: milliseconds until the logits after a prompt, read in two chunks; and the logits."""
     B, T = tokens.shape
     spec, times = model.spec(batch=B, capacity=T + 1024, dtype=dtype), []
     for _ in range(4):
-        cache = jax.block_until_ready(kvjax.init(policies, spec, layers=model.config.layers, placement=place))
+        cache = jax.block_until_ready(
+            kvjax.init(policies, spec, layers=model.config.layers, placement=place)
+        )
         start = time.perf_counter()
         logits, cache = jax.block_until_ready(prefill(model, cache, tokens, chunk=T // 2))
         times.append(1e3 * (time.perf_counter() - start))
@@ -227,17 +295,40 @@ def limited(seconds: int) -> Iterator[None]:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", type=lambda text: text.split(","), default=["full", "fier"])
-    parser.add_argument("--placements", type=lambda text: text.split(","), help="of those above, in addition to none")
-    parser.add_argument("--sizes", default="32768x8", help="tokens of a row x rows, such as 131072x2,1048576x1")
-    parser.add_argument("--shape", choices=["llama-3.1-8b", "llama-3.1-70b"], default="llama-3.1-8b")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--methods", type=lambda text: text.split(","), default=["full", "fier"]
+    )
+    parser.add_argument(
+        "--placements",
+        type=lambda text: text.split(","),
+        help="of those above, in addition to none",
+    )
+    parser.add_argument(
+        "--sizes", default="32768x8", help="tokens of a row x rows, such as 131072x2,1048576x1"
+    )
+    parser.add_argument(
+        "--shape", choices=["llama-3.1-8b", "llama-3.1-70b"], default="llama-3.1-8b"
+    )
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--budget", type=int, default=2048)
-    parser.add_argument("--prompt", type=int, default=0, help="also time a prompt of this many tokens, one row")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no further row after this many")
-    parser.add_argument("--cell", type=int, default=300, help="give up a row after this many seconds")
-    parser.add_argument("--links", action="store_true", help="also time collectives over all devices")
+    parser.add_argument(
+        "--prompt", type=int, default=0, help="also time a prompt of this many tokens, one row"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=float("inf"),
+        help="start no further row after this many",
+    )
+    parser.add_argument(
+        "--cell", type=int, default=300, help="give up a row after this many seconds"
+    )
+    parser.add_argument(
+        "--links", action="store_true", help="also time collectives over all devices"
+    )
     parser.add_argument(
         "--ahead",
         type=int,
@@ -246,31 +337,56 @@ def main(args: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--no-check", action="store_true", help="compare no tokens")
     parser.add_argument("--no-times", action="store_true", help="time no steps")
-    parser.add_argument("--no-none", action="store_true", help="leave out one device without a mesh")
+    parser.add_argument(
+        "--no-none", action="store_true", help="leave out one device without a mesh"
+    )
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--quick", action="store_true", help="small sizes on any devices; nothing is written")
+    parser.add_argument(
+        "--quick", action="store_true", help="small sizes on any devices; nothing is written"
+    )
     given = parser.parse_args(args)
     end = time.monotonic() + given.seconds
     if not given.quick and (jax.default_backend() != "gpu" or jax.device_count() < 2):
-        parser.error("this compares one GPU with several, and found fewer than two; --quick runs on any devices")
+        parser.error(
+            "this compares one GPU with several, and found fewer than two; --quick runs on any devices"
+        )
     if given.no_none and not given.no_check:
-        parser.error("tokens are compared with those of one device: leave --no-none out, or add --no-check")
+        parser.error(
+            "tokens are compared with those of one device: leave --no-none out, or add --no-check"
+        )
     config = replace(throughput.SHAPES[given.shape], layers=given.layers, windows=())
     sizes = [tuple(map(int, size.split("x"))) for size in given.sizes.split(",")]
     dtype, blocks, block, turns, width, length = "bfloat16", 4, 32, 32, 1024, 800
     if given.quick:
-        config = replace(config, layers=3, windows=(), hidden_size=64, intermediate_size=64, vocab_size=64, head_dim=16)
+        config = replace(
+            config,
+            layers=3,
+            windows=(),
+            hidden_size=64,
+            intermediate_size=64,
+            vocab_size=64,
+            head_dim=16,
+        )
         dtype, blocks, block, turns, width, length = "float32", 2, 4, 1, 64, 96
         sizes, given.budget = [(600, batch) for _, batch in sizes], 320
     n = jax.device_count()
-    names = given.placements or ["mesh of 1", *([f"data={n}", f"model={n}", f"ctx={n}"] if n > 1 else [])]
+    names = given.placements or [
+        "mesh of 1",
+        *([f"data={n}", f"model={n}", f"ctx={n}"] if n > 1 else []),
+    ]
     # The others are compared with "none".
     names = [*([] if given.no_none else ["none"]), *(name for name in names if name != "none")]
     places = {name: placement_of(name, jax.devices()) for name in names}
     rows: list[dict[str, Any]] = []
 
     def keep(part: str, method: str, name: str, found: dict[str, Any]) -> None:
-        asked = {"shape": given.shape, "layers": config.layers, "length": 0, "batch": 0, "budget": given.budget}
+        asked = {
+            "shape": given.shape,
+            "layers": config.layers,
+            "length": 0,
+            "batch": 0,
+            "budget": given.budget,
+        }
         rows.append({"part": part, "method": method, "placement": name, **asked, **found})
         show(rows[-1])
         save(
@@ -296,18 +412,28 @@ def main(args: Sequence[str] | None = None) -> None:
             gc.collect()
 
     for name, found in link_times(jax.devices(), turns) if given.links else ():
-        keep("links", "all-gather" if "gather" in name else "all-reduce", f"{name}, {n} devices", found)
+        keep(
+            "links",
+            "all-gather" if "gather" in name else "all-reduce",
+            f"{name}, {n} devices",
+            found,
+        )
     if not given.no_check:
         with implementation("xla"), jax.default_matmul_precision("highest"):
             model = small_model(width)
             for method in given.methods:
-                answers = ((name, answer(model, method, place, length=length)) for name, place in places.items())
+                answers = (
+                    (name, answer(model, method, place, length=length))
+                    for name, place in places.items()
+                )
                 for name, found in compare(answers):
                     keep("tokens", method, name, found)
                     if time.monotonic() > end:
                         break
     alone: dict[Any, Any] = {}
-    prompt = np.random.default_rng(1).integers(config.vocab_size, size=(1, given.prompt), dtype=np.int32)
+    prompt = np.random.default_rng(1).integers(
+        config.vocab_size, size=(1, given.prompt), dtype=np.int32
+    )
 
     def read_prompt(place: Placement | None) -> dict[str, Any]:
         model = throughput.random_model(config, dtype, placement=place)
@@ -319,7 +445,12 @@ def main(args: Sequence[str] | None = None) -> None:
     for name, place in places.items() if given.prompt else ():
         # One row is not split.
         if time.monotonic() < end and (place is None or place.mesh.shape["data"] == 1):
-            keep("prompt", "full", name, tried(partial(read_prompt, place)) | {"length": given.prompt, "batch": 1})
+            keep(
+                "prompt",
+                "full",
+                name,
+                tried(partial(read_prompt, place)) | {"length": given.prompt, "batch": 1},
+            )
 
     kept: dict[str, Decoder] = {}  # the model in one placement
 
@@ -329,9 +460,18 @@ def main(args: Sequence[str] | None = None) -> None:
             gc.collect()
             kept[name] = throughput.random_model(config, dtype, placement=places[name])
         new = block * (blocks + 1)
-        return begun(kept[name], METHODS[method](given.budget), places[name], length=length, batch=batch, new=new)
+        return begun(
+            kept[name],
+            METHODS[method](given.budget),
+            places[name],
+            length=length,
+            batch=batch,
+            new=new,
+        )
 
-    def compile_later(cell: tuple[str, str, int, int], pool: ThreadPoolExecutor) -> dict[str, Any]:
+    def compile_later(
+        cell: tuple[str, str, int, int], pool: ThreadPoolExecutor
+    ) -> dict[str, Any]:
         pool.submit(begin(*cell)[0].programs()[0].lower().compile)
         return {}
 
@@ -341,11 +481,15 @@ def main(args: Sequence[str] | None = None) -> None:
         same = np.mean(first == alone.setdefault((method, length, batch), first))
         return {**row, **times, "share_of_same_tokens": round(float(same), 4)}
 
-    cells = [(method, name, *size) for name in places for size in sizes for method in given.methods]
+    cells = [
+        (method, name, *size) for name in places for size in sizes for method in given.methods
+    ]
     left = [] if given.no_times else [
         cell for cell in cells if places[cell[1]] is None or cell[3] % places[cell[1]].mesh.shape["data"] == 0
     ]  # fmt: skip
-    with ThreadPoolExecutor(given.ahead or 1) as pool:  # programs of all cells at once, kept by jax's cache on disk
+    with ThreadPoolExecutor(
+        given.ahead or 1
+    ) as pool:  # programs of all cells at once, kept by jax's cache on disk
         for cell in left if given.ahead else ():
             if time.monotonic() < end:
                 tried(partial(compile_later, cell, pool))
@@ -354,7 +498,10 @@ def main(args: Sequence[str] | None = None) -> None:
         found = tried(partial(decode, method, name, length, batch))
         keep("times", method, name, {**found, "length": length, "batch": batch})
     if left:
-        print("no time left for", ", ".join(f"{method} {name} {size}x{rows}" for method, name, size, rows in left))
+        print(
+            "no time left for",
+            ", ".join(f"{method} {name} {size}x{rows}" for method, name, size, rows in left),
+        )
     wrong = [row for row in rows if row.get("same_tokens") is False]
     if wrong:
         raise SystemExit(f"tokens differ from those of one device: {wrong}")

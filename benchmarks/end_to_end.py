@@ -60,8 +60,13 @@ class FullByCudnn(Policy):
         i, S = jnp.arange(k.shape[1])[None], st.k.shape[1]
         at = jnp.where(i < lengths[:, None], st.length[:, None] + i, S)
         row = jnp.arange(k.shape[0])[:, None]
-        k, v = (old.at[row, at].set(new.astype(old.dtype), mode="drop") for old, new in ((st.k, k), (st.v, v)))
-        return RowsFirst(k, v, jnp.minimum(st.length + lengths, S), st.overflow | (st.length + lengths > S))
+        k, v = (
+            old.at[row, at].set(new.astype(old.dtype), mode="drop")
+            for old, new in ((st.k, k), (st.v, v))
+        )
+        return RowsFirst(
+            k, v, jnp.minimum(st.length + lengths, S), st.overflow | (st.length + lengths > S)
+        )
 
     def update(self, st: RowsFirst, k: Array, v: Array, active: Array) -> RowsFirst:
         return self.prefill(st, k, v, active.astype(jnp.int32))
@@ -80,7 +85,9 @@ class FullByCudnn(Policy):
         read = jnp.broadcast_to(st.length.astype(jnp.float32)[:, None], q.shape[:2])
         return out.reshape(q.shape), st, Info(read, None)
 
-    def attend_stored(self, st: RowsFirst, q: Array, *, scale: float, window: int | None = None) -> PartialAttention:
+    def attend_stored(
+        self, st: RowsFirst, q: Array, *, scale: float, window: int | None = None
+    ) -> PartialAttention:
         assert window is None
         k, v = (jnp.swapaxes(a, 1, 2) for a in (st.k, st.v))
         return attend_zone(q, k, v, None, st.length, scale=scale)
@@ -94,7 +101,9 @@ METHODS: dict[str, Callable[[int], PerLayer]] = {
     "full": lambda budget: presets.full(),
     "fier": presets.fier,
     "fier:turbo4": partial(presets.fier, store="turbo4"),
-    "fier:turbo4:dense_layers=0": partial(presets.fier, store="turbo4", layers=presets.Layers(dense=0)),
+    "fier:turbo4:dense_layers=0": partial(
+        presets.fier, store="turbo4", layers=presets.Layers(dense=0)
+    ),
     "pariskv": presets.pariskv,
     "pariskv:host": partial(presets.pariskv, store="host"),
     "pariskv:host:float8": partial(presets.pariskv, store="float8"),
@@ -106,19 +115,37 @@ METHODS: dict[str, Callable[[int], PerLayer]] = {
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     numbers: Callable[[str], list[int]] = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
     parser.add_argument("--shape", choices=list(throughput.SHAPES), default="llama-3.1-8b")
     parser.add_argument("--lengths", type=numbers, default=[8192, 32768, 131072])
     parser.add_argument("--batches", type=numbers, default=[1, 8])
-    parser.add_argument("--largest", action="store_true", help="the largest batch that fits, in place of --batches")
+    parser.add_argument(
+        "--largest",
+        action="store_true",
+        help="the largest batch that fits, in place of --batches",
+    )
     parser.add_argument("--methods", type=lambda text: text.split(","), default=list(METHODS))
     parser.add_argument("--budget", type=int, default=2048)
-    parser.add_argument("--prompt", action="store_true", help="prefill prompts, in place of random keys and values")
+    parser.add_argument(
+        "--prompt",
+        action="store_true",
+        help="prefill prompts, in place of random keys and values",
+    )
     parser.add_argument("--steps", type=int, default=192)
-    parser.add_argument("--block", type=int, default=64, help="decode steps that are timed together")
-    parser.add_argument("--out", type=Path, help="default: results/end_to_end.json; with --quick nothing is written")
-    parser.add_argument("--quick", action="store_true", help="three narrow layers in float32, without cuDNN")
+    parser.add_argument(
+        "--block", type=int, default=64, help="decode steps that are timed together"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="default: results/end_to_end.json; with --quick nothing is written",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="three narrow layers in float32, without cuDNN"
+    )
     given = parser.parse_args(args)
     if not given.quick and jax.default_backend() != "gpu":
         parser.error("this measures a GPU; --quick runs a small model without one")
@@ -126,7 +153,15 @@ def main(args: Sequence[str] | None = None) -> None:
     caches = {name: METHODS[name](given.budget) for name in given.methods}
     if given.quick:
         dtype, caches["cudnn"] = "float32", PerLayer((), FullByCudnn("xla"))
-        config = replace(config, layers=3, windows=(), hidden_size=64, intermediate_size=64, vocab_size=64, head_dim=16)
+        config = replace(
+            config,
+            layers=3,
+            windows=(),
+            hidden_size=64,
+            intermediate_size=64,
+            vocab_size=64,
+            head_dim=16,
+        )
     model = throughput.random_model(config, dtype)
     out, rows = out_of(given, "end_to_end.json"), []
     for length in given.lengths:
@@ -142,7 +177,9 @@ def main(args: Sequence[str] | None = None) -> None:
                 chunk=length if given.prompt else None,
                 synthetic=not given.prompt,
             ),
-            out=None if out is None else out.with_suffix(""),  # a folder of cells next to the file of rows
+            out=None
+            if out is None
+            else out.with_suffix(""),  # a folder of cells next to the file of rows
         )
         for row in rows[-len(caches) * (1 if given.largest else len(given.batches)) :]:
             _report(row)
@@ -153,8 +190,23 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _report(row: dict[str, Any]) -> None:
-    names = ("cache", "length", "batch", "status", "ttft_seconds", "tpot_ms", "tpot_ms_min", "tpot_ms_max")
-    names += ("tokens_per_second", "cache_bytes_device", "cache_bytes_host", "peak_bytes", "warm_up_seconds")
+    names = (
+        "cache",
+        "length",
+        "batch",
+        "status",
+        "ttft_seconds",
+        "tpot_ms",
+        "tpot_ms_min",
+        "tpot_ms_max",
+    )
+    names += (
+        "tokens_per_second",
+        "cache_bytes_device",
+        "cache_bytes_host",
+        "peak_bytes",
+        "warm_up_seconds",
+    )
     show({name: row.get(name) for name in names})
 
 

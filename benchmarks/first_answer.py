@@ -43,15 +43,23 @@ from typing import Any
 import numpy as np
 
 HELD = "XLA_PYTHON_CLIENT_PREALLOCATE"
-NOT_THEIRS = (HELD, "PYTHONDONTWRITEBYTECODE")  # not of the processes that are timed: users keep compiled modules
-if HELD not in os.environ:  # this process names the device, and leaves its memory to those that it starts
+NOT_THEIRS = (
+    HELD,
+    "PYTHONDONTWRITEBYTECODE",
+)  # not of the processes that are timed: users keep compiled modules
+if (
+    HELD not in os.environ
+):  # this process names the device, and leaves its memory to those that it starts
     os.environ[HELD] = "false"
 
 import jax  # noqa: E402
 from layers import out_of, save, show  # noqa: E402
 
 FILLER = "The grass is green. The sky is blue. The sun is yellow.\n"
-KEY, QUESTION = "The pass key is 71432. Remember it.\n", "What is the pass key? The pass key is "
+KEY, QUESTION = (
+    "The pass key is 71432. Remember it.\n",
+    "What is the pass key? The pass key is ",
+)
 KEY_OF_A_ROW = ("shape", "platform", "work", "by", "cache", "new_tokens", "programs", "tokens")
 PADDED = "65,257,513,1862,2829"  # tokens: of those near them the most padded ones, by the chunks for a CPU
 TILE = 1 << 24  # random numbers of a checkpoint, repeated
@@ -170,7 +178,9 @@ def timed(command: Sequence[str], **env: str) -> tuple[dict[str, Any], str]:
     of its own times."""
     before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     with tempfile.TemporaryFile("w+") as told:
-        env = {name: value for name, value in os.environ.items() if name not in NOT_THEIRS} | env
+        env = {
+            name: value for name, value in os.environ.items() if name not in NOT_THEIRS
+        } | env
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=told, env=env)
         assert process.stdout is not None
         first = process.stdout.read(1)
@@ -183,8 +193,16 @@ def timed(command: Sequence[str], **env: str) -> tuple[dict[str, Any], str]:
             raise RuntimeError(f"{' '.join(command)[:200]} failed: {said[-2000:]}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = sum(getattr(after, name) - getattr(before, name) for name in ("ru_utime", "ru_stime"))
-    row = {"first_seconds": to_first, "seconds": time.perf_counter() - begin, "cpu_seconds": cpu}
-    lines = [line.strip() for line in said.splitlines() if re.match(r" *[0-9.]+ to +[0-9.]+ s ", line)]
+    row = {
+        "first_seconds": to_first,
+        "seconds": time.perf_counter() - begin,
+        "cpu_seconds": cpu,
+    }
+    lines = [
+        line.strip()
+        for line in said.splitlines()
+        if re.match(r" *[0-9.]+ to +[0-9.]+ s ", line)
+    ]
     return row | ({"timeline": lines} if lines else {}), text
 
 
@@ -259,17 +277,30 @@ def write_prompt(path: Path, directory: Path, tokens: int) -> int:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default=None, help="a shape of benchmarks/throughput.py, with random weights")
-    parser.add_argument("--folder", type=Path, default=None, help="where these are written; default: a temporary one")
-    parser.add_argument("--tokens", type=int, default=None, help="of the prompt: 2829, or 32768 with a shape")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--shape", default=None, help="a shape of benchmarks/throughput.py, with random weights"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=None,
+        help="where these are written; default: a temporary one",
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=None, help="of the prompt: 2829, or 32768 with a shape"
+    )
     parser.add_argument("--new", default=None, help="numbers of new tokens, such as 5,128")
     parser.add_argument("--caches", default=None, help="methods, with spaces between")
     parser.add_argument("--lengths", default=None, help="of the prompts of one process")
     parser.add_argument("--without-transformers", action="store_true")
     parser.add_argument("--loads", action="store_true", help="the rows `load` alone")
     parser.add_argument("--quick", action="store_true", help="keep no results")
-    parser.add_argument("--minutes", type=float, default=60.0, help="no row starts after so many")
+    parser.add_argument(
+        "--minutes", type=float, default=60.0, help="no row starts after so many"
+    )
     parser.add_argument("--out", type=Path, default=None)
     given = parser.parse_args(args)
     large, begin = given.shape is not None, time.perf_counter()
@@ -299,16 +330,34 @@ def main(args: Sequence[str] | None = None) -> None:
         except RuntimeError as error:
             found = {"failed": str(error)[-300:]}
         empty = dict.fromkeys(KEY_OF_A_ROW)
-        row = {**empty, "shape": given.shape or "shipped", "platform": jax.default_backend(), "tokens": count}
+        row = {
+            **empty,
+            "shape": given.shape or "shipped",
+            "platform": jax.default_backend(),
+            "tokens": count,
+        }
         row |= {**what, **found}
         show(row)
-        save(out_of(given, "first_answer.json"), "whole processes, from start to answer", [row], KEY_OF_A_ROW)
+        save(
+            out_of(given, "first_answer.json"),
+            "whole processes, from start to answer",
+            [row],
+            KEY_OF_A_ROW,
+        )
 
     def generate(cache: str, new: int, state: str) -> dict[str, Any]:
         programs = work / "programs" / f"{cache.replace(':', '_')}_{new}"
         if state == "cold":
             shutil.rmtree(programs, ignore_errors=True)
-        command = [sys.executable, "-m", "kvjax", "generate", str(directory), "--prompt-file", str(prompt)]
+        command = [
+            sys.executable,
+            "-m",
+            "kvjax",
+            "generate",
+            str(directory),
+            "--prompt-file",
+            str(prompt),
+        ]
         command += ["--cache", cache, "--max-new-tokens", str(new), "--verbose"]
         return timed(command, KVJAX_COMPILATION_CACHE=str(programs))[0]
 
@@ -318,17 +367,36 @@ def main(args: Sequence[str] | None = None) -> None:
 
     def several(cache: str) -> dict[str, Any]:
         capacity = 0 if not large else 36864
-        command = [sys.executable, "-c", LENGTHS, str(directory), cache, lengths, "16", str(capacity), str(prompt)]
+        command = [
+            sys.executable,
+            "-c",
+            LENGTHS,
+            str(directory),
+            cache,
+            lengths,
+            "16",
+            str(capacity),
+            str(prompt),
+        ]
         _, text = timed(command, KVJAX_COMPILATION_CACHE="off")
         return {"lengths": lengths, **json.loads(text.splitlines()[-1])}
 
     def padding(cache: str) -> dict[str, Any]:
-        _, text = timed([sys.executable, "-c", PADDING, str(directory), cache, PADDED], KVJAX_COMPILATION_CACHE="off")
+        _, text = timed(
+            [sys.executable, "-c", PADDING, str(directory), cache, PADDED],
+            KVJAX_COMPILATION_CACHE="off",
+        )
         return {"lengths": PADDED, **json.loads(text.splitlines()[-1])}
 
     def answers(cache: str, state: str) -> None:
         for new in news:
-            what = {"work": "answer", "by": "kvjax", "cache": cache, "new_tokens": new, "programs": state}
+            what = {
+                "work": "answer",
+                "by": "kvjax",
+                "cache": cache,
+                "new_tokens": new,
+                "programs": state,
+            }
             measure(what, lambda new=new: generate(cache, new, state))
 
     if not given.loads:
@@ -336,15 +404,28 @@ def main(args: Sequence[str] | None = None) -> None:
             answers(cache, "cold")
         for cache in reversed(caches):
             answers(cache, "warm")
-            measure({"work": "lengths", "by": "kvjax", "cache": cache}, lambda cache=cache: several(cache))
+            measure(
+                {"work": "lengths", "by": "kvjax", "cache": cache},
+                lambda cache=cache: several(cache),
+            )
             if not large:
-                measure({"work": "padding", "by": "kvjax", "cache": cache}, lambda cache=cache: padding(cache))
+                measure(
+                    {"work": "padding", "by": "kvjax", "cache": cache},
+                    lambda cache=cache: padding(cache),
+                )
     for dtype in ("bfloat16",) if large else ("bfloat16", "float32"):
         what = {"work": "load", "by": "kvjax", "cache": dtype}
         measure(what, lambda dtype=dtype: load({"dtype": dtype}))
     if not given.without_transformers and not given.loads:
         for new in news:
-            command = [sys.executable, "-c", TRANSFORMERS, str(directory), str(prompt), str(new)]
+            command = [
+                sys.executable,
+                "-c",
+                TRANSFORMERS,
+                str(directory),
+                str(prompt),
+                str(new),
+            ]
             what = {"work": "answer", "by": "transformers", "new_tokens": new}
             measure(what, lambda command=command: timed(command)[0])
     if given.folder is None:

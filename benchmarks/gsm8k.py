@@ -24,7 +24,9 @@ from kvjax.evaluate import Example, compare, plots
 from kvjax.evaluate.provenance import digest, read_text
 from kvjax.spec import require_int
 
-_NUMBER = re.compile(r"(?<!\d)-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)", re.ASCII)  # 18, -3, 1,234.50, .5; the 4 of 10-4
+_NUMBER = re.compile(
+    r"(?<!\d)-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)", re.ASCII
+)  # 18, -3, 1,234.50, .5; the 4 of 10-4
 
 
 def final_number(text: str) -> Decimal | None:
@@ -79,20 +81,26 @@ class Gsm8k:
             "shots": self.shots,
             "max_new_tokens": self.max_new_tokens,
             "chat": self.chat,
-            "files": {f"{name}.jsonl": digest(self._file(name)) for name in files if self._read(name)},
+            "files": {
+                f"{name}.jsonl": digest(self._file(name)) for name in files if self._read(name)
+            },
         } | ({} if self.samples is None else {"first": self.samples})
 
     def examples(self, tokenizer: Any) -> Sequence[Example]:
         """The questions in the order of the file; an id is the number of its record, from 0."""
         solved = self._read("train")[: self.shots] if self.shots else []
         if len(solved) < self.shots:
-            raise ValueError(f"{self._file('train')} has {len(solved)} problems, fewer than shots={self.shots}")
+            raise ValueError(
+                f"{self._file('train')} has {len(solved)} problems, fewer than shots={self.shots}"
+            )
         shown = "".join(f"Question: {s['question']}\nAnswer: {s['answer']}\n\n" for s in solved)
         examples = []
         for number, record in enumerate(self._read("test")[: self.samples]):
             truth = final_number(record["answer"])
             if truth is None:
-                raise ValueError(f"{self._file('test')}, record {number + 1}, has an answer without a number")
+                raise ValueError(
+                    f"{self._file('test')}, record {number + 1}, has an answer without a number"
+                )
             prompt = f"{shown}Question: {record['question']}\nAnswer:"
             examples.append(Example(str(number), prompt, (str(truth),)))
         return examples
@@ -109,11 +117,15 @@ class Gsm8k:
         instead = ", or ask for shots=0" if name == "train" else ""
         what = f"download {name}.jsonl from {source} to {self._file(name)}{instead}"
         records = []
-        for number, line in enumerate(read_text(self._file(name), what=what).splitlines(), start=1):
+        for number, line in enumerate(
+            read_text(self._file(name), what=what).splitlines(), start=1
+        ):
             if line.strip():
                 record = json.loads(line)
                 if missing := {"question", "answer"} - record.keys():
-                    raise ValueError(f"{self._file(name)}, line {number}, lacks {sorted(missing)[0]!r}; {what}")
+                    raise ValueError(
+                        f"{self._file(name)}, line {number}, lacks {sorted(missing)[0]!r}; {what}"
+                    )
                 records.append(record)
         if not records:
             raise ValueError(f"{self._file(name)} has no records; {what}")
@@ -121,14 +133,25 @@ class Gsm8k:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model_dir", type=Path, help="a model in the format of Hugging Face")
     parser.add_argument("--data", type=Path, required=True, help="folder with test.jsonl")
-    parser.add_argument("--shots", type=int, default=8, help="solved problems before each question")
-    parser.add_argument("--chat", action="store_true", help="put each prompt into the model's chat template")
+    parser.add_argument(
+        "--shots", type=int, default=8, help="solved problems before each question"
+    )
+    parser.add_argument(
+        "--chat", action="store_true", help="put each prompt into the model's chat template"
+    )
     parser.add_argument("--max-new-tokens", type=int, default=320)
     parser.add_argument("--samples", type=int, help="the first questions alone")
-    parser.add_argument("--cache", action="append", required=True, help="as in `kvjax eval`; repeat it for several")
+    parser.add_argument(
+        "--cache",
+        action="append",
+        required=True,
+        help="as in `kvjax eval`; repeat it for several",
+    )
     parser.add_argument("--budget", help="several: 64,256")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--parallel", type=int, default=1)
@@ -141,7 +164,9 @@ def main(args: Sequence[str] | None = None) -> None:
         checkpoint,
         task,
         given.cache,
-        budgets=None if given.budget is None else [int(budget) for budget in given.budget.split(",")],
+        budgets=None
+        if given.budget is None
+        else [int(budget) for budget in given.budget.split(",")],
         batch=given.batch,
         parallel=given.parallel,
         out=given.out,

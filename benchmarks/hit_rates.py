@@ -38,19 +38,27 @@ TIMES = (1, 2, 4, 8)  # sizes of the hot set in budgets
 POLICIES: dict[str, Callable[[int], PerLayer]] = {
     "fier": lambda budget: presets.fier(budget, layers=presets.Layers(dense=2)),
     "quest": lambda budget: presets.quest(budget, layers=presets.Layers(dense=2)),
-    "pariskv": lambda budget: presets.pariskv(budget, sink=4, local=16, dense_below=0, layers=presets.Layers(dense=2)),
-    "freekv": lambda budget: presets.freekv(budget, page=16, sink=16, local=16, layers=presets.Layers(dense=2)),
+    "pariskv": lambda budget: presets.pariskv(
+        budget, sink=4, local=16, dense_below=0, layers=presets.Layers(dense=2)
+    ),
+    "freekv": lambda budget: presets.freekv(
+        budget, page=16, sink=16, local=16, layers=presets.Layers(dense=2)
+    ),
 }
 
 
 @partial(jax.jit, static_argnums=(4, 5))
-def selected(cache: LayerCache, layer_q: Array, kv: Any, start: Any, layer: Any, page: int) -> Array:
+def selected(
+    cache: LayerCache, layer_q: Array, kv: Any, start: Any, layer: Any, page: int
+) -> Array:
     """i32[T, B, K, N] pages of the history that the steps select, -1 for none."""
     scale, window = layer
 
     def step(cache: Any, x: Any) -> Any:
         q, position = x
-        kt, vt = (jnp.swapaxes(lax.dynamic_slice_in_dim(a, position, 1, axis=2), 1, 2) for a in kv)
+        kt, vt = (
+            jnp.swapaxes(lax.dynamic_slice_in_dim(a, position, 1, axis=2), 1, 2) for a in kv
+        )
         _, cache, info = attention_info(cache, q[:, None], kt, vt, scale=scale, window=window)
         zones = getattr(cache.state, "zones", cache.state)
         slots, valid = info.selection
@@ -68,7 +76,9 @@ def followed(pages: Array, places: int, capacity: int) -> Array:
     hot = empty_hot((B, K), places, capacity, page=1, head_dim=1, dtype=jnp.float32)
 
     def step(hot: Any, page: Array) -> Any:
-        tables, _ = ops.hot_places(hot.tables, page, jnp.full(page.shape[:2], page.shape[2], jnp.int32))
+        tables, _ = ops.hot_places(
+            hot.tables, page, jnp.full(page.shape[:2], page.shape[2], jnp.int32)
+        )
         return hot.with_tables(tables), tables.loads - hot.loads
 
     return lax.scan(step, hot, pages)[1]
@@ -93,26 +103,45 @@ def rates(live: Live, policy: Any, budget: int, first: int) -> dict[str, float]:
 def _pairs(pages: np.ndarray) -> Any:
     """Each head's selections of adjacent steps."""
     heads = pages.reshape(len(pages), -1, pages.shape[-1])
-    return ((heads[t, h], heads[t + 1, h]) for t in range(len(heads) - 1) for h in range(heads.shape[1]))
+    return (
+        (heads[t, h], heads[t + 1, h])
+        for t in range(len(heads) - 1)
+        for h in range(heads.shape[1])
+    )
 
 
 def pages_of(layer: LiveLayer, live: Live, policy: Any, page: int) -> np.ndarray:
     start = int(live.positions[0])
     cache = store_prompt(init_layer(policy, layer.spec), layer.k, layer.v, 0, start)
     q = jnp.moveaxis(layer.q, 1, 0)
-    return np.asarray(selected(cache, q, (layer.k, layer.v), start, (layer.scale, layer.window), page))
+    return np.asarray(
+        selected(cache, q, (layer.k, layer.v), start, (layer.scale, layer.window), page)
+    )
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model_dir", nargs="?", type=Path, default=None, help="default: the shipped model")
-    parser.add_argument("--text", type=Path, required=True, help="UTF-8 file with a long text that the model never saw")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of context at the end of the steps")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "model_dir", nargs="?", type=Path, default=None, help="default: the shipped model"
+    )
+    parser.add_argument(
+        "--text",
+        type=Path,
+        required=True,
+        help="UTF-8 file with a long text that the model never saw",
+    )
+    parser.add_argument(
+        "--length", type=int, default=2048, help="tokens of context at the end of the steps"
+    )
     parser.add_argument("--steps", type=int, default=96)
     parser.add_argument("--budget", type=int, default=128)
     parser.add_argument("--methods", type=lambda text: text.split(","), default=list(POLICIES))
     parser.add_argument("--dtype", default=default_dtype())
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "hit_rates.json")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results" / "hit_rates.json"
+    )
     given = parser.parse_args(args)
     directory = given.model_dir or models.shipped()
     checkpoint = models.load(directory, dtype=given.dtype)

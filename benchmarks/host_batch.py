@@ -114,7 +114,12 @@ def plan(
     best = Plan(0, 0, 0.0, 0.0)
     for on_device in range(layers - DENSE, -1, -1):
         away = layers - DENSE - on_device
-        device = DENSE * S * pair + on_device * S * pair + (layers - DENSE) * (S * index + recent) + away * hot
+        device = (
+            DENSE * S * pair
+            + on_device * S * pair
+            + (layers - DENSE) * (S * index + recent)
+            + away * hot
+        )
         most = max(int(device_bytes // device), 0)
         while most and arrays_in_pool(host_bytes, most * array) < away:
             most -= 1
@@ -133,7 +138,9 @@ def measure(
 ) -> tuple[dict[str, Any], float | None]:
     """The result of `throughput.time_steps`, and the units read from the host per step, head and layer."""
     spec = model.spec(batch=rows, capacity=length)
-    cache = throughput.fill(kvjax.init(policies, spec, layers=model.config.layers), length - block - steps - 4)
+    cache = throughput.fill(
+        kvjax.init(policies, spec, layers=model.config.layers), length - block - steps - 4
+    )
     logits = jnp.zeros((rows, model.config.vocab_size), jnp.float32)
     run = Stream(model, cache, logits, block + steps)
     del cache, logits
@@ -153,25 +160,43 @@ def measure(
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     reals: Callable[[str], list[float]] = lambda text: [float(part) for part in text.split(",")]  # noqa: E731
     parser.add_argument("--method", choices=["fier", "quest", "pariskv"], default="quest")
     parser.add_argument("--length", type=int, default=32768)
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument("--hot", type=int, default=4096, help="tokens of a row and KV head")
-    parser.add_argument("--float8", action="store_true", help="keep the history on the host in 8-bit floats")
+    parser.add_argument(
+        "--float8", action="store_true", help="keep the history on the host in 8-bit floats"
+    )
     parser.add_argument("--steady", type=reals, default=[0.9, 0.0, 1.0])
     parser.add_argument(
-        "--rows", type=int, help="in place of the most rows that fit; as few layers as possible go to the host"
+        "--rows",
+        type=int,
+        help="in place of the most rows that fit; as few layers as possible go to the host",
     )
     parser.add_argument("--device-bytes", type=float, default=135e9)
-    parser.add_argument("--host-bytes", type=float, default=82e9, help="limit of the pool of pinned memory")
+    parser.add_argument(
+        "--host-bytes", type=float, default=82e9, help="limit of the pool of pinned memory"
+    )
     parser.add_argument("--steps", type=int, default=96)
     parser.add_argument("--block", type=int, default=32)
-    parser.add_argument("--implementation", default="default", help="or kernels: also those without a measurement")
+    parser.add_argument(
+        "--implementation",
+        default="default",
+        help="or kernels: also those without a measurement",
+    )
     parser.add_argument("--plan", action="store_true", help="say what fits and run nothing")
-    parser.add_argument("--out", type=Path, help="default: results/host_batch.json; with --quick nothing is written")
-    parser.add_argument("--quick", action="store_true", help="four narrow layers in float32 and two rows")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="default: results/host_batch.json; with --quick nothing is written",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="four narrow layers in float32 and two rows"
+    )
     given = parser.parse_args(args)
     if not (given.quick or given.plan) and jax.default_backend() != "gpu":
         parser.error("this measures a GPU; --quick runs a small model without one")
@@ -180,20 +205,33 @@ def main(args: Sequence[str] | None = None) -> None:
         small = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 64, "head_dim": 16}
         config, dtype = replace(config, layers=4, windows=(), **small), "float32"
         given.rows, given.device_bytes = given.rows or 2, BESIDE + 1e9
-    heads = {"q_heads": config.q_heads, "kv_heads": config.kv_heads, "head_dim": config.head_dim}
+    heads = {
+        "q_heads": config.q_heads,
+        "kv_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+    }
     spec = CacheSpec(batch=1, capacity=given.length, dtype=jnp.dtype(dtype), **heads)
-    base = presets.find(given.method).policies(budget=given.budget, dense_layers=0, dense_capacity=0).rest
+    base = (
+        presets.find(given.method)
+        .policies(budget=given.budget, dense_layers=0, dense_capacity=0)
+        .rest
+    )
     assert isinstance(base, Retrieval)
     kept = "float8" if given.float8 else "host"
     where = {"store": f"{kept}+{given.hot}" if given.hot else kept}
-    hosted = presets.find(given.method).policies(budget=given.budget, dense_layers=0, **where).rest
+    hosted = (
+        presets.find(given.method).policies(budget=given.budget, dense_layers=0, **where).rest
+    )
     assert isinstance(hosted, Retrieval)
     store: Any = hosted.store
     parameters = 16e9 if not given.quick else 0.0
     room = given.device_bytes - parameters - BESIDE
     found = plan(base, store, spec, config.layers, room, given.host_bytes, given.rows)
     rows = found.rows
-    print(f"{found}: {rows * found.device_bytes_row / 1e9:.1f} GB of caches on the device, ", end="")
+    print(
+        f"{found}: {rows * found.device_bytes_row / 1e9:.1f} GB of caches on the device, ",
+        end="",
+    )
     print(f"{rows * found.host_bytes_row / 1e9:.1f} GB on the host", flush=True)
     if given.plan:
         return
@@ -215,7 +253,9 @@ def main(args: Sequence[str] | None = None) -> None:
             "rows": rows,
             "layers_on_host": away,
             "steady": steady,
-            "hit_rate": None if read is None else 1 - read / (base.selected // base.selector.unit),
+            "hit_rate": None
+            if read is None
+            else 1 - read / (base.selected // base.selector.unit),
             "tokens_per_second": times["tokens_per_second"],
             **{name: x for name, x in times.items() if name != "tokens_per_second"},
             "implementation": given.implementation,

@@ -46,8 +46,15 @@ WRITES = (  # B, K, pages, pages written of a row, tokens of a page
     (8, 8, 16384, 32, 1),
     (1, 8, 4096, 8, 32),
 )
-READ_CONFIGS = [Config(4, 2, 32), Config(), *(Config(ahead, n) for ahead in (1, 2, 4, 8) for n in (1, 4))]
-WRITE_CONFIGS = [host_append.DEFAULT, *(Config(ahead, warpgroups) for ahead in (1, 2) for warpgroups in (1, 4))]
+READ_CONFIGS = [
+    Config(4, 2, 32),
+    Config(),
+    *(Config(ahead, n) for ahead in (1, 2, 4, 8) for n in (1, 4)),
+]
+WRITE_CONFIGS = [
+    host_append.DEFAULT,
+    *(Config(ahead, warpgroups) for ahead in (1, 2) for warpgroups in (1, 4)),
+]
 TIMES = "microseconds; kernel: device time, median of 10 calls; clock, xla: host's clock; floor: bytes / 50 GB/s"
 
 Call = Callable[[], Any]
@@ -57,7 +64,9 @@ def reading(B: int, K: int, P: int, n: int, page: int) -> Callable[[Any], Call]:
     row = (2, page, D)
     piece = jax.random.normal(jax.random.key(0), (B, K, min(P, 256), *row), jnp.bfloat16)
     x = to_host(jnp.tile(piece, (1, 1, P // piece.shape[2], 1, 1, 1)))
-    places = jax.random.randint(jax.random.key(1), (REPEATS, B, K, n), 0, P // n) + jnp.arange(n) * (P // n)
+    places = jax.random.randint(jax.random.key(1), (REPEATS, B, K, n), 0, P // n) + jnp.arange(
+        n
+    ) * (P // n)
     indices = list(jax.random.permutation(jax.random.key(2), places, axis=-1, independent=True))
 
     def make(read: Callable[..., Any]) -> Call:
@@ -68,7 +77,9 @@ def reading(B: int, K: int, P: int, n: int, page: int) -> Callable[[Any], Call]:
 
 
 def writing(B: int, K: int, P: int, n: int, page: int) -> Callable[[Any], Call]:
-    new = [jax.random.normal(jax.random.key(i), (B, K, n, page, D), jnp.bfloat16) for i in range(2)]
+    new = [
+        jax.random.normal(jax.random.key(i), (B, K, n, page, D), jnp.bfloat16) for i in range(2)
+    ]
     count = jnp.full(B, n)
 
     def make(append: Callable[..., Any]) -> Call:
@@ -102,12 +113,18 @@ def clock(call: Call, calls: int) -> float:
 def arrays(outs: Any) -> list[Any]:
     """The arrays to compare: all rows read, or the part of the store that was written to."""
     outs = jax.tree.leaves(outs)
-    copies = (to_device(a)[:, :, : 2 * REPEATS * 32] for a in outs)  # a view of host memory could not be donated
+    copies = (
+        to_device(a)[:, :, : 2 * REPEATS * 32] for a in outs
+    )  # a view of host memory could not be donated
     return [np.asarray(a).view(np.uint16) for a in copies]
 
 
 def measure(
-    op: Any, make: Callable[[Any], Call], configs: Iterable[Config], reference: Callable[..., Any], moved: int
+    op: Any,
+    make: Callable[[Any], Call],
+    configs: Iterable[Config],
+    reference: Callable[..., Any],
+    moved: int,
 ) -> dict[str, Any]:
     name = op.__name__.rpartition(".")[2]
     by_hand = make(partial(reference, implementation="xla"))
@@ -117,33 +134,55 @@ def measure(
         call = make(partial(getattr(op, name), config=config))
         if not all(np.array_equal(a, b) for a, b in zip(arrays(call()), want, strict=True)):
             raise SystemExit(f"{name} with {config} differs from its reference")
-        found = [(statistics.median(us) * len(us) / 10) for which, us in kernels(call, 10) if f"kvjax_{name}" in which]
+        found = [
+            (statistics.median(us) * len(us) / 10)
+            for which, us in kernels(call, 10)
+            if f"kvjax_{name}" in which
+        ]
         times[label], clocks[label] = sum(found) / REPEATS, clock(call, 10)
     first, best = next(iter(times)), min(times, key=lambda label: times[label])
-    row = {"config": first, "kernel": times[first], "clock": clocks[first], "best_config": best, "best": times[best]}
-    row |= {"GB/s": moved / times[best] / 1e3, "xla": clock(by_hand, 5), "floor": moved / BUS_BYTES_PER_US}
+    row = {
+        "config": first,
+        "kernel": times[first],
+        "clock": clocks[first],
+        "best_config": best,
+        "best": times[best],
+    }
+    row |= {
+        "GB/s": moved / times[best] / 1e3,
+        "xla": clock(by_hand, 5),
+        "floor": moved / BUS_BYTES_PER_US,
+    }
     return row | {"all": {label: round(us, 2) for label, us in times.items()}}
 
 
 STORES = 8
 
 
-def footprint(folder: Path | None, sizes: Sequence[int] = (65536, 262144, 786432), n: int = 2048) -> None:
+def footprint(
+    folder: Path | None, sizes: Sequence[int] = (65536, 262144, 786432), n: int = 2048
+) -> None:
     """Time of a read by the size of the store: 2048 rows for each of 4 heads, as in Qwen2.5-7B."""
     K, rows = 4, []
     for P in sizes:
         piece = jax.random.normal(jax.random.key(0), (1, K, 256, 2, 1, D), jnp.bfloat16)
         stores = [to_host(jnp.tile(piece, (1, 1, P // 256, 1, 1, 1))) for _ in range(STORES)]
-        places = jax.random.randint(jax.random.key(1), (STORES, 1, K, n), 0, P // n) + jnp.arange(n) * (P // n)
+        places = jax.random.randint(
+            jax.random.key(1), (STORES, 1, K, n), 0, P // n
+        ) + jnp.arange(n) * (P // n)
         orders = {
             "rising": list(places),
-            "random": list(jax.random.permutation(jax.random.key(2), places, axis=-1, independent=True)),
+            "random": list(
+                jax.random.permutation(jax.random.key(2), places, axis=-1, independent=True)
+            ),
         }
         for order, indices in orders.items():
             for config in (Config(), *(Config(4, 2, blocks) for blocks in (132, 64, 32, 16))):
                 read = partial(host_rows.host_rows, config=config)
                 run = jax.jit(
-                    lambda stores, indices, read=read: [read(*two) for two in zip(stores, indices, strict=True)]
+                    lambda stores, indices, read=read: [
+                        read(*two) for two in zip(stores, indices, strict=True)
+                    ]
                 )
                 found = [
                     us
@@ -151,7 +190,13 @@ def footprint(folder: Path | None, sizes: Sequence[int] = (65536, 262144, 786432
                     if "host_rows" in name
                 ]
                 us = sum(statistics.median(each) * len(each) / 10 for each in found) / STORES
-                row = {"P": P, "order": order, "ahead": config.ahead, "blocks": config.blocks, "kernel": us}
+                row = {
+                    "P": P,
+                    "order": order,
+                    "ahead": config.ahead,
+                    "blocks": config.blocks,
+                    "kernel": us,
+                }
                 rows.append({**row, "GB/s": K * n * 4 * D / us / 1e3})
                 print(rows[-1], flush=True)
         del stores
@@ -162,18 +207,36 @@ def footprint(folder: Path | None, sizes: Sequence[int] = (65536, 262144, 786432
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", help="host_rows, host_append or footprint; default the first two")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the files")
-    parser.add_argument("--quick", action="store_true", help="a small shape in the simulator; nothing is written")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "what", nargs="*", help="host_rows, host_append or footprint; default the first two"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(__file__).parent / "results",
+        help="folder of the files",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a small shape in the simulator; nothing is written",
+    )
     given = parser.parse_args(args)
     what = given.what or ["host_rows", "host_append"]
     if unknown := set(what) - {"host_rows", "host_append", "footprint"}:
-        parser.error(f"there are host_rows, host_append and footprint; got {', '.join(unknown)}")
+        parser.error(
+            f"there are host_rows, host_append and footprint; got {', '.join(unknown)}"
+        )
     with simulated() if given.quick else contextlib.nullcontext():
         if "footprint" in what:
             footprint(None, (512,), 16) if given.quick else footprint(given.out.resolve())
-        measure_all([name for name in what if name != "footprint"], None if given.quick else given.out.resolve())
+        measure_all(
+            [name for name in what if name != "footprint"],
+            None if given.quick else given.out.resolve(),
+        )
 
 
 def measure_all(asked: Sequence[str], folder: Path | None) -> None:
@@ -188,11 +251,18 @@ def measure_all(asked: Sequence[str], folder: Path | None) -> None:
             continue
         for B, K, P, n, page in shapes if folder else small:
             tried = list(configs) if folder else list(configs)[:1]
-            row = measure(op, prepare(B, K, P, n, page), tried, reference, B * K * n * 4 * page * D)
+            row = measure(
+                op, prepare(B, K, P, n, page), tried, reference, B * K * n * 4 * page * D
+            )
             rows.append({"B": B, "K": K, "P": P, "n": n, "page": page, **row})
             if len(rows) == 1:
                 print(f"\n{name}\n" + " | ".join(rows[0]))
-            print(" | ".join(f"{x:.1f}" if isinstance(x, float) else str(x) for x in rows[-1].values()), flush=True)
+            print(
+                " | ".join(
+                    f"{x:.1f}" if isinstance(x, float) else str(x) for x in rows[-1].values()
+                ),
+                flush=True,
+            )
             what = f"{name}: n pages of P, keys and values of `page` tokens, D = {D}, bf16; config: ahead x warpgroups"
             what += " x blocks, 0 for one a piece"
             about = "normal random keys and values; pages that are read are unique, spread, in random order"

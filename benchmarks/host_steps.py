@@ -30,18 +30,28 @@ from throughput import fill
 import kvjax
 from kvjax import CacheSpec, presets
 
-SHAPES = {"llama": (32, 8, 128), "qwen": (28, 4, 128), "quick": (4, 2, 64)}  # query heads, KV heads, channels
+SHAPES = {
+    "llama": (32, 8, 128),
+    "qwen": (28, 4, 128),
+    "quick": (4, 2, 64),
+}  # query heads, KV heads, channels
 WARM = 12  # steps that fill a hot set before it is timed
 
 
 def policy(method: str, where: str, hot: int, budget: int) -> Any:
-    settings = {"dense_layers": 0, "dense_capacity": 0, "store": f"{where}+{hot}" if hot else where}
+    settings = {
+        "dense_layers": 0,
+        "dense_capacity": 0,
+        "store": f"{where}+{hot}" if hot else where,
+    }
     return presets.find(method).policies(budget=budget, **settings).rest
 
 
 def queries(correlation: float, steps: int, spec: CacheSpec) -> Array:
     """[steps, B, 1, N, D]."""
-    noise = jax.random.normal(jax.random.key(100), (steps, spec.batch, 1, spec.q_heads, spec.head_dim))
+    noise = jax.random.normal(
+        jax.random.key(100), (steps, spec.batch, 1, spec.q_heads, spec.head_dim)
+    )
     turn = (1 - correlation**2) ** 0.5
 
     def next_query(q: Array, new: Array) -> tuple[Array, Array]:
@@ -52,11 +62,23 @@ def queries(correlation: float, steps: int, spec: CacheSpec) -> Array:
 
 
 def measure(
-    method: str, where: str, hot: int, correlation: float, spec: CacheSpec, budget: int, calls: int, count: int
+    method: str,
+    where: str,
+    hot: int,
+    correlation: float,
+    spec: CacheSpec,
+    budget: int,
+    calls: int,
+    count: int,
 ) -> dict[str, Any]:
     steps = WARM + 2 * calls + 8
-    layers = fill(kvjax.init(policy(method, where, hot, budget), spec, layers=count), spec.capacity - steps).layers
-    k, v = random_pair(jax.random.key(101), (spec.batch, 1, spec.kv_heads, spec.head_dim), spec.dtype)
+    layers = fill(
+        kvjax.init(policy(method, where, hot, budget), spec, layers=count),
+        spec.capacity - steps,
+    ).layers
+    k, v = random_pair(
+        jax.random.key(101), (spec.batch, 1, spec.kv_heads, spec.head_dim), spec.dtype
+    )
     args = queries(correlation, steps, spec), k, v
     step, carry = jax.jit(turning(kvjax_step), donate_argnums=0), (layers, jnp.int32(0))
     del layers
@@ -78,7 +100,10 @@ def measure(
         times.append(1e6 * (time.perf_counter() - start) / count)
     read = (loads() - before) / calls if hot else float(budget if where == "host" else 0)
     took, _ = clock(step, carry, *args, calls=calls)
-    names = {name.removeprefix("kvjax_").removesuffix("_mosaic_gpu_kernel"): us for name, us in took.parts.items()}
+    names = {
+        name.removeprefix("kvjax_").removesuffix("_mosaic_gpu_kernel"): us
+        for name, us in took.parts.items()
+    }
     return {
         "method": method,
         "where": where,
@@ -101,22 +126,45 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--lengths", type=numbers, default=[131072])
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--methods", type=names, default=["fier"])
-    parser.add_argument("--hot", type=numbers, default=[4096, 8192], help="tokens of the hot set; 0: none")
+    parser.add_argument(
+        "--hot", type=numbers, default=[4096, 8192], help="tokens of the hot set; 0: none"
+    )
     parser.add_argument("--correlations", type=reals, default=[1.0, 0.97, 0.9, 0.0])
     parser.add_argument("--shape", choices=SHAPES, default="llama")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--budget", type=int, default=2048)
-    parser.add_argument("--float8", action="store_true", help="hot sets of a history in 8-bit floats")
-    parser.add_argument("--implementation", default="default", help="or kernels: also those without a measurement")
+    parser.add_argument(
+        "--float8", action="store_true", help="hot sets of a history in 8-bit floats"
+    )
+    parser.add_argument(
+        "--implementation",
+        default="default",
+        help="or kernels: also those without a measurement",
+    )
     given = parse(parser, args)
     heads, kv_heads, channels = SHAPES["quick" if given.quick else given.shape]
     dtype = jnp.dtype(jnp.float32 if given.quick else jnp.bfloat16)
     what = f"a decode step of attention of a layer, history on the device or the host; head_dim {channels}, {dtype}, "
     what += f"budget {given.budget}; normal random keys and values; us: device time, median of {given.calls} calls"
-    key = ("method", "where", "hot", "correlation", "length", "batch", "kv_heads", "implementation", "backend")
+    key = (
+        "method",
+        "where",
+        "hot",
+        "correlation",
+        "length",
+        "batch",
+        "kv_heads",
+        "implementation",
+        "backend",
+    )
     for length in given.lengths:
         spec = CacheSpec(
-            batch=given.batch, q_heads=heads, kv_heads=kv_heads, head_dim=channels, capacity=length, dtype=dtype
+            batch=given.batch,
+            q_heads=heads,
+            kv_heads=kv_heads,
+            head_dim=channels,
+            capacity=length,
+            dtype=dtype,
         )
         for method in given.methods:
             kept = "float8" if given.float8 else "host"
@@ -124,7 +172,16 @@ def main(args: Sequence[str] | None = None) -> None:
             for where, hot in places:
                 for correlation in given.correlations if hot else [0.0]:
                     with implementation(given.implementation):
-                        row = measure(method, where, hot, correlation, spec, given.budget, given.calls, given.layers)
+                        row = measure(
+                            method,
+                            where,
+                            hot,
+                            correlation,
+                            spec,
+                            given.budget,
+                            given.calls,
+                            given.layers,
+                        )
                     row["implementation"] = given.implementation
                     show(row)
                     save(out_of(given, "host_steps.json"), what, [row], key)

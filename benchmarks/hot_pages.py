@@ -42,22 +42,38 @@ def full_tables(B: int, n: int, pages: int) -> ops.HotTables:
 
 def device_us(call: Any, name: str) -> float:
     found = kernels(call, CALLS)
-    return float(sum(np.median(each) * len(each) / CALLS for which, each in found if name in which))
+    return float(
+        sum(np.median(each) * len(each) / CALLS for which, each in found if name in which)
+    )
 
 
 def measure(
-    B: int, n: int, hits: float, blocks: Sequence[int], wanted: int = N, pages: int = PAGES, *, float8: bool = False
+    B: int,
+    n: int,
+    hits: float,
+    blocks: Sequence[int],
+    wanted: int = N,
+    pages: int = PAGES,
+    *,
+    float8: bool = False,
 ) -> dict[str, Any]:
     rng, there = np.random.default_rng(0), round(hits * wanted)
     index = np.stack(
-        [np.r_[rng.permutation(n)[:there], n + rng.permutation(pages - n)[: wanted - there]] for _ in range(B * K)]
+        [
+            np.r_[rng.permutation(n)[:there], n + rng.permutation(pages - n)[: wanted - there]]
+            for _ in range(B * K)
+        ]
     )
     index = jnp.asarray(rng.permuted(index, axis=1).reshape(B, K, wanted), jnp.int32)
     found, tables = jnp.full((B, K), wanted, jnp.int32), full_tables(B, n, pages)
-    places = jax.jit(lambda tables, index, found: hot_pages.hot_places(tuple(tables), index, found))
+    places = jax.jit(
+        lambda tables, index, found: hot_pages.hot_places(tuple(tables), index, found)
+    )
     by_hand = jax.jit(partial(ops.hot_places, implementation="xla"))
     want, at = by_hand(tables, index, found)
-    for a, b in zip(jax.tree.leaves(places(tables, index, found)), jax.tree.leaves((want, at)), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(places(tables, index, found)), jax.tree.leaves((want, at)), strict=True
+    ):
         np.testing.assert_array_equal(a, b)
 
     piece = jax.random.normal(jax.random.key(0), (1, K, 256, 2, 1, D), jnp.bfloat16)
@@ -73,7 +89,9 @@ def measure(
     for number in blocks:
         load = jax.jit(partial(kernel, config=Config(ahead=4, blocks=number)))
         for a, b in zip(load(*args), load_by_hand(*args), strict=True):
-            np.testing.assert_array_equal(np.asarray(a).view(np.uint16), np.asarray(b).view(np.uint16))
+            np.testing.assert_array_equal(
+                np.asarray(a).view(np.uint16), np.asarray(b).view(np.uint16)
+            )
         by_blocks[number] = device_us(lambda load=load: load(*args), "kvjax_hot_load")
     return {
         "float8": float8,
@@ -90,17 +108,34 @@ def measure(
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     texts: Callable[[str], list[str]] = lambda text: text.split(",")  # noqa: E731
-    parser.add_argument("--cases", type=texts, default=["1x4096", "1x8192", "16x4096"], help="rows x places")
-    parser.add_argument("--hits", type=texts, default=["1", "0.9", "0.5", "0"], help="shares of the tokens")
+    parser.add_argument(
+        "--cases", type=texts, default=["1x4096", "1x8192", "16x4096"], help="rows x places"
+    )
+    parser.add_argument(
+        "--hits", type=texts, default=["1", "0.9", "0.5", "0"], help="shares of the tokens"
+    )
     blocks = "blocks that take turns in a load; 0: one for each piece"
-    parser.add_argument("--blocks", type=texts, default=["0", "32", "64", "128", "256"], help=blocks)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the two files")
-    parser.add_argument("--quick", action="store_true", help="a small case in the simulator; nothing is written")
+    parser.add_argument(
+        "--blocks", type=texts, default=["0", "32", "64", "128", "256"], help=blocks
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(__file__).parent / "results",
+        help="folder of the two files",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a small case in the simulator; nothing is written"
+    )
     given = parser.parse_args(args)
     if "0" not in given.blocks:
-        parser.error(f"--blocks {','.join(given.blocks)}: include 0, with which the others are compared")
+        parser.error(
+            f"--blocks {','.join(given.blocks)}: include 0, with which the others are compared"
+        )
     if given.quick:
         with simulated():
             for float8 in (False, True):
@@ -109,12 +144,25 @@ def main(args: Sequence[str] | None = None) -> None:
     rows: list[dict[str, Any]] = []
     for float8, case, hits in itertools.product((False, True), given.cases, given.hits):
         B, n = map(int, case.split("x"))
-        rows.append(measure(B, n, float(hits), [int(number) for number in given.blocks], float8=float8))
-        print(" | ".join(f"{x:.4g}" if isinstance(x, float) else str(x) for x in rows[-1].values()), flush=True)
+        rows.append(
+            measure(B, n, float(hits), [int(number) for number in given.blocks], float8=float8)
+        )
+        print(
+            " | ".join(
+                f"{x:.4g}" if isinstance(x, float) else str(x) for x in rows[-1].values()
+            ),
+            flush=True,
+        )
         what = f"hot_places and hot_load: N = {N} tokens for each of {K} heads, n places, D = {D}, bf16"
         about = "random pages, hits and misses in random order; normal random values"
         of_file = [row for row in rows if row["float8"] == float8]
-        write(given.out.resolve() / f"{'hot_float8' if float8 else 'hot_pages'}.json", what, about, of_file, TIMES)
+        write(
+            given.out.resolve() / f"{'hot_float8' if float8 else 'hot_pages'}.json",
+            what,
+            about,
+            of_file,
+            TIMES,
+        )
 
 
 if __name__ == "__main__":

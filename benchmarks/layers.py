@@ -26,10 +26,14 @@ from kvjax.policies import Compressed, Full, Policy, Retrieval
 class Took(NamedTuple):
     us: float  # of a call: on a GPU in its kernels, by the profiler; else by the host's clock
     kernels: float | None  # that a call starts; None by the host's clock
-    parts: dict[str, float]  # us of a call in the kernels of a name, the most first; empty by the host's clock
+    parts: dict[
+        str, float
+    ]  # us of a call in the kernels of a name, the most first; empty by the host's clock
 
 
-def clock(run: Callable[..., tuple[Any, Any]], state: Any, *args: Any, calls: int) -> tuple[Took, Any]:
+def clock(
+    run: Callable[..., tuple[Any, Any]], state: Any, *args: Any, calls: int
+) -> tuple[Took, Any]:
     """Median time of out, state = run(state, *args), which is compiled and donates its state; and the last out."""
     out: Any = None
 
@@ -42,7 +46,9 @@ def clock(run: Callable[..., tuple[Any, Any]], state: Any, *args: Any, calls: in
         found = kernels(call, calls)
         count = sum(map(len, (each for _, each in found))) / calls
         parts = {name: statistics.median(each) * len(each) / calls for name, each in found}
-        return Took(sum(parts.values()), count, dict(sorted(parts.items(), key=lambda part: -part[1]))), out
+        return Took(
+            sum(parts.values()), count, dict(sorted(parts.items(), key=lambda part: -part[1]))
+        ), out
     times = []
     for _ in range(calls + 1):
         start = time.perf_counter()
@@ -87,15 +93,28 @@ def floor_us(policy: Policy, spec: CacheSpec, length: int, steps: int = 1) -> fl
     elif isinstance(policy, Compressed):
         read = policy.store.bytes_per_token(spec) * length
     elif isinstance(policy, Retrieval):
-        read = policy.selector.bytes_read(spec, length) + policy.store.bytes_per_token(spec) * policy.budget * steps
+        read = (
+            policy.selector.bytes_read(spec, length)
+            + policy.store.bytes_per_token(spec) * policy.budget * steps
+        )
     else:
         raise TypeError(f"the bytes that {policy} reads are not known here")
     return spec.batch * read / bytes_per_us()
 
 
 # The sizes of a layer of Llama-3.1-8B, and of a layer with `--quick`.
-LAYER: dict[str, Any] = {"q_heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": jnp.dtype(jnp.bfloat16)}
-SMALL_LAYER: dict[str, Any] = {"q_heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": jnp.dtype(jnp.float32)}
+LAYER: dict[str, Any] = {
+    "q_heads": 32,
+    "kv_heads": 8,
+    "head_dim": 128,
+    "dtype": jnp.dtype(jnp.bfloat16),
+}
+SMALL_LAYER: dict[str, Any] = {
+    "q_heads": 4,
+    "kv_heads": 2,
+    "head_dim": 64,
+    "dtype": jnp.dtype(jnp.float32),
+}
 
 
 def numbers(text: str) -> list[int]:
@@ -108,9 +127,13 @@ def names(text: str) -> list[str]:
 
 def options(doc: str | None, results: str, calls: int) -> argparse.ArgumentParser:
     """A parser with `--calls`, `--out` and `--quick` for a benchmark that writes the file `results`."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--calls", type=int, default=calls)
-    parser.add_argument("--out", type=Path, help=f"default: results/{results}; with --quick nothing is written")
+    parser.add_argument(
+        "--out", type=Path, help=f"default: results/{results}; with --quick nothing is written"
+    )
     parser.add_argument("--quick", action="store_true", help="small sizes, by the host's clock")
     return parser
 
@@ -136,7 +159,11 @@ def save(out: Path | None, what: str, rows: list[dict[str, Any]], key: tuple[str
     rows = [{**row, **made} for row in rows]
     new = {tuple(row[name] for name in key) for row in rows}
     if out.is_file():
-        kept = [row for row in json.loads(out.read_text())["rows"] if tuple(row[name] for name in key) not in new]
+        kept = [
+            row
+            for row in json.loads(out.read_text())["rows"]
+            if tuple(row[name] for name in key) not in new
+        ]
         rows = kept + rows
     write_rows(out, {"what": what}, rows)
 

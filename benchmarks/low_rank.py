@@ -32,12 +32,16 @@ def keys_of(checkpoint: Any, tokens: np.ndarray) -> np.ndarray:
     cache = kvjax.init(kvjax.Full(), spec, layers=checkpoint.config.layers)
     _, cache = prefill(checkpoint.model, cache, tokens[None])
     states: list[Any] = [layer.state for layer in cache.layers]
-    return np.stack([np.asarray(st.tokens.k[0], np.float64) for st in states])[:, :, : len(tokens)]
+    return np.stack([np.asarray(st.tokens.k[0], np.float64) for st in states])[
+        :, :, : len(tokens)
+    ]
 
 
 def turned_back(k: np.ndarray, rope: Any) -> np.ndarray:
     """Keys [L, K, T, D] before RoPE, up to a constant factor."""
-    angle = -np.arange(k.shape[2])[:, None] * np.asarray(rope.frequencies(k.shape[3]), np.float64)
+    angle = -np.arange(k.shape[2])[:, None] * np.asarray(
+        rope.frequencies(k.shape[3]), np.float64
+    )
     low, high = np.split(k, 2, axis=-1)
     cos, sin = np.cos(angle), np.sin(angle)
     return np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
@@ -52,29 +56,60 @@ def error(k: np.ndarray, rank: int, first: int | None, past: int) -> float:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=models.shipped(), help="default: the shipped model")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", type=Path, default=models.shipped(), help="default: the shipped model"
+    )
     parser.add_argument("--text", type=Path, default=ROOT / "LICENSE")
     parser.add_argument("--tokens", type=int, default=3072)
     parser.add_argument("--learn", type=int, default=1024)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "low_rank.json")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results" / "low_rank.json"
+    )
     given = parser.parse_args(args)
     checkpoint = models.load(given.model, dtype="float32")
-    tokens = np.asarray(checkpoint.tokenizer(given.text.read_text(encoding="utf-8"))["input_ids"])[: given.tokens]
+    tokens = np.asarray(
+        checkpoint.tokenizer(given.text.read_text(encoding="utf-8"))["input_ids"]
+    )[: given.tokens]
     if len(tokens) < 2 * given.learn:
         parser.error(f"{given.text} has {len(tokens)} tokens, and {2 * given.learn} are needed")
     rotated = keys_of(checkpoint, tokens)
-    kinds = {"before RoPE": turned_back(rotated, checkpoint.config.rope), "as the cache gets them": rotated}
+    kinds = {
+        "before RoPE": turned_back(rotated, checkpoint.config.rope),
+        "as the cache gets them": rotated,
+    }
     channels, rows = rotated.shape[1] * rotated.shape[3], []
     for kind, k in kinds.items():
         for share in SHARES:
-            for first, learnt in ((given.learn, f"the first {given.learn} tokens"), (None, "all tokens")):
-                errors = [round(error(layer, round(share * channels), first, given.learn), 4) for layer in k]
-                row = {"model": given.model.name, "text": given.text.name, "tokens": len(tokens), "keys": kind}
-                row |= {"share": round(share, 3), "basis": learnt, "error": round(float(np.mean(errors)), 4)}
+            for first, learnt in (
+                (given.learn, f"the first {given.learn} tokens"),
+                (None, "all tokens"),
+            ):
+                errors = [
+                    round(error(layer, round(share * channels), first, given.learn), 4)
+                    for layer in k
+                ]
+                row = {
+                    "model": given.model.name,
+                    "text": given.text.name,
+                    "tokens": len(tokens),
+                    "keys": kind,
+                }
+                row |= {
+                    "share": round(share, 3),
+                    "basis": learnt,
+                    "error": round(float(np.mean(errors)), 4),
+                }
                 show(row)
                 rows.append(row | {"by_layer": errors})
-    save(given.out, "relative error of keys in a basis of low rank", rows, ("model", "text", "keys", "share", "basis"))
+    save(
+        given.out,
+        "relative error of keys in a basis of low rank",
+        rows,
+        ("model", "text", "keys", "share", "basis"),
+    )
 
 
 if __name__ == "__main__":

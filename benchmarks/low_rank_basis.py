@@ -39,7 +39,9 @@ def svd(rows: Array, rank: int) -> Array:
 
 def iterations(rows: Array, rank: int, *, spare: int = 32, rounds: int = 8) -> Array:
     square = products(rows)
-    start = jax.random.normal(jax.random.key(0), (square.shape[0], square.shape[1], rank + spare))
+    start = jax.random.normal(
+        jax.random.key(0), (square.shape[0], square.shape[1], rank + spare)
+    )
 
     def step(_: int, found: Array) -> Array:
         return orthonormal(jnp.einsum("bij,bjr->bir", square, found, precision="highest"))
@@ -60,19 +62,29 @@ def orthonormal(found: Array) -> Array:
         inner = jnp.einsum("bir,bis->brs", found, found, precision="highest")
         lower = jnp.linalg.cholesky(inner)
         found = jnp.swapaxes(
-            lax.linalg.triangular_solve(lower, jnp.swapaxes(found, 1, 2), left_side=True, lower=True), 1, 2
+            lax.linalg.triangular_solve(
+                lower, jnp.swapaxes(found, 1, 2), left_side=True, lower=True
+            ),
+            1,
+            2,
         )
     return found
 
 
-WAYS: dict[str, Callable[[Array, int], Array]] = {"gram": gram, "svd": svd, "iterations": iterations}
+WAYS: dict[str, Callable[[Array, int], Array]] = {
+    "gram": gram,
+    "svd": svd,
+    "iterations": iterations,
+}
 
 
 def random_rows(batch: int, tokens: int, channels: int) -> np.ndarray:
     rng = np.random.default_rng(0)
     falling = 1 / (1 + np.arange(channels) / 40)
     directions = np.linalg.qr(rng.normal(size=(channels, channels)))[0]
-    return (rng.normal(size=(batch, tokens, channels)) * falling @ directions.T).astype(np.float32)
+    return (rng.normal(size=(batch, tokens, channels)) * falling @ directions.T).astype(
+        np.float32
+    )
 
 
 def error(rows: np.ndarray, basis: np.ndarray) -> float:
@@ -81,21 +93,27 @@ def error(rows: np.ndarray, basis: np.ndarray) -> float:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rows", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8]
+    )
     parser.add_argument("--calls", type=int, default=3)
     parser.add_argument(
-        "--out", type=Path, help="default: results/low_rank_basis.json; with --quick nothing is written"
+        "--out",
+        type=Path,
+        help="default: results/low_rank_basis.json; with --quick nothing is written",
     )
     parser.add_argument("--quick", action="store_true", help="small sizes")
     given = parser.parse_args(args)
     tokens, channels, rank = (64, 48, 10) if given.quick else (1024, 1024, 160)
-    what = (
-        f"ms to find {rank} directions of [{tokens}, {channels}] f32 for each of some rows; excess over the least error"
-    )
+    what = f"ms to find {rank} directions of [{tokens}, {channels}] f32 for each of some rows; excess over the least error"
     for batch in given.rows:
         rows = random_rows(batch, tokens, channels)
-        least = error(rows, np.linalg.svd(rows.astype(np.float64), full_matrices=False)[2][:, :rank])
+        least = error(
+            rows, np.linalg.svd(rows.astype(np.float64), full_matrices=False)[2][:, :rank]
+        )
         for name, way in WAYS.items():
             run, given_rows = jax.jit(way, static_argnums=1), jnp.asarray(rows)
             basis, times = jax.block_until_ready(run(given_rows, rank)), []

@@ -87,9 +87,15 @@ CACHES: dict[str, str | Make] = {
     "logquant sink": "logquant:sink=4,bits=4,key_axis=token",
     "kivi": "kivi",
     "kivi values": "kivi:value_window=64",
-    "compressed host": lambda kv: kv.Compressed(store=kv.HostOffload(page=32), sink=4, local=24),
-    "quantised store": lambda kv: kv.Retrieval(selector=kv.Fier(), store=kv.Quantized(bits=4), budget=256),
-    "log sparse": lambda kv: kv.Retrieval(selector=kv.Fier(), demote=kv.LogSparse(window=64), local=64, budget=256),
+    "compressed host": lambda kv: kv.Compressed(
+        store=kv.HostOffload(page=32), sink=4, local=24
+    ),
+    "quantised store": lambda kv: kv.Retrieval(
+        selector=kv.Fier(), store=kv.Quantized(bits=4), budget=256
+    ),
+    "log sparse": lambda kv: kv.Retrieval(
+        selector=kv.Fier(), demote=kv.LogSparse(window=64), local=64, budget=256
+    ),
     "exact": "exact",
     "exact per head": "exact:group_reduce=per_head",
     "exact share": "exact:share=2",
@@ -137,14 +143,22 @@ def model_of(kv: Any) -> Any:
         def tree_unflatten(cls, _: Any, leaves: Any) -> Any:
             return cls(*leaves)
 
-        def __call__(self, tokens: Any, cache: Any, *, steps: bool = False, **settings: Any) -> Any:
+        def __call__(
+            self, tokens: Any, cache: Any, *, steps: bool = False, **settings: Any
+        ) -> Any:
             want_info, last = settings.pop("info", False), settings.pop("last_logits", False)
-            by = {name: value for name, value in settings.items() if name in ("lengths", "active")}
+            by = {
+                name: value for name, value in settings.items() if name in ("lengths", "active")
+            }
             T, spec = tokens.shape[1], cache.spec
             if steps or T == 1:
                 cache = kv.flush(cache)
-            x = jnp.take(self.embedding, tokens, axis=0).reshape(*tokens.shape, spec.q_heads, spec.head_dim)
-            attend, decodes = (kv.decode_info, {"flush": False}) if steps else (kv.attention_info, {})
+            x = jnp.take(self.embedding, tokens, axis=0).reshape(
+                *tokens.shape, spec.q_heads, spec.head_dim
+            )
+            attend, decodes = (
+                (kv.decode_info, {"flush": False}) if steps else (kv.attention_info, {})
+            )
             selection, after, infos = None, [], []
             for layer in cache.layers:
                 k = x[:, :, : spec.kv_heads]
@@ -153,15 +167,23 @@ def model_of(kv: Any) -> Any:
                     selection = info.selection
                 x, after, infos = x + out, [*after, layer], [*infos, info]
             x = x[:, -1:] if last else x
-            logits = x.reshape(*x.shape[:2], -1).astype(jnp.float32) @ self.embedding.T.astype(jnp.float32)
+            logits = x.reshape(*x.shape[:2], -1).astype(jnp.float32) @ self.embedding.T.astype(
+                jnp.float32
+            )
             logits = logits[:, 0] if last else logits
-            return (logits, kv.Cache(tuple(after)), tuple(infos)) if want_info else (logits, kv.Cache(tuple(after)))
+            return (
+                (logits, kv.Cache(tuple(after)), tuple(infos))
+                if want_info
+                else (logits, kv.Cache(tuple(after)))
+            )
 
     spec = kv.CacheSpec(**SIZES)
     return Model(jax.ShapeDtypeStruct((VOCABULARY, spec.q_heads * spec.head_dim), jnp.bfloat16))
 
 
-def programs(kv: Any, policies: Sequence[Any]) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
+def programs(
+    kv: Any, policies: Sequence[Any]
+) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
     """The name of each program, a function, and the shapes of its arguments."""
     import dataclasses
 
@@ -176,14 +198,20 @@ def programs(kv: Any, policies: Sequence[Any]) -> Iterator[tuple[str, Callable[.
     rows, flags, floats = sds((B,), jnp.int32), sds((B,), bool), partial(sds, dtype=jnp.float32)
 
     def tokens(T: int) -> Any:
-        q, k = (sds((B, T, n, spec.head_dim), spec.dtype) for n in (spec.q_heads, spec.kv_heads))
+        q, k = (
+            sds((B, T, n, spec.head_dim), spec.dtype) for n in (spec.q_heads, spec.kv_heads)
+        )
         return q, k, k
 
-    def attend(verb: Callable[..., Any], cache: Any, q: Any, k: Any, v: Any, **settings: Any) -> Any:
+    def attend(
+        verb: Callable[..., Any], cache: Any, q: Any, k: Any, v: Any, **settings: Any
+    ) -> Any:
         selection, after, outs = None, [], []
         for layer in cache.layers:
             out, layer, info = verb(layer, q, k, v, selection=selection, **settings)
-            selection = info.selection if info is not None and info.selection is not None else selection
+            selection = (
+                info.selection if info is not None and info.selection is not None else selection
+            )
             outs, after = [*outs, (out, info)], [*after, layer]
         return outs, kv.Cache(tuple(after))
 
@@ -202,7 +230,11 @@ def programs(kv: Any, policies: Sequence[Any]) -> Iterator[tuple[str, Callable[.
     def prompt(cache: Any, q: Any, k: Any, v: Any, lengths: Any) -> Any:
         return attend(kv.attention_info, cache, q, k, v, lengths=lengths)
 
-    one = shapes(lambda: kv.init(list(policies), dataclasses.replace(spec, batch=1), layers=len(policies)))
+    one = shapes(
+        lambda: kv.init(
+            list(policies), dataclasses.replace(spec, batch=1), layers=len(policies)
+        )
+    )
     number = sds((), jnp.int32)
     yield "step", step, (cache, *tokens(1))
     yield "active", active, (cache, *tokens(1), flags)
@@ -211,11 +243,29 @@ def programs(kv: Any, policies: Sequence[Any]) -> Iterator[tuple[str, Callable[.
     yield "prompt", prompt, (cache, *tokens(CHUNK), rows)
     yield "flush", kv.flush, (cache,)
     yield "insert", kv.insert, (cache, one, number)
-    wanted = inspect.signature(_module("loops").decode_loop).parameters  # earlier checkouts take others
-    static = {name: value for name, value in (("room", 16), ("measure", True)) if name in wanted}
-    operands = {"model": model_of(kv), "cache": cache, "logits": floats((B, VOCABULARY)), "active": flags}
-    operands |= {"mean": (floats((len(policies),)), floats(())), "keys": None, "draws": None, "first": number}
-    operands |= {"limit": number, "sampling": _module("sampling").Sampling(), "stop": sds((2,), jnp.int32)}
+    wanted = inspect.signature(
+        _module("loops").decode_loop
+    ).parameters  # earlier checkouts take others
+    static = {
+        name: value for name, value in (("room", 16), ("measure", True)) if name in wanted
+    }
+    operands = {
+        "model": model_of(kv),
+        "cache": cache,
+        "logits": floats((B, VOCABULARY)),
+        "active": flags,
+    }
+    operands |= {
+        "mean": (floats((len(policies),)), floats(())),
+        "keys": None,
+        "draws": None,
+        "first": number,
+    }
+    operands |= {
+        "limit": number,
+        "sampling": _module("sampling").Sampling(),
+        "stop": sds((2,), jnp.int32),
+    }
     loop = partial(_module("loops").decode_loop.__wrapped__, **static)
     yield "loop", loop, tuple(operands[name] for name in wanted if name in operands)
 
@@ -250,18 +300,22 @@ def shorten_kernels(module: Any) -> None:
     """Replaces the code of each kernel by a digest of it, without locations."""
     from jaxlib.mlir import ir
 
-    module.context.allow_unregistered_dialects = True  # kernels are in a dialect that only their compiler knows
+    module.context.allow_unregistered_dialects = (
+        True  # kernels are in a dialect that only their compiler knows
+    )
 
     def visit(op: Any) -> Any:
         if op.name == "stablehlo.custom_call" and "mhlo.backend_config" in op.attributes:
             config = op.attributes["mhlo.backend_config"]
             parts = dict(_pairs(config))
             if "module" in parts:
-                parts["module"] = ir.Module.parse(config["module"].value_bytes).operation.get_asm(
-                    enable_debug_info=False
-                )
+                parts["module"] = ir.Module.parse(
+                    config["module"].value_bytes
+                ).operation.get_asm(enable_debug_info=False)
                 del parts["kernel_hash"]
-            op.attributes["mhlo.backend_config"] = ir.StringAttr.get(digest(*sorted(parts.items())))
+            op.attributes["mhlo.backend_config"] = ir.StringAttr.get(
+                digest(*sorted(parts.items()))
+            )
         return ir.WalkResult.ADVANCE
 
     module.operation.walk(visit)
@@ -283,7 +337,9 @@ class Graph:
     def call(self, name: str, operands: tuple[str, ...]) -> tuple[list[str], tuple[str, ...]]:
         if (name, operands) not in self.known:
             block = self.functions[name].regions[0].blocks[0]
-            self.known[name, operands] = self.block(block, dict(zip(block.arguments, operands, strict=True)))
+            self.known[name, operands] = self.block(
+                block, dict(zip(block.arguments, operands, strict=True))
+            )
         return self.known[name, operands]
 
     def block(self, block: Any, values: dict[Any, str]) -> tuple[list[str], tuple[str, ...]]:
@@ -299,7 +355,9 @@ class Graph:
                 effects += inside
                 values.update(zip(op.results, results, strict=True))
                 continue
-            if kind == "stablehlo.case" and len(op.regions) == 1:  # of several platforms, the one it is lowered for
+            if (
+                kind == "stablehlo.case" and len(op.regions) == 1
+            ):  # of several platforms, the one it is lowered for
                 results, inside = self.block(op.regions[0].blocks[0], dict(values))
                 effects += inside
                 values.update(zip(op.results, results, strict=True))
@@ -309,10 +367,15 @@ class Graph:
             bodies = []
             for region in op.regions:
                 for inner in region.blocks:
-                    own = {a: digest("inner", kind, i, a.type) for i, a in enumerate(inner.arguments)}
+                    own = {
+                        a: digest("inner", kind, i, a.type)
+                        for i, a in enumerate(inner.arguments)
+                    }
                     results, inside = self.block(inner, values | own)
                     bodies.append(digest(*results, "effects", *inside))
-            whole = digest(kind, config, *operands, "bodies", *bodies, *(r.type for r in op.results))
+            whole = digest(
+                kind, config, *operands, "bodies", *bodies, *(r.type for r in op.results)
+            )
             if attributes.get("has_side_effect") == "true":
                 effects.append(whole)
             values.update((r, f"{whole} {i}") for i, r in enumerate(op.results))
@@ -334,7 +397,9 @@ def use_tree(tree: Path) -> Any:
     sys.path.insert(0, str(tree))
     import kvjax
 
-    kvjax.__path__.append(str(tree))  # the kernels of a checkout are outside the package, and another may be installed
+    kvjax.__path__.append(
+        str(tree)
+    )  # the kernels of a checkout are outside the package, and another may be installed
     for module in (kvjax, importlib.import_module("kvjax.kernels_pallas")):
         if not Path(str(module.__file__)).is_relative_to(tree):
             raise ImportError(f"{module.__name__} is that of {module.__file__}, not of {tree}")
@@ -360,7 +425,10 @@ def write(folder: Path, tree: Path, platform: str, only: str) -> None:
                 with module.context:
                     shorten_kernels(module)
                     text, graph = text_of(module), Graph(module).main()
-            except (ValueError, NotImplementedError) as error:  # a policy without this program says so
+            except (
+                ValueError,
+                NotImplementedError,
+            ) as error:  # a policy without this program says so
                 text = graph = f"{type(error).__name__}: {error}\n"
             except Exception:
                 traceback.print_exc()
@@ -386,10 +454,15 @@ def compare(before: Path, after: Path) -> bool:
             print(f"{platform}: not in {after}")
             equal = False
             continue
-        old, new = (json.loads((root / platform / "digests.json").read_text()) for root in (before, after))
+        old, new = (
+            json.loads((root / platform / "digests.json").read_text())
+            for root in (before, after)
+        )
         both = sorted(old.keys() & new.keys())
         differ = [key for key in both if old[key]["graph"] != new[key]["graph"]]
-        reordered = [key for key in both if old[key]["text"] != new[key]["text"] and key not in differ]
+        reordered = [
+            key for key in both if old[key]["text"] != new[key]["text"] and key not in differ
+        ]
         for what, keys in (
             ("differs", differ),
             ("missing", sorted(old.keys() - new.keys())),
@@ -398,18 +471,25 @@ def compare(before: Path, after: Path) -> bool:
         ):
             for key in keys:
                 print(f"{platform} {key}: {what}")
-        print(f"{platform}: {len(both) - len(differ)} of {len(old)} programs have equal graphs, ", end="")
+        print(
+            f"{platform}: {len(both) - len(differ)} of {len(old)} programs have equal graphs, ",
+            end="",
+        )
         print(f"{len(both) - len(differ) - len(reordered)} equal texts")
         equal &= not differ and old.keys() <= new.keys()
     return equal
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     verbs = parser.add_subparsers(dest="verb", required=True)
     writing = verbs.add_parser("write")
     writing.add_argument("folder", type=Path)
-    writing.add_argument("--tree", type=Path, default=ROOT, help="a checkout; default: this one")
+    writing.add_argument(
+        "--tree", type=Path, default=ROOT, help="a checkout; default: this one"
+    )
     writing.add_argument("--platform", choices=("cpu", "cuda"), default="cpu")
     writing.add_argument("--only", default="", help="a regular expression of names of caches")
     comparing = verbs.add_parser("compare")

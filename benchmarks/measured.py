@@ -6,7 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvjax.evaluate.provenance import digest, json_text, model_digest, provenance, read_text, replace_file
+from kvjax.evaluate.provenance import (
+    digest,
+    json_text,
+    model_digest,
+    provenance,
+    read_text,
+    replace_file,
+)
 from kvjax.evaluate.report import markdown_table
 from kvjax.models import Checkpoint
 
@@ -20,11 +27,15 @@ def read_tokens(checkpoint: Checkpoint, text: Path, length: int) -> list[int]:
     words = read_text(text, what="--text takes a UTF-8 file with a long text")
     tokens = checkpoint.tokenizer(words, verbose=False)["input_ids"][:length]
     if len(tokens) < length:
-        raise ValueError(f"--text {text} has {len(tokens)} tokens, fewer than --length {length}; give a longer one")
+        raise ValueError(
+            f"--text {text} has {len(tokens)} tokens, fewer than --length {length}; give a longer one"
+        )
     return tokens
 
 
-def about(directory: Path, text: Path, dtype: str, lengths: Sequence[int], steps: int) -> dict[str, Any]:
+def about(
+    directory: Path, text: Path, dtype: str, lengths: Sequence[int], steps: int
+) -> dict[str, Any]:
     """The provenance of a measurement, for the head of its file; JSON."""
     return {
         **provenance(),
@@ -49,7 +60,12 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def write(
-    out: Path, kind: str, head: Mapping[str, Any], results: Mapping[str, Any], table: str, figure: Any
+    out: Path,
+    kind: str,
+    head: Mapping[str, Any],
+    results: Mapping[str, Any],
+    table: str,
+    figure: Any,
 ) -> list[Path]:
     """Writes measure_KIND.json, .md and .svg to the folder `out`, and returns their paths."""
     paths = [out / f"measure_{kind}.{suffix}" for suffix in ("json", "md", "svg")]
@@ -59,7 +75,9 @@ def write(
     return paths
 
 
-def write_rows(path: Path, head: Mapping[str, Any], rows: Iterable[Mapping[str, Any]], name: str = "rows") -> None:
+def write_rows(
+    path: Path, head: Mapping[str, Any], rows: Iterable[Mapping[str, Any]], name: str = "rows"
+) -> None:
     """Writes a JSON object atomically: `head`, then `rows` with one row a line, so that diffs show rows."""
     lines = ",\n".join("    " + json_text(row).rstrip() for row in rows)
     before = json_text(dict(head), indent=1).removesuffix("\n}\n") + "," if head else "{"

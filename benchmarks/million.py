@@ -40,7 +40,9 @@ def measure(
 ) -> None:  # fmt: skip
     """Keeps a row once the prompt is read, and again with the times of decoding."""
     config, chunk = model.config, given.chunk
-    spec = model.spec(batch=1, capacity=-(-(given.length + given.steps + given.block) // 128) * 128)
+    spec = model.spec(
+        batch=1, capacity=-(-(given.length + given.steps + given.block) // 128) * 128
+    )
     cache = jax.block_until_ready(kvjax.init(METHODS[name](), spec, layers=config.layers))
     before = given.length - given.last * chunk if given.last else 0
     if before:
@@ -48,12 +50,23 @@ def measure(
     logits: Any = None
     seconds, rates, rng = [], [], np.random.default_rng(0)
     for start in range(before, given.length, chunk):
-        tokens = rng.integers(config.vocab_size, size=(1, min(chunk, given.length - start)), dtype=np.int32)
+        tokens = rng.integers(
+            config.vocab_size, size=(1, min(chunk, given.length - start)), dtype=np.int32
+        )
         begin = time.perf_counter()
-        logits, cache = jax.block_until_ready(prefill(model, cache, tokens, chunk=chunk, first_chunk=not start))
+        logits, cache = jax.block_until_ready(
+            prefill(model, cache, tokens, chunk=chunk, first_chunk=not start)
+        )
         seconds.append(time.perf_counter() - begin)
         rates.append(flops(config, tokens.shape[1], start) / seconds[-1] / 1e12)
-        show({"method": name, "tokens": start + tokens.shape[1], "seconds": seconds[-1], "tflops": rates[-1]})
+        show(
+            {
+                "method": name,
+                "tokens": start + tokens.shape[1],
+                "seconds": seconds[-1],
+                "tflops": rates[-1],
+            }
+        )
     if not bool(jnp.all(jnp.isfinite(logits))):
         raise SystemExit(f"{name}: the logits are not finite")
     # The first chunk of each program compiles: that of an empty cache, and that of a filled one.
@@ -76,25 +89,52 @@ def measure(
     run = Stream(model, cache, logits, given.block + given.steps)
     del cache, logits
     run.advance(given.block)
-    keep({**row, **{k: v for k, v in throughput.time_steps(run, given.block).items() if k.startswith("tpot")}})
+    keep(
+        {
+            **row,
+            **{
+                k: v
+                for k, v in throughput.time_steps(run, given.block).items()
+                if k.startswith("tpot")
+            },
+        }
+    )
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     names: Callable[[str], list[str]] = lambda text: text.split(",")  # noqa: E731
-    parser.add_argument("--methods", type=names, default=["full", "fier", "quest", "pariskv", "logquant"])
+    parser.add_argument(
+        "--methods", type=names, default=["full", "fier", "quest", "pariskv", "logquant"]
+    )
     parser.add_argument("--length", type=int, default=1 << 20)
     parser.add_argument("--chunk", type=int, default=1 << 15)
-    parser.add_argument("--last", type=int, default=2, help="chunks that the model reads; 0: all")
+    parser.add_argument(
+        "--last", type=int, default=2, help="chunks that the model reads; 0: all"
+    )
     parser.add_argument("--layers", type=int, help="fewer than the model has")
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--block", type=int, default=32)
-    parser.add_argument("--out", type=Path, help="default: results/million.json; with --quick nothing is written")
-    parser.add_argument("--quick", action="store_true", help="two narrow layers in float32, a short prompt")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="default: results/million.json; with --quick nothing is written",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="two narrow layers in float32, a short prompt"
+    )
     given = parser.parse_args(args)
     config, dtype = throughput.SHAPES["qwen2.5-7b"], "bfloat16"
     if given.quick:
-        sizes = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 64, "q_heads": 4, "kv_heads": 2}
+        sizes = {
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "vocab_size": 64,
+            "q_heads": 4,
+            "kv_heads": 2,
+        }
         config, dtype = replace(config, layers=2, windows=(), head_dim=16, **sizes), "float32"
         given.length, given.chunk, given.steps, given.block = 1024, 256, 4, 2
     elif jax.default_backend() != "gpu":

@@ -61,7 +61,14 @@ SHAPES = {
         experts=Experts(count=32, per_token=4, size=2880, bias=True, clamp=(1.702, 7.0)),
     ),
 }
-SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "layers": 2, "q_heads": 4, "kv_heads": 2, "head_dim": 16}
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "layers": 2,
+    "q_heads": 4,
+    "kv_heads": 2,
+    "head_dim": 16,
+}
 
 
 def shrunk(config: DecoderConfig) -> DecoderConfig:
@@ -80,7 +87,9 @@ def weight_bytes(model: models.Decoder) -> int:
         if "embedding" in name and model.head is not None:
             continue
         expert = leaf.ndim == 3 or name.endswith("_bias')].value")
-        total += leaf.size * leaf.dtype.itemsize * (by.per_token if expert else by.count) // by.count
+        total += (
+            leaf.size * leaf.dtype.itemsize * (by.per_token if expert else by.count) // by.count
+        )
     return total
 
 
@@ -89,7 +98,9 @@ def run(model: models.Decoder, cache: Any, token: Any, *, steps: int) -> Any:
     def step(carry: Any, _: Any) -> Any:
         cache, token = carry
         logits, cache = model(token, cache, last_logits=True)
-        return (cache, jnp.argmax(logits, axis=-1)[:, None].astype(jnp.int32)), jnp.isfinite(logits).all()
+        return (cache, jnp.argmax(logits, axis=-1)[:, None].astype(jnp.int32)), jnp.isfinite(
+            logits
+        ).all()
 
     (cache, token), finite = jax.lax.scan(step, (cache, token), length=steps)
     return cache, token, finite.all()
@@ -98,19 +109,25 @@ def run(model: models.Decoder, cache: Any, token: Any, *, steps: int) -> Any:
 def measure(shape: str, method: str, given: Any) -> dict[str, Any]:
     config = shrunk(SHAPES[shape]) if given.quick else SHAPES[shape]
     model = models.Decoder(config, dtype=jnp.float32 if given.quick else jnp.bfloat16)
-    layers = presets.windowed(kvjax.PerLayer((), policies(given.budget)[method]), config.windows)
+    layers = presets.windowed(
+        kvjax.PerLayer((), policies(given.budget)[method]), config.windows
+    )
     spec = model.spec(1, given.length)
     room = (given.calls + 5) * given.steps
     cache = fill(kvjax.init(layers, spec, layers=config.layers), given.length - room)
     token, times = jnp.zeros((1, 1), jnp.int32), []
     for _ in range(given.calls + 1):
         start = time.perf_counter()
-        cache, token, finite = jax.block_until_ready(run(model, cache, token, steps=given.steps))
+        cache, token, finite = jax.block_until_ready(
+            run(model, cache, token, steps=given.steps)
+        )
         times.append(1e3 * (time.perf_counter() - start) / given.steps)
         if not bool(finite):
             raise SystemExit(f"{shape}, {method}: logits are not finite")
     caches = sum(
-        floor_us(layers.rest, spec, given.length) if window is None else floor_us(kvjax.Full(), spec, window)
+        floor_us(layers.rest, spec, given.length)
+        if window is None
+        else floor_us(kvjax.Full(), spec, window)
         for window in config.windows
     )
     floor = weight_bytes(model) / bytes_per_us() + caches
@@ -136,24 +153,33 @@ def by_kind(model: models.Decoder, cache: Any, token: Any, steps: int) -> dict[s
     took, _ = clock(again, (cache, token), calls=1)
     parts: dict[str, float] = {}
     for name, us in took.parts.items():
-        kind = re.sub(r"([_.]\d+)+$", "", name.removeprefix("kvjax_").removesuffix("_mosaic_gpu_kernel"))
+        kind = re.sub(
+            r"([_.]\d+)+$", "", name.removeprefix("kvjax_").removesuffix("_mosaic_gpu_kernel")
+        )
         parts[kind] = parts.get(kind, 0.0) + us / steps
     kernels = None if took.kernels is None else took.kernels / steps
-    return {"kernels": kernels, "parts": {k: round(us, 1) for k, us in sorted(parts.items(), key=lambda x: -x[1])}}
+    return {
+        "kernels": kernels,
+        "parts": {k: round(us, 1) for k, us in sorted(parts.items(), key=lambda x: -x[1])},
+    }
 
 
 def main(args: Sequence[str] | None = None) -> None:
     parser = options(__doc__, "moe_steps.json", calls=4)
     parser.add_argument("--shapes", type=names, default=list(SHAPES))
     parser.add_argument("--methods", type=names, default=["full", "fier"])
-    parser.add_argument("--parts", action="store_true", help="also count kernels, and time them by kind")
+    parser.add_argument(
+        "--parts", action="store_true", help="also count kernels, and time them by kind"
+    )
     parser.add_argument("--length", type=int, default=32768)
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--budget", type=int, default=2048)
     given = parse(parser, args)
     if given.quick:
         given.length, given.steps, given.budget, given.calls = 2048, 2, 256, 1
-    what = f"decode steps of mixtures of experts, random weights, batch 1, budget {given.budget}"
+    what = (
+        f"decode steps of mixtures of experts, random weights, batch 1, budget {given.budget}"
+    )
     for shape in given.shapes:
         for method in given.methods:
             row = measure(shape, method, given)

@@ -44,7 +44,16 @@ def measure(sweep: Sweep, B: int, K: int, G: int, S: int, room: int) -> dict[str
     args = votes, length, count
     moved = B * K * G * (S + 4 * room)
     configs = [config_for(B * K * G), *CONFIGS]
-    row = sweep("most_voted", kernel, reference, args, configs=configs, error=error, most=0.0, moved=moved)
+    row = sweep(
+        "most_voted",
+        kernel,
+        reference,
+        args,
+        configs=configs,
+        error=error,
+        most=0.0,
+        moved=moved,
+    )
     return {"B": B, "K": K, "G": G, "S": S, "room": room, **row}
 
 

@@ -104,7 +104,11 @@ ROOMS: dict[str, tuple[str, str, dict[str, str]]] = {
         "tests/models/test_rope.py tests/models/test_rope_by_length.py tests/models/test_goldens.py",
         {},
     ),
-    "chat": ("models/chat.py", "tests/models/test_chat.py tests/models/test_published_templates.py", {}),
+    "chat": (
+        "models/chat.py",
+        "tests/models/test_chat.py tests/models/test_published_templates.py",
+        {},
+    ),
 }
 
 
@@ -137,23 +141,35 @@ def mutants(room: str) -> list[Any]:
             (one,) = item.mutations
             noted = any(first <= one.start_pos < last for first, last in outside)
             row, column = one.start_pos
-            before = "".join([*lines[max(row - 3, 0) : row - 1], lines[row - 1][:column]]).rstrip()
-            star = "Operator_Mul" in one.operator_name and before[-1] in "([{,=:"  # `*, x` in arguments is no product
+            before = "".join(
+                [*lines[max(row - 3, 0) : row - 1], lines[row - 1][:column]]
+            ).rstrip()
+            star = (
+                "Operator_Mul" in one.operator_name and before[-1] in "([{,=:"
+            )  # `*, x` in arguments is no product
             if OPERATORS.fullmatch(one.operator_name) and not noted and not star:
                 found.append(one)
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("room", choices=ROOMS)
-    parser.add_argument("--sample", type=int, default=40, help="mutants, drawn at random; 0 for all")
+    parser.add_argument(
+        "--sample", type=int, default=40, help="mutants, drawn at random; 0 for all"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("mutants.jsonl"))
-    parser.add_argument("--python", default=sys.executable, help="of the environment in which the tests run")
+    parser.add_argument(
+        "--python", default=sys.executable, help="of the environment in which the tests run"
+    )
     parser.add_argument("--prefix", default="nice -n 19", help="before each command")
     parser.add_argument("--seconds", type=int, default=900, help="limit of a run of tests")
-    parser.add_argument("--again", action="store_true", help="run the tests of the room on mutants that live")
+    parser.add_argument(
+        "--again", action="store_true", help="run the tests of the room on mutants that live"
+    )
     given = parser.parse_args()
     from cosmic_ray.mutating import mutate_and_test
 
@@ -162,20 +178,33 @@ def main() -> None:
     known = {(one["module"], one["operator"], one["occurrence"]) for one in done}
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "tree"
-        shutil.copytree(ROOT, copy, symlinks=True, ignore=shutil.ignore_patterns(".git", ".venv*", "__pycache__"))
+        shutil.copytree(
+            ROOT,
+            copy,
+            symlinks=True,
+            ignore=shutil.ignore_patterns(".git", ".venv*", "__pycache__"),
+        )
         os.chdir(copy)
         os.environ.update(PYTHONDONTWRITEBYTECODE="1", PYTHONPATH=str(copy))
         whole = mutants(given.room)
-        drawn = random.Random(given.seed).sample(whole, min(given.sample or len(whole), len(whole)))
-        print(f"{given.room}: {len(drawn)} of {len(whole)} mutants, seed {given.seed}", flush=True)
+        drawn = random.Random(given.seed).sample(
+            whole, min(given.sample or len(whole), len(whole))
+        )
+        print(
+            f"{given.room}: {len(drawn)} of {len(whole)} mutants, seed {given.seed}", flush=True
+        )
 
         def run(one: Any, tests: str) -> Any:
             pytest = f"{given.prefix} {given.python} -m pytest -x -q --no-header --tb=line -p no:cacheprovider"
             split = [path for path in tests.split() if path.startswith("tests/devices")]
             whole = [path for path in tests.split() if path not in split]
             commands = [" ".join([pytest, *whole])] if whole else []
-            commands += [" ".join(["env", f"'XLA_FLAGS={DEVICES}'", pytest, *split])] if split else []
-            return mutate_and_test([one], f"bash -c {shlex.quote(' && '.join(commands))}", given.seconds)
+            commands += (
+                [" ".join(["env", f"'XLA_FLAGS={DEVICES}'", pytest, *split])] if split else []
+            )
+            return mutate_and_test(
+                [one], f"bash -c {shlex.quote(' && '.join(commands))}", given.seconds
+            )
 
         for one in drawn:
             key = str(one.module_path), one.operator_name, one.occurrence
@@ -185,8 +214,18 @@ def main() -> None:
             if given.again and result.test_outcome == "survived":
                 result = run(one, ROOMS[given.room][1])
             said = (result.output or "").strip().splitlines()[-1:]
-            told = {"room": given.room, "outcome": str(result.test_outcome.value), "said": said, "diff": result.diff}
-            told |= {"module": key[0], "operator": key[1], "occurrence": key[2], "line": one.start_pos[0]}
+            told = {
+                "room": given.room,
+                "outcome": str(result.test_outcome.value),
+                "said": said,
+                "diff": result.diff,
+            }
+            told |= {
+                "module": key[0],
+                "operator": key[1],
+                "occurrence": key[2],
+                "line": one.start_pos[0],
+            }
             with out.open("a") as file:
                 file.write(json.dumps(told) + "\n")
             done.append(told)

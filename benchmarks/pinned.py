@@ -34,10 +34,16 @@ CGROUP = Path("/sys/fs/cgroup")
 
 def free_bytes() -> int:
     """Memory that a program can still have: of the machine, and of its container."""
-    (line,) = (line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:"))
+    (line,) = (
+        line
+        for line in Path("/proc/meminfo").read_text().splitlines()
+        if line.startswith("MemAvailable:")
+    )
     free = int(line.split()[1]) * 1024
     try:
-        limit, used = ((CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        limit, used = (
+            (CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current")
+        )
     except OSError:
         return free
     return free if limit == "max" else min(free, int(limit) - int(used))
@@ -60,15 +66,31 @@ def fill(share: float, piece: float) -> dict[str, Any]:
         seconds.append(time.perf_counter() - start)
     got = {"free": free, "held": len(held) * size, "taken": before - free_bytes()}
     times = {"seconds": sum(seconds), "first": seconds[0] if seconds else None}
-    return {**got, "held_of_free": got["held"] / free, "held_of_taken": got["held"] / max(got["taken"], 1), **times}
+    return {
+        **got,
+        "held_of_free": got["held"] / free,
+        "held_of_taken": got["held"] / max(got["taken"], 1),
+        **times,
+    }
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--share", type=float, default=0.85, help="of the free host memory, for the growing pool")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--share",
+        type=float,
+        default=0.85,
+        help="of the free host memory, for the growing pool",
+    )
     parser.add_argument("--piece", type=float, default=2.0, help="GiB of an array")
-    parser.add_argument("--out", type=Path, help="default: results/pinned.json; with --quick nothing is written")
-    parser.add_argument("--quick", action="store_true", help="a small share, also without a GPU")
+    parser.add_argument(
+        "--out", type=Path, help="default: results/pinned.json; with --quick nothing is written"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a small share, also without a GPU"
+    )
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args(args)
     if given.child:
@@ -78,18 +100,43 @@ def main(args: Sequence[str] | None = None) -> None:
     if given.quick:
         given.share, given.piece = 64 * (1 << 20) / free, 0.015
     rows = []
-    for name, share in (("growing", given.share), ("preallocated", min(PREALLOCATED, given.share))):
+    for name, share in (
+        ("growing", given.share),
+        ("preallocated", min(PREALLOCATED, given.share)),
+    ):
         pool = {"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": str(max(round(share * free / GIB), 1))}
         if name == "preallocated":
             pool["XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE"] = "true"
-        run = [sys.executable, __file__, "--child", "--share", str(share), "--piece", str(given.piece)]
+        run = [
+            sys.executable,
+            __file__,
+            "--child",
+            "--share",
+            str(share),
+            "--piece",
+            str(given.piece),
+        ]
         done = subprocess.run(run, env=os.environ | pool, stdout=subprocess.PIPE, text=True)
         if done.returncode:
-            rows.append({"pool": name, "asked": share, "status": f"ended with {done.returncode}"})
+            rows.append(
+                {"pool": name, "asked": share, "status": f"ended with {done.returncode}"}
+            )
         else:
-            rows.append({"pool": name, "asked": share, "status": "ok", **json.loads(done.stdout.splitlines()[-1])})
+            rows.append(
+                {
+                    "pool": name,
+                    "asked": share,
+                    "status": "ok",
+                    **json.loads(done.stdout.splitlines()[-1]),
+                }
+            )
         show(rows[-1])
-        save(out_of(given, "pinned.json"), __doc__.splitlines()[0], [rows[-1]], ("pool", "asked", "backend"))
+        save(
+            out_of(given, "pinned.json"),
+            __doc__.splitlines()[0],
+            [rows[-1]],
+            ("pool", "asked", "backend"),
+        )
 
 
 if __name__ == "__main__":

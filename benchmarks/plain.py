@@ -33,17 +33,40 @@ from kvjax import CacheSpec, ops
 from kvjax.memory import to_host
 from kvjax.numerics.partial import group_queries
 
-SELECT = ("fier", "pariskv", "quest", "exact", "pqcache", "magicpig", "shadowkv", "arkvale", "freekv")
+SELECT = (
+    "fier",
+    "pariskv",
+    "quest",
+    "exact",
+    "pqcache",
+    "magicpig",
+    "shadowkv",
+    "arkvale",
+    "freekv",
+)
 ATTEND = ("full", "logquant", "kivi", "turboquant", "mikv", "razorattention", "duoattention")
 FETCH = ("shadowkv", "arkvale", "freekv")  # keep values in host memory
-HELD = ("streaming_llm", "logevict", "h2o", "tova", "snapkv", "pyramidkv", "adakv", "raas", "evict")
+HELD = (
+    "streaming_llm",
+    "logevict",
+    "h2o",
+    "tova",
+    "snapkv",
+    "pyramidkv",
+    "adakv",
+    "raas",
+    "evict",
+)
 CPU_LAYER = {"q_heads": 8, "kv_heads": 2, "head_dim": 128, "dtype": jnp.dtype(jnp.float32)}
 
 
 def attend_by_hand(state: Any, q: Array, k: Array, v: Array) -> tuple[Array, Any]:
     keys, values = (a.at[:, :, -1].set(new[:, 0]) for a, new in zip(state, (k, v), strict=True))
     grouped = group_queries(q[:, 0], keys.shape[1])
-    scores = jnp.einsum("bkgd,bksd->bkgs", grouped, keys, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    scores = (
+        jnp.einsum("bkgd,bksd->bkgs", grouped, keys, preferred_element_type=jnp.float32)
+        * q.shape[-1] ** -0.5
+    )
     weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
     return jnp.einsum("bkgs,bksd->bkgd", weights, values).reshape(q.shape), (keys, values)
 
@@ -57,10 +80,15 @@ def fetch_by_hand(budget: int) -> Any:
         new = to_host(v[:, 0, :, None, None, None])
         values = jax.lax.dynamic_update_slice(values, new, (0, 0, keys.shape[2] - 1, 0, 0, 0))
         grouped, scale = group_queries(q[:, 0], keys.shape[1]), q.shape[-1] ** -0.5
-        scores = jnp.einsum("bkgd,bksd->bkgs", grouped, keys, preferred_element_type=jnp.float32) * scale
+        scores = (
+            jnp.einsum("bkgd,bksd->bkgs", grouped, keys, preferred_element_type=jnp.float32)
+            * scale
+        )
         _, slots = jax.lax.top_k(jnp.mean(jax.nn.softmax(scores, axis=-1), axis=2), budget)
         (picked,) = ops.host_rows(values, slots)
-        weights = jax.nn.softmax(jnp.take_along_axis(scores, slots[:, :, None], axis=3), axis=-1).astype(picked.dtype)
+        weights = jax.nn.softmax(
+            jnp.take_along_axis(scores, slots[:, :, None], axis=3), axis=-1
+        ).astype(picked.dtype)
         return jnp.einsum("bkgs,bksd->bkgd", weights, picked).reshape(q.shape), (keys, values)
 
     return step
@@ -86,7 +114,9 @@ class Cell:
         return took.us, took.kernels
 
 
-def state_of(method: str, spec: CacheSpec, budget: int, room: int, prompt: int) -> kvjax.LayerCache:
+def state_of(
+    method: str, spec: CacheSpec, budget: int, room: int, prompt: int
+) -> kvjax.LayerCache:
     policy = policy_of(method, spec, budget).of_size(spec)
     try:
         (layer,) = fill(kvjax.init(policy, spec, layers=1), spec.capacity - room).layers
@@ -102,8 +132,12 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--lengths", type=numbers, default=[8192, 32768, 131072])
     parser.add_argument("--methods", type=names, default=[*SELECT, *ATTEND, *HELD])
     parser.add_argument("--budget", type=int, default=2048)
-    parser.add_argument("--prompt", type=int, default=8192, help="most tokens of a prompt with queries")
-    parser.add_argument("--minutes", type=float, default=1e9, help="start no method after these")
+    parser.add_argument(
+        "--prompt", type=int, default=8192, help="most tokens of a prompt with queries"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=1e9, help="start no method after these"
+    )
     given = parser.parse_args(args)
     gpu = jax.default_backend() == "gpu"
     shape: dict[str, Any] = LAYER if gpu else CPU_LAYER
@@ -112,21 +146,34 @@ def main(args: Sequence[str] | None = None) -> None:
     what = "a decode step of a layer in plain JAX beside the same by hand, " + ", ".join(
         f"{k} {v}" for k, v in shape.items()
     )
-    what += f"; budget {given.budget}; us: " + ("device time of the kernels" if gpu else "the host's clock, medians")
+    what += f"; budget {given.budget}; us: " + (
+        "device time of the kernels" if gpu else "the host's clock, medians"
+    )
     begin = time.time()
     for length in given.lengths:
         spec = CacheSpec(batch=1, capacity=length, **shape)
         pair = random_pair(jax.random.key(1), (1, 1, spec.kv_heads, spec.head_dim), spec.dtype)
-        inputs = jax.random.normal(jax.random.key(0), (1, 1, spec.q_heads, spec.head_dim), spec.dtype), *pair
+        inputs = (
+            jax.random.normal(
+                jax.random.key(0), (1, 1, spec.q_heads, spec.head_dim), spec.dtype
+            ),
+            *pair,
+        )
 
-        def hand(kind: str, slots: int, spec: CacheSpec = spec, inputs: tuple[Array, ...] = inputs) -> Cell:
+        def hand(
+            kind: str, slots: int, spec: CacheSpec = spec, inputs: tuple[Array, ...] = inputs
+        ) -> Cell:
             make = jax.jit(random_pair, static_argnums=(1, 2))
-            state = make(jax.random.key(2), (1, spec.kv_heads, slots, spec.head_dim), spec.dtype)
+            state = make(
+                jax.random.key(2), (1, spec.kv_heads, slots, spec.head_dim), spec.dtype
+            )
             if kind == "fetch":
                 keys, values = state
                 values = jax.device_put(values[:, :, :, None, None], jax.memory.Space.Host)
                 return Cell(fetch_by_hand(given.budget), ((keys, values),), inputs)
-            return Cell(by_hand(given.budget) if kind == "select" else attend_by_hand, (state,), inputs)
+            return Cell(
+                by_hand(given.budget) if kind == "select" else attend_by_hand, (state,), inputs
+            )
 
         by_kind: dict[tuple[str, int], tuple[float, float | None]] = {}
         for method in given.methods:
@@ -143,12 +190,18 @@ def main(args: Sequence[str] | None = None) -> None:
                 if gpu:
                     if (kind, slots) not in by_kind:
                         by_kind[kind, slots] = hand(kind, slots).device_us(given.calls)
-                    (us, kernels), (hand_us, hand_kernels) = ours.device_us(given.calls), by_kind[kind, slots]
+                    (us, kernels), (hand_us, hand_kernels) = (
+                        ours.device_us(given.calls),
+                        by_kind[kind, slots],
+                    )
                 else:
                     theirs, kernels, hand_kernels = hand(kind, slots), None, None
                     ours.us(), theirs.us()
                     us, hand_us = map(
-                        statistics.median, zip(*((ours.us(), theirs.us()) for _ in range(given.calls)), strict=True)
+                        statistics.median,
+                        zip(
+                            *((ours.us(), theirs.us()) for _ in range(given.calls)), strict=True
+                        ),
                     )
             row = {
                 "method": method,
@@ -158,14 +211,24 @@ def main(args: Sequence[str] | None = None) -> None:
                 "us": us,
                 "by_hand_us": hand_us,
             }
-            row |= {"ratio": us / hand_us, "kernels": kernels, "by_hand_kernels": hand_kernels, "calls": given.calls}
+            row |= {
+                "ratio": us / hand_us,
+                "kernels": kernels,
+                "by_hand_kernels": hand_kernels,
+                "calls": given.calls,
+            }
             if gpu and method in FETCH:
                 if ("fetch", slots) not in by_kind:
                     with ops.use("xla"):
                         by_kind["fetch", slots] = hand("fetch", slots).device_us(given.calls)
                 row["fetch_by_hand_us"], _ = by_kind["fetch", slots]
             show(row)
-            save(out_of(given, "plain.json"), what, [row], ("method", "length", "backend", "device"))
+            save(
+                out_of(given, "plain.json"),
+                what,
+                [row],
+                ("method", "length", "backend", "device"),
+            )
             del ours
             gc.collect()
 

@@ -34,20 +34,37 @@ class Config:
     waves: int = 1  # blocks for each multiprocessor
 
 
-CONFIGS = [Config(stages, waves) for stages in (2, 3, 4, 6) for waves in (1, 2, 3) if stages * waves <= 6]
+CONFIGS = [
+    Config(stages, waves)
+    for stages in (2, 3, 4, 6)
+    for waves in (1, 2, 3)
+    if stages * waves <= 6
+]
 
 
-def plain_score_pages(q: Array, low: Array, high: Array, *, scale: float, config: Config | None = None) -> Array:
+def plain_score_pages(
+    q: Array, low: Array, high: Array, *, scale: float, config: Config | None = None
+) -> Array:
     """f32[B, K, G, P]: scale * sum_i max(q_i low_i, q_i high_i) of q [B, K, G, D] and corners [B, K, P, D]."""
     (B, K, G, D), P, dtype = q.shape, low.shape[2], low.dtype
     if P % TILE or G > HEADS:
-        raise NotImplementedError(f"plain_score_pages takes tiles of {TILE} pages and {HEADS} heads; got P={P}, G={G}")
+        raise NotImplementedError(
+            f"plain_score_pages takes tiles of {TILE} pages and {HEADS} heads; got P={P}, G={G}"
+        )
     config, rows, elements = config or Config(), B * K, SWIZZLE // dtype.itemsize
     parts = min(P // TILE, -(-MULTIPROCESSORS * config.waves // rows))
     tiles = -(-(P // TILE) // parts)  # of a block; the last block may have fewer
     transforms = plgpu.TilingTransform((8, elements)), plgpu.SwizzleTransform(SWIZZLE)
 
-    def body(sides_gmem: Any, low_gmem: Any, high_gmem: Any, out_gmem: Any, sides: Any, out: Any, barrier: Any) -> None:
+    def body(
+        sides_gmem: Any,
+        low_gmem: Any,
+        high_gmem: Any,
+        out_gmem: Any,
+        sides: Any,
+        out: Any,
+        barrier: Any,
+    ) -> None:
         row, first = lax.axis_index("row"), lax.axis_index("part") * tiles
         plgpu.copy_gmem_to_smem(sides_gmem.at[row], sides, barrier)
         plgpu.barrier_wait(barrier)
@@ -70,7 +87,10 @@ def plain_score_pages(q: Array, low: Array, high: Array, *, scale: float, config
         spec = plgpu.BlockSpec((TILE, D), lambda i: (first + i, 0), transforms=transforms)
         grid = (jnp.minimum(tiles, P // TILE - first),)
         pipeline = plgpu.emit_pipeline(
-            tile, grid=grid if P // TILE % tiles else (tiles,), in_specs=[spec] * 2, max_concurrent_steps=config.stages
+            tile,
+            grid=grid if P // TILE % tiles else (tiles,),
+            in_specs=[spec] * 2,
+            max_concurrent_steps=config.stages,
         )
         pipeline(high_gmem.at[row], low_gmem.at[row])
         plgpu.wait_smem_to_gmem(0)
@@ -101,15 +121,32 @@ def measure(sweep: Sweep, B: int, K: int, G: int, P: int, D: int, dtype: str) ->
 
     def calls(f: Any) -> Any:
         one = jax.jit(partial(f, scale=scale))  # lowered once
-        return lambda q, *corners: [one(q, low, high) for low, high in zip(*corners, strict=True)]
+        return lambda q, *corners: [
+            one(q, low, high) for low, high in zip(*corners, strict=True)
+        ]
 
     def error(got: list[Array], want: list[Array]) -> float:
-        return float(max(jnp.linalg.norm(a - b) / jnp.linalg.norm(b) for a, b in zip(got, want, strict=True)))
+        return float(
+            max(
+                jnp.linalg.norm(a - b) / jnp.linalg.norm(b)
+                for a, b in zip(got, want, strict=True)
+            )
+        )
 
     args = jax.jit(inputs, static_argnums=range(7))(B, K, G, P, D, dtype, n)
-    checks = {"reference": calls(partial(ops.score_pages, implementation="xla")), "error": error, "most": 1e-5}
+    checks = {
+        "reference": calls(partial(ops.score_pages, implementation="xla")),
+        "error": error,
+        "most": 1e-5,
+    }
     ours = sweep(
-        "score_pages", lambda _: calls(score_pages.score_pages), args=args, configs=[None], moved=moved, n=n, **checks
+        "score_pages",
+        lambda _: calls(score_pages.score_pages),
+        args=args,
+        configs=[None],
+        moved=moved,
+        n=n,
+        **checks,
     )
     plain = sweep(
         "plain_score_pages",

@@ -13,15 +13,31 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("kernels", "steps", "prompts", "hosts", "methods", "devices", "checkpoint")
-INPUTS = ("checkpoint", "text", "other", "code", "docs", "gsm8k")  # that a command may name in braces, beside {out}
-WARMED = ("decode_step.py", "decode_tokens.py", "shared.py", "host_steps.py", "compared.py", "prefill.py")
+INPUTS = (
+    "checkpoint",
+    "text",
+    "other",
+    "code",
+    "docs",
+    "gsm8k",
+)  # that a command may name in braces, beside {out}
+WARMED = (
+    "decode_step.py",
+    "decode_tokens.py",
+    "shared.py",
+    "host_steps.py",
+    "compared.py",
+    "prefill.py",
+)
 WARMING = "--calls 2"
 UNTIMED = (
     *("pytest", "kvjax.cli eval", "kvjax.cli perplexity"),
     *("benchmarks.claims", "benchmarks.gsm8k", "hit_rates.py"),
 )
 UNTIMED += ("long_generation.py", "shared_quality.py")
-BESIDE_OTHERS = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # a process takes no more of the GPU's memory than it needs
+BESIDE_OTHERS = {
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false"
+}  # a process takes no more of the GPU's memory than it needs
 
 
 @dataclass(frozen=True)
@@ -76,15 +92,34 @@ def cells() -> list[Cell]:
     return [cell for part in parts for cell in part()]
 
 
-NO_GPU = ("aot", "refusals", "tuned", "simulate", "kernels")  # of tests/kernels, what asks nothing of one
+NO_GPU = (
+    "aot",
+    "refusals",
+    "tuned",
+    "simulate",
+    "kernels",
+)  # of tests/kernels, what asks nothing of one
 
 
 def _kernels() -> Iterator[Cell]:
     files = sorted((ROOT / "tests" / "kernels").glob("test_*.py"))
-    asked = [str(file.relative_to(ROOT)) for file in files if file.stem.removeprefix("test_") not in NO_GPU]
-    command = f"-m pytest {' '.join(asked)} --thorough -q -n 6 --dist worksteal -p no:cacheprovider"
-    env = {"JAX_PLATFORMS": "cuda", "XLA_FLAGS": "", "XLA_PYTHON_CLIENT_MEM_FRACTION": ".15", **BESIDE_OTHERS}
-    yield Cell("kernels", "tests", command, "-n 0 --collect-only", 480, env, {"JAX_PLATFORMS": "cpu"})
+    asked = [
+        str(file.relative_to(ROOT))
+        for file in files
+        if file.stem.removeprefix("test_") not in NO_GPU
+    ]
+    command = (
+        f"-m pytest {' '.join(asked)} --thorough -q -n 6 --dist worksteal -p no:cacheprovider"
+    )
+    env = {
+        "JAX_PLATFORMS": "cuda",
+        "XLA_FLAGS": "",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": ".15",
+        **BESIDE_OTHERS,
+    }
+    yield Cell(
+        "kernels", "tests", command, "-n 0 --collect-only", 480, env, {"JAX_PLATFORMS": "cpu"}
+    )
 
 
 SMALL_STEP = "--quick --lengths 320 --batches 1 --calls 2 --budget 160"
@@ -95,11 +130,19 @@ def _steps() -> Iterator[Cell]:
         for method in ("fier", "quest", "pariskv", "logquant", "full"):
             command = f"decode_step.py --methods cudnn,{method} --lengths {length} --implementations default"
             yield Cell(
-                "steps", f"decode_step {method} {length}", f"{command} --out {{out}}/decode_step.json", SMALL_STEP, 120
+                "steps",
+                f"decode_step {method} {length}",
+                f"{command} --out {{out}}/decode_step.json",
+                SMALL_STEP,
+                120,
             )
     for method in ("full", "fier", "quest", "pariskv", "logquant"):
-        command = f"decode_tokens.py --methods {method} --tokens 1,8 --out {{out}}/decode_tokens.json"
-        yield Cell("steps", f"decode_tokens {method}", command, f"{SMALL_STEP} --tokens 1,2", 120)
+        command = (
+            f"decode_tokens.py --methods {method} --tokens 1,8 --out {{out}}/decode_tokens.json"
+        )
+        yield Cell(
+            "steps", f"decode_tokens {method}", command, f"{SMALL_STEP} --tokens 1,2", 120
+        )
     for sweep in ("top_k", "select_pages"):
         yield Cell("steps", sweep, f"{sweep}.py --out {{out}}/{sweep}.json", "--quick", 300)
     for method in ("cudnn", "full", "fier", "quest", "pariskv", "logquant", "freekv"):
@@ -119,11 +162,23 @@ POOL = {"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "100"}
 def _prompts() -> Iterator[Cell]:
     ttft = "ttft.py --out {out}/ttft.json"
     yield Cell("prompts", "ttft floor", f"{ttft} --methods floor", "--quick", 150)
-    for method in ("full", "fier", "quest", "pariskv", "logquant", "kivi", "fier:host", "pariskv:host", "freekv"):
+    for method in (
+        "full",
+        "fier",
+        "quest",
+        "pariskv",
+        "logquant",
+        "kivi",
+        "fier:host",
+        "pariskv:host",
+        "freekv",
+    ):
         yield Cell("prompts", f"ttft {method}", f"{ttft} --methods {method}", "--quick", 200)
     million = "million.py --out {out}/million.json"
     for method in ("full", "fier", "quest", "pariskv", "logquant"):
-        yield Cell("prompts", f"million {method}", f"{million} --methods {method}", "--quick", 240)
+        yield Cell(
+            "prompts", f"million {method}", f"{million} --methods {method}", "--quick", 240
+        )
     for method in ("fier:host", "pariskv:host", "freekv"):
         command = f"{million} --methods {method} --length 524288"
         yield Cell("prompts", f"half a million {method}", command, "--quick", 300, POOL)
@@ -135,7 +190,9 @@ def _prompts() -> Iterator[Cell]:
 
 
 def _hosts() -> Iterator[Cell]:
-    small = "--quick --lengths 512 --budget 160 --hot 256 --calls 2 --layers 1 --correlations 0.9"
+    small = (
+        "--quick --lengths 512 --budget 160 --hot 256 --calls 2 --layers 1 --correlations 0.9"
+    )
     steps = "host_steps.py --out {out}/host_steps.json"
     for method in ("fier", "quest", "pariskv"):
         yield Cell("hosts", f"host_steps {method}", f"{steps} --methods {method}", small, 240)
@@ -148,9 +205,14 @@ def _hosts() -> Iterator[Cell]:
             240,
         )  # fmt: skip
     for what in ("host_rows", "host_append", "footprint"):
-        yield Cell("hosts", f"host_rows {what}", f"host_rows.py {what} --out {{out}}", "--quick", 300)
+        yield Cell(
+            "hosts", f"host_rows {what}", f"host_rows.py {what} --out {{out}}", "--quick", 300
+        )
     yield Cell("hosts", "hot_pages", "hot_pages.py --out {out}", "--quick", 300)
-    memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".95", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "82"}
+    memory = {
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": ".95",
+        "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "82",
+    }
     float8 = "--float8 --rows 48 --hot 8192 --host-bytes 82e9"
     for steady, how in itertools.product(("0.9", "0", "1"), ("", float8)):
         command = f"host_batch.py --steady {steady} {how} --out {{out}}/host_batch.json"
@@ -159,9 +221,27 @@ def _hosts() -> Iterator[Cell]:
         yield Cell("hosts", name, command, small, 400, memory)
 
 
-COMPARED = ("full", "fier", "pariskv", "quest", "freekv", "logquant", "kivi", "exact", "shadowkv")
+COMPARED = (
+    "full",
+    "fier",
+    "pariskv",
+    "quest",
+    "freekv",
+    "logquant",
+    "kivi",
+    "exact",
+    "shadowkv",
+)
 COMPARED += ("shadowkv:host=false", "mikv", "adakv", "snapkv", "arkvale", "pqcache", "magicpig")
-COMPARED += ("streaming_llm", "logevict", "h2o", "tova", "raas", "razorattention", "duoattention")
+COMPARED += (
+    "streaming_llm",
+    "logevict",
+    "h2o",
+    "tova",
+    "raas",
+    "razorattention",
+    "duoattention",
+)
 
 
 def _methods() -> Iterator[Cell]:
@@ -176,7 +256,9 @@ def _devices() -> Iterator[Cell]:
     two = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     for method in ("full", "fier", "quest", "pariskv"):
         command = f"devices.py --methods {method} --out {{out}}/devices.json --seconds 300"
-        yield Cell("devices", method, command, "--quick --placements data=2", 400, smoke_env=two)
+        yield Cell(
+            "devices", method, command, "--quick --placements data=2", 400, smoke_env=two
+        )
     command = "devices.py --methods full --no-check --prompt 32768 --out {out}/devices.json --seconds 300"
     small = "--quick --prompt 64 --placements model=2"
     yield Cell("devices", "prompt", command, small, 400, smoke_env=two)
@@ -204,32 +286,55 @@ PAPERS_SMALL = "--length 448 --samples 1 --batch 1 --dtype float32 --budget 512"
 def _checkpoint() -> Iterator[Cell]:
     small = "--length 192 --samples 1 --batch 1 --dtype float32"
 
-    def scored(name: str, out: str, options: str, caches: Sequence[str], budgets: str, small: str) -> Iterator[Cell]:
+    def scored(
+        name: str, out: str, options: str, caches: Sequence[str], budgets: str, small: str
+    ) -> Iterator[Cell]:
         """A process reads each prompt once for all of its caches, whose programs compile beside one another."""
         every = " ".join(f"--cache {cache}" for cache in caches)
-        command = (
-            f"-m kvjax.cli eval {{checkpoint}} {options} {every} --budget {budgets} --parallel 8 --out {{out}}/{out}"
-        )
+        command = f"-m kvjax.cli eval {{checkpoint}} {options} {every} --budget {budgets} --parallel 8 --out {{out}}/{out}"
         smoke = small if "--budget" in small else f"{small} --budget 64"
         yield Cell("checkpoint", name, command, smoke, 480, resumes=True)
 
-    needles = "--task needles --task pass_key --length 16384 --samples 100 --batch 5 --text {text}"
+    needles = (
+        "--task needles --task pass_key --length 16384 --samples 100 --batch 5 --text {text}"
+    )
     caches = (*WHOLE, *SELECTING, *EVICTING)
-    yield from scored("needles", "needles", needles, caches, "32,64,128,256,512,1024,2048", small)
+    yield from scored(
+        "needles", "needles", needles, caches, "32,64,128,256,512,1024,2048", small
+    )
     yield from scored("needles of others", "needles", needles, OTHERS, "256,1024", small)
     for name, caches in PAPERS.items():
-        yield from scored(f"needles, {name} at its paper's", "needles", needles, caches, "1024,2048", PAPERS_SMALL)
-    command = "shared_quality.py {checkpoint} --text {text} --calibrate {other} --out {out}/shared"
+        yield from scored(
+            f"needles, {name} at its paper's",
+            "needles",
+            needles,
+            caches,
+            "1024,2048",
+            PAPERS_SMALL,
+        )
+    command = (
+        "shared_quality.py {checkpoint} --text {text} --calibrate {other} --out {out}/shared"
+    )
     few = "--quick --methods fier --shares 1,2 --dtype float32"
     yield Cell("checkpoint", "shared selections", command, few, 480, resumes=True)
     for length in (4096, 8192, 16384, 32768):
         ruler = f"--task {{ruler_task}} --length {length} --samples 100 --batch {163840 // length} --text {{text}}"
         caches = ("full", "exact", *SELECTING[:3])
-        yield from scored(f"ruler {length}", "ruler", ruler, caches, "1024", small.replace("192", "448"))
+        yield from scored(
+            f"ruler {length}", "ruler", ruler, caches, "1024", small.replace("192", "448")
+        )
         caches = (SELECTING[3], *WHOLE[1:], "snapkv")
-        yield from scored(f"ruler of others {length}", "ruler", ruler, caches, "1024", small.replace("192", "448"))
+        yield from scored(
+            f"ruler of others {length}",
+            "ruler",
+            ruler,
+            caches,
+            "1024",
+            small.replace("192", "448"),
+        )
     short = tuple(
-        cache.replace("pariskv:sink=4,local=16", "pariskv:sink=4,local=16,dense_below=0") for cache in SELECTING
+        cache.replace("pariskv:sink=4,local=16", "pariskv:sink=4,local=16,dense_below=0")
+        for cache in SELECTING
     )
     caches = (*WHOLE, "logquant:bits=4", "kivi:bits=4", *short, "streaming_llm")
     every = " ".join(f"--cache {cache}" for cache in caches)
@@ -245,24 +350,52 @@ def _checkpoint() -> Iterator[Cell]:
         command = f"-m kvjax.cli perplexity {{checkpoint}} {options} --parallel 8 --out {{out}}/perplexity_{kind}"
         yield Cell("checkpoint", f"perplexity {kind} {length}", command, few, 480, resumes=True)
     live = "--length 192 --steps 4 --budget 32 --dtype float32"
-    for what, length in (("groups", 16384), ("queries", 16384), ("logquant", 8192), ("drift", 4096), ("paris", 4096)):
+    for what, length in (
+        ("groups", 16384),
+        ("queries", 16384),
+        ("logquant", 8192),
+        ("drift", 4096),
+        ("paris", 4096),
+    ):
         more = " --new-tokens 2048" if what in ("drift", "paris") else ""
         command = f"-m benchmarks.claims {{checkpoint}} --text {{text}} --what {what} --length {length}{more}"
         smoke = f"{live} --new-tokens 32" if what in ("drift", "paris") else live
-        yield Cell("checkpoint", f"claims {what}", f"{command} --out {{out}}/claims", smoke, 480)
+        yield Cell(
+            "checkpoint", f"claims {what}", f"{command} --out {{out}}/claims", smoke, 480
+        )
     for what in ("recall", "group_reduce"):
         command = f"-m benchmarks.claims {{checkpoint}} --text {{text}} --what {what} --length 4K,16K --budget 1024"
         smoke = "--length 160 --steps 4 --budget 64 --dtype float32"
-        yield Cell("checkpoint", f"measure {what}", f"{command} --out {{out}}/measure", smoke, 480)
+        yield Cell(
+            "checkpoint", f"measure {what}", f"{command} --out {{out}}/measure", smoke, 480
+        )
     command = "hit_rates.py {checkpoint} --text {text} --length 16384 --budget 1024 --out {out}/hit_rates.json"
-    yield Cell("checkpoint", "hit_rates", command, "--length 128 --steps 8 --budget 64 --dtype float32", 480)
+    yield Cell(
+        "checkpoint",
+        "hit_rates",
+        command,
+        "--length 128 --steps 8 --budget 64 --dtype float32",
+        480,
+    )
     command = "speculation.py {checkpoint} --text {text} --out {out}/speculation.json"
     few = "--prompts 1 --tokens 64 --new-tokens 4 --dtype float32 --methods full"
     yield Cell("checkpoint", "drafts", command, few, 480)
     command = "long_generation.py {checkpoint} --text {text} --out {out}/long_generation.json"
-    few = "--rows 1 --prompt 64 --new-tokens 8 --budget 32 --dtype float32 --methods 'full fier'"
+    few = (
+        "--rows 1 --prompt 64 --new-tokens 8 --budget 32 --dtype float32 --methods 'full fier'"
+    )
     yield Cell("checkpoint", "long generation", command, few, 540, resumes=True)
-    for size in ("16384x1", "16384x8", "4096x1", "32768x1", "4096x8", "32768x8", "4096x32", "16384x32", "32768x32"):
+    for size in (
+        "16384x1",
+        "16384x8",
+        "4096x1",
+        "32768x1",
+        "4096x8",
+        "32768x8",
+        "4096x32",
+        "16384x32",
+        "32768x32",
+    ):
         command = f"real_speed.py {{checkpoint}} --text {{text}} --sizes {size} --out {{out}}/real_speed.json"
         few = "--sizes 64x1 --steps 4 --block 2 --budget 32 --dtype float32 --cudnn xla --methods 'cudnn fier'"
         yield Cell("checkpoint", f"speed {size}", command, few, 480, resumes=True)
@@ -272,7 +405,14 @@ def _checkpoint() -> Iterator[Cell]:
     )
     others = " ".join(("full", *OTHERS, "streaming_llm"))
     few = "--sizes 256x1 --steps 4 --block 2 --budget 64 --dtype float32 --methods 'exact h2o'"
-    yield Cell("checkpoint", "speed of others", f"{command} --methods '{others}'", few, 480, resumes=True)
+    yield Cell(
+        "checkpoint",
+        "speed of others",
+        f"{command} --methods '{others}'",
+        few,
+        480,
+        resumes=True,
+    )
     command = "rounding.py {checkpoint} --text {text} --out {out}/rounding.json"
     few = "--rows 2 --length 32 --steps 4 --budget 64 --methods 'full fier'"
     yield Cell("checkpoint", "rounding", command, few, 480)

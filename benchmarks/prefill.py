@@ -30,7 +30,13 @@ from kvjax.policies.zones import Zoned
 
 LAYERS = 2
 FULL = SHAPES["llama-3.1-8b"]
-SMALL: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "q_heads": 4, "kv_heads": 2, "head_dim": 16}
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "q_heads": 4,
+    "kv_heads": 2,
+    "head_dim": 16,
+}
 POLICIES: dict[str, Callable[[], kvjax.PerLayer]] = {
     "full": presets.full,
     "fier": lambda: presets.fier(2048),
@@ -54,12 +60,16 @@ def token(cache: Any, model: Decoder, tokens: Array) -> tuple[Array, Any]:
 
 def seal(state: Any, policy: Zoned) -> tuple[Array, Any]:
     """Flushes the recent block, which is full in every row."""
-    recent = dataclasses.replace(state.recent, count=jnp.full_like(state.recent.count, state.recent.slots))
+    recent = dataclasses.replace(
+        state.recent, count=jnp.full_like(state.recent.count, state.recent.slots)
+    )
     after = policy.flush(dataclasses.replace(state, recent=recent))
     return after.store.count, keep_counts(state, after)
 
 
-def measure(name: str, config: DecoderConfig, model: Decoder, length: int, batch: int, calls: int) -> dict[str, Any]:
+def measure(
+    name: str, config: DecoderConfig, model: Decoder, length: int, batch: int, calls: int
+) -> dict[str, Any]:
     policy: Policy = POLICIES[name]().rest
     chunk = policy.demote.leave if isinstance(policy, Zoned) else 0
     layered = kvjax.PerLayer((), policy)
@@ -77,7 +87,9 @@ def measure(name: str, config: DecoderConfig, model: Decoder, length: int, batch
     del cache
     if isinstance(policy, Zoned):
         (layer,) = fill(kvjax.init(layered, spec, layers=1), length - 1).layers
-        sealed, _ = clock(jax.jit(seal, donate_argnums=0, static_argnums=1), layer.state, policy, calls=calls)
+        sealed, _ = clock(
+            jax.jit(seal, donate_argnums=0, static_argnums=1), layer.state, policy, calls=calls
+        )
         row["seal_us"] = sealed.us
     return row
 
@@ -86,7 +98,9 @@ def main(args: Sequence[str] | None = None) -> None:
     parser = options(__doc__, "prefill.json", calls=5)
     parser.add_argument("--lengths", type=numbers, default=[32768, 131072])
     parser.add_argument("--batches", type=numbers, default=[1])
-    parser.add_argument("--methods", type=names, default=list(POLICIES), help="full comes first")
+    parser.add_argument(
+        "--methods", type=names, default=list(POLICIES), help="full comes first"
+    )
     given = parse(parser, args)
     small = SMALL if given.quick else {}
     config = dataclasses.replace(FULL, layers=LAYERS, windows=(), vocab_size=1024, **small)
@@ -99,14 +113,21 @@ def main(args: Sequence[str] | None = None) -> None:
                 row = measure(name, config, model, length, batch, given.calls)
                 full = row if full is None else full
                 row["added"] = row["prefill_us"] / full["prefill_us"] - 1
-                row["seal_added"] = row["seal_us"] / (row["chunk"] * row["token_us"]) if row["chunk"] else 0.0
+                row["seal_added"] = (
+                    row["seal_us"] / (row["chunk"] * row["token_us"]) if row["chunk"] else 0.0
+                )
                 if not rows:
                     print(" | ".join(row))
                 rows.append(row)
                 show(row)
                 gc.collect()
             what = f"prefill, decoded token and flush of a chunk in one layer of {config}; random tokens and weights"
-            save(out_of(given, "prefill.json"), what, rows, ("method", "length", "batch", "backend"))
+            save(
+                out_of(given, "prefill.json"),
+                what,
+                rows,
+                ("method", "length", "batch", "backend"),
+            )
 
 
 if __name__ == "__main__":

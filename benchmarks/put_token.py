@@ -32,26 +32,49 @@ def measure(_: Sweep, B: int, K: int, zones: tuple[int, ...], D: int) -> dict[st
         """The zones of each layer: a full sink, if there is one, and a recent block with room for all calls."""
         counts = [*zones[:-1], 0]
         return [
-            [Block(*(jnp.zeros((B, K, n, D), "bfloat16") for _ in "kv"), jnp.full(B, count)) for n, count in both]
+            [
+                Block(*(jnp.zeros((B, K, n, D), "bfloat16") for _ in "kv"), jnp.full(B, count))
+                for n, count in both
+            ]
             for both in [list(zip(zones, counts, strict=True))] * LAYERS
         ]
 
     def by(implementation: ops.Implementation) -> tuple[float, list[list[Block]], float]:
-        def step(layers: list[list[Block]], k: Array, v: Array, active: Array) -> tuple[Array, list[list[Block]]]:
+        def step(
+            layers: list[list[Block]], k: Array, v: Array, active: Array
+        ) -> tuple[Array, list[list[Block]]]:
             lost, after = jnp.zeros(B, bool), []
             for each in layers:
-                each, lost = ops.put_token(each, k, v, active, lost, implementation=implementation)
+                each, lost = ops.put_token(
+                    each, k, v, active, lost, implementation=implementation
+                )
                 after.append(each)
             return lost, after
 
-        took, _ = clock(jax.jit(step, donate_argnums=0), blocks(), *token, jnp.ones(B, bool), calls=10)
-        return took.us / LAYERS, jax.jit(step)(blocks(), *token, jnp.ones(B, bool))[1], (took.kernels or 0) / LAYERS
+        took, _ = clock(
+            jax.jit(step, donate_argnums=0), blocks(), *token, jnp.ones(B, bool), calls=10
+        )
+        return (
+            took.us / LAYERS,
+            jax.jit(step)(blocks(), *token, jnp.ones(B, bool))[1],
+            (took.kernels or 0) / LAYERS,
+        )
 
     token = [jax.random.normal(jax.random.key(i), (B, K, 1, D), "bfloat16") for i in range(2)]
     (kernel, got, launches), (xla, want, others) = by("mosaic"), by("xla")
-    if not all(bool(jnp.all(a == b)) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)):
+    if not all(
+        bool(jnp.all(a == b))
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    ):
         raise SystemExit("put_token: the kernel and the reference differ")
-    sizes = {"B": B, "K": K, "zones": list(zones), "D": D, "kernel": kernel, "kernels": launches}
+    sizes = {
+        "B": B,
+        "K": K,
+        "zones": list(zones),
+        "D": D,
+        "kernel": kernel,
+        "kernels": launches,
+    }
     return {**sizes, "xla": xla, "xla kernels": others, "floor": B * K * D * 8 / bytes_per_us()}
 
 

@@ -68,18 +68,24 @@ def read_rate() -> float:
     return 16 * READ / min(seconds(16) for _ in range(3))
 
 
-def caches(names: Sequence[str], budget: int, dense_layers: int, cudnn: str) -> dict[str, PerLayer]:
+def caches(
+    names: Sequence[str], budget: int, dense_layers: int, cudnn: str
+) -> dict[str, PerLayer]:
     """Policies by name, with `dense_layers` where their text sets none."""
     found = {"cudnn": PerLayer((), FullByCudnn(cudnn))} if "cudnn" in names else {}
     presets = [name for name in names if name != "cudnn"]
     budgets = [budget] if without_budget(presets) else None
     rows = make_rows(presets, budgets=budgets, dense_layers=dense_layers) if presets else []
-    return found | {row.name.partition("@")[0]: row.policies for row in rows if row.policies is not None}
+    return found | {
+        row.name.partition("@")[0]: row.policies for row in rows if row.policies is not None
+    }
 
 
 def excerpts(checkpoint: Checkpoint, text: Path, length: int, count: int) -> np.ndarray:
     """i32[count, length]: pieces of a book that follow one another."""
-    return np.array(measured.read_tokens(checkpoint, text, length * count), np.int32).reshape(count, length)
+    return np.array(measured.read_tokens(checkpoint, text, length * count), np.int32).reshape(
+        count, length
+    )
 
 
 def repeated(read: Cache, times: int) -> Iterator[LayerCache]:
@@ -90,15 +96,21 @@ def repeated(read: Cache, times: int) -> Iterator[LayerCache]:
 
     for layer in read.layers:
         state = layer.state if times == 1 else jax.tree.map(tile, layer.state)
-        yield replace(layer, state=state, spec=replace(layer.spec, batch=times * layer.spec.batch))
+        yield replace(
+            layer, state=state, spec=replace(layer.spec, batch=times * layer.spec.batch)
+        )
 
 
 def empty(checkpoint: Checkpoint, policies: PerLayer, batch: int, capacity: int) -> Cache:
     model = checkpoint.model
-    return init(policies, model.spec(batch=batch, capacity=capacity), layers=model.config.layers)
+    return init(
+        policies, model.spec(batch=batch, capacity=capacity), layers=model.config.layers
+    )
 
 
-def first_token(checkpoint: Checkpoint, policies: PerLayer, tokens: np.ndarray, capacity: int) -> float:
+def first_token(
+    checkpoint: Checkpoint, policies: PerLayer, tokens: np.ndarray, capacity: int
+) -> float:
     """Seconds from a prompt i32[1, T] to the logits after it, with those to compile if it is the first call."""
     cache = jax.block_until_ready(empty(checkpoint, policies, 1, capacity))
     begin = time.perf_counter()
@@ -150,24 +162,48 @@ def decode(
         for name in policies
     }
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # threads compile and run nothing; see benchmarks/NOTES.md
+    with ThreadPoolExecutor(
+        os.cpu_count()
+    ) as pool:  # threads compile and run nothing; see benchmarks/NOTES.md
         programs = []
         for name in policies:
             with out_of_memory_told({}):
-                lowered = begin(empty(checkpoint, policies[name], batch, capacity)).programs()[0].lower()
+                lowered = (
+                    begin(empty(checkpoint, policies[name], batch, capacity))
+                    .programs()[0]
+                    .lower()
+                )
                 programs.append(pool.submit(lowered.compile))
         for program in programs:
             with out_of_memory_told({}):  # alone it may fit; else it says so below
                 program.result()
     for name, row in rows.items():
         with out_of_memory_told(row):
-            run = begin(prompt.store(checkpoint, repeated(read, times), policies[name], capacity))
+            run = begin(
+                prompt.store(checkpoint, repeated(read, times), policies[name], capacity)
+            )
             run.advance(given.block)
             row |= time_steps(run, given.block)
             size = nbytes(run.cache)
-            row |= {"cache_bytes_device": size.device, "cache_bytes_host": size.host, "ttft_seconds": None}
+            row |= {
+                "cache_bytes_device": size.device,
+                "cache_bytes_host": size.host,
+                "ttft_seconds": None,
+            }
             del run
-        show({key: row.get(key) for key in ("method", "length", "batch", "status", "tpot_ms", "tokens_per_second")})
+        show(
+            {
+                key: row.get(key)
+                for key in (
+                    "method",
+                    "length",
+                    "batch",
+                    "status",
+                    "tpot_ms",
+                    "tokens_per_second",
+                )
+            }
+        )
         keep(row)
 
 
@@ -191,29 +227,61 @@ def read_first(
             program.result()
     for name, made in policies.items():
         first_token(checkpoint, made, tokens, capacity)
-        seconds = float(np.median([first_token(checkpoint, made, tokens, capacity) for _ in range(3)]))
+        seconds = float(
+            np.median([first_token(checkpoint, made, tokens, capacity) for _ in range(3)])
+        )
         show({"method": name, "length": length, "ttft_seconds": seconds})
         keep(name, seconds)
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model_dir", nargs="?", type=Path, default=None, help="default: the shipped model")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "model_dir", nargs="?", type=Path, default=None, help="default: the shipped model"
+    )
     parser.add_argument("--text", type=Path, required=True, help="UTF-8 file with a long text")
-    parser.add_argument("--sizes", default=SIZES, help="tokens x rows, with commas between, in the order to measure")
-    parser.add_argument("--methods", default=METHODS, help="names with spaces between; settings may follow a name")
+    parser.add_argument(
+        "--sizes",
+        default=SIZES,
+        help="tokens x rows, with commas between, in the order to measure",
+    )
+    parser.add_argument(
+        "--methods",
+        default=METHODS,
+        help="names with spaces between; settings may follow a name",
+    )
     parser.add_argument("--budget", type=int, default=1024)
-    parser.add_argument("--dense-layers", type=int, default=DENSE_LAYERS, help="first layers that attend to everything")
+    parser.add_argument(
+        "--dense-layers",
+        type=int,
+        default=DENSE_LAYERS,
+        help="first layers that attend to everything",
+    )
     parser.add_argument("--steps", type=int, default=128)
-    parser.add_argument("--block", type=int, default=32, help="steps between two readings of the clock")
-    parser.add_argument("--different", type=int, default=8, help="prompts that differ; larger batches repeat them")
+    parser.add_argument(
+        "--block", type=int, default=32, help="steps between two readings of the clock"
+    )
+    parser.add_argument(
+        "--different",
+        type=int,
+        default=8,
+        help="prompts that differ; larger batches repeat them",
+    )
     parser.add_argument("--dtype", default=default_dtype())
     first = "leave out the time to the first token, whose programs take longest to compile"
     parser.add_argument("--no-first-token", action="store_true", help=first)
-    parser.add_argument("--cudnn", default="cudnn", help="xla: the same attention without cuDNN, on a CPU")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "real_speed.json")
+    parser.add_argument(
+        "--cudnn", default="cudnn", help="xla: the same attention without cuDNN, on a CPU"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results" / "real_speed.json"
+    )
     given = parser.parse_args(args)
-    if jax.config.jax_compilation_cache_dir is None:  # what the threads compile is found there again
+    if (
+        jax.config.jax_compilation_cache_dir is None
+    ):  # what the threads compile is found there again
         jax.config.update("jax_compilation_cache_dir", tempfile.mkdtemp())
     directory = given.model_dir or models.shipped()
     checkpoint = models.load(directory, dtype=given.dtype)
@@ -226,12 +294,24 @@ def main(args: Sequence[str] | None = None) -> None:
     about = measured.about(directory, given.text, given.dtype, lengths, given.steps)
     about["weight_bytes"] = nbytes(checkpoint.model).device
     about |= {"dense_layers": given.dense_layers, "block": given.block}
-    same = ("model", "text", "dtype", "device", "versions", "source", "dense_layers", "steps", "block")
+    same = (
+        "model",
+        "text",
+        "dtype",
+        "device",
+        "versions",
+        "source",
+        "dense_layers",
+        "steps",
+        "block",
+    )
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     if given.out.is_file():
         held = json.loads(given.out.read_text())
         if differs := [name for name in same if held.get(name) != about[name]]:
-            parser.error(f"--out {given.out} has rows of another {', '.join(differs)}; name another file")
+            parser.error(
+                f"--out {given.out} has rows of another {', '.join(differs)}; name another file"
+            )
         rows = {tuple(row[name] for name in KEY): row for row in held["rows"]}
         about["lengths"] = sorted({*held["lengths"], *lengths})
     about["bytes_per_second"] = read_rate()
@@ -241,7 +321,11 @@ def main(args: Sequence[str] | None = None) -> None:
         write_rows(given.out, about, rows.values())
 
     for length, batch in sizes:
-        left = {name: made for name, made in policies.items() if (name, length, batch, given.budget) not in rows}
+        left = {
+            name: made
+            for name, made in policies.items()
+            if (name, length, batch, given.budget) not in rows
+        }
         row = {"method": "all", "length": length, "batch": batch, "status": "ok"}
         with out_of_memory_told(row):
             if left:
@@ -252,9 +336,15 @@ def main(args: Sequence[str] | None = None) -> None:
     def keep_first(length: int, name: str, seconds: float) -> None:
         keep(rows[name, length, 1, given.budget] | {"ttft_seconds": seconds})
 
-    for length in () if given.no_first_token else [length for length, batch in sizes if batch == 1]:
+    for length in (
+        () if given.no_first_token else [length for length, batch in sizes if batch == 1]
+    ):
         held = {name: rows.get((name, length, 1, given.budget), {}) for name in policies}
-        left = {name: made for name, made in policies.items() if held[name].get("ttft_seconds", 0) is None}
+        left = {
+            name: made
+            for name, made in policies.items()
+            if held[name].get("ttft_seconds", 0) is None
+        }
         if left:
             read_first(checkpoint, left, length, given, partial(keep_first, length))
 

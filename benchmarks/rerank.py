@@ -32,14 +32,23 @@ SHAPES = (  # B, K, G, S, D, M
 )
 
 
-def inputs(B: int, K: int, G: int, S: int, D: int, M: int, n: int) -> tuple[Array, Directions, list[Array]]:
+def inputs(
+    B: int, K: int, G: int, S: int, D: int, M: int, n: int
+) -> tuple[Array, Directions, list[Array]]:
     keys, N = jax.random.split(jax.random.key(0), 5), D // 8
     q = jax.random.normal(keys[0], (B, K, G, D))
-    signs, sizes = (jax.random.bits(key, (B, K, S, x), "uint8") for key, x in zip(keys[1:3], (N, 3 * N), strict=True))
+    signs, sizes = (
+        jax.random.bits(key, (B, K, S, x), "uint8")
+        for key, x in zip(keys[1:3], (N, 3 * N), strict=True)
+    )
     weights = jax.random.uniform(keys[3], (B, K, S, N), "bfloat16", 0.5, 2.0)
     # One slot from each of M equal parts of the store, in order, as when the votes of many keys are cut off.
     slots = jax.random.randint(keys[4], (n, B, K, G, M), 0, S // M) + jnp.arange(M) * (S // M)
-    return q, Directions(signs, sizes, jax.lax.bitcast_convert_type(weights, jnp.uint16)), list(slots)
+    return (
+        q,
+        Directions(signs, sizes, jax.lax.bitcast_convert_type(weights, jnp.uint16)),
+        list(slots),
+    )
 
 
 def measure(sweep: Sweep, B: int, K: int, G: int, S: int, D: int, M: int) -> dict[str, Any]:
@@ -48,20 +57,43 @@ def measure(sweep: Sweep, B: int, K: int, G: int, S: int, D: int, M: int) -> dic
 
     def kernel(config: Config) -> Any:
         one = jax.jit(
-            partial(rerank.rerank, centres=tuple(lloyd_max(SUBSPACE)[1].tolist()), scale=scale, config=config)
+            partial(
+                rerank.rerank,
+                centres=tuple(lloyd_max(SUBSPACE)[1].tolist()),
+                scale=scale,
+                config=config,
+            )
         )  # lowered once
         return lambda q, keys, slots: [one(q, *keys, s) for s in slots]
 
     def reference(q: Array, keys: Directions, slots: list[Array]) -> list[Array]:
         found = jnp.full(slots[0].shape[:3], M, jnp.int32)
-        return [ops.rerank(q, keys, PackedSelection(s, found), scale=scale, implementation="xla") for s in slots]
+        return [
+            ops.rerank(q, keys, PackedSelection(s, found), scale=scale, implementation="xla")
+            for s in slots
+        ]
 
     def error(got: list[Array], want: list[Array]) -> float:
-        return float(max(jnp.linalg.norm(a - b) / jnp.linalg.norm(b) for a, b in zip(got, want, strict=True)))
+        return float(
+            max(
+                jnp.linalg.norm(a - b) / jnp.linalg.norm(b)
+                for a, b in zip(got, want, strict=True)
+            )
+        )
 
     args = jax.jit(inputs, static_argnums=range(7))(B, K, G, S, D, M, n)
     configs = map(Config, (2, 1, 4, 8))
-    row = sweep("rerank", kernel, reference, args, configs=configs, error=error, most=1e-5, moved=moved, n=n)
+    row = sweep(
+        "rerank",
+        kernel,
+        reference,
+        args,
+        configs=configs,
+        error=error,
+        most=1e-5,
+        moved=moved,
+        n=n,
+    )
     return {"B": B, "K": K, "G": G, "S": S, "D": D, "M": M, **row}
 
 

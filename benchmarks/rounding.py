@@ -39,10 +39,14 @@ METHODS = (
 )
 
 
-def begin(checkpoint: Checkpoint, policies: PerLayer, tokens: np.ndarray, steps: int) -> tuple[Array, Cache]:
+def begin(
+    checkpoint: Checkpoint, policies: PerLayer, tokens: np.ndarray, steps: int
+) -> tuple[Array, Cache]:
     """Logits f32[B, V] after prompts i32[B, T], and their cache."""
     model, (rows, length) = checkpoint.model, tokens.shape
-    empty = init(policies, model.spec(batch=rows, capacity=length + steps), layers=model.config.layers)
+    empty = init(
+        policies, model.spec(batch=rows, capacity=length + steps), layers=model.config.layers
+    )
     return prefill(model, empty, tokens, first_chunk=True)
 
 
@@ -57,7 +61,12 @@ def compare(exact: Array, logits: Array) -> Array:
 
 
 def run(
-    exact: Checkpoint, rounded: Checkpoint, policies: PerLayer, tokens: np.ndarray, steps: int, fed: np.ndarray | None
+    exact: Checkpoint,
+    rounded: Checkpoint,
+    policies: PerLayer,
+    tokens: np.ndarray,
+    steps: int,
+    fed: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """`compare` at each step f32[steps, 3, B], and the tokens that were fed i32[B, steps]: greedy where none given."""
     with jax.default_matmul_precision("highest"):
@@ -66,7 +75,11 @@ def run(
     compared, chosen = [], []
     for i in range(steps):
         compared.append(compare(right, found))
-        token = jnp.argmax(right, axis=-1).astype(jnp.int32) if fed is None else jnp.asarray(fed[:, i])
+        token = (
+            jnp.argmax(right, axis=-1).astype(jnp.int32)
+            if fed is None
+            else jnp.asarray(fed[:, i])
+        )
         chosen.append(token)
         with jax.default_matmul_precision("highest"):
             right, right_cache = decode_step(exact.model, right_cache, token)
@@ -75,23 +88,39 @@ def run(
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model_dir", nargs="?", type=Path, default=None, help="default: the shipped model")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "model_dir", nargs="?", type=Path, default=None, help="default: the shipped model"
+    )
     parser.add_argument("--text", type=Path, required=True, help="UTF-8 file with a long text")
-    parser.add_argument("--methods", default=METHODS, help="names with spaces between; settings may follow a name")
+    parser.add_argument(
+        "--methods",
+        default=METHODS,
+        help="names with spaces between; settings may follow a name",
+    )
     parser.add_argument("--budget", type=int, default=512)
     parser.add_argument("--rows", type=int, default=64, help="excerpts, continued together")
     parser.add_argument("--length", type=int, default=128, help="tokens of each excerpt")
     parser.add_argument("--steps", type=int, default=192)
     parser.add_argument("--dtype", default=default_dtype())
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "rounding.json")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results" / "rounding.json"
+    )
     given = parser.parse_args(args)
     if given.rows < 2:
         parser.error(f"--rows {given.rows} gives no standard error; use at least 2")
     if given.length + given.steps > given.budget:
-        parser.error(f"--budget {given.budget} leaves out some of {given.length} + {given.steps} tokens; raise it")
+        parser.error(
+            f"--budget {given.budget} leaves out some of {given.length} + {given.steps} tokens; raise it"
+        )
     names = given.methods.split()
-    asked = make_rows(names, budgets=[given.budget] if without_budget(names) else None, dense_layers=DENSE_LAYERS)
+    asked = make_rows(
+        names,
+        budgets=[given.budget] if without_budget(names) else None,
+        dense_layers=DENSE_LAYERS,
+    )
     if refused := [f"{row.name}: {row.refused}" for row in asked if row.refused]:
         parser.error("; ".join(refused))
     directory = given.model_dir or models.shipped()

@@ -48,7 +48,10 @@ found = jax.devices()
 print(found[0].platform, len(found), f"{found[0].device_kind}, jax {jax.__version__}", sep="|")
 """
 SOURCES = ("kvjax", "kernels_pallas", "models", "benchmarks")
-THIS = ("plan.py", "run.py")  # of benchmarks/, not in the digest: a cell's state has its own command
+THIS = (
+    "plan.py",
+    "run.py",
+)  # of benchmarks/, not in the digest: a cell's state has its own command
 KEPT = ("ok", "failed", "over its limit")  # outcomes of cells that are not run again
 KNOWN, NO_TIME = "known before", "for which no time was left"
 MEMORY = 0.92  # of the GPU's, for all processes; the rest is for their programs
@@ -59,8 +62,12 @@ def digest_of_code() -> str:
     """A digest of the Python files that decide what is measured, and of the block sizes."""
     found = hashlib.sha256()
     for folder in SOURCES:
-        for file in sorted((*(ROOT / folder).rglob("*.py"), *(ROOT / folder).rglob("tuned.json"))):
-            if "results" not in file.parts and not (folder == "benchmarks" and file.name in THIS):
+        for file in sorted(
+            (*(ROOT / folder).rglob("*.py"), *(ROOT / folder).rglob("tuned.json"))
+        ):
+            if "results" not in file.parts and not (
+                folder == "benchmarks" and file.name in THIS
+            ):
                 found.update(f"{file.relative_to(ROOT)}\0".encode() + file.read_bytes() + b"\0")
     return found.hexdigest()[:12]
 
@@ -85,8 +92,14 @@ class State:
     """
 
     def __init__(self, file: Path, code: str, device: str):
-        self.file, self.made_by, self.lock = file, {"code": code, "device": device}, threading.Lock()
-        self.cells: dict[str, dict[str, Any]] = json.loads(file.read_text())["cells"] if file.is_file() else {}
+        self.file, self.made_by, self.lock = (
+            file,
+            {"code": code, "device": device},
+            threading.Lock(),
+        )
+        self.cells: dict[str, dict[str, Any]] = (
+            json.loads(file.read_text())["cells"] if file.is_file() else {}
+        )
 
     def is_done(self, name: str, asked: str) -> bool:
         cell = self.cells.get(name)
@@ -120,16 +133,25 @@ def cannot_run(cell: Cell, places: dict[str, str], count: int) -> str | None:
     """The inputs or devices that a cell lacks, in words; None if it lacks nothing."""
     if missing := [need for need in cell.needs if need not in places]:
         return f"{name_of(cell)} needs {', '.join(f'--{need}' for need in missing)}"
-    return f"{name_of(cell)} needs two devices" if cell.part == "devices" and count < 2 else None
+    return (
+        f"{name_of(cell)} needs two devices" if cell.part == "devices" and count < 2 else None
+    )
 
 
-def run(cell: Cell, words: Sequence[str], env: dict[str, str], log: Path, limit: float) -> dict[str, Any]:
+def run(
+    cell: Cell, words: Sequence[str], env: dict[str, str], log: Path, limit: float
+) -> dict[str, Any]:
     """Runs a cell's command, with all that it starts, for at most `limit` seconds."""
     log.parent.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
     with log.open("w") as out:
         process = subprocess.Popen(
-            [sys.executable, *words], cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            [sys.executable, *words],
+            cwd=ROOT,
+            env=env,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             code = process.wait(timeout=limit)
@@ -138,7 +160,12 @@ def run(cell: Cell, words: Sequence[str], env: dict[str, str], log: Path, limit:
             code, status = None, "cut"
         finally:
             stop(process)
-    row = {"status": status, "exit": code, "seconds": round(time.monotonic() - start, 1), "limit": round(limit)}
+    row = {
+        "status": status,
+        "exit": code,
+        "seconds": round(time.monotonic() - start, 1),
+        "limit": round(limit),
+    }
     return {
         **row,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -158,13 +185,21 @@ def stop(process: subprocess.Popen[bytes]) -> None:
             continue
 
 
-def environment(cell: Cell, given: argparse.Namespace, *, parallel: bool = False) -> dict[str, str]:
+def environment(
+    cell: Cell, given: argparse.Namespace, *, parallel: bool = False
+) -> dict[str, str]:
     """The environment of a cell's process; with `parallel`, the process gets only its share of the GPU's memory."""
-    share = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{MEMORY / given.parallel:.2f}", **BESIDE_OTHERS} if parallel else {}
+    share = (
+        {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{MEMORY / given.parallel:.2f}", **BESIDE_OTHERS}
+        if parallel
+        else {}
+    )
     env = {
         **os.environ,
         **share,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONPATH": os.pathsep.join(
+            [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        ),
         "PYTHONUNBUFFERED": "1",
         "JAX_COMPILATION_CACHE_DIR": str((given.cache or given.out / "cache").resolve()),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.5",
@@ -190,11 +225,17 @@ def run_beside(
                 env = environment(cell, given, parallel=True)
                 run(cell, words, env, Path(folder, "logs", cell.name), min(cell.seconds, left))
 
-        jobs = [pool.submit(measure, cell, given, state, places, until, parallel=True) for cell in untimed]
+        jobs = [
+            pool.submit(measure, cell, given, state, places, until, parallel=True)
+            for cell in untimed
+        ]
         for job in [pool.submit(warm, cell) for cell in warmed]:
             job.result()  # raises what a thread raised
         if warmed:
-            print(f"compiled beforehand for {len(warmed)} cells | {time.monotonic() - start:.0f} s", flush=True)
+            print(
+                f"compiled beforehand for {len(warmed)} cells | {time.monotonic() - start:.0f} s",
+                flush=True,
+            )
         return [job.result() for job in jobs]
 
 
@@ -206,19 +247,30 @@ def inputs(given: argparse.Namespace) -> dict[str, str]:
     """
     folder = given.out.resolve() / "inputs"
     found: dict[str, Path] = {
-        name: path for name in ("checkpoint", "text", "other", "gsm8k") if (path := getattr(given, name)) is not None
+        name: path
+        for name in ("checkpoint", "text", "other", "gsm8k")
+        if (path := getattr(given, name)) is not None
     }
-    found["code"] = write(folder / "code.txt", joined(Path(os.__file__).parent, "*.py", most=120))
+    found["code"] = write(
+        folder / "code.txt", joined(Path(os.__file__).parent, "*.py", most=120)
+    )
     pages = "".join(joined(place, "*.md") for place in (ROOT, ROOT / "docs"))
-    found["docs"] = write(folder / "docs.txt", re.sub(r"^\|.*\n", "", pages, flags=re.MULTILINE))
+    found["docs"] = write(
+        folder / "docs.txt", re.sub(r"^\|.*\n", "", pages, flags=re.MULTILINE)
+    )
     if given.smoke:
         found.setdefault("checkpoint", ROOT / "kvjax" / "data" / "kvjax-26m")
         if "text" not in found:
             found["text"] = write(folder / "text.txt", joined(ROOT / "docs", "*.md"))
         found.setdefault("other", found["text"])
         if "gsm8k" not in found:
-            lines = ({"question": f"What is {n} + {n}?", "answer": f"It is {2 * n}.\n#### {2 * n}"} for n in range(3))
-            found["gsm8k"] = write(folder / "gsm8k" / "test.jsonl", "\n".join(map(json.dumps, lines)) + "\n").parent
+            lines = (
+                {"question": f"What is {n} + {n}?", "answer": f"It is {2 * n}.\n#### {2 * n}"}
+                for n in range(3)
+            )
+            found["gsm8k"] = write(
+                folder / "gsm8k" / "test.jsonl", "\n".join(map(json.dumps, lines)) + "\n"
+            ).parent
     return {
         **{name: str(path.resolve()) for name, path in found.items()},
         "ruler_task": "variables" if given.smoke else RULER,
@@ -228,7 +280,9 @@ def inputs(given: argparse.Namespace) -> dict[str, str]:
 
 def joined(folder: Path, pattern: str, most: int | None = None) -> str:
     """The text of the files of a folder, at most `most`, in the order of their names."""
-    return "".join(file.read_text(encoding="utf-8") for file in sorted(folder.glob(pattern))[:most])
+    return "".join(
+        file.read_text(encoding="utf-8") for file in sorted(folder.glob(pattern))[:most]
+    )
 
 
 def write(path: Path, text: str) -> Path:
@@ -239,7 +293,9 @@ def write(path: Path, text: str) -> Path:
 
 
 def last_line(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [
+        line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()
+    ]
     return lines[-1][:120] if lines else "it printed nothing"
 
 
@@ -247,44 +303,84 @@ def options() -> argparse.ArgumentParser:
     def parts(text: str) -> list[str]:
         return text.split(",")
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder for all results; a later call continues")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="the last cell has ended by then")
-    parser.add_argument("--parts", type=parts, default=list(PARTS), help=f"in this order; of {', '.join(PARTS)}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder for all results; a later call continues"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="the last cell has ended by then"
+    )
+    parser.add_argument(
+        "--parts", type=parts, default=list(PARTS), help=f"in this order; of {', '.join(PARTS)}"
+    )
     parser.add_argument("--match", default="", help="only cells with this text in their names")
     parser.add_argument("--checkpoint", type=Path, help="a model in the format of Hugging Face")
-    parser.add_argument("--text", type=Path, help="UTF-8 file with a long text that the model never saw")
-    parser.add_argument("--other", type=Path, help="another such text, to calibrate shared selections on")
-    parser.add_argument("--gsm8k", type=Path, help="folder with test.jsonl as published")
-    parser.add_argument("--cache", type=Path, help="folder of compiled programs; default OUT/cache")
     parser.add_argument(
-        "--parallel", type=int, default=0, metavar="N", help="first run untimed work, N cells at a time"
+        "--text", type=Path, help="UTF-8 file with a long text that the model never saw"
     )
-    parser.add_argument("--again", action="store_true", help="also run cells that this code has measured or failed at")
-    parser.add_argument("--list", action="store_true", help="print what would run, and run nothing")
-    parser.add_argument("--one", action="store_true", help="one cell of each script and command")
-    parser.add_argument("--smoke", action="store_true", help="each command with its smallest sizes, on the CPU")
+    parser.add_argument(
+        "--other", type=Path, help="another such text, to calibrate shared selections on"
+    )
+    parser.add_argument("--gsm8k", type=Path, help="folder with test.jsonl as published")
+    parser.add_argument(
+        "--cache", type=Path, help="folder of compiled programs; default OUT/cache"
+    )
+    parser.add_argument(
+        "--parallel",
+        type=int,
+        default=0,
+        metavar="N",
+        help="first run untimed work, N cells at a time",
+    )
+    parser.add_argument(
+        "--again",
+        action="store_true",
+        help="also run cells that this code has measured or failed at",
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="print what would run, and run nothing"
+    )
+    parser.add_argument(
+        "--one", action="store_true", help="one cell of each script and command"
+    )
+    parser.add_argument(
+        "--smoke", action="store_true", help="each command with its smallest sizes, on the CPU"
+    )
     return parser
 
 
 def select(given: argparse.Namespace) -> list[Cell]:
     """The cells that the options name, in the order of --parts."""
     by_part = {part: [cell for cell in cells() if cell.part == part] for part in PARTS}
-    asked = [cell for part in given.parts for cell in by_part[part] if given.match in name_of(cell)]
+    asked = [
+        cell for part in given.parts for cell in by_part[part] if given.match in name_of(cell)
+    ]
     if given.one:
         asked = list({cell.kind: cell for cell in reversed(asked)}.values())[::-1]
     return asked
 
 
 def measure(
-    cell: Cell, given: argparse.Namespace, state: State, places: dict[str, str], until: float, *, parallel: bool = False
+    cell: Cell,
+    given: argparse.Namespace,
+    state: State,
+    places: dict[str, str],
+    until: float,
+    *,
+    parallel: bool = False,
 ) -> str:
     """Runs a cell, keeps and prints its outcome, and returns its status. With `parallel`, it may take twice as long."""
     name, left, longest = name_of(cell), until - time.monotonic(), (1 + parallel) * cell.seconds
     if left < (min(state.seconds(cell), 120) if cell.resumes else state.seconds(cell)):
         return NO_TIME
     limit = min(longest, left)
-    log = given.out / "logs" / f"{name.replace(': ', '_').replace(' ', '_').replace('/', '_')}.txt"
+    log = (
+        given.out
+        / "logs"
+        / f"{name.replace(': ', '_').replace(' ', '_').replace('/', '_')}.txt"
+    )
     words = cell.words(places, cell.smoke if given.smoke else "")
     row = run(cell, words, environment(cell, given, parallel=parallel), log, limit)
     if row["status"] == "cut" and limit == longest and not cell.resumes:
@@ -292,7 +388,9 @@ def measure(
     line = [name, row["status"], f"{row['seconds']:.0f} s"]
     with state.lock:
         state.keep(name, {**row, "asked": asked_of(cell, given)})
-        print(" | ".join(line if row["status"] == "ok" else [*line, last_line(log)]), flush=True)
+        print(
+            " | ".join(line if row["status"] == "ok" else [*line, last_line(log)]), flush=True
+        )
     return str(row["status"])
 
 
@@ -318,16 +416,27 @@ def main(args: Sequence[str] | None = None) -> int:
     state, places = State(given.out / "cells.json", digest_of_code(), device), inputs(given)
     left_out = [line for cell in asked if (line := cannot_run(cell, places, count))]
     asked = [cell for cell in asked if not cannot_run(cell, places, count)]
-    ready = [cell for cell in asked if given.again or not state.is_done(name_of(cell), asked_of(cell, given))]
+    ready = [
+        cell
+        for cell in asked
+        if given.again or not state.is_done(name_of(cell), asked_of(cell, given))
+    ]
     until = start + 60 * given.minutes - 6  # a process has 5 seconds to end
     counts = Counter({KNOWN: len(asked) - len(ready)})
     if given.parallel:
-        untimed, warmed = [cell for cell in ready if not cell.timed], [cell for cell in ready if cell.warms]
+        untimed, warmed = (
+            [cell for cell in ready if not cell.timed],
+            [cell for cell in ready if cell.warms],
+        )
         counts.update(run_beside(untimed, warmed, given, state, places, until))
         ready = [cell for cell in ready if cell.timed]
     counts.update(measure(cell, given, state, places, until) for cell in ready)
     order = ("ok", "failed", "cut", "over its limit", KNOWN, NO_TIME)
-    print("; ".join(f"{counts[what]} {what}" for what in order if counts[what]) or "nothing to run", flush=True)
+    print(
+        "; ".join(f"{counts[what]} {what}" for what in order if counts[what])
+        or "nothing to run",
+        flush=True,
+    )
     for line in left_out:
         print(f"left out: {line}")
     return 1 if counts["failed"] or counts["over its limit"] else 0

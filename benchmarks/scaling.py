@@ -42,13 +42,21 @@ from device_time import BYTES_PER_US, H200_BYTES_PER_US
 from kvjax.evaluate.provenance import replace_file
 
 RESULTS = Path(__file__).parent / "results"
-BETWEEN = 10.0  # microseconds that a small collective over nodes takes longer than in a node: assumed
+BETWEEN = (
+    10.0  # microseconds that a small collective over nodes takes longer than in a node: assumed
+)
 NVLINK = 450e3  # bytes a microsecond in one direction
 NETWORK = 50e3  # bytes a microsecond of a GPU to other nodes
 BUDGET = 2048
 MEMORY = 141e9  # bytes of an H200
 GROUP = 8  # GPUs of a node, one KV head each
-SIZES = ((131072, 1), (1048576, 1), (1048576, 8), (10485760, 8), (10485760, 64))  # tokens of a row, groups of context
+SIZES = (
+    (131072, 1),
+    (1048576, 1),
+    (1048576, 8),
+    (10485760, 8),
+    (10485760, 64),
+)  # tokens of a row, groups of context
 ROWS, METHODS = (1, 8), ("full", "fier")
 DENSE = {"fier": 2, "quest": 2}  # layers of a preset that attend to all tokens
 VOCABULARY = 128256
@@ -61,14 +69,21 @@ TOKEN_BYTES = {"full": 4096, "fier": 4352}  # of the cache, a layer
 
 def axes(row: dict[str, Any]) -> dict[str, int]:
     """GPUs of each axis of the mesh of a step; none for one GPU."""
-    return {axis: int(n) for axis, _, n in (part.partition("=") for part in row["placement"].split("+")) if n}
+    return {
+        axis: int(n)
+        for axis, _, n in (part.partition("=") for part in row["placement"].split("+"))
+        if n
+    }
 
 
 def read_bytes(row: dict[str, Any]) -> float:
     """Bytes of weights that a device reads in a step."""
     sizes = axes(row)
     parts = sizes.get("model", 1) * sizes.get("ctx", 1)
-    return float(row["weight_bytes"]) - 2 * VOCABULARY * SHAPES[row.get("shape", "llama-3.1-8b")][2] / parts
+    return (
+        float(row["weight_bytes"])
+        - 2 * VOCABULARY * SHAPES[row.get("shape", "llama-3.1-8b")][2] / parts
+    )
 
 
 def solved(columns: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
@@ -91,10 +106,16 @@ class Fit:
     def time(self, layers: int, tokens: float) -> float:
         """`tokens` are those of all rows of a device."""
         dense = layers if self.dense is None else self.dense
-        return self.once + layers * self.fixed + tokens * (dense * self.full + (layers - dense) * self.own)
+        return (
+            self.once
+            + layers * self.fixed
+            + tokens * (dense * self.full + (layers - dense) * self.own)
+        )
 
 
-def fitted(method: str, rows: Iterable[dict[str, Any]], rate: float, full: Fit | None) -> Fit | None:
+def fitted(
+    method: str, rows: Iterable[dict[str, Any]], rate: float, full: Fit | None
+) -> Fit | None:
     """The fit to steps of one GPU; None if they are of one size. Other methods than `full` take `once` from its fit,
     and the slope of their dense layers."""
     alone = list(rows)
@@ -104,7 +125,9 @@ def fitted(method: str, rows: Iterable[dict[str, Any]], rate: float, full: Fit |
     beyond = [1e3 * r["tpot_ms"] - read_bytes(r) / rate for r in alone]
     if full is None:
         two = len({r["layers"] for r in alone}) > 1
-        columns = [[1.0 if two else 0.0, r["layers"], n] for r, n in zip(alone, tokens, strict=True)]
+        columns = [
+            [1.0 if two else 0.0, r["layers"], n] for r, n in zip(alone, tokens, strict=True)
+        ]
         once, fixed, slope = solved(columns, beyond)
         return Fit(once, fixed, slope, slope, None)
     dense = DENSE.get(method, 0)
@@ -123,10 +146,15 @@ class Traffic:
 
     links: dict[tuple[int, str], float]  # of a collective of 16 KB over so many GPUs
     step: float = 0.0  # of a collective in a step, beyond that
-    selection: tuple[float, float] = (0.0, 0.0)  # of a layer that selects over devices; and for each token of a device
+    selection: tuple[float, float] = (
+        0.0,
+        0.0,
+    )  # of a layer that selects over devices; and for each token of a device
 
     def of(self, parts: int, counts: dict[str, int]) -> float:
-        return sum(count * (self.links[parts, kind] + self.step) for kind, count in counts.items())
+        return sum(
+            count * (self.links[parts, kind] + self.step) for kind, count in counts.items()
+        )
 
     def selecting(self, layers: int, tokens: float) -> float:
         return layers * (self.selection[0] + self.selection[1] * tokens)
@@ -149,10 +177,16 @@ class Measured:
                 self.fits[method] = fit
         heads = [r for r in self._known() if (r["method"], axes(r)) == ("full", {"model": 2})]
         counts = [sum(r["collectives"].values()) for r in heads]
-        (self.traffic.step,) = solved([[n] for n in counts], [self._missing(r) for r in heads]) if heads else (0.0,)
+        (self.traffic.step,) = (
+            solved([[n] for n in counts], [self._missing(r) for r in heads])
+            if heads
+            else (0.0,)
+        )
         tokens = [r for r in self._known() if (r["method"], axes(r)) == ("fier", {"ctx": 2})]
         layers = [r["layers"] - DENSE["fier"] for r in tokens]
-        each = [[n, n * r["length"] * r["batch"] / 2] for n, r in zip(layers, tokens, strict=True)]
+        each = [
+            [n, n * r["length"] * r["batch"] / 2] for n, r in zip(layers, tokens, strict=True)
+        ]
         if tokens:
             self.traffic.selection = tuple(solved(each, [self._missing(r) for r in tokens]))  # type: ignore[assignment]
 
@@ -173,7 +207,9 @@ class Measured:
         parts = math.prod(sizes.values())
         tokens = row["length"] * row["batch"] / parts
         time = (
-            fit.time(row["layers"], tokens) + read_bytes(row) / self.rate + self.traffic.of(parts, row["collectives"])
+            fit.time(row["layers"], tokens)
+            + read_bytes(row) / self.rate
+            + self.traffic.of(parts, row["collectives"])
         )
         if row["method"] != "full" and sizes.get("ctx", 1) > 1:
             time += self.traffic.selecting(row["layers"] - (fit.dense or 0), tokens)
@@ -184,7 +220,10 @@ class Measured:
         one = {(r["method"], r["layers"], r["length"], r["batch"]): r for r in self.alone}
         found = []
         for r in self._known():
-            alone, predicted = one.get((r["method"], r["layers"], r["length"], r["batch"])), self.time(r)
+            alone, predicted = (
+                one.get((r["method"], r["layers"], r["length"], r["batch"])),
+                self.time(r),
+            )
             parts = math.prod(axes(r).values())
             found.append(
                 {
@@ -196,7 +235,8 @@ class Measured:
                     "tokens": r["length"],
                     "rows": r["batch"],
                     "one_gpu_ms": alone and round(alone["tpot_ms_min"], 2),
-                    "share_of_linear": alone and round(alone["tpot_ms_min"] / r["tpot_ms_min"] / parts, 2),
+                    "share_of_linear": alone
+                    and round(alone["tpot_ms_min"] / r["tpot_ms_min"] / parts, 2),
                     "traffic_ms": round(self.traffic.of(parts, r["collectives"]) / 1e3, 2),
                     "predicted_ms": round(predicted / 1e3, 2),
                     "measured_ms": round(r["tpot_ms_min"], 2),
@@ -219,7 +259,9 @@ class Measured:
         return found
 
 
-def row(model: str, tokens: int, groups: int, rows: int, fits: dict[str, Fit], traffic: Traffic) -> dict[str, Any]:
+def row(
+    model: str, tokens: int, groups: int, rows: int, fits: dict[str, Fit], traffic: Traffic
+) -> dict[str, Any]:
     """The row of `groups` groups of H200s that decode `rows` rows of `tokens` each."""
     parameters, layers, hidden, heads = SHAPES[model]
     attention = layers * hidden * 2 * 128 * (heads + 8)
@@ -238,26 +280,44 @@ def row(model: str, tokens: int, groups: int, rows: int, fits: dict[str, Fit], t
         "weight_gb": round(weights / 1e9, 1),
         "collectives": sums + 2,
         "traffic_ms": round(time / 1e3, 2),
-        "gflop_full": round((2 * parameters + 4 * heads * 128 * layers * tokens / groups) * rows / GROUP / 1e9, 1),
+        "gflop_full": round(
+            (2 * parameters + 4 * heads * 128 * layers * tokens / groups) * rows / GROUP / 1e9,
+            1,
+        ),
     }
     for method in METHODS:
         cache = TOKEN_BYTES[method] * layers * tokens * rows / GROUP / groups
         gathers, share = 0.0, tokens * rows / GROUP / groups
         if groups > 1:
             selecting = 0 if method == "full" else layers - DENSE[method]
-            moved = 129 * 4 * heads / GROUP * layers + (4 * heads / GROUP + 8 * BUDGET) * selecting
-            gathers = (layers + 2 * selecting) * (traffic.of(widest, {"all-gather": 1}) + BETWEEN)
-            gathers += traffic.selecting(selecting, share) + rows * moved * (groups - 1) / NETWORK
+            moved = (
+                129 * 4 * heads / GROUP * layers + (4 * heads / GROUP + 8 * BUDGET) * selecting
+            )
+            gathers = (layers + 2 * selecting) * (
+                traffic.of(widest, {"all-gather": 1}) + BETWEEN
+            )
+            gathers += (
+                traffic.selecting(selecting, share) + rows * moved * (groups - 1) / NETWORK
+            )
         found[f"{method}_context_ms"] = round(gathers / 1e3, 2)
         found[f"{method}_cache_gb"] = round(cache / 1e9, 1)
         whole = fits[method].time(layers, share) + read / H200_BYTES_PER_US + time + gathers
-        found[f"{method}_tpot_ms"] = round(whole / 1e3, 2) if weights + cache < 0.95 * MEMORY else None
+        found[f"{method}_tpot_ms"] = (
+            round(whole / 1e3, 2) if weights + cache < 0.95 * MEMORY else None
+        )
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", type=Path, default=RESULTS / "devices.json", help="rows of benchmarks/devices.py")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--devices",
+        type=Path,
+        default=RESULTS / "devices.json",
+        help="rows of benchmarks/devices.py",
+    )
     rows = json.loads(parser.parse_args().devices.read_text())["rows"]
     measured = Measured(rows, "NVIDIA H100 80GB HBM3")
     ends = json.loads((RESULTS / "end_to_end.json").read_text())["rows"]
@@ -294,7 +354,9 @@ def main() -> None:
         "rows": [row(model, *size, n, fits, traffic) for model in SHAPES for size in SIZES for n in ROWS],
     }  # fmt: skip
     replace_file(RESULTS / "scaling.json", json.dumps(about, indent=1) + "\n")
-    print(json.dumps({name: about[name] for name in ("constants", "fits", "crossing")}, indent=1))
+    print(
+        json.dumps({name: about[name] for name in ("constants", "fits", "crossing")}, indent=1)
+    )
     for line in [*about["cells"], *about["rows"]]:
         print(" | ".join(map(str, line.values())))
 

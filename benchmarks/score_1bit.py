@@ -29,11 +29,15 @@ CONFIGS = [Config(units, stages) for units in (16, 8, 12, 14, 4) for stages in (
 
 def index(B: int, K: int, S: int, D: int, group: int, dtype: str) -> OneBit:
     keys, size = (jax.random.key(i) for i in range(2))
-    k = jax.random.normal(keys, (B, K, S, D), jnp.bfloat16) * (1 + 3 * jax.random.uniform(size, (D,), jnp.bfloat16))
+    k = jax.random.normal(keys, (B, K, S, D), jnp.bfloat16) * (
+        1 + 3 * jax.random.uniform(size, (D,), jnp.bfloat16)
+    )
     return quantize_1bit(k, group, jnp.dtype(dtype))
 
 
-def measure(sweep: Sweep, B: int, K: int, G: int, S: int, D: int, group: int, dtype: str) -> dict[str, Any]:
+def measure(
+    sweep: Sweep, B: int, K: int, G: int, S: int, D: int, group: int, dtype: str
+) -> dict[str, Any]:
     args = (
         jax.random.normal(jax.random.key(2), (B, K, G, D)),
         jax.jit(index, static_argnums=range(6))(B, K, S, D, group, dtype),
@@ -50,7 +54,16 @@ def measure(sweep: Sweep, B: int, K: int, G: int, S: int, D: int, group: int, dt
 
     moved = B * K * S * (D / 8 + 4 * D / group + 4 * G)
     configs = [config_for(B * K, S), *CONFIGS]
-    row = sweep("score_1bit", kernel, reference, args, configs=configs, error=error, most=1e-2, moved=moved)
+    row = sweep(
+        "score_1bit",
+        kernel,
+        reference,
+        args,
+        configs=configs,
+        error=error,
+        most=1e-2,
+        moved=moved,
+    )
     return {"B": B, "K": K, "G": G, "S": S, "D": D, "group": group, "scales": dtype, **row}
 
 

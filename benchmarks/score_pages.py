@@ -26,7 +26,9 @@ SHAPES = (  # B, K, G, P, D, dtype
 CONFIGS = [Config(tiles, warpgroups) for tiles in (1, 2, 4, 8) for warpgroups in (1, 2)]
 
 
-def inputs(B: int, K: int, G: int, P: int, D: int, dtype: str, n: int) -> tuple[Array, list[Array], list[Array]]:
+def inputs(
+    B: int, K: int, G: int, P: int, D: int, dtype: str, n: int
+) -> tuple[Array, list[Array], list[Array]]:
     keys = jax.random.split(jax.random.key(0), 2 * n + 1)
     corners = [jax.random.normal(key, (B, K, P, D), dtype) for key in keys[1:]]
     pairs = list(zip(corners[::2], corners[1::2], strict=True))
@@ -39,19 +41,41 @@ def measure(sweep: Sweep, B: int, K: int, G: int, P: int, D: int, dtype: str) ->
     n, scale = repeats(moved), D**-0.5
 
     def kernel(config: Config) -> Any:
-        one = jax.jit(partial(score_pages.score_pages, scale=scale, config=config))  # lowered once
-        return lambda q, *corners: [one(q, low, high) for low, high in zip(*corners, strict=True)]
+        one = jax.jit(
+            partial(score_pages.score_pages, scale=scale, config=config)
+        )  # lowered once
+        return lambda q, *corners: [
+            one(q, low, high) for low, high in zip(*corners, strict=True)
+        ]
 
     def reference(q: Array, *corners: list[Array]) -> list[Array]:
         two = zip(*corners, strict=True)
-        return [ops.score_pages(q, low, high, scale=scale, implementation="xla") for low, high in two]
+        return [
+            ops.score_pages(q, low, high, scale=scale, implementation="xla")
+            for low, high in two
+        ]
 
     def error(got: list[Array], want: list[Array]) -> float:
-        return float(max(jnp.linalg.norm(a - b) / jnp.linalg.norm(b) for a, b in zip(got, want, strict=True)))
+        return float(
+            max(
+                jnp.linalg.norm(a - b) / jnp.linalg.norm(b)
+                for a, b in zip(got, want, strict=True)
+            )
+        )
 
     args = jax.jit(inputs, static_argnums=range(7))(B, K, G, P, D, dtype, n)
     configs = [Config(), *CONFIGS]
-    row = sweep("score_pages", kernel, reference, args, configs=configs, error=error, most=1e-5, moved=moved, n=n)
+    row = sweep(
+        "score_pages",
+        kernel,
+        reference,
+        args,
+        configs=configs,
+        error=error,
+        most=1e-5,
+        moved=moved,
+        n=n,
+    )
     return {"B": B, "K": K, "G": G, "P": P, "D": D, "dtype": dtype, **row}
 
 

@@ -36,27 +36,54 @@ SHAPES = (  # B, K, G, S, pending units, k, D, group_reduce
     (1, 8, 4, 130816, 256, 2048, 128, "mean_score"),
     (1, 8, 8, 130816, 256, 2048, 128, "mean_softmax"),
     (1, 8, 4, 130816, 256, 2048, 64, "mean_softmax"),
-    (1, 4, 7, 786432, 256, 2048, 128, "mean_softmax"),  # few rows: 16 blocks of each may run at once
+    (
+        1,
+        4,
+        7,
+        786432,
+        256,
+        2048,
+        128,
+        "mean_softmax",
+    ),  # few rows: 16 blocks of each may run at once
 )
 Args = tuple[Array, OneBit, tuple[Array, Array], tuple[Array, Array, Array], Array]
 
 
 def inputs(B: int, K: int, G: int, S: int, pending: int, k: int, D: int) -> Args:
-    q, scores = (jax.random.normal(jax.random.key(i), (B, K, G, n)) for i, n in ((2, D), (3, pending)))
+    q, scores = (
+        jax.random.normal(jax.random.key(i), (B, K, G, n)) for i, n in ((2, D), (3, pending))
+    )
     none, full = jnp.zeros(B, jnp.int32), jnp.full(B, S, jnp.int32)
     ends = none, jnp.full(B, pending, jnp.int32)
-    return q, index(B, K, S, D, 32, "bfloat16"), (none, full), (scores, *ends), jnp.full(B, k, jnp.int32)
+    return (
+        q,
+        index(B, K, S, D, 32, "bfloat16"),
+        (none, full),
+        (scores, *ends),
+        jnp.full(B, k, jnp.int32),
+    )
 
 
 def measure(
-    sweep: Sweep, B: int, K: int, G: int, S: int, pending: int, k: int, D: int, group_reduce: GroupReduce
+    sweep: Sweep,
+    B: int,
+    K: int,
+    G: int,
+    S: int,
+    pending: int,
+    k: int,
+    D: int,
+    group_reduce: GroupReduce,
 ) -> dict[str, Any]:
     args = jax.jit(inputs, static_argnums=range(7))(B, K, G, S, pending, k, D)
 
     def kernel(config: Config | None) -> Any:
         def run(q: Array, ix: OneBit, *rest: Any) -> Selection:
             return PackedSelection(
-                *select_1bit.select_1bit(q, *ix, *rest, group_reduce, k, scale=D**-0.5, config=config)
+                *select_1bit.select_1bit(
+                    q, *ix, *rest, group_reduce, k, scale=D**-0.5, config=config
+                )
             ).selection
 
         return run
@@ -65,7 +92,10 @@ def measure(
         """score_1bit and top_k_grouped, all units valid."""
 
         def run(q: Array, ix: OneBit, span: Any, arrived: Any, count: Array) -> Selection:
-            scores = ops.score_1bit(q, ix, scale=D**-0.5, implementation=implementation), arrived[0]
+            scores = (
+                ops.score_1bit(q, ix, scale=D**-0.5, implementation=implementation),
+                arrived[0],
+            )
             parts = [(s, jnp.ones((B, 1, 1, s.shape[-1]), bool)) for s in scores]
             return ops.top_k_grouped(parts, group_reduce, k, implementation=implementation)
 
@@ -80,7 +110,9 @@ def measure(
         half = jnp.concatenate([kept, late], axis=-1)
         if group_reduce == "mean_score":
             return jnp.mean(half, axis=2, keepdims=True)
-        total = jax.nn.logsumexp(jnp.concatenate([stored, late], axis=-1), axis=-1, keepdims=True)
+        total = jax.nn.logsumexp(
+            jnp.concatenate([stored, late], axis=-1), axis=-1, keepdims=True
+        )
         return jax.nn.logsumexp(half - total, axis=2, keepdims=True)
 
     ranked = ranks(*args)
@@ -90,7 +122,11 @@ def measure(
         """The largest difference of the ranks of the selected units from the highest, in order: units whose ranks
         differ by rounding may be swapped."""
         ours = jnp.sort(jnp.take_along_axis(ranked, got.slots, axis=-1), axis=-1)
-        return float(jnp.max(jnp.abs(ours - highest))) if bool(jnp.all(got.valid)) else float("inf")
+        return (
+            float(jnp.max(jnp.abs(ours - highest)))
+            if bool(jnp.all(got.valid))
+            else float("inf")
+        )
 
     moved = B * K * (S * (D / 8 + 4 * D / 32 + 2 * 2 * G) + 4 * k)
     default = config_for(B * K, 1, S, S + pending)
@@ -99,7 +135,16 @@ def measure(
     configs += [replace(default, stages=stages) for stages in (2, 8)]
     configs += [replace(default, blocks=blocks, unroll=4) for blocks in (2, 4, 8)]
     configs.append(replace(default, blocks=16))
-    row = sweep("select_1bit", kernel, by("mosaic"), args, configs=configs, error=error, most=1e-3, moved=moved)
+    row = sweep(
+        "select_1bit",
+        kernel,
+        by("mosaic"),
+        args,
+        configs=configs,
+        error=error,
+        most=1e-3,
+        moved=moved,
+    )
     row["xla"] = device_time(by("xla"), *args, calls=3)[0]
     total, apart = device_time(by("mosaic"), *args, calls=10)
     each = device_time(kernel(None), *args, calls=10)[1]
@@ -117,7 +162,13 @@ def measure(
         "scores": scores,
     }
     two = sum(us for name, us in apart.items() if "kvjax" in name)
-    return {**sizes, "choice": both - scores, "score_1bit and top_k_grouped": two, "with xla": total, **row}
+    return {
+        **sizes,
+        "choice": both - scores,
+        "score_1bit and top_k_grouped": two,
+        "with xla": total,
+        **row,
+    }
 
 
 if __name__ == "__main__":

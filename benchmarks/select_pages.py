@@ -23,7 +23,13 @@ from kvjax import ops
 from kvjax.kernels_pallas.select import select_pages
 from kvjax.kernels_pallas.select.select_pages import Config, config_for
 from kvjax.numerics.partial import attention_logits
-from kvjax.numerics.selection import GroupReduce, PackedSelection, Selection, reduce_scores, unpack
+from kvjax.numerics.selection import (
+    GroupReduce,
+    PackedSelection,
+    Selection,
+    reduce_scores,
+    unpack,
+)
 from kvjax.ops import Implementation
 
 SHAPES = (  # B, K, G, pages, tokens of a page, pending pages, k, D, group_reduce
@@ -43,11 +49,26 @@ def inputs(B: int, K: int, G: int, P: int, unit: int, pending: int, D: int, n: i
     q, low, high = score_pages.inputs(B, K, G, P, D, "bfloat16", n)
     keys = jax.random.normal(jax.random.key(9), (B, K, pending * unit, D), "bfloat16")
     none, full = jnp.zeros(B, jnp.int32), jnp.full(B, P * unit, jnp.int32)
-    return q.astype(jnp.float32), low, high, (none, full), (keys, none, jnp.full(B, pending * unit, jnp.int32))
+    return (
+        q.astype(jnp.float32),
+        low,
+        high,
+        (none, full),
+        (keys, none, jnp.full(B, pending * unit, jnp.int32)),
+    )
 
 
 def measure(
-    sweep: Sweep, B: int, K: int, G: int, P: int, unit: int, pending: int, k: int, D: int, group_reduce: GroupReduce
+    sweep: Sweep,
+    B: int,
+    K: int,
+    G: int,
+    P: int,
+    unit: int,
+    pending: int,
+    k: int,
+    D: int,
+    group_reduce: GroupReduce,
 ) -> dict[str, Any]:
     by_kernels: Implementation
     moved, scale, pending_slots = B * K * (P * (4 * D + 8 * G) + 4 * k), D**-0.5, pending * unit
@@ -57,8 +78,15 @@ def measure(
     def kernel(config: Config | None) -> Any:
         @jax.jit
         def one(q: Array, low: Array, high: Array, span: Any, late: Waiting) -> Selection:
-            how: dict[str, Any] = {"unit": unit, "scale": scale, "pending_slots": pending_slots, "config": config}
-            found = select_pages.select_pages(q, low, high, span, late, k, group_reduce, k, **how)
+            how: dict[str, Any] = {
+                "unit": unit,
+                "scale": scale,
+                "pending_slots": pending_slots,
+                "config": config,
+            }
+            found = select_pages.select_pages(
+                q, low, high, span, late, k, group_reduce, k, **how
+            )
             return unpack(PackedSelection(*found))
 
         return lambda q, *corners_and: each(one, q, *corners_and)
@@ -66,11 +94,16 @@ def measure(
     def each(one: Any, q: Array, low: list[Array], high: list[Array], *rest: Any) -> list[Any]:
         return [one(q, *corners, *rest) for corners in zip(low, high, strict=True)]
 
-    def scored(implementation: Implementation, q: Array, low: Array, high: Array, late: Waiting) -> list[Any]:
+    def scored(
+        implementation: Implementation, q: Array, low: Array, high: Array, late: Waiting
+    ) -> list[Any]:
         """Scores of pages and of pending pages, all valid."""
         exact = attention_logits(q, late[0], scale).reshape(B, K, G, pending, unit)
         stored = ops.score_pages(q, low, high, scale=scale, implementation=implementation)
-        return [(s, jnp.ones((B, 1, 1, s.shape[-1]), bool)) for s in (stored, jnp.max(exact, axis=-1))]
+        return [
+            (s, jnp.ones((B, 1, 1, s.shape[-1]), bool))
+            for s in (stored, jnp.max(exact, axis=-1))
+        ]
 
     def by(implementation: Implementation) -> Any:
         """score_pages and top_k_grouped, and XLA's kernels around them."""
@@ -95,21 +128,53 @@ def measure(
         for rank, one in zip(ranked, got, strict=True):
             ours = jnp.sort(jnp.take_along_axis(rank, one.slots, axis=-1), axis=-1)
             highest = jnp.sort(jax.lax.top_k(rank, k)[0], axis=-1)
-            worst = max(worst, float(jnp.max(jnp.abs(ours - highest))) if bool(jnp.all(one.valid)) else float("inf"))
+            worst = max(
+                worst,
+                float(jnp.max(jnp.abs(ours - highest)))
+                if bool(jnp.all(one.valid))
+                else float("inf"),
+            )
         return worst
 
     default = config_for(B * K, 1, P + pending)
     configs = [default, *(replace(default, blocks=blocks) for blocks in (2, 4, 8))]
     configs += [replace(default, tiles=2), replace(default, warpgroups=2)]
-    row = sweep("select_pages", kernel, by(by_kernels), args, configs=configs, error=error, most=1e-3, moved=moved, n=n)
+    row = sweep(
+        "select_pages",
+        kernel,
+        by(by_kernels),
+        args,
+        configs=configs,
+        error=error,
+        most=1e-3,
+        moved=moved,
+        n=n,
+    )
     row["xla"] = device_time(by("xla"), *args, calls=3)[0] / n
     total, apart = device_time(by(by_kernels), *args, calls=10)
     every = device_time(kernel(None), *args, calls=10)[1]
     kernels = ("kvjax_select_pages_score", "kvjax_select_pages")
-    scores, both = (sum(us for name, us in every.items() if which in name) / n for which in kernels)
-    sizes = {"B": B, "K": K, "G": G, "P": P, "unit": unit, "W": pending, "k": k, "D": D, "group_reduce": group_reduce}
+    scores, both = (
+        sum(us for name, us in every.items() if which in name) / n for which in kernels
+    )
+    sizes = {
+        "B": B,
+        "K": K,
+        "G": G,
+        "P": P,
+        "unit": unit,
+        "W": pending,
+        "k": k,
+        "D": D,
+        "group_reduce": group_reduce,
+    }
     two = sum(us for name, us in apart.items() if "kvjax" in name) / n
-    times = {"scores": scores, "choice": both - scores, "score_pages and top_k_grouped": two, "with xla": total / n}
+    times = {
+        "scores": scores,
+        "choice": both - scores,
+        "score_pages and top_k_grouped": two,
+        "with xla": total / n,
+    }
     return {**sizes, **times, **row}
 
 

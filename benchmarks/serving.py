@@ -53,7 +53,15 @@ from kvjax.generation.requests import STOPS
 from kvjax.models import Decoder, DecoderConfig
 from kvjax.policies import Info
 
-TINY = DecoderConfig(vocab_size=64, hidden_size=32, intermediate_size=64, layers=3, q_heads=4, kv_heads=2, head_dim=16)
+TINY = DecoderConfig(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=64,
+    layers=3,
+    q_heads=4,
+    kv_heads=2,
+    head_dim=16,
+)
 PARTS = ("engine", "sizes", "batches", "full", "copied", "shared", "groups", "rollout")
 KEY = ("part", "method", "requests", "layers", "slots", "block", "chunk", "prompt_tokens")
 SIZES = {
@@ -102,7 +110,9 @@ class Einsum(kvjax.Policy):
 
     def prefill(self, st: EinsumState, k: Array, v: Array, lengths: Array) -> EinsumState:
         def put(old: Array, new: Array) -> Array:
-            return lax.dynamic_update_slice_in_dim(old, jnp.swapaxes(new, 1, 2).astype(old.dtype), st.length[0], axis=1)
+            return lax.dynamic_update_slice_in_dim(
+                old, jnp.swapaxes(new, 1, 2).astype(old.dtype), st.length[0], axis=1
+            )
 
         return replace(st, k=put(st.k, k), v=put(st.v, v), length=st.length + lengths)
 
@@ -126,11 +136,17 @@ def mixed_requests(prompts: tuple[int, int], answers: tuple[int, int], count: in
     """The first `count` of 256 requests: their prompts and numbers of new tokens."""
     rng = np.random.default_rng(0)
     lengths, new = log_uniform(rng, *prompts, 256), log_uniform(rng, *answers, 256)
-    return [(rng.integers(1, 60, n).astype(np.int32), int(m)) for n, m in zip(lengths, new, strict=True)][:count]
+    return [
+        (rng.integers(1, 60, n).astype(np.int32), int(m))
+        for n, m in zip(lengths, new, strict=True)
+    ][:count]
 
 
 def cache_of(model: Decoder, method: str, slots: int, capacity: int) -> kvjax.Cache:
-    layers, policy = model.config.layers, Einsum() if method == "einsum" else kvjax.presets.parse(method)
+    layers, policy = (
+        model.config.layers,
+        Einsum() if method == "einsum" else kvjax.presets.parse(method),
+    )
     return kvjax.init(policy, model.spec(batch=slots, capacity=capacity), layers=layers)
 
 
@@ -140,7 +156,11 @@ def run_engine(engine: kvjax.Engine, work: list[Any], n: int, minutes: float) ->
     engine.warm_up(draws=False)
     cache_bytes, warm = engine._cache.nbytes.device, time.perf_counter() - begin
     start = last = time.perf_counter()
-    sent = [request for prompt, new in work for request in engine.submit(prompt, max_new_tokens=new, n=n)]
+    sent = [
+        request
+        for prompt, new in work
+        for request in engine.submit(prompt, max_new_tokens=new, n=n)
+    ]
     before, asked, busy, busy_tokens, held = engine.stats(), 0, 0.0, 0, np.zeros(engine.slots)
     while any(not request.done for request in sent) and last - start < 60 * minutes:
         engine.step()
@@ -151,7 +171,9 @@ def run_engine(engine: kvjax.Engine, work: list[Any], n: int, minutes: float) ->
         asked, before_it = sum(request.asked for request in sent), asked
         if counts.prompt_tokens == before.prompt_tokens and counts.decoding == counts.slots:
             busy, busy_tokens = busy + now - last, busy_tokens + asked - before_it
-            held += (now - last) * np.sort([len(one.prompt) + one.asked for one in engine._seated if one is not None])
+            held += (now - last) * np.sort(
+                [len(one.prompt) + one.asked for one in engine._seated if one is not None]
+            )
         last, before = now, counts
     seconds = last - start
     counts = engine.stats()
@@ -176,13 +198,26 @@ def run_engine(engine: kvjax.Engine, work: list[Any], n: int, minutes: float) ->
 
 
 def run_batches(
-    model: Decoder, method: str, rows: int, capacity: int, work: list[Any], minutes: float, every: int = 1
+    model: Decoder,
+    method: str,
+    rows: int,
+    capacity: int,
+    work: list[Any],
+    minutes: float,
+    every: int = 1,
 ) -> dict[str, Any]:
     """The same requests in fixed batches, each with an empty cache, in order of arrival."""
     begin = time.perf_counter()
-    longest, most = (max(sizes) for sizes in zip(*((len(prompt), new) for prompt, new in work), strict=True))
+    longest, most = (
+        max(sizes) for sizes in zip(*((len(prompt), new) for prompt, new in work), strict=True)
+    )
     for tokens in sorted({max(longest // 8, 1), longest}):
-        warm_up(model, cache_of(model, method, rows, capacity), tokens, max_new_tokens=min(most, capacity - longest))
+        warm_up(
+            model,
+            cache_of(model, method, rows, capacity),
+            tokens,
+            max_new_tokens=min(most, capacity - longest),
+        )
     warm = time.perf_counter() - begin
     seconds = tokens = answered = 0.0
     for first in range(0, len(work), rows * every):
@@ -190,26 +225,49 @@ def run_batches(
         own = batch + [batch[-1]] * (rows - len(batch))
         cache = jax.block_until_ready(cache_of(model, method, rows, capacity))
         start = time.perf_counter()
-        kvjax.generate(model, cache, [prompt.tolist() for prompt, _ in own], max_new_tokens=max(m for _, m in own))
+        kvjax.generate(
+            model,
+            cache,
+            [prompt.tolist() for prompt, _ in own],
+            max_new_tokens=max(m for _, m in own),
+        )
         seconds += time.perf_counter() - start
         tokens += sum(new for _, new in batch)
         answered += len(batch)
         del cache
         if seconds > 60 * minutes:
             break
-    found = {"seconds": seconds, "tokens": tokens, "tokens_per_second": tokens / seconds, "answered": answered}
+    found = {
+        "seconds": seconds,
+        "tokens": tokens,
+        "tokens_per_second": tokens / seconds,
+        "answered": answered,
+    }
     return {**found, "warm_up_seconds": warm}
 
 
-def full_rate(model: Decoder, method: str, capacity: int, lengths: Sequence[int], calls: int) -> dict[str, Any]:
+def full_rate(
+    model: Decoder, method: str, capacity: int, lengths: Sequence[int], calls: int
+) -> dict[str, Any]:
     """Tokens per second of the engine's loop, of rows of random keys and values, in calls of 64 steps. Halfway
     through, the rows are as long as `lengths`, unless they would then end beyond the capacity."""
-    rng, steps, slots = np.random.default_rng(0), min(64, capacity // (4 * (1 + calls))), len(lengths)
+    rng, steps, slots = (
+        np.random.default_rng(0),
+        min(64, capacity // (4 * (1 + calls))),
+        len(lengths),
+    )
     taken = steps * (1 + calls)
-    cache = fill(cache_of(model, method, slots, capacity), np.clip(np.array(lengths) - taken // 2, 1, capacity - taken))
+    cache = fill(
+        cache_of(model, method, slots, capacity),
+        np.clip(np.array(lengths) - taken // 2, 1, capacity - taken),
+    )
     logits: Any = jnp.asarray(rng.standard_normal((slots, model.config.vocab_size), np.float32))
     flat, active = Flat.of(model), jnp.ones(slots, bool)
-    rows = np.zeros(slots, np.int32), np.full(slots, steps, np.int32), np.full((slots, STOPS), PAD, np.int32)
+    rows = (
+        np.zeros(slots, np.int32),
+        np.full(slots, steps, np.int32),
+        np.full((slots, STOPS), PAD, np.int32),
+    )
     seconds = []
     for _ in range(1 + calls):
         start = time.perf_counter()
@@ -217,26 +275,41 @@ def full_rate(model: Decoder, method: str, capacity: int, lengths: Sequence[int]
         cache, logits = done.cache, jax.block_until_ready(done.logits)
         seconds.append(time.perf_counter() - start)
     rate = steps * slots / float(np.median(seconds[1:]))
-    return {"seconds": sum(seconds[1:]), "tokens_per_second": rate, "length": round(float(np.mean(lengths)))}
+    return {
+        "seconds": sum(seconds[1:]),
+        "tokens_per_second": rate,
+        "length": round(float(np.mean(lengths))),
+    }
 
 
-def run_part(part: str, model: Decoder, method: str, given: argparse.Namespace) -> dict[str, Any]:
+def run_part(
+    part: str, model: Decoder, method: str, given: argparse.Namespace
+) -> dict[str, Any]:
     sizes, tiny, minutes = SIZES[given.tiny], given.tiny, given.minutes
     work = mixed_requests(sizes["prompts"], sizes["answers"], given.requests)
     slots, capacity = given.slots, sizes["prompts"][1] + sizes["answers"][1]
     settings: Any = {name: getattr(given, name) for name in ("chunk", "block", "prompt_tokens")}
     rng, group = np.random.default_rng(1), sizes["group"]
-    groups = [(rng.integers(1, 60, group).astype(np.int32), sizes["answer"]) for _ in range(given.groups)]
+    groups = [
+        (rng.integers(1, 60, group).astype(np.int32), sizes["answer"])
+        for _ in range(given.groups)
+    ]
     waiting = {"max_waiting": 8 * max(len(work), len(groups))}
     if part == "batches":
         found = run_batches(model, method, slots + 1, capacity, work, minutes, given.every)
         return {"slots": slots + 1, "every": given.every, **found}
     if part == "full":
         mean = int(np.mean([len(prompt) + new / 2 for prompt, new in work]))
-        return {"slots": slots, **full_rate(model, method, capacity, [mean] * slots, 1 if tiny else 5)}
+        return {
+            "slots": slots,
+            **full_rate(model, method, capacity, [mean] * slots, 1 if tiny else 5),
+        }
     if part == "rollout":
         rows, long = given.rows, sizes["rollout"]
-        return {"slots": rows, **full_rate(model, method, long + 512, [long] * rows, 1 if tiny else 5)}
+        return {
+            "slots": rows,
+            **full_rate(model, method, long + 512, [long] * rows, 1 if tiny else 5),
+        }
     copied, n = sizes["copied"], 8
     if part in ("engine", "sizes"):
         n, groups = 1, work
@@ -250,7 +323,9 @@ def run_part(part: str, model: Decoder, method: str, given: argparse.Namespace) 
         settings |= {"prefixes": places, "prefix_tokens": group, "sharers": 8}
     if part != "groups":
         # No name holds the cache, whose arrays the engine gives away.
-        engine = kvjax.Engine(model, cache_of(model, method, slots, capacity), **settings, **waiting)
+        engine = kvjax.Engine(
+            model, cache_of(model, method, slots, capacity), **settings, **waiting
+        )
         found = {"slots": engine.slots, **run_engine(engine, groups, n, minutes)}
         del engine
         gc.collect()
@@ -260,55 +335,106 @@ def run_part(part: str, model: Decoder, method: str, given: argparse.Namespace) 
             found["busy_share"] = found["busy_tokens_per_second"] / loop["tokens_per_second"]
         return found
     all_answers = [one for one in groups for _ in range(8)]
-    found = run_batches(model, method, copied + 1, group + sizes["answer"], all_answers, minutes)
+    found = run_batches(
+        model, method, copied + 1, group + sizes["answer"], all_answers, minutes
+    )
     return {"slots": copied + 1, **found}
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--methods", nargs="+", default=["full", "fier:budget=1024"], help="with rollout also einsum")
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        default=["full", "fier:budget=1024"],
+        help="with rollout also einsum",
+    )
     parser.add_argument("--requests", type=int, help="of the 256")
     parser.add_argument("--groups", type=int, help="prompts with 8 answers each")
     parser.add_argument("--layers", type=int, help="of the 32, for less time")
-    parser.add_argument("--every", type=int, default=1, help="of the fixed batches, run every n-th")
+    parser.add_argument(
+        "--every", type=int, default=1, help="of the fixed batches, run every n-th"
+    )
     parser.add_argument("--rows", type=int, default=8, help="of a rollout")
     parser.add_argument("--slots", type=int)
     parser.add_argument("--block", type=int, help="decode steps between two looks at the queue")
     parser.add_argument("--chunk", type=int, help="tokens of a prompt that are read at once")
-    parser.add_argument("--prompt-tokens", type=int, help="most tokens of prompts that are read between two blocks")
+    parser.add_argument(
+        "--prompt-tokens",
+        type=int,
+        help="most tokens of prompts that are read between two blocks",
+    )
     parser.add_argument("--minutes", type=float, default=1e9, help="the most of a part")
-    parser.add_argument("--tiny", "--quick", dest="tiny", action="store_true", help="sizes for a CPU")
+    parser.add_argument(
+        "--tiny", "--quick", dest="tiny", action="store_true", help="sizes for a CPU"
+    )
     parser.add_argument("--out", type=Path)
     given = parser.parse_args(args)
     given.quick = given.tiny
-    defaults = {"requests": 256, "groups": 32, "slots": 10, "block": 16, "chunk": 2048, "prompt_tokens": 40000}
+    defaults = {
+        "requests": 256,
+        "groups": 32,
+        "slots": 10,
+        "block": 16,
+        "chunk": 2048,
+        "prompt_tokens": 40000,
+    }
     if given.tiny:
-        defaults = {"requests": 6, "groups": 2, "slots": 2, "block": 4, "chunk": 32, "prompt_tokens": 64}
+        defaults = {
+            "requests": 6,
+            "groups": 2,
+            "slots": 2,
+            "block": 4,
+            "chunk": 32,
+            "prompt_tokens": 64,
+        }
     for name, value in defaults.items():
         if getattr(given, name) is None:
             setattr(given, name, value)
     use_compilation_cache()
     shape = TINY if given.tiny else SHAPES["llama-3.1-8b"]
     if given.layers:
-        vocabulary = max(64, shape.vocab_size * given.layers // shape.layers)  # ids of the prompts are below 60
+        vocabulary = max(
+            64, shape.vocab_size * given.layers // shape.layers
+        )  # ids of the prompts are below 60
         shape = replace(shape, layers=given.layers, windows=(), vocab_size=vocabulary)
     model = random_model(shape, jnp.float32) if given.tiny else random_model(shape)
     for part in given.parts:
         for method in given.methods:
-            requests = 8 * given.groups if part in ("copied", "shared", "groups") else given.requests
-            row = {"part": part, "method": method, "requests": requests, "layers": shape.layers, "block": given.block}
+            requests = (
+                8 * given.groups if part in ("copied", "shared", "groups") else given.requests
+            )
+            row = {
+                "part": part,
+                "method": method,
+                "requests": requests,
+                "layers": shape.layers,
+                "block": given.block,
+            }
             row |= {"chunk": given.chunk, "prompt_tokens": given.prompt_tokens}
             try:
                 row |= run_part(part, model, method, given)
             except Exception as error:  # such as a lack of memory: the other parts still count
                 if given.tiny:
                     raise
-                row |= {"slots": 0, "error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+                row |= {
+                    "slots": 0,
+                    "error": f"{type(error).__name__}: {error}".splitlines()[0][:200],
+                }
             memory = jax.local_devices()[0].memory_stats() or {}
-            row["peak_bytes"] = memory.get("peak_bytes_in_use")  # of all parts of this call so far
+            row["peak_bytes"] = memory.get(
+                "peak_bytes_in_use"
+            )  # of all parts of this call so far
             show(row)
-            save(out_of(given, "serving.json"), "tokens per second of requests, by the host's clock", [row], KEY)
+            save(
+                out_of(given, "serving.json"),
+                "tokens per second of requests, by the host's clock",
+                [row],
+                KEY,
+            )
             gc.collect()
 
 

@@ -39,7 +39,10 @@ from kvjax.generation.prefilling import cut
 LONGEST = sum(SIZES[False][name][1] for name in ("prompts", "answers"))
 TOKEN = 131072 / 3e12  # seconds to read the keys and values of a token
 STEP = 9.99e-3 - 10 * 9174 * TOKEN  # of weights and launches
-WHOLE, CHUNK = 606e12, 522e12  # FLOPs a second of prompts that are read whole, and in chunks of 2048
+WHOLE, CHUNK = (
+    606e12,
+    522e12,
+)  # FLOPs a second of prompts that are read whole, and in chunks of 2048
 LARGE = 8192  # tokens of a chunk from which the rate is that of a whole prompt
 CALL = 3e-3  # of the host, for a block of steps
 COPY = 3e-3  # of a row into its slot
@@ -95,7 +98,10 @@ def engine(
                 most, pick = LONGEST + 1, None
                 for request in waiting:
                     fit = [capacity for capacity in capacities if capacity >= sum(request)]
-                    if any(row is None and fit[0] <= c < most for c, row in zip(capacities, rows, strict=True)):
+                    if any(
+                        row is None and fit[0] <= c < most
+                        for c, row in zip(capacities, rows, strict=True)
+                    ):
                         pick = request
                         break
                     most = min(most, fit[0])
@@ -104,12 +110,16 @@ def engine(
                 waiting.remove(pick)
                 reading, start, sizes = pick, 0, cut(pick[0], chunks)
             size = sizes.pop(0)
-            seconds += prompt_seconds(size, start, WHOLE if together or size >= LARGE else CHUNK)
+            seconds += prompt_seconds(
+                size, start, WHOLE if together or size >= LARGE else CHUNK
+            )
             start, left = start + size, left - size
             if ride and any(rows):
                 seconds += decode(RIDE)
             if not sizes:
-                free = [i for i, c in enumerate(capacities) if rows[i] is None and c >= sum(reading)]
+                free = [
+                    i for i, c in enumerate(capacities) if rows[i] is None and c >= sum(reading)
+                ]
                 rows[free[0]], reading, seconds = reading, None, seconds + copy
             left = left if any(rows) else max(left, 1)
         seconds += call
@@ -123,17 +133,27 @@ def bound(work: Sequence[tuple[int, int]], rows: int) -> tuple[float, int]:
     """Seconds and steps below which no engine with the memory of so many rows comes."""
     steps = sum(new * (prompt + new) for prompt, new in work) / (rows * LONGEST)
     held = sum(new * prompt + new * (new - 1) / 2 for prompt, new in work)
-    return sum(prompt_seconds(prompt) for prompt, _ in work) + TOKEN * held + STEP * steps, round(steps)
+    return sum(
+        prompt_seconds(prompt) for prompt, _ in work
+    ) + TOKEN * held + STEP * steps, round(steps)
 
 
 def main() -> None:
     found = []
     small, large = SIZES[False]["small"], SIZES[False]["large"]
     alike, sizes = [LONGEST] * 10, [LONGEST] * 7 + [10240] * 9
-    three = [LONGEST] * large + [capacity for capacity, count in small.items() for _ in range(count)]
+    three = [LONGEST] * large + [
+        capacity for capacity, count in small.items() for _ in range(count)
+    ]
     for requests in (64, 256):
-        work = [(len(prompt), new) for prompt, new in mixed_requests((1024, 32768), (16, 1024), requests)]
-        tokens, by_answer = sum(new for _, new in work), sorted(work, key=lambda request: -request[1])
+        work = [
+            (len(prompt), new)
+            for prompt, new in mixed_requests((1024, 32768), (16, 1024), requests)
+        ]
+        tokens, by_answer = (
+            sum(new for _, new in work),
+            sorted(work, key=lambda request: -request[1]),
+        )
         fixed = tokens / batches(work, 11)
         long: Any = {"chunks": (LARGE, 4096, 512)}
         designs: dict[str, tuple[float, int]] = {
@@ -146,20 +166,31 @@ def main() -> None:
             "sizes, longest": engine(by_answer, sizes),
             "sizes, chunks": engine(work, sizes, **long),
             "sizes, chunks, together": engine(work, sizes, **long, together=True),
-            "sizes, chunks, together, ride": engine(work, sizes, **long, together=True, ride=True),
+            "sizes, chunks, together, ride": engine(
+                work, sizes, **long, together=True, ride=True
+            ),
             "three, chunks": engine(work, three, **long),
             "three, chunks, longest": engine(by_answer, three, **long),
             "three, chunks, together": engine(work, three, **long, together=True),
-            "three, chunks, together, ride": engine(work, three, **long, together=True, ride=True),
+            "three, chunks, together, ride": engine(
+                work, three, **long, together=True, ride=True
+            ),
             "pages": engine(work, [LONGEST] * 27),
             "pages, chunks": engine(work, [LONGEST] * 27, **long),
             "bound": bound(work, 11),
         }
         for name, (seconds, steps) in designs.items():
             rate = tokens / seconds
-            row: dict[str, Any] = {"design": name, "requests": requests, "tokens_per_second": rate, "steps": steps}
+            row: dict[str, Any] = {
+                "design": name,
+                "requests": requests,
+                "tokens_per_second": rate,
+                "steps": steps,
+            }
             found.append({**row, "batches": fixed, "ratio": rate / fixed})
-            print(f"{requests} {name}: {rate:.0f} tokens/s, {rate / fixed:.2f} of fixed batches, {steps} steps")
+            print(
+                f"{requests} {name}: {rate:.0f} tokens/s, {rate / fixed:.2f} of fixed batches, {steps} steps"
+            )
     save(
         Path(__file__).parent / "results" / "serving_model.json",
         "a model of the engine on one H100",

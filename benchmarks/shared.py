@@ -29,8 +29,12 @@ from kvjax import CacheSpec, ops, presets
 from kvjax.numerics.selection import set_recall
 
 METHODS: dict[str, Callable[..., kvjax.PerLayer]] = {
-    "fier": lambda budget, share: presets.fier(budget, layers=presets.Layers(dense=0, share=share), dense_capacity=0),
-    "quest": lambda budget, share: presets.quest(budget, layers=presets.Layers(dense=0, share=share), dense_capacity=0),
+    "fier": lambda budget, share: presets.fier(
+        budget, layers=presets.Layers(dense=0, share=share), dense_capacity=0
+    ),
+    "quest": lambda budget, share: presets.quest(
+        budget, layers=presets.Layers(dense=0, share=share), dense_capacity=0
+    ),
     "pariskv": lambda budget, share: presets.pariskv(
         budget, layers=presets.Layers(dense=0, share=share), dense_capacity=0
     ),
@@ -51,7 +55,9 @@ def through(layers: Any, q: Array, k: Array, v: Array) -> tuple[Any, Any, Any]:
     outs, selections, after, selection = [], [], [], None
     for layer in layers:
         follows = layer.policy.follows
-        out, layer, info = kvjax.attention_info(layer, q, k, v, flush=False, selection=selection)
+        out, layer, info = kvjax.attention_info(
+            layer, q, k, v, flush=False, selection=selection
+        )
         selection = selection if follows else info.selection
         q, out = lax.optimization_barrier((q, out))
         outs.append(out)
@@ -78,29 +84,46 @@ def check(name: str, layers: Any, q: Array, k: Array, v: Array) -> None:
         off = float(jnp.max(jnp.abs(a.astype(jnp.float32) - b.astype(jnp.float32))))
         scale = float(jnp.max(jnp.abs(b.astype(jnp.float32))))
         if not off <= 0.05 * scale:
-            raise SystemExit(f"{name}: layer {number} is off by {off:.3g}, of values up to {scale:.3g}")
+            raise SystemExit(
+                f"{name}: layer {number} is off by {off:.3g}, of values up to {scale:.3g}"
+            )
     anchor = layers[0].state
     slots = anchor.store.slots + anchor.recent.slots
-    equal = float(jnp.min(jax.jit(set_recall, static_argnums=2)(selections[0], select(layers[0]), slots)))
+    equal = float(
+        jnp.min(jax.jit(set_recall, static_argnums=2)(selections[0], select(layers[0]), slots))
+    )
     if not equal >= LEAST_EQUAL:
-        raise SystemExit(f"{name}: the selections of the kernels and of plain JAX have only {equal:.3f} in common")
+        raise SystemExit(
+            f"{name}: the selections of the kernels and of plain JAX have only {equal:.3f} in common"
+        )
 
 
 def attend_to(layer: Any, selection: Any, q: Array, k: Array, v: Array) -> Any:
     """A step of `layer` that attends to `selection`, whether it follows or selects."""
     policy = layer.policy if layer.policy.follows else layer.policy.follower()
-    return kvjax.attention(replace(layer, policy=policy), q, k, v, flush=False, selection=selection)
+    return kvjax.attention(
+        replace(layer, policy=policy), q, k, v, flush=False, selection=selection
+    )
 
 
-def measure(method: str, share: int, spec: CacheSpec, budget: int, calls: int, count: int) -> dict[str, Any]:
+def measure(
+    method: str, share: int, spec: CacheSpec, budget: int, calls: int, count: int
+) -> dict[str, Any]:
     policies = METHODS[method](budget, share)
     layers = fill(kvjax.init(policies, spec, layers=count), spec.capacity - calls - 4).layers
-    q = jax.random.normal(jax.random.key(100), (spec.batch, 1, spec.q_heads, spec.head_dim), spec.dtype)
-    k, v = random_pair(jax.random.key(101), (spec.batch, 1, spec.kv_heads, spec.head_dim), spec.dtype)
+    q = jax.random.normal(
+        jax.random.key(100), (spec.batch, 1, spec.q_heads, spec.head_dim), spec.dtype
+    )
+    k, v = random_pair(
+        jax.random.key(101), (spec.batch, 1, spec.kv_heads, spec.head_dim), spec.dtype
+    )
 
     check(f"{method}, share {share}", layers[:share], q, k, v)
     took, _ = clock(jax.jit(step, donate_argnums=0), layers, q, k, v, calls=calls)
-    names = {name.removeprefix("kvjax_").removesuffix("_mosaic_gpu_kernel"): us for name, us in took.parts.items()}
+    names = {
+        name.removeprefix("kvjax_").removesuffix("_mosaic_gpu_kernel"): us
+        for name, us in took.parts.items()
+    }
     return {
         "method": method,
         "share": share,
@@ -132,12 +155,23 @@ def main(args: Sequence[str] | None = None) -> None:
             for method in given.methods:
                 alone: float | None = None
                 for share in given.shares:
-                    row = measure(method, share, spec, given.budget, given.calls, max(given.shares))
+                    row = measure(
+                        method, share, spec, given.budget, given.calls, max(given.shares)
+                    )
                     alone = row["us"] if share == 1 else alone
-                    follows = None if alone is None or share == 1 else (share * row["us"] - alone) / (share - 1)
+                    follows = (
+                        None
+                        if alone is None or share == 1
+                        else (share * row["us"] - alone) / (share - 1)
+                    )
                     row["follower_us"] = follows
                     show(row)
-                    save(out_of(given, "shared.json"), what, [row], ("method", "share", "length", "batch", "backend"))
+                    save(
+                        out_of(given, "shared.json"),
+                        what,
+                        [row],
+                        ("method", "share", "length", "batch", "backend"),
+                    )
                     gc.collect()
 
 

@@ -29,7 +29,9 @@ def caches(methods: Sequence[str], shares: Sequence[int], folder: Path) -> list[
         for method in methods
         for share in shares
         for name in (
-            [method] if share == 1 else [f"{method}:share={share}", f"{method}:anchors={plan(folder, method, share)}"]
+            [method]
+            if share == 1
+            else [f"{method}:share={share}", f"{method}:anchors={plan(folder, method, share)}"]
         )
     ]
     return ["full", *own]
@@ -54,27 +56,57 @@ def end(running: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model_dir", type=Path, help="a model in the format of Hugging Face")
-    parser.add_argument("--text", type=Path, required=True, help="UTF-8 file to hide needles in, and to score")
-    parser.add_argument("--calibrate", type=Path, required=True, help="UTF-8 file of another text")
+    parser.add_argument(
+        "--text", type=Path, required=True, help="UTF-8 file to hide needles in, and to score"
+    )
+    parser.add_argument(
+        "--calibrate", type=Path, required=True, help="UTF-8 file of another text"
+    )
     parser.add_argument("--methods", default="fier,pariskv,quest")
     parser.add_argument("--shares", default="1,2,4,8")
-    parser.add_argument("--length", type=int, default=16384, help="tokens of a prompt, and of the context of a text")
-    parser.add_argument("--share-of-length", type=float, default=0.11, help="budget, as a share of the length")
+    parser.add_argument(
+        "--length",
+        type=int,
+        default=16384,
+        help="tokens of a prompt, and of the context of a text",
+    )
+    parser.add_argument(
+        "--share-of-length", type=float, default=0.11, help="budget, as a share of the length"
+    )
     parser.add_argument("--calibrate-length", type=int, default=4096)
     parser.add_argument("--samples", type=int, default=100)
     parser.add_argument("--batch", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=256, help="tokens that are scored in each of 8 passages")
-    parser.add_argument("--parallel", type=int, default=8, help="caches that decode at the same time")
+    parser.add_argument(
+        "--steps", type=int, default=256, help="tokens that are scored in each of 8 passages"
+    )
+    parser.add_argument(
+        "--parallel", type=int, default=8, help="caches that decode at the same time"
+    )
     parser.add_argument("--dtype")
-    parser.add_argument("--out", type=Path, default=Path("shared"), help="folder of all results")
-    parser.add_argument("--quick", action="store_true", help="short prompts, one of each: only whether it runs")
+    parser.add_argument(
+        "--out", type=Path, default=Path("shared"), help="folder of all results"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="short prompts, one of each: only whether it runs"
+    )
     given = parser.parse_args(args)
     if given.quick:
-        given.length, given.calibrate_length, given.samples, given.batch, given.steps = 320, 320, 1, 1, 4
+        given.length, given.calibrate_length, given.samples, given.batch, given.steps = (
+            320,
+            320,
+            1,
+            1,
+            4,
+        )
         given.share_of_length, given.parallel = 0.5, 2
-    methods, shares = given.methods.split(","), [int(share) for share in given.shares.split(",")]
+    methods, shares = (
+        given.methods.split(","),
+        [int(share) for share in given.shares.split(",")],
+    )
     budget = int(given.length * given.share_of_length)
     dtype = ["--dtype", given.dtype] if given.dtype else []
     given.out.mkdir(parents=True, exist_ok=True)
@@ -93,17 +125,63 @@ def main(args: Sequence[str] | None = None) -> None:
                     given.calibrate_length,
                 ]
                 text = ["--text", given.calibrate, "--steps", 4 if given.quick else 16]
-                found.append(start("benchmarks.calibrate", given.model_dir, *text, *what, *dtype, "--out", file))
+                found.append(
+                    start(
+                        "benchmarks.calibrate",
+                        given.model_dir,
+                        *text,
+                        *what,
+                        *dtype,
+                        "--out",
+                        file,
+                    )
+                )
     end(found)
-    compared = [word for cache in caches(methods, shares, given.out) for word in ("--cache", cache)]
-    same = ["--text", given.text, "--length", given.length, "--parallel", given.parallel, *dtype, *compared]
+    compared = [
+        word for cache in caches(methods, shares, given.out) for word in ("--cache", cache)
+    ]
+    same = [
+        "--text",
+        given.text,
+        "--length",
+        given.length,
+        "--parallel",
+        given.parallel,
+        *dtype,
+        *compared,
+    ]
     tasks = [word for task in TASKS for word in ("--task", task)]
     sizes = ["--samples", given.samples, "--batch", given.batch, "--budget", budget]
-    end([start("kvjax.cli", "eval", given.model_dir, *tasks, *same, *sizes, "--out", given.out / "eval")])
+    end(
+        [
+            start(
+                "kvjax.cli",
+                "eval",
+                given.model_dir,
+                *tasks,
+                *same,
+                *sizes,
+                "--out",
+                given.out / "eval",
+            )
+        ]
+    )
     passages = 1 if given.quick else 8
     sizes = ["--passages", passages, "--batch", min(4, passages), "--steps", given.steps]
     sizes += ["--share", given.share_of_length]
-    end([start("kvjax.cli", "perplexity", given.model_dir, *same, *sizes, "--out", given.out / "perplexity")])
+    end(
+        [
+            start(
+                "kvjax.cli",
+                "perplexity",
+                given.model_dir,
+                *same,
+                *sizes,
+                "--out",
+                given.out / "perplexity",
+            )
+        ]
+    )
 
 
 if __name__ == "__main__":

@@ -36,11 +36,11 @@ class Sharing:
     """How well the selection of layer i serves layer j, for i <= j, means over steps and rows; NaN elsewhere."""
 
     first: int  # the first layer that may select; layers before it attend to everything
-    overlap: np.ndarray  # f[L, L] share of the tokens of layer j's own selection that layer i reads too
-    mass: np.ndarray  # f[L, L] share of softmax mass of layer j on the tokens of layer i
-    head_error: (
+    overlap: (
         np.ndarray
-    )  # f[L, L, K, K] |out - exact out| / |exact out| of KV head k of layer j over the tokens of head h of layer i
+    )  # f[L, L] share of the tokens of layer j's own selection that layer i reads too
+    mass: np.ndarray  # f[L, L] share of softmax mass of layer j on the tokens of layer i
+    head_error: np.ndarray  # f[L, L, K, K] |out - exact out| / |exact out| of KV head k of layer j over the tokens of head h of layer i
 
     @property
     def error(self) -> np.ndarray:
@@ -60,14 +60,18 @@ class Sharing:
         Each KV head follows the head of its anchor that serves it best.
         """
         layers, error = len(self.overlap), self.least_error
-        count = require_int("anchors(count=...)", count, at_least=1, at_most=layers - self.first)
+        count = require_int(
+            "anchors(count=...)", count, at_least=1, at_most=layers - self.first
+        )
         # best[n][j]: least error of the layers from j on with n anchors, of which j is the first; and the next anchor
         best = np.full((count + 1, layers + 1), np.inf)
         after = np.zeros((count + 1, layers + 1), int)
         best[0, layers] = 0.0
         for n in range(1, count + 1):
             for j in range(self.first, layers):
-                costs = [error[j, j:end].sum() + best[n - 1, end] for end in range(j + 1, layers + 1)]
+                costs = [
+                    error[j, j:end].sum() + best[n - 1, end] for end in range(j + 1, layers + 1)
+                ]
                 best[n, j], after[n, j] = np.min(costs), j + 1 + int(np.argmin(costs))
         found, j = [], self.first
         for n in range(count, 0, -1):
@@ -77,7 +81,13 @@ class Sharing:
 
     def every(self, share: int) -> tuple[int, ...]:
         """The anchors that a preset's `share=...` gives."""
-        return tuple(range(self.first, len(self.overlap), require_int("every(share=...)", share, at_least=1)))
+        return tuple(
+            range(
+                self.first,
+                len(self.overlap),
+                require_int("every(share=...)", share, at_least=1),
+            )
+        )
 
     def by_layer(self, anchors: tuple[int, ...]) -> list[dict[str, Any]]:
         """A row for each layer past the dense ones: its anchor, and how well the anchor's selection serves it."""
@@ -87,12 +97,22 @@ class Sharing:
             row: dict[str, Any] = {"layer": layer, "selected by": anchor}
             for name, of in (("overlap", self.overlap), ("mass", self.mass), ("error", error)):
                 row[name] = float(of[anchor, layer])
-            rows.append({**row, "best heads": float(least[anchor, layer]), "own error": float(error[layer, layer])})
+            rows.append(
+                {
+                    **row,
+                    "best heads": float(least[anchor, layer]),
+                    "own error": float(error[layer, layer]),
+                }
+            )
         return rows
 
     def total_error(self, anchors: tuple[int, ...], *, best_heads: bool = False) -> float:
         """Mean of the output error over the layers past the dense ones."""
-        return float(np.mean([row["best heads" if best_heads else "error"] for row in self.by_layer(anchors)]))
+        return float(
+            np.mean(
+                [row["best heads" if best_heads else "error"] for row in self.by_layer(anchors)]
+            )
+        )
 
     def heads(self, anchors: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
         """For the layers that follow, which KV head of the anchor serves each of their KV heads best (`Shared.heads`).
@@ -122,7 +142,9 @@ def measure(live: Live, policies: PerLayer, *, progress: Progress | None = None)
     layers, first = len(live.layers), len(policies.first)
     policies.rest.follower()  # raises for policies that select nothing
     if first >= layers:
-        raise ValueError(f"the first {first} layers attend to everything and the model has {layers}; none selects")
+        raise ValueError(
+            f"the first {first} layers attend to everything and the model has {layers}; none selects"
+        )
     kv_heads = live.layers[0].spec.kv_heads
     overlap, mass = (np.full((layers, layers), np.nan) for _ in range(2))
     head_error = np.full((layers, layers, kv_heads, kv_heads), np.nan)
@@ -132,13 +154,21 @@ def measure(live: Live, policies: PerLayer, *, progress: Progress | None = None)
         own = []
         for run in live.runs():
             start = int(live.positions[run.start])
-            cache = store_prompt(init_layer(policies.rest, layer.spec), layer.k, layer.v, 0, start)
+            cache = store_prompt(
+                init_layer(policies.rest, layer.spec), layer.k, layer.v, 0, start
+            )
             q = jnp.moveaxis(layer.q[:, run], 1, 0)
-            own.append(np.asarray(_positions(cache, q, layer.k, layer.v, start, layer.scale, layer.window)))
+            own.append(
+                np.asarray(
+                    _positions(cache, q, layer.k, layer.v, start, layer.scale, layer.window)
+                )
+            )
         read.append(np.concatenate(own))
         q, at = jnp.moveaxis(layer.q, 1, 0), jnp.asarray(live.positions)
         for i in range(first, j + 1):
-            served = _serve(q, layer.k, layer.v, at, read[i - first], read[-1], layer.scale, layer.window)
+            served = _serve(
+                q, layer.k, layer.v, at, read[i - first], read[-1], layer.scale, layer.window
+            )
             overlap[i, j], mass[i, j] = (float(a) for a in served[:2])
             head_error[i, j] = np.asarray(served[2])
         if progress is not None:
@@ -147,12 +177,22 @@ def measure(live: Live, policies: PerLayer, *, progress: Progress | None = None)
 
 
 @partial(jax.jit, static_argnums=(5, 6))
-def _positions(cache: LayerCache, q: Array, k: Array, v: Array, start: int, scale: float, window: int | None) -> Array:
+def _positions(
+    cache: LayerCache,
+    q: Array,
+    k: Array,
+    v: Array,
+    start: int,
+    scale: float,
+    window: int | None,
+) -> Array:
     """Positions i32[T, B, K, H, M] that the policy reads in the steps of q [T, B, N, D] from position `start` on."""
 
     def step(cache: Any, x: Any) -> tuple[Any, Array]:
         q, position = x
-        kt, vt = (jnp.swapaxes(lax.dynamic_slice_in_dim(a, position, 1, axis=2), 1, 2) for a in (k, v))
+        kt, vt = (
+            jnp.swapaxes(lax.dynamic_slice_in_dim(a, position, 1, axis=2), 1, 2) for a in (k, v)
+        )
         _, cache, info = attention_info(cache, q[:, None], kt, vt, scale=scale, window=window)
         assert info is not None
         assert info.positions is not None
@@ -163,13 +203,22 @@ def _positions(cache: LayerCache, q: Array, k: Array, v: Array, start: int, scal
 
 @partial(jax.jit, static_argnums=(6, 7))
 def _serve(
-    q: Array, k: Array, v: Array, at: Array, read: Array, own: Array, scale: float, window: int | None
+    q: Array,
+    k: Array,
+    v: Array,
+    at: Array,
+    read: Array,
+    own: Array,
+    scale: float,
+    window: int | None,
 ) -> tuple[Array, Array, Array]:
     """Overlap, mass, and error by pairs of heads, of steps q [T, B, N, D] at positions `at` that attend to `read`."""
     S = k.shape[2]
 
     def members(positions: Array) -> Array:
-        return membership(Selection(jnp.maximum(positions, 0), positions >= 0), S)  # bool[B, K, H, S]
+        return membership(
+            Selection(jnp.maximum(positions, 0), positions >= 0), S
+        )  # bool[B, K, H, S]
 
     def step(x: Any) -> tuple[Array, Array, Array]:
         q, position, read, own = x
@@ -187,7 +236,9 @@ def _serve(
 
         def error(tokens: Array) -> Array:
             """f[K]: the error of every KV head over the tokens bool[B, H, S] of one head."""
-            few = jax.nn.softmax(jnp.where(visible & tokens[:, None], logits, -jnp.inf), axis=-1)
+            few = jax.nn.softmax(
+                jnp.where(visible & tokens[:, None], logits, -jnp.inf), axis=-1
+            )
             return jnp.mean(jnp.linalg.norm(attend(few) - exact, axis=-1) / size, axis=(0, 2))
 
         return jnp.mean(both), jnp.mean(mass), lax.map(error, jnp.moveaxis(got, 1, 0)).T

@@ -21,14 +21,22 @@ from decode_step import policies
 
 from kvjax.policies.short import FILE
 
-BYTES_PER_TOKEN = 2 * 8 * 128 * 2  # of keys and values in the layer that decode_step.py measures
+BYTES_PER_TOKEN = (
+    2 * 8 * 128 * 2
+)  # of keys and values in the layer that decode_step.py measures
 
 
 def bounds(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
     """By device and selector, the entry of short.json that these rows of decode_step.py give."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
-    rows = [row for row in rows if row["implementation"] == "default" and row["backend"] == "gpu"]
-    full = {(row["device"], row["length"], row["batch"]): row["us"] for row in rows if row["method"] == "full"}
+    rows = [
+        row for row in rows if row["implementation"] == "default" and row["backend"] == "gpu"
+    ]
+    full = {
+        (row["device"], row["length"], row["batch"]): row["us"]
+        for row in rows
+        if row["method"] == "full"
+    }
     for method in ("fier", "quest", "pariskv"):
         selector = type(policies(2048, 0)[method].selector).__name__  # type: ignore[attr-defined]
         own = [row for row in rows if row["method"] == method and row["policy"] == "Retrieval"]
@@ -39,7 +47,11 @@ def bounds(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
                 if full[device, row["length"], row["batch"]] > row["us"]:
                     break
                 versions = {name: row["versions"][name] for name in ("jax", "jaxlib")}
-                entry = {"bytes": tokens(row) * BYTES_PER_TOKEN, "date": row["date"][:10], "versions": versions}
+                entry = {
+                    "bytes": tokens(row) * BYTES_PER_TOKEN,
+                    "date": row["date"][:10],
+                    "versions": versions,
+                }
                 found.setdefault(device, {})[selector] = entry
     return found
 
@@ -50,7 +62,9 @@ def tokens(row: dict[str, Any]) -> int:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("rows", type=Path, help="the output file of decode_step.py")
     parser.add_argument("--out", type=Path, default=FILE)
     given = parser.parse_args(args)
@@ -58,9 +72,13 @@ def main(args: Sequence[str] | None = None) -> None:
     known |= bounds(json.loads(given.rows.read_text())["rows"])
     devices = []
     for device, entries in known.items():
-        lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(entry)}" for name, entry in entries.items())
+        lines = ",\n".join(
+            f"    {json.dumps(name)}: {json.dumps(entry)}" for name, entry in entries.items()
+        )
         devices.append(f"  {json.dumps(device)}: {{\n{lines}\n  }}")
-        print(device, {name: entry["bytes"] // BYTES_PER_TOKEN for name, entry in entries.items()})
+        print(
+            device, {name: entry["bytes"] // BYTES_PER_TOKEN for name, entry in entries.items()}
+        )
     given.out.write_text("{\n" + ",\n".join(devices) + "\n}\n")
 
 

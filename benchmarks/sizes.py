@@ -41,7 +41,11 @@ def words(tree: Path) -> dict[str, int]:
         return sum(len(line.split()) for line in text if tables or not line.startswith("|"))
 
     docs = sum(count(path, tables=False) for path in (tree / "docs").glob("*.md"))
-    return {"README": count(tree / "README.md"), "docs": docs, "CONTRIBUTING": count(tree / "CONTRIBUTING.md")}
+    return {
+        "README": count(tree / "README.md"),
+        "docs": docs,
+        "CONTRIBUTING": count(tree / "CONTRIBUTING.md"),
+    }
 
 
 def protocols(tree: Path) -> list[str]:
@@ -49,7 +53,13 @@ def protocols(tree: Path) -> list[str]:
 
     def name(base: ast.expr) -> str:
         base = base.value if isinstance(base, ast.Subscript) else base
-        return base.attr if isinstance(base, ast.Attribute) else base.id if isinstance(base, ast.Name) else ""
+        return (
+            base.attr
+            if isinstance(base, ast.Attribute)
+            else base.id
+            if isinstance(base, ast.Name)
+            else ""
+        )
 
     return sorted(
         node.name
@@ -88,11 +98,18 @@ def step(kv: Any, method: str) -> Callable[[], Any]:
     import jax
     import jax.numpy as jnp
 
-    spec = kv.CacheSpec(batch=1, q_heads=8, kv_heads=2, head_dim=128, capacity=4096, dtype=jnp.bfloat16)
+    spec = kv.CacheSpec(
+        batch=1, q_heads=8, kv_heads=2, head_dim=128, capacity=4096, dtype=jnp.bfloat16
+    )
     policy = getattr(kv.presets, method)().rest
     cache = kv.init(policy, spec, layers=1).layers[0]
-    q, k = (jax.ShapeDtypeStruct((1, 1, n, spec.head_dim), spec.dtype) for n in (spec.q_heads, spec.kv_heads))
-    return lambda: jax.jit(lambda cache, q, k: kv.attention(cache, q, k, k, flush=False)).trace(cache, q, k)
+    q, k = (
+        jax.ShapeDtypeStruct((1, 1, n, spec.head_dim), spec.dtype)
+        for n in (spec.q_heads, spec.kv_heads)
+    )
+    return lambda: jax.jit(lambda cache, q, k: kv.attention(cache, q, k, k, flush=False)).trace(
+        cache, q, k
+    )
 
 
 def sizes(tree: Path = ROOT) -> dict[str, Any]:
@@ -107,19 +124,27 @@ def sizes(tree: Path = ROOT) -> dict[str, Any]:
         "protocols": protocols(tree),
         "steps": {},
     }
-    kvjax.ops.op._has_cuda_plugin = lambda: False  # with JAX's plugin for GPUs a step would trace kernels too
+    kvjax.ops.op._has_cuda_plugin = lambda: (
+        False
+    )  # with JAX's plugin for GPUs a step would trace kernels too
     for method in METHODS:
         trace = step(kvjax, method)
         trace()  # imports what a step imports
         jax.clear_caches()
         functions, asked = passed(tree, trace)
         files = {code.co_filename for code in functions}
-        found["steps"][method] = {"functions": len(functions), "files": len(files), "asked": sorted(asked)}
+        found["steps"][method] = {
+            "functions": len(functions),
+            "files": len(files),
+            "asked": sorted(asked),
+        }
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tree", type=Path, default=ROOT, help="a checkout; default: this one")
     tree = parser.parse_args().tree.resolve()
     sys.path.insert(0, str(tree))

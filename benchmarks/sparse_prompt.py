@@ -33,27 +33,51 @@ AFTER = 256  # tokens whose loss is measured
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 
-def read(checkpoint: Checkpoint, tokens: np.ndarray, capacity: int, share: float) -> tuple[float, Any, Any]:
+def read(
+    checkpoint: Checkpoint, tokens: np.ndarray, capacity: int, share: float
+) -> tuple[float, Any, Any]:
     """Seconds, logits and the cache of a prompt."""
     cache = jax.block_until_ready(checkpoint.init_cache(kvjax.Full(), capacity=capacity))
     start = time.perf_counter()
     sparse = None if share == 1 else share
-    logits, cache = jax.block_until_ready(prefill(checkpoint.model, cache, tokens[None], sparse_prompt=sparse))
+    logits, cache = jax.block_until_ready(
+        prefill(checkpoint.model, cache, tokens[None], sparse_prompt=sparse)
+    )
     return time.perf_counter() - start, logits, cache
 
 
-def needles(checkpoint: Checkpoint, hidden: int, length: int, given: Any) -> list[dict[str, Any]]:
-    about: Any = {"lengths": [length], "samples": given.samples, "text": None, "question": "prefilled"}
+def needles(
+    checkpoint: Checkpoint, hidden: int, length: int, given: Any
+) -> list[dict[str, Any]]:
+    about: Any = {
+        "lengths": [length],
+        "samples": given.samples,
+        "text": None,
+        "question": "prefilled",
+    }
     (task,) = make_tasks([f"needles:hidden={hidden}"], **about)
-    capacity, found = -(-(length + task.max_new_tokens) // 128) * 128, dict[float, list[tuple[float, float]]]()
+    capacity, found = (
+        -(-(length + task.max_new_tokens) // 128) * 128,
+        dict[float, list[tuple[float, float]]](),
+    )
     for example in task.examples(checkpoint.tokenizer):
         for share in (1.0, *given.shares):
-            took, logits, cache = read(checkpoint, np.array(example.prompt, np.int32), capacity, share)
-            how: dict[str, Any] = {"max_new_tokens": task.max_new_tokens, "stop_tokens": checkpoint.stop_tokens}
+            took, logits, cache = read(
+                checkpoint, np.array(example.prompt, np.int32), capacity, share
+            )
+            how: dict[str, Any] = {
+                "max_new_tokens": task.max_new_tokens,
+                "stop_tokens": checkpoint.stop_tokens,
+            }
             said = checkpoint.decode(decode(checkpoint.model, cache, logits, **how).rows[0])
             found.setdefault(share, []).append((task.score(example, said), took))
     return [
-        {"what": f"needles, one of {hidden}", "share": share, "tokens": length, "samples": len(results)}
+        {
+            "what": f"needles, one of {hidden}",
+            "share": share,
+            "tokens": length,
+            "samples": len(results),
+        }
         | {"score": statistics.mean(score for score, _ in results)}
         | {"seconds": statistics.median(took for _, took in results[1:] or results)}
         for share, results in found.items()
@@ -70,10 +94,14 @@ def _loss(model: Any, cache: Any, last: Any, tokens: Any) -> Any:
 
 def loss(checkpoint: Checkpoint, length: int, given: Any) -> list[dict[str, Any]]:
     files = sorted(given.text.glob("*.md")) if given.text.is_dir() else [given.text]
-    tokens = np.array(checkpoint.encode("\n".join(file.read_text() for file in files)), np.int32)
+    tokens = np.array(
+        checkpoint.encode("\n".join(file.read_text() for file in files)), np.int32
+    )
     prompt, rows = length - AFTER, []
     if len(tokens) < length:
-        raise SystemExit(f"{given.text} has {len(tokens)} tokens; give a longer --text, or fewer than {length} tokens")
+        raise SystemExit(
+            f"{given.text} has {len(tokens)} tokens; give a longer --text, or fewer than {length} tokens"
+        )
     places = np.linspace(0, len(tokens) - length, given.windows).astype(int)
     for share in (1.0, *given.shares):
         found = []
@@ -87,14 +115,26 @@ def loss(checkpoint: Checkpoint, length: int, given: Any) -> list[dict[str, Any]
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path)
-    parser.add_argument("--lengths", type=lambda text: [int(n) for n in text.split(",")], default=[16384, 32768])
-    parser.add_argument("--shares", type=lambda text: [float(n) for n in text.split(",")], default=[0.05, 0.1, 0.2])
-    parser.add_argument("--hidden", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8])
+    parser.add_argument(
+        "--lengths", type=lambda text: [int(n) for n in text.split(",")], default=[16384, 32768]
+    )
+    parser.add_argument(
+        "--shares",
+        type=lambda text: [float(n) for n in text.split(",")],
+        default=[0.05, 0.1, 0.2],
+    )
+    parser.add_argument(
+        "--hidden", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8]
+    )
     parser.add_argument("--samples", type=int, default=10)
     parser.add_argument("--windows", type=int, default=4)
-    parser.add_argument("--text", type=Path, default=DOCS, help="a text, or a folder of *.md; default: docs/")
+    parser.add_argument(
+        "--text", type=Path, default=DOCS, help="a text, or a folder of *.md; default: docs/"
+    )
     parser.add_argument("--dtype", default=None)
     parser.add_argument("--out", type=Path, help="default: results/sparse_prompt.json")
     given = parser.parse_args(args)
@@ -102,11 +142,21 @@ def main(args: Sequence[str] | None = None) -> None:
     checkpoint = models.load(given.model, dtype=given.dtype)
     what = f"{__doc__.splitlines()[0]} {jax.default_backend()}"
     for length in given.lengths:
-        for measured in (partial(loss, checkpoint), *(partial(needles, checkpoint, hidden) for hidden in given.hidden)):
-            rows = [{"model": checkpoint.directory.name, **row} for row in measured(length, given)]
+        for measured in (
+            partial(loss, checkpoint),
+            *(partial(needles, checkpoint, hidden) for hidden in given.hidden),
+        ):
+            rows = [
+                {"model": checkpoint.directory.name, **row} for row in measured(length, given)
+            ]
             for row in rows:
                 show(row)
-            save(out_of(given, "sparse_prompt.json"), what, rows, ("model", "what", "share", "tokens"))
+            save(
+                out_of(given, "sparse_prompt.json"),
+                what,
+                rows,
+                ("model", "what", "share", "tokens"),
+            )
 
 
 if __name__ == "__main__":

@@ -27,17 +27,28 @@ from kvjax.generation.spec_prefill import best_chunks, importance
 from kvjax.models import Checkpoint
 
 
-def answer(checkpoint: Checkpoint, tokens: np.ndarray, positions: np.ndarray, capacity: int, new: int) -> str:
+def answer(
+    checkpoint: Checkpoint, tokens: np.ndarray, positions: np.ndarray, capacity: int, new: int
+) -> str:
     cache = checkpoint.init_cache(kvjax.Full(), capacity=capacity)
-    logits, cache = prefill(checkpoint.model, cache, tokens[None, positions], positions=positions[None])
+    logits, cache = prefill(
+        checkpoint.model, cache, tokens[None, positions], positions=positions[None]
+    )
     stop = checkpoint.stop_tokens
-    return checkpoint.decode(decode(checkpoint.model, cache, logits, max_new_tokens=new, stop_tokens=stop).rows[0])
+    return checkpoint.decode(
+        decode(checkpoint.model, cache, logits, max_new_tokens=new, stop_tokens=stop).rows[0]
+    )
 
 
 def measure(
     checkpoint: Checkpoint, drafts: dict[str, Any], hidden: int, length: int, given: Any
 ) -> list[dict[str, Any]]:
-    about: Any = {"lengths": [length], "samples": given.samples, "text": given.text, "question": "prefilled"}
+    about: Any = {
+        "lengths": [length],
+        "samples": given.samples,
+        "text": given.text,
+        "question": "prefilled",
+    }
     (task,) = make_tasks([f"needles:hidden={hidden}"], **about)
     found: dict[tuple[str, float], list[tuple[float, bool]]] = {}
     for example in task.examples(checkpoint.tokenizer):
@@ -45,31 +56,53 @@ def measure(
         text = checkpoint.decode(example.prompt)
         chosen = {("none", 1.0): np.arange(len(tokens), dtype=np.int32)}
         for name, draft in drafts.items():
-            padded = np.pad(tokens, (0, length - len(tokens)))[None]  # one program for all prompts
-            scores = np.asarray(importance(draft, padded, np.array([len(tokens)])))[0, : len(tokens)]
+            padded = np.pad(tokens, (0, length - len(tokens)))[
+                None
+            ]  # one program for all prompts
+            scores = np.asarray(importance(draft, padded, np.array([len(tokens)])))[
+                0, : len(tokens)
+            ]
             chosen |= {(name, keep): best_chunks(scores, keep) for keep in given.keep}
         for key, positions in chosen.items():
             said = answer(checkpoint, tokens, positions, length, task.max_new_tokens)
             read = checkpoint.decode(tokens[positions].tolist())
-            whole = all(right in read for right in example.answers) and example.answers[0] in text
+            whole = (
+                all(right in read for right in example.answers) and example.answers[0] in text
+            )
             found.setdefault(key, []).append((task.score(example, said), whole))
     rows = []
     for (name, keep), results in found.items():
         score, whole = np.mean(results, axis=0).tolist()
-        row = {"model": checkpoint.directory.name, "draft": name, "keep": keep, "hidden": hidden, "tokens": length}
+        row = {
+            "model": checkpoint.directory.name,
+            "draft": name,
+            "keep": keep,
+            "hidden": hidden,
+            "tokens": length,
+        }
         rows.append({**row, "samples": len(results), "score": score, "found": whole})
         show(rows[-1])
     return rows
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path)
     parser.add_argument("--draft", type=Path)
-    parser.add_argument("--layers", type=lambda text: [int(n) for n in text.split(",")], default=[4])
-    parser.add_argument("--lengths", type=lambda text: [int(n) for n in text.split(",")], default=[4096])
-    parser.add_argument("--keep", type=lambda text: [float(n) for n in text.split(",")], default=[0.1, 0.2, 0.3])
-    parser.add_argument("--hidden", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8])
+    parser.add_argument(
+        "--layers", type=lambda text: [int(n) for n in text.split(",")], default=[4]
+    )
+    parser.add_argument(
+        "--lengths", type=lambda text: [int(n) for n in text.split(",")], default=[4096]
+    )
+    parser.add_argument(
+        "--keep", type=lambda text: [float(n) for n in text.split(",")], default=[0.1, 0.2, 0.3]
+    )
+    parser.add_argument(
+        "--hidden", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8]
+    )
     parser.add_argument("--samples", type=int, default=20)
     parser.add_argument("--text", type=Path, help="a book; default: made sentences")
     parser.add_argument("--dtype", default=None)

@@ -29,35 +29,65 @@ from kvjax.generation import stream
 from kvjax.models import Checkpoint
 from kvjax.spec import default_dtype
 
-MODULES = ("textwrap", "heapq", "fnmatch", "shlex", "calendar", "configparser", "difflib", "argparse")
+MODULES = (
+    "textwrap",
+    "heapq",
+    "fnmatch",
+    "shlex",
+    "calendar",
+    "configparser",
+    "difflib",
+    "argparse",
+)
 CODE = "Write this Python code again with type annotations, and change nothing else.\n\n```python\n{}\n```"
 SUMMARY = "Sum up this passage in five sentences, and quote a sentence of it word by word after each.\n\n{}"
 
 
-def prompts(checkpoint: Checkpoint, text: Path, tokens: int, count: int) -> dict[str, list[list[int]]]:
+def prompts(
+    checkpoint: Checkpoint, text: Path, tokens: int, count: int
+) -> dict[str, list[list[int]]]:
     """Token ids of chat prompts by kind, each with `tokens` tokens of material."""
     tokenizer = checkpoint.tokenizer
 
     def ask(form: str, ids: Sequence[int]) -> list[int]:
         asked = form.format(tokenizer.decode(list(ids)))
-        return checkpoint.encode(asked) if tokenizer.chat_template is None else checkpoint.apply_chat(asked)
+        return (
+            checkpoint.encode(asked)
+            if tokenizer.chat_template is None
+            else checkpoint.apply_chat(asked)
+        )
 
     sources = [inspect.getsource(__import__(name)) for name in MODULES[:count]]
     code = [tokenizer(source, verbose=False)["input_ids"][:tokens] for source in sources]
     words = measured.read_tokens(checkpoint, text, tokens * 2 * count)
     passages = [words[start : start + tokens] for start in range(0, len(words), 2 * tokens)]
-    return {"code": [ask(CODE, ids) for ids in code], "summary": [ask(SUMMARY, ids) for ids in passages]}
+    return {
+        "code": [ask(CODE, ids) for ids in code],
+        "summary": [ask(SUMMARY, ids) for ids in passages],
+    }
 
 
 def answer(
-    checkpoint: Checkpoint, cache: str, ids: list[int], capacity: int, new_tokens: int, draft: PromptLookup | None
+    checkpoint: Checkpoint,
+    cache: str,
+    ids: list[int],
+    capacity: int,
+    new_tokens: int,
+    draft: PromptLookup | None,
 ) -> tuple[list[int], float, Any]:
     """The answer's tokens, seconds of decoding, and statistics of the drafts."""
-    (row,) = make_rows([cache], dense_layers=None)  # it runs its own method, however short the cache
+    (row,) = make_rows(
+        [cache], dense_layers=None
+    )  # it runs its own method, however short the cache
     assert row.policies is not None, row.refused
     held = checkpoint.init_cache(row.policies, capacity=capacity)
     stop = checkpoint.stop_tokens
-    settings: dict[str, Any] = {"max_new_tokens": new_tokens, "stop_tokens": stop, "block": new_tokens, "draft": draft}
+    settings: dict[str, Any] = {
+        "max_new_tokens": new_tokens,
+        "stop_tokens": stop,
+        "block": new_tokens,
+        "draft": draft,
+    }
     run = stream(checkpoint.model, held, [ids], **settings)
     jax.block_until_ready(run.logits)
     begin = time.perf_counter()
@@ -67,13 +97,20 @@ def answer(
 
 
 def measure(
-    checkpoint: Checkpoint, cache: str, kind: str, asked: list[list[int]], draft: PromptLookup, given: Any
+    checkpoint: Checkpoint,
+    cache: str,
+    kind: str,
+    asked: list[list[int]],
+    draft: PromptLookup,
+    given: Any,
 ) -> dict[str, Any]:
     row: dict[str, Any] = {"cache": cache, "kind": kind, "prompts": len(asked)}
     capacity = -(-(given.tokens + 256 + given.new_tokens) // 128) * 128
     seconds, tokens, same, numbers = np.zeros(2), np.zeros(2, int), 0, np.zeros(3, int)
     try:
-        for i, ids in enumerate(asked):  # compiles; arrays of the look-up depend on the prompt's length
+        for i, ids in enumerate(
+            asked
+        ):  # compiles; arrays of the look-up depend on the prompt's length
             for one in (draft,) if i else (None, draft):
                 answer(checkpoint, cache, ids, capacity, given.new_tokens, one)
     except (ValueError, NotImplementedError) as error:
@@ -100,7 +137,9 @@ def measure(
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model_dir", type=Path, help="a model that follows instructions")
     parser.add_argument("--text", type=Path, required=True, help="UTF-8 file with a long text")
     parser.add_argument(
@@ -108,18 +147,28 @@ def main(args: Sequence[str] | None = None) -> None:
         default="full fier:budget=1024 quest:budget=1024 pariskv:budget=1024,dense_below=0",
         help="separated by spaces",
     )
-    parser.add_argument("--prompts", type=int, default=4, help=f"of each kind, at most {len(MODULES)}")
-    parser.add_argument("--tokens", type=int, default=3584, help="of the material in a prompt, at most")
+    parser.add_argument(
+        "--prompts", type=int, default=4, help=f"of each kind, at most {len(MODULES)}"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=3584, help="of the material in a prompt, at most"
+    )
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--ngram", type=int, default=3)
-    parser.add_argument("--draft", type=int, default=PromptLookup().tokens, help="tokens of a draft")
+    parser.add_argument(
+        "--draft", type=int, default=PromptLookup().tokens, help="tokens of a draft"
+    )
     parser.add_argument("--dtype", default=default_dtype())
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "speculation.json")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results" / "speculation.json"
+    )
     given = parser.parse_args(args)
     checkpoint = models.load(given.model_dir, dtype=given.dtype)
     draft = PromptLookup(ngram=given.ngram, tokens=given.draft)
     asked = prompts(checkpoint, given.text, given.tokens, given.prompts)
-    about = measured.about(given.model_dir, given.text, given.dtype, [given.tokens], given.new_tokens)
+    about = measured.about(
+        given.model_dir, given.text, given.dtype, [given.tokens], given.new_tokens
+    )
     head = {**about, "ngram": given.ngram, "draft": given.draft}
     rows = []
     for cache in given.methods.split():

@@ -28,7 +28,9 @@ class Sweep:
     """The settings of a run: which configs it tries for each shape, and whether it keeps those that win."""
 
     most_configs: int | None = None  # that are tried; None: all
-    settled: list[tuned.Asked] | None = None  # shapes that have been tuned, by their first inputs; None: no tuning
+    settled: list[tuned.Asked] | None = (
+        None  # shapes that have been tuned, by their first inputs; None: no tuning
+    )
 
     def __call__(
         self,
@@ -59,20 +61,32 @@ class Sweep:
             f = kernel(config)
             off = error(jax.jit(f)(*args), want)
             if not off <= most:
-                raise SystemExit(f"{name} with {config}: error {off}, at most {most} is allowed")
+                raise SystemExit(
+                    f"{name} with {config}: error {off}, at most {most} is allowed"
+                )
             total, kernels = device_time(f, *args, calls=10, starts=n)
-            times[config] = sum(us for kernel_name, us in kernels.items() if f"kvjax_{name}" in kernel_name) / n
+            times[config] = (
+                sum(us for kernel_name, us in kernels.items() if f"kvjax_{name}" in kernel_name)
+                / n
+            )
             if not times[config]:
                 raise SystemExit(f"no kernel of {name} ran; these did: {', '.join(kernels)}")
             if not row:
-                default = {"config": label_of(config), "kernel": times[config], "mosaic": total / n}
+                default = {
+                    "config": label_of(config),
+                    "kernel": times[config],
+                    "mosaic": total / n,
+                }
                 row = {"error": f"{off:.1e}", **default}
         if self.settled is not None and found and len(times) > 1 and found not in self.settled:
             self.settled.append(found)
             tune(found, times)
         best = min(times, key=lambda config: times[config])
         row |= {"best_config": label_of(best), "best": times[best]}
-        row |= {"xla": device_time(reference, *args, calls=3)[0] / n, "floor": moved / bytes_per_us()}
+        row |= {
+            "xla": device_time(reference, *args, calls=3)[0] / n,
+            "floor": moved / bytes_per_us(),
+        }
         return row | {"all": {label_of(config): round(us, 2) for config, us in times.items()}}
 
 
@@ -82,20 +96,27 @@ def label_of(config: Any) -> str:
 
 
 def _asked(
-    kernel: Callable[[Any], Callable[..., Any]], args: Sequence[Any], name: str, configs: Iterable[Any]
+    kernel: Callable[[Any], Callable[..., Any]],
+    args: Sequence[Any],
+    name: str,
+    configs: Iterable[Any],
 ) -> tuple[list[Any], tuned.Asked | None]:
     """The configs to try, the default first, then the kernel's rule; and the kernel's request if it gets no config."""
     with tuned.asked() as all_asked:
         jax.eval_shape(lambda *args: kernel(None)(*args), *args)
     found = next((x for x in all_asked if x.kernel == name), None)
-    return list(dict.fromkeys([*((found.config, found.rule) if found else ()), *configs])), found
+    return list(
+        dict.fromkeys([*((found.config, found.rule) if found else ()), *configs])
+    ), found
 
 
 def tune(found: tuned.Asked, times: dict[Any, float]) -> None:
     """Writes the fastest config for the shape on its device to tuned.json, if it gains enough; an old entry of the
     shape is removed."""
     if found.device is None:
-        raise SystemExit("tuned.json has entries by kind of device, and this device's is not known")
+        raise SystemExit(
+            "tuned.json has entries by kind of device, and this device's is not known"
+        )
     best = min(times, key=lambda config: times[config])
     tuned.entries.cache_clear()  # another benchmark may have written to it
     devices = {device: dict(kernels) for device, kernels in tuned.entries(tuned.FILE).items()}
@@ -121,8 +142,17 @@ def _lines(x: Any, depth: int = 0) -> str:
     if isinstance(x, list):
         parts, ends = [_lines(entry, depth + 1) for entry in x], "[]"
     else:
-        parts, ends = [f"{json.dumps(name)}: {_lines(x[name], depth + 1)}" for name in sorted(x)], "{}"
-    return ends[0] + "\n" + ",\n".join(f"{indent}  {part}" for part in parts) + f"\n{indent}" + ends[1]
+        parts, ends = (
+            [f"{json.dumps(name)}: {_lines(x[name], depth + 1)}" for name in sorted(x)],
+            "{}",
+        )
+    return (
+        ends[0]
+        + "\n"
+        + ",\n".join(f"{indent}  {part}" for part in parts)
+        + f"\n{indent}"
+        + ends[1]
+    )
 
 
 def run(
@@ -138,14 +168,24 @@ def run(
     block size is tried for the first `swept` shapes. `--quick` runs the shape `quick` alone, if there is one."""
     parser = argparse.ArgumentParser(description=f"Device time of {name}, on a GPU.")
     parser.add_argument(
-        "--all", action="store_true", help="every block size for every shape, not only for the first ones"
+        "--all",
+        action="store_true",
+        help="every block size for every shape, not only for the first ones",
     )
     parser.add_argument(
-        "--tune", action="store_true", help="write block sizes that win by 3 % or more to kernels_pallas/tuned.json"
+        "--tune",
+        action="store_true",
+        help="write block sizes that win by 3 % or more to kernels_pallas/tuned.json",
     )
-    parser.add_argument("--out", type=Path, help=f"default: results/{name}.json; with --quick nothing is written")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help=f"default: results/{name}.json; with --quick nothing is written",
+    )
     if quick is not None:
-        parser.add_argument("--quick", action="store_true", help="a small shape in the simulator, without a GPU")
+        parser.add_argument(
+            "--quick", action="store_true", help="a small shape in the simulator, without a GPU"
+        )
     given, rows = parser.parse_args(), []
     if quick is not None and given.quick:
         with simulated():
@@ -159,5 +199,10 @@ def run(
         rows.append(measure(Sweep(most_configs, settled), *shape))
         if len(rows) == 1:
             print(" | ".join(rows[0]))
-        print(" | ".join(f"{x:.1f}" if isinstance(x, float) else str(x) for x in rows[-1].values()), flush=True)
+        print(
+            " | ".join(
+                f"{x:.1f}" if isinstance(x, float) else str(x) for x in rows[-1].values()
+            ),
+            flush=True,
+        )
         write(given.out.resolve() if given.out else f"{name}.json", what, distribution, rows)

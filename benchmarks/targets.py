@@ -43,11 +43,17 @@ def measure(part: str, file: Path) -> None:
     jax.config.update("jax_compilation_cache_dir", str(file.parent / "cache"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 1)
     here, (length, batch) = simt.target(), map(int, part.split("x"))
-    forms = {"here": None, "parts": dataclasses.replace(here, clusters=False), "8.9": simt.stands_for("8.9")}
+    forms = {
+        "here": None,
+        "parts": dataclasses.replace(here, clusters=False),
+        "8.9": simt.stands_for("8.9"),
+    }
     rows: list[dict[str, Any]] = []
     for name in kernels.works(length, batch):
         for form, target in forms.items():
-            for row in kernels.measure(length, batch, target=target, only=[name], reference=form != "8.9"):
+            for row in kernels.measure(
+                length, batch, target=target, only=[name], reference=form != "8.9"
+            ):
                 rows.append({**row, "form": form})
                 print(json.dumps(rows[-1]), flush=True)
                 file.write_text(json.dumps({**where(), "rows": rows}, indent=1))
@@ -59,21 +65,33 @@ def test(file: Path) -> None:
     env |= {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.08", "PYTHONPATH": str(ROOT)}
     running = {}
     for name in TESTS.split():
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/kernels/test_{name}.py"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            f"tests/kernels/test_{name}.py",
+        ]
         log = (file.parent / f"test_{name}.log").open("w")
         running[name] = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log)
     found = {}
     for name, process in running.items():
         process.wait()
         lines = (file.parent / f"test_{name}.log").read_text().strip().splitlines()
-        found[name] = [line for line in lines if line.startswith(("FAILED", "ERROR"))] + lines[-1:]
+        found[name] = [line for line in lines if line.startswith(("FAILED", "ERROR"))] + lines[
+            -1:
+        ]
         print(name, *found[name], sep="\n", flush=True)
         file.write_text(json.dumps(found, indent=1))
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Microseconds of clusters and of none, by operation and step."""
-    lines = [f"{'what':<34}{'length x batch':<16}{'clusters':>10}{'none':>10}{'ratio':>7}{'8.9':>10}"]
+    lines = [
+        f"{'what':<34}{'length x batch':<16}{'clusters':>10}{'none':>10}{'ratio':>7}{'8.9':>10}"
+    ]
     by: dict[tuple[str, str], dict[str, float]] = {}
     for row in rows:
         if "us" not in row:
@@ -81,7 +99,11 @@ def table(rows: list[dict[str, Any]]) -> str:
         where = f"{row['length']} x {row['batch']}"
         by.setdefault((row["what"], where), {})[row["form"]] = row["us"]
         for op in ("select_1bit", "select_pages", "attend_zones", "select_4bit", "most_voted"):
-            own = [us for name, us in row["kernels"].items() if name == op or name.startswith(op + "_")]
+            own = [
+                us
+                for name, us in row["kernels"].items()
+                if name == op or name.startswith(op + "_")
+            ]
             if own:
                 by.setdefault((f"{row['what']}: {op}", where), {})[row["form"]] = sum(own)
     for (what, where), us in by.items():
@@ -91,7 +113,9 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=8)
     parser.add_argument("--only", help=f"some of {','.join(PARTS)}")
@@ -108,13 +132,28 @@ def main() -> None:
             command = [sys.executable, __file__, "--out", str(given.out), "--part", part]
             env, left = os.environ | {"PYTHONPATH": str(ROOT)}, max(end - time.monotonic(), 5)
             try:
-                subprocess.run(command, stdout=to, stderr=to, check=False, timeout=left, env=env)
+                subprocess.run(
+                    command, stdout=to, stderr=to, check=False, timeout=left, env=env
+                )
             except subprocess.TimeoutExpired:
                 print(f"{part}: stopped after {given.minutes} minutes in all")
         print(f"--- {part}\n" + "\n".join(log.read_text().splitlines()[-15:]), flush=True)
-    found = {part: json.loads(f.read_text()) for part in PARTS if (f := given.out / f"{part}.json").exists()}
+    found = {
+        part: json.loads(f.read_text())
+        for part in PARTS
+        if (f := given.out / f"{part}.json").exists()
+    }
     (given.out / "targets.json").write_text(json.dumps(found, indent=1))
-    print(table([row for part in found.values() if isinstance(part, dict) for row in part.get("rows", ())]))
+    print(
+        table(
+            [
+                row
+                for part in found.values()
+                if isinstance(part, dict)
+                for row in part.get("rows", ())
+            ]
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -76,7 +76,12 @@ class Workload:
 
 
 def time_cell(
-    model: Decoder, caches: PerLayer, *, length: int, batch: int, workload: Workload = Workload()
+    model: Decoder,
+    caches: PerLayer,
+    *,
+    length: int,
+    batch: int,
+    workload: Workload = Workload(),
 ) -> dict[str, Any]:
     """Measures one cell: seconds, tokens per second and bytes of decoding `batch` rows after `length` tokens each.
 
@@ -104,9 +109,14 @@ def time_cell(
         logits = jnp.asarray(rng.standard_normal((batch, model.config.vocab_size), np.float32))
     else:
         warm_up(model, empty(), length, max_new_tokens=new, chunk=workload.chunk)
-        tokens, cache = rng.integers(model.config.vocab_size, size=(batch, length), dtype=np.int32), empty()
+        tokens, cache = (
+            rng.integers(model.config.vocab_size, size=(batch, length), dtype=np.int32),
+            empty(),
+        )
         start = time.perf_counter()
-        logits, cache = jax.block_until_ready(prefill(model, cache, tokens, chunk=workload.chunk, first_chunk=True))
+        logits, cache = jax.block_until_ready(
+            prefill(model, cache, tokens, chunk=workload.chunk, first_chunk=True)
+        )
         row["ttft_seconds"] = time.perf_counter() - start
         row["prefill_tokens_per_second"] = batch * length / row["ttft_seconds"]
     run = Stream(model, cache, logits, new)
@@ -191,25 +201,45 @@ def sweep(
     made = provenance()
     date = made.pop("date")
     rows: list[dict] = []
-    asked = list(product(caches.items(), sorted(lengths), [None] if batches is None else sorted(batches)))
+    asked = list(
+        product(caches.items(), sorted(lengths), [None] if batches is None else sorted(batches))
+    )
     for (name, policies), length, batch in asked:
-        key = {**about, **made, **asdict(workload), "cache": name, "policies": repr(policies), "length": length}
+        key = {
+            **about,
+            **made,
+            **asdict(workload),
+            "cache": name,
+            "policies": repr(policies),
+            "length": length,
+        }
         key |= {"largest_batch": True} if batch is None else {"batch": batch}
         cell = _cell(name, key, out)
         if not cell.examples:
             begin = time.perf_counter()
-            smaller = [r["batch"] for r in rows if r["status"] != "ok" and r["cache"] == name and r["length"] <= length]
+            smaller = [
+                r["batch"]
+                for r in rows
+                if r["status"] != "ok" and r["cache"] == name and r["length"] <= length
+            ]
             if batch is None:
                 found = _largest_batch(model, policies, length, workload, stats)
             elif smaller and min(smaller) <= batch:
-                found = {"status": "out of memory", "error": f"not tried: a batch of {min(smaller)} did not fit"}
+                found = {
+                    "status": "out of memory",
+                    "error": f"not tried: a batch of {min(smaller)} did not fit",
+                }
             else:
                 found = _attempt(model, policies, length, batch, workload)
             example = {"id": "time", "date": date, **found}
             seconds = round(time.perf_counter() - begin, 3)
-            cell.batches = [{"examples": [example], "attended_by_layer": [], "steps": 0, "seconds": seconds}]
+            cell.batches = [
+                {"examples": [example], "attended_by_layer": [], "steps": 0, "seconds": seconds}
+            ]
             cell.save()
-        rows.append({**key, **{name: value for name, value in cell.examples[0].items() if name != "id"}})
+        rows.append(
+            {**key, **{name: value for name, value in cell.examples[0].items() if name != "id"}}
+        )
         if progress is not None:
             progress(len(rows), len(asked), " | ".join(columns(rows[-1])))
     return rows
@@ -218,7 +248,11 @@ def sweep(
 def _cell(name: str, key: dict[str, Any], out: Path | None) -> Cell:
     """The cell of a key, with its results from the folder `out`, if there are any."""
     of = f"{key['length']} x {key.get('batch', 'largest')}"
-    kept = {**json.loads(json.dumps(key)), "format": FORMAT, "task": {"title": "throughput", "length": key["length"]}}
+    kept = {
+        **json.loads(json.dumps(key)),
+        "format": FORMAT,
+        "task": {"title": "throughput", "length": key["length"]},
+    }
     cell = Cell(f"throughput at {of}", "milliseconds", name, kept, {}, 1)
     if out is not None:
         cell.open(out, ["time"])
@@ -277,7 +311,9 @@ def largest(fits: Callable[[int], bool], *, guess: int) -> int:
     return low
 
 
-def fill(cache: Cache, length: int | np.ndarray, *, seed: int = 0, chunk: int | None = None) -> Cache:
+def fill(
+    cache: Cache, length: int | np.ndarray, *, seed: int = 0, chunk: int | None = None
+) -> Cache:
     """Fills an empty cache, which is donated, with `length` tokens per row, or i32[B] of them: normal random keys and
     values.
 
@@ -292,7 +328,9 @@ def fill(cache: Cache, length: int | np.ndarray, *, seed: int = 0, chunk: int | 
     for i in range(len(layers)):
         for start in range(0, longest, size):
             own = jax.random.fold_in(jax.random.fold_in(key, i), start)
-            layers[i] = _store(layers[i], own, np.clip(length - start, 0, size).astype(np.int32), tokens=size)
+            layers[i] = _store(
+                layers[i], own, np.clip(length - start, 0, size).astype(np.int32), tokens=size
+            )
     return jax.block_until_ready(Cache(tuple(layers)))
 
 
@@ -304,15 +342,24 @@ def _store(layer: LayerCache, key: Array, count: Array, *, tokens: int) -> Layer
     return run(_append, layer, {"k": k, "v": v, "count": jnp.full(spec.batch, count)})[1]
 
 
-def _append(layer: LayerCache, k: Array, v: Array, count: Array) -> tuple[None, LayerCache, tuple[()]]:
-    state = layer.policy.prefill(layer.state, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), count)
+def _append(
+    layer: LayerCache, k: Array, v: Array, count: Array
+) -> tuple[None, LayerCache, tuple[()]]:
+    state = layer.policy.prefill(
+        layer.state, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), count
+    )
     return None, replace(layer, state=state), ()
 
 
 # -------------------------------------------------------------------------------------------------------------- models
 
 _LLAMA: dict[str, Any] = {"vocab_size": 128256, "q_heads": 32, "kv_heads": 8, "norm_eps": 1e-5}
-_LLAMA_ROPE: dict[str, Any] = {"theta": 5e5, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original": 8192}
+_LLAMA_ROPE: dict[str, Any] = {
+    "theta": 5e5,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original": 8192,
+}
 
 SHAPES: dict[str, DecoderConfig] = {
     "llama-3.1-8b": DecoderConfig(
@@ -396,7 +443,11 @@ SHAPES: dict[str, DecoderConfig] = {
 
 
 def random_model(
-    config: DecoderConfig, dtype: DTypeLike = jnp.bfloat16, *, placement: Placement | None = None, seed: int = 0
+    config: DecoderConfig,
+    dtype: DTypeLike = jnp.bfloat16,
+    *,
+    placement: Placement | None = None,
+    seed: int = 0,
 ) -> Decoder:
     """A Decoder with random parameters, each drawn on its devices directly in `dtype`: 8B in bfloat16 takes 16 GB.
 
@@ -409,7 +460,9 @@ def random_model(
     """
     model, key = nnx.eval_shape(lambda: Decoder(config, dtype=dtype)), jax.random.key(seed)
     homes = {} if placement is None else model_shardings(model, placement.auto)
-    if lacking := _no_room(f"the weights in {jnp.dtype(dtype).name}", nbytes(nnx.state(model, nnx.Param)).total):
+    if lacking := _no_room(
+        f"the weights in {jnp.dtype(dtype).name}", nbytes(nnx.state(model, nnx.Param)).total
+    ):
         raise MemoryError(f"{lacking}; use a smaller model, or a dtype of fewer bits")
     for number, (path, param) in enumerate(nnx.iter_graph(model)):
         if isinstance(param, nnx.Param):
@@ -425,9 +478,13 @@ def random_model(
 
 
 @cache
-def _drawing(shape: tuple[int, ...], dtype: Any, home: jax.sharding.Sharding | None) -> Callable[..., Array]:
+def _drawing(
+    shape: tuple[int, ...], dtype: Any, home: jax.sharding.Sharding | None
+) -> Callable[..., Array]:
     def draw(key: Array, size: float) -> Array:
-        return (jax.random.normal(key, shape) * size).astype(dtype)  # one fused kernel: no f32 numbers in memory
+        return (jax.random.normal(key, shape) * size).astype(
+            dtype
+        )  # one fused kernel: no f32 numbers in memory
 
     return jax.jit(draw, out_shardings=home)
 
@@ -435,14 +492,19 @@ def _drawing(shape: tuple[int, ...], dtype: Any, home: jax.sharding.Sharding | N
 # --------------------------------------------------------------------------------------------------------------- parts
 
 
-def _attempt(model: Decoder, policies: PerLayer, length: int, batch: int, workload: Workload) -> dict[str, Any]:
+def _attempt(
+    model: Decoder, policies: PerLayer, length: int, batch: int, workload: Workload
+) -> dict[str, Any]:
     """`time_cell` with `status` "ok"; or, if it does not fit, "out of memory" once the memory is free again."""
     spec = workload.spec(model, length, batch)
     size = nbytes(shapes(partial(init, policies, spec, layers=model.config.layers)))
     if lacking := _no_room("the cache", size.total):
         return {"status": "out of memory", "error": lacking}
     try:
-        row = {"status": "ok", **time_cell(model, policies, length=length, batch=batch, workload=workload)}
+        row = {
+            "status": "ok",
+            **time_cell(model, policies, length=length, batch=batch, workload=workload),
+        }
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
         if "RESOURCE_EXHAUSTED" not in str(error) and not isinstance(error, MemoryError):
             raise
@@ -452,26 +514,37 @@ def _attempt(model: Decoder, policies: PerLayer, length: int, batch: int, worklo
 
 
 def _largest_batch(
-    model: Decoder, policies: PerLayer, length: int, workload: Workload, stats: Mapping[str, int]
+    model: Decoder,
+    policies: PerLayer,
+    length: int,
+    workload: Workload,
+    stats: Mapping[str, int],
 ) -> dict[str, Any]:
     spec = model.spec(batch=1, capacity=length)
     one = nbytes(shapes(partial(init, policies, spec, layers=model.config.layers)))
     host = _host_room() // one.host if one.host else None
     room = stats["bytes_limit"] - stats["bytes_in_use"]
-    limit = min(x for x in (room // one.device, host) if x is not None)  # the caches alone take all memory
+    limit = min(
+        x for x in (room // one.device, host) if x is not None
+    )  # the caches alone take all memory
     tried: dict[int, dict[str, Any]] = {}
 
     def fits(n: int) -> bool:
         if n > limit:
             return False
         tried[n] = _attempt(model, policies, length, n, workload)
-        logging.getLogger("kvjax").info("batch %d x %d tokens: %s", n, length, tried[n]["status"])
+        logging.getLogger("kvjax").info(
+            "batch %d x %d tokens: %s", n, length, tried[n]["status"]
+        )
         return tried[n]["status"] == "ok"
 
     # Programs need memory too; a trial that just fails takes the longest, as XLA looks for other ways to compile it.
     batch = largest(fits, guess=min(int(0.97 * room) // one.device, limit))
     found = {"batch": batch, "bytes_limit": stats["bytes_limit"], "host_limit": host}
-    return {**found, **tried.get(batch, {"status": "out of memory", "error": "not even a batch of 1 fits"})}
+    return {
+        **found,
+        **tried.get(batch, {"status": "out of memory", "error": "not even a batch of 1 fits"}),
+    }
 
 
 def _host_room() -> int:
@@ -502,7 +575,11 @@ def _no_room(what: str, size: int) -> str:
 def _available_bytes() -> int:
     """Bytes of the machine's memory that a new program could have, those of file caches included."""
     try:
-        (line,) = (line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:"))
+        (line,) = (
+            line
+            for line in Path("/proc/meminfo").read_text().splitlines()
+            if line.startswith("MemAvailable:")
+        )
         return int(line.split()[1]) * 1024
     except (OSError, ValueError):
         return _free_host_bytes()
@@ -529,7 +606,10 @@ def _program_bytes(model: Decoder, run: Stream, length: int, workload: Workload)
     found = [analysis for one in compiled if (analysis := one.memory_analysis()) is not None]
     return max(
         (
-            m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
+            m.argument_size_in_bytes
+            + m.output_size_in_bytes
+            - m.alias_size_in_bytes
+            + m.temp_size_in_bytes
             for m in found
         ),
         default=None,

@@ -16,7 +16,10 @@ from kvjax.kernels_pallas.select.top_k import Config, config_for
 INPUTS = ("normal", "softmax", "equal", "rising", "half valid")
 SHAPES = (  # rows, U, k, scores
     *((8, U, 2048, kind) for U in (131072, 1 << 20) for kind in INPUTS),
-    *((8, U, k, "normal") for U, k in ((4096, 512), (8192, 1024), (32768, 1024), (32768, 2048))),
+    *(
+        (8, U, k, "normal")
+        for U, k in ((4096, 512), (8192, 1024), (32768, 1024), (32768, 2048))
+    ),
     *((8, U, k, "normal") for U in (131072, 1 << 20) for k in (256, 1024, 4096)),
     *((rows, 131072, 2048, "normal") for rows in (1, 16, 32, 64)),
     (64, 32768, 2048, "normal"),
@@ -48,7 +51,9 @@ def measure(sweep: Sweep, rows: int, U: int, k: int, kind: str) -> dict[str, Any
 
     args = jax.jit(inputs, static_argnums=range(3))(rows, U, kind)
     configs, moved = [config_for(rows, U), *CONFIGS], rows * (4 * U + 4 * k)
-    row = sweep("top_k", kernel, reference, args, configs=configs, error=error, most=0.0, moved=moved)
+    row = sweep(
+        "top_k", kernel, reference, args, configs=configs, error=error, most=0.0, moved=moved
+    )
     return {"rows": rows, "U": U, "k": k, "scores": kind, **row}
 
 

@@ -31,18 +31,31 @@ SHAPES = (  # B, K, G, units of the history, pending units, k, group_reduce
     (1, 8, 4, 8191, 1, 127, "mean_softmax"),
     (1, 8, 8, 130816, 256, 2048, "mean_softmax"),
 )
-CONFIGS = [Config(blocks, unroll) for blocks, unroll in ((8, 2), (8, 4), (8, 5), (4, 4), (2, 4), (1, 4), (16, 4))]
+CONFIGS = [
+    Config(blocks, unroll)
+    for blocks, unroll in ((8, 2), (8, 4), (8, 5), (4, 4), (2, 4), (1, 4), (16, 4))
+]
 Parts = list[tuple[Array, Array]]
 
 
 def inputs(B: int, K: int, G: int, stored: int, pending: int) -> Parts:
     keys = jax.random.split(jax.random.key(0))
-    scores = [2 * jax.random.normal(key, (B, K, G, n)) for key, n in zip(keys, (stored, pending), strict=True)]
+    scores = [
+        2 * jax.random.normal(key, (B, K, G, n))
+        for key, n in zip(keys, (stored, pending), strict=True)
+    ]
     return [(s, jnp.ones((B, 1, 1, s.shape[-1]), bool)) for s in scores]
 
 
 def measure(
-    sweep: Sweep, B: int, K: int, G: int, stored: int, pending: int, k: int, group_reduce: GroupReduce
+    sweep: Sweep,
+    B: int,
+    K: int,
+    G: int,
+    stored: int,
+    pending: int,
+    k: int,
+    group_reduce: GroupReduce,
 ) -> dict[str, Any]:
     parts = jax.jit(inputs, static_argnums=range(5))(B, K, G, stored, pending)
     ranks = jax.jit(lambda parts: reduce_scores(parts, group_reduce))(parts)
@@ -59,13 +72,31 @@ def measure(
 
     def error(got: Any, want: Any) -> float:
         """The largest difference of the ranks of the selected units: within rounding the order may differ."""
-        ours, theirs = (jnp.take_along_axis(ranks, slots, axis=-1) for slots in (got[0], want.slots))
+        ours, theirs = (
+            jnp.take_along_axis(ranks, slots, axis=-1) for slots in (got[0], want.slots)
+        )
         return float(jnp.max(jnp.abs(ours - theirs)))
 
     moved = B * K * G * (stored + pending) * 4 + 4 * B * K * k
     configs = [config_for(B * K, stored + pending), *CONFIGS]
-    row = sweep("top_k_grouped", kernel, reference, (parts,), configs=configs, error=error, most=1e-4, moved=moved)
-    sizes = {"B": B, "K": K, "G": G, "U": stored + pending, "k": k, "group_reduce": group_reduce}
+    row = sweep(
+        "top_k_grouped",
+        kernel,
+        reference,
+        (parts,),
+        configs=configs,
+        error=error,
+        most=1e-4,
+        moved=moved,
+    )
+    sizes = {
+        "B": B,
+        "K": K,
+        "G": G,
+        "U": stored + pending,
+        "k": k,
+        "group_reduce": group_reduce,
+    }
     return {**sizes, "xla and top_k": device_time(partly, parts, calls=10)[0], **row}
 
 

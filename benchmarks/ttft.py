@@ -91,13 +91,21 @@ def measure(
     longest = max(given.lengths)
     spec = model.spec(batch=1, capacity=-(-(longest + given.turn + 64) // 128) * 128)
     share = float(name.partition("|sparse:")[2]) if "|sparse:" in name else None
-    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (1, longest + given.turn), dtype=np.int32)
+    tokens = np.random.default_rng(0).integers(
+        0, config.vocab_size, (1, longest + given.turn), dtype=np.int32
+    )
 
     def row(what: str, length: int, count: int, before: int, seconds: list[float]) -> None:
         took = statistics.median(seconds)
         rate = flops(config, count, before) / took / 1e12
         sizes = {"shape": given.shape, "method": name, "what": what, "tokens": length}
-        found = {**sizes, "seconds": took, "tflops": rate, "runs": seconds, **memory_in_use(model, spec, policy)}
+        found = {
+            **sizes,
+            "seconds": took,
+            "tflops": rate,
+            "runs": seconds,
+            **memory_in_use(model, spec, policy),
+        }
         show({k: v for k, v in found.items() if k != "runs"})
         keep(found)
 
@@ -133,19 +141,31 @@ def measure(
 
 
 def measure_part(
-    name: str, config: DecoderConfig, model: Decoder, given: argparse.Namespace, keep: Callable[[dict[str, Any]], None]
+    name: str,
+    config: DecoderConfig,
+    model: Decoder,
+    given: argparse.Namespace,
+    keep: Callable[[dict[str, Any]], None],
 ) -> None:
     """Prompts of which a draft model chooses the part that is read."""
     method, _, chooser = name.partition("|")
     shape, _, layers = chooser.partition(":")
-    draft = model if shape == "self" else throughput.random_model(_narrow(throughput.SHAPES[shape], given), model.dtype)
+    draft = (
+        model
+        if shape == "self"
+        else throughput.random_model(_narrow(throughput.SHAPES[shape], given), model.dtype)
+    )
     part = SpecPrefill(draft.first_layers(int(layers)) if layers else draft, keep=given.keep)
     for length in given.lengths:
-        tokens = np.random.default_rng(0).integers(0, config.vocab_size, (1, length), dtype=np.int32)
+        tokens = np.random.default_rng(0).integers(
+            0, config.vocab_size, (1, length), dtype=np.int32
+        )
         lengths, seconds, chosen = np.array([length], np.int32), [], []
         spec = model.spec(batch=1, capacity=part.kept(length) + 64)
         for _ in range(given.calls + 1):  # the first one compiles
-            cache = jax.block_until_ready(kvjax.init(METHODS[method](), spec, layers=config.layers))
+            cache = jax.block_until_ready(
+                kvjax.init(METHODS[method](), spec, layers=config.layers)
+            )
             chosen.append(timed(partial(part.choose, tokens, lengths))[0])
             took, (logits, _) = timed(partial(part.prefill, model, cache, tokens, lengths))
             del cache
@@ -153,8 +173,17 @@ def measure_part(
                 raise SystemExit(f"{name}: the logits are not finite")
             seconds.append(took)
             gc.collect()
-        row = {"shape": given.shape, "method": name, "what": f"prompt, keep {given.keep}", "tokens": length}
-        row |= {"read": part.kept(length), "seconds": statistics.median(seconds[1:]), "runs": seconds[1:]}
+        row = {
+            "shape": given.shape,
+            "method": name,
+            "what": f"prompt, keep {given.keep}",
+            "tokens": length,
+        }
+        row |= {
+            "read": part.kept(length),
+            "seconds": statistics.median(seconds[1:]),
+            "runs": seconds[1:],
+        }
         row |= {"choose_seconds": statistics.median(chosen[1:])}
         show({k: v for k, v in row.items() if k != "runs"})
         keep(row)
@@ -162,7 +191,14 @@ def measure_part(
 
 def _narrow(config: DecoderConfig, given: argparse.Namespace) -> DecoderConfig:
     """`config`, or two narrow layers of it with --quick."""
-    small = {"layers": 2, "windows": (), "hidden_size": 64, "intermediate_size": 64, "vocab_size": 64, "head_dim": 16}
+    small = {
+        "layers": 2,
+        "windows": (),
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "vocab_size": 64,
+        "head_dim": 16,
+    }
     return dataclasses.replace(config, **small) if given.quick else config
 
 
@@ -171,21 +207,37 @@ def _turn(model: Decoder, cache: Any, tokens: np.ndarray, after: int, size: int)
     part = tokens[:, after : after + size]
     # Both must fit. The first stores few of its tokens, in a program of the same shape.
     few = 1 if cache.spec.capacity < after + 2 * size else max(size // 2, 1)
-    _, (_, cache) = timed(lambda: prefill(model, cache, part, np.full(1, few, np.int32), first_chunk=False))
+    _, (_, cache) = timed(
+        lambda: prefill(model, cache, part, np.full(1, few, np.int32), first_chunk=False)
+    )
     took, _ = timed(lambda: prefill(model, cache, part, first_chunk=False))
     return [took]
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=list(throughput.SHAPES), default="llama-3.1-8b")
-    parser.add_argument("--lengths", type=lambda text: [int(part) for part in text.split(",")], default=[65536, 131072])
+    parser.add_argument(
+        "--lengths",
+        type=lambda text: [int(part) for part in text.split(",")],
+        default=[65536, 131072],
+    )
     parser.add_argument("--turn", type=int, default=1024)
-    parser.add_argument("--methods", type=lambda text: text.split(","), default=["floor", *METHODS])
-    parser.add_argument("--keep", type=float, default=0.2, help="share of a prompt that a draft model chooses")
+    parser.add_argument(
+        "--methods", type=lambda text: text.split(","), default=["floor", *METHODS]
+    )
+    parser.add_argument(
+        "--keep", type=float, default=0.2, help="share of a prompt that a draft model chooses"
+    )
     parser.add_argument("--calls", type=int, default=2)
-    parser.add_argument("--out", type=Path, help="default: results/ttft.json; with --quick nothing is written")
-    parser.add_argument("--quick", action="store_true", help="two narrow layers in float32, short prompts")
+    parser.add_argument(
+        "--out", type=Path, help="default: results/ttft.json; with --quick nothing is written"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="two narrow layers in float32, short prompts"
+    )
     given = parser.parse_args(args)
     config, dtype = throughput.SHAPES[given.shape], "bfloat16"
     config = _narrow(config, given)

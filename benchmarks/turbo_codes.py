@@ -26,9 +26,21 @@ from kvjax.selectors import Exact, Fier, MinMaxPages, Paris, SignPlane
 from kvjax.spec import default_dtype
 from kvjax.stores import Dense, Quantized, TurboQuant
 
-TURBO = {f"turbo{bits}": TurboQuant(bits=bits) for bits in (4, 3, 2)} | {"turbo8v4": TurboQuant(bits=8, value_bits=4)}
-STORES = {"dense": Dense(), **TURBO, "kivi4": Quantized(bits=4, key_group=32), "kivi2": Quantized(bits=2, key_group=32)}
-OWN = {"exact": Exact(), "fier": Fier(), "quest": MinMaxPages(page=16, pending="box"), "pariskv": Paris()}
+TURBO = {f"turbo{bits}": TurboQuant(bits=bits) for bits in (4, 3, 2)} | {
+    "turbo8v4": TurboQuant(bits=8, value_bits=4)
+}
+STORES = {
+    "dense": Dense(),
+    **TURBO,
+    "kivi4": Quantized(bits=4, key_group=32),
+    "kivi2": Quantized(bits=2, key_group=32),
+}
+OWN = {
+    "exact": Exact(),
+    "fier": Fier(),
+    "quest": MinMaxPages(page=16, pending="box"),
+    "pariskv": Paris(),
+}
 CELLS = (
     *(("exact", store) for store in STORES),
     *(("fier", store) for store in STORES),
@@ -39,18 +51,33 @@ CELLS = (
 
 def policy_of(selector: str, store: str, budget: int) -> Retrieval:
     made = recall.retrieval(OWN.get(selector, Fier()), budget)
-    return replace(made, store=STORES[store], selector=made.selector if selector in OWN else SignPlane())
+    return replace(
+        made, store=STORES[store], selector=made.selector if selector in OWN else SignPlane()
+    )
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model_dir", nargs="?", type=Path, default=None, help="default: the shipped model")
-    parser.add_argument("--text", type=Path, required=True, help="UTF-8 file with a long text that the model never saw")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of context at the end of the steps")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "model_dir", nargs="?", type=Path, default=None, help="default: the shipped model"
+    )
+    parser.add_argument(
+        "--text",
+        type=Path,
+        required=True,
+        help="UTF-8 file with a long text that the model never saw",
+    )
+    parser.add_argument(
+        "--length", type=int, default=2048, help="tokens of context at the end of the steps"
+    )
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--budget", type=int, default=128)
     parser.add_argument("--dtype", default=default_dtype())
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "turbo_codes.json")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results" / "turbo_codes.json"
+    )
     given = parser.parse_args(args)
     directory = given.model_dir or models.shipped()
     checkpoint = models.load(directory, dtype=given.dtype)

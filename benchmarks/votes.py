@@ -33,7 +33,9 @@ from kvjax.numerics.partial import softmax_weights
 def spread(q: Array, k: Array, v: Array, *, queries: int | None) -> Array:
     """f32[K, T]: the evidence of each token after a prompt, by `kvjax.HeavyHitter`."""
     _, K, G, T, D = q.shape
-    spec = kvjax.CacheSpec(batch=1, q_heads=K * G, kv_heads=K, head_dim=D, capacity=T, dtype=k.dtype)
+    spec = kvjax.CacheSpec(
+        batch=1, q_heads=K * G, kv_heads=K, head_dim=D, capacity=T, dtype=k.dtype
+    )
     policy = kvjax.Evicting(evictor=kvjax.HeavyHitter(queries=queries), budget=T)
     st = policy.prefill_observed(policy.init(spec), q, k, v, jnp.array([T]), scale=D**-0.5)
     return jnp.zeros((K, T)).at[jnp.arange(K)[:, None], st.position[0]].set(st.evidence[0])
@@ -45,12 +47,16 @@ def last(q: Array, k: Array, *, queries: int) -> Array:
     _, K, G, T, D = q.shape
     seen = jnp.arange(T)[None] <= jnp.arange(T - queries, T)[:, None]
     mask = jnp.tile(seen, (G, 1))[None, None]
-    weights = softmax_weights(q[:, :, :, -queries:].reshape(1, K, -1, D), k, mask, scale=D**-0.5)
+    weights = softmax_weights(
+        q[:, :, :, -queries:].reshape(1, K, -1, D), k, mask, scale=D**-0.5
+    )
     return jnp.sum(weights[0], axis=1)
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--length", type=int, default=8192)
@@ -64,7 +70,9 @@ def main(args: Sequence[str] | None = None) -> None:
     _, cache = read(checkpoint, [tokens])
     found: dict[tuple[str, int], list[Any]] = {}
     for layer in cache.layers[:: given.every]:
-        q, k, v = (a[..., : given.length, :] for a in (layer.state.q, layer.state.k, layer.state.v))
+        q, k, v = (
+            a[..., : given.length, :] for a in (layer.state.q, layer.state.k, layer.state.v)
+        )
         older = slice(0, given.length - half)
         every = np.asarray(spread(q, k, v, queries=None))[:, older]
         ways = {("spread", n): spread(q, k, v, queries=n) for n in (256, 512, 1024, 2048)}
@@ -72,15 +80,30 @@ def main(args: Sequence[str] | None = None) -> None:
         for way, evidence in ways.items():
             for right, mine in zip(every, np.asarray(evidence)[:, older], strict=True):
                 best, chosen = (np.argsort(-e, kind="stable")[:half] for e in (right, mine))
-                both = (len(np.intersect1d(best, chosen)) / half, right[chosen].sum() / right[best].sum())
+                both = (
+                    len(np.intersect1d(best, chosen)) / half,
+                    right[chosen].sum() / right[best].sum(),
+                )
                 found.setdefault(way, []).append(both)
     rows = []
     for (method, queries), results in found.items():
         same, evidence = np.mean(results, axis=0).tolist()
-        row = {"model": checkpoint.directory.name, "tokens": given.length, "budget": given.budget, "method": method}
+        row = {
+            "model": checkpoint.directory.name,
+            "tokens": given.length,
+            "budget": given.budget,
+            "method": method,
+        }
         worst = float(min(share for _, share in results))
         rows.append(
-            {**row, "queries": queries, "same": same, "evidence": evidence, "worst": worst, "heads": len(results)}
+            {
+                **row,
+                "queries": queries,
+                "same": same,
+                "evidence": evidence,
+                "worst": worst,
+                "heads": len(results),
+            }
         )
         show(rows[-1])
     key = ("model", "tokens", "budget", "method", "queries")

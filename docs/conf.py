@@ -26,7 +26,9 @@ from docs import website
 from docs.docstrings import to_rst
 
 ROOT = Path(__file__).resolve().parents[1]
-REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"][
+    "Repository"
+]
 
 
 def _names() -> dict[str, str]:
@@ -60,7 +62,9 @@ copybutton_prompt_text = r"\$ |>>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 copybutton_line_continuation_character = "\\"  # else the rest of a command is not copied
 nb_execution_mode = "cache" if os.environ.get("KVJAX_SITE_EXECUTE") else "off"
-nb_execution_cache_path = os.environ.get("KVJAX_SITE_EXECUTE", "")  # a folder of outputs, by the text of a notebook
+nb_execution_cache_path = os.environ.get(
+    "KVJAX_SITE_EXECUTE", ""
+)  # a folder of outputs, by the text of a notebook
 nb_execution_timeout = 1200  # a cell takes less than a minute, and longer on a busy machine
 nb_execution_raise_on_error = True
 nb_merge_streams = True
@@ -86,7 +90,9 @@ html_copy_source = False
 smartquotes = False
 html_show_sphinx = False
 pygments_style = "default"
-mathjax_path = "not-shipped.js"  # nothing comes from the network; a page with a formula is a broken link
+mathjax_path = (
+    "not-shipped.js"  # nothing comes from the network; a page with a formula is a broken link
+)
 
 intersphinx_mapping = {  # the network is used only by `docs.website --online`
     "python": ("https://docs.python.org/3", None),
@@ -98,7 +104,10 @@ intersphinx_mapping = {  # the network is used only by `docs.website --online`
 autosummary_generate = False  # docs/website.py writes the pages of names
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
-autodoc_type_aliases = {"ArrayLike": "ArrayLike", "DTypeLike": "DTypeLike"}  # and not all that they stand for
+autodoc_type_aliases = {
+    "ArrayLike": "ArrayLike",
+    "DTypeLike": "DTypeLike",
+}  # and not all that they stand for
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
@@ -109,7 +118,9 @@ default_role = "literal"
 
 def linkcode_resolve(domain: str, info: dict[str, str]) -> str | None:
     """The address of a name's source in the repository."""
-    thing: Any = importlib.import_module(info["module"]) if domain == "py" and info["module"] else None
+    thing: Any = (
+        importlib.import_module(info["module"]) if domain == "py" and info["module"] else None
+    )
     for part in info["fullname"].split("."):
         thing = getattr(thing, part, None)
     thing = inspect.unwrap(thing)
@@ -119,15 +130,32 @@ def linkcode_resolve(domain: str, info: dict[str, str]) -> str | None:
     except (AttributeError, KeyError, PycodeError):  # a field, or what is not of Python
         return None
     file = Path(source.srcname).resolve()
-    return f"{REPOSITORY}/blob/main/{file.relative_to(ROOT)}#L{first}-L{last}" if file.is_relative_to(ROOT) else None
+    return (
+        f"{REPOSITORY}/blob/main/{file.relative_to(ROOT)}#L{first}-L{last}"
+        if file.is_relative_to(ROOT)
+        else None
+    )
 
 
-def _process(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+def _process(
+    app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]
+) -> None:
     lines[:] = to_rst(lines)
 
 
-def _sign(app: Any, what: str, name: str, thing: Any, options: Any, signature: str | None, returns: str | None) -> Any:
-    plain = [text and re.sub(r"TypeAliasForwardRef\('([\w.]+)'\)", r"\1", text) for text in (signature, returns)]
+def _sign(
+    app: Any,
+    what: str,
+    name: str,
+    thing: Any,
+    options: Any,
+    signature: str | None,
+    returns: str | None,
+) -> Any:
+    plain = [
+        text and re.sub(r"TypeAliasForwardRef\('([\w.]+)'\)", r"\1", text)
+        for text in (signature, returns)
+    ]
     return tuple(plain)
 
 
@@ -137,21 +165,39 @@ def _link(app: Any, doctree: nodes.document) -> None:
         node["classes"] += ["long"] * any(len(word) > 28 for word in node.astext().split())
         name = NAMES.get(node.astext().removesuffix("()"))
         inside = (nodes.reference, nodes.title, addnodes.pending_xref)
-        if name and not any(isinstance(each, inside) for each in (node.parent, node.parent.parent)):
-            where = dict(refdomain="py", reftype="obj", reftarget=name, refdoc=app.env.docname, refexplicit=True)
+        if name and not any(
+            isinstance(each, inside) for each in (node.parent, node.parent.parent)
+        ):
+            where = dict(
+                refdomain="py",
+                reftype="obj",
+                reftarget=name,
+                refdoc=app.env.docname,
+                refexplicit=True,
+            )
             link = addnodes.pending_xref("", **where)
             node.replace_self(link)
             link += node
 
 
-def _list_pages(app: Any, pagename: str, templatename: str, context: dict[str, Any], doctree: Any) -> None:
+def _list_pages(
+    app: Any, pagename: str, templatename: str, context: dict[str, Any], doctree: Any
+) -> None:
     """Gives pages.html the list of pages, drawn once for all that stand below one page, as only their marks differ."""
     folder, _, name = pagename.rpartition("/")
     above = (folder, context["parents"][-1]["link"]) if context.get("parents") else pagename
 
     def listed(draw: Any) -> str:
         if above not in LISTS:  # drawing takes a third of the time of a page
-            text = str(draw(startdepth=0, kind="sidebar", collapse=True, includehidden=True, titles_only=True))
+            text = str(
+                draw(
+                    startdepth=0,
+                    kind="sidebar",
+                    collapse=True,
+                    includehidden=True,
+                    titles_only=True,
+                )
+            )
             LISTS[above] = text.replace(MARKED, PLAIN.format(name))
         return LISTS[above].replace(PLAIN.format(name), MARKED)
 
@@ -159,7 +205,9 @@ def _list_pages(app: Any, pagename: str, templatename: str, context: dict[str, A
 
 
 def _settle(app: Any) -> None:
-    app.builder.templates.environment.auto_reload = False  # no template changes while the site is built
+    app.builder.templates.environment.auto_reload = (
+        False  # no template changes while the site is built
+    )
     SearchEnglish.stem = cache(SearchEnglish.stem)  # pages share most of their words
 
 

@@ -37,14 +37,24 @@ def to_rst(lines: Sequence[str]) -> list[str]:
         if doctest or code:
             made.append(line)
             continue
-        if indent and not section and not (made and made[-1] and BULLET.match(_parent(text, i))):
+        if (
+            indent
+            and not section
+            and not (made and made[-1] and BULLET.match(_parent(text, i)))
+        ):
             if made and made[-1]:  # an indented line right below its paragraph
                 made.append("")
             made += ["::", ""]
             code = True
             made.append(line)
             continue
-        if BULLET.match(line) and made and made[-1] and not BULLET.match(made[-1]) and not made[-1].startswith("  "):
+        if (
+            BULLET.match(line)
+            and made
+            and made[-1]
+            and not BULLET.match(made[-1])
+            and not made[-1].startswith("  ")
+        ):
             made.append("")
         made.append(_escape(line))
     return made
@@ -64,7 +74,10 @@ def _escape(line: str) -> str:
     for found in CODE.finditer(line):
         made.append(_plain(line[at : found.start()]))
         if found[2] is not None:
-            made.append(f"``{found[2]}``" + ("\\" if line[found.end() : found.end() + 1].isalnum() else ""))
+            made.append(
+                f"``{found[2]}``"
+                + ("\\" if line[found.end() : found.end() + 1].isalnum() else "")
+            )
         else:
             made.append(f"**{_plain(found[4])}**")
         at = found.end()

@@ -24,7 +24,13 @@ from kvjax.presets import REGISTRY, Preset
 
 FOLDER = Path(__file__).parent / "pictures"
 INK, SOFT, LINE = "#222222", "#666666", "#999999"
-ZONES = {"sink": "#e69f00", "history": "#56b4e9", "pending": "#b9dff5", "local": "#009e73", "selected": "#0072b2"}
+ZONES = {
+    "sink": "#e69f00",
+    "history": "#56b4e9",
+    "pending": "#b9dff5",
+    "local": "#009e73",
+    "selected": "#0072b2",
+}
 
 
 @dataclass
@@ -36,13 +42,22 @@ class Drawing:
     title: str
     parts: list[str] = field(default_factory=list)
 
-    def box(self, x: float, y: float, width: float, height: float, fill: str, *, line: str = "none") -> None:
+    def box(
+        self, x: float, y: float, width: float, height: float, fill: str, *, line: str = "none"
+    ) -> None:
         self.parts.append(
             f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="{fill}" stroke="{line}"/>'
         )
 
     def text(
-        self, x: float, y: float, words: str, *, at: str = "middle", colour: str = INK, bold: bool = False
+        self,
+        x: float,
+        y: float,
+        words: str,
+        *,
+        at: str = "middle",
+        colour: str = INK,
+        bold: bool = False,
     ) -> None:
         weight = ' font-weight="bold"' if bold else ""
         self.parts.append(
@@ -67,14 +82,28 @@ class Drawing:
             f'<path d="M0 0L8 4L0 8z" fill="{SOFT}"/></marker></defs>'
         )
         ground = f'<rect width="{self.width}" height="{self.height}" fill="white"/>'
-        return "\n".join([head, f"<title>{escape(self.title)}</title>", tip, ground, *self.parts, "</svg>"]) + "\n"
+        return (
+            "\n".join(
+                [
+                    head,
+                    f"<title>{escape(self.title)}</title>",
+                    tip,
+                    ground,
+                    *self.parts,
+                    "</svg>",
+                ]
+            )
+            + "\n"
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------ concepts
 
 
 def policy_and_state() -> Drawing:
-    drawing = Drawing(720, 210, "A policy and a state go through attention; a new state comes out")
+    drawing = Drawing(
+        720, 210, "A policy and a state go through attention; a new state comes out"
+    )
     drawing.box(20, 30, 190, 60, "#eef5fb", line="#0072b2")
     drawing.text(115, 56, "policy", bold=True)
     drawing.text(115, 76, "frozen, no arrays", colour=SOFT)
@@ -100,7 +129,9 @@ def policy_and_state() -> Drawing:
 
 def zones() -> Drawing:
     drawing = Drawing(
-        720, 190, "The zones of a row: sink, history, and the recent block of pending tokens and local window"
+        720,
+        190,
+        "The zones of a row: sink, history, and the recent block of pending tokens and local window",
     )
     parts = (("sink", 60), ("history", 340), ("pending", 160), ("local", 120))
     says = {
@@ -126,10 +157,20 @@ def zones() -> Drawing:
 
 
 def merge() -> Drawing:
-    drawing = Drawing(720, 200, "Partial attention over parts of the keys merges into attention over all of them")
-    for x, name, zone in ((20, "sink", "sink"), (190, "history", "selected"), (360, "recent", "local")):
+    drawing = Drawing(
+        720,
+        200,
+        "Partial attention over parts of the keys merges into attention over all of them",
+    )
+    for x, name, zone in (
+        (20, "sink", "sink"),
+        (190, "history", "selected"),
+        (360, "recent", "local"),
+    ):
         drawing.box(x, 20, 150, 36, ZONES[zone])
-        drawing.text(x + 75, 43, f"keys of the {name}", colour="white" if zone != "sink" else INK)
+        drawing.text(
+            x + 75, 43, f"keys of the {name}", colour="white" if zone != "sink" else INK
+        )
         drawing.arrow(x + 75, 56, x + 75, 82)
         drawing.box(x, 84, 150, 50, "#f3f3f3", line=LINE)
         drawing.text(x + 75, 105, "weighted mean")
@@ -144,7 +185,11 @@ def merge() -> Drawing:
 
 
 def budget() -> Drawing:
-    drawing = Drawing(720, 210, "A budget counts sink, selected tokens and local window of a layer and KV head")
+    drawing = Drawing(
+        720,
+        210,
+        "A budget counts sink, selected tokens and local window of a layer and KV head",
+    )
     drawing.text(20, 30, "one decode step, by layer", at="start", bold=True)
     for row in range(6):
         y = 46 + 20 * row
@@ -154,11 +199,17 @@ def budget() -> Drawing:
             continue
         drawing.box(80, y, 620, 16, "#f0f0f0")
         drawing.box(80, y, 14, 16, ZONES["sink"])
-        for place in np.random.default_rng(row).choice(np.arange(104, 640, 8), 12, replace=False):
+        for place in np.random.default_rng(row).choice(
+            np.arange(104, 640, 8), 12, replace=False
+        ):
             drawing.box(float(place), y, 7, 16, ZONES["selected"])
         drawing.box(660, y, 40, 16, ZONES["local"])
     key = ((80, "#bbbbbb", "dense layer: not in the budget"), (320, ZONES["sink"], "sink"))
-    for x, colour, words in (*key, (400, ZONES["selected"], "selected"), (510, ZONES["local"], "local: the budget")):
+    for x, colour, words in (
+        *key,
+        (400, ZONES["selected"], "selected"),
+        (510, ZONES["local"], "local: the budget"),
+    ):
         drawing.box(x, 184, 14, 14, colour)
         drawing.text(x + 20, 196, words, at="start")
     return drawing
@@ -189,7 +240,11 @@ NOT_DRAWN = ("duoattention", "evict", "mikv", "razorattention", "turboquant")
 def small(preset: Preset) -> Any:
     """The policy of a compressed layer at a size that can be drawn."""
     takes = preset.settings
-    given = {name: value for name, value in (SMALL | OWN.get(preset.name, {})).items() if name in takes}
+    given = {
+        name: value
+        for name, value in (SMALL | OWN.get(preset.name, {})).items()
+        if name in takes
+    }
     return preset.policies(**given).rest
 
 
@@ -208,17 +263,30 @@ def tokens() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def run(policy: Any) -> list[tuple[set[int], set[int]]]:
     """For each decode step the positions that were read, and those of them that are stored in few bits."""
     spec = kvjax.CacheSpec(
-        batch=1, q_heads=1, kv_heads=1, head_dim=HEAD_DIM, capacity=PROMPT + STEPS, dtype=jnp.float32
+        batch=1,
+        q_heads=1,
+        kv_heads=1,
+        head_dim=HEAD_DIM,
+        capacity=PROMPT + STEPS,
+        dtype=jnp.float32,
     )
     q, k, v = (a[None, :, None] for a in tokens())
     attend = jax.jit(kvjax.attention_info)
-    _, cache, _ = attend(kvjax.init_layer(policy, spec), q[:, :PROMPT], k[:, :PROMPT], v[:, :PROMPT])
+    _, cache, _ = attend(
+        kvjax.init_layer(policy, spec), q[:, :PROMPT], k[:, :PROMPT], v[:, :PROMPT]
+    )
     rows = []
     for t in range(PROMPT, PROMPT + STEPS):
         _, cache, info = attend(cache, q[:, t : t + 1], k[:, t : t + 1], v[:, t : t + 1])
         held = set(range(t + 1))
-        read = held if info.positions is None else {int(p) for p in np.asarray(info.positions).ravel() if p >= 0}
-        rows.append((read, read - _exact(cache, k[0, :, 0]) if _is_quantized(policy) else set()))
+        read = (
+            held
+            if info.positions is None
+            else {int(p) for p in np.asarray(info.positions).ravel() if p >= 0}
+        )
+        rows.append(
+            (read, read - _exact(cache, k[0, :, 0]) if _is_quantized(policy) else set())
+        )
     return rows
 
 
@@ -237,10 +305,16 @@ def reads(name: str, rows: Sequence[tuple[set[int], set[int]]]) -> Drawing:
     """A row per decode step, a column per token: coloured if the step read the token."""
     cell, left, top = 6.0, 60, 44
     total = PROMPT + STEPS
-    drawing = Drawing(int(left + cell * total + 20), int(top + 7 * STEPS + 62), f"Tokens that {name} reads")
+    drawing = Drawing(
+        int(left + cell * total + 20), int(top + 7 * STEPS + 62), f"Tokens that {name} reads"
+    )
     colour = COLOURS.get(name, "#0072b2")
     drawing.text(
-        left, 26, f"{name}: tokens that each decode step reads, newest step at the bottom", at="start", bold=True
+        left,
+        26,
+        f"{name}: tokens that each decode step reads, newest step at the bottom",
+        at="start",
+        bold=True,
     )
     for i, (read, quantized) in enumerate(rows):
         y = top + 7 * i
@@ -267,7 +341,9 @@ def reads(name: str, rows: Sequence[tuple[set[int], set[int]]]) -> Drawing:
 
 
 def _tint(colour: str) -> str:
-    return "#" + "".join(f"{(int(colour[i : i + 2], 16) + 2 * 255) // 3:02x}" for i in (1, 3, 5))
+    return "#" + "".join(
+        f"{(int(colour[i : i + 2], 16) + 2 * 255) // 3:02x}" for i in (1, 3, 5)
+    )
 
 
 def _runs(kind: Iterable[int]) -> Iterable[tuple[int, int]]:
@@ -282,7 +358,12 @@ def _runs(kind: Iterable[int]) -> Iterable[tuple[int, int]]:
         yield first, last
 
 
-CONCEPTS = {"policy_and_state": policy_and_state, "zones": zones, "merge": merge, "budget": budget}
+CONCEPTS = {
+    "policy_and_state": policy_and_state,
+    "zones": zones,
+    "merge": merge,
+    "budget": budget,
+}
 
 
 def main(names: Sequence[str]) -> None:

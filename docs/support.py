@@ -38,7 +38,9 @@ MODELS = {
     "smollm3": "SmolLM3",
 }
 PAGE = Path(__file__).parent / "support.md"
-SPEC = kvjax.CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=32, capacity=128, dtype="float32")
+SPEC = kvjax.CacheSpec(
+    batch=2, q_heads=4, kv_heads=2, head_dim=32, capacity=128, dtype="float32"
+)
 
 
 def tokens(count: int) -> tuple[jax.Array, ...]:
@@ -152,14 +154,26 @@ def operations(policy: Any) -> list[str]:
 
 
 SIZED = ("full", "fier", "quest", "pariskv", "exact", "logquant", "kivi", "fier:store=turbo4")
-SIZES: dict[str, dict[str, int]] = {f"heads of {size}": {"head_dim": size} for size in (64, 80, 96, 128, 192, 256)}
-SIZES |= {"values of 64": {"value_dim": 64}} | {f"groups of {n}": {"group": n} for n in (1, 8, 12, 16)}
+SIZES: dict[str, dict[str, int]] = {
+    f"heads of {size}": {"head_dim": size} for size in (64, 80, 96, 128, 192, 256)
+}
+SIZES |= {"values of 64": {"value_dim": 64}} | {
+    f"groups of {n}": {"group": n} for n in (1, 8, 12, 16)
+}
 
 
-def limits(name: str, group: int = 4, head_dim: int = 128, value_dim: int | None = None) -> dict[str, str]:
+def limits(
+    name: str, group: int = 4, head_dim: int = 128, value_dim: int | None = None
+) -> dict[str, str]:
     """The operations of a step whose kernels do not take a size, and why; or why the method does not."""
     spec = kvjax.CacheSpec(
-        batch=1, q_heads=2 * group, kv_heads=2, head_dim=head_dim, value_dim=value_dim, capacity=32768, dtype="bfloat16"
+        batch=1,
+        q_heads=2 * group,
+        kv_heads=2,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        capacity=32768,
+        dtype="bfloat16",
     )
     missing: dict[str, str] = {}
     inside = False
@@ -170,7 +184,10 @@ def limits(name: str, group: int = 4, head_dim: int = 128, value_dim: int | None
         if not inside:  # what a kernel replaces does not matter
             if why := op.unsupported(*args, **kwargs):
                 missing[f"`{op.name}`"] = (
-                    why.removeprefix("the kernel ").removeprefix(f"{op.name} ").split(";")[0].split(",")[0]
+                    why.removeprefix("the kernel ")
+                    .removeprefix(f"{op.name} ")
+                    .split(";")[0]
+                    .split(",")[0]
                 )
             inside = why is None
             try:
@@ -182,7 +199,9 @@ def limits(name: str, group: int = 4, head_dim: int = 128, value_dim: int | None
     def run() -> Any:
         heads = ((2 * group, head_dim), (2, head_dim), (2, spec.value_size))
         qkv = [jnp.zeros((1, 1, *one), jnp.bfloat16) for one in heads]
-        return kvjax.attention(kvjax.init_layer(kvjax.presets.parse(name).policy(31), spec), *qkv)
+        return kvjax.attention(
+            kvjax.init_layer(kvjax.presets.parse(name).policy(31), spec), *qkv
+        )
 
     with mock.patch.object(ops.Op, "__call__", told):
         try:
@@ -208,7 +227,9 @@ def sizes() -> str:
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in (header, ["---"] * len(header), *rows))
+    return "".join(
+        f"| {' | '.join(cells)} |\n" for cells in (header, ["---"] * len(header), *rows)
+    )
 
 
 def page() -> str:
@@ -226,12 +247,15 @@ def page() -> str:
         takes = preset.settings
         rows.append(cells + ["✓" if setting in takes else "" for setting in SETTINGS.values()])
     kernels = [
-        [f"`{name}`", ", ".join(f"`{op}`" for op in operations(policy)) or "none"] for name, policy in policies.items()
+        [f"`{name}`", ", ".join(f"`{op}`" for op in operations(policy)) or "none"]
+        for name, policy in policies.items()
     ]
     order = list(TRACED)
     refusals = [
         [name, ", ".join(methods), message]
-        for (name, message), methods in sorted(why.items(), key=lambda item: order.index(item[0][0]))
+        for (name, message), methods in sorted(
+            why.items(), key=lambda item: order.index(item[0][0])
+        )
     ]
     families = [[f"`{name}`", MODELS[name]] for name in sorted(models.FAMILIES)]
     return f"""# Support matrix

@@ -89,11 +89,22 @@ def stage(folder: Path) -> None:
         (folder / "notebooks").mkdir(exist_ok=True)
         shutil.copyfile(path, folder / "notebooks" / path.name)
 
-    for name, thing in documented().items():  # autosummary would look up all members of each first
+    for (
+        name,
+        thing,
+    ) in documented().items():  # autosummary would look up all members of each first
         module, _, last = name.rpartition(".")
-        kind = "function" if not isinstance(thing, type) else "exception" if issubclass(thing, Exception) else "class"
+        kind = (
+            "function"
+            if not isinstance(thing, type)
+            else "exception"
+            if issubclass(thing, Exception)
+            else "class"
+        )
         text = f"{last}\n{'=' * len(last)}\n\n.. currentmodule:: {module}\n\n.. auto{kind}:: {last}\n"
-        _put(folder / "docs" / "api" / f"{name}.rst", text + "   :members:\n" * (kind == "class"))
+        _put(
+            folder / "docs" / "api" / f"{name}.rst", text + "   :members:\n" * (kind == "class")
+        )
 
     contents = {caption: list(pages) for caption, pages in CONTENTS.items()}
     contents["Notebooks"] = [f"notebooks/{path.stem}" for path in notebooks]
@@ -103,20 +114,29 @@ def stage(folder: Path) -> None:
     _put(folder / "index.md", f"{readme}\n{trees}")
     for page in (*folder.rglob("*.md"), *folder.rglob("*.ipynb")):
         link = re.compile(rf"\]\(((?:\.\./|docs/)*)methods\.md#({'|'.join(own)})\)")
-        text = link.sub(r"](\1methods/\2.md)", page.read_text()).replace("../README.md", "../index.md")
+        text = link.sub(r"](\1methods/\2.md)", page.read_text()).replace(
+            "../README.md", "../index.md"
+        )
         _put(page, unbroken(text) if page.suffix == ".md" else text)
 
 
 def unbroken(text: str) -> str:
     """The text, with non-breaking spaces inside the numbers of its tables, as in "3.5 ± 1.3 %"."""
     return re.sub(
-        r"^\|.*", lambda row: re.sub(r"(?<=[\d±x]) (?=[\d.(±%x])", "\u00a0", row[0]), text, flags=re.MULTILINE
+        r"^\|.*",
+        lambda row: re.sub(r"(?<=[\d±x]) (?=[\d.(±%x])", "\u00a0", row[0]),
+        text,
+        flags=re.MULTILINE,
     )
 
 
 def _tree(pages: list[str], caption: str = "", options: str = ":hidden:") -> str:
     title = f":caption: {caption}\n" if caption else ""
-    return f"```{{toctree}}\n{options}\n{title}\n" + "\n".join(f"/{page}" for page in pages) + "\n```\n\n"
+    return (
+        f"```{{toctree}}\n{options}\n{title}\n"
+        + "\n".join(f"/{page}" for page in pages)
+        + "\n```\n\n"
+    )
 
 
 def _put(path: Path, text: str) -> None:
@@ -148,12 +168,21 @@ def split_methods(docs: Path, own: list[str]) -> None:
             continue
         body = re.sub(r"\]\((?!https?:|#)([^)]+)\)", r"](../\1)", body)
         body = re.sub(r"\]\(#([^)]+)\)", r"](../methods.md#\1)", body)
-        body = re.sub(r"(?<=[^\n])\n(?=\*\*[\w ]+\.\*\*)", "\n\n", body)  # each answer is a paragraph
+        body = re.sub(
+            r"(?<=[^\n])\n(?=\*\*[\w ]+\.\*\*)", "\n\n", body
+        )  # each answer is a paragraph
         picture = f"pictures/reads_{name}.svg"
-        shown = f"\n![What each decode step of {name} reads](../{picture})\n" if (docs / picture).exists() else ""
+        shown = (
+            f"\n![What each decode step of {name} reads](../{picture})\n"
+            if (docs / picture).exists()
+            else ""
+        )
         signature = f"\n## Signature\n\n```{{eval-rst}}\n.. autofunction:: kvjax.presets.{name}\n   :no-index:\n```\n"
         _put(docs / "methods" / f"{name}.md", f"# {name}\n{shown}{body}{signature}")
-    _put(docs / "methods.md", "".join((head, *rest)) + "\n" + _tree([f"docs/methods/{name}" for name in own]))
+    _put(
+        docs / "methods.md",
+        "".join((head, *rest)) + "\n" + _tree([f"docs/methods/{name}" for name in own]),
+    )
 
 
 def documented() -> dict[str, object]:
@@ -190,7 +219,9 @@ def _outputs() -> Path:
     """The folder that keeps the outputs of notebooks, which another text of the library's code makes stale."""
     code = hashlib.sha256()
     for path in sorted(
-        path for folder in ("kvjax", "models", "kernels_pallas") for path in (ROOT / folder).rglob("*.py")
+        path
+        for folder in ("kvjax", "models", "kernels_pallas")
+        for path in (ROOT / folder).rglob("*.py")
     ):
         code.update(path.read_bytes())
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
@@ -208,7 +239,9 @@ def build(out: Path, *, execute: bool = False, online: bool = False) -> None:
     """
     from sphinx.cmd.build import main
 
-    gc.set_threshold(100_000, 50, 50)  # pages are trees of small objects, which a collection would look through often
+    gc.set_threshold(
+        100_000, 50, 50
+    )  # pages are trees of small objects, which a collection would look through often
     if execute:
         os.environ["KVJAX_SITE_EXECUTE"] = str(_outputs())
     if online:
@@ -229,8 +262,14 @@ def build(out: Path, *, execute: bool = False, online: bool = False) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("out", type=Path, help="folder for the HTML")
-    parser.add_argument("--execute", action="store_true", help="run the notebooks, to show their outputs")
-    parser.add_argument("--online", action="store_true", help="link to other libraries' sites, and check all links")
+    parser.add_argument(
+        "--execute", action="store_true", help="run the notebooks, to show their outputs"
+    )
+    parser.add_argument(
+        "--online",
+        action="store_true",
+        help="link to other libraries' sites, and check all links",
+    )
     given = parser.parse_args()
     try:
         build(given.out, execute=given.execute, online=given.online)

@@ -35,7 +35,16 @@ from kvjax.generation import Detokenizer, EngineBusy
 from kvjax.generation.sampling import sampling
 
 # Fields that change an answer in ways that this server has not.
-UNKNOWN = ("logprobs", "top_logprobs", "logit_bias", "tools", "functions", "suffix", "echo", "presence_penalty")
+UNKNOWN = (
+    "logprobs",
+    "top_logprobs",
+    "logit_bias",
+    "tools",
+    "functions",
+    "suffix",
+    "echo",
+    "presence_penalty",
+)
 UNKNOWN += ("frequency_penalty", "response_format")
 
 
@@ -113,13 +122,22 @@ class Pieces:
 
     def push(self, ids: list[int], last: bool = False) -> str:
         text = (
-            self._held + self._text.push([i for i in ids if i not in self._ids]) + (self._text.finish() if last else "")
+            self._held
+            + self._text.push([i for i in ids if i not in self._ids])
+            + (self._text.finish() if last else "")
         )
         ends = [at for stop in self._stops if (at := text.find(stop)) >= 0]
         if ends:
             self._held, self.stopped = "", True
             return text[: min(ends)]
-        keep = 0 if last else max((n for s in self._stops for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
+        keep = (
+            0
+            if last
+            else max(
+                (n for s in self._stops for n in range(1, len(s)) if text.endswith(s[:n])),
+                default=0,
+            )
+        )
         self._held = text[len(text) - keep :] if keep else ""
         return text[: len(text) - keep]
 
@@ -134,14 +152,22 @@ def text_of(message: dict[str, Any]) -> str:
     spell a list as Python does."""
     content = message.get("content")
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    texts = [
+        part.get("text")
+        for part in parts
+        if isinstance(part, dict) and part.get("type") == "text"
+    ]
     known = [text for text in texts if isinstance(text, str)]
     if not isinstance(message.get("role"), str) or len(known) < len(parts):
-        raise ValueError(f"each message needs a role, and as content a text or parts of type text; got {message!r}")
+        raise ValueError(
+            f"each message needs a role, and as content a text or parts of type text; got {message!r}"
+        )
     return "\n".join(known)
 
 
-def settings_of(body: dict[str, Any], checkpoint: Any, chat: bool) -> tuple[list[Any], list[str], dict[str, Any]]:
+def settings_of(
+    body: dict[str, Any], checkpoint: Any, chat: bool
+) -> tuple[list[Any], list[str], dict[str, Any]]:
     """Prompts, stop strings, and what `Engine.submit` takes. Raises ValueError for what cannot be served."""
     if not isinstance(body, dict):
         raise ValueError(f"the request must be a JSON object, got {body!r}")
@@ -154,15 +180,28 @@ def settings_of(body: dict[str, Any], checkpoint: Any, chat: bool) -> tuple[list
 
     prompt = body["messages"] if chat else body["prompt"]
     if chat:
-        if not (isinstance(prompt, list) and prompt and all(isinstance(message, dict) for message in prompt)):
-            raise ValueError(f"messages must be a list of objects with role and content, got {prompt!r}")
+        if not (
+            isinstance(prompt, list)
+            and prompt
+            and all(isinstance(message, dict) for message in prompt)
+        ):
+            raise ValueError(
+                f"messages must be a list of objects with role and content, got {prompt!r}"
+            )
         prompt = [{**message, "content": text_of(message)} for message in prompt]
     if not isinstance(known("stream_options", default={}), dict):
         raise ValueError(f"stream_options must be an object, got {body['stream_options']!r}")
-    several = not chat and isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
+    several = (
+        not chat
+        and isinstance(prompt, list)
+        and bool(prompt)
+        and not isinstance(prompt[0], int)
+    )
     stops = [stops] if isinstance(stops := known("stop", default=[]), str) else stops
     if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
-        raise ValueError(f"stop must be a text or a list of texts, none of them empty; got {stops!r}")
+        raise ValueError(
+            f"stop must be a text or a list of texts, none of them empty; got {stops!r}"
+        )
     seed = known("seed", default=uuid.uuid4().int % 2**31)
     if type(seed) is not int or not 0 <= seed < 2**32:
         raise ValueError(f"seed must be an integer from 0 to 2**32 - 1, got {seed!r}")
@@ -205,7 +244,9 @@ async def answer(http: HttpRequest, chat: bool) -> Response:
     except RuntimeError as error:
         return refuse(500, str(error), "engine_failed")
 
-    kind = ("chat.completion" if chat else "text_completion") + (".chunk" if chat and body.get("stream") else "")
+    kind = ("chat.completion" if chat else "text_completion") + (
+        ".chunk" if chat and body.get("stream") else ""
+    )
     name = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
     head = {"id": name, "object": kind, "created": int(time.time()), "model": serving.name}
 
@@ -244,8 +285,12 @@ async def answer(http: HttpRequest, chat: bool) -> Response:
         choices = []
         for i, parts in enumerate(found or []):
             text = "".join(piece for piece, _ in parts)
-            content = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
-            choices.append({"index": i, "finish_reason": parts[-1][1], "logprobs": None, **content})
+            content = (
+                {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+            )
+            choices.append(
+                {"index": i, "finish_reason": parts[-1][1], "logprobs": None, **content}
+            )
         return JSONResponse({**head, "choices": choices, "usage": usage()})
     return Events(serving, requests, stream(requests, pieces, body, head, usage))
 
@@ -253,7 +298,9 @@ async def answer(http: HttpRequest, chat: bool) -> Response:
 class Events(StreamingResponse):
     """A stream that cancels its requests when the client leaves, also before the first event was asked for."""
 
-    def __init__(self, serving: Serving, requests: list[Any], events: AsyncIterator[str]) -> None:
+    def __init__(
+        self, serving: Serving, requests: list[Any], events: AsyncIterator[str]
+    ) -> None:
         super().__init__(events, media_type="text/event-stream")
         self._leave = partial(serving.cancel, requests)
 
@@ -265,7 +312,11 @@ class Events(StreamingResponse):
 
 
 async def stream(
-    requests: list[Any], pieces: Callable[[Any], Any], body: Any, head: Any, usage: Callable[[], Any]
+    requests: list[Any],
+    pieces: Callable[[Any], Any],
+    body: Any,
+    head: Any,
+    usage: Callable[[], Any],
 ) -> AsyncIterator[str]:
     """Server-sent events of all answers, as their text comes."""
     queue: asyncio.Queue[Any] = asyncio.Queue()
@@ -276,13 +327,23 @@ async def stream(
         try:
             async for piece, reason in pieces(request):
                 content: Any = (
-                    {"delta": {**first, **({"content": piece} if piece else {})}} if chat else {"text": piece}
+                    {"delta": {**first, **({"content": piece} if piece else {})}}
+                    if chat
+                    else {"text": piece}
                 )
                 first = {}
                 choice = {"index": i, "finish_reason": reason, "logprobs": None, **content}
                 await queue.put({**head, "choices": [choice]})
         except RuntimeError as error:
-            await queue.put({"error": {"message": str(error), "type": "server_error", "code": "answer_failed"}})
+            await queue.put(
+                {
+                    "error": {
+                        "message": str(error),
+                        "type": "server_error",
+                        "code": "answer_failed",
+                    }
+                }
+            )
         await queue.put(None)
 
     tasks = [asyncio.create_task(follow(i, request)) for i, request in enumerate(requests)]
@@ -310,7 +371,9 @@ async def chat_completions(http: HttpRequest) -> Response:
 
 
 async def models(http: HttpRequest) -> Response:
-    return JSONResponse({"object": "list", "data": [{"id": http.app.state.serving.name, "object": "model"}]})
+    return JSONResponse(
+        {"object": "list", "data": [{"id": http.app.state.serving.name, "object": "model"}]}
+    )
 
 
 async def health(http: HttpRequest) -> Response:
@@ -334,7 +397,9 @@ def make_app(checkpoint: Any, name: str, **settings: Any) -> Starlette:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("directory", nargs="?")
     parser.add_argument("--cache", default="full")
     parser.add_argument("--slots", type=int, default=8)

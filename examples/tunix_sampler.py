@@ -40,11 +40,15 @@ def kvjax_caches(module: ModuleType, policy: Any) -> Iterator[None]:
       ValueError: a module whose attention has parts that kvjax does not have, such as a soft cap.
     """
     if module.__name__ not in MODELS:
-        raise ValueError(f"kvjax_caches knows {', '.join(MODELS)}; got {module.__name__}, whose attention differs")
+        raise ValueError(
+            f"kvjax_caches knows {', '.join(MODELS)}; got {module.__name__}, whose attention differs"
+        )
     model, attention = getattr(module, MODELS[module.__name__]), module.Attention
     own_block, own_init = attention.block, model.__dict__.get("init_cache")
 
-    def init_cache(self: Any, batch_size: int, cache_size: int, dtype: Any) -> dict[str, kvjax.LayerCache]:
+    def init_cache(
+        self: Any, batch_size: int, cache_size: int, dtype: Any
+    ) -> dict[str, kvjax.LayerCache]:
         config = self.config
         spec = kvjax.CacheSpec(
             batch=batch_size,
@@ -57,11 +61,15 @@ def kvjax_caches(module: ModuleType, policy: Any) -> Iterator[None]:
         made = kvjax.init(policy, spec, layers=config.num_layers)
         return {f"layer_{i}": layer for i, layer in enumerate(made.layers)}
 
-    def block(self: Any, x: Array, segment_pos: Array, cache: Any, attn_mask: Array, **more: Any) -> tuple[Any, Array]:
+    def block(
+        self: Any, x: Array, segment_pos: Array, cache: Any, attn_mask: Array, **more: Any
+    ) -> tuple[Any, Array]:
         if cache is None:
             return own_block(self, x, segment_pos, cache, attn_mask, **more)
         if x.shape[1] > 1 and getattr(self.config, "use_flash_attention", False):
-            raise ValueError("use_flash_attention is tunix's own attention for prompts; set it to False, kvjax has one")
+            raise ValueError(
+                "use_flash_attention is tunix's own attention for prompts; set it to False, kvjax has one"
+            )
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if hasattr(self, "q_norm"):
             q, k = self.q_norm(q), self.k_norm(k)

@@ -25,7 +25,9 @@ from kvjax.kernels_pallas.simt import bypass_cache, device_kind
 
 FILE = Path(__file__).with_name("tuned.json")
 NEAR = 1.5
-SIZES = frozenset(("rows", "S", "U", "P", "M", "k", "room"))  # rows; tokens, units, pages or places of a row
+SIZES = frozenset(
+    ("rows", "S", "U", "P", "M", "k", "room")
+)  # rows; tokens, units, pages or places of a row
 
 C = TypeVar("C")
 
@@ -83,7 +85,11 @@ def distance(a: dict[str, Any], b: dict[str, Any]) -> float:
     if a.keys() != b.keys() or any(a[name] != b[name] for name in a.keys() - SIZES):
         return math.inf
     pairs = [sorted((a[name], b[name])) for name in a.keys() & SIZES]
-    return math.inf if any(most > NEAR * least for least, most in pairs) else sum(math.log2(m / n) for n, m in pairs)
+    return (
+        math.inf
+        if any(most > NEAR * least for least, most in pairs)
+        else sum(math.log2(m / n) for n, m in pairs)
+    )
 
 
 @contextmanager
@@ -107,8 +113,12 @@ def entries(file: Path) -> dict[str, dict[str, list[dict[str, Any]]]]:
         _say_once(str(error))
         return {}
     found: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    for device, kernels in devices.items() if isinstance(devices, dict) else [("the file", devices)]:
-        for kernel, given in kernels.items() if isinstance(kernels, dict) else [(device, kernels)]:
+    for device, kernels in (
+        devices.items() if isinstance(devices, dict) else [("the file", devices)]
+    ):
+        for kernel, given in (
+            kernels.items() if isinstance(kernels, dict) else [(device, kernels)]
+        ):
             for entry in given if isinstance(given, list) else [given]:
                 if _well_formed(entry):
                     found.setdefault(device, {}).setdefault(kernel, []).append(entry)
@@ -124,9 +134,13 @@ def _well_formed(entry: Any) -> bool:
     if not isinstance(shape, dict) or not isinstance(config, dict):
         return False
     sizes = [x for name, x in shape.items() if name in SIZES]
-    return all(type(x) is int and x > 0 for x in sizes) and all(type(x) is int for x in config.values())
+    return all(type(x) is int and x > 0 for x in sizes) and all(
+        type(x) is int for x in config.values()
+    )
 
 
 @cache
 def _say_once(what: str) -> None:
-    logging.getLogger("kvjax").warning("tuned block sizes (%s) are ignored: %s", FILE.name, what)
+    logging.getLogger("kvjax").warning(
+        "tuned block sizes (%s) are ignored: %s", FILE.name, what
+    )

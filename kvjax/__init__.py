@@ -32,7 +32,16 @@ from kvjax.cache.growing import grow
 from kvjax.evictors import Evictor
 from kvjax.generation import Engine, generate, stream
 from kvjax.numerics.selection import Selection
-from kvjax.policies import Compressed, Evicting, Full, Info, PerLayer, Policy, Retrieval, Speculative
+from kvjax.policies import (
+    Compressed,
+    Evicting,
+    Full,
+    Info,
+    PerLayer,
+    Policy,
+    Retrieval,
+    Speculative,
+)
 from kvjax.selectors import Fier, Selector
 from kvjax.sharding.placement import Placement
 from kvjax.spec import CacheSpec
@@ -53,11 +62,17 @@ __version__ = "0.1.0"
 
 # Loaded on first use: `models` imports flax and `saving` imports orbax, which a cache in memory does not need.
 _LAZY_MODULES = ("evaluate", "models", "testing")
-_LAZY = {"use_compilation_cache": "compiling", "save": "cache.saving", "restore": "cache.saving"}
+_LAZY = {
+    "use_compilation_cache": "compiling",
+    "save": "cache.saving",
+    "restore": "cache.saving",
+}
 # Names of other modules work here too, without being listed: kvjax.HotSet is kvjax.stores.HotSet.
 _PARTS = ("policies", "selectors", "stores", "evictors")
 _LAZY |= dict.fromkeys(("DraftModel", "PromptLookup"), "generation.drafts") | {"explain": "ops"}
-_LAZY |= dict.fromkeys(("PartialAttention", "attend_part", "merge"), "numerics.partial") | {"any_full": "cache.cache"}
+_LAZY |= dict.fromkeys(("PartialAttention", "attend_part", "merge"), "numerics.partial") | {
+    "any_full": "cache.cache"
+}
 
 
 if not TYPE_CHECKING:  # to a type checker, every name would exist
@@ -75,7 +90,18 @@ if not TYPE_CHECKING:  # to a type checker, every name would exist
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *_LAZY_MODULES, "evictors", "memory", "ops", "policies", "selectors", "stores"})
+    return sorted(
+        {
+            *__all__,
+            *_LAZY_MODULES,
+            "evictors",
+            "memory",
+            "ops",
+            "policies",
+            "selectors",
+            "stores",
+        }
+    )
 
 
 __all__ = [

@@ -25,7 +25,14 @@ from jax.sharding import AxisType
 from jax.typing import ArrayLike
 
 from kvjax import ops
-from kvjax.cache.cache import LayerCache, as_whole, check_no_cache, part_of, placement_of, specs_of
+from kvjax.cache.cache import (
+    LayerCache,
+    as_whole,
+    check_no_cache,
+    part_of,
+    placement_of,
+    specs_of,
+)
 from kvjax.cache.flushing import flush_full
 from kvjax.memory import on_host
 from kvjax.numerics.partial import CappedScale
@@ -45,9 +52,18 @@ from kvjax.policies.indexed import with_index
 from kvjax.policies.policy import step_lengths
 from kvjax.sharding.placement import context_axis, run_on_parts, to_context
 from kvjax.spec import require_int
-from kvjax.validation import check_alive, check_array, check_dims, check_flags, finite_number, is_traced
+from kvjax.validation import (
+    check_alive,
+    check_array,
+    check_dims,
+    check_flags,
+    finite_number,
+    is_traced,
+)
 
-MaybeCache = TypeVar("MaybeCache", bound=LayerCache | None)  # the cache that comes back is of the kind that was given
+MaybeCache = TypeVar(
+    "MaybeCache", bound=LayerCache | None
+)  # the cache that comes back is of the kind that was given
 MOST_STEPS = 16  # tokens of a row in one `decode`
 MOST_SCALE = 1e6  # of the logits, which are f32
 
@@ -102,8 +118,20 @@ def attention(
       ValueError: shapes that disagree with each other or with the cache, `lengths` outside of [0, T], `active` for a
         chunk of a prompt.
     """
-    settings: Any = {"window": window, "scale": scale, "soft_cap": soft_cap, "sinks": sinks, "selection": selection}
-    settings |= {"lengths": lengths, "active": active, "first_chunk": first_chunk, "flush": flush, "index": index}
+    settings: Any = {
+        "window": window,
+        "scale": scale,
+        "soft_cap": soft_cap,
+        "sinks": sinks,
+        "selection": selection,
+    }
+    settings |= {
+        "lengths": lengths,
+        "active": active,
+        "first_chunk": first_chunk,
+        "flush": flush,
+        "index": index,
+    }
     return attention_info(cache, q, k, v, **settings)[:2]
 
 
@@ -138,8 +166,17 @@ def attention_info(
         cache = with_index("attention", cache, index, count)
     operands: dict[str, Any] = {"q": q, "k": k, "v": v, "count": count, "sinks": heads}
     if cache is not None and T == 1:
-        return run(_attend_step, cache, operands | {"selection": selection}, step=step, flush=flush)
-    return run(_attend_prompt, cache, operands, step=step, first_chunk=first_chunk, padded=lengths is not None)
+        return run(
+            _attend_step, cache, operands | {"selection": selection}, step=step, flush=flush
+        )
+    return run(
+        _attend_prompt,
+        cache,
+        operands,
+        step=step,
+        first_chunk=first_chunk,
+        padded=lengths is not None,
+    )
 
 
 def prefill(
@@ -168,7 +205,14 @@ def prefill(
     if cache.policy.takes_index:
         with_index("prefill", cache, None, count)
     operands = {"q": q, "k": k, "v": v, "count": count, "sinks": heads}
-    return run(_attend_prompt, cache, operands, step=step, first_chunk=first_chunk, padded=lengths is not None)[:2]
+    return run(
+        _attend_prompt,
+        cache,
+        operands,
+        step=step,
+        first_chunk=first_chunk,
+        padded=lengths is not None,
+    )[:2]
 
 
 def decode(
@@ -200,8 +244,16 @@ def decode(
 
     The other arguments are those of `attention`. `rollback` removes tokens again, such as rejected drafts.
     """
-    settings: Any = {"window": window, "scale": scale, "soft_cap": soft_cap, "sinks": sinks, "flush": flush}
-    out, cache, _ = decode_info(cache, q, k, v, lengths=lengths, active=active, selection=selection, **settings)
+    settings: Any = {
+        "window": window,
+        "scale": scale,
+        "soft_cap": soft_cap,
+        "sinks": sinks,
+        "flush": flush,
+    }
+    out, cache, _ = decode_info(
+        cache, q, k, v, lengths=lengths, active=active, selection=selection, **settings
+    )
     return out, cache
 
 
@@ -224,7 +276,9 @@ def decode_info(
     B, T, step, heads = _check_call("decode", cache, q, k, v, window, scale, soft_cap, sinks)
     check_flags("decode", flush=flush)
     if T > MOST_STEPS:
-        raise ValueError(f"decode takes 1 to {MOST_STEPS} tokens per row, got T={T}; read a prompt with kvjax.prefill")
+        raise ValueError(
+            f"decode takes 1 to {MOST_STEPS} tokens per row, got T={T}; read a prompt with kvjax.prefill"
+        )
     count = row_counts(B, T, lengths, active)
     if cache.policy.takes_index:
         with_index("decode", cache, None, count)
@@ -237,14 +291,19 @@ def decode_info(
 # ----------------------------------------------------------------------------------------------------------- attending
 
 
-def run(verb: Callable[..., Any], cache: LayerCache | None, operands: dict[str, Any], **static: Any) -> Any:
+def run(
+    verb: Callable[..., Any], cache: LayerCache | None, operands: dict[str, Any], **static: Any
+) -> Any:
     """verb(cache, **operands, **static) of checked arguments; each device of a placement calls it for its own part.
 
     A verb returns an output [B, T, N, D] or None, the cache, and a tree of arrays [B, K, ...].
     """
     # A NumPy float64 array stays float64 under an inlined jit, where every cast to it warns.
     if np.ndarray in map(type, operands.values()):
-        operands = {n: a.astype(jnp.result_type(a)) if isinstance(a, np.ndarray) else a for n, a in operands.items()}
+        operands = {
+            n: a.astype(jnp.result_type(a)) if isinstance(a, np.ndarray) else a
+            for n, a in operands.items()
+        }
     if cache is not None and cache.placement is not None:
         return _run_on_parts(verb, cache, operands, **static)
     # The policy refuses other selections by their kind.
@@ -257,7 +316,9 @@ STATIC = ("step", "first_chunk", "flush", "padded")
 
 
 @partial(jax.jit, static_argnums=0, static_argnames=STATIC)
-def _traced_once(verb: Callable[..., Any], cache: LayerCache | None, operands: dict[str, Any], **static: Any) -> Any:
+def _traced_once(
+    verb: Callable[..., Any], cache: LayerCache | None, operands: dict[str, Any], **static: Any
+) -> Any:
     """`verb`, traced once for all layers of a program with equal policies and shapes; without jit, one program.
 
     A call, which XLA inlines first: to inline it in JAX takes twice the time to trace and lower 32 layers.
@@ -275,7 +336,11 @@ def _run_on_parts(
         out, mine, found = verb(part_of(cache, state), **operands, **static)
         return out, as_whole(cache, mine.state), found
 
-    placement, state, by_head = placement_of(cache), specs_of(cache), "TBK" if verb is _attend_steps else "BK"
+    placement, state, by_head = (
+        placement_of(cache),
+        specs_of(cache),
+        "TBK" if verb is _attend_steps else "BK",
+    )
     letters = {"count": "B", "sinks": "KG", "selection": by_head}
     tokens, heads = placement.spec("BTN"), placement.spec(by_head)
 
@@ -284,7 +349,9 @@ def _run_on_parts(
         return jax.tree.map(lambda _: own, tree)
 
     in_specs = state, {name: specs(name, tree) for name, tree in operands.items()}
-    out, new_state, found = run_on_parts(placement, local, in_specs, (tokens, state, heads), cache.state, operands)
+    out, new_state, found = run_on_parts(
+        placement, local, in_specs, (tokens, state, heads), cache.state, operands
+    )
     out, found = to_context(out, tokens), jax.tree.map(lambda x: to_context(x, heads), found)
     return out, dataclasses.replace(cache, state=new_state), found
 
@@ -307,7 +374,12 @@ def _attend_prompt(
         own_k, own_v = _without_padding(k, v, count)
     if cache is None:
         return attend_chunk(q, own_k, own_v, sinks, scale=scale, window=window), None, None
-    grouped, k, v, over = group(q, k.shape[2]), jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), context_axis()
+    grouped, k, v, over = (
+        group(q, k.shape[2]),
+        jnp.swapaxes(k, 1, 2),
+        jnp.swapaxes(v, 1, 2),
+        context_axis(),
+    )
     if over is not None and not splits_queries(q.shape[1], over[1], window):
         over = None
     if first_chunk and over is not None and sinks is None:
@@ -315,16 +387,33 @@ def _attend_prompt(
     elif first_chunk and over is None:
         out = attend_chunk(q, own_k, own_v, sinks, scale=scale, window=window)
     else:
-        attend_stored = partial(cache.policy.attend_stored, cache.state, scale=scale, window=window)
+        attend_stored = partial(
+            cache.policy.attend_stored, cache.state, scale=scale, window=window
+        )
         own_k, own_v = jnp.swapaxes(own_k, 1, 2), jnp.swapaxes(own_v, 1, 2)
-        own = None if over is None else attend_own_in_parts(grouped, own_k, own_v, *over, scale=scale)
-        out = attend_chunk_after(attend_stored, grouped, own_k, own_v, scale=scale, window=window, own=own, sinks=sinks)
+        own = (
+            None
+            if over is None
+            else attend_own_in_parts(grouped, own_k, own_v, *over, scale=scale)
+        )
+        out = attend_chunk_after(
+            attend_stored,
+            grouped,
+            own_k,
+            own_v,
+            scale=scale,
+            window=window,
+            own=own,
+            sinks=sinks,
+        )
         out = ungroup(out, q.dtype)
         # Read, then store: without a fixed order XLA copies everything stored, to be safe. (On CPU, jaxlib before 0.11
         # drops the barrier and copies. Measured 2026-11-21, 131072 tokens: 391 MB of temp bytes, 117 MB with it.)
         out, k, v = in_order(out, k, v)
     policy = cache.policy
-    state = policy.prefill_observed(cache.state, grouped, k, v, count, scale=scale, window=window)
+    state = policy.prefill_observed(
+        cache.state, grouped, k, v, count, scale=scale, window=window
+    )
     return out, dataclasses.replace(cache, state=state), None
 
 
@@ -341,7 +430,12 @@ def _attend_step(
     flush: bool,
 ) -> tuple[Array, LayerCache, Info]:
     """One decode step of the rows whose `count` is 1."""
-    policy, active, k, v = cache.policy, count > 0, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)  # heads before tokens
+    policy, active, k, v = (
+        cache.policy,
+        count > 0,
+        jnp.swapaxes(k, 1, 2),
+        jnp.swapaxes(v, 1, 2),
+    )  # heads before tokens
     state = policy.update((flush_full(cache, active) if flush else cache).state, k, v, active)
     queries = q[:, 0].reshape(*k.shape[:2], -1, q.shape[3])
     selection = selection if policy.follows else None
@@ -393,13 +487,17 @@ def _attend_steps(
         state = policy.store_steps(cache.state, keys, values, count)
         # From the counts after the steps, which change in place: XLA would copy those before.
         lengths = step_lengths(state.length, count, k.shape[1])
-        out, state, info = policy.attend(state, grouped, dataclasses.replace(step, lengths=lengths, sinks=sinks))
+        out, state, info = policy.attend(
+            state, grouped, dataclasses.replace(step, lengths=lengths, sinks=sinks)
+        )
         return ungroup(out, q.dtype), dataclasses.replace(cache, state=state), info
 
     if not flush or cache.full_rows() is None:
         return at_once(cache, count)
     cache = flush_full(cache, count > 0)
-    late = count > policy.free(cache.state)  # rows that need a flush in between, whatever the others need
+    late = count > policy.free(
+        cache.state
+    )  # rows that need a flush in between, whatever the others need
 
     def late_rows(cache: LayerCache) -> tuple[Array, LayerCache, Info]:
         return one_by_one(cache, jnp.where(late, count, 0))
@@ -413,9 +511,17 @@ def _attend_steps(
     out, cache, info = at_once(cache, jnp.where(late, 0, count))
 
     def choose(of_late: Array, of_others: Array, axis: int) -> Array:
-        return jnp.where(late.reshape(*(1,) * axis, -1, *(1,) * (of_late.ndim - axis - 1)), of_late, of_others)
+        return jnp.where(
+            late.reshape(*(1,) * axis, -1, *(1,) * (of_late.ndim - axis - 1)),
+            of_late,
+            of_others,
+        )
 
-    return choose(late_out, out, 0), cache, jax.tree.map(lambda a, b: choose(a, b, 1), late_info, info)
+    return (
+        choose(late_out, out, 0),
+        cache,
+        jax.tree.map(lambda a, b: choose(a, b, 1), late_info, info),
+    )
 
 
 # ----------------------------------------------------------------------------------------------------------- arguments
@@ -464,7 +570,13 @@ def _check_call(
     B, T, N, K, D = map(sizes.__getitem__, "BTNKD")
     if 0 in sizes.values():
         letter = next(letter for letter, size in sizes.items() if not size)
-        words = {"B": "rows", "T": "tokens", "N": "query heads", "K": "kv heads", "D": "channels"}
+        words = {
+            "B": "rows",
+            "T": "tokens",
+            "N": "query heads",
+            "K": "kv heads",
+            "D": "channels",
+        }
         raise ValueError(f"q, k and v have {letter}=0 {words[letter]}; give at least one")
     if N % K:
         raise ValueError(
@@ -474,7 +586,9 @@ def _check_call(
     return B, T, step, None if sinks is None else sink_logits(verb, cache, sinks, N, K)
 
 
-def plain_step(verb: str, D: int, window: int | None, scale: float | None, soft_cap: float | None) -> Step:
+def plain_step(
+    verb: str, D: int, window: int | None, scale: float | None, soft_cap: float | None
+) -> Step:
     """The `Step` of a call without its arrays, for keys of D channels."""
     if window is not None:
         require_int(f"{verb}(window=...)", window, at_least=1)
@@ -488,7 +602,9 @@ def plain_step(verb: str, D: int, window: int | None, scale: float | None, soft_
         return Step(scale, window)
     soft_cap = finite_number(f"{verb}(soft_cap=...)", soft_cap)
     if soft_cap <= 0:
-        raise ValueError(f"{verb}(soft_cap=...) must be above 0, got {soft_cap}; leave it out for no cap")
+        raise ValueError(
+            f"{verb}(soft_cap=...) must be above 0, got {soft_cap}; leave it out for no cap"
+        )
     return Step(CappedScale(scale, soft_cap), window)
 
 
@@ -508,7 +624,9 @@ def sink_logits(verb: str, cache: Any, sinks: ArrayLike, N: int, K: int) -> Arra
 def _without_padding(k: Array, v: Array, count: Array) -> tuple[Array, Array]:
     """k, v [B, T, K, D] with zeros past the first `count` i32[B] tokens: padding has weight 0, but 0 * NaN is NaN."""
     real = (jnp.arange(k.shape[1])[None] < count[:, None])[..., None, None]
-    return jnp.where(real, k, jnp.zeros((), k.dtype)), jnp.where(real, v, jnp.zeros((), v.dtype))
+    return jnp.where(real, k, jnp.zeros((), k.dtype)), jnp.where(
+        real, v, jnp.zeros((), v.dtype)
+    )
 
 
 def row_counts(B: int, T: int, lengths: ArrayLike | None, active: ArrayLike | None) -> Array:
@@ -517,17 +635,25 @@ def row_counts(B: int, T: int, lengths: ArrayLike | None, active: ArrayLike | No
     for name, given in (("lengths", lengths), ("active", active)):
         if given is None:
             continue
-        check_array(name, given, *(("bools", "[True, False]") if name == "active" else ("integers", "[3, 5]")))
+        check_array(
+            name,
+            given,
+            *(("bools", "[True, False]") if name == "active" else ("integers", "[3, 5]")),
+        )
         known = None if is_traced(given) else np.asarray(given)
         given = jnp.asarray(given)
         if given.dtype.itemsize < 4 and jnp.issubdtype(given.dtype, jnp.integer):
             given = given.astype(jnp.int32)  # T need not fit in fewer bits
         if given.shape != (B,):
-            raise ValueError(f"{name} must have shape [B={B}], got {list(given.shape)}; give one for each row")
+            raise ValueError(
+                f"{name} must have shape [B={B}], got {list(given.shape)}; give one for each row"
+            )
         wanted = jnp.bool_ if name == "active" else jnp.integer
         if not jnp.issubdtype(given.dtype, wanted):
             kind, dtype = ("bool", "bool") if name == "active" else ("integers", "int")
-            raise ValueError(f"{name} must be {kind}, got {given.dtype}; convert it with jnp.asarray({name}, {dtype})")
+            raise ValueError(
+                f"{name} must be {kind}, got {given.dtype}; convert it with jnp.asarray({name}, {dtype})"
+            )
         if name == "lengths" and known is not None:
             outside = known[(known < 0) | (known > T)]
             if outside.size:

@@ -37,10 +37,17 @@ from jax.experimental.compilation_cache import compilation_cache
 
 VARIABLE = "KVJAX_COMPILATION_CACHE"
 OFF = ("", "0", "off", "no", "false")
-LEAST_SECONDS = 0.2  # a program that compiles in less is not kept: to read it would take as long
+LEAST_SECONDS = (
+    0.2  # a program that compiles in less is not kept: to read it would take as long
+)
 NEVER = 1e9  # seconds; no program is written
-_FAILED = ("Error reading persistent compilation cache", "Error writing persistent compilation cache")
-_entries: Any = sys.modules[compilation_cache.reset_cache.__module__]  # reads and writes those in JAX's folder
+_FAILED = (
+    "Error reading persistent compilation cache",
+    "Error writing persistent compilation cache",
+)
+_entries: Any = sys.modules[
+    compilation_cache.reset_cache.__module__
+]  # reads and writes those in JAX's folder
 _config: Any = jax.config
 _told: set[str] = set()
 _logger = logging.getLogger("kvjax")
@@ -64,14 +71,18 @@ def use_compilation_cache(folder: str | Path | None = None) -> Path | None:
     named = os.environ.get(VARIABLE) if folder is None else str(folder)
     if named is not None and named.strip().lower() in OFF:
         return None
-    root = Path(named).expanduser() if named is not None else _user_folder() / "kvjax" / "programs"
+    root = (
+        Path(named).expanduser() if named is not None else _user_folder() / "kvjax" / "programs"
+    )
     # XLA compiles for the instructions of this processor, and JAX does not put them into the key of an entry.
     path = root / _processor()
     try:
         path.mkdir(parents=True, exist_ok=True)
         os.listdir(path)
     except OSError as error:
-        _tell(f"compiled programs are not kept, because {path} cannot be made or read ({error.strerror})")
+        _tell(
+            f"compiled programs are not kept, because {path} cannot be made or read ({error.strerror})"
+        )
         return None
     if problem := _unwritable(path):
         _tell(f"compiled programs are read from {path} but not written there ({problem})")
@@ -125,7 +136,9 @@ def _shown_by(show: Any) -> Any:
             return
         folder = _folder()
         if text.startswith(_FAILED[0]) and folder and text.count("'") >= 2:
-            for entry in folder.glob(f"{text.split(chr(39))[1]}-*"):  # JAX would never write over it
+            for entry in folder.glob(
+                f"{text.split(chr(39))[1]}-*"
+            ):  # JAX would never write over it
                 entry.unlink(missing_ok=True)
         what = " ".join(text.partition(": ")[2].split())[:120]
         doing = "could not be read" if text.startswith(_FAILED[0]) else "could not be written"
@@ -143,7 +156,14 @@ def _tell(line: str, *, once: str | None = None) -> None:
 
 # ------------------------------------------------------------------------------------------------------ whole programs
 
-_SETTINGS = ("XLA_", "JAX_", "KVJAX_", "CUDA_", "NVIDIA_", "LIBTPU_")  # variables that may change a program
+_SETTINGS = (
+    "XLA_",
+    "JAX_",
+    "KVJAX_",
+    "CUDA_",
+    "NVIDIA_",
+    "LIBTPU_",
+)  # variables that may change a program
 
 
 class Jitted:
@@ -182,15 +202,23 @@ class Program(NamedTuple):
             self.lower().compile()
             return
         begin, tree = time.monotonic(), jax.tree.structure((self.args, {}))
-        kinds = [(a.shape, str(a.dtype), str(getattr(a, "sharding", None))) for a in jax.tree.leaves(self.args)]
+        kinds = [
+            (a.shape, str(a.dtype), str(getattr(a, "sharding", None)))
+            for a in jax.tree.leaves(self.args)
+        ]
         name = self.function.__qualname__
-        file = folder / f"{name}-{_digest(name, sorted(self.static.items()), tree, kinds)}-whole"
+        file = (
+            folder / f"{name}-{_digest(name, sorted(self.static.items()), tree, kinds)}-whole"
+        )
         made = _read_whole(file)
         if made is None:
             lowered, _running.key = self.lower(), None
             with compile_clock() as clock:
                 made = lowered.compile()
-            if _running.key is not None and _config.jax_persistent_cache_min_compile_time_secs < NEVER:
+            if (
+                _running.key is not None
+                and _config.jax_persistent_cache_min_compile_time_secs < NEVER
+            ):
                 _write_whole(file, made, _running.key, fresh=_RETRIEVED not in clock.parts)
         else:
             _listen("/jax/core/compile/backend_compile_duration", time.monotonic() - begin)
@@ -225,13 +253,20 @@ def _signature(function: Jitted, args: tuple[Any, ...], static: dict[str, Any]) 
     leaves, tree = jax.tree.flatten(args)
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         return None
-    return id(function), tuple(sorted(static.items())), tree, tuple((a.shape, a.dtype) for a in leaves)
+    return (
+        id(function),
+        tuple(sorted(static.items())),
+        tree,
+        tuple((a.shape, a.dtype) for a in leaves),
+    )
 
 
 def _surroundings() -> str:
     """The code, the device and the settings, which a program depends on beside its function and arguments."""
     device = jax.devices()[0]
-    settings = sorted((name, value) for name, value in os.environ.items() if name.startswith(_SETTINGS))
+    settings = sorted(
+        (name, value) for name, value in os.environ.items() if name.startswith(_SETTINGS)
+    )
     where = len(jax.devices()), device.device_kind, device.client.platform_version, sys.version
     return f"{_sources()} {where} {settings} {sorted(jax.config.values.items(), key=lambda item: item[0])}"
 
@@ -239,7 +274,9 @@ def _surroundings() -> str:
 @functools.cache
 def _sources() -> str:
     """The code of this package, and the versions of those that it traces."""
-    found = hashlib.sha256(str([importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax")]).encode())
+    found = hashlib.sha256(
+        str([importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax")]).encode()
+    )
     for folder, folders, files in os.walk(Path(__file__).parent, followlinks=True):
         folders[:] = sorted(name for name in folders if name not in ("data", "__pycache__"))
         for name in sorted(files):
@@ -257,7 +294,10 @@ def _read_whole(file: Path) -> jax.stages.Compiled | None:
         with suppress(OSError):
             file.unlink()
         what = " ".join(str(error).split())[:120] or type(error).__name__
-        _tell(f"a program could not be read in {file.parent} and was compiled ({what})", once="could not be read")
+        _tell(
+            f"a program could not be read in {file.parent} and was compiled ({what})",
+            once="could not be read",
+        )
         return None
 
 
@@ -321,7 +361,9 @@ def remembered(make: Callable[..., Any], *args: Any) -> Any:
 
 
 def _folder() -> Path | None:
-    return Path(_config.jax_compilation_cache_dir) if _config.jax_compilation_cache_dir else None
+    return (
+        Path(_config.jax_compilation_cache_dir) if _config.jax_compilation_cache_dir else None
+    )
 
 
 class Clock:
@@ -329,7 +371,9 @@ class Clock:
 
     def __init__(self) -> None:
         self._spans: list[tuple[float, float]] = []
-        self.parts: dict[str, float] = {}  # seconds by the name of JAX's event; tracing has what it traces inside
+        self.parts: dict[
+            str, float
+        ] = {}  # seconds by the name of JAX's event; tracing has what it traces inside
 
     @property
     def seconds(self) -> float:

@@ -62,7 +62,9 @@ def computed_last(tree: T, after: S, before: S) -> tuple[T, S]:
     """
     leaves, structure = jax.tree.flatten((tree, after))
     same = [None] * len(jax.tree.leaves(tree)) + jax.tree.leaves(before)
-    new = [i for i, leaf in enumerate(leaves) if leaf is not same[i] and not in_host_memory(leaf)]
+    new = [
+        i for i, leaf in enumerate(leaves) if leaf is not same[i] and not in_host_memory(leaf)
+    ]
     # jax 0.10 lets all results of a barrier vary over devices if one does, and then they no longer replace `before`.
     if len({varying_axes(leaves[i]) for i in new}) > 1:
         return tree, after
@@ -92,7 +94,11 @@ def varying_axes(tree: Any) -> frozenset[str]:
     axes = frozenset[str]()
     for leaf in jax.tree.leaves(tree):
         aval: Any = jax.typeof(leaf)  # jax 0.11 has renamed the field of the type
-        axes |= aval.vma if hasattr(aval, "vma") else getattr(getattr(aval, "mat", None), "varying", frozenset())
+        axes |= (
+            aval.vma
+            if hasattr(aval, "vma")
+            else getattr(getattr(aval, "mat", None), "varying", frozenset())
+        )
     return axes
 
 
@@ -172,13 +178,21 @@ def commit_together(tree: T) -> T:
     A program returns all arrays committed if one of its arguments is, and jit compiles again for each mixture, so a
     loop that feeds a program its own results would compile it twice. Nothing is copied.
     """
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, Array) and not isinstance(leaf, Tracer)]
+    leaves = [
+        leaf
+        for leaf in jax.tree.leaves(tree)
+        if isinstance(leaf, Array) and not isinstance(leaf, Tracer)
+    ]
     if not any(leaf.committed for leaf in leaves):
         return tree
 
     def commit(leaf: Any) -> Any:
         traced = isinstance(leaf, Tracer)
-        return jax.device_put(leaf, leaf.sharding) if isinstance(leaf, Array) and not traced else leaf
+        return (
+            jax.device_put(leaf, leaf.sharding)
+            if isinstance(leaf, Array) and not traced
+            else leaf
+        )
 
     return jax.tree.map(commit, tree)
 
@@ -204,7 +218,9 @@ class Bytes(NamedTuple):
 
     def __str__(self) -> str:
         parts = [(self.device, "the device"), (self.host, "the host")]
-        return ", ".join(f"{in_units(size)} on {where}" for size, where in parts if size) or "0 B"
+        return (
+            ", ".join(f"{in_units(size)} on {where}" for size, where in parts if size) or "0 B"
+        )
 
 
 def in_units(size: int) -> str:
@@ -255,7 +271,9 @@ def in_host_memory(tree: Any) -> bool:
         if isinstance(leaf, Tracer):
             if leaf.aval.memory_space == jax.memory.Space.Host:  # type: ignore[attr-defined]
                 return True
-        elif (sharding := getattr(leaf, "sharding", None)) is not None and sharding.memory_kind in HOST_KINDS:
+        elif (
+            sharding := getattr(leaf, "sharding", None)
+        ) is not None and sharding.memory_kind in HOST_KINDS:
             (device, *_) = sharding.device_set
             if sharding.memory_kind != device.default_memory().kind:
                 return True

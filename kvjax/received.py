@@ -22,7 +22,9 @@ def read_object(path: str | Path, *, cure: str = "download it again") -> dict[st
     try:
         about = path.stat()
     except (OSError, ValueError) as error:  # a null byte in the name
-        raise FileNotFoundError(f"{path} does not exist or cannot be read ({error}); {cure}") from None
+        raise FileNotFoundError(
+            f"{path} does not exist or cannot be read ({error}); {cure}"
+        ) from None
     if not stat.S_ISREG(about.st_mode):
         raise ValueError(f"{path} is no regular file; {cure}")
     if about.st_size > MOST_BYTES:
@@ -34,7 +36,9 @@ def read_object(path: str | Path, *, cure: str = "download it again") -> dict[st
     except RecursionError:
         raise ValueError(f"{path} nests brackets too deeply; {cure}") from None
     except ValueError:
-        raise ValueError(f"{path} has a number of more digits than Python reads; {cure}") from None
+        raise ValueError(
+            f"{path} has a number of more digits than Python reads; {cure}"
+        ) from None
     if not isinstance(found, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(found).__name__}; {cure}")
     return found

@@ -35,7 +35,9 @@ class CacheSpec:
     head_dim: int
     capacity: int  # tokens that every row can hold, all zones together; rounding to whole chunks may add room
     dtype: DTypeLike = jnp.bfloat16  # of stored keys and values
-    value_dim: int | None = None  # head size of values; None: head_dim. Others, as of MLA, are for `Dense` stores
+    value_dim: int | None = (
+        None  # head size of values; None: head_dim. Others, as of MLA, are for `Dense` stores
+    )
     rope_by_length: bool = False  # the rotation of a row's keys depends on its final length: see `Cache.rotated_for`
 
     def __post_init__(self) -> None:
@@ -91,15 +93,22 @@ def require_int(what: str, value: Any, *, at_least: int, at_most: int = MOST) ->
     return int(value)
 
 
-def require_ints(what: str, values: Any, *, at_least: int, at_most: int = MOST) -> tuple[int, ...]:
+def require_ints(
+    what: str, values: Any, *, at_least: int, at_most: int = MOST
+) -> tuple[int, ...]:
     """`values` as a tuple of ints, or an error that says what they must be."""
     if not isinstance(values, Iterable) or isinstance(values, str | bytes | Mapping):
         raise ValueError(f"{what} must be a list of integers, got {shown(values)}")
-    return tuple(require_int(what, value, at_least=at_least, at_most=at_most) for value in values)
+    return tuple(
+        require_int(what, value, at_least=at_least, at_most=at_most) for value in values
+    )
 
 
 CAPACITY_STEP = 128
-SMALL_CAPACITIES = (1152, 4608)  # of a cache of so few tokens in all rows that its size matters less than compiling
+SMALL_CAPACITIES = (
+    1152,
+    4608,
+)  # of a cache of so few tokens in all rows that its size matters less than compiling
 
 
 def padded_capacity(tokens: int) -> int:
@@ -123,9 +132,17 @@ def round_capacity(tokens: int, *, rows: int = 1, positions: int | None = None) 
     >>> round_capacity(5, rows=8), round_capacity(30000, positions=32768)
     (288, 32768)
     """
-    few = [size for size in SMALL_CAPACITIES if tokens <= size and rows * size <= SMALL_CAPACITIES[-1]]
+    few = [
+        size
+        for size in SMALL_CAPACITIES
+        if tokens <= size and rows * size <= SMALL_CAPACITIES[-1]
+    ]
     power = 1 << max(8, (tokens - 1).bit_length() - 1)
-    size = few[0] if few else next(n for n in (power * 9 // 8, power * 13 // 8, power * 9 // 4) if n >= tokens)
+    size = (
+        few[0]
+        if few
+        else next(n for n in (power * 9 // 8, power * 13 // 8, power * 9 // 4) if n >= tokens)
+    )
     return size if positions is None else min(size, max(tokens, positions))
 
 
@@ -136,7 +153,12 @@ def keep_ints(config: Any, **at_least: int) -> None:
             keep_int(config, name, at_least=bound)
 
 
-BOUNDS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
+BOUNDS = {
+    "at_least": operator.ge,
+    "above": operator.gt,
+    "at_most": operator.le,
+    "below": operator.lt,
+}
 
 
 def keep_number(config: Any, *names: str, what: str = "", **bounds: float) -> None:
@@ -156,6 +178,9 @@ def keep_int(config: Any, name: str, *, at_least: int, at_most: int = MOST) -> N
     """Applies `require_int` to a field of a frozen dataclass and stores it as a Python int: a NumPy integer has another
     repr, and reprs are part of the keys of results."""
     value = require_int(
-        f"{type(config).__name__}({name}=...)", getattr(config, name), at_least=at_least, at_most=at_most
+        f"{type(config).__name__}({name}=...)",
+        getattr(config, name),
+        at_least=at_least,
+        at_most=at_most,
     )
     object.__setattr__(config, name, value)

@@ -24,7 +24,14 @@ from kvjax.policies import Info, Step
 from kvjax.validation import check_dims, check_flags, shown
 
 
-def update(cache: LayerCache, k: Array, v: Array, *, active: ArrayLike | None = None, flush: bool = True) -> LayerCache:
+def update(
+    cache: LayerCache,
+    k: Array,
+    v: Array,
+    *,
+    active: ArrayLike | None = None,
+    flush: bool = True,
+) -> LayerCache:
     """Stores a token of each row, with keys and values k, v [B, 1, K, D]; rows where `active` is false store none.
 
     `flush` moves tokens out of full recent blocks first; with False, call `kvjax.flush` before.
@@ -39,7 +46,12 @@ def update(cache: LayerCache, k: Array, v: Array, *, active: ArrayLike | None = 
 
 
 def select(
-    cache: LayerCache, q: Array, *, window: int | None = None, scale: float | None = None, soft_cap: float | None = None
+    cache: LayerCache,
+    q: Array,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
 ) -> Selection:
     """The slots that a step with queries q [B, 1, N, D] of each row's newest token attends to, besides the tokens that
     every step attends to.
@@ -51,7 +63,12 @@ def select(
         `Evicting`) or to what another layer selected (`Follower`); shapes that disagree with the cache.
     """
     _check("select", cache, q=q)
-    return run(_select, cache, {"q": q}, step=plain_step("select", q.shape[-1], window, scale, soft_cap))[2]
+    return run(
+        _select,
+        cache,
+        {"q": q},
+        step=plain_step("select", q.shape[-1], window, scale, soft_cap),
+    )[2]
 
 
 def attend(
@@ -78,17 +95,29 @@ def attend(
     _check("attend", cache, q=q)
     step = plain_step("attend", q.shape[-1], window, scale, soft_cap)
     if selection is not None and not isinstance(selection, Selection):
-        raise ValueError(f"attend(selection=...) takes what kvjax.select returns, got {shown(selection)}")
-    heads = None if sinks is None else sink_logits("attend", cache, sinks, cache.spec.q_heads, cache.spec.kv_heads)
+        raise ValueError(
+            f"attend(selection=...) takes what kvjax.select returns, got {shown(selection)}"
+        )
+    heads = (
+        None
+        if sinks is None
+        else sink_logits("attend", cache, sinks, cache.spec.q_heads, cache.spec.kv_heads)
+    )
     count = row_counts(q.shape[0], 1, None, active)
     operands = {"q": q, "count": count, "selection": selection, "sinks": heads}
     return run(_attend, cache, operands, step=step)[:2]
 
 
-def _update(cache: LayerCache, k: Array, v: Array, count: Array, *, flush: bool) -> tuple[None, LayerCache, None]:
+def _update(
+    cache: LayerCache, k: Array, v: Array, count: Array, *, flush: bool
+) -> tuple[None, LayerCache, None]:
     k, v = (jnp.swapaxes(a, 1, 2) for a in (k, v))
     state = (flush_full(cache, count > 0) if flush else cache).state
-    return None, dataclasses.replace(cache, state=cache.policy.update(state, k, v, count > 0)), None
+    return (
+        None,
+        dataclasses.replace(cache, state=cache.policy.update(state, k, v, count > 0)),
+        None,
+    )
 
 
 def _select(cache: LayerCache, q: Array, *, step: Step) -> tuple[None, LayerCache, Selection]:
@@ -97,12 +126,22 @@ def _select(cache: LayerCache, q: Array, *, step: Step) -> tuple[None, LayerCach
 
 
 def _attend(
-    cache: LayerCache, q: Array, count: Array, selection: Selection | None, sinks: Array | None, *, step: Step
+    cache: LayerCache,
+    q: Array,
+    count: Array,
+    selection: Selection | None,
+    sinks: Array | None,
+    *,
+    step: Step,
 ) -> tuple[Array, LayerCache, Info]:
     queries = group_queries(q[:, 0], cache.spec.kv_heads)
     step = dataclasses.replace(step, active=count > 0, selection=selection, sinks=sinks)
     out, state, info = cache.policy.attend(cache.state, queries, step)
-    return out.astype(q.dtype).reshape(*q.shape[:-1], -1), dataclasses.replace(cache, state=state), info
+    return (
+        out.astype(q.dtype).reshape(*q.shape[:-1], -1),
+        dataclasses.replace(cache, state=state),
+        info,
+    )
 
 
 def _check(verb: str, cache: LayerCache, **arrays: Array) -> None:
@@ -110,4 +149,6 @@ def _check(verb: str, cache: LayerCache, **arrays: Array) -> None:
     check_layer_cache(verb, cache)
     sizes = check_dims("q BTND, k BTKD, v BTKE", cache.spec, **arrays)
     if sizes["T"] != 1:
-        raise ValueError(f"{verb} takes one token of each row, got T={sizes['T']}; kvjax.attention reads a prompt")
+        raise ValueError(
+            f"{verb} takes one token of each row, got T={sizes['T']}; kvjax.attention reads a prompt"
+        )

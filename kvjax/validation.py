@@ -33,7 +33,9 @@ def naming_absent(what: str) -> Iterator[None]:
         if missing in ("", "kvjax"):
             raise
         package = {"orbax": "orbax-checkpoint"}.get(missing, missing)
-        raise ImportError(f"{what} needs {package}, which is not installed: pip install {package}") from error
+        raise ImportError(
+            f"{what} needs {package}, which is not installed: pip install {package}"
+        ) from error
 
 
 def check_verbs(
@@ -66,7 +68,9 @@ def check_verbs(
             name = getattr(value, "__name__", type(value).__name__)
             problem = f"the function {name}; call it: {name}(...)"
         else:
-            problem = f"{shown(value)}, which has no {', '.join(missing)}; give for example {example}"
+            problem = (
+                f"{shown(value)}, which has no {', '.join(missing)}; give for example {example}"
+            )
             problem += f", or make {protocol} its base" if protocol else ""
     else:
         return
@@ -127,7 +131,9 @@ def check_one_of(who: str, among: Iterable[Any], why: str = "", **given: Any) ->
     known = tuple(among)
     for name, value in given.items():
         if not isinstance(value, str | int) or value not in known:
-            raise ValueError(f"{who}({name}={shown(value)}) must be one of {', '.join(map(str, known))}{why}")
+            raise ValueError(
+                f"{who}({name}={shown(value)}) must be one of {', '.join(map(str, known))}{why}"
+            )
 
 
 def check_divides(part: Any, what: str, whole: int, **sizes: int) -> None:
@@ -173,7 +179,9 @@ def check_array(what: str, value: Any, kind: str, example: str) -> None:
         raise ValueError(f"{what} must be {kind} of 32 bits, such as {example}, got {wild[0]}")
 
 
-def check_dims(layout: str, spec: Any = None, cure: str = "", /, **arrays: Any) -> dict[str, int]:
+def check_dims(
+    layout: str, spec: Any = None, cure: str = "", /, **arrays: Any
+) -> dict[str, int]:
     """Binds each dimension letter (`kvjax.spec`) of arrays of floats, and returns the sizes.
 
     All arguments of a call are bound at once, so that an error can say which two disagree, rather than where the first
@@ -191,7 +199,9 @@ def check_dims(layout: str, spec: Any = None, cure: str = "", /, **arrays: Any) 
     """
     for name, array in arrays.items():
         if not hasattr(array, "dtype") or not hasattr(array, "shape"):
-            raise ValueError(f"{name} must be an array of floats, got {shown(array)}; convert it with jnp.asarray")
+            raise ValueError(
+                f"{name} must be an array of floats, got {shown(array)}; convert it with jnp.asarray"
+            )
         if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize < 2:
             raise ValueError(
                 f"{name} must be an array of floats, got {array.dtype}{list(array.shape)}; "
@@ -213,13 +223,23 @@ def check_dims(layout: str, spec: Any = None, cure: str = "", /, **arrays: Any) 
             continue
         shape = arrays[name].shape
         if len(shape) != len(letters):
-            add = "; x[None] adds the row, x[:, None] a step's token" if len(shape) == 3 and letters[:2] == "BT" else ""
-            raise fail(f"{name} must have the {len(letters)} dimensions [{', '.join(letters)}]{add}")
+            add = (
+                "; x[None] adds the row, x[:, None] a step's token"
+                if len(shape) == 3 and letters[:2] == "BT"
+                else ""
+            )
+            raise fail(
+                f"{name} must have the {len(letters)} dimensions [{', '.join(letters)}]{add}"
+            )
         for letter, size in zip(letters, shape, strict=True):
             if sizes.setdefault(letter, size) != size:
                 wrong = f"{name} has {letter}={size} but {owner[letter]} has {letter}={sizes[letter]}"
                 swapped = owner[letter] == "the cache" and sizes[letter] in shape[1:-1]
-                hint = f"; the axes of {name} must be [{', '.join(letters)}]: use jnp.swapaxes" if swapped else ""
+                hint = (
+                    f"; the axes of {name} must be [{', '.join(letters)}]: use jnp.swapaxes"
+                    if swapped
+                    else ""
+                )
                 if letter == "K" and size == sizes.get("N"):
                     hint = f"; give {name} as it is projected, not repeated for the query heads"
                 raise fail(wrong + hint)
@@ -250,7 +270,9 @@ MOST_OF_MESSAGE = 2000  # characters of an error on the command line
 def check_share(what: str, value: Any, whole: str) -> None:
     """Raises ValueError unless `value` is a share of the `whole`."""
     if not 0 < finite_number(what, value) <= 1:
-        raise ValueError(f"{what} must be a share of {whole}, above 0 and at most 1; got {value}")
+        raise ValueError(
+            f"{what} must be a share of {whole}, above 0 and at most 1; got {value}"
+        )
 
 
 def shown(value: Any) -> str:
@@ -266,7 +288,11 @@ def shown(value: Any) -> str:
     if isinstance(value, bool | int | float):
         return repr(value)
     if isinstance(value, str):
-        return repr(value) if len(value) <= MOST_SHOWN else f"{value[:MOST_SHOWN]!r}... ({len(value)} characters)"
+        return (
+            repr(value)
+            if len(value) <= MOST_SHOWN
+            else f"{value[:MOST_SHOWN]!r}... ({len(value)} characters)"
+        )
     name = type(value).__name__
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"an array {np.dtype(value.dtype).name}{list(value.shape)}"
@@ -290,5 +316,7 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
     ('fier', 'quest', None)
     """
     lower = {known.lower().replace("-", "_"): known for known in names}
-    found = difflib.get_close_matches(name.lower().replace("-", "_"), lower, n=1, cutoff=LEAST_LIKENESS)
+    found = difflib.get_close_matches(
+        name.lower().replace("-", "_"), lower, n=1, cutoff=LEAST_LIKENESS
+    )
     return lower[found[0]] if found else None

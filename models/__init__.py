@@ -6,7 +6,9 @@
 """
 
 if __name__ == "models":
-    raise ImportError("this folder is the package kvjax.models: write `import kvjax.models`, not `import models`")
+    raise ImportError(
+        "this folder is the package kvjax.models: write `import kvjax.models`, not `import models`"
+    )
 
 from kvjax.validation import naming_absent
 

@@ -78,7 +78,9 @@ class Chat:
     def __repr__(self) -> str:
         return f"Chat({len(self.messages)} messages, {self._length} tokens in the cache)"
 
-    def say(self, message: str | Mapping[str, Any], *, max_new_tokens: int | None = None) -> str:
+    def say(
+        self, message: str | Mapping[str, Any], *, max_new_tokens: int | None = None
+    ) -> str:
         """The model's answer to a message of the user, or to one of another role such as a tool's result.
 
         Raises:
@@ -86,7 +88,9 @@ class Chat:
         """
         return "".join(self.stream(message, max_new_tokens=max_new_tokens))
 
-    def stream(self, message: str | Mapping[str, Any], *, max_new_tokens: int | None = None) -> Iterator[str]:
+    def stream(
+        self, message: str | Mapping[str, Any], *, max_new_tokens: int | None = None
+    ) -> Iterator[str]:
         """`say` as an iterator over pieces of text. This call reads the turn; `messages` grows by each piece."""
         new = _as_message(message)
         self._run = self._start([*self.messages, new], max_new_tokens)
@@ -107,15 +111,22 @@ class Chat:
         check_fit(shared, len(ids) - shared, new, self._capacity, positions)
         cache, known, unread = self._prepare(messages, ids, held, shared)
         needed = len(known) + len(unread) + new
-        if cache is not None and outgrown(cache, np.array([needed])).size:  # all keys need another rotation
+        if (
+            cache is not None and outgrown(cache, np.array([needed])).size
+        ):  # all keys need another rotation
             self._run = None
             cache, known, unread = None, [], ids
         if cache is None:
             rounded = round_capacity(needed, positions=positions)
             cache = self._make_cache(rounded if self._capacity is None else self._capacity)
-        elif needed > cache.spec.capacity:  # to twice its size, so that a long conversation rarely grows
+        elif (
+            needed > cache.spec.capacity
+        ):  # to twice its size, so that a long conversation rarely grows
             larger = round_capacity(2 * cache.spec.capacity, positions=positions)
-            cache = grow(cache, larger if larger >= needed else round_capacity(needed, positions=positions))
+            cache = grow(
+                cache,
+                larger if larger >= needed else round_capacity(needed, positions=positions),
+            )
         run = stream(
             checkpoint.model,
             cache,
@@ -133,7 +144,9 @@ class Chat:
     @property
     def _held(self) -> list[int]:
         """The tokens that the cache holds; none if it is gone, as after an interrupt."""
-        if self._run is None or any(leaf.is_deleted() for leaf in jax.tree.leaves(self._run.cache)):
+        if self._run is None or any(
+            leaf.is_deleted() for leaf in jax.tree.leaves(self._run.cache)
+        ):
             return []
         return self._fed + self._run.rows[0]
 
@@ -148,7 +161,9 @@ class Chat:
         try:
             assert cache is not None
             return truncate(cache, np.array([shared])), ids[:shared], ids[shared:]
-        except ValueError:  # its policy cannot; but perhaps only the spelling of the answer differs
+        except (
+            ValueError
+        ):  # its policy cannot; but perhaps only the spelling of the answer differs
             rest = self._checkpoint.chat_template.after(held, messages, ids, self._template)
             return (cache, held, rest) if rest else (None, [], ids)
 
@@ -164,7 +179,10 @@ def default_new_tokens(prompt: int, positions: int | None) -> int:
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:
     """The number of tokens with which both begin."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return next(
+        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
 
 
 def _follow(run: Stream, answer: dict[str, Any]) -> Iterator[str]:
@@ -181,4 +199,6 @@ def _as_message(message: Any) -> dict[str, Any]:
         return {"role": "user", "content": message}
     if isinstance(message, Mapping) and "role" in message:
         return dict(message)
-    raise ValueError(f'a message must be text or {{"role": "user", "content": "..."}}, got {shown(message)}')
+    raise ValueError(
+        f'a message must be text or {{"role": "user", "content": "..."}}, got {shown(message)}'
+    )

@@ -84,7 +84,9 @@ class Completion:
           ValueError: the prompts took turns in the rows of a smaller cache.
         """
         if self._generation is None:
-            raise ValueError("the prompts took turns in fewer slots, so no cache holds them all; give fewer of them")
+            raise ValueError(
+                "the prompts took turns in fewer slots, so no cache holds them all; give fewer of them"
+            )
         return self._generation
 
     @property
@@ -105,13 +107,19 @@ class Completion:
 
     def _only(self, found: list[Any], plural: str) -> Any:
         if len(found) != 1:
-            raise ValueError(f"there were {len(found)} prompts; use .{plural}, which has an entry for each")
+            raise ValueError(
+                f"there were {len(found)} prompts; use .{plural}, which has an entry for each"
+            )
         return found[0]
 
     def __repr__(self) -> str:
         short = [text if len(text) <= 60 else f"{text[:57]}..." for text in self.texts[:4]]
         more = f", and {len(self.texts) - 4} more" if len(self.texts) > 4 else ""
-        read = "" if self._generation is None else f", {float(np.mean(self.attended)):.1f} attended per step"
+        read = (
+            ""
+            if self._generation is None
+            else f", {float(np.mean(self.attended)):.1f} attended per step"
+        )
         return f"Completion({', '.join(map(repr, short))}{more}; {sum(map(len, self.rows))} new tokens{read})"
 
 
@@ -121,13 +129,17 @@ class Checkpoint:
 
     model: Decoder
     config: DecoderConfig
-    stop_tokens: tuple[int, ...]  # ids that end a text: from generation_config.json, else from config.json
+    stop_tokens: tuple[
+        int, ...
+    ]  # ids that end a text: from generation_config.json, else from config.json
     directory: Path
     placement: Placement | None = None  # of the model, and of the caches that it makes
     processors: Processors = Processors()  # rules that generation_config.json asks for
 
     def __repr__(self) -> str:
-        sizes = f"{self.config.layers} layers, {self.config.max_positions or 'unlimited'} positions"
+        sizes = (
+            f"{self.config.layers} layers, {self.config.max_positions or 'unlimited'} positions"
+        )
         return f"Checkpoint({str(self.directory)!r}; {sizes})"
 
     @cached_property
@@ -161,7 +173,11 @@ class Checkpoint:
                 ) from error
 
     def apply_chat(
-        self, messages: Prompt, *, answer: bool = True, template: Mapping[str, Any] | None = None
+        self,
+        messages: Prompt,
+        *,
+        answer: bool = True,
+        template: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of a conversation in the model's chat template; a string is one message of the user.
 
@@ -172,7 +188,9 @@ class Checkpoint:
         Raises:
           ValueError: the tokenizer has no chat template, or the template refuses the messages.
         """
-        return self.chat_template.encode(_as_messages(messages), template, add_generation_prompt=answer)
+        return self.chat_template.encode(
+            _as_messages(messages), template, add_generation_prompt=answer
+        )
 
     def render_chat(
         self,
@@ -194,7 +212,9 @@ class Checkpoint:
     def chat_stop_tokens(self) -> tuple[int, ...]:
         """`stop_tokens`, and those by which the tokenizer and the chat template end an answer."""
         ends = sorted(self.chat_template.ends())
-        return tuple(dict.fromkeys((*self.stop_tokens, *(i for i in ends if i < self.config.vocab_size))))
+        return tuple(
+            dict.fromkeys((*self.stop_tokens, *(i for i in ends if i < self.config.vocab_size)))
+        )
 
     @property
     def chat_template(self) -> Template:
@@ -213,7 +233,9 @@ class Checkpoint:
         else:
             ids = self.apply_chat(prompt, template=template)
         if not ids:
-            raise ValueError("the prompt is empty: the tokenizer makes no token of it; give at least one character")
+            raise ValueError(
+                "the prompt is empty: the tokenizer makes no token of it; give at least one character"
+            )
         return ids
 
     def _check_length(self, text: str) -> None:
@@ -221,11 +243,15 @@ class Checkpoint:
         try:
             size = len(text.encode())
         except UnicodeEncodeError:
-            raise ValueError("the prompt cannot be encoded as UTF-8: it has half a character (a surrogate)") from None
+            raise ValueError(
+                "the prompt cannot be encoded as UTF-8: it has half a character (a surrogate)"
+            ) from None
         positions = self.config.max_positions
         if positions is None or size <= positions * 16:
             return
-        longest = 4 * max(map(len, self.tokenizer.get_vocab()))  # bytes: a character has at most 4
+        longest = 4 * max(
+            map(len, self.tokenizer.get_vocab())
+        )  # bytes: a character has at most 4
         if size > positions * longest:
             raise ValueError(
                 f"the prompt of {size} bytes has more than {positions} tokens (none of the model's is longer than "
@@ -314,12 +340,23 @@ class Checkpoint:
           ValueError: an unknown cache, a prompt that does not fit, chat messages without a chat template.
         """
         prompts = _as_list(prompt)
-        run = self._request(prompts, cache, max_new_tokens, capacity, stop_tokens, template, processors, spec_prefill)
+        run = self._request(
+            prompts,
+            cache,
+            max_new_tokens,
+            capacity,
+            stop_tokens,
+            template,
+            processors,
+            spec_prefill,
+        )
         draw, key = _draws(temperature, top_k, top_p, min_p, seed, key)
         draft = drafts.parse(speculate) if isinstance(speculate, str) else speculate
         counts = [len(row) for row in run.rows]
         if slots is not None and draft is not None:
-            raise ValueError("slots and speculate cannot be given together: prompts that take turns draft no tokens")
+            raise ValueError(
+                "slots and speculate cannot be given together: prompts that take turns draft no tokens"
+            )
         for name, part in (("spec_prefill", spec_prefill), ("sparse_prompt", sparse_prompt)):
             if slots is not None and part is not None:
                 raise ValueError(
@@ -330,7 +367,13 @@ class Checkpoint:
         if places < len(counts):
             rows = self._take_turns(cache, run, places, draw, key)
             return Completion([self.decode(row) for row in rows], counts, rows)
-        run.settings |= {"sampling": draw, "key": key, "measure": True, "draft": draft, "spec_prefill": spec_prefill}
+        run.settings |= {
+            "sampling": draw,
+            "key": key,
+            "measure": True,
+            "draft": draft,
+            "spec_prefill": spec_prefill,
+        }
         run.settings["sparse_prompt"] = sparse_prompt
         made = self.init_cache(cache, capacity=run.capacity, batch=len(counts))
         done = generate(self.model, made, run.rows, **run.settings)
@@ -363,13 +406,32 @@ class Checkpoint:
         """
         prompts = _as_list(prompt)
         if len(prompts) != 1:
-            raise ValueError(f"stream takes one prompt, got {len(prompts)}; call generate for several")
-        run = self._request(prompts, cache, max_new_tokens, capacity, stop_tokens, template, processors, spec_prefill)
+            raise ValueError(
+                f"stream takes one prompt, got {len(prompts)}; call generate for several"
+            )
+        run = self._request(
+            prompts,
+            cache,
+            max_new_tokens,
+            capacity,
+            stop_tokens,
+            template,
+            processors,
+            spec_prefill,
+        )
         draw, key = _draws(temperature, top_k, top_p, min_p, seed, key)
         draft = drafts.parse(speculate) if isinstance(speculate, str) else speculate
-        run.settings |= {"sampling": draw, "key": key, "measure": True, "draft": draft, "spec_prefill": spec_prefill}
+        run.settings |= {
+            "sampling": draw,
+            "key": key,
+            "measure": True,
+            "draft": draft,
+            "spec_prefill": spec_prefill,
+        }
         run.settings |= {"sparse_prompt": sparse_prompt, "tokenizer": self.tokenizer}
-        return stream(self.model, self.init_cache(cache, capacity=run.capacity), run.rows, **run.settings)
+        return stream(
+            self.model, self.init_cache(cache, capacity=run.capacity), run.rows, **run.settings
+        )
 
     def chat(
         self,
@@ -401,7 +463,9 @@ class Checkpoint:
         """
         if isinstance(cache, str):
             presets.parse(cache)
-        self.render_chat("hello", template=template)  # raises early if the model has no template
+        self.render_chat(
+            "hello", template=template
+        )  # raises early if the model has no template
         draw, key = _draws(temperature, top_k, top_p, min_p, seed, key)
         return Chat(
             self,
@@ -428,10 +492,15 @@ class Checkpoint:
     ) -> _Request:
         if isinstance(cache, str):
             presets.parse(cache)  # its errors come before the tokenizer is loaded
-        capacity, max_new_tokens = _given("capacity", capacity), _given("max_new_tokens", max_new_tokens)
+        capacity, max_new_tokens = (
+            _given("capacity", capacity),
+            _given("max_new_tokens", max_new_tokens),
+        )
         rows = [self.encode(prompt, template=template) for prompt in prompts]
         longest, positions = max(map(len, rows)), self.config.max_positions
-        new = default_new_tokens(longest, positions) if max_new_tokens is None else max_new_tokens
+        new = (
+            default_new_tokens(longest, positions) if max_new_tokens is None else max_new_tokens
+        )
         stored = longest if spec_prefill is None else spec_prefill.kept(longest)
         check_fit(0, longest, new, None, positions)
         check_fit(0, stored, new, capacity, None)
@@ -452,12 +521,21 @@ class Checkpoint:
         if free is None or len(run.rows) == 1:
             return len(run.rows)
         one = jax.eval_shape(lambda: self.init_cache(cache, capacity=run.capacity))
-        return max(1, min(len(run.rows), int(MOST_OF_MEMORY * free / max(one.nbytes.device, 1)) - 1))
+        return max(
+            1, min(len(run.rows), int(MOST_OF_MEMORY * free / max(one.nbytes.device, 1)) - 1)
+        )
 
-    def _take_turns(self, cache: Any, run: _Request, slots: int, draw: Sampling, key: Array | None) -> list[list[int]]:
+    def _take_turns(
+        self, cache: Any, run: _Request, slots: int, draw: Sampling, key: Array | None
+    ) -> list[list[int]]:
         """The tokens of each prompt, from an engine; they draw as the rows of one batch would."""
         stop, new = run.settings["stop_tokens"], run.settings["max_new_tokens"]
-        by: Any = {"slots": slots, "capacity": run.capacity, "max_waiting": len(run.rows), "stop_tokens": stop}
+        by: Any = {
+            "slots": slots,
+            "capacity": run.capacity,
+            "max_waiting": len(run.rows),
+            "stop_tokens": stop,
+        }
         by |= {"processors": run.settings["processors"], "prompt_tokens": run.capacity}
         engine = kvjax.Engine(self, cache, **by)
         keys = None if draw.greedy else row_keys(key, len(run.rows))
@@ -465,7 +543,10 @@ class Checkpoint:
         for i, row in enumerate(run.rows):
             own: Any = jax.tree.map(lambda a: np.ravel(a)[i] if np.ndim(a) else a, draw)  # noqa: B023
             requests += engine.submit(
-                row, max_new_tokens=new, sampling=own, key=None if keys is None else keys[i : i + 1]
+                row,
+                max_new_tokens=new,
+                sampling=own,
+                key=None if keys is None else keys[i : i + 1],
             )
         engine.run()
         for i, request in enumerate(requests):
@@ -499,7 +580,9 @@ def _draws(
         raise ValueError("seed and key both say how to draw; give one of them")
     if draw.greedy or key is not None:
         return draw, key
-    return draw, jax.random.key(require_int("seed", 0 if seed is None else seed, at_least=0, at_most=2**32 - 1))
+    return draw, jax.random.key(
+        require_int("seed", 0 if seed is None else seed, at_least=0, at_most=2**32 - 1)
+    )
 
 
 def _as_messages(prompt: Prompt) -> Messages:

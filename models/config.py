@@ -43,16 +43,27 @@ class Experts:
     size: int  # intermediate size of each
     normalised: bool = True  # the weights of the chosen experts sum to 1
     dense_layers: tuple[int, ...] = ()  # layers with a plain MLP
-    shared_size: int | None = None  # intermediate size of an MLP for every token, by a gate of its own
+    shared_size: int | None = (
+        None  # intermediate size of an MLP for every token, by a gate of its own
+    )
     bias: bool = False  # of the router, gate, up and down
-    clamp: tuple[float, float] | None = None  # alpha and limit of gpt-oss: (up + 1) gate sigmoid(alpha gate), clamped
+    clamp: tuple[float, float] | None = (
+        None  # alpha and limit of gpt-oss: (up + 1) gate sigmoid(alpha gate), clamped
+    )
 
     def __post_init__(self) -> None:
-        for name in ("count", "per_token", "size", *(("shared_size",) if self.shared_size is not None else ())):
+        for name in (
+            "count",
+            "per_token",
+            "size",
+            *(("shared_size",) if self.shared_size is not None else ()),
+        ):
             require_int(f"Experts({name}=...)", getattr(self, name), at_least=1)
         check_flags("Experts", normalised=self.normalised, bias=self.bias)
         if self.per_token > self.count:
-            raise ValueError(f"Experts(per_token={self.per_token}) must be at most count={self.count}")
+            raise ValueError(
+                f"Experts(per_token={self.per_token}) must be at most count={self.count}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +92,13 @@ class DecoderConfig:
     out_bias: bool = False  # of attention's output projection
     mlp_bias: bool = False  # of gate, up and down
     qk_norm: bool = False  # RMSNorm over each head of q and k, before RoPE
-    windows: tuple[int | None, ...] = ()  # sliding window of each layer, tokens; () for none anywhere
+    windows: tuple[
+        int | None, ...
+    ] = ()  # sliding window of each layer, tokens; () for none anywhere
     local_rope: Rope | None = None  # of the layers with a window; None: `rope`
-    rotary_dim: int | None = None  # channels of a head that RoPE turns, the first ones; None: all
+    rotary_dim: int | None = (
+        None  # channels of a head that RoPE turns, the first ones; None: all
+    )
     unrotated: tuple[int, ...] = ()  # layers without RoPE
     query_scale: float | None = None  # factor of the attention logits; None: head_dim**-0.5
     soft_cap: float | None = None  # of the attention logits
@@ -116,13 +131,21 @@ class DecoderConfig:
             )
         least = 4 if isinstance(self.rope, ropes.Dynamic) else 2  # its exponent is D / (D - 2)
         if self.rotated % 2 or not least <= self.rotated <= self.head_dim:
-            own = f"head_dim={self.head_dim}" + ("" if self.rotary_dim is None else f", rotary_dim={self.rotary_dim}")
-            raise ValueError(f"DecoderConfig({own}): RoPE needs an even number, at least {least}, in the head")
+            own = f"head_dim={self.head_dim}" + (
+                "" if self.rotary_dim is None else f", rotary_dim={self.rotary_dim}"
+            )
+            raise ValueError(
+                f"DecoderConfig({own}): RoPE needs an even number, at least {least}, in the head"
+            )
         for name in ("rope", "local_rope"):
             if name == "rope" or self.local_rope is not None:
                 kind = getattr(self, name)
                 check_verbs(
-                    f"DecoderConfig({name}=...)", kind, "a kind of RoPE", ("frequencies",), "models.rope.Default()"
+                    f"DecoderConfig({name}=...)",
+                    kind,
+                    "a kind of RoPE",
+                    ("frequencies",),
+                    "models.rope.Default()",
                 )
         if len(self.ropes) > 1 and any(kind.by_length for kind in self.ropes):
             raise ValueError(
@@ -130,31 +153,55 @@ class DecoderConfig:
                 "which depends on the length of the text, are not supported"
             )
         own_layers = self.experts.dense_layers if isinstance(self.experts, Experts) else ()
-        for name, layers in (("unrotated", self.unrotated), ("experts.dense_layers", own_layers)):
+        for name, layers in (
+            ("unrotated", self.unrotated),
+            ("experts.dense_layers", own_layers),
+        ):
             if not isinstance(layers, tuple):
-                raise ValueError(f"DecoderConfig({name}=...) must be numbers of layers in a tuple, got {shown(layers)}")
+                raise ValueError(
+                    f"DecoderConfig({name}=...) must be numbers of layers in a tuple, got {shown(layers)}"
+                )
             for layer in layers:
-                require_int(f"DecoderConfig({name}=...)", layer, at_least=0, at_most=self.layers - 1)
+                require_int(
+                    f"DecoderConfig({name}=...)", layer, at_least=0, at_most=self.layers - 1
+                )
         if self.experts is not None and not isinstance(self.experts, Experts):
-            raise ValueError(f"DecoderConfig(experts=...) must be kvjax.models.Experts, got {shown(self.experts)}")
+            raise ValueError(
+                f"DecoderConfig(experts=...) must be kvjax.models.Experts, got {shown(self.experts)}"
+            )
         for name in ("norm_eps", "initializer_range", "embedding_scale"):
             if finite_number(f"DecoderConfig({name}=...)", getattr(self, name)) < 0:
-                raise ValueError(f"DecoderConfig({name}={getattr(self, name)}) must be finite and at least 0")
+                raise ValueError(
+                    f"DecoderConfig({name}={getattr(self, name)}) must be finite and at least 0"
+                )
         for name in ("query_scale", "soft_cap", "head_cap"):
             value = getattr(self, name)
             if value is not None and finite_number(f"DecoderConfig({name}=...)", value) <= 0:
                 raise ValueError(f"DecoderConfig({name}={value}) must be above 0, or None")
-        flags = ("qkv_bias", "out_bias", "mlp_bias", "qk_norm", "tied_head", "sinks", "norm_offset", "post_norms")
+        flags = (
+            "qkv_bias",
+            "out_bias",
+            "mlp_bias",
+            "qk_norm",
+            "tied_head",
+            "sinks",
+            "norm_offset",
+            "post_norms",
+        )
         check_flags("DecoderConfig", **{name: getattr(self, name) for name in flags})
         if not isinstance(self.activation, str) or self.activation not in ACTIVATIONS:
             raise ValueError(
                 f"activation {shown(self.activation)} is not supported; use one of {', '.join(ACTIVATIONS)}"
             )
         if not isinstance(self.windows, list | tuple):
-            raise ValueError(f"DecoderConfig(windows=...) must have one entry a layer, got {shown(self.windows)}")
+            raise ValueError(
+                f"DecoderConfig(windows=...) must have one entry a layer, got {shown(self.windows)}"
+            )
         windows = tuple(self.windows) or (None,) * self.layers
         if len(windows) != self.layers:
-            raise ValueError(f"DecoderConfig(windows=...) has {len(windows)} entries for {self.layers} layers")
+            raise ValueError(
+                f"DecoderConfig(windows=...) has {len(windows)} entries for {self.layers} layers"
+            )
         for window in windows:
             if window is not None:
                 require_int("DecoderConfig(windows=...)", window, at_least=1)
@@ -168,7 +215,11 @@ class DecoderConfig:
     @property
     def ropes(self) -> tuple[Rope, ...]:
         """The distinct kinds of RoPE."""
-        return (self.rope,) if self.local_rope in (None, self.rope) else (self.rope, self.local_rope)
+        return (
+            (self.rope,)
+            if self.local_rope in (None, self.rope)
+            else (self.rope, self.local_rope)
+        )
 
     def rope_of(self, layer: int) -> int | None:
         """Which of `ropes` a layer has; None for none."""
@@ -196,21 +247,33 @@ class DecoderConfig:
     def check_cache(self, cache: Cache) -> None:
         """Raises ValueError if a policy turns keys by another RoPE than the model. Warns of codes of biased keys."""
         D, fixed = self.head_dim, self.rotated == self.head_dim and not self.rope.by_length
-        parts = [(i, part) for i, layer in enumerate(cache.layers[: self.layers]) for part in parts_of(layer.policy)]
+        parts = [
+            (i, part)
+            for i, layer in enumerate(cache.layers[: self.layers])
+            for part in parts_of(layer.policy)
+        ]
         for i, part in parts:
             if (given := getattr(part, "rope", None)) is None:
                 continue
             own: Any = None if (which := self.rope_of(i)) is None else self.ropes[which]
             if own and fixed and np.array_equal(given.frequencies(D), own.frequencies(D)):
                 continue
-            cure = f"set rope_theta={own.theta}" if isinstance(own, ropes.Default) else f"give it rope={own}"
+            cure = (
+                f"set rope_theta={own.theta}"
+                if isinstance(own, ropes.Default)
+                else f"give it rope={own}"
+            )
             if not own or not fixed:
-                cure = "no policy follows that; leave rope_theta out, or use a method without it"
+                cure = (
+                    "no policy follows that; leave rope_theta out, or use a method without it"
+                )
             raise ValueError(
                 f"{type(part).__name__}(rope={given}) turns keys by another RoPE than layer {i} of this model, which "
                 f"has {own} in {self.rotated} of {D} channels: {cure}"
             )
-        if self.qkv_bias and any(getattr(part, "key_axis", None) == "token" for _, part in parts):
+        if self.qkv_bias and any(
+            getattr(part, "key_axis", None) == "token" for _, part in parts
+        ):
             warnings.warn(
                 "this model adds biases to keys, and codes of a token's keys lose precision by them; use "
                 'key_axis="channel"',
@@ -228,8 +291,12 @@ class Weight:
     name: str  # in the files
     path: str  # in the Decoder
     transposed: bool = False  # [out, in] in the files, [in, out] in the Decoder
-    followed_by: tuple[str, ...] = ()  # paths of parameters that follow in the same tensor, along its first axis
-    interleaved: str | None = None  # path of the parameter with the odd places of the last axis; `path` has the even
+    followed_by: tuple[
+        str, ...
+    ] = ()  # paths of parameters that follow in the same tensor, along its first axis
+    interleaved: str | None = (
+        None  # path of the parameter with the odd places of the last axis; `path` has the even
+    )
 
     @property
     def by_expert(self) -> bool:
@@ -279,7 +346,11 @@ class Fields:
         value = self._get(name, default)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        return value if value is default else require_int(f"{name} in {self.source}", value, at_least=at_least)
+        return (
+            value
+            if value is default
+            else require_int(f"{name} in {self.source}", value, at_least=at_least)
+        )
 
     def number(self, name: str, default: Any = _REQUIRED) -> Any:
         value = self._get(name, default)
@@ -309,7 +380,9 @@ class Fields:
         return Fields(value, f"{name} of {self.source}")
 
     def error(self, name: str, wanted: str) -> ValueError:
-        return ValueError(f"{name} in {self.source} must be {wanted}, got {shown(self.raw.get(name))}")
+        return ValueError(
+            f"{name} in {self.source} must be {wanted}, got {shown(self.raw.get(name))}"
+        )
 
     def _get(self, name: str, default: Any) -> Any:
         value = self.raw.get(name)
@@ -357,7 +430,11 @@ def read_common(
     """
     for name in ("quantization_config", "compression_config"):
         if fields.raw.get(name) not in (None, {}) and name not in takes:
-            method = fields.raw[name].get("quant_method") if isinstance(fields.raw[name], dict) else None
+            method = (
+                fields.raw[name].get("quant_method")
+                if isinstance(fields.raw[name], dict)
+                else None
+            )
             by = f" by {method}" if isinstance(method, str) else ""
             raise ValueError(
                 f"{fields.source} is of a checkpoint that is quantised{by} ({name}), which is not supported; load an "
@@ -366,10 +443,16 @@ def read_common(
     for name, harmless in _REFUSED.items():
         value = fields.raw.get(name)
         if value is not None and value not in harmless and name not in takes:
-            allowed = f"only {harmless[0]!r} is, or leaving it out" if harmless else "leave it out"
-            raise ValueError(f"{name} in {fields.source} is {shown(value)}, which is not supported: {allowed}")
+            allowed = (
+                f"only {harmless[0]!r} is, or leaving it out" if harmless else "leave it out"
+            )
+            raise ValueError(
+                f"{name} in {fields.source} is {shown(value)}, which is not supported: {allowed}"
+            )
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    stated = fields.raw.get("num_key_value_heads", kv_heads)  # null means as many as query heads in every family
+    stated = fields.raw.get(
+        "num_key_value_heads", kv_heads
+    )  # null means as many as query heads in every family
     size = fields.integer("head_dim", head_dim)
     if size is None:
         if hidden % heads:
@@ -384,7 +467,11 @@ def read_common(
         raise ValueError(
             f"{field} in {fields.source} is {activation!r}, which is not supported; use one of {', '.join(ACTIVATIONS)}"
         )
-    kv = heads if stated is None else require_int(f"num_key_value_heads in {fields.source}", stated, at_least=1)
+    kv = (
+        heads
+        if stated is None
+        else require_int(f"num_key_value_heads in {fields.source}", stated, at_least=1)
+    )
     if heads % kv:
         raise ValueError(
             f"{fields.source} has num_attention_heads={heads}, which num_key_value_heads={kv} does not divide"
@@ -413,8 +500,14 @@ def _extended(fields: Fields, rope: Rope, positions: int) -> int:
     scaling that states them before it must be changed by hand: nothing in it tells the two apart.
     """
     name = "original_max_position_embeddings"
-    stated = fields.given(name) or any(fields.group(g).given(name) for g in ("rope_scaling", "rope_parameters"))
-    return max(positions, int(rope.original * rope.factor)) if stated and isinstance(rope, ropes.Yarn) else positions
+    stated = fields.given(name) or any(
+        fields.group(g).given(name) for g in ("rope_scaling", "rope_parameters")
+    )
+    return (
+        max(positions, int(rope.original * rope.factor))
+        if stated and isinstance(rope, ropes.Yarn)
+        else positions
+    )
 
 
 def _layers(fields: Fields) -> int:
@@ -444,7 +537,10 @@ def read_rope(fields: Fields, positions: int, takes: tuple[str, ...] = ()) -> Ro
             f"{given.source} has parameters for each kind of layer ({', '.join(nested)}), which is not supported: "
             "all layers share one RoPE; write its fields directly"
         )
-    if given.raw.get("partial_rotary_factor") not in (None, 1) and "partial_rotary_factor" not in takes:
+    if (
+        given.raw.get("partial_rotary_factor") not in (None, 1)
+        and "partial_rotary_factor" not in takes
+    ):
         raise ValueError(
             f"partial_rotary_factor in {given.source} is {given.raw['partial_rotary_factor']!r}, which is not "
             "supported: only 1 is, or leaving it out"
@@ -452,7 +548,8 @@ def read_rope(fields: Fields, positions: int, takes: tuple[str, ...] = ()) -> Ro
     kind = given.text("rope_type", given.text("type", "default"))
     theta = given.number("rope_theta", fields.number("rope_theta", 10000.0))
     original = fields.integer(
-        "original_max_position_embeddings", given.integer("original_max_position_embeddings", positions)
+        "original_max_position_embeddings",
+        given.integer("original_max_position_embeddings", positions),
     )
     if kind == "default":
         return ropes.Default(theta=theta)
@@ -487,7 +584,8 @@ def read_rope(fields: Fields, positions: int, takes: tuple[str, ...] = ()) -> Ro
             short_factor=_factors(given, "short_factor"),
             long_factor=_factors(given, "long_factor"),
             original=original,
-            attention_factor=given.number("attention_factor", None) or ropes.longrope_attention(factor, original),
+            attention_factor=given.number("attention_factor", None)
+            or ropes.longrope_attention(factor, original),
         )
     raise ValueError(
         f"the RoPE type {kind!r} in {given.source} is not supported; those that are: default, linear, dynamic, "
@@ -498,7 +596,11 @@ def read_rope(fields: Fields, positions: int, takes: tuple[str, ...] = ()) -> Ro
 def is_finite(value: Any) -> bool:
     """Whether a value of a JSON file is a number that a float can hold; JSON of Python has infinities and NaN."""
     try:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return (
+            isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and math.isfinite(value)
+        )
     except OverflowError:  # an integer
         return False
 
@@ -511,13 +613,19 @@ def _factors(fields: Fields, name: str) -> tuple[float, ...]:
     return tuple(float(x) for x in value)
 
 
-def read_layer_types(fields: Fields, layers: int, window: int | None) -> tuple[int | None, ...] | None:
+def read_layer_types(
+    fields: Fields, layers: int, window: int | None
+) -> tuple[int | None, ...] | None:
     """The sliding window of each layer by `layer_types`, or None if the config has none."""
     types = fields.raw.get("layer_types")
     if types is None:
         return None
     known = {"full_attention": None, "attention": None, "sliding_attention": window}
-    if not isinstance(types, list) or len(types) != layers or not all(isinstance(t, str) for t in types):
+    if (
+        not isinstance(types, list)
+        or len(types) != layers
+        or not all(isinstance(t, str) for t in types)
+    ):
         raise fields.error("layer_types", f"a list of one name for each of the {layers} layers")
     strange = sorted(set(types) - set(known))
     if strange:

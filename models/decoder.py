@@ -60,7 +60,9 @@ class Linear(nnx.Module):
         rngs: nnx.Rngs,
         dtype: np.dtype,
     ):
-        self.kernel = _param(_normal(rngs, (size_in, size_out), scale, dtype), axes)  # [in, out]
+        self.kernel = _param(
+            _normal(rngs, (size_in, size_out), scale, dtype), axes
+        )  # [in, out]
         self.bias = _param(jnp.zeros(size_out, dtype), axes[1:]) if bias else None  # [out]
 
     def __call__(self, x: Array) -> Array:
@@ -71,14 +73,26 @@ class Linear(nnx.Module):
 class RMSNorm(nnx.Module):
     """x over the root of its mean square, times a scale per channel; computed in f32."""
 
-    def __init__(self, size: int, *, axis: str = "embed", eps: float, dtype: np.dtype, offset: bool = False):
-        self.scale = _param(jnp.zeros(size, dtype) if offset else jnp.ones(size, dtype), (axis,))
+    def __init__(
+        self,
+        size: int,
+        *,
+        axis: str = "embed",
+        eps: float,
+        dtype: np.dtype,
+        offset: bool = False,
+    ):
+        self.scale = _param(
+            jnp.zeros(size, dtype) if offset else jnp.ones(size, dtype), (axis,)
+        )
         self.eps = eps
         self.offset = offset  # the factor is 1 + scale
 
     def __call__(self, x: Array) -> Array:
         x32 = x.astype(jnp.float32)
-        normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps)
+        normed = x32 * jax.lax.rsqrt(
+            jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps
+        )
         scale = jnp.broadcast_to(self.scale[...].astype(jnp.float32), x.shape)
         scale = 1 + scale if self.offset else scale
         return (normed * scale).astype(x.dtype)
@@ -89,23 +103,49 @@ class Attention(nnx.Module):
 
     def __init__(self, config: DecoderConfig, *, layer: int, rngs: nnx.Rngs, dtype: np.dtype):
         hidden, N, K, D = config.hidden_size, config.q_heads, config.kv_heads, config.head_dim
-        common: dict[str, Any] = {"scale": config.initializer_range, "rngs": rngs, "dtype": dtype}
-        self.q = Linear(hidden, N * D, axes=("embed", "q_heads"), bias=config.qkv_bias, **common)
-        self.k = Linear(hidden, K * D, axes=("embed", "kv_heads"), bias=config.qkv_bias, **common)
-        self.v = Linear(hidden, K * D, axes=("embed", "kv_heads"), bias=config.qkv_bias, **common)
-        self.out = Linear(N * D, hidden, axes=("q_heads", "embed"), bias=config.out_bias, **common)
+        common: dict[str, Any] = {
+            "scale": config.initializer_range,
+            "rngs": rngs,
+            "dtype": dtype,
+        }
+        self.q = Linear(
+            hidden, N * D, axes=("embed", "q_heads"), bias=config.qkv_bias, **common
+        )
+        self.k = Linear(
+            hidden, K * D, axes=("embed", "kv_heads"), bias=config.qkv_bias, **common
+        )
+        self.v = Linear(
+            hidden, K * D, axes=("embed", "kv_heads"), bias=config.qkv_bias, **common
+        )
+        self.out = Linear(
+            N * D, hidden, axes=("q_heads", "embed"), bias=config.out_bias, **common
+        )
         norm: dict[str, Any] = {"axis": "head_dim", **_norm(config, dtype)}
         self.q_norm = RMSNorm(D, **norm) if config.qk_norm else None
         self.k_norm = RMSNorm(D, **norm) if config.qk_norm else None
         self.sinks = _param(jnp.zeros(N, dtype), ("q_heads",)) if config.sinks else None  # [N]
         self.head_dim = D
         self.rope = config.rope_of(layer) if len(config.ropes) > 1 or config.unrotated else 0
-        self.window, self.scale, self.soft_cap = config.windows[layer], config.query_scale, config.soft_cap
+        self.window, self.scale, self.soft_cap = (
+            config.windows[layer],
+            config.query_scale,
+            config.soft_cap,
+        )
 
     def __call__(
-        self, x: Array, cos: Any, sin: Any, cache: LayerCache | None, *, steps: bool = False, **settings: Any
+        self,
+        x: Array,
+        cos: Any,
+        sin: Any,
+        cache: LayerCache | None,
+        *,
+        steps: bool = False,
+        **settings: Any,
     ) -> tuple[Array, LayerCache | None, Any]:
-        q, k, v = (part(x).reshape(*x.shape[:2], -1, self.head_dim) for part in (self.q, self.k, self.v))
+        q, k, v = (
+            part(x).reshape(*x.shape[:2], -1, self.head_dim)
+            for part in (self.q, self.k, self.v)
+        )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope is not None:
@@ -126,7 +166,9 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """down(activation(gate(x)) * up(x))."""
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: np.dtype, size: int | None = None):
+    def __init__(
+        self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: np.dtype, size: int | None = None
+    ):
         hidden, inner = config.hidden_size, size or config.intermediate_size
         common: dict[str, Any] = {
             "bias": config.mlp_bias,
@@ -147,18 +189,35 @@ class MLP(nnx.Module):
 class Router(nnx.Module):
     """Logits of experts, in f32: x @ kernel.T + bias."""
 
-    def __init__(self, hidden: int, experts: int, *, bias: bool, scale: float, rngs: nnx.Rngs, dtype: np.dtype):
-        self.kernel = _param(_normal(rngs, (experts, hidden), scale, dtype), ("experts", "embed"))  # [E, hidden]
+    def __init__(
+        self,
+        hidden: int,
+        experts: int,
+        *,
+        bias: bool,
+        scale: float,
+        rngs: nnx.Rngs,
+        dtype: np.dtype,
+    ):
+        self.kernel = _param(
+            _normal(rngs, (experts, hidden), scale, dtype), ("experts", "embed")
+        )  # [E, hidden]
         self.bias = _param(jnp.zeros(experts, dtype), ("experts",)) if bias else None  # [E]
 
     def __call__(self, x: Array, *, few: bool) -> Array:
         """f32[n, E] of x [n, hidden]. With `few` rows it is a sum, which a GPU's kernel fuses with what makes x."""
         kernel = self.kernel[...]
         if few:
-            y = jnp.sum(x.astype(jnp.float32)[:, None] * kernel.astype(jnp.float32)[None], axis=-1)
+            y = jnp.sum(
+                x.astype(jnp.float32)[:, None] * kernel.astype(jnp.float32)[None], axis=-1
+            )
         else:
             y = _product("ni,ei->ne", x, kernel, jnp.float32)
-        return y if self.bias is None else y + jnp.broadcast_to(self.bias[...].astype(jnp.float32), y.shape)
+        return (
+            y
+            if self.bias is None
+            else y + jnp.broadcast_to(self.bias[...].astype(jnp.float32), y.shape)
+        )
 
 
 class MixtureOfExperts(nnx.Module):
@@ -172,7 +231,12 @@ class MixtureOfExperts(nnx.Module):
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: np.dtype):
         assert config.experts is not None
         self.config = by = config.experts
-        hidden, E, inner, scale = config.hidden_size, by.count, by.size, config.initializer_range
+        hidden, E, inner, scale = (
+            config.hidden_size,
+            by.count,
+            by.size,
+            config.initializer_range,
+        )
         common: dict[str, Any] = {"scale": scale, "rngs": rngs, "dtype": dtype}
 
         def each(*shape: int, axes: tuple[str, ...]) -> nnx.Param:
@@ -186,7 +250,9 @@ class MixtureOfExperts(nnx.Module):
         for name, (size, axis) in sizes.items():  # [E, inner], or [E, hidden]
             bias = _param(jnp.zeros((E, size), dtype), ("experts", axis)) if by.bias else None
             setattr(self, name + "_bias", bias)
-        self.shared = MLP(config, rngs=rngs, dtype=dtype, size=by.shared_size) if by.shared_size else None
+        self.shared = (
+            MLP(config, rngs=rngs, dtype=dtype, size=by.shared_size) if by.shared_size else None
+        )
         own: dict[str, Any] = {"axes": ("embed", "one"), "bias": False}
         self.shared_gate = Linear(hidden, 1, **own, **common) if by.shared_size else None
         self.activation = config.activation
@@ -198,20 +264,29 @@ class MixtureOfExperts(nnx.Module):
         logits = self.router(flat, few=few)
         weights, chosen = route(logits, k, normalised=by.normalised)
         which, rows = chosen.reshape(-1), jnp.repeat(flat, k, axis=0)
-        parts = {name: getattr(self, name) for name in ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")}
+        parts = {
+            name: getattr(self, name)
+            for name in ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
+        }
         weighted = {name: part[...] for name, part in parts.items() if part is not None}
         if few:
             mixed = self._mix(weighted, rows, which, _by_row)
         else:
             order = jnp.argsort(which, stable=True)
-            in_order = with_derivative(partial(self._in_blocks, known=False), partial(self._in_blocks, known=True))
+            in_order = with_derivative(
+                partial(self._in_blocks, known=False), partial(self._in_blocks, known=True)
+            )
             mixed = in_order(weighted, rows[order], which)[jnp.argsort(order)]
-        out = jnp.sum(mixed.reshape(n, k, -1).astype(jnp.float32) * weights[..., None], axis=1).astype(x.dtype)
+        out = jnp.sum(
+            mixed.reshape(n, k, -1).astype(jnp.float32) * weights[..., None], axis=1
+        ).astype(x.dtype)
         if self.shared is not None and self.shared_gate is not None:
             out += jax.nn.sigmoid(self.shared_gate(flat)) * self.shared(flat)
         return out.reshape(x.shape)
 
-    def _in_blocks(self, weighted: dict[str, Array], x: Array, which: Array, *, known: bool) -> Array:
+    def _in_blocks(
+        self, weighted: dict[str, Array], x: Array, which: Array, *, known: bool
+    ) -> Array:
         """Rows x [m, hidden], sorted by expert, through the experts, of which `which` i32[m] lists one a row in any
         order: a block of rows of one expert at a time.
 
@@ -227,14 +302,20 @@ class MixtureOfExperts(nnx.Module):
 
         def one(i: Array, out: Array) -> Array:
             e = jnp.minimum(jnp.searchsorted(last, i, side="right"), E - 1)
-            first = ends[e] - sizes[e] + (i - last[e] + blocks[e]) * size  # past the last block: in the padding
+            first = (
+                ends[e] - sizes[e] + (i - last[e] + blocks[e]) * size
+            )  # past the last block: in the padding
             rows = jax.lax.dynamic_slice_in_dim(padded, first, size)
-            return jax.lax.dynamic_update_slice_in_dim(out, self._mix(weighted, rows, e, _by_block), first, 0)
+            return jax.lax.dynamic_update_slice_in_dim(
+                out, self._mix(weighted, rows, e, _by_block), first, 0
+            )
 
         if not known:
             return jax.lax.fori_loop(0, last[-1], one, jnp.zeros_like(padded))[:m]
         every = jnp.arange(m // size + E, dtype=jnp.int32)
-        return jax.lax.scan(lambda out, i: (one(i, out), None), jnp.zeros_like(padded), every)[0][:m]
+        return jax.lax.scan(lambda out, i: (one(i, out), None), jnp.zeros_like(padded), every)[
+            0
+        ][:m]
 
     def _mix(self, weighted: dict[str, Array], x: Array, which: Array, product: Any) -> Array:
         """Rows [m, hidden] of x through the experts `which`, i32[m], or i32[] for all of them."""
@@ -260,7 +341,9 @@ def route(logits: Array, k: int, *, normalised: bool) -> tuple[Array, Array]:
     """
     (n, E), count = logits.shape, functools.partial(jnp.sum, axis=-1, dtype=jnp.int32)
     own, other = (jax.lax.broadcasted_iota(jnp.int32, (n, E, E), i) for i in (1, 2))
-    before = (logits[:, None] > logits[..., None]) | ((logits[:, None] == logits[..., None]) & (other < own))
+    before = (logits[:, None] > logits[..., None]) | (
+        (logits[:, None] == logits[..., None]) & (other < own)
+    )
     place, expert = (jax.lax.broadcasted_iota(jnp.int32, (n, k, E), i) for i in (1, 2))
     chosen = count(jnp.where(count(before)[:, None] == place, expert, 0))
     best = jnp.take_along_axis(logits, chosen, axis=1)
@@ -279,7 +362,9 @@ def _by_row(x: Array, kernel: Array, which: Array) -> Array:
     A GPU reads the kernels at the rate of its memory so. With `out` as the last axis, a step of gpt-oss-20b took 15.8
     ms in place of 4.2 on an H100.
     """
-    return jnp.sum(x.astype(jnp.float32)[:, None] * kernel[which].astype(jnp.float32), axis=2).astype(x.dtype)
+    return jnp.sum(
+        x.astype(jnp.float32)[:, None] * kernel[which].astype(jnp.float32), axis=2
+    ).astype(x.dtype)
 
 
 def _by_block(x: Array, kernel: Array, which: Array) -> Array:
@@ -296,7 +381,11 @@ class Layer(nnx.Module):
         self.attention = Attention(config, layer=layer, rngs=rngs, dtype=dtype)
         self.post_attention_norm = norm() if config.post_norms else None
         self.mlp_norm = norm()
-        self.mlp = MLP(config, rngs=rngs, dtype=dtype) if dense else MixtureOfExperts(config, rngs=rngs, dtype=dtype)
+        self.mlp = (
+            MLP(config, rngs=rngs, dtype=dtype)
+            if dense
+            else MixtureOfExperts(config, rngs=rngs, dtype=dtype)
+        )
         self.post_mlp_norm = norm() if config.post_norms else None
 
     def __call__(
@@ -329,7 +418,13 @@ class Decoder(nnx.Module):
     ((1, 1, 100), 4)
     """
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs | None = None, dtype: DTypeLike = jnp.float32):
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        rngs: nnx.Rngs | None = None,
+        dtype: DTypeLike = jnp.float32,
+    ):
         """Random parameters of `dtype`: normal with the config's initializer_range, biases 0, norms 1."""
         rngs = nnx.Rngs(0) if rngs is None else rngs
         self.config = config
@@ -338,7 +433,9 @@ class Decoder(nnx.Module):
         table = _normal(rngs, shape, config.initializer_range, self.dtype)
         self.embedding = _param(table, ("vocab", "embed"))  # [V, hidden]
         layers = range(config.layers)
-        self.layers = nnx.List([Layer(config, layer=i, rngs=rngs, dtype=self.dtype) for i in layers])
+        self.layers = nnx.List(
+            [Layer(config, layer=i, rngs=rngs, dtype=self.dtype) for i in layers]
+        )
         self.norm = RMSNorm(config.hidden_size, **_norm(config, self.dtype))
         if config.tied_head:
             self.head = None
@@ -408,11 +505,18 @@ class Decoder(nnx.Module):
           ValueError: tokens of another shape or dtype, a cache of another number of layers or of other sizes.
         """
         tokens = jnp.asarray(tokens)
-        settings = {"last_logits": last_logits, "first_chunk": first_chunk, "steps": steps, "info": info}
+        settings = {
+            "last_logits": last_logits,
+            "first_chunk": first_chunk,
+            "steps": steps,
+            "info": info,
+        }
         _check_size(self, cache)
         mesh = _explicit_mesh(self, tokens, cache)
         if mesh is None:
-            return self._run(tokens, cache, lengths=lengths, active=active, positions=positions, **settings)
+            return self._run(
+                tokens, cache, lengths=lengths, active=active, positions=positions, **settings
+            )
         given = {"lengths": lengths, "active": active, "positions": positions}
         return _run_on_auto_axes(self, mesh, tokens, cache, given, **settings)
 
@@ -430,8 +534,14 @@ class Decoder(nnx.Module):
         info: bool,
     ) -> Any:
         """The call of a model on one device, or on a mesh of Auto axes."""
-        if tokens.ndim != 2 or tokens.shape[1] == 0 or not jnp.issubdtype(tokens.dtype, jnp.integer):
-            raise ValueError(f"tokens must be integers [B, T >= 1], got {tokens.dtype}{list(tokens.shape)}")
+        if (
+            tokens.ndim != 2
+            or tokens.shape[1] == 0
+            or not jnp.issubdtype(tokens.dtype, jnp.integer)
+        ):
+            raise ValueError(
+                f"tokens must be integers [B, T >= 1], got {tokens.dtype}{list(tokens.shape)}"
+            )
         B, T = tokens.shape
         if cache is not None and not hasattr(cache, "layers"):
             raise ValueError(
@@ -449,7 +559,9 @@ class Decoder(nnx.Module):
 
         stored = jnp.zeros(B, jnp.int32) if cache is None else cache.position
         if stored.shape != (B,):
-            raise ValueError(f"tokens has B={B} but the cache has B={stored.shape[0]}; tokens{list(tokens.shape)}")
+            raise ValueError(
+                f"tokens has B={B} but the cache has B={stored.shape[0]}; tokens{list(tokens.shape)}"
+            )
         new = _new(lengths, B, T)
         taken = new if active is None else jnp.where(jnp.asarray(active), new, 0)
         if positions is not None:
@@ -460,7 +572,9 @@ class Decoder(nnx.Module):
             final = _rotated_for(cache)
         x, cos, sin = self.begin(tokens, stored if positions is None else positions, final)
         placement = None if cache is None or steps else cache.placement
-        x = split_tokens(placement, keep_tokens(placement, x))  # else XLA would gather the whole table
+        x = split_tokens(
+            placement, keep_tokens(placement, x)
+        )  # else XLA would gather the whole table
         layers: list[Any] = []
         infos: list[Any] = []
         selection = None  # of the last layer that selected, for the layers that follow it
@@ -499,13 +613,18 @@ class Decoder(nnx.Module):
         >>> Decoder(config).first_layers(2).config.layers
         2
         """
-        count = require_int("first_layers(count=...)", count, at_least=1, at_most=self.config.layers)
+        count = require_int(
+            "first_layers(count=...)", count, at_least=1, at_most=self.config.layers
+        )
         whole, by = self.config, self.config.experts
 
         def first_of(layers: tuple[int, ...]) -> tuple[int, ...]:
             return tuple(layer for layer in layers if layer < count)
 
-        own: dict[str, Any] = {"windows": whole.windows[:count], "unrotated": first_of(whole.unrotated)}
+        own: dict[str, Any] = {
+            "windows": whole.windows[:count],
+            "unrotated": first_of(whole.unrotated),
+        }
         own["experts"] = by and dataclasses.replace(by, dense_layers=first_of(by.dense_layers))
         config = dataclasses.replace(whole, layers=count, **own)
         first = nnx.eval_shape(lambda: Decoder(config, dtype=self.dtype))
@@ -536,7 +655,9 @@ class Decoder(nnx.Module):
         """Logits f32[B, V] of the last of `lengths` i32[B] tokens of each row, from x [B, T, hidden]."""
         # one index per row: a joint index of rows and tokens would gather the batch if devices split it
         last = jnp.maximum(_new(lengths, *x.shape[:2]) - 1, 0)
-        return self._logits(self.norm(jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]))
+        return self._logits(
+            self.norm(jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0])
+        )
 
     def _logits(self, x: Array) -> Array:
         if self.head is None:
@@ -585,11 +706,18 @@ def _explicit_mesh(model: Decoder, tokens: Array, cache: Cache | None) -> Abstra
     around = jax.sharding.get_abstract_mesh()
     if not own or AxisType.Manual in around.axis_types:
         return None
-    return own[0] if any(AxisType.Explicit in mesh.axis_types for mesh in (around, *own)) else None
+    return (
+        own[0] if any(AxisType.Explicit in mesh.axis_types for mesh in (around, *own)) else None
+    )
 
 
 def _run_on_auto_axes(
-    model: Decoder, mesh: AbstractMesh, tokens: Array, cache: Cache | None, given: Any, **settings: Any
+    model: Decoder,
+    mesh: AbstractMesh,
+    tokens: Array,
+    cache: Cache | None,
+    given: Any,
+    **settings: Any,
 ) -> Any:
     """A call in which XLA splits the products over the axes of `mesh`; results have types of the surrounding mesh.
 
@@ -597,18 +725,32 @@ def _run_on_auto_axes(
     produces it.
     """
     placement = getattr(cache, "placement", None)
-    rows, T = (*_axes_in_type(tokens), None, None)[:2] if placement is None else (placement.batch, None)
+    rows, T = (
+        (*_axes_in_type(tokens), None, None)[:2]
+        if placement is None
+        else (placement.batch, None)
+    )
     vocabulary = (
-        _axes_in_type(model.embedding[...])[:1] if model.head is None else _axes_in_type(model.head.kernel[...])[1:]
+        _axes_in_type(model.embedding[...])[:1]
+        if model.head is None
+        else _axes_in_type(model.head.kernel[...])[1:]
     )
     split = PartitionSpec(rows, *(() if settings["last_logits"] else (T,)), *vocabulary)
-    heads = PartitionSpec() if placement is None else placement.spec("TBK" if settings["steps"] else "BK")
+    heads = (
+        PartitionSpec()
+        if placement is None
+        else placement.spec("TBK" if settings["steps"] else "BK")
+    )
     around = jax.sharding.get_abstract_mesh()
     with jax.sharding.use_abstract_mesh(auto_axes(mesh)):
         model, tokens, given = jax.tree.map(to_context, (model, tokens, given))
         logits, cache, *infos = model._run(tokens, cache, **given, **settings)
     with jax.sharding.use_abstract_mesh(mesh if around.empty else around):
-        return (to_context(logits, split), cache, *jax.tree.map(lambda x: to_context(x, heads), infos))
+        return (
+            to_context(logits, split),
+            cache,
+            *jax.tree.map(lambda x: to_context(x, heads), infos),
+        )
 
 
 def _axes_in_type(x: Array) -> tuple[Any, ...]:
@@ -625,7 +767,9 @@ def param_dtype(dtype: DTypeLike) -> np.dtype:
         found = None
     if found is None or found.name not in ("bfloat16", "float16", "float32"):
         shown = found.name if found is not None else repr(dtype)
-        raise ValueError(f"a model cannot have dtype {shown}; use one of bfloat16, float16, float32")
+        raise ValueError(
+            f"a model cannot have dtype {shown}; use one of bfloat16, float16, float32"
+        )
     return found
 
 
@@ -644,7 +788,9 @@ def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float, dtype: np.dtyp
     return _draw(rngs.params(), scale, shape=shape, dtype=dtype)
 
 
-@partial(jax.jit, static_argnames=("shape", "dtype"))  # traced once for a shape, not for each parameter
+@partial(
+    jax.jit, static_argnames=("shape", "dtype")
+)  # traced once for a shape, not for each parameter
 def _draw(key: Array, scale: float, *, shape: tuple[int, ...], dtype: np.dtype) -> Array:
     return (scale * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
 

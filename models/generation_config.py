@@ -63,7 +63,11 @@ def read_processors(directory: Path) -> Processors:
     asked = _read(directory)
     if asked is None:
         return Processors()
-    if ignored := [name for name, harmless in NOT_APPLIED.items() if asked.raw.get(name) not in (None, *harmless)]:
+    if ignored := [
+        name
+        for name, harmless in NOT_APPLIED.items()
+        if asked.raw.get(name) not in (None, *harmless)
+    ]:
         warnings.warn(
             f"{asked.source} asks for {', '.join(ignored)}, which kvjax does not apply: greedy text may differ from "
             "that of transformers",
@@ -89,6 +93,8 @@ def _read(directory: Path) -> Fields | None:
 def _ids(fields: Fields, name: str) -> tuple[int, ...]:
     ids = fields.raw.get(name)
     ids = [] if ids is None else ids
-    if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+    if not isinstance(ids, list) or not all(
+        isinstance(i, int) and not isinstance(i, bool) for i in ids
+    ):
         raise fields.error(name, "a list of token ids")
     return tuple(i for i in ids if 0 <= i < 2**31)  # transformers takes -1 for none

@@ -12,13 +12,33 @@ BACKBONE = (
     Weight("lm_head.weight", "head.kernel", transposed=True),
     Weight("model.layers.{i}.input_layernorm.weight", "layers.{i}.attention_norm.scale"),
     Weight("model.layers.{i}.post_attention_layernorm.weight", "layers.{i}.mlp_norm.scale"),
-    Weight("model.layers.{i}.self_attn.q_proj.weight", "layers.{i}.attention.q.kernel", transposed=True),
-    Weight("model.layers.{i}.self_attn.k_proj.weight", "layers.{i}.attention.k.kernel", transposed=True),
-    Weight("model.layers.{i}.self_attn.v_proj.weight", "layers.{i}.attention.v.kernel", transposed=True),
-    Weight("model.layers.{i}.self_attn.o_proj.weight", "layers.{i}.attention.out.kernel", transposed=True),
-    Weight("model.layers.{i}.mlp.gate_proj.weight", "layers.{i}.mlp.gate.kernel", transposed=True),
+    Weight(
+        "model.layers.{i}.self_attn.q_proj.weight",
+        "layers.{i}.attention.q.kernel",
+        transposed=True,
+    ),
+    Weight(
+        "model.layers.{i}.self_attn.k_proj.weight",
+        "layers.{i}.attention.k.kernel",
+        transposed=True,
+    ),
+    Weight(
+        "model.layers.{i}.self_attn.v_proj.weight",
+        "layers.{i}.attention.v.kernel",
+        transposed=True,
+    ),
+    Weight(
+        "model.layers.{i}.self_attn.o_proj.weight",
+        "layers.{i}.attention.out.kernel",
+        transposed=True,
+    ),
+    Weight(
+        "model.layers.{i}.mlp.gate_proj.weight", "layers.{i}.mlp.gate.kernel", transposed=True
+    ),
     Weight("model.layers.{i}.mlp.up_proj.weight", "layers.{i}.mlp.up.kernel", transposed=True),
-    Weight("model.layers.{i}.mlp.down_proj.weight", "layers.{i}.mlp.down.kernel", transposed=True),
+    Weight(
+        "model.layers.{i}.mlp.down_proj.weight", "layers.{i}.mlp.down.kernel", transposed=True
+    ),
 )
 QKV_BIAS = (
     Weight("model.layers.{i}.self_attn.q_proj.bias", "layers.{i}.attention.q.bias"),
@@ -33,9 +53,16 @@ MLP_BIAS = (
 )
 
 
-def expert_weights(router: str, expert: str, gate: str, up: str, down: str) -> tuple[Weight, ...]:
+def expert_weights(
+    router: str, expert: str, gate: str, up: str, down: str
+) -> tuple[Weight, ...]:
     """Rows of a router and of experts with a tensor each, by their names in a layer."""
-    names = ((expert + gate, "gate"), (expert + up, "up"), (expert + down, "down"), (router, "router.kernel"))
+    names = (
+        (expert + gate, "gate"),
+        (expert + up, "up"),
+        (expert + down, "down"),
+        (router, "router.kernel"),
+    )
     layer, own = "model.layers.{i}.", "layers.{i}.mlp."
     return tuple(Weight(f"{layer}{n}.weight", own + path) for n, path in names)
 
@@ -49,25 +76,43 @@ def configure(fields: Fields) -> DecoderConfig:
         )
     read_layer_types(fields, common["layers"], None)  # refuses sliding layers
     bias = fields.flag("attention_bias", False)
-    return DecoderConfig(**common, qkv_bias=bias, out_bias=bias, mlp_bias=fields.flag("mlp_bias", False))
+    return DecoderConfig(
+        **common, qkv_bias=bias, out_bias=bias, mlp_bias=fields.flag("mlp_bias", False)
+    )
 
 
 def configure_smollm3(fields: Fields) -> DecoderConfig:
     fields = Fields({"rope_theta": 2e6, **fields.raw}, fields.source)
     takes = ("no_rope_layers",)
-    common = read_common(fields, kv_heads=4, head_dim=None, positions=32768, takes=takes, tied=True)
+    common = read_common(
+        fields, kv_heads=4, head_dim=None, positions=32768, takes=takes, tied=True
+    )
     layers, every = common["layers"], fields.integer("no_rope_layer_interval", 4)
     has_rope = fields.raw.get("no_rope_layers")  # 1 where a layer has it
     if has_rope is None:
         has_rope = [int((i + 1) % every != 0) for i in range(layers)]
-    if not isinstance(has_rope, list) or len(has_rope) < layers or not all(x in (0, 1) for x in has_rope):
-        raise fields.error("no_rope_layers", f"a list of 0 or 1 for each of the {layers} layers")
+    if (
+        not isinstance(has_rope, list)
+        or len(has_rope) < layers
+        or not all(x in (0, 1) for x in has_rope)
+    ):
+        raise fields.error(
+            "no_rope_layers", f"a list of 0 or 1 for each of the {layers} layers"
+        )
     unrotated = tuple(i for i in range(layers) if not has_rope[i])
-    window = fields.integer("sliding_window", None) if fields.flag("use_sliding_window", False) else None
+    window = (
+        fields.integer("sliding_window", None)
+        if fields.flag("use_sliding_window", False)
+        else None
+    )
     windows = read_layer_types(fields, layers, window)
     windows = windows or tuple(window if i in unrotated else None for i in range(layers))
     bias, mlp_bias = fields.flag("attention_bias", False), fields.flag("mlp_bias", False)
-    settings: dict[str, Any] = {"unrotated": unrotated, "windows": windows, "mlp_bias": mlp_bias}
+    settings: dict[str, Any] = {
+        "unrotated": unrotated,
+        "windows": windows,
+        "mlp_bias": mlp_bias,
+    }
     return DecoderConfig(**common, **settings, qkv_bias=bias, out_bias=bias)
 
 

@@ -31,7 +31,9 @@ def configure(fields: Fields) -> DecoderConfig:
     fields = _with_longrope(fields)
     common = read_common(fields, kv_heads=None, head_dim=None, positions=4096, takes=takes)
     scaling = fields.group("rope_scaling")
-    inside = (scaling if scaling.raw else fields.group("rope_parameters")).number("partial_rotary_factor", None)
+    inside = (scaling if scaling.raw else fields.group("rope_parameters")).number(
+        "partial_rotary_factor", None
+    )
     share = fields.number("partial_rotary_factor", 1.0) if inside is None else inside
     if not 0 < share <= 1:
         raise fields.error("partial_rotary_factor", "above 0 and at most 1")
@@ -62,5 +64,6 @@ PHI3 = Family(
     "phi3",
     "Phi3ForCausalLM",
     configure,
-    tuple(weight for weight in BACKBONE if not any(name in weight.name for name in _OWN)) + FUSED,
+    tuple(weight for weight in BACKBONE if not any(name in weight.name for name in _OWN))
+    + FUSED,
 )

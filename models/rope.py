@@ -109,7 +109,9 @@ class Dynamic(Rope):
         return True
 
     def frequencies(self, head_dim: int, length: Array | int = 0) -> Array:
-        stretch = self.factor * (jnp.asarray(length, jnp.float32) / self.original) - (self.factor - 1.0)
+        stretch = self.factor * (jnp.asarray(length, jnp.float32) / self.original) - (
+            self.factor - 1.0
+        )
         longer = self.theta * stretch ** (head_dim / (head_dim - 2))
         # At and below `original` the stretch is 1 up to rounding, or less: take theta itself.
         theta = jnp.where(jnp.asarray(length) > self.original, longer, self.theta)
@@ -141,7 +143,9 @@ class Llama3(Rope):
 
     def frequencies(self, head_dim: int, length: Array | int = 0) -> np.ndarray:
         plain = _plain(self.theta, head_dim)
-        turns = self.original / (2 * np.pi / plain)  # of each pair of channels over the pretraining length
+        turns = self.original / (
+            2 * np.pi / plain
+        )  # of each pair of channels over the pretraining length
         ramp = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         between = (1 - ramp) * plain / self.factor + ramp * plain
         stretched = np.where(turns < self.low_freq_factor, plain / self.factor, between)
@@ -169,7 +173,11 @@ class Yarn(Rope):
     def __post_init__(self) -> None:
         _above(self, 1.0, "theta")
         _above(self, 0.0, "factor", "original", "beta_fast", "beta_slow")
-        given = (name for name in ("attention_factor", "mscale", "mscale_all_dim") if getattr(self, name) is not None)
+        given = (
+            name
+            for name in ("attention_factor", "mscale", "mscale_all_dim")
+            if getattr(self, name) is not None
+        )
         _above(self, -math.inf, *given)
         check_flags("Yarn", truncate=self.truncate)
 
@@ -185,7 +193,10 @@ class Yarn(Rope):
         return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
 
     def frequencies(self, head_dim: int, length: Array | int = 0) -> np.ndarray:
-        low, high = self._channel(self.beta_fast, head_dim), self._channel(self.beta_slow, head_dim)
+        low, high = (
+            self._channel(self.beta_fast, head_dim),
+            self._channel(self.beta_slow, head_dim),
+        )
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, head_dim - 1)
@@ -198,7 +209,11 @@ class Yarn(Rope):
 
     def _channel(self, turns: float, head_dim: int) -> float:
         """The channel pair, as a real number, that turns `turns` times in `original` tokens."""
-        return head_dim * math.log(self.original / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+        return (
+            head_dim
+            * math.log(self.original / (turns * 2 * math.pi))
+            / (2 * math.log(self.theta))
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,9 +240,15 @@ class LongRope(Rope):
         for name in ("short_factor", "long_factor"):
             factors = getattr(self, name)
             where = f"LongRope({name}=...)"
-            good = isinstance(factors, tuple) and factors and all(finite_number(where, x) > 0 for x in factors)
+            good = (
+                isinstance(factors, tuple)
+                and factors
+                and all(finite_number(where, x) > 0 for x in factors)
+            )
             if not good:
-                raise ValueError(f"{where} must be finite numbers above 0 in a tuple, got {shown(factors)}")
+                raise ValueError(
+                    f"{where} must be finite numbers above 0 in a tuple, got {shown(factors)}"
+                )
 
     @property
     def amplitude(self) -> float:
@@ -238,7 +259,10 @@ class LongRope(Rope):
         return True
 
     def frequencies(self, head_dim: int, length: Array | int = 0) -> Any:
-        short, long = (self._frequencies(head_dim, factors) for factors in (self.short_factor, self.long_factor))
+        short, long = (
+            self._frequencies(head_dim, factors)
+            for factors in (self.short_factor, self.long_factor)
+        )
         past = jnp.asarray(length)[..., None] > self.original
         shape = (*past.shape[:-1], len(short))
         return jnp.where(past, jnp.broadcast_to(long, shape), jnp.broadcast_to(short, shape))
@@ -251,7 +275,9 @@ class LongRope(Rope):
             raise ValueError(
                 f"LongRope has {len(factors)} factors for a head of {head_dim} channels; it needs {head_dim // 2}"
             )
-        return np.float32(1.0) / (np.array(factors, np.float32) * _periods(self.theta, head_dim))
+        return np.float32(1.0) / (
+            np.array(factors, np.float32) * _periods(self.theta, head_dim)
+        )
 
 
 def longrope_attention(factor: float, original: int) -> float:
@@ -259,7 +285,9 @@ def longrope_attention(factor: float, original: int) -> float:
     return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 
 
-def angles(rope: Rope, positions: Array, head_dim: int, length: Array | int = 0) -> tuple[Array, Array]:
+def angles(
+    rope: Rope, positions: Array, head_dim: int, length: Array | int = 0
+) -> tuple[Array, Array]:
     """Cosine and sine f32[B, T, D/2] for positions i32[B, T], times the amplitude; `length` i32[B] as `frequencies`."""
     frequencies = jnp.asarray(rope.frequencies(head_dim, length)).reshape(-1, 1, head_dim // 2)
     angle = positions[..., None].astype(jnp.float32) * frequencies
@@ -272,7 +300,9 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
     cos and sin [B, T, R/2] may be of the first R channels only; the others stay as they are.
     """
     size = 2 * cos.shape[-1]
-    turned = turn_pairs(x[..., :size].astype(jnp.float32), cos[:, :, None], sin[:, :, None]).astype(x.dtype)
+    turned = turn_pairs(
+        x[..., :size].astype(jnp.float32), cos[:, :, None], sin[:, :, None]
+    ).astype(x.dtype)
     return turned if size == x.shape[-1] else jnp.concatenate([turned, x[..., size:]], axis=-1)
 
 

@@ -14,7 +14,14 @@ from kvjax.validation import cut, shown
 Messages: TypeAlias = Sequence[Mapping[str, Any]]  # {"role": ..., "content": ...} of each turn
 
 TRUSTED = ("system", "developer", "assistant")  # roles whose messages may hold control tokens
-OURS = ("conversation", "messages", "add_generation_prompt", "continue_final_message", "tokenize", "return_dict")
+OURS = (
+    "conversation",
+    "messages",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "return_dict",
+)
 FIRST_MARK = 0xE000  # of the characters of Unicode that mean nothing
 
 
@@ -39,19 +46,31 @@ class Template:
                 "directory, or the text itself as the prompt of `kvjax generate`"
             )
         settings = {} if settings is None else settings
-        if not isinstance(settings, Mapping) or not all(isinstance(name, str) for name in settings):
+        if not isinstance(settings, Mapping) or not all(
+            isinstance(name, str) for name in settings
+        ):
             raise ValueError(
                 f'template must be the settings of the chat template, such as {{"enable_thinking": False}}, got '
                 f"{shown(settings)}"
             )
         if taken := [name for name in OURS if name in settings]:
-            raise ValueError(f"template sets {', '.join(taken)}, which kvjax sets itself; leave it out")
+            raise ValueError(
+                f"template sets {', '.join(taken)}, which kvjax sets itself; leave it out"
+            )
         try:
-            return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False, **settings, **how))
+            return str(
+                self._tokenizer.apply_chat_template(
+                    list(messages), tokenize=False, **settings, **how
+                )
+            )
         except Exception as error:
-            raise ValueError(f"the chat template in {self._directory} refuses the messages: {error}") from error
+            raise ValueError(
+                f"the chat template in {self._directory} refuses the messages: {error}"
+            ) from error
 
-    def encode(self, messages: Messages, settings: Mapping[str, Any] | None, **how: Any) -> list[int]:
+    def encode(
+        self, messages: Messages, settings: Mapping[str, Any] | None, **how: Any
+    ) -> list[int]:
         """Token ids of `render`; control tokens that a user spells are read as text."""
         mark = _unused(messages)
         names = sorted(self.control_tokens, key=len, reverse=True)
@@ -66,7 +85,11 @@ class Template:
         return tokenise(self._tokenizer, text, self._directory, add_special_tokens=False)
 
     def after(
-        self, held: Sequence[int], messages: Messages, ids: Sequence[int], settings: Mapping[str, Any] | None
+        self,
+        held: Sequence[int],
+        messages: Messages,
+        ids: Sequence[int],
+        settings: Mapping[str, Any] | None,
     ) -> list[int]:
         """Tokens of the text of a conversation after the text of `held`; none if it does not begin with that text.
 
@@ -74,7 +97,9 @@ class Template:
         """
         begin = self._tokenizer.decode(list(held), skip_special_tokens=False)
         text = self.render(messages, settings, add_generation_prompt=True)
-        if not text.startswith(begin) or self.read(text) != list(ids):  # a user spells control tokens
+        if not text.startswith(begin) or self.read(text) != list(
+            ids
+        ):  # a user spells control tokens
             return []
         return self.read(text[len(begin) :])
 
@@ -82,9 +107,15 @@ class Template:
     def control_tokens(self) -> dict[str, int]:
         """The spellings of tokens that are no text, such as `<|im_end|>`, and their ids."""
         added = getattr(self._tokenizer, "added_tokens_decoder", {})
-        found = {str(token): int(i) for i, token in added.items() if getattr(token, "special", False)}
-        named = zip(self._tokenizer.all_special_tokens, self._tokenizer.all_special_ids, strict=True)
-        return {spelling: i for spelling, i in {**found, **dict(named)}.items() if len(spelling) > 1}
+        found = {
+            str(token): int(i) for i, token in added.items() if getattr(token, "special", False)
+        }
+        named = zip(
+            self._tokenizer.all_special_tokens, self._tokenizer.all_special_ids, strict=True
+        )
+        return {
+            spelling: i for spelling, i in {**found, **dict(named)}.items() if len(spelling) > 1
+        }
 
     def ends(self, settings: Mapping[str, Any] | None = None) -> set[int]:
         """The tokens that end an answer: the tokenizer's own, and the one that the template writes after it."""
@@ -93,7 +124,9 @@ class Template:
         answer = "kvjax stands here for an answer"
         talk = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": answer}]
         try:
-            _, rendered, after = self.render(talk, settings, add_generation_prompt=False).rpartition(answer)
+            _, rendered, after = self.render(
+                talk, settings, add_generation_prompt=False
+            ).rpartition(answer)
         except ValueError:  # it wants other messages
             return found
         by_id = {i: spelling for spelling, i in self.control_tokens.items()}
@@ -114,15 +147,23 @@ def tokenise(tokenizer: Any, text: str, directory: Any, **how: Any) -> list[int]
     try:
         return [int(i) for i in tokenizer(text, **how)["input_ids"]]
     except BaseException as error:
-        if isinstance(error, Exception) or type(error).__name__ == "PanicException":  # tokenizers', no Exception
-            raise ValueError(f"the tokenizer in {directory} fails on the text: {cut(str(error))}") from None
+        if (
+            isinstance(error, Exception) or type(error).__name__ == "PanicException"
+        ):  # tokenizers', no Exception
+            raise ValueError(
+                f"the tokenizer in {directory} fails on the text: {cut(str(error))}"
+            ) from None
         raise
 
 
 def _unused(messages: Messages) -> str:
     """A character that no message holds."""
     text = repr([dict(message) for message in messages])
-    return next(mark for mark in map(chr, range(FIRST_MARK, FIRST_MARK + 6400)) if repr(mark)[1:-1] not in text)
+    return next(
+        mark
+        for mark in map(chr, range(FIRST_MARK, FIRST_MARK + 6400))
+        if repr(mark)[1:-1] not in text
+    )
 
 
 def _with_marks(value: Any, names: Iterable[str], mark: str) -> Any:
@@ -130,7 +171,10 @@ def _with_marks(value: Any, names: Iterable[str], mark: str) -> Any:
     if isinstance(value, Mapping):
         if value.get("role") in TRUSTED:
             return dict(value)
-        return {name: part if name == "role" else _with_marks(part, names, mark) for name, part in value.items()}
+        return {
+            name: part if name == "role" else _with_marks(part, names, mark)
+            for name, part in value.items()
+        }
     if isinstance(value, list | tuple):
         return [_with_marks(part, names, mark) for part in value]
     if isinstance(value, str):

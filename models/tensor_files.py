@@ -25,7 +25,12 @@ import numpy as np
 from jax import Array
 from safetensors import SafetensorError, safe_open
 
-FLOATS = {"BF16": jnp.dtype(jnp.bfloat16), "F16": np.dtype("<f2"), "F32": np.dtype("<f4"), "F64": np.dtype("<f8")}
+FLOATS = {
+    "BF16": jnp.dtype(jnp.bfloat16),
+    "F16": np.dtype("<f2"),
+    "F32": np.dtype("<f4"),
+    "F64": np.dtype("<f8"),
+}
 AHEAD = 1 << 29  # bytes of tensors that threads work on ahead of the caller
 THREADS = 4
 # Rows and columns that a CPU transposes at a time, with a gap between rows so that they do not share places in its
@@ -33,7 +38,9 @@ THREADS = 4
 BLOCK, GAP = (128, 256), 8
 ALIGNED = 64  # bytes; JAX takes such an array of the host as an array of the CPU without a copy
 
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)  # of MXFP4
+E2M1 = np.array(
+    [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32
+)  # of MXFP4
 
 T = TypeVar("T")
 
@@ -59,7 +66,9 @@ class Tensor:
 
     def view(self, content: np.ndarray) -> np.ndarray:
         """The tensor in the bytes u8[size] of its file."""
-        return content[self.first : self.first + self.nbytes].view(self._dtype).reshape(self.shape)
+        return (
+            content[self.first : self.first + self.nbytes].view(self._dtype).reshape(self.shape)
+        )
 
 
 @dataclass(frozen=True)
@@ -110,9 +119,13 @@ class Mxfp4:
         start, stop = self._bounds
         near = slice(start // 32, -(-stop // 32))  # the blocks that hold them
         out = np.empty((*self.blocks.shape[:2], stop - start), FLOATS["BF16"])
-        for expert, blocks, scales in zip(out, self.blocks[:, :, near], self.scales[:, :, near], strict=True):
+        for expert, blocks, scales in zip(
+            out, self.blocks[:, :, near], self.scales[:, :, near], strict=True
+        ):
             whole = _pairs()[scales.astype(np.uint16)[..., None] << 8 | blocks].view(out.dtype)
-            expert[...] = whole.reshape(len(whole), -1)[:, start - 32 * near.start : stop - 32 * near.start]
+            expert[...] = whole.reshape(len(whole), -1)[
+                :, start - 32 * near.start : stop - 32 * near.start
+            ]
         return out
 
 
@@ -146,7 +159,11 @@ def read_header(file: Path) -> list[Tensor]:
     except (SafetensorError, OSError) as error:
         with file.open("rb") as opened:
             start = opened.read(40)
-        hint = "it is a Git LFS pointer, not the data" if start.startswith(b"version https://git-lfs") else str(error)
+        hint = (
+            "it is a Git LFS pointer, not the data"
+            if start.startswith(b"version https://git-lfs")
+            else str(error)
+        )
         raise ValueError(
             f"{file} is truncated or no safetensors file ({hint}; {file.stat().st_size} bytes); download it again"
         ) from error
@@ -155,7 +172,13 @@ def read_header(file: Path) -> list[Tensor]:
         header = json.loads(opened.read(size))
     header.pop("__metadata__", None)
     return [
-        Tensor(file, tuple(entry["shape"]), entry["dtype"], name, 8 + size + entry["data_offsets"][0])
+        Tensor(
+            file,
+            tuple(entry["shape"]),
+            entry["dtype"],
+            name,
+            8 + size + entry["data_offsets"][0],
+        )
         for name, entry in header.items()
     ]
 
@@ -180,7 +203,9 @@ def place(jobs: Iterable[tuple[T, list[Part]]]) -> Iterator[tuple[T, list[Array]
                 before, done, sent = running.popleft()
                 ahead -= done
                 yield before, _arrive(sent)
-            running.append((job, size, [(part, pool.submit(_send, part, default)) for part in parts]))
+            running.append(
+                (job, size, [(part, pool.submit(_send, part, default)) for part in parts])
+            )
             ahead += size
         while running:
             before, _, sent = running.popleft()
@@ -213,7 +238,9 @@ def _arrive(sent: list[tuple[Part, Any]]) -> list[Array]:
 
 @partial(jax.jit, static_argnames=("dtype", "transposed"))
 def _convert(array: Array, *, dtype: np.dtype, transposed: bool) -> Array:
-    return (jnp.matrix_transpose(array) if transposed and array.ndim > 1 else array).astype(dtype)
+    return (jnp.matrix_transpose(array) if transposed and array.ndim > 1 else array).astype(
+        dtype
+    )
 
 
 def write(array: np.ndarray, dtype: np.dtype, *, transposed: bool) -> np.ndarray:

@@ -19,10 +19,23 @@ import numpy as np
 from kvjax.validation import naming_absent
 
 # Classes that read tokenizer.json as it is. Others change it while loading, such as Llama's, which adds or drops <s>.
-AS_IN_THE_FILE = ("PreTrainedTokenizerFast", "TokenizersBackend", "Qwen2Tokenizer", "Qwen2TokenizerFast")
+AS_IN_THE_FILE = (
+    "PreTrainedTokenizerFast",
+    "TokenizersBackend",
+    "Qwen2Tokenizer",
+    "Qwen2TokenizerFast",
+)
 # Files that may add tokens where tokenizer_config.json does not list them; transformers reads them only then.
 ADDING = ("special_tokens_map.json", "added_tokens.json")
-NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+NAMED = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 
 
 class Encoded(dict[str, Any]):
@@ -36,7 +49,9 @@ class Encoded(dict[str, Any]):
 class FileTokenizer:
     """The tokenizer of a directory whose tokenizer.json says all: see `read`. `whole` loads that of transformers."""
 
-    def __init__(self, tokenizer: Any, config: dict[str, Any], whole: Callable[[], Any]) -> None:
+    def __init__(
+        self, tokenizer: Any, config: dict[str, Any], whole: Callable[[], Any]
+    ) -> None:
         self._tokenizer, self._load = tokenizer, whole
         self.chat_template: Any = config.get("chat_template")
         self._read_template = self.chat_template
@@ -57,15 +72,24 @@ class FileTokenizer:
         return getattr(self._whole, name)
 
     def __call__(
-        self, text: Any = None, *more: Any, add_special_tokens: bool = True, verbose: bool = True, **named: Any
+        self,
+        text: Any = None,
+        *more: Any,
+        add_special_tokens: bool = True,
+        verbose: bool = True,
+        **named: Any,
     ) -> Any:
         several = isinstance(text, list) and all(isinstance(one, str) for one in text)
         if more or named or not (several or isinstance(text, str)):
-            return self._whole(text, *more, add_special_tokens=add_special_tokens, verbose=verbose, **named)
+            return self._whole(
+                text, *more, add_special_tokens=add_special_tokens, verbose=verbose, **named
+            )
         if several:
             found = self._tokenizer.encode_batch(text, add_special_tokens=add_special_tokens)
             return Encoded(input_ids=[one.ids for one in found])
-        return Encoded(input_ids=self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        return Encoded(
+            input_ids=self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        )
 
     def decode(
         self,
@@ -82,7 +106,9 @@ class FileTokenizer:
         ids = [ids] if isinstance(ids, int) else list(ids)
         if ids and np.ndim(ids[0]):
             return [self.decode(one, skip_special_tokens) for one in ids]
-        return self._tokenizer.decode([index(i) for i in ids], skip_special_tokens=skip_special_tokens)
+        return self._tokenizer.decode(
+            [index(i) for i in ids], skip_special_tokens=skip_special_tokens
+        )
 
     def apply_chat_template(self, conversation: Any, *more: Any, **named: Any) -> Any:
         """As transformers', by `chat_template` if that was set since the files were read."""
@@ -109,20 +135,33 @@ def read(directory: Path, whole: Callable[[], Any]) -> FileTokenizer | None:
         config = json.loads(settings.read_text(encoding="utf-8"))
         if not isinstance(config, dict) or config.get("tokenizer_class") not in AS_IN_THE_FILE:
             return None
-        if "added_tokens_decoder" not in config and any((directory / name).exists() for name in ADDING):
+        if "added_tokens_decoder" not in config and any(
+            (directory / name).exists() for name in ADDING
+        ):
             return None
         if (template := directory / "chat_template.jinja").is_file():
             config["chat_template"] = template.read_text(encoding="utf-8")
         tokenizer = Tokenizer.from_file(str(file))
-        if type(tokenizer.model).__name__ != "BPE":  # transformers may change what others decode
+        if (
+            type(tokenizer.model).__name__ != "BPE"
+        ):  # transformers may change what others decode
             return None
     except Exception:  # a damaged file: transformers says what is wrong
         return None
     made, known = FileTokenizer(tokenizer, config, whole), tokenizer.get_added_tokens_decoder()
     added = config.get("added_tokens_decoder", {})
-    spelt = all(int(i) in known and known[int(i)].content == token.get("content") for i, token in added.items())
-    named = all(getattr(made, name) is None or getattr(made, f"{name}_id") in known for name in NAMED)
-    around = [getattr(made, f"{name}_token_id") for name in ("bos", "eos") if config.get(f"add_{name}_token")]
+    spelt = all(
+        int(i) in known and known[int(i)].content == token.get("content")
+        for i, token in added.items()
+    )
+    named = all(
+        getattr(made, name) is None or getattr(made, f"{name}_id") in known for name in NAMED
+    )
+    around = [
+        getattr(made, f"{name}_token_id")
+        for name in ("bos", "eos")
+        if config.get(f"add_{name}_token")
+    ]
     asked = "add_bos_token" in config or "add_eos_token" in config
     if not spelt or not named or (asked and tokenizer.encode("").ids != around):
         return None

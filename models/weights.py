@@ -122,7 +122,9 @@ def load(
         cannot split.
     """
     if not isinstance(directory, str | Path):
-        raise ValueError(f"load(directory=...) must be the path of a checkpoint's directory, got {shown(directory)}")
+        raise ValueError(
+            f"load(directory=...) must be the path of a checkpoint's directory, got {shown(directory)}"
+        )
     directory = Path(directory).expanduser()
     if compilation_cache:
         use_compilation_cache()
@@ -148,7 +150,9 @@ def load(
         value = arrays[0]
         if shardings is not None:
             shape = param.get_value().shape
-            value = jax.make_array_from_single_device_arrays(shape, shardings[id(param)], arrays)
+            value = jax.make_array_from_single_device_arrays(
+                shape, shardings[id(param)], arrays
+            )
         param.set_value(value)
     return dataclasses.replace(found, model=model, config=config, placement=placement)
 
@@ -177,7 +181,9 @@ def logical_axis_rules(placement: Placement) -> dict[str, Axes]:
     }
 
 
-def distribute(model: Decoder, placement: Placement, rules: Mapping[str, Axes] | None = None) -> Decoder:
+def distribute(
+    model: Decoder, placement: Placement, rules: Mapping[str, Axes] | None = None
+) -> Decoder:
     """A copy of `model` with its parameters placed as `load` with this placement does; for models that were not loaded.
 
     Raises:
@@ -187,8 +193,13 @@ def distribute(model: Decoder, placement: Placement, rules: Mapping[str, Axes] |
     shardings = model_shardings(model, placement, rules)
     graph, state = nnx.split(model)
     by_path = {path: shardings[id(param)] for path, param in _params(model)}
-    moved = {path: jax.device_put(param.get_value(), by_path[path]) for path, param in nnx.to_flat_state(state)}
-    found = nnx.merge(graph, state, copy=True)  # with its own parameters: `model` keeps its arrays where they are
+    moved = {
+        path: jax.device_put(param.get_value(), by_path[path])
+        for path, param in nnx.to_flat_state(state)
+    }
+    found = nnx.merge(
+        graph, state, copy=True
+    )  # with its own parameters: `model` keeps its arrays where they are
     for path, param in _params(found):
         param.set_value(moved[path])
     return found
@@ -206,7 +217,9 @@ def model_shardings(
     config, known = model.config, logical_axis_rules(placement)
     for name in rules or {}:
         if name not in known:
-            raise ValueError(f"rules names {name!r}, an axis that no parameter has; use {', '.join(known)}")
+            raise ValueError(
+                f"rules names {name!r}, an axis that no parameter has; use {', '.join(known)}"
+            )
     known |= rules or {}
     sizes = {
         "q_heads": (config.q_heads, "query heads"),
@@ -219,7 +232,11 @@ def model_shardings(
         "one": (1, "gate of the shared expert"),
     }
     for name, (size, what) in sizes.items():
-        if name in ("mlp", "vocab") and name not in (rules or {}) and size % placement.devices_of(known[name]):
+        if (
+            name in ("mlp", "vocab")
+            and name not in (rules or {})
+            and size % placement.devices_of(known[name])
+        ):
             known[name] = placement.heads
         parts = placement.devices_of(known[name])
         if size % parts and name == "vocab":
@@ -232,7 +249,8 @@ def model_shardings(
 
     def sharding(param: nnx.Param) -> NamedSharding:
         return NamedSharding(
-            placement.mesh, PartitionSpec(*(known[axis] for axis in param.get_metadata("out_sharding")))
+            placement.mesh,
+            PartitionSpec(*(known[axis] for axis in param.get_metadata("out_sharding"))),
         )
 
     return {id(param): sharding(param) for _, param in _params(model)}
@@ -242,7 +260,9 @@ def _mlp_sizes(config: DecoderConfig) -> list[int]:
     """The intermediate sizes of all MLPs of a model."""
     by = config.experts
     dense = [config.intermediate_size] if by is None or by.dense_layers else []
-    return dense + ([] if by is None else [by.size] + ([by.shared_size] if by.shared_size else []))
+    return dense + (
+        [] if by is None else [by.size] + ([by.shared_size] if by.shared_size else [])
+    )
 
 
 def check_directory(directory: Path) -> None:
@@ -250,8 +270,14 @@ def check_directory(directory: Path) -> None:
     another file in it that is no regular one, as whoever opens it may wait forever."""
     if not directory.is_dir():
         what = "is a file" if directory.exists() else "does not exist"
-        hub = len(directory.parts) == 2 and not directory.is_absolute() and not directory.exists()
-        source, target = (directory.as_posix(), directory.name) if hub else ("ORGANISATION/MODEL", "DIRECTORY")
+        hub = (
+            len(directory.parts) == 2 and not directory.is_absolute() and not directory.exists()
+        )
+        source, target = (
+            (directory.as_posix(), directory.name)
+            if hub
+            else ("ORGANISATION/MODEL", "DIRECTORY")
+        )
         raise FileNotFoundError(
             f"{directory} {what}; give a directory with config.json and {_SINGLE} "
             f"(`hf download {source} --local-dir {target}` makes one)"
@@ -292,13 +318,24 @@ def save(
     """
     directory = Path(directory).expanduser()
     highest = model.config.vocab_size - 1
-    for what, ids in (("bos_token", [] if bos_token is None else [bos_token]), ("stop_tokens", stop_tokens)):
+    for what, ids in (
+        ("bos_token", [] if bos_token is None else [bos_token]),
+        ("stop_tokens", stop_tokens),
+    ):
         for token in ids:
             require_int(f"save({what}=...)", token, at_least=0, at_most=highest)
-    shard_bytes = require_int("save(shard_bytes=...)", shard_bytes, at_least=1, at_most=2**63 - 1)
-    existing = [p.name for p in (directory / "config.json", *directory.glob("*.safetensors*")) if p.exists()]
+    shard_bytes = require_int(
+        "save(shard_bytes=...)", shard_bytes, at_least=1, at_most=2**63 - 1
+    )
+    existing = [
+        p.name
+        for p in (directory / "config.json", *directory.glob("*.safetensors*"))
+        if p.exists()
+    ]
     if existing:
-        raise FileExistsError(f"{directory} has a checkpoint ({', '.join(sorted(existing))}); give a new directory")
+        raise FileExistsError(
+            f"{directory} has a checkpoint ({', '.join(sorted(existing))}); give a new directory"
+        )
     family, fields = describe(model.config)
     params = {".".join(map(str, path)): param.get_value() for path, param in _params(model)}
     rows: dict[str, tuple[Weight, tuple[Array, ...]]] = {}
@@ -313,26 +350,40 @@ def save(
                 shape[axis] *= len(parts)
                 parts = (jnp.stack(parts, axis=axis + 1).reshape(shape),)
             experts = list(parts[0]) if weight.by_expert else []
-            rows |= {weight.name.format(i=i, e=e): (weight, (one,)) for e, one in enumerate(experts)}
+            rows |= {
+                weight.name.format(i=i, e=e): (weight, (one,)) for e, one in enumerate(experts)
+            }
             if not experts:
                 rows[weight.name.format(i=i)] = weight, parts
-    sizes = {name: sum(p.size * _stored(p, dtype).itemsize for p in parts) for name, (_, parts) in rows.items()}
+    sizes = {
+        name: sum(p.size * _stored(p, dtype).itemsize for p in parts)
+        for name, (_, parts) in rows.items()
+    }
     shards = split(sizes, shard_bytes)
     many = len(shards) > 1
-    files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)] if many else [_SINGLE]
+    files = (
+        [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+        if many
+        else [_SINGLE]
+    )
 
     directory.mkdir(parents=True, exist_ok=True)
     for file, names in zip(files, shards, strict=True):
         tensors = {}
         for name in names:
             weight, parts = rows[name]
-            arrays = [write(np.asarray(p), _stored(p, dtype), transposed=weight.transposed) for p in parts]
+            arrays = [
+                write(np.asarray(p), _stored(p, dtype), transposed=weight.transposed)
+                for p in parts
+            ]
             tensors[name] = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
         save_file(tensors, directory / file, metadata={"format": "pt"})
     if many:
         index = {
             "metadata": {"total_size": sum(sizes.values())},
-            "weight_map": {name: file for file, names in zip(files, shards, strict=True) for name in names},
+            "weight_map": {
+                name: file for file, names in zip(files, shards, strict=True) for name in names
+            },
         }
         (directory / _INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
     fields["dtype"] = _stored(model.embedding, dtype).name
@@ -351,8 +402,13 @@ def describe(config: DecoderConfig) -> tuple[Family, dict[str, Any]]:
       ValueError: no family can.
     """
     rope = _rope_fields(config.rope)
-    if isinstance(config.rope, Yarn) and config.rope.original * config.rope.factor > config.max_position_embeddings:
-        del rope["original_max_position_embeddings"]  # with it, the positions would be read as those before scaling
+    if (
+        isinstance(config.rope, Yarn)
+        and config.rope.original * config.rope.factor > config.max_position_embeddings
+    ):
+        del rope[
+            "original_max_position_embeddings"
+        ]  # with it, the positions would be read as those before scaling
     window = next((w for w in config.windows if w is not None), None)
     by = config.experts
     fields: dict[str, Any] = {
@@ -379,7 +435,9 @@ def describe(config: DecoderConfig) -> tuple[Family, dict[str, Any]]:
     if config.norm_offset:
         fields |= {
             "hidden_activation": config.activation,
-            "query_pre_attn_scalar": round((config.query_scale or config.head_dim**-0.5) ** -2, 9),
+            "query_pre_attn_scalar": round(
+                (config.query_scale or config.head_dim**-0.5) ** -2, 9
+            ),
             "attn_logit_softcapping": config.soft_cap,
             "final_logit_softcapping": config.head_cap,
         }
@@ -399,12 +457,18 @@ def describe(config: DecoderConfig) -> tuple[Family, dict[str, Any]]:
             **dict(zip(("swiglu_alpha", "swiglu_limit"), by.clamp or (), strict=False)),
         }
     if config.unrotated:
-        fields["no_rope_layers"] = [int(i not in config.unrotated) for i in range(config.layers)]
+        fields["no_rope_layers"] = [
+            int(i not in config.unrotated) for i in range(config.layers)
+        ]
     if window is not None:
         kinds = ["full_attention" if w is None else "sliding_attention" for w in config.windows]
         fields |= {"use_sliding_window": True, "layer_types": kinds}
     for family in FAMILIES.values():
-        described = {"architectures": [family.architecture], "model_type": family.model_type, **fields}
+        described = {
+            "architectures": [family.architecture],
+            "model_type": family.model_type,
+            **fields,
+        }
         try:
             same = family.configure(Fields(described)) == config
         except ValueError:
@@ -419,7 +483,9 @@ def describe(config: DecoderConfig) -> tuple[Family, dict[str, Any]]:
 
 def _rope_fields(rope: Rope) -> dict[str, Any]:
     named = {"theta": "rope_theta", "original": "original_max_position_embeddings"}
-    found = {named.get(name, name): value for name, value in vars(rope).items() if value is not None}
+    found = {
+        named.get(name, name): value for name, value in vars(rope).items() if value is not None
+    }
     return {"rope_type": type(rope).__name__.lower(), **found}
 
 
@@ -447,7 +513,10 @@ def read_settings(directory: Path) -> tuple[Checkpoint, Family, Fields, bool]:
     fields = text_fields(whole)
     family = find_family(fields)
     config, nothing = family.configure(fields), cast(Any, None)
-    stop_tokens, processors = read_stop_tokens(directory, fields, config.vocab_size), read_processors(directory)
+    stop_tokens, processors = (
+        read_stop_tokens(directory, fields, config.vocab_size),
+        read_processors(directory),
+    )
     found = Checkpoint(nothing, config, stop_tokens, directory, processors=processors)
     return found, family, fields, fields is not whole
 
@@ -480,15 +549,23 @@ def find_family(fields: Fields) -> Family:
     Raises:
       ValueError: it is not supported; the message lists the supported ones.
     """
-    supported = ", ".join(f"{f.architecture} (model_type {f.model_type})" for f in FAMILIES.values())
+    supported = ", ".join(
+        f"{f.architecture} (model_type {f.model_type})" for f in FAMILIES.values()
+    )
     architectures = fields.raw.get("architectures") or []
-    if not isinstance(architectures, list) or not all(isinstance(a, str) for a in architectures):
+    if not isinstance(architectures, list) or not all(
+        isinstance(a, str) for a in architectures
+    ):
         raise fields.error("architectures", "a list of names")
     kind = fields.text("model_type", None)
     if kind is None and not architectures:
-        raise ValueError(f"{fields.source} has neither model_type nor architectures; supported are {supported}")
+        raise ValueError(
+            f"{fields.source} has neither model_type nor architectures; supported are {supported}"
+        )
     if kind is None:
-        kind = next((f.model_type for f in FAMILIES.values() if f.architecture in architectures), None)
+        kind = next(
+            (f.model_type for f in FAMILIES.values() if f.architecture in architectures), None
+        )
     family = FAMILIES.get(kind) if kind is not None else None
     if family is None or (architectures and family.architecture not in architectures):
         shown = ", ".join(architectures) or "no architecture"
@@ -508,7 +585,9 @@ def read_headers(directory: Path, *, with_images: bool = False) -> dict[str, Ten
       FileNotFoundError: no weights, or a file that the index lists is missing.
       ValueError: only pickled weights, a damaged file or index, a tensor in two files or not where the index says.
     """
-    files = [directory / name for name in sorted(set(_read_index(directory).values()) or {_SINGLE})]
+    files = [
+        directory / name for name in sorted(set(_read_index(directory).values()) or {_SINGLE})
+    ]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise FileNotFoundError(
@@ -521,11 +600,17 @@ def read_headers(directory: Path, *, with_images: bool = False) -> dict[str, Ten
             if name is None:
                 continue
             if (twice := tensors.get(name)) is not None:
-                raise ValueError(f"{directory} has {tensor.name} twice, in {twice.file.name} and {file.name}")
+                raise ValueError(
+                    f"{directory} has {tensor.name} twice, in {twice.file.name} and {file.name}"
+                )
             tensors[name] = tensor
-    if _TABLE.removeprefix(_BASE) in tensors and not any(name.startswith(_BASE) for name in tensors):
+    if _TABLE.removeprefix(_BASE) in tensors and not any(
+        name.startswith(_BASE) for name in tensors
+    ):
         # The files of a model without a head have other names, as in transformers.
-        return {name if name == _HEAD else _BASE + name: tensor for name, tensor in tensors.items()}
+        return {
+            name if name == _HEAD else _BASE + name: tensor for name, tensor in tensors.items()
+        }
     return tensors
 
 
@@ -536,10 +621,22 @@ def _read_index(directory: Path) -> dict[str, str]:
         return {}
     if index.is_file():
         where: Any = Fields.read(index).raw.get("weight_map")
-        if not isinstance(where, dict) or not where or not all(isinstance(f, str) for f in where.values()):
-            raise ValueError(f"{index} must have a weight_map from tensor names to files; download it again")
+        if (
+            not isinstance(where, dict)
+            or not where
+            or not all(isinstance(f, str) for f in where.values())
+        ):
+            raise ValueError(
+                f"{index} must have a weight_map from tensor names to files; download it again"
+            )
         # a digest of the directory covers the visible files directly in it
-        outside = sorted({name for name in where.values() if name[:1] in ("", ".") or set(name) & set("/\\\0:")})
+        outside = sorted(
+            {
+                name
+                for name in where.values()
+                if name[:1] in ("", ".") or set(name) & set("/\\\0:")
+            }
+        )
         if outside:
             raise ValueError(
                 f"{index} names files that are not in its directory: {', '.join(map(repr, outside[:4]))}; a shard is a "
@@ -553,11 +650,15 @@ def _read_index(directory: Path) -> dict[str, str]:
 def _check_index(directory: Path, wanted: Iterable[str], tensors: Mapping[str, Tensor]) -> None:
     """Raises ValueError if a tensor that is needed is not where the index says. Its words about others are ignored."""
     known = {tensor.name: tensor.file.name for tensor in tensors.values()}
-    misplaced = {name: file for name, file in _read_index(directory).items() if known.get(name) != file}
+    misplaced = {
+        name: file for name, file in _read_index(directory).items() if known.get(name) != file
+    }
     needed = {tensors[name].name if name in tensors else name for name in wanted}
     if needed & set(misplaced):
         listed = ", ".join(f"{name} ({file})" for name, file in misplaced.items())
-        raise ValueError(f"{directory} lacks tensors where {_INDEX} says they are: {listed}; download it again")
+        raise ValueError(
+            f"{directory} lacks tensors where {_INDEX} says they are: {listed}; download it again"
+        )
 
 
 def has_own_head(tensors: Mapping[str, Tensor]) -> bool:
@@ -597,14 +698,18 @@ class Source(NamedTuple):
         """The shapes of the tensors."""
         shape, n = tuple(self.params[0].get_value().shape), len(self.params)
         if self.packed:
-            experts, last, size = shape  # 32 numbers of a block follow each other along the input
+            experts, last, size = (
+                shape  # 32 numbers of a block follow each other along the input
+            )
             return [(experts, last * n, size // 32, 16), (experts, last * n, size // 32)]
         if len(shape) < 3 and not self.weight.interleaved:
             return [_file_shape(self.weight, self.params)]
         experts, *inside = shape
         inside = inside[::-1] if self.weight.transposed else inside
         inside[-1] *= n
-        return [tuple(inside)] * len(self.names) if self.weight.by_expert else [(experts, *inside)]
+        return (
+            [tuple(inside)] * len(self.names) if self.weight.by_expert else [(experts, *inside)]
+        )
 
     def split(self, views: list[np.ndarray]) -> list[Any]:
         """The tensor of each parameter in the arrays of the files, as an array or what becomes one when it is read."""
@@ -621,7 +726,9 @@ class Source(NamedTuple):
         return [views[0][rows] for rows in _rows(self.weight, self.params)]
 
 
-def match(family: Family, model: Decoder, tensors: Mapping[str, Tensor], directory: Path) -> list[Source]:
+def match(
+    family: Family, model: Decoder, tensors: Mapping[str, Tensor], directory: Path
+) -> list[Source]:
     """For each row of the weight table that applies, its parameters in `model` and the tensors that are to be read.
 
     Raises:
@@ -633,22 +740,37 @@ def match(family: Family, model: Decoder, tensors: Mapping[str, Tensor], directo
         for i in range(model.config.layers if "{i}" in weight.path else 1):
             if weight.path.format(i=i) not in params:
                 continue
-            experts = model.config.experts.count if weight.by_expert and model.config.experts else 1
+            experts = (
+                model.config.experts.count if weight.by_expert and model.config.experts else 1
+            )
             names = tuple(weight.name.format(i=i, e=e) for e in range(experts))
             if names[0] + _BLOCKS in tensors:
                 names = names[0] + _BLOCKS, names[0] + _SCALES
-            if names[0] == _TABLE and model.config.tied_head and _TABLE not in tensors and _HEAD in tensors:
+            if (
+                names[0] == _TABLE
+                and model.config.tied_head
+                and _TABLE not in tensors
+                and _HEAD in tensors
+            ):
                 names = (_HEAD,)  # some writers keep the other name of the shared tensor
-            sources.append(Source(weight, tuple(params.pop(path) for path in weight.paths(i)), names))
+            sources.append(
+                Source(weight, tuple(params.pop(path) for path in weight.paths(i)), names)
+            )
     assert not params, f"no weight of {family.model_type} fills {sorted(params)}"
 
-    wanted = {name: shape for s in sources for name, shape in zip(s.names, s.shapes(), strict=True)}
+    wanted = {
+        name: shape for s in sources for name, shape in zip(s.names, s.shapes(), strict=True)
+    }
     _check_index(directory, wanted, tensors)
-    problems = [f"missing: {name}{list(shape)}" for name, shape in wanted.items() if name not in tensors]
+    problems = [
+        f"missing: {name}{list(shape)}" for name, shape in wanted.items() if name not in tensors
+    ]
     for name, tensor in tensors.items():
         if name not in wanted:
             tied_copy = name == _HEAD and model.config.tied_head
-            if not tied_copy and not name.endswith("rotary_emb.inv_freq"):  # of old files: RoPE is in the config
+            if not tied_copy and not name.endswith(
+                "rotary_emb.inv_freq"
+            ):  # of old files: RoPE is in the config
                 problems.append(f"unexpected: {name}{list(tensor.shape)}")
             continue
         shape = wanted[name]
@@ -684,7 +806,9 @@ def _file_shape(weight: Weight, params: tuple[nnx.Param, ...]) -> tuple[int, ...
 
 def _rows(weight: Weight, params: tuple[nnx.Param, ...]) -> list[slice]:
     """The rows of each parameter, along the first axis of their tensor."""
-    ends = np.cumsum([param.get_value().shape[-1 if weight.transposed else 0] for param in params]).tolist()
+    ends = np.cumsum(
+        [param.get_value().shape[-1 if weight.transposed else 0] for param in params]
+    ).tolist()
     return [slice(first, stop) for first, stop in zip([0, *ends], ends, strict=False)]
 
 
@@ -714,7 +838,12 @@ def _jobs(
             yield (
                 param,
                 [
-                    Part(view[_swapped(index) if source.transposed else index], dtype, source.transposed, devices)
+                    Part(
+                        view[_swapped(index) if source.transposed else index],
+                        dtype,
+                        source.transposed,
+                        devices,
+                    )
                     for index, devices in parts
                 ],
             )
@@ -724,7 +853,9 @@ def _swapped(index: tuple[slice, ...]) -> tuple[slice, ...]:
     return *index[:-2], index[-1], index[-2]
 
 
-def _parts(shape: tuple[int, ...], sharding: NamedSharding) -> list[tuple[tuple[slice, ...], list[Any]]]:
+def _parts(
+    shape: tuple[int, ...], sharding: NamedSharding
+) -> list[tuple[tuple[slice, ...], list[Any]]]:
     """The parts of an array that devices of this process hold, and which devices do."""
     devices: dict[tuple[tuple[int, int], ...], list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
@@ -739,7 +870,9 @@ def _stored(param: Any, dtype: DTypeLike | None) -> np.dtype:
 
 
 def _no_weights(directory: Path) -> Exception:
-    pickled = sorted(p.name for p in directory.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+    pickled = sorted(
+        p.name for p in directory.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt")
+    )
     if pickled:
         return ValueError(
             f"{directory} has only pickled weights ({', '.join(pickled)}), which can run code when opened, so they are "
@@ -747,4 +880,6 @@ def _no_weights(directory: Path) -> Exception:
             f"AutoModelForCausalLM.from_pretrained({str(directory)!r}).save_pretrained(NEW_DIRECTORY, "
             "safe_serialization=True)"
         )
-    return FileNotFoundError(f"{directory} has neither {_SINGLE} nor {_INDEX}; download the weights")
+    return FileNotFoundError(
+        f"{directory} has neither {_SINGLE} nor {_INDEX}; download the weights"
+    )

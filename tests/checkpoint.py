@@ -40,7 +40,10 @@ def weights():
     def matrix(rows, columns):
         return rng.normal(size=(rows, columns)).astype(np.float32) * columns**-0.5
 
-    found = {"model.embed_tokens.weight": matrix(VOCAB, WIDTH), "model.norm.weight": np.ones(WIDTH, np.float32)}
+    found = {
+        "model.embed_tokens.weight": matrix(VOCAB, WIDTH),
+        "model.norm.weight": np.ones(WIDTH, np.float32),
+    }
     for i in range(LAYERS):
         parts = {
             "self_attn.q_proj": matrix(N * D, WIDTH) * 3,

@@ -35,7 +35,9 @@ import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-jax.config.update("jax_traceback_in_locations_limit", 0)  # else a tenth of the time goes into lines of programs' texts
+jax.config.update(
+    "jax_traceback_in_locations_limit", 0
+)  # else a tenth of the time goes into lines of programs' texts
 
 hypothesis.settings.register_profile(
     "kvjax",
@@ -55,7 +57,9 @@ def offline() -> Iterator[None]:
     def refuse(self: socket.socket, address: Any) -> None:
         if self.family == socket.AF_UNIX or address[0] == "127.0.0.1":
             return connect(self, address)
-        raise AssertionError(f"a test tried to connect to {address}; the suite must run offline")
+        raise AssertionError(
+            f"a test tried to connect to {address}; the suite must run offline"
+        )
 
     connect = socket.socket.connect
     with pytest.MonkeyPatch.context() as patch:
@@ -85,7 +89,11 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     XLA's CPU backend maps memory for every program, and a process may have some 65 000 maps: without this a worker ran
     out of them after about 600 tests, and crashed with a segmentation fault while compiling.
     """
-    if nextitem is None or _shared(item.nodeid) != _shared(nextitem.nodeid) or next(_ended) % 100 == 0:
+    if (
+        nextitem is None
+        or _shared(item.nodeid) != _shared(nextitem.nodeid)
+        or next(_ended) % 100 == 0
+    ):
         jax.clear_caches()
         gc.collect()
 
@@ -120,8 +128,15 @@ CORE = (
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
     """Skips what asks for the model in a source archive, which has none."""
     report = yield
-    if call.excinfo and not MODEL.exists() and "is the package kvjax-26m" in str(call.excinfo.value):
-        report.outcome, report.longrepr = "skipped", (str(item.path), 0, str(call.excinfo.value))
+    if (
+        call.excinfo
+        and not MODEL.exists()
+        and "is the package kvjax-26m" in str(call.excinfo.value)
+    ):
+        report.outcome, report.longrepr = (
+            "skipped",
+            (str(item.path), 0, str(call.excinfo.value)),
+        )
     return report
 
 
@@ -137,15 +152,27 @@ def _is_in(half: int, item: pytest.Item) -> bool:
         return True
     if _above(item.path) or item.get_closest_marker("torch"):
         return half == 1
-    return half == (2 if inside.startswith("kernels/") else 1 + zlib.crc32(_shared(item.nodeid).encode()) % 2)
+    return half == (
+        2
+        if inside.startswith("kernels/")
+        else 1 + zlib.crc32(_shared(item.nodeid).encode()) % 2
+    )
 
 
 ORDER = {"test_devices.py": 0, "test_readme.py": 0, "test_goldens.py": 2}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--thorough", action="store_true", help="all of it: every law on every policy, every parameter")
-    parser.addoption("--checkpoint", metavar="DIR", help="a model whose keys and queries the methods are tested on too")
+    parser.addoption(
+        "--thorough",
+        action="store_true",
+        help="all of it: every law on every policy, every parameter",
+    )
+    parser.addoption(
+        "--checkpoint",
+        metavar="DIR",
+        help="a model whose keys and queries the methods are tested on too",
+    )
     parser.addoption(
         "--half",
         type=int,
@@ -165,15 +192,21 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """With --quick or -m core, files that are left out as a whole are not imported, which saves seconds."""
     if not collection_path.is_relative_to(TESTS):
         return None
-    other = collection_path.is_file() and not collection_path.relative_to(TESTS).as_posix().startswith(CORE)
-    left_out = (config.getoption("--quick") and _above(collection_path)) or (config.option.markexpr == "core" and other)
+    other = collection_path.is_file() and not collection_path.relative_to(
+        TESTS
+    ).as_posix().startswith(CORE)
+    left_out = (config.getoption("--quick") and _above(collection_path)) or (
+        config.option.markexpr == "core" and other
+    )
     return True if left_out else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without --thorough, leaves out tests marked `thorough`, and all but n cases of a test marked `sample(n)`."""
     for item in items:
-        if item.path.is_relative_to(TESTS) and item.path.relative_to(TESTS).as_posix().startswith(CORE):
+        if item.path.is_relative_to(TESTS) and item.path.relative_to(
+            TESTS
+        ).as_posix().startswith(CORE):
             item.add_marker("core")
     if half := config.getoption("--half"):
         config.hook.pytest_deselected(items=[item for item in items if not _is_in(half, item)])
@@ -223,7 +256,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             return _shared(nodeid)
 
-    config.option.loadscopereorder = False  # it would take the files with the most tests first, not the longest
+    config.option.loadscopereorder = (
+        False  # it would take the files with the most tests first, not the longest
+    )
     return ByPrograms(config, log)
 
 

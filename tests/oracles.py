@@ -16,7 +16,9 @@ import numpy as np
 # --------------------------------------------------------------------------------------------- what all have in common
 
 
-def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
+def attention(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float
+) -> tuple[np.ndarray, np.ndarray]:
     """(out f64[Q, D], lse f64[Q]) of q [Q, D] over k, v [S, D], one query at a time; empty is 0 and -inf."""
     k, v = k.astype(np.float64), v.astype(np.float64)
     out, lse = np.zeros(q.shape), np.full(len(q), -np.inf)
@@ -46,7 +48,9 @@ def pooled(scores: np.ndarray, group_reduce: str) -> np.ndarray:
     shares = weights / weights.sum(axis=1, keepdims=True)
     return {
         "per_head": lambda: scores,
-        "mean_query": lambda: scores.mean(axis=0, keepdims=True),  # scores are linear in the query
+        "mean_query": lambda: scores.mean(
+            axis=0, keepdims=True
+        ),  # scores are linear in the query
         "mean_score": lambda: scores.mean(axis=0, keepdims=True),
         "max_score": lambda: scores.max(axis=0, keepdims=True),
         "max_softmax": lambda: shares.max(axis=0, keepdims=True),
@@ -62,13 +66,17 @@ def agrees(ours: set[int], ranks: np.ndarray, count: int) -> bool:
         return True
     edge = ranks[best[-1]]
     differing = list(ours.symmetric_difference(best.tolist()))
-    return len(ours) == count and bool(np.all(np.abs(ranks[differing] - edge) <= 1e-5 * max(abs(edge), 1e-30)))
+    return len(ours) == count and bool(
+        np.all(np.abs(ranks[differing] - edge) <= 1e-5 * max(abs(edge), 1e-30))
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------- FIER
 
 
-def fier_scores(q: np.ndarray, keys: np.ndarray, sealed: int, group: int, scale: float, dtype) -> np.ndarray:
+def fier_scores(
+    q: np.ndarray, keys: np.ndarray, sealed: int, group: int, scale: float, dtype
+) -> np.ndarray:
     """f64[G, n] scores of all n keys [n, D] for q [G, D]: 1-bit ones below `sealed`, exact ones from there on.
 
     Algorithm 1; scale and zero of a group are stored in `dtype`.
@@ -79,7 +87,9 @@ def fier_scores(q: np.ndarray, keys: np.ndarray, sealed: int, group: int, scale:
         high, low = block.max(axis=0), block.min(axis=0)
         middle, half = (high + low) / 2, (high - low) / 2
         sign = np.where(block >= middle, 1.0, -1.0)
-        stored_middle, stored_half = (a.astype(dtype).astype(np.float64) for a in (middle, half))
+        stored_middle, stored_half = (
+            a.astype(dtype).astype(np.float64) for a in (middle, half)
+        )
         decoded = sign * stored_half + stored_middle
         scores[:, first : first + group] = q.astype(np.float64) @ decoded.T
     scores[:, sealed:] = q.astype(np.float64) @ keys[sealed:].astype(np.float64).T
@@ -161,7 +171,8 @@ class Paris:
         if self.radius_bits == 4:  # the nearest of 16 shares of the length
             levels = radius_centres(self.m, D)
             self.weights = (
-                bfloat16(self.norm)[:, None] * levels[np.abs((radius / alpha)[..., None] - levels).argmin(axis=-1)]
+                bfloat16(self.norm)[:, None]
+                * levels[np.abs((radius / alpha)[..., None] - levels).argmin(axis=-1)]
             )
         else:
             self.weights = bfloat16(self.norm[:, None] * radius / alpha)
@@ -169,17 +180,26 @@ class Paris:
     def shares(self) -> tuple[Fraction, Fraction]:
         """beta and rho."""
         n = len(self.keys)
-        table = [(5_000, ".50", ".50"), (10_000, ".25", ".30"), (30_000, ".20", ".25"), (10**9, ".10", ".20")]
+        table = [
+            (5_000, ".50", ".50"),
+            (10_000, ".25", ".30"),
+            (30_000, ".20", ".25"),
+            (10**9, ".10", ".20"),
+        ]
         beta, rho = next((beta, rho) for below, beta, rho in table if n < below)
         return Fraction(beta), Fraction(rho)
 
     def collide(self, q: np.ndarray) -> np.ndarray:
         """i[n] votes for a query [D]."""
         n, rho = len(self.keys), self.shares()[1]
-        tiers = (".05", ".15", ".30", ".50", ".75", "1.00") if self.votes == "tiers" else ("1.00",)
+        tiers = (
+            (".05", ".15", ".30", ".50", ".75", "1.00") if self.votes == "tiers" else ("1.00",)
+        )
         limits = [-(-n * rho * Fraction(c) // 1) for c in tiers]
         rotated, m = (q.astype(np.float64) @ self.rotation).reshape(-1, self.m), self.m
-        centroids = np.array([[1 if i >> j & 1 else -1 for j in range(m)] for i in range(2**m)]) / np.sqrt(m)
+        centroids = np.array(
+            [[1 if i >> j & 1 else -1 for j in range(m)] for i in range(2**m)]
+        ) / np.sqrt(m)
         total = np.zeros(n, int)
         for b, part in enumerate(rotated):
             score = centroids @ part
@@ -190,7 +210,12 @@ class Paris:
 
     def best(self, votes: np.ndarray) -> np.ndarray:
         """The candidates, in order."""
-        count = min(-(-len(votes) * self.shares()[0] // 1) if self.candidates is None else self.candidates, len(votes))
+        count = min(
+            -(-len(votes) * self.shares()[0] // 1)
+            if self.candidates is None
+            else self.candidates,
+            len(votes),
+        )
         return np.sort(np.argsort(-votes, kind="stable")[:count])
 
     def estimate(self, q: np.ndarray) -> np.ndarray:
@@ -222,7 +247,9 @@ class FreeKV:
     sink: int
     local: int
     tau: float
-    last: tuple[np.ndarray, list[int | None], int] | None = None  # query and recall, and tokens at that step
+    last: tuple[np.ndarray, list[int | None], int] | None = (
+        None  # query and recall, and tokens at that step
+    )
 
     def step(self, q: np.ndarray, keys: np.ndarray) -> tuple[bool, set[int]]:
         """Whether q [G, D] corrected, and the positions it attends to; keys [n, D] end with its own."""
@@ -241,7 +268,11 @@ class FreeKV:
 
     @staticmethod
     def similarity(q: np.ndarray, before: np.ndarray) -> float:
-        return float(np.mean([a @ b / np.sqrt((a @ a) * (b @ b)) for a, b in zip(q, before, strict=True)]))
+        return float(
+            np.mean(
+                [a @ b / np.sqrt((a @ a) * (b @ b)) for a, b in zip(q, before, strict=True)]
+            )
+        )
 
     def select(self, q: np.ndarray, keys: np.ndarray) -> list[int | None]:
         """Positions of the best pages, a page after the other; None for those of a page that the window has."""
@@ -249,22 +280,35 @@ class FreeKV:
         firsts = range(self.sink, stop, self.page)
         if not firsts:
             return []
-        pages = [keys[at : at + self.page] for at in firsts]  # tokens of the window count in the box of their page
+        pages = [
+            keys[at : at + self.page] for at in firsts
+        ]  # tokens of the window count in the box of their page
         ranks = pooled(np.array([self.scores(q, page) for page in pages]).T, "mean_softmax")
-        best = np.argsort(-ranks[0], kind="stable")[: (self.budget - self.sink - self.local) // self.page]
-        return [p if p < stop else None for i in best for p in range(firsts[i], firsts[i] + self.page)]
+        best = np.argsort(-ranks[0], kind="stable")[
+            : (self.budget - self.sink - self.local) // self.page
+        ]
+        return [
+            p if p < stop else None
+            for i in best
+            for p in range(firsts[i], firsts[i] + self.page)
+        ]
 
     def scores(self, q: np.ndarray, keys: np.ndarray) -> list[float]:
         """Scores of a page by query head, from the smallest and largest of the keys that it has."""
         scale, q, keys = q.shape[1] ** -0.5, q.astype(np.float64), keys.astype(np.float64)
         low, high = keys.min(axis=0), keys.max(axis=0)
-        return [scale * sum(max(x * a, x * b) for x, a, b in zip(row, low, high, strict=True)) for row in q]
+        return [
+            scale * sum(max(x * a, x * b) for x, a, b in zip(row, low, high, strict=True))
+            for row in q
+        ]
 
 
 # --------------------------------------------------------------------------------------------------------------- Quest
 
 
-def quest(q: np.ndarray, keys: np.ndarray, page: int, pages: int, group_reduce: str) -> list[set[int]]:
+def quest(
+    q: np.ndarray, keys: np.ndarray, page: int, pages: int, group_reduce: str
+) -> list[set[int]]:
     """Positions that a step with q [G, D] attends to of keys [n, D], by query head, or one set for all.
 
     Algorithm 1 as the released code evaluates it: pages from position 0 on, the last one as far as it has come, each
@@ -274,12 +318,20 @@ def quest(q: np.ndarray, keys: np.ndarray, page: int, pages: int, group_reduce: 
     for first in range(0, len(keys), page):
         tokens = keys[first : first + page].astype(np.float64)
         low, high = tokens.min(axis=0), tokens.max(axis=0)
-        scores.append([sum(max(x * a, x * b) for x, a, b in zip(row, low, high, strict=True)) for row in q])
+        scores.append(
+            [
+                sum(max(x * a, x * b) for x, a, b in zip(row, low, high, strict=True))
+                for row in q
+            ]
+        )
     ranks = pooled(np.array(scores).T * q.shape[1] ** -0.5, group_reduce)
     found = []
     for row in ranks:
         best = np.argsort(-row, kind="stable")[: max(pages, 3)].tolist()
-        found.append({p for i in best for p in range(i * page, min((i + 1) * page, len(keys)))} | {len(keys) - 1})
+        found.append(
+            {p for i in best for p in range(i * page, min((i + 1) * page, len(keys)))}
+            | {len(keys) - 1}
+        )
     return found
 
 
@@ -312,8 +364,13 @@ def asymmetric(x: np.ndarray, bits: int, tokens: int, channels: int) -> tuple[np
             here = slice(s, s + tokens), slice(d, d + channels)
             block = x[here].astype(np.float32)
             low = block.min()
-            scale, zero = bfloat16((block.max() - low) * np.float32(1 / (2**bits - 1))), bfloat16(low)
-            scale = scale if scale >= 2.0**-125 else 0.0  # its reciprocal must be a normal number too
+            scale, zero = (
+                bfloat16((block.max() - low) * np.float32(1 / (2**bits - 1))),
+                bfloat16(low),
+            )
+            scale = (
+                scale if scale >= 2.0**-125 else 0.0
+            )  # its reciprocal must be a normal number too
             if scale:
                 levels = (block - np.float32(zero)) * (1 / np.float32(scale))
                 codes[here] = np.clip(np.rint(levels), 0, 2**bits - 1)

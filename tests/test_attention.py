@@ -21,12 +21,16 @@ from tests.laws.cases import BASE, SPEC
 attend = jax.jit(kvjax.attention, static_argnames=("first_chunk",))
 
 
-def draw(B: int = 2, T: int = 5, N: int = 4, K: int = 2, D: int = 16, seed: int = 0) -> tuple[np.ndarray, ...]:
+def draw(
+    B: int = 2, T: int = 5, N: int = 4, K: int = 2, D: int = 16, seed: int = 0
+) -> tuple[np.ndarray, ...]:
     rng = np.random.default_rng(seed)
     return tuple(rng.normal(size=(B, T, n, D)).astype(np.float32) for n in (N, K, K))
 
 
-def causal(q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, window: int | None = None) -> np.ndarray:
+def causal(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, window: int | None = None
+) -> np.ndarray:
     out = np.zeros_like(q, np.float64)
     B, T, _, D = q.shape
     for b, t in np.ndindex(B, T):
@@ -45,7 +49,9 @@ def test_no_cache_is_causal_attention(window: int | None, scale: float | None) -
     np.testing.assert_allclose(out, causal(q, k, v, scale or 16**-0.5, window), atol=1e-5)
 
 
-@pytest.mark.parametrize("policy", [kvjax.Full(), dataclasses.replace(BASE, budget=300)], ids=["full", "fier"])
+@pytest.mark.parametrize(
+    "policy", [kvjax.Full(), dataclasses.replace(BASE, budget=300)], ids=["full", "fier"]
+)
 def test_sliding_window_in_prompt_and_decoding(policy: kvjax.Policy) -> None:
     tokens, lengths, window = drive.random_tokens(SPEC), np.array([150, 3, 61]), 40
     call = jax.jit(functools.partial(kvjax.attention_info, window=window))
@@ -75,7 +81,9 @@ def test_fresh_prompt_equals_a_prompt_on_an_empty_cache() -> None:
     tokens = drive.random_tokens(SPEC)
     prompt = tokens.at(np.arange(48)[None].repeat(3, 0))
     empty = kvjax.init_layer(BASE, SPEC)
-    (a, cache_a), (b, cache_b) = (attend(empty, *prompt, first_chunk=first_chunk) for first_chunk in (True, False))
+    (a, cache_a), (b, cache_b) = (
+        attend(empty, *prompt, first_chunk=first_chunk) for first_chunk in (True, False)
+    )
     np.testing.assert_allclose(a, b, atol=1e-6)
     jax.tree.map(np.testing.assert_array_equal, cache_a, cache_b)
 
@@ -95,7 +103,9 @@ def test_one_trace_over_300_steps_with_flushes() -> None:
     cache, tokens, traces = kvjax.init(BASE, spec, layers=2), drive.random_tokens(spec), []
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def step(cache: kvjax.Cache, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[kvjax.Cache, jax.Array]:
+    def step(
+        cache: kvjax.Cache, q: jax.Array, k: jax.Array, v: jax.Array
+    ) -> tuple[kvjax.Cache, jax.Array]:
         traces.append(1)
         cache = kvjax.flush(cache)
         layers = []
@@ -130,7 +140,14 @@ TRACED: list[str] = []
 
 @pytest.mark.parametrize("store", [kvjax.Dense(), kvjax.HostOffload()], ids=["dense", "host"])
 def test_equal_layers_are_traced_once(store: kvjax.Store) -> None:
-    policy = Traced(selector=kvjax.Exact(), store=store, budget=16, sink=4, local=4, demote=kvjax.Fifo(leave=8))
+    policy = Traced(
+        selector=kvjax.Exact(),
+        store=store,
+        budget=16,
+        sink=4,
+        local=4,
+        demote=kvjax.Fifo(leave=8),
+    )
     cache = kvjax.init(policy, SPEC, layers=3)
     q, k, v = (jnp.asarray(a) for a in draw(SPEC.batch, 1, SPEC.q_heads, SPEC.kv_heads))
 
@@ -151,7 +168,9 @@ def test_step_without_flush_drops_and_says_so() -> None:
     step = jax.jit(functools.partial(kvjax.attention, flush=False))
     for i in range(4 + 24 + 31 + 1):
         _, cache = step(cache, *tokens.at(np.full((3, 1), i)))
-    with pytest.raises(RuntimeError, match=r"rows \[0, 1, 2\] dropped tokens.*flush was not called"):
+    with pytest.raises(
+        RuntimeError, match=r"rows \[0, 1, 2\] dropped tokens.*flush was not called"
+    ):
         kvjax.raise_on_overflow(cache)
     assert cache.length.tolist() == [59] * 3
 
@@ -166,7 +185,9 @@ def test_a_cache_can_promise_that_nothing_is_full() -> None:
     assert any_full(cache.layers[0])
     with flushed():
         assert kvjax.flush(cache) is cache
-        _, layer = attend(cache.layers[0], *tokens.at(np.full((3, 1), 59)))  # `attend` is jitted, and traced again
+        _, layer = attend(
+            cache.layers[0], *tokens.at(np.full((3, 1), 59))
+        )  # `attend` is jitted, and traced again
         assert kvjax.flush(layer) is layer
     assert layer.state.overflow.all()  # the promise was false
     _, layer = attend(cache.layers[0], *tokens.at(np.full((3, 1), 59)))
@@ -211,7 +232,10 @@ def test_cache_of_another_size_is_named() -> None:
     ("change", "message"),
     [
         ({"lengths": np.array([1, 2, 3])}, r"lengths must have shape \[B=2\], got \[3\]"),
-        ({"lengths": np.array([1.0, 2.0])}, r"lengths must be integers, got float.*; convert it with jnp\.asarray"),
+        (
+            {"lengths": np.array([1.0, 2.0])},
+            r"lengths must be integers, got float.*; convert it with jnp\.asarray",
+        ),
         ({"active": np.array([True, False])}, r"active is for decode steps \(T=1\), got T=5"),
         ({"window": 0}, r"window=.*at least 1, got 0"),
     ],
@@ -223,7 +247,9 @@ def test_settings_that_mean_nothing_are_refused(change: dict, message: str) -> N
 
 def test_heads_that_do_not_divide_are_named() -> None:
     q, k, v = draw(N=5)
-    with pytest.raises(ValueError, match=r"q has N=5 heads, which must be a multiple of k's K=2 kv heads"):
+    with pytest.raises(
+        ValueError, match=r"q has N=5 heads, which must be a multiple of k's K=2 kv heads"
+    ):
         kvjax.attention(None, q, k, v)
 
 
@@ -253,10 +279,14 @@ def test_bytes_a_token_are_what_the_arrays_take() -> None:
     spec = dataclasses.replace(SPEC, batch=1, capacity=4096, dtype=jnp.bfloat16)
     policy = kvjax.presets.fier(budget=64).rest
     layer = kvjax.init_layer(policy, spec)
-    stored = kvjax.memory.nbytes((layer.state.store, layer.state.index)).device - 4  # without the count
+    stored = (
+        kvjax.memory.nbytes((layer.state.store, layer.state.index)).device - 4
+    )  # without the count
     assert stored / layer.state.store.slots == policy.bytes_per_token(spec)
     full = kvjax.init_layer(kvjax.Full(), spec)
-    assert kvjax.memory.nbytes(full.state.tokens).device - 4 == 4096 * kvjax.Full().bytes_per_token(spec)
+    assert kvjax.memory.nbytes(
+        full.state.tokens
+    ).device - 4 == 4096 * kvjax.Full().bytes_per_token(spec)
 
 
 def test_bytes_are_counted_where_they_lie() -> None:
@@ -269,17 +299,25 @@ def test_a_plain_list_of_policies_is_one_for_each_layer() -> None:
     spec = dataclasses.replace(SPEC, head_dim=32)
     cache = kvjax.init(policies, spec, layers=3)
     assert [layer.policy for layer in cache.layers] == policies
-    assert jax.tree.structure(cache) == jax.tree.structure(kvjax.init(tuple(policies), spec, layers=3))
-    with pytest.raises(ValueError, match=r"init got 3 policies for layers=4; give one for each layer"):
+    assert jax.tree.structure(cache) == jax.tree.structure(
+        kvjax.init(tuple(policies), spec, layers=3)
+    )
+    with pytest.raises(
+        ValueError, match=r"init got 3 policies for layers=4; give one for each layer"
+    ):
         kvjax.init(policies, spec, layers=4)
-    with pytest.raises(ValueError, match=r"init\(policy=\.\.\.\)\[1\] must be a policy, got the string 'fier'"):
+    with pytest.raises(
+        ValueError, match=r"init\(policy=\.\.\.\)\[1\] must be a policy, got the string 'fier'"
+    ):
         kvjax.init([BASE, "fier"], spec, layers=2)  # type: ignore[list-item]
 
 
 def test_one_token_of_prompt_is_read_exactly_by_name() -> None:
     """And by selection as a step."""
     tokens, n = drive.random_tokens(SPEC), np.array([150, 150, 150])
-    cache, _ = drive.fill(kvjax.init_layer(dataclasses.replace(BASE, budget=32), SPEC), tokens, n)
+    cache, _ = drive.fill(
+        kvjax.init_layer(dataclasses.replace(BASE, budget=32), SPEC), tokens, n
+    )
     out, after = jax.jit(kvjax.prefill)(cache, *tokens.at(n[:, None]))
     want = dense(tokens.q[0, 150], tokens.k[0, :151], tokens.v[0, :151])
     np.testing.assert_allclose(out[0, 0], want, atol=1e-5)
@@ -293,10 +331,15 @@ def test_steps_within_the_room_can_be_taken_back(policy: str) -> None:
     made: kvjax.Policy = kvjax.Compressed(store=kvjax.Dense(), demote=kvjax.Fifo(leave=8))
     if policy == "sampled":
         hashing = kvjax.SimHash(bits=2, tables=8, learn=8)
-        made = kvjax.Sampled(hashing=hashing, budget=60, sink=0, local=1, demote=kvjax.Fifo(leave=8))
+        made = kvjax.Sampled(
+            hashing=hashing, budget=60, sink=0, local=1, demote=kvjax.Fifo(leave=8)
+        )
     spec = dataclasses.replace(SPEC, batch=2, capacity=64)
     cache = kvjax.init_layer(made, spec)
-    qkv = [np.ones((2, 6, n, spec.head_dim), np.float32) for n in (spec.q_heads, spec.kv_heads, spec.kv_heads)]
+    qkv = [
+        np.ones((2, 6, n, spec.head_dim), np.float32)
+        for n in (spec.q_heads, spec.kv_heads, spec.kv_heads)
+    ]
     _, cache = kvjax.prefill(cache, *qkv, lengths=[6, 6])
     room = np.asarray(kvjax.room(cache))
     assert (room < 4).all()
@@ -308,16 +351,21 @@ def test_rollback_out_of_reach_is_refused_or_reported() -> None:
     tokens, n = drive.random_tokens(SPEC), np.array([150, 20, 0])
     cache, _ = drive.fill(kvjax.init_layer(BASE, SPEC), tokens, n)
     with pytest.raises(
-        ValueError, match=r"rollback of row 0 to 3 tokens: it holds 150, and can go back to 123.*kvjax.room says"
+        ValueError,
+        match=r"rollback of row 0 to 3 tokens: it holds 150, and can go back to 123.*kvjax.room says",
     ):
         kvjax.rollback(cache, jnp.array([3, 20, 0]))
-    with pytest.raises(ValueError, match=r"rollback of row 1 to 21 tokens: it holds 20, and can go back to 0"):
+    with pytest.raises(
+        ValueError, match=r"rollback of row 1 to 21 tokens: it holds 20, and can go back to 0"
+    ):
         kvjax.rollback(cache, [150, 21, 0])
     with pytest.raises(ValueError, match=r"lengths=\.\.\.\) must be integers \[B=3\]"):
         kvjax.rollback(cache, [1])
     after = jax.jit(kvjax.rollback)(cache, jnp.array([3, 7, 0]))
     assert after.length.tolist() == [150, 7, 0]
-    with pytest.raises(RuntimeError, match=r"rows \[0\].*rollback got a length that is out of reach"):
+    with pytest.raises(
+        RuntimeError, match=r"rows \[0\].*rollback got a length that is out of reach"
+    ):
         kvjax.raise_on_overflow(after)
     assert kvjax.room(cache).tolist() == [5, 39, 59]
 
@@ -330,7 +378,9 @@ def test_rollback_out_of_reach_is_refused_or_reported() -> None:
 def test_policies_that_forget_refuse_a_rollback(policy: kvjax.Policy) -> None:
     cache = kvjax.init_layer(policy, SPEC)
     for verb in (kvjax.room, lambda cache: kvjax.rollback(cache, [0, 0, 0])):
-        with pytest.raises(ValueError, match=r"needs a policy that can take back tokens.*use Full, Retrieval"):
+        with pytest.raises(
+            ValueError, match=r"needs a policy that can take back tokens.*use Full, Retrieval"
+        ):
             verb(cache)
 
 
@@ -340,7 +390,9 @@ def test_policies_that_forget_refuse_a_rollback(policy: kvjax.Policy) -> None:
     [BASE, kvjax.Full(), kvjax.presets.kivi().rest, kvjax.presets.tova(64).rest],
     ids=lambda p: type(p).__name__,
 )
-def test_the_most_tokens_of_a_call_are_as_many_steps(policy: kvjax.Policy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_most_tokens_of_a_call_are_as_many_steps(
+    policy: kvjax.Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The law takes 5 at a time; here a chunk leaves the recent block within 16."""
     monkeypatch.setattr(_steps, "STEPS", MOST_STEPS)
     check_policy(policy, SPEC, laws=["decode_equals_single_steps"]).raise_for_failures()
@@ -350,24 +402,42 @@ def test_decode_says_what_it_takes() -> None:
     cache = kvjax.init_layer(kvjax.Full(), SPEC)
     q, k, v = draw(B=3, T=17, N=8)
     with pytest.raises(
-        ValueError, match=r"decode takes 1 to 16 tokens per row, got T=17; read a prompt with kvjax.prefill"
+        ValueError,
+        match=r"decode takes 1 to 16 tokens per row, got T=17; read a prompt with kvjax.prefill",
     ):
         kvjax.decode(cache, q, k, v)
     with pytest.raises(
-        ValueError, match=r"decode takes a kvjax.LayerCache, got .*; kvjax.generation.decode takes a model"
+        ValueError,
+        match=r"decode takes a kvjax.LayerCache, got .*; kvjax.generation.decode takes a model",
     ):
         kvjax.decode(lambda tokens: None, q, k, v)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"prefill takes a kvjax.LayerCache, got None; kvjax.init_layer makes one"):
+    with pytest.raises(
+        ValueError,
+        match=r"prefill takes a kvjax.LayerCache, got None; kvjax.init_layer makes one",
+    ):
         kvjax.prefill(None, q, k, v)  # type: ignore[arg-type]
 
 
 def test_a_prompt_read_between_the_steps_of_others_joins_them_as_if_read_alone() -> None:
-    policy = kvjax.Retrieval(selector=kvjax.Fier(group=8), budget=16, sink=2, local=4, demote=kvjax.Fifo(leave=8))
-    spec = kvjax.CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=64, dtype=jnp.float32)
+    policy = kvjax.Retrieval(
+        selector=kvjax.Fier(group=8), budget=16, sink=2, local=4, demote=kvjax.Fifo(leave=8)
+    )
+    spec = kvjax.CacheSpec(
+        batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=64, dtype=jnp.float32
+    )
     attention, insert = jax.jit(kvjax.attention), jax.jit(kvjax.insert)
-    prompt = [jax.random.normal(jax.random.key(i), (1, 36, heads, 16)) for i, heads in enumerate((4, 2, 2))]
-    steps = [jax.random.normal(jax.random.key(i), (2, 8, heads, 16)) for i, heads in enumerate((4, 2, 2))]
-    running, request = kvjax.init_layer(policy, spec), kvjax.init_layer(policy, dataclasses.replace(spec, batch=1))
+    prompt = [
+        jax.random.normal(jax.random.key(i), (1, 36, heads, 16))
+        for i, heads in enumerate((4, 2, 2))
+    ]
+    steps = [
+        jax.random.normal(jax.random.key(i), (2, 8, heads, 16))
+        for i, heads in enumerate((4, 2, 2))
+    ]
+    running, request = (
+        kvjax.init_layer(policy, spec),
+        kvjax.init_layer(policy, dataclasses.replace(spec, batch=1)),
+    )
     alone = running
     for t in range(3):
         _, request = attention(request, *(a[:, 12 * t : 12 * t + 12] for a in prompt))
@@ -389,7 +459,9 @@ def test_a_prompt_read_between_the_steps_of_others_joins_them_as_if_read_alone()
 def test_truncate_says_why_it_cannot_shorten_a_cache() -> None:
     spec = kvjax.CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=32, capacity=256)
     refused = {
-        kvjax.Evicting(evictor=kvjax.Sliding(), budget=32): r"truncate needs a policy that can shorten its cache",
+        kvjax.Evicting(
+            evictor=kvjax.Sliding(), budget=32
+        ): r"truncate needs a policy that can shorten its cache",
         kvjax.presets.logquant().rest: r"LogSparse\(.*forgets the order of tokens",
         kvjax.presets.kivi().rest: r"Quantized\(.*does not return keys and values unchanged",
     }

@@ -34,7 +34,9 @@ OTHERS = {
     "adakv": Case(kvjax.presets.adakv(budget=200).rest),
     "duo": Case(
         kvjax.PerHead(
-            heads=(1,), selected=kvjax.Full(), others=kvjax.Evicting(evictor=kvjax.Sliding(sink=4), budget=200)
+            heads=(1,),
+            selected=kvjax.Full(),
+            others=kvjax.Evicting(evictor=kvjax.Sliding(sink=4), budget=200),
         )
     ),
 }
@@ -61,12 +63,20 @@ def by_hand(q, k, v, sinks, scale=SCALE, cap=CAP):
 def test_prompts_and_steps_are_attention_by_hand(name):
     case = (CASES | OTHERS)[name]
     policy, spec = attending_to_all(case.policy, case.spec), case.spec
-    tokens, sinks = random_tokens(spec, 3), np.linspace(-1.0, 4.0, spec.q_heads).astype(np.float32)
+    tokens, sinks = (
+        random_tokens(spec, 3),
+        np.linspace(-1.0, 4.0, spec.q_heads).astype(np.float32),
+    )
     how = {"scale": SCALE, "soft_cap": CAP, "sinks": sinks}
     cache, done, outs = new_cache(policy, spec), 0, []
     for count, size in CALLS:
-        at, lengths = np.broadcast_to(done + np.arange(size), (spec.batch, size)), np.full(spec.batch, count)
-        out, cache = (steps if size == 3 else run)(cache, *tokens.at(at), lengths=lengths, **how)
+        at, lengths = (
+            np.broadcast_to(done + np.arange(size), (spec.batch, size)),
+            np.full(spec.batch, count),
+        )
+        out, cache = (steps if size == 3 else run)(
+            cache, *tokens.at(at), lengths=lengths, **how
+        )
         outs.append(np.asarray(out, np.float32)[:, :count])
         done += count
     out, b = np.concatenate(outs, axis=1), spec.batch - 1
@@ -75,7 +85,11 @@ def test_prompts_and_steps_are_attention_by_hand(name):
         before = t // CHUNK * CHUNK if t < 85 else t
         k, v = as_stored(policy, spec, tokens.k[b, : t + 1], tokens.v[b, : t + 1], before)
         np.testing.assert_allclose(
-            out[b, t], by_hand(tokens.q[b, t], k, v, sinks), atol=allowed, rtol=0, err_msg=str(t)
+            out[b, t],
+            by_hand(tokens.q[b, t], k, v, sinks),
+            atol=allowed,
+            rtol=0,
+            err_msg=str(t),
         )
 
 
@@ -95,11 +109,18 @@ def test_the_calls_of_a_step_take_both():
 @pytest.mark.parametrize("name", ["full", "fier with sink and window"])
 def test_rows_that_share_a_prefix_take_both(name):
     spec, policy = CASES["full"].spec, CASES[name].policy
-    how = {"scale": SCALE, "soft_cap": CAP, "sinks": np.linspace(-1.0, 4.0, spec.q_heads).astype(np.float32)}
+    how = {
+        "scale": SCALE,
+        "soft_cap": CAP,
+        "sinks": np.linspace(-1.0, 4.0, spec.q_heads).astype(np.float32),
+    }
     tokens = vars(random_tokens(spec, 3)).values()
     row = new_cache(policy, dataclasses.replace(spec, batch=1))
     row = run(row, *(a[:1, :120] for a in tokens), **how)[1]
-    shared, apart = kvjax.cache.prefixes.fork(row, spec.batch, new_tokens=8), kvjax.take_rows(row, [0] * spec.batch)
+    shared, apart = (
+        kvjax.cache.prefixes.fork(row, spec.batch, new_tokens=8),
+        kvjax.take_rows(row, [0] * spec.batch),
+    )
     for verb, step in ((run, slice(120, 121)), (steps, slice(121, 124))):
         got, shared = verb(shared, *(a[:, step] for a in tokens), **how)
         want, apart = verb(apart, *(a[:, step] for a in tokens), **how)
@@ -148,7 +169,9 @@ def test_gradients_are_those_of_attention_by_hand():
     want = jax.grad(plain, argnums=(0, 1, 2, 3))(*qkv, sinks)
     for name in ("full", "fier with sink and window"):
         policy = attending_to_all(CASES[name].policy, spec)
-        got = jax.jit(jax.grad(ours, argnums=(0, 1, 2, 3)), static_argnums=4)(*qkv, sinks, policy)
+        got = jax.jit(jax.grad(ours, argnums=(0, 1, 2, 3)), static_argnums=4)(
+            *qkv, sinks, policy
+        )
         for a, b in zip(got, want, strict=True):
             np.testing.assert_allclose(a, b, atol=2e-5, err_msg=name)
 
@@ -156,7 +179,9 @@ def test_gradients_are_those_of_attention_by_hand():
 def test_a_capped_scale_is_no_plain_factor():
     assert CappedScale(0.5, 2.0) not in (0.5, CappedScale(0.5, 3.0))
     assert {CappedScale(0.5, 2.0): 1}[CappedScale(0.5, 2.0)] == 1
-    np.testing.assert_allclose(scaled(jnp.array(3.0), CappedScale(0.5, 2.0)), 2 * np.tanh(0.75), rtol=1e-6)
+    np.testing.assert_allclose(
+        scaled(jnp.array(3.0), CappedScale(0.5, 2.0)), 2 * np.tanh(0.75), rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -187,7 +212,9 @@ def test_a_kernel_says_what_it_does_not_take():
     zone = Block(k, jax.ShapeDtypeStruct((2, 2, 128, 32), jnp.bfloat16), count)
     active = jax.ShapeDtypeStruct((2,), bool)
     for op in (kvjax.ops.put_token, kvjax.ops.put_tokens):
-        assert "values like keys" in (op.unsupported([zone], token, narrow, active, active) or "")
+        assert "values like keys" in (
+            op.unsupported([zone], token, narrow, active, active) or ""
+        )
 
 
 @pytest.mark.parametrize("name", ["full", "fier with sink and window"])
@@ -198,21 +225,30 @@ def test_values_may_have_another_size_than_keys(name):
     q, k, v = tokens.q, tokens.k, tokens.v[..., :8]
     cache, done, outs = new_cache(policy, spec), 0, []
     for count, size in CALLS[:3] + CALLS[4:]:
-        given, lengths = (a[:, done : done + size] for a in (q, k, v)), np.full(spec.batch, count)
+        given, lengths = (
+            (a[:, done : done + size] for a in (q, k, v)),
+            np.full(spec.batch, count),
+        )
         out, cache = (steps if size == 3 else run)(cache, *given, lengths=lengths)
         outs.append(np.asarray(out)[:, :count])
         done += count
     out = np.concatenate(outs, axis=1)
     assert out.shape == (3, done, 8, 8)
     for t in (0, CHUNK - 1, CHUNK, 84, 85, 86, 88):
-        want = by_hand(q[1, t], k[1, : t + 1], v[1, : t + 1], np.full(8, -1e30), scale=0.25, cap=1e9)
+        want = by_hand(
+            q[1, t], k[1, : t + 1], v[1, : t + 1], np.full(8, -1e30), scale=0.25, cap=1e9
+        )
         np.testing.assert_allclose(out[1, t], want, atol=2e-5, err_msg=f"position {t}")
 
 
 @pytest.mark.parametrize("name", ["kivi", "h2o", "pages in host memory"])
 def test_policies_that_need_values_like_keys_say_so(name):
-    with pytest.raises(ValueError, match=r"value_dim=8, head_dim=16.*only kvjax.Full, and kvjax.Retrieval"):
-        kvjax.init_layer((CASES | OTHERS)[name].policy, dataclasses.replace(CASES["full"].spec, value_dim=8))
+    with pytest.raises(
+        ValueError, match=r"value_dim=8, head_dim=16.*only kvjax.Full, and kvjax.Retrieval"
+    ):
+        kvjax.init_layer(
+            (CASES | OTHERS)[name].policy, dataclasses.replace(CASES["full"].spec, value_dim=8)
+        )
 
 
 def test_layers_with_a_window_need_no_more_than_their_window():
@@ -230,7 +266,10 @@ def test_layers_with_a_window_need_no_more_than_their_window():
     model = kvjax.models.Decoder(config)
     text, logits, sizes = jax.random.randint(jax.random.key(0), (2, 40), 0, 50), [], []
     call = jax.jit(lambda model, tokens, cache: model(tokens, cache))
-    for policies in (kvjax.presets.full(), kvjax.presets.windowed(kvjax.presets.full(), config.windows)):
+    for policies in (
+        kvjax.presets.full(),
+        kvjax.presets.windowed(kvjax.presets.full(), config.windows),
+    ):
         cache, outs = kvjax.init(policies, model.spec(2, 64), layers=3), []
         for part in (slice(0, 15), slice(15, 30), *(slice(i, i + 1) for i in range(30, 40))):
             out, cache = call(model, text[:, part], cache)

@@ -35,7 +35,11 @@ def start(folder="None", *, least=0.0, before="", **env):
     code = PROGRAM.format(folder=folder, least=least, before=before)
     env = {**os.environ, "JAX_PLATFORMS": "cpu", **env}
     return subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env,
     )
 
 
@@ -99,7 +103,9 @@ def test_the_folder_is_in_the_users_cache_folder(settings):
     folder = compiling.use_compilation_cache()
     assert folder.is_relative_to(settings / "kvjax" / "programs")
     assert str(folder) == jax.config.jax_compilation_cache_dir
-    assert compiling.use_compilation_cache(settings / "another") == folder, "the first one stays"
+    assert compiling.use_compilation_cache(settings / "another") == folder, (
+        "the first one stays"
+    )
 
 
 def test_a_folder_that_jax_was_told_stays(settings):
@@ -108,8 +114,12 @@ def test_a_folder_that_jax_was_told_stays(settings):
     assert jax.config.jax_persistent_cache_min_compile_time_secs == 1.0
 
 
-@pytest.mark.parametrize("errno", ["Read-only file system", "No space left on device", "Disk quota exceeded"])
-def test_a_folder_that_cannot_be_written_is_read_and_told_once(settings, monkeypatch, caplog, errno):
+@pytest.mark.parametrize(
+    "errno", ["Read-only file system", "No space left on device", "Disk quota exceeded"]
+)
+def test_a_folder_that_cannot_be_written_is_read_and_told_once(
+    settings, monkeypatch, caplog, errno
+):
     def refuse(*_, **__):
         raise OSError(28, errno)
 
@@ -161,7 +171,9 @@ def whole(run, *, size=3, by=2, plus=1):
     """Compiles it for f32[size] as a process that has traced nothing would, and runs it."""
     jax.clear_caches()
     with compiling.whole_programs():
-        compiling.Program(run, (jax.ShapeDtypeStruct((size,), jnp.float32),), {"by": by}).compile()
+        compiling.Program(
+            run, (jax.ShapeDtypeStruct((size,), jnp.float32),), {"by": by}
+        ).compile()
         found = run(jnp.arange(size, dtype=jnp.float32), by=by)["a"]
         np.testing.assert_array_equal(found, by * np.arange(size) + plus)
 
@@ -201,14 +213,22 @@ def test_a_whole_program_is_read_without_tracing_and_run_for_its_arguments_alone
     assert traced == [2]
     with compiling.whole_programs():
         compiling.Program(run, (np.zeros(3, np.float32),), {"by": 2}).compile()
-        for x, by in ((np.ones(3, np.float32), 4), (np.ones(2, np.float32), 2), (np.ones(3, np.int32), 2)):
+        for x, by in (
+            (np.ones(3, np.float32), 4),
+            (np.ones(2, np.float32), 2),
+            (np.ones(3, np.int32), 2),
+        ):
             np.testing.assert_array_equal(run(x, by=by)["a"], by * x + 1)
         assert traced == [2, 4, 2, 2]
-        np.testing.assert_array_equal(jax.jit(lambda x: run(x, by=2)["a"])(np.ones(3, np.float32)), [3, 3, 3])
+        np.testing.assert_array_equal(
+            jax.jit(lambda x: run(x, by=2)["a"])(np.ones(3, np.float32)), [3, 3, 3]
+        )
     assert traced == [2, 4, 2, 2, 2]
 
 
-def test_after_an_upgrade_that_leaves_a_program_one_process_traces_it_and_none_compiles_it(kept, monkeypatch, caplog):
+def test_after_an_upgrade_that_leaves_a_program_one_process_traces_it_and_none_compiles_it(
+    kept, monkeypatch, caplog
+):
     # XLA for CPUs writes an executable that it has read without its functions, so that one must not be written again.
     traced = []
     run = affine(traced)
@@ -216,7 +236,9 @@ def test_after_an_upgrade_that_leaves_a_program_one_process_traces_it_and_none_c
     before = entries(kept)
     assert len(before) == 1
     (small,) = kept.glob("*-whole")
-    assert small.stat().st_size < next(iter(before)).stat().st_size, "no executable is kept twice"
+    assert small.stat().st_size < next(iter(before)).stat().st_size, (
+        "no executable is kept twice"
+    )
     for version in range(3):
         monkeypatch.setattr(compiling, "_sources", lambda version=version: str(version))
         for _ in range(3):
@@ -263,12 +285,16 @@ def test_a_program_of_the_same_text_is_given_its_own_arguments(kept, monkeypatch
     x, y = jnp.zeros(3), jnp.ones(3)
     for _ in range(3):
         for function in (first, second):
-            monkeypatch.setattr(compiling, "_sources", lambda function=function: str(id(function)))
+            monkeypatch.setattr(
+                compiling, "_sources", lambda function=function: str(id(function))
+            )
             jax.clear_caches()
             run = compiling.Jitted(function)
             with compiling.whole_programs():
                 compiling.Program(run, (x, y), {}).compile()
-                np.testing.assert_allclose(run(x, y)["a"], np.sin(x if function is first else y), rtol=1e-6)
+                np.testing.assert_allclose(
+                    run(x, y)["a"], np.sin(x if function is first else y), rtol=1e-6
+                )
     assert len(entries(kept)) == 1
 
 
@@ -338,7 +364,12 @@ def test_a_damaged_whole_program_costs_one_line_and_the_time_to_trace(kept, capl
     (file,) = kept.glob("*-whole")
     data = file.read_bytes()
     file.write_bytes(
-        {"cut": data[:-99], "empty": b"", "text": b"not a program", "pickle": pickle.dumps((1, 2, 3))}[damage]
+        {
+            "cut": data[:-99],
+            "empty": b"",
+            "text": b"not a program",
+            "pickle": pickle.dumps((1, 2, 3)),
+        }[damage]
     )
     with caplog.at_level(logging.WARNING, "kvjax"):
         whole(run)
@@ -365,9 +396,14 @@ def test_a_damaged_entry_of_jax_costs_one_line_and_is_replaced(keeping, caplog, 
     assert line.startswith("a program could not be read in ")
 
 
-def test_a_folder_that_cannot_be_written_still_gives_the_program(settings, tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_written_still_gives_the_program(
+    settings, tmp_path, monkeypatch
+):
     folder = compiling.use_compilation_cache(tmp_path)
-    monkeypatch.setattr("pathlib.Path.write_bytes", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+    monkeypatch.setattr(
+        "pathlib.Path.write_bytes",
+        lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")),
+    )
     traced = []
     whole(affine(traced))
     assert traced == [2]
@@ -396,7 +432,9 @@ def test_what_was_found_once_is_remembered_for_the_same_code(settings, tmp_path,
     monkeypatch.setattr(compiling, "_sources", lambda: "another version")
     compiling.remembered(find, 2, "a")
     assert len(made) == 5
-    monkeypatch.setattr(compiling, "_write", lambda *_: (_ for _ in ()).throw(PermissionError()))
+    monkeypatch.setattr(
+        compiling, "_write", lambda *_: (_ for _ in ()).throw(PermissionError())
+    )
     compiling.remembered(find, 3, "a")
     assert compiling.remembered(find, 3, "a")
     assert len(made) == 7

@@ -16,7 +16,18 @@ def test_on_eight_devices(request: pytest.FixtureRequest) -> None:
     if half := request.config.getoption("--half"):
         given.append(f"--half={half}")
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "tests/devices", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *given],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "tests/devices",
+            "-q",
+            "-p",
+            "no:xdist",
+            "-p",
+            "no:cacheprovider",
+            *given,
+        ],
         cwd=ROOT,
         env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
         capture_output=True,

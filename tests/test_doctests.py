@@ -17,7 +17,11 @@ LONG = "kvjax.evaluate.comparison"
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.thorough) if name == LONG else name for name in modules()]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.thorough) if name == LONG else name
+        for name in modules()
+    ],
 )
 def test_examples_of(name):
     try:

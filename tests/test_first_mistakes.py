@@ -22,9 +22,17 @@ import kvjax
 from kvjax import models, presets
 from kvjax.generation import decode, prefill
 
-SPEC = kvjax.CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=64, dtype="float32")
+SPEC = kvjax.CacheSpec(
+    batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=64, dtype="float32"
+)
 CONFIG = models.DecoderConfig(
-    vocab_size=50, hidden_size=32, intermediate_size=48, layers=2, q_heads=4, kv_heads=2, head_dim=16
+    vocab_size=50,
+    hidden_size=32,
+    intermediate_size=48,
+    layers=2,
+    q_heads=4,
+    kv_heads=2,
+    head_dim=16,
 )
 
 
@@ -45,7 +53,12 @@ def qkv(T: int = 3, B: int = 2, dtype: Any = np.float32) -> tuple[Any, Any, Any]
 
 
 RETRIEVAL = kvjax.Retrieval(
-    selector=kvjax.Fier(group=8), budget=24, sink=2, local=8, demote=kvjax.Fifo(leave=8), dense_below=0
+    selector=kvjax.Fier(group=8),
+    budget=24,
+    sink=2,
+    local=8,
+    demote=kvjax.Fifo(leave=8),
+    dense_below=0,
 )
 
 
@@ -54,12 +67,16 @@ def mesh() -> jax.sharding.Mesh:
 
 
 def shared(heads: Any) -> kvjax.Cache:
-    policies = kvjax.share_selections(presets.fier(24, group=8, chunk=8, dense_capacity=0), share=2, heads=heads)
+    policies = kvjax.share_selections(
+        presets.fier(24, group=8, chunk=8, dense_capacity=0), share=2, heads=heads
+    )
     return kvjax.init(policies, SPEC, layers=4)
 
 
 def insert(row: Any) -> kvjax.LayerCache:
-    return kvjax.insert(layer(), kvjax.init_layer(kvjax.Full(), dataclasses.replace(SPEC, batch=1)), row)
+    return kvjax.insert(
+        layer(), kvjax.init_layer(kvjax.Full(), dataclasses.replace(SPEC, batch=1)), row
+    )
 
 
 class HalfASelector:
@@ -148,9 +165,18 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: presets.find("FIER"),
         r"unknown cache 'FIER'; did you mean 'fier'\? There",
     ),
-    "an unknown preset near another": (lambda: presets.find("pariskw"), "did you mean 'pariskv'"),
-    "an unknown preset with a dash": (lambda: presets.find("streaming-llm"), "did you mean 'streaming_llm'"),
-    "an unknown preset near none": (lambda: presets.find("lru"), "unknown cache 'lru'; there are full, fier, "),
+    "an unknown preset near another": (
+        lambda: presets.find("pariskw"),
+        "did you mean 'pariskv'",
+    ),
+    "an unknown preset with a dash": (
+        lambda: presets.find("streaming-llm"),
+        "did you mean 'streaming_llm'",
+    ),
+    "an unknown preset near none": (
+        lambda: presets.find("lru"),
+        "unknown cache 'lru'; there are full, fier, ",
+    ),
     "a number of layers that is none": (
         lambda: kvjax.init(kvjax.Full(), SPEC, layers=0),
         r"init\(layers=\.\.\.\) must be at least 1, got 0",
@@ -184,9 +210,18 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: kvjax.attention(None, *(array.tolist() for array in qkv())),  # type: ignore[arg-type]
         r"q must be an array of floats, got a list; convert it with jnp\.asarray",
     ),
-    "integers": (lambda: kvjax.attention(None, *qkv(dtype=np.int32)), r"q must be an array of floats, got int32\[2, 3"),
-    "booleans": (lambda: kvjax.attention(None, *qkv(dtype=bool)), r"q must be an array of floats, got bool"),
-    "complex": (lambda: kvjax.attention(None, *qkv(dtype=np.complex64)), r"q must be .* got complex64"),
+    "integers": (
+        lambda: kvjax.attention(None, *qkv(dtype=np.int32)),
+        r"q must be an array of floats, got int32\[2, 3",
+    ),
+    "booleans": (
+        lambda: kvjax.attention(None, *qkv(dtype=bool)),
+        r"q must be an array of floats, got bool",
+    ),
+    "complex": (
+        lambda: kvjax.attention(None, *qkv(dtype=np.complex64)),
+        r"q must be .* got complex64",
+    ),
     "integer values": (
         lambda: kvjax.attention(None, *qkv()[:2], qkv(dtype=np.int8)[2]),
         r"v must be an array of floats, got int8\[2, 3, 2, 16\]; convert it with v\.astype",
@@ -239,9 +274,15 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: jax.jit(lambda scale: kvjax.attention(None, *qkv(), scale=scale)[0])(0.5),
         "must be a Python number, got a traced array",
     ),
-    "no tokens": (lambda: kvjax.attention(None, *qkv(T=0)), "q, k and v have T=0 tokens; give at least one"),
+    "no tokens": (
+        lambda: kvjax.attention(None, *qkv(T=0)),
+        "q, k and v have T=0 tokens; give at least one",
+    ),
     "no tokens with a cache": (lambda: kvjax.attention(layer(), *qkv(T=0)), "T=0 tokens"),
-    "no rows": (lambda: kvjax.attention(None, *qkv(B=0)), "q, k and v have B=0 rows; give at least one"),
+    "no rows": (
+        lambda: kvjax.attention(None, *qkv(B=0)),
+        "q, k and v have B=0 rows; give at least one",
+    ),
     "more real tokens than there are": (
         lambda: kvjax.attention(layer(), *qkv(), lengths=[1, 4]),
         r"lengths must be in \[0, T=3\], got 4",
@@ -279,7 +320,10 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: kvjax.prefill(layer(), qkv()[0], *qkv()[:2]),
         r"k has K=4 but the cache has K=2; give k as it is projected, not repeated for the query heads",
     ),
-    "values of other tokens": (lambda: kvjax.prefill(layer(), *qkv()[:2], qkv(4)[2]), "v has T=4 but q has T=3"),
+    "values of other tokens": (
+        lambda: kvjax.prefill(layer(), *qkv()[:2], qkv(4)[2]),
+        "v has T=4 but q has T=3",
+    ),
     "a prompt without a cache": (
         lambda: kvjax.prefill(None, *qkv()),  # type: ignore[arg-type]
         r"prefill takes a kvjax\.LayerCache, got None; kvjax\.init_layer makes one",
@@ -313,12 +357,18 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: kvjax.rollback(layer(), [20, 0]),
         r"rollback of row 0 to 20 tokens: it holds 0, and can go back to 0",
     ),
-    "back before the start": (lambda: kvjax.rollback(layer(), [-1, 0]), "rollback of row 0 to -1 tokens"),
+    "back before the start": (
+        lambda: kvjax.rollback(layer(), [-1, 0]),
+        "rollback of row 0 to -1 tokens",
+    ),
     "back to one length": (
         lambda: kvjax.rollback(layer(), 3),
         r"rollback\(lengths=\.\.\.\) must be integers \[B=2\], the tokens that each row keeps; got int32\[\]",
     ),
-    "back to text": (lambda: kvjax.rollback(layer(), "x"), r"must be integers \[B=2\], such as \[3, 5\], got 'x'"),
+    "back to text": (
+        lambda: kvjax.rollback(layer(), "x"),
+        r"must be integers \[B=2\], such as \[3, 5\], got 'x'",
+    ),
     "back to nothing": (
         lambda: kvjax.rollback(layer(), None),  # type: ignore[arg-type]
         r"must be integers \[B=2\], such as \[3, 5\], got None",
@@ -327,7 +377,10 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: kvjax.rollback(layer(presets.h2o(16).rest), [0, 0]),
         "rollback needs a policy that can take back tokens, which .* cannot",
     ),
-    "a smaller cache": (lambda: kvjax.grow(layer(), 32), r"grow\(capacity=32\) is below the cache's capacity of 64"),
+    "a smaller cache": (
+        lambda: kvjax.grow(layer(), 32),
+        r"grow\(capacity=32\) is below the cache's capacity of 64",
+    ),
     # ---------------------------------------------------------------------------------- placements, hot sets, sharing
     "a placement on no mesh": (
         lambda: kvjax.Placement(mesh=3),  # type: ignore[arg-type]
@@ -349,7 +402,10 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: layer(dataclasses.replace(RETRIEVAL, store=kvjax.HotSet(tokens=8))),
         r"HotSet\(tokens=8\) is smaller than the 14 tokens that a step selects.*; use at least 14",
     ),
-    "a hot set of no tokens": (lambda: kvjax.HotSet(tokens=0), r"HotSet\(tokens=\.\.\.\) must be at least 1, got 0"),
+    "a hot set of no tokens": (
+        lambda: kvjax.HotSet(tokens=0),
+        r"HotSet\(tokens=\.\.\.\) must be at least 1, got 0",
+    ),
     "a hot set of half pages": (
         lambda: kvjax.HotSet(tokens=12, store=kvjax.HostOffload(page=8)),
         r"holds whole pages of HostOffload\(page=8\); use a multiple of 8",
@@ -388,7 +444,9 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "anchors past the model": (
         lambda: kvjax.init(
-            presets.fier(24, group=8, chunk=8, layers=presets.Layers(dense=2, anchors="2+9")), SPEC, layers=4
+            presets.fier(24, group=8, chunk=8, layers=presets.Layers(dense=2, anchors="2+9")),
+            SPEC,
+            layers=4,
         ),
         "anchors name layer 9, and the model has layers 0 to 3; leave it out",
     ),
@@ -404,7 +462,10 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: shared(heads={9: (0, 1)}),
         "heads name layer 9, and the model has layers",
     ),
-    "heads of a layer that selects": (lambda: shared(heads={2: (0, 1)}), "heads name layer 2, which follows no other"),
+    "heads of a layer that selects": (
+        lambda: shared(heads={2: (0, 1)}),
+        "heads name layer 2, which follows no other",
+    ),
     "heads that are not the layer's": (
         lambda: shared(heads={3: (0, 1, 2)}),
         r"Follower\(heads=\(0, 1, 2\)\) names 3 heads, and the cache has 2 KV heads",
@@ -414,28 +475,53 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
         r"heads must be the KV heads of layers, such as \{3: \(1, 0\)\}, got 'x'",
     ),
     # ---------------------------------------------------------------------------------------- flush, insert, overflow
-    "a row that is no whole number": (lambda: insert(0.5), r"insert\(row=\.\.\.\) must be an integer, got 0\.5"),
+    "a row that is no whole number": (
+        lambda: insert(0.5),
+        r"insert\(row=\.\.\.\) must be an integer, got 0\.5",
+    ),
     "a prefix of another budget": (
         lambda: kvjax.insert(
-            *(layer(presets.h2o(budget, layers=presets.Layers(dense=0)).rest) for budget in (24, 9)), 0
+            *(
+                layer(presets.h2o(budget, layers=presets.Layers(dense=0)).rest)
+                for budget in (24, 9)
+            ),
+            0,
         ),
         r"same layers, policies, capacity and dtype; policy\.budget is 9 in the prefix, 24 in the cache; make it like",
     ),
-    "a row by name": (lambda: insert("x"), r"insert\(row=\.\.\.\) must be an integer, such as 0, got 'x'"),
-    "several rows": (lambda: insert([0]), r"insert\(row=\.\.\.\) must be an integer, got a list"),
+    "a row by name": (
+        lambda: insert("x"),
+        r"insert\(row=\.\.\.\) must be an integer, such as 0, got 'x'",
+    ),
+    "several rows": (
+        lambda: insert([0]),
+        r"insert\(row=\.\.\.\) must be an integer, got a list",
+    ),
     "a model's cache for a row of a layer's": (
         lambda: kvjax.insert(layer(), cache(), 0),  # type: ignore[type-var]
         "two caches of a layer or two of a model, got a LayerCache and for its row a Cache; kvjax.init makes",
     ),
-    "a row that is not there": (lambda: insert(5), "insert got row=5; the cache has rows 0 to 1"),
-    "a donated cache flushed": (lambda: kvjax.flush(donated(cache())), "flush got a cache whose arrays are gone"),
+    "a row that is not there": (
+        lambda: insert(5),
+        "insert got row=5; the cache has rows 0 to 1",
+    ),
+    "a donated cache flushed": (
+        lambda: kvjax.flush(donated(cache())),
+        "flush got a cache whose arrays are gone",
+    ),
     "a donated cache inserted into": (
         lambda: kvjax.insert(donated(cache()), cache(), 0),
         r"insert\(cache=\.\.\.\) got a cache whose arrays are gone",
     ),
     "a policy flushed": (lambda: kvjax.flush(kvjax.Full()), "flush takes a cache, got a Full"),  # type: ignore[type-var]
-    "a donated cache asked for full blocks": (lambda: kvjax.any_full(donated(cache())), "any_full got a cache whose"),
-    "a donated cache asked for overflow": (lambda: kvjax.raise_on_overflow(donated(cache())), "arrays are gone"),
+    "a donated cache asked for full blocks": (
+        lambda: kvjax.any_full(donated(cache())),
+        "any_full got a cache whose",
+    ),
+    "a donated cache asked for overflow": (
+        lambda: kvjax.raise_on_overflow(donated(cache())),
+        "arrays are gone",
+    ),
     "overflow asked for inside jit": (
         lambda: jax.jit(kvjax.raise_on_overflow)(cache()),
         "raise_on_overflow reads flags from the device, .* inside jit; return the cache and call it outside",
@@ -465,7 +551,10 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: decode(model(), donated(cache()), jnp.zeros((2, 50)), max_new_tokens=2),
         "arrays are gone",
     ),
-    "a donated cache for prefill": (lambda: prefill(model(), donated(cache()), [[1, 2], [2, 3]]), "arrays are gone"),
+    "a donated cache for prefill": (
+        lambda: prefill(model(), donated(cache()), [[1, 2], [2, 3]]),
+        "arrays are gone",
+    ),
     "a directory for a model": (
         lambda: kvjax.generate(Path("llama"), cache(), [[1], [2]], max_new_tokens=2),  # type: ignore[arg-type]
         r"model must be a callable pytree, got a \w+; load it first: kvjax\.models\.load\(directory\)\.model",
@@ -475,11 +564,15 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
         r"model must be a callable pytree",
     ),
     "a model that takes only tokens and a cache": (
-        lambda: kvjax.generate(lambda tokens, cache: (tokens, cache), cache(), [[1], [2]], max_new_tokens=2),
+        lambda: kvjax.generate(
+            lambda tokens, cache: (tokens, cache), cache(), [[1], [2]], max_new_tokens=2
+        ),
         r"the model takes no lengths, active, last_logits, first_chunk; add them, as kvjax\.generation\.Model desc",
     ),
     "a model without steps for drafts": (
-        lambda: kvjax.stream(_plain_model, cache(), [[1], [2]], max_new_tokens=2, draft=kvjax.PromptLookup()),
+        lambda: kvjax.stream(
+            _plain_model, cache(), [[1], [2]], max_new_tokens=2, draft=kvjax.PromptLookup()
+        ),
         "the model takes no steps; add it",
     ),
     "a model without info to measure": (
@@ -487,7 +580,9 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
         "the model takes no info; add it",
     ),
     "a model without info to measure steps": (
-        lambda: decode(_plain_model, cache(), jnp.zeros((2, 50)), max_new_tokens=2, measure=True),
+        lambda: decode(
+            _plain_model, cache(), jnp.zeros((2, 50)), max_new_tokens=2, measure=True
+        ),
         "the model takes no info; add it",
     ),
     "one list of tokens for a prompt": (
@@ -497,7 +592,9 @@ ROWS: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-def _plain_model(tokens, cache, *, lengths=None, active=None, last_logits=False, first_chunk=False):
+def _plain_model(
+    tokens, cache, *, lengths=None, active=None, last_logits=False, first_chunk=False
+):
     return tokens, cache
 
 
@@ -534,7 +631,11 @@ def test_numpy_integers_count_tokens() -> None:
 @pytest.mark.parametrize("name", presets.REGISTRY)
 def test_numpy_integers_in_a_policy_are_those_of_python(name: str) -> None:
     make = presets.find(name).make
-    given = {p.name: p.default for p in inspect.signature(make).parameters.values() if type(p.default) is int}
+    given = {
+        p.name: p.default
+        for p in inspect.signature(make).parameters.values()
+        if type(p.default) is int
+    }
     numpy = make(**{key: np.int64(value) for key, value in given.items()})
     assert repr(numpy) == repr(make())  # reprs are part of the keys of results
     assert hash(numpy) == hash(make())
@@ -572,7 +673,9 @@ def test_traced_row_out_of_range_changes_nothing(policy: Any, row: int) -> None:
 
 
 def test_repr_tells_policy_rows_length_and_bytes() -> None:
-    made = kvjax.init(presets.fier(24, group=8, chunk=16, layers=presets.Layers(dense=1)), SPEC, layers=3)
+    made = kvjax.init(
+        presets.fier(24, group=8, chunk=16, layers=presets.Layers(dense=1)), SPEC, layers=3
+    )
     text = repr(made)
     assert text.startswith("Cache(1 x Full() + 2 x Retrieval(selector=Fier(group=8")
     assert "2 rows, length [0, 0] of 64, " in text
@@ -580,7 +683,10 @@ def test_repr_tells_policy_rows_length_and_bytes() -> None:
     assert "array" not in text.lower()
     assert len(text) < 600
     _, filled = jax.jit(kvjax.attention)(made.layers[0], *qkv(), lengths=np.array([3, 1]))
-    assert re.fullmatch(r"LayerCache\(Full\(\); 2 rows, length \[3, 1\] of 64, 32\.0 KiB on the device\)", repr(filled))
+    assert re.fullmatch(
+        r"LayerCache\(Full\(\); 2 rows, length \[3, 1\] of 64, 32\.0 KiB on the device\)",
+        repr(filled),
+    )
 
 
 def test_repr_of_many_rows_gives_shortest_and_longest() -> None:
@@ -650,8 +756,14 @@ def test_every_name_of_the_front_door_is_there() -> None:
 def test_texts_name_what_exists() -> None:
     """Every `kvjax.name` that a docstring, comment or message of the package writes can be reached."""
     root = Path(kvjax.__file__).parent
-    files = [path for folder in (root, *map(Path, models.__path__)) for path in folder.rglob("*.py")]
-    named = {found for file in files for found in re.findall(r"`kvjax\.(\w+(?:\.\w+)*)", file.read_text())}
+    files = [
+        path for folder in (root, *map(Path, models.__path__)) for path in folder.rglob("*.py")
+    ]
+    named = {
+        found
+        for file in files
+        for found in re.findall(r"`kvjax\.(\w+(?:\.\w+)*)", file.read_text())
+    }
     assert len(named) > 10
     for name in sorted(named):
         there: Any = kvjax
@@ -663,17 +775,25 @@ def test_texts_name_what_exists() -> None:
 
 
 def test_import_needs_neither_flax_nor_orbax() -> None:
-    program = "import sys, kvjax; print(sorted({'flax', 'orbax', 'transformers'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    program = (
+        "import sys, kvjax; print(sorted({'flax', 'orbax', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 
 def test_lengths_in_a_list_are_taken_under_jit_too() -> None:
-    _, stored = jax.eval_shape(lambda lengths: kvjax.attention(layer(), *qkv(), lengths=lengths), [1, 2])
+    _, stored = jax.eval_shape(
+        lambda lengths: kvjax.attention(layer(), *qkv(), lengths=lengths), [1, 2]
+    )
     assert stored.length.shape == (2,)
 
 
 def test_a_save_that_cannot_make_its_directory_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match=r"save cannot make the directory .*/file/saves .*; give one to write in"):
+    with pytest.raises(
+        OSError, match=r"save cannot make the directory .*/file/saves .*; give one to write in"
+    ):
         kvjax.save(tmp_path / "file" / "saves", layer())

@@ -13,9 +13,16 @@ from jax import lax
 import kvjax
 
 WIDTH, PROMPT, STEPS = 24, 50, 70
-SPEC = kvjax.CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=PROMPT + STEPS, dtype=jnp.float32)
+SPEC = kvjax.CacheSpec(
+    batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=PROMPT + STEPS, dtype=jnp.float32
+)
 FIER = kvjax.Retrieval(
-    selector=kvjax.Fier(group=8), budget=SPEC.capacity, sink=2, local=8, demote=kvjax.Fifo(leave=16), dense_below=0
+    selector=kvjax.Fier(group=8),
+    budget=SPEC.capacity,
+    sink=2,
+    local=8,
+    demote=kvjax.Fifo(leave=16),
+    dense_below=0,
 )
 POLICIES = pytest.mark.parametrize("policy", [kvjax.Full(), FIER], ids=["full", "fier"])
 
@@ -54,7 +61,9 @@ def nnx_model():
 
 def linen_model():
     module = LinenAttention(SPEC)
-    return jax.tree_util.Partial(module.apply, module.init(jax.random.key(0), jnp.zeros((1, 1, WIDTH))))
+    return jax.tree_util.Partial(
+        module.apply, module.init(jax.random.key(0), jnp.zeros((1, 1, WIDTH)))
+    )
 
 
 MODELS = pytest.mark.parametrize("make", [nnx_model, linen_model], ids=["nnx", "linen"])
@@ -113,7 +122,10 @@ def test_steps_keep_the_structure_of_the_cache_and_consume_it(make, policy):
     before = jax.tree.structure(cache), [(a.shape, a.dtype) for a in jax.tree.leaves(cache)]
     _, filled = prefill(model, cache, x[:, :PROMPT])
     after, _ = decode(model, filled, jnp.swapaxes(x[:, PROMPT:, None], 0, 1))
-    assert (jax.tree.structure(after), [(a.shape, a.dtype) for a in jax.tree.leaves(after)]) == before
+    assert (
+        jax.tree.structure(after),
+        [(a.shape, a.dtype) for a in jax.tree.leaves(after)],
+    ) == before
     for passed in (cache, filled):
         assert all(a.is_deleted() for a in jax.tree.leaves(passed))
 
@@ -136,7 +148,9 @@ def test_the_module_trains_through_the_hook(make):
     if isinstance(model, nnx.Module):
         gradients = nnx.grad(loss)(model)
     else:
-        gradients = jax.grad(lambda params: loss(jax.tree_util.Partial(model.func, params)))(model.args[0])
+        gradients = jax.grad(lambda params: loss(jax.tree_util.Partial(model.func, params)))(
+            model.args[0]
+        )
     leaves = jax.tree.leaves(gradients)
     assert leaves
     assert all(np.isfinite(g).all() for g in leaves)

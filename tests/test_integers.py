@@ -45,12 +45,16 @@ def model(tokens: Any, cache: Any, **settings: Any) -> Any:
 
 
 def run(**settings: Any) -> Any:
-    return generate(model, cache(), settings.pop("prompt", ROWS), **{"max_new_tokens": 3, **settings}).tokens
+    return generate(
+        model, cache(), settings.pop("prompt", ROWS), **{"max_new_tokens": 3, **settings}
+    ).tokens
 
 
 def saved(**settings: Any) -> int:
     with tempfile.TemporaryDirectory() as folder:
-        kvjax.save(folder, layer(), **({"keep": settings["keep"]} if "keep" in settings else {}))
+        kvjax.save(
+            folder, layer(), **({"keep": settings["keep"]} if "keep" in settings else {})
+        )
         if "step" in settings:
             return kvjax.restore(folder, layer(False), step=settings["step"]).spec.capacity
         return 0
@@ -64,12 +68,18 @@ ONE: dict[str, tuple[int, Callable[[Any], Any]]] = {
     },
     "init(layers=)": (2, lambda n: len(kvjax.init(kvjax.Full(), SPEC, layers=n).layers)),
     "grow(capacity=)": (128, lambda n: kvjax.grow(layer(), n).spec.capacity),
-    "insert(row=)": (1, lambda n: kvjax.insert(layer(), kvjax.take_rows(layer(), [0]), n).length),
+    "insert(row=)": (
+        1,
+        lambda n: kvjax.insert(layer(), kvjax.take_rows(layer(), [0]), n).length,
+    ),
     "generate(max_new_tokens=)": (3, lambda n: run(max_new_tokens=n)),
     "generate(chunk=)": (16, lambda n: run(chunk=n)),
     "generate(stop_tokens=)": (3, lambda n: run(stop_tokens=n)),
     "generate(stop_tokens=[])": (3, lambda n: run(stop_tokens=[n])),
-    "stream(block=)": (2, lambda n: np.asarray(next(stream(model, cache(), ROWS, max_new_tokens=4, block=n)))),
+    "stream(block=)": (
+        2,
+        lambda n: np.asarray(next(stream(model, cache(), ROWS, max_new_tokens=4, block=n))),
+    ),
     "save(keep=)": (1, lambda n: saved(keep=n)),
     "restore(step=)": (0, lambda n: saved(step=n)),
     "sampling(top_k=)": (3, lambda n: float(sampling(1.0, top_k=n).top_k)),
@@ -82,17 +92,32 @@ ONE: dict[str, tuple[int, Callable[[Any], Any]]] = {
     "Sliding via streaming_llm(budget=)": (64, lambda n: presets.streaming_llm(budget=n)),
 }
 EACH: dict[str, tuple[list[int], Callable[[Any], Any]]] = {
-    "prefill(lengths=)": ([3, 8], lambda n: kvjax.prefill(layer(False), *step(8), lengths=n)[1].length),
-    "attention(lengths=)": ([3, 8], lambda n: kvjax.attention(layer(False), *step(8), lengths=n)[1].length),
-    "decode(lengths=)": ([1, 4], lambda n: kvjax.decode(layer(), *step(4), lengths=n)[1].length),
+    "prefill(lengths=)": (
+        [3, 8],
+        lambda n: kvjax.prefill(layer(False), *step(8), lengths=n)[1].length,
+    ),
+    "attention(lengths=)": (
+        [3, 8],
+        lambda n: kvjax.attention(layer(False), *step(8), lengths=n)[1].length,
+    ),
+    "decode(lengths=)": (
+        [1, 4],
+        lambda n: kvjax.decode(layer(), *step(4), lengths=n)[1].length,
+    ),
     "truncate": ([5, 8], lambda n: kvjax.truncate(layer(), n).length),
     "rollback": ([5, 8], lambda n: kvjax.rollback(layer(), n).length),
     "take_rows": ([1, 0], lambda n: kvjax.take_rows(layer(), n).length),
     "generate(lengths=)": ([3, 8], lambda n: run(prompt=np.ones((2, 8), int), lengths=n)),
     "generate(prompt=)": ([3, 8], lambda n: run(prompt=[n, n])),
     "generate(prompt=[B, T])": ([3, 8], lambda n: run(prompt=np.array([n, n]))),
-    "generation.prefill(lengths=)": ([3, 8], lambda n: prefill(model, cache(), np.ones((2, 8), int), n)[0]),
-    "generation.prefill(tokens=)": ([3, 8], lambda n: prefill(model, cache(), np.array([n, n]))[0]),
+    "generation.prefill(lengths=)": (
+        [3, 8],
+        lambda n: prefill(model, cache(), np.ones((2, 8), int), n)[0],
+    ),
+    "generation.prefill(tokens=)": (
+        [3, 8],
+        lambda n: prefill(model, cache(), np.array([n, n]))[0],
+    ),
 }
 DTYPES = [np.int8, np.uint8, np.int32, np.uint32, np.int64, np.uint64]
 
@@ -115,7 +140,11 @@ def test_one_integer_is_one_of_any_kind(verb: str) -> None:
         np.float32(2),
         "2",
     ):
-        if "top_k" in verb and not isinstance(bad, str | float | np.floating | bool) and bad > 0:
+        if (
+            "top_k" in verb
+            and not isinstance(bad, str | float | np.floating | bool)
+            and bad > 0
+        ):
             continue  # more than any vocabulary has keeps all
         with pytest.raises(ValueError) as error:  # noqa: PT011 (each verb has its own words)
             call(bad)

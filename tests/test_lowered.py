@@ -28,12 +28,16 @@ def base(x: Any, y: Any) -> Any:
 def renamed(first: Any, second: Any) -> Any:
     one = jnp.sin(first)
     two = jnp.cos(second)
-    return jax.lax.fori_loop(0, 3, lambda step, carry: carry * jnp.where(carry > 0, one, two), first)
+    return jax.lax.fori_loop(
+        0, 3, lambda step, carry: carry * jnp.where(carry > 0, one, two), first
+    )
 
 
 def reordered(x: Any, y: Any) -> Any:
     b, _, a = jnp.cos(y), jnp.tan(y), jnp.sin(x)
-    return jax.jit(lambda: jax.lax.fori_loop(0, 3, lambda i, c: c * jax.jit(jnp.where)(c > 0, a, b), x))()
+    return jax.jit(
+        lambda: jax.lax.fori_loop(0, 3, lambda i, c: c * jax.jit(jnp.where)(c > 0, a, b), x)
+    )()
 
 
 def another_constant(x: Any, y: Any) -> Any:
@@ -62,14 +66,18 @@ def test_order_dead_code_and_calls_change_only_the_text() -> None:
     assert digests(reordered)[1] == digests(base)[1]
 
 
-@pytest.mark.parametrize("other", [another_constant, another_branch, another_argument, with_effect])
+@pytest.mark.parametrize(
+    "other", [another_constant, another_branch, another_argument, with_effect]
+)
 def test_another_program_has_another_graph(other: Any) -> None:
     assert digests(other)[1] != digests(base)[1]
 
 
 def test_every_preset_has_programs() -> None:
     made = {text.partition(":")[0] for text in lowered.CACHES.values() if isinstance(text, str)}
-    assert made | {name for name in lowered.CACHES if name in kvjax.presets.REGISTRY} == set(kvjax.presets.REGISTRY)
+    assert made | {name for name in lowered.CACHES if name in kvjax.presets.REGISTRY} == set(
+        kvjax.presets.REGISTRY
+    )
 
 
 def test_compare_names_the_programs_that_differ(
@@ -78,7 +86,9 @@ def test_compare_names_the_programs_that_differ(
     monkeypatch.setattr(lowered, "programs", lambda kv, policies: [("step", base, (X, X))])
     monkeypatch.setattr(lowered, "use_tree", lambda tree: kvjax)
     for folder, f in (("a", base), ("b", renamed), ("c", reordered), ("d", another_constant)):
-        monkeypatch.setattr(lowered, "programs", lambda kv, policies, f=f: [("step", f, (X, X))])
+        monkeypatch.setattr(
+            lowered, "programs", lambda kv, policies, f=f: [("step", f, (X, X))]
+        )
         lowered.write(tmp_path / folder, lowered.ROOT, "cpu", "^full$")
     assert lowered.compare(tmp_path / "a", tmp_path / "b")
     assert lowered.compare(tmp_path / "a", tmp_path / "c")
@@ -90,7 +100,10 @@ def test_compare_names_the_programs_that_differ(
 def test_compare_refuses_a_folder_that_has_no_programs(tmp_path: Path) -> None:
     (tmp_path / "a" / "cpu").mkdir(parents=True)
     (tmp_path / "a" / "cpu" / "digests.json").write_text("{}")
-    for folder, cure in (("a/cpu", f"give {tmp_path / 'a'} that"), (".", "give the folder that")):
+    for folder, cure in (
+        ("a/cpu", f"give {tmp_path / 'a'} that"),
+        (".", "give the folder that"),
+    ):
         with pytest.raises(SystemExit, match=r"no folder in it has a digests\.json") as error:
             lowered.compare(tmp_path / folder, tmp_path / folder)
         assert cure in str(error.value)

@@ -26,9 +26,14 @@ def plain_figures() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS)
-def test_notebook_runs(notebook: Path, plain_figures: None, capsys: pytest.CaptureFixture) -> None:
+def test_notebook_runs(
+    notebook: Path, plain_figures: None, capsys: pytest.CaptureFixture
+) -> None:
     names: dict = {"__name__": "__notebook__"}
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):  # as a reader's own session is
+    with (
+        jax.numpy_rank_promotion("allow"),
+        jax.numpy_dtype_promotion("standard"),
+    ):  # as a reader's own session is
         for cell in json.loads(notebook.read_text())["cells"]:
             if cell["cell_type"] == "code":
                 exec(compile("".join(cell["source"]), notebook.name, "exec"), names)

@@ -38,14 +38,20 @@ STEPS = 12
 ZONES = {"sink": 3, "local": 9, "dense_below": 0}
 POLICIES = {
     "fier": Retrieval(selector=Fier(group=16), budget=40, demote=Fifo(leave=32), **ZONES),
-    "fier by pages": Retrieval(selector=Fier(group=16, page=8), budget=40, demote=Fifo(leave=32), **ZONES),
+    "fier by pages": Retrieval(
+        selector=Fier(group=16, page=8), budget=40, demote=Fifo(leave=32), **ZONES
+    ),
     "pariskv": Retrieval(selector=Paris(), budget=40, demote=Fifo(leave=32), **ZONES),
-    "pariskv, plain votes": Retrieval(selector=Paris(votes="plain"), budget=40, demote=Fifo(leave=32), **ZONES),
+    "pariskv, plain votes": Retrieval(
+        selector=Paris(votes="plain"), budget=40, demote=Fifo(leave=32), **ZONES
+    ),
     "freekv": Speculative(
         Retrieval(
             selector=MinMaxPages(page=8),
             store=HostOffload(page=8),
-            budget=12 + 4 * 8 + 3,  # the 3 have no page, but there is room for the token between window and recall
+            budget=12
+            + 4 * 8
+            + 3,  # the 3 have no page, but there is room for the token between window and recall
             demote=Fifo(leave=8),
             **ZONES,
         ),
@@ -53,14 +59,22 @@ POLICIES = {
     ),
     "freekv, no room to spare": Speculative(
         Retrieval(
-            selector=MinMaxPages(page=8), store=HostOffload(page=8), budget=12 + 4 * 8, demote=Fifo(leave=8), **ZONES
+            selector=MinMaxPages(page=8),
+            store=HostOffload(page=8),
+            budget=12 + 4 * 8,
+            demote=Fifo(leave=8),
+            **ZONES,
         ),
         tau=0.75,
     ),
     "logquant": kvjax.presets.logquant(window=14).rest,
-    "logquant by token, 4 bits": kvjax.presets.logquant(window=14, bits=4, key_axis="token").rest,
+    "logquant by token, 4 bits": kvjax.presets.logquant(
+        window=14, bits=4, key_axis="token"
+    ).rest,
     "kivi": kvjax.presets.kivi(residual=32, group=16).rest,
-    "kivi with sinks, values of 4 bits": kvjax.presets.kivi(residual=32, group=16, sink=5, value_bits=4).rest,
+    "kivi with sinks, values of 4 bits": kvjax.presets.kivi(
+        residual=32, group=16, sink=5, value_bits=4
+    ).rest,
     "logquant with sinks": kvjax.presets.logquant(window=14, sink=5).rest,
 }
 # FIER and KIVI have tests of their own of the same things.
@@ -68,7 +82,11 @@ QUICK = ("fier by pages", "pariskv", "freekv, no room to spare", "logquant")
 
 
 def _cells(kind: Callable[[str], bool]) -> list:
-    return [pytest.param(n, marks=() if n in QUICK else pytest.mark.thorough) for n in POLICIES if kind(n)]
+    return [
+        pytest.param(n, marks=() if n in QUICK else pytest.mark.thorough)
+        for n in POLICIES
+        if kind(n)
+    ]
 
 
 def _quantises(name: str) -> bool:
@@ -94,7 +112,9 @@ def own_text(loaded: models.Checkpoint, length: int) -> np.ndarray:
     model, first = loaded.model, loaded.tokenizer("The")["input_ids"]
     cache = kvjax.init(Full(), model.spec(batch=1, capacity=length), layers=model.config.layers)
     new = length - len(first)
-    drawn = generate(model, cache, [first], max_new_tokens=new, sampling=sampling(1.0), key=jax.random.key(0))
+    drawn = generate(
+        model, cache, [first], max_new_tokens=new, sampling=sampling(1.0), key=jax.random.key(0)
+    )
     return np.array([*first, *drawn.rows[0]])
 
 
@@ -103,7 +123,13 @@ def data(checkpoint: str | None) -> dict[str, tuple[CacheSpec, drive.Tokens]]:
     """Random and live tokens of the same shapes, so that both run the same programs."""
     if checkpoint is None:
         config = models.DecoderConfig(
-            vocab_size=256, hidden_size=64, intermediate_size=96, layers=2, q_heads=8, kv_heads=2, head_dim=64
+            vocab_size=256,
+            hidden_size=64,
+            intermediate_size=96,
+            layers=2,
+            q_heads=8,
+            kv_heads=2,
+            head_dim=64,
         )
         model = models.Decoder(dataclasses.replace(config, initializer_range=0.3))
         text = np.random.default_rng(0).integers(256, size=200)
@@ -113,7 +139,9 @@ def data(checkpoint: str | None) -> dict[str, tuple[CacheSpec, drive.Tokens]]:
     spec = model.spec(batch=model.config.layers, capacity=len(text))
     drawn = drive.random_tokens(spec)
     random = drive.Tokens(drawn.q.copy(), drawn.k, drawn.v)
-    for t in range(1, spec.capacity):  # a query resembles the one before: cosines of 0.75, a little more or less
+    for t in range(
+        1, spec.capacity
+    ):  # a query resembles the one before: cosines of 0.75, a little more or less
         random.q[:, t] = 0.75 * random.q[:, t - 1] + np.sqrt(1 - 0.75**2) * random.q[:, t]
     return {"random": (spec, random), "live": (spec, live_tokens(model, text))}
 
@@ -166,23 +194,40 @@ def expected(
     end = oracles.history_end(at.held, sink, local, policy.demote.leave)
     keys = at.k[sink : at.held - local]
     if isinstance(policy.selector, Fier):
-        scores = oracles.fier_scores(at.q, keys, end - sink, policy.selector.group, scale, jnp.bfloat16)
+        scores = oracles.fier_scores(
+            at.q, keys, end - sink, policy.selector.group, scale, jnp.bfloat16
+        )
         firsts = range(0, scores.shape[1], policy.selector.page)
-        scores = np.stack([scores[:, i : i + policy.selector.page].max(axis=1) for i in firsts], axis=1)
+        scores = np.stack(
+            [scores[:, i : i + policy.selector.page].max(axis=1) for i in firsts], axis=1
+        )
         ranks = oracles.pooled(scores, "mean_softmax")[0]
     else:
         D, query = at.q.shape[1], at.q.astype(np.float64).mean(axis=0)
-        history = oracles.Paris(oracles.rotation(_signs(D, 0)), keys[: end - sink], policy.selector.votes)
-        ranks = np.concatenate([history.ranks(query), keys[end - sink :].astype(np.float64) @ query])
+        history = oracles.Paris(
+            oracles.rotation(_signs(D, 0)), keys[: end - sink], policy.selector.votes
+        )
+        ranks = np.concatenate(
+            [history.ranks(query), keys[end - sink :].astype(np.float64) @ query]
+        )
     unit = policy.selector.unit
     best = np.argsort(-ranks, kind="stable")[: (policy.budget - sink - local) // unit]
-    best = np.array([i * unit + j for i in best for j in range(unit) if i * unit + j < at.held - local - sink])
+    best = np.array(
+        [
+            i * unit + j
+            for i in best
+            for j in range(unit)
+            if i * unit + j < at.held - local - sink
+        ]
+    )
     return True, {*range(sink), *(sink + best).tolist(), *range(at.held - local, at.held)}
 
 
 @pytest.mark.parametrize("keys", [pytest.param("random", marks=pytest.mark.thorough), "live"])
 @pytest.mark.parametrize("name", _cells(lambda name: not _quantises(name)))
-def test_retrieval_attends_to_the_slots_of_the_oracle(name: str, keys: str, checkpoint: str | None) -> None:
+def test_retrieval_attends_to_the_slots_of_the_oracle(
+    name: str, keys: str, checkpoint: str | None
+) -> None:
     """The output is attention over the oracle's positions; at the edge of a selection rounding may decide."""
     policy, (spec, tokens) = POLICIES[name], data(checkpoint)[keys]
     heads: dict[tuple[int, int], oracles.FreeKV] = {}
@@ -197,15 +242,23 @@ def test_retrieval_attends_to_the_slots_of_the_oracle(name: str, keys: str, chec
     print(f"{name}, {keys} keys: {same} of {total} choices are the oracle's, {fresh} made anew")
     assert same >= 0.99 * total
     if isinstance(policy, Speculative) and keys == "random":
-        assert spec.batch * spec.kv_heads < fresh < total, "only first steps, or all, select anew"
+        assert spec.batch * spec.kv_heads < fresh < total, (
+            "only first steps, or all, select anew"
+        )
 
 
 @pytest.mark.parametrize("keys", [pytest.param("random", marks=pytest.mark.thorough), "live"])
-@pytest.mark.parametrize("rule", [pytest.param("per_head", marks=pytest.mark.thorough), "mean_softmax"])
-def test_quest_attends_to_the_pages_of_the_oracle(rule: str, keys: str, checkpoint: str | None) -> None:
+@pytest.mark.parametrize(
+    "rule", [pytest.param("per_head", marks=pytest.mark.thorough), "mean_softmax"]
+)
+def test_quest_attends_to_the_pages_of_the_oracle(
+    rule: str, keys: str, checkpoint: str | None
+) -> None:
     """All positions, in steps at which the newest page begins, grows and is stored."""
     (spec, tokens), page, same, total, newest = data(checkpoint)[keys], 8, 0, 0, 0
-    policy = kvjax.presets.quest(4 * page + 5, page=page, newest="select", group_reduce=rule).rest
+    policy = kvjax.presets.quest(
+        4 * page + 5, page=page, newest="select", group_reduce=rule
+    ).rest
     lengths = spec.capacity - STEPS - 7 * np.arange(spec.batch)
     cache, _ = drive.fill(kvjax.init_layer(policy, spec), tokens, lengths)
     for i in range(STEPS):
@@ -217,14 +270,18 @@ def test_quest_attends_to_the_pages_of_the_oracle(rule: str, keys: str, checkpoi
             for mine, want in zip(np.asarray(info.positions)[row, head], wanted, strict=True):
                 same += set(mine.tolist()) - {-1} == want
                 total, newest = total + 1, newest + (n // page * page in want)
-    print(f"quest, {rule}, {keys} keys: {same} of {total} choices are the oracle's, {newest} with the newest page")
+    print(
+        f"quest, {rule}, {keys} keys: {same} of {total} choices are the oracle's, {newest} with the newest page"
+    )
     assert same >= 0.99 * total
     assert newest > 0
 
 
 @pytest.mark.parametrize("keys", [pytest.param("random", marks=pytest.mark.thorough), "live"])
 @pytest.mark.parametrize("name", _cells(_quantises))
-def test_codes_scales_and_outputs_are_those_of_the_oracle(name: str, keys: str, checkpoint: str | None) -> None:
+def test_codes_scales_and_outputs_are_those_of_the_oracle(
+    name: str, keys: str, checkpoint: str | None
+) -> None:
     policy, (spec, tokens) = POLICIES[name], data(checkpoint)[keys]
     D, store, total = spec.head_dim, policy.store, 0
     tokens_of_a_key = store.key_group if store.key_axis == "channel" else 1
@@ -233,8 +290,13 @@ def test_codes_scales_and_outputs_are_those_of_the_oracle(name: str, keys: str, 
     rule = oracles.log_sparse if isinstance(policy.demote, LogSparse) else oracles.residual
     for at in steps(policy, spec, tokens):
         sink = policy.sink
-        exact, quantised = rule(policy.demote.leave, at.held - 1 - sink)  # a step demotes before its token comes
-        exact, quantised = [*range(sink), *(sink + p for p in exact), at.held - 1], [sink + p for p in quantised]
+        exact, quantised = rule(
+            policy.demote.leave, at.held - 1 - sink
+        )  # a step demotes before its token comes
+        exact, quantised = (
+            [*range(sink), *(sink + p for p in exact), at.held - 1],
+            [sink + p for p in quantised],
+        )
         codes = [
             oracles.asymmetric(at.k[quantised], store.bits, tokens_of_a_key, channels),
             oracles.asymmetric(at.v[quantised], store.value_bits or store.bits, 1, values),
@@ -247,13 +309,17 @@ def test_codes_scales_and_outputs_are_those_of_the_oracle(name: str, keys: str, 
         np.testing.assert_allclose(at.out, want, atol=2e-5 * max(1.0, np.abs(want).max()))
         if at.held % 10:
             continue
-        for ours, (code, scale, zero) in zip((at.cache.state.store.k, at.cache.state.store.v), codes, strict=True):
+        for ours, (code, scale, zero) in zip(
+            (at.cache.state.store.k, at.cache.state.store.v), codes, strict=True
+        ):
             n = len(quantised)
             mine = np.asarray(unpack_codes(ours.codes, D))[at.row, at.head, :n]
             scales = [np.asarray(a)[at.row, at.head] for a in split_scales(ours.scales)]
             group = ours.codes.shape[2] // ours.scales.shape[2], D // ours.scales.shape[3]
             for a, want in zip(scales, (scale, zero), strict=True):
-                np.testing.assert_array_equal(np.repeat(np.repeat(a, group[0], 0), group[1], 1)[:n], want)
+                np.testing.assert_array_equal(
+                    np.repeat(np.repeat(a, group[0], 0), group[1], 1)[:n], want
+                )
             np.testing.assert_array_equal(mine, code)
             total += mine.size
     print(f"{name}, {keys} keys: {total} codes, their scales and all outputs are the oracle's")
@@ -265,12 +331,18 @@ def test_rotation_and_codes_are_those_of_the_oracle() -> None:
     keys = (rng.normal(size=(300, D)) * rng.uniform(0.2, 3, D)).astype(np.float32)
     history = oracles.Paris(oracles.rotation(_signs(D, 3)), keys)
     rotated = np.asarray(jax.jit(rotate, static_argnums=1)(keys, 3))
-    np.testing.assert_allclose(rotated, history.parts.reshape(300, D) * history.norm[:, None], atol=2e-5)
+    np.testing.assert_allclose(
+        rotated, history.parts.reshape(300, D) * history.norm[:, None], atol=2e-5
+    )
     code = jax.jit(encode)(rotated)
     np.testing.assert_array_equal(code.signs, history.ids)
-    planes = np.unpackbits(np.asarray(code.sizes).reshape(300, 3, D // 8), axis=-1, bitorder="little")
+    planes = np.unpackbits(
+        np.asarray(code.sizes).reshape(300, 3, D // 8), axis=-1, bitorder="little"
+    )
     sizes = (planes * np.array([1, 2, 4])[None, :, None]).sum(axis=1)
-    assert (sizes == history.sizes.reshape(300, D)).mean() > 0.9999  # a size on the edge of two codes
+    assert (
+        sizes == history.sizes.reshape(300, D)
+    ).mean() > 0.9999  # a size on the edge of two codes
     weights = (np.asarray(code.weights).astype(np.uint32) << 16).view(np.float32)
     assert (weights == history.weights).mean() > 0.99
     np.testing.assert_allclose(weights, history.weights, rtol=2**-6)

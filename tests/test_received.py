@@ -47,7 +47,9 @@ def is_one_sentence(error: BaseException, path: Path) -> None:
 
 @pytest.mark.parametrize("content", CONTENTS)
 @pytest.mark.parametrize("name", READERS)
-def test_any_content_is_one_sentence_with_the_name(tmp_path: Path, name: str, content: str) -> None:
+def test_any_content_is_one_sentence_with_the_name(
+    tmp_path: Path, name: str, content: str
+) -> None:
     path = tmp_path / name
     path.write_bytes(CONTENTS[content])
     with pytest.raises(ValueError, match=name) as error:
@@ -75,17 +77,37 @@ def test_only_a_regular_file_of_a_sane_size_is_opened(
     is_one_sentence(error.value, path)
 
 
-NUMBERS = ["rms_norm_eps", "rope_theta", "initializer_range", "hidden_size", "num_hidden_layers", "vocab_size"]
-NUMBERS += ["max_position_embeddings", "head_dim", "num_key_value_heads", "intermediate_size", "num_attention_heads"]
+NUMBERS = [
+    "rms_norm_eps",
+    "rope_theta",
+    "initializer_range",
+    "hidden_size",
+    "num_hidden_layers",
+    "vocab_size",
+]
+NUMBERS += [
+    "max_position_embeddings",
+    "head_dim",
+    "num_key_value_heads",
+    "intermediate_size",
+    "num_attention_heads",
+]
 
 
-@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999", "-1", "1" * 400, '"1"', "true", "[]", "{}"])
+@pytest.mark.parametrize(
+    "value",
+    ["NaN", "Infinity", "-Infinity", "1e999", "-1", "1" * 400, '"1"', "true", "[]", "{}"],
+)
 @pytest.mark.parametrize("name", NUMBERS)
-def test_a_number_of_a_config_is_finite_and_in_range_or_names_its_field(tmp_path: Path, name: str, value: str) -> None:
+def test_a_number_of_a_config_is_finite_and_in_range_or_names_its_field(
+    tmp_path: Path, name: str, value: str
+) -> None:
     text = json.dumps({**config(), name: "HERE"}).replace('"HERE"', value)
     (tmp_path / "config.json").write_text(text)
     (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(ValueError, match=name.removeprefix("rms_").removeprefix("rope_")) as error:
+    with pytest.raises(
+        ValueError, match=name.removeprefix("rms_").removeprefix("rope_")
+    ) as error:
         models.load(tmp_path)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 400
@@ -94,16 +116,21 @@ def test_a_number_of_a_config_is_finite_and_in_range_or_names_its_field(tmp_path
 @pytest.mark.parametrize("factor", ["NaN", "Infinity", "1e999", "0", "-2", '"4"', "true"])
 @pytest.mark.parametrize("kind", ["linear", "dynamic"])
 def test_a_factor_of_rope_is_finite_and_above_0(tmp_path: Path, kind: str, factor: str) -> None:
-    text = json.dumps(config(rope_scaling={"type": kind, "factor": "HERE"})).replace('"HERE"', factor)
+    text = json.dumps(config(rope_scaling={"type": kind, "factor": "HERE"})).replace(
+        '"HERE"', factor
+    )
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match="factor"):
         models.load(tmp_path)
 
 
 @pytest.mark.parametrize(
-    "name", ["generation_config.json", "tokenizer_config.json", "tokenizer.json", "added_tokens.json"]
+    "name",
+    ["generation_config.json", "tokenizer_config.json", "tokenizer.json", "added_tokens.json"],
 )
-def test_a_pipe_in_a_checkpoint_is_refused_and_not_waited_for(tmp_path: Path, name: str) -> None:
+def test_a_pipe_in_a_checkpoint_is_refused_and_not_waited_for(
+    tmp_path: Path, name: str
+) -> None:
     write_checkpoint(tmp_path)
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)

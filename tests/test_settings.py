@@ -60,9 +60,14 @@ NEEDS: dict[str, dict[str, Any]] = {
 }
 MODULES: tuple[Any, ...] = (policies, selectors, stores, evictors)
 NAMED = {name: getattr(module, name) for module in MODULES for name in module.__all__}
-NAMED |= {kind.__name__: kind for kind in (kvjax.CacheSpec, kvjax.Placement, models.DecoderConfig, Processors)}
 NAMED |= {
-    name: kind for name, kind in vars(ropes).items() if inspect.isclass(kind) and kind.__module__ == ropes.__name__
+    kind.__name__: kind
+    for kind in (kvjax.CacheSpec, kvjax.Placement, models.DecoderConfig, Processors)
+}
+NAMED |= {
+    name: kind
+    for name, kind in vars(ropes).items()
+    if inspect.isclass(kind) and kind.__module__ == ropes.__name__
 }
 NAMED |= {"PromptLookup": kvjax.PromptLookup, "Layers": kvjax.presets.Layers}
 # What holds arrays, or is made by the library: no settings of a caller.
@@ -90,7 +95,18 @@ CLASSES = {
     and not any(str(field.type) == "Array" for field in dataclasses.fields(kind))
     and any(field.init for field in dataclasses.fields(kind))
 }
-NUMBERS = ["7", None, [3], np.array([1, 2]), float("nan"), float("inf"), True, 1 + 2j, {}, object()]
+NUMBERS = [
+    "7",
+    None,
+    [3],
+    np.array([1, 2]),
+    float("nan"),
+    float("inf"),
+    True,
+    1 + 2j,
+    {},
+    object(),
+]
 WRONG: dict[str, list[Any]] = {
     "int": [*NUMBERS, 2.5, -(2**40), 2**40],
     "float": NUMBERS,
@@ -102,7 +118,11 @@ WRONG: dict[str, list[Any]] = {
 
 def kind_of(annotation: Any) -> tuple[str, bool, bool]:
     """What WRONG calls values of this type, and whether None, and whether a word, is one."""
-    parts = typing.get_args(annotation) if "|" in str(annotation) or "Union" in str(annotation) else (annotation,)
+    parts = (
+        typing.get_args(annotation)
+        if "|" in str(annotation) or "Union" in str(annotation)
+        else (annotation,)
+    )
     plain = [part for part in parts if part is not type(None)]
     words = any(part is str or typing.get_origin(part) is typing.Literal for part in plain)
     for name, kind in (("bool", bool), ("float", float), ("int", int)):
@@ -114,7 +134,12 @@ def kind_of(annotation: Any) -> tuple[str, bool, bool]:
 
 
 def settings() -> list[tuple[str, str]]:
-    return [(name, field.name) for name, kind in CLASSES.items() for field in dataclasses.fields(kind) if field.init]
+    return [
+        (name, field.name)
+        for name, kind in CLASSES.items()
+        for field in dataclasses.fields(kind)
+        if field.init
+    ]
 
 
 @pytest.mark.parametrize(("name", "field"), settings())
@@ -127,7 +152,9 @@ def test_a_value_of_the_wrong_type_is_refused(name: str, field: str) -> None:
     for value in WRONG[what]:
         if (value is None and (none or field == "local")) or (word and isinstance(value, str)):
             continue
-        number = isinstance(value, bool) or (isinstance(value, float) and not np.isfinite(value))
+        number = isinstance(value, bool) or (
+            isinstance(value, float) and not np.isfinite(value)
+        )
         if isinstance(value, OTHERS.get((name, field), ())) and (not number or field == "tau"):
             continue
         try:
@@ -147,7 +174,9 @@ def test_a_value_of_the_wrong_type_is_refused(name: str, field: str) -> None:
 # Kinds of values that a setting takes beside those of its type.
 OTHERS: dict[tuple[str, str], Any] = {
     ("Layers", "anchors"): (list, np.ndarray),
-    **{(kind, "original"): (int, float) for kind in ("Dynamic", "Llama3", "Yarn", "LongRope")},  # finite, above 0
+    **{
+        (kind, "original"): (int, float) for kind in ("Dynamic", "Llama3", "Yarn", "LongRope")
+    },  # finite, above 0
     ("Speculative", "tau"): float,  # infinity: at every step
     ("Processors", "suppress_tokens"): (list, np.ndarray),
     ("Processors", "begin_suppress_tokens"): (list, np.ndarray),
@@ -156,14 +185,26 @@ OTHERS: dict[tuple[str, str], Any] = {
 
 # ----------------------------------------------------------------------------------------------------------- boundaries
 
-FROM_ZERO = {"sink", "dense_below", "dense_capacity", "seed", "iterations", "outliers", "prompt", "dense", "anchors"}
+FROM_ZERO = {
+    "sink",
+    "dense_below",
+    "dense_capacity",
+    "seed",
+    "iterations",
+    "outliers",
+    "prompt",
+    "dense",
+    "anchors",
+}
 FROM_ZERO |= {"no_repeat_ngram_size", "min_new_tokens"}
 MOST = {("ProductCodes", "bits"): 8, ("SimHash", "bits"): 32, ("SimHash", "tables"): 4096}
 
 
 def integers() -> list[tuple[str, str]]:
     return [
-        (name, field) for name, field in settings() if kind_of(typing.get_type_hints(CLASSES[name])[field])[0] == "int"
+        (name, field)
+        for name, field in settings()
+        if kind_of(typing.get_type_hints(CLASSES[name])[field])[0] == "int"
     ]
 
 
@@ -176,7 +217,9 @@ def accepts(name: str, field: str, value: int) -> bool:
 
 
 @pytest.mark.parametrize(("name", "field"), integers())
-def test_numbers_begin_at_one_or_where_that_means_something_at_zero(name: str, field: str) -> None:
+def test_numbers_begin_at_one_or_where_that_means_something_at_zero(
+    name: str, field: str
+) -> None:
     assert not accepts(name, field, -1)
     assert accepts(name, field, 0) == (field in FROM_ZERO)
 
@@ -187,7 +230,9 @@ def test_the_largest_number_is_accepted_and_one_more_is_not(name: str, field: st
     assert not accepts(name, field, MOST[name, field] + 1)
 
 
-@pytest.mark.parametrize("name", [name for name in CLASSES if name != "Layers"])  # Layers(2) has 2 dense layers
+@pytest.mark.parametrize(
+    "name", [name for name in CLASSES if name != "Layers"]
+)  # Layers(2) has 2 dense layers
 def test_numbers_and_words_are_given_by_name(name: str) -> None:
     hints = typing.get_type_hints(CLASSES[name])
     by_place = [f.name for f in dataclasses.fields(CLASSES[name]) if f.init and not f.kw_only]
@@ -200,8 +245,14 @@ CHANGES = {"Request", "Reading", "_Block", "Places", "Cell", "Rows", "_Request",
 
 def test_settings_and_states_are_frozen() -> None:
     changed = set()
-    for module in [module for name, module in sys.modules.items() if name.partition(".")[0] == "kvjax"]:
+    for module in [
+        module for name, module in sys.modules.items() if name.partition(".")[0] == "kvjax"
+    ]:
         for kind in vars(module).values():
-            if isinstance(kind, type) and kind.__module__.startswith("kvjax") and dataclasses.is_dataclass(kind):
+            if (
+                isinstance(kind, type)
+                and kind.__module__.startswith("kvjax")
+                and dataclasses.is_dataclass(kind)
+            ):
                 changed |= set() if kind.__dataclass_params__.frozen else {kind.__name__}  # type: ignore[attr-defined]
     assert changed <= CHANGES

@@ -56,7 +56,9 @@ for preset in presets.REGISTRY.values():
 
 def run(program):
     """In a process of its own: modules are checked if they are imported after the hook was installed."""
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.startswith("checked")
 

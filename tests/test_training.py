@@ -34,7 +34,10 @@ STEPS, CUT = 24, 9
 def sources(tmp_path_factory):
     """Texts to train on: sources of kvjax, which hold still while they are copied."""
     found = tmp_path_factory.mktemp("sources")
-    for kind, files in (("books", sorted((ROOT / "kvjax").glob("*.py"))), ("code", [ROOT / "models" / "rope.py"])):
+    for kind, files in (
+        ("books", sorted((ROOT / "kvjax").glob("*.py"))),
+        ("code", [ROOT / "models" / "rope.py"]),
+    ):
         (found / kind).mkdir()
         for file in files:
             shutil.copy(file, found / kind)
@@ -64,13 +67,17 @@ def runs(tmp_path_factory, sources):
         train.train(SETTINGS, whole, **sources, steps=STEPS)
         shutil.copytree(whole / "corpus", cut / "corpus")
         train.train(SETTINGS, cut, books=None, code=None, steps=STEPS, stop_after=CUT)
-        with (cut / "log.jsonl").open("a") as file:  # a killed run went on from its last checkpoint, up to half a line
+        with (cut / "log.jsonl").open(
+            "a"
+        ) as file:  # a killed run went on from its last checkpoint, up to half a line
             file.write(f'{{"step": {CUT + 1}, "text": 0.0}}\n{{"step": {CUT + 2}, "te')
         train.train(SETTINGS, cut, books=None, code=None, steps=STEPS, resume=True)
         with pytest.raises(FileExistsError, match="has a run with checkpoints; give --resume"):
             train.train(SETTINGS, cut, books=None, code=None, steps=STEPS)
         with pytest.raises(ValueError, match="has other settings"):
-            train.train({**SETTINGS, "clip": 2.0}, cut, books=None, code=None, steps=STEPS, resume=True)
+            train.train(
+                {**SETTINGS, "clip": 2.0}, cut, books=None, code=None, steps=STEPS, resume=True
+            )
         with pytest.raises(ValueError, match="has come to its end"):
             train.train(SETTINGS, cut, books=None, code=None, steps=STEPS, resume=True)
     return whole, cut
@@ -88,7 +95,9 @@ def log(out):
 def test_the_smoke_run_lowers_the_loss(runs):
     text = [line["text"] for line in log(runs[0])]
     assert len(text) == STEPS
-    assert np.mean(text[-5:]) < text[0] - 0.8  # about 1.0, by what the sources say that it is trained on
+    assert (
+        np.mean(text[-5:]) < text[0] - 0.8
+    )  # about 1.0, by what the sources say that it is trained on
 
 
 def test_a_run_that_was_cut_off_and_resumed_is_the_uninterrupted_one(runs):
@@ -97,7 +106,9 @@ def test_a_run_that_was_cut_off_and_resumed_is_the_uninterrupted_one(runs):
     for a, b in zip(whole, cut, strict=True):
         a.pop("tokens_per_second"), b.pop("tokens_per_second")
         assert a == b
-    for a, b in zip(*(sorted((out / "model").glob("*.safetensors")) for out in runs), strict=True):
+    for a, b in zip(
+        *(sorted((out / "model").glob("*.safetensors")) for out in runs), strict=True
+    ):
         assert a.read_bytes() == b.read_bytes()
 
 
@@ -126,7 +137,9 @@ def test_the_export_is_read_by_transformers_with_the_same_logits(exported):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    ids = AutoTokenizer.from_pretrained(exported.directory)("The pass key is 71432.")["input_ids"]
+    ids = AutoTokenizer.from_pretrained(exported.directory)("The pass key is 71432.")[
+        "input_ids"
+    ]
     theirs = AutoModelForCausalLM.from_pretrained(exported.directory, dtype=torch.float32)
     with torch.no_grad():
         wanted = theirs(torch.tensor([ids])).logits.numpy()
@@ -142,7 +155,9 @@ def mixture(**changes):
 
 
 def test_a_batch_follows_from_seed_and_step_alone(corpus):
-    make = [data.make_batch(data.Corpus(corpus.directory), mixture(), 512, 4, 7) for _ in range(2)]
+    make = [
+        data.make_batch(data.Corpus(corpus.directory), mixture(), 512, 4, 7) for _ in range(2)
+    ]
     for a, b in zip(*make, strict=True):
         np.testing.assert_array_equal(a, b)
     for other in (
@@ -155,7 +170,9 @@ def test_a_batch_follows_from_seed_and_step_alone(corpus):
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.thorough)])
 def test_batches_are_those_of_their_steps_whoever_makes_them(corpus, workers):
     plan = lambda step: None if step >= 9 else 256 if step < 6 else 512  # noqa: E731
-    batches = data.Batches(corpus, mixture(), plan, tokens=1024, first=4, workers=workers, ahead=2)
+    batches = data.Batches(
+        corpus, mixture(), plan, tokens=1024, first=4, workers=workers, ahead=2
+    )
     found = list(batches)
     batches.close()
     assert [length for length, _, _ in found] == [256, 256, 512, 512, 512]
@@ -178,7 +195,10 @@ def test_every_row_has_its_length_and_begins_with_bos(corpus, length):
 
 LAST = r"(\d{5}(?:, \d{5})*)$"
 QUESTIONS = {
-    "pass_key": (r"^What is the pass key\? The pass key is ()", r"^The pass key is {0}()(\d{{5}})\. Remember it\.$"),
+    "pass_key": (
+        r"^What is the pass key\? The pass key is ()",
+        r"^The pass key is {0}()(\d{{5}})\. Remember it\.$",
+    ),
     "needles": (
         r"^What (?:is|are) the special magic numbers? for .*\? The special magic numbers? for (.*) (?:is|are): ",
         r"^The special magic number for ({0}) is: (\d{{5}})\.$",
@@ -190,9 +210,13 @@ QUESTIONS = {
 
 @pytest.mark.parametrize("form", QUESTIONS)
 @pytest.mark.parametrize("single", [0.0, 1.0])
-def test_what_a_row_asks_it_tells_once_before_and_the_answers_are_its_last_word(corpus, form, single):
+def test_what_a_row_asks_it_tells_once_before_and_the_answers_are_its_last_word(
+    corpus, form, single
+):
     question, told = QUESTIONS[form]
-    make = mixture(synthetic=1.0, repeat=0.0, words=0.0, programs=0.0, single=single, forms={form: 1.0})
+    make = mixture(
+        synthetic=1.0, repeat=0.0, words=0.0, programs=0.0, single=single, forms={form: 1.0}
+    )
     tokens, kinds = data.make_batch(corpus, make, 3000, 12, 3)
     asked = 0
     for row, kind in zip(tokens, kinds, strict=True):
@@ -201,7 +225,9 @@ def test_what_a_row_asks_it_tells_once_before_and_the_answers_are_its_last_word(
         assert pairs
         assert text.endswith(pairs[-1][1])
         for names, answers in pairs:
-            for name, answer in zip(re.split(", | and ", names), answers.split(", "), strict=True):
+            for name, answer in zip(
+                re.split(", | and ", names), answers.split(", "), strict=True
+            ):
                 value = name
                 while not value.isdigit() or value == name:  # through the chain of a variable
                     ((_, value),) = re.findall(told.format(value), text, re.MULTILINE)
@@ -209,7 +235,11 @@ def test_what_a_row_asks_it_tells_once_before_and_the_answers_are_its_last_word(
         asked += len(pairs)
         weighed = corpus.tokenizer.inner.decode(row[kind != data.NONE].tolist())
         assert weighed == "".join(answers for _, answers in pairs)
-        assert set(kind) <= ({data.NONE, data.ANSWER, data.CHAIN} if form == "variables" else {data.NONE, data.ANSWER})
+        assert set(kind) <= (
+            {data.NONE, data.ANSWER, data.CHAIN}
+            if form == "variables"
+            else {data.NONE, data.ANSWER}
+        )
     assert asked == 12 if single or form == "pass_key" else asked > 24
 
 
@@ -254,7 +284,9 @@ def test_a_corpus_of_other_texts_is_refused(corpus, sources, tmp_path):
     with pytest.raises(FileNotFoundError, match="has no corpus yet; give --books and --code"):
         data.prepare(tmp_path / "corpus", None, None, **make)
     with pytest.raises(FileNotFoundError, match="no texts for held_out"):
-        data.prepare(tmp_path / "corpus", **sources, **{**make, "held_out": ["war-and-peace.txt"]})
+        data.prepare(
+            tmp_path / "corpus", **sources, **{**make, "held_out": ["war-and-peace.txt"]}
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------- step
@@ -268,7 +300,9 @@ def test_the_loss_by_chunks_has_the_gradients_of_the_plain_one():
 
     def plain(x, table):
         logits = x @ table.T
-        return -jnp.sum(weights * jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], 1)[:, 0])
+        return -jnp.sum(
+            weights * jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], 1)[:, 0]
+        )
 
     def ours(x, table):
         loss, each, right = step.cross_entropy(x, table, targets, weights, 8)
@@ -276,7 +310,9 @@ def test_the_loss_by_chunks_has_the_gradients_of_the_plain_one():
 
     with jax.default_matmul_precision("highest"):
         wanted, (d_x, d_table) = jax.jit(jax.value_and_grad(plain, (0, 1)))(x, table)
-        (loss, (each, right)), grads = jax.jit(jax.value_and_grad(ours, (0, 1), has_aux=True))(x, table)
+        (loss, (each, right)), grads = jax.jit(jax.value_and_grad(ours, (0, 1), has_aux=True))(
+            x, table
+        )
         alone, (same, _) = jax.jit(ours)(x, table)
     np.testing.assert_allclose(loss, 3 * wanted, rtol=1e-5)
     np.testing.assert_allclose(grads[0], 3 * d_x, atol=1e-5)
@@ -292,9 +328,16 @@ def test_stacked_parameters_are_the_decoder():
     params = step.stack(model)
     again = step.unstack(params, step.shapes(model.config))
     assert jax.tree.structure(again) == jax.tree.structure(model)
-    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(model), strict=True))
-    matrices = sum(a.size for name, a in params.items() if a.ndim == 3 or name == step.EMBEDDING)
-    attention = 2 * 3 * 2 * 2 * 32 * 100 / 2  # layers, passes, two products, multiply and add, width, half the tokens
+    assert all(
+        np.array_equal(a, b)
+        for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(model), strict=True)
+    )
+    matrices = sum(
+        a.size for name, a in params.items() if a.ndim == 3 or name == step.EMBEDDING
+    )
+    attention = (
+        2 * 3 * 2 * 2 * 32 * 100 / 2
+    )  # layers, passes, two products, multiply and add, width, half the tokens
     assert step.flops_per_token(model.config, 100) == 6 * matrices + attention
 
 
@@ -324,13 +367,19 @@ def test_the_card_has_what_the_evaluation_found(runs):
 def test_an_answer_counts_as_right_if_greedy_decoding_gives_it(exported, corpus):
     settings = {**SETTINGS, "compute": "float32"}
     hidden = FORMS["pass_key"](random.Random(0))
-    tokens, kinds = data.asking(corpus, corpus.tokens("held_out"), 128, [hidden], random.Random(1))
+    tokens, kinds = data.asking(
+        corpus, corpus.tokens("held_out"), 128, [hidden], random.Random(1)
+    )
     (answer,) = np.nonzero(kinds == data.ANSWER)
     cache = kvjax.init(kvjax.Full(), exported.model.spec(1, 128), layers=exported.config.layers)
-    decoded = generate(exported.model, cache, [tokens[: answer[0]].tolist()], max_new_tokens=len(answer)).tokens[0]
+    decoded = generate(
+        exported.model, cache, [tokens[: answer[0]].tolist()], max_new_tokens=len(answer)
+    ).tokens[0]
     params, like = step.stack(exported.model), step.shapes(exported.config)
     for change, wanted in ((0, True), (1, False)):
         tokens[answer] = decoded
         tokens[answer[2]] += change
-        _, (_, right, kind) = step.losses(params, tokens[None], kinds[None], like=like, settings=settings)
+        _, (_, right, kind) = step.losses(
+            params, tokens[None], kinds[None], like=like, settings=settings
+        )
         assert np.all(np.asarray(right)[np.asarray(kind) == data.ANSWER]) == wanted

@@ -31,11 +31,21 @@ from kvjax.evaluate.provenance import digest, digest_json
 from kvjax.evaluate.tasks.generated import FORMS
 from kvjax.evaluate.tasks.haystack import DOTS, WORDS, Hidden, weave
 
-NONE, TEXT, ANSWER, CHAIN, REPEAT = range(5)  # kinds of token, which the loss weights differently
+NONE, TEXT, ANSWER, CHAIN, REPEAT = range(
+    5
+)  # kinds of token, which the loss weights differently
 
 BOS, EOS = "<s>", "</s>"
-LEFT_OUT = {"site-packages", "test", "tests", "idlelib", "lib2to3"}  # folders of Python's library
-WORDS_AGAIN = 1000  # times that the tokenizer sees the words of the forms: enough for a token each
+LEFT_OUT = {
+    "site-packages",
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+}  # folders of Python's library
+WORDS_AGAIN = (
+    1000  # times that the tokenizer sees the words of the forms: enough for a token each
+)
 
 # ----------------------------------------------------------------------------------------------------------- the corpus
 
@@ -68,9 +78,13 @@ class Encoder:
         self.bos_token_id = tokenizer.token_to_id(BOS)
         self.eos_token_id = tokenizer.token_to_id(EOS)
 
-    def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True) -> dict[str, list[Any]]:
+    def __call__(
+        self, text: str | Sequence[str], add_special_tokens: bool = True
+    ) -> dict[str, list[Any]]:
         if isinstance(text, str):
-            return {"input_ids": self.inner.encode(text, add_special_tokens=add_special_tokens).ids}
+            return {
+                "input_ids": self.inner.encode(text, add_special_tokens=add_special_tokens).ids
+            }
         found = self.inner.encode_batch_fast(list(text), add_special_tokens=add_special_tokens)
         return {"input_ids": [one.ids for one in found]}
 
@@ -96,44 +110,73 @@ def prepare(
     made = directory / "corpus.json"
     if books is None or code is None:
         if not made.is_file():
-            raise FileNotFoundError(f"{directory} has no corpus yet; give --books and --code, directories of texts")
+            raise FileNotFoundError(
+                f"{directory} has no corpus yet; give --books and --code, directories of texts"
+            )
         return Corpus(directory)
     texts_there = sorted(books.rglob(books_pattern))
     files = {
         "books": [p for p in texts_there if p.name not in held_out],
-        "code": [p for p in sorted(code.rglob("*.py")) if not LEFT_OUT & set(p.relative_to(code).parts)],
+        "code": [
+            p
+            for p in sorted(code.rglob("*.py"))
+            if not LEFT_OUT & set(p.relative_to(code).parts)
+        ],
         "held_out": [p for p in texts_there if p.name in held_out],
     }
-    for kind, wanted, place in (("books", books_pattern, books), ("code", "*.py", code), ("held_out", held_out, books)):
+    for kind, wanted, place in (
+        ("books", books_pattern, books),
+        ("code", "*.py", code),
+        ("held_out", held_out, books),
+    ):
         if not files[kind]:
             raise FileNotFoundError(f"there are no texts for {kind} in {place}: no {wanted}")
     source = {
         "vocab_size": vocab_size,
         "files": {
-            kind: [{"name": p.name, "bytes": p.stat().st_size, "sha256": digest(p)} for p in found]
+            kind: [
+                {"name": p.name, "bytes": p.stat().st_size, "sha256": digest(p)} for p in found
+            ]
             for kind, found in files.items()
         },
     }
     if made.is_file():
         if Corpus(directory).card["source"] != digest_json(source):
-            raise ValueError(f"{directory} holds a corpus of other texts or another vocabulary; give a new --out")
+            raise ValueError(
+                f"{directory} holds a corpus of other texts or another vocabulary; give a new --out"
+            )
         return Corpus(directory)
 
-    texts = {kind: [p.read_text(encoding="utf-8", errors="replace") for p in found] for kind, found in files.items()}
+    texts = {
+        kind: [p.read_text(encoding="utf-8", errors="replace") for p in found]
+        for kind, found in files.items()
+    }
     temporary = directory.with_name(directory.name + ".new")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     tokenizer = train_tokenizer([*texts["books"], *texts["code"]], vocab_size)
     tokenizer.save(str(temporary / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS, "add_bos_token": True}
-    (temporary / "tokenizer_config.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "add_bos_token": True,
+    }
+    (temporary / "tokenizer_config.json").write_text(
+        json.dumps(settings, indent=1), encoding="utf-8"
+    )
     end, counts = tokenizer.token_to_id(EOS), {}
     for kind, found in texts.items():
-        parts = [[*one.ids, end] for one in tokenizer.encode_batch_fast(found, add_special_tokens=False)]
+        parts = [
+            [*one.ids, end]
+            for one in tokenizer.encode_batch_fast(found, add_special_tokens=False)
+        ]
         ids = np.concatenate([np.asarray(part, np.uint16) for part in parts])
         np.save(temporary / f"{kind}.npy", ids)
         counts[kind] = len(ids)
-    seen = Counter(word for text in texts["books"] for word in re.findall(r"\b[a-z]{4,9}\b", text))
+    seen = Counter(
+        word for text in texts["books"] for word in re.findall(r"\b[a-z]{4,9}\b", text)
+    )
     card = {
         "source": digest_json(source),
         **source,
@@ -153,7 +196,10 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -162,7 +208,9 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    times = max(1, min(WORDS_AGAIN, sum(map(len, texts)) // 40_000))  # in proportion, if there is little text
+    times = max(
+        1, min(WORDS_AGAIN, sum(map(len, texts)) // 40_000)
+    )  # in proportion, if there is little text
     tokenizer.train_from_iterator([*texts, *([f" {' '.join(WORDS)}"] * times)], trainer)
     first = f"{BOS} $A"
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -188,16 +236,23 @@ class Mixture:
     seed: int = 0
 
 
-def make_batch(corpus: Corpus, mixture: Mixture, length: int, rows: int, step: int) -> tuple[np.ndarray, np.ndarray]:
+def make_batch(
+    corpus: Corpus, mixture: Mixture, length: int, rows: int, step: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Token ids u16[rows, length] and their kinds u8[rows, length]; each row depends on seed, step and its number."""
     made = [
-        make_row(corpus, mixture, length, random.Random(f"{mixture.seed} {step} {length} {row}")) for row in range(rows)
+        make_row(
+            corpus, mixture, length, random.Random(f"{mixture.seed} {step} {length} {row}")
+        )
+        for row in range(rows)
     ]
     tokens, kinds = zip(*made, strict=True)
     return np.stack(tokens), np.stack(kinds)
 
 
-def make_row(corpus: Corpus, mixture: Mixture, length: int, rng: random.Random) -> tuple[np.ndarray, np.ndarray]:
+def make_row(
+    corpus: Corpus, mixture: Mixture, length: int, rng: random.Random
+) -> tuple[np.ndarray, np.ndarray]:
     """Token ids u16[length] and kinds u8[length] of one row."""
     text = _tokens(corpus, "code" if rng.random() < mixture.code else "books")
     if rng.random() >= mixture.synthetic:
@@ -227,7 +282,9 @@ def asking(
     asked = rng.sample(list(hidden), len(hidden))
     encode = corpus.tokenizer
     answers = encode([reply(one) for one in asked], add_special_tokens=False)["input_ids"]
-    further = encode([f"\n{one.question}" for one in asked[1:]], add_special_tokens=False)["input_ids"]
+    further = encode([f"\n{one.question}" for one in asked[1:]], add_special_tokens=False)[
+        "input_ids"
+    ]
     tail = sum(map(len, answers)) + sum(map(len, further))
     prompt = weave(encode, text, length - tail, Hidden(lines, asked[0].question, ()), rng)
 
@@ -252,9 +309,14 @@ def reply(hidden: Hidden) -> str:
 def _hide(corpus: Corpus, mixture: Mixture, length: int, rng: random.Random) -> list[Hidden]:
     """One thing to ask for, as large as an evaluation's; or as many small ones as fit in a share of the row."""
     limit = _MOST_NAMES + length // 16  # more than fit
-    names = rng.sample(corpus.card["names"], min(limit, len(corpus.card["names"])))  # popped from the end
+    names = rng.sample(
+        corpus.card["names"], min(limit, len(corpus.card["names"]))
+    )  # popped from the end
     if rng.random() < 0.75:  # the words that evaluations use first
-        names = [*(name for name in names if name not in _DRAWN), *rng.sample(WORDS, len(WORDS))]
+        names = [
+            *(name for name in names if name not in _DRAWN),
+            *rng.sample(WORDS, len(WORDS)),
+        ]
     forms = dict(mixture.forms)
     single = rng.random() < mixture.single
     if not single and rng.random() < 0.5:  # all of a form, or a mixture of them
@@ -283,12 +345,22 @@ def _one(form: str, length: int, rng: random.Random) -> Hidden:
     """A thing of the sizes that evaluations use."""
     if form == "needles":
         hidden = rng.choice((1, 4, 8, 16))
-        return FORMS[form](rng, hidden=hidden, asked=1 if rng.random() < 0.7 else rng.randint(1, min(4, hidden)))
+        return FORMS[form](
+            rng,
+            hidden=hidden,
+            asked=1 if rng.random() < 0.7 else rng.randint(1, min(4, hidden)),
+        )
     if form == "key_value":
-        return FORMS[form](rng, pairs=_log_uniform(rng, 2, min(_MOST_NAMES, max(2, length // 24))))
+        return FORMS[form](
+            rng, pairs=_log_uniform(rng, 2, min(_MOST_NAMES, max(2, length // 24)))
+        )
     if form == "variables":
         hops = _hops(rng)
-        return FORMS[form](rng, chains=_log_uniform(rng, 1, max(1, min(32, length // 64) // (hops + 1))), hops=hops)
+        return FORMS[form](
+            rng,
+            chains=_log_uniform(rng, 1, max(1, min(32, length // 64) // (hops + 1))),
+            hops=hops,
+        )
     return FORMS[form](rng)
 
 
@@ -306,7 +378,9 @@ def _small(form: str, rng: random.Random) -> Hidden:
 def _words(length: int, rng: random.Random) -> Hidden:
     """The most frequent coded words, or the common ones of a list; 5 tokens a word, 11 with its number."""
     if length >= 4096 and rng.random() < 0.5:
-        return FORMS["common_words"](rng, words=rng.randint(303, length // 13))  # 303: the least that it takes
+        return FORMS["common_words"](
+            rng, words=rng.randint(303, length // 13)
+        )  # 303: the least that it takes
     return FORMS["frequent_words"](rng, words=rng.randint(length // 24, length // 7))
 
 
@@ -334,7 +408,9 @@ def _renamed(hidden: Hidden, names: list[str]) -> Hidden:
     def rename(text: str) -> str:
         return _WORD.sub(lambda found: given.get(found[0], found[0]), text)
 
-    return Hidden(tuple(map(rename, hidden.lines)), rename(hidden.question), hidden.answers, hidden.fields)
+    return Hidden(
+        tuple(map(rename, hidden.lines)), rename(hidden.question), hidden.answers, hidden.fields
+    )
 
 
 _WORD = re.compile(r"\b[a-z]+\b")
@@ -342,18 +418,24 @@ _DRAWN = frozenset(WORDS)
 _MOST_NAMES = 128  # names that a thing takes, at most
 
 
-def program(corpus: Corpus, text: np.ndarray, length: int, rng: random.Random) -> tuple[np.ndarray, np.ndarray]:
+def program(
+    corpus: Corpus, text: np.ndarray, length: int, rng: random.Random
+) -> tuple[np.ndarray, np.ndarray]:
     """Assignments to variables in the wording of the form, questions among them at any place, and text between some.
 
     A variable can be asked for as soon as it has a value, so many look-ups reach back only a few lines, and there is an
     answer every 30 tokens. The model learns chains from that, but not from questions at the end alone (README.md).
     """
-    names = rng.sample(corpus.card["names"], min(1000, len(corpus.card["names"])))  # popped from the end
+    names = rng.sample(
+        corpus.card["names"], min(1000, len(corpus.card["names"]))
+    )  # popped from the end
     if rng.random() < 0.75:
         names += rng.sample(WORDS, len(WORDS))
     questions, between = rng.uniform(0.3, 0.6), rng.choice((0.0, 0.0, 0.05, 0.2))
     longest = rng.choice((1, 1, 2, 3, 5))
-    known: dict[str, tuple[str, int]] = {}  # a variable's value, and the look-ups to it beyond the first
+    known: dict[
+        str, tuple[str, int]
+    ] = {}  # a variable's value, and the look-ups to it beyond the first
     parts: list[str | np.ndarray] = []
     kinds: list[int] = []
     room = length
@@ -382,26 +464,41 @@ def program(corpus: Corpus, text: np.ndarray, length: int, rng: random.Random) -
         parts.append(f"\nVAR {name} = {of}\n")
         kinds.append(NONE)
         room -= 6  # at least
-    told = iter(corpus.tokenizer([p for p in parts if isinstance(p, str)], add_special_tokens=False)["input_ids"])
+    told = iter(
+        corpus.tokenizer([p for p in parts if isinstance(p, str)], add_special_tokens=False)[
+            "input_ids"
+        ]
+    )
     pieces = [next(told) if isinstance(part, str) else part for part in parts]
-    pieces, kinds = [[corpus.tokenizer.bos_token_id], *pieces, _excerpt(text, length, rng)], [NONE, *kinds, NONE]
+    pieces, kinds = (
+        [[corpus.tokenizer.bos_token_id], *pieces, _excerpt(text, length, rng)],
+        [NONE, *kinds, NONE],
+    )
     each = np.repeat(kinds, [len(piece) for piece in pieces])
     return np.concatenate(pieces)[:length].astype(np.uint16), each[:length].astype(np.uint8)
 
 
-def plain(corpus: Corpus, text: np.ndarray, length: int, rng: random.Random) -> tuple[np.ndarray, np.ndarray]:
-    tokens = np.concatenate([[corpus.tokenizer.bos_token_id], _excerpt(text, length - 1, rng)]).astype(np.uint16)
+def plain(
+    corpus: Corpus, text: np.ndarray, length: int, rng: random.Random
+) -> tuple[np.ndarray, np.ndarray]:
+    tokens = np.concatenate(
+        [[corpus.tokenizer.bos_token_id], _excerpt(text, length - 1, rng)]
+    ).astype(np.uint16)
     return tokens, np.full(length, TEXT, np.uint8)
 
 
-def _repeating(corpus: Corpus, text: np.ndarray, length: int, rng: random.Random) -> tuple[np.ndarray, np.ndarray]:
+def _repeating(
+    corpus: Corpus, text: np.ndarray, length: int, rng: random.Random
+) -> tuple[np.ndarray, np.ndarray]:
     """A text in which a passage occurs twice. The first tokens of the repeat cannot be predicted and count as text."""
     size = _log_uniform(rng, min(32, length // 4), length // 3)
     body = _excerpt(text, length - 1 - size, rng)
     first = rng.randint(0, len(body) - size)
     second = rng.randint(first + size, len(body))
     passage = body[first : first + size]
-    tokens = np.concatenate([[corpus.tokenizer.bos_token_id], body[:second], passage, body[second:]]).astype(np.uint16)
+    tokens = np.concatenate(
+        [[corpus.tokenizer.bos_token_id], body[:second], passage, body[second:]]
+    ).astype(np.uint16)
     kinds = np.full(length, TEXT, np.uint8)
     kinds[1 + second + 4 : 1 + second + size] = REPEAT
     return tokens, kinds
@@ -411,13 +508,17 @@ def _excerpt(text: np.ndarray, count: int, rng: random.Random) -> np.ndarray:
     """`count` ids from a random place on; the text wraps around at its end."""
     start = rng.randrange(len(text))
     part = text[start : start + count]
-    return part if len(part) == count else np.resize(np.concatenate([part, text[:start]]), count)
+    return (
+        part if len(part) == count else np.resize(np.concatenate([part, text[:start]]), count)
+    )
 
 
 @cache
 def _tokens(corpus: Corpus, kind: str) -> np.ndarray:
     if kind == "dots":
-        return np.asarray(corpus.tokenizer(DOTS, add_special_tokens=False)["input_ids"], np.uint16)
+        return np.asarray(
+            corpus.tokenizer(DOTS, add_special_tokens=False)["input_ids"], np.uint16
+        )
     return corpus.tokens(kind)
 
 
@@ -456,7 +557,9 @@ class Batches:
         self._plan, self._size, self._next = plan, tokens, first
         self._pool: Executor = ThreadPoolExecutor(1)
         if workers:
-            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # for the workers: there is one per core
+            os.environ["TOKENIZERS_PARALLELISM"] = (
+                "false"  # for the workers: there is one per core
+            )
             self._pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
         self._pending: deque[tuple[int, Future[Any]]] = deque()
         for _ in range(ahead):
@@ -466,7 +569,9 @@ class Batches:
         length = self._plan(self._next)
         if length is not None:
             rows = max(1, self._size // length)
-            self._pending.append((length, self._pool.submit(_make, *self._arguments, length, rows, self._next)))
+            self._pending.append(
+                (length, self._pool.submit(_make, *self._arguments, length, rows, self._next))
+            )
             self._next += 1
 
     def __iter__(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:

@@ -36,7 +36,10 @@ def export(
 ) -> None:
     """Writes the model in bf16 in Hugging Face format, its tokenizer and its card; replaces an older export."""
     config = decoder_config(settings)
-    new, old = directory.with_name(directory.name + ".new"), directory.with_name(directory.name + ".old")
+    new, old = (
+        directory.with_name(directory.name + ".new"),
+        directory.with_name(directory.name + ".old"),
+    )
     shutil.rmtree(new, ignore_errors=True)
     encoder = corpus.tokenizer
     models.save(
@@ -48,9 +51,13 @@ def export(
         shard_bytes=SHARD_BYTES,
     )
     shutil.copy(corpus.directory / "tokenizer.json", new)
-    tokenizer = json.loads((corpus.directory / "tokenizer_config.json").read_text(encoding="utf-8"))
+    tokenizer = json.loads(
+        (corpus.directory / "tokenizer_config.json").read_text(encoding="utf-8")
+    )
     tokenizer["model_max_length"] = config.max_position_embeddings
-    (new / "tokenizer_config.json").write_text(json.dumps(tokenizer, indent=1), encoding="utf-8")
+    (new / "tokenizer_config.json").write_text(
+        json.dumps(tokenizer, indent=1), encoding="utf-8"
+    )
     (new / "README.md").write_text(card(config, corpus, settings, about), encoding="utf-8")
     shutil.rmtree(old, ignore_errors=True)
     if directory.exists():
@@ -59,7 +66,12 @@ def export(
     shutil.rmtree(old, ignore_errors=True)
 
 
-def card(config: DecoderConfig, corpus: data.Corpus, settings: Mapping[str, Any], about: Mapping[str, Any]) -> str:
+def card(
+    config: DecoderConfig,
+    corpus: data.Corpus,
+    settings: Mapping[str, Any],
+    about: Mapping[str, Any],
+) -> str:
     """The model card: what it is, what it was trained on, and what it can do."""
     files, tokens = corpus.card["files"], corpus.card["tokens"]
     parameters = sum(a.size for a in jax.tree.leaves(shapes(config)))
@@ -100,7 +112,10 @@ def card(config: DecoderConfig, corpus: data.Corpus, settings: Mapping[str, Any]
     if "evaluation" in about:
         found = about["evaluation"]
         lengths = list(found["perplexity"])
-        exact = {name: [f"{row[n]:.3f}" for n in lengths] for name, row in found["exact_match"].items()}
+        exact = {
+            name: [f"{row[n]:.3f}" for n in lengths]
+            for name, row in found["exact_match"].items()
+        }
         exact["perplexity"] = [f"{found['perplexity'][n]:.1f}" for n in lengths]
         lines += [
             "",
@@ -123,7 +138,11 @@ def _title(name: str) -> str:
 
 
 def evaluate(
-    params: Mapping[str, Array], corpus: data.Corpus, settings: Mapping[str, Any], *, seed: int = 1
+    params: Mapping[str, Array],
+    corpus: data.Corpus,
+    settings: Mapping[str, Any],
+    *,
+    seed: int = 1,
 ) -> dict[str, Any]:
     """Exact match of the answers by task and length, and perplexity by length, on held-out text.
 
@@ -132,7 +151,9 @@ def evaluate(
     """
     asked, lengths = settings["evaluate"], settings["evaluate"]["lengths"]
     text = corpus.tokens("held_out")
-    rows_of = {length: min(asked["rows"], max(1, settings["tokens"] // length)) for length in lengths}
+    rows_of = {
+        length: min(asked["rows"], max(1, settings["tokens"] // length)) for length in lengths
+    }
     exact: dict[str, dict[str, float]] = {name: {} for name in asked["tasks"]}
     perplexity: dict[str, float] = {}
     look = jax.jit(partial(losses, like=shapes(decoder_config(settings)), settings=settings))
@@ -147,7 +168,9 @@ def evaluate(
 
     def seen(rows: list[tuple[np.ndarray, np.ndarray]], together: int) -> Any:
         for i in range(0, len(rows), together):
-            part = (rows[i : i + together] * together)[:together]  # the last batch wraps around, to be as large
+            part = (rows[i : i + together] * together)[
+                :together
+            ]  # the last batch wraps around, to be as large
             tokens, kinds = (np.stack(a) for a in zip(*part, strict=True))
             _, found = programs[tokens.shape[1]](params, tokens, kinds)
             yield tuple(np.asarray(a)[: len(rows) - i] for a in found)
@@ -155,14 +178,23 @@ def evaluate(
     for length, together in rows_of.items():
         for name, sizes in asked["tasks"].items():
             form = FORMS[name.split()[0]]
-            rngs = [random.Random(f"{seed} {name} {length} {row}") for row in range(asked["rows"])]
-            rows = [data.asking(corpus, text, length, [form(rng, **sizes)], rng) for rng in rngs]
+            rngs = [
+                random.Random(f"{seed} {name} {length} {row}") for row in range(asked["rows"])
+            ]
+            rows = [
+                data.asking(corpus, text, length, [form(rng, **sizes)], rng) for rng in rngs
+            ]
             answers = data.ANSWER, data.CHAIN
-            hits = [np.all(right | ~np.isin(kind, answers), axis=1) for _, right, kind in seen(rows, together)]
+            hits = [
+                np.all(right | ~np.isin(kind, answers), axis=1)
+                for _, right, kind in seen(rows, together)
+            ]
             exact[name][str(length)] = float(np.concatenate(hits).mean())
         rngs = [random.Random(f"{seed} {length} {row}") for row in range(together)]
         plain = seen([data.plain(corpus, text, length, rng) for rng in rngs], together)
-        perplexity[str(length)] = float(np.exp(np.mean([each[:, :-1].mean() for each, _, _ in plain])))
+        perplexity[str(length)] = float(
+            np.exp(np.mean([each[:, :-1].mean() for each, _, _ in plain]))
+        )
     return {"rows": asked["rows"], "exact_match": exact, "perplexity": perplexity}
 
 
@@ -175,5 +207,9 @@ def judge(out: Path) -> dict[str, Any]:
     text = card(checkpoint.config, corpus, result["settings"], result)
     (out / "model" / "README.md").write_text(text, encoding="utf-8")
     (out / "result.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
-    print(json.dumps(result["evaluation"], indent=1), f"\nevaluated in {time.monotonic() - begun:.1f} s", flush=True)
+    print(
+        json.dumps(result["evaluation"], indent=1),
+        f"\nevaluated in {time.monotonic() - begun:.1f} s",
+        flush=True,
+    )
     return result["evaluation"]

@@ -40,7 +40,10 @@ def shapes(config: DecoderConfig) -> Decoder:
 def initial(config: DecoderConfig, seed: int = 0) -> dict[str, Array]:
     """Random parameters; matrices that write to the residual stream are 0, so each layer begins as the identity."""
     params = stack(Decoder(config, rngs=nnx.Rngs(seed)))
-    return {n: jnp.zeros_like(a) if re.search(r"\.(out|down)\.kernel", n) else a for n, a in params.items()}
+    return {
+        n: jnp.zeros_like(a) if re.search(r"\.(out|down)\.kernel", n) else a
+        for n, a in params.items()
+    }
 
 
 def stack(model: Decoder) -> dict[str, Array]:
@@ -48,14 +51,19 @@ def stack(model: Decoder) -> dict[str, Array]:
     found: dict[str, list[Array]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(model):
         found.setdefault(_place(path)[0], []).append(leaf)
-    return {name: jnp.stack(all_) if name.startswith("layers.") else all_[0] for name, all_ in found.items()}
+    return {
+        name: jnp.stack(all_) if name.startswith("layers.") else all_[0]
+        for name, all_ in found.items()
+    }
 
 
 def unstack(params: Mapping[str, Array], like: Decoder) -> Decoder:
     """The Decoder of stacked parameters; `like` has its structure."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(like)
     places = (_place(path) for path, _ in leaves)
-    return jax.tree.unflatten(structure, [params[n] if i is None else params[n][i] for n, i in places])
+    return jax.tree.unflatten(
+        structure, [params[n] if i is None else params[n][i] for n, i in places]
+    )
 
 
 def _place(path: Any) -> tuple[str, int | None]:
@@ -72,7 +80,9 @@ def trunk(model: Decoder, table: Array, tokens: Array) -> Array:
     them very often.
     """
     x = table.at[tokens].get(mode="clip").astype(model.embedding.dtype)
-    cos, sin = rope.angles(model.config.rope, jnp.arange(tokens.shape[1])[None], model.config.rotated)
+    cos, sin = rope.angles(
+        model.config.rope, jnp.arange(tokens.shape[1])[None], model.config.rotated
+    )
     for layer in model.layers:
         x, _, _ = layer(x, cos, sin, None)
     return model.norm(x)
@@ -82,7 +92,9 @@ def trunk(model: Decoder, table: Array, tokens: Array) -> Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def cross_entropy(x: Array, table: Array, targets: Array, weights: Array, chunk: int) -> tuple[Array, Array, Array]:
+def cross_entropy(
+    x: Array, table: Array, targets: Array, weights: Array, chunk: int
+) -> tuple[Array, Array, Array]:
     """(weighted sum of the losses f32[], loss of each token f32[n], whether the target is the likeliest bool[n]).
 
     x [n, hidden], table [V, hidden], targets i32[n], weights f32[n]. Only the sum has a gradient. Works through
@@ -92,7 +104,9 @@ def cross_entropy(x: Array, table: Array, targets: Array, weights: Array, chunk:
     return _by_chunks(x, table, targets, weights, chunk, gradients=False)[0]
 
 
-def _by_chunks(x: Array, table: Array, targets: Array, weights: Array, chunk: int, *, gradients: bool) -> Any:
+def _by_chunks(
+    x: Array, table: Array, targets: Array, weights: Array, chunk: int, *, gradients: bool
+) -> Any:
     def one(d_table: Array, part: tuple[Array, Array, Array]) -> tuple[Array, Any]:
         x, targets, weights = part
         logits = jnp.einsum("nd,vd->nv", x, table, preferred_element_type=jnp.float32)
@@ -110,8 +124,12 @@ def _by_chunks(x: Array, table: Array, targets: Array, weights: Array, chunk: in
     n = x.shape[0]
     if n % chunk:
         raise ValueError(f"loss_chunk={chunk} does not divide the {n} tokens of a step")
-    parts = jax.tree.map(lambda a: a.reshape(n // chunk, chunk, *a.shape[1:]), (x, targets, weights))
-    d_table, (losses, right, d_x) = jax.lax.scan(one, jnp.zeros(table.shape, jnp.float32), parts)
+    parts = jax.tree.map(
+        lambda a: a.reshape(n // chunk, chunk, *a.shape[1:]), (x, targets, weights)
+    )
+    d_table, (losses, right, d_x) = jax.lax.scan(
+        one, jnp.zeros(table.shape, jnp.float32), parts
+    )
     losses, right = losses.reshape(n), right.reshape(n)
     d_x = None if d_x is None else d_x.reshape(x.shape)
     return (jnp.sum(losses * weights), losses, right), (d_x, d_table.astype(table.dtype))
@@ -121,7 +139,9 @@ def _loss_forward(x: Array, table: Array, targets: Array, weights: Array, chunk:
     return _by_chunks(x, table, targets, weights, chunk, gradients=True)
 
 
-def _loss_backward(chunk: int, gradients: tuple[Array, Array], given: tuple[Array, Array, Array]) -> Any:
+def _loss_backward(
+    chunk: int, gradients: tuple[Array, Array], given: tuple[Array, Array, Array]
+) -> Any:
     return *(d * given[0].astype(d.dtype) for d in gradients), None, None
 
 
@@ -129,7 +149,12 @@ cross_entropy.defvjp(_loss_forward, _loss_backward)
 
 
 def losses(
-    params: Mapping[str, Array], tokens: Array, kinds: Array, *, like: Decoder, settings: Mapping[str, Any]
+    params: Mapping[str, Array],
+    tokens: Array,
+    kinds: Array,
+    *,
+    like: Decoder,
+    settings: Mapping[str, Any],
 ) -> tuple[Array, tuple[Array, Array, Array]]:
     """The weighted mean loss of a batch; and after each token, the loss and correctness [B, T] and kind of its target.
 
@@ -139,7 +164,9 @@ def losses(
     model = unstack({name: a.astype(compute) for name, a in params.items()}, like)
     ids = tokens.astype(jnp.int32)
     x = trunk(model, params[EMBEDDING], ids)
-    kinds = jnp.roll(kinds, -1, axis=1).at[:, -1].set(data.NONE)  # a token's logits are those of the next
+    kinds = (
+        jnp.roll(kinds, -1, axis=1).at[:, -1].set(data.NONE)
+    )  # a token's logits are those of the next
     answer, repeat = settings["answer_weight"], settings["repeat_weight"]
     table = jnp.array([0.0, 1.0, answer, answer, repeat], jnp.float32)  # by kind
     weights = table[kinds.astype(jnp.int32)]
@@ -162,7 +189,9 @@ def optimizer(settings: Mapping[str, Any]) -> optax.GradientTransformation:
 
     `consistent_rms=0.2` gives Muon's updates the size of Adam's, so that one rate serves both (Liu et al. 2025).
     """
-    matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)  # of [layers, in, out]
+    matrix = optax.contrib.MuonDimensionNumbers(
+        reduction_axis=1, output_axis=2
+    )  # of [layers, in, out]
 
     def matrices(params: Mapping[str, Any]) -> dict[str, Any]:
         return {name: matrix if ".kernel" in name else None for name in params}
@@ -191,7 +220,9 @@ def make_step(settings: Mapping[str, Any], like: Decoder) -> Any:
     @partial(jax.jit, donate_argnums=0)
     def step(state: dict[str, Any], tokens: Array, kinds: Array, rate: Array) -> Any:
         of = partial(losses, like=like, settings=settings)
-        (loss, (each, right, kind)), grads = jax.value_and_grad(of, has_aux=True)(state["params"], tokens, kinds)
+        (loss, (each, right, kind)), grads = jax.value_and_grad(of, has_aux=True)(
+            state["params"], tokens, kinds
+        )
         with jax.numpy_dtype_promotion("standard"):  # optax mixes integers and floats
             updates, held = transform.update(grads, state["optimizer"], state["params"])
         params = jax.tree.map(lambda p, u: p + rate * u, state["params"], updates)
@@ -234,7 +265,10 @@ class Programs:
     def __init__(self, step: Any, state: Any, lengths: list[int], tokens: int) -> None:
         def build(length: int) -> Any:
             start, shape = time.monotonic(), (max(1, tokens // length), length)
-            batch = (jax.ShapeDtypeStruct(shape, jnp.uint16), jax.ShapeDtypeStruct(shape, jnp.uint8))
+            batch = (
+                jax.ShapeDtypeStruct(shape, jnp.uint16),
+                jax.ShapeDtypeStruct(shape, jnp.uint8),
+            )
             lowered = step.lower(like, *batch, jax.ShapeDtypeStruct((), jnp.float32))
             traced = time.monotonic() - start
             program = lowered.compile()
@@ -248,7 +282,9 @@ class Programs:
 
         like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), state)
         self._pool = ThreadPoolExecutor(1)
-        self._programs: dict[int, Future[Any]] = {length: self._pool.submit(build, length) for length in lengths}
+        self._programs: dict[int, Future[Any]] = {
+            length: self._pool.submit(build, length) for length in lengths
+        }
 
     def __getitem__(self, length: int) -> Any:
         return self._programs[length].result()

@@ -70,19 +70,27 @@ def lengths_left(progress: float, settings: Mapping[str, Any]) -> list[int]:
     """The lengths of rows from here on, in their order; empty when the run is over."""
     phases = settings["phases"]
     ends = np.cumsum(list(phases.values()))
-    return [int(length) for length, end in zip(phases, ends, strict=True) if progress < end - 1e-9]
+    return [
+        int(length) for length, end in zip(phases, ends, strict=True) if progress < end - 1e-9
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------------- checkpoints
 
 
 def manager(out: Path) -> ocp.CheckpointManager:
-    return ocp.CheckpointManager((out / "checkpoints").absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=2))
+    return ocp.CheckpointManager(
+        (out / "checkpoints").absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=2)
+    )
 
 
-def save(checkpoints: ocp.CheckpointManager, step: int, state: Any, about: Mapping[str, Any]) -> None:
+def save(
+    checkpoints: ocp.CheckpointManager, step: int, state: Any, about: Mapping[str, Any]
+) -> None:
     """Begins to write the state after `step` steps; the arrays are read before this returns."""
-    args = ocp.args.Composite(state=ocp.args.StandardSave(_named(state)), about=ocp.args.JsonSave(dict(about)))
+    args = ocp.args.Composite(
+        state=ocp.args.StandardSave(_named(state)), about=ocp.args.JsonSave(dict(about))
+    )
     checkpoints.save(step, args=args)
 
 
@@ -90,16 +98,23 @@ def restore(checkpoints: ocp.CheckpointManager, like: Any) -> tuple[int, Any, di
     """(steps done, state, metadata) of the newest complete save."""
     step = checkpoints.latest_step()
     if step is None:
-        raise FileNotFoundError(f"{checkpoints.directory} has no complete save to resume from; leave out --resume")
+        raise FileNotFoundError(
+            f"{checkpoints.directory} has no complete save to resume from; leave out --resume"
+        )
     wanted = {name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in _named(like).items()}
-    args = ocp.args.Composite(state=ocp.args.StandardRestore(wanted), about=ocp.args.JsonRestore())
+    args = ocp.args.Composite(
+        state=ocp.args.StandardRestore(wanted), about=ocp.args.JsonRestore()
+    )
     found = checkpoints.restore(step, args=args)
     leaves = [jnp.asarray(found["state"][name]) for name in _named(like)]
     return step, jax.tree.unflatten(jax.tree.structure(like), leaves), found["about"]
 
 
 def _named(tree: Any) -> dict[str, Any]:
-    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    return {
+        jax.tree_util.keystr(path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
 
 
 # -------------------------------------------------------------------------------------------------------------- the run
@@ -108,21 +123,38 @@ def _named(tree: Any) -> dict[str, Any]:
 class Log:
     """Lines of JSON in a file, and some of them on the screen. Speed is measured between lines."""
 
-    def __init__(self, path: Path, config: DecoderConfig, peak: float | None, every: float) -> None:
+    def __init__(
+        self, path: Path, config: DecoderConfig, peak: float | None, every: float
+    ) -> None:
         self.file = path.open("a", encoding="utf-8")
         self.config, self.peak, self.every = config, peak, every
         self.last = time.monotonic()
         self.shown = -float("inf")
 
     def write(
-        self, step: int, length: int, tokens: int, progress: float, rate: float, metrics: Mapping[str, Any]
+        self,
+        step: int,
+        length: int,
+        tokens: int,
+        progress: float,
+        rate: float,
+        metrics: Mapping[str, Any],
     ) -> None:
         line = {name: float(value) for name, value in metrics.items()}  # waits for the step
         now = time.monotonic()
         speed, self.last = tokens / (now - self.last), now
-        line = {"step": step, "length": length, "progress": progress, "rate": rate, **line, "tokens_per_second": speed}
+        line = {
+            "step": step,
+            "length": length,
+            "progress": progress,
+            "rate": rate,
+            **line,
+            "tokens_per_second": speed,
+        }
         if self.peak is not None:
-            line["utilisation"] = speed * flops_per_token(self.config, length) / (self.peak * 1e12)
+            line["utilisation"] = (
+                speed * flops_per_token(self.config, length) / (self.peak * 1e12)
+            )
         self.file.write(json.dumps(line) + "\n")
         self.file.flush()
         if now - self.shown >= self.every:
@@ -134,7 +166,11 @@ def forget_after(path: Path, step: int) -> None:
     """Drops the lines of a log that come after a step: a run that was killed took steps which nothing saved."""
     if not path.exists():
         return
-    whole = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+    whole = [
+        line
+        for line in path.read_text(encoding="utf-8").splitlines(keepends=True)
+        if line.endswith("\n")
+    ]
     replace_file(path, "".join(line for line in whole if json.loads(line)["step"] <= step))
 
 
@@ -158,17 +194,23 @@ def train(
     begun = time.monotonic()
     config = decoder_config(settings)
     out.mkdir(parents=True, exist_ok=True)
-    corpus = data.prepare(out / "corpus", books, code, vocab_size=config.vocab_size, **settings["corpus"])
+    corpus = data.prepare(
+        out / "corpus", books, code, vocab_size=config.vocab_size, **settings["corpus"]
+    )
     checkpoints = manager(out)
     if not resume and checkpoints.latest_step() is not None:
-        raise FileExistsError(f"{out} has a run with checkpoints; give --resume, or another --out")
+        raise FileExistsError(
+            f"{out} has a run with checkpoints; give --resume, or another --out"
+        )
 
     like, state = shapes(config), initial_state(settings)
     first, clock, trained, tokens = 0, Clock(steps, begun + seconds), 0.0, 0
     if resume:
         first, state, before = restore(checkpoints, state)
         if before["settings"] != json.loads(json.dumps(dict(settings))):
-            raise ValueError(f"the run in {out} has other settings; resume with the config that it began with")
+            raise ValueError(
+                f"the run in {out} has other settings; resume with the config that it began with"
+            )
         clock.done, trained, tokens = before["progress"], before["seconds"], before["tokens"]
         forget_after(out / "log.jsonl", first)
     lengths = lengths_left(clock.progress(first), settings)
@@ -193,7 +235,10 @@ def train(
     step, made = first, provenance()
 
     def about() -> dict[str, Any]:
-        passed, progress = trained + time.monotonic() - clock.start, min(1.0, clock.progress(step))
+        passed, progress = (
+            trained + time.monotonic() - clock.start,
+            min(1.0, clock.progress(step)),
+        )
         run = {"step": step, "tokens": tokens, "seconds": passed, "progress": progress}
         return {**run, "made": made, "settings": dict(settings)}
 
@@ -228,26 +273,53 @@ def train(
         keep()
     checkpoints.wait_until_finished()
     checkpoints.close()
-    print(f"{step} steps, {tokens / 1e6:.1f} M tokens, exported after {time.monotonic() - begun:.1f} s", flush=True)
+    print(
+        f"{step} steps, {tokens / 1e6:.1f} M tokens, exported after {time.monotonic() - begun:.1f} s",
+        flush=True,
+    )
 
 
 def main() -> None:
     here = Path(__file__).parent
-    parser = argparse.ArgumentParser(description="Trains kvjax's small long-context model; README.md says how.")
+    parser = argparse.ArgumentParser(
+        description="Trains kvjax's small long-context model; README.md says how."
+    )
     parser.add_argument("--config", type=Path, default=here / "config.json")
-    parser.add_argument("--books", type=Path, help="directory of texts; needed until OUT/corpus is made")
-    parser.add_argument("--code", type=Path, help="directory of Python code, such as the standard library")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the corpus, checkpoints, log and model")
-    parser.add_argument("--seconds", type=float, default=540.0, help="time from start to last step")
-    parser.add_argument("--steps", type=int, help="number of steps of the run, in place of --seconds")
+    parser.add_argument(
+        "--books", type=Path, help="directory of texts; needed until OUT/corpus is made"
+    )
+    parser.add_argument(
+        "--code", type=Path, help="directory of Python code, such as the standard library"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        help="folder for the corpus, checkpoints, log and model",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=540.0, help="time from start to last step"
+    )
+    parser.add_argument(
+        "--steps", type=int, help="number of steps of the run, in place of --seconds"
+    )
     parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--peak-tflops", type=float, help="dense, in the compute dtype: 989 for an H200 in bf16")
+    parser.add_argument(
+        "--peak-tflops", type=float, help="dense, in the compute dtype: 989 for an H200 in bf16"
+    )
     parser.add_argument("--evaluate", choices=("after", "only", "no"), default="after")
-    parser.add_argument("--smoke", action="store_true", help="a tiny run on the sources of kvjax")
+    parser.add_argument(
+        "--smoke", action="store_true", help="a tiny run on the sources of kvjax"
+    )
     given = parser.parse_args()
     config, books, code, steps = given.config, given.books, given.code, given.steps
     if given.smoke:
-        config, books, code, steps = here / "smoke.json", here.parent / "kvjax", here.parent / "models", 60
+        config, books, code, steps = (
+            here / "smoke.json",
+            here.parent / "kvjax",
+            here.parent / "models",
+            60,
+        )
     if given.evaluate != "only":
         train(
             json.loads(config.read_text(encoding="utf-8")),

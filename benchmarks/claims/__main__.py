@@ -44,20 +44,42 @@ MEASUREMENTS = (*FOLLOWED, *WRITTEN)
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model_dir", nargs="?", type=Path, default=None, help="default: the shipped model")
-    parser.add_argument("--text", type=Path, required=True, help="UTF-8 file with a long text that the model never saw")
-    parser.add_argument("--what", default=",".join(MEASUREMENTS), help="separated by commas; default all")
-    parser.add_argument("--length", default="1024,2048,4096", help="context lengths in tokens, ascending")
-    parser.add_argument("--steps", type=int, default=32, help="consecutive live queries at each length")
-    parser.add_argument("--budget", type=int, default=256, help="tokens that a step reads for each KV head")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "model_dir", nargs="?", type=Path, default=None, help="default: the shipped model"
+    )
+    parser.add_argument(
+        "--text",
+        type=Path,
+        required=True,
+        help="UTF-8 file with a long text that the model never saw",
+    )
+    parser.add_argument(
+        "--what", default=",".join(MEASUREMENTS), help="separated by commas; default all"
+    )
+    parser.add_argument(
+        "--length", default="1024,2048,4096", help="context lengths in tokens, ascending"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=32, help="consecutive live queries at each length"
+    )
+    parser.add_argument(
+        "--budget", type=int, default=256, help="tokens that a step reads for each KV head"
+    )
     parser.add_argument(
         "--new-tokens",
         type=int,
         default=None,
         help="tokens to generate for drift, paris and votes; default: the last --length",
     )
-    parser.add_argument("--window", type=int, default=42, help="W of logquant, which keeps 2W to 3W tokens exact")
+    parser.add_argument(
+        "--window",
+        type=int,
+        default=42,
+        help="W of logquant, which keeps 2W to 3W tokens exact",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default=default_dtype())
     parser.add_argument("--out", type=Path, default=None)
@@ -81,7 +103,9 @@ def main(args: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     new = given.new_tokens
     if new is None:
-        new = min(lengths[-1], (checkpoint.config.max_positions or 2 * lengths[-1]) - lengths[-1])
+        new = min(
+            lengths[-1], (checkpoint.config.max_positions or 2 * lengths[-1]) - lengths[-1]
+        )
     if set(kinds) & set(WRITTEN) and new < given.steps:
         parser.error(f"--new-tokens {new} is less than --steps {given.steps}")
 
@@ -90,17 +114,29 @@ def main(args: Sequence[str] | None = None) -> int:
         live[False] = capture(checkpoint, [tokens], lengths=lengths, steps=given.steps)
     if set(kinds) & set(WRITTEN):
         key = jax.random.key(given.seed)
-        written, _ = capture_generated(checkpoint, [tokens], steps=new, sampling=sampling(1.0), key=key)
+        written, _ = capture_generated(
+            checkpoint, [tokens], steps=new, sampling=sampling(1.0), key=key
+        )
         live[True] = windows(written, min(9, new // given.steps), given.steps)
     head = measured.about(directory, given.text, given.dtype, lengths, given.steps)
     for kind in kinds:
-        settings, found, figure = measure(kind, live[kind in WRITTEN], given.budget, lengths, given.window)
+        settings, found, figure = measure(
+            kind, live[kind in WRITTEN], given.budget, lengths, given.window
+        )
         if kind in WRITTEN:
-            settings |= {"prompt": lengths[-1], "new_tokens": new, "temperature": 1.0, "seed": given.seed}
+            settings |= {
+                "prompt": lengths[-1],
+                "new_tokens": new,
+                "temperature": 1.0,
+                "seed": given.seed,
+            }
         table = measured.markdown(rows(found))
         print(f"{kind}\n\n{table}", flush=True)
         if given.out is not None:
-            results = {n: summary(one) if isinstance(one, Reads) else one.summary() for n, one in found.items()}
+            results = {
+                n: summary(one) if isinstance(one, Reads) else one.summary()
+                for n, one in found.items()
+            }
             measured.write(given.out, kind, {**head, **settings}, results, table, figure)
     return 0
 
@@ -115,14 +151,22 @@ def measure(
 
     if kind in COMPARED:
         found: Any = compare(live, COMPARED[kind](budget), progress=note)
-        draw = {"recall": figures.recall_by_length, "group_reduce": figures.of_rules, "groups": figures.maps}[kind]
+        draw = {
+            "recall": figures.recall_by_length,
+            "group_reduce": figures.of_rules,
+            "groups": figures.maps,
+        }[kind]
         return {"budget": budget}, found, draw(found)
     if kind == "queries":
         turned = turns(live)
         return {}, {"cosine of adjacent queries": turned}, figures.turning(turned)
     if kind == "logquant":
         found = coverage.logquant(live, window=window, progress=note)
-        return {"window": window}, found, figures.dots(found, ("mass", "top", "weights", "outputs"))
+        return (
+            {"window": window},
+            found,
+            figures.dots(found, ("mass", "top", "weights", "outputs")),
+        )
     if kind == "attended":
         found = {"attention": coverage.attended(live)}
         return {}, found, figures.dots(found, ("first_two", "newest", "overlap"))
@@ -132,7 +176,11 @@ def measure(
     if kind == "drift":
         found = drift.drift(live, prompt=lengths[-1], progress=note)
         return {}, found, figures.drifting(found, prompt=lengths[-1])
-    found = drift.votes(live, progress=note) if kind == "votes" else drift.ablation(live, progress=note)
+    found = (
+        drift.votes(live, progress=note)
+        if kind == "votes"
+        else drift.ablation(live, progress=note)
+    )
     return {}, found, figures.dots(found, ("recall", "mass", "error"))
 
 
@@ -144,7 +192,9 @@ def rows(found: Mapping[str, Any]) -> list[dict[str, Any]]:
             shares = one.summary()
             for tau, heads in shares["corrected_heads"].items():
                 steps = shares["corrected_steps"][tau]
-                made.append({"tau": tau, "heads corrected": heads, "layers and steps corrected": steps})
+                made.append(
+                    {"tau": tau, "heads corrected": heads, "layers and steps corrected": steps}
+                )
         else:
             made.append({"": name, **one.row()})
     return made

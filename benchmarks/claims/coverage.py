@@ -41,21 +41,31 @@ def exact_tokens(policy: Compressed, length: int) -> np.ndarray:
     sink = min(policy.sink, length)
     line, slots, leave = length - sink, policy.demote.slots(policy.local), policy.demote.leave
     flushes = max(0, -(-(line - slots) // leave))
-    block = np.asarray(policy.demote.place(jnp.int32(flushes), jnp.arange(slots)))[: line - flushes * leave]
+    block = np.asarray(policy.demote.place(jnp.int32(flushes), jnp.arange(slots)))[
+        : line - flushes * leave
+    ]
     return np.concatenate([np.arange(sink), np.sort(sink + block)])
 
 
 def decoded(policy: Compressed, k: Array, v: Array) -> tuple[Array, Array]:
     """Keys and values [B, K, S, D], decoded from the store for tokens that have left the recent block of a row of S
     tokens; all others as they are."""
-    line, slots, leave = k.shape[2] - policy.sink, policy.demote.slots(policy.local), policy.demote.leave
+    line, slots, leave = (
+        k.shape[2] - policy.sink,
+        policy.demote.slots(policy.local),
+        policy.demote.leave,
+    )
     flushes = max(0, -(-(line - slots) // leave))
     if not flushes:
         return k, v
     leaving = jnp.asarray(policy.demote.leaving(policy.local), jnp.int32)
-    place = policy.sink + policy.demote.place(jnp.arange(flushes)[:, None], leaving[None]).reshape(-1)
+    place = policy.sink + policy.demote.place(
+        jnp.arange(flushes)[:, None], leaving[None]
+    ).reshape(-1)
     stored = policy.store.decoded(k[:, :, place], v[:, :, place])
-    kq, vq = (a.at[:, :, place].set(b.astype(a.dtype)) for a, b in zip((k, v), stored, strict=True))
+    kq, vq = (
+        a.at[:, :, place].set(b.astype(a.dtype)) for a, b in zip((k, v), stored, strict=True)
+    )
     return kq, vq
 
 
@@ -95,11 +105,15 @@ class Kept:
         kinds = ("mass", "mass_past_sinks", "top", "outputs")
         return {
             "mean": self.row(),
-            "by_layer": {k: [round(float(a.mean()), 5) for a in getattr(self, k)] for k in kinds},
+            "by_layer": {
+                k: [round(float(a.mean()), 5) for a in getattr(self, k)] for k in kinds
+            },
         }
 
 
-Mask = Callable[[LiveLayer, np.ndarray], np.ndarray]  # bool[R, 1 or K, S]: exact tokens of R steps at these positions
+Mask = Callable[
+    [LiveLayer, np.ndarray], np.ndarray
+]  # bool[R, 1 or K, S]: exact tokens of R steps at these positions
 
 
 def keep(live: Live, mask: Mask, policy: Compressed | None) -> Kept:
@@ -113,7 +127,16 @@ def keep(live: Live, mask: Mask, policy: Compressed | None) -> Kept:
             kept = mask(replace(layer, q=layer.q[:, run]), positions)
             q = jnp.moveaxis(layer.q[:, run], 1, 0)
             settings = {"scale": layer.scale, "window": layer.window, "drop": policy is None}
-            seen = _keep(q, layer.k, layer.v, kq, vq, jnp.asarray(kept), jnp.asarray(positions), **settings)
+            seen = _keep(
+                q,
+                layer.k,
+                layer.v,
+                kq,
+                vq,
+                jnp.asarray(kept),
+                jnp.asarray(positions),
+                **settings,
+            )
             steps.append(jax.tree.map(np.asarray, seen))
             if layer is live.layers[0]:
                 exact.append(kept.sum(axis=-1).mean(axis=-1))
@@ -145,25 +168,38 @@ def _keep(
         kept = kept[None, :, None] & visible  # [1, 1 or K, 1, S]
         true = jax.nn.softmax(jnp.where(visible, logits, -jnp.inf), axis=-1)
         seen = kept if drop else visible
-        weights = jax.nn.softmax(jnp.where(seen, jnp.where(kept, logits, coded), -jnp.inf), axis=-1)
+        weights = jax.nn.softmax(
+            jnp.where(seen, jnp.where(kept, logits, coded), -jnp.inf), axis=-1
+        )
 
         def mix(share: Array, values: Array) -> Array:
-            return jnp.einsum("bkgs,bksd->bkgd", share, values.astype(jnp.float32), precision="highest")
+            return jnp.einsum(
+                "bkgs,bksd->bkgd", share, values.astype(jnp.float32), precision="highest"
+            )
 
         wanted = mix(true, v)
-        off = mix(jnp.where(kept, weights, 0.0), v) + mix(jnp.where(kept, 0.0, weights), vq) - wanted
+        off = (
+            mix(jnp.where(kept, weights, 0.0), v)
+            + mix(jnp.where(kept, 0.0, weights), vq)
+            - wanted
+        )
         tiny = jnp.finfo(jnp.float32).tiny
         later = jnp.where(jnp.arange(k.shape[2])[None, None, None] >= SINKS, true, 0.0)
         count = jnp.broadcast_to(jnp.sum(kept, axis=-1, keepdims=True), (*true.shape[:3], 1))
-        least = jnp.take_along_axis(jnp.sort(true, axis=-1, descending=True), jnp.maximum(count - 1, 0), axis=-1)
+        least = jnp.take_along_axis(
+            jnp.sort(true, axis=-1, descending=True), jnp.maximum(count - 1, 0), axis=-1
+        )
         top = visible & (true >= least)
         found = _Seen(
             mass=jnp.sum(jnp.where(kept, true, 0.0), axis=-1),
-            mass_past_sinks=jnp.sum(jnp.where(kept, later, 0.0), axis=-1) / jnp.maximum(jnp.sum(later, axis=-1), tiny),
-            top=jnp.sum(top & kept, axis=-1, dtype=jnp.float32) / jnp.sum(top, axis=-1, dtype=jnp.float32),
+            mass_past_sinks=jnp.sum(jnp.where(kept, later, 0.0), axis=-1)
+            / jnp.maximum(jnp.sum(later, axis=-1), tiny),
+            top=jnp.sum(top & kept, axis=-1, dtype=jnp.float32)
+            / jnp.sum(top, axis=-1, dtype=jnp.float32),
             weights=jnp.sum(jnp.abs(weights - true), axis=-1),
             outputs=jnp.sum(jnp.abs(off), axis=-1),
-            error=jnp.linalg.norm(off, axis=-1) / jnp.maximum(jnp.linalg.norm(wanted, axis=-1), tiny),
+            error=jnp.linalg.norm(off, axis=-1)
+            / jnp.maximum(jnp.linalg.norm(wanted, axis=-1), tiny),
         )
         return jax.tree.map(lambda a: a.reshape(a.shape[0], -1), found)
 
@@ -179,15 +215,22 @@ class Attended:
 
     first_two: np.ndarray  # f[L, T, B, N] share of attention on the first two tokens
     newest: np.ndarray  # f[L, T, B, N] share on the newest 128
-    overlap: np.ndarray  # f[L, T', B, N] share of the most attended tokens that were so a step before
+    overlap: (
+        np.ndarray
+    )  # f[L, T', B, N] share of the most attended tokens that were so a step before
 
     def row(self) -> dict[str, float]:
         """Means over everything, for a table."""
-        return {kind: round(float(getattr(self, kind).mean()), 5) for kind in ("first_two", "newest", "overlap")}
+        return {
+            kind: round(float(getattr(self, kind).mean()), 5)
+            for kind in ("first_two", "newest", "overlap")
+        }
 
     def summary(self) -> dict[str, Any]:
         """Means as JSON: over everything, and by layer."""
-        by_layer = {k: [round(float(a.mean()), 5) for a in getattr(self, k)] for k in self.row()}
+        by_layer = {
+            k: [round(float(a.mean()), 5) for a in getattr(self, k)] for k in self.row()
+        }
         return {"mean": self.row(), "by_layer": by_layer}
 
 
@@ -199,7 +242,9 @@ def attended(live: Live, *, newest: int = 128, top: int = 126) -> Attended:
     found = []
     for layer in live.layers:
         q, at = jnp.moveaxis(layer.q, 1, 0), jnp.asarray(live.positions)
-        masses = _attended(q, layer.k, at, scale=layer.scale, window=layer.window, newest=newest, top=top)
+        masses = _attended(
+            q, layer.k, at, scale=layer.scale, window=layer.window, newest=newest, top=top
+        )
         first_two, last, best = map(np.asarray, masses)
         shares = [
             (best[i + 1][..., :, None] == best[i][..., None, :]).any(axis=-1).mean(axis=-1)
@@ -211,7 +256,14 @@ def attended(live: Live, *, newest: int = 128, top: int = 126) -> Attended:
 
 @partial(jax.jit, static_argnames=("scale", "window", "newest", "top"))
 def _attended(
-    q: Array, k: Array, positions: Array, *, scale: float, window: int | None, newest: int, top: int
+    q: Array,
+    k: Array,
+    positions: Array,
+    *,
+    scale: float,
+    window: int | None,
+    newest: int,
+    top: int,
 ) -> tuple[Array, Array, Array]:
     """Shares f32[T, B, N] of the first two tokens and of the newest, and the most attended tokens i32[T, B, N, top]
     between them, of q [T, B, N, D]."""
@@ -222,7 +274,10 @@ def _attended(
         true = true.reshape(true.shape[0], -1, true.shape[-1])
         place, start = jnp.arange(k.shape[2]), x[1] + 1 - newest
         between = jnp.where((place >= SINKS) & (place < start), true, -1.0)
-        last = jnp.sum(jnp.where((place >= jnp.maximum(start, SINKS)) & (place <= x[1]), true, 0.0), axis=-1)
+        last = jnp.sum(
+            jnp.where((place >= jnp.maximum(start, SINKS)) & (place <= x[1]), true, 0.0),
+            axis=-1,
+        )
         return jnp.sum(true[..., :SINKS], axis=-1), last, lax.top_k(between, top)[1]
 
     return lax.map(step, (q, positions))
@@ -268,7 +323,11 @@ def heavy(like: Compressed, queries: int = 16) -> Mask:
                 mass[:, position + 1 - new :] = -1.0
                 best = np.argsort(-mass, axis=-1, kind="stable")[:, : count - new]
                 np.put_along_axis(kept[i], best, True, axis=-1)
-            drawn.append(np.asarray(_mass(layer.q[:, i], layer.k, int(position), layer.scale, layer.window)))
+            drawn.append(
+                np.asarray(
+                    _mass(layer.q[:, i], layer.k, int(position), layer.scale, layer.window)
+                )
+            )
         return kept
 
     return mask
@@ -292,7 +351,11 @@ def _mask(positions: Callable[[int], np.ndarray]) -> Mask:
 
 
 def logquant(
-    live: Live, *, window: int = 42, bits: tuple[int, ...] = (2, 4), progress: Progress | None = None
+    live: Live,
+    *,
+    window: int = 42,
+    bits: tuple[int, ...] = (2, 4),
+    progress: Progress | None = None,
 ) -> dict[str, Kept]:
     """Coverage and loss of LogQuant's pattern, a window, StreamingLLM and recent attention, with 2W to 3W exact tokens.
 
@@ -310,7 +373,9 @@ def logquant(
     for n in bits:
         made = presets.logquant(window, bits=n).rest
         assert isinstance(made, Compressed)
-        windowed = replace(made, demote=Fifo(leave=window), local=2 * window + 1)  # 2W + 1 to 3W newest, as LogSparse
+        windowed = replace(
+            made, demote=Fifo(leave=window), local=2 * window + 1
+        )  # 2W + 1 to 3W newest, as LogSparse
         cases[f"log-sparse, {n} bits"] = (of_policy(made), made)
         cases[f"window, {n} bits"] = (of_policy(windowed), windowed)
         kivi = presets.kivi(n).rest

@@ -76,15 +76,21 @@ class Learnt(Selector):
         for name in ("channels", "bits", "rounds"):
             require_int(f"Learnt({name}=...)", getattr(self, name), at_least=1)
         if self.bits > 8:
-            raise ValueError(f"Learnt(bits={self.bits}): a centroid's number is a byte; use at most 8 bits")
+            raise ValueError(
+                f"Learnt(bits={self.bits}): a centroid's number is a byte; use at most 8 bits"
+            )
         if self.by not in get_args(By):
             raise ValueError(f"Learnt(by={self.by!r}) must be one of {', '.join(get_args(By))}")
         if self.group_reduce not in GROUP_REDUCES:
-            raise ValueError(f"Learnt(group_reduce={self.group_reduce!r}) must be one of {', '.join(GROUP_REDUCES)}")
+            raise ValueError(
+                f"Learnt(group_reduce={self.group_reduce!r}) must be one of {', '.join(GROUP_REDUCES)}"
+            )
 
     def check(self, spec: CacheSpec, chunk: int) -> None:
         if spec.head_dim % self.channels:
-            raise ValueError(f"Learnt(channels={self.channels}) does not divide head_dim={spec.head_dim}")
+            raise ValueError(
+                f"Learnt(channels={self.channels}) does not divide head_dim={spec.head_dim}"
+            )
 
     def init(self, spec: CacheSpec, slots: int) -> Codebook:
         lead, N, C = (spec.batch, spec.kv_heads), spec.head_dim // self.channels, 2**self.bits
@@ -100,7 +106,9 @@ class Learnt(Selector):
         first = (at == 0) & (count > 0)
 
         def learn() -> Array:
-            found = jax.vmap(partial(k_means, centroids=2**self.bits, rounds=self.rounds))(keys, valid)
+            found = jax.vmap(partial(k_means, centroids=2**self.bits, rounds=self.rounds))(
+                keys, valid
+            )
             return jnp.where(first[:, None, None, None, None], found, ix.centroids)
 
         centroids = lax.cond(jnp.any(first), learn, lambda: ix.centroids)
@@ -108,7 +116,11 @@ class Learnt(Selector):
         seen = jax.vmap(jax.vmap(jax.vmap(partial(jnp.bincount, length=2**self.bits))))
         shown = jnp.broadcast_to(valid[:, None, None], ids.shape).astype(jnp.int32)
         counts = ix.counts + seen(ids, shown)
-        return Codebook(centroids, write(ix.ids, jnp.moveaxis(ids, 2, 3).astype(jnp.uint8), at, count), counts)
+        return Codebook(
+            centroids,
+            write(ix.ids, jnp.moveaxis(ids, 2, 3).astype(jnp.uint8), at, count),
+            counts,
+        )
 
     def score(self, ix: Codebook, q: Array, *, scale: float) -> Array:
         parts = self._split(q.astype(jnp.float32))  # [B, K, N, G, m]
@@ -121,8 +133,12 @@ class Learnt(Selector):
     def _votes(self, products: Array, counts: Array) -> Array:
         """f32[B, K, G, N, C]: one for each tier whose reach exceeds the keys of better centroids."""
         order = jnp.argsort(-products, axis=-1)
-        held = jnp.take_along_axis(jnp.broadcast_to(counts[:, :, None], products.shape), order, axis=-1)
-        better = jnp.take_along_axis(lax.cumsum(held, axis=4) - held, jnp.argsort(order, axis=-1), axis=-1)
+        held = jnp.take_along_axis(
+            jnp.broadcast_to(counts[:, :, None], products.shape), order, axis=-1
+        )
+        better = jnp.take_along_axis(
+            lax.cumsum(held, axis=4) - held, jnp.argsort(order, axis=-1), axis=-1
+        )
         history = jnp.sum(counts, axis=-1)[:, :, None, :, None, None].astype(jnp.float32)
         shares = (self.rho * TIERS["tiers"] / 20).astype(np.float32).reshape(1, 1, 1, 1, 1, -1)
         reach = jnp.ceil(history * shares).astype(jnp.int32)
@@ -131,10 +147,14 @@ class Learnt(Selector):
     def _split(self, x: Array) -> Array:
         """[B, K, T, D], normalised and rotated, as [B, K, N, T, m]."""
         if self.normalise:
-            x = x / jnp.maximum(jnp.linalg.norm(x.astype(jnp.float32), axis=-1, keepdims=True), 1e-8)
+            x = x / jnp.maximum(
+                jnp.linalg.norm(x.astype(jnp.float32), axis=-1, keepdims=True), 1e-8
+            )
         if self.seed is not None:
             x = rotate(x, self.seed)
-        return jnp.swapaxes(x.reshape(*x.shape[:3], -1, self.channels), 2, 3).astype(jnp.float32)
+        return jnp.swapaxes(x.reshape(*x.shape[:3], -1, self.channels), 2, 3).astype(
+            jnp.float32
+        )
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         return float(spec.kv_heads * spec.head_dim // self.channels)
@@ -165,8 +185,13 @@ def k_means(x: Array, valid: Array, *, centroids: int, rounds: int) -> Array:
             # A product with a 0/1 matrix of membership: on CPU an argmin and a scatter take ten times as long. A point
             # equally near to two centroids counts for both.
             far = _distances(points, found)
-            owned = ((far == jnp.min(far, axis=-1, keepdims=True)) & valid[:, None]).astype(jnp.float32)
-            total, size = jnp.einsum("tc,tm->cm", owned, points, precision="highest"), jnp.sum(owned, axis=0)[:, None]
+            owned = ((far == jnp.min(far, axis=-1, keepdims=True)) & valid[:, None]).astype(
+                jnp.float32
+            )
+            total, size = (
+                jnp.einsum("tc,tm->cm", owned, points, precision="highest"),
+                jnp.sum(owned, axis=0)[:, None],
+            )
             return jnp.where(size > 0, total / jnp.maximum(size, 1.0), found)
 
         return lax.fori_loop(0, rounds, step, points[start])
@@ -203,7 +228,9 @@ class Voting(Paris):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.directions not in [2**n for n in range(1, self.subspace + 1)]:
-            raise ValueError(f"Voting(directions={self.directions}) must be a power of 2, at most {2**self.subspace}")
+            raise ValueError(
+                f"Voting(directions={self.directions}) must be a power of 2, at most {2**self.subspace}"
+            )
         if self.radii not in (1, RADII):
             raise ValueError(f"Voting(radii={self.radii}) must be 1 or {RADII}")
 
@@ -221,15 +248,21 @@ class Voting(Paris):
             length = jnp.ones_like(length)
         else:
             edges, centres = radius_table(self.subspace, k.shape[3])
-            length = jnp.asarray(centres, jnp.float32)[jnp.searchsorted(jnp.asarray(edges, jnp.float32), length)]
-        return VotingIndex(*base, write(ix.lengths, length if self.normalise else length * size, at, count))
+            length = jnp.asarray(centres, jnp.float32)[
+                jnp.searchsorted(jnp.asarray(edges, jnp.float32), length)
+            ]
+        return VotingIndex(
+            *base, write(ix.lengths, length if self.normalise else length * size, at, count)
+        )
 
     def _votes(self, ix: Any, q: Array) -> Array:
         rotated = q.astype(jnp.float32) if self.seed is None else rotate_few(q, self.seed)
         used = self.directions.bit_length() - 1
         parts = rotated.reshape(*q.shape[:3], -1, self.subspace)[..., :used]  # [B, K, G, N, m]
         ids = patterns(ix.codes.signs, self.subspace)
-        bits = (ids[..., None] >> jnp.arange(used, dtype=jnp.uint8).reshape(1, 1, 1, 1, -1)) & jnp.uint8(1)
+        bits = (
+            ids[..., None] >> jnp.arange(used, dtype=jnp.uint8).reshape(1, 1, 1, 1, -1)
+        ) & jnp.uint8(1)
         signs = jnp.where(bits == 1, 1.0, -1.0)
         products = jnp.einsum("bkgnm,bksnm->bkgns", parts, signs, precision="highest")
         n = self._length(ix.counts)
@@ -239,8 +272,12 @@ class Voting(Paris):
         rising = jnp.sort(products, axis=-1)
         place = jax.vmap(partial(jnp.searchsorted, side="right"))
         S = ids.shape[2]
-        better = S - place(rising.reshape(-1, S), products.reshape(-1, S)).reshape(products.shape)
-        tiers = jnp.sum(better[..., None] < ix.limits[:, None, None, None, None], axis=-1, dtype=jnp.uint8)
+        better = S - place(rising.reshape(-1, S), products.reshape(-1, S)).reshape(
+            products.shape
+        )
+        tiers = jnp.sum(
+            better[..., None] < ix.limits[:, None, None, None, None], axis=-1, dtype=jnp.uint8
+        )
         return jnp.sum(tiers, axis=3, dtype=jnp.uint8)
 
 
@@ -251,7 +288,12 @@ def policy(selector: Selector, *, chosen: int = TOP) -> Retrieval:
     """ParisKV's zones around any selector: 4 sink tokens, the newest 128, and `chosen` of the history."""
     leave = 32 if selector.unit == 1 else selector.unit
     return Retrieval(
-        selector=selector, budget=4 + 128 + chosen, sink=4, local=128, demote=Fifo(leave=leave), dense_below=0
+        selector=selector,
+        budget=4 + 128 + chosen,
+        sink=4,
+        local=128,
+        demote=Fifo(leave=leave),
+        dense_below=0,
     )
 
 
@@ -284,7 +326,9 @@ def drift(
     learnt = {
         "k-means": policy(Learnt(rounds=rounds)),
         "k-means, candidates": policy(Learnt(by="votes", rounds=rounds), **many),
-        "k-means of unit keys, candidates": policy(Learnt(by="votes", rounds=rounds, normalise=True), **many),
+        "k-means of unit keys, candidates": policy(
+            Learnt(by="votes", rounds=rounds, normalise=True), **many
+        ),
         "k-means of rotated unit keys, candidates": policy(
             Learnt(by="votes", rounds=rounds, normalise=True, seed=0), **many
         ),
@@ -308,12 +352,17 @@ def by_length(live: Live, lengths: Sequence[int], *, share: float = 0.1) -> dict
     found = {}
     for i, length in enumerate(lengths):
         run = take(live, np.arange(i * steps, (i + 1) * steps))
-        found[f"{length} tokens"] = reads(run, policy(Paris(candidates=round(share * length))), top=TOP)
+        found[f"{length} tokens"] = reads(
+            run, policy(Paris(candidates=round(share * length))), top=TOP
+        )
     return found
 
 
 def ablation(
-    live: Live, *, shares: Sequence[float] = (0.05, 0.1, 0.25, 0.5, 1.0), progress: Progress | None = None
+    live: Live,
+    *,
+    shares: Sequence[float] = (0.05, 0.1, 0.25, 0.5, 1.0),
+    progress: Progress | None = None,
 ) -> dict[str, Reads]:
     """ParisKV's parts, one changed at a time: alpha-correction, tiers of votes, rotation, the channels of a subspace,
     the bits of its radius, and the share of candidates.
@@ -329,7 +378,10 @@ def ablation(
         "subspaces of 4": Paris(subspace=4),
         "radii in 4 bits": Paris(radius_bits=4),
     }
-    cases |= {f"candidates {share:g}": Paris(candidates=max(TOP, round(share * longest))) for share in shares}
+    cases |= {
+        f"candidates {share:g}": Paris(candidates=max(TOP, round(share * longest)))
+        for share in shares
+    }
     every = replace(Paris(), candidates=longest)
     cases |= {
         "all reranked, no alpha-correction": replace(every, correct=False),
@@ -353,7 +405,9 @@ def votes(live: Live, *, progress: Progress | None = None) -> dict[str, Reads]:
     return _recalls(live, cases, progress)
 
 
-def _recalls(live: Live, cases: Mapping[str, Selector], progress: Progress | None) -> dict[str, Reads]:
+def _recalls(
+    live: Live, cases: Mapping[str, Selector], progress: Progress | None
+) -> dict[str, Reads]:
     found = {}
     for done, (name, selector) in enumerate(cases.items()):
         if progress is not None:

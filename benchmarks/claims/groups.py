@@ -25,7 +25,9 @@ def groups(budget: int, sizes: Sequence[int] = (32, 64, 128, 256)) -> dict[str, 
     as in the paper and by the best of them, beside single tokens.
     """
     own: dict[str, Any] = {"group_reduce": "per_head"}
-    fier = {f"Fier g={g}": retrieval(Fier(group=g, **own), budget, leave=max(sizes)) for g in sizes}
+    fier = {
+        f"Fier g={g}": retrieval(Fier(group=g, **own), budget, leave=max(sizes)) for g in sizes
+    }
     by_page = {
         "Fier g=32": Fier(group=32, **own),
         "Fier g=32, pages by mean": Fier(group=32, page=16, page_reduce="mean", **own),
@@ -60,7 +62,9 @@ def group_reduces(budget: int) -> dict[str, Policy]:
     policies: dict[str, Policy] = {}
     for group_reduce in GROUP_REDUCES:
         rule: Any = group_reduce
-        policies[f"fier:group_reduce={group_reduce}"] = retrieval(Fier(group_reduce=rule), budget)
+        policies[f"fier:group_reduce={group_reduce}"] = retrieval(
+            Fier(group_reduce=rule), budget
+        )
         pages = MinMaxPages(page=16, group_reduce=rule, pending="box")
         policies[f"quest:group_reduce={group_reduce}"] = retrieval(pages, budget)
     return policies

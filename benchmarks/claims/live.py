@@ -28,7 +28,9 @@ def windows(live: Live, count: int, steps: int) -> Live:
     """`count` runs of `steps` steps, evenly spaced from the first steps to the last."""
     T = len(live.positions)
     if count * steps > T:
-        raise ValueError(f"windows(count={count}, steps={steps}) are more than the {T} steps that were recorded")
+        raise ValueError(
+            f"windows(count={count}, steps={steps}) are more than the {T} steps that were recorded"
+        )
     first = np.linspace(0, T - steps, count).astype(int)
     return take(live, (first[:, None] + np.arange(steps)).reshape(-1))
 
@@ -48,7 +50,9 @@ def capture_generated(
     start = np.asarray(prompt, np.int32)
     spec = checkpoint.model.spec(batch=len(start), capacity=start.shape[1] + steps)
     cache = init(Recorded(steps=steps), spec, layers=checkpoint.config.layers)
-    done = generate(checkpoint.model, cache, start, max_new_tokens=steps, sampling=sampling, key=key)
+    done = generate(
+        checkpoint.model, cache, start, max_new_tokens=steps, sampling=sampling, key=key
+    )
     return read(done.cache), done.tokens
 
 
@@ -59,11 +63,17 @@ def summary(seen: Reads) -> dict[str, Any]:
         "mean": seen.row(),
         "by_layer": {kind: [mean_known(a) for a in getattr(seen, kind)] for kind in kinds},
         "by_layer_and_head": {
-            kind: [[mean_known(a[..., head]) for head in range(a.shape[-1])] for a in getattr(seen, kind)]
+            kind: [
+                [mean_known(a[..., head]) for head in range(a.shape[-1])]
+                for a in getattr(seen, kind)
+            ]
             for kind in ("head_recall", "mass")
         },
         "by_length": {
-            length: {kind: mean_known(getattr(seen, kind)[:, steps]) for kind in (*kinds, "attended", "bytes")}
+            length: {
+                kind: mean_known(getattr(seen, kind)[:, steps])
+                for kind in (*kinds, "attended", "bytes")
+            }
             for length, steps in seen.by_length().items()
         },
     }

@@ -23,7 +23,9 @@ class Turns:
         below = self.cosines < tau
         return float(below.mean()), float(below.any(axis=-1).mean())
 
-    def summary(self, taus: Sequence[float] = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)) -> dict[str, Any]:
+    def summary(
+        self, taus: Sequence[float] = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+    ) -> dict[str, Any]:
         """Quantiles by layer, and corrected shares by tau, as JSON."""
         at = (0.05, 0.25, 0.5, 0.75, 0.95)
         quantiles = np.quantile(self.cosines.reshape(len(self.cosines), -1), at, axis=-1).T
@@ -34,7 +36,8 @@ class Turns:
             "corrected_heads": {str(tau): round(self.corrected(tau)[0], 5) for tau in taus},
             "corrected_steps": {str(tau): round(self.corrected(tau)[1], 5) for tau in taus},
             "corrected_heads_by_layer": {
-                str(tau): [round(float((layer < tau).mean()), 5) for layer in self.cosines] for tau in taus
+                str(tau): [round(float((layer < tau).mean()), 5) for layer in self.cosines]
+                for tau in taus
             },
         }
 
@@ -47,7 +50,9 @@ def turns(live: Live) -> Turns:
     """
     first = np.flatnonzero(np.diff(live.positions) == 1)
     if not len(first):
-        raise ValueError("turns needs steps at adjacent positions; capture with steps=2 or more")
+        raise ValueError(
+            "turns needs steps at adjacent positions; capture with steps=2 or more"
+        )
     cosines = []
     for layer in live.layers:
         B = layer.q.shape[0]

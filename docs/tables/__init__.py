@@ -9,7 +9,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from docs.tables import claims, gpus, guides, methods, published, quality, readme, scaling, speed
+from docs.tables import (
+    claims,
+    gpus,
+    guides,
+    methods,
+    published,
+    quality,
+    readme,
+    scaling,
+    speed,
+)
 from docs.tables.decode_step import picture
 from docs.tables.reading import ROOT
 

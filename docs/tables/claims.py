@@ -34,12 +34,18 @@ class Cell:
     value: float
     stderr: float | None  # None: the file has no interval
     samples: tuple[float, ...] = ()  # of layers, if the value is their mean
-    beside_full: tuple[float, float] | None = None  # difference from full attention on the same questions, its error
+    beside_full: tuple[float, float] | None = (
+        None  # difference from full attention on the same questions, its error
+    )
     source: str = ""
 
     def __str__(self) -> str:
         if not self.stderr:
-            return f"{self.name} {short(self.value, 3)}" if self.value < 1 else f"{self.name} {self.value:g}"
+            return (
+                f"{self.name} {short(self.value, 3)}"
+                if self.value < 1
+                else f"{self.name} {self.value:g}"
+            )
         digits = min(max(1 - math.floor(math.log10(self.stderr)), 0), 3)
         return f"{self.name} {short(self.value, digits)} ± {short(self.stderr, digits)}"
 
@@ -56,14 +62,29 @@ def read_cell(cell: dict[str, Any]) -> Cell:
         return Cell(name, _index_share(cell["index"]), 0.0)
     if "task" in cell:
         score = load_results(file)[cell["task"]]["caches"][cell["cache"]]
-        beside = (score["difference"], score["difference_stderr"]) if "difference" in score else None
-        return Cell(name, score["mean"], (score["high"] - score["low"]) / 3.92, beside_full=beside, source=file)
+        beside = (
+            (score["difference"], score["difference_stderr"]) if "difference" in score else None
+        )
+        return Cell(
+            name,
+            score["mean"],
+            (score["high"] - score["low"]) / 3.92,
+            beside_full=beside,
+            source=file,
+        )
     if "quarter" in cell:
         (row,) = [row for row in load_results(file) if row["cache"] == cell["cache"]]
-        ratio, stderr = (row[f"{what}_by_quarter"][cell["quarter"]] for what in ("ratio", "stderr"))
+        ratio, stderr = (
+            row[f"{what}_by_quarter"][cell["quarter"]] for what in ("ratio", "stderr")
+        )
         return Cell(name, ratio, stderr, source=file)
     if "at" in cell:
-        return Cell(name, load_results(file)[cell["case"]]["by_length"][cell["at"]][cell["value"]], None, source=file)
+        return Cell(
+            name,
+            load_results(file)[cell["case"]]["by_length"][cell["at"]][cell["value"]],
+            None,
+            source=file,
+        )
     if "case" in cell:
         return _of_case(cell)
     if "largest" in cell:
@@ -80,11 +101,19 @@ def _of_case(cell: dict[str, Any]) -> Cell:
     name, file, value = cell["name"], cell["file"], cell["value"]
     if "pick" in cell:
         values = sorted(load_results(file)[cell["case"]][value])
-        picked = {"least": values[0], "second least": values[1], "median": statistics.median(values)}[cell["pick"]]
-        return Cell(name, picked, statistics.stdev(values) / math.sqrt(len(values)), source=file)
+        picked = {
+            "least": values[0],
+            "second least": values[1],
+            "median": statistics.median(values),
+        }[cell["pick"]]
+        return Cell(
+            name, picked, statistics.stdev(values) / math.sqrt(len(values)), source=file
+        )
     layers = load_results(file)[cell["case"]].get("by_layer", {}).get(value, ())
     stderr = statistics.stdev(layers) / math.sqrt(len(layers)) if layers else None
-    return Cell(name, load_measured(file)[cell["case"]][value], stderr, tuple(layers), source=file)
+    return Cell(
+        name, load_measured(file)[cell["case"]][value], stderr, tuple(layers), source=file
+    )
 
 
 def _rows(file: str, where: dict[str, Any]) -> list[dict[str, Any]]:
@@ -107,7 +136,9 @@ def _index_share(preset: str) -> float:
     """Bytes of the index that a selection reads, over those of the keys."""
     import kvjax
 
-    spec = kvjax.CacheSpec(batch=1, q_heads=1, kv_heads=1, head_dim=128, capacity=4096, dtype="bfloat16")
+    spec = kvjax.CacheSpec(
+        batch=1, q_heads=1, kv_heads=1, head_dim=128, capacity=4096, dtype="bfloat16"
+    )
     policy: Any = kvjax.presets.parse(preset).rest
     return policy.selector.bytes_per_token(spec) / (2 * spec.head_dim)
 
@@ -133,7 +164,10 @@ def compare(expectation: Sequence[Any], cells: Sequence[Cell]) -> str:
     if stderr is None:
         return "open"
     if kind == "near":
-        holds, fails = abs(value) + 2 * stderr <= allowed[0], abs(value) - 2 * stderr > allowed[0]
+        holds, fails = (
+            abs(value) + 2 * stderr <= allowed[0],
+            abs(value) - 2 * stderr > allowed[0],
+        )
     else:
         value = value if kind == "above" else -value
         holds, fails = value > 2 * stderr, value < -2 * stderr
@@ -146,7 +180,13 @@ def verdict(row: dict[str, Any]) -> str:
         return "not measured"
     cells = [read_cell(cell) for cell in row["cells"]]
     found = {compare(one, cells) for one in row.get("expect", ())} or {"open"}
-    return "contradicted" if "contradicted" in found else "open" if "open" in found else "reproduced"
+    return (
+        "contradicted"
+        if "contradicted" in found
+        else "open"
+        if "open" in found
+        else "reproduced"
+    )
 
 
 FIELDS = {"place", "claim", "figures", "command"}
@@ -155,7 +195,10 @@ MEASURED = {"own", "setting", "cells"}
 
 def faults(paper: dict[str, Any], tables: Sequence[str], figures: int) -> list[str]:
     """What is wrong with a paper's claims: tables and figures of it without a row, and rows without what they need."""
-    wanted = {*(f"Table {name}" for name in tables), *(f"Figure {n + 1}" for n in range(figures))}
+    wanted = {
+        *(f"Table {name}" for name in tables),
+        *(f"Figure {n + 1}" for n in range(figures)),
+    }
     in_rows = {place for row in paper["rows"] for place in row["place"]}
     nothing = set(paper["without_claim"])
     found = [f"{place} has no row" for place in sorted(wanted - in_rows - nothing)]
@@ -164,12 +207,23 @@ def faults(paper: dict[str, Any], tables: Sequence[str], figures: int) -> list[s
     found += [f"the paper has no {place}" for place in sorted(numbered - wanted)]
     for row in paper["rows"]:
         own = FIELDS | ({"takes"} if "takes" in row else MEASURED)
-        found += [f"{row.get('claim')}: no {field}" for field in sorted(own) if row.get(field) in (None, "", [])]
-        found += [f"{row.get('claim')}: {field} is unknown" for field in sorted(set(row) - own - {"expect"})]
+        found += [
+            f"{row.get('claim')}: no {field}"
+            for field in sorted(own)
+            if row.get(field) in (None, "", [])
+        ]
+        found += [
+            f"{row.get('claim')}: {field} is unknown"
+            for field in sorted(set(row) - own - {"expect"})
+        ]
         words = json.dumps(row)
         if any(word in words.replace("not measured", "") for word in VERDICTS):
             found.append(f"{row.get('claim')}: types a verdict, which the rule gives")
-        if "cells" in row and "expect" not in row and not re.search("[Nn]ot judged: |No interval", row["setting"]):
+        if (
+            "cells" in row
+            and "expect" not in row
+            and not re.search("[Nn]ot judged: |No interval", row["setting"])
+        ):
             found.append(f"{row.get('claim')}: does not say why nothing is compared")
         used = {at for one in row.get("expect", ()) for at in one[1:3] if isinstance(at, int)}
         if "expect" in row and not used <= set(range(len(row["cells"]))):
@@ -182,7 +236,9 @@ def _line(row: dict[str, Any]) -> list[str]:
     files = dict.fromkeys(f"`{cell.source}.json`" for cell in cells if cell.source)
     runs = row["command"].startswith(("kvjax ", "python ", "XLA_"))
     command = f"`{row['command']}`" if runs else row["command"]
-    own = "" if "takes" in row else "the paper's setting: " if row["own"] else "another setting: "
+    own = (
+        "" if "takes" in row else "the paper's setting: " if row["own"] else "another setting: "
+    )
     setting = "" if "takes" in row else f"{own}{row['setting']}. "
     return [
         f"{row['claim']} ({', '.join(row['place'])})",
@@ -217,7 +273,10 @@ def claims_logquant() -> str:
 
 def claims_counted() -> str:
     """Rows by paper and verdict."""
-    found = {load_claims(paper)["paper"]: [verdict(row) for row in load_claims(paper)["rows"]] for paper in PAPERS}
+    found = {
+        load_claims(paper)["paper"]: [verdict(row) for row in load_claims(paper)["rows"]]
+        for paper in PAPERS
+    }
     rows = [[name, *(str(own.count(one)) for one in VERDICTS)] for name, own in found.items()]
     return markdown(("paper", *VERDICTS), rows)
 
@@ -225,7 +284,10 @@ def claims_counted() -> str:
 def claims_nothing() -> str:
     """Tables and figures of the papers without a claim."""
     rows = [
-        [found["paper"], "; ".join(f"{place}: {why}" for place, why in found["without_claim"].items())]
+        [
+            found["paper"],
+            "; ".join(f"{place}: {why}" for place, why in found["without_claim"].items()),
+        ]
         for found in map(load_claims, PAPERS)
     ]
     return markdown(("paper", "tables and figures"), rows, numbers=False)
@@ -237,5 +299,12 @@ def paris_parts() -> str:
     for case, mean in load_measured("measure_paris_smollm2").items():
         shares = (short(mean[name], 3) for name in ("recall", "mass", "error"))
         rows.append([case, *shares, f"{mean['attended']:.0f}", f"{mean['bytes'] / 1024:.0f}"])
-    head = ("ParisKV", "recall@100", "share of attention", "error of the output", "tokens read", "KiB read")
+    head = (
+        "ParisKV",
+        "recall@100",
+        "share of attention",
+        "error of the output",
+        "tokens read",
+        "KiB read",
+    )
     return markdown(head, rows)

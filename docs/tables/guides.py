@@ -12,13 +12,23 @@ from kvjax.spec import CacheSpec
 
 def several_tokens() -> str:
     """Time of an attention layer for T tokens of a row in one call, and over the time of one."""
-    rows = {(row["method"], row["tokens"]): row for row in load_rows("decode_tokens") if not row.get("alike")}
-    names = [method for method in ("full", "fier", "quest", "pariskv", "logquant") if (method, 8) in rows]
+    rows = {
+        (row["method"], row["tokens"]): row
+        for row in load_rows("decode_tokens")
+        if not row.get("alike")
+    }
+    names = [
+        method
+        for method in ("full", "fier", "quest", "pariskv", "logquant")
+        if (method, 8) in rows
+    ]
 
     def cell(method: str, tokens: int) -> str:
         return f"{rows[method, tokens]['us']:.0f} ({rows[method, tokens]['times_one']:.1f})"
 
-    return markdown(["cache", "1", "8"], [[f"`{m}`", *(cell(m, t) for t in (1, 8))] for m in names])
+    return markdown(
+        ["cache", "1", "8"], [[f"`{m}`", *(cell(m, t) for t in (1, 8))] for m in names]
+    )
 
 
 def hit_rates(file: str = "hit_rates") -> str:
@@ -28,7 +38,10 @@ def hit_rates(file: str = "hit_rates") -> str:
     names = ("fier", "pariskv", "quest", "freekv")
     sizes = [key for key in rows["fier"] if key.endswith(" x")]  # in budgets
     body = [
-        [f"{int(size.split()[0]) * found['budget']} tokens", *(short(rows[name][size]) for name in names)]
+        [
+            f"{int(size.split()[0]) * found['budget']} tokens",
+            *(short(rows[name][size]) for name in names),
+        ]
         for size in sizes
     ]
     return markdown(["hot set", *(f"`{name}`" for name in names)], body)
@@ -39,10 +52,25 @@ def host_steps() -> str:
     alike = (1.0, 0.97, 0.9, 0.0)
     rows: dict[tuple[str, int, int], dict[Any, str]] = {}
     for row in (row for row in load_rows("host_steps") if row["where"] in ("device", "host")):
-        what = row["correlation"] if row["hot"] == 8192 else row["where"] if not row["hot"] else None
+        what = (
+            row["correlation"]
+            if row["hot"] == 8192
+            else row["where"]
+            if not row["hot"]
+            else None
+        )
         read = f" ({row['read']:.0f})" if row["where"] == "host" else ""
-        rows.setdefault((row["method"], row["length"], row["kv_heads"]), {})[what] = f"{row['us']:.0f}{read}"
-    head = ["cache", "tokens", "KV heads", "device", "host", *(f"hot set, {share}" for share in alike)]
+        rows.setdefault((row["method"], row["length"], row["kv_heads"]), {})[what] = (
+            f"{row['us']:.0f}{read}"
+        )
+    head = [
+        "cache",
+        "tokens",
+        "KV heads",
+        "device",
+        "host",
+        *(f"hot set, {share}" for share in alike),
+    ]
     cells = [[f"`{m}`", str(n), str(K), *(c.get(w, "") for w in ("device", "host", *alike))]
              for (m, n, K), c in rows.items()]  # fmt: skip
     return markdown(head, cells)
@@ -50,14 +78,18 @@ def host_steps() -> str:
 
 def host_codes() -> str:
     """Bytes of a token by the codes of a history in host memory, and the effect on two models' perplexity."""
-    spec = CacheSpec(batch=1, q_heads=1, kv_heads=1, head_dim=128, capacity=256, dtype="bfloat16")
+    spec = CacheSpec(
+        batch=1, q_heads=1, kv_heads=1, head_dim=128, capacity=256, dtype="bfloat16"
+    )
     biased = {kept_as(row): row for row in load_rows("perplexity_host_codes_qwen")[1:]}
     rows = []
     for row in load_rows("perplexity_host_codes")[1:]:
         if (kept := kept_as(row) or "host") in HOSTS:
             size, other = f"{HOSTS[kept]().bytes_per_token(spec):.0f}", biased[kept_as(row)]
             rows.append([kept, size, perplexity_change(row), perplexity_change(other)])
-    return markdown(["kept as", "bytes a token and KV head", "SmolLM2-135M", "Qwen2.5-Coder-1.5B"], rows)
+    return markdown(
+        ["kept as", "bytes a token and KV head", "SmolLM2-135M", "Qwen2.5-Coder-1.5B"], rows
+    )
 
 
 def kept_as(row: dict[str, Any]) -> str:
@@ -67,28 +99,48 @@ def kept_as(row: dict[str, Any]) -> str:
 
 def shared_quality() -> str:
     """Answers and perplexity of a published model by the layers that select, with the error of attention outputs."""
-    (needles, keys), texts = load_scores("eval_shared_qwen").values(), load_rows("perplexity_shared_qwen")
+    (needles, keys), texts = (
+        load_scores("eval_shared_qwen").values(),
+        load_rows("perplexity_shared_qwen"),
+    )
     changes, rows = {row["cache"]: perplexity_change(row) for row in texts}, []
     for method, shares in (("fier", (2, 4, 8)), ("pariskv", (4,)), ("quest", (4,))):
         plans = {share: load_file(f"calibrate_qwen_{method}_{share}") for share in shares}
         own = [(method, "all 26", plans[4]["error"]["share=1"])]
         for share, plan in plans.items():
             count, error = len(plan["anchors"]), plan["error"]
-            own.append((f"{method}:share={share}", f"{-(-26 // share)}, `share={share}`", error[f"share={share}"]))
+            own.append(
+                (
+                    f"{method}:share={share}",
+                    f"{-(-26 // share)}, `share={share}`",
+                    error[f"share={share}"],
+                )
+            )
             file = f"{method}:anchors=calibrate_{method}_{share}.json"
             own.append((file, f"{count}, by `--share {share}`", error["anchors, best heads"]))
         for cache, told, error in own:
             scores = (short(found[f"{cache}@1802"]["mean"]) for found in (needles, keys))
             rows.append([f"`{method}`", told, short(error), *scores, changes[cache]])
-    return markdown(["cache", "layers that select", "error", "needles", "pass keys", "perplexity"], rows)
+    return markdown(
+        ["cache", "layers that select", "error", "needles", "pass keys", "perplexity"], rows
+    )
 
 
 def shared_steps() -> str:
     """Time of an attention layer, mean over layers of which every n-th selects."""
-    found = {(row["method"], row["length"], row["batch"], row["share"]): row["us"] for row in load_rows("shared")}
+    found = {
+        (row["method"], row["length"], row["batch"], row["share"]): row["us"]
+        for row in load_rows("shared")
+    }
     shares = sorted({key[3] for key in found})
     rows = []
     for method, length, batch in dict.fromkeys(key[:3] for key in found):
         cells = (found.get((method, length, batch, share)) for share in shares)
-        rows.append([f"`{method}`", f"{batch} x {length}", *("" if us is None else f"{us:.1f}" for us in cells)])
+        rows.append(
+            [
+                f"`{method}`",
+                f"{batch} x {length}",
+                *("" if us is None else f"{us:.1f}" for us in cells),
+            ]
+        )
     return markdown(["cache", "rows x tokens", *(f"share {share}" for share in shares)], rows)

@@ -5,10 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from docs.tables.reading import load_file, load_results, load_rows, load_scores, method_of, score_of
+from docs.tables.reading import (
+    load_file,
+    load_results,
+    load_rows,
+    load_scores,
+    method_of,
+    score_of,
+)
 from docs.tables.writing import markdown, mean_of, named, perplexity_change, short
 
-MAIN = ("full", "fier", "pariskv", "quest", "freekv", "logquant", "kivi", "streaming_llm", "snapkv")
+MAIN = (
+    "full",
+    "fier",
+    "pariskv",
+    "quest",
+    "freekv",
+    "logquant",
+    "kivi",
+    "streaming_llm",
+    "snapkv",
+)
 BUDGETS = (32, 64, 128, 256, 512, 1024, 2048)
 OWN_BUDGET = ("razorattention", "duoattention")  # whose heads decide how much is kept
 # Titles of the tasks of RULER that are generated, in its order, and its own names.
@@ -49,7 +66,11 @@ def real_others() -> str:
     budgets = sorted({budget for by in found.values() for budget in by if budget is not None})
 
     def told(name: str | None) -> str:
-        return "" if name is None else " / ".join(one_of(scores.get(name)) for scores in (needles, keys))
+        return (
+            ""
+            if name is None
+            else " / ".join(one_of(scores.get(name)) for scores in (needles, keys))
+        )
 
     def one_of(score: dict[str, Any] | None) -> str:
         few = "" if score is None or score["n"] >= 100 else f" ({score['n']})"
@@ -59,7 +80,11 @@ def real_others() -> str:
         return needles[by.get(None) or by[1024]]
 
     rows = [
-        [named(cache), *(told(by.get(budget)) for budget in (None, *budgets)), f"{one(by)['tokens_read']:.0f}"]
+        [
+            named(cache),
+            *(told(by.get(budget)) for budget in (None, *budgets)),
+            f"{one(by)['tokens_read']:.0f}",
+        ]
         for cache, by in sorted(found.items(), key=lambda item: -one(item[1])["mean"])
     ]
     return markdown(["cache", "its own", *map(str, budgets), "tokens read"], rows)
@@ -78,7 +103,14 @@ def real_papers() -> str:
     rows = []
     for cache in dict.fromkeys(name.partition("@")[0] for name in needles):
         first = cache if cache in needles else f"{cache}@1024"
-        rows.append([named(cache), told(first), told(f"{cache}@2048"), f"{needles[first]['tokens_read']:.0f}"])
+        rows.append(
+            [
+                named(cache),
+                told(first),
+                told(f"{cache}@2048"),
+                f"{needles[first]['tokens_read']:.0f}",
+            ]
+        )
     return markdown(["cache", "1024", "2048", "tokens read"], rows)
 
 
@@ -89,13 +121,26 @@ def real_known() -> str:
     columns = [(what, budget) for what in tasks for budget in (256, 1024)]
 
     def both(cache: str, what: str, budget: int) -> list[str]:
-        known, later = (found[task] for task in (tasks[what].replace("decoded", "prefilled"), tasks[what]))
+        known, later = (
+            found[task] for task in (tasks[what].replace("decoded", "prefilled"), tasks[what])
+        )
         name = cache if cache in known else f"{cache}@{budget}"
         return [mean_of(scores.get(name)) for scores in (known, later)]
 
-    caches = dict.fromkeys(name.partition("@")[0] for name in found[NEEDLES.replace("decoded", "prefilled")])
-    rows = [[named(cache), *(cell for column in columns for cell in both(cache, *column))] for cache in caches]
-    return markdown(["cache", *(cell for what, budget in columns for cell in (f"{what}, {budget}", "later"))], rows)
+    caches = dict.fromkeys(
+        name.partition("@")[0] for name in found[NEEDLES.replace("decoded", "prefilled")]
+    )
+    rows = [
+        [named(cache), *(cell for column in columns for cell in both(cache, *column))]
+        for cache in caches
+    ]
+    return markdown(
+        [
+            "cache",
+            *(cell for what, budget in columns for cell in (f"{what}, {budget}", "later")),
+        ],
+        rows,
+    )
 
 
 def real_gsm8k() -> str:
@@ -113,14 +158,24 @@ def _by_budget(scores: dict[str, Any], budgets: Sequence[int]) -> str:
             if score is not None and method == "fier":
                 read[budget] = score["tokens_read"]
         rows.append(cells)
-    rows.append(["tokens read by `fier`", "", *(f"{read[budget]:.0f}" if budget in read else "" for budget in budgets)])
+    rows.append(
+        [
+            "tokens read by `fier`",
+            "",
+            *(f"{read[budget]:.0f}" if budget in read else "" for budget in budgets),
+        ]
+    )
     return markdown(["cache", "all", *map(str, budgets)], rows)
 
 
 def real_ruler() -> str:
     """RULER's synthetic tasks at one length, and their means at all: a column a cache that has all lengths."""
     found = _ruler()
-    names = [name for name in next(iter(found.values())) if all(name in caches for caches in found.values())]
+    names = [
+        name
+        for name in next(iter(found.values()))
+        if all(name in caches for caches in found.values())
+    ]
     lengths = sorted({length for _, length in found})
     rows = [
         [f"`{own}`", "16384", *(short(found[title, 16384][name]["mean"]) for name in names)]
@@ -130,15 +185,26 @@ def real_ruler() -> str:
         means = ruler_means(length)
         rows.append(["mean of all ten", str(length), *(short(means[name]) for name in names)])
     return markdown(
-        ["task", "tokens", *(named(name).replace(name.partition("@")[0], method_of(name)) for name in names)], rows
+        [
+            "task",
+            "tokens",
+            *(named(name).replace(name.partition("@")[0], method_of(name)) for name in names),
+        ],
+        rows,
     )
 
 
 def real_ruler_codes() -> str:
     """RULER's tasks through TurboQuant's codes and what it is compared with, as far as they were run."""
-    found = {task.partition(" at ")[0]: caches for task, caches in load_scores("eval_qwen_ruler_codes").items()}
+    found = {
+        task.partition(" at ")[0]: caches
+        for task, caches in load_scores("eval_qwen_ruler_codes").items()
+    }
     names = list(dict.fromkeys(name for caches in found.values() for name in caches))
-    rows = [[f"`{own}`", *(mean_of(found[title].get(name)) for name in names)] for title, own in RULER.items()]
+    rows = [
+        [f"`{own}`", *(mean_of(found[title].get(name)) for name in names)]
+        for title, own in RULER.items()
+    ]
     return markdown(["task", *(f"`{name.partition('@')[0]}`" for name in names)], rows)
 
 
@@ -187,7 +253,9 @@ def real_long_generation() -> str:
     """Perplexity of a model's own text through each cache against full attention, by quarter of it."""
     found = load_results("long_generation")
     rows = [
-        [named(row["cache"]), *(f"{x:.2f}" for x in row["ratio_by_quarter"])] for row in found if row["cache"] != "full"
+        [named(row["cache"]), *(f"{x:.2f}" for x in row["ratio_by_quarter"])]
+        for row in found
+        if row["cache"] != "full"
     ]
     return markdown(["cache", "first quarter", "second", "third", "last"], rows)
 
@@ -207,10 +275,15 @@ def drift() -> str:
         "Quest": "Quest",
     }
     rows = [
-        [name, *(short(found[case]["by_length"][n]["recall"]) for found in both for n in lengths)]
+        [
+            name,
+            *(short(found[case]["by_length"][n]["recall"]) for found in both for n in lengths),
+        ]
         for case, name in names.items()
     ]
-    return markdown(["index", *(f"{model}{n}" for model in ("Qwen, ", "SmolLM2, ") for n in lengths)], rows)
+    return markdown(
+        ["index", *(f"{model}{n}" for model in ("Qwen, ", "SmolLM2, ") for n in lengths)], rows
+    )
 
 
 def real_speed() -> str:
@@ -221,12 +294,21 @@ def real_speed() -> str:
     names = list(dict.fromkeys(method for _, _, method in found))
     rows = []
     for size in sorted({key[:2] for key in found}):
-        floor = 1e3 * (measured["weight_bytes"] + found[(*size, "full")]["cache_bytes_device"]) / rate
+        floor = (
+            1e3
+            * (measured["weight_bytes"] + found[(*size, "full")]["cache_bytes_device"])
+            / rate
+        )
         cells = [found.get((*size, name), {}).get("tpot_ms") for name in names]
         times = ("" if ms is None else f"{ms:.2f}" for ms in cells)
         rows.append([f"{size[0]} x {size[1]}", f"{floor:.2f}", *times])
     return markdown(
-        ["tokens x rows", "floor, full", *("cuDNN" if name == "cudnn" else named(name) for name in names)], rows
+        [
+            "tokens x rows",
+            "floor, full",
+            *("cuDNN" if name == "cudnn" else named(name) for name in names),
+        ],
+        rows,
     )
 
 
@@ -235,26 +317,40 @@ def which_method() -> str:
     needles = load_scores("eval_qwen")[NEEDLES]
     lines = load_scores("eval_qwen_ruler")["1 of needles only at 16384, question decoded"]
     problems = load_scores("eval_qwen_gsm8k")["gsm8k"]
-    speed = {(row["length"], row["batch"], row["method"]): row["tpot_ms"] for row in load_rows("real_speed")}
+    speed = {
+        (row["length"], row["batch"], row["method"]): row["tpot_ms"]
+        for row in load_rows("real_speed")
+    }
     texts = {
-        (row["text"], row["length"], method_of(row["cache"])): row["ratio"] for row in load_rows("perplexity_qwen")
+        (row["text"], row["length"], method_of(row["cache"])): row["ratio"]
+        for row in load_rows("perplexity_qwen")
     }
     own = load_results("long_generation")
     by_quarter = {method_of(row["cache"]): row["ratio_by_quarter"] for row in own}
 
     def right(scores: dict[str, Any], budget: int, *methods: str) -> str:
         found = [score_of(scores, method, budget) for method in methods]
-        return _listed(methods, [score["mean"] for score in found if score], short, highest_first=True)
+        return _listed(
+            methods, [score["mean"] for score in found if score], short, highest_first=True
+        )
 
     def loss(text: str, length: int, *methods: str) -> str:
-        return _listed(methods, [texts[text, length, m] for m in methods], lambda x: f"{100 * (x - 1):+.1f} %")
+        return _listed(
+            methods,
+            [texts[text, length, m] for m in methods],
+            lambda x: f"{100 * (x - 1):+.1f} %",
+        )
 
     def drifts(*methods: str) -> str:
         ends = [(min(by_quarter[m]), max(by_quarter[m])) for m in methods]
-        return _listed(methods, ends, lambda x: f"{100 * (x[0] - 1):+.0f} to {100 * (x[1] - 1):.0f} %")
+        return _listed(
+            methods, ends, lambda x: f"{100 * (x[0] - 1):+.0f} to {100 * (x[1] - 1):.0f} %"
+        )
 
     def times(length: int, batch: int, *methods: str) -> str:
-        return _listed(methods, [speed[length, batch, m] for m in methods], lambda x: f"{x:.2f} ms")
+        return _listed(
+            methods, [speed[length, batch, m] for m in methods], lambda x: f"{x:.2f} ms"
+        )
 
     evicting, selecting = ("snapkv", "streaming_llm"), ("fier", "quest", "pariskv", "freekv")
     rows = [
@@ -300,8 +396,14 @@ def which_method() -> str:
 
 
 def _listed(
-    methods: Sequence[str], numbers: Sequence[Any], told: Callable[[Any], str], *, highest_first: bool = False
+    methods: Sequence[str],
+    numbers: Sequence[Any],
+    told: Callable[[Any], str],
+    *,
+    highest_first: bool = False,
 ) -> str:
     """The methods with their numbers, in the order of these."""
-    pairs = sorted(zip(methods, numbers, strict=True), key=lambda pair: pair[1], reverse=highest_first)
+    pairs = sorted(
+        zip(methods, numbers, strict=True), key=lambda pair: pair[1], reverse=highest_first
+    )
     return ", ".join(f"`{method}` {told(number)}" for method, number in pairs)

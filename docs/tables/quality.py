@@ -31,7 +31,9 @@ def needles() -> str:
     lengths, budgets = (4096, 8192, 16384), (None, 16, 32, 64, 128, 256, 512)
     scores = load_scores("eval")
     rows = []
-    for method in dict.fromkeys(cache.partition("@")[0] for cache in scores["1 of 8 needles at 8192"]):
+    for method in dict.fromkeys(
+        cache.partition("@")[0] for cache in scores["1 of 8 needles at 8192"]
+    ):
         cells = [named(method)]
         for budget in budgets:
             name = method if budget is None else f"{method}@{budget}"
@@ -64,7 +66,16 @@ def group_rules() -> str:
             for task in tasks
         ]
         rows.append([f"`{rule}`", *cells])
-    return markdown(["rule", "`fier`, needles", "`fier`, pass key", "`quest`, needles", "`quest`, pass key"], rows)
+    return markdown(
+        [
+            "rule",
+            "`fier`, needles",
+            "`fier`, pass key",
+            "`quest`, needles",
+            "`quest`, pass key",
+        ],
+        rows,
+    )
 
 
 def equal_perplexities() -> str:
@@ -81,7 +92,10 @@ def equal_perplexities() -> str:
                 cells += ["", ""]
                 continue
             change = perplexity_change(row)
-            cells += [f"{row['perplexity']:.2f}" if cache == "full" else change, f"{row['tokens_read']:.0f}"]
+            cells += [
+                f"{row['perplexity']:.2f}" if cache == "full" else change,
+                f"{row['tokens_read']:.0f}",
+            ]
         rows.append([named(cache), "all" if cache == "full" else str(dense), *cells])
     head = [part for length in lengths for part in (str(length), "read")]
     return markdown(["cache", "dense layers", *head], rows)
@@ -91,7 +105,9 @@ def method_perplexities() -> str:
     """Methods at one budget, some at another, without dense layers: change of the perplexity and mean tokens read."""
     full, *measured = load_rows("perplexity_methods") + load_rows("perplexity_bytes")
     rows = [["`full`", "", f"{full['perplexity']:.2f}", f"{full['tokens_read']:.0f}"]]
-    for row in sorted((row for row in measured if row["cache"] != "full"), key=lambda row: row["ratio"]):
+    for row in sorted(
+        (row for row in measured if row["cache"] != "full"), key=lambda row: row["ratio"]
+    ):
         change = perplexity_change(row)
         if row["ratio"] > 10:
             change = f"{row['ratio']:.0f} times"
@@ -105,31 +121,54 @@ def turbo_codes() -> str:
     rows = []
     for row in load_rows("turbo_codes"):
         shares = [short(row[key], 3) for key in ("head_recall", "mass", "error")]
-        rows.append([f"`{row['selector']}`", f"`{row['store']}`", f"{row['held']:.0f}", f"{row['index']:.0f}", *shares])
-    return markdown(["selector", "store", "bytes held", "of them scored", "recall", "mass", "error"], rows)
+        rows.append(
+            [
+                f"`{row['selector']}`",
+                f"`{row['store']}`",
+                f"{row['held']:.0f}",
+                f"{row['index']:.0f}",
+                *shares,
+            ]
+        )
+    return markdown(
+        ["selector", "store", "bytes held", "of them scored", "recall", "mass", "error"], rows
+    )
 
 
 def coded_quality() -> str:
     """Perplexity, answers and needles over codes of a few bits against `full`, and the bytes of a token in a KV head,
     with its index."""
-    (sums,), (needles,) = (load_results(name).values() for name in ("eval_qwen_gsm8k_codes", "eval_qwen_codes_needles"))
+    (sums,), (needles,) = (
+        load_results(name).values()
+        for name in ("eval_qwen_gsm8k_codes", "eval_qwen_codes_needles")
+    )
     spec = CacheSpec(batch=1, q_heads=6, kv_heads=1, head_dim=128, capacity=16768)
     rows = []
     for row in load_rows("perplexity_codes_qwen"):
         policy = parse(row["cache"])
         size = (policy.rest if isinstance(policy, PerLayer) else policy).bytes_per_token(spec)
         change = (
-            "" if row["cache"] == "full" else f"{100 * (row['ratio'] - 1):+.1f} ± {100 * row['ratio_stderr']:.1f} %"
+            ""
+            if row["cache"] == "full"
+            else f"{100 * (row['ratio'] - 1):+.1f} ± {100 * row['ratio_stderr']:.1f} %"
         )
         line = [f"`{row['cache']}`", f"{size:.0f}", change, f"{row['tokens_read']:.0f}"]
         for found in (sums, needles):
             score = found["caches"].get(row["cache"]) or next(
-                (r for name, r in found["caches"].items() if name.partition("@")[0] == row["cache"]), None
+                (
+                    r
+                    for name, r in found["caches"].items()
+                    if name.partition("@")[0] == row["cache"]
+                ),
+                None,
             )
             line.append("" if score is None else short(score["mean"]) if "difference" not in score else
                         f"{100 * score['difference']:+.1f} ± {100 * score['difference_stderr']:.1f}")  # fmt: skip
         rows.append(line)
-    return markdown(["cache", "bytes", "perplexity", "tokens read", "GSM8K, points", "needles, points"], rows)
+    return markdown(
+        ["cache", "bytes", "perplexity", "tokens read", "GSM8K, points", "needles, points"],
+        rows,
+    )
 
 
 def evictors() -> str:
@@ -137,10 +176,26 @@ def evictors() -> str:
     full, *measured = {
         row["cache"]: row for name in ("evictors", "evictors_values") for row in load_rows(name)
     }.values()
-    rows = [["`full`", f"{full['held'] / 1e3:.0f}", f"{full['perplexity']:.2f}", "", short(full["needles"])]]
+    rows = [
+        [
+            "`full`",
+            f"{full['held'] / 1e3:.0f}",
+            f"{full['perplexity']:.2f}",
+            "",
+            short(full["needles"]),
+        ]
+    ]
     for row in sorted(measured, key=lambda row: row["perplexity"]):
         first, *_, last = (f"{100 * (ratio - 1):+.0f} %" for ratio in row["ratio_by_quarter"])
-        rows.append([f"`{row['cache']}`", f"{row['held'] / 1e3:.0f}", first, last, short(row["needles"])])
+        rows.append(
+            [
+                f"`{row['cache']}`",
+                f"{row['held'] / 1e3:.0f}",
+                first,
+                last,
+                short(row["needles"]),
+            ]
+        )
     return markdown(["cache", "kB held", "first quarter", "last quarter", "needles"], rows)
 
 
@@ -149,7 +204,10 @@ def perplexities() -> str:
     rows = []
     for cache in dict.fromkeys(row["cache"] for row in measured):
         own = [row for row in measured if row["cache"] == cache]
-        told = (f"{x['perplexity']:.2f}" if cache == "full" else f"{100 * (x['ratio'] - 1):+.1f} %" for x in own)
+        told = (
+            f"{x['perplexity']:.2f}" if cache == "full" else f"{100 * (x['ratio'] - 1):+.1f} %"
+            for x in own
+        )
         rows.append([named(cache), *told])
     lengths = dict.fromkeys(row["length"] for row in measured)
     return markdown(["cache", *map(str, lengths)], rows)
@@ -162,4 +220,6 @@ def tokens_read() -> str:
     for cache in dict.fromkeys(row["cache"] for row in measured):
         own = [row for row in measured if row["cache"] == cache]
         rows.append([named(cache), *(f"{row['attended']:.0f}" for row in own)])
-    return markdown(["cache", *map(str, dict.fromkeys(row["length"] for row in measured))], rows)
+    return markdown(
+        ["cache", *map(str, dict.fromkeys(row["length"] for row in measured))], rows
+    )

@@ -57,7 +57,9 @@ def of_its_paper(cache: str) -> bool:
     if name not in REGISTRY or REGISTRY[name].paper == "-":
         return True
     defaults = {f"{setting}={default}" for setting, default in REGISTRY[name].settings.items()}
-    own, paper = (set(text.split(",")) - defaults - {""} for text in (given, REGISTRY[name].paper_setting))
+    own, paper = (
+        set(text.split(",")) - defaults - {""} for text in (given, REGISTRY[name].paper_setting)
+    )
     return all(one.partition("=")[0] in FOR_THE_MODEL for one in own ^ paper)
 
 
@@ -68,5 +70,9 @@ def score_of(scores: dict[str, Any], method: str, budget: int) -> dict[str, Any]
              and name.partition("@")[2] in ("", str(budget))}  # fmt: skip
     of_paper = [text for text in found if of_its_paper(text)]
     if len(found) > 1 and method not in found and len(of_paper) != 1:
-        raise ValueError(f"{method} has scores with several settings: {', '.join(found)}; name one of them")
-    return found.get(method, found.get(of_paper[0]) if of_paper else next(iter(found.values()), None))
+        raise ValueError(
+            f"{method} has scores with several settings: {', '.join(found)}; name one of them"
+        )
+    return found.get(
+        method, found.get(of_paper[0]) if of_paper else next(iter(found.values()), None)
+    )

@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from docs.tables.published import NEEDLES, ruler_means
-from docs.tables.reading import load_file, load_rows, load_scores, method_of, of_its_paper, score_of
+from docs.tables.reading import (
+    load_file,
+    load_rows,
+    load_scores,
+    method_of,
+    of_its_paper,
+    score_of,
+)
 from docs.tables.speed import default_steps
 from docs.tables.writing import markdown, mean_of
 from kvjax.kernels_pallas import simt
@@ -25,7 +32,11 @@ def speed() -> str:
     steps = default_steps()
     for length, batch in ((8192, 1), (131072, 1), (131072, 8)):
         add(f"H200, {length} x {batch}", [steps[length, batch, name] for name in METHODS])
-    found = {(row["form"], row["what"]): row for row in file["rows"] if (row["length"], row["batch"]) == (131072, 1)}
+    found = {
+        (row["form"], row["what"]): row
+        for row in file["rows"]
+        if (row["length"], row["batch"]) == (131072, 1)
+    }
     for form, card in (("here", "H100"), ("8.9", "H100, by kernels for 8.9")):
         add(f"{card}, 131072 x 1", [found[form, f"step {name}"] for name in METHODS])
     others = ", ".join(one for one in simt.ARCHITECTURES if one != "9.0")
@@ -38,9 +49,15 @@ def speed() -> str:
 
 def quality() -> str:
     """Needles, RULER, GSM8K and perplexity of a published model."""
-    needles, papers = load_scores("eval_qwen")[NEEDLES], load_scores("eval_qwen_papers")[NEEDLES]
+    needles, papers = (
+        load_scores("eval_qwen")[NEEDLES],
+        load_scores("eval_qwen_papers")[NEEDLES],
+    )
     problems = load_scores("eval_qwen_gsm8k")["gsm8k"]
-    texts = {(row["text"], row["length"], method_of(row["cache"])): row for row in load_rows("perplexity_qwen")}
+    texts = {
+        (row["text"], row["length"], method_of(row["cache"])): row
+        for row in load_rows("perplexity_qwen")
+    }
     ruler: dict[str, Any] = {name: {"mean": mean} for name, mean in ruler_means(16384).items()}
 
     def right(scores: dict[str, Any], method: str, budget: int) -> str:
@@ -49,9 +66,19 @@ def quality() -> str:
     rows = []
     for method in QUALITY:
         row = texts["book", 16384, method]
-        change = f"{row['perplexity']:.2f}" if method == "full" else f"{100 * (row['ratio'] - 1):+.1f} %"
-        of_paper = {name: score for name, score in (needles | papers).items() if of_its_paper(name)}
-        found = (right(needles, method, 1024), right(of_paper, method, 1024), right(ruler, method, 1024))
+        change = (
+            f"{row['perplexity']:.2f}"
+            if method == "full"
+            else f"{100 * (row['ratio'] - 1):+.1f} %"
+        )
+        of_paper = {
+            name: score for name, score in (needles | papers).items() if of_its_paper(name)
+        }
+        found = (
+            right(needles, method, 1024),
+            right(of_paper, method, 1024),
+            right(ruler, method, 1024),
+        )
         rows.append([f"`{method}`", *found, right(problems, method, 128), change])
     head = ["cache", "needles", "paper's settings", "RULER", "GSM8K, 128", "perplexity"]
     return markdown(head, rows)

@@ -22,7 +22,8 @@ def cells() -> str:
         line[SPLITS[row["placement"]]] = f"{row['measured_ms']:.2f} ({row['predicted_ms']:.2f})"
     names = ("one GPU", *SPLITS.values())
     body = [
-        [shape, f"`{method}`", size, *(line.get(n, "") for n in names)] for (shape, method, size), line in times.items()
+        [shape, f"`{method}`", size, *(line.get(n, "") for n in names)]
+        for (shape, method, size), line in times.items()
     ]
     return markdown(("shape, layers", "cache", "tokens x rows", *names), body)
 
@@ -33,13 +34,20 @@ def links() -> str:
              if row["part"] == "links"}  # fmt: skip
     sizes = sorted({size for *_, size in found})
     kinds = sorted({(kind, n) for kind, n, _ in found})
-    body = [[f"{kind}, {n} GPUs", *(f"{found[kind, n, size]:.0f}" for size in sizes)] for kind, n in kinds]
+    body = [
+        [f"{kind}, {n} GPUs", *(f"{found[kind, n, size]:.0f}" for size in sizes)]
+        for kind, n in kinds
+    ]
     return markdown(("bytes", *(str(size) for size in sizes)), body)
 
 
 def prompts() -> str:
     """Seconds until the logits after a prompt, by placement."""
-    found = {row["placement"]: row["prompt_ms"] / 1e3 for row in load_rows("devices") if row["part"] == "prompt"}
+    found = {
+        row["placement"]: row["prompt_ms"] / 1e3
+        for row in load_rows("devices")
+        if row["part"] == "prompt"
+    }
     return markdown(("one GPU", *(SPLITS[name] for name in found if name != "none")),
                     [[f"{time:.2f}" for time in found.values()]])  # fmt: skip
 
@@ -56,6 +64,10 @@ def scaling() -> str:
                 f"{row['traffic_ms'] + row[f'{method}_context_ms']:.2f}",
                 "does not fit" if time is None else time,
             ]
-        return [row["model"], *(str(row[n]) for n in ("tokens", "gpus", "rows", "full_cache_gb")), *map(str, times)]
+        return [
+            row["model"],
+            *(str(row[n]) for n in ("tokens", "gpus", "rows", "full_cache_gb")),
+            *map(str, times),
+        ]
 
     return markdown(header, map(cells, load_rows("scaling")))

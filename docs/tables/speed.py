@@ -12,7 +12,8 @@ from kvjax.presets import REGISTRY
 
 STEP_METHODS = ("cudnn", "full", "fier", "quest", "pariskv", "logquant")
 CACHES = {"cudnn": "full attention by cuDNN"} | {
-    name: f"`{name}`" for name in ("full", "fier", "quest", "pariskv", "freekv", "freekv:tau=-1", "logquant")
+    name: f"`{name}`"
+    for name in ("full", "fier", "quest", "pariskv", "freekv", "freekv:tau=-1", "logquant")
 }
 ONE_CALL = "floor: one cuDNN call"
 
@@ -25,7 +26,9 @@ def default_steps() -> dict[tuple[int, int, str], dict[str, Any]]:
 
 def seconds_to_first_token() -> dict[tuple[str, str, int], float]:
     """Method, prompt or turn, and tokens -> seconds."""
-    return {(row["method"], row["what"], row["tokens"]): row["seconds"] for row in load_rows("ttft")}
+    return {
+        (row["method"], row["what"], row["tokens"]): row["seconds"] for row in load_rows("ttft")
+    }
 
 
 def steps() -> str:
@@ -37,22 +40,31 @@ def steps() -> str:
             times = "" if method == "cudnn" else f", {row['times_faster_than_cudnn']:.2f}x"
             cells.append(f"{row['us']:.1f} ({row['floor_us']:.1f}){times}")
         rows.append(cells)
-    return markdown(["tokens x rows", "cuDNN", *(f"`{name}`" for name in STEP_METHODS[1:])], rows)
+    return markdown(
+        ["tokens x rows", "cuDNN", *(f"`{name}`" for name in STEP_METHODS[1:])], rows
+    )
 
 
 def compared() -> str:
     """Decode steps of methods that papers compare with: time, launches, and the floor of their bytes."""
-    by_device = sorted(load_rows("compared"), key=lambda row: row["device"])  # of two rows that of the H200 counts
+    by_device = sorted(
+        load_rows("compared"), key=lambda row: row["device"]
+    )  # of two rows that of the H200 counts
     found = {(row["method"], row["length"]): row for row in by_device}
     lengths = sorted({length for _, length in found})
     rows = []
-    for method in sorted({method: None for method, _ in found}, key=lambda method: method != "cudnn"):
+    for method in sorted(
+        {method: None for method, _ in found}, key=lambda method: method != "cudnn"
+    ):
         cells = []
         for length in lengths:
             row = found.get((method, length))
             times = None if row is None else row["times_faster_than_cudnn"]
             other = " (H100)" if row is not None and "H100" in row["device"] else ""
-            cells += ["" if row is None else f"{row['us']:.0f}{other}", "" if times is None else f"{times:.2f}x"]
+            cells += [
+                "" if row is None else f"{row['us']:.0f}{other}",
+                "" if times is None else f"{times:.2f}x",
+            ]
         last = found[method, lengths[-1]]
         name = "full, cuDNN" if method == "cudnn" else f"`{method}`"
         rows.append([name, *cells, f"{last['kernels']:.0f}", f"{last['floor_us']:.0f}"])
@@ -68,13 +80,31 @@ def steps_in_plain_jax() -> str:
     found = {(row["method"], row["backend"], row["length"]): row for row in load_rows("plain")}
     lengths, rows = sorted({length for _, backend, length in found if backend == "cpu"}), []
     for name in REGISTRY:
-        on_cpu, on_gpu = [found[name, "cpu", n] for n in lengths], found.get((name, "gpu", lengths[-1]))
-        cells = ["", ""] if on_gpu is None else [f"{on_gpu['ratio']:.2f}", f"{on_gpu['us']:.0f}"]
+        on_cpu, on_gpu = (
+            [found[name, "cpu", n] for n in lengths],
+            found.get((name, "gpu", lengths[-1])),
+        )
+        cells = (
+            ["", ""] if on_gpu is None else [f"{on_gpu['ratio']:.2f}", f"{on_gpu['us']:.0f}"]
+        )
         if on_gpu is not None and (fetched := on_gpu.get("fetch_by_hand_us")):
             cells[0] += f" ({on_gpu['us'] / fetched:.2f})"
-        cells[1] += " (all tokens)" if on_gpu is not None and on_gpu["policy"] == "Short" else ""
-        rows.append([f"`{name}`", BY_HAND[on_cpu[0]["by_hand"]], *(f"{row['ratio']:.2f}" for row in on_cpu), *cells])
-    columns = [*(f"CPU, {n} tokens" for n in lengths), f"H100, {lengths[-1]} tokens", "us there"]
+        cells[1] += (
+            " (all tokens)" if on_gpu is not None and on_gpu["policy"] == "Short" else ""
+        )
+        rows.append(
+            [
+                f"`{name}`",
+                BY_HAND[on_cpu[0]["by_hand"]],
+                *(f"{row['ratio']:.2f}" for row in on_cpu),
+                *cells,
+            ]
+        )
+    columns = [
+        *(f"CPU, {n} tokens" for n in lengths),
+        f"H100, {lengths[-1]} tokens",
+        "us there",
+    ]
     return markdown(["cache", "by hand", *columns], rows)
 
 
@@ -99,7 +129,10 @@ KERNELS = {
 }
 
 # Kernels whose default block sizes are not those of the benchmark's first entry.
-DEFAULTS: dict[str, Any] = {"score_pages": score_pages.Config(), "select_4bit": select_4bit.config_for(8, 13108, 256)}
+DEFAULTS: dict[str, Any] = {
+    "score_pages": score_pages.Config(),
+    "select_4bit": select_4bit.config_for(8, 13108, 256),
+}
 
 
 def time_of(file: dict[str, Any], config: Any) -> float:
@@ -110,17 +143,31 @@ def time_of(file: dict[str, Any], config: Any) -> float:
 
 
 def kernels() -> str:
-    others = {"plain_score_pages", "host_rows_footprint", "kernels_h100", "attend_key_blocks"}  # that of a prompt
-    files = {path.stem for path in RESULTS.glob("*.json") if '"kernel": ' in path.read_text()} - others
+    others = {
+        "plain_score_pages",
+        "host_rows_footprint",
+        "kernels_h100",
+        "attend_key_blocks",
+    }  # that of a prompt
+    files = {
+        path.stem for path in RESULTS.glob("*.json") if '"kernel": ' in path.read_text()
+    } - others
     if files != set(KERNELS):
-        raise ValueError(f"KERNELS and benchmarks/results disagree about {sorted(files ^ set(KERNELS))}")
+        raise ValueError(
+            f"KERNELS and benchmarks/results disagree about {sorted(files ^ set(KERNELS))}"
+        )
     rows = []
     for name, what in KERNELS.items():
         file = load_file(name)
         row = file["rows"][0]
-        us, floor = time_of(file, DEFAULTS[name]) if name in DEFAULTS else row["kernel"], row["floor"]
+        us, floor = (
+            time_of(file, DEFAULTS[name]) if name in DEFAULTS else row["kernel"],
+            row["floor"],
+        )
         rows.append([f"`{name}`: {what}", *(f"{x:.1f}" for x in (us, floor, row["xla"]))])
-    return markdown(["operation", "kernel, us", "floor of its bytes, us", "plain JAX, us"], rows)
+    return markdown(
+        ["operation", "kernel, us", "floor of its bytes, us", "plain JAX, us"], rows
+    )
 
 
 def first_tokens() -> str:
@@ -130,9 +177,18 @@ def first_tokens() -> str:
     for method in dict.fromkeys(method for method, *_ in found):
         cells = (found.get((method, *column)) for column in columns)
         shown = "one cuDNN call" if method == ONE_CALL else f"`{method}`"
-        rows.append([shown, *("" if seconds is None else f"{seconds:.2f}" for seconds in cells)])
+        rows.append(
+            [shown, *("" if seconds is None else f"{seconds:.2f}" for seconds in cells)]
+        )
     return markdown(
-        ["cache", "prompt of 65536", "prompt of 131072", "1024 more after 32768", "1024 more after 131072"], rows
+        [
+            "cache",
+            "prompt of 65536",
+            "prompt of 131072",
+            "1024 more after 32768",
+            "1024 more after 131072",
+        ],
+        rows,
     )
 
 
@@ -143,7 +199,9 @@ def million() -> str:
         rate, whole = f"{row['tflops']:.0f}", f"{row['prompt_seconds_at_rate']:.0f}"
         cells = str(row["length"]), str(row["chunk"]), rate, whole, f"{row['tpot_ms']:.2f}"
         rows.append([f"`{row['method']}`", *cells])
-    return markdown(["cache", "tokens", "chunk", "TFLOP/s", "s at that rate", "ms a token after it"], rows)
+    return markdown(
+        ["cache", "tokens", "chunk", "TFLOP/s", "s at that rate", "ms a token after it"], rows
+    )
 
 
 def indexing() -> str:
@@ -152,34 +210,51 @@ def indexing() -> str:
         if row["method"] != "full":
             shares = (f"{100 * row[name]:+.1f} %" for name in ("added", "seal_added"))
             rows.append([f"`{row['method']}`", str(row["length"]), *shares])
-    return markdown(["cache", "tokens", "added to a prompt", "added to a token by flushes"], rows)
+    return markdown(
+        ["cache", "tokens", "added to a prompt", "added to a token by flushes"], rows
+    )
 
 
 def tokens() -> str:
     """Time per output token of a whole model."""
     measured = [row for row in load_rows("end_to_end") if not row.get("largest_batch")]
-    took = {(row["cache"], row["batch"], row["length"]): f"{row['tpot_ms']:.2f}" for row in measured}
+    took = {
+        (row["cache"], row["batch"], row["length"]): f"{row['tpot_ms']:.2f}" for row in measured
+    }
     sizes = sorted({key[1:] for key in took}, key=lambda size: size[::-1])
-    rows = [[shown, *(took.get((cache, *size), "") for size in sizes)] for cache, shown in CACHES.items()]
+    rows = [
+        [shown, *(took.get((cache, *size), "") for size in sizes)]
+        for cache, shown in CACHES.items()
+    ]
     return markdown(["cache", *(f"{batch} x {length}" for batch, length in sizes)], rows)
 
 
 def coded_steps() -> str:
     """Steps of `fier` over bf16 and over codes: a layer's attention, a model's token, and the bytes of a row."""
-    layers = {(row["length"], row["batch"], row["method"]): row["us"] for row in load_rows("turbo_step")}
+    layers = {
+        (row["length"], row["batch"], row["method"]): row["us"]
+        for row in load_rows("turbo_step")
+    }
     rows = []
     for row in load_rows("turbo_end_to_end"):
         size = f"{row['cache_bytes_device'] / row['batch'] / 1e9:.2f}"
         us = layers.get((row["length"], row["batch"], row["cache"]))
         took = "" if us is None else f"{us:.0f}", f"{row['tpot_ms']:.2f}"
         rows.append([f"{row['length']} x {row['batch']}", f"`{row['cache']}`", *took, size])
-    return markdown(["tokens x rows", "cache", "a layer's attention, us", "a token, ms", "GB a row"], sorted(rows))
+    return markdown(
+        ["tokens x rows", "cache", "a layer's attention, us", "a token, ms", "GB a row"],
+        sorted(rows),
+    )
 
 
 def mixtures() -> str:
     """Steps of mixtures of experts, beside the bytes that they must read."""
     rows = [
-        [row["shape"], f"`{row['method']}`", *(f"{row[key]:.2f}" for key in ("ms", "floor_ms", "times_floor"))]
+        [
+            row["shape"],
+            f"`{row['method']}`",
+            *(f"{row[key]:.2f}" for key in ("ms", "floor_ms", "times_floor")),
+        ]
         for row in load_rows("moe_steps")
     ]
     return markdown(["shape", "cache", "a step, ms", "floor, ms", "times the floor"], rows)
@@ -193,7 +268,12 @@ def largest_batches() -> str:
             found.setdefault(row["cache"], {})[row["length"]] = cells
     rows = []
     for cache in (name for name in CACHES if name in found):
-        rows.append([CACHES[cache], *(cell for n in (32768, 131072) for cell in found[cache].get(n, ["", ""]))])
+        rows.append(
+            [
+                CACHES[cache],
+                *(cell for n in (32768, 131072) for cell in found[cache].get(n, ["", ""])),
+            ]
+        )
     header = ["cache", "rows of 32768", "tokens a second", "rows of 131072", "tokens a second"]
     return markdown(header, rows)
 
@@ -209,15 +289,35 @@ def serving() -> str:
         "shared": "engine, prompts stored once",
     }
     rows = []
-    for row in sorted(load_rows("serving"), key=lambda row: (-row["layers"], row["requests"], row["method"] != "full")):
-        if row["part"] not in names or (row["part"] == "engine" and row["prompt_tokens"] < 40000):
+    for row in sorted(
+        load_rows("serving"),
+        key=lambda row: (-row["layers"], row["requests"], row["method"] != "full"),
+    ):
+        if row["part"] not in names or (
+            row["part"] == "engine" and row["prompt_tokens"] < 40000
+        ):
             continue
-        load = f"{row['requests'] // 8} x 8" if row["part"] in ("groups", "copied", "shared") else str(row["requests"])
+        load = (
+            f"{row['requests'] // 8} x 8"
+            if row["part"] in ("groups", "copied", "shared")
+            else str(row["requests"])
+        )
         busy = row.get("busy_tokens_per_second")
         sizes = load, str(row["layers"]), str(row["slots"]), f"{row['answered']:.0f}"
         rates = f"{row['tokens_per_second']:.0f}", f"{busy:.0f}" if busy else ""
         rows.append([f"`{row['method']}`, {names[row['part']]}", *sizes, *rates])
-    return markdown(["cache", "requests", "layers", "rows", "answered", "tokens a second", "while all are busy"], rows)
+    return markdown(
+        [
+            "cache",
+            "requests",
+            "layers",
+            "rows",
+            "answered",
+            "tokens a second",
+            "while all are busy",
+        ],
+        rows,
+    )
 
 
 def host_batches() -> str:
@@ -228,5 +328,13 @@ def host_batches() -> str:
         rate, speed = short(row["hit_rate"], 3), f"{row['tokens_per_second']:.0f}"
         stored = {"HostOffload": "bf16", "HostFloat8": "float8"}[row["store"]]
         rows.append([f"`{row['method']}`", str(row["rows"]), layers, stored, hot, rate, speed])
-    head = ["cache", "rows", "layers on the host", "stored there in", "hot set", "hit rate", "tokens a second"]
+    head = [
+        "cache",
+        "rows",
+        "layers on the host",
+        "stored there in",
+        "hot set",
+        "hit rate",
+        "tokens a second",
+    ]
     return markdown(head, rows)

@@ -8,7 +8,9 @@ from typing import Any
 from docs.tables.reading import of_its_paper
 
 
-def markdown(header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: bool = True) -> str:
+def markdown(
+    header: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: bool = True
+) -> str:
     """A table whose first column is text, and the others numbers unless said otherwise."""
     rule = ["---", *["---:" if numbers else "---"] * (len(header) - 1)]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in (header, rule, *rows))

@@ -29,7 +29,14 @@ NAME = "attend_coded_zones"
 
 
 def unsupported(
-    q: Any, keys: Any, values: Any, slots: Any, recent: Any, sink: Any, local: int, config: Config | None = None
+    q: Any,
+    keys: Any,
+    values: Any,
+    slots: Any,
+    recent: Any,
+    sink: Any,
+    local: int,
+    config: Config | None = None,
 ) -> str | None:
     """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
     (B, K, S, _), D = keys[0].shape, q.shape[3]
@@ -37,7 +44,9 @@ def unsupported(
     if D not in (64, 128):
         return f"the kernel {NAME} takes head sizes 64 and 128; got D={D}"
     if any(b not in (2, 3, 4, 8) for b in bits):
-        return f"the kernel {NAME} takes codes of 2, 3, 4 and 8 bits; got {bits[0]} and {bits[1]}"
+        return (
+            f"the kernel {NAME} takes codes of 2, 3, 4 and 8 bits; got {bits[0]} and {bits[1]}"
+        )
     if any(code[2].shape[3] != 1 or code[2].dtype != "uint16" for code in (keys, values)):
         return f"the kernel {NAME} takes one weight a token, in u16; got {keys[2].dtype}{list(keys[2].shape)}"
     history = jax.ShapeDtypeStruct((B, K, S, D), recent[0].dtype)
@@ -71,7 +80,9 @@ def attend_coded_zones(
     if limit := unsupported(q, keys, values, slots, recent, sink, local, config):
         raise NotImplementedError(limit)
     (_, _, S, _), D = keys[0].shape, q.shape[3]
-    key_bits, value_bits = (8 * sum(a.shape[3] for a in code[:2]) // D for code in (keys, values))
+    key_bits, value_bits = (
+        8 * sum(a.shape[3] for a in code[:2]) // D for code in (keys, values)
+    )
     zone = Coded(S, D, (key_bits, value_bits), centres, turned)
     codes = (*keys, *values, offset)
     how: dict[str, Any] = {"scale": scale, "part": part, "config": config, "coded": zone}

@@ -55,7 +55,9 @@ def unsupported(q: Any, k: Any, v: Any, config: Config = Config()) -> str | None
     if D not in (64, 128) or v.shape[-1] != D:
         return f"{name} takes keys and values of 64 or 128 channels; got {D} and {v.shape[-1]}"
     if (needed := smem_bytes(D, config)) > (most := simt.target((k,)).smem):
-        return f"{name} needs {needed} bytes of shared memory for {config}, and a block has {most}"
+        return (
+            f"{name} needs {needed} bytes of shared memory for {config}, and a block has {most}"
+        )
     T, S = q.shape[3], k.shape[2]
     if T % BLOCK or S < BLOCK or S % TILE:
         return f"{name} takes multiples of {BLOCK} queries, and of {TILE} slots from {BLOCK} on; got {T} and {S}"
@@ -92,11 +94,21 @@ def _attend(scale: float, config: Config, *args: Array) -> tuple[Array, ...]:
 
 
 def _launch(
-    q: Array, k: Array, v: Array, blocks: Array, counts: Array, stop: Array, *, scale: float, config: Config
+    q: Array,
+    k: Array,
+    v: Array,
+    blocks: Array,
+    counts: Array,
+    stop: Array,
+    *,
+    scale: float,
+    config: Config,
 ) -> tuple[Array, Array]:
     """q [B*N, T, D], k, v [B*K, S, D], blocks i32[rows, M], counts i32[rows] of at least 1, stop i32[B]; all rows of a
     head adjacent. Returns the output in the dtype of q and its log-sum-exp f32[B*N, T]."""
-    tiled: Any = {"transforms": (plgpu.TilingTransform((TILE, 64)), plgpu.SwizzleTransform(128))}
+    tiled: Any = {
+        "transforms": (plgpu.TilingTransform((TILE, 64)), plgpu.SwizzleTransform(128))
+    }
     D, n = q.shape[2], config.stages
     scratch: list[Any] = [
         plgpu.SMEM((2, HALF, D), q.dtype, **tiled),  # the queries, then the output
@@ -105,19 +117,26 @@ def _launch(
         plgpu.Barrier(num_barriers=2),  # queries
         plgpu.Barrier(num_barriers=n),  # keys, then values
         plgpu.Barrier(num_barriers=n),
-        plgpu.Barrier(num_arrivals=2, num_barriers=n),  # a stage of keys, then of values, is free
+        plgpu.Barrier(
+            num_arrivals=2, num_barriers=n
+        ),  # a stage of keys, then of values, is free
         plgpu.Barrier(num_arrivals=2, num_barriers=n),
         plgpu.Barrier(num_arrivals=2),  # whose turn it is
     ]
     return plgpu.kernel(
         partial(_program, scale=scale, stages=n),
-        out_type=(jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:2], jnp.float32)),
+        out_type=(
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct(q.shape[:2], jnp.float32),
+        ),
         scratch_types=scratch,
         grid=(blocks.shape[0],),
         grid_names=("row",),
         num_threads=3,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
         kernel_name="kvjax_attend_key_blocks",
     )(q, k, v, blocks, counts, stop)
 
@@ -139,7 +158,15 @@ def _add_product(sums: Array, a: Array, b: Any) -> Array:
 
 
 def _program(
-    q: Any, k: Any, v: Any, blocks: Any, counts: Any, stop: Any, *refs: Any, scale: float, stages: int
+    q: Any,
+    k: Any,
+    v: Any,
+    blocks: Any,
+    counts: Any,
+    stop: Any,
+    *refs: Any,
+    scale: float,
+    stages: int,
 ) -> None:
     out, lse, q_smem, k_smem, v_smem, q_here, k_here, v_here, k_free, v_free, turn = refs
     row, warpgroup = lax.axis_index("row"), lax.axis_index("warpgroup")
@@ -193,12 +220,16 @@ def _program(
             logits = _product(mine, k_smem.at[stage], meanwhile=take_turns)
             plgpu.barrier_arrive(k_free.at[stage])
             if masked:
-                slot = plgpu.broadcasted_iota(jnp.int32, (HALF, BLOCK), 1, layout=plgpu.Layout.WGMMA)
+                slot = plgpu.broadcasted_iota(
+                    jnp.int32, (HALF, BLOCK), 1, layout=plgpu.Layout.WGMMA
+                )
                 slot += jnp.minimum(last, S - BLOCK)
                 logits = jnp.where((slot >= last) & (slot < end), logits, -1e30)
             higher = jnp.maximum(top, logits.max(axis=1) * (scale * LOG2E))
             fade = jnp.exp2(top - higher)
-            weights = jnp.exp2(logits * (scale * LOG2E) - lax.broadcast_in_dim(higher, logits.shape, [0]))
+            weights = jnp.exp2(
+                logits * (scale * LOG2E) - lax.broadcast_in_dim(higher, logits.shape, [0])
+            )
             acc *= lax.broadcast_in_dim(fade, acc.shape, [0])
             narrow = weights.astype(q.dtype)
             total = total * fade + weights.sum(axis=1)

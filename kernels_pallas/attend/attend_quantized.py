@@ -65,7 +65,9 @@ class Config:
 
     def __post_init__(self) -> None:
         if self.blocks < 1 or self.warpgroups not in (1, 2, 3, 4) or self.stages < 2:
-            raise ValueError(f"blocks must be at least 1, warpgroups 1 to 4, stages 2 or more; got {self}")
+            raise ValueError(
+                f"blocks must be at least 1, warpgroups 1 to 4, stages 2 or more; got {self}"
+            )
 
 
 def _room(layout: Layout, config: Config) -> int:
@@ -85,17 +87,23 @@ def unsupported(
     """The limit that these shapes exceed; None if there is a kernel for them. keys, values: (codes, scales)."""
     *_, Q, D = q.shape
     if len(keys) != 2 or len(values) != 2:
-        return "the kernel attend_quantized takes codes of uniform levels; got those of a codebook"
+        return (
+            "the kernel attend_quantized takes codes of uniform levels; got those of a codebook"
+        )
     S = keys[0].shape[2]
     if D not in (64, 128):
         return f"the kernel attend_quantized takes head sizes 64 and 128; got D={D}"
     if not 1 <= Q <= MAX_QUERIES:
-        return f"the kernel attend_quantized takes 1 to {MAX_QUERIES} queries a kv head; got {Q}"
+        return (
+            f"the kernel attend_quantized takes 1 to {MAX_QUERIES} queries a kv head; got {Q}"
+        )
     bits = [codes.shape[3] * 8 / D for codes, _ in (keys, values)]
     if not all(b in (2, 4) for b in bits):
         return f"the kernel attend_quantized takes codes of 2 and 4 bits; got {bits[0]:g} and {bits[1]:g}"
     (tokens, channels), sliced = groups_of(keys[1], S, D), groups_of(values[1], S, D)
-    if not (tokens == 1 and channels % (D // 4) == 0) and not (channels == 1 and tokens <= MAX_GROUP):
+    if not (tokens == 1 and channels % (D // 4) == 0) and not (
+        channels == 1 and tokens <= MAX_GROUP
+    ):
         return (
             f"the kernel attend_quantized takes keys in groups of up to {MAX_GROUP} tokens by 1 channel, or of "
             f"1 token by a multiple of {D // 4} channels; got {tokens} by {channels}"
@@ -115,7 +123,9 @@ def unsupported(
         if (steps := step_count(recent[3])) > MOST_STEPS:
             return f"the kernel attend_quantized takes 1 to {MOST_STEPS} steps at once; got {steps}"
         if str(q.dtype) not in KINDS:
-            return f"the kernel attend_quantized takes queries in f32, bf16 or f16; got {q.dtype}"
+            return (
+                f"the kernel attend_quantized takes queries in f32, bf16 or f16; got {q.dtype}"
+            )
         if any(a.dtype != jnp.bfloat16 for a in recent[:2]) or recent[0].shape[2] == 0:
             zone = f"{recent[0].dtype}{list(recent[0].shape)}"
             return f"the kernel attend_quantized takes an exact zone of keys and values in bf16; got {zone}"
@@ -147,10 +157,15 @@ def attend_quantized(
     if limit := unsupported(q, keys, values, start, stop, recent):
         raise NotImplementedError(limit)
     B, K, Q, D = q.shape
-    zone = () if recent is None else (*(a.reshape(B * K, -1, D) for a in recent[:2]), *recent[2:])
+    zone = (
+        () if recent is None else (*(a.reshape(B * K, -1, D) for a in recent[:2]), *recent[2:])
+    )
     flat = [a.reshape(B * K, *a.shape[2:]) for a in (*keys, *values)]
     dtype = None if recent is None or part else q.dtype
-    queries, ends = q.astype(jnp.bfloat16).reshape(B * K, Q, D), (a.astype(jnp.int32) for a in (start, stop))
+    queries, ends = (
+        q.astype(jnp.bfloat16).reshape(B * K, Q, D),
+        (a.astype(jnp.int32) for a in (start, stop)),
+    )
     groups, columns = softmax.columns_of(Q, together.MOST_COLUMNS)
     steps = 1 if recent is None else step_count(recent[3])
     if steps > 1:  # one column reads the same span for all of its queries
@@ -163,7 +178,16 @@ def attend_quantized(
         order = Order(K, steps, Q // steps)
         queries = jnp.swapaxes(queries.reshape(B, K, steps, -1, D), 1, 2)
     queries = queries.reshape(-1, heads, D)
-    made = _attend(scale, dtype, Split(groups, columns, Q // steps, order), config, queries, *ends, *flat, *zone)
+    made = _attend(
+        scale,
+        dtype,
+        Split(groups, columns, Q // steps, order),
+        config,
+        queries,
+        *ends,
+        *flat,
+        *zone,
+    )
     if order:
         return jnp.swapaxes(made[0].reshape(B, steps, K, -1, D), 1, 2).reshape(B, K, Q, D)
     whole = tuple(a.reshape(B, K, -1, *a.shape[2:])[:, :, :Q] for a in made)
@@ -191,7 +215,9 @@ class Split(NamedTuple):
     order: Order | None  # of queries and outputs in memory; None: as the rows
 
 
-def _attend(scale: float, dtype: Any, split: Split, config: Config | None, *args: Array) -> tuple[Array, ...]:
+def _attend(
+    scale: float, dtype: Any, split: Split, config: Config | None, *args: Array
+) -> tuple[Array, ...]:
     """[rows, Q, D] in `dtype`; or, if it is None, f32[rows, Q, D] and f32[rows, Q]."""
     (rows, Q, D), (groups, columns, _, order) = args[0].shape, split
     layout = layout_of(D, args[3:5], args[5:7])
@@ -217,7 +243,10 @@ def _attend(scale: float, dtype: Any, split: Split, config: Config | None, *args
 
     @simt.over_rows(functools.partial(_attend, scale, dtype, split, config))
     def run(*args: Array) -> tuple[Array, ...]:
-        shared_by, recent = rows // (groups * columns) // args[1].shape[0], args[7].shape[1] if len(args) > 7 else 0
+        shared_by, recent = (
+            rows // (groups * columns) // args[1].shape[0],
+            args[7].shape[1] if len(args) > 7 else 0,
+        )
         steps = tuple(map(step_count, args[9:]))
         means, logs = simt.kernel(
             functools.partial(
@@ -248,12 +277,16 @@ def _attend(scale: float, dtype: Any, split: Split, config: Config | None, *args
             return order.place(row, (i - row * (groups * columns)) * Q + head)
 
         how: Any = {"place_of_head": place_of_head} if order else {}
-        return softmax.merge_blocks(means, logs, kind, name="attend_quantized", lse=dtype is None, **how)
+        return softmax.merge_blocks(
+            means, logs, kind, name="attend_quantized", lse=dtype is None, **how
+        )
 
     return run(*args)
 
 
-def config_for(rows: int, layout: Layout, target: simt.Target | None = None, columns: int = 1) -> Config:
+def config_for(
+    rows: int, layout: Layout, target: simt.Target | None = None, columns: int = 1
+) -> Config:
     """Blocks as large as registers and shared memory allow, and as many as take the least time, where a wave of blocks
     costs the turns of its warps and two more."""
     target = target or simt.target()
@@ -264,9 +297,13 @@ def config_for(rows: int, layout: Layout, target: simt.Target | None = None, col
     units = -(-layout.S // layout.unit)
 
     def turns(blocks: int) -> int:
-        return -(-rows * blocks // target.multiprocessors) * (-(-units // (blocks * 4 * warpgroups)) + 2)
+        return -(-rows * blocks // target.multiprocessors) * (
+            -(-units // (blocks * 4 * warpgroups)) + 2
+        )
 
-    return Config(min(range(1, target.multiprocessors + 1), key=turns), warpgroups, stages, wide)
+    return Config(
+        min(range(1, target.multiprocessors + 1), key=turns), warpgroups, stages, wide
+    )
 
 
 def _program(
@@ -281,7 +318,13 @@ def _program(
     config: Config,
 ) -> None:  # fmt: skip
     *zone, out_m, lse_m, room_m = refs
-    blocks, D, unit, tiles, by_channel = config.blocks, layout.D, layout.unit, layout.tiles, layout.by_channel
+    blocks, D, unit, tiles, by_channel = (
+        config.blocks,
+        layout.D,
+        layout.unit,
+        layout.tiles,
+        layout.by_channel,
+    )
     warps = 4 * config.warpgroups
     t, block = simt.special("tid.x"), simt.special("ctaid.x")
     lane, warp = t & 31, t >> 5
@@ -291,10 +334,17 @@ def _program(
     row, part = simt.divide(of_queries, groups), block - of_queries * blocks
     of_part = block
     if columns > 1:
-        of_queries, of_part = of_queries * columns, block + of_queries * ((columns - 1) * blocks)
+        of_queries, of_part = (
+            of_queries * columns,
+            block + of_queries * ((columns - 1) * blocks),
+        )
     q, out, lse = (
         simt.offset_rows(simt.global_address(m), n, heads * size)
-        for m, n, size in ((q_m, of_queries, D * 2), (out_m, of_part, D * 4), (lse_m, of_part, 4))
+        for m, n, size in (
+            (q_m, of_queries, D * 2),
+            (out_m, of_part, D * 4),
+            (lse_m, of_part, 4),
+        )
     )
     start, stop = simt.ends_of((start_m, shared_by), (stop_m, shared_by), row, layout.S)
     first = simt.divide(start, unit)
@@ -319,18 +369,29 @@ def _program(
             n = (group + c) * heads + head
             return simt.offset_rows(simt.global_address(q_m), order.place(row, n), 2 * D)
 
-        team = together.Together(layout, columns, heads, query, room, config.stages, config.warpgroups, config.wide)
+        team = together.Together(
+            layout, columns, heads, query, room, config.stages, config.warpgroups, config.wide
+        )
         team.share(sign)
         state = team.attend(fetch, begin, end, (start, stop), factor * 2.0**LIFT, SLACK)
         if zone:
-            exact = [simt.offset_rows(simt.global_address(m), row, recent * D * 2) for m in zone[:2]]
-            spans = softmax.Spans(tuple(zip(zone[2:], steps, strict=True)), simt.divide(row, shared_by), lane, recent)
+            exact = [
+                simt.offset_rows(simt.global_address(m), row, recent * D * 2) for m in zone[:2]
+            ]
+            spans = softmax.Spans(
+                tuple(zip(zone[2:], steps, strict=True)),
+                simt.divide(row, shared_by),
+                lane,
+                recent,
+            )
             own = group * heads + col * 2  # the first query of the lane
 
             def step_of(c: int, e: int) -> Word:
                 return simt.divide(own + (c * heads + e), of_step)
 
-            state = team.add_exact(state, exact, recent, spans, step_of, word(blocks - 1) - part, blocks, scale)
+            state = team.add_exact(
+                state, exact, recent, spans, step_of, word(blocks - 1) - part, blocks, scale
+            )
         team.write(state, out, lse, blocks * heads)
         return
     for i in range(config.stages - 1):
@@ -359,15 +420,24 @@ def _program(
         def counted() -> list[Word]:
             tokens = [n * unit + (quad + 8 * r) for r in range(2 * tiles)]
             exists = [(token >= start) & (token < stop) for token in tokens]
-            kept = [f.select(x, 0) for f, words in zip(exists, scales, strict=True) for x in words]
+            kept = [
+                f.select(x, 0) for f, words in zip(exists, scales, strict=True) for x in words
+            ]
             return [*softmax.flat(softmax.masked(logs, lambda r, _: exists[r])), *kept]
 
         whole = [*softmax.flat(logs), *softmax.flat(scales)]
         words = iter(simt.branch((n * unit < start) | (n * unit + unit > stop), counted, whole))
-        logs, scales = ([[next(words) for _ in four] for four in fours] for fours in (logs, scales))
+        logs, scales = (
+            [[next(words) for _ in four] for four in fours] for fours in (logs, scales)
+        )
         kept, weights = softmax.exponentials(state, logs, factor=factor, lift=LIFT, slack=SLACK)
         mixed = mixing.add(softmax.parts(kept)[2], at, weights, scales)
-        return [at.equals(end_of_ring).select(room, at + layout.stage), at, *kept[:4], *softmax.flat(mixed)]
+        return [
+            at.equals(end_of_ring).select(room, at + layout.stage),
+            at,
+            *kept[:4],
+            *softmax.flat(mixed),
+        ]
 
     ptx("cp.async.wait_group 0;")
     simt.warp_barrier()
@@ -375,15 +445,33 @@ def _program(
     if zone:  # its tiles go to warps that may have a unit less
         ends = simt.ends_of((zone[2], shared_by), (zone[3], shared_by), row, recent)
         job = (word(warps - 1) - warp) * blocks + (word(blocks - 1) - part)
-        state = _exact(mixing, zone[:2], ends, q, heads, recent, row, job, warps * blocks, state, scale=scale)
+        state = _exact(
+            mixing,
+            zone[:2],
+            ends,
+            q,
+            heads,
+            recent,
+            row,
+            job,
+            warps * blocks,
+            state,
+            scale=scale,
+        )
     softmax.store(room, state, heads, D, mixing.channel)
     simt.block_barrier()
     parts = [simt.shared_address(room_m) + w * room_bytes for w in range(warps)]
-    loop(t, heads * D // 4, 32 * warps)(functools.partial(softmax.write_merged, parts, D, out, lse))
+    loop(t, heads * D // 4, 32 * warps)(
+        functools.partial(softmax.write_merged, parts, D, out, lse)
+    )
 
 
 def _fetcher(
-    layout: Layout, lane: Word, row: Word, *refs: Any, turn: Callable[[Word, int], Word] | None = None
+    layout: Layout,
+    lane: Word,
+    row: Word,
+    *refs: Any,
+    turn: Callable[[Word, int], Word] | None = None,
 ) -> Callable[[Word, Word], None]:
     """fetch(unit, to) starts to copy a unit into a stage; bytes outside of the row or the unit become 0. The place of a
     chunk of 16 bytes of value codes is turn(chunk, bytes of a token), if given."""
@@ -392,7 +480,9 @@ def _fetcher(
     for m, size, place in zip(refs, layout.per_token, layout.places, strict=True):
         if size:
             chunk = math.gcd(16, S * size, unit * size)
-            jobs.append((simt.offset_rows(simt.global_address(m), row, S * size), size, chunk, place))
+            jobs.append(
+                (simt.offset_rows(simt.global_address(m), row, S * size), size, chunk, place)
+            )
     if layout.by_channel:
         # The i-th of the D/16 chunks of a column of lanes goes to 4 i + col, so that columns read from different banks.
         per = D // 16
@@ -414,7 +504,12 @@ def _fetcher(
                 here = lane * chunk + done
                 full = done + 32 * chunk <= unit * size and not S % unit
                 with when(here < padded * size):
-                    ptx(copy.format(done), at, source, chunk if full else (here < valid).select(chunk, 0))
+                    ptx(
+                        copy.format(done),
+                        at,
+                        source,
+                        chunk if full else (here < valid).select(chunk, 0),
+                    )
         if layout.by_channel:
             with when(lane < D // 4):
                 copy = "cp.async.cg.shared.global [$0], [$1], 16, $2;"
@@ -423,7 +518,9 @@ def _fetcher(
     return fetch
 
 
-def _queries(layout: Layout, q: Any, heads: int, quad: Word, col: Word, sign: float) -> list[Word]:
+def _queries(
+    layout: Layout, q: Any, heads: int, quad: Word, col: Word, sign: float
+) -> list[Word]:
     """Right operands. A lane has D/4 adjacent channels, as `pairs_of`."""
     D, bits = layout.D, layout.bits[0]
     mine = own_queries(q, heads, D, quad, col)
@@ -435,7 +532,9 @@ def _queries(layout: Layout, q: Any, heads: int, quad: Word, col: Word, sign: fl
     return found
 
 
-def _scores(layout: Layout, at: Word, queries: list[Word], quad: Word, col: Word) -> list[list[Word]]:
+def _scores(
+    layout: Layout, at: Word, queries: list[Word], quad: Word, col: Word
+) -> list[list[Word]]:
     """Sums of `mma` of 16 keys each: scores without scale, times 2^-LIFT where scales are by channel."""
     D, bits, width = layout.D, layout.bits[0], layout.per_token[0]
     in_byte, pairs, tiles = 8 // bits, pairs_of(layout), layout.tiles
@@ -443,8 +542,14 @@ def _scores(layout: Layout, at: Word, queries: list[Word], quad: Word, col: Word
     rows = [load_words(lane + 8 * r * width, width // 16) for r in range(2 * tiles)]
     begin = [word(0)] * 4
     if layout.by_channel:
-        shared = [w for i in range(D // 16) for w in load_words(at + layout.places[3] + col * 16 + i * 64, 4)]
-        steps, zeros = ([prmt(shared[a], shared[b], how) for a, b in pairs] for how in (0x5410, 0x7632))
+        shared = [
+            w
+            for i in range(D // 16)
+            for w in load_words(at + layout.places[3] + col * 16 + i * 64, 4)
+        ]
+        steps, zeros = (
+            [prmt(shared[a], shared[b], how) for a, b in pairs] for how in (0x5410, 0x7632)
+        )
         scaled = [multiply(x, s) for x, s in zip(queries, steps, strict=True)]
         # By place, as the queries have their powers: the lower rows have products with zeros, the upper ones the
         # rounding errors of the products with scales, which are added back times the centre of the codes.
@@ -456,16 +561,24 @@ def _scores(layout: Layout, at: Word, queries: list[Word], quad: Word, col: Word
             sums[j] = simt.mma("bf16", sums[j], [word(0), off, word(0), off], scaled[n : n + 2])
         begin = []
         for e in range(2):
-            places = [instr("fma.rn.f32", acc[e + 2], real(centre_of(bits)), acc[e]) for acc in sums]
-            total = functools.reduce(lambda a, b: instr("fma.rn.f32", a, real(2.0**bits), b), places[::-1])
-            begin.append(instr("mul.f32", instr("mul.f32", total, real(2.0**-64)), real(2.0**-69)))
+            places = [
+                instr("fma.rn.f32", acc[e + 2], real(centre_of(bits)), acc[e]) for acc in sums
+            ]
+            total = functools.reduce(
+                lambda a, b: instr("fma.rn.f32", a, real(2.0**bits), b), places[::-1]
+            )
+            begin.append(
+                instr("mul.f32", instr("mul.f32", total, real(2.0**-64)), real(2.0**-69))
+            )
         begin = begin * 2
         queries = scaled
     else:
         size = layout.per_token[3]
         slice_ = simt.divide(col * (D // 4), layout.key_group[1])
         lane = at + (quad * size + slice_ * 4)
-        own = [load_words(lane + (layout.places[3] + 8 * r * size), 1)[0] for r in range(2 * tiles)]
+        own = [
+            load_words(lane + (layout.places[3] + 8 * r * size), 1)[0] for r in range(2 * tiles)
+        ]
         affine = [affine_of(w, bits) for w in own]
     found = []
     for tile in range(tiles):
@@ -475,13 +588,21 @@ def _scores(layout: Layout, at: Word, queries: list[Word], quad: Word, col: Word
         for n in range(0, len(pairs), 2):
             w, j = divmod(n // 2, in_byte)
             if layout.by_channel:
-                lanes = [codes_at(x[w], s[w], j, bits) for x, s in zip((near, far), shifted, strict=True)]
+                lanes = [
+                    codes_at(x[w], s[w], j, bits)
+                    for x, s in zip((near, far), shifted, strict=True)
+                ]
             else:
                 lanes = [
                     [decode(x[w], i, bits, *affine[2 * tile + r]) for i in (j, j + in_byte)]
                     for r, x in enumerate((near, far))
                 ]
-            acc = simt.mma("bf16", acc, [x for two in zip(*lanes, strict=True) for x in two], queries[n : n + 2])
+            acc = simt.mma(
+                "bf16",
+                acc,
+                [x for two in zip(*lanes, strict=True) for x in two],
+                queries[n : n + 2],
+            )
         found.append(acc)
     return found
 
@@ -500,16 +621,27 @@ def _exact(
     def carry(n: Word, *state: Word) -> list[Word]:
         def words(address: Any, token: Word, byte: Word, number: int) -> list[Word]:
             token = n * 16 + token
-            return load_words(simt.offset(address, (token < size).select(token, size - 1) * (2 * D) + byte), number)
+            return load_words(
+                simt.offset(address, (token < size).select(token, size - 1) * (2 * D) + byte),
+                number,
+            )
 
         near, far = (words(keys, quad + 8 * r, col * (D // 2), D // 8) for r in range(2))
         # A lane has its channels of a block of values for tokens 2 col, 2 col + 1 and the two 8 further.
         blocks = range(D // mixing.block)
         tokens = [col * 2 + (i & 1) + 8 * (i >> 1) for i in range(4)]
-        own = [[words(values, x, quad * (4 * in_byte) + 2 * mixing.block * m, in_byte) for m in blocks] for x in tokens]
+        own = [
+            [
+                words(values, x, quad * (4 * in_byte) + 2 * mixing.block * m, in_byte)
+                for m in blocks
+            ]
+            for x in tokens
+        ]
         scores = [word(0)] * 4
         for i in range(0, D // 8, 2):
-            scores = simt.mma("bf16", scores, [near[i], far[i], near[i + 1], far[i + 1]], queries[i : i + 2])
+            scores = simt.mma(
+                "bf16", scores, [near[i], far[i], near[i + 1], far[i + 1]], queries[i : i + 2]
+            )
 
         def exists(r: int, _: int) -> Flag:
             token = n * 16 + (quad + 8 * r)

@@ -70,7 +70,9 @@ def config_for(rows: int, slots: int, D: int, target: simt.Target | None = None)
         blocks = max(1, min(MAX_PARTS, max_slots, target.multiprocessors // rows))
         return Config(blocks, warpgroups, cluster=0, tile=tile)
     at_once = target.multiprocessors * 128 // 132
-    return Config(next((b for b in (8, 4, 2) if b < 2 * max_slots and rows * b <= at_once), 1), warpgroups)
+    return Config(
+        next((b for b in (8, 4, 2) if b < 2 * max_slots and rows * b <= at_once), 1), warpgroups
+    )
 
 
 def smem_bytes(D: int, config: Config) -> int:
@@ -102,7 +104,14 @@ def unsupported(q: Any, k: Any, v: Any, slots: Any, config: Config | None = None
 
 @simt.lowered_once("scale", "config")
 def attend_slots(
-    q: Array, k: Array, v: Array, slots: Array, valid: Array, *, scale: float, config: Config | None = None
+    q: Array,
+    k: Array,
+    v: Array,
+    slots: Array,
+    valid: Array,
+    *,
+    scale: float,
+    config: Config | None = None,
 ) -> tuple[Array, Array]:
     """(out f32[B, K, G, D], lse f32[B, K, G]) of q [B, K, G, D] over the `valid` slots [B, K, H, M] of k, v.
 
@@ -153,7 +162,10 @@ def attend(
     `outs` those of [..., T, K, H].
     """
     rows, heads, D = q.shape
-    lists, ends = [index] if found is None else [index, found], [end for *two, _ in spans for end in two]
+    lists, ends = (
+        [index] if found is None else [index, found],
+        [end for *two, _ in spans for end in two],
+    )
 
     parts, arrays = 1 if config.cluster else config.blocks, directions.ARRAYS if coded else 0
 
@@ -170,17 +182,22 @@ def attend(
     def run(q: Array, *args: Array) -> tuple[Array, ...]:
         kept, index = args[: -len(lists + ends)], args[-len(lists + ends)]
         shapes = tuple(jax.ShapeDtypeStruct((rows, *shape), dtype) for shape, dtype in outs)
-        of_parts = tuple(jax.ShapeDtypeStruct((rows, parts, *n), jnp.float32) for n in ((heads, D), (heads,)))
+        of_parts = tuple(
+            jax.ShapeDtypeStruct((rows, parts, *n), jnp.float32) for n in ((heads, D), (heads,))
+        )
         made = simt.kernel(
             functools.partial(
                 _program,
                 sizes=(heads, rows // kept[0].shape[0], D, index.shape[1]),
-                zones=((coded.S,) if coded else ()) + tuple(a.shape[1] for a in kept[arrays::2]),
+                zones=((coded.S,) if coded else ())
+                + tuple(a.shape[1] for a in kept[arrays::2]),
                 coded=coded,
                 max_slots=tuple(max_slots for *_, max_slots in spans),
                 counted=found is not None,
                 shared_by=tuple(rows // end.shape[0] for end in args[len(args) - len(ends) :]),
-                strides=tuple(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in outs),
+                strides=tuple(
+                    math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in outs
+                ),
                 write=write,
                 order=order,
                 kind="bf16" if kept[-1].dtype == jnp.bfloat16 else "f16",
@@ -199,7 +216,9 @@ def attend(
             return made
         place = functools.partial(simt.swapped_row, K=order[0], T=order[1], H=order[2])
         means, logs = made
-        return softmax.merge_blocks(means, logs, outs[0][1], name=name, lse=len(outs) == 2, place=place)
+        return softmax.merge_blocks(
+            means, logs, outs[0][1], name=name, lse=len(outs) == 2, place=place
+        )
 
     made: tuple[Array, ...] = run(q, *kept, *lists, *ends)
     return made
@@ -216,7 +235,10 @@ def _program(
     t, part, row = simt.special("tid.x"), simt.part(), simt.row()
     lane, warp = t & 31, t >> 5
     rows = softmax.Rows(D, kind, lane)
-    width, of_token = rows.width, rows.of_token  # bytes of keys of one slot, in shared and in device memory
+    width, of_token = (
+        rows.width,
+        rows.of_token,
+    )  # bytes of keys of one slot, in shared and in device memory
     arrays, exact = (directions.ARRAYS, zones[1:]) if coded else (0, zones)
     coded_m, refs = refs[:arrays], refs[arrays:]
     kept_m, (index_m, *rest) = refs[: 2 * len(exact)], refs[2 * len(exact) :]
@@ -229,17 +251,29 @@ def _program(
 
     def bases(places: Sequence[Any]) -> list[Any]:
         """The address of slot 0 of this row, by zone, if the zone extended to before its first slot."""
-        mine = (simt.offset_rows(a, of_row, n * of_token) for a, n in zip(places, exact, strict=True))
-        return [simt.offset_rows(a, word(e - n), -of_token) for a, n, e in zip(mine, exact, ends_of_exact, strict=True)]
+        mine = (
+            simt.offset_rows(a, of_row, n * of_token)
+            for a, n in zip(places, exact, strict=True)
+        )
+        return [
+            simt.offset_rows(a, word(e - n), -of_token)
+            for a, n, e in zip(mine, exact, ends_of_exact, strict=True)
+        ]
 
     k, v = bases(kept[::2]), bases(kept[1::2])
     *outs_m, room_m = rest[len(of_counts) :]
     parted = blocks > 1 and not config.cluster
     to = simt.special("ctaid.x") if parted else simt.swapped_row(row, *order)
     strides = (heads * D * 4, heads * 4) if parted else strides
-    outs = [simt.offset_rows(simt.global_address(m), to, stride) for m, stride in zip(outs_m, strides, strict=True)]
+    outs = [
+        simt.offset_rows(simt.global_address(m), to, stride)
+        for m, stride in zip(outs_m, strides, strict=True)
+    ]
     limits = [simt.number_of(numbers, row) for numbers in zip(rest, of_counts, strict=False)]
-    found, spans = limits[0] if counted else None, list(zip(limits[counted::2], limits[counted + 1 :: 2], strict=True))
+    found, spans = (
+        limits[0] if counted else None,
+        list(zip(limits[counted::2], limits[counted + 1 :: 2], strict=True)),
+    )
     room = simt.shared_address(room_m)
     keys = room + warp * (2 * tile * width)
     values = keys + tile * width
@@ -255,7 +289,9 @@ def _program(
         if found is not None:
             slot = (at < found).select(slot, NONE)
         first = M
-        for (start, stop), n, end in zip(spans, max_slots, ends[len(zones) - len(max_slots) - 1 :], strict=False):
+        for (start, stop), n, end in zip(
+            spans, max_slots, ends[len(zones) - len(max_slots) - 1 :], strict=False
+        ):
             of_span = (stop > start + n).select(stop - n, start) + (at - first)
             exists = (at >= first) & (at < first + n) & (of_span < stop)
             slot, first = exists.select(of_span + end, slot), first + n
@@ -281,7 +317,13 @@ def _program(
 
     def weigh(state: Sequence[Word], slots: Word, scores: list[list[Word]]) -> Any:
         exists = simt.ballot(slots.differs(NONE)) >> rows.quad
-        return softmax.weigh(state, scores, lambda j, _: ((exists >> (8 * j)) & 1).differs(0), scale=scale, kind=kind)
+        return softmax.weigh(
+            state,
+            scores,
+            lambda j, _: ((exists >> (8 * j)) & 1).differs(0),
+            scale=scale,
+            kind=kind,
+        )
 
     def step(n: Word, slots: Word, *state: Word) -> list[Word]:
         ahead = slots_of(n + 1) if steps > 1 else slots
@@ -330,13 +372,21 @@ def _program(
         def tile_of(n: Word, listed: Word, *state: Word) -> list[Word]:
             ahead = slots_of(n + 1)
             has = simt.ballot(listed < coded.S).differs(0)
-            return [ahead, *simt.branch(has, lambda: zone.add(state, listed, tile // 16, scale=scale), state)]
+            return [
+                ahead,
+                *simt.branch(
+                    has, lambda: zone.add(state, listed, tile // 16, scale=scale), state
+                ),
+            ]
 
         listing = -(-M // (tile * warps * blocks))
         carry = loop(0, listing, 1, [slots_of(word(0)), *softmax.empty(D)])(tile_of)
         queries = rows.queries(q, heads)
         state = late(zone.finish(carry[1:]), slots, any_, True)
-        carry = [slots, *loop(0, steps - 1, 1, state)(lambda n, *state: late(state, *exact_of(n), False))]
+        carry = [
+            slots,
+            *loop(0, steps - 1, 1, state)(lambda n, *state: late(state, *exact_of(n), False)),
+        ]
     else:
         slots = slots_of(word(0))
         copy(k, keys, slots)

@@ -47,8 +47,15 @@ class Config:
     keys: int = 32  # of a tile
 
     def __post_init__(self) -> None:
-        if self.blocks < 1 or self.warpgroups not in (1, 2, 3, 4) or self.stages < 1 or self.keys not in (16, 32, 64):
-            raise ValueError(f"blocks and stages must be at least 1, warpgroups 1 to 4, keys 16, 32 or 64; got {self}")
+        if (
+            self.blocks < 1
+            or self.warpgroups not in (1, 2, 3, 4)
+            or self.stages < 1
+            or self.keys not in (16, 32, 64)
+        ):
+            raise ValueError(
+                f"blocks and stages must be at least 1, warpgroups 1 to 4, keys 16, 32 or 64; got {self}"
+            )
 
 
 def at_once(D: int, config: Config, target: simt.Target | None = None, columns: int = 1) -> int:
@@ -60,30 +67,42 @@ def at_once(D: int, config: Config, target: simt.Target | None = None, columns: 
     return target.multiprocessors * min(fit, (4 if columns == 1 else 2) // config.warpgroups)
 
 
-def config_for(rows: int, S: int, D: int, target: simt.Target | None = None, columns: int = 1) -> Config:
+def config_for(
+    rows: int, S: int, D: int, target: simt.Target | None = None, columns: int = 1
+) -> Config:
     """192 KB in flight per multiprocessor, or what its shared memory holds, and as many blocks per row as take the
     least time, where a wave costs the turns of its warps and two more."""
     target = target or simt.target()
     sizes = ((3, 16 if D > 128 else 32), (2, 32), (3, 16), (2, 16), (1, 16))
-    stages, keys = next((s, n) for s, n in sizes if smem_bytes(D, Config(1, stages=s, keys=n), columns) <= target.smem)
+    stages, keys = next(
+        (s, n)
+        for s, n in sizes
+        if smem_bytes(D, Config(1, stages=s, keys=n), columns) <= target.smem
+    )
     wave = at_once(D, Config(1, stages=stages, keys=keys), target, columns)
 
     def turns(blocks: int) -> int:
         return -(-rows * blocks // wave) * (-(-S // (blocks * 4 * keys)) + 2)
 
-    return Config(min(range(1, target.multiprocessors + 1), key=turns), stages=stages, keys=keys)
+    return Config(
+        min(range(1, target.multiprocessors + 1), key=turns), stages=stages, keys=keys
+    )
 
 
 def _room(D: int, config: Config, columns: int) -> int:
     """Bytes of shared memory of a warp, for its tiles of keys and values and afterwards for its part of the result."""
-    return max(config.stages * config.keys * softmax.row_bytes(D) * 2, columns * softmax.part_bytes(D))
+    return max(
+        config.stages * config.keys * softmax.row_bytes(D) * 2, columns * softmax.part_bytes(D)
+    )
 
 
 def smem_bytes(D: int, config: Config, columns: int = 1) -> int:
     return 4 * config.warpgroups * _room(D, config, columns) + softmax.query_bytes(D, columns)
 
 
-def unsupported(q: Any, k: Any, v: Any, start: Any, stop: Any, config: Config | None = None) -> str | None:
+def unsupported(
+    q: Any, k: Any, v: Any, start: Any, stop: Any, config: Config | None = None
+) -> str | None:
     """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
     *_, G, D = q.shape
     G //= step_count(stop)
@@ -111,7 +130,11 @@ def unsupported(q: Any, k: Any, v: Any, start: Any, stop: Any, config: Config | 
 
 def _columns(heads: int, D: int, steps: int) -> tuple[int, int]:
     """Rows of the grid for a KV head, and columns of queries in each."""
-    return (softmax.passes_of(heads), 1) if steps == 1 else softmax.columns_of(heads, columns_at_once(D))
+    return (
+        (softmax.passes_of(heads), 1)
+        if steps == 1
+        else softmax.columns_of(heads, columns_at_once(D))
+    )
 
 
 @simt.lowered_once("scale", "part", "config")
@@ -145,10 +168,17 @@ def attend_span(
     queries = q.astype(k.dtype).reshape(rows, G, D)
     if passes * heads > G:
         queries = jnp.pad(queries, ((0, 0), (0, passes * heads - G), (0, 0)))
-    ends, kept = (a.astype(jnp.int32) for a in (start, stop)), (a.reshape(rows, S, D) for a in (k, v))
-    run = functools.partial(_attend, scale, q.dtype, part or sinks is not None, G // steps, columns, config)
+    ends, kept = (
+        (a.astype(jnp.int32) for a in (start, stop)),
+        (a.reshape(rows, S, D) for a in (k, v)),
+    )
+    run = functools.partial(
+        _attend, scale, q.dtype, part or sinks is not None, G // steps, columns, config
+    )
     made = run(queries.reshape(rows * passes, heads, D), *ends, *kept)
-    found = [a.reshape(rows, -1, *a.shape[2:])[:, :G].reshape(B, K, G, *a.shape[2:]) for a in made]
+    found = [
+        a.reshape(rows, -1, *a.shape[2:])[:, :G].reshape(B, K, G, *a.shape[2:]) for a in made
+    ]
     if part:
         return tuple(found)
     return found[0] if sinks is None else softmax.with_sinks(found[0], found[1], sinks, q.dtype)
@@ -167,7 +197,10 @@ def _attend(
             functools.partial(
                 _program,
                 sizes=(G, D, kept.shape[1]),
-                shared_by=(rows // columns // args[1].shape[0], rows // columns // kept.shape[0]),
+                shared_by=(
+                    rows // columns // args[1].shape[0],
+                    rows // columns // kept.shape[0],
+                ),
                 steps=(step_count(args[1]), step_count(args[2]), of_step),
                 columns=columns,
                 kind="bf16" if kept.dtype == jnp.bfloat16 else "f16",
@@ -194,13 +227,21 @@ def _program(
     sizes: tuple[int, int, int], shared_by: tuple[int, int], steps: tuple[int, int, int], columns: int, kind: str,
     scale: float, config: Config,
 ) -> None:  # fmt: skip
-    (heads, D, S), (starting, T, of_step), (blocks, keys) = sizes, steps, (config.blocks, config.keys)
+    (heads, D, S), (starting, T, of_step), (blocks, keys) = (
+        sizes,
+        steps,
+        (config.blocks, config.keys),
+    )
     warps, t, block = 4 * config.warpgroups, simt.special("tid.x"), simt.special("ctaid.x")
     lane, warp = t & 31, t >> 5
     rows = softmax.Rows(D, kind, lane)
     row = simt.divide(block, blocks)
     kept_row = simt.divide(row, shared_by[1])
-    of_queries, of_part = (row, block) if columns == 1 else (row * columns, block + row * ((columns - 1) * blocks))
+    of_queries, of_part = (
+        (row, block)
+        if columns == 1
+        else (row * columns, block + row * ((columns - 1) * blocks))
+    )
     q, k, v, out, lse = (
         simt.offset_rows(simt.global_address(m), n, stride)
         for m, n, stride in (
@@ -214,14 +255,18 @@ def _program(
     if T == 1:
         start, stop = simt.ends_of((start_m, shared_by[0]), (stop_m, shared_by[0]), row, S)
     else:
-        spans = softmax.Spans(((start_m, starting), (stop_m, T)), simt.divide(row, shared_by[0]), lane, S)
+        spans = softmax.Spans(
+            ((start_m, starting), (stop_m, T)), simt.divide(row, shared_by[0]), lane, S
+        )
         start, stop = spans.start, spans.stop
     room_bytes = _room(D, config, columns)
     room = simt.shared_address(room_m) + warp * room_bytes
     tile = keys * rows.width  # bytes; in a stage the keys are before the values
 
     per, first = rows.per, rows.first  # slots that one instruction copies, and this lane's
-    places = [rows.place(word(0), first + i, rows.chunk) for i in range(0, 8, per)]  # which repeat after 8 slots
+    places = [
+        rows.place(word(0), first + i, rows.chunk) for i in range(0, 8, per)
+    ]  # which repeat after 8 slots
     k, v = (simt.offset(a, first * rows.of_token + rows.chunk * 16) for a in (k, v))
 
     def fetch(source: Any, to: Word, slot: Word) -> None:
@@ -252,7 +297,9 @@ def _program(
             with when(warp.equals(c % warps)):
                 words = rows.queries(simt.offset(q, word(c * heads * D * 2)), heads)
                 for j in range(D // 16):
-                    simt.store_shared(shared + (c * D * 16 + j * 256), *words[2 * j : 2 * j + 2])
+                    simt.store_shared(
+                        shared + (c * D * 16 + j * 256), *words[2 * j : 2 * j + 2]
+                    )
         simt.block_barrier()
     end_of_ring = room + (config.stages - 1) * 2 * tile
 
@@ -270,7 +317,9 @@ def _program(
     def weigh(state: Sequence[Word], scores: list[list[Word]], slot: Word, c: int) -> Any:
         mine = slot + rows.quad
         if T == 1:
-            return softmax.weigh(state, scores, lambda n, _: mine + 8 * n < stop, scale=scale, kind=kind)
+            return softmax.weigh(
+                state, scores, lambda n, _: mine + 8 * n < stop, scale=scale, kind=kind
+            )
 
         def seen() -> list[Word]:
             own = ends(c)
@@ -281,8 +330,12 @@ def _program(
             return softmax.flat(softmax.masked(logs, exists))
 
         logs = softmax.logarithms(scores, scale)
-        words = simt.branch((slot < spans.latest) | (slot + keys > spans.earliest), seen, softmax.flat(logs))
-        kept, weights = softmax.exponentials(state, [words[i : i + 4] for i in range(0, len(words), 4)])
+        words = simt.branch(
+            (slot < spans.latest) | (slot + keys > spans.earliest), seen, softmax.flat(logs)
+        )
+        kept, weights = softmax.exponentials(
+            state, [words[i : i + 4] for i in range(0, len(words), 4)]
+        )
         return kept, [softmax.right_operand(x, kind) for x in weights]
 
     @loop(begin, stop, step, [room, *softmax.empty(D) * columns])
@@ -292,10 +345,15 @@ def _program(
         scores = rows.scores_of(at, query, keys // 16, columns)
         simt.warp_barrier()
         fetch(k, at, ahead)
-        states = [state[i : i + len(state) // columns] for i in range(0, len(state), len(state) // columns)]
+        states = [
+            state[i : i + len(state) // columns]
+            for i in range(0, len(state), len(state) // columns)
+        ]
         weighed = [weigh(one, scores[c], slot, c) for c, one in enumerate(states)]
         wait()
-        mixed = rows.mix_of([before for before, _ in weighed], at + tile, [weights for _, weights in weighed])
+        mixed = rows.mix_of(
+            [before for before, _ in weighed], at + tile, [weights for _, weights in weighed]
+        )
         simt.warp_barrier()
         fetch(v, at + tile, ahead)
         return [at.equals(end_of_ring).select(room, at + 2 * tile), *softmax.flat(mixed)]
@@ -304,10 +362,18 @@ def _program(
     simt.warp_barrier()
     size, part = (len(carry) - 1) // columns, softmax.part_bytes(D)
     for c in range(columns):
-        rows.store(room + c * part if c else room, carry[1 + c * size : 1 + (c + 1) * size], heads)
+        rows.store(
+            room + c * part if c else room, carry[1 + c * size : 1 + (c + 1) * size], heads
+        )
     simt.block_barrier()
     for c in range(columns):
-        parts = [simt.shared_address(room_m) + (w * room_bytes + c * part) for w in range(warps)]
+        parts = [
+            simt.shared_address(room_m) + (w * room_bytes + c * part) for w in range(warps)
+        ]
         if c:
-            out, lse = (simt.offset(a, word(blocks * heads * n)) for a, n in ((out, 4 * D), (lse, 4)))
-        loop(t, heads * D // 4, 32 * warps)(functools.partial(softmax.write_merged, parts, D, out, lse))
+            out, lse = (
+                simt.offset(a, word(blocks * heads * n)) for a, n in ((out, 4 * D), (lse, 4))
+            )
+        loop(t, heads * D // 4, 32 * warps)(
+            functools.partial(softmax.write_merged, parts, D, out, lse)
+        )

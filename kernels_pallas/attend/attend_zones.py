@@ -41,7 +41,9 @@ def unsupported(
     """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
     B, K, H, M = slots.shape
     spans = _spans(recent, sink, local)
-    all_slots = jax.ShapeDtypeStruct((B, K, H, M + sum(max_slots for _, max_slots in spans)), jnp.int32)
+    all_slots = jax.ShapeDtypeStruct(
+        (B, K, H, M + sum(max_slots for _, max_slots in spans)), jnp.int32
+    )
     if limit := one_zone.unsupported(q, k, v, all_slots, config):
         return limit.replace("attend_slots", "attend_zones", 1)
     if str(q.dtype) not in KINDS:
@@ -88,7 +90,18 @@ def attend_zones(
     if limit := unsupported(q, k, v, slots, recent, sink, local, more, config):
         raise NotImplementedError(limit)
     how: dict[str, Any] = {"scale": scale, "part": part, "config": config}
-    return attend(q, (k, v, *(more or ())), slots, known, recent, sink, local, sinks, name="attend_zones", **how)
+    return attend(
+        q,
+        (k, v, *(more or ())),
+        slots,
+        known,
+        recent,
+        sink,
+        local,
+        sinks,
+        name="attend_zones",
+        **how,
+    )
 
 
 @simt.lowered_once("local", "scale", "part", "config", "coded", "name")
@@ -99,7 +112,9 @@ def attend(
     """`attend_zones` over keys and values of one zone or two in `history`, or over the arrays of a `coded` zone."""
     B, K, G, D = q.shape
     H, M = slots.shape[2:]
-    T = recent[3].shape[1] if recent[3].ndim == 2 else 1  # a model uses [B, T, K, G, D], which XLA need not transpose
+    T = (
+        recent[3].shape[1] if recent[3].ndim == 2 else 1
+    )  # a model uses [B, T, K, G, D], which XLA need not transpose
     found, spans = None, _spans(recent, sink, local)
     read = M + sum(max_slots for _, max_slots in spans)
     target = simt.target((q, *history))
@@ -107,7 +122,11 @@ def attend(
         name,
         config_for(B * K * H, read, D, target),
         (q, *history),
-        lambda x: None if one_zone.smem_bytes(D, x) <= target.smem else f"{x} exceeds shared memory for D={D}",
+        lambda x: (
+            None
+            if one_zone.smem_bytes(D, x) <= target.smem
+            else f"{x} exceeds shared memory for D={D}"
+        ),
         rows=B * K * H,
         M=read,
         G=G // H,
@@ -129,21 +148,32 @@ def attend(
         q = jnp.swapaxes(q.reshape(B, K, T, G // T, D), 1, 2)
     parts = one_zone.attend(
         q.astype(recent[0].dtype).reshape(B * K * H, G // H, D),
-        [a.reshape(B * K, *a.shape[2:]) for zone in (history, *(span[:2] for span, _ in spans)) for a in zone],
+        [
+            a.reshape(B * K, *a.shape[2:])
+            for zone in (history, *(span[:2] for span, _ in spans))
+            for a in zone
+        ],
         slots.astype(jnp.int32).reshape(B * K * H, -1),
         found=None if found is None else found.reshape(B * K * H),
-        spans=[(simt.by_step(span[2], K), simt.by_step(span[3], K), max_slots) for span, max_slots in spans],
+        spans=[
+            (simt.by_step(span[2], K), simt.by_step(span[3], K), max_slots)
+            for span, max_slots in spans
+        ],
         outs=(means,) if not lse else (means, ((G // H,), jnp.float32)),
         coded=coded,
         name=name,
-        write=softmax.Merged.write if lse else functools.partial(_write, kind=KINDS[str(q.dtype)]),
+        write=softmax.Merged.write
+        if lse
+        else functools.partial(_write, kind=KINDS[str(q.dtype)]),
         scale=scale,
         config=config,
         order=(K, T, H // T),
     )
 
     def by_head(a: Array) -> Array:
-        return jnp.swapaxes(a.reshape(B, T, K, G // T, *a.shape[2:]), 1, 2).reshape(B, K, G, *a.shape[2:])
+        return jnp.swapaxes(a.reshape(B, T, K, G // T, *a.shape[2:]), 1, 2).reshape(
+            B, K, G, *a.shape[2:]
+        )
 
     whole = [by_head(a) for a in parts]
     if part:

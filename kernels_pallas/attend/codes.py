@@ -41,7 +41,12 @@ class Layout:
     def per_token(self) -> tuple[int, ...]:
         """Bytes per token of key codes, value codes, value scales, and key scales by token."""
         keys = 0 if self.by_channel else 4 * self.D // self.key_group[1]
-        return self.D * self.bits[0] // 8, self.D * self.bits[1] // 8, 4 * self.D // self.value_channels, keys
+        return (
+            self.D * self.bits[0] // 8,
+            self.D * self.bits[1] // 8,
+            4 * self.D // self.value_channels,
+            keys,
+        )
 
     @property
     def places(self) -> tuple[int, ...]:
@@ -55,7 +60,9 @@ class Layout:
 def layout_of(D: int, keys: Any, values: Any) -> Layout:
     S = keys[0].shape[-2]
     key_bits, value_bits = (codes.shape[-1] * 8 // D for codes, _ in (keys, values))
-    return Layout(S, D, (key_bits, value_bits), groups_of(keys[1], S, D), groups_of(values[1], S, D)[1])
+    return Layout(
+        S, D, (key_bits, value_bits), groups_of(keys[1], S, D), groups_of(values[1], S, D)[1]
+    )
 
 
 def groups_of(scales: Any, S: int, D: int) -> tuple[int, int]:
@@ -92,7 +99,10 @@ def load_words(at: Any, words: int) -> list[Word]:
 def own_queries(q: Any, heads: int, D: int, quad: Word, col: Word) -> list[Word]:
     """The D/4 adjacent channels of query `quad` for this column of lanes, two a word; 0 past the queries."""
     mine = (quad < heads).select(quad, 0)
-    return [(quad < heads).select(w, 0) for w in load_words(simt.offset(q, mine * (D * 2) + col * (D // 2)), D // 8)]
+    return [
+        (quad < heads).select(w, 0)
+        for w in load_words(simt.offset(q, mine * (D * 2) + col * (D // 2)), D // 8)
+    ]
 
 
 def affine_of(x: Word, bits: int, other: Word | None = None) -> tuple[Word, Word]:
@@ -106,15 +116,24 @@ def pairs_of(layout: Layout) -> list[tuple[int, int]]:
     before that of its upper bytes."""
     half = 16 // layout.bits[0]
     lows = [
-        w + j + upper for w in range(0, layout.D // 4, 2 * half) for j in range(half // 2) for upper in (0, half // 2)
+        w + j + upper
+        for w in range(0, layout.D // 4, 2 * half)
+        for j in range(half // 2)
+        for upper in (0, half // 2)
     ]
     return [(low, low + half) for low in lows]
 
 
-def exact_operand(own: Sequence[Sequence[Sequence[Word]]], m: int, j: int, in_byte: int) -> list[Word]:
+def exact_operand(
+    own: Sequence[Sequence[Sequence[Word]]], m: int, j: int, in_byte: int
+) -> list[Word]:
     """The left operand of a product of `Mixing`, from this lane's channels of exact values by token and block."""
     return [
-        prmt(own[x][m][channel // 2], own[x + 1][m][channel // 2], 0x7632 if channel % 2 else 0x5410)
+        prmt(
+            own[x][m][channel // 2],
+            own[x + 1][m][channel // 2],
+            0x7632 if channel % 2 else 0x5410,
+        )
         for x in (0, 2)
         for channel in (j, j + in_byte)
     ]

@@ -33,20 +33,36 @@ class Coded:
     S: int
     D: int
     bits: tuple[int, int]  # of keys and values
-    centres: tuple[tuple[float, ...], tuple[float, ...]]  # the sizes that an index stands for; none with 8 bits
+    centres: tuple[
+        tuple[float, ...], tuple[float, ...]
+    ]  # the sizes that an index stands for; none with 8 bits
     turned: int  # a bit for each channel whose sign the rotation flips
 
 
 class Zone:
     """The codes of a row, and its queries."""
 
-    def __init__(self, of: Coded, refs: Sequence[Any], row: Word, q: Any, heads: int, kind: str, lane: Word):
+    def __init__(
+        self,
+        of: Coded,
+        refs: Sequence[Any],
+        row: Word,
+        q: Any,
+        heads: int,
+        kind: str,
+        lane: Word,
+    ):
         self.of, self.quad, self.col = of, lane >> 2, lane & 3
         self.strides = [(of.D // 8, of.D // 8 * (bits - 1), 2) for bits in of.bits]
         sizes = [of.S * n for two in self.strides for n in two] + [4 * of.D]
-        at = [simt.offset_rows(simt.global_address(m), row, n) for m, n in zip(refs, sizes, strict=True)]
+        at = [
+            simt.offset_rows(simt.global_address(m), row, n)
+            for m, n in zip(refs, sizes, strict=True)
+        ]
         self.keys, self.values = at[:3], at[3:6]
-        self.levels = [Levels(bits, centres) for bits, centres in zip(of.bits, of.centres, strict=True)]
+        self.levels = [
+            Levels(bits, centres) for bits, centres in zip(of.bits, of.centres, strict=True)
+        ]
         self.in_byte = of.D // 32  # bytes of a plane that a lane has of a key
         own = own_queries(q, heads, of.D, self.quad, self.col)
         self.shift = self._shift(own, at[6], kind)
@@ -84,43 +100,78 @@ class Zone:
 
         x = (quad >> 1) & col
         odd = (x ^ (x >> 1)) & 1
-        same = word(0x3F803F80 if kind == "bf16" else 0x3C003C00) ^ (odd << 15) ^ ((odd ^ (quad & 1)) << 31)
+        same = (
+            word(0x3F803F80 if kind == "bf16" else 0x3C003C00)
+            ^ (odd << 15)
+            ^ ((odd ^ (quad & 1)) << 31)
+        )
         left = [same, same, same, same ^ 0x80008000]
         firsts = [k + 16 * half for k in range(4) for half in range(n // 16)]
         tiles = [simt.mma(kind, [word(0)] * 4, left, [pair(c), pair(c + 8)]) for c in firsts]
         tiles = _sums(tiles)
         by = real(self.of.D**-0.5)
-        return [softmax.right_operand([instr("mul.f32", x, by) for x in tile], "bf16") for tile in tiles]
+        return [
+            softmax.right_operand([instr("mul.f32", x, by) for x in tile], "bf16")
+            for tile in tiles
+        ]
 
-    def add(self, state: Sequence[Word], slots: Word, tiles: int, *, scale: float) -> list[Word]:
+    def add(
+        self, state: Sequence[Word], slots: Word, tiles: int, *, scale: float
+    ) -> list[Word]:
         """The state with the keys and values of 16 `tiles` slots, one a lane; those past the zone do not count."""
         exists = slots < self.of.S
         own = exists.select(slots, 0)
         both = self._weight(self.keys[2], slots) | (self._weight(self.values[2], slots) << 16)
         rows = [self.quad + 8 * r for r in range(2 * tiles)]
         scales = [simt.from_halves(simt.from_lane(both, row)) for row in rows]
-        of_keys = [self._planes(0, simt.from_lane(own, row), self.col, self.in_byte) for row in rows]
+        of_keys = [
+            self._planes(0, simt.from_lane(own, row), self.col, self.in_byte) for row in rows
+        ]
         tokens = [self.col * 2 + (8 * r + i) for r in range(2 * tiles) for i in range(2)]
-        of_values = [self._planes(1, simt.from_lane(own, token), self.quad, self.in_byte // 2) for token in tokens]
+        of_values = [
+            self._planes(1, simt.from_lane(own, token), self.quad, self.in_byte // 2)
+            for token in tokens
+        ]
 
         by = [instr("mul.f32", key, real(self.levels[0].step)) for key, _ in scales]
         scores = []
         for n in range(tiles):
-            near, far = (self.levels[0].words(planes, self.in_byte // 2) for planes in of_keys[2 * n : 2 * n + 2])
+            near, far = (
+                self.levels[0].words(planes, self.in_byte // 2)
+                for planes in of_keys[2 * n : 2 * n + 2]
+            )
             acc = [word(0)] * 4
             for i, right in enumerate(self.queries):
-                acc = simt.mma("bf16", acc, [near[2 * i], far[2 * i], near[2 * i + 1], far[2 * i + 1]], right)
-            scores.append([instr("fma.rn.f32", x, by[2 * n + e // 2], self.shift[e % 2]) for e, x in enumerate(acc)])
+                acc = simt.mma(
+                    "bf16",
+                    acc,
+                    [near[2 * i], far[2 * i], near[2 * i + 1], far[2 * i + 1]],
+                    right,
+                )
+            scores.append(
+                [
+                    instr("fma.rn.f32", x, by[2 * n + e // 2], self.shift[e % 2])
+                    for e, x in enumerate(acc)
+                ]
+            )
         seen = simt.ballot(exists) >> self.quad
-        logs = softmax.masked(softmax.logarithms(scores, scale), lambda j, _: ((seen >> (8 * j)) & 1).differs(0))
+        logs = softmax.masked(
+            softmax.logarithms(scores, scale), lambda j, _: ((seen >> (8 * j)) & 1).differs(0)
+        )
         kept, weights = softmax.exponentials(state, logs)
         *_, mixed = softmax.parts(kept)
         for n, tile in enumerate(weights):
-            scaled = [instr("mul.f32", x, scales[2 * n + e // 2][1]) for e, x in enumerate(tile)]
+            scaled = [
+                instr("mul.f32", x, scales[2 * n + e // 2][1]) for e, x in enumerate(tile)
+            ]
             right = softmax.right_operand(scaled, "bf16")
-            near, far = (self._of_two(of_values[i], of_values[i + 1]) for i in (4 * n, 4 * n + 2))
+            near, far = (
+                self._of_two(of_values[i], of_values[i + 1]) for i in (4 * n, 4 * n + 2)
+            )
             for i, acc in enumerate(mixed):
-                mixed[i] = simt.mma("bf16", acc, [*near[2 * i : 2 * i + 2], *far[2 * i : 2 * i + 2]], right)
+                mixed[i] = simt.mma(
+                    "bf16", acc, [*near[2 * i : 2 * i + 2], *far[2 * i : 2 * i + 2]], right
+                )
         return [*kept[:4], *softmax.flat(mixed)]
 
     def _weight(self, at: Any, slots: Word) -> Word:
@@ -129,12 +180,18 @@ class Zone:
 
     def _planes(self, which: int, slot: Word, place: Word, size: int) -> list[Word]:
         """`size` bytes of each plane of a token, from place * size on: signs, then sizes."""
-        (signs, sizes, _), (first, others, _) = (self.keys, self.values)[which], self.strides[which]
+        (signs, sizes, _), (first, others, _) = (
+            (self.keys, self.values)[which],
+            self.strides[which],
+        )
         load = f"ld.global.nc.u{8 * size} $0, [$1{{}}];"
         at = simt.offset(sizes, slot * others + place * size)
         return [
             ptx(load.format(""), simt.offset(signs, slot * first + place * size), results=1),
-            *(ptx(load.format(f"+{first * i}"), at, results=1) for i in range(self.of.bits[which] - 1)),
+            *(
+                ptx(load.format(f"+{first * i}"), at, results=1)
+                for i in range(self.of.bits[which] - 1)
+            ),
         ]
 
     def _of_two(self, a: Sequence[Word], b: Sequence[Word]) -> list[Word]:
@@ -145,7 +202,9 @@ class Zone:
             even, odd = (x & low) | ((y & low) << 4), ((x >> 4) & low) | (y & (low << 4))
             return even | (odd << (16 if self.of.D == 128 else 8))
 
-        return self.levels[1].words([one(x, y) for x, y in zip(a, b, strict=True)], self.in_byte // 2)
+        return self.levels[1].words(
+            [one(x, y) for x, y in zip(a, b, strict=True)], self.in_byte // 2
+        )
 
     def finish(self, state: Sequence[Word]) -> list[Word]:
         """The state with its mix as it was before the rotation, in the order of `softmax.Rows`."""
@@ -156,13 +215,17 @@ class Zone:
         for place, acc in zip(places, mixed, strict=True):
             found[place], found[place + n // 2] = list(acc[:2]), list(acc[2:])
         rows = _sums([found[i] for i in range(n)])
-        for b in range(3):  # bit b of a lane's channels becomes a bit of lanes, whose own becomes that
+        for b in range(
+            3
+        ):  # bit b of a lane's channels becomes a bit of lanes, whose own becomes that
             mine = (self.quad & (1 << b)).differs(0)
             for i in range(n):
                 if i & (1 << b):
                     continue
                 near, far = rows[i], rows[i | 1 << b]
-                came = [simt.bfly(mine.select(x, y), 4 << b) for x, y in zip(near, far, strict=True)]
+                came = [
+                    simt.bfly(mine.select(x, y), 4 << b) for x, y in zip(near, far, strict=True)
+                ]
                 near = [mine.select(z, x) for x, z in zip(near, came, strict=True)]
                 far = [mine.select(y, z) for y, z in zip(far, came, strict=True)]
                 rows[i], rows[i | 1 << b] = _sum_and_difference(near, far)
@@ -176,7 +239,9 @@ class Zone:
 
 
 def _sum_and_difference(a: Sequence[Word], b: Sequence[Word]) -> tuple[list[Word], list[Word]]:
-    sums, differences = ([instr(f"{op}.f32", x, y) for x, y in zip(a, b, strict=True)] for op in ("add", "sub"))
+    sums, differences = (
+        [instr(f"{op}.f32", x, y) for x, y in zip(a, b, strict=True)] for op in ("add", "sub")
+    )
     return sums, differences
 
 
@@ -199,7 +264,10 @@ class Levels:
         self.step, table = exactly(centres) if centres else (1.0, ())
         sizes = [*table, *[0] * (8 - len(table))]
         self.lower, self.upper = (
-            [sum((x >> shift & 0xFF) << 8 * i for i, x in enumerate(sizes[j : j + 4])) for j in (0, 4)]
+            [
+                sum((x >> shift & 0xFF) << 8 * i for i, x in enumerate(sizes[j : j + 4]))
+                for j in (0, 4)
+            ]
             for shift in (0, 8)
         )
 
@@ -238,7 +306,10 @@ def _look_up(table: Sequence[int], index: Word) -> Word:
 
 def _at(k: int, planes: Sequence[Word]) -> Word:
     """Bits k of the half bytes of up to three planes, as the bits of half bytes from 0 on."""
-    moved = [(x >> (k - j) if k >= j else x << (j - k)) & (EACH << j & 0xFFFFFFFF) for j, x in enumerate(planes)]
+    moved = [
+        (x >> (k - j) if k >= j else x << (j - k)) & (EACH << j & 0xFFFFFFFF)
+        for j, x in enumerate(planes)
+    ]
     total = moved[0]
     for x in moved[1:]:
         total = total | x

@@ -6,7 +6,14 @@ from collections.abc import Sequence
 
 from kvjax.kernels_pallas import simt
 from kvjax.kernels_pallas.attend import softmax
-from kvjax.kernels_pallas.attend.codes import LIFT, Layout, centre_of, codes_at, load_words, pair_of
+from kvjax.kernels_pallas.attend.codes import (
+    LIFT,
+    Layout,
+    centre_of,
+    codes_at,
+    load_words,
+    pair_of,
+)
 from kvjax.kernels_pallas.simt import Word, instr, ptx, real, word
 
 
@@ -25,7 +32,9 @@ class Mixing:
         self.block = 128 // self.bits  # channels of 16 bytes
         self.slices = layout.D // layout.value_channels
         self.of_block = max(1, self.block // layout.value_channels)  # slices
-        self.products = [(m, j) for m in range(layout.D // self.block) for j in range(self.in_byte)]
+        self.products = [
+            (m, j) for m in range(layout.D // self.block) for j in range(self.in_byte)
+        ]
 
     def nothing(self) -> list[Word]:
         """The state of `softmax` with four more sums for each slice, of weights times zeros."""
@@ -35,10 +44,17 @@ class Mixing:
         """Scales of the values of tokens quad + 8 r of the unit, by r and slice."""
         size, place = self.layout.per_token[2], self.layout.places[2]
         at = at + self.quad * size
-        return [load_words(at + (place + 8 * r * size), self.slices) for r in range(2 * self.layout.tiles)]
+        return [
+            load_words(at + (place + 8 * r * size), self.slices)
+            for r in range(2 * self.layout.tiles)
+        ]
 
     def add(
-        self, mixed: list[list[Word]], at: Word, weights: list[list[Word]], scales: list[list[Word]]
+        self,
+        mixed: list[list[Word]],
+        at: Word,
+        weights: list[list[Word]],
+        scales: list[list[Word]],
     ) -> list[list[Word]]:
         """The mix and the other sums with the values of the unit at `at` added."""
         mixed, sums = mixed[: -self.slices], mixed[-self.slices :]
@@ -51,30 +67,39 @@ class Mixing:
                 own = [words[s] for words in scales[2 * n : 2 * n + 2]]
                 steps = [x << 16 for x in own]
                 middles = [
-                    instr("fma.rn.f32", step, real(centre), x & 0xFFFF0000) for step, x in zip(steps, own, strict=True)
+                    instr("fma.rn.f32", step, real(centre), x & 0xFFFF0000)
+                    for step, x in zip(steps, own, strict=True)
                 ]
                 scaled = [instr("mul.f32", x, steps[e // 2]) for e, x in enumerate(tile)]
                 right.append(softmax.right_operand(scaled, "bf16"))
                 acc = simt.mma("bf16", sums[s], [off, word(0), off, word(0)], right[n])
-                sums[s] = [instr("fma.rn.f32", x, middles[e // 2], acc[e]) for e, x in enumerate(tile)]
+                sums[s] = [
+                    instr("fma.rn.f32", x, middles[e // 2], acc[e]) for e, x in enumerate(tile)
+                ]
         return self._products(mixed, at + self.layout.places[1], rights) + sums
 
     def codes(self, at: Word) -> list[list[Word]]:
         """This lane's codes, by tile, then block and its tokens 0 .. 7 or 8 .. 15."""
         width, blocks = self.layout.per_token[1], self.layout.D // self.block
-        i = self.lane >> 3  # lanes 8 i .. give the addresses of the i-th matrix: tokens 8 (i & 1) .., block i >> 1
+        i = (
+            self.lane >> 3
+        )  # lanes 8 i .. give the addresses of the i-th matrix: tokens 8 (i & 1) .., block i >> 1
         at = at + ((i & 1) * 8 + (self.lane & 7)) * width + ((i >> 1) * 16 if blocks > 1 else 0)
         code = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];"
         return [
             [
                 x
                 for m in range(0, blocks, 2)
-                for x in ptx(code, at + (16 * tile * width + 16 * m), results=4, convergent=True)
+                for x in ptx(
+                    code, at + (16 * tile * width + 16 * m), results=4, convergent=True
+                )
             ]
             for tile in range(self.layout.tiles)
         ]
 
-    def _products(self, mixed: list[list[Word]], at: Word, rights: list[list[list[Word]]]) -> list[list[Word]]:
+    def _products(
+        self, mixed: list[list[Word]], at: Word, rights: list[list[list[Word]]]
+    ) -> list[list[Word]]:
         words = self.codes(at)
         shifted = [[x >> 8 for x in tile] for tile in words]
         found = []

@@ -36,7 +36,12 @@ def parts(state: Sequence[Word]) -> tuple[list[Word], list[Word], list[list[Word
 
 
 def weigh(
-    state: Sequence[Word], scores: list[list[Word]], exists: Callable[[int, int], Flag], *, scale: float, kind: str
+    state: Sequence[Word],
+    scores: list[list[Word]],
+    exists: Callable[[int, int], Flag],
+    *,
+    scale: float,
+    kind: str,
 ) -> tuple[list[Word], list[list[Word]]]:
     """The state before the values of some keys are mixed in, and their weights as right operands of `mma`.
 
@@ -55,7 +60,9 @@ def logarithms(scores: list[list[Word]], scale: float) -> list[list[Word]]:
         if cap is None:
             return instr("mul.f32", x, real(scale / math.log(2)))
         # tanh y = 1 - 2 / (1 + e^2y), within 1e-7; the instruction is only within 5e-4, which a cap of 50 multiplies.
-        power = instr("ex2.approx.ftz.f32", instr("mul.f32", x, real(2 * scale / cap / math.log(2))))
+        power = instr(
+            "ex2.approx.ftz.f32", instr("mul.f32", x, real(2 * scale / cap / math.log(2)))
+        )
         half = instr("rcp.approx.ftz.f32", instr("add.f32", power, real(1.0)))
         return instr("fma.rn.f32", half, real(-2 * cap / math.log(2)), real(cap / math.log(2)))
 
@@ -64,12 +71,18 @@ def logarithms(scores: list[list[Word]], scale: float) -> list[list[Word]]:
 
 def masked(logs: list[list[Word]], exists: Callable[[int, int], Flag]) -> list[list[Word]]:
     return [
-        [exists(2 * n + e // 2, e % 2).select(x, real(-math.inf)) for e, x in enumerate(t)] for n, t in enumerate(logs)
+        [exists(2 * n + e // 2, e % 2).select(x, real(-math.inf)) for e, x in enumerate(t)]
+        for n, t in enumerate(logs)
     ]
 
 
 def exponentials(
-    state: Sequence[Word], logs: list[list[Word]], *, factor: float = 1.0, lift: float = 0.0, slack: float | None = None
+    state: Sequence[Word],
+    logs: list[list[Word]],
+    *,
+    factor: float = 1.0,
+    lift: float = 0.0,
+    slack: float | None = None,
 ) -> tuple[list[Word], list[list[Word]]]:
     """The state before the values of some keys are mixed in, and their weights times 2^lift.
 
@@ -79,13 +92,22 @@ def exponentials(
     """
     olds, tops = list(state[:2]), []
     for e in range(2):
-        top = functools.reduce(lambda a, b: instr("max.f32", a, b), [x for tile in logs for x in tile[e::2]])
+        top = functools.reduce(
+            lambda a, b: instr("max.f32", a, b), [x for tile in logs for x in tile[e::2]]
+        )
         for gap in (4, 8, 16):
             top = instr("max.f32", top, simt.bfly(top, gap))
-        tops.append(instr("max.f32", olds[e], top if factor == 1 else instr("mul.f32", top, real(factor))))
+        tops.append(
+            instr(
+                "max.f32", olds[e], top if factor == 1 else instr("mul.f32", top, real(factor))
+            )
+        )
 
     def moved() -> list[Word]:
-        keep = [instr("ex2.approx.ftz.f32", instr("sub.f32", x, finite(y))) for x, y in zip(olds, tops, strict=True)]
+        keep = [
+            instr("ex2.approx.ftz.f32", instr("sub.f32", x, finite(y)))
+            for x, y in zip(olds, tops, strict=True)
+        ]
         return [*tops, *(instr("mul.f32", x, keep[i % 2]) for i, x in enumerate(state[2:]))]
 
     if slack is None:
@@ -93,7 +115,10 @@ def exponentials(
     else:
         greater = "{ .reg .pred p; setp.gt.f32 p, $1, $2; selp.u32 $0, 1, 0, p; }"
         limits = [instr("add.f32", x, real(slack)) for x in olds]
-        far = [simt.ballot(ptx(greater, x, y, results=1).differs(0)) for x, y in zip(tops, limits, strict=True)]
+        far = [
+            simt.ballot(ptx(greater, x, y, results=1).differs(0))
+            for x, y in zip(tops, limits, strict=True)
+        ]
         state = simt.branch((far[0] | far[1]).differs(0), moved, state)
     tops, totals, mixed = parts(state)
     weights = [list(tile) for tile in logs]
@@ -101,7 +126,9 @@ def exponentials(
         shift = instr("sub.f32", real(lift), finite(tops[e]))
         for tile in weights:
             for i in (e, e + 2):
-                tile[i] = instr("ex2.approx.ftz.f32", instr("fma.rn.f32", tile[i], real(factor), shift))
+                tile[i] = instr(
+                    "ex2.approx.ftz.f32", instr("fma.rn.f32", tile[i], real(factor), shift)
+                )
                 totals[e] = instr("add.f32", totals[e], tile[i])
     return [*tops, *totals, *flat(mixed)], weights
 
@@ -137,7 +164,10 @@ class Spans:
 
     def __init__(self, ends: Sequence[tuple[Any, int]], row: Word, lane: Word, size: int):
         steps = ((m, row * T + (lane < T).select(lane, T - 1)) for m, T in ends)
-        own = (simt.clipped(simt.load(simt.offset_rows(simt.global_address(m), at, 4)), size) for m, at in steps)
+        own = (
+            simt.clipped(simt.load(simt.offset_rows(simt.global_address(m), at, 4)), size)
+            for m, at in steps
+        )
         self._starts, self._stops = own
         self.start, self.latest = (_over_lanes(self._starts, what) for what in ("min", "max"))
         self.earliest, stop = (_over_lanes(self._stops, what) for what in ("min", "max"))
@@ -185,7 +215,11 @@ class Rows:
         self.D, self.kind, self.width, self.of_token = D, kind, row_bytes(D), 2 * D
         self.chunks = D // 8
         lanes = 1 << (self.chunks - 1).bit_length()
-        self.per, self.chunk, self.first = 32 // lanes, lane & (lanes - 1), simt.divide(lane, lanes)
+        self.per, self.chunk, self.first = (
+            32 // lanes,
+            lane & (lanes - 1),
+            simt.divide(lane, lanes),
+        )
         self.all_lanes = lanes == self.chunks
         self.quad, self.col = lane >> 2, lane & 3
         # Lane 8 i + r gives `ldmatrix` the address of row r of its i-th 8 x 8 part.
@@ -207,7 +241,10 @@ class Rows:
     def queries(self, q: Any, heads: int) -> list[Word]:
         """Right operands of queries in device memory: lane (head quad, channels 2 col, 2 col + 1) of each 8."""
         at = self.quad * self.of_token + self.col * 4
-        return [simt.load_below(self.quad, heads, simt.offset(q, at + n * 16)) for n in range(self.D // 8)]
+        return [
+            simt.load_below(self.quad, heads, simt.offset(q, at + n * 16))
+            for n in range(self.D // 8)
+        ]
 
     def scores(self, at: Word, queries: Sequence[Word], tiles: int) -> list[list[Word]]:
         """Scores of tiles of 16 keys each, the first tile at `at`."""
@@ -226,12 +263,17 @@ class Rows:
                     own[n] = simt.mma(self.kind, own[n], left, right)
         return scores
 
-    def mix(self, state: Sequence[Word], at: Word, weights: Sequence[Sequence[Word]]) -> list[Word]:
+    def mix(
+        self, state: Sequence[Word], at: Word, weights: Sequence[Sequence[Word]]
+    ) -> list[Word]:
         """The state with values at `at` times `weights`, right operands of 16 keys each."""
         return self.mix_of([state], at, [weights])[0]
 
     def mix_of(
-        self, states: Sequence[Sequence[Word]], at: Word, weights: Sequence[Sequence[Sequence[Word]]]
+        self,
+        states: Sequence[Sequence[Word]],
+        at: Word,
+        weights: Sequence[Sequence[Sequence[Word]]],
     ) -> list[list[Word]]:
         """`mix` of several states, each with its weights."""
         mixed = [parts(state)[2] for state in states]
@@ -242,8 +284,13 @@ class Rows:
                     own[j] = simt.mma(self.kind, own[j], left, rights[n])
         return [[*state[:4], *flat(own)] for state, own in zip(states, mixed, strict=True)]
 
-    def _part(self, at: Word, lane: tuple[Word, Word], tile: int, pair: int, how: str) -> list[Word]:
-        (row, chunk), code = lane, f"ldmatrix.sync.aligned.m8n8.x4{how}.shared.b16 {{$0, $1, $2, $3}}, [$4];"
+    def _part(
+        self, at: Word, lane: tuple[Word, Word], tile: int, pair: int, how: str
+    ) -> list[Word]:
+        (row, chunk), code = (
+            lane,
+            f"ldmatrix.sync.aligned.m8n8.x4{how}.shared.b16 {{$0, $1, $2, $3}}, [$4];",
+        )
         place = at + row + tile * 16 * self.width + (chunk ^ (pair * 32))
         return ptx(code, place, results=4, convergent=True)
 
@@ -264,7 +311,9 @@ def _stats(at: Word, head: Word, D: int) -> Word:
     return at + (head * 2 + HEADS * (D + 4)) * 4
 
 
-def store(at: Word, state: Sequence[Word], heads: int, D: int, channel: Callable[[int, int], Word]) -> None:
+def store(
+    at: Word, state: Sequence[Word], heads: int, D: int, channel: Callable[[int, int], Word]
+) -> None:
     """Writes a warp's part. channel(j, half) is the channel of this lane's words `half` of the j-th 16 of the mix."""
     tops, totals, mixed = parts(state)
     lane = simt.special("tid.x") & 31
@@ -275,7 +324,9 @@ def store(at: Word, state: Sequence[Word], heads: int, D: int, channel: Callable
         with when(head < heads):
             for j, acc in enumerate(mixed):
                 for half in range(2):
-                    simt.store_shared(at + (head * (D + 4) + channel(j, half)) * 4, acc[2 * half + e])
+                    simt.store_shared(
+                        at + (head * (D + 4) + channel(j, half)) * 4, acc[2 * half + e]
+                    )
             with when(lane < 4):
                 store_stats(at, head, D, tops[e], totals[e])
 
@@ -291,7 +342,10 @@ class Merged:
         self._find(i, D)
         code = f"ld.{space}.v2.u32 {{$0, $1}}, [$2];"
         stats = [ptx(code, _stats(at, self.head, D), results=2) for at in sources]
-        code, place = f"ld.{space}.v4.u32 {{$0, $1, $2, $3}}, [$4];", (self.head * (D + 4) + self.word) * 4
+        code, place = (
+            f"ld.{space}.v4.u32 {{$0, $1, $2, $3}}, [$4];",
+            (self.head * (D + 4) + self.word) * 4,
+        )
         mixes = [ptx(code, at + place, results=4) for at in sources]
         self._merge(stats, mixes)
 
@@ -304,7 +358,11 @@ class Merged:
         stats = [[instr("mul.f32", x, real(1 / math.log(2))), real(1.0)] for x in logs]
         code = "ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$4];"
         self._merge(
-            stats, [ptx(code, simt.offset(means, (i + b * (heads * D // 4)) * 16), results=4) for b in range(n)]
+            stats,
+            [
+                ptx(code, simt.offset(means, (i + b * (heads * D // 4)) * 16), results=4)
+                for b in range(n)
+            ],
         )
         return self
 
@@ -313,12 +371,16 @@ class Merged:
         self.word = (i - self.head * (D // 4)) * 4
 
     def _merge(self, stats: Sequence[Sequence[Word]], mixes: Sequence[Sequence[Word]]) -> None:
-        self.top = functools.reduce(lambda a, b: instr("max.f32", a, b), [top for top, _ in stats])
+        self.top = functools.reduce(
+            lambda a, b: instr("max.f32", a, b), [top for top, _ in stats]
+        )
         self.total, self.four = word(0), [word(0)] * 4
         for (top, total), mix in zip(stats, mixes, strict=True):
             by = instr("ex2.approx.ftz.f32", instr("sub.f32", top, finite(self.top)))
             self.total = instr("fma.rn.f32", total, by, self.total)
-            self.four = [instr("fma.rn.f32", x, by, acc) for x, acc in zip(mix, self.four, strict=True)]
+            self.four = [
+                instr("fma.rn.f32", x, by, acc) for x, acc in zip(mix, self.four, strict=True)
+            ]
 
     def store(self, at: Word) -> None:
         """Writes the state as that of a part."""
@@ -331,7 +393,11 @@ class Merged:
         self.write_mean(out, "f32")
         with when(self.word.equals(0)):
             log = instr("add.f32", self.top, instr("lg2.approx.f32", self.total))
-            ptx("st.global.u32 [$0], $1;", simt.offset(lse, self.head * 4), instr("mul.f32", log, real(math.log(2))))
+            ptx(
+                "st.global.u32 [$0], $1;",
+                simt.offset(lse, self.head * 4),
+                instr("mul.f32", log, real(math.log(2))),
+            )
 
     def write_mean(self, out: Any, kind: str) -> None:
         """Writes the mean of values [heads, D] to device memory, as "f32", "bf16" or "f16"."""
@@ -402,7 +468,9 @@ def _merge(
     def _write(i: Word) -> None:
         merged = Merged.of_means(means, logs, blocks, heads, i, D)
         if place_of_head is not None:
-            own = simt.offset_rows(simt.global_address(out_m), place_of_head(row, merged.head), D * size)
+            own = simt.offset_rows(
+                simt.global_address(out_m), place_of_head(row, merged.head), D * size
+            )
             merged.head = word(0)
             merged.write_mean(own, kind)
         elif lse_m is None:

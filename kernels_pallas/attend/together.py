@@ -18,12 +18,32 @@ from typing import Any
 
 from kvjax.kernels_pallas import simt
 from kvjax.kernels_pallas.attend import softmax
-from kvjax.kernels_pallas.attend.codes import LIFT, Layout, load_words, multiply, pair_of, pairs_of, prmt
-from kvjax.kernels_pallas.simt import Flag, Word, instr, load_shared, loop, ptx, real, when, word
+from kvjax.kernels_pallas.attend.codes import (
+    LIFT,
+    Layout,
+    load_words,
+    multiply,
+    pair_of,
+    pairs_of,
+    prmt,
+)
+from kvjax.kernels_pallas.simt import (
+    Flag,
+    Word,
+    instr,
+    load_shared,
+    loop,
+    ptx,
+    real,
+    when,
+    word,
+)
 
 WARPS = 4  # of a team
 MOST_COLUMNS = 4  # whose mix and scores of a unit registers hold
-AT_ONCE = 2  # steps of 16 channels whose keys are decoded at once: places in a byte of codes, at most
+AT_ONCE = (
+    2  # steps of 16 channels whose keys are decoded at once: places in a byte of codes, at most
+)
 HEADS = softmax.HEADS
 
 
@@ -58,9 +78,20 @@ class Together:
         self, layout: Layout, columns: int, heads: int, query: Callable[[int, Word], Any], shared: Word, stages: int,
         teams: int, wide: bool,
     ):  # fmt: skip
-        self.layout, self.columns, self.heads, self.query, self.wide = layout, range(columns), heads, query, wide
+        self.layout, self.columns, self.heads, self.query, self.wide = (
+            layout,
+            range(columns),
+            heads,
+            query,
+            wide,
+        )
         t = simt.special("tid.x")
-        self.lane, self.warp, self.team, self.teams = t & 31, (t >> 5) & (WARPS - 1), t >> 7, teams
+        self.lane, self.warp, self.team, self.teams = (
+            t & 31,
+            (t >> 5) & (WARPS - 1),
+            t >> 7,
+            teams,
+        )
         self.quad, self.col, self.t = self.lane >> 2, self.lane & 3, t
         rings, weights, stats = _room(layout, stages, columns)
         self.ring_bytes, self.stages = stages * layout.stage, stages
@@ -71,8 +102,13 @@ class Together:
         self.tops = self.stats + WARPS * columns * 32
         self.step = columns * 256  # bytes of 16 rows of a right operand
         bits, D = layout.bits[1], layout.D
-        self.in_byte, self.block = 8 // bits, 128 // bits  # codes of a byte, channels of 16 bytes
-        self.products = D // 64  # of a warp: 16 channels each, as its codes' places in the block
+        self.in_byte, self.block = (
+            8 // bits,
+            128 // bits,
+        )  # codes of a byte, channels of 16 bytes
+        self.products = (
+            D // 64
+        )  # of a warp: 16 channels each, as its codes' places in the block
         first = self.warp * self.products
         self.own_block = simt.divide(first, self.in_byte)
         self.place = first & (self.in_byte - 1)
@@ -88,7 +124,11 @@ class Together:
                 mine = self._own(c, 0, 1)
                 for n, (a, b) in enumerate(pairs_of(self.layout)):
                     pair = prmt(mine[a // 2], mine[b // 2], 0x7632 if a % 2 else 0x5410)
-                    to = self.queries + (n // 2 * self.step + n % 2 * (self.step // 2) + c * 128) + self.lane * 4
+                    to = (
+                        self.queries
+                        + (n // 2 * self.step + n % 2 * (self.step // 2) + c * 128)
+                        + self.lane * 4
+                    )
                     simt.store_shared(to, multiply(pair, pair_of(sign)))
         with when(self.warp.equals(0) & self.quad.equals(0)):
             for c in self.columns:
@@ -112,7 +152,11 @@ class Together:
     # ------------------------------------------------------------------------------------------------------- products
 
     def _multiply(
-        self, sums: list[list[Word]], lefts: Sequence[Sequence[Sequence[Word]]], rights: Word, steps: Sequence[int]
+        self,
+        sums: list[list[Word]],
+        lefts: Sequence[Sequence[Sequence[Word]]],
+        rights: Word,
+        steps: Sequence[int],
     ) -> list[list[Word]]:
         """sums[b], four words a column, + over steps s of lefts[b][s] @ the right operand at rights + steps[s]."""
         return simt.products(sums, lefts, rights, steps, self.step // 2, self.wide)
@@ -128,17 +172,23 @@ class Together:
     def _mix(self, state: Sequence[Word]) -> list[list[Word]]:
         """By product, the sums of all columns."""
         return [
-            [state[c * self.size + 2 + 4 * b + e] for c in self.columns for e in range(4)] for b in range(self.products)
+            [state[c * self.size + 2 + 4 * b + e] for c in self.columns for e in range(4)]
+            for b in range(self.products)
         ]
 
     def _joined(self, totals: Sequence[Word], mix: Sequence[Sequence[Word]]) -> list[Word]:
         return [
             x
             for c in self.columns
-            for x in (*totals[2 * c : 2 * c + 2], *(x for own in mix for x in own[4 * c : 4 * c + 4]))
+            for x in (
+                *totals[2 * c : 2 * c + 2],
+                *(x for own in mix for x in own[4 * c : 4 * c + 4]),
+            )
         ]
 
-    def weigh(self, state: Sequence[Word], logs: list[list[list[Word]]], factor: float, slack: float) -> list[Word]:
+    def weigh(
+        self, state: Sequence[Word], logs: list[list[list[Word]]], factor: float, slack: float
+    ) -> list[Word]:
         """Writes the weights of this warp's keys, and gives the state in which they count. The block meets before, so
         that all warps have read what was written for the keys before, and must meet again.
 
@@ -146,17 +196,22 @@ class Together:
         larger by more than `slack`, so that few steps multiply the mix.
         """
         best = [
-            functools.reduce(lambda a, b: instr("max.f32", a, b), [x for tile in logs[c] for x in tile[e::2]])
+            functools.reduce(
+                lambda a, b: instr("max.f32", a, b), [x for tile in logs[c] for x in tile[e::2]]
+            )
             for c in self.columns
             for e in range(2)
         ]
         tops = self._tops()
         over = [
-            instr("fma.rn.f32", x, real(factor), instr("neg.f32", top)) for x, top in zip(best, tops, strict=True)
+            instr("fma.rn.f32", x, real(factor), instr("neg.f32", top))
+            for x, top in zip(best, tops, strict=True)
         ]  # infinite if there was no key, NaN if there is none now
         furthest = functools.reduce(lambda a, b: instr("max.f32", a, b), over)
         greater = "{ .reg .pred p; setp.gt.f32 p, $1, $2; selp.u32 $0, 1, 0, p; }"
-        any_far = simt.any_of_warps(ptx(greater, furthest, real(slack), results=1), self.team + 1, 32 * WARPS)
+        any_far = simt.any_of_warps(
+            ptx(greater, furthest, real(slack), results=1), self.team + 1, 32 * WARPS
+        )
 
         def moved() -> list[Word]:
             for c in self.columns:
@@ -166,12 +221,16 @@ class Together:
                         x = instr("max.f32", x, simt.bfly(x, gap))
                     two.append(x if factor == 1 else instr("mul.f32", x, real(factor)))
                 with when(self.quad.equals(0)):
-                    simt.store_shared(self.stats + self.warp * (len(self.columns) * 32) + c * 32, *two)
+                    simt.store_shared(
+                        self.stats + self.warp * (len(self.columns) * 32) + c * 32, *two
+                    )
             self._meet()
             new = list(tops)
             for c in self.columns:
                 for w in range(WARPS):
-                    for e, x in enumerate(load_shared(self.stats + (w * len(self.columns) + c) * 32, 2)):
+                    for e, x in enumerate(
+                        load_shared(self.stats + (w * len(self.columns) + c) * 32, 2)
+                    ):
                         new[2 * c + e] = instr("max.f32", new[2 * c + e], x)
             keep = [
                 instr("ex2.approx.ftz.f32", instr("sub.f32", x, softmax.finite(y)))
@@ -181,7 +240,13 @@ class Together:
                 for c in self.columns:
                     simt.store_shared(self.tops + c * 32, *new[2 * c : 2 * c + 2])
             places = enumerate(state)
-            return [*new, *(instr("mul.f32", x, keep[i // self.size * 2 + i % self.size % 2]) for i, x in places)]
+            return [
+                *new,
+                *(
+                    instr("mul.f32", x, keep[i // self.size * 2 + i % self.size % 2])
+                    for i, x in places
+                ),
+            ]
 
         moved_or_not = simt.branch(any_far, moved, [*tops, *state])
         tops, state = moved_or_not[: len(tops)], moved_or_not[len(tops) :]
@@ -193,11 +258,15 @@ class Together:
                 own = []
                 for i, x in enumerate(tile):
                     e = 2 * c + i % 2
-                    x = instr("ex2.approx.ftz.f32", instr("fma.rn.f32", x, real(factor), shifts[e]))
+                    x = instr(
+                        "ex2.approx.ftz.f32", instr("fma.rn.f32", x, real(factor), shifts[e])
+                    )
                     totals[e] = instr("add.f32", totals[e], x)
                     own.append(x)
                 for half, x in enumerate(softmax.right_operand(own, "bf16")):
-                    simt.store_shared(to + (n * self.step + half * (self.step // 2) + c * 128), x)
+                    simt.store_shared(
+                        to + (n * self.step + half * (self.step // 2) + c * 128), x
+                    )
         self._publish()
         return self._joined(totals, self._mix(state))
 
@@ -237,7 +306,9 @@ class Together:
             self._prepare(at, edge, outside)
             simt.warp_barrier()
             logs = self._scores(at)
-            for r in range(unit // 8, 2 * layout.tiles):  # rows of the last 16 keys that are past the unit
+            for r in range(
+                unit // 8, 2 * layout.tiles
+            ):  # rows of the last 16 keys that are past the unit
                 past = self.quad + 8 * r >= unit
                 for tiles in logs:
                     for e in (2 * (r % 2), 2 * (r % 2) + 1):
@@ -252,7 +323,11 @@ class Together:
                     for e, x in enumerate(tile)
                 ]
 
-            words = iter(simt.branch(edge, counted, [x for tiles in logs for tile in tiles for x in tile]))
+            words = iter(
+                simt.branch(
+                    edge, counted, [x for tiles in logs for tile in tiles for x in tile]
+                )
+            )
             logs = [[[next(words) for _ in tile] for tile in tiles] for tiles in logs]
             weighed = self.weigh(state, logs, factor, slack)
             ahead = first + (self.stages - 1) * stride
@@ -260,7 +335,11 @@ class Together:
                 begin_of(ahead, before)
             ptx("cp.async.commit_group;")
             self._meet()
-            return [place.equals(ring_end).select(0, place + stage), place, *self._mixed(weighed, place)]
+            return [
+                place.equals(ring_end).select(0, place + stage),
+                place,
+                *self._mixed(weighed, place),
+            ]
 
         ptx("cp.async.wait_group 0;")
         found = carry[2:]
@@ -281,13 +360,20 @@ class Together:
             channels = at + layout.places[3] + self.col * 16
 
             def two_of(channel: Word) -> list[Word]:
-                return [load_shared(channels + (x >> 2) * 64 + (x & 3) * 4) for x in (channel, channel + half)]
+                return [
+                    load_shared(channels + (x >> 2) * 64 + (x & 3) * 4)
+                    for x in (channel, channel + half)
+                ]
 
             within = step < D // 16
             pairs = [two_of(within.select(low + u * (half // 2), 0)) for u in range(2)]
             simt.warp_barrier()
             power = self._power(place * key_bits)
-            words = [x for two in pairs for x in (multiply(prmt(two[0], two[1], 0x5410), power), _zero(*two))]
+            words = [
+                x
+                for two in pairs
+                for x in (multiply(prmt(two[0], two[1], 0x5410), power), _zero(*two))
+            ]
             with when(within):
                 simt.store_shared(at + layout.places[3] + self.lane * 16, *words)
         size, tiles = layout.per_token[2], layout.tiles
@@ -320,11 +406,17 @@ class Together:
         codes = [lane + 8 * r * width for r in range(2 * tiles)]
         if not layout.by_channel:
             size = layout.per_token[3]
-            scales = at + (self.quad * size + simt.divide(self.col * (layout.D // 4), layout.key_group[1]) * 4)
+            scales = at + (
+                self.quad * size
+                + simt.divide(self.col * (layout.D // 4), layout.key_group[1]) * 4
+            )
             own = []
             for r in range(2 * tiles):
                 x = load_shared(scales + (places[3] + 8 * r * size))
-                by = [multiply(prmt(x, x, 0x5410), pair_of(2.0 ** (133 - LIFT - bits * j))) for j in range(in_byte)]
+                by = [
+                    multiply(prmt(x, x, 0x5410), pair_of(2.0 ** (133 - LIFT - bits * j)))
+                    for j in range(in_byte)
+                ]
                 own.append([(y, _zero(x, x)) for y in by])
         sums = [[word(0)] * (4 * len(self.columns)) for _ in range(tiles)]
         column = at + places[3] + self.col * 16
@@ -334,37 +426,61 @@ class Together:
                 lower = [load_shared(x + 4 * w) for x in codes]
                 halves = lower, [x >> 8 for x in lower]
             numbers = range(first, first + AT_ONCE)
-            shared = [load_shared(column + s * 64, 4) for s in numbers] if layout.by_channel else []
+            shared = (
+                [load_shared(column + s * 64, 4) for s in numbers] if layout.by_channel else []
+            )
             for tile in range(tiles):
                 lefts = [
                     [
                         _decode(
                             half[r],
                             ((1 << bits) - 1) << (bits * (place + i)),
-                            (shared[i][2 * e], shared[i][2 * e + 1]) if layout.by_channel else own[r][place + i],
+                            (shared[i][2 * e], shared[i][2 * e + 1])
+                            if layout.by_channel
+                            else own[r][place + i],
                         )
                         for e, half in enumerate(halves)
                         for r in (2 * tile, 2 * tile + 1)
                     ]
                     for i in range(AT_ONCE)
                 ]
-                (sums[tile],) = self._multiply([sums[tile]], [lefts], self.queries, [s * self.step for s in numbers])
+                (sums[tile],) = self._multiply(
+                    [sums[tile]], [lefts], self.queries, [s * self.step for s in numbers]
+                )
         return [[own[4 * c : 4 * c + 4] for own in sums] for c in self.columns]
 
     def _mixed(self, state: Sequence[Word], place: Word) -> list[Word]:
         """The state with the values of all warps' units, in the stage at `place` of their rings."""
-        layout, bits, (_, width, size, _) = self.layout, self.layout.bits[1], self.layout.per_token
+        layout, bits, (_, width, size, _) = (
+            self.layout,
+            self.layout.bits[1],
+            self.layout.per_token,
+        )
         tiles, mix = layout.tiles, self._mix(state)
-        i, lane = self.lane >> 3, self.lane & 7  # lanes 8 i .. give addresses of the i-th matrix
+        i, lane = (
+            self.lane >> 3,
+            self.lane & 7,
+        )  # lanes 8 i .. give addresses of the i-th matrix
         row = (i >> 1) * 16 + (i & 1) * 8 + lane  # of two tiles
         codes = [
-            self.rings + place + turned(x * (width // 16) + self.own_block, width) * 16 + layout.places[1]
+            self.rings
+            + place
+            + turned(x * (width // 16) + self.own_block, width) * 16
+            + layout.places[1]
             for x in (row, row & 15)
         ]
-        slice_ = simt.divide(self.quad * (2 * self.in_byte) + self.own_block * self.block, layout.value_channels)
+        slice_ = simt.divide(
+            self.quad * (2 * self.in_byte) + self.own_block * self.block, layout.value_channels
+        )
         scales = self.rings + place + slice_ * 8 + self.col * (2 * size) + layout.places[2]
-        mask, first = word(((1 << bits) - 1) * 0x10001) << (self.place * bits), self._power(self.place * bits)
-        powers = [first, *(multiply(first, pair_of(2.0 ** (-bits * b))) for b in range(1, self.products))]
+        mask, first = (
+            word(((1 << bits) - 1) * 0x10001) << (self.place * bits),
+            self._power(self.place * bits),
+        )
+        powers = [
+            first,
+            *(multiply(first, pair_of(2.0 ** (-bits * b))) for b in range(1, self.products)),
+        ]
         load = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];"
         for w in range(WARPS):
             lefts: list[list[list[Word]]] = [[] for _ in range(self.products)]
@@ -374,12 +490,19 @@ class Together:
                     own = codes[tile + 1 == tiles] + (of_warp + 16 * tile * width)
                     loaded = ptx(load, own, results=4, convergent=True)
                 x = loaded[2 * (tile % 2) : 2 * (tile % 2) + 2]
-                pairs = [load_shared(scales + (of_warp + (16 * tile + 8 * h) * size), 2) for h in range(2)]
+                pairs = [
+                    load_shared(scales + (of_warp + (16 * tile + 8 * h) * size), 2)
+                    for h in range(2)
+                ]
                 for b in range(self.products):
                     affine = [(multiply(step, powers[b]), zero) for step, zero in pairs]
                     here = mask << (bits * b) if b else mask
                     lefts[b].append(
-                        [_decode(x[h] >> 8 if e else x[h], here, affine[h]) for h in range(2) for e in range(2)]
+                        [
+                            _decode(x[h] >> 8 if e else x[h], here, affine[h])
+                            for h in range(2)
+                            for e in range(2)
+                        ]
                     )
             offsets = [(w * tiles + tile) * self.step for tile in range(tiles)]
             mix = self._multiply(mix, lefts, self.weights, offsets)
@@ -397,7 +520,10 @@ class Together:
         D = self.layout.D
         by_block = 16 * WARPS
 
-        begin, end = simt.divide(spans.start, by_block), simt.divide(spans.stop + (by_block - 1), by_block)
+        begin, end = (
+            simt.divide(spans.start, by_block),
+            simt.divide(spans.stop + (by_block - 1), by_block),
+        )
 
         @loop(begin + first, end, step, state)
         def carry(n: Word, *state: Word) -> list[Word]:
@@ -409,7 +535,10 @@ class Together:
             scores = [[word(0)] * 4 for _ in self.columns]
             for half in range(2):  # of the channels, so that registers hold them
                 byte = self.col * (D // 2) + half * (D // 4)
-                near, far = (load_words(at(zone[0], own + self.quad + 8 * r, byte), D // 16) for r in range(2))
+                near, far = (
+                    load_words(at(zone[0], own + self.quad + 8 * r, byte), D // 16)
+                    for r in range(2)
+                )
                 for c in self.columns:
                     queries = self._own(c, half, 2)
                     for i in range(0, D // 16, 2):
@@ -432,15 +561,25 @@ class Together:
             @loop(0, WARPS, 1, flat)
             def mixed(w: Word, *flat: Word) -> list[Word]:
                 ptx('.pragma "nounroll";')  # or its loads fill the registers
-                tokens = [n * by_block + w * 16 + self.col * 2 + (8 * (i >> 1) + (i & 1)) for i in range(4)]
+                tokens = [
+                    n * by_block + w * 16 + self.col * 2 + (8 * (i >> 1) + (i & 1))
+                    for i in range(4)
+                ]
                 lefts: list[list[list[Word]]] = []
                 for b in range(self.products):
                     bytes_ = [(channel + (b + self.in_byte * e)) * 2 for e in range(2)]
                     halves = [
-                        [ptx("ld.global.nc.u16 $0, [$1];", at(zone[1], x, byte), results=1) for x in tokens]
+                        [
+                            ptx("ld.global.nc.u16 $0, [$1];", at(zone[1], x, byte), results=1)
+                            for x in tokens
+                        ]
                         for byte in bytes_
                     ]
-                    two = [halves[e][2 * h] | (halves[e][2 * h + 1] << 16) for h in range(2) for e in range(2)]
+                    two = [
+                        halves[e][2 * h] | (halves[e][2 * h + 1] << 16)
+                        for h in range(2)
+                        for e in range(2)
+                    ]
                     lefts.append([two])
                 each = len(flat) // self.products
                 mix = [list(flat[each * b : each * (b + 1)]) for b in range(self.products)]
@@ -457,7 +596,10 @@ class Together:
 
     def write(self, state: Sequence[Word], out: Any, lse: Any, stride: int) -> None:
         """Writes the means of values and the logs of sums of each column, `stride` queries apart."""
-        D, parts = self.layout.D, [self.rings + c * softmax.part_bytes(self.layout.D) for c in self.columns]
+        D, parts = (
+            self.layout.D,
+            [self.rings + c * softmax.part_bytes(self.layout.D) for c in self.columns],
+        )
         self._meet()  # all warps have read what was there
         channel = self.quad * (2 * self.in_byte) + self.own_block * self.block + self.place
         mix, tops, sums = self._mix(state), self._tops(), self._totals(state)
@@ -479,15 +621,24 @@ class Together:
         self._meet()
         with when((self.t & (32 * WARPS - 1)) < 4):
             for c, part in enumerate(parts):
-                found = [load_shared(self.stats + (w * len(parts) + c) * 32, 2) for w in range(WARPS)]
+                found = [
+                    load_shared(self.stats + (w * len(parts) + c) * 32, 2) for w in range(WARPS)
+                ]
                 for e in range(2):
-                    total = functools.reduce(lambda a, b: instr("add.f32", a, b), [two[e] for two in found])
+                    total = functools.reduce(
+                        lambda a, b: instr("add.f32", a, b), [two[e] for two in found]
+                    )
                     softmax.store_stats(part, self.col * 2 + e, D, tops[2 * c + e], total)
         simt.block_barrier()
         for c, part in enumerate(parts):
             if c:
-                out, lse = (simt.offset(a, word(stride * n)) for a, n in ((out, 4 * D), (lse, 4)))
-            of_teams = [part + self.team_bytes * i - self.team * self.team_bytes for i in range(self.teams)]
+                out, lse = (
+                    simt.offset(a, word(stride * n)) for a, n in ((out, 4 * D), (lse, 4))
+                )
+            of_teams = [
+                part + self.team_bytes * i - self.team * self.team_bytes
+                for i in range(self.teams)
+            ]
             write = functools.partial(softmax.write_merged, of_teams, D, out, lse)
             loop(self.t, self.heads * D // 4, 32 * WARPS * self.teams)(write)
 
@@ -499,4 +650,6 @@ def _zero(x: Word, y: Word) -> Word:
 
 def _decode(x: Word, mask: Any, affine: tuple[Word, Word]) -> Word:
     """Values of the codes under the mask, which has the bits of one half if it is a number."""
-    return instr("fma.rn.bf16x2", x & (mask * 0x10001 if isinstance(mask, int) else mask), *affine)
+    return instr(
+        "fma.rn.bf16x2", x & (mask * 0x10001 if isinstance(mask, int) else mask), *affine
+    )

@@ -38,10 +38,14 @@ def unsupported(x: Any, new: Sequence[Any], at: Any, count: Any) -> str | None:
     if any(part.dtype != x.dtype for part in new):
         got = ", ".join(str(part.dtype) for part in new)
         return f"the kernel host_append takes parts of the array's {x.dtype}; got {got}"
-    return limit_of_chunks("host_append", row_bytes(x) // len(new), x.shape[2] and math.prod(new[0].shape[:3]))
+    return limit_of_chunks(
+        "host_append", row_bytes(x) // len(new), x.shape[2] and math.prod(new[0].shape[:3])
+    )
 
 
-def host_append(x: Array, new: Sequence[Array], at: Array, count: Array, *, config: Config = DEFAULT) -> Array:
+def host_append(
+    x: Array, new: Sequence[Array], at: Array, count: Array, *, config: Config = DEFAULT
+) -> Array:
     """x [B, K, P, parts, ...] with the first `count` i32[B] rows of each of the parts `new` [B, K, n, ...] at row
     `at` i32[B] and those after it. Rows at or past P are dropped."""
     if limit := unsupported(x, new, at, count):
@@ -65,7 +69,9 @@ def _append(config: Config, *args: Array) -> Array:
     return run(*args)
 
 
-def _program(x_m, at_m, count_m, *new_m, sizes: tuple[int, int, int, int, int], config: Config) -> None:
+def _program(
+    x_m, at_m, count_m, *new_m, sizes: tuple[int, int, int, int, int], config: Config
+) -> None:
     B, K, P, n, chunks = sizes
     size, threads = chunks * CHUNK, 128 * config.warpgroups
     total = B * K * n * chunks
@@ -84,7 +90,9 @@ def _program(x_m, at_m, count_m, *new_m, sizes: tuple[int, int, int, int, int], 
         with when(within & (row < count) & (start < P) & (row < word(P) - start)):
             code = "ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$4];"
             words = [ptx(code, simt.offset_rows(part, at, CHUNK), results=4) for part in new]
-            page = simt.offset_rows(simt.offset_rows(x, head, P * len(new) * size), start + row, len(new) * size)
+            page = simt.offset_rows(
+                simt.offset_rows(x, head, P * len(new) * size), start + row, len(new) * size
+            )
             for part, loaded in enumerate(words):
                 to = simt.offset(page, inside + part * size)
                 ptx("st.global.v4.u32 [$0], {$1, $2, $3, $4};", to, *loaded)

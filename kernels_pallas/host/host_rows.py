@@ -40,10 +40,14 @@ class Config:
 
     def __post_init__(self) -> None:
         if self.ahead < 1 or self.blocks < 0 or self.warpgroups not in (1, 2, 4, 8):
-            raise ValueError(f"ahead must be at least 1, blocks 0 or more, warpgroups 1, 2, 4 or 8; got {self}")
+            raise ValueError(
+                f"ahead must be at least 1, blocks 0 or more, warpgroups 1, 2, 4 or 8; got {self}"
+            )
 
 
-BESIDE = Config(ahead=4, blocks=16)  # enough chunks in flight to fill the bus, and few enough blocks to leave room
+BESIDE = Config(
+    ahead=4, blocks=16
+)  # enough chunks in flight to fill the bus, and few enough blocks to leave room
 
 
 def smem_bytes() -> int:
@@ -60,7 +64,9 @@ def limit_of_chunks(name: str, size: int, rows: int) -> str | None:
         return f"the kernel {name} takes rows of a multiple of {CHUNK} bytes; got {size}"
     if not size or not rows:
         return f"the kernel {name} takes at least one row, and one byte of each; got {rows} of {size}"
-    if rows * (size // CHUNK) >= 1 << 30:  # so that a signed counter does not overflow in the last turn
+    if (
+        rows * (size // CHUNK) >= 1 << 30
+    ):  # so that a signed counter does not overflow in the last turn
         return f"the kernel {name} takes less than 16 GiB at a time; got {rows * size} bytes"
     return None
 
@@ -73,7 +79,11 @@ def unsupported(x: Any, index: Any) -> str | None:
 
 def _limit_of_parts(x: Any) -> str | None:
     part = row_bytes(x) // x.shape[3]
-    return f"the kernel host_rows takes parts of a multiple of {CHUNK} bytes; got {part}" if part % CHUNK else None
+    return (
+        f"the kernel host_rows takes parts of a multiple of {CHUNK} bytes; got {part}"
+        if part % CHUNK
+        else None
+    )
 
 
 def unsupported_recall(x: Any, device_rows: Any, zones: Sequence[Any]) -> str | None:
@@ -81,10 +91,16 @@ def unsupported_recall(x: Any, device_rows: Any, zones: Sequence[Any]) -> str | 
     if any(a.dtype != x.dtype for a in zones):
         found = ", ".join(str(a.dtype) for a in zones)
         return f"the kernel host_rows recalls keys and values in the dtype of the store, {x.dtype}; got {found}"
-    if limit := limit_of_chunks("host_rows", row_bytes(x), x.shape[2] and math.prod(device_rows.shape)):
+    if limit := limit_of_chunks(
+        "host_rows", row_bytes(x), x.shape[2] and math.prod(device_rows.shape)
+    ):
         return limit
     line = x.shape[-1] * x.dtype.itemsize
-    return f"the kernel host_rows recalls slots of a multiple of {CHUNK} bytes; got {line}" if line % CHUNK else None
+    return (
+        f"the kernel host_rows recalls slots of a multiple of {CHUNK} bytes; got {line}"
+        if line % CHUNK
+        else None
+    )
 
 
 def host_rows(x: Array, index: Array, *, config: Config | None = None) -> tuple[Array, ...]:
@@ -102,7 +118,9 @@ def _rows(config: Config, x: Array, index: Array) -> list[Array]:
         sizes = {"rows": B * K, "P": x.shape[2], "N": N, "chunks": chunks, "parts": parts}
         outs = tuple(jax.ShapeDtypeStruct((B, K, N * Z, D), x.dtype) for _ in range(parts))
         program = functools.partial(_program, **sizes, config=config)
-        return list(_kernel("kvjax_host_rows", program, outs, index.size * chunks, config)(x, index))
+        return list(
+            _kernel("kvjax_host_rows", program, outs, index.size * chunks, config)(x, index)
+        )
 
     return run(x, index)
 
@@ -121,7 +139,9 @@ def recall(
     Nothing is written for other heads. With `first_read` = (which bool[B, K], parts) they get its parts where `which`
     is true, and otherwise those of `device`.
     """
-    if limit := unsupported_recall(x, device[0], [*device[1], *recent, *(first_read or ((), ()))[1]]):
+    if limit := unsupported_recall(
+        x, device[0], [*device[1], *recent, *(first_read or ((), ()))[1]]
+    ):
         raise NotImplementedError(limit)
     mode = recalls.astype(jax.numpy.int32)
     if first_read is not None:
@@ -143,8 +163,16 @@ def _recall(config: Config, *args: Array) -> list[Array]:
             config=config,
         )  # fmt: skip
         outs = tuple(jax.ShapeDtypeStruct(a.shape, x.dtype) for a in parts)
-        name, sparse = ("kvjax_host_rows_rest", ()) if keeps else ("kvjax_host_rows_first", range(len(parts)))
-        return list(_kernel(name, program, outs, device_rows.size * chunks, config, tuple(sparse))(*args))
+        name, sparse = (
+            ("kvjax_host_rows_rest", ())
+            if keeps
+            else ("kvjax_host_rows_first", range(len(parts)))
+        )
+        return list(
+            _kernel(name, program, outs, device_rows.size * chunks, config, tuple(sparse))(
+                *args
+            )
+        )
 
     return run(*args)
 
@@ -175,7 +203,9 @@ def blocks_of(jobs: int, at_once: int, config: Config) -> tuple[int, int]:
     return blocks, -(-pieces // blocks)
 
 
-def _program(*refs: Any, rows: int, P: int, N: int, chunks: int, parts: int, config: Config) -> None:
+def _program(
+    *refs: Any, rows: int, P: int, N: int, chunks: int, parts: int, config: Config
+) -> None:
     size, piece, total = chunks * CHUNK, chunks * CHUNK // parts, rows * N * chunks
     x, index, *outs = (simt.global_address(m) for m in refs)
 
@@ -189,7 +219,9 @@ def _program(*refs: Any, rows: int, P: int, N: int, chunks: int, parts: int, con
         i = simt.divide(at, chunks)
         inside = (at - i * chunks) * CHUNK
         part = simt.divide(inside, piece)
-        return simt.offset(simt.offset_rows(_of_part(outs, part), i, piece), inside - part * piece)
+        return simt.offset(
+            simt.offset_rows(_of_part(outs, part), i, piece), inside - part * piece
+        )
 
     _move(total, source, target, config)
 
@@ -199,7 +231,9 @@ def _recall_program(
     config: Config,
 ) -> None:  # fmt: skip
     x, index, edge, mode, device_rows, *zones = (simt.global_address(m) for m in refs)
-    device, recent, *first_read, outs = (zones[i : i + parts] for i in range(0, len(zones), parts))
+    device, recent, *first_read, outs = (
+        zones[i : i + parts] for i in range(0, len(zones), parts)
+    )
     size, piece = chunks * CHUNK, chunks * CHUNK // parts
     width = M * piece
 
@@ -210,7 +244,9 @@ def _recall_program(
         @loop(0, M, 32, [word(0xFFFFFFFF)])
         def place(i: Word, known: Word) -> Word:
             at = i + lane
-            other = simt.load_below(at, M, simt.offset(simt.offset_rows(device_rows, of, M * 4), at * 4), 0xFFFFFFFF)
+            other = simt.load_below(
+                at, M, simt.offset(simt.offset_rows(device_rows, of, M * 4), at * 4), 0xFFFFFFFF
+            )
             votes = simt.ballot(other.equals(row) & (row < P))
             return votes.differs(0).select(i + 31 - instr("clz.b32", votes), known)
 
@@ -225,22 +261,34 @@ def _recall_program(
 
     def source(at: Word) -> tuple[Flag, Any]:
         of, n, part, byte = whose(at)
-        row = simt.load_below(n, N, simt.offset_rows(simt.offset_rows(index, of, N * 4), n, 4), 0xFFFFFFFF)
+        row = simt.load_below(
+            n, N, simt.offset_rows(simt.offset_rows(index, of, N * 4), n, 4), 0xFFFFFFFF
+        )
         row = n.equals(N).select(simt.load(simt.offset_rows(edge, simt.divide(of, K), 4)), row)
         how = simt.load(simt.offset_rows(mode, of, 4))
         is_recalled = how.equals(1)
-        from_host = simt.offset_rows(simt.offset_rows(x, of, P * size), (row < P).select(row, 0), size)
+        from_host = simt.offset_rows(
+            simt.offset_rows(x, of, P * size), (row < P).select(row, 0), size
+        )
         found = simt.offset(from_host, part * piece + byte)
-        place = place_of(row, of) if size % (32 * CHUNK) == 0 else word(0xFFFFFFFF)  # a warp looks for one row
+        place = (
+            place_of(row, of) if size % (32 * CHUNK) == 0 else word(0xFFFFFFFF)
+        )  # a warp looks for one row
         at_place = _of_part(device, part)
         if keeps:
-            at_place = simt.select_address(how.equals(2), _of_part(first_read[0], part), at_place)
+            at_place = simt.select_address(
+                how.equals(2), _of_part(first_read[0], part), at_place
+            )
         place = is_recalled.select(place, n)
         at_place = simt.offset_rows(simt.offset_rows(at_place, of, width), place, piece)
-        found = simt.select_address(place.differs(0xFFFFFFFF), simt.offset(at_place, byte), found)
+        found = simt.select_address(
+            place.differs(0xFFFFFFFF), simt.offset(at_place, byte), found
+        )
         in_slot = simt.divide(byte, line)
         slot = instr("min.u32", row - P + in_slot, R - 1)
-        newest = simt.offset_rows(simt.offset_rows(_of_part(recent, part), of, R * line), slot, line)
+        newest = simt.offset_rows(
+            simt.offset_rows(_of_part(recent, part), of, R * line), slot, line
+        )
         is_there = row < 1 << 31
         waits = is_recalled & is_there & (row >= P)
         found = simt.select_address(waits, simt.offset(newest, byte - in_slot * line), found)
@@ -251,7 +299,9 @@ def _recall_program(
 
     def target(at: Word) -> Any:
         of, n, part, byte = whose(at)
-        return simt.offset(simt.offset_rows(simt.offset_rows(_of_part(outs, part), of, width), n, piece), byte)
+        return simt.offset(
+            simt.offset_rows(simt.offset_rows(_of_part(outs, part), of, width), n, piece), byte
+        )
 
     _move(rows * M * chunks, source, target, config, None if keeps else is_wanted)
 
@@ -281,12 +331,16 @@ def _move(
             move_all(at_chunk, wanted)
 
     def move_all(at_chunk: list[Word], wanted: list[Flag]) -> None:
-        sources = [source(instr("min.u32", at, total - 1)) for at in at_chunk]  # a spare thread loads the last
+        sources = [
+            source(instr("min.u32", at, total - 1)) for at in at_chunk
+        ]  # a spare thread loads the last
         load = (
             "{ .reg .pred p; setp.ne.u32 p, $4, 0; mov.u32 $0, 0; mov.u32 $1, 0; mov.u32 $2, 0; mov.u32 $3, 0; "
             "@p ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$5]; }"
         )
-        loaded = [ptx(load, exists.select(1, 0), address, results=4) for exists, address in sources]
+        loaded = [
+            ptx(load, exists.select(1, 0), address, results=4) for exists, address in sources
+        ]
         for at, flag, words in zip(at_chunk, wanted, loaded, strict=True):
             with when(flag):
                 ptx("st.global.v4.u32 [$0], {$1, $2, $3, $4};", target(at), *words)

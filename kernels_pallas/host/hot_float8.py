@@ -36,14 +36,33 @@ def unsupported(x: Any, k: Any, index: Any) -> str | None:
 
 
 def hot_load_float8(
-    x: Array, zones: Sequence[Array], page: Array, used: Array, at: Array, *, config: Config | None = None
+    x: Array,
+    zones: Sequence[Array],
+    page: Array,
+    used: Array,
+    at: Array,
+    *,
+    config: Config | None = None,
 ) -> tuple[Array, ...]:
     """`zones`, [B, K, n * Z, D] each, with the values of the parts of those pages of x u8[B, K, P, parts, Z, D] whose
     place at i32[B, K, N] has 2 in `used`; see `kvjax.ops.hot_load_float8`."""
     if limit := unsupported(x, zones[0], at):
         raise NotImplementedError(limit)
-    decode = partial(_decode, kind=str(zones[0].dtype), converts=simt.target((x, *zones)).float8)
-    return tuple(fill("kvjax_hot_load_float8", decode, config or Config(ahead=4), *zones, x, page, used, at))
+    decode = partial(
+        _decode, kind=str(zones[0].dtype), converts=simt.target((x, *zones)).float8
+    )
+    return tuple(
+        fill(
+            "kvjax_hot_load_float8",
+            decode,
+            config or Config(ahead=4),
+            *zones,
+            x,
+            page,
+            used,
+            at,
+        )
+    )
 
 
 def _decode(loaded: list[Word], kind: str, converts: bool) -> list[list[Word]]:

@@ -24,16 +24,39 @@ from typing import Any
 from jax import Array
 
 from kvjax.kernels_pallas import simt
-from kvjax.kernels_pallas.host.host_rows import CHUNK, Config, _of_part, blocks_of, limit_of_chunks, row_bytes
-from kvjax.kernels_pallas.simt import Flag, Word, block_barrier, instr, loop, ptx, special, when, word
+from kvjax.kernels_pallas.host.host_rows import (
+    CHUNK,
+    Config,
+    _of_part,
+    blocks_of,
+    limit_of_chunks,
+    row_bytes,
+)
+from kvjax.kernels_pallas.simt import (
+    Flag,
+    Word,
+    block_barrier,
+    instr,
+    loop,
+    ptx,
+    special,
+    when,
+    word,
+)
 
 MEASURED: str | None = "2026-11-24"  # the date in benchmarks/results/hot_pages.json
 MOST = 32  # pages, and places, of a thread
 AHEAD = 4  # places of a thread whose loads are in flight at once
 LEAST_WARPS = 512  # of `hot_load`, so that enough reads are in flight to fill the bus
 NONE = 0xFFFFFFFF
-KEPT, FILLED, USED = 1, 2, 4  # states of a place within `hot_places`; the first two are stored as they are
-Decode = Callable[[list[Word]], list[list[Word]]]  # from four words that were read to the words to write, by four
+KEPT, FILLED, USED = (
+    1,
+    2,
+    4,
+)  # states of a place within `hot_places`; the first two are stored as they are
+Decode = Callable[
+    [list[Word]], list[list[Word]]
+]  # from four words that were read to the words to write, by four
 
 
 def smem_bytes(places: int, pages: int) -> int:
@@ -68,12 +91,16 @@ def limit_of_pages(name: str, x: Any, index: Any) -> str | None:
     limit = limit_of_chunks(name, row_bytes(x), x.shape[2] and math.prod(index.shape))
     part = row_bytes(x) // x.shape[3]
     return limit or (
-        f"the kernel {name} takes parts of a multiple of {CHUNK} bytes; got {part}" if part % CHUNK else None
+        f"the kernel {name} takes parts of a multiple of {CHUNK} bytes; got {part}"
+        if part % CHUNK
+        else None
     )
 
 
 @simt.lowered_once()
-def hot_places(tables: Sequence[Array], index: Array, found: Array) -> tuple[list[Array], Array]:
+def hot_places(
+    tables: Sequence[Array], index: Array, found: Array
+) -> tuple[list[Array], Array]:
     """The tables after a step that needs the first `found` i32[B, K] of `index` i32[B, K, N], and the place of each.
 
     Tables are page and used i32[B, K, n], place i32[B, K, P], hand and loads i32[B, K]; see `kvjax.ops.hot_places`.
@@ -125,12 +152,16 @@ def _places_program(*refs: Any, n: int, N: int, P: int, threads: int) -> None:
     block_barrier()
 
     own = -(-N // threads)
-    wanted: list[tuple[Word, Flag, Flag, Word]] = []  # entry, whether it is a page, whether it is a hit, and its place
+    wanted: list[
+        tuple[Word, Flag, Flag, Word]
+    ] = []  # entry, whether it is a page, whether it is a hit, and its place
     for e in range(own):
         m = thread * own + e
         entry = _load_below(m, instr("min.u32", most, N), simt.offset_rows(index, m, 4), NONE)
         is_page = entry < P
-        known = instr("min.u32", _load(simt.offset_rows(place, is_page.select(entry, 0), 4)), n - 1)
+        known = instr(
+            "min.u32", _load(simt.offset_rows(place, is_page.select(entry, 0), 4)), n - 1
+        )
         hit = is_page & _load(simt.offset_rows(page, known, 4)).equals(entry)
         with when(hit):
             simt.store_shared(kept + known * 4, KEPT)
@@ -138,14 +169,20 @@ def _places_program(*refs: Any, n: int, N: int, P: int, threads: int) -> None:
     missing = [is_page.select(hit.select(0, 1), 0) for _, is_page, hit, _ in wanted]
     block_barrier()
 
-    idle, busy, packed = word(0), word(0), word(0)  # bits of the thread's places; idle ones + busy ones << 16
+    idle, busy, packed = (
+        word(0),
+        word(0),
+        word(0),
+    )  # bits of the thread's places; idle ones + busy ones << 16
     for e in range(share):
         inside, at = _place_at(thread, e, share, at_hand, n)
         state = inside.select(simt.load_shared(kept + at * 4), KEPT)
         is_idle, is_busy = state.equals(0).select(1, 0), state.equals(USED).select(1, 0)
         idle, busy = idle | is_idle << e, busy | is_busy << e
         packed = packed + is_idle + (is_busy << 16)
-    (before, total), (rank, misses) = _sums(packed, simt.sum_of(missing), small=small, warps=threads // 32)
+    (before, total), (rank, misses) = _sums(
+        packed, simt.sum_of(missing), small=small, warps=threads // 32
+    )
 
     for bits, first in ((idle, before & 0xFFFF), (busy, (total & 0xFFFF) + (before >> 16))):
         with when(first < misses):  # few threads have places that are replaced
@@ -160,7 +197,9 @@ def _places_program(*refs: Any, n: int, N: int, P: int, threads: int) -> None:
 
     any_missing = misses.differs(0)
     (last,) = simt.branch(any_missing, partial(_words_at, given + (misses - 1) * 4), [at_hand])
-    for e, ((entry, is_page, _, known), is_missing) in enumerate(zip(wanted, missing, strict=True)):
+    for e, ((entry, is_page, _, known), is_missing) in enumerate(
+        zip(wanted, missing, strict=True)
+    ):
         m, missed = thread * own + e, is_missing.differs(0)
         (to,) = simt.branch(missed, partial(_words_at, given + rank * 4), [known])
         rank = rank + is_missing
@@ -210,7 +249,10 @@ def _sums(*words: Word, small: Word, warps: int) -> list[tuple[Word, Word]]:
     for i, inside in enumerate(within):
         other = simt.load_shared(small + (instr("min.u32", lane, warps - 1) + 32 * i) * 4)
         sums.append(
-            (simt.warp_sum((lane < warp).select(other, 0)) + inside, simt.warp_sum((lane < warps).select(other, 0)))
+            (
+                simt.warp_sum((lane < warp).select(other, 0)) + inside,
+                simt.warp_sum((lane < warps).select(other, 0)),
+            )
         )
     return sums
 
@@ -235,13 +277,21 @@ def _store(address: Any, x: Word) -> None:
 
 
 def hot_load(
-    x: Array, zones: Sequence[Array], page: Array, used: Array, at: Array, *, config: Config | None = None
+    x: Array,
+    zones: Sequence[Array],
+    page: Array,
+    used: Array,
+    at: Array,
+    *,
+    config: Config | None = None,
 ) -> tuple[Array, ...]:
     """`zones`, [B, K, n * Z, D] each, with the parts of those pages of x [B, K, P, parts, Z, D] whose place at
     i32[B, K, N] has 2 in `used`; see `kvjax.ops.hot_load`."""
     if limit := unsupported_load(x, zones[0], at):
         raise NotImplementedError(limit)
-    return tuple(fill("kvjax_hot_load", as_stored, config or Config(ahead=4), *zones, x, page, used, at))
+    return tuple(
+        fill("kvjax_hot_load", as_stored, config or Config(ahead=4), *zones, x, page, used, at)
+    )
 
 
 def as_stored(loaded: list[Word]) -> list[list[Word]]:
@@ -293,7 +343,9 @@ def _load_program(
         entry = is_entry.select(entry, 0)
         of, place = simt.divide(entry, N), simt.load(simt.offset_rows(at, entry, 4))
         in_table = of * n + (place < n).select(place, 0)
-        fresh = is_entry & (place < n) & simt.load(simt.offset_rows(used, in_table, 4)).equals(2)
+        fresh = (
+            is_entry & (place < n) & simt.load(simt.offset_rows(used, in_table, 4)).equals(2)
+        )
         number = simt.load(simt.offset_rows(page, in_table, 4))
         lacking = simt.ballot(fresh & (number < P))
 
@@ -302,20 +354,31 @@ def _load_program(
             for _ in range(at_once):
                 there = left.differs(0)
                 one = there.select(instr("clz.b32", left) ^ 31, 0)
-                row, to, source = (simt.from_lane(shared, one) for shared in (of, in_table, number))
+                row, to, source = (
+                    simt.from_lane(shared, one) for shared in (of, in_table, number)
+                )
                 from_page = simt.offset_rows(simt.offset_rows(x, row, P * size), source, size)
                 moved.append((there, from_page, to))
                 left = left ^ there.select(word(1) << one, 0)
             for first in range(0, chunks, 32 * ahead):
-                places = [(lane + (first + 32 * j), *of_one) for of_one in moved for j in range(ahead)]
-                words = [_chunk_if(there & (c < chunks), simt.offset(a, c * CHUNK)) for c, there, a, _ in places]
+                places = [
+                    (lane + (first + 32 * j), *of_one) for of_one in moved for j in range(ahead)
+                ]
+                words = [
+                    _chunk_if(there & (c < chunks), simt.offset(a, c * CHUNK))
+                    for c, there, a, _ in places
+                ]
                 for (c, there, _, to), loaded in zip(places, words, strict=True):
                     part = simt.divide(c * CHUNK, piece)
                     zone = simt.offset_rows(_of_part(zones, part), to, piece * wider)
                     target = simt.offset(zone, (c * CHUNK - part * piece) * wider)
                     with when(there & (c < chunks)):
                         for i, four in enumerate(decode(loaded)):
-                            ptx("st.global.v4.u32 [$0], {$1, $2, $3, $4};", simt.offset(target, word(i * CHUNK)), *four)
+                            ptx(
+                                "st.global.v4.u32 [$0], {$1, $2, $3, $4};",
+                                simt.offset(target, word(i * CHUNK)),
+                                *four,
+                            )
             return left.differs(0), [left]
 
         with when(lacking.differs(0)):

@@ -51,15 +51,21 @@ class Split(NamedTuple):
     threads: int  # of a block
 
 
-def config_for(heads: int, M: int, pending: int = 0, target: simt.Target | None = None) -> Config:
+def config_for(
+    heads: int, M: int, pending: int = 0, target: simt.Target | None = None
+) -> Config:
     """The smallest blocks of which one per multiprocessor is enough, so that all candidates are in flight; else small
     ones. `pending`: keys per head for which `select_4bit` has blocks in the same grid."""
     most = (target or simt.target()).multiprocessors
-    enough = (n for n in (2, 4, 8) if heads * (-(-M // (128 * n)) - (-pending // (128 * n))) <= most)
+    enough = (
+        n for n in (2, 4, 8) if heads * (-(-M // (128 * n)) - (-pending // (128 * n))) <= most
+    )
     return Config(next(enough, 2))
 
 
-def split(heads: int, M: int, config: Config, beside: int = 0, target: simt.Target | None = None) -> Split:
+def split(
+    heads: int, M: int, config: Config, beside: int = 0, target: simt.Target | None = None
+) -> Split:
     """Splits over all multiprocessors but `beside`, if one block for each is enough."""
     most = (target or simt.target()).multiprocessors
     blocks = max(-(-M // (128 * config.warpgroups)), (most - beside) // heads)
@@ -75,7 +81,9 @@ def unsupported(q: Any, signs: Any, sizes: Any, weights: Any, slots: Any) -> str
     """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
     D, (S, N) = q.shape[-1], signs.shape[2:]
     if D not in (64, 128) or (N * 8, sizes.shape[3], weights.shape[3]) != (D, 3 * N, N):
-        return f"the kernel rerank takes head sizes 64 and 128 in subspaces of 8; got D={D} in {N}"
+        return (
+            f"the kernel rerank takes head sizes 64 and 128 in subspaces of 8; got D={D} in {N}"
+        )
     if slots.shape[:3] != q.shape[:3]:
         return f"the kernel rerank takes slots for each of q{list(q.shape)}; got slots{list(slots.shape)}"
     if weights.dtype != jnp.uint16 or slots.dtype != jnp.int32:
@@ -115,7 +123,9 @@ def rerank(
     return _estimates(how, *heads, *codes).reshape(B, K, G, M)
 
 
-def _estimates(how: tuple[tuple[float, ...], float, Config], q: Array, slots: Array, *codes: Array) -> Array:
+def _estimates(
+    how: tuple[tuple[float, ...], float, Config], q: Array, slots: Array, *codes: Array
+) -> Array:
     (heads, D), M, (rows, S, _) = q.shape, slots.shape[1], codes[0].shape
     centres, scale, config = how
     shares = split(heads, M, config, target=simt.target((q, *codes)))
@@ -123,7 +133,13 @@ def _estimates(how: tuple[tuple[float, ...], float, Config], q: Array, slots: Ar
     @simt.over_rows(functools.partial(_estimates, how))
     def run(q: Array, slots: Array, *codes: Array) -> Array:
         return simt.kernel(
-            functools.partial(_program, sizes=(heads // rows, S, D, M), shares=shares, centres=centres, scale=scale),
+            functools.partial(
+                _program,
+                sizes=(heads // rows, S, D, M),
+                shares=shares,
+                centres=centres,
+                scale=scale,
+            ),
             name="kvjax_rerank",
             out_type=jax.ShapeDtypeStruct((heads, M), jnp.float32),
             scratch=(BYTES * COPIES * 2, D),
@@ -140,7 +156,9 @@ def _program(
 ) -> None:  # fmt: skip
     M, place = sizes[3], Place(simt.special("ctaid.x"), sizes, shares)
     codes, scratch = (signs_m, sizes_m, weights_m), (table_m, queries_m)
-    total = estimate(q_m, place.slot(slots_m), codes, scratch, place, centres=centres, scale=scale)
+    total = estimate(
+        q_m, place.slot(slots_m), codes, scratch, place, centres=centres, scale=scale
+    )
     with when(place.is_of_block & (place.candidate < M)):
         out = simt.offset_rows(simt.global_address(out_m), place.head, M * 4)
         ptx("st.global.b32 [$0], $1;", simt.offset(out, place.candidate * 4), total)
@@ -170,19 +188,29 @@ def estimate(
     *, centres: Sequence[float], scale: float, turned: int | None = None,
 ) -> Word:  # fmt: skip
     """scale * q.k~ of this thread's candidate, in f32; with R q in place of q if `turned` is given (`rotated`)."""
-    (_, S, D, _), (signs_m, sizes_m, weights_m), (table_m, queries_m) = place.sizes, codes_m, scratch_m
+    (_, S, D, _), (signs_m, sizes_m, weights_m), (table_m, queries_m) = (
+        place.sizes,
+        codes_m,
+        scratch_m,
+    )
     N, threads, t = D // 8, place.shares.threads, simt.special("tid.x")
     q = simt.offset_rows(simt.global_address(q_m), place.head, D * 4)
     table, queries = simt.shared_address(table_m), simt.shared_address(queries_m)
 
-    slot = (slot < 1 << 31).select(slot, slot + S)  # a negative slot counts from the end, as in the reference
+    slot = (slot < 1 << 31).select(
+        slot, slot + S
+    )  # a negative slot counts from the end, as in the reference
     slot = (slot < S).select(slot, (slot < 1 << 31).select(S - 1, 0))
     width = N // 4  # words of a plane, or of half the weights
     vector = "{" + ", ".join(f"${i}" for i in range(width)) + "}"
 
     def planes(m: Any, count: int) -> list[list[Word]]:
-        at = simt.offset_rows(simt.offset_rows(simt.global_address(m), place.row, S * N * count), slot, N * count)
-        loads = [f"ld.global.nc.v{width}.u32 {vector}, [${width}+{i * N}];" for i in range(count)]
+        at = simt.offset_rows(
+            simt.offset_rows(simt.global_address(m), place.row, S * N * count), slot, N * count
+        )
+        loads = [
+            f"ld.global.nc.v{width}.u32 {vector}, [${width}+{i * N}];" for i in range(count)
+        ]
         return [ptx(load, at, results=width) for load in loads]
 
     (signs,), bits = planes(signs_m, 1), planes(sizes_m, 3)
@@ -198,7 +226,9 @@ def estimate(
             byte = t + first
             two = [simt.from_lane(decoded, byte & 15), simt.from_lane(decoded, byte >> 4)]
             at = table + byte * (COPIES * 8) + ((t & (COPIES // 2 - 1)) << 4)
-            for i in range(COPIES // 2):  # two copies at a time, in another order in each lane of eight
+            for i in range(
+                COPIES // 2
+            ):  # two copies at a time, in another order in each lane of eight
                 ptx("st.shared.v4.b32 [$0], {$1, $2, $1, $2};", at ^ (i << 4), *two)
     simt.block_barrier()
 
@@ -211,23 +241,38 @@ def estimate(
 
 
 def _product(
-    queries: Word, table: Word, signs: list[Word], bits: Sequence[list[Word]], weights: Sequence[Word]
+    queries: Word,
+    table: Word,
+    signs: list[Word],
+    bits: Sequence[list[Word]],
+    weights: Sequence[Word],
 ) -> Word:
     """The product of a query with a key, given its signs, planes of sizes, and weights in pairs."""
     total = word(0)
     for w in range(len(signs)):  # channels 32 w ..
         pairs = _nibbles([*(plane[w] for plane in bits), signs[w]])
 
-        @loop(queries + w * 128, queries + w * 128 + 128, 64, [total, weights[2 * w + 1], weights[2 * w], *pairs])
-        def carried(at: Word, total: Word, ahead: Word, scales: Word, *pairs: Word) -> list[Word]:
+        @loop(
+            queries + w * 128,
+            queries + w * 128 + 128,
+            64,
+            [total, weights[2 * w + 1], weights[2 * w], *pairs],
+        )
+        def carried(
+            at: Word, total: Word, ahead: Word, scales: Word, *pairs: Word
+        ) -> list[Word]:
             """Adds two subspaces, whose pairs are the lower bytes of words; `ahead` are the weights of the next two."""
-            ptx('.pragma "nounroll";')  # or ptxas reads ahead so far that two blocks fill the registers
+            ptx(
+                '.pragma "nounroll";'
+            )  # or ptxas reads ahead so far that two blocks fill the registers
             for b, weight in enumerate((scales << 16, scales & 0xFFFF0000)):
                 load = "ld.shared.v4.u32 {$0, $1, $2, $3}, [$4+%d];"
                 channels = [x for i in (0, 16) for x in ptx(load % (b * 32 + i), at, results=4)]
                 part = word(0)
                 for i, pair in enumerate(pairs):
-                    address = simt.instr("dp4a.u32.u32", pair, (COPIES * 8) << (8 * b), table)  # table + 128 * byte b
+                    address = simt.instr(
+                        "dp4a.u32.u32", pair, (COPIES * 8) << (8 * b), table
+                    )  # table + 128 * byte b
                     two = simt.load_shared(address, 2)
                     for x, channel in zip(two, (channels[i], channels[i + 4]), strict=True):
                         part = simt.instr("fma.rn.f32", x, channel, part)
@@ -256,5 +301,7 @@ def _nibbles(planes: Sequence[Word]) -> list[Word]:
         for i in (0, 3 - gap):
             pairs = (rows[i], rows[i + gap] << gap), (rows[i] >> gap, rows[i + gap])
             # Bits of the mask come from the first, the others from the second.
-            rows[i], rows[i + gap] = (ptx(f"lop3.b32 $0, $1, $2, {mask}, 0xE4;", *pair, results=1) for pair in pairs)
+            rows[i], rows[i + gap] = (
+                ptx(f"lop3.b32 $0, $1, $2, {mask}, 0xE4;", *pair, results=1) for pair in pairs
+            )
     return rows

@@ -16,7 +16,9 @@ def channels(q: Any, D: int) -> list[Word]:
     """This lane's D/32 channels of f32[D] at q; D is 64 or 128."""
     lane, n = simt.special("laneid"), D // 32
     vector = "{" + ", ".join(f"${i}" for i in range(n)) + "}"
-    return ptx(f"ld.global.nc.v{n}.u32 {vector}, [${n}];", simt.offset(q, lane * (4 * n)), results=n)
+    return ptx(
+        f"ld.global.nc.v{n}.u32 {vector}, [${n}];", simt.offset(q, lane * (4 * n)), results=n
+    )
 
 
 def rotated(x: list[Word], turned: int | None) -> list[Word]:

@@ -83,27 +83,49 @@ def unsupported(q: Any, bits: Any, step: Any, heads: int = 2 * HEADS) -> str | N
 
 
 @simt.lowered_once("scale", "config")
-def score_1bit(q: Array, bits: Array, step: Array, zero: Array, *, scale: float, config: Config | None = None) -> Array:
+def score_1bit(
+    q: Array,
+    bits: Array,
+    step: Array,
+    zero: Array,
+    *,
+    scale: float,
+    config: Config | None = None,
+) -> Array:
     """f32[B, K, G, S]: scale * q.k~ of q [B, K, G, D], keys of bits u8[B, K, S, D/8], step and zero [B, K, S/g, D]."""
     if limit := unsupported(q, bits, step):
         raise NotImplementedError(limit)
     (B, K, G, D), S = q.shape, bits.shape[2]
     group = S // step.shape[2]
     config = config or tuned.select(
-        "score_1bit", config_for(B * K, S, simt.target((q, bits))), (q, bits), rows=B * K, S=S, G=G, D=D, group=group
+        "score_1bit",
+        config_for(B * K, S, simt.target((q, bits))),
+        (q, bits),
+        rows=B * K,
+        S=S,
+        G=G,
+        D=D,
+        group=group,
     )
     rows = (a.reshape(B * K, *a.shape[2:]) for a in (q.astype(step.dtype), bits, step, zero))
     return _scores(scale, config, *rows).reshape(B, K, G, -1)
 
 
-def _scores(scale: float, config: Config, q: Array, bits: Array, step: Array, zero: Array) -> Array:
+def _scores(
+    scale: float, config: Config, q: Array, bits: Array, step: Array, zero: Array
+) -> Array:
     rows, S, _ = bits.shape
     G = q.shape[1]
 
     @simt.over_rows(partial(_scores, scale, config))
     def run(q: Array, bits: Array, step: Array, zero: Array) -> Array:
-        scores, out = Scores.of(q, bits, step, scale, config), jax.ShapeDtypeStruct((rows, G, S), jnp.float32)
-        return scores.kernel(scores.program, name="kvjax_score_1bit", out_type=out)(q, bits, step, zero)
+        scores, out = (
+            Scores.of(q, bits, step, scale, config),
+            jax.ShapeDtypeStruct((rows, G, S), jnp.float32),
+        )
+        return scores.kernel(scores.program, name="kvjax_score_1bit", out_type=out)(
+            q, bits, step, zero
+        )
 
     return run(q, bits, step, zero)
 
@@ -145,10 +167,20 @@ class Scores:
     half: bool  # whether scores are written in f16, not f32
 
     @classmethod
-    def of(cls, q: Array, bits: Array, step: Array, scale: float, config: Config, half: bool = False) -> Scores:
+    def of(
+        cls,
+        q: Array,
+        bits: Array,
+        step: Array,
+        scale: float,
+        config: Config,
+        half: bool = False,
+    ) -> Scores:
         rows, S, width = bits.shape
         kind = "bf16" if step.dtype == jnp.bfloat16 else "f16"
-        return cls(rows, q.shape[1], S, 8 * width, S // step.shape[1], kind, scale, config, half)
+        return cls(
+            rows, q.shape[1], S, 8 * width, S // step.shape[1], kind, scale, config, half
+        )
 
     @property
     def columns(self) -> int:
@@ -174,7 +206,9 @@ class Scores:
         """In the order of the products."""
         H, window = self.D // 8, WINDOW[self.kind]
         places = [(turn, bit) for turn in range(0, H, len(window)) for bit in window]
-        return [Pair(turn, bit, (bit - turn) % H, (bit - turn) % 32 >= 16) for turn, bit in places]
+        return [
+            Pair(turn, bit, (bit - turn) % H, (bit - turn) % 32 >= 16) for turn, bit in places
+        ]
 
     @property
     def warps(self) -> int:
@@ -189,7 +223,9 @@ class Scores:
     def smem_bytes(self) -> int:
         return smem_bytes(self.D, self.config)
 
-    def kernel(self, program: Callable[..., Any], *, more_blocks: int = 0, **how: Any) -> Callable[..., Any]:
+    def kernel(
+        self, program: Callable[..., Any], *, more_blocks: int = 0, **how: Any
+    ) -> Callable[..., Any]:
         def body(*refs: Any) -> None:
             program(*refs)
 
@@ -216,11 +252,20 @@ class Scores:
     ) -> list[Word]:  # fmt: skip
         """The kernel's body. state = visit(unit, four scores of each of the thread's heads, state), if given; the unit
         may not exist, and scores are in f32. A thread has two heads of each 8."""
-        G, S, D, kind, at_once, columns = self.G, self.S, self.D, self.kind, self.at_once, self.columns
+        G, S, D, kind, at_once, columns = (
+            self.G,
+            self.S,
+            self.D,
+            self.kind,
+            self.at_once,
+            self.columns,
+        )
         warp, lane, quad, col, head, later, row, job = self.thread()
         H, units, stages = D // 8, S // UNIT, self.config.stages // at_once
         first = job * (self.iterations * at_once)
-        q, bits, step, zero, out = (simt.global_address(m) for m in (q_m, bits_m, step_m, zero_m, out_m))
+        q, bits, step, zero, out = (
+            simt.global_address(m) for m in (q_m, bits_m, step_m, zero_m, out_m)
+        )
         q = simt.offset_rows(q, row, G * D * 2)
         bits = simt.offset_rows(bits, row, S * D // 8)
         step, zero = (simt.offset_rows(a, row, S // self.group * D * 2) for a in (step, zero))
@@ -251,14 +296,26 @@ class Scores:
                     n = lane + start
                     of = simt.divide(n, chunks)
                     unit, chunk = within(first + i * at_once + of), n & (chunks - 1)
-                    at = simt.offset_rows(step, group_of(unit), size) if to else simt.offset_rows(bits, unit, size)
+                    at = (
+                        simt.offset_rows(step, group_of(unit), size)
+                        if to
+                        else simt.offset_rows(bits, unit, size)
+                    )
                     place = of * chunks + (chunk if D == 64 else place_of(chunk))
                     ptx(
                         "{ .reg .pred p; setp.lt.u32 p, $2, $3; @p cp.async.cg.shared.global [$0], [$1], 16, $4; }",
-                        *(stage(i) + place * 16 + to, simt.offset(at, chunk * 16), n, at_once * chunks, 16),
+                        *(
+                            stage(i) + place * 16 + to,
+                            simt.offset(at, chunk * 16),
+                            n,
+                            at_once * chunks,
+                            16,
+                        ),
                     )
 
-        matrix_row = place_of((lane & 7) * 4 + (lane >> 3)) * 16  # key 4 r + i is row r of the i-th matrix
+        matrix_row = (
+            place_of((lane & 7) * 4 + (lane >> 3)) * 16
+        )  # key 4 r + i is row r of the i-th matrix
 
         def load_codes(at: Word) -> list[Word]:
             """This lane's codes of keys 4 quad .. 4 quad + 3."""
@@ -266,23 +323,36 @@ class Scores:
                 load = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
                 return ptx(load, at + matrix_row, results=4, convergent=True)
             # 16 channels per lane: each of their two bytes twice, for a half of the word.
-            at, bytes_ = at + quad * 32 + (col >> 1) * 4, (col & 1).differs(0).select(0x3322, 0x1100)
+            at, bytes_ = (
+                at + quad * 32 + (col >> 1) * 4,
+                (col & 1).differs(0).select(0x3322, 0x1100),
+            )
             words = [ptx(f"ld.shared.u32 $0, [$1+{8 * i}];", at, results=1) for i in range(4)]
             return [ptx("prmt.b32 $0, $1, 0, $2;", w, bytes_, results=1) for w in words]
 
         own_steps = col * (4 * H) + (quad >> 2) * steps * (at_once - 1) + at_once * codes
-        turned = (col >> 1) * 16 if D == 128 else word(0)  # its even and odd chunks change places
+        turned = (
+            (col >> 1) * 16 if D == 128 else word(0)
+        )  # its even and odd chunks change places
         turns = own_steps + turned, own_steps - turned
 
         def load_steps(at: Word) -> list[Word]:
             load = "ld.shared.v4.u32 {{$0, $1, $2, $3}}, [$4+{}];"
-            return [w for v in range(H // 4) for w in ptx(load.format(16 * v), at + turns[v & 1], results=4)]
+            return [
+                w
+                for v in range(H // 4)
+                for w in ptx(load.format(16 * v), at + turns[v & 1], results=4)
+            ]
 
-        column = quad & 3 if at_once == 2 else quad  # head of the column; a head past the last is not written
+        column = (
+            quad & 3 if at_once == 2 else quad
+        )  # head of the column; a head past the last is not written
         own = [column + HEADS * c if c else column for c in range(columns)]
         queries = [lane_channels(q, (head < G).select(head, 0), col, D) for head in own]
         eights = (0, 8) if self.iterations * at_once > 8 else (0,)
-        zeros = [lane_channels(zero, group_of(within(first + quad + h)), col, D) for h in eights]
+        zeros = [
+            lane_channels(zero, group_of(within(first + quad + h)), col, D) for h in eights
+        ]
         for i in range(stages):
             if i < self.iterations:
                 fetch(word(i))
@@ -291,9 +361,14 @@ class Scores:
         pairs, smaller = self.pairs, SMALLER[kind]
         queries = [paired(words, pairs) for words in queries]
         zeros = [paired(z, pairs) for z in zeros]
-        bases = [[instr("mul.f32", x, real(self.scale)) for x in zero_scores(kind, zeros, words)] for words in queries]
+        bases = [
+            [instr("mul.f32", x, real(self.scale)) for x in zero_scores(kind, zeros, words)]
+            for words in queries
+        ]
         factors = [word(twice(kind, -smaller - power(kind, p.bit))) for p in pairs]
-        queries = [[times(kind, *two) for two in zip(words, factors, strict=True)] for words in queries]
+        queries = [
+            [times(kind, *two) for two in zip(words, factors, strict=True)] for words in queries
+        ]
 
         @loop(0, self.iterations, 1, state)
         def final(i: Word, *state: Word) -> Sequence[Word]:
@@ -312,24 +387,34 @@ class Scores:
             else:
                 scaled = [times(kind, *two) for two in zip(queries[0], step, strict=True)]
                 sums = [unit_sums(kind, pairs, words, scaled) for words in unit_codes]
-                mine = [later.equals(0).select(*two) for two in zip(sums[0], sums[-1], strict=True)]
+                mine = [
+                    later.equals(0).select(*two) for two in zip(sums[0], sums[-1], strict=True)
+                ]
                 made = [(mine, ones_sums(kind, scaled))]
             own = i * at_once + later
             fours = []
             for base, (mine, ones) in zip(bases, made, strict=True):
                 for e, all_ones in enumerate(ones):
-                    start = (own < 8).select(base[e], base[2 + e]) if len(eights) == 2 else base[e]
+                    start = (
+                        (own < 8).select(base[e], base[2 + e]) if len(eights) == 2 else base[e]
+                    )
                     start = simt.from_lane(start, ((own & 7) << 2) + col)
-                    start = instr("fma.rn.f32", all_ones, real(-self.scale * 2.0**smaller), start)
+                    start = instr(
+                        "fma.rn.f32", all_ones, real(-self.scale * 2.0**smaller), start
+                    )
                     larger = real(self.scale * 2.0 ** (smaller + 1))
-                    fours.append([instr("fma.rn.f32", x, larger, start) for x in mine[4 * e : 4 * e + 4]])
+                    fours.append(
+                        [instr("fma.rn.f32", x, larger, start) for x in mine[4 * e : 4 * e + 4]]
+                    )
             unit = first + own
             self.store(out, within(unit), quad, head, fours)
             return visit(unit, fours, state) if visit else []
 
         return final
 
-    def store(self, out: Any, unit: Word, quad: Word, head: Word, fours: Sequence[Sequence[Word]]) -> None:
+    def store(
+        self, out: Any, unit: Word, quad: Word, head: Word, fours: Sequence[Sequence[Word]]
+    ) -> None:
         """Writes four scores of each of a thread's heads to `out`, the address of the first of its heads."""
         size, S = 2 if self.half else 4, self.S
         at = simt.offset(simt.offset_rows(out, unit, UNIT * size), quad * (4 * size))
@@ -353,7 +438,9 @@ def halves(low: Word, high: Word) -> Word:
 def lane_channels(address: Any, index: Word, col: Word, D: int) -> list[Word]:
     """This lane's D/4 channels of row `index` of [..., D] 16-bit numbers, in memory order."""
     at = simt.offset(simt.offset_rows(address, index, D * 2), col * (D // 2))
-    loads = [f"ld.global.nc.v4.u32 {{$0, $1, $2, $3}}, [$4+{4 * v}];" for v in range(0, D // 8, 4)]
+    loads = [
+        f"ld.global.nc.v4.u32 {{$0, $1, $2, $3}}, [$4+{4 * v}];" for v in range(0, D // 8, 4)
+    ]
     return [w for load in loads for w in ptx(load, at, results=4)]
 
 
@@ -368,7 +455,9 @@ def paired(words: Sequence[Word], pairs: Sequence[Pair]) -> list[Word]:
 
 
 def times(kind: str, a: Word, b: Word) -> Word:
-    return instr(f"fma.rn.{kind}x2", a, b, 0x80008000)  # - 0: before 9.0, bf16 has no products without a sum
+    return instr(
+        f"fma.rn.{kind}x2", a, b, 0x80008000
+    )  # - 0: before 9.0, bf16 has no products without a sum
 
 
 def power(kind: str, bit: int) -> int:
@@ -386,31 +475,47 @@ def zero_scores(kind: str, zeros: list[list[Word]], queries: list[Word]) -> list
     base = [word(0)] * 4
     for j in range(0, len(queries), 2):
         low, high = zeros[0], zeros[-1]
-        base = simt.mma(kind, base, [low[j], high[j], low[j + 1], high[j + 1]], queries[j : j + 2])
+        base = simt.mma(
+            kind, base, [low[j], high[j], low[j + 1], high[j + 1]], queries[j : j + 2]
+        )
     return base
 
 
-def unit_sums(kind: str, pairs: Sequence[Pair], codes: Sequence[Word], scaled: Sequence[Word]) -> list[Word]:
+def unit_sums(
+    kind: str, pairs: Sequence[Pair], codes: Sequence[Word], scaled: Sequence[Word]
+) -> list[Word]:
     """Sums over channels of bit times `scaled`, for keys 4 quad .. 4 quad + 3 with the codes `codes`: for column 2 col,
     then for the next. `mma` has key 2 tile + half of column 2 col + e as the (2 half + e)-th of 16 keys."""
     acc = [[word(0)] * 4] * 2
     for j in range(0, len(pairs), 2):
         for tile in range(2):
             two = codes[2 * tile : 2 * tile + 2]
-            a = [rotated(w, p.turn) & (0x00010001 << p.bit) for p in pairs[j : j + 2] for w in two]
+            a = [
+                rotated(w, p.turn) & (0x00010001 << p.bit)
+                for p in pairs[j : j + 2]
+                for w in two
+            ]
             acc[tile] = simt.mma(kind, acc[tile], a, scaled[j : j + 2])
     return [acc[tile][2 * half + e] for e in range(2) for tile in range(2) for half in range(2)]
 
 
 def wide_sums(
-    kind: str, pairs: Sequence[Pair], codes: Sequence[Word], queries: Sequence[Sequence[Word]], step: Sequence[Word]
+    kind: str,
+    pairs: Sequence[Pair],
+    codes: Sequence[Word],
+    queries: Sequence[Sequence[Word]],
+    step: Sequence[Word],
 ) -> list[tuple[list[Word], list[Word]]]:
     """`unit_sums` and `ones_sums` for several columns of queries, with the operands of codes made once."""
     acc = [[[word(0)] * 4 for _ in range(3)] for _ in queries]  # two tiles of keys, and ones
     window = WINDOW[kind]
     for j in range(0, len(pairs), 2):
         left = [
-            [rotated(w, p.turn) & (0x00010001 << p.bit) for p in pairs[j : j + 2] for w in codes[2 * t : 2 * t + 2]]
+            [
+                rotated(w, p.turn) & (0x00010001 << p.bit)
+                for p in pairs[j : j + 2]
+                for w in codes[2 * t : 2 * t + 2]
+            ]
             for t in range(2)
         ]
         ones = [word(0x00010001 << window[i % len(window)]) for i in (j, j, j + 1, j + 1)]
@@ -421,7 +526,12 @@ def wide_sums(
             sums[2] = simt.mma(kind, sums[2], ones, scaled)
     return [
         (
-            [sums[tile][2 * half + e] for e in range(2) for tile in range(2) for half in range(2)],
+            [
+                sums[tile][2 * half + e]
+                for e in range(2)
+                for tile in range(2)
+                for half in range(2)
+            ],
             sums[2][:2],
         )
         for sums in acc
@@ -432,9 +542,13 @@ def ones_sums(kind: str, scaled: Sequence[Word]) -> list[Word]:
     """The same for a key whose bits are all 1, for columns 2 col and 2 col + 1."""
     acc = [[word(0)] * 4] * 2
     window = WINDOW[kind]
-    for j in range(0, len(scaled), 2):  # four constants serve two products: rows 0 .. 7 of one, 8 .. 15 of the other
+    for j in range(
+        0, len(scaled), 2
+    ):  # four constants serve two products: rows 0 .. 7 of one, 8 .. 15 of the other
         bits = [window[j // 4 * 4 % len(window) + k] for k in (0, 2, 1, 3)]
-        acc[j // 2 % 2] = simt.mma(kind, acc[j // 2 % 2], [word(0x00010001 << b) for b in bits], scaled[j : j + 2])
+        acc[j // 2 % 2] = simt.mma(
+            kind, acc[j // 2 % 2], [word(0x00010001 << b) for b in bits], scaled[j : j + 2]
+        )
     return [instr("add.f32", acc[0][e], acc[1][2 + e]) for e in range(2)]
 
 

@@ -60,7 +60,10 @@ def unsupported(q: Any, low: Any, high: Any, heads: int = 2 * HEADS) -> str | No
         return f"the kernel score_pages takes head sizes 64 and 128; got D={D}"
     if not 1 <= G <= heads:
         return f"the kernel score_pages takes 1 to {heads} query heads a kv head; got G={G}"
-    if low.dtype not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)) or high.dtype != low.dtype:
+    if (
+        low.dtype not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+        or high.dtype != low.dtype
+    ):
         return f"the kernel score_pages takes corners in bf16 or in f16; got {low.dtype} and {high.dtype}"
     if 0 in q.shape or not low.shape[2]:
         return f"the kernel score_pages takes at least one row and page; got q{list(q.shape)}, low{list(low.shape)}"
@@ -68,14 +71,18 @@ def unsupported(q: Any, low: Any, high: Any, heads: int = 2 * HEADS) -> str | No
 
 
 @simt.lowered_once("scale", "config")
-def score_pages(q: Array, low: Array, high: Array, *, scale: float, config: Config | None = None) -> Array:
+def score_pages(
+    q: Array, low: Array, high: Array, *, scale: float, config: Config | None = None
+) -> Array:
     """f32[B, K, G, P]: scale * sum_i max(q_i low_i, q_i high_i) of q [B, K, G, D] and corners [B, K, P, D]."""
     if limit := unsupported(q, low, high):
         raise NotImplementedError(limit)
     B, K, G, D = q.shape
     q = q.astype(low.dtype).reshape(B * K, G, D)
     corners = (a.reshape(B * K, *a.shape[2:]) for a in (low, high))
-    config = config or tuned.select("score_pages", Config(), (q, low), rows=B * K, P=low.shape[2], G=G, D=D)
+    config = config or tuned.select(
+        "score_pages", Config(), (q, low), rows=B * K, P=low.shape[2], G=G, D=D
+    )
     return _scores(scale, config, q, *corners).reshape(B, K, G, -1)
 
 
@@ -87,7 +94,9 @@ def _scores(scale: float, config: Config, q: Array, low: Array, high: Array) -> 
     @simt.over_rows(functools.partial(_scores, scale, config))
     def run(q: Array, low: Array, high: Array) -> Array:
         return simt.kernel(
-            functools.partial(program, shape=(rows, G, P, D), kind=kind, scale=scale, config=config),
+            functools.partial(
+                program, shape=(rows, G, P, D), kind=kind, scale=scale, config=config
+            ),
             name="kvjax_score_pages",
             out_type=jax.ShapeDtypeStruct((rows, G, P), jnp.float32),
             blocks=-(-warps // (4 * config.warpgroups)),
@@ -140,7 +149,9 @@ def program(
         return [[instr(f"{name}.{kind}x2", w, 0) for w in words] for name in ("max", "min")]
 
     queries = [load_queries(column) for column in range(columns)]
-    both = [sides(queries[0])] if columns == 1 else []  # registers do not hold the parts of more columns
+    both = (
+        [sides(queries[0])] if columns == 1 else []
+    )  # registers do not hold the parts of more columns
 
     @loop(0, config.tiles, 1)
     def _tile(i: Word) -> None:
@@ -152,13 +163,18 @@ def program(
             for j in range(0, D // 8, 2):
                 for (a, b), side in zip(corners, two, strict=True):
                     acc = simt.mma(kind, acc, [a[j], b[j], a[j + 1], b[j + 1]], side[j : j + 2])
-            scores = [[instr("mul.f32", acc[e + 2 * half], real(scale)) for half in range(2)] for e in range(2)]
+            scores = [
+                [instr("mul.f32", acc[e + 2 * half], real(scale)) for half in range(2)]
+                for e in range(2)
+            ]
             pair = first_head + (col * 2 + HEADS * column) if G > HEADS else col * 2
             for e in range(2):
                 head = pair + e
                 for half in range(2):
                     with when((head < G) & (pages[half] < width)):
-                        at = simt.offset(simt.offset_rows(out, head, width * 4), pages[half] * 4)
+                        at = simt.offset(
+                            simt.offset_rows(out, head, width * 4), pages[half] * 4
+                        )
                         ptx("st.global.u32 [$0], $1;", at, scores[e][half])
             if visit is not None:
                 visit(row, first + i, pages, pair, scores)

@@ -12,7 +12,14 @@ from dataclasses import dataclass
 
 from kvjax.kernels_pallas import simt
 from kvjax.kernels_pallas.attend.codes import LIFT, multiply, pair_of, prmt
-from kvjax.kernels_pallas.score.score_1bit import HEADS, UNIT, Scores, Thread, Visit, lane_channels
+from kvjax.kernels_pallas.score.score_1bit import (
+    HEADS,
+    UNIT,
+    Scores,
+    Thread,
+    Visit,
+    lane_channels,
+)
 from kvjax.kernels_pallas.simt import Word, instr, load_shared, loop, ptx, real, when, word
 
 WARPS = 16  # of a block
@@ -29,7 +36,19 @@ class WideScores(Scores):
 
     @classmethod
     def of_steps(cls, x: Scores, order: tuple[int, int], by_warpgroup: bool) -> WideScores:
-        return cls(x.rows, x.G, x.S, x.D, x.group, x.kind, x.scale, x.config, x.half, order, by_warpgroup)
+        return cls(
+            x.rows,
+            x.G,
+            x.S,
+            x.D,
+            x.group,
+            x.kind,
+            x.scale,
+            x.config,
+            x.half,
+            order,
+            by_warpgroup,
+        )
 
     @property
     def warps(self) -> int:
@@ -59,7 +78,14 @@ class WideScores(Scores):
         of_row = self.jobs // WARPS
         row = simt.divide(block, of_row)
         return Thread(
-            warp, lane, lane >> 2, lane & 3, (lane & 3) * 2, word(0), row, (block - row * of_row) * WARPS + warp
+            warp,
+            lane,
+            lane >> 2,
+            lane & 3,
+            (lane & 3) * 2,
+            word(0),
+            row,
+            (block - row * of_row) * WARPS + warp,
         )
 
     def program(
@@ -68,7 +94,9 @@ class WideScores(Scores):
         G, S, stages, units = self.G, self.S, self.config.stages, self.S // UNIT
         warp, lane, quad, col, head, _, row, job = self.thread()
         first = job * self.iterations
-        q, bits, step, zero, out = (simt.global_address(m) for m in (q_m, bits_m, step_m, zero_m, out_m))
+        q, bits, step, zero, out = (
+            simt.global_address(m) for m in (q_m, bits_m, step_m, zero_m, out_m)
+        )
         bits = simt.offset_rows(bits, row, S * D // 8)
         step, zero = (simt.offset_rows(a, row, S // self.group * D * 2) for a in (step, zero))
         out = simt.offset_rows(out, row * G + head, S * (2 if self.half else 4))
@@ -92,12 +120,25 @@ class WideScores(Scores):
             group = simt.divide(unit, self.group // UNIT)
             of_scales = simt.select_address(lane < 16, step, zero)
             for source, place in (
-                (simt.offset(simt.offset_rows(bits, unit, codes), lane * 16), place_of(lane) * 16),
-                (simt.offset(simt.offset_rows(of_scales, group, 2 * D), (lane & 15) * 16), lane * 16 + codes),
+                (
+                    simt.offset(simt.offset_rows(bits, unit, codes), lane * 16),
+                    place_of(lane) * 16,
+                ),
+                (
+                    simt.offset(simt.offset_rows(of_scales, group, 2 * D), (lane & 15) * 16),
+                    lane * 16 + codes,
+                ),
             ):
-                ptx("cp.async.cg.shared.global [$0], [$1], 16, $2;", stage(i) + place, source, 16)
+                ptx(
+                    "cp.async.cg.shared.global [$0], [$1], 16, $2;",
+                    stage(i) + place,
+                    source,
+                    16,
+                )
 
-        matrix_row = place_of((lane & 7) * 4 + (lane >> 3)) * 16  # key 4 r + i is row r of the i-th matrix
+        matrix_row = (
+            place_of((lane & 7) * 4 + (lane >> 3)) * 16
+        )  # key 4 r + i is row r of the i-th matrix
         for i in range(stages):
             if i < self.iterations:
                 fetch(word(i))
@@ -109,8 +150,14 @@ class WideScores(Scores):
                 mine = lane_channels(q, simt.swapped_row(row * G + own, K, T, G // T), col, D)
                 for n in range(16):
                     low = n // 2 + n % 2 * 8  # and low + 16, 16 bits further in a word
-                    pair = prmt(mine[low // 2], mine[low // 2 + 8], 0x7632 if low % 2 else 0x5410)
-                    to = queries + (n // 2 * self.step_bytes + n % 2 * (self.step_bytes // 2) + c * 128) + lane * 4
+                    pair = prmt(
+                        mine[low // 2], mine[low // 2 + 8], 0x7632 if low % 2 else 0x5410
+                    )
+                    to = (
+                        queries
+                        + (n // 2 * self.step_bytes + n % 2 * (self.step_bytes // 2) + c * 128)
+                        + lane * 4
+                    )
                     simt.store_shared(to, pair)
         if wide:
             ptx("fence.proxy.async.shared::cta;")
@@ -125,11 +172,18 @@ class WideScores(Scores):
             place = at + col * 64 + (quad >> 1) * 4
             for upper in (0, 16):
                 own, none = (
-                    instr("prmt.b32", *(load_shared(place + (of + upper + far)) for far in (0, 32)), odd)
+                    instr(
+                        "prmt.b32",
+                        *(load_shared(place + (of + upper + far)) for far in (0, 32)),
+                        odd,
+                    )
                     for of in (0, 2 * D)
                 )
                 zero = multiply(none, pair_of(2.0**-LIFT))
-                words += [multiply(own, power), instr("fma.rn.bf16x2", own, pair_of(-(2.0**-LIFT)), zero)]
+                words += [
+                    multiply(own, power),
+                    instr("fma.rn.bf16x2", own, pair_of(-(2.0**-LIFT)), zero),
+                ]
             simt.warp_barrier()
             simt.store_shared(at + lane * 16, *words)
 
@@ -151,7 +205,11 @@ class WideScores(Scores):
                     for tile, own in enumerate(lefts):
                         own.append(
                             [
-                                instr("fma.rn.bf16x2", half[k] & (0x10001 << n), *four[2 * e : 2 * e + 2])
+                                instr(
+                                    "fma.rn.bf16x2",
+                                    half[k] & (0x10001 << n),
+                                    *four[2 * e : 2 * e + 2],
+                                )
                                 for e, half in enumerate((keys, upper))
                                 for k in (2 * tile, 2 * tile + 1)
                             ]
@@ -164,7 +222,11 @@ class WideScores(Scores):
             ptx("cp.async.commit_group;")
             larger, unit = real(self.scale * 2.0**LIFT), first + i
             fours = [
-                [instr("mul.f32", sums[tile][4 * c + 2 * half + e], larger) for tile in range(2) for half in range(2)]
+                [
+                    instr("mul.f32", sums[tile][4 * c + 2 * half + e], larger)
+                    for tile in range(2)
+                    for half in range(2)
+                ]
                 for c in range(self.columns)
                 for e in range(2)
             ]

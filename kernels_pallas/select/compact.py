@@ -34,7 +34,12 @@ def sum_before(x: Word, small: Word) -> Word:
     with when(lane.equals(0)):
         simt.store_shared(small + warp * 4, of_warp)
     block_barrier()
-    return simt.warp_sum((lane < warp).select(simt.load_shared(small + lane * 4), 0)) + of_warp - later - x
+    return (
+        simt.warp_sum((lane < warp).select(simt.load_shared(small + lane * 4), 0))
+        + of_warp
+        - later
+        - x
+    )
 
 
 class Here(NamedTuple):
@@ -49,7 +54,13 @@ class Here(NamedTuple):
     @classmethod
     def of(cls, hist_m: Any, small_m: Any) -> Here:
         thread = simt.special("tid.x")
-        return cls(thread, thread & 31, thread >> 5, simt.shared_address(hist_m), simt.shared_address(small_m))
+        return cls(
+            thread,
+            thread & 31,
+            thread >> 5,
+            simt.shared_address(hist_m),
+            simt.shared_address(small_m),
+        )
 
     @property
     def length(self) -> Word:
@@ -88,7 +99,9 @@ class Out(NamedTuple):
         )
 
 
-Share = Callable[[Word, Word, Word], None]  # from place, rank and key: adds an element to the list
+Share = Callable[
+    [Word, Word, Word], None
+]  # from place, rank and key: adds an element to the list
 
 
 def write_slots(row: Held, cut: LastPlace, here: Here, out: Out, config: tiling.Config) -> None:
@@ -101,11 +114,18 @@ def write_slots(row: Held, cut: LastPlace, here: Here, out: Out, config: tiling.
     write_certain(row, cut, here, out, share, simt.cluster_arrive)
     out.finish(cut.wanted, config.blocks)
     simt.cluster_wait()
-    write_listed(cut.need, cut.wanted.equals(0).select(0, cut.many), cut.wanted, here, out, config.blocks)
+    write_listed(
+        cut.need, cut.wanted.equals(0).select(0, cut.many), cut.wanted, here, out, config.blocks
+    )
 
 
 def write_certain(
-    row: Held, cut: LastPlace, here: Here, out: Out, share: Share, shared: Callable[[], None] = lambda: None
+    row: Held,
+    cut: LastPlace,
+    here: Here,
+    out: Out,
+    share: Share,
+    shared: Callable[[], None] = lambda: None,
 ) -> None:
     """Writes the slots of all keys above the bin; if slots were counted, also of keys equal to `low` that rank above
     the last bin of slots. Keys in the bin go to the list, which `shared` ends."""
@@ -126,8 +146,14 @@ def write_certain(
         level = bits("setp.ge.u32 p, $3, $5;", elements, low)
 
         def of_rank() -> list[Word]:
-            higher, rank = "setp.eq.u32 p, $3, $5; setp.g{}.and.u32 p, $4, $6, p;", (elements, low, cut.least)
-            return [taken | bits(higher.format("t"), *rank), taken | bits(higher.format("e"), *rank)]
+            higher, rank = (
+                "setp.eq.u32 p, $3, $5; setp.g{}.and.u32 p, $4, $6, p;",
+                (elements, low, cut.least),
+            )
+            return [
+                taken | bits(higher.format("t"), *rank),
+                taken | bits(higher.format("e"), *rank),
+            ]
 
         taken, level = simt.branch(by_rank, of_rank, [taken, level])
         return [taken, none.select(0, level & (taken ^ 0xFFFFFFFF))]
@@ -147,12 +173,17 @@ def write_certain(
         pairs = list(elements.pairs)
         taken, level = marks(pairs)
         with when(level.differs(0)):
-            at = cut.beside + ptx("atom.shared.add.u32 $0, [$1], $2;", here.length, number(level), results=1)
+            at = cut.beside + ptx(
+                "atom.shared.add.u32 $0, [$1], $2;", here.length, number(level), results=1
+            )
 
             def add(i: Word, e: Word) -> None:
                 key, rank = pairs[0]
                 for j, other in enumerate(pairs[1:], 1):
-                    key, rank = (e.equals(j).select(x, y) for x, y in zip(other, (key, rank), strict=True))
+                    key, rank = (
+                        e.equals(j).select(x, y)
+                        for x, y in zip(other, (key, rank), strict=True)
+                    )
                 share(at + i, rank, key)
 
             numbered(level, add)
@@ -166,10 +197,15 @@ def write_certain(
         numbered(taken, lambda i, e: out.store(at + i, elements.slot(e)))
         return [at + number(taken)]
 
-    row.each(write, [cut.above + sum_before(number(mine_taken) if is_held else mine_taken, here.small)])
+    row.each(
+        write,
+        [cut.above + sum_before(number(mine_taken) if is_held else mine_taken, here.small)],
+    )
 
 
-def write_listed(need: Word, many: Word, wanted: Word, here: Here, out: Out, blocks: int) -> None:
+def write_listed(
+    need: Word, many: Word, wanted: Word, here: Here, out: Out, blocks: int
+) -> None:
     """Writes the slots of the `need` largest of the `many` pairs of the list, one warp a pair, to the last places."""
 
     @simt.loop(simt.part() * 32 + here.warp, many, 32 * blocks)

@@ -39,7 +39,9 @@ def elements_of(i: Word, fours: Fours, U: int, config: tiling.Config) -> Element
     """The elements of step i, whose keys are `fours`."""
     starts, (stride, _, steps) = tiling.fours(i, U, config), tiling.steps(U, config)
     pairs = (
-        (key, word(SLOTS) - (at + j)) for at, four in zip(starts, fours, strict=True) for j, key in enumerate(four)
+        (key, word(SLOTS) - (at + j))
+        for at, four in zip(starts, fours, strict=True)
+        for j, key in enumerate(four)
     )
     return Elements(pairs, lambda e: starts[0] + (e >> 2) * (stride * steps) + (e & 3))
 
@@ -65,7 +67,10 @@ class InDevice:
         """carry = visit(elements, *carry) for some elements at a time."""
 
         def of_row(i: Word, *carry: Word) -> Any:
-            fours = (tiling.load_four(self.keys, at, self.U) for at in tiling.fours(i, self.U, self.config))
+            fours = (
+                tiling.load_four(self.keys, at, self.U)
+                for at in tiling.fours(i, self.U, self.config)
+            )
             return visit(elements_of(i, fours, self.U, self.config), *carry)
 
         return simt.loop(0, tiling.steps(self.U, self.config)[2], 1, carry)(of_row)

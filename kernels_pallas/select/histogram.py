@@ -90,7 +90,9 @@ def keep(bins: Word, kept: Any) -> None:
         ptx("st.global.v4.u32 [$0], {$1, $2, $3, $4};", simt.offset(to, i * 4), *four)
 
 
-def find_kept(bins: Word, kept: Any, wanted: Word, blocks: int, of_earlier: bool = True) -> Found:
+def find_kept(
+    bins: Word, kept: Any, wanted: Word, blocks: int, of_earlier: bool = True
+) -> Found:
     """As `find_bin`, in the histograms that the blocks of a row kept; `PASS` words at `bins` were cleared."""
     block_barrier()
 
@@ -100,7 +102,9 @@ def find_kept(bins: Word, kept: Any, wanted: Word, blocks: int, of_earlier: bool
     return _locate(bins, load, wanted, blocks, of_earlier)
 
 
-def _locate(bins: Word, load: Callable[[Word, Word], Word], wanted: Word, blocks: int, of_earlier: bool) -> Found:
+def _locate(
+    bins: Word, load: Callable[[Word, Word], Word], wanted: Word, blocks: int, of_earlier: bool
+) -> Found:
     """The place of the last wanted element; load(i, block) is word i of a block's histogram.
 
     A block reads from each block the sums of 32 bins each, then the 32 bins that include the wanted one, each time one
@@ -108,7 +112,9 @@ def _locate(bins: Word, load: Callable[[Word, Word], Word], wanted: Word, blocks
     """
     thread, part = simt.special("tid.x"), simt.part()
     lane, warp = thread & 31, thread >> 5
-    sums, sums_before, counts, counts_before = (bins + 4 * (BINS + i * GROUPS) for i in range(1, 5))
+    sums, sums_before, counts, counts_before = (
+        bins + 4 * (BINS + i * GROUPS) for i in range(1, 5)
+    )
 
     def add(i: Word, block: Word, to: Word, to_before: Word) -> None:
         theirs = load(i, block)
@@ -143,7 +149,14 @@ def _locate(bins: Word, load: Callable[[Word, Word], Word], wanted: Word, blocks
     found = group * 32 + of_group, wanted - above - more, many, wanted
     if not of_earlier:
         return Found(*found, word(0), word(0))
-    before = [(lane * 2 + j > group).select(x, 0) for j, x in enumerate(simt.load_shared(sums_before + lane * 8, 2))]
+    before = [
+        (lane * 2 + j > group).select(x, 0)
+        for j, x in enumerate(simt.load_shared(sums_before + lane * 8, 2))
+    ]
     beside = simt.load_shared(counts_before + lane * 4)
     before.append((lane > of_group).select(beside, 0))
-    return Found(*found, simt.warp_sum(simt.sum_of(before)), simt.warp_sum(lane.equals(of_group).select(beside, 0)))
+    return Found(
+        *found,
+        simt.warp_sum(simt.sum_of(before)),
+        simt.warp_sum(lane.equals(of_group).select(beside, 0)),
+    )

@@ -48,7 +48,9 @@ def add(state: Sequence[Word], scores: Sequence[Word]) -> list[Word]:
     peak = larger(before, instr("mul.f32", top, real(LOG2_E)))
     shift = _is_finite(peak).select(peak ^ (1 << 31), 0)
     keep = power(sum_of_two(before, shift))
-    added = functools.reduce(sum_of_two, [power(instr("fma.rn.f32", x, real(LOG2_E), shift)) for x in scores])
+    added = functools.reduce(
+        sum_of_two, [power(instr("fma.rn.f32", x, real(LOG2_E), shift)) for x in scores]
+    )
     return [peak, instr("fma.rn.f32", total, keep, added)]
 
 
@@ -59,7 +61,9 @@ def of_lanes(scores: Sequence[Word], gaps: Sequence[int]) -> list[Word]:
         top = larger(top, simt.bfly(top, gap))
     peak = instr("mul.f32", top, real(LOG2_E))
     shift = _is_finite(peak).select(peak ^ (1 << 31), 0)
-    total = functools.reduce(sum_of_two, [power(instr("fma.rn.f32", x, real(LOG2_E), shift)) for x in scores])
+    total = functools.reduce(
+        sum_of_two, [power(instr("fma.rn.f32", x, real(LOG2_E), shift)) for x in scores]
+    )
     for gap in gaps:
         total = sum_of_two(total, simt.bfly(total, gap))
     return [peak, total]

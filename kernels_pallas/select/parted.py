@@ -20,7 +20,13 @@ from jax import Array
 
 from kvjax.kernels_pallas import simt
 from kvjax.kernels_pallas.select import histogram, threshold, tiling
-from kvjax.kernels_pallas.select.compact import Here, Out, write_certain, write_listed, write_slots
+from kvjax.kernels_pallas.select.compact import (
+    Here,
+    Out,
+    write_certain,
+    write_listed,
+    write_slots,
+)
 from kvjax.kernels_pallas.select.elements import InDevice, InRegisters, elements_of
 from kvjax.kernels_pallas.select.threshold import LISTED, Bins, LastPlace, last_place
 from kvjax.kernels_pallas.simt import Word, loop, ptx, when, word
@@ -37,10 +43,13 @@ def out_of(slots_m: Any, found_m: Any, names_m: Any, S: int, how: How) -> Out:
     """Where the slots of this block's row go, and the names of its units, of which the first part has S."""
     row = simt.row()
     slots, found = (
-        simt.offset_rows(simt.global_address(m), row, n * 4) for m, n in ((slots_m, how.room), (found_m, 1))
+        simt.offset_rows(simt.global_address(m), row, n * 4)
+        for m, n in ((slots_m, how.room), (found_m, 1))
     )
     M, beyond = how.limits[0], how.beyond
-    names = None if names_m is None else simt.offset_rows(simt.global_address(names_m), row, M * 4)
+    names = (
+        None if names_m is None else simt.offset_rows(simt.global_address(names_m), row, M * 4)
+    )
 
     def name(unit: Word) -> Word:
         if beyond is None:
@@ -53,12 +62,29 @@ def out_of(slots_m: Any, found_m: Any, names_m: Any, S: int, how: How) -> Out:
 
 
 def select_keys(
-    kernel: str, keys: Array, kept: Array, wanted: Array, names: Array | None, how: How, bins: Bins, S: int
+    kernel: str,
+    keys: Array,
+    kept: Array,
+    wanted: Array,
+    names: Array | None,
+    how: How,
+    bins: Bins,
+    S: int,
 ) -> tuple[Array, Array]:
     """(units i32[rows, room], count i32[rows]) of `keys` u32[rows, U] that were counted in `bins`."""
     config, rows = how.config, how.rows
-    launch = {"blocks": rows * config.blocks, "parts": config.blocks, "warpgroups": tiling.THREADS // 128}
-    program: dict[str, Any] = {"U": keys.shape[1], "S": S, "how": how, "bins": bins, "shared_by": rows // wanted.size}
+    launch = {
+        "blocks": rows * config.blocks,
+        "parts": config.blocks,
+        "warpgroups": tiling.THREADS // 128,
+    }
+    program: dict[str, Any] = {
+        "U": keys.shape[1],
+        "S": S,
+        "how": how,
+        "bins": bins,
+        "shared_by": rows // wanted.size,
+    }
     named = [] if names is None else [names]
     slots, found, listed, cut = simt.kernel(
         functools.partial(_list, **program),
@@ -73,20 +99,33 @@ def select_keys(
         sparse=(0, 1, 2),
         **launch,
     )(keys, kept, wanted, *named)
-    made = simt.kernel_in_place(functools.partial(_rank, **program), name=kernel, scratch=SCRATCH, **launch)(
-        [slots, found], listed, cut, keys, wanted, *named
-    )
+    made = simt.kernel_in_place(
+        functools.partial(_rank, **program), name=kernel, scratch=SCRATCH, **launch
+    )([slots, found], listed, cut, keys, wanted, *named)
     return made[0], made[1]
 
 
 def _list(
-    keys_m: Any, kept_m: Any, wanted_m: Any, *refs: Any, U: int, S: int, how: How, bins: Bins, shared_by: int
+    keys_m: Any,
+    kept_m: Any,
+    wanted_m: Any,
+    *refs: Any,
+    U: int,
+    S: int,
+    how: How,
+    bins: Bins,
+    shared_by: int,
 ) -> None:
     *names_m, slots_m, found_m, listed_m, cut_m, hist_m, small_m = refs
     row, config = simt.row(), how.config
     keys, kept, listed, to = (
         simt.offset_rows(simt.global_address(m), row, n * 4)
-        for m, n in ((keys_m, U), (kept_m, config.blocks * histogram.KEPT), (listed_m, 2 * LISTED), (cut_m, CUT))
+        for m, n in (
+            (keys_m, U),
+            (kept_m, config.blocks * histogram.KEPT),
+            (listed_m, 2 * LISTED),
+            (cut_m, CUT),
+        )
     )
     wanted = simt.clipped(simt.number_of((wanted_m, shared_by), row), how.room)
     here = Here.of(hist_m, small_m)
@@ -95,12 +134,21 @@ def _list(
     if tiling.in_one_step(U, config):
         fours = [tiling.load_four(keys, at, U) for at in tiling.fours(word(0), U, config)]
         held = InRegisters(elements_of(word(0), fours, U, config))
-    place, need, many, wanted, above, beside = histogram.find_kept(here.hist, kept, wanted, config.blocks)
+    place, need, many, wanted, above, beside = histogram.find_kept(
+        here.hist, kept, wanted, config.blocks
+    )
     low, size, _ = bins.extent(place)
     many = wanted.equals(0).select(0, many)
     too_long = many > threshold.LISTED
     with when(here.thread.equals(0) & simt.part().equals(0)):
-        ptx("st.global.v4.u32 [$0], {$1, $2, $3, $4};", to, need, many, wanted, too_long.select(1, 0))
+        ptx(
+            "st.global.v4.u32 [$0], {$1, $2, $3, $4};",
+            to,
+            need,
+            many,
+            wanted,
+            too_long.select(1, 0),
+        )
 
     def share(at: Any, rank: Any, key: Any) -> None:
         ptx("st.global.v2.u32 [$0], {$1, $2};", simt.offset(listed, at * 8), rank, key)
@@ -112,7 +160,9 @@ def _list(
         out.finish(wanted, config.blocks)
 
 
-def _rank(slots_m: Any, found_m: Any, *refs: Any, U: int, S: int, how: How, bins: Bins, shared_by: int) -> None:
+def _rank(
+    slots_m: Any, found_m: Any, *refs: Any, U: int, S: int, how: How, bins: Bins, shared_by: int
+) -> None:
     listed_m, cut_m, keys_m, wanted_m, *names_m, hist_m, small_m = refs
     row, here = simt.row(), Here.of(hist_m, small_m)
     listed, cut, keys = (
@@ -120,13 +170,17 @@ def _rank(slots_m: Any, found_m: Any, *refs: Any, U: int, S: int, how: How, bins
         for m, n in ((listed_m, 2 * LISTED), (cut_m, CUT), (keys_m, U))
     )
     out = out_of(slots_m, found_m, names_m[0] if names_m else None, S, how)
-    need, many, wanted, too_long = ptx("ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$4];", cut, results=4)
+    need, many, wanted, too_long = ptx(
+        "ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$4];", cut, results=4
+    )
     with when(too_long.equals(0)):
 
         @loop(here.thread, many, tiling.THREADS)
         def _copy(i: Any) -> None:
             code = "ld.global.nc.v2.u32 {$0, $1}, [$2];"
-            simt.store_shared(here.listed + i * 8, *ptx(code, simt.offset(listed, i * 8), results=2))
+            simt.store_shared(
+                here.listed + i * 8, *ptx(code, simt.offset(listed, i * 8), results=2)
+            )
 
         simt.block_barrier()
         write_listed(need, many, wanted, here, out, how.config.blocks)

@@ -35,7 +35,9 @@ from kvjax.kernels_pallas.simt import Word, instr, loop, ptx, real, when, word
 
 MEASURED: str | None = "2026-11-22"  # the date in benchmarks/results/select_1bit.json
 EXACT = 32  # keys of a warp that scores pending keys
-PASS = 4 * score.HEADS  # query heads of several steps that one pass takes, as many as registers hold
+PASS = (
+    4 * score.HEADS
+)  # query heads of several steps that one pass takes, as many as registers hold
 
 
 @dataclass(frozen=True)
@@ -49,12 +51,18 @@ class Config(score.Config, tiling.Config):
         score.Config.__post_init__(self)
 
 
-def config_for(rows: int, per_row: int, slots: int, units: int, target: simt.Target | None = None) -> Config:
+def config_for(
+    rows: int, per_row: int, slots: int, units: int, target: simt.Target | None = None
+) -> Config:
     """The rule for `rows` rows of scores over `slots` slots, with `per_row` lists per row and `units` units in all."""
     rule = tiling.config_for(rows * per_row, units, target)
-    fits = tiling.in_one_step(units, replace(rule, unroll=5))  # registers hold 20 keys of a thread
+    fits = tiling.in_one_step(
+        units, replace(rule, unroll=5)
+    )  # registers hold 20 keys of a thread
     unroll = 5 if fits and not rule.parted else 4
-    return Config(rule.blocks, unroll, rule.cluster, **asdict(score.config_for(rows, slots, target)))
+    return Config(
+        rule.blocks, unroll, rule.cluster, **asdict(score.config_for(rows, slots, target))
+    )
 
 
 def smem_bytes(D: int, config: Config) -> int:
@@ -62,7 +70,9 @@ def smem_bytes(D: int, config: Config) -> int:
     return max(score.smem_bytes(D, config), 4 * sum(units.SCRATCH))
 
 
-def unsupported(q: Any, bits: Any, step: Any, pending: Any, group_reduce: str, room: int, steps: int = 1) -> str | None:
+def unsupported(
+    q: Any, bits: Any, step: Any, pending: Any, group_reduce: str, room: int, steps: int = 1
+) -> str | None:
     """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
     one = jax.ShapeDtypeStruct((*q.shape[:2], q.shape[2] // steps, q.shape[3]), q.dtype)
     if limit := score.unsupported(one, bits, step, score.HEADS):
@@ -70,8 +80,12 @@ def unsupported(q: Any, bits: Any, step: Any, pending: Any, group_reduce: str, r
     if steps > 1 and q.shape[2] > PASS:
         return f"the kernel select_1bit takes {PASS} query heads of some steps in one pass; got {q.shape[2]}"
     if pending.dtype != jnp.float32:
-        return f"the kernel select_1bit takes scores of pending tokens in f32; got {pending.dtype}"
-    if limit := top_k.unsupported((q.shape[0], bits.shape[2] + pending.shape[3]), jnp.float32, room):
+        return (
+            f"the kernel select_1bit takes scores of pending tokens in f32; got {pending.dtype}"
+        )
+    if limit := top_k.unsupported(
+        (q.shape[0], bits.shape[2] + pending.shape[3]), jnp.float32, room
+    ):
         return limit.replace("top_k", "select_1bit", 1)
     return None
 
@@ -107,7 +121,9 @@ def select_1bit(
         )
     H = G if group_reduce == "per_head" else steps
     if pending_slots is None:
-        pending_scores = jnp.pad(given, ((0, 0),) * 3 + ((0, -W % 4),)).reshape(B * K * H, G // H, -1)
+        pending_scores = jnp.pad(given, ((0, 0),) * 3 + ((0, -W % 4),)).reshape(
+            B * K * H, G // H, -1
+        )
         pending_scores = pending_scores.astype(jnp.float16)
         W += -W % 4
     else:
@@ -142,7 +158,12 @@ def select_1bit(
 
 def is_wide(config: Config, q: Any) -> bool:
     """True if `WideScores` score q [..., G, D] in the dtype of the steps."""
-    return config.wide > 0 and q.shape[-2] > 2 * score.HEADS and q.shape[-1] == score_wide.D and q.dtype == jnp.bfloat16
+    return (
+        config.wide > 0
+        and q.shape[-2] > 2 * score.HEADS
+        and q.shape[-1] == score_wide.D
+        and q.dtype == jnp.bfloat16
+    )
 
 
 def _select(
@@ -171,7 +192,17 @@ def _select(
         list_rows = rows * G // heads
     summed = group_reduce in SOFTMAX and heads > 1
 
-    static = group_reduce, room, scale, pending_slots, pending_units, local, steps, order, config
+    static = (
+        group_reduce,
+        room,
+        scale,
+        pending_slots,
+        pending_units,
+        local,
+        steps,
+        order,
+        config,
+    )
 
     @simt.over_rows(functools.partial(_select, *static))
     def run(*args: Array) -> tuple[Array, Array]:
@@ -183,7 +214,9 @@ def _select(
         outs = [jax.ShapeDtypeStruct((rows, G, S), jnp.float16)]
         if summed:
             outs.append(jax.ShapeDtypeStruct((rows, G, scored.jobs, 2), jnp.float32))
-        program = functools.partial(_score, scored=scored, shared_by=[rows // end.size for end in span])
+        program = functools.partial(
+            _score, scored=scored, shared_by=[rows // end.size for end in span]
+        )
         exact = [pending] if pending_slots else []
         if pending_slots:
             outs.append(jax.ShapeDtypeStruct((rows, G, pending_slots), jnp.float16))
@@ -196,14 +229,24 @@ def _select(
                 steps=steps,
                 order=order,
             )
-        more = -(-rows * steps * -(-pending_slots // EXACT) // scored.warps) if pending_slots else 0
-        score_kernel = scored.kernel(program, more_blocks=more, name="kvjax_select_1bit_score", out_type=tuple(outs))
+        more = (
+            -(-rows * steps * -(-pending_slots // EXACT) // scored.warps)
+            if pending_slots
+            else 0
+        )
+        score_kernel = scored.kernel(
+            program, more_blocks=more, name="kvjax_select_1bit_score", out_type=tuple(outs)
+        )
         scores, *sums = score_kernel(*exact, q, bits, step, zero, *span)
-        pending_scores = sums.pop().reshape(list_rows, heads, pending_slots) if pending_slots else pending
+        pending_scores = (
+            sums.pop().reshape(list_rows, heads, pending_slots) if pending_slots else pending
+        )
         parts = [scores.reshape(list_rows, heads, S), pending_scores][: 2 if W else 1]
         ends = ends if W else (*ends[:2], ends[4])
         sums = sums[0].reshape(list_rows, heads, -1, 2) if summed else None
-        how = units.How(list_rows, room, (S, pending_units)[: len(parts)], group_reduce, config, local)
+        how = units.How(
+            list_rows, room, (S, pending_units)[: len(parts)], group_reduce, config, local
+        )
         return units.select_units("kvjax_select_1bit", units.Inputs(ends, parts, sums), how)
 
     return run(*args)
@@ -223,7 +266,12 @@ def _score_both(
         program(*others, ring_m)
     with when(block >= scored.blocks):
         of_keys = others[0], keys_m, out_m
-        how: Any = {"pending_slots": pending_slots, "sizes": keys, "steps": steps, "order": order}
+        how: Any = {
+            "pending_slots": pending_slots,
+            "sizes": keys,
+            "steps": steps,
+            "order": order,
+        }
         _exact(block - scored.blocks, *of_keys, scored=scored, **how)
 
 
@@ -266,7 +314,9 @@ def _exact(
         sums = [word(0)] * 4
         for u, w, b in zip(upper, lower, queries, strict=True):
             for j in (0, 2):
-                sums = simt.mma(scored.kind, sums, [u[j], w[j], u[j + 1], w[j + 1]], b[j : j + 2])
+                sums = simt.mma(
+                    scored.kind, sums, [u[j], w[j], u[j + 1], w[j + 1]], b[j : j + 2]
+                )
         for n, x in enumerate(sums):
             head, slot = col * 2 + (n & 1), slots[n >> 1]
             with when((head < G) & (slot < pending_slots)):
@@ -284,7 +334,9 @@ def _score(*refs, scored: score.Scores, shared_by: Sequence[int]) -> None:
         return
     q_m, bits_m, step_m, zero_m, start_m, stop_m, out_m, sums_m, ring_m = refs
     thread = scored.thread()
-    start, length = simt.span_of((start_m, shared_by[0]), (stop_m, shared_by[1]), thread.row, scored.S)
+    start, length = simt.span_of(
+        (start_m, shared_by[0]), (stop_m, shared_by[1]), thread.row, scored.S
+    )
 
     def visit(unit: Word, heads: list[list[Word]], state: Sequence[Word]) -> list[Word]:
         slot = unit * score.UNIT - start
@@ -292,14 +344,29 @@ def _score(*refs, scored: score.Scores, shared_by: Sequence[int]) -> None:
 
         def of_span() -> list[Word]:
             exists = [(slot + thread.quad * 4 + j) < length for j in range(4)]
-            return [f.select(x, NOTHING[0]) for four in heads for f, x in zip(exists, four, strict=True)]
+            return [
+                f.select(x, NOTHING[0])
+                for four in heads
+                for f, x in zip(exists, four, strict=True)
+            ]
 
         counted = simt.branch(partly, of_span, [x for four in heads for x in four])
-        return [x for n in range(len(heads)) for x in logsum.add(state[2 * n : 2 * n + 2], counted[4 * n : 4 * n + 4])]
+        return [
+            x
+            for n in range(len(heads))
+            for x in logsum.add(state[2 * n : 2 * n + 2], counted[4 * n : 4 * n + 4])
+        ]
 
     heads = 2 * scored.columns
     states = scored.program(
-        q_m, bits_m, step_m, zero_m, out_m, ring_m, visit=visit, state=[word(x) for x in NOTHING] * heads
+        q_m,
+        bits_m,
+        step_m,
+        zero_m,
+        out_m,
+        ring_m,
+        visit=visit,
+        state=[word(x) for x in NOTHING] * heads,
     )
     for n in range(heads):
         two = states[2 * n : 2 * n + 2]
@@ -307,5 +374,7 @@ def _score(*refs, scored: score.Scores, shared_by: Sequence[int]) -> None:
             two = logsum.merge([two, [simt.bfly(x, gap) for x in two]])
         head = thread.head + (n // 2 * score.HEADS + n % 2)
         with when(thread.quad.equals(0) & thread.later.equals(0) & (head < scored.G)):
-            at = simt.offset_rows(simt.global_address(sums_m), thread.row * scored.G + head, scored.jobs * 8)
+            at = simt.offset_rows(
+                simt.global_address(sums_m), thread.row * scored.G + head, scored.jobs * 8
+            )
             ptx("st.global.v2.u32 [$0], {$1, $2};", simt.offset(at, thread.job * 8), *two)

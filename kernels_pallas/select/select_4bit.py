@@ -44,11 +44,15 @@ class Config(rerank.Config, tiling.Config):
         rerank.Config.__post_init__(self)
 
 
-def config_for(rows: int, M: int, pending_slots: int, target: simt.Target | None = None) -> Config:
+def config_for(
+    rows: int, M: int, pending_slots: int, target: simt.Target | None = None
+) -> Config:
     """No more loads in flight than a thread has fours."""
     U = sum(units.padded(M, pending_slots))
     rule = tiling.config_for(rows, U, target)
-    fits = (n for n in range(1, 6) if tiling.in_one_step(U, replace(rule, unroll=n)))  # 20 keys of a thread
+    fits = (
+        n for n in range(1, 6) if tiling.in_one_step(U, replace(rule, unroll=n))
+    )  # 20 keys of a thread
     scores = rerank.config_for(rows, M, pending_slots, target)
     return Config(rule.blocks, next(fits, 4), rule.cluster, warpgroups=scores.warpgroups)
 
@@ -59,7 +63,14 @@ def smem_bytes(D: int) -> int:
 
 
 def unsupported(
-    q: Any, signs: Any, sizes: Any, weights: Any, slots: Any, pending: Any, room: int, pending_slots: int
+    q: Any,
+    signs: Any,
+    sizes: Any,
+    weights: Any,
+    slots: Any,
+    pending: Any,
+    room: int,
+    pending_slots: int,
 ) -> str | None:
     """The limit that these shapes and dtypes exceed; None if there is a kernel for them."""
     if limit := rerank.unsupported(q, signs, sizes, weights, slots):
@@ -68,7 +79,9 @@ def unsupported(
         return f"the kernel select_4bit takes pending keys in bf16 or f16; got {pending.dtype}"
     if not 1 <= pending_slots <= pending.shape[2]:
         return f"the kernel select_4bit takes 1 to {pending.shape[2]} pending keys; got {pending_slots}"
-    if limit := top_k.unsupported((q.shape[0], sum(units.padded(slots.shape[3], pending_slots))), jnp.float32, room):
+    if limit := top_k.unsupported(
+        (q.shape[0], sum(units.padded(slots.shape[3], pending_slots))), jnp.float32, room
+    ):
         return limit.replace("top_k", "select_4bit", 1)
     return None
 
@@ -129,7 +142,12 @@ def _select(how: tuple[Any, ...], *args: Array) -> tuple[Array, Array]:
     """(slots, count) from `args`: found, start, stop and count, whose numbers of heads divide the rows; then queries,
     candidates, pending keys and codes."""
     centres, scale, turned, pending_slots, local, room, config = how
-    (heads, D), M, (rows, R, _), S = args[4].shape, args[5].shape[1], args[6].shape, args[7].shape[1]
+    (heads, D), M, (rows, R, _), S = (
+        args[4].shape,
+        args[5].shape[1],
+        args[6].shape,
+        args[7].shape[1],
+    )
     parts = units.padded(M, pending_slots)
     threads = 128 * config.warpgroups
     of_pending = rerank.Split(-(-pending_slots // threads), threads, threads)
@@ -187,11 +205,16 @@ def _scores(
 def _store(out_m: Any, place: rerank.Place, score: Word) -> None:
     (size,) = units.padded(place.sizes[3])
     with when(place.is_of_block & (place.candidate < size)):
-        at = simt.offset(simt.offset_rows(simt.global_address(out_m), place.head, size * 2), place.candidate * 2)
+        at = simt.offset(
+            simt.offset_rows(simt.global_address(out_m), place.head, size * 2),
+            place.candidate * 2,
+        )
         ptx("st.global.u16 [$0], $1;", at, halves(score, score))
 
 
-def _exact(q_m: Any, keys_m: Any, queries_m: Any, place: rerank.Place, R: int, kind: Any) -> Word:
+def _exact(
+    q_m: Any, keys_m: Any, queries_m: Any, place: rerank.Place, R: int, kind: Any
+) -> Word:
     """q.k of this thread's key, q rounded to the dtype of keys."""
     D, t, bf16 = place.sizes[2], simt.special("tid.x"), kind == jnp.bfloat16
     queries = simt.shared_address(queries_m)
@@ -211,10 +234,16 @@ def _exact(q_m: Any, keys_m: Any, queries_m: Any, place: rerank.Place, R: int, k
     @loop(0, D, 32, [word(0)])
     def total(first: Word, total: Word) -> Word:
         load = "ld.global.nc.v4.u32 {{$0, $1, $2, $3}}, [$4+{}];"
-        words = [x for i in range(0, 64, 16) for x in ptx(load.format(i), simt.offset(key, first * 2), results=4)]
+        words = [
+            x
+            for i in range(0, 64, 16)
+            for x in ptx(load.format(i), simt.offset(key, first * 2), results=4)
+        ]
         for i in range(0, 32, 4):
             four = simt.load_shared(queries + first * 4 + i * 4, 4)
-            for x, channel in zip(four, [*both(words[i // 2]), *both(words[i // 2 + 1])], strict=True):
+            for x, channel in zip(
+                four, [*both(words[i // 2]), *both(words[i // 2 + 1])], strict=True
+            ):
                 total = instr("fma.rn.f32", x, channel, total)
         return total
 

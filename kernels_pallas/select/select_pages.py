@@ -46,7 +46,9 @@ class Config(score.Config, tiling.Config):
         score.Config.__post_init__(self)
 
 
-def config_for(rows: int, per_row: int, units: int, heads: int = 1, target: simt.Target | None = None) -> Config:
+def config_for(
+    rows: int, per_row: int, units: int, heads: int = 1, target: simt.Target | None = None
+) -> Config:
     """The rule for `rows` rows of scores of `heads` query heads, with `per_row` lists per row and `units` pages."""
     several = {"columns": 2, "warpgroups": 2} if heads > score.HEADS else {}
     rule = tiling.config_for(rows * per_row, units, target)
@@ -80,7 +82,9 @@ def unsupported(
     return None
 
 
-@simt.lowered_once("group_reduce", "room", "unit", "scale", "pending_slots", "local", "steps", "config")
+@simt.lowered_once(
+    "group_reduce", "room", "unit", "scale", "pending_slots", "local", "steps", "config"
+)
 def select_pages(
     q: Array, low: Array, high: Array, span: Sequence[Array | int], pending: Sequence[Array | int],
     count: Array | int, group_reduce: str, room: int, *, unit: int, scale: float, pending_slots: int, local: int = 0,
@@ -105,7 +109,9 @@ def select_pages(
     H = G if group_reduce == "per_head" else steps
     config = config or tuned.select(
         "select_pages",
-        config_for(B * K, H, sum(units.padded(P, pending_slots // unit)), G, simt.target((q, low))),
+        config_for(
+            B * K, H, sum(units.padded(P, pending_slots // unit)), G, simt.target((q, low))
+        ),
         (q, low),
         rows=B * K * steps,
         P=P,
@@ -171,8 +177,12 @@ def _select(how: _How, *args: Array) -> tuple[Array, Array]:
             warpgroups=config.warpgroups,
         )(*ends[:4], *arrays)  # fmt: skip
         parts = [a.reshape(list_rows, heads, -1) for a in (stored, of_pending)]
-        inputs = units.Inputs(ends, parts, sums[0].reshape(list_rows, heads, -1, 2) if summed else None)
-        chosen = units.How(list_rows, how.room, limits, how.group_reduce, config, how.local, how.unit, P)
+        inputs = units.Inputs(
+            ends, parts, sums[0].reshape(list_rows, heads, -1, 2) if summed else None
+        )
+        chosen = units.How(
+            list_rows, how.room, limits, how.group_reduce, config, how.local, how.unit, P
+        )
         return units.select_units("kvjax_select_pages", inputs, chosen)
 
     return run(*args)
@@ -194,8 +204,12 @@ def _score(
         (start_m, stop_m, wait_start_m, wait_stop_m), shared_by, strict=True
     )
 
-    def visit(row: Word, tile: Word, pages: list[Word], pair: Word, scores: list[list[Word]]) -> None:
-        start, length = units.units_of(simt.span_of(start_at, stop_at, row, P * how.unit), how.unit)
+    def visit(
+        row: Word, tile: Word, pages: list[Word], pair: Word, scores: list[list[Word]]
+    ) -> None:
+        start, length = units.units_of(
+            simt.span_of(start_at, stop_at, row, P * how.unit), how.unit
+        )
         exists = [(page - start) < length for page in pages]
         for e, two in enumerate(scores):
             own = [f.select(x, NOTHING[0]) for f, x in zip(exists, two, strict=True)]
@@ -213,13 +227,21 @@ def _score(
     with when(block >= blocks):
         (pages,) = units.padded(how.pending_slots // how.unit)
         job = (block - blocks) * (4 * how.config.warpgroups) + (simt.special("tid.x") >> 5)
-        job = (job < waiting * pages).select(job, waiting * pages - 1)  # a spare warp repeats the last
+        job = (job < waiting * pages).select(
+            job, waiting * pages - 1
+        )  # a spare warp repeats the last
         row = simt.divide(job, pages)
         page = job - row * pages
-        start, length = simt.span_of(wait_start_at, wait_stop_at, row, how.pending_slots, how.local)
+        start, length = simt.span_of(
+            wait_start_at, wait_stop_at, row, how.pending_slots, how.local
+        )
         stored, R = keys
-        q = simt.offset_rows(simt.global_address(q_m), simt.swapped_row(row, *how.order), of_step * D * 2)
-        recent = simt.offset_rows(simt.global_address(keys_m), simt.divide(row, waiting // stored), R * D * 2)
+        q = simt.offset_rows(
+            simt.global_address(q_m), simt.swapped_row(row, *how.order), of_step * D * 2
+        )
+        recent = simt.offset_rows(
+            simt.global_address(keys_m), simt.divide(row, waiting // stored), R * D * 2
+        )
         queries = score.channels(q, (quad < of_step).select(quad, 0), D)
 
         @loop(0, how.unit, TILE, [real(-float("inf"))] * 2)
@@ -228,12 +250,19 @@ def _score(
             both = [score.channels(recent, (slot < R).select(slot, R - 1), D) for slot in slots]
             acc = [word(0)] * 4
             for j in range(0, D // 8, 2):
-                acc = simt.mma(kind, acc, [both[0][j], both[1][j], both[0][j + 1], both[1][j + 1]], queries[j : j + 2])
+                acc = simt.mma(
+                    kind,
+                    acc,
+                    [both[0][j], both[1][j], both[0][j + 1], both[1][j + 1]],
+                    queries[j : j + 2],
+                )
             found = list(best)
             for n, x in enumerate(acc):
                 exists = (slots[n >> 1] - start) < length
                 found[n & 1] = instr(
-                    "max.f32", found[n & 1], exists.select(instr("mul.f32", x, real(how.scale)), NOTHING[0])
+                    "max.f32",
+                    found[n & 1],
+                    exists.select(instr("mul.f32", x, real(how.scale)), NOTHING[0]),
                 )
             return found
 
@@ -243,5 +272,7 @@ def _score(
             head = col * 2 + e
             with when(quad.equals(0) & (head < of_step)):
                 place = row * of_step + head
-                at = simt.offset(simt.offset_rows(simt.global_address(pending_m), place, pages * 4), page * 4)
+                at = simt.offset(
+                    simt.offset_rows(simt.global_address(pending_m), place, pages * 4), page * 4
+                )
                 ptx("st.global.u32 [$0], $1;", at, x)

@@ -36,7 +36,10 @@ class Out(NamedTuple):
     def of(cls, k: int, *refs: Any) -> Out:
         """In device memory, for this block's row."""
         sizes = (4, 1, 4)[: len(refs)]
-        at = (simt.offset_rows(simt.global_address(m), simt.row(), n * k) for m, n in zip(refs, sizes, strict=True))
+        at = (
+            simt.offset_rows(simt.global_address(m), simt.row(), n * k)
+            for m, n in zip(refs, sizes, strict=True)
+        )
         return cls(k, *at)
 
     def write(self, at: Word, pair: list[Word]) -> None:
@@ -44,7 +47,11 @@ class Out(NamedTuple):
         rank, key = pair
         with when(at < self.k):
             ptx("st.global.u32 [$0], $1;", simt.offset(self.slots, at * 4), word(SLOTS) - rank)
-            ptx("st.global.u8 [$0], $1;", simt.offset(self.found, at), key.differs(0).select(1, 0))
+            ptx(
+                "st.global.u8 [$0], $1;",
+                simt.offset(self.found, at),
+                key.differs(0).select(1, 0),
+            )
             if self.keys is not None:
                 ptx("st.global.u32 [$0], $1;", simt.offset(self.keys, at * 4), key)
 
@@ -67,7 +74,9 @@ def sort_pairs(sizes: list[int], own: Word, spare: Word | None, length: Word, t:
     """Sorts `own` by the smallest network that has room. There are few networks, as a branch past one takes long.
     Without `spare`, as much room again, threads wait once more for each exchange."""
     if len(sizes) == 1:
-        of_thread = max(2 if sizes[0] > 32 else 1, sizes[0] // tiling.THREADS)  # fewer waits for others than with one
+        of_thread = max(
+            2 if sizes[0] > 32 else 1, sizes[0] // tiling.THREADS
+        )  # fewer waits for others than with one
         with when((t >> 5) * (32 * of_thread) < length):
             _bitonic(sizes[0], of_thread, own, spare, length, t)
         return
@@ -78,7 +87,9 @@ def sort_pairs(sizes: list[int], own: Word, spare: Word | None, length: Word, t:
         sort_pairs(sizes[half:], own, spare, length, t)
 
 
-def _bitonic(size_all: int, m: int, own: Word, spare: Word | None, length: Word, t: Word) -> None:
+def _bitonic(
+    size_all: int, m: int, own: Word, spare: Word | None, length: Word, t: Word
+) -> None:
     """Sorts the first `length` pairs of `own`, largest first; the first threads have m of `size_all` pairs each.
 
     A larger pair always moves to the lower place, so zeros past the end stay there and warps that have nothing else
@@ -106,7 +117,9 @@ def _bitonic(size_all: int, m: int, own: Word, spare: Word | None, length: Word,
     while size <= size_all:
         gap = size - 1
         while gap:
-            half = (gap + 1) // 2 if gap == size - 1 else gap  # the bit in which partners differ first
+            half = (
+                (gap + 1) // 2 if gap == size - 1 else gap
+            )  # the bit in which partners differ first
             if half >= 32 * m:
                 if spare is None:
                     sync()
@@ -128,13 +141,18 @@ def _bitonic(size_all: int, m: int, own: Word, spare: Word | None, length: Word,
         simt.store_shared(own + e * 8, *v)
 
 
-def write_by_rank(own: Word, lists: Word, small: Word, out: Out, length: Word, t: Word, blocks: int) -> None:
+def write_by_rank(
+    own: Word, lists: Word, small: Word, out: Out, length: Word, t: Word, blocks: int
+) -> None:
     """Sends the sorted list `own` to the other blocks, and writes its slots at their ranks.
 
     `lists` has the lists of the other blocks, that of the next block first.
     """
     part, share = simt.part(), tiling.THREADS // blocks  # threads that write to a block
-    lengths = [simt.load_shared(small + (((part + b) & (blocks - 1)) + LENGTHS) * 4) for b in range(1, blocks)]
+    lengths = [
+        simt.load_shared(small + (((part + b) & (blocks - 1)) + LENGTHS) * 4)
+        for b in range(1, blocks)
+    ]
     firsts, longest = [word(0)], word(0)
     for n in lengths:
         firsts.append(firsts[-1] + n)
@@ -156,7 +174,9 @@ def write_by_rank(own: Word, lists: Word, small: Word, out: Out, length: Word, t
         out.write(simt.sum_of([i, *larger(pair, lists, lengths, firsts, longest)]), pair)
 
 
-def larger(pair: list[Word], lists: Word, lengths: list[Word], firsts: list[Word], longest: Word) -> list[Word]:
+def larger(
+    pair: list[Word], lists: Word, lengths: list[Word], firsts: list[Word], longest: Word
+) -> list[Word]:
     """How many pairs of each sorted list are larger; list i has `lengths[i]` pairs from pair `firsts[i]` on."""
     if not lengths:
         return []

@@ -24,7 +24,9 @@ from kvjax.kernels_pallas.simt import (
     word,
 )
 
-KEY_PASSES = 4  # over the keys at most, the later ones by 11 bits; then two by 11 bits of the slot's 22
+KEY_PASSES = (
+    4  # over the keys at most, the later ones by 11 bits; then two by 11 bits of the slot's 22
+)
 TURNS = 0, 1, 0, 1, 2, 0  # the histogram of each pass; passes over slots may follow any of them
 LISTED = 1024  # elements of a bin that are ranked at once, at most
 
@@ -34,7 +36,9 @@ def ranked_at_once(blocks: int) -> int:
     return min(LISTED, math.isqrt(50_000 * blocks))
 
 
-Place = Callable[[Word, Word], list[Operand]]  # from key and rank to the bin, and perhaps two numbers (`count`)
+Place = Callable[
+    [Word, Word], list[Operand]
+]  # from key and rank to the bin, and perhaps two numbers (`count`)
 
 
 class LastPlace(NamedTuple):
@@ -74,21 +78,32 @@ class Bins:
             above = instr("max.u32", key - self.skipped, self.gap[0])
             moved = (key < 1 << 31).select(instr("min.u32", key, self.gap[0]), above)
         place = (instr("max.u32", moved, self.base) - self.base) >> self.shift
-        return [key.equals(0).select(histogram.BINS, instr("min.u32", place, histogram.BINS - 1))]
+        return [
+            key.equals(0).select(histogram.BINS, instr("min.u32", place, histogram.BINS - 1))
+        ]
 
     def extent(self, place: Word) -> tuple[Word, Word, Flag]:
         """The lowest key of a bin, how many keys follow it, and whether the bin is larger than usual."""
         size_of_bin = (1 << self.shift) - 1
         beyond = self.base + ((histogram.BINS - 1) << self.shift) + self.skipped
-        widths = {0: (1, self.base + size_of_bin - 1), histogram.BINS - 1: (beyond, 0xFFFFFFFF - beyond)}
+        widths = {
+            0: (1, self.base + size_of_bin - 1),
+            histogram.BINS - 1: (beyond, 0xFFFFFFFF - beyond),
+        }
         low, size = (place << self.shift) + self.base, word(size_of_bin)
         if self.gap:
             middle = (self.gap[0] - self.base) >> self.shift
             widths[middle] = self.gap[0], self.skipped + size_of_bin
             low = low + (place > middle).select(self.skipped, 0)
         for which, (first, more) in widths.items():
-            low, size = (place.equals(which).select(x, y) for x, y in ((first, low), (more, size)))
-        return low, size, functools.reduce(lambda a, b: a | b, [place.equals(which) for which in widths])
+            low, size = (
+                place.equals(which).select(x, y) for x, y in ((first, low), (more, size))
+            )
+        return (
+            low,
+            size,
+            functools.reduce(lambda a, b: a | b, [place.equals(which) for which in widths]),
+        )
 
 
 # 32 bins per octave from 2^-61 to 2^3 for sums of softmaxes, 256 per octave from -2^8 to -1 for logarithms of
@@ -102,7 +117,9 @@ FIRST_BINS = {
 
 def first_bins(pooled: bool, group_reduce: str) -> Bins:
     """Those of the keys of scores, or of what `group_reduce` makes of the softmaxes of several heads."""
-    return FIRST_BINS["score" if not pooled else "log" if group_reduce == "max_softmax" else "sum"]
+    return FIRST_BINS[
+        "score" if not pooled else "log" if group_reduce == "max_softmax" else "sum"
+    ]
 
 
 def _by_bits(low: Word, size: Word, by: Operand) -> Place:
@@ -128,7 +145,9 @@ def count(bins: Word, pairs: Iterable[Pair], place: Place) -> None:
         ptx(red, bins + digit * 4, *limits)
 
 
-def lower_bound(sample: Fours, wanted: Word, hist: Word, bins: Bins, U: int, config: tiling.Config) -> Word:
+def lower_bound(
+    sample: Fours, wanted: Word, hist: Word, bins: Bins, U: int, config: tiling.Config
+) -> Word:
     """A key, often the lowest one of a bin, such that at least `wanted` elements of the sample are not below it."""
     at = hist + histogram.PASS * 4
     count(at, elements_of(word(0), sample, U, config).pairs, bins.place)
@@ -142,7 +161,11 @@ def lower_bound(sample: Fours, wanted: Word, hist: Word, bins: Bins, U: int, con
             at = hist + turn * histogram.PASS * 4
             histogram.clear(at)
             simt.block_barrier()
-            count(at, elements_of(word(0), sample, U, config).pairs, _by_bits(low_now, size_now, by))
+            count(
+                at,
+                elements_of(word(0), sample, U, config).pairs,
+                _by_bits(low_now, size_now, by),
+            )
             finer = histogram.find_bin(at, need, config.blocks, of_earlier=False)
             low_now, size_now = _bin_within(low_now, size_now, finer.bin, by)
             need = finer.need
@@ -167,19 +190,38 @@ def last_place(row: Held, wanted: Word, hist: Word, bins: Bins, blocks: int) -> 
     further = is_wide.select(21, bins.shift - 11)  # the first of the next bits to count
     state = [low, size, further, word(0), need, many, above, beside]
 
-    def by_key(n: int, low: Word, size: Word, shift: Word, _: Word, need: Word, *of_blocks: Word) -> list[Word]:
+    def by_key(
+        n: int, low: Word, size: Word, shift: Word, _: Word, need: Word, *of_blocks: Word
+    ) -> list[Word]:
         got = find(n, _by_bits(low, size, shift), need)
         further = (shift > 11).select(shift - 11, 0)
         low, size = _bin_within(low, size, got.bin, shift)
-        return [low, size, further, word(0), got.need, got.many, of_blocks[1] + got.above, got.beside]
+        return [
+            low,
+            size,
+            further,
+            word(0),
+            got.need,
+            got.many,
+            of_blocks[1] + got.above,
+            got.beside,
+        ]
 
-    def by_slot(low: Word, size: Word, shift: Word, least: Word, need: Word, *of_blocks: Word) -> list[Word]:
+    def by_slot(
+        low: Word, size: Word, shift: Word, least: Word, need: Word, *of_blocks: Word
+    ) -> list[Word]:
         above = of_blocks[1]
         for n, by in ((KEY_PASSES, 11), (KEY_PASSES + 1, 0)):
 
-            def place(key: Word, rank: Word, by: int = by, least: Word = least) -> list[Operand]:
+            def place(
+                key: Word, rank: Word, by: int = by, least: Word = least
+            ) -> list[Operand]:
                 digit = (rank - least) >> by
-                return [digit, key.equals(low).select(digit, histogram.BINS), histogram.BINS - 1]
+                return [
+                    digit,
+                    key.equals(low).select(digit, histogram.BINS),
+                    histogram.BINS - 1,
+                ]
 
             got = find(n, place, need)
             least, need, above = least + (got.bin << by), got.need, above + got.above
@@ -191,9 +233,15 @@ def last_place(row: Held, wanted: Word, hist: Word, bins: Bins, blocks: int) -> 
     def narrowed() -> list[Word]:
         found = state
         for n in range(1, KEY_PASSES):
-            found = simt.branch(is_long(found) & found[1].differs(0), functools.partial(by_key, n, *found), found)
+            found = simt.branch(
+                is_long(found) & found[1].differs(0),
+                functools.partial(by_key, n, *found),
+                found,
+            )
         return simt.branch(is_long(found), functools.partial(by_slot, *found), found)
 
-    state = simt.branch(is_long(state), narrowed, state)  # one branch past all of it, as far branches take long
+    state = simt.branch(
+        is_long(state), narrowed, state
+    )  # one branch past all of it, as far branches take long
     low, size, _, least, need, many, above, beside = state
     return LastPlace(low, size, least, need, many, wanted, above, beside)

@@ -56,7 +56,9 @@ def config_for(rows: int, units: int, target: simt.Target | None = None) -> Conf
         return Config(max(of_row, 2), cluster=0)
     limit = 1 if units <= THREADS * 4 else 2 if units <= 8192 else 4 if units <= 16384 else 8
     at_once = target.multiprocessors * 112 // 132
-    return Config(blocks=next((b for b in (8, 4) if b <= limit and rows * b <= at_once), min(limit, 2)))
+    return Config(
+        blocks=next((b for b in (8, 4) if b <= limit and rows * b <= at_once), min(limit, 2))
+    )
 
 
 def fours(i: Word, U: int, config: Config) -> list[Word]:

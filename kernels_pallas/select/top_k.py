@@ -50,14 +50,22 @@ from kvjax.kernels_pallas.simt import (
 )
 
 MEASURED: str | None = "2026-11-22"  # the date in benchmarks/results/top_k.json
-DIGITS = ((0, 21, 11), (0, 10, 11), (0, 0, 10), (1, 11, 11), (1, 0, 11))  # (of key 0 or slot 1, shift, bits)
+DIGITS = (
+    (0, 21, 11),
+    (0, 10, 11),
+    (0, 0, 10),
+    (1, 11, 11),
+    (1, 0, 11),
+)  # (of key 0 or slot 1, shift, bits)
 SMALL = 80  # words for sums of warps, lengths of lists, and where they begin
 LONGEST = 2 * tiling.MAX_PARTS * 2
 TOO_MANY = 0xFFFFFFFF  # in place of the length of a list
 FIRST = 1 << DIGITS[0][1]  # not above the key of any valid score, and above those of others
 SORTED = 512  # elements of a block that sorting takes as long as another pass
 AT_ONCE = 4  # lists that a thread searches at once
-QUEUE = 64  # elements of a warp up to which its threads reserve their places one after the other
+QUEUE = (
+    64  # elements of a warp up to which its threads reserve their places one after the other
+)
 
 
 def candidates(k: int, least: int = 4096) -> int:
@@ -77,13 +85,19 @@ def unsupported(shape: tuple[int, ...], dtype: Any, k: int) -> str | None:
         return f"the kernel top_k takes rows of k to {MAX_UNITS} scores; got scores{list(shape)}, k={k}"
     if 0 in shape:
         return f"the kernel top_k takes at least one row; got scores{list(shape)}"
-    if jnp.dtype(dtype) not in (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
+    if jnp.dtype(dtype) not in (
+        jnp.dtype(jnp.float32),
+        jnp.dtype(jnp.bfloat16),
+        jnp.dtype(jnp.float16),
+    ):
         return f"the kernel top_k takes scores in f32, bf16 or f16; got {jnp.dtype(dtype)}"
     return None
 
 
 @simt.lowered_once("k", "config")
-def top_k(scores: Array, valid: Array, k: int, *, config: Config | None = None) -> tuple[Array, Array]:
+def top_k(
+    scores: Array, valid: Array, k: int, *, config: Config | None = None
+) -> tuple[Array, Array]:
     """(slots i32[..., k], valid bool[..., k]) of the k largest of scores [..., U] where `valid`, largest first."""
     if limit := unsupported(scores.shape, scores.dtype, k):
         raise NotImplementedError(limit)
@@ -92,11 +106,18 @@ def top_k(scores: Array, valid: Array, k: int, *, config: Config | None = None) 
         low = jnp.finfo(scores.dtype).min
         scores = jnp.where(scores >= low, scores, low).astype(jnp.float32)
     own = (1,) * (scores.ndim - valid.ndim) + valid.shape
-    n = max((i + 1 for i in range(len(lead)) if own[i] > 1), default=0)  # rows that differ in later axes share a mask
+    n = max(
+        (i + 1 for i in range(len(lead)) if own[i] > 1), default=0
+    )  # rows that differ in later axes share a mask
     valid = jnp.broadcast_to(valid.reshape(own[:n] + own[-1:]), (*lead[:n], U))
     scores, valid = (jnp.pad(a.reshape(-1, U), ((0, 0), (0, -U % 4))) for a in (scores, valid))
     config = config or tuned.select(
-        "top_k", config_for(len(scores), U, simt.target((scores,))), (scores,), rows=len(scores), U=U, k=k
+        "top_k",
+        config_for(len(scores), U, simt.target((scores,))),
+        (scores,),
+        rows=len(scores),
+        U=U,
+        k=k,
     )
     slots, found = _select(k, config, scores, valid)
     return slots.reshape(*lead, k), found.reshape(*lead, k)
@@ -126,13 +147,20 @@ def _select(k: int, config: Config, scores: Array, valid: Array) -> tuple[Array,
 
 def selected(rows: int, k: int, ranked: bool = False) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Slots, whether a place has one, and their keys if `ranked`."""
-    return tuple(jax.ShapeDtypeStruct((rows, k), t) for t in (jnp.int32, jnp.bool_, jnp.uint32)[: 3 if ranked else 2])
+    return tuple(
+        jax.ShapeDtypeStruct((rows, k), t)
+        for t in (jnp.int32, jnp.bool_, jnp.uint32)[: 3 if ranked else 2]
+    )
 
 
 def launch_of(rows: int, config: Config) -> dict[str, int]:
     """The grid of a kernel with the config's blocks for each row."""
     how = {"blocks": rows, "cluster": config.blocks, "warpgroups": tiling.THREADS // 128}
-    return how | {"blocks": rows * config.blocks, "cluster": 1, "parts": config.blocks} if config.parted else how
+    return (
+        how | {"blocks": rows * config.blocks, "cluster": 1, "parts": config.blocks}
+        if config.parted
+        else how
+    )
 
 
 def scratch(k: int, config: Config) -> tuple[int, ...]:
@@ -144,7 +172,17 @@ def scratch(k: int, config: Config) -> tuple[int, ...]:
     return histogram.PASS, *((room, room) if k <= MAX_K // 2 else (room,)), SMALL
 
 
-def _program(scores_m, valid_m, slots_m, found_m, *scratch_m, U: int, k: int, config: Config, shared_by: int) -> None:
+def _program(
+    scores_m,
+    valid_m,
+    slots_m,
+    found_m,
+    *scratch_m,
+    U: int,
+    k: int,
+    config: Config,
+    shared_by: int,
+) -> None:
     fetch = _scores(scores_m, valid_m, U, config, shared_by)
     select_row(fetch, fetch, Out.of(k, slots_m, found_m), scratch_m, U=U, k=k, config=config)
 
@@ -157,16 +195,23 @@ def fetcher(keys: Any, U: int, config: Config) -> Fetch:
     return lambda i: [tiling.load_four(keys, at, U) for at in tiling.fours(i, U, config)]
 
 
-def _scores(scores_m: Any, valid_m: Any, U: int, config: Config, shared_by: int, keys: Any = None) -> Fetch:
+def _scores(
+    scores_m: Any, valid_m: Any, U: int, config: Config, shared_by: int, keys: Any = None
+) -> Fetch:
     """Gives the keys of a row's scores, and writes them to `keys`."""
     scores = simt.offset_rows(simt.global_address(scores_m), simt.row(), U * 4)
-    valid = simt.offset_rows(simt.global_address(valid_m), simt.divide(simt.row(), shared_by), U)
+    valid = simt.offset_rows(
+        simt.global_address(valid_m), simt.divide(simt.row(), shared_by), U
+    )
 
     def fetch(i: Word) -> list[list[Word]]:
         fours = []
         for at in tiling.fours(i, U, config):
             flags = simt.load_below(at, U, simt.offset(valid, at))
-            four = [ordered_key(x, (flags >> 8 * j) & 1) for j, x in enumerate(tiling.load_four(scores, at, U))]
+            four = [
+                ordered_key(x, (flags >> 8 * j) & 1)
+                for j, x in enumerate(tiling.load_four(scores, at, U))
+            ]
             if keys is not None:
                 tiling.store_four(keys, at, U, four)
             fours.append(four)
@@ -186,7 +231,9 @@ class _Elements:
     def _of(self, fetch: Fetch, i: Word) -> list[Element]:
         """Past the end of the row keys are 0, and their slots come after all others."""
         places = zip(tiling.fours(i, self.U, self.config), fetch(i), strict=True)
-        return [(key, word(SLOTS) - (at + j)) for at, four in places for j, key in enumerate(four)]
+        return [
+            (key, word(SLOTS) - (at + j)) for at, four in places for j, key in enumerate(four)
+        ]
 
     def each(self, visit: Callable[[list[Element]], None]) -> None:
         fetch = next(self.fetches, self.again)
@@ -219,13 +266,18 @@ def select_row(
     # needed, and how many it has.
     def found(n: int, state: list[Word]) -> list[Word]:
         """The state after digit n; if too many elements are left, after all later digits too, behind one branch."""
-        state = _digit_pass(n, state, elements.each, hist, config, clear=bins is not None or n > 0)
+        state = _digit_pass(
+            n, state, elements.each, hist, config, clear=bins is not None or n > 0
+        )
         if n + 1 == len(DIGITS):
             return state
         more = ((word(k) - state[4] + state[5]) > most) & state[0].differs(0)
         return simt.branch(more, functools.partial(found, n + 1, state), state)
 
-    start, most = [word(x) for x in (0, 0, 0, 0, k, 0)], min(capacity, candidates(k, SORTED * blocks))
+    start, most = (
+        [word(x) for x in (0, 0, 0, 0, k, 0)],
+        min(capacity, candidates(k, SORTED * blocks)),
+    )
     if bins is None:
         high, _, low, _, need, _ = found(0, start)
         valid, few = word(k) - need, high.equals(0)
@@ -234,7 +286,9 @@ def select_row(
         elements.each(lambda pairs: threshold.count(first_pass, pairs, bins.place))
         of = histogram.find_bin(first_pass, word(k), blocks, of_earlier=False)
         valid, few, many = of.wanted, of.wanted < k, (of.wanted - of.need + of.many) > most
-        high, low = simt.branch(many, lambda: found(0, start)[0:3:2], [bins.extent(of.bin)[0], word(0)])
+        high, low = simt.branch(
+            many, lambda: found(0, start)[0:3:2], [bins.extent(of.bin)[0], word(0)]
+        )
     with when(few & simt.part().equals(0)):
         _fill((elements.held or elements._of(again, word(0)))[:4], valid, small, out)
     length = _collect(elements, high, low, own, small)
@@ -265,7 +319,10 @@ def _collect(elements: _Elements, high: Word, low: Word, own: Word, small: Word)
 
     def collect(elements: list[Element]) -> None:
         taken = "{ .reg .u64 x, y; .reg .pred p; mov.b64 x, {$1, $2}; mov.b64 y, {$3, $4}; setp.ge.u64 p, x, y; "
-        flags = [ptx(taken + "selp.u32 $0, 1, 0, p; }", rank, key, low, high, results=1) for key, rank in elements]
+        flags = [
+            ptx(taken + "selp.u32 $0, 1, 0, p; }", rank, key, low, high, results=1)
+            for key, rank in elements
+        ]
         n = simt.sum_of(flags)
         of_warp = simt.warp_sum(n)
         many = of_warp > QUEUE
@@ -281,7 +338,9 @@ def _collect(elements: _Elements, high: Word, low: Word, own: Word, small: Word)
         (place,) = simt.branch(many, in_turn, [reserve(many.select(0, n))])
         at = own + place * 8
         for flag, (key, rank) in zip(flags, elements, strict=True):
-            store = "{ .reg .pred p; setp.ne.u32 p, $0, 0; @p st.shared.v2.u32 [$1], {$2, $3}; }"
+            store = (
+                "{ .reg .pred p; setp.ne.u32 p, $0, 0; @p st.shared.v2.u32 [$1], {$2, $3}; }"
+            )
             ptx(store, flag, at, rank, key)
             at = at + (flag << 3)
 
@@ -296,7 +355,12 @@ def _digit(key: Word, rank: Word, n: int) -> Word:
 
 
 def _digit_pass(
-    n: int, state: list[Word], each: Callable[..., None], hist: Word, config: Config, clear: bool
+    n: int,
+    state: list[Word],
+    each: Callable[..., None],
+    hist: Word,
+    config: Config,
+    clear: bool,
 ) -> list[Word]:
     """Adds digit n of the k-th element to the prefix."""
     of_slot, shift, bits = DIGITS[n]
@@ -317,7 +381,9 @@ def _digit_pass(
                 ptx("red.shared.add.u32 [$0], 1;", bins + _digit(key, rank, n) * 4)
 
     each(count)
-    digit, need, elements_held, *_ = histogram.find_bin(bins, need, config.blocks, of_earlier=False)
+    digit, need, elements_held, *_ = histogram.find_bin(
+        bins, need, config.blocks, of_earlier=False
+    )
     mask = ((1 << bits) - 1) << shift
     if of_slot:
         return [high, high_mask, low | (digit << shift), low_mask | mask, need, elements_held]
@@ -328,26 +394,52 @@ def _digit_pass(
 
 
 def _count(
-    scores_m: Any, valid_m: Any, keys_m: Any, kept_m: Any, hist_m: Any, *, U: int, config: Config, shared_by: int
+    scores_m: Any,
+    valid_m: Any,
+    keys_m: Any,
+    kept_m: Any,
+    hist_m: Any,
+    *,
+    U: int,
+    config: Config,
+    shared_by: int,
 ) -> None:
     """The first launch: writes the keys, and how many of each block have each first digit."""
     keys = simt.offset_rows(simt.global_address(keys_m), simt.row(), U * 4)
-    count_first(_scores(scores_m, valid_m, U, config, shared_by, keys), kept_m, hist_m, U=U, config=config)
+    count_first(
+        _scores(scores_m, valid_m, U, config, shared_by, keys),
+        kept_m,
+        hist_m,
+        U=U,
+        config=config,
+    )
 
 
-def count_first(fetch: Fetch, kept_m: Any, hist_m: Any, *, U: int, config: Config, bins: Bins | None = None) -> None:
+def count_first(
+    fetch: Fetch, kept_m: Any, hist_m: Any, *, U: int, config: Config, bins: Bins | None = None
+) -> None:
     hist = simt.shared_address(hist_m)
     histogram.clear(hist)
     block_barrier()
 
-    place: threshold.Place = (lambda key, rank: [_digit(key, rank, 0)]) if bins is None else bins.place
+    place: threshold.Place = (
+        (lambda key, rank: [_digit(key, rank, 0)]) if bins is None else bins.place
+    )
     _Elements(fetch, fetch, U, config).each(lambda pairs: threshold.count(hist, pairs, place))
-    kept = simt.offset_rows(simt.global_address(kept_m), simt.row(), config.blocks * histogram.KEPT * 4)
+    kept = simt.offset_rows(
+        simt.global_address(kept_m), simt.row(), config.blocks * histogram.KEPT * 4
+    )
     histogram.keep(hist, kept)
 
 
 def select_kept(
-    kernel: str, keys: Array, kept: Array, k: int, config: Config, ranked: bool = False, bins: Bins | None = None
+    kernel: str,
+    keys: Array,
+    kept: Array,
+    k: int,
+    config: Config,
+    ranked: bool = False,
+    bins: Bins | None = None,
 ) -> tuple[Array, ...]:
     """`selected` of keys u32[rows, U] whose first digits were counted.
 
@@ -392,10 +484,15 @@ def _list(
     histogram.clear(hist)
     with when(t.equals(0)):
         simt.store_shared(small + LENGTH * 4, word(0))
-    place, need, many, wanted, *_ = histogram.find_kept(hist, kept, word(k), blocks, of_earlier=False)
+    place, need, many, wanted, *_ = histogram.find_kept(
+        hist, kept, word(k), blocks, of_earlier=False
+    )
     if bins is None:
         none = place.equals(0)
-        low, listed = none.select(FIRST, place << DIGITS[0][1]), word(k) - need + none.select(0, many)
+        low, listed = (
+            none.select(FIRST, place << DIGITS[0][1]),
+            word(k) - need + none.select(0, many),
+        )
     else:
         low, listed = bins.extent(place)[0], wanted - need + many
     fits = listed <= candidates(k)
@@ -410,7 +507,11 @@ def _list(
 
         @loop(t, length, tiling.THREADS)
         def _store(i: Word) -> None:
-            ptx("st.global.v2.u32 [$0], {$1, $2};", simt.offset(to, i * 8), *simt.load_shared(own + i * 8, 2))
+            ptx(
+                "st.global.v2.u32 [$0], {$1, $2};",
+                simt.offset(to, i * 8),
+                *simt.load_shared(own + i * 8, 2),
+            )
 
 
 def _rank(
@@ -438,7 +539,12 @@ def _rank(
         total = simt.sum_of(simt.load_shared(small + (blocks - 1) * 8, 2))
         with when((total < k) & part.equals(0)):
             four = tiling.load_four(keys, t * 4, U)
-            _fill([(key, word(SLOTS) - (t * 4 + j)) for j, key in enumerate(four)], total, sums, out)
+            _fill(
+                [(key, word(SLOTS) - (t * 4 + j)) for j, key in enumerate(four)],
+                total,
+                sums,
+                out,
+            )
         each = tiling.THREADS // 32 // blocks  # warps that copy a list
 
         @loop(simt.divide(t >> 5, each), blocks, tiling.THREADS // 32)
@@ -448,7 +554,9 @@ def _rank(
 
             @loop(t - b * (32 * each), length, 32 * each)
             def _pair(i: Word) -> None:
-                pair = ptx("ld.global.nc.v2.u32 {$0, $1}, [$2];", simt.offset(source, i * 8), results=2)
+                pair = ptx(
+                    "ld.global.nc.v2.u32 {$0, $1}, [$2];", simt.offset(source, i * 8), results=2
+                )
                 simt.store_shared(own + (before + i) * 8, *pair)
 
         block_barrier()
@@ -463,8 +571,19 @@ def _rank(
                 of = []
                 for j in range(b, min(b + AT_ONCE, blocks)):
                     other = part + j
-                    of.append(simt.load_shared(small + (other - (other < blocks).select(0, blocks)) * 8, 2))
-                at = simt.sum_of([at, *larger(pair, own, [n for _, n in of], [first for first, _ in of], longest)])
+                    of.append(
+                        simt.load_shared(
+                            small + (other - (other < blocks).select(0, blocks)) * 8, 2
+                        )
+                    )
+                at = simt.sum_of(
+                    [
+                        at,
+                        *larger(
+                            pair, own, [n for _, n in of], [first for first, _ in of], longest
+                        ),
+                    ]
+                )
             out.write(at, pair)
 
     with when(first_length.equals(TOO_MANY) & part.equals(0)):

@@ -41,7 +41,9 @@ from kvjax.kernels_pallas.simt import (
 )
 
 MEASURED: str | None = "2026-11-22"  # the date in benchmarks/results/top_k_grouped.json
-STATS = 32 * HEADS * 2  # words: largest and sum by head and warp; after them by head of the block, and its log
+STATS = (
+    32 * HEADS * 2
+)  # words: largest and sum by head and warp; after them by head of the block, and its log
 Parts = Sequence[tuple[Any, Any]]
 
 
@@ -77,7 +79,9 @@ def top_k_grouped(
     B, K, G, _ = parts[0][0].shape
     H = G if group_reduce == "per_head" else 1
     scores = [scores for scores, _ in parts]
-    shared = jnp.broadcast_shapes(*(ok.shape[:-1] for _, ok in parts))  # a part may have one row for all KV heads
+    shared = jnp.broadcast_shapes(
+        *(ok.shape[:-1] for _, ok in parts)
+    )  # a part may have one row for all KV heads
     flags = [jnp.broadcast_to(ok, (*shared, ok.shape[-1])) for _, ok in parts]
     valid = jnp.concatenate(flags, axis=-1)
     if len(parts) > 2 or (len(parts) == 2 and scores[0].shape[3] % 4):
@@ -97,26 +101,43 @@ def top_k_grouped(
         G=G // H,
         softmax=int(group_reduce in SOFTMAX),
     )
-    logs = [] if total is None else [jnp.where(jnp.isneginf(total), 0.0, -logsum.LOG2_E * total).reshape(rows, G // H)]
+    logs = (
+        []
+        if total is None
+        else [jnp.where(jnp.isneginf(total), 0.0, -logsum.LOG2_E * total).reshape(rows, G // H)]
+    )
     found = _select(group_reduce, k, ranked, len(flat), config, valid, *flat, *logs)
     return tuple(a.reshape(B, K, H, k) for a in found)
 
 
 def _select(
-    group_reduce: str, k: int, ranked: bool, parts: int, config: Config, valid: Array, *given: Array
+    group_reduce: str,
+    k: int,
+    ranked: bool,
+    parts: int,
+    config: Config,
+    valid: Array,
+    *given: Array,
 ) -> tuple[Array, ...]:
     """The selection from scores in `parts`, after which the heads' logs come if they are known."""
     rows, heads, _ = given[0].shape
     sizes = tuple(s.shape[2] for s in given[:parts])
     U = sum(sizes)
     summed = group_reduce in SOFTMAX and heads > 1 and len(given) == parts
-    bins = first_bins(group_reduce in SOFTMAX and (heads > 1 or len(given) > parts), group_reduce)
+    bins = first_bins(
+        group_reduce in SOFTMAX and (heads > 1 or len(given) > parts), group_reduce
+    )
     keys_of = jax.ShapeDtypeStruct((rows, U), jnp.uint32)
 
     @simt.over_rows(functools.partial(_select, group_reduce, k, ranked, parts, config))
     def run(valid: Array, *given: Array) -> tuple[Array, ...]:
         row = functools.partial(
-            _Row, sizes=sizes, heads=heads, shared_by=rows // valid.shape[0], group_reduce=group_reduce, config=config
+            _Row,
+            sizes=sizes,
+            heads=heads,
+            shared_by=rows // valid.shape[0],
+            group_reduce=group_reduce,
+            config=config,
         )
         launch, args = top_k.launch_of(rows, config), [valid, *given]
         if config.parted:
@@ -139,7 +160,9 @@ def _select(
         if not tiling.in_one_step(U, config):
             outs.append(keys_of)  # keys, for the later passes
         return simt.kernel(
-            functools.partial(_program, row=row, inputs=len(args), outs=wanted, summed=summed, k=k, bins=bins),
+            functools.partial(
+                _program, row=row, inputs=len(args), outs=wanted, summed=summed, k=k, bins=bins
+            ),
             name="kvjax_top_k_grouped",
             out_type=tuple(outs),
             scratch=(*top_k.scratch(k, config), STATS + 3 * HEADS),
@@ -156,9 +179,16 @@ class _Row:
         self, valid_m: Any, *scores_m: Any, sizes: tuple[int, ...], heads: int, shared_by: int, group_reduce: str,
         config: Config,
     ):  # fmt: skip
-        self.sizes, self.heads, self.group_reduce, self.config = sizes, heads, group_reduce, config
+        self.sizes, self.heads, self.group_reduce, self.config = (
+            sizes,
+            heads,
+            group_reduce,
+            config,
+        )
         self.U, self.row = sum(sizes), simt.row()
-        self.valid = simt.offset_rows(simt.global_address(valid_m), simt.divide(self.row, shared_by), self.U)
+        self.valid = simt.offset_rows(
+            simt.global_address(valid_m), simt.divide(self.row, shared_by), self.U
+        )
         self.scores = [
             simt.offset_rows(simt.global_address(m), self.row, heads * n * 4)
             for m, n in zip(scores_m[: len(sizes)], sizes, strict=True)
@@ -179,7 +209,11 @@ class _Row:
 
         def fetch(i: Word) -> list[list[Word]]:
             fours = []
-            for at, end in zip(tiling.fours(i, self.U, self.config), tiling.ends(self.U, self.config), strict=True):
+            for at, end in zip(
+                tiling.fours(i, self.U, self.config),
+                tiling.ends(self.U, self.config),
+                strict=True,
+            ):
                 flags, heads = self.load(at, end)
                 of_units = [[h[j] for h in heads] for j in range(4)]
                 fours.append(reduced_keys(flags, of_units, self.logs, self.group_reduce))
@@ -190,15 +224,31 @@ class _Row:
         return fetch
 
 
-def _program(*refs: Any, row: Callable[..., _Row], inputs: int, outs: int, summed: bool, k: int, bins: Bins) -> None:
+def _program(
+    *refs: Any,
+    row: Callable[..., _Row],
+    inputs: int,
+    outs: int,
+    summed: bool,
+    k: int,
+    bins: Bins,
+) -> None:
     of = row(*refs[:inputs])
     first = len(refs) - len(top_k.scratch(k, of.config)) - 1
-    out, keys_m, (*scratch_m, stats_m) = Out.of(k, *refs[inputs:][:outs]), refs[inputs + outs : first], refs[first:]
-    keys = simt.offset_rows(simt.global_address(keys_m[0]), of.row, of.U * 4) if keys_m else None
+    out, keys_m, (*scratch_m, stats_m) = (
+        Out.of(k, *refs[inputs:][:outs]),
+        refs[inputs + outs : first],
+        refs[first:],
+    )
+    keys = (
+        simt.offset_rows(simt.global_address(keys_m[0]), of.row, of.U * 4) if keys_m else None
+    )
     if summed:
         of.logs = _log_sums(of, stats_m)
     again = top_k.fetcher(keys, of.U, of.config)
-    top_k.select_row(of.fetch(keys), again, out, scratch_m, U=of.U, k=k, config=of.config, bins=bins)
+    top_k.select_row(
+        of.fetch(keys), again, out, scratch_m, U=of.U, k=k, config=of.config, bins=bins
+    )
 
 
 def _statistics(*refs: Any, row: Callable[..., _Row]) -> None:
@@ -208,7 +258,11 @@ def _statistics(*refs: Any, row: Callable[..., _Row]) -> None:
     states = _sums_of_block(of, stats)
     with when((warp < of.heads) & (simt.special("tid.x") & 31).equals(0)):
         at = (of.row * of.heads + warp) * of.config.blocks + simt.part()
-        ptx("st.global.v2.u32 [$0], {$1, $2};", simt.offset_rows(simt.global_address(sums_m), at, 8), *states)
+        ptx(
+            "st.global.v2.u32 [$0], {$1, $2};",
+            simt.offset_rows(simt.global_address(sums_m), at, 8),
+            *states,
+        )
 
 
 def _count(*refs: Any, row: Callable[..., _Row], summed: bool, bins: Bins) -> None:
@@ -219,7 +273,9 @@ def _count(*refs: Any, row: Callable[..., _Row], summed: bool, bins: Bins) -> No
     if summed:
         n = of.config.blocks
         parts = simt.offset_rows(simt.global_address(sums_m), of.row, of.heads * n * 8)
-        of.logs = units.log_sums(parts, n, of.heads, None, simt.shared_address(logs_m), lambda: None, half=False)
+        of.logs = units.log_sums(
+            parts, n, of.heads, None, simt.shared_address(logs_m), lambda: None, half=False
+        )
     keys = simt.offset_rows(simt.global_address(keys_m), of.row, of.U * 4)
     top_k.count_first(of.fetch(keys), kept_m, hist_m, U=of.U, config=of.config, bins=bins)
 
@@ -256,7 +312,11 @@ def _sums_of_block(of: _Row, stats: Word) -> list[Word]:
 
 def _log_sums(of: _Row, stats_m: Any) -> list[Word]:
     """For each head minus log2 of the sum of exp(score) over the valid units; 0 if there is none."""
-    stats, blocks, thread = simt.shared_address(stats_m), of.config.blocks, simt.special("tid.x")
+    stats, blocks, thread = (
+        simt.shared_address(stats_m),
+        of.config.blocks,
+        simt.special("tid.x"),
+    )
     of_block, logs = stats + 4 * STATS, stats + 4 * (STATS + 2 * HEADS)
     lane, warp = thread & 31, thread >> 5
     states = _sums_of_block(of, stats)
@@ -266,7 +326,11 @@ def _log_sums(of: _Row, stats_m: Any) -> list[Word]:
     with when(warp < of.heads):  # and of all blocks
         exists = lane < blocks
         state = simt.load_remote(simt.remote(of_block + warp * 8, exists.select(lane, 0)), 2)
-        log = logsum.minus_log(logsum.merge_lanes([exists.select(x, y) for x, y in zip(state, NOTHING, strict=True)]))
+        log = logsum.minus_log(
+            logsum.merge_lanes(
+                [exists.select(x, y) for x, y in zip(state, NOTHING, strict=True)]
+            )
+        )
         with when(lane.equals(0)):
             simt.store_shared(logs + warp * 4, log)
     simt.block_barrier()

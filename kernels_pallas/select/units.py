@@ -24,10 +24,23 @@ import jax.numpy as jnp
 from kvjax.kernels_pallas import simt
 from kvjax.kernels_pallas.select import elements, histogram, logsum, parted, tiling
 from kvjax.kernels_pallas.select.compact import Here, write_slots
-from kvjax.kernels_pallas.select.elements import LIST, WARPS, InLists, InRegisters, Lists, elements_of
+from kvjax.kernels_pallas.select.elements import (
+    LIST,
+    WARPS,
+    InLists,
+    InRegisters,
+    Lists,
+    elements_of,
+)
 from kvjax.kernels_pallas.select.keys import HEADS, load_heads, reduced_keys
 from kvjax.kernels_pallas.select.logsum import NOTHING
-from kvjax.kernels_pallas.select.threshold import Bins, count, first_bins, last_place, lower_bound
+from kvjax.kernels_pallas.select.threshold import (
+    Bins,
+    count,
+    first_bins,
+    last_place,
+    lower_bound,
+)
 from kvjax.kernels_pallas.simt import Word, ptx, when, word
 
 LOGS = 2 * 32 + HEADS  # words: statistics of heads by warp, and the logs of all
@@ -47,10 +60,16 @@ def scratch(U: int, config: tiling.Config) -> tuple[int, ...]:
 class Inputs(NamedTuple):
     """The arrays that a selection reads, inside of a kernel as refs."""
 
-    ends: Sequence[Any]  # start and stop i32 of each part's span, and the number of units wanted
+    ends: Sequence[
+        Any
+    ]  # start and stop i32 of each part's span, and the number of units wanted
     parts: Sequence[Any]  # scores [rows, heads, units], in f16 or f32
-    sums: Any = None  # statistics f32[rows, heads, n, 2] of the scoring warps, if softmaxes are reduced
-    names: Any = None  # i32[rows, limits[0]]: the slots of the first part's units; None: their numbers
+    sums: Any = (
+        None  # statistics f32[rows, heads, n, 2] of the scoring warps, if softmaxes are reduced
+    )
+    names: Any = (
+        None  # i32[rows, limits[0]]: the slots of the first part's units; None: their numbers
+    )
 
 
 @dataclass(frozen=True)
@@ -68,7 +87,9 @@ class How:
     config: tiling.Config
     local: int = 0
     unit: int = 1
-    beyond: int | None = None  # what is written for the first unit of the second part; None: its number
+    beyond: int | None = (
+        None  # what is written for the first unit of the second part; None: its number
+    )
 
 
 def select_units(kernel: str, inputs: Inputs, how: How) -> tuple[jax.Array, jax.Array]:
@@ -80,7 +101,9 @@ def select_units(kernel: str, inputs: Inputs, how: How) -> tuple[jax.Array, jax.
     row = functools.partial(_Row, shapes=shapes, how=how)
 
     def program_of(body: Callable[..., None]) -> Callable[..., None]:
-        return lambda *refs: body(row(jax.tree.unflatten(tree, refs[: len(args)])), *refs[len(args) :])
+        return lambda *refs: body(
+            row(jax.tree.unflatten(tree, refs[: len(args)])), *refs[len(args) :]
+        )
 
     if config.parted:
         kinds = jax.ShapeDtypeStruct((rows, U), jnp.uint32), histogram.kept_of(rows, config)
@@ -90,10 +113,17 @@ def select_units(kernel: str, inputs: Inputs, how: How) -> tuple[jax.Array, jax.
         )(*args)  # fmt: skip
         bins = row(None).bins
         first = shapes.parts[0].shape[2]
-        return parted.select_keys(kernel, keys, kept, inputs.ends[-1], inputs.names, how, bins, first)
-    outs = [jax.ShapeDtypeStruct((rows, room), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.int32)]
+        return parted.select_keys(
+            kernel, keys, kept, inputs.ends[-1], inputs.names, how, bins, first
+        )
+    outs = [
+        jax.ShapeDtypeStruct((rows, room), jnp.int32),
+        jax.ShapeDtypeStruct((rows,), jnp.int32),
+    ]
     if not tiling.in_one_step(U, config):
-        outs.append(jax.ShapeDtypeStruct((rows, U), jnp.uint32))  # keys, where lists have no room
+        outs.append(
+            jax.ShapeDtypeStruct((rows, U), jnp.uint32)
+        )  # keys, where lists have no room
     units, found, *_ = simt.kernel(
         program_of(_select_units), name=kernel, out_type=tuple(outs), scratch=scratch(U, config),
         sparse=(2,)[: len(outs) - 2], blocks=rows, cluster=config.blocks, warpgroups=tiling.THREADS // 128,
@@ -122,21 +152,34 @@ class _Row:
 
     def __init__(self, refs: Inputs | None, *, shapes: Inputs, how: How):
         self.refs, self.how = refs, how
-        self.sizes, self.heads = tuple(a.shape[2] for a in shapes.parts), shapes.parts[0].shape[1]
-        self.half, self.sums = shapes.parts[0].dtype == jnp.float16, 0 if shapes.sums is None else shapes.sums.shape[2]
+        self.sizes, self.heads = (
+            tuple(a.shape[2] for a in shapes.parts),
+            shapes.parts[0].shape[1],
+        )
+        self.half, self.sums = (
+            shapes.parts[0].dtype == jnp.float16,
+            0 if shapes.sums is None else shapes.sums.shape[2],
+        )
         self.U, self.S = sum(self.sizes), self.sizes[0]
-        self.depth = 3 if self.heads <= 4 and self.half else 0  # fours that registers hold; with more heads, none ahead
+        self.depth = (
+            3 if self.heads <= 4 and self.half else 0
+        )  # fours that registers hold; with more heads, none ahead
         self.bins: Bins = first_bins(bool(self.sums), how.group_reduce)
         if refs is None:
             return
         self.row = simt.row()
-        ends = [(ref, how.rows // a.size) for ref, a in zip(refs.ends, shapes.ends, strict=True)]
+        ends = [
+            (ref, how.rows // a.size) for ref, a in zip(refs.ends, shapes.ends, strict=True)
+        ]
         spans = []
         for i, limit in enumerate(how.limits):
             start, stop = ends[2 * i : 2 * i + 2]
             span = simt.span_of(start, stop, self.row, limit * how.unit, how.local if i else 0)
             spans.append(units_of(span, how.unit))
-        (self.start, self.length), (self.wait_start, self.wait_length) = [*spans, [word(0), word(0)]][:2]
+        (self.start, self.length), (self.wait_start, self.wait_length) = [
+            *spans,
+            [word(0), word(0)],
+        ][:2]
         self.wanted = simt.clipped(simt.number_of(ends[-1], self.row), how.room)
         size = 2 if self.half else 4
         self.scores = [
@@ -154,30 +197,52 @@ class _Row:
             simt.block_barrier()
             return
         assert self.refs is not None
-        parts = simt.offset_rows(simt.global_address(self.refs.sums), self.row, self.heads * self.sums * 8)
+        parts = simt.offset_rows(
+            simt.global_address(self.refs.sums), self.row, self.heads * self.sums * 8
+        )
         two = len(self.sizes) == 2
-        pending = (self.scores[1], self.sizes[1], self.wait_start, self.wait_length) if two else None
-        self.logs = log_sums(parts, self.sums, self.heads, pending, shared, load_ahead, self.half)
+        pending = (
+            (self.scores[1], self.sizes[1], self.wait_start, self.wait_length) if two else None
+        )
+        self.logs = log_sums(
+            parts, self.sums, self.heads, pending, shared, load_ahead, self.half
+        )
 
     def keys(self, at: Word, end: int, loaded: list[list[Word]] | None = None) -> list[Word]:
         """The keys of the units at .. at + 3."""
         of_heads = loaded or self.load(at, end)
         if self.half:
-            of_heads = [[x for two in words for x in simt.from_halves(two)] for words in of_heads]
+            of_heads = [
+                [x for two in words for x in simt.from_halves(two)] for words in of_heads
+            ]
         begin, size = self.start, self.length
         if end > self.S:
             stored = at < self.S
-            begin, size = stored.select(begin, self.wait_start + self.S), stored.select(size, self.wait_length)
+            begin, size = (
+                stored.select(begin, self.wait_start + self.S),
+                stored.select(size, self.wait_length),
+            )
         flags = [((at + j) - begin < size).select(1, 0) for j in range(4)]
-        return reduced_keys(flags, [[h[j] for h in of_heads] for j in range(4)], self.logs, self.how.group_reduce)
+        return reduced_keys(
+            flags,
+            [[h[j] for h in of_heads] for j in range(4)],
+            self.logs,
+            self.how.group_reduce,
+        )
 
 
 def _count_units(row: _Row, keys_m: Any, kept_m: Any, hist_m: Any, logs_m: Any) -> None:
     """The first launch without clusters: keeps the keys of a row, and how many of a block's fall into each bin."""
     U, config = row.U, row.how.config
     keys = simt.offset_rows(simt.global_address(keys_m), row.row, U * 4)
-    kept = simt.offset_rows(simt.global_address(kept_m), row.row, config.blocks * histogram.KEPT * 4)
-    hist, ends, number = simt.shared_address(hist_m), tiling.ends(U, config), tiling.steps(U, config)[2]
+    kept = simt.offset_rows(
+        simt.global_address(kept_m), row.row, config.blocks * histogram.KEPT * 4
+    )
+    hist, ends, number = (
+        simt.shared_address(hist_m),
+        tiling.ends(U, config),
+        tiling.steps(U, config)[2],
+    )
     histogram.clear(hist)
     first: list[list[list[Word]]] = []
 
@@ -206,9 +271,13 @@ def _select_units(row: _Row, slots_m: Any, found_m: Any, *refs: Any) -> None:
     """The kernel of a cluster."""
     how, U, S, config = row.how, row.U, row.S, row.how.config
     is_held = tiling.in_one_step(U, config)
-    keys_m, (hist_m, small_m, logs_m, *lists_m) = (None, refs) if is_held else (refs[0], refs[1:])
+    keys_m, (hist_m, small_m, logs_m, *lists_m) = (
+        (None, refs) if is_held else (refs[0], refs[1:])
+    )
     stride, unroll, steps = tiling.steps(U, config)
-    whole = min(max(S // stride - (unroll - 1) * steps, 0), steps)  # steps that are in the first part for all threads
+    whole = min(
+        max(S // stride - (unroll - 1) * steps, 0), steps
+    )  # steps that are in the first part for all threads
     here = Here.of(hist_m, small_m)
     here.clear()
     if not is_held:
@@ -218,7 +287,12 @@ def _select_units(row: _Row, slots_m: Any, found_m: Any, *refs: Any) -> None:
 
     def load_ahead() -> None:
         if is_held or depth:
-            ahead.fours.append(row.load(tiling.fours(word(0), U, config)[0], S if whole else tiling.ends(U, config)[0]))
+            ahead.fours.append(
+                row.load(
+                    tiling.fours(word(0), U, config)[0],
+                    S if whole else tiling.ends(U, config)[0],
+                )
+            )
 
     row.merge_logs(simt.shared_address(logs_m), load_ahead)
 
@@ -226,9 +300,15 @@ def _select_units(row: _Row, slots_m: Any, found_m: Any, *refs: Any) -> None:
         """Keys of the fours of step i. `goes_on`: the next step's first fours are in the first part, and are loaded."""
         ends = [S] * unroll if is_whole else tiling.ends(U, config)
         places = list(zip(tiling.fours(i, U, config), ends, strict=True))
-        then = [(at, S) for at in tiling.fours(i + 1, U, config)[: depth - 1]] if goes_on else []
+        then = (
+            [(at, S) for at in tiling.fours(i + 1, U, config)[: depth - 1]] if goes_on else []
+        )
         for u, (at, end) in enumerate(places):
-            to_load = (place for place in [*places, *then][u + len(ahead.fours) : u + depth] if place[1] <= U)
+            to_load = (
+                place
+                for place in [*places, *then][u + len(ahead.fours) : u + depth]
+                if place[1] <= U
+            )
             ahead.fours.extend(row.load(*place) for place in to_load)
             if ahead.fours or end <= U:
                 yield row.keys(at, end, ahead.fours.pop(0) if ahead.fours else None)
@@ -238,7 +318,9 @@ def _select_units(row: _Row, slots_m: Any, found_m: Any, *refs: Any) -> None:
     def other_steps(visit: Callable[..., list[Word]], carry: list[Word]) -> list[Word]:
         """carry = visit(i, keys, *carry) for the steps after the first."""
         if goes_on:
-            ahead.fours.extend(row.load(at, S) for at in tiling.fours(word(1), U, config)[: depth - 1])
+            ahead.fours.extend(
+                row.load(at, S) for at in tiling.fours(word(1), U, config)[: depth - 1]
+            )
         if whole > 1:
             n = len(ahead.words)
 
@@ -254,7 +336,9 @@ def _select_units(row: _Row, slots_m: Any, found_m: Any, *refs: Any) -> None:
         if done < steps:
             carry = visit(word(done), fours(word(done)), *carry)
         if done + 1 < steps:
-            carry = simt.loop(done + 1, steps, 1, carry)(lambda i, *carry: visit(i, fours(i), *carry))
+            carry = simt.loop(done + 1, steps, 1, carry)(
+                lambda i, *carry: visit(i, fours(i), *carry)
+            )
         return carry
 
     first = fours(word(0), bool(whole))
@@ -278,11 +362,20 @@ def units_of(span: Sequence[Word], unit: int) -> list[Word]:
     if unit == 1:
         return [first, length]
     start = simt.divide(first, unit)
-    return [start, length.equals(0).select(0, simt.divide(first + length + (unit - 1), unit) - start)]
+    return [
+        start,
+        length.equals(0).select(0, simt.divide(first + length + (unit - 1), unit) - start),
+    ]
 
 
 def log_sums(
-    parts: Any, n: int, heads: int, pending: Any, shared: Word, loads: Callable[[], Any], half: bool
+    parts: Any,
+    n: int,
+    heads: int,
+    pending: Any,
+    shared: Word,
+    loads: Callable[[], Any],
+    half: bool,
 ) -> list[Word]:
     """For each head minus log2 of the sum of exp(score) over the units; 0 if there is none. `parts` is the address of
     the warps' statistics, `n` per head; `pending` has scores in f16, or in f32 if not `half`. `loads` starts other
@@ -304,15 +397,24 @@ def log_sums(
             "@p ld.global.v2.u32 {$0, $1}, [$4]; }"
         )
         return [
-            ptx(load, a, n, simt.offset(parts, a * 8), results=2) for a in (first + j * stride for j in range(number))
+            ptx(load, a, n, simt.offset(parts, a * 8), results=2)
+            for a in (first + j * stride for j in range(number))
         ]
 
     def pending_scores(first: Word, number: int) -> list[Word]:
         at = [first + j * stride for j in range(number)]
         if not half:
-            return [simt.load_below(a - start, length, simt.offset(scores, a * 4), NOTHING[0]) for a in at]
+            return [
+                simt.load_below(a - start, length, simt.offset(scores, a * 4), NOTHING[0])
+                for a in at
+            ]
         load = "{ .reg .pred p; setp.lt.u32 p, $1, $2; mov.u32 $0, 0xFC00; @p ld.global.u16 $0, [$3]; }"
-        return [simt.from_halves(ptx(load, a - start, length, simt.offset(scores, a * 2), results=1))[0] for a in at]
+        return [
+            simt.from_halves(
+                ptx(load, a - start, length, simt.offset(scores, a * 2), results=1)
+            )[0]
+            for a in at
+        ]
 
     # All first loads are in flight before any of them is waited for.
     turn = min(-(-n // stride), 8), min(-(-size // stride), 4)
@@ -335,7 +437,9 @@ def log_sums(
     with when(warp < heads):
         exists = lane < share
         got = simt.load_shared(shared + (exists.select(lane, 0) * heads + warp) * 8, 2)
-        log = logsum.minus_log(logsum.merge_lanes([exists.select(x, y) for x, y in zip(got, NOTHING, strict=True)]))
+        log = logsum.minus_log(
+            logsum.merge_lanes([exists.select(x, y) for x, y in zip(got, NOTHING, strict=True)])
+        )
         with when(lane.equals(0)):
             simt.store_shared(logs + warp * 4, log)
     simt.block_barrier()

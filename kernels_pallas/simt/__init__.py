@@ -4,7 +4,14 @@
 `kernel` launches a grid. `backend` executes them.
 """
 
-from kvjax.kernels_pallas.simt.backend import Backend, Launch, backend, bypass_cache, has_cache, use
+from kvjax.kernels_pallas.simt.backend import (
+    Backend,
+    Launch,
+    backend,
+    bypass_cache,
+    has_cache,
+    use,
+)
 from kvjax.kernels_pallas.simt.launch import (
     by_step,
     kernel,

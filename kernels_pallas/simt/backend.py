@@ -52,29 +52,44 @@ class Backend(Protocol):
     def address(self, ref: Any, bits: int) -> Value:
         """The address of a ref in device memory (64 bits) or in the block's shared memory (32 bits)."""
 
-    def ptx(self, code: str, values: Sequence[Value], results: int, convergent: bool) -> Sequence[Value]:
+    def ptx(
+        self, code: str, values: Sequence[Value], results: int, convergent: bool
+    ) -> Sequence[Value]:
         """Runs PTX in which $0, $1, ... are the results and then the values."""
 
     def when(self, flag: Value) -> AbstractContextManager[None]:
         """Runs the block in the threads whose flag is true."""
 
     def loop(
-        self, start: Value, stop: Value, step: Value, carry: Sequence[Value], body: Callable[..., Sequence[Value]]
+        self,
+        start: Value,
+        stop: Value,
+        step: Value,
+        carry: Sequence[Value],
+        body: Callable[..., Sequence[Value]],
     ) -> Sequence[Value]:
         """carry = body(i, *carry) for i in range(start, stop, step)."""
 
-    def repeat(self, carry: Sequence[Value], body: Callable[..., tuple[Value, Sequence[Value]]]) -> Sequence[Value]:
+    def repeat(
+        self, carry: Sequence[Value], body: Callable[..., tuple[Value, Sequence[Value]]]
+    ) -> Sequence[Value]:
         """again, carry = body(*carry) once, and then while `again` is true."""
 
     def branch(
         self, flag: Value, make: Callable[[], Sequence[Value]], otherwise: Sequence[Value]
     ) -> Sequence[Value]: ...
 
-    def run(self, program: Callable[..., None], launch: Launch, out_type: Any, args: Sequence[Array]) -> Any:
+    def run(
+        self, program: Callable[..., None], launch: Launch, out_type: Any, args: Sequence[Array]
+    ) -> Any:
         """The outputs of program(*inputs, *outputs, *scratch)."""
 
     def run_in_place(
-        self, program: Callable[..., None], launch: Launch, changed: Sequence[Array], args: Sequence[Array]
+        self,
+        program: Callable[..., None],
+        launch: Launch,
+        changed: Sequence[Array],
+        args: Sequence[Array],
     ) -> tuple[Array, ...]:
         """`changed` after program(*changed, *args, *scratch)."""
 

@@ -29,13 +29,17 @@ def kernel(program: Callable[..., None], *, out_type: Any, **how: Any) -> Callab
     return run
 
 
-def kernel_in_place(program: Callable[..., None], **how: Any) -> Callable[..., tuple[Array, ...]]:
+def kernel_in_place(
+    program: Callable[..., None], **how: Any
+) -> Callable[..., tuple[Array, ...]]:
     """A kernel, as `kernel`, that changes its first operands in place and returns them; they are passed together.
 
     XLA copies these operands first, unless they are donated.
     """
     launch = Launch(**how)
-    return lambda changed, *args: backend().run_in_place(traced(program, launch), launch, changed, args)
+    return lambda changed, *args: backend().run_in_place(
+        traced(program, launch), launch, changed, args
+    )
 
 
 def lowered_once(*static: str) -> Callable[[F], F]:
@@ -71,7 +75,9 @@ def over_rows(again: Callable[..., Any]) -> Callable[[Callable[..., Any]], Calla
                 for a, has in zip(args, batches, strict=True)
             )
             made = again(*(a.reshape(n * a.shape[1], *a.shape[2:]) for a in every))
-            return jax.tree.map(lambda a: a.reshape(n, -1, *a.shape[1:]), made), jax.tree.map(lambda _: True, made)
+            return jax.tree.map(lambda a: a.reshape(n, -1, *a.shape[1:]), made), jax.tree.map(
+                lambda _: True, made
+            )
 
         return cast(Callable[..., Any], launch)
 

@@ -28,7 +28,9 @@ def offset(address: Any, byte: Word) -> Any:
 def offset_rows(address: Any, row: Word, stride: int) -> Any:
     """address + row * stride, in 64 bits."""
     index = backend().extend(row.value)
-    return backend().arithmetic("add", address, backend().arithmetic("mul", index, backend().constant(stride, 64)))
+    return backend().arithmetic(
+        "add", address, backend().arithmetic("mul", index, backend().constant(stride, 64))
+    )
 
 
 def select_address(flag: Flag, yes: Any, no: Any) -> Any:
@@ -38,7 +40,11 @@ def select_address(flag: Flag, yes: Any, no: Any) -> Any:
 
 def remote(at: Word, block: Operand) -> Word:
     """The address of `at` in the shared memory of another block of the cluster."""
-    return ptx("mapa.shared::cluster.u32 $0, $1, $2;", at, block, results=1) if has_cluster() else at
+    return (
+        ptx("mapa.shared::cluster.u32 $0, $1, $2;", at, block, results=1)
+        if has_cluster()
+        else at
+    )
 
 
 def remote_space() -> str:
@@ -53,7 +59,9 @@ def load(address: Any, at: int = 0) -> Word:
 
 def load_below(i: Word, end: Operand, address: Any, otherwise: Operand = 0) -> Word:
     """The word of device memory at an address if i < end; else `otherwise`, and nothing is read."""
-    code = "{ .reg .pred p; setp.lt.u32 p, $1, $2; mov.u32 $0, $3; @p ld.global.nc.u32 $0, [$4]; }"
+    code = (
+        "{ .reg .pred p; setp.lt.u32 p, $1, $2; mov.u32 $0, $3; @p ld.global.nc.u32 $0, [$4]; }"
+    )
     return ptx(code, i, end, otherwise, address, results=1)
 
 
@@ -78,7 +86,9 @@ def store_remote(at: Word, *words: Operand) -> None:
 
 
 def _load(space: str, at: Word, words: int) -> Any:
-    return ptx(f"ld.{space}.{_vector(words)}u32 {_registers(0, words)}, [${words}];", at, results=words)
+    return ptx(
+        f"ld.{space}.{_vector(words)}u32 {_registers(0, words)}, [${words}];", at, results=words
+    )
 
 
 def _store(space: str, at: Word, words: tuple[Operand, ...]) -> None:

@@ -52,7 +52,9 @@ def why_not() -> str | None:
     """
     wanted = os.environ.get("KVJAX_KERNELS", "on")
     if wanted not in ("on", "off"):
-        raise ValueError(f"the environment variable KVJAX_KERNELS must be 'on' or 'off'; got {wanted!r}")
+        raise ValueError(
+            f"the environment variable KVJAX_KERNELS must be 'on' or 'off'; got {wanted!r}"
+        )
     if wanted == "off":
         return "the environment variable KVJAX_KERNELS is 'off'"
     if WHY_NOT:
@@ -83,7 +85,9 @@ class Mosaic:
 
     def constant(self, x: int, bits: int = 32) -> Any:
         kind = _integer(bits)
-        return arith.constant(kind, ir.IntegerAttr.get(kind, x - (1 << bits) if x >= 1 << (bits - 1) else x))
+        return arith.constant(
+            kind, ir.IntegerAttr.get(kind, x - (1 << bits) if x >= 1 << (bits - 1) else x)
+        )
 
     def arithmetic(self, op: Arithmetic, a: Any, b: Any) -> Any:
         return getattr(arith, OPS[op])(a, b)
@@ -100,7 +104,9 @@ class Mosaic:
     def address(self, ref: Any, bits: int) -> Any:
         return llvm.ptrtoint(_integer(bits), utils.memref_ptr(ref))
 
-    def ptx(self, code: str, values: Sequence[Any], results: int, convergent: bool) -> Sequence[Any]:
+    def ptx(
+        self, code: str, values: Sequence[Any], results: int, convergent: bool
+    ) -> Sequence[Any]:
         how: dict[str, Any] = {"has_side_effects": True, "convergent": convergent}
         if not results:
             utils.inline_ptx(code, *values, **how)
@@ -111,14 +117,21 @@ class Mosaic:
         return cast(AbstractContextManager[None], utils.when(flag))
 
     def loop(
-        self, start: Any, stop: Any, step: Any, carry: Sequence[Any], body: Callable[..., Sequence[Any]]
+        self,
+        start: Any,
+        stop: Any,
+        step: Any,
+        carry: Sequence[Any],
+        body: Callable[..., Sequence[Any]],
     ) -> Sequence[Any]:
         op = scf.ForOp(start, stop, step, list(carry))
         with ir.InsertionPoint(op.body):
             scf.YieldOp(list(body(op.induction_variable, *op.inner_iter_args)))
         return list(op.results)
 
-    def repeat(self, carry: Sequence[Any], body: Callable[..., tuple[Any, Sequence[Any]]]) -> Sequence[Any]:
+    def repeat(
+        self, carry: Sequence[Any], body: Callable[..., tuple[Any, Sequence[Any]]]
+    ) -> Sequence[Any]:
         types = [x.type for x in carry]
         op = scf.WhileOp(types, list(carry))
         before, after = (region.blocks.append(*types) for region in (op.before, op.after))
@@ -129,7 +142,9 @@ class Mosaic:
             scf.yield_(list(after.arguments))
         return list(op.results)
 
-    def branch(self, flag: Any, make: Callable[[], Sequence[Any]], otherwise: Sequence[Any]) -> Sequence[Any]:
+    def branch(
+        self, flag: Any, make: Callable[[], Sequence[Any]], otherwise: Sequence[Any]
+    ) -> Sequence[Any]:
         op = scf.IfOp(flag, [x.type for x in otherwise], has_else=True)
         with ir.InsertionPoint(op.then_block):
             scf.yield_(list(make()))
@@ -137,13 +152,19 @@ class Mosaic:
             scf.yield_(list(otherwise))
         return list(op.results)
 
-    def run(self, program: Callable[..., None], launch: Launch, out_type: Any, args: Sequence[Array]) -> Any:
+    def run(
+        self, program: Callable[..., None], launch: Launch, out_type: Any, args: Sequence[Array]
+    ) -> Any:
         def body(*refs: Any) -> None:
             inline = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
             inline(lambda _, *memrefs: program(*memrefs))(*refs)
 
         lanes = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
-        of_cluster = {} if (launch.cluster or 1) == 1 else {"cluster": (launch.cluster,), "cluster_names": ("part",)}
+        of_cluster = (
+            {}
+            if (launch.cluster or 1) == 1
+            else {"cluster": (launch.cluster,), "cluster_names": ("part",)}
+        )
         return plgpu.kernel(
             body,
             out_type=out_type,
@@ -158,12 +179,23 @@ class Mosaic:
         )(*args)
 
     def run_in_place(
-        self, program: Callable[..., None], launch: Launch, changed: Sequence[Array], args: Sequence[Array]
+        self,
+        program: Callable[..., None],
+        launch: Launch,
+        changed: Sequence[Array],
+        args: Sequence[Array],
     ) -> tuple[Array, ...]:
         spaces = [jax.typeof(a).memory_space for a in (*changed, *args)]
-        if jax.memory.Space.Host not in spaces:  # this way allows custom derivatives, but no arrays in host memory
-            return run_state(lambda refs: self.run(program, launch, (), (*refs, *args)))(tuple(changed))
+        if (
+            jax.memory.Space.Host not in spaces
+        ):  # this way allows custom derivatives, but no arrays in host memory
+            return run_state(lambda refs: self.run(program, launch, (), (*refs, *args)))(
+                tuple(changed)
+            )
         refs = [jax.new_ref(a) for a in changed]
         self.run(program, launch, (), cast(Any, [*refs, *args]))
         # The type of a frozen ref lacks its memory space (jax 0.11.2); this moves nothing.
-        return tuple(jax.device_put(jax.freeze(ref), space) for ref, space in zip(refs, spaces, strict=False))
+        return tuple(
+            jax.device_put(jax.freeze(ref), space)
+            for ref, space in zip(refs, spaces, strict=False)
+        )

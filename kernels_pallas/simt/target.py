@@ -66,7 +66,14 @@ def card(kind: str) -> Target:
     """The target of a known kind of device."""
     capability, multiprocessors, bandwidth = CARDS[kind]
     architecture = ARCHITECTURES[capability]
-    return Target(kind, capability, multiprocessors, bandwidth, *architecture, measured=kind in MEASURED_ON)
+    return Target(
+        kind,
+        capability,
+        multiprocessors,
+        bandwidth,
+        *architecture,
+        measured=kind in MEASURED_ON,
+    )
 
 
 def stands_for(capability: str) -> Target:

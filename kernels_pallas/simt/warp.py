@@ -49,7 +49,9 @@ def sum_of_next_lanes(x: Word) -> Word:
     """The sum of x over the lanes of a warp that come after this one."""
     lane, upward = special("laneid"), x  # of this lane and those after it
     for gap in (1, 2, 4, 8, 16):
-        other = ptx("shfl.sync.down.b32 $0, $1, $2, 31, -1;", upward, gap, results=1, convergent=True)
+        other = ptx(
+            "shfl.sync.down.b32 $0, $1, $2, 31, -1;", upward, gap, results=1, convergent=True
+        )
         upward = upward + (lane + gap < 32).select(other, 0)
     return upward - x
 
@@ -82,7 +84,9 @@ def wgmma(
     results = each * len(sums)
     left = [x for own in lefts for four in own for x in four]
     low, high = results * 2 + len(left), results * 2 + len(left) + 1
-    code = ["{ .reg .b32 " + ", ".join(f"d{i}" for i in range(results)) + ", at; .reg .b64 matrix; "]
+    code = [
+        "{ .reg .b32 " + ", ".join(f"d{i}" for i in range(results)) + ", at; .reg .b64 matrix; "
+    ]
     code += [f"mov.b32 d{i}, ${results + i}; " for i in range(results)]
     code.append("wgmma.fence.sync.aligned; ")
     for s, step in enumerate(steps):
@@ -97,7 +101,15 @@ def wgmma(
     code += [f"mov.b32 ${i}, d{i}; " for i in range(results)]
     address = ((right >> 4) & 0x3FFF) | (lead >> 4 << 16)
     own_sums = [x for own in sums for x in own]
-    found = ptx("".join(code) + "}", *own_sums, *left, address, 128 >> 4, results=results, convergent=True)
+    found = ptx(
+        "".join(code) + "}",
+        *own_sums,
+        *left,
+        address,
+        128 >> 4,
+        results=results,
+        convergent=True,
+    )
     return [found[each * i : each * (i + 1)] for i in range(len(sums))]
 
 

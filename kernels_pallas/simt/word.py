@@ -115,7 +115,10 @@ def ptx(code: str, *args: Any, results: int = 0, convergent: bool = False) -> An
 
     Words are u32, addresses in device memory u64. One result is returned as a Word, more as a list.
     """
-    values = [a.value if isinstance(a, (Word, Flag)) else value(a) if isinstance(a, int) else a for a in args]
+    values = [
+        a.value if isinstance(a, (Word, Flag)) else value(a) if isinstance(a, int) else a
+        for a in args
+    ]
     words = [Word(x) for x in backend().ptx(code, values, results, convergent)]
     return (words[0] if results == 1 else words) if results else None
 
@@ -145,7 +148,9 @@ def when(flag: Flag) -> Iterator[None]:
         yield
 
 
-def loop(start: Operand, stop: Operand, step: Operand, carry: Sequence[Word] = ()) -> Callable[..., list[Word]]:
+def loop(
+    start: Operand, stop: Operand, step: Operand, carry: Sequence[Word] = ()
+) -> Callable[..., list[Word]]:
     """Runs carry = body(i, *carry) for i in range(start, stop, step); each thread has its own bounds."""
 
     def run(body: Callable[..., Any]) -> list[Word]:
@@ -160,7 +165,9 @@ def loop(start: Operand, stop: Operand, step: Operand, carry: Sequence[Word] = (
     return run
 
 
-def repeat(carry: Sequence[Word], body: Callable[..., tuple[Flag, Sequence[Word]]]) -> list[Word]:
+def repeat(
+    carry: Sequence[Word], body: Callable[..., tuple[Flag, Sequence[Word]]]
+) -> list[Word]:
     """Runs again, carry = body(*carry) once, and then while `again` is true."""
 
     def step_of(*values: Any) -> tuple[Any, list[Any]]:
@@ -170,7 +177,11 @@ def repeat(carry: Sequence[Word], body: Callable[..., tuple[Flag, Sequence[Word]
     return [Word(x) for x in backend().repeat([x.value for x in carry], step_of)]
 
 
-def branch(flag: Flag, make: Callable[[], Sequence[Word]], otherwise: Sequence[Word]) -> list[Word]:
+def branch(
+    flag: Flag, make: Callable[[], Sequence[Word]], otherwise: Sequence[Word]
+) -> list[Word]:
     """make() if the flag is true, else `otherwise`. If make() has a barrier, the whole block must share the flag."""
-    made = backend().branch(flag.value, lambda: [x.value for x in make()], [x.value for x in otherwise])
+    made = backend().branch(
+        flag.value, lambda: [x.value for x in make()], [x.value for x in otherwise]
+    )
     return [Word(x) for x in made]

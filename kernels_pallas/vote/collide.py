@@ -28,7 +28,14 @@ from jax import Array
 
 from kvjax.kernels_pallas import simt, tuned
 from kvjax.kernels_pallas.simt import Word, instr, loop, ptx, when, word
-from kvjax.kernels_pallas.vote.ranks import MAX_KEYS, PATTERNS, PITCH, Ranks, Sizes, rank_scratch
+from kvjax.kernels_pallas.vote.ranks import (
+    MAX_KEYS,
+    PATTERNS,
+    PITCH,
+    Ranks,
+    Sizes,
+    rank_scratch,
+)
 
 MEASURED: str | None = "2026-11-22"  # the date in benchmarks/results/collide.json
 HEADS = 8  # two words, with a byte per head
@@ -55,7 +62,9 @@ class Config:
             raise ValueError(f"apart must be 0 or 1; got {self.apart}")
 
 
-def config_for(rows: int, S: int, G: int = 1, D: int = 128, target: simt.Target | None = None) -> Config:
+def config_for(
+    rows: int, S: int, G: int = 1, D: int = 128, target: simt.Target | None = None
+) -> Config:
     """A block per multiprocessor, with at least one key per thread. Each block of a row ranks all of its subspaces,
     unless there are many blocks and that is much of their work. Fewer keys in flight where shared memory is small."""
     target = target or simt.target()
@@ -63,8 +72,17 @@ def config_for(rows: int, S: int, G: int = 1, D: int = 128, target: simt.Target 
     if G * D > 256 and parts >= 16:
         config = Config(parts, keys=1 if parts * 512 >= S else 2, stages=4, apart=1)
     else:
-        config = Config(parts, keys=next((n for n in (1, 2) if parts * 512 * n >= S), 4), stages=2)
-    smaller = (config, *(replace(config, keys=k, stages=n) for k, n in ((2, 2), (1, 2), (1, 1)) if k <= config.keys))
+        config = Config(
+            parts, keys=next((n for n in (1, 2) if parts * 512 * n >= S), 4), stages=2
+        )
+    smaller = (
+        config,
+        *(
+            replace(config, keys=k, stages=n)
+            for k, n in ((2, 2), (1, 2), (1, 1))
+            if k <= config.keys
+        ),
+    )
     return next((x for x in smaller if smem_bytes(G, D // 8, x) <= target.smem), smaller[-1])
 
 
@@ -90,7 +108,9 @@ def unsupported(q: Any, ids: Any, counts: Any, limits: Any) -> str | None:
     if not 4 <= S < MAX_KEYS or S % 4:
         return f"the kernel collide takes a multiple of 4 keys, less than 2^24; got {S}"
     if not 1 <= limits.shape[1] <= 255 // N:
-        return f"the kernel collide takes 1 to {255 // N} limits for D={D}; got {limits.shape[1]}"
+        return (
+            f"the kernel collide takes 1 to {255 // N} limits for D={D}; got {limits.shape[1]}"
+        )
     if counts.dtype != jnp.int32 or limits.dtype != jnp.int32:
         return f"the kernel collide takes counts and limits in i32; got {counts.dtype} and {limits.dtype}"
     if 0 in q.shape:
@@ -100,12 +120,22 @@ def unsupported(q: Any, ids: Any, counts: Any, limits: Any) -> str | None:
 
 def too_large(G: int, N: int, target: simt.Target, config: Config) -> str | None:
     size = smem_bytes(G, N, config)
-    return f"{size} bytes of shared memory, more than {target.smem}" if size > target.smem else None
+    return (
+        f"{size} bytes of shared memory, more than {target.smem}"
+        if size > target.smem
+        else None
+    )
 
 
 @simt.lowered_once("turned", "config")
 def collide(
-    q: Array, ids: Array, counts: Array, limits: Array, *, turned: int | None = None, config: Config | None = None
+    q: Array,
+    ids: Array,
+    counts: Array,
+    limits: Array,
+    *,
+    turned: int | None = None,
+    config: Config | None = None,
 ) -> Array:
     """u8[B, K, G, S] votes, of q [B, K, G, D], ids u8[B, K, S, D/8], counts i32[B, K, D/8, 256], limits i32[B, T].
 
@@ -118,15 +148,27 @@ def collide(
     target = simt.target((q, ids))
     limit_of = partial(too_large, G, N, target)
     config = config or tuned.select(
-        "collide", config_for(B * K, S, G, D, target), (q, ids), limit_of, rows=B * K, S=S, G=G, D=D
+        "collide",
+        config_for(B * K, S, G, D, target),
+        (q, ids),
+        limit_of,
+        rows=B * K,
+        S=S,
+        G=G,
+        D=D,
     )
     if limit := limit_of(config):
         raise NotImplementedError(f"the kernel collide cannot take {config}: {limit}")
-    args = *(a.reshape(B * K, *a.shape[2:]) for a in (q.astype(jnp.float32), ids, counts)), limits
+    args = (
+        *(a.reshape(B * K, *a.shape[2:]) for a in (q.astype(jnp.float32), ids, counts)),
+        limits,
+    )
     return _votes(turned, config, *args).reshape(B, K, G, S)
 
 
-def _votes(turned: int | None, config: Config, q: Array, ids: Array, counts: Array, limits: Array) -> Array:
+def _votes(
+    turned: int | None, config: Config, q: Array, ids: Array, counts: Array, limits: Array
+) -> Array:
     rows, S, N = ids.shape
     G, (B, T) = q.shape[1], limits.shape
 
@@ -164,7 +206,16 @@ def _rank(
     row = simt.divide(block, N)
     n = block - row * N
     earned = simt.shared_address(earned_m)
-    ranks = Ranks((q_m, counts_m, limits_m), (numbers_m, earned_m, queries_m), row, n, 1, sizes, turned, -(-G // 4))
+    ranks = Ranks(
+        (q_m, counts_m, limits_m),
+        (numbers_m, earned_m, queries_m),
+        row,
+        n,
+        1,
+        sizes,
+        turned,
+        -(-G // 4),
+    )
     simt.block_barrier()
     ranks.find()
     width = -(-G // 4)
@@ -189,8 +240,22 @@ def _vote(*refs, sizes: Sizes, S: int, turned: int | None, config: Config) -> No
     size = -(-S // (config.parts * 32)) * 32  # keys of a block
     start, stop = part * size, (part + 1) * size
     stop = (stop < S).select(stop, S)
-    ids, out, places = simt.global_address(ids_m), simt.global_address(out_m), simt.shared_address(table_m)
-    votes = _Votes(simt.offset_rows(ids, row, S * N), simt.shared_address(ring_m), places, start, stop, G, S, N, config)
+    ids, out, places = (
+        simt.global_address(ids_m),
+        simt.global_address(out_m),
+        simt.shared_address(table_m),
+    )
+    votes = _Votes(
+        simt.offset_rows(ids, row, S * N),
+        simt.shared_address(ring_m),
+        places,
+        start,
+        stop,
+        G,
+        S,
+        N,
+        config,
+    )
     table = _Table(places, G, N, config)
 
     # All threads issue the loads of a query before any thread issues those of patterns, so that they do not wait for
@@ -198,12 +263,16 @@ def _vote(*refs, sizes: Sizes, S: int, turned: int | None, config: Config) -> No
     # begun before.
     turns = 1 if config.apart else config.stages
     if config.apart:
-        earned = simt.offset_rows(simt.global_address(*of_query), row, -(-G // 4) * N * PATTERNS * 4)
+        earned = simt.offset_rows(
+            simt.global_address(*of_query), row, -(-G // 4) * N * PATTERNS * 4
+        )
         found = table.load(lambda at: simt.offset(earned, at * 4), PATTERNS, "global.nc")
         simt.block_barrier()
         votes.begin(0, turns)
     else:
-        ranks = Ranks(of_query, (table_m, *of_ranks), row, word(0), N, sizes, turned, config.warpgroups)
+        ranks = Ranks(
+            of_query, (table_m, *of_ranks), row, word(0), N, sizes, turned, config.warpgroups
+        )
         simt.block_barrier()
         votes.begin(0, turns)
         ranks.find()
@@ -223,31 +292,51 @@ class _Table:
         self.t, self.words = simt.special("tid.x"), N * self.width
         self.which = self.t & (self.words - 1)
         step = 128 * config.warpgroups // self.words  # fours of patterns at once
-        self.fours = [simt.divide(self.t, self.words) + i for i in range(0, PATTERNS // 4, step)]
+        self.fours = [
+            simt.divide(self.t, self.words) + i for i in range(0, PATTERNS // 4, step)
+        ]
 
     def load(self, place: Callable[[Word], Any], pitch: int, space: str) -> list[list[Word]]:
         """Words of some fours of patterns, from place([word, subspace, pattern]), with `pitch` words per subspace."""
         n = simt.divide(self.which, self.width)
         first = ((self.which - n * self.width) * self.N + n) * pitch
         load, final = f"ld.{space}.v4.u32 {{$0, $1, $2, $3}}, [$4];", PATTERNS // 4 - 1
-        return [ptx(load, place(first + (i < final).select(i, final) * 4), results=4) for i in self.fours]
+        return [
+            ptx(load, place(first + (i < final).select(i, final) * 4), results=4)
+            for i in self.fours
+        ]
 
     def store(self, found: Sequence[Sequence[Word]]) -> None:
         copies = 32 // self.words
-        first_copy = simt.divide(self.t & 31, self.words)  # so that all lanes store to banks of their own
+        first_copy = simt.divide(
+            self.t & 31, self.words
+        )  # so that all lanes store to banks of their own
         for i, patterns in zip(self.fours, found, strict=True):
             with when(i < PATTERNS // 4):
                 for copy in range(copies):
                     at = ((first_copy + copy) & (copies - 1)) * self.words + self.which
                     for j, x in enumerate(patterns):
-                        ptx(f"st.shared.u32 [$0+{j * 128}], $1;", self.table + i * 512 + at * 4, x)
+                        ptx(
+                            f"st.shared.u32 [$0+{j * 128}], $1;",
+                            self.table + i * 512 + at * 4,
+                            x,
+                        )
 
 
 class _Votes:
     """Adds up the votes that the patterns of a block's keys earn."""
 
     def __init__(
-        self, ids: Any, ring: Word, table: Word, start: Word, stop: Word, G: int, S: int, N: int, config: Config
+        self,
+        ids: Any,
+        ring: Word,
+        table: Word,
+        start: Word,
+        stop: Word,
+        G: int,
+        S: int,
+        N: int,
+        config: Config,
     ):
         self.ids, self.ring, self.table, self.start, self.stop = ids, ring, table, start, stop
         self.G, self.S, self.N, self.config = G, S, N, config
@@ -281,7 +370,12 @@ class _Votes:
             at = simt.offset(self.ids, exists.select(key, 0) * self.N)
             to = self.ring + slot + mine * self.N + i * self.threads * self.N
             how = "cg" if self.N == 16 else "ca"
-            ptx(f"cp.async.{how}.shared.global [$0], [$1], {self.N}, $2;", to, at, exists.select(self.N, 0))
+            ptx(
+                f"cp.async.{how}.shared.global [$0], [$1], {self.N}, $2;",
+                to,
+                at,
+                exists.select(self.N, 0),
+            )
         ptx("cp.async.commit_group;")
 
     def begin(self, first: int, stop: int) -> None:
@@ -295,8 +389,13 @@ class _Votes:
         keys, stages = self.config.keys, self.config.stages
         mine, order, copy = self._mine()
         lane = simt.special("laneid")
-        takes = [word(128) << (((lane + j) & 3) << 3) for j in range(4)]  # 128, of the byte that is taken
-        places = [[self.table + (copy * N + i * 4 + ((lane + j) & 3)) * (4 * width) for j in range(4)] for i in order]
+        takes = [
+            word(128) << (((lane + j) & 3) << 3) for j in range(4)
+        ]  # 128, of the byte that is taken
+        places = [
+            [self.table + (copy * N + i * 4 + ((lane + j) & 3)) * (4 * width) for j in range(4)]
+            for i in order
+        ]
         words = [self.ring + mine * N + i * 4 for i in order]
 
         def of_key(number: int, slot: Word) -> list[Word]:
@@ -306,7 +405,9 @@ class _Votes:
                 x = ptx(f"ld.shared.u32 $0, [$1+{number * threads * N}];", at + slot, results=1)
                 for take, place in zip(takes, of_bytes, strict=True):
                     found = instr("dp4a.u32.u32", x, take, place)  # place + 128 * byte
-                    got = [simt.load_shared(found)] if width == 1 else simt.load_shared(found, 2)
+                    got = (
+                        [simt.load_shared(found)] if width == 1 else simt.load_shared(found, 2)
+                    )
                     sums = [a + b for a, b in zip(sums, got, strict=True)]
             return sums
 
@@ -318,7 +419,10 @@ class _Votes:
         which = simt.divide(m, heads)  # of the keys joined
         mover = which * threads + mine - m
         head = m - which * heads
-        outs = [simt.offset(simt.offset_rows(out, head + 4 * w, self.S), mover) for w in range(width)]
+        outs = [
+            simt.offset(simt.offset_rows(out, head + 4 * w, self.S), mover)
+            for w in range(width)
+        ]
         stores = [(which < joined) & (head + 4 * w < G) for w in range(width)]
         slot_bytes = self.turn * N
 
@@ -329,11 +433,16 @@ class _Votes:
                 sums = [word(0)] * width
                 for j in range(joined):
                     more = of_key(i + j, slot)
-                    sums = [a + (b << (8 * heads * j)) if j else b for a, b in zip(sums, more, strict=True)]
+                    sums = [
+                        a + (b << (8 * heads * j)) if j else b
+                        for a, b in zip(sums, more, strict=True)
+                    ]
                 key = first + i * threads
                 for x, to, mask in zip(sums, outs, stores, strict=True):
                     for gap, swap in zip((1, 2), swaps, strict=True):
-                        x = ptx("prmt.b32 $0, $1, $2, $3;", x, simt.bfly(x, gap), swap, results=1)
+                        x = ptx(
+                            "prmt.b32 $0, $1, $2, $3;", x, simt.bfly(x, gap), swap, results=1
+                        )
                     with when(mask & (key + mover < self.stop)):
                         ptx("st.global.b32 [$0], $1;", simt.offset(to, key), x)
             self._fetch(first + stages * self.turn, slot)

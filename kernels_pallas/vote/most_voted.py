@@ -48,7 +48,9 @@ class Config:
         if not 1 <= self.blocks <= 16:
             raise ValueError(f"blocks must be 1 to 16; got {self.blocks}")
         if self.warpgroups not in (2, 4, 8):
-            raise ValueError(f"warpgroups must be 2, 4 or 8, a thread for each bin; got {self.warpgroups}")
+            raise ValueError(
+                f"warpgroups must be 2, 4 or 8, a thread for each bin; got {self.warpgroups}"
+            )
 
 
 def config_for(rows: int, target: simt.Target | None = None) -> Config:
@@ -75,9 +77,13 @@ def unsupported(votes: Any, length: Any, count: Any, room: int) -> str | None:
     S = votes.shape[3]
     if votes.dtype != jnp.uint8 or length.dtype != jnp.int32 or count.dtype != jnp.int32:
         kinds = f"{votes.dtype}, {length.dtype} and {count.dtype}"
-        return f"the kernel most_voted takes votes in u8, lengths and counts in i32; got {kinds}"
+        return (
+            f"the kernel most_voted takes votes in u8, lengths and counts in i32; got {kinds}"
+        )
     if S % BYTES or not BYTES <= S < 1 << 24:
-        return f"the kernel most_voted takes a multiple of {BYTES} keys, less than 2^24; got {S}"
+        return (
+            f"the kernel most_voted takes a multiple of {BYTES} keys, less than 2^24; got {S}"
+        )
     if 0 in votes.shape or room < 1:
         return f"the kernel most_voted takes at least one row and place; got votes{list(votes.shape)}, room {room}"
     return None
@@ -102,29 +108,47 @@ def most_voted(
     B, K, G, S = votes.shape
     rows = B * K * G
     rule = config_for(rows, simt.target((votes, length, count)))
-    config = config or tuned.select("most_voted", rule, (votes, length, count), rows=rows, S=S, room=room)
+    config = config or tuned.select(
+        "most_voted", rule, (votes, length, count), rows=rows, S=S, room=room
+    )
     numbers = [simt.by_step(x, K) for x in (length, count, *(complement or ()))]
     slots, found = _most_voted(room, local, config, votes.reshape(rows, S), *numbers)
     return slots.reshape(B, K, G, room), found.reshape(B, K, G)
 
 
-def _most_voted(room: int, local: int, config: Config, votes: Array, *numbers: Array) -> tuple[Array, Array]:
+def _most_voted(
+    room: int, local: int, config: Config, votes: Array, *numbers: Array
+) -> tuple[Array, Array]:
     rows, S = votes.shape
     shared_by = [rows // number.size for number in numbers]
 
     @simt.over_rows(functools.partial(_most_voted, room, local, config))
     def run(votes: Array, *numbers: Array) -> tuple[Array, Array]:
-        program = functools.partial(_program, shared_by=shared_by, sizes=(S, room, local), config=config)
-        outs = jax.ShapeDtypeStruct((rows, room), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.int32)
-        launch: dict[str, Any] = {"scratch": tuple(_sizes(config)), "warpgroups": config.warpgroups}
+        program = functools.partial(
+            _program, shared_by=shared_by, sizes=(S, room, local), config=config
+        )
+        outs = (
+            jax.ShapeDtypeStruct((rows, room), jnp.int32),
+            jax.ShapeDtypeStruct((rows,), jnp.int32),
+        )
+        launch: dict[str, Any] = {
+            "scratch": tuple(_sizes(config)),
+            "warpgroups": config.warpgroups,
+        }
         if config.cluster or config.blocks == 1:
             launch |= {"blocks": rows, "cluster": config.blocks}
-            return simt.kernel(program, name="kvjax_most_voted", out_type=outs, **launch)(votes, *numbers)
+            return simt.kernel(program, name="kvjax_most_voted", out_type=outs, **launch)(
+                votes, *numbers
+            )
         launch |= {"blocks": rows * config.blocks, "parts": config.blocks}
         bins = jax.ShapeDtypeStruct((rows, config.blocks, BINS), jnp.uint32)
         count, place = (functools.partial(program, phase=phase) for phase in ("count", "place"))
-        kept = simt.kernel(count, name="kvjax_most_voted_count", out_type=bins, **launch)(votes, *numbers)
-        return simt.kernel(place, name="kvjax_most_voted", out_type=outs, **launch)(votes, *numbers, kept)
+        kept = simt.kernel(count, name="kvjax_most_voted_count", out_type=bins, **launch)(
+            votes, *numbers
+        )
+        return simt.kernel(place, name="kvjax_most_voted", out_type=outs, **launch)(
+            votes, *numbers, kept
+        )
 
     return run(votes, *numbers)
 
@@ -138,12 +162,16 @@ def _program(
     blocks, threads = config.blocks, 128 * config.warpgroups
     t, part, row = simt.special("tid.x"), simt.part(), simt.row()
     lane, warp = t & 31, t >> 5
-    length, wanted, *complement = [simt.number_of(number, row) for number in zip(refs, shared_by, strict=False)]
+    length, wanted, *complement = [
+        simt.number_of(number, row) for number in zip(refs, shared_by, strict=False)
+    ]
     votes = simt.offset_rows(simt.global_address(votes_m), row, S)
     copies, bins, every, before, warps = (simt.shared_address(m) for m in scratch_m)
     tile = threads * BYTES
     length = simt.clipped(length, S)
-    size = simt.divide(length + (blocks * BYTES - 1), blocks * BYTES) * BYTES  # votes of a block
+    size = (
+        simt.divide(length + (blocks * BYTES - 1), blocks * BYTES) * BYTES
+    )  # votes of a block
     start = part * size
     stop = (start + size < length).select(start + size, length)
 
@@ -152,24 +180,37 @@ def _program(
         at = first + t * BYTES
         left = (at < stop).select(stop - at, 0)  # of the votes from there on
         words = ptx(
-            "ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$4];", simt.offset(votes, left.differs(0).select(at, 0)), results=4
+            "ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$4];",
+            simt.offset(votes, left.differs(0).select(at, 0)),
+            results=4,
         )
 
         def ragged() -> list[Word]:
             exists = [simt.clipped(left - 4 * w, 4) for w in range(BYTES // 4)]
-            return [n.equals(0).select(0, word(HIGH) >> (((word(4) - n) << 3) & 31)) for n in exists]
+            return [
+                n.equals(0).select(0, word(HIGH) >> (((word(4) - n) << 3) & 31)) for n in exists
+            ]
 
         return words, simt.branch(left < BYTES, ragged, [word(HIGH)] * (BYTES // 4))
 
     if phase != "place":
-        _count_votes(load, range_of=(start, stop, tile), copies=copies, bins=bins, threads=threads)
+        _count_votes(
+            load, range_of=(start, stop, tile), copies=copies, bins=bins, threads=threads
+        )
     if phase == "count":
         with when(t < BINS):
             at = simt.offset_rows(simt.global_address(*arrays_m), row * blocks + part, BINS * 4)
-            ptx("st.global.u32 [$0], $1;", simt.offset(at, t * 4), simt.load_shared(bins + t * 4))
+            ptx(
+                "st.global.u32 [$0], $1;",
+                simt.offset(at, t * 4),
+                simt.load_shared(bins + t * 4),
+            )
         return
     *kept_m, slots_m, found_m = arrays_m
-    slots, found = simt.offset_rows(simt.global_address(slots_m), row, room * 4), simt.global_address(found_m)
+    slots, found = (
+        simt.offset_rows(simt.global_address(slots_m), row, room * 4),
+        simt.global_address(found_m),
+    )
     kept = [simt.offset_rows(simt.global_address(m), row, blocks * BINS * 4) for m in kept_m]
 
     def of_block(b: int) -> Word:
@@ -212,7 +253,10 @@ def _program(
     spare = wanted - above
 
     # Selected by the blocks before this one.
-    more_before = [(lane * OWN + i > least).select(x, 0) for i, x in enumerate(_eight(before + lane * (OWN * 4)))]
+    more_before = [
+        (lane * OWN + i > least).select(x, 0)
+        for i, x in enumerate(_eight(before + lane * (OWN * 4)))
+    ]
     taken_before = simt.warp_sum(simt.sum_of(more_before))
     same_before = simt.load_shared(before + least * 4)
     least_bytes, more_bytes = least * 0x01010101, (least + 1) * 0x01010101
@@ -221,10 +265,19 @@ def _program(
     @loop(start, stop, tile, [taken_before, same_before])
     def _place(first: Word, *before: Word) -> list[Word]:
         values, marks = load(first)
-        more = [none_more.select(0, _reach(x, more_bytes, mark)) for x, mark in zip(values, marks, strict=True)]
-        same = [_reach(x, least_bytes, mark) ^ y for x, mark, y in zip(values, marks, more, strict=True)]
+        more = [
+            none_more.select(0, _reach(x, more_bytes, mark))
+            for x, mark in zip(values, marks, strict=True)
+        ]
+        same = [
+            _reach(x, least_bytes, mark) ^ y
+            for x, mark, y in zip(values, marks, more, strict=True)
+        ]
         # Keys with more votes are counted in the lower 16 bits, keys with exactly as many in the upper ones.
-        counts = [simt.instr("dp4a.u32.u32", simt.sum_of([x >> 7 for x in xs]), 0x01010101, 0) for xs in (more, same)]
+        counts = [
+            simt.instr("dp4a.u32.u32", simt.sum_of([x >> 7 for x in xs]), 0x01010101, 0)
+            for xs in (more, same)
+        ]
         own = counts[0] | (counts[1] << 16)
         upto = _scan(own, lane)
         with when(lane.equals(31)):
@@ -235,7 +288,9 @@ def _program(
         sums = _scan((lane < threads // 32).select(of_warp, 0), lane)
         ahead = upto - own + warp.equals(0).select(0, simt.from_lane(sums, (warp - 1) & 31))
         a, level = before[0] + (ahead & 0xFFFF), before[1] + (ahead >> 16)
-        left = (level < spare).select(spare - level, 0)  # places for those of the least vote, from here on
+        left = (level < spare).select(
+            spare - level, 0
+        )  # places for those of the least vote, from here on
 
         def first_of_same() -> list[Word]:
             kept, rest = [], left
@@ -285,19 +340,26 @@ def _count_votes(
     def _count(first: Word) -> None:
         for votes_, marks in zip(*load(first), strict=True):
             for byte in range(4):
-                at = simt.instr("dp4a.u32.u32", votes_, (COPIES * 4) << (8 * byte), own_copy)  # own_copy + 128 * vote
+                at = simt.instr(
+                    "dp4a.u32.u32", votes_, (COPIES * 4) << (8 * byte), own_copy
+                )  # own_copy + 128 * vote
                 # 0 is added too: ptxas would turn a condition into a branch for each vote.
                 ptx("red.shared.add.u32 [$0], $1;", at, (marks >> (8 * byte + 7)) & 1)
 
     simt.block_barrier()
     with when(t < BINS):
-        fours = [simt.load_shared(copies + t * (COPIES * 4) + (((t + i) & 7) << 4), 4) for i in range(COPIES // 4)]
+        fours = [
+            simt.load_shared(copies + t * (COPIES * 4) + (((t + i) & 7) << 4), 4)
+            for i in range(COPIES // 4)
+        ]
         simt.store_shared(bins + t * 4, simt.sum_of([x for four in fours for x in four]))
 
 
 def _reach(x: Word, bound: Word, mark: Word) -> Word:
     """`mark`, in the highest bits of bytes, for the bytes in which x is at least `bound`."""
-    low = (x | HIGH) - (bound & ~HIGH & 0xFFFFFFFF)  # without the highest bits, so that no byte borrows
+    low = (x | HIGH) - (
+        bound & ~HIGH & 0xFFFFFFFF
+    )  # without the highest bits, so that no byte borrows
     return ((x & (bound ^ 0xFFFFFFFF)) | (((x ^ bound) ^ 0xFFFFFFFF) & low)) & mark
 
 

@@ -15,9 +15,13 @@ from kvjax.kernels_pallas.score.rotate import channels, rotated
 from kvjax.kernels_pallas.simt import Flag, Word, instr, loop, ptx, when, word
 
 PATTERNS = 256  # of a subspace
-PITCH = PATTERNS + 4  # words from a subspace to the next, so that fours of 8 of them are in different banks
+PITCH = (
+    PATTERNS + 4
+)  # words from a subspace to the next, so that fours of 8 of them are in different banks
 LANES = 16  # that rank a subspace for a head
-PAIRS = PATTERNS // 2 // LANES  # of a lane: a pattern and its opposite, whose scores are s and -s
+PAIRS = (
+    PATTERNS // 2 // LANES
+)  # of a lane: a pattern and its opposite, whose scores are s and -s
 BITS = LANES.bit_length() - 1  # of a lane's number
 MAX_KEYS = 1 << 24  # keys: sums of counts are exact in f32
 Sizes = tuple[int, int, int, int]  # rows that share limits, G, N, T
@@ -55,16 +59,26 @@ class Ranks:
         lane, warp = t & 31, t >> 5
         self.mine = [t + i for i in range(0, fours, threads)]
         load = "ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$4];"
-        self.loaded = [ptx(load, simt.offset(counts, (i < fours).select(i, 0) * 16), results=4) for i in self.mine]
+        self.loaded = [
+            ptx(load, simt.offset(counts, (i < fours).select(i, 0) * 16), results=4)
+            for i in self.mine
+        ]
         self.query = self._channels((warp < self.G).select(warp, self.G - 1))
-        self.limit = simt.load(simt.offset(limits, (lane < self.T).select(lane, self.T - 1) * 4))
+        self.limit = simt.load(
+            simt.offset(limits, (lane < self.T).select(lane, self.T - 1) * 4)
+        )
         zeros = "st.shared.v4.u32 [$0], {$1, $1, $1, $1};"
         words = rank_scratch(self.G, self.N, share)[0]
         loop(t * 4, words, threads * 4)(lambda i: ptx(zeros, self.earned + i * 4, 0))
         self.lane = lane & (LANES - 1)
         # 1 if a bit of a lane's number is set, else -1; and 1 if there is a lane 2^i further, else 0.
-        self.signs = [(self.lane & (1 << i)).equals(0).select(simt.real(-1.0), simt.real(1.0)) for i in range(BITS)]
-        self.exists = [(self.lane < LANES - (1 << i)).select(simt.real(1.0), 0) for i in range(BITS)]
+        self.signs = [
+            (self.lane & (1 << i)).equals(0).select(simt.real(-1.0), simt.real(1.0))
+            for i in range(BITS)
+        ]
+        self.exists = [
+            (self.lane < LANES - (1 << i)).select(simt.real(1.0), 0) for i in range(BITS)
+        ]
 
     def _channels(self, head: Word) -> list[Word]:
         return channels(simt.offset(self.q, head * (self.N * 32)), self.N * 8)
@@ -79,7 +93,9 @@ class Ranks:
             with when(i < self.share * PATTERNS // 4):
                 simt.store_shared(self.counts + i * 16, *numbers)
         limit = simt.clipped(self.limit, MAX_KEYS)
-        self.largest = instr("cvt.rn.f32.u32", instr("redux.sync.max.u32", limit, -1, convergent=True))
+        self.largest = instr(
+            "cvt.rn.f32.u32", instr("redux.sync.max.u32", limit, -1, convergent=True)
+        )
         with when(t < T):
             simt.store_shared(self.bounds + t * 4, instr("cvt.rn.f32.u32", limit))
 
@@ -123,7 +139,9 @@ class Ranks:
         finer = (_any([finer]) & alike) | _any([deep])
         at = self.earned + ((head >> 2) * self.share + subspace) * (PITCH * 4) + (head & 3)
         put = partial(self._put, at, exists)
-        found = simt.branch(finer, lambda: self._exactly(x, patterns, counts, put), [*patterns, *above])
+        found = simt.branch(
+            finer, lambda: self._exactly(x, patterns, counts, put), [*patterns, *above]
+        )
         put(found[:PAIRS], found[PAIRS:])
 
     def _differences(self, x: Sequence[Word], step: int) -> list[Word]:
@@ -136,7 +154,9 @@ class Ranks:
         found[edge] = exists.select(found[edge], 0xFFFFFFFF)
         return found
 
-    def _levelled(self, sums: Sequence[Word], differences: Sequence[Word], alike: int, step: int) -> list[Word]:
+    def _levelled(
+        self, sums: Sequence[Word], differences: Sequence[Word], alike: int, step: int
+    ) -> list[Word]:
         """The value of the first of neighbours that differ by less than `alike`, or of the last if `step` is -1."""
         order = range(PAIRS)[::step]
 
@@ -149,14 +169,18 @@ class Ranks:
 
         return simt.repeat(sums, once)
 
-    def _put(self, at: Word, exists: Flag, patterns: Sequence[Word], before: Sequence[Word]) -> None:
+    def _put(
+        self, at: Word, exists: Flag, patterns: Sequence[Word], before: Sequence[Word]
+    ) -> None:
         """Writes the votes that patterns earn by the number of keys before them, as bytes of words at `at`."""
 
         @loop(0, self.T, 1, [simt.real(2.0**23)] * PAIRS)
         def votes(i: Word, *votes: Word) -> list[Word]:
             ptx('.pragma "nounroll";')
             bound = simt.load_shared(self.bounds + i * 4)
-            more = [instr("sub.sat.f32", bound, x) for x in before]  # 1 if bound > x, as both are whole
+            more = [
+                instr("sub.sat.f32", bound, x) for x in before
+            ]  # 1 if bound > x, as both are whole
             return [instr("add.f32", a, b) for a, b in zip(votes, more, strict=True)]
 
         nothing = exists.select(simt.real(2.0**23), 0xFFFFFFFF)
@@ -169,11 +193,15 @@ class Ranks:
 
         As f32 the words are ordered numbers, in the order of s if those bits differ."""
         first, magnitude = word(0), word(0)
-        for y, sign in zip(x, self.signs, strict=False):  # bit j of a pattern is the sign of channel j
+        for y, sign in zip(
+            x, self.signs, strict=False
+        ):  # bit j of a pattern is the sign of channel j
             first = instr("fma.rn.f32", sign, y, first)  # summed in the order of channels
         totals = [first]
         for y in x[BITS:7]:
-            totals = [instr(f"{how}.f32", total, y) for how in ("sub", "add") for total in totals]
+            totals = [
+                instr(f"{how}.f32", total, y) for how in ("sub", "add") for total in totals
+            ]
         totals = [instr("sub.f32", total, x[7]) for total in totals]
         for y in x:
             magnitude = instr("add.f32", magnitude, instr("abs.f32", y))
@@ -184,7 +212,9 @@ class Ranks:
         for i, total in enumerate(totals):
             s = instr("abs.f32", total)
             bits = instr("fma.rz.f32", s, scale, simt.real(2.0**23))
-            rest = rest | instr("fma.rn.f32", s, scale, instr("sub.f32", simt.real(2.0**23), bits))
+            rest = rest | instr(
+                "fma.rn.f32", s, scale, instr("sub.f32", simt.real(2.0**23), bits)
+            )
             pattern = self.lane + LANES * i
             keys.append((bits << 8) | (total < 1 << 31).select(pattern, pattern ^ 0xFF))
         return keys, rest.differs(0)
@@ -206,7 +236,12 @@ class Ranks:
         upward = own.pop()  # of this lane and later ones
         mine = upward
         for i, exists in enumerate(self.exists):
-            other = ptx(f"shfl.sync.down.b32 $0, $1, {1 << i}, 31, -1;", upward, results=1, convergent=True)
+            other = ptx(
+                f"shfl.sync.down.b32 $0, $1, {1 << i}, 31, -1;",
+                upward,
+                results=1,
+                convergent=True,
+            )
             upward = instr("fma.rn.f32", other, exists, upward)
         later = instr("sub.f32", upward, mine)
         return [instr("add.f32", later, x) for x in reversed(own)]
@@ -230,7 +265,9 @@ class Ranks:
                 sign = instr("mul.f32", sign, self.signs[minus])
             x[:] = [instr("mul.f32", a, sign) for a in x]
             others = [simt.bfly(x[i ^ turn], gap) for i in range(PAIRS)]
-            x[:] = [instr("max.f32", a, instr("neg.f32", b)) for a, b in zip(x, others, strict=True)]
+            x[:] = [
+                instr("max.f32", a, instr("neg.f32", b)) for a, b in zip(x, others, strict=True)
+            ]
 
         for i, j in _network(PAIRS):
             order(i, j)
@@ -249,14 +286,20 @@ class Ranks:
         return x
 
     def _exactly(
-        self, x: Sequence[Word], patterns: Sequence[Word], counts: Word, put: Callable[..., None]
+        self,
+        x: Sequence[Word],
+        patterns: Sequence[Word],
+        counts: Word,
+        put: Callable[..., None],
     ) -> list[Word]:
         """Patterns sorted by all bits of s, and the counts before each; the opposite patterns are written here."""
 
         def score(pattern: Word) -> Word:
             total = word(0)
             for j, y in enumerate(x):
-                total = instr("add.f32", total, y ^ (((pattern ^ 0xFF) << (31 - j)) & 0x80000000))
+                total = instr(
+                    "add.f32", total, y ^ (((pattern ^ 0xFF) << (31 - j)) & 0x80000000)
+                )
             return total & 0x7FFFFFFF
 
         lane = self.lane
@@ -267,7 +310,10 @@ class Ranks:
             for i in (*range(0, PAIRS, 2), *range(1, PAIRS - 1, 2)):
                 wrong.append(s[i] > s[i + 1])
                 for a in (s, p):
-                    a[i], a[i + 1] = wrong[-1].select(a[i + 1], a[i]), wrong[-1].select(a[i], a[i + 1])
+                    a[i], a[i + 1] = (
+                        wrong[-1].select(a[i + 1], a[i]),
+                        wrong[-1].select(a[i], a[i + 1]),
+                    )
             up, down = [self._next(a[0]) for a in (s, p)], [self._last(a[-1]) for a in (s, p)]
             low, high = (s[-1] > up[0]) & (lane < LANES - 1), (s[0] < down[0]) & (lane > 0)
             for a, of_next, of_last in zip((s, p), up, down, strict=True):
@@ -276,13 +322,18 @@ class Ranks:
 
         found = simt.repeat([*(score(p) for p in patterns), *patterns], exchanged)
         s, patterns = found[:PAIRS], found[PAIRS:]
-        loaded, opposite = ([_word_of(counts, p ^ turn) for p in patterns] for turn in (0, 0xFF))
+        loaded, opposite = (
+            [_word_of(counts, p ^ turn) for p in patterns] for turn in (0, 0xFF)
+        )
         above = self._levelled(self._sums_above(loaded), self._differences(s, -1), 1, -1)
         total = functools.reduce(partial(instr, "add.f32"), [*loaded, *opposite])
         for gap in (1 << i for i in range(BITS)):
             total = instr("add.f32", total, simt.bfly(total, gap))
         after = self._sums_above(opposite)
-        below = [instr("sub.f32", total, instr("add.f32", a, n)) for a, n in zip(after, opposite, strict=True)]
+        below = [
+            instr("sub.f32", total, instr("add.f32", a, n))
+            for a, n in zip(after, opposite, strict=True)
+        ]
         below = self._levelled(below, self._differences(s, 1), 1, 1)
         below = [y.equals(0).select(a, b) for y, a, b in zip(s, above, below, strict=True)]
         put([p ^ 0xFF for p in patterns], below)

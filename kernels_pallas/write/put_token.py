@@ -43,14 +43,18 @@ def unsupported(zones: Sequence[Any], k: Any, v: Any, active: Any, overflow: Any
     if (size := k.shape[3] * kept[0].dtype.itemsize) % CHUNK:
         return f"the kernel put_token takes heads of a multiple of {CHUNK} bytes; got {size}"
     if v.shape != k.shape:
-        return f"the kernel put_token takes values like keys, {list(k.shape)}; got {list(v.shape)}"
+        return (
+            f"the kernel put_token takes values like keys, {list(k.shape)}; got {list(v.shape)}"
+        )
     if 0 in k.shape or any(0 in a.shape for a in kept):
         return f"the kernel put_token takes at least one row and slot; got k{list(k.shape)}"
     return None
 
 
 @simt.lowered_once()
-def put_token(zones: Sequence[Zone], k: Array, v: Array, active: Array, overflow: Array) -> tuple[list[Zone], Array]:
+def put_token(
+    zones: Sequence[Zone], k: Array, v: Array, active: Array, overflow: Array
+) -> tuple[list[Zone], Array]:
     """Zones (keys, values, count) with the token k, v [B, K, 1, D] of each row that is `active` bool[B], in the first
     zone that has room; and `overflow` bool[B], also true where none had."""
     if limit := unsupported(zones, k, v, active, overflow):
@@ -59,7 +63,9 @@ def put_token(zones: Sequence[Zone], k: Array, v: Array, active: Array, overflow
 
 
 @simt.lowered_once()
-def put_tokens(zones: Sequence[Zone], k: Array, v: Array, count: Array, overflow: Array) -> tuple[list[Zone], Array]:
+def put_tokens(
+    zones: Sequence[Zone], k: Array, v: Array, count: Array, overflow: Array
+) -> tuple[list[Zone], Array]:
     """Zones with the first `count` i32[B] of the tokens k, v [B, K, T, D], which fill one zone after the other; and
     `overflow` bool[B], also true where some had no room."""
     if limit := unsupported(zones, k, v, count, overflow):
@@ -67,7 +73,9 @@ def put_tokens(zones: Sequence[Zone], k: Array, v: Array, count: Array, overflow
     return _run(zones, overflow, count.astype(jnp.int32), k, v)
 
 
-def _run(zones: Sequence[Zone], overflow: Array, due: Array, k: Array, v: Array) -> tuple[list[Zone], Array]:
+def _run(
+    zones: Sequence[Zone], overflow: Array, due: Array, k: Array, v: Array
+) -> tuple[list[Zone], Array]:
     # One array, which XLA writes as it rotates the key; with v as a separate array it needs one more kernel.
     tokens = jnp.stack([a.astype(zones[0][0].dtype) for a in (k, v)], axis=1)
     *made, flags = _put(len(zones), *(a for zone in zones for a in zone), overflow, due, tokens)
@@ -82,7 +90,9 @@ def _put(zones: int, *args: Array) -> tuple[Array, ...]:
         slots, width = tuple(a.shape[2] for a in changed[:-1:3]), D * changed[0].dtype.itemsize
         program = functools.partial(_program, slots=slots, heads=K, width=width)
         if given[0].dtype != bool:
-            program = functools.partial(_program_of_some, slots=slots, heads=K, tokens=given[1].shape[3], width=width)
+            program = functools.partial(
+                _program_of_some, slots=slots, heads=K, tokens=given[1].shape[3], width=width
+            )
         return simt.kernel_in_place(
             program,
             name="kvjax_put_token" if given[0].dtype == bool else "kvjax_put_tokens",
@@ -96,11 +106,22 @@ def _put(zones: int, *args: Array) -> tuple[Array, ...]:
 def _program(*refs: Any, slots: tuple[int, ...], heads: int, width: int) -> None:
     *kept, overflow, active, given = (simt.global_address(m) for m in refs)
     chunks, row, t = width // CHUNK, simt.special("ctaid.x"), simt.special("tid.x")
-    zones = list(zip(kept[::3], kept[1::3], (simt.offset_rows(a, row, 4) for a in kept[2::3]), slots, strict=True))
+    zones = list(
+        zip(
+            kept[::3],
+            kept[1::3],
+            (simt.offset_rows(a, row, 4) for a in kept[2::3]),
+            slots,
+            strict=True,
+        )
+    )
 
     # Not `nc`: these are written at the end, by one thread, after the others have read them.
     counts = [ptx("ld.global.u32 $0, [$1];", count, results=1) for *_, count, _ in zones]
-    dropped, due = (ptx("ld.global.u8 $0, [$1];", simt.offset(a, row), results=1) for a in (overflow, active))
+    dropped, due = (
+        ptx("ld.global.u8 $0, [$1];", simt.offset(a, row), results=1)
+        for a in (overflow, active)
+    )
     left, taken = due.differs(0), []
     for count, (*_, capacity) in zip(counts, zones, strict=True):
         taken.append(left & (count < capacity))
@@ -111,12 +132,19 @@ def _program(*refs: Any, slots: tuple[int, ...], heads: int, width: int) -> None
         head = simt.divide(i, chunks)
         code, at = "ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$4];", i * CHUNK
         token = [
-            ptx(code, simt.offset(simt.offset_rows(given, row * 2 + n, heads * width), at), results=4) for n in range(2)
+            ptx(
+                code,
+                simt.offset(simt.offset_rows(given, row * 2 + n, heads * width), at),
+                results=4,
+            )
+            for n in range(2)
         ]
         for (*pair, _, size), count, exists in zip(zones, counts, taken, strict=True):
             with when(exists):
                 for to, words in zip(pair, token, strict=True):
-                    to = simt.offset_rows(simt.offset_rows(to, row * heads + head, size * width), count, width)
+                    to = simt.offset_rows(
+                        simt.offset_rows(to, row * heads + head, size * width), count, width
+                    )
                     to = simt.offset(to, at - head * width)
                     ptx("st.global.v4.u32 [$0], {$1, $2, $3, $4};", to, *words)
 
@@ -127,15 +155,30 @@ def _program(*refs: Any, slots: tuple[int, ...], heads: int, width: int) -> None
         ptx("st.global.u8 [$0], $1;", simt.offset(overflow, row), dropped | left.select(1, 0))
 
 
-def _program_of_some(*refs: Any, slots: tuple[int, ...], heads: int, tokens: int, width: int) -> None:
+def _program_of_some(
+    *refs: Any, slots: tuple[int, ...], heads: int, tokens: int, width: int
+) -> None:
     *kept, overflow, due, given = (simt.global_address(m) for m in refs)
     chunks, row, t = width // CHUNK, simt.special("ctaid.x"), simt.special("tid.x")
-    zones = list(zip(kept[::3], kept[1::3], (simt.offset_rows(a, row, 4) for a in kept[2::3]), slots, strict=True))
+    zones = list(
+        zip(
+            kept[::3],
+            kept[1::3],
+            (simt.offset_rows(a, row, 4) for a in kept[2::3]),
+            slots,
+            strict=True,
+        )
+    )
 
     # Not `nc`: these are written at the end, by one thread, after the others have read them.
     counts = [ptx("ld.global.u32 $0, [$1];", count, results=1) for *_, count, _ in zones]
     dropped = ptx("ld.global.u8 $0, [$1];", simt.offset(overflow, row), results=1)
-    left, first, firsts, taken = simt.clipped(simt.load(simt.offset_rows(due, row, 4)), tokens), word(0), [], []
+    left, first, firsts, taken = (
+        simt.clipped(simt.load(simt.offset_rows(due, row, 4)), tokens),
+        word(0),
+        [],
+        [],
+    )
     for count, (*_, capacity) in zip(counts, zones, strict=True):
         free = (count < capacity).select(word(capacity) - count, 0)
         firsts.append(first)
@@ -149,11 +192,20 @@ def _program_of_some(*refs: Any, slots: tuple[int, ...], heads: int, tokens: int
         token, at = number - head * tokens, (i - number * chunks) * CHUNK
         whole = [simt.offset_rows(given, row * 2 + n, heads * tokens * width) for n in range(2)]
         code = "ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$4];"
-        words = [ptx(code, simt.offset(simt.offset_rows(a, number, width), at), results=4) for a in whole]
-        for (*pair, _, size), count, start, many in zip(zones, counts, firsts, taken, strict=True):
-            with when(token - start < many):  # unsigned: tokens before the first are far past the last
+        words = [
+            ptx(code, simt.offset(simt.offset_rows(a, number, width), at), results=4)
+            for a in whole
+        ]
+        for (*pair, _, size), count, start, many in zip(
+            zones, counts, firsts, taken, strict=True
+        ):
+            with when(
+                token - start < many
+            ):  # unsigned: tokens before the first are far past the last
                 for to, loaded in zip(pair, words, strict=True):
-                    to = simt.offset_rows(simt.offset_rows(to, row * heads + head, size * width), count, width)
+                    to = simt.offset_rows(
+                        simt.offset_rows(to, row * heads + head, size * width), count, width
+                    )
                     to = simt.offset(simt.offset_rows(to, token - start, width), at)
                     ptx("st.global.v4.u32 [$0], {$1, $2, $3, $4};", to, *loaded)
 
@@ -161,4 +213,8 @@ def _program_of_some(*refs: Any, slots: tuple[int, ...], heads: int, tokens: int
     with when(t.equals(0)):
         for (*_, count, _), old, many in zip(zones, counts, taken, strict=True):
             ptx("st.global.u32 [$0], $1;", count, old + many)
-        ptx("st.global.u8 [$0], $1;", simt.offset(overflow, row), dropped | left.differs(0).select(1, 0))
+        ptx(
+            "st.global.u8 [$0], $1;",
+            simt.offset(overflow, row),
+            dropped | left.differs(0).select(1, 0),
+        )

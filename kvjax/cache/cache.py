@@ -48,7 +48,9 @@ class LayerCache:
     state: Any
     policy: Policy = dataclasses.field(metadata={"static": True})
     spec: CacheSpec = dataclasses.field(metadata={"static": True})
-    placement: Placement | None = dataclasses.field(default=None, metadata={"static": True})  # how it is split
+    placement: Placement | None = dataclasses.field(
+        default=None, metadata={"static": True}
+    )  # how it is split
 
     @property
     def length(self) -> Array:
@@ -84,7 +86,9 @@ class Cache:
     rotated_for: Array | None = None
     # i32[B] tokens that `SpecPrefill` left out of each row's prompt; None: all read
     skipped: Array | None = None
-    kept: Array | None = None  # i32[B] tokens up to the last of such a prompt, into which `rollback` must not go
+    kept: Array | None = (
+        None  # i32[B] tokens up to the last of such a prompt, into which `rollback` must not go
+    )
 
     @property
     def spec(self) -> CacheSpec:
@@ -113,7 +117,10 @@ class Cache:
     def __repr__(self) -> str:
         if not self.layers:
             return "Cache(no layers)"
-        runs = [(len(list(run)), policy) for policy, run in groupby(layer.policy for layer in self.layers)]
+        runs = [
+            (len(list(run)), policy)
+            for policy, run in groupby(layer.policy for layer in self.layers)
+        ]
         layers = " + ".join(f"{count} x {policy!r}" for count, policy in runs)
         return f"Cache({layers}; {_contents(self)})"
 
@@ -123,7 +130,11 @@ C = TypeVar("C", Cache, LayerCache)
 
 
 def init(
-    policy: Policy | PerLayer | Sequence[Policy], spec: CacheSpec, *, layers: int, placement: Placement | None = None
+    policy: Policy | PerLayer | Sequence[Policy],
+    spec: CacheSpec,
+    *,
+    layers: int,
+    placement: Placement | None = None,
 ) -> Cache:
     """Makes an empty cache for a model with `layers` attention layers, from one policy or one policy per layer.
 
@@ -160,15 +171,21 @@ def init(
     if placement is None:
         own = [policy.of_size(spec) for policy in own]
     layers_made = tuple(init_layer(policy, spec, placement) for policy in own)
-    rows: Any = jnp.zeros(spec.batch, jnp.int32) if spec.rope_by_length else None  # `Cache.rotated_for` of no tokens
-    return commit_together(Cache(layers_made, jax.device_put(rows, placement and _rows_sharding(placement))))
+    rows: Any = (
+        jnp.zeros(spec.batch, jnp.int32) if spec.rope_by_length else None
+    )  # `Cache.rotated_for` of no tokens
+    return commit_together(
+        Cache(layers_made, jax.device_put(rows, placement and _rows_sharding(placement)))
+    )
 
 
 def _rows_sharding(placement: Placement) -> NamedSharding:
     return NamedSharding(placement.mesh, placement.spec("B"))
 
 
-def init_layer(policy: Policy, spec: CacheSpec, placement: Placement | None = None) -> LayerCache:
+def init_layer(
+    policy: Policy, spec: CacheSpec, placement: Placement | None = None
+) -> LayerCache:
     """Makes an empty cache for one attention layer, split over the devices of a `placement` if one is given.
 
     Raises:
@@ -188,7 +205,10 @@ def init_layer(policy: Policy, spec: CacheSpec, placement: Placement | None = No
             f"and kvjax.Compressed over kvjax.Dense keep values of another size than keys; got {policy}"
         )
     if placement is None:
-        hosts = any(a.memory_space == jax.memory.Space.Host for a in _empty.trace(policy, spec).jaxpr.out_avals)
+        hosts = any(
+            a.memory_space == jax.memory.Space.Host
+            for a in _empty.trace(policy, spec).jaxpr.out_avals
+        )
         state = policy.init(spec) if hosts else _empty(policy, spec)  # see `host_zeros`
         return commit_together(LayerCache(state, policy, spec))
     if not isinstance(placement, Placement):
@@ -211,7 +231,9 @@ def _takes_value_dim(policy: Any) -> bool:
 
 @partial(jax.jit, static_argnums=(0, 1), inline=True)
 def _empty(policy: Policy, spec: CacheSpec) -> Any:
-    return policy.init(spec)  # by one program: array by array, each shape and dtype would be one to compile
+    return policy.init(
+        spec
+    )  # by one program: array by array, each shape and dtype would be one to compile
 
 
 def shardings(cache: C) -> C:
@@ -229,7 +251,9 @@ def shardings(cache: C) -> C:
         raise ValueError(
             "shardings takes a cache with a placement, got one without; make it with kvjax.init(..., placement=...)"
         )
-    made = with_states(cache, [state_shardings(x.policy, x.spec, placement_of(x)) for x in layers_of(cache)])
+    made = with_states(
+        cache, [state_shardings(x.policy, x.spec, placement_of(x)) for x in layers_of(cache)]
+    )
     if isinstance(made, Cache) and made.rotated_for is not None:
         rows: Any = _rows_sharding(placement_of(layers_of(cache)[0]))
         made = dataclasses.replace(made, rotated_for=rows)
@@ -282,7 +306,9 @@ def ends(position: Array, count: Any, positions: Any = None) -> Array:
     """
     if positions is None:
         return position + count
-    last = jnp.take_along_axis(jnp.asarray(positions), jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+    last = jnp.take_along_axis(
+        jnp.asarray(positions), jnp.maximum(count - 1, 0)[:, None], axis=1
+    )[:, 0]
     return jnp.where(count > 0, last + 1, position)
 
 
@@ -311,7 +337,9 @@ def check_whole(verb: str, cache: Any) -> None:
         )
 
 
-def check_rotation(cache: Cache, total: Array | np.ndarray, error: type[Exception] = ValueError) -> None:
+def check_rotation(
+    cache: Cache, total: Array | np.ndarray, error: type[Exception] = ValueError
+) -> None:
     """Raises an error for a row whose keys are rotated for a shorter text than its `total` i32[B] tokens.
 
     Does nothing for a model whose RoPE does not depend on the length, or under jit.
@@ -333,7 +361,11 @@ def _overflows(layers: Sequence[LayerCache]) -> np.ndarray:
 
 def outgrown(cache: Cache, total: Array | np.ndarray) -> np.ndarray:
     """i64[n] the rows whose keys are rotated for a shorter text than `total` i32[B] tokens; none under jit."""
-    if cache.rotated_for is None or isinstance(cache.rotated_for, Tracer) or isinstance(total, Tracer):
+    if (
+        cache.rotated_for is None
+        or isinstance(cache.rotated_for, Tracer)
+        or isinstance(total, Tracer)
+    ):
         return np.zeros(0, np.int64)
     most = on_host(cache.rotated_for)
     return np.flatnonzero((most > 0) & (on_host(total) > most))
@@ -411,27 +443,45 @@ def as_whole(cache: LayerCache, state: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(cache.state), jax.tree.leaves(state))
 
 
-def run_by_part(f: Callable[..., Cache], cache: Any, *operands: Any, specs: tuple[Any, ...] = ()) -> Any:
+def run_by_part(
+    f: Callable[..., Cache], cache: Any, *operands: Any, specs: tuple[Any, ...] = ()
+) -> Any:
     """Runs f(cache, *operands) on each device for its part of the cache; `specs` are PartitionSpecs of `operands`."""
     layers = layers_of(cache)
-    states, layer_specs = [layer.state for layer in layers], [specs_of(layer) for layer in layers]
+    states, layer_specs = (
+        [layer.state for layer in layers],
+        [specs_of(layer) for layer in layers],
+    )
 
     def local(states: list[Any], *operands: Any) -> list[Any]:
-        mine = f(Cache(tuple(part_of(layer, st) for layer, st in zip(layers, states, strict=True))), *operands)
-        return [as_whole(layer, own.state) for layer, own in zip(layers, mine.layers, strict=True)]
+        mine = f(
+            Cache(tuple(part_of(layer, st) for layer, st in zip(layers, states, strict=True))),
+            *operands,
+        )
+        return [
+            as_whole(layer, own.state) for layer, own in zip(layers, mine.layers, strict=True)
+        ]
 
-    new_states = run_on_parts(placement_of(layers[0]), local, (layer_specs, *specs), layer_specs, states, *operands)
+    new_states = run_on_parts(
+        placement_of(layers[0]), local, (layer_specs, *specs), layer_specs, states, *operands
+    )
     return with_states(cache, new_states)
 
 
 def with_layers(cache: Any, layers: Sequence[LayerCache]) -> Any:
     """`cache` with other layers, or the one layer if it is a `LayerCache`."""
-    return dataclasses.replace(cache, layers=tuple(layers)) if isinstance(cache, Cache) else layers[0]
+    return (
+        dataclasses.replace(cache, layers=tuple(layers))
+        if isinstance(cache, Cache)
+        else layers[0]
+    )
 
 
 def with_states(cache: Any, states: Sequence[Any]) -> Any:
     pairs = zip(layers_of(cache), states, strict=True)
-    return with_layers(cache, [dataclasses.replace(layer, state=state) for layer, state in pairs])
+    return with_layers(
+        cache, [dataclasses.replace(layer, state=state) for layer, state in pairs]
+    )
 
 
 _LAYER = "kvjax.Retrieval(selector=kvjax.Fier(), budget=256)"  # a preset has the policies of all layers

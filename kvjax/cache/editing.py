@@ -107,7 +107,9 @@ def truncate(cache: C, lengths: ArrayLike) -> C:
             raise ValueError(
                 f"truncate of row {row} to {known[row]} tokens: it holds {length[row]}; use 0 to {length[row]}"
             )
-    shorter = _truncate_on_parts(cache, target) if layers[0].placement else _truncate(cache, target)
+    shorter = (
+        _truncate_on_parts(cache, target) if layers[0].placement else _truncate(cache, target)
+    )
     return _with_rotation(shorter, target)
 
 
@@ -135,13 +137,24 @@ def insert(cache: C, prefix: C, row: int | Array) -> C:
             "dataclasses.replace(cache.spec, batch=1)"
         )
     if prefix.spec.batch != 1:
-        raise ValueError(f"insert takes one row: the prefix must have batch 1, got {prefix.spec.batch}")
+        raise ValueError(
+            f"insert takes one row: the prefix must have batch 1, got {prefix.spec.batch}"
+        )
     check_array("insert(row=...)", row, "an integer", "0")
     if np.shape(row) != () or not jnp.issubdtype(jnp.result_type(row), jnp.integer):
-        raise ValueError(f"insert(row=...) must be an integer, got {shown(row)}; it counts rows from 0")
+        raise ValueError(
+            f"insert(row=...) must be an integer, got {shown(row)}; it counts rows from 0"
+        )
     if not isinstance(row, Tracer) and not 0 <= int(row) < cache.spec.batch:
-        raise ValueError(f"insert got row={row}; the cache has rows 0 to {cache.spec.batch - 1}")
-    if any(map(is_shared, jax.tree.leaves([layer.state for layer in layers_of(cache)], is_leaf=is_shared))):
+        raise ValueError(
+            f"insert got row={row}; the cache has rows 0 to {cache.spec.batch - 1}"
+        )
+    if any(
+        map(
+            is_shared,
+            jax.tree.leaves([layer.state for layer in layers_of(cache)], is_leaf=is_shared),
+        )
+    ):
         raise ValueError(
             "insert takes rows of their own, and the rows of this cache share prefixes; use kvjax.cache.prefixes.seat, "
             "which also says which prefix the row has"
@@ -190,7 +203,9 @@ def take_rows(cache: C, rows: ArrayLike) -> C:
     if not isinstance(rows, Tracer):
         given = np.asarray(rows)
         for i in np.flatnonzero((given < 0) | (given >= batch)):
-            raise ValueError(f"take_rows(rows=...)[{i}] is {given[i]}; the cache has rows 0 to {batch - 1}")
+            raise ValueError(
+                f"take_rows(rows=...)[{i}] is {given[i]}; the cache has rows 0 to {batch - 1}"
+            )
     placement = layers_of(cache)[0].placement
     if placement is not None:
         placement.local(dataclasses.replace(cache.spec, batch=rows.size))
@@ -226,7 +241,9 @@ def _with_rows(cache: Any, change: Callable[[Array], Array]) -> Any:
     if not isinstance(cache, Cache):
         return cache
     known = {name: getattr(cache, name) for name in ("rotated_for", "skipped", "kept")}
-    changed: dict[str, Any] = {n: None if x is None else change(as_rows(cache, x)) for n, x in known.items()}
+    changed: dict[str, Any] = {
+        n: None if x is None else change(as_rows(cache, x)) for n, x in known.items()
+    }
     return dataclasses.replace(cache, **changed)
 
 
@@ -251,14 +268,19 @@ def _check_reach(target: np.ndarray, earliest: Array, length: Array) -> None:
 def _truncate(cache: Any, lengths: Array) -> Any:
     layers = layers_of(cache)
     policies: list[Any] = [layer.policy for layer in layers]
-    states = [policy.truncate(layer.state, lengths) for policy, layer in zip(policies, layers, strict=True)]
+    states = [
+        policy.truncate(layer.state, lengths)
+        for policy, layer in zip(policies, layers, strict=True)
+    ]
     return with_states(cache, states)
 
 
 @partial(jax.jit, inline=True)
 def _truncate_on_parts(cache: Any, lengths: Array) -> Any:
     """`_truncate` by each device for its rows and heads."""
-    return run_by_part(_truncate, cache, lengths, specs=(placement_of(layers_of(cache)[0]).spec("B"),))
+    return run_by_part(
+        _truncate, cache, lengths, specs=(placement_of(layers_of(cache)[0]).spec("B"),)
+    )
 
 
 @partial(jax.jit, inline=True)
@@ -273,7 +295,9 @@ def _insert(cache: C, prefix: C, row: int | Array) -> C:
 
 def _insert_if_in_range(cache: Any, prefix: Any, row: Array) -> Any:
     in_range = (row >= 0) & (row < jax.tree.leaves(cache)[0].shape[0])
-    return lax.cond(in_range, lambda cache: _insert(cache, prefix, row), lambda cache: cache, cache)
+    return lax.cond(
+        in_range, lambda cache: _insert(cache, prefix, row), lambda cache: cache, cache
+    )
 
 
 @partial(jax.jit, inline=True)
@@ -291,7 +315,9 @@ def _insert_on_parts(cache: Any, prefix: Any, row: Array) -> Any:
 
     states, prefixes = ([layer.state for layer in them] for them in (layers, ones))
     row = jnp.asarray(row, jnp.int32)
-    states = run_on_parts(placement, local, (whole, one, PartitionSpec()), whole, states, prefixes, row)
+    states = run_on_parts(
+        placement, local, (whole, one, PartitionSpec()), whole, states, prefixes, row
+    )
     merged = with_states(cache, states)
     if not isinstance(cache, Cache) or cache.rotated_for is None:
         return merged
@@ -305,19 +331,27 @@ def _insert_on_parts(cache: Any, prefix: Any, row: Array) -> Any:
 def _take_rows(cache: Any, rows: Array) -> Any:
     layers = layers_of(cache)
     olds, n, placement = [layer.state for layer in layers], rows.shape[0], layers[0].placement
-    taken = [dataclasses.replace(layer, spec=dataclasses.replace(layer.spec, batch=n)) for layer in layers]
+    taken = [
+        dataclasses.replace(layer, spec=dataclasses.replace(layer.spec, batch=n))
+        for layer in layers
+    ]
     if placement is None:
         states = _rows_of(olds, [layer.policy.init(layer.spec) for layer in taken], rows)
         return with_states(with_layers(cache, taken), states)
 
     def local(olds: list[Any], rows: Array) -> list[Any]:
-        ours = [placement.policy_of_part(layer.policy).init(placement.local(layer.spec)) for layer in taken]
+        ours = [
+            placement.policy_of_part(layer.policy).init(placement.local(layer.spec))
+            for layer in taken
+        ]
         empty = [as_whole(layer, st) for layer, st in zip(layers, ours, strict=True)]
         move = _rows_of if placement.batch is None else partial(_rows_over_devices, placement)
         return move(olds, empty, rows)
 
     specs = [specs_of(layer) for layer in layers], PartitionSpec()
-    states = run_on_parts(placement, local, specs, [specs_of(layer) for layer in taken], olds, rows)
+    states = run_on_parts(
+        placement, local, specs, [specs_of(layer) for layer in taken], olds, rows
+    )
     return with_states(with_layers(cache, taken), states)
 
 
@@ -334,10 +368,16 @@ def _rows_of(olds: Any, empty: Any, rows: Array) -> Any:
 
             def put(i: Array, new: Array) -> Array:
                 row = lax.dynamic_slice_in_dim(old, rows[i], 1)
-                return lax.cond(held[i], lambda: lax.dynamic_update_slice_in_dim(new, row, i, axis=0), lambda: new)
+                return lax.cond(
+                    held[i],
+                    lambda: lax.dynamic_update_slice_in_dim(new, row, i, axis=0),
+                    lambda: new,
+                )
 
             return lax.fori_loop(0, rows.shape[0], put, new)
-        return jnp.where(held.reshape(-1, *(1,) * (old.ndim - 1)), jnp.take(old, rows, axis=0), new)
+        return jnp.where(
+            held.reshape(-1, *(1,) * (old.ndim - 1)), jnp.take(old, rows, axis=0), new
+        )
 
     return jax.tree.map(move, olds, empty, is_leaf=is_shared)
 
@@ -353,19 +393,31 @@ def _rows_over_devices(placement: Placement, olds: Any, empty: Any, rows: Array)
         if is_shared(old):
             return old
         hosted = jax.typeof(old).memory_space == jax.memory.Space.Host
-        bits: Any = jnp.dtype(f"uint{8 * old.dtype.itemsize}")  # a sum of floats would lose the sign of -0.0
+        bits: Any = jnp.dtype(
+            f"uint{8 * old.dtype.itemsize}"
+        )  # a sum of floats would lose the sign of -0.0
 
         def put(i: Array, new: Array) -> Array:
             row = lax.dynamic_slice_in_dim(old, jnp.clip(source[i], 0, batch - 1), 1)
             row = to_device(row) if hosted else row
-            code = row.astype(bits) if row.dtype == bool else lax.bitcast_convert_type(row, bits)
+            code = (
+                row.astype(bits) if row.dtype == bool else lax.bitcast_convert_type(row, bits)
+            )
             code = lax.psum(jnp.where(here[i], code, jnp.zeros_like(code)), placement.batch)
-            row = code.astype(bool) if old.dtype == bool else lax.bitcast_convert_type(code, old.dtype)
+            row = (
+                code.astype(bool)
+                if old.dtype == bool
+                else lax.bitcast_convert_type(code, old.dtype)
+            )
             row = to_host(row) if hosted else row
             place = i - first_row(placement, ours)
             mine = held[i] & (place >= 0) & (place < ours)
             place = jnp.clip(place, 0, ours - 1)
-            return lax.cond(mine, lambda: lax.dynamic_update_slice_in_dim(new, row, place, axis=0), lambda: new)
+            return lax.cond(
+                mine,
+                lambda: lax.dynamic_update_slice_in_dim(new, row, place, axis=0),
+                lambda: new,
+            )
 
         return lax.fori_loop(0, rows.shape[0], put, new)
 
@@ -381,7 +433,9 @@ def _with_policies_of(cache: Any, prefix: Any) -> Any:
         if wanted == layer.policy or wanted != own.policy:
             return layer
         state = refilled(wanted, layer.spec, old, layer.state)
-        return layer if state is None else dataclasses.replace(layer, state=state, policy=wanted)
+        return (
+            layer if state is None else dataclasses.replace(layer, state=state, policy=wanted)
+        )
 
     if not isinstance(prefix, Cache) or len(cache.layers) != len(prefix.layers):
         return prefix
@@ -390,13 +444,19 @@ def _with_policies_of(cache: Any, prefix: Any) -> Any:
 
 def _kinds(cache: Any) -> list[Any]:
     """Policy and spec of each layer, without the batch."""
-    return [(layer.policy, dataclasses.replace(layer.spec, batch=1)) for layer in layers_of(cache)]
+    return [
+        (layer.policy, dataclasses.replace(layer.spec, batch=1)) for layer in layers_of(cache)
+    ]
 
 
 def _unlike(prefix: Any, cache: Any) -> list[str]:
     """Where policies and specs of two caches differ, without the batch, as text."""
     one, other = (
-        {"layers": [{"policy": plain(policy), "spec": plain(spec)} for policy, spec in _kinds(each)]}
+        {
+            "layers": [
+                {"policy": plain(policy), "spec": plain(spec)} for policy, spec in _kinds(each)
+            ]
+        }
         for each in (prefix, cache)
     )
     return told_once(differences(one, other, names=("in the prefix", "in the cache")))

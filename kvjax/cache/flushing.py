@@ -49,7 +49,9 @@ def flush_full(cache: Any, taking: Array | None = None) -> Any:
 
     def demote(states: tuple[Any, ...]) -> tuple[Any, ...]:
         done: list[Any] = []
-        for i, layer in enumerate(layers):  # in turn: at the same time, each would have arrays of its own
+        for i, layer in enumerate(
+            layers
+        ):  # in turn: at the same time, each would have arrays of its own
             st = computed_last(states[i], done[-1], states[i - 1])[0] if done else states[i]
             done.append(_flush_layer(layer.policy, st, states[i]))
         return tuple(done)
@@ -83,10 +85,16 @@ def _counted_last(after: S, before: S) -> S:
     """
     given, leaves = map(jax.tree.leaves, (before, after))
     pairs = enumerate(zip(given, leaves, strict=True))
-    added = {i: new - old for i, (old, new) in pairs if new is not old and new.ndim == 1 and new.dtype == jnp.int32}
+    added = {
+        i: new - old
+        for i, (old, new) in pairs
+        if new is not old and new.ndim == 1 and new.dtype == jnp.int32
+    }
     added, after = computed_last(added, after, before)
     leaves, tree = jax.tree.flatten(after)
-    return jax.tree.unflatten(tree, [given[i] + added[i] if i in added else leaf for i, leaf in enumerate(leaves)])
+    return jax.tree.unflatten(
+        tree, [given[i] + added[i] if i in added else leaf for i, leaf in enumerate(leaves)]
+    )
 
 
 @jax.tree_util.register_static
@@ -100,7 +108,9 @@ class _Changed:
         """`after`, with the arrays of `before` that a flush does not change."""
         given, tree = jax.tree.flatten(before)
         leaves = zip(jax.tree.leaves(after), given, self.leaves, strict=True)
-        return jax.tree.unflatten(tree, [new if changes else old for new, old, changes in leaves])
+        return jax.tree.unflatten(
+            tree, [new if changes else old for new, old, changes in leaves]
+        )
 
 
 def _changed(after: Any, before: Any) -> _Changed:
@@ -126,7 +136,10 @@ def _if_any(full: list[Array], demote: Callable[[S], S], states: S) -> S:
     def run(full: list[Array], states: S) -> S:
         return lax.cond(jnp.any(jnp.stack(full)), demote, lambda states: states, states)
 
-    if not any(jax.typeof(leaf).memory_space == jax.memory.Space.Host for leaf in jax.tree.leaves(states)):
+    if not any(
+        jax.typeof(leaf).memory_space == jax.memory.Space.Host
+        for leaf in jax.tree.leaves(states)
+    ):
         return run(full, states)
 
     def batched(size: int, mapped: Any, full: list[Array], states: S) -> tuple[S, Any]:
@@ -142,5 +155,8 @@ def _if_any(full: list[Array], demote: Callable[[S], S], states: S) -> S:
     # in which arrays of the host cannot be written.
     changed = jax.eval_shape(lambda states: _changed(demote(states), states), states)
     given, tree = jax.tree.flatten(states)
-    inside = [a if changes else lax.stop_gradient(a) for a, changes in zip(given, changed.leaves, strict=True)]
+    inside = [
+        a if changes else lax.stop_gradient(a)
+        for a, changes in zip(given, changed.leaves, strict=True)
+    ]
     return changed.keep_others(once(full, jax.tree.unflatten(tree, inside)), states)

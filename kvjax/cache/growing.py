@@ -42,17 +42,24 @@ def _grow(layer: LayerCache, capacity: int) -> LayerCache:
     """Copies each array into the first slots of a larger one: in every array of a state, slots fill in order."""
     spec = dataclasses.replace(layer.spec, capacity=capacity)
     policy = layer.policy.of_size(spec)
-    if policy != layer.policy and (state := refilled(policy, spec, layer.policy, layer.state)) is not None:
+    if (
+        policy != layer.policy
+        and (state := refilled(policy, spec, layer.policy, layer.state)) is not None
+    ):
         return LayerCache(state, policy, spec)
     larger = init_layer(layer.policy, spec, layer.placement)
 
     def place(new: Any, old: Any) -> Any:
-        if new.ndim != old.ndim or any(a < b for a, b in zip(new.shape, old.shape, strict=True)):
+        if new.ndim != old.ndim or any(
+            a < b for a, b in zip(new.shape, old.shape, strict=True)
+        ):
             raise ValueError(
                 f"{layer.policy} cannot grow: an array of shape {old.shape} becomes {new.shape}, and no axis may shrink"
             )
         if isinstance(old, jax.Array) and not isinstance(old, jax.core.Tracer):
-            new = jax.device_put(new, old.sharding)  # the device of the cache need not be the default one
+            new = jax.device_put(
+                new, old.sharding
+            )  # the device of the cache need not be the default one
         with axes_of(mesh_of(old)):
             return lax.dynamic_update_slice(new, old, (0,) * new.ndim)
 

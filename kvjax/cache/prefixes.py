@@ -26,7 +26,16 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
-from kvjax.cache.cache import C, Cache, LayerCache, check_cache, check_whole, init_layer, layers_of, with_layers
+from kvjax.cache.cache import (
+    C,
+    Cache,
+    LayerCache,
+    check_cache,
+    check_whole,
+    init_layer,
+    layers_of,
+    with_layers,
+)
 from kvjax.memory import commit_together, in_host_memory, move_to, on_host
 from kvjax.numerics.sharing import Shared, SlotAxis, slot_axes
 from kvjax.policies import Compressed, Follower, Full, Policy, Retrieval, Short
@@ -70,12 +79,17 @@ def fork(row: C, rows: int, *, new_tokens: int) -> C:
     counts = [int(on_host(layer.state.store.count)[0]) for layer in layers]
     needed = int(on_host(row.length)[0]) - min(counts) + new_tokens
     spec = dataclasses.replace(row.spec, batch=rows, capacity=needed)
-    sizes = [max(count, layer.policy.demote.leave) for count, layer in zip(counts, layers, strict=True)]
+    sizes = [
+        max(count, layer.policy.demote.leave)
+        for count, layer in zip(counts, layers, strict=True)
+    ]
     policies = [prefixed(layer.policy, size) for size, layer in zip(sizes, layers, strict=True)]
     return _fork(_made_like(row, policies, spec), row)
 
 
-def prefixed(policy: Policy, tokens: int, *, prefixes: int = 1, sharers: int | None = None) -> Policy:
+def prefixed(
+    policy: Policy, tokens: int, *, prefixes: int = 1, sharers: int | None = None
+) -> Policy:
     """`policy` for rows that share prefixes of at most `tokens` tokens, rounded up to whole chunks.
 
     A `Full` becomes a `Compressed` that keeps its tokens unchanged, because a prefix is the history of a row.
@@ -95,13 +109,18 @@ def prefixed(policy: Policy, tokens: int, *, prefixes: int = 1, sharers: int | N
     return dataclasses.replace(row, **parts)
 
 
-def prefixed_like(cache: Cache, tokens: int, *, prefixes: int, sharers: int | None = None) -> Cache:
+def prefixed_like(
+    cache: Cache, tokens: int, *, prefixes: int, sharers: int | None = None
+) -> Cache:
     """An empty cache of as many rows and of the same capacity, with room for `prefixes` shared prefixes beside it.
 
     Raises:
       ValueError: as `prefixed`; a cache with a placement.
     """
-    policies = [prefixed(layer.policy, tokens, prefixes=prefixes, sharers=sharers) for layer in cache.layers]
+    policies = [
+        prefixed(layer.policy, tokens, prefixes=prefixes, sharers=sharers)
+        for layer in cache.layers
+    ]
     return _made_like(cache, policies, cache.spec)
 
 
@@ -120,7 +139,9 @@ def alone(cache: C) -> C:
     return with_layers(cache, [of(layer) for layer in layers_of(cache)])
 
 
-def seat(cache: C, row: C, slot: ArrayLike, *, prefix: ArrayLike, shared: ArrayLike, store: bool) -> C:
+def seat(
+    cache: C, row: C, slot: ArrayLike, *, prefix: ArrayLike, shared: ArrayLike, store: bool
+) -> C:
     """`cache` with row `slot` replaced by `row`, whose first tokens are prefix number `prefix`.
 
     Call it under jit, with a donated cache.
@@ -187,7 +208,9 @@ def _take_out(cache: Any, row: Array, capacity: int) -> Any:
     spec = dataclasses.replace(cache.spec, batch=1, capacity=capacity)
     found = with_layers(cache, [_unshared(layer, spec, row) for layer in layers_of(cache)])
     if isinstance(cache, Cache) and cache.rotated_for is not None:
-        return dataclasses.replace(found, rotated_for=lax.dynamic_slice_in_dim(cache.rotated_for, row, 1))
+        return dataclasses.replace(
+            found, rotated_for=lax.dynamic_slice_in_dim(cache.rotated_for, row, 1)
+        )
     return found
 
 
@@ -202,7 +225,9 @@ def _fork(cache: Any, row: Any) -> Any:
     return lax.fori_loop(1, cache.spec.batch, one, cache)
 
 
-def _seat(layer: LayerCache, row: LayerCache, slot: Any, prefix: Any, shared: Any, store: bool) -> LayerCache:
+def _seat(
+    layer: LayerCache, row: LayerCache, slot: Any, prefix: Any, shared: Any, store: bool
+) -> LayerCache:
     policy: Any = layer.policy
     st, one = layer.state, row.state
     stay, leave = len(policy.demote.staying(policy.local)), policy.demote.leave
@@ -220,7 +245,10 @@ def _seat(layer: LayerCache, row: LayerCache, slot: Any, prefix: Any, shared: An
     def moved(part: Any, held: Any, single: Any) -> Any:
         """`held`, a PrefixedBlock or PrefixedIndex, with the row's part of the history in the slot."""
         axes, shared = slot_axes(part, layer.spec), held.shared.value
-        mine, early = _cut(single, axes, base[0], own_slots), _cut(single, axes, 0, policy.store.tokens, base[0])
+        mine, early = (
+            _cut(single, axes, base[0], own_slots),
+            _cut(single, axes, 0, policy.store.tokens, base[0]),
+        )
         if isinstance(held, PrefixedBlock):
             mine = dataclasses.replace(mine, count=single.count - base)
             early = dataclasses.replace(early, count=base)
@@ -256,15 +284,30 @@ def _unshared(layer: LayerCache, spec: CacheSpec, row: Any) -> LayerCache:
     def whole(part: Any, held: Any, slots: int) -> Any:
         axes = slot_axes(part, layer.spec)
         base = lax.dynamic_slice_in_dim(held.base, row, 1)[0]
-        early = take(held.shared.value, jnp.maximum(lax.dynamic_slice_in_dim(held.prefix, row, 1)[0], 0))
-        both = _paste(_cut(early, axes, 0, slots + st.store.own.slots), take(held.own), axes, base)
+        early = take(
+            held.shared.value, jnp.maximum(lax.dynamic_slice_in_dim(held.prefix, row, 1)[0], 0)
+        )
+        both = _paste(
+            _cut(early, axes, 0, slots + st.store.own.slots), take(held.own), axes, base
+        )
         return _cut(both, axes, 0, slots)
 
-    store = dataclasses.replace(whole(policy.store, st.store, new.store.slots), count=take(st.store.count))
+    store = dataclasses.replace(
+        whole(policy.store, st.store, new.store.slots), count=take(st.store.count)
+    )
     store = jax.tree.map(lambda a, b: move_to(b, host=in_host_memory(a)), new.store, store)
-    index = whole(policy.selector, st.index, new.store.slots) if isinstance(policy, Retrieval) else st.index
+    index = (
+        whole(policy.selector, st.index, new.store.slots)
+        if isinstance(policy, Retrieval)
+        else st.index
+    )
     state = dataclasses.replace(
-        new, sink=take(st.sink), store=store, index=index, recent=take(st.recent), overflow=take(st.overflow)
+        new,
+        sink=take(st.sink),
+        store=store,
+        index=index,
+        recent=take(st.recent),
+        overflow=take(st.overflow),
     )
     return LayerCache(state, policy, spec)
 
@@ -281,7 +324,11 @@ def _cut(tree: Any, axes: Any, start: Any, slots: int, end: Any = None) -> Any:
         a = lax.dynamic_slice_in_dim(a, at.entries(start), size, at.axis)
         if end is None:
             return a
-        return jnp.where(lax.broadcasted_iota(jnp.int32, a.shape, at.axis) < at.entries(end), a, jnp.zeros_like(a))
+        return jnp.where(
+            lax.broadcasted_iota(jnp.int32, a.shape, at.axis) < at.entries(end),
+            a,
+            jnp.zeros_like(a),
+        )
 
     leaves, tree = jax.tree.flatten(tree)
     return jax.tree.unflatten(tree, [cut(*pair) for pair in zip(leaves, axes, strict=True)])
@@ -293,16 +340,26 @@ def _paste(tree: Any, piece: Any, axes: Any, start: Any) -> Any:
     def paste(a: Array, b: Array, at: SlotAxis | None) -> Array:
         if at is None:
             return a
-        return lax.dynamic_update_slice_in_dim(a, move_to(b, host=False), at.entries(start), at.axis)
+        return lax.dynamic_update_slice_in_dim(
+            a, move_to(b, host=False), at.entries(start), at.axis
+        )
 
     (leaves, tree), news = jax.tree.flatten(tree), jax.tree.leaves(piece)
-    return jax.tree.unflatten(tree, [paste(*three) for three in zip(leaves, news, axes, strict=True)])
+    return jax.tree.unflatten(
+        tree, [paste(*three) for three in zip(leaves, news, axes, strict=True)]
+    )
 
 
 def _made_like(cache: Any, policies: list[Policy], spec: CacheSpec) -> Any:
     if layers_of(cache)[0].placement is not None:
-        raise ValueError("rows that share prefixes have no placement yet; make the cache on one device")
+        raise ValueError(
+            "rows that share prefixes have no placement yet; make the cache on one device"
+        )
     made = [init_layer(policy, spec) for policy in policies]
     if not isinstance(cache, Cache):
         return made[0]
-    return commit_together(Cache(tuple(made), None if cache.rotated_for is None else jnp.zeros(spec.batch, jnp.int32)))
+    return commit_together(
+        Cache(
+            tuple(made), None if cache.rotated_for is None else jnp.zeros(spec.batch, jnp.int32)
+        )
+    )

@@ -34,7 +34,16 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.core import Tracer
 
-from kvjax.cache.cache import Cache, LayerCache, check_whole, init_layer, layers_of, shardings, with_layers, with_states
+from kvjax.cache.cache import (
+    Cache,
+    LayerCache,
+    check_whole,
+    init_layer,
+    layers_of,
+    shardings,
+    with_layers,
+    with_states,
+)
 from kvjax.cache.growing import grow
 from kvjax.cache.serialize import differences, plain, told_once
 from kvjax.memory import of_first_process, on_host, shapes, typed
@@ -46,7 +55,9 @@ FORMAT = 2  # of states and of their description; increased when the meaning of 
 LOCK = ".kvjax-writer"  # a file in the directory, locked by the process that writes a save
 SETTLE = 0.05  # seconds to wait for reads that were in progress when another one failed
 OPENED = 20  # attempts to list a directory while a writer removes old saves
-UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of a save that is being written, or was interrupted
+UNFINISHED = (
+    ".orbax-checkpoint-tmp"  # in the name of a save that is being written, or was interrupted
+)
 
 
 class DamagedSaveError(ValueError):
@@ -75,12 +86,16 @@ def save(directory: str | Path, cache: Cache | LayerCache, *, keep: int = 1) -> 
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OSError(f"save cannot make the directory {path} ({_short(error)}); give one to write in") from error
+        raise OSError(
+            f"save cannot make the directory {path} ({_short(error)}); give one to write in"
+        ) from error
     _refuse_links(path)
     leaves = dict(_named(_by_place(cache)))
     about = describe(cache) | {"sha256": {name: _digest(leaf) for name, leaf in leaves.items()}}
     about["sha256_of_this"] = _digest_json(about)
-    first = jax.process_index() == 0  # every process writes its own arrays, and the first one does the rest
+    first = (
+        jax.process_index() == 0
+    )  # every process writes its own arrays, and the first one does the rest
     with _only_writer(path) if first else nullcontext(), _quiet():
         if first:
             _remove_unfinished(path)
@@ -88,7 +103,10 @@ def save(directory: str | Path, cache: Cache | LayerCache, *, keep: int = 1) -> 
         try:
             with _manager(path, keep=keep) as manager:
                 manager.save(
-                    step, args=ocp.args.Composite(arrays=ocp.args.StandardSave(leaves), about=ocp.args.JsonSave(about))
+                    step,
+                    args=ocp.args.Composite(
+                        arrays=ocp.args.StandardSave(leaves), about=ocp.args.JsonSave(about)
+                    ),
                 )
                 manager.wait_until_finished()
         except BaseException as error:
@@ -96,9 +114,13 @@ def save(directory: str | Path, cache: Cache | LayerCache, *, keep: int = 1) -> 
                 _remove_unfinished(path)
             if not isinstance(error, Exception):
                 raise
-            raise OSError(f"the save to {path} failed ({_short(error)}); earlier saves there are unchanged") from error
+            raise OSError(
+                f"the save to {path} failed ({_short(error)}); earlier saves there are unchanged"
+            ) from error
         if not _is_complete(path / str(step)):
-            raise OSError(f"the save to {path} was not written; earlier saves there are unchanged")
+            raise OSError(
+                f"the save to {path} was not written; earlier saves there are unchanged"
+            )
     return step
 
 
@@ -120,7 +142,9 @@ def restore(directory: str | Path, like: Cache | LayerCache, *, step: int | None
     """
     _check("restore(like=...)", like)
     for layer in layers_of(like):
-        if layer.placement is not None:  # `kvjax.init` has checked it, but shapes may have got another one since
+        if (
+            layer.placement is not None
+        ):  # `kvjax.init` has checked it, but shapes may have got another one since
             layer.placement.check(layer.policy, layer.spec)
     if step is not None:
         step = require_int("restore(step=...)", step, at_least=0)
@@ -130,9 +154,13 @@ def restore(directory: str | Path, like: Cache | LayerCache, *, step: int | None
     for _ in range(OPENED):
         steps = saved_steps(path)
         if not steps:
-            raise FileNotFoundError(f"{path} holds no complete save of a cache; kvjax.save makes one")
+            raise FileNotFoundError(
+                f"{path} holds no complete save of a cache; kvjax.save makes one"
+            )
         if step is not None and step not in steps:
-            raise FileNotFoundError(f"{path} has no save {step}; there are {', '.join(map(str, steps))}")
+            raise FileNotFoundError(
+                f"{path} has no save {step}; there are {', '.join(map(str, steps))}"
+            )
         wanted = steps if step is None else [step]
         found, damaged = _newest_whole(path, like, wanted)
         if found is not None:
@@ -146,7 +174,9 @@ def restore(directory: str | Path, like: Cache | LayerCache, *, step: int | None
     raise DamagedSaveError(f"{damaged}; {cure}") from damaged
 
 
-def _newest_whole(path: Path, like: Cache | LayerCache, steps: list[int]) -> tuple[Any, DamagedSaveError | None]:
+def _newest_whole(
+    path: Path, like: Cache | LayerCache, steps: list[int]
+) -> tuple[Any, DamagedSaveError | None]:
     """The newest intact save, or None; and the error of the newest damaged one, or None."""
     damaged: DamagedSaveError | None = None
     for number in reversed(steps):
@@ -174,14 +204,20 @@ def _restore(path: Path, like: Cache | LayerCache, step: int) -> Any:
     try:
         folder = path / str(step)
         modes = {entry: entry.lstat().st_mode for entry in (folder, *folder.rglob("*"))}
-        strange = sorted(entry for entry, mode in modes.items() if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)))
+        strange = sorted(
+            entry
+            for entry, mode in modes.items()
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+        )
     except OSError as error:  # a writer removes it
         raise damage(f"its files cannot be listed ({_short(error)})") from error
     if strange:
         raise damage(f"{strange[0]} is a link or another kind of file, which is not read")
     with _quiet(), _manager(path, keep=None) as manager:
         try:
-            saved = manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
+            saved = manager.restore(
+                step, args=ocp.args.Composite(about=ocp.args.JsonRestore())
+            )["about"]
         except Exception as error:
             raise damage(f"its description cannot be read ({_short(error)})") from error
         own = saved.pop("sha256_of_this", None) if isinstance(saved, dict) else None
@@ -215,13 +251,17 @@ def _restore(path: Path, like: Cache | LayerCache, step: int) -> Any:
             for (name, leaf), home in zip(_named(room), homes, strict=True)
         }
         try:
-            found = manager.restore(step, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(wanted)))["arrays"]
+            found = manager.restore(
+                step, args=ocp.args.Composite(arrays=ocp.args.StandardRestore(wanted))
+            )["arrays"]
         except Exception as error:
             raise damage(f"its arrays cannot be read ({_short(error)})") from error
     changed = [name for name in wanted if _digest(found[name]) != digests.get(name)]
     if changed:
         raise damage(f"{', '.join(changed[:4])} changed since it was written")
-    leaves = [jax.device_put(found[name], home) for name, home in zip(wanted, homes, strict=True)]
+    leaves = [
+        jax.device_put(found[name], home) for name, home in zip(wanted, homes, strict=True)
+    ]
     cache = _by_place(jax.tree.unflatten(jax.tree.structure(room), leaves), back=True)
     if room is like:
         return cache
@@ -235,21 +275,33 @@ def _other_format(saved: Any, own: Any) -> int | None:
     version = saved.get("format") if isinstance(saved, dict) else None
     if not isinstance(version, int) or isinstance(version, bool) or version == FORMAT:
         return None
-    return None if _digest_json(saved | {"format": FORMAT}) == own else version  # one digit has changed
+    return (
+        None if _digest_json(saved | {"format": FORMAT}) == own else version
+    )  # one digit has changed
 
 
 def _malformed(saved: dict[str, Any]) -> str | None:
     """Says what is wrong with the fields of a description; None if nothing is."""
     layers = saved.get("layers")
-    if not isinstance(layers, list) or not layers or not all(isinstance(layer, dict) for layer in layers):
+    if (
+        not isinstance(layers, list)
+        or not layers
+        or not all(isinstance(layer, dict) for layer in layers)
+    ):
         return "has no list of layers"
     for layer in layers:
-        capacity = layer["spec"].get("capacity") if isinstance(layer.get("spec"), dict) else None
+        capacity = (
+            layer["spec"].get("capacity") if isinstance(layer.get("spec"), dict) else None
+        )
         if not isinstance(capacity, int) or isinstance(capacity, bool):
             return "has a layer without a capacity"
     for name in ("arrays", "sha256"):
         table = saved.get(name)
-        if not isinstance(table, dict) or not table or not all(isinstance(value, str) for value in table.values()):
+        if (
+            not isinstance(table, dict)
+            or not table
+            or not all(isinstance(value, str) for value in table.values())
+        ):
             return f"has no table of {name}"
     return None
 
@@ -257,7 +309,10 @@ def _malformed(saved: dict[str, Any]) -> str | None:
 def _by_place(cache: Any, back: bool = False) -> Any:
     """A cache whose arrays do not depend on how its tokens are split over devices, as in a save; `back` inverts it."""
 
-    states = [in_order_of_place(x.policy, x.spec, x.placement, x.state, back=back) for x in layers_of(cache)]
+    states = [
+        in_order_of_place(x.policy, x.spec, x.placement, x.state, back=back)
+        for x in layers_of(cache)
+    ]
     return with_states(cache, states)
 
 
@@ -275,7 +330,9 @@ def _with_capacity_of(saved: dict[str, Any], like: Any) -> Any:
     def smaller(layer: LayerCache) -> Any:
         spec = dataclasses.replace(layer.spec, capacity=capacity)
         whole = isinstance(like, Cache) and layer.placement is None
-        return init_layer(layer.policy.of_size(spec) if whole else layer.policy, spec, layer.placement)
+        return init_layer(
+            layer.policy.of_size(spec) if whole else layer.policy, spec, layer.placement
+        )
 
     return jax.eval_shape(lambda: with_layers(like, list(map(smaller, layers_of(like)))))
 
@@ -285,14 +342,22 @@ def describe(cache: Cache | LayerCache) -> dict[str, Any]:
     layers = layers_of(cache)
     return {
         "format": FORMAT,
-        "layers": [{"policy": plain(layer.policy), "spec": plain(layer.spec)} for layer in layers],
-        "arrays": {name: f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}" for name, leaf in _named(cache)},
+        "layers": [
+            {"policy": plain(layer.policy), "spec": plain(layer.spec)} for layer in layers
+        ],
+        "arrays": {
+            name: f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"
+            for name, leaf in _named(cache)
+        },
     }
 
 
 def _named(cache: Any) -> list[tuple[str, Any]]:
     """The arrays by their path."""
-    return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(cache)]
+    return [
+        (jax.tree_util.keystr(path), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(cache)
+    ]
 
 
 def _homes(cache: Cache | LayerCache) -> list[Any]:
@@ -308,17 +373,25 @@ def _homes(cache: Cache | LayerCache) -> list[Any]:
             given = [theirs or ours.sharding for theirs, ours in zip(given, new, strict=True)]
         found += given
     if isinstance(cache, Cache) and (rows := cache.rotated_for) is not None:
-        split: Any = shardings(cache).rotated_for if cache.placement is not None else rows.sharding
+        split: Any = (
+            shardings(cache).rotated_for if cache.placement is not None else rows.sharding
+        )
         found.append(split or shapes(partial(jax.numpy.zeros, rows.shape, rows.dtype)).sharding)
     return found
 
 
 def _manager(path: Path, keep: int | None) -> ocp.CheckpointManager:
     """A checkpoint manager that keeps `keep` saves; with None, one that only reads."""
-    options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False, read_only=keep is None)
-    opened = partial(ocp.CheckpointManager, path, options=options, item_names=("arrays", "about"))
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=keep, enable_async_checkpointing=False, read_only=keep is None
+    )
+    opened = partial(
+        ocp.CheckpointManager, path, options=options, item_names=("arrays", "about")
+    )
     for _ in range(OPENED - 1):
-        with suppress(FileNotFoundError, NotADirectoryError):  # a writer removed an old save while orbax listed them
+        with suppress(
+            FileNotFoundError, NotADirectoryError
+        ):  # a writer removed an old save while orbax listed them
             return opened()
         time.sleep(SETTLE)
     return opened()
@@ -336,14 +409,22 @@ def _check(where: str, cache: Any) -> None:
 
 def _path(directory: str | Path) -> Path:
     if not isinstance(directory, str | os.PathLike):
-        raise ValueError(f"the directory of saves must be a path, got {shown(directory)}; give a string or a Path")
+        raise ValueError(
+            f"the directory of saves must be a path, got {shown(directory)}; give a string or a Path"
+        )
     if not str(directory):
-        raise ValueError("the directory of saves has an empty name; give one, or '.' for the current one")
+        raise ValueError(
+            "the directory of saves has an empty name; give one, or '.' for the current one"
+        )
     return Path(directory).expanduser().absolute()
 
 
 def _numbered(path: Path) -> list[int]:
-    return [int(entry.name) for entry in path.iterdir() if entry.name.isascii() and entry.name.isdecimal()]
+    return [
+        int(entry.name)
+        for entry in path.iterdir()
+        if entry.name.isascii() and entry.name.isdecimal()
+    ]
 
 
 def _is_complete(step: Path) -> bool:
@@ -387,7 +468,9 @@ def _refuse_links(path: Path) -> None:
     for entry in path.iterdir():
         ours = entry.name == LOCK or UNFINISHED in entry.name or entry.name.isdecimal()
         if ours and entry.is_symlink():
-            raise ValueError(f"{entry} is a link, and kvjax writes through none; remove it, or give another directory")
+            raise ValueError(
+                f"{entry} is a link, and kvjax writes through none; remove it, or give another directory"
+            )
 
 
 def _remove_unfinished(path: Path) -> None:
@@ -423,7 +506,9 @@ def _quiet() -> Iterator[None]:
     try:
         yield
     except DamagedSaveError as error:
-        traceback.clear_frames(error.__cause__.__traceback__ if error.__cause__ is not None else None)
+        traceback.clear_frames(
+            error.__cause__.__traceback__ if error.__cause__ is not None else None
+        )
         time.sleep(SETTLE)
         gc.collect()
         raise

@@ -18,7 +18,9 @@ def plain(value: Any) -> Any:
         return [plain(v) for v in value]
     if isinstance(value, bool | np.bool_):
         return bool(value)
-    if isinstance(value, numbers.Integral):  # NumPy's too, so that equal policies have equal descriptions
+    if isinstance(
+        value, numbers.Integral
+    ):  # NumPy's too, so that equal policies have equal descriptions
         return int(value)
     if isinstance(value, numbers.Real):
         return float(value)
@@ -26,7 +28,11 @@ def plain(value: Any) -> Any:
 
 
 def differences(
-    saved: Any, wanted: Any, where: str = "", *, names: tuple[str, str] = ("in the save", "wanted")
+    saved: Any,
+    wanted: Any,
+    where: str = "",
+    *,
+    names: tuple[str, str] = ("in the save", "wanted"),
 ) -> list[str]:
     """Every place at which two descriptions differ, as text; `names` says what they are of.
 
@@ -38,7 +44,9 @@ def differences(
     one, other = names
     if isinstance(saved, dict) and isinstance(wanted, dict):
         if saved.get("kind") != wanted.get("kind"):  # their fields are not comparable
-            return [f"{where}.kind is {_brief(saved.get('kind'))} {one}, {_brief(wanted.get('kind'))} {other}"]
+            return [
+                f"{where}.kind is {_brief(saved.get('kind'))} {one}, {_brief(wanted.get('kind'))} {other}"
+            ]
         pairs = [
             (saved.get(n, "absent"), wanted.get(n, "absent"), f"{where}.{n}" if where else n)
             for n in dict.fromkeys((*saved, *wanted))
@@ -46,9 +54,15 @@ def differences(
     elif isinstance(saved, list) and isinstance(wanted, list):
         if len(saved) != len(wanted):
             return [f"{where} has {len(saved)} entries {one}, {len(wanted)} {other}"]
-        pairs = [(a, b, f"{where}[{i}]") for i, (a, b) in enumerate(zip(saved, wanted, strict=True))]
+        pairs = [
+            (a, b, f"{where}[{i}]") for i, (a, b) in enumerate(zip(saved, wanted, strict=True))
+        ]
     else:
-        return [] if saved == wanted else [f"{where} is {_brief(saved)} {one}, {_brief(wanted)} {other}"]
+        return (
+            []
+            if saved == wanted
+            else [f"{where} is {_brief(saved)} {one}, {_brief(wanted)} {other}"]
+        )
     return [line for pair in pairs for line in differences(*pair, names=names)]
 
 
@@ -71,7 +85,12 @@ def told_once(different: list[str], most: int = 2) -> list[str]:
     layers: dict[str, list[str]] = {}
     for line in causes:
         inside = line.startswith("layers[")
-        number, _, what = line.removeprefix("layers[").partition("].") if inside else ("", "", line)
+        number, _, what = (
+            line.removeprefix("layers[").partition("].") if inside else ("", "", line)
+        )
         layers.setdefault(what, []).append(number)
-    told = [f"{what} (layers {n[0]} to {n[-1]})" if len(n) > 1 else what for what, n in layers.items()]
+    told = [
+        f"{what} (layers {n[0]} to {n[-1]})" if len(n) > 1 else what
+        for what, n in layers.items()
+    ]
     return told if len(told) <= most else [*told[:most], f"and {len(told) - most} more"]

@@ -26,7 +26,17 @@ from kvjax.validation import cut, naming_absent
 with naming_absent("the command kvjax"):
     import typer
 
-    from kvjax.cli import bench, chat, compare, evaluate, generate, heads, methods, perplexity, warm
+    from kvjax.cli import (
+        bench,
+        chat,
+        compare,
+        evaluate,
+        generate,
+        heads,
+        methods,
+        perplexity,
+        warm,
+    )
     from kvjax.cli.terminal import collect_garbage, say, write
 
 # Silences transformers' advice about torch and XLA's startup warnings, which do not concern users of this command.
@@ -58,7 +68,10 @@ def _print_version(requested: bool) -> None:
 def _common(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", is_eager=True, callback=_print_version
+        ),
     ] = False,
     compilation_cache: Annotated[
         bool,
@@ -70,14 +83,21 @@ def _common(
     ] = True,
 ) -> None:
     """KV caches for long-context decoding in JAX."""
-    if context.invoked_subcommand != "generate":  # which turns it on when its programs are compiled
+    if (
+        context.invoked_subcommand != "generate"
+    ):  # which turns it on when its programs are compiled
         collect_garbage()
     if not compilation_cache:
         os.environ["KVJAX_COMPILATION_CACHE"] = "off"
 
 
 _GROUPS: dict[str, dict[str, Callable[..., Any]]] = {
-    "Answer": dict(generate=generate.generate, chat=chat.chat, compare=compare.compare, methods=methods.methods),
+    "Answer": dict(
+        generate=generate.generate,
+        chat=chat.chat,
+        compare=compare.compare,
+        methods=methods.methods,
+    ),
     "Quality": dict(eval=evaluate.evaluate, perplexity=perplexity.perplexity),
     "Tune": dict(heads=heads.heads, bench=bench.bench, warm=warm.warm),
 }
@@ -87,12 +107,21 @@ for _group, _commands in _GROUPS.items():
 
 
 # Errors in the request: checks raise ValueError, and a path that the user gave may not exist or be readable.
-_REQUEST = (ValueError, NotImplementedError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+_REQUEST = (
+    ValueError,
+    NotImplementedError,
+    FileNotFoundError,
+    IsADirectoryError,
+    NotADirectoryError,
+    PermissionError,
+)
 
 
 def _lacks_extra(error: Exception) -> bool:
     """True if `error` is kvjax's own message that an extra must be installed."""
-    return isinstance(error, ImportError) and error.name is None  # Python's own ImportError has the module's name
+    return (
+        isinstance(error, ImportError) and error.name is None
+    )  # Python's own ImportError has the module's name
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -114,7 +143,9 @@ def main(args: Sequence[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get("KVJAX_TRACEBACK"):
             raise
-        usage = hasattr(error, "format_message")  # click's errors, wherever typer's version keeps their class
+        usage = hasattr(
+            error, "format_message"
+        )  # click's errors, wherever typer's version keeps their class
         say(f"error: {cut(_usage(error) if usage else _one_line(error))}")
         return 2 if usage or isinstance(error, _REQUEST) or _lacks_extra(error) else 1
 
@@ -133,7 +164,10 @@ def _usage(error: Any) -> str:
         return message
     if "extra argument" in message:
         options = {name for option in context.command.params for name in option.opts}
-        for name, value in (("--prompt", "prompt as --prompt TEXT"), ("--model", "model as --model DIR")):
+        for name, value in (
+            ("--prompt", "prompt as --prompt TEXT"),
+            ("--model", "model as --model DIR"),
+        ):
             if name in options:
                 message += f": give the {value}"
     return f"{message.rstrip('.')}; see {context.command_path} --help"
@@ -146,7 +180,9 @@ def _one_line(error: Exception) -> str:
         ways = "a smaller model, a shorter prompt, --dtype bfloat16, or a smaller --batch or --parallel where available"
         return f"out of memory; use {ways} ({message[:200]})"
     if isinstance(error, OSError) and error.strerror:
-        cure = "; give a path that exists and that you may use" * isinstance(error, FileNotFoundError | PermissionError)
+        cure = "; give a path that exists and that you may use" * isinstance(
+            error, FileNotFoundError | PermissionError
+        )
         return f"{error.filename}: {error.strerror}{cure}" if error.filename else error.strerror
     known = ValueError | NotImplementedError | OSError | RuntimeError | MemoryError
     if isinstance(error, known) or _lacks_extra(error):

@@ -12,11 +12,18 @@ from kvjax.cli.terminal import say, show, write_json
 
 
 def bench(
-    kernels: Annotated[bool, typer.Option("--kernels", help="The GPU kernels: all that this measures.")] = True,
-    length: Annotated[str, typer.Option(help="Context length in tokens. Several: 32K,128K.")] = "128K",
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="The GPU kernels: all that this measures.")
+    ] = True,
+    length: Annotated[
+        str, typer.Option(help="Context length in tokens. Several: 32K,128K.")
+    ] = "128K",
     batch: Annotated[str, typer.Option(help="Batch size. Several: 1,8.")] = "1",
     target: Annotated[
-        str | None, optional("Take the kernels' forms for this compute capability, such as 8.9. Default: for this GPU.")
+        str | None,
+        optional(
+            "Take the kernels' forms for this compute capability, such as 8.9. Default: for this GPU."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -36,11 +43,15 @@ def bench(
 
     lengths, batches = sizes("--length", length), sizes("--batch", batch)
     if target not in (None, *simt.ARCHITECTURES):
-        raise ValueError(f"--target must be one of {', '.join(simt.ARCHITECTURES)}; got {target}")
+        raise ValueError(
+            f"--target must be one of {', '.join(simt.ARCHITECTURES)}; got {target}"
+        )
     if why := simt.why_not():
         raise ValueError(f"no kernel can run here: {why}")
     if jax.default_backend() != "gpu":
-        raise ValueError(f"kernels run on an NVIDIA GPU; this process runs on {jax.default_backend()}")
+        raise ValueError(
+            f"kernels run on an NVIDIA GPU; this process runs on {jax.default_backend()}"
+        )
     form, card = target and simt.stands_for(target), simt.target()
     for size in lengths:
         for rows in batches:

@@ -26,11 +26,17 @@ LEAVE = ("/exit", "/quit")
 
 
 def chat(
-    model_dir: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="Directory of a chat model.")],
+    model_dir: Annotated[
+        Path, typer.Argument(metavar="MODEL_DIR", help="Directory of a chat model.")
+    ],
     cache: CacheName = "full",
     budget: Budget = None,
-    system: Annotated[str | None, typer.Option(help="The message that opens the conversation.")] = None,
-    max_new_tokens: Annotated[int | None, optional("Maximum number of tokens of an answer.")] = None,
+    system: Annotated[
+        str | None, typer.Option(help="The message that opens the conversation.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None, optional("Maximum number of tokens of an answer.")
+    ] = None,
     temperature: Temperature = None,
     top_p: TopP = None,
     seed: Seed = 0,
@@ -48,7 +54,9 @@ def chat(
     with progress, bar(progress, "loading weights"):
         checkpoint = models.load(directory, dtype=kind)
     sampled: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "seed": seed}
-    talk = checkpoint.chat(system=system, cache=policy, max_new_tokens=max_new_tokens, **sampled)
+    talk = checkpoint.chat(
+        system=system, cache=policy, max_new_tokens=max_new_tokens, **sampled
+    )
     asks = sys.stdin.isatty()
     while True:
         if asks:
@@ -62,6 +70,8 @@ def chat(
         try:
             for piece in talk.stream(message):
                 write(piece)
-        except ValueError as error:  # a turn that does not fit leaves the conversation as it was
+        except (
+            ValueError
+        ) as error:  # a turn that does not fit leaves the conversation as it was
             say(f"error: {error}")
         write("\n")

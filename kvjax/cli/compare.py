@@ -33,7 +33,8 @@ def compare(
     prompt: Annotated[str | None, optional("The prompt as text.")] = None,
     prompt_file: PromptFile = None,
     example: Annotated[
-        bool, typer.Option("--example", help="Use the built-in prompt of kvjax generate --example.")
+        bool,
+        typer.Option("--example", help="Use the built-in prompt of kvjax generate --example."),
     ] = False,
     cache: CacheNames = None,
     budget: Budget = None,
@@ -52,10 +53,16 @@ def compare(
     from kvjax import models
     from kvjax.evaluate.side_by_side import prepare, side_by_side
 
-    asked: Any = {"budget": budget, "dense_layers": dense_layers, "max_new_tokens": max_new_tokens}
+    asked: Any = {
+        "budget": budget,
+        "dense_layers": dense_layers,
+        "max_new_tokens": max_new_tokens,
+    }
     caches, progress = cache or list(DEFAULT), bars()
     with progress, bar(progress, "reading the prompt"):
-        prepare(without_weights(directory), text, caches, **asked)  # raises errors before the weights are loaded
+        prepare(
+            without_weights(directory), text, caches, **asked
+        )  # raises errors before the weights are loaded
     with progress, bar(progress, "comparing") as advance_to:
         checkpoint = models.load(directory, dtype=kind)
         found = side_by_side(checkpoint, text, caches, **asked, progress=advance_to)
@@ -64,7 +71,9 @@ def compare(
         return
     show(_table(found))
     if dense_layers:
-        say(f"tokens read is the mean over layers; the first {dense_layers} of them read everything (--dense-layers)")
+        say(
+            f"tokens read is the mean over layers; the first {dense_layers} of them read everything (--dense-layers)"
+        )
     for answer in found:
         if answer.refused:
             say(f"{answer.cache}: {answer.refused}")

@@ -67,24 +67,32 @@ def evaluate(
     ] = None,
     group_reduce: Annotated[
         str | None,
-        optional("How a GQA group shares a selection, for methods that select. Several: mean_softmax,per_head."),
+        optional(
+            "How a GQA group shares a selection, for methods that select. Several: mean_softmax,per_head."
+        ),
     ] = None,
     length: Annotated[
-        str | None, optional("Tokens of prompt and answer together. Several: 4K,8K. Default: 2K.")
+        str | None,
+        optional("Tokens of prompt and answer together. Several: 4K,8K. Default: 2K."),
     ] = None,
     samples: Annotated[int | None, optional("Examples per task. Default: 64.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the tasks.")] = 0,
     text: Annotated[
-        Path | None, optional("UTF-8 file with the text to hide needles in. Default: generated sentences.")
+        Path | None,
+        optional("UTF-8 file with the text to hide needles in. Default: generated sentences."),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A small comparison that takes minutes on a CPU.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A small comparison that takes minutes on a CPU.")
+    ] = False,
     batch: Annotated[int, typer.Option(help="Prompts decoded together.")] = 8,
     parallel: Parallel = 1,
     dtype: Dtype = None,
-    out: Annotated[Path, typer.Option(help="Directory for results/*.json, table.md and the plots.")] = Path(
-        "kvjax-eval"
-    ),
-    resume: Annotated[bool, typer.Option(help="Reuse results in --out of the same model, cache and task.")] = True,
+    out: Annotated[
+        Path, typer.Option(help="Directory for results/*.json, table.md and the plots.")
+    ] = Path("kvjax-eval"),
+    resume: Annotated[
+        bool, typer.Option(help="Reuse results in --out of the same model, cache and task.")
+    ] = True,
     report_only: Annotated[
         bool,
         typer.Option(
@@ -103,7 +111,9 @@ def evaluate(
     """
     if report_only:
         if given := _given(ctx, but=("report_only", "out", "as_json")):
-            raise ValueError(f"--report-only only reads the results in --out; leave out {', '.join(given)}")
+            raise ValueError(
+                f"--report-only only reads the results in --out; leave out {', '.join(given)}"
+            )
         from kvjax.evaluate.store import read_cells
 
         _report(read_cells(out), out, as_json)
@@ -122,7 +132,14 @@ def evaluate(
     require_int("--seed", seed, at_least=0)
     check_folder("--out", out)
     lengths = None if length is None else sizes("--length", length)
-    tasks = make_tasks(task or ["needles"], lengths=lengths, samples=samples, seed=seed, text=text, question=question)
+    tasks = make_tasks(
+        task or ["needles"],
+        lengths=lengths,
+        samples=samples,
+        seed=seed,
+        text=text,
+        question=question,
+    )
     rows = make_rows(
         cache or ["full", "fier"],
         budgets=None if budget is None else sizes("--budget", budget),
@@ -130,7 +147,15 @@ def evaluate(
         group_reduces=None if group_reduce is None else group_reduce.split(","),
     )
     settings: dict[str, Any] = {"dtype": dtype_name(dtype), "resume": resume}
-    cells = _run(model_directory(model_dir), tasks, rows, batch=batch, parallel=parallel, out=out, **settings)
+    cells = _run(
+        model_directory(model_dir),
+        tasks,
+        rows,
+        batch=batch,
+        parallel=parallel,
+        out=out,
+        **settings,
+    )
     _report(cells, out, as_json)
 
 
@@ -173,14 +198,24 @@ def _run(
         digest = model_digest(directory)
         for task in tasks:
             advance_to(len(plans), len(tasks), task.name)
-            plans.append(plan.prepare(checkpoint, task, rows, out=out / "results", model=digest, **settings))
+            plans.append(
+                plan.prepare(
+                    checkpoint, task, rows, out=out / "results", model=digest, **settings
+                )
+            )
     for name, note in {name: note for one in plans for name, note in one.notes.items()}.items():
         say(f"{name} {note}")
     cells = [cell for one in plans for cell in one.cells.values()]
     total, done = sum(one.total for one in plans), sum(one.done for one in plans)
     if done:
-        old = {made["source"] for cell in cells for made in cell.head.get("made", [])} - {source_digest()}
-        other = ", some by different source code of the same version; --no-resume computes them again" if old else ""
+        old = {made["source"] for cell in cells for made in cell.head.get("made", [])} - {
+            source_digest()
+        }
+        other = (
+            ", some by different source code of the same version; --no-resume computes them again"
+            if old
+            else ""
+        )
         say(f"{done} of {total} answers are in {out / 'results'} already{other}")
     if done == total:
         return cells
@@ -188,13 +223,21 @@ def _run(
         with bar(progress, "loading weights"):
             loaded = models.load(directory, dtype=settings["dtype"])
         # On a GPU a program takes longer to compile than its empty slots take to read.
-        capacity = None if jax.default_backend() == "cpu" else max(one.capacity for one in plans)
-        room = accuracy.question_columns(max(len(fed) for one in plans for fed in one.fed.values()))
+        capacity = (
+            None if jax.default_backend() == "cpu" else max(one.capacity for one in plans)
+        )
+        room = accuracy.question_columns(
+            max(len(fed) for one in plans for fed in one.fed.values())
+        )
         answer = partial(accuracy.answer, room=room)
         for number, one in enumerate(plans, 1):
             what = f"task {number} of {len(plans)}, {one.task.name}"
             with bar(progress, what, total=one.total) as advance_to:
-                how: dict[str, Any] = {"batch": batch, "parallel": parallel, "capacity": capacity}
+                how: dict[str, Any] = {
+                    "batch": batch,
+                    "parallel": parallel,
+                    "capacity": capacity,
+                }
                 plan.run(loaded, one, answer, **how, progress=advance_to)
             if progress.disable:  # no terminal: log a line per task
                 say(f"{what}: {one.done} answers")

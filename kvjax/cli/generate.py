@@ -60,9 +60,14 @@ EXAMPLE = (
 )
 EXAMPLE_TOKENS = 5
 SILENCE = 2.0  # seconds of compiling after which a line says what takes the time
-EACH_PROGRAM = {False: 0.7, True: 1.5}  # seconds for one layer or none, by whether the device is a GPU
+EACH_PROGRAM = {
+    False: 0.7,
+    True: 1.5,
+}  # seconds for one layer or none, by whether the device is a GPU
 EACH_LAYER = 0.4  # seconds more for the loop of an answer that is not short
-SHORT = 256  # new tokens up to which to compile all layers takes longer than calls of one layer do
+SHORT = (
+    256  # new tokens up to which to compile all layers takes longer than calls of one layer do
+)
 JSON_BLOCK = 16  # decode steps between two transfers to the host; --json does not stream
 TEXT_BLOCK = 4  # on a GPU, for which the host then calls programs ahead, and which takes some milliseconds a step
 
@@ -70,7 +75,10 @@ TEXT_BLOCK = 4  # on a GPU, for which the host then calls programs ahead, and wh
 def generate(
     model_dir: ModelDir = None,
     texts: Annotated[
-        list[str] | None, optional("The prompt as text. Several are answered as those of --prompts are.", "--prompt")
+        list[str] | None,
+        optional(
+            "The prompt as text. Several are answered as those of --prompts are.", "--prompt"
+        ),
     ] = None,
     prompt_file: PromptFile = None,
     prompts: Annotated[
@@ -81,8 +89,13 @@ def generate(
             metavar="FILE.jsonl",
         ),
     ] = None,
-    out: Annotated[Path | None, optional("File for the answers to --prompts. Default: stdout.")] = None,
-    slots: Annotated[int | None, optional("Prompts of --prompts answered at the same time. Default: 8.", min=1)] = None,
+    out: Annotated[
+        Path | None, optional("File for the answers to --prompts. Default: stdout.")
+    ] = None,
+    slots: Annotated[
+        int | None,
+        optional("Prompts of --prompts answered at the same time. Default: 8.", min=1),
+    ] = None,
     example: Annotated[
         bool,
         typer.Option(
@@ -102,13 +115,16 @@ def generate(
     budget: Budget = None,
     max_new_tokens: Annotated[
         int | None,
-        optional("Maximum number of new tokens. Default: 128, or fewer if the model's positions do not allow it."),
+        optional(
+            "Maximum number of new tokens. Default: 128, or fewer if the model's positions do not allow it."
+        ),
     ] = None,
     temperature: Temperature = None,
     top_k: Annotated[int | None, optional("Draw from the k most likely tokens.")] = None,
     top_p: TopP = None,
     min_p: Annotated[
-        float | None, optional("Draw from tokens with at least this share of the highest probability.")
+        float | None,
+        optional("Draw from tokens with at least this share of the highest probability."),
     ] = None,
     seed: Seed = 0,
     speculate: Annotated[
@@ -144,7 +160,9 @@ def generate(
         ),
     ] = None,
     dtype: Dtype = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")
+    ] = False,
     as_json: AsJson = False,
     mesh: Annotated[
         str | None,
@@ -162,7 +180,10 @@ def generate(
     ] = False,
     verbose: Annotated[
         bool,
-        typer.Option("--verbose", help="Print when each step from start to answer ran, and what ran each operation."),
+        typer.Option(
+            "--verbose",
+            help="Print when each step from start to answer ran, and what ran each operation.",
+        ),
     ] = False,
 ) -> None:
     """Continues a prompt, decoding through a KV cache.
@@ -186,20 +207,41 @@ def generate(
     prompt = texts[0] if texts else None
     if prompts is not None or len(texts) > 1:
         many = "several --prompt" if prompts is None else "--prompts"
-        other: dict[str, Any] = {"--prompt": prompts and prompt, "--prompt-file": prompt_file, "--example": example}
-        other |= {"--chat": chat, "--speculate": speculate, "--draft": draft, "--sparse-prompt": sparse_prompt}
+        other: dict[str, Any] = {
+            "--prompt": prompts and prompt,
+            "--prompt-file": prompt_file,
+            "--example": example,
+        }
+        other |= {
+            "--chat": chat,
+            "--speculate": speculate,
+            "--draft": draft,
+            "--sparse-prompt": sparse_prompt,
+        }
         other |= {"--mesh": mesh, "--distributed": distributed}
         for name, value in (other | {"--json": as_json}).items():
             if value:
                 raise ValueError(f"{many} and {name} cannot be given together")
         collect_garbage()
-        settings: dict[str, Any] = {"model_dir": model_dir, "policy": policy, "cache": cache, "dtype": dtype}
-        settings |= {"slots": slots or 8, "max_new_tokens": max_new_tokens, "sampling": draw, "seed": seed}
+        settings: dict[str, Any] = {
+            "model_dir": model_dir,
+            "policy": policy,
+            "cache": cache,
+            "dtype": dtype,
+        }
+        settings |= {
+            "slots": slots or 8,
+            "max_new_tokens": max_new_tokens,
+            "sampling": draw,
+            "seed": seed,
+        }
         answer_many(prompts or [read_prompt(text, None) for text in texts], out, **settings)
         return
     for name, value in {"--out": out, "--slots": slots}.items():
         if value is not None:
-            raise ValueError(f"{name} is for the answers to --prompts; leave it out for a single prompt")
+            raise ValueError(
+                f"{name} is for the answers to --prompts; leave it out for a single prompt"
+            )
     times = Timeline()
     if distributed:
         join_processes()
@@ -229,7 +271,9 @@ def generate(
         words.append(f"{len(tokens)} tokens of prompt")
     check_reaches(policy, checkpoint.config.layers, f"--cache {cache}")
     positions = checkpoint.config.max_positions
-    new = default_new_tokens(len(tokens), positions) if max_new_tokens is None else max_new_tokens
+    new = (
+        default_new_tokens(len(tokens), positions) if max_new_tokens is None else max_new_tokens
+    )
     check_fit(0, len(tokens), new, None, positions)
     job = _Job(
         checkpoint=checkpoint,
@@ -265,7 +309,13 @@ def generate(
         return
     ran = answer.implementations
     if as_json:
-        asked = {"model": str(directory), "cache": cache, "budget": budget, "dtype": kind, "implementations": ran}
+        asked = {
+            "model": str(directory),
+            "cache": cache,
+            "budget": budget,
+            "dtype": kind,
+            "implementations": ran,
+        }
         write_json({**answer.report(len(tokens)), **asked, "backend": jax.default_backend()})
         return
     _summarise(answer, len(tokens), cache)
@@ -295,7 +345,9 @@ def _check_options(
     if max_new_tokens is not None and max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens must be at least 1, got {max_new_tokens}")
     if not 0 <= seed < 2**32:
-        raise ValueError(f"--seed must be in [0, 2**32), got {seed}")  # JAX would drop the higher bits
+        raise ValueError(
+            f"--seed must be in [0, 2**32), got {seed}"
+        )  # JAX would drop the higher bits
     if speculate is not None and draft is not None:
         raise ValueError("--speculate and --draft each say how to draft; give one of them")
     from kvjax.validation import check_share
@@ -303,11 +355,15 @@ def _check_options(
     if keep is not None:
         check_share("--keep", keep, "the prompt")
         if draft is None:
-            raise ValueError("--keep is a share of the prompt that a draft model chooses; add --draft DIR")
+            raise ValueError(
+                "--keep is a share of the prompt that a draft model chooses; add --draft DIR"
+            )
     if sparse_prompt is not None:
         check_share("--sparse-prompt", sparse_prompt, "what is stored")
         if keep is not None:
-            raise ValueError("--keep and --sparse-prompt each say which part of a prompt counts; give one of them")
+            raise ValueError(
+                "--keep and --sparse-prompt each say which part of a prompt counts; give one of them"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,7 +387,9 @@ class _Job:
 
         stored = len(self.tokens) if self.keep is None else kept(len(self.tokens), self.keep)
         config, needed = self.checkpoint.config, stored + self.settings["max_new_tokens"]
-        capacity = capacity_over(round_capacity(needed, positions=config.max_positions), self.placement)
+        capacity = capacity_over(
+            round_capacity(needed, positions=config.max_positions), self.placement
+        )
         return config.spec(1, capacity, self.dtype)
 
     def empty(self) -> Cache:
@@ -371,7 +429,9 @@ class _Answer(NamedTuple):
     compile_seconds: float  # from the start of compiling, also while weights are read
     prefill_seconds: float
     decode_seconds: float
-    implementations: dict[str, str]  # as `kvjax.cli.options.implementations` finds them; empty if not asked for
+    implementations: dict[
+        str, str
+    ]  # as `kvjax.cli.options.implementations` finds them; empty if not asked for
 
     def report(self, prompt: int) -> dict[str, Any]:
         """The answer to a prompt of `prompt` tokens, and its cost, as JSON."""
@@ -398,7 +458,13 @@ class _Answer(NamedTuple):
 
 
 def _run(
-    progress: Progress, job: _Job, times: Timeline, *, show: Callable[[str], None] | None, block: int, told: bool
+    progress: Progress,
+    job: _Job,
+    times: Timeline,
+    *,
+    show: Callable[[str], None] | None,
+    block: int,
+    told: bool,
 ) -> _Answer:
     """Runs a job. `show` receives the text piece by piece; None collects it. `told`: the answer has implementations."""
     import jax
@@ -415,7 +481,9 @@ def _run(
         ahead = _Ahead(job, silent=show is None)
         with bar(progress, "loading weights"), times.row("weights") as words:
             begin, directory = time.perf_counter(), job.checkpoint.directory
-            model = models.load(directory, dtype=job.dtype, placement=job.placement, on_shapes=ahead.begin).model
+            model = models.load(
+                directory, dtype=job.dtype, placement=job.placement, on_shapes=ahead.begin
+            ).model
             size = nbytes(nnx.state(model)).total / 1e9
             words.append(f"{size:.2f} GB at {size / (time.perf_counter() - begin):.2f} GB/s")
             if job.drafting is not None:
@@ -430,13 +498,19 @@ def _run(
             collect_garbage()
             cache = ahead.cache()
             times.add(ahead.started, ahead.made, "empty cache")
-        found = ahead.submit(remembered, implementations, job.policy, job.spec) if told else None  # as the device reads
+        found = (
+            ahead.submit(remembered, implementations, job.policy, job.spec) if told else None
+        )  # as the device reads
         with (
             bar(progress, f"reading the prompt of {prompt} tokens", total=prompt) as advance_to,
             times.row("prompt") as words,
         ):
             begin = time.perf_counter()
-            given: dict[str, Any] = {"key": job.key, "tokenizer": job.checkpoint.tokenizer, "progress": advance_to}
+            given: dict[str, Any] = {
+                "key": job.key,
+                "tokenizer": job.checkpoint.tokenizer,
+                "progress": advance_to,
+            }
             run = stream(model, cache, [job.tokens], block=block, **given, **settings)
             jax.block_until_ready(run.logits)
             prefill_seconds = time.perf_counter() - begin - run.compile_seconds
@@ -444,7 +518,12 @@ def _run(
         compile_seconds = ahead.wait()
         if compile_seconds:
             times.add(ahead.started, ahead.started + compile_seconds, ahead.summary())
-        begin, compiled, pieces, first = time.perf_counter(), run.compile_seconds, list[str](), 0.0
+        begin, compiled, pieces, first = (
+            time.perf_counter(),
+            run.compile_seconds,
+            list[str](),
+            0.0,
+        )
         if show is None:
             limit = settings["max_new_tokens"]
             with bar(progress, f"decoding up to {limit} tokens", total=limit) as advance_to:
@@ -508,10 +587,14 @@ class _Ahead:
         alone = job.drafting is settings["draft"] is settings["sparse_prompt"] is None
         if job.placement is not None or not alone:
             return []
-        chosen = {name: settings[name] for name in ("sampling", "stop_tokens", "processors", "measure", "short")}
+        chosen = {
+            name: settings[name]
+            for name in ("sampling", "stop_tokens", "processors", "measure", "short")
+        }
         cache = stand_in(job.empty) or self.cache()
         return [
-            self._pool.submit(self._compile, one) for one in compile_ahead(shapes, cache, len(job.tokens), **chosen)
+            self._pool.submit(self._compile, one)
+            for one in compile_ahead(shapes, cache, len(job.tokens), **chosen)
         ]
 
     @staticmethod
@@ -528,7 +611,11 @@ class _Ahead:
 
         Unless this is silent, a line says what takes the time, if it takes some.
         """
-        if not self._silent and not self.telling.is_alive() and not self.telling.finished.is_set():
+        if (
+            not self._silent
+            and not self.telling.is_alive()
+            and not self.telling.finished.is_set()
+        ):
             self.telling.start()
         running = self._running
         ends = [one.result()[1] for one in (running[:-1] if prompt_only else running)]
@@ -543,7 +630,10 @@ class _Ahead:
         job, running = self._job, self._running
         layers = 0 if running and job.settings["short"] else job.checkpoint.config.layers
         loops = 1 if job.drafting is None else 2  # of the model that drafts, too
-        rule = max(2, len(running)) * EACH_PROGRAM[jax.default_backend() != "cpu"] + loops * layers * EACH_LAYER
+        rule = (
+            max(2, len(running)) * EACH_PROGRAM[jax.default_backend() != "cpu"]
+            + loops * layers * EACH_LAYER
+        )
         return max(rule, SILENCE + 1)
 
     @property
@@ -552,10 +642,17 @@ class _Ahead:
 
     def summary(self) -> str:
         """The seconds of all programs, by what took them."""
-        names = {"tracing": "jaxpr_trace", "lowering": "jaxpr_to_mlir_module", "XLA or the disk": "backend_compile"}
+        names = {
+            "tracing": "jaxpr_trace",
+            "lowering": "jaxpr_to_mlir_module",
+            "XLA or the disk": "backend_compile",
+        }
         clocks = [one.result()[0] for one in self._running]
         names = {what: f"/jax/core/compile/{name}_duration" for what, name in names.items()}
-        parts = [f"{what} {sum(clock.parts.get(name, 0.0) for clock in clocks):.2f}" for what, name in names.items()]
+        parts = [
+            f"{what} {sum(clock.parts.get(name, 0.0) for clock in clocks):.2f}"
+            for what, name in names.items()
+        ]
         return f"{len(clocks)} programs in threads: {', '.join(parts)} s of all threads"
 
     def _tell(self) -> None:
@@ -565,7 +662,11 @@ class _Ahead:
         from kvjax.compiling import NEVER
 
         job = self._job
-        programs, layers, seconds = max(2, len(self._running)), job.checkpoint.config.layers, self._expected()
+        programs, layers, seconds = (
+            max(2, len(self._running)),
+            job.checkpoint.config.layers,
+            self._expected(),
+        )
         config: Any = jax.config
         kept = config.jax_compilation_cache_dir
         written = kept and config.jax_persistent_cache_min_compile_time_secs < NEVER
@@ -578,7 +679,11 @@ class _Ahead:
 
 def _summarise(answer: _Answer, prompt: int, cache: str) -> None:
     """Prints the cost of an answer."""
-    report, drafted, new = answer.report(prompt), answer.run.speculation, len(answer.run.rows[0])
+    report, drafted, new = (
+        answer.report(prompt),
+        answer.run.speculation,
+        len(answer.run.rows[0]),
+    )
     device, host = (report[f"cache_bytes_{place}"] / 2**20 for place in ("device", "host"))
     say(
         f"{prompt} prompt tokens at {report['prefill_tokens_per_second']:.0f}/s, {new} new at "
@@ -608,11 +713,17 @@ def read_prompt(prompt: str | None, file: Path | None, *, example: bool = False)
     given = (prompt is not None) + (file is not None) + example
     if given != 1:
         number = "only one" if given else "one"
-        raise ValueError(f"give {number} of --prompt TEXT, --prompt-file FILE (- for stdin) and --example")
+        raise ValueError(
+            f"give {number} of --prompt TEXT, --prompt-file FILE (- for stdin) and --example"
+        )
     if example:
         return EXAMPLE
-    if any("\ud800" <= character < "\ue000" for character in prompt or ""):  # Python's for other bytes
-        raise ValueError("--prompt is not UTF-8; set a UTF-8 locale, or give the text as --prompt-file FILE")
+    if any(
+        "\ud800" <= character < "\ue000" for character in prompt or ""
+    ):  # Python's for other bytes
+        raise ValueError(
+            "--prompt is not UTF-8; set a UTF-8 locale, or give the text as --prompt-file FILE"
+        )
     if file is not None:
         try:
             prompt = _content(file).decode("utf-8-sig").removesuffix("\n").removesuffix("\r")

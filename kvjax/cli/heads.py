@@ -22,7 +22,9 @@ from kvjax.cli.terminal import bar, bars, say, show_markdown, write, write_json
 
 def heads(
     model_dir: ModelDir = None,
-    out: Annotated[Path | None, optional("JSON file for the heads. Without it they are only printed.")] = None,
+    out: Annotated[
+        Path | None, optional("JSON file for the heads. Without it they are only printed.")
+    ] = None,
     echo: Annotated[
         float,
         typer.Option(
@@ -40,8 +42,12 @@ def heads(
             "copies.",
         ),
     ] = 0.14,
-    length: Annotated[int, typer.Option(min=2, help="Length of the random sequence that is repeated.")] = 256,
-    repeats: Annotated[int, typer.Option(min=2, help="How often the model reads the sequence.")] = 4,
+    length: Annotated[
+        int, typer.Option(min=2, help="Length of the random sequence that is repeated.")
+    ] = 256,
+    repeats: Annotated[
+        int, typer.Option(min=2, help="How often the model reads the sequence.")
+    ] = 4,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random tokens.")] = 0,
     dtype: Dtype = None,
     as_json: AsJson = False,
@@ -81,7 +87,10 @@ def heads(
     if as_json:
         write_json(found.as_json())
     else:
-        rows = [[str(layer), ", ".join(map(str, own)) or "-"] for layer, own in enumerate(found.layers)]
+        rows = [
+            [str(layer), ", ".join(map(str, own)) or "-"]
+            for layer, own in enumerate(found.layers)
+        ]
         show_markdown(markdown_table(["layer", "KV heads"], rows) + "\n")
         write(f"\n{found.count} of {found.kv_heads * len(found.layers)} KV heads\n")
     if out is not None:

@@ -42,7 +42,11 @@ def answer_many(
     directory = model_directory(model_dir)
     checkpoint = without_weights(directory)
     asked: dict[int, dict[str, Any]]
-    asked = _read(prompts) if isinstance(prompts, Path) else {i: {"prompt": p} for i, p in enumerate(prompts, 1)}
+    asked = (
+        _read(prompts)
+        if isinstance(prompts, Path)
+        else {i: {"prompt": p} for i, p in enumerate(prompts, 1)}
+    )
     positions = checkpoint.config.max_positions
     most, tokens = 0, list[list[int]]()
     for number, line in asked.items():
@@ -53,7 +57,11 @@ def answer_many(
             line["max_new_tokens"] = require_int("max_new_tokens", new, at_least=1)
             check_fit(0, len(tokens[-1]), new, None, positions)
         except (ValueError, TypeError) as error:
-            where = f"line {number} of {prompts}" if isinstance(prompts, Path) else f"--prompt {number}"
+            where = (
+                f"line {number} of {prompts}"
+                if isinstance(prompts, Path)
+                else f"--prompt {number}"
+            )
             raise ValueError(f"{where}: {error}") from error
         most = max(most, len(tokens[-1]) + line["max_new_tokens"])
     rows, capacity = min(slots, len(asked)), round_capacity(most, positions=positions)
@@ -64,7 +72,9 @@ def answer_many(
     with progress, bar(progress, "loading weights"):
         loaded = models.load(directory, dtype=dtype_name(dtype))
     by: dict[str, Any] = {"slots": rows, "capacity": capacity, "max_waiting": len(asked)}
-    engine = Engine(loaded, policy, prompt_tokens=capacity, **by)  # nobody waits for the next token of an answer
+    engine = Engine(
+        loaded, policy, prompt_tokens=capacity, **by
+    )  # nobody waits for the next token of an answer
     running: dict[int, tuple[int, dict[str, Any]]] = {}
     for ids, (number, line) in zip(tokens, asked.items(), strict=True):
         chat = not isinstance(line["prompt"], str)
@@ -78,12 +88,20 @@ def answer_many(
         running[id(request)] = number, line
     failed, file = 0, None if out is None else out.open("w", buffering=1, encoding="utf-8")
     try:
-        with progress, bar(progress, f"answering {len(asked)} prompts", total=len(asked)) as advance_to:
+        with (
+            progress,
+            bar(progress, f"answering {len(asked)} prompts", total=len(asked)) as advance_to,
+        ):
             while running:
                 for request in engine.step():
                     if request.done:
                         number, line = running.pop(id(request))
-                        found = {"line": number, **line, "text": request.text, "token_ids": request.tokens}
+                        found = {
+                            "line": number,
+                            **line,
+                            "text": request.text,
+                            "token_ids": request.tokens,
+                        }
                         found |= {"reason": request.reason}
                         if request.error is not None:
                             found["error"], failed = str(request.error), failed + 1
@@ -99,13 +117,17 @@ def answer_many(
         f"{stats.steps} steps; slots were {stats.fill:.0%} in use"
     )
     if failed:
-        raise RuntimeError(f"{failed} of {len(asked)} answers ended by an error, which their lines say")
+        raise RuntimeError(
+            f"{failed} of {len(asked)} answers ended by an error, which their lines say"
+        )
 
 
 def _read(path: Path) -> dict[int, dict[str, Any]]:
     """The lines of a file, by their number from 1; empty ones are left out."""
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # a text may hold other ends of lines
+        lines = path.read_text(encoding="utf-8-sig").split(
+            "\n"
+        )  # a text may hold other ends of lines
     except UnicodeDecodeError as error:
         raise ValueError(f"--prompts {path} is not UTF-8 text: {error}") from error
     found = {}
@@ -115,10 +137,18 @@ def _read(path: Path) -> dict[int, dict[str, Any]]:
         try:
             value = json.loads(line)
         except (json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(f'line {number} of {path} is no JSON ({error}); write {{"prompt": "..."}}') from error
+            raise ValueError(
+                f'line {number} of {path} is no JSON ({error}); write {{"prompt": "..."}}'
+            ) from error
         value = {"prompt": value} if isinstance(value, str) else value
-        if not isinstance(value, dict) or not isinstance(value.get("prompt"), str | list) or not value["prompt"]:
-            raise ValueError(f'line {number} of {path} needs a "prompt", a text or chat messages')
+        if (
+            not isinstance(value, dict)
+            or not isinstance(value.get("prompt"), str | list)
+            or not value["prompt"]
+        ):
+            raise ValueError(
+                f'line {number} of {path} needs a "prompt", a text or chat messages'
+            )
         found[number] = value
     if not found:
         raise ValueError(f"--prompts {path} holds no prompt; write one line of JSON for each")

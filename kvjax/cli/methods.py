@@ -50,7 +50,11 @@ def _list(registry: dict[str, Preset]) -> None:
         table.add_column(title, justify="right" if title == "bytes per token" else "left")
     for preset in registry.values():
         table.add_row(
-            preset.name, preset.keeps, f"{_bytes(preset):,}", str(preset.least_budget or "none"), preset.paper
+            preset.name,
+            preset.keeps,
+            f"{_bytes(preset):,}",
+            str(preset.least_budget or "none"),
+            preset.paper,
         )
     show(table)
 
@@ -98,8 +102,17 @@ def _settings(preset: Preset) -> str:
         told += f"\nThe paper's setting: {preset.setting()}."
         if preset.released:
             told += f" The released code's: {preset.setting(released=True)}."
-    names = ("Selects", "Attends besides to", "Sink and window", "The budget counts", "Generated tokens")
-    return told + "".join(f"\n{name}: {text}." for name, text in zip(names, preset.checklist.values(), strict=False))
+    names = (
+        "Selects",
+        "Attends besides to",
+        "Sink and window",
+        "The budget counts",
+        "Generated tokens",
+    )
+    return told + "".join(
+        f"\n{name}: {text}."
+        for name, text in zip(names, preset.checklist.values(), strict=False)
+    )
 
 
 def meanings(preset: Preset) -> dict[str, str]:

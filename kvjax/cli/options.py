@@ -33,16 +33,22 @@ ModelDir = Annotated[
     ),
 ]
 PromptFile = Annotated[
-    Path | None, optional("UTF-8 file with the prompt, or - for stdin. One trailing newline is dropped.")
+    Path | None,
+    optional("UTF-8 file with the prompt, or - for stdin. One trailing newline is dropped."),
 ]
 Dtype = Annotated[
     str | None,
-    optional("Dtype of weights and cache: float32, bfloat16 or float16. Default float32 on a CPU, else bfloat16."),
+    optional(
+        "Dtype of weights and cache: float32, bfloat16 or float16. Default float32 on a CPU, else bfloat16."
+    ),
 ]
 
 AsJson = Annotated[
     bool,
-    typer.Option("--json", help="Print JSON instead of text and tables: one object per line, null for unknown values."),
+    typer.Option(
+        "--json",
+        help="Print JSON instead of text and tables: one object per line, null for unknown values.",
+    ),
 ]
 
 
@@ -56,7 +62,8 @@ def complete_cache(incomplete: str) -> list[str]:
 CacheName = Annotated[
     str,
     typer.Option(
-        help="A method listed by `kvjax methods`; settings may follow: fier:group=16.", autocompletion=complete_cache
+        help="A method listed by `kvjax methods`; settings may follow: fier:group=16.",
+        autocompletion=complete_cache,
     ),
 ]
 CacheNames = Annotated[
@@ -68,13 +75,24 @@ CacheNames = Annotated[
     ),
 ]
 Budget = Annotated[
-    int | None, optional("Tokens that a step reads for each KV head, for methods with a budget that set none.")
+    int | None,
+    optional(
+        "Tokens that a step reads for each KV head, for methods with a budget that set none."
+    ),
 ]
 Budgets = Annotated[
-    str | None, optional("Tokens that a step reads for each KV head, for methods with a budget. Several: 64,256.")
+    str | None,
+    optional(
+        "Tokens that a step reads for each KV head, for methods with a budget. Several: 64,256."
+    ),
 ]
-Temperature = Annotated[float | None, optional("Sampling temperature. Without it, or at 0, decoding is greedy.")]
-TopP = Annotated[float | None, optional("Draw from the smallest set of tokens with at least this probability.")]
+Temperature = Annotated[
+    float | None, optional("Sampling temperature. Without it, or at 0, decoding is greedy.")
+]
+TopP = Annotated[
+    float | None,
+    optional("Draw from the smallest set of tokens with at least this probability."),
+]
 Seed = Annotated[int, typer.Option(help="Seed of the sampling.")]
 Parallel = Annotated[
     int,
@@ -110,7 +128,9 @@ def model_directory(given: Path | None) -> Path:
     if not given.exists() and any(map(str.isspace, str(given))):
         from kvjax.validation import shown
 
-        raise ValueError(f"there is no directory {shown(str(given))}; a prompt is given as --prompt TEXT")
+        raise ValueError(
+            f"there is no directory {shown(str(given))}; a prompt is given as --prompt TEXT"
+        )
     check_directory(given)
     return given
 
@@ -159,7 +179,9 @@ def make_placement(mesh: str | None) -> Placement | None:
         raise ValueError(
             f"--mesh {mesh} asks for {wanted} devices; there are {known}, so give sizes whose product is {cure} {known}"
         )
-    devices = np.array(jax.devices()[:wanted]).reshape([sizes.get(name, 1) for name in MESH_AXES])
+    devices = np.array(jax.devices()[:wanted]).reshape(
+        [sizes.get(name, 1) for name in MESH_AXES]
+    )
     return Placement(mesh=jax.sharding.Mesh(devices, MESH_AXES), heads="model", context="ctx")
 
 
@@ -191,9 +213,13 @@ def sizes(option: str, text: str) -> list[int]:
     return [size(option, part, wanted) for part in text.split(",")]
 
 
-def size(option: str, text: str, wanted: str = "one whole number from 1, such as 8192, 8K or 1M") -> int:
+def size(
+    option: str, text: str, wanted: str = "one whole number from 1, such as 8192, 8K or 1M"
+) -> int:
     """Parses one number, optionally with the unit K or M: "8K" gives 8192."""
-    number, unit = (text[:-1], UNITS[text[-1].upper()]) if text[-1:].upper() in tuple(UNITS) else (text, 1)
+    number, unit = (
+        (text[:-1], UNITS[text[-1].upper()]) if text[-1:].upper() in tuple(UNITS) else (text, 1)
+    )
     if not (number.isascii() and number.strip().isdecimal()) or int(number) < 1:
         raise ValueError(f"{option} takes {wanted}; got {text!r}")
     from kvjax.spec import require_int
@@ -205,9 +231,13 @@ def check_folder(option: str, path: Path | None) -> None:
     """Raises ValueError if `path` cannot become a writable folder; None passes."""
     if path is None:
         return
-    parent = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    parent = next(
+        folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists()
+    )
     if not parent.is_dir():
-        raise ValueError(f"{option} {path}: {parent} is a file; give the path of a folder, which need not exist yet")
+        raise ValueError(
+            f"{option} {path}: {parent} is a file; give the path of a folder, which need not exist yet"
+        )
     if not os.access(parent, os.W_OK):
         raise ValueError(f"{option} {path}: {parent} is not writable; give another folder")
 
@@ -220,7 +250,9 @@ def check_file(option: str, path: Path | None) -> None:
         raise ValueError(f"{option} {path} is a folder; give the path of a file")
     folder = path.absolute().parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ValueError(f"{option} {path}: there is no such folder, or it is not writable; create it first")
+        raise ValueError(
+            f"{option} {path}: there is no such folder, or it is not writable; create it first"
+        )
 
 
 def implementations(policy: PerLayer, spec: CacheSpec) -> dict[str, str]:

@@ -36,18 +36,29 @@ def perplexity(
     ],
     model_dir: ModelDir = None,
     cache: CacheNames = None,
-    length: Annotated[str, typer.Option(help="Context length in tokens. Several: 1K,4K.")] = "1K,2K,4K",
+    length: Annotated[
+        str, typer.Option(help="Context length in tokens. Several: 1K,4K.")
+    ] = "1K,2K,4K",
     budget: Budget = None,
     dense_layers: DenseLayers = 2,
     share: Annotated[
-        float | None, optional(f"The budget as a share of the context, in place of --budget. Default: {DEFAULT_SHARE}.")
+        float | None,
+        optional(
+            f"The budget as a share of the context, in place of --budget. Default: {DEFAULT_SHARE}."
+        ),
     ] = None,
-    steps: Annotated[int, typer.Option(help="Tokens scored in each passage, one decode step each.")] = 256,
-    passages: Annotated[int, typer.Option(help="Passages to score in the text, or in each text of a folder.")] = 1,
+    steps: Annotated[
+        int, typer.Option(help="Tokens scored in each passage, one decode step each.")
+    ] = 256,
+    passages: Annotated[
+        int, typer.Option(help="Passages to score in the text, or in each text of a folder.")
+    ] = 1,
     batch: Annotated[int, typer.Option(help="Passages decoded together.")] = 1,
     parallel: Parallel = 1,
     dtype: Dtype = None,
-    out: Annotated[Path | None, optional("Folder for results/*.json. Existing results are not run again.")] = None,
+    out: Annotated[
+        Path | None, optional("Folder for results/*.json. Existing results are not run again.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measures the perplexity of a long text by context length; every token is decoded through the cache.
@@ -58,7 +69,11 @@ def perplexity(
     fier and quest.
     """
     names = list(dict.fromkeys(cache or ("full", "fier", "quest")))
-    lengths, kind, directory = tuple(sizes("--length", length)), dtype_name(dtype), model_directory(model_dir)
+    lengths, kind, directory = (
+        tuple(sizes("--length", length)),
+        dtype_name(dtype),
+        model_directory(model_dir),
+    )
 
     from kvjax import models
     from kvjax.evaluate import perplexity as measure
@@ -73,19 +88,29 @@ def perplexity(
         share = DEFAULT_SHARE
     check_folder("--out", out)
     words = _read(text)
-    setting = measure.Setting(lengths=lengths, steps=steps, passages=passages, batch=batch, budget=budget, share=share)
+    setting = measure.Setting(
+        lengths=lengths, steps=steps, passages=passages, batch=batch, budget=budget, share=share
+    )
     results, progress = None if out is None else out / "results", bars()
     with progress:
         with bar(progress, "reading the text"):
             checkpoint = without_weights(directory)
             plans = measure.prepare(
-                checkpoint, words, names, setting, dtype=kind, dense_layers=dense_layers, out=results
+                checkpoint,
+                words,
+                names,
+                setting,
+                dtype=kind,
+                dense_layers=dense_layers,
+                out=results,
             )
         if any(plan.done < plan.total for plan in plans):
             with bar(progress, "loading weights"):
                 checkpoint = models.load(directory, dtype=kind)
         with bar(progress, "decoding") as advance_to:
-            cells = measure.run(checkpoint, plans, batch=batch, parallel=parallel, progress=advance_to)
+            cells = measure.run(
+                checkpoint, plans, batch=batch, parallel=parallel, progress=advance_to
+            )
     if as_json:
         write_json({"text": text.name, **measure.document(cells)})
     else:
@@ -98,9 +123,14 @@ def _read(text: Path) -> str | dict[str, str]:
 
     if not text.is_dir():
         return read_text(text, what="--text takes a UTF-8 file of running text")
-    found = {path.name: read_text(path, what="--text takes UTF-8 files") for path in sorted(text.glob("*.txt"))}
+    found = {
+        path.name: read_text(path, what="--text takes UTF-8 files")
+        for path in sorted(text.glob("*.txt"))
+    }
     if not found:
-        raise ValueError(f"--text {text}: this folder has no .txt files; those of PG19 are in its subfolder test")
+        raise ValueError(
+            f"--text {text}: this folder has no .txt files; those of PG19 are in its subfolder test"
+        )
     if empty := [name for name, words in found.items() if not words.strip()]:
         raise ValueError(f"--text {text / empty[0]} is empty; remove it, or give it some text")
     return found

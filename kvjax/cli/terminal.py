@@ -49,8 +49,14 @@ def bar(progress: Progress, what: str, *, total: int | None = None) -> Iterator[
 
     def advance_to(done: int, of: int | None = None, item: str | None = None) -> None:
         of = total if of is None else of
-        progress.update(task, completed=done, total=of, description=f"{what}: {item}" if item else what)
-        latest[0] = f"{what}: {done}" + (f" of {of}" if of is not None else "") + (f", {item}" if item else "")
+        progress.update(
+            task, completed=done, total=of, description=f"{what}: {item}" if item else what
+        )
+        latest[0] = (
+            f"{what}: {done}"
+            + (f" of {of}" if of is not None else "")
+            + (f", {item}" if item else "")
+        )
 
     def log() -> None:
         begin = time.monotonic()
@@ -74,8 +80,15 @@ class Timeline:
         now = time.perf_counter()
         try:
             ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-            self._start = now - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
-        except (OSError, AttributeError, ValueError, IndexError):  # another system, where it begins here
+            self._start = (
+                now - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+            )
+        except (
+            OSError,
+            AttributeError,
+            ValueError,
+            IndexError,
+        ):  # another system, where it begins here
             self._start = now
         self._rows = [(self._start, now, "start, imports")]
 
@@ -92,7 +105,9 @@ class Timeline:
 
     def __str__(self) -> str:
         rows = sorted(self._rows, key=lambda row: row[:2])
-        return "\n".join(f"{a - self._start:8.2f} to {b - self._start:7.2f} s  {what}" for a, b, what in rows)
+        return "\n".join(
+            f"{a - self._start:8.2f} to {b - self._start:7.2f} s  {what}" for a, b, what in rows
+        )
 
 
 def collect_garbage() -> None:

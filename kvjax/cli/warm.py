@@ -29,9 +29,15 @@ def warm(
     cache: CacheName = "full",
     budget: Budget = None,
     batch: Annotated[int, typer.Option(min=1, help="Rows of the cache.")] = 1,
-    capacity: Annotated[str, typer.Option(help="Tokens that a row can hold, such as 8K.")] = "4608",
+    capacity: Annotated[
+        str, typer.Option(help="Tokens that a row can hold, such as 8K.")
+    ] = "4608",
     temperature: Annotated[
-        bool, typer.Option("--temperature", help="The programs of draws, too; else those of greedy answers alone.")
+        bool,
+        typer.Option(
+            "--temperature",
+            help="The programs of draws, too; else those of greedy answers alone.",
+        ),
     ] = False,
     dtype: Dtype = None,
 ) -> None:
@@ -55,7 +61,9 @@ def warm(
     checkpoint, tokens = without_weights(directory), size("--capacity", capacity)
     folder = kvjax.use_compilation_cache()
     if folder is None:
-        raise ValueError("the cache of compiled programs is off, so that nothing could be kept; turn it on")
+        raise ValueError(
+            "the cache of compiled programs is off, so that nothing could be kept; turn it on"
+        )
     model = nnx.eval_shape(lambda: Decoder(checkpoint.config, dtype=kind))
     rounded = round_capacity(tokens, rows=batch, positions=checkpoint.config.max_positions)
     spec = model.spec(batch=batch, capacity=rounded)
@@ -64,8 +72,16 @@ def warm(
     begin, before = time.perf_counter(), _bytes(folder)
     draws, jobs = [Sampling(), *([sampling(1.0)] if temperature else [])], list[Any]()
     for draw, short in [(draw, short) for draw in draws for short in (False, True)]:
-        settings: dict[str, Any] = {"sampling": draw, "stop_tokens": checkpoint.stop_tokens, "measure": True}
-        settings |= {"processors": checkpoint.processors, "short": short, "prompts": not short and draw is draws[0]}
+        settings: dict[str, Any] = {
+            "sampling": draw,
+            "stop_tokens": checkpoint.stop_tokens,
+            "measure": True,
+        }
+        settings |= {
+            "processors": checkpoint.processors,
+            "short": short,
+            "prompts": not short and draw is draws[0],
+        }
         found = compile_ahead(model, empty, None, **settings)
         jobs += [] if short and len(found) == 1 else found  # else the same loop again
     with whole_programs(), ThreadPoolExecutor() as pool:

@@ -22,7 +22,13 @@ QUESTION_STEP = 16  # questions are padded to a multiple of it
 
 
 def answer(
-    checkpoint: Checkpoint, cache: Cache, logits: Array, plan: Plan, asked: Sequence[str | None], *, room: int = 0
+    checkpoint: Checkpoint,
+    cache: Cache,
+    logits: Array,
+    plan: Plan,
+    asked: Sequence[str | None],
+    *,
+    room: int = 0,
 ) -> tuple[Mapping[str, dict[str, Any]], list[float], int]:
     """Results by example id; mean tokens read by layer, and the row steps of that mean.
 
@@ -69,7 +75,13 @@ def _decode(
     while left and active.any():
         piece = min(left, even)
         done = decode(
-            checkpoint.model, cache, logits, max_new_tokens=piece, active=active, stop_tokens=stop_tokens, measure=True
+            checkpoint.model,
+            cache,
+            logits,
+            max_new_tokens=piece,
+            active=active,
+            stop_tokens=stop_tokens,
+            measure=True,
         )
         cache, logits, left = done.cache, done.logits, left - piece
         new = int(done.lengths.sum())
@@ -78,9 +90,15 @@ def _decode(
         active = active.copy()
         for row in np.flatnonzero(active):
             found[row] += done.rows[row]
-            texts[row], ended = cut(tokenizer.decode(found[row], skip_special_tokens=True), task.stop)
+            texts[row], ended = cut(
+                tokenizer.decode(found[row], skip_special_tokens=True), task.stop
+            )
             active[row] = not (ended or found[row][-1] in stop_tokens)
-    return list(zip(texts, map(len, found), strict=True)), (attended / max(steps, 1)).tolist(), steps
+    return (
+        list(zip(texts, map(len, found), strict=True)),
+        (attended / max(steps, 1)).tolist(),
+        steps,
+    )
 
 
 def cut(text: str, stop: Sequence[str]) -> tuple[str, bool]:

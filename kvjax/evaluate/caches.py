@@ -35,9 +35,13 @@ class Row:
 
     name: str  # "fier@64": the part before "@" is the method
     policies: PerLayer | None
-    budget: int | None = None  # tokens that a step reads for each KV head; None for a cache without a budget
+    budget: int | None = (
+        None  # tokens that a step reads for each KV head; None for a cache without a budget
+    )
     refused: str = ""  # why it cannot be run
-    dense_layers: int | None = None  # first layers that attend to everything; None where the cache has no such setting
+    dense_layers: int | None = (
+        None  # first layers that attend to everything; None where the cache has no such setting
+    )
     note: str = ""  # a budget that is rounded down to whole pages
 
 
@@ -66,7 +70,9 @@ def make_rows(
     if isinstance(caches, str):
         caches = [caches]
     if not caches:
-        raise ValueError("a comparison needs at least one cache, such as 'full' or 'fier:budget=64'")
+        raise ValueError(
+            "a comparison needs at least one cache, such as 'full' or 'fier:budget=64'"
+        )
     if isinstance(caches, Mapping):
         for name, setting in (("budgets", budgets), ("group_reduces", group_reduces)):
             if setting:
@@ -76,7 +82,11 @@ def make_rows(
                 )
         return [_given(name, policy) for name, policy in caches.items()]
     if not isinstance(caches, Sequence) or not all(isinstance(cache, str) for cache in caches):
-        got = f"[{', '.join(map(shown, caches))}]" if isinstance(caches, Sequence) else shown(caches)
+        got = (
+            f"[{', '.join(map(shown, caches))}]"
+            if isinstance(caches, Sequence)
+            else shown(caches)
+        )
         raise ValueError(
             "caches must be names of presets, as ['full', 'fier:budget=64'], or policies by name, as {'mine': policy}; "
             f"got {got}"
@@ -85,14 +95,21 @@ def make_rows(
     _require_use("--budget", budgets, known, lambda preset: preset.has_budget, "has a budget")
     _require_use("--group-reduce", group_reduces, known, has_group_reduce, "selects by a group")
     if budgets and not without_budget(caches):
-        given, own = ",".join(map(str, budgets)), ", ".join(text for text in known if known[text].has_budget)
-        raise ValueError(f"--budget {given} applies to no cache, as {own} set their own; leave it out")
+        given, own = (
+            ",".join(map(str, budgets)),
+            ", ".join(text for text in known if known[text].has_budget),
+        )
+        raise ValueError(
+            f"--budget {given} applies to no cache, as {own} set their own; leave it out"
+        )
     found: dict[str, Row] = {}
     for text, preset in known.items():
         written = read_settings(text, preset.make, where="--cache")
         own_budget = written.get("budget")
         asked = {name: value for name, value in written.items() if name != "budget"}
-        rules: Sequence[str | None] = group_reduces if group_reduces and has_group_reduce(preset) else [None]
+        rules: Sequence[str | None] = (
+            group_reduces if group_reduces and has_group_reduce(preset) else [None]
+        )
         for rule in rules:
             more = {} if rule is None else {"group_reduce": rule}
             settings = {**asked, **more}
@@ -100,18 +117,31 @@ def make_rows(
             if dense_layers is not None and "dense_layers" in preset.settings:
                 settings = {"dense_layers": dense_layers, **settings}
             if "dense_capacity" in preset.settings:
-                settings = {"dense_capacity": 0, **settings}  # so that a row runs its own method on every device
+                settings = {
+                    "dense_capacity": 0,
+                    **settings,
+                }  # so that a row runs its own method on every device
             if not preset.has_budget:
-                found[label] = Row(label, preset.policies(**settings), dense_layers=settings.get("dense_layers"))
+                found[label] = Row(
+                    label,
+                    preset.policies(**settings),
+                    dense_layers=settings.get("dense_layers"),
+                )
                 continue
-            preset.policies(**settings, budget=AMPLE)  # raises for settings that are wrong at every budget
+            preset.policies(
+                **settings, budget=AMPLE
+            )  # raises for settings that are wrong at every budget
             default = preset.settings["budget"]
             for budget in [own_budget] if own_budget is not None else budgets or [default]:
                 name = f"{label}@{budget}"
                 try:
                     made = preset.policies(**settings, budget=budget)
                     found[name] = Row(
-                        name, made, budget, note=_rounding(made.rest, budget), dense_layers=_dense_layers(made)
+                        name,
+                        made,
+                        budget,
+                        note=_rounding(made.rest, budget),
+                        dense_layers=_dense_layers(made),
                     )
                 except ValueError as error:
                     found[name] = Row(name, None, budget, refused=str(error))
@@ -123,11 +153,15 @@ def without_budget(caches: Caches) -> list[str]:
     """The caches that have a budget and do not set it in their text."""
     if isinstance(caches, Mapping):
         return []
-    known = {text: presets.find(text.partition(":")[0]) for text in ([caches] if isinstance(caches, str) else caches)}
+    known = {
+        text: presets.find(text.partition(":")[0])
+        for text in ([caches] if isinstance(caches, str) else caches)
+    }
     return [
         text
         for text, preset in known.items()
-        if preset.has_budget and "budget" not in read_settings(text, preset.make, where="--cache")
+        if preset.has_budget
+        and "budget" not in read_settings(text, preset.make, where="--cache")
     ]
 
 
@@ -148,7 +182,9 @@ def check_row(row: Row, spec: CacheSpec, config: DecoderConfig) -> Row:
         return row
     try:
         presets.check_reaches(row.policies, config.layers, row.name)
-        config.check_cache(jax.eval_shape(partial(init, row.policies, spec, layers=config.layers)))
+        config.check_cache(
+            jax.eval_shape(partial(init, row.policies, spec, layers=config.layers))
+        )
     except (ValueError, NotImplementedError) as error:
         return replace(row, policies=None, refused=str(error))
     return row
@@ -166,7 +202,12 @@ def has_group_reduce(preset: Preset) -> bool:
 
 def _given(name: str, policy: PerLayer | Policy | Sequence[Policy]) -> Row:
     policies = PerLayer.of(policy)
-    return Row(name, policies, getattr(policies.rest, "budget", None), dense_layers=_dense_layers(policies))
+    return Row(
+        name,
+        policies,
+        getattr(policies.rest, "budget", None),
+        dense_layers=_dense_layers(policies),
+    )
 
 
 def _dense_layers(policies: PerLayer) -> int:
@@ -175,7 +216,9 @@ def _dense_layers(policies: PerLayer) -> int:
 
 
 def _label(name: str, settings: Mapping[str, Any]) -> str:
-    return name + (":" + ",".join(f"{key}={value}" for key, value in settings.items()) if settings else "")
+    return name + (
+        ":" + ",".join(f"{key}={value}" for key, value in settings.items()) if settings else ""
+    )
 
 
 def _rounding(policy: Policy, budget: int) -> str:
@@ -188,11 +231,19 @@ def _rounding(policy: Policy, budget: int) -> str:
     reads, chosen = beside + inner.selected, f"{inner.selected // unit} pages of {unit} tokens"
     if unit == 1:
         chosen = f"{inner.selected} selected"
-    return "" if reads == budget else f"reads up to {reads}: {chosen} and {beside} other token{'s' * (beside != 1)}"
+    return (
+        ""
+        if reads == budget
+        else f"reads up to {reads}: {chosen} and {beside} other token{'s' * (beside != 1)}"
+    )
 
 
 def _require_use(
-    option: str, given: Sequence[Any] | None, known: Mapping[str, Preset], takes: Callable[[Preset], bool], why: str
+    option: str,
+    given: Sequence[Any] | None,
+    known: Mapping[str, Preset],
+    takes: Callable[[Preset], bool],
+    why: str,
 ) -> None:
     if given and not any(map(takes, known.values())):
         have = ", ".join(preset.name for preset in presets.REGISTRY.values() if takes(preset))

@@ -63,7 +63,9 @@ class Recorded(Policy):
         B = spec.batch
         return RecordedState(
             full=Full().init(spec),
-            queries=jnp.zeros((B, self.steps, spec.kv_heads, spec.group, spec.head_dim), spec.dtype),
+            queries=jnp.zeros(
+                (B, self.steps, spec.kv_heads, spec.group, spec.head_dim), spec.dtype
+            ),
             positions=jnp.full((B, self.steps), -1, jnp.int32),
             count=jnp.zeros(B, jnp.int32),
             due=jnp.zeros(B, bool),
@@ -75,11 +77,17 @@ class Recorded(Policy):
         return dataclasses.replace(st, full=Full().prefill(st.full, k, v, lengths))
 
     def update(self, st: RecordedState, k: Array, v: Array, active: Array) -> RecordedState:
-        return dataclasses.replace(st, full=Full().update(st.full, k, v, active), due=st.due | active)
+        return dataclasses.replace(
+            st, full=Full().update(st.full, k, v, active), due=st.due | active
+        )
 
-    def attend(self, st: RecordedState, q: Array, step: Step) -> tuple[Array, RecordedState, Info]:
+    def attend(
+        self, st: RecordedState, q: Array, step: Step
+    ) -> tuple[Array, RecordedState, Info]:
         if isinstance(step.scale, CappedScale) or step.sinks is not None:
-            raise ValueError("live measurements replay plain attention, and this model has a soft cap or sink logits")
+            raise ValueError(
+                "live measurements replay plain attention, and this model has a soft cap or sink logits"
+            )
         out, full, info = Full().attend(st.full, q, step)
         row, at = jnp.arange(q.shape[0]), jnp.where(st.due, st.count, self.steps)
         state = RecordedState(
@@ -114,7 +122,12 @@ class LiveLayer:
         """A cache of this layer that holds all its tokens."""
         B, K, S, D = self.k.shape
         return CacheSpec(
-            batch=B, q_heads=self.q.shape[2], kv_heads=K, head_dim=D, capacity=S, dtype=np.dtype(self.k.dtype)
+            batch=B,
+            q_heads=self.q.shape[2],
+            kv_heads=K,
+            head_dim=D,
+            capacity=S,
+            dtype=np.dtype(self.k.dtype),
         )
 
 
@@ -160,18 +173,28 @@ def read(cache: Cache) -> Live:
     positions: np.ndarray | None = None
     for i, layer in enumerate(cache.layers):
         if not isinstance(layer.policy, Recorded):
-            raise ValueError(f"layer {i} has the policy {layer.policy}; make the cache with Recorded(steps=...)")
+            raise ValueError(
+                f"layer {i} has the policy {layer.policy}; make the cache with Recorded(steps=...)"
+            )
         st: RecordedState = layer.state
         counts, at = np.asarray(st.count), np.asarray(st.positions)
         T, S = int(counts[0]), int(np.asarray(st.length)[0])
         if T == 0 or (counts != T).any() or (at[:, :T] != at[:1, :T]).any():
-            raise ValueError(f"rows must have recorded the same steps, at least one; they have {counts.tolist()}")
+            raise ValueError(
+                f"rows must have recorded the same steps, at least one; they have {counts.tolist()}"
+            )
         positions = at[0, :T]
         window = int(np.asarray(st.window)[0])
-        k, v = (a if a.shape[2] == S else a[:, :, :S] for a in (st.full.tokens.k, st.full.tokens.v))
+        k, v = (
+            a if a.shape[2] == S else a[:, :, :S] for a in (st.full.tokens.k, st.full.tokens.v)
+        )
         q = st.queries if st.queries.shape[1] == T else st.queries[:, :T]
         q = q.reshape(*q.shape[:2], -1, q.shape[-1])
-        layers.append(LiveLayer(q, k, v, float(np.asarray(st.scale)[0]), None if window == NO_WINDOW else window))
+        layers.append(
+            LiveLayer(
+                q, k, v, float(np.asarray(st.scale)[0]), None if window == NO_WINDOW else window
+            )
+        )
     assert positions is not None
     return Live(tuple(layers), positions)
 
@@ -195,8 +218,14 @@ def capture(
     """
     text = np.asarray(tokens, np.int32)
     if text.ndim != 2:
-        raise ValueError(f"capture needs tokens [B, S], got {list(text.shape)}; for one text write [tokens]")
-    limit = min(n for n in (text.shape[1], getattr(checkpoint.model, "max_positions", None)) if n is not None)
+        raise ValueError(
+            f"capture needs tokens [B, S], got {list(text.shape)}; for one text write [tokens]"
+        )
+    limit = min(
+        n
+        for n in (text.shape[1], getattr(checkpoint.model, "max_positions", None))
+        if n is not None
+    )
     ends = check_lengths(lengths, steps, limit)
 
     model: Model = checkpoint.model

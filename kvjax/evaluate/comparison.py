@@ -27,7 +27,12 @@ class Comparison:
     def rows(self) -> list[dict[str, Any]]:
         """A row for each task and cache: names, budget, n, mean score with its 95 % interval, tokens read."""
         return [
-            {"task": cell.task, "cache": cell.method, "budget": cell.budget, **report.score(cell)}
+            {
+                "task": cell.task,
+                "cache": cell.method,
+                "budget": cell.budget,
+                **report.score(cell),
+            }
             | ({"refused": cell.refused} if cell.refused else {})
             for cell in self.cells
         ]
@@ -93,15 +98,24 @@ def compare(
         )
     for name, numbers in (("lengths", lengths), ("budgets", budgets)):
         if numbers is not None and not isinstance(numbers, Sequence):
-            raise ValueError(f"compare({name}=...) must be a list of integers, as [512, 1024], got {shown(numbers)}")
+            raise ValueError(
+                f"compare({name}=...) must be a list of integers, as [512, 1024], got {shown(numbers)}"
+            )
     asked = [task] if isinstance(task, str) or not isinstance(task, Sequence) else list(task)
     tasks: list[Task] = []
     for one in asked:
-        made = make_tasks([one], lengths=lengths, samples=samples, **settings) if isinstance(one, str) else [one]
+        made = (
+            make_tasks([one], lengths=lengths, samples=samples, **settings)
+            if isinstance(one, str)
+            else [one]
+        )
         tasks += made
     rows = make_rows(caches, budgets=budgets, dense_layers=dense_layers)
     folder = None if out is None else Path(out) / "results"
-    plans = [prepare(checkpoint, one, rows, dtype=checkpoint.model.dtype, out=folder) for one in tasks]
+    plans = [
+        prepare(checkpoint, one, rows, dtype=checkpoint.model.dtype, out=folder)
+        for one in tasks
+    ]
     how: dict[str, Any] = {"batch": batch, "parallel": parallel, "progress": progress}
     cells = [cell for plan in plans for cell in run(checkpoint, plan, answer, **how)]
     return Comparison(tuple(cells))

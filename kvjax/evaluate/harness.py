@@ -31,7 +31,9 @@ try:
     from lm_eval.api.registry import register_model
     from lm_eval.utils import get_rolling_token_windows
 except ImportError as error:
-    raise ImportError("kvjax.evaluate.harness needs lm_eval: pip install 'kvjax[harness]'") from error
+    raise ImportError(
+        "kvjax.evaluate.harness needs lm_eval: pip install 'kvjax[harness]'"
+    ) from error
 
 from kvjax import models
 from kvjax.cache.cache import Cache, raise_on_overflow
@@ -106,10 +108,14 @@ class KvjaxLM(TemplateLM):
         self.checkpoint = checkpoint
         self.batch = require_int("KvjaxLM(batch=...)", batch, at_least=1)
         self.max_gen_toks = require_int("KvjaxLM(max_gen_toks=...)", max_gen_toks, at_least=1)
-        self.rows = make_rows([cache] if isinstance(cache, str) else {"cache": cache}, dense_layers=dense_layers)
+        self.rows = make_rows(
+            [cache] if isinstance(cache, str) else {"cache": cache}, dense_layers=dense_layers
+        )
 
     @classmethod
-    def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> KvjaxLM:
+    def create_from_arg_obj(
+        cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
+    ) -> KvjaxLM:
         """From `--model_args pretrained=DIRECTORY,cache=...`; the shipped model without `pretrained`."""
         more = {} if additional_config is None else dict(additional_config)
         settings = {**arg_dict}
@@ -127,13 +133,20 @@ class KvjaxLM(TemplateLM):
                 "batch_size and max_gen_toks. For a cache of several settings write "
                 """--model_args 'cache="fier:budget=256,group=16"'"""
             )
-        return cls(models.load(directory or models.shipped(), **({"dtype": dtype} if dtype else {})), **settings)
+        return cls(
+            models.load(directory or models.shipped(), **({"dtype": dtype} if dtype else {})),
+            **settings,
+        )
 
     @classmethod
-    def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> KvjaxLM:
+    def create_from_arg_string(
+        cls, arg_string: str, additional_config: dict[str, Any] | None = None
+    ) -> KvjaxLM:
         """`create_from_arg_obj` from the text of `--model_args`."""
         pairs = (part.partition("=") for part in arg_string.split(",") if part)
-        return cls.create_from_arg_obj({name: value for name, _, value in pairs}, additional_config)
+        return cls.create_from_arg_obj(
+            {name: value for name, _, value in pairs}, additional_config
+        )
 
     # -------------------------------------------------------------------------------------------- the harness's methods
 
@@ -158,7 +171,9 @@ class KvjaxLM(TemplateLM):
             if end is not None:
                 return int(end)
         where = self.checkpoint.directory / "generation_config.json"
-        raise ValueError(f"the model names no token that begins or ends a text; set eos_token_id in {where}")
+        raise ValueError(
+            f"the model names no token that begins or ends a text; set eos_token_id in {where}"
+        )
 
     @property
     def prefix_token_id(self) -> int:
@@ -166,18 +181,24 @@ class KvjaxLM(TemplateLM):
         begin = self.tokenizer.bos_token_id
         return self.eot_token_id if begin is None else int(begin)
 
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
         """A conversation as text, up to the answer; without `add_generation_prompt`, up to the end of what the last
         message says, for the model to continue."""
         return self.checkpoint.render_chat(
             chat_history, answer=add_generation_prompt, continue_last=not add_generation_prompt
         )
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
         begin = self.tokenizer.bos_token
         if add_special_tokens is None:  # a chat template may already have added BOS
             add_special_tokens = not (begin and string.startswith(begin))
-        ids = self.tokenizer(string, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+        ids = self.tokenizer(string, add_special_tokens=add_special_tokens, verbose=False)[
+            "input_ids"
+        ]
         return [int(i) for i in ids]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
@@ -188,36 +209,60 @@ class KvjaxLM(TemplateLM):
         """
         if not requests:
             return []
-        asked = [(self.tok_encode(request.args[0]), *self._ends(request.args[1])) for request in requests]
+        asked = [
+            (self.tok_encode(request.args[0]), *self._ends(request.args[1]))
+            for request in requests
+        ]
         config, decode = self.checkpoint.config, self.checkpoint.tokenizer.decode
         capacity = padded_capacity(max(len(prompt) + limit for prompt, limit, _ in asked))
         spec = self.checkpoint.model.spec(batch=1, capacity=capacity)
         (row,) = check_rows(self.rows, spec, config)
         # Prompts are read whole, and so exactly: an answer shows what the cache's method loses in decoding.
-        by: Any = {"chunk": None, "prompt_tokens": capacity, "max_waiting": len(asked), "processors": Processors()}
-        engine = Engine(self.checkpoint, row.policies, slots=min(self.batch, len(asked)), capacity=capacity, **by)
+        by: Any = {
+            "chunk": None,
+            "prompt_tokens": capacity,
+            "max_waiting": len(asked),
+            "processors": Processors(),
+        }
+        engine = Engine(
+            self.checkpoint,
+            row.policies,
+            slots=min(self.batch, len(asked)),
+            capacity=capacity,
+            **by,
+        )
         stops = {
             request: stop
             for prompt, limit, stop in asked
-            for request in engine.submit(prompt, max_new_tokens=limit, stop_tokens=self.checkpoint.stop_tokens)
+            for request in engine.submit(
+                prompt, max_new_tokens=limit, stop_tokens=self.checkpoint.stop_tokens
+            )
         }
         answers = dict.fromkeys(stops, "")
         while any(not request.done for request in stops):
             for request in engine.step():
-                answers[request], ended = cut(decode(request.tokens, skip_special_tokens=True), stops[request])
+                answers[request], ended = cut(
+                    decode(request.tokens, skip_special_tokens=True), stops[request]
+                )
                 if ended:
                     engine.cancel(request)
                 if request.error is not None:
                     raise request.error
         return list(answers.values())
 
-    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[float]:
         """Log probability of each whole text, in windows of the model's positions."""
         windows, owner = [], []
         for i, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0], add_special_tokens=False)
-            for context, scored in get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, 1):
-                split = len(context) - len(scored) + 1  # `context` also has the scored tokens, except the last
+            for context, scored in get_rolling_token_windows(
+                tokens, self.prefix_token_id, self.max_length, 1
+            ):
+                split = (
+                    len(context) - len(scored) + 1
+                )  # `context` also has the scored tokens, except the last
                 windows.append(Scored(tuple(context[:split]), tuple(scored)))
                 owner.append(i)
         totals = [0.0] * len(requests)
@@ -228,13 +273,17 @@ class KvjaxLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        return self._score([Scored(tuple(context), tuple(rest)) for _, context, rest in requests])
+        return self._score(
+            [Scored(tuple(context), tuple(rest)) for _, context, rest in requests]
+        )
 
     # ----------------------------------------------------------------------------------------------------------- parts
 
     def _ends(self, settings: Mapping[str, Any]) -> tuple[int, tuple[str, ...]]:
         """The number of tokens and the texts that end an answer."""
-        sampled = settings.get("do_sample")  # if a task leaves it out, the harness goes by the temperature
+        sampled = settings.get(
+            "do_sample"
+        )  # if a task leaves it out, the harness goes by the temperature
         if sampled is not False and settings.get("temperature", 1.0 if sampled else 0.0) > 0:
             raise ValueError(
                 f"the task asks for sampling ({dict(settings)}), and kvjax answers greedily here; give the task "
@@ -247,7 +296,9 @@ class KvjaxLM(TemplateLM):
         return require_int(name, int(limit), at_least=1), stop
 
     def _run(self, task: _Requests, each: Answer) -> dict[int, dict[str, Any]]:
-        plan = prepare(self.checkpoint, task, self.rows, dtype=self.checkpoint.model.dtype, model="harness")
+        plan = prepare(
+            self.checkpoint, task, self.rows, dtype=self.checkpoint.model.dtype, model="harness"
+        )
         (cell,) = run(self.checkpoint, plan, each, batch=self.batch)
         return {int(example["id"]): example for example in cell.examples}
 
@@ -269,11 +320,17 @@ class KvjaxLM(TemplateLM):
             given.append(Example(str(i), context[:cut], (), {}, (*context[cut:], *rest)[:-1]))
 
         def score(
-            checkpoint: Checkpoint, cache: Cache, logits: Array, plan: Plan, asked: Sequence[str | None]
+            checkpoint: Checkpoint,
+            cache: Cache,
+            logits: Array,
+            plan: Plan,
+            asked: Sequence[str | None],
         ) -> tuple[Mapping[str, dict[str, Any]], list[float], int]:
             fed = [() if i is None else plan.fed[i] for i in asked]
             wanted = [() if i is None else pairs[int(i)].continuation for i in asked]
-            skip = [len(w) - len(f) for w, f in zip(wanted, fed, strict=True)]  # 1: the prompt's own logits score it
+            skip = [
+                len(w) - len(f) for w, f in zip(wanted, fed, strict=True)
+            ]  # 1: the prompt's own logits score it
             first = np.asarray(jax.nn.log_softmax(logits, axis=-1))
             targets = [w[s:] for w, s in zip(wanted, skip, strict=True)]
             room = question_columns(max(1, *map(len, fed)))
@@ -288,7 +345,10 @@ class KvjaxLM(TemplateLM):
                 total, likeliest = -nll[row, :size].sum(), bool(greedy[row, :size].all())
                 if skip[row]:
                     token = wanted[row][0]
-                    total, likeliest = total + first[row, token], likeliest and int(first[row].argmax()) == token
+                    total, likeliest = (
+                        total + first[row, token],
+                        likeliest and int(first[row].argmax()) == token,
+                    )
                 found[i] = {"logprob": float(total), "greedy": likeliest}
             return found, np.asarray(done.attended).tolist(), int(done.steps)
 

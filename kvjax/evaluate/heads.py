@@ -29,9 +29,16 @@ def scores(
     **Source:** RazorAttention (Tang et al. 2024, arXiv 2407.15891), section 3.2, which reads 2500 random tokens four
     times.
     """
-    length, repeats = require_int("length", length, at_least=2), require_int("repeats", repeats, at_least=2)
-    draw = np.random.default_rng(seed).integers(checkpoint.config.vocab_size, size=(batch, length))
-    seen = capture.capture(checkpoint, np.tile(draw, (1, repeats)), lengths=[length * repeats], steps=length)
+    length, repeats = (
+        require_int("length", length, at_least=2),
+        require_int("repeats", repeats, at_least=2),
+    )
+    draw = np.random.default_rng(seed).integers(
+        checkpoint.config.vocab_size, size=(batch, length)
+    )
+    seen = capture.capture(
+        checkpoint, np.tile(draw, (1, repeats)), lengths=[length * repeats], steps=length
+    )
     echo: list[np.ndarray] = []
     induction: list[np.ndarray] = []
     for done, layer in enumerate(seen.layers, 1):
@@ -41,7 +48,9 @@ def scores(
         logits = layer.scale * np.einsum("btkgd,bksd->bkgts", grouped, k)
         at = np.asarray(seen.positions)[:, None]
         slot = np.arange(k.shape[2])[None]
-        visible = slot <= at if layer.window is None else (slot <= at) & (slot > at - layer.window)
+        visible = (
+            slot <= at if layer.window is None else (slot <= at) & (slot > at - layer.window)
+        )
         logits = np.where(visible, logits, -np.inf)
         weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)
@@ -78,11 +87,15 @@ def retrieval_heads(
     """
     for name, share in (("echo", echo), ("induction", induction)):
         if not 0 <= share <= 1:
-            raise ValueError(f"retrieval_heads({name}={share!r}) is a share of the query heads in [0, 1]: 0.14 is 14 %")
+            raise ValueError(
+                f"retrieval_heads({name}={share!r}) is a share of the query heads in [0, 1]: 0.14 is 14 %"
+            )
     K = checkpoint.config.kv_heads
     found = scores(checkpoint, length=length, repeats=repeats, seed=seed, progress=progress)
     if not np.isfinite(found).all():
-        raise RuntimeError("the model's queries or keys are not finite; load it in bfloat16 or float32")
+        raise RuntimeError(
+            "the model's queries or keys are not finite; load it in bfloat16 or float32"
+        )
     chosen = np.zeros(found[0].shape, bool)
     for score, share in zip(found, (echo, induction), strict=True):
         count = int(np.ceil(share * score.size))

@@ -24,7 +24,10 @@ import kvjax
 from kvjax import CacheSpec, ops, presets
 from kvjax.kernels_pallas import simt
 
-BUDGET, LAYERS = 2048, 3  # tokens that a step reads; layers of a call, more than fit into the L2 cache
+BUDGET, LAYERS = (
+    2048,
+    3,
+)  # tokens that a step reads; layers of a call, more than fit into the L2 cache
 CHUNK = 4096  # tokens that are stored at once
 LAYER: dict[str, Any] = {"q_heads": 32, "kv_heads": 8, "head_dim": 128}  # of Llama-3.1-8B
 TITLES = "what", "us", "plain JAX", "GB/s", "error", "kernels"
@@ -49,28 +52,46 @@ def works(length: int, batch: int) -> dict[str, Work]:
         return jax.random.normal(jax.random.key(seed), shape, dtype)
 
     def top_k() -> tuple[Any, Any]:
-        return partial(ops.top_k, k=BUDGET), (normal(0, rows, length), jnp.ones((rows, length), bool))
+        return partial(ops.top_k, k=BUDGET), (
+            normal(0, rows, length),
+            jnp.ones((rows, length), bool),
+        )
 
     def top_k_grouped() -> tuple[Any, Any]:
-        parts = [(normal(1, batch, spec.kv_heads, G, length), jnp.ones((batch, 1, 1, length), bool))]
+        parts = [
+            (normal(1, batch, spec.kv_heads, G, length), jnp.ones((batch, 1, 1, length), bool))
+        ]
         return partial(ops.top_k_grouped, group_reduce="mean_softmax", k=BUDGET), (parts,)
 
     def score_pages() -> tuple[Any, Any]:
-        low, high = (normal(2, batch, spec.kv_heads, length // 16, D, dtype=spec.dtype) + x for x in (-1, 1))
-        return partial(ops.score_pages, scale=D**-0.5), (normal(3, batch, spec.kv_heads, G, D), low, high)
+        low, high = (
+            normal(2, batch, spec.kv_heads, length // 16, D, dtype=spec.dtype) + x
+            for x in (-1, 1)
+        )
+        return partial(ops.score_pages, scale=D**-0.5), (
+            normal(3, batch, spec.kv_heads, G, D),
+            low,
+            high,
+        )
 
     def step(policy: Any) -> tuple[Any, Any]:
         def run(cache: Any, q: Any, k: Any, v: Any) -> Any:
             layers, outs = [], []  # an output that nobody reads is not computed
             for layer in cache.layers:
                 out, layer = kvjax.attention(layer, q, k, v, flush=False)
-                q, out = jax.lax.optimization_barrier((q, out))  # the next layer waits, and has the same query
+                q, out = jax.lax.optimization_barrier(
+                    (q, out)
+                )  # the next layer waits, and has the same query
                 layers.append(layer)
                 outs.append(out)
             return outs, kvjax.Cache(tuple(layers))
 
-        cache = kvjax.Cache(tuple(_filled(policy, spec, length - 256, seed) for seed in range(LAYERS)))
-        q, k, v = (normal(4 + i, batch, 1, n, D, dtype=spec.dtype) for i, n in enumerate((32, 8, 8)))
+        cache = kvjax.Cache(
+            tuple(_filled(policy, spec, length - 256, seed) for seed in range(LAYERS))
+        )
+        q, k, v = (
+            normal(4 + i, batch, 1, n, D, dtype=spec.dtype) for i, n in enumerate((32, 8, 8))
+        )
         return run, (cache, q, k, v)
 
     def read(cache: Any, q: Any, k: Any, v: Any) -> Any:
@@ -97,7 +118,9 @@ def works(length: int, batch: int) -> dict[str, Work]:
     }
     pair = 4 * D * rows * length
     for name, policy in policies.items():
-        found[f"step {name}"] = Work(partial(step, policy.rest), pair if name == "full" else 0, LAYERS, read)
+        found[f"step {name}"] = Work(
+            partial(step, policy.rest), pair if name == "full" else 0, LAYERS, read
+        )
     return found
 
 
@@ -114,7 +137,9 @@ def _filled(policy: Any, spec: CacheSpec, length: int, seed: int) -> Any:
 def _store(layer: Any, key: jax.Array, count: jax.Array, spec: CacheSpec) -> Any:
     shape = spec.batch, spec.kv_heads, CHUNK, spec.head_dim
     k, v = (jax.random.normal(own, shape, spec.dtype) for own in jax.random.split(key))
-    return dataclasses.replace(layer, state=layer.policy.prefill(layer.state, k, v, jnp.full(spec.batch, count)))
+    return dataclasses.replace(
+        layer, state=layer.policy.prefill(layer.state, k, v, jnp.full(spec.batch, count))
+    )
 
 
 def measure(
@@ -135,12 +160,16 @@ def measure(
         }  # fmt: skip
         try:
             row |= _measured(work, target, calls, reference)
-        except Exception as error:  # one kernel that fails on a card nobody tried must not hide the others
+        except (
+            Exception
+        ) as error:  # one kernel that fails on a card nobody tried must not hide the others
             row["failed"] = f"{type(error).__name__}: {str(error)[:300]}"
         yield row
 
 
-def _measured(work: Work, target: simt.Target | None, calls: int, reference: bool) -> dict[str, Any]:
+def _measured(
+    work: Work, target: simt.Target | None, calls: int, reference: bool
+) -> dict[str, Any]:
     results, row = [], {}
     for implementation in ("mosaic", "xla") if reference else ("mosaic",):
         run, args = work.make()
@@ -149,15 +178,23 @@ def _measured(work: Work, target: simt.Target | None, calls: int, reference: boo
                 stack.enter_context(simt.build_for(target))
             stack.enter_context(ops.use("xla" if implementation == "xla" else None))
             if reference:
-                results.append(jax.device_get(jax.jit(lambda *args: (work.check or run)(*args))(*args)))  # noqa: B023
-            program = jax.jit(run, donate_argnums=0 if work.layers > 1 else ()).lower(*args).compile()
+                results.append(
+                    jax.device_get(jax.jit(lambda *args: (work.check or run)(*args))(*args))
+                )  # noqa: B023
+            program = (
+                jax.jit(run, donate_argnums=0 if work.layers > 1 else ()).lower(*args).compile()
+            )
         times = _time(program, args, work, calls if implementation == "mosaic" else 3)
         us = sum(times.values()) / work.layers
         if implementation == "xla":
             row["xla_us"] = round(us, 2)
         else:
             row["us"] = round(us, 2)
-            by_kernel: Any = {_short(name): round(t / work.layers, 2) for name, t in times.items() if "kvjax_" in name}
+            by_kernel: Any = {
+                _short(name): round(t / work.layers, 2)
+                for name, t in times.items()
+                if "kvjax_" in name
+            }
             row["kernels"] = by_kernel
             if work.bytes:
                 row["GB/s"] = round(work.bytes / us / 1e3)
@@ -188,9 +225,14 @@ def _short(name: str) -> str:
 def _difference(got: Any, want: Any) -> float:
     """The share of slots that only one of two selections has, or the relative difference of two arrays."""
     if isinstance(got, tuple):
-        (slots, valid), (others, theirs) = ([np.asarray(a).reshape(-1, a.shape[-1]) for a in x] for x in (got, want))
+        (slots, valid), (others, theirs) = (
+            [np.asarray(a).reshape(-1, a.shape[-1]) for a in x] for x in (got, want)
+        )
         rows = zip(slots, valid, others, theirs, strict=True)
-        apart = [len(set(a[ok].tolist()) ^ set(b[also].tolist())) / max(2 * ok.sum(), 1) for a, ok, b, also in rows]
+        apart = [
+            len(set(a[ok].tolist()) ^ set(b[also].tolist())) / max(2 * ok.sum(), 1)
+            for a, ok, b, also in rows
+        ]
         return float(np.mean(apart))
     a, b = (np.asarray(x, np.float32) for x in (got, want))
     return float(np.linalg.norm(a - b)) / max(float(np.linalg.norm(b)), 1e-30)

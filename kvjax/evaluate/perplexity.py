@@ -43,7 +43,9 @@ class Setting:
     steps: int = 256  # tokens scored in each passage
     passages: int = 1  # evenly spaced in the text, or in each of several texts
     batch: int = 1  # passages prefilled and decoded together
-    budget: int | None = None  # tokens read per step, at every length, for caches that set none; or
+    budget: int | None = (
+        None  # tokens read per step, at every length, for caches that set none; or
+    )
     share: float | None = None  # that budget as a share of the length: 0.11 of 4096 is 451
 
     def __post_init__(self) -> None:
@@ -53,7 +55,9 @@ class Setting:
         for length in self.lengths:
             require_int("Setting(lengths=...)", length, at_least=2)
         if self.share is not None and not 0 < self.share <= 1:
-            raise ValueError(f"share must be in (0, 1], got {self.share}; 0.11 is 11 % of the context")
+            raise ValueError(
+                f"share must be in (0, 1], got {self.share}; 0.11 is 11 % of the context"
+            )
         if self.budget is not None and self.share is not None:
             raise ValueError(
                 f"got budget={self.budget} and share={self.share}; give only one of budget (tokens) and share (of the "
@@ -64,7 +68,9 @@ class Setting:
         if self.budget is not None:
             return self.budget
         if self.share is None:
-            raise ValueError("give budget (tokens) or share (of the context): some caches need a budget")
+            raise ValueError(
+                "give budget (tokens) or share (of the context): some caches need a budget"
+            )
         return max(1, round(self.share * length))
 
 
@@ -102,7 +108,9 @@ class Passages:
 
     def examples(self, tokenizer: Any) -> list[Example]:
         last = self.length - 1
-        return [Example(str(i), row[:last], (), {}, row[last:-1]) for i, row in enumerate(self.rows)]
+        return [
+            Example(str(i), row[:last], (), {}, row[last:-1]) for i, row in enumerate(self.rows)
+        ]
 
     def targets(self, number: str) -> tuple[int, ...]:
         """The tokens that are scored: each follows the one that was fed."""
@@ -142,7 +150,9 @@ def perplexity(
         for every cache or taken by none; before anything runs.
     """
     dtype = checkpoint.model.dtype
-    plans = prepare(checkpoint, text, caches, setting, dtype=dtype, dense_layers=dense_layers, out=out)
+    plans = prepare(
+        checkpoint, text, caches, setting, dtype=dtype, dense_layers=dense_layers, out=out
+    )
     return run(checkpoint, plans, batch=setting.batch, parallel=parallel, progress=progress)
 
 
@@ -168,8 +178,13 @@ def prepare(
     names, passages = _passages(checkpoint, text, setting, lengths[-1])
     model, plans = model_digest(checkpoint.directory), []
     for length in lengths:
-        rows = tuple((*prefix, *ids[at - length + len(prefix) : at + steps]) for prefix, ids, at in passages)
-        asked = make_rows(caches, budgets=_budgets(setting, caches, length), dense_layers=dense_layers)
+        rows = tuple(
+            (*prefix, *ids[at - length + len(prefix) : at + steps])
+            for prefix, ids, at in passages
+        )
+        asked = make_rows(
+            caches, budgets=_budgets(setting, caches, length), dense_layers=dense_layers
+        )
         task = Passages(tuple(tuple(map(int, row)) for row in rows), steps, names)
         plans.append(prepare_one(checkpoint, task, asked, dtype=dtype, out=out, model=model))
     return plans
@@ -187,11 +202,15 @@ def run(
     cells, total, before = [], sum(plan.total for plan in plans), 0
     for plan in plans:
 
-        def advance(done: int, of: int, what: str, before: int = before, name: str = plan.task.name) -> None:
+        def advance(
+            done: int, of: int, what: str, before: int = before, name: str = plan.task.name
+        ) -> None:
             if progress is not None:
                 progress(before + done, total, f"{name}, {what}" if what else name)
 
-        cells += run_one(checkpoint, plan, score, batch=batch, parallel=parallel, progress=advance)
+        cells += run_one(
+            checkpoint, plan, score, batch=batch, parallel=parallel, progress=advance
+        )
         before += plan.total
     return cells
 
@@ -216,7 +235,10 @@ def score(
 
 def nats(cell: Cell) -> np.ndarray:
     """f64[passages, steps], passages in the order of the text."""
-    return np.array([example["nll"] for example in sorted(cell.examples, key=lambda e: int(e["id"]))], np.float64)
+    return np.array(
+        [example["nll"] for example in sorted(cell.examples, key=lambda e: int(e["id"]))],
+        np.float64,
+    )
 
 
 def mean_perplexity(cell: Cell) -> tuple[float, float]:
@@ -272,7 +294,14 @@ def markdown(cells: Sequence[Cell]) -> str:
         budget = "all" if row["budget"] is None else str(row["budget"])
         read, found = f"{row['tokens_read']:.0f}", f"{row['perplexity']:.2f}"
         lines.append([f"`{row['cache']}`", str(row["length"]), budget, read, found, change])
-    head = ["cache", "context", "budget", "tokens read", "perplexity", f"against {_label(cells[0], cells)}"]
+    head = [
+        "cache",
+        "context",
+        "budget",
+        "tokens read",
+        "perplexity",
+        f"against {_label(cells[0], cells)}",
+    ]
     return markdown_table(head, lines) + refusals(cells)
 
 
@@ -295,8 +324,16 @@ def _baselines(cells: Sequence[Cell]) -> dict[int, Cell]:
 
 def _label(cell: Cell, cells: Sequence[Cell]) -> str:
     """The method of a cell, and its budget if the method has several at this length."""
-    same = [other for other in cells if (other.method, _length(other)) == (cell.method, _length(cell))]
-    return cell.method if len(same) == 1 else f"{cell.method}{',' if ':' in cell.method else ':'}budget={cell.budget}"
+    same = [
+        other
+        for other in cells
+        if (other.method, _length(other)) == (cell.method, _length(cell))
+    ]
+    return (
+        cell.method
+        if len(same) == 1
+        else f"{cell.method}{',' if ':' in cell.method else ':'}budget={cell.budget}"
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------- parts
@@ -326,7 +363,9 @@ def _passages(
     """Names of several texts; for each passage the ids that begin it, its text's ids, and the first scored place."""
     several = isinstance(text, Mapping)
     if not several and setting.passages % setting.batch:
-        raise ValueError(f"batch={setting.batch} does not divide passages={setting.passages}; give a divisor of it")
+        raise ValueError(
+            f"batch={setting.batch} does not divide passages={setting.passages}; give a divisor of it"
+        )
     names, found = [], []
     for name, one in text.items() if isinstance(text, Mapping) else [("", text)]:
         prefix, ids = _tokens(checkpoint, one)
@@ -338,7 +377,9 @@ def _passages(
             raise
         if min(ids) < 0 or max(ids) >= checkpoint.config.vocab_size:
             size = checkpoint.config.vocab_size
-            raise ValueError(f"text has token ids {min(ids)} to {max(ids)}, but the vocabulary has {size}")
+            raise ValueError(
+                f"text has token ids {min(ids)} to {max(ids)}, but the vocabulary has {size}"
+            )
         names += [name] if several else []
         found += [(prefix, ids, at) for at in starts]
     if not found:

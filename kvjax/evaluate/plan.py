@@ -44,7 +44,9 @@ class Plan:
 
     task: Task
     policies: Mapping[str, PerLayer]  # of the caches that can be run
-    prompts: Mapping[str, tuple[int, ...]]  # prefilled tokens by example, in the order of their lengths
+    prompts: Mapping[
+        str, tuple[int, ...]
+    ]  # prefilled tokens by example, in the order of their lengths
     fed: Mapping[str, tuple[int, ...]]  # tokens that follow them one step at a time
     examples: Mapping[str, Example]
     cells: Mapping[str, Cell]  # by cache; those that were refused have no policy
@@ -72,7 +74,8 @@ class Plan:
 # Takes (checkpoint, cache, logits f32[B, V], plan, the example id of each row or None), and returns results by id, mean
 # tokens read by layer, and the row steps of that mean.
 Answer = Callable[
-    [Checkpoint, Cache, Array, Plan, Sequence[str | None]], tuple[Mapping[str, dict[str, Any]], list[float], int]
+    [Checkpoint, Cache, Array, Plan, Sequence[str | None]],
+    tuple[Mapping[str, dict[str, Any]], list[float], int],
 ]
 
 
@@ -98,7 +101,9 @@ def prepare(
     examples = list(task.examples(checkpoint.tokenizer))
     ids = [example.id for example in examples]
     if not ids or len(set(ids)) < len(ids):
-        raise ValueError(f"the task {task.name} has {len(ids)} examples with {len(set(ids))} ids; each needs its own")
+        raise ValueError(
+            f"the task {task.name} has {len(ids)} examples with {len(set(ids))} ids; each needs its own"
+        )
     prompts = {example.id: _encode(checkpoint, task, example) for example in examples}
     fed = {example.id: tuple(example.question) for example in examples}
     order = sorted(range(len(ids)), key=lambda i: len(prompts[ids[i]]))
@@ -119,25 +124,41 @@ def prepare(
             "max_new_tokens": task.max_new_tokens,
             "stop": list(task.stop),
             "stop_tokens": list(checkpoint.stop_tokens),
-            "examples": digest_json([(i, prompts[i], fed[i], examples[n].answers) for n, i in enumerate(ids)]),
+            "examples": digest_json(
+                [(i, prompts[i], fed[i], examples[n].answers) for n, i in enumerate(ids)]
+            ),
         },
     }
     sizes = ("layers", "q_heads", "kv_heads", "head_dim", "vocab_size", "max_positions")
-    about = {"name": checkpoint.directory.resolve().name, **{name: getattr(config, name) for name in sizes}}
+    about = {
+        "name": checkpoint.directory.resolve().name,
+        **{name: getattr(config, name) for name in sizes},
+    }
     cells, by_id = {}, {example.id: example for example in examples}
     for row in rows:
-        head = {"model": about, "budget": row.budget, "dense_layers": row.dense_layers, "note": row.note}
+        head = {
+            "model": about,
+            "budget": row.budget,
+            "dense_layers": row.dense_layers,
+            "note": row.note,
+        }
         key = {**common, "policy": repr(row.policies)}
         cell = Cell(task.name, task.metric, row.name, key, head, len(ids), refused=row.refused)
         if out is not None and not row.refused:
             cell.open(out, by_id.keys(), resume=resume)
-            for example in cell.examples:  # its results stay; its score may be that of an earlier version of the task
+            for example in (
+                cell.examples
+            ):  # its results stay; its score may be that of an earlier version of the task
                 if "answer" in example:
-                    example["score"] = float(task.score(by_id[example["id"]], example["answer"]))
+                    example["score"] = float(
+                        task.score(by_id[example["id"]], example["answer"])
+                    )
         cells[row.name] = cell
     policies = {row.name: row.policies for row in rows if row.policies is not None}
     notes = {row.name: row.note for row in rows if row.note}
-    return Plan(task, policies, {ids[i]: prompts[ids[i]] for i in order}, fed, by_id, cells, notes)
+    return Plan(
+        task, policies, {ids[i]: prompts[ids[i]] for i in order}, fed, by_id, cells, notes
+    )
 
 
 def run(
@@ -165,7 +186,9 @@ def run(
         if progress is not None:
             progress(plan.done, plan.total, what)
 
-    known = {name: {example["id"] for example in plan.cells[name].examples} for name in plan.policies}
+    known = {
+        name: {example["id"] for example in plan.cells[name].examples} for name in plan.policies
+    }
     names, size = list(plan.policies), len(plan.policies)
     if jax.default_backend() == "cpu":
         size = max(1, CPU_LAYERS // checkpoint.config.layers)
@@ -173,14 +196,25 @@ def run(
         if size < len(names) and not first:
             jax.clear_caches()
         part = ids[first : first + batch]
-        open_cells = [name for name in names[group : group + size] if not known[name].issuperset(part)]
+        open_cells = [
+            name for name in names[group : group + size] if not known[name].issuperset(part)
+        ]
         if not open_cells:
             continue
         report(f"prefill of {len(part)} prompts")
         rows = [plan.prompts[i] for i in part] + [()] * (batch - len(part))
         logits, prompts = jax.block_until_ready(prompt.read(checkpoint, rows, plan.new_tokens))
         needed = _capacity(prompts.spec.capacity, plan.new_tokens)
-        one = partial(_answer_part, checkpoint, plan, answer, (logits, prompts), part, known, capacity or needed)
+        one = partial(
+            _answer_part,
+            checkpoint,
+            plan,
+            answer,
+            (logits, prompts),
+            part,
+            known,
+            capacity or needed,
+        )
         found = _map(one, open_cells, parallel)
         for name in open_cells:
             report(name)
@@ -230,13 +264,22 @@ def _answer_part(
     """One batch of a cell: the answers of the cache `name` after the prompts `read`, to the examples `part` except
     those that are `known`."""
     begin, (logits, prompts) = time.perf_counter(), read
-    asked = [i if i not in known[name] else None for i in part] + [None] * (logits.shape[0] - len(part))
-    cache = prompt.store(checkpoint, prompts.layers, plan.policies[name], capacity, prompts.rotated_for)
+    asked = [i if i not in known[name] else None for i in part] + [None] * (
+        logits.shape[0] - len(part)
+    )
+    cache = prompt.store(
+        checkpoint, prompts.layers, plan.policies[name], capacity, prompts.rotated_for
+    )
     answers, attended, steps = answer(checkpoint, cache, logits, plan, asked)
     tokens = {i: len(plan.prompts[i]) + len(plan.fed[i]) for i in answers}
     results = [{"id": i, "prompt_tokens": tokens[i], **result} for i, result in answers.items()]
     seconds = round(time.perf_counter() - begin, 3)
-    return {"examples": results, "attended_by_layer": attended, "steps": steps, "seconds": seconds}
+    return {
+        "examples": results,
+        "attended_by_layer": attended,
+        "steps": steps,
+        "seconds": seconds,
+    }
 
 
 def _map(f: Callable[[str], T], names: Sequence[str], parallel: int) -> Iterator[T]:
@@ -253,7 +296,10 @@ def _map(f: Callable[[str], T], names: Sequence[str], parallel: int) -> Iterator
                 for other in futures:
                     if other.done() and (error := other.exception()):
                         raise error
-                wait([other for other in futures if not other.done()], return_when=FIRST_COMPLETED)
+                wait(
+                    [other for other in futures if not other.done()],
+                    return_when=FIRST_COMPLETED,
+                )
             yield future.result()
     finally:
         pool.shutdown(wait=False, cancel_futures=True)

@@ -82,7 +82,11 @@ def style(method: str, among: Sequence[str] = ()) -> dict[str, Any]:
     same = [other for other in dict.fromkeys((*among, method)) if _preset(other) == name]
     if len(same) > len(LINES):
         at = same.index(method)
-        return {"color": [*COLOURS.values()][at % len(COLOURS)], "marker": MARKERS[at % len(MARKERS)], "linestyle": "-"}
+        return {
+            "color": [*COLOURS.values()][at % len(COLOURS)],
+            "marker": MARKERS[at % len(MARKERS)],
+            "linestyle": "-",
+        }
     return {
         "color": COLOURS.get(name, "#555555"),
         "marker": MARKERS[place % len(MARKERS)],
@@ -148,8 +152,16 @@ def by_budget(panels: Sequence[Block]) -> Figure:
             axis.set_title(f"{block.length:,} tokens".replace(",", " "), fontsize=10)
         axis.set_xlabel("tokens read per step and KV head, mean over layers")
     axes[0].set_ylabel(panels[0].cells[0].metric)
-    samples, model = dict.fromkeys(block.samples for block in panels), panels[0].cells[0].head["model"]["name"]
-    figure.suptitle(f"{panels[0].title} · {model} · n = {' / '.join(samples)}", x=0.01, ha="left", fontsize=11)
+    samples, model = (
+        dict.fromkeys(block.samples for block in panels),
+        panels[0].cells[0].head["model"]["name"],
+    )
+    figure.suptitle(
+        f"{panels[0].title} · {model} · n = {' / '.join(samples)}",
+        x=0.01,
+        ha="left",
+        fontsize=11,
+    )
     return figure
 
 
@@ -160,7 +172,10 @@ def _uncrowded(block: Block) -> list[Block]:
         parts.setdefault(method.partition(":")[0], []).append(method)
     if max(map(len, parts.values())) <= len(LINES):
         return [block]
-    return [replace(block, cells=tuple(c for c in block.cells if c.method in part)) for part in parts.values()]
+    return [
+        replace(block, cells=tuple(c for c in block.cells if c.method in part))
+        for part in parts.values()
+    ]
 
 
 def _lines(axis: Axes, block: Block, methods: Sequence[str]) -> None:
@@ -174,7 +189,13 @@ def _lines(axis: Axes, block: Block, methods: Sequence[str]) -> None:
             x = [s["tokens_read"] for s in found]
             y = [s["mean"] for s in found]
             axis.plot(x, y, markersize=4.5, linewidth=1.6, **look)
-            axis.vlines(x, [s["low"] for s in found], [s["high"] for s in found], color=look["color"], alpha=0.35)
+            axis.vlines(
+                x,
+                [s["low"] for s in found],
+                [s["high"] for s in found],
+                color=look["color"],
+                alpha=0.35,
+            )
             ends.append((y[-1], short[method], look["color"]))
         cell = block.cell(method, None)
         if cell is not None:
@@ -193,7 +214,9 @@ def _lines(axis: Axes, block: Block, methods: Sequence[str]) -> None:
     axis.set_xlim(min(read) / 1.15, max(read) * 1.15)
     tidy(axis)
     ends.sort(key=lambda end: end[0])
-    for (_, label, colour), place in zip(ends, spread([end[0] for end in ends], gap=0.055, top=1.02), strict=True):
+    for (_, label, colour), place in zip(
+        ends, spread([end[0] for end in ends], gap=0.055, top=1.02), strict=True
+    ):
         axis.annotate(
             label, (1.0, place), xycoords=("axes fraction", "data"), xytext=(5, 0), textcoords="offset points",
             va="center", color=colour, fontsize=9, annotation_clip=False,
@@ -213,6 +236,8 @@ def spread(places: Sequence[float], *, gap: float, top: float) -> list[float]:
     >>> [round(y, 3) for y in spread([0.5, 0.5, 0.9, 1.0], gap=0.1, top=0.95)]
     [0.45, 0.55, 0.85, 0.95]
     """
-    steps = gap * np.arange(len(places))  # places are `gap` apart if they do not fall after these are subtracted
+    steps = gap * np.arange(
+        len(places)
+    )  # places are `gap` apart if they do not fall after these are subtracted
     flat = isotonic_regression(np.asarray(places) - steps).x if len(places) else steps
     return (np.minimum(flat, top - (len(places) - 1) * gap) + steps).tolist()

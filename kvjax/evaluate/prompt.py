@@ -58,10 +58,20 @@ class Prompt(Policy):
         return PromptState(zeros(K, spec.group), zeros(K), zeros(K), length)
 
     def prefill_observed(
-        self, st: PromptState, q: Array, k: Array, v: Array, lengths: Array, *, scale: float, window: int | None = None
+        self,
+        st: PromptState,
+        q: Array,
+        k: Array,
+        v: Array,
+        lengths: Array,
+        *,
+        scale: float,
+        window: int | None = None,
     ) -> PromptState:
         if q.shape != st.q.shape:
-            raise ValueError(f"a Prompt takes one chunk of {st.q.shape[3]} columns, got {q.shape[3]}")
+            raise ValueError(
+                f"a Prompt takes one chunk of {st.q.shape[3]} columns, got {q.shape[3]}"
+            )
         dtype = st.q.dtype
         return PromptState(q.astype(dtype), k.astype(dtype), v.astype(dtype), lengths)
 
@@ -71,7 +81,9 @@ def columns(tokens: int) -> int:
     return chunk_size(tokens, WHOLE)
 
 
-def read(checkpoint: Checkpoint, rows: Sequence[Sequence[int]], new_tokens: int = 0) -> tuple[Array, Cache]:
+def read(
+    checkpoint: Checkpoint, rows: Sequence[Sequence[int]], new_tokens: int = 0
+) -> tuple[Array, Cache]:
     """Logits f32[B, V] after prompts, some of which may be empty, and a cache of their queries, keys and values.
 
     `new_tokens`, the most that will follow a prompt, matters only to a RoPE that depends on the length of a text.
@@ -81,8 +93,20 @@ def read(checkpoint: Checkpoint, rows: Sequence[Sequence[int]], new_tokens: int 
     for padded, row in zip(tokens, rows, strict=True):
         padded[: len(row)] = row
     T = tokens.shape[1]
-    empty = init(Prompt(), checkpoint.model.spec(batch=len(rows), capacity=T), layers=checkpoint.config.layers)
-    return prefill(checkpoint.model, empty, tokens, lengths, chunk=T, first_chunk=True, final=lengths + new_tokens)
+    empty = init(
+        Prompt(),
+        checkpoint.model.spec(batch=len(rows), capacity=T),
+        layers=checkpoint.config.layers,
+    )
+    return prefill(
+        checkpoint.model,
+        empty,
+        tokens,
+        lengths,
+        chunk=T,
+        first_chunk=True,
+        final=lengths + new_tokens,
+    )
 
 
 def store(
@@ -106,7 +130,9 @@ def store(
 
 
 @partial(jax.jit, static_argnames=("window", "scale", "soft_cap"), donate_argnames="cache")
-def _store(cache: LayerCache, q: Array, k: Array, v: Array, lengths: Array, **static: Any) -> Any:
+def _store(
+    cache: LayerCache, q: Array, k: Array, v: Array, lengths: Array, **static: Any
+) -> Any:
     # The prompt's attention output is unused, so XLA leaves it out.
     q, k, v = ungroup(q, q.dtype), jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
     return attention(cache, q, k, v, lengths=lengths, first_chunk=True, **static)[1]
@@ -124,7 +150,9 @@ class Fed(NamedTuple):
 
 
 @partial(jax.jit, donate_argnames="cache")
-def feed(model: Model, cache: Cache, logits: Array, tokens: Array, targets: Array, counts: Array) -> Fed:
+def feed(
+    model: Model, cache: Cache, logits: Array, tokens: Array, targets: Array, counts: Array
+) -> Fed:
     """Feeds the first `counts` i32[B] of tokens i32[B, R], one decode step each, and scores targets i32[B, R].
 
     targets[b, t] is scored by the logits after tokens[b, t]. A row without tokens left is inactive, and keeps its
@@ -135,7 +163,9 @@ def feed(model: Model, cache: Cache, logits: Array, tokens: Array, targets: Arra
 
     def step(t: Array, fed: Fed) -> Fed:
         active = t < counts
-        new, cache, infos = model(tokens[:, t][:, None], fed.cache, active=active, last_logits=True, info=True)
+        new, cache, infos = model(
+            tokens[:, t][:, None], fed.cache, active=active, last_logits=True, info=True
+        )
         nll = jax.nn.logsumexp(new, axis=-1) - new[rows, targets[:, t]]
         greedy = fed.greedy.at[:, t].set(jnp.argmax(new, axis=-1) == targets[:, t])
         attended, steps = count_attended(fed.attended, fed.steps, infos, active)

@@ -57,15 +57,27 @@ def digest(path: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-MODEL_FILES = (".json", ".safetensors", ".model", ".txt", ".jinja")  # config, weights, tokenizer and templates
+MODEL_FILES = (
+    ".json",
+    ".safetensors",
+    ".model",
+    ".txt",
+    ".jinja",
+)  # config, weights, tokenizer and templates
 
 
 def model_digest(directory: str | Path) -> str:
     """SHA-256 of the files of a checkpoint that decide what it answers; its README is not one of them."""
-    files = sorted(file for file in Path(directory).iterdir() if file.is_file() and file.suffix in MODEL_FILES)
+    files = sorted(
+        file
+        for file in Path(directory).iterdir()
+        if file.is_file() and file.suffix in MODEL_FILES
+    )
     if not files:
         raise FileNotFoundError(f"{directory}: there is no checkpoint")
-    return digest_json({file.name: digest(file) for file in files if not file.name.startswith(".")})
+    return digest_json(
+        {file.name: digest(file) for file in files if not file.name.startswith(".")}
+    )
 
 
 def digest_json(value: Any) -> str:
@@ -102,7 +114,11 @@ def source_digest() -> str:
     The version number alone does not identify code that is being edited.
     """
     digests = {}
-    for package in ("kvjax", "kvjax.models", "kvjax.kernels_pallas"):  # these may be in separate folders
+    for package in (
+        "kvjax",
+        "kvjax.models",
+        "kvjax.kernels_pallas",
+    ):  # these may be in separate folders
         (folder,) = map(Path, importlib.import_module(package).__path__)
         for file in sorted(folder.rglob("*.py")):
             name = f"{package.replace('.', '/')}/{file.relative_to(folder).as_posix()}"  # as in a wheel

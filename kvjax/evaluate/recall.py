@@ -45,15 +45,25 @@ class Reads:
 
     lengths: np.ndarray  # i[T] tokens that each step's query sees
     recall: np.ndarray  # f[L, T, B, K or N] share of the exact top tokens, pooled as by the selector, that was selected
-    head_recall: np.ndarray  # f[L, T, B, N] share of each query head's own exact top tokens that were selected
-    mass: np.ndarray  # f[L, T, B, N] share of softmax mass on the tokens read, sink and local window included
+    head_recall: (
+        np.ndarray
+    )  # f[L, T, B, N] share of each query head's own exact top tokens that were selected
+    mass: (
+        np.ndarray
+    )  # f[L, T, B, N] share of softmax mass on the tokens read, sink and local window included
     error: np.ndarray  # f[L, T, B, N] |out - exact out| / |exact out|
     attended: np.ndarray  # f[L, T, B, K] tokens whose keys and values were read
-    bytes: np.ndarray  # f[L, T, B] read in a step: keys, values, index and keys of pending tokens
+    bytes: (
+        np.ndarray
+    )  # f[L, T, B] read in a step: keys, values, index and keys of pending tokens
 
     def row(self) -> dict[str, float]:
         """Means over everything, for a table."""
-        return {field.name: mean_known(getattr(self, field.name)) for field in fields(self) if field.name != "lengths"}
+        return {
+            field.name: mean_known(getattr(self, field.name))
+            for field in fields(self)
+            if field.name != "lengths"
+        }
 
     def by_length(self) -> dict[int, slice]:
         """The steps of each run of adjacent positions, by the length at its end."""
@@ -86,23 +96,47 @@ def reads(
     for i, layer in enumerate(live.layers):
         one = PerLayer.of(policy).policy(i)
         if one.observes:
-            raise ValueError(f"{one} selects by the queries of a prompt, which live steps do not have")
+            raise ValueError(
+                f"{one} selects by the queries of a prompt, which live steps do not have"
+            )
         steps, stored, base = [], 0, init_layer(one, layer.spec)
         for run in runs:
             start = int(live.positions[run.start])
             first = start if prompt is None else min(prompt, start)
             if first != stored:
-                base, stored = store_prompt(init_layer(one, layer.spec), layer.k, layer.v, 0, first), first
-            cache = base if first == start else store_prompt(base, layer.k, layer.v, first, start)
+                base, stored = (
+                    store_prompt(init_layer(one, layer.spec), layer.k, layer.v, 0, first),
+                    first,
+                )
+            cache = (
+                base if first == start else store_prompt(base, layer.k, layer.v, first, start)
+            )
             q = jnp.moveaxis(layer.q[:, run], 1, 0)
-            seen = _run(cache, q, layer.k, layer.v, start, scale=layer.scale, window=layer.window, top=top)
+            seen = _run(
+                cache,
+                q,
+                layer.k,
+                layer.v,
+                start,
+                scale=layer.scale,
+                window=layer.window,
+                top=top,
+            )
             steps.append(jax.tree.map(np.asarray, seen))
             if progress is not None:
                 progress(i * len(runs) + len(steps), len(live.layers) * len(runs), f"layer {i}")
         seen = jax.tree.map(lambda *parts: np.concatenate(parts), *steps)
         found.append(seen._replace(read=_bytes(one, layer.spec, seen)))
     whole: _Step = jax.tree.map(lambda *layers: np.stack(_same_heads(layers)), *found)
-    return Reads(live.lengths, whole.recall, whole.head_recall, whole.mass, whole.error, whole.attended, whole.read)
+    return Reads(
+        live.lengths,
+        whole.recall,
+        whole.head_recall,
+        whole.mass,
+        whole.error,
+        whole.attended,
+        whole.read,
+    )
 
 
 class _Step(NamedTuple):
@@ -113,14 +147,18 @@ class _Step(NamedTuple):
     mass: Any  # f32[B, N]
     error: Any  # f32[B, N]
     attended: Any  # f32[B, K]
-    fetched: Any  # f32[B, K] tokens read from the store, each query head's own selection counted
+    fetched: (
+        Any  # f32[B, K] tokens read from the store, each query head's own selection counted
+    )
     stored: Any  # i32[B] tokens in the store
     pending: Any  # i32[B] tokens that are not indexed yet, whose keys were scored
     read: Any  # f32[B] bytes
 
 
 @jax.jit
-def store_prompt(cache: LayerCache, k: Array, v: Array, start: Array | int, stop: Array | int) -> LayerCache:
+def store_prompt(
+    cache: LayerCache, k: Array, v: Array, start: Array | int, stop: Array | int
+) -> LayerCache:
     """Stores the tokens [start, stop) of k, v [B, K, S, D] as one chunk of a prompt, padded to S."""
     at = start + jnp.arange(k.shape[2])
     kt, vt = (jnp.take(a, at, axis=2, mode="clip") for a in (k, v))
@@ -145,26 +183,47 @@ def _run(
 
     def step(cache: Any, x: Any) -> tuple[Any, _Step]:
         qt, position = x
-        kt, vt = (jnp.swapaxes(lax.dynamic_slice_in_dim(a, position, 1, axis=2), 1, 2) for a in (k, v))
-        out, cache, info = attention_info(cache, qt[:, None], kt, vt, scale=scale, window=window)
+        kt, vt = (
+            jnp.swapaxes(lax.dynamic_slice_in_dim(a, position, 1, axis=2), 1, 2) for a in (k, v)
+        )
+        out, cache, info = attention_info(
+            cache, qt[:, None], kt, vt, scale=scale, window=window
+        )
         assert info is not None
         logits, visible = exact_logits(qt, k, position, scale=scale, window=window)
         weights = jax.nn.softmax(jnp.where(visible, logits, -jnp.inf), axis=-1)
-        exact = jnp.einsum("bkgs,bksd->bkgd", weights, v.astype(jnp.float32), precision="highest")
+        exact = jnp.einsum(
+            "bkgs,bksd->bkgd", weights, v.astype(jnp.float32), precision="highest"
+        )
         off = group_queries(out[:, 0].astype(jnp.float32), spec.kv_heads) - exact
         error = jnp.linalg.norm(off, axis=-1) / jnp.maximum(
             jnp.linalg.norm(exact, axis=-1), jnp.finfo(jnp.float32).tiny
         )
         none = jnp.full((B, spec.q_heads), jnp.nan)
-        seen = _Step(none, none, none, error.reshape(B, -1), info.attended, jnp.zeros_like(info.attended), 0, 0, 0.0)
-        inner, state = _core(policy), cache.state.zones if isinstance(policy, Speculative) else cache.state
+        seen = _Step(
+            none,
+            none,
+            none,
+            error.reshape(B, -1),
+            info.attended,
+            jnp.zeros_like(info.attended),
+            0,
+            0,
+            0.0,
+        )
+        inner, state = (
+            _core(policy),
+            cache.state.zones if isinstance(policy, Speculative) else cache.state,
+        )
         if isinstance(inner, Retrieval):
             seen = _selected(inner, state, info, seen, logits, weights, visible, top)
         elif isinstance(inner, Zoned):  # reads everything
             stored = state.store.count
             fetched = jnp.broadcast_to(stored.astype(jnp.float32)[:, None], info.attended.shape)
             seen = seen._replace(fetched=fetched, stored=stored)
-        stored, pending = (jnp.broadcast_to(jnp.asarray(a), B) for a in (seen.stored, seen.pending))
+        stored, pending = (
+            jnp.broadcast_to(jnp.asarray(a), B) for a in (seen.stored, seen.pending)
+        )
         return cache, seen._replace(stored=stored, pending=pending, read=jnp.zeros(B))
 
     return lax.scan(step, cache, (q, start + jnp.arange(q.shape[0])))[1]
@@ -175,9 +234,13 @@ def exact_logits(
 ) -> tuple[Array, Array]:
     """f32[B, K, G, S] logits of q [B, N, D] at `position` with k [B, K, S, D], and bool[1, 1, 1, S]: which it sees."""
     qg = group_queries(q, k.shape[1]).astype(jnp.float32)
-    logits = jnp.einsum("bkgd,bksd->bkgs", qg, k.astype(jnp.float32), precision="highest") * scale
+    logits = (
+        jnp.einsum("bkgd,bksd->bkgs", qg, k.astype(jnp.float32), precision="highest") * scale
+    )
     slot = jnp.arange(k.shape[2])
-    return logits, ((slot <= position) & (slot >= lowest_visible(position, window)))[None, None, None]
+    return logits, ((slot <= position) & (slot >= lowest_visible(position, window)))[
+        None, None, None
+    ]
 
 
 def _selected(
@@ -199,7 +262,11 @@ def _selected(
     read = membership(Selection(jnp.maximum(info.positions, 0), info.positions >= 0), S)
 
     slot = jnp.arange(S)[None, None, None]
-    free = visible & (slot >= policy.sink) & (slot < (st.length - policy.local)[:, None, None, None])
+    free = (
+        visible
+        & (slot >= policy.sink)
+        & (slot < (st.length - policy.local)[:, None, None, None])
+    )
     count = min(policy.budget - policy.sink - policy.local if top is None else top, S)
     pooled = reduce_scores([(logits, free)], policy.selector.group_reduce)
     wanted, own = (ops.top_k(scores, free, count) for scores in (pooled, logits))
@@ -234,13 +301,21 @@ def _bytes(policy: Policy, spec: CacheSpec, seen: _Step) -> np.ndarray:
     values = exact.sum(axis=-1) * row + seen.fetched.sum(axis=-1) * stored
     if not isinstance(policy, Retrieval):
         return values
-    return values + policy.selector.bytes_read(spec, seen.stored) + seen.pending * (spec.kv_heads * row / 2)
+    return (
+        values
+        + policy.selector.bytes_read(spec, seen.stored)
+        + seen.pending * (spec.kv_heads * row / 2)
+    )
 
 
 def _same_heads(layers: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
     """Layers cut to one shape, for stacking: a layer that selects nothing has NaN for each query head."""
     heads = min(a.shape[-1] for a in layers)
-    return [a if a.shape[-1] == heads else a[..., :heads] for a in layers] if layers[0].ndim == 3 else layers
+    return (
+        [a if a.shape[-1] == heads else a[..., :heads] for a in layers]
+        if layers[0].ndim == 3
+        else layers
+    )
 
 
 def known_mean(a: np.ndarray) -> float:
@@ -257,4 +332,6 @@ def mean_known(a: np.ndarray) -> float:
 def retrieval(selector: Selector, budget: int, *, leave: int = 32) -> Retrieval:
     """A `Retrieval` for measurements: tokens are indexed in chunks of `leave`, pages as soon as they are full."""
     demote = Fifo(leave=leave if selector.unit == 1 else selector.unit)
-    return Retrieval(selector=selector, budget=budget, sink=4, local=16, demote=demote, dense_below=0)
+    return Retrieval(
+        selector=selector, budget=budget, sink=4, local=16, demote=demote, dense_below=0
+    )

@@ -37,7 +37,9 @@ class Block:
     @property
     def ordered(self) -> list[Cell]:
         """By method, in order of first appearance, then by budget."""
-        return sorted(self.cells, key=lambda cell: (self.methods.index(cell.method), cell.budget or 0))
+        return sorted(
+            self.cells, key=lambda cell: (self.methods.index(cell.method), cell.budget or 0)
+        )
 
     def cell(self, method: str, budget: int | None) -> Cell | None:
         found = (cell for cell in self.cells if (cell.method, cell.budget) == (method, budget))
@@ -55,7 +57,9 @@ def blocks(cells: Sequence[Cell]) -> list[Block]:
     for cell in cells:
         task = cell.key["task"]
         if cell.examples:
-            title = task.get("title", cell.task) + (f", question {task['question']}" if "question" in task else "")
+            title = task.get("title", cell.task) + (
+                f", question {task['question']}" if "question" in task else ""
+            )
             found.setdefault((title, task.get("length")), []).append(cell)
     return [Block(title, length, tuple(of)) for (title, length), of in found.items()]
 
@@ -74,10 +78,16 @@ def _table(block: Block) -> str:
     where = "" if block.length is None else f", {block.length} tokens"
     rows = []
     for cell, s in zip(block.ordered, scores, strict=True):
-        numbers = [f"{cell.tokens_read:.0f}", f"{s['mean']:.2f}", f"{s['low']:.2f} to {s['high']:.2f}"]
+        numbers = [
+            f"{cell.tokens_read:.0f}",
+            f"{s['mean']:.2f}",
+            f"{s['low']:.2f} to {s['high']:.2f}",
+        ]
         rows.append([f"`{cell.method}`", _budget(cell), *numbers])
     head = f"### {block.title}{where}\n\n{metric[0].upper()}{metric[1:]}, n = {block.samples}."
-    return f"{head}\n\n{markdown_table(['cache', 'budget', 'tokens read', metric, '95 %'], rows)}"
+    return (
+        f"{head}\n\n{markdown_table(['cache', 'budget', 'tokens read', metric, '95 %'], rows)}"
+    )
 
 
 def _budget(cell: Cell) -> str:
@@ -103,7 +113,9 @@ def plain(markdown: str) -> str:
             rows = [row for row in pending if not row[0].startswith("---")]
             widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
             for first, *others in rows:
-                rest = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+                rest = [
+                    cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)
+                ]
                 lines.append("  ".join([first.ljust(widths[0]), *rest]).rstrip())
             pending = []
         lines.append(line.removeprefix("### "))
@@ -124,17 +136,26 @@ def overview(cells: Sequence[Cell]) -> str:
             continue
         of = sorted(of, key=lambda block: block.length or 0)
         rows = []
-        for first in dict.fromkeys((cell.method, cell.budget) for block in of for cell in block.ordered):
+        for first in dict.fromkeys(
+            (cell.method, cell.budget) for block in of for cell in block.ordered
+        ):
             here = [block.cell(*first) for block in of]
             label = next(_budget(cell) for cell in here if cell is not None)
-            read = " / ".join("-" if cell is None else f"{cell.tokens_read:.0f}" for cell in here)
-            means = ("-" if cell is None else f"{score(cell)['mean']:.2f}".removeprefix("0") for cell in here)
+            read = " / ".join(
+                "-" if cell is None else f"{cell.tokens_read:.0f}" for cell in here
+            )
+            means = (
+                "-" if cell is None else f"{score(cell)['mean']:.2f}".removeprefix("0")
+                for cell in here
+            )
             rows.append([f"`{first[0]}`", label, read, " ".join(means)])
         lengths = " / ".join(str(block.length) for block in of)
         samples = " / ".join(dict.fromkeys(block.samples for block in of))
         metric = of[0].cells[0].metric
         head = f"### {title}, {lengths} tokens\n\n{metric[0].upper()}{metric[1:]} at each length, n = {samples}."
-        parts.append(f"{head}\n\n{markdown_table(['cache', 'budget', 'tokens read', metric], rows)}\n\n")
+        parts.append(
+            f"{head}\n\n{markdown_table(['cache', 'budget', 'tokens read', metric], rows)}\n\n"
+        )
     return "".join(parts)
 
 
@@ -169,7 +190,13 @@ def page(cells: Sequence[Cell]) -> str:
         for cell in cells
         for made in cell.head.get("made", [])
     )
-    dense = sorted({cell.head["dense_layers"] for cell in cells if cell.head.get("dense_layers") is not None})
+    dense = sorted(
+        {
+            cell.head["dense_layers"]
+            for cell in cells
+            if cell.head.get("dense_layers") is not None
+        }
+    )
     how = (
         f"Greedy decoding through each cache. {COLUMNS} First layers that attend to everything: "
         f"{' or '.join(map(str, dense)) or 'none'} of {cells[0].head['model']['layers']}; a row that sets its own "
@@ -203,7 +230,9 @@ def differences(cell: Cell, full: Cell) -> dict[str, Any]:
     return {
         "difference": float(by_question.mean()),
         "difference_stderr": float(by_question.std(ddof=1) / np.sqrt(len(pairs))),
-        "other_wording": float(np.mean([own["answer"] != other["answer"] for own, other in pairs])),
+        "other_wording": float(
+            np.mean([own["answer"] != other["answer"] for own, other in pairs])
+        ),
     }
 
 
@@ -213,7 +242,9 @@ def summary(cells: Sequence[Cell]) -> dict[str, Any]:
     whole = {cell.task: cell for cell in cells if cell.cache == "full" and cell.examples}
     for cell in cells:
         if cell.examples:
-            found = results.setdefault(cell.task, {"metric": cell.metric, "task": cell.key["task"], "caches": {}})
+            found = results.setdefault(
+                cell.task, {"metric": cell.metric, "task": cell.key["task"], "caches": {}}
+            )
             settings = {name: cell.head.get(name) for name in ("budget", "dense_layers")}
             beside = differences(cell, whole[cell.task]) if cell.task in whole else {}
             found["caches"][cell.cache] = {**settings, **_rounded(score(cell) | beside)}
@@ -222,4 +253,7 @@ def summary(cells: Sequence[Cell]) -> dict[str, Any]:
 
 
 def _rounded(found: dict[str, Any]) -> dict[str, Any]:
-    return {name: round(value, 4) if isinstance(value, float) else value for name, value in found.items()}
+    return {
+        name: round(value, 4) if isinstance(value, float) else value
+        for name, value in found.items()
+    }

@@ -29,7 +29,9 @@ class Answer:
     text: str = ""
     token_ids: tuple[int, ...] = ()
     same: int = 0  # leading tokens that equal the first answer's
-    attended: float = 0.0  # tokens that a decode step read, mean over steps, KV heads and layers
+    attended: float = (
+        0.0  # tokens that a decode step read, mean over steps, KV heads and layers
+    )
     device_bytes: int = 0  # of the cache
     host_bytes: int = 0
     prefill_seconds: float = 0.0  # without compilation
@@ -62,7 +64,11 @@ def side_by_side(
       ValueError: an unknown cache, or a prompt that does not fit the model. A cache that cannot hold its budget or this
         model has an answer with the reason instead.
     """
-    settings: Any = {"budget": budget, "dense_layers": dense_layers, "max_new_tokens": max_new_tokens}
+    settings: Any = {
+        "budget": budget,
+        "dense_layers": dense_layers,
+        "max_new_tokens": max_new_tokens,
+    }
     rows, tokens = prepare(checkpoint, prompt, caches, **settings)
     found: list[Answer] = []
     for at, row in enumerate(rows):
@@ -87,13 +93,21 @@ def prepare(
         require_int("budget", budget, at_least=1)
     if budget is None and without_budget(caches):
         budget = BUDGET
-    rows = make_rows(caches, budgets=None if budget is None else [budget], dense_layers=dense_layers)
+    rows = make_rows(
+        caches, budgets=None if budget is None else [budget], dense_layers=dense_layers
+    )
     tokens = checkpoint.encode(prompt)
     check_fit(0, len(tokens), max_new_tokens, None, checkpoint.config.max_positions)
     return rows, tokens
 
 
-def _answer(checkpoint: Checkpoint, row: Row, tokens: list[int], max_new_tokens: int, earlier: list[Answer]) -> Answer:
+def _answer(
+    checkpoint: Checkpoint,
+    row: Row,
+    tokens: list[int],
+    max_new_tokens: int,
+    earlier: list[Answer],
+) -> Answer:
     spec = checkpoint.model.spec(batch=1, capacity=round_capacity(len(tokens) + max_new_tokens))
     row = check_row(row, spec, checkpoint.config)
     policies = row.policies
@@ -103,11 +117,20 @@ def _answer(checkpoint: Checkpoint, row: Row, tokens: list[int], max_new_tokens:
     def empty() -> kvjax.Cache:
         return kvjax.init(policies, spec, layers=checkpoint.config.layers)
 
-    settings: dict[str, Any] = dict(max_new_tokens=max_new_tokens, stop_tokens=checkpoint.stop_tokens, measure=True)
+    settings: dict[str, Any] = dict(
+        max_new_tokens=max_new_tokens, stop_tokens=checkpoint.stop_tokens, measure=True
+    )
     warm_up(checkpoint.model, empty(), len(tokens), **settings)
     cache = jax.block_until_ready(empty())
     begin = time.perf_counter()
-    run = stream(checkpoint.model, cache, [tokens], tokenizer=checkpoint.tokenizer, block=max_new_tokens, **settings)
+    run = stream(
+        checkpoint.model,
+        cache,
+        [tokens],
+        tokenizer=checkpoint.tokenizer,
+        block=max_new_tokens,
+        **settings,
+    )
     jax.block_until_ready(run.logits)
     middle = time.perf_counter()
     text = "".join(run)

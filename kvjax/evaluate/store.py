@@ -38,7 +38,9 @@ class Cell:
     head: dict[str, Any]  # other information for a reader: model, budget, provenance
     total: int  # examples of the task
     path: Path | None = None  # where it is kept
-    batches: list[dict[str, Any]] = field(default_factory=list)  # each: examples, attended_by_layer, steps, seconds
+    batches: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # each: examples, attended_by_layer, steps, seconds
     refused: str = ""  # why this cache cannot be run; such a cell has no results
     replaces: bool = False  # the next results replace the file, whatever it holds
 
@@ -70,7 +72,9 @@ class Cell:
         steps = [batch["steps"] for batch in self.batches]
         if not sum(steps):
             return None
-        return np.average([batch["attended_by_layer"] for batch in self.batches], axis=0, weights=steps).tolist()
+        return np.average(
+            [batch["attended_by_layer"] for batch in self.batches], axis=0, weights=steps
+        ).tolist()
 
     @property
     def tokens_read(self) -> float | None:
@@ -94,14 +98,20 @@ class Cell:
         Raises:
           ValueError: the file is damaged, was changed by hand, or has results of examples that the task lacks.
         """
-        name = re.sub(r"[^\w.@=-]+", "-", f"{self.task} {self.cache} ", flags=re.ASCII)[:160].removesuffix("-")
-        self.path = Path(folder) / f"{name}-{self.digest[:16]}.json"  # the digest alone makes the name unique
+        name = re.sub(r"[^\w.@=-]+", "-", f"{self.task} {self.cache} ", flags=re.ASCII)[
+            :160
+        ].removesuffix("-")
+        self.path = (
+            Path(folder) / f"{name}-{self.digest[:16]}.json"
+        )  # the digest alone makes the name unique
         self.replaces = not resume
         if not resume or not self.path.exists():
             return
         found = read_cell(self.path)
         if found.digest != self.digest:
-            raise ValueError(f"{self.path} was changed by hand: its key is not that of its name; delete it")
+            raise ValueError(
+                f"{self.path} was changed by hand: its key is not that of its name; delete it"
+            )
         unknown = [example["id"] for example in found.examples if example["id"] not in ids]
         if unknown:
             raise _damaged(self.path, f"its task has no example {unknown[0]!r}")
@@ -115,7 +125,11 @@ class Cell:
         if self.path is not None and self.path.exists() and not self.replaces:
             held = read_cell(self.path)
             known = {example["id"] for example in self.examples}
-            self.batches += [one for one in held.batches if known.isdisjoint(e["id"] for e in one["examples"])]
+            self.batches += [
+                one
+                for one in held.batches
+                if known.isdisjoint(e["id"] for e in one["examples"])
+            ]
             for made in held.head.get("made", []):
                 self.made_by(made)
         self.save()
@@ -124,8 +138,19 @@ class Cell:
         """Replaces the file as a whole: a run killed at any moment leaves the old one or the new."""
         if self.path is None:
             return
-        about = {"task": self.task, "metric": self.metric, "cache": self.cache, "tokens_read": self.tokens_read}
-        kept = {**about, **self.head, "key": self.key, "total": self.total, "batches": self.batches}
+        about = {
+            "task": self.task,
+            "metric": self.metric,
+            "cache": self.cache,
+            "tokens_read": self.tokens_read,
+        }
+        kept = {
+            **about,
+            **self.head,
+            "key": self.key,
+            "total": self.total,
+            "batches": self.batches,
+        }
         replace_file(self.path, json.dumps(kept, indent=1) + "\n")
         self.replaces = False
 
@@ -138,7 +163,10 @@ def read_cell(path: Path) -> Cell:
     """
     try:
         raw = read_object(path, cure="move it away or delete it")
-        own = {name: raw.pop(name) for name in ("task", "metric", "cache", "key", "total", "batches")}
+        own = {
+            name: raw.pop(name)
+            for name in ("task", "metric", "cache", "key", "total", "batches")
+        }
         raw.pop("tokens_read", None)
         cell = Cell(path=path, head=raw, **own)
         ids = [example["id"] for example in cell.examples]
@@ -171,18 +199,24 @@ def read_cells(folder: Path) -> list[Cell]:
         cell = read_cell(path)
         other = found.setdefault((cell.task, cell.cache), cell)
         if other.digest != cell.digest:
-            raise ValueError(f"{other.path} and {path} have the same task and cache, but different keys; move one away")
+            raise ValueError(
+                f"{other.path} and {path} have the same task and cache, but different keys; move one away"
+            )
         if len(cell.examples) > len(other.examples):
             found[cell.task, cell.cache] = cell
     if not found:
-        raise ValueError(f"{folder} has no results; give the --out of a run, or a folder of several")
+        raise ValueError(
+            f"{folder} has no results; give the --out of a run, or a folder of several"
+        )
     for name in ("model", "dtype"):
         first: dict[str, Cell] = {}
         for cell in found.values():
             first.setdefault(cell.key[name], cell)
         if len(first) > 1:
             one, two, *_ = (cell.path for cell in first.values())
-            raise ValueError(f"{one} and {two} are not of the same {name}; report on them one at a time")
+            raise ValueError(
+                f"{one} and {two} are not of the same {name}; report on them one at a time"
+            )
     return sorted(found.values(), key=_order)
 
 
@@ -190,7 +224,13 @@ def _order(cell: Cell) -> tuple[str, int, int, str, int]:
     task, known = cell.key["task"], list(REGISTRY)
     preset = cell.method.partition(":")[0]
     place = known.index(preset) if preset in known else len(known)
-    return task.get("title", cell.task), task.get("length") or 0, place, cell.method, cell.budget or 0
+    return (
+        task.get("title", cell.task),
+        task.get("length") or 0,
+        place,
+        cell.method,
+        cell.budget or 0,
+    )
 
 
 def interval(scores: np.ndarray) -> tuple[float | None, float | None]:
@@ -208,6 +248,10 @@ def interval(scores: np.ndarray) -> tuple[float | None, float | None]:
     elif n == 1:
         return float(scores[0]), float(scores[0])
     else:
-        drawn: dict[str, Any] = {"n_resamples": 2000, "method": "percentile", "rng": np.random.default_rng(0)}
+        drawn: dict[str, Any] = {
+            "n_resamples": 2000,
+            "method": "percentile",
+            "rng": np.random.default_rng(0),
+        }
         found = stats.bootstrap((scores,), np.mean, **drawn).confidence_interval
     return float(found.low), float(found.high)

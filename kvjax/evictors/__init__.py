@@ -3,7 +3,15 @@
 from kvjax.evictors.base import Evictor, Held
 from kvjax.evictors.keys import KeyDiff, KeyNorm, Lag, Random
 from kvjax.evictors.queries import ExpectedAttention, Redundancy, Trigonometric, ValueWeighted
-from kvjax.evictors.scores import HeavyHitter, LastQuery, LastUse, LogSpaced, Observation, Pooling, Sliding
+from kvjax.evictors.scores import (
+    HeavyHitter,
+    LastQuery,
+    LastUse,
+    LogSpaced,
+    Observation,
+    Pooling,
+    Sliding,
+)
 
 __all__ = [
     "Evictor",

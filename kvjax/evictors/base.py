@@ -66,7 +66,9 @@ class Evictor:
         `arrival`."""
         return None
 
-    def see_prompt(self, evidence: Array, votes: Array, position: Array, end: Array, slots: int) -> Array:
+    def see_prompt(
+        self, evidence: Array, votes: Array, position: Array, end: Array, slots: int
+    ) -> Array:
         """Evidence f32[B, K, L] after a prompt up to position `end` i32[B], exclusive.
 
         `votes` f32[B, K, G, L] are the softmax weights of the voters, summed. Tokens of the prompt come with the
@@ -85,7 +87,9 @@ class Evictor:
         """f32[B, K, L]: the worth of each token, after `end` i32[B] tokens were received and with room for `slots`; by
         default its evidence."""
         if evidence is None:
-            raise NotImplementedError(f"{type(self).__name__} has no evidence of tokens, so it must say their worth")
+            raise NotImplementedError(
+                f"{type(self).__name__} has no evidence of tokens, so it must say their worth"
+            )
         return evidence
 
     def judge(self, held: Held) -> Array:

@@ -83,10 +83,14 @@ class Lag(Evictor):
 
         def score(g: Array) -> Array:
             """f32[B, K, size]: the score of the tokens of partition g."""
-            at = lax.dynamic_slice_in_dim(order, self.sink + g * size, 2 * size, axis=2)[..., None]
+            at = lax.dynamic_slice_in_dim(order, self.sink + g * size, 2 * size, axis=2)[
+                ..., None
+            ]
 
             def one(x: Array) -> Array:
-                own, after = jnp.split(jnp.take_along_axis(x, at, axis=2).astype(jnp.float32), 2, axis=2)
+                own, after = jnp.split(
+                    jnp.take_along_axis(x, at, axis=2).astype(jnp.float32), 2, axis=2
+                )
                 low, high = (f(after, axis=2, keepdims=True) for f in (jnp.min, jnp.max))
                 scaled = (own - low) / jnp.maximum(high - low, np.finfo(np.float32).tiny)
                 return jax.nn.softmax(jnp.std(scaled, axis=-1, ddof=1), axis=-1)
@@ -95,7 +99,9 @@ class Lag(Evictor):
 
         scores = jnp.moveaxis(lax.map(score, jnp.arange(groups - 1)), 0, 2)
         rank = jnp.argsort(jnp.argsort(scores, axis=-1), axis=-1).astype(jnp.float32) / size
-        whole = (jnp.sum(held.position >= 0, axis=-1) - self.sink) // size  # whole partitions of a row's tokens
+        whole = (
+            jnp.sum(held.position >= 0, axis=-1) - self.sink
+        ) // size  # whole partitions of a row's tokens
         judged = jnp.arange(groups - 1)[None, None] < (whole - 1)[..., None]
         rank = jnp.where(judged[..., None], rank, jnp.inf).reshape(*lead, -1)
         ends = self.sink, L - self.sink - rank.shape[2]

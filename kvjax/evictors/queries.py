@@ -44,11 +44,19 @@ class ValueWeighted(Evictor):
     def __post_init__(self) -> None:
         keep_ints(self, sink=0)
         verbs = ("judge", "see_prompt", "see_step")
-        check_verbs("ValueWeighted(evictor=...)", self.evictor, "an evictor", verbs, "kvjax.HeavyHitter()")
+        check_verbs(
+            "ValueWeighted(evictor=...)",
+            self.evictor,
+            "an evictor",
+            verbs,
+            "kvjax.HeavyHitter()",
+        )
         keep_number(self, "first", what="a share of the slots, ", at_least=0, below=1)
         keep_number(self, "epsilon", at_least=0)
         if type(self.evictor).judge is not Evictor.judge or self.evictor.arrival is None:
-            raise ValueError(f"ValueWeighted got {self.evictor}, which no attention guides; use kvjax.HeavyHitter()")
+            raise ValueError(
+                f"ValueWeighted got {self.evictor}, which no attention guides; use kvjax.HeavyHitter()"
+            )
 
     @property
     def arrival(self) -> float | None:
@@ -64,7 +72,9 @@ class ValueWeighted(Evictor):
     def sampled(self) -> int | None:
         return self.evictor.sampled
 
-    def see_prompt(self, evidence: Array, votes: Array, position: Array, end: Array, slots: int) -> Array:
+    def see_prompt(
+        self, evidence: Array, votes: Array, position: Array, end: Array, slots: int
+    ) -> Array:
         return self.evictor.see_prompt(evidence, votes, position, end, slots)
 
     def see_step(self, evidence: Array, weights: Array) -> Array:
@@ -76,7 +86,9 @@ class ValueWeighted(Evictor):
         worth = jnp.where(jnp.isinf(score), score, (score + self.epsilon) * size)
         if kept := int(self.first * held.slots):
             line = jnp.sort(jnp.where(held.position >= 0, score, -jnp.inf), axis=-1)
-            worth = jnp.where(score >= line[..., -min(kept, line.shape[2]), None], jnp.inf, worth)
+            worth = jnp.where(
+                score >= line[..., -min(kept, line.shape[2]), None], jnp.inf, worth
+            )
         return jnp.where(held.position < self.sink, jnp.inf, worth)
 
 
@@ -111,7 +123,9 @@ class ExpectedAttention(Evictor):
         counts = position >= self.sink
         plain = turn_positions(q, -position[:, None, None], self.rope)
         plain = jnp.where(counts[:, None, None, :, None], plain, 0.0)
-        number = jnp.broadcast_to(jnp.sum(counts, axis=1, dtype=jnp.float32)[:, None, None, None], q[:, :, :, 0].shape)
+        number = jnp.broadcast_to(
+            jnp.sum(counts, axis=1, dtype=jnp.float32)[:, None, None, None], q[:, :, :, 0].shape
+        )
         parts = [jnp.sum(plain, axis=3), number]
         new = jnp.stack(parts, axis=3)
         if self.covariance:
@@ -130,13 +144,18 @@ class ExpectedAttention(Evictor):
             """x [B, K, G, ..., D] rotated to each of the next positions, on average: a linear map of each pair."""
             pairs = jnp.broadcast_to(jnp.ones(D, jnp.float32), (*later.shape, D))
             unit = jnp.concatenate([pairs[..., : D // 2], 0 * pairs[..., D // 2 :]], axis=-1)
-            cos, sin = jnp.split(jnp.mean(turn_positions(unit, later, self.rope), axis=1), 2, axis=-1)
+            cos, sin = jnp.split(
+                jnp.mean(turn_positions(unit, later, self.rope), axis=1), 2, axis=-1
+            )
             cos, sin = (a.reshape(-1, *(1,) * (x.ndim - 2), D // 2) for a in (cos, sin))
             return turn_pairs(x, cos, sin)
 
         mean_ahead = ahead(mean) * D**-0.5
         if self.covariance:
-            spread = held.memory[:, :, :, 2:] / count[..., :1, None] - mean[..., :, None] * mean[..., None, :]
+            spread = (
+                held.memory[:, :, :, 2:] / count[..., :1, None]
+                - mean[..., :, None] * mean[..., None, :]
+            )
             spread = ahead(jnp.swapaxes(ahead(spread), -1, -2)) / (2 * D)
 
         def score(k: Array) -> Array:
@@ -176,7 +195,9 @@ class Redundancy(Evictor):
 
     def check(self, budget: int) -> None:
         if budget <= self.window:
-            raise ValueError(f"{self} always keeps {self.window} tokens, got a budget of {budget}; raise the budget")
+            raise ValueError(
+                f"{self} always keeps {self.window} tokens, got a budget of {budget}; raise the budget"
+            )
 
     def remembers(self, head_dim: int) -> int:
         return self.window
@@ -196,7 +217,10 @@ class Redundancy(Evictor):
         older = valid & (position < (held.end - self.window)[:, None, None])
 
         def score(k: Array) -> Array:
-            logits = jnp.einsum("bkgwd,bkld->bkgwl", held.memory, k, precision="highest") * k.shape[3] ** -0.5
+            logits = (
+                jnp.einsum("bkgwd,bkld->bkgwl", held.memory, k, precision="highest")
+                * k.shape[3] ** -0.5
+            )
             return jnp.max(logits, axis=2)
 
         logits = jnp.where(older[:, :, None], _by_blocks(score, k, self.window), -1e30)
@@ -204,18 +228,36 @@ class Redundancy(Evictor):
         votes = jnp.take_along_axis(votes, order, axis=2)
         half = self.pool // 2
         votes = lax.reduce_window(
-            votes, -jnp.inf, lax.max, (1, 1, self.pool), (1, 1, 1), ((0, 0), (0, 0), (half, self.pool - 1 - half))
+            votes,
+            -jnp.inf,
+            lax.max,
+            (1, 1, self.pool),
+            (1, 1, 1),
+            ((0, 0), (0, 0), (half, self.pool - 1 - half)),
         )
-        votes, size = jnp.take_along_axis(votes, jnp.argsort(order, axis=-1), axis=2), jnp.maximum(length(k), 1e-12)
+        votes, size = (
+            jnp.take_along_axis(votes, jnp.argsort(order, axis=-1), axis=2),
+            jnp.maximum(length(k), 1e-12),
+        )
         slot = jnp.arange(L)[None, None]
 
         def alike(i: Array) -> Array:
             """f32[B, K, L] what the token in slot i adds to the cosines of all others."""
             product = jnp.einsum(
-                "bkd,bkld->bkl", k[:, :, i], k, preferred_element_type=jnp.float32, precision="highest"
+                "bkd,bkld->bkl",
+                k[:, :, i],
+                k,
+                preferred_element_type=jnp.float32,
+                precision="highest",
             )
-            cosine = jnp.where(valid & valid[:, :, i, None] & (slot != i), product / (size * size[:, :, i, None]), 0.0)
-            newest = jnp.max(jnp.where(cosine > self.alike, position, -1), axis=-1, keepdims=True)
+            cosine = jnp.where(
+                valid & valid[:, :, i, None] & (slot != i),
+                product / (size * size[:, :, i, None]),
+                0.0,
+            )
+            newest = jnp.max(
+                jnp.where(cosine > self.alike, position, -1), axis=-1, keepdims=True
+            )
             return jnp.where(position == newest, 0.0, cosine)
 
         total = lax.fori_loop(0, L, lambda i, sums: sums + alike(i), jnp.zeros_like(votes))
@@ -269,7 +311,11 @@ class Trigonometric(Evictor):
         score = _by_blocks(both, held.k, mean.shape[2])
         valid = (held.position >= 0)[:, :, None]
         number = jnp.maximum(jnp.sum(valid, axis=-1, keepdims=True, dtype=jnp.float32), 1)
-        centred = jnp.where(valid, score - jnp.sum(jnp.where(valid, score, 0.0), axis=-1, keepdims=True) / number, 0.0)
+        centred = jnp.where(
+            valid,
+            score - jnp.sum(jnp.where(valid, score, 0.0), axis=-1, keepdims=True) / number,
+            0.0,
+        )
         deviation = jnp.sqrt(jnp.sum(centred * centred, axis=-1, keepdims=True) / number)
         return jnp.max(centred / jnp.maximum(deviation, 1e-12), axis=2)
 
@@ -284,7 +330,9 @@ def _by_blocks(score: Callable[[Array], Array], k: Array, n: int) -> Array:
         part = lax.dynamic_slice_in_dim(k, first, block, axis=2).astype(jnp.float32)
         return lax.dynamic_update_slice_in_dim(scores, score(part), first, axis=3)
 
-    return lax.fori_loop(0, -(-L // block), one, vary_with(jnp.zeros((B, K, n, L), jnp.float32), k))
+    return lax.fori_loop(
+        0, -(-L // block), one, vary_with(jnp.zeros((B, K, n, L), jnp.float32), k)
+    )
 
 
 def _pairs(x: Array) -> Array:

@@ -82,9 +82,13 @@ class LogSpaced(Evictor):
         many as its slot there can be halved.
         """
         W = max(slots // 3, 1)
-        halved = np.array([np.inf, *((s & -s).bit_length() - 1 for s in range(1, 2 * W))], np.float32)
+        halved = np.array(
+            [np.inf, *((s & -s).bit_length() - 1 for s in range(1, 2 * W))], np.float32
+        )
         position = jnp.maximum(position, 0)
-        first = jnp.maximum(position // W - 1, 0)  # the first thinning that finds the token below slot 2W
+        first = jnp.maximum(
+            position // W - 1, 0
+        )  # the first thinning that finds the token below slot 2W
         slot = jnp.where(position < W, position, W + position % W)
         return first.astype(jnp.float32) + jnp.asarray(halved)[slot]
 
@@ -124,7 +128,9 @@ class HeavyHitter(Evictor):
     def sampled(self) -> int | None:
         return self.queries
 
-    def see_prompt(self, evidence: Array, votes: Array, position: Array, end: Array, slots: int) -> Array:
+    def see_prompt(
+        self, evidence: Array, votes: Array, position: Array, end: Array, slots: int
+    ) -> Array:
         return evidence + jnp.sum(votes, axis=2)
 
     def see_step(self, evidence: Array, weights: Array) -> Array:
@@ -151,7 +157,9 @@ class LastQuery(Evictor):
     def voters(self, slots: int) -> int:
         return 1
 
-    def see_prompt(self, evidence: Array, votes: Array, position: Array, end: Array, slots: int) -> Array:
+    def see_prompt(
+        self, evidence: Array, votes: Array, position: Array, end: Array, slots: int
+    ) -> Array:
         return self.see_step(evidence, votes)
 
     def see_step(self, evidence: Array, weights: Array) -> Array:
@@ -200,11 +208,15 @@ class Observation(Evictor):
     def voters(self, slots: int) -> int:
         return max(min(self.window, slots // 2), 1)
 
-    def see_prompt(self, evidence: Array, votes: Array, position: Array, end: Array, slots: int) -> Array:
+    def see_prompt(
+        self, evidence: Array, votes: Array, position: Array, end: Array, slots: int
+    ) -> Array:
         newest = _newest(position, end, self.voters(slots))
         least, combine = (-jnp.inf, lax.max) if self.pooling == "max" else (0.0, lax.add)
         votes = jnp.where(newest | (position < 0), least, jnp.sum(votes, axis=2))
-        pooled = lax.reduce_window(votes, least, combine, (1, 1, self.kernel_size), (1, 1, 1), "SAME")
+        pooled = lax.reduce_window(
+            votes, least, combine, (1, 1, self.kernel_size), (1, 1, 1), "SAME"
+        )
         return jnp.where(newest, jnp.inf, pooled)
 
 
@@ -234,7 +246,9 @@ class LastUse(Evictor):
     def voters(self, slots: int) -> int:
         return 1  # their votes are not used: all of a prompt stays
 
-    def see_prompt(self, evidence: Array, votes: Array, position: Array, end: Array, slots: int) -> Array:
+    def see_prompt(
+        self, evidence: Array, votes: Array, position: Array, end: Array, slots: int
+    ) -> Array:
         return jnp.where(evidence == _ARRIVAL, jnp.inf, evidence)
 
     def see_step(self, evidence: Array, weights: Array) -> Array:

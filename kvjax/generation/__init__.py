@@ -5,7 +5,16 @@ from kvjax.generation.prefilling import Model, chunk_size, prefill
 from kvjax.generation.prompt_inputs import right_padded
 from kvjax.generation.requests import EngineBusy, Request
 from kvjax.generation.spec_prefill import SpecPrefill
-from kvjax.generation.streaming import Generation, Stream, compile_ahead, decode, decode_step, generate, stream, warm_up
+from kvjax.generation.streaming import (
+    Generation,
+    Stream,
+    compile_ahead,
+    decode,
+    decode_step,
+    generate,
+    stream,
+    warm_up,
+)
 from kvjax.generation.text import Detokenizer
 
 __all__ = [

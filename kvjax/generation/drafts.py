@@ -74,7 +74,9 @@ class Draft(Protocol):
         """The most tokens that a step drafts."""
         ...
 
-    def start(self, model: Any, cache: Cache, prompt: np.ndarray, lengths: np.ndarray, new_tokens: int) -> Drafter:
+    def start(
+        self, model: Any, cache: Cache, prompt: np.ndarray, lengths: np.ndarray, new_tokens: int
+    ) -> Drafter:
         """The drafter of a run that will read a right-padded prompt i32[B, T] with `lengths` i32[B] into `cache`.
 
         Raises:
@@ -104,7 +106,9 @@ class PromptLookup:
     ) -> _LookupDrafter:
         size = max(64, 1 << (prompt.shape[1] + new_tokens + self.tokens).bit_length())
         text = np.pad(prompt, ((0, 0), (0, size - prompt.shape[1])))
-        return _LookupDrafter(jnp.asarray(text), jnp.asarray(lengths, jnp.int32), self.ngram, self.tokens)
+        return _LookupDrafter(
+            jnp.asarray(text), jnp.asarray(lengths, jnp.int32), self.ngram, self.tokens
+        )
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,9 @@ class DraftModel:
                 f"the cache holds {int(earlier.max())} tokens before this prompt, which the draft model has not read; "
                 "pass an empty cache and the whole text, or draft with PromptLookup()"
             )
-        spec = self.model.spec(batch=cache.spec.batch, capacity=cache.spec.capacity + self.tokens + 1)
+        spec = self.model.spec(
+            batch=cache.spec.batch, capacity=cache.spec.capacity + self.tokens + 1
+        )
         own = init(self.cache, spec, layers=self.model.config.layers)
         check_takes_drafts(own, self.tokens)
         _, own = prefill(self.model, own, prompt, lengths, final=lengths + new_tokens)
@@ -153,7 +159,11 @@ def parse(text: str) -> PromptLookup:
     """
     name, _, numbers = text.partition(":")
     parts = numbers.split(",") if numbers else []
-    if name != "prompt-lookup" or len(parts) > 2 or not all(part.strip().isdecimal() for part in parts):
+    if (
+        name != "prompt-lookup"
+        or len(parts) > 2
+        or not all(part.strip().isdecimal() for part in parts)
+    ):
         raise ValueError(
             f"speculate={shown(text)} must be prompt-lookup, or prompt-lookup:NGRAM,TOKENS such as prompt-lookup:3,8"
         )
@@ -180,7 +190,14 @@ def check_draft(draft: Any, cache: Cache) -> None:
                 f"kvjax.generation.drafts.DraftModel({name})"
             )
     wanted = "a PromptLookup or a DraftModel"
-    check_verbs("draft", draft, wanted, ("start",), "kvjax.generation.drafts.PromptLookup()", fields=("tokens",))
+    check_verbs(
+        "draft",
+        draft,
+        wanted,
+        ("start",),
+        "kvjax.generation.drafts.PromptLookup()",
+        fields=("tokens",),
+    )
     check_takes_drafts(cache, draft.tokens)
 
 
@@ -219,11 +236,18 @@ class _LookupDrafter:
         text, length = (None, None) if state is None else state
         return dataclasses.replace(self, text=text, length=length)
 
-    def propose(self, token: Array, active: Array, draw: Draw) -> tuple[Array, Array, _LookupDrafter]:
-        text, L = _append(self.text, self.length, token[:, None], jnp.ones_like(token)), self.text.shape[1]
+    def propose(
+        self, token: Array, active: Array, draw: Draw
+    ) -> tuple[Array, Array, _LookupDrafter]:
+        text, L = (
+            _append(self.text, self.length, token[:, None], jnp.ones_like(token)),
+            self.text.shape[1],
+        )
         n, place = self.length + 1, jnp.arange(L, dtype=jnp.int32)[None]
         start = jnp.full_like(n, -1)  # where the continuation of the longest run begins
-        same = jnp.ones(text.shape, bool)  # the i + 1 tokens that end at this place are the last i + 1 of the text
+        same = jnp.ones(
+            text.shape, bool
+        )  # the i + 1 tokens that end at this place are the last i + 1 of the text
         for i in range(self.ngram):
             last = jnp.take_along_axis(text, jnp.maximum(n - 1 - i, 0)[:, None], axis=1)
             same &= (jnp.roll(text, i, axis=1) == last) & (place >= i)
@@ -256,7 +280,9 @@ class _ModelDrafter:
         cache, length = (None, None) if state is None else state
         return dataclasses.replace(self, cache=cache, length=length)
 
-    def propose(self, token: Array, active: Array, draw: Draw) -> tuple[Array, Array, _ModelDrafter]:
+    def propose(
+        self, token: Array, active: Array, draw: Draw
+    ) -> tuple[Array, Array, _ModelDrafter]:
         start = flush(self.cache)
         free = room(start)  # a flush within a draft could not be taken back
 
@@ -264,7 +290,9 @@ class _ModelDrafter:
             cache, token = carry
             fed = active & (i <= free)
             with flushed():
-                logits, cache = call_model(self.model, token[:, None], cache, active=fed, last_logits=True)
+                logits, cache = call_model(
+                    self.model, token[:, None], cache, active=fed, last_logits=True
+                )
             token = draw(logits, i)
             return (cache, token), token
 

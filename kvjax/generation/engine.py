@@ -39,8 +39,22 @@ from kvjax.generation import places, prefilling
 from kvjax.generation.loops import PAD, ROOM, Flat, FlatLayers, decode_loop
 from kvjax.generation.places import LONGEST, Slot
 from kvjax.generation.processors import Processors, check_processors
-from kvjax.generation.prompt_inputs import check_model_cache, check_request, pad_prompt, stop_array
-from kvjax.generation.requests import NOT_FINITE, STOPS, EngineBusy, Request, Stats, check_own, stop_ids, token_ids
+from kvjax.generation.prompt_inputs import (
+    check_model_cache,
+    check_request,
+    pad_prompt,
+    stop_array,
+)
+from kvjax.generation.requests import (
+    NOT_FINITE,
+    STOPS,
+    EngineBusy,
+    Request,
+    Stats,
+    check_own,
+    stop_ids,
+    token_ids,
+)
 from kvjax.generation.sampling import Draws, Sampling, rows_of_draws, stack_draws
 from kvjax.generation.streaming import interrupts_wait
 from kvjax.memory import commit_together, on_host
@@ -119,16 +133,24 @@ class Engine:
         self._checkpoint: Any = None
         if hasattr(model, "init_cache") and hasattr(model, "encode"):
             if slots is None or capacity is None:
-                raise ValueError("Engine(checkpoint) needs slots=..., the rows of its cache, and capacity=... of a row")
-            made = model.init_cache(cache, batch=require_int("slots", slots, at_least=1), capacity=capacity)
+                raise ValueError(
+                    "Engine(checkpoint) needs slots=..., the rows of its cache, and capacity=... of a row"
+                )
+            made = model.init_cache(
+                cache, batch=require_int("slots", slots, at_least=1), capacity=capacity
+            )
             processors = model.processors if processors is None else processors
             self.tokenizer, self._checkpoint = model.tokenizer, model
             model, cache = model.model, made
         elif slots is not None or capacity is not None:
-            raise ValueError("slots and capacity are for a checkpoint; make the cache of a model with kvjax.init")
+            raise ValueError(
+                "slots and capacity are for a checkpoint; make the cache of a model with kvjax.init"
+            )
         check_model_cache(model, cache)
         if np.any(on_host(cache.length)):
-            raise ValueError("Engine takes an empty cache, whose rows are its slots; this one holds tokens")
+            raise ValueError(
+                "Engine takes an empty cache, whose rows are its slots; this one holds tokens"
+            )
         self.block = min(require_int("block", block, at_least=1), ROOM)
         self.chunk = LONGEST if chunk is None else require_int("chunk", chunk, at_least=2)
         most = self.chunk if prompt_tokens is None else prompt_tokens
@@ -142,7 +164,9 @@ class Engine:
             rows, cache = places.long_rows(cache, tokens), prefixed_like(cache, tokens, **by)
             self._places = places.Places.of(cache, prefixes, sharers)
         elif prefix_tokens or sharers is not None:
-            raise ValueError("prefix_tokens and sharers are for stored prefixes; say how many there are: prefixes=...")
+            raise ValueError(
+                "prefix_tokens and sharers are for stored prefixes; say how many there are: prefixes=..."
+            )
         if small_slots:
             cache = places.with_small_slots(cache, small_slots)
         self.slots, self._capacities = cache.spec.batch, places.capacities(cache)
@@ -153,22 +177,41 @@ class Engine:
         self._anchor = prefilling._committed(model)
         _, self._cache = commit_together((self._anchor, cache))
         self._logits: Any = None  # f32[slots, V], once the model has told V
-        self._active: Any = None  # bool[slots] on the device, rows that have drawn no stop token
+        self._active: Any = (
+            None  # bool[slots] on the device, rows that have drawn no stop token
+        )
         layers = tuple((layer.policy, layer.spec, layer.placement) for layer in rows.layers)
         self._kind = layers, cache.rotated_for is not None
         self._spare: Any = None  # a row whose arrays the next one takes
         # An empty row without its arrays, to check requests by.
-        self._empty = jax.tree.map(places.zeros_like, jax.eval_shape(partial(places.empty_row, *self._kind)))
-        self._reader: Any = FlatLayers.of(model) if prefilling.by_layer(model, self._empty) else self._model
+        self._empty = jax.tree.map(
+            places.zeros_like, jax.eval_shape(partial(places.empty_row, *self._kind))
+        )
+        self._reader: Any = (
+            FlatLayers.of(model) if prefilling.by_layer(model, self._empty) else self._model
+        )
         self._first = partial(places.first_tokens, spec=self._empty.spec)
-        smaller = (prefilling.CPU_CHUNKS if jax.default_backend() == "cpu" else prefilling.GPU_CHUNKS)[1:]
+        smaller = (
+            prefilling.CPU_CHUNKS if jax.default_backend() == "cpu" else prefilling.GPU_CHUNKS
+        )[1:]
         self._sizes = (self.chunk, *(size for size in smaller if size < self.chunk))
-        self._whole_prompts = chunk is None or any(layer.policy.observes for layer in rows.layers)
+        self._whole_prompts = chunk is None or any(
+            layer.policy.observes for layer in rows.layers
+        )
         # A row that is rotated for its final length has other keys than one of another length.
-        self._can_share = not self._whole_prompts and cache.rotated_for is None and places.can_share(self._first, cache)
+        self._can_share = (
+            not self._whole_prompts
+            and cache.rotated_for is None
+            and places.can_share(self._first, cache)
+        )
         # By the smallest capacity of slots in which they fit: groups of requests for one prompt, in order of arrival.
-        self._waiting = {most: deque[tuple[int, list[Request]]]() for most in sorted(set(self._capacities))}
-        self._arrivals, self._unseated = itertools.count(), 0  # live requests that no slot holds
+        self._waiting = {
+            most: deque[tuple[int, list[Request]]]() for most in sorted(set(self._capacities))
+        }
+        self._arrivals, self._unseated = (
+            itertools.count(),
+            0,
+        )  # live requests that no slot holds
         self._reading: places.Reading | None = None
         self._seated: list[Request | None] = [None] * self.slots
         self._dirty: set[int] = set()  # slots that hold tokens of a request that has left
@@ -177,7 +220,9 @@ class Engine:
         self._drawn: tuple[list[Any], Draws | None] = [], None  # of the last block, by slot
         self._failed: Exception | None = None
         self._lock = threading.RLock()
-        self._prompt_tokens = self._shared_tokens = self._new_tokens = self._steps = self._used = 0
+        self._prompt_tokens = self._shared_tokens = self._new_tokens = self._steps = (
+            self._used
+        ) = 0
 
     # -------------------------------------------------------------------------------------------------------- requests
 
@@ -206,13 +251,26 @@ class Engine:
         """
         n = require_int("submit(n=...)", n, at_least=1)
         if n > self.max_waiting:
-            raise ValueError(f"submit(n={n}) asks for more answers than may wait: max_waiting={self.max_waiting}")
-        checkpoint, stop = self._checkpoint, self._stop_tokens if stop_tokens is None else stop_tokens
-        chat = isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], Mapping)
+            raise ValueError(
+                f"submit(n={n}) asks for more answers than may wait: max_waiting={self.max_waiting}"
+            )
+        checkpoint, stop = (
+            self._checkpoint,
+            self._stop_tokens if stop_tokens is None else stop_tokens,
+        )
+        chat = (
+            isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], Mapping)
+        )
         if checkpoint is not None and (chat or isinstance(prompt, str)):
             prompt = checkpoint.encode(prompt)
         if stop is None:
-            stop = () if checkpoint is None else checkpoint.chat_stop_tokens if chat else checkpoint.stop_tokens
+            stop = (
+                ()
+                if checkpoint is None
+                else checkpoint.chat_stop_tokens
+                if chat
+                else checkpoint.stop_tokens
+            )
         tokens, lengths = pad_prompt(token_ids(prompt), rows=1)
         limits: Any = {"max_new_tokens": max_new_tokens, "stop_tokens": stop}
         stops = stop_ids(check_request(self._whole, self._empty, tokens, lengths, **limits))
@@ -222,7 +280,9 @@ class Engine:
         made = [Request(tokens[0], max_new_tokens, draw, stops, self) for draw in draws]
         with self._lock:
             if self._failed is not None:
-                raise RuntimeError("a step of this engine has failed; make a new one") from self._failed
+                raise RuntimeError(
+                    "a step of this engine has failed; make a new one"
+                ) from self._failed
             if self._unseated + n > self.max_waiting:
                 raise EngineBusy(
                     f"{self._unseated} requests wait and the engine takes {self.max_waiting}; run `step` until fewer "
@@ -260,7 +320,9 @@ class Engine:
         with self._lock:
             check_own("row", self, request)
             if request not in self._seated:
-                raise ValueError(f"the request is {request.state}, so no slot holds its tokens; ask while it decodes")
+                raise ValueError(
+                    f"the request is {request.state}, so no slot holds its tokens; ask while it decodes"
+                )
             slot = self._seated.index(request)
             while self._blocks:  # so that the row and `tokens` are alike
                 self._receive()
@@ -270,7 +332,11 @@ class Engine:
 
     def run(self, requests: Sequence[Request] | None = None) -> None:
         """Steps until these requests are done, or all."""
-        while any(not request.done for request in requests) if requests is not None else self._has_work():
+        while (
+            any(not request.done for request in requests)
+            if requests is not None
+            else self._has_work()
+        ):
             self.step()
 
     def step(self) -> list[Request]:
@@ -285,7 +351,9 @@ class Engine:
                     if request is not None and request.asked == request.max_new_tokens:
                         self._leave(slot)
                 # Rules that change logits count the tokens of the block before.
-                late = 1 if self._failed is None and self._send() and self._processors.idle else 0
+                late = (
+                    1 if self._failed is None and self._send() and self._processors.idle else 0
+                )
             while True:
                 with self._lock:
                     if len(self._blocks) <= late:
@@ -306,11 +374,17 @@ class Engine:
         with `draws`. Call it before the first request."""
         with self._lock:
             if self._has_work():
-                raise ValueError("warm_up takes an idle engine: it writes to its slots; call it before any request")
-            slots = {capacity: slot for slot, capacity in enumerate(self._capacities)}.values()  # one of each
+                raise ValueError(
+                    "warm_up takes an idle engine: it writes to its slots; call it before any request"
+                )
+            slots = {
+                capacity: slot for slot, capacity in enumerate(self._capacities)
+            }.values()  # one of each
             for size in self._sizes if not self._whole_prompts else ():
                 tokens, length = np.zeros((1, size), np.int32), np.ones(1, np.int32)
-                logits, row = _read_chunk(self._reader, self._new_row(), tokens, length, first_chunk=False)
+                logits, row = _read_chunk(
+                    self._reader, self._new_row(), tokens, length, first_chunk=False
+                )
                 self._spare = row
                 for slot in slots:
                     for store in (False, True) if self._places else (False,):
@@ -325,10 +399,16 @@ class Engine:
                     self._first(self._cache, Slot.of(self._cache, slot), np.zeros(1, np.int32))
 
     def _has_work(self) -> bool:
-        return any((*self._waiting.values(), self._parked, self._blocks, self._reading, *self._seated))
+        return any(
+            (*self._waiting.values(), self._parked, self._blocks, self._reading, *self._seated)
+        )
 
     def _being_read(self) -> list[list[Request]]:
-        return [reading.requests for reading in (*self._parked, self._reading) if reading is not None]
+        return [
+            reading.requests
+            for reading in (*self._parked, self._reading)
+            if reading is not None
+        ]
 
     def _fill_slots(self) -> None:
         left = self.prompt_tokens
@@ -365,7 +445,9 @@ class Engine:
                 self._end_all(group, error)
                 continue
             if cache.rotated_for is not None:
-                cache = self._whole.rotate_for(cache, jnp.array([len(prompt) + group[0].max_new_tokens], jnp.int32))
+                cache = self._whole.rotate_for(
+                    cache, jnp.array([len(prompt) + group[0].max_new_tokens], jnp.int32)
+                )
             self._shared_tokens += start
             chunks = [prefilling.chunk_size(len(prompt), LONGEST)]
             if not self._whole_prompts:
@@ -380,10 +462,19 @@ class Engine:
         for queue in self._waiting.values():
             while queue and all(request.done for request in queue[0][1]):
                 queue.popleft()
-        free = [capacity for one, capacity in zip(self._seated, self._capacities, strict=True) if one is None]
-        for fit in sorted((fit for fit, queue in self._waiting.items() if queue), key=lambda n: self._waiting[n][0][0]):
+        free = [
+            capacity
+            for one, capacity in zip(self._seated, self._capacities, strict=True)
+            if one is None
+        ]
+        for fit in sorted(
+            (fit for fit, queue in self._waiting.items() if queue),
+            key=lambda n: self._waiting[n][0][0],
+        ):
             if fit == LONGEST or any(capacity >= fit for capacity in free):
-                return [request for request in self._waiting[fit].popleft()[1] if not request.done]
+                return [
+                    request for request in self._waiting[fit].popleft()[1] if not request.done
+                ]
             free = [capacity for capacity in free if capacity < fit]
         return []
 
@@ -393,15 +484,25 @@ class Engine:
         best, source, known = 0, -1, True
         for slot, request in enumerate(self._seated if self._can_share else ()):
             if request is not None:
-                same = min(places.same_tokens(request.prompt, prompt), len(prompt) - 1) // self.chunk * self.chunk
-                best, source, known = max((best, source, known), (same, slot, bool(request.tokens)))
+                same = (
+                    min(places.same_tokens(request.prompt, prompt), len(prompt) - 1)
+                    // self.chunk
+                    * self.chunk
+                )
+                best, source, known = max(
+                    (best, source, known), (same, slot, bool(request.tokens))
+                )
         if best == 0 or not (known or places.all_finite(on_host(self._logits)[source])):
             return self._new_row(), 0
-        return self._first(self._cache, Slot.of(self._cache, source), np.array([best], np.int32)), best
+        return self._first(
+            self._cache, Slot.of(self._cache, source), np.array([best], np.int32)
+        ), best
 
     def _new_row(self) -> Cache:
         row, self._spare = self._spare, None
-        made = places.empty_row(*self._kind) if row is None else places.emptied(*self._kind, row)
+        made = (
+            places.empty_row(*self._kind) if row is None else places.emptied(*self._kind, row)
+        )
         return commit_together((self._anchor, made))[1]
 
     def _drop_row(self, reading: places.Reading) -> None:
@@ -411,12 +512,17 @@ class Engine:
 
     def _read(self, reading: places.Reading) -> int:
         """Reads one chunk of a prompt, and returns its size."""
-        size, alone = reading.chunks.pop(0), self._whole_prompts  # a whole prompt attends to nothing but itself
+        size, alone = (
+            reading.chunks.pop(0),
+            self._whole_prompts,
+        )  # a whole prompt attends to nothing but itself
         prompt = reading.requests[0].prompt[reading.start : reading.start + size]
         tokens = np.zeros((1, size), np.int32)
         tokens[0, : len(prompt)] = prompt
         length = np.array([len(prompt)], np.int32)
-        reading.logits, reading.cache = _read_chunk(self._reader, reading.cache, tokens, length, first_chunk=alone)
+        reading.logits, reading.cache = _read_chunk(
+            self._reader, reading.cache, tokens, length, first_chunk=alone
+        )
         reading.start += len(prompt)
         self._prompt_tokens += len(prompt)
         return size
@@ -427,14 +533,20 @@ class Engine:
             self._drop_row(self._parked.popleft())
         reading = self._reading
         unwanted = reading is not None and all(request.done for request in reading.requests)
-        if reading and (unwanted or (not self._parked and not reading.chunks and self._seat_read(reading))):
+        if reading and (
+            unwanted or (not self._parked and not reading.chunks and self._seat_read(reading))
+        ):
             self._drop_row(reading)
             self._reading = None
 
     def _seat_read(self, reading: places.Reading) -> bool:
         """Puts a row into free slots; true if none of its requests is left."""
         reading.requests = left = [request for request in reading.requests if not request.done]
-        free = [i for i, one in enumerate(self._seated) if one is None and left and self._capacities[i] >= left[0].size]
+        free = [
+            i
+            for i, one in enumerate(self._seated)
+            if one is None and left and self._capacities[i] >= left[0].size
+        ]
         for slot in sorted(free, key=self._capacities.__getitem__):  # from small to large
             request = left[0]
             if self._places and not (reading.seat and self._places.takes(reading.seat)):
@@ -443,12 +555,16 @@ class Engine:
                 reading.seat = self._places.find(request.prompt, len(left), others, room)
                 if reading.seat is None:
                     break  # it waits for a prefix to be free
-                if reading.seat.store and not places.all_finite(reading.logits):  # it would spoil its sharers
+                if reading.seat.store and not places.all_finite(
+                    reading.logits
+                ):  # it would spoil its sharers
                     self._end_all(left, FloatingPointError(NOT_FINITE))
                     return True
             if reading.homes is not None:
                 homes, reading.homes = reading.homes, None
-                reading.cache, reading.logits = jax.device_put((reading.cache, reading.logits), homes)
+                reading.cache, reading.logits = jax.device_put(
+                    (reading.cache, reading.logits), homes
+                )
             self._seat(slot, reading.cache, reading.logits, reading.seat or places.Seat())
             if self._places and reading.seat:
                 self._places.use(reading.seat, slot, request.prompt)
@@ -463,17 +579,35 @@ class Engine:
     def _others(self, request: Request) -> Iterator[Request]:
         """The requests with which another may share the beginning of its prompt."""
         yield from (one for one in self._seated if one is not None)
-        near = (group for queue in self._waiting.values() for _, group in itertools.islice(queue, 2 * self.slots))
+        near = (
+            group
+            for queue in self._waiting.values()
+            for _, group in itertools.islice(queue, 2 * self.slots)
+        )
         for group in (*self._being_read(), *near):
             yield from (one for one in group[:1] if one is not request)
 
     def _seat(self, slot: int, row: Any, logits: Any, at: places.Seat) -> None:
         if self._logits is None:
-            self._logits = jax.device_put(np.zeros((self.slots, logits.shape[1]), logits.dtype), logits.sharding)
-            active = jax.device_put(np.zeros(self.slots, bool), places.replicated(logits.sharding))
-            self._cache, self._logits, self._active = commit_together((self._cache, self._logits, active))
+            self._logits = jax.device_put(
+                np.zeros((self.slots, logits.shape[1]), logits.dtype), logits.sharding
+            )
+            active = jax.device_put(
+                np.zeros(self.slots, bool), places.replicated(logits.sharding)
+            )
+            self._cache, self._logits, self._active = commit_together(
+                (self._cache, self._logits, active)
+            )
         place = (np.int32(at.prefix), np.int32(at.shared)) if self._places else None
-        state = self._cache, self._logits, self._active, row, logits, Slot.of(self._cache, slot), place
+        state = (
+            self._cache,
+            self._logits,
+            self._active,
+            row,
+            logits,
+            Slot.of(self._cache, slot),
+            place,
+        )
         self._cache, self._logits, self._active = places.put(*state, store=at.store)
 
     def _clean(self) -> None:
@@ -488,20 +622,29 @@ class Engine:
         """Fills slots and asks the device for a block of tokens; false if no row decodes."""
         self._fill_slots()
         self._clean()
-        rows = [(slot, request) for slot, request in enumerate(self._seated) if request is not None]
+        rows = [
+            (slot, request) for slot, request in enumerate(self._seated) if request is not None
+        ]
         if not rows:
             self._drawn = [], None
             return False
         left = {slot: request.max_new_tokens - request.asked for slot, request in rows}
         steps, reading = self.block, self._reading
-        if self._parked or (self._unseated if reading is None else not reading.chunks):  # it waits for a slot
+        if self._parked or (
+            self._unseated if reading is None else not reading.chunks
+        ):  # it waits for a slot
             steps = min(steps, max(min(left.values()), self.block // 4))
         limit = np.zeros(self.slots, np.int32)
         for slot, tokens in left.items():
             limit[slot] = min(steps, tokens)
         draws = [None if request is None else request.draws for request in self._seated]
-        if len(draws) != len(self._drawn[0]) or any(a is not b for a, b in zip(draws, self._drawn[0], strict=True)):
-            self._drawn = draws, stack_draws(draws) if any(draw is not None for draw in draws) else None
+        if len(draws) != len(self._drawn[0]) or any(
+            a is not b for a, b in zip(draws, self._drawn[0], strict=True)
+        ):
+            self._drawn = (
+                draws,
+                stack_draws(draws) if any(draw is not None for draw in draws) else None,
+            )
         found = self._run_block(self._drawn[1], limit)
         for part in found:
             part.copy_to_host_async()
@@ -512,7 +655,10 @@ class Engine:
 
     def _run_block(self, draws: Draws | None, limit: np.ndarray) -> tuple[Array, Array, Array]:
         """The tokens of a call of the loop, how many, and its rows without a best token."""
-        first, stops = np.zeros(self.slots, np.int32), np.full((self.slots, STOPS), PAD, np.int32)
+        first, stops = (
+            np.zeros(self.slots, np.int32),
+            np.full((self.slots, STOPS), PAD, np.int32),
+        )
         for slot, request in enumerate(self._seated):
             if request is not None:
                 first[slot], stops[slot, : len(request.stop)] = request.asked, request.stop
@@ -550,7 +696,9 @@ class Engine:
         """The rules that change logits, and the tokens of all slots that they count; None if there are none."""
         if self._processors.idle:
             return None
-        known = [[] if one is None else [*one.prompt.tolist(), *one.tokens] for one in self._seated]
+        known = [
+            [] if one is None else [*one.prompt.tolist(), *one.tokens] for one in self._seated
+        ]
         lengths = np.array([len(row) for row in known])
         tokens = np.zeros((self.slots, max(1, *lengths)), np.int32)
         for row, own in zip(tokens, known, strict=True):
@@ -578,7 +726,10 @@ class Engine:
     def _fail(self, error: Exception) -> None:
         """Ends all requests: the arrays that a failed call was given are gone."""
         self._failed = error
-        running = [[request for request in self._seated if request is not None], *self._being_read()]
+        running = [
+            [request for request in self._seated if request is not None],
+            *self._being_read(),
+        ]
         running += [group for queue in self._waiting.values() for _, group in queue]
         running += [[request for _, request in block.rows] for block in self._blocks]
         self._end_all([one for group in running for one in group], error)
@@ -588,4 +739,7 @@ class Engine:
         self._reading = None
 
 
-_read_chunk, _run_loop = prefilling.on_auto_axes(prefilling._read), prefilling.on_auto_axes(decode_loop)
+_read_chunk, _run_loop = (
+    prefilling.on_auto_axes(prefilling._read),
+    prefilling.on_auto_axes(decode_loop),
+)

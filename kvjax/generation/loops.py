@@ -36,7 +36,9 @@ from kvjax.sharding.placement import call_model
 
 ROOM = 512  # tokens that a call of a loop has room for, in each row
 AHEAD = 4  # steps that the host may be ahead of the device, where it calls one program for each layer
-PAD = -1  # follows the last token of a row; not a token id, so that it cannot be mistaken for one
+PAD = (
+    -1
+)  # follows the last token of a row; not a token id, so that it cannot be mistaken for one
 
 
 class Loop(NamedTuple):
@@ -45,7 +47,9 @@ class Loop(NamedTuple):
     logits: Array  # f32[B, V]
     tokens: Array  # i32[B, ROOM]
     active: Array  # bool[B] rows that have not ended
-    attended: Array  # f32[L] running mean over the decode steps of active rows; [0] if not measured
+    attended: (
+        Array  # f32[L] running mean over the decode steps of active rows; [0] if not measured
+    )
     counted: Array  # f32[] row steps in that mean
 
 
@@ -80,8 +84,13 @@ class FlatLayers:
     @classmethod
     def of(cls, model: Any) -> FlatLayers:
         whole, layers = Flat.of(model), [Flat.of(layer) for layer in model.layers]
-        inside = {id(leaf) for layer in layers for leaf in layer.leaves}  # which a call of the ends would look at, too
-        return cls(Flat([None if id(leaf) in inside else leaf for leaf in whole.leaves], whole.tree), layers)
+        inside = {
+            id(leaf) for layer in layers for leaf in layer.leaves
+        }  # which a call of the ends would look at, too
+        return cls(
+            Flat([None if id(leaf) in inside else leaf for leaf in whole.leaves], whole.tree),
+            layers,
+        )
 
     def begin(self, *args: Any) -> Any:
         return self.whole.module.begin(*args)
@@ -96,7 +105,9 @@ class ByLayer:
 
     model: FlatLayers
     sure: int = 0  # steps from here on before which no recent block can be full
-    calls: dict[Any, Callable[..., Any]] = dataclasses.field(default_factory=dict)  # found at the first step
+    calls: dict[Any, Callable[..., Any]] = dataclasses.field(
+        default_factory=dict
+    )  # found at the first step
 
     def call(self, which: Any, function: Jitted, *args: Any, **static: Any) -> Any:
         """Calls `function`, whose arguments are of the same shapes whenever it is called as `which`."""
@@ -121,20 +132,26 @@ def check_finite(bad: np.ndarray, when: str) -> None:
         )
 
 
-def count_attended(mean: Array, counted: Array, infos: Sequence[Info], took: Array) -> tuple[Array, Array]:
+def count_attended(
+    mean: Array, counted: Array, infos: Sequence[Info], took: Array
+) -> tuple[Array, Array]:
     """Updates the mean tokens read f32[L] by layer, and the number of row steps f32[] in it, by one more step.
 
     `took` bool[..., B] are the rows that took it, with a first axis T for several steps, as in the Infos. It is a
     running mean, because a sum of long contexts over many steps would exceed the precision of f32.
     """
-    seen = jnp.stack([info.attended.astype(jnp.float32).mean(axis=-1) for info in infos])  # [L, ..., B]
+    seen = jnp.stack(
+        [info.attended.astype(jnp.float32).mean(axis=-1) for info in infos]
+    )  # [L, ..., B]
     steps = jnp.sum(took).astype(jnp.float32)
     counted = counted + steps
     total = jnp.sum(jnp.where(took[None], seen, 0.0), axis=tuple(range(1, seen.ndim)))
     return mean + (total - mean * steps) / jnp.maximum(counted, 1.0), counted
 
 
-@partial(Jitted, static_argnames="measure", donate_argnames="cache", compiler_options=CONCURRENT)
+@partial(
+    Jitted, static_argnames="measure", donate_argnames="cache", compiler_options=CONCURRENT
+)
 def decode_loop(
     model: Model,
     cache: Cache,
@@ -164,8 +181,12 @@ def decode_loop(
         s, active, fed = _draw(s, draws, first, limit, stop, processed)
         told: Any = {"info": True} if measure else {}
         with flushed():
-            new, cache, *infos = call_model(model, fed, s.cache, active=active, last_logits=True, **told)
-        return _after(s._replace(cache=cache), active, fed, new, infos[0] if measure else (), stop)
+            new, cache, *infos = call_model(
+                model, fed, s.cache, active=active, last_logits=True, **told
+            )
+        return _after(
+            s._replace(cache=cache), active, fed, new, infos[0] if measure else (), stop
+        )
 
     # Each condition makes the host wait for a GPU, and one within the step would copy the arrays that it passes on. So
     # steps run in a loop that ends when a block is full.
@@ -175,7 +196,9 @@ def decode_loop(
             return more(s) & (just_flushed | ~any_full(s.cache))
 
         start = jnp.ones((), bool), s._replace(cache=flush(s.cache))
-        return lax.while_loop(ready, lambda carry: (jnp.zeros((), bool), emit(carry[1])), start)[1]
+        return lax.while_loop(
+            ready, lambda carry: (jnp.zeros((), bool), emit(carry[1])), start
+        )[1]
 
     start = _start(cache, logits, active & ~bad, len(cache.layers) if measure else 0)
     done = lax.while_loop(more, flush_and_emit, start)
@@ -183,23 +206,47 @@ def decode_loop(
 
 
 def _start(cache: Any, logits: Array, active: Array, measured: int) -> Loop:
-    tokens, mean = jnp.full((logits.shape[0], ROOM), PAD, jnp.int32), jnp.zeros(measured, jnp.float32)
-    return Loop(jnp.zeros((), jnp.int32), cache, logits, tokens, active, mean, jnp.zeros((), jnp.float32))
+    tokens, mean = (
+        jnp.full((logits.shape[0], ROOM), PAD, jnp.int32),
+        jnp.zeros(measured, jnp.float32),
+    )
+    return Loop(
+        jnp.zeros((), jnp.int32),
+        cache,
+        logits,
+        tokens,
+        active,
+        mean,
+        jnp.zeros((), jnp.float32),
+    )
 
 
 def _draw(
-    s: Loop, draws: Draws | None, first: Array, limit: Array, stop: Array, processed: tuple[Rules, History] | None
+    s: Loop,
+    draws: Draws | None,
+    first: Array,
+    limit: Array,
+    stop: Array,
+    processed: tuple[Rules, History] | None,
 ) -> tuple[Loop, Array, Array]:
     """Draws a token of each row into the buffer; also the rows that take it, and the tokens as i32[B, 1]."""
     active, ruled = s.active & (s.step < limit), _ruling(processed, first, stop)
     token = drawing(draws, s.logits.shape[0])(ruled(s.logits, s.tokens, s.step), first + s.step)
-    tokens = lax.dynamic_update_index_in_dim(s.tokens, jnp.where(active, token, PAD), s.step, axis=1)
+    tokens = lax.dynamic_update_index_in_dim(
+        s.tokens, jnp.where(active, token, PAD), s.step, axis=1
+    )
     return s._replace(tokens=tokens), active, jnp.where(active, token, 0)[:, None]
 
 
-def _after(s: Loop, active: Array, fed: Array, new: Array, infos: Sequence[Info], stop: Array) -> Loop:
+def _after(
+    s: Loop, active: Array, fed: Array, new: Array, infos: Sequence[Info], stop: Array
+) -> Loop:
     """The loop after the rows `active` took the tokens `fed` i32[B, 1], which gave the logits `new`."""
-    attended, counted = count_attended(s.attended, s.counted, infos, active) if infos else (s.attended, s.counted)
+    attended, counted = (
+        count_attended(s.attended, s.counted, infos, active)
+        if infos
+        else (s.attended, s.counted)
+    )
     ends = jnp.any(fed == stop.reshape(-1, stop.shape[-1]), axis=-1) | has_no_best(new)
     return s._replace(
         step=s.step + 1,
@@ -211,7 +258,9 @@ def _after(s: Loop, active: Array, fed: Array, new: Array, infos: Sequence[Info]
 
 
 @partial(Jitted, compiler_options=QUICK)
-def _begin_step(model: FlatLayers, s: Loop, cache: Cache, *given: Any) -> tuple[Any, Any, Array]:
+def _begin_step(
+    model: FlatLayers, s: Loop, cache: Cache, *given: Any
+) -> tuple[Any, Any, Array]:
     """Draws and embeds; also `_steps_to_full` of `cache`, which has one layer of each policy."""
     bad, stored = has_no_best(s.logits), cache.position
     s, active, fed = _draw(s._replace(active=s.active & ~bad), *given)
@@ -229,32 +278,53 @@ def _steps_to_full(cache: Cache) -> Array:
     return jnp.where(any_full(cache), 0, jnp.maximum(functools.reduce(jnp.minimum, steps), 1))
 
 
-@partial(Jitted, static_argnames="measure", donate_argnames=("x", "cache"), compiler_options=CONCURRENT | QUICK)
-def _step_layer(layer: Flat, x: Array, cos: Any, sin: Any, cache: Any, active: Array, *, measure: bool) -> Any:
+@partial(
+    Jitted,
+    static_argnames="measure",
+    donate_argnames=("x", "cache"),
+    compiler_options=CONCURRENT | QUICK,
+)
+def _step_layer(
+    layer: Flat, x: Array, cos: Any, sin: Any, cache: Any, active: Array, *, measure: bool
+) -> Any:
     with flushed():
-        x, cache, info = layer(x, cos, sin, cache, lengths=None, active=active, first_chunk=False)
+        x, cache, info = layer(
+            x, cos, sin, cache, lengths=None, active=active, first_chunk=False
+        )
     return x, cache, Info(info.attended, None) if measure else None
 
 
 @partial(Jitted, donate_argnames="s", compiler_options=QUICK)
 def _end_step(
-    model: FlatLayers, s: Loop, active: Array, fed: Array, x: Array, infos: Sequence[Info], stop: Array
+    model: FlatLayers,
+    s: Loop,
+    active: Array,
+    fed: Array,
+    x: Array,
+    infos: Sequence[Info],
+    stop: Array,
 ) -> tuple[Loop, Array]:
     after = _after(s, active, fed, model.finish(x, None), infos, stop)
-    after = after._replace(step=s.step + jnp.any(active).astype(jnp.int32))  # a step after the last one emits nothing
+    after = after._replace(
+        step=s.step + jnp.any(active).astype(jnp.int32)
+    )  # a step after the last one emits nothing
     return after, has_no_best(after.logits)
 
 
 _flush_layer = jax.jit(flush, donate_argnums=0)
 
 
-def _begin_by_layer(cache: Cache, logits: Array, active: Array, measure: bool) -> tuple[Loop, list[int]]:
+def _begin_by_layer(
+    cache: Cache, logits: Array, active: Array, measure: bool
+) -> tuple[Loop, list[int]]:
     """The loop before its first token, and the numbers of layers of which one fills when any does."""
     mean = np.zeros(len(cache.layers) if measure else 0, np.float32)
     tokens, zero = np.full((logits.shape[0], ROOM), PAD, np.int32), np.int32(0)
     start: Any = zero, (), logits, tokens, np.asarray(active), mean, np.float32(0)
     s = Loop(*jax.device_put(start))
-    first = {(layer.policy, layer.spec): i for i, layer in reversed(list(enumerate(cache.layers)))}
+    first = {
+        (layer.policy, layer.spec): i for i, layer in reversed(list(enumerate(cache.layers)))
+    }
     return commit_together((cache, s))[1], list(first.values())
 
 
@@ -266,16 +336,24 @@ def decode_by_layer(
     The host calls one for each layer. It waits for a device only where a recent block may be full, and else is at most
     `AHEAD` steps ahead: when it sees that all rows have ended, some steps have run in which no row takes part.
     """
-    (_, _, limit, stop, _), layers, ends = given, list(cache.layers), FlatLayers(by.model.whole, [])
+    (_, _, limit, stop, _), layers, ends = (
+        given,
+        list(cache.layers),
+        FlatLayers(by.model.whole, []),
+    )
     s, kinds = _begin_by_layer(cache, logits, active, measure)
     running: list[Any] = []
     for i in range(int(limit)):
         brief = dataclasses.replace(cache, layers=tuple(layers[kind] for kind in kinds))
-        (s, taken, fed, bad), (x, cos, sin), steps = by.call("begin", _begin_step, ends, s, brief, *given)
+        (s, taken, fed, bad), (x, cos, sin), steps = by.call(
+            "begin", _begin_step, ends, s, brief, *given
+        )
         running.append(taken)
         if i == 0:
             before = bad
-        elif (len(running) > AHEAD or running[0].is_ready()) and not np.any(on_host(running.pop(0))):
+        elif (len(running) > AHEAD or running[0].is_ready()) and not np.any(
+            on_host(running.pop(0))
+        ):
             break
         if by.sure == 0:
             by.sure = int(on_host(steps))
@@ -284,9 +362,13 @@ def decode_by_layer(
         by.sure -= 1
         infos = []
         for j, layer in enumerate(by.model.layers):
-            x, layers[j], info = by.call(j, _step_layer, layer, x, cos, sin, layers[j], taken, measure=measure)
+            x, layers[j], info = by.call(
+                j, _step_layer, layer, x, cos, sin, layers[j], taken, measure=measure
+            )
             infos.append(info)
-        s, after = by.call("end", _end_step, ends, s, taken, fed, x, infos if measure else [], stop)
+        s, after = by.call(
+            "end", _end_step, ends, s, taken, fed, x, infos if measure else [], stop
+        )
     return s._replace(cache=dataclasses.replace(cache, layers=tuple(layers))), (before, after)
 
 
@@ -299,13 +381,17 @@ def programs_by_layer(
     brief = dataclasses.replace(cache, layers=tuple(cache.layers[kind] for kind in kinds))
     found = [Program(_begin_step, (ends, s, brief, *given), {})]
     step: Any = partial(cast(Any, _step_layer).__wrapped__, measure=measure)
-    (s, taken, fed, _), (x, cos, sin), _ = like(cache, jax.eval_shape(_begin_step.__wrapped__, ends, s, brief, *given))
+    (s, taken, fed, _), (x, cos, sin), _ = like(
+        cache, jax.eval_shape(_begin_step.__wrapped__, ends, s, brief, *given)
+    )
     infos = [None] * len(cache.layers)
     for kind in kinds_of(model, cache):
         call = model.layers[kind], x, cos, sin, cache.layers[kind], taken
         found.append(Program(_step_layer, call, {"measure": measure}))
         infos = [like(cache, jax.eval_shape(step, *call)[2])] * len(infos)
-    found.append(Program(_end_step, (ends, s, taken, fed, x, infos if measure else [], given[3]), {}))
+    found.append(
+        Program(_end_step, (ends, s, taken, fed, x, infos if measure else [], given[3]), {})
+    )
     return found
 
 
@@ -316,7 +402,9 @@ def _ruling(
     if processed is None:
         return lambda logits, tokens, n: logits
     rules, before = processed
-    return lambda logits, tokens, n: process(rules, before.with_new(tokens, n), logits, first + n, stop)
+    return lambda logits, tokens, n: process(
+        rules, before.with_new(tokens, n), logits, first + n, stop
+    )
 
 
 class DraftLoop(NamedTuple):
@@ -331,7 +419,12 @@ class DraftLoop(NamedTuple):
     numbers: Array  # i32[3] steps of a row, tokens drafted, tokens accepted
 
 
-@partial(jax.jit, static_argnames="measure", donate_argnames=("cache", "state"), compiler_options=CONCURRENT)
+@partial(
+    jax.jit,
+    static_argnames="measure",
+    donate_argnames=("cache", "state"),
+    compiler_options=CONCURRENT,
+)
 def draft_loop(
     model: Model,
     cache: Cache,
@@ -348,7 +441,11 @@ def draft_loop(
     measure: bool,
 ) -> tuple[DraftLoop, Array]:
     """`decode_loop` with several tokens per step: the next token of each row and a draft of those after it."""
-    bad, draw_at, ruled = has_no_best(logits), drawing(draws, logits.shape[0]), _ruling(processed, first, stop)
+    bad, draw_at, ruled = (
+        has_no_best(logits),
+        drawing(draws, logits.shape[0]),
+        _ruling(processed, first, stop),
+    )
 
     def running(s: DraftLoop) -> Array:
         return s.active & (s.emitted < limit)
@@ -368,13 +465,22 @@ def draft_loop(
         fed = jnp.concatenate([token[:, None], draft], axis=1)
         count = jnp.where(active, 1 + drafted, 0)
         with flushed():
-            new, cache, *infos = call_model(model, fed, cache, lengths=count, steps=True, info=measure)
+            new, cache, *infos = call_model(
+                model, fed, cache, lengths=count, steps=True, info=measure
+            )
 
         places = jnp.arange(1, fed.shape[1], dtype=jnp.int32)
         follow = new[:, :-1]
         if processed is not None:
-            fed_too = put_last(s.tokens, s.emitted[:, None] + jnp.arange(fed.shape[1], dtype=jnp.int32)[None], fed)
-            follow = jnp.stack([ruled(new[:, i], fed_too, s.emitted + i + 1) for i in range(fed.shape[1] - 1)], axis=1)
+            fed_too = put_last(
+                s.tokens,
+                s.emitted[:, None] + jnp.arange(fed.shape[1], dtype=jnp.int32)[None],
+                fed,
+            )
+            follow = jnp.stack(
+                [ruled(new[:, i], fed_too, s.emitted + i + 1) for i in range(fed.shape[1] - 1)],
+                axis=1,
+            )
         drawn = jax.vmap(draw, (1, 0), 1)(follow, places)
         ends = jnp.any(fed[..., None] == stop[None, None], axis=-1)
         good = accepted(drawn, draft, drafted, ends[:, :-1])
@@ -396,7 +502,8 @@ def draft_loop(
             attended=attended,
             counted=counted,
             state=proposed.accept(fed, taken).state,
-            numbers=s.numbers + jnp.stack([jnp.sum(a, dtype=jnp.int32) for a in (active, drafted, right)]),
+            numbers=s.numbers
+            + jnp.stack([jnp.sum(a, dtype=jnp.int32) for a in (active, drafted, right)]),
         )
 
     B = logits.shape[0]

@@ -83,8 +83,17 @@ class Places:
 
     @classmethod
     def of(cls, cache: Cache, count: int, sharers: int | None) -> Places:
-        policies, users = [layer.policy for layer in cache.layers], [set[int]() for _ in range(count)]
-        return cls(policies, [np.zeros(0, np.int32)] * count, sharers or cache.spec.batch, users, [0] * count)
+        policies, users = (
+            [layer.policy for layer in cache.layers],
+            [set[int]() for _ in range(count)],
+        )
+        return cls(
+            policies,
+            [np.zeros(0, np.int32)] * count,
+            sharers or cache.spec.batch,
+            users,
+            [0] * count,
+        )
 
     def takes(self, seat: Seat) -> bool:
         """True if one more row can begin there."""
@@ -95,7 +104,9 @@ class Places:
         least = tokens
         for policy in self.policies:
             chunk, stay = policy.demote.leave, len(policy.demote.staying(policy.local))
-            least = min(least, max(tokens - policy.sink - stay, 0) // chunk * chunk, policy.store.tokens)
+            least = min(
+                least, max(tokens - policy.sink - stay, 0) // chunk * chunk, policy.store.tokens
+            )
         return least
 
     def check_room(self, prompt: int, new: int, capacity: int) -> None:
@@ -106,16 +117,26 @@ class Places:
                 f"{capacity}; make the engine with larger capacity or prefix_tokens"
             )
 
-    def find(self, prompt: np.ndarray, answers: int, others: Iterable[np.ndarray], room: int) -> Seat | None:
+    def find(
+        self, prompt: np.ndarray, answers: int, others: Iterable[np.ndarray], room: int
+    ) -> Seat | None:
         """The seat of rows for a prompt; None if they must wait for a place, because `room` tokens are too few alone.
 
         A prompt with several `answers` is shared as a whole, and one that begins like some of the `others` as far as
         that. A place whose last row has gone keeps its prefix, for prompts to come, until another needs it.
         """
-        want = len(prompt) if answers > 1 else max((same_tokens(prompt, other) for other in others), default=0)
+        want = (
+            len(prompt)
+            if answers > 1
+            else max((same_tokens(prompt, other) for other in others), default=0)
+        )
         best = Seat()
         for place, known in enumerate(self.prompts):
-            better = len(known) > best.shared and len(self.users[place]) < self.sharers and self.held(len(known))
+            better = (
+                len(known) > best.shared
+                and len(self.users[place]) < self.sharers
+                and self.held(len(known))
+            )
             if better and same_tokens(prompt, known) == len(known):
                 best = Seat(place, len(known))
         fits = len(prompt) - self.held(best.shared) <= room
@@ -131,7 +152,10 @@ class Places:
         self.leave(slot)
         if seat.prefix >= 0:
             self.clock += 1
-            self.prompts[seat.prefix], self.last[seat.prefix] = prompt[: seat.shared], self.clock
+            self.prompts[seat.prefix], self.last[seat.prefix] = (
+                prompt[: seat.shared],
+                self.clock,
+            )
             self.users[seat.prefix].add(slot)
 
     def leave(self, slot: int) -> None:
@@ -141,27 +165,49 @@ class Places:
 
 @partial(jax.jit, donate_argnums=(0, 1, 2), static_argnames="store")
 def put(
-    cache: Cache, logits: Array, active: Array, row: Cache, row_logits: Array, slot: Slot, place: Any, *, store: bool
+    cache: Cache,
+    logits: Array,
+    active: Array,
+    row: Cache,
+    row_logits: Array,
+    slot: Slot,
+    place: Any,
+    *,
+    store: bool,
 ) -> tuple[Cache, Array, Array]:
     """The cache and the logits with those of a row in a slot, which then is active; `place` is its prefix and how many
     tokens that has."""
     logits = lax.dynamic_update_slice_in_dim(logits, row_logits, slot.index, axis=0)
     active = lax.dynamic_update_slice_in_dim(active, jnp.ones(1, bool), slot.index, axis=0)
     if place is not None:
-        return seat(cache, row, slot.index, prefix=place[0], shared=place[1], store=store), logits, active
+        return (
+            seat(cache, row, slot.index, prefix=place[0], shared=place[1], store=store),
+            logits,
+            active,
+        )
     if not isinstance(cache.layers[0].policy, PerRow):
         return insert(cache, row, slot.index), logits, active
     pairs: Any = zip(cache.layers, row.layers, strict=True)
-    whole = with_states(cache, [a.policy.put_row(a.state, b.state, slot.group, slot.place) for a, b in pairs])
+    whole = with_states(
+        cache, [a.policy.put_row(a.state, b.state, slot.group, slot.place) for a, b in pairs]
+    )
     if cache.rotated_for is not None:
-        rotated = lax.dynamic_update_slice_in_dim(cache.rotated_for, jnp.asarray(row.rotated_for), slot.index, axis=0)
+        rotated = lax.dynamic_update_slice_in_dim(
+            cache.rotated_for, jnp.asarray(row.rotated_for), slot.index, axis=0
+        )
         whole = dataclasses.replace(whole, rotated_for=rotated)
     return whole, logits, active
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=(2, 3, 4))
 def clear(
-    layers: tuple[Any, ...], rotated: bool, cache: Cache, logits: Array, active: Array, slot: Slot, place: Any
+    layers: tuple[Any, ...],
+    rotated: bool,
+    cache: Cache,
+    logits: Array,
+    active: Array,
+    slot: Slot,
+    place: Any,
 ) -> tuple[Cache, Array, Array]:
     """`put` of an empty row: see `empty_row`."""
     row, nothing = empty_row(layers, rotated), jnp.zeros_like(logits[:1])
@@ -181,7 +227,9 @@ def row_of(cache: Cache, slot: Slot, spec: CacheSpec) -> Cache:
     if isinstance(policy, PerRow):
         return _take_row(cache, slot, spec)
     if cache.placement is not None and cache.placement.parts("batch") > 1:
-        raise ValueError(f"no row can be taken out of slots that devices share, {cache.placement}; split heads alone")
+        raise ValueError(
+            f"no row can be taken out of slots that devices share, {cache.placement}; split heads alone"
+        )
     if isinstance(getattr(policy, "store", None), Prefixed):
         return unshared(cache, slot.index, capacity=spec.capacity)
     return take_rows(cache, slot.index[None])
@@ -191,33 +239,62 @@ def row_of(cache: Cache, slot: Slot, spec: CacheSpec) -> Cache:
 def _take_row(cache: Cache, slot: Slot, spec: CacheSpec) -> Cache:
     def take(layer: Any) -> LayerCache:
         own = dataclasses.replace(layer.spec, batch=1, capacity=spec.capacity)
-        return LayerCache(layer.policy.take_row(layer.state, slot.group, slot.place, own), layer.policy.policy, own)
+        return LayerCache(
+            layer.policy.take_row(layer.state, slot.group, slot.place, own),
+            layer.policy.policy,
+            own,
+        )
 
-    rotated = None if cache.rotated_for is None else lax.dynamic_slice_in_dim(cache.rotated_for, slot.index, 1)
+    rotated = (
+        None
+        if cache.rotated_for is None
+        else lax.dynamic_slice_in_dim(cache.rotated_for, slot.index, 1)
+    )
     return Cache(tuple(map(take, cache.layers)), rotated)
 
 
 def with_small_slots(cache: Cache, small: Mapping[int, int]) -> Cache:
     """`cache`, whose arrays it keeps, with more rows of smaller capacities: how many of each."""
     if not isinstance(small, Mapping):
-        raise ValueError(f"small_slots must say how many slots of each capacity, such as {{8192: 12}}; got {small!r}")
+        raise ValueError(
+            f"small_slots must say how many slots of each capacity, such as {{8192: 12}}; got {small!r}"
+        )
     most, sizes = cache.spec.capacity, [(cache.spec.batch, cache.spec.capacity)]
     if cache.placement is not None:
-        raise ValueError("small_slots are for a cache on one device; make it without a placement, or leave them out")
-    if any(isinstance(getattr(layer.policy, "store", None), Prefixed) for layer in cache.layers):
-        raise ValueError("give prefixes or small_slots: slots that share prefixes have one capacity")
+        raise ValueError(
+            "small_slots are for a cache on one device; make it without a placement, or leave them out"
+        )
+    if any(
+        isinstance(getattr(layer.policy, "store", None), Prefixed) for layer in cache.layers
+    ):
+        raise ValueError(
+            "give prefixes or small_slots: slots that share prefixes have one capacity"
+        )
     for capacity in sorted(small, reverse=True):
-        capacity = require_int("a capacity of small_slots", capacity, at_least=1, at_most=most - 1)
-        sizes.append((require_int(f"small_slots[{capacity}]", small[capacity], at_least=1), capacity))
+        capacity = require_int(
+            "a capacity of small_slots", capacity, at_least=1, at_most=most - 1
+        )
+        sizes.append(
+            (require_int(f"small_slots[{capacity}]", small[capacity], at_least=1), capacity)
+        )
 
     def widened(layer: LayerCache) -> LayerCache:
         policy = PerRow(policy=layer.policy, sizes=tuple(sizes))
-        own = [dataclasses.replace(layer.spec, batch=rows, capacity=capacity) for rows, capacity in sizes]
-        state = PerRowState((layer.state, *(init_layer(layer.policy, spec).state for spec in own[1:])))
-        return LayerCache(state, policy, dataclasses.replace(layer.spec, batch=sum(rows for rows, _ in sizes)))
+        own = [
+            dataclasses.replace(layer.spec, batch=rows, capacity=capacity)
+            for rows, capacity in sizes
+        ]
+        state = PerRowState(
+            (layer.state, *(init_layer(layer.policy, spec).state for spec in own[1:]))
+        )
+        return LayerCache(
+            state, policy, dataclasses.replace(layer.spec, batch=sum(rows for rows, _ in sizes))
+        )
 
     layers = tuple(map(widened, cache.layers))
-    rotated_for = None if cache.rotated_for is None else jnp.zeros(layers[0].spec.batch, jnp.int32)
+    rotated_for = (
+        None if cache.rotated_for is None else jnp.zeros(layers[0].spec.batch, jnp.int32)
+    )
     return commit_together(Cache(layers, rotated_for))
 
 
@@ -231,9 +308,14 @@ def capacities(cache: Cache) -> list[int]:
 
 def long_rows(cache: Cache, tokens: int) -> Cache:
     """The shapes of `cache`, with policies whose rows can share prefixes and room for `tokens` more tokens."""
-    longer = [dataclasses.replace(layer.spec, capacity=layer.spec.capacity + tokens) for layer in cache.layers]
+    longer = [
+        dataclasses.replace(layer.spec, capacity=layer.spec.capacity + tokens)
+        for layer in cache.layers
+    ]
     layers = zip(jax.eval_shape(alone, cache).layers, longer, strict=True)
-    return dataclasses.replace(cache, layers=tuple(dataclasses.replace(layer, spec=spec) for layer, spec in layers))
+    return dataclasses.replace(
+        cache, layers=tuple(dataclasses.replace(layer, spec=spec) for layer, spec in layers)
+    )
 
 
 def empty_row(layers: tuple[Any, ...], rotated: bool) -> Cache:
@@ -243,7 +325,9 @@ def empty_row(layers: tuple[Any, ...], rotated: bool) -> Cache:
         alone = None if placement is None else dataclasses.replace(placement, batch=None)
         return init_layer(policy, dataclasses.replace(spec, batch=1), alone)
 
-    return Cache(tuple(row(*layer) for layer in layers), jnp.zeros(1, jnp.int32) if rotated else None)
+    return Cache(
+        tuple(row(*layer) for layer in layers), jnp.zeros(1, jnp.int32) if rotated else None
+    )
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2, keep_unused=True)
@@ -262,7 +346,9 @@ def parked(reading: Reading) -> Reading:
         return reading
     tree = reading.cache, reading.logits
     homes = jax.tree.map(lambda x: x.sharding, tree)
-    hosted = jax.tree.map(lambda x: jax.device_put(x, x.sharding.with_memory_kind("pinned_host")), tree)
+    hosted = jax.tree.map(
+        lambda x: jax.device_put(x, x.sharding.with_memory_kind("pinned_host")), tree
+    )
     return dataclasses.replace(reading, cache=hosted[0], logits=hosted[1], homes=homes)
 
 
@@ -270,7 +356,9 @@ def can_share(first: Any, cache: Cache) -> bool:
     """True if rows of a cache can be copied and cut to a prefix."""
     try:
         jax.eval_shape(first, cache, Slot.of(cache, 0), jax.ShapeDtypeStruct((1,), jnp.int32))
-    except ValueError:  # a policy that forgets tokens, a store of codes, or rows that are split over devices
+    except (
+        ValueError
+    ):  # a policy that forgets tokens, a store of codes, or rows that are split over devices
         return False
     return True
 
@@ -287,7 +375,11 @@ def all_finite(logits: Any) -> bool:
 
 def replicated(sharding: Sharding) -> Sharding:
     """The sharding of an array that all devices of another one have whole."""
-    return NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
+    return (
+        NamedSharding(sharding.mesh, PartitionSpec())
+        if isinstance(sharding, NamedSharding)
+        else sharding
+    )
 
 
 def _as_on_host(new: Array, old: Array) -> Array:

@@ -33,7 +33,9 @@ CPU_CHUNKS = (256, 64)  # logits of 256 tokens and a block of keys stay in the c
 # Tokens of all rows together. The first is for an empty cache only: cuDNN attention of a whole prompt holds no T x T
 # array, so only activations grow. To read the weights takes a GPU as long as to multiply some 300 tokens with them.
 GPU_CHUNKS = (32768, 4096, 512)
-MOST_PADDING = 1 / 10  # of a prompt; a last chunk that would be emptier is cut into smaller ones
+MOST_PADDING = (
+    1 / 10
+)  # of a prompt; a last chunk that would be emptier is cut into smaller ones
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -98,11 +100,17 @@ def on_auto_axes(f: F) -> F:
 
     @wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
-        found = [getattr(a, "__dict__", {}).get("cache", a) for a in (*args, *kwargs.values())]  # asks no tokenizer
+        found = [
+            getattr(a, "__dict__", {}).get("cache", a) for a in (*args, *kwargs.values())
+        ]  # asks no tokenizer
         placement = next((a.placement for a in found if isinstance(a, Cache)), None)
         with loops_on_auto_axes(placement):
             made = f(*args, **kwargs)
-        if dataclasses.is_dataclass(made) and not isinstance(made, type) and hasattr(made, "logits"):
+        if (
+            dataclasses.is_dataclass(made)
+            and not isinstance(made, type)
+            and hasattr(made, "logits")
+        ):
             return dataclasses.replace(made, logits=to_caller(made.logits, placement))
         return (to_caller(made[0], placement), made[1]) if isinstance(made, tuple) else made
 
@@ -173,7 +181,9 @@ def prefill(
         )
     if not isinstance(count, jax.core.Tracer):
         if np.any((count < 0) | (count > T)):
-            raise ValueError(f"lengths must be in [0, T={T}], got {count.tolist()}; they count the real tokens of rows")
+            raise ValueError(
+                f"lengths must be in [0, T={T}], got {count.tolist()}; they count the real tokens of rows"
+            )
         if not isinstance(prompt, jax.core.Tracer):
             check_ids(prompt, count)
     if first_chunk is None:
@@ -184,7 +194,11 @@ def prefill(
         total = ends(cache.position, count, positions)
         if final is not None:
             check_array("final", final, "a number or integers [B]", "4096")
-        final = total if final is None else jnp.maximum(jnp.broadcast_to(jnp.asarray(final, jnp.int32), (B,)), total)
+        final = (
+            total
+            if final is None
+            else jnp.maximum(jnp.broadcast_to(jnp.asarray(final, jnp.int32), (B,)), total)
+        )
         check_rotation(cache, total)
         cache = cast(Any, model).rotate_for(cache, jnp.where(count > 0, final, 0))
 
@@ -201,9 +215,13 @@ def prefill(
         real = (count - start).clip(0, size).astype(np.int32)
         own = None if positions is None else positions[:, start : start + size]
         with sparse_prompts(sparse_prompt if i + 1 < len(chunks) else None):
-            new, cache = _read(model, cache, prompt[:, start : start + size], real, own, first_chunk=alone)
+            new, cache = _read(
+                model, cache, prompt[:, start : start + size], real, own, first_chunk=alone
+            )
         # A row whose last token is in this chunk gets its logits here; a row that ended earlier keeps its own.
-        kept = logits is not None and (isinstance(real, jax.core.Tracer) or not np.all(real > 0))
+        kept = logits is not None and (
+            isinstance(real, jax.core.Tracer) or not np.all(real > 0)
+        )
         logits = _keep_rows(real > 0, new, logits) if kept else new
         start += size
         if progress is not None:
@@ -213,15 +231,21 @@ def prefill(
     return logits, cache
 
 
-def _check_positions(model: Any, cache: Cache, positions: ArrayLike, count: Any, shape: tuple[int, int]) -> Any:
+def _check_positions(
+    model: Any, cache: Cache, positions: ArrayLike, count: Any, shape: tuple[int, int]
+) -> Any:
     """`positions` as i32[B, T]; raises ValueError if they are not, or do not increase from what the cache holds."""
     check_takes_gaps(windows_of(model), cache)
-    found = as_positions(positions if isinstance(positions, jax.core.Tracer) else np.asarray(positions), shape)
+    found = as_positions(
+        positions if isinstance(positions, jax.core.Tracer) else np.asarray(positions), shape
+    )
     if not any(isinstance(a, jax.core.Tracer) for a in (found, count, cache.length)):
         before = np.concatenate([on_host(cache.position)[:, None] - 1, found], axis=1)
         real = np.arange(shape[1]) < count[:, None]
         for row in np.flatnonzero(np.any(real & (np.diff(before) <= 0), axis=1)):
-            raise ValueError(f"positions of row {row} must increase, from {before[row, 0] + 1} on, where its text ends")
+            raise ValueError(
+                f"positions of row {row} must increase, from {before[row, 0] + 1} on, where its text ends"
+            )
     return found
 
 
@@ -230,7 +254,9 @@ def check_sparse(cache: Cache, share: float) -> bool:
     no share, or a cache whose chunks cannot attend to a part."""
     check_share("sparse_prompt", share, "what is stored")
     if cache.placement is not None:
-        raise ValueError("sparse_prompt is for a cache on one device, and this one has a placement")
+        raise ValueError(
+            "sparse_prompt is for a cache on one device, and this one has a placement"
+        )
     steps: list[Explanation] = []
     for policy, layer in {layer.policy: layer for layer in cache.layers}.items():
         if policy.observes:
@@ -260,7 +286,9 @@ def check_takes_gaps(windows: tuple[int | None, ...], cache: Cache) -> None:
             "would reach too far back; read the whole prompt"
         )
     if cache.placement is not None:
-        raise ValueError("a prompt with gaps is for a cache on one device, and this one has a placement")
+        raise ValueError(
+            "a prompt with gaps is for a cache on one device, and this one has a placement"
+        )
     for part in (part for layer in cache.layers for part in parts_of(layer.policy)):
         if getattr(part, "rope", None) is not None:  # a slot is then not a position
             raise ValueError(
@@ -269,21 +297,27 @@ def check_takes_gaps(windows: tuple[int | None, ...], cache: Cache) -> None:
             )
 
 
-def warm_prefill(model: Model, cache: Cache, tokens: int, *, chunk: int | None = None) -> tuple[Array, Cache]:
+def warm_prefill(
+    model: Model, cache: Cache, tokens: int, *, chunk: int | None = None
+) -> tuple[Array, Cache]:
     """Compiles what `prefill` runs for a prompt of `tokens` per row, by chunks of which the first holds one token."""
     B, empty = cache.spec.batch, True
     _, cache = commit_together((_committed(model), cache))
     logits: Any = None
     for size, alone in dict.fromkeys(chunks_of(cache, tokens, chunk, empty=True)):
         count, before = np.full((B,), int(empty), np.int32), logits
-        logits, cache = _read(model, cache, np.zeros((B, size), np.int32), count, first_chunk=alone)
+        logits, cache = _read(
+            model, cache, np.zeros((B, size), np.int32), count, first_chunk=alone
+        )
         if B > 1 and before is not None:
             logits = _keep_rows(count > 0, logits, before)
         empty = False
     return logits, cache
 
 
-def prompt_programs(model: Model, cache: Cache, tokens: int | None, *, chunk: int | None = None) -> list[Program]:
+def prompt_programs(
+    model: Model, cache: Cache, tokens: int | None, *, chunk: int | None = None
+) -> list[Program]:
     """The programs with which `prefill` reads a prompt of `tokens` per row into the empty `cache`; nothing runs.
 
     The model may hold shapes in place of arrays. `tokens` None is for prompts of all lengths, for which a cache that
@@ -291,16 +325,26 @@ def prompt_programs(model: Model, cache: Cache, tokens: int | None, *, chunk: in
     """
     _, cache = commit_together((_committed(model), cache))
     B, most, found = cache.spec.batch, cache.spec.capacity, list[Program]()
-    prompts = [1, 600, 5000, 32768] if tokens is None else [tokens]  # which have chunks of all sizes
+    prompts = (
+        [1, 600, 5000, 32768] if tokens is None else [tokens]
+    )  # which have chunks of all sizes
     if tokens is None and chunk_for(cache, 1, chunk) is not None:
         prompts = [most]
     chunks = [one for n in prompts for one in chunks_of(cache, min(n, most), chunk, empty=True)]
     for size, alone in dict.fromkeys(chunks):
         chunk_tokens, lengths = np.zeros((B, size), np.int32), np.zeros((B,), np.int32)
         if not by_layer(model, cache):
-            found.append(Program(_prefill_chunk, (model, cache, chunk_tokens, lengths), {"first_chunk": alone}))
+            found.append(
+                Program(
+                    _prefill_chunk,
+                    (model, cache, chunk_tokens, lengths),
+                    {"first_chunk": alone},
+                )
+            )
             continue
-        given = like(cache, jax.eval_shape(_begin.__wrapped__, model, chunk_tokens, lengths, lengths))
+        given = like(
+            cache, jax.eval_shape(_begin.__wrapped__, model, chunk_tokens, lengths, lengths)
+        )
         stored = like(cache, jax.eval_shape(lambda cache: cache.position, cache))
         found.append(Program(_begin, (model, chunk_tokens, stored, lengths), {}))
         found.append(Program(_finish, (model, given[0], lengths), {}))
@@ -329,7 +373,10 @@ def chunks_of(
     whole, *sizes = (max(SMALLEST_CHUNK, size // B) for size in GPU_CHUNKS)
     if sparse and tokens > sizes[0]:
         large = (tokens - sizes[1]) // sizes[0]
-        return [(size, False) for size in large * sizes[:1] + cut(tokens - large * sizes[0], sizes[1:])]
+        return [
+            (size, False)
+            for size in large * sizes[:1] + cut(tokens - large * sizes[0], sizes[1:])
+        ]
     whole = min(whole, 1 << (cache.spec.capacity.bit_length() - 1))
     if not empty or whole - tokens > MOST_PADDING * tokens:
         return [(size, False) for size in cut(tokens, sizes)]
@@ -362,7 +409,11 @@ def chunk_size(tokens: int, chunk: int | None = None, *, rows: int = 1) -> int:
     [1280, 10240, 32768, 20480]
     """
     if chunk is None:
-        chunk = CPU_CHUNKS[0] if jax.default_backend() == "cpu" else max(GPU_CHUNKS[-1], GPU_CHUNKS[0] // rows)
+        chunk = (
+            CPU_CHUNKS[0]
+            if jax.default_backend() == "cpu"
+            else max(GPU_CHUNKS[-1], GPU_CHUNKS[0] // rows)
+        )
     chunk = require_int("chunk", chunk, at_least=2)
     even = -(-tokens // -(-tokens // chunk))
     return min(chunk, _round_up(even))
@@ -383,14 +434,34 @@ def _round_up(size: int) -> int:
 
 @partial(Jitted, static_argnames="first_chunk", donate_argnames="cache")
 def _prefill_chunk(
-    model: Model, cache: Cache, tokens: Array, lengths: Array, positions: Array | None = None, *, first_chunk: bool
+    model: Model,
+    cache: Cache,
+    tokens: Array,
+    lengths: Array,
+    positions: Array | None = None,
+    *,
+    first_chunk: bool,
 ) -> tuple[Array, Cache]:
     given = {} if positions is None else {"positions": positions}
-    return call_model(model, tokens, cache, lengths=lengths, last_logits=True, first_chunk=first_chunk, **given)
+    return call_model(
+        model,
+        tokens,
+        cache,
+        lengths=lengths,
+        last_logits=True,
+        first_chunk=first_chunk,
+        **given,
+    )
 
 
 def _read(
-    model: Model, cache: Cache, tokens: Any, lengths: Any, positions: Any = None, *, first_chunk: bool
+    model: Model,
+    cache: Cache,
+    tokens: Any,
+    lengths: Any,
+    positions: Any = None,
+    *,
+    first_chunk: bool,
 ) -> tuple[Array, Cache]:
     """Reads a chunk, in one program or layer by layer; the cache is donated."""
     given = () if positions is None else (positions,)
@@ -398,12 +469,16 @@ def _read(
         return _prefill_chunk(model, cache, tokens, lengths, *given, first_chunk=first_chunk)
     layered: Any = model
     caches = list(cache.layers)
-    x, cos, sin = commit_together((cache, _begin(layered, tokens, cache.position, lengths, *given)))[1]
+    x, cos, sin = commit_together(
+        (cache, _begin(layered, tokens, cache.position, lengths, *given))
+    )[1]
     end = None if positions is None else ends(cache.position, lengths, positions)
     for i, layer in enumerate(layered.layers):
         x, caches[i] = _layer(layer, x, cos, sin, caches[i], lengths, first_chunk=first_chunk)
     cache = dataclasses.replace(cache, layers=tuple(caches))
-    return _finish(layered, x, lengths), cache if end is None else with_gaps(cache, end, lengths)
+    return _finish(layered, x, lengths), cache if end is None else with_gaps(
+        cache, end, lengths
+    )
 
 
 def by_layer(model: Any, cache: Cache) -> bool:
@@ -436,21 +511,32 @@ def like(cache: Cache, shapes: Any) -> Any:
     if isinstance(leaf, np.ndarray) or not leaf.committed:
         return shapes
     device = SingleDeviceSharding(next(iter(leaf.sharding.device_set)))
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=device), shapes)
+    return jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=device), shapes
+    )
 
 
 @partial(Jitted, compiler_options=QUICK)
 def _begin(
     model: Any, tokens: Array, stored: Array, lengths: Array, positions: Array | None = None
 ) -> tuple[Array, Any, Any]:
-    return model.begin(tokens, stored if positions is None else positions, ends(stored, lengths, positions))
+    return model.begin(
+        tokens, stored if positions is None else positions, ends(stored, lengths, positions)
+    )
 
 
-@partial(Jitted, static_argnames="first_chunk", donate_argnames=("x", "cache"), compiler_options=QUICK)
+@partial(
+    Jitted,
+    static_argnames="first_chunk",
+    donate_argnames=("x", "cache"),
+    compiler_options=QUICK,
+)
 def _layer(
     layer: Any, x: Array, cos: Any, sin: Any, cache: Any, lengths: Array, *, first_chunk: bool
 ) -> tuple[Array, Any]:
-    x, cache, _ = layer(x, cos, sin, cache, lengths=lengths, active=None, first_chunk=first_chunk)
+    x, cache, _ = layer(
+        x, cos, sin, cache, lengths=lengths, active=None, first_chunk=first_chunk
+    )
     return x, cache
 
 
@@ -462,7 +548,10 @@ def _finish(model: Any, x: Array, lengths: Array) -> Array:
 def _committed(model: Model) -> Any:
     """An array of the model that is committed to its device, if there is one."""
     arrays = [leaf for leaf in jax.tree.leaves(model) if isinstance(leaf, Array)]
-    return next((leaf for leaf in arrays if not isinstance(leaf, jax.core.Tracer) and leaf.committed), None)
+    return next(
+        (leaf for leaf in arrays if not isinstance(leaf, jax.core.Tracer) and leaf.committed),
+        None,
+    )
 
 
 @jax.jit

@@ -32,23 +32,31 @@ class Processors:
       ValueError: a penalty of 0 or below, a negative number, ids that are none.
     """
 
-    repetition_penalty: float = 1.0  # divides positive logits of tokens that occurred, and multiplies negative ones
+    repetition_penalty: float = (
+        1.0  # divides positive logits of tokens that occurred, and multiplies negative ones
+    )
     no_repeat_ngram_size: int = 0  # n-grams of this size occur at most once; 0 allows all
     min_new_tokens: int = 0  # new tokens before a stop token may come
     suppress_tokens: tuple[int, ...] = ()  # ids that never come
     begin_suppress_tokens: tuple[int, ...] = ()  # ids that are not the first new token
-    history: tuple[tuple[int, ...], ...] = ()  # by row, tokens in the cache before the prompt, which count as it does
+    history: tuple[
+        tuple[int, ...], ...
+    ] = ()  # by row, tokens in the cache before the prompt, which count as it does
 
     def __post_init__(self) -> None:
         where = f"{type(self).__name__}(repetition_penalty=...)"
         if finite_number(where, self.repetition_penalty) <= 0:
-            raise ValueError(f"{where} must be above 0, got {self.repetition_penalty}; 1 changes nothing")
+            raise ValueError(
+                f"{where} must be above 0, got {self.repetition_penalty}; 1 changes nothing"
+            )
         for name in ("no_repeat_ngram_size", "min_new_tokens"):
             keep_int(self, name, at_least=0)
         for name in ("suppress_tokens", "begin_suppress_tokens"):
             object.__setattr__(self, name, _ids(name, getattr(self, name)))
         if not isinstance(self.history, list | tuple):
-            raise ValueError(f"history must be token ids for each row, got {shown(self.history)}")
+            raise ValueError(
+                f"history must be token ids for each row, got {shown(self.history)}"
+            )
         object.__setattr__(self, "history", tuple(_ids("history", row) for row in self.history))
 
     @property
@@ -64,11 +72,15 @@ class Processors:
             return None
         rows = len(lengths)
         if self.history and len(self.history) != rows:
-            raise ValueError(f"Processors(history=...) has {len(self.history)} rows, and the request {rows}")
+            raise ValueError(
+                f"Processors(history=...) has {len(self.history)} rows, and the request {rows}"
+            )
         tokens, count = np.zeros((rows, capacity), np.int32), np.zeros(rows, np.int32)
         for row in range(rows):
             before = self.history[row] if self.history else ()
-            known = [*before, *([] if prompt is None else prompt[row, : lengths[row]])][-capacity:]
+            known = [*before, *([] if prompt is None else prompt[row, : lengths[row]])][
+                -capacity:
+            ]
             tokens[row, : len(known)], count[row] = known, len(known)
         rules = Rules(
             penalty=np.asarray(self.repetition_penalty, np.float32),
@@ -100,7 +112,9 @@ class History(NamedTuple):
         """With the first `number` i32[] or i32[B] of the tokens `new` i32[B, T] after those of each row."""
         place = jnp.arange(self.tokens.shape[1], dtype=jnp.int32)[None] - self.count[:, None]
         number = jnp.broadcast_to(jnp.asarray(number, jnp.int32), self.count.shape)
-        added = jnp.take_along_axis(jnp.asarray(new), jnp.clip(place, 0, new.shape[1] - 1), axis=1)
+        added = jnp.take_along_axis(
+            jnp.asarray(new), jnp.clip(place, 0, new.shape[1] - 1), axis=1
+        )
         tokens = jnp.where((place >= 0) & (place < number[:, None]), added, self.tokens)
         return History(tokens, self.count + number)
 
@@ -114,7 +128,9 @@ class History(NamedTuple):
         return History(tokens, count)
 
 
-def process(rules: Rules, history: History, logits: Array, emitted: Array, stop: Array) -> Array:
+def process(
+    rules: Rules, history: History, logits: Array, emitted: Array, stop: Array
+) -> Array:
     """The logits f32[B, V] after the rules, of rows that have emitted so many new tokens: i32[] or i32[B].
 
     `stop` i32[n], or i32[B, n] by row, are the stop tokens; negative ones stand for none.
@@ -132,7 +148,11 @@ def process(rules: Rules, history: History, logits: Array, emitted: Array, stop:
     emitted = jnp.broadcast_to(emitted, (B,))[:, None]
     stop = stop.reshape(-1, stop.shape[-1])
     ends = _holds(stop, stop >= 0, V)
-    banned = (ends & (emitted < rules.least)) | rules.never[None] | (rules.not_first[None] & (emitted == 0))
+    banned = (
+        (ends & (emitted < rules.least))
+        | rules.never[None]
+        | (rules.not_first[None] & (emitted == 0))
+    )
     return jnp.where(banned, -jnp.inf, scores)
 
 
@@ -149,7 +169,9 @@ def _follows_last(history: History, size: Array | np.ndarray) -> Array:
     place = jnp.arange(S, dtype=jnp.int32)[None]
 
     def compare(back: Array, same: Array) -> Array:
-        last = jnp.take_along_axis(tokens, jnp.maximum(history.count - back, 0)[:, None], axis=1)
+        last = jnp.take_along_axis(
+            tokens, jnp.maximum(history.count - back, 0)[:, None], axis=1
+        )
         return same & (place >= back) & (jnp.roll(tokens, back, axis=1) == last)
 
     same = jnp.broadcast_to((size > 0) & (history.count[:, None] + 1 >= size), tokens.shape)

@@ -36,11 +36,19 @@ def pad_prompt(
     """
     if isinstance(prompt, list | tuple):
         if lengths is not None:
-            raise ValueError("got lengths for a prompt that is a list of rows; leave them out, or pass a padded array")
+            raise ValueError(
+                "got lengths for a prompt that is a list of rows; leave them out, or pass a padded array"
+            )
         parts = [np.asarray(row) for row in prompt]
         if any(part.ndim != 1 for part in parts):
-            raise ValueError("prompt must be a list of rows, each a list of token ids; for one row write [tokens]")
-        bad = [part.dtype for part in parts if part.size and not np.issubdtype(part.dtype, np.integer)]
+            raise ValueError(
+                "prompt must be a list of rows, each a list of token ids; for one row write [tokens]"
+            )
+        bad = [
+            part.dtype
+            for part in parts
+            if part.size and not np.issubdtype(part.dtype, np.integer)
+        ]
         if bad:
             raise ValueError(f"prompt must hold integer token ids, got {bad[0]}")
         counts = np.array([part.size for part in parts], np.int32)
@@ -50,14 +58,24 @@ def pad_prompt(
     else:
         tokens = np.asarray(prompt)
         if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer):
-            raise ValueError(f"prompt must be integers [B, T], got {tokens.dtype}{list(tokens.shape)}")
-        counts = np.full((len(tokens),), tokens.shape[1], np.int32) if lengths is None else np.asarray(lengths)
+            raise ValueError(
+                f"prompt must be integers [B, T], got {tokens.dtype}{list(tokens.shape)}"
+            )
+        counts = (
+            np.full((len(tokens),), tokens.shape[1], np.int32)
+            if lengths is None
+            else np.asarray(lengths)
+        )
         whole = np.issubdtype(counts.dtype, np.integer)
         if not whole or counts.shape != (len(tokens),) or np.any(counts > tokens.shape[1]):
-            wanted = f"lengths must be integers [B={len(tokens)}] of at most T={tokens.shape[1]}"
+            wanted = (
+                f"lengths must be integers [B={len(tokens)}] of at most T={tokens.shape[1]}"
+            )
             raise ValueError(f"{wanted}, got {counts.dtype} {counts.tolist()}")
     if len(tokens) != rows:
-        raise ValueError(f"prompt has {len(tokens)} rows but the cache has B={rows}; make the cache with that batch")
+        raise ValueError(
+            f"prompt has {len(tokens)} rows but the cache has B={rows}; make the cache with that batch"
+        )
     for row in np.flatnonzero(counts < 1):
         raise ValueError(f"row {row} of the prompt is empty; each row needs at least one token")
     check_ids(tokens, counts)
@@ -80,20 +98,26 @@ def right_padded(real: Array, *arrays: Array) -> tuple[Array, ...]:
       ValueError: a mask that is not bool[B, T], or arrays of other rows or tokens.
     """
     if getattr(real, "ndim", 0) != 2 or real.dtype != bool:
-        raise ValueError(f"right_padded takes a mask bool[B, T] first, true for real tokens; got {shown(real)}")
+        raise ValueError(
+            f"right_padded takes a mask bool[B, T] first, true for real tokens; got {shown(real)}"
+        )
     for array in arrays:
         if np.shape(array)[:2] != real.shape:
             raise ValueError(
                 f"right_padded got a mask of {list(real.shape)} tokens and an array {list(np.shape(array))}"
             )
     order = jnp.argsort(~real, axis=1, stable=True)
-    moved = (jax.vmap(lambda row, index: row[index])(jnp.asarray(array), order) for array in arrays)
+    moved = (
+        jax.vmap(lambda row, index: row[index])(jnp.asarray(array), order) for array in arrays
+    )
     return jnp.sum(real, axis=1, dtype=jnp.int32), *moved
 
 
 def check_ids(tokens: np.ndarray, counts: np.ndarray) -> None:
     """Raises ValueError for an id among the first `counts` [B] of the rows of `tokens` [B, T] that is none."""
-    wild = tokens[(np.arange(tokens.shape[1]) < counts[:, None]) & ((tokens < 0) | (tokens > MOST))]
+    wild = tokens[
+        (np.arange(tokens.shape[1]) < counts[:, None]) & ((tokens < 0) | (tokens > MOST))
+    ]
     if wild.size:
         raise ValueError(f"prompt has the token id {wild[0]}; ids must be from 0 to 2**31 - 1")
 
@@ -126,17 +150,30 @@ def check_request(
                 raise ValueError(
                     f"{what} has the token id {high}, but the model's vocabulary is {vocabulary}; use its tokenizer"
                 )
-    stored, position, kept = on_host(cache.length), on_host(cache.position), lengths if kept is None else kept
+    stored, position, kept = (
+        on_host(cache.length),
+        on_host(cache.position),
+        lengths if kept is None else kept,
+    )
     room, positions = cache.spec.capacity + shared_tokens(cache), max_positions(model)
     for row in np.flatnonzero(lengths >= 0):
         where = f"row {row}: "
-        check_fit(int(position[row]), int(lengths[row]), max_new_tokens, None, positions, where=where)
-        check_fit(int(stored[row]), int(kept[row]), max_new_tokens, int(room[row]), None, where=where)
+        check_fit(
+            int(position[row]), int(lengths[row]), max_new_tokens, None, positions, where=where
+        )
+        check_fit(
+            int(stored[row]), int(kept[row]), max_new_tokens, int(room[row]), None, where=where
+        )
     check_rotation(cache, np.where(lengths >= 0, position + lengths + max_new_tokens, 0))
     return stop
 
 
-ASKED = ("lengths", "active", "last_logits", "first_chunk")  # keywords that generation passes to every model
+ASKED = (
+    "lengths",
+    "active",
+    "last_logits",
+    "first_chunk",
+)  # keywords that generation passes to every model
 
 
 def check_model(model: Any, asked: Iterable[str] = ()) -> None:
@@ -228,7 +265,13 @@ def check_model_cache(model: Any, cache: Any, asked: Iterable[str] = ()) -> None
 
 
 def check_fit(
-    stored: int, prompt: int, new: int, capacity: int | None, positions: int | None, *, where: str = ""
+    stored: int,
+    prompt: int,
+    new: int,
+    capacity: int | None,
+    positions: int | None,
+    *,
+    where: str = "",
 ) -> None:
     """Raises unless `stored` + `prompt` + `new` tokens fit in the model's positions and in the cache.
 
@@ -244,7 +287,11 @@ def check_fit(
     total = stored + prompt + new
     for limit, name, larger in (
         (positions, "the model's {} positions", ""),
-        (capacity, "the cache's capacity of {} tokens", f", or make the cache with capacity={total}"),
+        (
+            capacity,
+            "the cache's capacity of {} tokens",
+            f", or make the cache with capacity={total}",
+        ),
     ):
         if limit is not None and total > limit:
             room, excess = limit - stored - prompt, total - limit
@@ -253,8 +300,12 @@ def check_fit(
                 cure = f"ask for at most {room} new tokens"
             elif excess < prompt:
                 cure = f"shorten the prompt by {excess} tokens"
-            counts = (f"{stored} stored + " if stored else "") + (f"{prompt} prompt + " if prompt else "")
-            raise ValueError(f"{where}{counts}{new} new tokens do not fit in {name.format(limit)}; {cure}{larger}")
+            counts = (f"{stored} stored + " if stored else "") + (
+                f"{prompt} prompt + " if prompt else ""
+            )
+            raise ValueError(
+                f"{where}{counts}{new} new tokens do not fit in {name.format(limit)}; {cure}{larger}"
+            )
 
 
 def max_positions(model: Any) -> int | None:

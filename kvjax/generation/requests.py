@@ -34,7 +34,9 @@ class Request:
     state: str = "waiting"  # then "reading", "decoding", "done"
     reason: str | None = None  # of its end: "stop", "length", "cancelled" or "error"
     error: Exception | None = None  # that ended it
-    asked: int = dataclasses.field(default=0, repr=False)  # tokens that the device was asked for
+    asked: int = dataclasses.field(
+        default=0, repr=False
+    )  # tokens that the device was asked for
 
     @property
     def done(self) -> bool:
@@ -49,7 +51,9 @@ class Request:
     def text(self) -> str:
         """The text of the tokens, if the engine has a tokenizer."""
         if self.engine.tokenizer is None:
-            raise ValueError("the engine has no tokenizer: make it from a checkpoint, or decode `tokens` yourself")
+            raise ValueError(
+                "the engine has no tokenizer: make it from a checkpoint, or decode `tokens` yourself"
+            )
         found = Detokenizer(self.engine.tokenizer)
         return found.push(self.tokens) + found.finish()
 
@@ -88,7 +92,9 @@ def stop_ids(stop_tokens: np.ndarray) -> np.ndarray:
 def check_own(verb: str, engine: Any, request: Any) -> None:
     """Raises ValueError for a request of another engine, whose slot this one would not free."""
     if not isinstance(request, Request) or request.engine is not engine:
-        raise ValueError(f"{verb} takes a request that `submit` of this engine returned, got {shown(request)}")
+        raise ValueError(
+            f"{verb} takes a request that `submit` of this engine returned, got {shown(request)}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,8 +38,12 @@ class Sampling:
 
     temperature: ArrayLike | None = None  # f32[] or f32[B]; None or 0: greedy
     top_k: ArrayLike | None = None  # i32[] or i32[B], the most likely k tokens
-    top_p: ArrayLike | None = None  # f32[] or f32[B], the fewest tokens that hold this probability
-    min_p: ArrayLike | None = None  # f32[] or f32[B], tokens at least this times as likely as the likeliest
+    top_p: ArrayLike | None = (
+        None  # f32[] or f32[B], the fewest tokens that hold this probability
+    )
+    min_p: ArrayLike | None = (
+        None  # f32[] or f32[B], tokens at least this times as likely as the likeliest
+    )
 
     def __post_init__(self) -> None:
         """Raises ValueError for a number that means nothing; arrays on a device and tracers are taken as they are."""
@@ -54,7 +58,9 @@ class Sampling:
         return self.temperature is None
 
 
-def sampling(temperature: Any = 0.0, *, top_k: Any = None, top_p: Any = None, min_p: Any = None) -> Sampling:
+def sampling(
+    temperature: Any = 0.0, *, top_k: Any = None, top_p: Any = None, min_p: Any = None
+) -> Sampling:
     """Makes a Sampling of checked values; each is a number, or a sequence with one for each row.
 
     A temperature of 0 is greedy, and drops the filters, which could not change the most likely token. If
@@ -77,7 +83,9 @@ def sampling(temperature: Any = 0.0, *, top_k: Any = None, top_p: Any = None, mi
     return Sampling(temperature=heat, top_k=k, top_p=p, min_p=least)
 
 
-def requested_sampling(temperature: Any = None, *, top_k: Any = None, top_p: Any = None, min_p: Any = None) -> Sampling:
+def requested_sampling(
+    temperature: Any = None, *, top_k: Any = None, top_p: Any = None, min_p: Any = None
+) -> Sampling:
     """`sampling` for settings that a user gave: without a temperature it is greedy, and filters raise ValueError.
 
     >>> requested_sampling(top_p=0.9)
@@ -124,7 +132,9 @@ def sample(logits: Array, key: Array | None, sampling: Sampling) -> Array:
         scores = lax.cond(jnp.any(p < 1), _keep_probable, lambda scores, p: scores, scores, p)
     if sampling.min_p is not None:
         # p_token >= min_p * p_best, in logs; the normaliser cancels, and the best token always passes.
-        floor = jnp.max(scores, axis=-1, keepdims=True) + jnp.log(_column("min_p", sampling.min_p, B))
+        floor = jnp.max(scores, axis=-1, keepdims=True) + jnp.log(
+            _column("min_p", sampling.min_p, B)
+        )
         scores = jnp.where(scores >= floor, scores, -jnp.inf)
 
     drawn = jnp.argmax(scores + noise, axis=-1)
@@ -140,7 +150,9 @@ def _keep_probable(scores: Array, p: Array) -> Array:
     order = jnp.argsort(scores, axis=-1, descending=True, stable=True)  # rank -> token
     share = jax.nn.softmax(jnp.take_along_axis(scores, order, axis=-1), axis=-1)
     before = jnp.cumsum(share, axis=-1) - share  # probability of the tokens ranked above
-    keep = ((before < p) | (p >= 1)).at[:, 0].set(True)  # a rounded sum may reach 1 before the last token
+    keep = (
+        ((before < p) | (p >= 1)).at[:, 0].set(True)
+    )  # a rounded sum may reach 1 before the last token
     keep = jnp.put_along_axis(jnp.zeros_like(keep), order, keep, axis=-1, inplace=False)
     return jnp.where(keep, scores, -jnp.inf)
 
@@ -152,12 +164,16 @@ def _among_best(scores: Array, k: Array) -> Array:
     vocabulary, which devices that split it can exchange without the scores.
     """
     bits = lax.bitcast_convert_type(jnp.where(scores == 0, 0.0, scores), jnp.uint32)  # -0 as 0
-    ordered = jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))  # as the floats are ordered
+    ordered = jnp.where(
+        bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31)
+    )  # as the floats are ordered
     kth = _largest(lambda at: _count(ordered[:, None] >= at) >= k, len(scores))
     above, equal = ordered > kth, ordered == kth
     room = k - _count(above)[:, None]
     token = lax.broadcasted_iota(jnp.uint32, scores.shape, 1)
-    end = _largest(lambda at: _count(equal[:, None] & (token[:, None] < at)) <= room, len(scores))
+    end = _largest(
+        lambda at: _count(equal[:, None] & (token[:, None] < at)) <= room, len(scores)
+    )
     return above | (equal & (token < end))
 
 
@@ -187,7 +203,9 @@ def by_row(f: Callable[..., Array], *operands: Array, of: Array | None = None) -
     would depend on the rows beside them; those run one after the other.
     """
     kind = str(jax.random.key_impl(operands[0] if of is None else of))
-    return jax.vmap(f)(*operands) if "threefry" in kind else lax.map(lambda row: f(*row), operands)
+    return (
+        jax.vmap(f)(*operands) if "threefry" in kind else lax.map(lambda row: f(*row), operands)
+    )
 
 
 def row_keys(key: Array | None, rows: int) -> Array:
@@ -200,7 +218,9 @@ def row_keys(key: Array | None, rows: int) -> Array:
 
 def _check_key(key: Array | None, rows: int) -> Array:
     if key is None:
-        raise ValueError("a draw needs a key: pass key=jax.random.key(seed), or sample greedily")
+        raise ValueError(
+            "a draw needs a key: pass key=jax.random.key(seed), or sample greedily"
+        )
     dtype = getattr(key, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key):
         raise ValueError(
@@ -208,11 +228,18 @@ def _check_key(key: Array | None, rows: int) -> Array:
             "wrap an older key with jax.random.wrap_key_data"
         )
     if key.ndim and key.shape != (rows,):
-        raise ValueError(f"key must be one key or {rows} keys, one for each row, got shape {list(key.shape)}")
+        raise ValueError(
+            f"key must be one key or {rows} keys, one for each row, got shape {list(key.shape)}"
+        )
     return key
 
 
-OFF = {"temperature": np.float32(0), "top_k": np.int32(2**31 - 1), "top_p": np.float32(1), "min_p": np.float32(0)}
+OFF = {
+    "temperature": np.float32(0),
+    "top_k": np.int32(2**31 - 1),
+    "top_p": np.float32(1),
+    "min_p": np.float32(0),
+}
 
 
 @jax.tree_util.register_dataclass
@@ -245,7 +272,9 @@ class Draws:
             given = off if given is None else on_host(given).astype(off.dtype)
             settings[name] = np.broadcast_to(_for_rows(name, given, rows), (rows,))
         data = on_host(jax.random.key_data(key))
-        data_by_row: Any = np.broadcast_to(data, (rows, data.shape[-1]))  # not made a JAX array, by a program
+        data_by_row: Any = np.broadcast_to(
+            data, (rows, data.shape[-1])
+        )  # not made a JAX array, by a program
         keys = jax.random.wrap_key_data(data_by_row, impl=jax.random.key_impl(key))
         return cls(Sampling(**settings), keys, np.asarray(key.ndim == 0))
 
@@ -262,8 +291,14 @@ def rows_of_draws(draws: Draws | None, rows: int) -> list[Draws | None]:
     if draws is None:
         return [None] * rows
     if jax.random.key_impl(draws.keys) != jax.random.key_impl(jax.random.key(0)):
-        raise ValueError("requests beside each other need keys of one kind: make them with jax.random.key(seed)")
-    keys = jax.vmap(jax.random.fold_in)(draws.keys, np.arange(rows)) if draws.shared else draws.keys
+        raise ValueError(
+            "requests beside each other need keys of one kind: make them with jax.random.key(seed)"
+        )
+    keys = (
+        jax.vmap(jax.random.fold_in)(draws.keys, np.arange(rows))
+        if draws.shared
+        else draws.keys
+    )
     data: Any = on_host(jax.random.key_data(keys))
     return [
         Draws(jax.tree.map(lambda a: a[i : i + 1], draws.settings), data[i : i + 1], _OWN_KEYS)  # noqa: B023
@@ -275,7 +310,10 @@ def stack_draws(rows: Sequence[Draws | None]) -> Draws:
     """The draws of a batch, of `rows_of_draws`; a row of None draws nothing."""
     size = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape
     off = Sampling(**{name: np.full(1, value) for name, value in OFF.items()})
-    settings = jax.tree.map(lambda *each: np.concatenate(each), *(off if row is None else row.settings for row in rows))
+    settings = jax.tree.map(
+        lambda *each: np.concatenate(each),
+        *(off if row is None else row.settings for row in rows),
+    )
     nothing = np.zeros((1, *size), np.uint32)
     data: Any = np.concatenate([nothing if row is None else row.keys for row in rows])
     return Draws(settings, jax.random.wrap_key_data(data), _OWN_KEYS)
@@ -285,10 +323,16 @@ def drawing(draws: Draws | None, rows: int) -> Callable[[Array, Array], Array]:
     """The function (logits f32[B, V], i) -> i32[B] that draws token i, a number or one per row, of each row."""
     if draws is None:
         return lambda logits, i: sample(logits, None, Sampling())
-    keys = jnp.where(draws.shared, by_row(jax.random.fold_in, draws.keys, jnp.arange(rows)), draws.keys)
+    keys = jnp.where(
+        draws.shared, by_row(jax.random.fold_in, draws.keys, jnp.arange(rows)), draws.keys
+    )
 
     def draw(logits: Array, i: Array) -> Array:
-        return sample(logits, by_row(jax.random.fold_in, keys, jnp.broadcast_to(i, (rows,))), draws.settings)
+        return sample(
+            logits,
+            by_row(jax.random.fold_in, keys, jnp.broadcast_to(i, (rows,))),
+            draws.settings,
+        )
 
     return draw
 
@@ -299,9 +343,21 @@ CHECKS: dict[str, tuple[type, Callable[[np.ndarray], Any], str]] = {
         lambda x: np.isfinite(x) & (x >= 0),
         "a finite number of at least 0, got {}; 0 is greedy",
     ),
-    "top_k": (np.int32, lambda x: x >= 1, "at least 1, got {}; leave it out to keep every token"),
-    "top_p": (np.float32, lambda x: (x > 0) & (x <= 1), "in (0, 1], got {}; 1 keeps every token"),
-    "min_p": (np.float32, lambda x: (x >= 0) & (x < 1), "in [0, 1), got {}; 0 keeps every token"),
+    "top_k": (
+        np.int32,
+        lambda x: x >= 1,
+        "at least 1, got {}; leave it out to keep every token",
+    ),
+    "top_p": (
+        np.float32,
+        lambda x: (x > 0) & (x <= 1),
+        "in (0, 1], got {}; 1 keeps every token",
+    ),
+    "min_p": (
+        np.float32,
+        lambda x: (x >= 0) & (x < 1),
+        "in [0, 1), got {}; 0 keeps every token",
+    ),
 }  # the dtype of each setting, its values, and how an error names them
 
 
@@ -314,10 +370,16 @@ def _setting(name: str, value: Any) -> np.ndarray:
     dtype, allowed, wanted = CHECKS[name]
     found = np.asarray(value)
     kind = "integer" if dtype is np.int32 else "number"
-    if found.dtype == bool or not np.issubdtype(found.dtype, np.integer if dtype is np.int32 else np.number):
-        raise ValueError(f"{name} must be {'an' if kind == 'integer' else 'a'} {kind}, got {shown(value)}")
+    if found.dtype == bool or not np.issubdtype(
+        found.dtype, np.integer if dtype is np.int32 else np.number
+    ):
+        raise ValueError(
+            f"{name} must be {'an' if kind == 'integer' else 'a'} {kind}, got {shown(value)}"
+        )
     if found.ndim > 1:
-        raise ValueError(f"{name} must be one {kind} or one per row, got shape {list(found.shape)}")
+        raise ValueError(
+            f"{name} must be one {kind} or one per row, got shape {list(found.shape)}"
+        )
     if not np.all(allowed(found)):
         raise ValueError(f"{name} must be {wanted.format(cut(str(value)))}")
     if dtype is np.int32 and np.iinfo(found.dtype).max > MOST:
@@ -332,5 +394,7 @@ def _column(name: str, value: ArrayLike | None, rows: int) -> Array:
 
 def _for_rows(name: str, value: Any, rows: int) -> Any:
     if value.shape not in ((), (rows,)):
-        raise ValueError(f"{name} must be one number or {rows}, one for each row, got shape {list(value.shape)}")
+        raise ValueError(
+            f"{name} must be one number or {rows}, one for each row, got shape {list(value.shape)}"
+        )
     return value

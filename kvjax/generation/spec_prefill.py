@@ -33,7 +33,12 @@ from jax.tree_util import register_dataclass
 from kvjax.cache.cache import Cache, init
 from kvjax.generation.drafts import check_vocabularies
 from kvjax.generation.prefilling import check_takes_gaps, prefill, windows_of
-from kvjax.generation.prompt_inputs import check_fit, check_model, max_positions, vocabulary_size
+from kvjax.generation.prompt_inputs import (
+    check_fit,
+    check_model,
+    max_positions,
+    vocabulary_size,
+)
 from kvjax.memory import on_host
 from kvjax.numerics.partial import PartialAttention, softmax_weights
 from kvjax.policies import Full, FullState, Info, Policy, Step
@@ -42,7 +47,10 @@ from kvjax.sharding.placement import call_model
 from kvjax.spec import CacheSpec, keep_int
 from kvjax.validation import check_share
 
-POOL, CHUNK = 13, 32  # tokens whose weights are averaged, and that are read or left out together
+POOL, CHUNK = (
+    13,
+    32,
+)  # tokens whose weights are averaged, and that are read or left out together
 FIRST, LAST = 1, 16  # chunks that are always read
 
 
@@ -88,8 +96,13 @@ class SpecPrefill:
         i32[B]; both are right-padded."""
         chosen = [np.arange(length, dtype=np.int32) for length in lengths]
         if any(self.kept(int(length)) < length for length in lengths):
-            scores = np.asarray(importance(self.draft, prompt, lengths, look_ahead=self.look_ahead))
-            chosen = [best_chunks(row[:length], self.keep) for row, length in zip(scores, lengths, strict=True)]
+            scores = np.asarray(
+                importance(self.draft, prompt, lengths, look_ahead=self.look_ahead)
+            )
+            chosen = [
+                best_chunks(row[:length], self.keep)
+                for row, length in zip(scores, lengths, strict=True)
+            ]
         counts = np.array([len(row) for row in chosen], np.int32)
         positions = np.zeros((len(chosen), int(counts.max())), np.int32)
         for row, own in zip(positions, chosen, strict=True):
@@ -111,9 +124,20 @@ class SpecPrefill:
         self.check(model, cache)
         positions, counts = self.choose(prompt, lengths)
         if np.array_equal(counts, lengths):
-            return prefill(model, cache, prompt, lengths, chunk=chunk, progress=progress, final=final)
+            return prefill(
+                model, cache, prompt, lengths, chunk=chunk, progress=progress, final=final
+            )
         tokens = np.take_along_axis(prompt, positions, axis=1)
-        return prefill(model, cache, tokens, counts, chunk=chunk, progress=progress, final=final, positions=positions)
+        return prefill(
+            model,
+            cache,
+            tokens,
+            counts,
+            chunk=chunk,
+            progress=progress,
+            final=final,
+            positions=positions,
+        )
 
 
 def kept(tokens: int, keep: float) -> int:
@@ -143,7 +167,9 @@ def best_chunks(scores: np.ndarray, keep: float) -> np.ndarray:
     return np.flatnonzero(np.repeat(read, CHUNK)[:M]).astype(np.int32)
 
 
-def importance(draft: Any, prompt: np.ndarray, lengths: np.ndarray, *, look_ahead: int = 8) -> Array:
+def importance(
+    draft: Any, prompt: np.ndarray, lengths: np.ndarray, *, look_ahead: int = 8
+) -> Array:
     """f32[B, T]: the attention of a draft's next `look_ahead` steps to the tokens of a right-padded prompt i32[B, T].
 
     The weights of a step's query over the prompt are averaged over 13 tokens; then the largest over all layers and
@@ -153,7 +179,14 @@ def importance(draft: Any, prompt: np.ndarray, lengths: np.ndarray, *, look_ahea
       ValueError: a prompt that does not fit in the draft's positions; a draft whose layers all have windows.
     """
     B, T = prompt.shape
-    check_fit(0, int(np.max(lengths)), look_ahead, None, max_positions(draft), where="the draft model: ")
+    check_fit(
+        0,
+        int(np.max(lengths)),
+        look_ahead,
+        None,
+        max_positions(draft),
+        where="the draft model: ",
+    )
     spec = draft.spec(batch=B, capacity=T + look_ahead)
     cache = init(_Watched(look_ahead), spec, layers=draft.config.layers)
     logits, cache = prefill(draft, cache, prompt, lengths, final=lengths + look_ahead)
@@ -167,7 +200,9 @@ def importance(draft: Any, prompt: np.ndarray, lengths: np.ndarray, *, look_ahea
 
 
 @partial(jax.jit, static_argnames="steps", donate_argnames="cache")
-def _look_ahead(draft: Any, cache: Cache, logits: Array, *, steps: int) -> tuple[Array | None, Cache]:
+def _look_ahead(
+    draft: Any, cache: Cache, logits: Array, *, steps: int
+) -> tuple[Array | None, Cache]:
     """The scores of `importance`, and the cache, which is returned so that it can change in place."""
 
     def step(carry: tuple[Array, Cache], _: None) -> tuple[tuple[Array, Cache], None]:
@@ -177,7 +212,11 @@ def _look_ahead(draft: Any, cache: Cache, logits: Array, *, steps: int) -> tuple
 
     (_, cache), _ = lax.scan(step, (logits, cache), length=steps)
     windows = windows_of(draft) or (None,) * len(cache.layers)
-    seen = [layer.state.votes for layer, window in zip(cache.layers, windows, strict=True) if window is None]
+    seen = [
+        layer.state.votes
+        for layer, window in zip(cache.layers, windows, strict=True)
+        if window is None
+    ]
     return jnp.mean(jnp.max(jnp.stack(seen), axis=0), axis=1) if seen else None, cache
 
 
@@ -201,17 +240,26 @@ class _Watched(Policy):
         return _WatchedState(Full().init(spec), jnp.zeros(spec.batch, jnp.int32), votes)
 
     def prefill(self, st: _WatchedState, k: Array, v: Array, lengths: Array) -> _WatchedState:
-        return dataclasses.replace(st, full=Full().prefill(st.full, k, v, lengths), prompt=st.prompt + lengths)
+        return dataclasses.replace(
+            st, full=Full().prefill(st.full, k, v, lengths), prompt=st.prompt + lengths
+        )
 
     def update(self, st: _WatchedState, k: Array, v: Array, active: Array) -> _WatchedState:
         return dataclasses.replace(st, full=Full().update(st.full, k, v, active))
 
-    def attend(self, st: _WatchedState, q: Array, step: Step) -> tuple[Array, _WatchedState, Info]:
+    def attend(
+        self, st: _WatchedState, q: Array, step: Step
+    ) -> tuple[Array, _WatchedState, Info]:
         out, full, info = Full().attend(st.full, q, step)
         prompt = jnp.arange(st.votes.shape[2], dtype=jnp.int32)[None] < st.prompt[:, None]
         weights = softmax_weights(q, full.tokens.k, prompt[:, None, None], scale=step.scale)
         around, side = (1, 1, 1, POOL), POOL // 2
-        pooled = lax.reduce_window(weights, 0.0, lax.add, around, (1,) * 4, ((0, 0),) * 3 + ((side, side),)) / POOL
+        pooled = (
+            lax.reduce_window(
+                weights, 0.0, lax.add, around, (1,) * 4, ((0, 0),) * 3 + ((side, side),)
+            )
+            / POOL
+        )
         now = (jnp.arange(self.steps)[None] == (st.length - st.prompt - 1)[:, None])[..., None]
         votes = jnp.where(now, jnp.max(pooled, axis=(1, 2))[:, None], st.votes)
         return out, _WatchedState(full, st.prompt, votes), info

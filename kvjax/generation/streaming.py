@@ -49,7 +49,13 @@ from kvjax.generation.loops import (
 )
 from kvjax.generation.places import zeros_like
 from kvjax.generation.prefilling import Model as Model
-from kvjax.generation.prefilling import by_layer, on_auto_axes, prompt_programs, to_caller, warm_prefill
+from kvjax.generation.prefilling import (
+    by_layer,
+    on_auto_axes,
+    prompt_programs,
+    to_caller,
+    warm_prefill,
+)
 from kvjax.generation.prefilling import chunk_size as chunk_size
 from kvjax.generation.prefilling import prefill as prefill
 from kvjax.generation.processors import History, Processors, Rules, check_processors
@@ -77,7 +83,9 @@ class Generation:
     lengths: np.ndarray  # i32[B] new tokens of each row, a stop token included
     cache: Cache  # holds the prompt and all new tokens
     logits: Array  # f32[B, V] logits of the token that follows each row's last one
-    attended: np.ndarray | None = None  # f32[L] mean tokens attended per step and kv head; None if not measured
+    attended: np.ndarray | None = (
+        None  # f32[L] mean tokens attended per step and kv head; None if not measured
+    )
     speculation: Speculation | None = None  # acceptance of drafts; None without a draft
     compile_seconds: float = 0.0  # that this call compiled, or read programs from disk; the rest of its time was work
 
@@ -88,13 +96,17 @@ class Generation:
 
 
 @partial(jax.jit, donate_argnames="cache")
-def decode_step(model: Model, cache: Cache, token: Array, active: Array | None = None) -> tuple[Array, Cache]:
+def decode_step(
+    model: Model, cache: Cache, token: Array, active: Array | None = None
+) -> tuple[Array, Cache]:
     """Feeds one token per row, i32[B], and returns the logits f32[B, V] of the next token and the cache.
 
     Rows where `active` bool[B] is false store nothing; their logits are meaningless. The cache is donated.
     """
     if jnp.ndim(token) != 1:
-        raise ValueError(f"token must be [B={cache.spec.batch}], one for each row, got {list(token.shape)}")
+        raise ValueError(
+            f"token must be [B={cache.spec.batch}], one for each row, got {list(token.shape)}"
+        )
     return model(token[:, None], cache, active=active, last_logits=True)
 
 
@@ -139,10 +151,23 @@ def generate(
       ValueError: a request that cannot be served, before any work is done: see
         `kvjax.generation.prompt_inputs.check_request`.
     """
-    settings: dict[str, Any] = {"sampling": sampling, "processors": processors, "key": key, "stop_tokens": stop_tokens}
-    settings |= {"chunk": chunk, "measure": measure, "draft": draft, "spec_prefill": spec_prefill}
+    settings: dict[str, Any] = {
+        "sampling": sampling,
+        "processors": processors,
+        "key": key,
+        "stop_tokens": stop_tokens,
+    }
+    settings |= {
+        "chunk": chunk,
+        "measure": measure,
+        "draft": draft,
+        "spec_prefill": spec_prefill,
+    }
     settings |= {"sparse_prompt": sparse_prompt}
-    return _decode_all(stream(model, cache, prompt, lengths, max_new_tokens=max_new_tokens, **settings), max_new_tokens)
+    return _decode_all(
+        stream(model, cache, prompt, lengths, max_new_tokens=max_new_tokens, **settings),
+        max_new_tokens,
+    )
 
 
 @on_auto_axes
@@ -166,26 +191,41 @@ def decode(
     check_model_cache(model, cache, _keywords(measure, None))
     B = cache.spec.batch
     if logits.ndim != 2 or logits.shape[0] != B:
-        raise ValueError(f"logits must be [B={B}, V] for this cache, got shape {list(logits.shape)}")
+        raise ValueError(
+            f"logits must be [B={B}, V] for this cache, got shape {list(logits.shape)}"
+        )
     rows = np.ones((B,), bool) if active is None else np.asarray(active)
     if rows.shape != (B,) or rows.dtype != bool:
         raise ValueError(f"active must be bool[B={B}], got {rows.dtype}{list(rows.shape)}")
     max_new_tokens = require_int("max_new_tokens", max_new_tokens, at_least=1)
     stop = check_request(
-        model, cache, None, np.where(rows, 0, -1), max_new_tokens=max_new_tokens, stop_tokens=stop_tokens
+        model,
+        cache,
+        None,
+        np.where(rows, 0, -1),
+        max_new_tokens=max_new_tokens,
+        stop_tokens=stop_tokens,
     )
     draws = Draws.of(sampling, key, B)
     processed = _start(processors, cache, logits)
     settings: dict[str, Any] = {"active": rows, "measure": measure, "processed": processed}
-    return _decode_all(Stream(model, cache, logits, max_new_tokens, draws, stop, **settings), max_new_tokens)
+    return _decode_all(
+        Stream(model, cache, logits, max_new_tokens, draws, stop, **settings), max_new_tokens
+    )
 
 
 def _reader(
-    model: Model, cache: Cache, lengths: np.ndarray, spec_prefill: SpecPrefill | None, sparse_prompt: float | None
+    model: Model,
+    cache: Cache,
+    lengths: np.ndarray,
+    spec_prefill: SpecPrefill | None,
+    sparse_prompt: float | None,
 ) -> tuple[Callable[..., Any], np.ndarray]:
     """The function that reads prompts of `lengths` i32[B], and how many of their tokens it stores."""
     if spec_prefill is not None and sparse_prompt is not None:
-        raise ValueError("spec_prefill and sparse_prompt each say which part of a prompt counts; give one of them")
+        raise ValueError(
+            "spec_prefill and sparse_prompt each say which part of a prompt counts; give one of them"
+        )
     if spec_prefill is None:
         return partial(prefill, sparse_prompt=sparse_prompt), lengths
     if not isinstance(spec_prefill, SpecPrefill):
@@ -194,7 +234,9 @@ def _reader(
             "kvjax.generation.SpecPrefill(small.model, keep=0.2)"
         )
     spec_prefill.check(model, cache)
-    return spec_prefill.prefill, np.array([spec_prefill.kept(int(n)) for n in lengths], np.int32)
+    return spec_prefill.prefill, np.array(
+        [spec_prefill.kept(int(n)) for n in lengths], np.int32
+    )
 
 
 def _keywords(measure: bool, draft: Draft | None) -> list[str]:
@@ -208,7 +250,15 @@ def _decode_all(run: Stream, max_new_tokens: int) -> Generation:
     tokens[:, : found.shape[1]] = found
     raise_on_overflow(run.cache)
     lengths = np.array([len(row) for row in run.rows], np.int32)
-    return Generation(tokens, lengths, run.cache, run.logits, run.attended, run.speculation, run.compile_seconds)
+    return Generation(
+        tokens,
+        lengths,
+        run.cache,
+        run.logits,
+        run.attended,
+        run.speculation,
+        run.compile_seconds,
+    )
 
 
 @on_auto_axes
@@ -253,7 +303,13 @@ def stream(
     max_new_tokens = require_int("max_new_tokens", max_new_tokens, at_least=1)
     read, kept = _reader(model, cache, lengths, spec_prefill, sparse_prompt)
     stop = check_request(
-        model, cache, tokens, lengths, max_new_tokens=max_new_tokens, stop_tokens=stop_tokens, kept=kept
+        model,
+        cache,
+        tokens,
+        lengths,
+        max_new_tokens=max_new_tokens,
+        stop_tokens=stop_tokens,
+        kept=kept,
     )
     draws = Draws.of(sampling, key, cache.spec.batch)
     check_processors(processors)
@@ -264,7 +320,9 @@ def stream(
         drafter = draft.start(model, cache, tokens, lengths, max_new_tokens)
     final = on_host(cache.position) + lengths + max_new_tokens
     with compile_clock() as clock:
-        logits, cache = read(model, cache, tokens, lengths, chunk=chunk, progress=progress, final=final)
+        logits, cache = read(
+            model, cache, tokens, lengths, chunk=chunk, progress=progress, final=final
+        )
     return Stream(
         model,
         cache,
@@ -345,7 +403,9 @@ class Stream(Iterator[Any]):
         self.cache, self._logits = commit_together((cache, to_context(logits)))
         self._attended, self._counted = np.zeros(len(cache.layers), np.float32), 0.0
         self.rows, self.compile_seconds = [[] for _ in range(batch)], compile_seconds
-        follows = any(layer.policy.follows for layer in cache.layers)  # and would need what another layer selected
+        follows = any(
+            layer.policy.follows for layer in cache.layers
+        )  # and would need what another layer selected
         short = short and drafter is None and not follows and by_layer(model, cache)
         self._model: Any = ByLayer(FlatLayers.of(model)) if short else Flat.of(model)
         self._processed = processed
@@ -408,14 +468,20 @@ class Stream(Iterator[Any]):
             drafting = self._drafter.with_state(None), self._drafter.state
             loop, arguments = draft_loop, (*arguments[:-1], *drafting, *arguments[-1:])
         if not self._unread:
-            with interrupts_wait(), compile_clock() as clock:  # or the donated cache would be gone, and no other here
+            with (
+                interrupts_wait(),
+                compile_clock() as clock,
+            ):  # or the donated cache would be gone, and no other here
                 self._unread.append(loop(*arguments, **how))
             self.compile_seconds += clock.seconds
         done, bad = self._unread[0]
         self.cache, self._logits = done.cache, done.logits
         drafted = self._drafter is not None
         count, numbers = (done.emitted, done.numbers) if drafted else (done.step, self._numbers)
-        found = jax.tree.map(on_host, (done.tokens, count, done.active, bad, done.attended, done.counted, numbers))
+        found = jax.tree.map(
+            on_host,
+            (done.tokens, count, done.active, bad, done.attended, done.counted, numbers),
+        )
         with interrupts_wait():  # what is read is noted as a whole
             self._unread.clear()
             tokens, count, self._active, (before, after), attended, counted, numbers = found
@@ -442,7 +508,9 @@ class Stream(Iterator[Any]):
         """Adds the mean number of tokens f32[L] that `steps` steps of rows attended to, by layer."""
         self._counted += steps
         if self._measure and steps:
-            self._attended = self._attended + (attended - self._attended) * np.float32(steps / self._counted)
+            self._attended = self._attended + (attended - self._attended) * np.float32(
+                steps / self._counted
+            )
 
     def __next__(self) -> Any:
         while True:
@@ -487,12 +555,24 @@ def warm_up(
     B = cache.spec.batch
     one, drafter = np.ones((B,), np.int32), None
     if draft is not None:
-        drafter = draft.start(model, cache, np.zeros((B, prompt_tokens), np.int32), one, max_new_tokens)
+        drafter = draft.start(
+            model, cache, np.zeros((B, prompt_tokens), np.int32), one, max_new_tokens
+        )
     logits, cache = warm_prefill(model, cache, prompt_tokens, chunk=chunk)
     report(1, 2, "for decode steps")
     draws, stop = Draws.of(sampling, jax.random.key(0), B), stop_array(stop_tokens)
     processed = _start(processors, cache, logits)
-    run = Stream(model, cache, logits, 1, draws, stop, measure=measure, drafter=drafter, processed=processed)
+    run = Stream(
+        model,
+        cache,
+        logits,
+        1,
+        draws,
+        stop,
+        measure=measure,
+        drafter=drafter,
+        processed=processed,
+    )
     run.advance(1)
     jax.block_until_ready(run.logits)
 
@@ -504,7 +584,10 @@ def stand_in(empty: Callable[[], Cache]) -> Cache | None:
     """
     made = jax.make_jaxpr(empty, return_shape=True)()
     kinds: list[Any] = [aval for aval in made[0].out_avals]
-    if any(aval.memory_space == jax.memory.Space.Host or not isinstance(aval.dtype, np.dtype) for aval in kinds):
+    if any(
+        aval.memory_space == jax.memory.Space.Host or not isinstance(aval.dtype, np.dtype)
+        for aval in kinds
+    ):
         return None
     return jax.tree.map(zeros_like, made[1])
 
@@ -538,6 +621,16 @@ def compile_ahead(
         logits: Any = jax.device_put(np.zeros((rows, V), np.float32))
         draws = Draws.of(sampling, jax.random.key(0), rows)
         processed, stop = _start(processors, cache, logits), stop_array(stop_tokens)
-        run = Stream(model, cache, logits, 1, draws, stop, measure=measure, processed=processed, short=short)
+        run = Stream(
+            model,
+            cache,
+            logits,
+            1,
+            draws,
+            stop,
+            measure=measure,
+            processed=processed,
+            short=short,
+        )
         programs += run.programs()
     return [program.compile for program in programs]

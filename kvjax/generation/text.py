@@ -22,7 +22,9 @@ class Detokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self._settings: dict[str, Any] = {"skip_special_tokens": True}
         if hasattr(tokenizer, "clean_up_tokenization_spaces"):
-            self._settings["clean_up_tokenization_spaces"] = False  # it changes text already returned
+            self._settings["clean_up_tokenization_spaces"] = (
+                False  # it changes text already returned
+            )
         self._tokenizer = tokenizer
         self._ids: list[int] = []
         self._before = 0  # ids [before, given) made the last piece
@@ -35,7 +37,9 @@ class Detokenizer:
             self._ids.append(i)
             text = self._rest()
             if text.endswith(UNFINISHED):
-                broken = len(self._ids) - self._given >= LONGEST  # the first of them begins no character
+                broken = (
+                    len(self._ids) - self._given >= LONGEST
+                )  # the first of them begins no character
                 text = self._decode(self._ids[self._given : self._given + 1]) if broken else ""
                 self._give(1 if broken else 0)
             elif text:

@@ -35,7 +35,8 @@ class Block:
 
 def empty_block(spec: CacheSpec, slots: int) -> Block:
     k, v = (
-        jnp.zeros((spec.batch, spec.kv_heads, slots, size), spec.dtype) for size in (spec.head_dim, spec.value_size)
+        jnp.zeros((spec.batch, spec.kv_heads, slots, size), spec.dtype)
+        for size in (spec.head_dim, spec.value_size)
     )
     return Block(k, v, jnp.zeros(spec.batch, jnp.int32))
 
@@ -56,7 +57,9 @@ def write(buffer: Array, new: Array, start: Array, count: Array) -> Array:
     return _write_alike((buffer,), (new,), start, count)[0]
 
 
-def _write_alike(buffers: Sequence[Array], news: Sequence[Array], start: Array, count: Array) -> list[Array]:
+def _write_alike(
+    buffers: Sequence[Array], news: Sequence[Array], start: Array, count: Array
+) -> list[Array]:
     """`write` of each, in the same slots."""
     (B, _, T, *_), S = news[0].shape, buffers[0].shape[2]
     count, alone = jnp.minimum(count, T), B == T == 1
@@ -73,7 +76,9 @@ def _write_alike(buffers: Sequence[Array], news: Sequence[Array], start: Array, 
         # `buffer.at[row, :, slot].set` would trace three times as many operations, to count from the end.
         new = jnp.moveaxis(new, 2, 1).astype(buffer.dtype)  # [B, T, K, ...]
         windows = tuple(range(2, new.ndim))
-        dims = lax.ScatterDimensionNumbers(windows, inserted_window_dims=(0, 2), scatter_dims_to_operand_dims=(0, 2))
+        dims = lax.ScatterDimensionNumbers(
+            windows, inserted_window_dims=(0, 2), scatter_dims_to_operand_dims=(0, 2)
+        )
         written.append(lax.scatter(buffer, at, new, dims, mode=drop))
     return written
 

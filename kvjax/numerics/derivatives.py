@@ -14,7 +14,9 @@ from jax import Array
 from jax.custom_derivatives import SymbolicZero
 
 
-def with_derivative(run: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
+def with_derivative(
+    run: Callable[..., Any], reference: Callable[..., Any]
+) -> Callable[..., Any]:
     """`run`, which has no derivative (a kernel, or a loop whose bounds are data), with that of the reference.
 
     The reference is differentiated only by the arrays for which a derivative is requested, and only results that depend
@@ -25,11 +27,19 @@ def with_derivative(run: Callable[..., Any], reference: Callable[..., Any]) -> C
 
     def rule(primals: Any, tangents: Any) -> Any:
         leaves, tree = jax.tree.flatten(primals)
-        along = {i: t for i, t in enumerate(jax.tree.leaves(tangents)) if not isinstance(t, SymbolicZero)}
+        along = {
+            i: t
+            for i, t in enumerate(jax.tree.leaves(tangents))
+            if not isinstance(t, SymbolicZero)
+        }
         varies: list[bool] = []  # by array of the result; empty if none does
 
         def of_varied(varied: dict[int, Array]) -> Any:
-            out = reference(*jax.tree.unflatten(tree, [varied.get(i, leaf) for i, leaf in enumerate(leaves)]))
+            out = reference(
+                *jax.tree.unflatten(
+                    tree, [varied.get(i, leaf) for i, leaf in enumerate(leaves)]
+                )
+            )
             flat, kind = jax.tree.flatten(out)
             return jax.tree.unflatten(kind, _noting_which_vary(varies)(*flat))
 
@@ -37,7 +47,9 @@ def with_derivative(run: Callable[..., Any], reference: Callable[..., Any]) -> C
         own = jax.tree.leaves(jax.jvp(of_varied, ({i: leaves[i] for i in along},), (along,))[1])
         flat, kind = jax.tree.flatten(out)
         nothing = [SymbolicZero(jax.typeof(a).to_tangent_aval()) for a in flat]
-        own = [own[i] if i < len(varies) and varies[i] else none for i, none in enumerate(nothing)]
+        own = [
+            own[i] if i < len(varies) and varies[i] else none for i, none in enumerate(nothing)
+        ]
         return out, jax.tree.unflatten(kind, own)
 
     f.defjvp(rule, symbolic_zeros=True)

@@ -36,7 +36,10 @@ class CappedScale(float):
         return found
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, CappedScale) and (float(self), self.cap) == (float(other), other.cap)
+        return isinstance(other, CappedScale) and (float(self), self.cap) == (
+            float(other),
+            other.cap,
+        )
 
     def __hash__(self) -> int:
         return hash((float(self), self.cap))
@@ -61,8 +64,12 @@ class PartialAttention(NamedTuple):
     Q is G in decoding and G*T in prefill.
     """
 
-    out: Float[Array, "B K Q D"]  # mean of values weighted by softmax; 0 where the part is empty
-    lse: Float[Array, "B K Q"]  # natural log of the sum of exp(scale * q.k); -inf where the part is empty
+    out: Float[
+        Array, "B K Q D"
+    ]  # mean of values weighted by softmax; 0 where the part is empty
+    lse: Float[
+        Array, "B K Q"
+    ]  # natural log of the sum of exp(scale * q.k); -inf where the part is empty
 
 
 class Span(NamedTuple):
@@ -92,7 +99,9 @@ class Span(NamedTuple):
 
 def empty_part(shape: tuple[int, ...]) -> PartialAttention:
     """The identity of `merge`. `shape` is that of `out`."""
-    return PartialAttention(jnp.zeros(shape, jnp.float32), jnp.full(shape[:-1], -jnp.inf, jnp.float32))
+    return PartialAttention(
+        jnp.zeros(shape, jnp.float32), jnp.full(shape[:-1], -jnp.inf, jnp.float32)
+    )
 
 
 def attend_part(
@@ -113,7 +122,11 @@ def attend_part(
     logits = attention_logits(q, k, scale)
     weights, total, lse = exp_weights(logits if bias is None else logits + bias, mask)
     mixed = jnp.einsum(
-        "bkqs,bksd->bkqd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32, precision="highest"
+        "bkqs,bksd->bkqd",
+        weights.astype(v.dtype),
+        v,
+        preferred_element_type=jnp.float32,
+        precision="highest",
     )
     return PartialAttention(mixed / total[..., None], lse)
 
@@ -133,16 +146,22 @@ def softmax_weights(
     """
     logits = attention_logits(q, k, scale)
     if lse is not None:
-        return jnp.where(mask, jnp.exp(logits - jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None]), 0.0)
+        return jnp.where(
+            mask, jnp.exp(logits - jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None]), 0.0
+        )
     logits = jnp.where(mask, logits, -jnp.inf)
     empty = ~jnp.any(mask, axis=-1, keepdims=True)
     return jnp.where(empty, 0.0, jax.nn.softmax(jnp.where(empty, 0.0, logits), axis=-1))
 
 
-def attention_logits(q: Float[Array, "B K Q D"], k: Float[Array, "B K S D"], scale: float) -> Float[Array, "B K Q S"]:
+def attention_logits(
+    q: Float[Array, "B K Q D"], k: Float[Array, "B K S D"], scale: float
+) -> Float[Array, "B K Q S"]:
     """f32[B, K, Q, S]: scale * q.k of q [B, K, Q, D] with k [B, K, S, D]; the product reads both in the dtype of k."""
     q = q.astype(k.dtype)
-    products = jnp.einsum("bkqd,bksd->bkqs", q, k, preferred_element_type=jnp.float32, precision="highest")
+    products = jnp.einsum(
+        "bkqd,bksd->bkqs", q, k, preferred_element_type=jnp.float32, precision="highest"
+    )
     return scaled(products, scale)
 
 
@@ -187,13 +206,17 @@ def attend_causal(
             mask &= slot > at - window
         qb = q[:, :, :, first : first + size].reshape(B, K, G * size, D)
         p = attend_part(qb, kb, vb, jnp.tile(mask, (G, 1))[None, None], scale=scale)
-        parts.append(PartialAttention(p.out.reshape(B, K, G, size, -1), p.lse.reshape(B, K, G, size)))
+        parts.append(
+            PartialAttention(p.out.reshape(B, K, G, size, -1), p.lse.reshape(B, K, G, size))
+        )
     out = jnp.concatenate([p.out for p in parts], axis=3)
     lse = jnp.concatenate([p.lse for p in parts], axis=3)
     return PartialAttention(out.reshape(B, K, G * T, -1), lse.reshape(B, K, G * T))
 
 
-def keep_valid(values: Shaped[Array, "*rows D"], valid: Bool[Array, "*#rows"]) -> Shaped[Array, "*rows D"]:
+def keep_valid(
+    values: Shaped[Array, "*rows D"], valid: Bool[Array, "*#rows"]
+) -> Shaped[Array, "*rows D"]:
     """values [..., S, D] with 0 where `valid` [..., S] is false, so that no NaN of an unused slot spreads."""
     return jnp.where(valid[..., None], values, jnp.zeros((), values.dtype))
 
@@ -215,7 +238,9 @@ def merge(*parts: PartialAttention) -> PartialAttention:
         total = wa + wb
         floor = jnp.finfo(jnp.float32).tiny
         share = (wb / jnp.maximum(total, floor))[..., None]
-        out = jnp.where(share == 0, a.out, jnp.where(share == 1, b.out, a.out + share * (b.out - a.out)))
+        out = jnp.where(
+            share == 0, a.out, jnp.where(share == 1, b.out, a.out + share * (b.out - a.out))
+        )
         a = PartialAttention(out, jnp.log(total) + shift)
     return a
 
@@ -228,7 +253,9 @@ def merge_sinks(part: PartialAttention, sinks: Float[Array, "K G"] | None) -> Pa
     if sinks is None:
         return part
     lse = jnp.tile(sinks.astype(jnp.float32), (1, part.lse.shape[2] // sinks.shape[-1]))
-    return merge(part, PartialAttention(jnp.zeros_like(part.out), jnp.broadcast_to(lse, part.lse.shape)))
+    return merge(
+        part, PartialAttention(jnp.zeros_like(part.out), jnp.broadcast_to(lse, part.lse.shape))
+    )
 
 
 def merge_blocks(
@@ -247,7 +274,10 @@ def merge_blocks(
     def run(*operands: Any) -> PartialAttention:
         first, stop = bounds(*operands)
         return lax.fori_loop(
-            first, stop, lambda i, done: merge(done, one(i, *operands)), vary_with(empty_part(shape), operands)
+            first,
+            stop,
+            lambda i, done: merge(done, one(i, *operands)),
+            vary_with(empty_part(shape), operands),
         )
 
     def differentiable(*operands: Any) -> PartialAttention:
@@ -255,7 +285,9 @@ def merge_blocks(
         def step(done: PartialAttention, i: Array) -> tuple[PartialAttention, None]:
             return merge(done, jax.checkpoint(one)(i, *operands)), None
 
-        return lax.scan(step, vary_with(empty_part(shape), operands), jnp.arange(blocks, dtype=jnp.int32))[0]
+        return lax.scan(
+            step, vary_with(empty_part(shape), operands), jnp.arange(blocks, dtype=jnp.int32)
+        )[0]
 
     return with_derivative(run, differentiable)(*operands)
 

@@ -25,7 +25,9 @@ from jax.typing import DTypeLike
 
 from kvjax.numerics.types import Float, UInt8
 
-C = TypeVar("C", bound=tuple[Array, ...])  # codes of tokens: arrays [B, K, S or groups, ...], the first by token
+C = TypeVar(
+    "C", bound=tuple[Array, ...]
+)  # codes of tokens: arrays [B, K, S or groups, ...], the first by token
 
 
 def pack_bits(bits: Array) -> Array:
@@ -44,7 +46,11 @@ def unpack_bits(packed: Array) -> Array:
     """u8[..., D/8] as bool[..., D], the inverse of `pack_bits`; or u32[..., D/32], little-endian words of it."""
     *lead, words, width = *packed.shape, 8 * packed.dtype.itemsize
     places = lax.broadcasted_iota(packed.dtype, (*lead, words, width), packed.ndim)
-    return ((packed[..., None] >> places) & packed.dtype.type(1)).astype(bool).reshape(*lead, words * width)
+    return (
+        ((packed[..., None] >> places) & packed.dtype.type(1))
+        .astype(bool)
+        .reshape(*lead, words * width)
+    )
 
 
 def pack_codes(codes: Array, bits: int) -> Array:
@@ -60,7 +66,9 @@ def pack_codes(codes: Array, bits: int) -> Array:
     if bits == 8:
         return codes
     if bits == 3:
-        return jnp.concatenate([pack_codes(codes & jnp.uint8(3), 2), pack_bits(codes >> jnp.uint8(2) > 0)], axis=-1)
+        return jnp.concatenate(
+            [pack_codes(codes & jnp.uint8(3), 2), pack_bits(codes >> jnp.uint8(2) > 0)], axis=-1
+        )
     split = codes.reshape(*codes.shape[:-1], codes.shape[-1] * bits // 8, 8 // bits)
     return jnp.sum(split << _places(split.ndim, bits), axis=-1, dtype=jnp.uint8)
 
@@ -72,7 +80,9 @@ def unpack_codes(packed: Array, channels: int) -> Array:
         return packed
     if bits == 3:
         low, high = packed[..., : channels // 4], packed[..., channels // 4 :]
-        return unpack_codes(low, channels) | (unpack_bits(high).astype(jnp.uint8) << jnp.uint8(2))
+        return unpack_codes(low, channels) | (
+            unpack_bits(high).astype(jnp.uint8) << jnp.uint8(2)
+        )
     split = (packed[..., None] >> _places(packed.ndim + 1, bits)) & jnp.uint8(2**bits - 1)
     return split.reshape(*packed.shape[:-1], channels)
 
@@ -90,19 +100,27 @@ def _places(ndim: int, bits: int = 1) -> Array:
 class OneBit(NamedTuple):
     """1-bit codes of keys: S tokens in groups of g, D channels."""
 
-    bits: UInt8[Array, "*rows S D/8"]  # bit j of byte i is 1 where channel 8i + j of the token is >= its zero
-    scale: Float[Array, "*rows S/g D"]  # half the range of the group; 0 for a constant group, which decodes to itself
+    bits: UInt8[
+        Array, "*rows S D/8"
+    ]  # bit j of byte i is 1 where channel 8i + j of the token is >= its zero
+    scale: Float[
+        Array, "*rows S/g D"
+    ]  # half the range of the group; 0 for a constant group, which decodes to itself
     zero: Float[Array, "*rows S/g D"]  # middle of the group
 
 
-def quantize_1bit(x: Float[Array, "*rows S D"], group: int, dtype: DTypeLike = jnp.bfloat16) -> OneBit:
+def quantize_1bit(
+    x: Float[Array, "*rows S D"], group: int, dtype: DTypeLike = jnp.bfloat16
+) -> OneBit:
     """1-bit codes of x [..., S, D], S a multiple of `group`; scale and zero are stored in `dtype`.
 
     Codes are computed with the exact midpoint, before it is rounded to `dtype`.
     """
     *lead, S, D = x.shape
     if S % group:
-        raise ValueError(f"quantize_1bit got S={S} tokens, which must be a multiple of group={group}")
+        raise ValueError(
+            f"quantize_1bit got S={S} tokens, which must be a multiple of group={group}"
+        )
     grouped = x.astype(jnp.float32).reshape(*lead, S // group, group, D)
     high, low = jnp.max(grouped, axis=-2), jnp.min(grouped, axis=-2)
     zero = (high + low) / 2
@@ -130,7 +148,9 @@ class QuantArray(NamedTuple):
     scales: Array  # u32[..., S / gs, D / gd] bfloat16 scale in the low half, bfloat16 zero in the high half
 
 
-def quantize(x: Float[Array, "*rows S D"], bits: int, *, tokens: int = 1, channels: int = 1) -> QuantArray:
+def quantize(
+    x: Float[Array, "*rows S D"], bits: int, *, tokens: int = 1, channels: int = 1
+) -> QuantArray:
     """Codes of x [..., S, D] in groups of `tokens` by `channels`: round((x - min) / scale), half to even.
 
     scale is (max - min) / (2**bits - 1). A constant group has scale 0 and decodes to itself, rounded to bfloat16; so
@@ -139,7 +159,9 @@ def quantize(x: Float[Array, "*rows S D"], bits: int, *, tokens: int = 1, channe
     *lead, S, D = x.shape
     for name, size, group in (("tokens", S, tokens), ("channels", D, channels)):
         if size % group:
-            raise ValueError(f"quantize got {size} {name}, which groups of {group} do not divide")
+            raise ValueError(
+                f"quantize got {size} {name}, which groups of {group} do not divide"
+            )
     grouped = x.astype(jnp.float32).reshape(*lead, S // tokens, tokens, D // channels, channels)
     low = jnp.min(grouped, axis=(-3, -1), keepdims=True)
     high = jnp.max(grouped, axis=(-3, -1), keepdims=True)
@@ -171,7 +193,10 @@ def split_scales(scales: Array) -> tuple[Array, Array]:
 def _join(scale: Array, zero: Array) -> Array:
     """u32 of scale and zero f32, each rounded to bfloat16; a scale without a normal reciprocal becomes 0."""
     scale = jnp.where(scale >= 2.0**-125, scale, 0.0)
-    low, high = (lax.bitcast_convert_type(a.astype(jnp.bfloat16), jnp.uint16).astype(jnp.uint32) for a in (scale, zero))
+    low, high = (
+        lax.bitcast_convert_type(a.astype(jnp.bfloat16), jnp.uint16).astype(jnp.uint32)
+        for a in (scale, zero)
+    )
     return low | (high << jnp.uint32(16))
 
 
@@ -179,4 +204,6 @@ def slice_tokens(code: C, first: Array | int, size: int) -> C:
     """The codes of the `size` tokens from `first` on, both multiples of a group of tokens."""
     groups = [code[0].shape[2] // a.shape[2] for a in code]
     parts = zip(code, groups, strict=True)
-    return type(code)(*(lax.dynamic_slice_in_dim(a, first // g, size // g, axis=2) for a, g in parts))
+    return type(code)(
+        *(lax.dynamic_slice_in_dim(a, first // g, size // g, axis=2) for a, g in parts)
+    )

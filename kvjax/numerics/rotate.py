@@ -33,7 +33,18 @@ from kvjax.numerics.types import Rope
 
 SUBSPACE = 8  # channels of a subspace: its signs are one byte
 RADII = 16  # values that a coded radius can have, of 4 bits
-ROTATABLE = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # head sizes; `ops.collide` counts their votes in a byte
+ROTATABLE = (
+    8,
+    16,
+    24,
+    32,
+    48,
+    64,
+    96,
+    128,
+    192,
+    256,
+)  # head sizes; `ops.collide` counts their votes in a byte
 
 
 class Directions(NamedTuple):
@@ -127,7 +138,12 @@ def hadamard(x: Array) -> Array:
         x = jnp.concatenate([low + high, low - high], axis=-2)
         half *= 2
     if odd == 12:
-        x = jnp.einsum("...ij,ki->...kj", x.reshape(*lead, 12, power), jnp.asarray(_paley_12()), precision="highest")
+        x = jnp.einsum(
+            "...ij,ki->...kj",
+            x.reshape(*lead, 12, power),
+            jnp.asarray(_paley_12()),
+            precision="highest",
+        )
     return x.reshape(*lead, D)
 
 
@@ -160,7 +176,10 @@ def encode(
         index = jnp.zeros(u.shape, jnp.uint8)
         for bound in bounds:
             index += (u > np.float32(bound)).astype(jnp.uint8)
-    planes = [((index >> jnp.uint8(bit)) & jnp.uint8(1)).astype(bool).reshape(*lead, D) for bit in range(bits - 1)]
+    planes = [
+        ((index >> jnp.uint8(bit)) & jnp.uint8(1)).astype(bool).reshape(*lead, D)
+        for bit in range(bits - 1)
+    ]
     size = _size([p.reshape(split.shape) for p in planes], subspace)
     alignment = jnp.sum(u * size, axis=-1)
     weight = radius / jnp.maximum(alignment, 1e-6) if correct else radius
@@ -168,10 +187,14 @@ def encode(
         weight = radius * alignment / jnp.sum(size * size, axis=-1)
     sizes = jnp.concatenate([pack_bits(plane) for plane in planes], axis=-1)
     if coded_radii:
-        return Directions(pack_bits(rotated >= 0), sizes, _code_radii(weight, rotated, subspace))
+        return Directions(
+            pack_bits(rotated >= 0), sizes, _code_radii(weight, rotated, subspace)
+        )
     if subspace == D:
         half = jnp.minimum(weight, np.float32(65504)).astype(jnp.float16)
-        return Directions(pack_bits(rotated >= 0), sizes, lax.bitcast_convert_type(half, jnp.uint16))
+        return Directions(
+            pack_bits(rotated >= 0), sizes, lax.bitcast_convert_type(half, jnp.uint16)
+        )
     return Directions(pack_bits(rotated >= 0), sizes, _bf16_bits(weight))
 
 
@@ -179,8 +202,13 @@ def decode(code: Directions) -> Array:
     """The rotated keys that the codes stand for: f32[..., S, D]."""
     D, N = 8 * code.signs.shape[-1], code.subspaces
     planes = [*jnp.split(code.sizes, 8 * code.sizes.shape[-1] // D, axis=-1), code.signs]
-    if D % 32 == 0:  # from three planes of bytes or more, XLA's loop on a CPU takes five times as long
-        planes = [lax.bitcast_convert_type(p.reshape(*p.shape[:-1], D // 32, 4), jnp.uint32) for p in planes]
+    if (
+        D % 32 == 0
+    ):  # from three planes of bytes or more, XLA's loop on a CPU takes five times as long
+        planes = [
+            lax.bitcast_convert_type(p.reshape(*p.shape[:-1], D // 32, 4), jnp.uint32)
+            for p in planes
+        ]
     *sizes, positive = map(unpack_bits, planes)
     size = _size(sizes, D // N)
     weight = jnp.repeat(decode_weights(code), D // N, axis=-1)
@@ -233,7 +261,9 @@ def _code_radii(weight: Array, rotated: Array, subspace: int) -> Array:
 def _decode_radii(coded: Array, subspace: int) -> Array:
     """The weights that u8[..., 2 + N/2] stand for: f32[..., N]."""
     N = 2 * (coded.shape[-1] - 2)
-    length = coded[..., :1].astype(jnp.uint16) | (coded[..., 1:2].astype(jnp.uint16) << jnp.uint16(8))
+    length = coded[..., :1].astype(jnp.uint16) | (
+        coded[..., 1:2].astype(jnp.uint16) << jnp.uint16(8)
+    )
     codes = unpack_codes(coded[..., 2:], N)
     _, centres = radius_table(subspace, N * subspace)
     share = jnp.full(codes.shape, centres[0], jnp.float32)
@@ -245,7 +275,9 @@ def _decode_radii(coded: Array, subspace: int) -> Array:
 def _size(planes: Sequence[Array], m: int) -> Array:
     """f32 sizes of an index in planes, lowest bit first: centres of `lloyd_max`; of 7 planes the index and a half."""
     if len(planes) == 7:
-        index = functools.reduce(jnp.bitwise_or, (p.astype(jnp.uint8) << jnp.uint8(i) for i, p in enumerate(planes)))
+        index = functools.reduce(
+            jnp.bitwise_or, (p.astype(jnp.uint8) << jnp.uint8(i) for i, p in enumerate(planes))
+        )
         return index.astype(jnp.float32) + 0.5
     return _centre(planes, lloyd_max(m, 2 ** len(planes))[1])
 
@@ -296,12 +328,17 @@ def radius_table(m: int, D: int) -> tuple[np.ndarray, np.ndarray]:
         raise ValueError(f"the table needs subspaces of 4 to D - 1 = {D - 1} channels, got {m}")
     r = np.linspace(0, 1, 2**14 + 1)
     density = r ** (m - 1) * (1 - r * r) ** ((D - m) / 2 - 1)
-    mass, moment = (np.concatenate([[0], np.cumsum((f[1:] + f[:-1]) / 2)]) * r[1] for f in (density, r * density))
+    mass, moment = (
+        np.concatenate([[0], np.cumsum((f[1:] + f[:-1]) / 2)]) * r[1]
+        for f in (density, r * density)
+    )
     start = np.interp((np.arange(RADII) + 0.5) / RADII, mass / mass[-1], r)
     return _settle(r, mass, moment, start)
 
 
-def _settle(t: np.ndarray, mass: np.ndarray, moment: np.ndarray, centres: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _settle(
+    t: np.ndarray, mass: np.ndarray, moment: np.ndarray, centres: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Runs Lloyd's steps from `centres` until they converge; returns bounds and centres.
 
     `mass` and `moment` are the integrals of a density, and of t times the density, from t[0] to each t.
@@ -335,7 +372,9 @@ def _paley_12() -> np.ndarray:
     conference = np.ones((6, 6))
     conference[0, 0] = 0
     conference[1:, 1:] = square[np.subtract.outer(np.arange(5), np.arange(5)) % 5]
-    return (np.kron(conference, [[1, 1], [1, -1]]) + np.kron(np.eye(6), [[1, -1], [-1, -1]])).astype(np.float32)
+    return (
+        np.kron(conference, [[1, 1], [1, -1]]) + np.kron(np.eye(6), [[1, -1], [-1, -1]])
+    ).astype(np.float32)
 
 
 def _factor(D: int) -> tuple[int, int]:

@@ -27,14 +27,24 @@ from kvjax.numerics.blocks import put_last
 from kvjax.numerics.partial import attention_logits
 from kvjax.numerics.types import Bool, Int32
 
-GroupReduce = Literal["mean_query", "mean_score", "max_score", "max_softmax", "sum_softmax", "mean_softmax", "per_head"]
+GroupReduce = Literal[
+    "mean_query",
+    "mean_score",
+    "max_score",
+    "max_softmax",
+    "sum_softmax",
+    "mean_softmax",
+    "per_head",
+]
 GROUP_REDUCES: tuple[str, ...] = get_args(GroupReduce)
 
 
 class Selection(NamedTuple):
     """The slots that a step attends to. H is 1 where a group shares them, G where each query head has its own."""
 
-    slots: Int32[Array, "B K H M"]  # store slots, unique among the valid ones; in range even where not valid
+    slots: Int32[
+        Array, "B K H M"
+    ]  # store slots, unique among the valid ones; in range even where not valid
     valid: Bool[Array, "B K H M"]
 
 
@@ -60,7 +70,11 @@ class DealtSelection(NamedTuple):
 
 def unpack(selection: Selection | PackedSelection | DealtSelection) -> Selection:
     """A selection with a mask of its valid slots."""
-    return selection if isinstance(selection, Selection) else Selection(selection.slots, selection.valid)
+    return (
+        selection
+        if isinstance(selection, Selection)
+        else Selection(selection.slots, selection.valid)
+    )
 
 
 def pack(selection: Selection) -> PackedSelection:
@@ -99,23 +113,31 @@ class Candidates:
     """
 
     span: tuple[Array | int, Array]  # start and stop of the slots of the index
-    pending: tuple[Array, Array | int, Array | int]  # recent keys [B, K, R, D], start and stop of their slots
+    pending: tuple[
+        Array, Array | int, Array | int
+    ]  # recent keys [B, K, R, D], start and stop of their slots
     k: Array | int  # units to select
     k_max: int  # most units that any row selects
     pending_slots: int  # only the first of the R keys, in whole units, can be pending
     local: int = 0  # tokens before the stop of `pending` that do not compete, because every step attends to them
     steps: int = 1  # decode steps whose queries select at once
-    window: int | None = None  # tokens that a query sees at most; the span begins where the window does
+    window: int | None = (
+        None  # tokens that a query sees at most; the span begins where the window does
+    )
     dense: Array | None = None  # bool[B], or by step too: rows that attend to every unit
     last: Array | None = None  # bool[B, K, U] stored units that rank after all others
-    in_order: int = 0  # this many units of the lowest ranks come last in the selection, in order of rank
+    in_order: int = (
+        0  # this many units of the lowest ranks come last in the selection, in order of rank
+    )
 
     def fit(self, *, in_order: int, window: bool) -> bool:
         """True if a kernel can select among them that puts `in_order` units last, under a sliding window if `window`.
 
         Otherwise all scores must be computed and sorted.
         """
-        return self.in_order <= in_order and (window or self.window is None) and self.last is None
+        return (
+            self.in_order <= in_order and (window or self.window is None) and self.last is None
+        )
 
     def passes(self, q: Array, heads: int) -> Iterator[tuple[Array, Candidates]]:
         """Splits the steps into passes of at most `heads` query heads: queries [B, K, T'*G, D] and candidates of each.
@@ -128,13 +150,21 @@ class Candidates:
             steps = slice(first, min(first + pass_steps, self.steps))
 
             def part(number: Any, steps: slice = steps) -> Any:
-                return number[:, steps] if isinstance(number, Array) and number.ndim == 2 else number
+                return (
+                    number[:, steps]
+                    if isinstance(number, Array) and number.ndim == 2
+                    else number
+                )
 
             keys, start, stop = self.pending
             candidates = replace(
                 self,
                 span=(part(self.span[0]), part(self.span[1])),
-                pending=(keys if keys.ndim == 4 else keys[:, :, steps], part(start), part(stop)),
+                pending=(
+                    keys if keys.ndim == 4 else keys[:, :, steps],
+                    part(start),
+                    part(stop),
+                ),
                 k=part(self.k),
                 dense=part(self.dense),
                 steps=steps.stop - steps.start,
@@ -175,20 +205,30 @@ class Candidates:
             return scores, valid
         pages = self.pending_slots // unit
         scores = jnp.where(valid, scores, -jnp.inf).reshape(*scores.shape[:3], pages, unit)
-        return jnp.max(scores, axis=-1), jnp.any(valid.reshape(*valid.shape[:3], pages, unit), axis=-1)
+        return jnp.max(scores, axis=-1), jnp.any(
+            valid.reshape(*valid.shape[:3], pages, unit), axis=-1
+        )
 
     def tokens(self, units: Selection, stored: int, unit: int) -> Selection:
         """The tokens of selected units that are candidates themselves, for an index of `stored` units."""
         if unit == 1:
             return units
-        slots = units.slots[..., None] * unit + jnp.arange(unit, dtype=jnp.int32)[None, None, None, None]
+        slots = (
+            units.slots[..., None] * unit
+            + jnp.arange(unit, dtype=jnp.int32)[None, None, None, None]
+        )
         valid = jnp.broadcast_to(units.valid[..., None], slots.shape)
         shape = *slots.shape[:3], -1
-        slots, valid = split_steps(slots.reshape(shape), self.steps), split_steps(valid.reshape(shape), self.steps)
+        slots, valid = (
+            split_steps(slots.reshape(shape), self.steps),
+            split_steps(valid.reshape(shape), self.steps),
+        )
         (start, stop), (_, first, end) = self.span, self.pending
         start, stop, first, end = map(self.of_groups, (start, stop, first, end - self.local))
         recent = slots - stored * unit
-        inside = jnp.where(recent < 0, (slots >= start) & (slots < stop), (recent >= first) & (recent < end))
+        inside = jnp.where(
+            recent < 0, (slots >= start) & (slots < stop), (recent >= first) & (recent < end)
+        )
         return Selection(join_steps(slots, self.steps), join_steps(valid & inside, self.steps))
 
     def inside(self, start: Array | int, stop: Array | int, units: int, unit: int = 1) -> Array:
@@ -225,7 +265,9 @@ def join_lists(parts: Sequence[PackedSelection]) -> PackedSelection:
     """The selections of some steps, one after the other."""
     if len(parts) == 1:
         return parts[0]
-    return PackedSelection(*(jnp.concatenate(same, axis=2) for same in zip(*parts, strict=True)))
+    return PackedSelection(
+        *(jnp.concatenate(same, axis=2) for same in zip(*parts, strict=True))
+    )
 
 
 SOFTMAX_REDUCES = ("max_softmax", "sum_softmax", "mean_softmax")
@@ -239,7 +281,9 @@ _REDUCES: dict[str, Callable[..., Array]] = {
 }
 
 
-def reduce_scores(parts: Sequence[tuple[Array, Array]], group_reduce: GroupReduce, total: Array | None = None) -> Array:
+def reduce_scores(
+    parts: Sequence[tuple[Array, Array]], group_reduce: GroupReduce, total: Array | None = None
+) -> Array:
     """Ranks of the units of all parts, one part after the other: f32[B, K, H, U].
 
     A part has scores f32[B, K, G, U'] and `valid` bool[B, 1 or K, 1, U']; ranks are -inf where it is false. Softmax
@@ -247,7 +291,9 @@ def reduce_scores(parts: Sequence[tuple[Array, Array]], group_reduce: GroupReduc
     f32[B, K, G, 1].
     """
     if group_reduce not in GROUP_REDUCES:
-        raise ValueError(f"group_reduce={group_reduce!r} must be one of {', '.join(GROUP_REDUCES)}")
+        raise ValueError(
+            f"group_reduce={group_reduce!r} must be one of {', '.join(GROUP_REDUCES)}"
+        )
     scores = []
     for score, valid in parts:
         scores.append(jnp.where(valid, score, -jnp.inf))
@@ -255,10 +301,16 @@ def reduce_scores(parts: Sequence[tuple[Array, Array]], group_reduce: GroupReduc
         return jnp.concatenate(scores, axis=-1)
     if group_reduce in SOFTMAX_REDUCES:
         if total is None:
-            sums = jnp.concatenate(list(map(partial(jax.nn.logsumexp, axis=-1, keepdims=True), scores)), axis=-1)
+            sums = jnp.concatenate(
+                list(map(partial(jax.nn.logsumexp, axis=-1, keepdims=True), scores)), axis=-1
+            )
             total = jax.nn.logsumexp(sums, axis=-1, keepdims=True)
-        scores = list(map(jnp.subtract, scores, repeat(jnp.where(jnp.isneginf(total), 0.0, total))))
-    pooled = jnp.concatenate(list(map(partial(_REDUCES[group_reduce], axis=2, keepdims=True), scores)), axis=-1)
+        scores = list(
+            map(jnp.subtract, scores, repeat(jnp.where(jnp.isneginf(total), 0.0, total)))
+        )
+    pooled = jnp.concatenate(
+        list(map(partial(_REDUCES[group_reduce], axis=2, keepdims=True), scores)), axis=-1
+    )
     return pooled - jnp.log(parts[0][0].shape[2]) if group_reduce == "mean_softmax" else pooled
 
 
@@ -268,7 +320,9 @@ def in_order(numbers: Array) -> Array:
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
-def split_selection(selection: Selection | PackedSelection, slots: int) -> tuple[Selection, Selection]:
+def split_selection(
+    selection: Selection | PackedSelection, slots: int
+) -> tuple[Selection, Selection]:
     """Splits a selection into the part in the first `slots` slots and the part past them, with slots counted from 0."""
     inside = selection.slots < slots
     past = ~inside
@@ -296,7 +350,11 @@ def set_recall(selection: Selection, wanted: Selection, slots: int) -> Array:
     """Share of the wanted slots that were selected; 1 where none is wanted: f32[B, K, H]."""
     got, want = membership(selection, slots), membership(wanted, slots)
     hit = jnp.sum(got & want, axis=-1, dtype=jnp.float32)
-    return jnp.where(jnp.any(want, axis=-1), hit / jnp.maximum(jnp.sum(want, axis=-1, dtype=jnp.float32), 1.0), 1.0)
+    return jnp.where(
+        jnp.any(want, axis=-1),
+        hit / jnp.maximum(jnp.sum(want, axis=-1, dtype=jnp.float32), 1.0),
+        1.0,
+    )
 
 
 def mass_recall(selection: Selection, logits: Array, valid: Array) -> Array:

@@ -43,14 +43,18 @@ class Groups(NamedTuple):
 
     def scatter(self, x: Array, fill: float = 0) -> Array:
         """x [P, n, ...] as [B, ...], with `fill` for rows without a prefix."""
-        return jnp.take(x.reshape(-1, *x.shape[2:]), self.place, axis=0, mode="fill", fill_value=fill)
+        return jnp.take(
+            x.reshape(-1, *x.shape[2:]), self.place, axis=0, mode="fill", fill_value=fill
+        )
 
 
 def group_rows(prefix: Array, prefixes: int, sharers: int) -> Groups:
     """The groups of rows with prefix i32[B], at most `sharers` of one prefix; negative is none."""
     B = prefix.shape[0]
     row = jnp.arange(B, dtype=jnp.int32)
-    rank = jnp.sum((prefix[:, None] == prefix[None]) & (row[None] < row[:, None]), axis=1, dtype=jnp.int32)
+    rank = jnp.sum(
+        (prefix[:, None] == prefix[None]) & (row[None] < row[:, None]), axis=1, dtype=jnp.int32
+    )
     held = (prefix >= 0) & (prefix < prefixes) & (rank < sharers)
     place = jnp.where(held, prefix * sharers + rank, prefixes * sharers)
     rows = jnp.full(prefixes * sharers, B, jnp.int32).at[place].set(row, mode="drop")
@@ -77,7 +81,9 @@ class Sharing:
 
     def groups(self, prefix: Array) -> Groups:
         B = prefix.shape[0]
-        return group_rows(prefix, self.prefixes, B if self.sharers is None else min(self.sharers, B))
+        return group_rows(
+            prefix, self.prefixes, B if self.sharers is None else min(self.sharers, B)
+        )
 
     def check_part(self, part: Any, spec: CacheSpec, chunk: int) -> None:
         """Raises ValueError if prefixes do not hold whole chunks, or if not all arrays of `part` have slots."""
@@ -116,7 +122,11 @@ def slot_axes(part: Any, spec: CacheSpec) -> tuple[SlotAxis | None, ...]:
     one, two = (jax.eval_shape(partial(part.init, spec, n * slots)) for n in (1, 2))
     found: list[SlotAxis | None] = []
     for (path, a), b in zip(jax.tree.leaves_with_path(one), jax.tree.leaves(two), strict=True):
-        grown = [axis for axis, sizes in enumerate(zip(a.shape, b.shape, strict=True)) if sizes[0] != sizes[1]]
+        grown = [
+            axis
+            for axis, sizes in enumerate(zip(a.shape, b.shape, strict=True))
+            if sizes[0] != sizes[1]
+        ]
         if len(grown) == 1 and b.shape[grown[0]] == 2 * a.shape[grown[0]]:
             found.append(SlotAxis(grown[0], a.shape[grown[0]], slots))
         elif jax.tree_util.keystr(path).endswith(".count"):

@@ -28,8 +28,23 @@ from kvjax.ops.host import (
     hot_places,
 )
 from kvjax.ops.key_blocks import attend_key_blocks
-from kvjax.ops.op import OPS, Explanation, Implementation, Op, device_kind, explain, explained, shares_traces, use
-from kvjax.ops.quantized import attend_coded_zones, attend_quantized, attend_quantized_zones, gather_quantized
+from kvjax.ops.op import (
+    OPS,
+    Explanation,
+    Implementation,
+    Op,
+    device_kind,
+    explain,
+    explained,
+    shares_traces,
+    use,
+)
+from kvjax.ops.quantized import (
+    attend_coded_zones,
+    attend_quantized,
+    attend_quantized_zones,
+    gather_quantized,
+)
 from kvjax.ops.select import (
     rank_grouped,
     rerank,

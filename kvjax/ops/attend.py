@@ -7,7 +7,14 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from kvjax.numerics.partial import PartialAttention, Span, attend_part, keep_valid, merge, merge_sinks
+from kvjax.numerics.partial import (
+    PartialAttention,
+    Span,
+    attend_part,
+    keep_valid,
+    merge,
+    merge_sinks,
+)
 from kvjax.numerics.selection import PackedSelection, Selection, membership, split_selection
 from kvjax.numerics.types import Float
 from kvjax.ops.op import Implementation, op
@@ -51,7 +58,9 @@ def attend_span(
     static_argnames=("scale",),
     derivative="reference",
     limit=lambda kernel, a: kernel.unsupported(a.q, a.k, a.v, a.selection.slots),
-    mosaic=lambda kernel, a: PartialAttention(*kernel.attend_slots(a.q, a.k, a.v, *a.selection, scale=a.scale)),
+    mosaic=lambda kernel, a: PartialAttention(
+        *kernel.attend_slots(a.q, a.k, a.v, *a.selection, scale=a.scale)
+    ),
 )
 def attend_slots(
     q: Float[Array, "B K G D"],
@@ -73,7 +82,9 @@ def attend_slots(
 def _attend_zones_mosaic(kernel: Any, a: Any) -> Any:
     known = a.selection.found if isinstance(a.selection, PackedSelection) else a.selection.valid
     zones = a.recent, a.sink, a.local, a.more
-    made = kernel.attend_zones(a.q, a.k, a.v, a.selection.slots, known, *zones, a.sinks, scale=a.scale, part=a.part)
+    made = kernel.attend_zones(
+        a.q, a.k, a.v, a.selection.slots, known, *zones, a.sinks, scale=a.scale, part=a.part
+    )
     return PartialAttention(*made) if a.part else made
 
 
@@ -81,7 +92,9 @@ def _attend_zones_mosaic(kernel: Any, a: Any) -> Any:
     kernel="attend.attend_zones",
     static_argnames=("local", "scale", "part"),
     derivative="reference",
-    limit=lambda kernel, a: kernel.unsupported(a.q, a.k, a.v, a.selection.slots, a.recent, a.sink, a.local, a.more),
+    limit=lambda kernel, a: kernel.unsupported(
+        a.q, a.k, a.v, a.selection.slots, a.recent, a.sink, a.local, a.more
+    ),
     mosaic=_attend_zones_mosaic,
 )
 def attend_zones(
@@ -146,7 +159,9 @@ def merge_beside(
     mask = recent.mask(q.shape[2])
     if pending is not None:
         own = membership(pending, recent.k.shape[2])  # of each list of slots, which heads share
-        mask |= own if own.shape[2] == 1 else jnp.repeat(own, q.shape[2] // own.shape[2], axis=2)
+        mask |= (
+            own if own.shape[2] == 1 else jnp.repeat(own, q.shape[2] // own.shape[2], axis=2)
+        )
     parts = [history, attend_part(q, recent.k, recent.v, mask, scale=scale)]
     if sink is not None:
         parts.append(attend_part(q, sink.k, sink.v, sink.mask(q.shape[2]), scale=scale))
@@ -158,7 +173,9 @@ def gather_slots(
 ) -> tuple[Float[Array, "B K HM D"], Float[Array, "B K HM D"]]:
     """Keys and values [B, K, H*M, D] of the selected slots of k, v [B, K, S, D]; slots out of range are clipped."""
     index = selection.slots.reshape(*selection.slots.shape[:2], -1, 1)
-    return jnp.take_along_axis(k, index, axis=2, mode="clip"), jnp.take_along_axis(v, index, axis=2, mode="clip")
+    return jnp.take_along_axis(k, index, axis=2, mode="clip"), jnp.take_along_axis(
+        v, index, axis=2, mode="clip"
+    )
 
 
 def attend_gathered(
@@ -174,5 +191,11 @@ def attend_gathered(
     H, M = selection.slots.shape[2:]
     kg, vg = kg.reshape(B, K * H, M, kg.shape[-1]), vg.reshape(B, K * H, M, vg.shape[-1])
     valid = selection.valid.reshape(B, K * H, M)
-    part = attend_part(q.reshape(B, K * H, G // H, D), kg, keep_valid(vg, valid), valid[:, :, None], scale=scale)
+    part = attend_part(
+        q.reshape(B, K * H, G // H, D),
+        kg,
+        keep_valid(vg, valid),
+        valid[:, :, None],
+        scale=scale,
+    )
     return PartialAttention(part.out.reshape(B, K, G, -1), part.lse.reshape(B, K, G))

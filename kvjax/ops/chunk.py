@@ -46,7 +46,13 @@ GPU_BLOCK = 16384  # slots of all rows together: 67 MB of bf16 keys and values a
 
 
 def attend_chunk(
-    q: Array, k: Array, v: Array, sinks: Array | None = None, *, scale: float, window: int | None = None
+    q: Array,
+    k: Array,
+    v: Array,
+    sinks: Array | None = None,
+    *,
+    scale: float,
+    window: int | None = None,
 ) -> Array:
     """Causal attention of q [B, T, N, D] over its own k, v [B, T, K, D]: [B, T, N, D] in the dtype of q.
 
@@ -54,7 +60,10 @@ def attend_chunk(
     """
     if sinks is not None:
         own, grouped = (jnp.swapaxes(a, 1, 2) for a in (k, v)), group(q, k.shape[2])
-        return ungroup(with_sinks(attend_own(grouped, *own, scale=scale, window=window), grouped, sinks), q.dtype)
+        return ungroup(
+            with_sinks(attend_own(grouped, *own, scale=scale, window=window), grouped, sinks),
+            q.dtype,
+        )
 
     def blocked(q: Array, k: Array, v: Array) -> Array:
         return _blocked(q, k, v, scale, window)
@@ -70,7 +79,9 @@ def attend_chunk(
             implementation="cudnn",
         )
 
-    if not _takes("attend_chunk", q, "a chunk of one token" if q.shape[1] == 1 else _unlike(k, v, scale)):
+    if not _takes(
+        "attend_chunk", q, "a chunk of one token" if q.shape[1] == 1 else _unlike(k, v, scale)
+    ):
         return blocked(q, k, v)
     return lax.platform_dependent(q, k, v, cuda=cudnn, default=blocked)
 
@@ -98,9 +109,13 @@ def attend_chunk_after(
     past = T if window is None else min(T, window - 1)
     if past:
         stored = attend_stored(q[:, :, :, :past])
-        stored = PartialAttention(stored.out.reshape(B, K, G, past, -1), stored.lse.reshape(B, K, G, past))
+        stored = PartialAttention(
+            stored.out.reshape(B, K, G, past, -1), stored.lse.reshape(B, K, G, past)
+        )
         rest = empty_part((B, K, G, T - past, own.out.shape[-1]))
-        stored = PartialAttention(*(jnp.concatenate(two, axis=3) for two in zip(stored, rest, strict=True)))
+        stored = PartialAttention(
+            *(jnp.concatenate(two, axis=3) for two in zip(stored, rest, strict=True))
+        )
         own = merge(stored, own)
     return own.out if sinks is None else with_sinks(own, q, sinks)
 
@@ -112,7 +127,9 @@ def with_sinks(part: PartialAttention, q: Array, sinks: Array) -> Array:
     return merge_sinks(flat, jnp.repeat(sinks, T, axis=1)).out.reshape(B, K, G, T, -1)
 
 
-def attend_own(q: Array, k: Array, v: Array, *, scale: float, window: int | None = None) -> PartialAttention:
+def attend_own(
+    q: Array, k: Array, v: Array, *, scale: float, window: int | None = None
+) -> PartialAttention:
     """Causal attention of q [B, K, G, T, D] over its own k, v [B, K, T, D]: a part over Q = G*T, to be merged."""
     reference = partial(attend_causal, scale=scale, window=window)
     if not _takes("attend_own", k, _unlike(k, v, scale)):
@@ -120,13 +137,19 @@ def attend_own(q: Array, k: Array, v: Array, *, scale: float, window: int | None
 
     def run(q: Array, k: Array, v: Array) -> PartialAttention:
         kinds = _cudnn_masks()
-        out, lse = _cudnn(q, k, v, scale=scale, mask_type=kinds.CAUSAL, sliding_window_length=window)
+        out, lse = _cudnn(
+            q, k, v, scale=scale, mask_type=kinds.CAUSAL, sliding_window_length=window
+        )
         return PartialAttention(out, lse)
 
-    return lax.platform_dependent(q, k, v, cuda=with_derivative(run, reference), default=reference)
+    return lax.platform_dependent(
+        q, k, v, cuda=with_derivative(run, reference), default=reference
+    )
 
 
-def attend_zone(q: Array, k: Array, v: Array, start: Array | None, stop: Array, *, scale: float) -> PartialAttention:
+def attend_zone(
+    q: Array, k: Array, v: Array, start: Array | None, stop: Array, *, scale: float
+) -> PartialAttention:
     """Attention of a chunk's queries q [B, K, G, T, D] over the slots [start, stop) of k, v [B, K, S, D].
 
     start is i32[B, T], a slot for each query, or None for slot 0; stop is i32[B]. The part is over Q = G*T. Keys
@@ -138,24 +161,38 @@ def attend_zone(q: Array, k: Array, v: Array, start: Array | None, stop: Array, 
         dense = _unlike(k, v, scale) is None and takes_cudnn(k.dtype, k.shape[-1])
         if not dense or (why := why_no_kernel(q, k, v, stop, scale=scale)) is None:
             return attend_sparse(q, k, v, stop, scale=scale)
-        say_once(f"sparse_prompt is ignored, and prompts attend to everything, which is faster here: {why}")
+        say_once(
+            f"sparse_prompt is ignored, and prompts attend to everything, which is faster here: {why}"
+        )
 
     def read(zone: tuple[Array, Array], first: Array | int, size: int) -> tuple[Array, Array]:
         a, b = (lax.dynamic_slice_in_dim(x, first, size, axis=2) for x in zone)
         return a, b
 
-    reference = partial(_attend_blocks, read=read, slots=k.shape[2], block=_plain_block(), scale=scale)
+    reference = partial(
+        _attend_blocks, read=read, slots=k.shape[2], block=_plain_block(), scale=scale
+    )
     if not _takes("attend_zone", k, WINDOW if start is not None else _unlike(k, v, scale)):
         return reference(q, (k, v), start, stop)
 
     def run(q: Array, zone: tuple[Array, Array], start: None, stop: Array) -> PartialAttention:
         return _cudnn_part(q, *zone, stop, scale=scale)
 
-    return lax.platform_dependent(q, (k, v), start, stop, cuda=with_derivative(run, reference), default=reference)
+    return lax.platform_dependent(
+        q, (k, v), start, stop, cuda=with_derivative(run, reference), default=reference
+    )
 
 
 def attend_blocks(
-    q: Array, state: Any, start: Array | None, stop: Array, *, read: Reader, slots: int, unit: int, scale: float
+    q: Array,
+    state: Any,
+    start: Array | None,
+    stop: Array,
+    *,
+    read: Reader,
+    slots: int,
+    unit: int,
+    scale: float,
 ) -> PartialAttention:
     """`attend_zone` over keys and values that `read` returns a block at a time, out of the `slots` slots of a store.
 
@@ -172,15 +209,27 @@ def attend_blocks(
     def sized(target: int) -> int:
         return min(max(target // unit, 1) * unit, slots)
 
-    reference = partial(_attend_blocks, read=read, slots=slots, block=sized(_plain_block()), scale=scale)
+    reference = partial(
+        _attend_blocks, read=read, slots=slots, block=sized(_plain_block()), scale=scale
+    )
     if not _takes("attend_blocks", q, WINDOW if start is not None else _unlike(q, q, scale)):
         return reference(q, state, start, stop)
     block = sized(max(GPU_BLOCK // rows, PLAIN_BLOCK))
 
     def run(q: Array, state: Any, start: None, stop: Array) -> PartialAttention:
-        return _stream(q, state, stop, read=read, slots=slots, block=block, part=partial(_cudnn_part, scale=scale))
+        return _stream(
+            q,
+            state,
+            stop,
+            read=read,
+            slots=slots,
+            block=block,
+            part=partial(_cudnn_part, scale=scale),
+        )
 
-    return lax.platform_dependent(q, state, start, stop, cuda=with_derivative(run, reference), default=reference)
+    return lax.platform_dependent(
+        q, state, start, stop, cuda=with_derivative(run, reference), default=reference
+    )
 
 
 def _stream(
@@ -235,14 +284,24 @@ def _unlike(k: Array, v: Array, scale: float) -> str | None:
     """Why cuDNN does not take a soft cap, or values of another size than keys."""
     if isinstance(scale, CappedScale):
         return f"cuDNN takes no soft cap of the logits; got {scale.cap}"
-    return None if k.shape[-1] == v.shape[-1] else f"cuDNN takes values like keys; got {v.shape[-1]} and {k.shape[-1]}"
+    return (
+        None
+        if k.shape[-1] == v.shape[-1]
+        else f"cuDNN takes values like keys; got {v.shape[-1]} and {k.shape[-1]}"
+    )
 
 
 def _takes(name: str, keys: Array, unless: str | None = None) -> bool:
     """`takes_cudnn`, told to `ops.explained`; `unless` is another reason not to."""
     of = keys.dtype, keys.shape[-1]
-    why = unless or (None if takes_cudnn(*of) else _why_not_cudnn(*of) or "cuDNN does not take it")
-    tell(Explanation(name, "xla" if why else "cudnn", why or "exact attention of a prompt by cuDNN"))
+    why = unless or (
+        None if takes_cudnn(*of) else _why_not_cudnn(*of) or "cuDNN does not take it"
+    )
+    tell(
+        Explanation(
+            name, "xla" if why else "cudnn", why or "exact attention of a prompt by cuDNN"
+        )
+    )
     return why is None
 
 
@@ -268,7 +327,9 @@ def splits_queries(tokens: int, parts: int, window: int | None) -> bool:
     return window is None and tokens % (2 * parts) == 0
 
 
-def attend_own_in_parts(q: Array, k: Array, v: Array, axis: Axis, parts: int, *, scale: float) -> PartialAttention:
+def attend_own_in_parts(
+    q: Array, k: Array, v: Array, axis: Axis, parts: int, *, scale: float
+) -> PartialAttention:
     """`attend_own` of a chunk that all devices have, each for its part of the queries.
 
     q [B, K, G, T, D] is cut into twice as many blocks as devices, and a device takes one from either end, because later
@@ -276,27 +337,37 @@ def attend_own_in_parts(q: Array, k: Array, v: Array, axis: Axis, parts: int, *,
     """
     B, K, G, T, _ = q.shape
     two = _own_blocks(q, k, v, axis, parts, scale=scale)
-    every = _gather_blocks([jnp.concatenate([part.out, part.lse[..., None]], axis=-1) for part in two], axis)
+    every = _gather_blocks(
+        [jnp.concatenate([part.out, part.lse[..., None]], axis=-1) for part in two], axis
+    )
     every = every.reshape(B, K, G * T, -1)
     return PartialAttention(every[..., :-1], every[..., -1])
 
 
-def attend_chunk_in_parts(q: Array, k: Array, v: Array, axis: Axis, parts: int, *, scale: float) -> Array:
+def attend_chunk_in_parts(
+    q: Array, k: Array, v: Array, axis: Axis, parts: int, *, scale: float
+) -> Array:
     """`attend_chunk` for q [B, T, N, D] and k, v [B, T, K, D], by parts as `attend_own_in_parts`."""
     grouped, (k, v) = group(q, k.shape[2]), (jnp.swapaxes(a, 1, 2) for a in (k, v))
     two = _own_blocks(grouped, k, v, axis, parts, scale=scale)
     return ungroup(_gather_blocks([part.out.astype(q.dtype) for part in two], axis), q.dtype)
 
 
-def _own_blocks(q: Array, k: Array, v: Array, axis: Axis, parts: int, *, scale: float) -> list[PartialAttention]:
+def _own_blocks(
+    q: Array, k: Array, v: Array, axis: Axis, parts: int, *, scale: float
+) -> list[PartialAttention]:
     """The parts of this device's two blocks, out f32[B, K, G, n, E] and lse f32[B, K, G, n]."""
     (B, K, G, T, _), device = q.shape, lax.axis_index(axis)
     n, found = T // (2 * parts), []
     for block in (device, 2 * parts - 1 - device):
-        mine, own_k, own_v = (lax.dynamic_slice_in_dim(a, block * n, n, axis=a.ndim - 2) for a in (q, k, v))
+        mine, own_k, own_v = (
+            lax.dynamic_slice_in_dim(a, block * n, n, axis=a.ndim - 2) for a in (q, k, v)
+        )
         before = attend_zone(mine, k, v, None, jnp.full(B, block * n, jnp.int32), scale=scale)
         both = merge(before, attend_own(mine, own_k, own_v, scale=scale))
-        found.append(PartialAttention(both.out.reshape(B, K, G, n, -1), both.lse.reshape(B, K, G, n)))
+        found.append(
+            PartialAttention(both.out.reshape(B, K, G, n, -1), both.lse.reshape(B, K, G, n))
+        )
     return found
 
 
@@ -315,27 +386,52 @@ def _plain_block() -> int:
 
 
 def _attend_blocks(
-    q: Array, state: Any, start: Array | None, stop: Array, *, read: Reader, slots: int, block: int, scale: float
+    q: Array,
+    state: Any,
+    start: Array | None,
+    stop: Array,
+    *,
+    read: Reader,
+    slots: int,
+    block: int,
+    scale: float,
 ) -> PartialAttention:
     """Holds logits of Q x block, never of Q x S, and visits only blocks that a query sees."""
     B, K, G, T, D = q.shape
     block = min(block, slots)
 
-    def one(i: Array, q: Array, state: Any, start: Array | None, stop: Array) -> PartialAttention:
-        first = jnp.minimum(i * block, slots - block)  # the last block overlaps the one before: mask the overlap
+    def one(
+        i: Array, q: Array, state: Any, start: Array | None, stop: Array
+    ) -> PartialAttention:
+        first = jnp.minimum(
+            i * block, slots - block
+        )  # the last block overlaps the one before: mask the overlap
         slot = (first + jnp.arange(block, dtype=jnp.int32))[None, None]
         low = i * block if start is None else jnp.maximum(start, i * block)[..., None]
         mask = (slot >= low) & (slot < stop[:, None, None])  # bool[B, 1 or T, block]
         k, v = read(state, first, block)
         v = keep_valid(v, jnp.any(mask, axis=1)[:, None])
-        seen = jnp.broadcast_to(mask[:, None, None], (B, 1, 1 if start is None else G, *mask.shape[1:]))
-        return attend_part(q.reshape(B, K, G * T, D), k, v, seen.reshape(B, 1, -1, block), scale=scale)
+        seen = jnp.broadcast_to(
+            mask[:, None, None], (B, 1, 1 if start is None else G, *mask.shape[1:])
+        )
+        return attend_part(
+            q.reshape(B, K, G * T, D), k, v, seen.reshape(B, 1, -1, block), scale=scale
+        )
 
-    def bounds(q: Array, state: Any, start: Array | None, stop: Array) -> tuple[Array | int, Array]:
+    def bounds(
+        q: Array, state: Any, start: Array | None, stop: Array
+    ) -> tuple[Array | int, Array]:
         return 0 if start is None else jnp.min(start) // block, -(-jnp.max(stop) // block)
 
-    shape = (B, K, G * T, jax.eval_shape(lambda state: read(state, 0, block)[1], state).shape[-1])
-    return merge_blocks(one, q, state, start, stop, bounds=bounds, blocks=-(-slots // block), shape=shape)
+    shape = (
+        B,
+        K,
+        G * T,
+        jax.eval_shape(lambda state: read(state, 0, block)[1], state).shape[-1],
+    )
+    return merge_blocks(
+        one, q, state, start, stop, bounds=bounds, blocks=-(-slots // block), shape=shape
+    )
 
 
 # Under grad only its inputs are stored. A branch that `platform_dependent` does not select is differentiated too, and
@@ -346,7 +442,9 @@ def _attend_blocks(
 def _blocked(q: Array, k: Array, v: Array, scale: float, window: int | None) -> Array:
     B, T, N, _ = q.shape
     K = k.shape[2]
-    part = attend_causal(group(q, K), *(jnp.swapaxes(a, 1, 2) for a in (k, v)), scale=scale, window=window)
+    part = attend_causal(
+        group(q, K), *(jnp.swapaxes(a, 1, 2) for a in (k, v)), scale=scale, window=window
+    )
     return ungroup(part.out.reshape(B, K, N // K, T, -1), q.dtype)
 
 
@@ -370,8 +468,12 @@ def _cudnn_part(q: Array, k: Array, v: Array, stop: Array, *, scale: float) -> P
     T, some = q.shape[3], (stop > 0)[:, None, None]
     queries = jnp.full_like(stop, T, dtype=jnp.int32)
     kind = _cudnn_masks().PADDING
-    out, lse = _cudnn(q, k, v, scale=scale, mask_type=kind, q_seqlen=queries, kv_seqlen=stop.astype(jnp.int32))
-    return PartialAttention(jnp.where(some[..., None], out, 0.0), jnp.where(some, lse, -jnp.inf))
+    out, lse = _cudnn(
+        q, k, v, scale=scale, mask_type=kind, q_seqlen=queries, kv_seqlen=stop.astype(jnp.int32)
+    )
+    return PartialAttention(
+        jnp.where(some[..., None], out, 0.0), jnp.where(some, lse, -jnp.inf)
+    )
 
 
 def _cudnn(q: Array, k: Array, v: Array, **how: Any) -> tuple[Array, Array]:

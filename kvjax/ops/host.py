@@ -24,7 +24,10 @@ Parts = tuple[Array, ...]
     mosaic=lambda kernel, a: kernel.host_rows(a.x, a.index),
 )
 def host_rows(
-    x: Shaped[Array, "B K P parts Z D"], index: Int32[Array, "B K N"], *, implementation: Implementation | None = None
+    x: Shaped[Array, "B K P parts Z D"],
+    index: Int32[Array, "B K N"],
+    *,
+    implementation: Implementation | None = None,
 ) -> Parts:
     """Moves rows in host memory to the device: their parts [B, K, N * Z, D], such as keys and values.
 
@@ -33,12 +36,16 @@ def host_rows(
     Moves only those rows. XLA gathers them on the host's CPU first.
     """
     rows = _gather_rows(x, index)
-    return tuple(rows[:, :, :, n].reshape(*index.shape[:2], -1, x.shape[5]) for n in range(x.shape[3]))
+    return tuple(
+        rows[:, :, :, n].reshape(*index.shape[:2], -1, x.shape[5]) for n in range(x.shape[3])
+    )
 
 
 @op(
     kernel="host.host_rows",
-    limit=lambda kernel, a: kernel.unsupported_recall(a.x, a.device[0], [*a.device[1], *a.recent]),
+    limit=lambda kernel, a: kernel.unsupported_recall(
+        a.x, a.device[0], [*a.device[1], *a.recent]
+    ),
     mosaic=lambda kernel, a: kernel.recall(a.x, a.index, a.edge, a.recalls, a.device, a.recent),
 )
 def host_rows_first(
@@ -74,7 +81,9 @@ def host_rows_first(
     parts = []
     for n, zone in enumerate(recent):
         old = rows[:, :, :, n].reshape(B, K, places * Z, D)
-        parts.append(jnp.where(is_recent, jnp.take_along_axis(zone, slots, axis=2).astype(x.dtype), old))
+        parts.append(
+            jnp.where(is_recent, jnp.take_along_axis(zone, slots, axis=2).astype(x.dtype), old)
+        )
     return tuple(parts)
 
 
@@ -85,7 +94,9 @@ def _host_rows_rest_mosaic(kernel: Any, a: Any) -> Parts:
 
 @op(
     kernel="host.host_rows",
-    limit=lambda kernel, a: kernel.unsupported_recall(a.x, a.device[0], [*a.device[1], *a.recent, *a.first_read[1]]),
+    limit=lambda kernel, a: kernel.unsupported_recall(
+        a.x, a.device[0], [*a.device[1], *a.recent, *a.first_read[1]]
+    ),
     mosaic=_host_rows_rest_mosaic,
 )
 def host_rows_rest(
@@ -147,9 +158,13 @@ def _gather_rows(x: Array, index: Array) -> Array:
     places = index[..., None]
     if jax.typeof(x).memory_space == jax.memory.Space.Host:
         places = to_host(places)
-    rows = to_device(lax.gather(x, places, numbers, (1, 1, 1, *row), mode=lax.GatherScatterMode.CLIP))
+    rows = to_device(
+        lax.gather(x, places, numbers, (1, 1, 1, *row), mode=lax.GatherScatterMode.CLIP)
+    )
     in_range = (index >= 0) & (index < x.shape[2])
-    return jnp.where(in_range.reshape(*index.shape, *[1] * len(row)), rows, jnp.zeros((), x.dtype))
+    return jnp.where(
+        in_range.reshape(*index.shape, *[1] * len(row)), rows, jnp.zeros((), x.dtype)
+    )
 
 
 @op(
@@ -184,7 +199,10 @@ def _append_rows(x: Array, stacked: Array, at: Array, count: Array) -> Array:
 
     @append.def_vmap
     def batched(size: int, mapped: list[bool], *args: Array) -> tuple[Array, bool]:
-        whole = [a if m else jnp.broadcast_to(a, (size, *a.shape)) for a, m in zip(args, mapped, strict=True)]
+        whole = [
+            a if m else jnp.broadcast_to(a, (size, *a.shape))
+            for a, m in zip(args, mapped, strict=True)
+        ]
         out = _append_rows(*(a.reshape(-1, *a.shape[2:]) for a in whole))
         return out.reshape(size, -1, *out.shape[1:]), True
 
@@ -202,9 +220,13 @@ def _append_each(x: Array, stacked: Array, at: Array, count: Array) -> Array:
         first = jnp.minimum(at[b], P - n)
         source = first + jnp.arange(n) - at[b]
         fits = (source >= 0) & (source < count[b])
-        start = [jnp.asarray(i, jnp.int32) for i in (b, 0, first, *[0] * len(row))]  # of one dtype, also under x64
+        start = [
+            jnp.asarray(i, jnp.int32) for i in (b, 0, first, *[0] * len(row))
+        ]  # of one dtype, also under x64
         old = to_device(lax.dynamic_slice(x, start, (1, K, n, *row)))
-        new = jnp.take(lax.dynamic_slice_in_dim(stacked, b, 1, axis=0), source, axis=2, mode="clip")
+        new = jnp.take(
+            lax.dynamic_slice_in_dim(stacked, b, 1, axis=0), source, axis=2, mode="clip"
+        )
         changed = jnp.where(fits.reshape(n, *[1] * len(row)), new, old)
         return lax.dynamic_update_slice(x, move(changed), start)
 
@@ -215,8 +237,12 @@ class HotTables(NamedTuple):
     """Which pages of a history on the host have a place on the device; n places for P pages."""
 
     page: Int32[Array, "B K n"]  # the page of each place; -1 for none
-    used: Int32[Array, "B K n"]  # 0 for places not used since the hand last passed, 2 for those filled last
-    place: Int32[Array, "B K P"]  # where each page was last put; it is there if `page` of that place says so
+    used: Int32[
+        Array, "B K n"
+    ]  # 0 for places not used since the hand last passed, 2 for those filled last
+    place: Int32[
+        Array, "B K P"
+    ]  # where each page was last put; it is there if `page` of that place says so
     hand: Int32[Array, "B K"]  # the place that the hand points at
     loads: Int32[Array, "B K"]  # pages that got a place
 
@@ -263,15 +289,21 @@ def hot_places(
     before = lax.cumsum(jnp.stack([idle, busy]).astype(jnp.int32), axis=3)
     total = before[..., -1:]
     hand_at = jnp.broadcast_to(at_hand[None], (2, B, K, 1))
-    passed = jnp.where(hand_at > 0, jnp.take_along_axis(before, jnp.maximum(hand_at - 1, 0), axis=3), 0)
+    passed = jnp.where(
+        hand_at > 0, jnp.take_along_axis(before, jnp.maximum(hand_at - 1, 0), axis=3), 0
+    )
     rank = before - 1 - passed
     rank = jnp.where(rank < 0, rank + total, rank)
     rank = jnp.where(idle, rank[0], jnp.where(busy, total[0] + rank[1], N))
-    given = put_last(jnp.zeros((B, K, N), jnp.int32), jnp.minimum(rank, N), jnp.arange(n)[None, None])
+    given = put_last(
+        jnp.zeros((B, K, N), jnp.int32), jnp.minimum(rank, N), jnp.arange(n)[None, None]
+    )
 
     order = lax.cumsum(missed.astype(jnp.int32), axis=2)
     misses = order[..., -1:]
-    place = jnp.where(missed, jnp.take_along_axis(given, jnp.maximum(order - 1, 0), axis=2), known)
+    place = jnp.where(
+        missed, jnp.take_along_axis(given, jnp.maximum(order - 1, 0), axis=2), known
+    )
     last = jnp.take_along_axis(given, jnp.maximum(misses - 1, 0), axis=2)
     # The hand has gone round to the place that it gave last, or all the way; places that it passed count as unused.
     distance = jnp.mod(jnp.arange(n)[None, None] - at_hand, n)
@@ -317,7 +349,9 @@ def pages_to_read(page: Array, used: Array, at: Array) -> tuple[Array, Array]:
     n = page.shape[2]
     safe = jnp.minimum(at, n - 1)
     fresh = (at < n) & (jnp.take_along_axis(used, safe, axis=2) == 2)
-    return jnp.where(fresh, jnp.take_along_axis(page, safe, axis=2), -1), jnp.where(fresh, at, n)
+    return jnp.where(fresh, jnp.take_along_axis(page, safe, axis=2), -1), jnp.where(
+        fresh, at, n
+    )
 
 
 def place_pages(zones: Parts, pages: Sequence[Array], at: Array, n: int) -> Parts:
@@ -352,5 +386,7 @@ def hot_load_float8(
     Half the bytes cross the bus, without an intermediate copy. The values are exact in bf16, f16 and f32.
     """
     source, to = pages_to_read(page, used, at)
-    values = tuple(lax.bitcast_convert_type(part, jnp.float8_e4m3fn) for part in host_rows(x, source))
+    values = tuple(
+        lax.bitcast_convert_type(part, jnp.float8_e4m3fn) for part in host_rows(x, source)
+    )
     return place_pages(zones, values, to, page.shape[2])

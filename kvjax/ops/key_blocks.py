@@ -62,7 +62,9 @@ def is_sparse(q: Array, k: Array) -> bool:
     return share is not None and q.shape[3] >= BLOCK and list_length(blocks, share) < blocks
 
 
-def attend_sparse(q: Array, k: Array, v: Array, stop: Array, *, scale: float) -> PartialAttention:
+def attend_sparse(
+    q: Array, k: Array, v: Array, stop: Array, *, scale: float
+) -> PartialAttention:
     """Attention of q [B, K, G, T, D] over chosen blocks of the slots [0, stop) of k, v: a part over Q = G*T."""
     B, K, G, T, _ = q.shape
     share = sparse_share()
@@ -71,7 +73,9 @@ def attend_sparse(q: Array, k: Array, v: Array, stop: Array, *, scale: float) ->
     blocks, counts = choose_blocks(q, k, stop, share=share, scale=scale)
     part = attend_key_blocks(q, k, v, blocks, counts, stop, scale=scale)
     out, lse = part.out.reshape(B, K, G, q.shape[3], -1), part.lse.reshape(B, K, G, q.shape[3])
-    return PartialAttention(out[:, :, :, :T].reshape(B, K, G * T, -1), lse[:, :, :, :T].reshape(B, K, G * T))
+    return PartialAttention(
+        out[:, :, :, :T].reshape(B, K, G * T, -1), lse[:, :, :, :T].reshape(B, K, G * T)
+    )
 
 
 def why_no_kernel(q: Array, k: Array, v: Array, stop: Array, *, scale: float) -> str | None:
@@ -83,7 +87,9 @@ def why_no_kernel(q: Array, k: Array, v: Array, stop: Array, *, scale: float) ->
     return attend_key_blocks.why_not(queries, k, v, lists, counts, stop, scale=scale)
 
 
-def choose_blocks(q: Array, k: Array, stop: Array, *, share: float, scale: float) -> tuple[Array, Array]:
+def choose_blocks(
+    q: Array, k: Array, stop: Array, *, share: float, scale: float
+) -> tuple[Array, Array]:
     """The blocks of k [B, K, S, D] to which each block of queries q [B, K, G, T, D] attends, in order, and how many:
     i32[B, K, G, T / 128, M] and i32[B, K, G, T / 128].
 
@@ -95,7 +101,9 @@ def choose_blocks(q: Array, k: Array, stop: Array, *, share: float, scale: float
     most = -(-k.shape[2] // BLOCK)
     block = _count(most, 5)
     mass = jnp.pad(mass, ((0, 0),) * 4 + ((0, most - mass.shape[-1]),))
-    mass = jnp.where((block == 0) | (block == stored - 1), jnp.float32(BLOCK), mass)  # more than any mass
+    mass = jnp.where(
+        (block == 0) | (block == stored - 1), jnp.float32(BLOCK), mass
+    )  # more than any mass
     best = top_k(mass, block < stored, list_length(most, share))
     wanted = jnp.array([list_length(n, share) for n in range(most + 1)], jnp.int32)[stored]
     among = _count(best.slots.shape[-1], 5) < wanted
@@ -109,8 +117,13 @@ def estimated_mass(q: Array, k: Array, stop: Array, *, scale: float) -> Array:
     lie in each whole block of keys, summed over the strides of queries that are scored."""
     (B, K, G, T, D), S = q.shape, k.shape[2] // BLOCK * BLOCK
     rows, columns = BLOCK // STRIDE // EVERY, BLOCK // STRIDE
-    q = q.astype(k.dtype).reshape(B, K, G * T // STRIDE // EVERY, EVERY, STRIDE, D)[:, :, :, -1, ::-1]
-    tiles = q.reshape(*q.shape[:3], STRIDE * D), k[:, :, :S].reshape(B, K, S // STRIDE, STRIDE * D)
+    q = q.astype(k.dtype).reshape(B, K, G * T // STRIDE // EVERY, EVERY, STRIDE, D)[
+        :, :, :, -1, ::-1
+    ]
+    tiles = (
+        q.reshape(*q.shape[:3], STRIDE * D),
+        k[:, :, :S].reshape(B, K, S // STRIDE, STRIDE * D),
+    )
     logits = scaled(jnp.einsum("bkre,bkje->bkrj", *tiles).astype(jnp.float32), scale / STRIDE)
     whole = STRIDE * (_count(S // STRIDE, 4) + 1) <= stop[:, None, None, None]
     logits = jnp.where(whole, logits, -jnp.inf)
@@ -153,20 +166,34 @@ def attend_key_blocks(
             f"attend_key_blocks takes multiples of {BLOCK} queries and at least {BLOCK} slots; got {T}, {S}"
         )
 
-    def one(i: Array, q: Array, k: Array, v: Array, blocks: Array, counts: Array, stop: Array) -> PartialAttention:
+    def one(
+        i: Array, q: Array, k: Array, v: Array, blocks: Array, counts: Array, stop: Array
+    ) -> PartialAttention:
         first = lax.dynamic_index_in_dim(blocks, i, axis=4, keepdims=False) * BLOCK
-        start = jnp.minimum(first, S - BLOCK)  # the last block may overlap the one before: mask the overlap
+        start = jnp.minimum(
+            first, S - BLOCK
+        )  # the last block may overlap the one before: mask the overlap
         slot = start[..., None] + _count(BLOCK, 5)
-        seen = (slot >= first[..., None]) & (slot < stop[:, None, None, None, None]) & (i < counts)[..., None]
+        seen = (
+            (slot >= first[..., None])
+            & (slot < stop[:, None, None, None, None])
+            & (i < counts)[..., None]
+        )
         kb, vb = (_take_blocks(a, start).reshape(-1, 1, BLOCK, a.shape[-1]) for a in (k, v))
-        part = attend_part(q.reshape(-1, 1, BLOCK, D), kb, vb, seen.reshape(-1, 1, 1, BLOCK), scale=scale)
-        return PartialAttention(part.out.reshape(B, K, G * T, -1), part.lse.reshape(B, K, G * T))
+        part = attend_part(
+            q.reshape(-1, 1, BLOCK, D), kb, vb, seen.reshape(-1, 1, 1, BLOCK), scale=scale
+        )
+        return PartialAttention(
+            part.out.reshape(B, K, G * T, -1), part.lse.reshape(B, K, G * T)
+        )
 
     def bounds(*operands: Array) -> tuple[int, Array]:
         return 0, jnp.max(operands[-2])
 
     shape = (B, K, G * T, v.shape[-1])
-    return merge_blocks(one, q, k, v, blocks, counts, stop, bounds=bounds, blocks=blocks.shape[-1], shape=shape)
+    return merge_blocks(
+        one, q, k, v, blocks, counts, stop, bounds=bounds, blocks=blocks.shape[-1], shape=shape
+    )
 
 
 def _count(n: int, rank: int) -> Array:

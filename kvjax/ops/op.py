@@ -38,7 +38,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 OPS: dict[str, Op[..., Any]] = {}
-_implementation = jax.make_user_context(None)  # an Implementation; jit's caches have it in their keys
+_implementation = jax.make_user_context(
+    None
+)  # an Implementation; jit's caches have it in their keys
 # The trace of the branch that all platforms but CUDA run. As no key of a cache has it, no other trace may read it.
 _off_cuda: ContextVar[Any] = ContextVar("off_cuda", default=None)
 _explained: ContextVar[list[Explanation] | None] = ContextVar("explained", default=None)
@@ -79,7 +81,11 @@ class Op(Generic[P, R]):
         self.reference = reference  # operations inside it are dispatched as anywhere else
         self._signature = inspect.signature(reference)
         self._static = static_argnames
-        self.operands = [n for n in self._signature.parameters if n not in (*static_argnames, "implementation")]
+        self.operands = [
+            n
+            for n in self._signature.parameters
+            if n not in (*static_argnames, "implementation")
+        ]
         self.derivative = derivative
         self._limit, self._mosaic = limit, mosaic
         OPS[self.name] = self
@@ -103,11 +109,19 @@ class Op(Generic[P, R]):
             if (found := _explained.get()) is not None:
                 found.append(Explanation(self.name, "xla", nowhere))
             if self.derivative == "zero":
-                given.update(zip(self.operands, lax.stop_gradient(tuple(map(given.get, self.operands))), strict=True))
+                given.update(
+                    zip(
+                        self.operands,
+                        lax.stop_gradient(tuple(map(given.get, self.operands))),
+                        strict=True,
+                    )
+                )
             return self.reference(**given)  # type: ignore[call-arg]
         limit = nowhere = runs_nowhere() if implementation == "xla" else None
         if not nowhere:
-            limit = self._limit(self.module, SimpleNamespace(**given))  # which raises ValueError for wrong arguments
+            limit = self._limit(
+                self.module, SimpleNamespace(**given)
+            )  # which raises ValueError for wrong arguments
             limit = _why_not(limit or _too_large(given)) or _why_not_in_shard_map(given)
             if isinstance(given.get("scale"), CappedScale) or given.get("sinks") is not None:
                 limit = limit or self._untaken(given)
@@ -119,13 +133,17 @@ class Op(Generic[P, R]):
         # JAX traces a branch once for each function and shapes, so equal calls share their functions.
         build = _functions if shares_traces() else _functions.__wrapped__
         silent = how.implementation == "mosaic"
-        run, reference, elsewhere = build(self, static, silent or implementation is not None, silent)
+        run, reference, elsewhere = build(
+            self, static, silent or implementation is not None, silent
+        )
         if self.derivative == "zero":
             operands = lax.stop_gradient(operands)
         if implementation == "mosaic":
             if limit:
                 raise NotImplementedError(limit)
-            return lax.platform_dependent(*operands, cuda=run)  # lowered for anything else: NotImplementedError
+            return lax.platform_dependent(
+                *operands, cuda=run
+            )  # lowered for anything else: NotImplementedError
         if implementation == "xla" or nowhere or _unmeasured(self.module):
             return reference(*operands)
         if limit:
@@ -139,11 +157,19 @@ class Op(Generic[P, R]):
     def unsupported(self, *args: P.args, **kwargs: P.kwargs) -> str | None:
         """The limit of the kernel that these arguments exceed, on any machine; None if the kernel takes them."""
         given = self._arguments(*args, **kwargs)
-        return self._limit(self.module, given) or _too_large(vars(given)) or self._untaken(vars(given))
+        return (
+            self._limit(self.module, given)
+            or _too_large(vars(given))
+            or self._untaken(vars(given))
+        )
 
     def why_not(self, *args: Any, **kwargs: Any) -> str | None:
         """Why this process runs the reference for these arguments by default; None if it runs the kernel."""
-        return runs_nowhere() or _why_not(self.unsupported(*args, **kwargs)) or _unmeasured(self.module)
+        return (
+            runs_nowhere()
+            or _why_not(self.unsupported(*args, **kwargs))
+            or _unmeasured(self.module)
+        )
 
     def _untaken(self, given: dict[str, Any]) -> str | None:
         """Why the kernel does not take a soft cap or sink logits; None if it does, or there are none."""
@@ -245,7 +271,9 @@ def explain(op: str | Op[..., Any], *args: Any, **options: Any) -> Explanation:
     arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype")}
 
     def run(arrays: dict[int, Array]) -> Any:
-        args, options = jax.tree.unflatten(tree, [arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
+        args, options = jax.tree.unflatten(
+            tree, [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]
+        )
         return OPS[name](*args, **options)
 
     with explained() as found:
@@ -293,14 +321,19 @@ def use(implementation: Implementation | None) -> Iterator[None]:
 def _require(implementation: Any) -> Any:
     if implementation not in (None, *get_args(Implementation)):
         names = ", ".join(map(repr, get_args(Implementation)))
-        raise ValueError(f"implementation must be None or one of {names}; got {implementation!r}")
+        raise ValueError(
+            f"implementation must be None or one of {names}; got {implementation!r}"
+        )
     return implementation
 
 
 @contextmanager
 def _inside_reference(*, forced: bool, silent: bool) -> Iterator[None]:
     """`forced`: operations inside run their references. `silent`: they add no explanation, as a kernel runs instead."""
-    with _set(_explained, None if silent else _explained.get()), _implementation("xla") if forced else nullcontext():
+    with (
+        _set(_explained, None if silent else _explained.get()),
+        _implementation("xla") if forced else nullcontext(),
+    ):
         yield
 
 
@@ -313,7 +346,9 @@ def _functions(
     def plain(*operands: Any) -> R:
         return op.reference(**dict(zip(op.operands, operands, strict=True)), **dict(static))
 
-    reference = _inside_reference(forced=forced, silent=silent)(plain) if forced or silent else plain
+    reference = (
+        _inside_reference(forced=forced, silent=silent)(plain) if forced or silent else plain
+    )
 
     def elsewhere(*operands: Any) -> R:
         with _set(_off_cuda, get_opaque_trace_state()):
@@ -371,7 +406,9 @@ def _too_large(operands: Any) -> str | None:
 
 
 def _why_not_in_shard_map(operands: Any) -> str | None:
-    if axes := varying_axes([leaf for leaf in jax.tree.leaves(operands) if isinstance(leaf, jax.Array)]):
+    if axes := varying_axes(
+        [leaf for leaf in jax.tree.leaves(operands) if isinstance(leaf, jax.Array)]
+    ):
         return (
             f"JAX cannot check the types of kernels in jax.shard_map over {', '.join(sorted(axes))}; pass "
             "check_vma=False to it, or give the cache a kvjax.Placement"
@@ -381,13 +418,19 @@ def _why_not_in_shard_map(operands: Any) -> str | None:
 
 def shares_traces() -> bool:
     """True if equal calls may be traced once: not while `explained` lists each call, or a test changes a kernel."""
-    has_cache = getattr(sys.modules.get("kvjax.kernels_pallas.simt"), "has_cache", None)  # None while it is imported
+    has_cache = getattr(
+        sys.modules.get("kvjax.kernels_pallas.simt"), "has_cache", None
+    )  # None while it is imported
     return _explained.get() is None and (has_cache is None or has_cache())
 
 
 def _unmeasured(kernel: Any) -> str | None:
     name = kernel.__name__.rpartition(".")[2]
-    return None if kernel.MEASURED else f"the kernel {name} is not yet measured on a GPU: ask for it by name"
+    return (
+        None
+        if kernel.MEASURED
+        else f"the kernel {name} is not yet measured on a GPU: ask for it by name"
+    )
 
 
 @functools.cache

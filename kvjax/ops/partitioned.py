@@ -15,11 +15,16 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-_whole = Primitive("kvjax_whole")  # the identity; its lowering sees how many devices a program is for
+_whole = Primitive(
+    "kvjax_whole"
+)  # the identity; its lowering sees how many devices a program is for
 _whole.def_impl(lambda x, *, op: x)
 _whole.def_abstract_eval(lambda x, *, op: x)
 ad.deflinear2(_whole, lambda cotangent, x, *, op: [cotangent])
-batching.primitive_batchers[_whole] = lambda args, axes, *, op: (_whole.bind(*args, op=op), axes[0])
+batching.primitive_batchers[_whole] = lambda args, axes, *, op: (
+    _whole.bind(*args, op=op),
+    axes[0],
+)
 
 
 def warn_if_partitioned(op: str, operands: Any) -> Any:

@@ -19,7 +19,13 @@ from kvjax.numerics.partial import (
     merge_blocks,
     scaled,
 )
-from kvjax.numerics.quant import QuantArray, dequantize, slice_tokens, split_scales, unpack_codes
+from kvjax.numerics.quant import (
+    QuantArray,
+    dequantize,
+    slice_tokens,
+    split_scales,
+    unpack_codes,
+)
 from kvjax.numerics.rotate import Directions, decode, rotate_back, rotate_few, sizes_of, turned
 from kvjax.numerics.selection import PackedSelection, Selection, split_selection
 from kvjax.numerics.types import Float, Int32
@@ -71,15 +77,26 @@ def attend_quantized(
     operands = q, keys, values, start, stop
 
     def in_blocks(block: int, folds: bool, dtype: Any) -> Callable[..., PartialAttention]:
-        def one(i: Array, q: Array, keys: Codes, values: Codes, start: Array, stop: Array) -> PartialAttention:
-            first = jnp.minimum(i * block, slots - block)  # the last block overlaps the one before: mask the overlap
+        def one(
+            i: Array, q: Array, keys: Codes, values: Codes, start: Array, stop: Array
+        ) -> PartialAttention:
+            first = jnp.minimum(
+                i * block, slots - block
+            )  # the last block overlaps the one before: mask the overlap
             slot = (first + jnp.arange(block, dtype=jnp.int32))[None, None]
-            mask = (slot >= jnp.maximum(start, i * block)[..., None]) & (slot < stop[..., None])  # [B, Q, block]
+            mask = (slot >= jnp.maximum(start, i * block)[..., None]) & (
+                slot < stop[..., None]
+            )  # [B, Q, block]
             seen = jnp.any(mask, axis=1)[:, None]
             # Without the barrier XLA widens all codes and scales ahead of the loop.
-            kb, vb = lax.optimization_barrier(tuple(slice_tokens(a, first, block) for a in (keys, values)))
+            kb, vb = lax.optimization_barrier(
+                tuple(slice_tokens(a, first, block) for a in (keys, values))
+            )
             if not folds:
-                k, v = decoded(kb, D).astype(dtype), keep_valid(decoded(vb, D), seen).astype(dtype)
+                k, v = (
+                    decoded(kb, D).astype(dtype),
+                    keep_valid(decoded(vb, D), seen).astype(dtype),
+                )
                 return attend_part(q, k, v, mask[:, None], scale=scale)
             weights, total, lse = exp_weights(scaled(_scores(q, kb), scale), mask[:, None])
             return PartialAttention(_mix(weights, vb, seen, D) / total[..., None], lse)
@@ -87,7 +104,9 @@ def attend_quantized(
         def bounds(*operands: Any) -> tuple[int, Array]:
             return 0, quotient(jnp.max(operands[-1]) + (block - 1), block)
 
-        return lambda *operands: merge_blocks(one, *operands, bounds=bounds, blocks=-(-slots // block), shape=q.shape)
+        return lambda *operands: merge_blocks(
+            one, *operands, bounds=bounds, blocks=-(-slots // block), shape=q.shape
+        )
 
     blocks = in_blocks(block, folds, jnp.float32)
     quarter = min(-(-slots // (4 * group)) * group, slots)
@@ -105,7 +124,9 @@ def _attend_quantized_zones_mosaic(kernel: Any, a: Any) -> Any:
     kernel="attend.attend_quantized",
     static_argnames=("scale", "part"),
     derivative="reference",
-    limit=lambda kernel, a: kernel.unsupported(a.q, a.keys, a.values, a.start, a.stop, a.recent, a.sink),
+    limit=lambda kernel, a: kernel.unsupported(
+        a.q, a.keys, a.values, a.start, a.stop, a.recent, a.sink
+    ),
     mosaic=_attend_quantized_zones_mosaic,
 )
 def attend_quantized_zones(
@@ -149,7 +170,9 @@ def _attend_coded_zones_mosaic(kernel: Any, a: Any) -> Any:
     kernel="attend.attend_coded_zones",
     static_argnames=("local", "seed", "scale", "part"),
     derivative="reference",
-    limit=lambda kernel, a: kernel.unsupported(a.q, a.keys, a.values, a.selection.slots, a.recent, a.sink, a.local),
+    limit=lambda kernel, a: kernel.unsupported(
+        a.q, a.keys, a.values, a.selection.slots, a.recent, a.sink, a.local
+    ),
     mosaic=_attend_coded_zones_mosaic,
 )
 def attend_coded_zones(
@@ -184,7 +207,14 @@ def attend_coded_zones(
 
 
 def attend_rotated(
-    q: Array, k: Array, v: Array, offset: Array, selection: Selection, *, seed: int, scale: float
+    q: Array,
+    k: Array,
+    v: Array,
+    offset: Array,
+    selection: Selection,
+    *,
+    seed: int,
+    scale: float,
 ) -> PartialAttention:
     """Attention of q [B, K, G, D] over selected tokens that were gathered: rotated k, v f32[B, K, H*M, D], in order,
     the keys without their offset f32[B, K, D]."""
@@ -195,11 +225,15 @@ def attend_rotated(
     return turn_back(part, q, offset, seed=seed, scale=scale)
 
 
-def turn_back(part: PartialAttention, q: Array, offset: Array, *, seed: int, scale: float) -> PartialAttention:
+def turn_back(
+    part: PartialAttention, q: Array, offset: Array, *, seed: int, scale: float
+) -> PartialAttention:
     """Attention of q [B, K, Q, D] to keys and values as they were, of that to rotated ones without their offset."""
     shift = jnp.einsum("bkqd,bkd->bkq", q.astype(jnp.float32), offset, precision="highest")
     none = jnp.isneginf(part.lse)  # no slot: then nothing has a derivative
-    return PartialAttention(rotate_back(part.out, seed), jnp.where(none, part.lse, part.lse + scale * shift))
+    return PartialAttention(
+        rotate_back(part.out, seed), jnp.where(none, part.lse, part.lse + scale * shift)
+    )
 
 
 def _scores(q: Array, keys: QuantArray) -> Array:
@@ -239,5 +273,8 @@ def decoded(code: Codes, channels: int) -> Array:
 def gather_quantized(code: Codes, selection: Selection, channels: int) -> Array:
     """f32[B, K, H*M, D], the selected tokens of codes of [B, K, S, D]: reads and decodes only those rows."""
     index, slots = selection.slots.reshape(*selection.slots.shape[:2], -1, 1), code[0].shape[2]
-    rows = [jnp.take_along_axis(a, index // (slots // a.shape[2]), axis=2, mode="clip") for a in code]
+    rows = [
+        jnp.take_along_axis(a, index // (slots // a.shape[2]), axis=2, mode="clip")
+        for a in code
+    ]
     return decoded(type(code)(*rows), channels)

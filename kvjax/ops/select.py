@@ -40,7 +40,11 @@ from kvjax.ops.op import Implementation, for_gpu, op
     mosaic=lambda kernel, a: kernel.score_1bit(a.q, *a.keys, scale=a.scale),
 )
 def score_1bit(
-    q: Float[Array, "B K G D"], keys: OneBit, *, scale: float, implementation: Implementation | None = None
+    q: Float[Array, "B K G D"],
+    keys: OneBit,
+    *,
+    scale: float,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "B K G S"]:
     """Scores scale * q.k~ of q [B, K, G, D] with every key k~ decoded from `keys` [B, K, S, ...]: f32[B, K, G, S].
 
@@ -54,14 +58,18 @@ def score_1bit(
     return for_gpu(summed, partial(_score_blocks, scale=scale), q, keys)
 
 
-def sum_products(q: Float[Array, "B K G D"], keys: Float[Array, "B K S D"]) -> Float[Array, "B K G S"]:
+def sum_products(
+    q: Float[Array, "B K G D"], keys: Float[Array, "B K S D"]
+) -> Float[Array, "B K G S"]:
     """f32[B, K, G, S]: q.k as a sum, of which a GPU makes one kernel together with what decodes the keys.
 
     A product would need the decoded keys in memory, at several times the bytes of their codes. Heads are summed side by
     side, so that a key is decoded once for all of them.
     """
     products = [q[:, :, head, None].astype(jnp.float32) * keys for head in range(q.shape[2])]
-    sums = lax.reduce(products, [jnp.float32(0)] * len(products), lambda a, b: list(map(lax.add, a, b)), (3,))
+    sums = lax.reduce(
+        products, [jnp.float32(0)] * len(products), lambda a, b: list(map(lax.add, a, b)), (3,)
+    )
     return jnp.stack(sums, axis=2)
 
 
@@ -84,7 +92,9 @@ def _score_blocks(q: Array, keys: OneBit, *, scale: float) -> Array:
         s = scaled(jnp.einsum("bkgd,bksd->bkgs", q, keys_f32, precision="highest"), scale)
         return lax.dynamic_update_slice_in_dim(scores, s, first * group, axis=3)
 
-    return lax.fori_loop(0, -(-groups // block), step, vary_with(jnp.zeros((B, K, G, S), jnp.float32), q, keys))
+    return lax.fori_loop(
+        0, -(-groups // block), step, vary_with(jnp.zeros((B, K, G, S), jnp.float32), q, keys)
+    )
 
 
 @op(
@@ -111,7 +121,9 @@ def score_pages(
     q = q.astype(jnp.float32)
     product = partial(jnp.einsum, "bkgd,bkpd->bkgp", precision="highest")
     up, down = jnp.maximum(q, 0.0), jnp.minimum(q, 0.0)
-    return scaled(product(up, high.astype(jnp.float32)) + product(down, low.astype(jnp.float32)), scale)
+    return scaled(
+        product(up, high.astype(jnp.float32)) + product(down, low.astype(jnp.float32)), scale
+    )
 
 
 @op(
@@ -119,7 +131,9 @@ def score_pages(
     static_argnames=("scale",),
     derivative="reference",
     limit=lambda kernel, a: kernel.unsupported(a.q, *a.keys, a.listed.slots),
-    mosaic=lambda kernel, a: kernel.rerank(a.q, *a.keys, a.listed.slots, centres=centres(), scale=a.scale),
+    mosaic=lambda kernel, a: kernel.rerank(
+        a.q, *a.keys, a.listed.slots, centres=centres(), scale=a.scale
+    ),
 )
 def rerank(
     q: Float[Array, "B K G D"],
@@ -138,7 +152,9 @@ def rerank(
 
     def summed(q: Array, keys: Directions, slots: Array) -> Array:
         index = slots.reshape(B, K, G * M, 1)
-        decoded = decode(Directions(*(jnp.take_along_axis(a, index, axis=2, mode="clip") for a in keys)))
+        decoded = decode(
+            Directions(*(jnp.take_along_axis(a, index, axis=2, mode="clip") for a in keys))
+        )
         products = q.astype(jnp.float32)[:, :, :, None] * decoded.reshape(B, K, G, M, -1)
         return scaled(jnp.sum(products, axis=-1), scale)
 
@@ -151,13 +167,20 @@ def _rerank_blocks(q: Array, keys: Directions, slots: Array, *, scale: float) ->
 
     def step(i: Array, scores: Array) -> Array:
         first = jnp.minimum(i * block, M - block)
-        index = lax.dynamic_slice_in_dim(slots, first, block, axis=3).reshape(B, K, G * block, 1)
+        index = lax.dynamic_slice_in_dim(slots, first, block, axis=3).reshape(
+            B, K, G * block, 1
+        )
         part = Directions(*(jnp.take_along_axis(a, index, axis=2, mode="clip") for a in keys))
         decoded = decode(lax.optimization_barrier(part)).reshape(B, K, G, block, -1)
-        s = scaled(jnp.einsum("bkgd,bkgsd->bkgs", q.astype(jnp.float32), decoded, precision="highest"), scale)
+        s = scaled(
+            jnp.einsum("bkgd,bkgsd->bkgs", q.astype(jnp.float32), decoded, precision="highest"),
+            scale,
+        )
         return lax.dynamic_update_slice_in_dim(scores, s, first, axis=3)
 
-    return lax.fori_loop(0, -(-M // block), step, vary_with(jnp.zeros((B, K, G, M), jnp.float32), q, keys, slots))
+    return lax.fori_loop(
+        0, -(-M // block), step, vary_with(jnp.zeros((B, K, G, M), jnp.float32), q, keys, slots)
+    )
 
 
 def centres() -> tuple[float, ...]:
@@ -206,25 +229,40 @@ def _top_by_counts(ranked: Array, k: int) -> Sequence[Array]:
         at_least = [keys >= least + jnp.uint32(digit << shift) for digit in range(1, 16)]
         zeros = [jnp.int32(0)] * len(at_least)
         counts = lax.reduce(
-            [at.astype(jnp.int32) for at in at_least], zeros, lambda a, b: list(map(lax.add, a, b)), (1,)
+            [at.astype(jnp.int32) for at in at_least],
+            zeros,
+            lambda a, b: list(map(lax.add, a, b)),
+            (1,),
         )
         least += sum((count >= k).astype(jnp.uint32) for count in counts)[:, None] << shift
     above, level = keys > least, keys == least
     ranks, levels = lax.cumsum(jnp.stack([above, level]).astype(jnp.int32), axis=2)
     spare = k - ranks[:, -1:]  # of the level, the lower slots
-    place = jnp.where(above | (level & (levels <= spare)), ranks + jnp.minimum(levels, spare) - 1, k)
-    slots = put_last(jnp.zeros((len(keys), k), jnp.int32), place, lax.broadcasted_iota(jnp.int32, keys.shape, 1))
+    place = jnp.where(
+        above | (level & (levels <= spare)), ranks + jnp.minimum(levels, spare) - 1, k
+    )
+    slots = put_last(
+        jnp.zeros((len(keys), k), jnp.int32),
+        place,
+        lax.broadcasted_iota(jnp.int32, keys.shape, 1),
+    )
     best, order = lax.top_k(jnp.take_along_axis(ranked, slots, axis=1), k)
     return [a.reshape(*lead, k) for a in (best, jnp.take_along_axis(slots, order, axis=1))]
 
 
 def _top_k_grouped_limit(kernel: Any, a: Any) -> str | None:
     if any(valid.shape[2] != 1 for _, valid in a.parts):
-        return "the kernel top_k_grouped takes units that are valid for all query heads of a group"
+        return (
+            "the kernel top_k_grouped takes units that are valid for all query heads of a group"
+        )
     return no_kernel_for(a.group_reduce) or kernel.unsupported(a.parts, a.group_reduce, a.k)
 
 
-_of_groups: Any = {"kernel": "select.top_k_grouped", "limit": _top_k_grouped_limit, "derivative": "zero"}
+_of_groups: Any = {
+    "kernel": "select.top_k_grouped",
+    "limit": _top_k_grouped_limit,
+    "derivative": "zero",
+}
 
 
 @op(
@@ -246,12 +284,16 @@ def top_k_grouped(
     if their ranks differ by less than rounding.
     """
     heads = jnp.broadcast_shapes(*(ok.shape[:-1] for _, ok in parts))
-    valid = jnp.concatenate([jnp.broadcast_to(ok, (*heads, ok.shape[-1])) for _, ok in parts], axis=-1)
+    valid = jnp.concatenate(
+        [jnp.broadcast_to(ok, (*heads, ok.shape[-1])) for _, ok in parts], axis=-1
+    )
     return top_k(reduce_scores(parts, group_reduce), valid, k)
 
 
 def _rank_grouped_mosaic(kernel: Any, a: Any) -> tuple[Selection, Array]:
-    slots, valid, keys = kernel.top_k_grouped(a.parts, a.group_reduce, a.k, total=a.total, ranked=True)
+    slots, valid, keys = kernel.top_k_grouped(
+        a.parts, a.group_reduce, a.k, total=a.total, ranked=True
+    )
     return Selection(slots, valid), keys
 
 
@@ -269,12 +311,16 @@ def rank_grouped(
     `total` is the log of the sum of exponentials of all devices' scores, None unless ranks are softmaxes. The order is
     that of ranks, 0 for units that are not valid.
     """
-    flags = jnp.concatenate([jnp.broadcast_to(ok, (*scores.shape[:2], 1, ok.shape[3])) for scores, ok in parts], -1)
+    flags = jnp.concatenate(
+        [jnp.broadcast_to(ok, (*scores.shape[:2], 1, ok.shape[3])) for scores, ok in parts], -1
+    )
     ranks = reduce_scores(parts, group_reduce, total)
     best = top_k(ranks, flags, k)
     low = jnp.finfo(ranks.dtype).min
     rank = jnp.take_along_axis(ranks, best.slots, axis=-1)
-    return best, jnp.where(best.valid, in_order(jnp.where(rank >= low, rank, low)), jnp.uint32(0))
+    return best, jnp.where(
+        best.valid, in_order(jnp.where(rank >= low, rank, low)), jnp.uint32(0)
+    )
 
 
 def select_top(
@@ -292,22 +338,31 @@ def select_top(
     """
     candidates.require(scores.shape[3], unit)
     pending = candidates.pending_units(q, scale, unit)
-    stored = split_steps(scores, candidates.steps), candidates.inside(*candidates.span, scores.shape[3], unit)
+    stored = (
+        split_steps(scores, candidates.steps),
+        candidates.inside(*candidates.span, scores.shape[3], unit),
+    )
     return _highest([stored, pending], group_reduce, candidates)
 
 
-def _highest(parts: Sequence[tuple[Array, Array]], group_reduce: GroupReduce, candidates: Candidates) -> Selection:
+def _highest(
+    parts: Sequence[tuple[Array, Array]], group_reduce: GroupReduce, candidates: Candidates
+) -> Selection:
     """The highest of each step's parts, scores f32[B, K*T, G, U]: a selection [B, K, T*H, k_max]."""
     best = top_k_grouped(parts, group_reduce, candidates.k_max)
     rank = jnp.arange(candidates.k_max)[None, None, None]
     valid = best.valid & (rank < candidates.of_groups(candidates.k))
-    return Selection(join_steps(best.slots, candidates.steps), join_steps(valid, candidates.steps))
+    return Selection(
+        join_steps(best.slots, candidates.steps), join_steps(valid, candidates.steps)
+    )
 
 
 def _select_1bit_limit(kernel: Any, a: Any) -> str | None:
     q, keys, candidates = a.q, a.keys, a.candidates
     candidates.require(keys.bits.shape[2], 1)
-    step_q = jax.ShapeDtypeStruct((*q.shape[:2], q.shape[2] // candidates.steps, q.shape[3]), q.dtype)
+    step_q = jax.ShapeDtypeStruct(
+        (*q.shape[:2], q.shape[2] // candidates.steps, q.shape[3]), q.dtype
+    )
     pending = jax.ShapeDtypeStruct((*step_q.shape[:3], candidates.pending_slots), jnp.float32)
     return no_kernel_for(a.group_reduce) or kernel.unsupported(
         step_q, keys.bits, keys.scale, pending, a.group_reduce, candidates.k_max
@@ -317,8 +372,15 @@ def _select_1bit_limit(kernel: Any, a: Any) -> str | None:
 def _select_1bit_mosaic(kernel: Any, a: Any) -> PackedSelection:
     def one_pass(q: Array, candidates: Candidates) -> PackedSelection:
         pending, slots, steps = candidates.pending, candidates.pending_slots, candidates.steps
-        how: dict[str, Any] = {"scale": a.scale, "pending_slots": slots, "local": candidates.local, "steps": steps}
-        if pending[0].dtype != a.keys.scale.dtype:  # the kernel takes scores in place of keys of another dtype
+        how: dict[str, Any] = {
+            "scale": a.scale,
+            "pending_slots": slots,
+            "local": candidates.local,
+            "steps": steps,
+        }
+        if (
+            pending[0].dtype != a.keys.scale.dtype
+        ):  # the kernel takes scores in place of keys of another dtype
             pending = join_steps(candidates.pending_units(q, a.scale)[0], steps), *pending[1:]
             how["pending_slots"] = None
         asked = candidates.span, pending, candidates.k, a.group_reduce, candidates.k_max
@@ -349,7 +411,9 @@ def select_1bit(
     comes last, the others in any order. The kernel scores as that of `score_1bit` and ranks scores in f16, where one
     beyond 65504 is infinite; it may order tokens differently if their ranks differ by less than its rounding.
     """
-    return pack(select_top(score_1bit(q, keys, scale=scale), q, candidates, group_reduce, scale=scale))
+    return pack(
+        select_top(score_1bit(q, keys, scale=scale), q, candidates, group_reduce, scale=scale)
+    )
 
 
 def _select_pages_limit(kernel: Any, a: Any) -> str | None:
@@ -364,8 +428,15 @@ def _select_pages_limit(kernel: Any, a: Any) -> str | None:
 def _select_pages_mosaic(kernel: Any, a: Any) -> PackedSelection:
     candidates = a.candidates
     asked = candidates.span, candidates.pending, candidates.k, a.group_reduce, candidates.k_max
-    how = {"unit": a.unit, "scale": a.scale, "pending_slots": candidates.pending_slots, "local": candidates.local}
-    return PackedSelection(*kernel.select_pages(a.q, a.low, a.high, *asked, **how, steps=candidates.steps))
+    how = {
+        "unit": a.unit,
+        "scale": a.scale,
+        "pending_slots": candidates.pending_slots,
+        "local": candidates.local,
+    }
+    return PackedSelection(
+        *kernel.select_pages(a.q, a.low, a.high, *asked, **how, steps=candidates.steps)
+    )
 
 
 @op(
@@ -404,8 +475,15 @@ def _select_4bit_limit(kernel: Any, a: Any) -> str | None:
 
 
 def _select_4bit_mosaic(kernel: Any, a: Any) -> PackedSelection:
-    candidates, fixed = a.candidates, {"centres": centres(), "turned": turned(a.q.shape[-1], a.seed)}
-    how = {"scale": a.scale, "pending_slots": candidates.pending_slots, "local": candidates.local}
+    candidates, fixed = (
+        a.candidates,
+        {"centres": centres(), "turned": turned(a.q.shape[-1], a.seed)},
+    )
+    how = {
+        "scale": a.scale,
+        "pending_slots": candidates.pending_slots,
+        "local": candidates.local,
+    }
     asked = candidates.pending, candidates.k, candidates.k_max
     return PackedSelection(*kernel.select_4bit(a.q, *a.keys, a.listed, *asked, **how, **fixed))
 
@@ -437,7 +515,10 @@ def select_4bit(
     candidates.require(M, 1)
     estimates = rerank(rotate_few(q, seed), keys, listed, scale=scale)
     pending = candidates.pending_units(q, scale)
-    stored = split_steps(estimates, candidates.steps), split_steps(listed.valid, candidates.steps)
+    stored = (
+        split_steps(estimates, candidates.steps),
+        split_steps(listed.valid, candidates.steps),
+    )
     best = _highest([stored, pending], "per_head", candidates)
     slots = jnp.take_along_axis(listed.slots, jnp.minimum(best.slots, M - 1), axis=-1)
     slots = jnp.where(best.slots < M, slots, best.slots - M + S)

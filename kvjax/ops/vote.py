@@ -67,7 +67,9 @@ def collide(
     _check_votes(ids, limits)
     q = q if seed is None else rotate_few(q, seed)
     better = _keys_before(q.astype(jnp.float32).reshape(B, K, G, N, D // N), counts)
-    earned = jnp.sum(better[..., None] < limits[:, None, None, None, None], axis=-1, dtype=jnp.uint8)
+    earned = jnp.sum(
+        better[..., None] < limits[:, None, None, None, None], axis=-1, dtype=jnp.uint8
+    )
     return for_gpu(_votes, _vote_blocks, earned, ids)
 
 
@@ -88,7 +90,9 @@ def _vote_blocks(earned: Array, ids: Array) -> Array:
         part = _votes(earned, lax.dynamic_slice_in_dim(ids, first, block, axis=2))
         return lax.dynamic_update_slice_in_dim(votes, part, first, axis=3)
 
-    return lax.fori_loop(0, -(-S // block), step, vary_with(jnp.zeros((B, K, G, S), jnp.uint8), earned, ids))
+    return lax.fori_loop(
+        0, -(-S // block), step, vary_with(jnp.zeros((B, K, G, S), jnp.uint8), earned, ids)
+    )
 
 
 def _keys_before(q: Array, counts: Array) -> Array:
@@ -99,9 +103,13 @@ def _keys_before(q: Array, counts: Array) -> Array:
     scores = jnp.einsum("bkgnm,pm->bkgnp", q, signs, precision="highest")
     shape = (*lead, 2**m)
     ids = jnp.broadcast_to(pattern.reshape((1,) * len(lead) + (-1,)), shape)
-    falling, keys, ids = lax.sort((-scores, jnp.broadcast_to(counts[:, :, None], shape), ids), num_keys=1)
+    falling, keys, ids = lax.sort(
+        (-scores, jnp.broadcast_to(counts[:, :, None], shape), ids), num_keys=1
+    )
     before = lax.cumsum(keys, axis=keys.ndim - 1) - keys
-    ties = falling[..., 1:] == falling[..., :-1]  # patterns of equal score share the place of the first one
+    ties = (
+        falling[..., 1:] == falling[..., :-1]
+    )  # patterns of equal score share the place of the first one
     before = before.at[..., 1:].set(jnp.where(ties, 0, before[..., 1:]))
     return put_last(jnp.zeros(shape, jnp.int32), ids, lax.cummax(before, axis=before.ndim - 1))
 
@@ -112,7 +120,9 @@ def _keys_before(q: Array, counts: Array) -> Array:
     derivative="zero",
     limit=lambda kernel, a: kernel.unsupported(a.votes, a.length, a.count, a.room),
     mosaic=lambda kernel, a: PackedSelection(
-        *kernel.most_voted(a.votes, a.length, a.count, a.room, complement=a.complement, local=a.local)
+        *kernel.most_voted(
+            a.votes, a.length, a.count, a.room, complement=a.complement, local=a.local
+        )
     ),
 )
 def most_voted(
@@ -143,12 +153,18 @@ def most_voted(
     valid = jnp.arange(S)[None] < length[:, None]
     votes = jnp.where(valid[:, None, None], votes.astype(jnp.int32), -1)
 
-    least = for_gpu(partial(_least_votes, bits=4), partial(_least_votes, bits=1), votes, count)[..., None]
+    least = for_gpu(partial(_least_votes, bits=4), partial(_least_votes, bits=1), votes, count)[
+        ..., None
+    ]
     above, level = votes > least, votes == least
     spare = count[..., None] - jnp.sum(above, axis=-1, dtype=jnp.int32, keepdims=True)
     upto = lax.cumsum(level.astype(jnp.int32), axis=3)
     selected = above | (level & (upto <= spare))
-    place = lax.cumsum(above.astype(jnp.int32), axis=3) + jnp.minimum(upto, jnp.maximum(spare, 0)) - 1
+    place = (
+        lax.cumsum(above.astype(jnp.int32), axis=3)
+        + jnp.minimum(upto, jnp.maximum(spare, 0))
+        - 1
+    )
     slots = lax.broadcasted_iota(jnp.int32, votes.shape, 3)
     listed = jnp.zeros((B, K, G, room), jnp.int32)
     listed = put_last(listed, jnp.where(selected, place, room), slots)

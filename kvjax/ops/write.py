@@ -18,14 +18,18 @@ def _arrays(zone: Block) -> tuple[Array, Array, Array]:
 
 
 def _put_token_mosaic(kernel: Any, a: Any) -> tuple[list[Block], Array]:
-    stored, overflow = kernel.put_token(list(map(_arrays, a.zones)), a.k, a.v, a.active, a.overflow)
+    stored, overflow = kernel.put_token(
+        list(map(_arrays, a.zones)), a.k, a.v, a.active, a.overflow
+    )
     return [Block(*zone) for zone in stored], overflow
 
 
 @op(
     kernel="write.put_token",
     derivative="reference",
-    limit=lambda kernel, a: kernel.unsupported(list(map(_arrays, a.zones)), a.k, a.v, a.active, a.overflow),
+    limit=lambda kernel, a: kernel.unsupported(
+        list(map(_arrays, a.zones)), a.k, a.v, a.active, a.overflow
+    ),
     mosaic=_put_token_mosaic,
 )
 def put_token(
@@ -51,14 +55,18 @@ def put_token(
 
 
 def _put_tokens_mosaic(kernel: Any, a: Any) -> tuple[list[Block], Array]:
-    stored, overflow = kernel.put_tokens(list(map(_arrays, a.zones)), a.k, a.v, a.count, a.overflow)
+    stored, overflow = kernel.put_tokens(
+        list(map(_arrays, a.zones)), a.k, a.v, a.count, a.overflow
+    )
     return [Block(*zone) for zone in stored], overflow
 
 
 @op(
     kernel="write.put_token",
     derivative="reference",
-    limit=lambda kernel, a: kernel.unsupported(list(map(_arrays, a.zones)), a.k, a.v, a.count, a.overflow),
+    limit=lambda kernel, a: kernel.unsupported(
+        list(map(_arrays, a.zones)), a.k, a.v, a.count, a.overflow
+    ),
     mosaic=_put_tokens_mosaic,
 )
 def put_tokens(

@@ -68,9 +68,19 @@ class BesidePrompt(Evicting):
         if self.page > 1:
             order = jnp.argsort(page := self._positions(st) // self.page, axis=-1)
             ids = jnp.take_along_axis(page, order, axis=-1)
-            first = jnp.concatenate([jnp.zeros_like(ids[..., :1]), jnp.diff(ids) != 0], axis=-1, dtype=jnp.int32)
-            number = jnp.take_along_axis(jnp.cumsum(first, axis=-1), jnp.argsort(order, axis=-1), axis=-1)
-            best = jax.vmap(jax.vmap(lambda w, i: jnp.zeros_like(w).at[:, i].max(w)))(weights, number)
-            best /= jnp.maximum(jnp.sum(best, axis=-1, keepdims=True), jnp.finfo(best.dtype).tiny)
-            weights = jnp.take_along_axis(best, jnp.broadcast_to(number[:, :, None], best.shape), axis=-1)
+            first = jnp.concatenate(
+                [jnp.zeros_like(ids[..., :1]), jnp.diff(ids) != 0], axis=-1, dtype=jnp.int32
+            )
+            number = jnp.take_along_axis(
+                jnp.cumsum(first, axis=-1), jnp.argsort(order, axis=-1), axis=-1
+            )
+            best = jax.vmap(jax.vmap(lambda w, i: jnp.zeros_like(w).at[:, i].max(w)))(
+                weights, number
+            )
+            best /= jnp.maximum(
+                jnp.sum(best, axis=-1, keepdims=True), jnp.finfo(best.dtype).tiny
+            )
+            weights = jnp.take_along_axis(
+                best, jnp.broadcast_to(number[:, :, None], best.shape), axis=-1
+            )
         return super()._see_step(st, weights)

@@ -80,10 +80,14 @@ class Compensated(Policy):
 
     def init(self, spec: CacheSpec) -> CompensatedState:
         shape = (spec.batch, spec.kv_heads, spec.head_dim)
-        sums, tokens = ([jnp.zeros(shape, dtype) for _ in range(2)] for dtype in (jnp.float32, spec.dtype))
+        sums, tokens = (
+            [jnp.zeros(shape, dtype) for _ in range(2)] for dtype in (jnp.float32, spec.dtype)
+        )
         return CompensatedState(self.window.init(spec), *sums, *tokens)
 
-    def update(self, st: CompensatedState, k: Array, v: Array, active: Array) -> CompensatedState:
+    def update(
+        self, st: CompensatedState, k: Array, v: Array, active: Array
+    ) -> CompensatedState:
         leaves = (active & (st.kept.tokens.count == st.kept.tokens.slots))[:, None, None]
         sum_k = st.sum_k + jnp.where(leaves, st.next_k.astype(jnp.float32), 0.0)
         sum_v = st.sum_v + jnp.where(leaves, st.next_v.astype(jnp.float32), 0.0)
@@ -92,21 +96,37 @@ class Compensated(Policy):
     def _state(self, kept: EvictingState, sum_k: Array, sum_v: Array) -> CompensatedState:
         """The state with a copy of the token that is evicted next. If an update read that token from the slots that it
         then writes, XLA would copy the slots."""
-        oldest = jnp.argmax(kept.position == self._first(kept, kept.length)[:, None, None], axis=-1)[:, :, None, None]
-        tokens = (jnp.take_along_axis(a, oldest, axis=2)[:, :, 0] for a in (kept.tokens.k, kept.tokens.v))
+        oldest = jnp.argmax(
+            kept.position == self._first(kept, kept.length)[:, None, None], axis=-1
+        )[:, :, None, None]
+        tokens = (
+            jnp.take_along_axis(a, oldest, axis=2)[:, :, 0]
+            for a in (kept.tokens.k, kept.tokens.v)
+        )
         return CompensatedState(kept, sum_k, sum_v, *tokens)
 
-    def prefill(self, st: CompensatedState, k: Array, v: Array, lengths: Array) -> CompensatedState:
+    def prefill(
+        self, st: CompensatedState, k: Array, v: Array, lengths: Array
+    ) -> CompensatedState:
         kept, T, sink = st.kept, k.shape[2], self._sink
         first, end = self._first(kept, kept.length), self._first(kept, kept.length + lengths)
 
         def leaves(position: Array) -> Array:
             """bool[B, K, L]: which positions i32[B, K, L] this chunk evicts."""
-            return (position >= sink) & (position >= first[:, None, None]) & (position < end[:, None, None])
+            return (
+                (position >= sink)
+                & (position >= first[:, None, None])
+                & (position < end[:, None, None])
+            )
 
         used = jnp.arange(kept.tokens.slots)[None] < kept.tokens.count[:, None]
-        coming = jnp.broadcast_to((kept.length[:, None] + jnp.arange(T)[None])[:, None], (*k.shape[:2], T))
-        sources = ((leaves(kept.position) & used[:, None], kept.tokens.k, kept.tokens.v), (leaves(coming), k, v))
+        coming = jnp.broadcast_to(
+            (kept.length[:, None] + jnp.arange(T)[None])[:, None], (*k.shape[:2], T)
+        )
+        sources = (
+            (leaves(kept.position) & used[:, None], kept.tokens.k, kept.tokens.v),
+            (leaves(coming), k, v),
+        )
 
         def add(total: Array, which: int) -> Array:
             for mask, *tokens in sources:
@@ -114,14 +134,20 @@ class Compensated(Policy):
                 total = total + jnp.sum(evicted, axis=2)
             return total
 
-        return self._state(self.window.prefill(kept, k, v, lengths), add(st.sum_k, 0), add(st.sum_v, 1))
+        return self._state(
+            self.window.prefill(kept, k, v, lengths), add(st.sum_k, 0), add(st.sum_v, 1)
+        )
 
     takes_sinks = True
 
-    def attend(self, st: CompensatedState, q: Array, step: Step) -> tuple[Array, CompensatedState, Info]:
+    def attend(
+        self, st: CompensatedState, q: Array, step: Step
+    ) -> tuple[Array, CompensatedState, Info]:
         self._check_window(step.window)
         kept = st.kept
-        held = Span(kept.tokens.k, kept.tokens.v, jnp.zeros_like(kept.length), kept.tokens.count)
+        held = Span(
+            kept.tokens.k, kept.tokens.v, jnp.zeros_like(kept.length), kept.tokens.count
+        )
         part = ops.attend_span(q, held, scale=step.scale, part=True)
         out = merge_sinks(merge(part, self._compensate(st, q, step.scale)), step.sinks).out
         attended = jnp.broadcast_to(kept.tokens.count.astype(jnp.float32)[:, None], q.shape[:2])
@@ -146,10 +172,16 @@ class Compensated(Policy):
     def _compensate(self, st: CompensatedState, q: Array, scale: float) -> PartialAttention:
         """Attention of q [B, K, Q, D] over the mean of the evicted tokens; empty if none was evicted."""
         k, v = st.compensation
-        logits = scaled(jnp.einsum("bkqd,bkd->bkq", q.astype(jnp.float32), k, precision="highest"), scale)
+        logits = scaled(
+            jnp.einsum("bkqd,bkd->bkq", q.astype(jnp.float32), k, precision="highest"), scale
+        )
         count = st.evicted[:, None, None]
-        lse = jnp.where(count > 0, logits + jnp.log(jnp.maximum(count, 1).astype(jnp.float32)), -jnp.inf)
-        out = jnp.broadcast_to(jnp.where(count[..., None] > 0, v[:, :, None], 0.0), (*q.shape[:3], v.shape[-1]))
+        lse = jnp.where(
+            count > 0, logits + jnp.log(jnp.maximum(count, 1).astype(jnp.float32)), -jnp.inf
+        )
+        out = jnp.broadcast_to(
+            jnp.where(count[..., None] > 0, v[:, :, None], 0.0), (*q.shape[:3], v.shape[-1])
+        )
         return PartialAttention(out, lse)
 
     def _check_window(self, window: int | None) -> None:

@@ -53,10 +53,14 @@ class Compressed(Zoned):
         if step.lengths is not None:
             return self._attend_steps(st, q, step.lengths, step)
         seen = self.visible(st, step.window)
-        out = self.store.attend_with(st.store, q, seen.store, seen.recent, seen.sink, **step.logits)
+        out = self.store.attend_with(
+            st.store, q, seen.store, seen.recent, seen.sink, **step.logits
+        )
         return out, st, self._info(st, step.window)
 
-    def _attend_steps(self, st: ZonedState, q: Array, lengths: Array, step: Step) -> tuple[Array, ZonedState, Info]:
+    def _attend_steps(
+        self, st: ZonedState, q: Array, lengths: Array, step: Step
+    ) -> tuple[Array, ZonedState, Info]:
         """Each step sees the tokens up to its own: the same arrays with smaller counts.
 
         Without a sliding window all steps see the same history and read it together.
@@ -64,18 +68,24 @@ class Compressed(Zoned):
         if step.window is not None or self.value_window is not None:
             return attend_in_turn(self, self.shortened, st, q, step)
         seen, queries = self.visible(st, lengths=lengths), steps_as_heads(q)
-        out = self.store.attend_with(st.store, queries, seen.store, seen.recent, seen.sink, **step.logits)
+        out = self.store.attend_with(
+            st.store, queries, seen.store, seen.recent, seen.sink, **step.logits
+        )
         info = jax.vmap(lambda length: self._info(self.shortened(st, length), None))(lengths)
         return heads_as_steps(out, q.shape[3]), st, info
 
-    def visible(self, st: ZonedState, window: int | None = None, lengths: Array | None = None) -> Visible:
+    def visible(
+        self, st: ZonedState, window: int | None = None, lengths: Array | None = None
+    ) -> Visible:
         seen = super().visible(st, window, lengths)
         if self.value_window is None:
             return seen
         k, v = self._rounded(st)
         return seen._replace(recent=seen.recent._replace(k=k, v=v))
 
-    def attend_stored(self, st: ZonedState, q: Array, *, scale: float, window: int | None = None) -> PartialAttention:
+    def attend_stored(
+        self, st: ZonedState, q: Array, *, scale: float, window: int | None = None
+    ) -> PartialAttention:
         if self.value_window is not None:
             k, v = self._rounded(st)
             st = replace(st, recent=replace(st.recent, k=k, v=v))
@@ -93,13 +103,17 @@ class Compressed(Zoned):
             st.recent.v,
         )
         slot = jnp.arange(st.recent.slots, dtype=jnp.int32)[None, None, :, None]
-        in_chunks = (count - 1) // chunk * chunk if self.demote.ordered else jnp.zeros_like(count)
+        in_chunks = (
+            (count - 1) // chunk * chunk if self.demote.ordered else jnp.zeros_like(count)
+        )
         rounded = self.store.decoded(k[:, :, :whole], v[:, :, :whole])
         k_rounded, v_rounded = (
             jnp.concatenate([new.astype(old.dtype), old[:, :, whole:]], axis=2)
             for new, old in zip(rounded, (k, v), strict=True)
         )
-        return jnp.where(slot < in_chunks, k_rounded, k), jnp.where(slot < count - self.value_window, v_rounded, v)
+        return jnp.where(slot < in_chunks, k_rounded, k), jnp.where(
+            slot < count - self.value_window, v_rounded, v
+        )
 
     def _info(self, st: ZonedState, window: int | None) -> Info:
         (B, K), seen = st.recent.k.shape[:2], self.visible(st, window)

@@ -19,7 +19,15 @@ from kvjax.evictors.base import Held
 from kvjax.memory import vary_with
 from kvjax.numerics.blocks import Block, empty_block, put_last, write
 from kvjax.numerics.derivatives import with_derivative
-from kvjax.numerics.partial import PartialAttention, Span, attend_part, keep_valid, merge, merge_sinks, softmax_weights
+from kvjax.numerics.partial import (
+    PartialAttention,
+    Span,
+    attend_part,
+    keep_valid,
+    merge,
+    merge_sinks,
+    softmax_weights,
+)
 from kvjax.numerics.rotate import turn_positions
 from kvjax.numerics.selection import Selection
 from kvjax.numerics.types import Rope
@@ -44,11 +52,19 @@ class EvictingState:
 
     tokens: Block  # [B, K, S, D]
     position: Array  # i32[B, K, S] of each token
-    evidence: Array | None  # f32[B, K, S] what the evictor knows of each token; None if it needs nothing
+    evidence: (
+        Array | None
+    )  # f32[B, K, S] what the evictor knows of each token; None if it needs nothing
     length: Array  # i32[B] tokens received, which is the position of the next one
-    due: Array | None  # bool[B] a token was stored whose query the evictor has not seen yet; None as above
-    memory: Array | None  # f32[B, K, G, n, D] what the evictor remembers of queries; None as above
-    stays: Array | None  # bool[B, K, S] tokens of prompts, which are kept beside the budget; None: they compete
+    due: (
+        Array | None
+    )  # bool[B] a token was stored whose query the evictor has not seen yet; None as above
+    memory: (
+        Array | None
+    )  # f32[B, K, G, n, D] what the evictor remembers of queries; None as above
+    stays: (
+        Array | None
+    )  # bool[B, K, S] tokens of prompts, which are kept beside the budget; None: they compete
 
     @property
     def overflow(self) -> Array:
@@ -83,17 +99,27 @@ class Evicting(Policy):
 
     def __post_init__(self) -> None:
         keep_ints(self, budget=1)
-        check_verbs("Evicting(evictor=...)", self.evictor, "an evictor", ("check", "worth"), "kvjax.evictors.Sliding()")
+        check_verbs(
+            "Evicting(evictor=...)",
+            self.evictor,
+            "an evictor",
+            ("check", "worth"),
+            "kvjax.evictors.Sliding()",
+        )
         self.evictor.check(self.budget)
         keep_ints(self, every=1)
         if self.every >= self.budget and self.every > 1:
-            raise ValueError(f"Evicting(every={self.every}) must be below budget={self.budget}, which it would empty")
+            raise ValueError(
+                f"Evicting(every={self.every}) must be below budget={self.budget}, which it would empty"
+            )
         if not self.evicts_several and (self.every > 1 or self.evictor.remembers(8)):
             raise ValueError(
                 f"{type(self).__name__} evicts one token at a time, by evidence; use every=1 and an evictor such as "
                 f"kvjax.HeavyHitter() in place of {self.evictor}"
             )
-        if self.rope is not None and (self.every == 1 or getattr(self.evictor, "rope", None) is not None):
+        if self.rope is not None and (
+            self.every == 1 or getattr(self.evictor, "rope", None) is not None
+        ):
             raise ValueError(
                 f"Evicting(rope=...) rotates keys at each eviction, which {self.evictor} with every={self.every} "
                 "does not allow; use every=64 and an evictor without rope"
@@ -123,21 +149,29 @@ class Evicting(Policy):
             if self.rope is None:
                 st = self._make_room(st, full)
             else:
-                st = lax.cond(jnp.any(full), lambda st: self._close_up(st, full), lambda st: st, st)
+                st = lax.cond(
+                    jnp.any(full), lambda st: self._close_up(st, full), lambda st: st, st
+                )
         if self.rope is not None:  # to its place after the held tokens
             by = jnp.broadcast_to((st.tokens.count - st.length)[:, None, None], k.shape[:-1])
             k = turn_positions(k, by, self.rope).astype(k.dtype)
         B, K, S = st.position.shape
         added = active.astype(jnp.int32)
-        length = st.length + added  # the code below reads only this one: XLA would copy the old one if it read both
+        length = (
+            st.length + added
+        )  # the code below reads only this one: XLA would copy the old one if it read both
         slot = self._slot(st, length)
 
         # A KV head is a row of its own here, whose count is the slot to write: out of range, it writes nothing.
         at = jnp.where(active[:, None], slot, S).reshape(-1)
-        held_k, held_v, k_row, v_row = (a.reshape(B * K, 1, -1, a.shape[3]) for a in (st.tokens.k, st.tokens.v, k, v))
+        held_k, held_v, k_row, v_row = (
+            a.reshape(B * K, 1, -1, a.shape[3]) for a in (st.tokens.k, st.tokens.v, k, v)
+        )
         (held,), _ = ops.put_token([Block(held_k, held_v, at)], k_row, v_row, at < S, at < 0)
         taken = (jnp.arange(S)[None, None] == slot[..., None]) & active[:, None, None]
-        evidence = None if st.evidence is None else jnp.where(taken, self._arriving(k, v), st.evidence)
+        evidence = (
+            None if st.evidence is None else jnp.where(taken, self._arriving(k, v), st.evidence)
+        )
         return replace(
             st,
             tokens=Block(
@@ -152,9 +186,13 @@ class Evicting(Policy):
             due=None if st.due is None else st.due | active,
         )
 
-    def attend(self, st: EvictingState, q: Array, step: Step) -> tuple[Array, EvictingState, Info]:
+    def attend(
+        self, st: EvictingState, q: Array, step: Step
+    ) -> tuple[Array, EvictingState, Info]:
         scale, window = step.scale, step.window
-        visible = self._valid(st) & (st.position >= lowest_visible(st.length - 1, window)[:, None, None])
+        visible = self._valid(st) & (
+            st.position >= lowest_visible(st.length - 1, window)[:, None, None]
+        )
         positions = jnp.where(visible, st.position, -1)[:, :, None]
         info = Info(jnp.sum(visible, axis=-1, dtype=jnp.float32), None, positions=positions)
         seen, after = st.evidence, st
@@ -168,13 +206,22 @@ class Evicting(Policy):
             seen = self._see_step(st, weights)
             after = replace(after, evidence=jnp.where(st.due[:, None, None], seen, st.evidence))
         if st.memory is not None and st.due is not None:
-            memory = self.evictor.see_queries(st.memory, true_q[:, :, :, None], (st.length - 1)[:, None])
-            after = replace(after, memory=jnp.where(st.due[:, None, None, None, None], memory, st.memory))
-        moved, fits = self._renumbered, window is None or (self.evictor.keeps_newest and st.tokens.slots <= window)
+            memory = self.evictor.see_queries(
+                st.memory, true_q[:, :, :, None], (st.length - 1)[:, None]
+            )
+            after = replace(
+                after, memory=jnp.where(st.due[:, None, None, None, None], memory, st.memory)
+            )
+        moved, fits = (
+            self._renumbered,
+            window is None or (self.evictor.keeps_newest and st.tokens.slots <= window),
+        )
         if seen is st.evidence and fits and not moved:
             return self._attend_held(st, q, step), after, info
         if moved:
-            part = self._attend_moved(st, q[:, :, :, None], visible[:, :, None], moved, scale=scale)
+            part = self._attend_moved(
+                st, q[:, :, :, None], visible[:, :, None], moved, scale=scale
+            )
         else:  # the visible slots have gaps, or the logits are computed above anyway
             part = attend_part(q, st.tokens.k, st.tokens.v, visible[:, :, None], scale=scale)
         return merge_sinks(part, step.sinks).out, after, info
@@ -184,7 +231,9 @@ class Evicting(Policy):
     def prefill(self, st: EvictingState, k: Array, v: Array, lengths: Array) -> EvictingState:
         """Stores a prompt without its queries. Raises ValueError for an evictor that needs them."""
         if self._needs_queries:
-            raise ValueError(f"{self.evictor} needs the queries of a prompt; call kvjax.attention or prefill_observed")
+            raise ValueError(
+                f"{self.evictor} needs the queries of a prompt; call kvjax.attention or prefill_observed"
+            )
         return self._keep(st, k, v, lengths, None)
 
     observes = True
@@ -219,17 +268,31 @@ class Evicting(Policy):
             votes_too = at >= 0
         else:
             at = lengths[:, None] - padded_count + jnp.arange(padded_count)[None]
-            votes_too = (at >= 0) & (jnp.arange(padded_count) >= padded_count - voter_count)[None]
+            votes_too = (at >= 0) & (jnp.arange(padded_count) >= padded_count - voter_count)[
+                None
+            ]
         queries = jnp.take_along_axis(q, jnp.maximum(at, 0)[:, None, None, :, None], axis=3)
         query_position = jnp.where(votes_too, st.length[:, None] + at, -1)
         keys = jnp.concatenate([self._at_distance(st), k.astype(st.tokens.k.dtype)], axis=2)
         position = jnp.concatenate([self._positions(st), self._coming(st, lengths, T)], axis=2)
         lse = None
-        if voters is None and not few and T > QUERIES and takes_cudnn(keys.dtype, keys.shape[3], scale):
+        if (
+            voters is None
+            and not few
+            and T > QUERIES
+            and takes_cudnn(keys.dtype, keys.shape[3], scale)
+        ):
             # cuDNN's sums over the keys take less time than a softmax in JAX, which reads and writes all logits.
             real = keep_valid(k, position[:, :, S:] >= 0)
-            parts = attend_own(q, real, real, scale=scale, window=window), self._attend_kept(st, q, scale, window)
-            lse = jnp.take_along_axis(merge(*parts).lse.reshape(q.shape[:4]), jnp.maximum(at, 0)[:, None, None], axis=3)
+            parts = (
+                attend_own(q, real, real, scale=scale, window=window),
+                self._attend_kept(st, q, scale, window),
+            )
+            lse = jnp.take_along_axis(
+                merge(*parts).lse.reshape(q.shape[:4]),
+                jnp.maximum(at, 0)[:, None, None],
+                axis=3,
+            )
 
         def count(i: Array, votes: Array) -> Array:
             L = votes.shape[3]
@@ -237,16 +300,28 @@ class Evicting(Policy):
             here = lax.dynamic_slice_in_dim(query_position, i * block, block, axis=1)
             first, at = lowest_visible(here, window), position[:, :, None, :L]
             seen = (at <= here[:, None, :, None]) & (at >= first[:, None, :, None]) & (at >= 0)
-            known = None if lse is None else lax.dynamic_slice_in_dim(lse, i * block, block, axis=3)
+            known = (
+                None if lse is None else lax.dynamic_slice_in_dim(lse, i * block, block, axis=3)
+            )
             return votes + _sum_weights(qb, keys[:, :, :L], seen, scale, known)
 
         (B, K, L), blocks = position.shape, padded_count // block
-        votes = vary_with(jnp.zeros((B, K, q.shape[2], L), jnp.float32), queries, keys, query_position, position)
+        votes = vary_with(
+            jnp.zeros((B, K, q.shape[2], L), jnp.float32),
+            queries,
+            keys,
+            query_position,
+            position,
+        )
         bounds = [blocks * part // PARTS for part in range(PARTS + 1)]
         for begin, end in pairwise(bounds):
             if begin < end:
                 # keys that are not after the last of these queries
-                earlier = L - (T - -(-end * block * T // padded_count) if few else padded_count - end * block)
+                earlier = L - (
+                    T - -(-end * block * T // padded_count)
+                    if few
+                    else padded_count - end * block
+                )
                 counted = lax.fori_loop(begin, end, count, votes[..., :earlier])
                 # `votes.at[...].set` is a scatter, at which XLA of jaxlib 0.11.2 crashes on several CPU devices.
                 votes = lax.dynamic_update_slice_in_dim(votes, counted, 0, axis=3)
@@ -269,26 +344,35 @@ class Evicting(Policy):
         tokens i32[B], only these rows change, and keep only so many.
         """
         (B, K, S), T = st.position.shape, k.shape[2]
-        takes, most = (lengths > 0, None) if room is None else room  # a row that stores nothing stays as it is
+        takes, most = (
+            (lengths > 0, None) if room is None else room
+        )  # a row that stores nothing stays as it is
         end = st.length + lengths
         position = self._positions(st)
         # One line in order of position: empty slots, held tokens, the chunk, its padding.
         order = jnp.argsort(position, axis=-1).astype(jnp.int32)
-        order = jnp.concatenate([order, jnp.broadcast_to(S + jnp.arange(T, dtype=jnp.int32), (B, K, T))], axis=-1)
+        order = jnp.concatenate(
+            [order, jnp.broadcast_to(S + jnp.arange(T, dtype=jnp.int32), (B, K, T))], axis=-1
+        )
         position = jnp.concatenate([position, self._coming(st, lengths, T)], axis=2)
         position = jnp.take_along_axis(position, order, axis=-1)
         evidence, stays = st.evidence, st.stays
         if stays is not None:
             coming = jnp.ones((B, K, T), bool)
-            stays = jnp.take_along_axis(jnp.concatenate([stays, coming], axis=2), order, axis=-1)
+            stays = jnp.take_along_axis(
+                jnp.concatenate([stays, coming], axis=2), order, axis=-1
+            )
         if evidence is not None:
             arriving = jnp.broadcast_to(self._arriving(k, v), (B, K, T))
-            evidence = jnp.take_along_axis(jnp.concatenate([evidence, arriving], axis=2), order, axis=-1)
+            evidence = jnp.take_along_axis(
+                jnp.concatenate([evidence, arriving], axis=2), order, axis=-1
+            )
         if evidence is not None and votes is not None:
             votes = jnp.take_along_axis(votes, order[:, :, None], axis=-1)
             evidence = self.evictor.see_prompt(evidence, votes, position, end, self._share(S))
         k_line, v_line = (
-            jnp.concatenate([old, new.astype(old.dtype)], axis=2) for old, new in ((st.tokens.k, k), (st.tokens.v, v))
+            jnp.concatenate([old, new.astype(old.dtype)], axis=2)
+            for old, new in ((st.tokens.k, k), (st.tokens.v, v))
         )
         L = S + T
         held = Held(evidence, position, end, self._share(S), k_line, v_line, st.memory)
@@ -297,30 +381,45 @@ class Evicting(Policy):
         # The line is reversed, so that ties go to the newer token.
         best = self._best(jnp.flip(worth, axis=-1), jnp.flip(position >= 0, axis=-1), S)
         if most is not None:
-            best = best._replace(valid=best.valid & (jnp.arange(S)[None] < most[:, None])[:, None])
-        place = jnp.sort(jnp.where(best.valid, L - 1 - best.slots, L), axis=-1)  # the kept places, in order; then L
+            best = best._replace(
+                valid=best.valid & (jnp.arange(S)[None] < most[:, None])[:, None]
+            )
+        place = jnp.sort(
+            jnp.where(best.valid, L - 1 - best.slots, L), axis=-1
+        )  # the kept places, in order; then L
         valid, place = place < L, jnp.minimum(place, L - 1)
 
         def tokens(place: Array) -> tuple[Array, Array]:
             """Keys and values [B, K, X, D] of the line at places i32[B, K, X]."""
             source = jnp.take_along_axis(order, place, axis=-1)[..., None]
-            return jnp.take_along_axis(k_line, source, axis=2), jnp.take_along_axis(v_line, source, axis=2)
+            return jnp.take_along_axis(k_line, source, axis=2), jnp.take_along_axis(
+                v_line, source, axis=2
+            )
 
         def select(line: Array) -> Array:
-            return jnp.where(valid, jnp.take_along_axis(line, place, axis=-1), jnp.zeros((), line.dtype))
+            return jnp.where(
+                valid, jnp.take_along_axis(line, place, axis=-1), jnp.zeros((), line.dtype)
+            )
 
         def leaving() -> tuple[Array, Array]:
             stays = put_last(jnp.zeros((B, K, L), bool), jnp.where(valid, place, L), True)
-            gone = jnp.sort(jnp.where((position >= 0) & ~stays, jnp.arange(L, dtype=jnp.int32)[None, None], L), axis=-1)
+            gone = jnp.sort(
+                jnp.where(
+                    (position >= 0) & ~stays, jnp.arange(L, dtype=jnp.int32)[None, None], L
+                ),
+                axis=-1,
+            )
             return tokens(jnp.minimum(gone[..., :T], L - 1))
 
         kept_k, kept_v = tokens(place)
-        if self.rope is not None:  # a held token's place is its slot, that of a new one its position
+        if (
+            self.rope is not None
+        ):  # a held token's place is its slot, that of a new one its position
             source = jnp.take_along_axis(order, place, axis=-1)
             was = jnp.where(source < S, source, jnp.take_along_axis(position, place, axis=-1))
-            kept_k = turn_positions(kept_k, jnp.arange(S, dtype=jnp.int32)[None, None] - was, self.rope).astype(
-                kept_k.dtype
-            )
+            kept_k = turn_positions(
+                kept_k, jnp.arange(S, dtype=jnp.int32)[None, None] - was, self.rope
+            ).astype(kept_k.dtype)
         kept_k, kept_v = keep_valid(kept_k, valid), keep_valid(kept_v, valid)
         count = jnp.minimum(st.tokens.count + lengths, S if most is None else most)
         new = {
@@ -332,20 +431,34 @@ class Evicting(Policy):
             "stays": None if stays is None else select(stays),
         }
         old = {name: getattr(st, name) for name in new}
-        new = jax.tree.map(lambda a, b: jnp.where(takes.reshape(-1, *(1,) * (a.ndim - 1)), a, b), new, old)
+        new = jax.tree.map(
+            lambda a, b: jnp.where(takes.reshape(-1, *(1,) * (a.ndim - 1)), a, b), new, old
+        )
         return self._settled(replace(st, **new), valid, takes, leaving)
 
     def _make_room(self, st: EvictingState, full: Array) -> EvictingState:
         """`st` less `every` tokens of each row that is `full` bool[B]; the last slots' tokens move to the free ones."""
         (B, K, S), n = st.position.shape, self.every
         count = st.tokens.count - n * full.astype(jnp.int32)
-        last = jnp.broadcast_to((count[:, None] + jnp.arange(n, dtype=jnp.int32)[None])[:, None], (B, K, n))
+        last = jnp.broadcast_to(
+            (count[:, None] + jnp.arange(n, dtype=jnp.int32)[None])[:, None], (B, K, n)
+        )
 
         def moves() -> tuple[Array, Array]:
             """Slots i32[B, K, n] of tokens that move, those first, and their new slots, or S."""
-            held = Held(st.evidence, position, st.length, self._share(S), st.tokens.k, st.tokens.v, st.memory)
+            held = Held(
+                st.evidence,
+                position,
+                st.length,
+                self._share(S),
+                st.tokens.k,
+                st.tokens.v,
+                st.memory,
+            )
             worth = jnp.where(position >= 0, self._worth(held, st.stays), jnp.inf)
-            gone = jnp.lexsort((jnp.where(position >= 0, position, S), worth), axis=-1)[..., :n].astype(jnp.int32)
+            gone = jnp.lexsort((jnp.where(position >= 0, position, S), worth), axis=-1)[
+                ..., :n
+            ].astype(jnp.int32)
             leaves = jnp.any(last[..., None] == gone[..., None, :], axis=-1)
             source = jnp.take_along_axis(last, jnp.argsort(leaves, axis=-1), axis=-1)
             free = jnp.sort(jnp.where(gone < count[:, None, None], gone, S), axis=-1)
@@ -354,7 +467,9 @@ class Evicting(Policy):
         position = self._positions(st)
         source, target = lax.cond(jnp.any(full), moves, lambda: (last, jnp.full_like(last, S)))
 
-        def move(i: Array, done: tuple[EvictingState, Array, Array]) -> tuple[EvictingState, Array, Array]:
+        def move(
+            i: Array, done: tuple[EvictingState, Array, Array]
+        ) -> tuple[EvictingState, Array, Array]:
             """`st` with the i-th of these tokens in its new slot: one write for each, in place."""
             st, source, target = done
             old, new = (lax.dynamic_slice_in_dim(a, i, 1, axis=2) for a in (source, target))
@@ -363,12 +478,16 @@ class Evicting(Policy):
             def put(a: Array | None) -> Any:
                 if a is None:
                     return None
-                one = jnp.take_along_axis(a, old if a.ndim == 3 else old[..., None], axis=2, mode="clip")
+                one = jnp.take_along_axis(
+                    a, old if a.ndim == 3 else old[..., None], axis=2, mode="clip"
+                )
                 if a.ndim == 3:
                     return jnp.where(here, one, a)
                 rows, moved = (x.reshape(B * K, 1, -1, x.shape[3]) for x in (a, one))
                 taken = (new < S).astype(jnp.int32).reshape(-1)
-                return write(rows, moved, jnp.minimum(new, S - 1).reshape(-1), taken).reshape(a.shape)
+                return write(rows, moved, jnp.minimum(new, S - 1).reshape(-1), taken).reshape(
+                    a.shape
+                )
 
             tokens = replace(st.tokens, k=put(st.tokens.k), v=put(st.tokens.v))
             rest = {name: put(getattr(st, name)) for name in ("position", "evidence", "stays")}
@@ -378,7 +497,9 @@ class Evicting(Policy):
             steps = n * jnp.any(done[2] < S).astype(jnp.int32)
             return lax.fori_loop(0, steps, move, done)[0]
 
-        def all_steps(*done: Any) -> EvictingState:  # a loop whose bounds are data has no reverse-mode derivative
+        def all_steps(
+            *done: Any,
+        ) -> EvictingState:  # a loop whose bounds are data has no reverse-mode derivative
             return lax.fori_loop(0, n, move, done)[0]
 
         st = with_derivative(run, all_steps)(st, source, target)
@@ -394,7 +515,9 @@ class Evicting(Policy):
         """The tokens that a KV head holds after a prompt of `prompt` tokens, and `received` tokens in all."""
         most = self._most(prompt)
         held = np.minimum(prompt, most) + received - prompt
-        return np.where(held <= most, held, most + 1 - self.every + (held - most - 1) % self.every)
+        return np.where(
+            held <= most, held, most + 1 - self.every + (held - most - 1) % self.every
+        )
 
     def _most(self, prompt: Any) -> Any:
         """The most tokens that a KV head holds after a prompt of `prompt` tokens."""
@@ -407,7 +530,9 @@ class Evicting(Policy):
 
     # ---------------------------------------------------------------------------------------------------------- parts
 
-    def _attend_kept(self, st: EvictingState, q: Array, scale: float, window: int | None) -> PartialAttention:
+    def _attend_kept(
+        self, st: EvictingState, q: Array, scale: float, window: int | None
+    ) -> PartialAttention:
         """Attention of a chunk's queries q [B, K, G, T, D] to the slots."""
         first = chunk_starts(st.length, q.shape[3], window)
         B, K, G, T, D = q.shape
@@ -433,7 +558,9 @@ class Evicting(Policy):
     def _renumbered(self) -> int:
         return self.evictor.renumbered
 
-    def _attend_moved(self, st: EvictingState, q: Array, seen: Array, moved: int, *, scale: float) -> PartialAttention:
+    def _attend_moved(
+        self, st: EvictingState, q: Array, seen: Array, moved: int, *, scale: float
+    ) -> PartialAttention:
         """Attention of q [B, K, G, T, D], a part over G*T, to the slots `seen` bool[B, 1 or K, 1 or G*T, S].
 
         The first `moved` slots hold tokens whose distance to a query counts only the tokens still held in between.
@@ -444,7 +571,11 @@ class Evicting(Policy):
         parts = []
         for queries, slots in ((turned, slice(0, n)), (q, slice(n, None))):
             k, v = st.tokens.k[:, :, slots], st.tokens.v[:, :, slots]
-            parts.append(attend_part(queries.reshape(B, K, G * T, D), k, v, seen[..., slots], scale=scale))
+            parts.append(
+                attend_part(
+                    queries.reshape(B, K, G * T, D), k, v, seen[..., slots], scale=scale
+                )
+            )
         return merge(*parts)
 
     def _attend_held(self, st: EvictingState, q: Array, step: Step) -> Array:
@@ -477,10 +608,18 @@ class Evicting(Policy):
         position, slots = jnp.where(valid, st.position, -1), self._share(st.tokens.slots)
         held = Held(st.evidence, position, end, slots, st.tokens.k, st.tokens.v, st.memory)
         worth = jnp.where(valid, lax.stop_gradient(self._worth(held, st.stays)), jnp.inf)
-        age, slot = jnp.where(valid, st.position, NEVER), lax.broadcasted_iota(jnp.int32, position.shape, 2)
-        operands, last = (worth, age, vary_with(slot, worth)), (jnp.float32(jnp.inf), jnp.int32(NEVER), jnp.int32(0))
+        age, slot = (
+            jnp.where(valid, st.position, NEVER),
+            lax.broadcasted_iota(jnp.int32, position.shape, 2),
+        )
+        operands, last = (
+            (worth, age, vary_with(slot, worth)),
+            (jnp.float32(jnp.inf), jnp.int32(NEVER), jnp.int32(0)),
+        )
 
-        def least(a: tuple[Array, ...], b: tuple[Array, ...]) -> tuple[Array, ...]:  # in one launch
+        def least(
+            a: tuple[Array, ...], b: tuple[Array, ...]
+        ) -> tuple[Array, ...]:  # in one launch
             equal, older = a[0] == b[0], (a[1] < b[1]) | ((a[1] == b[1]) & (a[2] <= b[2]))
             first = (a[0] < b[0]) | (equal & older)
             return tuple(lax.select(first, x, y) for x, y in zip(a, b, strict=True))
@@ -516,7 +655,11 @@ class Evicting(Policy):
     def _arriving(self, k: Array, v: Array) -> Array:
         """f32[B, K, T], or one number: the evidence of new tokens k, v [B, K, T, D]."""
         seen = self.evictor.see_tokens(k, v)
-        return jnp.float32(self.evictor.arrival or 0.0) if seen is None else seen.astype(jnp.float32)
+        return (
+            jnp.float32(self.evictor.arrival or 0.0)
+            if seen is None
+            else seen.astype(jnp.float32)
+        )
 
     def _share(self, slots: int) -> int:
         """The number of slots of a head that the evictor decides for."""
@@ -527,7 +670,11 @@ class Evicting(Policy):
         return ops.top_k(worth, eligible, slots)
 
     def _settled(
-        self, st: EvictingState, valid: Array, takes: Array, leaving: Callable[[], tuple[Array, Array]]
+        self,
+        st: EvictingState,
+        valid: Array,
+        takes: Array,
+        leaving: Callable[[], tuple[Array, Array]],
     ) -> EvictingState:
         """Completes the state after a prompt, for subclasses that keep more than the slots.
 

@@ -87,11 +87,17 @@ class Full(Policy):
         span = self._span(st, step.window)
         return ops.attend_span(q, span, step.sinks, scale=step.scale), st, self._info(st, span)
 
-    def _attend_steps(self, st: FullState, q: Array, lengths: Array, step: Step) -> tuple[Array, FullState, Info]:
+    def _attend_steps(
+        self, st: FullState, q: Array, lengths: Array, step: Step
+    ) -> tuple[Array, FullState, Info]:
         """Each step sees the tokens up to its own: the same arrays with a smaller length, in one pass over them."""
         k, v, stop = st.tokens.k, st.tokens.v, lengths.T
-        start = lowest_visible((stop if step.window else stop[:, :1]) - 1, step.window)  # without a window, for all
-        out = ops.attend_span(steps_as_heads(q), Span(k, v, start, stop), step.sinks, scale=step.scale)
+        start = lowest_visible(
+            (stop if step.window else stop[:, :1]) - 1, step.window
+        )  # without a window, for all
+        out = ops.attend_span(
+            steps_as_heads(q), Span(k, v, start, stop), step.sinks, scale=step.scale
+        )
 
         def info(length: Array) -> Info:
             state = self._shortened(st, length)
@@ -106,11 +112,21 @@ class Full(Policy):
         """The `Info` of a step that reads `span`, whose slots are those of the whole row."""
         heads, slots = st.tokens.k.shape[:2], self._slots(st)
         slot = lax.broadcasted_iota(jnp.int32, (span.stop.shape[0], slots), 1)
-        positions = jnp.where((slot >= span.start[:, None]) & (slot < span.stop[:, None]), slot, -1)
-        attended = lax.broadcast_in_dim(span.size.astype(jnp.float32), (span.stop.shape[0], heads[1]), (0,))
-        return Info(attended, None, positions=lax.broadcast_in_dim(positions, (*heads, 1, slots), (0, 3)))
+        positions = jnp.where(
+            (slot >= span.start[:, None]) & (slot < span.stop[:, None]), slot, -1
+        )
+        attended = lax.broadcast_in_dim(
+            span.size.astype(jnp.float32), (span.stop.shape[0], heads[1]), (0,)
+        )
+        return Info(
+            attended,
+            None,
+            positions=lax.broadcast_in_dim(positions, (*heads, 1, slots), (0, 3)),
+        )
 
-    def attend_stored(self, st: FullState, q: Array, *, scale: float, window: int | None = None) -> PartialAttention:
+    def attend_stored(
+        self, st: FullState, q: Array, *, scale: float, window: int | None = None
+    ) -> PartialAttention:
         start = chunk_starts(st.length, q.shape[3], window)
         return attend_zone(q, st.tokens.k, st.tokens.v, start, st.length, scale=scale)
 
@@ -169,29 +185,45 @@ class StripedFull(Full):
         after = jnp.minimum(before + lengths, self._slots(st))
         slots = own.count[:, None] + jnp.arange(self.stripes.max_tokens(k.shape[2]))[None]
         source = self.stripes.place(slots) - before[:, None]
-        own = put(own, take_rows(k, source), take_rows(v, source), self.stripes.owned(after) - own.count)
+        own = put(
+            own,
+            take_rows(k, source),
+            take_rows(v, source),
+            self.stripes.owned(after) - own.count,
+        )
         return FullState(replace(own, count=after), st.overflow | (before + lengths > after))
 
     def update(self, st: FullState, k: Array, v: Array, active: Array) -> FullState:
         _, here = self.stripes.slot(st.length)
         fits = active & (st.length < self._slots(st))
         (own,), _ = ops.put_token([self._own(st)], k, v, fits & here, st.overflow)
-        return FullState(replace(own, count=st.length + fits.astype(jnp.int32)), st.overflow | (active & ~fits))
+        return FullState(
+            replace(own, count=st.length + fits.astype(jnp.int32)),
+            st.overflow | (active & ~fits),
+        )
 
     def attend(self, st: FullState, q: Array, step: Step) -> tuple[Array, FullState, Info]:
-        if step.lengths is not None:  # one step after the other: the device's part of the tokens differs by step
+        if (
+            step.lengths is not None
+        ):  # one step after the other: the device's part of the tokens differs by step
             return attend_in_turn(self, self._shortened, st, q, step)
         window = step.window
         own, start = self._own(st), self.stripes.owned(lowest_visible(st.length - 1, window))
-        part = ops.attend_span(q, Span(own.k, own.v, start, own.count), scale=step.scale, part=True)
+        part = ops.attend_span(
+            q, Span(own.k, own.v, start, own.count), scale=step.scale, part=True
+        )
         part = merge_sinks(merge_parts(part, self.stripes.axis), step.sinks)
         return part.out.astype(q.dtype), st, self._info(st, self._span(st, window))
 
-    def attend_stored(self, st: FullState, q: Array, *, scale: float, window: int | None = None) -> PartialAttention:
+    def attend_stored(
+        self, st: FullState, q: Array, *, scale: float, window: int | None = None
+    ) -> PartialAttention:
         start = chunk_starts(st.length, q.shape[3], window)
         start = None if start is None else self.stripes.owned(start)
         own = self._own(st)
-        return merge_chunk(attend_zone(q, own.k, own.v, start, own.count, scale=scale), self.stripes.axis)
+        return merge_chunk(
+            attend_zone(q, own.k, own.v, start, own.count, scale=scale), self.stripes.axis
+        )
 
     def store_steps(self, st: FullState, k: Array, v: Array, count: Array) -> FullState:
         return self.prefill(st, k, v, count)

@@ -68,7 +68,9 @@ class HeadBudgets(Evicting):
     def head_bounds(self) -> tuple[int, int]:
         """The fewest and the most tokens that a head with a full cache holds."""
         window = min(getattr(self.evictor, "window", 0), self.budget)
-        return max(window + int(self.floor * (self.budget - window)), 1), int(self.ceiling * self.budget)
+        return max(window + int(self.floor * (self.budget - window)), 1), int(
+            self.ceiling * self.budget
+        )
 
     @property
     def joins_heads(self) -> bool:
@@ -87,13 +89,19 @@ class HeadBudgets(Evicting):
 
     def update(self, st: Any, k: Array, v: Array, active: Array) -> HeadBudgetsState:
         new: Any = super().update(st, k, v, active)
-        counts = st.head_counts + (active[:, None] & (st.head_counts < st.limit)).astype(jnp.int32)
-        largest = jnp.maximum(st.tokens.count, jnp.max(counts, axis=1))  # of the old count, whose buffer it reuses
+        counts = st.head_counts + (active[:, None] & (st.head_counts < st.limit)).astype(
+            jnp.int32
+        )
+        largest = jnp.maximum(
+            st.tokens.count, jnp.max(counts, axis=1)
+        )  # of the old count, whose buffer it reuses
         return replace(new, head_counts=counts, tokens=replace(new.tokens, count=largest))
 
     # ---------------------------------------------------------------------------------------------------------- parts
 
-    def _attend_kept(self, st: Any, q: Array, scale: float, window: int | None) -> PartialAttention:
+    def _attend_kept(
+        self, st: Any, q: Array, scale: float, window: int | None
+    ) -> PartialAttention:
         return super()._attend_kept(st, q, scale, ALL if window is None else window)
 
     def _attend_held(self, st: Any, q: Array, step: Step) -> Array:
@@ -111,7 +119,9 @@ class HeadBudgets(Evicting):
         return jnp.arange(st.tokens.slots)[None, None] < st.head_counts[..., None]
 
     def _slot(self, st: Any, end: Array) -> Array:
-        return jnp.where(st.head_counts < st.limit, st.head_counts, self._to_evict(st, self._valid(st), end))
+        return jnp.where(
+            st.head_counts < st.limit, st.head_counts, self._to_evict(st, self._valid(st), end)
+        )
 
     def _best(self, worth: Array, eligible: Array, slots: int) -> Selection:
         """Selects the best tokens of all heads together, at most `slots` per head."""
@@ -131,6 +141,16 @@ class HeadBudgets(Evicting):
         self, st: Any, valid: Array, takes: Array, leaving: Callable[[], tuple[Array, Array]]
     ) -> HeadBudgetsState:
         counts, share = jnp.sum(valid, axis=-1, dtype=jnp.int32), self._share(st.tokens.slots)
-        limit = jnp.where((st.length <= share)[:, None], share, counts)  # a short prompt is kept whole
-        counts, limit = (jnp.where(takes[:, None], *two) for two in ((counts, st.head_counts), (limit, st.limit)))
-        return replace(st, head_counts=counts, limit=limit, tokens=replace(st.tokens, count=jnp.max(counts, axis=1)))
+        limit = jnp.where(
+            (st.length <= share)[:, None], share, counts
+        )  # a short prompt is kept whole
+        counts, limit = (
+            jnp.where(takes[:, None], *two)
+            for two in ((counts, st.head_counts), (limit, st.limit))
+        )
+        return replace(
+            st,
+            head_counts=counts,
+            limit=limit,
+            tokens=replace(st.tokens, count=jnp.max(counts, axis=1)),
+        )

@@ -50,7 +50,9 @@ class Indexer:
         """Tokens of a stored key."""
         return 1
 
-    def blocks(self, keys: Array, q: Array, weights: Array, length: Array, kv_heads: int) -> Selection:
+    def blocks(
+        self, keys: Array, q: Array, weights: Array, length: Array, kv_heads: int
+    ) -> Selection:
         """The blocks [B, K or 1, 1, top] for q f32[B, H, E] of rows of `length` i32[B]; keys [B, S / pooled, E]."""
         raise NotImplementedError
 
@@ -74,7 +76,9 @@ class QSA(Indexer):
     def pooled(self) -> int:
         return self.block
 
-    def blocks(self, keys: Array, q: Array, weights: Array, length: Array, kv_heads: int) -> Selection:
+    def blocks(
+        self, keys: Array, q: Array, weights: Array, length: Array, kv_heads: int
+    ) -> Selection:
         products = jnp.einsum("bhe,bne->bhn", q, keys.astype(jnp.float32), precision="highest")
         scores = jnp.sum(jnp.maximum(products, 0) * weights[..., None], axis=1)
         whole, n = length // self.block, keys.shape[1]
@@ -83,7 +87,11 @@ class QSA(Indexer):
         rank = (jnp.arange(best.slots.shape[-1] + 1) < best.slots.shape[-1])[None, None]
         rest = jnp.where(rank, 0, whole[:, None, None])  # the newest block, of fewer tokens
         slots = jnp.where(rank, jnp.pad(best.slots, ((0, 0), (0, 0), (0, 1))), rest)
-        valid = jnp.where(rank, jnp.pad(best.valid, ((0, 0), (0, 0), (0, 1))), (length % self.block > 0)[:, None, None])
+        valid = jnp.where(
+            rank,
+            jnp.pad(best.valid, ((0, 0), (0, 0), (0, 1))),
+            (length % self.block > 0)[:, None, None],
+        )
         return Selection(slots[:, :, None], valid[:, :, None])
 
 
@@ -101,17 +109,30 @@ class MSA(Indexer):
     block: int = 128
     top: int = 16
 
-    def blocks(self, keys: Array, q: Array, weights: Array, length: Array, kv_heads: int) -> Selection:
+    def blocks(
+        self, keys: Array, q: Array, weights: Array, length: Array, kv_heads: int
+    ) -> Selection:
         if kv_heads != self.heads:
-            raise ValueError(f"MSA(heads={self.heads}) needs an index query for each of the {kv_heads} KV heads")
-        scores = jnp.einsum("bhe,bse->bhs", q, keys.astype(jnp.float32), precision="highest") * weights[..., None]
+            raise ValueError(
+                f"MSA(heads={self.heads}) needs an index query for each of the {kv_heads} KV heads"
+            )
+        scores = (
+            jnp.einsum("bhe,bse->bhs", q, keys.astype(jnp.float32), precision="highest")
+            * weights[..., None]
+        )
         visible = jnp.arange(keys.shape[1])[None, None] < length[:, None, None]
         scores = jnp.where(visible, scores, -jnp.inf)
         n = -(-keys.shape[1] // self.block)
-        scores = jnp.pad(scores, ((0, 0), (0, 0), (0, n * self.block - scores.shape[2])), constant_values=-jnp.inf)
+        scores = jnp.pad(
+            scores,
+            ((0, 0), (0, 0), (0, n * self.block - scores.shape[2])),
+            constant_values=-jnp.inf,
+        )
         best = jnp.max(scores.reshape(*scores.shape[:2], n, self.block), axis=-1)
         own = jnp.arange(n)[None, None] == ((length - 1) // self.block)[:, None, None]
-        exists = jnp.broadcast_to(jnp.arange(n)[None, None] * self.block < length[:, None, None], best.shape)
+        exists = jnp.broadcast_to(
+            jnp.arange(n)[None, None] * self.block < length[:, None, None], best.shape
+        )
         chosen = ops.top_k(jnp.where(own, jnp.inf, best), exists, min(self.top, n))
         return Selection(chosen.slots[:, :, None], chosen.valid[:, :, None])
 
@@ -144,7 +165,13 @@ class Indexed(Policy):
     takes_index = True
 
     def __post_init__(self) -> None:
-        check_verbs("Indexed(indexer=...)", self.indexer, "an indexer", ("blocks",), "kvjax.policies.QSA()")
+        check_verbs(
+            "Indexed(indexer=...)",
+            self.indexer,
+            "an indexer",
+            ("blocks",),
+            "kvjax.policies.QSA()",
+        )
 
     def init(self, spec: CacheSpec) -> IndexedState:
         one, n = self.indexer, self.indexer.pooled
@@ -174,16 +201,31 @@ class Indexed(Policy):
 
         blocks = (left + count) // n
         first, whole = st.length // n, source[:, : (n - 1 + T) // n * n]
-        pooled = jnp.mean(line(whole).astype(jnp.float32).reshape(B, -1, n, one.size), axis=2).astype(st.keys.dtype)
+        pooled = jnp.mean(
+            line(whole).astype(jnp.float32).reshape(B, -1, n, one.size), axis=2
+        ).astype(st.keys.dtype)
         if index.finish is not None:
-            pooled = index.finish(pooled, (first[:, None] + jnp.arange(pooled.shape[1], dtype=jnp.int32)[None]) * n)
+            pooled = index.finish(
+                pooled,
+                (first[:, None] + jnp.arange(pooled.shape[1], dtype=jnp.int32)[None]) * n,
+            )
         keys = write(st.keys, pooled.astype(st.keys.dtype)[:, None], first, blocks)
         rest = blocks[:, None] * n + jnp.arange(n - 1, dtype=jnp.int32)[None]
-        tail = line(jnp.where(rest < left[:, None], rest, n - 1 + rest - left[:, None])) if n > 1 else st.tail
+        tail = (
+            line(jnp.where(rest < left[:, None], rest, n - 1 + rest - left[:, None]))
+            if n > 1
+            else st.tail
+        )
         newest = jnp.maximum(count - 1, 0)
-        q = jnp.take_along_axis(index.q, newest[:, None, None, None], axis=1)[:, 0].astype(jnp.float32)
-        weights = jnp.ones(index.q.shape[:3], jnp.float32) if index.weights is None else index.weights
-        weights = jnp.take_along_axis(weights.astype(jnp.float32), newest[:, None, None], axis=1)[:, 0]
+        q = jnp.take_along_axis(index.q, newest[:, None, None, None], axis=1)[:, 0].astype(
+            jnp.float32
+        )
+        weights = (
+            jnp.ones(index.q.shape[:3], jnp.float32) if index.weights is None else index.weights
+        )
+        weights = jnp.take_along_axis(
+            weights.astype(jnp.float32), newest[:, None, None], axis=1
+        )[:, 0]
         asks = (count > 0)[:, None]
         q, weights = jnp.where(asks[..., None], q, st.q), jnp.where(asks, weights, st.weights)
         return replace(st, keys=keys, tail=tail, q=q, weights=weights)
@@ -194,21 +236,33 @@ class Indexed(Policy):
     def update(self, st: IndexedState, k: Array, v: Array, active: Array) -> IndexedState:
         return replace(st, full=Full().update(st.full, k, v, active))
 
-    def attend(self, st: IndexedState, q: Array, step: Step) -> tuple[Array, IndexedState, Info]:
+    def attend(
+        self, st: IndexedState, q: Array, step: Step
+    ) -> tuple[Array, IndexedState, Info]:
         if step.window is not None:
-            raise ValueError(f"{self.indexer} selects among all tokens; window={step.window} is for other layers")
+            raise ValueError(
+                f"{self.indexer} selects among all tokens; window={step.window} is for other layers"
+            )
         tokens, size, K = st.full.tokens, self.indexer.block, q.shape[1]
         chosen = self.indexer.blocks(st.keys[:, 0], st.q, st.weights, st.length, K)
-        slots = chosen.slots[..., None] * size + jnp.arange(size, dtype=jnp.int32)[None, None, None, None]
+        slots = (
+            chosen.slots[..., None] * size
+            + jnp.arange(size, dtype=jnp.int32)[None, None, None, None]
+        )
         valid = chosen.valid[..., None] & (slots < st.length[:, None, None, None, None])
         shape = (q.shape[0], K, 1, chosen.slots.shape[3] * size)
-        slots, valid = (jnp.broadcast_to(a.reshape(a.shape[0], -1, 1, shape[3]), shape) for a in (slots, valid))
+        slots, valid = (
+            jnp.broadcast_to(a.reshape(a.shape[0], -1, 1, shape[3]), shape)
+            for a in (slots, valid)
+        )
         selection = Selection(jnp.minimum(slots, tokens.slots - 1), valid)
         out = ops.attend_slots(q, tokens.k, tokens.v, selection, scale=step.scale).out
         attended = jnp.sum(valid, axis=(2, 3), dtype=jnp.float32)
         return out, st, Info(attended, selection, positions=jnp.where(valid, slots, -1))
 
-    def attend_stored(self, st: IndexedState, q: Array, *, scale: float, window: int | None = None) -> PartialAttention:
+    def attend_stored(
+        self, st: IndexedState, q: Array, *, scale: float, window: int | None = None
+    ) -> PartialAttention:
         return Full().attend_stored(st.full, q, scale=scale, window=window)
 
     def free(self, st: IndexedState) -> Array:
@@ -224,5 +278,7 @@ def with_index(verb: str, cache: Any, index: Index | None, count: Array) -> Any:
         )
     if cache is None or not cache.policy.takes_index:
         policy = None if cache is None else cache.policy
-        raise ValueError(f"{verb}(index=...) is for a cache of kvjax.policies.Indexed; this one is of {policy}")
+        raise ValueError(
+            f"{verb}(index=...) is for a cache of kvjax.policies.Indexed; this one is of {policy}"
+        )
     return replace(cache, state=cache.policy.ask(cache.state, index, count))

@@ -13,7 +13,15 @@ from jax.tree_util import register_dataclass
 from kvjax import ops
 from kvjax.evictors import Evictor, HeavyHitter
 from kvjax.numerics.blocks import Block, empty_block, whole_units
-from kvjax.numerics.partial import PartialAttention, Span, attend_part, keep_valid, merge, merge_sinks, softmax_weights
+from kvjax.numerics.partial import (
+    PartialAttention,
+    Span,
+    attend_part,
+    keep_valid,
+    merge,
+    merge_sinks,
+    softmax_weights,
+)
 from kvjax.ops.chunk import attend_zone
 from kvjax.policies.evicting import Evicting, EvictingState
 from kvjax.policies.policy import Info, Step
@@ -28,7 +36,9 @@ class MixedState(EvictingState):
     """The important tokens, and the pending and stored ones."""
 
     low: Any  # the state of the store
-    pending: Block  # [B, K, chunk, D] tokens that are no longer important, until they fill a chunk
+    pending: (
+        Block  # [B, K, chunk, D] tokens that are no longer important, until they fill a chunk
+    )
     next: Array  # i32[B, K] the slot whose token leaves next, if all are full
     next_k: Array  # dtype[B, K, 1, D] its key
     next_v: Array  # dtype[B, K, 1, D] its value
@@ -71,7 +81,13 @@ class Mixed(Evicting):
             raise ValueError(
                 f"Mixed got {self.evictor}, which ranks tokens by position alone; use kvjax.evictors.HeavyHitter()"
             )
-        check_verbs("Mixed(store=...)", self.store, "a store", ("init", "append"), "kvjax.stores.Quantized()")
+        check_verbs(
+            "Mixed(store=...)",
+            self.store,
+            "a store",
+            ("init", "append"),
+            "kvjax.stores.Quantized()",
+        )
 
     def init(self, spec: CacheSpec) -> MixedState:
         self.store.check(spec, self.chunk)
@@ -92,7 +108,9 @@ class Mixed(Evicting):
         leaves = active & (st.tokens.count == st.tokens.slots)
         room = st.pending.count < st.pending.slots
         new: Any = super().update(st, k, v, active & (room | ~leaves))
-        (pending,), dropped = ops.put_token([st.pending], st.next_k, st.next_v, leaves, st.dropped)
+        (pending,), dropped = ops.put_token(
+            [st.pending], st.next_k, st.next_v, leaves, st.dropped
+        )
         return replace(new, pending=pending, dropped=dropped)
 
     def attend(self, st: Any, q: Array, step: Step) -> tuple[Array, EvictingState, Info]:
@@ -101,7 +119,10 @@ class Mixed(Evicting):
         exact = attend_part(q, st.tokens.k, st.tokens.v, exact_valid, scale=scale)
         first = jnp.zeros_like(st.length)
         pending = Span(st.pending.k, st.pending.v, first, st.pending.count)
-        whole = merge(exact, self.store.attend_with(st.low, q, first, pending, None, scale=scale, part=True))
+        whole = merge(
+            exact,
+            self.store.attend_with(st.low, q, first, pending, None, scale=scale, part=True),
+        )
         if st.evidence is not None and st.due is not None:
             weights = softmax_weights(q, st.tokens.k, exact_valid, scale=scale, lse=whole.lse)
             seen = self.evictor.see_step(st.evidence, weights)
@@ -109,13 +130,23 @@ class Mixed(Evicting):
             st = replace(st, evidence=evidence, due=jnp.zeros_like(st.due))
         attended = st.tokens.count + st.pending.count + st.low.count
         attended = jnp.broadcast_to(attended.astype(jnp.float32)[:, None], q.shape[:2])
-        return merge_sinks(whole, step.sinks).out.astype(q.dtype), self._with_next(st), Info(attended, None)
+        return (
+            merge_sinks(whole, step.sinks).out.astype(q.dtype),
+            self._with_next(st),
+            Info(attended, None),
+        )
 
-    def attend_stored(self, st: Any, q: Array, *, scale: float, window: int | None = None) -> PartialAttention:
+    def attend_stored(
+        self, st: Any, q: Array, *, scale: float, window: int | None = None
+    ) -> PartialAttention:
         self._check_window(window)
         exact = self._attend_kept(st, q, scale, None)
         low = self.store.attend_chunk(st.low, q, None, scale=scale)
-        return merge(exact, low, attend_zone(q, st.pending.k, st.pending.v, None, st.pending.count, scale=scale))
+        return merge(
+            exact,
+            low,
+            attend_zone(q, st.pending.k, st.pending.v, None, st.pending.count, scale=scale),
+        )
 
     def full_rows(self, st: Any) -> Array:
         return (st.pending.count == self.chunk) & (st.low.count + self.chunk <= st.low.slots)
@@ -127,38 +158,58 @@ class Mixed(Evicting):
 
     # ---------------------------------------------------------------------------------------------------------- parts
 
-    def _settled(self, st: Any, valid: Array, takes: Array, leaving: Callable[[], tuple[Array, Array]]) -> MixedState:
+    def _settled(
+        self, st: Any, valid: Array, takes: Array, leaving: Callable[[], tuple[Array, Array]]
+    ) -> MixedState:
         """Stores the tokens that a prompt has made unimportant: whole chunks of pending and leaving ones, in order."""
         slots, pending_count, W = st.tokens.slots, st.pending.count, self.chunk
         total = jnp.maximum(st.length - slots, 0) - st.low.count  # pending and leaving tokens
-        k, v = (jnp.concatenate([a, b], axis=2) for a, b in zip((st.pending.k, st.pending.v), leaving(), strict=True))
+        k, v = (
+            jnp.concatenate([a, b], axis=2)
+            for a, b in zip((st.pending.k, st.pending.v), leaving(), strict=True)
+        )
         room = (st.low.slots - st.low.count) // W
         chunks = jnp.minimum(total // W, room)
         max_chunks = min(k.shape[2] // W, st.low.slots // W)
 
         def line(place: Array) -> tuple[Array, Array]:
             """Tokens at places i32[B, X] of the line of pending and leaving ones."""
-            source = jnp.where(place < pending_count[:, None], place, W + place - pending_count[:, None])
+            source = jnp.where(
+                place < pending_count[:, None], place, W + place - pending_count[:, None]
+            )
             source = jnp.minimum(source, k.shape[2] - 1)[:, None, :, None]
-            return jnp.take_along_axis(k, source, axis=2), jnp.take_along_axis(v, source, axis=2)
+            return jnp.take_along_axis(k, source, axis=2), jnp.take_along_axis(
+                v, source, axis=2
+            )
 
         low = st.low
         if max_chunks > 0:
             low = self.store.append(low, *line(jnp.arange(max_chunks * W)[None]), chunks * W)
         left = total - chunks * W
         valid = (jnp.arange(W)[None] < left[:, None])[:, None]
-        rest_k, rest_v = (keep_valid(a, valid) for a in line(chunks[:, None] * W + jnp.arange(W)[None]))
+        rest_k, rest_v = (
+            keep_valid(a, valid) for a in line(chunks[:, None] * W + jnp.arange(W)[None])
+        )
         pending = Block(rest_k, rest_v, jnp.minimum(left, W))
-        return self._with_next(replace(st, low=low, pending=pending, dropped=st.dropped | (left > W)))
+        return self._with_next(
+            replace(st, low=low, pending=pending, dropped=st.dropped | (left > W))
+        )
 
     def _slot(self, st: Any, end: Array) -> Array:
-        return jnp.where((st.tokens.count < st.tokens.slots)[:, None], st.tokens.count[:, None], st.next)
+        return jnp.where(
+            (st.tokens.count < st.tokens.slots)[:, None], st.tokens.count[:, None], st.next
+        )
 
     def _with_next(self, st: MixedState) -> MixedState:
         """The state with a copy of the token that leaves next. If an update read that token from the slots that it then
         writes, XLA would copy the slots."""
-        slot = self._to_evict(st, jnp.broadcast_to(self._valid(st), st.position.shape), st.length + 1)
-        k, v = (jnp.take_along_axis(a, slot[:, :, None, None], axis=2) for a in (st.tokens.k, st.tokens.v))
+        slot = self._to_evict(
+            st, jnp.broadcast_to(self._valid(st), st.position.shape), st.length + 1
+        )
+        k, v = (
+            jnp.take_along_axis(a, slot[:, :, None, None], axis=2)
+            for a in (st.tokens.k, st.tokens.v)
+        )
         return replace(st, next=slot, next_k=k, next_v=v)
 
     def _check_window(self, window: int | None) -> None:

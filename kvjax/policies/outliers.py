@@ -41,7 +41,9 @@ class OutlierRetrieval(Retrieval):
 
     def __post_init__(self) -> None:
         verbs, example = ("init", "append", "kept", "kept_slots"), "kvjax.stores.LowRank()"
-        check_verbs("OutlierRetrieval(store=...)", self.store, "a store of exact pages", verbs, example)
+        check_verbs(
+            "OutlierRetrieval(store=...)", self.store, "a store of exact pages", verbs, example
+        )
         super().__post_init__()
         if self.exact_store.page != self.selector.unit:
             raise ValueError(
@@ -67,7 +69,9 @@ class OutlierRetrieval(Retrieval):
 
     @property
     def selected(self) -> int:
-        return whole_units(max(self.budget - self.sink - self.local - self.beside, 0), self.selector.unit)
+        return whole_units(
+            max(self.budget - self.sink - self.local - self.beside, 0), self.selector.unit
+        )
 
     def over_context(self, axis: Axis, parts: int) -> Retrieval:
         raise ValueError(
@@ -75,21 +79,29 @@ class OutlierRetrieval(Retrieval):
             "devices of context; split only the batch"
         )
 
-    def candidates(self, st: ZonedState, seen: Visible, *, steps: int = 1, in_order: int = 0) -> Candidates:
+    def candidates(
+        self, st: ZonedState, seen: Visible, *, steps: int = 1, in_order: int = 0
+    ) -> Candidates:
         every = super().candidates(st, seen, steps=steps, in_order=in_order)
         return replace(every, last=self.exact_store.kept(st.store)) if self.beside else every
 
-    def select(self, st: ZonedState, q: Array, step: Step, *, in_order: int = 0) -> Selection | PackedSelection:
+    def select(
+        self, st: ZonedState, q: Array, step: Step, *, in_order: int = 0
+    ) -> Selection | PackedSelection:
         every = super().select(st, q, step, in_order=in_order)
         if not self.beside:
             return every
         found = unpack(every)
-        return found._replace(valid=found.valid & ~self._are_kept(st, self.exact_store.kept(st.store), found))
+        return found._replace(
+            valid=found.valid & ~self._are_kept(st, self.exact_store.kept(st.store), found)
+        )
 
     def _are_kept(self, st: ZonedState, kept: Array, selection: Selection) -> Array:
         """bool[B, K, H, M]: which slots belong to pages in `kept` bool[B, K, P]."""
         B, K, H, M = selection.slots.shape
-        page = jnp.minimum(selection.slots // self.selector.unit, kept.shape[2] - 1).reshape(B, K, H * M)
+        page = jnp.minimum(selection.slots // self.selector.unit, kept.shape[2] - 1).reshape(
+            B, K, H * M
+        )
         here = jnp.take_along_axis(kept, page, axis=2).reshape(B, K, H, M)
         return here & (selection.slots < st.store.slots)
 
@@ -105,19 +117,28 @@ class OutlierRetrieval(Retrieval):
         out = ops.attend_zones(q, k, v, read, seen.recent, seen.sink, self.local, **step.logits)
         return out, st, self._with_outliers(st, kept, self.info(st, seen, selection))
 
-    def _gathered(self, st: ZonedState, selection: Selection, kept: Array) -> tuple[Selection, Array, Array]:
+    def _gathered(
+        self, st: ZonedState, selection: Selection, kept: Array
+    ) -> tuple[Selection, Array, Array]:
         """The slots that a step reads, in keys and values of the selected tokens and the exact pages, and after them
         in the recent block; and those keys and values. `kept` says which of the exact tokens it reads."""
         stored, (B, K, H, M) = selection.slots < st.store.slots, selection.slots.shape
         parts = self.store.gather(st.store, selection._replace(valid=selection.valid & stored))
-        exact = (a.reshape(B, K, -1, parts[0].shape[3]) for a in (st.store.exact_k, st.store.exact_v))
+        exact = (
+            a.reshape(B, K, -1, parts[0].shape[3]) for a in (st.store.exact_k, st.store.exact_v)
+        )
         k, v = (jnp.concatenate(pair, axis=2) for pair in zip(parts, exact, strict=True))
         at = jnp.arange(k.shape[2], dtype=jnp.int32)[None, None, None]
         selected = jnp.where(
-            stored, at[..., : H * M].reshape(1, 1, H, M), k.shape[2] + selection.slots - st.store.slots
+            stored,
+            at[..., : H * M].reshape(1, 1, H, M),
+            k.shape[2] + selection.slots - st.store.slots,
         )
         pairs = (selected, at[..., H * M :]), (selection.valid, kept)
-        both = (jnp.concatenate([a, jnp.broadcast_to(b, (B, K, H, self.beside))], axis=3) for a, b in pairs)
+        both = (
+            jnp.concatenate([a, jnp.broadcast_to(b, (B, K, H, self.beside))], axis=3)
+            for a, b in pairs
+        )
         return Selection(*both), k, v
 
     def _with_outliers(self, st: ZonedState, kept: Selection, info: Info) -> Info:

@@ -72,16 +72,28 @@ class PerHead(Policy):
                 f"PerHead(heads={self.heads}) must list between 1 and {K - 1} of the {K} KV heads; for all "
                 "heads, use the policy `selected` itself"
             )
-        selected, others = (replace(spec, kv_heads=k, q_heads=k * spec.group) for k in (n, K - n))
+        selected, others = (
+            replace(spec, kv_heads=k, q_heads=k * spec.group) for k in (n, K - n)
+        )
         return PerHeadState(self.selected.init(selected), self.others.init(others))
 
     observes = True
 
     def prefill(self, st: PerHeadState, k: Array, v: Array, lengths: Array) -> PerHeadState:
-        return PerHeadState(*self._each(st, lambda policy, st, k, v: policy.prefill(st, k, v, lengths), k, v))
+        return PerHeadState(
+            *self._each(st, lambda policy, st, k, v: policy.prefill(st, k, v, lengths), k, v)
+        )
 
     def prefill_observed(
-        self, st: PerHeadState, q: Array, k: Array, v: Array, lengths: Array, *, scale: float, window: int | None = None
+        self,
+        st: PerHeadState,
+        q: Array,
+        k: Array,
+        v: Array,
+        lengths: Array,
+        *,
+        scale: float,
+        window: int | None = None,
     ) -> PerHeadState:
         def one(policy: Policy, st: Any, q: Array, k: Array, v: Array) -> Any:
             return policy.prefill_observed(st, q, k, v, lengths, scale=scale, window=window)
@@ -89,30 +101,50 @@ class PerHead(Policy):
         return PerHeadState(*self._each(st, one, q, k, v))
 
     def update(self, st: PerHeadState, k: Array, v: Array, active: Array) -> PerHeadState:
-        return PerHeadState(*self._each(st, lambda policy, st, k, v: policy.update(st, k, v, active), k, v))
+        return PerHeadState(
+            *self._each(st, lambda policy, st, k, v: policy.update(st, k, v, active), k, v)
+        )
 
     takes_sinks = True
 
-    def attend(self, st: PerHeadState, q: Array, step: Step) -> tuple[Array, PerHeadState, Info]:
+    def attend(
+        self, st: PerHeadState, q: Array, step: Step
+    ) -> tuple[Array, PerHeadState, Info]:
         q1, q2 = self._split(q)
-        if step.sinks is not None and not (self.selected.takes_sinks and self.others.takes_sinks):
+        if step.sinks is not None and not (
+            self.selected.takes_sinks and self.others.takes_sinks
+        ):
             raise ValueError(f"{self} takes no sink logits, as one of its policies takes none")
-        own = (None, None) if step.sinks is None else (a[0] for a in self._split(step.sinks[None]))
+        own = (
+            (None, None)
+            if step.sinks is None
+            else (a[0] for a in self._split(step.sinks[None]))
+        )
         step1, step2 = (replace(step, sinks=sinks) for sinks in own)
         out1, selected, info1 = self.selected.attend(st.selected, q1, step1)
         out2, others, info2 = self.others.attend(st.others, q2, step2)
         info = Info(self._join(info1.attended, info2.attended), None)
         weighted = info1.log_weights is not None or info2.log_weights is not None
         if info1.positions is not None and info2.positions is not None and not weighted:
-            info = info._replace(positions=self._join(*_pad_positions(info1.positions, info2.positions)))
+            info = info._replace(
+                positions=self._join(*_pad_positions(info1.positions, info2.positions))
+            )
         return self._join(out1, out2.astype(out1.dtype)), PerHeadState(selected, others), info
 
-    def attend_stored(self, st: PerHeadState, q: Array, *, scale: float, window: int | None = None) -> PartialAttention:
-        parts = self._each(st, lambda policy, st, q: policy.attend_stored(st, q, scale=scale, window=window), q)
+    def attend_stored(
+        self, st: PerHeadState, q: Array, *, scale: float, window: int | None = None
+    ) -> PartialAttention:
+        parts = self._each(
+            st, lambda policy, st, q: policy.attend_stored(st, q, scale=scale, window=window), q
+        )
         return PartialAttention(*(self._join(a, b) for a, b in zip(*parts, strict=True)))
 
     def full_rows(self, st: PerHeadState) -> Array | None:
-        found = [rows for rows in self._each(st, lambda policy, st: policy.full_rows(st)) if rows is not None]
+        found = [
+            rows
+            for rows in self._each(st, lambda policy, st: policy.full_rows(st))
+            if rows is not None
+        ]
         return functools.reduce(operator.or_, found) if found else None
 
     def flush(self, st: PerHeadState) -> PerHeadState:
@@ -120,7 +152,8 @@ class PerHead(Policy):
 
     def grown(self, st: PerHeadState, before: PerHeadState) -> PerHeadState:
         return PerHeadState(
-            self.selected.grown(st.selected, before.selected), self.others.grown(st.others, before.others)
+            self.selected.grown(st.selected, before.selected),
+            self.others.grown(st.others, before.others),
         )
 
     def _each(self, st: PerHeadState, verb: Callable[..., Any], *arrays: Array) -> list[Any]:

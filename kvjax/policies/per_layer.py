@@ -21,8 +21,13 @@ class PerLayer:
 
     def __post_init__(self) -> None:
         if not isinstance(self.first, tuple):
-            raise ValueError(f"PerLayer(first=...) must be a tuple of policies, got {shown(self.first)}")
-        for name, policy in (*(("first", policy) for policy in self.first), ("rest", self.rest)):
+            raise ValueError(
+                f"PerLayer(first=...) must be a tuple of policies, got {shown(self.first)}"
+            )
+        for name, policy in (
+            *(("first", policy) for policy in self.first),
+            ("rest", self.rest),
+        ):
             verbs = ("init", "prefill", "update", "attend")
             check_verbs(f"PerLayer({name}=...)", policy, "a policy", verbs, "kvjax.Full()")
 
@@ -43,6 +48,8 @@ class PerLayer:
             return policies
         if isinstance(policies, Sequence):
             if not policies:
-                raise ValueError("a list of policies needs one for each layer, got an empty one")
+                raise ValueError(
+                    "a list of policies needs one for each layer, got an empty one"
+                )
             return cls(tuple(policies[:-1]), policies[-1])
         return cls((), policies)

@@ -58,7 +58,10 @@ class PerRow(Policy):
     takes_sinks = True  # a policy that takes none has refused them in the prompt
 
     def update(self, st: PerRowState, k: Array, v: Array, active: Array) -> PerRowState:
-        parts = [self.policy.update(group, k[own], v[own], active[own]) for own, group in self._parts(st)]
+        parts = [
+            self.policy.update(group, k[own], v[own], active[own])
+            for own, group in self._parts(st)
+        ]
         return PerRowState(tuple(parts))
 
     def attend(self, st: PerRowState, q: Array, step: Step) -> tuple[Array, PerRowState, Info]:
@@ -71,7 +74,9 @@ class PerRow(Policy):
         return jnp.concatenate(out), PerRowState(states), Info(attended, None)
 
     def full_rows(self, st: PerRowState) -> Array | None:
-        rows = [full for group in st.groups if (full := self.policy.full_rows(group)) is not None]
+        rows = [
+            full for group in st.groups if (full := self.policy.full_rows(group)) is not None
+        ]
         return jnp.concatenate(rows) if rows else None
 
     def flush(self, st: PerRowState) -> PerRowState:
@@ -92,8 +97,12 @@ class PerRow(Policy):
         """
 
         def put(whole: Array, new: Array) -> Array:
-            new = lax.slice(move_to(new, host=False), (0,) * new.ndim, (1, *whole.shape[1:])).astype(whole.dtype)
-            return lax.dynamic_update_slice_in_dim(whole, move_to(new, host=in_host_memory(whole)), place, 0)
+            new = lax.slice(
+                move_to(new, host=False), (0,) * new.ndim, (1, *whole.shape[1:])
+            ).astype(whole.dtype)
+            return lax.dynamic_update_slice_in_dim(
+                whole, move_to(new, host=in_host_memory(whole)), place, 0
+            )
 
         states = list(st.groups)
         states[group] = jax.tree.map(put, states[group], row)
@@ -104,7 +113,9 @@ class PerRow(Policy):
         row = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, place, 1), st.groups[group])
 
         def widen(new: Array, old: Array) -> Array:
-            whole = lax.dynamic_update_slice(move_to(new, host=False), move_to(old, host=False), (0,) * old.ndim)
+            whole = lax.dynamic_update_slice(
+                move_to(new, host=False), move_to(old, host=False), (0,) * old.ndim
+            )
             return move_to(whole, host=in_host_memory(new))
 
         return self.policy.grown(jax.tree.map(widen, self.policy.init(spec), row), row)

@@ -24,9 +24,15 @@ class Info(NamedTuple):
 
     attended: Array  # f32[B, K] tokens whose keys and values were read; mean over the selections of a GQA group
     selection: Selection | None  # slots that a selector selected; None where everything is read
-    fresh: Array | None = None  # bool[B, K] heads that selected with this step's query; None where all heads always do
-    positions: Array | None = None  # i32[B, K, H, M] tokens that were read, once each, in any order; -1 is padding
-    log_weights: Array | None = None  # f32[B, K, H, M] added to the logits of `positions`; None: nothing is
+    fresh: Array | None = (
+        None  # bool[B, K] heads that selected with this step's query; None where all heads always do
+    )
+    positions: Array | None = (
+        None  # i32[B, K, H, M] tokens that were read, once each, in any order; -1 is padding
+    )
+    log_weights: Array | None = (
+        None  # f32[B, K, H, M] added to the logits of `positions`; None: nothing is
+    )
 
 
 @dataclass(frozen=True)
@@ -35,15 +41,27 @@ class Step:
 
     scale: float  # factor of the logits
     window: int | None = None  # tokens that a query sees, its own included; None: all
-    active: Array | None = None  # bool[B] rows that take the step; the outputs of others mean nothing. None: all
-    selection: Selection | PackedSelection | None = None  # slots to attend to; None: the policy selects
-    lengths: Array | None = None  # i32[T, B] tokens of each row after each of T steps; None: one step
-    sinks: Array | None = None  # f32[K, G] logits that only the denominator of softmax counts; None: there are none
+    active: Array | None = (
+        None  # bool[B] rows that take the step; the outputs of others mean nothing. None: all
+    )
+    selection: Selection | PackedSelection | None = (
+        None  # slots to attend to; None: the policy selects
+    )
+    lengths: Array | None = (
+        None  # i32[T, B] tokens of each row after each of T steps; None: one step
+    )
+    sinks: Array | None = (
+        None  # f32[K, G] logits that only the denominator of softmax counts; None: there are none
+    )
 
     @property
     def logits(self) -> dict[str, Any]:
         """`scale`, and `sinks` if there are any, as arguments of what attends last."""
-        return {"scale": self.scale} if self.sinks is None else {"scale": self.scale, "sinks": self.sinks}
+        return (
+            {"scale": self.scale}
+            if self.sinks is None
+            else {"scale": self.scale, "sinks": self.sinks}
+        )
 
 
 class Policy:
@@ -96,7 +114,15 @@ class Policy:
         raise NotImplementedError
 
     def prefill_observed(
-        self, st: Any, q: Array, k: Array, v: Array, lengths: Array, *, scale: float, window: int | None = None
+        self,
+        st: Any,
+        q: Array,
+        k: Array,
+        v: Array,
+        lengths: Array,
+        *,
+        scale: float,
+        window: int | None = None,
     ) -> Any:
         """`prefill`, for policies that decide by a prompt's queries q [B, K, G, T, D] what to keep."""
         return self.prefill(st, k, v, lengths)
@@ -121,7 +147,9 @@ class Policy:
 
     def select(self, st: Any, q: Array, step: Step) -> Selection | PackedSelection:
         """Selects the slots that a step with q [B, K, G, D] attends to, besides those that every step attends to."""
-        raise ValueError(f"{self} selects nothing: every step attends to all that it keeps; call attend without select")
+        raise ValueError(
+            f"{self} selects nothing: every step attends to all that it keeps; call attend without select"
+        )
 
     def attend(self, st: Any, q: Array, step: Step) -> tuple[Array, Any, Info]:
         """Attends with q [B, K, G, D], the queries of each row's newest token: [B, K, G, D] in any float dtype.
@@ -132,7 +160,9 @@ class Policy:
         """
         raise NotImplementedError
 
-    def attend_stored(self, st: Any, q: Array, *, scale: float, window: int | None = None) -> PartialAttention:
+    def attend_stored(
+        self, st: Any, q: Array, *, scale: float, window: int | None = None
+    ) -> PartialAttention:
         """Exact attention of a chunk's queries q [B, K, G, T, D] over all stored tokens, a part over Q = G*T.
 
         The position of query t is `length` + t.
@@ -224,7 +254,9 @@ def step_lengths(after: Array, count: Array, T: int) -> Array:
 
     `after` i32[B] is the length after the steps. If some tokens had no room, the row's lengths are those of its last.
     """
-    return after[None] - jnp.maximum(count[None] - jnp.arange(1, T + 1, dtype=jnp.int32)[:, None], 0)
+    return after[None] - jnp.maximum(
+        count[None] - jnp.arange(1, T + 1, dtype=jnp.int32)[:, None], 0
+    )
 
 
 def steps_as_heads(q: Array) -> Array:
@@ -255,7 +287,9 @@ def attend_in_turn(
 
     def one(st: Any, x: Any) -> tuple[Any, tuple[Array, Info]]:
         q, length, selection = x
-        out, st, info = policy.attend(shortened(st, length), q, replace(step, lengths=None, selection=selection))
+        out, st, info = policy.attend(
+            shortened(st, length), q, replace(step, lengths=None, selection=selection)
+        )
         return st, (out, info)
 
     st, (out, info) = lax.scan(one, st, (jnp.moveaxis(q, 3, 0), step.lengths, step.selection))

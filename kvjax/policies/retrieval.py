@@ -12,7 +12,14 @@ from jax import Array
 
 from kvjax.memory import in_host_memory
 from kvjax.numerics.selection import PackedSelection, Selection, reduce_queries, unpack
-from kvjax.policies.policy import Info, Policy, Step, attend_in_turn, heads_as_steps, steps_as_heads
+from kvjax.policies.policy import (
+    Info,
+    Policy,
+    Step,
+    attend_in_turn,
+    heads_as_steps,
+    steps_as_heads,
+)
 from kvjax.policies.shared import Follower, require_whole_pages
 from kvjax.policies.short import DenseCapacity, Short, is_short
 from kvjax.policies.zones import SelectedZones, Visible, ZonedState
@@ -82,7 +89,9 @@ class Retrieval(SelectedZones):
                 f"{self.selector} scores pages of {unit} tokens, but {self.demote} has chunks of {self.demote.leave}; "
                 f"make it leave a multiple of {unit}"
             )
-        require_whole_pages(self.store, unit, f"{self.selector} selects {unit} tokens at a time")
+        require_whole_pages(
+            self.store, unit, f"{self.selector} selects {unit} tokens at a time"
+        )
 
     def init(self, spec: CacheSpec) -> ZonedState:
         self.selector.check(spec, self.demote.leave)
@@ -94,7 +103,11 @@ class Retrieval(SelectedZones):
         return replace(st, index=self.selector.init(spec, st.store.slots))
 
     def of_size(self, spec: CacheSpec) -> Policy:
-        return Short(self) if is_short(self.dense_capacity, type(self.selector).__name__, spec) else self
+        return (
+            Short(self)
+            if is_short(self.dense_capacity, type(self.selector).__name__, spec)
+            else self
+        )
 
     def fitted(self, parts: int) -> Retrieval:
         """With chunks of one page, the least: of one page for each device, so that no device gets a part of a page.
@@ -133,7 +146,9 @@ class Retrieval(SelectedZones):
             st = replace(st, store=_counted(st.store, count))
         return out, st, info
 
-    def select(self, st: ZonedState, q: Array, step: Step, *, in_order: int = 0) -> Selection | PackedSelection:
+    def select(
+        self, st: ZonedState, q: Array, step: Step, *, in_order: int = 0
+    ) -> Selection | PackedSelection:
         """Scores the tokens besides sink and local window and selects the best for q [B, K, G, D], in whole units.
 
         Slots below S, the slots of the store, are in the history; S + r is slot r of the recent block. History and
@@ -141,16 +156,22 @@ class Retrieval(SelectedZones):
         With the `lengths` of T steps, q is [B, K, T*G, D] and the selection [B, K, T*H, M].
         """
         steps = 1 if step.lengths is None else step.lengths.shape[0]
-        candidates = self.candidates(st, self.visible(st, step.window, step.lengths), steps=steps, in_order=in_order)
+        candidates = self.candidates(
+            st, self.visible(st, step.window, step.lengths), steps=steps, in_order=in_order
+        )
         queries = reduce_queries(q, self.selector.group_reduce, steps)
         index = (st.store, self.store) if self.selector.reads_store else st.index
         return self.selector.select(index, queries, candidates, scale=step.scale)
 
-    def candidates(self, st: ZonedState, seen: Visible, *, steps: int = 1, in_order: int = 0) -> Candidates:
+    def candidates(
+        self, st: ZonedState, seen: Visible, *, steps: int = 1, in_order: int = 0
+    ) -> Candidates:
         """The units of history and pending tokens that compete, and how many are selected."""
         unit = self.selector.unit
         pending_slots, k_max = self.sizes(st)
-        k: Array | int = self.selected // unit  # a number if it is the same for all: an array would cost a kernel
+        k: Array | int = (
+            self.selected // unit
+        )  # a number if it is the same for all: an array would cost a kernel
         dense = seen.length < self.dense_below if self.dense_below else None
         if k_max != k:
             k = jnp.where(seen.length < self.dense_below, k_max, k)
@@ -168,7 +189,9 @@ class Retrieval(SelectedZones):
             in_order=in_order,
         )
 
-    def _attend_steps(self, st: ZonedState, q: Array, lengths: Array, step: Step) -> tuple[Array, ZonedState, Info]:
+    def _attend_steps(
+        self, st: ZonedState, q: Array, lengths: Array, step: Step
+    ) -> tuple[Array, ZonedState, Info]:
         """Each step sees the state as it is after its own token: the same arrays with smaller counts.
 
         One pass over the index selects for all steps, and one attention serves them, if selector and store can. Under a
@@ -181,11 +204,14 @@ class Retrieval(SelectedZones):
 
         def by_step(selection: Any) -> Any:
             return jax.tree.map(
-                lambda a: jnp.moveaxis(a.reshape(B, K, T, a.shape[2] // T, *a.shape[3:]), 2, 0), selection
+                lambda a: jnp.moveaxis(a.reshape(B, K, T, a.shape[2] // T, *a.shape[3:]), 2, 0),
+                selection,
             )
 
         if not self.store.takes_steps:
-            return attend_in_turn(self, self.shortened, st, q, replace(step, selection=by_step(selection)))
+            return attend_in_turn(
+                self, self.shortened, st, q, replace(step, selection=by_step(selection))
+            )
         seen = self.visible(st, None, lengths)
         zones = seen.recent, seen.sink, self.local
         out, _ = self.store.attend_zones(st.store, queries, selection, *zones, **step.logits)
@@ -210,7 +236,9 @@ class Retrieval(SelectedZones):
         unit = self.selector.unit
         pending = max(-(-(st.recent.slots - self.local) // unit), 1)
         dense = -(-max(self.dense_below - self.sink - self.local, 0) // unit)
-        return pending * unit, min(max(self.selected // unit, dense), st.store.slots // unit + pending)
+        return pending * unit, min(
+            max(self.selected // unit, dense), st.store.slots // unit + pending
+        )
 
     def over_context(self, axis: Axis, parts: int) -> Retrieval:
         policy = super().over_context(axis, parts)
@@ -224,7 +252,9 @@ class Retrieval(SelectedZones):
         return replace(policy, selector=self.selector.over_context(stripes))
 
     def follower(self, heads: tuple[int, ...] | None = None) -> Follower:
-        zones: dict[str, Any] = {name: getattr(self, name) for name in ("store", "sink", "local", "demote")}
+        zones: dict[str, Any] = {
+            name: getattr(self, name) for name in ("store", "sink", "local", "demote")
+        }
         return Follower(**zones, unit=self.selector.unit, heads=heads)
 
 
@@ -232,4 +262,8 @@ def _counted(block: Any, count: Array) -> Any:
     """The state of a store with another `count` of slots; as it is, if it is of another form than those of kvjax."""
     if isinstance(block, HotBlock):
         return replace(block, history=_counted(block.history, count))
-    return replace(block, count=count) if "count" in getattr(block, "__dataclass_fields__", ()) else block
+    return (
+        replace(block, count=count)
+        if "count" in getattr(block, "__dataclass_fields__", ())
+        else block
+    )

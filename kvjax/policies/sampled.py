@@ -81,7 +81,11 @@ class Sampled(Zoned):
         return replace(st, index=self.hashing.init(spec, self._hashed(st)))
 
     def of_size(self, spec: CacheSpec) -> Policy:
-        return Short(self) if is_short(self.dense_capacity, type(self.hashing).__name__, spec) else self
+        return (
+            Short(self)
+            if is_short(self.dense_capacity, type(self.hashing).__name__, spec)
+            else self
+        )
 
     def append(self, st: ZonedState, k: Array, v: Array, count: Array) -> ZonedState:
         index = self.hashing.append(st.index, k, st.store.count, count)
@@ -137,7 +141,9 @@ class Sampled(Zoned):
 
     def _share(self, st: ZonedState, seen: Visible, found: Array) -> Array:
         """The share that `sample` returns, if i32[B, K, G] tokens were `found` to collide."""
-        share = jnp.log(jnp.minimum(self._room(st) / jnp.maximum(found, 1).astype(jnp.float32), 1.0))
+        share = jnp.log(
+            jnp.minimum(self._room(st) / jnp.maximum(found, 1).astype(jnp.float32), 1.0)
+        )
         return jnp.where(self._reads_all(st, seen)[..., 0], jnp.inf, share)
 
     def _estimate(
@@ -150,7 +156,9 @@ class Sampled(Zoned):
         few = sample.slots.shape[3] // 4
 
         def estimate(sample: Selection) -> tuple[PartialAttention, Array]:
-            return self._attend(st, q, *self.store.gather(st.store, sample), sample, share, scale)
+            return self._attend(
+                st, q, *self.store.gather(st.store, sample), sample, share, scale
+            )
 
         def estimate_few(sample: Selection) -> tuple[PartialAttention, Array]:
             part, log_weights = estimate(Selection(*(a[..., :few] for a in sample)))
@@ -161,21 +169,38 @@ class Sampled(Zoned):
         return lax.cond(jnp.any(sample.valid[..., few:]), estimate, estimate_few, sample)
 
     def _attend(
-        self, st: ZonedState, q: Array, k: Array, v: Array, sample: Selection, share: Array, scale: float
+        self,
+        st: ZonedState,
+        q: Array,
+        k: Array,
+        v: Array,
+        sample: Selection,
+        share: Array,
+        scale: float,
     ) -> tuple[PartialAttention, Array]:
         """`_estimate` from the keys and values [B, K, G M, D] of a sample."""
         B, K, G, D = q.shape
         M, valid = sample.slots.shape[3], sample.valid
         k, v = (a.reshape(B, K, G, M, D) for a in (k, v))
-        log_weights = -self.hashing.log_probability(st.index, q, k, sample.slots) - share[..., None]
+        log_weights = (
+            -self.hashing.log_probability(st.index, q, k, sample.slots) - share[..., None]
+        )
         log_weights = jnp.where(jnp.isposinf(share)[..., None] | ~valid, 0.0, log_weights)
         valid = valid.reshape(B, K * G, M)
         v = keep_valid(v.reshape(B, K * G, M, D), valid)
-        q, k, bias = q.reshape(B, K * G, 1, D), k.reshape(B, K * G, M, D), log_weights.reshape(B, K * G, 1, M)
+        q, k, bias = (
+            q.reshape(B, K * G, 1, D),
+            k.reshape(B, K * G, M, D),
+            log_weights.reshape(B, K * G, 1, M),
+        )
         part = attend_part(q, k, v, valid[:, :, None], scale=scale, bias=bias)
-        return PartialAttention(part.out.reshape(B, K, G, D), part.lse.reshape(B, K, G)), log_weights
+        return PartialAttention(
+            part.out.reshape(B, K, G, D), part.lse.reshape(B, K, G)
+        ), log_weights
 
-    def _info(self, st: ZonedState, seen: Visible, sample: Selection, log_weights: Array) -> Info:
+    def _info(
+        self, st: ZonedState, seen: Visible, sample: Selection, log_weights: Array
+    ) -> Info:
         B, K, G, _ = sample.slots.shape
         read = seen.recent.size + (0 if seen.sink is None else seen.sink.size)
         attended = jnp.mean(jnp.sum(sample.valid, axis=-1), axis=-1, dtype=jnp.float32)
@@ -193,7 +218,9 @@ class Sampled(Zoned):
         sink = exact(self.sink, st.offset_store, jnp.zeros_like(st.offset_store))
         recent = exact(st.recent.slots, st.recent.count, st.offset_recent)
         sampled = jnp.where(sample.valid, self.positions(st, sample.slots), -1)
-        log_weights = jnp.pad(log_weights, ((0, 0), (0, 0), (0, 0), (self.sink, st.recent.slots)))
+        log_weights = jnp.pad(
+            log_weights, ((0, 0), (0, 0), (0, 0), (self.sink, st.recent.slots))
+        )
         positions = jnp.concatenate([sink, sampled, recent], axis=-1)
         return Info(attended, sample, positions=positions, log_weights=log_weights)
 
@@ -205,7 +232,9 @@ class Sampled(Zoned):
                 f"chunk of {self.demote.leave}, but {self.hashing} stores hashes of {tile} tokens together; use chunks "
                 f"of a multiple of {tile * parts} tokens (`chunk` of a preset)"
             )
-        return StripedSampled(**{field.name: getattr(part, field.name) for field in fields(part)})
+        return StripedSampled(
+            **{field.name: getattr(part, field.name) for field in fields(part)}
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,16 +255,22 @@ class StripedSampled(Sampled):
         stripes, own = self.store.stripes, self._hashed(st)
         place = stripes.place(jnp.arange(own, dtype=jnp.int32))
         taken = self._collide(st, q, seen, place)
-        best = ops.top_k(jnp.broadcast_to(_order(place), taken.shape), taken, min(self.room, own))
+        best = ops.top_k(
+            jnp.broadcast_to(_order(place), taken.shape), taken, min(self.room, own)
+        )
         found = jnp.sum(taken, axis=-1, keepdims=True, dtype=jnp.int32)
-        offer = jnp.concatenate([jnp.where(best.valid, stripes.place(best.slots), NOWHERE), found], axis=-1)
+        offer = jnp.concatenate(
+            [jnp.where(best.valid, stripes.place(best.slots), NOWHERE), found], axis=-1
+        )
         offers = lax.all_gather(offer, stripes.axis, axis=3)
 
         place = offers[..., :-1].reshape(*offer.shape[:3], -1)
         rank = jnp.where(place < NOWHERE, in_order(_order(place)), jnp.uint32(0))
         place = first_places(rank, place, self._room(st))
         valid = place < NOWHERE
-        return Selection(jnp.where(valid, place, 0), valid), self._share(st, seen, jnp.sum(offers[..., -1], axis=3))
+        return Selection(jnp.where(valid, place, 0), valid), self._share(
+            st, seen, jnp.sum(offers[..., -1], axis=3)
+        )
 
     def _hashed(self, st: ZonedState) -> int:
         return st.store.slots // self.store.stripes.parts
@@ -246,7 +281,9 @@ class StripedSampled(Sampled):
         k, v, here = self.store.gather_own(st.store, sample)
         part, log_weights = self._attend(st, q, k, v, sample._replace(valid=here), share, scale)
         axis = self.store.stripes.axis
-        return merge_parts(part, axis), lax.psum(log_weights, axis)  # a step that keeps no Info needs no sum
+        return merge_parts(part, axis), lax.psum(
+            log_weights, axis
+        )  # a step that keeps no Info needs no sum
 
 
 def _order(place: Array) -> Array:

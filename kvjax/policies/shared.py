@@ -56,11 +56,15 @@ class Follower(SelectedZones):
     def __post_init__(self) -> None:
         super().__post_init__()
         keep_ints(self, unit=1)
-        require_whole_pages(self.store, self.unit, f"the selection has {self.unit} tokens at a time")
+        require_whole_pages(
+            self.store, self.unit, f"the selection has {self.unit} tokens at a time"
+        )
         if self.heads is not None:
             heads = require_ints("Follower(heads=...)", self.heads, at_least=0)
             if max(heads, default=0) >= len(heads):
-                raise ValueError(f"Follower(heads=...) must be at most {len(heads) - 1}, got {max(heads, default=0)}")
+                raise ValueError(
+                    f"Follower(heads=...) must be at most {len(heads) - 1}, got {max(heads, default=0)}"
+                )
             object.__setattr__(self, "heads", heads)
 
     def init(self, spec: CacheSpec) -> ZonedState:
@@ -89,7 +93,9 @@ class Follower(SelectedZones):
         if seen.first is not None:
             slots = st.store.slots
             start = jnp.where(
-                selection.slots < slots, seen.store[:, None, None, None], slots + seen.recent.start[:, None, None, None]
+                selection.slots < slots,
+                seen.store[:, None, None, None],
+                slots + seen.recent.start[:, None, None, None],
             )
             selection = selection._replace(valid=selection.valid & (selection.slots >= start))
         return self.attend_selected(st, q, selection, step)
@@ -114,7 +120,9 @@ class Follower(SelectedZones):
 def require_whole_pages(store: Store, unit: int, who: str) -> None:
     """Raises ValueError if a store moves whole pages, which units of `unit` tokens would cut."""
     if unit % store.page:
-        raise ValueError(f"{store} moves whole pages, but {who}; use {type(store).__name__}(page={unit})")
+        raise ValueError(
+            f"{store} moves whole pages, but {who}; use {type(store).__name__}(page={unit})"
+        )
 
 
 @dataclass(frozen=True)
@@ -132,7 +140,9 @@ class Shared(PerLayer):
 
     share: int = field(default=1, kw_only=True)
     anchors: tuple[int, ...] | None = field(default=None, kw_only=True)
-    heads: tuple[tuple[int, tuple[int, ...]], ...] = field(default=(), kw_only=True)  # (layer, heads) pairs
+    heads: tuple[tuple[int, tuple[int, ...]], ...] = field(
+        default=(), kw_only=True
+    )  # (layer, heads) pairs
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -149,7 +159,9 @@ class Shared(PerLayer):
         found = require_ints("anchors", self.anchors, at_least=0)
         object.__setattr__(self, "anchors", found)
         if self.share != 1:
-            raise ValueError(f"share={self.share} and anchors={found} both say which layers select; give one")
+            raise ValueError(
+                f"share={self.share} and anchors={found} both say which layers select; give one"
+            )
         if not found or found[0] != first or any(a >= b for a, b in pairwise(found)):
             raise ValueError(
                 f"anchors={found} must increase and begin with layer {first}, the first that is not dense, because a "
@@ -157,13 +169,18 @@ class Shared(PerLayer):
             )
 
     def check(self, layers: int, kv_heads: int | None = None) -> None:
-        named = {"anchors": self.anchors or (), "heads": tuple(layer for layer, _ in self.heads)}
+        named = {
+            "anchors": self.anchors or (),
+            "heads": tuple(layer for layer, _ in self.heads),
+        }
         for what, numbers in named.items():
             if numbers and max(numbers) >= layers:
                 raise ValueError(
                     f"{what} name layer {max(numbers)}, and the model has layers 0 to {layers - 1}; leave it out"
                 )
-        if selecting := [layer for layer, _ in self.heads if layer < len(self.first) or self.selects(layer)]:
+        if selecting := [
+            layer for layer, _ in self.heads if layer < len(self.first) or self.selects(layer)
+        ]:
             raise ValueError(
                 f"heads name layer {selecting[0]}, which follows no other layer: it is dense or selects by itself; "
                 "leave it out"
@@ -172,7 +189,9 @@ class Shared(PerLayer):
     def selects(self, layer: int) -> bool:
         """Whether this layer selects by itself; False also for the first, dense layers."""
         past = layer - len(self.first)
-        return past >= 0 and (past % self.share == 0 if self.anchors is None else layer in self.anchors)
+        return past >= 0 and (
+            past % self.share == 0 if self.anchors is None else layer in self.anchors
+        )
 
     def policy(self, layer: int) -> Policy:
         if layer < len(self.first) or self.selects(layer):
@@ -213,9 +232,15 @@ def share_selections(
         anchors = _numbers(anchors)
     numbers = (anchors,) if isinstance(anchors, int) else anchors
     if not isinstance(numbers, Sequence | None):
-        raise ValueError(f"anchors must be numbers of layers, such as [2, 5, 9] or '2+5+9', got {shown(anchors)}")
-    if not isinstance(heads, Mapping | None) or not all(isinstance(own, Sequence) for own in (heads or {}).values()):
-        raise ValueError(f"heads must be the KV heads of layers, such as {{3: (1, 0)}}, got {shown(heads)}")
+        raise ValueError(
+            f"anchors must be numbers of layers, such as [2, 5, 9] or '2+5+9', got {shown(anchors)}"
+        )
+    if not isinstance(heads, Mapping | None) or not all(
+        isinstance(own, Sequence) for own in (heads or {}).values()
+    ):
+        raise ValueError(
+            f"heads must be the KV heads of layers, such as {{3: (1, 0)}}, got {shown(heads)}"
+        )
     return Shared(
         policies.first,
         policies.rest,
@@ -235,7 +260,9 @@ def _in_file(name: str) -> tuple[tuple[int, ...], dict[int, tuple[int, ...]]]:
         heads = {int(layer): tuple(own) for layer, own in found["heads"].items()}
         return tuple(found["anchors"]), heads
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{name} holds no anchors ({type(error).__name__}: {error}); {cure}") from error
+        raise ValueError(
+            f"{name} holds no anchors ({type(error).__name__}: {error}); {cure}"
+        ) from error
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -74,8 +74,17 @@ def is_short(dense_capacity: DenseCapacity, selector: str, spec: CacheSpec) -> b
         return False
     from kvjax.kernels_pallas import simt
 
-    known = measured().get(ops.device_kind() or "", {}) | (measured()[WITHOUT_KERNELS] if simt.why_not() else {})
-    read = 2 * spec.batch * spec.capacity * spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize
+    known = measured().get(ops.device_kind() or "", {}) | (
+        measured()[WITHOUT_KERNELS] if simt.why_not() else {}
+    )
+    read = (
+        2
+        * spec.batch
+        * spec.capacity
+        * spec.kv_heads
+        * spec.head_dim
+        * jnp.dtype(spec.dtype).itemsize
+    )
     return read <= known.get(selector, {}).get("bytes", 0)
 
 

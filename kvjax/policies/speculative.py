@@ -18,7 +18,13 @@ from jax.tree_util import register_dataclass
 
 from kvjax import ops
 from kvjax.numerics.partial import PartialAttention
-from kvjax.numerics.selection import Selection, membership, reduce_queries, split_selection, unpack
+from kvjax.numerics.selection import (
+    Selection,
+    membership,
+    reduce_queries,
+    split_selection,
+    unpack,
+)
 from kvjax.policies.policy import Info, Policy, Step
 from kvjax.policies.retrieval import Retrieval
 from kvjax.policies.shared import Follower
@@ -103,7 +109,9 @@ class Speculative(Policy):
     retrieval: Retrieval
     tau: float = field(default=0.8, kw_only=True)
     selection_scale: float | None = field(default=None, kw_only=True)
-    topk: int | None = field(default=None, kw_only=True)  # tokens, sink and window included; None: the whole budget
+    topk: int | None = field(
+        default=None, kw_only=True
+    )  # tokens, sink and window included; None: the whole budget
 
     def __post_init__(self) -> None:
         if not isinstance(self.retrieval, Retrieval):
@@ -111,12 +119,21 @@ class Speculative(Policy):
                 f"Speculative got {self.retrieval!r}; it reuses what a selector selected, so give it a "
                 "kvjax.Retrieval(...)"
             )
-        if isinstance(self.tau, bool) or not isinstance(self.tau, int | float) or math.isnan(self.tau):
+        if (
+            isinstance(self.tau, bool)
+            or not isinstance(self.tau, int | float)
+            or math.isnan(self.tau)
+        ):
             raise ValueError(
                 f"Speculative(tau={self.tau!r}) must be a number to compare cosines with: 0.8 or 0.9 as in FreeKV, "
                 "above 1 to select at every step, -1 to always reuse"
             )
-        keep_number(self, "selection_scale", what="None for attention's scale, 1 for unscaled products, or ", above=0)
+        keep_number(
+            self,
+            "selection_scale",
+            what="None for attention's scale, 1 for unscaled products, or ",
+            above=0,
+        )
         keep_ints(self, topk=1)
         if self.topk is not None:
             self._check_topk(self.topk)
@@ -127,7 +144,10 @@ class Speculative(Policy):
                 f"hold; use kvjax.Fifo(leave={demote.leave})"
             )
         if self.retrieval.selected == 0:
-            base, unit = self.retrieval.sink + self.retrieval.local, self.retrieval.selector.unit
+            base, unit = (
+                self.retrieval.sink + self.retrieval.local,
+                self.retrieval.selector.unit,
+            )
             raise ValueError(
                 f"budget={self.retrieval.budget} leaves nothing besides sink + local = {self.retrieval.sink} + "
                 f"{self.retrieval.local} that Speculative could reuse; raise it to at least {base + unit}"
@@ -153,16 +173,28 @@ class Speculative(Policy):
         def recall(q: Array) -> Recall:
             selection = unpack(policy.select(st, q, Step(1.0)))
             if not policy.store.recalls and policy.demote.ordered:
-                one = jnp.zeros((spec.batch, spec.kv_heads, 1, spec.head_dim), spec.dtype)  # of which nothing is read
+                one = jnp.zeros(
+                    (spec.batch, spec.kv_heads, 1, spec.head_dim), spec.dtype
+                )  # of which nothing is read
                 return Recall(selection, one, one, jnp.zeros(spec.batch, bool))
-            *_, H, M = selection.slots.shape  # of all heads one after the other, and room for the edge, moved as a unit
-            stored, _ = split_selection(flat(selection, H * M + policy.selector.unit), st.store.slots)
-            return Recall(selection, *policy.store.gather(st.store, stored), jnp.zeros(spec.batch, bool))
+            *_, H, M = (
+                selection.slots.shape
+            )  # of all heads one after the other, and room for the edge, moved as a unit
+            stored, _ = split_selection(
+                flat(selection, H * M + policy.selector.unit), st.store.slots
+            )
+            return Recall(
+                selection, *policy.store.gather(st.store, stored), jnp.zeros(spec.batch, bool)
+            )
 
-        q = jax.ShapeDtypeStruct((spec.batch, spec.kv_heads, spec.group, spec.head_dim), spec.dtype)
+        q = jax.ShapeDtypeStruct(
+            (spec.batch, spec.kv_heads, spec.group, spec.head_dim), spec.dtype
+        )
         return SpeculativeState(
             zones=st,
-            recall=jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(recall, q)),
+            recall=jax.tree.map(
+                lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(recall, q)
+            ),
             query=jnp.zeros(q.shape, jnp.float32),
             recalled_at=jnp.full(spec.batch, -1, jnp.int32),
             due=jnp.zeros(spec.batch, bool),
@@ -172,9 +204,13 @@ class Speculative(Policy):
 
     takes_sinks = True
 
-    def attend(self, st: SpeculativeState, q: Array, step: Step) -> tuple[Array, SpeculativeState, Info]:
+    def attend(
+        self, st: SpeculativeState, q: Array, step: Step
+    ) -> tuple[Array, SpeculativeState, Info]:
         """Selects; decides which heads reuse their recall, recalls, attends, and remembers for the next step."""
-        selection = self.select(st, q, step) if step.selection is None else unpack(step.selection)
+        selection = (
+            self.select(st, q, step) if step.selection is None else unpack(step.selection)
+        )
         decision = self._decide(st, q)
         zones, now, fresh = self._recall(st.zones, selection, decision)
         out, info = self._attend_recalled(zones, q, selection, decision, now, step)
@@ -185,25 +221,43 @@ class Speculative(Policy):
 
         A step attends to the selection in heads that recall anew, and in the others to that of the step before.
         """
-        step = step if self.selection_scale is None else replace(step, scale=self.selection_scale)
+        step = (
+            step if self.selection_scale is None else replace(step, scale=self.selection_scale)
+        )
         if self.topk is not None:
             return self._select_beside_kept(st, q, step)
-        return unpack(self.retrieval.select(st.zones, q, step, in_order=self._dropped(st.zones)))
+        return unpack(
+            self.retrieval.select(st.zones, q, step, in_order=self._dropped(st.zones))
+        )
 
     def _select_beside_kept(self, st: SpeculativeState, q: Array, step: Step) -> Selection:
         """Selects the best `topk` of all units, then the best of those that the step before attended to."""
         policy, zones, unit = self.retrieval, st.zones, self.retrieval.selector.unit
-        every = policy.candidates(zones, policy.visible(zones, step.window), in_order=self._dropped(zones))
+        every = policy.candidates(
+            zones, policy.visible(zones, step.window), in_order=self._dropped(zones)
+        )
         queries = reduce_queries(q, policy.selector.group_reduce)
         assert self.topk is not None
         best = jnp.minimum(every.k, (self.topk - policy.sink - policy.local) // unit)
-        top = unpack(policy.selector.select(zones.index, queries, replace(every, k=best), scale=step.scale))
+        top = unpack(
+            policy.selector.select(
+                zones.index, queries, replace(every, k=best), scale=step.scale
+            )
+        )
         known = self._known(st)
-        held = st.recall.selection._replace(valid=st.recall.selection.valid & known[:, None, None, None])
+        held = st.recall.selection._replace(
+            valid=st.recall.selection.valid & known[:, None, None, None]
+        )
         kept = membership(top, zones.store.slots) | membership(held, zones.store.slots)
         B, K, H, S = kept.shape
-        last = ~jnp.any(kept.reshape(B, K, H, S // unit, unit), axis=(2, 4)) & known[:, None, None]
-        return unpack(policy.selector.select(zones.index, queries, replace(every, last=last), scale=step.scale))
+        last = (
+            ~jnp.any(kept.reshape(B, K, H, S // unit, unit), axis=(2, 4)) & known[:, None, None]
+        )
+        return unpack(
+            policy.selector.select(
+                zones.index, queries, replace(every, last=last), scale=step.scale
+            )
+        )
 
     def _known(self, st: SpeculativeState) -> Array:
         """bool[B]: rows whose last step was the previous one, so that the slots of its recall are up to date."""
@@ -214,13 +268,19 @@ class Speculative(Policy):
         so none is known."""
         length, query = st.zones.length, q.astype(jnp.float32)
         known = self._known(st)
-        selection = Selection(st.recall.selection.slots, st.recall.selection.valid & known[:, None, None, None])
+        selection = Selection(
+            st.recall.selection.slots, st.recall.selection.valid & known[:, None, None, None]
+        )
         previous = st.recall._replace(selection=selection)
         if self.tau > 1:  # no cosine is: nothing is decided, and the query need not be kept
             none = jnp.zeros(q.shape[:2], bool)
             return Decision(previous, st.recall.selection, st.query, none, None, st.due)
-        sizes = jnp.sqrt(jnp.sum(query * query, axis=-1) * jnp.sum(st.query * st.query, axis=-1))
-        cosines = jnp.sum(query * st.query, axis=-1) / jnp.maximum(sizes, jnp.finfo(jnp.float32).tiny)
+        sizes = jnp.sqrt(
+            jnp.sum(query * query, axis=-1) * jnp.sum(st.query * st.query, axis=-1)
+        )
+        cosines = jnp.sum(query * st.query, axis=-1) / jnp.maximum(
+            sizes, jnp.finfo(jnp.float32).tiny
+        )
         similarity = jnp.clip(jnp.mean(cosines, axis=-1), -1.0, 1.0)  # 0 for a query of zeros
         reused = (similarity >= self.tau) & (st.recalled_at + 1 == length)[:, None]
         urgent = ~reused & st.due[:, None]  # an inactive row recalls nothing
@@ -234,7 +294,9 @@ class Speculative(Policy):
         previous, oldest = decision.previous, st.recent.count - self.retrieval.local
         if previous.k.shape[2] == 1:  # a step attends in place
             return st, previous[1:3], Recall(selection, previous.k, previous.v, oldest >= 0)
-        recalled = Recalled(flat(previous.selection, previous.k.shape[2]), previous.k, previous.v)
+        recalled = Recalled(
+            flat(previous.selection, previous.k.shape[2]), previous.k, previous.v
+        )
         how = (st.recent.k, st.recent.v), oldest, recalled, decision.renewed, decision.urgent
         store, now, rest = self.retrieval.store.recall(st.store, selection, *how)
         return replace(st, store=store), now, Recall(selection, *rest(), oldest >= 0)
@@ -256,28 +318,39 @@ class Speculative(Policy):
         position = zones.length[:, None, None] - 1 - policy.local
         if seen.first is not None:
             edge &= position >= seen.first[:, None, None]
-        used = self._keep_reused(zones, used, by_head, jnp.sum(edge, axis=2, dtype=jnp.int32), seen)
+        used = self._keep_reused(
+            zones, used, by_head, jnp.sum(edge, axis=2, dtype=jnp.int32), seen
+        )
         with_edge = edge[:, :, None] & by_head
         beside = seen.recent, seen.sink, policy.local
         read = _in_order(used.valid, with_edge)
         if previous.k.shape[2] == 1:
-            left = jnp.broadcast_to(policy.slots_at(zones, position)[:, :, None], (*used.slots.shape[:3], 1))
+            left = jnp.broadcast_to(
+                policy.slots_at(zones, position)[:, :, None], (*used.slots.shape[:3], 1)
+            )
             read = read._replace(slots=jnp.concatenate([used.slots, left], axis=3))
             out, _ = policy.store.attend_zones(zones.store, q, read, *beside, **step.logits)
         elif decision.urgent is None:
             out = ops.attend_zones(q, now[0], now[1], read, *beside, **step.logits)
         else:  # slots W ... 2W-1 are those of the new recall, followed by `recent`
-            read = read._replace(slots=read.slots + jnp.where(decision.urgent, previous.k.shape[2], 0)[..., None, None])
+            read = read._replace(
+                slots=read.slots
+                + jnp.where(decision.urgent, previous.k.shape[2], 0)[..., None, None]
+            )
             out = ops.attend_zones(q, previous.k, previous.v, read, *beside, now, **step.logits)
         return out, self._info(zones, seen, used, with_edge, position, ~decision.reused)
 
-    def _remember(self, st: SpeculativeState, zones: ZonedState, fresh: Recall, decision: Decision) -> SpeculativeState:
+    def _remember(
+        self, st: SpeculativeState, zones: ZonedState, fresh: Recall, decision: Decision
+    ) -> SpeculativeState:
         """The state for the next step: the new recall in the heads that were recalled, the old one in the others."""
         renewed = decision.renewed.reshape(-1, 1, 1, 1)
         kept = jax.tree.map(partial(jnp.where, renewed), fresh.selection, st.recall.selection)
         return SpeculativeState(
             zones=zones,
-            recall=Recall(kept, fresh.k, fresh.v, jnp.where(st.due, fresh.edge, st.recall.edge)),
+            recall=Recall(
+                kept, fresh.k, fresh.v, jnp.where(st.due, fresh.edge, st.recall.edge)
+            ),
             query=jnp.where(renewed, decision.query, st.query),
             recalled_at=jnp.where(st.due, zones.length, st.recalled_at),
             due=jnp.zeros_like(st.due),
@@ -296,17 +369,27 @@ class Speculative(Policy):
         """The part of a reused selection that this step sees, cut to the budget that the edge leaves."""
         policy, slots = self.retrieval, st.store.slots
         start = jnp.where(
-            selection.slots < slots, seen.store[:, None, None, None], slots + seen.recent.start[:, None, None, None]
+            selection.slots < slots,
+            seen.store[:, None, None, None],
+            slots + seen.recent.start[:, None, None, None],
         )
         rank = jnp.arange(selection.slots.shape[-1])[None, None, None]
         room = jnp.minimum(policy.budget - policy.sink - policy.local - edge, policy.selected)
-        limit = jnp.where((st.length < policy.dense_below)[:, None], rank.shape[-1], room)[..., None, None]
+        limit = jnp.where((st.length < policy.dense_below)[:, None], rank.shape[-1], room)[
+            ..., None, None
+        ]
         valid = selection.valid & ((selection.slots >= start) | ~reused)
         fits = jnp.sum(valid, axis=-1, keepdims=True, dtype=jnp.int32) <= limit
         return Selection(selection.slots, valid & ((rank < limit) | fits | ~reused))
 
     def _info(
-        self, st: ZonedState, seen: Visible, used: Selection, with_edge: Array, position: Array, fresh: Array
+        self,
+        st: ZonedState,
+        seen: Visible,
+        used: Selection,
+        with_edge: Array,
+        position: Array,
+        fresh: Array,
     ) -> Info:
         info = self.retrieval.info(st, seen, used, fresh)
         edge = jnp.where(with_edge, position[:, :, None], -1)
@@ -319,15 +402,26 @@ class Speculative(Policy):
 
     # ------------------------------------------------------------------------------------------------------- storing
 
-    def update(self, st: SpeculativeState, k: Array, v: Array, active: Array) -> SpeculativeState:
-        return replace(st, zones=self.retrieval.update(st.zones, k, v, active), due=st.due | active)
+    def update(
+        self, st: SpeculativeState, k: Array, v: Array, active: Array
+    ) -> SpeculativeState:
+        return replace(
+            st, zones=self.retrieval.update(st.zones, k, v, active), due=st.due | active
+        )
 
-    def prefill(self, st: SpeculativeState, k: Array, v: Array, lengths: Array) -> SpeculativeState:
+    def prefill(
+        self, st: SpeculativeState, k: Array, v: Array, lengths: Array
+    ) -> SpeculativeState:
         zones = self.retrieval.prefill(st.zones, k, v, lengths)
         # A prompt of no tokens flushes a full block as well. The recall of such a row stays known.
         moved = zones.store.count != st.zones.store.count
         recalled_at = jnp.where(moved & (lengths > 0), -1, st.recalled_at)
-        return replace(st, zones=zones, recall=self._moved(st, moved & (lengths == 0)), recalled_at=recalled_at)
+        return replace(
+            st,
+            zones=zones,
+            recall=self._moved(st, moved & (lengths == 0)),
+            recalled_at=recalled_at,
+        )
 
     def full_rows(self, st: SpeculativeState) -> Array:
         return self.retrieval.full_rows(st.zones)
@@ -341,8 +435,13 @@ class Speculative(Policy):
         """The recall with the slots that its tokens have once the full blocks of `rows` bool[B] are flushed."""
         policy, zones = self.retrieval, st.zones
         slots = zones.store.slots
-        leaving, staying = policy.demote.leaving(policy.local), policy.demote.staying(policy.local)
-        place = [0] * zones.recent.slots  # new place of slot r: in the chunk that leaves, or from `slots` on
+        leaving, staying = (
+            policy.demote.leaving(policy.local),
+            policy.demote.staying(policy.local),
+        )
+        place = (
+            [0] * zones.recent.slots
+        )  # new place of slot r: in the chunk that leaves, or from `slots` on
         for i, r in enumerate(leaving):
             place[r] = i
         for i, r in enumerate(staying):
@@ -350,8 +449,12 @@ class Speculative(Policy):
         to = jnp.asarray(place, jnp.int32)[None]
         to += jnp.where(to < slots, zones.store.count[:, None], 0)
         slots_read = st.recall.selection.slots
-        moved = jnp.take_along_axis(to[:, None, None], jnp.clip(slots_read - slots, 0, to.shape[1] - 1), axis=-1)
-        slots_read = jnp.where(rows[:, None, None, None] & (slots_read >= slots), moved, slots_read)
+        moved = jnp.take_along_axis(
+            to[:, None, None], jnp.clip(slots_read - slots, 0, to.shape[1] - 1), axis=-1
+        )
+        slots_read = jnp.where(
+            rows[:, None, None, None] & (slots_read >= slots), moved, slots_read
+        )
         return st.recall._replace(selection=st.recall.selection._replace(slots=slots_read))
 
     def grown(self, st: SpeculativeState, before: SpeculativeState) -> SpeculativeState:
@@ -364,8 +467,13 @@ class Speculative(Policy):
         more = selection.slots.shape[3] - M
 
         def moved(a: Array) -> Array:
-            lists = jnp.pad(a[:, :, : H * M].reshape(B, K, H, M, -1), ((0, 0), (0, 0), (0, 0), (0, more), (0, 0)))
-            return jnp.concatenate([lists.reshape(B, K, H * (M + more), -1), a[:, :, H * M :]], axis=2)
+            lists = jnp.pad(
+                a[:, :, : H * M].reshape(B, K, H, M, -1),
+                ((0, 0), (0, 0), (0, 0), (0, more), (0, 0)),
+            )
+            return jnp.concatenate(
+                [lists.reshape(B, K, H * (M + more), -1), a[:, :, H * M :]], axis=2
+            )
 
         recall = st.recall._replace(selection=selection._replace(slots=slots))
         if more and before.recall.k.shape[2] > 1:

@@ -41,7 +41,9 @@ MOST_EMPTY = 16  # times the capacity that a recent block may have
 class ZonedState:
     """The tokens of each row by zone, and the selector's index of the history."""
 
-    sink: Block | None  # [B, K, sink, D] the first tokens of a row; None if the policy keeps none
+    sink: (
+        Block | None
+    )  # [B, K, sink, D] the first tokens of a row; None if the policy keeps none
     store: Any  # the history
     index: Any  # what the selector knows of the history; () without a selector
     recent: Block  # [B, K, R, D] the newest tokens, in order of arrival; the demotion sets R
@@ -161,7 +163,9 @@ class Zoned(Policy):
         def line(place: Array) -> tuple[Array, Array]:
             """Keys and values of the tokens at places i32[B or 1, X] of the line."""
             source = jnp.where(
-                place < recent_count[:, None], place, slots + place - recent_count[:, None] + to_sink[:, None]
+                place < recent_count[:, None],
+                place,
+                slots + place - recent_count[:, None] + to_sink[:, None],
             )
             return (
                 take_rows(jnp.concatenate([st.recent.k, k], axis=2), source),
@@ -170,7 +174,9 @@ class Zoned(Policy):
 
         moved = chunks * chunk
         if max_chunks > 0:
-            st = self.append(st, *line(self._history(jnp.arange(max_chunks * chunk))[None]), moved)
+            st = self.append(
+                st, *line(self._history(jnp.arange(max_chunks * chunk))[None]), moved
+            )
         rk, rv = line(self.demote.place(chunks[:, None], jnp.arange(slots)[None]))
         left = total - moved
         # Zeros past count, where padding of the prompt may have been copied.
@@ -187,10 +193,16 @@ class Zoned(Policy):
         leaving, staying = self.demote.leaving(self.local), self.demote.staying(self.local)
         count, recent, stay = jnp.where(full, len(leaving), 0), st.recent, len(staying)
         after = self.append(st, recent.k[:, :, leaving], recent.v[:, :, leaving], count)
-        front = [jnp.where(full[:, None, None, None], a[:, :, staying], a[:, :, :stay]) for a in (recent.k, recent.v)]
+        front = [
+            jnp.where(full[:, None, None, None], a[:, :, staying], a[:, :, :stay])
+            for a in (recent.k, recent.v)
+        ]
         # In place, once all else is read; XLA would otherwise copy the block twice in every step, full or not.
         front, after = computed_last(front, after, st)
-        k, v = (lax.dynamic_update_slice_in_dim(a, b, 0, 2) for a, b in zip((recent.k, recent.v), front, strict=True))
+        k, v = (
+            lax.dynamic_update_slice_in_dim(a, b, 0, 2)
+            for a, b in zip((recent.k, recent.v), front, strict=True)
+        )
         return replace(after, recent=Block(k, v, recent.count - count))
 
     # ---------------------------------------------------------------------------------------------- several tokens
@@ -239,7 +251,10 @@ class Zoned(Policy):
         chunk, stay = self.demote.leave, self._stay
         history_count = jnp.clip((rest - stay) // chunk, 0, st.store.count // chunk) * chunk
 
-        history, index = self.store.truncate(st.store, history_count), self.truncate_index(st.index, history_count)
+        history, index = (
+            self.store.truncate(st.store, history_count),
+            self.truncate_index(st.index, history_count),
+        )
 
         # Slot r of the recent block gets the token at place history_count + r, from the history or from the block.
         place = history_count[:, None] + jnp.arange(st.recent.slots, dtype=jnp.int32)[None]
@@ -255,11 +270,20 @@ class Zoned(Policy):
 
         def moved(gathered: Array, block: Array) -> Array:
             later = take_rows(block, jnp.maximum(place - st.store.count[:, None], 0))
-            return keep_valid(jnp.where(in_history, gathered[:, :, : st.recent.slots], later), valid)
+            return keep_valid(
+                jnp.where(in_history, gathered[:, :, : st.recent.slots], later), valid
+            )
 
         k, v = self.store.gather(st.store, found)
         recent = Block(moved(k, st.recent.k), moved(v, st.recent.v), left)
-        return replace(st, sink=sink, store=history, index=index, recent=recent, overflow=st.overflow | outside)
+        return replace(
+            st,
+            sink=sink,
+            store=history,
+            index=index,
+            recent=recent,
+            overflow=st.overflow | outside,
+        )
 
     def truncate_index(self, ix: Any, count: Array) -> Any:
         """The index of the first `count` i32[B] tokens of the history."""
@@ -277,8 +301,12 @@ class Zoned(Policy):
         block."""
         by_row = (-1, *(1,) * (slots.ndim - 1))
         sink, count = st.offset_store.reshape(by_row), st.store.count.reshape(by_row)
-        if self.demote.ordered:  # the block continues where the history ends; fewer operations than `place`
-            return sink + jnp.where(slots < st.store.slots, slots, slots - st.store.slots + count)
+        if (
+            self.demote.ordered
+        ):  # the block continues where the history ends; fewer operations than `place`
+            return sink + jnp.where(
+                slots < st.store.slots, slots, slots - st.store.slots + count
+            )
         chunks = count // self.demote.leave
         recent = self.demote.place(chunks, jnp.maximum(slots - st.store.slots, 0))
         return sink + jnp.where(slots < st.store.slots, self._history(slots), recent)
@@ -287,7 +315,10 @@ class Zoned(Policy):
         """The slots i32[B, ...] of `positions` i32[B, ...] past the sink, as `positions` counts them, if tokens leave
         the recent block in order."""
         by_row = (-1, *(1,) * (positions.ndim - 1))
-        place, count = positions - st.offset_store.reshape(by_row), st.store.count.reshape(by_row)
+        place, count = (
+            positions - st.offset_store.reshape(by_row),
+            st.store.count.reshape(by_row),
+        )
         return jnp.where(place < count, place, st.store.slots + place - count)
 
     def _history(self, slots: Array) -> Array:
@@ -295,7 +326,9 @@ class Zoned(Policy):
         leaving = jnp.asarray(self.demote.leaving(self.local), jnp.int32)
         return self.demote.place(slots // self.demote.leave, leaving[slots % self.demote.leave])
 
-    def visible(self, st: ZonedState, window: int | None = None, lengths: Array | None = None) -> Visible:
+    def visible(
+        self, st: ZonedState, window: int | None = None, lengths: Array | None = None
+    ) -> Visible:
         """The tokens that the query of the newest token may attend to, or those of T steps, after each of which a row
         holds `lengths` i32[T, B] tokens."""
         if lengths is not None:
@@ -305,11 +338,20 @@ class Zoned(Policy):
             self._require_order(window)
             first = lowest_visible(st.length - 1, window)
         # Values past the counts of recent and sink need no mask: `prefill` and `flush` keep them finite.
-        recent = Span(st.recent.k, st.recent.v, lowest_slot(first, st.offset_recent), st.recent.count)
+        recent = Span(
+            st.recent.k, st.recent.v, lowest_slot(first, st.offset_recent), st.recent.count
+        )
         sink = None
         if st.sink is not None:
-            sink = Span(st.sink.k, st.sink.v, lowest_slot(first, jnp.zeros_like(st.sink.count)), st.sink.count)
-        return Visible(st.length, first, window, lowest_slot(first, st.offset_store), recent, sink)
+            sink = Span(
+                st.sink.k,
+                st.sink.v,
+                lowest_slot(first, jnp.zeros_like(st.sink.count)),
+                st.sink.count,
+            )
+        return Visible(
+            st.length, first, window, lowest_slot(first, st.offset_store), recent, sink
+        )
 
     @staticmethod
     def _visible_steps(st: ZonedState, lengths: Array) -> Visible:
@@ -329,7 +371,9 @@ class Zoned(Policy):
                 f"kvjax.Fifo(leave={self.demote.leave})"
             )
 
-    def attend_stored(self, st: ZonedState, q: Array, *, scale: float, window: int | None = None) -> PartialAttention:
+    def attend_stored(
+        self, st: ZonedState, q: Array, *, scale: float, window: int | None = None
+    ) -> PartialAttention:
         if window is not None:
             self._require_order(window)
         first = chunk_starts(st.length, q.shape[3], window)
@@ -382,7 +426,9 @@ class SelectedZones(Zoned):
         st = replace(st, store=store)
         return out, st, self.info(st, seen, unpack(selection))
 
-    def info(self, st: ZonedState, seen: Visible, selection: Selection, fresh: Array | None = None) -> Info:
+    def info(
+        self, st: ZonedState, seen: Visible, selection: Selection, fresh: Array | None = None
+    ) -> Info:
         """The `Info` of a step that attends to sink, local window and `selection`: M + sink + local positions."""
         length, first = st.length[:, None], st.offset_recent[:, None]
         lead = selection.slots.shape[:3]
@@ -393,9 +439,14 @@ class SelectedZones(Zoned):
         if seen.first is not None:
             visible &= beside >= seen.first[:, None]
         shape = (*lead, beside.shape[1])
-        beside, visible = lax.broadcast_in_dim(beside, shape, (0, 3)), lax.broadcast_in_dim(visible, shape, (0, 3))
+        beside, visible = (
+            lax.broadcast_in_dim(beside, shape, (0, 3)),
+            lax.broadcast_in_dim(visible, shape, (0, 3)),
+        )
         positions = jnp.concatenate([self.positions(st, selection.slots), beside], axis=-1)
-        positions = jnp.where(jnp.concatenate([selection.valid, visible], axis=-1), positions, -1)
+        positions = jnp.where(
+            jnp.concatenate([selection.valid, visible], axis=-1), positions, -1
+        )
         attended = jnp.sum(positions >= 0, axis=(2, 3), dtype=jnp.float32) / positions.shape[2]
         return Info(attended, selection, fresh, positions)
 

@@ -28,11 +28,28 @@ Args:
 from kvjax.policies import share_selections
 from kvjax.presets.baselines import exact, full
 from kvjax.presets.compressed import kivi, logquant, mikv, turboquant
-from kvjax.presets.evicting import adakv, evict, h2o, logevict, pyramidkv, raas, snapkv, streaming_llm, tova
+from kvjax.presets.evicting import (
+    adakv,
+    evict,
+    h2o,
+    logevict,
+    pyramidkv,
+    raas,
+    snapkv,
+    streaming_llm,
+    tova,
+)
 from kvjax.presets.head_files import Heads
 from kvjax.presets.heads import duoattention, razorattention
 from kvjax.presets.index_based import magicpig, pqcache, shadowkv
-from kvjax.presets.registry import REGISTRY, Preset, check_reaches, find, parse, parse_with_budget
+from kvjax.presets.registry import (
+    REGISTRY,
+    Preset,
+    check_reaches,
+    find,
+    parse,
+    parse_with_budget,
+)
 from kvjax.presets.retrieval import PARISKV_BUDGET, fier, pariskv, quest
 from kvjax.presets.settings import Anchors, Layers, windowed
 from kvjax.presets.speculative import FREEKV, arkvale, freekv

@@ -34,6 +34,10 @@ def exact(
     """
     require_int("exact(budget=...)", budget, at_least=1)
     policy = Retrieval(
-        selector=Exact(group_reduce=group_reduce), budget=budget, sink=sink, local=local, demote=Fifo(leave=chunk)
+        selector=Exact(group_reduce=group_reduce),
+        budget=budget,
+        sink=sink,
+        local=local,
+        demote=Fifo(leave=chunk),
     )
     return over_layers("exact", layers, policy)

@@ -50,8 +50,16 @@ def logquant(
     """
     demote = LogSparse(window=window)
     key_group = window if key_axis == "channel" else group
-    store = Quantized(bits=bits, key_axis=key_axis, key_group=key_group, value_bits=value_bits, value_group=group)
-    policy = Compressed(store=store, sink=sink, local=window, demote=demote, value_window=value_window)
+    store = Quantized(
+        bits=bits,
+        key_axis=key_axis,
+        key_group=key_group,
+        value_bits=value_bits,
+        value_group=group,
+    )
+    policy = Compressed(
+        store=store, sink=sink, local=window, demote=demote, value_window=value_window
+    )
     return over_layers("logquant", layers, policy)
 
 
@@ -157,5 +165,10 @@ def mikv(
     """
     require_int("mikv(budget=...)", budget, at_least=1)
     store = Quantized(bits=bits, key_group=group, value_bits=value_bits, value_group=group)
-    policy = Mixed(evictor=HeavyHitter(recent=recent, queries=queries), budget=budget, store=store, chunk=chunk)
+    policy = Mixed(
+        evictor=HeavyHitter(recent=recent, queries=queries),
+        budget=budget,
+        store=store,
+        chunk=chunk,
+    )
     return over_layers("mikv", layers, policy)

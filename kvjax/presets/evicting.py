@@ -34,7 +34,11 @@ from kvjax.validation import check_one_of, finite_number
 
 
 def streaming_llm(
-    budget: int = 1024, *, sink: int = 4, rope_theta: float | None = None, layers: Layers = Layers(dense=0)
+    budget: int = 1024,
+    *,
+    sink: int = 4,
+    rope_theta: float | None = None,
+    layers: Layers = Layers(dense=0),
 ) -> PerLayer:
     """StreamingLLM: the first `sink` tokens and the newest are kept and attended, `budget` in all.
 
@@ -49,7 +53,12 @@ def streaming_llm(
     **Checklist:** unit: tokens that are evicted, the same in all heads; besides: all kept tokens; zones: sink 4, window
     the rest of the budget; budget: kept tokens; generated: evict the oldest of the window.
     """
-    return _evicting("streaming_llm", Sliding(sink=sink, rope=plain_rope("streaming_llm", rope_theta)), budget, layers)
+    return _evicting(
+        "streaming_llm",
+        Sliding(sink=sink, rope=plain_rope("streaming_llm", rope_theta)),
+        budget,
+        layers,
+    )
 
 
 def logevict(budget: int = 126, *, layers: Layers = Layers(dense=0)) -> PerLayer:
@@ -65,7 +74,11 @@ def logevict(budget: int = 126, *, layers: Layers = Layers(dense=0)) -> PerLayer
 
 
 def h2o(
-    budget: int = 1024, *, recent: float = 0.5, queries: int | None = 1024, layers: Layers = Layers(dense=0)
+    budget: int = 1024,
+    *,
+    recent: float = 0.5,
+    queries: int | None = 1024,
+    layers: Layers = Layers(dense=0),
 ) -> PerLayer:
     """H2O: keeps the newest tokens, a share `recent` of the budget, and those with the most accumulated attention.
 
@@ -116,7 +129,12 @@ def snapkv(
 
 
 def raas(
-    budget: int = 1024, *, threshold: float = 1e-4, prompt: int = 0, page: int = 1, layers: Layers = Layers(dense=0)
+    budget: int = 1024,
+    *,
+    threshold: float = 1e-4,
+    prompt: int = 0,
+    page: int = 1,
+    layers: Layers = Layers(dense=0),
 ) -> PerLayer:
     """RaaS: keeps the prompt, and evicts the generated token that has gone longest without attention.
 
@@ -138,7 +156,9 @@ def raas(
     evictor = LastUse(threshold=threshold)
     if prompt == 0 and page == 1:
         return _evicting("raas", evictor, budget, layers)
-    return over_layers("raas", layers, BesidePrompt(evictor=evictor, budget=budget, prompt=prompt, page=page))
+    return over_layers(
+        "raas", layers, BesidePrompt(evictor=evictor, budget=budget, prompt=prompt, page=page)
+    )
 
 
 RULES: dict[str, Evictor] = {
@@ -186,12 +206,18 @@ def evict(
     check_one_of("evict", RULES, rule=rule)
     evictor, rope = RULES[rule], plain_rope("evict", rope_theta)
     if rope is None and (close_up or hasattr(evictor, "rope")):
-        raise ValueError(f"evict(rule={rule!r}, close_up={close_up}) must know the model's RoPE; set rope_theta")
-    compares = type(evictor).judge is not Evictor.judge and not isinstance(evictor, ValueWeighted)
+        raise ValueError(
+            f"evict(rule={rule!r}, close_up={close_up}) must know the model's RoPE; set rope_theta"
+        )
+    compares = type(evictor).judge is not Evictor.judge and not isinstance(
+        evictor, ValueWeighted
+    )
     settings: dict[str, Any] = {
         "evictor": replace(evictor, rope=rope) if hasattr(evictor, "rope") else evictor,  # type: ignore[type-var]
         "budget": budget,
-        "every": (max(budget // 16, 1) if compares or close_up else 1) if every is None else every,
+        "every": (max(budget // 16, 1) if compares or close_up else 1)
+        if every is None
+        else every,
         "rope": rope if close_up else None,
     }
     policy = Evicting(**settings) if prompt is None else BesidePrompt(**settings, prompt=prompt)
@@ -199,7 +225,12 @@ def evict(
 
 
 def pyramidkv(
-    budget: int = 1024, *, layers: int = 32, beta: float = 20.0, window: int = 8, kernel_size: int = 7
+    budget: int = 1024,
+    *,
+    layers: int = 32,
+    beta: float = 20.0,
+    window: int = 8,
+    kernel_size: int = 7,
 ) -> PerLayer:
     """PyramidKV: SnapKV with a budget that falls linearly from the first layer to the last, `budget` on average.
 

@@ -29,8 +29,12 @@ class Heads:
         require_int("Heads(kv_heads=...)", self.kv_heads, at_least=1)
         for i, layer in enumerate(self.layers):
             for head in layer:
-                require_int(f"Heads(layers=...)[{i}]", head, at_least=0, at_most=self.kv_heads - 1)
-        object.__setattr__(self, "layers", tuple(tuple(sorted(set(layer))) for layer in self.layers))
+                require_int(
+                    f"Heads(layers=...)[{i}]", head, at_least=0, at_most=self.kv_heads - 1
+                )
+        object.__setattr__(
+            self, "layers", tuple(tuple(sorted(set(layer))) for layer in self.layers)
+        )
 
     @property
     def count(self) -> int:
@@ -74,7 +78,9 @@ class Heads:
             found = read_object(path, cure=cure)
             return cls(found["kv_heads"], tuple(tuple(layer) for layer in found["layers"]))
         except (KeyError, TypeError) as error:
-            raise ValueError(f"{path} holds no heads of a model ({type(error).__name__}: {error}); {cure}") from error
+            raise ValueError(
+                f"{path} holds no heads of a model ({type(error).__name__}: {error}); {cure}"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -85,7 +91,10 @@ class ByHeads(PerLayer):
 
     def check(self, layers: int, kv_heads: int | None = None) -> None:
         own = self.heads
-        for what, theirs, this in (("layers", len(own.layers), layers), ("KV heads", own.kv_heads, kv_heads)):
+        for what, theirs, this in (
+            ("layers", len(own.layers), layers),
+            ("KV heads", own.kv_heads, kv_heads),
+        ):
             if this is not None and this != theirs:
                 raise ValueError(
                     f"the heads are those of a model of {theirs} {what} and this one has {this}; find its own with "

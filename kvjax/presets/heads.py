@@ -11,7 +11,9 @@ from kvjax.spec import require_int
 from kvjax.validation import shown
 
 
-def razorattention(budget: int = 4096, *, sink: int = 4, heads: str | Heads | None = None) -> PerLayer:
+def razorattention(
+    budget: int = 4096, *, sink: int = 4, heads: str | Heads | None = None
+) -> PerLayer:
     """RazorAttention: retrieval heads keep every token; others keep `budget` tokens and the mean of the rest.
 
     Other heads keep the first `sink` tokens, the newest ones, and a compensation token.
@@ -32,7 +34,9 @@ def razorattention(budget: int = 4096, *, sink: int = 4, heads: str | Heads | No
     return _by_head("razorattention", Compensated, budget, sink, heads)
 
 
-def duoattention(budget: int = 256, *, sink: int = 64, heads: str | Heads | None = None) -> PerLayer:
+def duoattention(
+    budget: int = 256, *, sink: int = 64, heads: str | Heads | None = None
+) -> PerLayer:
     """DuoAttention: retrieval heads keep every token; others keep the first `sink` tokens and the newest.
 
     Args:
@@ -52,7 +56,11 @@ def duoattention(budget: int = 256, *, sink: int = 64, heads: str | Heads | None
 
 
 def _by_head(
-    name: str, wrap: Callable[[Evicting], Policy] | None, budget: int, sink: int, heads: str | Heads | None
+    name: str,
+    wrap: Callable[[Evicting], Policy] | None,
+    budget: int,
+    sink: int,
+    heads: str | Heads | None,
 ) -> PerLayer:
     require_int(f"{name}(budget=...)", budget, at_least=1)
     window = Evicting(evictor=Sliding(sink=sink), budget=budget)

@@ -148,7 +148,12 @@ def shadowkv(
     policy = OutlierRetrieval(
         selector=MeanPages(page=page, group_reduce=group_reduce),
         store=LowRank(
-            rank=rank, page=page, outliers=outliers, learn=learn, rope=plain_rope("shadowkv", rope_theta), values=values
+            rank=rank,
+            page=page,
+            outliers=outliers,
+            learn=learn,
+            rope=plain_rope("shadowkv", rope_theta),
+            values=values,
         ),
         budget=budget,
         sink=sink,

@@ -27,7 +27,9 @@ def settings_of(make: Callable[..., Any]) -> dict[str, Any]:
     for p in inspect.signature(make).parameters.values():
         if p.default is not p.empty:
             names = field_names(p.default)
-            found |= {name: getattr(p.default, own) for name, own in names.items()} or {p.name: p.default}
+            found |= {name: getattr(p.default, own) for name, own in names.items()} or {
+                p.name: p.default
+            }
     return found
 
 
@@ -40,7 +42,11 @@ def arguments_of(make: Callable[..., Any], settings: Mapping[str, Any]) -> dict[
     """
     given, made = dict(settings), {}
     for p in inspect.signature(make).parameters.values():
-        if own := {own: given.pop(name) for name, own in field_names(p.default).items() if name in given}:
+        if own := {
+            own: given.pop(name)
+            for name, own in field_names(p.default).items()
+            if name in given
+        }:
             made[p.name] = replace(p.default, **own)
     return given | made
 
@@ -52,7 +58,9 @@ def field_names(default: Any) -> dict[str, str]:
     return {f.metadata.get(TEXT_NAME, f.name): f.name for f in fields(default)}
 
 
-def read_settings(text: str, make: Callable[..., Any] | Mapping[str, Any], *, where: str = "setting") -> dict[str, Any]:
+def read_settings(
+    text: str, make: Callable[..., Any] | Mapping[str, Any], *, where: str = "setting"
+) -> dict[str, Any]:
     """The settings of "NAME:SETTING=VALUE,...", for `arguments_of`; `make` may also be all settings with their
     defaults. `where` begins an error message.
 
@@ -70,7 +78,9 @@ def read_settings(text: str, make: Callable[..., Any] | Mapping[str, Any], *, wh
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if key not in known or not equals:
             cure = f"write NAME=VALUE, of {', '.join(known)}" if known else "it has no settings"
-            raise ValueError(cut(f"{where} {text}: {shown(part)} is not a setting of {name}; {cure}"))
+            raise ValueError(
+                cut(f"{where} {text}: {shown(part)} is not a setting of {name}; {cure}")
+            )
         if key in settings:
             raise ValueError(cut(f"{where} {text}: {key} is given twice; give it once"))
         settings[key] = _read(value, known[key], f"{where} {text}: {key}")

@@ -11,7 +11,17 @@ from typing import Any
 from kvjax.policies import Full, PerLayer, Policy
 from kvjax.presets.baselines import exact, full
 from kvjax.presets.compressed import kivi, logquant, mikv, turboquant
-from kvjax.presets.evicting import adakv, evict, h2o, logevict, pyramidkv, raas, snapkv, streaming_llm, tova
+from kvjax.presets.evicting import (
+    adakv,
+    evict,
+    h2o,
+    logevict,
+    pyramidkv,
+    raas,
+    snapkv,
+    streaming_llm,
+    tova,
+)
 from kvjax.presets.heads import duoattention, razorattention
 from kvjax.presets.index_based import magicpig, pqcache, shadowkv
 from kvjax.presets.parsing import arguments_of, read_settings, settings_of
@@ -27,7 +37,9 @@ class Preset:
     make: Callable[..., PerLayer]
     keeps: str  # what it keeps and attends to
     paper: str
-    paper_setting: str = ""  # settings of the paper where they are not the defaults, as text without the name
+    paper_setting: str = (
+        ""  # settings of the paper where they are not the defaults, as text without the name
+    )
     released: str = ""  # those of the released code, where they differ from the paper's
 
     @property
@@ -53,7 +65,11 @@ class Preset:
         'tokens, sampled for each query head'
         """
         _, found, text = inspect.cleandoc(self.make.__doc__ or "").partition("**Checklist:** ")
-        items = " ".join(text.partition("\n\n")[0].split()).removesuffix(".").split("; ") if found else []
+        items = (
+            " ".join(text.partition("\n\n")[0].split()).removesuffix(".").split("; ")
+            if found
+            else []
+        )
         return dict(item.split(": ", 1) for item in items)
 
     @property
@@ -83,7 +99,11 @@ class Preset:
         try:
             self.policy().follower()
         except ValueError:
-            return {name: default for name, default in found.items() if name not in ("share", "anchors")}
+            return {
+                name: default
+                for name, default in found.items()
+                if name not in ("share", "anchors")
+            }
         return found
 
     def policies(self, **settings: Any) -> PerLayer:
@@ -130,7 +150,11 @@ REGISTRY: dict[str, Preset] = {
             "ArkVale 2024",
             released="budget=4096,per=layer,topk=1056",
         ),
-        Preset(magicpig, "all tokens, and key hashes; attends to a weighted sample", "MagicPIG 2024"),
+        Preset(
+            magicpig,
+            "all tokens, and key hashes; attends to a weighted sample",
+            "MagicPIG 2024",
+        ),
         Preset(
             pqcache,
             "all tokens, and product codes of keys; attends to the budget",
@@ -150,21 +174,55 @@ REGISTRY: dict[str, Preset] = {
             "LogQuant 2025",
             released="key_axis=token",
         ),
-        Preset(kivi, "up to 128 recent tokens in full precision, the rest in 2 bits; reads all", "KIVI 2024"),
+        Preset(
+            kivi,
+            "up to 128 recent tokens in full precision, the rest in 2 bits; reads all",
+            "KIVI 2024",
+        ),
         Preset(
             turboquant,
             "the first 4 and the recent tokens in full precision, the rest in 4 bits; reads all",
             "TurboQuant 2025",
         ),
         Preset(exact, "all tokens; attends to the budget by exact scores, for comparison", "-"),
-        Preset(streaming_llm, "the first 4 tokens and the most recent, up to the budget", "StreamingLLM 2023"),
-        Preset(logevict, "tokens spaced by logarithm of their age, up to the budget", "LogQuant 2025"),
-        Preset(h2o, "the most recent tokens and the most attended so far, half of the budget each", "H2O 2023"),
-        Preset(tova, "the tokens that the newest query attends to most, up to the budget", "TOVA 2024"),
-        Preset(snapkv, "the prompt's tokens that its last 32 queries attend to most, and later tokens", "SnapKV 2024"),
-        Preset(pyramidkv, "as snapkv, with budgets that fall from the first layer to the last", "PyramidKV 2024"),
-        Preset(adakv, "as snapkv, with more tokens in KV heads that attend widely", "AdaKV 2024"),
-        Preset(mikv, "the most recent and most attended tokens exactly, the rest in 2 bits; reads all", "MiKV 2024"),
+        Preset(
+            streaming_llm,
+            "the first 4 tokens and the most recent, up to the budget",
+            "StreamingLLM 2023",
+        ),
+        Preset(
+            logevict,
+            "tokens spaced by logarithm of their age, up to the budget",
+            "LogQuant 2025",
+        ),
+        Preset(
+            h2o,
+            "the most recent tokens and the most attended so far, half of the budget each",
+            "H2O 2023",
+        ),
+        Preset(
+            tova,
+            "the tokens that the newest query attends to most, up to the budget",
+            "TOVA 2024",
+        ),
+        Preset(
+            snapkv,
+            "the prompt's tokens that its last 32 queries attend to most, and later tokens",
+            "SnapKV 2024",
+        ),
+        Preset(
+            pyramidkv,
+            "as snapkv, with budgets that fall from the first layer to the last",
+            "PyramidKV 2024",
+        ),
+        Preset(
+            adakv, "as snapkv, with more tokens in KV heads that attend widely", "AdaKV 2024"
+        ),
+        Preset(
+            mikv,
+            "the most recent and most attended tokens exactly, the rest in 2 bits; reads all",
+            "MiKV 2024",
+        ),
         Preset(
             raas,
             "the prompt, and generated tokens that were attended to lately",
@@ -172,7 +230,9 @@ REGISTRY: dict[str, Preset] = {
             paper_setting="prompt=65536,page=16",
         ),
         Preset(
-            evict, "tokens by one of ten rules: by chance, by keys, by values or by remembered queries", "2024 to 2026"
+            evict,
+            "tokens by one of ten rules: by chance, by keys, by values or by remembered queries",
+            "2024 to 2026",
         ),
         Preset(
             razorattention,
@@ -233,7 +293,9 @@ def parse_with_budget(
                 f"{budget_where} {budget}: the cache {preset.name!r} has no budget; leave it out, or use one of {have}"
             )
         if settings.get("budget", budget) != budget:
-            raise ValueError(f"{where} {text} and {budget_where} {budget} set two budgets; give one")
+            raise ValueError(
+                f"{where} {text} and {budget_where} {budget} set two budgets; give one"
+            )
         settings["budget"] = budget
     policies = preset.policies(**settings)
     if not preset.has_budget:

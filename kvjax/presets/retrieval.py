@@ -15,7 +15,9 @@ from kvjax.stores import Store
 from kvjax.stores.demotion import Buffer, Fifo
 from kvjax.validation import check_one_of
 
-PARISKV_BUDGET = 4 + 128 + 100  # the paper's sink and local window, and the k tokens that it selects besides them
+PARISKV_BUDGET = (
+    4 + 128 + 100
+)  # the paper's sink and local window, and the k tokens that it selects besides them
 
 
 def fier(
@@ -54,7 +56,9 @@ def fier(
     if page > 1:
         require_page("fier", budget, page, sink, local)
     policy = Retrieval(
-        selector=Fier(group=group, group_reduce=group_reduce, page=page, page_reduce=page_reduce),
+        selector=Fier(
+            group=group, group_reduce=group_reduce, page=page, page_reduce=page_reduce
+        ),
         store=history("fier", store, page),
         budget=budget,
         sink=sink,
@@ -173,7 +177,9 @@ def quest(
     beside = 1 if selects and local is None else 0
     policy = Retrieval(
         # With a Buffer no token is pending, so that its page needs no box.
-        selector=MinMaxPages(page=page, group_reduce=group_reduce, pending="box" if selects else "exact"),
+        selector=MinMaxPages(
+            page=page, group_reduce=group_reduce, pending="box" if selects else "exact"
+        ),
         store=history("quest", store, page),
         budget=sink + counted + pages * page + beside if selects else budget,
         sink=sink,

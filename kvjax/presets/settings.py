@@ -16,7 +16,15 @@ from kvjax.policies import Evicting, Full, PerLayer, Policy, share_selections
 from kvjax.policies.short import DenseCapacity
 from kvjax.presets.parsing import TEXT_NAME
 from kvjax.spec import keep_ints, require_int, require_ints
-from kvjax.stores import Dense, HostFloat8, HostOffload, HostTurboQuant, HotSet, Store, TurboQuant
+from kvjax.stores import (
+    Dense,
+    HostFloat8,
+    HostOffload,
+    HostTurboQuant,
+    HotSet,
+    Store,
+    TurboQuant,
+)
 from kvjax.validation import finite_number, shown
 
 Anchors = Sequence[int] | int | str | None
@@ -51,7 +59,9 @@ class Layers:
                     f"Layers(anchors=...) must be numbers of layers, such as [2, 5, 9] or '2+5+9', got {shown(several)}"
                 )
             found = require_ints("Layers(anchors=...)", several, at_least=0)
-            object.__setattr__(self, "anchors", self.anchors if isinstance(self.anchors, int) else found)
+            object.__setattr__(
+                self, "anchors", self.anchors if isinstance(self.anchors, int) else found
+            )
 
     @property
     def shares(self) -> bool:
@@ -65,7 +75,9 @@ def over_layers(name: str, layers: Layers, policy: Policy) -> PerLayer:
         raise ValueError(
             f"{name}(layers=...) must be a Layers, such as kvjax.presets.Layers(dense=2), got {shown(layers)}"
         )
-    return share_selections(PerLayer((Full(),) * layers.dense, policy), share=layers.share, anchors=layers.anchors)
+    return share_selections(
+        PerLayer((Full(),) * layers.dense, policy), share=layers.share, anchors=layers.anchors
+    )
 
 
 def windowed(policies: PerLayer, windows: Sequence[int | None]) -> PerLayer:
@@ -82,9 +94,13 @@ def windowed(policies: PerLayer, windows: Sequence[int | None]) -> PerLayer:
       ValueError: layers that follow the selection of others.
     """
     if type(policies) is not PerLayer:
-        raise ValueError(f"windowed(policies=...) takes layers that select for themselves, got {shown(policies)}")
+        raise ValueError(
+            f"windowed(policies=...) takes layers that select for themselves, got {shown(policies)}"
+        )
     own = tuple(
-        policies.policy(i) if window is None else Evicting(evictor=Sliding(sink=0), budget=window)
+        policies.policy(i)
+        if window is None
+        else Evicting(evictor=Sliding(sink=0), budget=window)
         for i, window in enumerate(windows)
     )
     return PerLayer(own[:-1], own[-1])
@@ -110,19 +126,30 @@ def history(name: str, store: Store | str, page: int = 1) -> Store:
             "'host-turbo4'. In the form 'host+1024' the device keeps the last 1024 selected tokens too"
         )
     if turbo:
-        bits: Any = {"bits": int(turbo["keys"]), "value_bits": int(turbo["values"]) if turbo["values"] else None}
+        bits: Any = {
+            "bits": int(turbo["keys"]),
+            "value_bits": int(turbo["values"]) if turbo["values"] else None,
+        }
         made: Store = HostTurboQuant(page=page, **bits) if on_host else TurboQuant(**bits)
     else:
         made = HOSTS[where](page=page)
     if not plus:
         return made
-    return HotSet(tokens=require_int(f"{name}(store='{where}+...')", int(hot), at_least=1), store=made)
+    return HotSet(
+        tokens=require_int(f"{name}(store='{where}+...')", int(hot), at_least=1), store=made
+    )
 
 
-def capacity_of(dense_capacity: DenseCapacity, store: Store | str, layers: Layers) -> DenseCapacity:
+def capacity_of(
+    dense_capacity: DenseCapacity, store: Store | str, layers: Layers
+) -> DenseCapacity:
     """The setting; "auto" becomes 0 for a preset that keeps its history on the host or shares selections."""
     shares = isinstance(layers, Layers) and layers.shares
-    return 0 if dense_capacity == "auto" and (shares or store not in ("device", Dense())) else dense_capacity
+    return (
+        0
+        if dense_capacity == "auto" and (shares or store not in ("device", Dense()))
+        else dense_capacity
+    )
 
 
 def require_page(name: str, budget: int, page: int, sink: int, local: int) -> None:
@@ -138,4 +165,6 @@ def plain_rope(name: str, theta: float | None) -> Any:
     """The plain RoPE of that theta; None without one."""
     if theta is None:
         return None
-    return import_module("kvjax.models.rope").Default(theta=finite_number(f"{name}(rope_theta=...)", theta))
+    return import_module("kvjax.models.rope").Default(
+        theta=finite_number(f"{name}(rope_theta=...)", theta)
+    )

@@ -64,7 +64,9 @@ def freekv(
     tau = FREEKV[task]["tau"] if tau is None else tau
     require_int("freekv(budget=...)", budget, at_least=1)
     require_page("freekv", budget, page, sink, local)
-    pages: type[MinMaxPages] | type[CentrePages] = MinMaxPages if summary == "min_max" else CentrePages
+    pages: type[MinMaxPages] | type[CentrePages] = (
+        MinMaxPages if summary == "min_max" else CentrePages
+    )
     policy = Retrieval(
         selector=pages(page=page, group_reduce=group_reduce),
         store=history("freekv", store, page),
@@ -120,4 +122,6 @@ def arkvale(
         local=local,
         demote=Fifo(leave=page),
     )
-    return over_layers("arkvale", layers, Speculative(policy, tau=2.0, topk=topk))  # no cosine: always recalls
+    return over_layers(
+        "arkvale", layers, Speculative(policy, tau=2.0, topk=topk)
+    )  # no cosine: always recalls

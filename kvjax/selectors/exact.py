@@ -38,4 +38,6 @@ class Exact(Selector):
 
     def score(self, ix: Array, q: Array, *, scale: float) -> Array:
         # A mean of queries stays in f32, whose products take a GPU twice the time of those of 16 bits.
-        return attention_logits(q, ix.astype(q.dtype) if self.group_reduce == "mean_query" else ix, scale)
+        return attention_logits(
+            q, ix.astype(q.dtype) if self.group_reduce == "mean_query" else ix, scale
+        )

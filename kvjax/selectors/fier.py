@@ -11,7 +11,13 @@ from jax import Array
 from kvjax import ops
 from kvjax.numerics.blocks import write
 from kvjax.numerics.quant import OneBit, quantize_1bit
-from kvjax.numerics.selection import GROUP_REDUCES, Candidates, GroupReduce, PackedSelection, Selection
+from kvjax.numerics.selection import (
+    GROUP_REDUCES,
+    Candidates,
+    GroupReduce,
+    PackedSelection,
+    Selection,
+)
 from kvjax.selectors.pending import pending_pages, with_points
 from kvjax.selectors.selector import Selector
 from kvjax.spec import CacheSpec, keep_ints
@@ -60,8 +66,14 @@ class Fier(Selector):
     def init(self, spec: CacheSpec, slots: int) -> OneBit:
         lead, D = (spec.batch, spec.kv_heads), spec.head_dim
         groups = (*lead, slots // self.group, D)
-        dtype = jnp.dtype(spec.dtype if jnp.dtype(spec.dtype).itemsize == 2 else jnp.bfloat16)  # f16 could overflow
-        return OneBit(jnp.zeros((*lead, slots, D // 8), jnp.uint8), jnp.zeros(groups, dtype), jnp.zeros(groups, dtype))
+        dtype = jnp.dtype(
+            spec.dtype if jnp.dtype(spec.dtype).itemsize == 2 else jnp.bfloat16
+        )  # f16 could overflow
+        return OneBit(
+            jnp.zeros((*lead, slots, D // 8), jnp.uint8),
+            jnp.zeros(groups, dtype),
+            jnp.zeros(groups, dtype),
+        )
 
     def append(self, ix: OneBit, k: Array, at: Array, count: Array) -> OneBit:
         new = quantize_1bit(k, self.group, ix.scale.dtype)
@@ -77,7 +89,9 @@ class Fier(Selector):
         if self.page == 1:
             return scores
         pages = scores.reshape(*scores.shape[:3], -1, self.page)
-        return jnp.mean(pages, axis=-1) if self.page_reduce == "mean" else jnp.max(pages, axis=-1)
+        return (
+            jnp.mean(pages, axis=-1) if self.page_reduce == "mean" else jnp.max(pages, axis=-1)
+        )
 
     def with_pending(self, candidates: Candidates, q: Array) -> Candidates:
         """A pending page is scored by its exact keys so far: by the best of them, or by their mean."""
@@ -88,7 +102,9 @@ class Fier(Selector):
         mean = total / jnp.maximum(jnp.sum(valid, axis=4, dtype=jnp.float32), 1)
         return with_points(candidates, mean[:, :, :, :, None].astype(keys.dtype), self.page)
 
-    def select(self, ix: OneBit, q: Array, candidates: Candidates, *, scale: float) -> Selection | PackedSelection:
+    def select(
+        self, ix: OneBit, q: Array, candidates: Candidates, *, scale: float
+    ) -> Selection | PackedSelection:
         if self.page > 1 or not candidates.fit(in_order=1, window=True):
             return super().select(ix, q, candidates, scale=scale)
         return ops.select_1bit(q, ix, candidates, self.group_reduce, scale=scale)

@@ -29,7 +29,13 @@ class LayerWide(Wrapper):
     selector: Selector
 
     def __post_init__(self) -> None:
-        check_verbs("LayerWide(selector=...)", self.selector, "a selector", ("init", "score"), "kvjax.CentrePages()")
+        check_verbs(
+            "LayerWide(selector=...)",
+            self.selector,
+            "a selector",
+            ("init", "score"),
+            "kvjax.CentrePages()",
+        )
         if self.group_reduce == "per_head":
             raise ValueError(
                 "LayerWide(selector=...) shares one selection in a layer, so its selector cannot have "
@@ -45,17 +51,24 @@ class LayerWide(Wrapper):
         """This selector, whole: every device holds the index of the whole history."""
         return self
 
-    def select(self, ix: Any, q: Array, candidates: Candidates, *, scale: float) -> Selection | PackedSelection:
+    def select(
+        self, ix: Any, q: Array, candidates: Candidates, *, scale: float
+    ) -> Selection | PackedSelection:
         B, K = q.shape[:2]
         scores = self.score_visible(ix, q, candidates, scale=scale)
         if candidates.last is not None:
             scores = jnp.where(candidates.last[:, :, None], LAST, scores)
         scored = self.with_pending(candidates, q)
         pending = scored.pending_units(q, scale, self.unit)
-        parts = (scores, candidates.inside(*candidates.span, scores.shape[3], self.unit)), pending
+        parts = (
+            (scores, candidates.inside(*candidates.span, scores.shape[3], self.unit)),
+            pending,
+        )
         layer = [(part.reshape(B, 1, -1, part.shape[3]), valid) for part, valid in parts]
         best = ops.top_k_grouped(layer, self.group_reduce, candidates.k_max)
-        valid = best.valid & (jnp.arange(candidates.k_max)[None, None, None] < candidates.of_groups(candidates.k))
+        valid = best.valid & (
+            jnp.arange(candidates.k_max)[None, None, None] < candidates.of_groups(candidates.k)
+        )
         shape = (B, K, 1, candidates.k_max)
         units = Selection(jnp.broadcast_to(best.slots, shape), jnp.broadcast_to(valid, shape))
         return candidates.tokens(units, scores.shape[3], self.unit)

@@ -28,7 +28,9 @@ class MeanPages(Paged):
     group_reduce: GroupReduce = "max_softmax"
 
     def init(self, spec: CacheSpec, slots: int) -> Array:
-        return jnp.zeros((spec.batch, spec.kv_heads, slots // self.page, spec.head_dim), spec.dtype)
+        return jnp.zeros(
+            (spec.batch, spec.kv_heads, slots // self.page, spec.head_dim), spec.dtype
+        )
 
     def append(self, ix: Array, k: Array, at: Array, count: Array) -> Array:
         means = page_means(k, self.page).astype(ix.dtype)

@@ -42,7 +42,11 @@ class _Boxes(Paged):
 
     def check(self, spec: CacheSpec, chunk: int) -> None:
         super().check(spec, chunk)
-        if self.pending == "box" and self.group_reduce != "mean_query" and self.page < spec.group:
+        if (
+            self.pending == "box"
+            and self.group_reduce != "mean_query"
+            and self.page < spec.group
+        ):
             raise ValueError(
                 f"{type(self).__name__}(page={self.page}, pending='box') needs pages of at least {spec.group} tokens, "
                 "one for each query head of a KV head; use larger pages, or pending='exact'"
@@ -59,7 +63,10 @@ class _Boxes(Paged):
         a reduction would be a second one.
         """
         B, K, _, P, page, D = keys.shape
-        largest, shape = jnp.asarray(jnp.finfo(keys.dtype).max, keys.dtype), (B, K, seen.shape[2], P, 1, D)
+        largest, shape = (
+            jnp.asarray(jnp.finfo(keys.dtype).max, keys.dtype),
+            (B, K, seen.shape[2], P, 1, D),
+        )
         low, high = jnp.full(shape, largest), jnp.full(shape, -largest)
         for i in range(page):
             key, here = keys[..., i : i + 1, :], seen[..., i : i + 1, :]
@@ -71,7 +78,9 @@ class _Boxes(Paged):
         if self.pending == "exact":
             return candidates
         low, high = self.box_of_seen(*pending_pages(candidates, self.page))
-        heads = q.reshape(*q.shape[:2], candidates.steps, 1, -1, q.shape[3])  # broadcasts against corners
+        heads = q.reshape(
+            *q.shape[:2], candidates.steps, 1, -1, q.shape[3]
+        )  # broadcasts against corners
         return with_points(candidates, jnp.where(heads > 0, high, low), self.page)
 
     def init(self, spec: CacheSpec, slots: int) -> Boxes:
@@ -82,12 +91,16 @@ class _Boxes(Paged):
         B, K, T, D = k.shape
         new = self.box(k.reshape(B, K, T // self.page, self.page, D))
         first, pages = at // self.page, count // self.page
-        return Boxes(write(ix.low, new.low, first, pages), write(ix.high, new.high, first, pages))
+        return Boxes(
+            write(ix.low, new.low, first, pages), write(ix.high, new.high, first, pages)
+        )
 
     def score(self, ix: Boxes, q: Array, *, scale: float) -> Array:
         return ops.score_pages(q, ix.low, ix.high, scale=scale)
 
-    def select(self, ix: Boxes, q: Array, candidates: Candidates, *, scale: float) -> Selection | PackedSelection:
+    def select(
+        self, ix: Boxes, q: Array, candidates: Candidates, *, scale: float
+    ) -> Selection | PackedSelection:
         if not candidates.fit(in_order=1, window=True):
             return super().select(ix, q, candidates, scale=scale)
         scored = self.with_pending(candidates, q)
@@ -147,6 +160,9 @@ class CentrePages(_Boxes):
         for i in range(self.page):
             here = seen[..., i : i + 1, :]
             key = keys[..., i : i + 1, :].astype(jnp.float32)
-            distance, count = distance + jnp.where(here, jnp.abs(key - centre), 0), count + here.astype(jnp.float32)
+            distance, count = (
+                distance + jnp.where(here, jnp.abs(key - centre), 0),
+                count + here.astype(jnp.float32),
+            )
         deviation = distance / jnp.maximum(count, 1)
         return (centre - deviation).astype(keys.dtype), (centre + deviation).astype(keys.dtype)

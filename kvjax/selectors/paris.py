@@ -11,7 +11,15 @@ from jax import Array, lax
 
 from kvjax import ops
 from kvjax.numerics.blocks import put_last, take_rows, write
-from kvjax.numerics.rotate import SUBSPACE, Directions, encode, patterns, require_rotatable, rotate, rotate_few
+from kvjax.numerics.rotate import (
+    SUBSPACE,
+    Directions,
+    encode,
+    patterns,
+    require_rotatable,
+    rotate,
+    rotate_few,
+)
 from kvjax.numerics.selection import (
     GROUP_REDUCES,
     Candidates,
@@ -43,7 +51,9 @@ class ParisIndex(NamedTuple):
     """Codes of each key, how many keys have each sign pattern, and how many keys a step puts in tiers and reranks."""
 
     codes: Directions  # of rotated keys, [B, K, S, ...]
-    counts: Array  # i32[B, K D/m 2^m] by head, subspace and pattern; flat, because it has no slots
+    counts: (
+        Array  # i32[B, K D/m 2^m] by head, subspace and pattern; flat, because it has no slots
+    )
     limits: Array  # i32[B, T] keys of each tier
     candidates: Array  # i32[B] tokens to rerank
 
@@ -99,12 +109,23 @@ class Paris(Selector):
 
     def __post_init__(self) -> None:
         check_one_of("Paris", get_args(Votes), votes=self.votes)
-        keep_ints(self, candidates=1, subspace=1, radius_bits=1, **({} if self.seed is None else {"seed": 0}))
+        keep_ints(
+            self,
+            candidates=1,
+            subspace=1,
+            radius_bits=1,
+            **({} if self.seed is None else {"seed": 0}),
+        )
         check_flags("Paris", correct=self.correct)
         check_one_of("Paris", GROUP_REDUCES, group_reduce=self.group_reduce)
         why = ": there is a count for each sign pattern of a subspace, and codes need more than 3 channels"
         check_one_of("Paris", (4, 8), why, subspace=self.subspace)
-        check_one_of("Paris", (4, 16), ": codes relative to the key, or bfloat16", radius_bits=self.radius_bits)
+        check_one_of(
+            "Paris",
+            (4, 16),
+            ": codes relative to the key, or bfloat16",
+            radius_bits=self.radius_bits,
+        )
 
     def check(self, spec: CacheSpec, chunk: int) -> None:
         require_rotatable(spec.head_dim)
@@ -122,19 +143,32 @@ class Paris(Selector):
 
     def init(self, spec: CacheSpec, slots: int) -> ParisIndex:
         lead, D = (spec.batch, spec.kv_heads, slots), spec.head_dim
-        N, weights = D // self.subspace, jnp.dtype(jnp.uint16 if self.radius_bits == 16 else jnp.uint8)
+        N, weights = (
+            D // self.subspace,
+            jnp.dtype(jnp.uint16 if self.radius_bits == 16 else jnp.uint8),
+        )
         widths = N if self.radius_bits == 16 else 2 + N // 2
         shapes = (D // 8, jnp.uint8), (3 * D // 8, jnp.uint8), (widths, weights)
         codes = Directions(*(jnp.zeros((*lead, width), dtype) for width, dtype in shapes))
-        return self._counted(codes, jnp.zeros((spec.batch, spec.kv_heads * N * 2**self.subspace), jnp.int32))
+        return self._counted(
+            codes, jnp.zeros((spec.batch, spec.kv_heads * N * 2**self.subspace), jnp.int32)
+        )
 
     def append(self, ix: ParisIndex, k: Array, at: Array, count: Array) -> ParisIndex:
         rotated = k.astype(jnp.float32) if self.seed is None else rotate(k, self.seed)
-        new = encode(rotated, correct=self.correct, subspace=self.subspace, coded_radii=self.radius_bits == 4)
+        new = encode(
+            rotated,
+            correct=self.correct,
+            subspace=self.subspace,
+            coded_radii=self.radius_bits == 4,
+        )
         i = jnp.arange(k.shape[2])[None]
         stored = (i < count[:, None]) & (at[:, None] + i < ix.codes.signs.shape[2])
         counts = self._tally(ix.counts, new.signs, stored)
-        return self._counted(Directions(*(write(a, b, at, count) for a, b in zip(ix.codes, new, strict=True))), counts)
+        return self._counted(
+            Directions(*(write(a, b, at, count) for a, b in zip(ix.codes, new, strict=True))),
+            counts,
+        )
 
     def _tally(self, counts: Array, signs: Array, stored: Array) -> Array:
         """`counts` plus the patterns of signs u8[B, K, T, D/8], of the tokens that are `stored`, bool[B, T]."""
@@ -150,20 +184,34 @@ class Paris(Selector):
         band = jnp.sum(n[:, None] >= LENGTHS[None], axis=1)
         beta, rho = jnp.asarray(BETA)[band], jnp.asarray(RHO)[band]
         reach = (n * rho)[:, None] * TIERS[self.votes][None]
-        wanted = _round_up(n * beta, 20) if self.candidates is None else jnp.minimum(n, self.candidates)
+        wanted = (
+            _round_up(n * beta, 20)
+            if self.candidates is None
+            else jnp.minimum(n, self.candidates)
+        )
         return ParisIndex(codes, counts, _round_up(reach, 400), wanted)
 
     def truncate(self, ix: ParisIndex, count: Array) -> ParisIndex:
         stored = jnp.arange(ix.codes.signs.shape[2], dtype=jnp.int32)[None] < count[:, None]
-        return self._counted(ix.codes, self._tally(jnp.zeros_like(ix.counts), ix.codes.signs, stored))
+        return self._counted(
+            ix.codes, self._tally(jnp.zeros_like(ix.counts), ix.codes.signs, stored)
+        )
 
     def score(self, ix: ParisIndex, q: Array, *, scale: float) -> Array:
         votes = self._votes(ix, q)
-        listed = ops.most_voted(votes, self._length(ix.counts), ix.candidates, self.room(votes.shape[3]))
+        listed = ops.most_voted(
+            votes, self._length(ix.counts), ix.candidates, self.room(votes.shape[3])
+        )
         return self._with_estimates(ix, q, votes, listed, scale=scale)
 
     def _with_estimates(
-        self, ix: ParisIndex, q: Array, votes: Array, candidates: PackedSelection, *, scale: float
+        self,
+        ix: ParisIndex,
+        q: Array,
+        votes: Array,
+        candidates: PackedSelection,
+        *,
+        scale: float,
     ) -> Array:
         """Scores of all keys: estimates of the `candidates`, and below them the votes of the others."""
         S = votes.shape[3]
@@ -172,16 +220,22 @@ class Paris(Selector):
         slots = jnp.where(candidates.valid, candidates.slots, S)
         return put_last(votes.astype(jnp.float32) + FLOOR, slots, estimates)
 
-    def score_visible(self, ix: ParisIndex, q: Array, candidates: Candidates, *, scale: float) -> Array:
+    def score_visible(
+        self, ix: ParisIndex, q: Array, candidates: Candidates, *, scale: float
+    ) -> Array:
         """Scores as with an index of only the visible tokens."""
         if (window := candidates.window) is None:
             return self.score(ix, q, scale=scale)
         B, S = ix.codes.signs.shape[0], ix.codes.signs.shape[2]
-        start, stop = (jnp.broadcast_to(jnp.asarray(x, jnp.int32), (B,)) for x in candidates.span)
+        start, stop = (
+            jnp.broadcast_to(jnp.asarray(x, jnp.int32), (B,)) for x in candidates.span
+        )
         i = jnp.arange(min(window, S), dtype=jnp.int32)[None]
         place, seen = start[:, None] + i, i < (stop - start)[:, None]
         codes = Directions(*(take_rows(a, place) for a in ix.codes))
-        visible = self._counted(codes, self._tally(jnp.zeros_like(ix.counts), codes.signs, seen))
+        visible = self._counted(
+            codes, self._tally(jnp.zeros_like(ix.counts), codes.signs, seen)
+        )
         scores = self.score(visible, q, scale=scale)
         at = jnp.broadcast_to(jnp.where(seen, place, S)[:, None, None], scores.shape)
         return put_last(jnp.zeros((*scores.shape[:3], S), jnp.float32), at, scores)
@@ -190,33 +244,56 @@ class Paris(Selector):
         """Votes u8[B, K, G, S] for q."""
         ids = patterns(ix.codes.signs, self.subspace)
         B, K, _, N = ids.shape
-        return ops.collide(q, ids, ix.counts.reshape(B, K, N, 2**self.subspace), ix.limits, seed=self.seed)
+        return ops.collide(
+            q, ids, ix.counts.reshape(B, K, N, 2**self.subspace), ix.limits, seed=self.seed
+        )
 
     def _length(self, counts: Array) -> Array:
         """i32[B] keys of the history: each has one pattern in the first subspace of the first head."""
         return jnp.sum(counts[:, : 2**self.subspace], axis=-1, dtype=jnp.int32)
 
-    def select(self, ix: ParisIndex, q: Array, candidates: Candidates, *, scale: float) -> Selection | PackedSelection:
+    def select(
+        self, ix: ParisIndex, q: Array, candidates: Candidates, *, scale: float
+    ) -> Selection | PackedSelection:
         """Selects among candidates and pending tokens.
 
         Every reranked token ranks above all others. If candidates and pending tokens are too few, more tokens join
         them, those with the most votes, and all are selected.
         """
-        if not candidates.fit(in_order=0, window=False):  # tokens that only fill the budget are among the reranked ones
+        if not candidates.fit(
+            in_order=0, window=False
+        ):  # tokens that only fill the budget are among the reranked ones
             return super().select(ix, q, candidates, scale=scale)
-        if candidates.steps > 1:  # in passes of 8 queries, as many as the kernel for votes takes
+        if (
+            candidates.steps > 1
+        ):  # in passes of 8 queries, as many as the kernel for votes takes
             found = [self._select(ix, *part, scale=scale) for part in candidates.passes(q, 8)]
-            return join_lists([part if isinstance(part, PackedSelection) else pack(part) for part in found])
+            return join_lists(
+                [part if isinstance(part, PackedSelection) else pack(part) for part in found]
+            )
         return self._select(ix, q, candidates, scale=scale)
 
-    def _select(self, ix: ParisIndex, q: Array, candidates: Candidates, *, scale: float) -> Selection | PackedSelection:
-        means = q.shape[2] > candidates.steps and self.group_reduce != "per_head"  # needs all scores of each head
+    def _select(
+        self, ix: ParisIndex, q: Array, candidates: Candidates, *, scale: float
+    ) -> Selection | PackedSelection:
+        means = (
+            q.shape[2] > candidates.steps and self.group_reduce != "per_head"
+        )  # needs all scores of each head
         if means or self.seed is None:
-            return ops.select_top(self.score(ix, q, scale=scale), q, candidates, self.group_reduce, scale=scale)
+            return ops.select_top(
+                self.score(ix, q, scale=scale), q, candidates, self.group_reduce, scale=scale
+            )
         votes = self._votes(ix, q)
         room = max(self.room(votes.shape[3]), min(candidates.k_max, votes.shape[3]))
         fill = candidates.k, *candidates.pending[1:]
-        listed = ops.most_voted(votes, candidates.span[1], ix.candidates, room, complement=fill, local=candidates.local)
+        listed = ops.most_voted(
+            votes,
+            candidates.span[1],
+            ix.candidates,
+            room,
+            complement=fill,
+            local=candidates.local,
+        )
         return ops.select_4bit(q, ix.codes, listed, candidates, seed=self.seed, scale=scale)
 
     def room(self, slots: int) -> int:
@@ -224,7 +301,9 @@ class Paris(Selector):
         if self.candidates is not None:
             return min(self.candidates, slots)
         longest = [n for n in (*(LENGTHS - 1).tolist(), slots) if n <= slots]
-        return max(-(-n * int(BETA[np.searchsorted(LENGTHS, n, side="right")]) // 20) for n in longest)
+        return max(
+            -(-n * int(BETA[np.searchsorted(LENGTHS, n, side="right")]) // 20) for n in longest
+        )
 
     def over_context(self, stripes: Stripes) -> StripedParis:
         return StripedParis(self, stripes)
@@ -232,7 +311,9 @@ class Paris(Selector):
     def bytes_read(self, spec: CacheSpec, length: Any) -> Any:
         """The sign patterns of all keys, D/8 bytes each, and the codes of the candidates."""
         candidates = np.minimum(self.room(spec.capacity), length)
-        return spec.kv_heads * spec.head_dim / 8 * length + self.bytes_per_token(spec) * candidates
+        return (
+            spec.kv_heads * spec.head_dim / 8 * length + self.bytes_per_token(spec) * candidates
+        )
 
 
 @dataclass(frozen=True)
@@ -248,10 +329,15 @@ class StripedParis(StripedSelector):
     def append(self, ix: ParisIndex, k: Array, at: Array, count: Array) -> ParisIndex:
         """Encodes all keys of the chunk on every device, counts their patterns, and stores the device's own keys."""
         paris, stripes = self.selector, self.stripes
-        room = Directions(*(jnp.zeros((*a.shape[:2], k.shape[2], *a.shape[3:]), a.dtype) for a in ix.codes))
+        room = Directions(
+            *(jnp.zeros((*a.shape[:2], k.shape[2], *a.shape[3:]), a.dtype) for a in ix.codes)
+        )
         chunk = paris.append(ix._replace(codes=room), k, jnp.zeros_like(at), count)
         parts = zip(ix.codes, chunk.codes, strict=True)
-        written = (write(a, stripes.own(b), at // stripes.parts, count // stripes.parts) for a, b in parts)
+        written = (
+            write(a, stripes.own(b), at // stripes.parts, count // stripes.parts)
+            for a, b in parts
+        )
         return chunk._replace(codes=Directions(*written))
 
     def truncate(self, ix: ParisIndex, count: Array) -> ParisIndex:
@@ -259,36 +345,54 @@ class StripedParis(StripedSelector):
         return self.selector._counted(own.codes, lax.psum(own.counts, self.stripes.axis))
 
     def score_own(self, ix: ParisIndex, q: Array, *, scale: float) -> Array:
-        return self._score_seen(ix, q, 0, self.stripes.owned(self.selector._length(ix.counts)), scale=scale)
+        return self._score_seen(
+            ix, q, 0, self.stripes.owned(self.selector._length(ix.counts)), scale=scale
+        )
 
-    def score_visible(self, ix: ParisIndex, q: Array, candidates: Candidates, *, scale: float) -> Array:
+    def score_visible(
+        self, ix: ParisIndex, q: Array, candidates: Candidates, *, scale: float
+    ) -> Array:
         if (window := candidates.window) is None:
             return self.score(ix, q, scale=scale)
         paris, (B, _, S, _) = self.selector, ix.codes.signs.shape
         bounds = (jnp.broadcast_to(jnp.asarray(x, jnp.int32), (B,)) for x in candidates.span)
         start, stop = (self.stripes.owned(x) for x in bounds)
-        slot = start[:, None] + jnp.arange(min(self.stripes.max_tokens(window), S), dtype=jnp.int32)[None]
-        counts = paris._tally(jnp.zeros_like(ix.counts), take_rows(ix.codes.signs, slot), slot < stop[:, None])
+        slot = (
+            start[:, None]
+            + jnp.arange(min(self.stripes.max_tokens(window), S), dtype=jnp.int32)[None]
+        )
+        counts = paris._tally(
+            jnp.zeros_like(ix.counts), take_rows(ix.codes.signs, slot), slot < stop[:, None]
+        )
         visible = paris._counted(ix.codes, lax.psum(counts, self.stripes.axis))
         return self.stripes.gather(self._score_seen(visible, q, start, stop, scale=scale), 1)
 
-    def select(self, ix: ParisIndex, q: Array, candidates: Candidates, *, scale: float) -> Selection | PackedSelection:
+    def select(
+        self, ix: ParisIndex, q: Array, candidates: Candidates, *, scale: float
+    ) -> Selection | PackedSelection:
         if candidates.window is not None:
             return Selector.select(self, ix, q, candidates, scale=scale)
         return super().select(ix, q, candidates, scale=scale)
 
-    def _score_seen(self, ix: ParisIndex, q: Array, start: Array | int, stop: Array, *, scale: float) -> Array:
+    def _score_seen(
+        self, ix: ParisIndex, q: Array, start: Array | int, stop: Array, *, scale: float
+    ) -> Array:
         """`Paris.score` of this device's keys, in a history of the slots [start, stop) of each device."""
         paris, votes = self.selector, self.selector._votes(ix, q)
         B, K, G, S = votes.shape
         slot = jnp.arange(S, dtype=jnp.int32)[None]
-        seen = (slot >= jnp.reshape(jnp.asarray(start, jnp.int32), (-1, 1))) & (slot < stop[:, None])
+        seen = (slot >= jnp.reshape(jnp.asarray(start, jnp.int32), (-1, 1))) & (
+            slot < stop[:, None]
+        )
         marks = jnp.where(seen[:, None, None], votes + jnp.uint8(1), jnp.uint8(0))
         room = paris.room(S * self.stripes.parts)
         levels = ix.limits.shape[1] * ix.codes.subspaces + 1
         count = share_of_highest(marks, jnp.minimum(ix.candidates, room), levels, self.stripes)
         lists = ops.most_voted(  # the list of each head has its own length
-            marks.reshape(B * K, 1, G, S), jnp.full(B * K, S, jnp.int32), count.reshape(B * K, G), min(room, S)
+            marks.reshape(B * K, 1, G, S),
+            jnp.full(B * K, S, jnp.int32),
+            count.reshape(B * K, G),
+            min(room, S),
         )
         listed = PackedSelection(lists.slots.reshape(B, K, G, -1), lists.found.reshape(B, K, G))
         return paris._with_estimates(ix, q, votes, listed, scale=scale)

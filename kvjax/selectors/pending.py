@@ -58,4 +58,6 @@ def with_points(candidates: Candidates, best: Array, page: int) -> Candidates:
     points = jnp.take(best, jnp.arange(page) % heads, axis=4).reshape(B, K, T, -1, D)
     first, end = start // page * page, -(-(stop - candidates.local) // page) * page
     end = jnp.where(jnp.asarray(stop) - candidates.local > start, end, first)
-    return replace(candidates, pending=(points if T > 1 else points[:, :, 0], first, end), local=0)
+    return replace(
+        candidates, pending=(points if T > 1 else points[:, :, 0], first, end), local=0
+    )

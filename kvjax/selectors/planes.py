@@ -62,11 +62,17 @@ class SignPlane(Selector):
         one = jnp.full((*signs.shape[:2], groups, D), _sign_size(D, store.bits), jnp.float32)
         code = OneBit(signs, one, jnp.zeros_like(one))
         products = ops.score_1bit(rotate_few(q, store.seed), code, scale=1.0)
-        shift = jnp.einsum("bkgd,bkd->bkg", q.astype(jnp.float32), stored.offset, precision="highest")
-        return scaled(products * decode_weights(stored.k)[:, :, None, :, 0] + shift[..., None], scale)
+        shift = jnp.einsum(
+            "bkgd,bkd->bkg", q.astype(jnp.float32), stored.offset, precision="highest"
+        )
+        return scaled(
+            products * decode_weights(stored.k)[:, :, None, :, 0] + shift[..., None], scale
+        )
 
     def over_context(self, stripes: Stripes) -> Selector:
-        raise ValueError(f"{self} reads the codes of the store, which a split context cannot give; use kvjax.Fier()")
+        raise ValueError(
+            f"{self} reads the codes of the store, which a split context cannot give; use kvjax.Fier()"
+        )
 
     def bytes_read(self, spec: CacheSpec, length: Any) -> Any:
         return spec.kv_heads * (spec.head_dim / 8 + 2) * length

@@ -38,7 +38,10 @@ class PrefixedSelector(Sharing, Wrapper):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if type(self.selector).score_visible not in (Selector.score_visible, Wrapper.score_visible):
+        if type(self.selector).score_visible not in (
+            Selector.score_visible,
+            Wrapper.score_visible,
+        ):
             raise ValueError(
                 f"{self.selector} scores tokens by each other, over prefix and own tokens together, so rows cannot "
                 "share prefixes; use a selector whose scores stand alone, such as kvjax.Fier"
@@ -51,7 +54,9 @@ class PrefixedSelector(Sharing, Wrapper):
     def init(self, spec: CacheSpec, slots: int) -> PrefixedIndex:
         none = jnp.zeros(spec.batch, jnp.int32)
         shared = self.selector.init(dataclasses.replace(spec, batch=self.prefixes), self.tokens)
-        return PrefixedIndex(none - 1, none, self.selector.init(spec, slots - self.tokens), Shared(shared))
+        return PrefixedIndex(
+            none - 1, none, self.selector.init(spec, slots - self.tokens), Shared(shared)
+        )
 
     def append(self, ix: PrefixedIndex, k: Array, at: Array, count: Array) -> PrefixedIndex:
         return replace(ix, own=self.selector.append(ix.own, k, at - ix.base, count))
@@ -62,7 +67,9 @@ class PrefixedSelector(Sharing, Wrapper):
         queries = jnp.moveaxis(groups.gather(q), 1, 2).reshape(self.prefixes, K, -1, D)
         shared = self.selector.score(ix.shared.value, queries, scale=scale)
         shared = jnp.moveaxis(shared.reshape(self.prefixes, K, -1, G, shared.shape[3]), 2, 1)
-        scores = jnp.concatenate([groups.scatter(shared), self.selector.score(ix.own, q, scale=scale)], axis=3)
+        scores = jnp.concatenate(
+            [groups.scatter(shared), self.selector.score(ix.own, q, scale=scale)], axis=3
+        )
         units, of_prefix = scores.shape[3], self.tokens // self.unit
         unit, base = jnp.arange(units, dtype=jnp.int32)[None], ix.base[:, None] // self.unit
         source = jnp.where(unit < base, unit, jnp.minimum(unit - base + of_prefix, units - 1))

@@ -54,7 +54,9 @@ class ProductCodes(Selector):
         keep_ints(self, parts=1, bits=1, learn=1, iterations=0)
         check_one_of("ProductCodes", GROUP_REDUCES, group_reduce=self.group_reduce)
         if self.bits > 8:
-            raise ValueError(f"ProductCodes(bits={self.bits}) does not fit the byte of a code; use 1 to 8 bits")
+            raise ValueError(
+                f"ProductCodes(bits={self.bits}) does not fit the byte of a code; use 1 to 8 bits"
+            )
         if self.learn < 2**self.bits:
             raise ValueError(
                 f"ProductCodes(learn={self.learn}) is too few tokens to learn {2**self.bits} centroids from; use at "
@@ -73,11 +75,15 @@ class ProductCodes(Selector):
     def init(self, spec: CacheSpec, slots: int) -> ProductIndex:
         B, K, D = spec.batch, spec.kv_heads, spec.head_dim
         codes = jnp.zeros((B, K, slots, self.parts), jnp.uint8)
-        return ProductIndex(codes, jnp.zeros((B, K, slots // self.learn, 2**self.bits * D), spec.dtype))
+        return ProductIndex(
+            codes, jnp.zeros((B, K, slots // self.learn, 2**self.bits * D), spec.dtype)
+        )
 
     def append(self, ix: ProductIndex, k: Array, at: Array, count: Array) -> ProductIndex:
         B, K, T, D = k.shape
-        blocks = jnp.moveaxis(lax.stop_gradient(k).reshape(B, K, T // self.learn, self.learn, D), 2, 0)
+        blocks = jnp.moveaxis(
+            lax.stop_gradient(k).reshape(B, K, T // self.learn, self.learn, D), 2, 0
+        )
 
         def encode(block: Array) -> tuple[Array, Array]:
             points = self._split(block)
@@ -94,7 +100,9 @@ class ProductCodes(Selector):
     def score(self, ix: ProductIndex, q: Array, *, scale: float) -> Array:
         B, K, G, D = q.shape
         S, C, books = ix.codes.shape[2], 2**self.bits, ix.centroids.reshape(B, K, -1, D)
-        first = lax.div(lax.broadcasted_iota(jnp.int32, (B, K, G, S), 3), jnp.int32(self.learn)) * C
+        first = (
+            lax.div(lax.broadcasted_iota(jnp.int32, (B, K, G, S), 3), jnp.int32(self.learn)) * C
+        )
         channel = jnp.arange(D) // (D // self.parts)
 
         def looked_up(part: int) -> Array:
@@ -109,7 +117,9 @@ class ProductCodes(Selector):
     def _split(self, k: Array) -> Array:
         """f32[B, K, m, n, D/m] parts of keys [B, K, n, D]."""
         B, K, n, D = k.shape
-        return jnp.swapaxes(k.astype(jnp.float32).reshape(B, K, n, self.parts, D // self.parts), 2, 3)
+        return jnp.swapaxes(
+            k.astype(jnp.float32).reshape(B, K, n, self.parts, D // self.parts), 2, 3
+        )
 
     def _learn(self, points: Array) -> Array:
         """f32[B, K, m, C, d] centroids of points f32[B, K, m, n, d], by Lloyd's algorithm.

@@ -61,7 +61,9 @@ class Selector:
         """f32[B, K, G, units] estimates of scale * q.k for q [B, K, G, D]."""
         raise NotImplementedError
 
-    def score_visible(self, ix: Any, q: Array, candidates: Candidates, *, scale: float) -> Array:
+    def score_visible(
+        self, ix: Any, q: Array, candidates: Candidates, *, scale: float
+    ) -> Array:
         """`score`, for selectors whose scores depend on the other tokens that a sliding window shows: those in the span
         of `candidates`, at most `candidates.window`."""
         return self.score(ix, q, scale=scale)
@@ -73,7 +75,9 @@ class Selector:
         """
         return candidates
 
-    def select(self, ix: Any, q: Array, candidates: Candidates, *, scale: float) -> Selection | PackedSelection:
+    def select(
+        self, ix: Any, q: Array, candidates: Candidates, *, scale: float
+    ) -> Selection | PackedSelection:
         """Selects the candidates that rank highest by `group_reduce` for q [B, K, G, D], as whole units.
 
         Slots are those of the index, and S + w for pending token w. With several `candidates.steps`, q is
@@ -141,7 +145,9 @@ class Wrapper(Selector):
     def score(self, ix: Any, q: Array, *, scale: float) -> Array:
         return self.selector.score(ix, q, scale=scale)
 
-    def score_visible(self, ix: Any, q: Array, candidates: Candidates, *, scale: float) -> Array:
+    def score_visible(
+        self, ix: Any, q: Array, candidates: Candidates, *, scale: float
+    ) -> Array:
         return self.selector.score_visible(ix, q, candidates, scale=scale)
 
     def with_pending(self, candidates: Candidates, q: Array) -> Candidates:

@@ -18,7 +18,10 @@ from kvjax.spec import CacheSpec, keep_ints
 WORD = 32  # tables per word
 TOGETHER = 256  # keys that are hashed at once; always so many, because a product's last bits depend on its shape
 TILE = 8  # most keys whose words lie side by side: 32 bytes, which a GPU reads at once
-MOST_BITS, MOST_TABLES = 32, 4096  # a hash of more bits collides with nothing; more tables take longer than attention
+MOST_BITS, MOST_TABLES = (
+    32,
+    4096,
+)  # a hash of more bits collides with nothing; more tables take longer than attention
 CENTRES = 16  # for any capacity, so that `kvjax.grow` copies them as they are
 
 
@@ -80,12 +83,16 @@ class SimHash:
     def init(self, spec: CacheSpec, slots: int) -> HashIndex:
         B, K, D = spec.batch, spec.kv_heads, spec.head_dim
         return HashIndex(
-            jnp.zeros((B, K, slots // self.tile, self.bits * self._words, self.tile), jnp.uint32),
+            jnp.zeros(
+                (B, K, slots // self.tile, self.bits * self._words, self.tile), jnp.uint32
+            ),
             jnp.zeros((B, K * D), jnp.float32),
             jnp.zeros((B, K * CENTRES * D), jnp.float32),
         )
 
-    def append(self, ix: HashIndex, k: Array, at: Array, count: Array, stripes: Stripes | None = None) -> HashIndex:
+    def append(
+        self, ix: HashIndex, k: Array, at: Array, count: Array, stripes: Stripes | None = None
+    ) -> HashIndex:
         """Hashes the first `count` i32[B] keys of k [B, K, T, D] as slots at[b], at[b]+1, ...; whole chunks.
 
         With `stripes`, slots are places of a history that is split over devices, and the index has those of this
@@ -101,7 +108,10 @@ class SimHash:
             place = stripes.place(place)
 
         more = -T % TOGETHER
-        k, place = jnp.pad(k, ((0, 0), (0, 0), (0, more), (0, 0))), jnp.pad(place, ((0, 0), (0, more)))
+        k, place = (
+            jnp.pad(k, ((0, 0), (0, 0), (0, more), (0, 0))),
+            jnp.pad(place, ((0, 0), (0, more))),
+        )
 
         def hash_some(first: Array) -> Array:
             keys = lax.dynamic_slice_in_dim(k, first, TOGETHER, axis=2)
@@ -111,7 +121,9 @@ class SimHash:
         words = lax.map(hash_some, jnp.arange(0, T + more, TOGETHER, dtype=jnp.int32))
         words = jnp.moveaxis(words, 0, 2).reshape(B, K, T + more, -1)[:, :, :T]
         words = jnp.swapaxes(words.reshape(B, K, T // self.tile, self.tile, -1), 3, 4)
-        return HashIndex(write(ix.words, words, at // self.tile, count // self.tile), total, centres)
+        return HashIndex(
+            write(ix.words, words, at // self.tile, count // self.tile), total, centres
+        )
 
     def hits(self, ix: HashIndex, q: Array) -> Array:
         """bool[B, K, G, S]: whether a query, q [B, K, G, D], has the hash of a key in at least `least` tables."""
@@ -155,7 +167,10 @@ class SimHash:
         L, n = self.tables, self.least
 
         def terms(counts: range) -> Array:
-            logs = [math.log(math.comb(L, i)) + i * jnp.log(x) + (L - i) * jnp.log1p(-x) for i in counts]
+            logs = [
+                math.log(math.comb(L, i)) + i * jnp.log(x) + (L - i) * jnp.log1p(-x)
+                for i in counts
+            ]
             return sum((jnp.exp(a) for a in logs[1:]), jnp.exp(logs[0]))
 
         # If collisions are rare, the sum of the lower counts is near 1, so the upper ones are summed instead: those
@@ -177,7 +192,9 @@ class SimHash:
         B, K, _, D = k.shape
         starts = (at == 0) & (count > 0)  # a row that starts forgets the one before it
         total, centres = (jnp.where(starts[:, None], 0.0, a) for a in (ix.total, ix.centres))
-        sums = jnp.moveaxis(sum_pairs(k.reshape(B, K, -1, self.learn, D)).reshape(B, K, -1, D), 2, 0)
+        sums = jnp.moveaxis(
+            sum_pairs(k.reshape(B, K, -1, self.learn, D)).reshape(B, K, -1, D), 2, 0
+        )
         first, blocks = at // self.learn, count // self.learn
 
         def add(total: Array, block: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -185,12 +202,20 @@ class SimHash:
             total = jnp.where((i < blocks)[:, None], total + keys.reshape(B, K * D), total)
             return total, total
 
-        total, totals = lax.scan(add, total, (jnp.arange(len(sums), dtype=jnp.int32), sums), unroll=16)
+        total, totals = lax.scan(
+            add, total, (jnp.arange(len(sums), dtype=jnp.int32), sums), unroll=16
+        )
         sizes = 2 ** np.arange(CENTRES)
-        block = jnp.asarray(sizes - 1, jnp.int32)[None] - first[:, None]  # of k, the last one of each centre
+        block = (
+            jnp.asarray(sizes - 1, jnp.int32)[None] - first[:, None]
+        )  # of k, the last one of each centre
         valid = (block >= 0) & (block < blocks[:, None])
-        means = jnp.take_along_axis(jnp.moveaxis(totals, 0, 1), block[..., None], axis=1, mode="clip")
-        means = means / jnp.asarray(sizes * self.learn, jnp.float32)[None, :, None]  # [B, CENTRES, K D]
+        means = jnp.take_along_axis(
+            jnp.moveaxis(totals, 0, 1), block[..., None], axis=1, mode="clip"
+        )
+        means = (
+            means / jnp.asarray(sizes * self.learn, jnp.float32)[None, :, None]
+        )  # [B, CENTRES, K D]
         means = jnp.swapaxes(means.reshape(B, CENTRES, K, D), 1, 2)
         centres = jnp.where(valid[:, None, :, None], means, centres.reshape(B, K, CENTRES, D))
         return total, centres.reshape(B, K * CENTRES * D)
@@ -200,7 +225,9 @@ class SimHash:
         B, K, D = shape[0], shape[1], shape[-1]
         level = jnp.minimum(31 - lax.clz(jnp.maximum(place // self.learn, 1)), CENTRES - 1)
         level = level.reshape(B, place.shape[1], -1, 1)
-        return jnp.take_along_axis(centres.reshape(B, K, CENTRES, D), level, axis=2, mode="clip").reshape(shape)
+        return jnp.take_along_axis(
+            centres.reshape(B, K, CENTRES, D), level, axis=2, mode="clip"
+        ).reshape(shape)
 
     def _hash(self, x: Array) -> Array:
         """u32[..., bits * words] of x f32[..., D]."""
@@ -208,7 +235,9 @@ class SimHash:
         signs = jnp.matmul(x, directions, precision="highest") >= 0
         signs = signs.reshape(*x.shape[:-1], self.bits * self._words, WORD).astype(jnp.uint32)
         places = jnp.left_shift(jnp.uint32(1), jnp.arange(WORD, dtype=jnp.uint32))
-        return jnp.sum(signs * places.reshape(*(1,) * (x.ndim), WORD), axis=-1, dtype=jnp.uint32)
+        return jnp.sum(
+            signs * places.reshape(*(1,) * (x.ndim), WORD), axis=-1, dtype=jnp.uint32
+        )
 
 
 @functools.lru_cache(maxsize=16)

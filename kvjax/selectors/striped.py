@@ -68,37 +68,56 @@ class StripedSelector(Wrapper):
         if candidates.last is not None:
             return super().select(ix, q, candidates, scale=scale)
         stripes, unit, rule = self.stripes, self.unit, self.group_reduce
-        q = lax.stop_gradient(q)  # a selection has no derivative, nor has the sum of `sum_in_one_pass`
+        q = lax.stop_gradient(
+            q
+        )  # a selection has no derivative, nor has the sum of `sum_in_one_pass`
         scores, scored = self.score_own(ix, q, scale=scale), self.with_pending(candidates, q)
         start, stop = (jnp.asarray(x, jnp.int32) for x in candidates.span)
         own = replace(candidates, span=(stripes.owned(start), stripes.owned(stop)))
         pending, exist = scored.pending_units(q, scale, unit)
         units = scores.shape[3]
-        parts = [(scores, own.inside(*own.span, units, unit)), (pending, exist & (stripes.device == 0))]
+        parts = [
+            (scores, own.inside(*own.span, units, unit)),
+            (pending, exist & (stripes.device == 0)),
+        ]
         total = None
         if rule in SOFTMAX_REDUCES:
             every = lax.all_gather(log_sum_in_one_pass(parts), stripes.axis)
             total = jax.nn.logsumexp(every, axis=0)[..., None]
-        best, rank = rank_grouped(parts, rule, min(candidates.k_max, units + pending.shape[3]), total)
+        best, rank = rank_grouped(
+            parts, rule, min(candidates.k_max, units + pending.shape[3]), total
+        )
         last = units * (stripes.parts - 1)  # units past those of the whole history are pending
-        place = jnp.where(best.slots < units, stripes.place(best.slots * unit) // unit, best.slots + last)
+        place = jnp.where(
+            best.slots < units, stripes.place(best.slots * unit) // unit, best.slots + last
+        )
         place = jnp.where(best.valid, place, NOWHERE)
-        offers = lax.all_gather(jnp.stack([lax.bitcast_convert_type(rank, jnp.int32), place]), stripes.axis)
-        ranks, places = (jnp.moveaxis(offers[:, i], 0, 3).reshape(*rank.shape[:3], -1) for i in range(2))
+        offers = lax.all_gather(
+            jnp.stack([lax.bitcast_convert_type(rank, jnp.int32), place]), stripes.axis
+        )
+        ranks, places = (
+            jnp.moveaxis(offers[:, i], 0, 3).reshape(*rank.shape[:3], -1) for i in range(2)
+        )
         every = lax.bitcast_convert_type(ranks, jnp.uint32), places
 
         k = by_row(candidates.k)
         taken = PackedSelection(best.slots, count_taken((rank, place), every, k))
         mine = taken if unit == 1 else own.tokens(unpack(taken), units, unit)
-        whole = first_places(*every, candidates.k_max)  # not computed in a step that keeps no Info
+        whole = first_places(
+            *every, candidates.k_max
+        )  # not computed in a step that keeps no Info
         first = (whole < NOWHERE) & (jnp.arange(whole.shape[3])[None, None, None] < k)
-        tokens = candidates.tokens(Selection(jnp.where(first, whole, 0), first), units * stripes.parts, unit)
+        tokens = candidates.tokens(
+            Selection(jnp.where(first, whole, 0), first), units * stripes.parts, unit
+        )
         return DealtSelection(*tokens, mine)
 
 
 def log_sum_in_one_pass(parts: Sequence[tuple[Array, Array]]) -> Array:
     """f32[B, K, G]: log of the sum of exponentials of all scores, by one kernel that reads each of them once."""
-    scores = lax.stop_gradient(jnp.concatenate([jnp.where(valid, score, -jnp.inf) for score, valid in parts], axis=-1))
+    scores = lax.stop_gradient(
+        jnp.concatenate([jnp.where(valid, score, -jnp.inf) for score, valid in parts], axis=-1)
+    )
 
     def add(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
         top = jnp.maximum(a[0], b[0])
@@ -112,5 +131,7 @@ def log_sum_in_one_pass(parts: Sequence[tuple[Array, Array]]) -> Array:
 
 def first_places(rank: Array, place: Array, room: int) -> Array:
     """i32[..., room]: the places that rank highest, best first; ties go to the lower place."""
-    _, place = lax.sort((~rank, place), num_keys=2, is_stable=False)  # places differ, but for NOWHERE
+    _, place = lax.sort(
+        (~rank, place), num_keys=2, is_stable=False
+    )  # places differ, but for NOWHERE
     return place[..., :room]

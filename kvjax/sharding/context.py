@@ -49,7 +49,9 @@ class Stripes:
             part.check(spec, self.tokens)
         except ValueError as error:
             chunk = f"a chunk of {whole} tokens is split over {self.parts} devices of context"
-            raise ValueError(f"{chunk}: {error}, or larger chunks (`chunk` of a preset)") from error
+            raise ValueError(
+                f"{chunk}: {error}, or larger chunks (`chunk` of a preset)"
+            ) from error
 
     def owned(self, places: Array) -> Array:
         """How many of the first `places` tokens this device has, which is also the slot of its next one."""
@@ -64,23 +66,34 @@ class Stripes:
 
     def place(self, slot: Array) -> Array:
         """The place of the token in a slot of this device."""
-        return (slot // self.tokens * self.parts + self.device) * self.tokens + slot % self.tokens
+        return (
+            slot // self.tokens * self.parts + self.device
+        ) * self.tokens + slot % self.tokens
 
     def slot(self, place: Array) -> tuple[Array, Array]:
         """The slot of the token at a place, on the device that has it, and bool: whether that is this device."""
         stripe = place // self.tokens
-        return stripe // self.parts * self.tokens + place % self.tokens, stripe % self.parts == self.device
+        return (
+            stripe // self.parts * self.tokens + place % self.tokens,
+            stripe % self.parts == self.device,
+        )
 
     def own(self, tokens: Array) -> Array:
         """This device's tokens [B, K, T / parts, ...] of whole turns [B, K, T, ...]."""
         B, K, T, *rest = tokens.shape
-        dealt = tokens.reshape(B, K, T // (self.parts * self.tokens), self.parts, self.tokens, *rest)
-        return lax.dynamic_index_in_dim(dealt, self.device, axis=3, keepdims=False).reshape(B, K, -1, *rest)
+        dealt = tokens.reshape(
+            B, K, T // (self.parts * self.tokens), self.parts, self.tokens, *rest
+        )
+        return lax.dynamic_index_in_dim(dealt, self.device, axis=3, keepdims=False).reshape(
+            B, K, -1, *rest
+        )
 
     def gather(self, units: Array, unit: int) -> Array:
         """The units [..., parts * U] of all devices by place, of U units [..., U] of `unit` tokens on each device."""
         *lead, U = units.shape
-        every = lax.all_gather(units.reshape(*lead, U * unit // self.tokens, 1, self.tokens // unit), self.axis)
+        every = lax.all_gather(
+            units.reshape(*lead, U * unit // self.tokens, 1, self.tokens // unit), self.axis
+        )
         return jnp.moveaxis(every[..., 0, :], 0, -2).reshape(*lead, U * self.parts)
 
 
@@ -100,7 +113,10 @@ def share_of_highest(marks: Array, count: Array, levels: int, stripes: Stripes) 
     every = lax.psum(own, stripes.axis)
     count = jnp.minimum(count[:, None, None], every[..., 0])
     least = jnp.sum(every >= count[..., None], axis=-1, keepdims=True, dtype=jnp.int32)
-    above, own_above = (jnp.take_along_axis(a, least, axis=-1, mode="fill", fill_value=0)[..., 0] for a in (every, own))
+    above, own_above = (
+        jnp.take_along_axis(a, least, axis=-1, mode="fill", fill_value=0)[..., 0]
+        for a in (every, own)
+    )
 
     tied = (marks == least.astype(jnp.uint8)).reshape(*marks.shape[:3], -1, stripes.tokens)
     tied = jnp.sum(tied, axis=-1, dtype=jnp.int32)
@@ -125,14 +141,20 @@ def count_taken(own: tuple[Array, Array], every: tuple[Array, Array], k: Array) 
     block = math.isqrt(n)
 
     def taken(at: Array) -> Array:
-        rank, place = (jnp.take_along_axis(a, jnp.minimum(at, n - 1), axis=-1)[..., None] for a in own)
+        rank, place = (
+            jnp.take_along_axis(a, jnp.minimum(at, n - 1), axis=-1)[..., None] for a in own
+        )
         ranks, places = (a[..., None, :] for a in every)
-        before = jnp.sum((ranks > rank) | ((ranks == rank) & (places < place)), axis=-1, dtype=jnp.int32)
+        before = jnp.sum(
+            (ranks > rank) | ((ranks == rank) & (places < place)), axis=-1, dtype=jnp.int32
+        )
         return jnp.sum((before < k) & (rank[..., 0] > 0) & (at < n), axis=-1, dtype=jnp.int32)
 
     first = jnp.broadcast_to(jnp.arange(0, n, block, dtype=jnp.int32), (*lead, -(-n // block)))
     whole = jnp.maximum(taken(first) - 1, 0) * block
-    return whole + taken(whole[..., None] + jnp.arange(block, dtype=jnp.int32)[None, None, None])
+    return whole + taken(
+        whole[..., None] + jnp.arange(block, dtype=jnp.int32)[None, None, None]
+    )
 
 
 def merge_parts(part: PartialAttention, axis: Axis) -> PartialAttention:
@@ -144,7 +166,10 @@ def merge_parts(part: PartialAttention, axis: Axis) -> PartialAttention:
     shift = jnp.where(jnp.isneginf(top), 0.0, top)
     weight = jnp.exp(lse - shift)
     total = jnp.sum(weight, axis=0)
-    mean = jnp.sum(out * weight[..., None], axis=0) / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
+    mean = (
+        jnp.sum(out * weight[..., None], axis=0)
+        / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
+    )
     return PartialAttention(mean, jnp.log(total) + shift[0])
 
 

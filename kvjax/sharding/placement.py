@@ -39,7 +39,9 @@ AXES = ("batch", "heads", "context")  # fields of a Placement
 
 _WHOLE = PartitionSpec()
 _of_model = jax.make_user_context(None)  # the AbstractMesh of `call_model`
-_current = jax.make_user_context(None)  # the Placement whose shard_map is being traced; jit's caches have it as a key
+_current = jax.make_user_context(
+    None
+)  # the Placement whose shard_map is being traced; jit's caches have it as a key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +84,9 @@ class Placement:
                 used[axis] = what
 
     def __repr__(self) -> str:
-        parts = [f"{what}={axes!r}" for what in AXES if (axes := getattr(self, what)) is not None]
+        parts = [
+            f"{what}={axes!r}" for what in AXES if (axes := getattr(self, what)) is not None
+        ]
         return f"Placement({', '.join([self._axes(), *parts])})"
 
     def _axes(self) -> str:
@@ -119,7 +123,10 @@ class Placement:
         Raises:
           ValueError: rows or KV heads that cannot be split evenly.
         """
-        for what, size, name in (("batch", spec.batch, "rows"), ("heads", spec.kv_heads, "KV heads")):
+        for what, size, name in (
+            ("batch", spec.batch, "rows"),
+            ("heads", spec.kv_heads, "KV heads"),
+        ):
             parts = self.parts(what)
             if size % parts:
                 fits = [n for n in range(1, parts + 1) if parts % n == 0 and size % n == 0]
@@ -148,22 +155,37 @@ class Placement:
                 f"{policy} numbers the KV heads of a layer, so they cannot be split over the {self.parts('heads')} "
                 "devices of heads; split only the batch, or use a policy that treats all heads alike"
             )
-        if self.parts("heads") > 1 and any(getattr(part, "joins_heads", False) for part in parts_of(policy)):
+        if self.parts("heads") > 1 and any(
+            getattr(part, "joins_heads", False) for part in parts_of(policy)
+        ):
             raise ValueError(
                 f"{policy} computes with all KV heads of a layer together, so they cannot be split over the "
                 f"{self.parts('heads')} devices of heads; split only the batch"
             )
         part_of_policy = self.policy_of_part(policy)
-        if self.parts("context") > 1 and part_of_policy is policy and growth(partial(_empty, policy, spec)):
+        if (
+            self.parts("context") > 1
+            and part_of_policy is policy
+            and growth(partial(_empty, policy, spec))
+        ):
             raise ValueError(
                 f"{policy} keeps an array that grows with the capacity and has no over_context, so its tokens cannot "
                 f"be split over the {self.parts('context')} devices of context; split only rows and heads"
             )
         whole = jax.eval_shape(partial(policy.init, spec))
-        parts = {"B": self.parts("batch"), "K": self.parts("heads"), "S": self.parts("context"), ".": 1}
+        parts = {
+            "B": self.parts("batch"),
+            "K": self.parts("heads"),
+            "S": self.parts("context"),
+            ".": 1,
+        }
         found = _zip_with_paths(whole, _part_shapes(policy, spec, self))
-        for (path, leaf, part), letters in zip(found, _letters(policy, spec, self), strict=True):
-            if leaf.shape != tuple(size * parts[a] for size, a in zip(part.shape, letters, strict=True)):
+        for (path, leaf, part), letters in zip(
+            found, _letters(policy, spec, self), strict=True
+        ):
+            if leaf.shape != tuple(
+                size * parts[a] for size, a in zip(part.shape, letters, strict=True)
+            ):
                 raise ValueError(
                     f"{policy} cannot be split as {self}: its array {path} is {list(leaf.shape)}, but a cache of the "
                     f"rows and heads of one device has {list(part.shape)}"
@@ -178,20 +200,26 @@ class Placement:
 
     def enter(self, policy: Any, spec: CacheSpec, state: Any) -> Any:
         """A device's part of a state, in the tree structure of `policy_of_part`'s state."""
-        return jax.tree.unflatten(jax.tree.structure(_part_shapes(policy, spec, self)), jax.tree.leaves(state))
+        return jax.tree.unflatten(
+            jax.tree.structure(_part_shapes(policy, spec, self)), jax.tree.leaves(state)
+        )
 
 
 def state_specs(policy: Any, spec: CacheSpec, placement: Placement) -> Any:
     """The tree of PartitionSpecs of a policy's state."""
     tree = _axes_of(policy, spec)[1]
-    return jax.tree.unflatten(tree, [placement.spec(axes) for axes in _letters(policy, spec, placement)])
+    return jax.tree.unflatten(
+        tree, [placement.spec(axes) for axes in _letters(policy, spec, placement)]
+    )
 
 
 def state_shardings(policy: Any, spec: CacheSpec, placement: Placement) -> Any:
     """The tree of NamedShardings of a policy's state, each with the memory kind in which the policy puts the array."""
     specs = state_specs(policy, spec, placement)
     return jax.tree.map(
-        lambda leaf, split: NamedSharding(placement.mesh, split, memory_kind=leaf.sharding.memory_kind),
+        lambda leaf, split: NamedSharding(
+            placement.mesh, split, memory_kind=leaf.sharding.memory_kind
+        ),
         shapes(partial(policy.init, spec)),
         specs,
     )
@@ -205,7 +233,9 @@ def make_state(policy: Any, spec: CacheSpec, placement: Placement) -> Any:
       ValueError: rows, KV heads or a policy that cannot be split.
     """
     placement.check(policy, spec)
-    return jax.jit(partial(policy.init, spec), out_shardings=state_shardings(policy, spec, placement))
+    return jax.jit(
+        partial(policy.init, spec), out_shardings=state_shardings(policy, spec, placement)
+    )
 
 
 def in_order_of_place(
@@ -218,19 +248,27 @@ def in_order_of_place(
     if placement is None or placement.policy_of_part(policy) is policy:
         return state
     parts = placement.parts("context")
-    turns, mesh = policy.turns(spec, parts), Mesh(placement.mesh.devices, placement.mesh.axis_names)
+    turns, mesh = (
+        policy.turns(spec, parts),
+        Mesh(placement.mesh.devices, placement.mesh.axis_names),
+    )
 
     def moved(leaf: Any, letters: str) -> Any:
         if "S" not in letters:
             return leaf
         axis, dealt = letters.index("S"), (turns, parts) if back else (parts, turns)
         on_host = jax.typeof(leaf).memory_space == jax.memory.Space.Host
-        home = NamedSharding(mesh, placement.spec(letters), memory_kind="pinned_host" if on_host else None)
+        home = NamedSharding(
+            mesh, placement.spec(letters), memory_kind="pinned_host" if on_host else None
+        )
         if not isinstance(leaf, Tracer):
             leaf = jax.device_put(leaf, home)
         return _swap(axis, dealt, on_host, home)(leaf)
 
-    found = [moved(*pair) for pair in zip(jax.tree.leaves(state), _letters(policy, spec, placement), strict=True)]
+    found = [
+        moved(*pair)
+        for pair in zip(jax.tree.leaves(state), _letters(policy, spec, placement), strict=True)
+    ]
     return jax.tree.unflatten(jax.tree.structure(state), found)
 
 
@@ -248,7 +286,9 @@ def _swap(axis: int, dealt: tuple[int, int], on_host: bool, home: NamedSharding)
     return jax.jit(swap, out_shardings=home)
 
 
-def run_on_parts(placement: Placement, f: Any, in_specs: tuple[Any, ...], out_specs: Any, *operands: Any) -> Any:
+def run_on_parts(
+    placement: Placement, f: Any, in_specs: tuple[Any, ...], out_specs: Any, *operands: Any
+) -> Any:
     """Runs f(*operands) on each device, with its own part of the operands. `out_specs` may be prefixes of trees."""
 
     def local(*operands: Any) -> Any:
@@ -256,7 +296,9 @@ def run_on_parts(placement: Placement, f: Any, in_specs: tuple[Any, ...], out_sp
             return f(*operands)
 
     # check_vma is off: it checks which results are equal on all devices, but not with in-place kernels (jax 0.11).
-    run = jax.shard_map(local, mesh=placement.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    run = jax.shard_map(
+        local, mesh=placement.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
     with axes_of(placement.mesh.abstract_mesh):
         return run(*jax.tree.map(partial(_split_as, placement.mesh), in_specs, operands))
 
@@ -288,8 +330,15 @@ def to_context(x: Any, spec: PartitionSpec = _WHOLE) -> Any:
         return x
     if mesh_of(x).empty or mesh_of(x) == around:
         return x
-    explicit = {a for a, kind in zip(around.axis_names, around.axis_types, strict=True) if kind is AxisType.Explicit}
-    known = [tuple(name for name in _names("spec", axes) if name in explicit) or None for axes in spec]
+    explicit = {
+        a
+        for a, kind in zip(around.axis_names, around.axis_types, strict=True)
+        if kind is AxisType.Explicit
+    }
+    known = [
+        tuple(name for name in _names("spec", axes) if name in explicit) or None
+        for axes in spec
+    ]
     return jax.sharding.reshard(x, NamedSharding(around, PartitionSpec(*known)))
 
 
@@ -356,7 +405,11 @@ def split_tokens(placement: Placement | None, x: Array) -> Array:
 
 def keep_tokens(placement: Placement | None, x: Array) -> Array:
     """x [B, T, ...] with all tokens on each device of context where `split_tokens` would split them."""
-    return x if placement is None or not _splits_tokens(placement, x) else _constrained(placement, x, placement.batch)
+    return (
+        x
+        if placement is None or not _splits_tokens(placement, x)
+        else _constrained(placement, x, placement.batch)
+    )
 
 
 def split_channels(placement: Placement | None, x: Array) -> Array:
@@ -367,15 +420,25 @@ def split_channels(placement: Placement | None, x: Array) -> Array:
     if placement is None or not _splits_tokens(placement, x):
         return x
     axes = placement.heads_and_context
-    return x if x.shape[2] % placement.devices_of(axes) else _constrained(placement, x, placement.batch, None, axes)
+    return (
+        x
+        if x.shape[2] % placement.devices_of(axes)
+        else _constrained(placement, x, placement.batch, None, axes)
+    )
 
 
 def _splits_tokens(placement: Placement, x: Array) -> bool:
-    return placement.context is not None and x.shape[1] > 1 and x.shape[1] % placement.parts("context") == 0
+    return (
+        placement.context is not None
+        and x.shape[1] > 1
+        and x.shape[1] % placement.parts("context") == 0
+    )
 
 
 def _constrained(placement: Placement, x: Array, *axes: Axes) -> Array:
-    return lax.with_sharding_constraint(x, NamedSharding(placement.auto.mesh, PartitionSpec(*axes)))
+    return lax.with_sharding_constraint(
+        x, NamedSharding(placement.auto.mesh, PartitionSpec(*axes))
+    )
 
 
 def first_row(placement: Placement, rows: int) -> Array | int:
@@ -391,7 +454,9 @@ def _names(what: str, axes: Any) -> tuple[str, ...]:
         return ()
     names = (axes,) if isinstance(axes, str) else axes
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"Placement({what}=...) must be the name of an axis, a tuple of names, or None; got {axes!r}")
+        raise ValueError(
+            f"Placement({what}=...) must be the name of an axis, a tuple of names, or None; got {axes!r}"
+        )
     return tuple(names)
 
 
@@ -406,7 +471,9 @@ def _axes_of(policy: Any, spec: CacheSpec) -> tuple[list[tuple[str, str]], Any]:
     rows = traced(batch=2 * spec.batch)
     heads = traced(kv_heads=2 * spec.kv_heads, q_heads=2 * spec.q_heads)
     found = []
-    for (path, a, more_rows), more_heads in zip(_zip_with_paths(base, rows), jax.tree.leaves(heads), strict=True):
+    for (path, a, more_rows), more_heads in zip(
+        _zip_with_paths(base, rows), jax.tree.leaves(heads), strict=True
+    ):
         letters = ""
         for size, b, k in zip(a.shape, more_rows.shape, more_heads.shape, strict=True):
             if b != size and k != size:
@@ -424,7 +491,10 @@ def _split_as(mesh: Mesh, spec: PartitionSpec, x: Array) -> Array:
     if AxisType.Explicit not in mesh.axis_types:
         return to_context(x)
     own = jax.typeof(x).sharding
-    if own.spec == PartitionSpec(*spec, *(None,) * (x.ndim - len(spec))) and own.mesh == mesh.abstract_mesh:
+    if (
+        own.spec == PartitionSpec(*spec, *(None,) * (x.ndim - len(spec)))
+        and own.mesh == mesh.abstract_mesh
+    ):
         return x
     return jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
@@ -438,7 +508,10 @@ def _letters(policy: Any, spec: CacheSpec, placement: Placement) -> list[str]:
     whole = jax.tree.leaves(jax.eval_shape(partial(policy.init, placement.local(spec))))
     parts = jax.tree.leaves(_part_shapes(policy, spec, placement))
     return [
-        "".join(letter if a == b else "S" for letter, a, b in zip(letters, one.shape, part.shape, strict=True))
+        "".join(
+            letter if a == b else "S"
+            for letter, a, b in zip(letters, one.shape, part.shape, strict=True)
+        )
         for letters, one, part in zip(known, whole, parts, strict=True)
     ]
 
@@ -448,7 +521,9 @@ def _part_shapes(policy: Any, spec: CacheSpec, placement: Placement) -> Any:
     """The shapes of a state of one device."""
     init = partial(placement.policy_of_part(policy).init, placement.local(spec))
     if placement.policy_of_part(policy) is not policy:  # its init may depend on the device
-        init = jax.shard_map(init, mesh=placement.mesh, in_specs=(), out_specs=PartitionSpec(), check_vma=False)
+        init = jax.shard_map(
+            init, mesh=placement.mesh, in_specs=(), out_specs=PartitionSpec(), check_vma=False
+        )
     with axes_of(placement.mesh.abstract_mesh):
         return jax.eval_shape(init)
 
@@ -458,5 +533,7 @@ def _empty(policy: Any, spec: CacheSpec, capacity: int) -> Any:
 
 
 def _zip_with_paths(a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
-    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True):
+    for (path, x), y in zip(
+        jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True
+    ):
         yield jax.tree_util.keystr(path), x, y

@@ -138,7 +138,9 @@ class LogSparse:
         return np.arange(1, 2 * self.window, 2)
 
     def staying(self, local: int) -> np.ndarray:
-        return np.concatenate([np.arange(0, 2 * self.window, 2), np.arange(2 * self.window, self.slots(local))])
+        return np.concatenate(
+            [np.arange(0, 2 * self.window, 2), np.arange(2 * self.window, self.slots(local))]
+        )
 
     def place(self, flushes: Array, slot: Array) -> Array:
         """A flush moves slot 2i to slot i below 2W, and slots past 2W back by W.

@@ -37,20 +37,31 @@ class Dense(Store):
     def truncate(self, st: Block, count: Array) -> Block:
         return replace(st, count=count)
 
-    def attend_chunk(self, st: Block, q: Array, start: Array | None, *, scale: float) -> PartialAttention:
+    def attend_chunk(
+        self, st: Block, q: Array, start: Array | None, *, scale: float
+    ) -> PartialAttention:
         B, K, G, T, D = q.shape
         if start is None or T > SPANS:
             return attend_zone(q, st.k, st.v, start, st.count, scale=scale)
         span = Span(st.k, st.v, start, jnp.broadcast_to(st.count[:, None], start.shape))
-        part = ops.attend_span(jnp.swapaxes(q, 2, 3).reshape(B, K, T * G, D), span, scale=scale, part=True)
+        part = ops.attend_span(
+            jnp.swapaxes(q, 2, 3).reshape(B, K, T * G, D), span, scale=scale, part=True
+        )
         by_head = (jnp.swapaxes(x.reshape(B, K, T, G, *x.shape[3:]), 2, 3) for x in part)
         return PartialAttention(*(x.reshape(B, K, G * T, *x.shape[4:]) for x in by_head))
 
-    def attend_slots(self, st: Block, q: Array, selection: Selection, *, scale: float) -> PartialAttention:
+    def attend_slots(
+        self, st: Block, q: Array, selection: Selection, *, scale: float
+    ) -> PartialAttention:
         return ops.attend_slots(q, st.k, st.v, selection, scale=scale)
 
     def attend_zones(
-        self, st: Block, q: Array, selection: Selection | PackedSelection, *zones: Any, **logits: Any
+        self,
+        st: Block,
+        q: Array,
+        selection: Selection | PackedSelection,
+        *zones: Any,
+        **logits: Any,
     ) -> tuple[Any, Block]:
         return ops.attend_zones(q, st.k, st.v, selection, *zones, **logits), st
 

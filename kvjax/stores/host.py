@@ -96,13 +96,17 @@ class HostOffload(Store):
         kv = ops.host_append(st.kv, new, st.count // Z, pages)
         return HostBlock(kv, jnp.minimum(st.count + pages * Z, st.slots))
 
-    def attend_chunk(self, st: HostBlock, q: Array, start: Array | None, *, scale: float) -> PartialAttention:
+    def attend_chunk(
+        self, st: HostBlock, q: Array, start: Array | None, *, scale: float
+    ) -> PartialAttention:
         Z = self.page
 
         def read(kv: Array, first: Array | int, size: int) -> tuple[Array, Array]:
             return split_parts(read_pages(kv, first // Z, size // Z))
 
-        return attend_blocks(q, st.kv, start, st.count, read=read, slots=st.slots, unit=Z, scale=scale)
+        return attend_blocks(
+            q, st.kv, start, st.count, read=read, slots=st.slots, unit=Z, scale=scale
+        )
 
     def gather(self, st: HostBlock, selection: Selection) -> tuple[Array, Array]:
         k, v = ops.host_rows(st.kv, self._pages(selection, st.slots))
@@ -126,7 +130,9 @@ class HostOffload(Store):
         on_device = known_pages, tuple(parts)
         if urgent is None:
             # The others keep what they have: their pages are on the device.
-            index = jnp.where(rows[:, None, None], index, self._pages(before, st.slots)[..., : index.shape[2]])
+            index = jnp.where(
+                rows[:, None, None], index, self._pages(before, st.slots)[..., : index.shape[2]]
+            )
             every = jnp.ones(index.shape[:2], bool)
             k, v = ops.host_rows_first(st.kv, index, edge, every, on_device, recent)
             return st, (k, v), lambda: (k, v)
@@ -134,7 +140,9 @@ class HostOffload(Store):
 
         def rest() -> tuple[Array, Array]:
             others = rows[:, None] & ~urgent
-            k, v = ops.host_rows_rest(st.kv, index, edge, others, on_device, recent, (urgent, ready))
+            k, v = ops.host_rows_rest(
+                st.kv, index, edge, others, on_device, recent, (urgent, ready)
+            )
             return k, v
 
         return st, (k, v), rest
@@ -147,7 +155,9 @@ class HostOffload(Store):
         by_page = (*recalled.slots.shape[:2], -1, self.page)
         slots, valid = recalled.slots.reshape(by_page), recalled.valid.reshape(by_page)
         first = slots[..., :1]
-        whole = jnp.all(valid & (slots == first + jnp.arange(self.page)[None, None, None]), axis=3)
+        whole = jnp.all(
+            valid & (slots == first + jnp.arange(self.page)[None, None, None]), axis=3
+        )
         first = first[..., 0]
         is_page = whole & (remainder(first, self.page) == 0) & (first < st.slots)
         return jnp.where(is_page, quotient(first, self.page), -1)
@@ -158,7 +168,9 @@ class HostOffload(Store):
         by_page = (*selection.slots.shape[:2], -1, self.page)
         slots, valid = selection.slots.reshape(by_page), selection.valid.reshape(by_page)
         first = slots[..., :1]
-        place = jnp.where(first < stored, quotient(first, self.page), first + (stored // self.page - stored))
+        place = jnp.where(
+            first < stored, quotient(first, self.page), first + (stored // self.page - stored)
+        )
         return jnp.max(jnp.where(valid, place, -1), axis=3)
 
     takes_steps = True
@@ -178,7 +190,9 @@ class HostOffload(Store):
         stored = slots < st.slots
         k, v = self.gather(st, Selection(slots, selection.valid & stored))
         moved = jnp.arange(k.shape[2], dtype=jnp.int32).reshape(1, 1, *slots.shape[2:])
-        on_device = selection._replace(slots=jnp.where(stored, moved, k.shape[2] + slots - st.slots))
+        on_device = selection._replace(
+            slots=jnp.where(stored, moved, k.shape[2] + slots - st.slots)
+        )
         return ops.attend_zones(q, k, v, on_device, recent, sink, local, **logits), st
 
     def place(

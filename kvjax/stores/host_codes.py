@@ -37,7 +37,9 @@ class CodedBlock(HostBlock):
 class Coded(Store):
     """Keeps codes of values, and of keys less the mean of their row's first; a subclass defines `append_coded`."""
 
-    learn: ClassVar[int] = 8  # first keys of which the mean is taken: no more, so that chunks of any size agree
+    learn: ClassVar[int] = (
+        8  # first keys of which the mean is taken: no more, so that chunks of any size agree
+    )
 
     def over_context(self, stripes: Stripes) -> Store:
         return _StripedCodes(self, stripes)
@@ -58,7 +60,10 @@ class Coded(Store):
         """f32[B, K, D]: the mean of the first `count` i32[B] keys of k [B, K, T, D], at most `learn`."""
         few, count = k[:, :, : self.learn].astype(jnp.float32), jnp.minimum(count, self.learn)
         here = jnp.arange(few.shape[2])[None, None, :, None] < count[:, None, None, None]
-        return jnp.sum(jnp.where(here, few, 0.0), axis=2) / jnp.maximum(count, 1).astype(jnp.float32)[:, None, None]
+        return (
+            jnp.sum(jnp.where(here, few, 0.0), axis=2)
+            / jnp.maximum(count, 1).astype(jnp.float32)[:, None, None]
+        )
 
     def centred(self, st: Any, k: Array, v: Array) -> tuple[Array, Array]:
         """Keys without their offset, f32, and values, both [B, K, T, D] and without a derivative."""
@@ -108,20 +113,30 @@ class _HostCodes(Coded):
     def init(self, spec: CacheSpec, slots: int) -> CodedBlock:
         width, heads = self.width(spec.head_dim), (spec.batch, spec.kv_heads)
         codes = host_zeros((*heads, slots // self.page, 2, self.page, width), jnp.uint8)
-        return CodedBlock(codes, jnp.zeros(spec.batch, jnp.int32), jnp.zeros((*heads, spec.head_dim), jnp.float32))
+        return CodedBlock(
+            codes,
+            jnp.zeros(spec.batch, jnp.int32),
+            jnp.zeros((*heads, spec.head_dim), jnp.float32),
+        )
 
     def append_coded(self, st: CodedBlock, k: Array, v: Array, count: Array) -> CodedBlock:
         rows = self._rows.append(st, *self.encode_both(*self.centred(st, k, v)), count)
         return CodedBlock(rows.kv, rows.count, st.offset)
 
-    def attend_chunk(self, st: CodedBlock, q: Array, start: Array | None, *, scale: float) -> PartialAttention:
+    def attend_chunk(
+        self, st: CodedBlock, q: Array, start: Array | None, *, scale: float
+    ) -> PartialAttention:
         Z = self.page
 
         def read(st: CodedBlock, first: Array | int, size: int) -> tuple[Array, Array]:
-            k, v = split_parts(to_device(lax.dynamic_slice_in_dim(st.kv, first // Z, size // Z, axis=2)))
+            k, v = split_parts(
+                to_device(lax.dynamic_slice_in_dim(st.kv, first // Z, size // Z, axis=2))
+            )
             return self._decoded(st, k, v)
 
-        return attend_blocks(q, st, start, st.count, read=read, slots=st.slots, unit=Z, scale=scale)
+        return attend_blocks(
+            q, st, start, st.count, read=read, slots=st.slots, unit=Z, scale=scale
+        )
 
     takes_steps = True
 
@@ -143,7 +158,9 @@ class _StripedCodes(StripedStore):
     def append(self, st: StripedState, k: Array, v: Array, count: Array) -> StripedState:
         codes: Any = self.store
         parts, own = self.stripes.parts, self.stripes.own
-        block = codes.append_coded(codes.learnt(self._own(st), k, count), own(k), own(v), count // parts)
+        block = codes.append_coded(
+            codes.learnt(self._own(st), k, count), own(k), own(v), count // parts
+        )
         return replace(st, block=replace(block, count=block.count * parts))
 
 
@@ -159,16 +176,25 @@ class HostFloat8(_HostCodes):
         return head_dim
 
     def encode_both(self, k: Array, v: Array) -> tuple[Array, Array]:
-        k, v = (jnp.clip(a.astype(jnp.float32), -448.0, 448.0).astype(jnp.float8_e4m3fn) for a in (k, v))
+        k, v = (
+            jnp.clip(a.astype(jnp.float32), -448.0, 448.0).astype(jnp.float8_e4m3fn)
+            for a in (k, v)
+        )
         return lax.bitcast_convert_type(k, jnp.uint8), lax.bitcast_convert_type(v, jnp.uint8)
 
     def decode_both(self, k: Array, v: Array, head_dim: int) -> tuple[Array, Array]:
-        k, v = (lax.bitcast_convert_type(a, jnp.float8_e4m3fn).astype(jnp.float32) for a in (k, v))
+        k, v = (
+            lax.bitcast_convert_type(a, jnp.float8_e4m3fn).astype(jnp.float32) for a in (k, v)
+        )
         return k, v
 
     def place(
         self, st: CodedBlock, hot: tuple[Array, Array], page: Array, used: Array, at: Array
     ) -> tuple[Array, Array]:
         k, v = ops.hot_load_float8(st.kv, hot, page, used, at)
-        new = jnp.repeat(used == 2, self.page, axis=2)[..., None]  # the places that this step has filled
-        return jnp.where(new, (k.astype(jnp.float32) + st.offset[:, :, None]).astype(k.dtype), k), v
+        new = jnp.repeat(used == 2, self.page, axis=2)[
+            ..., None
+        ]  # the places that this step has filled
+        return jnp.where(
+            new, (k.astype(jnp.float32) + st.offset[:, :, None]).astype(k.dtype), k
+        ), v

@@ -97,7 +97,9 @@ class HotSet(Wrapper):
         verbs = ("init", "append", "gather", "attend_slots")
         check_verbs("HotSet(store=...)", self.store, "a store", verbs, "kvjax.HostOffload()")
         if isinstance(self.store, HotSet):
-            raise ValueError(f"HotSet(store=...) got {self.store}, which has a hot set already; give its inner store")
+            raise ValueError(
+                f"HotSet(store=...) got {self.store}, which has a hot set already; give its inner store"
+            )
         if self.tokens % self.store.page:
             raise ValueError(
                 f"HotSet(tokens={self.tokens}) holds whole pages of {self.store}; use a multiple of {self.store.page}"
@@ -112,7 +114,14 @@ class HotSet(Wrapper):
 
     def init(self, spec: CacheSpec, slots: int) -> HotBlock:
         lead = (spec.batch, spec.kv_heads)
-        hot = empty_hot(lead, self.tokens // self.page, slots // self.page, self.page, spec.head_dim, spec.dtype)
+        hot = empty_hot(
+            lead,
+            self.tokens // self.page,
+            slots // self.page,
+            self.page,
+            spec.head_dim,
+            spec.dtype,
+        )
         return HotBlock(self.store.init(spec, slots), hot)
 
     def append(self, st: HotBlock, k: Array, v: Array, count: Array) -> HotBlock:
@@ -121,7 +130,9 @@ class HotSet(Wrapper):
         hot = replace(st.hot, page=jnp.where(stale, -1, st.hot.page))
         return HotBlock(self.store.append(st.history, k, v, count), hot)
 
-    def load(self, st: HotBlock, selection: Selection | PackedSelection) -> tuple[HotBlock, Loaded]:
+    def load(
+        self, st: HotBlock, selection: Selection | PackedSelection
+    ) -> tuple[HotBlock, Loaded]:
         """The state with all of the selection on the device, and where it is there. Slot S + r is slot r of the recent
         block."""
         *_, H, M = selection.slots.shape
@@ -134,7 +145,9 @@ class HotSet(Wrapper):
         on_device = selection._replace(slots=slots)
         return HotBlock(st.history, replace(hot, k=k, v=v)), Loaded(k, v, on_device)
 
-    def _place_tokens(self, st: HotBlock, selection: Selection | PackedSelection) -> tuple[Hot, Array, Array]:
+    def _place_tokens(
+        self, st: HotBlock, selection: Selection | PackedSelection
+    ) -> tuple[Hot, Array, Array]:
         """The hot set with a place for each selected token, the places, and the same as slots of a `Loaded`."""
         B, K, _, M = selection.slots.shape
         if isinstance(selection, PackedSelection):
@@ -145,7 +158,9 @@ class HotSet(Wrapper):
         tables, at = ops.hot_places(st.hot.tables, index[:, :, 0], found[:, :, 0])
         return st.hot.with_tables(tables), at, at[:, :, None]
 
-    def _place_pages(self, st: HotBlock, selection: Selection | PackedSelection) -> tuple[Hot, Array, Array]:
+    def _place_pages(
+        self, st: HotBlock, selection: Selection | PackedSelection
+    ) -> tuple[Hot, Array, Array]:
         slots, valid = selection.slots, selection.valid
         B, K, H, M = slots.shape
         Z, stored = self.page, valid & (slots < st.slots)
@@ -154,7 +169,9 @@ class HotSet(Wrapper):
         page = jnp.where(wanted, slots.reshape(by_page)[..., 0] // Z, -1)
         if H > 1:  # a page that several query heads selected is read once
             page, same = _once(page, st.hot.place.shape[2])
-        tables, at = ops.hot_places(st.hot.tables, page, jnp.full((B, K), page.shape[2], jnp.int32))
+        tables, at = ops.hot_places(
+            st.hot.tables, page, jnp.full((B, K), page.shape[2], jnp.int32)
+        )
         place = jnp.take_along_axis(at, same, axis=2) if H > 1 else at
         inside = jnp.broadcast_to(place[..., None] * Z, by_page).reshape(B, K, H, M) + slots % Z
         past = self.tokens + jnp.maximum(slots - st.slots, 0)
@@ -173,7 +190,9 @@ class HotSet(Wrapper):
         st, (k, v, on_device) = self.load(st, selection)
         return ops.attend_zones(q, k, v, on_device, recent, sink, local, **logits), st
 
-    def read(self, st: HotBlock, selection: Selection, length: int) -> tuple[HotBlock, tuple[Array, Array]]:
+    def read(
+        self, st: HotBlock, selection: Selection, length: int
+    ) -> tuple[HotBlock, tuple[Array, Array]]:
         st, (k, v, on_device) = self.load(st, selection)
         return st, ops.gather_slots(k, v, flat(on_device, length))
 
@@ -182,10 +201,14 @@ class HotSet(Wrapper):
     def attend(self, st: HotBlock, q: Array, start: Array, *, scale: float) -> PartialAttention:
         return self.store.attend(st.history, q, start, scale=scale)
 
-    def attend_chunk(self, st: HotBlock, q: Array, start: Array | None, *, scale: float) -> PartialAttention:
+    def attend_chunk(
+        self, st: HotBlock, q: Array, start: Array | None, *, scale: float
+    ) -> PartialAttention:
         return self.store.attend_chunk(st.history, q, start, scale=scale)
 
-    def attend_slots(self, st: HotBlock, q: Array, selection: Selection, *, scale: float) -> PartialAttention:
+    def attend_slots(
+        self, st: HotBlock, q: Array, selection: Selection, *, scale: float
+    ) -> PartialAttention:
         return self.store.attend_slots(st.history, q, selection, scale=scale)
 
     def gather(self, st: HotBlock, selection: Selection) -> tuple[Array, Array]:
@@ -202,7 +225,9 @@ class HotSet(Wrapper):
         )
 
 
-def empty_hot(lead: tuple[int, int], places: int, pages: int, page: int, head_dim: int, dtype: DTypeLike) -> Hot:
+def empty_hot(
+    lead: tuple[int, int], places: int, pages: int, page: int, head_dim: int, dtype: DTypeLike
+) -> Hot:
     """An empty hot set with room for `places` pages of `page` tokens, for a history of `pages` pages.
 
     `lead` is the number of rows and of KV heads.
@@ -225,7 +250,9 @@ def _once(page: Array, pages: int) -> tuple[Array, Array]:
     row, head = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None]
     order = jnp.broadcast_to(jnp.arange(N, dtype=jnp.int32)[None, None], page.shape)
     first = (
-        jnp.full((B, K, pages), N, jnp.int32).at[row, head, jnp.where(page < 0, pages, page)].min(order, mode="drop")
+        jnp.full((B, K, pages), N, jnp.int32)
+        .at[row, head, jnp.where(page < 0, pages, page)]
+        .min(order, mode="drop")
     )
     same = jnp.take_along_axis(first, jnp.maximum(page, 0), axis=2)
     same = jnp.where(page < 0, order, same)

@@ -78,7 +78,13 @@ class LowRank(Store):
 
     def __post_init__(self) -> None:
         keep_ints(self, rank=1, page=1, outliers=0, learn=1)
-        check_verbs("LowRank(values=...)", self.values, "a store", ("init", "append", "gather"), "kvjax.Dense()")
+        check_verbs(
+            "LowRank(values=...)",
+            self.values,
+            "a store",
+            ("init", "append", "gather"),
+            "kvjax.Dense()",
+        )
         check_rope("LowRank(rope=...)", self.rope)
         if self.page % self.values.page:
             raise ValueError(
@@ -129,11 +135,15 @@ class LowRank(Store):
             v,
         )
         count = jnp.minimum(count, st.slots - st.count)
-        plain = self._turn(k.astype(jnp.float32), st.count[:, None] + jnp.arange(k.shape[2])[None], back=True)
+        plain = self._turn(
+            k.astype(jnp.float32), st.count[:, None] + jnp.arange(k.shape[2])[None], back=True
+        )
         starts = (st.count == 0) & (count > 0)
 
         def learnt(basis: Array) -> Array:
-            first = jnp.where(starts[:, None, None, None], plain[:, :, : self.learn], 0.0)  # padding may be NaN
+            first = jnp.where(
+                starts[:, None, None, None], plain[:, :, : self.learn], 0.0
+            )  # padding may be NaN
             new = self._learn(first).reshape(basis.shape)
             return jnp.where(starts[:, None], new, basis)
 
@@ -153,18 +163,26 @@ class LowRank(Store):
         rows = _side_by_side(k)
         products = jnp.einsum("bsi,bsj->bij", rows, rows, precision="highest")
         _, vectors = jnp.linalg.eigh(products)  # in ascending order
-        return jnp.swapaxes(jnp.flip(vectors, axis=2)[:, :, : min(self.rank, rows.shape[2])], 1, 2)
+        return jnp.swapaxes(
+            jnp.flip(vectors, axis=2)[:, :, : min(self.rank, rows.shape[2])], 1, 2
+        )
 
     def _project(self, k: Array, basis: Array) -> Array:
         """f32[B, 1, T, r] of keys f32[B, K, T, D]; a block of `learn` tokens at a time, so that the bits do not depend
         on the length of the prompt."""
         B, K, T, D = k.shape
         basis = basis.reshape(B, -1, K * D)
-        blocks = jnp.moveaxis(_side_by_side(k).reshape(B, T // self.learn, self.learn, K * D), 1, 0)
-        found = lax.map(lambda block: jnp.einsum("bsi,bri->bsr", block, basis, precision="highest"), blocks)
+        blocks = jnp.moveaxis(
+            _side_by_side(k).reshape(B, T // self.learn, self.learn, K * D), 1, 0
+        )
+        found = lax.map(
+            lambda block: jnp.einsum("bsi,bri->bsr", block, basis, precision="highest"), blocks
+        )
         return jnp.moveaxis(found, 0, 1).reshape(B, 1, T, -1)
 
-    def _keep(self, st: LowRankBlock, k: Array, v: Array, at: Array, count: Array) -> LowRankBlock:
+    def _keep(
+        self, st: LowRankBlock, k: Array, v: Array, at: Array, count: Array
+    ) -> LowRankBlock:
         """Updates the exact pages: those of smallest cosine among the old ones and the pages of k, v [B, K, T, D].
 
         Ties go to the first page.
@@ -175,21 +193,37 @@ class LowRank(Store):
         new = jnp.arange(n)[None] < (count // Z)[:, None]
         cosine = jnp.where(new[:, None], _smallest_cosine(k, Z), EMPTY)
         line = jnp.concatenate([st.cosine.reshape(B, K, limit), cosine], axis=2)
-        order = jnp.argsort(line, axis=2, stable=True)[:, :, :limit]  # old pages are first: they came earlier
+        order = jnp.argsort(line, axis=2, stable=True)[
+            :, :, :limit
+        ]  # old pages are first: they came earlier
         kept = jnp.take_along_axis(line, order, axis=2)
-        pages = jnp.concatenate([self._pages(st), jnp.broadcast_to(new_pages[:, None], (B, K, n))], axis=2)
-        pages = jnp.where(kept < EMPTY, jnp.take_along_axis(pages, order, axis=2), st.place.shape[2])
+        pages = jnp.concatenate(
+            [self._pages(st), jnp.broadcast_to(new_pages[:, None], (B, K, n))], axis=2
+        )
+        pages = jnp.where(
+            kept < EMPTY, jnp.take_along_axis(pages, order, axis=2), st.place.shape[2]
+        )
         place = put_last(jnp.full_like(st.place, -1), pages, jnp.arange(limit)[None, None])
 
         def take(resident: Array, x: Array) -> Array:
             both = jnp.concatenate(
-                [resident.reshape(B, K, limit, Z * D), x.reshape(B, K, n, Z * D).astype(resident.dtype)], axis=2
+                [
+                    resident.reshape(B, K, limit, Z * D),
+                    x.reshape(B, K, n, Z * D).astype(resident.dtype),
+                ],
+                axis=2,
             )
             mine = jnp.take_along_axis(both, order[..., None], axis=2)
-            return jnp.where((kept < EMPTY)[..., None], mine, jnp.zeros((), resident.dtype)).reshape(B, -1)
+            return jnp.where(
+                (kept < EMPTY)[..., None], mine, jnp.zeros((), resident.dtype)
+            ).reshape(B, -1)
 
         return replace(
-            st, place=place, exact_k=take(st.exact_k, k), exact_v=take(st.exact_v, v), cosine=kept.reshape(B, -1)
+            st,
+            place=place,
+            exact_k=take(st.exact_k, k),
+            exact_v=take(st.exact_v, v),
+            cosine=kept.reshape(B, -1),
         )
 
     # ------------------------------------------------------------------------------------------------------- reading
@@ -211,9 +245,13 @@ class LowRank(Store):
         """i32[B, K, O]: the number of each exact page; 0 where a place is empty."""
         B, K, P = st.place.shape
         place = jnp.where(self.kept(st), st.place, self.outliers)
-        return put_last(jnp.zeros((B, K, self.outliers), jnp.int32), place, jnp.arange(P)[None, None])
+        return put_last(
+            jnp.zeros((B, K, self.outliers), jnp.int32), place, jnp.arange(P)[None, None]
+        )
 
-    def attend_chunk(self, st: LowRankBlock, q: Array, start: Array | None, *, scale: float) -> PartialAttention:
+    def attend_chunk(
+        self, st: LowRankBlock, q: Array, start: Array | None, *, scale: float
+    ) -> PartialAttention:
         B, K = st.place.shape[:2]
 
         def read(st: LowRankBlock, first: Array | int, size: int) -> tuple[Array, Array]:
@@ -221,14 +259,26 @@ class LowRank(Store):
             slots = jnp.broadcast_to(slots, (B, K, 1, size))
             return self.gather(st, Selection(slots, jnp.ones_like(slots, bool)))
 
-        return attend_blocks(q, st, start, st.count, read=read, slots=st.slots, unit=self.page, scale=scale)
+        return attend_blocks(
+            q, st, start, st.count, read=read, slots=st.slots, unit=self.page, scale=scale
+        )
 
     def gather(self, st: LowRankBlock, selection: Selection) -> tuple[Array, Array]:
         (B, K, _), slots = st.place.shape, selection.slots
         slots = slots.reshape(B, K, -1)
-        coefficients = jnp.take_along_axis(st.coefficients, slots[..., None], axis=2, mode="clip")
-        basis = st.basis.reshape(B, coefficients.shape[-1], K, -1).astype(coefficients.dtype)  # as precise as the keys
-        k = jnp.einsum("bksr,brkd->bksd", coefficients, basis, precision="highest", preferred_element_type=jnp.float32)
+        coefficients = jnp.take_along_axis(
+            st.coefficients, slots[..., None], axis=2, mode="clip"
+        )
+        basis = st.basis.reshape(B, coefficients.shape[-1], K, -1).astype(
+            coefficients.dtype
+        )  # as precise as the keys
+        k = jnp.einsum(
+            "bksr,brkd->bksd",
+            coefficients,
+            basis,
+            precision="highest",
+            preferred_element_type=jnp.float32,
+        )
         k = self._turn(k, slots, back=False)
         # Slots that are not valid may give any value. Both halves are one value.
         v = jnp.concatenate(self.values.gather(st.values, selection), axis=-1)
@@ -249,7 +299,9 @@ class LowRank(Store):
     def decoded(self, k: Array, v: Array) -> tuple[Array, Array]:
         """A row's first chunks k, v [B, K, T, D] as they are read after all of them are stored."""
         B, K, T, D = k.shape
-        st = self.init(CacheSpec(batch=B, q_heads=K, kv_heads=K, head_dim=D, capacity=T, dtype=k.dtype), T)
+        st = self.init(
+            CacheSpec(batch=B, q_heads=K, kv_heads=K, head_dim=D, capacity=T, dtype=k.dtype), T
+        )
         st = self.append(st, k, v, jnp.full(B, T, jnp.int32))
         slots = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, K, 1, T))
         return self.gather(st, Selection(slots, jnp.ones_like(slots, bool)))
@@ -263,7 +315,9 @@ class LowRank(Store):
     def _halves(spec: CacheSpec) -> CacheSpec:
         """The spec of the store `values`, which keeps the two halves of a value as a key and a value."""
         if spec.head_dim % 2:
-            raise ValueError(f"LowRank splits values into halves, got head_dim={spec.head_dim}; use an even one")
+            raise ValueError(
+                f"LowRank splits values into halves, got head_dim={spec.head_dim}; use an even one"
+            )
         return replace(spec, head_dim=spec.head_dim // 2)
 
     def _turn(self, k: Array, slots: Array, *, back: bool) -> Array:

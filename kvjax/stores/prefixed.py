@@ -71,16 +71,22 @@ class Prefixed(Sharing, Wrapper):
     def append(self, st: PrefixedBlock, k: Array, v: Array, count: Array) -> PrefixedBlock:
         return replace(st, own=self.store.append(st.own, k, v, count))
 
-    def attend(self, st: PrefixedBlock, q: Array, start: Array, *, scale: float) -> PartialAttention:
+    def attend(
+        self, st: PrefixedBlock, q: Array, start: Array, *, scale: float
+    ) -> PartialAttention:
         own = self.store.attend(st.own, q, jnp.maximum(start - st.base, 0), scale=scale)
         return merge(self._attend_shared(st, q[:, :, :, None], start[:, None], scale), own)
 
-    def attend_chunk(self, st: PrefixedBlock, q: Array, start: Array | None, *, scale: float) -> PartialAttention:
+    def attend_chunk(
+        self, st: PrefixedBlock, q: Array, start: Array | None, *, scale: float
+    ) -> PartialAttention:
         own_start = None if start is None else jnp.maximum(start - st.base[:, None], 0)
         own = self.store.attend_chunk(st.own, q, own_start, scale=scale)
         return merge(self._attend_shared(st, q, start, scale), own)
 
-    def _attend_shared(self, st: PrefixedBlock, q: Array, start: Array | None, scale: float) -> PartialAttention:
+    def _attend_shared(
+        self, st: PrefixedBlock, q: Array, start: Array | None, scale: float
+    ) -> PartialAttention:
         """The part of q [B, K, G, T, D] over the prefixes: the rows of a prefix are a chunk of n*T queries."""
         (B, K, G, T, D), groups = q.shape, self.groups(st.prefix)
         n, queries = groups.row.shape[1], jnp.moveaxis(groups.gather(q), 1, 3)
@@ -89,8 +95,13 @@ class Prefixed(Sharing, Wrapper):
 
         def read(first: int) -> list[Array]:
             rows = slice(first, first + at_once)
-            chunk, own = queries[:, :, :, rows], None if starts is None else starts[:, rows].reshape(len(starts), -1)
-            part = self.store.attend_chunk(st.shared.value, chunk.reshape(*chunk.shape[:3], -1, D), own, scale=scale)
+            chunk, own = (
+                queries[:, :, :, rows],
+                None if starts is None else starts[:, rows].reshape(len(starts), -1),
+            )
+            part = self.store.attend_chunk(
+                st.shared.value, chunk.reshape(*chunk.shape[:3], -1, D), own, scale=scale
+            )
             return [x.reshape(*chunk.shape[:5], *x.shape[3:]) for x in part]
 
         def by_row(parts: tuple[Array, ...], fill: float) -> Array:
@@ -106,7 +117,9 @@ class Prefixed(Sharing, Wrapper):
         by_prefix = Selection(*(self._as_heads(groups.gather(a)) for a in of_prefix))
 
         def joined(shared: Array, own: Array) -> Array:
-            shared = jnp.moveaxis(shared.reshape(shared.shape[0], K, -1, H * M, shared.shape[3]), 2, 1)
+            shared = jnp.moveaxis(
+                shared.reshape(shared.shape[0], K, -1, H * M, shared.shape[3]), 2, 1
+            )
             taken = of_prefix.valid.reshape(B, K, H * M, 1)
             return jnp.where(taken, groups.scatter(shared).astype(own.dtype), own)
 
@@ -114,7 +127,9 @@ class Prefixed(Sharing, Wrapper):
         k, v = (joined(*pair) for pair in zip(*found, strict=True))
         return k, v
 
-    def attend_slots(self, st: PrefixedBlock, q: Array, selection: Selection, *, scale: float) -> PartialAttention:
+    def attend_slots(
+        self, st: PrefixedBlock, q: Array, selection: Selection, *, scale: float
+    ) -> PartialAttention:
         """Reads the selected slots; or each prefix once as a whole, if its rows select more than that of it."""
         (B, K, H, M), groups = selection.slots.shape, self.groups(st.prefix)
         if not isinstance(self.store, Dense) or groups.row.shape[1] * H * M <= self.tokens:
@@ -125,10 +140,14 @@ class Prefixed(Sharing, Wrapper):
         at = *jnp.ix_(*map(jnp.arange, (B, K, H, M)))[:3], slots
         chosen = jnp.zeros((B, K, H, self.tokens), bool).at[at].set(True, mode="drop")
         mask = self._as_heads(groups.gather(jnp.repeat(chosen, G // H, axis=2)))
-        part = attend_part(self._as_heads(groups.gather(q)), shared.k, shared.v, mask, scale=scale)
+        part = attend_part(
+            self._as_heads(groups.gather(q)), shared.k, shared.v, mask, scale=scale
+        )
 
         def by_row(x: Array, fill: float) -> Array:
-            return groups.scatter(jnp.moveaxis(x.reshape(x.shape[0], K, -1, G, *x.shape[3:]), 2, 1), fill)
+            return groups.scatter(
+                jnp.moveaxis(x.reshape(x.shape[0], K, -1, G, *x.shape[3:]), 2, 1), fill
+            )
 
         whole = PartialAttention(by_row(part.out, 0), by_row(part.lse, -jnp.inf))
         return merge(whole, self.store.attend_slots(st.own, q, own, scale=scale))
@@ -139,7 +158,9 @@ class Prefixed(Sharing, Wrapper):
         early = selection.slots < base
         return (
             Selection(jnp.where(early, selection.slots, 0), selection.valid & early),
-            Selection(jnp.clip(selection.slots - base, 0, st.own.slots - 1), selection.valid & ~early),
+            Selection(
+                jnp.clip(selection.slots - base, 0, st.own.slots - 1), selection.valid & ~early
+            ),
         )
 
     def _as_heads(self, x: Array) -> Array:

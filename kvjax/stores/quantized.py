@@ -76,7 +76,13 @@ class Quantized(Store):
     def check(self, spec: CacheSpec, chunk: int) -> None:
         D = spec.head_dim
         check_divides(self, "the chunk of ", chunk, key_group=self._key_tokens())
-        check_divides(self, "head_dim=", D, key_group=self._key_channels(D), value_group=self._value_channels(D))
+        check_divides(
+            self,
+            "head_dim=",
+            D,
+            key_group=self._key_channels(D),
+            value_group=self._value_channels(D),
+        )
         for bits in (self.bits, self._value_bits):
             if D % channels_packed(bits):
                 raise ValueError(
@@ -89,7 +95,9 @@ class Quantized(Store):
 
         def empty(bits: int, tokens: int, channels: int) -> QuantArray:
             codes = jnp.zeros((*lead, slots, D * bits // 8), jnp.uint8)
-            return QuantArray(codes, jnp.zeros((*lead, slots // tokens, D // channels), jnp.uint32))
+            return QuantArray(
+                codes, jnp.zeros((*lead, slots // tokens, D // channels), jnp.uint32)
+            )
 
         return QuantizedBlock(
             empty(self.bits, self._key_tokens(), self._key_channels(D)),
@@ -106,7 +114,10 @@ class Quantized(Store):
                 write(st.k.codes, new_k.codes, start, count),
                 write(st.k.scales, new_k.scales, start // tokens, count // tokens),
             ),
-            QuantArray(write(st.v.codes, new_v.codes, start, count), write(st.v.scales, new_v.scales, start, count)),
+            QuantArray(
+                write(st.v.codes, new_v.codes, start, count),
+                write(st.v.scales, new_v.scales, start, count),
+            ),
             jnp.minimum(start + count, st.slots),
         )
 
@@ -121,22 +132,38 @@ class Quantized(Store):
         codes_k, codes_v = self._quantize(k, v)
         return dequantize(codes_k, k.shape[-1]), dequantize(codes_v, v.shape[-1])
 
-    def attend(self, st: QuantizedBlock, q: Array, start: Array, *, scale: float) -> PartialAttention:
+    def attend(
+        self, st: QuantizedBlock, q: Array, start: Array, *, scale: float
+    ) -> PartialAttention:
         return ops.attend_quantized(q, st.k, st.v, start, st.count, scale=scale)
 
-    def attend_chunk(self, st: QuantizedBlock, q: Array, start: Array | None, *, scale: float) -> PartialAttention:
+    def attend_chunk(
+        self, st: QuantizedBlock, q: Array, start: Array | None, *, scale: float
+    ) -> PartialAttention:
         D = q.shape[-1]
 
-        def read(coded: tuple[QuantArray, QuantArray], first: Array | int, size: int) -> tuple[Array, Array]:
+        def read(
+            coded: tuple[QuantArray, QuantArray], first: Array | int, size: int
+        ) -> tuple[Array, Array]:
             # Without the barrier XLA widens all codes ahead of the loop over blocks.
-            k, v = lax.optimization_barrier(tuple(slice_tokens(code, first, size) for code in coded))
+            k, v = lax.optimization_barrier(
+                tuple(slice_tokens(code, first, size) for code in coded)
+            )
             return dequantize(k, D), dequantize(v, D)
 
         unit = self._key_tokens()
-        return attend_blocks(q, (st.k, st.v), start, st.count, read=read, slots=st.slots, unit=unit, scale=scale)
+        return attend_blocks(
+            q, (st.k, st.v), start, st.count, read=read, slots=st.slots, unit=unit, scale=scale
+        )
 
     def attend_with(
-        self, st: QuantizedBlock, q: Array, start: Array, recent: Span, sink: Span | None, **how: Any
+        self,
+        st: QuantizedBlock,
+        q: Array,
+        start: Array,
+        recent: Span,
+        sink: Span | None,
+        **how: Any,
     ) -> Any:
         return ops.attend_quantized_zones(q, st.k, st.v, start, st.count, recent, sink, **how)
 
@@ -144,4 +171,6 @@ class Quantized(Store):
 
     def gather(self, st: QuantizedBlock, selection: Selection) -> tuple[Array, Array]:
         D = st.k.codes.shape[-1] * 8 // self.bits
-        return ops.gather_quantized(st.k, selection, D), ops.gather_quantized(st.v, selection, D)
+        return ops.gather_quantized(st.k, selection, D), ops.gather_quantized(
+            st.v, selection, D
+        )

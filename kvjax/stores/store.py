@@ -72,10 +72,14 @@ class Store:
         A store implements this or `attend_chunk`; the default of each is the other.
         """
         if type(self).attend_chunk is Store.attend_chunk:
-            raise NotImplementedError(f"{type(self).__name__} must implement attend or attend_chunk")
+            raise NotImplementedError(
+                f"{type(self).__name__} must implement attend or attend_chunk"
+            )
         return self.attend_chunk(st, q[:, :, :, None], start[:, None], scale=scale)
 
-    def attend_chunk(self, st: Any, q: Array, start: Array | None, *, scale: float) -> PartialAttention:
+    def attend_chunk(
+        self, st: Any, q: Array, start: Array | None, *, scale: float
+    ) -> PartialAttention:
         """Attention of a chunk's q [B, K, G, T, D] over the slots [start, count), a part over Q = G*T.
 
         start is i32[B, T], a slot for each query, or None for slot 0. The default attends with one query after the
@@ -88,7 +92,9 @@ class Store:
             return self.attend(st, *x, scale=scale)
 
         each = lax.map(one, (jnp.moveaxis(q, 3, 0), jnp.moveaxis(start, 1, 0)))
-        return PartialAttention(*(jnp.moveaxis(a, 0, 3).reshape(B, K, G * T, *a.shape[4:]) for a in each))
+        return PartialAttention(
+            *(jnp.moveaxis(a, 0, 3).reshape(B, K, G * T, *a.shape[4:]) for a in each)
+        )
 
     def attend_with(
         self,
@@ -119,12 +125,16 @@ class Store:
             " which reads all"
         )
 
-    def read(self, st: Any, selection: Selection, length: int) -> tuple[Any, tuple[Array, Array]]:
+    def read(
+        self, st: Any, selection: Selection, length: int
+    ) -> tuple[Any, tuple[Array, Array]]:
         """The state, and the selected slots of the history as `gather` gives them, padded to `length` tokens."""
         stored, _ = split_selection(flat(selection, length), st.slots)
         return st, self.gather(st, stored)
 
-    def attend_slots(self, st: Any, q: Array, selection: Selection, *, scale: float) -> PartialAttention:
+    def attend_slots(
+        self, st: Any, q: Array, selection: Selection, *, scale: float
+    ) -> PartialAttention:
         """Attention of q [B, K, G, D] over the selected slots, reading only those."""
         return ops.attend_gathered(q, *self.gather(st, selection), selection, scale=scale)
 
@@ -192,7 +202,9 @@ class Store:
         B, K, H, M = selection.slots.shape
         length = recalled.k.shape[2]
         of_rows = rows[:, None, None, None]
-        wanted = selection._replace(valid=selection.valid & of_rows)  # a row that pauses reads nothing
+        wanted = selection._replace(
+            valid=selection.valid & of_rows
+        )  # a row that pauses reads nothing
         _, pending = split_selection(flat(wanted, length), st.slots)
         here = pending.valid.reshape(B, K, -1, 1)
         place = jnp.arange(length)[None, None, :, None] - H * M
@@ -200,25 +212,36 @@ class Store:
 
         def whole(old: Array, new: Array, zone: Array) -> Array:
             edge = take_rows(zone, jnp.maximum(oldest, 0)[:, None])
-            return jnp.where(at_edge, edge.astype(old.dtype), jnp.where(here, new.astype(old.dtype), old))
+            return jnp.where(
+                at_edge, edge.astype(old.dtype), jnp.where(here, new.astype(old.dtype), old)
+            )
 
         st, history = self.read(st, wanted, length)
         zones = zip(history, ops.gather_slots(*recent, pending), recent, strict=True)
         # A copy of a cache may have another dtype than a store of codes returns.
         k, v = (whole(*parts).astype(recalled.k.dtype) for parts in zones)
-        kept_k, kept_v = (jnp.where(of_rows, *two) for two in ((k, recalled.k), (v, recalled.v)))
+        kept_k, kept_v = (
+            jnp.where(of_rows, *two) for two in ((k, recalled.k), (v, recalled.v))
+        )
         return st, (k, v), lambda: (kept_k, kept_v)
 
-    def place(self, st: Any, hot: tuple[Array, Array], page: Array, used: Array, at: Array) -> tuple[Array, Array]:
+    def place(
+        self, st: Any, hot: tuple[Array, Array], page: Array, used: Array, at: Array
+    ) -> tuple[Array, Array]:
         """Keys and values of a hot set, [B, K, n * Z, D], with the pages that just got a place in `at` i32[B, K, N].
 
         `page` i32[B, K, n] is the page of each place, and `used` i32[B, K, n] is 2 for those filled last.
         """
         Z, (B, K, N) = self.page, at.shape
         source, to = pages_to_read(page, used, at)
-        slots = jnp.maximum(source, 0)[..., None] * Z + jnp.arange(Z, dtype=jnp.int32)[None, None, None]
+        slots = (
+            jnp.maximum(source, 0)[..., None] * Z
+            + jnp.arange(Z, dtype=jnp.int32)[None, None, None]
+        )
         valid = jnp.broadcast_to((source >= 0)[..., None], slots.shape)
-        rows = self.gather(st, Selection(slots.reshape(B, K, 1, N * Z), valid.reshape(B, K, 1, N * Z)))
+        rows = self.gather(
+            st, Selection(slots.reshape(B, K, 1, N * Z), valid.reshape(B, K, 1, N * Z))
+        )
         k, v = place_pages(hot, rows, to, page.shape[2])
         return k, v
 
@@ -269,7 +292,9 @@ def flat(selection: Selection | PackedSelection, length: int) -> Selection:
     """[B, K, 1, length]: the slots of all heads one after the other, and room for more."""
     B, K, H, M = selection.slots.shape
     (slots, valid), width = unpack(selection), ((0, 0), (0, 0), (0, 0), (0, length - H * M))
-    return Selection(jnp.pad(slots.reshape(B, K, 1, -1), width), jnp.pad(valid.reshape(B, K, 1, -1), width))
+    return Selection(
+        jnp.pad(slots.reshape(B, K, 1, -1), width), jnp.pad(valid.reshape(B, K, 1, -1), width)
+    )
 
 
 def refuse_codes(store: Store, k: Array, v: Array) -> tuple[Array, Array]:

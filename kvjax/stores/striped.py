@@ -55,34 +55,62 @@ class StripedStore(Wrapper):
         self.stripes.check(self.store, spec)
 
     def init(self, spec: CacheSpec, slots: int) -> StripedState:
-        return StripedState(self.store.init(spec, slots // self.stripes.parts), self.stripes.parts)
+        return StripedState(
+            self.store.init(spec, slots // self.stripes.parts), self.stripes.parts
+        )
 
     def append(self, st: StripedState, k: Array, v: Array, count: Array) -> StripedState:
         """Tokens come in whole turns, so every device stores the same number."""
         parts = self.stripes.parts
-        block = self.store.append(self._own(st), self.stripes.own(k), self.stripes.own(v), count // parts)
+        block = self.store.append(
+            self._own(st), self.stripes.own(k), self.stripes.own(v), count // parts
+        )
         return replace(st, block=replace(block, count=block.count * parts))
 
-    def attend(self, st: StripedState, q: Array, start: Array, *, scale: float) -> PartialAttention:
+    def attend(
+        self, st: StripedState, q: Array, start: Array, *, scale: float
+    ) -> PartialAttention:
         part = self.store.attend(self._own(st), q, self.stripes.owned(start), scale=scale)
         return merge_parts(part, self.stripes.axis)
 
-    def attend_chunk(self, st: StripedState, q: Array, start: Array | None, *, scale: float) -> PartialAttention:
+    def attend_chunk(
+        self, st: StripedState, q: Array, start: Array | None, *, scale: float
+    ) -> PartialAttention:
         own = None if start is None else self.stripes.owned(start)
-        return merge_chunk(self.store.attend_chunk(self._own(st), q, own, scale=scale), self.stripes.axis)
+        return merge_chunk(
+            self.store.attend_chunk(self._own(st), q, own, scale=scale), self.stripes.axis
+        )
 
-    def attend_slots(self, st: StripedState, q: Array, selection: Selection, *, scale: float) -> PartialAttention:
+    def attend_slots(
+        self, st: StripedState, q: Array, selection: Selection, *, scale: float
+    ) -> PartialAttention:
         own = self._own_slots(st, selection)
-        return merge_parts(self.store.attend_slots(self._own(st), q, own, scale=scale), self.stripes.axis)
+        return merge_parts(
+            self.store.attend_slots(self._own(st), q, own, scale=scale), self.stripes.axis
+        )
 
     def attend_zones_part(
-        self, st: StripedState, q: Array, selection: Any, recent: Span, sink: Span | None, local: int, *, scale: float
+        self,
+        st: StripedState,
+        q: Array,
+        selection: Any,
+        recent: Span,
+        sink: Span | None,
+        local: int,
+        *,
+        scale: float,
     ) -> PartialAttention:
         """The first device also attends to what all devices have."""
-        own = selection.own if isinstance(selection, DealtSelection) else self._own_slots(st, selection)
+        own = (
+            selection.own
+            if isinstance(selection, DealtSelection)
+            else self._own_slots(st, selection)
+        )
 
         def of_first(zone: Span) -> Span:
-            return zone._replace(start=jnp.where(self.stripes.device == 0, zone.start, zone.stop))
+            return zone._replace(
+                start=jnp.where(self.stripes.device == 0, zone.start, zone.stop)
+            )
 
         zones = of_first(recent), None if sink is None else of_first(sink), local
         part = self.store.attend_zones_part(self._own(st), q, own, *zones, scale=scale)

@@ -81,14 +81,19 @@ class _Turbo(Coded):
         (key_bits, value_bits), D = self.both_bits, k.shape[-1]
         # Behind a barrier: XLA would rotate anew for each bit of the codes.
         k, v = lax.optimization_barrier((self._rotate(k), self._rotate(v)))
-        return encode(k, subspace=D, bits=key_bits), encode(v, subspace=D, bits=value_bits, least=True)
+        return encode(k, subspace=D, bits=key_bits), encode(
+            v, subspace=D, bits=value_bits, least=True
+        )
 
     def _rotate(self, x: Array) -> Array:
         """The rotated x f32[..., D] of many tokens: on a GPU by a product, which is one kernel."""
 
         def product(x: Array) -> Array:
             return jnp.einsum(
-                "...i,oi->...o", x.astype(jnp.float32), rotation(x.shape[-1], self.seed), precision="highest"
+                "...i,oi->...o",
+                x.astype(jnp.float32),
+                rotation(x.shape[-1], self.seed),
+                precision="highest",
             )
 
         return for_gpu(product, lambda x: rotate(x, self.seed), x)
@@ -135,27 +140,41 @@ class TurboQuant(_Turbo):
         lead, D = (spec.batch, spec.kv_heads), spec.head_dim
 
         def empty(bits: int) -> Directions:
-            signs, sizes = (jnp.zeros((*lead, slots, n * D // 8), jnp.uint8) for n in (1, bits - 1))
+            signs, sizes = (
+                jnp.zeros((*lead, slots, n * D // 8), jnp.uint8) for n in (1, bits - 1)
+            )
             return Directions(signs, sizes, jnp.zeros((*lead, slots, 1), jnp.uint16))
 
         k, v = map(empty, self.both_bits)
-        return TurboBlock(k, v, jnp.zeros(spec.batch, jnp.int32), jnp.zeros((*lead, D), jnp.float32))
+        return TurboBlock(
+            k, v, jnp.zeros(spec.batch, jnp.int32), jnp.zeros((*lead, D), jnp.float32)
+        )
 
     def append_coded(self, st: TurboBlock, k: Array, v: Array, count: Array) -> TurboBlock:
         new = self.codes(*self.centred(st, k, v))
-        new_k, new_v = jax.tree.map(lambda old, new: write(old, new, st.count, count), (st.k, st.v), new)
+        new_k, new_v = jax.tree.map(
+            lambda old, new: write(old, new, st.count, count), (st.k, st.v), new
+        )
         return TurboBlock(new_k, new_v, jnp.minimum(st.count + count, st.slots), st.offset)
 
-    def attend(self, st: TurboBlock, q: Array, start: Array, *, scale: float) -> PartialAttention:
+    def attend(
+        self, st: TurboBlock, q: Array, start: Array, *, scale: float
+    ) -> PartialAttention:
         if isinstance(scale, CappedScale):
             return self.attend_chunk(st, q[:, :, :, None], start[:, None], scale=scale)
-        part = ops.attend_quantized(rotate_few(q, self.seed), st.k, st.v, start, st.count, scale=scale)
+        part = ops.attend_quantized(
+            rotate_few(q, self.seed), st.k, st.v, start, st.count, scale=scale
+        )
         return turn_back(part, q, st.offset, seed=self.seed, scale=scale)
 
-    def attend_chunk(self, st: TurboBlock, q: Array, start: Array | None, *, scale: float) -> PartialAttention:
+    def attend_chunk(
+        self, st: TurboBlock, q: Array, start: Array | None, *, scale: float
+    ) -> PartialAttention:
         def read(st: TurboBlock, first: Array | int, size: int) -> tuple[Array, Array]:
             # Without the barrier XLA widens all codes ahead of the loop over blocks.
-            k, v = lax.optimization_barrier(tuple(slice_tokens(code, first, size) for code in (st.k, st.v)))
+            k, v = lax.optimization_barrier(
+                tuple(slice_tokens(code, first, size) for code in (st.k, st.v))
+            )
             return decode(k) + st.offset[:, :, None], decode(v)
 
         turned, offset = rotate(q, self.seed), st.offset
@@ -163,17 +182,34 @@ class TurboQuant(_Turbo):
             st, offset = replace(st, offset=rotate(offset, self.seed)), jnp.zeros_like(offset)
         else:
             st = replace(st, offset=jnp.zeros_like(offset))
-        part = attend_blocks(turned, st, start, st.count, read=read, slots=st.slots, unit=1, scale=scale)
-        return turn_back(part, q.reshape(*q.shape[:2], -1, q.shape[-1]), offset, seed=self.seed, scale=float(scale))
+        part = attend_blocks(
+            turned, st, start, st.count, read=read, slots=st.slots, unit=1, scale=scale
+        )
+        return turn_back(
+            part,
+            q.reshape(*q.shape[:2], -1, q.shape[-1]),
+            offset,
+            seed=self.seed,
+            scale=float(scale),
+        )
 
     def rotated(self, st: TurboBlock, selection: Selection) -> tuple[Array, Array]:  # type: ignore[override]
         D = st.offset.shape[-1]
-        return ops.gather_quantized(st.k, selection, D), ops.gather_quantized(st.v, selection, D)
+        return ops.gather_quantized(st.k, selection, D), ops.gather_quantized(
+            st.v, selection, D
+        )
 
     def attend_zones(
-        self, st: TurboBlock, q: Array, selection: Selection | PackedSelection, *zones: Any, **logits: Any
+        self,
+        st: TurboBlock,
+        q: Array,
+        selection: Selection | PackedSelection,
+        *zones: Any,
+        **logits: Any,
     ) -> tuple[Any, TurboBlock]:
-        out = ops.attend_coded_zones(q, st.k, st.v, st.offset, selection, *zones, seed=self.seed, **logits)
+        out = ops.attend_coded_zones(
+            q, st.k, st.v, st.offset, selection, *zones, seed=self.seed, **logits
+        )
         return out, st
 
     def attend_zones_part(self, st: TurboBlock, *zones: Any, scale: float) -> PartialAttention:
@@ -202,7 +238,11 @@ class HostTurboQuant(_Turbo, _HostCodes):
         rows = [
             part
             for code in self.codes(k, v)
-            for part in (code.signs, code.sizes, lax.bitcast_convert_type(code.weights[..., 0], jnp.uint8))
+            for part in (
+                code.signs,
+                code.sizes,
+                lax.bitcast_convert_type(code.weights[..., 0], jnp.uint8),
+            )
         ]
         both = jnp.concatenate(rows, axis=-1)
         width = self.width(k.shape[-1])
@@ -215,7 +255,9 @@ class HostTurboQuant(_Turbo, _HostCodes):
 
         def one(row: Array) -> Array:
             weights = lax.bitcast_convert_type(row[..., -2:], jnp.uint16)[..., None]
-            return decode(Directions(row[..., : head_dim // 8], row[..., head_dim // 8 : -2], weights))
+            return decode(
+                Directions(row[..., : head_dim // 8], row[..., head_dim // 8 : -2], weights)
+            )
 
         return one(both[..., :first]), one(both[..., first : first + second])
 

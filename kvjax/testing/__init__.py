@@ -24,7 +24,15 @@ from kvjax.spec import CacheSpec
 from kvjax.validation import check_verbs, naming_absent, shown
 
 with naming_absent("kvjax.testing"):
-    from kvjax.testing import _attending, _gradients, _neighbours, _programs, _selecting, _steps, _storing
+    from kvjax.testing import (
+        _attending,
+        _gradients,
+        _neighbours,
+        _programs,
+        _selecting,
+        _steps,
+        _storing,
+    )
     from kvjax.testing._anatomy import DoesNotApply, core, has_history
     from kvjax.testing._report import Report, Row
 
@@ -37,9 +45,13 @@ FUNCTIONS: dict[str, Callable[[Policy, CacheSpec], None]] = {
     name: law
     for module in _MODULES
     for name, law in vars(module).items()
-    if inspect.isfunction(law) and law.__module__ == module.__name__ and not name.startswith("_")
+    if inspect.isfunction(law)
+    and law.__module__ == module.__name__
+    and not name.startswith("_")
 }
-LAWS: dict[str, str] = {name: inspect.cleandoc(law.__doc__ or "") for name, law in FUNCTIONS.items()}
+LAWS: dict[str, str] = {
+    name: inspect.cleandoc(law.__doc__ or "") for name, law in FUNCTIONS.items()
+}
 """The name of each law and what it says."""
 
 
@@ -69,14 +81,26 @@ def check_policy(
     'held'
     """
     if isinstance(policy, type):
-        raise ValueError(f"check_policy got the class {policy.__name__}; give an instance, {policy.__name__}(...)")
-    check_verbs("check_policy(policy=...)", policy, "a policy", ("init", "prefill", "update", "attend"), "kvjax.Full()")
+        raise ValueError(
+            f"check_policy got the class {policy.__name__}; give an instance, {policy.__name__}(...)"
+        )
+    check_verbs(
+        "check_policy(policy=...)",
+        policy,
+        "a policy",
+        ("init", "prefill", "update", "attend"),
+        "kvjax.Full()",
+    )
     if spec is not None and not isinstance(spec, CacheSpec):
-        raise ValueError(f"check_policy(spec=...) must be a kvjax.CacheSpec or None, got {shown(spec)}")
+        raise ValueError(
+            f"check_policy(spec=...) must be a kvjax.CacheSpec or None, got {shown(spec)}"
+        )
     names = list(FUNCTIONS) if laws is None else list(laws)
     unknown = [name for name in names if name not in FUNCTIONS]
     if unknown:
-        raise ValueError(f"check_policy got laws={unknown}; kvjax.testing.LAWS has {', '.join(FUNCTIONS)}")
+        raise ValueError(
+            f"check_policy got laws={unknown}; kvjax.testing.LAWS has {', '.join(FUNCTIONS)}"
+        )
     spec = _small_spec(policy) if spec is None else spec
     rows = []
     for done, name in enumerate(names):
@@ -102,4 +126,6 @@ def _small_spec(policy: Any) -> CacheSpec:
     inner, capacity = core(policy), 200
     if has_history(policy):
         capacity = max(capacity, inner.demote.slots(inner.local) + 3 * inner.demote.leave)
-    return CacheSpec(batch=3, q_heads=8, kv_heads=2, head_dim=64, capacity=capacity, dtype="float32")
+    return CacheSpec(
+        batch=3, q_heads=8, kv_heads=2, head_dim=64, capacity=capacity, dtype="float32"
+    )

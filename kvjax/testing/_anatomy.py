@@ -32,7 +32,11 @@ def _inner_field(policy: Any) -> str | None:
     """The field that holds the policy which this one wraps; None if it wraps none."""
     if not dataclasses.is_dataclass(policy):
         return None
-    found = [f.name for f in dataclasses.fields(policy) if _has(getattr(policy, f.name), "attend", "update", "prefill")]
+    found = [
+        f.name
+        for f in dataclasses.fields(policy)
+        if _has(getattr(policy, f.name), "attend", "update", "prefill")
+    ]
     return found[0] if len(found) == 1 else None
 
 
@@ -46,7 +50,9 @@ def with_fields(policy: Any, **changes: Any) -> Any:
     """The policy with fields of its core replaced."""
     field = _inner_field(policy)
     if field is not None:
-        return dataclasses.replace(policy, **{field: with_fields(getattr(policy, field), **changes)})
+        return dataclasses.replace(
+            policy, **{field: with_fields(getattr(policy, field), **changes)}
+        )
     if not dataclasses.is_dataclass(policy) or isinstance(policy, type):
         raise DoesNotApply(
             f"{type(policy).__name__} is not a dataclass, so no copy with another {', '.join(changes)} can be made"
@@ -68,7 +74,11 @@ def has_budget(policy: Any) -> bool:
 def held_after(policy: Any, prompt: Any, received: Any) -> Any:
     """Tokens that a KV head holds, by its `budget`, after a prompt of `prompt` tokens and `received` in all."""
     inner = core(policy)
-    return inner.held_after(prompt, received) if hasattr(inner, "held_after") else np.minimum(received, inner.budget)
+    return (
+        inner.held_after(prompt, received)
+        if hasattr(inner, "held_after")
+        else np.minimum(received, inner.budget)
+    )
 
 
 def selects(policy: Any) -> bool:
@@ -158,7 +168,11 @@ def has_zones(state: Any) -> bool:
 def memory_of_steps(state: Any) -> Any:
     """The leaves of a state outside of its core: its memory between steps besides the tokens."""
     inner = core_state(state)
-    outside = {} if inner is state else {k: v for k, v in parts(state).items() if not _within(v, inner)}
+    outside = (
+        {}
+        if inner is state
+        else {k: v for k, v in parts(state).items() if not _within(v, inner)}
+    )
     return jax.tree.leaves(outside)
 
 
@@ -190,10 +204,16 @@ def map_slots(state: Any, change: Callable[[Any, np.ndarray, np.ndarray], np.nda
 
     def walk(tree: Any, zone: Any, units: bool) -> Any:
         def one(path: Any, leaf: Array) -> Array:
-            if leaf.ndim < 3 or (leaf.shape[2] != zone.slots and not units) or without_slots(path):
+            if (
+                leaf.ndim < 3
+                or (leaf.shape[2] != zone.slots and not units)
+                or without_slots(path)
+            ):
                 return leaf
             count = np.asarray(zone.count, np.int64) * leaf.shape[2] // zone.slots
-            used = (np.arange(leaf.shape[2]) < count[:, None]).reshape(len(count), 1, -1, *(1,) * (leaf.ndim - 3))
+            used = (np.arange(leaf.shape[2]) < count[:, None]).reshape(
+                len(count), 1, -1, *(1,) * (leaf.ndim - 3)
+            )
             return jax.device_put(change(path, np.asarray(leaf), used), leaf.sharding)
 
         return jax.tree_util.tree_map_with_path(one, tree)

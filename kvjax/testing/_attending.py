@@ -60,7 +60,10 @@ def budget_of_all_is_dense_attention(policy: Policy, spec: CacheSpec) -> None:
         cache, _ = fill(new_cache(policy, spec), tokens, lengths)
         out, cache, info = step(cache, tokens, lengths)
         for b, n in enumerate(lengths):
-            want = dense(tokens.q[b, n], *as_stored(policy, spec, tokens.k[b, : n + 1], tokens.v[b, : n + 1], n))
+            want = dense(
+                tokens.q[b, n],
+                *as_stored(policy, spec, tokens.k[b, : n + 1], tokens.v[b, : n + 1], n),
+            )
             assert_close(out[b], want, spec, f"length {n}", policy)
         assert_attended(info, lengths + 1)
         np.testing.assert_array_equal(np.asarray(cache.length), lengths + 1)
@@ -72,7 +75,11 @@ def prompt_attends_causally(policy: Policy, spec: CacheSpec) -> None:
 
     A chunk reads itself exactly, and earlier ones as they are stored.
     """
-    policy, tokens, lengths = with_room(policy, spec), random_tokens(spec, 1), ragged_lengths(policy, spec)
+    policy, tokens, lengths = (
+        with_room(policy, spec),
+        random_tokens(spec, 1),
+        ragged_lengths(policy, spec),
+    )
     _, out = fill(new_cache(policy, spec), tokens, lengths)
     for b in range(spec.batch):
         for t in {0, 1, CHUNK - 1, CHUNK, int(lengths[b]) - 1} & set(range(int(lengths[b]))):
@@ -84,14 +91,25 @@ def prompt_attends_causally(policy: Policy, spec: CacheSpec) -> None:
 
 def order_of_chunks_does_not_matter(policy: Policy, spec: CacheSpec) -> None:
     """Chunks of the history may be in any order: attention after RoPE does not depend on the order of keys."""
-    require(has_history(policy), "the policy has no history of chunks (the fields `store`, `demote` and `local`)")
-    require(not samples(policy), "keys are centred by their place in the history, so chunks cannot change places")
+    require(
+        has_history(policy),
+        "the policy has no history of chunks (the fields `store`, `demote` and `local`)",
+    )
+    require(
+        not samples(policy),
+        "keys are centred by their place in the history, so chunks cannot change places",
+    )
     tokens, lengths = random_tokens(spec, 7), np.full(spec.batch, spec.capacity - 2)
     cache, _ = fill(new_cache(policy, spec), tokens, lengths)
     st, chunk = core_state(cache.state), core(policy).demote.leave
     chunks = int(np.asarray(st.store.count).min()) // chunk
-    require(chunks >= 2, f"the capacity of {spec.capacity} has {chunks} chunks of {chunk}; give a spec with more")
-    order = np.concatenate([np.arange(chunks)[::-1], np.arange(chunks, st.store.slots // chunk)])
+    require(
+        chunks >= 2,
+        f"the capacity of {spec.capacity} has {chunks} chunks of {chunk}; give a spec with more",
+    )
+    order = np.concatenate(
+        [np.arange(chunks)[::-1], np.arange(chunks, st.store.slots // chunk)]
+    )
 
     def move(path: Any, leaf: Array) -> Array:
         if leaf.ndim < 3 or without_slots(path):
@@ -125,11 +143,18 @@ def every_token_is_in_one_zone(policy: Policy, spec: CacheSpec) -> None:
             n = int(lengths[b]) + i + 1
             # A recall of the previous step has tokens as they were stored then.
             new_mean, old_mean = (
-                np.asarray(as_stored(policy, spec, tokens.k[b, :n], tokens.v[b, :n], size)[1], np.float64).mean(axis=0)
+                np.asarray(
+                    as_stored(policy, spec, tokens.k[b, :n], tokens.v[b, :n], size)[1],
+                    np.float64,
+                ).mean(axis=0)
                 for size in (n - 1, max(n - 2, 0))
             )
             in_place = isinstance(policy, Speculative) and not policy.retrieval.store.recalls
-            fresh = np.ones(spec.kv_heads, bool) if info.fresh is None or in_place else np.asarray(info.fresh[b])
+            fresh = (
+                np.ones(spec.kv_heads, bool)
+                if info.fresh is None or in_place
+                else np.asarray(info.fresh[b])
+            )
             mean = np.where(fresh[:, None], new_mean, old_mean).repeat(spec.group, axis=0)
             assert_close(out[b], mean, spec, f"row {b} with {n} tokens", policy)
         assert_attended(info, lengths + i + 1)
@@ -157,11 +182,23 @@ def step_attends_to_the_positions_it_tells(policy: Policy, spec: CacheSpec) -> N
                 order = order[positions[index][order] >= 0]
                 mine = positions[index][order]
                 assert (np.diff(mine) > 0).all(), f"row {b}, head {head}: a position twice"
-                assert (mine <= at).all(), f"row {b}, head {head}: a position past the newest token"
-                weights = 0.0 if info.log_weights is None else np.asarray(info.log_weights)[index][order]
+                assert (mine <= at).all(), (
+                    f"row {b}, head {head}: a position past the newest token"
+                )
+                weights = (
+                    0.0
+                    if info.log_weights is None
+                    else np.asarray(info.log_weights)[index][order]
+                )
                 keys, values = (a[mine, kv : kv + 1] for a in stored)
                 want = dense(tokens.q[b, at, head : head + 1], keys, values, weights)
-                assert_close(out[b, head : head + 1], want, spec, f"row {b}, head {head}, position {at}", policy)
+                assert_close(
+                    out[b, head : head + 1],
+                    want,
+                    spec,
+                    f"row {b}, head {head}, position {at}",
+                    policy,
+                )
 
 
 def step_attends_to_what_is_held(policy: Policy, spec: CacheSpec) -> None:
@@ -177,7 +214,11 @@ def step_attends_to_what_is_held(policy: Policy, spec: CacheSpec) -> None:
         for b, k in np.ndindex(spec.batch, spec.kv_heads):
             mine = held_positions(cache)[b][k]
             heads = slice(k * spec.group, (k + 1) * spec.group)
-            q, keys, values = tokens.q[b, lengths[b] + i, heads], tokens.k[b, mine, k], tokens.v[b, mine, k]
+            q, keys, values = (
+                tokens.q[b, lengths[b] + i, heads],
+                tokens.k[b, mine, k],
+                tokens.v[b, mine, k],
+            )
             weights = np.zeros(len(mine))
             gone = sorted(set(range(int(lengths[b]) + i + 1)) - set(mine))
             if hasattr(cache.state, "compensation") and gone:

@@ -42,7 +42,10 @@ def random_tokens(spec: CacheSpec, seed: int = 0) -> Tokens:
         draws.standard_normal((spec.batch, spec.capacity, heads, spec.head_dim), np.float32)
         for draws, heads in zip(each, (spec.q_heads, spec.kv_heads, spec.kv_heads), strict=True)
     )
-    size, offset = channels.uniform(0.2, 2.0, spec.head_dim), channels.standard_normal(spec.head_dim)
+    size, offset = (
+        channels.uniform(0.2, 2.0, spec.head_dim),
+        channels.standard_normal(spec.head_dim),
+    )
     return Tokens(*(a.astype(spec.dtype) for a in (q, k * size + offset, v)))
 
 
@@ -51,7 +54,9 @@ prefill_chunk = jax.jit(attention, static_argnames=("window", "scale", "first_ch
 _step = jax.jit(attention_info, static_argnames=("window", "scale", "first_chunk", "flush"))
 
 
-def fill(cache: LayerCache, tokens: Tokens, lengths: Any, start: Any = 0) -> tuple[LayerCache, np.ndarray]:
+def fill(
+    cache: LayerCache, tokens: Tokens, lengths: Any, start: Any = 0
+) -> tuple[LayerCache, np.ndarray]:
     """Prefills each row from position `start` up to `lengths`; returns the cache and the outputs [B, S, N, D].
 
     Rows may start at different positions; each call gives every row its own next tokens.
@@ -61,7 +66,9 @@ def fill(cache: LayerCache, tokens: Tokens, lengths: Any, start: Any = 0) -> tup
     outputs = np.zeros(tokens.q.shape, np.float32)
     while (done < lengths).any():
         count = np.clip(lengths - done, 0, CHUNK)
-        out, cache = prefill_chunk(cache, *tokens.at(done[:, None] + np.arange(CHUNK)), lengths=count)
+        out, cache = prefill_chunk(
+            cache, *tokens.at(done[:, None] + np.arange(CHUNK)), lengths=count
+        )
         for b, row in enumerate(np.asarray(out, np.float32)):
             outputs[b, done[b] : done[b] + count[b]] = row[: count[b]]
         done = done + count
@@ -69,7 +76,12 @@ def fill(cache: LayerCache, tokens: Tokens, lengths: Any, start: Any = 0) -> tup
 
 
 def step(
-    cache: LayerCache, tokens: Tokens, position: Any, active: Any = None, *, window: int | None = None
+    cache: LayerCache,
+    tokens: Tokens,
+    position: Any,
+    active: Any = None,
+    *,
+    window: int | None = None,
 ) -> tuple[np.ndarray, LayerCache, Info]:
     """One decode step, each row at its own position: (out f32[B, N, D], cache, info)."""
     position = np.asarray(position)
@@ -88,9 +100,13 @@ def attending_to_all(policy: Policy, spec: CacheSpec) -> Policy:
     budget = spec.capacity + always + unit
     changes: dict[str, Any] = {"budget": budget}
     store: Any = getattr(inner, "store", None)
-    if hasattr(store, "require_room") and hasattr(store, "tokens"):  # it holds the selection of a step
+    if hasattr(store, "require_room") and hasattr(
+        store, "tokens"
+    ):  # it holds the selection of a step
         page = getattr(store, "page", 1)
-        changes["store"] = dataclasses.replace(store, tokens=max(store.tokens, spec.group * -(-budget // page) * page))
+        changes["store"] = dataclasses.replace(
+            store, tokens=max(store.tokens, spec.group * -(-budget // page) * page)
+        )
     return with_fields(policy, **changes)
 
 

@@ -96,19 +96,26 @@ def as_stored(
         chunks = [[position for chunk in chunks for position in chunk]]
     for chunk in chunks:
         heads_first = (np.swapaxes(a[chunk], 0, 1)[None] for a in (k, v))
-        k[chunk], v[chunk] = (np.swapaxes(np.asarray(a)[0], 0, 1) for a in _decode(store, *heads_first))
+        k[chunk], v[chunk] = (
+            np.swapaxes(np.asarray(a)[0], 0, 1) for a in _decode(store, *heads_first)
+        )
     return k, v
 
 
-def require_read_as_stored(cache: LayerCache, stored: Sequence[Any], exact: Sequence[Any]) -> None:
+def require_read_as_stored(
+    cache: LayerCache, stored: Sequence[Any], exact: Sequence[Any]
+) -> None:
     """Requires that a step reads tokens as they are stored now: as `exact`, or without a memory between steps."""
     require(
-        all(np.array_equal(a, b) for a, b in zip(stored, exact, strict=True)) or not memory_of_steps(cache.state),
+        all(np.array_equal(a, b) for a, b in zip(stored, exact, strict=True))
+        or not memory_of_steps(cache.state),
         "the store rounds keys and values, and a step may read them as they were at the step before",
     )
 
 
-def assert_close(got: np.ndarray, want: np.ndarray, spec: CacheSpec, what: str, policy: Any = None) -> None:
+def assert_close(
+    got: np.ndarray, want: np.ndarray, spec: CacheSpec, what: str, policy: Any = None
+) -> None:
     """`policy`, if one of the two was rounded as its store does by another program: see `tolerance`."""
     assert np.isfinite(got).all(), f"{what}: not finite"
     error, allowed = float(np.max(np.abs(got - want), initial=0.0)), tolerance(spec, policy)
@@ -117,11 +124,19 @@ def assert_close(got: np.ndarray, want: np.ndarray, spec: CacheSpec, what: str, 
 
 def assert_same(got: Any, want: Any, what: str) -> None:
     """Raises AssertionError unless two trees are equal to the bit."""
-    pairs = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree_util.tree_leaves_with_path(want), strict=True)
+    pairs = zip(
+        jax.tree_util.tree_leaves_with_path(got),
+        jax.tree_util.tree_leaves_with_path(want),
+        strict=True,
+    )
     for (path, a), (path_wanted, b) in pairs:
         assert path == path_wanted, f"{what}: {path} is not {path_wanted}"
-        equal = np.array_equal(np.asarray(a), np.asarray(b), equal_nan=jnp.issubdtype(a.dtype, jnp.floating))
-        assert equal, f"{what}{jax.tree_util.keystr(path)} {_difference(np.asarray(a), np.asarray(b))}"
+        equal = np.array_equal(
+            np.asarray(a), np.asarray(b), equal_nan=jnp.issubdtype(a.dtype, jnp.floating)
+        )
+        assert equal, (
+            f"{what}{jax.tree_util.keystr(path)} {_difference(np.asarray(a), np.asarray(b))}"
+        )
 
 
 def _difference(got: np.ndarray, want: np.ndarray) -> str:
@@ -137,7 +152,9 @@ def _difference(got: np.ndarray, want: np.ndarray) -> str:
 def assert_attended(info: Info, want: np.ndarray) -> None:
     """Every head of a row attended to `want` i[B] tokens; the mean over a group's selections is rounded."""
     got = np.asarray(info.attended)
-    assert np.allclose(got, want[:, None], rtol=1e-6, atol=0), f"attended to {got.tolist()}, not {want.tolist()}"
+    assert np.allclose(got, want[:, None], rtol=1e-6, atol=0), (
+        f"attended to {got.tolist()}, not {want.tolist()}"
+    )
 
 
 def held_positions(cache: LayerCache) -> list[list[list[int]]]:
@@ -145,7 +162,11 @@ def held_positions(cache: LayerCache) -> list[list[list[int]]]:
     st = core_state(cache.state)
     position = np.asarray(st.position)
     counts = getattr(st, "head_counts", None)  # by head, where heads hold different numbers
-    counts = np.asarray(st.tokens.count)[:, None].repeat(position.shape[1], axis=1) if counts is None else counts
+    counts = (
+        np.asarray(st.tokens.count)[:, None].repeat(position.shape[1], axis=1)
+        if counts is None
+        else counts
+    )
     return [
         [head[:count].tolist() for head, count in zip(row, heads, strict=True)]
         for row, heads in zip(position, np.asarray(counts), strict=True)
@@ -168,21 +189,29 @@ def valid_part(cache: LayerCache) -> list[Any]:
             if leaf.shape[:3] != order.shape:
                 return leaf
             index = order.reshape(*order.shape, *(1,) * (leaf.ndim - 3))
-            return jax.device_put(np.take_along_axis(np.asarray(leaf), index, axis=2), leaf.sharding)
+            return jax.device_put(
+                np.take_along_axis(np.asarray(leaf), index, axis=2), leaf.sharding
+            )
 
         st = jax.tree.map(sort, st)
     valid = map_slots(st, lambda _, leaf, used: np.where(used, leaf, np.zeros_like(leaf)))
-    return [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(valid) if not of_copies(path)]
+    return [
+        leaf for path, leaf in jax.tree_util.tree_leaves_with_path(valid) if not of_copies(path)
+    ]
 
 
-def assert_same_contents(got: LayerCache, want: LayerCache, spec: CacheSpec, what: str, row: int | None = None) -> None:
+def assert_same_contents(
+    got: LayerCache, want: LayerCache, spec: CacheSpec, what: str, row: int | None = None
+) -> None:
     """Two caches hold the same, in one row or in all: equal to the bit in every used slot.
 
     A state without zones is compared only by the outputs of two steps.
     """
     if has_zones(want.state):
         one = slice(None) if row is None else row
-        found, wanted = ([np.asarray(a)[one] for a in valid_part(cache)] for cache in (got, want))
+        found, wanted = (
+            [np.asarray(a)[one] for a in valid_part(cache)] for cache in (got, want)
+        )
         assert_same(found, wanted, what)
         return
     tokens = random_tokens(spec, 99)
@@ -196,7 +225,8 @@ def assert_same_contents(got: LayerCache, want: LayerCache, spec: CacheSpec, wha
 def poison(cache: LayerCache) -> Any:
     """The state with every slot past count spoiled: floats are NaN, but values 1e4, and codes are all ones."""
     require(
-        has_zones(cache.state), "the state has no zone: no field with `count` and `slots` says which slots are used"
+        has_zones(cache.state),
+        "the state has no zone: no field with `count` and `slots` says which slots are used",
     )
 
     def spoil(path: Any, leaf: np.ndarray, used: np.ndarray) -> np.ndarray:

@@ -19,7 +19,9 @@ from kvjax.testing._expect import as_stored, require_read_as_stored, tolerance
 
 STEPS = 3
 
-Inputs = tuple[tuple[Array, ...], ...]  # queries, keys and values of a first chunk, a later chunk, and steps [STEPS, B]
+Inputs = tuple[
+    tuple[Array, ...], ...
+]  # queries, keys and values of a first chunk, a later chunk, and steps [STEPS, B]
 
 
 def gradients_are_those_of_attention(policy: Policy, spec: CacheSpec) -> None:
@@ -41,13 +43,22 @@ def gradients_are_those_of_attention(policy: Policy, spec: CacheSpec) -> None:
             raise
         by = "q"
         grads, _ = _gradients(dense, spec, inputs, lengths, weights, by)
-    _compare(grads, _wanted(policy, spec, inputs, lengths, weights), spec, "with a budget of all")
+    _compare(
+        grads, _wanted(policy, spec, inputs, lengths, weights), spec, "with a budget of all"
+    )
     if selects(policy):
         grads, positions = _gradients(policy, spec, inputs, lengths, weights, by)
         if positions is None:
-            assert all(np.isfinite(a).all() for a in jax.tree.leaves(grads)), "with a small budget: not finite"
+            assert all(np.isfinite(a).all() for a in jax.tree.leaves(grads)), (
+                "with a small budget: not finite"
+            )
             return
-        _compare(grads, _wanted(policy, spec, inputs, lengths, weights, positions), spec, "with a small budget")
+        _compare(
+            grads,
+            _wanted(policy, spec, inputs, lengths, weights, positions),
+            spec,
+            "with a small budget",
+        )
 
 
 def _inputs(tokens: Tokens, lengths: np.ndarray) -> Inputs:
@@ -55,7 +66,8 @@ def _inputs(tokens: Tokens, lengths: np.ndarray) -> Inputs:
     chunks = [tokens.at(n[:, None] + np.arange(CHUNK)) for n in (0 * first, first)]
     steps = [tokens.at((first + lengths + i)[:, None]) for i in range(STEPS)]
     return tuple(
-        tuple(jnp.asarray(a) for a in part) for part in (*chunks, (np.stack(a) for a in zip(*steps, strict=True)))
+        tuple(jnp.asarray(a) for a in part)
+        for part in (*chunks, (np.stack(a) for a in zip(*steps, strict=True)))
     )
 
 
@@ -63,11 +75,19 @@ def _weights(spec: CacheSpec) -> list[Array]:
     """Cotangents of the outputs of the two chunks and of the steps."""
     shapes = [(spec.batch, CHUNK), (spec.batch, CHUNK), (STEPS, spec.batch, 1)]
     keys = jax.random.split(jax.random.key(21), 3)
-    return [jax.random.normal(k, (*s, spec.q_heads, spec.head_dim)) for k, s in zip(keys, shapes, strict=True)]
+    return [
+        jax.random.normal(k, (*s, spec.q_heads, spec.head_dim))
+        for k, s in zip(keys, shapes, strict=True)
+    ]
 
 
 def _gradients(
-    policy: Policy, spec: CacheSpec, inputs: Inputs, lengths: np.ndarray, weights: list[np.ndarray], by: str
+    policy: Policy,
+    spec: CacheSpec,
+    inputs: Inputs,
+    lengths: np.ndarray,
+    weights: list[np.ndarray],
+    by: str,
 ) -> tuple[Inputs, np.ndarray | None]:
     """Gradients of the weighted outputs by the inputs named in `by`, and positions [STEPS, B, K, H, M] that steps read.
 
@@ -77,7 +97,9 @@ def _gradients(
     real = (jnp.arange(CHUNK)[None] < lengths[:, None])[..., None, None]
 
     def loss(varied: Inputs, cache: LayerCache) -> tuple[Array, Any]:
-        first, later, steps = ((*mine, *fixed[len(by) :]) for mine, fixed in zip(varied, inputs, strict=True))
+        first, later, steps = (
+            (*mine, *fixed[len(by) :]) for mine, fixed in zip(varied, inputs, strict=True)
+        )
         out_first, filled = attention(cache, *first)
         out_later, filled = attention(filled, *later, lengths=lengths)
 
@@ -87,7 +109,9 @@ def _gradients(
 
         _, (out_steps, positions) = lax.scan(step, filled, steps)
         outs = (out_first, jnp.where(real, out_later, 0), out_steps)
-        sums = [jnp.sum(w * o.astype(jnp.float32)) for w, o in zip(cotangents, outs, strict=True)]
+        sums = [
+            jnp.sum(w * o.astype(jnp.float32)) for w, o in zip(cotangents, outs, strict=True)
+        ]
         return jnp.sum(jnp.stack(sums)), positions
 
     grads, positions = jax.jit(jax.grad(loss, has_aux=True))(
@@ -120,9 +144,14 @@ def _wanted(
         dq, dk, dv = (np.zeros_like(a) for a in (q, k, v))
         # A chunk reads itself exactly, and earlier tokens as they are stored; so does a step.
         before = [0, CHUNK, *range(CHUNK + n, CHUNK + n + STEPS)]
-        stored = [as_stored(policy, spec, k.astype(spec.dtype), v.astype(spec.dtype), length) for length in before]
+        stored = [
+            as_stored(policy, spec, k.astype(spec.dtype), v.astype(spec.dtype), length)
+            for length in before
+        ]
         read = [stored[part + (at[0] if part == 2 else 0)] for part, at in places]
-        require_read_as_stored(new_cache(policy, spec), stored[-1], (k.astype(spec.dtype), v.astype(spec.dtype)))
+        require_read_as_stored(
+            new_cache(policy, spec), stored[-1], (k.astype(spec.dtype), v.astype(spec.dtype))
+        )
         for t, head in np.ndindex(len(places), spec.q_heads):
             kv = head // spec.group
             seen = np.arange(t + 1)
@@ -145,10 +174,14 @@ def _wanted(
 
 
 def _compare(got: Inputs, want: list[list[np.ndarray]], spec: CacheSpec, when: str) -> None:
-    for part, mine, wanted in zip(("first chunk", "later chunk", "steps"), got, want, strict=True):
+    for part, mine, wanted in zip(
+        ("first chunk", "later chunk", "steps"), got, want, strict=True
+    ):
         for name, grad, exact in zip("qkv", mine, wanted, strict=False):
             ours = np.asarray(grad, np.float64)
-            assert np.isfinite(ours).all(), f"{when}: the gradient by {name} of the {part} is not finite"
+            assert np.isfinite(ours).all(), (
+                f"{when}: the gradient by {name} of the {part} is not finite"
+            )
             error, size = np.abs(ours - exact).max(), np.abs(exact).max()
             allowed = 20 * tolerance(spec) * max(size, 1.0)
             assert error <= allowed, (

@@ -15,7 +15,15 @@ from kvjax.cache.flushing import flush
 from kvjax.policies import Policy
 from kvjax.spec import CacheSpec
 from kvjax.testing._anatomy import core, has_history, require, sink
-from kvjax.testing._drive import CHUNK, Tokens, fill, new_cache, prefill_chunk, ragged_lengths, random_tokens
+from kvjax.testing._drive import (
+    CHUNK,
+    Tokens,
+    fill,
+    new_cache,
+    prefill_chunk,
+    ragged_lengths,
+    random_tokens,
+)
 from kvjax.testing._expect import assert_same
 
 CALLS = (
@@ -64,7 +72,9 @@ def row_ignores_calls_of_other_rows(policy: Policy, spec: CacheSpec) -> None:
     require(spec.batch > 1, "a cache of one row has no neighbours")
     tokens, first = random_tokens(spec, 28), np.arange(spec.batch) == 0
 
-    def outputs(start: np.ndarray, between: Callable[[Rows], None], beside: str) -> list[np.ndarray]:
+    def outputs(
+        start: np.ndarray, between: Callable[[Rows], None], beside: str
+    ) -> list[np.ndarray]:
         cache, _ = fill(new_cache(policy, spec), tokens, start)
         rows, outs = Rows(cache, tokens, start), []
         for kind, count in CALLS:
@@ -73,14 +83,20 @@ def row_ignores_calls_of_other_rows(policy: Policy, spec: CacheSpec) -> None:
             between(rows)
         return outs
 
-    alone = outputs(np.where(first, _lengths(policy, spec, "none"), 0), lambda rows: None, "none")
+    alone = outputs(
+        np.where(first, _lengths(policy, spec, "none"), 0), lambda rows: None, "none"
+    )
     for verb, between in _between(policy, spec, tokens, ~first).items():
         found = outputs(_lengths(policy, spec, verb), between, verb)
         for (kind, _), out, want in zip(CALLS, found, alone, strict=True):
-            assert_same(out, want, f"{verb} of a neighbour changes the next {kind} of a row: its output")
+            assert_same(
+                out, want, f"{verb} of a neighbour changes the next {kind} of a row: its output"
+            )
 
 
-def _between(policy: Policy, spec: CacheSpec, tokens: Tokens, others: np.ndarray) -> dict[str, Callable[[Rows], None]]:
+def _between(
+    policy: Policy, spec: CacheSpec, tokens: Tokens, others: np.ndarray
+) -> dict[str, Callable[[Rows], None]]:
     """By verb, what the rows `others` bool[B] do between two calls of the first row."""
     before = CHUNK // 2
     one = Tokens(*(a[:1] for a in (tokens.q, tokens.k, tokens.v)))
@@ -117,7 +133,9 @@ def _between(policy: Policy, spec: CacheSpec, tokens: Tokens, others: np.ndarray
 
 def _shortens(policy: Policy, spec: CacheSpec) -> bool:
     try:
-        jax.eval_shape(truncate, jax.eval_shape(new_cache, policy, spec), np.zeros(spec.batch, np.int32))
+        jax.eval_shape(
+            truncate, jax.eval_shape(new_cache, policy, spec), np.zeros(spec.batch, np.int32)
+        )
     except ValueError:
         return False
     return True

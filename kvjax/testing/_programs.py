@@ -27,7 +27,9 @@ def one_trace_serves_all_steps(policy: Policy, spec: CacheSpec) -> None:
     tokens, traces = random_tokens(spec, 15), []
 
     @partial(jax.jit, donate_argnums=0)
-    def run(cache: LayerCache, q: Array, k: Array, v: Array, active: Array) -> tuple[Array, LayerCache | None]:
+    def run(
+        cache: LayerCache, q: Array, k: Array, v: Array, active: Array
+    ) -> tuple[Array, LayerCache | None]:
         traces.append(1)
         return attention(cache, q, k, v, active=active)
 
@@ -48,22 +50,38 @@ def step_is_in_place(policy: Policy, spec: CacheSpec) -> None:
     """
     for batch in (1, spec.batch):
         large = dataclasses.replace(
-            spec, batch=batch, capacity=max(32768, spec.capacity), head_dim=max(128, spec.head_dim), dtype=jnp.float32
+            spec,
+            batch=batch,
+            capacity=max(32768, spec.capacity),
+            head_dim=max(128, spec.head_dim),
+            dtype=jnp.float32,
         )
         cache = shapes(partial(init_layer, with_room(policy, large), large))
         q, k = (
-            jax.ShapeDtypeStruct((batch, 1, n, large.head_dim), large.dtype) for n in (large.q_heads, large.kv_heads)
+            jax.ShapeDtypeStruct((batch, 1, n, large.head_dim), large.dtype)
+            for n in (large.q_heads, large.kv_heads)
         )
         compiled = jax.jit(attention, donate_argnums=0).lower(cache, q, k, k).compile()
         memory: Any = compiled.memory_analysis()
-        size = sum(np.prod(a.shape, dtype=np.int64) * a.dtype.itemsize for a in jax.tree.leaves(cache))
+        size = sum(
+            np.prod(a.shape, dtype=np.int64) * a.dtype.itemsize for a in jax.tree.leaves(cache)
+        )
         aliased = memory.alias_size_in_bytes + memory.host_alias_size_in_bytes
         assert aliased >= size, f"{aliased} of {size} bytes are aliased"
-        exact = 2 * batch * large.kv_heads * large.capacity * large.head_dim * jnp.dtype(large.dtype).itemsize
+        exact = (
+            2
+            * batch
+            * large.kv_heads
+            * large.capacity
+            * large.head_dim
+            * jnp.dtype(large.dtype).itemsize
+        )
         beside = max(size, exact) if selects(policy) else size
         # cuBLAS takes a workspace of 32 MiB, whatever the sizes.
         allowed = beside // 4 + (32 * 2**20 if jax.default_backend() == "gpu" else 0)
-        assert memory.temp_size_in_bytes <= allowed, f"{memory.temp_size_in_bytes} temp bytes besides {beside} of cache"
+        assert memory.temp_size_in_bytes <= allowed, (
+            f"{memory.temp_size_in_bytes} temp bytes besides {beside} of cache"
+        )
 
 
 def structure_is_constant(policy: Policy, spec: CacheSpec) -> None:
@@ -72,12 +90,20 @@ def structure_is_constant(policy: Policy, spec: CacheSpec) -> None:
     start = init_layer(policy, spec)
     prompt, _ = fill(start, tokens, np.full(spec.batch, CHUNK))
     _, stepped, _ = step(prompt, tokens, np.full(spec.batch, CHUNK))
-    for name, after in (("prefill", prompt), ("update and attend", stepped), ("flush", flush(stepped))):
+    for name, after in (
+        ("prefill", prompt),
+        ("update and attend", stepped),
+        ("flush", flush(stepped)),
+    ):
         chex.assert_trees_all_equal_shapes_and_dtypes(after, start)
         assert _memory(after) == _memory(start), f"{name} moved arrays to another memory"
-    assert all(a.shape[0] == spec.batch for a in jax.tree.leaves(start)), "a leaf whose first axis is not the batch"
+    assert all(a.shape[0] == spec.batch for a in jax.tree.leaves(start)), (
+        "a leaf whose first axis is not the batch"
+    )
     buffers = [a.unsafe_buffer_pointer() for a in jax.tree.leaves(start) if a.nbytes]
-    assert len(buffers) == len(set(buffers)), "init shares a buffer between fields, which donation refuses"
+    assert len(buffers) == len(set(buffers)), (
+        "init shares a buffer between fields, which donation refuses"
+    )
 
 
 def policy_is_a_value(policy: Policy, spec: CacheSpec) -> None:
@@ -86,14 +112,20 @@ def policy_is_a_value(policy: Policy, spec: CacheSpec) -> None:
     assert other == policy, "an unchanged copy does not equal the policy"
     assert hash(other) == hash(policy), "equal policies have different hashes"
     assert repr(other) == repr(policy), "equal policies print differently"
-    arrays = [n for n, v in vars(policy).items() if any(isinstance(x, jax.Array) for x in jax.tree.leaves(v))]
+    arrays = [
+        n
+        for n, v in vars(policy).items()
+        if any(isinstance(x, jax.Array) for x in jax.tree.leaves(v))
+    ]
     assert not arrays, f"the policy holds arrays, {', '.join(arrays)}; they belong in its state"
     inner = core(policy)
     fields: Any = dataclasses.fields(inner) if dataclasses.is_dataclass(inner) else ()
     if has_budget(policy) and any(field.name == "budget" for field in fields):
         unit = getattr(getattr(inner, "selector", None), "unit", 1)
         larger: Policy = with_fields(policy, budget=inner.budget + unit)
-        assert larger != policy, "a copy with a larger budget equals the policy, so jit would run its program"
+        assert larger != policy, (
+            "a copy with a larger budget equals the policy, so jit would run its program"
+        )
 
 
 def _memory(tree: Any) -> list[Any]:

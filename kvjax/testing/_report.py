@@ -16,7 +16,9 @@ class Row:
     law: str
     outcome: Outcome
     reason: str = ""  # why it failed or does not apply; empty if it held
-    error: Exception | None = field(default=None, repr=False, compare=False)  # with its traceback, if it failed
+    error: Exception | None = field(
+        default=None, repr=False, compare=False
+    )  # with its traceback, if it failed
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,9 @@ class Report:
         for row in self.rows:
             if row.law == law:
                 return row
-        raise KeyError(f"the report has no law {law!r}; it has {', '.join(row.law for row in self.rows)}")
+        raise KeyError(
+            f"the report has no law {law!r}; it has {', '.join(row.law for row in self.rows)}"
+        )
 
     def laws(self, outcome: Outcome) -> tuple[str, ...]:
         """Names of the laws with this outcome."""
@@ -56,7 +60,9 @@ class Report:
             raise AssertionError(lines) from failures[0].error
 
     def __repr__(self) -> str:
-        counts = ", ".join(f"{len(self.laws(o))} {o}" for o in ("held", "failed", "does not apply"))
+        counts = ", ".join(
+            f"{len(self.laws(o))} {o}" for o in ("held", "failed", "does not apply")
+        )
         lines = [f"{self.policy!r}", f"on {self.spec!r}: {counts}"]
         for row in self.rows:
             reason = row.reason.split("\n")[0]

@@ -42,18 +42,28 @@ def selected_slots_are_valid_and_unique(policy: Policy, spec: CacheSpec) -> None
         _, cache, info = step(cache, tokens, lengths + i)
         stored = lengths + i + 1
         if not selects(policy) and not samples(policy):
-            assert info.selection is None, "a policy that reads all of its tokens reports a selection"
-            if hasattr(inner, "head_bounds"):  # heads hold different numbers, `budget` on average
-                info = info._replace(attended=np.asarray(info.attended).mean(axis=1, keepdims=True))
+            assert info.selection is None, (
+                "a policy that reads all of its tokens reports a selection"
+            )
+            if hasattr(
+                inner, "head_bounds"
+            ):  # heads hold different numbers, `budget` on average
+                info = info._replace(
+                    attended=np.asarray(info.attended).mean(axis=1, keepdims=True)
+                )
             bounded = has_budget(policy) and (evicts(policy) or not ranks(policy))
             assert_attended(info, held_after(policy, lengths, stored) if bounded else stored)
             continue
         room = np.full(stored.shape, inner.budget)
-        if has_history(policy):  # a local window whose oldest tokens leave in chunks is not always full
+        if has_history(
+            policy
+        ):  # a local window whose oldest tokens leave in chunks is not always full
             block = np.asarray(core_state(cache.state).recent.count)
             missing = np.maximum(inner.local - block, 0)
             room = np.where(stored > sink(policy) + inner.local, room - missing, room)
-        limit = np.where(stored >= getattr(inner, "dense_below", 0), np.minimum(stored, room), stored)
+        limit = np.where(
+            stored >= getattr(inner, "dense_below", 0), np.minimum(stored, room), stored
+        )
         if selects(policy) and inner.selector.unit == 1:
             assert_attended(info, limit)
         assert (np.asarray(info.attended) <= limit[:, None] + 0.01).all(), info.attended
@@ -65,13 +75,18 @@ def recall_grows_with_budget(policy: Policy, spec: CacheSpec) -> None:
     """A larger budget selects all that a smaller one selects, so the softmax mass of the selection does not fall."""
     require(selects(policy), "the policy selects nothing (no `selector` with a `budget`)")
     inner = core(policy)
-    require(has_history(policy) and hasattr(inner, "select"), "the policy has no `select` over a history of chunks")
+    require(
+        has_history(policy) and hasattr(inner, "select"),
+        "the policy has no `select` over a history of chunks",
+    )
     tokens, lengths = random_tokens(spec, 9), ragged_lengths(policy, spec)
     cache, _ = fill(new_cache(policy, spec), tokens, lengths)
     state = core_state(cache.state)
     q = group_queries(jnp.asarray(tokens.at(lengths[:, None])[0][:, 0]), spec.kv_heads)
     stored = state.store.slots
-    keys = np.zeros((spec.batch, spec.kv_heads, stored + state.recent.slots, spec.head_dim), np.float32)
+    keys = np.zeros(
+        (spec.batch, spec.kv_heads, stored + state.recent.slots, spec.head_dim), np.float32
+    )
     for b, n in enumerate(lengths):
         chunks, recent = zones(policy, spec, n)
         history = [position for chunk in chunks for position in chunk]
@@ -80,9 +95,13 @@ def recall_grows_with_budget(policy: Policy, spec: CacheSpec) -> None:
 
     @partial(jax.jit, static_argnums=1)
     def selection_and_mass(st: Any, wider: Any, keys: Array) -> tuple[Selection, Array]:
-        logits = jnp.einsum("bkgd,bksd->bkgs", q.astype(jnp.float32), keys) * spec.head_dim**-0.5
+        logits = (
+            jnp.einsum("bkgd,bksd->bkgs", q.astype(jnp.float32), keys) * spec.head_dim**-0.5
+        )
         valid = [jnp.arange(b.slots)[None] < b.count[:, None] for b in (st.store, st.recent)]
-        selection = unpack(wider.select(st, q, Step(q.shape[-1] ** -0.5), in_order=st.store.slots))
+        selection = unpack(
+            wider.select(st, q, Step(q.shape[-1] ** -0.5), in_order=st.store.slots)
+        )
         return selection, mass_recall(selection, logits, jnp.concatenate(valid, axis=1))
 
     base = sink(policy) + inner.local + getattr(inner, "beside", 0)
@@ -93,7 +112,9 @@ def recall_grows_with_budget(policy: Policy, spec: CacheSpec) -> None:
         selection, mass = selection_and_mass(state, wider, keys)
         mass = np.asarray(mass)
         members = slots_of(selection)
-        assert before is None or (mass >= before - 1e-6).all(), f"mass fell at budget {base + more}"
+        assert before is None or (mass >= before - 1e-6).all(), (
+            f"mass fell at budget {base + more}"
+        )
         kept = selected is None or all(a <= b for a, b in zip(selected, members, strict=True))
         assert kept, "a larger budget dropped a selected slot"
         before, selected = mass, members

@@ -36,19 +36,31 @@ def decode_equals_single_steps(policy: Policy, spec: CacheSpec) -> None:
     for call in range(2):
         count = (np.array([STEPS, 3, 0])[np.arange(spec.batch) % 3] + call) % (STEPS + 1)
         count = np.minimum(count, spec.capacity - 1 - lengths)
-        out, together, info = _decode(together, *tokens.at(lengths[:, None] + np.arange(STEPS)), lengths=count)
+        out, together, info = _decode(
+            together, *tokens.at(lengths[:, None] + np.arange(STEPS)), lengths=count
+        )
         for t in range(STEPS):
             active = t < count
             want, single, seen = step(single, tokens, lengths + np.minimum(t, count), active)
-            assert_close(np.asarray(out, np.float32)[active, t], want[active], spec, f"step {t}")
-            assert_same(np.asarray(info.attended)[t, active], np.asarray(seen.attended)[active], f"attended, step {t}")
+            assert_close(
+                np.asarray(out, np.float32)[active, t], want[active], spec, f"step {t}"
+            )
+            assert_same(
+                np.asarray(info.attended)[t, active],
+                np.asarray(seen.attended)[active],
+                f"attended, step {t}",
+            )
             if seen.positions is not None:
-                got, wanted = (np.sort(np.asarray(a)[active]) for a in (info.positions[t], seen.positions))
+                got, wanted = (
+                    np.sort(np.asarray(a)[active]) for a in (info.positions[t], seen.positions)
+                )
                 assert_same(got, wanted, f"positions read, step {t}")
         lengths = lengths + count
         # A step also flushes full blocks of rows that take no token, so single steps may flush where a call need not.
         assert_same_contents(_flush(together), _flush(single), spec, f"state after call {call}")
-        assert (np.asarray(together.length) == lengths).all(), "the length is not that of the steps"
+        assert (np.asarray(together.length) == lengths).all(), (
+            "the length is not that of the steps"
+        )
 
 
 def three_calls_equal_a_step(policy: Policy, spec: CacheSpec) -> None:
@@ -66,7 +78,9 @@ def three_calls_equal_a_step(policy: Policy, spec: CacheSpec) -> None:
         if info.selection is not None:
             selection = _select(by_hand, q)
             if info.fresh is None:
-                assert slots_of(selection) == slots_of(info.selection), f"step {i}: select names other slots"
+                assert slots_of(selection) == slots_of(info.selection), (
+                    f"step {i}: select names other slots"
+                )
         else:
             try:
                 jax.eval_shape(select, by_hand, q)
@@ -81,7 +95,10 @@ def three_calls_equal_a_step(policy: Policy, spec: CacheSpec) -> None:
 
 def rollback_forgets_what_came_after(policy: Policy, spec: CacheSpec) -> None:
     """After tokens are taken back, the cache is as if they had never come; other tokens cannot be taken back."""
-    require(policy.reversible, "the policy takes no tokens back (no `rollback`, `earliest` and `free`)")
+    require(
+        policy.reversible,
+        "the policy takes no tokens back (no `rollback`, `earliest` and `free`)",
+    )
     tokens, other = random_tokens(spec, 24), random_tokens(spec, 25)
     lengths = _before_a_flush(policy, spec, 3)
     start, _ = fill(new_cache(policy, spec), tokens, lengths)
@@ -99,13 +116,17 @@ def rollback_forgets_what_came_after(policy: Policy, spec: CacheSpec) -> None:
 
     earliest = np.asarray(policy.earliest(start.state))
     first, _ = fill(new_cache(policy, spec), tokens, earliest)
-    assert_same_contents(_rollback(start, earliest), first, spec, "state at the earliest length")
+    assert_same_contents(
+        _rollback(start, earliest), first, spec, "state at the earliest length"
+    )
     for wrong in (earliest - 1, lengths + 1):
         try:
             rollback(start, wrong)
         except ValueError:
             continue
-        raise AssertionError(f"rollback to {wrong.tolist()} of {lengths.tolist()} tokens was not refused")
+        raise AssertionError(
+            f"rollback to {wrong.tolist()} of {lengths.tolist()} tokens was not refused"
+        )
 
 
 def truncate_gives_the_shorter_prompt(policy: Policy, spec: CacheSpec) -> None:
@@ -118,7 +139,10 @@ def truncate_gives_the_shorter_prompt(policy: Policy, spec: CacheSpec) -> None:
     except ValueError as reason:
         raise DoesNotApply(str(reason)) from None
     shares = np.array([0.0, 0.4, 1.0, 0.7])[np.arange(spec.batch) % 4]
-    for target in ((lengths * shares).astype(np.int32), np.maximum(lengths - 1 - np.arange(spec.batch) * 9, 0)):
+    for target in (
+        (lengths * shares).astype(np.int32),
+        np.maximum(lengths - 1 - np.arange(spec.batch) * 9, 0),
+    ):
         cut = _truncate(whole, target)
         assert (np.asarray(cut.length) == target).all(), "truncate gave another length"
         shorter, _ = fill(new_cache(policy, spec), tokens, target)
@@ -132,11 +156,15 @@ def truncate_gives_the_shorter_prompt(policy: Policy, spec: CacheSpec) -> None:
             truncate(whole, wrong)
         except ValueError:
             continue
-        raise AssertionError(f"truncate to {wrong.tolist()} of {lengths.tolist()} tokens was not refused")
+        raise AssertionError(
+            f"truncate to {wrong.tolist()} of {lengths.tolist()} tokens was not refused"
+        )
 
 
 def _take(cache: LayerCache, tokens: Tokens, lengths: np.ndarray, count: np.ndarray) -> Any:
-    return _decode(cache, *tokens.at(lengths[:, None] + np.arange(STEPS)), lengths=count, flush=False)
+    return _decode(
+        cache, *tokens.at(lengths[:, None] + np.arange(STEPS)), lengths=count, flush=False
+    )
 
 
 def _before_a_flush(policy: Policy, spec: CacheSpec, tokens: int) -> np.ndarray:

@@ -41,7 +41,13 @@ from kvjax.testing._drive import (
     step,
     with_room,
 )
-from kvjax.testing._expect import assert_close, assert_same, assert_same_contents, held_positions, poison
+from kvjax.testing._expect import (
+    assert_close,
+    assert_same,
+    assert_same_contents,
+    held_positions,
+    poison,
+)
 
 
 def prefill_equals_prefill_then_updates(policy: Policy, spec: CacheSpec) -> None:
@@ -57,9 +63,15 @@ def prefill_equals_prefill_then_updates(policy: Policy, spec: CacheSpec) -> None
     for i in range(int((last - first).max())):
         _, steps, _ = step(steps, tokens, first + i)
     steps = flush(steps)
-    for name in ("evidence",) * ranks(policy) + ("memory", "stays"):  # which tell prompts from steps
+    for name in ("evidence",) * ranks(policy) + (
+        "memory",
+        "stays",
+    ):  # which tell prompts from steps
         if hasattr(whole.state, name):
-            whole, steps = (dataclasses.replace(c, state=with_part(c.state, name, None)) for c in (whole, steps))
+            whole, steps = (
+                dataclasses.replace(c, state=with_part(c.state, name, None))
+                for c in (whole, steps)
+            )
     assert_same_contents(steps, whole, spec, "state")
     assert (np.asarray(whole.length) == last).all()
 
@@ -67,7 +79,12 @@ def prefill_equals_prefill_then_updates(policy: Policy, spec: CacheSpec) -> None
 def row_ignores_other_rows(policy: Policy, spec: CacheSpec) -> None:
     """The last row is the same to the bit, whatever the other rows hold and however long they are."""
     tokens, other = random_tokens(spec, 3), random_tokens(spec, 4)
-    mixed = Tokens(*(np.concatenate([b[:-1], a[-1:]]) for a, b in zip(_arrays(tokens), _arrays(other), strict=True)))
+    mixed = Tokens(
+        *(
+            np.concatenate([b[:-1], a[-1:]])
+            for a, b in zip(_arrays(tokens), _arrays(other), strict=True)
+        )
+    )
     lengths = ragged_lengths(policy, spec)
     others = np.concatenate([lengths[:-1] // 3, lengths[-1:]])
     results = []
@@ -75,7 +92,9 @@ def row_ignores_other_rows(policy: Policy, spec: CacheSpec) -> None:
         cache, _ = fill(new_cache(policy, spec), data, n)
         outs = []
         for i in range(3):
-            out, cache, _ = step(cache, data, n + i, active=np.arange(spec.batch)[::-1] % (i + 1) == 0)
+            out, cache, _ = step(
+                cache, data, n + i, active=np.arange(spec.batch)[::-1] % (i + 1) == 0
+            )
             outs.append(out[-1])
         results.append((outs, cache))
     (outs, cache), (outs_mixed, cache_mixed) = results
@@ -106,7 +125,9 @@ def slots_past_count_do_not_matter(policy: Policy, spec: CacheSpec) -> None:
         out_poisoned, poisoned, info_poisoned = step(poisoned, tokens, lengths + i)
         why = "once unused slots hold NaN keys and scales and values of 1e4 (keep_valid zeroes values)"
         assert_same(out_poisoned, out, f"{why}: the output of a step")
-        assert_same(info_poisoned.attended, info.attended, f"{why}: the tokens that a step attended")
+        assert_same(
+            info_poisoned.attended, info.attended, f"{why}: the tokens that a step attended"
+        )
 
 
 def inactive_rows_store_nothing(policy: Policy, spec: CacheSpec) -> None:
@@ -115,9 +136,13 @@ def inactive_rows_store_nothing(policy: Policy, spec: CacheSpec) -> None:
     cache, _ = fill(new_cache(policy, spec), tokens, lengths)
     _, after, _ = step(cache, tokens, lengths, active=np.zeros(spec.batch, bool))
     assert_same_contents(after, cache, spec, "after a step")
-    assert_same(memory_of_steps(after.state), memory_of_steps(cache.state), "what a step remembers")
+    assert_same(
+        memory_of_steps(after.state), memory_of_steps(cache.state), "what a step remembers"
+    )
     _, after = prefill_chunk(
-        cache, *tokens.at(np.arange(CHUNK)[None].repeat(spec.batch, 0)), lengths=np.zeros(spec.batch, np.int32)
+        cache,
+        *tokens.at(np.arange(CHUNK)[None].repeat(spec.batch, 0)),
+        lengths=np.zeros(spec.batch, np.int32),
     )
     assert_same_contents(after, cache, spec, "after a prompt")
 
@@ -132,7 +157,12 @@ def insert_replaces_one_row(policy: Policy, spec: CacheSpec) -> None:
     prefix, _ = fill(new_cache(policy, one), alone, [n])
     cache, _ = fill(new_cache(policy, spec), tokens, lengths)
     joined = insert(cache, prefix, row)
-    mixed = Tokens(*(np.concatenate([a[:row], b]) for a, b in zip(_arrays(tokens), _arrays(alone), strict=True)))
+    mixed = Tokens(
+        *(
+            np.concatenate([a[:row], b])
+            for a, b in zip(_arrays(tokens), _arrays(alone), strict=True)
+        )
+    )
     at = np.concatenate([lengths[:row], [n]])
     out, _, _ = step(joined, mixed, at)
     assert_close(out[row:], step(prefix, alone, [n])[0], spec, "inserted row")
@@ -145,7 +175,9 @@ def taken_rows_continue_as_they_were(policy: Policy, spec: CacheSpec) -> None:
     cache, _ = fill(new_cache(policy, spec), tokens, lengths)
     rows = np.array([spec.batch - 1, spec.batch - 1, *range(spec.batch)])[: spec.batch]
     taken, moved = take_rows(cache, rows), Tokens(*(a[rows] for a in _arrays(tokens)))
-    assert (np.asarray(taken.length) == lengths[rows]).all(), "the lengths are not those of the rows"
+    assert (np.asarray(taken.length) == lengths[rows]).all(), (
+        "the lengths are not those of the rows"
+    )
     for i in range(2):
         out, cache, _ = step(cache, tokens, lengths + i)
         out_moved, taken, _ = step(taken, moved, lengths[rows] + i)
@@ -166,7 +198,9 @@ def full_cache_drops_and_says_so(policy: Policy, spec: CacheSpec) -> None:
             break
     else:
         raise AssertionError("no overflow, although more tokens came than the capacity")
-    after, before = (dataclasses.replace(c, state=_without_flag(c.state)) for c in (cache, before))
+    after, before = (
+        dataclasses.replace(c, state=_without_flag(c.state)) for c in (cache, before)
+    )
     assert_same_contents(after, before, spec, "what was stored")
     try:
         raise_on_overflow(cache)
@@ -197,18 +231,28 @@ def budget_bounds_what_is_held(policy: Policy, spec: CacheSpec) -> None:
             mine, count = positions[b][k], received[b]
             fewest, most = getattr(inner, "head_bounds", (held[b], held[b]))
             assert len(set(mine)) == len(mine), f"row {b} head {k} holds {sorted(mine)}"
-            assert min(count, fewest) <= len(mine) <= min(count, most), f"row {b} head {k} holds {sorted(mine)}"
+            assert min(count, fewest) <= len(mine) <= min(count, most), (
+                f"row {b} head {k} holds {sorted(mine)}"
+            )
             assert count - 1 in mine, f"row {b} head {k} lost its newest token"
             first = getattr(inner.evictor, "sink", 0)
-            assert set(range(min(first, count))) <= set(mine), f"row {b} head {k} lost a token of its sink"
+            assert set(range(min(first, count))) <= set(mine), (
+                f"row {b} head {k} lost a token of its sink"
+            )
             for stored, given in ((st.tokens.k, tokens.k), (st.tokens.v, tokens.v)):
                 want = given[b, np.array(mine) % spec.capacity, k]
                 assert_same(np.asarray(stored)[b, k, : len(mine)], want, f"row {b} head {k}")
     np.testing.assert_array_equal(np.asarray(cache.length), received)
     raise_on_overflow(cache)
     sizes = [
-        sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(jax.eval_shape(partial(policy.init, larger))))
-        for larger in (dataclasses.replace(spec, capacity=n * max(spec.capacity, inner.budget)) for n in (1, 1000))
+        sum(
+            a.size * a.dtype.itemsize
+            for a in jax.tree.leaves(jax.eval_shape(partial(policy.init, larger)))
+        )
+        for larger in (
+            dataclasses.replace(spec, capacity=n * max(spec.capacity, inner.budget))
+            for n in (1, 1000)
+        )
     ]
     assert sizes[0] == sizes[1], f"{sizes} bytes at capacities 1 to 1000"
 
@@ -223,7 +267,9 @@ def checkpoint_restores_to_the_bit(policy: Policy, spec: CacheSpec) -> None:
         path = Path(folder) / "cache"
         saver.save(path, cache.state)
         saver.wait_until_finished()
-        restored = saver.restore(path, jax.tree.map(ocp.utils.to_shape_dtype_struct, cache.state))
+        restored = saver.restore(
+            path, jax.tree.map(ocp.utils.to_shape_dtype_struct, cache.state)
+        )
     chex.assert_trees_all_equal_shapes_and_dtypes(restored, cache.state)
     assert_same(restored, cache.state, "restored state")
 
@@ -234,7 +280,10 @@ def _arrays(tokens: Tokens) -> tuple[np.ndarray, ...]:
 
 def _without_flag(state: Any) -> Any:
     inner = core_state(state)
-    for flag in ("overflow", "dropped"):  # a state whose class has a property `overflow` needs another name
+    for flag in (
+        "overflow",
+        "dropped",
+    ):  # a state whose class has a property `overflow` needs another name
         if flag in parts(inner):
             return replace_core(state, with_part(inner, flag, jnp.zeros_like(inner.overflow)))
     return state

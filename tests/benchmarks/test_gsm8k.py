@@ -9,7 +9,10 @@ from benchmarks import gsm8k
 from benchmarks.gsm8k import Gsm8k, final_number
 from tests.checkpoint import write_checkpoint
 
-TRAIN = [{"question": f"What is {i} + 1?", "answer": f"{i}+1=<<{i}+1={i + 1}>>{i + 1}\n#### {i + 1}"} for i in range(9)]
+TRAIN = [
+    {"question": f"What is {i} + 1?", "answer": f"{i}+1=<<{i}+1={i + 1}>>{i + 1}\n#### {i + 1}"}
+    for i in range(9)
+]
 TEST = [{"question": "What is 600 + 400?", "answer": "It is 1,000.\n#### 1,000"}]
 
 
@@ -43,7 +46,10 @@ def test_the_final_number_is_compared(directory):
 
 def test_train_is_asked_for_only_if_it_is_needed(directory):
     (directory / "train.jsonl").unlink()
-    assert Gsm8k(directory, shots=0).examples(None)[0].prompt == "Question: What is 600 + 400?\nAnswer:"
+    assert (
+        Gsm8k(directory, shots=0).examples(None)[0].prompt
+        == "Question: What is 600 + 400?\nAnswer:"
+    )
     assert set(Gsm8k(directory, shots=0).key()["files"]) == {"test.jsonl"}
     for ask in (lambda task: task.examples(None), lambda task: task.key()):
         with pytest.raises(FileNotFoundError) as error:
@@ -62,7 +68,9 @@ def test_damage_is_named(directory):
         file.write('\n{"question": "What?"}\n')
     with pytest.raises(ValueError, match=r"test.jsonl, line 3, lacks 'answer'"):
         Gsm8k(directory, shots=0).examples(None)
-    (directory / "test.jsonl").write_text(json.dumps({"question": "What?", "answer": "nothing"}))
+    (directory / "test.jsonl").write_text(
+        json.dumps({"question": "What?", "answer": "nothing"})
+    )
     with pytest.raises(ValueError, match="record 1, has an answer without a number"):
         Gsm8k(directory, shots=0).examples(None)
     (directory / "test.jsonl").write_text("\n")
@@ -108,7 +116,17 @@ def test_the_first_questions_alone_are_another_task(directory):
 def test_the_command_writes_the_folder_of_an_evaluation(directory, tmp_path):
     model, out = write_checkpoint(tmp_path / "model"), tmp_path / "out"
     (tmp_path / "model").mkdir(exist_ok=True)
-    ask = [str(model), "--data", str(directory), "--shots", "0", "--max-new-tokens", "2", "--cache", "full"]
+    ask = [
+        str(model),
+        "--data",
+        str(directory),
+        "--shots",
+        "0",
+        "--max-new-tokens",
+        "2",
+        "--cache",
+        "full",
+    ]
     gsm8k.main([*ask, "--dtype", "float32", "--out", str(out)])
     assert "gsm8k" in (out / "table.md").read_text()
     assert len(list((out / "results").glob("*.json"))) == 1

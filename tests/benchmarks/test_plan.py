@@ -52,7 +52,11 @@ def parsed(monkeypatch):
 
     yield options
     folder = str(plan.ROOT / "benchmarks")
-    for name in [n for n, m in sys.modules.items() if str(getattr(m, "__file__", "")).startswith(folder + "/")]:
+    for name in [
+        n
+        for n, m in sys.modules.items()
+        if str(getattr(m, "__file__", "")).startswith(folder + "/")
+    ]:
         if not name.startswith("benchmarks"):
             del sys.modules[name]
 
@@ -65,27 +69,54 @@ def test_every_command_of_the_plan_has_options_that_its_script_knows(kind, parse
         for smoke in (False, True):
             given = vars(parsed(cell.words(PLACES, cell.smoke if smoke else "")))
             out = given.get("out")
-            assert out is None or str(out).startswith("/out"), "results must lie in the run's folder"
-            assert smoke or not cell.warms or parsed(cell.words(PLACES, plan.WARMING)).calls == 2
-            tried = not smoke or given.get("quick") is not False or cell.kind.startswith("kvjax.cli")
+            assert out is None or str(out).startswith("/out"), (
+                "results must lie in the run's folder"
+            )
+            assert (
+                smoke or not cell.warms or parsed(cell.words(PLACES, plan.WARMING)).calls == 2
+            )
+            tried = (
+                not smoke
+                or given.get("quick") is not False
+                or cell.kind.startswith("kvjax.cli")
+            )
             assert tried, "what asks for a GPU cannot be tried here"
         known = METHODS.get(cell.kind)
         if known is not None:
             script = runpy.run_path(cell.words(PLACES)[0])
-            assert set(given["methods"]) <= {*script[known], *script.get("MORE", ()), *BESIDE.get(cell.kind, ())}
+            assert set(given["methods"]) <= {
+                *script[known],
+                *script.get("MORE", ()),
+                *BESIDE.get(cell.kind, ()),
+            }
     if kind.kind == "kvjax.cli eval":
-        assert len(make_tasks([run.RULER], lengths=[4096], samples=1, text=plan.ROOT / "LICENSE")) == 10
+        assert (
+            len(make_tasks([run.RULER], lengths=[4096], samples=1, text=plan.ROOT / "LICENSE"))
+            == 10
+        )
     if kind.kind.startswith("kvjax.cli"):
         for cell in (cell for cell in CELLS if cell.kind == kind.kind):
             words = cell.command.split()
             caches = [cache for option, cache in pairwise(words) if option == "--cache"]
             for cache in caches:
-                assert make_rows([cache], budgets=None if cache.partition(":")[0] in plan.WHOLE else [1024])
+                assert make_rows(
+                    [cache], budgets=None if cache.partition(":")[0] in plan.WHOLE else [1024]
+                )
 
 
 # Where a script has its methods by name, and what it takes beside these.
-METHODS = {"decode_step.py": "METHODS", "decode_tokens.py": "METHODS", "shared.py": "METHODS", "ttft.py": "METHODS"}
-METHODS |= {"prefill.py": "POLICIES", "end_to_end.py": "METHODS", "compared.py": "METHODS", "devices.py": "METHODS"}
+METHODS = {
+    "decode_step.py": "METHODS",
+    "decode_tokens.py": "METHODS",
+    "shared.py": "METHODS",
+    "ttft.py": "METHODS",
+}
+METHODS |= {
+    "prefill.py": "POLICIES",
+    "end_to_end.py": "METHODS",
+    "compared.py": "METHODS",
+    "devices.py": "METHODS",
+}
 METHODS |= {"million.py": "METHODS"}
 BESIDE = {"ttft.py": ["floor"]}
 
@@ -122,14 +153,20 @@ def go(tmp_path, monkeypatch, capsys):
     script.write_text(SCRIPT)
 
     def cell(name, seconds=0.0, code=0, limit=30, **how):
-        return plan.Cell("steps", name, f"{script} {{out}}/{name} {seconds} {code}", "", limit, **how)
+        return plan.Cell(
+            "steps", name, f"{script} {{out}}/{name} {seconds} {code}", "", limit, **how
+        )
 
     def start(made, *options, device="a GPU, jax 1"):
         monkeypatch.setattr(run, "cells", lambda: [cell(*one[0], **one[1]) for one in made])
         monkeypatch.setattr(run, "devices", lambda: ("gpu", 1, device))
         code = run.main(["--out", str(tmp_path / "out"), *options])
         states = json.loads((tmp_path / "out" / "cells.json").read_text())["cells"]
-        return code, capsys.readouterr().out, {name.partition(": ")[2]: one["status"] for name, one in states.items()}
+        return (
+            code,
+            capsys.readouterr().out,
+            {name.partition(": ")[2]: one["status"] for name, one in states.items()},
+        )
 
     return start
 
@@ -195,7 +232,9 @@ def test_programs_are_compiled_beforehand_and_not_measured_there(go, tmp_path, m
     assert code == 0
     assert "compiled beforehand for 3 cells" in told
     assert set(states.values()) == {"ok"}
-    assert [rows(tmp_path, name) for name in "abc"] == [1, 1, 1], "what they timed together is thrown away"
+    assert [rows(tmp_path, name) for name in "abc"] == [1, 1, 1], (
+        "what they timed together is thrown away"
+    )
     assert "compiled" not in go(made, "--parallel", "3")[1], "nothing is left to be measured"
 
 
@@ -204,7 +243,9 @@ def test_what_is_not_timed_runs_side_by_side_and_first(go, tmp_path, monkeypatch
     monkeypatch.setattr(plan, "UNTIMED", (script,))
     start = time.monotonic()
     code, told, states = go(
-        [((name,), {"seconds": 3.0}) for name in "abc"] + [(("d",), {"code": 3})], "--parallel", "4"
+        [((name,), {"seconds": 3.0}) for name in "abc"] + [(("d",), {"code": 3})],
+        "--parallel",
+        "4",
     )
     assert time.monotonic() - start < 9, "one after the other they take nine seconds"
     assert code == 1
@@ -218,14 +259,21 @@ def test_processes_beside_one_another_divide_the_memory(tmp_path, monkeypatch):
         monkeypatch.setenv(name, "as the shell has it")
     given = run.options().parse_args(["--out", str(tmp_path), "--parallel", "2"])
     one, own = (plan.Cell("steps", "a", "a.py", "", 9, env) for env in ({}, {names[0]: ".15"}))
-    assert [run.environment(one, given, parallel=True)[name] for name in names] == ["0.46", "false"]
+    assert [run.environment(one, given, parallel=True)[name] for name in names] == [
+        "0.46",
+        "false",
+    ]
     assert run.environment(own, given, parallel=True)[names[0]] == ".15"
     assert {run.environment(one, given)[name] for name in names} == {"as the shell has it"}
 
 
 def test_a_cell_without_its_input_is_left_out_and_told(go, tmp_path, monkeypatch, capsys):
-    one = plan.Cell("checkpoint", "eval", "-m kvjax.cli eval {checkpoint} --data {gsm8k}", "", 9)
-    monkeypatch.setattr(run, "cells", lambda: [one, plan.Cell("devices", "full", "devices.py", "", 9)])
+    one = plan.Cell(
+        "checkpoint", "eval", "-m kvjax.cli eval {checkpoint} --data {gsm8k}", "", 9
+    )
+    monkeypatch.setattr(
+        run, "cells", lambda: [one, plan.Cell("devices", "full", "devices.py", "", 9)]
+    )
     monkeypatch.setattr(run, "devices", lambda: ("gpu", 1, "a GPU"))
     assert run.main(["--out", str(tmp_path / "out")]) == 0
     told = capsys.readouterr().out
@@ -246,5 +294,8 @@ def test_the_runner_imports_no_jax():
 @pytest.mark.parametrize("kind", KINDS, ids=lambda cell: cell.kind)
 def test_every_command_runs_with_its_smallest_sizes(kind, tmp_path):
     name = run.name_of(kind)
-    assert run.main(["--smoke", "--out", str(tmp_path), "--parts", kind.part, "--match", name]) == 0
+    assert (
+        run.main(["--smoke", "--out", str(tmp_path), "--parts", kind.part, "--match", name])
+        == 0
+    )
     assert json.loads((tmp_path / "cells.json").read_text())["cells"][name]["status"] == "ok"

@@ -21,7 +21,9 @@ def serving(monkeypatch):
 def test_busy_rate_is_that_of_the_steps(monkeypatch, serving, waits):
     """A step takes a second, whether the host waits for it when it asks for it or when it takes its tokens."""
     model = serving.random_model(serving.TINY, "float32")
-    engine = kvjax.Engine(model, serving.cache_of(model, "full", 3, 64), block=4, chunk=8, max_waiting=64)
+    engine = kvjax.Engine(
+        model, serving.cache_of(model, "full", 3, 64), block=4, chunk=8, max_waiting=64
+    )
     clock, due = [0.0], []
     loop, read, ready = engines._run_loop, engines._read_chunk, serving.jax.block_until_ready
 

@@ -18,11 +18,16 @@ from tests.checkpoint import write_checkpoint
 def layers_alike(same_as: list[int]) -> Live:
     """Layer i has the queries and keys of layer same_as[i], and values of its own; its heads swap where it is odd."""
     rng, T, S, K, G, D = np.random.default_rng(0), 4, 96, 2, 2, 8
-    q, k = rng.normal(size=(len(same_as), 1, T, K * G, D)) * 3, rng.normal(size=(len(same_as), 1, K, S, D))
+    q, k = (
+        rng.normal(size=(len(same_as), 1, T, K * G, D)) * 3,
+        rng.normal(size=(len(same_as), 1, K, S, D)),
+    )
 
     def layer(own: int) -> LiveLayer:
         v = rng.normal(size=(1, K, S, D))
-        return LiveLayer(*(jnp.asarray(a, jnp.float32) for a in (q[own], k[own], v)), D**-0.5, None)
+        return LiveLayer(
+            *(jnp.asarray(a, jnp.float32) for a in (q[own], k[own], v)), D**-0.5, None
+        )
 
     return Live(tuple(layer(own) for own in same_as), np.arange(S - T, S))
 
@@ -46,7 +51,9 @@ def test_layers_with_the_same_keys_and_queries_serve_each_other() -> None:
     assert np.isnan(found.error[2, 1])
     assert found.anchors(2) == (1, 3)
     assert found.heads((1, 3)) == {4: (1, 0)}
-    np.testing.assert_allclose(found.head_error[3, 4, (0, 1), (1, 0)], found.head_error[3, 3, (1, 0), (1, 0)], rtol=0.5)
+    np.testing.assert_allclose(
+        found.head_error[3, 4, (0, 1), (1, 0)], found.head_error[3, 3, (1, 0), (1, 0)], rtol=0.5
+    )
     assert found.least_error[3, 4] < 0.6 * found.error[3, 4]
     assert found.total_error((1, 2, 3, 4)) <= found.total_error((1, 3)) + 1e-6
 
@@ -54,10 +61,14 @@ def test_layers_with_the_same_keys_and_queries_serve_each_other() -> None:
 @pytest.mark.parametrize("count", [1, 2, 3, 6])
 def test_anchors_have_the_least_error_of_all_choices(count: int) -> None:
     rng = np.random.default_rng(count)
-    found = Sharing(1, rng.uniform(size=(7, 7)), rng.uniform(size=(7, 7)), rng.uniform(size=(7, 7, 2, 2)))
+    found = Sharing(
+        1, rng.uniform(size=(7, 7)), rng.uniform(size=(7, 7)), rng.uniform(size=(7, 7, 2, 2))
+    )
     choices = ((1, *rest) for rest in itertools.combinations(range(2, 7), count - 1))
     errors = [found.total_error(choice, best_heads=True) for choice in choices]
-    assert found.total_error(found.anchors(count), best_heads=True) == pytest.approx(min(errors))
+    assert found.total_error(found.anchors(count), best_heads=True) == pytest.approx(
+        min(errors)
+    )
     assert min(errors) <= found.total_error(found.anchors(count))
     assert found.every(3) == (1, 4)
 
@@ -77,10 +88,22 @@ def text(tmp_path):
 def test_the_command_writes_a_file_that_presets_read(model, text, tmp_path, capsys):
     cache = "fier:budget=64,group=8,chunk=8,sink=4,local=16,dense_layers=1"
     out = tmp_path / "plan.json"
-    calibrate(model, text, cache, share=2, length="96", steps=2, dtype="float32", out=out, as_json=True)
+    calibrate(
+        model,
+        text,
+        cache,
+        share=2,
+        length="96",
+        steps=2,
+        dtype="float32",
+        out=out,
+        as_json=True,
+    )
     content = json.loads(capsys.readouterr().out)
     assert json.loads(out.read_text()) == content
-    shared = presets.fier(64, group=8, chunk=8, sink=4, local=16, layers=presets.Layers(dense=1, anchors=str(out)))
+    shared = presets.fier(
+        64, group=8, chunk=8, sink=4, local=16, layers=presets.Layers(dense=1, anchors=str(out))
+    )
     assert shared.anchors == tuple(content["anchors"])
 
 
@@ -97,8 +120,12 @@ def test_the_command_writes_a_file_that_presets_read(model, text, tmp_path, caps
     ],
     ids=str,
 )
-def test_what_cannot_be_shared_is_refused_before_the_weights(model, text, tmp_path, monkeypatch, settings, error):
-    monkeypatch.setattr("kvjax.models.load", lambda *args, **given: pytest.fail("weights were read"))
+def test_what_cannot_be_shared_is_refused_before_the_weights(
+    model, text, tmp_path, monkeypatch, settings, error
+):
+    monkeypatch.setattr(
+        "kvjax.models.load", lambda *args, **given: pytest.fail("weights were read")
+    )
     if "out" in settings:
         settings = {**settings, "out": tmp_path / settings["out"]}
     how = {"text": text, "cache": "fier", "dtype": "float32", "length": "96"} | settings

@@ -14,7 +14,9 @@ from benchmarks.throughput import fill
 from kvjax import presets
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
-SPEC = kvjax.CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=256, dtype=jnp.dtype(jnp.float32))
+SPEC = kvjax.CacheSpec(
+    batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=256, dtype=jnp.dtype(jnp.float32)
+)
 
 
 @pytest.fixture
@@ -22,7 +24,11 @@ def scripts(monkeypatch):
     """Imports a benchmark as a script does, with its folder on the path."""
     monkeypatch.syspath_prepend(str(FOLDER))
     yield lambda name: __import__(name)
-    for name in [n for n, m in sys.modules.items() if str(getattr(m, "__file__", "")).startswith(str(FOLDER))]:
+    for name in [
+        n
+        for n, m in sys.modules.items()
+        if str(getattr(m, "__file__", "")).startswith(str(FOLDER))
+    ]:
         del sys.modules[name]
 
 
@@ -37,12 +43,20 @@ def new():
 
 def test_a_step_of_layers_is_repeatable_and_is_that_of_attention(scripts, new):
     decode_step = scripts("decode_step")
-    caches = fill(kvjax.init(kvjax.PerLayer((), presets.fier(32, chunk=16, group=8).rest), SPEC, layers=2), 254).layers
+    caches = fill(
+        kvjax.init(
+            kvjax.PerLayer((), presets.fier(32, chunk=16, group=8).rest), SPEC, layers=2
+        ),
+        254,
+    ).layers
     step = jax.jit(lambda cache, q, k, v: kvjax.attention(cache, q, k, v, flush=False))
     run = jax.jit(decode_step.through(decode_step.kvjax_step), donate_argnums=0)
     for held in (14, 15, 16):  # the last finds no place for its token
         assert [int(cache.state.recent.count[0]) for cache in caches] == [held] * 2
-        before, wanted = [cache.state.recent.k for cache in caches], [step(cache, *new)[0] for cache in caches]
+        before, wanted = (
+            [cache.state.recent.k for cache in caches],
+            [step(cache, *new)[0] for cache in caches],
+        )
         outs, caches = run(caches, *new)
         assert all(leaf.is_deleted() for leaf in before)
         for out, want in zip(outs, wanted, strict=True):
@@ -62,7 +76,10 @@ def test_the_way_by_hand_is_exact_attention_to_the_best(scripts, new):
         best = np.argsort(-(weights / weights.sum(axis=1, keepdims=True)).mean(axis=0))[:8]
         kept = weights[:, best] / weights[:, best].sum(axis=1, keepdims=True)
         np.testing.assert_allclose(
-            out[b, 0, 2 * head : 2 * head + 2], kept @ values[b, head][best], rtol=1e-4, atol=1e-5
+            out[b, 0, 2 * head : 2 * head + 2],
+            kept @ values[b, head][best],
+            rtol=1e-4,
+            atol=1e-5,
         )
 
 
@@ -70,7 +87,10 @@ def test_a_kernel_that_ran_once_for_several_operations_is_told(scripts, monkeypa
     module = scripts("device_time")
     found = [("kvjax_a", [2.0] * 20), ("fusion", [1.0] * 10)]
     monkeypatch.setattr(module, "kernels", lambda call, calls: found)
-    assert module.device_time(jnp.sin, 1.0, calls=10, starts=2) == (5.0, {"kvjax_a": 4.0, "fusion": 1.0})
+    assert module.device_time(jnp.sin, 1.0, calls=10, starts=2) == (
+        5.0,
+        {"kvjax_a": 4.0, "fusion": 1.0},
+    )
     found.append(("kvjax_b", [1.0] * 10))
     with pytest.raises(SystemExit, match="kvjax_b ran 1 times in a call, not 2"):
         module.device_time(jnp.sin, 1.0, calls=10, starts=2)
@@ -79,7 +99,10 @@ def test_a_kernel_that_ran_once_for_several_operations_is_told(scripts, monkeypa
 def test_the_floor_counts_what_a_step_must_read(scripts):
     layers, rate = scripts("layers"), scripts("device_time").bytes_per_us()
     spec = kvjax.CacheSpec(batch=2, q_heads=32, kv_heads=8, head_dim=128, capacity=1 << 17)
-    us = {name: layers.floor_us(p, spec, 1 << 17) for name, p in scripts("decode_step").policies(2048).items()}
+    us = {
+        name: layers.floor_us(p, spec, 1 << 17)
+        for name, p in scripts("decode_step").policies(2048).items()
+    }
     S, chosen = 1 << 17, 2048 * 512
     per_head = {
         "full": S * 512,
@@ -89,7 +112,10 @@ def test_the_floor_counts_what_a_step_must_read(scripts):
         "pariskv": S * 16 + -(-S // 10) * 96 + chosen,
         "logquant": S * (64 + 2 * 4 + 4 * 128 / 42),
     }
-    assert us == {name: pytest.approx(2 * 8 * bytes_ / rate, rel=1e-6) for name, bytes_ in per_head.items()}
+    assert us == {
+        name: pytest.approx(2 * 8 * bytes_ / rate, rel=1e-6)
+        for name, bytes_ in per_head.items()
+    }
 
 
 @pytest.mark.thorough
@@ -97,7 +123,9 @@ def test_the_floor_counts_what_a_step_must_read(scripts):
 def test_sealing_moves_a_whole_chunk(scripts, name):
     prefill = scripts("prefill")
     policy = prefill.POLICIES[name]().rest
-    spec = kvjax.CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=64, capacity=600 + policy.demote.leave)
+    spec = kvjax.CacheSpec(
+        batch=1, q_heads=4, kv_heads=2, head_dim=64, capacity=600 + policy.demote.leave
+    )
     (layer,) = fill(kvjax.init(kvjax.PerLayer((), policy), spec, layers=1), 599).layers
     held = int(layer.state.store.count[0])
     sealed, after = jax.jit(prefill.seal, static_argnums=1)(layer.state, policy)
@@ -116,7 +144,18 @@ def test_rows_of_another_run_are_kept_and_those_of_the_same_replaced(scripts, tm
 
 def test_decode_step_runs_without_a_gpu(scripts, tmp_path, capsys):
     out = tmp_path / "rows.json"
-    common = ["--lengths", "320", "--batches", "1", "--calls", "2", "--budget", "160", "--out", str(out)]
+    common = [
+        "--lengths",
+        "320",
+        "--batches",
+        "1",
+        "--calls",
+        "2",
+        "--budget",
+        "160",
+        "--out",
+        str(out),
+    ]
     scripts("decode_step").main(["--quick", *common, "--methods", "cudnn,by hand"])
     rows = json.loads(out.read_text())["rows"]
     assert [(row["method"], row["implementation"]) for row in rows] == [("by hand", "default")]
@@ -130,7 +169,10 @@ def test_full_attention_by_cudnn_is_that_of_full(scripts, new):
     """Through XLA, as there is no cuDNN here."""
     q, k, v = new
     policy, lengths = scripts("end_to_end").FullByCudnn("xla"), jnp.array([9, 5])
-    prompt = [jax.random.normal(jax.random.key(9 + i), (2, 9, heads, 16)) for i, heads in enumerate((4, 2, 2))]
+    prompt = [
+        jax.random.normal(jax.random.key(9 + i), (2, 9, heads, 16))
+        for i, heads in enumerate((4, 2, 2))
+    ]
 
     def run(policy):
         cache = kvjax.init_layer(policy, SPEC)
@@ -139,7 +181,9 @@ def test_full_attention_by_cudnn_is_that_of_full(scripts, new):
         more, cache = kvjax.attention(cache, *prompt)  # a second chunk
         return out, more, cache.length
 
-    for got, want in zip(jax.jit(lambda: run(policy))(), jax.jit(lambda: run(kvjax.Full()))(), strict=True):
+    for got, want in zip(
+        jax.jit(lambda: run(policy))(), jax.jit(lambda: run(kvjax.Full()))(), strict=True
+    ):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
@@ -147,7 +191,19 @@ def test_full_attention_by_cudnn_is_that_of_full(scripts, new):
 def test_end_to_end_runs_without_a_gpu(scripts, tmp_path):
     out = tmp_path / "rows.json"
     scripts("end_to_end").main(
-        ["--quick", "--lengths", "300", "--batches", "2", "--steps", "8", "--budget", "288", "--out", str(out)]
+        [
+            "--quick",
+            "--lengths",
+            "300",
+            "--batches",
+            "2",
+            "--steps",
+            "8",
+            "--budget",
+            "288",
+            "--out",
+            str(out),
+        ]
     )
     rows = json.loads(out.read_text())["rows"]
     assert [row["cache"] for row in rows] == list(scripts("end_to_end").METHODS)
@@ -160,14 +216,43 @@ def test_end_to_end_runs_without_a_gpu(scripts, tmp_path):
 def test_all_methods_run_without_a_gpu(scripts, tmp_path):
     out = tmp_path / "rows.json"
     scripts("decode_step").main(
-        ["--quick", "--lengths", "512", "--batches", "2", "--calls", "2", "--budget", "160", "--out", str(out)]
+        [
+            "--quick",
+            "--lengths",
+            "512",
+            "--batches",
+            "2",
+            "--calls",
+            "2",
+            "--budget",
+            "160",
+            "--out",
+            str(out),
+        ]
     )
-    assert len(json.loads(out.read_text())["rows"]) == 12  # 5 methods in 2 implementations, full, and by hand
+    assert (
+        len(json.loads(out.read_text())["rows"]) == 12
+    )  # 5 methods in 2 implementations, full, and by hand
     scripts("prefill").main(
-        ["--quick", "--lengths", "512", "--calls", "2", "--out", str(out.with_name("prefill.json"))]
+        [
+            "--quick",
+            "--lengths",
+            "512",
+            "--calls",
+            "2",
+            "--out",
+            str(out.with_name("prefill.json")),
+        ]
     )
     rows = json.loads(out.with_name("prefill.json").read_text())["rows"]
-    assert [row["method"] for row in rows] == ["full", "fier", "quest", "pariskv", "logquant", "kivi"]
+    assert [row["method"] for row in rows] == [
+        "full",
+        "fier",
+        "quest",
+        "pariskv",
+        "logquant",
+        "kivi",
+    ]
     assert [row["chunk"] for row in rows] == [0, 256, 16, 256, 42, 128]
     assert all(row["seal_us"] > 0 for row in rows[1:])
 
@@ -176,7 +261,19 @@ def test_all_methods_run_without_a_gpu(scripts, tmp_path):
 def test_prefill_runs_without_a_gpu(scripts, tmp_path):
     out = tmp_path / "rows.json"
     scripts("prefill").main(
-        ["--quick", "--lengths", "320", "--batches", "1", "--calls", "2", "--methods", "fier", "--out", str(out)]
+        [
+            "--quick",
+            "--lengths",
+            "320",
+            "--batches",
+            "1",
+            "--calls",
+            "2",
+            "--methods",
+            "fier",
+            "--out",
+            str(out),
+        ]
     )
     full, fier = json.loads(out.read_text())["rows"]
     assert full["added"] == full["seal_us"] == 0

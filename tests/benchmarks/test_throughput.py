@@ -15,7 +15,14 @@ from kvjax import presets
 from kvjax.models import Decoder, DecoderConfig
 
 CONFIG = DecoderConfig(
-    vocab_size=32, hidden_size=16, intermediate_size=24, layers=2, q_heads=4, kv_heads=2, head_dim=8, qk_norm=True
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=24,
+    layers=2,
+    q_heads=4,
+    kv_heads=2,
+    head_dim=8,
+    qk_norm=True,
 )
 WORKLOAD = Workload(steps=5, block=2, chunk=32)
 LENGTH, BATCH = 40, 2
@@ -31,11 +38,19 @@ def model():
 
 @pytest.fixture(scope="module")
 def full(model):
-    return throughput.time_cell(model, presets.full(), length=LENGTH, batch=BATCH, workload=WORKLOAD)
+    return throughput.time_cell(
+        model, presets.full(), length=LENGTH, batch=BATCH, workload=WORKLOAD
+    )
 
 
 def sweep(model, caches, out=None, **changes):
-    settings = {"lengths": [LENGTH], "batches": [BATCH], "about": ABOUT, "workload": WORKLOAD, "out": out} | changes
+    settings = {
+        "lengths": [LENGTH],
+        "batches": [BATCH],
+        "about": ABOUT,
+        "workload": WORKLOAD,
+        "out": out,
+    } | changes
     return throughput.sweep(model, caches, **settings)
 
 
@@ -44,13 +59,19 @@ def test_numbers_of_a_cell_agree(model, full):
     assert 0 < full["tpot_ms_min"] <= full["tpot_ms"] <= full["tpot_ms_max"] < np.inf
     assert full["tpot_ms_min"] <= full["tpot_ms_mean"] <= full["tpot_ms_max"]
     assert full["tokens_per_second"] == pytest.approx(BATCH * 1000 / full["tpot_ms"])
-    assert full["prefill_tokens_per_second"] == pytest.approx(BATCH * LENGTH / full["ttft_seconds"])
+    assert full["prefill_tokens_per_second"] == pytest.approx(
+        BATCH * LENGTH / full["ttft_seconds"]
+    )
 
 
 def test_bytes_are_those_of_the_cache_and_the_model(model, full):
-    cache = kvjax.init(presets.full(), model.spec(batch=BATCH, capacity=CAPACITY), layers=CONFIG.layers)
+    cache = kvjax.init(
+        presets.full(), model.spec(batch=BATCH, capacity=CAPACITY), layers=CONFIG.layers
+    )
     assert (full["cache_bytes_device"], full["cache_bytes_host"]) == kvjax.memory.nbytes(cache)
-    assert full["weight_bytes"] == 4 * sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    assert full["weight_bytes"] == 4 * sum(
+        x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param))
+    )
     # CPUs do not report a peak; the programs hold weights, cache and more, but no second cache beside these.
     assert full["peak_of"] == "programs"
     held = full["weight_bytes"] + full["cache_bytes_device"]
@@ -61,13 +82,17 @@ def test_the_peak_is_the_devices_own_where_the_cell_raised_it(model, monkeypatch
     peaks = iter([1000, 5000])
     monkeypatch.setattr(throughput, "_device_peak", lambda: next(peaks))
     synthetic = Workload(steps=1, block=2, synthetic=True)
-    row = throughput.time_cell(model, presets.full(), length=LENGTH, batch=BATCH, workload=synthetic)
+    row = throughput.time_cell(
+        model, presets.full(), length=LENGTH, batch=BATCH, workload=synthetic
+    )
     assert (row["peak_bytes"], row["peak_of"]) == (5000, "device")
 
 
 def test_asking_for_the_programs_memory_compiles_nothing(model, monkeypatch):
     cell = {"length": LENGTH, "batch": BATCH, "workload": WORKLOAD}
-    before = throughput.time_cell(model, presets.full(), **cell)  # a fixture's programs may be forgotten by now
+    before = throughput.time_cell(
+        model, presets.full(), **cell
+    )  # a fixture's programs may be forgotten by now
     compiled = []
     monkeypatch.setattr(
         jax.stages.Lowered,
@@ -109,7 +134,9 @@ def test_one_that_does_not_fit_is_reported_and_the_rest_goes_on(model, monkeypat
     def time_cell(model, policies, *, length, batch, workload):
         tried.append((policies, length, batch))
         if policies == FIER and batch >= 4:
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.")
+            raise jax.errors.JaxRuntimeError(
+                "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes."
+            )
         return {"tpot_ms": 1.0}
 
     monkeypatch.setattr(throughput, "time_cell", time_cell)
@@ -139,7 +166,9 @@ def test_other_errors_are_raised(model, monkeypatch):
 def test_what_is_in_the_file_is_not_measured_again(model, monkeypatch, tmp_path):
     measured = []
     monkeypatch.setattr(
-        throughput, "time_cell", lambda *a, batch, **s: measured.append(batch) or {"tpot_ms": float(len(measured))}
+        throughput,
+        "time_cell",
+        lambda *a, batch, **s: measured.append(batch) or {"tpot_ms": float(len(measured))},
     )
     out, full = tmp_path / "deep", {"full": presets.full()}
     first = sweep(model, full, out)
@@ -159,7 +188,9 @@ def test_what_is_in_the_file_is_not_measured_again(model, monkeypatch, tmp_path)
     for text in ("[]", "{}", "{"):
         for path in out.iterdir():
             path.write_text(text)
-        with pytest.raises(ValueError, match=r"is no result of kvjax .*move it away or delete it"):
+        with pytest.raises(
+            ValueError, match=r"is no result of kvjax .*move it away or delete it"
+        ):
             sweep(model, full, out)
 
 
@@ -186,11 +217,17 @@ def test_the_largest_batch_of_a_sweep(model, monkeypatch):
     with pytest.raises(NotImplementedError, match="'cpu' does not report"):
         sweep(model, {"full": presets.full()}, batches=None)
 
-    monkeypatch.setattr(throughput, "_memory_stats", lambda: {"bytes_limit": 6 * 2**20, "bytes_in_use": 2**20})
+    monkeypatch.setattr(
+        throughput, "_memory_stats", lambda: {"bytes_limit": 6 * 2**20, "bytes_in_use": 2**20}
+    )
     monkeypatch.setattr(throughput, "provenance", lambda: {"date": "today"})
     (row,) = sweep(model, {"full": presets.full()}, batches=None, lengths=[512])
     assert row["batch"] == limit // (512 * 2 * CONFIG.layers * 2 * 2 * CONFIG.head_dim * 4)
-    assert (row["steps"], row["bytes_limit"], row["status"]) == (WORKLOAD.steps, 6 * 2**20, "ok")
+    assert (row["steps"], row["bytes_limit"], row["status"]) == (
+        WORKLOAD.steps,
+        6 * 2**20,
+        "ok",
+    )
     monkeypatch.setattr(throughput, "_free_host_bytes", lambda: 2 * 2**20)
     in_host = presets.freekv(256, sink=32, local=32, layers=presets.Layers(dense=0))
     (row,) = sweep(model, {"freekv": in_host}, batches=None, lengths=[1024])
@@ -210,8 +247,12 @@ def test_a_preallocated_pool_of_host_memory_can_be_filled(monkeypatch):
 
 def test_no_batch_is_tried_whose_caches_alone_have_no_room(model, monkeypatch):
     tried = []
-    monkeypatch.setattr(throughput, "time_cell", lambda *args, batch, **how: tried.append(batch) or {})
-    monkeypatch.setattr(throughput, "_memory_stats", lambda: {"bytes_limit": 6 * 2**20, "bytes_in_use": 2**20})
+    monkeypatch.setattr(
+        throughput, "time_cell", lambda *args, batch, **how: tried.append(batch) or {}
+    )
+    monkeypatch.setattr(
+        throughput, "_memory_stats", lambda: {"bytes_limit": 6 * 2**20, "bytes_in_use": 2**20}
+    )
     monkeypatch.setattr(throughput, "provenance", lambda: {"date": "today"})
     (row,) = sweep(model, {"full": presets.full()}, batches=None, lengths=[512])
     cache = kvjax.init(presets.full(), model.spec(batch=1, capacity=512), layers=CONFIG.layers)
@@ -221,23 +262,36 @@ def test_no_batch_is_tried_whose_caches_alone_have_no_room(model, monkeypatch):
 def test_random_weights_are_those_of_a_decoder_in_kind_and_dtype(model):
     usual = nnx.state(nnx.eval_shape(lambda: Decoder(CONFIG)))
     drawn = nnx.state(model)
-    assert jax.tree.map(lambda a: (a.shape, a.dtype), drawn) == jax.tree.map(lambda a: (a.shape, a.dtype), usual)
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), drawn) == jax.tree.map(
+        lambda a: (a.shape, a.dtype), usual
+    )
     layer = model.layers[0]
     assert jnp.all(layer.mlp_norm.scale[...] == 1)
-    matrices = [model.embedding[...], *(part.kernel[...] for part in (layer.mlp.up, layer.mlp.gate, layer.attention.q))]
+    matrices = [
+        model.embedding[...],
+        *(part.kernel[...] for part in (layer.mlp.up, layer.mlp.gate, layer.attention.q)),
+    ]
     for i, matrix in enumerate(matrices):
         assert float(matrix.mean()) == pytest.approx(0, abs=0.005)
         assert float(matrix.std()) == pytest.approx(CONFIG.initializer_range, rel=0.15)
         assert not any(jnp.any(jnp.isin(matrix, other)) for other in matrices[:i])
     narrow = throughput.random_model(
-        dataclasses.replace(CONFIG, qk_norm=False, qkv_bias=True, layers=1, windows=()), "bfloat16"
+        dataclasses.replace(CONFIG, qk_norm=False, qkv_bias=True, layers=1, windows=()),
+        "bfloat16",
     )
-    assert {a.dtype for a in jax.tree.leaves(nnx.state(narrow, nnx.Param))} == {jnp.dtype(jnp.bfloat16)}
+    assert {a.dtype for a in jax.tree.leaves(nnx.state(narrow, nnx.Param))} == {
+        jnp.dtype(jnp.bfloat16)
+    }
     assert jnp.all(narrow.layers[0].attention.q.bias[...] == 0)
 
 
 def test_shapes_have_the_parameters_that_their_names_say():
-    billions = {"llama-3.1-8b": 8.03, "llama-3.1-70b": 70.55, "llama-3.2-1b": 1.24, "mistral-7b": 7.25}
+    billions = {
+        "llama-3.1-8b": 8.03,
+        "llama-3.1-70b": 70.55,
+        "llama-3.2-1b": 1.24,
+        "mistral-7b": 7.25,
+    }
     billions |= {"qwen2.5-1.5b": 1.54, "qwen2.5-7b": 7.62, "qwen3-8b": 8.19}
 
     def parameters(config, layers):
@@ -259,6 +313,11 @@ def test_a_workload_without_work_is_refused(changes):
 
 def test_a_model_without_room_is_refused_before_it_is_drawn(monkeypatch):
     monkeypatch.setattr(throughput, "_available_bytes", lambda: 2**30)
-    monkeypatch.setattr(throughput, "_drawing", lambda *args, **settings: pytest.fail("weights were drawn"))
-    with pytest.raises(MemoryError, match=r"the weights in bfloat16 would take 2.3 GiB, and 1.0 GiB are free; use a"):
+    monkeypatch.setattr(
+        throughput, "_drawing", lambda *args, **settings: pytest.fail("weights were drawn")
+    )
+    with pytest.raises(
+        MemoryError,
+        match=r"the weights in bfloat16 would take 2.3 GiB, and 1.0 GiB are free; use a",
+    ):
         throughput.random_model(throughput.SHAPES["llama-3.2-1b"])

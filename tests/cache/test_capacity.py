@@ -12,7 +12,9 @@ import pytest
 import kvjax
 from kvjax import presets
 
-SPEC = kvjax.CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=96, dtype="float32")
+SPEC = kvjax.CacheSpec(
+    batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=96, dtype="float32"
+)
 LARGER = dataclasses.replace(SPEC, capacity=224)
 SMALL: dict[str, dict[str, Any]] = {
     "fier": {"budget": 24, "chunk": 32, "dense_layers": 0},
@@ -29,7 +31,14 @@ SMALL: dict[str, dict[str, Any]] = {
     "arkvale": {"budget": 48, "page": 8, "sink": 8, "local": 8, "dense_layers": 0},
     "pqcache": {"budget": 24, "bits": 4, "learn": 16, "local": 8},
     "shadowkv": {"budget": 64, "rank": 12, "outliers": 2, "learn": 16, "local": 8},
-    "magicpig": {"budget": 48, "bits": 4, "tables": 32, "local": 8, "chunk": 16, "dense_layers": 0},
+    "magicpig": {
+        "budget": 48,
+        "bits": 4,
+        "tables": 32,
+        "local": 8,
+        "chunk": 16,
+        "dense_layers": 0,
+    },
     "pyramidkv": {"budget": 40, "layers": 1},
     "adakv": {"budget": 40, "window": 8},
     "mikv": {"budget": 40, "group": 8, "chunk": 16},
@@ -71,7 +80,11 @@ ALIKE = (
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.thorough if n in ALIKE else ()) for n in presets.REGISTRY]
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.thorough if n in ALIKE else ())
+        for n in presets.REGISTRY
+    ],
 )
 def test_grown_cache_goes_on_as_one_that_was_large_from_the_start(name: str) -> None:
     policy = presets.find(name).policies(**SMALL.get(name, {})).rest
@@ -81,7 +94,11 @@ def test_grown_cache_goes_on_as_one_that_was_large_from_the_start(name: str) -> 
     _, large = attend(large, *draw(70, 0), lengths=lengths)
     grown = kvjax.grow(small, LARGER.capacity)
     assert jax.tree.structure(grown) == jax.tree.structure(large)
-    jax.tree.map(lambda a, b: np.testing.assert_equal((a.shape, a.dtype), (b.shape, b.dtype)), grown, large)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_equal((a.shape, a.dtype), (b.shape, b.dtype)),
+        grown,
+        large,
+    )
     assert grown.nbytes == large.nbytes
     for i in range(40):  # past the first capacity, across flushes
         new = draw(1, 100 + i)
@@ -95,7 +112,8 @@ def test_grow_serves_whole_models_and_refuses_to_shrink() -> None:
     cache = kvjax.init(kvjax.Full(), SPEC, layers=2)
     assert kvjax.grow(cache, 128).spec.capacity == 128
     with pytest.raises(
-        ValueError, match=r"grow\(capacity=64\) is below the cache's capacity of 96, and a cache cannot shrink"
+        ValueError,
+        match=r"grow\(capacity=64\) is below the cache's capacity of 96, and a cache cannot shrink",
     ):
         kvjax.grow(cache, 64)
     with pytest.raises(ValueError, match="grow takes a cache, got a Full"):
@@ -106,7 +124,10 @@ def test_grow_serves_whole_models_and_refuses_to_shrink() -> None:
     "policy",
     [
         presets.find("fier").policies(**SMALL["fier"]).rest,
-        pytest.param(presets.find("fier").policies(**SMALL["fier"], store="host").rest, marks=pytest.mark.thorough),
+        pytest.param(
+            presets.find("fier").policies(**SMALL["fier"], store="host").rest,
+            marks=pytest.mark.thorough,
+        ),
         presets.find("freekv").policies(**SMALL["freekv"]).rest,
     ],
     ids=["on the device", "in host memory", "a step late"],
@@ -115,12 +136,18 @@ def test_donating_a_grown_cache_leaves_the_old_one(policy: kvjax.Policy) -> None
     """Arrays that a larger capacity leaves as they are, such as the recent block, are copied as well."""
     _, cache = attend(kvjax.init_layer(policy, SPEC), *draw(70, 0))
     new = draw(1, 1)
-    out, _ = jax.jit(kvjax.attention, donate_argnums=0)(kvjax.grow(cache, LARGER.capacity), *new)
+    out, _ = jax.jit(kvjax.attention, donate_argnums=0)(
+        kvjax.grow(cache, LARGER.capacity), *new
+    )
     np.testing.assert_allclose(attend(cache, *new)[0], out, atol=2e-5)
 
 
 RECALLING = kvjax.Retrieval(
-    selector=kvjax.Fier(group=16, group_reduce="per_head"), budget=160, sink=4, local=8, demote=kvjax.Fifo(leave=16)
+    selector=kvjax.Fier(group=16, group_reduce="per_head"),
+    budget=160,
+    sink=4,
+    local=8,
+    demote=kvjax.Fifo(leave=16),
 )
 
 
@@ -130,11 +157,17 @@ RECALLING = kvjax.Retrieval(
         presets.find("freekv").policies(**SMALL["freekv"], tau=-1.0).rest,
         pytest.param(kvjax.Speculative(RECALLING, tau=-1.0), marks=pytest.mark.thorough),
         pytest.param(
-            kvjax.Speculative(dataclasses.replace(RECALLING, store=kvjax.HostOffload()), tau=-1.0),
+            kvjax.Speculative(
+                dataclasses.replace(RECALLING, store=kvjax.HostOffload()), tau=-1.0
+            ),
             marks=pytest.mark.thorough,
         ),
     ],
-    ids=["freekv", "a budget above the capacity", "a budget above the capacity, in host memory"],
+    ids=[
+        "freekv",
+        "a budget above the capacity",
+        "a budget above the capacity, in host memory",
+    ],
 )
 def test_a_recall_made_before_growing_has_the_same_tokens(policy: kvjax.Speculative) -> None:
     """Every step attends with the recall of the step before."""
@@ -149,7 +182,9 @@ def test_a_recall_made_before_growing_has_the_same_tokens(policy: kvjax.Speculat
     recalled = np.asarray(large.state.recall.selection.slots)
     assert (recalled >= large.state.zones.store.slots).any(), "the recall has no pending token"
     for window in (None, 24):
-        (got, _, read), (want, _, wanted) = (step(cache, *draw(1, 9), window=window) for cache in (grown, large))
+        (got, _, read), (want, _, wanted) = (
+            step(cache, *draw(1, 9), window=window) for cache in (grown, large)
+        )
         np.testing.assert_array_equal(np.sort(read.positions), np.sort(wanted.positions))
         np.testing.assert_allclose(got, want, atol=2e-5)
 
@@ -159,12 +194,22 @@ def test_lists_of_recalled_tokens_move_apart_where_a_larger_cache_has_room_for_m
     policy, rng = kvjax.Speculative(RECALLING), np.random.default_rng(0)
     small, large = (kvjax.init_layer(policy, spec) for spec in (SPEC, LARGER))
     recall = small.state.recall
-    recall = recall._replace(k=jax.numpy.asarray(rng.normal(size=recall.k.shape), recall.k.dtype))
-    grown = kvjax.grow(dataclasses.replace(small, state=dataclasses.replace(small.state, recall=recall)), 224)
-    H, M, more = SPEC.group, small.state.recall.selection.slots.shape[3], large.state.recall.selection.slots.shape[3]
+    recall = recall._replace(
+        k=jax.numpy.asarray(rng.normal(size=recall.k.shape), recall.k.dtype)
+    )
+    grown = kvjax.grow(
+        dataclasses.replace(small, state=dataclasses.replace(small.state, recall=recall)), 224
+    )
+    H, M, more = (
+        SPEC.group,
+        small.state.recall.selection.slots.shape[3],
+        large.state.recall.selection.slots.shape[3],
+    )
     got = np.asarray(grown.state.recall.k)
     assert got.shape == large.state.recall.k.shape
     assert more > M
     for head in range(H):
-        np.testing.assert_array_equal(got[:, :, head * more :][:, :, :M], recall.k[:, :, head * M :][:, :, :M])
+        np.testing.assert_array_equal(
+            got[:, :, head * more :][:, :, :M], recall.k[:, :, head * M :][:, :, :M]
+        )
     np.testing.assert_array_equal(got[:, :, H * more :], recall.k[:, :, H * M :])

@@ -31,9 +31,16 @@ from kvjax.cache import saving
 from kvjax.cache.saving import DamagedSaveError
 from kvjax.cache.serialize import differences, told_once
 
-SPEC = kvjax.CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=64, dtype="float32")
+SPEC = kvjax.CacheSpec(
+    batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=64, dtype="float32"
+)
 POLICY = kvjax.Retrieval(
-    selector=kvjax.Fier(group=16), budget=24, sink=0, local=8, demote=kvjax.Fifo(leave=16), dense_below=0
+    selector=kvjax.Fier(group=16),
+    budget=24,
+    sink=0,
+    local=8,
+    demote=kvjax.Fifo(leave=16),
+    dense_below=0,
 )
 
 
@@ -47,7 +54,11 @@ def filled(number: int) -> kvjax.LayerCache:
 
 
 def number_of(cache: kvjax.LayerCache) -> int:
-    found = {float(value) for leaf in jax.tree.leaves(cache) for value in np.unique(np.asarray(leaf, np.float64))}
+    found = {
+        float(value)
+        for leaf in jax.tree.leaves(cache)
+        for value in np.unique(np.asarray(leaf, np.float64))
+    }
     found -= {1.0} if len(found) > 1 else set()  # bool arrays can tell no more
     assert len(found) == 1, f"a mixture: {found}"
     return int(found.pop())
@@ -72,7 +83,10 @@ def one_sentence(error: BaseException) -> None:
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
 def test_damage_of_any_file_restores_what_was_saved_or_says_so(
-    tmp_path: Path, damage: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    damage: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kvjax.save(tmp_path / "good", filled(3))
     refusals: list[str] = []
@@ -103,14 +117,18 @@ def test_damage_of_any_file_restores_what_was_saved_or_says_so(
     assert capfd.readouterr().err.count("\n") <= 3  # no pages of a library's log
 
 
-def test_a_flipped_byte_of_each_array_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flipped_byte_of_each_array_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If any array comes back with one bit changed below the library, the save is refused and the array named."""
     cache = filled(3)
     kvjax.save(tmp_path, cache)
     for name, _ in saving._named(cache):
         real = saving.ocp.CheckpointManager.restore
 
-        def changed(self: Any, step: int, name: str = name, real: Any = real, **settings: Any) -> Any:
+        def changed(
+            self: Any, step: int, name: str = name, real: Any = real, **settings: Any
+        ) -> Any:
             found = real(self, step, **settings)
             if "arrays" in found.keys():  # noqa: SIM118
                 array = np.array(found["arrays"][name])
@@ -130,23 +148,30 @@ def spoil(step: Path) -> None:
     largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
 
 
-def test_the_last_whole_save_takes_the_place_of_a_damaged_one_and_says_so(tmp_path: Path) -> None:
+def test_the_last_whole_save_takes_the_place_of_a_damaged_one_and_says_so(
+    tmp_path: Path,
+) -> None:
     for number in range(3):
         assert kvjax.save(tmp_path, filled(number + 2), keep=3) == number
     assert saving.saved_steps(tmp_path) == [0, 1, 2]
     assert number_of(kvjax.restore(tmp_path, empty())) == 4
     assert number_of(kvjax.restore(tmp_path, empty(), step=0)) == 2
     spoil(tmp_path / "2")
-    with pytest.warns(UserWarning, match=r"save 2 in .* is damaged: .*; restored save 1 in its place"):
+    with pytest.warns(
+        UserWarning, match=r"save 2 in .* is damaged: .*; restored save 1 in its place"
+    ):
         assert number_of(kvjax.restore(tmp_path, empty())) == 3
     with pytest.raises(
-        DamagedSaveError, match=r"save 2 .* the one before is save 1: restore\(\.\.\., step=1\)$"
+        DamagedSaveError,
+        match=r"save 2 .* the one before is save 1: restore\(\.\.\., step=1\)$",
     ) as error:
         kvjax.restore(tmp_path, empty(), step=2)
     one_sentence(error.value)
     spoil(tmp_path / "0")
     spoil(tmp_path / "1")
-    with pytest.raises(DamagedSaveError, match=r"save 2 in .* is damaged.*; save the cache again$"):
+    with pytest.raises(
+        DamagedSaveError, match=r"save 2 in .* is damaged.*; save the cache again$"
+    ):
         kvjax.restore(tmp_path, empty())
     assert kvjax.save(tmp_path, filled(9)) == 3
     assert number_of(kvjax.restore(tmp_path, empty())) == 9
@@ -174,7 +199,9 @@ def test_a_stray_folder_does_no_harm(tmp_path: Path, name: str) -> None:
 # -------------------------------------------------------------------------------------------------------------- writers
 
 
-def test_a_failed_save_leaves_the_last_one_and_the_next_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_leaves_the_last_one_and_the_next_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kvjax.save(tmp_path, filled(2))
 
     def full(*args: Any, **settings: Any) -> Any:
@@ -196,7 +223,9 @@ def test_a_failed_save_leaves_the_last_one_and_the_next_works(tmp_path: Path, mo
 def disk_with_room_for(size: int) -> Iterator[None]:
     """Files grow to `size` bytes at most in the block: writes past that fail, as those on a full disk do."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))  # Python ignores the signal that comes with it
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (size, before[1])
+    )  # Python ignores the signal that comes with it
     try:
         yield
     finally:
@@ -204,12 +233,19 @@ def disk_with_room_for(size: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("room", [0, 600, 5000])
-def test_a_full_disk_is_one_sentence_and_leaves_the_last_save(tmp_path: Path, room: int) -> None:
+def test_a_full_disk_is_one_sentence_and_leaves_the_last_save(
+    tmp_path: Path, room: int
+) -> None:
     """Wherever writing ends: at the first byte, in the description, within the arrays."""
     kvjax.save(tmp_path, filled(2))
     rng = np.random.default_rng(0)
-    large = jax.tree.map(lambda leaf: jnp.asarray(rng.integers(0, 100, leaf.shape), leaf.dtype), empty())
-    with disk_with_room_for(room), pytest.raises(OSError, match=r"the save to .* failed .*; earlier saves") as error:
+    large = jax.tree.map(
+        lambda leaf: jnp.asarray(rng.integers(0, 100, leaf.shape), leaf.dtype), empty()
+    )
+    with (
+        disk_with_room_for(room),
+        pytest.raises(OSError, match=r"the save to .* failed .*; earlier saves") as error,
+    ):
         kvjax.save(tmp_path, large)
     one_sentence(error.value)
     assert sorted(os.listdir(tmp_path)) == [".kvjax-writer", "0"]  # or the disk would stay full
@@ -219,7 +255,9 @@ def test_a_full_disk_is_one_sentence_and_leaves_the_last_save(tmp_path: Path, ro
     assert saving.saved_steps(tmp_path) == [1]
 
 
-def test_an_interrupted_save_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_save_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kvjax.save(tmp_path, filled(2))
 
     def interrupt(*args: Any, **settings: Any) -> Any:
@@ -239,7 +277,9 @@ def test_an_interrupted_save_leaves_nothing_behind(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("name", [".kvjax-writer", "1.orbax-checkpoint-tmp", "0", "1", "7"])
 @pytest.mark.parametrize("kind", ["file", "folder", "nothing"])
-def test_a_link_in_place_of_a_save_or_its_lock_is_not_written_through(tmp_path: Path, name: str, kind: str) -> None:
+def test_a_link_in_place_of_a_save_or_its_lock_is_not_written_through(
+    tmp_path: Path, name: str, kind: str
+) -> None:
     outside, folder = tmp_path / "outside", tmp_path / "saves"
     folder.mkdir()
     if kind == "file":
@@ -248,10 +288,15 @@ def test_a_link_in_place_of_a_save_or_its_lock_is_not_written_through(tmp_path: 
         outside.mkdir()
         (outside / "own").write_text("precious")
     (folder / name).symlink_to(outside)
-    with pytest.raises(ValueError, match=rf"{name} is a link, and kvjax writes through none; remove it") as error:
+    with pytest.raises(
+        ValueError, match=rf"{name} is a link, and kvjax writes through none; remove it"
+    ) as error:
         kvjax.save(folder, filled(3))
     one_sentence(error.value)
-    assert not outside.exists() or (outside if kind == "file" else outside / "own").read_text() == "precious"
+    assert (
+        not outside.exists()
+        or (outside if kind == "file" else outside / "own").read_text() == "precious"
+    )
     assert kind != "folder" or os.listdir(outside) == ["own"]
     assert kind != "nothing" or not os.path.lexists(outside)
 
@@ -274,14 +319,20 @@ def test_a_save_with_a_strange_file_is_not_read(tmp_path: Path, kind: str) -> No
         os.mkfifo(place)
     else:
         place.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(DamagedSaveError, match="is a link or another kind of file, which is not read") as error:
+    with pytest.raises(
+        DamagedSaveError, match="is a link or another kind of file, which is not read"
+    ) as error:
         kvjax.restore(tmp_path, empty())
     one_sentence(error.value)
 
 
 def edit(directory: Path, change: Any) -> None:
     """Changes the description of save 0, and makes its checksum right."""
-    (file,) = (file for file in files_of(directory / "0" / "about") if "sha256_of_this" in file.read_text())
+    (file,) = (
+        file
+        for file in files_of(directory / "0" / "about")
+        if "sha256_of_this" in file.read_text()
+    )
     about = json.loads(file.read_text())
     about.pop("sha256_of_this")
     change(about)
@@ -295,15 +346,28 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-FIELDS = ("layers", "arrays", "sha256", "format", "layers.0", "layers.0.spec", "layers.0.policy")
+FIELDS = (
+    "layers",
+    "arrays",
+    "sha256",
+    "format",
+    "layers.0",
+    "layers.0.spec",
+    "layers.0.policy",
+)
 VALUES = (None, 5, -1, 1e400, "64", [], [5], {}, {"a": 5}, [[[]]], True)
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        pytest.param(*pair, marks=() if number % 4 == 0 or "capacity" in pair[0] else pytest.mark.thorough)
-        for number, pair in enumerate(itertools.product((*FIELDS, "layers.0.spec.capacity"), VALUES))
+        pytest.param(
+            *pair,
+            marks=() if number % 4 == 0 or "capacity" in pair[0] else pytest.mark.thorough,
+        )
+        for number, pair in enumerate(
+            itertools.product((*FIELDS, "layers.0.spec.capacity"), VALUES)
+        )
     ],
     ids=repr,
 )
@@ -319,7 +383,9 @@ def test_every_malformed_field_of_a_description_is_one_sentence(
         about[last] = value
 
     edit(tmp_path, change)
-    with pytest.raises(ValueError, match=r"is damaged|another kind of cache|version of kvjax") as error:
+    with pytest.raises(
+        ValueError, match=r"is damaged|another kind of cache|version of kvjax"
+    ) as error:
         kvjax.restore(tmp_path, empty())
     one_sentence(error.value)
 
@@ -374,7 +440,9 @@ PROGRAM = """
 
 def start(directory: Path, first: int) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(directory), str(first)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
+    )
 
 
 def kill_while_saving(directory: Path, seed: int, first: int) -> int:
@@ -389,14 +457,19 @@ def kill_while_saving(directory: Path, seed: int, first: int) -> int:
     return int(said.split()[-1])
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(1, 21))])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(1, 21))]
+)
 def test_a_killed_writer_leaves_its_last_save(tmp_path: Path, seed: int) -> None:
     """Of five kills a seed: a hundred in a thorough run."""
     first = 3
     for kill in range(5 if seed else 2):
         said = kill_while_saving(tmp_path, 1000 * seed + kill, first)
         found = number_of(kvjax.restore(tmp_path, empty()))
-        assert found in (small(said), small(said + 2))  # the one after may have been complete, and not told yet
+        assert found in (
+            small(said),
+            small(said + 2),
+        )  # the one after may have been complete, and not told yet
         first = said + 2 if found == small(said) else said + 4
 
 
@@ -408,7 +481,9 @@ def test_a_save_that_goes_while_the_directory_is_listed_does_no_harm(
 
     def race(*args: Any, **settings: Any) -> Any:
         found.append(1)
-        if len(found) < 3:  # as orbax does when a writer of another process has just removed an old save
+        if (
+            len(found) < 3
+        ):  # as orbax does when a writer of another process has just removed an old save
             raise NotADirectoryError(f"Path is not a directory: {tmp_path}/1")
         return listed(*args, **settings)
 
@@ -443,16 +518,25 @@ def test_two_writers_leave_no_mixture(tmp_path: Path) -> None:
 def test_a_difference_is_told_once_for_all_layers(tmp_path: Path) -> None:
     cache = kvjax.init(POLICY, SPEC, layers=4)
     kvjax.save(tmp_path, cache)
-    other = kvjax.init(dataclasses.replace(POLICY, selector=kvjax.Fier(group=8)), SPEC, layers=4)
-    with pytest.raises(ValueError, match=r"policy\.selector\.group is 16 in the save, 8 wanted \(layers 0 to 3\)$"):
+    other = kvjax.init(
+        dataclasses.replace(POLICY, selector=kvjax.Fier(group=8)), SPEC, layers=4
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"policy\.selector\.group is 16 in the save, 8 wanted \(layers 0 to 3\)$",
+    ):
         kvjax.restore(tmp_path, other)
     with pytest.raises(ValueError, match=r"layers has 4 entries in the save, 2 wanted$"):
         kvjax.restore(tmp_path, kvjax.init(POLICY, SPEC, layers=2))
     with pytest.raises(
-        ValueError, match=r"or save again: policy\.kind is Retrieval in the save, Full wanted \(layers 0 to 3\)$"
+        ValueError,
+        match=r"or save again: policy\.kind is Retrieval in the save, Full wanted \(layers 0 to 3\)$",
     ):
         kvjax.restore(tmp_path, kvjax.init(kvjax.Full(), SPEC, layers=4))
-    with pytest.raises(ValueError, match=r"has the cache of a whole model, and `like` is one of one layer; .* init$"):
+    with pytest.raises(
+        ValueError,
+        match=r"has the cache of a whole model, and `like` is one of one layer; .* init$",
+    ):
         kvjax.restore(tmp_path, empty())
 
 
@@ -460,14 +544,18 @@ def test_of_many_differences_two_are_told(tmp_path: Path) -> None:
     """A long message would hide its cause; arrays are told only if no field of a policy or spec differs."""
     kvjax.save(tmp_path, empty())
     fields = dict(budget=32, sink=8, local=16, dense_below=64, demote=kvjax.Fifo(leave=32))
-    with pytest.raises(ValueError, match=r"budget is 24 in the save, 32 wanted;.*; and \d more$") as error:
+    with pytest.raises(
+        ValueError, match=r"budget is 24 in the save, 32 wanted;.*; and \d more$"
+    ) as error:
         kvjax.restore(tmp_path, empty(dataclasses.replace(POLICY, **fields)))
     assert str(error.value).count(" wanted") == 2
     edit(tmp_path, lambda about: about["layers"][0]["spec"].update(capacity=5))
     with pytest.raises(ValueError, match=r"again: arrays\..*; and \d+ more$") as error:
         kvjax.restore(tmp_path, empty())
     assert len(str(error.value).replace(str(tmp_path), "")) < 350
-    told = told_once(differences({"a": "long " * 1000, "kind": "x" * 999}, {"a": 5, "kind": "y"}))
+    told = told_once(
+        differences({"a": "long " * 1000, "kind": "x" * 999}, {"a": 5, "kind": "y"})
+    )
     assert sum(map(len, told)) < 200
 
 
@@ -508,15 +596,36 @@ def test_a_tilde_is_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda path: kvjax.save(path, POLICY), "save takes a cache, got a Retrieval; kvjax.init makes one"),
-        (lambda path: kvjax.restore(path, POLICY), r"restore\(like=\.\.\.\) takes a cache, got a Retrieval"),
-        (lambda path: kvjax.save(path, empty(), keep=0), r"save\(keep=\.\.\.\) must be at least 1, got 0"),
-        (lambda path: kvjax.save(path, empty(), keep=1.5), r"save\(keep=\.\.\.\) must be an integer, got 1\.5"),
-        (lambda path: jax.jit(lambda c: kvjax.save(path, c))(empty()), "save got a traced cache; call it outside"),
-        (lambda path: kvjax.save(3, empty()), r"the directory of saves must be a path, got 3; give a string or a Path"),  # type: ignore[arg-type]
+        (
+            lambda path: kvjax.save(path, POLICY),
+            "save takes a cache, got a Retrieval; kvjax.init makes one",
+        ),
+        (
+            lambda path: kvjax.restore(path, POLICY),
+            r"restore\(like=\.\.\.\) takes a cache, got a Retrieval",
+        ),
+        (
+            lambda path: kvjax.save(path, empty(), keep=0),
+            r"save\(keep=\.\.\.\) must be at least 1, got 0",
+        ),
+        (
+            lambda path: kvjax.save(path, empty(), keep=1.5),
+            r"save\(keep=\.\.\.\) must be an integer, got 1\.5",
+        ),
+        (
+            lambda path: jax.jit(lambda c: kvjax.save(path, c))(empty()),
+            "save got a traced cache; call it outside",
+        ),
+        (
+            lambda path: kvjax.save(3, empty()),
+            r"the directory of saves must be a path, got 3; give a string or a Path",
+        ),  # type: ignore[arg-type]
         (lambda path: kvjax.save(empty(), path), "save takes a cache, got a PosixPath"),  # type: ignore[arg-type]
         (lambda path: kvjax.save("", empty()), "has an empty name; give one"),
-        (lambda path: kvjax.restore(path, empty(), step="x"), r"restore\(step=\.\.\.\) must be an integer, got 'x'"),
+        (
+            lambda path: kvjax.restore(path, empty(), step="x"),
+            r"restore\(step=\.\.\.\) must be an integer, got 'x'",
+        ),
     ],
 )
 def test_what_cannot_be_saved_is_said(tmp_path: Path, call: Any, message: str) -> None:

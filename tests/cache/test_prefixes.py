@@ -11,23 +11,39 @@ from kvjax.cache import prefixes
 from kvjax.numerics.sharing import Shared
 from kvjax.stores.prefixed import Prefixed
 
-SPEC = kvjax.CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=16, capacity=160, dtype="float32")
-FIER = kvjax.Retrieval(selector=kvjax.Fier(group=8), budget=24, sink=2, local=8, demote=kvjax.Fifo(leave=16))
+SPEC = kvjax.CacheSpec(
+    batch=1, q_heads=4, kv_heads=2, head_dim=16, capacity=160, dtype="float32"
+)
+FIER = kvjax.Retrieval(
+    selector=kvjax.Fier(group=8), budget=24, sink=2, local=8, demote=kvjax.Fifo(leave=16)
+)
 POLICIES = {
     "full": kvjax.Full(),
-    "kivi": kvjax.Compressed(store=kvjax.Quantized(bits=2, key_group=8), local=8, demote=kvjax.Fifo(leave=16)),
+    "kivi": kvjax.Compressed(
+        store=kvjax.Quantized(bits=2, key_group=8), local=8, demote=kvjax.Fifo(leave=16)
+    ),
     "values rounded later": kvjax.Compressed(
-        store=kvjax.Quantized(bits=2, key_group=8), local=16, demote=kvjax.Fifo(leave=16), value_window=8
+        store=kvjax.Quantized(bits=2, key_group=8),
+        local=16,
+        demote=kvjax.Fifo(leave=16),
+        value_window=8,
     ),
     "log-sparse": kvjax.Compressed(
-        store=kvjax.Quantized(bits=4, key_group=8), sink=2, local=16, demote=kvjax.LogSparse(window=16)
+        store=kvjax.Quantized(bits=4, key_group=8),
+        sink=2,
+        local=16,
+        demote=kvjax.LogSparse(window=16),
     ),
     "fier": FIER,
     "fier per head over codes": dataclasses.replace(
-        FIER, selector=kvjax.Fier(group=8, group_reduce="per_head"), store=kvjax.Quantized(bits=8, key_group=8)
+        FIER,
+        selector=kvjax.Fier(group=8, group_reduce="per_head"),
+        store=kvjax.Quantized(bits=8, key_group=8),
     ),
     "pages": dataclasses.replace(FIER, selector=kvjax.MinMaxPages(page=8), budget=34),
-    "product codes": dataclasses.replace(FIER, selector=kvjax.ProductCodes(parts=8, bits=3, learn=16)),
+    "product codes": dataclasses.replace(
+        FIER, selector=kvjax.ProductCodes(parts=8, bits=3, learn=16)
+    ),
     "pages in host memory": dataclasses.replace(
         FIER, selector=kvjax.MinMaxPages(page=8), budget=34, store=kvjax.HostOffload(page=8)
     ),
@@ -51,7 +67,9 @@ def read(policy, length, seed=0, capacity=160):
 @pytest.mark.parametrize("name", ["full", pytest.param("fier", marks=pytest.mark.thorough)])
 def test_values_of_another_size_than_keys_share_a_prefix(name):
     q, k, v = tokens(1, 77)
-    empty = kvjax.init_layer(POLICIES[name], dataclasses.replace(SPEC, capacity=160, value_dim=8))
+    empty = kvjax.init_layer(
+        POLICIES[name], dataclasses.replace(SPEC, capacity=160, value_dim=8)
+    )
     row = prefill(empty, q, k, v[..., :8])[1]
     copies, forked = kvjax.take_rows(row, [0] * 3), prefixes.fork(row, 3, new_tokens=9)
     for i in range(9):
@@ -62,7 +80,11 @@ def test_values_of_another_size_than_keys_share_a_prefix(name):
 
 
 # Like another that runs: "kivi", "pages" or "fier".
-LIKE = [("values rounded later", None), ("log-sparse", None), ("fier per head over codes", None)]
+LIKE = [
+    ("values rounded later", None),
+    ("log-sparse", None),
+    ("fier per head over codes", None),
+]
 LIKE += [("product codes", None), ("kivi", 40), ("full", 40)]
 
 
@@ -70,13 +92,21 @@ LIKE += [("product codes", None), ("kivi", 40), ("full", 40)]
     ("name", "window"),
     [
         pytest.param(name, window, marks=pytest.mark.thorough if (name, window) in LIKE else ())
-        for name, window in [*((name, None) for name in POLICIES), ("full", 40), ("kivi", 40), ("fier", 40)]
+        for name, window in [
+            *((name, None) for name in POLICIES),
+            ("full", 40),
+            ("kivi", 40),
+            ("fier", 40),
+        ]
     ],
 )
 def test_rows_of_a_fork_continue_as_copies(name, window):
     """The same selections, and outputs that differ by rounding; through flushes, a chunk and rows that pause."""
     row = read(POLICIES[name], 77)
-    copies, forked = kvjax.take_rows(prefixes.alone(row), [0] * 3), prefixes.fork(row, 3, new_tokens=60)
+    copies, forked = (
+        kvjax.take_rows(prefixes.alone(row), [0] * 3),
+        prefixes.fork(row, 3, new_tokens=60),
+    )
     assert forked.length.tolist() == [77] * 3
     q, k, v = tokens(3, 7, 5)
     settings = {"lengths": np.array([7, 3, 0]), "window": window}
@@ -97,12 +127,19 @@ def test_rows_of_a_fork_continue_as_copies(name, window):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param("full", marks=pytest.mark.thorough), pytest.param("kivi", marks=pytest.mark.thorough), "fier"]
+    "name",
+    [
+        pytest.param("full", marks=pytest.mark.thorough),
+        pytest.param("kivi", marks=pytest.mark.thorough),
+        "fier",
+    ],
 )
 def test_several_prefixes_in_one_batch(name):
     """Rows of two prefixes and one of none, seated in any order, then seated anew."""
     policy = POLICIES[name]
-    first, second, third = (prefixes.alone(read(policy, n, seed)) for n, seed in ((100, 1), (61, 2), (20, 3)))
+    first, second, third = (
+        prefixes.alone(read(policy, n, seed)) for n, seed in ((100, 1), (61, 2), (20, 3))
+    )
     cache = kvjax.init(policy, dataclasses.replace(SPEC, batch=5, capacity=96), layers=1)
     cache = prefixes.prefixed_like(cache, 96, prefixes=3, sharers=2)
     seats = [
@@ -158,7 +195,10 @@ def test_what_a_row_has_after_its_prefix_changes_no_sharer(name):
 def test_a_selection_reads_the_prefix_as_a_whole_where_that_is_less(sharers):
     """24 rows that select 14 of 64 tokens each read the prefix; 2 rows gather."""
     row = prefixes.alone(read(FIER, 77))
-    forked, copies = prefixes.fork(row, sharers, new_tokens=8), kvjax.take_rows(row, [0] * sharers)
+    forked, copies = (
+        prefixes.fork(row, sharers, new_tokens=8),
+        kvjax.take_rows(row, [0] * sharers),
+    )
     q, k, v = tokens(sharers, 1, 5)
     text = str(jax.make_jaxpr(kvjax.attention)(forked, q, k, v))
     assert (f"bool[1,2,{2 * sharers},64]" in text) == (sharers == 24)
@@ -200,10 +240,19 @@ def test_rows_of_a_fork_are_taken_rolled_back_grown_and_taken_out():
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        (kvjax.Evicting(evictor=kvjax.evictors.Sliding(sink=2), budget=24), "cannot share a prefix: it evicts"),
+        (
+            kvjax.Evicting(evictor=kvjax.evictors.Sliding(sink=2), budget=24),
+            "cannot share a prefix: it evicts",
+        ),
         (kvjax.Speculative(retrieval=FIER), "remembers its last step"),
-        (dataclasses.replace(FIER, store=kvjax.HotSet(tokens=64)), "describes a row as a whole"),
-        (dataclasses.replace(FIER, selector=kvjax.Paris(candidates=200)), "scores tokens by each other"),
+        (
+            dataclasses.replace(FIER, store=kvjax.HotSet(tokens=64)),
+            "describes a row as a whole",
+        ),
+        (
+            dataclasses.replace(FIER, selector=kvjax.Paris(candidates=200)),
+            "scores tokens by each other",
+        ),
     ],
 )
 def test_policies_whose_rows_cannot_share_a_prefix_say_so(policy, message):
@@ -213,7 +262,9 @@ def test_policies_whose_rows_cannot_share_a_prefix_say_so(policy, message):
 
 def test_fork_refuses_what_is_no_row():
     with pytest.raises(ValueError, match="one row, got 2"):
-        prefixes.fork(kvjax.init_layer(FIER, dataclasses.replace(SPEC, batch=2)), 2, new_tokens=8)
+        prefixes.fork(
+            kvjax.init_layer(FIER, dataclasses.replace(SPEC, batch=2)), 2, new_tokens=8
+        )
     uneven = dataclasses.replace(POLICIES["kivi"], store=kvjax.stores.Prefixed(tokens=20))
     with pytest.raises(ValueError, match="whole chunks of 16"):
         kvjax.init_layer(uneven, SPEC)
@@ -222,7 +273,9 @@ def test_fork_refuses_what_is_no_row():
 def test_a_row_has_no_prefix_before_it_is_seated():
     store, spec = Prefixed(tokens=16), dataclasses.replace(SPEC, batch=2)
     rng, start = np.random.default_rng(0), np.zeros(2, np.int32)
-    shared, own = (jax.numpy.asarray(rng.normal(size=(rows, 2, 16, 16)), spec.dtype) for rows in (1, 2))
+    shared, own = (
+        jax.numpy.asarray(rng.normal(size=(rows, 2, 16, 16)), spec.dtype) for rows in (1, 2)
+    )
     q = jax.numpy.asarray(rng.normal(size=(2, 2, 2, 16)), spec.dtype)
     st = store.append(store.init(spec, 16), own, own, start + 16)
     prefix = store.store.append(st.shared.value, shared, shared, start[:1] + 16)
@@ -237,11 +290,16 @@ def test_rows_that_share_a_prefix_read_it_together_in_a_step(rows, reads):
     """By the kernel of spans, 32 rows at a time; plain JAX read a prefix block by block, as a chunk under a window."""
     store = Prefixed(store=kvjax.Dense(), tokens=32)
     rng, spec = np.random.default_rng(0), dataclasses.replace(SPEC, batch=rows)
-    q, start = rng.standard_normal((rows, 2, 2, 16), np.float32), np.arange(rows, dtype=np.int32) % 9
+    q, start = (
+        rng.standard_normal((rows, 2, 2, 16), np.float32),
+        np.arange(rows, dtype=np.int32) % 9,
+    )
     st = store.init(spec, 32)
     filled = {name: rng.standard_normal((1, 2, 32, 16), np.float32) for name in ("k", "v")}
     prefix = dataclasses.replace(st.shared.value, **filled, count=np.array([20], np.int32))
-    st = dataclasses.replace(st, prefix=np.zeros(rows, np.int32), base=np.full(rows, 20), shared=Shared(prefix))
+    st = dataclasses.replace(
+        st, prefix=np.zeros(rows, np.int32), base=np.full(rows, 20), shared=Shared(prefix)
+    )
     with kvjax.ops.explained() as found:
         got = jax.jit(store.attend, static_argnames="scale")(st, q, start, scale=0.25)
     assert [one.op for one in found] == ["attend_span"] * (1 + reads)

@@ -38,14 +38,20 @@ def test_conversation_goes_on_after_a_restart_as_if_there_had_been_none(tmp_path
 
 def test_whole_cache_and_abstract_like(tmp_path: Path) -> None:
     cache = kvjax.init(kvjax.presets.fier(budget=24, group=8, chunk=32), SPEC, layers=3)
-    layers = tuple(drive.fill(layer, drive.random_tokens(SPEC), LENGTHS)[0] for layer in cache.layers)
+    layers = tuple(
+        drive.fill(layer, drive.random_tokens(SPEC), LENGTHS)[0] for layer in cache.layers
+    )
     cache = dataclasses.replace(cache, layers=layers)
     save(tmp_path, cache)
-    like = jax.eval_shape(lambda: kvjax.init(kvjax.presets.fier(budget=24, group=8, chunk=32), SPEC, layers=3))
+    like = jax.eval_shape(
+        lambda: kvjax.init(kvjax.presets.fier(budget=24, group=8, chunk=32), SPEC, layers=3)
+    )
     jax.tree.map(np.testing.assert_array_equal, restore(tmp_path, like), cache)
 
 
-def test_shapes_without_shardings_come_back_into_the_memory_that_they_were_in(tmp_path: Path) -> None:
+def test_shapes_without_shardings_come_back_into_the_memory_that_they_were_in(
+    tmp_path: Path,
+) -> None:
     policy = kvjax.Speculative(dataclasses.replace(BASE, store=kvjax.HostOffload()), tau=0.0)
     cache, tokens = filled(policy)
     save(tmp_path, cache)
@@ -90,15 +96,27 @@ def test_prefix_saved_once_serves_many_continuations(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("policy", "spec", "message"),
     [
-        (dataclasses.replace(BASE, budget=128), SPEC, r"policy.budget is 64 in the save, 128 wanted"),
+        (
+            dataclasses.replace(BASE, budget=128),
+            SPEC,
+            r"policy.budget is 64 in the save, 128 wanted",
+        ),
         (kvjax.Full(), SPEC, r"policy.kind is Retrieval in the save, Full wanted"),
         (
             dataclasses.replace(BASE, selector=kvjax.Fier(group=32)),
             SPEC,
             r"policy.selector.group is 16 in the save, 32 wanted$",
         ),
-        (BASE, dataclasses.replace(SPEC, capacity=150), r"spec.capacity is 200 in the save, 150 wanted"),
-        (BASE, dataclasses.replace(SPEC, dtype="bfloat16"), r"spec.dtype is float32 in the save, bfloat16 wanted"),
+        (
+            BASE,
+            dataclasses.replace(SPEC, capacity=150),
+            r"spec.capacity is 200 in the save, 150 wanted",
+        ),
+        (
+            BASE,
+            dataclasses.replace(SPEC, dtype="bfloat16"),
+            r"spec.dtype is float32 in the save, bfloat16 wanted",
+        ),
     ],
 )
 def test_save_of_another_kind_is_refused_with_the_difference(
@@ -109,7 +127,9 @@ def test_save_of_another_kind_is_refused_with_the_difference(
         restore(tmp_path, kvjax.init_layer(policy, spec))
 
 
-@pytest.mark.parametrize(("ours", "age"), [(saving.FORMAT + 1, "an older"), (saving.FORMAT - 1, "a newer")])
+@pytest.mark.parametrize(
+    ("ours", "age"), [(saving.FORMAT + 1, "an older"), (saving.FORMAT - 1, "a newer")]
+)
 def test_save_of_another_format_is_refused_before_anything_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ours: int, age: str
 ) -> None:
@@ -170,21 +190,40 @@ def test_restores_on_another_number_of_devices(tmp_path: Path) -> None:
             print("restored")
     """
     for count, verb in ((4, "save"), (2, "restore"), (1, "restore")):
-        env = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={count}", "JAX_PLATFORMS": "cpu"}
+        env = {
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={count}",
+            "JAX_PLATFORMS": "cpu",
+        }
         args = [sys.executable, "-c", textwrap.dedent(program), str(count), str(tmp_path), verb]
-        result = subprocess.run(args, env={"PATH": "", **env}, capture_output=True, text=True, check=False, timeout=300)
+        result = subprocess.run(
+            args,
+            env={"PATH": "", **env},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+        )
         assert result.returncode == 0, result.stderr[-2000:]
     assert "restored" in result.stdout
 
 
-def test_the_lengths_of_rotations_come_back_to_the_device_beside_a_history_on_the_host(tmp_path: Path) -> None:
-    policy = dataclasses.replace(BASE, sink=0, store=kvjax.HostOffload())  # its first array is in host memory
+def test_the_lengths_of_rotations_come_back_to_the_device_beside_a_history_on_the_host(
+    tmp_path: Path,
+) -> None:
+    policy = dataclasses.replace(
+        BASE, sink=0, store=kvjax.HostOffload()
+    )  # its first array is in host memory
 
     def cache() -> kvjax.Cache:
-        return kvjax.Cache((kvjax.init_layer(policy, SPEC),), rotated_for=jax.numpy.zeros(SPEC.batch, "int32"))
+        return kvjax.Cache(
+            (kvjax.init_layer(policy, SPEC),), rotated_for=jax.numpy.zeros(SPEC.batch, "int32")
+        )
 
     save(tmp_path, cache())
     back = restore(tmp_path, jax.eval_shape(cache))
-    kinds = [[leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree)] for tree in (back, cache())]
+    kinds = [
+        [leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree)]
+        for tree in (back, cache())
+    ]
     assert kinds[0] == kinds[1]
     assert kinds[0][0] == "pinned_host" != back.rotated_for.sharding.memory_kind

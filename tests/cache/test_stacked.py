@@ -8,10 +8,17 @@ import numpy as np
 
 import kvjax
 
-SPEC = kvjax.CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=64, dtype="float32")
+SPEC = kvjax.CacheSpec(
+    batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=64, dtype="float32"
+)
 attend, flush = jax.jit(kvjax.attention, static_argnames="flush"), jax.jit(kvjax.flush)
 POLICY = kvjax.Retrieval(
-    selector=kvjax.Fier(group=4), budget=16, sink=2, local=6, demote=kvjax.Fifo(leave=4), dense_below=0
+    selector=kvjax.Fier(group=4),
+    budget=16,
+    sink=2,
+    local=6,
+    demote=kvjax.Fifo(leave=4),
+    dense_below=0,
 )
 
 
@@ -50,9 +57,13 @@ def test_a_scan_over_stacked_layers_is_the_loop():
         out, layer = kvjax.attention(layer, q + x, k, v)
         return x + out, layer
 
-    x, after = jax.jit(lambda x, layers: jax.lax.scan(one, x, layers))(jnp.zeros_like(q), stacked)
+    x, after = jax.jit(lambda x, layers: jax.lax.scan(one, x, layers))(
+        jnp.zeros_like(q), stacked
+    )
     y = jnp.zeros_like(q)
     for layer in layers:
         y, _ = one(y, layer)
     np.testing.assert_allclose(x, y, atol=1e-5)
-    assert after.length.tolist() == [layer.length.tolist() for layer in map(lambda a: one(y, a)[1], layers)]
+    assert after.length.tolist() == [
+        layer.length.tolist() for layer in map(lambda a: one(y, a)[1], layers)
+    ]

@@ -11,7 +11,9 @@ import pytest
 
 import kvjax
 
-SPEC = kvjax.CacheSpec(batch=3, q_heads=4, kv_heads=2, head_dim=16, capacity=96, dtype="float32")
+SPEC = kvjax.CacheSpec(
+    batch=3, q_heads=4, kv_heads=2, head_dim=16, capacity=96, dtype="float32"
+)
 
 
 def tokens(count, seed=0):
@@ -38,7 +40,9 @@ HOSTED = kvjax.Retrieval(
     local=8,
     demote=kvjax.Fifo(leave=16),
 )
-KIVI = kvjax.Compressed(store=kvjax.Quantized(bits=2, key_group=8), local=8, demote=kvjax.Fifo(leave=16))
+KIVI = kvjax.Compressed(
+    store=kvjax.Quantized(bits=2, key_group=8), local=8, demote=kvjax.Fifo(leave=16)
+)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +72,9 @@ def test_a_row_taken_out_can_be_inserted_again():
     cache = kvjax.init(HOSTED, SPEC, layers=2)
     cache = dataclasses.replace(cache, layers=(filled(HOSTED),) * 2)
     moved = kvjax.insert(cache, kvjax.take_rows(cache, [1]), 2)
-    for a, b in zip(jax.tree.leaves(moved), jax.tree.leaves(kvjax.take_rows(cache, [0, 1, 1])), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(moved), jax.tree.leaves(kvjax.take_rows(cache, [0, 1, 1])), strict=True
+    ):
         np.testing.assert_array_equal(a, b)
 
 
@@ -83,7 +89,10 @@ def test_rows_that_are_traced_and_do_not_exist_are_empty(policy):
 
 def test_take_rows_serves_beams_under_jit_with_a_donated_cache():
     step = jax.jit(
-        lambda cache, parents, q, k, v: kvjax.attention(kvjax.take_rows(cache, parents), q, k, v), donate_argnums=0
+        lambda cache, parents, q, k, v: kvjax.attention(
+            kvjax.take_rows(cache, parents), q, k, v
+        ),
+        donate_argnums=0,
     )
     cache, (q, k, v) = jax.tree.map(jnp.copy, filled(kvjax.Full())), tokens(1, 9)
     parents = np.array([2, 2, 1])

@@ -46,7 +46,9 @@ def run_json(kvjax, checkpoint):
 
 
 def test_json_reports_what_a_run_did(run_json):
-    report = run_json("--prompt", TEXT, "--max-new-tokens", 20, "--cache", "fier", "--budget", 16)
+    report = run_json(
+        "--prompt", TEXT, "--max-new-tokens", 20, "--cache", "fier", "--budget", 16
+    )
     n, new = len(TEXT.encode()), len(report["token_ids"])
     assert report["prompt_tokens"] == n
     assert 1 <= new <= 20
@@ -55,9 +57,18 @@ def test_json_reports_what_a_run_did(run_json):
     assert report["cache_bytes_device"] > 2 * LAYERS * K * D * 4 * n
     assert report["cache_bytes_host"] == 0
     dense = n + (new + 1) / 2  # a step sees its own token too
-    np.testing.assert_allclose(report["attended_tokens_by_layer"], [dense, dense, 16], rtol=1e-5)
-    np.testing.assert_allclose(report["attended_tokens_per_step"], (2 * dense + 16) / 3, rtol=1e-5)
-    assert (report["cache"], report["budget"], report["backend"], report["dtype"]) == ("fier", 16, "cpu", "float32")
+    np.testing.assert_allclose(
+        report["attended_tokens_by_layer"], [dense, dense, 16], rtol=1e-5
+    )
+    np.testing.assert_allclose(
+        report["attended_tokens_per_step"], (2 * dense + 16) / 3, rtol=1e-5
+    )
+    assert (report["cache"], report["budget"], report["backend"], report["dtype"]) == (
+        "fier",
+        16,
+        "cpu",
+        "float32",
+    )
     assert {"score_1bit", "top_k"} <= set(report["implementations"])
     assert all(why.startswith("xla: ") for why in report["implementations"].values())
 
@@ -82,7 +93,9 @@ def test_operations_with_the_same_answer_share_its_words():
     assert shown == "score_1bit, top_k: xla (no GPU); attend: mosaic"
 
 
-def test_json_text_is_the_decoded_new_tokens_and_equals_the_streamed_text(run_json, kvjax, checkpoint, monkeypatch):
+def test_json_text_is_the_decoded_new_tokens_and_equals_the_streamed_text(
+    run_json, kvjax, checkpoint, monkeypatch
+):
     from transformers import AutoTokenizer
 
     args = ("--prompt", TEXT, "--max-new-tokens", 20)
@@ -93,14 +106,26 @@ def test_json_text_is_the_decoded_new_tokens_and_equals_the_streamed_text(run_js
     assert code == 0
     assert out == report["text"] + "\n"
     summary, *rows, ran = err.splitlines()
-    steps = ("start, imports", "tokenizer", "weights", "empty cache", "programs in threads", "prompt", "new tokens")
+    steps = (
+        "start, imports",
+        "tokenizer",
+        "weights",
+        "empty cache",
+        "programs in threads",
+        "prompt",
+        "new tokens",
+    )
     times = [re.match(r" *(\S+) to +(\S+) s  ", row) for row in rows]
     assert len(rows) == len(steps)
     assert all(any(word in row for row in rows) for word in steps)
     assert all(match and 0 <= float(match[1]) <= float(match[2]) for match in times)
     assert any("weights" in row and "GB/s" in row for row in rows)
-    wait = _Ahead.wait  # as with a GPU, for the programs of the prompt alone where that is a question:
-    monkeypatch.setattr(_Ahead, "wait", lambda ahead, **asked: wait(ahead, prompt_only=bool(asked)))
+    wait = (
+        _Ahead.wait
+    )  # as with a GPU, for the programs of the prompt alone where that is a question:
+    monkeypatch.setattr(
+        _Ahead, "wait", lambda ahead, **asked: wait(ahead, prompt_only=bool(asked))
+    )
     code, again, err = kvjax("generate", checkpoint, *args)
     assert (code, again) == (0, out)
     assert err.count("\n") == 1  # kernels for GPUs are no news on a CPU
@@ -110,14 +135,18 @@ def test_json_text_is_the_decoded_new_tokens_and_equals_the_streamed_text(run_js
     assert (report["cache"], report["budget"]) == ("full", None)
 
 
-def test_a_cache_without_memory_beside_the_weights_is_made_again(kvjax, checkpoint, monkeypatch):
+def test_a_cache_without_memory_beside_the_weights_is_made_again(
+    kvjax, checkpoint, monkeypatch
+):
     ask = ("generate", checkpoint, "--prompt", TEXT, "--max-new-tokens", 4)
     real, tries = _Ahead._empty, []
 
     def scarce(ahead):
         tries.append(ahead)
         if len(tries) <= fails:
-            raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 123 bytes")
+            raise RuntimeError(
+                "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 123 bytes"
+            )
         return real(ahead)
 
     monkeypatch.setattr(_Ahead, "_empty", scarce)
@@ -136,17 +165,26 @@ def test_prompt_file_drops_one_newline_at_its_end(run_json, tmp_path):
     file = tmp_path / "prompt.txt"
     file.write_text(TEXT + "\n", encoding="utf-8")
     args = ("--max-new-tokens", 5)
-    assert run_json("--prompt-file", file, *args)["token_ids"] == run_json("--prompt", TEXT, *args)["token_ids"]
+    assert (
+        run_json("--prompt-file", file, *args)["token_ids"]
+        == run_json("--prompt", TEXT, *args)["token_ids"]
+    )
 
 
-def test_a_prompt_comes_from_a_file_with_a_mark_a_pipe_or_stdin(run_json, tmp_path, monkeypatch):
+def test_a_prompt_comes_from_a_file_with_a_mark_a_pipe_or_stdin(
+    run_json, tmp_path, monkeypatch
+):
     wanted = run_json("--prompt", TEXT, "--max-new-tokens", 3)
     file = tmp_path / "marked.txt"
     file.write_bytes(b"\xef\xbb\xbf" + TEXT.encode() + b"\r\n")
     given = {"file": file, "stdin": "-", "pipe": tmp_path / "pipe"}
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(TEXT.encode() + b"\n"), encoding="latin-1"))
+    monkeypatch.setattr(
+        "sys.stdin", io.TextIOWrapper(io.BytesIO(TEXT.encode() + b"\n"), encoding="latin-1")
+    )
     os.mkfifo(given["pipe"])
-    writer = threading.Thread(target=lambda: given["pipe"].write_text(TEXT, encoding="utf-8"), daemon=True)
+    writer = threading.Thread(
+        target=lambda: given["pipe"].write_text(TEXT, encoding="utf-8"), daemon=True
+    )
     writer.start()
     for what, path in given.items():
         report = run_json("--prompt-file", path, "--max-new-tokens", 3)
@@ -166,7 +204,10 @@ def test_draws_follow_the_seed(run_json):
 
 def test_chat_wraps_the_prompt_in_the_template(run_json):
     plain = run_json("--prompt", "[user]hello[reply]", "--max-new-tokens", 4)
-    assert run_json("--prompt", "hello", "--chat", "--max-new-tokens", 4)["token_ids"] == plain["token_ids"]
+    assert (
+        run_json("--prompt", "hello", "--chat", "--max-new-tokens", 4)["token_ids"]
+        == plain["token_ids"]
+    )
 
 
 def test_new_tokens_default_to_what_the_positions_leave(run_json):
@@ -208,8 +249,12 @@ def test_a_presets_docstring_explains_each_setting_once_in_order(name):
     preset = presets.REGISTRY[name]
     told, parameters = meanings(preset), inspect.signature(preset.make).parameters
     own = entries(preset.make.__doc__, "Args")
-    assert list(own) == [name for name in parameters if name in own], "other settings, or in another order"
-    assert own.items().isdisjoint(entries(presets.__doc__, "Args").items()), "explained for all presets already"
+    assert list(own) == [name for name in parameters if name in own], (
+        "other settings, or in another order"
+    )
+    assert own.items().isdisjoint(entries(presets.__doc__, "Args").items()), (
+        "explained for all presets already"
+    )
     fields = [name for p in parameters.values() for name in field_names(p.default) or ()]
     assert list(told) == [*parameters, *fields]
     assert all(told.values())
@@ -225,7 +270,10 @@ def test_help_has_groups_with_every_command(kvjax):
 
 def test_a_shell_completes_commands_and_methods(kvjax, monkeypatch):
     monkeypatch.setenv("_KVJAX_COMPLETE", "complete_bash")
-    for words, wanted in (("kvjax meth", ["methods"]), ("kvjax generate --cache stre", ["streaming_llm"])):
+    for words, wanted in (
+        ("kvjax meth", ["methods"]),
+        ("kvjax generate --cache stre", ["streaming_llm"]),
+    ):
         monkeypatch.setenv("COMP_WORDS", words)
         monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
         code, out, _ = kvjax()
@@ -242,8 +290,23 @@ def test_help_names_the_commands(kvjax):
 
 def test_the_command_runs_alone_and_writes_nothing_but_its_answer(checkpoint):
     env = {k: v for k, v in os.environ.items() if not k.startswith(("TRANSFORMERS", "TF_CPP"))}
-    command = [sys.executable, "-m", "kvjax.cli", "generate", checkpoint, "--prompt", "abc", "--json"]
-    done = subprocess.run([*command, "--max-new-tokens", "2"], capture_output=True, text=True, env=env, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "kvjax.cli",
+        "generate",
+        checkpoint,
+        "--prompt",
+        "abc",
+        "--json",
+    ]
+    done = subprocess.run(
+        [*command, "--max-new-tokens", "2"],
+        capture_output=True,
+        text=True,
+        env=env,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert len(json.loads(done.stdout)["token_ids"]) <= 2
@@ -253,19 +316,29 @@ def test_the_command_runs_alone_and_writes_nothing_but_its_answer(checkpoint):
 # empty one.
 WORK = [
     ("generate --prompt abc --max-new-tokens 2", {"text", "token_ids", "cache_bytes_device"}),
-    ("compare --prompt abc --cache full --cache streaming_llm:budget=64 --max-new-tokens 2", {"cache", "text", "same"}),
+    (
+        "compare --prompt abc --cache full --cache streaming_llm:budget=64 --max-new-tokens 2",
+        {"cache", "text", "same"},
+    ),
     ("methods quest", {"name", "keeps", "settings"}),
-    ("eval --task pass_key:depths=1 --length 300 --samples 1 --cache full --out OUT", {"results", "model"}),
+    (
+        "eval --task pass_key:depths=1 --length 300 --samples 1 --cache full --out OUT",
+        {"results", "model"},
+    ),
     ("perplexity --text FILES/long --length 40 --steps 2 --cache full", {"rows", "model"}),
     ("heads --length 16 --repeats 2", {"kv_heads", "layers"}),
 ]
 
 
 @pytest.mark.parametrize(("line", "keys"), WORK, ids=[line.split()[0] for line, _ in WORK])
-def test_every_command_has_progress_a_table_and_json(kvjax, checkpoint, files, monkeypatch, tmp_path, line, keys):
+def test_every_command_has_progress_a_table_and_json(
+    kvjax, checkpoint, files, monkeypatch, tmp_path, line, keys
+):
     counted = []
     monkeypatch.setattr(Progress, "update", lambda self, task, **given: counted.append(given))
-    command, *args = (word.replace("FILES", str(files)).replace("OUT", str(tmp_path)) for word in line.split())
+    command, *args = (
+        word.replace("FILES", str(files)).replace("OUT", str(tmp_path)) for word in line.split()
+    )
     if command != "methods":
         args.append(checkpoint)
     code, shown, err = kvjax(command, *args)
@@ -276,7 +349,9 @@ def test_every_command_has_progress_a_table_and_json(kvjax, checkpoint, files, m
     code, out, err = kvjax(command, *args, "--json")
     assert code == 0, err
     if command != "methods":
-        assert any(one["total"] and one["completed"] <= one["total"] for one in counted), "how much is done of how much"
+        assert any(one["total"] and one["completed"] <= one["total"] for one in counted), (
+            "how much is done of how much"
+        )
     for text in out.splitlines():
         found = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
         assert keys <= set(found), set(found)
@@ -330,42 +405,84 @@ def assert_one_line(result, message, code=2):
         ),
         (("--example",), "7914 prompt + 5 new tokens do not fit in the model's 512 positions"),
         (("--prompt", ""), "the prompt is empty"),
-        (("--prompt-file", "/nowhere/p.txt"), "--prompt-file /nowhere/p.txt: there is no such file"),
+        (
+            ("--prompt-file", "/nowhere/p.txt"),
+            "--prompt-file /nowhere/p.txt: there is no such file",
+        ),
         (("--prompt", "a", "--cache", "fire"), "unknown cache 'fire'; did you mean 'fier'?"),
         (
             ("--prompt", "a", "--cache", "fier:grup=16"),
             "'grup=16' is not a setting of fier; write NAME=VALUE, of budget, gr",
         ),
         (("--prompt", "a", "--cache", "fier:group"), "'group' is not a setting of fier"),
-        (("--prompt", "a", "--cache", "fier:group=x"), "Fier(group=...) must be an integer, got 'x'"),
-        (("--prompt", "a", "--budget", 64), "the cache 'full' has no budget; leave it out, or use one of fier"),
-        (("--prompt", "a", "--cache", "fier", "--budget", 0), "budget=...) must be at least 1, got 0"),
+        (
+            ("--prompt", "a", "--cache", "fier:group=x"),
+            "Fier(group=...) must be an integer, got 'x'",
+        ),
+        (
+            ("--prompt", "a", "--budget", 64),
+            "the cache 'full' has no budget; leave it out, or use one of fier",
+        ),
+        (
+            ("--prompt", "a", "--cache", "fier", "--budget", 0),
+            "budget=...) must be at least 1, got 0",
+        ),
         (("--prompt", "a", "--cache", "fier", "--budget", -5), "must be at least 1, got -5"),
-        (("--prompt", "a", "--temperature", "nan"), "temperature must be a finite number of at least 0, got nan"),
-        (("--prompt", "a", "--top-p", 0.9), "top_p=0.9 filters draws, but without a temperature nothing is drawn"),
+        (
+            ("--prompt", "a", "--temperature", "nan"),
+            "temperature must be a finite number of at least 0, got nan",
+        ),
+        (
+            ("--prompt", "a", "--top-p", 0.9),
+            "top_p=0.9 filters draws, but without a temperature nothing is drawn",
+        ),
         (("--prompt", "a", "--min-p", 0.1), "min_p=0.1 filters draws"),
         (("--prompt", "a", "--cache", "FIER"), "unknown cache 'FIER'; did you mean 'fier'?"),
         (("--prompt", "a", "--cache", "lru"), "unknown cache 'lru'; there are full, fier"),
-        (("--prompt", "a", "--cache", "shadowkv:host=maybe"), "host must be true or false, got 'maybe'"),
+        (
+            ("--prompt", "a", "--cache", "shadowkv:host=maybe"),
+            "host must be true or false, got 'maybe'",
+        ),
         (
             ("--prompt", "a", "--cache", "fier:dense_layers=3"),
             "keeps the first 3 layers full and the model has 3, so no",
         ),
-        (("--prompt", "a", "--cache", "fier", "--budget", 2**40), "must be at most 2147483647, got 1099511627776"),
-        (("--prompt", "a", "--cache", "fier:local=3000000000"), "must be at most 2147483647, got 3000000000"),
-        (("--prompt", "a", "--cache", "fier:budget=8", "--budget", 9), "set two budgets; give one"),
+        (
+            ("--prompt", "a", "--cache", "fier", "--budget", 2**40),
+            "must be at most 2147483647, got 1099511627776",
+        ),
+        (
+            ("--prompt", "a", "--cache", "fier:local=3000000000"),
+            "must be at most 2147483647, got 3000000000",
+        ),
+        (
+            ("--prompt", "a", "--cache", "fier:budget=8", "--budget", 9),
+            "set two budgets; give one",
+        ),
         (("--prompt", "caf\udce9"), "--prompt is not UTF-8; set a UTF-8 locale"),
-        (("--prompt-file", "/tmp"), "--prompt-file /tmp is a folder; give a file with the prompt"),
+        (
+            ("--prompt-file", "/tmp"),
+            "--prompt-file /tmp is a folder; give a file with the prompt",
+        ),
         (("--prompt", "a" * 100_000), "the prompt of 100000 bytes has more than 512 tokens"),
         (("--prompt", "a", "--temperature", -1), "temperature must be a finite number"),
         (("--prompt", "a", "--temperature", 1, "--top-k", 0), "top_k must be at least 1"),
         (("--prompt", "a", "--temperature", 1, "--top-p", 1.5), "top_p must be in (0, 1]"),
         (("--prompt", "a", "--temperature", 1, "--min-p", "nan"), "min_p must be in [0, 1)"),
-        (("--prompt", "a", "--dtype", "int8"), "a cache cannot hold dtype int8; use one of bfloat16"),
+        (
+            ("--prompt", "a", "--dtype", "int8"),
+            "a cache cannot hold dtype int8; use one of bfloat16",
+        ),
         (("--prompt", "a", "--dtype", "floaty"), "a cache cannot hold dtype 'floaty'"),
         (("--prompt", "a", "--seed", 2**32), "--seed must be in [0, 2**32), got 4294967296"),
-        (("--prompt", "a", "--max-new-tokens", 0), "--max-new-tokens must be at least 1, got 0"),
-        (("--prompt", "a" * 512), "512 prompt + 1 new tokens do not fit in the model's 512 positions"),
+        (
+            ("--prompt", "a", "--max-new-tokens", 0),
+            "--max-new-tokens must be at least 1, got 0",
+        ),
+        (
+            ("--prompt", "a" * 512),
+            "512 prompt + 1 new tokens do not fit in the model's 512 positions",
+        ),
         (("--prompt", "a" * 500, "--max-new-tokens", 20), "ask for at most 12 new tokens"),
     ],
     ids=lambda value: " ".join(map(str, value))[:60] if isinstance(value, tuple) else None,
@@ -381,10 +498,22 @@ def test_bad_options_are_one_line(kvjax, checkpoint, args, message):
         (("generate", "--promt", "x"), "--promt"),
         (("generate", "--budget", "many"), "--budget"),
         (("nothing",), "nothing"),
-        (("methods", "fier", "quest"), "unexpected extra argument(s) (quest); see kvjax methods --help"),
-        (("compare", "one two"), "there is no directory 'one two'; a prompt is given as --prompt TEXT"),
-        (("generate", "model", "hello"), "(hello): give the prompt as --prompt TEXT; see kvjax generate --help"),
-        (("compare", "model", "hello"), "(hello): give the prompt as --prompt TEXT; see kvjax compare --help"),
+        (
+            ("methods", "fier", "quest"),
+            "unexpected extra argument(s) (quest); see kvjax methods --help",
+        ),
+        (
+            ("compare", "one two"),
+            "there is no directory 'one two'; a prompt is given as --prompt TEXT",
+        ),
+        (
+            ("generate", "model", "hello"),
+            "(hello): give the prompt as --prompt TEXT; see kvjax generate --help",
+        ),
+        (
+            ("compare", "model", "hello"),
+            "(hello): give the prompt as --prompt TEXT; see kvjax compare --help",
+        ),
         (("perplexity", "--text", "x", "--steps", "0"), "--steps must be at least 1, got 0"),
         (("methods", "fier:budget=3"), "unknown cache 'fier:budget=3'; did you mean 'fier'?"),
         (("compare", "--prompt", ""), "the prompt is empty; give at least one character"),
@@ -398,7 +527,9 @@ def test_bad_usage_is_one_line(kvjax, args, message):
 def test_a_prompt_file_that_is_not_utf8_is_named_with_the_byte(kvjax, checkpoint, tmp_path):
     file = tmp_path / "latin.txt"
     file.write_bytes("né".encode("latin-1"))
-    assert_one_line(kvjax("generate", checkpoint, "--prompt-file", file), "is not UTF-8: byte 0xe9 at 1")
+    assert_one_line(
+        kvjax("generate", checkpoint, "--prompt-file", file), "is not UTF-8: byte 0xe9 at 1"
+    )
 
 
 def test_a_prompt_file_without_text_is_empty(kvjax, checkpoint, tmp_path):
@@ -410,12 +541,15 @@ def test_a_prompt_file_without_text_is_empty(kvjax, checkpoint, tmp_path):
 def test_a_directory_that_is_no_checkpoint_is_refused(kvjax, tmp_path):
     ask = ("--prompt", "a")
     assert_one_line(
-        kvjax("generate", tmp_path / "none", *ask), "none does not exist; give a directory with config.json"
+        kvjax("generate", tmp_path / "none", *ask),
+        "none does not exist; give a directory with config.json",
     )
     assert_one_line(kvjax("generate", tmp_path, *ask), "has no config.json")
     (tmp_path / "config.json").write_text("{")
     assert_one_line(kvjax("generate", tmp_path, *ask), "config.json")
-    (tmp_path / "config.json").write_text(json.dumps(config(architectures=["MambaForCausalLM"], model_type="mamba")))
+    (tmp_path / "config.json").write_text(
+        json.dumps(config(architectures=["MambaForCausalLM"], model_type="mamba"))
+    )
     assert_one_line(kvjax("generate", tmp_path, *ask), "amba")
     (tmp_path / "config.json").write_text(json.dumps(config()))
     assert_one_line(kvjax("generate", tmp_path, *ask), "tokenizer")
@@ -441,17 +575,28 @@ def test_a_name_of_the_hub_is_told_how_to_download_it(kvjax, tmp_path, monkeypat
     ],
     ids=["brackets", "layers", "quantised", "latin-1"],
 )
-def test_a_config_that_would_hang_or_crash_is_one_line(kvjax, checkpoint, tmp_path, content, message):
-    (tmp_path / "config.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+def test_a_config_that_would_hang_or_crash_is_one_line(
+    kvjax, checkpoint, tmp_path, content, message
+):
+    (tmp_path / "config.json").write_bytes(
+        content if isinstance(content, bytes) else content.encode()
+    )
     assert_one_line(kvjax("generate", tmp_path, "--prompt", "a"), message)
 
 
-def test_a_prompt_of_66_megabytes_is_refused_before_it_is_tokenized(kvjax, checkpoint, tmp_path, monkeypatch):
+def test_a_prompt_of_66_megabytes_is_refused_before_it_is_tokenized(
+    kvjax, checkpoint, tmp_path, monkeypatch
+):
     file = tmp_path / "prompt.txt"
     file.write_bytes(b"word " * 13_200_000)
-    monkeypatch.setattr("kvjax.models.load", lambda *args, **settings: pytest.fail("weights were read"))
+    monkeypatch.setattr(
+        "kvjax.models.load", lambda *args, **settings: pytest.fail("weights were read")
+    )
     result = kvjax("generate", checkpoint, "--prompt-file", file)
-    assert_one_line(result, "the prompt of 66000000 bytes has more than 512 tokens (none of the model's is longer than")
+    assert_one_line(
+        result,
+        "the prompt of 66000000 bytes has more than 512 tokens (none of the model's is longer than",
+    )
 
 
 def test_the_model_that_ships_answers_the_built_in_prompt(kvjax, monkeypatch):
@@ -469,11 +614,14 @@ def test_the_model_that_ships_answers_the_built_in_prompt(kvjax, monkeypatch):
     assert (code, out) == (0, "71432\n")
     lines = err.splitlines()
     announced = next(
-        i for i, line in enumerate(lines) if line == "Continuing 29 prompt tokens by 5 new ones; the answer follows."
+        i
+        for i, line in enumerate(lines)
+        if line == "Continuing 29 prompt tokens by 5 new ones; the answer follows."
     )
     assert not any(line.startswith("compiling") for line in lines[:announced])
     assert (
-        "\ncompiling 6 programs, for a prompt of 29 tokens and for decode steps of 8 layers, takes about 4 s\n" in err
+        "\ncompiling 6 programs, for a prompt of 29 tokens and for decode steps of 8 layers, takes about 4 s\n"
+        in err
     )
     assert err.endswith("a step read 32 of 32 tokens\n")
 
@@ -484,11 +632,15 @@ def test_compiling_with_a_draft_is_expected_to_take_longer():
     def expected(layers, draft):
         config = types.SimpleNamespace(layers=layers)
         job = types.SimpleNamespace(
-            checkpoint=types.SimpleNamespace(config=config), drafting=draft, settings={"short": True, "draft": None}
+            checkpoint=types.SimpleNamespace(config=config),
+            drafting=draft,
+            settings={"short": True, "draft": None},
         )
         return _Ahead(job, silent=True)._expected()
 
-    assert 1.5 * expected(30, None) < expected(30, Path("small")) > 2 * expected(8, Path("small"))
+    assert (
+        1.5 * expected(30, None) < expected(30, Path("small")) > 2 * expected(8, Path("small"))
+    )
 
 
 @pytest.mark.parametrize(
@@ -521,31 +673,60 @@ def test_damaged_weights_are_one_line(kvjax, tmp_path):
 def test_chat_without_a_template_is_refused(kvjax, tmp_path):
     directory = write_checkpoint(tmp_path)
     file = directory / "tokenizer_config.json"
-    file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "chat_template"}))
-    assert_one_line(kvjax("generate", directory, "--prompt", "a", "--chat"), "has no chat template")
+    file.write_text(
+        json.dumps(
+            {k: v for k, v in json.loads(file.read_text()).items() if k != "chat_template"}
+        )
+    )
+    assert_one_line(
+        kvjax("generate", directory, "--prompt", "a", "--chat"), "has no chat template"
+    )
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_logits_that_are_not_finite_end_in_one_line(kvjax, tmp_path, monkeypatch, bad):
-    monkeypatch.setattr("kvjax.cli.generate.SILENCE", 600.0)  # else a busy machine says first that it compiles
+    monkeypatch.setattr(
+        "kvjax.cli.generate.SILENCE", 600.0
+    )  # else a busy machine says first that it compiles
     directory = write_checkpoint(tmp_path)
     tensors = weights()
     tensors["model.norm.weight"][3] = bad
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     for more in ((), ("--json",)):
         result = kvjax("generate", directory, "--prompt", "abc", "--max-new-tokens", 3, *more)
-        assert_one_line(result, "the model's logits of row 0 are not finite before the first token", code=1)
+        assert_one_line(
+            result, "the model's logits of row 0 are not finite before the first token", code=1
+        )
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_measurements_of_a_model_that_is_not_finite_end_in_one_line(kvjax, tmp_path, bad):
-    directory, tensors, text = write_checkpoint(tmp_path / "bad"), weights(), tmp_path / "text.txt"
+    directory, tensors, text = (
+        write_checkpoint(tmp_path / "bad"),
+        weights(),
+        tmp_path / "text.txt",
+    )
     tensors["model.norm.weight"][3] = bad
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     text.write_text(TEXT * 2)
-    ask = ("perplexity", directory, "--text", text, "--length", 40, "--steps", 2, "--cache", "full")
-    assert_one_line(kvjax(*ask), "logits of row 0 are not finite after the tokens that are scored", code=1)
-    tensors |= {"model.embed_tokens.weight": np.full_like(tensors["model.embed_tokens.weight"], bad)}
+    ask = (
+        "perplexity",
+        directory,
+        "--text",
+        text,
+        "--length",
+        40,
+        "--steps",
+        2,
+        "--cache",
+        "full",
+    )
+    assert_one_line(
+        kvjax(*ask), "logits of row 0 are not finite after the tokens that are scored", code=1
+    )
+    tensors |= {
+        "model.embed_tokens.weight": np.full_like(tensors["model.embed_tokens.weight"], bad)
+    }
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     result = kvjax("heads", directory, "--length", 16, "--repeats", 2)
     assert_one_line(result, "the model's queries or keys are not finite", code=1)
@@ -554,7 +735,14 @@ def test_measurements_of_a_model_that_is_not_finite_end_in_one_line(kvjax, tmp_p
 def test_compare_shows_answers_side_by_side(kvjax, checkpoint, tmp_path):
     text = tmp_path / "prompt.txt"
     text.write_text(TEXT + "\n")
-    caches = ("--cache", "full", "--cache", "streaming_llm:budget=4096", "--cache", "fier:budget=10")
+    caches = (
+        "--cache",
+        "full",
+        "--cache",
+        "streaming_llm:budget=4096",
+        "--cache",
+        "fier:budget=10",
+    )
     args = (*caches, "--max-new-tokens", 3, "--dense-layers", 0)
     code, out, err = kvjax("compare", checkpoint, "--prompt-file", text, *args, "--json")
     assert (code, err) == (0, "")
@@ -562,13 +750,26 @@ def test_compare_shows_answers_side_by_side(kvjax, checkpoint, tmp_path):
     assert full["cache"] == "full"
     assert full["same"] == len(full["token_ids"]) == 3
     assert streaming["token_ids"] == full["token_ids"]  # a budget of more than there is
-    assert fier["attended"] < full["attended"] == len(TEXT.encode()) + 2  # the mean of 1, 2 and 3 more
+    assert (
+        fier["attended"] < full["attended"] == len(TEXT.encode()) + 2
+    )  # the mean of 1, 2 and 3 more
     assert full["device_bytes"] > 0
     assert all(answer["decode_tokens_per_second"] > 0 for answer in (full, streaming, fier))
 
 
 def test_heads_are_found_and_saved_for_the_caches_that_take_them(kvjax, checkpoint, tmp_path):
-    ask = ("heads", checkpoint, "--length", 16, "--repeats", 2, "--induction", 0.5, "--dtype", "float32")
+    ask = (
+        "heads",
+        checkpoint,
+        "--length",
+        16,
+        "--repeats",
+        2,
+        "--induction",
+        0.5,
+        "--dtype",
+        "float32",
+    )
     code, out, err = kvjax(*ask, "--out", tmp_path / "heads.json")
     assert (code, out.count("\n| ")) == (0, 4), err
     found = Heads.load(tmp_path / "heads.json")
@@ -577,7 +778,10 @@ def test_heads_are_found_and_saved_for_the_caches_that_take_them(kvjax, checkpoi
 
 
 def test_codes_of_keys_with_biases_are_warned_of(kvjax, tmp_path):
-    directory, tensors = write_checkpoint(tmp_path, model_type="qwen2", architectures=["Qwen2ForCausalLM"]), weights()
+    directory, tensors = (
+        write_checkpoint(tmp_path, model_type="qwen2", architectures=["Qwen2ForCausalLM"]),
+        weights(),
+    )
     for i, (name, size) in itertools.product(range(3), (("q", 32), ("k", 16), ("v", 16))):
         tensors[f"model.layers.{i}.self_attn.{name}_proj.bias"] = np.zeros(size, np.float32)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
@@ -588,10 +792,19 @@ def test_codes_of_keys_with_biases_are_warned_of(kvjax, tmp_path):
 
 
 def test_compare_refuses_what_it_cannot_run(kvjax, checkpoint):
-    code, _, err = kvjax("compare", checkpoint, "--prompt", TEXT, "--cache", "pariskv", "--budget", 5)
+    code, _, err = kvjax(
+        "compare", checkpoint, "--prompt", TEXT, "--cache", "pariskv", "--budget", 5
+    )
     assert code == 2
     assert "budget" in err
-    code, _, err = kvjax("compare", checkpoint, "--prompt", TEXT, "--cache", "streaming_llm:budget=9,rope_theta=500")
+    code, _, err = kvjax(
+        "compare",
+        checkpoint,
+        "--prompt",
+        TEXT,
+        "--cache",
+        "streaming_llm:budget=9,rope_theta=500",
+    )
     assert code == 2
     assert "set rope_theta=10000.0" in err
 
@@ -599,8 +812,14 @@ def test_compare_refuses_what_it_cannot_run(kvjax, checkpoint):
 # The model directory is the tiny checkpoint; FILES stands for the folder of the files that `files` writes.
 REFUSED = [
     # generate
-    ("generate --prompt a --cache fier:anchors=2+99", "anchors name layer 99, and the model has layers 0 to 2"),
-    ("generate --prompt a --cache full:budget=3", "'budget=3' is not a setting of full; it has no settings"),
+    (
+        "generate --prompt a --cache fier:anchors=2+99",
+        "anchors name layer 99, and the model has layers 0 to 2",
+    ),
+    (
+        "generate --prompt a --cache full:budget=3",
+        "'budget=3' is not a setting of full; it has no settings",
+    ),
     (
         "generate --prompt a --cache streaming_llm:rope_theta=x",
         "streaming_llm(rope_theta=...) must be a finite number, got 'x'",
@@ -618,27 +837,60 @@ REFUSED = [
         "Sliding(rope=Default(theta=500.0)) turns keys by another RoPE than layer 0 of this model, which has "
         "Default(theta=10000.0) in 8 of 8 channels: set rope_theta=10000.0",
     ),
-    ("generate --prompt a --cache magicpig:tables=100000", "takes at most 32 bits and 4096 tables"),
+    (
+        "generate --prompt a --cache magicpig:tables=100000",
+        "takes at most 32 bits and 4096 tables",
+    ),
     ("generate --prompt a --cache magicpig:bits=40", "takes at most 32 bits and 4096 tables"),
-    ("generate --prompt a --cache pqcache:parts=3", "does not divide head_dim=8; use a divisor of 8"),
+    (
+        "generate --prompt a --cache pqcache:parts=3",
+        "does not divide head_dim=8; use a divisor of 8",
+    ),
     ("generate --prompt a --cache freekv:tau=x", "Speculative(tau='x') must be a number"),
-    ("generate --prompt a --cache full --cache fier", "--cache is given 2 times (full, fier), and generate takes one"),
-    ("generate --prompt a --slots 4", "--slots is for the answers to --prompts; leave it out for a single prompt"),
+    (
+        "generate --prompt a --cache full --cache fier",
+        "--cache is given 2 times (full, fier), and generate takes one",
+    ),
+    (
+        "generate --prompt a --slots 4",
+        "--slots is for the answers to --prompts; leave it out for a single prompt",
+    ),
     ("generate --prompt a --mesh data", "--mesh takes data=N"),
     ("generate --prompt a --mesh model=x", "--mesh takes data=N"),
     ("generate --prompt a --mesh data=1,data=1", "--mesh takes data=N"),
     ("generate --prompt a --mesh model=99", "--mesh model=99 asks for 99 devices; there are 1"),
-    ("generate --prompt a --speculate x", "speculate='x' must be prompt-lookup, or prompt-lookup:NGRAM,TOKENS"),
-    ("generate --prompt a --speculate prompt-lookup:0,4", "PromptLookup(ngram=...) must be at least 1, got 0"),
-    ("generate --prompt a --speculate prompt-lookup:3,16", "PromptLookup(tokens=...) must be at most 15, got 16"),
-    ("generate --prompt a --speculate prompt-lookup --cache h2o", "drafts need a cache that can take back tokens"),
-    ("generate --prompt a --speculate prompt-lookup --draft /no", "--speculate and --draft each say how to draft"),
-    ("generate --prompt a --draft /no", "/no does not exist; give a directory with config.json"),
+    (
+        "generate --prompt a --speculate x",
+        "speculate='x' must be prompt-lookup, or prompt-lookup:NGRAM,TOKENS",
+    ),
+    (
+        "generate --prompt a --speculate prompt-lookup:0,4",
+        "PromptLookup(ngram=...) must be at least 1, got 0",
+    ),
+    (
+        "generate --prompt a --speculate prompt-lookup:3,16",
+        "PromptLookup(tokens=...) must be at most 15, got 16",
+    ),
+    (
+        "generate --prompt a --speculate prompt-lookup --cache h2o",
+        "drafts need a cache that can take back tokens",
+    ),
+    (
+        "generate --prompt a --speculate prompt-lookup --draft /no",
+        "--speculate and --draft each say how to draft",
+    ),
+    (
+        "generate --prompt a --draft /no",
+        "/no does not exist; give a directory with config.json",
+    ),
     (
         "generate --prompt a --draft FILES/other",
         "the draft model has a vocabulary of 99 tokens and the model one of 258",
     ),
-    ("generate --prompt a --keep 0.2", "--keep is a share of the prompt that a draft model chooses; add --draft DIR"),
+    (
+        "generate --prompt a --keep 0.2",
+        "--keep is a share of the prompt that a draft model chooses; add --draft DIR",
+    ),
     (
         "generate --prompt a --draft /no --keep 20",
         "--keep must be a share of the prompt, above 0 and at most 1; got 20",
@@ -647,8 +899,14 @@ REFUSED = [
         "generate --prompt a --sparse-prompt 10",
         "--sparse-prompt must be a share of what is stored, above 0 and at most 1; got 10",
     ),
-    ("generate --prompt a --sparse-prompt 0.1 --cache h2o:budget=8", "which reads a whole prompt at once"),
-    ("generate --prompt a --sparse-prompt 0.1 --cache kivi", "sparse_prompt reads stored keys in place"),
+    (
+        "generate --prompt a --sparse-prompt 0.1 --cache h2o:budget=8",
+        "which reads a whole prompt at once",
+    ),
+    (
+        "generate --prompt a --sparse-prompt 0.1 --cache kivi",
+        "sparse_prompt reads stored keys in place",
+    ),
     (
         "generate --prompt a --sparse-prompt 0.1 --draft /no --keep 0.2",
         "--keep and --sparse-prompt each say which part of a prompt counts; give one of them",
@@ -659,14 +917,20 @@ REFUSED = [
     # compare: all before the weights
     ("compare --prompt a --cache nothing", "unknown cache 'nothing'"),
     ("compare --prompt a --cache fier --budget 0", "budget must be at least 1, got 0"),
-    ("compare --prompt a --cache full --budget 64", "none has a budget: full; leave it out, or add one of fier"),
+    (
+        "compare --prompt a --cache full --budget 64",
+        "none has a budget: full; leave it out, or add one of fier",
+    ),
     ("compare --prompt a --max-new-tokens 0", "max_new_tokens must be at least 1, got 0"),
     ("compare --prompt a --max-new-tokens 9999", "do not fit in the model's 512 positions"),
     (
         "compare --prompt a --cache fier:budget=8 --budget 9",
         "--budget 9 applies to no cache, as fier:budget=8 set their own; leave",
     ),
-    ("compare --prompt a --cache fier@8", "unknown cache 'fier@8'; did you mean 'fier:budget=8'?"),
+    (
+        "compare --prompt a --cache fier@8",
+        "unknown cache 'fier@8'; did you mean 'fier:budget=8'?",
+    ),
     (
         "compare --prompt a --cache fier,quest",
         "unknown cache 'fier,quest'; give one cache at a time; there are full, fier",
@@ -675,18 +939,36 @@ REFUSED = [
     ("compare --prompt-file FILES/binary", "--prompt-file FILES/binary is not UTF-8"),
     ("compare --prompt-file prompt.txt", "there is no such file"),
     ("generate --prompt a --prompt=", "the prompt is empty; give at least one character"),
-    ("generate --prompt a --prompt b --chat", "several --prompt and --chat cannot be given together"),
-    ("generate --prompt a --prompt b --prompts c", "--prompts and --prompt cannot be given together"),
+    (
+        "generate --prompt a --prompt b --chat",
+        "several --prompt and --chat cannot be given together",
+    ),
+    (
+        "generate --prompt a --prompt b --prompts c",
+        "--prompts and --prompt cannot be given together",
+    ),
     # heads: before the weights
     ("heads --out /no/x.json", "--out /no/x.json: there is no such folder"),
     ("heads --length 256 --repeats 4", "are 1024 tokens, and the model has"),
     # eval and perplexity
     ("eval --cache full,quest:budget=64 --budget 8", "give one cache at a time"),
-    ("eval --cache fier:budget=64 --budget 8,16", "--budget 8,16 applies to no cache, as fier:budget=64 set their own"),
-    ("eval --quick --cache full --length 9999", "ask for shorter examples"),  # --quick's budget applies to no cache
+    (
+        "eval --cache fier:budget=64 --budget 8,16",
+        "--budget 8,16 applies to no cache, as fier:budget=64 set their own",
+    ),
+    (
+        "eval --quick --cache full --length 9999",
+        "ask for shorter examples",
+    ),  # --quick's budget applies to no cache
     ("eval --quick --cache fier:budget=16 --length 9999", "ask for shorter examples"),
-    ("perplexity --text FILES/long --cache full --budget 8 --length 200", "none has a budget: full; leave it out"),
-    ("perplexity --text FILES/long --cache fier:budget=9 --budget 8 --length 200", "as fier:budget=9 set their own"),
+    (
+        "perplexity --text FILES/long --cache full --budget 8 --length 200",
+        "none has a budget: full; leave it out",
+    ),
+    (
+        "perplexity --text FILES/long --cache fier:budget=9 --budget 8 --length 200",
+        "as fier:budget=9 set their own",
+    ),
     ("eval --batch 0", "--batch must be at least 1, got 0"),
     ("eval --seed -1", "--seed must be at least 0, got -1"),
     ("eval --out FILES/short", "is a file; give the path of a folder"),
@@ -696,7 +978,10 @@ REFUSED = [
     ),
     ("perplexity --text FILES/long --out FILES/short", "is a file; give the path of a folder"),
     ("perplexity --text FILES/long --share nan", "share must be in (0, 1], got nan"),
-    ("perplexity --text FILES/long --share 0.2 --budget 8", "got budget=8 and share=0.2; give only one"),
+    (
+        "perplexity --text FILES/long --share 0.2 --budget 8",
+        "got budget=8 and share=0.2; give only one",
+    ),
     (
         "perplexity --text FILES/long --cache full --cache fier:budget=9 --share 0.2 --length 200",
         "share=0.2 applies to no cache: full, fier:budget=9 have no budget or set their own; leave it out",
@@ -711,17 +996,23 @@ def files(tmp_path_factory):
     (folder / "short").write_text("a few words")
     (folder / "long").write_text("It was the best of times, it was the worst of times. " * 60)
     (folder / "other").mkdir()
-    (folder / "other" / "config.json").write_text(json.dumps(config(vocab_size=99, bos_token_id=1, eos_token_id=2)))
+    (folder / "other" / "config.json").write_text(
+        json.dumps(config(vocab_size=99, bos_token_id=1, eos_token_id=2))
+    )
     return folder
 
 
 @pytest.mark.parametrize(
-    ("line", "message", "more"), [(*row, "")[:3] for row in REFUSED], ids=lambda value: str(value)[:60]
+    ("line", "message", "more"),
+    [(*row, "")[:3] for row in REFUSED],
+    ids=lambda value: str(value)[:60],
 )
 def test_what_cannot_be_done_is_one_line_before_the_weights(
     kvjax, checkpoint, files, monkeypatch, tmp_path, line, message, more
 ):
-    monkeypatch.setattr("kvjax.models.load", lambda *args, **settings: pytest.fail("weights were read"))
+    monkeypatch.setattr(
+        "kvjax.models.load", lambda *args, **settings: pytest.fail("weights were read")
+    )
     monkeypatch.chdir(tmp_path)
     command, *args = (word.replace("FILES", str(files)) for word in f"{line} {more}".split())
     result = kvjax(command, checkpoint, *args)
@@ -739,7 +1030,9 @@ def test_help_and_version_have_their_usual_names(kvjax):
 
 @pytest.mark.parametrize("module", ["kvjax", "kvjax.cli"])
 def test_the_package_runs_as_a_module(module):
-    done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--version"], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stdout[:6]) == (0, "kvjax "), done.stderr
 
 
@@ -765,7 +1058,9 @@ def test_an_interrupt_leaves_no_traceback(kvjax, checkpoint, monkeypatch):
 
 
 def test_weights_are_not_read_before_what_is_cheap_is_checked(kvjax, checkpoint, monkeypatch):
-    monkeypatch.setattr("kvjax.models.load", lambda *args, **settings: pytest.fail("weights were read"))
+    monkeypatch.setattr(
+        "kvjax.models.load", lambda *args, **settings: pytest.fail("weights were read")
+    )
     assert_one_line(kvjax("generate", checkpoint, "--prompt", "a" * 600), "shorten the prompt")
 
 
@@ -778,14 +1073,27 @@ def test_a_path_that_the_system_refuses_is_told_with_what_to_do(kind):
 def test_the_command_answers_where_keys_are_rotated_by_the_length(kvjax, tmp_path):
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
     directory = write_checkpoint(tmp_path, rope_parameters=rope, max_position_embeddings=32)
-    code, out, err = kvjax("generate", directory, "--prompt", TEXT, "--max-new-tokens", 8, "--json")
+    code, out, err = kvjax(
+        "generate", directory, "--prompt", TEXT, "--max-new-tokens", 8, "--json"
+    )
     assert (code, err) == (0, "")
-    assert json.loads(out)["token_ids"] == models.load(directory).generate(TEXT, max_new_tokens=8).tokens
+    assert (
+        json.loads(out)["token_ids"]
+        == models.load(directory).generate(TEXT, max_new_tokens=8).tokens
+    )
 
 
 def test_the_command_takes_the_text_of_a_model_that_sees_images(kvjax, checkpoint, tmp_path):
-    text = {name: value for name, value in config(model_type="mistral").items() if name != "architectures"}
-    outer = {"model_type": "mistral3", "architectures": ["Mistral3ForConditionalGeneration"], "text_config": text}
+    text = {
+        name: value
+        for name, value in config(model_type="mistral").items()
+        if name != "architectures"
+    }
+    outer = {
+        "model_type": "mistral3",
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "text_config": text,
+    }
     directory = tmp_path / "images"
     write_checkpoint(directory)
     (directory / "config.json").write_text(json.dumps(outer))

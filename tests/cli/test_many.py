@@ -18,24 +18,58 @@ def test_each_prompt_gets_the_answer_that_it_gets_alone(kvjax, checkpoint, tmp_p
         "Some years\u2028ago, never mind how long",
         "A",
     ]  # an end of a line to Python, not to JSON
-    lines = [{"prompt": texts[0], "id": "x"}, texts[1], {"prompt": texts[2], "max_new_tokens": 3}]
+    lines = [
+        {"prompt": texts[0], "id": "x"},
+        texts[1],
+        {"prompt": texts[2], "max_new_tokens": 3},
+    ]
     file, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     text = "\r\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
-    file.write_text(text + "\n", encoding="utf-8-sig")  # which begins with a mark, as Windows writes it
+    file.write_text(
+        text + "\n", encoding="utf-8-sig"
+    )  # which begins with a mark, as Windows writes it
     code, stdout, err = kvjax(
-        "generate", checkpoint, "--prompts", file, "--out", out, "--max-new-tokens", 7, "--slots", 2
+        "generate",
+        checkpoint,
+        "--prompts",
+        file,
+        "--out",
+        out,
+        "--max-new-tokens",
+        7,
+        "--slots",
+        2,
     )
     assert (code, stdout) == (0, ""), err
-    found = sorted(map(json.loads, out.read_text().strip().split("\n")), key=lambda answer: answer["line"])
+    found = sorted(
+        map(json.loads, out.read_text().strip().split("\n")), key=lambda answer: answer["line"]
+    )
     assert [answer["line"] for answer in found] == [1, 3, 5]
     assert found[0]["id"] == "x"
     loaded = models.load(checkpoint)
     for answer, text, most in zip(found, texts, (7, 7, 3), strict=True):
         alone = loaded.generate(text, max_new_tokens=most)
-        assert (answer["prompt"], answer["text"], answer["token_ids"]) == (text, alone.text, alone.tokens)
-    code, stdout, err = kvjax("generate", checkpoint, "--prompt", texts[0], "--prompt", texts[1], "--max-new-tokens", 7)
-    several = sorted(map(json.loads, stdout.strip().split("\n")), key=lambda answer: answer["line"])
-    assert [answer["text"] for answer in several] == [answer["text"] for answer in found[:2]], err
+        assert (answer["prompt"], answer["text"], answer["token_ids"]) == (
+            text,
+            alone.text,
+            alone.tokens,
+        )
+    code, stdout, err = kvjax(
+        "generate",
+        checkpoint,
+        "--prompt",
+        texts[0],
+        "--prompt",
+        texts[1],
+        "--max-new-tokens",
+        7,
+    )
+    several = sorted(
+        map(json.loads, stdout.strip().split("\n")), key=lambda answer: answer["line"]
+    )
+    assert [answer["text"] for answer in several] == [answer["text"] for answer in found[:2]], (
+        err
+    )
     again = kvjax("generate", checkpoint, "--prompts", file, "--out", out)
     assert again[0] == 2
     assert "exists; give another file" in again[2]
@@ -49,17 +83,31 @@ def test_each_prompt_gets_the_answer_that_it_gets_alone(kvjax, checkpoint, tmp_p
         ('"a"\n""', (), 'line 2 of .* needs a "prompt"'),
         ('{"x": 1}', (), 'line 1 of .* needs a "prompt"'),
         ('"a"\n{"prompt": 5}', (), 'line 2 of .* needs a "prompt"'),
-        ('{"prompt": "a", "max_new_tokens": 0}', (), "line 1 of .*max_new_tokens must be at least 1"),
+        (
+            '{"prompt": "a", "max_new_tokens": 0}',
+            (),
+            "line 1 of .*max_new_tokens must be at least 1",
+        ),
         ('"a"', ("--prompt", "b"), "--prompts and --prompt cannot be given together"),
         ('"a"', ("--slots", "0"), "slots"),
-        ('"a"', ("--cache", "streaming_llm:rope_theta=500"), "than layer 0 .*: set rope_theta=10000"),
-        ('"a"', ("--cache", "fier:dense_layers=3"), "--cache fier:dense_layers=3 keeps the first 3 layers full"),
+        (
+            '"a"',
+            ("--cache", "streaming_llm:rope_theta=500"),
+            "than layer 0 .*: set rope_theta=10000",
+        ),
+        (
+            '"a"',
+            ("--cache", "fier:dense_layers=3"),
+            "--cache fier:dense_layers=3 keeps the first 3 layers full",
+        ),
     ],
 )
 def test_a_file_of_prompts_that_cannot_be_answered_is_one_line(
     kvjax, checkpoint, tmp_path, monkeypatch, text, more, message
 ):
-    monkeypatch.setattr("kvjax.models.load", lambda *args, **settings: pytest.fail("weights were read"))
+    monkeypatch.setattr(
+        "kvjax.models.load", lambda *args, **settings: pytest.fail("weights were read")
+    )
     file = tmp_path / "prompts.jsonl"
     file.write_text(text)
     code, stdout, err = kvjax("generate", checkpoint, "--prompts", file, *more)
@@ -76,28 +124,45 @@ def test_chat_answers_each_line(kvjax, tmp_path, monkeypatch):
     talk = models.load(directory).chat(max_new_tokens=6)
     answers = [talk.say(message) for message in ("Hello", "And you?")]
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n\nAnd you?\n/exit\nno"))
-    assert "Missing argument 'MODEL_DIR'" in kvjax("chat")[2]  # the small model is none for chats
+    assert (
+        "Missing argument 'MODEL_DIR'" in kvjax("chat")[2]
+    )  # the small model is none for chats
     assert "give a temperature too" in kvjax("chat", directory, "--top-p=0.5")[2]
     code, stdout, err = kvjax("chat", directory, "--max-new-tokens=6")
     assert (code, stdout) == (0, "".join(f"{answer}\n" for answer in answers)), err
 
 
-@pytest.mark.parametrize("asked", [{"prompt": "a" * 500, "max_new_tokens": 20}, "a" * 512], ids=["new", "prompt"])
-def test_a_line_that_does_not_fit_is_named_before_the_weights(kvjax, checkpoint, tmp_path, monkeypatch, asked):
-    monkeypatch.setattr("kvjax.models.load", lambda *args, **settings: pytest.fail("weights were read"))
+@pytest.mark.parametrize(
+    "asked", [{"prompt": "a" * 500, "max_new_tokens": 20}, "a" * 512], ids=["new", "prompt"]
+)
+def test_a_line_that_does_not_fit_is_named_before_the_weights(
+    kvjax, checkpoint, tmp_path, monkeypatch, asked
+):
+    monkeypatch.setattr(
+        "kvjax.models.load", lambda *args, **settings: pytest.fail("weights were read")
+    )
     file = tmp_path / "prompts.jsonl"
     file.write_text(f'"a"\n{json.dumps(asked)}\n')
     code, _, err = kvjax("generate", checkpoint, "--prompts", file)
     assert (code, err.count("\n")) == (2, 1)
-    assert re.search(r"line 2 of .* new tokens do not fit in the model's 512 positions", err), err
+    assert re.search(r"line 2 of .* new tokens do not fit in the model's 512 positions", err), (
+        err
+    )
 
 
 def test_an_answer_that_ends_by_an_error_says_so(kvjax, tmp_path):
     directory = write_checkpoint(tmp_path / "bad")
-    save_file({**weights(), "model.norm.weight": np.full(32, np.nan, np.float32)}, directory / "model.safetensors")
-    code, stdout, err = kvjax("generate", directory, "--prompt", "a", "--prompt", "b", "--max-new-tokens", 2)
+    save_file(
+        {**weights(), "model.norm.weight": np.full(32, np.nan, np.float32)},
+        directory / "model.safetensors",
+    )
+    code, stdout, err = kvjax(
+        "generate", directory, "--prompt", "a", "--prompt", "b", "--max-new-tokens", 2
+    )
     assert code == 1
-    assert [json.loads(line)["error"] for line in stdout.splitlines()] == ["the logits of this row are not finite"] * 2
+    assert [json.loads(line)["error"] for line in stdout.splitlines()] == [
+        "the logits of this row are not finite"
+    ] * 2
     assert "2 of 2 answers ended by an error" in err
 
 

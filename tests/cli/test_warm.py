@@ -34,10 +34,14 @@ def kept(folder):
 
 
 def test_warm_keeps_the_programs_that_a_request_runs(kvjax, checkpoint, programs):
-    code, out, err = kvjax("warm", checkpoint, "--batch", 3, "--capacity", 190)  # which no other test has compiled
+    code, out, err = kvjax(
+        "warm", checkpoint, "--batch", 3, "--capacity", 190
+    )  # which no other test has compiled
     assert (code, out) == (0, "")
     line = err.splitlines()[-1]
-    found = re.fullmatch(r"3 programs for 3 rows of 512 tokens in \S+ s on cpu; (\S+) MiB more in (.*)", line)
+    found = re.fullmatch(
+        r"3 programs for 3 rows of 512 tokens in \S+ s on cpu; (\S+) MiB more in (.*)", line
+    )
     assert found, line
     assert float(found[1]) > 0
     assert found[2].startswith(str(programs))
@@ -55,12 +59,25 @@ def test_warm_says_that_nothing_would_be_kept(kvjax, checkpoint, monkeypatch):
 
 
 def test_threads_may_trace_while_one_imports_the_kernels(monkeypatch):
-    monkeypatch.setitem(sys.modules, "kvjax.kernels_pallas.simt", types.ModuleType("half imported"))
+    monkeypatch.setitem(
+        sys.modules, "kvjax.kernels_pallas.simt", types.ModuleType("half imported")
+    )
     assert op.shares_traces()
 
 
 def test_a_second_answer_reads_its_programs_without_tracing(kvjax, checkpoint, programs):
-    asked = "generate", checkpoint, "--prompt", "a b c d e f", "--cache", "fier", "--budget", 64, "--max-new-tokens", 5
+    asked = (
+        "generate",
+        checkpoint,
+        "--prompt",
+        "a b c d e f",
+        "--cache",
+        "fier",
+        "--budget",
+        64,
+        "--max-new-tokens",
+        5,
+    )
     answers = []
     for tracing in (True, False):
         jax.clear_caches()

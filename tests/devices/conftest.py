@@ -2,4 +2,6 @@
 
 import os
 
-collect_ignore_glob = [] if "device_count=8" in os.environ.get("XLA_FLAGS", "") else ["test_*.py"]
+collect_ignore_glob = (
+    [] if "device_count=8" in os.environ.get("XLA_FLAGS", "") else ["test_*.py"]
+)

@@ -12,8 +12,17 @@ import numpy as np
 import kvjax
 from kvjax import CacheSpec, Paris, Placement, Retrieval, Sampled
 
-COLLECTIVE = re.compile(r" = (.*?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
-NAMES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "uint8": "u8", "uint16": "u16", "uint32": "u32"}
+COLLECTIVE = re.compile(
+    r" = (.*?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+)
+NAMES = {
+    "bfloat16": "bf16",
+    "float16": "f16",
+    "float32": "f32",
+    "uint8": "u8",
+    "uint16": "u16",
+    "uint32": "u32",
+}
 
 
 def exchanges(program: str) -> Counter[tuple[str, int]]:
@@ -25,7 +34,9 @@ def exchanges(program: str) -> Counter[tuple[str, int]]:
     return found
 
 
-def wanted_exchanges(policy: Any, placement: Placement, spec: CacheSpec) -> Counter[tuple[str, int]]:
+def wanted_exchanges(
+    policy: Any, placement: Placement, spec: CacheSpec
+) -> Counter[tuple[str, int]]:
     """`exchanges` of a decode step of one layer, by the formulas of docs/scaling.md."""
     C, local = placement.parts("context"), placement.local(spec)
     heads, G, D = local.batch * local.kv_heads, spec.group, spec.head_dim
@@ -33,7 +44,9 @@ def wanted_exchanges(policy: Any, placement: Placement, spec: CacheSpec) -> Coun
         return Counter()
     found = Counter({("all-gather", C * heads * G * (D + 1)): 1})  # the parts of attention
     if isinstance(policy, Sampled):
-        found["all-gather", C * heads * G * (policy.room + 1)] += 1  # places, and how many collide
+        found["all-gather", C * heads * G * (policy.room + 1)] += (
+            1  # places, and how many collide
+        )
     if not isinstance(policy, Retrieval):
         return found
     rule = policy.selector.group_reduce
@@ -43,7 +56,10 @@ def wanted_exchanges(policy: Any, placement: Placement, spec: CacheSpec) -> Coun
     if "softmax" in rule:
         found["all-gather", C * heads * G] += 1  # log-sums
     if isinstance(policy.selector, Paris):
-        levels, stripes = 6 * D // 8 + 2, jax.eval_shape(lambda: policy.init(spec)).store.slots // policy.demote.leave
+        levels, stripes = (
+            6 * D // 8 + 2,
+            jax.eval_shape(lambda: policy.init(spec)).store.slots // policy.demote.leave,
+        )
         found["all-reduce", heads * levels] += 1  # votes
         found["all-gather", C * heads * stripes] += 1  # ties by stripe
     return found
@@ -66,4 +82,8 @@ def history(cache: Any) -> list[Any]:
     names = [name for name in ("tokens", "store", "index") if hasattr(state, name)]
     zones = [getattr(state, name) for name in names] or state  # of an evicting cache all
     found = jax.tree_util.tree_leaves_with_path(zones)
-    return [leaf for path, leaf in found if leaf.ndim > 2 and getattr(path[-1], "name", None) != "offset"]
+    return [
+        leaf
+        for path, leaf in found
+        if leaf.ndim > 2 and getattr(path[-1], "name", None) != "offset"
+    ]

@@ -35,7 +35,10 @@ SPEC = CacheSpec(batch=8, q_heads=32, kv_heads=8, head_dim=128, capacity=32768)
 
 @cache
 def mesh(data: int, model: int, ctx: int = 1) -> Mesh:
-    return Mesh(np.array(aot.devices_of(aot.H200, "1x1x8")).reshape(data, model, ctx), ("data", "model", "ctx"))
+    return Mesh(
+        np.array(aot.devices_of(aot.H200, "1x1x8")).reshape(data, model, ctx),
+        ("data", "model", "ctx"),
+    )
 
 
 def layer_of(policy: Any, placement: Placement | None, at: Mesh, spec: CacheSpec) -> LayerCache:
@@ -47,35 +50,53 @@ def layer_of(policy: Any, placement: Placement | None, at: Mesh, spec: CacheSpec
 
     whole = shapes(partial(policy.init, spec))
     specs = (
-        jax.tree.map(lambda _: PartitionSpec(), whole) if placement is None else state_specs(policy, spec, placement)
+        jax.tree.map(lambda _: PartitionSpec(), whole)
+        if placement is None
+        else state_specs(policy, spec, placement)
     )
     return LayerCache(jax.tree.map(shape, whole, specs), policy, spec, placement)
 
 
 def compiled(
-    policy: Any, placement: Placement | None, at: Mesh, spec: CacheSpec = SPEC, new: int = 1, by_hand: bool = False
+    policy: Any,
+    placement: Placement | None,
+    at: Mesh,
+    spec: CacheSpec = SPEC,
+    new: int = 1,
+    by_hand: bool = False,
 ) -> tuple[str, int, int]:
     """HLO of a step, or of a chunk of `new` tokens; its temporary bytes on a device, and the kernels that it calls."""
 
-    spec = spec if at.size > 1 else Placement(mesh=mesh(2, 4), batch="data", heads="model").local(spec)
+    spec = (
+        spec
+        if at.size > 1
+        else Placement(mesh=mesh(2, 4), batch="data", heads="model").local(spec)
+    )
     layer = layer_of(policy, placement, at, spec)
     if by_hand:  # split as the placement says, and without it
         layer = dataclasses.replace(layer, placement=None)
         partitioned._warn_once.cache_clear()
     split = PartitionSpec() if placement is None else placement.spec("BTN")
     q, k, v = (
-        jax.ShapeDtypeStruct((spec.batch, new, n, spec.head_dim), jnp.bfloat16, sharding=NamedSharding(at, split))
+        jax.ShapeDtypeStruct(
+            (spec.batch, new, n, spec.head_dim), jnp.bfloat16, sharding=NamedSharding(at, split)
+        )
         for n in (spec.q_heads, spec.kv_heads, spec.kv_heads)
     )
     program = jax.jit(kvjax.attention, donate_argnums=0).lower(layer, q, k, v).compile()
     memory = program.memory_analysis()
     text = program.as_text()
-    return text, memory.temp_size_in_bytes + memory.host_temp_size_in_bytes, text.count('custom_call_target="mosaic')
+    return (
+        text,
+        memory.temp_size_in_bytes + memory.host_temp_size_in_bytes,
+        text.count('custom_call_target="mosaic'),
+    )
 
 
 CASES = {"fier": presets.fier(2048).rest, "full": kvjax.Full()}
 MORE = {
-    name: getattr(presets, name)().rest for name in ("quest", "pariskv", "freekv", "kivi", "streaming_llm", "exact")
+    name: getattr(presets, name)().rest
+    for name in ("quest", "pariskv", "freekv", "kivi", "streaming_llm", "exact")
 }
 
 
@@ -86,7 +107,9 @@ LAUNCHES = {"full": 11, "fier": 34, "pariskv": 54}
 def check(policy: Any) -> None:
     placement = Placement(mesh=mesh(2, 4), batch="data", heads="model")
     split, temporary, kernels = compiled(policy, placement, placement.mesh)
-    _, _, wanted = compiled(policy, None, Mesh(mesh(2, 4).devices[:1, :1, :1], ("data", "model", "ctx")))
+    _, _, wanted = compiled(
+        policy, None, Mesh(mesh(2, 4).devices[:1, :1, :1], ("data", "model", "ctx"))
+    )
     assert not exchanges(split)
     assert not copies(split, layer_of(policy, placement, placement.mesh, SPEC))
     assert kernels == wanted > 0
@@ -98,14 +121,19 @@ def test_kernels_run_on_the_part_of_a_device(name: str) -> None:
     check(CASES[name])
 
 
-@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.thorough) for name in MORE)])
+@pytest.mark.parametrize(
+    "name", [*CASES, *(pytest.param(name, marks=pytest.mark.thorough) for name in MORE)]
+)
 def test_placement_of_one_device_adds_nothing_to_a_step(name: str) -> None:
     """The same launches in the same order, so the same tokens and the same time, as without a placement."""
     at = Mesh(mesh(2, 4).devices[:1, :1, :1], ("data", "model", "ctx"))
     programs = []
     for placement in (None, Placement(mesh=at, batch="data", heads="model")):
         text, temporary, _ = compiled({**CASES, **MORE}[name], placement, at)
-        kinds = [re.sub(r"[.\d]+$", "", launch) for launch in aot.Compiled(text, temporary, {}, "", {}, {}).launches]
+        kinds = [
+            re.sub(r"[.\d]+$", "", launch)
+            for launch in aot.Compiled(text, temporary, {}, "", {}, {}).launches
+        ]
         programs.append((kinds, temporary))
     assert programs[0] == programs[1] != ([], 0)
 
@@ -142,7 +170,9 @@ def test_kernels_run_on_the_tokens_of_a_device(name: str) -> None:
     assert temporary < 20e6
 
 
-@pytest.mark.parametrize(("head_dim", "ctx"), [(128, 1), (64, 1), pytest.param(128, 2, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    ("head_dim", "ctx"), [(128, 1), (64, 1), pytest.param(128, 2, marks=pytest.mark.thorough)]
+)
 def test_chunk_of_a_prompt_is_cudnn_calls_on_the_part_of_a_device(
     head_dim: int, ctx: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,7 +181,9 @@ def test_chunk_of_a_prompt_is_cudnn_calls_on_the_part_of_a_device(
 
     monkeypatch.setattr(prompt, "takes_cudnn", lambda dtype, *_: dtype == jnp.bfloat16)
     monkeypatch.setattr(door, "check_cudnn_version", lambda: 91000)  # it asks the library
-    monkeypatch.setattr(door, "check_compute_capability", lambda capability: True)  # and this the device
+    monkeypatch.setattr(
+        door, "check_compute_capability", lambda capability: True
+    )  # and this the device
     at = mesh(2, 4 // ctx, ctx)
     placement = Placement(mesh=at, batch="data", heads="model", context="ctx")
     spec = dataclasses.replace(SPEC, head_dim=head_dim)
@@ -162,7 +194,9 @@ def test_chunk_of_a_prompt_is_cudnn_calls_on_the_part_of_a_device(
     kinds = Counter(kind for kind, _ in exchanges(program))
     assert kinds == (Counter() if ctx == 1 else Counter({"all-gather": 1, "all-reduce": 2}))
     assert not copies(program, layer_of(kvjax.Full(), placement, at, spec))
-    part = 4 * SPEC.batch // 2 * SPEC.q_heads * ctx // 4 * 2048 * (head_dim + 1)  # of attention, in f32
+    part = (
+        4 * SPEC.batch // 2 * SPEC.q_heads * ctx // 4 * 2048 * (head_dim + 1)
+    )  # of attention, in f32
     assert temporary < (1.3 if ctx == 1 else 3.3) * part
 
 
@@ -181,7 +215,13 @@ def test_one_token_is_looked_up_without_gathering_the_table() -> None:
 def test_step_of_a_70b_model_needs_the_memory_that_is_computed(model: int, ctx: int) -> None:
     """Each of 8 GPUs holds its part of the weights and of the cache, and little else."""
     config = DecoderConfig(
-        vocab_size=128256, hidden_size=8192, intermediate_size=28672, layers=80, q_heads=64, kv_heads=8, head_dim=128
+        vocab_size=128256,
+        hidden_size=8192,
+        intermediate_size=28672,
+        layers=80,
+        q_heads=64,
+        kv_heads=8,
+        head_dim=128,
     )
     placement = Placement(mesh=mesh(1, model, ctx), heads="model", context="ctx")
     decoder = nnx.eval_shape(lambda: Decoder(config, dtype="bfloat16"))
@@ -191,20 +231,30 @@ def test_step_of_a_70b_model_needs_the_memory_that_is_computed(model: int, ctx: 
         param.set_value(jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=homes[id(param)]))
     spec, policy = decoder.spec(batch=1, capacity=131072), CASES["fier"]
     state = jax.tree.map(
-        lambda a, split: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(placement.mesh, split)),
+        lambda a, split: jax.ShapeDtypeStruct(
+            a.shape, a.dtype, sharding=NamedSharding(placement.mesh, split)
+        ),
         shapes(partial(policy.init, spec)),
         state_specs(policy, spec, placement),
     )
     held = kvjax.Cache((LayerCache(state, policy, spec, placement),) * config.layers)
-    token = jax.ShapeDtypeStruct((1,), jnp.int32, sharding=NamedSharding(placement.mesh, PartitionSpec()))
+    token = jax.ShapeDtypeStruct(
+        (1,), jnp.int32, sharding=NamedSharding(placement.mesh, PartitionSpec())
+    )
     memory = decode_step.lower(decoder, held, token).compile().memory_analysis()
-    assert nbytes(decoder).device < 2 * (12.1e9 / model + 58.5e9 / 8) * 1.01  # attention, and MLP with vocabulary
-    assert memory.argument_size_in_bytes == pytest.approx(nbytes(decoder).device + nbytes(held).device, rel=1e-3)
+    assert (
+        nbytes(decoder).device < 2 * (12.1e9 / model + 58.5e9 / 8) * 1.01
+    )  # attention, and MLP with vocabulary
+    assert memory.argument_size_in_bytes == pytest.approx(
+        nbytes(decoder).device + nbytes(held).device, rel=1e-3
+    )
     assert memory.temp_size_in_bytes < 100e6
 
 
 @pytest.mark.parametrize("name", kernel_cases.CASES)
-def test_kernel_under_plain_jit_on_several_devices_warns_once_and_names_the_cure(name: str) -> None:
+def test_kernel_under_plain_jit_on_several_devices_warns_once_and_names_the_cure(
+    name: str,
+) -> None:
     """Once for each operation, and not at all if `jax.shard_map` gives it the part of a device."""
     at = mesh(4, 2)
     args, options = kernel_cases.CASES[name].args()
@@ -213,7 +263,8 @@ def test_kernel_under_plain_jit_on_several_devices_warns_once_and_names_the_cure
 
     def run(*arrays: Any) -> Any:
         args, options = jax.tree.unflatten(
-            tree, [dict(zip(numbers, arrays, strict=True)).get(i, x) for i, x in enumerate(leaves)]
+            tree,
+            [dict(zip(numbers, arrays, strict=True)).get(i, x) for i, x in enumerate(leaves)],
         )
         return ops.OPS[name](*args, **options, implementation="mosaic")
 
@@ -224,7 +275,10 @@ def test_kernel_under_plain_jit_on_several_devices_warns_once_and_names_the_cure
 
     shapes = [over(leaves[i]) for i in numbers]
     partitioned._warn_once.cache_clear()
-    with pytest.warns(UserWarning, match=f"the GPU kernel of {name} is compiled for 8 devices without a .*Placement"):
+    with pytest.warns(
+        UserWarning,
+        match=f"the GPU kernel of {name} is compiled for 8 devices without a .*Placement",
+    ):
         jax.jit(run).lower(*shapes)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -13,21 +13,31 @@ from jax.sharding import Mesh
 import kvjax
 from kvjax import CacheSpec, Fier, Fifo, Full, Placement, Policy, Retrieval
 
-SPEC = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, value_dim=8, capacity=112, dtype="float32")
+SPEC = CacheSpec(
+    batch=2, q_heads=4, kv_heads=2, head_dim=16, value_dim=8, capacity=112, dtype="float32"
+)
 DEVICES = np.array(jax.devices()).reshape(2, 2, 2)
-PLACEMENT = Placement(mesh=Mesh(DEVICES, ("data", "model", "ctx")), batch="data", heads="model", context="ctx")
+PLACEMENT = Placement(
+    mesh=Mesh(DEVICES, ("data", "model", "ctx")), batch="data", heads="model", context="ctx"
+)
 FIER = Retrieval(selector=Fier(group=4), budget=24, sink=2, local=6, demote=Fifo(leave=16))
 
 
 @pytest.mark.parametrize(
     "sinks",
-    [pytest.param(None, marks=pytest.mark.thorough), np.linspace(-1.0, 4.0, 4).astype(np.float32)],
+    [
+        pytest.param(None, marks=pytest.mark.thorough),
+        np.linspace(-1.0, 4.0, 4).astype(np.float32),
+    ],
     ids=["no sinks", "sinks"],  # without them all other tests over devices attend
 )
 @pytest.mark.parametrize("policy", [Full(), FIER], ids=["full", "fier"])
 def test_variants_of_attention_are_those_of_one_device(policy: Policy, sinks: Any) -> None:
     rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((2, 45, n, size), np.float32) for n, size in ((4, 16), (2, 16), (2, 8)))
+    q, k, v = (
+        rng.standard_normal((2, 45, n, size), np.float32)
+        for n, size in ((4, 16), (2, 16), (2, 8))
+    )
     how: dict[str, Any] = {"scale": 0.4, "soft_cap": 1.5, "sinks": sinks}
 
     @partial(jax.jit, static_argnums=0)

@@ -45,7 +45,10 @@ SPEC = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=112, dtyp
 PROMPT, STEPS, WINDOW = 24, 40, 30
 DEVICES = np.array(jax.devices())
 THREE = Placement(
-    mesh=Mesh(DEVICES.reshape(2, 2, 2), ("data", "model", "ctx")), batch="data", heads="model", context="ctx"
+    mesh=Mesh(DEVICES.reshape(2, 2, 2), ("data", "model", "ctx")),
+    batch="data",
+    heads="model",
+    context="ctx",
 )
 
 
@@ -55,11 +58,17 @@ def along(parts: int) -> Placement:
 
 ZONES: dict[str, Any] = {"sink": 2, "local": 6, "demote": Fifo(leave=16)}
 FIER = Retrieval(selector=Fier(group=4), budget=24, **ZONES)
-MAGICPIG = presets.magicpig(budget=40, bits=3, tables=40, local=6, chunk=16, layers=presets.Layers(dense=0)).rest
+MAGICPIG = presets.magicpig(
+    budget=40, bits=3, tables=40, local=6, chunk=16, layers=presets.Layers(dense=0)
+).rest
 # A policy, a placement, a sliding window. With a window the steps begin at once; a test of its own reads prompts.
 CASES: dict[str, tuple[kvjax.Policy, Placement, int | None]] = {
     "full": (Full(), along(4), None),
-    "4 bits in a window": (Compressed(store=Quantized(bits=4, key_group=4), **ZONES), along(4), WINDOW),
+    "4 bits in a window": (
+        Compressed(store=Quantized(bits=4, key_group=4), **ZONES),
+        along(4),
+        WINDOW,
+    ),
     "fier": (FIER, THREE, None),
     "fier, rows and heads": (FIER, dataclasses.replace(THREE, context=None), None),
     "pages per query head in a window": (
@@ -82,12 +91,21 @@ MORE: dict[str, tuple[kvjax.Policy, Placement, int | None]] = {
         None,
     ),
     "pages a step late in host memory": (
-        Speculative(Retrieval(selector=MinMaxPages(page=4), store=HostOffload(page=4), budget=32, **ZONES), tau=-1.0),
+        Speculative(
+            Retrieval(
+                selector=MinMaxPages(page=4), store=HostOffload(page=4), budget=32, **ZONES
+            ),
+            tau=-1.0,
+        ),
         along(4),
         None,
     ),
     "paris per query head in a window": (
-        Retrieval(selector=Paris(candidates=12, votes="plain", group_reduce="per_head"), budget=16, **ZONES),
+        Retrieval(
+            selector=Paris(candidates=12, votes="plain", group_reduce="per_head"),
+            budget=16,
+            **ZONES,
+        ),
         along(4),
         WINDOW,
     ),
@@ -115,7 +133,11 @@ MORE: dict[str, tuple[kvjax.Policy, Placement, int | None]] = {
     ),
     "4 bits": (Compressed(store=Quantized(bits=4, key_group=4), **ZONES), THREE, None),
     "full in a window": (Full(), THREE, WINDOW),
-    "exact by mean query": (Retrieval(selector=Exact(group_reduce="mean_query"), budget=20, **ZONES), along(8), None),
+    "exact by mean query": (
+        Retrieval(selector=Exact(group_reduce="mean_query"), budget=20, **ZONES),
+        along(8),
+        None,
+    ),
     "tova": (Evicting(evictor=LastQuery(), budget=24), THREE, None),
     "magicpig in a window": (MAGICPIG, along(2), WINDOW),
 }
@@ -140,12 +162,18 @@ MORE |= {
 
 def tokens(count: int, seed: int) -> tuple[Array, ...]:
     rng = np.random.default_rng(seed)  # jax.random would compile
-    return tuple(jnp.asarray(rng.standard_normal((2, count, n, 16), np.float32)) for n in (4, 2, 2))
+    return tuple(
+        jnp.asarray(rng.standard_normal((2, count, n, 16), np.float32)) for n in (4, 2, 2)
+    )
 
 
-def prompt(cache: kvjax.LayerCache, q: Array, k: Array, v: Array, lengths: Array, *, window: int | None) -> Any:
+def prompt(
+    cache: kvjax.LayerCache, q: Array, k: Array, v: Array, lengths: Array, *, window: int | None
+) -> Any:
     out, cache = kvjax.prefill(cache, q, k, v, lengths=lengths, window=window)
-    return jnp.where((jnp.arange(PROMPT)[None] < lengths[:, None])[..., None, None], out, 0), cache
+    return jnp.where(
+        (jnp.arange(PROMPT)[None] < lengths[:, None])[..., None, None], out, 0
+    ), cache
 
 
 def decode(cache: kvjax.LayerCache, q: Array, k: Array, v: Array, *, window: int | None) -> Any:
@@ -154,7 +182,9 @@ def decode(cache: kvjax.LayerCache, q: Array, k: Array, v: Array, *, window: int
     def step(cache: kvjax.LayerCache, t: Array) -> Any:
         active = jnp.arange(2) != t % 7
         one = [lax.dynamic_slice_in_dim(a, t, 1, axis=1) for a in (q, k, v)]
-        out, cache, info = kvjax.attention_info(kvjax.flush(cache), *one, active=active, window=window, flush=False)
+        out, cache, info = kvjax.attention_info(
+            kvjax.flush(cache), *one, active=active, window=window, flush=False
+        )
         assert info is not None
         assert info.positions is not None
         read = jnp.where(active[:, None, None, None], jnp.sort(info.positions, axis=-1), -1)
@@ -164,14 +194,23 @@ def decode(cache: kvjax.LayerCache, q: Array, k: Array, v: Array, *, window: int
     return found, cache
 
 
-def run(policy: kvjax.Policy, placement: Placement | None, window: int | None, spec: CacheSpec = SPEC) -> Any:
+def run(
+    policy: kvjax.Policy,
+    placement: Placement | None,
+    window: int | None,
+    spec: CacheSpec = SPEC,
+) -> Any:
     """Outputs and positions, the HLO of the steps, the cache, and the program of the steps."""
     cache, outs = kvjax.init_layer(policy, spec, placement), []
     chunk = jax.jit(partial(prompt, window=window))
     for seed, lengths in ((0, [24, 17]), (3, [20, 24])) if window is None else ():
         out, cache = chunk(cache, *tokens(PROMPT, seed), jnp.array(lengths, jnp.int32))
         outs.append(out)
-    steps = jax.jit(partial(decode, window=window), donate_argnums=0).lower(cache, *tokens(STEPS, 6)).compile()
+    steps = (
+        jax.jit(partial(decode, window=window), donate_argnums=0)
+        .lower(cache, *tokens(STEPS, 6))
+        .compile()
+    )
     (stepped, positions), cache = steps(cache, *tokens(STEPS, 6))
     return [*outs, stepped], np.asarray(positions), steps.as_text(), cache, steps
 
@@ -202,12 +241,18 @@ QUICK = "paris per query head in a window"  # scores by what the window shows
 
 
 @pytest.mark.parametrize(
-    "name", [*CASES, *(pytest.param(n, marks=() if n == QUICK else pytest.mark.thorough) for n in MORE)]
+    "name",
+    [
+        *CASES,
+        *(pytest.param(n, marks=() if n == QUICK else pytest.mark.thorough) for n in MORE),
+    ],
 )
 def test_tokens_on_several_devices_are_read_as_on_one(runs: Any, name: str) -> None:
     (*_, alone, _), (*_, cache, _) = runs(name, False), runs(name, True)
     check(runs(name, False), runs(name, True))
-    for leaf, home in zip(jax.tree.leaves(cache), jax.tree.leaves(kvjax.shardings(cache)), strict=True):
+    for leaf, home in zip(
+        jax.tree.leaves(cache), jax.tree.leaves(kvjax.shardings(cache)), strict=True
+    ):
         assert leaf.sharding.is_equivalent_to(home, leaf.ndim)
     if isinstance(cache.policy, Evicting | Speculative):  # bounded, or with kept copies
         return
@@ -219,7 +264,9 @@ def test_tokens_on_several_devices_are_read_as_on_one(runs: Any, name: str) -> N
 def test_a_full_history_is_sampled_whole_where_the_budget_allows() -> None:
     """Each device then offers all of its tokens, to the last slot."""
     cache = kvjax.init_layer(
-        dataclasses.replace(MAGICPIG, budget=100), dataclasses.replace(SPEC, capacity=48), along(2)
+        dataclasses.replace(MAGICPIG, budget=100),
+        dataclasses.replace(SPEC, capacity=48),
+        along(2),
     )
     st = cache.state
     length = st.sink.slots + st.store.slots + st.recent.slots - 1
@@ -234,7 +281,11 @@ WINDOWED = [name for name, (_, _, window) in (CASES | MORE).items() if window is
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n == "full in a window" else pytest.mark.thorough) for n in WINDOWED]
+    "name",
+    [
+        pytest.param(n, marks=() if n == "full in a window" else pytest.mark.thorough)
+        for n in WINDOWED
+    ],
 )
 def test_prompts_under_a_window_are_read_as_on_one(name: str) -> None:
     """Prompts longer than the window, whose rows have different lengths, and the steps after them."""
@@ -246,13 +297,16 @@ def test_prompts_under_a_window_are_read_as_on_one(name: str) -> None:
         for seed, lengths in ((0, [24, 17]), (3, [20, 24])):
             out, cache = chunk(cache, *tokens(PROMPT, seed), jnp.array(lengths, jnp.int32))
             outs.append(out)
-        (stepped, positions), cache = jax.jit(partial(decode, window=window))(cache, *tokens(STEPS, 6))
+        (stepped, positions), cache = jax.jit(partial(decode, window=window))(
+            cache, *tokens(STEPS, 6)
+        )
         found.append(([*outs, stepped], np.asarray(positions), None, cache))
     check(*found)
 
 
 @pytest.mark.parametrize(
-    "name", [*CASES, *(pytest.param(n, marks=pytest.mark.thorough) for n in MORE if " over " in n)]
+    "name",
+    [*CASES, *(pytest.param(n, marks=pytest.mark.thorough) for n in MORE if " over " in n)],
 )
 def test_step_exchanges_what_the_formula_says_and_copies_nothing(runs: Any, name: str) -> None:
     policy, placement, _ = (CASES | MORE)[name]
@@ -282,7 +336,9 @@ def test_copy_of_a_split_cache_is_noticed(runs: Any) -> None:
 def test_of_equal_scores_on_several_devices_the_lower_place_wins(runs: Any, name: str) -> None:
     """Groups of four tokens have one of three keys, so stripes of all devices tie in every step."""
     policy, placement, window = CASES[name]
-    q, k, v = (np.round(2 * np.asarray(a)) for a in tokens(2 * STEPS, 6))  # small integers, whose scores are exact
+    q, k, v = (
+        np.round(2 * np.asarray(a)) for a in tokens(2 * STEPS, 6)
+    )  # small integers, whose scores are exact
     keys, kinds = k[0, :3].copy(), (np.arange(SPEC.capacity) - policy.sink) // 4 % 3
     steps = []  # row, step, tokens of the row after it, and where its history ends
     for row in range(2):
@@ -296,13 +352,17 @@ def test_of_equal_scores_on_several_devices_the_lower_place_wins(runs: Any, name
     for split in (False, True):
         cache, found = kvjax.init_layer(policy, SPEC, placement if split else None), []
         for part in (slice(STEPS), slice(STEPS, None)):
-            (_, positions), cache = runs(name, split)[4](cache, *(jnp.asarray(a[:, part]) for a in (q, k, v)))
+            (_, positions), cache = runs(name, split)[4](
+                cache, *(jnp.asarray(a[:, part]) for a in (q, k, v))
+            )
             found.append(np.asarray(positions))
         read.append(np.concatenate(found))
     np.testing.assert_array_equal(*read)
     cut = 0
     for row, t, count, end in steps:
-        history = np.arange(policy.sink if window is None else max(policy.sink, count - window), end)
+        history = np.arange(
+            policy.sink if window is None else max(policy.sink, count - window), end
+        )
         for kind, *head in np.ndindex(3, *read[0].shape[2:4]):
             tied = np.isin(history[kinds[history] == kind], read[1][t, row, *head])
             assert np.all(tied[:-1] >= tied[1:]), "a higher place was read before a lower one"
@@ -318,32 +378,51 @@ def test_devices_agree_on_the_most_voted_tokens_ties_by_place() -> None:
     wanted = np.array([[23, 7], [60, 0], [11, 99]], np.int32)
 
     def share(own: Array, count: Array) -> Array:
-        return jax.vmap(lambda n: context.share_of_highest(own[:, :, :, 0], n, 3, stripes))(count)[:, :, :, :, None]
+        return jax.vmap(lambda n: context.share_of_highest(own[:, :, :, 0], n, 3, stripes))(
+            count
+        )[:, :, :, :, None]
 
     dealt = marks.reshape(2, 2, 2, turns, 4, 3).swapaxes(3, 4).reshape(2, 2, 2, 4, -1)
     split, whole = jax.P(None, None, None, "ctx"), jax.P(None, None, None, None, "ctx")
-    run = jax.jit(jax.shard_map(share, mesh=along(4).mesh, in_specs=(split, jax.P()), out_specs=whole, check_vma=False))
+    run = jax.jit(
+        jax.shard_map(
+            share,
+            mesh=along(4).mesh,
+            in_specs=(split, jax.P()),
+            out_specs=whole,
+            check_vma=False,
+        )
+    )
     order = np.argsort(-marks.astype(int), axis=-1, kind="stable")
     for shares, counts in zip(np.asarray(run(dealt, wanted)), wanted, strict=True):
         for b, k, g in np.ndindex(2, 2, 2):
             highest = order[b, k, g][: min(counts[b], np.sum(marks[b, k, g] > 0))]
-            np.testing.assert_array_equal(shares[b, k, g], np.bincount(highest // 3 % 4, minlength=4))
+            np.testing.assert_array_equal(
+                shares[b, k, g], np.bincount(highest // 3 % 4, minlength=4)
+            )
 
 
 @pytest.mark.parametrize(("offers", "wanted"), [(1, 3), (5, 0), (5, 7), (24, 50), (24, 200)])
 def test_devices_count_their_own_among_the_first_of_all(offers: int, wanted: int) -> None:
     """As a sort of all offers does, also where ranks tie and where a device has fewer units than it may offer."""
     rng = np.random.default_rng(offers + wanted)
-    places = np.stack([rng.permutation(4 * offers).reshape(4, offers) for _ in range(2)])  # [row, device, offer]
+    places = np.stack(
+        [rng.permutation(4 * offers).reshape(4, offers) for _ in range(2)]
+    )  # [row, device, offer]
     ranks = rng.integers(1, 5, places.shape)
     ranks[1, 2, offers // 2 :] = 0
     places = np.where(ranks == 0, np.iinfo(np.int32).max, places)
     order = np.lexsort((places, -ranks))
     ranks, places = (np.take_along_axis(a, order, axis=-1) for a in (ranks, places))
-    every = [jnp.asarray(a, dtype).reshape(2, 1, 1, -1) for a, dtype in ((ranks, jnp.uint32), (places, jnp.int32))]
+    every = [
+        jnp.asarray(a, dtype).reshape(2, 1, 1, -1)
+        for a, dtype in ((ranks, jnp.uint32), (places, jnp.int32))
+    ]
     for device in range(4):
         own = [a.reshape(2, 1, 1, 4, offers)[:, :, :, device] for a in every]
-        got = jax.jit(context.count_taken)(own, every, jnp.full((1, 1, 1, 1), wanted, jnp.int32))
+        got = jax.jit(context.count_taken)(
+            own, every, jnp.full((1, 1, 1, 1), wanted, jnp.int32)
+        )
         for row in range(2):
             best = np.lexsort((places[row].reshape(-1), -ranks[row].reshape(-1)))[:wanted]
             best = best[ranks[row].reshape(-1)[best] > 0]
@@ -368,8 +447,13 @@ def test_saves_and_larger_caches_do_not_depend_on_the_split(runs: Any, tmp_path:
     assert_equal(shorter, shorten(alone, jnp.array([70, 33])))
     kvjax.save(tmp_path / "grown", grown)
     larger = dataclasses.replace(SPEC, capacity=160)
-    assert_equal(kvjax.restore(tmp_path / "grown", kvjax.init_layer(FIER, larger)), kvjax.grow(alone, 160))
-    assert_equal(kvjax.restore(tmp_path / "split", kvjax.init_layer(FIER, larger, THREE)), grown)
+    assert_equal(
+        kvjax.restore(tmp_path / "grown", kvjax.init_layer(FIER, larger)),
+        kvjax.grow(alone, 160),
+    )
+    assert_equal(
+        kvjax.restore(tmp_path / "split", kvjax.init_layer(FIER, larger, THREE)), grown
+    )
 
 
 def test_several_steps_rows_and_followers_are_those_of_one_device() -> None:
@@ -391,7 +475,9 @@ def test_several_steps_rows_and_followers_are_those_of_one_device() -> None:
     for placement in (None, THREE):
         cache = kvjax.init(policies, SPEC, layers=3, placement=placement)
         alone = None if placement is None else dataclasses.replace(placement, batch=None)
-        prefix = kvjax.init(policies, dataclasses.replace(SPEC, batch=1), layers=3, placement=alone)
+        prefix = kvjax.init(
+            policies, dataclasses.replace(SPEC, batch=1), layers=3, placement=alone
+        )
         found.append(jax.jit(talk)(cache, prefix, tokens(60, 0), tokens(12, 1)))
     (one, before), (split, after) = found
     for a, b in zip(one, split, strict=True):
@@ -408,7 +494,9 @@ def test_owner_off_by_one_is_noticed(runs: Any, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(context.Stripes, "slot", wrong)
     spec = dataclasses.replace(SPEC, capacity=128)  # of another capacity, nothing is traced yet
-    (split, _), _ = jax.jit(partial(decode, window=None))(kvjax.init_layer(Full(), spec, along(4)), *tokens(STEPS, 6))
+    (split, _), _ = jax.jit(partial(decode, window=None))(
+        kvjax.init_layer(Full(), spec, along(4)), *tokens(STEPS, 6)
+    )
     (one, _), _ = runs("full", False)[4](kvjax.init_layer(Full(), SPEC), *tokens(STEPS, 6))
     assert np.max(np.abs(np.asarray(split) - np.asarray(one))) > 0.1
 
@@ -421,14 +509,46 @@ def test_owner_off_by_one_is_noticed(runs: Any, monkeypatch: pytest.MonkeyPatch)
             8,
             r"chunk of 16 .*split over 8 .*: Fier\(group=4\) does not divide .* of 2.*or larger chunks",
         ),
-        (dataclasses.replace(FIER, selector=kvjax.Fier(group=3)), 2, r"^Fier\(group=3\) does not divide .* of 16;"),
-        (FIER, 3, r"cannot split chunks of 16 tokens evenly over 3 devices.* leave a multiple of 3"),
-        (MAGICPIG, 4, r"each of 4 devices 4 tokens of a chunk of 16.*hashes of 8 tokens together.*a multiple of 32"),
-        (Retrieval(selector=MinMaxPages(page=8), budget=32, **ZONES), 4, "would cut pages of 8; .* multiple of 32"),
-        (dataclasses.replace(FIER, store=HotSet(tokens=64)), 2, "keeps selected tokens on one device"),
-        (dataclasses.replace(FIER, selector=kvjax.SignPlane(), store=kvjax.TurboQuant()), 2, "a split context cannot"),
-        (kvjax.PerHead(heads=(1,), selected=Full(), others=FIER), 2, "grows with the capacity and has no over_context"),
-        (Full(), 3, "cannot split a capacity of 112 tokens evenly over 3 devices.* use capacity=114"),
+        (
+            dataclasses.replace(FIER, selector=kvjax.Fier(group=3)),
+            2,
+            r"^Fier\(group=3\) does not divide .* of 16;",
+        ),
+        (
+            FIER,
+            3,
+            r"cannot split chunks of 16 tokens evenly over 3 devices.* leave a multiple of 3",
+        ),
+        (
+            MAGICPIG,
+            4,
+            r"each of 4 devices 4 tokens of a chunk of 16.*hashes of 8 tokens together.*a multiple of 32",
+        ),
+        (
+            Retrieval(selector=MinMaxPages(page=8), budget=32, **ZONES),
+            4,
+            "would cut pages of 8; .* multiple of 32",
+        ),
+        (
+            dataclasses.replace(FIER, store=HotSet(tokens=64)),
+            2,
+            "keeps selected tokens on one device",
+        ),
+        (
+            dataclasses.replace(FIER, selector=kvjax.SignPlane(), store=kvjax.TurboQuant()),
+            2,
+            "a split context cannot",
+        ),
+        (
+            kvjax.PerHead(heads=(1,), selected=Full(), others=FIER),
+            2,
+            "grows with the capacity and has no over_context",
+        ),
+        (
+            Full(),
+            3,
+            "cannot split a capacity of 112 tokens evenly over 3 devices.* use capacity=114",
+        ),
     ],
 )
 def test_what_cannot_be_dealt_is_refused(policy: Any, parts: int, error: str) -> None:
@@ -438,8 +558,12 @@ def test_what_cannot_be_dealt_is_refused(policy: Any, parts: int, error: str) ->
 
 PAGED = {
     "quest": presets.quest(64, page=4, layers=presets.Layers(dense=0)).rest,
-    "quest, pending": presets.quest(64, page=4, newest="select", layers=presets.Layers(dense=0)).rest,
-    "arkvale": presets.arkvale(64, page=4, sink=4, local=8, layers=presets.Layers(dense=0)).rest,
+    "quest, pending": presets.quest(
+        64, page=4, newest="select", layers=presets.Layers(dense=0)
+    ).rest,
+    "arkvale": presets.arkvale(
+        64, page=4, sink=4, local=8, layers=presets.Layers(dense=0)
+    ).rest,
     "freekv": presets.freekv(64, page=4, sink=4, local=8, layers=presets.Layers(dense=0)).rest,
 }
 ALWAYS = [("quest, pending", 4), ("freekv", 2)]
@@ -447,7 +571,8 @@ OTHERS = [pair for pair in itertools.product(PAGED, (2, 4, 8)) if pair not in AL
 
 
 @pytest.mark.parametrize(
-    ("name", "parts"), [*ALWAYS, *(pytest.param(*pair, marks=pytest.mark.thorough) for pair in OTHERS)]
+    ("name", "parts"),
+    [*ALWAYS, *(pytest.param(*pair, marks=pytest.mark.thorough) for pair in OTHERS)],
 )
 def test_chunks_of_one_page_become_one_page_for_each_device(name: str, parts: int) -> None:
     policy, spec = PAGED[name], dataclasses.replace(SPEC, capacity=160)

@@ -21,7 +21,10 @@ QUICK = (1607,)
 
 @pytest.mark.parametrize(
     "number",
-    [pytest.param(n, marks=() if n in QUICK else pytest.mark.thorough) for n in numbers(range(LATEST, LATEST + 40))],
+    [
+        pytest.param(n, marks=() if n in QUICK else pytest.mark.thorough)
+        for n in numbers(range(LATEST, LATEST + 40))
+    ],
 )
 def test_random_scripts_on_a_random_configuration_and_placement(number: int) -> None:
     run_all(Programs(placed(number)), range(SCRIPTS * number, SCRIPTS * (number + 1)))
@@ -31,4 +34,6 @@ def test_a_planted_fault_is_found_on_several_devices() -> None:
     placement = kvjax.Placement(mesh=jax.make_mesh((2,), ("ctx",)), context="ctx")
     policy = replace(FAULTS["rows mixed by a flush"], selector=kvjax.Fier(group=4))  # type: ignore[type-var]
     with pytest.raises(Wrong):
-        run_all(Programs(Configuration(policy, SPEC, None, placement=placement)), range(SCRIPTS))
+        run_all(
+            Programs(Configuration(policy, SPEC, None, placement=placement)), range(SCRIPTS)
+        )

@@ -23,15 +23,37 @@ from kvjax import Placement
 from kvjax.generation import decode_step, generate
 from kvjax.generation import prefilling as reading
 from kvjax.generation.sampling import Sampling, sample, sampling
-from kvjax.models import Decoder, DecoderConfig, Experts, distribute, load, logical_axis_rules, rope, save, tensor_files
+from kvjax.models import (
+    Decoder,
+    DecoderConfig,
+    Experts,
+    distribute,
+    load,
+    logical_axis_rules,
+    rope,
+    save,
+    tensor_files,
+)
 from tests.devices.programs import COLLECTIVE, exchanges
 
 CONFIG = DecoderConfig(
-    vocab_size=96, hidden_size=32, intermediate_size=64, layers=2, q_heads=8, kv_heads=4, head_dim=16, qkv_bias=True
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=64,
+    layers=2,
+    q_heads=8,
+    kv_heads=4,
+    head_dim=16,
+    qkv_bias=True,
 )
 MESH = jax.make_mesh((2, 4), ("data", "model"))  # Explicit axes: load makes them Auto
 BOTH = Placement(mesh=MESH, batch="data", heads="model")
-THREE = Placement(mesh=jax.make_mesh((2, 2, 2), ("data", "model", "ctx")), batch="data", heads="model", context="ctx")
+THREE = Placement(
+    mesh=jax.make_mesh((2, 2, 2), ("data", "model", "ctx")),
+    batch="data",
+    heads="model",
+    context="ctx",
+)
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +69,15 @@ def models(directory: Path) -> tuple[Any, Any, Any]:
 
 
 def leaves(model: Decoder) -> dict[str, jax.Array]:
-    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(model)}
+    return {
+        jax.tree_util.keystr(path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(model)
+    }
 
 
-def test_parts_are_those_of_the_whole_and_lie_where_the_rules_say(models: tuple[Any, Any]) -> None:
+def test_parts_are_those_of_the_whole_and_lie_where_the_rules_say(
+    models: tuple[Any, Any],
+) -> None:
     """Heads over the 4 or 2 devices of heads; MLP and vocabulary over the 2 of context too."""
     one, *splits = (leaves(checkpoint.model) for checkpoint in models)
     assert jax.tree.structure(models[0].model) == jax.tree.structure(models[1].model)
@@ -58,24 +85,40 @@ def test_parts_are_those_of_the_whole_and_lie_where_the_rules_say(models: tuple[
         for name, whole in one.items():
             np.testing.assert_array_equal(np.asarray(split[name]), np.asarray(whole))
             here = split[name].addressable_shards[0].data.nbytes
-            assert here == whole.nbytes // (1 if "norm" in name else heads if ".attention" in name else 4), name
+            assert here == whole.nbytes // (
+                1 if "norm" in name else heads if ".attention" in name else 4
+            ), name
 
 
 def test_mlp_that_context_does_not_divide_is_split_over_heads_alone() -> None:
-    odd = Decoder(dataclasses.replace(CONFIG, layers=1, windows=(), intermediate_size=62, vocab_size=95))
+    odd = Decoder(
+        dataclasses.replace(CONFIG, layers=1, windows=(), intermediate_size=62, vocab_size=95)
+    )
     split = leaves(distribute(odd, THREE))
-    here = {name: whole.nbytes / split[name].addressable_shards[0].data.nbytes for name, whole in leaves(odd).items()}
+    here = {
+        name: whole.nbytes / split[name].addressable_shards[0].data.nbytes
+        for name, whole in leaves(odd).items()
+    }
     assert {parts for name, parts in here.items() if ".mlp." in name} == {2}
-    assert {parts for name, parts in here.items() if "embedding" in name or "head" in name} == {1}
+    assert {parts for name, parts in here.items() if "embedding" in name or "head" in name} == {
+        1
+    }
 
 
 def test_a_mixture_of_experts_is_split_inside_each_expert(tmp_path: Path) -> None:
     """Loaded by parts or distributed; a chunk, which sorts tokens by expert, and a step give what one device gives."""
     experts = Experts(count=8, per_token=2, size=16, bias=True, clamp=(1.5, 2.0))
-    config = dataclasses.replace(CONFIG, intermediate_size=16, out_bias=True, sinks=True, experts=experts)
-    config = dataclasses.replace(config, windows=(6, None), rope=rope.Yarn(factor=2.0, original=512, theta=1e4))
+    config = dataclasses.replace(
+        CONFIG, intermediate_size=16, out_bias=True, sinks=True, experts=experts
+    )
+    config = dataclasses.replace(
+        config, windows=(6, None), rope=rope.Yarn(factor=2.0, original=512, theta=1e4)
+    )
     save(tmp_path / "checkpoint", Decoder(config, rngs=nnx.Rngs(8)))
-    one, split, three = (load(tmp_path / "checkpoint", jnp.float32, placement=at).model for at in (None, BOTH, THREE))
+    one, split, three = (
+        load(tmp_path / "checkpoint", jnp.float32, placement=at).model
+        for at in (None, BOTH, THREE)
+    )
     again = distribute(one, BOTH)
     for a, b, c in zip(*map(jax.tree.leaves, (one, split, again)), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -89,13 +132,17 @@ def test_a_mixture_of_experts_is_split_inside_each_expert(tmp_path: Path) -> Non
         return jnp.concatenate([first, model(tokens[:, 20:], cache)[0]], axis=1)
 
     tokens = jax.random.randint(jax.random.key(0), (2, 21), 0, 96)
-    all_of_it = kvjax.presets.fier(budget=128, group=8, chunk=16, layers=kvjax.presets.Layers(dense=0))
+    all_of_it = kvjax.presets.fier(
+        budget=128, group=8, chunk=16, layers=kvjax.presets.Layers(dense=0)
+    )
     want = run(one, None, kvjax.Full(), tokens)
     for model, at, policy in ((split, BOTH, kvjax.Full()), (three, THREE, all_of_it)):
         np.testing.assert_allclose(run(model, at, policy, tokens), want, atol=1e-5)
 
 
-def test_each_byte_of_the_files_is_read_once(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_byte_of_the_files_is_read_once(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read: list[int] = []
     send = tensor_files._send
 
@@ -113,11 +160,15 @@ def test_each_byte_of_the_files_is_read_once(directory: Path, monkeypatch: pytes
     assert max(read) > max(sizes) // 4, "whole tensors are not noticed"
 
 
-METHOD = "fier:budget=24,group=8,chunk=32,dense_layers=1"  # the first layer attends to everything
+METHOD = (
+    "fier:budget=24,group=8,chunk=32,dense_layers=1"  # the first layer attends to everything
+)
 
 
 def on_explicit_axes(model: Decoder, mesh: jax.sharding.Mesh) -> Decoder:
-    return jax.tree.map(lambda leaf: jax.device_put(leaf, jax.NamedSharding(mesh, leaf.sharding.spec)), model)
+    return jax.tree.map(
+        lambda leaf: jax.device_put(leaf, jax.NamedSharding(mesh, leaf.sharding.spec)), model
+    )
 
 
 # Axes of the model and of the cache, and those that jax.set_mesh has set.
@@ -129,7 +180,10 @@ KINDS = [
 
 @pytest.mark.parametrize(
     ("model", "cache", "around"),
-    [pytest.param(*kinds, marks=[pytest.mark.thorough] * (i > 0)) for i, kinds in enumerate(dict.fromkeys(KINDS))],
+    [
+        pytest.param(*kinds, marks=[pytest.mark.thorough] * (i > 0))
+        for i, kinds in enumerate(dict.fromkeys(KINDS))
+    ],
 )
 def test_generated_tokens_are_those_of_one_device(
     models: tuple[Any, Any, Any], model: str, cache: str, around: str
@@ -139,14 +193,23 @@ def test_generated_tokens_are_those_of_one_device(
     policies = kvjax.presets.parse(METHOD)
 
     def run(model: Decoder, placement: Placement | None) -> Any:
-        cache = kvjax.init(policies, model.spec(batch=4, capacity=160), layers=2, placement=placement)
+        cache = kvjax.init(
+            policies, model.spec(batch=4, capacity=160), layers=2, placement=placement
+        )
         return generate(model, cache, prompt, max_new_tokens=40, chunk=64)
 
-    one, split, meshes = run(models[0].model, None), models[2].model, {"Explicit": THREE.mesh, "Auto": THREE.auto.mesh}
+    one, split, meshes = (
+        run(models[0].model, None),
+        models[2].model,
+        {"Explicit": THREE.mesh, "Auto": THREE.auto.mesh},
+    )
     split = split if model == "Auto" else on_explicit_axes(split, THREE.mesh)
     with jax.set_mesh(meshes[around]) if around else contextlib.nullcontext():
         if (model, cache, around) == ("Explicit", "Auto", ""):
-            with pytest.raises(ValueError, match=r"model is on a mesh of Explicit axes and the cache on one of Auto"):
+            with pytest.raises(
+                ValueError,
+                match=r"model is on a mesh of Explicit axes and the cache on one of Auto",
+            ):
                 run(split, THREE.auto)
             return
         split = run(split, THREE if cache == "Explicit" else THREE.auto)
@@ -161,7 +224,9 @@ def test_generated_tokens_are_those_of_one_device(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("method", [METHOD, "quest:budget=32,page=8,chunk=32,dense_layers=1"])
-def test_logits_of_forced_tokens_are_those_of_one_device(models: tuple[Any, Any, Any], method: str) -> None:
+def test_logits_of_forced_tokens_are_those_of_one_device(
+    models: tuple[Any, Any, Any], method: str
+) -> None:
     """Over 150 steps in which rows are flushed; with another token in one of them, later ones differ.
 
     Keys of a random model score nearly alike: of two tokens whose scores differ by less than 1e-6, rounding chooses.
@@ -182,19 +247,26 @@ def test_logits_of_forced_tokens_are_those_of_one_device(models: tuple[Any, Any,
 
     one = run(models[0], tokens)
     wrong = tokens.at[10, 0].set((tokens[10, 0] + 1) % 96)
-    same, changed = (np.max(np.abs(run(models[2], given) - one), axis=-1) <= 1e-5 for given in (tokens, wrong))
+    same, changed = (
+        np.max(np.abs(run(models[2], given) - one), axis=-1) <= 1e-5
+        for given in (tokens, wrong)
+    )
     assert np.mean(same) >= 0.995
     assert np.mean(changed[11:, 0]) < 0.1
 
 
-@pytest.mark.parametrize("at", [pytest.param(1, marks=pytest.mark.thorough, id="rows and heads"), 2])
+@pytest.mark.parametrize(
+    "at", [pytest.param(1, marks=pytest.mark.thorough, id="rows and heads"), 2]
+)
 def test_step_talks_as_megatron_does(models: tuple[Any, Any, Any], at: int) -> None:
     """Two sums per layer, the embedding, and the condition of the flush; nothing as large as the cache or the logits.
     With context one gather in the layer that attends to everything, and three in the one that selects; the sums of MLP
     and vocabulary are over context too."""
     checkpoint = models[at]
     cache = checkpoint.init_cache(METHOD, capacity=160, batch=4, dtype="float32")
-    program = decode_step.lower(checkpoint.model, cache, jnp.zeros(4, jnp.int32)).compile().as_text()
+    program = (
+        decode_step.lower(checkpoint.model, cache, jnp.zeros(4, jnp.int32)).compile().as_text()
+    )
     found = Counter(kind for _, kind in COLLECTIVE.findall(program))
     assert found.pop("all-gather", 0) == (0 if at == 1 else 4)
     assert found.pop("all-reduce") <= 2 * CONFIG.layers + 2
@@ -206,27 +278,43 @@ def test_work_of_a_prompt_is_split_over_context(models: tuple[Any, Any, Any]) ->
     one, four = models[0], Placement(mesh=jax.make_mesh((4,), ("ctx",)), context="ctx").auto
     tokens, flops = jnp.zeros((2, 64), jnp.int32), []
     for model, placement in ((one.model, None), (distribute(one.model, four), four)):
-        cache = kvjax.init(kvjax.Full(), model.spec(batch=2, capacity=128), layers=2, placement=placement)
-        shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), cache)
-        program = reading._prefill_chunk.lower(model, shapes, tokens, jnp.full(2, 64), first_chunk=True).compile()
+        cache = kvjax.init(
+            kvjax.Full(), model.spec(batch=2, capacity=128), layers=2, placement=placement
+        )
+        shapes = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), cache
+        )
+        program = reading._prefill_chunk.lower(
+            model, shapes, tokens, jnp.full(2, 64), first_chunk=True
+        ).compile()
         flops.append(program.cost_analysis()["flops"])
     assert flops[1] < 0.3 * flops[0]
     found = Counter(kind for _, kind in COLLECTIVE.findall(program.as_text()))
     # Queries, keys, values, the attention of the chunk to itself and the input of the MLP. No weights are gathered.
     assert found["all-gather"] <= 5 * CONFIG.layers
     assert set(found) <= {"all-gather", "all-reduce", "reduce-scatter"}
-    assert min(size for kind, size in exchanges(program.as_text()) if kind == "all-gather") > 96 * 32
+    assert (
+        min(size for kind, size in exchanges(program.as_text()) if kind == "all-gather")
+        > 96 * 32
+    )
 
 
-@pytest.mark.parametrize("draw", [Sampling(), sampling(0.8, top_k=5), sampling(0.8, top_k=[1, 5, 9, 96], min_p=0.1)])
+@pytest.mark.parametrize(
+    "draw", [Sampling(), sampling(0.8, top_k=5), sampling(0.8, top_k=[1, 5, 9, 96], min_p=0.1)]
+)
 def test_token_is_drawn_without_gathering_the_logits(draw: Sampling) -> None:
     logits = jax.random.normal(jax.random.key(3), (4, 4096))
     key = None if draw.greedy else jax.random.key(5)
     one = jax.jit(sample)(logits, key, draw)
-    split = jax.device_put(logits, jax.NamedSharding(BOTH.auto.mesh, PartitionSpec("data", "model")))
+    split = jax.device_put(
+        logits, jax.NamedSharding(BOTH.auto.mesh, PartitionSpec("data", "model"))
+    )
     program = jax.jit(sample).lower(split, key, draw).compile()
     np.testing.assert_array_equal(np.asarray(program(split, key, draw)), np.asarray(one))
-    sizes = re.findall(r" = \(?\w+\[([\d,]*)\]\S* (?:all-gather|all-to-all|collective-permute)", program.as_text())
+    sizes = re.findall(
+        r" = \(?\w+\[([\d,]*)\]\S* (?:all-gather|all-to-all|collective-permute)",
+        program.as_text(),
+    )
     assert all(np.prod([int(n) for n in size.split(",") if n]) < 100 for size in sizes), sizes
 
 
@@ -243,7 +331,12 @@ def test_cache_of_another_mesh_than_the_model_is_refused(models: tuple[Any, Any]
         ),
         (
             split.model,
-            {**settings, "placement": Placement(mesh=jax.make_mesh((4, 2), ("data", "model")), heads="model").auto},
+            {
+                **settings,
+                "placement": Placement(
+                    mesh=jax.make_mesh((4, 2), ("data", "model")), heads="model"
+                ).auto,
+            },
             "over a mesh of data=2 x model=4 and the cache over one of data=4 x model=2; give both one placement",
         ),
         (
@@ -257,7 +350,9 @@ def test_cache_of_another_mesh_than_the_model_is_refused(models: tuple[Any, Any]
             generate(model, cache, [[1, 2], [3]], max_new_tokens=2)
     four = Placement(mesh=jax.make_mesh((4,), ("m",)), heads="m")
     for call in (split.model, jax.jit(lambda tokens, cache: split.model(tokens, cache))):
-        cache = kvjax.init(kvjax.Full(), split.model.spec(batch=2, capacity=32), layers=2, placement=four)
+        cache = kvjax.init(
+            kvjax.Full(), split.model.spec(batch=2, capacity=32), layers=2, placement=four
+        )
         with pytest.raises(ValueError, match="the model is on 8 devices and the cache on 4"):
             call(jnp.zeros((2, 1), jnp.int32), cache)
 
@@ -271,7 +366,9 @@ def train(model: Decoder, tokens: jax.Array) -> tuple[jax.Array, Decoder]:
         return jax.sharding.auto_axes(miss, out_sharding=PartitionSpec())(logits, tokens[:, 1:])
 
     def miss(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], axis=-1))
+        return -jnp.mean(
+            jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], axis=-1)
+        )
 
     value, slopes = jax.value_and_grad(loss)(model)
     return value, jax.tree.map(lambda weight, slope: weight - slope, model, slopes)
@@ -289,7 +386,9 @@ def test_training_step_is_that_of_one_device(models: tuple[Any, Any, Any]) -> No
             given = jax.device_put(tokens, jax.NamedSharding(mesh, PartitionSpec("data")))
             found_loss, found = train(model, given)
         np.testing.assert_allclose(float(found_loss), float(loss), atol=1e-5)
-        for (name, weight), own in zip(leaves(found).items(), leaves(model).values(), strict=True):
+        for (name, weight), own in zip(
+            leaves(found).items(), leaves(model).values(), strict=True
+        ):
             np.testing.assert_allclose(np.asarray(weight), np.asarray(after[name]), atol=1e-5)
             assert weight.sharding.is_equivalent_to(own.sharding, weight.ndim)
 
@@ -298,7 +397,9 @@ def test_names_of_axes_are_where_nnx_looks(models: tuple[Any, Any]) -> None:
     rules = tuple(logical_axis_rules(BOTH).items())
     with nnx.logical_axis_rules(rules):
         homes = nnx.get_named_sharding(nnx.state(models[0].model), MESH)
-    assert homes["layers"][0]["attention"]["q"]["kernel"].get_value().spec == PartitionSpec(None, "model")
+    assert homes["layers"][0]["attention"]["q"]["kernel"].get_value().spec == PartitionSpec(
+        None, "model"
+    )
 
 
 @pytest.mark.parametrize(
@@ -308,8 +409,12 @@ def test_names_of_axes_are_where_nnx_looks(models: tuple[Any, Any]) -> None:
         ((2, 4), {"vocabulary": None}, "rules names 'vocabulary'"),
     ],
 )
-def test_what_cannot_be_split_is_refused(directory: Path, mesh: Any, rules: Any, error: str) -> None:
-    placement = Placement(mesh=jax.make_mesh(mesh, ("data", "model")), batch="data", heads="model")
+def test_what_cannot_be_split_is_refused(
+    directory: Path, mesh: Any, rules: Any, error: str
+) -> None:
+    placement = Placement(
+        mesh=jax.make_mesh(mesh, ("data", "model")), batch="data", heads="model"
+    )
     with pytest.raises(ValueError, match=error):
         load(directory, placement=placement, rules=rules)
 
@@ -317,13 +422,19 @@ def test_what_cannot_be_split_is_refused(directory: Path, mesh: Any, rules: Any,
 def test_distribute_leaves_its_model_where_it_was() -> None:
     model = Decoder(CONFIG)
     split = distribute(model, BOTH)
-    for own, moved in zip(jax.tree.leaves(nnx.state(model)), jax.tree.leaves(nnx.state(split)), strict=True):
+    for own, moved in zip(
+        jax.tree.leaves(nnx.state(model)), jax.tree.leaves(nnx.state(split)), strict=True
+    ):
         assert len(own.sharding.device_set) == 1
         np.testing.assert_array_equal(own, moved)
-    assert any(not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(nnx.state(split)))
+    assert any(
+        not leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(nnx.state(split))
+    )
 
 
-@pytest.mark.parametrize("kind", [pytest.param(AxisType.Auto, marks=pytest.mark.thorough), AxisType.Explicit])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(AxisType.Auto, marks=pytest.mark.thorough), AxisType.Explicit]
+)
 def test_rotation_by_length_follows_rows_over_devices(kind: AxisType) -> None:
     """Each row has the rotation of its own final length, through every verb and on every mesh."""
     original = 16
@@ -347,7 +458,9 @@ def test_rotation_by_length_follows_rows_over_devices(kind: AxisType) -> None:
         return generate(own, cache, [[1], [2], [3], [4]], max_new_tokens=4)
 
     wanted, found = run(None), run(placement)
-    np.testing.assert_array_equal(wanted.cache.rotated_for, [2**31 - 1, original, 2**31 - 1, original])
+    np.testing.assert_array_equal(
+        wanted.cache.rotated_for, [2**31 - 1, original, 2**31 - 1, original]
+    )
     np.testing.assert_array_equal(found.cache.rotated_for, wanted.cache.rotated_for)
     np.testing.assert_allclose(found.logits, wanted.logits, atol=2e-5)
     assert found.rows == wanted.rows

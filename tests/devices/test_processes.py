@@ -25,7 +25,9 @@ from tests.devices.worker import METHOD, command, work
 ROOT = Path(__file__).parents[2]
 
 
-def run(processes: int, checkpoint: Path, saves: Path, read: Path, *more: str) -> list[dict[str, Any]]:
+def run(
+    processes: int, checkpoint: Path, saves: Path, read: Path, *more: str
+) -> list[dict[str, Any]]:
     """The results of each process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -35,7 +37,15 @@ def run(processes: int, checkpoint: Path, saves: Path, read: Path, *more: str) -
     env |= {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(processes)}
     started = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.devices.worker", str(checkpoint), str(saves), str(read), *more],
+            [
+                sys.executable,
+                "-m",
+                "tests.devices.worker",
+                str(checkpoint),
+                str(saves),
+                str(read),
+                *more,
+            ],
             cwd=ROOT,
             env={**env, "JAX_PROCESS_ID": str(number)},
             stdout=subprocess.PIPE,
@@ -49,13 +59,19 @@ def run(processes: int, checkpoint: Path, saves: Path, read: Path, *more: str) -
     finally:
         for process in started:
             process.kill()
-    assert all(process.returncode == 0 for process in started), texts[0][1][-3000:] + texts[-1][1][-3000:]
-    return [json.loads(Path(f"{saves}.{number}.json").read_text()) for number in range(processes)]
+    assert all(process.returncode == 0 for process in started), (
+        texts[0][1][-3000:] + texts[-1][1][-3000:]
+    )
+    return [
+        json.loads(Path(f"{saves}.{number}.json").read_text()) for number in range(processes)
+    ]
 
 
 def alone_in(folder: Path) -> dict[str, Any]:
     found = work(str(folder / "checkpoint"), *[str(folder / "saves-1")] * 2, split=False)
-    assert found["tokens"][0] != found["tokens"][1], "rows that were swapped would not be noticed"
+    assert found["tokens"][0] != found["tokens"][1], (
+        "rows that were swapped would not be noticed"
+    )
     return found
 
 
@@ -69,7 +85,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[st
 
 
 @pytest.mark.parametrize(
-    ("processes", "by_command"), [(2, False), *(pytest.param(n, True, marks=pytest.mark.thorough) for n in (4, 2))]
+    ("processes", "by_command"),
+    [(2, False), *(pytest.param(n, True, marks=pytest.mark.thorough) for n in (4, 2))],
 )
 def test_processes_decode_as_one_does(alone: Any, processes: int, by_command: bool) -> None:
     """By `generate`, `stream`, and `decode` after a save; and by `kvjax generate`, where the first alone prints.
@@ -80,9 +97,15 @@ def test_processes_decode_as_one_does(alone: Any, processes: int, by_command: bo
     saves, four = folder / f"saves-{processes}", folder / "saves-4"
     read = saves if processes == 4 else four if four.exists() else folder / "saves-1"
     found = run(processes, checkpoint, saves, read, *["--command"] * by_command)
-    texts = [command(str(checkpoint)), *[""] * (processes - 1)] if by_command else [None] * processes
+    texts = (
+        [command(str(checkpoint)), *[""] * (processes - 1)]
+        if by_command
+        else [None] * processes
+    )
     assert found == [{"text": text, **one} for text in texts]
     like = load(checkpoint).init_cache(METHOD, capacity=128, batch=2, dtype="float32")
     here, there = (kvjax.restore(folder / f"saves-{n}", like) for n in (1, processes))
     for a, b in zip(jax.tree.leaves(here), jax.tree.leaves(there), strict=True):
-        np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), atol=1e-5)
+        np.testing.assert_allclose(
+            np.asarray(a, np.float32), np.asarray(b, np.float32), atol=1e-5
+        )

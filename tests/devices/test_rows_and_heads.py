@@ -45,7 +45,9 @@ def case_of(name: str) -> tuple[Any, CacheSpec]:
 def tokens(spec: CacheSpec) -> tuple[Array, Array, Array]:
     """q, k, v of two chunks of a prompt and of the steps, one after the other."""
     T = 2 * CHUNK + STEPS
-    shapes = [(4, T, heads, spec.head_dim) for heads in (spec.q_heads, spec.kv_heads, spec.kv_heads)]
+    shapes = [
+        (4, T, heads, spec.head_dim) for heads in (spec.q_heads, spec.kv_heads, spec.kv_heads)
+    ]
     rng = np.random.default_rng(0)  # jax.random would compile
     return tuple(jnp.asarray(rng.standard_normal(shape), spec.dtype) for shape in shapes)  # type: ignore[return-value]
 
@@ -56,14 +58,25 @@ def run(cache: kvjax.LayerCache, q: Array, k: Array, v: Array) -> tuple[Any, kvj
     for i, lengths in enumerate(([48, 3, 40, 17], [48, 48, 0, 5])):
         part = slice(i * CHUNK, (i + 1) * CHUNK)
         out, cache = kvjax.attention(
-            cache, q[:, part], k[:, part], v[:, part], lengths=np.array(lengths), first_chunk=i == 0
+            cache,
+            q[:, part],
+            k[:, part],
+            v[:, part],
+            lengths=np.array(lengths),
+            first_chunk=i == 0,
         )
-        outs.append(jnp.where((jnp.arange(CHUNK)[None] < jnp.array(lengths)[:, None])[..., None, None], out, 0))
+        outs.append(
+            jnp.where(
+                (jnp.arange(CHUNK)[None] < jnp.array(lengths)[:, None])[..., None, None], out, 0
+            )
+        )
 
     def step(cache: kvjax.LayerCache, t: Array) -> Any:
         active = jnp.arange(4) != t % 7
         one = [lax.dynamic_slice_in_dim(a, 2 * CHUNK + t, 1, axis=1) for a in (q, k, v)]
-        out, cache, info = kvjax.attention_info(kvjax.flush(cache), *one, active=active, flush=False)
+        out, cache, info = kvjax.attention_info(
+            kvjax.flush(cache), *one, active=active, flush=False
+        )
         assert info is not None
         seen = jnp.where(active[:, None], info.attended, 0)
         return cache, (jnp.where(active[:, None, None, None], out, 0), seen)
@@ -72,7 +85,9 @@ def run(cache: kvjax.LayerCache, q: Array, k: Array, v: Array) -> tuple[Any, kvj
     return (outs, stepped), cache
 
 
-def compile_run(policy: Any, spec: CacheSpec, placement: Placement | None) -> tuple[Any, str, kvjax.LayerCache]:
+def compile_run(
+    policy: Any, spec: CacheSpec, placement: Placement | None
+) -> tuple[Any, str, kvjax.LayerCache]:
     cache = kvjax.init_layer(policy, spec, placement)
     given = tokens(spec)
     program = jax.jit(run, donate_argnums=0).lower(cache, *given).compile()
@@ -88,7 +103,9 @@ def assert_same(spec: CacheSpec, one: Any, split: Any) -> None:
             np.testing.assert_allclose(b, a, atol=tolerance, rtol=tolerance)
         else:  # a product of another shape may round a key's code to its neighbour
             different = np.mean(np.asarray(a) != np.asarray(b))
-            assert different <= (1e-3 if a.size > 2000 else 0), f"{different:.4f} of {a.dtype}{list(a.shape)} differ"
+            assert different <= (1e-3 if a.size > 2000 else 0), (
+                f"{different:.4f} of {a.dtype}{list(a.shape)} differ"
+            )
 
 
 def check_case(name: str, placement: Placement) -> None:
@@ -97,22 +114,30 @@ def check_case(name: str, placement: Placement) -> None:
     split, program, after = compile_run(policy, spec, placement)
     assert_same(spec, one, split)
     assert_same(spec, alone.state, after.state)
-    for leaf, home in zip(jax.tree.leaves(after), jax.tree.leaves(kvjax.shardings(after)), strict=True):
+    for leaf, home in zip(
+        jax.tree.leaves(after), jax.tree.leaves(kvjax.shardings(after)), strict=True
+    ):
         assert leaf.sharding.is_equivalent_to(home, leaf.ndim)
         assert leaf.sharding.memory_kind == home.memory_kind
     found = COLLECTIVE.findall(program)
-    mean = isinstance(getattr(policy, "evictor", None), LastQuery) and placement.heads is not None
+    mean = (
+        isinstance(getattr(policy, "evictor", None), LastQuery) and placement.heads is not None
+    )
     assert {kind for _, kind in found} == ({"all-reduce"} if mean else set()), found
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("name", CASES)
-def test_every_case_split_in_every_way_does_what_one_device_does(name: str, placement: str) -> None:
+def test_every_case_split_in_every_way_does_what_one_device_does(
+    name: str, placement: str
+) -> None:
     policy = CASES[name].policy
     joins_heads = any(getattr(part, "joins_heads", False) for part in parts_of(policy))
     if placement != "rows" and (getattr(policy, "heads", None) is not None or joins_heads):
-        with pytest.raises(ValueError, match=r"numbers the KV heads|computes with all KV heads"):
+        with pytest.raises(
+            ValueError, match=r"numbers the KV heads|computes with all KV heads"
+        ):
             check_case(name, PLACEMENTS[placement])
     else:
         check_case(name, PLACEMENTS[placement])

@@ -14,12 +14,18 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import kvjax
 from kvjax import models, presets
 
-SPEC = kvjax.CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=64, dtype="float32")
+SPEC = kvjax.CacheSpec(
+    batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=64, dtype="float32"
+)
 POLICIES: dict[str, kvjax.Policy] = {
-    "fier, host": presets.fier(24, group=8, chunk=16, layers=presets.Layers(dense=0), store="host").rest,
+    "fier, host": presets.fier(
+        24, group=8, chunk=16, layers=presets.Layers(dense=0), store="host"
+    ).rest,
     "h2o": presets.h2o(24).rest,
     "pariskv": presets.pariskv(40, sink=2, local=8, chunk=16, dense_below=0).rest,
-    "freekv": presets.freekv(32, page=8, sink=8, local=8, layers=presets.Layers(dense=0), tau=0.0).rest,
+    "freekv": presets.freekv(
+        32, page=8, sink=8, local=8, layers=presets.Layers(dense=0), tau=0.0
+    ).rest,
     "kivi": presets.kivi(residual=16, group=8).rest,
     "full": kvjax.Full(),
 }
@@ -27,7 +33,9 @@ POLICIES: dict[str, kvjax.Policy] = {
 
 def qkv(tokens: int) -> tuple[jax.Array, ...]:
     rng = np.random.default_rng(tokens)
-    return tuple(jnp.asarray(rng.normal(size=(2, tokens, h, 16)).astype(np.float32)) for h in (4, 2, 2))
+    return tuple(
+        jnp.asarray(rng.normal(size=(2, tokens, h, 16)).astype(np.float32)) for h in (4, 2, 2)
+    )
 
 
 def talk(cache: kvjax.Cache, prompt: Any, step: Any) -> tuple[Any, kvjax.Cache]:
@@ -43,39 +51,62 @@ def talk(cache: kvjax.Cache, prompt: Any, step: Any) -> tuple[Any, kvjax.Cache]:
 
 @pytest.mark.parametrize(
     "names",
-    [("fier, host",), *(pytest.param((n,), marks=pytest.mark.thorough) for n in POLICIES if n != "fier, host")],
+    [
+        ("fier, host",),
+        *(
+            pytest.param((n,), marks=pytest.mark.thorough)
+            for n in POLICIES
+            if n != "fier, host"
+        ),
+    ],
     ids=str,
 )
 def test_shard_map_over_rows_passes_its_default_checks(names: tuple[str, ...]) -> None:
     policies = [POLICIES[name] for name in names]
     cache = kvjax.init(policies, SPEC, layers=len(policies))
     one = kvjax.init(policies, dataclasses.replace(SPEC, batch=1), layers=len(policies))
-    mesh = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    mesh = jax.make_mesh(
+        (2,), ("rows",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2]
+    )
     rows = PartitionSpec("rows")
 
     def place(leaf: jax.Array) -> jax.Array:
-        return jax.device_put(leaf, NamedSharding(mesh, rows, memory_kind=leaf.sharding.memory_kind))
+        return jax.device_put(
+            leaf, NamedSharding(mesh, rows, memory_kind=leaf.sharding.memory_kind)
+        )
 
     def local(leaves: Any, prompt: Any, step: Any) -> Any:
         outs, mine = talk(jax.tree.unflatten(jax.tree.structure(one), leaves), prompt, step)
         return outs, jax.tree.leaves(mine)
 
-    split = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(rows, rows, rows), out_specs=rows))
-    outs, leaves = split([place(leaf) for leaf in jax.tree.leaves(cache)], *jax.tree.map(place, (qkv(40), qkv(1))))
+    split = jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=(rows, rows, rows), out_specs=rows)
+    )
+    outs, leaves = split(
+        [place(leaf) for leaf in jax.tree.leaves(cache)],
+        *jax.tree.map(place, (qkv(40), qkv(1))),
+    )
     want, wanted = jax.jit(talk)(cache, qkv(40), qkv(1))
     for got, whole in zip((*outs, *leaves), (*want, *jax.tree.leaves(wanted)), strict=True):
         np.testing.assert_allclose(got, whole, atol=2e-5)
 
 
 FIER = kvjax.Retrieval(
-    selector=kvjax.Fier(group=16), budget=64, sink=4, local=24, demote=kvjax.Fifo(leave=32), dense_below=0
+    selector=kvjax.Fier(group=16),
+    budget=64,
+    sink=4,
+    local=24,
+    demote=kvjax.Fifo(leave=32),
+    dense_below=0,
 )
 
 
 @pytest.mark.parametrize(
     "store",
     [
-        pytest.param(kvjax.HostOffload(), marks=pytest.mark.thorough),  # the two below are made of it
+        pytest.param(
+            kvjax.HostOffload(), marks=pytest.mark.thorough
+        ),  # the two below are made of it
         pytest.param(kvjax.HostFloat8(), marks=pytest.mark.thorough),
         kvjax.HotSet(tokens=64, store=kvjax.HostTurboQuant()),
         None,
@@ -87,15 +118,21 @@ def test_a_host_store_that_shard_map_makes_passes_its_default_checks(store: Any)
     policy: Any = dataclasses.replace(FIER, store=store) if store else None
     if policy is None:
         pages = kvjax.MinMaxPages(page=4)
-        policy = kvjax.Speculative(dataclasses.replace(FIER, selector=pages, store=kvjax.HostOffload(page=4)), tau=0.9)
-    mesh = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+        policy = kvjax.Speculative(
+            dataclasses.replace(FIER, selector=pages, store=kvjax.HostOffload(page=4)), tau=0.9
+        )
+    mesh = jax.make_mesh(
+        (2,), ("rows",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2]
+    )
     rows = PartitionSpec("rows")
     spec = dataclasses.replace(SPEC, batch=1, capacity=128)
 
     def run(prompt: Any, step: Any) -> Any:
         return talk(kvjax.init(policy, spec, layers=1), prompt, step)[0]
 
-    found = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(rows, rows), out_specs=rows))(qkv(100), qkv(1))
+    found = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(rows, rows), out_specs=rows))(
+        qkv(100), qkv(1)
+    )
     for b in range(2):
         wanted = jax.jit(run)(*([x[b : b + 1] for x in qkv(n)] for n in (100, 1)))
         for got, want in zip(found, wanted, strict=True):
@@ -104,15 +141,26 @@ def test_a_host_store_that_shard_map_makes_passes_its_default_checks(store: Any)
 
 def test_a_cache_that_shard_map_splits_is_refused_by_name_of_the_placement() -> None:
     cache = kvjax.init(kvjax.Full(), SPEC, layers=1)
-    mesh = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    mesh = jax.make_mesh(
+        (2,), ("rows",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2]
+    )
     rows = PartitionSpec("rows")
     split = jax.shard_map(talk, mesh=mesh, in_specs=(rows, rows, rows), out_specs=rows)
-    with pytest.raises(ValueError, match=r"q has B=1 but the cache has B=2.*placement=kvjax\.Placement\(mesh=\.\.\.\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"q has B=1 but the cache has B=2.*placement=kvjax\.Placement\(mesh=\.\.\.\)",
+    ):
         split(cache, qkv(40), qkv(1))
 
 
 CONFIG = models.DecoderConfig(
-    vocab_size=50, hidden_size=32, intermediate_size=48, layers=2, q_heads=4, kv_heads=2, head_dim=16
+    vocab_size=50,
+    hidden_size=32,
+    intermediate_size=48,
+    layers=2,
+    q_heads=4,
+    kv_heads=2,
+    head_dim=16,
 )
 
 
@@ -128,7 +176,10 @@ def test_everything_stays_on_a_device_that_is_not_the_first(how: str, tmp_path: 
             model = jax.device_put(model, third)
             cache = jax.tree.map(
                 lambda a: jax.device_put(
-                    a, jax.sharding.SingleDeviceSharding(third, memory_kind=a.sharding.memory_kind)
+                    a,
+                    jax.sharding.SingleDeviceSharding(
+                        third, memory_kind=a.sharding.memory_kind
+                    ),
                 ),
                 cache,
             )

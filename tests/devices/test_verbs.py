@@ -34,7 +34,9 @@ TOVA = Evicting(evictor=LastQuery(), budget=24)
 
 def prompt(tokens: int = 40, rows: int = 4) -> tuple[Array, ...]:
     rng = np.random.default_rng(tokens)  # jax.random would compile
-    return tuple(jnp.asarray(rng.standard_normal((rows, tokens, n, 16), np.float32)) for n in (8, 4, 4))
+    return tuple(
+        jnp.asarray(rng.standard_normal((rows, tokens, n, 16), np.float32)) for n in (8, 4, 4)
+    )
 
 
 @jax.jit
@@ -62,7 +64,9 @@ def assert_equal(one: Any, split: Any) -> None:
 
 
 def assert_in_place(cache: kvjax.LayerCache) -> None:
-    for leaf, home in zip(jax.tree.leaves(cache), jax.tree.leaves(kvjax.shardings(cache)), strict=True):
+    for leaf, home in zip(
+        jax.tree.leaves(cache), jax.tree.leaves(kvjax.shardings(cache)), strict=True
+    ):
         assert leaf.sharding.is_equivalent_to(home, leaf.ndim)
 
 
@@ -72,7 +76,9 @@ def test_init_makes_each_part_on_its_device() -> None:
     assert_in_place(cache)
     assert cache.nbytes.device < kvjax.init(FIER, SPEC, layers=2).nbytes.device / 7
     assert "length [0, 0, 0, 0]" in repr(cache)
-    gathered = jax.tree.map(lambda a: jax.device_put(a, jax.NamedSharding(BOTH.mesh, jax.P())), cache)
+    gathered = jax.tree.map(
+        lambda a: jax.device_put(a, jax.NamedSharding(BOTH.mesh, jax.P())), cache
+    )
     with pytest.raises(AssertionError):
         assert_in_place(gathered)
 
@@ -98,9 +104,16 @@ def test_a_step_in_three_calls_is_that_of_one_device(filled: Any) -> None:
 def test_insert_writes_one_row_where_it_lies(filled: Any, row: int) -> None:
     one, split = filled
     single = dataclasses.replace(SPEC, batch=1)
-    alone, prefix = (kvjax.init_layer(FIER, single, at) for at in (None, dataclasses.replace(BOTH, batch=None)))
-    alone = dataclasses.replace(alone, state=jax.tree.map(lambda a: a[2:3], one.state))  # row 2, as if read alone
-    prefix = jax.tree.map(jax.device_put, dataclasses.replace(prefix, state=alone.state), kvjax.shardings(prefix))
+    alone, prefix = (
+        kvjax.init_layer(FIER, single, at)
+        for at in (None, dataclasses.replace(BOTH, batch=None))
+    )
+    alone = dataclasses.replace(
+        alone, state=jax.tree.map(lambda a: a[2:3], one.state)
+    )  # row 2, as if read alone
+    prefix = jax.tree.map(
+        jax.device_put, dataclasses.replace(prefix, state=alone.state), kvjax.shardings(prefix)
+    )
     inserted = jax.jit(kvjax.insert)(split, prefix, row)
     assert_in_place(inserted)
     assert_equal(kvjax.insert(one, alone, row).state, inserted.state)
@@ -124,7 +137,9 @@ def test_take_rows_under_heads_alone_and_in_host_memory() -> None:
     for place in (BOTH, dataclasses.replace(BOTH, batch=None)):
         one, split = (kvjax.init_layer(policy, SPEC, at) for at in (None, place))
         one = dataclasses.replace(one, state=jax.tree.map(_numbered, one.state))
-        split = jax.tree.map(jax.device_put, dataclasses.replace(split, state=one.state), kvjax.shardings(split))
+        split = jax.tree.map(
+            jax.device_put, dataclasses.replace(split, state=one.state), kvjax.shardings(split)
+        )
         taken = jax.jit(kvjax.take_rows, out_shardings=kvjax.shardings(split))(split, rows)
         assert_in_place(taken)
         assert_equal(jax.jit(kvjax.take_rows)(one, rows).state, taken.state)
@@ -134,7 +149,10 @@ def _numbered(leaf: Any) -> Any:
     """An array of the same kind with other contents in each row."""
     rows = np.arange(leaf.shape[0]).reshape(-1, *[1] * (leaf.ndim - 1))
     return jax.device_put(
-        np.broadcast_to(rows % 2 if leaf.dtype == bool else rows, leaf.shape).astype(leaf.dtype), leaf.sharding
+        np.broadcast_to(rows % 2 if leaf.dtype == bool else rows, leaf.shape).astype(
+            leaf.dtype
+        ),
+        leaf.sharding,
     )
 
 
@@ -144,15 +162,24 @@ def test_grow_save_and_restore_keep_the_parts_in_place(filled: Any, tmp_path: Pa
     assert_in_place(grown)
     assert_equal(kvjax.grow(one, 160).state, grown.state)
     kvjax.save(tmp_path, split)
-    other = Placement(mesh=jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2), batch="a", heads="b")
+    other = Placement(
+        mesh=jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2),
+        batch="a",
+        heads="b",
+    )
     for at in (other, None):
         found = kvjax.restore(tmp_path, kvjax.init_layer(FIER, SPEC, at))
         assert found.placement == at
         assert_equal(one.state, found.state)
     like = jax.eval_shape(partial(kvjax.init_layer, FIER, SPEC, other))
     assert_in_place(kvjax.restore(tmp_path, like))
-    eight = dataclasses.replace(like, placement=Placement(mesh=jax.make_mesh((8,), ("x",)), heads="x"))
-    with pytest.raises(ValueError, match=r"cannot split 4 KV heads evenly over 8 devices.*use an axis of 4 for heads"):
+    eight = dataclasses.replace(
+        like, placement=Placement(mesh=jax.make_mesh((8,), ("x",)), heads="x")
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"cannot split 4 KV heads evenly over 8 devices.*use an axis of 4 for heads",
+    ):
         kvjax.restore(tmp_path, eight)
 
 
@@ -164,7 +191,10 @@ def test_all_steps_run_one_program(caplog: pytest.LogCaptureFixture) -> None:
         return kvjax.attention(cache, q, k, v)[1]
 
     def compiled() -> int:
-        return sum("Finished XLA compilation of jit(one_step)" in record.getMessage() for record in caplog.records)
+        return sum(
+            "Finished XLA compilation of jit(one_step)" in record.getMessage()
+            for record in caplog.records
+        )
 
     cache = kvjax.init_layer(TOVA, SPEC, BOTH)
     with jax.log_compiles(), caplog.at_level("WARNING"):
@@ -176,7 +206,10 @@ def test_all_steps_run_one_program(caplog: pytest.LogCaptureFixture) -> None:
     assert compiled() == 2, "a cache that lies elsewhere is not noticed"
 
 
-MESHES = {"Auto": MESH, "Explicit": jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)}
+MESHES = {
+    "Auto": MESH,
+    "Explicit": jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2),
+}
 
 
 @pytest.mark.parametrize(
@@ -184,7 +217,10 @@ MESHES = {"Auto": MESH, "Explicit": jax.make_mesh((2, 4), ("data", "model"), axi
     [
         ("Explicit", "Explicit"),
         ("Auto", "Explicit"),
-        *(pytest.param(*kinds, marks=pytest.mark.thorough) for kinds in (("Explicit", ""), ("Explicit", "Auto"))),
+        *(
+            pytest.param(*kinds, marks=pytest.mark.thorough)
+            for kinds in (("Explicit", ""), ("Explicit", "Auto"))
+        ),
     ],
 )
 def test_explicit_axes_do_as_well(tova: Any, own: str, around: str) -> None:
@@ -194,9 +230,13 @@ def test_explicit_axes_do_as_well(tova: Any, own: str, around: str) -> None:
     with jax.set_mesh(MESHES[around]) if around else contextlib.nullcontext():
         given = prompt()
         if around:
-            given = jax.device_put(given, jax.NamedSharding(MESHES[around], PartitionSpec("data")))
+            given = jax.device_put(
+                given, jax.NamedSharding(MESHES[around], PartitionSpec("data"))
+            )
         found, cache = fill(kvjax.init_layer(TOVA, SPEC, at), *given)
-        found = jax.tree.map(lambda out: out * 1, found)  # computed with as with any other array here
+        found = jax.tree.map(
+            lambda out: out * 1, found
+        )  # computed with as with any other array here
     assert_equal(want, found)
     assert_equal(alone.state, cache.state)
 
@@ -205,7 +245,9 @@ def test_explicit_axes_do_as_well(tova: Any, own: str, around: str) -> None:
 @pytest.mark.parametrize("jitted", [False, True])
 @pytest.mark.parametrize("around", ["Auto", "Explicit"])
 @pytest.mark.parametrize("own", ["Auto", "Explicit"])
-def test_every_verb_takes_any_mesh_around(filled: Any, tmp_path: Path, own: str, around: str, jitted: bool) -> None:
+def test_every_verb_takes_any_mesh_around(
+    filled: Any, tmp_path: Path, own: str, around: str, jitted: bool
+) -> None:
     at = Placement(mesh=MESHES[own], batch="data", heads="model")
     single, alone = dataclasses.replace(SPEC, batch=1), dataclasses.replace(at, batch=None)
 
@@ -223,7 +265,9 @@ def test_every_verb_takes_any_mesh_around(filled: Any, tmp_path: Path, own: str,
             prefix = kvjax.init_layer(FIER, single, one)
             if placement is not None:
                 homes = kvjax.shardings(kvjax.init_layer(FIER, SPEC, placement))
-                cache = jax.tree.map(jax.device_put, dataclasses.replace(cache, placement=placement), homes)
+                cache = jax.tree.map(
+                    jax.device_put, dataclasses.replace(cache, placement=placement), homes
+                )
             values, cache = (jax.jit(talk) if jitted else talk)(cache, prefix)
             kvjax.save(tmp_path, kvjax.grow(cache, 160))
             found.append((values, kvjax.restore(tmp_path, kvjax.grow(cache, 160))))
@@ -233,7 +277,9 @@ def test_every_verb_takes_any_mesh_around(filled: Any, tmp_path: Path, own: str,
     assert_in_place(found[1][1])
 
 
-def test_mean_of_the_heads_at_hand_would_evict_other_tokens(tova: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mean_of_the_heads_at_hand_would_evict_other_tokens(
+    tova: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Why TOVA takes a mean over devices: without it each device goes by its own heads."""
 
     def run(capacity: int) -> np.ndarray:  # of another capacity, nothing is traced yet
@@ -258,7 +304,9 @@ def test_gradients_are_those_of_one_device() -> None:
         return jnp.sum(out**2) + jnp.sum(last**2)
 
     gradient = jax.jit(jax.grad(loss, argnums=(1, 2, 3)))
-    one, split = (gradient(kvjax.init_layer(kvjax.Full(), SPEC, at), *prompt()) for at in (None, BOTH))
+    one, split = (
+        gradient(kvjax.init_layer(kvjax.Full(), SPEC, at), *prompt()) for at in (None, BOTH)
+    )
     assert_equal(one, split)
 
 
@@ -273,23 +321,33 @@ def test_gradients_are_those_of_one_device() -> None:
         (lambda: Placement(mesh=8, heads="model"), "must be a jax.sharding.Mesh, got 8"),
         (lambda: Placement(mesh=MESH, heads=4), "must be the name of an axis"),
         (
-            lambda: kvjax.init(FIER, dataclasses.replace(SPEC, kv_heads=2), layers=1, placement=BOTH),
+            lambda: kvjax.init(
+                FIER, dataclasses.replace(SPEC, kv_heads=2), layers=1, placement=BOTH
+            ),
             "cannot split 2 KV heads evenly over 4 devices.*use an axis of 2 for heads",
         ),
         (
-            lambda: kvjax.init(FIER, dataclasses.replace(SPEC, batch=3), layers=1, placement=BOTH),
+            lambda: kvjax.init(
+                FIER, dataclasses.replace(SPEC, batch=3), layers=1, placement=BOTH
+            ),
             "cannot split 3 rows evenly over 2 devices.*make the batch a multiple of 2",
         ),
         (
-            lambda: kvjax.init(FIER, dataclasses.replace(SPEC, kv_heads=1), layers=1, placement=BOTH),
+            lambda: kvjax.init(
+                FIER, dataclasses.replace(SPEC, kv_heads=1), layers=1, placement=BOTH
+            ),
             r"cannot split 1 KV heads evenly over 4 devices.*split the batch or the tokens of a row \(context\)",
         ),
         (
-            lambda: kvjax.insert(kvjax.init_layer(FIER, SPEC, BOTH), kvjax.init_layer(FIER, ONE, FOUR), 0),
+            lambda: kvjax.insert(
+                kvjax.init_layer(FIER, SPEC, BOTH), kvjax.init_layer(FIER, ONE, FOUR), 0
+            ),
             "a prefix of Placement.model=4, .*, over other devices; make the prefix with the placement of the cache",
         ),
         (
-            lambda: kvjax.init(PerHead(heads=(1,), selected=FIER, others=TOVA), SPEC, layers=1, placement=BOTH),
+            lambda: kvjax.init(
+                PerHead(heads=(1,), selected=FIER, others=TOVA), SPEC, layers=1, placement=BOTH
+            ),
             "numbers the KV heads of a layer, so they cannot be split over the 4 devices",
         ),
         *(
@@ -299,8 +357,14 @@ def test_gradients_are_those_of_one_device() -> None:
             )
             for make in (kvjax.presets.adakv, kvjax.presets.shadowkv)
         ),
-        (lambda: kvjax.init(FIER, SPEC, layers=1, placement="model"), "must be a kvjax.Placement, got 'model'"),
-        (lambda: kvjax.shardings(kvjax.init_layer(FIER, SPEC)), "takes a cache with a placement"),
+        (
+            lambda: kvjax.init(FIER, SPEC, layers=1, placement="model"),
+            "must be a kvjax.Placement, got 'model'",
+        ),
+        (
+            lambda: kvjax.shardings(kvjax.init_layer(FIER, SPEC)),
+            "takes a cache with a placement",
+        ),
     ],
 )
 def test_mistakes_are_told_in_words(make: Any, error: str) -> None:
@@ -315,14 +379,21 @@ def test_host_store_needs_pinned_memory_of_the_devices(monkeypatch: pytest.Monke
         kvjax.init(policy, SPEC, layers=1, placement=BOTH)
 
 
-@pytest.mark.parametrize("mesh", ["model", "model=0", "heads=2", "model=2,model=2", "data=4,model=4"])
+@pytest.mark.parametrize(
+    "mesh", ["model", "model=0", "heads=2", "model=2,model=2", "data=4,model=4"]
+)
 def test_mesh_of_the_command_is_checked(mesh: str) -> None:
     with pytest.raises(ValueError, match="--mesh"):
         make_placement(mesh)
     assert make_placement("model=4,ctx=2") == Placement(
-        mesh=Mesh(np.array(jax.devices()).reshape(1, 4, 2), ("data", "model", "ctx")), heads="model", context="ctx"
+        mesh=Mesh(np.array(jax.devices()).reshape(1, 4, 2), ("data", "model", "ctx")),
+        heads="model",
+        context="ctx",
     )
-    assert [capacity_over(128, at) for at in (None, make_placement("ctx=3"), make_placement("ctx=4"))] == [
+    assert [
+        capacity_over(128, at)
+        for at in (None, make_placement("ctx=3"), make_placement("ctx=4"))
+    ] == [
         128,
         129,
         128,

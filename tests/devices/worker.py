@@ -21,7 +21,17 @@ def command(checkpoint: str, *more: str) -> str:
     """What `kvjax generate` streams to the standard output of this process."""
     from kvjax.cli import main
 
-    given = ["generate", checkpoint, "--prompt", PROMPT, "--max-new-tokens", str(NEW), "--dtype", "float32", *more]
+    given = [
+        "generate",
+        checkpoint,
+        "--prompt",
+        PROMPT,
+        "--max-new-tokens",
+        str(NEW),
+        "--dtype",
+        "float32",
+        *more,
+    ]
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert main(given) == 0
     return out.getvalue()
@@ -55,7 +65,11 @@ def work(checkpoint: str, saves: str, read: str, *, split: bool = True) -> dict[
     np.testing.assert_array_equal(np.concatenate(blocks, axis=1), done.tokens)
     kvjax.save(saves, done.cache)
     more = decode(loaded.model, kvjax.restore(read, done.cache), done.logits, **settings)
-    return {"tokens": done.tokens.tolist(), "more": more.tokens.tolist(), "devices": jax.device_count()}
+    return {
+        "tokens": done.tokens.tolist(),
+        "more": more.tokens.tolist(),
+        "devices": jax.device_count(),
+    }
 
 
 if __name__ == "__main__":

@@ -24,7 +24,10 @@ from tests.checkpoint import LAYERS, POSITIONS, write_checkpoint
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 4
 NEW = 40  # more than a piece
-CACHES = {"full": presets.full(), "snapkv@40": presets.snapkv(40, window=8, layers=presets.Layers(dense=1))}
+CACHES = {
+    "full": presets.full(),
+    "snapkv@40": presets.snapkv(40, window=8, layers=presets.Layers(dense=1)),
+}
 
 
 def prepare(checkpoint, task, caches, **settings):
@@ -54,7 +57,12 @@ class Copy:
 
     def examples(self, tokenizer):
         return [
-            Example(f"e{i}", tuple(tokenizer(TEXT[i : i + n])["input_ids"]), (right,), {"odd": i % 2})
+            Example(
+                f"e{i}",
+                tuple(tokenizer(TEXT[i : i + n])["input_ids"]),
+                (right,),
+                {"odd": i % 2},
+            )
             for i, (n, right) in enumerate(zip(self.lengths, self.right, strict=True))
         ]
 
@@ -89,7 +97,10 @@ def task(expected):
 
 
 def whole_run(checkpoint, task, out, **settings):
-    return {cell.cache: cell for cell in evaluate(checkpoint, task, CACHES, batch=2, out=out, **settings)}
+    return {
+        cell.cache: cell
+        for cell in evaluate(checkpoint, task, CACHES, batch=2, out=out, **settings)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +119,9 @@ def answers(cell):
 def test_answers_are_those_of_generate_for_every_cache(finished, expected):
     for name, cell in finished[1].items():
         assert answers(cell) == {f"e{i}": answer for i, answer in enumerate(expected[name])}
-    assert expected["full"] != expected["snapkv@40"], "the caches must differ for this to say something"
+    assert expected["full"] != expected["snapkv@40"], (
+        "the caches must differ for this to say something"
+    )
 
 
 @pytest.mark.thorough
@@ -130,19 +143,25 @@ def test_answers_are_those_of_generate_for_every_preset(checkpoint, name):
     budget = {"budget": 64} if presets.REGISTRY[name].has_budget else {}
     policy = presets.REGISTRY[name].policies(**budget, **sizes.get(name, {}))
     (cell,) = evaluate(checkpoint, Copy(), {name: policy}, batch=3)
-    assert answers(cell) == {f"e{i}": answer for i, answer in enumerate(generated(checkpoint, policy))}
+    assert answers(cell) == {
+        f"e{i}": answer for i, answer in enumerate(generated(checkpoint, policy))
+    }
 
 
 def test_scores_lengths_and_fields_are_those_of_the_examples(finished, expected, task):
     cells = finished[1]
     assert report.score(cells["full"])["mean"] == 1
     assert report.score(cells["full"])["n"] == 5
-    right = np.mean([a == b for a, b in zip(expected["snapkv@40"], expected["full"], strict=True)])
+    right = np.mean(
+        [a == b for a, b in zip(expected["snapkv@40"], expected["full"], strict=True)]
+    )
     assert report.score(cells["snapkv@40"])["mean"] == right < 1
     assert {e["id"]: e["prompt_tokens"] for e in cells["full"].examples} == {
         f"e{i}": n for i, n in enumerate(task.lengths)
     }
-    assert {e["id"]: e["fields"]["odd"] for e in cells["full"].examples} == {f"e{i}": i % 2 for i in range(5)}
+    assert {e["id"]: e["fields"]["odd"] for e in cells["full"].examples} == {
+        f"e{i}": i % 2 for i in range(5)
+    }
 
 
 def test_tokens_attended_are_the_mean_over_steps(finished, task):
@@ -150,7 +169,11 @@ def test_tokens_attended_are_the_mean_over_steps(finished, task):
     tokens = {e["id"]: e["new_tokens"] for e in cells["full"].examples}
     assert max(tokens.values()) == NEW, "some answer must go on over several pieces"
     order = [task.lengths[int(i[1])] for i in tokens]
-    seen = [n + step for n, new in zip(order, tokens.values(), strict=True) for step in range(1, new + 1)]
+    seen = [
+        n + step
+        for n, new in zip(order, tokens.values(), strict=True)
+        for step in range(1, new + 1)
+    ]
     np.testing.assert_allclose(cells["full"].attended, np.mean(seen), rtol=1e-5)
     np.testing.assert_allclose(cells["snapkv@40"].attended[1:], 40, rtol=1e-5)
     assert cells["snapkv@40"].attended[0] > 200  # dense
@@ -167,25 +190,33 @@ def test_a_stop_text_cuts_the_answer_and_ends_the_decoding(checkpoint, task, exp
     (cell,) = evaluate(checkpoint, stopping, {"full": CACHES["full"]}, batch=2)
     example = next(e for e in cell.examples if e["id"] == "e1")
     assert example["answer"] == whole[:at]
-    assert example["new_tokens"] == NEW / 2, "two even pieces, of which the second is not needed"
+    assert example["new_tokens"] == NEW / 2, (
+        "two even pieces, of which the second is not needed"
+    )
 
 
 def test_intervals():
     assert interval(np.zeros(0)) == (None, None)
-    np.testing.assert_allclose(interval(np.array([1.0] * 45 + [0.0] * 5)), (0.7864, 0.9565), atol=1e-4)  # Wilson's
+    np.testing.assert_allclose(
+        interval(np.array([1.0] * 45 + [0.0] * 5)), (0.7864, 0.9565), atol=1e-4
+    )  # Wilson's
     low, high = interval(np.ones(128))
     assert 0.97 < low < 0.975
     assert high == 1
     scores = np.random.default_rng(1).uniform(size=400)
     low, high = interval(scores)
     reach = 1.96 * scores.std() / 20
-    np.testing.assert_allclose((low, high), (scores.mean() - reach, scores.mean() + reach), atol=0.005)
+    np.testing.assert_allclose(
+        (low, high), (scores.mean() - reach, scores.mean() + reach), atol=0.005
+    )
 
 
 # ------------------------------------------------------------------------------------------------ its files
 
 
-def test_a_killed_run_goes_on_where_it_stopped(checkpoint, task, finished, tmp_path, monkeypatch):
+def test_a_killed_run_goes_on_where_it_stopped(
+    checkpoint, task, finished, tmp_path, monkeypatch
+):
     calls = []
     real = accuracy._decode
 
@@ -205,11 +236,17 @@ def test_a_killed_run_goes_on_where_it_stopped(checkpoint, task, finished, tmp_p
     for name, cell in finished[1].items():
         assert answers(cells[name]) == answers(cell)
         np.testing.assert_allclose(cells[name].attended, cell.attended, rtol=1e-6)
-    monkeypatch.setattr(plan.prompt, "read", lambda *args: pytest.fail("a finished run prefills nothing"))
-    assert report.score(whole_run(checkpoint, task, tmp_path)["full"]) == report.score(cells["full"])
+    monkeypatch.setattr(
+        plan.prompt, "read", lambda *args: pytest.fail("a finished run prefills nothing")
+    )
+    assert report.score(whole_run(checkpoint, task, tmp_path)["full"]) == report.score(
+        cells["full"]
+    )
 
 
-def test_two_runs_of_one_folder_lose_no_result(checkpoint, task, finished, tmp_path, monkeypatch):
+def test_two_runs_of_one_folder_lose_no_result(
+    checkpoint, task, finished, tmp_path, monkeypatch
+):
     """The first run has answered one batch of two when another one, with the same folder, answers all the rest."""
     real, calls = accuracy._decode, []
 
@@ -225,7 +262,9 @@ def test_two_runs_of_one_folder_lose_no_result(checkpoint, task, finished, tmp_p
     (cell,) = evaluate(checkpoint, task, {"full": CACHES["full"]}, batch=2, out=tmp_path)
     assert len(calls) == 2, "what the other run answered is not answered again"
     assert answers(cell) == answers(read_cell(cell.path)) == answers(finished[1]["full"])
-    again = prepare(checkpoint, task, {"full": CACHES["full"]}, dtype="float32", out=tmp_path, resume=False)
+    again = prepare(
+        checkpoint, task, {"full": CACHES["full"]}, dtype="float32", out=tmp_path, resume=False
+    )
     plan.run(checkpoint, again, accuracy.answer, batch=2)
     assert len(calls) == 5, "a run that replaces its files takes nothing over"
 
@@ -237,7 +276,9 @@ def test_caches_beside_one_another_answer_as_each_alone(checkpoint, task, finish
         np.testing.assert_allclose(cells[name].attended, cell.attended, rtol=1e-6)
 
 
-def test_groups_of_caches_answer_as_all_together(checkpoint, task, finished, tmp_path, monkeypatch):
+def test_groups_of_caches_answer_as_all_together(
+    checkpoint, task, finished, tmp_path, monkeypatch
+):
     monkeypatch.setattr(plan, "CPU_LAYERS", 2 * checkpoint.config.layers)
     real, reads = plan.prompt.read, []
     monkeypatch.setattr(plan.prompt, "read", lambda *args: reads.append(1) or real(*args))
@@ -248,7 +289,9 @@ def test_groups_of_caches_answer_as_all_together(checkpoint, task, finished, tmp
         assert answers(cells[name]) == answers(cell)
 
 
-def test_an_error_beside_others_ends_the_run_and_keeps_what_was_done(checkpoint, task, finished, tmp_path, monkeypatch):
+def test_an_error_beside_others_ends_the_run_and_keeps_what_was_done(
+    checkpoint, task, finished, tmp_path, monkeypatch
+):
     real, seen = accuracy._decode, []
 
     def failing(checkpoint, cache, *args):
@@ -315,12 +358,19 @@ def test_prompts_are_dropped_before_the_next_ones_are_read(checkpoint, task, mon
 
     monkeypatch.setattr(prompt, "read", read)
     for parallel in (1, 2):
-        made = prepare(checkpoint, task, {"full": CACHES["full"], "snapkv@40": CACHES["snapkv@40"]}, dtype="float32")
+        made = prepare(
+            checkpoint,
+            task,
+            {"full": CACHES["full"], "snapkv@40": CACHES["snapkv@40"]},
+            dtype="float32",
+        )
         plan.run(checkpoint, made, accuracy.answer, batch=2, parallel=parallel)
     assert len(seen) > 8
 
 
-def test_of_a_batch_that_is_known_in_part_only_the_rest_is_decoded(checkpoint, task, finished, tmp_path):
+def test_of_a_batch_that_is_known_in_part_only_the_rest_is_decoded(
+    checkpoint, task, finished, tmp_path
+):
     raw = json.loads(finished[1]["full"].path.read_text())
     lost = raw["batches"][1]["examples"].pop()
     (tmp_path / finished[1]["full"].path.name).write_text(json.dumps(raw))
@@ -342,7 +392,11 @@ def test_a_file_says_what_made_it_and_reads_back(finished):
         assert {"date", "versions", "source", "backend"} <= set(raw["made"][0])
         assert cell.digest[:16] in cell.path.name
         again = read_cell(cell.path)
-        assert (again.digest, again.examples, again.method) == (cell.digest, cell.examples, cell.cache.split("@")[0])
+        assert (again.digest, again.examples, again.method) == (
+            cell.digest,
+            cell.examples,
+            cell.cache.split("@")[0],
+        )
 
 
 def test_scores_of_an_old_file_are_made_anew_by_the_task(checkpoint, task, finished, tmp_path):
@@ -353,7 +407,9 @@ def test_scores_of_an_old_file_are_made_anew_by_the_task(checkpoint, task, finis
     assert report.score(cell)["mean"] == 0.25
 
 
-def test_the_key_changes_with_everything_that_could_change_an_answer(checkpoint, task, tmp_path, monkeypatch):
+def test_the_key_changes_with_everything_that_could_change_an_answer(
+    checkpoint, task, tmp_path, monkeypatch
+):
     fier = presets.fier(16)
 
     def digest(checkpoint=checkpoint, task=task, policy=fier, dtype="float32"):
@@ -380,14 +436,22 @@ def test_the_key_changes_with_everything_that_could_change_an_answer(checkpoint,
     assert len(set(keys.values())) == len(keys), keys
     # A changed comment, another machine or a newer jax are provenance: they do not forget answers.
     versions = {**real["versions"], "jax": "0"}
-    for changes in ({"date": "x"}, {"source": "x"}, {"versions": versions}, {"backend": "gpu"}, {"device": "x"}):
+    for changes in (
+        {"date": "x"},
+        {"source": "x"},
+        {"versions": versions},
+        {"backend": "gpu"},
+        {"device": "x"},
+    ):
         monkeypatch.setattr(plan, "provenance", lambda changes=changes: {**real, **changes})
         assert digest() == keys["nothing"]
     (tmp_path / "other" / "README.md").write_text("words")
     assert digest(checkpoint=dataclasses.replace(checkpoint, directory=other)) == keys["model"]
 
 
-def test_a_file_names_all_that_made_its_results(checkpoint, task, finished, tmp_path, monkeypatch):
+def test_a_file_names_all_that_made_its_results(
+    checkpoint, task, finished, tmp_path, monkeypatch
+):
     raw = json.loads(finished[1]["full"].path.read_text())
     raw["batches"][1]["examples"].pop()
     (tmp_path / finished[1]["full"].path.name).write_text(json.dumps(raw))
@@ -405,7 +469,9 @@ def test_a_damaged_file_is_named_and_not_overwritten(checkpoint, task, finished,
     unknown["batches"][0]["examples"][0]["id"] = "nobody"
     for text in ("{", '{"a": 1}', "[]", "3", '"x"', json.dumps(doubled), json.dumps(unknown)):
         file.write_text(text)
-        with pytest.raises(ValueError, match=r"is no result of kvjax .*move it away or delete it"):
+        with pytest.raises(
+            ValueError, match=r"is no result of kvjax .*move it away or delete it"
+        ):
             evaluate(checkpoint, task, {"full": CACHES["full"]}, out=tmp_path)
         assert file.read_text() == text
     raw = json.loads(finished[1]["full"].path.read_text())
@@ -419,16 +485,23 @@ def test_a_damaged_file_is_named_and_not_overwritten(checkpoint, task, finished,
 
 
 def long_task(**changes):
-    return dataclasses.replace(Copy(), lengths=(200, POSITIONS - NEW + 1), right=("?",) * 2, **changes)
+    return dataclasses.replace(
+        Copy(), lengths=(200, POSITIONS - NEW + 1), right=("?",) * 2, **changes
+    )
 
 
 @pytest.fixture
 def long_text(monkeypatch):
-    monkeypatch.setattr("tests.evaluate.test_accuracy.TEXT", "".join(map(chr, range(97, 123))) * 40)
+    monkeypatch.setattr(
+        "tests.evaluate.test_accuracy.TEXT", "".join(map(chr, range(97, 123))) * 40
+    )
 
 
 def test_a_prompt_without_room_is_refused_before_anything_runs(checkpoint, long_text):
-    with pytest.raises(ValueError, match=r"copy, example e1: 473 prompt . 40 new tokens do not fit in the model's 512"):
+    with pytest.raises(
+        ValueError,
+        match=r"copy, example e1: 473 prompt . 40 new tokens do not fit in the model's 512",
+    ):
         prepare(checkpoint, long_task(), CACHES, dtype="float32")
 
 
@@ -464,7 +537,10 @@ class Late(Copy):
     def examples(self, tokenizer):
         cut = [(e.prompt[:-20], e.prompt[-20:]) for e in super().examples(tokenizer)]
         whole = super().examples(tokenizer)
-        return [dataclasses.replace(e, prompt=a, question=b) for e, (a, b) in zip(whole, cut, strict=True)]
+        return [
+            dataclasses.replace(e, prompt=a, question=b)
+            for e, (a, b) in zip(whole, cut, strict=True)
+        ]
 
 
 def test_plans_may_share_the_room_of_questions(checkpoint, expected, monkeypatch):
@@ -478,41 +554,61 @@ def test_plans_may_share_the_room_of_questions(checkpoint, expected, monkeypatch
     found = []
     for more in ({}, {"room": 128}, {"room": 1}):
         made = prepare(checkpoint, task, {"full": CACHES["full"]}, dtype="float32")
-        found += plan.run(checkpoint, made, partial(accuracy.answer, **more), batch=len(made.prompts))
+        found += plan.run(
+            checkpoint, made, partial(accuracy.answer, **more), batch=len(made.prompts)
+        )
     assert seen[1] == 128
     assert seen[0] == seen[2] < 128
     assert answers(found[0]) == answers(found[1]) == answers(found[2])
 
 
-def test_a_question_is_decoded_through_the_cache_and_full_attention_does_not_mind(checkpoint, expected):
-    caches = {"full": CACHES["full"], "window": presets.streaming_llm(40, layers=presets.Layers(dense=1))}
+def test_a_question_is_decoded_through_the_cache_and_full_attention_does_not_mind(
+    checkpoint, expected
+):
+    caches = {
+        "full": CACHES["full"],
+        "window": presets.streaming_llm(40, layers=presets.Layers(dense=1)),
+    }
     right = tuple(expected["full"])
     late = {c.cache: c for c in evaluate(checkpoint, Late(right=right), caches, batch=2)}
-    assert answers(late["full"]) == {f"e{i}": answer for i, answer in enumerate(expected["full"])}
+    assert answers(late["full"]) == {
+        f"e{i}": answer for i, answer in enumerate(expected["full"])
+    }
     assert {e["id"]: e["prompt_tokens"] for e in late["full"].examples} == {
         f"e{i}": n for i, n in enumerate(Copy().lengths)
     }
     # By hand: the prompt without its question, then one token at a time.
     for i, example in enumerate(Late().examples(checkpoint.tokenizer)[:2]):
-        cache = kvjax.init(caches["window"], checkpoint.model.spec(batch=1, capacity=384), layers=LAYERS)
+        cache = kvjax.init(
+            caches["window"], checkpoint.model.spec(batch=1, capacity=384), layers=LAYERS
+        )
         logits, cache = prefill(checkpoint.model, cache, [example.prompt], chunk=256)
         for token in example.question:
             logits, cache = decode_step(checkpoint.model, cache, np.array([token], np.int32))
         ask = {"max_new_tokens": NEW, "stop_tokens": checkpoint.stop_tokens}
         done = decode(checkpoint.model, cache, logits, **ask)
-        assert answers(late["window"])[f"e{i}"] == checkpoint.tokenizer.decode(done.rows[0], skip_special_tokens=True)
+        assert answers(late["window"])[f"e{i}"] == checkpoint.tokenizer.decode(
+            done.rows[0], skip_special_tokens=True
+        )
 
 
 # ------------------------------------------------------------------------------------------------- rows of a comparison
 
 
 def test_dense_layers_are_those_of_all_rows_and_a_rows_own_wins_and_is_shown():
-    rows = {row.name: row for row in make_rows(["full", "fier", "snapkv", "h2o:dense_layers=0"], budgets=[64])}
+    rows = {
+        row.name: row
+        for row in make_rows(["full", "fier", "snapkv", "h2o:dense_layers=0"], budgets=[64])
+    }
     assert list(rows) == ["full", "fier@64", "snapkv@64", "h2o:dense_layers=0@64"]
     assert [row.dense_layers for row in rows.values()] == [None, 2, 2, 0]
     assert [len(row.policies.first) for row in rows.values()] == [0, 2, 2, 0]
-    assert [row.dense_layers for row in make_rows(["fier", "pariskv", "kivi"], dense_layers=1)] == [1, 1, 1]
-    assert [len(row.policies.first) for row in make_rows(["fier", "freekv"], dense_layers=None)] == [2, 1]
+    assert [
+        row.dense_layers for row in make_rows(["fier", "pariskv", "kivi"], dense_layers=1)
+    ] == [1, 1, 1]
+    assert [
+        len(row.policies.first) for row in make_rows(["fier", "freekv"], dense_layers=None)
+    ] == [2, 1]
 
 
 @pytest.mark.parametrize(
@@ -524,19 +620,29 @@ def test_dense_layers_are_those_of_all_rows_and_a_rows_own_wins_and_is_shown():
     ],
 )
 def test_policies_without_names_are_refused(caches, got):
-    with pytest.raises(ValueError, match=rf"caches must be names of presets, .*or policies by name, .*; got {got}$"):
+    with pytest.raises(
+        ValueError,
+        match=rf"caches must be names of presets, .*or policies by name, .*; got {got}$",
+    ):
         make_rows(caches)
 
 
 def test_what_a_comparison_cannot_take_is_named(checkpoint, tmp_path):
-    with pytest.raises(ValueError, match=r"must be a Checkpoint, got a Decoder; kvjax\.models\.load"):
+    with pytest.raises(
+        ValueError, match=r"must be a Checkpoint, got a Decoder; kvjax\.models\.load"
+    ):
         kvjax.evaluate.compare(checkpoint.model, "pass_key", ["full"])
-    with pytest.raises(ValueError, match=r"lengths=\.\.\.\) must be a list of integers, as \[512, 1024\], got 512"):
+    with pytest.raises(
+        ValueError,
+        match=r"lengths=\.\.\.\) must be a list of integers, as \[512, 1024\], got 512",
+    ):
         kvjax.evaluate.compare(checkpoint, "pass_key", ["full"], lengths=512)
     with pytest.raises(ValueError, match="parallel must be at least 1, got 0"):
         evaluate(checkpoint, Copy(), {"full": CACHES["full"]}, parallel=0)
     with pytest.raises(ValueError, match=r"nothing\.txt: there is no such file"):
-        kvjax.evaluate.compare(checkpoint, "pass_key", ["full"], text=str(tmp_path / "nothing.txt"))
+        kvjax.evaluate.compare(
+            checkpoint, "pass_key", ["full"], text=str(tmp_path / "nothing.txt")
+        )
 
 
 def test_every_method_that_shares_a_selection_takes_every_group_rule():
@@ -544,14 +650,18 @@ def test_every_method_that_shares_a_selection_takes_every_group_rule():
     assert {"fier", "quest", "pariskv", "freekv", "arkvale", "pqcache", "exact"} <= set(takers)
     rules = ("mean_query", "max_softmax")
     rows = make_rows([*takers, "h2o"], budgets=[2048], group_reduces=rules)
-    assert [row.name for row in rows] == [f"{n}:group_reduce={r}@2048" for n in takers for r in rules] + ["h2o@2048"]
+    assert [row.name for row in rows] == [
+        f"{n}:group_reduce={r}@2048" for n in takers for r in rules
+    ] + ["h2o@2048"]
     assert not [row.refused for row in rows if row.refused]
 
 
 @pytest.mark.parametrize("setting", [{"budgets": [64]}, {"group_reduces": ["max_score"]}])
 def test_settings_of_presets_beside_given_policies_are_refused(setting):
     (name,) = setting
-    with pytest.raises(ValueError, match=rf"{name}=\[.*policies are used as they are, so leave it out"):
+    with pytest.raises(
+        ValueError, match=rf"{name}=\[.*policies are used as they are, so leave it out"
+    ):
         make_rows({"mine": presets.fier(64)}, **setting)
 
 
@@ -568,26 +678,45 @@ def test_a_budget_that_one_cache_cannot_hold_stops_that_row_alone(checkpoint):
 
 
 def test_a_row_whose_layers_are_all_dense_is_refused(checkpoint):
-    made = plan.prepare(checkpoint, Copy(), make_rows(["full", f"fier:dense_layers={LAYERS}"]), dtype="float32")
+    made = plan.prepare(
+        checkpoint, Copy(), make_rows(["full", f"fier:dense_layers={LAYERS}"]), dtype="float32"
+    )
     assert list(made.policies) == ["full"]
     assert "so no layer uses it" in made.cells[f"fier:dense_layers={LAYERS}@1024"].refused
 
 
 def test_budgets_of_whole_pages_say_what_they_are_rounded_to():
-    rows = {row.name: row for row in make_rows(["quest", "quest:newest=select", "freekv"], budgets=[40, 64, 330])}
-    assert re.search("room for 1 pages of 16 .*at least 2; use a budget of at least 48", rows["quest@40"].refused)
+    rows = {
+        row.name: row
+        for row in make_rows(["quest", "quest:newest=select", "freekv"], budgets=[40, 64, 330])
+    }
     assert re.search(
-        "room for 2 pages of 16 .*at least 3; use a budget of at least 48", rows["quest:newest=select@40"].refused
+        "room for 1 pages of 16 .*at least 2; use a budget of at least 48",
+        rows["quest@40"].refused,
     )
-    assert rows["quest:newest=select@64"].note == "reads up to 65: 4 pages of 16 tokens and 1 other token"
+    assert re.search(
+        "room for 2 pages of 16 .*at least 3; use a budget of at least 48",
+        rows["quest:newest=select@40"].refused,
+    )
+    assert (
+        rows["quest:newest=select@64"].note
+        == "reads up to 65: 4 pages of 16 tokens and 1 other token"
+    )
     assert rows["quest@64"].note == ""
-    assert rows["quest@330"].note == "reads up to 320: 19 pages of 16 tokens and 16 other tokens"
-    assert rows["freekv@330"].note == "reads up to 320: 2 pages of 32 tokens and 256 other tokens"
+    assert (
+        rows["quest@330"].note == "reads up to 320: 19 pages of 16 tokens and 16 other tokens"
+    )
+    assert (
+        rows["freekv@330"].note == "reads up to 320: 2 pages of 32 tokens and 256 other tokens"
+    )
 
 
 @pytest.mark.parametrize("budget", [16, 31])
 def test_a_budget_without_room_for_a_page_is_an_error_of_the_preset(budget):
-    with pytest.raises(ValueError, match=rf"quest\(budget={budget}\) has room for 0 pages of 16 tokens.*at least 48"):
+    with pytest.raises(
+        ValueError,
+        match=rf"quest\(budget={budget}\) has room for 0 pages of 16 tokens.*at least 48",
+    ):
         presets.quest(budget)
     assert presets.quest(budget, least_pages=1, newest="select").rest.budget == 16 + 1
     with pytest.raises(ValueError, match="use at least 288"):
@@ -602,13 +731,26 @@ def test_a_setting_that_no_budget_mends_stops_the_comparison():
         make_rows(["full", "fire"])
 
 
-@pytest.mark.parametrize("model", [{}, {"query_scale": 2.0}, {"soft_cap": 1.0}, {"sinks": True}], ids=str)
-@pytest.mark.parametrize("cache", ["snapkv:budget=24,window=8,dense_layers=0", "tova:budget=24,dense_layers=0"])
+@pytest.mark.parametrize(
+    "model", [{}, {"query_scale": 2.0}, {"soft_cap": 1.0}, {"sinks": True}], ids=str
+)
+@pytest.mark.parametrize(
+    "cache", ["snapkv:budget=24,window=8,dense_layers=0", "tova:budget=24,dense_layers=0"]
+)
 def test_a_stored_prompt_is_the_one_that_the_model_stores(cache, model):
     config = models.DecoderConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, layers=2, q_heads=4, kv_heads=2, head_dim=16, **model
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        layers=2,
+        q_heads=4,
+        kv_heads=2,
+        head_dim=16,
+        **model,
     )
-    decoder = models.Decoder(dataclasses.replace(config, initializer_range=0.5), rngs=nnx.Rngs(0))
+    decoder = models.Decoder(
+        dataclasses.replace(config, initializer_range=0.5), rngs=nnx.Rngs(0)
+    )
     checkpoint = models.Checkpoint(decoder, config, (), None)
     tokens, policy = np.random.default_rng(0).integers(64, size=(1, 96)), presets.parse(cache)
     _, recorded = prompt.read(checkpoint, tokens.tolist())

@@ -19,7 +19,22 @@ from kvjax.evaluate.capture import Live
 from kvjax.numerics.rotate import radius_table, rotate
 from kvjax.selectors import Paris
 from tests.checkpoint import write_checkpoint
-from tests.evaluate.test_recall import LIVE, POSITIONS, STEPS, B, D, G, K, L, N, S, _live, _logits, _softmax, directory  # noqa: F401
+from tests.evaluate.test_recall import (
+    LIVE,
+    POSITIONS,
+    STEPS,
+    B,
+    D,
+    G,
+    K,
+    L,
+    N,
+    S,
+    _live,
+    _logits,
+    _softmax,
+    directory,
+)  # noqa: F401
 
 # ---------------------------------------------------------------------------------------------------------------- turns
 
@@ -32,7 +47,10 @@ def test_cosines_of_adjacent_queries_are_those_of_numpy_and_skip_gaps():
     for i, (a, b) in enumerate(pairs):
         for row, head in np.ndindex(B, K):
             each = [
-                q[row, a, n] @ q[row, b, n] / np.linalg.norm(q[row, a, n]) / np.linalg.norm(q[row, b, n])
+                q[row, a, n]
+                @ q[row, b, n]
+                / np.linalg.norm(q[row, a, n])
+                / np.linalg.norm(q[row, b, n])
                 for n in (G * head, G * head + 1)
             ]
             assert seen.cosines[1, i, row, head] == pytest.approx(np.mean(each), abs=1e-5)
@@ -72,7 +90,9 @@ def test_exact_tokens_are_those_of_the_cache(policy):
         _, cache = step(cache, token, token, token)
         st = cache.state
         zones = [st.recent] if st.sink is None else [st.sink, st.recent]
-        held = np.concatenate([np.asarray(zone.v)[0, 0, : int(zone.count[0]), 0] for zone in zones])
+        held = np.concatenate(
+            [np.asarray(zone.v)[0, 0, : int(zone.count[0]), 0] for zone in zones]
+        )
         assert coverage.exact_tokens(policy, position + 1).tolist() == sorted(held.tolist())
 
 
@@ -89,7 +109,9 @@ def test_error_of_quantised_tokens_is_that_of_the_cache_itself():
     seen = recall.reads(LIVE, LOGSPARSE)
     np.testing.assert_allclose(kept.error, seen.error, atol=2e-5)
     assert kept.error.min() > 1e-3
-    assert kept.exact.tolist() == [len(coverage.exact_tokens(LOGSPARSE, p + 1)) for p in POSITIONS]
+    assert kept.exact.tolist() == [
+        len(coverage.exact_tokens(LOGSPARSE, p + 1)) for p in POSITIONS
+    ]
 
 
 def test_coverage_of_dropped_tokens_is_that_of_numpy():
@@ -117,7 +139,13 @@ def test_coverage_of_dropped_tokens_is_that_of_numpy():
 def test_everything_exact_covers_all_and_loses_nothing():
     everything = replace(LOGSPARSE, demote=LogSparse(window=40))
     kept = coverage.keep(LIVE, coverage.of_policy(everything), None)
-    for kind, value in (("mass", 1), ("mass_past_sinks", 1), ("top", 1), ("weights", 0), ("outputs", 0)):
+    for kind, value in (
+        ("mass", 1),
+        ("mass_past_sinks", 1),
+        ("top", 1),
+        ("weights", 0),
+        ("outputs", 0),
+    ):
         np.testing.assert_allclose(getattr(kept, kind), value, atol=1e-5)
     assert kept.exact.tolist() == (POSITIONS + 1).tolist()
 
@@ -126,7 +154,9 @@ def test_everything_exact_covers_all_and_loses_nothing():
 def test_heavy_tokens_are_those_that_recent_queries_attended_to():
     """One token draws all attention: the window has lost it, and selection by recent attention finds it."""
     layer = LIVE.layers[0]
-    loud = replace(layer, q=jnp.ones_like(layer.q), k=jnp.zeros_like(layer.k).at[:, :, 10].set(4.0))
+    loud = replace(
+        layer, q=jnp.ones_like(layer.q), k=jnp.zeros_like(layer.k).at[:, :, 10].set(4.0)
+    )
     live = take(Live((loud,), POSITIONS), np.arange(4, 8))
     assert coverage.keep(live, coverage.newest(LOGSPARSE), None).mass.max() < 0.01
     found = coverage.keep(live, coverage.heavy(LOGSPARSE), None)
@@ -138,7 +168,9 @@ def test_heavy_tokens_are_those_that_recent_queries_attended_to():
 def test_fewer_bits_lose_more_and_dropping_loses_most():
     found = {name: kept.row() for name, kept in coverage.logquant(_live(2), window=8).items()}
     for pattern in ("log-sparse", "window"):
-        errors = [found[f"{pattern}, {what}"]["outputs"] for what in ("4 bits", "2 bits", "drop")]
+        errors = [
+            found[f"{pattern}, {what}"]["outputs"] for what in ("4 bits", "2 bits", "drop")
+        ]
         assert errors == sorted(errors)
         assert found[f"{pattern}, 4 bits"]["mass"] == found[f"{pattern}, drop"]["mass"]
 
@@ -149,10 +181,14 @@ def test_fewer_bits_lose_more_and_dropping_loses_most():
 def test_k_means_finds_clusters_and_leaves_out_what_is_not_valid():
     rng = np.random.default_rng(0)
     middles = np.array([[0, 0], [9, 0], [0, 9], [9, 9]], np.float32)
-    points = np.concatenate([middles[rng.integers(0, 4, 60)], np.full((20, 2), 1e6, np.float32)])
+    points = np.concatenate(
+        [middles[rng.integers(0, 4, 60)], np.full((20, 2), 1e6, np.float32)]
+    )
     points[:4] = middles  # evenly spaced starts cannot be relied on; these are there at least
     valid = np.arange(80) < 60
-    found = drift.k_means(jnp.asarray(points)[None, None], jnp.asarray(valid), centroids=16, rounds=4)[0, 0]
+    found = drift.k_means(
+        jnp.asarray(points)[None, None], jnp.asarray(valid), centroids=16, rounds=4
+    )[0, 0]
     far = np.linalg.norm(points[:60, None] - np.asarray(found)[None], axis=-1).min(axis=1)
     assert far.max() < 1e-5
 
@@ -162,7 +198,9 @@ def _index(selector, keys, prompt):
     spec = CacheSpec(batch=B, q_heads=N, kv_heads=K, head_dim=D, capacity=S, dtype="float32")
     append = jax.jit(selector.append)
     ix = append(selector.init(spec, S), keys, np.full(B, 0), np.full(B, prompt))
-    return append(ix, np.roll(keys, -prompt, axis=2), np.full(B, prompt), np.full(B, S - prompt))
+    return append(
+        ix, np.roll(keys, -prompt, axis=2), np.full(B, prompt), np.full(B, S - prompt)
+    )
 
 
 def test_learnt_products_are_exact_with_a_centroid_for_each_key_and_old_centroids_serve_new_keys():
@@ -175,9 +213,13 @@ def test_learnt_products_are_exact_with_a_centroid_for_each_key_and_old_centroid
     old = np.asarray(score(_index(selector, layer.k, 48), q, scale=0.25))
     np.testing.assert_allclose(old[..., :48], exact[..., :48], atol=1e-5)
     assert np.abs(old[..., 48:] - exact[..., 48:]).mean() > 0.05
-    keys = np.asarray(layer.k, np.float64).reshape(B, K, S, 2, 8)  # new keys read as the nearest old one, by subspace
+    keys = np.asarray(layer.k, np.float64).reshape(
+        B, K, S, 2, 8
+    )  # new keys read as the nearest old one, by subspace
     apart = ((keys[:, :, 90, None] - keys[:, :, :48]) ** 2).sum(axis=-1)  # [B, K, 48, 2]
-    near = np.take_along_axis(keys[:, :, :48], apart.argmin(axis=2)[:, :, None, :, None], axis=2)
+    near = np.take_along_axis(
+        keys[:, :, :48], apart.argmin(axis=2)[:, :, None, :, None], axis=2
+    )
     wanted = np.einsum("bkgd,bkd->bkg", q, near.reshape(B, K, D)) * 0.25
     np.testing.assert_allclose(old[..., 90], wanted, atol=1e-5)
 
@@ -185,7 +227,10 @@ def test_learnt_products_are_exact_with_a_centroid_for_each_key_and_old_centroid
 @pytest.mark.thorough
 def test_learnt_votes_are_those_of_numpy():
     layer, selector = LIVE.layers[1], drift.Learnt(bits=3, by="votes", rho=0.5)
-    ix, q = _index(selector, layer.k, S), np.asarray(layer.q[:, 2], np.float64).reshape(B, K, G, 2, 8)
+    ix, q = (
+        _index(selector, layer.k, S),
+        np.asarray(layer.q[:, 2], np.float64).reshape(B, K, G, 2, 8),
+    )
     score = jax.jit(selector.score, static_argnames="scale")
     votes = np.asarray(score(ix, layer.q[:, 2].reshape(B, K, G, D), scale=1.0))
     centroids, ids = np.asarray(ix.centroids, np.float64), np.asarray(ix.ids)
@@ -194,7 +239,9 @@ def test_learnt_votes_are_those_of_numpy():
         worth = centroids[b, k] @ q[b, k, g][..., None]  # [2, C, 1]
         of_key = np.take_along_axis(worth[..., 0], ids[b, k].T, axis=1)  # [2, S]
         better = (of_key[:, None] > of_key[:, :, None]).sum(axis=-1)
-        np.testing.assert_array_equal(votes[b, k, g], (better[..., None] < reach).sum(axis=(0, 2)))
+        np.testing.assert_array_equal(
+            votes[b, k, g], (better[..., None] < reach).sum(axis=(0, 2))
+        )
 
 
 @pytest.mark.parametrize(
@@ -209,10 +256,15 @@ def test_learnt_votes_are_those_of_numpy():
 )
 def test_votes_by_other_centroids_are_those_of_numpy_and_by_default_those_of_paris(settings):
     layer, selector = LIVE.layers[1], drift.Voting(**settings)
-    ix, q = _index(selector, layer.k, S), np.asarray(layer.q[:, 2], np.float32).reshape(B, K, G, D)
+    ix, q = (
+        _index(selector, layer.k, S),
+        np.asarray(layer.q[:, 2], np.float32).reshape(B, K, G, D),
+    )
     found = np.asarray(jax.jit(selector._votes)(ix, q))
     turn = (
-        (lambda x: np.asarray(rotate(jnp.asarray(x, jnp.float32), 0), np.float64)) if selector.seed == 0 else np.float64
+        (lambda x: np.asarray(rotate(jnp.asarray(x, jnp.float32), 0), np.float64))
+        if selector.seed == 0
+        else np.float64
     )
     keys = np.asarray(layer.k, np.float64)
     size = np.linalg.norm(keys, axis=-1, keepdims=True)
@@ -226,13 +278,21 @@ def test_votes_by_other_centroids_are_those_of_numpy_and_by_default_those_of_par
             signs = np.where(blocks[b, k, :, n, :used] >= 0, 1.0, -1.0)
             worth = signs @ queries[b, k, g, n, :used]
             if selector.radii > 1:
-                worth *= centres[np.searchsorted(edges, np.linalg.norm(blocks[b, k, :, n], axis=-1))]
+                worth *= centres[
+                    np.searchsorted(edges, np.linalg.norm(blocks[b, k, :, n], axis=-1))
+                ]
             worth = worth if selector.normalise else worth * size[b, k, :, 0]
             better = (worth[None] > worth[:, None] + 1e-6).sum(axis=1)
             votes += (better[:, None] < reach).sum(axis=1)
-        assert (found[b, k, g] == votes).mean() > 0.97, (b, k, g)  # products within rounding may change places
+        assert (found[b, k, g] == votes).mean() > 0.97, (
+            b,
+            k,
+            g,
+        )  # products within rounding may change places
     if not settings:
-        np.testing.assert_array_equal(found, jax.jit(Paris()._votes)(_index(Paris(), layer.k, S), q))
+        np.testing.assert_array_equal(
+            found, jax.jit(Paris()._votes)(_index(Paris(), layer.k, S), q)
+        )
 
 
 def test_attended_tokens_are_those_of_numpy():
@@ -241,7 +301,9 @@ def test_attended_tokens_are_those_of_numpy():
     for t, position in enumerate(POSITIONS[:2]):
         weights = _softmax(_logits(LIVE.layers[1], t, position))[1, 3]
         assert found.first_two[1, t, 1, 3] == pytest.approx(weights[:2].sum(), abs=1e-5)
-        assert found.newest[1, t, 1, 3] == pytest.approx(weights[position - 5 : position + 1].sum(), abs=1e-5)
+        assert found.newest[1, t, 1, 3] == pytest.approx(
+            weights[position - 5 : position + 1].sum(), abs=1e-5
+        )
         best.append(set((np.argsort(-weights[2 : position - 5]) + 2)[:5].tolist()))
     assert found.overlap[1, 0, 1, 3] == pytest.approx(len(best[0] & best[1]) / 5)
 
@@ -249,18 +311,29 @@ def test_attended_tokens_are_those_of_numpy():
 @pytest.mark.thorough
 def test_recall_of_learnt_centroids_falls_when_keys_move_and_not_when_learnt_anew():
     live = _live(3, positions=[199, 398, 399], shape=(1, 4, 2, 400, 16))
-    moved = tuple(replace(a, k=a.k.at[:, :, 200:].multiply(3.0).at[:, :, 200:].add(4.0)) for a in live.layers)
+    moved = tuple(
+        replace(a, k=a.k.at[:, :, 200:].multiply(3.0).at[:, :, 200:].add(4.0))
+        for a in live.layers
+    )
     found = drift.drift(Live(moved, live.positions), prompt=199, candidates=150)
     recall = {name: seen.recall[:, 1:].mean() for name, seen in found.items()}
     assert recall["k-means, prompt"] < recall["k-means, anew"] - 0.05
     assert recall["PQCache, prompt"] < recall["PQCache, anew"]
     assert recall["Paris, all reranked"] > 0.85
-    assert set(drift.ablation(live)) >= {"as published", "no alpha-correction", "candidates 0.25"}
+    assert set(drift.ablation(live)) >= {
+        "as published",
+        "no alpha-correction",
+        "candidates 0.25",
+    }
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"bits": 9}, "at most 8 bits"), ({"by": "sum"}, "products, votes"), ({"channels": 0}, "at least 1")],
+    [
+        ({"bits": 9}, "at most 8 bits"),
+        ({"by": "sum"}, "products, votes"),
+        ({"channels": 0}, "at least 1"),
+    ],
 )
 def test_learnt_refuses_what_it_cannot_do(settings, message):
     with pytest.raises(ValueError, match=message):
@@ -270,7 +343,9 @@ def test_learnt_refuses_what_it_cannot_do(settings, message):
 # ------------------------------------------------------------------------------------------------------- all selectors
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.thorough) for n in selectors(64)])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.thorough) for n in selectors(64)]
+)
 def test_a_budget_of_everything_loses_nothing(name):
     policy = replace(selectors(64)[name], budget=20 + 96)
     seen = recall.reads(LIVE, policy)
@@ -286,7 +361,9 @@ def test_every_case_to_compare_runs_and_selects_better_than_chance(cases):
     for name, seen in compare(LIVE, cases).items():
         share = (seen.attended[:, -STEPS:] / positions).mean()
         assert seen.mass[:, -STEPS:].mean() > share, name
-        if "page" not in name and "quest" not in name:  # of pages a budget of 44 tokens holds two
+        if (
+            "page" not in name and "quest" not in name
+        ):  # of pages a budget of 44 tokens holds two
             assert seen.recall[:, -STEPS:].mean() > 0.62, name  # of 44 of 76 free tokens
         json.dumps(summary(seen))
 
@@ -303,7 +380,10 @@ def _fake(seed=0):
 def test_figures_have_named_axes_and_all_that_was_measured():
     found = {"fier": _fake(), "quest": _fake(1)}
     kept = coverage.Kept(POSITIONS + 1, POSITIONS, *(_fake().mass,) * 6)
-    drifted = {name: _fake() for name in ("Paris", "Paris, candidates", "k-means, prompt", "k-means, anew")}
+    drifted = {
+        name: _fake()
+        for name in ("Paris", "Paris, candidates", "k-means, prompt", "k-means, anew")
+    }
     made = {
         "by_length": figures.recall_by_length(found),
         "maps": figures.maps(found),
@@ -324,7 +404,9 @@ def test_figures_have_named_axes_and_all_that_was_measured():
 
 
 def test_what_is_compared_can_be_made():
-    spec = CacheSpec(batch=1, q_heads=8, kv_heads=2, head_dim=64, capacity=1024, dtype="float32")
+    spec = CacheSpec(
+        batch=1, q_heads=8, kv_heads=2, head_dim=64, capacity=1024, dtype="float32"
+    )
     compared = groups(256)
     assert list(compared)[-2:] == ["Quest, chunks of 32", "Quest"]
     for policy in compared.values():
@@ -334,7 +416,9 @@ def test_what_is_compared_can_be_made():
 @pytest.mark.thorough
 def test_fier_by_group_size_selects_better_than_chance():
     for name, seen in compare(LIVE, groups(64, sizes=(8, 16))).items():
-        chance = (32 if "pages" in name or name == "Quest" else 44) / 76  # of free tokens; of pages, two whole ones
+        chance = (
+            32 if "pages" in name or name == "Quest" else 44
+        ) / 76  # of free tokens; of pages, two whole ones
         assert seen.recall[:, -STEPS:].mean() > chance + (0.1 if chance > 0.5 else 0.01), name
         json.dumps(summary(seen))
 
@@ -344,7 +428,19 @@ def test_command_writes_table_json_and_plot(directory, tmp_path, capsys):  # noq
     book = tmp_path / "book.txt"
     book.write_text("It was a bright cold day in April. " * 10)
     out = tmp_path / "out"
-    ask = [directory, "--text", book, "--what", "queries", "--length", "20,40", "--steps", 3, "--out", out]
+    ask = [
+        directory,
+        "--text",
+        book,
+        "--what",
+        "queries",
+        "--length",
+        "20,40",
+        "--steps",
+        3,
+        "--out",
+        out,
+    ]
     assert main(list(map(str, ask))) == 0
     content = json.loads((out / "measure_queries.json").read_text())
     assert content["lengths"] == [20, 40]
@@ -361,10 +457,16 @@ def test_command_writes_table_json_and_plot(directory, tmp_path, capsys):  # noq
     [
         (("--what", "all"), "--what all: there are recall, group_reduce, groups"),
         (("--length", "5x"), "--length takes whole numbers from 1"),
-        (("--length", "40,20"), "lengths=[40, 20] must be steps=3 or more above the one before"),
+        (
+            ("--length", "40,20"),
+            "lengths=[40, 20] must be steps=3 or more above the one before",
+        ),
         (("--steps", 1), "queries compares adjacent steps; give 2 or more"),
         (("--what", "groups", "--budget", 10), "budget=10 is below sink + local = 4 + 16"),
-        (("--what", "logquant", "--window", 0), "LogSparse(window=...) must be at least 1, got 0"),
+        (
+            ("--what", "logquant", "--window", 0),
+            "LogSparse(window=...) must be at least 1, got 0",
+        ),
         (("--text", "nowhere.txt"), "nowhere.txt is not there"),
     ],
 )
@@ -379,11 +481,28 @@ def test_command_says_what_was_wrong(directory, tmp_path, capsys, options, messa
 
 @pytest.mark.thorough
 def test_command_runs_every_measurement(tmp_path):
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}  # two of ParisKV's subspaces
+    heads = {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+    }  # two of ParisKV's subspaces
     model = write_checkpoint(tmp_path / "model", **heads)
     book = tmp_path / "book.txt"
-    book.write_text("It was a bright cold day in April, and the clocks were striking thirteen. " * 5)
-    sizes = ("--length", "150,200", "--steps", 4, "--budget", 64, "--new-tokens", 16, "--window", 8)
+    book.write_text(
+        "It was a bright cold day in April, and the clocks were striking thirteen. " * 5
+    )
+    sizes = (
+        "--length",
+        "150,200",
+        "--steps",
+        4,
+        "--budget",
+        64,
+        "--new-tokens",
+        16,
+        "--window",
+        8,
+    )
     assert main([str(arg) for arg in (model, "--text", book, *sizes, "--out", tmp_path)]) == 0
     for what in ("recall", "group_reduce", "groups", "queries", "logquant", "drift", "paris"):
         content = json.loads((tmp_path / f"measure_{what}.json").read_text())

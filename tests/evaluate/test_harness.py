@@ -12,7 +12,9 @@ import jax
 import numpy as np
 import pytest
 
-pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install 'kvjax[harness]'")
+pytest.importorskip(
+    "lm_eval", reason="lm-evaluation-harness is not installed: pip install 'kvjax[harness]'"
+)
 
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
@@ -37,7 +39,9 @@ def request(*args: Any) -> SimpleNamespace:
 def by_forward(model: KvjaxLM, context: str, rest: str) -> tuple[float, bool]:
     """Log probability of the text after the context by one pass of the model, and whether greedy decoding gives it."""
     head, tail = (
-        model._encode_pair(context, rest) if context else ([model.prefix_token_id], model.tok_encode(rest, False))
+        model._encode_pair(context, rest)
+        if context
+        else ([model.prefix_token_id], model.tok_encode(rest, False))
     )
     logits = model.checkpoint.model(np.array([head + tail]), None)[0]
     table = np.asarray(jax.nn.log_softmax(logits, axis=-1))[0, len(head) - 1 : -1]
@@ -61,7 +65,9 @@ def test_continuations_have_the_models_own_probability(shipped: Checkpoint) -> N
 
 
 def test_a_cache_that_drops_the_key_is_seen(shipped: Checkpoint) -> None:
-    text = KEY.format(71432).replace("\n", "\n" + "The river was wide and the road was long. " * 30 + "\n")
+    text = KEY.format(71432).replace(
+        "\n", "\n" + "The river was wide and the road was long. " * 30 + "\n"
+    )
     pair = request(text, "71432")
     ((full, _),) = KvjaxLM(shipped, "full").loglikelihood([pair], disable_tqdm=True)
     ((dropped, _),) = KvjaxLM(shipped, "streaming_llm:budget=16,dense_layers=0").loglikelihood(
@@ -75,7 +81,9 @@ def test_the_harness_scores_a_task_of_local_files(shipped: Checkpoint, tmp_path:
     from lm_eval.tasks import TaskManager
 
     keys = ["71432", "20518"]
-    (tmp_path / "keys.jsonl").write_text("".join(json.dumps({"prompt": KEY.format(k), "key": k}) + "\n" for k in keys))
+    (tmp_path / "keys.jsonl").write_text(
+        "".join(json.dumps({"prompt": KEY.format(k), "key": k}) + "\n" for k in keys)
+    )
     (tmp_path / "keys.yaml").write_text(
         f"""task: local_keys
 dataset_path: json
@@ -104,13 +112,30 @@ def test_mmlu_is_scored_from_local_files(shipped: Checkpoint, tmp_path: Path) ->
     from lm_eval.tasks import TaskManager
 
     (guide,) = re.findall(r"```yaml\n(task: mmlu_local\n.*?)```", GUIDES.read_text(), re.DOTALL)
-    asked = {"What is the pass key?": list("7143"), "Which is a colour?": ["red", "two", "run", "of"]}
+    asked = {
+        "What is the pass key?": list("7143"),
+        "Which is a colour?": ["red", "two", "run", "of"],
+    }
     model, says = KvjaxLM(shipped, "fier:budget=64", batch=4), []
     for question, choices in asked.items():
-        lines = "".join(f"{letter}. {choice}\n" for letter, choice in zip("ABCD", choices, strict=True))
-        says.append(int(np.argmax([by_forward(model, f"{question}\n{lines}Answer:", f" {x}")[0] for x in "ABCD"])))
+        lines = "".join(
+            f"{letter}. {choice}\n" for letter, choice in zip("ABCD", choices, strict=True)
+        )
+        says.append(
+            int(
+                np.argmax(
+                    [
+                        by_forward(model, f"{question}\n{lines}Answer:", f" {x}")[0]
+                        for x in "ABCD"
+                    ]
+                )
+            )
+        )
     answers = [says[0], (says[1] + 1) % 4]  # one that it gets right, and one that it does not
-    rows = [{"question": q, "choices": asked[q], "answer": a} for q, a in zip(asked, answers, strict=True)]
+    rows = [
+        {"question": q, "choices": asked[q], "answer": a}
+        for q, a in zip(asked, answers, strict=True)
+    ]
     (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "mmlu.yaml").write_text(guide.replace("path/to", str(tmp_path)))
     results = lm_eval.simple_evaluate(
@@ -127,12 +152,17 @@ def test_answers_end_at_the_settings_of_a_task(shipped: Checkpoint) -> None:
     for settings, answer in (
         ({"until": ["", "."], "max_gen_toks": 3}, "714"),  # an empty text ends nothing
         ({"until": "4", "max_tokens": 3}, "71"),
-        ({"until": [], "max_completion_tokens": 2, "do_sample": False, "temperature": 0.7}, "71"),
+        (
+            {"until": [], "max_completion_tokens": 2, "do_sample": False, "temperature": 0.7},
+            "71",
+        ),
     ):
         assert model.generate_until([request(KEY.format(71432), settings)]) == [answer]
 
 
-def test_beginning_of_an_answer_is_left_open_in_a_chat(shipped: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beginning_of_an_answer_is_left_open_in_a_chat(
+    shipped: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     template = (
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -171,10 +201,14 @@ def test_texts_without_a_token_have_probability_1(shipped: Checkpoint) -> None:
 
 def test_a_model_whose_texts_have_no_ends_is_told_what_it_lacks(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, eos_token_id=None)
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast"}'
+    )
     model = KvjaxLM(models.load(tmp_path, dtype="float32"))
     assert len(model.generate_until([request("a", {"max_gen_toks": 3})])) == 1
-    with pytest.raises(ValueError, match=r"names no token that begins or ends a text.*set eos_token_id in"):
+    with pytest.raises(
+        ValueError, match=r"names no token that begins or ends a text.*set eos_token_id in"
+    ):
         model.loglikelihood_rolling([request("a text")], disable_tqdm=True)
 
 

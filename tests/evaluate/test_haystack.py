@@ -32,8 +32,12 @@ SMALL = {
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     """Bytes, with BOS before a text."""
-    made = AutoTokenizer.from_pretrained(write_checkpoint(tmp_path_factory.mktemp("checkpoint")))
-    made.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+    made = AutoTokenizer.from_pretrained(
+        write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+    )
+    made.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", BOS)]
+    )
     return made
 
 
@@ -43,12 +47,16 @@ def make(form, seed):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("as_ids", [False, True])
-def test_a_prompt_has_its_length_its_lines_in_order_and_its_question_last(tokenizer, form, as_ids):
+def test_a_prompt_has_its_length_its_lines_in_order_and_its_question_last(
+    tokenizer, form, as_ids
+):
     text = tokenizer(TEXT, add_special_tokens=False)["input_ids"] if as_ids else TEXT
     for seed in range(5):
         hidden = make(form, seed)
         length = 1500 + 37 * seed
-        woven = weave(tokenizer, np.array(text) if as_ids else text, length, hidden, random.Random(seed))
+        woven = weave(
+            tokenizer, np.array(text) if as_ids else text, length, hidden, random.Random(seed)
+        )
         assert len(woven.ids) == length
         assert woven.ids[0] == BOS
         assert BOS not in woven.ids[1:]
@@ -81,8 +89,15 @@ def solve(hidden):
     if "pass key" in question:
         return re.findall(r"The pass key is (\d+)\.", text)
     if "magic" in question:
-        keys = re.findall(r"[\w-]+", re.search(r"(?:number|uuid)s? for (.*)\?", question)[1].replace(" and ", " "))
-        return [value for key in keys for value in re.findall(rf"magic \w+ for {key} is: ([\w-]+)\.", text)]
+        keys = re.findall(
+            r"[\w-]+",
+            re.search(r"(?:number|uuid)s? for (.*)\?", question)[1].replace(" and ", " "),
+        )
+        return [
+            value
+            for key in keys
+            for value in re.findall(rf"magic \w+ for {key} is: ([\w-]+)\.", text)
+        ]
     if question.startswith("Key"):
         return re.findall(rf'"{question.split(chr(34))[1]}": "(\d+)"', text)
     if question.startswith("The value"):
@@ -94,7 +109,9 @@ def solve(hidden):
         known = {}
         for name, value in re.findall(r"VAR (\w+) = (\w+)", text):
             known[name] = known.get(value, value)
-        return [name for name, value in known.items() if value == re.search(r"\d+", question)[0]]
+        return [
+            name for name, value in known.items() if value == re.search(r"\d+", question)[0]
+        ]
     words = re.findall(r"[a-z]+", text)
     counts = sorted(((words.count(word), word) for word in set(words)), reverse=True)
     asked = int(re.search(r"which (\d+)", question)[1])
@@ -109,19 +126,26 @@ def test_who_reads_the_lines_finds_the_answers_and_no_others(form):
         assert sorted(solve(hidden)) == sorted(hidden.answers)
 
 
-@pytest.mark.parametrize("settings", [{"values": 3}, {"values": 2, "asked": 2}, {"kind": "uuid"}])
+@pytest.mark.parametrize(
+    "settings", [{"values": 3}, {"values": 2, "asked": 2}, {"kind": "uuid"}]
+)
 def test_needles_of_several_values_and_uuids_are_found_by_reading(settings):
     for seed in range(20):
         hidden = FORMS["needles"](random.Random(seed), **{"hidden": 4, "asked": 1, **settings})
         assert sorted(solve(hidden)) == sorted(hidden.answers)
-        assert all(hidden.lines[i].endswith(f"{a}.") for i, a in zip(hidden.holding, hidden.answers, strict=True))
+        assert all(
+            hidden.lines[i].endswith(f"{a}.")
+            for i, a in zip(hidden.holding, hidden.answers, strict=True)
+        )
     hidden = FORMS["needle_lines"](random.Random(0), lines=5, kind="uuid")
     assert solve(hidden) == list(hidden.answers)
 
 
 @given(seed=st.integers(0, 999), depth=st.floats(0, 1), length=st.integers(400, 1200))
 def test_a_line_lies_at_the_depth_asked_for(tokenizer, seed, depth, length):
-    woven = weave(tokenizer, TEXT, length, make("pass_key", seed), random.Random(seed), depths=[depth])
+    woven = weave(
+        tokenizer, TEXT, length, make("pass_key", seed), random.Random(seed), depths=[depth]
+    )
     line = len("\nThe pass key is 12345. Remember it.\n")
     room = length - 1 - line - (length - woven.question)
     assert woven.starts[0] == 1 + round(depth * room)
@@ -133,7 +157,10 @@ def test_no_bos_where_the_tokenizer_puts_none(tmp_path):
 
 
 def test_depths_are_spread_over_the_whole_text(tokenizer):
-    found = [weave(tokenizer, TEXT, 600, make("pass_key", i), random.Random(i)).depths[0] for i in range(200)]
+    found = [
+        weave(tokenizer, TEXT, 600, make("pass_key", i), random.Random(i)).depths[0]
+        for i in range(200)
+    ]
     assert min(found) < 0.05
     assert max(found) > 0.85  # the line itself stands after it
     assert 0.35 < np.mean(found) < 0.6
@@ -167,10 +194,19 @@ def test_seeds_hold_across_processes():
 @pytest.mark.parametrize(
     ("ask", "message"),
     [
-        (lambda rng: FORMS["needles"](rng, hidden=len(WORDS) + 1), "hidden=...) must be at most"),
-        (lambda rng: FORMS["needles"](rng, hidden=3, asked=4), "asked=...) must be at most 3, got 4"),
+        (
+            lambda rng: FORMS["needles"](rng, hidden=len(WORDS) + 1),
+            "hidden=...) must be at most",
+        ),
+        (
+            lambda rng: FORMS["needles"](rng, hidden=3, asked=4),
+            "asked=...) must be at most 3, got 4",
+        ),
         (lambda rng: FORMS["needles"](rng, values=0), "values=...) must be at least 1"),
-        (lambda rng: FORMS["needles"](rng, kind="word"), "kind='word') must be one of number, uuid"),
+        (
+            lambda rng: FORMS["needles"](rng, kind="word"),
+            "kind='word') must be one of number, uuid",
+        ),
         (lambda rng: FORMS["needle_lines"](rng, lines=0), "lines=...) must be at least 1"),
         (lambda rng: FORMS["key_value"](rng, pairs=0), "pairs=...) must be at least 1"),
         (lambda rng: FORMS["variables"](rng, chains=100, hops=4), "must be at most"),

@@ -36,7 +36,9 @@ def test_a_kernel_that_fails_hides_no_other(small, monkeypatch):
         raise NotImplementedError("not here")
 
     monkeypatch.setattr(ops, "top_k", fails)
-    failed, row = kernels.measure(512, 1, only=["top_k", "score_pages"], calls=1, reference=False)
+    failed, row = kernels.measure(
+        512, 1, only=["top_k", "score_pages"], calls=1, reference=False
+    )
     assert failed["failed"] == "NotImplementedError: not here"
     assert kernels.columns(failed)[:2] == ["top_k", "failed"]
     assert row["us"] > 0
@@ -49,7 +51,16 @@ def kvjax(*args):
 def test_bench_prints_a_table_and_json_to_send(small, monkeypatch):
     monkeypatch.setattr(simt, "why_not", lambda: None)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    row, asked = {"what": "top_k", "us": 12.5, "xla_us": 200.0, "error": 0.0, "kernels": {"top_k": 11.5}}, []
+    row, asked = (
+        {
+            "what": "top_k",
+            "us": 12.5,
+            "xla_us": 200.0,
+            "error": 0.0,
+            "kernels": {"top_k": 11.5},
+        },
+        [],
+    )
 
     def measure(length, batch, *, target):
         asked.append((length, batch, target and target.capability))

@@ -49,13 +49,23 @@ def kill_while_writing(folder: Path, seed: int) -> int:
     return int(said.removesuffix("\n").splitlines()[-1])
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(1, 101))])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(1, 101))]
+)
 def test_a_killed_run_keeps_all_results_that_it_told(tmp_path: Path, seed: int) -> None:
     told = kill_while_writing(tmp_path, seed)
     if seed % 2:
-        told = kill_while_writing(tmp_path, 1000 + seed)  # the second run goes on from the first
+        told = kill_while_writing(
+            tmp_path, 1000 + seed
+        )  # the second run goes on from the first
     (file,) = tmp_path.glob("task*.json")
     cell = read_cell(file)
-    assert [example["id"] for example in cell.examples] in ([f"e{i}" for i in range(n)] for n in (told + 1, told + 2))
-    assert len(_in_file(str(tmp_path / "anchors.json"))[0]) in {(told + i) % 60 + 1 for i in (0, 1)}
-    assert len(Heads.load(tmp_path / "heads.json").layers[0]) in {(told + i) % 60 + 1 for i in (0, 1)}
+    assert [example["id"] for example in cell.examples] in (
+        [f"e{i}" for i in range(n)] for n in (told + 1, told + 2)
+    )
+    assert len(_in_file(str(tmp_path / "anchors.json"))[0]) in {
+        (told + i) % 60 + 1 for i in (0, 1)
+    }
+    assert len(Heads.load(tmp_path / "heads.json").layers[0]) in {
+        (told + i) % 60 + 1 for i in (0, 1)
+    }

@@ -28,12 +28,18 @@ def scripts(monkeypatch):
     programs = jax.config.jax_compilation_cache_dir
     yield lambda name: __import__(name)
     jax.config.update("jax_compilation_cache_dir", programs)
-    for name in [n for n, m in sys.modules.items() if str(getattr(m, "__file__", "")).startswith(str(FOLDER))]:
+    for name in [
+        n
+        for n, m in sys.modules.items()
+        if str(getattr(m, "__file__", "")).startswith(str(FOLDER))
+    ]:
         del sys.modules[name]
 
 
 def test_a_larger_batch_repeats_the_prompts_that_were_read(scripts):
-    spec = CacheSpec(batch=2, q_heads=2, kv_heads=1, head_dim=4, capacity=8, dtype=jnp.dtype(jnp.float32))
+    spec = CacheSpec(
+        batch=2, q_heads=2, kv_heads=1, head_dim=4, capacity=8, dtype=jnp.dtype(jnp.float32)
+    )
     read = init(Prompt(), spec, layers=1)
     state = replace(read.layers[0].state, length=jnp.array([3, 5], jnp.int32))
     (layer,) = scripts("real_speed").repeated(Cache((replace(read.layers[0], state=state),)), 3)
@@ -82,12 +88,22 @@ def test_rows_are_json_with_one_row_a_line(head, tmp_path):
 
     expected = {**head, "results": [rows[0], {"us": None, "parts": {"a": 2}}]}
     assert json.loads(text, parse_constant=refuse) == expected
-    assert [line.strip(" ,") for line in text.splitlines()][-4:-2] == ['{"us": 1.5}', '{"us": null, "parts": {"a": 2}}']
+    assert [line.strip(" ,") for line in text.splitlines()][-4:-2] == [
+        '{"us": 1.5}',
+        '{"us": null, "parts": {"a": 2}}',
+    ]
 
 
 def test_an_answer_that_drifts_shows_by_quarters(scripts):
     def cell(nll):
-        batches = [{"examples": [{"id": "0", "nll": nll}], "attended_by_layer": [1.0], "steps": 8, "seconds": 0.0}]
+        batches = [
+            {
+                "examples": [{"id": "0", "nll": nll}],
+                "attended_by_layer": [1.0],
+                "steps": 8,
+                "seconds": 0.0,
+            }
+        ]
         return Cell("t", "perplexity", "x", {}, {}, 1, batches=batches)
 
     drifting = [1.0, 1.0, 1.1, 1.1, 1.2, 1.2, 1.5, 1.5]
@@ -104,7 +120,9 @@ def test_a_text_of_the_models_own_is_made_once_for_a_model_and_settings(scripts,
         return made[-1]
 
     for seed, expected in ((0, 0), (0, 0), (1, 1), (1, 1), (0, 0)):
-        assert keep(tmp_path / "kept", {"model": "x", "seed": seed}, make) == [[expected] * 3] * 2
+        assert (
+            keep(tmp_path / "kept", {"model": "x", "seed": seed}, make) == [[expected] * 3] * 2
+        )
     assert len(made) == 2
 
 

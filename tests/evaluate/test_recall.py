@@ -19,7 +19,12 @@ L, B, N, K, D, S = 2, 2, 4, 2, 16, 96
 G, STEPS, ENDS = N // K, 4, (40, 96)
 POSITIONS = np.concatenate([np.arange(end - STEPS, end) for end in ENDS])
 BASE = Retrieval(
-    selector=Exact(group_reduce="per_head"), budget=32, sink=4, local=6, demote=Fifo(leave=1), dense_below=0
+    selector=Exact(group_reduce="per_head"),
+    budget=32,
+    sink=4,
+    local=6,
+    demote=Fifo(leave=1),
+    dense_below=0,
 )
 CHOSEN = 32 - 4 - 6
 
@@ -30,7 +35,11 @@ def _live(seed=0, positions=POSITIONS, shape=(B, N, K, S, D)):
 
     def layer():
         q, k, v = (
-            jnp.asarray(rng.normal(size=(B, rows, n, D) if rows != S else (B, n, S, D)).astype(np.float32))
+            jnp.asarray(
+                rng.normal(size=(B, rows, n, D) if rows != S else (B, n, S, D)).astype(
+                    np.float32
+                )
+            )
             for rows, n in ((len(positions), N), (S, K), (S, K))
         )
         return LiveLayer(q * 2, k, v, D**-0.5, None)
@@ -52,7 +61,13 @@ class Worst(Exact):
 def _logits(layer, t, position):
     """f[B, N, position + 1] of step t, in float64."""
     q, k = np.asarray(layer.q, np.float64)[:, t], np.asarray(layer.k, np.float64)
-    return np.stack([(k[:, n // G, : position + 1] @ q[:, n, :, None])[..., 0] * layer.scale for n in range(N)], axis=1)
+    return np.stack(
+        [
+            (k[:, n // G, : position + 1] @ q[:, n, :, None])[..., 0] * layer.scale
+            for n in range(N)
+        ],
+        axis=1,
+    )
 
 
 def _softmax(x):
@@ -106,7 +121,9 @@ def test_captured_queries_and_keys_are_those_of_a_plain_forward_pass(checkpoint,
         return kvjax.attention_info(cache, q, k, v, **settings)
 
     monkeypatch.setattr("kvjax.models.decoder.attention_info", spy)
-    plain = jax.jit(lambda model, tokens: (model(tokens), list(seen))[1])(checkpoint.model, TOKENS)
+    plain = jax.jit(lambda model, tokens: (model(tokens), list(seen))[1])(
+        checkpoint.model, TOKENS
+    )
     assert live.positions.tolist() == [17, 18, 19, 37, 38, 39]
     assert len(plain) == len(live.layers)
     for layer, (q, k, v) in zip(live.layers, plain, strict=True):
@@ -133,7 +150,11 @@ def test_a_row_that_took_no_token_records_no_query():
     q, k = jnp.ones((2, 1, 2, 8)), jnp.ones((2, 1, 1, 8))
     step = jax.jit(kvjax.attention, static_argnames="window")
     _, cache = kvjax.prefill(cache, *(jnp.ones((2, 2, n, 8)) for n in (2, 1, 1)))
-    for active in ((True, False), (True, True), (True, True)):  # the first step of a row may be one that it skips
+    for active in (
+        (True, False),
+        (True, True),
+        (True, True),
+    ):  # the first step of a row may be one that it skips
         _, cache = step(cache, q, k, k, active=np.array(active), window=4)
     assert np.asarray(cache.state.positions).tolist() == [[2, 3, 4, -1], [2, 3, -1, -1]]
     with pytest.raises(ValueError, match=r"the same steps.*\[3, 2\]"):
@@ -144,7 +165,11 @@ def test_a_row_that_took_no_token_records_no_query():
 
 @pytest.mark.parametrize(
     ("lengths", "steps", "message"),
-    [((20, 22), 3, "must be steps=3 or more"), ((3,), 3, "above 1"), ((41,), 3, "reach beyond the 40 tokens")],
+    [
+        ((20, 22), 3, "must be steps=3 or more"),
+        ((3,), 3, "above 1"),
+        ((41,), 3, "reach beyond the 40 tokens"),
+    ],
 )
 def test_lengths_that_cannot_be_captured_are_refused(checkpoint, lengths, steps, message):
     with pytest.raises(ValueError, match=message):
@@ -186,19 +211,26 @@ def test_a_pooled_choice_has_all_of_its_own_top_tokens_and_fewer_of_each_heads()
         free = np.arange(4, position + 1 - 6)
         picked = free[np.argsort(-mean[1, 0, free])][:CHOSEN]
         own = free[np.argsort(-_logits(LIVE.layers[layer], t, position)[1, 1, free])][:CHOSEN]
-        assert seen.head_recall[layer, t, 1, 1] == pytest.approx(len(set(picked) & set(own)) / min(CHOSEN, len(free)))
+        assert seen.head_recall[layer, t, 1, 1] == pytest.approx(
+            len(set(picked) & set(own)) / min(CHOSEN, len(free))
+        )
 
 
 def test_tokens_in_another_order_than_they_came_are_known_by_their_positions():
     """A log-sparse block keeps old tokens beside new ones; the best of all are found, so all of the top is read."""
-    seen = recall.reads(LIVE, replace(BASE, selector=Exact(group_reduce="mean_score"), demote=LogSparse(window=8)))
+    seen = recall.reads(
+        LIVE,
+        replace(BASE, selector=Exact(group_reduce="mean_score"), demote=LogSparse(window=8)),
+    )
     assert (seen.recall == 1).all()
 
 
 @pytest.mark.thorough
 def test_top_asks_for_another_number_of_tokens_than_was_chosen():
     seen = recall.reads(LIVE, replace(BASE, selector=Worst(group_reduce="mean_score")), top=5)
-    free = POSITIONS + 1 - 10  # the worst 22 of them are chosen, so 5 best ones only where fewer than 27 are free
+    free = (
+        POSITIONS + 1 - 10
+    )  # the worst 22 of them are chosen, so 5 best ones only where fewer than 27 are free
     assert (seen.recall[:, free >= 27] == 0).all()
 
 
@@ -212,14 +244,18 @@ def test_a_selector_that_chooses_nothing_recalls_nothing():
 
     pages = replace(BASE, selector=MinMaxPages(page=16), demote=Fifo(leave=16), local=6)
     short = recall.reads(LIVE, replace(pages, budget=20))  # 10 tokens are left for pages of 16
-    none = recall.reads(LIVE, replace(BASE, budget=10))  # sink and window take it all: nothing to choose
+    none = recall.reads(
+        LIVE, replace(BASE, budget=10)
+    )  # sink and window take it all: nothing to choose
     assert np.isnan(none.recall).all()
     assert np.isnan(none.head_recall).all()
     assert (short.recall < 1).all(), "a page that does not fit is no perfect choice"
 
 
 def test_pages_that_cannot_fill_the_budget_do_not_have_all_of_the_top():
-    pages = replace(BASE, selector=MinMaxPages(page=16), demote=Fifo(leave=16), budget=4 + 6 + 24)
+    pages = replace(
+        BASE, selector=MinMaxPages(page=16), demote=Fifo(leave=16), budget=4 + 6 + 24
+    )
     seen = recall.reads(LIVE, pages)
     assert seen.recall.max() <= 16 / 24 + 1e-6
 

@@ -18,16 +18,38 @@ MADE = {"date": "2026-01-02T03:04:05", "versions": {"jax": "1.2.3"}, "device": "
 def cell(cache, length, scores, title="needle"):
     budget = int(cache.partition("@")[2]) if "@" in cache else None
     examples = [
-        {"id": str(i), "score": s, "answer": str(s), "fields": {"depth": float(i % 2)}} for i, s in enumerate(scores)
+        {"id": str(i), "score": s, "answer": str(s), "fields": {"depth": float(i % 2)}}
+        for i, s in enumerate(scores)
     ]
     batches = (
-        [{"examples": examples, "attended_by_layer": [float(budget or 500), 500.0], "steps": 1, "seconds": 1.0}]
+        [
+            {
+                "examples": examples,
+                "attended_by_layer": [float(budget or 500), 500.0],
+                "steps": 1,
+                "seconds": 1.0,
+            }
+        ]
         if scores
         else []
     )
     task = {"title": title, "length": length}
-    head = {"budget": budget, "model": {"name": "tiny", "layers": 2}, "dense_layers": 1, "made": [MADE]}
-    return Cell(f"{title} at {length}", "exact match", cache, {**KEY, "task": task}, head, 4, None, batches)
+    head = {
+        "budget": budget,
+        "model": {"name": "tiny", "layers": 2},
+        "dense_layers": 1,
+        "made": [MADE],
+    }
+    return Cell(
+        f"{title} at {length}",
+        "exact match",
+        cache,
+        {**KEY, "task": task},
+        head,
+        4,
+        None,
+        batches,
+    )
 
 
 CELLS = [
@@ -57,17 +79,25 @@ def test_the_table_has_a_row_a_cache_and_budget_with_tokens_read_and_a_block_a_l
 
 
 def test_caches_that_were_not_run_are_told_with_the_reason_and_rounded_budgets_too():
-    refused = dataclasses.replace(CELLS[1], cache="pariskv@64", batches=[], refused="the budget is too small")
-    floored = dataclasses.replace(CELLS[2], head={**CELLS[2].head, "note": "reads 8: whole pages of 8"})
+    refused = dataclasses.replace(
+        CELLS[1], cache="pariskv@64", batches=[], refused="the budget is too small"
+    )
+    floored = dataclasses.replace(
+        CELLS[2], head={**CELLS[2].head, "note": "reads 8: whole pages of 8"}
+    )
     told = report.table([CELLS[0], refused, floored])
     assert told.endswith("\nNot run: `pariskv@64`: the budget is too small.\n")
     assert "| `fier` | 16 (reads 8: whole pages of 8) | 258 |" in told
-    assert report.summary([CELLS[0], refused])["refused"] == {"pariskv@64": "the budget is too small"}
+    assert report.summary([CELLS[0], refused])["refused"] == {
+        "pariskv@64": "the budget is too small"
+    }
 
 
 def test_both_protocols_of_a_question_are_blocks_of_their_own():
     def of(question):
-        return dataclasses.replace(CELLS[0], key={**KEY, "task": {**CELLS[0].key["task"], "question": question}})
+        return dataclasses.replace(
+            CELLS[0], key={**KEY, "task": {**CELLS[0].key["task"], "question": question}}
+        )
 
     titles = [block.title for block in report.blocks([of("decoded"), of("prefilled")])]
     assert titles == ["needle, question decoded", "needle, question prefilled"]
@@ -83,11 +113,22 @@ def test_a_comparison_shows_itself_as_columns():
 
 def test_the_page_says_model_versions_and_date():
     page = report.page(CELLS)
-    for part in ("# tiny, float32", "jax 1.2.3", "2026-01-02", "cpu", report.overview(CELLS), report.table(CELLS)):
+    for part in (
+        "# tiny, float32",
+        "jax 1.2.3",
+        "2026-01-02",
+        "cpu",
+        report.overview(CELLS),
+        report.table(CELLS),
+    ):
         assert part in page
-    other = dataclasses.replace(CELLS[0], head={**CELLS[0].head, "made": [{**MADE, "device": "gpu"}]})
+    other = dataclasses.replace(
+        CELLS[0], head={**CELLS[0].head, "made": [{**MADE, "device": "gpu"}]}
+    )
     assert "Greedy decoding through each cache." in page
-    assert "2026-01-02, cpu, jax 1.2.3; 2026-01-02, gpu, jax 1.2.3." in report.page([*CELLS, other])
+    assert "2026-01-02, cpu, jax 1.2.3; 2026-01-02, gpu, jax 1.2.3." in report.page(
+        [*CELLS, other]
+    )
 
 
 def test_the_overview_has_all_lengths_of_a_task_in_each_place():
@@ -124,15 +165,22 @@ def test_the_summary_compares_with_full_attention_question_by_question():
     assert "difference" not in found["full"]
     by_question = np.array([0.5 - 1, 0.5 - 1, 0.0 - 1, 0.25 - 0])
     assert found["fier@64"]["difference"] == round(by_question.mean(), 4)
-    assert found["fier@64"]["difference_stderr"] == round(np.sqrt(by_question.var(ddof=1) / 4), 4)
+    assert found["fier@64"]["difference_stderr"] == round(
+        np.sqrt(by_question.var(ddof=1) / 4), 4
+    )
     assert found["fier@64"]["other_wording"] == 1.0
     assert found["fier@16"]["other_wording"] == 0.75  # of the last question both say 0.0
-    assert "difference" not in report.summary(CELLS[1:3])["results"]["needle at 512"]["caches"]["fier@64"]
+    assert (
+        "difference"
+        not in report.summary(CELLS[1:3])["results"]["needle at 512"]["caches"]["fier@64"]
+    )
 
 
 def test_cells_of_several_runs_come_in_the_order_of_tables(tmp_path):
     def save(one, run):
-        one = dataclasses.replace(one, path=tmp_path / run / "results" / f"{one.task} {one.cache}.json")
+        one = dataclasses.replace(
+            one, path=tmp_path / run / "results" / f"{one.task} {one.cache}.json"
+        )
         one.save()
         return one.path
 
@@ -148,13 +196,17 @@ def test_cells_of_several_runs_come_in_the_order_of_tables(tmp_path):
     assert len(found[2].examples) == 4
 
     other = save(dataclasses.replace(CELLS[1], key={**CELLS[1].key, "kvjax": "other"}), "other")
-    with pytest.raises(ValueError, match="the same task and cache, but different keys; move one away"):
+    with pytest.raises(
+        ValueError, match="the same task and cache, but different keys; move one away"
+    ):
         read_cells(tmp_path)
     other.unlink()
     save(cell("h2o@16", 512, [1.0]), "h2o")
     odd = cell("quest@16", 512, [1.0])
     save(dataclasses.replace(odd, key={**odd.key, "model": "other"}), "odd")
-    with pytest.raises(ValueError, match="are not of the same model; report on them one at a time"):
+    with pytest.raises(
+        ValueError, match="are not of the same model; report on them one at a time"
+    ):
         read_cells(tmp_path)
 
 
@@ -169,7 +221,11 @@ def test_a_cache_with_many_settings_is_kept_in_a_file_with_a_short_name(tmp_path
 
 def test_everything_is_written(tmp_path):
     written = plots.write(CELLS, tmp_path / "out")
-    assert [path.name for path in written] == ["table.md", "summary.json", "needle-by-budget.svg"]
+    assert [path.name for path in written] == [
+        "table.md",
+        "summary.json",
+        "needle-by-budget.svg",
+    ]
     assert all(path.stat().st_size > 500 for path in written)
 
 
@@ -183,7 +239,9 @@ def test_lines_are_the_means_by_budget_in_the_colour_of_the_method():
     left, right = figure.axes
     (line,) = (line for line in left.lines if line.get_marker() != "None")
     assert line.get_color() == plots.COLOURS["fier"]
-    np.testing.assert_array_equal(line.get_xdata(), [258, 282], "tokens read, dense layers included")
+    np.testing.assert_array_equal(
+        line.get_xdata(), [258, 282], "tokens read, dense layers included"
+    )
     np.testing.assert_array_equal(line.get_ydata(), [0.25, 0.5])
     (dashed,) = (line for line in right.lines if line.get_marker() == "None")
     np.testing.assert_array_equal(dashed.get_ydata(), [0.75, 0.75])
@@ -203,7 +261,9 @@ def test_many_settings_of_a_preset_get_a_panel_and_colours_the_same_in_each():
     assert {text.get_text() for text in left.texts} == set(names[:5])
 
 
-@pytest.mark.parametrize("places", [[0.5] * 4, [0.0, 0.01, 0.5, 0.51, 0.52], [1.0] * 3, [0.1, 0.9]])
+@pytest.mark.parametrize(
+    "places", [[0.5] * 4, [0.0, 0.01, 0.5, 0.51, 0.52], [1.0] * 3, [0.1, 0.9]]
+)
 def test_labels_keep_their_distance_and_their_order(places):
     found = plots.spread(places, gap=0.05, top=1.0)
     assert np.all(np.diff(found) >= 0.05 - 1e-9)
@@ -217,7 +277,11 @@ def test_every_preset_has_a_colour_and_a_marker_of_its_own():
     assert len({look["color"] for look in looks}) == len(looks)
     assert len({look["marker"] for look in looks}) == len(looks)
     for name in REGISTRY:  # also as rows name it, whatever its settings and budget
-        assert plots.style(f"{name}@64") == plots.style(f"{name}:dense_layers=1@64") == plots.style(name)
+        assert (
+            plots.style(f"{name}@64")
+            == plots.style(f"{name}:dense_layers=1@64")
+            == plots.style(name)
+        )
     among = ["fier", "fier:group_reduce=per_head"]
     plain, per_head = (plots.style(name, among) for name in among)
     assert plain["color"] == per_head["color"]

@@ -17,17 +17,28 @@ SMALL = {"key_value": {"pairs": 4}, "common_words": {"asked": 3, "often": 8, "ra
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    return AutoTokenizer.from_pretrained(write_checkpoint(tmp_path_factory.mktemp("checkpoint")))
+    return AutoTokenizer.from_pretrained(
+        write_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+    )
 
 
 def make(name, **changes):
     return make_task(
-        name, **{"length": LENGTH, "samples": 3, "question": "prefilled", **SMALL.get(name, {}), **changes}
+        name,
+        **{
+            "length": LENGTH,
+            "samples": 3,
+            "question": "prefilled",
+            **SMALL.get(name, {}),
+            **changes,
+        },
     )
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_a_prompt_and_its_answer_have_the_length_and_a_right_answer_counts_in_full(tokenizer, name):
+def test_a_prompt_and_its_answer_have_the_length_and_a_right_answer_counts_in_full(
+    tokenizer, name
+):
     task = make(name)
     for example in task.examples(tokenizer):
         assert len(example.prompt) + task.max_new_tokens == LENGTH
@@ -56,7 +67,10 @@ def test_examples_are_the_same_again_and_more_samples_add_to_fewer(tokenizer, na
     few, again, more = (make(name, samples=n).examples(tokenizer) for n in (2, 2, 4))
     assert few == again == more[:2]
     assert make(name, samples=2, seed=1).examples(tokenizer) != few
-    assert make(name, samples=2, length=LENGTH + 50).examples(tokenizer)[0].answers != few[0].answers
+    assert (
+        make(name, samples=2, length=LENGTH + 50).examples(tokenizer)[0].answers
+        != few[0].answers
+    )
 
 
 def test_ruler_stands_for_its_ten_synthetic_tasks_with_names_of_their_own(tokenizer):
@@ -70,7 +84,9 @@ def test_a_uuid_must_come_first_and_be_whole(tokenizer):
     task = make("needle", kind="uuid", samples=1)
     (example,) = task.examples(tokenizer)
     (right,) = example.answers
-    assert [task.score(example, answer) for answer in (f" {right}.", right[:-1], f"it is {right}")] == [1, 0, 0]
+    assert [
+        task.score(example, answer) for answer in (f" {right}.", right[:-1], f"it is {right}")
+    ] == [1, 0, 0]
     assert task.max_new_tokens >= len(right)
 
 
@@ -91,7 +107,10 @@ def test_the_depth_of_the_line_that_is_asked_for_is_told(tokenizer):
 
 
 def test_depths_of_lines_that_fill_the_prompt_are_refused():
-    with pytest.raises(ValueError, match=r"common_words\(depths=3\): its lines fill the prompt; leave depths out"):
+    with pytest.raises(
+        ValueError,
+        match=r"common_words\(depths=3\): its lines fill the prompt; leave depths out",
+    ):
         Synthetic(form="common_words", depths=3)
 
 
@@ -105,13 +124,24 @@ def test_words_fill_the_prompt(tokenizer):
 
 
 def test_a_prompt_with_no_room_for_its_words_is_refused_by_its_length(tokenizer):
-    with pytest.raises(ValueError, match=r"3 common words at 256, .* at least 26, got 10; ask for longer prompts"):
+    with pytest.raises(
+        ValueError,
+        match=r"3 common words at 256, .* at least 26, got 10; ask for longer prompts",
+    ):
         make("common_words", length=256).examples(tokenizer)
 
 
 @pytest.mark.parametrize(
     ("answer", "score"),
-    [("12345", 1), (" 12345There is", 1), ('12345",', 1), ("123456", 1), ("1234", 0), ("it is 12345", 0), ("", 0)],
+    [
+        ("12345", 1),
+        (" 12345There is", 1),
+        ('12345",', 1),
+        ("123456", 1),
+        ("1234", 0),
+        ("it is 12345", 0),
+        ("", 0),
+    ],
 )
 def test_one_number_must_come_first_with_all_its_digits(tokenizer, answer, score):
     task = make("pass_key", samples=1)
@@ -123,15 +153,21 @@ def test_one_word_must_come_first_and_be_whole(tokenizer):
     task = make("frequent_words", asked=1, samples=1)
     (example,) = task.examples(tokenizer)
     (word,) = example.answers
-    assert [task.score(example, answer) for answer in (f" {word}, ", f"{word}s", word[:-1])] == [1, 0, 0]
+    assert [
+        task.score(example, answer) for answer in (f" {word}, ", f"{word}s", word[:-1])
+    ] == [1, 0, 0]
 
 
 def test_of_several_answers_each_counts_wherever_it_stands(tokenizer):
     task = make("needles", hidden=4, asked=4, samples=1)
     (example,) = task.examples(tokenizer)
     assert task.metric == "share of answers"
-    assert task.score(example, f"first {example.answers[3]} and then {example.answers[0]}") == 0.5
-    assert task.score(example, " and ".join(f"{right}7" for right in example.answers)) == 1  # digits after the fifth
+    assert (
+        task.score(example, f"first {example.answers[3]} and then {example.answers[0]}") == 0.5
+    )
+    assert (
+        task.score(example, " and ".join(f"{right}7" for right in example.answers)) == 1
+    )  # digits after the fifth
 
 
 def test_a_text_of_ones_own_is_used_and_told_by_its_digest(tokenizer, tmp_path):
@@ -152,7 +188,12 @@ def test_a_text_of_ones_own_is_used_and_told_by_its_digest(tokenizer, tmp_path):
 def test_every_setting_is_in_the_key():
     base = make("needle")
     changed = [make("needle", **{name: 7}) for name in ("samples", "seed", "depths")]
-    changed += [make("needle", length=900), make("pass_key"), make("needles"), make("needles", hidden=9)]
+    changed += [
+        make("needle", length=900),
+        make("pass_key"),
+        make("needles"),
+        make("needles", hidden=9),
+    ]
     changed += [make("needle", question="decoded")]
     assert len({digest_json(task.key()) for task in (base, *changed)}) == len(changed) + 1
 
@@ -174,7 +215,10 @@ def test_the_text_made_here_has_no_numbers_and_is_the_same_everywhere():
 @pytest.mark.parametrize(
     ("ask", "message"),
     [
-        (lambda: make("pass_key", length=8), "leaves no room for a prompt before its 8 new tokens"),
+        (
+            lambda: make("pass_key", length=8),
+            "leaves no room for a prompt before its 8 new tokens",
+        ),
         (lambda: make("pass_key", samples=0), "pass_key(samples=...) must be at least 1"),
         (lambda: make("needle", depths=0), "needles(depths=...) must be at least 1"),
     ],

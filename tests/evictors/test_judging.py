@@ -42,7 +42,8 @@ def tokens(kind: str) -> tuple[np.ndarray, ...]:
     else:
         loaded = models.load(str(models.shipped()), dtype="float32")
         drawn = live_tokens(
-            loaded.model, np.array(loaded.tokenizer("A quick brown fox. 42 = 6 * 7! " * 9)["input_ids"])
+            loaded.model,
+            np.array(loaded.tokenizer("A quick brown fox. 42 = 6 * 7! " * 9)["input_ids"]),
         )
     q, k, v = (np.asarray(a[1, :100], np.float64) for a in (drawn.q, drawn.k, drawn.v))
     assert len(k) == 100
@@ -52,7 +53,9 @@ def tokens(kind: str) -> tuple[np.ndarray, ...]:
 def turned(x: np.ndarray, by: np.ndarray) -> np.ndarray:
     """x [..., D] at a position that is `by` higher, as complex numbers."""
     half = x.shape[-1] // 2
-    z = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * by[..., None] * 10000.0 ** (-np.arange(half) / half))
+    z = (x[..., :half] + 1j * x[..., half:]) * np.exp(
+        1j * by[..., None] * 10000.0 ** (-np.arange(half) / half)
+    )
     return np.concatenate([z.real, z.imag], axis=-1)
 
 
@@ -61,7 +64,9 @@ def soft(x: np.ndarray) -> np.ndarray:
     return e / e.sum(axis=-1, keepdims=True)
 
 
-def expected(q: np.ndarray, k: np.ndarray, v: np.ndarray, at: np.ndarray, score: np.ndarray) -> np.ndarray:
+def expected(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, at: np.ndarray, score: np.ndarray
+) -> np.ndarray:
     worth, dim = np.zeros(len(at)), k.shape[-1]
     R = np.mean([turned(np.eye(dim), np.full(dim, 100.0 + t)).T for t in range(512)], axis=0)
     for g in range(q.shape[1]):
@@ -72,7 +77,9 @@ def expected(q: np.ndarray, k: np.ndarray, v: np.ndarray, at: np.ndarray, score:
     return np.where(at < 4, np.inf, worth * np.linalg.norm(v, axis=-1))
 
 
-def rkv(q: np.ndarray, k: np.ndarray, v: np.ndarray, at: np.ndarray, score: np.ndarray) -> np.ndarray:
+def rkv(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, at: np.ndarray, score: np.ndarray
+) -> np.ndarray:
     logits = np.einsum("wgd,td->wgt", q[-8:], k).max(axis=1) / k.shape[-1] ** 0.5
     older = at < 92
     votes = soft(np.where(older, logits, -np.inf)).mean(axis=0)
@@ -86,7 +93,9 @@ def rkv(q: np.ndarray, k: np.ndarray, v: np.ndarray, at: np.ndarray, score: np.n
     return np.where(older, 0.07 * votes - 0.93 * soft(C.mean(axis=0)), np.inf)
 
 
-def triattention(q: np.ndarray, k: np.ndarray, v: np.ndarray, at: np.ndarray, score: np.ndarray) -> np.ndarray:
+def triattention(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, at: np.ndarray, score: np.ndarray
+) -> np.ndarray:
     """By the published sum over distances and frequencies, with keys before their rotation."""
     half = k.shape[-1] // 2
     omega = 10000.0 ** (-np.arange(half) / half)
@@ -102,27 +111,43 @@ def triattention(q: np.ndarray, k: np.ndarray, v: np.ndarray, at: np.ndarray, sc
         total = np.zeros(len(at))
         for delta in 2.0 ** np.arange(17):
             phase = omega * (99 - at[:, None] + delta) + np.angle(mean * keys.conj())
-            total += (np.abs(mean) * np.abs(keys) * np.cos(phase) + (length - np.abs(mean)) * np.abs(keys)).sum(axis=1)
+            total += (
+                np.abs(mean) * np.abs(keys) * np.cos(phase)
+                + (length - np.abs(mean)) * np.abs(keys)
+            ).sum(axis=1)
         best.append((total - total.mean()) / total.std())
     return np.max(best, axis=0)
 
 
-def lag(q: np.ndarray, k: np.ndarray, v: np.ndarray, at: np.ndarray, score: np.ndarray) -> np.ndarray:
+def lag(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, at: np.ndarray, score: np.ndarray
+) -> np.ndarray:
     worth, size = np.full(len(at), np.inf), 16
     for first in range(4, len(at) - 2 * size + 1, size):
         here, after = slice(first, first + size), slice(first + size, first + 2 * size)
-        both = [soft(((x[here] - x[after].min(axis=0)) / np.ptp(x[after], axis=0)).std(axis=1, ddof=1)) for x in (k, v)]
+        both = [
+            soft(
+                ((x[here] - x[after].min(axis=0)) / np.ptp(x[after], axis=0)).std(
+                    axis=1, ddof=1
+                )
+            )
+            for x in (k, v)
+        ]
         worth[here] = np.argsort(np.argsort(np.mean(both, axis=0))) / size
     return worth
 
 
-def critical(q: np.ndarray, k: np.ndarray, v: np.ndarray, at: np.ndarray, score: np.ndarray) -> np.ndarray:
+def critical(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, at: np.ndarray, score: np.ndarray
+) -> np.ndarray:
     worth = (score + 1e-4) * np.abs(v).sum(axis=-1)
     worth[np.argsort(-score)[:30]] = np.inf
     return np.where(at < 20, np.inf, worth)
 
 
-def keydiff(q: np.ndarray, k: np.ndarray, v: np.ndarray, at: np.ndarray, score: np.ndarray) -> np.ndarray:
+def keydiff(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, at: np.ndarray, score: np.ndarray
+) -> np.ndarray:
     unit = k / np.linalg.norm(k, axis=-1, keepdims=True)
     mean = unit.mean(axis=0)
     return -unit @ mean / np.linalg.norm(mean)
@@ -135,7 +160,10 @@ RULES: dict[str, tuple[Evictor, Any]] = {
         ValueWeighted(evictor=HeavyHitter(recent=0)),
         lambda q, k, v, at, s: np.where(at < 20, np.inf, s * np.abs(v).sum(axis=-1)),
     ),
-    "criticalkv": (ValueWeighted(evictor=HeavyHitter(recent=0), first=0.5, epsilon=1e-4), critical),
+    "criticalkv": (
+        ValueWeighted(evictor=HeavyHitter(recent=0), first=0.5, epsilon=1e-4),
+        critical,
+    ),
     "lagkv": (Lag(partition=16), lag),
     "expected": (ExpectedAttention(rope=ROPE), expected),
     "rkv": (Redundancy(), rkv),
@@ -157,21 +185,33 @@ def test_worth_is_that_of_the_paper(rule: str, kind: str) -> None:
     slot = rng.permutation(L)
     position = held[:, slot]
     score = rng.random((heads, L)).astype(np.float32)
-    keys, values = (np.stack([a[np.maximum(position[h], 0), h] for h in range(heads)]) for a in (k, v))
+    keys, values = (
+        np.stack([a[np.maximum(position[h], 0), h] for h in range(heads)]) for a in (k, v)
+    )
 
     @jax.jit
     def run(*args: Any) -> Any:
         queries, position, *rest = args
-        memory = jnp.zeros((*queries.shape[:3], evictor.remembers(queries.shape[-1]), queries.shape[-1]), jnp.float32)
+        memory = jnp.zeros(
+            (*queries.shape[:3], evictor.remembers(queries.shape[-1]), queries.shape[-1]),
+            jnp.float32,
+        )
         for part in (slice(0, 60), slice(60, 100)):
-            memory = evictor.see_queries(memory, queries[:, :, :, part], jnp.arange(100)[None, part])
+            memory = evictor.see_queries(
+                memory, queries[:, :, :, part], jnp.arange(100)[None, part]
+            )
         evidence = evictor.see_tokens(*rest[1:])
         evidence = rest[0] if evidence is None else evidence
         return evictor.judge(Held(evidence, position, jnp.array([100]), 60, *rest[1:], memory))
 
     batch = (np.moveaxis(q, 0, 2), position, score, keys, values)
     got = np.asarray(
-        run(*(jnp.asarray(a[None].astype(np.int32 if a.dtype.kind == "i" else np.float32)) for a in batch))
+        run(
+            *(
+                jnp.asarray(a[None].astype(np.int32 if a.dtype.kind == "i" else np.float32))
+                for a in batch
+            )
+        )
     )
     for h in range(heads):
         there = position[h] >= 0
@@ -181,17 +221,26 @@ def test_worth_is_that_of_the_paper(rule: str, kind: str) -> None:
         finite = np.isfinite(want)
         np.testing.assert_array_equal(np.isposinf(got[0, h, order]), ~finite)
         scale = np.abs(want[finite]).max() if finite.any() else 1.0
-        np.testing.assert_allclose(got[0, h, order][finite] / scale, want[finite] / scale, atol=2e-4)
+        np.testing.assert_allclose(
+            got[0, h, order][finite] / scale, want[finite] / scale, atol=2e-4
+        )
 
 
-def test_criticalkv_differs_from_vatp_where_a_token_has_much_attention_and_a_small_value() -> None:
+def test_criticalkv_differs_from_vatp_where_a_token_has_much_attention_and_a_small_value() -> (
+    None
+):
     """Half of the slots go by attention alone; for values of one size the two rank alike."""
-    score, sizes = jnp.array([[[9.0, 8.0, 7.0, 3.0, 2.0, 1.0]]]), jnp.array([1.0, 0.01, 1.0, 1.0, 1.0, 1.0])
+    score, sizes = (
+        jnp.array([[[9.0, 8.0, 7.0, 3.0, 2.0, 1.0]]]),
+        jnp.array([1.0, 0.01, 1.0, 1.0, 1.0, 1.0]),
+    )
     v = jnp.broadcast_to(sizes[None, None, :, None], (1, 1, 6, 4))
     held = Held(score, 20 + jnp.arange(6)[None, None], jnp.array([26]), 5, v, v, None)
 
     def evicted(held: Held) -> tuple[int, ...]:
-        return tuple(int(jnp.argmin(RULES[rule][0].judge(held))) for rule in ("vatp", "criticalkv"))
+        return tuple(
+            int(jnp.argmin(RULES[rule][0].judge(held))) for rule in ("vatp", "criticalkv")
+        )
 
     assert evicted(held) == (1, 5)
     assert evicted(held._replace(v=jnp.ones_like(v))) == (5, 5)
@@ -207,14 +256,21 @@ def test_random_keeps_a_uniform_sample_of_all_tokens_or_of_the_held_ones() -> No
             line = jnp.concatenate([held, jnp.broadcast_to(t, (1, heads, 1))], axis=2)
             worth = jnp.where(line < 0, -1.0, evictor.worth(None, line, t[None], slots))
             gone = jnp.argmin(worth, axis=-1, keepdims=True)
-            keep = jnp.argsort(jnp.arange(slots + 1)[None, None] == gone, axis=-1, stable=True)[..., :slots]
+            keep = jnp.argsort(jnp.arange(slots + 1)[None, None] == gone, axis=-1, stable=True)[
+                ..., :slots
+            ]
             return jnp.take_along_axis(line, keep, axis=2), None
 
-        return jax.lax.scan(step, jnp.full((1, heads, slots), -1, jnp.int32), jnp.arange(steps, dtype=jnp.int32))[0]
+        return jax.lax.scan(
+            step, jnp.full((1, heads, slots), -1, jnp.int32), jnp.arange(steps, dtype=jnp.int32)
+        )[0]
 
     for evictor, want in (
         (Random(), np.full(steps, slots / steps)),
-        (Random(afresh=True, seed=1), (1 - 1 / (slots + 1)) ** np.minimum(steps - np.arange(steps), steps - slots)),
+        (
+            Random(afresh=True, seed=1),
+            (1 - 1 / (slots + 1)) ** np.minimum(steps - np.arange(steps), steps - slots),
+        ),
     ):
         held = np.asarray(run(evictor))[0]
         shares = np.array([(held == t).any(axis=1).mean() for t in range(steps)])
@@ -224,15 +280,39 @@ def test_random_keeps_a_uniform_sample_of_all_tokens_or_of_the_held_ones() -> No
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Evicting(evictor=Lag(), budget=259), r"needs a budget of at least 260, got 259; raise it"),
-        (lambda: Evicting(evictor=Redundancy(), budget=8), r"always keeps 8 tokens, got a budget of 8"),
-        (lambda: Evicting(evictor=Random(), budget=8, every=8), r"every=8\) must be below budget=8"),
-        (lambda: Evicting(evictor=Random(), budget=8, rope=ROPE), r"use every=64 and an evictor without rope"),
-        (lambda: kvjax.HeadBudgets(evictor=Redundancy(), budget=64), r"evicts one token at a time, by evidence"),
-        (lambda: ValueWeighted(evictor=Random()), r"no attention guides; use kvjax.HeavyHitter\(\)"),
-        (lambda: ValueWeighted(first=1.0), r"first=1.0\) must be a share of the slots, at least 0 and below 1"),
+        (
+            lambda: Evicting(evictor=Lag(), budget=259),
+            r"needs a budget of at least 260, got 259; raise it",
+        ),
+        (
+            lambda: Evicting(evictor=Redundancy(), budget=8),
+            r"always keeps 8 tokens, got a budget of 8",
+        ),
+        (
+            lambda: Evicting(evictor=Random(), budget=8, every=8),
+            r"every=8\) must be below budget=8",
+        ),
+        (
+            lambda: Evicting(evictor=Random(), budget=8, rope=ROPE),
+            r"use every=64 and an evictor without rope",
+        ),
+        (
+            lambda: kvjax.HeadBudgets(evictor=Redundancy(), budget=64),
+            r"evicts one token at a time, by evidence",
+        ),
+        (
+            lambda: ValueWeighted(evictor=Random()),
+            r"no attention guides; use kvjax.HeavyHitter\(\)",
+        ),
+        (
+            lambda: ValueWeighted(first=1.0),
+            r"first=1.0\) must be a share of the slots, at least 0 and below 1",
+        ),
         (lambda: kvjax.presets.evict(rule="newest"), r"rule='newest'\) must be one of random"),
-        (lambda: kvjax.presets.evict(rule="expected"), r"must know the model's RoPE; set rope_theta"),
+        (
+            lambda: kvjax.presets.evict(rule="expected"),
+            r"must know the model's RoPE; set rope_theta",
+        ),
     ],
 )
 def test_what_a_rule_cannot_do_is_refused(make: Any, words: str) -> None:
@@ -274,9 +354,14 @@ def test_tokens_that_close_up_are_read_as_a_text_of_these_alone() -> None:
             at, now = _held(cache)[b][h], lengths[b] + i
             place = np.arange(len(at))
             keys = turned(given.k[b, at, h].astype(np.float64), place - at)
-            queries = turned(given.q[b, now, 2 * h : 2 * h + 2].astype(np.float64), np.full(2, place[-1] - now))
+            queries = turned(
+                given.q[b, now, 2 * h : 2 * h + 2].astype(np.float64),
+                np.full(2, place[-1] - now),
+            )
             weights = soft(queries @ keys.T / 4)
-            np.testing.assert_allclose(out[b, 2 * h : 2 * h + 2], weights @ given.v[b, at, h], atol=2e-4)
+            np.testing.assert_allclose(
+                out[b, 2 * h : 2 * h + 2], weights @ given.v[b, at, h], atol=2e-4
+            )
 
 
 def test_several_tokens_are_evicted_at_once() -> None:

@@ -22,7 +22,14 @@ CHUNK = 16  # tokens of prompt in a call
 WINDOWS = (None, None, None, 1, 7, 30)
 # Configurations from these numbers on are of what was added when those before them had a number.
 NEWER, NEWEST, LATEST = 500, 1000, 1600
-GROUP_REDUCES = ("mean_softmax", "per_head", "mean_query", "mean_score", "max_softmax", "sum_softmax")
+GROUP_REDUCES = (
+    "mean_softmax",
+    "per_head",
+    "mean_query",
+    "mean_score",
+    "max_softmax",
+    "sum_softmax",
+)
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,9 @@ class Configuration:
 
     def __str__(self) -> str:
         leader = "" if self.leader is None else f", after {self.leader}"
-        beside = "".join(f", {part}" for part in (self.rope, self.placement) if part is not None)
+        beside = "".join(
+            f", {part}" for part in (self.rope, self.placement) if part is not None
+        )
         return f"{self.policy}{leader} for {self.spec}, window={self.window}, several={self.several}{beside}"
 
 
@@ -64,22 +73,36 @@ def configuration(seed: int) -> Configuration:
                 leader, follower = policy.policy(0), policy.policy(1)
                 drawn = Configuration(follower, spec, window, _one(rng, 2, 3, 5), leader)
             else:
-                drawn = Configuration(policy, spec, window) if seed < NEWER else _with_steps(rng, policy, spec, window)
+                drawn = (
+                    Configuration(policy, spec, window)
+                    if seed < NEWER
+                    else _with_steps(rng, policy, spec, window)
+                )
             if seed >= LATEST:
-                drawn = _rotated(rng, replace(drawn, several=drawn.several and _one(rng, 2, 5, 11, 16)))
+                drawn = _rotated(
+                    rng, replace(drawn, several=drawn.several and _one(rng, 2, 5, 11, 16))
+                )
             jax.eval_shape(partial(kvjax.init, drawn.layers, spec, layers=len(drawn.layers)))
         except (ValueError, NotImplementedError) as refusal:
             if "\n" in str(refusal):
-                raise AssertionError(f"seed {seed} is refused by more than a sentence: {refusal}") from refusal
+                raise AssertionError(
+                    f"seed {seed} is refused by more than a sentence: {refusal}"
+                ) from refusal
             continue
         demote = getattr(getattr(policy, "retrieval", policy), "demote", None)
         # A block that forgets the order of its tokens refuses a sliding window when a step is traced.
-        ordered = getattr(demote, "ordered", True) and not hasattr(drawn.policy, "window") and not drawn.keeps_evicted
+        ordered = (
+            getattr(demote, "ordered", True)
+            and not hasattr(drawn.policy, "window")
+            and not drawn.keeps_evicted
+        )
         return replace(drawn, window=window if ordered else None, truncates=seed >= NEWEST)
     raise AssertionError(f"seed {seed}: nothing of 200 draws was accepted")
 
 
-def _with_steps(rng: np.random.Generator, policy: kvjax.Policy, spec: CacheSpec, window: int | None) -> Configuration:
+def _with_steps(
+    rng: np.random.Generator, policy: kvjax.Policy, spec: CacheSpec, window: int | None
+) -> Configuration:
     """With several steps at once, and where the policy selects for others, perhaps a follower in its place."""
     several = _one(rng, 2, 3, 5)
     if hasattr(policy, "follower") and rng.random() < 0.4:
@@ -92,19 +115,29 @@ def _with_steps(rng: np.random.Generator, policy: kvjax.Policy, spec: CacheSpec,
 def _rotated(rng: np.random.Generator, drawn: Configuration) -> Configuration:
     """With keys as a model with some kind of RoPE gives them, for a text of 60 tokens where its kind asks for that."""
     half = drawn.spec.head_dim // 2
-    longer = {"short_factor": (1.0,) * half, "long_factor": tuple(1 + 0.5 * i for i in range(half))}
+    longer = {
+        "short_factor": (1.0,) * half,
+        "long_factor": tuple(1 + 0.5 * i for i in range(half)),
+    }
     rope = _one(
         rng,
         None,
         ropes.Default(theta=_one(rng, 100.0, 10000.0)),
         ropes.Linear(factor=4.0),
-        ropes.Llama3(theta=500.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original=32),
+        ropes.Llama3(
+            theta=500.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original=32
+        ),
         ropes.Yarn(theta=500.0, factor=4.0, original=32),
         ropes.Dynamic(factor=2.0, original=_one(rng, 20, 80)),
         ropes.LongRope(**longer, original=_one(rng, 20, 80), attention_factor=1.2),
     )
     store = getattr(drawn.policy, "store", None)
-    if isinstance(store, kvjax.LowRank) and store.rope is not None and rope is not None and not rope.by_length:
+    if (
+        isinstance(store, kvjax.LowRank)
+        and store.rope is not None
+        and rope is not None
+        and not rope.by_length
+    ):
         drawn = replace(drawn, policy=replace(drawn.policy, store=replace(store, rope=rope)))  # type: ignore[type-var]
     return replace(drawn, rope=rope)
 
@@ -119,18 +152,30 @@ def placed(seed: int) -> Configuration:
     axes = {"batch": "data", "heads": "model", "context": "ctx"}
     for _ in range(20):
         used = [axis for axis in axes if rng.random() < 0.5]
-        mesh = jax.make_mesh((2,) * len(used), tuple(axes[axis] for axis in used)) if used else None
+        mesh = (
+            jax.make_mesh((2,) * len(used), tuple(axes[axis] for axis in used))
+            if used
+            else None
+        )
         if mesh is None:
             continue
         placement = kvjax.Placement(mesh=mesh, **{axis: axes[axis] for axis in used})
         tried = replace(drawn, spec=spec, placement=placement)
         try:
             made = jax.eval_shape(
-                partial(kvjax.init, tried.layers, spec, layers=len(tried.layers), placement=placement)
+                partial(
+                    kvjax.init,
+                    tried.layers,
+                    spec,
+                    layers=len(tried.layers),
+                    placement=placement,
+                )
             )
         except (ValueError, NotImplementedError) as refusal:
             if "\n" in str(refusal):
-                raise AssertionError(f"seed {seed} is refused by more than a sentence: {refusal}") from refusal
+                raise AssertionError(
+                    f"seed {seed} is refused by more than a sentence: {refusal}"
+                ) from refusal
             continue
         # Chunks that cannot be dealt to the devices became larger, and the oracle must round the same chunks.
         first, *_, last = (layer.policy for layer in (made.layers[0], *made.layers))
@@ -165,7 +210,10 @@ def _policy(rng: np.random.Generator) -> kvjax.Policy:
         _retrieval,
         lambda rng: kvjax.Speculative(_retrieval(rng), tau=_one(rng, -1.0, 0.0, 0.5, 2.0)),
         lambda rng: kvjax.Compressed(
-            store=_store(rng), sink=_sink(rng), local=int(rng.integers(1, 12)), demote=_demote(rng)
+            store=_store(rng),
+            sink=_sink(rng),
+            local=int(rng.integers(1, 12)),
+            demote=_demote(rng),
         ),
         lambda rng: kvjax.Evicting(evictor=_evictor(rng), budget=int(rng.integers(4, 60))),
         lambda rng: kvjax.Full(),
@@ -181,11 +229,17 @@ def _newer(rng: np.random.Generator) -> kvjax.Policy:
         _newer_retrieval,
         _newer_retrieval,
         _newer_retrieval,
-        lambda rng: kvjax.Speculative(_newer_retrieval(rng), tau=_one(rng, -1.0, 0.0, 0.5, 2.0)),
+        lambda rng: kvjax.Speculative(
+            _newer_retrieval(rng), tau=_one(rng, -1.0, 0.0, 0.5, 2.0)
+        ),
         _sampled,
-        lambda rng: kvjax.Evicting(evictor=_newer_evictor(rng), budget=int(rng.integers(4, 60))),
+        lambda rng: kvjax.Evicting(
+            evictor=_newer_evictor(rng), budget=int(rng.integers(4, 60))
+        ),
         lambda rng: kvjax.Compensated(_window(rng)),
-        lambda rng: kvjax.PerHead(heads=(int(rng.integers(2)),), selected=kvjax.Full(), others=_window(rng)),
+        lambda rng: kvjax.PerHead(
+            heads=(int(rng.integers(2)),), selected=kvjax.Full(), others=_window(rng)
+        ),
     )
     return kinds[int(rng.integers(len(kinds)))](rng)
 
@@ -203,7 +257,10 @@ def _newest(rng: np.random.Generator) -> kvjax.Policy | kvjax.PerLayer:
             ceiling=_one(rng, 1.0, 1.5, 3.0),
         ),
         lambda rng: kvjax.Mixed(
-            evictor=_attentive(rng), budget=int(rng.integers(4, 40)), store=_low_store(rng), chunk=_one(rng, 8, 16)
+            evictor=_attentive(rng),
+            budget=int(rng.integers(4, 40)),
+            store=_low_store(rng),
+            chunk=_one(rng, 8, 16),
         ),
         lambda rng: kvjax.Evicting(evictor=kvjax.LogSpaced(), budget=int(rng.integers(3, 60))),
         _whole,
@@ -222,7 +279,9 @@ def _low_rank(rng: np.random.Generator) -> kvjax.OutlierRetrieval:
             outliers=_one(rng, 0, 1, 3),
             learn=learn,
             rope=_one(rng, None, ropes.Default()),
-            values=_one(rng, kvjax.Dense(), kvjax.HostOffload(page=page), kvjax.HostOffload(page=1)),
+            values=_one(
+                rng, kvjax.Dense(), kvjax.HostOffload(page=page), kvjax.HostOffload(page=1)
+            ),
         ),
         budget=int(rng.integers(8, 60)),
         sink=_sink(rng),
@@ -237,7 +296,8 @@ def _whole(rng: np.random.Generator) -> kvjax.Policy:
         rng,
         lambda: kvjax.Full(),
         lambda: replace(
-            _newer_retrieval(rng), store=_one(rng, kvjax.Dense(), kvjax.HostOffload(), kvjax.HotSet(tokens=512))
+            _newer_retrieval(rng),
+            store=_one(rng, kvjax.Dense(), kvjax.HostOffload(), kvjax.HotSet(tokens=512)),
         ),
         lambda: kvjax.Compressed(
             store=_one(rng, kvjax.Dense(), kvjax.HostOffload(page=8)),
@@ -255,8 +315,12 @@ def _shared_preset(rng: np.random.Generator) -> kvjax.PerLayer:
     store = hosted if hot else "device"
     return _one(
         rng,
-        lambda: presets.fier(budget, group=8, chunk=16, store=store, layers=presets.Layers(dense=0, share=2)),
-        lambda: presets.quest(budget, page=8, store=store, layers=presets.Layers(dense=0, share=2)),
+        lambda: presets.fier(
+            budget, group=8, chunk=16, store=store, layers=presets.Layers(dense=0, share=2)
+        ),
+        lambda: presets.quest(
+            budget, page=8, store=store, layers=presets.Layers(dense=0, share=2)
+        ),
         lambda: presets.freekv(
             budget,
             page=8,
@@ -271,7 +335,11 @@ def _shared_preset(rng: np.random.Generator) -> kvjax.PerLayer:
 
 def _attentive(rng: np.random.Generator) -> Any:
     """An evictor that looks at attention in every step."""
-    return _one(rng, lambda: kvjax.HeavyHitter(recent=_one(rng, 0.0, 0.3, 0.8)), lambda: kvjax.LastQuery())()
+    return _one(
+        rng,
+        lambda: kvjax.HeavyHitter(recent=_one(rng, 0.0, 0.3, 0.8)),
+        lambda: kvjax.LastQuery(),
+    )()
 
 
 def _low_store(rng: np.random.Generator) -> Any:
@@ -290,19 +358,34 @@ def _newer_retrieval(rng: np.random.Generator) -> kvjax.Retrieval:
     rule = _one(rng, *GROUP_REDUCES)
     selector = _one(
         rng,
-        lambda: kvjax.ProductCodes(parts=_one(rng, 2, 4), bits=_one(rng, 2, 3), learn=chunk, group_reduce=rule),
+        lambda: kvjax.ProductCodes(
+            parts=_one(rng, 2, 4), bits=_one(rng, 2, 3), learn=chunk, group_reduce=rule
+        ),
         lambda: _selector(rng),
     )()
     page = _one(rng, 1, 4, 8)
-    host = _one(rng, kvjax.HostOffload(page=page), kvjax.HostFloat8(page=page), kvjax.HostTurboQuant(page=page))
-    store = _one(rng, lambda: kvjax.HotSet(tokens=512, store=host), lambda: host, lambda: _store(rng))()
-    return replace(_retrieval(rng), selector=selector, store=store, demote=kvjax.Fifo(leave=chunk))
+    host = _one(
+        rng,
+        kvjax.HostOffload(page=page),
+        kvjax.HostFloat8(page=page),
+        kvjax.HostTurboQuant(page=page),
+    )
+    store = _one(
+        rng, lambda: kvjax.HotSet(tokens=512, store=host), lambda: host, lambda: _store(rng)
+    )()
+    return replace(
+        _retrieval(rng), selector=selector, store=store, demote=kvjax.Fifo(leave=chunk)
+    )
 
 
 def _sampled(rng: np.random.Generator) -> kvjax.Sampled:
     chunk = _one(rng, 8, 16)
     hashing = kvjax.SimHash(
-        bits=_one(rng, 2, 3, 5), tables=_one(rng, 4, 40), least=_one(rng, 1, 2), learn=chunk, seed=int(rng.integers(9))
+        bits=_one(rng, 2, 3, 5),
+        tables=_one(rng, 4, 40),
+        least=_one(rng, 1, 2),
+        learn=chunk,
+        seed=int(rng.integers(9)),
     )
     return kvjax.Sampled(
         hashing=hashing,
@@ -315,14 +398,18 @@ def _sampled(rng: np.random.Generator) -> kvjax.Sampled:
 
 
 def _window(rng: np.random.Generator) -> kvjax.Evicting:
-    return kvjax.Evicting(evictor=kvjax.Sliding(sink=_one(rng, 0, 2, 4)), budget=int(rng.integers(6, 40)))
+    return kvjax.Evicting(
+        evictor=kvjax.Sliding(sink=_one(rng, 0, 2, 4)), budget=int(rng.integers(6, 40))
+    )
 
 
 def _newer_evictor(rng: np.random.Generator) -> Any:
     return _one(
         rng,
         lambda: kvjax.LastUse(threshold=_one(rng, 0.0, 1e-4, 0.1)),
-        lambda: kvjax.Observation(window=_one(rng, 1, 4, 8), kernel_size=_one(rng, 1, 3), pooling="mean"),
+        lambda: kvjax.Observation(
+            window=_one(rng, 1, 4, 8), kernel_size=_one(rng, 1, 3), pooling="mean"
+        ),
     )()
 
 
@@ -333,7 +420,9 @@ def _preset(rng: np.random.Generator) -> kvjax.Policy:
         rng,
         lambda: presets.fier(budget, group=8, chunk=16),
         lambda: presets.quest(budget, page=8),
-        lambda: presets.pariskv(budget, sink=4, local=8, chunk=16, dense_below=_one(rng, 0, 30)),
+        lambda: presets.pariskv(
+            budget, sink=4, local=8, chunk=16, dense_below=_one(rng, 0, 30)
+        ),
         lambda: presets.freekv(budget, page=8, sink=4, local=8),
         lambda: presets.exact(budget, chunk=16),
         lambda: presets.logquant(window=8, group=8),
@@ -366,10 +455,18 @@ def _selector(rng: np.random.Generator) -> Any:
     return _one(
         rng,
         lambda: kvjax.Fier(group=_one(rng, 4, 8, 16), group_reduce=rule),
-        lambda: kvjax.MinMaxPages(page=_one(rng, 1, 4, 8), group_reduce=rule, pending=_one(rng, "box", "exact")),
-        lambda: kvjax.CentrePages(page=_one(rng, 4, 8), group_reduce=rule, pending=_one(rng, "box", "exact")),
+        lambda: kvjax.MinMaxPages(
+            page=_one(rng, 1, 4, 8), group_reduce=rule, pending=_one(rng, "box", "exact")
+        ),
+        lambda: kvjax.CentrePages(
+            page=_one(rng, 4, 8), group_reduce=rule, pending=_one(rng, "box", "exact")
+        ),
         lambda: kvjax.Exact(group_reduce=rule),
-        lambda: kvjax.Paris(votes=_one(rng, "tiers", "plain"), candidates=_one(rng, None, 8, 20), group_reduce=rule),
+        lambda: kvjax.Paris(
+            votes=_one(rng, "tiers", "plain"),
+            candidates=_one(rng, None, 8, 20),
+            group_reduce=rule,
+        ),
     )()
 
 
@@ -380,13 +477,18 @@ def _store(rng: np.random.Generator) -> Any:
         lambda: kvjax.Dense(),
         lambda: kvjax.HostOffload(page=_one(rng, 1, 4, 8)),
         lambda: kvjax.Quantized(
-            bits=_one(rng, 2, 3, 4, 8), key_axis=_one(rng, "channel", "token"), key_group=8, value_group=8
+            bits=_one(rng, 2, 3, 4, 8),
+            key_axis=_one(rng, "channel", "token"),
+            key_group=8,
+            value_group=8,
         ),
     )()
 
 
 def _demote(rng: np.random.Generator) -> Any:
-    return _one(rng, kvjax.Fifo(leave=8), kvjax.Fifo(leave=16), kvjax.LogSparse(window=_one(rng, 8, 12)))
+    return _one(
+        rng, kvjax.Fifo(leave=8), kvjax.Fifo(leave=16), kvjax.LogSparse(window=_one(rng, 8, 12))
+    )
 
 
 def _evictor(rng: np.random.Generator) -> Any:

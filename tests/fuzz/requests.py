@@ -61,7 +61,9 @@ POLICIES = {
 }
 SHARING = ("full", "fier", "kivi", "share")  # whose rows may have a common prefix
 ODD = ("quest", "hosted", "logquant", "h2o", "windowed")
-KEPT: dict[str, tuple[int, ...]] = {name: (int(name in ODD),) for name in POLICIES} | {"share": (0, 3)}
+KEPT: dict[str, tuple[int, ...]] = {name: (int(name in ODD),) for name in POLICIES} | {
+    "share": (0, 3)
+}
 
 
 @cache
@@ -87,7 +89,10 @@ class Settings:
     @classmethod
     def draw(cls, name: str, seed: int, rng: np.random.Generator) -> Settings:
         slots, chunk = (int(rng.choice(values)) for values in ((1, 3), (32, 64)))
-        more = [int(rng.choice(values)) for values in ((1, 5, 16), (1, 64, 500), (0, 0, 2), (4, 100))]
+        more = [
+            int(rng.choice(values))
+            for values in ((1, 5, 16), (1, 64, 500), (0, 0, 2), (4, 100))
+        ]
         prefixes = int(rng.choice((0, 2))) if name in SHARING else 0
         small = {64: 1, 128: 2} if seed % 2 and not prefixes and name != "share" else {}
         return cls(slots, chunk, *more, prefixes, small)
@@ -96,13 +101,19 @@ class Settings:
 def engine_of(name: str, settings: Settings, **more: Any) -> kvjax.Engine:
     model, policies = model_of(name), kvjax.presets.parse(POLICIES[name])
     capacity = CAPACITY if not settings.prefixes else CAPACITY - 64
-    cache = kvjax.init(policies, model.spec(batch=settings.slots, capacity=capacity), layers=CONFIG.layers)
+    cache = kvjax.init(
+        policies, model.spec(batch=settings.slots, capacity=capacity), layers=CONFIG.layers
+    )
     if settings.prefixes:
         more |= {"prefixes": settings.prefixes, "prefix_tokens": 64}
-    return kvjax.Engine(model, cache, chunk=settings.chunk, small_slots=settings.small_slots, **more)
+    return kvjax.Engine(
+        model, cache, chunk=settings.chunk, small_slots=settings.small_slots, **more
+    )
 
 
-def draw_request(rng: np.random.Generator, earlier: list[list[int]]) -> tuple[list[int], dict[str, Any]]:
+def draw_request(
+    rng: np.random.Generator, earlier: list[list[int]]
+) -> tuple[list[int], dict[str, Any]]:
     """A prompt, which may begin like an earlier one, and the settings of its request."""
     prompt = rng.integers(1, NAN, int(rng.choice([1, 2, 20, 63, 64, 65, 100]))).tolist()
     if earlier and rng.random() < 0.4:
@@ -111,9 +122,14 @@ def draw_request(rng: np.random.Generator, earlier: list[list[int]]) -> tuple[li
     if rng.random() < 0.07:
         prompt[-1] = NAN
     prompt = prompt[:110]
-    settings: dict[str, Any] = {"max_new_tokens": int(rng.choice([1, 2, 9, 25])), "n": int(rng.choice([1, 1, 1, 4]))}
+    settings: dict[str, Any] = {
+        "max_new_tokens": int(rng.choice([1, 2, 9, 25])),
+        "n": int(rng.choice([1, 1, 1, 4])),
+    }
     if rng.random() < 0.5:
-        settings |= {"sampling": sampling(float(rng.uniform(0.2, 2)), top_k=int(rng.integers(1, 30)))}
+        settings |= {
+            "sampling": sampling(float(rng.uniform(0.2, 2)), top_k=int(rng.integers(1, 30)))
+        }
         settings |= {"key": jax.random.key(int(rng.integers(100)))}
     if rng.random() < 0.5:
         settings |= {"stop_tokens": rng.integers(0, VOCAB, int(rng.integers(1, 16))).tolist()}
@@ -143,7 +159,9 @@ def run_scenario(name: str, seed: int, requests: int = 8) -> None:
         if decoding and rng.random() < 0.2:
             one = decoding[rng.integers(len(decoding))]
             row = engine.row(one)
-            assert one.reason == "error" or row.length.tolist() == [len(one.prompt) + len(one.tokens)], (
+            assert one.reason == "error" or row.length.tolist() == [
+                len(one.prompt) + len(one.tokens)
+            ], (
                 row.length,
                 one,
             )
@@ -163,12 +181,21 @@ def run_scenario(name: str, seed: int, requests: int = 8) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=0, help="go on with new seeds for so long")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=0, help="go on with new seeds for so long"
+    )
     parser.add_argument("--seed", type=int, default=0, help="the first one")
     parser.add_argument("--policies", nargs="+", choices=list(POLICIES), default=list(POLICIES))
     given = parser.parse_args()
-    start, seed, failed, done = time.monotonic(), given.seed, 0, dict.fromkeys(given.policies, 0)
+    start, seed, failed, done = (
+        time.monotonic(),
+        given.seed,
+        0,
+        dict.fromkeys(given.policies, 0),
+    )
     while seed == given.seed or time.monotonic() - start < given.seconds:
         for name in given.policies:
             try:
@@ -176,10 +203,16 @@ def main() -> None:
             except Exception:
                 failed += 1
                 traceback.print_exc(limit=-4)
-                print(f"FAILED: python -m tests.fuzz.requests --policies '{name}' --seed {seed}", flush=True)
+                print(
+                    f"FAILED: python -m tests.fuzz.requests --policies '{name}' --seed {seed}",
+                    flush=True,
+                )
             done[name] += 1
         seed += 1
-        print(f"{time.monotonic() - start:.0f} s, seeds to {seed - 1}: {sum(done.values())} scenarios", flush=True)
+        print(
+            f"{time.monotonic() - start:.0f} s, seeds to {seed - 1}: {sum(done.values())} scenarios",
+            flush=True,
+        )
     print(f"{failed} of {sum(done.values())} scenarios failed")
     sys.exit(failed > 0)
 

@@ -33,11 +33,15 @@ class Programs:
         self.drawn = drawn
         self.prompt = jax.jit(call)
         self.step = jax.jit(call, donate_argnums=0)
-        self.decode = jax.jit(partial(_in_layers, kvjax.decode_info, window=drawn.window), donate_argnums=0)
+        self.decode = jax.jit(
+            partial(_in_layers, kvjax.decode_info, window=drawn.window), donate_argnums=0
+        )
         self.insert = jax.jit(kvjax.insert)
         self.rollback = jax.jit(kvjax.rollback)
         self.truncate = jax.jit(kvjax.truncate)
-        self.empty = kvjax.init(drawn.layers, drawn.spec, layers=len(drawn.layers), placement=drawn.placement)
+        self.empty = kvjax.init(
+            drawn.layers, drawn.spec, layers=len(drawn.layers), placement=drawn.placement
+        )
         self.reversible = all(policy.reversible for policy in drawn.layers)
         try:
             jax.eval_shape(kvjax.truncate, self.empty, np.zeros(drawn.spec.batch, np.int32))
@@ -46,7 +50,9 @@ class Programs:
             self.shortens = False
 
 
-def _in_layers(verb: Any, cache: kvjax.Cache, q: Any, k: Any, v: Any, **settings: Any) -> tuple[Any, kvjax.Cache, Any]:
+def _in_layers(
+    verb: Any, cache: kvjax.Cache, q: Any, k: Any, v: Any, **settings: Any
+) -> tuple[Any, kvjax.Cache, Any]:
     """`verb` of the same tokens in each layer, which gets the selection of the layer before; the last one's results."""
     layers: list[Any] = []
     out, info = None, None
@@ -60,7 +66,9 @@ def _in_layers(verb: Any, cache: kvjax.Cache, q: Any, k: Any, v: Any, **settings
 def _padded(tokens: tuple[np.ndarray, ...], lengths: np.ndarray) -> tuple[np.ndarray, ...]:
     """Arrays [B, T, H, D] with NaN at and past `lengths` [B] tokens."""
     past = np.arange(tokens[0].shape[1]) >= lengths[:, None]
-    return tuple(np.where(past[..., None, None], np.asarray(np.nan, a.dtype), a) for a in tokens)
+    return tuple(
+        np.where(past[..., None, None], np.asarray(np.nan, a.dtype), a) for a in tokens
+    )
 
 
 class Rows:
@@ -68,17 +76,29 @@ class Rows:
 
     def __init__(self, programs: Programs, seed: int) -> None:
         self.programs, self.rng = programs, np.random.default_rng([seed, 24])
-        self.policy, self.spec, self.window = programs.drawn.policy, programs.drawn.spec, programs.drawn.window
+        self.policy, self.spec, self.window = (
+            programs.drawn.policy,
+            programs.drawn.spec,
+            programs.drawn.window,
+        )
         self.cache: Any = jax.tree.map(lambda leaf: jax.numpy.copy(leaf), programs.empty)
         self.keys: list[list[np.ndarray]] = [[] for _ in range(self.spec.batch)]
         self.values: list[list[np.ndarray]] = [[] for _ in range(self.spec.batch)]
-        self.dropped = np.zeros(self.spec.batch, bool)  # rows that outgrew the capacity: what they hold is not known
+        self.dropped = np.zeros(
+            self.spec.batch, bool
+        )  # rows that outgrew the capacity: what they hold is not known
         self.everything = programs.drawn.keeps_evicted
-        self.forgets = any(hasattr(self.policy, part) for part in ("evictor", "window", "others"))
+        self.forgets = any(
+            hasattr(self.policy, part) for part in ("evictor", "window", "others")
+        )
         self.forgets &= not self.everything
         # What is kept in 8 bits is not compared to the bit.
-        self.allowed = 0.1 if self.everything and _rounds(self.policy) else 2 * tolerance(self.spec)
-        self.stored: dict[tuple[int, int, int], Any] = {}  # of the row that is compared, as `_stored` made it
+        self.allowed = (
+            0.1 if self.everything and _rounds(self.policy) else 2 * tolerance(self.spec)
+        )
+        self.stored: dict[
+            tuple[int, int, int], Any
+        ] = {}  # of the row that is compared, as `_stored` made it
 
     # ------------------------------------------------------------------------------------------------------- calls
 
@@ -100,7 +120,9 @@ class Rows:
         lengths = self.rng.integers(0, CHUNK + 1, self.spec.batch)
         q, k, v = _padded(self._tokens(CHUNK), lengths)
         before = [len(row) for row in self.keys]
-        out, self.cache, _ = self.programs.prompt(self.cache, q, k, v, lengths=lengths.astype(np.int32))
+        out, self.cache, _ = self.programs.prompt(
+            self.cache, q, k, v, lengths=lengths.astype(np.int32)
+        )
         out = np.asarray(out, np.float64)
         for b, n in enumerate(lengths):
             self.keys[b] += list(k[b, :n])
@@ -111,13 +133,24 @@ class Rows:
             for t in {0, int(n) // 2, int(n) - 1} & set(range(int(n))):
                 seen = np.arange(before[b] + t + 1)
                 low = 0 if self.window is None else max(before[b] + t + 1 - self.window, 0)
-                self._compare(out[b, t], q[b, t], b, seen[low:], before[b], f"row {b}, token {t} of a prompt")
+                self._compare(
+                    out[b, t],
+                    q[b, t],
+                    b,
+                    seen[low:],
+                    before[b],
+                    f"row {b}, token {t} of a prompt",
+                )
         self._lengths()
 
     def step(self) -> None:
         active = self.rng.random(self.spec.batch) < 0.85
         q, k, v = self._tokens(1)
-        self._take(*self.programs.step(self.cache, q, k, v, active=active), (q, k, v), active.astype(int))
+        self._take(
+            *self.programs.step(self.cache, q, k, v, active=active),
+            (q, k, v),
+            active.astype(int),
+        )
 
     def decode(self) -> None:
         """Several steps at once; then, where tokens can be taken back, some are."""
@@ -125,7 +158,9 @@ class Rows:
         q, k, v = self._tokens(most)
         count = self.rng.integers(0, most + 1, self.spec.batch)
         q, k, v = _padded((q, k, v), count)
-        out, cache, infos = self.programs.decode(self.cache, q, k, v, lengths=count.astype(np.int32))
+        out, cache, infos = self.programs.decode(
+            self.cache, q, k, v, lengths=count.astype(np.int32)
+        )
         self._take(out, cache, infos, (q, k, v), count)
         if self.programs.reversible and self.rng.random() < 0.5:
             self.rollback(count)
@@ -133,7 +168,9 @@ class Rows:
     def rollback(self, came: np.ndarray) -> None:
         """Takes back some of the tokens that just came, as far as a flush since then allows."""
         layers = zip(self.programs.drawn.layers, self.cache.layers, strict=True)
-        earliest = np.max([np.asarray(policy.earliest(layer.state)) for policy, layer in layers], axis=0)  # type: ignore[attr-defined]
+        earliest = np.max(
+            [np.asarray(policy.earliest(layer.state)) for policy, layer in layers], axis=0
+        )  # type: ignore[attr-defined]
         held = np.asarray(self.cache.length)
         kept = np.maximum(held - self.rng.integers(0, came + 1), np.minimum(earliest, held))
         kept = np.where(self.dropped, held, kept)
@@ -153,13 +190,17 @@ class Rows:
         self.stored = {}
         self._lengths()
 
-    def _take(self, out: Any, cache: Any, info: Any, qkv: tuple[np.ndarray, ...], count: np.ndarray) -> None:
+    def _take(
+        self, out: Any, cache: Any, info: Any, qkv: tuple[np.ndarray, ...], count: np.ndarray
+    ) -> None:
         """The rows after the first `count` of T steps, with out [B, T, N, D]; checks each step that a row took."""
         self.cache = cache
         q, k, v = qkv
         steps = q.shape[1]
         positions, attended, weights = (
-            None if a is None else np.asarray(a).reshape(steps, self.spec.batch, *np.shape(a)[-n:])
+            None
+            if a is None
+            else np.asarray(a).reshape(steps, self.spec.batch, *np.shape(a)[-n:])
             for a, n in ((info.positions, 3), (info.attended, 1), (info.log_weights, 3))
         )
         out = np.asarray(out, np.float64)
@@ -178,9 +219,13 @@ class Rows:
                     self._check_compensated(b, before[b] + t, out[b, t], q[b, t])
                     continue
                 told = None if weights is None else weights[t, b]
-                self._check_step(b, before[b] + t, out[b, t], q[b, t], positions[t, b], attended[t, b], told)
+                self._check_step(
+                    b, before[b] + t, out[b, t], q[b, t], positions[t, b], attended[t, b], told
+                )
 
-    def _check_everything(self, b: int, held: int, out: np.ndarray, q: np.ndarray, attended: np.ndarray) -> None:
+    def _check_everything(
+        self, b: int, held: int, out: np.ndarray, q: np.ndarray, attended: np.ndarray
+    ) -> None:
         """`out` is attention over all tokens."""
         where = f"row {b} of {held + 1} tokens"
         if (attended != held + 1).any():
@@ -195,13 +240,20 @@ class Rows:
         gone = range(sink, max(n - (slots - sink), sink))
         read = [i for i in range(n) if i not in gone]
         tokens = [np.array(a[b][:n], np.float64) for a in (self.keys, self.values)]
-        k, v = (np.concatenate([a[read], a[gone].mean(axis=0)[None]]) if gone else a[read] for a in tokens)
+        k, v = (
+            np.concatenate([a[read], a[gone].mean(axis=0)[None]]) if gone else a[read]
+            for a in tokens
+        )
         weights = np.zeros(len(k))
         weights[len(read) :] = np.log(max(len(gone), 1))
         for i, query in enumerate(q.astype(np.float64)):
-            want = _attend(query, k[:, i // self.spec.group], v[:, i // self.spec.group], weights)
+            want = _attend(
+                query, k[:, i // self.spec.group], v[:, i // self.spec.group], weights
+            )
             if np.abs(out[i] - want).max() > 2 * tolerance(self.spec):
-                raise Wrong(f"row {b} of {n} tokens, head {i}: differs from attention over window and mean")
+                raise Wrong(
+                    f"row {b} of {n} tokens, head {i}: differs from attention over window and mean"
+                )
 
     def _check_step(
         self,
@@ -216,9 +268,14 @@ class Rows:
         """`positions` i[K, H, M] are a fair reading of the row's tokens, and `out` [N, D] is attention over them."""
         n, group = held + 1, self.spec.group
         if hasattr(self.policy, "head_bounds"):
-            together, most = int((positions >= 0).sum()), self.policy.budget * self.spec.kv_heads
+            together, most = (
+                int((positions >= 0).sum()),
+                self.policy.budget * self.spec.kv_heads,
+            )
             if together > most:
-                raise Wrong(f"row {b} of {n} tokens: its heads read {together} tokens, more than {most} together")
+                raise Wrong(
+                    f"row {b} of {n} tokens: its heads read {together} tokens, more than {most} together"
+                )
         low = 0 if self.window is None else max(n - self.window, 0)
         for kv in range(self.spec.kv_heads):
             found = [np.sort(choice[choice >= 0]) for choice in positions[kv]]
@@ -227,7 +284,9 @@ class Rows:
                 if len(set(read.tolist())) < len(read):
                     raise Wrong(f"{where}: a token is read twice: {read.tolist()}")
                 if not len(read) or read[-1] >= n or read[0] < low:
-                    raise Wrong(f"{where}: reads {read.tolist()}, of which tokens {low} to {n - 1} are visible")
+                    raise Wrong(
+                        f"{where}: reads {read.tolist()}, of which tokens {low} to {n - 1} are visible"
+                    )
                 if read[-1] != n - 1:
                     raise Wrong(f"{where}: does not read its own token: {read.tolist()}")
                 self._check_budget(read, n, where)
@@ -242,7 +301,9 @@ class Rows:
                     order = np.argsort(positions[kv, choice])
                     weights = log_weights[kv, choice][order][positions[kv, choice][order] >= 0]
                 what, one = f"{where}, head {head}", slice(head, head + 1)
-                self._compare(out[one], q[one], b, found[choice], held, what, kv=kv, log_weights=weights)
+                self._compare(
+                    out[one], q[one], b, found[choice], held, what, kv=kv, log_weights=weights
+                )
 
     def _check_budget(self, read: np.ndarray, n: int, where: str) -> None:
         if hasattr(self.policy, "others"):  # each head has a policy of its own
@@ -263,7 +324,9 @@ class Rows:
         if self.window is None and hasattr(inner, "local"):
             # The recent block has more than `local`, but for a Buffer, of which every step reads all.
             stay = len(inner.demote.staying(inner.local))
-            newest = min(inner.local, stay + 1 + (n - inner.sink - stay - 1) % inner.demote.leave)
+            newest = min(
+                inner.local, stay + 1 + (n - inner.sink - stay - 1) % inner.demote.leave
+            )
             must = {*range(min(inner.sink, n)), *range(max(n - newest, 0), n)}
             if missing := must - set(read.tolist()):
                 raise Wrong(f"{where}: sink and local window lack {sorted(missing)}")
@@ -295,7 +358,9 @@ class Rows:
     def _tokens(self, count: int, *, alone: bool = False) -> tuple[np.ndarray, ...]:
         """Random q, k, v [B, T, H, D] of the rows' next tokens, or of the first ones of new rows."""
         spec, rope = self.spec, self.programs.drawn.rope
-        q, k, v = (self.rng.normal(size=(spec.batch, count, h, spec.head_dim)) for h in heads(spec))
+        q, k, v = (
+            self.rng.normal(size=(spec.batch, count, h, spec.head_dim)) for h in heads(spec)
+        )
         if rope is not None:
             first = [0 if alone else len(row) for row in self.keys]
             positions = np.array(first, np.int32)[:, None] + np.arange(count, dtype=np.int32)
@@ -341,7 +406,9 @@ class Rows:
             want = np.zeros(out.shape)
             for i, query in enumerate(q.astype(np.float64)):
                 head = i // spec.group if kv is None else kv
-                want[i] = _attend(query, k[:, head], v[:, head], 0.0 if log_weights is None else log_weights)
+                want[i] = _attend(
+                    query, k[:, head], v[:, head], 0.0 if log_weights is None else log_weights
+                )
             errors.append(float(np.abs(out - want).max()))
             if errors[-1] <= self.allowed:
                 return
@@ -355,7 +422,9 @@ class Rows:
             if before >= 0 and key not in self.stored:
                 self.stored = {k: a for k, a in self.stored.items() if k[:2] == key[:2]}
                 tokens = np.array(self.keys[b]), np.array(self.values[b])
-                self.stored[key] = as_stored(self.policy, self.spec, *tokens, before) if before else tokens
+                self.stored[key] = (
+                    as_stored(self.policy, self.spec, *tokens, before) if before else tokens
+                )
             if before >= 0:
                 yield self.stored[key]
 
@@ -372,7 +441,10 @@ def _readable(leaf: Any) -> Any:
 def _alone(drawn: Configuration) -> Any:
     placement = drawn.placement and dataclasses.replace(drawn.placement, batch=None)
     return kvjax.init(
-        drawn.layers, dataclasses.replace(drawn.spec, batch=1), layers=len(drawn.layers), placement=placement
+        drawn.layers,
+        dataclasses.replace(drawn.spec, batch=1),
+        layers=len(drawn.layers),
+        placement=placement,
     )
 
 
@@ -385,7 +457,9 @@ def _turned(x: np.ndarray, rope: Any, positions: np.ndarray) -> np.ndarray:
     return np.concatenate([turned.real, turned.imag], axis=-1)
 
 
-def _attend(query: np.ndarray, k: np.ndarray, v: np.ndarray, log_weights: Any = 0.0) -> np.ndarray:
+def _attend(
+    query: np.ndarray, k: np.ndarray, v: np.ndarray, log_weights: Any = 0.0
+) -> np.ndarray:
     """Attention of one query [D] over k, v [S, D]."""
     logits = k @ query * query.size**-0.5 + log_weights
     weights = np.exp(logits - logits.max())
@@ -395,7 +469,10 @@ def _attend(query: np.ndarray, k: np.ndarray, v: np.ndarray, log_weights: Any = 
 def _rounds(policy: Any) -> bool:
     store = getattr(getattr(policy, "retrieval", policy), "store", None)
     inner = getattr(store, "store", store)  # of a hot set
-    return any(hasattr(inner, part) for part in ("bits", "rank")) or type(inner).__name__ == "HostFloat8"
+    return (
+        any(hasattr(inner, part) for part in ("bits", "rank"))
+        or type(inner).__name__ == "HostFloat8"
+    )
 
 
 def run_all(programs: Programs, seeds: Iterable[int]) -> None:

@@ -30,13 +30,18 @@ QUICK = (2, 3, 676)  # in every run of the suite; what once failed joins them
 
 
 def numbers(default: range) -> range:
-    first, _, end = os.environ.get("KVJAX_FUZZ", f"{default.start}:{default.stop}").partition(":")
+    first, _, end = os.environ.get("KVJAX_FUZZ", f"{default.start}:{default.stop}").partition(
+        ":"
+    )
     return range(int(first), int(end))
 
 
 @pytest.mark.parametrize(
     "number",
-    [pytest.param(n, marks=() if n in QUICK else pytest.mark.thorough) for n in numbers(range(CONFIGURATIONS))],
+    [
+        pytest.param(n, marks=() if n in QUICK else pytest.mark.thorough)
+        for n in numbers(range(CONFIGURATIONS))
+    ],
 )
 def test_random_scripts_on_a_random_configuration(number: int) -> None:
     run_all(Programs(configuration(number)), range(SCRIPTS * number, SCRIPTS * (number + 1)))
@@ -44,7 +49,9 @@ def test_random_scripts_on_a_random_configuration(number: int) -> None:
 
 # --------------------------------------------------------------------------------------------------- planted faults
 
-SPEC = kvjax.CacheSpec(batch=3, q_heads=4, kv_heads=2, head_dim=16, capacity=60, dtype="float32")
+SPEC = kvjax.CacheSpec(
+    batch=3, q_heads=4, kv_heads=2, head_dim=16, capacity=60, dtype="float32"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,7 +94,9 @@ class StoresOneTwice(kvjax.Mixed):
 
     def flush(self, st: Any) -> Any:
         v = st.pending.v
-        wrong = dataclasses.replace(st, pending=dataclasses.replace(st.pending, v=v.at[:, :, 2].set(v[:, :, 1])))
+        wrong = dataclasses.replace(
+            st, pending=dataclasses.replace(st.pending, v=v.at[:, :, 2].set(v[:, :, 1]))
+        )
         return super().flush(wrong)
 
 
@@ -95,9 +104,13 @@ class LearnsAnew(kvjax.LowRank):
     """A LowRank that learns a new basis with each flush, in which the old coefficients mean other keys."""
 
     def append(self, st: Any, k: Any, v: Any, count: Any) -> Any:
-        fresh = super().append(dataclasses.replace(st, count=jnp.zeros_like(st.count)), k, v, count)
+        fresh = super().append(
+            dataclasses.replace(st, count=jnp.zeros_like(st.count)), k, v, count
+        )
         right = super().append(st, k, v, count)
-        return dataclasses.replace(right, basis=jnp.where((count > 0)[:, None], fresh.basis, st.basis))
+        return dataclasses.replace(
+            right, basis=jnp.where((count > 0)[:, None], fresh.basis, st.basis)
+        )
 
 
 class SelectsTwice(kvjax.Exact):
@@ -106,7 +119,8 @@ class SelectsTwice(kvjax.Exact):
     def select(self, ix: Any, q: Any, among: Any, *, scale: float) -> Any:
         best = unpack(super().select(ix, q, among, scale=scale))
         return best._replace(
-            slots=best.slots.at[..., 1].set(best.slots[..., 0]), valid=best.valid.at[..., 1].set(best.valid[..., 0])
+            slots=best.slots.at[..., 1].set(best.slots[..., 0]),
+            valid=best.valid.at[..., 1].set(best.valid[..., 0]),
         )
 
 
@@ -121,7 +135,9 @@ FAULTS: dict[str, kvjax.Policy] = {
     "a token is written over its neighbour": LosesOne(**PARTS),
     "positions that were not read": TellsOthers(**PARTS),
     "rows mixed by a flush": MixesRows(**PARTS),
-    "heads over their budget": OverBudget(evictor=kvjax.Observation(window=4, kernel_size=1), budget=12),
+    "heads over their budget": OverBudget(
+        evictor=kvjax.Observation(window=4, kernel_size=1), budget=12
+    ),
     "an evicted token is lost": StoresOneTwice(budget=12, store=kvjax.Dense(), chunk=8),
     "a basis that changes": kvjax.OutlierRetrieval(
         selector=kvjax.MeanPages(page=4),
@@ -146,7 +162,9 @@ QUICK_FAULTS = ("clamps", "reads past count")
 
 
 @pytest.mark.parametrize(
-    "fault", [pytest.param(f, marks=() if f in QUICK_FAULTS else pytest.mark.thorough) for f in FAULTS], ids=lambda f: f
+    "fault",
+    [pytest.param(f, marks=() if f in QUICK_FAULTS else pytest.mark.thorough) for f in FAULTS],
+    ids=lambda f: f,
 )
 def test_a_planted_fault_is_found(fault: str) -> None:
     programs = Programs(Configuration(FAULTS[fault], SPEC, None))
@@ -166,7 +184,9 @@ def test_a_fault_of_insert_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_fault_of_rollback_is_found() -> None:
     """A token too many stays."""
     programs = Programs(Configuration(kvjax.Full(), SPEC, None, several=3))
-    programs.rollback = jax.jit(lambda cache, to: kvjax.rollback(cache, jnp.minimum(to + 1, cache.length)))
+    programs.rollback = jax.jit(
+        lambda cache, to: kvjax.rollback(cache, jnp.minimum(to + 1, cache.length))
+    )
     with pytest.raises(Wrong):
         run_all(programs, range(SCRIPTS))
 
@@ -174,7 +194,9 @@ def test_a_fault_of_rollback_is_found() -> None:
 def test_a_fault_of_truncate_is_found() -> None:
     """A token too many stays."""
     programs = Programs(Configuration(kvjax.Full(), SPEC, None, truncates=True))
-    programs.truncate = jax.jit(lambda cache, to: kvjax.truncate(cache, jnp.minimum(to + 1, cache.length)))
+    programs.truncate = jax.jit(
+        lambda cache, to: kvjax.truncate(cache, jnp.minimum(to + 1, cache.length))
+    )
     with pytest.raises(Wrong):
         run_all(programs, range(SCRIPTS))
 
@@ -183,6 +205,8 @@ def test_a_fault_of_several_steps_is_found() -> None:
     """The keys of a call come in another order."""
     programs = Programs(Configuration(kvjax.Full(), SPEC, None, several=3))
     real = programs.decode
-    programs.decode = lambda cache, q, k, v, **settings: real(cache, q, k[:, ::-1], v, **settings)
+    programs.decode = lambda cache, q, k, v, **settings: real(
+        cache, q, k[:, ::-1], v, **settings
+    )
     with pytest.raises(Wrong):
         run_all(programs, range(SCRIPTS))

@@ -21,15 +21,28 @@ import kvjax
 from kvjax import presets
 
 ROWS, HEADS, KV_HEADS, SIZE, CAPACITY, CHUNK = 4, 4, 2, 16, 96, 16
-POOL = 509  # tokens that requests are made of: a prime, so that starts and strides do not repeat
-SPEC = kvjax.CacheSpec(batch=ROWS, q_heads=HEADS, kv_heads=KV_HEADS, head_dim=SIZE, capacity=CAPACITY, dtype="float32")
+POOL = (
+    509  # tokens that requests are made of: a prime, so that starts and strides do not repeat
+)
+SPEC = kvjax.CacheSpec(
+    batch=ROWS,
+    q_heads=HEADS,
+    kv_heads=KV_HEADS,
+    head_dim=SIZE,
+    capacity=CAPACITY,
+    dtype="float32",
+)
 POLICIES: tuple[kvjax.Policy, ...] = (
     presets.fier(24, group=8, chunk=8, layers=presets.Layers(dense=0)).rest,
     presets.freekv(40, page=8, sink=8, local=8, tau=0.0, layers=presets.Layers(dense=0)).rest,
     presets.h2o(20).rest,
     kvjax.Compressed(store=kvjax.Dense(), sink=2, local=4, demote=kvjax.LogSparse(window=8)),
 )
-REVERSIBLE: tuple[kvjax.Policy, ...] = (kvjax.Full(), POLICIES[0], POLICIES[3])  # which take tokens back
+REVERSIBLE: tuple[kvjax.Policy, ...] = (
+    kvjax.Full(),
+    POLICIES[0],
+    POLICIES[3],
+)  # which take tokens back
 
 
 @contextmanager
@@ -48,10 +61,14 @@ def compilations() -> Iterator[list[str]]:
         jax.monitoring.unregister_event_duration_listener(note)
 
 
-def _all_layers(cache: kvjax.Cache, q: Any, k: Any, v: Any, **settings: Any) -> tuple[Any, Any, kvjax.Cache]:
+def _all_layers(
+    cache: kvjax.Cache, q: Any, k: Any, v: Any, **settings: Any
+) -> tuple[Any, Any, kvjax.Cache]:
     """Every layer takes the same tokens: (outputs [L, B, T, N, D], positions of each layer, cache)."""
     cache = kvjax.flush(cache)
-    made = [kvjax.attention_info(layer, q, k, v, flush=False, **settings) for layer in cache.layers]
+    made = [
+        kvjax.attention_info(layer, q, k, v, flush=False, **settings) for layer in cache.layers
+    ]
     outs, layers, infos = zip(*made, strict=True)
     positions = [None if info is None else info.positions for info in infos]
     return jnp.stack(outs), positions, kvjax.Cache(layers)  # type: ignore[arg-type]
@@ -59,7 +76,9 @@ def _all_layers(cache: kvjax.Cache, q: Any, k: Any, v: Any, **settings: Any) -> 
 
 def _earliest(cache: kvjax.Cache) -> Any:
     """i32[B]: the smallest length that each row can be taken back to, in all layers."""
-    return jnp.max(jnp.stack([layer.policy.earliest(layer.state) for layer in cache.layers]), axis=0)  # type: ignore[attr-defined]
+    return jnp.max(
+        jnp.stack([layer.policy.earliest(layer.state) for layer in cache.layers]), axis=0
+    )  # type: ignore[attr-defined]
 
 
 class Server:
@@ -67,7 +86,10 @@ class Server:
 
     def __init__(self, policies: tuple[kvjax.Policy, ...], seed: int) -> None:
         self.policies, self.rng = policies, np.random.default_rng(seed)
-        made = (self.rng.normal(size=(POOL, h, SIZE)).astype(np.float32) for h in (HEADS, KV_HEADS, KV_HEADS))
+        made = (
+            self.rng.normal(size=(POOL, h, SIZE)).astype(np.float32)
+            for h in (HEADS, KV_HEADS, KV_HEADS)
+        )
         self.pool = tuple(made)
         self.step = jax.jit(_all_layers, donate_argnums=0)
         self.prefill = jax.jit(_all_layers)
@@ -101,7 +123,9 @@ class Server:
     def _take_back(self, active: np.ndarray) -> None:
         """As for a rejected draft: up to three tokens of some rows are taken back, and fed again."""
         wanted = self.length - self.rng.integers(0, 4, ROWS) * active
-        kept = np.minimum(np.maximum(wanted, np.asarray(self.earliest(self.cache))), self.length)
+        kept = np.minimum(
+            np.maximum(wanted, np.asarray(self.earliest(self.cache))), self.length
+        )
         self.cache = self.rollback(self.cache, kept.astype(np.int32))
         self.taken_back += int(np.sum(self.length - kept))
         self.length = kept
@@ -120,9 +144,15 @@ class Server:
         self.cache = self.insert(self.cache, self.empty, np.int32(row))
         self.length[row] = self.end[row] = 0
 
-    def _check(self, out: np.ndarray, positions: np.ndarray, active: np.ndarray, policy: kvjax.Policy) -> None:
+    def _check(
+        self, out: np.ndarray, positions: np.ndarray, active: np.ndarray, policy: kvjax.Policy
+    ) -> None:
         """Checks for each row and query head that `out` [B, N, D] is attention over its `positions` [B, K, H, M]."""
-        choices = np.repeat(positions, HEADS // KV_HEADS, axis=1) if positions.shape[2] == 1 else positions
+        choices = (
+            np.repeat(positions, HEADS // KV_HEADS, axis=1)
+            if positions.shape[2] == 1
+            else positions
+        )
         choices = choices.reshape(ROWS, HEADS, -1)
         valid = choices >= 0
         assert (choices < self.length[:, None, None]).all(), policy
@@ -131,12 +161,16 @@ class Server:
         at = (self.start[:, None, None] + np.maximum(choices, 0)) % POOL
         heads = np.arange(HEADS)[None, :, None] // (HEADS // KV_HEADS)
         keys, values = (a[at, heads].astype(np.float64) for a in self.pool[1:])
-        logits = np.where(valid, np.einsum("bnmd,bnd->bnm", keys, q) * SIZE**-0.5, -np.inf)[active]
+        logits = np.where(valid, np.einsum("bnmd,bnd->bnm", keys, q) * SIZE**-0.5, -np.inf)[
+            active
+        ]
         weights = np.exp(logits - logits.max(axis=2, keepdims=True))
         weights /= weights.sum(axis=2, keepdims=True)
         want = np.einsum("bnm,bnmd->bnd", weights, values[active])
         error = np.abs(out[active] - want).max()
-        assert error < 2e-5, f"{policy}: differs by {error:.1e}, rows of {self.length.tolist()} tokens"
+        assert error < 2e-5, (
+            f"{policy}: differs by {error:.1e}, rows of {self.length.tolist()} tokens"
+        )
 
 
 @pytest.mark.parametrize(

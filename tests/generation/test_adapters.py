@@ -18,7 +18,9 @@ from kvjax.numerics.partial import PartialAttention, attend_part, merge
 from tests.generation.test_generate import FIER, Tiny, new_cache, words
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-SPEC = kvjax.CacheSpec(batch=3, q_heads=4, kv_heads=2, head_dim=16, capacity=64, dtype="float32")
+SPEC = kvjax.CacheSpec(
+    batch=3, q_heads=4, kv_heads=2, head_dim=16, capacity=64, dtype="float32"
+)
 
 
 def example(name):
@@ -30,10 +32,15 @@ def example(name):
 
 def tokens(count, seed):
     heads = (SPEC.q_heads, SPEC.kv_heads, SPEC.kv_heads)
-    return [jax.random.normal(jax.random.key(seed + i), (3, count, n, 16)) for i, n in enumerate(heads)]
+    return [
+        jax.random.normal(jax.random.key(seed + i), (3, count, n, 16))
+        for i, n in enumerate(heads)
+    ]
 
 
-@pytest.mark.parametrize("mask", [[0, 0, 1, 1], [1, 1, 0, 0], [0, 1, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1]])
+@pytest.mark.parametrize(
+    "mask", [[0, 0, 1, 1], [1, 1, 0, 0], [0, 1, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1]]
+)
 def test_right_padded_puts_real_tokens_first_in_order(mask):
     real = jnp.array([mask], bool)
     lengths, ids, wide = right_padded(real, jnp.arange(4)[None], jnp.arange(8).reshape(1, 4, 2))
@@ -45,7 +52,11 @@ def test_right_padded_puts_real_tokens_first_in_order(mask):
 
 @pytest.mark.parametrize(
     ("real", "array"),
-    [(np.ones((1, 4), int), np.ones((1, 4))), (np.ones(4, bool), np.ones(4)), (np.ones((1, 4), bool), np.ones((1, 3)))],
+    [
+        (np.ones((1, 4), int), np.ones((1, 4))),
+        (np.ones(4, bool), np.ones(4)),
+        (np.ones((1, 4), bool), np.ones((1, 3))),
+    ],
 )
 def test_right_padded_refuses_what_is_no_mask(real, array):
     with pytest.raises(ValueError, match="right_padded"):
@@ -55,7 +66,9 @@ def test_right_padded_refuses_what_is_no_mask(real, array):
 def gemma_style(cache, q, k, v, mask, scale):
     """The layer that Gemma-style stacks share: all rows write at one slot, and a mask says what a token sees."""
     at = (0, cache["end_index"][0], 0, 0)
-    keys, values = (jax.lax.dynamic_update_slice(cache[name], new, at) for name, new in (("k", k), ("v", v)))
+    keys, values = (
+        jax.lax.dynamic_update_slice(cache[name], new, at) for name, new in (("k", k), ("v", v))
+    )
     B, T, N, D = q.shape
     grouped = q.reshape(B, T, SPEC.kv_heads, -1, D)
     logits = jnp.einsum("btkgd,bskd->bkgts", grouped, keys) * scale
@@ -70,7 +83,10 @@ def test_a_layer_under_a_gemma_style_mask_is_a_kvjax_layer():
     real = np.arange(T)[None] >= T - lengths[:, None]
     q, k, v = tokens(T, 0)
     slots = jnp.zeros((3, S, SPEC.kv_heads, 16))
-    theirs, ours = {"k": slots, "v": slots, "end_index": jnp.zeros(3, jnp.int32)}, kvjax.init_layer(kvjax.Full(), SPEC)
+    theirs, ours = (
+        {"k": slots, "v": slots, "end_index": jnp.zeros(3, jnp.int32)},
+        kvjax.init_layer(kvjax.Full(), SPEC),
+    )
     seen = np.zeros((3, S), bool)
     seen[:, :T] = real
     mask = jnp.asarray(np.tril(np.ones((T, S), bool))[None] & seen[:, None])
@@ -88,14 +104,19 @@ def test_a_layer_under_a_gemma_style_mask_is_a_kvjax_layer():
 def test_the_parts_of_maxtext_merge_with_those_of_kvjax():
     """(sum of weighted values, largest logit, sum of exponentials) of some keys, and attention to the others."""
     rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.standard_normal((2, 3, n, 16)), jnp.float32) for n in (4, 40, 40))
+    q, k, v = (
+        jnp.asarray(rng.standard_normal((2, 3, n, 16)), jnp.float32) for n in (4, 40, 40)
+    )
     logits = jnp.einsum("bkgd,bksd->bkgs", q, k[:, :, :25]) / 4
     largest = jnp.max(logits, axis=-1, keepdims=True)
     weights = jnp.exp(logits - largest)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     theirs = jnp.einsum("bkgs,bksd->bkgd", weights, v[:, :, :25])
     part = PartialAttention(theirs / total, (largest + jnp.log(total))[..., 0])
-    own, whole = (attend_part(q, k[:, :, at:], v[:, :, at:], jnp.array(True), scale=0.25) for at in (25, 0))
+    own, whole = (
+        attend_part(q, k[:, :, at:], v[:, :, at:], jnp.array(True), scale=0.25)
+        for at in (25, 0)
+    )
     for a, b in zip(merge(part, own), whole, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
@@ -134,22 +155,44 @@ def test_the_sampler_of_tunix_gives_its_own_tokens(name):
 
     for method, token in (("bos_id", 1), ("eos_id", 2), ("pad_id", 0)):
         setattr(Tokenizer, method, lambda self, token=token: token)
-    sizes = {"num_layers": 2, "vocab_size": 64, "embed_dim": 32, "hidden_dim": 64, "num_heads": 4, "num_kv_heads": 2}
-    base = module.ModelConfig.llama3p2_1b() if name == "llama3" else module.ModelConfig.qwen3_0p6b()
+    sizes = {
+        "num_layers": 2,
+        "vocab_size": 64,
+        "embed_dim": 32,
+        "hidden_dim": 64,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+    }
+    base = (
+        module.ModelConfig.llama3p2_1b()
+        if name == "llama3"
+        else module.ModelConfig.qwen3_0p6b()
+    )
     config = dataclasses.replace(base, head_dim=16, **sizes)
     if name == "qwen3":
         config = dataclasses.replace(config, dtype=jnp.float32, param_dtype=jnp.float32)
-    kind, prompts = (module.Llama3 if name == "llama3" else module.Qwen3), ["hello", "a longer prompt than", "abc"]
+    kind, prompts = (
+        (module.Llama3 if name == "llama3" else module.Qwen3),
+        ["hello", "a longer prompt than", "abc"],
+    )
 
     def answers():
         model = kind(config, rngs=nnx.Rngs(0))
         cache = sampler.CacheConfig(cache_size=64, num_layers=2, num_kv_heads=2, head_dim=16)
         run = sampler.Sampler(model, Tokenizer(), cache)
-        return [out.tolist() for out in run(prompts, max_generation_steps=12, max_prompt_length=32).tokens]
+        return [
+            out.tolist()
+            for out in run(prompts, max_generation_steps=12, max_prompt_length=32).tokens
+        ]
 
-    selecting = kvjax.Retrieval(selector=kvjax.Fier(group=8), budget=8, sink=1, local=3, demote=kvjax.Fifo(leave=8))
+    selecting = kvjax.Retrieval(
+        selector=kvjax.Fier(group=8), budget=8, sink=1, local=3, demote=kvjax.Fifo(leave=8)
+    )
     kvjax_caches = example("tunix_sampler").kvjax_caches
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # tunix's own code needs them
+    with (
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):  # tunix's own code needs them
         want = answers()
         with kvjax_caches(module, kvjax.Full()):
             assert answers() == want
@@ -163,21 +206,33 @@ def test_the_tunix_adapter_names_models_that_it_does_not_know():
         example("tunix_sampler").kvjax_caches(__import__("json"), kvjax.Full()).__enter__()
 
 
-@pytest.mark.parametrize("policy", [pytest.param(kvjax.Full(), marks=pytest.mark.thorough), FIER], ids=["full", "fier"])
+@pytest.mark.parametrize(
+    "policy",
+    [pytest.param(kvjax.Full(), marks=pytest.mark.thorough), FIER],
+    ids=["full", "fier"],
+)
 def test_the_attention_interface_moves_sequences_between_caches(policy):
     """Sequences read elsewhere, cut to a length, and padding of the lists; then without the other rows."""
     model, adapter = Tiny(nnx.Rngs(0)), example("attention_interface")
     long, other = words(50, 20)
-    source = kvjax.generate(model, new_cache(2, policy=policy), [long[:-1], other[:-1]], max_new_tokens=1).cache
+    source = kvjax.generate(
+        model, new_cache(2, policy=policy), [long[:-1], other[:-1]], max_new_tokens=1
+    ).cache
     interface = adapter.attention_interface(new_cache(3, policy=policy))
-    sequences, lengths = zip(*(interface.get_sequence(source, row) for row in range(2)), strict=True)
+    sequences, lengths = zip(
+        *(interface.get_sequence(source, row) for row in range(2)), strict=True
+    )
     assert [int(n) for n in lengths] == [50, 20]
     insert = jax.jit(interface.insert_sequences, static_argnames="erase")
     cache = insert(interface.cache, list(sequences), [2, 0], [33, 20])
     assert cache.length.tolist() == [20, 0, 33]
     cache = insert(cache, [sequences[1], sequences[1]], [1, 3], [20, 0], erase=True)
     assert cache.length.tolist() == [0, 20, 0]
-    alone = kvjax.generate(model, new_cache(1, policy=policy), [other[:-1]], max_new_tokens=1).cache
-    for a, b in zip(jax.tree.leaves(kvjax.take_rows(cache, [1])), jax.tree.leaves(alone), strict=True):
+    alone = kvjax.generate(
+        model, new_cache(1, policy=policy), [other[:-1]], max_new_tokens=1
+    ).cache
+    for a, b in zip(
+        jax.tree.leaves(kvjax.take_rows(cache, [1])), jax.tree.leaves(alone), strict=True
+    ):
         if a.ndim == 1:
             np.testing.assert_array_equal(a, b)

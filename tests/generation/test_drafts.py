@@ -22,7 +22,9 @@ CONFIG = DecoderConfig(
     vocab_size=40, hidden_size=32, intermediate_size=48, layers=1, q_heads=4, kv_heads=2, head_dim=8,
     initializer_range=0.3,
 )  # fmt: skip
-POLICY = Retrieval(selector=kvjax.Fier(group=8), budget=20, sink=2, local=4, demote=Fifo(leave=16))
+POLICY = Retrieval(
+    selector=kvjax.Fier(group=8), budget=20, sink=2, local=4, demote=Fifo(leave=16)
+)
 PROMPT = [[1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4], [9, 9, 9, 9, 9]]
 NEW = 40
 
@@ -32,20 +34,31 @@ def model() -> Decoder:
     return Decoder(CONFIG, rngs=nnx.Rngs(3))
 
 
-def generate(model: Decoder, policy: Any, draft: Any = None, **settings: Any) -> kvjax.generation.Generation:
+def generate(
+    model: Decoder, policy: Any, draft: Any = None, **settings: Any
+) -> kvjax.generation.Generation:
     cache = kvjax.init(policy, model.spec(2, 64), layers=CONFIG.layers)
     return kvjax.generate(model, cache, PROMPT, max_new_tokens=NEW, draft=draft, **settings)
 
 
 @pytest.mark.parametrize(
-    "draw", [None, pytest.param(sampling(0.8, top_k=10), marks=pytest.mark.thorough)], ids=["greedy", "drawn"]
+    "draw",
+    [None, pytest.param(sampling(0.8, top_k=10), marks=pytest.mark.thorough)],
+    ids=["greedy", "drawn"],
 )
 def test_drafts_do_not_change_the_text(model: Decoder, draw: Any) -> None:
     """By prompt lookup over a selecting cache, whose block is flushed meanwhile; the cache then continues alike."""
     settings = {} if draw is None else {"sampling": draw, "key": jax.random.key(5)}
     stop = 11  # a token that a row writes may end it
     plain = generate(model, POLICY, measure=True, stop_tokens=stop, **settings)
-    fast = generate(model, POLICY, PromptLookup(ngram=2, tokens=3), measure=True, stop_tokens=stop, **settings)
+    fast = generate(
+        model,
+        POLICY,
+        PromptLookup(ngram=2, tokens=3),
+        measure=True,
+        stop_tokens=stop,
+        **settings,
+    )
     assert fast.rows == plain.rows
     np.testing.assert_allclose(fast.logits, plain.logits, atol=1e-4)
     np.testing.assert_allclose(fast.attended, plain.attended, rtol=1e-5)
@@ -57,7 +70,10 @@ def test_drafts_do_not_change_the_text(model: Decoder, draw: Any) -> None:
 
 
 def test_a_model_that_drafts_itself_is_always_right(model: Decoder) -> None:
-    plain, fast = generate(model, kvjax.Full()), generate(model, kvjax.Full(), DraftModel(model, tokens=3))
+    plain, fast = (
+        generate(model, kvjax.Full()),
+        generate(model, kvjax.Full(), DraftModel(model, tokens=3)),
+    )
     assert fast.rows == plain.rows
     told = fast.speculation
     assert told is not None
@@ -80,18 +96,24 @@ def test_a_drafting_cache_holds_what_was_accepted(model: Decoder, leave: int) ->
     kvjax.raise_on_overflow(drafter.cache)
 
 
-@pytest.mark.parametrize("draft", [PromptLookup(ngram=2, tokens=3), "model"], ids=["lookup", "model"])
+@pytest.mark.parametrize(
+    "draft", [PromptLookup(ngram=2, tokens=3), "model"], ids=["lookup", "model"]
+)
 def test_drafts_with_64_bit_types_give_the_same_tokens(model: Decoder, draft: Any) -> None:
     plain = generate(model, kvjax.Full())
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        fast = generate(model, kvjax.Full(), DraftModel(model, tokens=3) if draft == "model" else draft)
+        fast = generate(
+            model, kvjax.Full(), DraftModel(model, tokens=3) if draft == "model" else draft
+        )
     assert fast.rows == plain.rows
 
 
 def test_a_stream_with_drafts_gives_the_same_tokens(model: Decoder) -> None:
     plain = generate(model, kvjax.Full())
     cache = kvjax.init(kvjax.Full(), model.spec(2, 64), layers=CONFIG.layers)
-    run = kvjax.stream(model, cache, PROMPT, max_new_tokens=NEW, draft=PromptLookup(ngram=2, tokens=3))
+    run = kvjax.stream(
+        model, cache, PROMPT, max_new_tokens=NEW, draft=PromptLookup(ngram=2, tokens=3)
+    )
     pieces = list(run)
     assert run.rows == plain.rows
     assert all(piece.shape[1] <= 4 for piece in pieces)
@@ -100,7 +122,9 @@ def test_a_stream_with_drafts_gives_the_same_tokens(model: Decoder) -> None:
 
 def test_drafts_keep_the_distribution() -> None:
     """For 4 tokens at temperature 1, whatever is drafted, pairs of tokens are as likely as the model says."""
-    logits = np.log(np.array([[0.5, 0.2, 0.2, 0.1], [0.1, 0.6, 0.2, 0.1], [0.25] * 4, [0.7, 0.1, 0.1, 0.1]]))
+    logits = np.log(
+        np.array([[0.5, 0.2, 0.2, 0.1], [0.1, 0.6, 0.2, 0.1], [0.25] * 4, [0.7, 0.1, 0.1, 0.1]])
+    )
 
     @dataclasses.dataclass(frozen=True)
     class Chain:
@@ -111,15 +135,25 @@ def test_drafts_keep_the_distribution() -> None:
             first_chunk: bool = False, steps: bool = False, info: bool = False,
         ) -> Any:  # fmt: skip
             out = jnp.asarray(logits, jnp.float32)[tokens]
-            count = jnp.full(len(tokens), tokens.shape[1], jnp.int32) if lengths is None else lengths
+            count = (
+                jnp.full(len(tokens), tokens.shape[1], jnp.int32)
+                if lengths is None
+                else lengths
+            )
             state = dataclasses.replace(cache.layers[0].state, tokens=dataclasses.replace(
                 cache.layers[0].state.tokens, count=cache.length + jnp.where(
                     True if active is None else active, count, 0)))  # fmt: skip
-            cache = dataclasses.replace(cache, layers=(dataclasses.replace(cache.layers[0], state=state),))
-            return (out[jnp.arange(len(out)), jnp.maximum(count - 1, 0)] if last_logits else out), cache
+            cache = dataclasses.replace(
+                cache, layers=(dataclasses.replace(cache.layers[0], state=state),)
+            )
+            return (
+                out[jnp.arange(len(out)), jnp.maximum(count - 1, 0)] if last_logits else out
+            ), cache
 
     rows, n = 4000, 3
-    spec = kvjax.CacheSpec(batch=rows, q_heads=1, kv_heads=1, head_dim=1, capacity=32, dtype="float32")
+    spec = kvjax.CacheSpec(
+        batch=rows, q_heads=1, kv_heads=1, head_dim=1, capacity=32, dtype="float32"
+    )
     cache = kvjax.init(kvjax.Full(), spec, layers=1)
     prompt = np.tile([[0, 1, 2, 0, 1, 0]], (rows, 1))
     made = kvjax.generate(
@@ -136,13 +170,23 @@ def test_drafts_keep_the_distribution() -> None:
 
 
 def test_prompt_lookup_finds_the_last_place_of_the_longest_run() -> None:
-    texts = [[1, 2, 3, 7, 2, 3, 8, 5, 2], [4, 4, 4], [1, 2, 3], [2, 3, 8, 5, 3, 9, 1, 6, 2], [6, 7, 8]]
+    texts = [
+        [1, 2, 3, 7, 2, 3, 8, 5, 2],
+        [4, 4, 4],
+        [1, 2, 3],
+        [2, 3, 8, 5, 3, 9, 1, 6, 2],
+        [6, 7, 8],
+    ]
     text = np.zeros((5, 16), np.int32)
     for row, known in zip(text, texts, strict=True):
         row[: len(known)] = known
     drafter = _LookupDrafter(jnp.asarray(text), jnp.array([9, 3, 3, 9, 3]), 2, 4)
-    draft, count, _ = drafter.propose(jnp.array([3, 4, 9, 3, 6]), jnp.ones(5, bool), lambda logits, i: None)  # type: ignore[arg-type, return-value]
-    assert [row[:n].tolist() for row, n in zip(np.asarray(draft), count.tolist(), strict=True)] == [
+    draft, count, _ = drafter.propose(
+        jnp.array([3, 4, 9, 3, 6]), jnp.ones(5, bool), lambda logits, i: None
+    )  # type: ignore[arg-type, return-value]
+    assert [
+        row[:n].tolist() for row, n in zip(np.asarray(draft), count.tolist(), strict=True)
+    ] == [
         [8, 5, 2, 3],
         [4],
         [],
@@ -155,7 +199,10 @@ def test_prompt_lookup_finds_the_last_place_of_the_longest_run() -> None:
 
 
 def test_acceptance_stops_at_the_first_difference_and_at_an_end() -> None:
-    drawn, draft = jnp.array([[1, 2, 3], [1, 9, 3], [1, 2, 3], [1, 2, 3]]), jnp.array([[1, 2, 3]] * 4)
+    drawn, draft = (
+        jnp.array([[1, 2, 3], [1, 9, 3], [1, 2, 3], [1, 2, 3]]),
+        jnp.array([[1, 2, 3]] * 4),
+    )
     ended = jnp.array([[False] * 3, [False] * 3, [False] * 3, [False, True, False]])
     assert accepted(drawn, draft, jnp.array([3, 3, 1, 3]), ended).tolist() == [3, 1, 1, 1]
     assert Speculation(10, 20, 5).acceptance == 0.25
@@ -163,27 +210,45 @@ def test_acceptance_stops_at_the_first_difference_and_at_an_end() -> None:
 
 
 def test_drafts_that_cannot_work_are_refused_before_the_prompt(model: Decoder) -> None:
-    with pytest.raises(ValueError, match=r"drafts need a cache that can take back tokens, which layer 0 with Evicting"):
+    with pytest.raises(
+        ValueError,
+        match=r"drafts need a cache that can take back tokens, which layer 0 with Evicting",
+    ):
         generate(model, kvjax.presets.tova(32).rest, PromptLookup())
-    with pytest.raises(ValueError, match=r"draft of 8 tokens .* more than the 8 that .* draft at most 7"):
-        generate(model, dataclasses.replace(POLICY, demote=Fifo(leave=8)), PromptLookup(tokens=8))
+    with pytest.raises(
+        ValueError, match=r"draft of 8 tokens .* more than the 8 that .* draft at most 7"
+    ):
+        generate(
+            model, dataclasses.replace(POLICY, demote=Fifo(leave=8)), PromptLookup(tokens=8)
+        )
     other = Decoder(dataclasses.replace(CONFIG, vocab_size=41))
-    with pytest.raises(ValueError, match=r"draft model has a vocabulary of 41 tokens and the model one of 40"):
+    with pytest.raises(
+        ValueError, match=r"draft model has a vocabulary of 41 tokens and the model one of 40"
+    ):
         generate(model, kvjax.Full(), DraftModel(other))
     for tokens in (0, 16):
         with pytest.raises(ValueError, match=r"PromptLookup\(tokens=\.\.\.\) must be at"):
             PromptLookup(tokens=tokens)
-    with pytest.raises(ValueError, match=r"a PromptLookup or a DraftModel, got the class PromptLookup; make an inst"):
+    with pytest.raises(
+        ValueError,
+        match=r"a PromptLookup or a DraftModel, got the class PromptLookup; make an inst",
+    ):
         generate(model, kvjax.Full(), PromptLookup)
     with pytest.raises(
         ValueError,
         match=r"got the string 'prompt-lookup'; write it as code, .* kvjax\..*\.PromptLookup\(\)",
     ):
         generate(model, kvjax.Full(), "prompt-lookup")
-    with pytest.raises(ValueError, match=r"got a Decoder; to draft with it, write kvjax\..*\.DraftModel\(model\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"got a Decoder; to draft with it, write kvjax\..*\.DraftModel\(model\)",
+    ):
         generate(model, kvjax.Full(), model)
     assert parse("prompt-lookup") == PromptLookup()
-    with pytest.raises(ValueError, match=r"speculate='lookup' must be prompt-lookup, or prompt-lookup:NGRAM,TOKENS"):
+    with pytest.raises(
+        ValueError,
+        match=r"speculate='lookup' must be prompt-lookup, or prompt-lookup:NGRAM,TOKENS",
+    ):
         parse("lookup")
 
 
@@ -192,8 +257,14 @@ def test_a_refused_draft_leaves_the_conversation_as_it_was(model: Decoder, run: 
     """The cache of the last turn is donated only when the draft has been accepted."""
     first = generate(model, kvjax.Full())
     for draft, message in (
-        (DraftModel(model), "holds 52 tokens before this prompt, which the draft model has not read"),
-        (DraftModel(Decoder(dataclasses.replace(CONFIG, vocab_size=41))), "has a vocabulary of 41 tokens"),
+        (
+            DraftModel(model),
+            "holds 52 tokens before this prompt, which the draft model has not read",
+        ),
+        (
+            DraftModel(Decoder(dataclasses.replace(CONFIG, vocab_size=41))),
+            "has a vocabulary of 41 tokens",
+        ),
         (PromptLookup, "got the class PromptLookup"),
     ):
         with pytest.raises(ValueError, match=message):

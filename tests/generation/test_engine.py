@@ -16,10 +16,20 @@ from kvjax.generation.processors import Processors
 from kvjax.generation.sampling import sampling
 from tests.checkpoint import write_checkpoint
 from tests.fuzz import requests as fuzz_requests
-from tests.generation.test_generate import FIER, FLUSHING, VOCAB, Tiny, compilations, new_cache, words
+from tests.generation.test_generate import (
+    FIER,
+    FLUSHING,
+    VOCAB,
+    Tiny,
+    compilations,
+    new_cache,
+    words,
+)
 
 HOSTED = dataclasses.replace(FLUSHING, store=kvjax.HostOffload())
-KIVI = kvjax.Compressed(store=kvjax.Quantized(bits=2, key_group=8), local=8, demote=kvjax.Fifo(leave=16))
+KIVI = kvjax.Compressed(
+    store=kvjax.Quantized(bits=2, key_group=8), local=8, demote=kvjax.Fifo(leave=16)
+)
 H2O = kvjax.Evicting(evictor=kvjax.evictors.HeavyHitter(), budget=24)
 SHARING = {"flushing": FLUSHING, "full": kvjax.presets.full(), "kivi": KIVI}
 ORDER = sorted(fuzz_requests.POLICIES, key=("quest", "kivi", "freekv").count, reverse=True)
@@ -42,7 +52,9 @@ def draw(rng):
     """A random request: prompt and settings."""
     settings = {"max_new_tokens": int(rng.integers(1, 20)), "n": int(rng.choice([1, 1, 1, 3]))}
     if rng.random() < 0.5:
-        settings |= {"sampling": sampling(float(rng.uniform(0.2, 2)), top_k=int(rng.integers(1, 30)))}
+        settings |= {
+            "sampling": sampling(float(rng.uniform(0.2, 2)), top_k=int(rng.integers(1, 30)))
+        }
         settings |= {"key": jax.random.key(int(rng.integers(100)))}
     if rng.random() < 0.5:
         settings |= {"stop_tokens": rng.integers(0, VOCAB, 3).tolist()}
@@ -50,7 +62,9 @@ def draw(rng):
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize(("name", "seed"), [(name, seed) for name in ORDER for seed in fuzz_requests.KEPT[name]])
+@pytest.mark.parametrize(
+    ("name", "seed"), [(name, seed) for name in ORDER for seed in fuzz_requests.KEPT[name]]
+)
 def test_tokens_are_those_of_the_request_alone(name, seed):
     """Requests that come and go at random: see tests/fuzz/requests.py, which also runs new seeds."""
     fuzz_requests.run_scenario(name, seed)
@@ -68,14 +82,20 @@ def test_tokens_are_those_of_generate(model, draws):
 
 
 def test_rules_that_change_logits_count_the_tokens_of_a_request(model):
-    rules = Processors(repetition_penalty=1.7, no_repeat_ngram_size=2, min_new_tokens=6, suppress_tokens=(5,))
-    engine = kvjax.Engine(model, new_cache(2), block=4, chunk=512, processors=rules, stop_tokens=range(8))
+    rules = Processors(
+        repetition_penalty=1.7, no_repeat_ngram_size=2, min_new_tokens=6, suppress_tokens=(5,)
+    )
+    engine = kvjax.Engine(
+        model, new_cache(2), block=4, chunk=512, processors=rules, stop_tokens=range(8)
+    )
     prompts = words(9, 14, 20)
     requests = [engine.submit(prompt, max_new_tokens=12)[0] for prompt in prompts]
     engine.run()
     for request, prompt in zip(requests, prompts, strict=True):
         settings = {"max_new_tokens": 12, "processors": rules, "stop_tokens": range(8)}
-        assert request.tokens == kvjax.generate(model, new_cache(), [prompt], **settings).rows[0]
+        assert (
+            request.tokens == kvjax.generate(model, new_cache(), [prompt], **settings).rows[0]
+        )
 
 
 def test_a_prompt_is_read_once_for_its_answers_and_a_beginning_is_copied(model):
@@ -120,7 +140,10 @@ def test_a_row_that_is_not_finite_ends_alone():
 
     broken = Broken(nnx.Rngs(0))
     engine = kvjax.Engine(broken, new_cache(2), block=4, chunk=32)
-    (bad,), (good,) = engine.submit([5, 7], max_new_tokens=9), engine.submit([5, 6], max_new_tokens=9)
+    (bad,), (good,) = (
+        engine.submit([5, 7], max_new_tokens=9),
+        engine.submit([5, 6], max_new_tokens=9),
+    )
     engine.run()
     assert (bad.reason, bad.tokens) == ("error", [])
     cold = kvjax.Engine(broken, new_cache(2), block=4, chunk=32)
@@ -134,7 +157,11 @@ def test_a_row_ends_with_the_token_that_makes_it_not_finite(model):
     cold = kvjax.Engine(model, new_cache(1), block=4)
     (whole,) = cold.submit([5, 6], max_new_tokens=12)
     cold.run()
-    bad, at = next((token, i) for i, token in enumerate(whole.tokens) if i > 1 and token not in whole.tokens[:i])
+    bad, at = next(
+        (token, i)
+        for i, token in enumerate(whole.tokens)
+        if i > 1 and token not in whole.tokens[:i]
+    )
 
     class Poisoned(Tiny):
         def __call__(self, tokens, cache, **settings):
@@ -163,7 +190,12 @@ def test_short_requests_take_slots_of_small_capacity(model, policy):
     with compilations() as seen:
         sent = [(one, engine.submit(one, max_new_tokens=10)[0]) for one in (long, also, *short)]
         engine.step()
-        assert [request.state for _, request in sent[:4]] == ["decoding", "waiting", "decoding", "decoding"]
+        assert [request.state for _, request in sent[:4]] == [
+            "decoding",
+            "waiting",
+            "decoding",
+            "decoding",
+        ]
         engine.run()
     assert not seen or policy is H2O  # whose prompts are read whole
     assert engine.stats().slots == 3
@@ -174,15 +206,23 @@ def test_short_requests_take_slots_of_small_capacity(model, policy):
 def test_rows_of_slots_of_several_capacities_are_copied(model):
     """To a prompt that begins like them, and to a caller."""
     (start,) = words(40)
-    engine = kvjax.Engine(model, new_cache(1), small_slots={64: 1}, block=2, chunk=32, prompt_tokens=500)
+    engine = kvjax.Engine(
+        model, new_cache(1), small_slots={64: 1}, block=2, chunk=32, prompt_tokens=500
+    )
     requests = [engine.submit([*start, token], max_new_tokens=16)[0] for token in (3, 4)]
     engine.step()
     assert engine.stats().shared_tokens == 32
     row = engine.row(requests[0])  # in the small slot
-    assert (row.spec.batch, row.spec.capacity, row.length.tolist()) == (1, 128, [41 + len(requests[0].tokens)])
+    assert (row.spec.batch, row.spec.capacity, row.length.tolist()) == (
+        1,
+        128,
+        [41 + len(requests[0].tokens)],
+    )
     engine.run()
     for token, request in zip((3, 4), requests, strict=True):
-        assert [request.tokens] == alone(model, kvjax.presets.full(), 1, [*start, token], max_new_tokens=16)
+        assert [request.tokens] == alone(
+            model, kvjax.presets.full(), 1, [*start, token], max_new_tokens=16
+        )
 
 
 def test_slots_of_several_capacities_are_refused_where_rows_depend_on_others(model):
@@ -206,7 +246,9 @@ def test_the_device_is_asked_for_a_block_before_the_last_one_is_read(model):
     assert (first.tokens, first.asked) == ([], 4)
     assert engine.step() == [first]
     assert (len(first.tokens), first.asked) == (4, 8)
-    assert engine.step() == [first]  # its end was known, so that the slot has the other one already
+    assert engine.step() == [
+        first
+    ]  # its end was known, so that the slot has the other one already
     assert (first.reason, second.asked) == ("length", 4)
     engine.run()
     assert engine.stats().fill == 1
@@ -233,7 +275,10 @@ def test_a_prompt_that_cannot_be_read_ends_alone(model, monkeypatch):
 
     engine = kvjax.Engine(model, new_cache(2), block=4)
     monkeypatch.setattr(engines, "_read_chunk", read)
-    (bad, also), (good,) = engine.submit([7, 5], n=2, max_new_tokens=9), engine.submit([5, 7], max_new_tokens=9)
+    (bad, also), (good,) = (
+        engine.submit([7, 5], n=2, max_new_tokens=9),
+        engine.submit([5, 7], max_new_tokens=9),
+    )
     assert {bad, also} <= set(engine.step())
     engine.run()
     assert (bad.reason, also.reason, good.reason) == ("error", "error", "length")
@@ -291,12 +336,16 @@ def test_threads_submit_and_cancel_while_the_engine_runs(model):
     threads = [threading.Thread(target=client, args=(seed,)) for seed in range(4)]
     for thread in threads:
         thread.start()
-    while any(thread.is_alive() for thread in threads) or any(not request.done for _, request in sent):
+    while any(thread.is_alive() for thread in threads) or any(
+        not request.done for _, request in sent
+    ):
         engine.step()
     assert len(sent) == 12
     for prompt, request in sent:
         if request.reason == "length":
-            assert [request.tokens] == alone(model, kvjax.presets.full(), 2, prompt, max_new_tokens=11)
+            assert [request.tokens] == alone(
+                model, kvjax.presets.full(), 2, prompt, max_new_tokens=11
+            )
     assert sum(request.reason == "length" for _, request in sent) >= 8
 
 
@@ -306,7 +355,9 @@ def test_prompts_that_are_read_whole_attend_exactly(model):
     engine = kvjax.Engine(model, new_cache(2, policy=KIVI), chunk=None)
     (request,) = engine.submit(prompt, max_new_tokens=9)
     engine.run()
-    whole = kvjax.generate(model, new_cache(1, policy=KIVI), [prompt], max_new_tokens=9, chunk=128)
+    whole = kvjax.generate(
+        model, new_cache(1, policy=KIVI), [prompt], max_new_tokens=9, chunk=128
+    )
     assert [request.tokens] == whole.rows
 
 
@@ -333,10 +384,14 @@ def test_trouble_of_one_changes_no_token_of_the_others(model):
         engine.step()
     engine.cancel(left["cancelled"])
     engine.run()
-    assert {reason: one.reason for reason, one in left.items()} == {reason: reason for reason in left}
+    assert {reason: one.reason for reason, one in left.items()} == {
+        reason: reason for reason in left
+    }
     assert engine.stats().waiting == 0
     for prompt, request in zip(prompts, kept, strict=True):
-        assert [request.tokens] == alone(poisoned, kvjax.presets.full(), 2, prompt, max_new_tokens=12)
+        assert [request.tokens] == alone(
+            poisoned, kvjax.presets.full(), 2, prompt, max_new_tokens=12
+        )
 
 
 def test_a_prompt_begins_without_a_look_at_all_that_wait(model, monkeypatch):
@@ -347,7 +402,9 @@ def test_a_prompt_begins_without_a_look_at_all_that_wait(model, monkeypatch):
         return done.fget(self)
 
     def count(waiting):
-        engine = kvjax.Engine(model, new_cache(1), small_slots={64: 1}, block=2, chunk=32, max_waiting=waiting + 9)
+        engine = kvjax.Engine(
+            model, new_cache(1), small_slots={64: 1}, block=2, chunk=32, max_waiting=waiting + 9
+        )
         for _ in range(waiting):
             engine.submit([3, 4], max_new_tokens=2)
         looks.clear()
@@ -380,7 +437,10 @@ def test_iterating_over_a_request_runs_the_engine(model):
     [
         ({"prompt": []}, "empty"),
         ({"prompt": [VOCAB]}, "vocabulary"),
-        ({"max_new_tokens": 500}, r"3 prompt \+ 500 new tokens do not fit in the cache's capacity of 128"),
+        (
+            {"max_new_tokens": 500},
+            r"3 prompt \+ 500 new tokens do not fit in the cache's capacity of 128",
+        ),
         ({"n": 0}, "n"),
         ({"n": 257}, r"more answers than may wait: max_waiting=256"),
         ({"stop_tokens": list(range(17))}, "16 stop tokens, got 17"),
@@ -435,7 +495,9 @@ def test_a_request_of_another_engine_is_left_to_it(model):
     (request,) = own.submit([3, 4], max_new_tokens=9)
     own.step()
     for verb in (other.cancel, other.row):
-        with pytest.raises(ValueError, match="takes a request that `submit` of this engine returned"):
+        with pytest.raises(
+            ValueError, match="takes a request that `submit` of this engine returned"
+        ):
             verb(request)
     own.run()
     assert request.reason == "length"
@@ -454,7 +516,9 @@ def test_warm_up_touches_no_request(model):
     with pytest.raises(ValueError, match="warm_up takes an idle engine"):
         engine.warm_up()
     engine.run()
-    assert [request.tokens] == alone(model, kvjax.presets.full(), 2, [3, 4, 5], max_new_tokens=7)
+    assert [request.tokens] == alone(
+        model, kvjax.presets.full(), 2, [3, 4, 5], max_new_tokens=7
+    )
 
 
 def test_chat_messages_end_at_the_stop_tokens_of_a_chat(tmp_path):
@@ -476,13 +540,27 @@ def test_answers_and_requests_that_begin_alike_share_a_prefix(model, name):
     """Samples of one prompt, then requests with its beginning, get their tokens; the prompt is stored once."""
     policy = SHARING[name]
     system, *rests = words(70, 9, 17, 20)
-    engine = kvjax.Engine(model, new_cache(4, 96, policy), block=4, chunk=32, prefixes=2, prefix_tokens=64)
+    engine = kvjax.Engine(
+        model, new_cache(4, 96, policy), block=4, chunk=32, prefixes=2, prefix_tokens=64
+    )
     settings = {"max_new_tokens": 30, "sampling": sampling(1.0), "key": jax.random.key(3)}
-    sent = [(engine.submit(system + rests[0], n=3, **settings), system + rests[0], {"n": 3, **settings})]
+    sent = [
+        (
+            engine.submit(system + rests[0], n=3, **settings),
+            system + rests[0],
+            {"n": 3, **settings},
+        )
+    ]
     engine.step()
     assert engine.stats().prefixes == 1
     for rest in rests[1:]:
-        sent.append((engine.submit(system + rest, max_new_tokens=9), system + rest, {"max_new_tokens": 9}))
+        sent.append(
+            (
+                engine.submit(system + rest, max_new_tokens=9),
+                system + rest,
+                {"max_new_tokens": 9},
+            )
+        )
     most = 0
     while any(not request.done for requests, _, _ in sent for request in requests):
         engine.step()
@@ -498,16 +576,27 @@ def test_answers_and_requests_that_begin_alike_share_a_prefix(model, name):
 
 def test_a_prompt_may_be_longer_than_a_slot_by_its_prefix(model):
     (prompt, other) = words(90, 90)
-    engine = kvjax.Engine(model, new_cache(2, 96), block=4, chunk=32, prefixes=1, prefix_tokens=64)
-    with pytest.raises(ValueError, match="need 110 tokens beside the longest prefix, and a slot has 96"):
+    engine = kvjax.Engine(
+        model, new_cache(2, 96), block=4, chunk=32, prefixes=1, prefix_tokens=64
+    )
+    with pytest.raises(
+        ValueError, match="need 110 tokens beside the longest prefix, and a slot has 96"
+    ):
         engine.submit(prompt[:60], max_new_tokens=50)
-    first, second = (engine.submit(one, max_new_tokens=40)[0] for one in (prompt, other))  # in turn: there is one place
+    first, second = (
+        engine.submit(one, max_new_tokens=40)[0] for one in (prompt, other)
+    )  # in turn: there is one place
     engine.run()
     for request, one in ((first, prompt), (second, other)):
-        assert request.tokens == kvjax.generate(model, new_cache(1, 160), [one], max_new_tokens=40).rows[0]
+        assert (
+            request.tokens
+            == kvjax.generate(model, new_cache(1, 160), [one], max_new_tokens=40).rows[0]
+        )
 
 
-@pytest.mark.parametrize("shared", [{}, {"prefixes": 1, "prefix_tokens": 64}], ids=["copied", "stored"])
+@pytest.mark.parametrize(
+    "shared", [{}, {"prefixes": 1, "prefix_tokens": 64}], ids=["copied", "stored"]
+)
 def test_a_prompt_that_is_not_finite_lends_its_beginning_to_none(shared):
     """Within a chunk, NaN of a later token reaches the keys of earlier ones in the next layer."""
     poisoned = Tiny(nnx.Rngs(0))
@@ -515,7 +604,9 @@ def test_a_prompt_that_is_not_finite_lends_its_beginning_to_none(shared):
     (start,) = words(80)
     start, settings = [max(token, 8) for token in start], {"max_new_tokens": 9}
     engine = kvjax.Engine(poisoned, new_cache(3, 128), block=4, chunk=32, **shared)
-    bad, good, also = (engine.submit(start + rest, **settings)[0] for rest in ([7, 9], [9], [8, 9]))
+    bad, good, also = (
+        engine.submit(start + rest, **settings)[0] for rest in ([7, 9], [9], [8, 9])
+    )
     engine.run()
     assert (bad.reason, good.reason, also.reason) == ("error", "length", "length")
     for request, rest in ((good, [9]), (also, [8, 9])):
@@ -575,10 +666,16 @@ def test_many_requests_leave_nothing_behind(model, count):
     rng, buffers = np.random.default_rng(5), []
 
     def one() -> None:
-        prompt = (system if rng.random() < 0.3 else []) + rng.integers(1, VOCAB, int(rng.integers(1, 20))).tolist()
-        how = {"sampling": sampling(1.0), "key": jax.random.key(0)} if rng.random() < 0.5 else {}
+        prompt = (system if rng.random() < 0.3 else []) + rng.integers(
+            1, VOCAB, int(rng.integers(1, 20))
+        ).tolist()
+        how = (
+            {"sampling": sampling(1.0), "key": jax.random.key(0)} if rng.random() < 0.5 else {}
+        )
         try:
-            requests = engine.submit(prompt, max_new_tokens=int(rng.integers(1, 9)), n=int(rng.choice([1, 3])), **how)
+            requests = engine.submit(
+                prompt, max_new_tokens=int(rng.integers(1, 9)), n=int(rng.choice([1, 3])), **how
+            )
         except EngineBusy:
             engine.run()
             return

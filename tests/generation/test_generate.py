@@ -15,7 +15,15 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax import generation as gen
-from kvjax.generation import Detokenizer, decode, decode_step, generate, prefill, stream, warm_up
+from kvjax.generation import (
+    Detokenizer,
+    decode,
+    decode_step,
+    generate,
+    prefill,
+    stream,
+    warm_up,
+)
 from kvjax.generation import prefilling as reading
 from kvjax.generation.loops import PAD, decode_loop
 from kvjax.generation.prompt_inputs import check_fit, pad_prompt
@@ -27,7 +35,12 @@ FIER = kvjax.presets.fier(
 )  # one for all tests, which so share its programs
 # Its recent block is full every fourth step, so that a short run seals some chunks.
 FLUSHING = kvjax.Retrieval(
-    selector=kvjax.selectors.Fier(group=4), budget=16, sink=2, local=6, demote=kvjax.Fifo(leave=4), dense_below=0
+    selector=kvjax.selectors.Fier(group=4),
+    budget=16,
+    sink=2,
+    local=6,
+    demote=kvjax.Fifo(leave=4),
+    dense_below=0,
 )
 
 
@@ -50,11 +63,26 @@ class Tiny(nnx.Module):
 
     def __init__(self, rngs):
         self.embed = nnx.Param(jax.random.normal(rngs.params(), (VOCAB, WIDTH)))
-        self.qkv = nnx.List([nnx.Linear(WIDTH, (N + 2 * K) * D, use_bias=False, rngs=rngs) for _ in range(LAYERS)])
+        self.qkv = nnx.List(
+            [
+                nnx.Linear(WIDTH, (N + 2 * K) * D, use_bias=False, rngs=rngs)
+                for _ in range(LAYERS)
+            ]
+        )
         self.out = nnx.List([nnx.Linear(N * D, WIDTH, rngs=rngs) for _ in range(LAYERS)])
         self.head = nnx.Linear(WIDTH, VOCAB, rngs=rngs)
 
-    def __call__(self, tokens, cache, *, lengths=None, active=None, last_logits=False, first_chunk=False, info=False):
+    def __call__(
+        self,
+        tokens,
+        cache,
+        *,
+        lengths=None,
+        active=None,
+        last_logits=False,
+        first_chunk=False,
+        info=False,
+    ):
         B, T = tokens.shape
         positions = (cache.length[:, None] + jnp.arange(T)[None]).astype(jnp.float32)
         x, layers, infos = self.embed[...][tokens], [], []
@@ -67,7 +95,9 @@ class Tiny(nnx.Module):
             x = x + out(mixed.reshape(B, T, N * D))
             layers.append(layer)
             infos.append(seen)
-        alike = jax.tree.map(lambda old, new: new, cache.layers, tuple(layers))  # as a scan over layers needs them
+        alike = jax.tree.map(
+            lambda old, new: new, cache.layers, tuple(layers)
+        )  # as a scan over layers needs them
         cache = dataclasses.replace(cache, layers=alike)
         cache = kvjax.flush(cache) if T == 1 else cache
         if last_logits:
@@ -83,7 +113,9 @@ def model():
 
 
 def new_cache(batch=1, capacity=128, policy=None):
-    spec = kvjax.CacheSpec(batch=batch, q_heads=N, kv_heads=K, head_dim=D, capacity=capacity, dtype=jnp.float32)
+    spec = kvjax.CacheSpec(
+        batch=batch, q_heads=N, kv_heads=K, head_dim=D, capacity=capacity, dtype=jnp.float32
+    )
     return kvjax.init(policy or kvjax.presets.full(), spec, layers=LAYERS)
 
 
@@ -169,7 +201,10 @@ def test_lowered_programs_of_a_prompt_are_those_that_run(model, monkeypatch, pol
     monkeypatch.setattr(reading, "_prefill_chunk", run)
     monkeypatch.setattr(reading, "CPU_CHUNKS", (40, 16))
 
-    lowered = [one.lower() for one in reading.prompt_programs(model, new_cache(2, policy=policy), tokens)]
+    lowered = [
+        one.lower()
+        for one in reading.prompt_programs(model, new_cache(2, policy=policy), tokens)
+    ]
     assert all(isinstance(one, jax.stages.Lowered) for one in lowered)
     prefill(model, new_cache(2, policy=policy), np.ones((2, tokens), np.int32))
     assert seen["run"] == seen["lowered"]
@@ -189,7 +224,9 @@ def test_prefill_of_a_long_prompt_holds_no_square(model):
     T, chunk = 8192, 512
     cache = new_cache(capacity=T)
     part = jnp.zeros((1, chunk), jnp.int32)
-    program = reading._prefill_chunk.lower(model, cache, part, jnp.full(1, chunk), first_chunk=False).compile()
+    program = reading._prefill_chunk.lower(
+        model, cache, part, jnp.full(1, chunk), first_chunk=False
+    ).compile()
     # Scores of a chunk against the whole of T in all heads would be N * chunk * T * 4 bytes = 64 MiB.
     assert program.memory_analysis().temp_size_in_bytes < N * chunk * T * 4 / 2
 
@@ -298,13 +335,17 @@ def test_sampled_rows_do_not_depend_on_the_batch_when_they_bring_their_keys(mode
             model, new_cache(), prompt[row : row + 1], max_new_tokens=10, sampling=warm, key=keys[row : row + 1]
         )  # fmt: skip
         assert alone.rows[0] == both.rows[row]
-    other = generate(model, new_cache(2), prompt, max_new_tokens=10, sampling=warm, key=jax.random.key(6))
+    other = generate(
+        model, new_cache(2), prompt, max_new_tokens=10, sampling=warm, key=jax.random.key(6)
+    )
     assert other.rows != both.rows
 
 
 @pytest.mark.parametrize(("capacity", "larger"), [(128, False), (256, False), (100, True)])
 def test_a_larger_cache_is_advised_only_where_the_cache_is_too_small(capacity, larger):
-    with pytest.raises(ValueError, match="5 stored \\+ 100 prompt \\+ 50 new tokens do not fit") as told:
+    with pytest.raises(
+        ValueError, match="5 stored \\+ 100 prompt \\+ 50 new tokens do not fit"
+    ) as told:
         check_fit(5, 100, 50, capacity, None if larger else 128)
     assert ("or make the cache with capacity=155" in str(told.value)) == larger
 
@@ -312,11 +353,26 @@ def test_a_larger_cache_is_advised_only_where_the_cache_is_too_small(capacity, l
 def test_measure_counts_what_steps_attend_to(model):
     prompt, policy = words(60, 40), FIER
     stop = generate(model, new_cache(2, policy=policy), prompt, max_new_tokens=9).rows[0][2]
-    result = generate(model, new_cache(2, policy=policy), prompt, max_new_tokens=9, stop_tokens=stop, measure=True)
+    result = generate(
+        model,
+        new_cache(2, policy=policy),
+        prompt,
+        max_new_tokens=9,
+        stop_tokens=stop,
+        measure=True,
+    )
     # A step sees what is stored and its own token.
-    dense = np.mean([n + 1 + i for n, new in zip((60, 40), result.lengths.tolist(), strict=True) for i in range(new)])
+    dense = np.mean(
+        [
+            n + 1 + i
+            for n, new in zip((60, 40), result.lengths.tolist(), strict=True)
+            for i in range(new)
+        ]
+    )
     np.testing.assert_allclose(result.attended, [dense, 24.0], rtol=1e-6)
-    plain = generate(model, new_cache(2, policy=policy), prompt, max_new_tokens=9, stop_tokens=stop)
+    plain = generate(
+        model, new_cache(2, policy=policy), prompt, max_new_tokens=9, stop_tokens=stop
+    )
     assert plain.rows == result.rows
     assert plain.attended is None
 
@@ -333,7 +389,9 @@ def test_a_second_call_of_the_same_shapes_compiles_nothing(model):
             settings = dict(max_new_tokens=new, sampling=warm, stop_tokens=(seed, 60), chunk=32)
             one = generate(model, caches[0], prompt, key=jax.random.key(seed), **settings)
             generate(model, one.cache, more, key=jax.random.key(1), **settings)
-            for _ in stream(model, caches[1], prompt, key=jax.random.key(2), block=3, **settings):
+            for _ in stream(
+                model, caches[1], prompt, key=jax.random.key(2), block=3, **settings
+            ):
                 pass
         return len(seen)
 
@@ -384,7 +442,9 @@ def test_the_loop_needs_no_more_memory_than_a_step(model):
         model, cache, jnp.zeros((1, VOCAB)), jnp.ones(1, bool), None,
         jnp.int32(0), jnp.int32(1), jnp.zeros(8, jnp.int32), measure=False,
     ).compile().memory_analysis()  # fmt: skip
-    assert loop.alias_size_in_bytes >= kvjax.memory.nbytes(cache).device  # the loop updates the donated cache
+    assert (
+        loop.alias_size_in_bytes >= kvjax.memory.nbytes(cache).device
+    )  # the loop updates the donated cache
     assert loop.temp_size_in_bytes <= step.temp_size_in_bytes + 4096
 
 
@@ -421,7 +481,11 @@ def test_a_stream_looks_for_the_leaves_of_its_model_once(model):
 def test_stream_yields_the_tokens_of_generate(model, block):
     prompt = words(20, 33)
     settings = dict(
-        max_new_tokens=10, sampling=sampling(1.0), key=jax.random.key(0), stop_tokens=range(3), measure=True
+        max_new_tokens=10,
+        sampling=sampling(1.0),
+        key=jax.random.key(0),
+        stop_tokens=range(3),
+        measure=True,
     )
     want = generate(model, new_cache(2), prompt, **settings)
     run = stream(model, new_cache(2), prompt, block=block, **settings)
@@ -518,7 +582,11 @@ def test_stream_of_text_equals_the_decoded_tokens(model):
             r"sampling must be a Sampling, got 0\.7; make one: kvjax\.generation\.sampling\.sampling",
         ),
         ([[1]], dict(processors=3), r"processors must be a Processors, got 3; make one: kvjax"),
-        ([[1]], dict(spec_prefill=3), r"spec_prefill must be a SpecPrefill, got 3; write kvjax"),
+        (
+            [[1]],
+            dict(spec_prefill=3),
+            r"spec_prefill must be a SpecPrefill, got 3; write kvjax",
+        ),
         ([[1]], dict(stop_tokens="</s>"), "stop_tokens are token ids, got .*encode the text"),
         (np.zeros((1, 3)), {}, r"prompt must be integers \[B, T\], got float64"),
         (np.ones((1, 3), int), dict(lengths=[4]), "of at most T=3"),
@@ -531,12 +599,22 @@ def test_stream_of_text_equals_the_decoded_tokens(model):
             "row 0: 100 prompt . 29 new tokens do not fit in the cache's capacity of 128 tokens; ask for at "
             "most 28 new tokens, or make the cache with capacity=129",
         ),
-        ([[1] * 130], {}, "shorten the prompt by 3 tokens, or make the cache with capacity=131"),
-        ([[1] * 600], dict(capacity=1000), "do not fit in the model's 600 positions; shorten the prompt by 1 "),
+        (
+            [[1] * 130],
+            {},
+            "shorten the prompt by 3 tokens, or make the cache with capacity=131",
+        ),
+        (
+            [[1] * 600],
+            dict(capacity=1000),
+            "do not fit in the model's 600 positions; shorten the prompt by 1 ",
+        ),
     ],
     ids=str,
 )
-def test_a_request_that_cannot_be_served_fails_before_any_work(model, prompt, settings, message):
+def test_a_request_that_cannot_be_served_fails_before_any_work(
+    model, prompt, settings, message
+):
     settings = {"max_new_tokens": 1, **settings}
     cache = new_cache(settings.pop("batch", 1), settings.pop("capacity", 128))
     with pytest.raises(ValueError, match=message):
@@ -548,9 +626,13 @@ def test_a_request_that_cannot_be_served_fails_before_any_work(model, prompt, se
 
 def test_what_the_cache_holds_counts_against_its_capacity(model):
     result = generate(model, new_cache(), words(100), max_new_tokens=8)
-    with pytest.raises(ValueError, match=r"row 0: 108 stored \+ 10 prompt \+ 11 new tokens do not fit"):
+    with pytest.raises(
+        ValueError, match=r"row 0: 108 stored \+ 10 prompt \+ 11 new tokens do not fit"
+    ):
         generate(model, result.cache, words(10), max_new_tokens=11)
-    with pytest.raises(ValueError, match=r"row 0: 108 stored \+ 21 new tokens .* at most 20 new tokens"):
+    with pytest.raises(
+        ValueError, match=r"row 0: 108 stored \+ 21 new tokens .* at most 20 new tokens"
+    ):
         decode(model, result.cache, result.logits, max_new_tokens=21)
 
 
@@ -577,7 +659,9 @@ def test_an_interrupt_leaves_a_stream_usable(model):
     prompt = [[1, 2, 3]]
 
     def run():
-        return stream(model, new_cache(capacity=512, policy=FIER), prompt, max_new_tokens=400, block=7)
+        return stream(
+            model, new_cache(capacity=512, policy=FIER), prompt, max_new_tokens=400, block=7
+        )
 
     wanted = run()
     list(wanted)
@@ -589,14 +673,18 @@ def test_an_interrupt_leaves_a_stream_usable(model):
             signal.raise_signal(signal.SIGINT)
 
     before = signal.signal(signal.SIGALRM, interrupt)
-    own = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background of a shell it is ignored
+    own = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # in the background of a shell it is ignored
     signal.setitimer(signal.ITIMER_REAL, 0.01, 0.0037)
     try:
         while again._left:
             try:
                 armed[0] = True
                 next(again)
-                armed[0] = False  # inside of `try`: an interrupt outside of it would end the tests
+                armed[0] = (
+                    False  # inside of `try`: an interrupt outside of it would end the tests
+                )
             except KeyboardInterrupt:
                 interrupted += 1
     finally:

@@ -16,7 +16,8 @@ import kvjax
 from tests.checkpoint import write_checkpoint
 
 openai, _, uvicorn = (
-    pytest.importorskip(name, reason="pip install 'kvjax[serve]'") for name in ("openai", "starlette", "uvicorn")
+    pytest.importorskip(name, reason="pip install 'kvjax[serve]'")
+    for name in ("openai", "starlette", "uvicorn")
 )
 
 FILE = Path(__file__).parents[2] / "examples" / "openai_server.py"
@@ -78,32 +79,54 @@ def test_answers_are_those_of_the_checkpoint(url, app, checkpoint):
 
     async def talk(client):
         return await asyncio.gather(
-            client.chat.completions.create(model="tiny", messages=messages, max_tokens=9, temperature=0),
-            client.completions.create(model="tiny", prompt="Call me", max_tokens=9, temperature=0),
-            client.completions.create(model="tiny", prompt=["Call", "me"], max_tokens=5, temperature=0),
-            client.completions.create(model="tiny", prompt="Call me", max_tokens=9, n=3, seed=4),
+            client.chat.completions.create(
+                model="tiny", messages=messages, max_tokens=9, temperature=0
+            ),
+            client.completions.create(
+                model="tiny", prompt="Call me", max_tokens=9, temperature=0
+            ),
+            client.completions.create(
+                model="tiny", prompt=["Call", "me"], max_tokens=5, temperature=0
+            ),
+            client.completions.create(
+                model="tiny", prompt="Call me", max_tokens=9, n=3, seed=4
+            ),
             client.models.list(),
         )
 
     chat, text, two, drawn, models = run(url, talk)
-    assert chat.choices[0].message.content == checkpoint.generate(messages, max_new_tokens=9).text
+    assert (
+        chat.choices[0].message.content == checkpoint.generate(messages, max_new_tokens=9).text
+    )
     alone = checkpoint.generate("Call me", max_new_tokens=9)
     assert text.choices[0].text == alone.text
     assert text.usage.completion_tokens == len(alone.tokens)
-    assert [one.text for one in two.choices] == checkpoint.generate(["Call", "me"], max_new_tokens=5).texts
+    assert [one.text for one in two.choices] == checkpoint.generate(
+        ["Call", "me"], max_new_tokens=5
+    ).texts
     assert [one.index for one in drawn.choices] == [0, 1, 2]
     assert models.data[0].id == "tiny"
     idle(app)
 
 
 def test_the_parts_of_a_message_are_read_as_its_text(url, checkpoint):
-    parts = [{"role": "user", "content": [{"type": "text", "text": text} for text in ("Hello", "you")]}]
+    parts = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": text} for text in ("Hello", "you")],
+        }
+    ]
 
     async def talk(client):
-        return await client.chat.completions.create(model="tiny", messages=parts, max_tokens=9, temperature=0)
+        return await client.chat.completions.create(
+            model="tiny", messages=parts, max_tokens=9, temperature=0
+        )
 
     message = {"role": "user", "content": "Hello\nyou"}
-    assert run(url, talk).choices[0].message.content == checkpoint.generate([message], max_new_tokens=9).text
+    assert (
+        run(url, talk).choices[0].message.content
+        == checkpoint.generate([message], max_new_tokens=9).text
+    )
 
 
 def test_streamed_text_is_the_whole_text(url, app, checkpoint):
@@ -111,15 +134,31 @@ def test_streamed_text_is_the_whole_text(url, app, checkpoint):
 
     async def talk(client):
         found = {}
-        for name, more in {"all": {}, "stop": {"stop": stop}, "two": {"n": 2, "seed": 1, "temperature": 1.0}}.items():
-            settings = {"model": "tiny", "prompt": "Call me", "max_tokens": 12, "temperature": 0, **more}
+        for name, more in {
+            "all": {},
+            "stop": {"stop": stop},
+            "two": {"n": 2, "seed": 1, "temperature": 1.0},
+        }.items():
+            settings = {
+                "model": "tiny",
+                "prompt": "Call me",
+                "max_tokens": 12,
+                "temperature": 0,
+                **more,
+            }
             whole = await client.completions.create(**settings)
-            parts = [part async for part in await client.completions.create(**settings, stream=True)]
+            parts = [
+                part async for part in await client.completions.create(**settings, stream=True)
+            ]
             joined = [
                 "".join(c.text for part in parts for c in part.choices if c.index == i)
                 for i in range(len(whole.choices))
             ]
-            found[name] = joined, [c.text for c in whole.choices], whole.choices[0].finish_reason
+            found[name] = (
+                joined,
+                [c.text for c in whole.choices],
+                whole.choices[0].finish_reason,
+            )
         return found
 
     found = run(url, talk)
@@ -151,22 +190,33 @@ def test_what_cannot_be_served_is_said(url, app):
                 await client.completions.create(model="tiny", **body)
             found[name] = raised.value.body["message"]
         for body in ([], "a", {"messages": "hi"}, {"messages": ["hi"]}, {"messages": []}):
-            with pytest.raises(openai.BadRequestError, match=r"JSON object|messages must be a list"):
+            with pytest.raises(
+                openai.BadRequestError, match=r"JSON object|messages must be a list"
+            ):
                 await client.post("chat/completions", body=body, cast_to=object)
         image = [{"type": "image_url", "image_url": {"url": "data:,"}}]
-        for message in ({"content": "a"}, *({"role": "user", "content": what} for what in (None, 5, image, [5]))):
+        for message in (
+            {"content": "a"},
+            *({"role": "user", "content": what} for what in (None, 5, image, [5])),
+        ):
             with pytest.raises(openai.BadRequestError, match="each message needs a role"):
-                await client.post("chat/completions", body={"messages": [message]}, cast_to=object)
+                await client.post(
+                    "chat/completions", body={"messages": [message]}, cast_to=object
+                )
         body = {"prompt": "a", "stream": True, "stream_options": "x", "max_tokens": 1}
         with pytest.raises(openai.BadRequestError, match="stream_options must be an object"):
             await client.post("completions", body=body, cast_to=object)
         client = client.with_options(max_retries=0)
-        many = [client.completions.create(model="tiny", prompt="a", n=4, max_tokens=60) for _ in range(6)]
+        many = [
+            client.completions.create(model="tiny", prompt="a", n=4, max_tokens=60)
+            for _ in range(6)
+        ]
         return found, [one for one in await asyncio.gather(*many, return_exceptions=True)]
 
     found, answers = run(url, talk)
     busy, served = (
-        [one for one in answers if isinstance(one, openai.RateLimitError) is kind] for kind in (True, False)
+        [one for one in answers if isinstance(one, openai.RateLimitError) is kind]
+        for kind in (True, False)
     )
     assert "do not fit" in found["too long"]
     assert "empty" in found["empty"]
@@ -179,13 +229,21 @@ def test_what_cannot_be_served_is_said(url, app):
     assert "submit again" in busy[0].body["message"]
     assert busy[0].response.headers["Retry-After"] == "1"
     assert len(served) > 1
-    assert all(choice.finish_reason in ("length", "stop") for one in served for choice in one.choices)
+    assert all(
+        choice.finish_reason in ("length", "stop") for one in served for choice in one.choices
+    )
     idle(app)
 
 
 def test_a_client_that_leaves_frees_its_slot_and_changes_no_other(url, app, checkpoint):
     async def talk(client):
-        settings = {"model": "tiny", "prompt": "Call me", "max_tokens": 100, "temperature": 0, "stream": True}
+        settings = {
+            "model": "tiny",
+            "prompt": "Call me",
+            "max_tokens": 100,
+            "temperature": 0,
+            "stream": True,
+        }
         leaving = await client.completions.create(**settings)
         other = asyncio.create_task(
             client.completions.create(model="tiny", prompt="Call", max_tokens=20, temperature=0)
@@ -226,7 +284,9 @@ def test_a_step_that_fails_tells_all_clients(url, app, monkeypatch):
         client = client.with_options(max_retries=0)
         with pytest.raises(openai.InternalServerError) as raised:
             await client.completions.create(model="tiny", prompt="a", max_tokens=9)
-        with pytest.raises(openai.InternalServerError, match="a step of this engine has failed"):
+        with pytest.raises(
+            openai.InternalServerError, match="a step of this engine has failed"
+        ):
             await client.completions.create(model="tiny", prompt="a", max_tokens=9, stream=True)
         return raised.value.body["message"]
 

@@ -20,15 +20,25 @@ V, S = 40, 48
 STOP = np.array([7, 9], np.int32)
 
 
-def theirs(settings: dict[str, Any], tokens: np.ndarray, logits: np.ndarray, prompt: int) -> np.ndarray:
+def theirs(
+    settings: dict[str, Any], tokens: np.ndarray, logits: np.ndarray, prompt: int
+) -> np.ndarray:
     """The logits of one row after transformers' processors."""
     torch = pytest.importorskip("torch")
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(vocab_size=V, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    config = LlamaConfig(
+        vocab_size=V,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+    )
     asked = GenerationConfig(**settings, eos_token_id=STOP.tolist())
     asked._eos_token_tensor = torch.tensor(STOP)
-    processors = LlamaForCausalLM(config)._get_logits_processor(asked, input_ids_seq_length=prompt, device="cpu")
+    processors = LlamaForCausalLM(config)._get_logits_processor(
+        asked, input_ids_seq_length=prompt, device="cpu"
+    )
     return processors(torch.tensor(tokens[None]).long(), torch.tensor(logits[None])).numpy()[0]
 
 
@@ -69,7 +79,9 @@ def test_logits_are_those_of_transformers(name: str) -> None:
         rows.append((tokens, prompt, new, rng.normal(size=V).astype(np.float32) * 4))
     processors = Processors(**settings)
     for tokens, prompt, new, logits in rows:
-        start = processors.start(tokens[None, :prompt], np.array([prompt]), capacity=S, vocabulary=V)
+        start = processors.start(
+            tokens[None, :prompt], np.array([prompt]), capacity=S, vocabulary=V
+        )
         assert start is not None
         rules, history = start
         history, other = (
@@ -78,7 +90,9 @@ def test_logits_are_those_of_transformers(name: str) -> None:
         )
         jax.tree.map(np.testing.assert_array_equal, history, other)
         found = run(rules, history, jnp.asarray(logits[None]), jnp.int32(new), STOP)
-        np.testing.assert_allclose(found[0], theirs(settings, tokens, logits, prompt), rtol=1e-6)
+        np.testing.assert_allclose(
+            found[0], theirs(settings, tokens, logits, prompt), rtol=1e-6
+        )
     assert len(traces) == 1  # another value of a setting, or another length, compiles nothing
 
 
@@ -90,8 +104,12 @@ def test_a_row_ignores_the_others_and_what_is_past_its_count() -> None:
     rules, history = processors.start(tokens, lengths, capacity=S, vocabulary=V)
     whole = process(rules, history, jnp.asarray(logits), jnp.int32(1), STOP)
     for row in range(3):
-        rules, alone = processors.start(tokens[row : row + 1], lengths[row : row + 1], capacity=S, vocabulary=V)
-        poisoned = History(np.where(np.arange(S) < alone.count[:, None], alone.tokens, 3), alone.count)
+        rules, alone = processors.start(
+            tokens[row : row + 1], lengths[row : row + 1], capacity=S, vocabulary=V
+        )
+        poisoned = History(
+            np.where(np.arange(S) < alone.count[:, None], alone.tokens, 3), alone.count
+        )
         one = process(rules, poisoned, jnp.asarray(logits[row : row + 1]), jnp.int32(1), STOP)
         np.testing.assert_array_equal(one[0], whole[row])
 
@@ -100,7 +118,9 @@ def test_history_counts_as_a_prompt_does() -> None:
     settings = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2}
     prompt = np.array([[4, 5, 6, 4]], np.int32)
     one = Processors(**settings).start(prompt, np.array([4]), capacity=S, vocabulary=V)
-    two = Processors(**settings, history=((4, 5),)).start(prompt[:, 2:], np.array([2]), capacity=S, vocabulary=V)
+    two = Processors(**settings, history=((4, 5),)).start(
+        prompt[:, 2:], np.array([2]), capacity=S, vocabulary=V
+    )
     jax.tree.map(np.testing.assert_array_equal, one, two)
 
 
@@ -157,7 +177,11 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return model, folder
 
 
-GREEDY = {name: settings for name, settings in SETTINGS.items() if name not in ("unigrams", "penalty below 1")}
+GREEDY = {
+    name: settings
+    for name, settings in SETTINGS.items()
+    if name not in ("unigrams", "penalty below 1")
+}
 GREEDY["suppress"] = {"suppress_tokens": list(range(1, V, 2))}
 GREEDY["suppress at the beginning"] = {"begin_suppress_tokens": list(range(1, V, 2))}
 GREEDY["a prompt's own n-grams"] = {"no_repeat_ngram_size": 2, "repetition_penalty": 1.5}
@@ -168,7 +192,12 @@ GREEDY["a prompt's own n-grams"] = {"no_repeat_ngram_size": 2, "repetition_penal
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in ("all", "least", "a prompt's own n-grams") else pytest.mark.thorough)
+        pytest.param(
+            name,
+            marks=()
+            if name in ("all", "least", "a prompt's own n-grams")
+            else pytest.mark.thorough,
+        )
         for name in GREEDY
     ],
 )
@@ -177,7 +206,9 @@ def test_greedy_text_of_a_checkpoint_is_that_of_transformers(both: Any, name: st
 
     theirs, folder = both
     settings, rng = GREEDY[name], np.random.default_rng(3)
-    (folder / "generation_config.json").write_text(json.dumps({**settings, "eos_token_id": STOP.tolist()}))
+    (folder / "generation_config.json").write_text(
+        json.dumps({**settings, "eos_token_id": STOP.tolist()})
+    )
     checkpoint = kvjax.models.load(folder, dtype=jnp.float32)
     changed = 0
     for length in (1, 4, 17):
@@ -203,19 +234,28 @@ def test_greedy_text_of_a_checkpoint_is_that_of_transformers(both: Any, name: st
         )
         assert np.concatenate(list(blocks), axis=1)[0].tolist() == wanted
         drafts = kvjax.PromptLookup(ngram=1, tokens=4)
-        assert generate_rows(checkpoint, [prompt], checkpoint.processors, draft=drafts)[0] == wanted
+        assert (
+            generate_rows(checkpoint, [prompt], checkpoint.processors, draft=drafts)[0]
+            == wanted
+        )
         changed += plain != wanted
-    assert changed or name in ("least", "five", "penalty 1.05", "suppress at the beginning"), "nothing was compared"
+    assert changed or name in ("least", "five", "penalty 1.05", "suppress at the beginning"), (
+        "nothing was compared"
+    )
 
 
-def generate_rows(checkpoint: Any, rows: list[list[int]], processors: Processors, **more: Any) -> list[list[int]]:
+def generate_rows(
+    checkpoint: Any, rows: list[list[int]], processors: Processors, **more: Any
+) -> list[list[int]]:
     cache = checkpoint.init_cache(capacity=64, batch=len(rows))
     settings = {"max_new_tokens": 20, "stop_tokens": STOP, "processors": processors, **more}
     return kvjax.generate(checkpoint.model, cache, rows, **settings).rows
 
 
 @pytest.mark.torch
-def test_rows_of_a_batch_have_the_text_that_each_has_alone_and_settings_share_a_program(both: Any) -> None:
+def test_rows_of_a_batch_have_the_text_that_each_has_alone_and_settings_share_a_program(
+    both: Any,
+) -> None:
     checkpoint = kvjax.models.load(both[1], dtype=jnp.float32)
     rows = [[10, 11, 10, 11], [12], [3, 4, 5, 6, 3, 4]]
     first = Processors(repetition_penalty=1.3, no_repeat_ngram_size=2)
@@ -223,7 +263,11 @@ def test_rows_of_a_batch_have_the_text_that_each_has_alone_and_settings_share_a_
     size = decode_loop._jitted._cache_size()
     for row, own in zip(rows, found, strict=True):
         assert generate_rows(checkpoint, [row] * 3, first)[0] == own
-    generate_rows(checkpoint, rows, Processors(repetition_penalty=1.1, suppress_tokens=(3, 4), min_new_tokens=5))
+    generate_rows(
+        checkpoint,
+        rows,
+        Processors(repetition_penalty=1.1, suppress_tokens=(3, 4), min_new_tokens=5),
+    )
     assert decode_loop._jitted._cache_size() == size
 
 
@@ -234,10 +278,21 @@ def test_rows_of_a_batch_have_the_text_that_each_has_alone_and_settings_share_a_
         ({"bad_words_ids": [[3]], "num_beams": 4}, "bad_words_ids, num_beams"),
         ({"forced_eos_token_id": 2}, "forced_eos_token_id"),
         ({"min_length": 10}, "min_length"),
-        ({"num_beams": 1, "min_length": 0, "temperature": 0.7, "top_k": 5, "penalty_alpha": None}, None),
+        (
+            {
+                "num_beams": 1,
+                "min_length": 0,
+                "temperature": 0.7,
+                "top_k": 5,
+                "penalty_alpha": None,
+            },
+            None,
+        ),
     ],
 )
-def test_what_is_not_applied_is_told_once(both: Any, asked: dict[str, Any], named: str | None) -> None:
+def test_what_is_not_applied_is_told_once(
+    both: Any, asked: dict[str, Any], named: str | None
+) -> None:
     folder = both[1]
     (folder / "generation_config.json").write_text(json.dumps(asked))
     with warnings.catch_warnings(record=True) as seen:
@@ -249,7 +304,10 @@ def test_what_is_not_applied_is_told_once(both: Any, asked: dict[str, Any], name
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("bad", [{"repetition_penalty": 0}, {"repetition_penalty": "1"}, {"no_repeat_ngram_size": -1}])
+@pytest.mark.parametrize(
+    "bad",
+    [{"repetition_penalty": 0}, {"repetition_penalty": "1"}, {"no_repeat_ngram_size": -1}],
+)
 def test_a_rule_that_means_nothing_names_its_field(both: Any, bad: dict[str, Any]) -> None:
     (both[1] / "generation_config.json").write_text(json.dumps(bad))
     with pytest.raises(ValueError, match=f"{next(iter(bad))} in .*generation_config.json"):

@@ -21,7 +21,15 @@ from kvjax.models import Decoder, DecoderConfig
 from kvjax.spec import round_capacity
 from tests.generation.test_generate import assert_close
 
-CONFIG = DecoderConfig(vocab_size=61, hidden_size=32, intermediate_size=48, layers=3, q_heads=4, kv_heads=2, head_dim=8)
+CONFIG = DecoderConfig(
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=48,
+    layers=3,
+    q_heads=4,
+    kv_heads=2,
+    head_dim=8,
+)
 SMALL = (48, 16)  # chunks of prompts, so that short ones have several
 
 
@@ -68,14 +76,21 @@ def test_a_session_compiles_at_most_four_programs(model, policy, monkeypatch):
     jax.clear_caches()
     rng = np.random.default_rng(0)
     spare, running = empty(model, policy), empty(model, policy, batch=4)
-    draws = [sampling(0.7), sampling(1.2, top_k=5), sampling(0.5, top_p=0.9), sampling([1.0], min_p=0.1)]
+    draws = [
+        sampling(0.7),
+        sampling(1.2, top_k=5),
+        sampling(0.5, top_p=0.9),
+        sampling([1.0], min_p=0.1),
+    ]
     stops = [(), 3, (3, 4, 5), range(7)]
     with compiled() as seen:
         caches = [empty(model, policy) for _ in range(12)]
         assert not caches[0].length.any()
     made, keys = set(seen), [jax.random.key(i) for i in range(12)]
     with compiled() as seen:
-        for i, cache in enumerate(caches):  # 12 lengths, 10 lengths of answers, 4 sets of stop tokens
+        for i, cache in enumerate(
+            caches
+        ):  # 12 lengths, 10 lengths of answers, 4 sets of stop tokens
             draw = draws[i % 4] if i % 3 == 0 else sampling()
             given = {
                 "max_new_tokens": 1 + i % 10,
@@ -103,11 +118,19 @@ def test_a_session_compiles_at_most_four_programs(model, policy, monkeypatch):
 
 def test_a_longer_answer_calls_the_same_program_again(model, monkeypatch):
     monkeypatch.setattr("kvjax.generation.streaming.ROOM", 16)
-    settings = {"sampling": sampling(0.8, top_p=0.95), "key": jax.random.key(1), "measure": True}
+    settings = {
+        "sampling": sampling(0.8, top_p=0.95),
+        "key": jax.random.key(1),
+        "measure": True,
+    }
     prompt = words(np.random.default_rng(1), 9, 30)
-    short = kvjax.generate(model, empty(model, kvjax.Full(), batch=2), prompt, max_new_tokens=40, **settings)
+    short = kvjax.generate(
+        model, empty(model, kvjax.Full(), batch=2), prompt, max_new_tokens=40, **settings
+    )
     monkeypatch.undo()
-    whole = kvjax.generate(model, empty(model, kvjax.Full(), batch=2), prompt, max_new_tokens=40, **settings)
+    whole = kvjax.generate(
+        model, empty(model, kvjax.Full(), batch=2), prompt, max_new_tokens=40, **settings
+    )
     np.testing.assert_array_equal(short.tokens, whole.tokens)
     np.testing.assert_allclose(short.attended, whole.attended, rtol=1e-6)
     assert_close(short.logits, whole.logits)
@@ -115,13 +138,19 @@ def test_a_longer_answer_calls_the_same_program_again(model, monkeypatch):
 
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17, 47, 48, 49, 100, 143, 145])
 @pytest.mark.parametrize(
-    "policy", [kvjax.Full(), kvjax.presets.parse("fier:budget=24,dense_layers=1")], ids=["full", "fier"]
+    "policy",
+    [kvjax.Full(), kvjax.presets.parse("fier:budget=24,dense_layers=1")],
+    ids=["full", "fier"],
 )
 def test_the_cuts_of_a_prompt_change_no_result(model, policy, tokens, monkeypatch):
     monkeypatch.setattr(prefilling, "CPU_CHUNKS", SMALL)
     prompt = words(np.random.default_rng(tokens), tokens, max(1, tokens // 2))
-    want, whole = kvjax.generation.prefill(model, empty(model, policy, batch=2), *pad_prompt(prompt, rows=2), chunk=256)
-    got, cut_up = kvjax.generation.prefill(model, empty(model, policy, batch=2), *pad_prompt(prompt, rows=2))
+    want, whole = kvjax.generation.prefill(
+        model, empty(model, policy, batch=2), *pad_prompt(prompt, rows=2), chunk=256
+    )
+    got, cut_up = kvjax.generation.prefill(
+        model, empty(model, policy, batch=2), *pad_prompt(prompt, rows=2)
+    )
     assert_close(got, want)
     assert cut_up.length.tolist() == whole.length.tolist() == [len(row) for row in prompt]
 
@@ -152,27 +181,43 @@ def test_stop_tokens_of_most_requests_have_one_shape():
     assert stop_array((4, 2)).tolist() == [4, 2] + [-1] * 6
 
 
-DEEP = Decoder(dataclasses.replace(CONFIG, layers=4, windows=()))  # of one kind, so that it can be read by layer
+DEEP = Decoder(
+    dataclasses.replace(CONFIG, layers=4, windows=())
+)  # of one kind, so that it can be read by layer
 FIER = kvjax.presets.parse("fier:budget=24")
 FREEKV = kvjax.presets.freekv(32, sink=4, local=4, page=4)
 
 
 def test_a_model_of_many_layers_is_deep():
     for layers, deep in ((7, False), (8, True)):
-        model = jax.eval_shape(lambda n=layers: Decoder(dataclasses.replace(CONFIG, layers=n, windows=())))
+        model = jax.eval_shape(
+            lambda n=layers: Decoder(dataclasses.replace(CONFIG, layers=n, windows=()))
+        )
         for policy, kinds in ((kvjax.Full(), 1), (FREEKV, 2)):  # whose first layer is dense
             spec = model.spec(batch=1, capacity=288)
-            cache = jax.eval_shape(lambda p=policy, s=spec, n=layers: kvjax.init(p, s, layers=n))
+            cache = jax.eval_shape(
+                lambda p=policy, s=spec, n=layers: kvjax.init(p, s, layers=n)
+            )
             assert prefilling.by_layer(model, cache) == (deep or kinds == 1)
 
 
-BY_LAYER = {"full": kvjax.Full(), "fier": FIER, "snapkv": kvjax.presets.snapkv(32), "freekv": FREEKV}
+BY_LAYER = {
+    "full": kvjax.Full(),
+    "fier": FIER,
+    "snapkv": kvjax.presets.snapkv(32),
+    "freekv": FREEKV,
+}
 
 
 @pytest.mark.parametrize(
     ("policy", "batch"),
     [  # of one kind of layer and of two, of one row and of several, and one that looks at the prompt's queries
-        pytest.param(policy, batch, id=f"{name}-{batch}", marks=() if (name, batch) in kept else pytest.mark.thorough)
+        pytest.param(
+            policy,
+            batch,
+            id=f"{name}-{batch}",
+            marks=() if (name, batch) in kept else pytest.mark.thorough,
+        )
         for kept in [[("full", 1), ("freekv", 3), ("snapkv", 3)]]
         for name, policy in BY_LAYER.items()
         for batch in (1, 3)
@@ -185,13 +230,18 @@ def test_a_deep_model_reads_a_prompt_layer_by_layer(policy, batch, monkeypatch):
     prompt = pad_prompt(words(rng, *(70, 20, 101)[:batch]), rows=batch)
 
     def read():
-        cache = kvjax.init(policy, DEEP.spec(batch=batch, capacity=288), layers=DEEP.config.layers)
+        cache = kvjax.init(
+            policy, DEEP.spec(batch=batch, capacity=288), layers=DEEP.config.layers
+        )
         return prefilling.prefill(DEEP, cache, *prompt)
 
     jax.clear_caches()
     with compiled() as seen:
         got, cache = read()
-    sizes, kinds = len(set(cut(prompt[0].shape[1], SMALL))), len({layer.policy for layer in cache.layers})
+    sizes, kinds = (
+        len(set(cut(prompt[0].shape[1], SMALL))),
+        len({layer.policy for layer in cache.layers}),
+    )
     assert "jit(_prefill_chunk)" not in seen
     assert seen["jit(_layer)"] <= max(sizes, 1) * kinds
     assert seen["jit(_begin)"] == seen["jit(_finish)"] <= sizes
@@ -220,15 +270,28 @@ def test_programs_that_compiled_ahead_for_shapes_are_those_that_run(model, polic
     jax.clear_caches()
     cache = kvjax.init(policy, model.spec(batch=1, capacity=288), layers=model.config.layers)
     assert not cache.length.any()
-    settings = {"measure": True, "stop_tokens": (1, 2), "sampling": sampling(0.7), "key": jax.random.key(3)}
+    settings = {
+        "measure": True,
+        "stop_tokens": (1, 2),
+        "sampling": sampling(0.7),
+        "key": jax.random.key(3),
+    }
     settings["processors"] = Processors(repetition_penalty=1.1 if model is DEEP else 1.0)
     chosen = {name: value for name, value in settings.items() if name != "key"}
-    known = stand_in(lambda: kvjax.init(policy, model.spec(batch=1, capacity=288), layers=model.config.layers))
+    known = stand_in(
+        lambda: kvjax.init(
+            policy, model.spec(batch=1, capacity=288), layers=model.config.layers
+        )
+    )
     assert (known is None) == (policy is FREEKV)  # which has arrays in host memory
     for compile_one in kvjax.generation.compile_ahead(shapes, known or cache, 90, **chosen):
         compile_one()
     with compiled() as seen:
-        list(kvjax.generation.stream(model, cache, words(np.random.default_rng(0), 90), max_new_tokens=4, **settings))
+        list(
+            kvjax.generation.stream(
+                model, cache, words(np.random.default_rng(0), 90), max_new_tokens=4, **settings
+            )
+        )
     assert not seen
 
 
@@ -240,22 +303,39 @@ def test_programs_that_compiled_ahead_for_shapes_are_those_that_run(model, polic
         pytest.param(kvjax.presets.snapkv(32), 2, id="snapkv", marks=pytest.mark.thorough),
     ],
 )
-def test_a_short_answer_compiles_one_layer_of_each_kind_and_is_the_same(policy, batch, monkeypatch):
+def test_a_short_answer_compiles_one_layer_of_each_kind_and_is_the_same(
+    policy, batch, monkeypatch
+):
     monkeypatch.setattr(prefilling, "DEEP", 2)
     rng, tokens = np.random.default_rng(4), 280
     prompt = words(rng, *(50, 20)[:batch])
-    settings = {"measure": True, "sampling": sampling(0.9), "key": jax.random.key(5), "max_new_tokens": tokens}
-    settings |= {"stop_tokens": (3,), "processors": Processors(repetition_penalty=1.2), "block": 70}
+    settings = {
+        "measure": True,
+        "sampling": sampling(0.9),
+        "key": jax.random.key(5),
+        "max_new_tokens": tokens,
+    }
+    settings |= {
+        "stop_tokens": (3,),
+        "processors": Processors(repetition_penalty=1.2),
+        "block": 70,
+    }
 
     def empty():
-        return kvjax.init(policy, DEEP.spec(batch=batch, capacity=352), layers=DEEP.config.layers)
+        return kvjax.init(
+            policy, DEEP.spec(batch=batch, capacity=352), layers=DEEP.config.layers
+        )
 
-    chosen = {name: settings[name] for name in ("measure", "sampling", "stop_tokens", "processors")}
+    chosen = {
+        name: settings[name] for name in ("measure", "sampling", "stop_tokens", "processors")
+    }
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), DEEP)
     jax.clear_caches()
     cache = empty()
     assert not cache.length.any()
-    for compile_one in kvjax.generation.compile_ahead(shapes, stand_in(empty) or cache, 50, short=True, **chosen):
+    for compile_one in kvjax.generation.compile_ahead(
+        shapes, stand_in(empty) or cache, 50, short=True, **chosen
+    ):
         compile_one()
     waits = []
     monkeypatch.setattr(loops, "on_host", lambda x: waits.append(x.dtype.kind) or on_host(x))
@@ -280,4 +360,7 @@ def test_layers_that_follow_a_selection_decode_in_one_program(monkeypatch):
         policy = kvjax.presets.parse(f"fier:budget=24,dense_layers=0,share={share}")
         cache = kvjax.init(policy, DEEP.spec(batch=1, capacity=288), layers=DEEP.config.layers)
         logits = np.zeros((1, CONFIG.vocab_size), np.float32)
-        assert len(kvjax.generation.Stream(DEEP, cache, logits, 1, short=True).programs()) == programs
+        assert (
+            len(kvjax.generation.Stream(DEEP, cache, logits, 1, short=True).programs())
+            == programs
+        )

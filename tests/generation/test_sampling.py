@@ -77,9 +77,14 @@ def test_draws_follow_the_filtered_distribution(settings):
 def test_filters_run_in_the_order_temperature_top_k_top_p_min_p():
     logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
     counts = draw_many(logits, sampling(1.0, top_k=2, top_p=0.5))
-    assert set(np.flatnonzero(counts)) == {0}  # .571 of what top-k left; of the whole it would be .4, and keep two
+    assert set(np.flatnonzero(counts)) == {
+        0
+    }  # .571 of what top-k left; of the whole it would be .4, and keep two
     counts = draw_many(logits, sampling(2.0, top_p=0.4))
-    assert set(np.flatnonzero(counts)) == {0, 1}  # .325 when heated; unheated .4 would be enough alone
+    assert set(np.flatnonzero(counts)) == {
+        0,
+        1,
+    }  # .325 when heated; unheated .4 would be enough alone
 
 
 def test_greedy_takes_the_lower_of_equal_tokens():
@@ -92,7 +97,9 @@ def test_top_k_keeps_exactly_k_of_equal_tokens_the_lower_ones():
     assert np.flatnonzero(counts).tolist() == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("off", [dict(top_k=8), dict(top_k=10**12), dict(top_p=1.0), dict(min_p=0.0)], ids=str)
+@pytest.mark.parametrize(
+    "off", [dict(top_k=8), dict(top_k=10**12), dict(top_p=1.0), dict(min_p=0.0)], ids=str
+)
 def test_a_filter_that_keeps_everything_changes_no_draw(off):
     logits = jax.random.normal(jax.random.key(1), (64, 8))
     plain = sample(logits, jax.random.key(0), sampling(1.0))
@@ -126,7 +133,16 @@ def test_row_draw_ignores_other_rows_with_keys_of_any_kind(kind):
     for row in range(4):
         one = slice(row, row + 1)
         np.testing.assert_array_equal(run(logits[one], keys[one])[0], together[row])
-    assert len(set(np.asarray(sample(jnp.zeros((4, 300)), jax.random.key(1, impl=kind), sampling(1.0))).tolist())) > 1
+    assert (
+        len(
+            set(
+                np.asarray(
+                    sample(jnp.zeros((4, 300)), jax.random.key(1, impl=kind), sampling(1.0))
+                ).tolist()
+            )
+        )
+        > 1
+    )
 
 
 def test_rows_draw_differently_from_equal_logits():
@@ -164,7 +180,10 @@ def test_impossible_tokens_are_never_drawn():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (dict(temperature=float("nan")), "temperature must be a finite number of at least 0, got nan"),
+        (
+            dict(temperature=float("nan")),
+            "temperature must be a finite number of at least 0, got nan",
+        ),
         (dict(temperature=float("inf")), "temperature must be a finite number"),
         (dict(temperature=-0.1), "at least 0, got -0.1"),
         (dict(temperature="warm"), "temperature must be a number, got 'warm'"),
@@ -175,7 +194,10 @@ def test_impossible_tokens_are_never_drawn():
         (dict(temperature=1.0, top_p=0.0), r"top_p must be in \(0, 1\], got 0.0"),
         (dict(temperature=1.0, top_p=float("nan")), r"top_p must be in \(0, 1\], got nan"),
         (dict(temperature=1.0, min_p=1.0), r"min_p must be in \[0, 1\), got 1.0"),
-        (dict(temperature=0.0, top_p=7.0), "top_p must be in"),  # checked although greedy drops it
+        (
+            dict(temperature=0.0, top_p=7.0),
+            "top_p must be in",
+        ),  # checked although greedy drops it
     ],
     ids=str,
 )
@@ -199,7 +221,8 @@ def test_bad_keys_and_shapes_are_named():
 
 
 @pytest.mark.parametrize(
-    "value", [float("nan"), float("inf"), -1.0, "0.7", True, np.float32(np.nan), np.array([1.0, -2.0])]
+    "value",
+    [float("nan"), float("inf"), -1.0, "0.7", True, np.float32(np.nan), np.array([1.0, -2.0])],
 )
 @pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "top_k"])
 def test_the_type_refuses_what_its_builder_refuses(name, value):
@@ -220,5 +243,7 @@ def test_settings_of_another_shape_are_named_under_jit_too(shape):
     def draw(temperature):
         return sample(jnp.zeros((2, 8)), jax.random.key(0), Sampling(temperature=temperature))
 
-    with pytest.raises(ValueError, match=r"temperature must be one number or 2, one for each row, got shape"):
+    with pytest.raises(
+        ValueError, match=r"temperature must be one number or 2, one for each row, got shape"
+    ):
         jax.eval_shape(draw, jnp.ones(shape))

@@ -37,10 +37,14 @@ def model() -> Decoder:
 
 
 def empty(model: Decoder, policy: Any = None, rows: int = 2, **how: Any) -> kvjax.Cache:
-    return kvjax.init(kvjax.Full() if policy is None else policy, model.spec(rows, 3200), layers=2, **how)
+    return kvjax.init(
+        kvjax.Full() if policy is None else policy, model.spec(rows, 3200), layers=2, **how
+    )
 
 
-def read(model: Decoder, share: float | None, rows: slice = slice(2), policy: Any = None) -> tuple[Any, Any]:
+def read(
+    model: Decoder, share: float | None, rows: slice = slice(2), policy: Any = None
+) -> tuple[Any, Any]:
     cache = empty(model, policy, len(LENGTHS[rows]))
     return prefill(model, cache, PROMPT[rows], LENGTHS[rows], sparse_prompt=share)
 
@@ -49,7 +53,9 @@ def keys(cache: kvjax.Cache, layer: int) -> np.ndarray:
     return np.asarray(cache.layers[layer].state.tokens.k)
 
 
-def test_a_share_changes_later_layers_alone_and_a_row_as_if_it_were_alone(model: Decoder) -> None:
+def test_a_share_changes_later_layers_alone_and_a_row_as_if_it_were_alone(
+    model: Decoder,
+) -> None:
     exact, dense = read(model, None)
     found, sparse = read(model, 0.5)
     np.testing.assert_array_equal(keys(sparse, 0), keys(dense, 0))
@@ -77,12 +83,18 @@ def test_methods_with_an_index_read_their_history_sparsely(model: Decoder, name:
 def test_no_chunk_sees_later_tokens(model: Decoder) -> None:
     other = PROMPT.copy()
     other[:, 2400:] = 7
-    caches = [prefill(model, empty(model), p, LENGTHS, sparse_prompt=0.5)[1] for p in (PROMPT, other)]
+    caches = [
+        prefill(model, empty(model), p, LENGTHS, sparse_prompt=0.5)[1] for p in (PROMPT, other)
+    ]
     # Queries of one block choose together, so that only the block of the first change may differ.
-    np.testing.assert_array_equal(keys(caches[0], 1)[:, :, :2304], keys(caches[1], 1)[:, :, :2304])
+    np.testing.assert_array_equal(
+        keys(caches[0], 1)[:, :, :2304], keys(caches[1], 1)[:, :, :2304]
+    )
 
 
-def test_the_chunks_of_a_sparse_prompt_on_a_gpu(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_chunks_of_a_sparse_prompt_on_a_gpu(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     cache = jax.eval_shape(lambda: kvjax.init(kvjax.Full(), model.spec(1, 131072), layers=2))
     for tokens in (131072, 100000, 4097, 5000):
@@ -95,10 +107,16 @@ def test_the_chunks_of_a_sparse_prompt_on_a_gpu(model: Decoder, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("cudnn", "kernel", "sparse"), [(True, None, True), (True, "no wgmma", False), (False, "no wgmma", True)]
+    ("cudnn", "kernel", "sparse"),
+    [(True, None, True), (True, "no wgmma", False), (False, "no wgmma", True)],
 )
 def test_a_gpu_without_the_kernel_reads_everything_and_says_so(
-    model: Decoder, monkeypatch: pytest.MonkeyPatch, caplog: Any, cudnn: bool, kernel: str | None, sparse: bool
+    model: Decoder,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: Any,
+    cudnn: bool,
+    kernel: str | None,
+    sparse: bool,
 ) -> None:
     monkeypatch.setattr(chunk, "takes_cudnn", lambda *_: cudnn)
     monkeypatch.setattr(chunk, "_takes", lambda *_: False)  # cuDNN itself cannot be traced here
@@ -107,18 +125,33 @@ def test_a_gpu_without_the_kernel_reads_everything_and_says_so(
     shapes = jax.eval_shape(lambda: empty(model))
     assert check_sparse(shapes, 0.5) == sparse
     assert [r.getMessage() for r in caplog.records] == (
-        [] if sparse else ["sparse_prompt is ignored, and prompts attend to everything, which is faster here: no wgmma"]
+        []
+        if sparse
+        else [
+            "sparse_prompt is ignored, and prompts attend to everything, which is faster here: no wgmma"
+        ]
     )
     assert not check_sparse(shapes, 1.0)
     if not sparse:
         np.testing.assert_array_equal(read(model, 0.5)[0], read(model, None)[0])
 
 
-def test_generate_a_checkpoint_and_the_command_line_read_the_same(tmp_path: Path, capsys: Any) -> None:
+def test_generate_a_checkpoint_and_the_command_line_read_the_same(
+    tmp_path: Path, capsys: Any
+) -> None:
     directory = write_checkpoint(tmp_path / "model", max_position_embeddings=4096)
-    text = "".join(chr(97 + int(i) % 26) for i in np.random.default_rng(1).integers(26, size=2600))
+    text = "".join(
+        chr(97 + int(i) % 26) for i in np.random.default_rng(1).integers(26, size=2600)
+    )
     (tmp_path / "prompt.txt").write_text(text)
-    asked = ["generate", str(directory), "--prompt-file", str(tmp_path / "prompt.txt"), "--max-new-tokens", "3"]
+    asked = [
+        "generate",
+        str(directory),
+        "--prompt-file",
+        str(tmp_path / "prompt.txt"),
+        "--max-new-tokens",
+        "3",
+    ]
     assert main([*asked, "--json", "--sparse-prompt", "0.1"]) == 0
     said = json.loads(capsys.readouterr().out)
     checkpoint = kvjax.models.load(directory)
@@ -145,8 +178,14 @@ REFUSED = {
     ),
     "percent": (lambda m: run(m, share=10), "above 0 and at most 1; got 10"),
     "text": (lambda m: run(m, share="x"), "sparse_prompt must be a finite number, got 'x'"),
-    "whole prompts": (lambda m: run(m, presets.parse("h2o:budget=64")), "which reads a whole prompt at once"),
-    "codes": (lambda m: run(m, presets.parse("kivi")), "sparse_prompt reads stored keys in place"),
+    "whole prompts": (
+        lambda m: run(m, presets.parse("h2o:budget=64")),
+        "which reads a whole prompt at once",
+    ),
+    "codes": (
+        lambda m: run(m, presets.parse("kivi")),
+        "sparse_prompt reads stored keys in place",
+    ),
     "host": (
         lambda m: run(m, presets.parse("fier:budget=64,store=host").rest),
         "sparse_prompt reads stored keys in place",
@@ -157,7 +196,12 @@ REFUSED = {
     ),
     "SpecPrefill": (
         lambda m: generate(
-            m, empty(m), PROMPT[:, :40], max_new_tokens=1, sparse_prompt=0.5, spec_prefill=SpecPrefill(m)
+            m,
+            empty(m),
+            PROMPT[:, :40],
+            max_new_tokens=1,
+            sparse_prompt=0.5,
+            spec_prefill=SpecPrefill(m),
         ),
         "spec_prefill and sparse_prompt each say",
     ),

@@ -16,10 +16,19 @@ WORDS = ["▁a", "b", "▁", "▁wor", "ld", "é", "▁日本"]
 def byte_fallback() -> Any:
     """Bytes as tokens, and a decoder that makes U+FFFD of every byte of a run that is no text, as Llama 2 and Mistral
     have it."""
-    vocab = {"<unk>": 0, **{f"<0x{i:02X}>": 1 + i for i in range(256)}, **{w: 257 + i for i, w in enumerate(WORDS)}}
+    vocab = {
+        "<unk>": 0,
+        **{f"<0x{i:02X}>": 1 + i for i in range(256)},
+        **{w: 257 + i for i, w in enumerate(WORDS)},
+    }
     tokenizer = Tokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>"))
     tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     return tokenizer
 
@@ -38,7 +47,10 @@ def bytes_in(tokenizer: Any, content: bytes) -> list[int]:
     # The alphabet of byte-level BPE: printable bytes stand for themselves, and the others follow from U+0100.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
-    return [tokenizer.token_to_id(chr(b if b in printable else 256 + others.index(b))) for b in content]
+    return [
+        tokenizer.token_to_id(chr(b if b in printable else 256 + others.index(b)))
+        for b in content
+    ]
 
 
 TOKENIZERS = {"byte-fallback": byte_fallback(), "byte-level": byte_level()}
@@ -56,7 +68,9 @@ TAILS = {  # bytes that end before their character does, and the text of their w
 @pytest.mark.parametrize("cut", [1, 2, 3, 1000], ids="{} at a time".format)
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_whole_characters_are_kept_when_the_last_one_is_cut(kind: str, tail: str, cut: int) -> None:
+def test_whole_characters_are_kept_when_the_last_one_is_cut(
+    kind: str, tail: str, cut: int
+) -> None:
     tokenizer, (content, whole) = TOKENIZERS[kind], TAILS[tail]
     ids, text = bytes_in(tokenizer, content), Detokenizer(tokenizer)
     pieces = [text.push(ids[i : i + cut]) for i in range(0, len(ids), cut)]
@@ -79,7 +93,9 @@ def test_a_broken_character_within_a_text_costs_only_its_own_bytes(kind: str) ->
 def test_pieces_of_any_cut_join_to_the_text(kind: str) -> None:
     tokenizer, draw = TOKENIZERS[kind], random.Random(0)
     for _ in range(300):
-        words = draw.choices(["a", " ", "é", "日", "😀", "\n", "👩‍👩‍👧", " wor"], k=draw.randint(1, 12))
+        words = draw.choices(
+            ["a", " ", "é", "日", "😀", "\n", "👩‍👩‍👧", " wor"], k=draw.randint(1, 12)
+        )
         ids = bytes_in(tokenizer, "".join(words).encode())
         if kind == "byte-fallback" and draw.random() < 0.5:
             ids.insert(draw.randrange(len(ids)), draw.randint(257, 256 + len(WORDS)))

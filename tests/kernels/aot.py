@@ -57,13 +57,19 @@ def missing() -> str | None:
     if jax.__version_info__ < (0, 11):
         return f"compiling for a GPU without one needs jax >= 0.11; this is {jax.__version__}"
     nvidia = importlib.util.find_spec("nvidia")
-    folders = [Path(folder) for folder in (nvidia.submodule_search_locations or ())] if nvidia else []
+    folders = (
+        [Path(folder) for folder in (nvidia.submodule_search_locations or ())] if nvidia else []
+    )
     absent = []
     if importlib.util.find_spec("jax_cuda13_plugin") is None:
         absent.append("jax-cuda13-plugin and jax-cuda13-pjrt")
     if not any(list(folder.glob("*/bin/ptxas")) for folder in folders):
         absent.append("nvidia-cuda-nvcc and nvidia-nvvm")
-    return f"compiling for a GPU without one needs the wheels of {' and '.join(absent)}" if absent else None
+    return (
+        f"compiling for a GPU without one needs the wheels of {' and '.join(absent)}"
+        if absent
+        else None
+    )
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,9 @@ class Compiled:
 
     hlo: str  # optimised
     temp_bytes: int  # of device and host
-    kernels: dict[str, tuple[int, int, int]]  # name: registers, bytes of spills stored, bytes of spills loaded
+    kernels: dict[
+        str, tuple[int, int, int]
+    ]  # name: registers, bytes of spills stored, bytes of spills loaded
     architecture: str  # that the kernels were compiled for, such as "sm_90a"
     shared: dict[str, int]  # bytes of shared memory that a block of each kernel launches with
     threads: dict[str, int]  # of a block
@@ -81,7 +89,9 @@ class Compiled:
     def launches(self) -> list[str]:
         """The launches of the program on the device, in order, with a loop or branch as one."""
         entry = self.hlo[self.hlo.index("\nENTRY") :]
-        found = re.findall(r"^\s+(?:ROOT )?%(\S+) = (?:\(.*?\)|\S+) ([a-z][\w-]*)\(", entry, re.MULTILINE)
+        found = re.findall(
+            r"^\s+(?:ROOT )?%(\S+) = (?:\(.*?\)|\S+) ([a-z][\w-]*)\(", entry, re.MULTILINE
+        )
         return [name for name, op in found if op not in PASSIVE]
 
 
@@ -98,13 +108,18 @@ def devices_of(target: simt.Target, topology: str = "1x1x1") -> Any:
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # it asks the driver
     major, _, minor = target.capability.partition(".")
     config = TARGET.format(
-        **{name: getattr(target, name) for name in ("kind", "capability", "multiprocessors", "smem", "bandwidth")},
+        **{
+            name: getattr(target, name)
+            for name in ("kind", "capability", "multiprocessors", "smem", "bandwidth")
+        },
         per_core=target.smem + 1024,
         major=major,
         minor=minor,
         features="feature_extension: ACCELERATED_FEATURES" if int(major) >= 9 else "",
     )
-    return topologies.get_topology_desc(platform="cuda", target_config=config, topology=topology).devices
+    return topologies.get_topology_desc(
+        platform="cuda", target_config=config, topology=topology
+    ).devices
 
 
 @cache
@@ -126,7 +141,11 @@ def _told(target: simt.Target) -> Iterator[None]:
 
 
 def compile_for(
-    f: Callable[..., Any], *args: Any, target: simt.Target = H200, donate: int | None = None, options: Any = None
+    f: Callable[..., Any],
+    *args: Any,
+    target: simt.Target = H200,
+    donate: int | None = None,
+    options: Any = None,
 ) -> Compiled:
     """jit(f) for `args`, arrays or `jax.ShapeDtypeStruct`, of which argument `donate` is given away, with `options` of
     XLA."""
@@ -138,11 +157,16 @@ def compile_for(
     shapes = jax.tree.map(shape, args)
     launches: list[Launch] = []
     with _standard_output() as text, _told(target), _noted(launches):
-        program = jax.jit(f, donate_argnums=donate, compiler_options=options).lower(*shapes).compile()
+        program = (
+            jax.jit(f, donate_argnums=donate, compiler_options=options).lower(*shapes).compile()
+        )
         report = text()
     memory = program.memory_analysis()
     temp = memory.temp_size_in_bytes + memory.host_temp_size_in_bytes
-    shared = {launch.name: sum(-(-4 * words // 1024) * 1024 for words in launch.scratch) for launch in launches}
+    shared = {
+        launch.name: sum(-(-4 * words // 1024) * 1024 for words in launch.scratch)
+        for launch in launches
+    }
     kernels, architectures = _kernels(report)
     assert len(architectures) <= 1
     threads = {launch.name: 128 * launch.warpgroups for launch in launches}
@@ -162,10 +186,15 @@ def _noted(launches: list[Launch]) -> Iterator[None]:
 
     def attending(*args: Any, config: Any, **how: Any) -> Any:
         words = attend_key_blocks.smem_bytes(args[0].shape[2], config) // 4
-        launches.append(Launch(name="kvjax_attend_key_blocks", blocks=1, warpgroups=3, scratch=(words,)))
+        launches.append(
+            Launch(name="kvjax_attend_key_blocks", blocks=1, warpgroups=3, scratch=(words,))
+        )
         return attend(*args, config=config, **how)
 
-    with mock.patch.object(simt.Mosaic, "run", noted), mock.patch.object(attend_key_blocks, "_launch", attending):
+    with (
+        mock.patch.object(simt.Mosaic, "run", noted),
+        mock.patch.object(attend_key_blocks, "_launch", attending),
+    ):
         yield
 
 
@@ -173,7 +202,9 @@ def _kernels(report: str) -> tuple[dict[str, tuple[int, int, int]], set[str]]:
     found, architectures = {}, set()
     for part in report.split("Compiling entry function")[1:]:
         ((name, architecture),) = re.findall(r"'(\S+)' for '(sm_\w+)'", part)
-        stores, loads = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", part)[0]
+        stores, loads = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", part)[
+            0
+        ]
         (registers,) = re.findall(r"Used (\d+) registers", part)
         found[name] = int(registers), int(stores), int(loads)
         architectures.add(architecture)

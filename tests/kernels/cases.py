@@ -24,7 +24,9 @@ class Case:
     """args(**sizes) are positional and keyword arguments of the operation, with shapes for arrays."""
 
     args: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
-    refused: Sequence[tuple[dict[str, Any], str]]  # sizes that differ from the default, and a pattern of the reason
+    refused: Sequence[
+        tuple[dict[str, Any], str]
+    ]  # sizes that differ from the default, and a pattern of the reason
 
 
 def sds(*shape, dtype=jnp.bfloat16):
@@ -32,13 +34,16 @@ def sds(*shape, dtype=jnp.bfloat16):
 
 
 f32, i32, u8, u16, u32, flags = (
-    partial(sds, dtype=dtype) for dtype in (jnp.float32, jnp.int32, jnp.uint8, jnp.uint16, jnp.uint32, bool)
+    partial(sds, dtype=dtype)
+    for dtype in (jnp.float32, jnp.int32, jnp.uint8, jnp.uint16, jnp.uint32, bool)
 )
 SCALE = {"scale": 0.1}
 
 
 def span(B=1, K=2, G=4, S=64, D=128, queries=jnp.bfloat16, dtype=jnp.bfloat16, values=None):
-    kept = Span(sds(B, K, S, D, dtype=dtype), sds(B, K, S, D, dtype=values or dtype), i32(B), i32(B))
+    kept = Span(
+        sds(B, K, S, D, dtype=dtype), sds(B, K, S, D, dtype=values or dtype), i32(B), i32(B)
+    )
     return (sds(B, K, G, D, dtype=queries), kept), SCALE
 
 
@@ -69,10 +74,15 @@ def coded_zones(D=128, bits=(4, 4), weights=1, **sizes):
         one = sds(1, 2, 64, weights, dtype=jnp.uint16)
         return Directions(u8(1, 2, 64, D // 8), u8(1, 2, 64, (b - 1) * D // 8), one)
 
-    return (q, *map(code, bits), f32(1, 2, D), selection, recent, sink, local), {**scale, "seed": 3}
+    return (q, *map(code, bits), f32(1, 2, D), selection, recent, sink, local), {
+        **scale,
+        "seed": 3,
+    }
 
 
-def quantized(B=2, Q=4, S=256, D=128, bits=2, tokens=32, channels=1, value_channels=32, ends=(2,)):
+def quantized(
+    B=2, Q=4, S=256, D=128, bits=2, tokens=32, channels=1, value_channels=32, ends=(2,)
+):
     codes, at = u8(B, 2, S, D * bits // 8), i32(*ends)
     keys = QuantArray(codes, u32(B, 2, S // tokens, D // channels))
     values = QuantArray(codes, u32(B, 2, S, D // value_channels))
@@ -90,7 +100,11 @@ def ranks(shape=(8, 64), dtype=jnp.float32, k=5):
 
 
 def ranks_grouped(sizes=(64, 8), G=4, dtype=jnp.float32, k=5):
-    return ([(sds(1, 2, G, n, dtype=dtype), flags(1, 1, 1, n)) for n in sizes], "mean_score", k), {}
+    return (
+        [(sds(1, 2, G, n, dtype=dtype), flags(1, 1, 1, n)) for n in sizes],
+        "mean_score",
+        k,
+    ), {}
 
 
 def one_bit(B=1, K=2, G=4, S=64, D=64, group=32, dtype=jnp.bfloat16):
@@ -111,7 +125,9 @@ def codes(G=4, H=None, S=64, D=128, M=9, weights=jnp.uint16):
 
 def candidates(room=9, pending=16, R=16, D=128, dtype=jnp.bfloat16):
     keys = sds(1, 2, R, D, dtype=dtype), i32(1), i32(1)
-    return Candidates(span=(i32(1), i32(1)), pending=keys, k=i32(1), k_max=room, pending_slots=pending)
+    return Candidates(
+        span=(i32(1), i32(1)), pending=keys, k=i32(1), k_max=room, pending_slots=pending
+    )
 
 
 def tokens_1bit(room=9, D=64, **sizes):
@@ -126,11 +142,18 @@ def tokens_4bit(room=9, D=128, dtype=jnp.bfloat16, **sizes):
 
 def pages_of_tokens(room=9, pending=16, D=64, unit=16, keys=jnp.bfloat16, **sizes):
     args, scale = pages(D=D, **sizes)
-    return (*args, candidates(room, pending, D=D, dtype=keys), "mean_softmax"), {**scale, "unit": unit}
+    return (*args, candidates(room, pending, D=D, dtype=keys), "mean_softmax"), {
+        **scale,
+        "unit": unit,
+    }
 
 
 def votes(K=2, G=4, S=64, D=128, T=6, dtype=jnp.int32):
-    patterns = u8(1, K, S, D // 8), sds(1, K, D // 8, 256, dtype=dtype), sds(1, T, dtype=jnp.int32)
+    patterns = (
+        u8(1, K, S, D // 8),
+        sds(1, K, D // 8, 256, dtype=dtype),
+        sds(1, T, dtype=jnp.int32),
+    )
     return (f32(1, K, G, D), *patterns), {"seed": 3}
 
 
@@ -144,7 +167,14 @@ def rows(B=1, P=10, N=4, D=64):
 
 def recalled(P=10, N=4, M=5, Z=4, D=64, recent=jnp.bfloat16):
     held = i32(1, 2, M), 2 * (sds(1, 2, M * Z, D),)
-    return (sds(1, 2, P, 2, Z, D), i32(1, 2, N), i32(1), flags(1, 2), held, 2 * (sds(1, 2, 9, D, dtype=recent),)), {}
+    return (
+        sds(1, 2, P, 2, Z, D),
+        i32(1, 2, N),
+        i32(1),
+        flags(1, 2),
+        held,
+        2 * (sds(1, 2, 9, D, dtype=recent),),
+    ), {}
 
 
 def recalled_rest(kept=jnp.bfloat16, **sizes):
@@ -157,7 +187,10 @@ def appended(B=1, P=10, N=4, D=64, dtype=jnp.bfloat16):
 
 
 def tokens(D=64, slots=5, other=jnp.bfloat16):
-    zones = [Block(*2 * [sds(2, 3, n, D, dtype=t)], i32(2)) for n, t in ((slots, jnp.bfloat16), (9, other))]
+    zones = [
+        Block(*2 * [sds(2, 3, n, D, dtype=t)], i32(2))
+        for n, t in ((slots, jnp.bfloat16), (9, other))
+    ]
     return (zones, *2 * [sds(2, 3, 1, D)], flags(2), flags(2)), {}
 
 
@@ -192,7 +225,10 @@ RECALLED = [
     (dict(D=6, Z=4), "recalls slots of a multiple of 16 bytes; got 12"),
     (dict(D=2, Z=1), "rows of a multiple of 16 bytes"),
     (dict(P=0), "at least one row"),
-    (dict(recent=jnp.float32), "in the dtype of the store, bfloat16; got bfloat16, bfloat16, float32"),
+    (
+        dict(recent=jnp.float32),
+        "in the dtype of the store, bfloat16; got bfloat16, bfloat16, float32",
+    ),
 ]
 QUANTIZED = [
     (dict(D=256), "the kernel attend_quantized takes head sizes 64 and 128"),
@@ -200,14 +236,20 @@ QUANTIZED = [
     (dict(bits=8), "codes of 2 and 4 bits; got 8"),
     (dict(tokens=128), "keys in groups of up to 64 tokens by 1 channel"),
     (dict(tokens=1, channels=16), "of 1 token by a multiple of 32 channels; got 1 by 16"),
-    (dict(value_channels=8), "values in groups of 1 token by a multiple of 16 channels; got 1 by 8"),
+    (
+        dict(value_channels=8),
+        "values in groups of 1 token by a multiple of 16 channels; got 1 by 8",
+    ),
     (dict(B=0), "at least one row"),
 ]
 CASES = {
     "attend_span": Case(
         span,
         [
-            (dict(D=72), "the kernel attend_span takes head sizes 64, 80, 96, 128, 192, 256; got D=72"),
+            (
+                dict(D=72),
+                "the kernel attend_span takes head sizes 64, 80, 96, 128, 192, 256; got D=72",
+            ),
             (dict(G=17), "1 to 16 queries"),
             (dict(queries=jnp.int8), "queries in f32, bf16 or f16"),
             (dict(dtype=jnp.float32), "keys and values in bf16 or f16"),
@@ -219,18 +261,30 @@ CASES = {
     "attend_key_blocks": Case(
         key_blocks,
         [
-            (dict(dtype=jnp.float32), "attend_key_blocks takes keys and values in bf16 or f16; got float32"),
+            (
+                dict(dtype=jnp.float32),
+                "attend_key_blocks takes keys and values in bf16 or f16; got float32",
+            ),
             (dict(values=jnp.float16), "got bfloat16 and float16"),
             (dict(D=96), "of 64 or 128 channels; got 96 and 96"),
             (dict(channels=64), "got 128 and 64"),
-            (dict(T=130), "multiples of 128 queries, and of 8 slots from 128 on; got 130 and 640"),
-            *((dict(S=S), f"of 8 slots from 128 on; got 256 and {S}") for S in (64, 300, 700, 1023)),
+            (
+                dict(T=130),
+                "multiples of 128 queries, and of 8 slots from 128 on; got 130 and 640",
+            ),
+            *(
+                (dict(S=S), f"of 8 slots from 128 on; got 256 and {S}")
+                for S in (64, 300, 700, 1023)
+            ),
         ],
     ),
     "attend_slots": Case(
         slots,
         [
-            (dict(D=72), "the kernel attend_slots takes head sizes 64, 80, 96, 128, 192, 256; got D=72"),
+            (
+                dict(D=72),
+                "the kernel attend_slots takes head sizes 64, 80, 96, 128, 192, 256; got D=72",
+            ),
             (dict(G=17), "1 to 16 query heads"),
             (dict(dtype=jnp.float32), "in bf16 or f16"),
             (dict(values=jnp.float16), "values like keys"),
@@ -242,27 +296,41 @@ CASES = {
     "attend_zones": Case(
         zones,
         [
-            (dict(D=72), "the kernel attend_zones takes head sizes 64, 80, 96, 128, 192, 256; got D=72"),
+            (
+                dict(D=72),
+                "the kernel attend_zones takes head sizes 64, 80, 96, 128, 192, 256; got D=72",
+            ),
             (dict(M=3900), "1 to 4096 slots a row; got 4106"),
             (dict(S=(1 << 24) - 100), "less than 4 GiB of keys; got 16777320 slots"),
-            (dict(recent=jnp.float16), "zones of one dtype; got bfloat16, float16, float16, bfloat16, bfloat16"),
+            (
+                dict(recent=jnp.float16),
+                "zones of one dtype; got bfloat16, float16, float16, bfloat16, bfloat16",
+            ),
             (dict(queries=jnp.int32), "queries in f32, bf16 or f16; got int32"),
         ],
     ),
     "attend_coded_zones": Case(
         coded_zones,
         [
-            (dict(D=256), "the kernel attend_coded_zones takes head sizes 64 and 128; got D=256"),
+            (
+                dict(D=256),
+                "the kernel attend_coded_zones takes head sizes 64 and 128; got D=256",
+            ),
             (dict(bits=(6, 4)), "codes of 2, 3, 4 and 8 bits; got 6 and 4"),
             (dict(weights=16), r"one weight a token, in u16; got uint16\[1, 2, 64, 16\]"),
-            (dict(M=3900), "the kernel attend_coded_zones takes 1 to 4096 slots a row; got 4106"),
+            (
+                dict(M=3900),
+                "the kernel attend_coded_zones takes 1 to 4096 slots a row; got 4106",
+            ),
             (
                 dict(recent=jnp.float32),
                 "the kernel attend_coded_zones takes keys and values in bf16 or f16; got float32",
             ),
         ],
     ),
-    "attend_quantized": Case(quantized, [*QUANTIZED, (dict(ends=(2, 4)), "one start and stop a row")]),
+    "attend_quantized": Case(
+        quantized, [*QUANTIZED, (dict(ends=(2, 4)), "one start and stop a row")]
+    ),
     "attend_quantized_zones": Case(
         quantized_zones,
         [
@@ -373,10 +441,18 @@ CASES = {
     "host_rows": Case(rows, ROWS),
     "host_rows_first": Case(recalled, RECALLED),
     "host_rows_rest": Case(
-        recalled_rest, [*RECALLED, (dict(kept=jnp.float16), "in the dtype of the store, bfloat16; got .*float16")]
+        recalled_rest,
+        [
+            *RECALLED,
+            (dict(kept=jnp.float16), "in the dtype of the store, bfloat16; got .*float16"),
+        ],
     ),
     "host_append": Case(
-        appended, [*ROWS, (dict(dtype=jnp.float16), "parts of the array's bfloat16; got float16, float16")]
+        appended,
+        [
+            *ROWS,
+            (dict(dtype=jnp.float16), "parts of the array's bfloat16; got float16, float16"),
+        ],
     ),
     "hot_places": Case(
         placed,
@@ -398,7 +474,10 @@ CASES = {
     "hot_load_float8": Case(
         hot_codes,
         [
-            (dict(dtype=jnp.int8), "bytes for keys in bfloat16, float16, float32; got uint8 for int8"),
+            (
+                dict(dtype=jnp.int8),
+                "bytes for keys in bfloat16, float16, float32; got uint8 for int8",
+            ),
             (dict(D=8), "parts of a multiple of 16 bytes; got 8"),
             (dict(P=0), "at least one row"),
         ],
@@ -407,7 +486,10 @@ CASES = {
         tokens,
         [
             (dict(D=12), "heads of a multiple of 16 bytes; got 24"),
-            (dict(other=jnp.float16), "zones of one dtype; got bfloat16, bfloat16, float16, float16"),
+            (
+                dict(other=jnp.float16),
+                "zones of one dtype; got bfloat16, bfloat16, float16, float16",
+            ),
             (dict(slots=0), "at least one row and slot"),
         ],
     ),

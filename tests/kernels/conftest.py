@@ -15,12 +15,17 @@ from kvjax import kernels_pallas
 from kvjax.kernels_pallas import simt
 from tests.kernels.simulate import Simulator
 
-MODULES = (import_module(m.name) for m in walk_packages(kernels_pallas.__path__, f"{kernels_pallas.__name__}."))
+MODULES = (
+    import_module(m.name)
+    for m in walk_packages(kernels_pallas.__path__, f"{kernels_pallas.__name__}.")
+)
 KERNELS = {m.__name__.rpartition(".")[2]: m for m in MODULES if hasattr(m, "MEASURED")}
 HAS_KERNELS = jax.__version_info__ >= (0, 11)
 ON_GPU = HAS_KERNELS and jax.default_backend() == "gpu" and simt.why_not() is None
 
-on_gpu = pytest.mark.skipif(not ON_GPU, reason="a size for a GPU: set JAX_PLATFORMS=cuda, with jax >= 0.11")
+on_gpu = pytest.mark.skipif(
+    not ON_GPU, reason="a size for a GPU: set JAX_PLATFORMS=cuda, with jax >= 0.11"
+)
 
 
 @pytest.fixture(autouse=True)

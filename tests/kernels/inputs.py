@@ -13,7 +13,9 @@ from kvjax.numerics.selection import Selection
 
 @lru_cache(maxsize=4)  # the sizes for a GPU take seconds
 def normal(seed, *shape, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32).astype(dtype))
+    return jnp.asarray(
+        np.random.default_rng(seed).standard_normal(shape, np.float32).astype(dtype)
+    )
 
 
 def relative(got, want):
@@ -35,7 +37,9 @@ def boxes(B, K, P, D, dtype):
 
 
 def spans_of(B, *spans):
-    return tuple(jnp.asarray(np.resize(ends, B).astype(np.int32)) for ends in zip(*spans, strict=True))
+    return tuple(
+        jnp.asarray(np.resize(ends, B).astype(np.int32)) for ends in zip(*spans, strict=True)
+    )
 
 
 BIG = [(0, 131040), (0, 0), (5, 131000), (64, 65)]

@@ -36,7 +36,10 @@ from kvjax.kernels_pallas.simt import Launch
 
 U32, U64 = np.uint32, np.uint64
 GLOBAL, GAP = 1 << 40, 1024  # where device memory begins; bytes between arrays
-SHARED, BLOCK_BITS = 1024, 24  # where a block's shared memory begins; a block's place in addresses of a cluster
+SHARED, BLOCK_BITS = (
+    1024,
+    24,
+)  # where a block's shared memory begins; a block's place in addresses of a cluster
 UNUSED, READ_ONLY, UNWRITTEN, WRITTEN = range(4)  # of a byte
 WIDTHS = {32: U32, 64: U64}
 ARITHMETIC: dict[str, Any] = {
@@ -57,7 +60,9 @@ class Simulator:
 
     def __init__(self) -> None:
         self._machine: Machine | None = None
-        self._turn = threading.Lock()  # XLA may call two kernels at once, of which neither reads the other
+        self._turn = (
+            threading.Lock()
+        )  # XLA may call two kernels at once, of which neither reads the other
 
     @property
     def machine(self) -> Machine:
@@ -69,7 +74,9 @@ class Simulator:
 
     def arithmetic(self, op: str, a: Any, b: Any) -> Any:
         if op in ("shl", "shr"):
-            assert ((np.asarray(b) < 32) | ~self.machine.mask).all(), "a shift by 32 or more is not defined"
+            assert ((np.asarray(b) < 32) | ~self.machine.mask).all(), (
+                "a shift by 32 or more is not defined"
+            )
         return ARITHMETIC[op](a, b)
 
     def compare(self, op: str, a: Any, b: Any) -> Any:
@@ -104,7 +111,9 @@ class Simulator:
         finally:
             self.machine.masks.pop()
 
-    def loop(self, start: Any, stop: Any, step: Any, carry: Any, body: Callable[..., Any]) -> list[Any]:
+    def loop(
+        self, start: Any, stop: Any, step: Any, carry: Any, body: Callable[..., Any]
+    ) -> list[Any]:
         m = self.machine
         first, last, by = (m.wide(x).view(np.int32) for x in (start, stop, step))
         i, values = first.copy(), [m.wide(x) for x in carry]
@@ -132,7 +141,12 @@ class Simulator:
         return [np.where(flag, a, b) for a, b in zip(made, otherwise, strict=True)]
 
     def run(
-        self, program: Callable[..., None], launch: Launch, out_type: Any, args: Any, in_place: bool = False
+        self,
+        program: Callable[..., None],
+        launch: Launch,
+        out_type: Any,
+        args: Any,
+        in_place: bool = False,
     ) -> Any:
         outs, tree = jax.tree.flatten(out_type)
         target = simt.target(args)
@@ -140,7 +154,9 @@ class Simulator:
         def on_host(*args: Any) -> Any:
             with self._turn:
                 arrays = [np.asarray(a) for a in args]
-                self._machine = machine = Machine(arrays, outs, launch, in_place=in_place, target=target)
+                self._machine = machine = Machine(
+                    arrays, outs, launch, in_place=in_place, target=target
+                )
                 try:
                     _thread.submit(self._execute, program).result()
                     return jax.tree.unflatten(tree, machine.results())
@@ -153,10 +169,15 @@ class Simulator:
         with simt.use(self), np.errstate(all="ignore"):
             program(*self.machine.refs)
 
-    def run_in_place(self, program: Callable[..., None], launch: Launch, changed: Any, args: Any) -> Any:
+    def run_in_place(
+        self, program: Callable[..., None], launch: Launch, changed: Any, args: Any
+    ) -> Any:
         shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in changed)
         outs = self.run(program, launch, shapes, [*changed, *args], in_place=True)
-        return tuple(jax.device_put(out, jax.typeof(a).memory_space) for out, a in zip(outs, changed, strict=True))
+        return tuple(
+            jax.device_put(out, jax.typeof(a).memory_space)
+            for out, a in zip(outs, changed, strict=True)
+        )
 
 
 class Touched:
@@ -167,7 +188,9 @@ class Touched:
     """
 
     def __init__(self, size: int) -> None:
-        self.times, self.threads = np.zeros((2, 2, 2, size), np.int32)  # of writes and reads, lowest and highest
+        self.times, self.threads = np.zeros(
+            (2, 2, 2, size), np.int32
+        )  # of writes and reads, lowest and highest
         self.constant = np.zeros(size, bool)
         self._ends = np.zeros((2, size), np.int32)
 
@@ -179,7 +202,9 @@ class Touched:
 
     def _of(self, kind: int, words: Any) -> list[tuple[Any, Any]]:
         """Time and thread of the lowest thread's and of the highest's."""
-        return [(self.times[kind, end][words], self.threads[kind, end][words]) for end in range(2)]
+        return [
+            (self.times[kind, end][words], self.threads[kind, end][words]) for end in range(2)
+        ]
 
     def alone(self, words: Any) -> bool:
         """Whether no word comes twice."""
@@ -187,7 +212,9 @@ class Touched:
         self._ends[0][flat] = number
         return bool((self._ends[0][flat] == number).all())
 
-    def note_write(self, words: Any, mine: Any, time: int, atomic: bool, unordered: Callable[..., Any]) -> None:
+    def note_write(
+        self, words: Any, mine: Any, time: int, atomic: bool, unordered: Callable[..., Any]
+    ) -> None:
         if atomic:
             self._note(0, words, mine, -time, unordered)
         else:
@@ -196,17 +223,26 @@ class Touched:
         for end in range(2):
             self.times[1, end][words] = 0
 
-    def note_read(self, words: Any, mine: Any, time: int, unordered: Callable[..., Any]) -> None:
+    def note_read(
+        self, words: Any, mine: Any, time: int, unordered: Callable[..., Any]
+    ) -> None:
         self._note(1, words, mine, time, unordered)
 
-    def _note(self, kind: int, words: Any, mine: Any, time: int, unordered: Callable[..., Any]) -> None:
+    def _note(
+        self, kind: int, words: Any, mine: Any, time: int, unordered: Callable[..., Any]
+    ) -> None:
         low, high = self._ends
-        low[words.reshape(-1)[::-1]], high[words.reshape(-1)] = mine.reshape(-1)[::-1], mine.reshape(-1)
+        low[words.reshape(-1)[::-1]], high[words.reshape(-1)] = (
+            mine.reshape(-1)[::-1],
+            mine.reshape(-1),
+        )
         new, found = (low[words], high[words]), []
         for end, (then, thread) in enumerate(self._of(kind, words)):
             kept = unordered(new[0], thread, then)
             if kept.any():
-                kept &= unordered(new[1], thread, then) & (thread < new[0] if end == 0 else thread > new[1])
+                kept &= unordered(new[1], thread, then) & (
+                    thread < new[0] if end == 0 else thread > new[1]
+                )
                 found.append((np.where(kept, then, time), np.where(kept, thread, new[end])))
             else:
                 found.append((time, new[end]))
@@ -217,7 +253,15 @@ class Touched:
 class Machine:
     """The threads of a grid, and their memories."""
 
-    def __init__(self, args: list[Any], outs: list[Any], launch: Launch, *, in_place: bool = False, target: Any = None):
+    def __init__(
+        self,
+        args: list[Any],
+        outs: list[Any],
+        launch: Launch,
+        *,
+        in_place: bool = False,
+        target: Any = None,
+    ):
         self.sparse = launch.sparse
         self.threads, self.cluster = 128 * launch.warpgroups, launch.cluster or 1
         blocks, target = launch.blocks * self.cluster, target or simt.target()
@@ -248,9 +292,13 @@ class Machine:
             raw = np.ascontiguousarray(a).reshape(-1).view(np.uint8)
             self.memory[start : start + raw.size] = raw
             self.state[start : start + raw.size] = READ_ONLY
-        self.outs = list(zip(refs[: len(outs)] if in_place else refs[len(args) :], outs, strict=True))
+        self.outs = list(
+            zip(refs[: len(outs)] if in_place else refs[len(args) :], outs, strict=True)
+        )
         for start, a in self.outs:
-            self.state[start : start + a.size * a.dtype.itemsize] = WRITTEN if in_place else UNWRITTEN
+            self.state[start : start + a.size * a.dtype.itemsize] = (
+                WRITTEN if in_place else UNWRITTEN
+            )
         self.refs = [GLOBAL + r for r in refs]
 
         at = SHARED
@@ -261,18 +309,29 @@ class Machine:
         assert at - SHARED <= target.smem, f"{at - SHARED} bytes of shared memory"
         self.shared = np.zeros(blocks * self.words, U32)
         # A race: touched since the last barrier of both. Times are counts of operations.
-        self.time = self.since = 1  # ... and since the last barrier of all threads that share memory
+        self.time = self.since = (
+            1  # ... and since the last barrier of all threads that share memory
+        )
         self.one_group = launch.blocks == 1
         self.of_shared = Touched(self.shared.size)
         self.first_out = min((start for start, _ in self.outs), default=0)
         self.of_outs = Touched(
-            max((start + a.size * a.dtype.itemsize for start, a in self.outs), default=0) - self.first_out
+            max((start + a.size * a.dtype.itemsize for start, a in self.outs), default=0)
+            - self.first_out
         )
         self.warp_time, self.block_time, self.cluster_time = np.zeros((3, self.lanes), np.int32)
-        self.some_time, self.some = np.zeros((2, self.lanes), np.int32)  # of a barrier of some threads, and which
-        self.arrived, self.released, self.waited = np.zeros((3, self.lanes), np.int32)  # at barriers of the cluster
-        self.visited = np.zeros(blocks, np.int32)  # when another block last touched the shared memory of this one
-        self.copies: list[tuple[Any, ...]] = []  # lanes, words, data, and the group of each lane
+        self.some_time, self.some = np.zeros(
+            (2, self.lanes), np.int32
+        )  # of a barrier of some threads, and which
+        self.arrived, self.released, self.waited = np.zeros(
+            (3, self.lanes), np.int32
+        )  # at barriers of the cluster
+        self.visited = np.zeros(
+            blocks, np.int32
+        )  # when another block last touched the shared memory of this one
+        self.copies: list[
+            tuple[Any, ...]
+        ] = []  # lanes, words, data, and the group of each lane
         self.groups = np.zeros(self.lanes, np.int32)  # that a lane has committed
 
     @property
@@ -281,11 +340,15 @@ class Machine:
 
     def wide(self, x: Any) -> Any:
         """A number, or an array over all threads, as the latter."""
-        return x if getattr(x, "shape", None) == (self.lanes,) else np.broadcast_to(x, self.lanes)
+        return (
+            x if getattr(x, "shape", None) == (self.lanes,) else np.broadcast_to(x, self.lanes)
+        )
 
     def number(self, text: str) -> Any:
         if text not in self._numbers:
-            self._numbers[text] = np.broadcast_to(np.int64(int(text, 0)).astype(U32), self.lanes)
+            self._numbers[text] = np.broadcast_to(
+                np.int64(int(text, 0)).astype(U32), self.lanes
+            )
         return self._numbers[text]
 
     def active(self, mask: Any) -> Any:
@@ -296,12 +359,16 @@ class Machine:
 
     def results(self) -> list[Any]:
         left = self.waited.reshape(-1, self.threads).min(1) < self.visited
-        assert not left.any(), f"block {np.flatnonzero(left)[0]} may end while another touches its shared memory"
+        assert not left.any(), (
+            f"block {np.flatnonzero(left)[0]} may end while another touches its shared memory"
+        )
         found = []
         for i, (start, a) in enumerate(self.outs):
             size = a.size * a.dtype.itemsize
             left = np.flatnonzero(self.state[start : start + size] != WRITTEN)
-            assert i in self.sparse or not left.size, f"an output {a} was left unwritten at byte {left[0]}"
+            assert i in self.sparse or not left.size, (
+                f"an output {a} was left unwritten at byte {left[0]}"
+            )
             self.memory[start + left] = 0xFF  # NaN
             found.append(self.memory[start : start + size].view(a.dtype).reshape(a.shape))
         return found
@@ -311,16 +378,26 @@ class Machine:
     def _device(self, lanes: Any, at: Any, size: int, allowed: tuple[int, ...]) -> Any:
         at = at[lanes].astype(np.int64) - GLOBAL
         assert not (at % size).any(), f"an address in device memory is not aligned to {size}"
-        assert ((at >= 0) & (at + size <= self.memory.size)).all(), "an address outside of device memory"
+        assert ((at >= 0) & (at + size <= self.memory.size)).all(), (
+            "an address outside of device memory"
+        )
         bad = ~np.isin(self.state[at[:, None] + np.arange(size)], allowed).all(axis=1)
-        assert not bad.any(), f"thread {lanes[bad][0]}: device memory at {at[bad][0]}, which is not its to touch"
+        assert not bad.any(), (
+            f"thread {lanes[bad][0]}: device memory at {at[bad][0]}, which is not its to touch"
+        )
         return at
 
     def load_global(self, at: Any, size: int, lanes: Any, constant: bool = False) -> Any:
         at = self._device(lanes, at, size, (READ_ONLY, WRITTEN))
         own = self.state[at] == WRITTEN
         if own.any():
-            self._touch(self.of_outs, lanes[own], self._bytes(at[own], size), "device memory", constant=constant)
+            self._touch(
+                self.of_outs,
+                lanes[own],
+                self._bytes(at[own], size),
+                "device memory",
+                constant=constant,
+            )
         if size < 4:
             return self.memory.view(f"u{size}")[at // size][:, None].astype(U32)
         return self.memory.view(U32)[at[:, None] // 4 + np.arange(size // 4)]
@@ -333,9 +410,13 @@ class Machine:
             self.memory.view(values.dtype),
         )
         same = np.repeat(memory[places] == values, values.dtype.itemsize, axis=1)
-        self._touch(self.of_outs, lanes, self._bytes(at, size), "device memory", write=True, same=same)
+        self._touch(
+            self.of_outs, lanes, self._bytes(at, size), "device memory", write=True, same=same
+        )
         memory[places] = values
-        assert (memory[places] == values).all(), "two threads store different values to one place in device memory"
+        assert (memory[places] == values).all(), (
+            "two threads store different values to one place in device memory"
+        )
         self.state[at[:, None] + np.arange(size)] = WRITTEN
 
     def _bytes(self, at: Any, size: int) -> Any:
@@ -354,7 +435,9 @@ class Machine:
                 "a thread touches the shared memory of a block that may not have begun"
             )
             self.visited[block[away]] = self.time
-        assert ((at >= SHARED) & (at + size <= 4 * self.words)).all(), "an address outside of shared memory"
+        assert ((at >= SHARED) & (at + size <= 4 * self.words)).all(), (
+            "an address outside of shared memory"
+        )
         return (block * self.words + at // 4)[:, None] + np.arange(size // 4)
 
     def _unordered(self, memory: Touched, mine: Any, theirs: Any, then: Any) -> Any:
@@ -380,32 +463,43 @@ class Machine:
     ) -> None:  # fmt: skip
         """Notes that lanes [n] touch words [n, m], and raises if that is a race. Atomic additions do not race with each
         other, nor does a store of what is there with the store that put it there: `same`."""
-        mine, unordered = np.broadcast_to(lanes[:, None], words.shape), partial(self._unordered, memory)
+        mine, unordered = (
+            np.broadcast_to(lanes[:, None], words.shape),
+            partial(self._unordered, memory),
+        )
         for then, writer in memory.writes(words):
             bad = unordered(mine, writer, then)
             if bad.any():
                 bad &= ~((atomic & (then < 0)) | (write & same))
-                assert not bad.any(), f"thread {mine[bad][0]} races with the write of {writer[bad][0]} to {where}"
+                assert not bad.any(), (
+                    f"thread {mine[bad][0]} races with the write of {writer[bad][0]} to {where}"
+                )
         if write:
             for then, reader in memory.reads(words):
                 bad = unordered(mine, reader, then)
                 assert not bad.any(), (
                     f"thread {mine[bad][0]} overwrites what {reader[bad][0]} may still read in {where}"
                 )
-            assert not memory.constant[words].any(), f"a thread writes to {where} what another read as constant"
+            assert not memory.constant[words].any(), (
+                f"a thread writes to {where} what another read as constant"
+            )
             memory.note_write(words, mine, self.time, atomic, unordered)
         else:
             if constant:
                 memory.constant[words] = True
                 written = memory.times[0, 0][words] != 0
-                assert not written.any(), f"a thread reads as constant what the kernel wrote to {where}"
+                assert not written.any(), (
+                    f"a thread reads as constant what the kernel wrote to {where}"
+                )
             memory.note_read(words, mine, self.time, unordered)
         self.time += 1
 
     def load_shared(self, at: Any, size: int, lanes: Any, cluster: bool = False) -> Any:
         words = self._shared(lanes, at, size, cluster)
         empty = self.of_shared.times[0, 0][words] == 0
-        assert not empty.any(), f"thread {lanes[empty.any(1)][0]} reads shared memory that nothing wrote"
+        assert not empty.any(), (
+            f"thread {lanes[empty.any(1)][0]} reads shared memory that nothing wrote"
+        )
         self._touch(self.of_shared, lanes, words, "shared memory")
         return self.shared[words]
 
@@ -413,7 +507,9 @@ class Machine:
         self._write(lanes, self._shared(lanes, at, 4 * values.shape[1], cluster), values)
 
     def _write(self, lanes: Any, words: Any, values: Any) -> None:
-        assert self.of_shared.alone(words), "two threads store to one word of shared memory at once"
+        assert self.of_shared.alone(words), (
+            "two threads store to one word of shared memory at once"
+        )
         self._touch(self.of_shared, lanes, words, "shared memory", write=True)
         self.shared[words] = values
 
@@ -422,7 +518,9 @@ class Machine:
         words = self._shared(lanes, at & ~U32(3), 4, cluster=False)
         self._touch(self.of_shared, lanes, words, "shared memory", write=True, atomic=True)
         places = words[:, 0] * 4 + (at[lanes] & 3)
-        assert np.unique(places).size == places.size, "two threads store to one byte of shared memory at once"
+        assert np.unique(places).size == places.size, (
+            "two threads store to one byte of shared memory at once"
+        )
         self.shared.view(np.uint8)[places] = value
 
     def add_shared(self, at: Any, value: Any, lanes: Any) -> Any:
@@ -466,7 +564,9 @@ class Machine:
     def whole_warps(self) -> Any:
         """The lanes of active warps [n, 32]; an error where a part of a warp is active."""
         by_warp = self.mask.reshape(-1, 32)
-        assert (by_warp.all(1) | ~by_warp.any(1)).all(), "a collective of a warp without some of its lanes"
+        assert (by_warp.all(1) | ~by_warp.any(1)).all(), (
+            "a collective of a warp without some of its lanes"
+        )
         return np.flatnonzero(by_warp.all(1))[:, None] * 32 + np.arange(32)
 
 
@@ -492,7 +592,9 @@ def _parse(code: str) -> list[tuple[str, bool, str, list[str]]]:
     return found
 
 
-def _step(m: Machine, name: str, operands: list[str], registers: dict[str, Any], mask: Any) -> None:
+def _step(
+    m: Machine, name: str, operands: list[str], registers: dict[str, Any], mask: Any
+) -> None:
     kind, *how = name.split(".")
     lanes = m.active(mask)
 
@@ -545,7 +647,9 @@ def _step(m: Machine, name: str, operands: list[str], registers: dict[str, Any],
                 put(w, column, lanes)
         case "st":
             values = np.stack([read(w)[lanes] for w in vector(operands[1])], axis=1)
-            values = values.astype({"u8": np.uint8, "u16": np.uint16}.get(how[-1], values.dtype))
+            values = values.astype(
+                {"u8": np.uint8, "u16": np.uint16}.get(how[-1], values.dtype)
+            )
             if how[0] == "global":
                 m.store_global(address(operands[0]), values, lanes)
             elif how[-1] == "u8":
@@ -569,7 +673,13 @@ def _step(m: Machine, name: str, operands: list[str], registers: dict[str, Any],
                 a, b = a.view(np.int32), b.view(np.int32)
             if how[1] == "f32":
                 a, b = floats(*operands[1:])
-            compare = {"lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal", "eq": "equal"}
+            compare = {
+                "lt": "less",
+                "le": "less_equal",
+                "gt": "greater",
+                "ge": "greater_equal",
+                "eq": "equal",
+            }
             holds = getattr(np, compare.get(how[0], "not_equal"))(a, b)
             put(operands[0], holds & read(operands[3]) if how[1] == "and" else holds)
         case "xor":
@@ -578,7 +688,9 @@ def _step(m: Machine, name: str, operands: list[str], registers: dict[str, Any],
             put(operands[0], read(operands[1]) + read(operands[2]))
         case "dp4a":
             a, b, total = (np.ascontiguousarray(read(x)) for x in operands[1:])
-            products = a.view(np.uint8).reshape(-1, 4).astype(U32) * b.view(np.uint8).reshape(-1, 4)
+            products = a.view(np.uint8).reshape(-1, 4).astype(U32) * b.view(np.uint8).reshape(
+                -1, 4
+            )
             put(operands[0], total + products.sum(axis=1, dtype=U32))
         case "selp":
             put(operands[0], np.where(read(operands[3]), read(operands[1]), read(operands[2])))
@@ -601,7 +713,10 @@ def _step(m: Machine, name: str, operands: list[str], registers: dict[str, Any],
                 put_float(np.clip(got, 0, 1) if "sat" in how else got)
         case "mul" | "sub" | "fma" | "max" | "min" if how[-1] in ("bf16x2", "f16x2"):
             dtype = DTYPES[how[-1][:-2]]
-            x = [np.ascontiguousarray(read(o)).view(dtype).astype(np.float64) for o in operands[1:]]
+            x = [
+                np.ascontiguousarray(read(o)).view(dtype).astype(np.float64)
+                for o in operands[1:]
+            ]
             two = {"mul": np.multiply, "sub": np.subtract, "max": np.fmax, "min": np.fmin}
             got = x[0] * x[1] + x[2] if kind == "fma" else two[kind](*x)
             put(operands[0], np.asarray(got, dtype).view(U32))
@@ -619,26 +734,47 @@ def _step(m: Machine, name: str, operands: list[str], registers: dict[str, Any],
             put(operands[0], read(operands[1]))
         case "cvt" if how[-1] == "e4m3x2":
             two = read(operands[1]).astype(np.uint16)
-            bytes_ = np.stack([two & np.uint16(255), two >> np.uint16(8)], axis=-1).astype(np.uint8)
+            bytes_ = np.stack([two & np.uint16(255), two >> np.uint16(8)], axis=-1).astype(
+                np.uint8
+            )
             put(
                 operands[0],
-                np.ascontiguousarray(bytes_.view(ml_dtypes.float8_e4m3fn).astype(np.float16)).view(U32)[..., 0],
+                np.ascontiguousarray(
+                    bytes_.view(ml_dtypes.float8_e4m3fn).astype(np.float16)
+                ).view(U32)[..., 0],
             )
         case "cvt" if how[1] in ("bf16x2", "f16x2"):
-            hi, lo = (x.astype(DTYPES[how[1][:-2]]).view(np.uint16).astype(U32) for x in floats(*operands[1:]))
+            hi, lo = (
+                x.astype(DTYPES[how[1][:-2]]).view(np.uint16).astype(U32)
+                for x in floats(*operands[1:])
+            )
             put(operands[0], lo | (hi << U32(16)))
         case "max" | "min" if how[-1] in ("u32", "s32"):
-            a, b = (np.ascontiguousarray(read(x)).view(np.int32 if how[-1] == "s32" else U32) for x in operands[1:])
+            a, b = (
+                np.ascontiguousarray(read(x)).view(np.int32 if how[-1] == "s32" else U32)
+                for x in operands[1:]
+            )
             put(operands[0], {"max": np.maximum, "min": np.minimum}[kind](a, b).view(U32))
         case "or" | "popc":
             of = [read(x) for x in operands[1:]]
-            put(operands[0], of[0] | of[1] if kind == "or" else np.bitwise_count(of[0]).astype(U32))
+            put(
+                operands[0],
+                of[0] | of[1] if kind == "or" else np.bitwise_count(of[0]).astype(U32),
+            )
         case "clz":
-            put(operands[0], 32 - np.ceil(np.log2(read(operands[1]).astype(np.float64) + 1)).astype(U32))
+            put(
+                operands[0],
+                32 - np.ceil(np.log2(read(operands[1]).astype(np.float64) + 1)).astype(U32),
+            )
         case "lop3":
             table, out = int(read(operands[4]).flat[0]), np.zeros(m.lanes, U32)
-            for i in range(8):  # bits 2, 1 and 0 of i say what a bit of the first, second and third operand is
-                bits = [read(x) if i >> (2 - n) & 1 else ~read(x) for n, x in enumerate(operands[1:4])]
+            for i in range(
+                8
+            ):  # bits 2, 1 and 0 of i say what a bit of the first, second and third operand is
+                bits = [
+                    read(x) if i >> (2 - n) & 1 else ~read(x)
+                    for n, x in enumerate(operands[1:4])
+                ]
                 out |= (bits[0] & bits[1] & bits[2]) * U32(table >> i & 1)
             put(operands[0], out)
         case "prmt":
@@ -649,7 +785,10 @@ def _step(m: Machine, name: str, operands: list[str], registers: dict[str, Any],
                 out |= ((both >> (take * U64(8))) & U64(255)) << U64(8 * byte)
             put(operands[0], out.astype(U32))
         case "mapa":
-            put(operands[0], read(operands[1]) + ((read(operands[2]) + U32(1)) << U32(BLOCK_BITS)))
+            put(
+                operands[0],
+                read(operands[1]) + ((read(operands[2]) + U32(1)) << U32(BLOCK_BITS)),
+            )
         case "bar" if how[0] == "warp":
             m.whole_warps()
             m.barrier(m.warp_time, lanes)
@@ -662,7 +801,9 @@ def _step(m: Machine, name: str, operands: list[str], registers: dict[str, Any],
             sizes = np.bincount(of, minlength=m.lanes // m.threads * 16)
             want = read(asked[1])[lanes] if len(asked) > 1 else m.threads
             came = np.unique(sizes[of])
-            assert (sizes[of] == want).all(), f"a barrier of {np.unique(want)} threads that {came} came to"
+            assert (sizes[of] == want).all(), (
+                f"a barrier of {np.unique(want)} threads that {came} came to"
+            )
             if red:
                 any_ = np.bincount(of, read(operands[-1])[lanes], minlength=len(sizes)) > 0
                 put(operands[0], any_[of], lanes)
@@ -675,15 +816,21 @@ def _step(m: Machine, name: str, operands: list[str], registers: dict[str, Any],
                 m.barrier(m.some_time, lanes)
         case "barrier":
             whole = mask.reshape(-1, m.threads * m.cluster)
-            assert (whole.all(1) | ~whole.any(1)).all(), "a barrier of a cluster without some of its threads"
+            assert (whole.all(1) | ~whole.any(1)).all(), (
+                "a barrier of a cluster without some of its threads"
+            )
             waited = m.arrived[lanes] == m.waited[lanes]
             if how[1] == "arrive":
-                assert waited.all(), "threads arrive at a barrier of their cluster that have not waited at the last"
+                assert waited.all(), (
+                    "threads arrive at a barrier of their cluster that have not waited at the last"
+                )
                 if how[2] == "release":
                     m.released[lanes] = m.time
                 m.barrier(m.arrived, lanes)
             else:  # what was done since the arrival is not ordered, nor by a relaxed one what was done before it
-                assert not waited.any(), "threads wait at a barrier of their cluster at which they did not arrive"
+                assert not waited.any(), (
+                    "threads wait at a barrier of their cluster at which they did not arrive"
+                )
                 m.waited[lanes], m.cluster_time[lanes] = m.arrived[lanes], m.released[lanes]
                 if mask.all():
                     m.since = max(m.since, int(m.cluster_time.min()) + 1)
@@ -693,12 +840,20 @@ def _step(m: Machine, name: str, operands: list[str], registers: dict[str, Any],
             m.wait_copies(mask, int(operands[0]))
         case "cp":
             assert operands[2] == "16" or (how[1] == "ca" and operands[2] in ("4", "8"))
-            m.copy(address(operands[0]), address(operands[1]), int(operands[2]), read(operands[3]), lanes)
+            m.copy(
+                address(operands[0]),
+                address(operands[1]),
+                int(operands[2]),
+                read(operands[3]),
+                lanes,
+            )
         case _:
             _collective(m, kind, name, [vector(x) for x in operands], read, address, put)
 
 
-def _collective(m: Machine, kind: str, name: str, operands: Any, read: Any, address: Any, put: Any) -> None:
+def _collective(
+    m: Machine, kind: str, name: str, operands: Any, read: Any, address: Any, put: Any
+) -> None:
     """A collective operation of the lanes of a warp."""
     warps = m.whole_warps()
     lanes = warps.reshape(-1)
@@ -710,9 +865,15 @@ def _collective(m: Machine, kind: str, name: str, operands: Any, read: Any, addr
     match kind:
         case "shfl":
             by = rows(operands[2][0]).astype(np.int64)
-            source = {"bfly": lane ^ by, "down": lane + by, "idx": (by & 31) + 0 * lane}[name.split(".")[2]]
+            source = {"bfly": lane ^ by, "down": lane + by, "idx": (by & 31) + 0 * lane}[
+                name.split(".")[2]
+            ]
             source = np.where((source >= 0) & (source < 32), source, lane)
-            put(operands[0][0], np.take_along_axis(rows(operands[1][0]), source, axis=1).reshape(-1), lanes)
+            put(
+                operands[0][0],
+                np.take_along_axis(rows(operands[1][0]), source, axis=1).reshape(-1),
+                lanes,
+            )
         case "redux":
             over = {"add": np.add, "max": np.maximum}[name.split(".")[2]]
             one = over.reduce(rows(operands[1][0]), axis=1, dtype=U32)
@@ -722,7 +883,14 @@ def _collective(m: Machine, kind: str, name: str, operands: Any, read: Any, addr
             put(operands[0][0], np.repeat(ballot, 32), lanes)
         case "movmatrix":
             tiles = np.ascontiguousarray(rows(operands[1][0])).view(np.uint16).reshape(-1, 8, 8)
-            put(operands[0][0], np.ascontiguousarray(tiles.swapaxes(1, 2)).reshape(-1, 64).view(U32).reshape(-1), lanes)
+            put(
+                operands[0][0],
+                np.ascontiguousarray(tiles.swapaxes(1, 2))
+                .reshape(-1, 64)
+                .view(U32)
+                .reshape(-1),
+                lanes,
+            )
         case "ldmatrix":
             at = address("[" + operands[1][0].strip("[]") + "]")
             got = m.load_shared(at, 16, lanes).reshape(-1, 4, 8, 4)
@@ -736,22 +904,40 @@ def _collective(m: Machine, kind: str, name: str, operands: Any, read: Any, addr
             pass
         case "wgmma":
             (n,) = map(int, re.findall(r"\.m64n(\d+)k16\.f32\.bf16\.bf16", name))
-            assert (warps.reshape(-1, 128) == warps[::4, :1] + np.arange(128)).all(), "not whole warpgroups"
+            assert (warps.reshape(-1, 128) == warps[::4, :1] + np.arange(128)).all(), (
+                "not whole warpgroups"
+            )
             assert (warps[::4, 0] % 128 == 0).all(), "not whole warpgroups"
             out, a, (matrix,), *flags = operands
             assert [x for (x,) in flags] == ["1", "1", "1", "0"]
             bits = read(matrix)
-            start, lead, stride = ((bits >> U64(shift)).astype(U32) & U32(0x3FFF) for shift in (0, 16, 32))
+            start, lead, stride = (
+                (bits >> U64(shift)).astype(U32) & U32(0x3FFF) for shift in (0, 16, 32)
+            )
             # A lane reads 16 bytes: 8 rows of a column of b.
             i = np.arange(m.lanes, dtype=U32) % 128 % (2 * n)
             at = (start + (i // n).astype(U32) * lead) * U32(16)
             at += (i % n // 8).astype(U32) * stride * U32(16) + i % U32(8) * U32(16)
-            got = np.ascontiguousarray(m.load_shared(at, 16, lanes)).view(DTYPES["bf16"]).astype(np.float64)
-            right = got.reshape(-1, 128, 8)[:, : 2 * n].reshape(-1, 2, n, 8).swapaxes(2, 3).reshape(-1, 16, n)
+            got = (
+                np.ascontiguousarray(m.load_shared(at, 16, lanes))
+                .view(DTYPES["bf16"])
+                .astype(np.float64)
+            )
+            right = (
+                got.reshape(-1, 128, 8)[:, : 2 * n]
+                .reshape(-1, 2, n, 8)
+                .swapaxes(2, 3)
+                .reshape(-1, 16, n)
+            )
             left, total = np.empty((len(warps), 16, 16)), np.empty((len(warps), 16, n))
             quad, col = lane >> 2, (lane & 3) * 2
             for j, x in enumerate(a):
-                two = np.ascontiguousarray(rows(x)).view(DTYPES["bf16"]).reshape(-1, 32, 2).astype(np.float64)
+                two = (
+                    np.ascontiguousarray(rows(x))
+                    .view(DTYPES["bf16"])
+                    .reshape(-1, 32, 2)
+                    .astype(np.float64)
+                )
                 for half in range(2):
                     left[:, quad + 8 * (j & 1), col + half + 8 * (j >> 1)] = two[:, :, half]
             for j, x in enumerate(out):
@@ -770,18 +956,33 @@ def _collective(m: Machine, kind: str, name: str, operands: Any, read: Any, addr
             quad, col = lane >> 2, (lane & 3) * 2
 
             def halves(x: str) -> Any:
-                return np.ascontiguousarray(rows(x)).view(dtype).reshape(-1, 32, 2).astype(np.float64)
+                return (
+                    np.ascontiguousarray(rows(x))
+                    .view(dtype)
+                    .reshape(-1, 32, 2)
+                    .astype(np.float64)
+                )
 
             for j, x in enumerate(a):
                 for half in range(2):
-                    left[:, quad + 8 * (j & 1), col + half + 8 * (j >> 1)] = halves(x)[:, :, half]
+                    left[:, quad + 8 * (j & 1), col + half + 8 * (j >> 1)] = halves(x)[
+                        :, :, half
+                    ]
             for j, x in enumerate(b):
                 for half in range(2):
                     right[:, col + half + 8 * j, quad] = halves(x)[:, :, half]
             for j, x in enumerate(acc):
-                total[:, quad + 8 * (j >> 1), col + (j & 1)] = np.ascontiguousarray(rows(x)).view(np.float32)
+                total[:, quad + 8 * (j >> 1), col + (j & 1)] = np.ascontiguousarray(
+                    rows(x)
+                ).view(np.float32)
             total = (total + left @ right).astype(np.float32).view(U32)
             for j, x in enumerate(out):
-                put(x, np.ascontiguousarray(total[:, quad + 8 * (j >> 1), col + (j & 1)]).reshape(-1), lanes)
+                put(
+                    x,
+                    np.ascontiguousarray(total[:, quad + 8 * (j >> 1), col + (j & 1)]).reshape(
+                        -1
+                    ),
+                    lanes,
+                )
         case _:
             raise NotImplementedError(f"the simulator has no {name}")

@@ -26,7 +26,9 @@ def coded_of(B, K, G, H, S, R, A, D, M, local, dtype, bits=(4, 4), *, counts=Non
     q, k, v, selection, *spans = zones_of(B, K, G, H, S, R, A, D, M, local, dtype, counts)
     middle = offset * normal(9, B, K, D)
     k = k.astype(jnp.float32) * (0.5 + np.arange(S, dtype=np.float32) % 3)[None, None, :, None]
-    codes = jax.jit(TurboQuant(bits=bits[0], value_bits=bits[1], seed=3).codes)(k, v.astype(jnp.float32))
+    codes = jax.jit(TurboQuant(bits=bits[0], value_bits=bits[1], seed=3).codes)(
+        k, v.astype(jnp.float32)
+    )
     return (q, *codes, middle, selection, *spans), {"local": local, "seed": 3}
 
 
@@ -51,32 +53,113 @@ def both(args, how, config=None, **more):
     ("B", "K", "G", "H", "S", "R", "A", "D", "M", "local", "dtype", "bits", "config"),
     [
         (4, 1, 4, 1, 90, 40, 5, 64, 60, 33, jnp.bfloat16, (4, 4), attend_slots.Config(2, 1)),
-        (2, 1, 5, 1, 300, 70, 0, 128, 290, 1, jnp.float16, (4, 3), attend_slots.Config(1, 1)),  # a loop, no sink
+        (
+            2,
+            1,
+            5,
+            1,
+            300,
+            70,
+            0,
+            128,
+            290,
+            1,
+            jnp.float16,
+            (4, 3),
+            attend_slots.Config(1, 1),
+        ),  # a loop, no sink
         (4, 1, 12, 1, 90, 40, 5, 128, 40, 33, jnp.bfloat16, (2, 8), attend_slots.Config(1, 1)),
         *(
             pytest.param(*case, marks=pytest.mark.thorough)
             for case in (
-                (4, 2, 4, 4, 50, 20, 1, 64, 33, 7, jnp.bfloat16, (8, 4), None),  # a choice for each head
-                (1, 1, 2, 1, 2000, 256, 4, 128, 1788, 256, jnp.bfloat16, (4, 4), attend_slots.Config(8, 2)),
-                (1, 1, 4, 1, 64, 31, 0, 64, 0, 16, jnp.bfloat16, (4, 4), None),  # nothing is chosen
+                (
+                    4,
+                    2,
+                    4,
+                    4,
+                    50,
+                    20,
+                    1,
+                    64,
+                    33,
+                    7,
+                    jnp.bfloat16,
+                    (8, 4),
+                    None,
+                ),  # a choice for each head
+                (
+                    1,
+                    1,
+                    2,
+                    1,
+                    2000,
+                    256,
+                    4,
+                    128,
+                    1788,
+                    256,
+                    jnp.bfloat16,
+                    (4, 4),
+                    attend_slots.Config(8, 2),
+                ),
+                (
+                    1,
+                    1,
+                    4,
+                    1,
+                    64,
+                    31,
+                    0,
+                    64,
+                    0,
+                    16,
+                    jnp.bfloat16,
+                    (4, 4),
+                    None,
+                ),  # nothing is chosen
                 (4, 1, 18, 2, 60, 20, 4, 64, 33, 7, jnp.bfloat16, (3, 2), None),
             )
         ),
         *(
-            pytest.param(4, 3, G, 1, 5000, 300, 4, D, 1000, 200, jnp.bfloat16, bits, None, marks=on_gpu)
-            for G, D, bits in ((1, 128, (4, 4)), (3, 64, (3, 3)), (8, 128, (2, 2)), (16, 128, (8, 4)), (4, 64, (8, 8)))
+            pytest.param(
+                4, 3, G, 1, 5000, 300, 4, D, 1000, 200, jnp.bfloat16, bits, None, marks=on_gpu
+            )
+            for G, D, bits in (
+                (1, 128, (4, 4)),
+                (3, 64, (3, 3)),
+                (8, 128, (2, 2)),
+                (16, 128, (8, 4)),
+                (4, 64, (8, 8)),
+            )
         ),
         *(
             pytest.param(
-                1, 8, 4, 1, 131072, 256, 0, 128, 2047, 1, jnp.bfloat16, (4, 4), attend_slots.Config(b, w), marks=on_gpu
+                1,
+                8,
+                4,
+                1,
+                131072,
+                256,
+                0,
+                128,
+                2047,
+                1,
+                jnp.bfloat16,
+                (4, 4),
+                attend_slots.Config(b, w),
+                marks=on_gpu,
             )
             for b in (1, 2, 4, 8)
             for w in (1, 2)
         ),
-        pytest.param(8, 8, 4, 1, 32768, 512, 4, 128, 1788, 256, jnp.bfloat16, (4, 4), None, marks=on_gpu),
+        pytest.param(
+            8, 8, 4, 1, 32768, 512, 4, 128, 1788, 256, jnp.bfloat16, (4, 4), None, marks=on_gpu
+        ),
     ],
 )
-def test_attention_over_codes_equals_the_reference(B, K, G, H, S, R, A, D, M, local, dtype, bits, config):
+def test_attention_over_codes_equals_the_reference(
+    B, K, G, H, S, R, A, D, M, local, dtype, bits, config
+):
     got, want = both(*coded_of(B, K, G, H, S, R, A, D, M, local, dtype, bits), config)
     assert got.dtype == dtype
     # Queries, weights and results are rounded to bf16.
@@ -107,12 +190,19 @@ def test_attention_over_codes_reads_nothing_that_is_not_attended_to():
         chosen[b, 0, slots[b][valid[b] & (slots[b] < 60)]] = True
 
     def poison(code):
-        return code._replace(weights=jnp.where(jnp.asarray(chosen)[..., None], code.weights, 0x7E00).astype(jnp.uint16))
+        return code._replace(
+            weights=jnp.where(jnp.asarray(chosen)[..., None], code.weights, 0x7E00).astype(
+                jnp.uint16
+            )
+        )
 
     np.testing.assert_array_equal(run(q, poison(k), poison(v), offset, selection, *spans), want)
-    over = jax.jit(jax.vmap(partial(ops.attend_coded_zones.run_kernel, scale=0.125, **how), in_axes=(0, *6 * [None])))(
-        jnp.stack([q, -q]), k, v, offset, selection, *spans
-    )
+    over = jax.jit(
+        jax.vmap(
+            partial(ops.attend_coded_zones.run_kernel, scale=0.125, **how),
+            in_axes=(0, *6 * [None]),
+        )
+    )(jnp.stack([q, -q]), k, v, offset, selection, *spans)
     np.testing.assert_array_equal(over[0], want)
 
 

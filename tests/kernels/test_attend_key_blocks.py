@@ -31,7 +31,9 @@ def interpreted(monkeypatch):
     def add_product(sums, a, b):
         return sums + jnp.dot(a, b[...], preferred_element_type=jnp.float32)
 
-    monkeypatch.setattr(plgpu, "kernel", partial(plgpu.kernel, interpret=plgpu.InterpretGPUParams()))
+    monkeypatch.setattr(
+        plgpu, "kernel", partial(plgpu.kernel, interpret=plgpu.InterpretGPUParams())
+    )
     monkeypatch.setattr(attend_key_blocks, "_product", product)
     monkeypatch.setattr(attend_key_blocks, "_add_product", add_product)
 
@@ -55,12 +57,23 @@ def lists(B, K, G, n, S, stops, seed=0):
         (1, 2, 1, 128, 640, 128, [640], jnp.float16, Config(3)),
     ],
 )
-def test_attention_to_lists_of_blocks_equals_the_reference(B, K, G, T, S, D, stops, dtype, config):
-    q, k, v = (np.array(normal(i, *s, dtype=dtype)) for i, s in enumerate([(B, K, G, T, D), *2 * [(B, K, S, D)]]))
+def test_attention_to_lists_of_blocks_equals_the_reference(
+    B, K, G, T, S, D, stops, dtype, config
+):
+    q, k, v = (
+        np.array(normal(i, *s, dtype=dtype))
+        for i, s in enumerate([(B, K, G, T, D), *2 * [(B, K, S, D)]])
+    )
     for b, stop in enumerate(stops):
         k[b, :, stop:], v[b, :, stop:] = np.nan, 1e4
-    args = *map(jnp.asarray, (q, k, v)), *lists(B, K, G, T // 128, S, stops), jnp.array(stops, jnp.int32)
-    out, lse = jax.jit(partial(attend_key_blocks.attend_key_blocks, scale=0.1, config=config))(*args)
+    args = (
+        *map(jnp.asarray, (q, k, v)),
+        *lists(B, K, G, T // 128, S, stops),
+        jnp.array(stops, jnp.int32),
+    )
+    out, lse = jax.jit(partial(attend_key_blocks.attend_key_blocks, scale=0.1, config=config))(
+        *args
+    )
     want = jax.jit(partial(ops.attend_key_blocks, scale=0.1, implementation="xla"))(*args)
     assert relative(out, want.out) < 1e-2
     np.testing.assert_allclose(lse, want.lse, atol=2e-5)
@@ -75,7 +88,9 @@ def test_a_batched_call_is_one_launch_of_more_rows():
     blocks, counts = lists(B, K, G, 1, S, [300])
     rest = k, v, blocks, counts, jnp.array([300], jnp.int32)
     run = partial(attend_key_blocks.attend_key_blocks, scale=0.1)
-    with mock.patch.object(attend_key_blocks, "_launch", wraps=attend_key_blocks._launch) as launched:
+    with mock.patch.object(
+        attend_key_blocks, "_launch", wraps=attend_key_blocks._launch
+    ) as launched:
         out, _ = jax.jit(jax.vmap(run, (0, *5 * [None])))(q, *rest)
     assert [call.args[0].shape for call in launched.call_args_list][-1] == (2, T, D)
     for i in range(2):
@@ -85,4 +100,8 @@ def test_a_batched_call_is_one_launch_of_more_rows():
 def test_stages_are_checked():
     with pytest.raises(ValueError, match="stages must be at least 2"):
         Config(stages=1)
-    assert attend_key_blocks.smem_bytes(128, Config(3)) <= 227 * 1024 < attend_key_blocks.smem_bytes(128, Config(4))
+    assert (
+        attend_key_blocks.smem_bytes(128, Config(3))
+        <= 227 * 1024
+        < attend_key_blocks.smem_bytes(128, Config(4))
+    )

@@ -21,7 +21,10 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def attended(B, K, G, H, S, D, M, dtype, counts):
-    q, k, v = normal(0, B, K, G, D, dtype=dtype), *(normal(s, B, K, S, D, dtype=dtype) for s in (1, 2))
+    q, k, v = (
+        normal(0, B, K, G, D, dtype=dtype),
+        *(normal(s, B, K, S, D, dtype=dtype) for s in (1, 2)),
+    )
     slots = jnp.asarray(np.random.default_rng(3).integers(0, S, (B, K, H, M)).astype(np.int32))
     count = np.resize(counts, (B, K, H, 1))
     return q, k, v, Selection(slots, jnp.asarray(np.arange(M) < count))
@@ -31,7 +34,9 @@ def assert_attends(args, config=None, scale=0.125):
     q, k, v, selection = args
     run = jax.jit(partial(attend_slots.attend_slots, scale=scale, config=config))
     out, lse = run(q, k, v, *selection)
-    want = jax.jit(partial(ops.attend_slots, scale=scale, implementation="xla"))(q, k, v, selection)
+    want = jax.jit(partial(ops.attend_slots, scale=scale, implementation="xla"))(
+        q, k, v, selection
+    )
     # Weights are rounded to the dtype of the values, each once.
     assert relative(out, want.out) < float(jnp.finfo(k.dtype).eps)
     np.testing.assert_allclose(lse, want.lse, rtol=1e-5, atol=1e-5)
@@ -40,20 +45,64 @@ def assert_attends(args, config=None, scale=0.125):
 @pytest.mark.parametrize(
     ("B", "K", "G", "H", "S", "D", "M", "dtype", "config"),
     [
-        (1, 6, 4, 1, 300, 64, 130, jnp.bfloat16, attend_slots.Config(2, 1)),  # a step of each warp
+        (
+            1,
+            6,
+            4,
+            1,
+            300,
+            64,
+            130,
+            jnp.bfloat16,
+            attend_slots.Config(2, 1),
+        ),  # a step of each warp
         (1, 6, 4, 1, 300, 64, 130, jnp.bfloat16, attend_slots.Config(3, 1, cluster=0)),
         (1, 2, 5, 1, 300, 128, 300, jnp.float16, attend_slots.Config(1, 1)),  # a loop
         (2, 1, 4, 4, 50, 64, 33, jnp.bfloat16, None),
         (1, 1, 10, 1, 200, 80, 150, jnp.bfloat16, attend_slots.Config(1, 1)),
         (1, 1, 2, 1, 200, 96, 150, jnp.float16, attend_slots.Config(2, 1, cluster=0, tile=16)),
-        *(pytest.param(1, 1, 18, 2, 70, D, 50, jnp.bfloat16, None, marks=pytest.mark.thorough) for D in SIZES),
-        pytest.param(1, 1, 8, 1, 500, 256, 200, jnp.bfloat16, None, marks=pytest.mark.thorough),
-        pytest.param(1, 1, 2, 1, 2000, 128, 2048, jnp.bfloat16, attend_slots.Config(8, 2), marks=pytest.mark.thorough),
-        *(pytest.param(2, 3, G, 1, 5000, 128, 1000, jnp.bfloat16, None, marks=on_gpu) for G in range(1, 9)),
-        *(pytest.param(2, 3, 4, 1, 5000, D, 777, jnp.float16, None, marks=on_gpu) for D in SIZES),
-        *(pytest.param(2, 3, G, 1, 5000, 128, 777, jnp.float16, None, marks=on_gpu) for G in (9, 11, 12, 16)),
         *(
-            pytest.param(1, 8, 4, 1, 131072, 128, 2048, jnp.bfloat16, attend_slots.Config(b, w), marks=on_gpu)
+            pytest.param(1, 1, 18, 2, 70, D, 50, jnp.bfloat16, None, marks=pytest.mark.thorough)
+            for D in SIZES
+        ),
+        pytest.param(1, 1, 8, 1, 500, 256, 200, jnp.bfloat16, None, marks=pytest.mark.thorough),
+        pytest.param(
+            1,
+            1,
+            2,
+            1,
+            2000,
+            128,
+            2048,
+            jnp.bfloat16,
+            attend_slots.Config(8, 2),
+            marks=pytest.mark.thorough,
+        ),
+        *(
+            pytest.param(2, 3, G, 1, 5000, 128, 1000, jnp.bfloat16, None, marks=on_gpu)
+            for G in range(1, 9)
+        ),
+        *(
+            pytest.param(2, 3, 4, 1, 5000, D, 777, jnp.float16, None, marks=on_gpu)
+            for D in SIZES
+        ),
+        *(
+            pytest.param(2, 3, G, 1, 5000, 128, 777, jnp.float16, None, marks=on_gpu)
+            for G in (9, 11, 12, 16)
+        ),
+        *(
+            pytest.param(
+                1,
+                8,
+                4,
+                1,
+                131072,
+                128,
+                2048,
+                jnp.bfloat16,
+                attend_slots.Config(b, w),
+                marks=on_gpu,
+            )
             for b in (1, 2, 4, 8)
             for w in (1, 2)
         ),
@@ -75,7 +124,9 @@ def test_attention_over_slots_reads_nothing_that_is_not_valid():
         ("out of range", jnp.where(valid, used, 10**9), k, v),
         ("clipped", jnp.where(valid, used, -5), k, v),
     ):
-        for got, want in zip(run(q, keys, values, slots_, valid), run(q, k, v, used, valid), strict=True):
+        for got, want in zip(
+            run(q, keys, values, slots_, valid), run(q, k, v, used, valid), strict=True
+        ):
             np.testing.assert_array_equal(got, want, err_msg=name)
 
 
@@ -94,7 +145,9 @@ def test_attention_over_slots_takes_vmap():
     run = partial(attend_slots.attend_slots, scale=0.1)
     over = jax.jit(jax.vmap(run, in_axes=(0, None, None, None, None)))
     for got, want in zip(
-        over(jnp.stack([q, -q]), k, v, slots, valid), jax.jit(run)(q, k, v, slots, valid), strict=True
+        over(jnp.stack([q, -q]), k, v, slots, valid),
+        jax.jit(run)(q, k, v, slots, valid),
+        strict=True,
     ):
         np.testing.assert_array_equal(got[0], want)
 
@@ -106,7 +159,9 @@ def test_the_simulator_sees_that_a_barrier_is_missing(barrier, monkeypatch):
     config = attend_slots.Config(2 if barrier == "cluster_barrier" else 1, 1)
     run = jax.jit(partial(attend_slots.attend_slots, scale=0.1, config=config))
     monkeypatch.setattr(simt, barrier, lambda: None)
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"races|may still read|may not have begun"):
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match=r"races|may still read|may not have begun"
+    ):
         jax.block_until_ready(run(q, k, v, slots, valid))
 
 
@@ -128,5 +183,8 @@ class Early(Simulator):
 @pytest.mark.skipif(ON_GPU, reason="of the simulator")
 def test_the_simulator_sees_that_a_block_arrives_before_it_has_written():
     run = jax.jit(partial(top_k.top_k, k=20, config=top_k.Config(blocks=2)))
-    with simt.use(Early()), pytest.raises(jax.errors.JaxRuntimeError, match=r"races|may still read"):
+    with (
+        simt.use(Early()),
+        pytest.raises(jax.errors.JaxRuntimeError, match=r"races|may still read"),
+    ):
         jax.block_until_ready(run(normal(0, 1, 300), jnp.ones((1, 300), bool)))

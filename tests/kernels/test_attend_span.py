@@ -41,17 +41,37 @@ def over_span(q, span, scale=0.125):
     ("B", "K", "G", "S", "D", "dtypes", "spans", "config"),
     [
         # Rows with more than the stages hold, from a slot that begins no tile; with none, by both ends; with one.
-        (4, 1, 4, 300, 128, "bf", [(3, 300), (9, 9), (9, 4), (17, 18)], attend_span.Config(2, stages=2, keys=16)),
+        (
+            4,
+            1,
+            4,
+            300,
+            128,
+            "bf",
+            [(3, 300), (9, 9), (9, 4), (17, 18)],
+            attend_span.Config(2, stages=2, keys=16),
+        ),
         (2, 2, 1, 150, 64, "hh", [(0, 150), (1, 65)], attend_span.Config(1, stages=1)),
         (1, 1, 8, 150, 64, "bb", [(5, 133)], attend_span.Config(2, warpgroups=2)),
         (1, 1, 12, 150, 80, "bb", [(5, 133)], attend_span.Config(1, stages=1)),
         (2, 1, 2, 150, 192, "bb", [(5, 133), (0, 0)], attend_span.Config(1, stages=2, keys=16)),
-        *(pytest.param(1, 1, 9, 70, D, "bb", [(5, 66)], None, marks=pytest.mark.thorough) for D in SIZES),
-        pytest.param(2, 1, 4, 200, 128, "hb", [(0, 200), (100, 163)], None, marks=pytest.mark.thorough),
+        *(
+            pytest.param(1, 1, 9, 70, D, "bb", [(5, 66)], None, marks=pytest.mark.thorough)
+            for D in SIZES
+        ),
+        pytest.param(
+            2, 1, 4, 200, 128, "hb", [(0, 200), (100, 163)], None, marks=pytest.mark.thorough
+        ),
         pytest.param(1, 1, 3, 150, 256, "bb", [(5, 149)], None, marks=pytest.mark.thorough),
-        *(pytest.param(4, 2, G, 131072, 128, "bb", BIG, None, marks=on_gpu) for G in range(1, 9)),
+        *(
+            pytest.param(4, 2, G, 131072, 128, "bb", BIG, None, marks=on_gpu)
+            for G in range(1, 9)
+        ),
         *(pytest.param(4, 2, 4, 131072, D, "hh", BIG, None, marks=on_gpu) for D in SIZES),
-        *(pytest.param(4, 2, G, 131072, 128, "hh", BIG, None, marks=on_gpu) for G in (9, 11, 12, 16)),
+        *(
+            pytest.param(4, 2, G, 131072, 128, "hh", BIG, None, marks=on_gpu)
+            for G in (9, 11, 12, 16)
+        ),
         pytest.param(8, 8, 4, 32768, 128, "bb", [(0, 32768)], None, marks=on_gpu),
     ],
 )
@@ -66,11 +86,18 @@ def test_attention_over_a_span_equals_the_reference(B, K, G, S, D, dtypes, spans
 
 
 def test_part_over_a_span_has_its_log_sum():
-    q, span = normal(0, 2, 1, 4, 64, dtype=jnp.bfloat16), span_of(2, 1, 90, 64, jnp.bfloat16, (5, 83), (9, 9))
+    q, span = (
+        normal(0, 2, 1, 4, 64, dtype=jnp.bfloat16),
+        span_of(2, 1, 90, 64, jnp.bfloat16, (5, 83), (9, 9)),
+    )
     config = attend_span.Config(2, stages=1)
-    got = jax.jit(partial(attend_span.attend_span, scale=0.125, part=True, config=config))(q, *span)
+    got = jax.jit(partial(attend_span.attend_span, scale=0.125, part=True, config=config))(
+        q, *span
+    )
     finite = span._replace(v=jnp.where(jnp.isinf(span.v), jnp.zeros((), span.v.dtype), span.v))
-    want = jax.jit(partial(ops.attend_span, scale=0.125, part=True, implementation="xla"))(q, finite)
+    want = jax.jit(partial(ops.attend_span, scale=0.125, part=True, implementation="xla"))(
+        q, finite
+    )
     assert got[0].dtype == jnp.float32
     assert relative(got[0], want.out) < float(jnp.finfo(jnp.bfloat16).eps)
     np.testing.assert_allclose(got[1], want.lse, rtol=1e-5, atol=1e-5)
@@ -80,8 +107,12 @@ def test_attention_over_a_span_takes_ends_out_of_range_far_apart_scores_and_vmap
     q, config = 40 * normal(0, 2, 1, 2, 64, dtype=jnp.bfloat16), attend_span.Config(1)
     span = span_of(2, 1, 40, 64, jnp.bfloat16, (0, 40), (7, 40))
     want = attend_in_span(q, span, config)
-    assert relative(want, over_span(q, span)) < 1e-2  # scores of hundreds: one key has all the weight
-    beyond = span._replace(start=jnp.array([-9, 7], jnp.int32), stop=jnp.array([41, 1 << 30], jnp.int32))
+    assert (
+        relative(want, over_span(q, span)) < 1e-2
+    )  # scores of hundreds: one key has all the weight
+    beyond = span._replace(
+        start=jnp.array([-9, 7], jnp.int32), stop=jnp.array([41, 1 << 30], jnp.int32)
+    )
     np.testing.assert_array_equal(attend_in_span(q, beyond, config), want)
     run = partial(attend_span.attend_span, scale=0.125, config=config)
     apart = jax.jit(jax.vmap(lambda *a: run(*jax.tree.map(lambda x: x[None], a))))(q, *span)

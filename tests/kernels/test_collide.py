@@ -79,14 +79,20 @@ def test_collide_equals_its_reference(B, K, G, S, D, T, config):
     for kind in ("random", "ties", "close", "infinite", "one pattern"):
         for most in (0.2, 0.8):  # below half no pattern of a score below 0 earns any
             args = ballot(B, K, G, S, D, T, kind, most)
-            np.testing.assert_array_equal(run(*args), reference(*args), err_msg=f"{kind}, {most}")
+            np.testing.assert_array_equal(
+                run(*args), reference(*args), err_msg=f"{kind}, {most}"
+            )
 
 
 @pytest.mark.parametrize("D", [64, pytest.param(128, marks=pytest.mark.thorough)])
 def test_collide_rotates_queries(D):
     q, *rest = ballot(2, 1, 3, 132, D, 3, "random")
-    q = jnp.round(q) if D == 64 else normal(9, 2, 1, 3, D)  # what a head of 64 comes to is exact
-    got = jax.jit(partial(collide.collide, turned=turned(D, 5), config=collide.Config(1, 1, 1)))(q, *rest)
+    q = (
+        jnp.round(q) if D == 64 else normal(9, 2, 1, 3, D)
+    )  # what a head of 64 comes to is exact
+    got = jax.jit(
+        partial(collide.collide, turned=turned(D, 5), config=collide.Config(1, 1, 1))
+    )(q, *rest)
     want = np.asarray(ops.collide(q, *rest, seed=5, implementation="xla"))
     assert (got != want).mean() <= (0 if D == 64 else 0.02)
 

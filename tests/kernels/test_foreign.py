@@ -12,7 +12,18 @@ from jax import Array
 
 import kvjax
 from kvjax import ops
-from kvjax.kernels_pallas.simt import global_address, instr, kernel, loop, offset, offset_rows, ptx, real, special, word
+from kvjax.kernels_pallas.simt import (
+    global_address,
+    instr,
+    kernel,
+    loop,
+    offset,
+    offset_rows,
+    ptx,
+    real,
+    special,
+    word,
+)
 from kvjax.ops.op import op
 from tests.kernels.conftest import HAS_KERNELS
 from tests.kernels.inputs import normal
@@ -32,20 +43,29 @@ def squares(k):
     B, K, T, D = k.shape
     shape = jax.ShapeDtypeStruct((B, K, T), jnp.float32)
     program = partial(_program, tokens=T, width=4 * D)
-    return kernel(program, name="other_key_squares", out_type=(shape,), blocks=B * K, warpgroups=THREADS // 128)(k)[0]
+    return kernel(
+        program,
+        name="other_key_squares",
+        out_type=(shape,),
+        blocks=B * K,
+        warpgroups=THREADS // 128,
+    )(k)[0]
 
 
 def _program(keys, out, *, tokens, width):
     row = special("ctaid.x")
     keys, out = (
-        offset_rows(global_address(ref), row, size) for ref, size in ((keys, tokens * width), (out, 4 * tokens))
+        offset_rows(global_address(ref), row, size)
+        for ref, size in ((keys, tokens * width), (out, 4 * tokens))
     )
 
     @loop(special("tid.x"), tokens, THREADS)
     def _add(token):
         key, total = offset_rows(keys, token, width), real(0.0)
         for at in range(0, width, CHUNK):
-            for x in ptx("ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$4];", offset(key, word(at)), results=4):
+            for x in ptx(
+                "ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$4];", offset(key, word(at)), results=4
+            ):
                 total = instr("fma.rn.f32", x, x, total)
         ptx("st.global.u32 [$0], $1;", offset_rows(out, token, 4), total)
 
@@ -86,7 +106,9 @@ def test_a_step_for_a_gpu_has_it_where_it_was_measured_and_takes_the_shapes(monk
         pytest.skip("there are kernels from jax 0.11 on")
 
     def lowered(head_dim):
-        spec = kvjax.CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=head_dim, capacity=64, dtype="float32")
+        spec = kvjax.CacheSpec(
+            batch=1, q_heads=4, kv_heads=2, head_dim=head_dim, capacity=64, dtype="float32"
+        )
         cache = kvjax.init_layer(kvjax.Evicting(evictor=KeyNorm(), budget=32), spec)
         q, k = (jax.ShapeDtypeStruct((1, 1, heads, head_dim), jnp.float32) for heads in (4, 2))
         step = jax.jit(lambda *args: kvjax.attention(*args[:3], args[2]))
@@ -103,5 +125,7 @@ def test_a_step_for_a_gpu_has_it_where_it_was_measured_and_takes_the_shapes(monk
 
 def test_its_derivative_is_that_of_the_reference():
     k = normal(1, 1, 2, 5, 8)
-    got, want = (jax.grad(lambda k: jnp.sum(f(k)))(k) for f in (key_squares, key_squares.reference))  # noqa: B023
+    got, want = (
+        jax.grad(lambda k: jnp.sum(f(k)))(k) for f in (key_squares, key_squares.reference)
+    )  # noqa: B023
     np.testing.assert_allclose(got, want, rtol=1e-6)

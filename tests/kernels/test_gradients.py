@@ -64,8 +64,12 @@ def kernels(monkeypatch):
 def test_gradients_with_kernels_are_those_of_attention(kernels, case, implementation):
     spec = CASES[case].spec
     heads = spec.kv_heads * min(spec.group, 2)
-    spec = dataclasses.replace(spec, batch=2, q_heads=heads, head_dim=64, capacity=160, dtype=jnp.bfloat16)
+    spec = dataclasses.replace(
+        spec, batch=2, q_heads=heads, head_dim=64, capacity=160, dtype=jnp.bfloat16
+    )
     with ops.use(implementation):
         testing.check_policy(CASES[case].policy, spec, laws=[LAW]).raise_for_failures()
     steps_have_some = bool(implementations(kvjax.PerLayer((), CASES[case].policy), spec))
-    assert kernels.ran or not steps_have_some  # evictors select from a prompt by one, and attend without any
+    assert (
+        kernels.ran or not steps_have_some
+    )  # evictors select from a prompt by one, and attend without any

@@ -31,13 +31,31 @@ def on_host(*shape, dtype=jnp.bfloat16):
         (1, 2, 5, 7, (3, 1, 4), jnp.float32, host_rows.Config(3, 1)),
         (1, 1, 3, 40, (2, 1, 96), jnp.float16, host_rows.Config(1, 1, 2)),
         *(
-            pytest.param(1, 8, 65536, N, (2, 1, 128), jnp.bfloat16, host_rows.Config(ahead, w), marks=on_gpu)
+            pytest.param(
+                1,
+                8,
+                65536,
+                N,
+                (2, 1, 128),
+                jnp.bfloat16,
+                host_rows.Config(ahead, w),
+                marks=on_gpu,
+            )
             for N in (1, 512, 2049)
             for ahead in (1, 2, 4, 8)
             for w in (1, 8)
         ),
         pytest.param(2, 8, 4096, 300, (2, 32, 128), jnp.bfloat16, None, marks=on_gpu),
-        pytest.param(1, 8, 65536, 2049, (2, 1, 128), jnp.bfloat16, host_rows.Config(4, 2, 32), marks=on_gpu),
+        pytest.param(
+            1,
+            8,
+            65536,
+            2049,
+            (2, 1, 128),
+            jnp.bfloat16,
+            host_rows.Config(4, 2, 32),
+            marks=on_gpu,
+        ),
     ],
 )
 def test_rows_of_the_host_equal_the_references(B, K, P, N, row, dtype, config):
@@ -63,16 +81,41 @@ def test_rows_of_the_host_equal_the_references(B, K, P, N, row, dtype, config):
     [
         (3, 2, 40, 36, 37, (2, 2, 64), 9, jnp.bfloat16, None),
         (3, 1, 9, 5, 8, (2, 4, 64), 7, jnp.bfloat16, host_rows.Config(3, 1, 2)),
-        (2, 2, 5, 4, 5, (2, 1, 64), 3, jnp.float16, host_rows.Config(1, 1)),  # no warp has a row for itself
+        (
+            2,
+            2,
+            5,
+            4,
+            5,
+            (2, 1, 64),
+            3,
+            jnp.float16,
+            host_rows.Config(1, 1),
+        ),  # no warp has a row for itself
         *(
-            pytest.param(3, 8, 4096, 56, 57, (2, 32, 128), 159, jnp.bfloat16, config, marks=on_gpu)
+            pytest.param(
+                3, 8, 4096, 56, 57, (2, 32, 128), 159, jnp.bfloat16, config, marks=on_gpu
+            )
             for config in (None, host_rows.BESIDE, host_rows.Config(4, 4, 7))
         ),
-        pytest.param(1, 8, 4096, 2046, 2047, (2, 1, 128), 300, jnp.bfloat16, host_rows.BESIDE, marks=on_gpu),
+        pytest.param(
+            1,
+            8,
+            4096,
+            2046,
+            2047,
+            (2, 1, 128),
+            300,
+            jnp.bfloat16,
+            host_rows.BESIDE,
+            marks=on_gpu,
+        ),
         pytest.param(1, 2, 4096, 16, 20, (2, 16, 64), 47, jnp.float16, None, marks=on_gpu),
     ],
 )
-def test_heads_recall_rows_where_they_are_or_keep_what_they_have(B, K, P, N, M, row, R, dtype, config):
+def test_heads_recall_rows_where_they_are_or_keep_what_they_have(
+    B, K, P, N, M, row, R, dtype, config
+):
     (parts, Z, D), rng = row, np.random.default_rng(0)
     x = on_host(B, K, P, *row, dtype=dtype)
     index = rng.integers(-1, P, (B, K, N)).astype(np.int32)
@@ -80,7 +123,9 @@ def test_heads_recall_rows_where_they_are_or_keep_what_they_have(B, K, P, N, M, 
     edge = jnp.asarray(np.resize([P + R - 1, -1, P + 1], B).astype(np.int32))
     mode = rng.integers(0, 3, (B, K))
     mode[0, 0] = 1
-    there = np.stack([rng.permutation(P)[:M] if M <= P else np.resize(-1, M) for _ in range(B * K)]).astype(np.int32)
+    there = np.stack(
+        [rng.permutation(P)[:M] if M <= P else np.resize(-1, M) for _ in range(B * K)]
+    ).astype(np.int32)
     there = there.reshape(B, K, M)
     there[..., ::5] = -1
     # What is held is not what x has, to be told from it, and what is ready neither.
@@ -88,7 +133,14 @@ def test_heads_recall_rows_where_they_are_or_keep_what_they_have(B, K, P, N, M, 
         tuple(normal(s + i, B, K, n, D, dtype=dtype) for i in range(parts))
         for s, n in ((20, M * Z), (40, M * Z), (30, R))
     )
-    args = x, jnp.asarray(index), edge, jnp.asarray(mode == 1), (jnp.asarray(there), held), recent
+    args = (
+        x,
+        jnp.asarray(index),
+        edge,
+        jnp.asarray(mode == 1),
+        (jnp.asarray(there), held),
+        recent,
+    )
     kernel = jax.jit(partial(host_rows.recall, config=config))
     read = jax.jit(partial(ops.host_rows_first, implementation="xla"))(*args)
     anew = [np.array(a).reshape(B, K, M, Z, D) for a in read]
@@ -105,7 +157,9 @@ def test_heads_recall_rows_where_they_are_or_keep_what_they_have(B, K, P, N, M, 
     which = jnp.asarray(mode == 2)
     rest = kernel(*args, (which, ready))
     for ours, *sources in zip(rest, held, anew, ready, strict=True):
-        np.testing.assert_array_equal(ours, np.choose(mode[..., None, None], [np.asarray(a) for a in sources]))
+        np.testing.assert_array_equal(
+            ours, np.choose(mode[..., None, None], [np.asarray(a) for a in sources])
+        )
     theirs = jax.jit(partial(ops.host_rows_rest, implementation="xla"))(*args, (which, read))
     for ours, kept, new in zip(theirs, held, read, strict=True):
         np.testing.assert_array_equal(ours, jnp.where((mode > 0)[..., None, None], new, kept))
@@ -122,7 +176,9 @@ def test_heads_recall_rows_where_they_are_or_keep_what_they_have(B, K, P, N, M, 
         (7, 2, 11, 4, (2, 8), jnp.bfloat16, host_append.DEFAULT),
         (7, 1, 5, 5, (1, 96), jnp.float16, host_rows.Config(3, 2)),
         *(
-            pytest.param(7, 8, 4096, n, row, jnp.bfloat16, host_rows.Config(ahead, 2), marks=on_gpu)
+            pytest.param(
+                7, 8, 4096, n, row, jnp.bfloat16, host_rows.Config(ahead, 2), marks=on_gpu
+            )
             for n, row in ((32, (1, 128)), (8, (32, 128)), (4096, (1, 64)))
             for ahead in (1, 4)
         ),
@@ -136,7 +192,9 @@ def test_rows_appended_to_the_host_are_the_references(B, K, P, n, row, dtype, co
     want = reference(on_host(B, K, P, 2, *row, dtype=dtype), new, at, count)
     x = on_host(B, K, P, 2, *row, dtype=dtype)
     place = x.unsafe_buffer_pointer()
-    got = jax.jit(partial(host_append.host_append, config=config), donate_argnums=0)(x, new, at, count)
+    got = jax.jit(partial(host_append.host_append, config=config), donate_argnums=0)(
+        x, new, at, count
+    )
     np.testing.assert_array_equal(got, want)
     assert got.sharding.memory_kind == want.sharding.memory_kind == "pinned_host"
     if ON_GPU:
@@ -144,7 +202,10 @@ def test_rows_appended_to_the_host_are_the_references(B, K, P, n, row, dtype, co
 
 
 def test_an_array_of_the_host_stays_there_through_loops_and_vmap_of_the_kernels():
-    x, new = on_host(1, 2, 9, 2, 1, 64), [normal(s, 1, 2, 2, 1, 64, dtype=jnp.bfloat16) for s in (1, 2)]
+    x, new = (
+        on_host(1, 2, 9, 2, 1, 64),
+        [normal(s, 1, 2, 2, 1, 64, dtype=jnp.bfloat16) for s in (1, 2)],
+    )
     two = jnp.full(1, 2, jnp.int32)
 
     @jax.jit
@@ -161,9 +222,14 @@ def test_an_array_of_the_host_stays_there_through_loops_and_vmap_of_the_kernels(
     np.testing.assert_array_equal(np.asarray(after)[:, :, :6], written)
     np.testing.assert_array_equal(np.asarray(after)[:, :, 6:], np.asarray(x)[:, :, 6:])
     for n, part in enumerate(read):
-        np.testing.assert_array_equal(part, np.broadcast_to(written[None, :, :, 1, n], part.shape))
+        np.testing.assert_array_equal(
+            part, np.broadcast_to(written[None, :, :, 1, n], part.shape)
+        )
 
-    both, index = to_host(jnp.stack([normal(7, *x.shape, dtype=x.dtype)] * 2)), jnp.full((2, 1, 2, 3), 3).at[1].set(-1)
+    both, index = (
+        to_host(jnp.stack([normal(7, *x.shape, dtype=x.dtype)] * 2)),
+        jnp.full((2, 1, 2, 3), 3).at[1].set(-1),
+    )
     rows = jax.jit(jax.vmap(host_rows.host_rows))(both, index)
     filled = jax.jit(jax.vmap(host_append.host_append, in_axes=(0, None, 0, None)))(
         both, new, jnp.array([[1], [8]]), two
@@ -178,8 +244,13 @@ def test_an_array_of_the_host_stays_there_through_loops_and_vmap_of_the_kernels(
 @on_gpu
 @pytest.mark.parametrize("page", [1, 16])
 def test_the_host_store_is_the_same_with_and_without_its_kernels(page, monkeypatch):
-    spec = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=64, capacity=300, dtype=jnp.bfloat16)
-    store, new = HostOffload(page=page), [normal(s, 2, 2, 48, 64, dtype=jnp.bfloat16) for s in (1, 2)]
+    spec = CacheSpec(
+        batch=2, q_heads=4, kv_heads=2, head_dim=64, capacity=300, dtype=jnp.bfloat16
+    )
+    store, new = (
+        HostOffload(page=page),
+        [normal(s, 2, 2, 48, 64, dtype=jnp.bfloat16) for s in (1, 2)],
+    )
     pages = jnp.asarray([[[[0, 2, 1]], [[2, 1, 0]]], [[[0, 0, 0]], [[1, 2, 0]]]], jnp.int32)
     selection = of_pages(pages, pages > 0, page)
 
@@ -194,7 +265,10 @@ def test_the_host_store_is_the_same_with_and_without_its_kernels(page, monkeypat
     monkeypatch.setattr(ops.op, "_unmeasured", lambda kernel: None)
     with ops.explained() as ran:
         got = run()
-    assert {call.op: str(call) for call in ran} == {"host_rows": "mosaic", "host_append": "mosaic"}
+    assert {call.op: str(call) for call in ran} == {
+        "host_rows": "mosaic",
+        "host_append": "mosaic",
+    }
     for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
@@ -213,7 +287,11 @@ def test_blocks_that_take_turns_do_all_jobs_and_none_is_idle(jobs, blocks):
 @pytest.mark.parametrize(
     "policies",
     [presets.freekv(128, sink=16, local=16, tau=t) for t in (-1.0, 0.5, 2.0)]
-    + [presets.fier(128, sink=4, local=16, store="host"), presets.quest(128), presets.logquant()],
+    + [
+        presets.fier(128, sink=4, local=16, store="host"),
+        presets.quest(128),
+        presets.logquant(),
+    ],
 )
 def test_tokens_are_the_same_with_kernels_beside_each_other(policies, monkeypatch):
     """XLA orders kernels by the arrays that they declare as read and written, also in place."""
@@ -222,9 +300,14 @@ def test_tokens_are_the_same_with_kernels_beside_each_other(policies, monkeypatc
     prompt = np.random.default_rng(0).integers(0, 512, (2, 700), dtype=np.int32)
     found = []
     for options in (None, CONCURRENT):
-        how = {"static_argnames": "measure", "donate_argnames": "cache", "compiler_options": options}
+        how = {
+            "static_argnames": "measure",
+            "donate_argnames": "cache",
+            "compiler_options": options,
+        }
         monkeypatch.setattr(
-            "kvjax.generation.streaming.decode_loop", jax.jit(generation.loops.decode_loop.__wrapped__, **how)
+            "kvjax.generation.streaming.decode_loop",
+            jax.jit(generation.loops.decode_loop.__wrapped__, **how),
         )
         cache = kvjax.init(policies, model.spec(batch=2, capacity=1024), layers=4)
         found.append(generation.generate(model, cache, prompt, max_new_tokens=200).tokens)

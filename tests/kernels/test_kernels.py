@@ -23,7 +23,9 @@ from kvjax.selectors import Fier
 from tests.kernels.cases import CASES
 from tests.kernels.conftest import HAS_KERNELS, KERNELS, ON_GPU
 
-STEPS = {"attend_coded_zones": "turbo_step"}  # kernels that were timed as parts of steps, and where
+STEPS = {
+    "attend_coded_zones": "turbo_step"
+}  # kernels that were timed as parts of steps, and where
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
 
@@ -84,7 +86,9 @@ def test_select_1bit_fits_in_shared_memory_and_runs_at_once(stages):
     assert select_1bit.smem_bytes(128, select_1bit.Config(stages=stages)) <= 227 * 1024 // 4
     for rows, slots in ((8, 130816), (8, 32512), (64, 8192), (8, 300)):
         config = select_1bit.config_for(rows, 1, slots, slots + 256)
-        assert (config.units, config.stages) == dataclasses.astuple(score_1bit.config_for(rows, slots))
+        assert (config.units, config.stages) == dataclasses.astuple(
+            score_1bit.config_for(rows, slots)
+        )
         warps = rows * -(-slots // (score_1bit.UNIT * config.units))
         assert warps <= simt.target().multiprocessors * score_1bit.WARPS_AT_ONCE
         assert tiling.in_one_step(slots + 256, config)
@@ -110,7 +114,9 @@ def test_attend_span_takes_the_multiprocessors_in_whole_waves(D):
 
 @pytest.mark.parametrize("pending", [0, 256])
 @pytest.mark.parametrize("heads", [1, 3, 8, 64, 300])
-def test_rerank_has_a_thread_for_each_pick_and_a_multiprocessor_for_each_block_where_these_are_enough(heads, pending):
+def test_rerank_has_a_thread_for_each_pick_and_a_multiprocessor_for_each_block_where_these_are_enough(
+    heads, pending
+):
     for M in (1, 31, 130, 3277, 6554, 13108, 52429):
         config = rerank.config_for(heads, M, pending)
         beside = heads * -(-pending // (128 * config.warpgroups))
@@ -128,7 +134,9 @@ def test_a_kernel_is_chosen_once_its_benchmark_was_run(name):
     found = json.loads(file.read_text()) if file.exists() else {"rows": []}
     of_steps = (row["date"][:10] for row in found["rows"] if name in row.get("parts", ()))
     date = min(of_steps, default=None) if name in STEPS else found.get("date")
-    assert date == KERNELS[name].MEASURED, f"{name}.MEASURED must be the date of {file.name}, {date}"
+    assert date == KERNELS[name].MEASURED, (
+        f"{name}.MEASURED must be the date of {file.name}, {date}"
+    )
 
 
 def test_a_kernel_that_was_not_measured_is_only_run_by_name(monkeypatch):
@@ -153,11 +161,15 @@ def test_a_gpu_without_kernels_is_told_of_once(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING, "kvjax"):
         for k in (3, 4):
             ops.top_k(jnp.zeros((1, 9)), jnp.ones((1, 9), bool), k)
-    assert [r.getMessage() for r in caplog.records] == ["running the reference in plain JAX: this GPU is too old"]
+    assert [r.getMessage() for r in caplog.records] == [
+        "running the reference in plain JAX: this GPU is too old"
+    ]
 
 
 def test_an_unknown_implementation_or_operation_is_refused():
-    with pytest.raises(ValueError, match="implementation must be None or one of 'xla', 'mosaic'"):
+    with pytest.raises(
+        ValueError, match="implementation must be None or one of 'xla', 'mosaic'"
+    ):
         ops.top_k(jnp.zeros((1, 4)), jnp.ones((1, 4), bool), 2, implementation="cuda")
     with pytest.raises(ValueError, match="op must be one of"):
         ops.explain("attend")
@@ -170,11 +182,17 @@ def test_the_reference_runs_where_there_is_no_kernel():
     for name, case in CASES.items():
         args, options = case.args()
         unmeasured = HAS_KERNELS and ops.OPS[name].module.MEASURED is None
-        assert ("not yet measured" if unmeasured else why) in str(ops.explain(name, *args, **options)), name
-    chosen, named = (jax.jit(partial(ops.top_k, k=5, implementation=i))(scores, valid) for i in (None, "xla"))
+        assert ("not yet measured" if unmeasured else why) in str(
+            ops.explain(name, *args, **options)
+        ), name
+    chosen, named = (
+        jax.jit(partial(ops.top_k, k=5, implementation=i))(scores, valid) for i in (None, "xla")
+    )
     np.testing.assert_array_equal(chosen.slots, named.slots)
     assert "kvjax_top_k" not in jax.jit(partial(ops.top_k, k=5)).lower(scores, valid).as_text()
-    with pytest.raises(NotImplementedError, match=r"platform cpu" if HAS_KERNELS else r"jax >= 0\.11"):
+    with pytest.raises(
+        NotImplementedError, match=r"platform cpu" if HAS_KERNELS else r"jax >= 0\.11"
+    ):
         jax.jit(partial(ops.top_k, k=5, implementation="mosaic"))(scores, valid)
 
 
@@ -195,9 +213,14 @@ def test_a_program_lowered_for_a_gpu_has_the_kernels():
 
 
 def test_the_derivative_of_scores_is_the_references():
-    ix, q = index(1, 1, 64, 64, 32, jnp.bfloat16), jax.random.normal(jax.random.key(1), (1, 1, 2, 64))
+    ix, q = (
+        index(1, 1, 64, 64, 32, jnp.bfloat16),
+        jax.random.normal(jax.random.key(1), (1, 1, 2, 64)),
+    )
     chosen, named = (
-        jax.jit(jax.grad(lambda q, i=i: jnp.sum(ops.score_1bit(q, ix, scale=0.1, implementation=i))))(q)
+        jax.jit(
+            jax.grad(lambda q, i=i: jnp.sum(ops.score_1bit(q, ix, scale=0.1, implementation=i)))
+        )(q)
         for i in (None, "xla")
     )
     np.testing.assert_allclose(chosen, named, rtol=1e-5)
@@ -205,7 +228,9 @@ def test_the_derivative_of_scores_is_the_references():
 
 @pytest.mark.parametrize("group_reduce", ["mean_softmax", "mean_query", "per_head"])
 def test_a_step_chooses_of_all_pools_and_lengths_what_select_ranks_highest(group_reduce):
-    spec = CacheSpec(batch=4, q_heads=4, kv_heads=2, head_dim=16, capacity=128, dtype=jnp.float32)
+    spec = CacheSpec(
+        batch=4, q_heads=4, kv_heads=2, head_dim=16, capacity=128, dtype=jnp.float32
+    )
     policy = Retrieval(
         selector=Fier(group=8, group_reduce=group_reduce),
         budget=20,

@@ -32,7 +32,11 @@ pytestmark = pytest.mark.usefixtures("kernels")
         ),
         *(
             pytest.param(*sizes, None, marks=on_gpu)
-            for sizes in ((1, 8, 4, 131072, 13108), (6, 8, 1, 33008, 6000), (1, 1, 1, 1 << 20, 104858))
+            for sizes in (
+                (1, 8, 4, 131072, 13108),
+                (6, 8, 1, 33008, 6000),
+                (1, 1, 1, 1 << 20, 104858),
+            )
         ),
     ],
 )
@@ -62,7 +66,10 @@ def test_most_voted_equals_its_reference(B, K, G, S, room, config):
 @pytest.mark.thorough
 def test_most_voted_takes_vmap():
     votes = jnp.asarray(np.random.default_rng(0).integers(0, 9, (3, 2, 1, 2, 48)), jnp.uint8)
-    length, count = jnp.full(2, 48, jnp.int32), jnp.asarray([[5, 9], [0, 48], [48, 1]], jnp.int32)
+    length, count = (
+        jnp.full(2, 48, jnp.int32),
+        jnp.asarray([[5, 9], [0, 48], [48, 1]], jnp.int32),
+    )
     got = jax.jit(jax.vmap(lambda v, n: most_voted.most_voted(v, length, n, 20)))(votes, count)
     for i in range(3):
         want = ops.most_voted(votes[i], length, count[i], 20, implementation="xla")

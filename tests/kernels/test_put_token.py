@@ -21,15 +21,24 @@ def token_of(B, K, slots, D, dtype):
     counts = [np.resize([n - 1, n, n, 0, n], B).astype(np.int32) for n in slots]
     counts[-1] = np.resize([0, slots[-1] - 1, slots[-1], 1, slots[-1]], B).astype(np.int32)
     zones = [
-        Block(*(normal(2 * i + s, B, K, n, D, dtype=dtype) for s in range(2)), jnp.asarray(count))
+        Block(
+            *(normal(2 * i + s, B, K, n, D, dtype=dtype) for s in range(2)), jnp.asarray(count)
+        )
         for i, (n, count) in enumerate(zip(slots, counts, strict=True))
     ]
     active = jnp.asarray(np.resize([True, True, True, False, True], B))
-    return zones, *(normal(s, B, K, 1, D) for s in (8, 9)), active, jnp.asarray(np.arange(B) == 4)
+    return (
+        zones,
+        *(normal(s, B, K, 1, D) for s in (8, 9)),
+        active,
+        jnp.asarray(np.arange(B) == 4),
+    )
 
 
 def put_by_kernel(zones, *rest):
-    made, overflow = put_token.put_token([(zone.k, zone.v, zone.count) for zone in zones], *rest)
+    made, overflow = put_token.put_token(
+        [(zone.k, zone.v, zone.count) for zone in zones], *rest
+    )
     return [Block(*zone) for zone in made], overflow
 
 
@@ -50,7 +59,9 @@ def test_a_token_is_put_where_the_reference_puts_it(B, K, slots, D, dtype):
     got = jax.jit(put_by_kernel, donate_argnums=0)(zones, *args[1:])
     jax.tree.map(np.testing.assert_array_equal, got, want)
     if ON_GPU:
-        assert [a.unsafe_buffer_pointer() for a in jax.tree.leaves(got[0])] == places, "it was copied"
+        assert [a.unsafe_buffer_pointer() for a in jax.tree.leaves(got[0])] == places, (
+            "it was copied"
+        )
 
 
 @pytest.mark.parametrize(
@@ -71,11 +82,15 @@ def test_tokens_are_put_where_the_reference_puts_them(B, K, T, slots, D, dtype):
     for t in range(T if B == 5 else 0):  # one after the other
         token = (a[:, :, t : t + 1] for a in args[:2])
         before = (zones, overflow) if t == 0 else one
-        one = jax.jit(partial(ops.put_token, implementation="xla"))(before[0], *token, t < count, before[1])
+        one = jax.jit(partial(ops.put_token, implementation="xla"))(
+            before[0], *token, t < count, before[1]
+        )
     jax.tree.map(np.testing.assert_array_equal, one, want)
 
     def run(zones, *args):
-        made, lost = put_token.put_tokens([(zone.k, zone.v, zone.count) for zone in zones], *args)
+        made, lost = put_token.put_tokens(
+            [(zone.k, zone.v, zone.count) for zone in zones], *args
+        )
         return [Block(*zone) for zone in made], lost
 
     copies = jax.tree.map(jnp.copy, zones)
@@ -83,7 +98,9 @@ def test_tokens_are_put_where_the_reference_puts_them(B, K, T, slots, D, dtype):
     got = jax.jit(run, donate_argnums=0)(copies, *args)
     jax.tree.map(np.testing.assert_array_equal, got, want)
     if ON_GPU:
-        assert [a.unsafe_buffer_pointer() for a in jax.tree.leaves(got[0])] == places, "it was copied"
+        assert [a.unsafe_buffer_pointer() for a in jax.tree.leaves(got[0])] == places, (
+            "it was copied"
+        )
 
 
 def test_a_token_is_put_under_vmap_and_has_the_references_derivative(monkeypatch):
@@ -92,7 +109,9 @@ def test_a_token_is_put_under_vmap_and_has_the_references_derivative(monkeypatch
     got = jax.jit(jax.vmap(put_by_kernel))(*two)
     for i in range(2):
         want = ops.put_token(*jax.tree.map(lambda a, i=i: a[i], two), implementation="xla")
-        jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda a, i=i: a[i], got), want)
+        jax.tree.map(
+            np.testing.assert_array_equal, jax.tree.map(lambda a, i=i: a[i], got), want
+        )
     zones, *rest = args
 
     def total(k, implementation):
@@ -101,4 +120,6 @@ def test_a_token_is_put_under_vmap_and_has_the_references_derivative(monkeypatch
 
     monkeypatch.setattr(ops.op, "_unmeasured", lambda kernel: None)
     for k in (rest[0], 2 * rest[0]):
-        np.testing.assert_allclose(*(jax.jit(jax.grad(partial(total, implementation=i)))(k) for i in (None, "xla")))
+        np.testing.assert_allclose(
+            *(jax.jit(jax.grad(partial(total, implementation=i)))(k) for i in (None, "xla"))
+        )

@@ -23,8 +23,14 @@ ENDS = (0.125, -0.125, -32.0, 32.0, 8.0, 1.0, -1.0, 0.0, -256.0, 2.0**-8)
 RULES = ("mean_softmax", "max_softmax", "mean_score", "per_head")
 STORED = 32  # tokens behind the codes of `select_1bit`, of which none is scored here
 first, _, end = os.environ.get("KVJAX_FUZZ", "0:60").partition(":")
-QUICK = (0, 25)  # in every run of the suite; 25 fails where a bin that is counted by bits reaches over the next ones
-NUMBERS = [pytest.param(n, marks=() if n in QUICK else pytest.mark.thorough) for n in range(int(first), int(end))]
+QUICK = (
+    0,
+    25,
+)  # in every run of the suite; 25 fails where a bin that is counted by bits reaches over the next ones
+NUMBERS = [
+    pytest.param(n, marks=() if n in QUICK else pytest.mark.thorough)
+    for n in range(int(first), int(end))
+]
 
 
 def crowded(rng, n):
@@ -36,7 +42,9 @@ def crowded(rng, n):
     high = at + abs(at) * rng.uniform(0.005, 0.5) + 2 * width
     scores = [rng.uniform(low, at - width, below), at + rng.uniform(-width, width, near)]
     scores = np.concatenate([*scores, rng.uniform(at + width, high, above)])
-    return rng.permutation(scores).astype(np.float16).astype(np.float32), int(above + rng.integers(1, near + 2))
+    return rng.permutation(scores).astype(np.float16).astype(np.float32), int(
+        above + rng.integers(1, near + 2)
+    )
 
 
 def plain(rng, n):
@@ -50,7 +58,9 @@ def plain(rng, n):
         lambda: np.where(rng.random(n) < 0.3, -np.inf, rng.standard_normal(n)),
         lambda: np.minimum(rng.lognormal(0, 3, n), 6e4),
     ]
-    return kinds[rng.integers(len(kinds))]().astype(np.float16).astype(np.float32), int(rng.integers(1, n))
+    return kinds[rng.integers(len(kinds))]().astype(np.float16).astype(np.float32), int(
+        rng.integers(1, n)
+    )
 
 
 def rows(rng, n, heads):
@@ -72,33 +82,54 @@ def check_chosen(ranks, slots, found):
 @pytest.mark.parametrize("number", NUMBERS)
 def test_select_1bit_lists_the_best_of_crowded_scores(number):
     rng = np.random.default_rng(number)
-    heads, n, rule = int(rng.integers(1, 5)), int(rng.integers(200, 6000)), str(rng.choice(RULES))
+    heads, n, rule = (
+        int(rng.integers(1, 5)),
+        int(rng.integers(200, 6000)),
+        str(rng.choice(RULES)),
+    )
     scores, count = rows(rng, n, heads)
     count = min(count, n, 3000)
     room, blocks = int(rng.integers(count, min(n, 3000) + 1)), int(rng.integers(1, 3))
     q, ix, *_ = choice(1, 1, heads, STORED, 64, 32, 4, 8, jnp.bfloat16, "normal")
     config = select_1bit.Config(blocks=blocks, unroll=int(rng.integers(1, 3)))
     waiting = jnp.asarray(scores), 0, n
-    chosen = select_1bit.select_1bit(q, *ix, (0, 0), waiting, count, rule, room, scale=1.0, config=config)
+    chosen = select_1bit.select_1bit(
+        q, *ix, (0, 0), waiting, count, rule, room, scale=1.0, config=config
+    )
     parts = [(jnp.asarray(scores), jnp.ones((1, 1, 1, n), bool))]
     ranks = scores if rule == "per_head" else reduce_scores(parts, rule)
     slots, found = (np.asarray(a) for a in chosen)
     finite = np.isfinite(np.asarray(ranks)).all()
     assert (found == count).all() if finite else (found <= count).all()
     slots = slots.reshape(-1, room) - STORED
-    check_chosen(np.asarray(ranks).reshape(-1, n), slots, np.broadcast_to(found.reshape(-1), len(slots)))
+    check_chosen(
+        np.asarray(ranks).reshape(-1, n), slots, np.broadcast_to(found.reshape(-1), len(slots))
+    )
 
 
 @pytest.mark.parametrize("number", NUMBERS)
 def test_top_k_grouped_lists_the_best_of_crowded_scores(number):
     rng = np.random.default_rng(number)
-    heads, n, rule = int(rng.integers(1, 5)), int(rng.integers(70, 2500)), str(rng.choice(RULES[:3]))
+    heads, n, rule = (
+        int(rng.integers(1, 5)),
+        int(rng.integers(70, 2500)),
+        str(rng.choice(RULES[:3])),
+    )
     scores, k = rows(rng, n, heads)
     k, parts = min(k, n), [(jnp.asarray(scores), jnp.ones((1, 1, 1, n), bool))]
     config = top_k.Config(blocks=1 + n % 2)
-    slots, valid = jax.jit(top_k_grouped.top_k_grouped, static_argnums=(1, 2), static_argnames="config")(
-        parts, rule, k, config=config
+    slots, valid = jax.jit(
+        top_k_grouped.top_k_grouped, static_argnums=(1, 2), static_argnames="config"
+    )(parts, rule, k, config=config)
+    np.testing.assert_array_equal(
+        valid, ops.top_k_grouped(parts, rule, k, implementation="xla").valid
     )
-    np.testing.assert_array_equal(valid, ops.top_k_grouped(parts, rule, k, implementation="xla").valid)
-    ranks, valid = np.asarray(reduce_scores(parts, rule)).reshape(-1, n), np.asarray(valid).reshape(-1, k)
-    check_chosen(ranks, [row[v] for row, v in zip(np.asarray(slots).reshape(-1, k), valid, strict=True)], valid.sum(1))
+    ranks, valid = (
+        np.asarray(reduce_scores(parts, rule)).reshape(-1, n),
+        np.asarray(valid).reshape(-1, k),
+    )
+    check_chosen(
+        ranks,
+        [row[v] for row, v in zip(np.asarray(slots).reshape(-1, k), valid, strict=True)],
+        valid.sum(1),
+    )

@@ -15,7 +15,18 @@ from kvjax.kernels_pallas.vote import collide
 from kvjax.numerics.partial import Span
 from kvjax.numerics.selection import Selection
 from kvjax.ops.op import _too_large
-from tests.kernels.cases import CASES, candidates, codes, i32, one_bit, quantized_zones, slots, span, votes, zones
+from tests.kernels.cases import (
+    CASES,
+    candidates,
+    codes,
+    i32,
+    one_bit,
+    quantized_zones,
+    slots,
+    span,
+    votes,
+    zones,
+)
 from tests.kernels.conftest import HAS_KERNELS
 
 REFUSED = [
@@ -26,7 +37,9 @@ REFUSED = [
 
 
 def test_every_operation_has_its_cases():
-    assert CASES.keys() == ops.OPS.keys(), "an operation needs an entry in tests/kernels/cases.py"
+    assert CASES.keys() == ops.OPS.keys(), (
+        "an operation needs an entry in tests/kernels/cases.py"
+    )
     assert all(case.refused for case in CASES.values())
 
 
@@ -47,9 +60,14 @@ def test_an_array_that_offsets_of_32_bits_cannot_address_is_refused(name, less):
         axis = 2 if leaf.ndim > 2 else 1
         unit = math.prod(leaf.shape[axis + 1 :]) * leaf.dtype.itemsize
         shape = (*leaf.shape[:axis], 2**31 // unit - less, *leaf.shape[axis + 1 :])
-        given = [jax.ShapeDtypeStruct(shape, leaf.dtype) if i == j else a for j, a in enumerate(leaves)]
+        given = [
+            jax.ShapeDtypeStruct(shape, leaf.dtype) if i == j else a
+            for j, a in enumerate(leaves)
+        ]
         told = _too_large(jax.tree.unflatten(tree, given))
-        assert ("2**31 bytes or more a row and head" in (told or "")) == (not less and unit * shape[axis] == 2**31)
+        assert ("2**31 bytes or more a row and head" in (told or "")) == (
+            not less and unit * shape[axis] == 2**31
+        )
         large += 1
     assert large
     assert _too_large(args) is None
@@ -67,7 +85,10 @@ def run(f, args):
     leaves, tree = jax.tree.flatten(args)
     arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype")}
     return jax.eval_shape(
-        lambda arrays: f(*jax.tree.unflatten(tree, [arrays.get(i, leaf) for i, leaf in enumerate(leaves)])), arrays
+        lambda arrays: f(
+            *jax.tree.unflatten(tree, [arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
+        ),
+        arrays,
     )
 
 
@@ -101,7 +122,12 @@ def test_a_config_that_shared_memory_cannot_hold_is_refused(kernel, case, config
 
 def test_attention_over_zones_refuses_a_config_that_shared_memory_cannot_hold():
     (q, k, v, selection, recent, sink, local), scale = zones()
-    run_zones = partial(attend_zones.attend_zones, local=local, **scale, config=attend_slots.Config(warpgroups=4))
+    run_zones = partial(
+        attend_zones.attend_zones,
+        local=local,
+        **scale,
+        config=attend_slots.Config(warpgroups=4),
+    )
     with pytest.raises(NotImplementedError, match="bytes of shared memory"):
         run(run_zones, (q, k, v, *selection, recent, sink))
 
@@ -120,7 +146,9 @@ def test_kernels_refuse_what_their_operations_cannot_ask_for():
     )
     (q, keys, listed), _ = codes()
     late = candidates().pending[0]
-    assert "1 to 16 pending keys" in select_4bit.unsupported(q, *keys, listed.slots, late, 9, 17)
+    assert "1 to 16 pending keys" in select_4bit.unsupported(
+        q, *keys, listed.slots, late, 9, 17
+    )
     args, _ = votes(T=16)
     assert "1 to 15 limits for D=128" in collide.unsupported(*args)
     with pytest.raises(NotImplementedError, match="1 to 15 limits for D=128"):
@@ -132,7 +160,11 @@ def test_kernels_refuse_what_their_operations_cannot_ask_for():
 
     def select(q, keys, late, n):
         span, pending = (n, n), (late, n, n)
-        return select_1bit.select_1bit(q, *keys, span, pending, n, "mean_softmax", 9, scale=1.0, pending_slots=16)
+        return select_1bit.select_1bit(
+            q, *keys, span, pending, n, "mean_softmax", 9, scale=1.0, pending_slots=16
+        )
 
-    with pytest.raises(NotImplementedError, match="keys in the dtype of the steps, bfloat16; got float16"):
+    with pytest.raises(
+        NotImplementedError, match="keys in the dtype of the steps, bfloat16; got float16"
+    ):
         run(select, (q, keys, late, i32(1)))

@@ -32,7 +32,11 @@ pytestmark = pytest.mark.usefixtures("kernels")
         ),
         *(
             pytest.param(*sizes, None, marks=on_gpu)
-            for sizes in ((1, 8, 1, 131072, 128, 6554), (2, 8, 4, 33000, 128, 3301), (8, 8, 8, 4096, 64, 409))
+            for sizes in (
+                (1, 8, 1, 131072, 128, 6554),
+                (2, 8, 4, 33000, 128, 3301),
+                (8, 8, 8, 4096, 64, 409),
+            )
         ),
     ],
 )
@@ -42,20 +46,29 @@ def test_rerank_equals_its_reference(B, K, G, S, D, M, config):
     keys = keys._replace(sizes=keys.sizes.at[:, :, ::3].set(255))
     slots = jnp.asarray(np.random.default_rng(M).integers(-3, S + 3, (B, K, G, M)), jnp.int32)
     args = normal(1, B, K, G, D), keys, PackedSelection(slots, jnp.full((B, K, G), M))
-    got = jax.jit(partial(rerank.rerank, centres=CENTRES, scale=0.3, config=config))(args[0], *keys, slots)
+    got = jax.jit(partial(rerank.rerank, centres=CENTRES, scale=0.3, config=config))(
+        args[0], *keys, slots
+    )
     want = jax.jit(partial(ops.rerank, scale=0.3, implementation="xla"))(*args)
     # Sums of D products in f32, in another order.
     size = jax.jit(partial(ops.rerank, scale=0.3, implementation="xla"))(
         jnp.abs(args[0]), keys._replace(signs=jnp.full_like(keys.signs, 255)), args[2]
     )
-    assert (np.abs(np.asarray(got - want)) <= 16 * np.finfo(np.float32).eps * np.asarray(size)).all()
+    assert (
+        np.abs(np.asarray(got - want)) <= 16 * np.finfo(np.float32).eps * np.asarray(size)
+    ).all()
 
 
 @pytest.mark.thorough
 def test_rerank_takes_vmap():
     keys = jax.jit(encode)(normal(0, 1, 2, 30, 64))
-    q, slots = normal(1, 3, 1, 2, 2, 64), jnp.arange(20).reshape(1, 1, 1, 20) + jnp.zeros((1, 2, 2, 1), jnp.int32)
-    got = jax.jit(jax.vmap(lambda q: rerank.rerank(q, *keys, slots, centres=CENTRES, scale=1.0)))(q)
+    q, slots = (
+        normal(1, 3, 1, 2, 2, 64),
+        jnp.arange(20).reshape(1, 1, 1, 20) + jnp.zeros((1, 2, 2, 1), jnp.int32),
+    )
+    got = jax.jit(
+        jax.vmap(lambda q: rerank.rerank(q, *keys, slots, centres=CENTRES, scale=1.0))
+    )(q)
     picked = PackedSelection(slots, jnp.full((1, 2, 2), 20))
     want = jnp.stack([ops.rerank(x, keys, picked, scale=1.0, implementation="xla") for x in q])
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)

@@ -25,11 +25,18 @@ pytestmark = pytest.mark.usefixtures("kernels")
         (1, 1, 13, 288, 128, 32, jnp.bfloat16),
         pytest.param(1, 2, 8, 192, 64, 64, jnp.float16, marks=pytest.mark.thorough),
         pytest.param(1, 2, 4, 576, 128, 64, jnp.bfloat16, marks=pytest.mark.thorough),
-        *(pytest.param(2, 3, G, 2080, 128, 32, jnp.bfloat16, marks=on_gpu) for G in range(1, 17)),
+        *(
+            pytest.param(2, 3, G, 2080, 128, 32, jnp.bfloat16, marks=on_gpu)
+            for G in range(1, 17)
+        ),
         *(pytest.param(1, 2, G, 992, 64, 32, jnp.float16, marks=on_gpu) for G in (1, 4, 8)),
         *(
             pytest.param(*sizes, dtype, marks=on_gpu)
-            for sizes in ((1, 1, 4, 32, 128, 32), (1, 2, 4, 4096, 128, 128), (1, 1, 4, 256, 128, 256))
+            for sizes in (
+                (1, 1, 4, 32, 128, 32),
+                (1, 2, 4, 4096, 128, 128),
+                (1, 1, 4, 256, 128, 256),
+            )
             for dtype in (jnp.bfloat16, jnp.float16)
         ),
         pytest.param(1, 8, 4, 32768, 128, 32, jnp.bfloat16, marks=on_gpu),
@@ -39,7 +46,11 @@ def test_scores_equal_the_reference(B, K, G, S, D, group, dtype):
     ix = index(B, K, S, D, group, dtype)
     q = normal(1, B, K, G, D, dtype=dtype).astype(jnp.float32)
     want = jax.jit(partial(ops.score_1bit, scale=D**-0.5, implementation="xla"))(q, ix)
-    for config in (None, score_1bit.Config(units=3, stages=2), score_1bit.Config(units=11, stages=8)):
+    for config in (
+        None,
+        score_1bit.Config(units=3, stages=2),
+        score_1bit.Config(units=11, stages=8),
+    ):
         got = jax.jit(partial(score_1bit.score_1bit, scale=D**-0.5, config=config))(q, *ix)
         # Each product of query and step is rounded once to 16 bits, and so is each query times scale.
         assert relative(got, want) < 2 * float(jnp.finfo(dtype).eps)
@@ -47,7 +58,9 @@ def test_scores_equal_the_reference(B, K, G, S, D, group, dtype):
 
 @pytest.mark.thorough
 def test_scores_of_equal_keys_are_exact_and_other_rows_do_not_matter():
-    k = jnp.asarray(np.broadcast_to(normal(0, 2, 2, 1, 128, dtype=jnp.bfloat16), (2, 2, 96, 128)))
+    k = jnp.asarray(
+        np.broadcast_to(normal(0, 2, 2, 1, 128, dtype=jnp.bfloat16), (2, 2, 96, 128))
+    )
     ix = jax.jit(partial(quantize_1bit, group=32))(k)
     q = jnp.asarray(np.random.default_rng(1).integers(-3, 4, (2, 2, 4, 128)).astype(np.float32))
     run = jax.jit(lambda q, ix: score_1bit.score_1bit(q, *ix, scale=1.0))
@@ -63,16 +76,23 @@ def test_scores_of_queries_times_a_power_of_two_are_so_many_times_as_large():
     ix, q = index(1, 1, 64, 128, 32, jnp.bfloat16), normal(1, 1, 1, 4, 128, dtype=jnp.bfloat16)
     run = jax.jit(lambda q, ix: score_1bit.score_1bit(q, *ix, scale=1.0))
     for factor in (2.0**50, 2.0**-30):  # of the operands of products the powers are 64 to -63
-        np.testing.assert_array_equal(run(q * jnp.asarray(factor, q.dtype), ix), run(q, ix) * factor)
+        np.testing.assert_array_equal(
+            run(q * jnp.asarray(factor, q.dtype), ix), run(q, ix) * factor
+        )
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("G", [4, 5])
 def test_scores_are_finite_where_those_of_the_reference_are(G, dtype):
-    ix, q = index(1, 1, 320, 128, 32, dtype), normal(1, 1, 1, G, 128, dtype=dtype).astype(jnp.float32)
+    ix, q = (
+        index(1, 1, 320, 128, 32, dtype),
+        normal(1, 1, 1, G, 128, dtype=dtype).astype(jnp.float32),
+    )
     step = ix.scale.at[0, 0, 1, 5].set(jnp.inf).at[0, 0, 4, 7].set(jnp.nan)
-    ix = ix._replace(scale=step, zero=ix.zero.at[0, 0, 7, 3].set(-jnp.inf).at[0, 0, 8, 3].set(jnp.nan))
+    ix = ix._replace(
+        scale=step, zero=ix.zero.at[0, 0, 7, 3].set(-jnp.inf).at[0, 0, 8, 3].set(jnp.nan)
+    )
     for queries in (q, q.at[0, 0, 2, 9].set(jnp.inf)):
         got = jax.jit(lambda q, ix: score_1bit.score_1bit(q, *ix, scale=0.1))(queries, ix)
         want = jax.jit(partial(ops.score_1bit, scale=0.1, implementation="xla"))(queries, ix)

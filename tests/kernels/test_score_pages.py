@@ -23,9 +23,17 @@ pytestmark = pytest.mark.usefixtures("kernels")
     [
         (2, 1, 5, 70, 128, jnp.bfloat16, None),
         (1, 1, 13, 70, 64, jnp.bfloat16, None),
-        pytest.param(1, 2, 8, 33, 64, jnp.float16, score_pages.Config(1, 2), marks=pytest.mark.thorough),
-        *(pytest.param(2, 3, G, 1001, 128, jnp.bfloat16, None, marks=on_gpu) for G in range(1, 17)),
-        *(pytest.param(1, 2, 4, P, 64, jnp.float16, None, marks=on_gpu) for P in (1, 15, 16, 17, 4096)),
+        pytest.param(
+            1, 2, 8, 33, 64, jnp.float16, score_pages.Config(1, 2), marks=pytest.mark.thorough
+        ),
+        *(
+            pytest.param(2, 3, G, 1001, 128, jnp.bfloat16, None, marks=on_gpu)
+            for G in range(1, 17)
+        ),
+        *(
+            pytest.param(1, 2, 4, P, 64, jnp.float16, None, marks=on_gpu)
+            for P in (1, 15, 16, 17, 4096)
+        ),
         pytest.param(1, 8, 4, 8192, 128, jnp.bfloat16, None, marks=on_gpu),
     ],
 )

@@ -20,13 +20,21 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 def choice(B, K, G, S, D, group, W, room, dtype, kind):
     """Arguments of select_1bit, with spans and counts of each row that are at the edges."""
-    q, ix = normal(1, B, K, G, D, dtype=dtype).astype(jnp.float32), index(B, K, S, D, group, dtype)
+    q, ix = (
+        normal(1, B, K, G, D, dtype=dtype).astype(jnp.float32),
+        index(B, K, S, D, group, dtype),
+    )
     scores = normal(2, B, K, G, W)
-    span = spans_of(B, (0, S), (1, S - 1), (S // 2, S // 2 + room), (0, room + 1), (3, 3), (0, -5))
+    span = spans_of(
+        B, (0, S), (1, S - 1), (S // 2, S // 2 + room), (0, room + 1), (3, 3), (0, -5)
+    )
     wait = spans_of(B, (0, W), (0, 0), (W - 1, W), (0, 1), (2, W - 2), (1, -3))
     count = jnp.asarray(np.resize([room, room - 1, room, 1, room, 0], B).astype(np.int32))
     if kind == "equal":
-        ix, scores = OneBit(jnp.zeros_like(ix.bits), *(jnp.ones_like(a) for a in ix[1:])), jnp.zeros_like(scores)
+        ix, scores = (
+            OneBit(jnp.zeros_like(ix.bits), *(jnp.ones_like(a) for a in ix[1:])),
+            jnp.zeros_like(scores),
+        )
     elif kind == "few keys":
         ix = OneBit(ix.bits * 0 + ix.bits[:, :, :1], *(a * 0 + a[:, :, :1] for a in ix[1:]))
         ix = ix._replace(bits=ix.bits.at[:, :, 1::3].set(255).at[:, :, 2::5].set(0))
@@ -37,15 +45,27 @@ def choice(B, K, G, S, D, group, W, room, dtype, kind):
     elif kind == "coarse":  # some 500: f16 has two numbers to 1 there
         q, scores = q.at[..., 0].set(1.0), scores + 6000 * D**-0.5
         ix = ix._replace(zero=ix.zero.at[..., 0].set(6000))
-    elif kind == "infinite":  # of a unit's keys -inf for all heads, of another's +inf for one head
+    elif (
+        kind == "infinite"
+    ):  # of a unit's keys -inf for all heads, of another's +inf for one head
         q = q.at[..., 0].set(1.0).at[..., 1].set(0.5).at[:, :, 0, 1].set(-0.5)
-        zero = ix.zero.at[:, :, 1, 0].set(-jnp.inf).at[:, :, 2, :2].set(jnp.array([-jnp.inf, 0.0], dtype))
+        zero = (
+            ix.zero.at[:, :, 1, 0]
+            .set(-jnp.inf)
+            .at[:, :, 2, :2]
+            .set(jnp.array([-jnp.inf, 0.0], dtype))
+        )
         ix = ix._replace(zero=zero.at[0, :, 0, 0].set(jnp.inf) if B > 1 else zero)
         scores = scores.at[..., 1::2].set(-jnp.inf)
     elif kind == "poison":  # past the spans
         slot = jnp.arange(S // group)[None, None, :, None] * group
-        outside = (slot + group <= span[0][:, None, None, None]) | (slot >= span[1][:, None, None, None])
-        ix = ix._replace(zero=jnp.where(outside, jnp.nan, ix.zero), scale=jnp.where(outside, jnp.inf, ix.scale))
+        outside = (slot + group <= span[0][:, None, None, None]) | (
+            slot >= span[1][:, None, None, None]
+        )
+        ix = ix._replace(
+            zero=jnp.where(outside, jnp.nan, ix.zero),
+            scale=jnp.where(outside, jnp.inf, ix.scale),
+        )
         slot = jnp.arange(W)[None, None, None]
         outside = (slot < wait[0][:, None, None, None]) | (slot >= wait[1][:, None, None, None])
         scores = jnp.where(outside, jnp.nan, scores)
@@ -61,7 +81,9 @@ def ranks_in_half(parts, group_reduce):
     if "softmax" not in group_reduce:
         return reduce_scores(list(zip(halves, valid, strict=True)), group_reduce)
     whole, half = (
-        jnp.concatenate([jnp.where(ok, a, -jnp.inf) for a, ok in zip(which, valid, strict=True)], axis=-1)
+        jnp.concatenate(
+            [jnp.where(ok, a, -jnp.inf) for a, ok in zip(which, valid, strict=True)], axis=-1
+        )
         for which in ([part[0] for part in parts], halves)
     )
     total = jax.nn.logsumexp(whole, axis=-1, keepdims=True)
@@ -82,18 +104,128 @@ KINDS = ("normal", "equal", "few keys", "peaked", "flat", "coarse", "infinite", 
         *(
             pytest.param(*case, marks=pytest.mark.thorough)
             for case in (
-                (1, 1, 4, 8224, 128, 32, 5, 900, jnp.bfloat16, select_1bit.Config(blocks=1, unroll=2, units=16)),
-                (1, 2, 4, 8192, 128, 32, 255, 1000, jnp.bfloat16, select_1bit.Config(blocks=2, units=13, stages=4)),
-                (2, 1, 8, 4160, 64, 64, 9, 77, jnp.float16, select_1bit.Config(blocks=1, unroll=1, units=9, stages=8)),
+                (
+                    1,
+                    1,
+                    4,
+                    8224,
+                    128,
+                    32,
+                    5,
+                    900,
+                    jnp.bfloat16,
+                    select_1bit.Config(blocks=1, unroll=2, units=16),
+                ),
+                (
+                    1,
+                    2,
+                    4,
+                    8192,
+                    128,
+                    32,
+                    255,
+                    1000,
+                    jnp.bfloat16,
+                    select_1bit.Config(blocks=2, units=13, stages=4),
+                ),
+                (
+                    2,
+                    1,
+                    8,
+                    4160,
+                    64,
+                    64,
+                    9,
+                    77,
+                    jnp.float16,
+                    select_1bit.Config(blocks=1, unroll=1, units=9, stages=8),
+                ),
                 # Four steps, the last with what waits; of 300 wanted lists have room for what counts, of 4000 not.
-                (1, 1, 4, 11 << 12, 64, 64, 5, 300, jnp.bfloat16, select_1bit.Config(blocks=1, unroll=3)),
-                (1, 1, 4, 11 << 12, 64, 64, 5, 4000, jnp.bfloat16, select_1bit.Config(blocks=1, unroll=3)),
+                (
+                    1,
+                    1,
+                    4,
+                    11 << 12,
+                    64,
+                    64,
+                    5,
+                    300,
+                    jnp.bfloat16,
+                    select_1bit.Config(blocks=1, unroll=3),
+                ),
+                (
+                    1,
+                    1,
+                    4,
+                    11 << 12,
+                    64,
+                    64,
+                    5,
+                    4000,
+                    jnp.bfloat16,
+                    select_1bit.Config(blocks=1, unroll=3),
+                ),
                 (1, 1, 3, 4096 + 32, 128, 4128, 4, 4095, jnp.bfloat16, None),
-                (2, 1, 5, 64, 64, 32, 1, 65, jnp.bfloat16, select_1bit.Config(blocks=4, units=2, stages=2)),
-                (1, 1, 4, 160, 128, 32, 8, 60, jnp.bfloat16, select_1bit.Config(blocks=16, units=2)),
-                (1, 1, 8, 4160, 64, 64, 9, 77, jnp.float16, select_1bit.Config(blocks=1, unroll=2, cluster=0)),
-                (1, 1, 5, 4160, 64, 64, 9, 77, jnp.float16, select_1bit.Config(blocks=3, unroll=1, cluster=0)),
-                (1, 1, 4, 11 << 12, 64, 64, 5, 4000, jnp.bfloat16, select_1bit.Config(3, unroll=2, cluster=0)),
+                (
+                    2,
+                    1,
+                    5,
+                    64,
+                    64,
+                    32,
+                    1,
+                    65,
+                    jnp.bfloat16,
+                    select_1bit.Config(blocks=4, units=2, stages=2),
+                ),
+                (
+                    1,
+                    1,
+                    4,
+                    160,
+                    128,
+                    32,
+                    8,
+                    60,
+                    jnp.bfloat16,
+                    select_1bit.Config(blocks=16, units=2),
+                ),
+                (
+                    1,
+                    1,
+                    8,
+                    4160,
+                    64,
+                    64,
+                    9,
+                    77,
+                    jnp.float16,
+                    select_1bit.Config(blocks=1, unroll=2, cluster=0),
+                ),
+                (
+                    1,
+                    1,
+                    5,
+                    4160,
+                    64,
+                    64,
+                    9,
+                    77,
+                    jnp.float16,
+                    select_1bit.Config(blocks=3, unroll=1, cluster=0),
+                ),
+                (
+                    1,
+                    1,
+                    4,
+                    11 << 12,
+                    64,
+                    64,
+                    5,
+                    4000,
+                    jnp.bfloat16,
+                    select_1bit.Config(3, unroll=2, cluster=0),
+                ),
             )
         ),
         *(
@@ -103,7 +235,10 @@ KINDS = ("normal", "equal", "few keys", "peaked", "flat", "coarse", "infinite", 
                 *((6, 2, 8, 5024, 128, 32, 257, 300), (1, 2, 4, 1 << 20, 128, 32, 512, 4000)),
             )
         ),
-        *(pytest.param(6, 3, G, 2080, 64, 32, 33, 200, jnp.float16, None, marks=on_gpu) for G in range(1, 9)),
+        *(
+            pytest.param(6, 3, G, 2080, 64, 32, 33, 200, jnp.float16, None, marks=on_gpu)
+            for G in range(1, 9)
+        ),
     ],
 )
 def test_select_1bit_chooses_what_top_k_grouped_does_of_the_scores(
@@ -119,7 +254,11 @@ def test_select_1bit_chooses_what_top_k_grouped_does_of_the_scores(
     )
     score = jax.jit(lambda q, ix: score_1bit.score_1bit(q, *ix, scale=D**-0.5))
     reference = jax.jit(partial(ops.top_k, k=room, implementation="xla"))
-    pools = {"normal": ("mean_softmax", "per_head") if B == 6 else ("max_softmax", "mean_score", "per_head")}
+    pools = {
+        "normal": ("mean_softmax", "per_head")
+        if B == 6
+        else ("max_softmax", "mean_score", "per_head")
+    }
     pools["coarse"] = ("mean_score",)
     for kind in KINDS:
         if kind == "infinite" and S // group < 3:
@@ -132,17 +271,27 @@ def test_select_1bit_chooses_what_top_k_grouped_does_of_the_scores(
             (late.astype(jnp.float32), late, pending[1:]),
         ):
             slot = np.arange(part.shape[3])[None]
-            valid = (slot >= np.asarray(ends[0])[:, None]) & (slot < np.asarray(ends[1])[:, None])
+            valid = (slot >= np.asarray(ends[0])[:, None]) & (
+                slot < np.asarray(ends[1])[:, None]
+            )
             parts.append((part, half, jnp.asarray(valid)[:, None, None]))
         for group_reduce in pools.get(kind, ("mean_softmax",)):
             slots, found = (
                 np.asarray(a)
-                for a in unpack(PackedSelection(*run(q, ix, span, pending, count, group_reduce=group_reduce)))
+                for a in unpack(
+                    PackedSelection(
+                        *run(q, ix, span, pending, count, group_reduce=group_reduce)
+                    )
+                )
             )
             ranks = np.asarray(ranks_in_half(parts, group_reduce=group_reduce))
             want = reference(ranks, jnp.concatenate([ok for *_, ok in parts], axis=-1))
-            wanted = np.asarray(want.valid) & (np.arange(room) < np.asarray(count)[:, None, None, None])
-            np.testing.assert_array_equal(found.sum(-1), wanted.sum(-1), err_msg=f"{kind}, {group_reduce}")
+            wanted = np.asarray(want.valid) & (
+                np.arange(room) < np.asarray(count)[:, None, None, None]
+            )
+            np.testing.assert_array_equal(
+                found.sum(-1), wanted.sum(-1), err_msg=f"{kind}, {group_reduce}"
+            )
             for row in np.ndindex(found.shape[:3]):
                 got, best = slots[row][found[row]], np.asarray(want.slots)[row][wanted[row]]
                 assert np.unique(got).size == got.size
@@ -150,7 +299,9 @@ def test_select_1bit_chooses_what_top_k_grouped_does_of_the_scores(
                     assert set(got) == set(best), f"{kind}, {group_reduce}"
                 # Ranks within rounding may be taken for each other.
                 both = (np.nan_to_num(np.sort(ranks[row][s]), nan=-np.inf) for s in (got, best))
-                np.testing.assert_allclose(*both, rtol=1e-5, atol=1e-4, err_msg=f"{kind}, {group_reduce}")
+                np.testing.assert_allclose(
+                    *both, rtol=1e-5, atol=1e-4, err_msg=f"{kind}, {group_reduce}"
+                )
 
 
 @pytest.mark.parametrize(
@@ -158,13 +309,21 @@ def test_select_1bit_chooses_what_top_k_grouped_does_of_the_scores(
     [
         (3, 64, 44, 37, jnp.float16, "mean_softmax"),
         pytest.param(4, 128, 20, 19, jnp.bfloat16, "per_head", marks=pytest.mark.thorough),
-        *(pytest.param(G, 128, 256, 255, jnp.bfloat16, "mean_softmax", marks=on_gpu) for G in (1, 4, 8)),
+        *(
+            pytest.param(G, 128, 256, 255, jnp.bfloat16, "mean_softmax", marks=on_gpu)
+            for G in (1, 4, 8)
+        ),
     ],
 )
-def test_select_1bit_scores_keys_that_wait_as_they_are(G, D, R, pending_slots, dtype, group_reduce):
+def test_select_1bit_scores_keys_that_wait_as_they_are(
+    G, D, R, pending_slots, dtype, group_reduce
+):
     q, ix, span, pending, count = choice(2, 3, G, 96, D, 32, pending_slots, 33, dtype, "normal")
     keys = 4 * normal(7, 2, 3, R, D, dtype=dtype)  # some are chosen
-    exact = jnp.einsum("bkgd,bksd->bkgs", q.astype(dtype), keys, preferred_element_type=jnp.float32) * 0.3
+    exact = (
+        jnp.einsum("bkgd,bksd->bkgs", q.astype(dtype), keys, preferred_element_type=jnp.float32)
+        * 0.3
+    )
 
     def run(first, pending_slots=None, local=0, numbers=None):
         begin, end, n = numbers or (span, (pending[1], pending[2] + local), count)
@@ -192,13 +351,19 @@ def test_select_1bit_scores_keys_that_wait_as_they_are(G, D, R, pending_slots, d
     )
     np.testing.assert_array_equal(got.valid, want.valid)
     for row in np.ndindex(got.valid.shape[:3]):
-        ours, theirs = (set(np.asarray(s.slots)[row][np.asarray(s.valid)[row]].tolist()) for s in (got, want))
+        ours, theirs = (
+            set(np.asarray(s.slots)[row][np.asarray(s.valid)[row]].tolist())
+            for s in (got, want)
+        )
         assert ours == theirs
     assert (np.asarray(got.slots)[np.asarray(got.valid)] >= 96).any()
     if G == 3:
-        again = jax.jit(jax.vmap(partial(run, pending_slots=pending_slots)))(jnp.stack([keys, keys]))
+        again = jax.jit(jax.vmap(partial(run, pending_slots=pending_slots)))(
+            jnp.stack([keys, keys])
+        )
         np.testing.assert_array_equal(
-            again[1][1], PackedSelection(*jax.jit(partial(run, pending_slots=pending_slots))(keys)).found
+            again[1][1],
+            PackedSelection(*jax.jit(partial(run, pending_slots=pending_slots))(keys)).found,
         )
         late = (0, 0), (0, R), 33  # past the first `pending_slots` nothing waits
         all_of, first_of = (
@@ -209,7 +374,10 @@ def test_select_1bit_scores_keys_that_wait_as_they_are(G, D, R, pending_slots, d
         numbers = (-4, 90), (2, 30), 31  # of all rows
         arrays = jax.tree.map(lambda n: jnp.full(2, n, jnp.int32), numbers)
         for one, each in zip(
-            *(jax.jit(partial(run, pending_slots=pending_slots, numbers=n))(keys) for n in (numbers, arrays)),
+            *(
+                jax.jit(partial(run, pending_slots=pending_slots, numbers=n))(keys)
+                for n in (numbers, arrays)
+            ),
             strict=True,
         ):
             np.testing.assert_array_equal(one, each)
@@ -219,14 +387,22 @@ def test_select_1bit_scores_keys_that_wait_as_they_are(G, D, R, pending_slots, d
 # place is in the last part of it. That part has room for keys of the next bins too, which were counted as larger.
 WIDE_BINS = {
     "score, the middle": ("per_head", (-0.1, 0.1), [0.125, 0.12524414], (0.12609863, 0.1405)),
-    "score, the lowest": ("per_head", (-60.0, -33.0), [-31.984375, -31.890625], (-31.8125, -28.5)),
+    "score, the lowest": (
+        "per_head",
+        (-60.0, -33.0),
+        [-31.984375, -31.890625],
+        (-31.8125, -28.5),
+    ),
     "score, the highest": ("per_head", (32.0, 40.0), [50.0, 50.03125], (50.5, 60.0)),
     "sum": ("mean_softmax", (-50.0, -44.0), [-42.96875], (-42.9375, -42.78125)),
     "log": ("max_softmax", (-200.0, -178.0), [-177.375, -177.25], (-177.0, -158.0)),
 }
 
 
-FORMS = ["registers", *(pytest.param(form, marks=pytest.mark.thorough) for form in ("lists", "parts"))]
+FORMS = [
+    "registers",
+    *(pytest.param(form, marks=pytest.mark.thorough) for form in ("lists", "parts")),
+]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -235,15 +411,26 @@ def test_select_1bit_finds_a_last_place_at_the_end_of_a_wide_bin(case, form):
     group_reduce, lower, edges, higher = WIDE_BINS[case]
     n = 1 if form == "registers" else 6  # rows of more than 4096 keys are read in steps
     rng, top = np.random.default_rng(0), max(0.0, higher[1] + 1)
-    parts = rng.uniform(*lower, 500 * n), np.resize(edges, 100 * n), rng.uniform(*higher, 150 * n), [top]
+    parts = (
+        rng.uniform(*lower, 500 * n),
+        np.resize(edges, 100 * n),
+        rng.uniform(*higher, 150 * n),
+        [top],
+    )
     scores = rng.permutation(np.concatenate(parts)).astype(np.float16).astype(np.float32)
     room, W, S = 250 * n, scores.size, 32
     count = 150 * n + 1 + 60 * n
     best = np.lexsort((np.arange(W), -scores))[:count]
     q, ix, *_ = choice(1, 1, 2, S, 64, 32, 4, 8, jnp.bfloat16, "normal")
     waiting = jnp.broadcast_to(jnp.asarray(scores), (1, 1, 2, W)), 0, W
-    config = select_1bit.Config(2, unroll=1, cluster=0) if form == "parts" else select_1bit.Config(1, unroll=1)
-    slots, found = select_1bit.select_1bit(q, *ix, (0, 0), waiting, count, group_reduce, room, scale=1.0, config=config)
+    config = (
+        select_1bit.Config(2, unroll=1, cluster=0)
+        if form == "parts"
+        else select_1bit.Config(1, unroll=1)
+    )
+    slots, found = select_1bit.select_1bit(
+        q, *ix, (0, 0), waiting, count, group_reduce, room, scale=1.0, config=config
+    )
     np.testing.assert_array_equal(found, count)
     for row in np.asarray(slots).reshape(-1, room):
         np.testing.assert_array_equal(np.sort(row[:count]), np.sort(best) + S)
@@ -255,7 +442,9 @@ def test_select_1bit_chooses_alike_each_time_and_takes_vmap():
     config = select_1bit.Config(blocks=1)
 
     def run(q, ix, span, pending, count):
-        return select_1bit.select_1bit(q, *ix, span, pending, count, "mean_softmax", 20, scale=0.1, config=config)
+        return select_1bit.select_1bit(
+            q, *ix, span, pending, count, "mean_softmax", 20, scale=0.1, config=config
+        )
 
     args = q, ix, span, pending, count
     want = jax.jit(run)(*args)

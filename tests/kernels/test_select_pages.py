@@ -21,9 +21,23 @@ def paged(B, K, G, P, D, unit, R, pending_slots, room, dtype, kind):
     """Arguments of select_pages, with spans of tokens and counts of each row that are at the edges."""
     (low, high), keys = boxes(B, K, P, D, dtype), 3 * normal(7, B, K, R, D, dtype=dtype)
     q, S = normal(2, B, K, G, D, dtype=dtype).astype(jnp.float32), P * unit
-    span = spans_of(B, (0, S), (1, S - 1), (S // 2 + 3, S // 2 + room * unit), (0, room * unit + 1), (33, 33), (0, -5))
+    span = spans_of(
+        B,
+        (0, S),
+        (1, S - 1),
+        (S // 2 + 3, S // 2 + room * unit),
+        (0, room * unit + 1),
+        (33, 33),
+        (0, -5),
+    )
     wait = spans_of(
-        B, (0, pending_slots), (0, 0), (pending_slots - 1, pending_slots), (0, 1), (2, pending_slots - 2), (1, -3)
+        B,
+        (0, pending_slots),
+        (0, 0),
+        (pending_slots - 1, pending_slots),
+        (0, 1),
+        (2, pending_slots - 2),
+        (1, -3),
     )
     count = jnp.asarray(np.resize([room, room - 1, room, 1, room, 0], B).astype(np.int32))
     if kind == "equal":
@@ -37,12 +51,24 @@ def paged(B, K, G, P, D, unit, R, pending_slots, room, dtype, kind):
         q = q * 1e-6
     elif kind == "infinite":  # of a page -inf for all heads, of another +inf for one
         q = q.at[..., 0].set(1.0).at[..., 1].set(0.5).at[:, :, 0, 1].set(-0.5)
-        low = low.at[:, :, 1, 0].set(-jnp.inf).at[:, :, 2, :2].set(jnp.array([-jnp.inf, 0.0], dtype))
-        high = high.at[:, :, 1, 0].set(-jnp.inf).at[:, :, 2, :2].set(jnp.array([-jnp.inf, 0.0], dtype))
+        low = (
+            low.at[:, :, 1, 0]
+            .set(-jnp.inf)
+            .at[:, :, 2, :2]
+            .set(jnp.array([-jnp.inf, 0.0], dtype))
+        )
+        high = (
+            high.at[:, :, 1, 0]
+            .set(-jnp.inf)
+            .at[:, :, 2, :2]
+            .set(jnp.array([-jnp.inf, 0.0], dtype))
+        )
         keys = keys.at[:, :, :unit, 0].set(-jnp.inf)
     elif kind == "poison":  # past the spans
         first = jnp.arange(P)[None, None, :, None] * unit
-        outside = (first + unit <= span[0][:, None, None, None]) | (first >= span[1][:, None, None, None])
+        outside = (first + unit <= span[0][:, None, None, None]) | (
+            first >= span[1][:, None, None, None]
+        )
         low, high = jnp.where(outside, jnp.nan, low), jnp.where(outside, jnp.inf, high)
         slot = jnp.arange(R)[None, None, :, None]
         outside = (slot < wait[0][:, None, None, None]) | (slot >= wait[1][:, None, None, None])
@@ -61,23 +87,80 @@ def token_pages(start, stop, pages, unit):
     ("B", "K", "G", "P", "D", "unit", "R", "pending_slots", "room", "dtype", "config"),
     [
         (6, 1, 2, 67, 64, 16, 79, 48, 20, jnp.bfloat16, select_pages.Config(blocks=1)),
-        (1, 1, 1, 4200, 64, 16, 16, 16, 900, jnp.bfloat16, select_pages.Config(blocks=1, unroll=1)),  # in steps
+        (
+            1,
+            1,
+            1,
+            4200,
+            64,
+            16,
+            16,
+            16,
+            900,
+            jnp.bfloat16,
+            select_pages.Config(blocks=1, unroll=1),
+        ),  # in steps
         *(
             pytest.param(*case, marks=pytest.mark.thorough)
             for case in (
-                (1, 2, 4, 520, 128, 16, 287, 272, 127, jnp.bfloat16, select_pages.Config(blocks=2, tiles=2)),
-                (2, 1, 8, 100, 64, 32, 40, 32, 50, jnp.float16, select_pages.Config(blocks=1, unroll=1, warpgroups=2)),
-                (2, 1, 5, 5, 128, 32, 33, 32, 6, jnp.bfloat16, select_pages.Config(blocks=4, tiles=3)),
+                (
+                    1,
+                    2,
+                    4,
+                    520,
+                    128,
+                    16,
+                    287,
+                    272,
+                    127,
+                    jnp.bfloat16,
+                    select_pages.Config(blocks=2, tiles=2),
+                ),
+                (
+                    2,
+                    1,
+                    8,
+                    100,
+                    64,
+                    32,
+                    40,
+                    32,
+                    50,
+                    jnp.float16,
+                    select_pages.Config(blocks=1, unroll=1, warpgroups=2),
+                ),
+                (
+                    2,
+                    1,
+                    5,
+                    5,
+                    128,
+                    32,
+                    33,
+                    32,
+                    6,
+                    jnp.bfloat16,
+                    select_pages.Config(blocks=4, tiles=3),
+                ),
             )
         ),
         *(
             pytest.param(*sizes, jnp.bfloat16, None, marks=on_gpu)
             for sizes in (
-                *((1, 8, 4, 8176, 128, 16, 287, 272, 127), (1, 8, 4, 1016, 128, 32, 159, 32, 56)),
-                *((6, 2, 8, 5023, 128, 16, 300, 288, 300), (1, 2, 4, 1 << 18, 128, 16, 287, 272, 1000)),
+                *(
+                    (1, 8, 4, 8176, 128, 16, 287, 272, 127),
+                    (1, 8, 4, 1016, 128, 32, 159, 32, 56),
+                ),
+                *(
+                    (6, 2, 8, 5023, 128, 16, 300, 288, 300),
+                    (1, 2, 4, 1 << 18, 128, 16, 287, 272, 1000),
+                ),
             )
         ),
-        *(pytest.param(6, 3, G, 2081, 64, 48, 100, 96, 200, jnp.float16, None, marks=on_gpu) for G in range(1, 9)),
+        *(
+            pytest.param(6, 3, G, 2081, 64, 48, 100, 96, 200, jnp.float16, None, marks=on_gpu)
+            for G in range(1, 9)
+        ),
     ],
 )
 def test_select_pages_chooses_what_top_k_grouped_does_of_the_scores(
@@ -87,22 +170,35 @@ def test_select_pages_chooses_what_top_k_grouped_does_of_the_scores(
         monkeypatch.setattr(threshold, "LISTED", 8)
     how = dict(unit=unit, scale=D**-0.5, pending_slots=pending_slots)
     run = jax.jit(
-        lambda *args, group_reduce: select_pages.select_pages(*args, group_reduce, room, **how, local=3, config=config),
+        lambda *args, group_reduce: select_pages.select_pages(
+            *args, group_reduce, room, **how, local=3, config=config
+        ),
         static_argnames="group_reduce",
     )
     score = jax.jit(partial(score_pages.score_pages, scale=D**-0.5))
     reference = jax.jit(partial(ops.top_k, k=room, implementation="xla"))
-    pools = {"normal": ("mean_softmax", "per_head") if B == 6 else ("max_softmax", "mean_score", "per_head")}
+    pools = {
+        "normal": ("mean_softmax", "per_head")
+        if B == 6
+        else ("max_softmax", "mean_score", "per_head")
+    }
     for kind in ("normal", "equal", "few pages", "peaked", "flat", "infinite", "poison"):
         if kind == "infinite" and P < 3:
             continue
-        q, low, high, span, (keys, *wait), count = paged(B, K, G, P, D, unit, R, pending_slots, room, dtype, kind)
+        q, low, high, span, (keys, *wait), count = paged(
+            B, K, G, P, D, unit, R, pending_slots, room, dtype, kind
+        )
         slot = jnp.arange(pending_slots)[None, None, None]
         there = (slot >= wait[0][:, None, None, None]) & (slot < wait[1][:, None, None, None])
         exact = jnp.einsum(
-            "bkgd,bksd->bkgs", q.astype(dtype), keys[:, :, :pending_slots], preferred_element_type=jnp.float32
+            "bkgd,bksd->bkgs",
+            q.astype(dtype),
+            keys[:, :, :pending_slots],
+            preferred_element_type=jnp.float32,
         )
-        exact = jnp.where(there, exact * D**-0.5, -jnp.inf).reshape(B, K, G, pending_slots // unit, unit)
+        exact = jnp.where(there, exact * D**-0.5, -jnp.inf).reshape(
+            B, K, G, pending_slots // unit, unit
+        )
         parts = [
             (score(q, low, high), token_pages(*span, P, unit)),  # the same products
             (jnp.max(exact, axis=-1), token_pages(*wait, pending_slots // unit, unit)),
@@ -111,12 +207,20 @@ def test_select_pages_chooses_what_top_k_grouped_does_of_the_scores(
             pending = keys, wait[0], wait[1] + 3
             slots, found = (
                 np.asarray(a)
-                for a in unpack(PackedSelection(*run(q, low, high, span, pending, count, group_reduce=group_reduce)))
+                for a in unpack(
+                    PackedSelection(
+                        *run(q, low, high, span, pending, count, group_reduce=group_reduce)
+                    )
+                )
             )
             ranks = np.asarray(reduce_scores(parts, group_reduce))
             want = reference(ranks, jnp.concatenate([ok for _, ok in parts], axis=-1))
-            wanted = np.asarray(want.valid) & (np.arange(room) < np.asarray(count)[:, None, None, None])
-            np.testing.assert_array_equal(found.sum(-1), wanted.sum(-1), err_msg=f"{kind}, {group_reduce}")
+            wanted = np.asarray(want.valid) & (
+                np.arange(room) < np.asarray(count)[:, None, None, None]
+            )
+            np.testing.assert_array_equal(
+                found.sum(-1), wanted.sum(-1), err_msg=f"{kind}, {group_reduce}"
+            )
             ranks = np.nan_to_num(ranks, nan=-np.inf)
             for row in np.ndindex(found.shape[:3]):
                 got, best = slots[row][found[row]], np.asarray(want.slots)[row][wanted[row]]
@@ -125,7 +229,12 @@ def test_select_pages_chooses_what_top_k_grouped_does_of_the_scores(
                     assert set(got) == set(best), f"{kind}, {group_reduce}"
                 # Ranks within rounding may be taken for each other.
                 ours, theirs = (ranks[row][s] for s in (got, best))
-                close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-4, err_msg=f"{kind}, {group_reduce}")
+                close = partial(
+                    np.testing.assert_allclose,
+                    rtol=1e-5,
+                    atol=1e-4,
+                    err_msg=f"{kind}, {group_reduce}",
+                )
                 close(np.sort(ours), np.sort(theirs))
                 if got.size:
                     close(ours[-1], theirs[-1])
@@ -137,22 +246,36 @@ def test_select_pages_chooses_what_top_k_grouped_does_of_the_scores(
 @pytest.mark.parametrize("centre", [-40.0, -3.0, 3.0])
 def test_scores_of_either_sign_are_counted_once(centre, monkeypatch, bypass_cache):
     counted, find = [], histogram.find_bin
-    monkeypatch.setattr(histogram, "find_bin", lambda *args, **how: counted.append(args) or find(*args, **how))
-    q, low, _, span, pending, count = paged(1, 1, 1, 1000, 64, 16, 16, 16, 100, jnp.bfloat16, "normal")
+    monkeypatch.setattr(
+        histogram, "find_bin", lambda *args, **how: counted.append(args) or find(*args, **how)
+    )
+    q, low, _, span, pending, count = paged(
+        1, 1, 1, 1000, 64, 16, 16, 16, 100, jnp.bfloat16, "normal"
+    )
     q, low = jnp.zeros_like(q).at[..., 0].set(1), low.at[..., 0].add(centre)
-    run = partial(select_pages.select_pages, unit=16, scale=1.0, pending_slots=16, config=select_pages.Config(blocks=1))
+    run = partial(
+        select_pages.select_pages,
+        unit=16,
+        scale=1.0,
+        pending_slots=16,
+        config=select_pages.Config(blocks=1),
+    )
     jax.block_until_ready(run(q, low, low, span, pending, count, "mean_score", 100))
     assert len(counted) == (2 if centre == -40 else 1)  # below -32 is one bin
 
 
 @pytest.mark.thorough
 def test_select_pages_chooses_alike_each_time_and_takes_vmap():
-    q, *corners, span, pending, count = paged(2, 1, 2, 30, 64, 16, 40, 32, 9, jnp.bfloat16, "normal")
+    q, *corners, span, pending, count = paged(
+        2, 1, 2, 30, 64, 16, 40, 32, 9, jnp.bfloat16, "normal"
+    )
     config = select_pages.Config(blocks=1)
 
     def run(q, low, high, span, pending, count):
         how = dict(unit=16, scale=0.1, pending_slots=32, config=config)
-        return select_pages.select_pages(q, low, high, span, pending, count, "mean_softmax", 9, **how)
+        return select_pages.select_pages(
+            q, low, high, span, pending, count, "mean_softmax", 9, **how
+        )
 
     args = q, *corners, span, pending, count
     want = jax.jit(run)(*args)
@@ -162,7 +285,10 @@ def test_select_pages_chooses_alike_each_time_and_takes_vmap():
     numbers = (-4, 470), (2, 30), 8  # of all rows
     arrays = jax.tree.map(lambda n: jnp.full(2, n, jnp.int32), numbers)
     for one, each in zip(
-        *(jax.jit(lambda q, n=n: run(q, *corners, n[0], (pending[0], *n[1]), n[2]))(q) for n in (numbers, arrays)),
+        *(
+            jax.jit(lambda q, n=n: run(q, *corners, n[0], (pending[0], *n[1]), n[2]))(q)
+            for n in (numbers, arrays)
+        ),
         strict=True,
     ):
         np.testing.assert_array_equal(one, each)

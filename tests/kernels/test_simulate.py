@@ -36,7 +36,14 @@ def run(program, *args, blocks=1, cluster=None, scratch=(), words=256):
     """The output of a kernel of blocks of 128 threads: out[words]. The rest of it may stay unwritten."""
     out = jax.ShapeDtypeStruct((words,), jnp.uint32)
     kernel = simt.kernel(
-        program, name="k", blocks=blocks, warpgroups=1, cluster=cluster, out_type=(out,), scratch=scratch, sparse=(0,)
+        program,
+        name="k",
+        blocks=blocks,
+        warpgroups=1,
+        cluster=cluster,
+        out_type=(out,),
+        scratch=scratch,
+        sparse=(0,),
     )
     return np.asarray(jax.block_until_ready(kernel(*args))[0])
 
@@ -75,7 +82,9 @@ def neighbours(barrier, apart, blocks=1):
     ("barrier", "apart", "sees"),
     [("block_barrier", 32, None), ("warp_barrier", 1, None), ("warp_barrier", 32, "races")],
 )
-def test_device_memory_that_a_thread_wrote_is_read_after_a_barrier_of_both(barrier, apart, sees):
+def test_device_memory_that_a_thread_wrote_is_read_after_a_barrier_of_both(
+    barrier, apart, sees
+):
     go = neighbours(getattr(simt, barrier), apart)
     if sees:
         with raises("races with the write of .* to device memory"):
@@ -216,7 +225,9 @@ def test_a_thread_waits_for_its_own_copies_alone():
         store(words_of(out, t), x)
 
     copied = run(program, jnp.arange(512, dtype=jnp.uint32), scratch=(512,))[:128]
-    np.testing.assert_array_equal(copied, np.where(np.arange(128) < 64, 4 * np.arange(128), 0xFFFFFFFF))
+    np.testing.assert_array_equal(
+        copied, np.where(np.arange(128) < 64, 4 * np.arange(128), 0xFFFFFFFF)
+    )
 
 
 def of_cluster(before, after):
@@ -280,7 +291,10 @@ class Without(Simulator):
 def places():
     """A step of a hot set that finds some pages, misses some and replaces some."""
     rng, (n, N, P) = np.random.default_rng(0), (40, 17, 90)
-    tables = [jnp.asarray(rng.permutation(P)[:n], jnp.int32)[None, None], jnp.ones((1, 1, n), jnp.int32)]
+    tables = [
+        jnp.asarray(rng.permutation(P)[:n], jnp.int32)[None, None],
+        jnp.ones((1, 1, n), jnp.int32),
+    ]
     place = jnp.zeros((1, 1, P), jnp.int32).at[0, 0, tables[0][0, 0]].set(jnp.arange(n))
     tables += [place, jnp.full((1, 1), 9, jnp.int32), jnp.zeros((1, 1), jnp.int32)]
     index = jnp.asarray(rng.permutation(P)[:N], jnp.int32)[None, None]
@@ -289,25 +303,43 @@ def places():
 
 def written(put, due, T):
     zones = [(*(normal(s, 2, 2, 8, 64, dtype=jnp.bfloat16) for s in (1, 2)), jnp.array([3, 7]))]
-    return put(zones, *(normal(s, 2, 2, T, 64, dtype=jnp.bfloat16) for s in (3, 4)), due, jnp.zeros(2, bool))
+    return put(
+        zones,
+        *(normal(s, 2, 2, T, 64, dtype=jnp.bfloat16) for s in (3, 4)),
+        due,
+        jnp.zeros(2, bool),
+    )
 
 
 def spans():
-    q, k = normal(1, 1, 1, 8, 64, dtype=jnp.bfloat16), normal(2, 1, 1, 400, 64, dtype=jnp.bfloat16)
+    q, k = (
+        normal(1, 1, 1, 8, 64, dtype=jnp.bfloat16),
+        normal(2, 1, 1, 400, 64, dtype=jnp.bfloat16),
+    )
     ends = jnp.zeros((1, 2), jnp.int32), jnp.array([[350, 351]], jnp.int32)
-    return attend_span.attend_span(q, k, k, *ends, scale=0.1, config=attend_span.Config(1, stages=1, keys=16))
+    return attend_span.attend_span(
+        q, k, k, *ends, scale=0.1, config=attend_span.Config(1, stages=1, keys=16)
+    )
 
 
 def slots():
-    q, k = normal(1, 1, 1, 2, 64, dtype=jnp.bfloat16), normal(2, 1, 1, 300, 64, dtype=jnp.bfloat16)
+    q, k = (
+        normal(1, 1, 1, 2, 64, dtype=jnp.bfloat16),
+        normal(2, 1, 1, 300, 64, dtype=jnp.bfloat16),
+    )
     chosen = jnp.arange(290)[None, None, None], jnp.ones((1, 1, 1, 290), bool)
-    return attend_slots.attend_slots(q, k, k, *chosen, scale=0.1, config=attend_slots.Config(2, 1))
+    return attend_slots.attend_slots(
+        q, k, k, *chosen, scale=0.1, config=attend_slots.Config(2, 1)
+    )
 
 
 def scores():
     config = score_1bit.Config(units=8, stages=2)
     return score_1bit.score_1bit(
-        normal(1, 1, 1, 5, 64), *index(1, 1, 256, 64, 32, jnp.bfloat16), scale=0.1, config=config
+        normal(1, 1, 1, 5, 64),
+        *index(1, 1, 256, 64, 32, jnp.bfloat16),
+        scale=0.1,
+        config=config,
     )
 
 
@@ -315,11 +347,16 @@ def chosen_1bit():
     among = candidates(1, 1, 2, 40, 64, 160, 36, 25)
     keys = index(1, 1, 160, 64, 32, jnp.bfloat16)
     q = normal(1, 1, 1, 8, 64, dtype=jnp.bfloat16).astype(jnp.float32)
-    return ops.select_1bit.run_kernel(q=q, keys=keys, candidates=among, group_reduce="mean_softmax", scale=0.1)
+    return ops.select_1bit.run_kernel(
+        q=q, keys=keys, candidates=among, group_reduce="mean_softmax", scale=0.1
+    )
 
 
 def chosen_pages():
-    q, (low, high) = normal(2, 1, 1, 6, 64, dtype=jnp.bfloat16).astype(jnp.float32), boxes(1, 1, 21, 64, jnp.bfloat16)
+    q, (low, high) = (
+        normal(2, 1, 1, 6, 64, dtype=jnp.bfloat16).astype(jnp.float32),
+        boxes(1, 1, 21, 64, jnp.bfloat16),
+    )
     among = candidates(1, 1, 2, 40, 64, 21 * 16, 32, 7)
     how = {"group_reduce": "mean_softmax", "unit": 16, "scale": 0.1}
     return ops.select_pages.run_kernel(q=q, low=low, high=high, candidates=among, **how)
@@ -333,7 +370,10 @@ def voted():
 
 # attend_span waits once more for copies after its loop, which has waited for all; and select_1bit fills no stage of the
 # ring of score_1bit twice here, which score_1bit itself does.
-NOT_NEEDED = {"attend_span": "cp.async.wait_group 0;", "select_1bit": "unit_codes = [load_codes("}  # in the line before
+NOT_NEEDED = {
+    "attend_span": "cp.async.wait_group 0;",
+    "select_1bit": "unit_codes = [load_codes(",
+}  # in the line before
 
 
 def line_before(place):

@@ -54,7 +54,9 @@ def launches_of(name, target):
     noted, leaves = Noted(), jax.tree.leaves(args)
     plain = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in leaves]
     with simt.use(noted), simt.build_for(target):
-        jax.eval_shape(lambda *given: f(*jax.tree.unflatten(jax.tree.structure(args), given)), *plain)
+        jax.eval_shape(
+            lambda *given: f(*jax.tree.unflatten(jax.tree.structure(args), given)), *plain
+        )
     return noted.launches
 
 
@@ -72,14 +74,21 @@ def test_a_kernel_takes_no_more_than_its_gpu_has(capability):
             with pytest.raises(NotImplementedError, match=f"{target.kind} has no clusters"):
                 launches_of(name, target)
             continue
-        wgmma = name.startswith("attend_key_blocks")  # in Pallas's own operations, so no launch is noted
+        wgmma = name.startswith(
+            "attend_key_blocks"
+        )  # in Pallas's own operations, so no launch is noted
         if wgmma and capability != "9.0":
             with pytest.raises(NotImplementedError, match="needs wgmma"):
                 launches_of(name, target)
             continue
         if wgmma:
             _, keys, *_ = PROGRAMS[name][1]
-            assert attend_key_blocks.smem_bytes(keys.shape[-1], config or attend_key_blocks.Config()) <= target.smem
+            assert (
+                attend_key_blocks.smem_bytes(
+                    keys.shape[-1], config or attend_key_blocks.Config()
+                )
+                <= target.smem
+            )
             continue
         found = launches_of(name, target)
         assert found, name
@@ -112,13 +121,22 @@ def test_a_row_has_several_blocks_without_clusters():
         ([Device("NVIDIA H200", "9.0", 132)], ("9.0", 132, 227 * 1024, True, True)),
         ([Device("NVIDIA H200 NVL", "9.0", 132)], ("9.0", 132, 227 * 1024, True, False)),
         ([Device("NVIDIA RTX A6000", "8.6", 84)], ("8.6", 84, 99 * 1024, False, False)),
-        ([Device("NVIDIA H200", "9.0", 132), Device("NVIDIA L4", "8.9", 58)], ("9.0", 132, 227 * 1024, True, True)),
+        (
+            [Device("NVIDIA H200", "9.0", 132), Device("NVIDIA L4", "8.9", 58)],
+            ("9.0", 132, 227 * 1024, True, True),
+        ),
     ],
 )
 def test_the_target_is_the_gpu_of_the_process(monkeypatch, devices, wanted):
     monkeypatch.setattr(jax, "devices", lambda: devices)
     found = simt.target()
-    assert (found.capability, found.multiprocessors, found.smem, found.clusters, found.measured) == wanted
+    assert (
+        found.capability,
+        found.multiprocessors,
+        found.smem,
+        found.clusters,
+        found.measured,
+    ) == wanted
 
 
 def test_a_program_compiled_ahead_of_time_takes_the_card_of_its_mesh(monkeypatch):
@@ -142,11 +160,21 @@ def fresh():
     ("kind", "capability", "why"),
     [
         *((target.kind, capability, None) for capability, target in TARGETS.items()),
-        ("NVIDIA V100", "7.0", "capability 8.0, 8.6, .*12.0; .* V100 of compute capability 7.0"),
-        ("AMD Instinct MI300X", "gfx942", "for NVIDIA GPUs .* MI300X of compute capability gfx942"),
+        (
+            "NVIDIA V100",
+            "7.0",
+            "capability 8.0, 8.6, .*12.0; .* V100 of compute capability 7.0",
+        ),
+        (
+            "AMD Instinct MI300X",
+            "gfx942",
+            "for NVIDIA GPUs .* MI300X of compute capability gfx942",
+        ),
     ],
 )
-def test_kernels_are_built_for_the_gpus_that_they_compile_for(monkeypatch, fresh, kind, capability, why):
+def test_kernels_are_built_for_the_gpus_that_they_compile_for(
+    monkeypatch, fresh, kind, capability, why
+):
     monkeypatch.setattr(jax, "devices", lambda: [Device(kind, capability, 100)])
     if why is None:
         assert simt.why_not() is None
@@ -170,7 +198,9 @@ def test_an_environment_variable_turns_kernels_off(monkeypatch, fresh, value):
 def test_explain_says_whether_a_kernel_was_measured_on_this_gpu(monkeypatch, kind):
     card = simt.card(kind)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "devices", lambda: [Device(kind, card.capability, card.multiprocessors)])
+    monkeypatch.setattr(
+        jax, "devices", lambda: [Device(kind, card.capability, card.multiprocessors)]
+    )
     how = ops.explain("top_k", jnp.zeros((1, 50)), jnp.ones((1, 50), bool), 5)
     assert how.implementation == "mosaic"
     assert how.measured == card.measured
@@ -204,10 +234,20 @@ def test_a_long_row_is_selected_alike_on_each_gpu(capability, simulated):
     late = normal(2, 1, 1, 2, 8), 0, 8
     scores = normal(3, 2, S)
     with simt.build_for(TARGETS[capability]):
-        slots, found = select_1bit.select_1bit(q, *ix, (3, S - 5), late, room, "mean_softmax", room, scale=0.1)
+        slots, found = select_1bit.select_1bit(
+            q, *ix, (3, S - 5), late, room, "mean_softmax", room, scale=0.1
+        )
         best, _ = top_k.top_k(scores, jnp.ones((2, S), bool), room)
     want, many = select_1bit.select_1bit(
-        q, *ix, (3, S - 5), late, room, "mean_softmax", room, scale=0.1, config=select_1bit.Config(blocks=8)
+        q,
+        *ix,
+        (3, S - 5),
+        late,
+        room,
+        "mean_softmax",
+        room,
+        scale=0.1,
+        config=select_1bit.Config(blocks=8),
     )
     assert int(found[0, 0, 0]) == int(many[0, 0, 0]) == room
     np.testing.assert_array_equal(np.sort(slots), np.sort(want))
@@ -218,11 +258,25 @@ def test_a_long_row_is_selected_alike_on_each_gpu(capability, simulated):
 @pytest.mark.parametrize("capability", SAMPLE)
 def test_zones_are_attended_alike_on_each_gpu(capability, simulated):
     B, K, T, G, S, R, D, M = 1, 2, 2, 2, 300, 20, 64, 260
-    q, *kv = (normal(i, B, K, n, D, dtype=jnp.bfloat16) for i, n in enumerate((T * G, S, S, R, R)))
+    q, *kv = (
+        normal(i, B, K, n, D, dtype=jnp.bfloat16) for i, n in enumerate((T * G, S, S, R, R))
+    )
     rng = np.random.default_rng(1)
-    slots = jnp.asarray(np.stack([rng.permutation(S)[:M] for _ in range(K * T)]).reshape(B, K, T, M), jnp.int32)
+    slots = jnp.asarray(
+        np.stack([rng.permutation(S)[:M] for _ in range(K * T)]).reshape(B, K, T, M), jnp.int32
+    )
     recent = *kv[2:], jnp.zeros((B, T), jnp.int32), jnp.full((B, T), R, jnp.int32)
-    run = partial(attend_zones.attend_zones, q, *kv[:2], slots, jnp.full((B, K, T), M), recent, None, 7, scale=0.1)
+    run = partial(
+        attend_zones.attend_zones,
+        q,
+        *kv[:2],
+        slots,
+        jnp.full((B, K, T), M),
+        recent,
+        None,
+        7,
+        scale=0.1,
+    )
     with simt.build_for(TARGETS[capability]):
         got = run()
     assert relative(got, run()) < 3e-3
@@ -239,11 +293,19 @@ def test_bytes_are_read_as_8_bit_floats_without_the_instruction(dtype, simulated
 @pytest.mark.thorough
 @pytest.mark.skipif(ON_GPU, reason="of the simulator")
 @pytest.mark.parametrize("capability", SMALLEST)
-@pytest.mark.parametrize("preset", ["full", "fier:budget=384", "quest:budget=384", "pariskv:budget=384", "logquant"])
-def test_a_step_is_that_of_the_references_on_each_gpu(capability, preset, simulated, monkeypatch):
+@pytest.mark.parametrize(
+    "preset", ["full", "fier:budget=384", "quest:budget=384", "pariskv:budget=384", "logquant"]
+)
+def test_a_step_is_that_of_the_references_on_each_gpu(
+    capability, preset, simulated, monkeypatch
+):
     monkeypatch.setattr(simt, "why_not", lambda: None)
-    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, cuda, **others: cuda(*args))
-    spec = CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=64, capacity=768, dtype=jnp.bfloat16)
+    monkeypatch.setattr(
+        jax.lax, "platform_dependent", lambda *args, cuda, **others: cuda(*args)
+    )
+    spec = CacheSpec(
+        batch=1, q_heads=4, kv_heads=2, head_dim=64, capacity=768, dtype=jnp.bfloat16
+    )
     policy = presets.parse(preset).rest
     k, v = (normal(i, 1, 2, 700, 64, dtype=jnp.bfloat16) for i in range(2))
     q = normal(2, 1, 2, 2, 64, dtype=jnp.bfloat16)

@@ -32,7 +32,11 @@ def inputs(rows, U, k, seed=0):
     yield "infinities and NaN", extreme, rng.random((rows, U)) < 0.8
     yield "rising", np.sort(normal, axis=1), all_valid
     yield "falling", -np.sort(-normal, axis=1), all_valid
-    yield "last bits differ", (1 + np.float32(2**-23) * rng.integers(0, 3, (rows, U))).astype(np.float32), all_valid
+    yield (
+        "last bits differ",
+        (1 + np.float32(2**-23) * rng.integers(0, 3, (rows, U))).astype(np.float32),
+        all_valid,
+    )
 
 
 @pytest.mark.parametrize(
@@ -45,7 +49,10 @@ def inputs(rows, U, k, seed=0):
         pytest.param(1, 5000, 1000, 1, marks=pytest.mark.thorough),
         pytest.param(1, 40000, 4096, 2, marks=pytest.mark.thorough),
         pytest.param(2, 5000, 5, 4, marks=pytest.mark.thorough),
-        *(pytest.param(3, 70000, 1500, blocks, marks=on_gpu) for blocks in (1, 2, 4, 8, -1, -7, -16)),
+        *(
+            pytest.param(3, 70000, 1500, blocks, marks=on_gpu)
+            for blocks in (1, 2, 4, 8, -1, -7, -16)
+        ),
         *(
             pytest.param(*sizes, None, marks=on_gpu)
             for sizes in (
@@ -64,7 +71,9 @@ def test_top_k_equals_its_reference(rows, U, k, blocks):
         slots, found = run(scores, valid)
         want = reference(scores, valid)
         best = want.slots
-        if name == "zeros of both signs":  # for a small k on a GPU, XLA holds them equal; else 0 is above -0, as here
+        if (
+            name == "zeros of both signs"
+        ):  # for a small k on a GPU, XLA holds them equal; else 0 is above -0, as here
             best = np.argsort(np.signbit(scores), axis=1, kind="stable")[:, :k]
         np.testing.assert_array_equal(slots, best, err_msg=name)
         np.testing.assert_array_equal(found, want.valid, err_msg=name)

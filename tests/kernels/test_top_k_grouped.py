@@ -21,7 +21,9 @@ def parts_of(B, K, G, sizes, kind, seed=0):
     rng = np.random.default_rng(seed)
     U = sum(sizes)
     steps = np.argsort(rng.random((B, K, 1, U)), axis=-1).astype(np.float32) / 64
-    scores = steps * np.linspace(1, 2, G, dtype=np.float32)[:, None] + rng.standard_normal((B, K, G, 1), np.float32)
+    scores = steps * np.linspace(1, 2, G, dtype=np.float32)[:, None] + rng.standard_normal(
+        (B, K, G, 1), np.float32
+    )
     valid = rng.random((B, K if kind == "poison" else 1, 1, U)) < 0.7
     if kind == "equal":
         scores[:] = 1
@@ -53,7 +55,11 @@ def parts_of(B, K, G, sizes, kind, seed=0):
         *(
             pytest.param(*sizes, None, marks=on_gpu)
             for sizes in (
-                *((1, 8, 4, (131072, 512), 2048), (1, 8, 4, (130560, 512), 2048), (2, 3, 8, (5000, 257), 300)),
+                *(
+                    (1, 8, 4, (131072, 512), 2048),
+                    (1, 8, 4, (130560, 512), 2048),
+                    (2, 3, 8, (5000, 257), 300),
+                ),
                 (1, 2, 4, (1 << 20, 512), 4096),
             )
         ),
@@ -64,7 +70,11 @@ def test_top_k_grouped_chooses_what_its_reference_does(B, K, G, sizes, k, blocks
     run = jax.jit(partial(top_k_grouped.top_k_grouped, k=k, config=config), static_argnums=1)
     reference = jax.jit(partial(ops.top_k_grouped, k=k, implementation="xla"), static_argnums=1)
     pooled = jax.jit(reduce_scores, static_argnums=1)
-    pools = {"spread": ("mean_softmax", "mean_score")} if B > 1 else {"spread": ("mean_softmax", "max_softmax")}
+    pools = (
+        {"spread": ("mean_softmax", "mean_score")}
+        if B > 1
+        else {"spread": ("mean_softmax", "max_softmax")}
+    )
     for kind in ("spread", "equal", "poison", "infinite", "far apart", "few valid"):
         parts = parts_of(B, K, G, sizes, kind)
         for group_reduce in pools.get(kind, ("mean_softmax",)):
@@ -84,8 +94,12 @@ def test_top_k_grouped_chooses_what_its_reference_does(B, K, G, sizes, k, blocks
 
 def test_top_k_grouped_has_a_choice_for_each_head_and_takes_vmap():
     parts = parts_of(2, 1, 2, (59, 5), "spread")
-    run = partial(top_k_grouped.top_k_grouped, group_reduce="per_head", k=7, config=top_k.Config(blocks=1))
-    want = jax.jit(partial(ops.top_k_grouped, group_reduce="per_head", k=7, implementation="xla"))(parts)
+    run = partial(
+        top_k_grouped.top_k_grouped, group_reduce="per_head", k=7, config=top_k.Config(blocks=1)
+    )
+    want = jax.jit(
+        partial(ops.top_k_grouped, group_reduce="per_head", k=7, implementation="xla")
+    )(parts)
     np.testing.assert_array_equal(jax.jit(run)(parts)[0], want.slots)
     apart = jax.jit(jax.vmap(run))([tuple(a[:, None] for a in part) for part in parts])
     np.testing.assert_array_equal(apart[0][:, 0], want.slots)
@@ -94,8 +108,15 @@ def test_top_k_grouped_has_a_choice_for_each_head_and_takes_vmap():
 def test_top_k_grouped_takes_flags_of_each_head_beside_flags_of_all():
     (scores, valid), shared = parts_of(1, 2, 2, (59, 5), "spread")
     parts = [(scores, jnp.concatenate([valid, ~valid], axis=1)), shared]
-    run = partial(top_k_grouped.top_k_grouped, group_reduce="mean_score", k=7, config=top_k.Config(blocks=1))
-    want = jax.jit(partial(ops.top_k_grouped, group_reduce="mean_score", k=7, implementation="xla"))(parts)
+    run = partial(
+        top_k_grouped.top_k_grouped,
+        group_reduce="mean_score",
+        k=7,
+        config=top_k.Config(blocks=1),
+    )
+    want = jax.jit(
+        partial(ops.top_k_grouped, group_reduce="mean_score", k=7, implementation="xla")
+    )(parts)
     slots, found = jax.jit(run)(parts)
     np.testing.assert_array_equal(found, want.valid)
     np.testing.assert_array_equal(slots, want.slots)
@@ -107,13 +128,24 @@ def test_ranks_of_two_calls_order_the_units_of_both(group_reduce: str, blocks: i
     """As devices do that hold parts of a row: the first k of both, by key and place, are those of the whole row."""
     parts, k = parts_of(2, 2, 4, (400, 400), "spread"), 30
     want = np.asarray(
-        jax.jit(partial(ops.top_k_grouped, k=k, implementation="xla"), static_argnums=1)(parts, group_reduce)[0]
+        jax.jit(partial(ops.top_k_grouped, k=k, implementation="xla"), static_argnums=1)(
+            parts, group_reduce
+        )[0]
     )
-    sums = [jax.nn.logsumexp(jnp.where(ok, scores, -jnp.inf), -1, keepdims=True) for scores, ok in parts]
+    sums = [
+        jax.nn.logsumexp(jnp.where(ok, scores, -jnp.inf), -1, keepdims=True)
+        for scores, ok in parts
+    ]
     total = jnp.logaddexp(*sums) if group_reduce == "mean_softmax" else None
-    how = {"total": total, "ranked": True, "config": top_k.Config(blocks=abs(blocks), cluster=int(blocks > 0))}
+    how = {
+        "total": total,
+        "ranked": True,
+        "config": top_k.Config(blocks=abs(blocks), cluster=int(blocks > 0)),
+    }
     run = jax.jit(partial(top_k_grouped.top_k_grouped, group_reduce=group_reduce, k=k, **how))
-    reference = jax.jit(partial(rank_grouped, group_reduce=group_reduce, k=k, total=total, implementation="xla"))
+    reference = jax.jit(
+        partial(rank_grouped, group_reduce=group_reduce, k=k, total=total, implementation="xla")
+    )
     of_kernel, of_reference = ([f([part]) for part in parts] for f in (run, reference))
     for found in (of_kernel, [(*best, keys) for best, keys in of_reference]):
         keys = np.concatenate([x[2] for x in found], axis=-1)

@@ -12,10 +12,22 @@ import jax.numpy as jnp
 import pytest
 
 from kvjax.kernels_pallas import tuned
-from kvjax.kernels_pallas.attend import attend_coded_zones, attend_quantized, attend_slots, attend_span, attend_zones
+from kvjax.kernels_pallas.attend import (
+    attend_coded_zones,
+    attend_quantized,
+    attend_slots,
+    attend_span,
+    attend_zones,
+)
 from kvjax.kernels_pallas.host import host_rows
 from kvjax.kernels_pallas.score import rerank, score_1bit, score_pages
-from kvjax.kernels_pallas.select import select_1bit, select_4bit, select_pages, top_k, top_k_grouped
+from kvjax.kernels_pallas.select import (
+    select_1bit,
+    select_4bit,
+    select_pages,
+    top_k,
+    top_k_grouped,
+)
 from kvjax.kernels_pallas.vote import collide, most_voted
 from tests.kernels.conftest import HAS_KERNELS
 
@@ -63,7 +75,9 @@ def text(**kernels):
 def test_the_nearest_entry_serves_a_shape_and_none_that_is_far_away(file):
     near, nearer = {"rows": 8, "S": 2048, "D": 128}, {"rows": 8, "S": 3000, "D": 128}
     narrow = {"rows": 8, "S": 4096, "D": 64}
-    file.write_text(text(toy=[entry(near, blocks=1), entry(nearer, blocks=2), entry(narrow, blocks=4)]))
+    file.write_text(
+        text(toy=[entry(near, blocks=1), entry(nearer, blocks=2), entry(narrow, blocks=4)])
+    )
     found = partial(tuned.config_of, H200, "toy", rows=8, D=128)
     assert found(S=2048) == found(S=1366) == found(S=2200) == {"blocks": 1}
     assert found(S=3000) == found(S=2900) == found(S=4500) == {"blocks": 2}
@@ -71,7 +85,11 @@ def test_the_nearest_entry_serves_a_shape_and_none_that_is_far_away(file):
     assert tuned.config_of(H200, "toy", rows=12, S=3000, D=128) == {"blocks": 2}
     assert tuned.config_of(H200, "toy", rows=13, S=3000, D=128) is None
     assert tuned.config_of(H200, "toy", rows=8, S=4096, D=64) == {"blocks": 4}
-    assert tuned.config_of(H200, "toy", rows=8, S=4096, D=96) is tuned.config_of(H200, "toy", rows=8, S=2048) is None
+    assert (
+        tuned.config_of(H200, "toy", rows=8, S=4096, D=96)
+        is tuned.config_of(H200, "toy", rows=8, S=2048)
+        is None
+    )
     assert tuned.config_of(H200, "other", rows=8, S=2048, D=128) is None
 
 
@@ -81,7 +99,10 @@ def test_a_config_is_the_entrys_and_else_the_rules(file, on_h200):
     with tuned.asked() as asked:
         assert tuned.select("toy", rule, (), rows=8) == Config(2, 4)
         assert tuned.select("toy", rule, (), rows=80) is rule
-    assert asked == [("toy", {"rows": 8}, rule, Config(2, 4), H200), ("toy", {"rows": 80}, rule, rule, H200)]
+    assert asked == [
+        ("toy", {"rows": 8}, rule, Config(2, 4), H200),
+        ("toy", {"rows": 80}, rule, rule, H200),
+    ]
 
 
 @pytest.mark.parametrize("device", ["NVIDIA H100 80GB HBM3", "NVIDIA H200 MIG 1g.18gb", None])
@@ -94,7 +115,12 @@ def test_another_kind_of_device_gets_the_rule(file, monkeypatch, device):
 
 def test_each_kind_of_device_has_its_own_entries(file, monkeypatch):
     file.write_text(
-        json.dumps({H200: {"toy": [entry({"rows": 8}, blocks=2)]}, "B": {"toy": [entry({"rows": 8}, blocks=1)]}})
+        json.dumps(
+            {
+                H200: {"toy": [entry({"rows": 8}, blocks=2)]},
+                "B": {"toy": [entry({"rows": 8}, blocks=1)]},
+            }
+        )
     )
     for device, blocks in ((H200, 2), ("B", 1)):
         monkeypatch.setattr(tuned, "device_kind", lambda operands, device=device: device)
@@ -127,7 +153,9 @@ def test_a_program_compiled_ahead_of_time_is_for_the_device_of_its_mesh(monkeypa
     target = AbstractDevice(H200, num_cores=132, platform="gpu")
     mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=target)
     plain = jax.ShapeDtypeStruct((3,), jnp.float32)
-    placed = plain.update(sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+    placed = plain.update(
+        sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    )
     seen = []
     with jax.sharding.use_abstract_mesh(mesh):
         jax.eval_shape(lambda x: seen.append(tuned.device_kind([x])), plain)
@@ -145,9 +173,18 @@ def test_a_program_compiled_ahead_of_time_is_for_the_device_of_its_mesh(monkeypa
         ('{"NVIDIA H200": 3}', "NVIDIA H200: 3"),
         ('{"NVIDIA H200": {"toy": 3}}', "toy: 3"),
         ('{"NVIDIA H200": {"toy": [{"shape": {"rows": 8}}]}}', "no shape and config"),
-        ('{"NVIDIA H200": {"toy": [{"shape": {"rows": 0}, "config": {}}]}}', "no shape and config"),
-        ('{"NVIDIA H200": {"toy": [{"shape": {"rows": 8}, "config": {"blocks": "2"}}]}}', "no shape and config"),
-        ('{"NVIDIA H200": {"toy": [{"shape": {"rows": 8}, "config": {"blocks": 2.5}}]}}', "no shape and config"),
+        (
+            '{"NVIDIA H200": {"toy": [{"shape": {"rows": 0}, "config": {}}]}}',
+            "no shape and config",
+        ),
+        (
+            '{"NVIDIA H200": {"toy": [{"shape": {"rows": 8}, "config": {"blocks": "2"}}]}}',
+            "no shape and config",
+        ),
+        (
+            '{"NVIDIA H200": {"toy": [{"shape": {"rows": 8}, "config": {"blocks": 2.5}}]}}',
+            "no shape and config",
+        ),
         (
             '{"NVIDIA H200": {"toy": [{"shape": {"rows": 8}, "config": {"threads": 2}}]}}',
             "unexpected keyword argument 'threads'",
@@ -156,7 +193,10 @@ def test_a_program_compiled_ahead_of_time_is_for_the_device_of_its_mesh(monkeypa
             '{"NVIDIA H200": {"toy": [{"shape": {"rows": 8}, "config": {"blocks": 3}}]}}',
             "blocks must be 1, 2, 4 or 8; got 3",
         ),
-        ('{"NVIDIA H200": {"toy": [{"shape": {"rows": 8}, "config": {"blocks": 2}}]}}', "it takes no 2"),
+        (
+            '{"NVIDIA H200": {"toy": [{"shape": {"rows": 8}, "config": {"blocks": 2}}]}}',
+            "it takes no 2",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_left_out_and_said_once(file, on_h200, caplog, text, said):
@@ -184,10 +224,18 @@ u8, i32, f32 = (partial(sds, dtype=dtype) for dtype in (jnp.uint8, jnp.int32, jn
 
 def _quantized(rows, S, D, Q, key_bits, value_bits, key_tokens, key_channels, value_channels):
     def code(bits, tokens, channels):
-        return u8(rows, 1, S, D * bits // 8), sds(rows, 1, S // tokens, D // channels, dtype=jnp.uint32)
+        return u8(rows, 1, S, D * bits // 8), sds(
+            rows, 1, S // tokens, D // channels, dtype=jnp.uint32
+        )
 
     codes = code(key_bits, key_tokens, key_channels), code(value_bits, 1, value_channels)
-    return partial(attend_quantized.attend_quantized, scale=0.1), sds(rows, 1, Q, D), *codes, i32(rows), i32(rows)
+    return (
+        partial(attend_quantized.attend_quantized, scale=0.1),
+        sds(rows, 1, Q, D),
+        *codes,
+        i32(rows),
+        i32(rows),
+    )
 
 
 def _slots(rows, M, G, D):
@@ -197,16 +245,32 @@ def _slots(rows, M, G, D):
 
 
 def _span(rows, S, G, D):
-    return partial(attend_span.attend_span, scale=0.1), sds(rows, 1, G, D), *2 * [sds(rows, 1, S, D)], *2 * [i32(rows)]
+    return (
+        partial(attend_span.attend_span, scale=0.1),
+        sds(rows, 1, G, D),
+        *2 * [sds(rows, 1, S, D)],
+        *2 * [i32(rows)],
+    )
 
 
 def _zones(rows, M, G, D):
     recent = *2 * [sds(rows, 1, 9, D)], *2 * [i32(rows)]
-    return partial(attend_zones.attend_zones, local=1, scale=0.1), *_slots(rows, M - 1, G, D)[1:], recent, None
+    return (
+        partial(attend_zones.attend_zones, local=1, scale=0.1),
+        *_slots(rows, M - 1, G, D)[1:],
+        recent,
+        None,
+    )
 
 
 def _coded_zones(rows, M, G, D):
-    codes = 2 * [(u8(rows, 1, 99, D // 8), u8(rows, 1, 99, D // 8), sds(rows, 1, 99, 1, dtype=jnp.uint16))]
+    codes = 2 * [
+        (
+            u8(rows, 1, 99, D // 8),
+            u8(rows, 1, 99, D // 8),
+            sds(rows, 1, 99, 1, dtype=jnp.uint16),
+        )
+    ]
     how = {"local": 1, "centres": 2 * ((0.1, 0.3),), "turned": 5, "scale": 0.1}
     q, *_, slots, valid, recent, sink = _zones(rows, M, G, D)[1:]
     args = q, *codes, f32(rows, 1, D), slots, valid, recent, sink
@@ -215,20 +279,35 @@ def _coded_zones(rows, M, G, D):
 
 def _collide(rows, S, G, D):
     N = D // 8
-    return collide.collide, f32(rows, 1, G, D), u8(rows, 1, S, N), i32(rows, 1, N, 256), i32(rows, 6)
+    return (
+        collide.collide,
+        f32(rows, 1, G, D),
+        u8(rows, 1, S, N),
+        i32(rows, 1, N, 256),
+        i32(rows, 6),
+    )
 
 
 def _rerank(rows, M, G, D):
     B, S, N = rows // G, 1024, D // 8
     codes = u8(B, 1, S, N), u8(B, 1, S, 3 * N), sds(B, 1, S, N, dtype=jnp.uint16)
-    return partial(rerank.rerank, centres=range(8), scale=0.1), f32(B, 1, G, D), *codes, i32(B, 1, G, M)
+    return (
+        partial(rerank.rerank, centres=range(8), scale=0.1),
+        f32(B, 1, G, D),
+        *codes,
+        i32(B, 1, G, M),
+    )
 
 
 def _select_4bit(rows, M, W, room, G, D):
     f, q, *codes, slots = _rerank(rows, M, G, D)
     pending = sds(q.shape[0], 1, 40, D), *2 * [i32(q.shape[0])]
     call = partial(
-        select_4bit.select_4bit, room=room, **(f.keywords | {"centres": tuple(range(8))}), turned=5, pending_slots=W
+        select_4bit.select_4bit,
+        room=room,
+        **(f.keywords | {"centres": tuple(range(8))}),
+        turned=5,
+        pending_slots=W,
     )
     return call, q, *codes, (slots, i32(*q.shape[:3])), pending, pending[1]
 
@@ -247,20 +326,41 @@ def _select_1bit(rows, S, room, G, H, D, group, softmax):
     span = i32(rows), i32(rows)
     group_reduce = ("mean_softmax" if softmax else "mean_score") if H == 1 else "per_head"
     call = partial(select_1bit.select_1bit, group_reduce=group_reduce, room=room, scale=0.1)
-    return call, *_score_1bit(rows, S, G, D, group)[1:], span, (f32(rows, 1, G, 64), *span), i32(rows)
+    return (
+        call,
+        *_score_1bit(rows, S, G, D, group)[1:],
+        span,
+        (f32(rows, 1, G, 64), *span),
+        i32(rows),
+    )
 
 
 def _select_pages(rows, P, W, room, G, H, D, softmax):
     group_reduce = ("mean_softmax" if softmax else "mean_score") if H == 1 else "per_head"
     call = partial(
-        select_pages.select_pages, group_reduce=group_reduce, room=room, unit=16, scale=0.1, pending_slots=16 * W
+        select_pages.select_pages,
+        group_reduce=group_reduce,
+        room=room,
+        unit=16,
+        scale=0.1,
+        pending_slots=16 * W,
     )
     span = i32(rows), i32(rows)
-    return call, *_score_pages(rows, P, G, D)[1:], span, (sds(rows, 1, 16 * W, D), *span), i32(rows)
+    return (
+        call,
+        *_score_pages(rows, P, G, D)[1:],
+        span,
+        (sds(rows, 1, 16 * W, D), *span),
+        i32(rows),
+    )
 
 
 def _score_pages(rows, P, G, D):
-    return partial(score_pages.score_pages, scale=0.1), sds(rows, 1, G, D), *2 * [sds(rows, 1, P, D)]
+    return (
+        partial(score_pages.score_pages, scale=0.1),
+        sds(rows, 1, G, D),
+        *2 * [sds(rows, 1, P, D)],
+    )
 
 
 def _top_k(rows, U, k):
@@ -269,7 +369,11 @@ def _top_k(rows, U, k):
 
 def _top_k_grouped(rows, U, k, G, softmax):
     parts = [(f32(rows, 1, G, U), sds(rows, 1, 1, U, dtype=bool))]
-    return partial(top_k_grouped.top_k_grouped, group_reduce="mean_softmax" if softmax else "mean_score", k=k), parts
+    return partial(
+        top_k_grouped.top_k_grouped,
+        group_reduce="mean_softmax" if softmax else "mean_score",
+        k=k,
+    ), parts
 
 
 def _host_rows():
@@ -278,12 +382,28 @@ def _host_rows():
 
 CODED = dict(key_bits=2, value_bits=4, key_tokens=42, key_channels=1, value_channels=64)
 CALLS = {  # by kernel, a call that asks for a shape; such a shape; a config that is not its rule's
-    "attend_coded_zones": (_coded_zones, dict(rows=3, M=66, G=5, D=128), dict(blocks=2, warpgroups=1)),
-    "attend_quantized": (_quantized, dict(rows=2, S=84, D=128, Q=3, **CODED), dict(blocks=1, warpgroups=1, stages=3)),
+    "attend_coded_zones": (
+        _coded_zones,
+        dict(rows=3, M=66, G=5, D=128),
+        dict(blocks=2, warpgroups=1),
+    ),
+    "attend_quantized": (
+        _quantized,
+        dict(rows=2, S=84, D=128, Q=3, **CODED),
+        dict(blocks=1, warpgroups=1, stages=3),
+    ),
     "attend_slots": (_slots, dict(rows=3, M=65, G=4, D=64), dict(blocks=2, warpgroups=1)),
-    "attend_span": (_span, dict(rows=3, S=900, G=4, D=64), dict(blocks=5, warpgroups=2, stages=2, keys=16)),
+    "attend_span": (
+        _span,
+        dict(rows=3, S=900, G=4, D=64),
+        dict(blocks=5, warpgroups=2, stages=2, keys=16),
+    ),
     "attend_zones": (_zones, dict(rows=3, M=66, G=5, D=128), dict(blocks=2, warpgroups=1)),
-    "collide": (_collide, dict(rows=2, S=512, G=3, D=64), dict(parts=3, warpgroups=1, keys=1, stages=3, apart=1)),
+    "collide": (
+        _collide,
+        dict(rows=2, S=512, G=3, D=64),
+        dict(parts=3, warpgroups=1, keys=1, stages=3, apart=1),
+    ),
     "host_rows": (_host_rows, {}, dict(ahead=3, warpgroups=1, blocks=5)),
     "most_voted": (_most_voted, dict(rows=2, S=512, room=99), dict(blocks=2, warpgroups=2)),
     "select_1bit": (
@@ -302,10 +422,18 @@ CALLS = {  # by kernel, a call that asks for a shape; such a shape; a config tha
         dict(blocks=4, unroll=2, tiles=2, warpgroups=2),
     ),
     "rerank": (_rerank, dict(rows=6, M=77, G=3, D=128), dict(warpgroups=4)),
-    "score_1bit": (_score_1bit, dict(rows=2, S=512, G=3, D=128, group=64), dict(units=3, stages=8)),
+    "score_1bit": (
+        _score_1bit,
+        dict(rows=2, S=512, G=3, D=128, group=64),
+        dict(units=3, stages=8),
+    ),
     "score_pages": (_score_pages, dict(rows=5, P=33, G=2, D=64), dict(tiles=2, warpgroups=2)),
     "top_k": (_top_k, dict(rows=2, U=512, k=31), dict(blocks=4, unroll=2)),
-    "top_k_grouped": (_top_k_grouped, dict(rows=3, U=512, k=31, G=4, softmax=1), dict(blocks=4, unroll=2)),
+    "top_k_grouped": (
+        _top_k_grouped,
+        dict(rows=3, U=512, k=31, G=4, softmax=1),
+        dict(blocks=4, unroll=2),
+    ),
 }
 
 
@@ -334,7 +462,10 @@ def test_a_kernel_takes_the_config_of_an_entry_for_its_shape(file, on_h200, kern
 @needs_kernels
 def test_every_shipped_entry_is_taken_by_its_kernel(monkeypatch, caplog):
     devices = json.loads(SHIPPED.read_text())
-    assert devices.keys() == {H200, "NVIDIA H100 80GB HBM3"}  # the kinds of device that have been measured
+    assert devices.keys() == {
+        H200,
+        "NVIDIA H100 80GB HBM3",
+    }  # the kinds of device that have been measured
     with caplog.at_level(logging.WARNING, logger="kvjax"):
         for device, kernels in devices.items():
             monkeypatch.setattr(tuned, "device_kind", lambda operands, device=device: device)
@@ -401,7 +532,10 @@ def test_a_sweep_writes_what_the_lookup_reads_if_it_is_told_to_and_it_pays(sweep
     written = everything[H200]
     assert everything == others | {H200: written}
     assert written["other"] == [entry({"k": 9})]
-    assert [e["config"] for e in written["toy"]] == [{"blocks": 1}, {"blocks": 2, "warpgroups": 4}]
+    assert [e["config"] for e in written["toy"]] == [
+        {"blocks": 1},
+        {"blocks": 2, "warpgroups": 4},
+    ]
     assert (written["toy"][1]["us"], written["toy"][1]["default_us"]) == (20.4, 40.4)
     assert written["toy"][1]["versions"]["jax"] == jax.__version__
     assert tuned.config_of(H200, "toy", rows=8, D=64) == {"blocks": 2, "warpgroups": 4}

@@ -43,7 +43,9 @@ class BrokenFull(Full):
     def update(self, st, k, v, active):
         if isinstance(st, Wrapped):
             steps = st.steps + (self.fault == "counts its steps in a static field")
-            return dataclasses.replace(st, full=super().update(st.full, k, v, active), steps=steps)
+            return dataclasses.replace(
+                st, full=super().update(st.full, k, v, active), steps=steps
+            )
         if self.fault == "scales by the rows that step":
             v = v * jnp.mean(active, dtype=v.dtype)
         after = super().update(st, k, v, active)
@@ -55,8 +57,12 @@ class BrokenFull(Full):
             tokens = dataclasses.replace(tokens, k=tokens.k.at[:, :, last].set(k[:, :, 0]))
             return dataclasses.replace(after, tokens=tokens, overflow=st.overflow)
         if self.fault == "copies its cache":
-            turned = lax.optimization_barrier(jnp.sort(tokens.k, axis=2) + jnp.sort(tokens.v, axis=2))
-            return dataclasses.replace(after, tokens=dataclasses.replace(tokens, k=tokens.k + 0 * turned))
+            turned = lax.optimization_barrier(
+                jnp.sort(tokens.k, axis=2) + jnp.sort(tokens.v, axis=2)
+            )
+            return dataclasses.replace(
+                after, tokens=dataclasses.replace(tokens, k=tokens.k + 0 * turned)
+            )
         return after
 
     def attend(self, st, q, step):
@@ -73,7 +79,9 @@ class BrokenFull(Full):
             return out, st, info
         tokens = st.tokens
         if self.fault == "uses the length of row 0":
-            tokens = dataclasses.replace(tokens, count=jnp.broadcast_to(tokens.count[:1], tokens.count.shape))
+            tokens = dataclasses.replace(
+                tokens, count=jnp.broadcast_to(tokens.count[:1], tokens.count.shape)
+            )
         if self.fault == "reads past count":
             tokens = dataclasses.replace(tokens, count=tokens.count + 1)
         if self.fault == "forgets the newest":
@@ -107,13 +115,19 @@ class BrokenFull(Full):
     def truncate(self, st, lengths):
         if self.fault == "shortens every row":
             lengths = lengths - jnp.any(lengths < st.length).astype(lengths.dtype)
-        return Full.rollback(self, st, lengths) if self.fault == "shortens every row" else super().truncate(st, lengths)
+        return (
+            Full.rollback(self, st, lengths)
+            if self.fault == "shortens every row"
+            else super().truncate(st, lengths)
+        )
 
     def attend_stored(self, st, q, *, scale, window=None):
         if isinstance(st, Wrapped):
             return super().attend_stored(st.full, q, scale=scale, window=window)
         if self.fault == "forgets a prompt's first chunk":
-            st = dataclasses.replace(st, tokens=dataclasses.replace(st.tokens, count=jnp.zeros_like(st.tokens.count)))
+            st = dataclasses.replace(
+                st, tokens=dataclasses.replace(st.tokens, count=jnp.zeros_like(st.tokens.count))
+            )
         return super().attend_stored(st, q, scale=scale, window=window)
 
 
@@ -166,7 +180,10 @@ class BySlot(Fier):
     def select(self, ix, q, among, *, scale):
         found = super().select(ix, q, among, scale=scale)
         first = found.slots[..., :1]
-        return found._replace(slots=jnp.arange(found.slots.shape[-1], dtype=first.dtype)[None, None, None] + 0 * first)
+        return found._replace(
+            slots=jnp.arange(found.slots.shape[-1], dtype=first.dtype)[None, None, None]
+            + 0 * first
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -191,7 +208,8 @@ class BrokenRetrieval(Retrieval):
             st = dataclasses.replace(
                 st,
                 recent=dataclasses.replace(
-                    st.recent, v=st.recent.v * jnp.where(full, 2.0, 1.0).astype(st.recent.v.dtype)
+                    st.recent,
+                    v=st.recent.v * jnp.where(full, 2.0, 1.0).astype(st.recent.v.dtype),
                 ),
             )
         return st
@@ -210,7 +228,9 @@ class BrokenSpeculative(Speculative):
     def prefill(self, st, k, v, lengths):
         after = super().prefill(st, k, v, lengths)
         moved = after.zones.store.count != st.zones.store.count
-        return dataclasses.replace(after, recall=st.recall, recalled_at=jnp.where(moved, -1, st.recalled_at))
+        return dataclasses.replace(
+            after, recall=st.recall, recalled_at=jnp.where(moved, -1, st.recalled_at)
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -221,7 +241,9 @@ class BrokenEvicting(Evicting):
 
     def attend(self, st, q, step):
         if self.fault == "reads half of what it holds":
-            half = dataclasses.replace(st, tokens=dataclasses.replace(st.tokens, count=(st.tokens.count + 1) // 2))
+            half = dataclasses.replace(
+                st, tokens=dataclasses.replace(st.tokens, count=(st.tokens.count + 1) // 2)
+            )
             out, _, info = super().attend(half, q, step)
             return out, st, info
         return super().attend(st, q, step)
@@ -269,13 +291,21 @@ BROKEN: dict[str, kvjax.Policy] = {
     "equals nothing": Identity(),
     "equals any budget": AnyBudget(evictor=Sliding(), budget=64),
     "selects by slot": _base(Retrieval, selector=BySlot(group=16)),
-    "reads other slots than it is given": _base(BrokenRetrieval, fault="reads other slots than it is given"),
+    "reads other slots than it is given": _base(
+        BrokenRetrieval, fault="reads other slots than it is given"
+    ),
     "tells a slot twice": _base(BrokenRetrieval, fault="tells a slot twice"),
-    "changes every row in a flush": _base(BrokenRetrieval, fault="changes every row in a flush"),
+    "changes every row in a flush": _base(
+        BrokenRetrieval, fault="changes every row in a flush"
+    ),
     "forgets its recall beside a prompt": BrokenSpeculative(_base(Retrieval), tau=-1.0),
-    "selects other tokens at each budget": _base(BrokenRetrieval, fault="selects other tokens at each budget"),
+    "selects other tokens at each budget": _base(
+        BrokenRetrieval, fault="selects other tokens at each budget"
+    ),
     "evicts the newest": Evicting(evictor=EvictsTheNewest(), budget=64),
-    "reads half of what it holds": BrokenEvicting(evictor=LastQuery(), budget=64, fault="reads half of what it holds"),
+    "reads half of what it holds": BrokenEvicting(
+        evictor=LastQuery(), budget=64, fault="reads half of what it holds"
+    ),
 }
 
 BY_VERB = {

@@ -39,7 +39,9 @@ from kvjax import (
 from kvjax.models import rope as ropes
 
 SPEC = CacheSpec(batch=3, q_heads=8, kv_heads=2, head_dim=16, capacity=200, dtype=jnp.float32)
-BASE = Retrieval(selector=Fier(group=16), budget=64, sink=4, local=24, demote=Fifo(leave=32), dense_below=0)
+BASE = Retrieval(
+    selector=Fier(group=16), budget=64, sink=4, local=24, demote=Fifo(leave=32), dense_below=0
+)
 
 
 @dataclass(frozen=True)
@@ -66,10 +68,13 @@ CASES: dict[str, Case] = {
     "fier with sink and window": _with(),
     "fier, dense below 90 tokens": _with(dense_below=90),
     "fier per query head, 7 on 1": _with(
-        selector=Fier(group=16, group_reduce="per_head"), spec=dataclasses.replace(SPEC, q_heads=7, kv_heads=1)
+        selector=Fier(group=16, group_reduce="per_head"),
+        spec=dataclasses.replace(SPEC, q_heads=7, kv_heads=1),
     ),
     "fier by pages of 8": _with(selector=Fier(group=16, page=8)),
-    "fier, no group, f16": _with(spec=dataclasses.replace(SPEC, q_heads=2, kv_heads=2, dtype=jnp.float16)),
+    "fier, no group, f16": _with(
+        spec=dataclasses.replace(SPEC, q_heads=2, kv_heads=2, dtype=jnp.float16)
+    ),
     "kivi, values in a window": Case(presets.kivi(residual=16, group=8, value_window=16).rest),
     "quest preset, budget 40": Case(presets.quest(budget=40, page=8).rest),
     "quest, newest page selected": Case(presets.quest(budget=40, page=8, newest="select").rest),
@@ -78,9 +83,13 @@ CASES: dict[str, Case] = {
         budget=70,
         spec=dataclasses.replace(SPEC, q_heads=7, kv_heads=1, dtype=jnp.bfloat16),
     ),
-    "pages by centre, dense below 90 tokens": _with(selector=CentrePages(page=32), budget=64, dense_below=90),
+    "pages by centre, dense below 90 tokens": _with(
+        selector=CentrePages(page=32), budget=64, dense_below=90
+    ),
     "pages in host memory": _with(selector=MinMaxPages(page=16), store=HostOffload(page=8)),
-    "fier in host memory, bf16": _with(store=HostOffload(), spec=dataclasses.replace(SPEC, dtype=jnp.bfloat16)),
+    "fier in host memory, bf16": _with(
+        store=HostOffload(), spec=dataclasses.replace(SPEC, dtype=jnp.bfloat16)
+    ),
     "fier in host memory, hot set": _with(store=HotSet(tokens=64)),  # smaller than a row
     "fier in host memory, 8-bit floats": _with(store=HostFloat8()),
     "pages in host memory, codes, hot set": _with(
@@ -93,7 +102,9 @@ CASES: dict[str, Case] = {
         tau=0.0,
         spec=dataclasses.replace(SPEC, q_heads=7, kv_heads=1, dtype=jnp.bfloat16),
     ),
-    "all in host memory": Case(Compressed(store=HostOffload(page=32), sink=4, local=24, demote=Fifo(leave=32))),
+    "all in host memory": Case(
+        Compressed(store=HostOffload(page=32), sink=4, local=24, demote=Fifo(leave=32))
+    ),
     "arkvale, budget 72": Case(presets.arkvale(budget=72, page=8, sink=4, local=24).rest),
     "arkvale, one selection in a layer, cache of pages": Case(
         presets.arkvale(budget=72, page=8, sink=4, local=24, per="layer", topk=44).rest
@@ -111,7 +122,9 @@ CASES: dict[str, Case] = {
         spec=dataclasses.replace(SPEC, dtype=jnp.bfloat16),
     ),
     "magicpig, budget 110": Case(
-        presets.magicpig(budget=110, bits=6, tables=40, local=8, chunk=32, layers=presets.Layers(dense=0)).rest
+        presets.magicpig(
+            budget=110, bits=6, tables=40, local=8, chunk=32, layers=presets.Layers(dense=0)
+        ).rest
     ),
     "shadowkv, budget 96": Case(
         kvjax.OutlierRetrieval(
@@ -133,7 +146,9 @@ CASES: dict[str, Case] = {
         ),
         dataclasses.replace(SPEC, q_heads=7, kv_heads=1, dtype=jnp.bfloat16),
     ),
-    "freekv preset, budget 72": Case(presets.freekv(budget=72, page=8, sink=4, local=24, tau=0.0).rest),
+    "freekv preset, budget 72": Case(
+        presets.freekv(budget=72, page=8, sink=4, local=24, tau=0.0).rest
+    ),
     "fier per query head a step late, 7 on 1": _late(
         selector=Fier(group=16, group_reduce="per_head"),
         tau=-1.0,
@@ -157,7 +172,13 @@ CASES: dict[str, Case] = {
     ),
     "paris, update buffer attended, not rotated": Case(
         presets.pariskv(
-            32, selector=Paris(candidates=200, seed=None), sink=4, local=8, chunk=16, buffer="attend", dense_below=0
+            32,
+            selector=Paris(candidates=200, seed=None),
+            sink=4,
+            local=8,
+            chunk=16,
+            buffer="attend",
+            dense_below=0,
         ).rest
     ),
     "paris by blocks of 4, coded radii": Case(
@@ -185,13 +206,28 @@ CASES: dict[str, Case] = {
     "mikv, nothing lost": Case(kvjax.Mixed(budget=40, store=kvjax.Dense(), chunk=16)),
     "razorattention, budget 64": Case(presets.razorattention(budget=64).rest),
     "some heads in full, others in chunks": Case(
-        kvjax.PerHead(heads=(1,), selected=Full(), others=Compressed(store=kvjax.Dense(), demote=Fifo(leave=32)))
+        kvjax.PerHead(
+            heads=(1,),
+            selected=Full(),
+            others=Compressed(store=kvjax.Dense(), demote=Fifo(leave=32)),
+        )
     ),
     "raas, budget 64": Case(presets.raas(budget=64).rest),
-    "raas beside the prompt, by pages": Case(presets.raas(budget=24, prompt=40, page=4, threshold=0.05).rest),
+    "raas beside the prompt, by pages": Case(
+        presets.raas(budget=24, prompt=40, page=4, threshold=0.05).rest
+    ),
     **{
         f"evict by {rule}, budget 60": Case(presets.evict(60, rule=rule, rope_theta=1e4).rest)
-        for rule in ("random_afresh", "knorm", "keydiff", "vatp", "criticalkv", "expected", "rkv", "triattention")
+        for rule in (
+            "random_afresh",
+            "knorm",
+            "keydiff",
+            "vatp",
+            "criticalkv",
+            "expected",
+            "rkv",
+            "triattention",
+        )
     },
     "evict by lagkv, partitions of 8": Case(
         Evicting(evictor=kvjax.evictors.Lag(partition=8), budget=60, every=7),
@@ -206,19 +242,25 @@ CASES: dict[str, Case] = {
         dataclasses.replace(SPEC, q_heads=2, kv_heads=2, dtype=jnp.float16),
     ),
     "last query, 7 on 1": Case(
-        Evicting(evictor=LastQuery(), budget=55), dataclasses.replace(SPEC, q_heads=7, kv_heads=1)
+        Evicting(evictor=LastQuery(), budget=55),
+        dataclasses.replace(SPEC, q_heads=7, kv_heads=1),
     ),
     "observation of 5, bf16": Case(
-        Evicting(evictor=Observation(window=5, kernel_size=3), budget=60), dataclasses.replace(SPEC, dtype=jnp.bfloat16)
+        Evicting(evictor=Observation(window=5, kernel_size=3), budget=60),
+        dataclasses.replace(SPEC, dtype=jnp.bfloat16),
     ),
-    "compressed, nothing lost": Case(Compressed(store=kvjax.Dense(), sink=4, local=24, demote=Fifo(leave=32))),
+    "compressed, nothing lost": Case(
+        Compressed(store=kvjax.Dense(), sink=4, local=24, demote=Fifo(leave=32))
+    ),
     "logquant preset, window 12": Case(presets.logquant(window=12, group=8).rest),
     "logquant by token, 3 bits, 7 on 1, bf16": Case(
         presets.logquant(window=16, bits=3, key_axis="token").rest,
         dataclasses.replace(SPEC, q_heads=7, kv_heads=1, dtype=jnp.bfloat16),
     ),
     "kivi preset, residual 32": Case(presets.kivi(residual=32, group=8).rest),
-    "turboquant preset, 3 and 2 bits": Case(presets.turboquant(bits=3, value_bits=2, local=24, chunk=32).rest),
+    "turboquant preset, 3 and 2 bits": Case(
+        presets.turboquant(bits=3, value_bits=2, local=24, chunk=32).rest
+    ),
     "signs of turboquant's keys": _with(selector=kvjax.SignPlane(), store=kvjax.TurboQuant()),
     "fier over turboquant": _with(store=kvjax.TurboQuant()),
     "paris over turboquant on the host, bf16": _with(
@@ -232,9 +274,14 @@ CASES: dict[str, Case] = {
     "freekv over turboquant, in place": Case(
         presets.freekv(budget=72, page=8, sink=4, local=24, tau=0.0, store="turbo4").rest
     ),
-    "fier over 2-bit values": _with(store=Quantized(bits=4, key_group=16, value_bits=2, value_group=8)),
+    "fier over 2-bit values": _with(
+        store=Quantized(bits=4, key_group=16, value_bits=2, value_group=8)
+    ),
     "fier, log-sparse, 2 bits": _with(
-        selector=Fier(group=8), local=16, demote=LogSparse(window=16), store=Quantized(bits=2, key_group=16)
+        selector=Fier(group=8),
+        local=16,
+        demote=LogSparse(window=16),
+        store=Quantized(bits=2, key_group=16),
     ),
 }
 
@@ -242,9 +289,13 @@ CASES: dict[str, Case] = {
 # both head sizes.
 _PRODUCTS: dict[str, kvjax.Policy] = {
     "fier, history on the host": dataclasses.replace(BASE, store=HostOffload()),
-    "paris, history on the host": dataclasses.replace(BASE, selector=Paris(candidates=200), store=HostOffload()),
+    "paris, history on the host": dataclasses.replace(
+        BASE, selector=Paris(candidates=200), store=HostOffload()
+    ),
     "fier, speculative": Speculative(BASE, tau=-1.0),
-    "paris, speculative": Speculative(dataclasses.replace(BASE, selector=Paris(candidates=200)), tau=0.0),
+    "paris, speculative": Speculative(
+        dataclasses.replace(BASE, selector=Paris(candidates=200)), tau=0.0
+    ),
     "fier, log-sparse window": dataclasses.replace(BASE, demote=LogSparse(window=32)),
     "paris, log-sparse window": dataclasses.replace(
         BASE, selector=Paris(candidates=200), demote=LogSparse(window=32), store=HostOffload()
@@ -284,26 +335,46 @@ _EVICTION = {"budget_bounds_what_is_held", "step_attends_to_what_is_held"}
 def does_not_apply(policy: kvjax.Policy) -> set[str]:
     """The laws that need something that such a policy does not have."""
     if isinstance(policy, Evicting | kvjax.Compensated) and not isinstance(policy, kvjax.Mixed):
-        told = {"step_attends_to_the_positions_it_tells"} if isinstance(policy, kvjax.Compensated) else set()
+        told = (
+            {"step_attends_to_the_positions_it_tells"}
+            if isinstance(policy, kvjax.Compensated)
+            else set()
+        )
         return told | _HISTORY | _BUDGET | _ROLLBACK | {"full_cache_drops_and_says_so"}
     if isinstance(policy, kvjax.Mixed):
-        return {"step_attends_to_the_positions_it_tells"} | _HISTORY | _BUDGET | _ROLLBACK | _EVICTION
+        return (
+            {"step_attends_to_the_positions_it_tells"}
+            | _HISTORY
+            | _BUDGET
+            | _ROLLBACK
+            | _EVICTION
+        )
     if isinstance(policy, kvjax.PerHead):
         return _HISTORY | _BUDGET | _EVICTION | _ROLLBACK
     if isinstance(policy, Full):
         return _HISTORY | _BUDGET | _EVICTION
     if isinstance(policy, Speculative):
         rounds = not isinstance(policy.retrieval.store, kvjax.Dense | HostOffload | HotSet)
-        late = {"step_attends_to_the_positions_it_tells", "gradients_are_those_of_attention"} if rounds else set()
+        late = (
+            {"step_attends_to_the_positions_it_tells", "gradients_are_those_of_attention"}
+            if rounds
+            else set()
+        )
         return _EVICTION | _ROLLBACK | late
     lost = isinstance(policy, kvjax.Sampled) or not policy.demote.ordered
     inner = policy.store.store if isinstance(policy.store, HotSet) else policy.store
     lost |= not isinstance(inner, kvjax.Dense | HostOffload)
     if isinstance(policy, Compressed) and policy.value_window is not None:
         return _EVICTION | _BUDGET | _TRUNCATE | _AS_STORED
-    by_place = isinstance(policy, kvjax.Sampled)  # slots say how a key was centred, and which of too many hits count
+    by_place = isinstance(
+        policy, kvjax.Sampled
+    )  # slots say how a key was centred, and which of too many hits count
     fixed = isinstance(policy, Compressed) or by_place
-    fails = (_BUDGET if fixed else set()) | (_TRUNCATE if lost else set()) | (_HISTORY if by_place else set())
+    fails = (
+        (_BUDGET if fixed else set())
+        | (_TRUNCATE if lost else set())
+        | (_HISTORY if by_place else set())
+    )
     return _EVICTION | fails
 
 
@@ -321,7 +392,10 @@ QUICK_PRESETS = (
     "logquant preset, window 12",
 )
 QUICK_MORE = {  # its schedule keeps what a row recalled
-    "freekv preset, budget 72": ("inactive_rows_store_nothing", "row_ignores_calls_of_other_rows"),
+    "freekv preset, budget 72": (
+        "inactive_rows_store_nothing",
+        "row_ignores_calls_of_other_rows",
+    ),
 }
 
 # Variants that differ from a case above in the choice alone: they run the laws that a choice can break.
@@ -329,7 +403,9 @@ GROUP_REDUCES: dict[str, Case] = {
     f"fier, {group_reduce}": _with(selector=Fier(group=16, group_reduce=group_reduce))  # type: ignore[arg-type]
     for group_reduce in ("mean_query", "mean_score", "max_score", "max_softmax", "sum_softmax")
 } | {
-    "pariskv preset, budget 60": Case(presets.pariskv(budget=60, local=24, chunk=32, dense_below=0).rest),
+    "pariskv preset, budget 60": Case(
+        presets.pariskv(budget=60, local=24, chunk=32, dense_below=0).rest
+    ),
     "paris, plain votes, few candidates": _with(
         selector=Paris(votes="plain", candidates=20, group_reduce="mean_softmax")
     ),
@@ -345,30 +421,47 @@ CHOICE_LAWS = (
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "budget 0": (lambda: presets.fier(budget=0), r"budget=.*at least 1, got 0"),
     "negative budget": (lambda: presets.fier(budget=-5), r"budget=.*at least 1, got -5"),
-    "budget of a fraction": (lambda: presets.fier(budget=0.5), r"budget=.*must be an integer, got 0.5"),  # type: ignore[arg-type]
+    "budget of a fraction": (
+        lambda: presets.fier(budget=0.5),
+        r"budget=.*must be an integer, got 0.5",
+    ),  # type: ignore[arg-type]
     "budget below sink + local": (
         lambda: presets.fier(budget=16, sink=4, local=64),
         r"budget=16.*4 \+ 64.*at least 68",
     ),
-    "no budget": (lambda: dataclasses.replace(BASE, budget=None), r"Retrieval\(budget=.*must be an integer, got None"),
-    "no local window": (lambda: dataclasses.replace(BASE, local=0), r"local=.*at least 1, got 0"),
+    "no budget": (
+        lambda: dataclasses.replace(BASE, budget=None),
+        r"Retrieval\(budget=.*must be an integer, got None",
+    ),
+    "no local window": (
+        lambda: dataclasses.replace(BASE, local=0),
+        r"local=.*at least 1, got 0",
+    ),
     "group that straddles chunks": (
         lambda: kvjax.init(presets.fier(group=48), SPEC, layers=3),
         r"Fier\(group=48\) does not divide the chunk of 256; use a divisor of 256",
     ),
     "pages that straddle chunks": (
-        lambda: kvjax.init_layer(dataclasses.replace(BASE, selector=MinMaxPages(page=24)), SPEC),
+        lambda: kvjax.init_layer(
+            dataclasses.replace(BASE, selector=MinMaxPages(page=24)), SPEC
+        ),
         r"pages of 24 tokens, but Fifo\(leave=32\) has chunks of 32; make it leave a multiple of 24",
     ),
     "host pages that straddle chunks": (
-        lambda: kvjax.init_layer(Compressed(store=HostOffload(page=24), sink=4, local=24, demote=Fifo(leave=32)), SPEC),
+        lambda: kvjax.init_layer(
+            Compressed(store=HostOffload(page=24), sink=4, local=24, demote=Fifo(leave=32)),
+            SPEC,
+        ),
         r"HostOffload\(page=24\) does not divide the chunk of 32; use a divisor of 32",
     ),
     "host pages larger than a choice": (
         lambda: dataclasses.replace(BASE, store=HostOffload(page=8)),
         r"HostOffload\(page=8\) moves whole pages, but Fier.* selects 1 tokens at a time; use HostOffload\(page=1\)",
     ),
-    "tau NaN": (lambda: Speculative(BASE, tau=float("nan")), r"tau=nan\) must be a number to compare cosines with"),
+    "tau NaN": (
+        lambda: Speculative(BASE, tau=float("nan")),
+        r"tau=nan\) must be a number to compare cosines with",
+    ),
     "scale of 0": (
         lambda: Speculative(BASE, selection_scale=0),
         r"selection_scale=0.0\) must be None for attention's scale, 1 for unscaled products, or above 0",
@@ -379,7 +472,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         r"Speculative got Compressed.*give it a kvjax.Retrieval",
     ),
     "heads that do not rotate": (
-        lambda: kvjax.init_layer(dataclasses.replace(BASE, selector=Paris()), dataclasses.replace(SPEC, head_dim=80)),
+        lambda: kvjax.init_layer(
+            dataclasses.replace(BASE, selector=Paris()), dataclasses.replace(SPEC, head_dim=80)
+        ),
         r"head_dim=80 cannot be rotated; it must be one of 8, 16, .*96, 128, 192, 256",
     ),
     "votes by approval": (
@@ -407,7 +502,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         r"Sliding\(rope=...\) turns.*those of LongRope depend.*use None",
     ),
     "a recent block far beyond the capacity": (
-        lambda: kvjax.init_layer(dataclasses.replace(BASE, local=10**9, budget=2 * 10**9), SPEC),
+        lambda: kvjax.init_layer(
+            dataclasses.replace(BASE, local=10**9, budget=2 * 10**9), SPEC
+        ),
         r"local=1000000000, .* makes room for 100000\d+ tokens beside the history, in a cache of 200; make",
     ),
     "a recent block far beyond the capacity, a step late": (
@@ -415,10 +512,19 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         r"makes room for 100000\d+ tokens beside the history",
     ),
     "page of 0": (lambda: CentrePages(page=0), r"page=.*at least 1, got 0"),
-    "5 bits of a direction": (lambda: presets.turboquant(bits=5), r"TurboQuant\(bits=5\) must be one of 2, 3, 4, 8"),
+    "5 bits of a direction": (
+        lambda: presets.turboquant(bits=5),
+        r"TurboQuant\(bits=5\) must be one of 2, 3, 4, 8",
+    ),
     "5 bits": (lambda: Quantized(bits=5), r"bits=5\) must be one of 2, 3, 4, 8"),
-    "values of 1 bit": (lambda: Quantized(value_bits=1), r"value_bits=1\) must be one of 2, 3, 4, 8"),
-    "keys by head": (lambda: Quantized(key_axis="head"), r"key_axis='head'.*one of channel, token"),  # type: ignore[arg-type]
+    "values of 1 bit": (
+        lambda: Quantized(value_bits=1),
+        r"value_bits=1\) must be one of 2, 3, 4, 8",
+    ),
+    "keys by head": (
+        lambda: Quantized(key_axis="head"),
+        r"key_axis='head'.*one of channel, token",
+    ),  # type: ignore[arg-type]
     "quantised group of 0": (lambda: Quantized(key_group=0), r"key_group=.*at least 1, got 0"),
     "quantised group that straddles chunks": (
         lambda: kvjax.init(presets.kivi(group=48), SPEC, layers=1),
@@ -429,7 +535,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         r"Quantized\(value_group=12\) does not divide head_dim=16; use a divisor of 16",
     ),
     "codes that do not pack": (
-        lambda: kvjax.init(presets.kivi(bits=3, group=4), dataclasses.replace(SPEC, head_dim=12), layers=1),
+        lambda: kvjax.init(
+            presets.kivi(bits=3, group=4), dataclasses.replace(SPEC, head_dim=12), layers=1
+        ),
         r"codes of 3 bits by 8 channels.*head_dim=12.*use 2, 4, 8 bits",
     ),
     "local beyond the adjacent window": (
@@ -446,15 +554,27 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: kvjax.init_layer(BASE, dataclasses.replace(SPEC, head_dim=12)),
         r"head_dim=12; use a multiple of 8",
     ),
-    "heads that do not divide": (lambda: dataclasses.replace(SPEC, q_heads=7), r"q_heads=7, kv_heads=2.*must divide"),
+    "heads that do not divide": (
+        lambda: dataclasses.replace(SPEC, q_heads=7),
+        r"q_heads=7, kv_heads=2.*must divide",
+    ),
     "budget within the sink": (
         lambda: presets.streaming_llm(budget=4),
         r"Sliding\(sink=4.*always keeps 4 tokens, got a budget of 4; use at least 5",
     ),
     "negative sink": (lambda: Sliding(sink=-1), r"Sliding\(sink=.*at least 0, got -1"),
-    "rule that there is not": (lambda: presets.evict(rule="best"), r"rule='best'\) must be one of random, "),
-    "rule without its RoPE": (lambda: presets.evict(rule="expected"), r"rule='expected'.*set rope_theta"),
-    "as many evictions as tokens": (lambda: presets.evict(8, every=8), r"every=8\) must be below budget=8"),
+    "rule that there is not": (
+        lambda: presets.evict(rule="best"),
+        r"rule='best'\) must be one of random, ",
+    ),
+    "rule without its RoPE": (
+        lambda: presets.evict(rule="expected"),
+        r"rule='expected'.*set rope_theta",
+    ),
+    "as many evictions as tokens": (
+        lambda: presets.evict(8, every=8),
+        r"every=8\) must be below budget=8",
+    ),
     "tokens that close up one by one": (
         lambda: presets.evict(64, every=1, close_up=True, rope_theta=1e4),
         r"rope=\.\.\.\) rotates keys at each eviction.*use every=64",
@@ -468,22 +588,42 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         r"no attention guides; use kvjax.HeavyHitter",
     ),
     "no queries vote": (lambda: HeavyHitter(queries=0), r"HeavyHitter.queries"),
-    "recent share of 2": (lambda: HeavyHitter(recent=2.0), r"recent=2.0\) must be a share of the slots, at least 0"),
-    "no room beside the window": (lambda: presets.snapkv(budget=1), r"budget of Observation.*at least 2, got 1"),
+    "recent share of 2": (
+        lambda: HeavyHitter(recent=2.0),
+        r"recent=2.0\) must be a share of the slots, at least 0",
+    ),
+    "no room beside the window": (
+        lambda: presets.snapkv(budget=1),
+        r"budget of Observation.*at least 2, got 1",
+    ),
     "kernel_size without a middle": (
         lambda: presets.snapkv(kernel_size=8),
         r"kernel_size=8\) must be odd; use 7 or 9",
     ),
-    "eviction without a budget": (lambda: Evicting(evictor=LastQuery(), budget=0), r"budget=.*at least 1, got 0"),
+    "eviction without a budget": (
+        lambda: Evicting(evictor=LastQuery(), budget=0),
+        r"budget=.*at least 1, got 0",
+    ),
     "prompt without queries": (
-        lambda: kvjax.init_layer(presets.tova().rest, SPEC).policy.prefill(None, *[jnp.zeros(0)] * 3),
+        lambda: kvjax.init_layer(presets.tova().rest, SPEC).policy.prefill(
+            None, *[jnp.zeros(0)] * 3
+        ),
         r"LastQuery\(\) needs the queries of a prompt",
     ),
     "integer dtype": (
         lambda: dataclasses.replace(SPEC, dtype=jnp.int8),
         r"cannot hold dtype int8; use one of bfloat16",
     ),
-    "nameless dtype": (lambda: dataclasses.replace(SPEC, dtype="float7"), r"cannot hold dtype 'float7'"),
-    "capacity 0": (lambda: dataclasses.replace(SPEC, capacity=0), r"capacity=.*at least 1, got 0"),
-    "layers as a policy": (lambda: kvjax.init_layer(presets.full(), SPEC), r"policy of one layer"),  # type: ignore[arg-type]
+    "nameless dtype": (
+        lambda: dataclasses.replace(SPEC, dtype="float7"),
+        r"cannot hold dtype 'float7'",
+    ),
+    "capacity 0": (
+        lambda: dataclasses.replace(SPEC, capacity=0),
+        r"capacity=.*at least 1, got 0",
+    ),
+    "layers as a policy": (
+        lambda: kvjax.init_layer(presets.full(), SPEC),
+        r"policy of one layer",
+    ),  # type: ignore[arg-type]
 }

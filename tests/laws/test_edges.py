@@ -13,11 +13,28 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import CacheSpec, HostFloat8, HostOffload, HostTurboQuant, HotSet, MinMaxPages, Quantized
+from kvjax import (
+    CacheSpec,
+    HostFloat8,
+    HostOffload,
+    HostTurboQuant,
+    HotSet,
+    MinMaxPages,
+    Quantized,
+)
 from kvjax.cache.editing import rollback, room, take_rows, truncate
 from kvjax.stores.demotion import Buffer
 from kvjax.testing import _anatomy as anatomy
-from kvjax.testing._drive import CHUNK, Tokens, fill, new_cache, prefill_chunk, random_tokens, step, with_room
+from kvjax.testing._drive import (
+    CHUNK,
+    Tokens,
+    fill,
+    new_cache,
+    prefill_chunk,
+    random_tokens,
+    step,
+    with_room,
+)
 from kvjax.testing._expect import as_stored, assert_close, assert_same_contents, dense, zones
 from kvjax.testing._neighbours import _decode, _flush
 from tests.laws.broken import BROKEN
@@ -32,7 +49,10 @@ STORES: dict[str, Any] = {
     "hot set of codes": HotSet(tokens=512, store=HostTurboQuant(page=8)),
     "quantised": Quantized(bits=4, key_group=16, value_group=8),
 }
-PAGES = {f"pages over {name}": _with(selector=MinMaxPages(page=16), store=store) for name, store in STORES.items()}
+PAGES = {
+    f"pages over {name}": _with(selector=MinMaxPages(page=16), store=store)
+    for name, store in STORES.items()
+}
 SELECTING = {
     name: case
     for name, case in (CASES | PAGES).items()
@@ -43,7 +63,10 @@ QUICK_VERBS = ("fier with sink and window",)
 
 
 def cells(names: Any, quick: tuple[str, ...]) -> list[Any]:
-    return [pytest.param(name, marks=() if name in quick else pytest.mark.thorough) for name in names]
+    return [
+        pytest.param(name, marks=() if name in quick else pytest.mark.thorough)
+        for name in names
+    ]
 
 
 def always(policy: Any) -> int:
@@ -65,13 +88,17 @@ def test_nothing_selected_reads_sink_and_local_window(name: str, spare: str) -> 
     """A budget of sink and local window, and one with no room for a whole page beside them."""
     spec, inner = SELECTING[name].spec, anatomy.core(SELECTING[name].policy)
     extra = 0 if spare == "none" else inner.selector.unit - 1
-    policy = anatomy.with_fields(SELECTING[name].policy, budget=always(inner) + extra, dense_below=0)
+    policy = anatomy.with_fields(
+        SELECTING[name].policy, budget=always(inner) + extra, dense_below=0
+    )
     tokens, lengths = random_tokens(spec, 31), lengths_of(policy, spec)
     cache, _ = fill(new_cache(policy, spec), tokens, lengths)
     for i in range(2):
         out, cache, info = step(cache, tokens, lengths + i)
         for b, n in enumerate(lengths + i + 1):
-            newest = min(inner.local, len(zones(policy, spec, n - 1)[1]) + 1)  # a `Buffer` may hold fewer than local
+            newest = min(
+                inner.local, len(zones(policy, spec, n - 1)[1]) + 1
+            )  # a `Buffer` may hold fewer than local
             beside = {*range(min(inner.sink, n)), *range(max(n - newest, 0), n)}
             for k, h in np.ndindex(*info.positions.shape[1:3]):
                 read = np.asarray(info.positions)[b, k, h]
@@ -79,16 +106,27 @@ def test_nothing_selected_reads_sink_and_local_window(name: str, spare: str) -> 
                 more = set(read.tolist()) - beside
                 assert len(read) == len(beside) + len(more)
                 assert beside <= set(read.tolist())
-                assert len(more) <= getattr(inner, "beside", 0), f"row {b} of {n} tokens reads {sorted(more)} too"
+                assert len(more) <= getattr(inner, "beside", 0), (
+                    f"row {b} of {n} tokens reads {sorted(more)} too"
+                )
                 for g in range(spec.group) if info.positions.shape[2] == 1 else [h]:
                     head = k * spec.group + g
-                    keys, values = (a[read, k : k + 1] for a in _stored(policy, spec, tokens, b, n))
+                    keys, values = (
+                        a[read, k : k + 1] for a in _stored(policy, spec, tokens, b, n)
+                    )
                     want = dense(tokens.q[b, n - 1, head : head + 1], keys, values)
-                    assert_close(out[b, head : head + 1], want, spec, f"row {b} of {n} tokens, head {head}")
+                    assert_close(
+                        out[b, head : head + 1],
+                        want,
+                        spec,
+                        f"row {b} of {n} tokens, head {head}",
+                    )
     assert not np.asarray(cache.state.overflow).any()
 
 
-def _stored(policy: Any, spec: CacheSpec, tokens: Tokens, b: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+def _stored(
+    policy: Any, spec: CacheSpec, tokens: Tokens, b: int, n: int
+) -> tuple[np.ndarray, np.ndarray]:
     return as_stored(policy, spec, tokens.k[b, :n], tokens.v[b, :n], n - 1)
 
 
@@ -96,7 +134,9 @@ def _stored(policy: Any, spec: CacheSpec, tokens: Tokens, b: int, n: int) -> tup
 def test_a_recall_of_nothing_is_refused_by_its_budget(tau: float) -> None:
     for budget in (28, 28 + 15):
         retrieval = dataclasses.replace(BASE, selector=MinMaxPages(page=16), budget=budget)
-        with pytest.raises(ValueError, match=rf"budget={budget} leaves nothing besides sink \+ local = 4 \+ 24"):
+        with pytest.raises(
+            ValueError, match=rf"budget={budget} leaves nothing besides sink \+ local = 4 \+ 24"
+        ):
             kvjax.Speculative(retrieval, tau=tau)
 
 
@@ -115,7 +155,11 @@ def test_all_selected_is_attention_over_all(name: str) -> None:
     spec, inner = case.spec, anatomy.core(case.policy)
     n, tokens = spec.capacity - 3, random_tokens(spec, 32)
     least, chunk = least_for_all(case.policy, spec, n), inner.demote.leave
-    stated = n + (chunk if isinstance(inner.demote, Buffer) else inner.selector.unit) + getattr(inner, "beside", 0)
+    stated = (
+        n
+        + (chunk if isinstance(inner.demote, Buffer) else inner.selector.unit)
+        + getattr(inner, "beside", 0)
+    )
     assert least <= stated
     for budget in (least, least - 1):
         changes = {"budget": budget, "dense_below": 0}
@@ -125,7 +169,9 @@ def test_all_selected_is_attention_over_all(name: str) -> None:
         cache, _ = fill(new_cache(policy, spec), tokens, np.full(spec.batch, n - 1))
         out, _, info = step(cache, tokens, np.full(spec.batch, n - 1))
         if budget < least:
-            lacks = getattr(inner, "beside", 0) == 0  # tokens that are read anyway may be those of the page
+            lacks = (
+                getattr(inner, "beside", 0) == 0
+            )  # tokens that are read anyway may be those of the page
             assert (np.asarray(info.attended) < n).all() or not lacks
             continue
         assert np.allclose(info.attended, n)
@@ -138,7 +184,9 @@ _rollback, _truncate, _room = jax.jit(rollback), jax.jit(truncate), jax.jit(room
 DECODED = 5
 
 
-def script(policy: Any, spec: CacheSpec, tokens: Tokens, seed: int) -> tuple[kvjax.LayerCache, np.ndarray, list[str]]:
+def script(
+    policy: Any, spec: CacheSpec, tokens: Tokens, seed: int
+) -> tuple[kvjax.LayerCache, np.ndarray, list[str]]:
     """A cache after random calls, the lengths of its rows, and the verbs; row b holds the first tokens of row b."""
     rng = np.random.default_rng(seed)
     cache, lengths, done = new_cache(policy, spec), np.zeros(spec.batch, int), []
@@ -149,7 +197,21 @@ def script(policy: Any, spec: CacheSpec, tokens: Tokens, seed: int) -> tuple[kvj
         shortens = False
     most = spec.capacity - 2
     for _ in range(24):
-        verb = str(rng.choice(["prompt", "prompt", "decode", "step", "step", "flush", "rows", "take back", "shorten"]))
+        verb = str(
+            rng.choice(
+                [
+                    "prompt",
+                    "prompt",
+                    "decode",
+                    "step",
+                    "step",
+                    "flush",
+                    "rows",
+                    "take back",
+                    "shorten",
+                ]
+            )
+        )
         done.append(verb)
         width = {"prompt": CHUNK, "step": 1}.get(verb, DECODED)
         count = np.minimum(rng.integers(0, width + 1, spec.batch), most - lengths)
@@ -190,9 +252,12 @@ def test_any_chunks_neighbours_and_order_of_verbs_give_one_cache(name: str, seed
     np.testing.assert_array_equal(cache.length, lengths)
     whole, _ = fill(new_cache(policy, spec), tokens, lengths)
     cache = _flush(cache)
-    if anatomy.ranks(policy) and hasattr(whole.state, "evidence"):  # it may weigh a prompt's queries differently
+    if anatomy.ranks(policy) and hasattr(
+        whole.state, "evidence"
+    ):  # it may weigh a prompt's queries differently
         whole, cache = (
-            dataclasses.replace(c, state=anatomy.with_part(c.state, "evidence", None)) for c in (whole, cache)
+            dataclasses.replace(c, state=anatomy.with_part(c.state, "evidence", None))
+            for c in (whole, cache)
         )
         assert_same_contents(cache, whole, spec, f"after {verbs}")
         return
@@ -202,7 +267,9 @@ def test_any_chunks_neighbours_and_order_of_verbs_give_one_cache(name: str, seed
         assert_close(step(cache, tokens, lengths)[0], want, spec, f"the step after {verbs}")
 
 
-@pytest.mark.parametrize("fault", ["stores a prompt in reverse", "keeps what it takes back", "stores inactive rows"])
+@pytest.mark.parametrize(
+    "fault", ["stores a prompt in reverse", "keeps what it takes back", "stores inactive rows"]
+)
 def test_a_planted_fault_of_order_is_found(fault: str) -> None:
     tokens = random_tokens(SPEC, 33)
     cache, lengths, verbs = script(BROKEN[fault], SPEC, tokens, 0)

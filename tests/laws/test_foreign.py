@@ -38,7 +38,9 @@ class Halves(kvjax.Selector):
         place = jnp.arange(k.shape[2])[None]
         slot = jnp.where(place < count[:, None], at[:, None] + place, ix.shape[2])
         rows = jnp.arange(k.shape[0])[:, None]
-        return ix.at[rows, :, slot].set(jnp.moveaxis(k, 2, 1)[..., : ix.shape[3]].astype(ix.dtype), mode="drop")
+        return ix.at[rows, :, slot].set(
+            jnp.moveaxis(k, 2, 1)[..., : ix.shape[3]].astype(ix.dtype), mode="drop"
+        )
 
     def score(self, ix: Array, q: Array, *, scale: float) -> Array:
         return jnp.einsum("bkgd,bksd->bkgs", q[..., : ix.shape[3]], ix.astype(q.dtype)) * scale
@@ -52,7 +54,9 @@ class FusedHalves(Halves):
         CALLS.append("select")
         if not among.fit(in_order=1, window=True):
             return super().select(ix, q, among, scale=scale)
-        best = ops.select_top(self.score(ix, q, scale=scale), q, among, self.group_reduce, unit=1, scale=scale)
+        best = ops.select_top(
+            self.score(ix, q, scale=scale), q, among, self.group_reduce, unit=1, scale=scale
+        )
         return among.tokens(best, ix.shape[2], 1)
 
 
@@ -90,7 +94,9 @@ class Joint(kvjax.Store):
         here = slot < st.count[:, None]
         k, v = jnp.split(st.kv, 2, axis=-1)
         v = jnp.where(here[:, None, :, None], v, jnp.zeros((), v.dtype))
-        return attend_part(q, k, v, (here & (slot >= start[:, None]))[:, None, None], scale=scale)
+        return attend_part(
+            q, k, v, (here & (slot >= start[:, None]))[:, None, None], scale=scale
+        )
 
     def gather(self, st: Joined, selection: Any) -> tuple[Array, Array]:
         slots = selection.slots.reshape(*selection.slots.shape[:2], -1, 1)
@@ -102,7 +108,9 @@ class Joint(kvjax.Store):
 class FusedJoint(Joint):
     """A Joint store that overrides verbs: history, recent block and sink are attended to in one operation."""
 
-    def attend_with(self, st: Joined, q: Array, start: Array, recent: Any, sink: Any, *, scale: float) -> Array:
+    def attend_with(
+        self, st: Joined, q: Array, start: Array, recent: Any, sink: Any, *, scale: float
+    ) -> Array:
         CALLS.append("attend_with")
         recent = attend_part(q, recent.k, recent.v, recent.mask(1), scale=scale)
         return self._merged(q, sink, self._stored(st, q, start, scale), recent, scale)
@@ -111,26 +119,48 @@ class FusedJoint(Joint):
         """A block at a time, which is all that is copied."""
 
         def read(st: Joined, first: Any, size: int) -> tuple[Array, Array]:
-            k, v = jnp.split(jax.lax.dynamic_slice_in_dim(st.kv, first, size, axis=2), 2, axis=-1)
+            k, v = jnp.split(
+                jax.lax.dynamic_slice_in_dim(st.kv, first, size, axis=2), 2, axis=-1
+            )
             return k, v
 
         q = q[:, :, :, None]
-        return attend_blocks(q, st, start[:, None], st.count, read=read, slots=st.slots, unit=1, scale=scale)
+        return attend_blocks(
+            q, st, start[:, None], st.count, read=read, slots=st.slots, unit=1, scale=scale
+        )
 
     def attend_zones(
-        self, st: Joined, q: Array, selection: Any, recent: Any, sink: Any, local: int, *, scale: float
+        self,
+        st: Joined,
+        q: Array,
+        selection: Any,
+        recent: Any,
+        sink: Any,
+        local: int,
+        *,
+        scale: float,
     ) -> tuple[Array, Joined]:
         CALLS.append("attend_zones")
         stored, pending = split_selection(Selection(selection.slots, selection.valid), st.slots)
         newest = recent.mask(1) & (
-            jnp.arange(recent.k.shape[2])[None, None, None] >= (recent.stop - local)[:, None, None, None]
+            jnp.arange(recent.k.shape[2])[None, None, None]
+            >= (recent.stop - local)[:, None, None, None]
         )
         own = membership(pending, recent.k.shape[2]) | newest
         own = jnp.broadcast_to(own, (*q.shape[:3], own.shape[3]))
         history = self.attend_slots(st, q, stored, scale=scale)
-        return self._merged(q, sink, history, attend_part(q, recent.k, recent.v, own, scale=scale), scale), st
+        return self._merged(
+            q, sink, history, attend_part(q, recent.k, recent.v, own, scale=scale), scale
+        ), st
 
-    def _merged(self, q: Array, sink: Any, history: PartialAttention, recent: PartialAttention, scale: float) -> Array:
+    def _merged(
+        self,
+        q: Array,
+        sink: Any,
+        history: PartialAttention,
+        recent: PartialAttention,
+        scale: float,
+    ) -> Array:
         parts = [history, recent]
         if sink is not None:
             parts.append(attend_part(q, sink.k, sink.v, sink.mask(1), scale=scale))
@@ -153,12 +183,15 @@ CALLS: list[str] = []
 SIZES = {"sink": 4, "local": 16, "demote": Fifo(leave=16)}
 POLICIES = {
     "selector": Retrieval(selector=Halves(), budget=40, dense_below=0, **SIZES),
-    "selector and store": Retrieval(selector=Halves(), store=Joint(), budget=40, dense_below=0, **SIZES),
+    "selector and store": Retrieval(
+        selector=Halves(), store=Joint(), budget=40, dense_below=0, **SIZES
+    ),
     "fused selector and store": Retrieval(
         selector=FusedHalves(), store=FusedJoint(), budget=40, dense_below=0, **SIZES
     ),
     "speculative": kvjax.Speculative(
-        Retrieval(selector=FusedHalves(), store=Joint(), budget=40, dense_below=0, **SIZES), tau=0.0
+        Retrieval(selector=FusedHalves(), store=Joint(), budget=40, dense_below=0, **SIZES),
+        tau=0.0,
     ),
     "evictor": kvjax.Evicting(evictor=KeyNorm(), budget=40),
     "fused store that is all read": kvjax.Compressed(store=FusedJoint(), **SIZES),
@@ -169,7 +202,9 @@ POLICIES = {
     "name",
     [  # the first two have the selector of the others, and all that is left out their store
         pytest.param(
-            name, marks=[pytest.mark.thorough] * (name not in ("selector and store", "fused selector and store"))
+            name,
+            marks=[pytest.mark.thorough]
+            * (name not in ("selector and store", "fused selector and store")),
         )
         for name in POLICIES
     ],
@@ -179,7 +214,11 @@ def test_foreign_parts_hold_the_laws(name: str, request: pytest.FixtureRequest) 
     report = check_policy(POLICIES[name], SPEC, laws=laws)
     report.raise_for_failures()
     # They evict nothing, and do not shorten a cache; not every one takes tokens back or has a budget.
-    left = {"budget_bounds_what_is_held", "step_attends_to_what_is_held", "truncate_gives_the_shorter_prompt"}
+    left = {
+        "budget_bounds_what_is_held",
+        "step_attends_to_what_is_held",
+        "truncate_gives_the_shorter_prompt",
+    }
     left |= {"rollback_forgets_what_came_after"} if name == "speculative" else set()
     left |= {"recall_grows_with_budget"} if "all" in name else set()
     assert set(report.laws("does not apply")) <= left, report
@@ -192,7 +231,9 @@ def test_an_evictor_that_sees_keys_keeps_the_shortest() -> None:
     norms = np.linalg.norm(np.asarray(tokens.k, np.float32), axis=-1)
     for row, head in np.ndindex(2, SPEC.kv_heads):
         shortest = np.argsort(norms[row, : lengths[row], head])[:budget]
-        assert set(np.asarray(cache.state.position[row, head]).tolist()) == set(shortest.tolist())
+        assert set(np.asarray(cache.state.position[row, head]).tolist()) == set(
+            shortest.tolist()
+        )
 
 
 def test_bytes_of_an_index_follow_from_its_arrays() -> None:
@@ -216,7 +257,9 @@ def test_a_check_tells_how_far_it_is() -> None:
 )
 def test_foreign_parts_with_the_verbs_get_the_fused_paths(name: str, verbs: list[str]) -> None:
     cache = kvjax.init_layer(POLICIES[name], SPEC)
-    q, k = (jax.ShapeDtypeStruct((SPEC.batch, 1, n, SPEC.head_dim), jnp.float32) for n in (4, 2))
+    q, k = (
+        jax.ShapeDtypeStruct((SPEC.batch, 1, n, SPEC.head_dim), jnp.float32) for n in (4, 2)
+    )
     CALLS.clear()
     with ops.explained():  # each call is traced, also where a law has traced it before
         jax.eval_shape(lambda *a: kvjax.attention(*a), cache, q, k, k)

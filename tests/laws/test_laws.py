@@ -28,7 +28,9 @@ from tests.laws.cases import (
 )
 
 
-def _cells(wanted: Iterable[str], cases: Iterable[str], quick: Callable[[str], Container[str]]) -> list[Any]:
+def _cells(
+    wanted: Iterable[str], cases: Iterable[str], quick: Callable[[str], Container[str]]
+) -> list[Any]:
     """Every law with every case; what is not among the case's quick laws is left to --thorough."""
     return [
         pytest.param(law, case, marks=() if law in quick(case) else pytest.mark.thorough)
@@ -52,7 +54,9 @@ def _assert_holds(law: str, case: Case) -> None:
     """The law holds; or it does not apply, and the table of cases says so too."""
     report = testing.check_policy(case.policy, case.spec, laws=[law])
     report.raise_for_failures()
-    assert report[law].outcome == ("does not apply" if law in does_not_apply(case.policy) else "held"), report
+    assert report[law].outcome == (
+        "does not apply" if law in does_not_apply(case.policy) else "held"
+    ), report
 
 
 def _id(name: str) -> str:
@@ -64,7 +68,9 @@ def test_law_holds(law: str, case: str) -> None:
     _assert_holds(law, CASES[case])
 
 
-@pytest.mark.parametrize(("law", "case"), _cells(CHOICE_LAWS, GROUP_REDUCES, _quick_choice), ids=_id)
+@pytest.mark.parametrize(
+    ("law", "case"), _cells(CHOICE_LAWS, GROUP_REDUCES, _quick_choice), ids=_id
+)
 def test_law_holds_whatever_the_pooling(law: str, case: str) -> None:
     _assert_holds(law, GROUP_REDUCES[case])
 
@@ -76,7 +82,10 @@ X64_QUICK = [("structure_is_constant", case) for case in X64_CASES[:2]]
 
 @pytest.mark.parametrize(
     ("law", "case"),
-    [*X64_QUICK, *(p for p in _cells(X64_LAWS, CASES, lambda _: ()) if p.values not in X64_QUICK)],
+    [
+        *X64_QUICK,
+        *(p for p in _cells(X64_LAWS, CASES, lambda _: ()) if p.values not in X64_QUICK),
+    ],
     ids=_id,
 )
 def test_law_holds_with_64_bit_types(law: str, case: str) -> None:
@@ -120,7 +129,9 @@ def test_every_law_has_a_broken_policy_that_it_catches() -> None:
 def test_law_catches_a_broken_policy(fault: str, law: str) -> None:
     report = testing.check_policy(BROKEN[fault], SPEC, laws=[law])
     assert report[law].outcome == "failed", report
-    assert isinstance(report[law].error, AssertionError), "the law did not judge: the policy raised"
+    assert isinstance(report[law].error, AssertionError), (
+        "the law did not judge: the policy raised"
+    )
 
 
 @pytest.mark.parametrize("verb", BY_VERB)
@@ -135,20 +146,26 @@ def test_report_tells_what_held_what_failed_and_what_does_not_apply() -> None:
     laws = ["recall_grows_with_budget", "budget_of_all_is_dense_attention", "policy_is_a_value"]
     report = testing.check_policy(BROKEN["forgets the newest"], SPEC, laws=laws)
     assert [row.outcome for row in report] == ["does not apply", "failed", "held"]
-    assert report["recall_grows_with_budget"].reason == "the policy selects nothing (no `selector` with a `budget`)"
+    assert (
+        report["recall_grows_with_budget"].reason
+        == "the policy selects nothing (no `selector` with a `budget`)"
+    )
     assert "length 1: differs by" in report["budget_of_all_is_dense_attention"].reason
     assert "1 held, 1 failed, 1 does not apply" in repr(report)
     assert "  held            policy_is_a_value" in repr(report).splitlines()
-    with pytest.raises(AssertionError, match=r"^budget_of_all_is_dense_attention: length 1: differs"):
+    with pytest.raises(
+        AssertionError, match=r"^budget_of_all_is_dense_attention: length 1: differs"
+    ):
         report.raise_for_failures()
 
 
 def test_a_law_of_equal_bits_says_how_they_differ() -> None:
     law = "slots_past_count_do_not_matter"
     reason = testing.check_policy(BROKEN["reads past count"], SPEC, laws=[law])[law].reason
-    assert re.search(r"keep_valid .*: the output of a step (is not finite|differs) in \d+ of \d+ numbers", reason), (
-        reason
-    )
+    assert re.search(
+        r"keep_valid .*: the output of a step (is not finite|differs) in \d+ of \d+ numbers",
+        reason,
+    ), reason
 
 
 def test_an_error_of_the_policy_is_a_failure_and_other_laws_run() -> None:
@@ -156,15 +173,21 @@ def test_an_error_of_the_policy_is_a_failure_and_other_laws_run() -> None:
         def update(self, st, k, v, active):
             raise TypeError("no update here")
 
-    report = testing.check_policy(NoUpdate(), SPEC, laws=["row_ignores_other_rows", "prompt_attends_causally"])
+    report = testing.check_policy(
+        NoUpdate(), SPEC, laws=["row_ignores_other_rows", "prompt_attends_causally"]
+    )
     assert report["row_ignores_other_rows"].reason == "TypeError: no update here"
     assert report["prompt_attends_causally"].outcome == "held"
 
 
 def test_check_policy_refuses_what_is_no_policy_or_law() -> None:
-    with pytest.raises(ValueError, match=r"got the class Full; give an instance, Full\(\.\.\.\)"):
+    with pytest.raises(
+        ValueError, match=r"got the class Full; give an instance, Full\(\.\.\.\)"
+    ):
         testing.check_policy(kvjax.Full)
-    with pytest.raises(ValueError, match=r"got laws=\['lawful'\]; kvjax.testing.LAWS has budget_of_all"):
+    with pytest.raises(
+        ValueError, match=r"got laws=\['lawful'\]; kvjax.testing.LAWS has budget_of_all"
+    ):
         testing.check_policy(kvjax.Full(), laws=["lawful"])
     with pytest.raises(KeyError, match="has no law 'lawful'"):
         testing.check_policy(kvjax.Full(), laws=["policy_is_a_value"])["lawful"]

@@ -23,8 +23,14 @@ CONFIG = {
 
 def tensors_of(config, dtype=np.float32):
     """Random tensors of a Llama without biases, by their names in Hugging Face files."""
-    hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    q, kv = (config[n] * config["head_dim"] for n in ("num_attention_heads", "num_key_value_heads"))
+    hidden, inner, vocab = (
+        config["hidden_size"],
+        config["intermediate_size"],
+        config["vocab_size"],
+    )
+    q, kv = (
+        config[n] * config["head_dim"] for n in ("num_attention_heads", "num_key_value_heads")
+    )
     shapes = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
     if not config.get("tie_word_embeddings"):
         shapes["lm_head.weight"] = (vocab, hidden)
@@ -51,13 +57,21 @@ def write(tmp_path):
 
     def write(*, dtype=np.float32, shards=0, change=None, files=None, **config):
         config = {k: v for k, v in {**CONFIG, **config}.items() if v is not ...}
-        sizes = {k: v if isinstance(v, int) else CONFIG[k] for k, v in {**CONFIG, **config}.items() if k in CONFIG}
-        tensors = tensors_of({**sizes, "tie_word_embeddings": config.get("tie_word_embeddings")}, dtype)
+        sizes = {
+            k: v if isinstance(v, int) else CONFIG[k]
+            for k, v in {**CONFIG, **config}.items()
+            if k in CONFIG
+        }
+        tensors = tensors_of(
+            {**sizes, "tie_word_embeddings": config.get("tie_word_embeddings")}, dtype
+        )
         if change is not None:
             change(tensors)
         (tmp_path / "config.json").write_text(json.dumps(config))
         for name, content in (files or {}).items():
-            (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
+            (tmp_path / name).write_text(
+                content if isinstance(content, str) else json.dumps(content)
+            )
         if not shards:
             save_file(tensors, tmp_path / "model.safetensors")
             return tmp_path
@@ -65,7 +79,9 @@ def write(tmp_path):
         where = {name: names[i % shards] for i, name in enumerate(tensors)}
         for file in names:
             save_file({k: v for k, v in tensors.items() if where[k] == file}, tmp_path / file)
-        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+        (tmp_path / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": where})
+        )
         return tmp_path
 
     return write

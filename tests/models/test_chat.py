@@ -29,10 +29,20 @@ LETTERS = 94  # ids below are ASCII letters, and those from here to EOS are othe
 IM_END, END_OF_TURN, VOCABULARY = "<|im_end|>", EOS + 1, 280  # ids from 259 on have no spelling
 
 
-def load(directory: Path, template: str = TEMPLATE, config: dict[str, Any] | None = None, **tokenizer: Any) -> Any:
+def load(
+    directory: Path,
+    template: str = TEMPLATE,
+    config: dict[str, Any] | None = None,
+    **tokenizer: Any,
+) -> Any:
     """A checkpoint that writes ASCII, as its text then has the tokens of its answer."""
-    file = write_checkpoint(directory, vocab_size=VOCABULARY, **(config or {})) / "tokenizer_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": template, **tokenizer}))
+    file = (
+        write_checkpoint(directory, vocab_size=VOCABULARY, **(config or {}))
+        / "tokenizer_config.json"
+    )
+    file.write_text(
+        json.dumps({**json.loads(file.read_text()), "chat_template": template, **tokenizer})
+    )
     letters = Tokenizer.from_file(str(directory / "tokenizer.json"))
     letters.add_special_tokens([IM_END])
     letters.save(str(directory / "tokenizer.json"))
@@ -41,7 +51,9 @@ def load(directory: Path, template: str = TEMPLATE, config: dict[str, Any] | Non
     for used in (slice(0, LETTERS), EOS):
         table[used] = tensors["model.embed_tokens.weight"][used]
     save_file(
-        {**tensors, "model.embed_tokens.weight": table}, directory / "model.safetensors", metadata={"format": "pt"}
+        {**tensors, "model.embed_tokens.weight": table},
+        directory / "model.safetensors",
+        metadata={"format": "pt"},
     )
     return models.load(directory, dtype=jnp.float32)
 
@@ -69,14 +81,22 @@ def bytes_of(text: str, checkpoint: models.Checkpoint) -> list[int]:
     return checkpoint.tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def test_a_later_turn_feeds_its_own_tokens_alone(checkpoint: models.Checkpoint, fed: list[list[int]]) -> None:
+def test_a_later_turn_feeds_its_own_tokens_alone(
+    checkpoint: models.Checkpoint, fed: list[list[int]]
+) -> None:
     chat = checkpoint.chat(system="be brief", max_new_tokens=5)
     chat.say("hello")
     chat.say("more")
     assert fed[0] == [BOS, *bytes_of("[system]be brief[user]hello[assistant]", checkpoint)]
     end = [] if EOS in fed_and_emitted(chat)[1][-1:] else [EOS]
     assert fed[1] == [*end, *bytes_of("[user]more[assistant]", checkpoint)]
-    assert [m["role"] for m in chat.messages] == ["system", "user", "assistant", "user", "assistant"]
+    assert [m["role"] for m in chat.messages] == [
+        "system",
+        "user",
+        "assistant",
+        "user",
+        "assistant",
+    ]
 
 
 def test_a_turn_that_just_fits_grows_no_cache(checkpoint: models.Checkpoint) -> None:
@@ -94,21 +114,35 @@ def test_a_turn_that_just_fits_grows_no_cache(checkpoint: models.Checkpoint) -> 
         talk(needed - 1)
 
 
-def test_an_answer_has_at_least_one_token_and_refusing_it_keeps_the_cache(tmp_path: Path) -> None:
+def test_an_answer_has_at_least_one_token_and_refusing_it_keeps_the_cache(
+    tmp_path: Path,
+) -> None:
     chat = load(tmp_path, TEMPLATES["earlier thinking is dropped"]).chat()
     chat.say("hello", max_new_tokens=1)
     assert len(fed_and_emitted(chat)[1][0]) == 1
     held = chat.cache
     with pytest.raises(ValueError, match="max_new_tokens must be at least 1, got 0"):
-        chat.say("more", max_new_tokens=0)  # a turn that cuts the cache to what both renders begin with
+        chat.say(
+            "more", max_new_tokens=0
+        )  # a turn that cuts the cache to what both renders begin with
     assert chat.cache is held
 
 
 @pytest.mark.parametrize(
     ("prompt", "positions", "new"),
-    [(100, None, 128), (9, 138, 128), (9, 137, 128), (9, 136, 127), (9, 10, 1), (9, 9, 1), (9, 8, 1)],
+    [
+        (100, None, 128),
+        (9, 138, 128),
+        (9, 137, 128),
+        (9, 136, 127),
+        (9, 10, 1),
+        (9, 9, 1),
+        (9, 8, 1),
+    ],
 )
-def test_an_answer_is_as_long_as_positions_allow(prompt: int, positions: int | None, new: int) -> None:
+def test_an_answer_is_as_long_as_positions_allow(
+    prompt: int, positions: int | None, new: int
+) -> None:
     assert models.chat.default_new_tokens(prompt, positions) == new
 
 
@@ -130,13 +164,19 @@ def test_a_turn_that_ended_by_a_stop_token_does_not_feed_it_again(
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("cache", ["full", "fier:budget=512,chunk=32", "kivi:residual=32,group=8"])
+@pytest.mark.parametrize(
+    "cache", ["full", "fier:budget=512,chunk=32", "kivi:residual=32,group=8"]
+)
 def test_turns_equal_one_prompt_of_the_whole_conversation(
     checkpoint: models.Checkpoint, fed: list[list[int]], cache: str
 ) -> None:
     chat = checkpoint.chat(cache=cache, max_new_tokens=6)
     fed_tokens: list[int] = []
-    for message in ("hello there", "and then?", "why " * 30):  # the third outgrows the first capacity
+    for message in (
+        "hello there",
+        "and then?",
+        "why " * 30,
+    ):  # the third outgrows the first capacity
         chat.say(message)
         assert chat._run is not None
         fed_tokens += [*fed[-1], *chat._run.rows[0]]
@@ -192,7 +232,9 @@ def check_five_turns(checkpoint: models.Checkpoint, cache: str, **settings: Any)
         assert chat._run is not None
         assert chat._fed == prompt
         assert chat._run.cache.length.tolist() == [len(prompt) + len(chat._run.rows[0])]
-        whole = checkpoint.generate(chat.messages[:-1], cache=cache, max_new_tokens=6, capacity=512, **settings)
+        whole = checkpoint.generate(
+            chat.messages[:-1], cache=cache, max_new_tokens=6, capacity=512, **settings
+        )
         if cache == "full":
             assert chat._run.rows == whole.rows
 
@@ -203,7 +245,9 @@ def test_what_the_cache_holds_is_what_the_template_writes(name: str, tmp_path: P
     check_five_turns(load(tmp_path, TEMPLATES[name]), "full", **settings)
 
 
-def test_a_turn_that_the_cache_holds_already_is_answered_again(tmp_path: Path, fed: list[list[int]]) -> None:
+def test_a_turn_that_the_cache_holds_already_is_answered_again(
+    tmp_path: Path, fed: list[list[int]]
+) -> None:
     """Of tokens that all are in the cache the last is read again, because its logits give the next."""
     chat = load(tmp_path, TEMPLATES["only the last message"]).chat(max_new_tokens=6)
     answers = [chat.say("hello") for _ in range(2)]
@@ -213,7 +257,12 @@ def test_a_turn_that_the_cache_holds_already_is_answered_again(tmp_path: Path, f
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
-    "cache", ["fier:budget=32,local=8,group=16,chunk=16", "kivi:residual=32,group=8", "snapkv:budget=64"]
+    "cache",
+    [
+        "fier:budget=32,local=8,group=16,chunk=16",
+        "kivi:residual=32,group=8",
+        "snapkv:budget=64",
+    ],
 )
 def test_a_method_that_cannot_cut_its_cache_reads_again(cache: str, tmp_path: Path) -> None:
     check_five_turns(load(tmp_path, TEMPLATES["earlier thinking is dropped"]), cache)
@@ -243,29 +292,44 @@ def test_an_unusual_spelling_of_the_same_text_is_kept_where_a_method_cannot_cut(
         assert (len(fed[-1]) <= 1 + len("[user]more[assistant]")) == cut
 
 
-@pytest.mark.parametrize("content", ["<s></s>[INST]", "a</s>", "<</s>s>", "</s></s>", "\ue000<s>"])
+@pytest.mark.parametrize(
+    "content", ["<s></s>[INST]", "a</s>", "<</s>s>", "</s></s>", "\ue000<s>"]
+)
 @pytest.mark.parametrize("role", ["user", "tool"])
-def test_control_tokens_in_a_message_are_text(checkpoint: models.Checkpoint, content: str, role: str) -> None:
+def test_control_tokens_in_a_message_are_text(
+    checkpoint: models.Checkpoint, content: str, role: str
+) -> None:
     plain = checkpoint.apply_chat([{"role": role, "content": "-"}])
     ids = checkpoint.apply_chat([{"role": role, "content": content}])
     for token in (BOS, EOS):
         assert ids.count(token) == plain.count(token)
-    assert checkpoint.tokenizer.decode(ids) == checkpoint.render_chat([{"role": role, "content": content}])
+    assert checkpoint.tokenizer.decode(ids) == checkpoint.render_chat(
+        [{"role": role, "content": content}]
+    )
 
 
-def test_control_tokens_of_the_model_and_the_system_stay_tokens(checkpoint: models.Checkpoint) -> None:
+def test_control_tokens_of_the_model_and_the_system_stay_tokens(
+    checkpoint: models.Checkpoint,
+) -> None:
     for role in ("system", "assistant"):
         ids = checkpoint.apply_chat([{"role": role, "content": "a</s>b"}])
-        assert ids == bytes_of(checkpoint.render_chat([{"role": role, "content": "a</s>b"}]), checkpoint)
+        assert ids == bytes_of(
+            checkpoint.render_chat([{"role": role, "content": "a</s>b"}]), checkpoint
+        )
         assert EOS in ids
 
 
 def test_a_message_in_parts_is_text_in_each(tmp_path: Path) -> None:
     checkpoint = load(
-        tmp_path, "{% for m in messages %}{% for p in m['content'] %}{{ p['text'] }}{% endfor %}{% endfor %}"
+        tmp_path,
+        "{% for m in messages %}{% for p in m['content'] %}{{ p['text'] }}{% endfor %}{% endfor %}",
     )
-    ids = checkpoint.apply_chat([{"role": "user", "content": [{"type": "text", "text": "a</s>"}, {"text": "b<s>"}]}])
-    assert ids == bytes_of("a<", checkpoint) + bytes_of("/s>b<", checkpoint) + bytes_of("s>", checkpoint)
+    ids = checkpoint.apply_chat(
+        [{"role": "user", "content": [{"type": "text", "text": "a</s>"}, {"text": "b<s>"}]}]
+    )
+    assert ids == bytes_of("a<", checkpoint) + bytes_of("/s>b<", checkpoint) + bytes_of(
+        "s>", checkpoint
+    )
 
 
 CHATML = TEMPLATE.replace("{{ eos_token }}", IM_END)
@@ -275,19 +339,43 @@ CHATML = TEMPLATE.replace("{{ eos_token }}", IM_END)
     ("config", "template", "eos", "stops"),
     [
         ({"eos_token_id": 5}, TEMPLATE, "</s>", (5, EOS)),  # the tokenizer's
-        ({"eos_token_id": 5}, "{% for m in messages %}{{ m['content'] }}{% endfor %}", "</s>", (5, EOS)),
+        (
+            {"eos_token_id": 5},
+            "{% for m in messages %}{{ m['content'] }}{% endfor %}",
+            "</s>",
+            (5, EOS),
+        ),
         ({"eos_token_id": [5, EOS]}, TEMPLATE, "</s>", (5, EOS)),  # known already
         ({"eos_token_id": 5}, CHATML, "</s>", (5, EOS, END_OF_TURN)),  # the template's
         ({"eos_token_id": None}, CHATML, None, (END_OF_TURN,)),
-        ({"eos_token_id": 5}, CHATML.replace(IM_END, " \n" + IM_END), None, (5, END_OF_TURN)),  # after a space
-        ({"eos_token_id": 5}, CHATML.replace(IM_END, "." + IM_END), None, (5,)),  # text follows, which is no mark
-        ({"eos_token_id": 5}, "{{ raise_exception('only two messages') if messages | length < 3 }}", None, (5,)),
+        (
+            {"eos_token_id": 5},
+            CHATML.replace(IM_END, " \n" + IM_END),
+            None,
+            (5, END_OF_TURN),
+        ),  # after a space
+        (
+            {"eos_token_id": 5},
+            CHATML.replace(IM_END, "." + IM_END),
+            None,
+            (5,),
+        ),  # text follows, which is no mark
+        (
+            {"eos_token_id": 5},
+            "{{ raise_exception('only two messages') if messages | length < 3 }}",
+            None,
+            (5,),
+        ),
         ({"eos_token_id": 270}, TEMPLATE, "</s>", (270, EOS)),  # an id that no text spells
     ],
     ids=str,
 )
 def test_an_answer_ends_at_the_stop_tokens_of_config_tokenizer_and_template(
-    tmp_path: Path, config: dict[str, Any], template: str, eos: str | None, stops: tuple[int, ...]
+    tmp_path: Path,
+    config: dict[str, Any],
+    template: str,
+    eos: str | None,
+    stops: tuple[int, ...],
 ) -> None:
     checkpoint = load(tmp_path, template, config, eos_token=eos)
     assert checkpoint.chat_stop_tokens == stops
@@ -322,11 +410,19 @@ def test_settings_reach_the_template(tmp_path: Path) -> None:
         chat.say("hi")
         assert chat._fed == prompt
         talk = [{"role": "user", "content": "hi"}]
-        assert checkpoint.generate(talk, template=settings, max_new_tokens=2).prompt_lengths == [len(prompt)]
-        assert checkpoint.stream(talk, template=settings, max_new_tokens=2).cache.length.tolist() == [len(prompt)]
-    with pytest.raises(ValueError, match="template must be the settings of the chat template, such as"):
+        assert checkpoint.generate(
+            talk, template=settings, max_new_tokens=2
+        ).prompt_lengths == [len(prompt)]
+        assert checkpoint.stream(
+            talk, template=settings, max_new_tokens=2
+        ).cache.length.tolist() == [len(prompt)]
+    with pytest.raises(
+        ValueError, match="template must be the settings of the chat template, such as"
+    ):
         checkpoint.chat(template="enable_thinking")
-    with pytest.raises(ValueError, match="template sets tokenize, which kvjax sets itself; leave it out"):
+    with pytest.raises(
+        ValueError, match="template sets tokenize, which kvjax sets itself; leave it out"
+    ):
         checkpoint.apply_chat("hi", template={"tokenize": True})
 
 
@@ -342,7 +438,9 @@ def test_pieces_join_the_messages_as_they_come(checkpoint: models.Checkpoint) ->
     assert repr(chat).startswith("Chat(2 messages, ")
 
 
-def test_a_refused_turn_leaves_the_conversation_as_it_was(checkpoint: models.Checkpoint) -> None:
+def test_a_refused_turn_leaves_the_conversation_as_it_was(
+    checkpoint: models.Checkpoint,
+) -> None:
     chat = checkpoint.chat(max_new_tokens=4)
     chat.say("hello")
     before = (list(chat.messages), repr(chat))
@@ -384,7 +482,11 @@ def test_what_cannot_talk_says_so(tmp_path: Path) -> None:
         ("dynamic", "streaming_llm:budget=64"),
         *(
             pytest.param(kind, cache, marks=pytest.mark.thorough)
-            for kind, cache in (("longrope", "full"), ("longrope", "streaming_llm:budget=64"), ("dynamic", "full"))
+            for kind, cache in (
+                ("longrope", "full"),
+                ("longrope", "streaming_llm:budget=64"),
+                ("dynamic", "full"),
+            )
         ),
     ],
 )
@@ -402,7 +504,9 @@ def test_a_turn_that_needs_other_rotations_reads_the_conversation_again(
         text = [*chat._fed, *chat._run.rows[0]]  # type: ignore[union-attr]
         assert chat._length == len(text)
         whole = checkpoint.init_cache("full", capacity=256)
-        wanted, _ = kvjax.generation.prefill(checkpoint.model, whole, np.array([text]), final=len(chat._fed) + 6)
+        wanted, _ = kvjax.generation.prefill(
+            checkpoint.model, whole, np.array([text]), final=len(chat._fed) + 6
+        )
         if cache == "full":
             np.testing.assert_allclose(chat._run.logits, wanted, atol=1e-4)  # type: ignore[union-attr]
         kvjax.raise_on_overflow(chat.cache)  # type: ignore[arg-type]

@@ -29,14 +29,18 @@ from .conftest import CONFIG, tensors_of
 @pytest.fixture
 def no_reading(monkeypatch):
     """Errors must come before the first tensor is read."""
-    monkeypatch.setattr(models.weights, "place", lambda *args: pytest.fail("a tensor was read before the error"))
+    monkeypatch.setattr(
+        models.weights, "place", lambda *args: pytest.fail("a tensor was read before the error")
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ what is loaded
 
 
 @pytest.mark.parametrize("stored", [np.float32, np.float16, np.float64, ml_dtypes.bfloat16])
-@pytest.mark.parametrize(("wanted", "shards"), [("float32", 0), ("bfloat16", 3), ("float16", 2)])
+@pytest.mark.parametrize(
+    ("wanted", "shards"), [("float32", 0), ("bfloat16", 3), ("float16", 2)]
+)
 def test_tensors_reach_the_model_in_the_wanted_dtype(write, stored, wanted, shards):
     model = models.load(write(dtype=stored, shards=shards), dtype=wanted).model
     files = tensors_of(CONFIG, stored)
@@ -56,7 +60,12 @@ def test_tensors_reach_the_model_in_the_wanted_dtype(write, stored, wanted, shar
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_loading_holds_a_few_tensors_beside_the_model(write, monkeypatch, platform):
     """Of the files, it holds what `AHEAD` allows, and no copy of a tensor once its parameter is there."""
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6, "vocab_size": 512}
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 6,
+        "vocab_size": 512,
+    }
     directory = write(shards=2, **sizes)
     largest, alive, most = 512 * 256 * 4, [], []
     real = tensor_files._send
@@ -90,11 +99,17 @@ def test_loading_holds_a_few_tensors_beside_the_model(write, monkeypatch, platfo
     assert sum(a.nbytes for a in jax.live_arrays()) - before == held
 
 
-@pytest.mark.parametrize("shape", [(5,), (1, 7), (128, 256), (129, 257), (300, 40), (2, 40, 300)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(5,), (1, 7), (128, 256), (129, 257), (300, 40), (2, 40, 300)], ids=str
+)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_cpu_writes_what_a_gpu_converts(shape, transposed):
-    numbers = np.random.default_rng(0).normal(size=shape) * np.float64(1e5)  # some exceed float16
-    for stored, wanted in itertools.product([*tensor_files.FLOATS.values()], ["float32", "bfloat16", "float16"]):
+    numbers = np.random.default_rng(0).normal(size=shape) * np.float64(
+        1e5
+    )  # some exceed float16
+    for stored, wanted in itertools.product(
+        [*tensor_files.FLOATS.values()], ["float32", "bfloat16", "float16"]
+    ):
         with np.errstate(over="ignore"):
             array = numbers.astype(np.float32).astype(stored)
         found = tensor_files.write(array, jnp.dtype(wanted), transposed=transposed)
@@ -105,7 +120,10 @@ def test_a_cpu_writes_what_a_gpu_converts(shape, transposed):
 def test_a_part_of_mxfp4_is_that_part_of_the_whole():
     """Also where it begins or ends inside a block of 32, as on devices that share an expert."""
     rng = np.random.default_rng(0)
-    blocks, scales = rng.integers(0, 256, (3, 5, 4, 16), np.uint8), rng.integers(1, 254, (3, 5, 4), np.uint8)
+    blocks, scales = (
+        rng.integers(0, 256, (3, 5, 4, 16), np.uint8),
+        rng.integers(1, 254, (3, 5, 4), np.uint8),
+    )
     packed = tensor_files.Mxfp4(blocks, scales)
     whole = np.asarray(packed)
     at = 2, 4, 3, 9  # a number by hand
@@ -159,7 +177,9 @@ def test_a_head_that_differs_from_the_table_is_not_tied_to_it(write, shards):
     """As transformers reads a fine-tuned checkpoint whose config says that they are tied."""
     head = np.random.default_rng(1).normal(size=(50, 24)).astype(np.float32)
     directory = write(
-        tie_word_embeddings=True, change=lambda tensors: tensors.update({"lm_head.weight": head}), shards=shards
+        tie_word_embeddings=True,
+        change=lambda tensors: tensors.update({"lm_head.weight": head}),
+        shards=shards,
     )
     checkpoint = models.load(directory, dtype=jnp.float32)
     np.testing.assert_array_equal(checkpoint.model.head.kernel[...], head.T)
@@ -168,8 +188,12 @@ def test_a_head_that_differs_from_the_table_is_not_tied_to_it(write, shards):
 
 def test_a_misshapen_head_beside_a_tied_table_is_said(write, no_reading):
     change = {"lm_head.weight": np.zeros((49, 24), np.float32)}
-    with pytest.raises(ValueError, match=r"misshapen: lm_head\.weight\[49, 24\], wanted \[50, 24\]"):
-        models.load(write(tie_word_embeddings=True, change=lambda tensors: tensors.update(change)))
+    with pytest.raises(
+        ValueError, match=r"misshapen: lm_head\.weight\[49, 24\], wanted \[50, 24\]"
+    ):
+        models.load(
+            write(tie_word_embeddings=True, change=lambda tensors: tensors.update(change))
+        )
 
 
 def test_frequencies_that_old_files_hold_are_ignored(write):
@@ -192,7 +216,9 @@ def test_frequencies_that_old_files_hold_are_ignored(write):
         (None, {"eos_token_id": [-1, 7, 50]}, (7,)),  # the vocabulary has 50
     ],
 )
-def test_stop_tokens_are_those_of_the_generation_config_first(write, generation, config, wanted):
+def test_stop_tokens_are_those_of_the_generation_config_first(
+    write, generation, config, wanted
+):
     files = {} if generation is None else {"generation_config.json": generation}
     assert models.load(write(files=files, **config)).stop_tokens == wanted
 
@@ -202,7 +228,9 @@ def test_neither_importing_nor_loading_needs_torch_or_transformers(write):
         "import sys; sys.modules['torch'] = None; from kvjax import models; "
         f"models.load({str(write())!r}); print('transformers' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "False"
 
 
@@ -215,7 +243,9 @@ def test_all_problems_of_tensors_are_listed_in_one_error(write, no_reading):
         tensors["model.layers.0.self_attn.q_proj.bias"] = np.zeros(32, np.float32)
         tensors["model.layers.2.input_layernorm.weight"] = np.zeros(24, np.float32)
         tensors["lm_head.weight"] = np.zeros((50, 23), np.float32)
-        tensors["model.layers.0.self_attn.v_proj.weight"] = np.zeros((24, 16), np.float32)  # not transposed silently
+        tensors["model.layers.0.self_attn.v_proj.weight"] = np.zeros(
+            (24, 16), np.float32
+        )  # not transposed silently
         tensors["model.embed_tokens.weight"] = np.zeros((50, 24), np.int8)
 
     with pytest.raises(ValueError, match="7 problems") as error:
@@ -241,7 +271,11 @@ def test_weights_of_8_bit_floats_are_refused_with_the_mend(write, dtype, no_read
     for name, tensor in tensors.items():
         part = bytes(tensor.size) if "q_proj" in name else tensor.tobytes()
         kind = dtype if "q_proj" in name else "F32"
-        header[name] = {"dtype": kind, "shape": tensor.shape, "data_offsets": [len(data), len(data) + len(part)]}
+        header[name] = {
+            "dtype": kind,
+            "shape": tensor.shape,
+            "data_offsets": [len(data), len(data) + len(part)],
+        }
         data += part
     head = json.dumps(header).encode()
     (directory / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + data)
@@ -267,7 +301,11 @@ def test_a_directory_that_is_none_is_said(write, tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [('{"model_type": ', "not valid JSON"), ("[1]", "must hold a JSON object, got list"), ("{}", "neither model_type")],
+    [
+        ('{"model_type": ', "not valid JSON"),
+        ("[1]", "must hold a JSON object, got list"),
+        ("{}", "neither model_type"),
+    ],
 )
 def test_a_config_that_is_none_is_said(write, text, said, no_reading):
     directory = write(files={})
@@ -276,7 +314,9 @@ def test_a_config_that_is_none_is_said(write, text, said, no_reading):
         models.load(directory)
 
 
-@pytest.mark.parametrize("damage", ["truncated", "empty", "text", "pointer", "header", "longer"])
+@pytest.mark.parametrize(
+    "damage", ["truncated", "empty", "text", "pointer", "header", "longer"]
+)
 @pytest.mark.parametrize("shards", [0, 2])
 def test_a_damaged_file_is_named(write, damage, shards, no_reading):
     directory = write(shards=shards)
@@ -300,7 +340,9 @@ def test_a_damaged_file_is_named(write, damage, shards, no_reading):
 def test_a_shard_that_is_not_there_is_named(write, no_reading):
     directory = write(shards=3)
     (directory / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match=r"lacks model-00002-of-00003\.safetensors, which model\.safe"):
+    with pytest.raises(
+        FileNotFoundError, match=r"lacks model-00002-of-00003\.safetensors, which model\.safe"
+    ):
         models.load(directory)
 
 
@@ -310,7 +352,11 @@ def test_an_index_is_checked_for_what_is_needed_alone(write):
     index = directory / "model.safetensors.index.json"
     where = json.loads(index.read_text())["weight_map"]
     first = min(where.values())
-    unneeded = {"lm_head.weight": first, "model.layers.0.self_attn.rotary_emb.inv_freq": first, "model.extra": first}
+    unneeded = {
+        "lm_head.weight": first,
+        "model.layers.0.self_attn.rotary_emb.inv_freq": first,
+        "model.extra": first,
+    }
     index.write_text(json.dumps({"weight_map": {**where, **unneeded}}))
     assert models.load(directory).config.tied_head
     del where["model.norm.weight"]  # stored, but not listed
@@ -340,7 +386,10 @@ def test_an_index_that_disagrees_with_its_files_is_said(write, no_reading):
     index = directory / "model.safetensors.index.json"
     where = json.loads(index.read_text())["weight_map"]
     first, second = sorted(set(where.values()))
-    wrong = {name: second if name == "model.embed_tokens.weight" else file for name, file in where.items()}
+    wrong = {
+        name: second if name == "model.embed_tokens.weight" else file
+        for name, file in where.items()
+    }
     index.write_text(json.dumps({"weight_map": {**wrong, "model.extra": first}}))
     with pytest.raises(ValueError, match="lacks tensors where") as error:
         models.load(directory)
@@ -355,14 +404,20 @@ def test_an_index_that_disagrees_with_its_files_is_said(write, no_reading):
         models.load(directory)
 
 
-@pytest.mark.parametrize("name", ["../{0}", "/nowhere/{0}", "sub/{0}", ".{0}", "..", "", "a\\{0}", "C:{0}"])
+@pytest.mark.parametrize(
+    "name", ["../{0}", "/nowhere/{0}", "sub/{0}", ".{0}", "..", "", "a\\{0}", "C:{0}"]
+)
 def test_a_shard_outside_of_the_directory_is_refused(write, name, no_reading):
     directory = write(shards=2)
     index = directory / "model.safetensors.index.json"
     where = json.loads(index.read_text())["weight_map"]
     first = min(where.values())
     shutil.copy(directory / first, directory.parent / first)  # it could be read
-    index.write_text(json.dumps({"weight_map": {n: name.format(f) if f == first else f for n, f in where.items()}}))
+    index.write_text(
+        json.dumps(
+            {"weight_map": {n: name.format(f) if f == first else f for n, f in where.items()}}
+        )
+    )
     with pytest.raises(ValueError, match="names files that are not in its directory") as error:
         models.load(directory)
     assert "\n" not in str(error.value)
@@ -385,18 +440,29 @@ def test_the_digest_changes_with_every_file_that_decides_an_answer(write):
     assert model_digest(directory) == before
 
 
-def test_more_layers_than_tensors_are_refused_before_a_model_is_made(write, no_reading, monkeypatch):
+def test_more_layers_than_tensors_are_refused_before_a_model_is_made(
+    write, no_reading, monkeypatch
+):
     directory = write(files={"config.json": {**CONFIG, "num_hidden_layers": 1000}})
-    monkeypatch.setattr(models.weights, "Decoder", lambda *args, **settings: pytest.fail("a model was made"))
-    with pytest.raises(ValueError, match=r"num_hidden_layers in .* is 1000, but the files hold only \d+ tensors"):
+    monkeypatch.setattr(
+        models.weights, "Decoder", lambda *args, **settings: pytest.fail("a model was made")
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"num_hidden_layers in .* is 1000, but the files hold only \d+ tensors",
+    ):
         models.load(directory)
 
 
-@pytest.mark.parametrize("file", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize(
+    "file", ["config.json", "generation_config.json", "model.safetensors.index.json"]
+)
 def test_endless_brackets_are_one_sentence(write, file, no_reading):
     directory = write(shards=2)
     (directory / file).write_text('{"a": ' + "[" * 100_000)
-    with pytest.raises(ValueError, match=r"nests brackets too deeply|is not valid JSON") as error:
+    with pytest.raises(
+        ValueError, match=r"nests brackets too deeply|is not valid JSON"
+    ) as error:
         models.load(directory)
     assert len(str(error.value)) < 300
     assert "\n" not in str(error.value)
@@ -414,7 +480,10 @@ def test_pickled_weights_are_refused_with_how_to_convert_them(write):
     with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor"):
         models.load(directory)
     (directory / "pytorch_model.bin").write_bytes(pickle.dumps("boom"))
-    with pytest.raises(ValueError, match=r"only pickled weights \(pytorch_model\.bin\).*safe_serialization=True"):
+    with pytest.raises(
+        ValueError,
+        match=r"only pickled weights \(pytorch_model\.bin\).*safe_serialization=True",
+    ):
         models.load(directory)
 
 
@@ -429,23 +498,38 @@ def test_an_architecture_that_is_not_supported_names_those_that_are(write, no_re
     ):
         with pytest.raises(ValueError, match="not supported; supported are") as error:
             models.load(write(**config))
-        for name in ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+        for name in (
+            "LlamaForCausalLM",
+            "MistralForCausalLM",
+            "Qwen2ForCausalLM",
+            "Qwen3ForCausalLM",
+        ):
             assert name in str(error.value)
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
 def test_the_text_of_a_model_that_sees_images_is_read(write, prefix):
     """As Mistral Small 3.1 and Gemma 3 have it; tensors of the part that sees images are left out."""
-    wanted = jax.tree.leaves(models.load(write(model_type="mistral", architectures=["MistralForCausalLM"])).model)
+    wanted = jax.tree.leaves(
+        models.load(write(model_type="mistral", architectures=["MistralForCausalLM"])).model
+    )
 
     def rename(tensors):
         for name in list(tensors):
             head = "language_model." + name if prefix.startswith("language") else name
-            tensors[head if name == "lm_head.weight" else prefix + name[len("model.") :]] = tensors.pop(name)
+            tensors[head if name == "lm_head.weight" else prefix + name[len("model.") :]] = (
+                tensors.pop(name)
+            )
         tensors["vision_tower.patch.weight"] = np.zeros((3, 4), np.float32)
 
-    text = {name: value for name, value in CONFIG.items() if name != "architectures"} | {"model_type": "mistral"}
-    outer = {"model_type": "mistral3", "architectures": ["Mistral3ForConditionalGeneration"], "text_config": text}
+    text = {name: value for name, value in CONFIG.items() if name != "architectures"} | {
+        "model_type": "mistral"
+    }
+    outer = {
+        "model_type": "mistral3",
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "text_config": text,
+    }
     found = models.load(write(change=rename, **outer))
     assert found.stop_tokens == (1,)
     for a, b in zip(jax.tree.leaves(found.model), wanted, strict=True):
@@ -454,7 +538,9 @@ def test_the_text_of_a_model_that_sees_images_is_read(write, prefix):
         models.load(write(change=rename, **outer, quantization_config={"quant_method": "fp8"}))
 
 
-@pytest.mark.parametrize("config", [{"architectures": None}, {"model_type": ...}, {"architectures": []}])
+@pytest.mark.parametrize(
+    "config", [{"architectures": None}, {"model_type": ...}, {"architectures": []}]
+)
 def test_either_of_model_type_and_architectures_is_enough(write, config):
     models.load(write(**config))
 
@@ -481,13 +567,25 @@ def add_tokenizer(directory, *, template=TEMPLATE):
     tokenizer = Tokenizer(WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(directory / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "chat_template": template}
-    (directory / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in config.items() if v}))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": "<unk>",
+        "chat_template": template,
+    }
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({k: v for k, v in config.items() if v})
+    )
 
 
 def test_an_error_lists_the_first_tensors_and_counts_the_others(write):
     with pytest.raises(ValueError, match=r"21 problems:(\n  misshapen: .*){12}\n  and 9 more$"):
-        models.load(write(change=lambda tensors: tensors.update({n: t[..., :-1] for n, t in tensors.items()})))
+        models.load(
+            write(
+                change=lambda tensors: tensors.update(
+                    {n: t[..., :-1] for n, t in tensors.items()}
+                )
+            )
+        )
 
 
 def test_the_default_dtype_is_that_of_the_platform(write, monkeypatch):
@@ -499,7 +597,10 @@ def test_the_default_dtype_is_that_of_the_platform(write, monkeypatch):
 
 def test_a_cache_in_place_of_a_policy_is_told_how_to_go_on(write):
     checkpoint = models.load(write())
-    with pytest.raises(ValueError, match=r"got a Cache; to go on from a cache, kvjax\.generate\(checkpoint\.model"):
+    with pytest.raises(
+        ValueError,
+        match=r"got a Cache; to go on from a cache, kvjax\.generate\(checkpoint\.model",
+    ):
         checkpoint.init_cache(checkpoint.init_cache(capacity=64), capacity=64)
 
 
@@ -510,7 +611,9 @@ def test_keys_with_biases_that_are_coded_by_token_are_warned_of(write):
 
     by_token = "logquant:window=8,group=8,key_axis=token"
     models.load(write()).init_cache(by_token, capacity=64)
-    checkpoint = models.load(write(change=biases, model_type="qwen2", architectures=["Qwen2ForCausalLM"]))
+    checkpoint = models.load(
+        write(change=biases, model_type="qwen2", architectures=["Qwen2ForCausalLM"])
+    )
     with pytest.warns(UserWarning, match=r'biases to keys.*use key_axis="channel"'):
         checkpoint.init_cache(by_token, capacity=64)
     for cache in ("logquant:window=8,group=8", "kivi:residual=32,group=8"):
@@ -533,7 +636,10 @@ def test_a_tokenizer_that_is_not_there_or_cannot_be_read_is_said_when_used(write
     with pytest.raises(FileNotFoundError, match=r"has no tokenizer .*copy tokenizer\.json"):
         checkpoint.apply_chat("hello")
     (checkpoint.directory / "tokenizer.json").write_text("{")
-    with pytest.raises(ValueError, match=r"transformers cannot read the tokenizer in .* \(it reads config.json too\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"transformers cannot read the tokenizer in .* \(it reads config.json too\)",
+    ):
         _ = checkpoint.tokenizer
 
 
@@ -559,5 +665,7 @@ def test_error_messages_are_one_line_but_for_the_list_of_tensors(write):
 
 def test_reading_a_tokenizer_says_nothing_of_a_notebook_without_widgets(recwarn):
     with models.checkpoint._without_advice():
-        warnings.warn("IProgress not found. Please update jupyter and ipywidgets.", stacklevel=1)
+        warnings.warn(
+            "IProgress not found. Please update jupyter and ipywidgets.", stacklevel=1
+        )
     assert not recwarn.list

@@ -55,7 +55,9 @@ def empty(model, capacity=32, batch=B):
 
 def test_last_gives_the_logits_of_the_last_real_token(model, tokens):
     every, _ = run(model, tokens[:, :T], empty(model), lengths=LENGTHS, first_chunk=True)
-    last, cache = run(model, tokens[:, :T], empty(model), lengths=LENGTHS, first_chunk=True, last_logits=True)
+    last, cache = run(
+        model, tokens[:, :T], empty(model), lengths=LENGTHS, first_chunk=True, last_logits=True
+    )
     assert every.shape == (B, T, 40)
     assert last.shape == (B, 40)
     assert every.dtype == last.dtype == jnp.float32
@@ -85,9 +87,13 @@ def test_chunks_and_single_tokens_give_the_logits_of_the_whole(model, tokens, cu
     lengths = jnp.arange(6, 6 + B)
     for end in cuts:
         real = jnp.clip(lengths - start, 0, end - start)
-        logits, cache = run(model, tokens[:, start:end], cache, lengths=real, first_chunk=start == 0)
+        logits, cache = run(
+            model, tokens[:, start:end], cache, lengths=real, first_chunk=start == 0
+        )
         for row, n in enumerate(real.tolist()):
-            np.testing.assert_allclose(logits[row, :n], whole[row, start : start + n], atol=2e-5)
+            np.testing.assert_allclose(
+                logits[row, :n], whole[row, start : start + n], atol=2e-5
+            )
         start = end
     step = jax.jit(lambda model, cache, token: model(token, cache, last_logits=True))
     for i in range(8):
@@ -126,21 +132,33 @@ def test_rows_that_are_not_active_store_nothing(model, tokens):
 
 def test_several_steps_at_once_are_single_steps(model, tokens):
     """Through a selecting cache, ragged, with a row without a step; tokens taken back are as if never fed."""
-    policy = kvjax.Retrieval(selector=kvjax.Exact(), budget=6, sink=1, local=2, demote=kvjax.LogSparse(window=8))
-    policies = [kvjax.Full(), policy]  # the first layer has a sliding window, which a LogSparse block cannot serve
+    policy = kvjax.Retrieval(
+        selector=kvjax.Exact(), budget=6, sink=1, local=2, demote=kvjax.LogSparse(window=8)
+    )
+    policies = [
+        kvjax.Full(),
+        policy,
+    ]  # the first layer has a sliding window, which a LogSparse block cannot serve
     cache = kvjax.init(policies, model.spec(B, 32), layers=2)
     _, cache = run(model, tokens[:, :T], cache, lengths=LENGTHS)
     count = jnp.array([5, 3, 0, 4])
-    logits, together, infos = run(model, tokens[:, T : T + 5], cache, lengths=count, steps=True, info=True)
+    logits, together, infos = run(
+        model, tokens[:, T : T + 5], cache, lengths=count, steps=True, info=True
+    )
     single = cache
     for t in range(5):
-        want, single, seen = run(model, tokens[:, T + t][:, None], single, active=t < count, info=True)
+        want, single, seen = run(
+            model, tokens[:, T + t][:, None], single, active=t < count, info=True
+        )
         active = np.asarray(t < count)
         np.testing.assert_allclose(logits[active, t], want[active, 0], atol=1e-4)
         for ours, theirs in zip(infos, seen, strict=True):
             np.testing.assert_array_equal(ours.attended[t][active], theirs.attended[active])
     np.testing.assert_array_equal(together.length, single.length)
-    back, (active, last) = jax.jit(kvjax.rollback)(together, LENGTHS), (jnp.ones(B, bool), tokens[:, :1])
+    back, (active, last) = (
+        jax.jit(kvjax.rollback)(together, LENGTHS),
+        (jnp.ones(B, bool), tokens[:, :1]),
+    )
     ahead, again = (run(model, last, c, active=active, info=True)[0] for c in (cache, back))
     np.testing.assert_allclose(again, ahead, atol=1e-4)
 
@@ -179,11 +197,19 @@ def test_decoding_traces_once_and_allocates_no_second_cache(model):
 @pytest.mark.thorough
 def test_retrieval_caches_with_a_large_budget_decode_as_full_ones(model, tokens):
     policy = kvjax.Retrieval(
-        selector=kvjax.Fier(group=8), budget=64, sink=2, local=8, demote=kvjax.Fifo(leave=8), dense_below=0
+        selector=kvjax.Fier(group=8),
+        budget=64,
+        sink=2,
+        local=8,
+        demote=kvjax.Fifo(leave=8),
+        dense_below=0,
     )
     caches = [kvjax.init(p, model.spec(B, 64), layers=2) for p in (kvjax.Full(), policy)]
     step = jax.jit(lambda model, cache, token: model(token, cache, last_logits=True))
-    caches = [run(model, tokens[:, :T], cache, lengths=LENGTHS, first_chunk=True)[1] for cache in caches]
+    caches = [
+        run(model, tokens[:, :T], cache, lengths=LENGTHS, first_chunk=True)[1]
+        for cache in caches
+    ]
     for i in range(30):  # crosses flushes
         (a, b) = (step(model, cache, tokens[:, i : i + 1]) for cache in caches)
         np.testing.assert_allclose(a[0], b[0], atol=1e-4)
@@ -208,11 +234,19 @@ def test_rope_by_length_follows_the_row_alone(tokens):
     assert model.max_positions is None
     rows = tokens[:2, :T]
     alone, cache = run(model, rows[:1, :5], empty(model, batch=1), last_logits=True)
-    beside, both = run(model, rows[::-1], empty(model, batch=2), lengths=jnp.array([12, 5]), last_logits=True)
+    beside, both = run(
+        model, rows[::-1], empty(model, batch=2), lengths=jnp.array([12, 5]), last_logits=True
+    )
     np.testing.assert_allclose(beside[1], alone[0], atol=1e-5)
     np.testing.assert_array_equal(both.rotated_for, [12, 8])
     step, _ = run(model, rows[:1, 5:6], cache, last_logits=True)
-    beside, _ = run(model, jnp.tile(rows[:1, 5:6], (2, 1)), both, active=jnp.array([False, True]), last_logits=True)
+    beside, _ = run(
+        model,
+        jnp.tile(rows[:1, 5:6], (2, 1)),
+        both,
+        active=jnp.array([False, True]),
+        last_logits=True,
+    )
     np.testing.assert_allclose(beside[1], step[0], atol=1e-5)
     with pytest.raises(RuntimeError, match="rotated for a text of at most 12 tokens"):
         kvjax.raise_on_overflow(run(model, rows[:, 5:6], both)[1])
@@ -233,15 +267,23 @@ def test_random_parameters_follow_the_config():
     model = models.Decoder(config, rngs=nnx.Rngs(3), dtype=jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(model)} == {jnp.dtype(jnp.bfloat16)}
     layer = model.layers[0]
-    for param in (model.embedding, model.head.kernel, layer.attention.q.kernel, layer.mlp.down.kernel):
+    for param in (
+        model.embedding,
+        model.head.kernel,
+        layer.attention.q.kernel,
+        layer.mlp.down.kernel,
+    ):
         assert float(jnp.std(param[...].astype(jnp.float32))) == pytest.approx(0.05, rel=0.1)
-    assert not np.array_equal(layer.attention.q.kernel[...], model.layers[1].attention.q.kernel[...])
+    assert not np.array_equal(
+        layer.attention.q.kernel[...], model.layers[1].attention.q.kernel[...]
+    )
     np.testing.assert_array_equal(layer.attention.out.bias[...], np.zeros(64))
     np.testing.assert_array_equal(model.norm.scale[...], np.ones(64))
     again = models.Decoder(config, rngs=nnx.Rngs(3), dtype=jnp.bfloat16)
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), model, again))
     assert not np.array_equal(
-        models.Decoder(config, rngs=nnx.Rngs(4)).embedding[...], models.Decoder(config).embedding[...]
+        models.Decoder(config, rngs=nnx.Rngs(4)).embedding[...],
+        models.Decoder(config).embedding[...],
     )
 
 
@@ -252,7 +294,9 @@ def test_training_lowers_the_loss(tokens):
     def step(model):
         def loss(model):
             logits, _ = model(tokens[:, :-1])
-            picked = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1)
+            picked = jnp.take_along_axis(
+                jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1
+            )
             return -jnp.mean(picked)
 
         value, grads = jax.value_and_grad(loss)(model)
@@ -278,13 +322,19 @@ def test_bad_calls_say_what_is_wrong(model, tokens):
         (lambda: model(tokens[0]), r"integers \[B, T >= 1\], got int32\[30\]"),
         (lambda: model(tokens[:, :0]), r"got int32\[4, 0\]"),
         (lambda: model(tokens.astype(jnp.float32)), "got float32"),
-        (lambda: model(tokens[:2, :3], cache), r"tokens has B=2 but the cache has B=4; tokens\[2, 3\]"),
+        (
+            lambda: model(tokens[:2, :3], cache),
+            r"tokens has B=2 but the cache has B=4; tokens\[2, 3\]",
+        ),
         (
             lambda: model(tokens, kvjax.init(kvjax.Full(), model.spec(B, 32), layers=3)),
             "the cache has 3 layers but the model has 2",
         ),
         (lambda: model(tokens, cache, active=jnp.ones(B, bool)), "active is for decode steps"),
-        (lambda: models.Decoder(CONFIG, dtype=jnp.int8), "a model cannot have dtype int8; use one of bfloat16"),
+        (
+            lambda: models.Decoder(CONFIG, dtype=jnp.int8),
+            "a model cannot have dtype int8; use one of bfloat16",
+        ),
     ):
         with pytest.raises(ValueError, match=said):
             call()
@@ -292,17 +342,23 @@ def test_bad_calls_say_what_is_wrong(model, tokens):
 
 def test_the_folder_is_no_package_of_its_own():
     path = Path(inspect.getfile(models))
-    spec = importlib.util.spec_from_file_location("models", path, submodule_search_locations=[str(path.parent)])
+    spec = importlib.util.spec_from_file_location(
+        "models", path, submodule_search_locations=[str(path.parent)]
+    )
     with pytest.raises(ImportError, match=r"import kvjax\.models"):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
 def test_experts_are_chosen_as_by_top_k_and_equal_ones_by_number():
-    logits = np.random.default_rng(0).integers(-4, 5, (300, 24)).astype(np.float32)  # many are equal
+    logits = (
+        np.random.default_rng(0).integers(-4, 5, (300, 24)).astype(np.float32)
+    )  # many are equal
     logits[0], logits[1, 3:] = 0.0, -np.inf
     shares = jax.nn.softmax(logits, axis=-1)
     for k, normalised in ((1, False), (4, True), (24, False)):
-        weights, chosen = jax.jit(decoder.route, static_argnames=("k", "normalised"))(logits, k, normalised=normalised)
+        weights, chosen = jax.jit(decoder.route, static_argnames=("k", "normalised"))(
+            logits, k, normalised=normalised
+        )
         _, want = jax.lax.top_k(logits, k)
         np.testing.assert_array_equal(chosen, want)
         of_chosen = jnp.take_along_axis(shares, want, axis=1)
@@ -321,7 +377,9 @@ def test_experts_are_chosen_as_by_top_k_and_equal_ones_by_number():
     ids=["plain", "unrotated", "two ropes", "experts"],
 )
 def test_first_layers_are_those_of_the_model_with_its_head(changes):
-    config = models.DecoderConfig(**{**vars(CONFIG), "layers": 3, "windows": (6, None, 6), **changes})
+    config = models.DecoderConfig(
+        **{**vars(CONFIG), "layers": 3, "windows": (6, None, 6), **changes}
+    )
     whole = models.Decoder(config, rngs=nnx.Rngs(2))
     tokens = jnp.arange(10)[None] * 3 % 40
     for count in (1, 2, 3):

@@ -84,14 +84,32 @@ LONG = {
     for name, original in (("past", 26), ("within", 60))
 }
 FAMILIES = {
-    "llama": ("Llama", {"hidden_act": "gelu", "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "llama": (
+        "Llama",
+        {
+            "hidden_act": "gelu",
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
     "llama-plain": (
         "Llama",
-        {"num_key_value_heads": None, "head_dim": None, "hidden_act": "relu", "eos_token_id": [7]},
+        {
+            "num_key_value_heads": None,
+            "head_dim": None,
+            "hidden_act": "relu",
+            "eos_token_id": [7],
+        },
     ),
     "qwen2": (
         "Qwen2",
-        {"hidden_act": "gelu_pytorch_tanh", "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+        {
+            "hidden_act": "gelu_pytorch_tanh",
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "max_window_layers": 1,
+        },
     ),
     "qwen2-types": (
         "Qwen2",
@@ -102,7 +120,10 @@ FAMILIES = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
-    "qwen2-unused": ("Qwen2", {"sliding_window": 5, "max_window_layers": 0, "hidden_act": "quick_gelu"}),
+    "qwen2-unused": (
+        "Qwen2",
+        {"sliding_window": 5, "max_window_layers": 0, "hidden_act": "quick_gelu"},
+    ),
     "qwen3": (
         "Qwen3",
         {
@@ -115,9 +136,23 @@ FAMILIES = {
         },
     ),
     "qwen3-plain": ("Qwen3", {"use_sliding_window": False}),
-    "mistral": ("Mistral", {"hidden_act": "gelu_new", "sliding_window": 9, "tie_word_embeddings": True}),
-    "phi3": ("Phi3", {"head_dim": 8, "hidden_act": "gelu", "max_position_embeddings": 104, "sliding_window": 30}),
-    "phi3-plain": ("Phi3", {"head_dim": 8, "num_key_value_heads": None, "tie_word_embeddings": True}),
+    "mistral": (
+        "Mistral",
+        {"hidden_act": "gelu_new", "sliding_window": 9, "tie_word_embeddings": True},
+    ),
+    "phi3": (
+        "Phi3",
+        {
+            "head_dim": 8,
+            "hidden_act": "gelu",
+            "max_position_embeddings": 104,
+            "sliding_window": 30,
+        },
+    ),
+    "phi3-plain": (
+        "Phi3",
+        {"head_dim": 8, "num_key_value_heads": None, "tie_word_embeddings": True},
+    ),
     "gemma2": (
         "Gemma2",
         {
@@ -149,7 +184,12 @@ FAMILIES = {
     ),
     "mixtral": (
         "Mixtral",
-        {"hidden_act": "gelu", "num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 9},
+        {
+            "hidden_act": "gelu",
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "sliding_window": 9,
+        },
     ),
     "qwen2-moe": (
         "Qwen2Moe",
@@ -200,7 +240,10 @@ FAMILIES = {
             "layer_types": ["full_attention", "sliding_attention", "full_attention"],
         },
     ),
-    "gpt-oss-plain": ("GptOss", {"num_local_experts": 24, "tie_word_embeddings": True, "rope_parameters": None}),
+    "gpt-oss-plain": (
+        "GptOss",
+        {"num_local_experts": 24, "tie_word_embeddings": True, "rope_parameters": None},
+    ),
     "smollm3": (
         "SmolLM3",
         {
@@ -214,7 +257,10 @@ FAMILIES = {
             "tie_word_embeddings": False,
         },
     ),
-    "smollm3-plain": ("SmolLM3", {"head_dim": 8, "no_rope_layer_interval": 2, "tie_word_embeddings": True}),
+    "smollm3-plain": (
+        "SmolLM3",
+        {"head_dim": 8, "no_rope_layer_interval": 2, "tie_word_embeddings": True},
+    ),
     "phi4-mini": (
         "Phi3",
         {
@@ -232,7 +278,10 @@ FAMILIES = {
             "max_position_embeddings": 104,
         },
     ),
-    "mistral-plain": ("Mistral", {"hidden_act": "mish", "sliding_window": None, "head_dim": None}),
+    "mistral-plain": (
+        "Mistral",
+        {"hidden_act": "mish", "sliding_window": None, "head_dim": None},
+    ),
 }
 # Every scaling and every family generates; every pair of them compares logits.
 GENERATED = [
@@ -250,7 +299,9 @@ NEW = [
     *("gemma2", "gemma3", "mixtral", "qwen2-moe", "qwen2-moe-plain", "qwen3-moe"),
     *("gpt-oss", "gpt-oss-plain", "smollm3", "phi4-mini"),
 ]
-GENERATED += [(family, "default") for family in NEW if family != "phi4-mini"]  # whose RoPE is by the text's length
+GENERATED += [
+    (family, "default") for family in NEW if family != "phi4-mini"
+]  # whose RoPE is by the text's length
 # Without --thorough these generate: scaling by frequency, with windows in some layers and in all. Scaling by the text's
 # length is in test_rope_by_length.py.
 QUICK = [("llama", "llama3"), ("qwen2", "yarn"), ("mistral", "linear")]
@@ -258,8 +309,15 @@ QUICK = [("llama", "llama3"), ("qwen2", "yarn"), ("mistral", "linear")]
 # the answers of QUICK have three rules in whole models, and test_rope_by_length.py two. One more is here.
 COMPARED: list[Any] = [(f, "default") for f in FAMILIES] + [("llama", "yarn-factor")]
 SCALED = [("phi3", rope) for rope in LONG]
-SCALED += [(family, rope) for family in ("llama", "qwen2", "qwen3", "mistral") for rope in ROPES if rope != "default"]
-COMPARED += [pytest.param(*pair, marks=pytest.mark.thorough) for pair in SCALED if pair not in COMPARED]
+SCALED += [
+    (family, rope)
+    for family in ("llama", "qwen2", "qwen3", "mistral")
+    for rope in ROPES
+    if rope != "default"
+]
+COMPARED += [
+    pytest.param(*pair, marks=pytest.mark.thorough) for pair in SCALED if pair not in COMPARED
+]
 
 
 def build(family, rope, directory, **save):
@@ -271,11 +329,17 @@ def build(family, rope, directory, **save):
     name, own = FAMILIES[family]
     scaling = dict((ROPES | LONG)[rope])
     if "original_max_position_embeddings" in scaling and name == "Phi3":
-        own = own | {"original_max_position_embeddings": scaling["original_max_position_embeddings"]}
-    config = getattr(transformers, f"{name}Config")(**{**SIZES, "rope_parameters": scaling, **copy.deepcopy(own)})
+        own = own | {
+            "original_max_position_embeddings": scaling["original_max_position_embeddings"]
+        }
+    config = getattr(transformers, f"{name}Config")(
+        **{**SIZES, "rope_parameters": scaling, **copy.deepcopy(own)}
+    )
     config._attn_implementation = "eager"
     torch.manual_seed(0)
-    model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config).float().eval()
+    model = (
+        getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config).float().eval()
+    )
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "norm" in name:
@@ -291,14 +355,19 @@ def build(family, rope, directory, **save):
 
 
 def prompts():
-    tokens = np.random.default_rng(1).integers(6, SIZES["vocab_size"], (len(LENGTHS), max(LENGTHS)))
+    tokens = np.random.default_rng(1).integers(
+        6, SIZES["vocab_size"], (len(LENGTHS), max(LENGTHS))
+    )
     return [row[:n] for row, n in zip(tokens, LENGTHS, strict=True)]
 
 
 def pad(rows, *, left):
     """[B, T] and its mask."""
     width = max(map(len, rows))
-    tokens, mask = np.zeros((len(rows), width), np.int64), np.zeros((len(rows), width), np.int64)
+    tokens, mask = (
+        np.zeros((len(rows), width), np.int64),
+        np.zeros((len(rows), width), np.int64),
+    )
     for i, row in enumerate(rows):
         at = slice(width - len(row), width) if left else slice(0, len(row))
         tokens[i, at], mask[i, at] = row, 1
@@ -321,7 +390,11 @@ def greedy(model, tokens, lengths):
 
     @jax.jit
     def run(model, tokens, lengths):
-        cache = kvjax.init(kvjax.Full(), model.spec(len(LENGTHS), tokens.shape[1] + STEPS), layers=model.config.layers)
+        cache = kvjax.init(
+            kvjax.Full(),
+            model.spec(len(LENGTHS), tokens.shape[1] + STEPS),
+            layers=model.config.layers,
+        )
         prompt, cache = model(tokens, cache, lengths=lengths, first_chunk=True)
         first = prompt[jnp.arange(len(lengths)), lengths - 1]
 
@@ -340,7 +413,10 @@ def greedy(model, tokens, lengths):
 
 @pytest.mark.parametrize(
     ("family", "rope"),
-    [case if case in QUICK else pytest.param(*case, marks=pytest.mark.thorough) for case in GENERATED],
+    [
+        case if case in QUICK else pytest.param(*case, marks=pytest.mark.thorough)
+        for case in GENERATED
+    ],
     ids=lambda part: part,
 )
 def test_greedy_decoding_of_ragged_rows_is_that_of_transformers(family, rope, tmp_path):
@@ -362,21 +438,27 @@ def test_greedy_decoding_of_ragged_rows_is_that_of_transformers(family, rope, tm
         output_logits=True,
     )
 
-    prompt, new, logits = greedy(model, jnp.asarray(pad(rows, left=False)[0]), jnp.asarray(LENGTHS))
+    prompt, new, logits = greedy(
+        model, jnp.asarray(pad(rows, left=False)[0]), jnp.asarray(LENGTHS)
+    )
 
     for ours, theirs, n in zip(prompt, torch_logits(reference, rows), LENGTHS, strict=True):
         np.testing.assert_allclose(ours[:n], theirs, atol=TOLERANCE, rtol=0)
     theirs = wanted.sequences[:, tokens.shape[1] :].numpy()
     assert len(np.unique(theirs)) > 10  # the answers are no loop of a few tokens
     np.testing.assert_array_equal(new, theirs)
-    np.testing.assert_allclose(logits, torch.stack(wanted.logits).numpy(), atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose(
+        logits, torch.stack(wanted.logits).numpy(), atol=TOLERANCE, rtol=0
+    )
 
 
 @pytest.mark.parametrize(("family", "rope"), COMPARED, ids=lambda part: part)
 def test_logits_are_those_of_transformers(family, rope, tmp_path):
     reference = build(family, rope, tmp_path)
     model = models.load(tmp_path, dtype=jnp.float32).model
-    long = np.random.default_rng(2).integers(0, SIZES["vocab_size"], (2, 50))  # past all original lengths
+    long = np.random.default_rng(2).integers(
+        0, SIZES["vocab_size"], (2, 50)
+    )  # past all original lengths
     wanted = np.stack(torch_logits(reference, list(long)))
     logits, cache = jax.jit(lambda model, tokens: model(tokens))(model, jnp.asarray(long))
     assert cache is None
@@ -386,15 +468,25 @@ def test_logits_are_those_of_transformers(family, rope, tmp_path):
 
 # Logits of the plain ones, whose config has fewer parts, are compared above.
 @pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=[pytest.mark.thorough] * name.endswith("-plain")) for name in NEW]
+    "family",
+    [
+        pytest.param(name, marks=[pytest.mark.thorough] * name.endswith("-plain"))
+        for name in NEW
+    ],
 )
 @pytest.mark.parametrize("method", ["full", pytest.param("fier", marks=pytest.mark.thorough)])
-def test_chunks_and_steps_through_a_cache_are_one_text_of_transformers(family, method, tmp_path):
+def test_chunks_and_steps_through_a_cache_are_one_text_of_transformers(
+    family, method, tmp_path
+):
     """The steps of a mixture gather experts, its chunks sort tokens by expert. `fier` has a budget of all tokens."""
     reference = build(family, "default", tmp_path)
     model = models.load(tmp_path, dtype=jnp.float32).model
     layers = kvjax.presets.Layers(dense=0)
-    policies = kvjax.Full() if method == "full" else kvjax.presets.fier(budget=128, group=8, chunk=16, layers=layers)
+    policies = (
+        kvjax.Full()
+        if method == "full"
+        else kvjax.presets.fier(budget=128, group=8, chunk=16, layers=layers)
+    )
     text = np.random.default_rng(2).integers(0, SIZES["vocab_size"], (1, 50))
     wanted = np.stack(torch_logits(reference, list(text)))
     cache = kvjax.init(policies, model.spec(1, 64), layers=3)
@@ -413,21 +505,40 @@ def test_mxfp4_files_load_as_transformers_expands_them(tmp_path, monkeypatch):
     from safetensors.numpy import load_file, save_file
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    sizes = {"num_local_experts": 3, "num_experts_per_tok": 2, "hidden_size": 64, "intermediate_size": 32}
+    sizes = {
+        "num_local_experts": 3,
+        "num_experts_per_tok": 2,
+        "hidden_size": 64,
+        "intermediate_size": 32,
+    }
     monkeypatch.setitem(FAMILIES, "gpt-oss-32", ("GptOss", sizes))
     build("gpt-oss-32", "default", tmp_path)
-    tensors, wanted, rng = load_file(tmp_path / "model.safetensors"), {}, np.random.default_rng(5)
-    for name in [n for n in tensors if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+    tensors, wanted, rng = (
+        load_file(tmp_path / "model.safetensors"),
+        {},
+        np.random.default_rng(5),
+    )
+    for name in [
+        n for n in tensors if n.endswith(("experts.gate_up_proj", "experts.down_proj"))
+    ]:
         experts, size_in, size_out = tensors.pop(name).shape
-        tensors[name + "_blocks"] = rng.integers(0, 256, (experts, size_out, size_in // 32, 16), np.uint8)
-        tensors[name + "_scales"] = rng.integers(120, 130, (experts, size_out, size_in // 32), np.uint8)
+        tensors[name + "_blocks"] = rng.integers(
+            0, 256, (experts, size_out, size_in // 32, 16), np.uint8
+        )
+        tensors[name + "_scales"] = rng.integers(
+            120, 130, (experts, size_out, size_in // 32), np.uint8
+        )
         parts = (torch.tensor(tensors[name + end]) for end in ("_blocks", "_scales"))
         wanted[name] = convert_moe_packed_tensors(*parts, dtype=torch.float32).numpy()
     save_file(tensors, tmp_path / "model.safetensors")
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}})
+    )
     mlp = models.load(tmp_path, dtype=jnp.float32).model.layers[1].mlp
-    gate_up, down = (wanted[f"model.layers.1.mlp.experts.{part}_proj"] for part in ("gate_up", "down"))
+    gate_up, down = (
+        wanted[f"model.layers.1.mlp.experts.{part}_proj"] for part in ("gate_up", "down")
+    )
     np.testing.assert_array_equal(mlp.gate[...], gate_up[..., 0::2].swapaxes(1, 2))
     np.testing.assert_array_equal(mlp.up[...], gate_up[..., 1::2].swapaxes(1, 2))
     np.testing.assert_array_equal(mlp.down[...], down.swapaxes(1, 2))
@@ -443,7 +554,9 @@ def test_older_config_files_read_the_same(rope, key, tmp_path):
     import transformers
 
     _, own = FAMILIES["mistral"]
-    config = transformers.MistralConfig(**{**SIZES, "rope_parameters": dict(ROPES[rope]), **own})
+    config = transformers.MistralConfig(
+        **{**SIZES, "rope_parameters": dict(ROPES[rope]), **own}
+    )
     wanted = from_json(config.to_dict() | {"architectures": ["MistralForCausalLM"]})
     raw = json.loads(config.to_json_string())
     scaling = raw.pop("rope_parameters")
@@ -469,13 +582,19 @@ LAYOUTS = ("llama", "qwen3", "phi3", "gemma3", "mixtral", "qwen2-moe", "gpt-oss"
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=[pytest.mark.thorough] * (name not in LAYOUTS)) for name in FAMILIES]
+    "family",
+    [
+        pytest.param(name, marks=[pytest.mark.thorough] * (name not in LAYOUTS))
+        for name in FAMILIES
+    ],
 )
 def test_sharded_checkpoint_loads_as_the_single_file(family, tmp_path):
     build(family, "default", tmp_path / "one")
     build(family, "default", tmp_path / "many", max_shard_size="40KB")
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
-    one, many = (models.load(tmp_path / name, dtype=jnp.float32).model for name in ("one", "many"))
+    one, many = (
+        models.load(tmp_path / name, dtype=jnp.float32).model for name in ("one", "many")
+    )
     assert jax.tree.structure(one) == jax.tree.structure(many)
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(many), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -488,7 +607,9 @@ def test_activations_are_those_of_transformers():
     x = np.linspace(-12, 12, 241, dtype=np.float32)
     for name, activation in models.activations.ACTIVATIONS.items():
         wanted = ACT2FN[name](torch.tensor(x)).numpy()
-        np.testing.assert_allclose(activation(jnp.asarray(x)), wanted, atol=2e-6, rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose(
+            activation(jnp.asarray(x)), wanted, atol=2e-6, rtol=1e-5, err_msg=name
+        )
 
 
 def test_bfloat16_model_stays_near_the_float32_one(tmp_path):
@@ -498,7 +619,9 @@ def test_bfloat16_model_stays_near_the_float32_one(tmp_path):
     reference = build("qwen3", "default", tmp_path)
     long = np.random.default_rng(2).integers(0, SIZES["vocab_size"], (2, 30))
     exact = np.stack(torch_logits(reference, list(long)))
-    theirs = np.stack(torch_logits(reference.to(torch.bfloat16).float(), list(long)))  # rounded weights alone
+    theirs = np.stack(
+        torch_logits(reference.to(torch.bfloat16).float(), list(long))
+    )  # rounded weights alone
     checkpoint = models.load(tmp_path, "bfloat16")
     ours, _ = checkpoint.model(jnp.asarray(long))
     assert checkpoint.model.dtype == jnp.bfloat16
@@ -529,6 +652,9 @@ def test_gradients_are_those_of_torch(tmp_path):
         (grads.embedding, reference.model.embed_tokens.weight.grad),
         (grads.layers[1].attention.q.kernel, attention.q_proj.weight.grad.T),
         (grads.layers[1].attention.k_norm.scale, attention.k_norm.weight.grad),
-        (grads.layers[2].mlp.down.kernel, reference.model.layers[2].mlp.down_proj.weight.grad.T),
+        (
+            grads.layers[2].mlp.down.kernel,
+            reference.model.layers[2].mlp.down_proj.weight.grad.T,
+        ),
     ):
         np.testing.assert_allclose(ours_[...], theirs.numpy(), atol=1e-5, rtol=1e-4)

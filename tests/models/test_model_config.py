@@ -73,7 +73,9 @@ def test_every_field_of_the_config_is_read(change):
     """A changed field changes the parameters, the logits, or the positions that the model takes."""
 
     before, after = facts(TINY), facts(dataclasses.replace(TINY, **change))
-    same_logits = before[1].shape == after[1].shape and np.allclose(before[1], after[1], atol=1e-4)
+    same_logits = before[1].shape == after[1].shape and np.allclose(
+        before[1], after[1], atol=1e-4
+    )
     assert not same_logits or before[0] != after[0] or before[2] != after[2]
 
 
@@ -82,7 +84,9 @@ def facts(config):
     """Shapes of parameters, logits of random ones, and positions of a decoder."""
     random = np.random.default_rng(0)
     model = nnx.eval_shape(lambda: models.Decoder(config))
-    model = jax.tree.map(lambda x: jnp.asarray(random.normal(0.3, 0.4, x.shape), x.dtype), model)
+    model = jax.tree.map(
+        lambda x: jnp.asarray(random.normal(0.3, 0.4, x.shape), x.dtype), model
+    )
     logits, _ = jax.jit(lambda model: model(jnp.arange(8, dtype=jnp.int32)[None]))(model)
     return [p.shape for p in jax.tree.leaves(model)], np.asarray(logits), model.max_positions
 
@@ -106,27 +110,48 @@ def test_configs_are_hashable_and_equal_by_value():
         ({}, models.rope.Default(theta=10000.0)),
         ({"rope_theta": 500000}, models.rope.Default(theta=5e5)),
         ({"rope_theta": 1.5e4, "rope_scaling": None}, models.rope.Default(theta=1.5e4)),
-        ({"rope_parameters": {"rope_theta": 7.0, "rope_type": "default"}}, models.rope.Default(theta=7.0)),
-        ({"rope_parameters": {"rope_theta": 7.0}, "rope_theta": 9.0}, models.rope.Default(theta=7.0)),
+        (
+            {"rope_parameters": {"rope_theta": 7.0, "rope_type": "default"}},
+            models.rope.Default(theta=7.0),
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 7.0}, "rope_theta": 9.0},
+            models.rope.Default(theta=7.0),
+        ),
         (
             {"rope_parameters": {"rope_type": "linear", "factor": 2}, "rope_theta": 9.0},
             models.rope.Linear(theta=9, factor=2),
         ),
         (
-            {"rope_parameters": {"rope_theta": 7.0}, "rope_scaling": {"type": "linear", "factor": 4.0}},
+            {
+                "rope_parameters": {"rope_theta": 7.0},
+                "rope_scaling": {"type": "linear", "factor": 4.0},
+            },
             models.rope.Linear(factor=4.0),
         ),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, models.rope.Dynamic(factor=2.0, original=64)),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            models.rope.Dynamic(factor=2.0, original=64),
+        ),
         (
             {"rope_scaling": {"type": "yarn", "factor": 2.0, "finetuned": True}},
             models.rope.Yarn(factor=2.0, original=64),
         ),
         (
-            {"rope_scaling": {"rope_type": "yarn", "type": "linear", "original_max_position_embeddings": 16}},
+            {
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "type": "linear",
+                    "original_max_position_embeddings": 16,
+                }
+            },
             models.rope.Yarn(factor=4.0, original=16),
         ),
         (
-            {"rope_scaling": {"type": "yarn", "factor": None}, "original_max_position_embeddings": 32},
+            {
+                "rope_scaling": {"type": "yarn", "factor": None},
+                "original_max_position_embeddings": 32,
+            },
             models.rope.Yarn(factor=2.0, original=32),
         ),
         (
@@ -164,12 +189,39 @@ YARN = {"rope_type": "yarn", "original_max_position_embeddings": 32768}
         ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 64),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, None),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, 64),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}}, 64),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}, 256),
+        (
+            {
+                "rope_scaling": {
+                    "type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 16,
+                }
+            },
+            64,
+        ),
+        (
+            {
+                "rope_scaling": {
+                    "type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                }
+            },
+            256,
+        ),
         # as published: Llama-3.2-1B, Llama-3.1-8B, Qwen3 with YaRN, Qwen2.5 with YaRN, Yarn-Llama-2
-        ({"max_position_embeddings": 131072, "rope_scaling": LLAMA3 | {"factor": 32.0}}, 131072),
+        (
+            {"max_position_embeddings": 131072, "rope_scaling": LLAMA3 | {"factor": 32.0}},
+            131072,
+        ),
         ({"max_position_embeddings": 131072, "rope_scaling": LLAMA3 | {"factor": 8.0}}, 131072),
-        ({"max_position_embeddings": 131072, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 131072),
+        (
+            {
+                "max_position_embeddings": 131072,
+                "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
+            },
+            131072,
+        ),
         ({"max_position_embeddings": 32768, "rope_parameters": YARN | {"factor": 4.0}}, 131072),
         ({"max_position_embeddings": 131072, "rope_scaling": YARN | {"factor": 4.0}}, 131072),
     ],
@@ -184,11 +236,32 @@ def test_positions_of_a_model_are_those_after_scaling(fields, positions):
         ({"model_type": "mistral"}, (4096, 4096)),
         ({"model_type": "mistral", "sliding_window": None}, (None, None)),
         ({"model_type": "mistral", "sliding_window": 5}, (5, 5)),
-        ({"model_type": "mistral", "sliding_window": 5, "layer_types": ["sliding_attention"] * 2}, (5, 5)),
+        (
+            {
+                "model_type": "mistral",
+                "sliding_window": 5,
+                "layer_types": ["sliding_attention"] * 2,
+            },
+            (5, 5),
+        ),
         ({"model_type": "qwen2", "sliding_window": 5}, (None, None)),
-        ({"model_type": "qwen2", "sliding_window": 5, "use_sliding_window": True}, (None, None)),
-        ({"model_type": "qwen2", "sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1}, (None, 5)),
-        ({"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 0}, (4096, 4096)),
+        (
+            {"model_type": "qwen2", "sliding_window": 5, "use_sliding_window": True},
+            (None, None),
+        ),
+        (
+            {
+                "model_type": "qwen2",
+                "sliding_window": 5,
+                "use_sliding_window": True,
+                "max_window_layers": 1,
+            },
+            (None, 5),
+        ),
+        (
+            {"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": 0},
+            (4096, 4096),
+        ),
         (
             {
                 "model_type": "qwen3",
@@ -199,7 +272,14 @@ def test_positions_of_a_model_are_those_after_scaling(fields, positions):
             },
             (5, None),
         ),
-        ({"model_type": "llama", "layer_types": ["full_attention"] * 2, "sliding_window": None}, (None, None)),
+        (
+            {
+                "model_type": "llama",
+                "layer_types": ["full_attention"] * 2,
+                "sliding_window": None,
+            },
+            (None, None),
+        ),
     ],
 )
 def test_windows_of_layers(fields, windows):
@@ -225,41 +305,99 @@ def test_kv_heads_default_as_in_transformers(fields, wanted):
     [
         ({"vocab_size": ...}, "has no vocab_size"),
         ({"hidden_size": None}, "has no hidden_size"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers in config.json must be at least 1, got 0"),
-        ({"num_attention_heads": "4"}, "num_attention_heads in config.json must be an integer, got '4'"),
+        (
+            {"num_hidden_layers": 0},
+            "num_hidden_layers in config.json must be at least 1, got 0",
+        ),
+        (
+            {"num_attention_heads": "4"},
+            "num_attention_heads in config.json must be an integer, got '4'",
+        ),
         ({"num_attention_heads": True}, "must be an integer, got True"),
-        ({"num_key_value_heads": 3}, "num_attention_heads=4, which num_key_value_heads=3 does not divide"),
-        ({"num_attention_heads": 7, "num_key_value_heads": 7, "head_dim": None}, "7 does not divide hidden_size=24"),
+        (
+            {"num_key_value_heads": 3},
+            "num_attention_heads=4, which num_key_value_heads=3 does not divide",
+        ),
+        (
+            {"num_attention_heads": 7, "num_key_value_heads": 7, "head_dim": None},
+            "7 does not divide hidden_size=24",
+        ),
         ({"head_dim": 7}, "RoPE needs an even number"),
         ({"rms_norm_eps": "1e-5"}, "rms_norm_eps in config.json must be a finite number"),
-        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings in config.json must be true or false"),
+        (
+            {"tie_word_embeddings": "yes"},
+            "tie_word_embeddings in config.json must be true or false",
+        ),
         ({"hidden_act": "swoosh"}, "'swoosh', which is not supported; use one of silu"),
         (
             {"quantization_config": {"bits": 4}},
             "config.json is of a checkpoint that is quantised .quantization_config., wh",
         ),
-        ({"quantization_config": {"quant_method": "awq"}}, "that is quantised by awq .quantization_config."),
-        ({"compression_config": {"format": "int"}}, "that is quantised .compression_config., which is not supported"),
-        ({"num_hidden_layers": 10**6}, "num_hidden_layers in config.json is 1000000, more than any model has"),
+        (
+            {"quantization_config": {"quant_method": "awq"}},
+            "that is quantised by awq .quantization_config.",
+        ),
+        (
+            {"compression_config": {"format": "int"}},
+            "that is quantised .compression_config., which is not supported",
+        ),
+        (
+            {"num_hidden_layers": 10**6},
+            "num_hidden_layers in config.json is 1000000, more than any model has",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor in config.json is 0.5"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor in rope_parameters"),
-        ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping in config.json is 30.0, which is not supported"),
+        (
+            {"rope_parameters": {"partial_rotary_factor": 0.5}},
+            "partial_rotary_factor in rope_parameters",
+        ),
+        (
+            {"attn_logit_softcapping": 30.0},
+            "attn_logit_softcapping in config.json is 30.0, which is not supported",
+        ),
         ({"per_layer_config": {"1": {"hidden_size": 8}}}, "per_layer_config"),
-        ({"rope_scaling": {"type": "ntk", "factor": 2}}, "'ntk'.*default, linear, dynamic, llama3, yarn, longrope"),
-        ({"rope_scaling": {"type": "longrope", "factor": 2}}, "short_factor.*must be a list of finite.*got None"),
+        (
+            {"rope_scaling": {"type": "ntk", "factor": 2}},
+            "'ntk'.*default, linear, dynamic, llama3, yarn, longrope",
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", "factor": 2}},
+            "short_factor.*must be a list of finite.*got None",
+        ),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling of config.json has no factor"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor=.*finite number above 0"),
         ({"rope_scaling": {"type": "llama3", "factor": 2}}, "has no low_freq_factor"),
         ({"rope_scaling": [1]}, "rope_scaling in config.json must be an object"),
-        ({"rope_theta": float("nan")}, "rope_theta in config.json must be a finite number, got nan"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "parameters for each kind of layer"),
+        (
+            {"rope_theta": float("nan")},
+            "rope_theta in config.json must be a finite number, got nan",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+            "parameters for each kind of layer",
+        ),
         ({"sliding_window": 5}, "a Llama has no sliding window"),
         ({"layer_types": ["sliding_attention"] * 2}, "no window is in use"),
         ({"layer_types": ["full_attention"]}, "one name for each of the 2 layers"),
-        ({"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention, which is not supported"),
-        ({"model_type": "qwen3", "layer_types": ["sliding_attention"] * 2, "use_sliding_window": False}, "no window"),
-        ({"model_type": "mistral", "layer_types": ["sliding_attention", "full_attention"]}, "mixes layers"),
-        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window in config.json must be at least 1, got 0"),
+        (
+            {"layer_types": ["full_attention", "chunked_attention"]},
+            "chunked_attention, which is not supported",
+        ),
+        (
+            {
+                "model_type": "qwen3",
+                "layer_types": ["sliding_attention"] * 2,
+                "use_sliding_window": False,
+            },
+            "no window",
+        ),
+        (
+            {"model_type": "mistral", "layer_types": ["sliding_attention", "full_attention"]},
+            "mixes layers",
+        ),
+        (
+            {"model_type": "mistral", "sliding_window": 0},
+            "sliding_window in config.json must be at least 1, got 0",
+        ),
         ({"architectures": "LlamaForCausalLM"}, "architectures in config.json must be a list"),
     ],
 )
@@ -298,10 +436,16 @@ def test_fields_that_change_nothing_are_accepted(fields):
         ({"norm_eps": -1.0}, "at least 0"),
         ({"rotary_dim": 10}, "needs an even number"),
         ({"unrotated": (2,)}, r"unrotated=.*at most 1"),
-        ({"experts": models.Experts(count=2, per_token=1, size=4, dense_layers=(5,))}, "at most 1"),
+        (
+            {"experts": models.Experts(count=2, per_token=1, size=4, dense_layers=(5,))},
+            "at most 1",
+        ),
         ({"experts": 4}, "must be kvjax.models.Experts"),
         ({"soft_cap": 0.0}, "must be above 0, or None"),
-        ({"local_rope": models.rope.Dynamic(factor=2.0, original=8)}, "depends on the length of the text"),
+        (
+            {"local_rope": models.rope.Dynamic(factor=2.0, original=8)},
+            "depends on the length of the text",
+        ),
         ({"head_dim": 2, "rope": models.rope.Dynamic(factor=2.0, original=8)}, "at least 4"),
     ],
 )

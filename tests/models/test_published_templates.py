@@ -57,7 +57,14 @@ CONTROL = [
     "<|user|>",
     "<|end|>",
 ]
-CONTROL += ["<|assistant|>", "<|system|>", "[INST]", "[/INST]", "<start_of_turn>", "<end_of_turn>"]
+CONTROL += [
+    "<|assistant|>",
+    "<|system|>",
+    "[INST]",
+    "[/INST]",
+    "<start_of_turn>",
+    "<end_of_turn>",
+]
 MESSAGES = [
     "Who wrote Moby-Dick?",
     "And when? 你好 😀",
@@ -67,7 +74,9 @@ MESSAGES = [
 ]
 
 
-def with_random_weights(directory: Path, tokens: int, positions: int = 4096) -> models.Checkpoint:
+def with_random_weights(
+    directory: Path, tokens: int, positions: int = 4096
+) -> models.Checkpoint:
     """The checkpoint of a tokenizer with so many tokens: its model says anything."""
     changes = {"vocab_size": tokens, "max_position_embeddings": positions}
     config = directory / "config.json"
@@ -75,12 +84,16 @@ def with_random_weights(directory: Path, tokens: int, positions: int = 4096) -> 
     tensors = load_file(directory / "model.safetensors")
     table = np.random.default_rng(0).normal(size=(tokens, WIDTH)).astype(np.float32) * 0.2
     save_file(
-        {**tensors, "model.embed_tokens.weight": table}, directory / "model.safetensors", metadata={"format": "pt"}
+        {**tensors, "model.embed_tokens.weight": table},
+        directory / "model.safetensors",
+        metadata={"format": "pt"},
     )
     return models.load(directory, dtype=jnp.float32)
 
 
-def five_turns(checkpoint: models.Checkpoint, cache: str, *, cuts: bool = True, **settings: Any) -> None:
+def five_turns(
+    checkpoint: models.Checkpoint, cache: str, *, cuts: bool = True, **settings: Any
+) -> None:
     """With a cache that cannot be cut, a model's unusual spelling of an answer is kept: then the texts are compared."""
     chat = checkpoint.chat(cache=cache, max_new_tokens=9, **settings)
     for message in MESSAGES:
@@ -101,9 +114,13 @@ def five_turns(checkpoint: models.Checkpoint, cache: str, *, cuts: bool = True, 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("cache", ["full", "snapkv:budget=128"])
 @pytest.mark.parametrize("name", sorted(TEMPLATES, key=lambda name: "," not in name))
-def test_the_cache_was_fed_the_template_s_own_render(tmp_path: Path, name: str, cache: str) -> None:
+def test_the_cache_was_fed_the_template_s_own_render(
+    tmp_path: Path, name: str, cache: str
+) -> None:
     file = write_checkpoint(tmp_path) / "tokenizer_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": TEMPLATES[name]}))
+    file.write_text(
+        json.dumps({**json.loads(file.read_text()), "chat_template": TEMPLATES[name]})
+    )
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     tokenizer.add_special_tokens(CONTROL)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -117,7 +134,9 @@ def test_the_cache_was_fed_the_template_s_own_render(tmp_path: Path, name: str, 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("cache", ["full", "fier:budget=64", "snapkv:budget=128"])
-def test_a_published_tokenizer_and_template_do_as_well(tmp_path: Path, checkpoint: str | None, cache: str) -> None:
+def test_a_published_tokenizer_and_template_do_as_well(
+    tmp_path: Path, checkpoint: str | None, cache: str
+) -> None:
     if checkpoint is None:
         pytest.skip("--checkpoint does not name the directory of a published model")
     write_checkpoint(tmp_path, bos_token_id=None, eos_token_id=None)

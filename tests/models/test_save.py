@@ -30,7 +30,11 @@ CONFIGS = {
     "llama": {"qkv_bias": True, "out_bias": True, "mlp_bias": True, "activation": "gelu"},
     "llama-tied": {"tied_head": True, "rope": LLAMA3},
     "mistral": {"windows": (9, 9, 9), "rope": rope.Linear(theta=300.0, factor=2.0)},
-    "qwen2": {"qkv_bias": True, "windows": (None, 5, None), "rope": rope.Dynamic(theta=300.0, factor=2.0, original=96)},
+    "qwen2": {
+        "qkv_bias": True,
+        "windows": (None, 5, None),
+        "rope": rope.Dynamic(theta=300.0, factor=2.0, original=96),
+    },
     "gemma3_text": {
         "norm_offset": True,
         "post_norms": True,
@@ -42,9 +46,18 @@ CONFIGS = {
         "rope": rope.Linear(theta=300.0, factor=2.0),
         "local_rope": rope.Default(theta=50.0),
     },
-    "qwen3_moe": {"qk_norm": True, "experts": models.Experts(count=5, per_token=2, size=16, dense_layers=(1,))},
+    "qwen3_moe": {
+        "qk_norm": True,
+        "experts": models.Experts(count=5, per_token=2, size=16, dense_layers=(1,)),
+    },
     "gpt_oss": {
-        **{"qkv_bias": True, "out_bias": True, "sinks": True, "windows": (6, None, 6), "rope": YARN},
+        **{
+            "qkv_bias": True,
+            "out_bias": True,
+            "sinks": True,
+            "windows": (6, None, 6),
+            "rope": YARN,
+        },
         "experts": models.Experts(count=5, per_token=2, size=40, bias=True, clamp=(1.5, 0.5)),
     },
     "qwen3": {"qk_norm": True, "tied_head": True, "rope": YARN},
@@ -56,7 +69,10 @@ def decoder(name):
 
 
 def leaves(model):
-    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(model)}
+    return {
+        jax.tree_util.keystr(path): np.asarray(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(model)
+    }
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -70,7 +86,10 @@ def test_a_saved_model_is_read_back_as_it_was(name, tmp_path):
     assert leaves(found.model).keys() == wanted.keys()
     for key, leaf in leaves(found.model).items():
         np.testing.assert_array_equal(leaf, wanted[key], err_msg=key)
-    assert json.loads((tmp_path / "new" / "config.json").read_text())["model_type"] == name.split("-")[0]
+    assert (
+        json.loads((tmp_path / "new" / "config.json").read_text())["model_type"]
+        == name.split("-")[0]
+    )
     assert len(wanted) == len(jax.tree.leaves(model))
 
 
@@ -78,7 +97,9 @@ def test_fused_tensors_are_written_and_read_back_part_by_part(tmp_path, monkeypa
     """As Phi-3 has them. `save` prefers Llama, which says the same, so here only Phi-3 is known."""
     monkeypatch.setattr(models.weights, "FAMILIES", {"phi3": models.weights.PHI3})
     factors = {"short_factor": (1.0, 1.0, 1.1, 1.2), "long_factor": (1.0, 2.0, 4.0, 8.0)}
-    config = dataclasses.replace(PLAIN, rope=rope.LongRope(original=24, attention_factor=1.25, **factors))
+    config = dataclasses.replace(
+        PLAIN, rope=rope.LongRope(original=24, attention_factor=1.25, **factors)
+    )
     model = models.Decoder(config, rngs=nnx.Rngs(3))
     models.save(tmp_path, model, shard_bytes=20_000)
     found = models.load(tmp_path, dtype=jnp.float32)
@@ -109,7 +130,10 @@ def test_one_file_needs_no_index(tmp_path):
 
 def test_a_directory_with_a_checkpoint_is_left_alone(tmp_path):
     (tmp_path / "model-00001-of-00002.safetensors").write_text("precious")
-    with pytest.raises(FileExistsError, match=r"has a checkpoint \(model-00001-of-00002\.safetensors\); give a new"):
+    with pytest.raises(
+        FileExistsError,
+        match=r"has a checkpoint \(model-00001-of-00002\.safetensors\); give a new",
+    ):
         models.save(tmp_path, decoder("llama"))
     assert [p.name for p in tmp_path.iterdir()] == ["model-00001-of-00002.safetensors"]
 
@@ -119,11 +143,16 @@ def test_a_directory_with_a_checkpoint_is_left_alone(tmp_path):
     [
         ({"shard_bytes": 0}, r"save\(shard_bytes=\.\.\.\) must be at least 1, got 0"),
         ({"shard_bytes": "5GB"}, r"save\(shard_bytes=\.\.\.\) must be an integer, got '5GB'"),
-        ({"stop_tokens": [1, 10**6]}, r"save\(stop_tokens=\.\.\.\) must be at most \d+, got 1000000"),
+        (
+            {"stop_tokens": [1, 10**6]},
+            r"save\(stop_tokens=\.\.\.\) must be at most \d+, got 1000000",
+        ),
         ({"bos_token": -1}, r"save\(bos_token=\.\.\.\) must be at least 0, got -1"),
     ],
 )
-def test_options_that_mean_nothing_are_refused_before_anything_is_written(settings, message, tmp_path):
+def test_options_that_mean_nothing_are_refused_before_anything_is_written(
+    settings, message, tmp_path
+):
     model = decoder("llama")
     with pytest.raises(ValueError, match=message):
         models.save(tmp_path / "new", model, **settings)
@@ -147,7 +176,9 @@ def test_transformers_reads_what_was_saved_and_computes_the_same(name, tmp_path)
     model = decoder(name)
     models.save(tmp_path, model, shard_bytes=8000)
     tokens = np.random.default_rng(0).integers(0, PLAIN.vocab_size, (2, 30))
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="eager"
+    )
     with torch.no_grad():
         wanted = theirs(torch.tensor(tokens)).logits.numpy()
     ours, _ = jax.jit(lambda model, tokens: model(tokens))(model, tokens)

@@ -13,7 +13,9 @@ from kvjax.evaluate.tasks.haystack import weave
 from kvjax.generation import generate
 
 LENGTH = 512
-TEXT = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+TEXT = (
+    "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,18 +40,35 @@ def test_its_card_tells_what_it_saw_and_what_it_can_do(checkpoint):
     card = (checkpoint.directory / "README.md").read_text()
     settings = json.loads((models.shipped() / "config.json").read_text())
     assert f"vocabulary {settings['vocab_size']}" in card
-    for told in ("license:", "## Data", "SHA-256", "Held out: War And Peace", "| needles |", "| perplexity |"):
+    for told in (
+        "license:",
+        "## Data",
+        "SHA-256",
+        "Held out: War And Peace",
+        "| needles |",
+        "| perplexity |",
+    ):
         assert told in card
 
 
 @pytest.mark.thorough  # README's first command asks it through FIER, tests/cli/test_cli.py with all tokens
-@pytest.mark.parametrize("policy", [presets.fier(budget=128), presets.full()], ids=["fier", "full"])
+@pytest.mark.parametrize(
+    "policy", [presets.fier(budget=128), presets.full()], ids=["fier", "full"]
+)
 def test_it_finds_what_is_hidden(checkpoint, policy):
     rng = random.Random(0)
-    sizes = {"needles": {"hidden": 4}, "key_value": {"pairs": 8}, "variables": {"chains": 4, "hops": 1}}
+    sizes = {
+        "needles": {"hidden": 4},
+        "key_value": {"pairs": 8},
+        "variables": {"chains": 4, "hops": 1},
+    }
     made = [FORMS[form](rng, **sizes.get(form, {})) for form in ("pass_key", *sizes)]
-    prompts = [weave(checkpoint.tokenizer, TEXT * 40, LENGTH, hidden, rng).ids for hidden in made]
-    cache = init(policy, checkpoint.model.spec(len(prompts), LENGTH + 8), layers=checkpoint.config.layers)
+    prompts = [
+        weave(checkpoint.tokenizer, TEXT * 40, LENGTH, hidden, rng).ids for hidden in made
+    ]
+    cache = init(
+        policy, checkpoint.model.spec(len(prompts), LENGTH + 8), layers=checkpoint.config.layers
+    )
     tokens = np.asarray(generate(checkpoint.model, cache, prompts, max_new_tokens=5).tokens)
     found = [checkpoint.tokenizer.decode(row).strip() for row in tokens]
     assert found == [one.answers[0] for one in made]

@@ -27,13 +27,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> models.Checkpoint:
     return models.load(write_checkpoint(tmp_path_factory.mktemp("text")), dtype=jnp.float32)
 
 
-def by_hand(checkpoint: models.Checkpoint, rows: list[list[int]], policy: Any, **settings: Any) -> list[list[int]]:
+def by_hand(
+    checkpoint: models.Checkpoint, rows: list[list[int]], policy: Any, **settings: Any
+) -> list[list[int]]:
     spec = checkpoint.model.spec(batch=len(rows), capacity=256)
     cache = kvjax.init(policy, spec, layers=LAYERS)
     return kvjax.generate(checkpoint.model, cache, rows, stop_tokens=EOS, **settings).rows
 
 
-def test_a_text_is_continued_as_the_parts_put_together_by_hand_do(checkpoint: models.Checkpoint) -> None:
+def test_a_text_is_continued_as_the_parts_put_together_by_hand_do(
+    checkpoint: models.Checkpoint,
+) -> None:
     done = checkpoint.generate(TEXT, cache="fier:budget=16", max_new_tokens=12)
     ids = checkpoint.tokenizer(TEXT)["input_ids"]
     assert [done.tokens] == by_hand(checkpoint, [ids], presets.fier(16), max_new_tokens=12)
@@ -49,7 +53,10 @@ def test_a_text_is_continued_as_the_parts_put_together_by_hand_do(checkpoint: mo
 
 @pytest.mark.parametrize("cache", ["fier:budget=16", presets.fier(16)], ids=["text", "policy"])
 def test_a_cache_is_a_policy_or_its_text(checkpoint: models.Checkpoint, cache: Any) -> None:
-    assert checkpoint.generate(TEXT, cache=cache, max_new_tokens=4).cache.layers[2].policy == presets.fier(16).rest
+    assert (
+        checkpoint.generate(TEXT, cache=cache, max_new_tokens=4).cache.layers[2].policy
+        == presets.fier(16).rest
+    )
 
 
 def test_chat_messages_go_through_the_template(checkpoint: models.Checkpoint) -> None:
@@ -77,13 +84,23 @@ def test_a_list_has_an_answer_for_each(checkpoint: models.Checkpoint) -> None:
         {"temperature": [0.0, 1.0, 2.0]},  # of each row, one of them greedy
     ],
 )
-def test_more_prompts_than_slots_take_turns(checkpoint: models.Checkpoint, draws: dict[str, Any]) -> None:
+def test_more_prompts_than_slots_take_turns(
+    checkpoint: models.Checkpoint, draws: dict[str, Any]
+) -> None:
     texts = [TEXT, "A", "Some years ago"]
     whole = checkpoint.generate(texts, cache="fier:budget=16", max_new_tokens=8, **draws)
-    turns = checkpoint.generate(texts, cache="fier:budget=16", max_new_tokens=8, slots=2, **draws)
-    assert (turns.texts, turns.rows, turns.prompt_lengths) == (whole.texts, whole.rows, whole.prompt_lengths)
+    turns = checkpoint.generate(
+        texts, cache="fier:budget=16", max_new_tokens=8, slots=2, **draws
+    )
+    assert (turns.texts, turns.rows, turns.prompt_lengths) == (
+        whole.texts,
+        whole.rows,
+        whole.prompt_lengths,
+    )
     assert "new tokens)" in repr(turns)
-    with pytest.raises(ValueError, match="took turns in fewer slots, so no cache holds them all"):
+    with pytest.raises(
+        ValueError, match="took turns in fewer slots, so no cache holds them all"
+    ):
         turns.cache  # noqa: B018
     with pytest.raises(ValueError, match="slots and speculate"):
         checkpoint.generate(texts, slots=2, speculate="prompt-lookup")
@@ -120,7 +137,10 @@ def test_draws_follow_seed_or_key(checkpoint: models.Checkpoint) -> None:
 
 def test_stop_tokens_and_new_tokens_are_known(checkpoint: models.Checkpoint) -> None:
     free = checkpoint.generate(TEXT, max_new_tokens=12, stop_tokens=()).tokens
-    assert checkpoint.generate(TEXT, max_new_tokens=12, stop_tokens=[free[3]]).tokens == free[: free.index(free[3]) + 1]
+    assert (
+        checkpoint.generate(TEXT, max_new_tokens=12, stop_tokens=[free[3]]).tokens
+        == free[: free.index(free[3]) + 1]
+    )
     left = checkpoint.generate("x" * (POSITIONS - 3))
     assert 1 <= len(left.tokens) <= 3
 
@@ -138,8 +158,16 @@ def test_stop_tokens_and_new_tokens_are_known(checkpoint: models.Checkpoint) -> 
         ("a", {"cache": "shadowkv:host=maybe"}, "host must be true or false, got 'maybe'"),
         ("a", {"cache": "fier:group=8,group=16"}, "group is given twice"),
         ("a", {"cache": presets.fier}, "got the function fier; call it"),
-        ("a", {"cache": "fier:dense_layers=3"}, "keeps the first 3 layers full and the model has 3, so no layer uses"),
-        ("a", {"top_p": 0.9}, "top_p=0.9 filters draws, but without a temperature nothing is drawn"),
+        (
+            "a",
+            {"cache": "fier:dense_layers=3"},
+            "keeps the first 3 layers full and the model has 3, so no layer uses",
+        ),
+        (
+            "a",
+            {"top_p": 0.9},
+            "top_p=0.9 filters draws, but without a temperature nothing is drawn",
+        ),
         ("a", {"temperature": 1.0, "seed": 1, "key": jax.random.key(1)}, "seed and key both"),
         ("a", {"temperature": 1.0, "seed": 0.5}, "seed must be an integer, got 0.5"),
         ("a" * 512, {}, "512 prompt + 1 new tokens do not fit in the model's 512 positions"),
@@ -158,20 +186,31 @@ def test_first_mistakes_are_answered(
 
 
 def test_a_stream_takes_one_prompt(checkpoint: models.Checkpoint) -> None:
-    with pytest.raises(ValueError, match="stream takes one prompt, got 2; call generate for several"):
+    with pytest.raises(
+        ValueError, match="stream takes one prompt, got 2; call generate for several"
+    ):
         checkpoint.stream(["a", "b"])  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize("word", ["no", "false", "0", "off", "False"])
 def test_a_setting_that_is_false_is_false(word: str) -> None:
     assert presets.parse(f"shadowkv:host={word}") == presets.shadowkv(host=False)
-    assert presets.parse(f"pariskv:correct={word}") == presets.pariskv(selector=kvjax.Paris(correct=False))
+    assert presets.parse(f"pariskv:correct={word}") == presets.pariskv(
+        selector=kvjax.Paris(correct=False)
+    )
     assert presets.parse("shadowkv:host=yes") == presets.shadowkv()
-    assert presets.parse("fier:store=host") == presets.fier(store="host") == presets.fier(store=kvjax.HostOffload())
+    assert (
+        presets.parse("fier:store=host")
+        == presets.fier(store="host")
+        == presets.fier(store=kvjax.HostOffload())
+    )
 
 
 def test_the_loaded_checkpoint_is_shown_short(checkpoint: models.Checkpoint) -> None:
-    assert repr(checkpoint) == f"Checkpoint({str(checkpoint.directory)!r}; 3 layers, 512 positions)"
+    assert (
+        repr(checkpoint)
+        == f"Checkpoint({str(checkpoint.directory)!r}; 3 layers, 512 positions)"
+    )
 
 
 # ----------------------------------------------------------------------------------------- code of the checkpoint's own
@@ -182,7 +221,9 @@ def test_python_of_a_checkpoint_is_refused_without_a_question(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = write_checkpoint(tmp_path)
-    (directory / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: pass\n")
+    (directory / "own.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: pass\n"
+    )
     file = directory / name
     settings = json.loads(file.read_text())
     file.write_text(json.dumps({**settings, "auto_map": {"AutoTokenizer": ["own.Own", None]}}))
@@ -190,7 +231,9 @@ def test_python_of_a_checkpoint_is_refused_without_a_question(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         checkpoint = models.load(directory)
-        with pytest.raises(ValueError, match=r"the checkpoint's own Python code .*which kvjax never runs") as error:
+        with pytest.raises(
+            ValueError, match=r"the checkpoint's own Python code .*which kvjax never runs"
+        ) as error:
             checkpoint.generate("a", max_new_tokens=1)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "ran").exists()
@@ -204,6 +247,8 @@ def test_a_tokenizer_that_fails_on_a_text_is_one_line(tmp_path: Path) -> None:
     tokenizer.save(str(directory / "tokenizer.json"))
     checkpoint = models.load(directory)
     for prompt in ("a" * 40 + "!!!", [{"role": "user", "content": "a" * 40 + "!!!"}]):
-        with pytest.raises(ValueError, match=r"the tokenizer in .* fails on the text: ") as error:
+        with pytest.raises(
+            ValueError, match=r"the tokenizer in .* fails on the text: "
+        ) as error:
             checkpoint.encode(prompt)
         assert "\n" not in str(error.value)

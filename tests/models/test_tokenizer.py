@@ -16,7 +16,9 @@ from kvjax.generation.text import Detokenizer
 from kvjax.models import tokenizer
 
 SPELT = ("<s>", "</s>", "<unk>", " n't", " .", "\n\n", "é", "漢", "🙂", "0123", "\x00", "  ")
-TEXTS = st.lists(st.one_of(st.sampled_from(SPELT), st.text(max_size=8)), max_size=12).map("".join)
+TEXTS = st.lists(st.one_of(st.sampled_from(SPELT), st.text(max_size=8)), max_size=12).map(
+    "".join
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +37,9 @@ def test_it_encodes_and_decodes_as_transformers_does(both, text):
         assert one(text, add_special_tokens=special)["input_ids"] == ids
         for skip in (True, False):
             got = one.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
-            assert got == whole.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+            assert got == whole.decode(
+                ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
+            )
     assert one([text, text]).input_ids == whole([text, text]).input_ids
 
 
@@ -43,8 +47,23 @@ def test_it_encodes_and_decodes_as_transformers_does(both, text):
     "ids",
     [
         *(5, np.int32(5), np.array(5), jnp.int32(5)),
-        *([], [5, 6], (5, 6), range(3, 5), [np.int64(5)], [jnp.int32(5)], np.zeros(0, int), jnp.array([5, 6])),
-        *([[]], ((5, 6), [7]), [np.array([5, 6])], np.array([[5, 6], [7, 8]]), jnp.array([[5, 6], [7, 8]])),
+        *(
+            [],
+            [5, 6],
+            (5, 6),
+            range(3, 5),
+            [np.int64(5)],
+            [jnp.int32(5)],
+            np.zeros(0, int),
+            jnp.array([5, 6]),
+        ),
+        *(
+            [[]],
+            ((5, 6), [7]),
+            [np.array([5, 6])],
+            np.array([[5, 6], [7, 8]]),
+            jnp.array([[5, 6], [7, 8]]),
+        ),
         {"input_ids": [5, 6]},
     ],
     ids=lambda ids: repr(ids).replace("\n", ""),
@@ -53,7 +72,9 @@ def test_it_decodes_whatever_transformers_does(both, ids):
     one, whole = both
     try:
         wanted = whole.decode(ids)
-    except TypeError:  # transformers takes no arrays of jax inside of a list, and no list of arrays
+    except (
+        TypeError
+    ):  # transformers takes no arrays of jax inside of a list, and no list of arrays
         wanted = whole.decode(np.asarray(ids).tolist())
     assert one.decode(ids) == wanted
     assert one.decode(token_ids=ids, skip_special_tokens=True) == wanted
@@ -80,10 +101,16 @@ def test_it_takes_the_texts_that_transformers_takes(both, text):
 
 def test_what_is_asked_beside_is_left_to_transformers(both):
     one, whole = both
-    assert one("a", "b").input_ids == one(text="a", text_pair="b").input_ids == whole("a", "b").input_ids
+    assert (
+        one("a", "b").input_ids
+        == one(text="a", text_pair="b").input_ids
+        == whole("a", "b").input_ids
+    )
     assert one.encode("a b") == whole.encode("a b")
     assert one.batch_decode([[5, 6], [7]]) == whole.batch_decode([[5, 6], [7]])
-    np.testing.assert_array_equal(*(each("a b", return_tensors="np").input_ids for each in both))
+    np.testing.assert_array_equal(
+        *(each("a b", return_tensors="np").input_ids for each in both)
+    )
 
 
 def test_its_tokens_are_those_of_transformers(both):
@@ -136,16 +163,31 @@ def test_files_beside_a_config_that_lists_all_tokens_change_nothing(tmp_path):
     """As in the directories of Llama 3 and Qwen, which hold such files."""
     from transformers import AutoTokenizer
 
-    token = {"content": "<s>", "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+    token = {
+        "content": "<s>",
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "single_word": False,
+    }
     known = json.loads((models.shipped() / "tokenizer.json").read_text())["added_tokens"]
-    listed = {str(one["id"]): {**token, "content": one["content"], "special": True} for one in known}
+    listed = {
+        str(one["id"]): {**token, "content": one["content"], "special": True} for one in known
+    }
     write(tmp_path, added_tokens_decoder=listed, eos_token="</s>")
-    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": "</s>", "pad_token": "<more>"}))
+    (tmp_path / "special_tokens_map.json").write_text(
+        json.dumps({"bos_token": "</s>", "pad_token": "<more>"})
+    )
     (tmp_path / "added_tokens.json").write_text(json.dumps({"<other>": 4095}))
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    one, whole = tokenizer.read(tmp_path, lambda: None), AutoTokenizer.from_pretrained(str(tmp_path))
+    one, whole = (
+        tokenizer.read(tmp_path, lambda: None),
+        AutoTokenizer.from_pretrained(str(tmp_path)),
+    )
     assert one is not None
-    assert [getattr(one, name) for name in tokenizer.NAMED] == [getattr(whole, name) for name in tokenizer.NAMED]
+    assert [getattr(one, name) for name in tokenizer.NAMED] == [
+        getattr(whole, name) for name in tokenizer.NAMED
+    ]
     assert one.chat_template == whole.chat_template == "{{ messages[0].content }}"
     assert one.get_vocab() == whole.get_vocab()
     text = "<s>a <other> b</s><more>"
@@ -156,7 +198,9 @@ def test_generation_does_not_load_transformers():
     one = tokenizer.read(models.shipped(), lambda: pytest.fail("transformers was loaded"))
     on_auto_axes(lambda *args, **kwargs: None)(one, tokenizer=one)
     text = Detokenizer(one)
-    assert text.push(one("a b c", add_special_tokens=False).input_ids) + text.finish() == "a b c"
+    assert (
+        text.push(one("a b c", add_special_tokens=False).input_ids) + text.finish() == "a b c"
+    )
 
 
 def test_a_damaged_file_is_left_to_transformers(tmp_path):
@@ -172,7 +216,9 @@ def test_a_template_that_is_set_later_is_used(both):
     one.chat_template = template
     try:
         assert one.apply_chat_template(turns, tokenize=False) == "[user]Hello"
-        assert one.apply_chat_template(turns, tokenize=False, chat_template="another") == "another"
+        assert (
+            one.apply_chat_template(turns, tokenize=False, chat_template="another") == "another"
+        )
     finally:
         one.chat_template = whole.chat_template
     with pytest.raises(ValueError, match="chat_template is not set"):

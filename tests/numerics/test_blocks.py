@@ -15,7 +15,9 @@ from kvjax.spec import CacheSpec
     starts=st.lists(st.integers(0, 9), min_size=3, max_size=3),
     counts=st.lists(st.integers(0, 4), min_size=3, max_size=3),
 )
-def test_write_equals_a_loop_over_tokens(rows: int, length: int, starts: list[int], counts: list[int]) -> None:
+def test_write_equals_a_loop_over_tokens(
+    rows: int, length: int, starts: list[int], counts: list[int]
+) -> None:
     rng = np.random.default_rng(0)
     buffer = rng.normal(size=(rows, 2, 8, 3)).astype(np.float32)
     new = rng.normal(size=(rows, 2, length, 3)).astype(np.float32)
@@ -31,11 +33,20 @@ def test_write_equals_a_loop_over_tokens(rows: int, length: int, starts: list[in
 def test_put_counts_what_fits() -> None:
     spec = CacheSpec(batch=3, q_heads=1, kv_heads=1, head_dim=8, capacity=8, dtype=jnp.float32)
     k = jnp.ones((3, 1, 4, 8))
-    block = put(put(empty_block(spec, 6), k, k, jnp.array([4, 0, 3])), k, 2 * k, jnp.array([4, 4, 3]))
+    block = put(
+        put(empty_block(spec, 6), k, k, jnp.array([4, 0, 3])), k, 2 * k, jnp.array([4, 4, 3])
+    )
     assert block.count.tolist() == [6, 4, 6]
-    assert block.v[:, 0, :, 0].tolist() == [[1, 1, 1, 1, 2, 2], [2, 2, 2, 2, 0, 0], [1, 1, 1, 2, 2, 2]]
+    assert block.v[:, 0, :, 0].tolist() == [
+        [1, 1, 1, 1, 2, 2],
+        [2, 2, 2, 2, 0, 0],
+        [1, 1, 1, 2, 2, 2],
+    ]
 
 
 def test_take_rows_reads_each_row_at_its_own_slots() -> None:
     tokens = jnp.arange(2 * 1 * 4 * 1, dtype=jnp.float32).reshape(2, 1, 4, 1)
-    assert take_rows(tokens, jnp.array([[3, 0], [1, 9]]))[..., 0].tolist() == [[[3, 0]], [[5, 7]]]
+    assert take_rows(tokens, jnp.array([[3, 0], [1, 9]]))[..., 0].tolist() == [
+        [[3, 0]],
+        [[5, 7]],
+    ]

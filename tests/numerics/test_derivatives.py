@@ -15,7 +15,9 @@ def test_a_derivative_leaves_alone_what_none_is_asked_by() -> None:
         return cache * 2
 
     read.defjvp(lambda *_: pytest.fail("differentiated by the cache"))
-    f = with_derivative(lambda q, cache, none, n: read(cache[1]), lambda q, cache, none, n: q * read(cache[1]))
+    f = with_derivative(
+        lambda q, cache, none, n: read(cache[1]), lambda q, cache, none, n: q * read(cache[1])
+    )
     cache = jnp.zeros(()), jnp.float32(3)
     grad = jax.jit(jax.grad(lambda q: jax.checkpoint(f)(q, cache, None, jnp.int32(5))))
     assert grad(jnp.float32(7)) == 6

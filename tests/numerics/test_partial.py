@@ -9,10 +9,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from kvjax.numerics.partial import PartialAttention, attend_causal, attend_part, empty_part, merge
+from kvjax.numerics.partial import (
+    PartialAttention,
+    attend_causal,
+    attend_part,
+    empty_part,
+    merge,
+)
 
 
-def whole(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
+def whole(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray, scale: float
+) -> tuple[np.ndarray, np.ndarray]:
     """Softmax attention in float64, a query at a time; zeros and -inf where nothing is seen."""
     B, K, Q, _ = q.shape
     out, lse = np.zeros((*q.shape[:3], v.shape[-1])), np.full(q.shape[:3], -np.inf)
@@ -51,13 +59,21 @@ def test_merge_of_any_partition_is_the_whole(seed: int, cuts: list[int], size: f
     out, lse = whole(q, k, v, mask, 0.3)
     check(merge(*parts), out, lse, atol=2e-6 * max(1.0, size) ** 3)
     check(merge(*reversed(parts)), out, lse, atol=2e-6 * max(1.0, size) ** 3)
-    check(merge(merge(parts[0], parts[1]), merge(parts[2], parts[3])), out, lse, atol=2e-6 * max(1.0, size) ** 3)
+    check(
+        merge(merge(parts[0], parts[1]), merge(parts[2], parts[3])),
+        out,
+        lse,
+        atol=2e-6 * max(1.0, size) ** 3,
+    )
 
 
 def test_empty_part_is_the_identity_to_the_bit() -> None:
     q, k, v, mask = draw(1)
     part = attend_part(q, k, v, jnp.asarray(mask), scale=1.0)
-    for merged in (merge(part, empty_part(part.out.shape)), merge(empty_part(part.out.shape), part)):
+    for merged in (
+        merge(part, empty_part(part.out.shape)),
+        merge(empty_part(part.out.shape), part),
+    ):
         np.testing.assert_array_equal(merged.out, part.out)
         np.testing.assert_array_equal(merged.lse, part.lse)
 
@@ -90,16 +106,27 @@ def test_masked_keys_may_be_nan() -> None:
 def test_causal_blocks_give_causal_attention(window: int | None) -> None:
     B, K, G, T, D = 2, 2, 3, 21, 8
     rng = np.random.default_rng(6)
-    q, k, v = (rng.normal(size=s).astype(np.float32) for s in ((B, K, G, T, D), (B, K, T, D), (B, K, T, D)))
+    q, k, v = (
+        rng.normal(size=s).astype(np.float32)
+        for s in ((B, K, G, T, D), (B, K, T, D), (B, K, T, D))
+    )
     at = np.arange(T)
     mask = (at[None] <= at[:, None]) & (at[None] > at[:, None] - (window or T))
     part = jax.jit(partial(attend_causal, scale=0.4, window=window, block=8))(q, k, v)
-    want = whole(q.reshape(B, K, G * T, D), k, v, np.broadcast_to(np.tile(mask, (G, 1)), (B, K, G * T, T)), 0.4)
+    want = whole(
+        q.reshape(B, K, G * T, D),
+        k,
+        v,
+        np.broadcast_to(np.tile(mask, (G, 1)), (B, K, G * T, T)),
+        0.4,
+    )
     check(part, *want)
 
 
 def test_attention_is_differentiable() -> None:
     q, k, v, _ = draw(7)
-    grad = jax.grad(lambda q: attend_part(q, k, v, jnp.ones((1, 1, 1, 12), bool), scale=1.0).out.sum())(q)
+    grad = jax.grad(
+        lambda q: attend_part(q, k, v, jnp.ones((1, 1, 1, 12), bool), scale=1.0).out.sum()
+    )(q)
     assert np.isfinite(np.asarray(grad)).all()
     assert np.asarray(grad).any()

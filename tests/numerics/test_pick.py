@@ -39,7 +39,10 @@ def test_fewer_valid_than_asked_gives_them_all() -> None:
 @pytest.mark.parametrize("group_reduce", GROUP_REDUCES)
 def test_pooling_ranks_as_its_rule_says(group_reduce: str) -> None:
     rng = np.random.default_rng(0)
-    scores, valid = rng.normal(size=(2, 3, 4, 10)).astype(np.float32), rng.random((2, 1, 1, 10)) < 0.7
+    scores, valid = (
+        rng.normal(size=(2, 3, 4, 10)).astype(np.float32),
+        rng.random((2, 1, 1, 10)) < 0.7,
+    )
     masked = np.where(valid, scores, -np.inf)
     shares = np.exp(masked) / np.exp(masked).sum(axis=-1, keepdims=True)
     want = {
@@ -51,9 +54,14 @@ def test_pooling_ranks_as_its_rule_says(group_reduce: str) -> None:
         "sum_softmax": shares.sum(axis=2, keepdims=True),
         "mean_softmax": shares.mean(axis=2, keepdims=True),
     }[group_reduce]
-    split = [(jnp.asarray(scores[..., a:b]), jnp.asarray(valid[..., a:b])) for a, b in ((0, 6), (6, 10))]
+    split = [
+        (jnp.asarray(scores[..., a:b]), jnp.asarray(valid[..., a:b]))
+        for a, b in ((0, 6), (6, 10))
+    ]
     got = np.asarray(reduce_scores(split, group_reduce))  # type: ignore[arg-type]
-    np.testing.assert_allclose(np.exp(got) if "softmax" in group_reduce else got, want, rtol=1e-5)
+    np.testing.assert_allclose(
+        np.exp(got) if "softmax" in group_reduce else got, want, rtol=1e-5
+    )
 
 
 def test_a_rule_without_a_kernel_says_so() -> None:
@@ -71,7 +79,9 @@ def test_scores_far_below_the_top_keep_their_order() -> None:
 def test_pages_expand_to_their_tokens() -> None:
     pages = Selection(jnp.array([[[[2, 0]]]]), jnp.array([[[[True, False]]]]))
     pending = jnp.zeros((1, 1, 3, 8)), 0, 0
-    tokens = Candidates(span=(0, jnp.array([9])), pending=pending, k=2, k_max=2, pending_slots=3).tokens(pages, 3, 3)
+    tokens = Candidates(
+        span=(0, jnp.array([9])), pending=pending, k=2, k_max=2, pending_slots=3
+    ).tokens(pages, 3, 3)
     assert tokens.slots.tolist() == [[[[6, 7, 8, 0, 1, 2]]]]
     assert tokens.valid.tolist() == [[[[True] * 3 + [False] * 3]]]
 
@@ -81,7 +91,9 @@ def test_recall_counts_shares_and_mass() -> None:
     want = Selection(jnp.array([[[[1, 2]]]]), jnp.array([[[[True, True]]]]))
     assert membership(got, 6).tolist() == [[[[True, True, False, False, False, False]]]]
     assert set_recall(got, want, 6).tolist() == [[[0.5]]]
-    assert set_recall(got, want._replace(valid=jnp.zeros((1, 1, 1, 2), bool)), 6).tolist() == [[[1.0]]]
+    assert set_recall(got, want._replace(valid=jnp.zeros((1, 1, 1, 2), bool)), 6).tolist() == [
+        [[1.0]]
+    ]
     logits = jnp.log(jnp.array([1.0, 3.0, 4.0, 100.0, 0.5, 0.5]))[None, None, None]
     held = mass_recall(got, logits, jnp.array([[True, True, True, False, False, False]]))
     np.testing.assert_allclose(held, [[[0.5]]], rtol=1e-6)
@@ -92,7 +104,9 @@ def test_attend_slots_reads_what_was_selected_alone(choices: int) -> None:
     rng = np.random.default_rng(1)
     B, K, G, S, D, M = 2, 3, 4, 20, 8, 5
     q, k, v = (rng.normal(size=(B, K, n, D)).astype(np.float32) for n in (G, S, S))
-    slots = np.stack([rng.permutation(S)[:M] for _ in range(B * K * choices)]).reshape(B, K, choices, M)
+    slots = np.stack([rng.permutation(S)[:M] for _ in range(B * K * choices)]).reshape(
+        B, K, choices, M
+    )
     valid = rng.random(slots.shape) < 0.7
     valid[0, 0, 0] = False
     mask = np.zeros((B, K, G, S), bool)
@@ -102,7 +116,11 @@ def test_attend_slots_reads_what_was_selected_alone(choices: int) -> None:
     unread = ~mask.any(axis=2)[..., None]
     bad_k, bad_v = (jnp.asarray(np.where(unread, np.nan, a)) for a in (k, v))
     part = attend_slots(
-        jnp.asarray(q), bad_k, bad_v, Selection(jnp.asarray(slots.astype(np.int32)), jnp.asarray(valid)), scale=0.3
+        jnp.asarray(q),
+        bad_k,
+        bad_v,
+        Selection(jnp.asarray(slots.astype(np.int32)), jnp.asarray(valid)),
+        scale=0.3,
     )
     out, lse = whole(q, k, v, mask, 0.3)
     np.testing.assert_allclose(part.out, out, atol=2e-6)

@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis.extra import numpy as hnp
 
-from kvjax.numerics.quant import dequantize_1bit, pack_bits, pack_codes, quantize_1bit, unpack_bits, unpack_codes
+from kvjax.numerics.quant import (
+    dequantize_1bit,
+    pack_bits,
+    pack_codes,
+    quantize_1bit,
+    unpack_bits,
+    unpack_codes,
+)
 
 VALUES = st.floats(-1e4, 1e4, width=32)
 

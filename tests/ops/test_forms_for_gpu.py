@@ -19,7 +19,9 @@ def as_on_gpu(f, *args):
     """f(*args) with the forms of `ops.op.for_gpu` for a GPU, on this machine, in plain JAX."""
     with pytest.MonkeyPatch.context() as patch, ops.use("xla"):
         patch.setattr("kvjax.ops.op.reaches_gpus", lambda: True)
-        patch.setattr(lax, "platform_dependent", lambda *operands, cuda, rocm, default: cuda(*operands))
+        patch.setattr(
+            lax, "platform_dependent", lambda *operands, cuda, rocm, default: cuda(*operands)
+        )
         return jax.jit(lambda *args: f(*args))(*args)
 
 
@@ -33,13 +35,17 @@ def normal(seed, *shape, dtype=jnp.float32):
 
 
 def listing():
-    slots = jnp.stack([jax.random.permutation(jax.random.key(i), 96)[:40] for i in range(12)]).reshape(1, 4, 3, 40)
+    slots = jnp.stack(
+        [jax.random.permutation(jax.random.key(i), 96)[:40] for i in range(12)]
+    ).reshape(1, 4, 3, 40)
     return PackedSelection(slots, jnp.full((1, 4, 3), 40))
 
 
 def quantised(tokens, channels, steps=False):
     code = partial(quantize, bits=2, tokens=tokens, channels=channels)
-    start, stop = (jnp.array([[3, 0, 96], [90, 96, 96]]) if steps else jnp.array([[3], [77]]))[:, None]
+    start, stop = (jnp.array([[3, 0, 96], [90, 96, 96]]) if steps else jnp.array([[3], [77]]))[
+        :, None
+    ]
     return (
         normal(0, 1, 4, 3, 32),
         code(normal(1, 1, 4, 96, 32)),
@@ -54,10 +60,19 @@ CASES = {
         partial(ops.score_1bit, scale=0.3),
         (normal(0, 1, 4, 3, 32), quantize_1bit(normal(1, 1, 4, 96, 32), 16)),
     ),
-    "rerank": (partial(ops.rerank, scale=0.3), (normal(0, 1, 4, 3, 32), encode(normal(1, 1, 4, 96, 32)), listing())),
-    "attend_quantized, by channel": (partial(ops.attend_quantized, scale=0.3), quantised(16, 1)),
+    "rerank": (
+        partial(ops.rerank, scale=0.3),
+        (normal(0, 1, 4, 3, 32), encode(normal(1, 1, 4, 96, 32)), listing()),
+    ),
+    "attend_quantized, by channel": (
+        partial(ops.attend_quantized, scale=0.3),
+        quantised(16, 1),
+    ),
     "attend_quantized, by token": (partial(ops.attend_quantized, scale=0.3), quantised(1, 16)),
-    "attend_quantized, by query": (partial(ops.attend_quantized, scale=0.3), quantised(16, 1, steps=True)),
+    "attend_quantized, by query": (
+        partial(ops.attend_quantized, scale=0.3),
+        quantised(16, 1, steps=True),
+    ),
     "collide": (
         ops.collide,
         (
@@ -73,7 +88,9 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_form_for_a_gpu_gives_the_same(name):
     f, args = CASES[name]
-    for a, b in zip(jax.tree.leaves(as_on_gpu(f, *args)), jax.tree.leaves(plainly(f, *args)), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(as_on_gpu(f, *args)), jax.tree.leaves(plainly(f, *args)), strict=True
+    ):
         assert a.dtype == b.dtype
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
@@ -85,7 +102,9 @@ def test_the_form_for_a_gpu_has_the_same_derivative(name):
     def loss(q):
         return jnp.sum(jnp.sin(jax.tree.leaves(f(q, *args))[0]))
 
-    np.testing.assert_allclose(as_on_gpu(jax.grad(loss), q), plainly(jax.grad(loss), q), rtol=2e-4, atol=2e-4)
+    np.testing.assert_allclose(
+        as_on_gpu(jax.grad(loss), q), plainly(jax.grad(loss), q), rtol=2e-4, atol=2e-4
+    )
 
 
 def test_codes_past_the_stop_do_not_matter_in_the_form_for_a_gpu():
@@ -94,7 +113,9 @@ def test_codes_past_the_stop_do_not_matter_in_the_form_for_a_gpu():
     nan = jnp.uint32(0x7FC07FC0)
     spoilt = values._replace(scales=jnp.where(late, nan, values.scales))
     for a, b in zip(
-        as_on_gpu(f, q, keys, values, start, stop), as_on_gpu(f, q, keys, spoilt, start, stop), strict=True
+        as_on_gpu(f, q, keys, values, start, stop),
+        as_on_gpu(f, q, keys, spoilt, start, stop),
+        strict=True,
     ):
         np.testing.assert_array_equal(a, b)
 
@@ -123,22 +144,32 @@ SIZES = [(65536, 2048, 65536), (65543, 700, 65000), (70001, 3, 2), (65536, 9000,
 @pytest.mark.parametrize(
     ("units", "k", "stop", "name"),
     [  # every row of the first two sizes, and random ones of the others, which have two tokens and none
-        pytest.param(*sizes, name, marks=[pytest.mark.thorough] * (sizes[2] < 3 and name != "random"))
+        pytest.param(
+            *sizes, name, marks=[pytest.mark.thorough] * (sizes[2] < 3 and name != "random")
+        )
         for sizes in SIZES
         for name in ROWS
     ],
 )
 def test_top_k_by_counts_gives_the_same_slots(units, k, stop, name):
-    scores = jnp.asarray(ROWS[name](np.random.default_rng(0), (2, units)) * np.ones((2, 1)), jnp.float32)
+    scores = jnp.asarray(
+        ROWS[name](np.random.default_rng(0), (2, units)) * np.ones((2, 1)), jnp.float32
+    )
     valid = (jnp.arange(units) < stop)[None]
     top = partial(ops.top_k, k=k)
     counted, whole = as_on_gpu(top, scores, valid), plainly(top, scores, valid)
     np.testing.assert_array_equal(counted.valid, whole.valid)
-    np.testing.assert_array_equal(jnp.where(whole.valid, counted.slots, 0), jnp.where(whole.valid, whole.slots, 0))
+    np.testing.assert_array_equal(
+        jnp.where(whole.valid, counted.slots, 0), jnp.where(whole.valid, whole.slots, 0)
+    )
     assert 0 <= int(jnp.min(counted.slots)) <= int(jnp.max(counted.slots)) < units
 
 
 def test_top_k_by_counts_sorts_no_row():
     """The law above cannot fail on rows that are sorted whole, so it needs rows that are not."""
-    equations = jax.make_jaxpr(lambda x: select._top_by_counts(x, 2048))(jnp.zeros((1, 65536))).eqns
-    assert [eqn.invars[0].aval.shape for eqn in equations if eqn.primitive.name in ("top_k", "sort")] == [(1, 2048)]
+    equations = jax.make_jaxpr(lambda x: select._top_by_counts(x, 2048))(
+        jnp.zeros((1, 65536))
+    ).eqns
+    assert [
+        eqn.invars[0].aval.shape for eqn in equations if eqn.primitive.name in ("top_k", "sort")
+    ] == [(1, 2048)]

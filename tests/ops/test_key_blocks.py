@@ -41,7 +41,10 @@ def mass_by_hand(q, k, stop):
     strides = int(stop) // 16
     found = np.zeros((len(q) // 128, len(k) // 128))
     for first in range(16, len(q), 32):
-        pairs = [[SCALE * q[first + 15 - i] @ k[16 * j + i] for i in range(16)] for j in range(strides)]
+        pairs = [
+            [SCALE * q[first + 15 - i] @ k[16 * j + i] for i in range(16)]
+            for j in range(strides)
+        ]
         weights = np.exp(np.mean(pairs, axis=1))
         for j, weight in enumerate(weights / weights.sum()):
             if 16 * j // 128 < found.shape[1]:
@@ -56,7 +59,9 @@ def test_the_estimate_is_that_of_the_text(chunk):
         want = mass_by_hand(q[b, head, g], k[b, head], stop[b])
         whole = want[:, : int(stop[b]) // 128]
         # The strides of a last part of a block are left out on both sides of the comparison.
-        np.testing.assert_allclose(found[b, head, g] / found[b, head, g].sum(), want / want.sum(), atol=2e-4)
+        np.testing.assert_allclose(
+            found[b, head, g] / found[b, head, g].sum(), want / want.sum(), atol=2e-4
+        )
         assert whole.shape[1] <= found.shape[-1]
 
 
@@ -99,9 +104,15 @@ def test_attention_is_that_of_the_tokens_in_the_listed_blocks(chunk):
         slots = (128 * listed[:, None] + np.arange(128)).ravel()
         slots = slots[slots < stop[b]]
         queries = slice(128 * block, 128 * block + 128)
-        logits = SCALE * np.asarray(q[b, head, g, queries], np.float64) @ np.asarray(k[b, head, slots], np.float64).T
+        logits = (
+            SCALE
+            * np.asarray(q[b, head, g, queries], np.float64)
+            @ np.asarray(k[b, head, slots], np.float64).T
+        )
         weights = np.exp(logits)
-        want = weights @ np.asarray(v[b, head, slots], np.float64) / weights.sum(1, keepdims=True)
+        want = (
+            weights @ np.asarray(v[b, head, slots], np.float64) / weights.sum(1, keepdims=True)
+        )
         got = np.asarray(found.out[b, head]).reshape(G, T, D)[g, queries]
         np.testing.assert_allclose(got, want, atol=1e-4)
         lse = np.asarray(found.lse[b, head]).reshape(G, T)[g, queries]
@@ -124,7 +135,9 @@ def test_queries_need_not_fill_their_last_block(chunk):
         odd = attend_zone(q[:, :, :, :130], k, v, None, stop, scale=SCALE)
     first = whole.out.reshape(B, K, G, T, D)[:, :, :, :128]
     np.testing.assert_allclose(first, part.out.reshape(first.shape), atol=1e-6)
-    np.testing.assert_allclose(first, odd.out.reshape(B, K, G, 130, D)[:, :, :, :128], atol=1e-6)
+    np.testing.assert_allclose(
+        first, odd.out.reshape(B, K, G, 130, D)[:, :, :, :128], atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("stop", [0, 1, 127, 128, 2048, 2049])
@@ -170,12 +183,19 @@ def test_a_share_is_a_part_of_the_keys_of_a_program(chunk):
 
 def test_keys_that_are_read_by_the_block_are_refused(chunk):
     q, k, _, stop = chunk
-    with sparse_prompts(0.5), pytest.raises(ValueError, match="sparse_prompt reads stored keys in place"):
-        prompts.attend_blocks(q, k, None, stop, read=lambda *a: (k, k), slots=S, unit=1, scale=SCALE)
+    with (
+        sparse_prompts(0.5),
+        pytest.raises(ValueError, match="sparse_prompt reads stored keys in place"),
+    ):
+        prompts.attend_blocks(
+            q, k, None, stop, read=lambda *a: (k, k), slots=S, unit=1, scale=SCALE
+        )
 
 
 def test_sizes_that_are_no_blocks_are_refused(chunk):
     q, k, v, stop = chunk
     one = jnp.zeros((B, K, G, 1, 1), jnp.int32)
-    with pytest.raises(ValueError, match="multiples of 128 queries and at least 128 slots; got 100, 5000"):
+    with pytest.raises(
+        ValueError, match="multiples of 128 queries and at least 128 slots; got 100, 5000"
+    ):
         ops.attend_key_blocks(q[:, :, :, :100], k, v, one, one[..., 0], stop, scale=SCALE)

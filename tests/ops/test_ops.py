@@ -59,22 +59,39 @@ def test_explained_has_an_entry_for_each_call_in_order():
 
     with ops.explained() as calls:
         jax.eval_shape(run)
-    assert [call.op for call in calls] == ["top_k", "top_k", "select_1bit", "score_1bit", "top_k_grouped", "top_k"]
-    assert {(call.implementation, call.reason) for call in calls[1:]} == {("xla", "asked for by name")}
+    assert [call.op for call in calls] == [
+        "top_k",
+        "top_k",
+        "select_1bit",
+        "score_1bit",
+        "top_k_grouped",
+        "top_k",
+    ]
+    assert {(call.implementation, call.reason) for call in calls[1:]} == {
+        ("xla", "asked for by name")
+    }
     with ops.explained() as after:
         pass
     assert after == []
 
 
 def test_exact_attention_of_a_prompt_is_told_of_too(monkeypatch):
-    spec = kvjax.CacheSpec(batch=1, q_heads=2, kv_heads=1, head_dim=16, capacity=64, dtype="float32")
+    spec = kvjax.CacheSpec(
+        batch=1, q_heads=2, kv_heads=1, head_dim=16, capacity=64, dtype="float32"
+    )
     q, k = (jnp.zeros((1, 8, heads, 16)) for heads in (2, 1))
     with ops.explained() as calls:
-        jax.eval_shape(lambda: kvjax.attention(kvjax.init_layer(kvjax.Full(), spec), q, k, k)[0])
+        jax.eval_shape(
+            lambda: kvjax.attention(kvjax.init_layer(kvjax.Full(), spec), q, k, k)[0]
+        )
     told = {call.op: str(call) for call in calls}
     assert {"attend_own", "attend_zone"} <= set(told) or "attend_chunk" in told
     if not ON_GPU:
-        assert all("xla: cuDNN is for GPUs" in how for name, how in told.items() if name.startswith("attend_"))
+        assert all(
+            "xla: cuDNN is for GPUs" in how
+            for name, how in told.items()
+            if name.startswith("attend_")
+        )
     assert str(ops.Explanation("attend_own", "cudnn", "")) == "cudnn"
 
 
@@ -89,15 +106,23 @@ def test_what_a_kernel_replaces_is_not_told_of(monkeypatch):
 
 def test_use_chooses_for_a_block_and_a_calls_own_argument_wins():
     with ops.use("mosaic"):
-        assert ops.explain("top_k", SCORES, VALID, 5, implementation="xla").implementation == "xla"
-        with pytest.raises(NotImplementedError, match="platform" if HAS_KERNELS else r"jax >= 0\.11"):
+        assert (
+            ops.explain("top_k", SCORES, VALID, 5, implementation="xla").implementation == "xla"
+        )
+        with pytest.raises(
+            NotImplementedError, match="platform" if HAS_KERNELS else r"jax >= 0\.11"
+        ):
             jax.jit(partial(ops.top_k, k=5))(SCORES, VALID)
         with ops.use("xla"):
-            assert ops.explain("top_k", SCORES, VALID, 5) == ops.Explanation("top_k", "xla", "asked for by name")
+            assert ops.explain("top_k", SCORES, VALID, 5) == ops.Explanation(
+                "top_k", "xla", "asked for by name"
+            )
             with ops.use(None):
                 assert ops.explain("top_k", SCORES, VALID, 5).reason != "asked for by name"
     assert ops.explain("top_k", SCORES, VALID, 5).reason != "asked for by name"
-    with pytest.raises(ValueError, match="implementation must be None or one of 'xla', 'mosaic'; got 'cuda'"):
+    with pytest.raises(
+        ValueError, match="implementation must be None or one of 'xla', 'mosaic'; got 'cuda'"
+    ):
         ops.use("cuda").__enter__()
 
 
@@ -111,7 +136,9 @@ def test_a_jitted_function_is_traced_again_where_use_differs():
 
     @jax.jit
     def outer(scores):
-        return jax.lax.fori_loop(0, 2, lambda i, slots: inner(scores).slots, jnp.zeros((2, 5), jnp.int32))
+        return jax.lax.fori_loop(
+            0, 2, lambda i, slots: inner(scores).slots, jnp.zeros((2, 5), jnp.int32)
+        )
 
     want = outer(SCORES)
     assert seen == [False]
@@ -147,7 +174,9 @@ def test_a_reference_in_whose_place_a_gpu_runs_a_kernel_has_no_form_for_a_gpu():
     traced = str(jax.jit(select_1bit).trace().jaxpr)
     assert "kvjax_select_1bit" in traced
     assert "kvjax_score_1bit" not in traced
-    assert traced.count("= platform_index") == 1, "neither kernels nor forms for a GPU inside of the reference"
+    assert traced.count("= platform_index") == 1, (
+        "neither kernels nor forms for a GPU inside of the reference"
+    )
 
 
 def test_a_function_jitted_in_a_reference_has_its_kernel_where_it_is_called_alone():
@@ -159,7 +188,9 @@ def test_a_function_jitted_in_a_reference_has_its_kernel_where_it_is_called_alon
         return ops.top_k(scores, VALID, 5).slots
 
     @make_op(
-        kernel=KERNELS["top_k"], limit=lambda kernel, a: None, mosaic=lambda kernel, a: VALID.astype(jnp.int32)[:, :5]
+        kernel=KERNELS["top_k"],
+        limit=lambda kernel, a: None,
+        mosaic=lambda kernel, a: VALID.astype(jnp.int32)[:, :5],
     )
     def jits(scores, *, implementation=None):
         return highest(scores)
@@ -170,7 +201,9 @@ def test_a_function_jitted_in_a_reference_has_its_kernel_where_it_is_called_alon
         return jax.jit(run).trace(SCORES).lower(lowering_platforms=("cuda",)).as_text()
 
     assert "kvjax_top_k" not in lowered(jits)
-    assert "kvjax_top_k" in lowered(lambda scores: highest(scores)), "not what a platform without CUDA traced before"
+    assert "kvjax_top_k" in lowered(lambda scores: highest(scores)), (
+        "not what a platform without CUDA traced before"
+    )
 
 
 def test_arguments_are_bound_as_those_of_a_function():

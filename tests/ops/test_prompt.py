@@ -23,15 +23,21 @@ def draw(S: int, seed: int = 0) -> tuple[np.ndarray, ...]:
     return q, k, v
 
 
-def wanted(q: np.ndarray, k: np.ndarray, v: np.ndarray, start: np.ndarray, stop: np.ndarray) -> tuple[np.ndarray, ...]:
+def wanted(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, start: np.ndarray, stop: np.ndarray
+) -> tuple[np.ndarray, ...]:
     S = k.shape[2]
-    mask = (np.arange(S) >= start[..., None]) & (np.arange(S) < stop[:, None, None])  # [B, T, S]
+    mask = (np.arange(S) >= start[..., None]) & (
+        np.arange(S) < stop[:, None, None]
+    )  # [B, T, S]
     mask = np.broadcast_to(mask[:, None, None], (B, K, G, T, S)).reshape(B, K, G * T, S)
     return whole(q.reshape(B, K, G * T, D), k, v, mask, SCALE)
 
 
 def poison(a: np.ndarray, stop: np.ndarray) -> Array:
-    return jnp.asarray(np.where((np.arange(a.shape[2]) >= stop[:, None])[:, None, :, None], np.nan, a))
+    return jnp.asarray(
+        np.where((np.arange(a.shape[2]) >= stop[:, None])[:, None, :, None], np.nan, a)
+    )
 
 
 def read(zone: tuple[Array, Array], first: Array | int, size: int) -> tuple[Array, Array]:
@@ -42,21 +48,32 @@ def read(zone: tuple[Array, Array], first: Array | int, size: int) -> tuple[Arra
 @pytest.mark.parametrize("start", [None, [[0, 3, 7, 8], [2, 2, 0, 1]]])
 @pytest.mark.parametrize("stop", [(9, 0), (12, 5), (0, 0)])
 @pytest.mark.parametrize("block", [1, 5, 12, 100])
-def test_blocks_give_the_same_as_the_whole(block: int, stop: tuple[int, int], start: list[list[int]] | None) -> None:
+def test_blocks_give_the_same_as_the_whole(
+    block: int, stop: tuple[int, int], start: list[list[int]] | None
+) -> None:
     q, k, v = draw(12)
     ends, starts = np.array(stop), np.zeros((B, T), int) if start is None else np.array(start)
     how = {"read": read, "slots": 12, "block": block, "scale": SCALE}
-    args = (q, (poison(k, ends), poison(v, ends)), None if start is None else jnp.asarray(starts), jnp.asarray(ends))
+    args = (
+        q,
+        (poison(k, ends), poison(v, ends)),
+        None if start is None else jnp.asarray(starts),
+        jnp.asarray(ends),
+    )
     check(jax.jit(partial(prompt._attend_blocks, **how))(*args), *wanted(q, k, v, starts, ends))
 
 
 @pytest.mark.parametrize("stop", [(9, 0), (12, 5), (0, 0)])
 @pytest.mark.parametrize("block", [1, 5, 6, 12])
-def test_a_stream_of_blocks_gives_the_same_as_the_whole(block: int, stop: tuple[int, int]) -> None:
+def test_a_stream_of_blocks_gives_the_same_as_the_whole(
+    block: int, stop: tuple[int, int]
+) -> None:
     q, k, v = draw(12)
     ends = np.array(stop)
 
-    def part(q: Array, k: Array, v: Array, stop: Array) -> PartialAttention:  # as cuDNN: slots [0, stop) of a block
+    def part(
+        q: Array, k: Array, v: Array, stop: Array
+    ) -> PartialAttention:  # as cuDNN: slots [0, stop) of a block
         mask = (jnp.arange(k.shape[2])[None] < stop[:, None])[:, None, None]
         return attend_part(q.reshape(B, K, G * T, D), k, v, mask, scale=SCALE)
 
@@ -73,13 +90,17 @@ def test_a_part_over_stored_keys_has_the_gradient_of_attention() -> None:
     mask = (jnp.arange(12)[None] < stop[:, None])[:, None, None]
 
     def blocks(q: Array, k: Array, v: Array) -> Array:
-        part = prompt._attend_blocks(q, (k, v), None, stop, read=read, slots=12, block=5, scale=SCALE)
+        part = prompt._attend_blocks(
+            q, (k, v), None, stop, read=read, slots=12, block=5, scale=SCALE
+        )
         return jnp.sum(jnp.sin(part.out)) + jnp.sum(jnp.cos(part.lse))
 
     def plain(q: Array, k: Array, v: Array) -> Array:
         part = attend_part(q.reshape(B, K, G * T, D), k, v, mask, scale=SCALE)
         return jnp.sum(jnp.sin(part.out)) + jnp.sum(jnp.cos(part.lse))
 
-    got, want = (jax.jit(jax.grad(f, (0, 1, 2)))(*map(jnp.asarray, (q, k, v))) for f in (blocks, plain))
+    got, want = (
+        jax.jit(jax.grad(f, (0, 1, 2)))(*map(jnp.asarray, (q, k, v))) for f in (blocks, plain)
+    )
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6)

@@ -20,12 +20,19 @@ ROWS = [(name, row) for name, paper in PAPERS.items() for row in paper["rows"]]
 SPEC = kvjax.CacheSpec(batch=1, q_heads=8, kv_heads=2, head_dim=128, capacity=4096)
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 # Counted in the papers themselves.
-TABLES = {"fier": "1234567", "pariskv": "123", "freekv": "123", "logquant": ("1", "2", "3", "4", "B5", "C6", "D7")}
+TABLES = {
+    "fier": "1234567",
+    "pariskv": "123",
+    "freekv": "123",
+    "logquant": ("1", "2", "3", "4", "B5", "C6", "D7"),
+}
 FIGURES = {"fier": 9, "pariskv": 10, "freekv": 8, "logquant": 8}
 
 
 @pytest.mark.parametrize("paper", PAPERS)
-def test_every_table_and_figure_of_a_paper_has_a_whole_row_or_claims_nothing(paper: str) -> None:
+def test_every_table_and_figure_of_a_paper_has_a_whole_row_or_claims_nothing(
+    paper: str,
+) -> None:
     assert claims.faults(PAPERS[paper], TABLES[paper], FIGURES[paper]) == []
     assert {claims.verdict(row) for row in PAPERS[paper]["rows"]} <= set(claims.VERDICTS)
 
@@ -40,15 +47,24 @@ def _without_place(paper: dict, place: str) -> None:
     [
         (lambda paper: _without_place(paper, "Figure 8"), "Figure 8 has no row"),
         (lambda paper: paper["without_claim"].pop("Table 5"), "Table 5 has no row"),
-        (lambda paper: paper["without_claim"].update({"Figure 8": "a drawing"}), "has a row and claims nothing"),
+        (
+            lambda paper: paper["without_claim"].update({"Figure 8": "a drawing"}),
+            "has a row and claims nothing",
+        ),
         (lambda paper: paper["rows"][0]["place"].append("Table 8"), "the paper has no Table 8"),
         (lambda paper: paper["rows"][0].update(figures=""), "no figures"),
         (lambda paper: paper["rows"][0].pop("command"), "no command"),
         (lambda paper: paper["rows"][0].update(place=[]), "no place"),
         (lambda paper: paper["rows"][0].update(verdict="reproduced"), "verdict is unknown"),
-        (lambda paper: paper["rows"][0].update(claim="FIER is better: reproduced"), "types a verdict"),
+        (
+            lambda paper: paper["rows"][0].update(claim="FIER is better: reproduced"),
+            "types a verdict",
+        ),
         (lambda paper: paper["rows"][0].pop("expect"), "does not say why nothing is compared"),
-        (lambda paper: paper["rows"][0].update(expect=[["above", 0, 9]]), "cells that it does not have"),
+        (
+            lambda paper: paper["rows"][0].update(expect=[["above", 0, 9]]),
+            "cells that it does not have",
+        ),
     ],
 )
 def test_a_planted_fault_is_found(plant, found: str) -> None:
@@ -60,13 +76,19 @@ def test_a_planted_fault_is_found(plant, found: str) -> None:
 def test_a_verdict_follows_the_numbers_of_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """With each number turned into its opposite, what was reproduced is contradicted."""
     compared = [row for _, row in ROWS if "expect" in row]
-    rows = [row for row in compared if all(one[0] != "near" and isinstance(one[2], int) for one in row["expect"])]
+    rows = [
+        row
+        for row in compared
+        if all(one[0] != "near" and isinstance(one[2], int) for one in row["expect"])
+    ]
     before, read = [claims.verdict(row) for row in rows], claims.read_cell
 
     def turned(cell: dict) -> claims.Cell:
         got = read(cell)
         beside = None if got.beside_full is None else (-got.beside_full[0], got.beside_full[1])
-        return dataclasses.replace(got, value=-got.value, samples=tuple(-x for x in got.samples), beside_full=beside)
+        return dataclasses.replace(
+            got, value=-got.value, samples=tuple(-x for x in got.samples), beside_full=beside
+        )
 
     monkeypatch.setattr(claims, "read_cell", turned)
     for row, verdict in zip(rows, before, strict=True):
@@ -74,14 +96,18 @@ def test_a_verdict_follows_the_numbers_of_the_files(monkeypatch: pytest.MonkeyPa
             assert claims.verdict(row) == "contradicted", row["claim"]
 
 
-@pytest.mark.parametrize(("paper", "row"), ROWS, ids=lambda x: x if isinstance(x, str) else x["claim"][:30])
+@pytest.mark.parametrize(
+    ("paper", "row"), ROWS, ids=lambda x: x if isinstance(x, str) else x["claim"][:30]
+)
 def test_a_command_has_options_and_caches_that_exist(paper: str, row: dict) -> None:
     for line in row["command"].split("; "):
         words = shlex.split(line)
         for option, value in itertools.pairwise(words):
             if option == "--cache":
                 policies = presets.parse(value)
-                jax.eval_shape(lambda policies=policies: policies.rest.init(SPEC))  # what a model would refuse
+                jax.eval_shape(
+                    lambda policies=policies: policies.rest.init(SPEC)
+                )  # what a model would refuse
         if words[0] == "kvjax":
             known = {name for one in COMMANDS[words[1]].params for name in one.opts}
             assert {word for word in words if word.startswith("--")} <= known
@@ -112,15 +138,23 @@ UNKNOWN = claims.Cell("unknown", 0.9, None)
         (["near", 0, 1, 0.1], (A, B), "open"),
     ],
 )
-def test_a_comparison_is_judged_by_sign_and_two_standard_errors(expectation, cells, wanted) -> None:
+def test_a_comparison_is_judged_by_sign_and_two_standard_errors(
+    expectation, cells, wanted
+) -> None:
     assert claims.compare(expectation, cells) == wanted
 
 
 def test_layers_are_compared_by_pairs_and_scores_on_the_same_questions() -> None:
-    one, other = (claims.Cell(n, v, 0.5, samples) for n, v, samples in (("a", 2.0, (1.0, 3.0)), ("b", 1.0, (0.0, 2.0))))
+    one, other = (
+        claims.Cell(n, v, 0.5, samples)
+        for n, v, samples in (("a", 2.0, (1.0, 3.0)), ("b", 1.0, (0.0, 2.0)))
+    )
     assert claims.difference(one, other) == (1.0, 0.0)
     full = claims.Cell("full", 0.6, 0.1)
-    assert claims.difference(claims.Cell("a", 0.5, 0.1, beside_full=(-0.1, 0.02)), full) == (-0.1, 0.02)
+    assert claims.difference(claims.Cell("a", 0.5, 0.1, beside_full=(-0.1, 0.02)), full) == (
+        -0.1,
+        0.02,
+    )
 
 
 def test_a_row_is_contradicted_by_one_comparison_and_open_if_one_is_open() -> None:
@@ -128,6 +162,11 @@ def test_a_row_is_contradicted_by_one_comparison_and_open_if_one_is_open() -> No
     row = {"cells": [index, index]}
     assert claims.verdict(row) == "open"
     assert claims.verdict(row | {"expect": [["near", 0, 0.125, 0.001]]}) == "reproduced"
-    assert claims.verdict(row | {"expect": [["near", 0, 0.125, 0.001], ["above", 0, 0.2]]}) == "contradicted"
-    assert claims.verdict(row | {"expect": [["near", 0, 0.125, 0.001], ["above", 0, 1]]}) == "open"
+    assert (
+        claims.verdict(row | {"expect": [["near", 0, 0.125, 0.001], ["above", 0, 0.2]]})
+        == "contradicted"
+    )
+    assert (
+        claims.verdict(row | {"expect": [["near", 0, 0.125, 0.001], ["above", 0, 1]]}) == "open"
+    )
     assert claims.verdict({"takes": "a model"}) == "not measured"

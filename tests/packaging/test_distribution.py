@@ -16,7 +16,13 @@ ROOT = Path(__file__).resolve().parents[2]
 def run(code: str, folder: Path, *, path: Path | None = None) -> subprocess.CompletedProcess:
     """Python code in a process of its own, in `folder`; `path` is searched before what is installed."""
     first = f"import sys; sys.path.insert(0, {str(path)!r})\n" if path else ""
-    return subprocess.run([sys.executable, "-c", first + code], cwd=folder, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        [sys.executable, "-c", first + code],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
 
 def modules() -> list[str]:
@@ -84,7 +90,9 @@ def model_wheel(tmp_path_factory):
 
 def copy_without_weights(source: Path, target: Path) -> None:
     """With empty files for them: to compress the weights took most of the time."""
-    shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors", "__pycache__"))
+    shutil.copytree(
+        source, target, ignore=shutil.ignore_patterns("*.safetensors", "__pycache__")
+    )
     for path in source.rglob("*.safetensors"):
         (target / path.relative_to(source)).touch()
 
@@ -93,9 +101,13 @@ def test_wheel_holds_every_module_and_what_they_read(distributions):
     names = set(zipfile.ZipFile(distributions[1]).namelist())
     assert {*modules()} | {"kvjax/py.typed", "kvjax/kernels_pallas/tuned.json"} <= names
     top = {n.split("/")[0] for n in names if ".dist-info" not in n}
-    assert top == {"kvjax", "kvjax_command.py"}, "one top-level package, and what runs before it is imported"
+    assert top == {"kvjax", "kvjax_command.py"}, (
+        "one top-level package, and what runs before it is imported"
+    )
     assert any(n.endswith("licenses/LICENSE") for n in names)
-    assert not any("26m" in n or n.endswith(".safetensors") for n in names), "the model is a package of its own"
+    assert not any("26m" in n or n.endswith(".safetensors") for n in names), (
+        "the model is a package of its own"
+    )
 
 
 def test_wheel_of_the_model_holds_its_files_alone(model_wheel):
@@ -109,7 +121,15 @@ def test_source_distribution_holds_the_tests_and_what_they_read(distributions):
         names = {n.partition("/")[2] for n in archive.getnames()}
     tests = {str(p.relative_to(ROOT)) for p in (ROOT / "tests").rglob("*.py")}
     assert (
-        tests | {"pyproject.toml", "README.md", "LICENSE", "CONTRIBUTING.md", "MAINTAINING.md", "constraints.txt"}
+        tests
+        | {
+            "pyproject.toml",
+            "README.md",
+            "LICENSE",
+            "CONTRIBUTING.md",
+            "MAINTAINING.md",
+            "constraints.txt",
+        }
         <= names
     )
 

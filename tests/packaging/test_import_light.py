@@ -35,15 +35,24 @@ print("kernels:", sorted(m for m in sys.modules if m.startswith("kvjax.kernels_p
 
 def run(code, *, refused=()):
     return subprocess.run(
-        [sys.executable, "-c", ALONE.format(refused=set(refused) or "()") + code], capture_output=True, text=True
+        [sys.executable, "-c", ALONE.format(refused=set(refused) or "()") + code],
+        capture_output=True,
+        text=True,
     )
 
 
 def test_a_step_runs_where_only_jax_and_numpy_are_installed_and_imports_no_kernel():
-    done = run("import kvjax.ops.op as op\nop._has_cuda_plugin = lambda: False\n" + STEP, refused=OTHERS)
+    done = run(
+        "import kvjax.ops.op as op\nop._has_cuda_plugin = lambda: False\n" + STEP,
+        refused=OTHERS,
+    )
     assert done.returncode == 0, done.stderr
     assert "simt" not in done.stdout
-    assert not [name for name in ("attend", "score", "select", "write") if f"kernels_pallas.{name}" in done.stdout]
+    assert not [
+        name
+        for name in ("attend", "score", "select", "write")
+        if f"kernels_pallas.{name}" in done.stdout
+    ]
 
 
 def test_import_loads_jax_and_numpy_alone():
@@ -103,11 +112,17 @@ def without(package, what):
 
 def test_an_absent_package_is_named_in_one_sentence():
     """In one process, as imports take a second."""
-    cases = [({"orbax-checkpoint": "orbax"}.get(package, package), what) for package, what in ABSENT]
+    cases = [
+        ({"orbax-checkpoint": "orbax"}.get(package, package), what) for package, what in ABSENT
+    ]
     done = run(f"{EACH}\nimport json\nprint(json.dumps([without(*case) for case in {cases}]))")
     assert done.returncode == 0, done.stderr[-2000:]
-    for (package, what), told in zip(ABSENT, json.loads(done.stdout.splitlines()[-1]), strict=True):
+    for (package, what), told in zip(
+        ABSENT, json.loads(done.stdout.splitlines()[-1]), strict=True
+    ):
         start = "error: " if what == "kvjax generate" else "ImportError: "
         assert told.startswith(start), (package, what, told)
-        assert told.endswith(f" needs {package}, which is not installed: pip install {package}"), (package, what, told)
+        assert told.endswith(
+            f" needs {package}, which is not installed: pip install {package}"
+        ), (package, what, told)
         assert "\n" not in told

@@ -89,7 +89,9 @@ def ours(module: str) -> list[str]:
     return [name for name in imports(module) if name == "kvjax" or name.startswith("kvjax.")]
 
 
-@pytest.mark.parametrize("module", [m for m in SOURCES if part(m) not in ("kvjax", "kernels_pallas")])
+@pytest.mark.parametrize(
+    "module", [m for m in SOURCES if part(m) not in ("kvjax", "kernels_pallas")]
+)
 def test_a_module_imports_lower_floors_only(module):
     own, package = part(module), module if SOURCES[module].name == "__init__.py" else ""
     for name in ours(module):
@@ -98,7 +100,9 @@ def test_a_module_imports_lower_floors_only(module):
         if inside or (own, target) in SAME_FLOOR:
             continue
         reached = FACADE if target == "kvjax" else floor(name)
-        assert reached < floor(module), f"{module} (floor {floor(module)}) imports {name} (floor {reached})"
+        assert reached < floor(module), (
+            f"{module} (floor {floor(module)}) imports {name} (floor {reached})"
+        )
 
 
 def test_kernels_import_jax_only():
@@ -121,19 +125,32 @@ def normal(requirement: str) -> str:
 
 
 def test_every_import_is_a_declared_dependency():
-    needed, extras = PROJECT["project"]["dependencies"], PROJECT["project"]["optional-dependencies"]
+    needed, extras = (
+        PROJECT["project"]["dependencies"],
+        PROJECT["project"]["optional-dependencies"],
+    )
     owners = metadata.packages_distributions()
     for module in SOURCES:
-        own = [*(extras["eval"] if part(module) in ("evaluate", "cli") else ()), *extras.get(module.split(".")[-1], ())]
+        own = [
+            *(extras["eval"] if part(module) in ("evaluate", "cli") else ()),
+            *extras.get(module.split(".")[-1], ()),
+        ]
         declared = {normal(r) for r in (*needed, *own)}
         for name in third_party(module):
             distributions = {normal(d) for d in owners.get(name, [name])}
-            assert distributions & declared, f"{module} imports {name} of {distributions}, which is not declared"
+            assert distributions & declared, (
+                f"{module} imports {name} of {distributions}, which is not declared"
+            )
 
 
 def test_every_declared_dependency_is_imported():
     owners = metadata.packages_distributions()
-    used = {normal(d) for module in SOURCES for name in third_party(module) for d in owners.get(name, [name])}
+    used = {
+        normal(d)
+        for module in SOURCES
+        for name in third_party(module)
+        for d in owners.get(name, [name])
+    }
     unseen = {
         "jinja2",  # transformers needs it for chat templates, and does not declare it
         "jaxlib",  # comes with jax; named since both are pinned together
@@ -149,5 +166,9 @@ def test_constraints_pin_what_is_declared():
         *(r for e in ("test", "eval", "train", "docs", "dev") for r in extras[e]),
     )
     wanted = {normal(r) for r in named} - {"kvjax"}
-    pinned = {normal(line) for line in (ROOT / "constraints.txt").read_text().splitlines() if line[0] != "#"}
+    pinned = {
+        normal(line)
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if line[0] != "#"
+    }
     assert wanted <= pinned, "run .ci/lock.py; MAINTAINING.md says how"

@@ -35,7 +35,10 @@ def blocks(text: str, language: str) -> list[tuple[int, str]]:
 
 def sections(text: str) -> dict[str, str]:
     """The text below each heading of the second level."""
-    return {part.partition("\n")[0].strip("` "): part for part in re.split(r"^## ", text, flags=re.MULTILINE)[1:]}
+    return {
+        part.partition("\n")[0].strip("` "): part
+        for part in re.split(r"^## ", text, flags=re.MULTILINE)[1:]
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------------- code
@@ -43,7 +46,9 @@ def sections(text: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(read(page), "python")])
 def test_python_blocks_of_a_page_run_in_order(page, tmp_path, monkeypatch, capsys):
-    small = write_checkpoint(tmp_path / "model")  # what ships is asked elsewhere, and takes longer to compile
+    small = write_checkpoint(
+        tmp_path / "model"
+    )  # what ships is asked elsewhere, and takes longer to compile
     monkeypatch.setattr(models, "shipped", lambda: small)
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "page"}
@@ -72,19 +77,27 @@ def test_a_section_of_the_guides_imports_what_it_uses():
             tree = ast.parse(block)
             for node in ast.walk(tree):
                 if isinstance(node, ast.Import | ast.ImportFrom):
-                    bound |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+                    bound |= {
+                        (alias.asname or alias.name).partition(".")[0] for alias in node.names
+                    }
             used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
             assert not (used & set(IMPORTS)) - bound, title
 
 
 def test_hook_is_shown_in_ten_lines():
-    hook = next(text for _, text in blocks(README, "python") if "kvjax.attention_info" in text).split("\n\n", 1)[1]
+    hook = next(
+        text for _, text in blocks(README, "python") if "kvjax.attention_info" in text
+    ).split("\n\n", 1)[1]
     assert len([line for line in hook.splitlines() if line]) <= 10
 
 
 def test_getting_started_writes_the_prompt_that_is_built_in(tmp_path):
     """Byte for byte; its answer is that of README's command, which CI reads."""
-    console = next(text for _, text in blocks(read("docs/getting_started.md"), "console") if "prompt.txt" in text)
+    console = next(
+        text
+        for _, text in blocks(read("docs/getting_started.md"), "console")
+        if "prompt.txt" in text
+    )
     lines = [line.removeprefix("$ ") for line in console.splitlines() if line.startswith("$ ")]
     subprocess.run(["bash", "-c", "\n".join(lines[:-1])], cwd=tmp_path, check=True)
     assert (tmp_path / "prompt.txt").read_text() == EXAMPLE
@@ -116,7 +129,9 @@ def test_tables_of_a_page_say_what_the_results_say(page):
 
 
 def test_every_table_of_results_stands_on_a_page():
-    assert {name for page in PAGES for _, name, _ in tables.PLACE.findall(read(page))} == set(tables.TABLES)
+    assert {name for page in PAGES for _, name, _ in tables.PLACE.findall(read(page))} == set(
+        tables.TABLES
+    )
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -133,14 +148,20 @@ def test_the_picture_shows_what_the_results_say():
 def test_words_of_the_picture_end_inside_it():
     """Browsers choose the font: a letter of DejaVu Sans, which is a wide one, takes 0.54 of the size of the font."""
     text = tables.picture()
-    width, size = (float(re.search(rf' {name}="(\d+)"', text)[1]) for name in ("width", "font-size"))
-    for start, words in re.findall(r'<text x="([\d.]+)"[^>]* text-anchor="start"[^>]*>([^<]+)<', text):
+    width, size = (
+        float(re.search(rf' {name}="(\d+)"', text)[1]) for name in ("width", "font-size")
+    )
+    for start, words in re.findall(
+        r'<text x="([\d.]+)"[^>]* text-anchor="start"[^>]*>([^<]+)<', text
+    ):
         assert float(start) + 0.54 * size * len(words) <= width, words
 
 
 def test_pictures_of_the_concepts_are_as_their_code_draws_them():
     for name, draw in pictures.CONCEPTS.items():
-        assert (pictures.FOLDER / f"{name}.svg").read_text() == draw().svg(), "run python -m docs.pictures"
+        assert (pictures.FOLDER / f"{name}.svg").read_text() == draw().svg(), (
+            "run python -m docs.pictures"
+        )
 
 
 def test_every_method_that_can_be_drawn_has_a_picture():
@@ -190,7 +211,9 @@ def test_names_files_and_links_of_a_page_exist(page):
         assert target.exists(), link
         if anchor:
             assert anchor in anchors(target.read_text()), f"{link}#{anchor}"
-    for name in re.findall(r"`((?:kvjax|tests|models|kernels_pallas|benchmarks|docs|\.ci|\.github)/[\w/.]*)`", text):
+    for name in re.findall(
+        r"`((?:kvjax|tests|models|kernels_pallas|benchmarks|docs|\.ci|\.github)/[\w/.]*)`", text
+    ):
         assert (ROOT / name).exists(), name
     for name in re.findall(r"`kvjax\.([\w.]+)", read(page)):
         first, *rest = name.rstrip(".").split(".")
@@ -214,7 +237,9 @@ def anchors(text: str) -> set[str]:
     """The anchors that a code host makes from headings."""
     text = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
     titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+    return {
+        re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles
+    }
 
 
 def test_suite_reads_nothing_outside_the_repository():
@@ -223,18 +248,28 @@ def test_suite_reads_nothing_outside_the_repository():
     for path in (ROOT / "tests").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                assert not outside.match(node.value), f"{path.relative_to(ROOT)}:{node.lineno}: {node.value!r}"
+                assert not outside.match(node.value), (
+                    f"{path.relative_to(ROOT)}:{node.lineno}: {node.value!r}"
+                )
 
 
 def test_every_preset_has_a_section_that_answers_the_same_questions():
     found = sections(read("docs/methods.md"))
     for preset in REGISTRY.values():
         text = found[preset.name]
-        for question in ("**Idea.**", "**Preset.**", "**Cost.**", "**Differs.**", "**Not for.**"):
+        for question in (
+            "**Idea.**",
+            "**Preset.**",
+            "**Cost.**",
+            "**Differs.**",
+            "**Not for.**",
+        ):
             assert question in text, (preset.name, question)
         assert f"`kvjax.presets.{preset.name}(" in text
         if preset.paper != "-":
-            cited = re.search(rf"^\*\*Paper\.\*\* {preset.paper.split()[0]}.*", text, re.MULTILINE)
+            cited = re.search(
+                rf"^\*\*Paper\.\*\* {preset.paper.split()[0]}.*", text, re.MULTILINE
+            )
             assert cited, preset.name
             assert "](https://" in cited[0], "link the paper, or its code"
 
@@ -249,6 +284,12 @@ def test_version_is_the_same_wherever_it_is_written():
     import kvjax
 
     version = kvjax.__version__
-    assert re.search(rf'^version = "{re.escape(version)}"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert re.search(rf"^version: {re.escape(version)}$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert re.search(
+        rf'^version = "{re.escape(version)}"$',
+        (ROOT / "pyproject.toml").read_text(),
+        re.MULTILINE,
+    )
+    assert re.search(
+        rf"^version: {re.escape(version)}$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE
+    )
     assert version in read("CHANGELOG.md")

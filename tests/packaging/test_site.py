@@ -21,16 +21,27 @@ def test_every_exported_name_has_a_page():
 def test_every_part_stands_on_its_page():
     """A selector, store, evictor, policy or preset that is added is listed by hand, under its role."""
     listed = list(website.documented().values())
-    for module in (kvjax.policies, kvjax.selectors, kvjax.stores, kvjax.evictors, kvjax.presets, kvjax.generation):
+    for module in (
+        kvjax.policies,
+        kvjax.selectors,
+        kvjax.stores,
+        kvjax.evictors,
+        kvjax.presets,
+        kvjax.generation,
+    ):
         for name in module.__all__:
             thing = getattr(module, name)
-            assert not callable(thing) or name == "Pooling" or thing in listed, f"{module.__name__}.{name}"
+            assert not callable(thing) or name == "Pooling" or thing in listed, (
+                f"{module.__name__}.{name}"
+            )
 
 
 def test_every_exported_name_stands_on_a_page_that_one_reads():
     pages = [website.ROOT / "README.md", *(website.ROOT / "docs").glob("*.md")]
     text = "".join(page.read_text() for page in pages)
-    assert not [name for name in kvjax.__all__ if not re.search(rf"\bkvjax\.{name}\b|`{name}\b", text)]
+    assert not [
+        name for name in kvjax.__all__ if not re.search(rf"\bkvjax\.{name}\b|`{name}\b", text)
+    ]
     assert len(kvjax.__all__) <= 45
 
 
@@ -39,8 +50,13 @@ def test_every_name_that_the_docs_use_stands_on_a_page_of_the_api():
     listed = list(website.documented().values())
     for page in [website.ROOT / "README.md", *(website.ROOT / "docs").glob("*.md")]:
         text = page.read_text()
-        names = {f"kvjax.{name}" for name in re.findall(r"\bkvjax\.((?:[a-z_]\w*\.)*[A-Za-z]\w*)", text)}
-        for module, imported in re.findall(r"^from (kvjax[\w.]*) import (.+)$", text, re.MULTILINE):
+        names = {
+            f"kvjax.{name}"
+            for name in re.findall(r"\bkvjax\.((?:[a-z_]\w*\.)*[A-Za-z]\w*)", text)
+        }
+        for module, imported in re.findall(
+            r"^from (kvjax[\w.]*) import (.+)$", text, re.MULTILINE
+        ):
             names |= {f"{module}.{name.strip()}" for name in imported.split(",")}
         for name in names:
             try:
@@ -81,7 +97,9 @@ def test_numbers_of_tables_stay_on_one_line():
 
 
 def test_refusals_name_policies_without_their_settings():
-    long = "rollback needs another than Evicting(evictor=Sliding(sink=2), budget=26) (see\nroom)"
+    long = (
+        "rollback needs another than Evicting(evictor=Sliding(sink=2), budget=26) (see\nroom)"
+    )
     assert support.in_short(long) == "rollback needs another than Evicting (see room)"
 
 
@@ -90,15 +108,22 @@ def test_docstrings_become_markup():
 
 
 @pytest.mark.thorough  # .ci/run builds it in a stage of its own
-@pytest.mark.skipif(importlib.util.find_spec("sphinx_book_theme") is None, reason="needs kvjax[docs]")
+@pytest.mark.skipif(
+    importlib.util.find_spec("sphinx_book_theme") is None, reason="needs kvjax[docs]"
+)
 def test_the_site_builds_without_warnings(tmp_path):
     website.build(tmp_path / "site")
     assert (tmp_path / "site" / "index.html").exists()
-    for name in ("attention", "Info"):  # the list of pages, which names of a page share, marks each
+    for name in (
+        "attention",
+        "Info",
+    ):  # the list of pages, which names of a page share, marks each
         page = (tmp_path / "site" / "docs" / "api" / f"kvjax.{name}.html").read_text()
         assert re.findall(r'"current reference internal" href="#">([^<]+)<', page) == [name]
     script = (tmp_path / "site" / "_static" / "copybutton.js").read_text()
-    *_, how = re.findall(r"formatCopyText\(text, (.*)\)", script)  # prompts go, and a line that goes on is whole
+    *_, how = re.findall(
+        r"formatCopyText\(text, (.*)\)", script
+    )  # prompts go, and a line that goes on is whole
     assert how == r"'\\$ |>>> |\\.\\.\\. ', true, true, true, true, '\\', ''"
     for page in (tmp_path / "site").rglob("*.html"):  # what is wider than a phone may break
         article = page.read_text().partition("<article")[2].partition("</article>")[0]

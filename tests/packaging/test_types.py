@@ -48,7 +48,12 @@ def python(tmp_path_factory):
     tree = folder / "tree"
     tree.mkdir()
     for path in ROOT.iterdir():  # links, so that a build leaves nothing behind here
-        if path.suffix in (".toml", ".md", ".in") or path.name in ("LICENSE", "kvjax", "kernels_pallas", "models"):
+        if path.suffix in (".toml", ".md", ".in") or path.name in (
+            "LICENSE",
+            "kvjax",
+            "kernels_pallas",
+            "models",
+        ):
             (tree / path.name).symlink_to(path)
     made = run(BUILD.format("editable", str(folder)), tree)
     assert made.returncode == 0, made.stderr
@@ -63,9 +68,22 @@ def python(tmp_path_factory):
 def test_a_users_file_has_full_types_and_wrong_names_are_errors(python, tmp_path):
     pytest.importorskip("mypy", reason="mypy is of the extra dev")
     (tmp_path / "user.py").write_text(USER)
-    command = [sys.executable, "-m", "mypy", "--python-executable", str(python), "--config-file=", "user.py"]
-    told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600).stdout
-    kinds = [re.sub(r"[\w.]+\.(\w+)", r"\1", kind) for kind in re.findall(r'Revealed type is "(.*)"', told)]
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--python-executable",
+        str(python),
+        "--config-file=",
+        "user.py",
+    ]
+    told = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=600
+    ).stdout
+    kinds = [
+        re.sub(r"[\w.]+\.(\w+)", r"\1", kind)
+        for kind in re.findall(r'Revealed type is "(.*)"', told)
+    ]
     assert tuple(kinds) == REVEALED, told
     errors = re.findall(r"user\.py:\d+: error: (.*)", told)
     assert len(errors) == 4, told

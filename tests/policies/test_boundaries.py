@@ -12,7 +12,9 @@ import kvjax
 from kvjax import CacheSpec, Compressed, Dense, Fier, Fifo, Full, LogSparse, Policy, Retrieval
 
 SPEC = CacheSpec(batch=1, q_heads=2, kv_heads=1, head_dim=16, capacity=64, dtype=jnp.float32)
-ZONES = Retrieval(selector=Fier(group=16), budget=32, sink=4, local=8, demote=Fifo(leave=16), dense_below=0)
+ZONES = Retrieval(
+    selector=Fier(group=16), budget=32, sink=4, local=8, demote=Fifo(leave=16), dense_below=0
+)
 POLICIES: dict[str, Policy] = {
     "full": Full(),
     "retrieval": ZONES,
@@ -25,7 +27,9 @@ def holds(policy: Any) -> int:
     state = policy.init(SPEC)
     if isinstance(policy, Full):
         return state.tokens.slots
-    return state.recent.slots + state.store.slots + (0 if state.sink is None else state.sink.slots)
+    return (
+        state.recent.slots + state.store.slots + (0 if state.sink is None else state.sink.slots)
+    )
 
 
 LONGEST = 160
@@ -34,18 +38,24 @@ attend = jax.jit(kvjax.attention, static_argnames="first_chunk")
 
 def tokens(length: int) -> list[jnp.ndarray]:
     rng = np.random.default_rng(length)
-    return [jnp.asarray(rng.normal(size=(1, length, heads, 16)), jnp.float32) for heads in (2, 1, 1)]
+    return [
+        jnp.asarray(rng.normal(size=(1, length, heads, 16)), jnp.float32) for heads in (2, 1, 1)
+    ]
 
 
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("excess", [-1, 0, 1])
 @pytest.mark.parametrize("how", ["prompt", "prompt and steps"])
-def test_a_token_without_room_is_reported_and_no_other(name: str, excess: int, how: str) -> None:
+def test_a_token_without_room_is_reported_and_no_other(
+    name: str, excess: int, how: str
+) -> None:
     policy = POLICIES[name]
     length = holds(policy) + excess
     new = [np.asarray(x) for x in tokens(LONGEST)]
     cut = length if how == "prompt" else holds(policy) - 2
-    _, cache = attend(kvjax.init_layer(policy, SPEC), *new, lengths=np.array([cut]), first_chunk=True)
+    _, cache = attend(
+        kvjax.init_layer(policy, SPEC), *new, lengths=np.array([cut]), first_chunk=True
+    )
     for i in range(cut, length):
         _, cache = attend(cache, *(x[:, i : i + 1] for x in new))
     assert bool(cache.state.overflow[0]) == (excess > 0)

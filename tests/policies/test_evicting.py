@@ -34,8 +34,15 @@ class Row:
 
     def __init__(self, rule: str, q: np.ndarray, k: np.ndarray, window: int | None = None):
         rule, _, pooling = rule.partition(", ")
-        self.pool = np.max if not pooling else lambda votes: np.sum(votes) / POOL  # what is not there counts as 0
-        self.rule, self.q, self.k, self.window = rule, q.astype(np.float64), k.astype(np.float64), window
+        self.pool = (
+            np.max if not pooling else lambda votes: np.sum(votes) / POOL
+        )  # what is not there counts as 0
+        self.rule, self.q, self.k, self.window = (
+            rule,
+            q.astype(np.float64),
+            k.astype(np.float64),
+            window,
+        )
         self.group = q.shape[1] // k.shape[1]
         self.kept: list[dict[int, float]] = [{} for _ in range(k.shape[1])]
         self.length = 0
@@ -45,7 +52,9 @@ class Row:
         first, self.length = self.length, self.length + count
         for kept in self.kept:
             kept |= dict.fromkeys(range(first, self.length), 0.0)
-        voters = {"sliding": 0, "heavy hitter": count, "last query": 1, "observation": WINDOW}[self.rule]
+        voters = {"sliding": 0, "heavy hitter": count, "last query": 1, "observation": WINDOW}[
+            self.rule
+        ]
         self.earn(range(max(first, self.length - voters), self.length))
         if self.rule == "observation":
             self.kept = [self.pooled(kept) for kept in self.kept]
@@ -75,14 +84,20 @@ class Row:
         for head, kept in enumerate(self.kept):
             got = dict.fromkeys(kept, 0.0)
             for t in queries:
-                seen = [p for p in kept if p <= t and (self.window is None or p > t - self.window)]
+                seen = [
+                    p for p in kept if p <= t and (self.window is None or p > t - self.window)
+                ]
                 for n in range(head * self.group, (head + 1) * self.group):
-                    weights = np.exp(self.k[seen, head] @ self.q[t, n] / np.sqrt(self.q.shape[-1]))
+                    weights = np.exp(
+                        self.k[seen, head] @ self.q[t, n] / np.sqrt(self.q.shape[-1])
+                    )
                     for p, weight in zip(seen, weights / weights.sum(), strict=True):
                         got[p] += weight
             sums.append(got)
         if self.rule == "last query":
-            sums = [{p: sum(got[p] for got in sums) / len(self.q[0]) for p in sums[0]}] * len(sums)
+            sums = [{p: sum(got[p] for got in sums) / len(self.q[0]) for p in sums[0]}] * len(
+                sums
+            )
         keeps_sum = self.rule == "heavy hitter"
         self.kept = [
             {p: got[p] + (kept[p] if keeps_sum else 0.0) for p in kept}
@@ -92,11 +107,16 @@ class Row:
     def pooled(self, kept: dict[int, float]) -> dict[int, float]:
         prefix = [p for p in sorted(kept) if p < self.length - WINDOW]
         votes = [kept[p] for p in prefix]
-        best = {p: self.pool(votes[max(i - POOL // 2, 0) : i + POOL // 2 + 1]) for i, p in enumerate(prefix)}
+        best = {
+            p: self.pool(votes[max(i - POOL // 2, 0) : i + POOL // 2 + 1])
+            for i, p in enumerate(prefix)
+        }
         return {p: best.get(p, np.inf) for p in kept}
 
 
-def rows(rule: str, tokens: drive.Tokens, lengths: np.ndarray, chunk: int, window: int | None = None) -> list[Row]:
+def rows(
+    rule: str, tokens: drive.Tokens, lengths: np.ndarray, chunk: int, window: int | None = None
+) -> list[Row]:
     """Rows after prompts of these lengths, in chunks."""
     made = [Row(rule, tokens.q[b], tokens.k[b], window) for b in range(len(lengths))]
     for row, length in zip(made, lengths, strict=True):
@@ -112,9 +132,13 @@ def keeps(cache: kvjax.LayerCache) -> list[list[set[int]]]:
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("rule", EVICTORS)
 @pytest.mark.parametrize("keys", ["random", "live"])
-def test_keeps_the_positions_that_the_rule_keeps(rule: str, keys: str, checkpoint: str | None) -> None:
+def test_keeps_the_positions_that_the_rule_keeps(
+    rule: str, keys: str, checkpoint: str | None
+) -> None:
     """Ragged prompts in chunks that grow past the budget, then steps, in which rows fill up at different times."""
-    spec, tokens = (SPEC, drive.random_tokens(SPEC)) if keys == "random" else data(checkpoint)["live"]
+    spec, tokens = (
+        (SPEC, drive.random_tokens(SPEC)) if keys == "random" else data(checkpoint)["live"]
+    )
     lengths = np.resize([101, 49, 3], spec.batch)
     policy = Evicting(evictor=EVICTORS[rule], budget=BUDGET)
     cache, _ = drive.fill(kvjax.init_layer(policy, spec), tokens, lengths)
@@ -125,7 +149,9 @@ def test_keeps_the_positions_that_the_rule_keeps(rule: str, keys: str, checkpoin
         for row in wanted:
             row.step()
         assert keeps(cache) == [[set(kept) for kept in row.kept] for row in wanted], f"step {i}"
-        np.testing.assert_array_equal(np.asarray(info.attended[:, 0]), np.minimum(lengths + i + 1, BUDGET))
+        np.testing.assert_array_equal(
+            np.asarray(info.attended[:, 0]), np.minimum(lengths + i + 1, BUDGET)
+        )
     # The next turn of a conversation, to rows whose slots are in no order.
     cache, _ = drive.fill(cache, tokens, lengths + 40, start=lengths + 30)
     for row in wanted:
@@ -136,7 +162,9 @@ def test_keeps_the_positions_that_the_rule_keeps(rule: str, keys: str, checkpoin
 @pytest.mark.thorough
 @pytest.mark.parametrize("rule", EVICTORS)
 @pytest.mark.parametrize(("group", "window"), [(2, 30), (1, None), (7, None)])
-def test_keeps_the_positions_that_the_rule_keeps_of_a_whole_prompt(rule: str, group: int, window: int | None) -> None:
+def test_keeps_the_positions_that_the_rule_keeps_of_a_whole_prompt(
+    rule: str, group: int, window: int | None
+) -> None:
     spec = dataclasses.replace(SPEC, q_heads=2 * group)
     tokens, lengths = drive.random_tokens(spec, 1), np.array([110, 77, 18])
     policy = Evicting(evictor=EVICTORS[rule], budget=BUDGET)
@@ -165,7 +193,9 @@ def sums_of_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("rule", ["observation", "heavy hitter", "heavy hitter, by the sums of attention"])
+@pytest.mark.parametrize(
+    "rule", ["observation", "heavy hitter", "heavy hitter, by the sums of attention"]
+)
 def test_queries_of_a_prompt_vote_in_several_blocks(
     rule: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
@@ -178,33 +208,46 @@ def test_queries_of_a_prompt_vote_in_several_blocks(
     cache = kvjax.init_layer(Evicting(evictor=EVICTORS[rule], budget=BUDGET), SPEC)
     came = (np.arange(60) < lengths[:, None])[..., None, None]
     prompt = [np.where(came, a[:, :60], np.nan) for a in (tokens.q, tokens.k, tokens.v)]
-    _, cache = jax.jit(lambda cache, *qkv: kvjax.attention(cache, *qkv, lengths=lengths))(cache, *prompt)
+    _, cache = jax.jit(lambda cache, *qkv: kvjax.attention(cache, *qkv, lengths=lengths))(
+        cache, *prompt
+    )
     wanted = rows(rule, tokens, lengths, 60)
     assert keeps(cache) == [[set(kept) for kept in row.kept] for row in wanted]
     if rule == "heavy hitter":
         for b, row in enumerate(held_positions(cache)):
             for head, held in enumerate(row):
                 want = [wanted[b].kept[head][p] for p in held]
-                np.testing.assert_allclose(cache.state.evidence[b, head, : len(held)], want, atol=1e-5)
+                np.testing.assert_allclose(
+                    cache.state.evidence[b, head, : len(held)], want, atol=1e-5
+                )
 
 
 @pytest.mark.parametrize("window", [None, 30])
-def test_sums_of_attention_include_what_is_held(window: int | None, sums_of_attention: None) -> None:
+def test_sums_of_attention_include_what_is_held(
+    window: int | None, sums_of_attention: None
+) -> None:
     """Ragged prompts in chunks that grow past the budget."""
     tokens, lengths = drive.random_tokens(SPEC), np.array([101, 49, 3])
     cache = kvjax.init_layer(Evicting(evictor=EVICTORS["heavy hitter"], budget=BUDGET), SPEC)
     prefill = jax.jit(kvjax.attention, static_argnames="window")
     for first in range(0, 101, 16):
         chunk = tokens.at(np.broadcast_to(first + np.arange(16), (3, 16)))
-        _, cache = prefill(cache, *chunk, lengths=np.clip(lengths - first, 0, 16), window=window)
+        _, cache = prefill(
+            cache, *chunk, lengths=np.clip(lengths - first, 0, 16), window=window
+        )
     wanted = rows("heavy hitter", tokens, lengths, 16, window)
     assert keeps(cache) == [[set(kept) for kept in row.kept] for row in wanted]
 
 
-def test_a_chunk_of_a_prompt_sees_what_is_held_within_its_window(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_of_a_prompt_sees_what_is_held_within_its_window(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """If all tokens fit, chunks give the same as the whole prompt; slots are read in several parts."""
     monkeypatch.setattr(evicting, "SLOTS", 32)
-    tokens, step = drive.random_tokens(SPEC, 2), jax.jit(kvjax.attention, static_argnames="window")
+    tokens, step = (
+        drive.random_tokens(SPEC, 2),
+        jax.jit(kvjax.attention, static_argnames="window"),
+    )
     prompt = tuple(a[:, :120] for a in (tokens.q, tokens.k, tokens.v))
     whole, _ = step(None, *prompt, window=50)
     cache = kvjax.init_layer(Evicting(evictor=LastQuery(), budget=SPEC.capacity), SPEC)
@@ -230,7 +273,9 @@ def test_positions_are_those_within_the_cache() -> None:
     came = np.arange(120)
     qr, kr = (_rotated(a, came, theta)[None].astype(np.float32) for a in (q, k))
     spec = dataclasses.replace(SPEC, batch=1)
-    policy = Evicting(evictor=Sliding(sink=sink, rope=kvjax.models.rope.Default(theta=theta)), budget=BUDGET)
+    policy = Evicting(
+        evictor=Sliding(sink=sink, rope=kvjax.models.rope.Default(theta=theta)), budget=BUDGET
+    )
     run = jax.jit(kvjax.attention)
 
     def wanted(held: list[int], new: int) -> np.ndarray:
@@ -239,15 +284,23 @@ def test_positions_are_those_within_the_cache() -> None:
         query = _rotated(q[new : new + 1], at[-1:], theta)[0]
         return dense(query, keys, v[line])
 
-    _, cache = run(kvjax.init_layer(policy, spec), qr[:, :T], kr[:, :T], v[None, :T].astype(np.float32))
+    _, cache = run(
+        kvjax.init_layer(policy, spec), qr[:, :T], kr[:, :T], v[None, :T].astype(np.float32)
+    )
     kept = [*range(sink), *range(T - (BUDGET - sink), T)]
     chunk = slice(T, T + 8)
     out, cache = run(cache, qr[:, chunk], kr[:, chunk], v[None, chunk].astype(np.float32))
     for i in range(8):
-        np.testing.assert_allclose(out[0, i], wanted([*kept, *range(T, T + i)], T + i), atol=1e-5)
+        np.testing.assert_allclose(
+            out[0, i], wanted([*kept, *range(T, T + i)], T + i), atol=1e-5
+        )
     for t in range(T + 8, T + 16):
-        out, cache = run(cache, *(a[:, t : t + 1] for a in (qr, kr, v[None].astype(np.float32))))
-        np.testing.assert_allclose(out[0, 0], wanted([*range(sink), *range(t - BUDGET + sink + 1, t)], t), atol=1e-5)
+        out, cache = run(
+            cache, *(a[:, t : t + 1] for a in (qr, kr, v[None].astype(np.float32)))
+        )
+        np.testing.assert_allclose(
+            out[0, 0], wanted([*range(sink), *range(t - BUDGET + sink + 1, t)], t), atol=1e-5
+        )
 
 
 def test_a_prompt_of_16k_tokens_holds_no_square_of_weights() -> None:
@@ -257,7 +310,11 @@ def test_a_prompt_of_16k_tokens_holds_no_square_of_weights() -> None:
     q, k = (jax.ShapeDtypeStruct((1, 2, *g, 16384, 16), jnp.float32) for g in ((2,), ()))
     prefill = jax.jit(functools.partial(policy.prefill_observed, scale=0.25))
     st = jax.eval_shape(functools.partial(policy.init, spec))
-    memory = prefill.lower(st, q, k, k, jax.ShapeDtypeStruct((1,), jnp.int32)).compile().memory_analysis()
+    memory = (
+        prefill.lower(st, q, k, k, jax.ShapeDtypeStruct((1,), jnp.int32))
+        .compile()
+        .memory_analysis()
+    )
     assert memory.temp_size_in_bytes < 2**27
 
 
@@ -266,7 +323,8 @@ def test_a_sample_of_a_long_prompts_queries_votes_for_all(window: int | None) ->
     """One from each of 16 equal parts, as many times as a part is long; rows of at most 16 tokens have all of them."""
     lengths, n = np.array([150, 37, 16]), 16
     q, k, v = (
-        np.random.default_rng(i).standard_normal((3, 150, h, 16)).astype(np.float32) for i, h in enumerate((4, 2, 2))
+        np.random.default_rng(i).standard_normal((3, 150, h, 16)).astype(np.float32)
+        for i, h in enumerate((4, 2, 2))
     )
     policy = Evicting(evictor=HeavyHitter(queries=n), budget=BUDGET)
     settings = {"lengths": lengths, "first_chunk": True, "window": window}
@@ -285,16 +343,22 @@ def test_a_sample_of_a_long_prompts_queries_votes_for_all(window: int | None) ->
             assert votes.sum() == pytest.approx(2 * T)
             count = min(T, BUDGET)
             newest = set(range(max(T - BUDGET // 2, 0), T))
-            best = sorted(set(range(T)) - newest, key=lambda t: -votes[t])[: count - len(newest)]
+            best = sorted(set(range(T)) - newest, key=lambda t: -votes[t])[
+                : count - len(newest)
+            ]
             assert set(held[row, head, :count]) == newest | set(best)
             np.testing.assert_allclose(
-                evidence[row, head, :count], votes[held[row, head, :count]], rtol=1e-4, atol=1e-5
+                evidence[row, head, :count],
+                votes[held[row, head, :count]],
+                rtol=1e-4,
+                atol=1e-5,
             )
 
 
 def test_an_evictor_around_another_asks_the_same_sample_of_queries() -> None:
     q, k, v = (
-        np.random.default_rng(i).standard_normal((3, 150, h, 16)).astype(np.float32) for i, h in enumerate((4, 2, 2))
+        np.random.default_rng(i).standard_normal((3, 150, h, 16)).astype(np.float32)
+        for i, h in enumerate((4, 2, 2))
     )
     inner = HeavyHitter(queries=16)
     found = []
@@ -308,7 +372,9 @@ def test_memory_is_that_of_the_budget() -> None:
     spec = dataclasses.replace(SPEC, capacity=131072, dtype=jnp.bfloat16)
     for evictor in EVICTORS.values():
         tokens = spec.batch * spec.kv_heads * 64 * 2 * spec.head_dim * 2
-        held = kvjax.memory.nbytes(kvjax.init_layer(Evicting(evictor=evictor, budget=64), spec)).device
+        held = kvjax.memory.nbytes(
+            kvjax.init_layer(Evicting(evictor=evictor, budget=64), spec)
+        ).device
         assert tokens <= held <= 1.13 * tokens + 100
 
 
@@ -320,10 +386,18 @@ def test_law_of_eviction_catches_a_broken_policy(fault: str) -> None:
             after = super().update(st, k, v, active)
             if fault == "forgets its newest":
                 return dataclasses.replace(st, length=after.length)
-            return dataclasses.replace(after, tokens=dataclasses.replace(after.tokens, k=st.tokens.k))
+            return dataclasses.replace(
+                after, tokens=dataclasses.replace(after.tokens, k=st.tokens.k)
+            )
 
-    law = "budget_bounds_what_is_held" if fault == "forgets its newest" else "step_attends_to_what_is_held"
-    report = check_policy(Broken(evictor=Sliding(), budget=BUDGET), dataclasses.replace(SPEC, batch=1), laws=[law])
+    law = (
+        "budget_bounds_what_is_held"
+        if fault == "forgets its newest"
+        else "step_attends_to_what_is_held"
+    )
+    report = check_policy(
+        Broken(evictor=Sliding(), budget=BUDGET), dataclasses.replace(SPEC, batch=1), laws=[law]
+    )
     assert report.laws("failed") == (law,), report
 
 
@@ -335,7 +409,9 @@ def test_presets_take_a_budget_and_dense_layers() -> None:
         ("snapkv", Observation(window=32, kernel_size=7)),
     ):
         layered = kvjax.presets.find(name).policies(budget=77, dense_layers=2)
-        assert [layered.policy(i) for i in range(3)] == [kvjax.Full()] * 2 + [Evicting(evictor=evictor, budget=77)]
+        assert [layered.policy(i) for i in range(3)] == [kvjax.Full()] * 2 + [
+            Evicting(evictor=evictor, budget=77)
+        ]
 
 
 def test_decoding_reads_a_prompt_whole_unless_told_otherwise() -> None:
@@ -350,7 +426,9 @@ def test_decoding_reads_a_prompt_whole_unless_told_otherwise() -> None:
         spec = dataclasses.replace(SPEC, batch=1, capacity=1000)
         prompt = np.ones((1, 900), np.int32)
         sizes.clear()
-        generation.prefill(jax.tree_util.Partial(model), kvjax.init(policy, spec, layers=1), prompt, **settings)
+        generation.prefill(
+            jax.tree_util.Partial(model), kvjax.init(policy, spec, layers=1), prompt, **settings
+        )
         return sizes
 
     assert sizes_of(Evicting(evictor=Observation(), budget=64)) == [1024]

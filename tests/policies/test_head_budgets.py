@@ -31,7 +31,10 @@ def votes(q: np.ndarray, k: np.ndarray) -> np.ndarray:
 
 def allotted(worth: np.ndarray, floor: float, most: float) -> list[list[int]]:
     """Positions that each head keeps, for worth [K, n]: its best for certain, then the best of all heads."""
-    ranked = [sorted(range(len(w)), key=lambda p, w=w: (-w[p], -p))[: int(most * BUDGET)] for w in worth]
+    ranked = [
+        sorted(range(len(w)), key=lambda p, w=w: (-w[p], -p))[: int(most * BUDGET)]
+        for w in worth
+    ]
     certain, kept, rest = WINDOW + int(floor * (BUDGET - WINDOW)), [], []
     for head, (own, order) in enumerate(zip(worth, ranked, strict=True)):
         kept.append([p for i, p in enumerate(order) if i < certain or own[p] == np.inf])
@@ -56,7 +59,9 @@ def sharp_and_wide() -> drive.Tokens:
         pytest.param(0.2, 2.0, "live", marks=pytest.mark.thorough),
     ],
 )
-def test_heads_keep_what_the_oracle_allots_them(floor: float, most: float, keys: str, checkpoint: str | None) -> None:
+def test_heads_keep_what_the_oracle_allots_them(
+    floor: float, most: float, keys: str, checkpoint: str | None
+) -> None:
     evictor = Observation(window=WINDOW, kernel_size=KERNEL)
     policy = HeadBudgets(evictor=evictor, budget=BUDGET, floor=floor, ceiling=most)
     spec, tokens = (SPEC, sharp_and_wide()) if keys == "random" else data(checkpoint)["live"]
@@ -72,7 +77,9 @@ def test_heads_keep_what_the_oracle_allots_them(floor: float, most: float, keys:
     counts = {len(head) for row in kept for head in row}
     assert min(counts) < BUDGET < max(counts), "heads keep equally many"
 
-    for i in range(20):  # a head evicts its own tokens, and generated ones once none of the prompt's are left
+    for i in range(
+        20
+    ):  # a head evicts its own tokens, and generated ones once none of the prompt's are left
         _, cache, info = drive.step(cache, tokens, lengths + i)
         for row, head in np.ndindex(B, K):
             mine = kept[row][head]
@@ -80,7 +87,9 @@ def test_heads_keep_what_the_oracle_allots_them(floor: float, most: float, keys:
             mine.remove(min(mine, key=lambda p, value=value: (value[p], p)))
             mine.append(int(lengths[row]) + i)
         assert [[sorted(head) for head in row] for row in held_positions(cache)] == kept
-        np.testing.assert_array_equal(info.attended, [[len(head) for head in row] for row in kept])
+        np.testing.assert_array_equal(
+            info.attended, [[len(head) for head in row] for row in kept]
+        )
 
 
 def test_short_prompts_leave_room_and_later_ones_divide_it() -> None:

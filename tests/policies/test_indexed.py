@@ -40,9 +40,14 @@ def finish(pooled: jax.Array, position: jax.Array) -> jax.Array:
     return unit * (1 + 0.01 * position[..., None].astype(jnp.float32))
 
 
-def wanted(indexer: Any, given: dict[str, np.ndarray], b: int, h: int, n: int, *, shapes: bool) -> set[int]:
+def wanted(
+    indexer: Any, given: dict[str, np.ndarray], b: int, h: int, n: int, *, shapes: bool
+) -> set[int]:
     """The positions that the newest of n tokens reads."""
-    q, w = given["iq"][b, n - 1].astype(np.float64), given["w"][b, n - 1] if shapes else np.ones(indexer.heads)
+    q, w = (
+        given["iq"][b, n - 1].astype(np.float64),
+        given["w"][b, n - 1] if shapes else np.ones(indexer.heads),
+    )
     keys, size = given["ik"][b, :n].astype(np.float64), indexer.block
     if isinstance(indexer, QSA):
         scores = []
@@ -100,7 +105,9 @@ def test_steps_read_the_blocks_that_the_indexer_selects(name: str, shapes: bool)
             assert sorted(read[read >= 0]) == at, (i, b, h)
             assert info.attended[b, h] == len(at)
             heads = slice(12 * h, 12 * h + 12)
-            want, _ = attention(given["q"][b, n[b], heads], given["k"][b, at, h], given["v"][b, at, h], 1 / 16)
+            want, _ = attention(
+                given["q"][b, n[b], heads], given["k"][b, at, h], given["v"][b, at, h], 1 / 16
+            )
             np.testing.assert_allclose(out[b, 0, heads], want, atol=1e-5)
 
 
@@ -132,9 +139,14 @@ def test_what_an_indexer_lacks_is_told() -> None:
         kvjax.attention(layer, q, k, k)
     with pytest.raises(ValueError, match=r"decode of .* needs index="):
         kvjax.decode(layer, q, k, k)
-    with pytest.raises(ValueError, match=r"index=...\) is for a cache of kvjax.policies.Indexed; this one is of Full"):
+    with pytest.raises(
+        ValueError,
+        match=r"index=...\) is for a cache of kvjax.policies.Indexed; this one is of Full",
+    ):
         kvjax.attention(kvjax.init_layer(kvjax.Full(), SPEC), q, k, k, index=index)
-    with pytest.raises(ValueError, match=r"takes index queries \[2, 1, 4, 32\] and .*; got q\[2, 1, 3, 32\]"):
+    with pytest.raises(
+        ValueError, match=r"takes index queries \[2, 1, 4, 32\] and .*; got q\[2, 1, 3, 32\]"
+    ):
         kvjax.attention(layer, q, k, k, index=index._replace(q=jnp.zeros((2, 1, 3, E))))
     with pytest.raises(ValueError, match="needs an index query for each of the 2 KV heads"):
         kvjax.attention(kvjax.init_layer(Indexed(MSA(size=E)), SPEC), q, k, k, index=index)

@@ -22,14 +22,18 @@ def positions_as_values(spec: CacheSpec) -> drive.Tokens:
     """Tokens whose values are all their own position: a constant group, which is stored exactly."""
     tokens = drive.random_tokens(spec)
     at = np.arange(spec.capacity, dtype=np.float32)[None, :, None, None]
-    return drive.Tokens(tokens.q, tokens.k, np.broadcast_to(at, tokens.v.shape).astype(tokens.v.dtype))
+    return drive.Tokens(
+        tokens.q, tokens.k, np.broadcast_to(at, tokens.v.shape).astype(tokens.v.dtype)
+    )
 
 
 def held(cache: kvjax.LayerCache, row: int) -> tuple[list[int], list[int]]:
     """Positions in the recent block and in the store, in order of slots, read from the values."""
     st = cache.state
     recent = np.asarray(st.recent.v)[row, 0, : int(st.recent.count[row]), 0]
-    stored = np.asarray(split_scales(st.store.v.scales)[1])[row, 0, : int(st.store.count[row]), 0]
+    stored = np.asarray(split_scales(st.store.v.scales)[1])[
+        row, 0, : int(st.store.count[row]), 0
+    ]
     return recent.astype(int).tolist(), stored.astype(int).tolist()
 
 
@@ -58,7 +62,14 @@ def behind(sink: int, rule: Callable[[int, int], tuple[list[int], list[int]]]):
 def test_every_token_is_where_the_rule_puts_it(policy, rule, size: int) -> None:
     """Prompts of every length from 1 to 5W, a row each, and 5W decode steps after."""
     lengths = np.arange(1, 5 * size + 1)
-    spec = CacheSpec(batch=len(lengths), q_heads=1, kv_heads=1, head_dim=8, capacity=12 * size, dtype=jnp.float32)
+    spec = CacheSpec(
+        batch=len(lengths),
+        q_heads=1,
+        kv_heads=1,
+        head_dim=8,
+        capacity=12 * size,
+        dtype=jnp.float32,
+    )
     tokens = positions_as_values(spec)
     cache, _ = drive.fill(kvjax.init_layer(policy, spec), tokens, lengths)
     flush = jax.jit(kvjax.flush)
@@ -99,16 +110,26 @@ def test_a_token_is_quantised_once(policy, monkeypatch: pytest.MonkeyPatch) -> N
         return original(x, *args, **kwargs)
 
     monkeypatch.setattr(kvjax.stores.quantized, "quantize", counted)
-    spec = CacheSpec(batch=1, q_heads=2, kv_heads=1, head_dim=16, capacity=220, dtype=jnp.float32)
+    spec = CacheSpec(
+        batch=1, q_heads=2, kv_heads=1, head_dim=16, capacity=220, dtype=jnp.float32
+    )
     tokens, cache = drive.random_tokens(spec), kvjax.init_layer(policy, spec)
-    step = jax.jit(lambda *args: kvjax.attention(*args))  # a trace of its own, with the counter in it
+    step = jax.jit(
+        lambda *args: kvjax.attention(*args)
+    )  # a trace of its own, with the counter in it
     for n in range(200):
         before = cache.state.store
         _, cache = step(cache, *tokens.at(np.array([[n]])))
         after = cache.state.store
-        for a, b in zip(jax.tree.leaves((before.k, before.v)), jax.tree.leaves((after.k, after.v)), strict=True):
+        for a, b in zip(
+            jax.tree.leaves((before.k, before.v)),
+            jax.tree.leaves((after.k, after.v)),
+            strict=True,
+        ):
             kept = int(before.count[0]) * a.shape[2] // before.slots
-            np.testing.assert_array_equal(np.asarray(a)[:, :, :kept], np.asarray(b)[:, :, :kept])
+            np.testing.assert_array_equal(
+                np.asarray(a)[:, :, :kept], np.asarray(b)[:, :, :kept]
+            )
         jax.effects_barrier()
         assert sum(runs) == 2 * int(after.count[0]), "keys and values of each stored token once"
     assert int(cache.state.store.count[0]) >= 6 * policy.demote.leave
@@ -135,8 +156,12 @@ def test_values_are_exact_for_a_window_of_their_own(name: str, prompt: int) -> N
         if name == "logquant"
         else presets.kivi(residual=W, group=4, value_window=newest, sink=sink).rest
     )
-    groups = (W, 8) if name == "logquant" else (4, 4)  # tokens of a key's group, channels of a value's
-    spec = CacheSpec(batch=1, q_heads=2, kv_heads=1, head_dim=8, capacity=120, dtype=jnp.float32)
+    groups = (
+        (W, 8) if name == "logquant" else (4, 4)
+    )  # tokens of a key's group, channels of a value's
+    spec = CacheSpec(
+        batch=1, q_heads=2, kv_heads=1, head_dim=8, capacity=120, dtype=jnp.float32
+    )
     tokens = drive.random_tokens(spec)
     cache, _ = drive.fill(kvjax.init_layer(policy, spec), tokens, np.array([prompt]))
     for n in range(prompt, prompt + 40):
@@ -151,12 +176,16 @@ def test_values_are_exact_for_a_window_of_their_own(name: str, prompt: int) -> N
         v[old] = as_stored(v[old], 1, groups[1])
         logits = np.asarray(tokens.q[0, n], np.float64) @ k.T / np.sqrt(8)
         weights = np.exp(logits - logits.max(axis=1, keepdims=True))
-        np.testing.assert_allclose(out[0], weights @ v / weights.sum(axis=1, keepdims=True), atol=2e-5, err_msg=str(n))
+        np.testing.assert_allclose(
+            out[0], weights @ v / weights.sum(axis=1, keepdims=True), atol=2e-5, err_msg=str(n)
+        )
         assert info.attended[0, 0] == n + 1
 
 
 def test_a_value_window_beyond_the_local_one_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"value_window=9\) keeps more values than the local window of 8"):
+    with pytest.raises(
+        ValueError, match=r"value_window=9\) keeps more values than the local window of 8"
+    ):
         presets.logquant(window=8, value_window=9)
 
 
@@ -164,9 +193,13 @@ def test_a_value_window_beyond_the_local_one_is_refused() -> None:
 @pytest.mark.parametrize("make", [presets.logquant, presets.kivi], ids=["logquant", "kivi"])
 def test_more_bits_come_closer_to_full_attention(make) -> None:
     """On random tokens, where attention averages much away and so errors weigh most."""
-    spec = CacheSpec(batch=2, q_heads=8, kv_heads=2, head_dim=64, capacity=600, dtype=jnp.float32)
+    spec = CacheSpec(
+        batch=2, q_heads=8, kv_heads=2, head_dim=64, capacity=600, dtype=jnp.float32
+    )
     tokens, lengths = drive.random_tokens(spec), np.array([570, 400])
-    want, _, _ = drive.step(drive.fill(kvjax.init_layer(kvjax.Full(), spec), tokens, lengths)[0], tokens, lengths)
+    want, _, _ = drive.step(
+        drive.fill(kvjax.init_layer(kvjax.Full(), spec), tokens, lengths)[0], tokens, lengths
+    )
     errors = []
     for bits in (2, 4, 8):
         cache, _ = drive.fill(kvjax.init_layer(make(bits=bits).rest, spec), tokens, lengths)
@@ -178,7 +211,9 @@ def test_more_bits_come_closer_to_full_attention(make) -> None:
     assert errors[2] < errors[1] / 10, errors
 
 
-@pytest.mark.parametrize("preset", [presets.logquant(), presets.kivi()], ids=["logquant", "kivi"])
+@pytest.mark.parametrize(
+    "preset", [presets.logquant(), presets.kivi()], ids=["logquant", "kivi"]
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_step_at_32k_tokens_holds_no_decoded_cache(preset: kvjax.PerLayer, dtype: str) -> None:
     spec = CacheSpec(batch=1, q_heads=32, kv_heads=8, head_dim=128, capacity=32768, dtype=dtype)
@@ -189,11 +224,15 @@ def test_step_at_32k_tokens_holds_no_decoded_cache(preset: kvjax.PerLayer, dtype
     size = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(cache))
     assert size <= 1.1 * preset.rest.bytes_per_token(spec) * 32768
     assert memory.alias_size_in_bytes >= size
-    assert memory.temp_size_in_bytes <= size // 4, f"{memory.temp_size_in_bytes} temp bytes beside {size} of cache"
+    assert memory.temp_size_in_bytes <= size // 4, (
+        f"{memory.temp_size_in_bytes} temp bytes beside {size} of cache"
+    )
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("preset", [presets.logquant(), presets.kivi()], ids=["logquant", "kivi"])
+@pytest.mark.parametrize(
+    "preset", [presets.logquant(), presets.kivi()], ids=["logquant", "kivi"]
+)
 @pytest.mark.parametrize(
     ("q_heads", "kv_heads", "head_dim", "dtype"),
     [(7, 1, 128, "bfloat16"), (2, 2, 64, "float16"), (8, 2, 128, "float32")],
@@ -201,8 +240,17 @@ def test_step_at_32k_tokens_holds_no_decoded_cache(preset: kvjax.PerLayer, dtype
 def test_defaults_attend_to_everything_as_stored(
     preset, q_heads: int, kv_heads: int, head_dim: int, dtype: str
 ) -> None:
-    spec = CacheSpec(batch=7, q_heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, capacity=440, dtype=dtype)
-    check_policy(preset.rest, spec, laws=["budget_of_all_is_dense_attention"]).raise_for_failures()
+    spec = CacheSpec(
+        batch=7,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        capacity=440,
+        dtype=dtype,
+    )
+    check_policy(
+        preset.rest, spec, laws=["budget_of_all_is_dense_attention"]
+    ).raise_for_failures()
 
 
 def test_presets_have_the_papers_numbers() -> None:
@@ -236,10 +284,19 @@ def test_sliding_window_over_unordered_history_is_refused() -> None:
 
 def test_the_evicting_variant_holds_the_exact_tokens_of_the_oracle() -> None:
     """Whenever the block is full; in between it has these and more."""
-    spec, W = kvjax.CacheSpec(batch=1, q_heads=2, kv_heads=1, head_dim=8, capacity=140, dtype="float32"), 7
+    spec, W = (
+        kvjax.CacheSpec(
+            batch=1, q_heads=2, kv_heads=1, head_dim=8, capacity=140, dtype="float32"
+        ),
+        7,
+    )
     tokens = drive.random_tokens(spec)
     for prompt in (1, 95):
-        cache, _ = drive.fill(kvjax.init_layer(kvjax.presets.logevict(3 * W).rest, spec), tokens, np.array([prompt]))
+        cache, _ = drive.fill(
+            kvjax.init_layer(kvjax.presets.logevict(3 * W).rest, spec),
+            tokens,
+            np.array([prompt]),
+        )
         for n in range(prompt, 130):
             _, cache, info = drive.step(cache, tokens, np.array([n]))
             held = set(np.asarray(info.positions).ravel().tolist()) - {-1}

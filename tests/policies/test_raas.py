@@ -18,11 +18,17 @@ def test_the_token_without_attention_for_longest_is_evicted_and_the_prompt_stays
 ) -> None:
     """A threshold of 1/20 is passed now and then, so stamps differ from ages."""
     threshold, budget, prompt = 0.05, 24, 12
-    spec, tokens = (SPEC, drive.random_tokens(SPEC)) if keys == "random" else data(checkpoint)["live"]
+    spec, tokens = (
+        (SPEC, drive.random_tokens(SPEC)) if keys == "random" else data(checkpoint)["live"]
+    )
     B, K, D = spec.batch, spec.kv_heads, spec.head_dim
-    cache = kvjax.init_layer(Evicting(evictor=LastUse(threshold=threshold), budget=budget), spec)
+    cache = kvjax.init_layer(
+        Evicting(evictor=LastUse(threshold=threshold), budget=budget), spec
+    )
     cache, _ = drive.fill(cache, tokens, np.full(B, prompt))
-    held = {at: {p: np.inf for p in range(prompt)} for at in np.ndindex(B, K)}  # stamp of each position
+    held = {
+        at: {p: np.inf for p in range(prompt)} for at in np.ndindex(B, K)
+    }  # stamp of each position
     by_age = 0
     for n in range(prompt, 80):
         _, cache, _ = drive.step(cache, tokens, np.full(B, n))
@@ -46,7 +52,9 @@ def test_the_token_without_attention_for_longest_is_evicted_and_the_prompt_stays
 
 
 @pytest.mark.parametrize("page", [4, 1])
-def test_generated_tokens_have_a_budget_beside_the_prompt_and_are_stamped_by_pages(page: int) -> None:
+def test_generated_tokens_have_a_budget_beside_the_prompt_and_are_stamped_by_pages(
+    page: int,
+) -> None:
     """Prompts differ in length, so rows reach the budget at different steps."""
     threshold, budget, prompts = 0.12 if page > 1 else 0.05, 16, np.array([20, 9])
     tokens = drive.random_tokens(SPEC)
@@ -95,19 +103,28 @@ def test_budgets_of_a_pyramid_fall_linearly_and_keep_their_mean() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: LastUse(threshold=1.0), r"threshold=1.0\) must be a softmax weight, at least 0 and below 1"),
+        (
+            lambda: LastUse(threshold=1.0),
+            r"threshold=1.0\) must be a softmax weight, at least 0 and below 1",
+        ),
         (
             lambda: kvjax.policies.BesidePrompt(evictor=kvjax.Sliding(), page=4),
             r"BesidePrompt\(page=4\) stamps pages for kvjax.LastUse\(\); got .*use page=1",
         ),
-        (lambda: presets.raas(prompt=-1), r"BesidePrompt\(prompt=...\) must be at least 0, got -1"),
+        (
+            lambda: presets.raas(prompt=-1),
+            r"BesidePrompt\(prompt=...\) must be at least 0, got -1",
+        ),
         (lambda: presets.pyramidkv(beta=0.5), r"beta=0.5.*at least 1"),
         (lambda: presets.pyramidkv(budget=1, layers=2), r"budget=1.*needs at least 2"),
         (
             lambda: presets.check_reaches(presets.pyramidkv(layers=8), 30, "pyramidkv"),
             r"pyramidkv\(layers=8\) shares its budget among 8 layers and the model has 30; set layers=30",
         ),
-        (lambda: presets.check_reaches(presets.pyramidkv(), 8, "pyramidkv"), r"among 32 layers.* has 8; set layers=8"),
+        (
+            lambda: presets.check_reaches(presets.pyramidkv(), 8, "pyramidkv"),
+            r"among 32 layers.* has 8; set layers=8",
+        ),
         (
             lambda: kvjax.init(presets.pyramidkv(64), SPEC, layers=4),
             r"among 32 layers and the model has 4; set layers=4",

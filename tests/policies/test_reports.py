@@ -6,7 +6,18 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import CacheSpec, Compressed, Dense, Exact, Fifo, PerHead, Policy, Retrieval, Sampled, SimHash
+from kvjax import (
+    CacheSpec,
+    Compressed,
+    Dense,
+    Exact,
+    Fifo,
+    PerHead,
+    Policy,
+    Retrieval,
+    Sampled,
+    SimHash,
+)
 
 SINK, T, WINDOW = 4, 2, 6
 SPEC = CacheSpec(batch=5, q_heads=4, kv_heads=2, head_dim=8, capacity=48, dtype=jnp.float32)
@@ -28,7 +39,9 @@ def test_a_step_tells_the_positions_of_all_that_it_read_and_their_number(name: s
     rng = np.random.default_rng(0)
 
     def tokens(length: int) -> list[np.ndarray]:
-        return [rng.normal(size=(5, length, heads, 8)).astype(np.float32) for heads in (4, 2, 2)]
+        return [
+            rng.normal(size=(5, length, heads, 8)).astype(np.float32) for heads in (4, 2, 2)
+        ]
 
     _, cache = fill(kvjax.init_layer(POLICIES[name], SPEC), *tokens(29), lengths=LENGTHS)
     new = tokens(T)

@@ -23,7 +23,11 @@ BESIDE = SINK + LOCAL + CHUNK - 1
 
 def tables_of(x: np.ndarray) -> np.ndarray:
     """i[n, TABLES] hashes of vectors [n, D]; direction j of table t is column 32 (j W + t // 32) + t % 32."""
-    directions = _directions(0, x.shape[1], BITS * 64).astype(np.float64).reshape(-1, BITS, 64)[:, :, :TABLES]
+    directions = (
+        _directions(0, x.shape[1], BITS * 64)
+        .astype(np.float64)
+        .reshape(-1, BITS, 64)[:, :, :TABLES]
+    )
     signs = np.einsum("nd,djt->njt", x, directions) >= 0
     return (signs * 2 ** np.arange(BITS)[:, None]).sum(axis=1)
 
@@ -44,10 +48,14 @@ def inclusion(cosine: float, least: int) -> float:
     return 1 - sum(math.comb(TABLES, i) * x**i * (1 - x) ** (TABLES - i) for i in range(least))
 
 
-def estimate(q: np.ndarray, k: np.ndarray, v: np.ndarray, room: int, least: int) -> tuple[np.ndarray, int]:
+def estimate(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, room: int, least: int
+) -> tuple[np.ndarray, int]:
     """Attention [D] of a query [D] over k, v [n, D], whose last tokens from the history's end on are exact."""
     n = len(k)
-    end = oracles.history_end(n - 1, SINK, LOCAL - 1, CHUNK)  # a step flushes before its token comes
+    end = oracles.history_end(
+        n - 1, SINK, LOCAL - 1, CHUNK
+    )  # a step flushes before its token comes
     q, k = q.astype(np.float64), k.astype(np.float64)
     logits, history = k @ q / math.sqrt(len(q)), np.arange(SINK, end)
     exact = [*range(SINK), *range(end, n)]
@@ -75,11 +83,17 @@ def estimate(q: np.ndarray, k: np.ndarray, v: np.ndarray, room: int, least: int)
     ],
     ids=["room for all", "too little room", "keys of a model"],
 )
-def test_a_step_gives_the_estimate_of_the_oracle(least: int, room: int, keys: str, checkpoint: str | None) -> None:
+def test_a_step_gives_the_estimate_of_the_oracle(
+    least: int, room: int, keys: str, checkpoint: str | None
+) -> None:
     method = SimHash(bits=BITS, tables=TABLES, least=least, learn=CHUNK)
-    policy = Sampled(hashing=method, budget=BESIDE + room, sink=SINK, local=LOCAL, demote=Fifo(leave=CHUNK))
+    policy = Sampled(
+        hashing=method, budget=BESIDE + room, sink=SINK, local=LOCAL, demote=Fifo(leave=CHUNK)
+    )
     same, total, sampled = 0, 0, 0
-    spec, tokens = (SPEC, drive.random_tokens(SPEC)) if keys == "random" else data(checkpoint)["live"]
+    spec, tokens = (
+        (SPEC, drive.random_tokens(SPEC)) if keys == "random" else data(checkpoint)["live"]
+    )
     for at in steps(policy, spec, tokens):
         for g in range(spec.group):
             want, read = estimate(at.q[g], at.k, at.v, room, least)
@@ -87,22 +101,33 @@ def test_a_step_gives_the_estimate_of_the_oracle(least: int, room: int, keys: st
             sampled += read < at.held
             total += 1
     assert sampled > total / 2, "most steps read everything"
-    assert same >= 0.98 * total, (same, total)  # a product near 0 may be rounded to the other sign
+    assert same >= 0.98 * total, (
+        same,
+        total,
+    )  # a product near 0 may be rounded to the other sign
 
 
 def test_probability_of_a_sample_is_that_of_its_hashes() -> None:
     """Over many draws of directions, keys are sampled as often as `inclusion` says, and at small values accurately."""
     method, rng = SimHash(bits=3, tables=8, least=2), np.random.default_rng(0)
     cosines = np.array([-0.5, 0.0, 0.4, 0.8, 0.97])
-    told = np.asarray(method.inclusion(jnp.asarray(1 - np.arccos(cosines) / np.pi, jnp.float32)))
+    told = np.asarray(
+        method.inclusion(jnp.asarray(1 - np.arccos(cosines) / np.pi, jnp.float32))
+    )
     draws = rng.normal(size=(20_000, 24, 2))
     same = [
-        ((draws @ [1, 0] >= 0) == (draws @ [c, math.sqrt(1 - c * c)] >= 0)).reshape(-1, 8, 3).all(axis=2).sum(axis=1)
+        ((draws @ [1, 0] >= 0) == (draws @ [c, math.sqrt(1 - c * c)] >= 0))
+        .reshape(-1, 8, 3)
+        .all(axis=2)
+        .sum(axis=1)
         >= 2
         for c in cosines
     ]
     np.testing.assert_allclose(told, np.mean(same, axis=1), atol=0.015)
-    for many in (SimHash(bits=4, tables=150, least=20), SimHash(bits=1, tables=4096, least=2100)):
+    for many in (
+        SimHash(bits=4, tables=150, least=20),
+        SimHash(bits=1, tables=4096, least=2100),
+    ):
         alike = np.linspace(0.4, 0.9, 11)
         exact = scipy.stats.binom.sf(many.least - 1, many.tables, alike**many.bits)
         often = exact > 1e-6
@@ -113,7 +138,9 @@ def test_probability_of_a_sample_is_that_of_its_hashes() -> None:
     np.testing.assert_allclose(float(paper.inclusion(jnp.float32(0.05))), want, rtol=1e-3)
 
 
-def append(method: SimHash, ix: HashIndex, k: np.ndarray, parts: list[list[int]], at: list[int]) -> HashIndex:
+def append(
+    method: SimHash, ix: HashIndex, k: np.ndarray, parts: list[list[int]], at: list[int]
+) -> HashIndex:
     """The index after keys [B, K, T, D], of which row b gets parts[i][b] in call i; NaN past its count."""
     at_row = np.array(at, np.int32)
     for part in np.array(parts, np.int32):
@@ -138,7 +165,9 @@ RAGGED = {
 @pytest.mark.parametrize("learn", [1, 6, 16])
 def test_key_is_centred_by_the_mean_of_the_blocks_before_it(learn: int) -> None:
     method, rng = SimHash(bits=BITS, tables=TABLES, learn=learn), np.random.default_rng(0)
-    spec = CacheSpec(batch=3, q_heads=4, kv_heads=2, head_dim=16, capacity=11 * learn, dtype="float32")
+    spec = CacheSpec(
+        batch=3, q_heads=4, kv_heads=2, head_dim=16, capacity=11 * learn, dtype="float32"
+    )
     k = (rng.normal(size=(3, 2, 11 * learn, 16)) + 5).astype(np.float32)
     q = rng.normal(size=(3, 2, 2, 16)).astype(np.float32)
     counts = learn * np.array(BLOCKS)
@@ -155,20 +184,26 @@ def test_key_is_centred_by_the_mean_of_the_blocks_before_it(learn: int) -> None:
         want = [inclusion(min(c, 1.0), 2) for c in cosines[far]]
         np.testing.assert_allclose(found[b, h, g, : counts[b]][far], want, rtol=1e-3, atol=1e-6)
         same = (tables_of(centred[far]) == tables_of(q[b, h, g][None])).sum(axis=1)
-        assert np.mean(hits[b, h, g, : counts[b]][far] == (same >= 2)) > 0.98  # a product near 0 may be rounded
+        assert (
+            np.mean(hits[b, h, g, : counts[b]][far] == (same >= 2)) > 0.98
+        )  # a product near 0 may be rounded
 
 
 def test_hits_of_a_head_do_not_depend_on_its_group() -> None:
     """Nor on its place in a group of more heads than a word has bits."""
     method, rng = SimHash(bits=BITS, tables=TABLES, learn=CHUNK), np.random.default_rng(0)
-    spec = CacheSpec(batch=2, q_heads=140, kv_heads=2, head_dim=16, capacity=4 * CHUNK, dtype="float32")
+    spec = CacheSpec(
+        batch=2, q_heads=140, kv_heads=2, head_dim=16, capacity=4 * CHUNK, dtype="float32"
+    )
     k = rng.normal(size=(2, 2, 4 * CHUNK, 16)).astype(np.float32)
     q = rng.normal(size=(2, 2, 70, 16)).astype(np.float32)
     ix = append(method, method.init(spec, 4 * CHUNK), k, [[4 * CHUNK] * 2], [0, 0])
     hits_of = jax.jit(method.hits)
     hits = np.asarray(hits_of(ix, q))
     for g in range(70):
-        np.testing.assert_array_equal(hits[:, :, g], np.asarray(hits_of(ix, q[:, :, g : g + 1]))[:, :, 0])
+        np.testing.assert_array_equal(
+            hits[:, :, g], np.asarray(hits_of(ix, q[:, :, g : g + 1]))[:, :, 0]
+        )
     assert 0.05 < hits.mean() < 0.95
 
 
@@ -177,14 +212,18 @@ def test_hits_of_a_head_do_not_depend_on_its_group() -> None:
 def test_index_does_not_depend_on_how_rows_are_split(split: str, learn: int) -> None:
     """To the bit. Other rows, padding and what a row held before do not matter either."""
     method, rng = SimHash(bits=BITS, tables=TABLES, learn=learn), np.random.default_rng(0)
-    spec = CacheSpec(batch=3, q_heads=4, kv_heads=2, head_dim=16, capacity=11 * learn, dtype="float32")
+    spec = CacheSpec(
+        batch=3, q_heads=4, kv_heads=2, head_dim=16, capacity=11 * learn, dtype="float32"
+    )
     k, other = (rng.normal(size=(3, 2, 11 * learn, 16)).astype(np.float32) for _ in range(2))
     empty = method.init(spec, 11 * learn)
     used = append(method, empty, other, [[11 * learn] * 3], [0, 0, 0])
     counts = learn * np.array(BLOCKS)
     whole = append(method, empty, k, [counts.tolist()], [0, 0, 0])
     for start in (empty, used):
-        ix = append(method, start, k, [[learn * n for n in part] for part in RAGGED[split]], [0, 0, 0])
+        ix = append(
+            method, start, k, [[learn * n for n in part] for part in RAGGED[split]], [0, 0, 0]
+        )
         np.testing.assert_array_equal(ix.total, whole.total)
         np.testing.assert_array_equal(ix.centres, whole.centres)
         for row, count in enumerate(counts):
@@ -194,10 +233,17 @@ def test_index_does_not_depend_on_how_rows_are_split(split: str, learn: int) -> 
     assert np.isfinite(whole.centres).all()
 
 
-def test_estimates_of_drifting_keys_average_to_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_estimates_of_drifting_keys_average_to_attention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The mean of the keys moves by four times their spread. Over directions the estimate is unbiased, and has a
     smaller error than with the first block's mean as the only centre."""
-    method, rng, n, draws = SimHash(bits=4, tables=32, least=2, learn=16), np.random.default_rng(1), 512, 400
+    method, rng, n, draws = (
+        SimHash(bits=4, tables=32, least=2, learn=16),
+        np.random.default_rng(1),
+        512,
+        400,
+    )
     spec = CacheSpec(batch=1, q_heads=1, kv_heads=1, head_dim=16, capacity=n, dtype="float32")
     drift, q = rng.normal(size=(2, 16))
     drift /= np.linalg.norm(drift)
@@ -208,21 +254,31 @@ def test_estimates_of_drifting_keys_average_to_attention(monkeypatch: pytest.Mon
     weights /= weights.sum()
 
     def sampled(key):
-        monkeypatch.setattr(hashing, "_directions", lambda seed, *shape: jax.random.normal(key, shape))
+        monkeypatch.setattr(
+            hashing, "_directions", lambda seed, *shape: jax.random.normal(key, shape)
+        )
         ix = method.init(spec, n)
-        ix = method.append(ix, k[None, None], jnp.zeros(1, jnp.int32), jnp.full(1, n, jnp.int32))
+        ix = method.append(
+            ix, k[None, None], jnp.zeros(1, jnp.int32), jnp.full(1, n, jnp.int32)
+        )
         place = jnp.arange(n, dtype=jnp.int32)[None, None, None]
         hits = method.hits(ix, q[None, None, None])
-        inverse = jnp.exp(-method.log_probability(ix, q[None, None, None], k[None, None, None], place))
+        inverse = jnp.exp(
+            -method.log_probability(ix, q[None, None, None], k[None, None, None], place)
+        )
         return jnp.where(hits, inverse, 0.0)[0, 0, 0]
 
     spread, error = {}, {}
     for count in (1, hashing.CENTRES):
         monkeypatch.setattr(hashing, "CENTRES", count)
-        estimates = weights * np.asarray(jax.jit(jax.vmap(sampled))(jax.random.split(jax.random.key(0), draws)))
+        estimates = weights * np.asarray(
+            jax.jit(jax.vmap(sampled))(jax.random.split(jax.random.key(0), draws))
+        )
         sums, totals = estimates @ v, estimates.sum(axis=1)
         for parts, want in ((sums, weights @ v), (totals[:, None], np.ones(1))):
-            assert (np.abs(parts.mean(axis=0) - want) < 4 * parts.std(axis=0) / math.sqrt(draws)).all()
+            assert (
+                np.abs(parts.mean(axis=0) - want) < 4 * parts.std(axis=0) / math.sqrt(draws)
+            ).all()
         spread[count] = totals.std()
         error[count] = np.sqrt(np.mean((sums / totals[:, None] - weights @ v) ** 2))
     assert spread[hashing.CENTRES] < 0.75 * spread[1]
@@ -238,7 +294,9 @@ def test_estimates_average_to_attention_over_directions() -> None:
 
     @jax.jit
     def log_probability(k, q):
-        ix = method.append(method.init(spec, 96), k, jnp.zeros(1, jnp.int32), jnp.full(1, 96, jnp.int32))
+        ix = method.append(
+            method.init(spec, 96), k, jnp.zeros(1, jnp.int32), jnp.full(1, 96, jnp.int32)
+        )
         place = jnp.arange(96, dtype=jnp.int32)[None, None, None]
         return method.log_probability(ix, q, k[:, :, None], place)[0, 0, 0]
 
@@ -258,7 +316,10 @@ def test_estimates_average_to_attention_over_directions() -> None:
     [
         (lambda: SimHash(least=3, tables=2), r"least=3.*tables=2"),
         (lambda: Sampled(budget=300), r"budget=300.*sink=4.*319 tokens; use at least 324"),
-        (lambda: Sampled(store=HostOffload(page=8)), r"HostOffload\(page=8\) moves whole pages"),
+        (
+            lambda: Sampled(store=HostOffload(page=8)),
+            r"HostOffload\(page=8\) moves whole pages",
+        ),
         (
             lambda: kvjax.init_layer(Sampled(demote=Fifo(leave=64), budget=512), SPEC),
             r"SimHash\(learn=256\).*chunks of 64; use Fifo\(leave=256\)",

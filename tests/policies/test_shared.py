@@ -42,7 +42,9 @@ PAGES = dataclasses.replace(BASE, selector=MinMaxPages(page=16), store=HostOfflo
 def pair_step(anchor: Any, follower: Any, tokens: Any, others: Any, active: Any) -> Any:
     """A step of two layers, of which the second follows; each has queries, keys and values of its own."""
     _, anchor, info = kvjax.attention_info(anchor, *tokens, active=active)
-    out, follower, seen = kvjax.attention_info(follower, *others, active=active, selection=info.selection)
+    out, follower, seen = kvjax.attention_info(
+        follower, *others, active=active, selection=info.selection
+    )
     return out, anchor, follower, info, seen
 
 
@@ -62,10 +64,15 @@ def test_follower_attends_to_the_slots_of_its_anchor(anchor: Any) -> None:
     for i in range(34):
         active = np.arange(rows) != (i % 3 == 1)
         at = lengths[:, None]
-        out, first, second, info, seen = pair_step(first, second, tokens.at(at), others.at(at), active)
+        out, first, second, info, seen = pair_step(
+            first, second, tokens.at(at), others.at(at), active
+        )
         if i % 11 == 0:
             reused = isinstance(anchor, Speculative)
-            positions, wanted = np.asarray(seen.positions), np.asarray(info.positions)[..., : -1 if reused else None]
+            positions, wanted = (
+                np.asarray(seen.positions),
+                np.asarray(info.positions)[..., : -1 if reused else None],
+            )
             for b in np.flatnonzero(active):
                 q = others.q[b, lengths[b]].reshape(spec.kv_heads, spec.group, -1)
                 for h in range(spec.kv_heads):
@@ -118,7 +125,9 @@ class Pair(kvjax.Policy):
 
     def attend(self, st: Any, q: Any, step: kvjax.Step) -> Any:
         _, anchor, info = self.anchor.attend(st.anchor, q, step)
-        out, follower, info = self.anchor.follower().attend(st.follower, q, replace(step, selection=info.selection))
+        out, follower, info = self.anchor.follower().attend(
+            st.follower, q, replace(step, selection=info.selection)
+        )
         return out, PairState(follower, anchor), info
 
     def attend_stored(self, st: Any, q: Any, *, scale: float, window: int | None = None) -> Any:
@@ -152,7 +161,13 @@ def test_law_holds_of_a_follower(law: str) -> None:
 
 def test_a_model_hands_on_the_selection_of_each_anchor() -> None:
     config = DecoderConfig(
-        vocab_size=50, hidden_size=32, intermediate_size=32, layers=5, q_heads=4, kv_heads=2, head_dim=8
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=32,
+        layers=5,
+        q_heads=4,
+        kv_heads=2,
+        head_dim=8,
     )
     policies = presets.fier(12, group=8, chunk=8, layers=presets.Layers(dense=1, share=2))
     assert isinstance(policies, Shared)
@@ -177,7 +192,9 @@ def test_a_model_hands_on_the_selection_of_each_anchor() -> None:
     seen = run(model, cache, tokens)
     for follower, anchor in ((2, 1), (4, 3)):
         np.testing.assert_array_equal(seen[follower], seen[anchor])
-    assert (np.asarray(seen[3]) != np.asarray(seen[1])).any(), "the second anchor selected by itself"
+    assert (np.asarray(seen[3]) != np.asarray(seen[1])).any(), (
+        "the second anchor selected by itself"
+    )
 
 
 def test_heads_of_a_follower_may_follow_other_heads() -> None:
@@ -195,8 +212,13 @@ def test_presets_name_anchors() -> None:
     policies = presets.parse("quest:budget=64,anchors=2+5+9")
     assert [i for i in range(12) if policies.selects(i)] == [2, 5, 9]
     assert presets.parse("fier:budget=64,share=1") == presets.fier(64)
-    assert presets.parse("fier:budget=64,dense_layers=0,anchors=0").policy(7) == presets.fier(64).rest.follower()
-    assert hash(policies) == hash(presets.quest(64, layers=presets.Layers(dense=2, anchors=[2, 5, 9])))
+    assert (
+        presets.parse("fier:budget=64,dense_layers=0,anchors=0").policy(7)
+        == presets.fier(64).rest.follower()
+    )
+    assert hash(policies) == hash(
+        presets.quest(64, layers=presets.Layers(dense=2, anchors=[2, 5, 9]))
+    )
 
 
 @pytest.mark.parametrize(
@@ -214,14 +236,29 @@ def test_presets_name_anchors() -> None:
             lambda: presets.fier(64, layers=presets.Layers(dense=2, anchors=(3, 5))),
             r"anchors=\(3, 5\) must increase and begin with layer 2",
         ),
-        (lambda: presets.fier(64, layers=presets.Layers(dense=2, anchors=(2, 2))), r"anchors=\(2, 2\) must increase"),
-        (lambda: presets.fier(64, layers=presets.Layers(dense=2, anchors="2,x")), r"numbers of layers with \+ between"),
-        (lambda: kvjax.share_selections(presets.kivi(), share=2), r"selects nothing that other layers could follow"),
-        (lambda: Follower(store=HostOffload(page=8), unit=4), r"moves whole pages, but the selection has 4 tokens"),
+        (
+            lambda: presets.fier(64, layers=presets.Layers(dense=2, anchors=(2, 2))),
+            r"anchors=\(2, 2\) must increase",
+        ),
+        (
+            lambda: presets.fier(64, layers=presets.Layers(dense=2, anchors="2,x")),
+            r"numbers of layers with \+ between",
+        ),
+        (
+            lambda: kvjax.share_selections(presets.kivi(), share=2),
+            r"selects nothing that other layers could follow",
+        ),
+        (
+            lambda: Follower(store=HostOffload(page=8), unit=4),
+            r"moves whole pages, but the selection has 4 tokens",
+        ),
         (  # a recall made before a flush names tokens that it spreads over several pages
             lambda: Speculative(
                 dataclasses.replace(
-                    BASE, selector=MinMaxPages(page=4), store=HostOffload(page=4), demote=LogSparse(window=32)
+                    BASE,
+                    selector=MinMaxPages(page=4),
+                    store=HostOffload(page=4),
+                    demote=LogSparse(window=32),
                 )
             ).follower(),
             r"LogSparse\(window=32\) moves the tokens of a page to several pages.*use kvjax\.Fifo\(leave=32\)",
@@ -238,31 +275,54 @@ def test_anchors_come_from_a_file_with_the_heads_that_serve(tmp_path: Path) -> N
     file = tmp_path / "plan.json"
     file.write_text(json.dumps({"anchors": [2, 5], "heads": {"3": [1, 0]}}))
     policies = presets.parse(f"fier:budget=64,anchors={file}")
-    assert policies == kvjax.share_selections(presets.fier(64, dense_capacity=0), anchors=(2, 5), heads={3: (1, 0)})
-    assert [policies.policy(layer) for layer in (3, 4)] == [policies.rest.follower((1, 0)), policies.rest.follower()]
-    with pytest.raises(FileNotFoundError, match=r"is not a file; python -m benchmarks.calibrate --out writes one"):
+    assert policies == kvjax.share_selections(
+        presets.fier(64, dense_capacity=0), anchors=(2, 5), heads={3: (1, 0)}
+    )
+    assert [policies.policy(layer) for layer in (3, 4)] == [
+        policies.rest.follower((1, 0)),
+        policies.rest.follower(),
+    ]
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"is not a file; python -m benchmarks.calibrate --out writes one",
+    ):
         presets.fier(64, layers=presets.Layers(dense=2, anchors=str(tmp_path / "other.json")))
-    for content in ("", "[]", '{"anchors": [2]}', '{"anchors": 2, "heads": {}}', '{"anchors": [2], "heads": [1]}'):
+    for content in (
+        "",
+        "[]",
+        '{"anchors": [2]}',
+        '{"anchors": 2, "heads": {}}',
+        '{"anchors": [2], "heads": [1]}',
+    ):
         file.write_text(content)
-        with pytest.raises(ValueError, match=r"plan\.json (holds no anchors|is not valid|must hold)"):
+        with pytest.raises(
+            ValueError, match=r"plan\.json (holds no anchors|is not valid|must hold)"
+        ):
             presets.fier(64, layers=presets.Layers(dense=2, anchors=str(file)))
 
 
 def test_a_step_of_a_follower_needs_a_selection() -> None:
     q, k = jnp.zeros((1, 1, 4, 16)), jnp.zeros((1, 1, 2, 16))
-    spec = CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=16, capacity=64, dtype=jnp.float32)
+    spec = CacheSpec(
+        batch=1, q_heads=4, kv_heads=2, head_dim=16, capacity=64, dtype=jnp.float32
+    )
     cache = kvjax.init_layer(BASE.follower(), dataclasses.replace(spec, capacity=200))
     with pytest.raises(ValueError, match=r"got no selection; pass selection=info.selection"):
         kvjax.attention(cache, q, k, k)
     wrong = kvjax.Selection(jnp.zeros((1, 3, 1, 8), jnp.int32), jnp.ones((1, 3, 1, 8), bool))
-    with pytest.raises(ValueError, match=r"slots\[1, 3, 1, 8\], but this layer has B=1, K=2, G=2"):
+    with pytest.raises(
+        ValueError, match=r"slots\[1, 3, 1, 8\], but this layer has B=1, K=2, G=2"
+    ):
         kvjax.attention(cache, q, k, k, selection=wrong)
 
 
 def test_a_window_longer_than_a_row_changes_nothing_of_a_follower() -> None:
     """Also where the anchor found fewer tokens than its selection has room for."""
     tokens, lengths, outs = drive.random_tokens(SPEC, 1), np.array([90, 20]), []
-    caches = [drive.fill(drive.new_cache(policy, SPEC), tokens, lengths)[0] for policy in (BASE, BASE.follower())]
+    caches = [
+        drive.fill(drive.new_cache(policy, SPEC), tokens, lengths)[0]
+        for policy in (BASE, BASE.follower())
+    ]
     for window in (None, 91):
         step = jax.jit(partial(kvjax.attention_info, window=window))
         _, _, info = step(caches[0], *tokens.at(lengths[:, None]))

@@ -59,7 +59,9 @@ def unordered(monkeypatch: pytest.MonkeyPatch) -> None:
             slots, found = pick(*args, **options)
             rank = jnp.arange(slots.shape[-1])[None, None, None]
             key = jnp.where(rank < found[..., None] - 1, slots, 2**20 + rank)
-            return PackedSelection(jnp.take_along_axis(slots, jnp.argsort(key, axis=-1), axis=-1), found)
+            return PackedSelection(
+                jnp.take_along_axis(slots, jnp.argsort(key, axis=-1), axis=-1), found
+            )
 
         return run
 
@@ -71,7 +73,9 @@ def with_tau(policy: Retrieval, tau: float) -> Speculative:
     return Speculative(policy, tau=tau)
 
 
-def positions(policy: Retrieval, st: kvjax.ZonedState, slots: np.ndarray, row: int) -> np.ndarray:
+def positions(
+    policy: Retrieval, st: kvjax.ZonedState, slots: np.ndarray, row: int
+) -> np.ndarray:
     """Positions of a row's slots, by the order of arrival: the store follows the sink, the recent block the store."""
     count = int(st.store.count[row])
     return policy.sink + np.where(slots < st.store.slots, slots, slots - st.store.slots + count)
@@ -91,13 +95,21 @@ def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
     [dataclasses.replace(PAGES, dense_below=75), TOKENS, PAGES],
     ids=["pages, dense at first", "tokens per head over host", "pages"],
 )
-def test_step_attends_with_the_last_recall_where_the_query_has_not_turned(policy: Retrieval, tau: float) -> None:
+def test_step_attends_with_the_last_recall_where_the_query_has_not_turned(
+    policy: Retrieval, tau: float
+) -> None:
     tokens, lengths = drive.random_tokens(SPEC), LENGTHS.copy()
     plain = policy
     cache, _ = drive.fill(kvjax.init_layer(with_tau(policy, tau), SPEC), tokens, lengths)
     twin, _ = drive.fill(kvjax.init_layer(plain, SPEC), tokens, lengths)
-    last: list = [None] * 3  # of each row: its query, and by kv head and choice the ranked positions of its selection
-    chosen = (policy.budget - policy.sink - policy.local) // policy.selector.unit * policy.selector.unit
+    last: list = (
+        [None] * 3
+    )  # of each row: its query, and by kv head and choice the ranked positions of its selection
+    chosen = (
+        (policy.budget - policy.sink - policy.local)
+        // policy.selector.unit
+        * policy.selector.unit
+    )
     reuses = 0
     for i in range(50):  # each row crosses three flushes
         active = np.array([True, i % 4 != 2, True])
@@ -113,7 +125,11 @@ def test_step_attends_with_the_last_recall_where_the_query_has_not_turned(policy
                     np.where(valid, positions(plain, twin.state, slots, row), -1)
                     for slots, valid in zip(*heads, strict=True)
                 ]
-                for heads in zip(np.asarray(selection.slots[row]), np.asarray(selection.valid[row]), strict=True)
+                for heads in zip(
+                    np.asarray(selection.slots[row]),
+                    np.asarray(selection.valid[row]),
+                    strict=True,
+                )
             ]
             edge = n - 1 - policy.local  # the token that this step's local window has just left
             for head in range(2):
@@ -129,21 +145,33 @@ def test_step_attends_with_the_last_recall_where_the_query_has_not_turned(policy
                 counts = []
                 for g in range(4):
                     choice = g % len(ranked[head])
-                    always = set(range(min(policy.sink, n))) | set(range(max(n - policy.local, 0), n))
+                    always = set(range(min(policy.sink, n))) | set(
+                        range(max(n - policy.local, 0), n)
+                    )
                     if reused:
                         picked = last[row][1][head][choice]
                         dense = n < policy.dense_below
                         beside = edge >= policy.sink
                         room = min(policy.budget - policy.sink - policy.local - beside, chosen)
-                        fits = dense or (picked >= 0).sum() <= room  # as a page that is not full has fewer tokens
+                        fits = (
+                            dense or (picked >= 0).sum() <= room
+                        )  # as a page that is not full has fewer tokens
                         picked = picked if fits else picked[:room]
-                        attended = always | set(picked[picked >= 0].tolist()) | ({edge} if beside else set())
+                        attended = (
+                            always
+                            | set(picked[picked >= 0].tolist())
+                            | ({edge} if beside else set())
+                        )
                     else:
                         picked = ranked[head][choice]
                         attended = always | set(picked[picked >= 0].tolist())
                     at = sorted(attended)
-                    want = attention(mine[head, g], tokens.k[row, at, head], tokens.v[row, at, head])
-                    np.testing.assert_allclose(out[row, head * 4 + g], want, atol=2e-5, err_msg=f"{i} {row} {head} {g}")
+                    want = attention(
+                        mine[head, g], tokens.k[row, at, head], tokens.v[row, at, head]
+                    )
+                    np.testing.assert_allclose(
+                        out[row, head * 4 + g], want, atol=2e-5, err_msg=f"{i} {row} {head} {g}"
+                    )
                     counts.append(len(at))
                     assert (
                         dense
@@ -154,7 +182,9 @@ def test_step_attends_with_the_last_recall_where_the_query_has_not_turned(policy
                     slots, valid = (np.asarray(a[row, head, choice]) for a in info.selection)
                     told = positions(policy, cache.state.zones, slots, row)[valid]
                     assert set(told.tolist()) == set(picked[picked >= 0].tolist())
-                np.testing.assert_allclose(float(info.attended[row, head]), np.mean(counts), rtol=1e-6)
+                np.testing.assert_allclose(
+                    float(info.attended[row, head]), np.mean(counts), rtol=1e-6
+                )
             last[row] = (mine, ranked)
     assert reuses > 20
 
@@ -172,7 +202,10 @@ def test_step_attends_with_the_last_recall_where_the_query_has_not_turned(policy
 )
 def test_tau_above_one_is_selection_at_every_step(policy: Retrieval) -> None:
     tokens = drive.random_tokens(SPEC)
-    caches = [drive.fill(kvjax.init_layer(p, SPEC), tokens, LENGTHS)[0] for p in (with_tau(policy, 1.0000001), policy)]
+    caches = [
+        drive.fill(kvjax.init_layer(p, SPEC), tokens, LENGTHS)[0]
+        for p in (with_tau(policy, 1.0000001), policy)
+    ]
     lengths = LENGTHS.copy()
     for i in range(40):
         active = np.array([True, i % 3 != 0, True])
@@ -181,7 +214,9 @@ def test_tau_above_one_is_selection_at_every_step(policy: Retrieval) -> None:
             out, caches[j], info = drive.step(cache, tokens, lengths, active)
             outs.append(out[active])
             infos.append(info)
-        np.testing.assert_allclose(outs[0], outs[1], atol=1e-6, rtol=1e-5)  # the same tokens, summed in another order
+        np.testing.assert_allclose(
+            outs[0], outs[1], atol=1e-6, rtol=1e-5
+        )  # the same tokens, summed in another order
         np.testing.assert_array_equal(infos[0].attended, infos[1].attended)
         assert np.asarray(infos[0].fresh).all()
         assert infos[1].fresh is None
@@ -209,12 +244,20 @@ def test_first_step_after_a_prompt_or_an_insert_selects_anew() -> None:
 
 def test_a_prompt_of_no_tokens_that_flushes_changes_no_reused_step() -> None:
     """The recalled tokens then have other slots, and are the same tokens."""
-    policy, tokens, full = with_tau(PAGES, -1.0), drive.random_tokens(SPEC), np.array([43, 29, 60])
-    cache, _ = drive.fill(kvjax.init_layer(policy, SPEC), tokens, full)  # row 0 is full after a step
+    policy, tokens, full = (
+        with_tau(PAGES, -1.0),
+        drive.random_tokens(SPEC),
+        np.array([43, 29, 60]),
+    )
+    cache, _ = drive.fill(
+        kvjax.init_layer(policy, SPEC), tokens, full
+    )  # row 0 is full after a step
     _, cache, _ = drive.step(cache, tokens, full)
     nothing = [a[:, :2] for a in (tokens.q, tokens.k, tokens.v)]
     _, after = kvjax.attention(cache, *nothing, lengths=np.zeros(3, np.int32))
-    assert (np.asarray(after.state.zones.store.count) != np.asarray(cache.state.zones.store.count)).any()
+    assert (
+        np.asarray(after.state.zones.store.count) != np.asarray(cache.state.zones.store.count)
+    ).any()
     want, _, expected = drive.step(cache, tokens, full + 1)
     out, _, info = drive.step(after, tokens, full + 1)
     assert not np.asarray(info.fresh).any()
@@ -223,7 +266,11 @@ def test_a_prompt_of_no_tokens_that_flushes_changes_no_reused_step() -> None:
 
 
 def test_query_of_an_inactive_step_is_forgotten() -> None:
-    policy, tokens, other = with_tau(PAGES, 0.0), drive.random_tokens(SPEC), drive.random_tokens(SPEC, 1)
+    policy, tokens, other = (
+        with_tau(PAGES, 0.0),
+        drive.random_tokens(SPEC),
+        drive.random_tokens(SPEC, 1),
+    )
     outs = []
     for idle in (tokens, other):
         cache, _ = drive.fill(kvjax.init_layer(policy, SPEC), tokens, LENGTHS)
@@ -246,7 +293,10 @@ def test_repeated_query_reuses_and_a_zero_query_does_not() -> None:
 
 def test_sliding_window_holds_for_a_reused_recall() -> None:
     """With equal keys a step that reuses a recall is a mean of values, and none may be before the window."""
-    policy, tokens = with_tau(dataclasses.replace(PAGES, budget=300), -1.0), drive.random_tokens(SPEC)
+    policy, tokens = (
+        with_tau(dataclasses.replace(PAGES, budget=300), -1.0),
+        drive.random_tokens(SPEC),
+    )
     tokens = drive.Tokens(tokens.q, np.ones_like(tokens.k), tokens.v)
     cache, _ = drive.fill(kvjax.init_layer(policy, SPEC), tokens, LENGTHS)
     for i in range(40):
@@ -263,7 +313,13 @@ def test_what_is_held_is_what_the_host_has(monkeypatch: pytest.MonkeyPatch) -> N
     hits = []
 
     def recalled(
-        x: jax.Array, index: jax.Array, edge: jax.Array, now: jax.Array, held: Any, recent: Any, ready: Any = None
+        x: jax.Array,
+        index: jax.Array,
+        edge: jax.Array,
+        now: jax.Array,
+        held: Any,
+        recent: Any,
+        ready: Any = None,
     ) -> tuple[jax.Array, ...]:
         there, parts = held
         (B, K, M), Z = there.shape, x.shape[4]
@@ -273,7 +329,9 @@ def test_what_is_held_is_what_the_host_has(monkeypatch: pytest.MonkeyPatch) -> N
             jnp.pad(a, ((0, 0), (0, 0), (0, M - index.shape[2])))[..., None, None]
             for a in (jnp.argmax(same, axis=-1), jnp.any(same, axis=-1))
         )
-        rows = ops.host_rows_first.reference(x, index, edge, None, (jnp.zeros((1, 1, M)), ()), recent)
+        rows = ops.host_rows_first.reference(
+            x, index, edge, None, (jnp.zeros((1, 1, M)), ()), recent
+        )
         pages = [[a.reshape(B, K, M, Z, -1) for a in arrays] for arrays in (rows, parts)]
         new = [
             jnp.where(hit, jnp.take_along_axis(kept, at, axis=2), row).reshape(B, K, M * Z, -1)
@@ -281,27 +339,44 @@ def test_what_is_held_is_what_the_host_has(monkeypatch: pytest.MonkeyPatch) -> N
         ]
         others = [jnp.full_like(a, jnp.nan) for a in parts]
         if ready is not None:
-            others = [jnp.where(ready[0][..., None, None], *two) for two in zip(ready[1], parts, strict=True)]
-        return tuple(jnp.where(now[..., None, None], *two) for two in zip(new, others, strict=True))
+            others = [
+                jnp.where(ready[0][..., None, None], *two)
+                for two in zip(ready[1], parts, strict=True)
+            ]
+        return tuple(
+            jnp.where(now[..., None, None], *two) for two in zip(new, others, strict=True)
+        )
 
     monkeypatch.setattr(ops, "host_rows_first", recalled)
     monkeypatch.setattr(ops, "host_rows_rest", recalled)
     tokens, rng = drive.random_tokens(SPEC), np.random.default_rng(0)
     stores: tuple[Store, Store] = HostOffload(page=8), Dense()
     lengths, found = np.array([40, 30, 5]), 0
-    empty = [kvjax.init_layer(with_tau(dataclasses.replace(PAGES, store=store), 0.1), SPEC) for store in stores]
+    empty = [
+        kvjax.init_layer(with_tau(dataclasses.replace(PAGES, store=store), 0.1), SPEC)
+        for store in stores
+    ]
     caches = [drive.fill(cache, tokens, lengths)[0] for cache in empty]
-    step = jax.jit(lambda cache, active, *qkv: (*kvjax.attention(cache, *qkv, active=active), hits.pop() | hits.pop()))
+    step = jax.jit(
+        lambda cache, active, *qkv: (
+            *kvjax.attention(cache, *qkv, active=active),
+            hits.pop() | hits.pop(),
+        )
+    )
     while (lengths < 270).all():
         if rng.random() < 0.3:
             more = rng.integers(0, 24, 3) * (rng.random(3) < 0.6)
-            caches = [drive.fill(cache, tokens, lengths + more, start=lengths)[0] for cache in caches]
+            caches = [
+                drive.fill(cache, tokens, lengths + more, start=lengths)[0] for cache in caches
+            ]
             lengths = lengths + more
         active = rng.random(3) < 0.8
         with ops.explained():  # the trace of a layer is not shared, so it may tell its hits
             out, caches[0], hit = step(caches[0], active, *tokens.at(lengths[:, None]))
         want, caches[1], _ = drive.step(caches[1], tokens, lengths, active)
-        np.testing.assert_allclose(np.asarray(out)[active, 0], want[active], atol=2e-6, err_msg=str(lengths))
+        np.testing.assert_allclose(
+            np.asarray(out)[active, 0], want[active], atol=2e-6, err_msg=str(lengths)
+        )
         lengths, found = lengths + active, found + int(hit)
     assert found > 30
 
@@ -309,7 +384,10 @@ def test_what_is_held_is_what_the_host_has(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.thorough
 def test_a_step_waits_only_for_what_its_heads_need(monkeypatch: pytest.MonkeyPatch) -> None:
     """The read of the rest of a recall may be late: only the next step uses it."""
-    policy, tokens = with_tau(dataclasses.replace(PAGES, store=HostOffload(page=8)), -1.0), drive.random_tokens(SPEC)
+    policy, tokens = (
+        with_tau(dataclasses.replace(PAGES, store=HostOffload(page=8)), -1.0),
+        drive.random_tokens(SPEC),
+    )
     cache, _ = drive.fill(kvjax.init_layer(policy, SPEC), tokens, LENGTHS)
     step = lambda: jax.jit(lambda cache, *qkv: kvjax.attention(cache, *qkv))  # noqa: E731 (each is traced anew)
     qkv = [tokens.at((LENGTHS + i)[:, None]) for i in range(2)]
@@ -324,8 +402,13 @@ def test_a_step_waits_only_for_what_its_heads_need(monkeypatch: pytest.MonkeyPat
     assert np.isfinite(out[2]).all(), "a row whose tokens are all recent recalls none"
 
 
-def test_a_row_that_makes_no_step_moves_nothing_and_keeps_what_it_recalled(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, tokens = with_tau(dataclasses.replace(PAGES, store=HostOffload(page=8)), -1.0), drive.random_tokens(SPEC)
+def test_a_row_that_makes_no_step_moves_nothing_and_keeps_what_it_recalled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy, tokens = (
+        with_tau(dataclasses.replace(PAGES, store=HostOffload(page=8)), -1.0),
+        drive.random_tokens(SPEC),
+    )
     cache, _ = drive.fill(kvjax.init_layer(policy, SPEC), tokens, LENGTHS)
     asked, read = [], []
     by_xla = ops.host_rows_first, ops.host_rows_rest
@@ -352,15 +435,20 @@ def test_a_row_that_makes_no_step_moves_nothing_and_keeps_what_it_recalled(monke
     lengths, steps = LENGTHS.copy(), np.zeros(3, int)
     for active in np.array([[True, False, True], [True, True, False], [True, False, True]]):
         before = dataclasses.replace(cache.state, zones=())
-        with ops.explained():  # the trace of a layer is not shared, so it may tell what it asked for
+        with (
+            ops.explained()
+        ):  # the trace of a layer is not shared, so it may tell what it asked for
             out, cache, told = step(cache, tokens.at(lengths[:, None]), active)
         assert np.isfinite(out).all(), "not even of a row that makes no step"
         # In its first step a row waits for all of its recall, and then, as no head turns, for nothing.
-        for heads, rows in zip(told, (active & (steps == 0), active & (steps > 0)), strict=True):
+        for heads, rows in zip(
+            told, (active & (steps == 0), active & (steps > 0)), strict=True
+        ):
             np.testing.assert_array_equal(heads, np.repeat(rows[:, None], 2, axis=1))
         idle = np.flatnonzero(~active)
         for old, new in zip(
-            *(jax.tree.leaves(x) for x in (before, dataclasses.replace(cache.state, zones=()))), strict=True
+            *(jax.tree.leaves(x) for x in (before, dataclasses.replace(cache.state, zones=()))),
+            strict=True,
         ):
             np.testing.assert_array_equal(new[idle], old[idle])
         lengths, steps = lengths + active, steps + active
@@ -368,27 +456,43 @@ def test_a_row_that_makes_no_step_moves_nothing_and_keeps_what_it_recalled(monke
 
 def test_freekv_is_dense_in_the_first_layer_and_holds_its_budget_in_the_others() -> None:
     spec = dataclasses.replace(SPEC, batch=1, capacity=700)
-    cache = kvjax.init(kvjax.presets.freekv(budget=96, page=8, sink=8, local=24), spec, layers=3)
+    cache = kvjax.init(
+        kvjax.presets.freekv(budget=96, page=8, sink=8, local=24), spec, layers=3
+    )
     tokens = drive.random_tokens(spec)
     for number, layer in enumerate(cache.layers):
         filled, _ = drive.fill(layer, tokens, [600])
         for i in range(10):
             _, filled, info = drive.step(filled, tokens, [600 + i])
             assert (
-                (np.asarray(info.attended) == 601 + i).all() if number == 0 else (np.asarray(info.attended) <= 96).all()
+                (np.asarray(info.attended) == 601 + i).all()
+                if number == 0
+                else (np.asarray(info.attended) <= 96).all()
             )
         bytes_held = kvjax.memory.nbytes(filled)
-        assert bytes_held.host == (0 if number == 0 else filled.state.zones.store.slots * 2 * 2 * 16 * 4)
+        assert bytes_held.host == (
+            0 if number == 0 else filled.state.zones.store.slots * 2 * 2 * 16 * 4
+        )
 
 
 def test_a_reused_recall_drops_nothing_that_the_budget_can_hold() -> None:
     """A page that the local window cuts has fewer tokens, so the token that left the window also has room."""
-    spec = CacheSpec(batch=1, q_heads=2, kv_heads=1, head_dim=16, capacity=120, dtype=jnp.float32)
+    spec = CacheSpec(
+        batch=1, q_heads=2, kv_heads=1, head_dim=16, capacity=120, dtype=jnp.float32
+    )
     tokens, page, sink, local = drive.random_tokens(spec, 3), 8, 1, 5
-    loud = np.where(np.arange(120) < 80, 1, 6).astype(np.float32)  # so the page that is not full yet ranks high
+    loud = np.where(np.arange(120) < 80, 1, 6).astype(
+        np.float32
+    )  # so the page that is not full yet ranks high
     tokens = dataclasses.replace(tokens, k=tokens.k * loud[None, :, None, None])
     budget = sink + local + 4 * page
-    inner = Retrieval(selector=MinMaxPages(page=page), budget=budget, sink=sink, local=local, demote=Fifo(leave=page))
+    inner = Retrieval(
+        selector=MinMaxPages(page=page),
+        budget=budget,
+        sink=sink,
+        local=local,
+        demote=Fifo(leave=page),
+    )
     cache, _ = drive.fill(kvjax.init_layer(Speculative(inner, tau=-1.0), spec), tokens, [90])
     oracle, most = oracles.FreeKV(page, budget, sink, local, -1.0), 0
     for n in range(90, 110):
@@ -406,10 +510,16 @@ def test_freekv_takes_its_settings_from_the_task_and_its_pages_from_the_summary(
     long = preset(task="long_generation")
     assert long == preset(tau=0.9, sink=512, local=512)
     assert preset(task="long_generation", sink=4).rest.retrieval.sink == 4
-    assert preset(summary="centre", group_reduce="mean_score").rest.retrieval.selector == CentrePages(page=32)
-    with pytest.raises(ValueError, match=r"freekv\(task='chat'\) must be one of long_input, long_generation"):
+    assert preset(
+        summary="centre", group_reduce="mean_score"
+    ).rest.retrieval.selector == CentrePages(page=32)
+    with pytest.raises(
+        ValueError, match=r"freekv\(task='chat'\) must be one of long_input, long_generation"
+    ):
         preset(task="chat")
-    with pytest.raises(ValueError, match=r"freekv\(summary='mean'\) must be one of min_max, centre"):
+    with pytest.raises(
+        ValueError, match=r"freekv\(summary='mean'\) must be one of min_max, centre"
+    ):
         preset(summary="mean")
 
 
@@ -430,8 +540,13 @@ def test_selection_scale_is_that_of_the_group_s_softmax_alone() -> None:
 
     def read(scale: float) -> list[set[int]]:
         found = select(twin.state, scale)
-        at = [positions(PAGES, twin.state, np.asarray(found.slots[row]), row) for row in range(3)]
-        where = (np.where(valid, own, -1) for own, valid in zip(at, np.asarray(found.valid), strict=True))
+        at = [
+            positions(PAGES, twin.state, np.asarray(found.slots[row]), row) for row in range(3)
+        ]
+        where = (
+            np.where(valid, own, -1)
+            for own, valid in zip(at, np.asarray(found.valid), strict=True)
+        )
         return [set(own[head].ravel()) - {-1} for own in where for head in range(2)]
 
     unscaled = read(1.0)

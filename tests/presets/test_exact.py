@@ -16,11 +16,23 @@ SPEC = CacheSpec(batch=2, q_heads=8, kv_heads=2, head_dim=16, capacity=200, dtyp
 
 @pytest.mark.parametrize(
     "group_reduce",
-    ["mean_softmax", *(pytest.param(p, marks=pytest.mark.thorough) for p in GROUP_REDUCES if p != "mean_softmax")],
+    [
+        "mean_softmax",
+        *(
+            pytest.param(p, marks=pytest.mark.thorough)
+            for p in GROUP_REDUCES
+            if p != "mean_softmax"
+        ),
+    ],
 )
 def test_picks_the_best_true_scores(group_reduce: str) -> None:
     policy = Retrieval(
-        selector=Exact(group_reduce=group_reduce), budget=20, sink=0, local=1, demote=Fifo(leave=16), dense_below=0
+        selector=Exact(group_reduce=group_reduce),
+        budget=20,
+        sink=0,
+        local=1,
+        demote=Fifo(leave=16),
+        dense_below=0,
     )
     tokens, lengths = drive.random_tokens(SPEC), np.array([150, 12])
     cache, _ = drive.fill(kvjax.init_layer(policy, SPEC), tokens, lengths)
@@ -31,7 +43,9 @@ def test_picks_the_best_true_scores(group_reduce: str) -> None:
             found = picks(policy, cache, q, row)
             for head in range(2):
                 queries, keys = q[row, head * 4 : head * 4 + 4], tokens.k[row, : n - 1, head]
-                ranks = pooled(queries.astype(np.float64) @ keys.astype(np.float64).T / 4, group_reduce)
+                ranks = pooled(
+                    queries.astype(np.float64) @ keys.astype(np.float64).T / 4, group_reduce
+                )
                 for choice, mine in enumerate(found[head]):
                     assert agrees(mine, ranks[choice], min(19, n - 1)), (row, head, choice, i)
 

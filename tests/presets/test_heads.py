@@ -17,33 +17,49 @@ from tests.test_oracles import data
 SPEC = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=120, dtype="float32")
 
 
-def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, log_weights: np.ndarray) -> np.ndarray:
+def attention(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, log_weights: np.ndarray
+) -> np.ndarray:
     logits = k.astype(np.float64) @ q / np.sqrt(len(q)) + log_weights
     weights = np.exp(logits - logits.max())
     return weights @ v / weights.sum()
 
 
 @pytest.mark.parametrize("keys", ["random", pytest.param("live", marks=pytest.mark.thorough)])
-def test_razor_heads_read_all_or_a_window_and_the_mean_of_the_rest(keys: str, checkpoint: str | None, tmp_path) -> None:
+def test_razor_heads_read_all_or_a_window_and_the_mean_of_the_rest(
+    keys: str, checkpoint: str | None, tmp_path
+) -> None:
     """Over a prompt in two chunks and steps; head 1 is a retrieval head. The mask goes through a file."""
-    spec, tokens = (SPEC, drive.random_tokens(SPEC)) if keys == "random" else data(checkpoint)["live"]
+    spec, tokens = (
+        (SPEC, drive.random_tokens(SPEC)) if keys == "random" else data(checkpoint)["live"]
+    )
     sink, budget, lengths = 3, 20, np.resize([70, 33], spec.batch)
     heads.Heads(kv_heads=2, layers=((1,),)).save(tmp_path / "heads.json")
-    policy = presets.razorattention(budget=budget, sink=sink, heads=str(tmp_path / "heads.json")).policy(0)
+    policy = presets.razorattention(
+        budget=budget, sink=sink, heads=str(tmp_path / "heads.json")
+    ).policy(0)
     assert isinstance(policy, PerHead)
     cache, _ = drive.fill(kvjax.init_layer(policy, spec), tokens, lengths)
     for i in range(3):
         out, cache, info = drive.step(cache, tokens, lengths + i)
         for row, n in enumerate(lengths + i + 1):
             for head in range(spec.q_heads):
-                k, v = (a[row, :n, head // spec.group].astype(np.float64) for a in (tokens.k, tokens.v))
+                k, v = (
+                    a[row, :n, head // spec.group].astype(np.float64)
+                    for a in (tokens.k, tokens.v)
+                )
                 weights = np.zeros(n)
                 if head < spec.group:
                     gone = np.arange(sink, n - (budget - sink))
-                    k, v = (np.concatenate([np.delete(a, gone, 0), a[gone].mean(axis=0)[None]]) for a in (k, v))
+                    k, v = (
+                        np.concatenate([np.delete(a, gone, 0), a[gone].mean(axis=0)[None]])
+                        for a in (k, v)
+                    )
                     weights = np.append(np.zeros(budget), np.log(len(gone)))
                 want = attention(tokens.q[row, n - 1, head].astype(np.float64), k, v, weights)
-                np.testing.assert_allclose(out[row, head], want, atol=1e-5 * max(1.0, np.abs(want).max()))
+                np.testing.assert_allclose(
+                    out[row, head], want, atol=1e-5 * max(1.0, np.abs(want).max())
+                )
             np.testing.assert_array_equal(np.asarray(info.attended)[row], [budget, n])
     assert cache.policy.bytes_per_token(spec) == 2 * spec.head_dim * 4
 
@@ -68,13 +84,18 @@ def test_echo_and_induction_heads_are_found(monkeypatch) -> None:
     assert echo[0, 1] > 0.5
     assert induction.argmax() == 2
     assert induction[0, 2] > 0.5
-    found = finding.retrieval_heads(checkpoint, echo=0.25, induction=0.25, length=length, repeats=repeats)
+    found = finding.retrieval_heads(
+        checkpoint, echo=0.25, induction=0.25, length=length, repeats=repeats
+    )
     assert found == heads.Heads(kv_heads=4, layers=((1, 2),))
 
 
 @pytest.mark.parametrize("share", [1.4, -0.1, float("nan")])
 def test_a_share_of_heads_that_is_none_is_refused(share) -> None:
-    with pytest.raises(ValueError, match=r"retrieval_heads\(induction=.* is a share of the query heads in \[0, 1\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"retrieval_heads\(induction=.* is a share of the query heads in \[0, 1\]",
+    ):
         finding.retrieval_heads(types.SimpleNamespace(), induction=share)
 
 
@@ -118,28 +139,42 @@ def test_a_comparison_takes_a_mask_whose_last_layer_is_split(method: str, tmp_pa
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: PerHead(heads=(), selected=Full(), others=Full()), r"heads=\(\).*must name at least one KV head"),
+        (
+            lambda: PerHead(heads=(), selected=Full(), others=Full()),
+            r"heads=\(\).*must name at least one KV head",
+        ),
         (lambda: PerHead(heads=(1, 1), selected=Full(), others=Full()), r"each once"),
         (
             lambda: kvjax.init_layer(PerHead(heads=(2,), selected=Full(), others=Full()), SPEC),
             r"heads=\(2,\).*must list between 1 and 1 of the 2 KV heads",
         ),
         (
-            lambda: kvjax.init(heads.Heads(kv_heads=2, layers=((1,), ())).policies(Full()), SPEC, layers=3),
+            lambda: kvjax.init(
+                heads.Heads(kv_heads=2, layers=((1,), ())).policies(Full()), SPEC, layers=3
+            ),
             "heads are those of a model of 2 layers and this one has 3; find its own with kvjax heads MODEL",
         ),
         (
-            lambda: kvjax.init(heads.Heads(kv_heads=4, layers=((1,), ())).policies(Full()), SPEC, layers=2),
+            lambda: kvjax.init(
+                heads.Heads(kv_heads=4, layers=((1,), ())).policies(Full()), SPEC, layers=2
+            ),
             "heads are those of a model of 4 KV heads and this one has 2; find its own with kvjax heads MODEL",
         ),
         (
-            lambda: presets.check_reaches(heads.Heads(kv_heads=2, layers=((1,), ())).policies(Full()), 1, "duo"),
+            lambda: presets.check_reaches(
+                heads.Heads(kv_heads=2, layers=((1,), ())).policies(Full()), 1, "duo"
+            ),
             "heads are those of a model of 2 layers and this one has 1; find its own",
         ),
-        (lambda: heads.Heads(kv_heads=2, layers=((2,),)), r"layers=...\)\[0\] must be at most 1, got 2"),
+        (
+            lambda: heads.Heads(kv_heads=2, layers=((2,),)),
+            r"layers=...\)\[0\] must be at most 1, got 2",
+        ),
         (lambda: Compensated(Evicting(evictor=LastQuery())), r"Compensated got.*Sliding"),
         (
-            lambda: Compensated(Evicting(evictor=Sliding(sink=2, rope=kvjax.models.rope.Default()))),
+            lambda: Compensated(
+                Evicting(evictor=Sliding(sink=2, rope=kvjax.models.rope.Default()))
+            ),
             r"cannot renumber tokens; use kvjax\.evictors\.Sliding\(sink=2\) without rope",
         ),
         (

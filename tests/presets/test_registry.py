@@ -40,7 +40,9 @@ ITEMS = ("unit", "besides", "zones", "budget", "generated")
 
 
 @pytest.mark.parametrize("name", [name for name in REGISTRY if name != "full"])
-def test_a_docstring_answers_the_checklist_of_comparisons_with_the_defaults_that_hold(name: str) -> None:
+def test_a_docstring_answers_the_checklist_of_comparisons_with_the_defaults_that_hold(
+    name: str,
+) -> None:
     preset = REGISTRY[name]
     assert tuple(preset.checklist) == ITEMS
     assert all(len(text) > 3 for text in preset.checklist.values())
@@ -48,7 +50,9 @@ def test_a_docstring_answers_the_checklist_of_comparisons_with_the_defaults_that
     for setting, word in (("sink", "sink"), ("local", "window")):
         default = preset.settings.get(setting)
         if default is not None:
-            assert f"{word} {default}" in zones, f"{name} has {setting}={default}, and its checklist says: {zones}"
+            assert f"{word} {default}" in zones, (
+                f"{name} has {setting}={default}, and its checklist says: {zones}"
+            )
         elif setting == "sink" and "sink" not in preset.settings:
             assert "no sink" in zones or "prompt's last" in zones
     assert (preset.checklist["budget"] == "none") == (not preset.has_budget)

@@ -21,25 +21,35 @@ from tests.oracles import agrees, fier_scores, pooled
 @functools.partial(jax.jit, static_argnums=0)
 def select(policy: Retrieval, st: kvjax.ZonedState, q: jax.Array) -> kvjax.Selection:
     step = kvjax.Step(q.shape[-1] ** -0.5)
-    return policy.select(st, group_queries(q, st.recent.k.shape[1]), step, in_order=st.store.slots)
+    return policy.select(
+        st, group_queries(q, st.recent.k.shape[1]), step, in_order=st.store.slots
+    )
 
 
-def picks(policy: Retrieval, cache: kvjax.LayerCache, q: np.ndarray, row: int) -> list[list[set[int]]]:
+def picks(
+    policy: Retrieval, cache: kvjax.LayerCache, q: np.ndarray, row: int
+) -> list[list[set[int]]]:
     """Positions that a step attends to in addition to the newest token, by kv head and selection."""
     selection = select(policy, cache.state, q)
     slots, valid = np.asarray(selection.slots[row]), np.asarray(selection.valid[row])
     st = cache.state
     base = int(st.store.count[row])
     position = np.where(slots < st.store.slots, slots, slots - st.store.slots + base)
-    return [[set(position[k, h][valid[k, h]].tolist()) for h in range(slots.shape[1])] for k in range(len(slots))]
+    return [
+        [set(position[k, h][valid[k, h]].tolist()) for h in range(slots.shape[1])]
+        for k in range(len(slots))
+    ]
 
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
-    "group_reduce", ["mean_softmax", "per_head", "mean_query", "mean_score", "max_softmax", "sum_softmax"]
+    "group_reduce",
+    ["mean_softmax", "per_head", "mean_query", "mean_score", "max_softmax", "sum_softmax"],
 )
 def test_picks_are_those_of_fier_scores(group_reduce: str) -> None:
-    spec = CacheSpec(batch=2, q_heads=8, kv_heads=2, head_dim=32, capacity=330, dtype=jnp.bfloat16)
+    spec = CacheSpec(
+        batch=2, q_heads=8, kv_heads=2, head_dim=32, capacity=330, dtype=jnp.bfloat16
+    )
     group, budget = 16, 40
     policy = Retrieval(
         selector=Fier(group=group, group_reduce=group_reduce),
@@ -61,15 +71,25 @@ def test_picks_are_those_of_fier_scores(group_reduce: str) -> None:
             for head in range(2):
                 queries = q[row].reshape(2, 4, -1)[head].astype(np.float32)
                 keys = tokens.k[row, : n - 1, head]
-                ranks = pooled(fier_scores(queries, keys, sealed, group, 32**-0.5, jnp.bfloat16), group_reduce)
+                ranks = pooled(
+                    fier_scores(queries, keys, sealed, group, 32**-0.5, jnp.bfloat16),
+                    group_reduce,
+                )
                 for choice, mine in enumerate(found[head]):
-                    assert agrees(mine, ranks[choice], min(budget - 1, n - 1)), (row, head, choice, i)
+                    assert agrees(mine, ranks[choice], min(budget - 1, n - 1)), (
+                        row,
+                        head,
+                        choice,
+                        i,
+                    )
 
 
 @pytest.mark.parametrize("page_reduce", ["max", "mean"])
 def test_pages_are_those_with_the_best_or_the_mean_of_fier_scores(page_reduce: str) -> None:
     """Pending pages by their exact keys so far; a page of the local window's token competes without it."""
-    spec = CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=32, capacity=330, dtype=jnp.float32)
+    spec = CacheSpec(
+        batch=1, q_heads=4, kv_heads=2, head_dim=32, capacity=330, dtype=jnp.float32
+    )
     group, page, pages = 16, 8, 5
     policy = Retrieval(
         selector=Fier(group=group, page=page, page_reduce=page_reduce, group_reduce="per_head"),
@@ -85,10 +105,14 @@ def test_pages_are_those_with_the_best_or_the_mean_of_fier_scores(page_reduce: s
     found, sealed = picks(policy, cache, q, 0), int(cache.state.store.count[0])
     for head, mine in enumerate(found):
         queries = q[0].reshape(2, 2, -1)[head].astype(np.float32)
-        scores = fier_scores(queries, tokens.k[0, : n - 1, head], sealed, group, 32**-0.5, jnp.bfloat16)
+        scores = fier_scores(
+            queries, tokens.k[0, : n - 1, head], sealed, group, 32**-0.5, jnp.bfloat16
+        )
         starts = range(0, n - 1, page)
         reduce = np.max if page_reduce == "max" else np.mean
-        by_page = np.array([reduce(scores[:, first : first + page], axis=1) for first in starts])
+        by_page = np.array(
+            [reduce(scores[:, first : first + page], axis=1) for first in starts]
+        )
         for choice, positions in enumerate(mine):
             best = np.argsort(-by_page[:, choice])[:pages]
             want = {p for i in best for p in range(i * page, min(i * page + page, n - 1))}
@@ -102,8 +126,12 @@ def test_page_reduce_is_max_or_mean() -> None:
 
 def test_ties_go_to_the_lower_slot() -> None:
     spec = CacheSpec(batch=1, q_heads=1, kv_heads=1, head_dim=8, capacity=80, dtype=jnp.float32)
-    policy = Retrieval(selector=Fier(group=8), budget=5, sink=0, local=1, demote=Fifo(leave=8), dense_below=0)
-    k = jnp.tile(jnp.where(jnp.arange(73) % 2 == 0, 1.0, -1.0)[None, :, None, None], (1, 1, 1, 8))
+    policy = Retrieval(
+        selector=Fier(group=8), budget=5, sink=0, local=1, demote=Fifo(leave=8), dense_below=0
+    )
+    k = jnp.tile(
+        jnp.where(jnp.arange(73) % 2 == 0, 1.0, -1.0)[None, :, None, None], (1, 1, 1, 8)
+    )
     _, cache = jax.jit(kvjax.attention)(kvjax.init_layer(policy, spec), k, k, k)
     selection = select(policy, cache.state, jnp.ones((1, 1, 8)))
     assert selection.slots[0, 0, 0].tolist() == [0, 2, 4, 6]
@@ -115,14 +143,18 @@ def test_score_is_the_product_with_the_decoded_key() -> None:
         k = rng.normal(size=(2, 3, slots, dim)).astype(np.float32)
         q = rng.normal(size=(2, 3, 5, dim)).astype(np.float32)
         index = jax.jit(quantize_1bit, static_argnums=1)(k, group)
-        scores = jax.jit(functools.partial(score_1bit, scale=0.5, implementation="xla"))(q, index)
+        scores = jax.jit(functools.partial(score_1bit, scale=0.5, implementation="xla"))(
+            q, index
+        )
         for b, h in np.ndindex(2, 3):
             want = fier_scores(q[b, h], k[b, h], slots, group, 0.5, jnp.bfloat16)
             np.testing.assert_allclose(scores[b, h], want, atol=2e-5 * np.abs(want).max())
 
 
 def test_first_two_layers_are_dense_and_say_so() -> None:
-    spec = CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=16, capacity=700, dtype=jnp.float32)
+    spec = CacheSpec(
+        batch=1, q_heads=4, kv_heads=2, head_dim=16, capacity=700, dtype=jnp.float32
+    )
     cache = kvjax.init(kvjax.presets.fier(budget=64), spec, layers=4)
     tokens = drive.random_tokens(spec)
     attended = []
@@ -135,7 +167,9 @@ def test_first_two_layers_are_dense_and_say_so() -> None:
 
 @pytest.mark.parametrize("budget", [16, 32])
 def test_small_budget_counts_recent_tokens_too(budget: int) -> None:
-    spec = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=600, dtype=jnp.float32)
+    spec = CacheSpec(
+        batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=600, dtype=jnp.float32
+    )
     policy = kvjax.presets.fier(budget=budget).rest
     tokens, lengths = drive.random_tokens(spec), np.array([255, 300])
     cache, _ = drive.fill(kvjax.init_layer(policy, spec), tokens, lengths)
@@ -147,7 +181,9 @@ def test_small_budget_counts_recent_tokens_too(budget: int) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_step_at_32k_tokens_never_unpacks_its_keys(dtype: str) -> None:
     spec = CacheSpec(batch=1, q_heads=32, kv_heads=8, head_dim=128, capacity=32768, dtype=dtype)
-    cache = jax.eval_shape(functools.partial(kvjax.init_layer, kvjax.presets.fier(budget=1024).rest, spec))
+    cache = jax.eval_shape(
+        functools.partial(kvjax.init_layer, kvjax.presets.fier(budget=1024).rest, spec)
+    )
     key_bytes = 32768 * 8 * 128 * spec.dtype.itemsize
     q, k = (jax.ShapeDtypeStruct((1, 1, heads, 128), dtype) for heads in (32, 8))
     step = jax.jit(functools.partial(kvjax.attention, flush=False), donate_argnums=0)
@@ -159,10 +195,16 @@ def test_step_at_32k_tokens_never_unpacks_its_keys(dtype: str) -> None:
 
 
 def test_equals_full_attention_over_200_steps_that_cross_flushes() -> None:
-    spec = CacheSpec(batch=3, q_heads=8, kv_heads=2, head_dim=16, capacity=600, dtype=jnp.float32)
-    fier = dataclasses.replace(kvjax.presets.fier(budget=600, group=16, chunk=32).rest, sink=4, local=24)
+    spec = CacheSpec(
+        batch=3, q_heads=8, kv_heads=2, head_dim=16, capacity=600, dtype=jnp.float32
+    )
+    fier = dataclasses.replace(
+        kvjax.presets.fier(budget=600, group=16, chunk=32).rest, sink=4, local=24
+    )
     tokens, lengths = drive.random_tokens(spec), np.array([130, 7, 300])
-    caches = [drive.fill(kvjax.init_layer(p, spec), tokens, lengths)[0] for p in (fier, kvjax.Full())]
+    caches = [
+        drive.fill(kvjax.init_layer(p, spec), tokens, lengths)[0] for p in (fier, kvjax.Full())
+    ]
     for i in range(200):
         active = np.array([True, i % 3 > 0, True])
         outs = []
@@ -175,15 +217,28 @@ def test_equals_full_attention_over_200_steps_that_cross_flushes() -> None:
     assert (np.asarray(caches[0].state.store.count) > 0).all()
 
 
-@pytest.mark.parametrize(("in_order", "window", "fused"), [(0, None, True), (1, 64, True), (2, None, False)])
+@pytest.mark.parametrize(
+    ("in_order", "window", "fused"), [(0, None, True), (1, 64, True), (2, None, False)]
+)
 def test_one_operation_scores_and_selects_unless_more_than_one_unit_is_to_be_in_order(
     in_order: int, window: int | None, fused: bool
 ) -> None:
-    spec, at = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=64, dtype=jnp.float32), jnp.zeros(2, int)
+    spec, at = (
+        CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=64, dtype=jnp.float32),
+        jnp.zeros(2, int),
+    )
     q, keys = jnp.zeros((2, 2, 2, 16)), jnp.zeros((2, 2, 8, 16))
     candidates = Candidates(
-        span=(at, at), pending=(keys, 0, at), k=5, k_max=5, pending_slots=8, window=window, in_order=in_order
+        span=(at, at),
+        pending=(keys, 0, at),
+        k=5,
+        k_max=5,
+        pending_slots=8,
+        window=window,
+        in_order=in_order,
     )
     selector = Fier(group=16)
-    found = jax.eval_shape(functools.partial(selector.select, scale=1.0), selector.init(spec, 64), q, candidates)
+    found = jax.eval_shape(
+        functools.partial(selector.select, scale=1.0), selector.init(spec, 64), q, candidates
+    )
     assert isinstance(found, PackedSelection) == fused

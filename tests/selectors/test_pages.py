@@ -32,7 +32,13 @@ def box(keys: np.ndarray, summary: type, dtype: np.dtype) -> tuple[np.ndarray, n
 
 
 def scores(
-    q: np.ndarray, keys: np.ndarray, local: int, sealed: int, selector: MinMaxPages | CentrePages, scale: float, dtype
+    q: np.ndarray,
+    keys: np.ndarray,
+    local: int,
+    sealed: int,
+    selector: MinMaxPages | CentrePages,
+    scale: float,
+    dtype,
 ) -> np.ndarray:
     """f64[G, pages] of q [G, D] and pages with a token before the `local` last of `keys`: by boxes; or, from token
     `sealed` on, if the selector says so by the best exact score of those tokens."""
@@ -40,7 +46,12 @@ def scores(
     for first in range(0, end, page):
         if first < sealed or selector.pending == "box":
             low, high = box(keys[first : first + page], type(selector), dtype)
-            found.append([sum(max(x * a, x * b) for x, a, b in zip(row, low, high, strict=True)) for row in q])
+            found.append(
+                [
+                    sum(max(x * a, x * b) for x, a, b in zip(row, low, high, strict=True))
+                    for row in q
+                ]
+            )
         else:
             tokens = keys[first : min(first + page, end)]
             found.append((q.astype(np.float64) @ tokens.astype(np.float64).T).max(axis=1))
@@ -48,14 +59,24 @@ def scores(
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("selector", [MinMaxPages(page=8), CentrePages(page=4), Fier(group=8), Paris(candidates=9)])
-def test_a_pick_is_the_choice_and_its_lowest_comes_last_where_it_says_so(selector: Selector) -> None:
-    spec = CacheSpec(batch=4, q_heads=4, kv_heads=2, head_dim=16, capacity=200, dtype=jnp.float32)
-    policy = Retrieval(selector=selector, budget=50, sink=2, local=3, demote=Fifo(leave=16), dense_below=0)
+@pytest.mark.parametrize(
+    "selector", [MinMaxPages(page=8), CentrePages(page=4), Fier(group=8), Paris(candidates=9)]
+)
+def test_a_pick_is_the_choice_and_its_lowest_comes_last_where_it_says_so(
+    selector: Selector,
+) -> None:
+    spec = CacheSpec(
+        batch=4, q_heads=4, kv_heads=2, head_dim=16, capacity=200, dtype=jnp.float32
+    )
+    policy = Retrieval(
+        selector=selector, budget=50, sink=2, local=3, demote=Fifo(leave=16), dense_below=0
+    )
     tokens = drive.random_tokens(spec)
     cache, _ = drive.fill(kvjax.init_layer(policy, spec), tokens, np.array([190, 101, 33, 4]))
     q = tokens.at(np.array([[150]] * 4))[0][:, 0]
-    got = jax.jit(lambda st, q: policy.select(st, q.reshape(4, 2, 2, 16), kvjax.Step(0.25)))(cache.state, q)
+    got = jax.jit(lambda st, q: policy.select(st, q.reshape(4, 2, 2, 16), kvjax.Step(0.25)))(
+        cache.state, q
+    )
     want = select(policy, cache.state, q)
     for row in np.ndindex(want.slots.shape[:3]):
         ours, theirs = (np.asarray(s.slots)[row][np.asarray(s.valid)[row]] for s in (got, want))
@@ -67,7 +88,10 @@ def test_a_pick_is_the_choice_and_its_lowest_comes_last_where_it_says_so(selecto
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        (dict(pending_slots=12), r"pending_slots=12\) must be whole pages of 8 tokens among the 20 recent keys"),
+        (
+            dict(pending_slots=12),
+            r"pending_slots=12\) must be whole pages of 8 tokens among the 20 recent keys",
+        ),
         (dict(pending_slots=24), r"pending_slots=24\) must be whole pages"),
         (dict(k_max=6), r"k_max=6\) is more than the 3 stored and 2 pending units"),
         (dict(group_reduce="mean"), "group_reduce='mean' must be one of"),
@@ -94,7 +118,9 @@ def test_picking_pages_refuses_sizes_that_do_not_fit(changed: dict, words: str) 
         CentrePages(page=8, pending="exact"),
     ],
 )
-def test_picks_are_the_pages_of_the_best_boxes(selector: MinMaxPages | CentrePages, dtype) -> None:
+def test_picks_are_the_pages_of_the_best_boxes(
+    selector: MinMaxPages | CentrePages, dtype
+) -> None:
     spec = CacheSpec(batch=2, q_heads=8, kv_heads=2, head_dim=16, capacity=330, dtype=dtype)
     page, local, sink = 8, 5, 3
     budget = sink + local + 4 * page + 7  # 7 tokens of it fill no page
@@ -117,7 +143,9 @@ def test_picks_are_the_pages_of_the_best_boxes(selector: MinMaxPages | CentrePag
             store = cache.state.store
             sealed = int(store.count[row])
             assert sealed == (n - sink - local) // (2 * page) * 2 * page
-            position = np.where(slots[row] < store.slots, slots[row], slots[row] - store.slots + sealed)
+            position = np.where(
+                slots[row] < store.slots, slots[row], slots[row] - store.slots + sealed
+            )
             for head in range(2):
                 queries = q[row].reshape(2, 4, -1)[head].astype(np.float32)
                 keys = tokens.k[row, sink:n, head]
@@ -129,20 +157,36 @@ def test_picks_are_the_pages_of_the_best_boxes(selector: MinMaxPages | CentrePag
                     assert (mine < len(keys) - local).all()
                     pages = set((mine // page).tolist())
                     assert agrees(pages, ranks[choice], 4), (row, head, choice, i)
-                    whole = set().union(*(range(p * page, min((p + 1) * page, len(keys) - local)) for p in pages))
+                    whole = set().union(
+                        *(
+                            range(p * page, min((p + 1) * page, len(keys) - local))
+                            for p in pages
+                        )
+                    )
                     assert set(mine.tolist()) == whole, "a page came in part"
             assert (np.asarray(info.attended)[row] <= budget).all()
             # Only the page that the local window cuts may have fewer tokens.
             assert (np.asarray(info.attended)[row] >= sink + local + 3 * page).all()
 
 
-@given(some.integers(1, 5), some.sampled_from([1, 4, 16]), some.integers(1, 24), some.integers(0, 2**31))
+@given(
+    some.integers(1, 5),
+    some.sampled_from([1, 4, 16]),
+    some.integers(1, 24),
+    some.integers(0, 2**31),
+)
 def test_min_max_score_is_an_upper_bound(pages: int, page: int, dim: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    k = rng.normal(size=(pages, page, dim)).astype(np.float32) * rng.uniform(0.1, 5, size=dim).astype(np.float32)
+    k = rng.normal(size=(pages, page, dim)).astype(np.float32) * rng.uniform(
+        0.1, 5, size=dim
+    ).astype(np.float32)
     q = rng.normal(size=(3, dim)).astype(np.float32)
-    got = score_pages(q[None, None], k.min(axis=1)[None, None], k.max(axis=1)[None, None], scale=0.3)[0, 0]
-    best = 0.3 * np.einsum("gd,psd->gps", q.astype(np.float64), k.astype(np.float64)).max(axis=2)
+    got = score_pages(
+        q[None, None], k.min(axis=1)[None, None], k.max(axis=1)[None, None], scale=0.3
+    )[0, 0]
+    best = 0.3 * np.einsum("gd,psd->gps", q.astype(np.float64), k.astype(np.float64)).max(
+        axis=2
+    )
     assert (np.asarray(got) >= best - 1e-5 * np.abs(q).sum() * np.abs(k).max()).all()
     if page == 1:
         np.testing.assert_allclose(got, best, atol=1e-4)
@@ -151,9 +195,16 @@ def test_min_max_score_is_an_upper_bound(pages: int, page: int, dim: int, seed: 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("extra", [0, 21, 35, 7, 14, 28])
 def test_budget_that_is_no_multiple_of_the_page_is_never_exceeded(extra: int) -> None:
-    spec = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=300, dtype=jnp.float32)
+    spec = CacheSpec(
+        batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=300, dtype=jnp.float32
+    )
     policy = Retrieval(
-        selector=MinMaxPages(page=16), budget=9 + extra, sink=4, local=5, demote=Fifo(leave=32), dense_below=0
+        selector=MinMaxPages(page=16),
+        budget=9 + extra,
+        sink=4,
+        local=5,
+        demote=Fifo(leave=32),
+        dense_below=0,
     )
     tokens, lengths = drive.random_tokens(spec), np.array([250, 36])
     cache, _ = drive.fill(kvjax.init_layer(policy, spec), tokens, lengths)
@@ -166,7 +217,9 @@ def test_budget_that_is_no_multiple_of_the_page_is_never_exceeded(extra: int) ->
 
 def test_pages_of_one_token_wait_for_nothing() -> None:
     """With chunks of one token no token is pending; a box is then the key itself."""
-    spec = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=60, dtype=jnp.float32)
+    spec = CacheSpec(
+        batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=60, dtype=jnp.float32
+    )
     tokens, lengths, found = drive.random_tokens(spec), np.array([50, 7]), []
     for selector in (MinMaxPages(page=1, pending="exact"), kvjax.Exact()):
         policy = Retrieval(selector=selector, budget=12, sink=1, local=2, demote=Fifo(leave=1))
@@ -189,14 +242,18 @@ def test_page_of_equal_keys_scores_as_its_key() -> None:
 
 
 def test_index_takes_the_bytes_that_it_says() -> None:
-    spec = CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=16, capacity=64, dtype=jnp.bfloat16)
+    spec = CacheSpec(
+        batch=1, q_heads=4, kv_heads=2, head_dim=16, capacity=64, dtype=jnp.bfloat16
+    )
     for selector in (MinMaxPages(page=16), CentrePages(page=32)):
         held = sum(a.nbytes for a in jax.tree.leaves(selector.init(spec, 64)))
         assert held == 64 * selector.bytes_per_token(spec)
 
 
 def test_quest_is_dense_in_two_layers_and_attends_to_whole_pages_in_the_others() -> None:
-    spec = CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=16, capacity=700, dtype=jnp.float32)
+    spec = CacheSpec(
+        batch=1, q_heads=4, kv_heads=2, head_dim=16, capacity=700, dtype=jnp.float32
+    )
     cache = kvjax.init(kvjax.presets.quest(budget=80), spec, layers=4)
     tokens = drive.random_tokens(spec)
     attended = []
@@ -208,7 +265,9 @@ def test_quest_is_dense_in_two_layers_and_attends_to_whole_pages_in_the_others()
 
 
 def test_step_at_32k_tokens_holds_no_second_index() -> None:
-    spec = CacheSpec(batch=1, q_heads=32, kv_heads=8, head_dim=128, capacity=32768, dtype=jnp.bfloat16)
+    spec = CacheSpec(
+        batch=1, q_heads=32, kv_heads=8, head_dim=128, capacity=32768, dtype=jnp.bfloat16
+    )
     policy = dataclasses.replace(kvjax.presets.quest(budget=1024).rest)
     cache = jax.eval_shape(functools.partial(kvjax.init_layer, policy, spec))
     key_bytes = 32768 * 8 * 128 * 2
@@ -221,7 +280,10 @@ def test_step_at_32k_tokens_holds_no_second_index() -> None:
 @pytest.mark.parametrize("selector", [MinMaxPages, CentrePages])
 def test_page_must_divide_the_chunk(selector: type) -> None:
     spec = CacheSpec(batch=1, q_heads=2, kv_heads=1, head_dim=8, capacity=64, dtype=jnp.float32)
-    with pytest.raises(ValueError, match=r"Pages\(page=24\) does not divide the chunk of 32; use a divisor of 32"):
+    with pytest.raises(
+        ValueError,
+        match=r"Pages\(page=24\) does not divide the chunk of 32; use a divisor of 32",
+    ):
         selector(page=24).check(spec, 32)
 
 
@@ -231,12 +293,18 @@ def test_page_must_divide_the_chunk(selector: type) -> None:
         ("quest", {"budget": 40}),
         ("quest", {"budget": 40, "newest": "select"}),
         pytest.param("quest", {"budget": 56, "chunk": 16}, marks=pytest.mark.thorough),
-        pytest.param("freekv", {"budget": 40, "sink": 4, "local": 4, "tau": 2.0}, marks=pytest.mark.thorough),
+        pytest.param(
+            "freekv",
+            {"budget": 40, "sink": 4, "local": 4, "tau": 2.0},
+            marks=pytest.mark.thorough,
+        ),
         ("freekv", {"budget": 40, "sink": 4, "local": 4, "tau": -1.0}),
         ("freekv", {"budget": 40, "sink": 4, "local": 4, "summary": "centre"}),
         ("arkvale", {"budget": 40, "sink": 4, "local": 4}),
     ],
-    ids=lambda value: value if isinstance(value, str) else " ".join(f"{k}={v}" for k, v in value.items()),
+    ids=lambda value: (
+        value if isinstance(value, str) else " ".join(f"{k}={v}" for k, v in value.items())
+    ),
 )
 def test_a_token_that_matters_is_in_sight_at_every_age(name: str, settings: dict) -> None:
     """In the local window, in a page that is not full, and in a full one: whatever the bounds of other pages are.
@@ -244,11 +312,15 @@ def test_a_token_that_matters_is_in_sight_at_every_age(name: str, settings: dict
     Published models have channels with large values in all keys, so that a page's bound is far above its products.
     """
     policy = getattr(kvjax.presets, name)(page=8, **settings).rest
-    spec = CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=16, capacity=300, dtype=jnp.float32)
+    spec = CacheSpec(
+        batch=1, q_heads=4, kv_heads=2, head_dim=16, capacity=300, dtype=jnp.float32
+    )
     tokens, place = drive.random_tokens(spec), 202
     k, q = 0.1 * tokens.k, np.ones_like(tokens.q)
     k[..., 0] = np.where(np.arange(k.shape[1]) % 2, 50, -50)[None, :, None]
-    k[:, place, :, 1:] += 3.0  # its product is 5 below zero, where the bounds of others are 50 and more, its page's 95
+    k[:, place, :, 1:] += (
+        3.0  # its product is 5 below zero, where the bounds of others are 50 and more, its page's 95
+    )
     tokens = dataclasses.replace(tokens, q=q, k=k)
     cache, _ = drive.fill(kvjax.init_layer(policy, spec), tokens, [place])
     for n in range(place, place + 40):
@@ -259,9 +331,13 @@ def test_a_token_that_matters_is_in_sight_at_every_age(name: str, settings: dict
 
 
 def test_quest_has_room_for_the_page_that_is_not_full() -> None:
-    with pytest.raises(ValueError, match=r"quest\(local=8\) is less than a chunk of 16 tokens.*at least 16"):
+    with pytest.raises(
+        ValueError, match=r"quest\(local=8\) is less than a chunk of 16 tokens.*at least 16"
+    ):
         kvjax.presets.quest(256, local=8)
-    with pytest.raises(ValueError, match=r"quest\(local=32\) is less than a chunk of 64 tokens"):
+    with pytest.raises(
+        ValueError, match=r"quest\(local=32\) is less than a chunk of 64 tokens"
+    ):
         kvjax.presets.quest(256, local=32, chunk=64)
     policy = kvjax.presets.quest(256).rest
     assert (policy.local, policy.demote.slots(policy.local), policy.selected) == (16, 16, 240)

@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 import kvjax
 from kvjax import CacheSpec, Fifo, Paris, Retrieval, ops
 from kvjax.numerics.quant import pack_bits
-from kvjax.numerics.rotate import _signs, decode, encode, hadamard, lloyd_max, radius_table, rotate, rotate_few
+from kvjax.numerics.rotate import (
+    _signs,
+    decode,
+    encode,
+    hadamard,
+    lloyd_max,
+    radius_table,
+    rotate,
+    rotate_few,
+)
 from kvjax.numerics.selection import Selection, set_recall
 from kvjax.selectors.paris import FLOOR, ParisIndex
 from kvjax.testing import _drive as drive
@@ -40,7 +49,9 @@ _append = jax.jit(Paris.append, static_argnums=0)
 _score = jax.jit(Paris.score, static_argnums=0, static_argnames="scale")
 
 
-def index(paris: Paris, k: np.ndarray, lengths: np.ndarray, chunk: int | None = None) -> ParisIndex:
+def index(
+    paris: Paris, k: np.ndarray, lengths: np.ndarray, chunk: int | None = None
+) -> ParisIndex:
     """The index of the first lengths[b] of k [B, K, S, D], appended in chunks."""
     B, K, S, D = k.shape
     ix = paris.init(CacheSpec(batch=B, q_heads=K, kv_heads=K, head_dim=D, capacity=S), S)
@@ -70,7 +81,9 @@ def compare(paris: Paris, k: np.ndarray, q: np.ndarray, lengths: np.ndarray, top
             continue
         R = rotation(q.shape[-1], paris.seed)
         own = paris.subspace, paris.radius_bits
-        oracle = oracles.Paris(R, k[b, h, :n], paris.votes, paris.correct, paris.candidates, *own)
+        oracle = oracles.Paris(
+            R, k[b, h, :n], paris.votes, paris.correct, paris.candidates, *own
+        )
         votes, mine = oracle.collide(q[b, h, g]), scores[b, h, g, :n]
         best = oracle.best(votes)
         rest = np.setdiff1d(np.arange(n), best)
@@ -93,7 +106,9 @@ def compare(paris: Paris, k: np.ndarray, q: np.ndarray, lengths: np.ndarray, top
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("D", "G"), [(96, 4), (64, 1), (128, 7), (256, 1)])
-@pytest.mark.parametrize("paris", [Paris(), Paris(votes="plain", correct=False, candidates=77, seed=5)], ids=str)
+@pytest.mark.parametrize(
+    "paris", [Paris(), Paris(votes="plain", correct=False, candidates=77, seed=5)], ids=str
+)
 def test_score_is_that_of_the_definition(paris: Paris, D: int, G: int) -> None:
     k, lengths = random_keys(3, 2, 320, D), np.array([320, 0, 191])
     q = random_keys(3, 2, G, D, seed=1)
@@ -104,10 +119,16 @@ def test_score_is_that_of_the_definition(paris: Paris, D: int, G: int) -> None:
 @pytest.mark.parametrize(("D", "G"), [(64, 3), (32, 1), (96, 2), (128, 1)])
 @pytest.mark.parametrize(
     "paris",
-    [Paris(subspace=4, radius_bits=4), Paris(radius_bits=4, votes="plain"), Paris(subspace=4, candidates=50)],
+    [
+        Paris(subspace=4, radius_bits=4),
+        Paris(radius_bits=4, votes="plain"),
+        Paris(subspace=4, candidates=50),
+    ],
     ids=["4 channels, coded radii", "coded radii", "4 channels"],
 )
-def test_smaller_subspaces_and_coded_radii_are_those_of_the_definition(paris: Paris, D: int, G: int) -> None:
+def test_smaller_subspaces_and_coded_radii_are_those_of_the_definition(
+    paris: Paris, D: int, G: int
+) -> None:
     k, lengths = random_keys(3, 2, 320, D), np.array([320, 0, 191])
     compare(paris, k, random_keys(3, 2, G, D, seed=1), lengths, top=40)
 
@@ -125,10 +146,22 @@ def test_table_of_radii_is_that_of_random_directions(m: int, D: int) -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Paris(subspace=16), r"subspace=16\) must be one of 4, 8: there is a count for each"),
-        (lambda: Paris(radius_bits=8), r"radius_bits=8\) must be one of 4, 16: codes relative to"),
-        (lambda: Paris(subspace=4).check(_heads_of(192), 32), r"48 subspaces of head_dim=192 have 288; use subspace=8"),
-        (lambda: Paris(radius_bits=4).check(_heads_of(24), 32), r"head_dim=24 has 3 of 8 channels; use radius_bits=16"),
+        (
+            lambda: Paris(subspace=16),
+            r"subspace=16\) must be one of 4, 8: there is a count for each",
+        ),
+        (
+            lambda: Paris(radius_bits=8),
+            r"radius_bits=8\) must be one of 4, 16: codes relative to",
+        ),
+        (
+            lambda: Paris(subspace=4).check(_heads_of(192), 32),
+            r"48 subspaces of head_dim=192 have 288; use subspace=8",
+        ),
+        (
+            lambda: Paris(radius_bits=4).check(_heads_of(24), 32),
+            r"head_dim=24 has 3 of 8 channels; use radius_bits=16",
+        ),
     ],
 )
 def test_codes_that_do_not_exist_are_refused(make: Any, words: str) -> None:
@@ -148,8 +181,12 @@ def test_candidates_and_reach_follow_the_length(n: int) -> None:
 
 
 def test_picks_of_a_cache_are_those_of_the_definition() -> None:
-    spec = CacheSpec(batch=2, q_heads=8, kv_heads=2, head_dim=64, capacity=330, dtype=jnp.bfloat16)
-    policy = Retrieval(selector=Paris(), budget=40, sink=3, local=9, demote=Fifo(leave=16), dense_below=0)
+    spec = CacheSpec(
+        batch=2, q_heads=8, kv_heads=2, head_dim=64, capacity=330, dtype=jnp.bfloat16
+    )
+    policy = Retrieval(
+        selector=Paris(), budget=40, sink=3, local=9, demote=Fifo(leave=16), dense_below=0
+    )
     tokens, lengths = drive.random_tokens(spec), np.array([301, 90])
     cache, _ = drive.fill(kvjax.init_layer(policy, spec), tokens, lengths)
     for i in range(20):  # crosses a flush in each row
@@ -161,32 +198,51 @@ def test_picks_of_a_cache_are_those_of_the_definition() -> None:
                 query = q[row].reshape(2, 4, -1)[head].astype(np.float32).mean(axis=0)
                 keys = tokens.k[row, 3 : n - 9, head]  # those of neither sink nor local window
                 pending = keys[stored:].astype(np.float64) @ query
-                ranks = np.concatenate([oracles.Paris(rotation(64), keys[:stored]).ranks(query), pending])
+                ranks = np.concatenate(
+                    [oracles.Paris(rotation(64), keys[:stored]).ranks(query), pending]
+                )
                 assert agrees(found[0], ranks, 28), (row, head, i)
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
-    ("group_reduce", "candidates"), [("mean_query", None), ("mean_query", 9), ("per_head", 9), ("mean_softmax", 9)]
+    ("group_reduce", "candidates"),
+    [("mean_query", None), ("mean_query", 9), ("per_head", 9), ("mean_softmax", 9)],
 )
-def test_a_step_chooses_what_select_ranks_highest(group_reduce: Any, candidates: int | None) -> None:
+def test_a_step_chooses_what_select_ranks_highest(
+    group_reduce: Any, candidates: int | None
+) -> None:
     """More candidates than the budget and fewer, rows of all lengths, with a window and without."""
-    spec = CacheSpec(batch=5, q_heads=4, kv_heads=2, head_dim=16, capacity=160, dtype=jnp.dtype(jnp.float32))
+    spec = CacheSpec(
+        batch=5, q_heads=4, kv_heads=2, head_dim=16, capacity=160, dtype=jnp.dtype(jnp.float32)
+    )
     selector = Paris(group_reduce=group_reduce, candidates=candidates)
-    policy = Retrieval(selector=selector, budget=40, sink=2, local=4, demote=Fifo(leave=16), dense_below=30)
+    policy = Retrieval(
+        selector=selector, budget=40, sink=2, local=4, demote=Fifo(leave=16), dense_below=30
+    )
     k, q = (jax.random.normal(jax.random.key(i), (5, 2, n, 16)) for i, n in enumerate((150, 2)))
 
     @jax.jit
     def choose(k: jax.Array, q: jax.Array) -> list[tuple[Any, Any]]:
         state = policy.prefill(policy.init(spec), k, k, jnp.array([150, 70, 29, 31, 0]))
         steps, most = [kvjax.Step(0.25, window) for window in (None, 60)], state.store.slots
-        return [(policy.attend(state, q, by)[2].selection, policy.select(state, q, by, in_order=most)) for by in steps]
+        return [
+            (
+                policy.attend(state, q, by)[2].selection,
+                policy.select(state, q, by, in_order=most),
+            )
+            for by in steps
+        ]
 
     for chosen, ranked in choose(k, q):
         for b, head in np.ndindex(5, 2):
             for choice in range(chosen.slots.shape[2]):
                 ours, theirs = (
-                    set(np.asarray(s.slots)[b, head, choice][np.asarray(s.valid)[b, head, choice]].tolist())
+                    set(
+                        np.asarray(s.slots)[b, head, choice][
+                            np.asarray(s.valid)[b, head, choice]
+                        ].tolist()
+                    )
                     for s in (chosen, ranked)
                 )
                 assert ours == theirs
@@ -195,7 +251,11 @@ def test_a_step_chooses_what_select_ranks_highest(group_reduce: Any, candidates:
 
 def test_a_budget_beyond_the_candidates_goes_on_by_votes() -> None:
     k, q = random_keys(1, 1, 200, 64), random_keys(1, 1, 1, 64, seed=1)
-    scores = np.asarray(_score(Paris(candidates=10), index(Paris(candidates=10), k, np.array([200])), q, scale=1.0))
+    scores = np.asarray(
+        _score(
+            Paris(candidates=10), index(Paris(candidates=10), k, np.array([200])), q, scale=1.0
+        )
+    )
     votes = oracles.Paris(rotation(64), k[0, 0]).collide(q[0, 0, 0])
     ours = np.argsort(-scores[0, 0, 0], kind="stable")[:50]
     assert sorted(votes[ours]) == sorted(np.sort(votes)[-50:])
@@ -242,7 +302,9 @@ def test_codes_keep_the_product_of_a_key_with_itself(D: int, draw: int) -> None:
     code = _encode(x)
     decoded = np.asarray(_decode(code), np.float64)
     np.testing.assert_array_equal(code.signs, pack_bits(x >= 0))
-    np.testing.assert_allclose((decoded * x).sum(axis=1), (x.astype(np.float64) ** 2).sum(axis=1), rtol=2**-8)
+    np.testing.assert_allclose(
+        (decoded * x).sum(axis=1), (x.astype(np.float64) ** 2).sum(axis=1), rtol=2**-8
+    )
     assert np.linalg.norm(decoded - x) < 0.15 * np.linalg.norm(x)
 
 
@@ -256,8 +318,12 @@ def test_codes_of_zeros_and_of_great_and_small_keys_are_finite() -> None:
 def test_table_is_that_of_the_beta_law() -> None:
     bounds, centres = lloyd_max(8)
     # The figures that ParisKV gives are not quite settled; see the docstring of lloyd_max.
-    np.testing.assert_allclose(bounds, [0.0843, 0.1698, 0.2578, 0.3499, 0.4487, 0.5585, 0.6901], atol=0.004)
-    np.testing.assert_allclose(centres, [0.0420, 0.1266, 0.2130, 0.3025, 0.3973, 0.5001, 0.6169, 0.7633], atol=0.0035)
+    np.testing.assert_allclose(
+        bounds, [0.0843, 0.1698, 0.2578, 0.3499, 0.4487, 0.5585, 0.6901], atol=0.004
+    )
+    np.testing.assert_allclose(
+        centres, [0.0420, 0.1266, 0.2130, 0.3025, 0.3973, 0.5001, 0.6169, 0.7633], atol=0.0035
+    )
     np.testing.assert_allclose(bounds, (centres[1:] + centres[:-1]) / 2)
     rng = np.random.default_rng(0)
     t = np.sqrt(rng.beta(0.5, 3.5, size=2_000_000))
@@ -268,7 +334,10 @@ def test_table_is_that_of_the_beta_law() -> None:
     for shift in (-0.01, 0.01):
         for i in range(8):
             other = centres + shift * (np.arange(8) == i)
-            assert np.mean((t - other[np.searchsorted((other[1:] + other[:-1]) / 2, t)]) ** 2) > error
+            assert (
+                np.mean((t - other[np.searchsorted((other[1:] + other[:-1]) / 2, t)]) ** 2)
+                > error
+            )
 
 
 # ---------------------------------------------------------------------------------------------------------------- index
@@ -293,7 +362,9 @@ def test_a_key_without_room_is_not_counted() -> None:
     k = random_keys(1, 1, 48, 16)
     ix = Paris().init(CacheSpec(batch=1, q_heads=1, kv_heads=1, head_dim=16, capacity=32), 32)
     for at in (0, 16):
-        ix = _append(Paris(), ix, k[:, :, :32], np.array([at], np.int32), np.array([32], np.int32))
+        ix = _append(
+            Paris(), ix, k[:, :, :32], np.array([at], np.int32), np.array([32], np.int32)
+        )
     assert np.asarray(ix.counts).reshape(2, 256).sum(axis=1).tolist() == [48, 48]
 
 
@@ -303,9 +374,14 @@ def test_votes_and_estimates_go_with_their_slots() -> None:
     order = np.concatenate([np.arange(i, i + 32) for i in (64, 160, 0, 32, 128, 96)])
     all_of_them, one = Paris(candidates=192), Paris(candidates=1)
     for paris in (all_of_them, one):
-        scores, moved = (np.asarray(_score(paris, index(paris, a, n), q, scale=1.0)) for a in (k, k[:, :, order]))
+        scores, moved = (
+            np.asarray(_score(paris, index(paris, a, n), q, scale=1.0))
+            for a in (k, k[:, :, order])
+        )
         same = scores[..., order] == moved
-        assert (~same).sum() <= (0 if paris is all_of_them else 4)  # two heads of one candidate each
+        assert (~same).sum() <= (
+            0 if paris is all_of_them else 4
+        )  # two heads of one candidate each
 
 
 def test_bytes_of_a_key() -> None:
@@ -326,7 +402,11 @@ def test_room_holds_the_candidates_of_every_length() -> None:
     oracle = oracles.Paris(rotation(8), np.zeros((1, 8)))
     for slots in (32, 4_999, 5_000, 8_192, 20_000, 32_768, 100_000):
         most = 0
-        for n in {*range(1, slots + 1, 97), slots, *(m for m in (4_999, 9_999, 29_999) if m <= slots)}:
+        for n in {
+            *range(1, slots + 1, 97),
+            slots,
+            *(m for m in (4_999, 9_999, 29_999) if m <= slots),
+        }:
             oracle.keys = np.empty((n, 0))
             most = max(most, -(-n * oracle.shares()[0] // 1))
         assert Paris().room(slots) == most
@@ -347,7 +427,9 @@ def test_most_voted_are_those_of_a_stable_sort(draw: int, room: int, most: int) 
     held, count = rng.integers(0, 41, size=2), rng.integers(0, 50, size=2).astype(np.int32)
     picked = _most_voted(votes, held.astype(np.int32), count, room)
     for b, g in np.ndindex(2, 2):
-        wanted = np.argsort(-votes[b, 0, g, : held[b]].astype(int), kind="stable")[: min(count[b], room)]
+        wanted = np.argsort(-votes[b, 0, g, : held[b]].astype(int), kind="stable")[
+            : min(count[b], room)
+        ]
         got = np.asarray(picked.slots)[b, 0, g][np.asarray(picked.valid)[b, 0, g]]
         np.testing.assert_array_equal(got, np.sort(wanted))
 
@@ -368,26 +450,33 @@ def _recall_100(paris: Paris, seed: int, n: int = 4096) -> float:
     estimates = _score(paris, index(paris, k, np.array([n])), q, scale=1.0)
     exact = np.einsum("bkgd,bksd->bkgs", q, k)
     best = [
-        Selection(jax.lax.top_k(jnp.asarray(s), 100)[1], jnp.ones((1, 8, 4, 100), bool)) for s in (estimates, exact)
+        Selection(jax.lax.top_k(jnp.asarray(s), 100)[1], jnp.ones((1, 8, 4, 100), bool))
+        for s in (estimates, exact)
     ]
     return float(set_recall(*best, n).mean())
 
 
 @pytest.mark.thorough
 def test_alpha_correction_improves_recall() -> None:
-    margin = np.mean([_recall_100(Paris(), s) - _recall_100(Paris(correct=False), s) for s in range(3)])
+    margin = np.mean(
+        [_recall_100(Paris(), s) - _recall_100(Paris(correct=False), s) for s in range(3)]
+    )
     assert margin >= 0.005, f"recall@100 grew by {margin:.4f}"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_step_at_32k_tokens_never_unpacks_its_codes(dtype: str) -> None:
     spec = CacheSpec(batch=1, q_heads=32, kv_heads=8, head_dim=128, capacity=32768, dtype=dtype)
-    cache = jax.eval_shape(functools.partial(kvjax.init_layer, kvjax.presets.pariskv(budget=1024).rest, spec))
+    cache = jax.eval_shape(
+        functools.partial(kvjax.init_layer, kvjax.presets.pariskv(budget=1024).rest, spec)
+    )
     q, k = (jax.ShapeDtypeStruct((1, 1, heads, 128), dtype) for heads in (32, 8))
     step = jax.jit(functools.partial(kvjax.attention, flush=False), donate_argnums=0)
     temp = step.lower(cache, q, k, k).compile().memory_analysis().temp_size_in_bytes
     keys = 32768 * 8 * 128 * 2
-    assert temp <= keys // 4, f"{temp} temp bytes beside {keys} of bf16 keys; unpacked, codes take twice that"
+    assert temp <= keys // 4, (
+        f"{temp} temp bytes beside {keys} of bf16 keys; unpacked, codes take twice that"
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------- preset
@@ -397,26 +486,34 @@ def test_preset_counts_sink_and_local_in_its_budget() -> None:
     policy = kvjax.presets.pariskv().rest
     assert isinstance(policy, Retrieval)
     assert policy.budget == policy.sink + policy.local + 100
-    assert inspect.signature(kvjax.presets.pariskv).parameters["budget"].default == policy.budget
+    assert (
+        inspect.signature(kvjax.presets.pariskv).parameters["budget"].default == policy.budget
+    )
     assert policy.demote == Fifo(leave=256)
     assert policy.selector == Paris()
     assert kvjax.presets.pariskv().first == ()
 
 
 def test_full_attention_until_the_row_is_long() -> None:
-    spec = CacheSpec(batch=2, q_heads=2, kv_heads=1, head_dim=16, capacity=1400, dtype=jnp.float32)
+    spec = CacheSpec(
+        batch=2, q_heads=2, kv_heads=1, head_dim=16, capacity=1400, dtype=jnp.float32
+    )
     tokens, lengths = drive.random_tokens(spec), np.array([900, 1300])
     cache, _ = drive.fill(kvjax.init_layer(kvjax.presets.pariskv().rest, spec), tokens, lengths)
     out, _, info = drive.step(cache, tokens, lengths)
     assert np.asarray(info.attended)[:, 0].tolist() == [901, 232]
-    np.testing.assert_allclose(out[0], dense(tokens.q[0, 900], tokens.k[0, :901], tokens.v[0, :901]), atol=1e-5)
+    np.testing.assert_allclose(
+        out[0], dense(tokens.q[0, 900], tokens.k[0, :901], tokens.v[0, :901]), atol=1e-5
+    )
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", [0, None])
 def test_an_update_buffer_is_attended_beside_what_is_selected(seed: int | None) -> None:
     """Positions of the oracle's k best of the history, and of all newer ones, while the buffer fills and empties."""
-    spec = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=200, dtype=jnp.float32)
+    spec = CacheSpec(
+        batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=200, dtype=jnp.float32
+    )
     sink, local, chunk, k = 2, 5, 32, 20
     preset = kvjax.presets.pariskv(
         sink + local + k,
@@ -435,10 +532,18 @@ def test_an_update_buffer_is_attended_beside_what_is_selected(seed: int | None) 
         _, cache, info = drive.step(cache, tokens, lengths + i)
         for row, head in np.ndindex(2, 2):
             n = int(lengths[row]) + i + 1
-            end = sink + -(-max(n - sink - local - chunk, 0) // chunk) * chunk  # what does not fit has left in chunks
+            end = (
+                sink + -(-max(n - sink - local - chunk, 0) // chunk) * chunk
+            )  # what does not fit has left in chunks
             query = tokens.q[row, n - 1].reshape(2, 2, -1)[head].astype(np.float64).mean(axis=0)
-            ranks = oracles.Paris(rotated, tokens.k[row, sink:end, head], candidates=60).ranks(query)
-            wanted = {*range(sink), *(sink + np.argsort(-ranks, kind="stable")[:k]).tolist(), *range(end, n)}
+            ranks = oracles.Paris(rotated, tokens.k[row, sink:end, head], candidates=60).ranks(
+                query
+            )
+            wanted = {
+                *range(sink),
+                *(sink + np.argsort(-ranks, kind="stable")[:k]).tolist(),
+                *range(end, n),
+            }
             read = set(np.asarray(info.positions)[row, head].reshape(-1).tolist()) - {-1}
             same += read == wanted
             sizes.add(len(read))
@@ -450,18 +555,28 @@ def test_an_update_buffer_is_attended_beside_what_is_selected(seed: int | None) 
 def test_an_update_buffer_is_counted_beside_the_budget() -> None:
     policy = kvjax.presets.pariskv(buffer="attend").rest
     assert (policy.selected, policy.local, policy.demote) == (100, 384, kvjax.Buffer(leave=256))
-    with pytest.raises(ValueError, match=r"moves tokens out of the local window in chunks.*use kvjax.Fifo"):
+    with pytest.raises(
+        ValueError, match=r"moves tokens out of the local window in chunks.*use kvjax.Fifo"
+    ):
         kvjax.Speculative(policy)
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("candidates", [40, None])
-def test_under_a_sliding_window_votes_and_candidates_are_of_the_visible_keys(candidates: int | None) -> None:
+def test_under_a_sliding_window_votes_and_candidates_are_of_the_visible_keys(
+    candidates: int | None,
+) -> None:
     """Selections are those of the oracle over the visible part of the history, for rows of different lengths."""
-    spec = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=400, dtype=jnp.float32)
+    spec = CacheSpec(
+        batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=400, dtype=jnp.float32
+    )
     sink, local, chunk, window, budget = 2, 5, 32, 120, 27
     policy = Retrieval(
-        selector=Paris(candidates=candidates), budget=budget, sink=sink, local=local, demote=Fifo(leave=chunk)
+        selector=Paris(candidates=candidates),
+        budget=budget,
+        sink=sink,
+        local=local,
+        demote=Fifo(leave=chunk),
     )
     tokens, lengths = drive.random_tokens(spec, 4), np.array([380, 90])
     cache, _ = drive.fill(kvjax.init_layer(policy, spec), tokens, lengths)
@@ -474,11 +589,17 @@ def test_under_a_sliding_window_votes_and_candidates_are_of_the_visible_keys(can
             query = tokens.q[row, n - 1].reshape(2, 2, -1)[head].astype(np.float64).mean(axis=0)
             keys = tokens.k[row, :n, head]
             start = max(first, sink)
-            history = oracles.Paris(oracles.rotation(_signs(16, 0)), keys[start:end], candidates=candidates)
-            ranks = np.concatenate([history.ranks(query), keys[end : n - local].astype(np.float64) @ query])
+            history = oracles.Paris(
+                oracles.rotation(_signs(16, 0)), keys[start:end], candidates=candidates
+            )
+            ranks = np.concatenate(
+                [history.ranks(query), keys[end : n - local].astype(np.float64) @ query]
+            )
             best = start + np.argsort(-ranks, kind="stable")[: budget - sink - local]
             wanted = {*range(first, sink), *best.tolist(), *range(n - local, n)}
-            same += set(np.asarray(info.positions)[row, head].reshape(-1).tolist()) - {-1} == wanted
+            same += (
+                set(np.asarray(info.positions)[row, head].reshape(-1).tolist()) - {-1} == wanted
+            )
             total += 1
     assert same >= total - 1, (same, total)
 
@@ -488,11 +609,16 @@ def test_lengths_of_keys_change_no_vote_and_no_code() -> None:
     rng = np.random.default_rng(3)
     k = jnp.asarray(rng.normal(size=(1, 2, 64, 32)), jnp.float32)
     q = jnp.asarray(rng.normal(size=(1, 2, 3, 32)), jnp.float32)
-    spec, selector = CacheSpec(batch=1, q_heads=6, kv_heads=2, head_dim=32, capacity=64, dtype="float32"), kvjax.Paris()
+    spec, selector = (
+        CacheSpec(batch=1, q_heads=6, kv_heads=2, head_dim=32, capacity=64, dtype="float32"),
+        kvjax.Paris(),
+    )
     unit = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
     at, count = jnp.zeros(1, jnp.int32), jnp.full(1, 64, jnp.int32)
     append, votes = jax.jit(selector.append), jax.jit(selector._votes)
     whole, normalised = (append(selector.init(spec, 64), keys, at, count) for keys in (k, unit))
-    for one, other in zip(whole.codes[:2], normalised.codes[:2], strict=True):  # all but the weights
+    for one, other in zip(
+        whole.codes[:2], normalised.codes[:2], strict=True
+    ):  # all but the weights
         np.testing.assert_array_equal(one, other)
     np.testing.assert_array_equal(votes(whole, q), votes(normalised, 2 * q))

@@ -44,7 +44,8 @@ def test_host_store_holds_and_reads_what_dense_does(page: int) -> None:
     for counts in ([32, 0], [16, 32], [48, 48], [0, 48]):
         k, v = (jnp.asarray(rng.normal(size=(2, 2, 48, 16)), jnp.float32) for _ in range(2))
         states = [
-            jax.jit(store.append)(st, k, v, jnp.array(counts)) for store, st in zip((dense, host), states, strict=True)
+            jax.jit(store.append)(st, k, v, jnp.array(counts))
+            for store, st in zip((dense, host), states, strict=True)
         ]
         for b, n in enumerate(np.asarray(states[0].count)):
             for name in "kv":
@@ -66,7 +67,9 @@ def test_host_store_holds_and_reads_what_dense_does(page: int) -> None:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("selector", [MinMaxPages(page=16), Fier(group=16)], ids=["pages", "fier"])
+@pytest.mark.parametrize(
+    "selector", [MinMaxPages(page=16), Fier(group=16)], ids=["pages", "fier"]
+)
 def test_policy_over_host_memory_attends_as_over_dense(selector) -> None:
     host = dataclasses.replace(POLICY, selector=selector, store=HostOffload(page=selector.unit))
     dense = dataclasses.replace(host, store=Dense())
@@ -84,7 +87,9 @@ def test_presets_move_the_history_to_the_host_and_change_nothing_else() -> None:
     for make in (kvjax.presets.fier, kvjax.presets.pariskv):
         layered = make(store="host", layers=kvjax.presets.Layers(dense=1))
         assert layered.first == (kvjax.Full(),)
-        assert layered.rest == dataclasses.replace(make().rest, store=HostOffload(), dense_capacity=0)
+        assert layered.rest == dataclasses.replace(
+            make().rest, store=HostOffload(), dense_capacity=0
+        )
 
 
 def test_memory_kind_is_kept_by_init_jit_donation_and_loops() -> None:
@@ -98,7 +103,9 @@ def test_memory_kind_is_kept_by_init_jit_donation_and_loops() -> None:
         _, cache = kvjax.attention(cache, q[:, :100], k[:, :100], v[:, :100])
 
         def step(i: jax.Array, cache: kvjax.LayerCache) -> kvjax.LayerCache:
-            _, cache = kvjax.attention(cache, *(jax.lax.dynamic_slice_in_dim(a, 100 + i, 1, axis=1) for a in (q, k, v)))
+            _, cache = kvjax.attention(
+                cache, *(jax.lax.dynamic_slice_in_dim(a, 100 + i, 1, axis=1) for a in (q, k, v))
+            )
             return cache
 
         return jax.lax.fori_loop(0, 80, step, cache)
@@ -120,7 +127,9 @@ def test_loop_that_feeds_back_a_cache_compiles_its_step_once(preset: str) -> Non
     """Arrays in host memory are committed to their device, and so are all other results of the same program."""
     options = {} if preset == "freekv" else {"store": "host"}
     cache = kvjax.init(
-        getattr(kvjax.presets, preset)(512, layers=kvjax.presets.Layers(dense=1), **options), SPEC, layers=2
+        getattr(kvjax.presets, preset)(512, layers=kvjax.presets.Layers(dense=1), **options),
+        SPEC,
+        layers=2,
     )
     tokens = drive.random_tokens(SPEC)
 
@@ -129,12 +138,16 @@ def test_loop_that_feeds_back_a_cache_compiles_its_step_once(preset: str) -> Non
         return kvjax.Cache(tuple(kvjax.attention(layer, q, k, v)[1] for layer in cache.layers))
 
     for i in range(3):
-        cache = step(cache, *(jnp.asarray(a[:, i : i + 1]) for a in (tokens.q, tokens.k, tokens.v)))
+        cache = step(
+            cache, *(jnp.asarray(a[:, i : i + 1]) for a in (tokens.q, tokens.k, tokens.v))
+        )
     assert step._cache_size() == 1
 
 
 def test_inserted_row_stays_on_the_host() -> None:
-    cache, prefix = (kvjax.init_layer(POLICY, dataclasses.replace(SPEC, batch=b)) for b in (2, 1))
+    cache, prefix = (
+        kvjax.init_layer(POLICY, dataclasses.replace(SPEC, batch=b)) for b in (2, 1)
+    )
     assert kind(kvjax.insert(cache, prefix, 1)) == "pinned_host"
 
 
@@ -165,23 +178,39 @@ def test_step_moves_what_it_selects_and_no_more() -> None:
 
 def test_backend_without_host_memory_is_refused(monkeypatch) -> None:
     monkeypatch.setattr("kvjax.stores.host.has_host_memory", lambda: False)
-    with pytest.raises(ValueError, match=r"HostOffload needs pinned host memory.*lacks; use the store Dense"):
-        kvjax.init_layer(POLICY, dataclasses.replace(SPEC, capacity=SPEC.capacity + 1))  # of which none was made
+    with pytest.raises(
+        ValueError, match=r"HostOffload needs pinned host memory.*lacks; use the store Dense"
+    ):
+        kvjax.init_layer(
+            POLICY, dataclasses.replace(SPEC, capacity=SPEC.capacity + 1)
+        )  # of which none was made
 
 
 @pytest.mark.parametrize("store", [Dense(), HostOffload(page=4)], ids=["dense", "host"])
 def test_a_recall_has_the_selection_and_then_the_edge(store: kvjax.Store) -> None:
     """A page of the history, one of the recent block, and the token of the recent block at the edge, if any."""
     rng = np.random.default_rng(0)
-    k, v, k_new, v_new = (jnp.asarray(rng.normal(size=(2, 2, n, 16)), jnp.float32) for n in (16, 16, 8, 8))
+    k, v, k_new, v_new = (
+        jnp.asarray(rng.normal(size=(2, 2, n, 16)), jnp.float32) for n in (16, 16, 8, 8)
+    )
     st = store.append(store.init(SPEC, 16), k, v, jnp.full(2, 16))
     slots = jnp.broadcast_to(jnp.array([4, 5, 6, 7, 17, 18, 19, 20], jnp.int32), (2, 2, 1, 8))
     none = Selection(jnp.zeros((2, 2, 1, 12), jnp.int32), jnp.zeros((2, 2, 1, 12), bool))
-    before, urgent = Recalled(none, *jnp.zeros((2, 2, 2, 12, 16))), jnp.array([[True, False]] * 2)
+    before, urgent = (
+        Recalled(none, *jnp.zeros((2, 2, 2, 12, 16))),
+        jnp.array([[True, False]] * 2),
+    )
 
     @jax.jit
     def recall(st: Any, oldest: Any) -> Any:
-        given = Selection(slots, jnp.ones(slots.shape, bool)), (k_new, v_new), oldest, before, jnp.ones(2, bool), urgent
+        given = (
+            Selection(slots, jnp.ones(slots.shape, bool)),
+            (k_new, v_new),
+            oldest,
+            before,
+            jnp.ones(2, bool),
+            urgent,
+        )
         _, first, rest = store.recall(st, *given)
         return first, rest()
 
@@ -190,7 +219,9 @@ def test_a_recall_has_the_selection_and_then_the_edge(store: kvjax.Store) -> Non
         want = np.concatenate([old[:, :, 4:8], new[:, :, 1:5], new[:, :, 2:3]], axis=2)
         for got, heads in ((part, 1), (whole, 2)):
             np.testing.assert_array_equal(got[0, :heads, :9], want[0, :heads])
-            np.testing.assert_array_equal(got[1, :heads, :8], want[1, :heads, :8])  # without an edge
+            np.testing.assert_array_equal(
+                got[1, :heads, :8], want[1, :heads, :8]
+            )  # without an edge
             assert np.isfinite(got).all()
 
 
@@ -203,7 +234,9 @@ def test_pages_that_were_recalled_whole_need_not_be_read_again() -> None:
         (2, 3, 4, 5): -1,  # parts of two pages
         (S, S + 1, S + 2, S + 3): -1,  # of the recent block
     }
-    slots = np.broadcast_to(np.concatenate([*cases, (12, 13, 14, 15)]), (2, 2, 1, 24)).astype(np.int32)
+    slots = np.broadcast_to(np.concatenate([*cases, (12, 13, 14, 15)]), (2, 2, 1, 24)).astype(
+        np.int32
+    )
     valid = np.arange(24) != 23  # the last page lacks a token
     recalled = Selection(jnp.asarray(slots), jnp.broadcast_to(valid, slots.shape))
     got = store._whole_pages(store.init(SPEC, S), recalled)

@@ -18,7 +18,9 @@ SPEC = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=64, capacity=200, dtyp
 
 
 def test_8_bit_floats_keep_3_bits_of_fraction() -> None:
-    x = np.concatenate([np.random.default_rng(0).normal(size=62) * 10, [1e6, -1e6]]).astype(np.float32)
+    x = np.concatenate([np.random.default_rng(0).normal(size=62) * 10, [1e6, -1e6]]).astype(
+        np.float32
+    )
     one = jnp.asarray(x)[None, None, None]
     got = np.asarray(HostFloat8().decoded(one, one)[1]).ravel()
     assert (np.abs(got - x)[:62] <= np.abs(x)[:62] / 16 + 1e-3).all()
@@ -46,7 +48,9 @@ OFFSET_STORES = [HostFloat8(), HostTurboQuant(), TurboQuant(bits=3)]
 def test_an_offset_of_all_keys_changes_no_result(store: Store, hot: bool) -> None:
     """Softmax is unchanged by a vector that is added to all keys, as a bias does, and codes must not lose by it."""
     rng = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(rng.normal(size=(2, heads, 64, 64)), jnp.float32) for heads in (4, 2, 2))
+    q, k, v = (
+        jnp.asarray(rng.normal(size=(2, heads, 64, 64)), jnp.float32) for heads in (4, 2, 2)
+    )
     count, scale = jnp.array([64, 32]), 64**-0.5
     slots = jnp.broadcast_to(jnp.arange(64, dtype=jnp.int32), (2, 2, 1, 64))
     selection = Selection(slots, slots < count[:, None, None, None])
@@ -60,9 +64,13 @@ def test_an_offset_of_all_keys_changes_no_result(store: Store, hot: bool) -> Non
         queries = q[:, :, 0].reshape(2, 2, 2, 64)
         if hot:
             st, loaded = store.load(st, selection)
-            return ops.attend_gathered(queries, loaded.k, loaded.v, loaded.selection, scale=scale).out
+            return ops.attend_gathered(
+                queries, loaded.k, loaded.v, loaded.selection, scale=scale
+            ).out
         both = store.attend(st, queries, jnp.zeros(2, jnp.int32), scale=scale).out
-        return jnp.concatenate([both, store.attend_slots(st, queries, selection, scale=scale).out])
+        return jnp.concatenate(
+            [both, store.attend_slots(st, queries, selection, scale=scale).out]
+        )
 
     exact = run(kvjax.Dense(), k) if not hot else run(HotSet(tokens=64), k)
     coded = HotSet(tokens=64, store=store) if hot else store
@@ -87,7 +95,9 @@ def test_pages_that_chunks_do_not_fill_are_refused() -> None:
         ("fier:store=host+4096", HotSet(tokens=4096)),
     ],
 )
-def test_presets_keep_their_history_in_the_codes_that_are_asked_for(name: str, store: Store) -> None:
+def test_presets_keep_their_history_in_the_codes_that_are_asked_for(
+    name: str, store: Store
+) -> None:
     policy = presets.parse(name).rest
     assert isinstance(policy, Retrieval)
     assert policy.store == store
@@ -96,9 +106,13 @@ def test_presets_keep_their_history_in_the_codes_that_are_asked_for(name: str, s
 @pytest.mark.parametrize("name", ["fier", "quest", "pariskv"])
 def test_presets_refuse_stores_that_there_are_not(name: str) -> None:
     for store in ("int4", "hosts", "device+64", "host+", "host+many", "HOST"):
-        with pytest.raises(ValueError, match=rf"{name}\(store='{re.escape(store)}'\) must be .*'float8'"):
+        with pytest.raises(
+            ValueError, match=rf"{name}\(store='{re.escape(store)}'\) must be .*'float8'"
+        ):
             presets.find(name).make(1024, store=store)
-    with pytest.raises(ValueError, match=rf"{name}\(store='host\+...'\) must be at least 1, got 0"):
+    with pytest.raises(
+        ValueError, match=rf"{name}\(store='host\+...'\) must be at least 1, got 0"
+    ):
         presets.find(name).make(1024, store="host+0")
 
 
@@ -109,4 +123,6 @@ def test_the_offset_is_the_mean_of_the_first_keys_and_stays(count: int) -> None:
     st = store.append(store.init(SPEC, 32), k, k, jnp.array([count, 0]))
     st = store.append(st, more, more, jnp.array([16, 16]))
     first = k[0, :, : min(count, 8)], more[1, :, :8]  # the second row was empty before
-    np.testing.assert_allclose(st.offset, [np.mean(a, axis=1) for a in first], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        st.offset, [np.mean(a, axis=1) for a in first], rtol=1e-5, atol=1e-6
+    )

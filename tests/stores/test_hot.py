@@ -32,7 +32,14 @@ from kvjax.stores.hot import Hot, empty_hot
 from kvjax.testing import _drive as drive
 
 SPEC = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=200, dtype=jnp.float32)
-FIER = Retrieval(selector=Fier(group=16), store=HostOffload(), budget=64, sink=4, local=24, demote=Fifo(leave=32))
+FIER = Retrieval(
+    selector=Fier(group=16),
+    store=HostOffload(),
+    budget=64,
+    sink=4,
+    local=24,
+    demote=Fifo(leave=32),
+)
 PAGES = dataclasses.replace(FIER, selector=MinMaxPages(page=16), store=HostOffload(page=8))
 FLOAT8 = dataclasses.replace(PAGES, store=HostFloat8(page=8))
 CODES = dataclasses.replace(FIER, store=HostTurboQuant(bits=8))
@@ -75,20 +82,29 @@ def test_steps_read_the_same_tokens_as_without_a_hot_set(policy: Any, tokens: in
         lengths = lengths + active
     state = cached.state.zones if isinstance(hot, Speculative) else cached.state
     check_tables(state.store.hot)
-    assert (np.asarray(state.store.hot.loads) > tokens // hot_page(hot)).any(), "nothing was replaced"
+    assert (np.asarray(state.store.hot.loads) > tokens // hot_page(hot)).any(), (
+        "nothing was replaced"
+    )
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("policy", [FIER, PAGES, PER_HEAD], ids=["tokens", "pages", "per query head"])
+@pytest.mark.parametrize(
+    "policy", [FIER, PAGES, PER_HEAD], ids=["tokens", "pages", "per query head"]
+)
 def test_rows_that_pause_read_nothing_from_the_host(policy: Any) -> None:
     """With and without a hot set; the rows that take a step read as if no row paused."""
     data, lengths, tokens = drive.random_tokens(SPEC, 1), np.array([150, 70]), {}
     for hot in (False, True):
         own = with_hot_set(policy, 96) if hot else policy
         start, _ = drive.fill(drive.new_cache(own, SPEC), data, lengths)
-        found = [drive.step(start, data, lengths, np.array(active)) for active in ([True, False], [True, True])]
+        found = [
+            drive.step(start, data, lengths, np.array(active))
+            for active in ([True, False], [True, True])
+        ]
         (out, cache, info), (out_all, _, info_all) = found
-        stored = np.asarray(info.selection.valid & (info.selection.slots < cache.state.store.slots))
+        stored = np.asarray(
+            info.selection.valid & (info.selection.slots < cache.state.store.slots)
+        )
         assert not stored[1].any(), "a row that paused selected tokens of the host"
         assert stored[0].any()
         np.testing.assert_array_equal(cache.state.store.count, start.state.store.count)
@@ -96,7 +112,10 @@ def test_rows_that_pause_read_nothing_from_the_host(policy: Any) -> None:
         np.testing.assert_allclose(out[0], out_all[0], atol=2e-6)
         tokens[hot] = np.asarray(info.positions)[0]
         if hot:
-            assert (np.asarray(cache.state.store.hot.loads) > 0).tolist() == [[True] * 2, [False] * 2]
+            assert (np.asarray(cache.state.store.hot.loads) > 0).tolist() == [
+                [True] * 2,
+                [False] * 2,
+            ]
     np.testing.assert_array_equal(tokens[True], tokens[False])
 
 
@@ -118,8 +137,13 @@ def test_a_row_that_pauses_recalls_nothing_from_the_host() -> None:
 def test_a_budget_that_sink_and_window_use_up_reads_no_page() -> None:
     policy = dataclasses.replace(FIER, budget=FIER.sink + FIER.local)
     data, lengths, active = drive.random_tokens(SPEC, 1), np.array([150, 70]), np.ones(2, bool)
-    caches = [drive.fill(drive.new_cache(p, SPEC), data, lengths)[0] for p in (policy, with_hot_set(policy, 40))]
-    (out, _, info), (out_hot, after, info_hot) = (drive.step(cache, data, lengths, active) for cache in caches)
+    caches = [
+        drive.fill(drive.new_cache(p, SPEC), data, lengths)[0]
+        for p in (policy, with_hot_set(policy, 40))
+    ]
+    (out, _, info), (out_hot, after, info_hot) = (
+        drive.step(cache, data, lengths, active) for cache in caches
+    )
     np.testing.assert_array_equal(info_hot.positions, info.positions)
     np.testing.assert_allclose(out_hot, out, atol=2e-6)
     assert not np.asarray(after.state.store.hot.loads).any()
@@ -127,7 +151,11 @@ def test_a_budget_that_sink_and_window_use_up_reads_no_page() -> None:
 
 @pytest.mark.thorough
 def test_steps_taken_at_once_fill_the_hot_set_too() -> None:
-    hot, data, lengths = with_hot_set(FIER, 48), drive.random_tokens(SPEC, 1), np.array([150, 70])
+    hot, data, lengths = (
+        with_hot_set(FIER, 48),
+        drive.random_tokens(SPEC, 1),
+        np.array([150, 70]),
+    )
     cache, _ = drive.fill(drive.new_cache(hot, SPEC), data, lengths)
     decode = jax.jit(lambda cache, q, k, v: decode_info(cache, q, k, v, flush=False))
     tokens = data.at(lengths[:, None] + np.arange(3)[None])
@@ -148,7 +176,9 @@ def check_tables(hot: Hot) -> None:
     """No page is reachable at two places."""
     page, place = np.asarray(hot.page), np.asarray(hot.place)
     for b, k in np.ndindex(*page.shape[:2]):
-        reached = [p for p in range(place.shape[2]) if page[b, k, place[b, k, p] % page.shape[2]] == p]
+        reached = [
+            p for p in range(place.shape[2]) if page[b, k, place[b, k, p] % page.shape[2]] == p
+        ]
         assert len({place[b, k, p] for p in reached}) == len(reached)
 
 
@@ -181,8 +211,12 @@ class Clock:
 def give_places(hot: Hot, page: Array) -> tuple[Hot, Array, Array]:
     """The hot set with a place for each page i32[B, K, N], the places, and which pages must be read from the host."""
     n = hot.page.shape[2]
-    tables, place = ops.hot_places(hot.tables, page, jnp.full(page.shape[:2], page.shape[2], jnp.int32))
-    missed = (page >= 0) & (jnp.take_along_axis(tables.used, jnp.minimum(place, n - 1), axis=2) == 2)
+    tables, place = ops.hot_places(
+        hot.tables, page, jnp.full(page.shape[:2], page.shape[2], jnp.int32)
+    )
+    missed = (page >= 0) & (
+        jnp.take_along_axis(tables.used, jnp.minimum(place, n - 1), axis=2) == 2
+    )
     return hot.with_tables(tables), place, missed
 
 
@@ -194,30 +228,43 @@ def test_pages_are_replaced_by_the_clock_rule() -> None:
     weights = 1 / np.arange(1, pages + 1)
     reads = np.zeros(2, int)
     for i in range(60):
-        wanted = np.stack([rng.choice(pages, N, replace=False, p=weights / weights.sum()) for _ in range(2)])
+        wanted = np.stack(
+            [rng.choice(pages, N, replace=False, p=weights / weights.sum()) for _ in range(2)]
+        )
         wanted[:, N - i % 3 :] = -1
         hot, place, missed = run(hot, jnp.asarray(wanted[None], jnp.int32))
         for k, clock in enumerate(clocks):
             known = [p for p in wanted[k] if p >= 0]
             reads[k] += clock.step(known)
             assert set(known) <= set(np.asarray(hot.page)[0, k].tolist())
-            np.testing.assert_array_equal(np.asarray(hot.page)[0, k, np.asarray(place)[0, k, : len(known)]], known)
+            np.testing.assert_array_equal(
+                np.asarray(hot.page)[0, k, np.asarray(place)[0, k, : len(known)]], known
+            )
         assert np.asarray(missed)[0, :, N - i % 3 :].sum() == 0
         check_tables(hot)
     np.testing.assert_array_equal(np.asarray(hot.loads)[0], reads)
-    assert [sorted(row) for row in np.asarray(hot.page)[0].tolist()] == [sorted(clock.page) for clock in clocks]
+    assert [sorted(row) for row in np.asarray(hot.page)[0].tolist()] == [
+        sorted(clock.page) for clock in clocks
+    ]
 
 
 def test_pages_that_are_written_anew_are_read_anew() -> None:
-    store, spec = HotSet(tokens=8, store=HostOffload(page=4)), dataclasses.replace(SPEC, batch=1, kv_heads=1)
+    store, spec = (
+        HotSet(tokens=8, store=HostOffload(page=4)),
+        dataclasses.replace(SPEC, batch=1, kv_heads=1),
+    )
     rng = np.random.default_rng(0)
     k, v = (jnp.asarray(rng.normal(size=(1, 1, 8, 16)), jnp.float32) for _ in range(2))
-    selection = Selection(jnp.arange(4, 8, dtype=jnp.int32)[None, None, None], jnp.ones((1, 1, 1, 4), bool))
+    selection = Selection(
+        jnp.arange(4, 8, dtype=jnp.int32)[None, None, None], jnp.ones((1, 1, 1, 4), bool)
+    )
     load, append = jax.jit(store.load), jax.jit(store.append)
     st = append(store.init(spec, 16), k, v, jnp.array([8]))
     st, loaded = load(st, selection)
     np.testing.assert_array_equal(loaded.k[0, 0, loaded.selection.slots[0, 0, 0]], k[0, 0, 4:])
-    cut = dataclasses.replace(st, history=dataclasses.replace(st.history, count=jnp.array([4], jnp.int32)))
+    cut = dataclasses.replace(
+        st, history=dataclasses.replace(st.history, count=jnp.array([4], jnp.int32))
+    )
     st, loaded = load(append(cut, -k, -v, jnp.array([4])), selection)
     np.testing.assert_array_equal(loaded.k[0, 0, loaded.selection.slots[0, 0, 0]], -k[0, 0, :4])
     st, _ = load(st, selection)
@@ -226,16 +273,27 @@ def test_pages_that_are_written_anew_are_read_anew() -> None:
 
 def test_a_cache_cut_to_a_prefix_goes_on_with_the_tokens_of_another_prompt() -> None:
     """Pages of the first prompt are still on the device when the second one writes them again."""
-    lengths, cut, one, other = np.array([150, 70]), np.array([50, 64]), *(drive.random_tokens(SPEC, i) for i in (1, 2))
-    caches = [drive.fill(drive.new_cache(policy, SPEC), one, lengths)[0] for policy in (FIER, with_hot_set(FIER, 96))]
+    lengths, cut, one, other = (
+        np.array([150, 70]),
+        np.array([50, 64]),
+        *(drive.random_tokens(SPEC, i) for i in (1, 2)),
+    )
+    caches = [
+        drive.fill(drive.new_cache(policy, SPEC), one, lengths)[0]
+        for policy in (FIER, with_hot_set(FIER, 96))
+    ]
     for i in range(2):
         caches = [drive.step(cache, one, lengths + i)[1] for cache in caches]
     caches = [kvjax.truncate(cache, cut) for cache in caches]
     page = np.asarray(caches[1].state.store.hot.page)
-    assert (page >= np.asarray(caches[1].state.store.count)[:, None, None]).any(), "no page was cut off"
+    assert (page >= np.asarray(caches[1].state.store.count)[:, None, None]).any(), (
+        "no page was cut off"
+    )
     caches = [drive.fill(cache, other, lengths, start=cut)[0] for cache in caches]
     for i in range(4):
-        (out, plain, info), (out_hot, hot, info_hot) = (drive.step(cache, other, lengths + i) for cache in caches)
+        (out, plain, info), (out_hot, hot, info_hot) = (
+            drive.step(cache, other, lengths + i) for cache in caches
+        )
         np.testing.assert_array_equal(info_hot.positions, info.positions)
         np.testing.assert_allclose(out_hot, out, atol=2e-6)
         caches = [plain, hot]
@@ -245,14 +303,22 @@ def test_a_cache_cut_to_a_prefix_goes_on_with_the_tokens_of_another_prompt() -> 
     ("make", "message"),
     [
         (lambda: HotSet(tokens=0), r"tokens=.*at least 1, got 0"),
-        (lambda: kvjax.presets.fier(64, store="device+128"), r"fier\(store='device\+128'\) must be 'device', 'host'"),
-        (lambda: HotSet(tokens=20, store=HostOffload(page=8)), r"whole pages.*use a multiple of 8"),
+        (
+            lambda: kvjax.presets.fier(64, store="device+128"),
+            r"fier\(store='device\+128'\) must be 'device', 'host'",
+        ),
+        (
+            lambda: HotSet(tokens=20, store=HostOffload(page=8)),
+            r"whole pages.*use a multiple of 8",
+        ),
         (
             lambda: kvjax.init_layer(with_hot_set(FIER, 30), SPEC),
             r"HotSet\(tokens=30\) is smaller than the 36 tokens that a step selects.*use at least 36",
         ),
         (  # all stored tokens would fit, but not the pending ones of a selection beside them
-            lambda: kvjax.init_layer(with_hot_set(FIER, 32), dataclasses.replace(SPEC, capacity=60)),
+            lambda: kvjax.init_layer(
+                with_hot_set(FIER, 32), dataclasses.replace(SPEC, capacity=60)
+            ),
             r"smaller than the 36 tokens that a step selects",
         ),
         (
@@ -267,7 +333,10 @@ def test_a_hot_set_that_cannot_serve_is_refused(make: Any, message: str) -> None
 
 
 def test_presets_make_hot_sets() -> None:
-    policies = [kvjax.presets.parse(text).rest for text in ("fier:store=host+4096", "quest:store=host+4096")]
+    policies = [
+        kvjax.presets.parse(text).rest
+        for text in ("fier:store=host+4096", "quest:store=host+4096")
+    ]
     assert [policy.store for policy in policies] == [
         HotSet(tokens=4096),
         HotSet(tokens=4096, store=HostOffload(page=16)),
@@ -283,7 +352,9 @@ def test_a_page_that_two_query_heads_select_is_read_once() -> None:
     st = jax.jit(store.append)(store.init(SPEC, 32), k, v, jnp.full(2, 32))
     pages = np.array([[5, 2], [2, 7]])  # of the two query heads of each KV head
     slots = (pages[..., None] * 4 + np.arange(4)).reshape(1, 1, 2, 8)
-    selection = Selection(*(jnp.broadcast_to(a, (2, 2, 2, 8)) for a in (jnp.asarray(slots, jnp.int32), True)))
+    selection = Selection(
+        *(jnp.broadcast_to(a, (2, 2, 2, 8)) for a in (jnp.asarray(slots, jnp.int32), True))
+    )
     st, got = jax.jit(store.read, static_argnums=2)(st, selection, 16)
     for ours, stored in zip(got, (k, v), strict=True):
         np.testing.assert_array_equal(ours, stored[:, :, slots.ravel()])

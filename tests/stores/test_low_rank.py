@@ -5,7 +5,17 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import CacheSpec, Dense, Fifo, HostOffload, LowRank, MeanPages, OutlierRetrieval, models, presets
+from kvjax import (
+    CacheSpec,
+    Dense,
+    Fifo,
+    HostOffload,
+    LowRank,
+    MeanPages,
+    OutlierRetrieval,
+    models,
+    presets,
+)
 from kvjax.testing import _drive as drive
 from tests import oracles
 from tests.test_oracles import data, steps
@@ -30,7 +40,9 @@ def rebuilt(k: np.ndarray, end: int, rope: bool) -> np.ndarray:
     plain = turned(k[SINK:end], positions if rope else 0 * positions, -1)
     flat = plain.reshape(len(plain), -1)
     basis = np.linalg.svd(flat[:LEARN], full_matrices=False)[2][:RANK]
-    return turned((flat @ basis.T @ basis).reshape(plain.shape), positions if rope else 0 * positions, 1)
+    return turned(
+        (flat @ basis.T @ basis).reshape(plain.shape), positions if rope else 0 * positions, 1
+    )
 
 
 def straying(page: np.ndarray) -> float:
@@ -53,13 +65,17 @@ def test_a_step_attends_as_the_oracle(keys: str, rope: bool, checkpoint: str | N
     values = HostOffload(page=PAGE) if rope else Dense()
     policy = OutlierRetrieval(
         selector=MeanPages(page=PAGE),
-        store=LowRank(rank=RANK, page=PAGE, outliers=OUTLIERS, learn=LEARN, rope=turning, values=values),
+        store=LowRank(
+            rank=RANK, page=PAGE, outliers=OUTLIERS, learn=LEARN, rope=turning, values=values
+        ),
         budget=SINK + LOCAL + (OUTLIERS + PAGES) * PAGE,
         sink=SINK,
         local=LOCAL,
         demote=Fifo(leave=LEARN),
     )
-    spec, tokens = (SPEC, drive.random_tokens(SPEC)) if keys == "random" else data(checkpoint)["live"]
+    spec, tokens = (
+        (SPEC, drive.random_tokens(SPEC)) if keys == "random" else data(checkpoint)["live"]
+    )
     same = total = 0
     for at in steps(policy, spec, tokens):
         end, stop = oracles.history_end(at.held, SINK, LOCAL, LEARN), at.held - LOCAL
@@ -72,7 +88,12 @@ def test_a_step_attends_as_the_oracle(keys: str, rope: bool, checkpoint: str | N
         pending = [list(range(p, min(p + PAGE, stop))) for p in range(end, stop, PAGE)]
         others = [page for page in stored if page not in kept] + pending
         exact = at.q.astype(np.float64) @ at.k.astype(np.float64).T * spec.head_dim**-0.5
-        scores = np.array([exact[:, p].mean(axis=1) if p[0] < end else exact[:, p].max(axis=1) for p in others]).T
+        scores = np.array(
+            [
+                exact[:, p].mean(axis=1) if p[0] < end else exact[:, p].max(axis=1)
+                for p in others
+            ]
+        ).T
         best = np.argsort(-oracles.pooled(scores, "max_softmax")[0], kind="stable")[:PAGES]
         chosen = [t for page in [*kept, *(others[i] for i in best)] for t in page]
         chosen = sorted({*range(SINK), *chosen, *range(stop, at.held)})
@@ -98,12 +119,24 @@ def test_keys_of_low_rank_come_back_and_a_full_rank_loses_nothing() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: LowRank(learn=100), r"learn=100.*whole pages of 8.*rank=160; use a multiple of 8 from 160 on"),
+        (
+            lambda: LowRank(learn=100),
+            r"learn=100.*whole pages of 8.*rank=160; use a multiple of 8 from 160 on",
+        ),
         (lambda: LowRank(page=4), r"page=4.*HostOffload\(page=8\); use HostOffload\(page=4\)"),
-        (lambda: presets.shadowkv(budget=300), r"budget=300 is below sink \+ local \+ outliers.*at least"),
+        (
+            lambda: presets.shadowkv(budget=300),
+            r"budget=300 is below sink \+ local \+ outliers.*at least",
+        ),
         (lambda: OutlierRetrieval(store=Dense()), r"a store of exact pages"),
-        (lambda: OutlierRetrieval(selector=MeanPages(page=16)), r"units of 16.*pages of 8; use pages of one size"),
-        (lambda: kvjax.init_layer(OutlierRetrieval(demote=Fifo(leave=96)), SPEC), r"learn=1024.*chunks of 96"),
+        (
+            lambda: OutlierRetrieval(selector=MeanPages(page=16)),
+            r"units of 16.*pages of 8; use pages of one size",
+        ),
+        (
+            lambda: kvjax.init_layer(OutlierRetrieval(demote=Fifo(leave=96)), SPEC),
+            r"learn=1024.*chunks of 96",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(make, words: str) -> None:
@@ -111,7 +144,9 @@ def test_what_cannot_work_is_refused(make, words: str) -> None:
         make()
 
 
-@pytest.mark.parametrize(("budget", "group_reduce"), [(64, "mean_query"), (4 + 8 + 8, "max_softmax")])
+@pytest.mark.parametrize(
+    ("budget", "group_reduce"), [(64, "mean_query"), (4 + 8 + 8, "max_softmax")]
+)
 def test_a_step_and_several_take_every_group_rule_and_a_budget_of_what_is_read_anyway(
     budget: int, group_reduce: str
 ) -> None:
@@ -125,6 +160,12 @@ def test_a_step_and_several_take_every_group_rule_and_a_budget_of_what_is_read_a
     q, k, v = (jax.ShapeDtypeStruct((2, 3, heads, 16), "float32") for heads in (4, 2, 2))
     _, _, info = jax.eval_shape(kvjax.decode_info, kvjax.init_layer(policy, SPEC), q, k, v)
     assert info.attended.shape == (3, 2, 2)
-    plain = kvjax.Retrieval(selector=kvjax.MeanPages(page=8), budget=12, sink=4, local=8, demote=kvjax.Fifo(leave=16))
+    plain = kvjax.Retrieval(
+        selector=kvjax.MeanPages(page=8),
+        budget=12,
+        sink=4,
+        local=8,
+        demote=kvjax.Fifo(leave=16),
+    )
     _, _, info = jax.eval_shape(kvjax.decode_info, kvjax.init_layer(plain, SPEC), q, k, v)
     assert info.attended.shape == (3, 2, 2)

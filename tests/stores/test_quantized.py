@@ -48,7 +48,9 @@ def test_packing_round_trips(codes: np.ndarray, bits: int) -> None:
 
 def test_the_lowest_bits_are_the_first_channel() -> None:
     codes = np.arange(16, dtype=np.uint8)
-    assert pack_codes(jnp.asarray(codes), 4).tolist() == [i | (i + 1) << 4 for i in range(0, 16, 2)]
+    assert pack_codes(jnp.asarray(codes), 4).tolist() == [
+        i | (i + 1) << 4 for i in range(0, 16, 2)
+    ]
     low, high = codes[:8] & 3, codes[:8] >> 2
     planes = [*(sum(int(low[4 * i + j]) << 2 * j for j in range(4)) for i in range(2))]
     planes.append(sum(int(high[j]) << j for j in range(8)))
@@ -62,7 +64,9 @@ def test_packing_needs_whole_bytes() -> None:
 
 @pytest.mark.parametrize("bits", BITS)
 @given(x=hnp.arrays(np.float32, (12, 8), elements=VALUES), group=st.sampled_from(GROUPS))
-def test_value_decodes_to_within_half_a_step(bits: int, x: np.ndarray, group: tuple[int, int]) -> None:
+def test_value_decodes_to_within_half_a_step(
+    bits: int, x: np.ndarray, group: tuple[int, int]
+) -> None:
     tokens, channels = group
     code = quantized(jnp.asarray(x), bits=bits, tokens=tokens, channels=channels)
     decoded = np.asarray(dequantized(code, channels=8))
@@ -76,12 +80,17 @@ def test_value_decodes_to_within_half_a_step(bits: int, x: np.ndarray, group: tu
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_codes_and_scales_are_those_of_numpy(bits: int, group: tuple[int, int], dtype: str) -> None:
+def test_codes_and_scales_are_those_of_numpy(
+    bits: int, group: tuple[int, int], dtype: str
+) -> None:
     x = keys_like_a_models(np.random.default_rng(bits), 120, 16).astype(dtype)
     tokens, channels = group
     code = quantized(jnp.asarray(x), bits=bits, tokens=tokens, channels=channels)
     codes, scales, zeros = asymmetric(x, bits, tokens, channels)
-    scale, zero = (np.repeat(np.repeat(np.asarray(a), tokens, 0), channels, 1) for a in split_scales(code.scales))
+    scale, zero = (
+        np.repeat(np.repeat(np.asarray(a), tokens, 0), channels, 1)
+        for a in split_scales(code.scales)
+    )
     np.testing.assert_array_equal(zero, zeros)
     np.testing.assert_array_equal(scale, scales)
     np.testing.assert_array_equal(unpack_codes(code.codes, 16), codes)
@@ -97,7 +106,9 @@ def test_constant_group_decodes_to_itself(bits: int) -> None:
 
 def test_range_too_small_for_a_scale_is_constant() -> None:
     x = jnp.zeros((4, 8)).at[0].set(2.0**-126)
-    np.testing.assert_array_equal(dequantized(quantized(x, bits=2, tokens=4), channels=8), jnp.zeros((4, 8)))
+    np.testing.assert_array_equal(
+        dequantized(quantized(x, bits=2, tokens=4), channels=8), jnp.zeros((4, 8))
+    )
 
 
 def test_halves_round_to_even() -> None:
@@ -144,7 +155,11 @@ def filled(name: str) -> tuple:
     store, rng = STORES[name], np.random.default_rng(3)
     k, v = (keys_like_a_models(rng, 2, 2, SLOTS, 16) for _ in range(2))
     st, append = store.init(SPEC, SLOTS), jax.jit(store.append)
-    for first, counts in ((0, [CHUNK, 3 * CHUNK]), (1, [5 * CHUNK, 0]), (2, [CHUNK, 6 * CHUNK])):
+    for first, counts in (
+        (0, [CHUNK, 3 * CHUNK]),
+        (1, [5 * CHUNK, 0]),
+        (2, [CHUNK, 6 * CHUNK]),
+    ):
         at = np.asarray(st.count)
         index = np.minimum(at[:, None] + np.arange(6 * CHUNK), SLOTS - 1)[:, None, :, None]
         st = append(st, *(np.take_along_axis(a, index, 2) for a in (k, v)), np.array(counts))
@@ -177,11 +192,17 @@ def test_attention_over_everything_is_that_over_decoded_numpy(name: str, queries
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(("heads", "name"), _mixed([1, 4], [*STORES]))
-def test_attention_over_selected_slots_is_that_over_decoded_numpy(name: str, heads: int) -> None:
+def test_attention_over_selected_slots_is_that_over_decoded_numpy(
+    name: str, heads: int
+) -> None:
     store, (k, v, st) = STORES[name], filled(name)
     rng = np.random.default_rng(5)
     q = rng.normal(size=(2, 2, 4, 16)).astype(np.float32)
-    slots = np.stack([rng.permutation(200)[:20] for _ in range(4 * heads)]).reshape(2, 2, heads, 20).astype(np.int32)
+    slots = (
+        np.stack([rng.permutation(200)[:20] for _ in range(4 * heads)])
+        .reshape(2, 2, heads, 20)
+        .astype(np.int32)
+    )
     valid = rng.random(slots.shape) < 0.7
     valid[0, 0, 0] = False
     part = jax.jit(functools.partial(store.attend_slots, scale=0.3))(
@@ -200,7 +221,9 @@ def test_decoded_is_what_numpy_decodes(name: str) -> None:
     store, (k, v, _) = STORES[name], filled(name)
     got = jax.jit(store.decoded)(k[:, :, :CHUNK], v[:, :, :CHUNK])
     for b, h in np.ndindex(2, 2):
-        for ours, want in zip(got, oracle(store, k[b, h, :CHUNK], v[b, h, :CHUNK]), strict=True):
+        for ours, want in zip(
+            got, oracle(store, k[b, h, :CHUNK], v[b, h, :CHUNK]), strict=True
+        ):
             np.testing.assert_allclose(ours[b, h], want, rtol=1e-6, atol=1e-6)
 
 
@@ -218,14 +241,20 @@ def test_a_2_bit_token_of_a_llama_layer_takes_96_bytes_a_head() -> None:
 
 
 @pytest.mark.sample(4)
-@pytest.mark.parametrize(("queries", "key_axis", "bits"), _mixed([4, 512], ["channel", "token"], BITS))
-def test_attention_at_32k_tokens_never_decodes_the_cache(bits: int, key_axis: str, queries: int) -> None:
+@pytest.mark.parametrize(
+    ("queries", "key_axis", "bits"), _mixed([4, 512], ["channel", "token"], BITS)
+)
+def test_attention_at_32k_tokens_never_decodes_the_cache(
+    bits: int, key_axis: str, queries: int
+) -> None:
     spec = CacheSpec(batch=1, q_heads=32, kv_heads=8, head_dim=128, capacity=32768)
     store = Quantized(bits=bits, key_axis=key_axis, key_group=32)  # type: ignore[arg-type]
     st = jax.eval_shape(lambda: store.init(spec, 32768))
     q = jax.ShapeDtypeStruct((1, 8, queries, 128), jnp.bfloat16)
     attend = jax.jit(functools.partial(store.attend, scale=0.1))
-    memory = attend.lower(st, q, jax.ShapeDtypeStruct((1,), jnp.int32)).compile().memory_analysis()
+    memory = (
+        attend.lower(st, q, jax.ShapeDtypeStruct((1,), jnp.int32)).compile().memory_analysis()
+    )
     codes = 32768 * 8 * store.bytes_per_token(spec) / 8
     # A block of 512 of the 32768 tokens: decoded k and v in f32 (1/16 of the bf16 cache's 128 MiB), or logits.
     block = 512 * 8 * (2 * 128 + 2 * queries) * 4
@@ -240,11 +269,19 @@ def test_retrieval_over_codes_reads_what_it_chose() -> None:
     """FIER's selection does not depend on the store, and the output is attention over the decoded selected tokens."""
     spec = dataclasses.replace(SPEC, capacity=400)
     policy = Retrieval(
-        selector=Fier(group=8), budget=48, sink=4, local=12, demote=Fifo(leave=32), dense_below=0, store=kvjax.Dense()
+        selector=Fier(group=8),
+        budget=48,
+        sink=4,
+        local=12,
+        demote=Fifo(leave=32),
+        dense_below=0,
+        store=kvjax.Dense(),
     )
     coded = dataclasses.replace(policy, store=Quantized(bits=2, key_group=32, value_group=16))
     tokens, lengths = drive.random_tokens(spec), np.array([333, 150])
-    (exact, _), (few, _) = (drive.fill(kvjax.init_layer(p, spec), tokens, lengths) for p in (policy, coded))
+    (exact, _), (few, _) = (
+        drive.fill(kvjax.init_layer(p, spec), tokens, lengths) for p in (policy, coded)
+    )
     _, _, info = drive.step(exact, tokens, lengths)
     out, _, info_few = drive.step(few, tokens, lengths)
     np.testing.assert_array_equal(info_few.selection.slots, info.selection.slots)
@@ -258,18 +295,27 @@ def test_retrieval_over_codes_reads_what_it_chose() -> None:
         assert len(at) == 48
         keys, values = (a[b, : n + 1, h].astype(np.float64) for a in (tokens.k, tokens.v))
         here = slice(4, 4 + stored)
-        keys[here], values[here] = oracle(coded.store, tokens.k[b, here, h], tokens.v[b, here, h])
+        keys[here], values[here] = oracle(
+            coded.store, tokens.k[b, here, h], tokens.v[b, here, h]
+        )
         want, _ = attention(tokens.q[b, n, 4 * h : 4 * h + 4], keys[at], values[at], 0.25)
         np.testing.assert_allclose(out[b, 4 * h : 4 * h + 4], want, atol=2e-5)
 
 
-@pytest.mark.parametrize(("head_dim", "bits"), [(8, "2, 3, 4, 8"), (12, "2, 4, 8"), (6, "4, 8"), (7, "8")])
-def test_codes_make_whole_bytes_and_an_error_names_the_bits_that_do(head_dim: int, bits: str) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "bits"), [(8, "2, 3, 4, 8"), (12, "2, 4, 8"), (6, "4, 8"), (7, "8")]
+)
+def test_codes_make_whole_bytes_and_an_error_names_the_bits_that_do(
+    head_dim: int, bits: str
+) -> None:
     spec = dataclasses.replace(SPEC, head_dim=head_dim)
     for asked in (2, 3, 4, 8):
         store = Quantized(bits=asked, key_group=16)
         if str(asked) in bits.split(", "):
             store.check(spec, 16)
         else:
-            with pytest.raises(ValueError, match=rf"head_dim={head_dim} is not a multiple of that; use {bits} bits$"):
+            with pytest.raises(
+                ValueError,
+                match=rf"head_dim={head_dim} is not a multiple of that; use {bits} bits$",
+            ):
                 store.check(spec, 16)

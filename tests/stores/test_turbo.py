@@ -27,7 +27,9 @@ LEVELS = {
 ERRORS = {2: (0.1145, 0.1160, 0.1167), 3: (0.0334, 0.0340, 0.0343), 4: (0.0091, 0.0093, 0.0094)}
 
 coded = jax.jit(encode, static_argnames=("correct", "subspace", "coded_radii", "bits", "least"))
-rotate, rotate_back = (jax.jit(f, static_argnums=1) for f in (rotations.rotate, rotations.rotate_back))
+rotate, rotate_back = (
+    jax.jit(f, static_argnums=1) for f in (rotations.rotate, rotations.rotate_back)
+)
 decode = jax.jit(rotations.decode)
 
 
@@ -44,7 +46,11 @@ def oracle(x: np.ndarray, bits: int, R: np.ndarray, *, key: bool) -> np.ndarray:
         u = y / np.maximum(np.linalg.norm(y, axis=1, keepdims=True), 1e-30)
         c = levels[np.abs(u[..., None] - levels).argmin(axis=-1)]
     dot = (y * c).sum(axis=1, keepdims=True)
-    scale = (y * y).sum(axis=1, keepdims=True) / dot if key else dot / (c * c).sum(axis=1, keepdims=True)
+    scale = (
+        (y * y).sum(axis=1, keepdims=True) / dot
+        if key
+        else dot / (c * c).sum(axis=1, keepdims=True)
+    )
     return (scale * c) @ R
 
 
@@ -64,14 +70,21 @@ def test_levels_are_those_of_the_law_of_a_random_direction(bits: int) -> None:
 def test_error_of_gaussian_vectors_is_that_of_the_table(bits: int, D: int) -> None:
     want = ERRORS.get(bits, (5e-5,) * 3)[(64, 128, 256).index(D)]
     x = jnp.asarray(np.random.default_rng(D).normal(size=(2000, D)), jnp.float32)
-    error = jnp.sum((decode(coded(x, subspace=D, bits=bits, least=True)) - x) ** 2) / jnp.sum(x * x)
+    error = jnp.sum((decode(coded(x, subspace=D, bits=bits, least=True)) - x) ** 2) / jnp.sum(
+        x * x
+    )
     assert error < want if bits == 8 else abs(error / want - 1) < 0.03
 
 
 @pytest.mark.parametrize("bits", BITS)
 def test_products_with_coded_keys_are_unbiased(bits: int) -> None:
-    q, k = (np.random.default_rng(i).normal(size=(1000, 64)).astype(np.float32) for i in range(2))
-    true, estimate = np.sum(k * k, axis=1), np.sum(k * np.asarray(decode(coded(k, subspace=64, bits=bits))), axis=1)
+    q, k = (
+        np.random.default_rng(i).normal(size=(1000, 64)).astype(np.float32) for i in range(2)
+    )
+    true, estimate = (
+        np.sum(k * k, axis=1),
+        np.sum(k * np.asarray(decode(coded(k, subspace=64, bits=bits))), axis=1),
+    )
     np.testing.assert_allclose(estimate, true, rtol=2e-3)  # the scale is a float16
     true, estimate = q @ k.T, q @ np.asarray(decode(coded(k, subspace=64, bits=bits))).T
     assert abs((true * estimate).sum() / (true * true).sum() - 1) < 0.01
@@ -82,7 +95,9 @@ def test_planes_nest() -> None:
     x = rotate(jnp.asarray(np.random.default_rng(0).normal(size=(4000, 128)), jnp.float32), 0)
     code = coded(x, subspace=128, bits=4)
     unit = np.asarray(x / jnp.linalg.norm(x, axis=1, keepdims=True))
-    size = np.asarray(decode(code._replace(weights=jnp.full_like(code.weights, 0x3C00))))  # a float16 of 1
+    size = np.asarray(
+        decode(code._replace(weights=jnp.full_like(code.weights, 0x3C00)))
+    )  # a float16 of 1
     for kept, best in ((0, 0.3609), (1, 0.1160), (2, 0.0340)):
         cell = np.searchsorted(LEVELS[4], np.abs(size) * 128**0.5 - 1e-3) >> (3 - kept)
         mean = np.array([np.abs(unit)[cell == i].mean() for i in range(2**kept)])
@@ -98,7 +113,9 @@ def test_rotation_goes_back() -> None:
 
 @pytest.mark.parametrize("bits", BITS)
 def test_vectors_without_a_direction_decode_to_themselves(bits: int) -> None:
-    x = jnp.zeros((1, 1, 8, 64)).at[..., 4:, :].set(2.5)  # all alike: the offset takes all of it
+    x = (
+        jnp.zeros((1, 1, 8, 64)).at[..., 4:, :].set(2.5)
+    )  # all alike: the offset takes all of it
     decoded = jax.jit(TurboQuant(bits=bits).decoded)
     keys, values = decoded(x, x * 0)
     assert not np.asarray(values).any()
@@ -128,7 +145,10 @@ def keys_like_a_models(rng: np.random.Generator, *shape: int) -> np.ndarray:
 def filled(name: str) -> tuple:
     """k, v [B, K, S, D], and the state after two appends of different lengths a row."""
     store, rng = STORES[name], np.random.default_rng(3)
-    k, v = keys_like_a_models(rng, 2, 2, SLOTS, 64), rng.normal(size=(2, 2, SLOTS, 64)).astype(np.float32)
+    k, v = (
+        keys_like_a_models(rng, 2, 2, SLOTS, 64),
+        rng.normal(size=(2, 2, SLOTS, 64)).astype(np.float32),
+    )
     st, append = store.init(SPEC, SLOTS), jax.jit(store.append)
     st = append(st, k[:, :, :32], v[:, :, :32], np.array([32, 8]))
     second = [np.stack([a[0, :, 32:64], a[1, :, 8:40]]) for a in (k, v)]
@@ -149,7 +169,11 @@ def test_attention_is_that_over_decoded_numpy(name: str) -> None:
     rng = np.random.default_rng(4)
     q = (0.2 * rng.normal(size=(2, 2, 4, 5, 64))).astype(np.float32)
     start = np.array([0, 3])
-    slots = np.stack([rng.permutation(24)[:8] for _ in range(4)]).reshape(2, 2, 1, 8).astype(np.int32)
+    slots = (
+        np.stack([rng.permutation(24)[:8] for _ in range(4)])
+        .reshape(2, 2, 1, 8)
+        .astype(np.int32)
+    )
     if store.page == 8 if isinstance(store, HostTurboQuant) else False:
         slots = np.broadcast_to(np.arange(8, 16, dtype=np.int32), slots.shape)
     selection = Selection(jnp.asarray(slots), jnp.ones(slots.shape, bool))
@@ -158,7 +182,12 @@ def test_attention_is_that_over_decoded_numpy(name: str) -> None:
     def run(st: Any, q: Any) -> Any:
         one = store.attend(st, q[:, :, :, 0], start, scale=0.125)
         chunk = store.attend_chunk(st, q, None, scale=0.125)
-        return one, chunk, store.attend_slots(st, q[:, :, :, 0], selection, scale=0.125), store.gather(st, selection)
+        return (
+            one,
+            chunk,
+            store.attend_slots(st, q[:, :, :, 0], selection, scale=0.125),
+            store.gather(st, selection),
+        )
 
     one, chunk, few, rows = run(st, q)
     for b, h in np.ndindex(2, 2):
@@ -171,7 +200,9 @@ def test_attention_is_that_over_decoded_numpy(name: str) -> None:
             (few, attention(q[b, h, :, 0], keys[at], values[at], 0.125)),
         )
         for part, (out, lse) in wants:
-            np.testing.assert_allclose(part.out[b, h], out, atol=4e-3)  # scales are rounded to 1/2048
+            np.testing.assert_allclose(
+                part.out[b, h], out, atol=4e-3
+            )  # scales are rounded to 1/2048
             np.testing.assert_allclose(part.lse[b, h], lse, atol=6e-3)
         np.testing.assert_allclose(rows[0][b, h], keys[at], atol=1e-2)
         np.testing.assert_allclose(rows[1][b, h], values[at], atol=4e-3)
@@ -180,24 +211,39 @@ def test_attention_is_that_over_decoded_numpy(name: str) -> None:
 @pytest.mark.parametrize("name", STORES)
 def test_bytes_a_token_are_those_of_the_arrays(name: str) -> None:
     store, (_, _, st) = STORES[name], filled(name)
-    taken = st.kv.nbytes if hasattr(st, "kv") else sum(a.nbytes for a in jax.tree.leaves((st.k, st.v)))
+    taken = (
+        st.kv.nbytes
+        if hasattr(st, "kv")
+        else sum(a.nbytes for a in jax.tree.leaves((st.k, st.v)))
+    )
     assert store.bytes_per_token(SPEC) * SPEC.batch * SLOTS == taken
 
 
 def test_a_token_of_a_llama_layer_takes_the_papers_bytes() -> None:
     spec = CacheSpec(batch=1, q_heads=32, kv_heads=8, head_dim=128, capacity=1024)
-    for text, each in (("turboquant:bits=4", 132), ("turboquant:bits=8,value_bits=4", 196), ("turboquant:bits=3", 100)):
+    for text, each in (
+        ("turboquant:bits=4", 132),
+        ("turboquant:bits=8,value_bits=4", 196),
+        ("turboquant:bits=3", 100),
+    ):
         assert presets.parse(text).rest.bytes_per_token(spec) == 8 * each
 
 
 @pytest.mark.parametrize("queries", [4, 512])
 def test_attention_at_32k_tokens_never_decodes_the_cache(queries: int) -> None:
-    spec, store = CacheSpec(batch=1, q_heads=32, kv_heads=8, head_dim=128, capacity=32768), TurboQuant()
+    spec, store = (
+        CacheSpec(batch=1, q_heads=32, kv_heads=8, head_dim=128, capacity=32768),
+        TurboQuant(),
+    )
     st = jax.eval_shape(lambda: store.init(spec, 32768))
     q = jax.ShapeDtypeStruct((1, 8, queries, 128), jnp.bfloat16)
     attend = jax.jit(functools.partial(store.attend, scale=0.1))
-    memory = attend.lower(st, q, jax.ShapeDtypeStruct((1,), jnp.int32)).compile().memory_analysis()
-    assert memory.temp_size_in_bytes <= 3 * 512 * 8 * (2 * 128 + 2 * queries) * 4  # blocks of 512 tokens, in f32
+    memory = (
+        attend.lower(st, q, jax.ShapeDtypeStruct((1,), jnp.int32)).compile().memory_analysis()
+    )
+    assert (
+        memory.temp_size_in_bytes <= 3 * 512 * 8 * (2 * 128 + 2 * queries) * 4
+    )  # blocks of 512 tokens, in f32
 
 
 @pytest.mark.parametrize(
@@ -206,7 +252,10 @@ def test_attention_at_32k_tokens_never_decodes_the_cache(queries: int) -> None:
         ("fier:store=turbo4", TurboQuant()),
         ("quest:store=turbo8v4", TurboQuant(bits=8, value_bits=4)),
         ("pariskv:store=host-turbo3", HostTurboQuant(bits=3)),
-        ("quest:store=host-turbo2+4096", HotSet(tokens=4096, store=HostTurboQuant(bits=2, page=16))),
+        (
+            "quest:store=host-turbo2+4096",
+            HotSet(tokens=4096, store=HostTurboQuant(bits=2, page=16)),
+        ),
     ],
 )
 def test_presets_select_from_the_codes_that_are_asked_for(name: str, store: Any) -> None:
@@ -229,9 +278,14 @@ class Copied(TurboQuant):
 def test_freekv_attends_in_place_to_what_it_would_recall() -> None:
     """Steps of several flushes, of which some heads reuse earlier selections: nearly exact codes show the tokens."""
     policy = presets.freekv(budget=48, page=8, sink=4, local=16, tau=0.2, store="turbo8").rest
-    spec = kvjax.CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=32, capacity=160, dtype="float32")
+    spec = kvjax.CacheSpec(
+        batch=2, q_heads=4, kv_heads=2, head_dim=32, capacity=160, dtype="float32"
+    )
     draw = np.random.default_rng(0).standard_normal
-    prompt, steps = ([draw((n, 2, t, h, 32)).astype(np.float32) for h in (4, 2, 2)] for n, t in ((1, 77), (30, 1)))
+    prompt, steps = (
+        [draw((n, 2, t, h, 32)).astype(np.float32) for h in (4, 2, 2)]
+        for n, t in ((1, 77), (30, 1))
+    )
     turning = np.cumsum(steps[0], axis=0)  # queries that are alike from step to step
 
     def run(policy: Any) -> tuple[Any, Any]:
@@ -248,16 +302,24 @@ def test_freekv_attends_in_place_to_what_it_would_recall() -> None:
     copied, (expected, same) = run(replace(policy, retrieval=copies))
     assert size == 1 < copied
     np.testing.assert_array_equal(np.sort(positions), np.sort(same))
-    np.testing.assert_allclose(out, expected, atol=0.05)  # the copies of tokens that were flushed since are exact
+    np.testing.assert_allclose(
+        out, expected, atol=0.05
+    )  # the copies of tokens that were flushed since are exact
 
 
 def test_what_cannot_be_coded_is_refused() -> None:
     with pytest.raises(ValueError, match=r"TurboQuant\(bits=5\) must be one of 2, 3, 4, 8"):
         TurboQuant(bits=5)
-    with pytest.raises(ValueError, match=r"HostTurboQuant\(value_bits=1\) must be one of 2, 3, 4, 8"):
+    with pytest.raises(
+        ValueError, match=r"HostTurboQuant\(value_bits=1\) must be one of 2, 3, 4, 8"
+    ):
         HostTurboQuant(value_bits=1)
     with pytest.raises(ValueError, match=r"store='turbo4\+64'\) must be"):
         presets.fier(store="turbo4+64")
-    policy = Retrieval(selector=Fier(group=16), store=TurboQuant(), budget=64, demote=Fifo(leave=32))
+    policy = Retrieval(
+        selector=Fier(group=16), store=TurboQuant(), budget=64, demote=Fifo(leave=32)
+    )
     with pytest.raises(ValueError, match="head_dim=80 cannot be rotated"):
-        kvjax.init_layer(policy, CacheSpec(batch=1, q_heads=1, kv_heads=1, head_dim=80, capacity=99))
+        kvjax.init_layer(
+            policy, CacheSpec(batch=1, q_heads=1, kv_heads=1, head_dim=80, capacity=99)
+        )

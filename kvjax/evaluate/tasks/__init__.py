@@ -38,7 +38,11 @@ def make_tasks(
     text = None if text is None else Path(text)
     if text is not None and not text.is_file():
         raise ValueError(f"--text {text}: there is no such file")
-    common: dict[str, Any] = {"samples": SAMPLES if samples is None else samples, "seed": seed, "text": text}
+    common: dict[str, Any] = {
+        "samples": SAMPLES if samples is None else samples,
+        "seed": seed,
+        "text": text,
+    }
     common |= {} if question is None else {"question": question}
     made: list[Task] = []
     for asked in names:
@@ -50,9 +54,13 @@ def make_tasks(
             raise ValueError(f"--task {asked}: unknown; {meant} are {', '.join(known)}")
         form, instead = TASKS[name]
         settings = read_settings(asked, settings_of(FORMS[form]) | instead, where="--task")
-        made += [make_task(name, **{**common, "length": n, **settings}) for n in lengths or [LENGTH]]
+        made += [
+            make_task(name, **{**common, "length": n, **settings}) for n in lengths or [LENGTH]
+        ]
     if text is not None and all(name.partition(":")[0] in FILLING for name in names):
-        raise ValueError(f"--text {text} does not apply to {', '.join(names)}: they make their text; leave it out")
+        raise ValueError(
+            f"--text {text} does not apply to {', '.join(names)}: they make their text; leave it out"
+        )
     titles = [task.name for task in made]
     if twice := [title for title in dict.fromkeys(titles) if titles.count(title) > 1]:
         raise ValueError(

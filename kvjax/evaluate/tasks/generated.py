@@ -51,8 +51,14 @@ TITLES = {
     "common_words": "{asked} common words",
 }
 # Forms whose lines are the whole text: the setting for their number, and the least number of tokens of one.
-FILLING = {"frequent_words": ("words", 2), "common_words": ("words", 2), "needle_lines": ("lines", 8)}
-WORD = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|\d+|[^\W\d]+")  # a UUID, a number or a word
+FILLING = {
+    "frequent_words": ("words", 2),
+    "common_words": ("words", 2),
+    "needle_lines": ("lines", 8),
+}
+WORD = re.compile(
+    r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}|\d+|[^\W\d]+"
+)  # a UUID, a number or a word
 UNASKED = {name for name, _ in FILLING.values()}
 LETTERS = 1_000_000  # excerpts come from so many first letters of a text, at most
 
@@ -90,7 +96,9 @@ class Synthetic:
         if self.depths is not None:
             require_int(f"{self.form}(depths=...)", self.depths, at_least=1)
             if self._fills:
-                raise ValueError(f"{self.form}(depths={self.depths}): its lines fill the prompt; leave depths out")
+                raise ValueError(
+                    f"{self.form}(depths={self.depths}): its lines fill the prompt; leave depths out"
+                )
         if self.length <= self.max_new_tokens:
             raise ValueError(
                 f"{self.form}(length={self.length}) leaves no room for a prompt before its "
@@ -103,7 +111,11 @@ class Synthetic:
         known = self._all
         title = "needle" if known.get("hidden") == 1 else TITLES[self.form].format(**known)
         values, kind = known.get("values", 1), known.get("kind", "number")
-        return title + (f", {values} values each" if values > 1 else "") + (", UUIDs" if kind == "uuid" else "")
+        return (
+            title
+            + (f", {values} values each" if values > 1 else "")
+            + (", UUIDs" if kind == "uuid" else "")
+        )
 
     @property
     def name(self) -> str:
@@ -129,7 +141,10 @@ class Synthetic:
         return False
 
     def key(self) -> Mapping[str, Any]:
-        own = {name: getattr(self, name) for name in ("form", "length", "samples", "seed", "depths", "question")}
+        own = {
+            name: getattr(self, name)
+            for name in ("form", "length", "samples", "seed", "depths", "question")
+        }
         return {
             **own,
             "title": self.title,
@@ -145,8 +160,13 @@ class Synthetic:
         words = WORD.findall(answer.lower())  # a model may go on without a space
         if len(example.answers) == 1:
             words = words[:1]
-        asked = [(right.lower(), len(right.lower()) if right.isdigit() else None) for right in example.answers]
-        found = [any(word[:digits] == right for word in words) for right, digits in asked]  # no further digits count
+        asked = [
+            (right.lower(), len(right.lower()) if right.isdigit() else None)
+            for right in example.answers
+        ]
+        found = [
+            any(word[:digits] == right for word in words) for right, digits in asked
+        ]  # no further digits count
         return sum(found) / len(found)
 
     @property
@@ -154,7 +174,9 @@ class Synthetic:
         """How many answers an example has."""
         known = self._all
         return (
-            known["hops"] + 1 if self.form == "assigned_variables" else known.get("asked", 1) * known.get("values", 1)
+            known["hops"] + 1
+            if self.form == "assigned_variables"
+            else known.get("asked", 1) * known.get("values", 1)
         )
 
     @property
@@ -167,7 +189,11 @@ class Synthetic:
         return self.form in FILLING
 
     def _text(self) -> str:
-        return made_text() if self.text is None else read_text(Path(self.text), what="give a UTF-8 file")
+        return (
+            made_text()
+            if self.text is None
+            else read_text(Path(self.text), what="give a UTF-8 file")
+        )
 
     def _example(self, tokenizer: Any, text: str | np.ndarray, number: int) -> Example:
         rng = random.Random(f"{self.form} {self.length} {self.seed} {number}")
@@ -178,31 +204,48 @@ class Synthetic:
             hidden = FORMS[self.form](rng, **dict(self.settings))
             if self.depths is not None:
                 if len(hidden.lines) != 1:
-                    raise ValueError(f"depths={self.depths} is for one line; {self.name} hides {len(hidden.lines)}")
+                    raise ValueError(
+                        f"depths={self.depths} is for one line; {self.name} hides {len(hidden.lines)}"
+                    )
                 depths = [number % self.depths / max(1, self.depths - 1)]
             woven = self._weave(tokenizer, text, hidden, rng, depths)
         fields = {"length": self.length, **hidden.fields}
         if len(hidden.holding) == 1:
-            fields["depth"] = round(woven.depths[hidden.holding[0]] if depths is None else depths[0], 3)
+            fields["depth"] = round(
+                woven.depths[hidden.holding[0]] if depths is None else depths[0], 3
+            )
         at = woven.question if self.question == "decoded" else len(woven.ids)
         return Example(str(number), woven.ids[:at], hidden.answers, fields, woven.ids[at:])
 
     def _weave(
-        self, tokenizer: Any, text: str | np.ndarray, hidden: Hidden, rng: random.Random, depths: list[float] | None
+        self,
+        tokenizer: Any,
+        text: str | np.ndarray,
+        hidden: Hidden,
+        rng: random.Random,
+        depths: list[float] | None,
     ) -> Woven:
         try:
-            return weave(tokenizer, text, self.length - self.max_new_tokens, hidden, rng, depths)
+            return weave(
+                tokenizer, text, self.length - self.max_new_tokens, hidden, rng, depths
+            )
         except TooShortError as error:
             raise ValueError(
                 f"{self.name} has no room for the hidden lines, the question and {self.max_new_tokens} tokens of the "
                 f"answer; use a length of at least {error.least + self.max_new_tokens}"
             ) from None
         except ValueError as error:
-            raise ValueError(f"{self.name}, of which {self.max_new_tokens} are for the answer: {error}") from None
+            raise ValueError(
+                f"{self.name}, of which {self.max_new_tokens} are for the answer: {error}"
+            ) from None
 
     def _filled(self, tokenizer: Any, rng: random.Random) -> tuple[Hidden, Woven]:
         """As many words or lines as the prompt has room for; dots fill the rest."""
-        prompt, state, given = self.length - self.max_new_tokens, rng.getstate(), dict(self.settings)
+        prompt, state, given = (
+            self.length - self.max_new_tokens,
+            rng.getstate(),
+            dict(self.settings),
+        )
         name, least = FILLING[self.form]
         count = prompt // least
         while True:
@@ -213,7 +256,9 @@ class Synthetic:
                 if name in given:
                     raise
                 raise ValueError(f"{self.name}: {error}; ask for longer prompts") from None
-            taken = sum(map(len, tokenizer([f"\n{line}\n" for line in hidden.lines])["input_ids"]))
+            taken = sum(
+                map(len, tokenizer([f"\n{line}\n" for line in hidden.lines])["input_ids"])
+            )
             room = prompt - len(tokenizer(hidden.question)["input_ids"]) - 16
             if taken <= room or name in given:
                 return hidden, self._weave(tokenizer, DOTS, hidden, rng, None)
@@ -235,7 +280,11 @@ def make_task(name: str, **given: Any) -> Synthetic:
     """
     form, instead = TASKS[name]
     given = instead | given
-    own = {key: value for key, value in settings_of(FORMS[form]).items() if key in given or key not in UNASKED}
+    own = {
+        key: value
+        for key, value in settings_of(FORMS[form]).items()
+        if key in given or key not in UNASKED
+    }
     settings = tuple((key, given.pop(key, value)) for key, value in own.items())
     return Synthetic(form=form, settings=settings, **given)
 
@@ -258,7 +307,9 @@ RULER = (
 
 @lru_cache(maxsize=2)  # lengths and tasks share a text
 def _tokens(tokenizer: Any, text: str) -> np.ndarray:
-    return np.array(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], np.int32)
+    return np.array(
+        tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], np.int32
+    )
 
 
 @lru_cache(maxsize=1)

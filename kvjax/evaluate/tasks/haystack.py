@@ -27,7 +27,9 @@ class Hidden:
     question: str  # ends where the answer begins
     answers: tuple[str, ...]
     fields: Mapping[str, Any] = field(default_factory=dict)  # what results are grouped by
-    holding: tuple[int, ...] = ()  # the lines that hold the answers; empty if all lines are needed
+    holding: tuple[
+        int, ...
+    ] = ()  # the lines that hold the answers; empty if all lines are needed
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,9 @@ class Woven:
     """A prompt. In training, the answer directly follows `ids`."""
 
     ids: tuple[int, ...]
-    starts: tuple[int, ...]  # index in ids of the first token of each hidden line, its line break
+    starts: tuple[
+        int, ...
+    ]  # index in ids of the first token of each hidden line, its line break
     question: int  # index in ids of the first token of the question, its line break
 
     @property
@@ -61,7 +65,9 @@ class TooShortError(ValueError):
     """A prompt of `length` tokens has no room for what it must hold, which takes `least`."""
 
     def __init__(self, length: int, least: int):
-        super().__init__(f"length={length} has no room for the hidden lines and the question; use at least {least}")
+        super().__init__(
+            f"length={length} has no room for the hidden lines and the question; use at least {least}"
+        )
         self.least = least
 
 
@@ -92,8 +98,14 @@ def weave(
     if depths is None:
         places = sorted(rng.randint(0, room) for _ in lines)
     else:
-        if len(depths) != len(lines) or list(depths) != sorted(depths) or not all(0 <= d <= 1 for d in depths):
-            raise ValueError(f"depths must be {len(lines)} rising shares in [0, 1], one for each line, got {depths}")
+        if (
+            len(depths) != len(lines)
+            or list(depths) != sorted(depths)
+            or not all(0 <= d <= 1 for d in depths)
+        ):
+            raise ValueError(
+                f"depths must be {len(lines)} rising shares in [0, 1], one for each line, got {depths}"
+            )
         places = [round(depth * room) for depth in depths]
     body = _excerpt(tokenizer, text, room, rng)
     starts, at = [], 0
@@ -112,7 +124,9 @@ def first_tokens(tokenizer: Any) -> list[int]:
     return [bos] if bos is not None and bos in tokenizer("")["input_ids"] else []
 
 
-def _excerpt(tokenizer: Any, text: str | Sequence[int] | np.ndarray, count: int, rng: random.Random) -> list[int]:
+def _excerpt(
+    tokenizer: Any, text: str | Sequence[int] | np.ndarray, count: int, rng: random.Random
+) -> list[int]:
     """`count` token ids from a random place on; the text wraps around at its end."""
     if isinstance(text, str):
         start = rng.randrange(max(1, len(text)))

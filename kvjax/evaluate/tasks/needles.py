@@ -23,10 +23,23 @@ def pass_key(rng: random.Random) -> Hidden:
     ('The pass key is 60494. Remember it.',)
     """
     (key,) = draw_numbers(rng, 1)
-    return Hidden((f"The pass key is {key}. Remember it.",), "What is the pass key? The pass key is ", (key,), {}, (0,))
+    return Hidden(
+        (f"The pass key is {key}. Remember it.",),
+        "What is the pass key? The pass key is ",
+        (key,),
+        {},
+        (0,),
+    )
 
 
-def needles(rng: random.Random, *, hidden: int = 8, asked: int = 1, values: int = 1, kind: Kind = "number") -> Hidden:
+def needles(
+    rng: random.Random,
+    *,
+    hidden: int = 8,
+    asked: int = 1,
+    values: int = 1,
+    kind: Kind = "number",
+) -> Hidden:
     """`hidden` words with `values` numbers or UUIDs each; those of `asked` words are asked for in one question.
 
     >>> made = needles(random.Random(0), hidden=3, asked=2)
@@ -50,7 +63,13 @@ def needles(rng: random.Random, *, hidden: int = 8, asked: int = 1, values: int 
     wanted = [i * values + j for i in chosen for j in range(values)]
     question = _ask(kind, named, plural=len(wanted) > 1)
     fields = {"hidden": hidden, "asked": asked} | ({"values": values} if values > 1 else {})
-    return Hidden(lines, question, tuple(drawn[i] for i in wanted), fields, tuple(order.index(i) for i in wanted))
+    return Hidden(
+        lines,
+        question,
+        tuple(drawn[i] for i in wanted),
+        fields,
+        tuple(order.index(i) for i in wanted),
+    )
 
 
 def needle_lines(rng: random.Random, *, lines: int = 100, kind: Kind = "number") -> Hidden:
@@ -69,9 +88,13 @@ def needle_lines(rng: random.Random, *, lines: int = 100, kind: Kind = "number")
         pairs = (divmod(i, len(WORDS)) for i in rng.sample(range(len(WORDS) ** 2), lines))
         keys = [f"{WORDS[i]}-{WORDS[j]}" for i, j in pairs]
     values = _draw(rng, kind, lines, where="needle_lines")
-    made = tuple(f"The special magic {kind} for {k} is: {v}." for k, v in zip(keys, values, strict=True))
+    made = tuple(
+        f"The special magic {kind} for {k} is: {v}." for k, v in zip(keys, values, strict=True)
+    )
     at = rng.randrange(lines)
-    return Hidden(made, _ask(kind, [keys[at]], plural=False), (values[at],), {"lines": lines}, (at,))
+    return Hidden(
+        made, _ask(kind, [keys[at]], plural=False), (values[at],), {"lines": lines}, (at,)
+    )
 
 
 def _draw(rng: random.Random, kind: Kind, count: int, *, where: str) -> list[str]:
@@ -82,7 +105,9 @@ def _draw(rng: random.Random, kind: Kind, count: int, *, where: str) -> list[str
 def _ask(kind: Kind, keys: list[str], *, plural: bool) -> str:
     named = f"{', '.join(keys[:-1])} and {keys[-1]}" if len(keys) > 1 else keys[0]
     what, verb = (
-        (f"special magic {kind}s for {named}", "are") if plural else (f"special magic {kind} for {named}", "is")
+        (f"special magic {kind}s for {named}", "are")
+        if plural
+        else (f"special magic {kind} for {named}", "is")
     )
     return f"What {verb} the {what}? The {what} {verb}: "
 
@@ -98,4 +123,6 @@ def key_value(rng: random.Random, *, pairs: int = 32) -> Hidden:
     words, values = rng.sample(WORDS, pairs), draw_numbers(rng, pairs)
     line = "{ " + ", ".join(f'"{w}": "{v}"' for w, v in zip(words, values, strict=True)) + ",}"
     at = rng.randrange(pairs)
-    return Hidden((line,), f'Key: "{words[at]}" Value: "', (values[at],), {"pairs": pairs}, (0,))
+    return Hidden(
+        (line,), f'Key: "{words[at]}" Value: "', (values[at],), {"pairs": pairs}, (0,)
+    )

@@ -41,7 +41,11 @@ def assigned_variables(rng: random.Random, *, chains: int = 1, hops: int = 4) ->
     asked = rng.randrange(chains)
     answers = tuple(names[asked * (hops + 1) : (asked + 1) * (hops + 1)])
     value = values[asked]
-    one = f"The {hops + 1} variables with the value {value} are: " if hops else "The variable with it is: "
+    one = (
+        f"The {hops + 1} variables with the value {value} are: "
+        if hops
+        else "The variable with it is: "
+    )
     holding = tuple(line for line, chain in enumerate(order) if chain == asked)
     question = f"Which variables have the value {value}? {one}"
     return Hidden(lines, question, answers, {"chains": chains, "hops": hops}, holding)
@@ -53,12 +57,16 @@ def _chains(
     """Lines, names by chain, the value of each chain, and the chain of each line."""
     require_int(f"{where}(chains=...)", chains, at_least=1)
     require_int(f"{where}(hops=...)", hops, at_least=0)
-    require_int(f"{where}(chains * (hops + 1))", chains * (hops + 1), at_least=1, at_most=len(WORDS))
+    require_int(
+        f"{where}(chains * (hops + 1))", chains * (hops + 1), at_least=1, at_most=len(WORDS)
+    )
     names, values = rng.sample(WORDS, chains * (hops + 1)), draw_numbers(rng, chains)
     pending = []
     for i, value in enumerate(values):
         own = names[i * (hops + 1) : (i + 1) * (hops + 1)]
-        pending.append([f"VAR {name} = {of}" for name, of in zip(own, (value, *own), strict=False)])
+        pending.append(
+            [f"VAR {name} = {of}" for name, of in zip(own, (value, *own), strict=False)]
+        )
     order = [i for i, chain in enumerate(pending) for _ in chain]
     rng.shuffle(order)  # chains mix, and each keeps its order
     return tuple(pending[i].pop(0) for i in order), names, values, order

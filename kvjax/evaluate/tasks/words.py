@@ -15,7 +15,9 @@ from kvjax.evaluate.tasks.haystack import Hidden
 from kvjax.spec import require_int
 
 
-def frequent_words(rng: random.Random, *, words: int = 1000, alpha: float = 2.0, asked: int = 3) -> Hidden:
+def frequent_words(
+    rng: random.Random, *, words: int = 1000, alpha: float = 2.0, asked: int = 3
+) -> Hidden:
     """Lines of `words` coded words, ever rarer by Zipf's law of exponent `alpha`; the `asked` most frequent win.
 
     The i-th word is drawn in proportion to i^-alpha. The lines are the whole text; pad it with DOTS.
@@ -26,7 +28,9 @@ def frequent_words(rng: random.Random, *, words: int = 1000, alpha: float = 2.0,
     require_int("frequent_words(words=...)", words, at_least=1)
     require_int("frequent_words(asked=...)", asked, at_least=1)
     if not alpha > 1:
-        raise ValueError(f"frequent_words(alpha=...) must be more than 1, for the weights to have a sum; got {alpha}")
+        raise ValueError(
+            f"frequent_words(alpha=...) must be more than 1, for the weights to have a sum; got {alpha}"
+        )
     vocabulary = list(itertools.islice(_coded_words(rng), max(200, 2 * asked)))
     weights = list(itertools.accumulate((i + 1) ** -alpha for i in range(len(vocabulary))))
     for _ in range(1000):
@@ -36,14 +40,18 @@ def frequent_words(rng: random.Random, *, words: int = 1000, alpha: float = 2.0,
         if counts[order[asked - 1]] > counts[order[asked]]:
             break
     else:
-        raise ValueError(f"{words} words have no {asked} clearly most frequent ones; ask for fewer, or make more words")
+        raise ValueError(
+            f"{words} words have no {asked} clearly most frequent ones; ask for fewer, or make more words"
+        )
     text = [vocabulary[i] for i in drawn]
     question = f"Question: which {asked} coded words are the most frequent in the text? Answer: the most frequent are:"
     answers = tuple(vocabulary[i] for i in order[:asked])
     return Hidden(_in_lines(text), question, answers, {"words": words, "asked": asked})
 
 
-def common_words(rng: random.Random, *, words: int = 1000, asked: int = 10, often: int = 30, rarely: int = 3) -> Hidden:
+def common_words(
+    rng: random.Random, *, words: int = 1000, asked: int = 10, often: int = 30, rarely: int = 3
+) -> Hidden:
     """A numbered list of about `words` coded words: `asked` of them stand in it `often` times, the others `rarely`.
 
     The list is the whole text; pad it with DOTS.
@@ -54,7 +62,11 @@ def common_words(rng: random.Random, *, words: int = 1000, asked: int = 10, ofte
     require_int("common_words(often=...)", often, at_least=rarely + 1)
     require_int("common_words(asked=...)", asked, at_least=1)
     least = asked * often + rarely
-    require_int("common_words(words=...), to hold the common ones and a rare one,", words, at_least=least)
+    require_int(
+        "common_words(words=...), to hold the common ones and a rare one,",
+        words,
+        at_least=least,
+    )
     coded = _coded_words(rng)
     answers = tuple(itertools.islice(coded, asked))
     others = list(itertools.islice(coded, (words - asked * often) // rarely))
@@ -62,7 +74,9 @@ def common_words(rng: random.Random, *, words: int = 1000, asked: int = 10, ofte
     rng.shuffle(listed)
     numbered = [f"{i}. {word}" for i, word in enumerate(listed, 1)]
     question = f"Question: which {asked} words are the most common in the list? Answer: the most common words are:"
-    return Hidden(_in_lines(numbered), question, answers, {"words": len(listed), "asked": asked})
+    return Hidden(
+        _in_lines(numbered), question, answers, {"words": len(listed), "asked": asked}
+    )
 
 
 def _coded_words(rng: random.Random) -> Iterator[str]:
