@@ -1,9 +1,10 @@
 """The command `kvjax`, which Ctrl-C ends at any moment with exit code 130.
 
-Python raises KeyboardInterrupt in its main thread once the code that runs there allows it. A compiled program may take
-minutes before that, and in a callback of jaxlib the exception is lost or crashes the process. So a thread waits for the
-signal here, and ends the process. Files are written whole or not at all, so none is cut off. The module lies beside the
-package, because the signal may come while the package and JAX are imported.
+Python raises KeyboardInterrupt in its main thread once the code that runs there allows it. A
+compiled program may take minutes before that, and in a callback of jaxlib the exception is lost
+or crashes the process. So a thread waits for the signal here, and ends the process. Files are
+written whole or not at all, so none is cut off. The module lies beside the package, because the
+signal may come while the package and JAX are imported.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ def main() -> int:
 
 
 def command() -> None:
-    """`main`, at whose end the process ends at once: Python would first free models, caches and programs one by one."""
+    """`main`, at whose end the process ends at once: Python would first free models, caches and
+    programs one by one.
+    """
     code = main()
     if "--distributed" in sys.argv:  # where processes take leave of each other
         sys.exit(code)

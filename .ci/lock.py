@@ -2,8 +2,9 @@
 
     python3.11 .ci/lock.py python3.11 python3.12
 
-For each interpreter, pip resolves the extras below in a new environment without installing anything. Versions that
-agree are written once, the others with a marker. The first interpreter is the older one.
+For each interpreter, pip resolves the extras below in a new environment without installing
+anything. Versions that agree are written once, the others with a marker. The first interpreter
+is the older one.
 """
 
 import json
@@ -14,8 +15,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Extras that CI installs, and what is held below the newest: Python -> requirements.
-# jax 0.10.2 is the last for Python 3.11. torch is for the goldens, which run on the older Python only.
+# Extras that CI installs, and what is held below the newest: Python -> requirements. jax 0.10.2
+# is the last for Python 3.11. torch is for the goldens, which run on the older Python only.
 WANTED = {
     "3.11": (".[dev]", "jax==0.10.2", "torch==2.13.0"),
     "3.12": (".[test,harness,serve]", "jax==0.11.2"),
@@ -23,7 +24,9 @@ WANTED = {
 
 
 def resolve(python: str) -> tuple[str, dict[str, str]]:
-    """The interpreter's version as 3.x, and name -> version of everything that is installed with it."""
+    """The interpreter's version as 3.x, and name -> version of everything that is installed
+    with it.
+    """
     version = subprocess.check_output(
         [python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"], text=True
     ).strip()
@@ -46,7 +49,8 @@ def resolve(python: str) -> tuple[str, dict[str, str]]:
         ]
         subprocess.check_call([*pip, *WANTED[version]], cwd=ROOT)
         found = [item["metadata"] for item in json.loads(report.read_text())["install"]]
-    # A local label such as +cpu names a build, not a version, and other machines have other builds.
+    # A local label such as +cpu names a build, not a version, and other machines have other
+    # builds.
     return version, {
         m["name"].lower().replace("_", "-"): m["version"].split("+")[0]
         for m in found

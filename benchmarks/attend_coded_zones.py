@@ -1,7 +1,8 @@
-"""Device time of attend_coded_zones by block sizes, and of its reference: `python benchmarks/attend_coded_zones.py`, on
-a GPU.
+"""Device time of attend_coded_zones by block sizes, and of its reference: `python
+benchmarks/attend_coded_zones.py`, on a GPU.
 
-The calls are those of `attend_zones.py`, over codes of the same history; "exact" is the time of `attend_zones` there.
+The calls are those of `attend_zones.py`, over codes of the same history; "exact" is the time of
+`attend_zones` there.
 """
 
 from __future__ import annotations

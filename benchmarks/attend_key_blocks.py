@@ -1,10 +1,12 @@
-"""Device time of attend_key_blocks, of the choice of blocks, and of cuDNN on all keys, for a chunk of a prompt.
+"""Device time of attend_key_blocks, of the choice of blocks, and of cuDNN on all keys, for a
+chunk of a prompt.
 
     python benchmarks/attend_key_blocks.py
 
-A chunk of T queries attends to the share of S stored tokens that `choose_blocks` finds. "choose" is the time of that,
-"cudnn" that of exact attention to all S tokens, "tflops" the rate of the kernel, and "floor" the time of its products
-at 784 TFLOP/s, the rate of a large product of bf16 matrices on an H200. With share 1 the lists have all blocks.
+A chunk of T queries attends to the share of S stored tokens that `choose_blocks` finds.
+"choose" is the time of that, "cudnn" that of exact attention to all S tokens, "tflops" the rate
+of the kernel, and "floor" the time of its products at 784 TFLOP/s, the rate of a large product
+of bf16 matrices on an H200. With share 1 the lists have all blocks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Device time of attend_slots by block sizes, and of its reference: `python benchmarks/attend_slots.py`, on a GPU.
+"""Device time of attend_slots by block sizes, and of its reference: `python
+benchmarks/attend_slots.py`, on a GPU.
 
-Each call attends with several selections in turn, which together read twice the size of the L2 cache, so that rows come
-from device memory, as in a model.
+Each call attends with several selections in turn, which together read twice the size of the L2
+cache, so that rows come from device memory, as in a model.
 """
 
 from __future__ import annotations

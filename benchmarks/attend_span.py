@@ -1,6 +1,8 @@
-"""Device time of attend_span by block sizes, and of its reference: `python benchmarks/attend_span.py`, on a GPU.
+"""Device time of attend_span by block sizes, and of its reference: `python
+benchmarks/attend_span.py`, on a GPU.
 
-A cache that fits in the L2 cache alternates with others, so that all come from device memory, as in a model.
+A cache that fits in the L2 cache alternates with others, so that all come from device memory,
+as in a model.
 """
 
 from __future__ import annotations

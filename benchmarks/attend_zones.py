@@ -1,8 +1,10 @@
-"""Device time of attend_zones by block sizes, and of its references: `python benchmarks/attend_zones.py`, on a GPU.
+"""Device time of attend_zones by block sizes, and of its references: `python
+benchmarks/attend_zones.py`, on a GPU.
 
-"apart" is the reference around the kernel attend_slots, which a step runs where this kernel is not used. Each call
-attends with several selections, recent blocks and sinks in turn, which together read twice the size of the L2 cache, so
-that rows come from device memory, as in a model.
+"apart" is the reference around the kernel attend_slots, which a step runs where this kernel is
+not used. Each call attends with several selections, recent blocks and sinks in turn, which
+together read twice the size of the L2 cache, so that rows come from device memory, as in a
+model.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ def inputs(
 
     q = jax.random.normal(next(keys), (B, K, G, D), dtype)
     k, v = pair(B, K, S)
-    # One slot from each of M equal parts of store and pending tokens, in random order: unique, and spread.
+    # One slot from each of M equal parts of store and pending tokens, in random order: unique,
+    # and spread.
     apart = (S + R - local) // M
     slots = jax.random.randint(next(keys), (n, B, K, H, M), 0, apart) + jnp.arange(M) * apart
     slots = jax.random.permutation(next(keys), slots, axis=-1, independent=True)

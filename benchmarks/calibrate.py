@@ -1,8 +1,11 @@
-"""Finds the layers that should select for the layers after them, on a text: the anchors of shared selections.
+"""Finds the layers that should select for the layers after them, on a text: the anchors of
+shared selections.
 
-    python -m benchmarks.calibrate MODEL --text book.txt --length 4K --cache fier:budget=451 --share 4 --out fier4.json
+    python -m benchmarks.calibrate MODEL --text book.txt --length 4K --cache fier:budget=451
+    --share 4 --out fier4.json
 
-The file is for `--cache fier:budget=451,anchors=fier4.json` of the commands of kvjax, and for `anchors=` of presets.
+The file is for `--cache fier:budget=451,anchors=fier4.json` of the commands of kvjax, and for
+`anchors=` of presets.
 """
 
 from __future__ import annotations
@@ -51,12 +54,14 @@ def calibrate(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Prints for each layer its anchor, the layer that selects for it, and a value for --cache of other commands.
+    """Prints for each layer its anchor, the layer that selects for it, and a value for --cache
+    of other commands.
 
-    The file that --out writes also says which KV head of the anchor each KV head should follow; use it as
-    --cache fier:budget=256,anchors=FILE. Columns: overlap, the share of the layer's own selection that its anchor reads
-    too; mass, the share of softmax mass on the anchor's tokens; error, the relative error of the layer's output over
-    the anchor's tokens; best heads, the same with the KV heads of the file; own error, the same over the layer's own
+    The file that --out writes also says which KV head of the anchor each KV head should follow;
+    use it as --cache fier:budget=256,anchors=FILE. Columns: overlap, the share of the layer's
+    own selection that its anchor reads too; mass, the share of softmax mass on the anchor's
+    tokens; error, the relative error of the layer's output over the anchor's tokens; best
+    heads, the same with the KV heads of the file; own error, the same over the layer's own
     tokens.
     """
     from kvjax import presets

@@ -1,7 +1,9 @@
-"""Device time of collide by block sizes, and of its reference: `python benchmarks/collide.py`, on a GPU.
+"""Device time of collide by block sizes, and of its reference: `python benchmarks/collide.py`,
+on a GPU.
 
-Each call votes on several stores in turn, which together have twice the size of the L2 cache, so that patterns come
-from device memory, as in a model. Each store has its own queries and counts, as XLA would rank equal ones only once.
+Each call votes on several stores in turn, which together have twice the size of the L2 cache,
+so that patterns come from device memory, as in a model. Each store has its own queries and
+counts, as XLA would rank equal ones only once.
 """
 
 from __future__ import annotations

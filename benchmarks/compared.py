@@ -1,18 +1,21 @@
-"""One decode step of the methods that papers compare with, in a layer of Llama-3.1-8B, beside full attention by cuDNN.
+"""One decode step of the methods that papers compare with, in a layer of Llama-3.1-8B, beside
+full attention by cuDNN.
 
-    python benchmarks/compared.py [--lengths 32768,131072] [--methods cudnn,shadowkv] [--out FILE]
+    python benchmarks/compared.py [--lengths 32768,131072] [--methods cudnn,shadowkv] [--out
+    FILE]
 
-As `decode_step.py`, for methods that need the queries of a prompt, rebuild keys or keep parts of a token in different
-places. A prompt of normal random queries, keys and values is stored by `kvjax.attention`, a chunk at a time, so each
-method keeps the tokens that it would keep in use; then steps are timed in several unrolled layers. The floor is the
-time to read a step's bytes of the cache: the index, and keys and values of the budget or of everything, from the memory
-that holds them. Queries are the same in every step, except for `arkvale` and `freekv`, whose steps reuse the recall of
-the step before: theirs have a correlation of `ALIKE` from step to step. `MORE` has methods that `decode_step.py` times
-too, or that evict.
-RazorAttention and DuoAttention keep everything for a quarter and for half of the KV heads, the shares of their papers
-(15 % of the heads of a model, here rounded up to whole KV heads of a layer, and 50 % under grouped queries); which ones
-does not change the time. PyramidKV is left out, as its layers differ. Without a GPU (`--quick`) the host's
-clock is read and cuDNN is left out.
+As `decode_step.py`, for methods that need the queries of a prompt, rebuild keys or keep parts
+of a token in different places. A prompt of normal random queries, keys and values is stored by
+`kvjax.attention`, a chunk at a time, so each method keeps the tokens that it would keep in use;
+then steps are timed in several unrolled layers. The floor is the time to read a step's bytes of
+the cache: the index, and keys and values of the budget or of everything, from the memory that
+holds them. Queries are the same in every step, except for `arkvale` and `freekv`, whose steps
+reuse the recall of the step before: theirs have a correlation of `ALIKE` from step to step.
+`MORE` has methods that `decode_step.py` times too, or that evict. RazorAttention and
+DuoAttention keep everything for a quarter and for half of the KV heads, the shares of their
+papers (15 % of the heads of a model, here rounded up to whole KV heads of a layer, and 50 %
+under grouped queries); which ones does not change the time. PyramidKV is left out, as its
+layers differ. Without a GPU (`--quick`) the host's clock is read and cuDNN is left out.
 """
 
 from __future__ import annotations

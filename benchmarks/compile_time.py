@@ -1,14 +1,18 @@
-"""How long a decode step takes to trace, and a decode loop of 32 layers to trace and compile, on CPU.
+"""How long a decode step takes to trace, and a decode loop of 32 layers to trace and compile,
+on CPU.
 
-    python benchmarks/compile_time.py [--methods fier,pariskv] [--trees before=DIR,after=.] [--repeats 3] [--out FILE]
+    python benchmarks/compile_time.py [--methods fier,pariskv] [--trees before=DIR,after=.]
+    [--repeats 3] [--out FILE]
 
-A step writes one token to a layer and attends. The loop is a `fori_loop` over tokens, with all layers unrolled and one
-flush of all of them, as in docs/guides.md. Layers are equal (`rest` of the preset), with the heads of a Llama-3.1-8B.
+A step writes one token to a layer and attends. The loop is a `fori_loop` over tokens, with all
+layers unrolled and one flush of all of them, as in docs/guides.md. Layers are equal (`rest` of
+the preset), with the heads of a Llama-3.1-8B.
 
-`--trees` compares several checkouts: each repeat starts a fresh process for each of them in turn, so that a busy
-machine slows all of them alike. Times are CPU seconds of all threads of that process, the least of the repeats. Loop
-and step are traced when JAX and kvjax are imported and warm, with JAX's caches cleared. `step_calls` are the calls of
-Python functions of that trace: they do not depend on the machine. Versions and source in the results are those of the
+`--trees` compares several checkouts: each repeat starts a fresh process for each of them in
+turn, so that a busy machine slows all of them alike. Times are CPU seconds of all threads of
+that process, the least of the repeats. Loop and step are traced when JAX and kvjax are imported
+and warm, with JAX's caches cleared. `step_calls` are the calls of Python functions of that
+trace: they do not depend on the machine. Versions and source in the results are those of the
 tree that contains this script.
 """
 
@@ -39,7 +43,9 @@ def spent(run: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def python_calls(run: Callable[[], Any]) -> int:
-    """The calls of Python functions that `run` makes: a measure of tracing that no other process disturbs."""
+    """The calls of Python functions that `run` makes: a measure of tracing that no other
+    process disturbs.
+    """
     calls = 0
 
     def count(frame: Any, event: str, arg: Any) -> None:
@@ -55,7 +61,9 @@ def python_calls(run: Callable[[], Any]) -> int:
 
 
 def times(tree: str, method: str, layers: int, capacity: int) -> dict[str, float]:
-    """Times and counts of the kvjax in `tree`: a step's trace, and the loop's trace, lowering and compilation."""
+    """Times and counts of the kvjax in `tree`: a step's trace, and the loop's trace, lowering
+    and compilation.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -71,7 +79,8 @@ def times(tree: str, method: str, layers: int, capacity: int) -> dict[str, float
 
     policy = getattr(kvjax.presets, method)().rest
     spec = kvjax.CacheSpec(batch=1, capacity=capacity, dtype=jnp.bfloat16, **HEADS)
-    # Nothing runs, so all layers may share their arrays. They are arrays, as shapes would lose the memory kind.
+    # Nothing runs, so all layers may share their arrays. They are arrays, as shapes would lose
+    # the memory kind.
     cache = kvjax.Cache(kvjax.init(policy, spec, layers=1).layers * layers)
     q, k = (
         jax.ShapeDtypeStruct((1, 1, HEADS[heads], spec.head_dim), spec.dtype)

@@ -1,22 +1,28 @@
 """One decode step of attention in a layer of Llama-3.1-8B, by method, length and batch.
 
-    python benchmarks/decode_step.py [--lengths 8192,131072] [--batches 1,8] [--methods cudnn,fier] [--out FILE]
+    python benchmarks/decode_step.py [--lengths 8192,131072] [--batches 1,8] [--methods
+    cudnn,fier] [--out FILE]
 
-A step writes the new token and attends: score, select `--budget` tokens in all, attend, merge with the recent window.
-Each method runs with the defaults ("default"); then, if kernels without a measurement were left out, with these too
-("kernels"); and last with the references in plain JAX ("xla"). A row is written as soon as it is measured; its "parts"
-are the time per layer of each kernel. The same run also has:
-- cudnn: `jax.nn.dot_product_attention(implementation="cudnn")` over keys and values [B, S, K, D], all of them valid.
+A step writes the new token and attends: score, select `--budget` tokens in all, attend, merge
+with the recent window. Each method runs with the defaults ("default"); then, if kernels without
+a measurement were left out, with these too ("kernels"); and last with the references in plain
+JAX ("xla"). A row is written as soon as it is measured; its "parts" are the time per layer of
+each kernel. The same run also has:
+- cudnn: `jax.nn.dot_product_attention(implementation="cudnn")` over keys and values [B, S, K,
+  D], all of them valid.
 - full: kvjax's Full, which XLA reads as [B, K, S, D].
-- fier, quest and pariskv leave short caches to `Full` where that was measured to be faster, as by default;
-  `--dense-capacity 0` measures how they select there, for `short.py`.
-- by hand: exact scores, `lax.top_k`, `take_along_axis`, softmax, as one writes it without a library.
+- fier, quest and pariskv leave short caches to `Full` where that was measured to be faster, as
+  by default; `--dense-capacity 0` measures how they select there, for `short.py`.
+- by hand: exact scores, `lax.top_k`, `take_along_axis`, softmax, as one writes it without a
+  library.
 
-Device time is that of the kernels of several unrolled layers, each waiting for the one before, over their number: as
-many layers as read twice the size of the L2 cache. (A loop over layers would cost 10 us per kernel, which no model
-pays.) A call keeps its token, as in a model, and the next call has one more; once a block is full, tokens are dropped,
-which is the same work. The floor is the bytes that must be read over the rate of the device's memory. Without a GPU
-(`--quick`) the host's clock is read and cuDNN is left out; that only shows that the script works.
+Device time is that of the kernels of several unrolled layers, each waiting for the one before,
+over their number: as many layers as read twice the size of the L2 cache. (A loop over layers
+would cost 10 us per kernel, which no model pays.) A call keeps its token, as in a model, and
+the next call has one more; once a block is full, tokens are dropped, which is the same work.
+The floor is the bytes that must be read over the rate of the device's memory. Without a GPU
+(`--quick`) the host's clock is read and cuDNN is left out; that only shows that the script
+works.
 """
 
 from __future__ import annotations
@@ -130,7 +136,9 @@ def through(step: Step) -> Step:
 
 
 def turning(step: Step) -> Step:
-    """`through`, with another query of q [steps, B, 1, N, D] in each step; the state has the number of the next."""
+    """`through`, with another query of q [steps, B, 1, N, D] in each step; the state has the
+    number of the next.
+    """
 
     def run(carry: Any, q: Array, k: Array, v: Array) -> tuple[Any, Any]:
         states, turn = carry

@@ -1,11 +1,14 @@
-"""Several decode steps of a row in one call of `kvjax.decode`, by method, length and number of tokens.
+"""Several decode steps of a row in one call of `kvjax.decode`, by method, length and number of
+tokens.
 
-    python benchmarks/decode_tokens.py [--lengths 131072] [--batches 1] [--tokens 1,2,4,8,16] [--methods fier]
+    python benchmarks/decode_tokens.py [--lengths 131072] [--batches 1] [--tokens 1,2,4,8,16]
+    [--methods fier]
 
-A layer of Llama-3.1-8B takes T tokens that each attend by selection, as in a model that verifies the tokens of a draft.
-Device time is measured as in `decode_step.py`: several unrolled layers, over their number. `times_one` is the time over
-that of one token, in the same run: 1 if T tokens cost no more than one, T if nothing is saved. `floor_us` is the time
-to read cache or index once, and the selections of T random queries, which have no tokens in common.
+A layer of Llama-3.1-8B takes T tokens that each attend by selection, as in a model that
+verifies the tokens of a draft. Device time is measured as in `decode_step.py`: several unrolled
+layers, over their number. `times_one` is the time over that of one token, in the same run: 1 if
+T tokens cost no more than one, T if nothing is saved. `floor_us` is the time to read cache or
+index once, and the selections of T random queries, which have no tokens in common.
 """
 
 from __future__ import annotations
@@ -69,7 +72,9 @@ def block_sizes(given: str) -> Iterator[None]:
 
 
 def alike(key: Array, shape: tuple[int, ...], dtype: Any, share: float) -> Array:
-    """Normal random queries [B, T, N, D]; the queries of any two tokens have the correlation `share`."""
+    """Normal random queries [B, T, N, D]; the queries of any two tokens have the correlation
+    `share`.
+    """
     both, each = (jax.random.normal(x, shape) for x in jax.random.split(key))
     return (share**0.5 * both[:, :1] + (1 - share) ** 0.5 * each).astype(dtype)
 

@@ -1,4 +1,6 @@
-"""Time that a GPU spends in the kernels of a call, from the profiler, and the JSON that a benchmark writes."""
+"""Time that a GPU spends in the kernels of a call, from the profiler, and the JSON that a
+benchmark writes.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,8 @@ _started: list[str] | None = None  # the kernels that the simulator ran
 
 @contextmanager
 def simulated() -> Iterator[None]:
-    """In the block, kernels run in the simulator of the tests and times are the host's clock, so that `--quick` can try
-    a benchmark on any machine. The times are meaningless."""
+    """In the block, kernels run in the simulator of the tests and times are the host's clock,
+    so that `--quick` can try a benchmark on any machine. The times are meaningless."""
     sys.path.append(str(Path(__file__).resolve().parents[1]))
     from tests.kernels.simulate import Simulator
 
@@ -65,8 +67,9 @@ def is_simulated() -> bool:
 def device_time(
     f: Callable[..., Any], *args: Any, calls: int = 20, starts: int = 1
 ) -> tuple[float, dict[str, float]]:
-    """Microseconds of all kernels of jit(f)(*args), the median of `calls`, and the same for each kernel's name. A call
-    must start each of kvjax's kernels `starts` times: XLA runs an operation once for all calls with equal arguments."""
+    """Microseconds of all kernels of jit(f)(*args), the median of `calls`, and the same for
+    each kernel's name. A call must start each of kvjax's kernels `starts` times: XLA runs an
+    operation once for all calls with equal arguments."""
     run = jax.jit(f)
     found = kernels(lambda: run(*args), calls)
     for name, each in found:
@@ -79,7 +82,9 @@ def device_time(
 
 
 def kernels(call: Callable[[], Any], calls: int) -> list[tuple[str, list[float]]]:
-    """The kernels that `calls` calls of `call` start, after two that warm up: each name, with microseconds of each."""
+    """The kernels that `calls` calls of `call` start, after two that warm up: each name, with
+    microseconds of each.
+    """
     if _started is not None:
         return _by_clock(call, calls)
     for _ in range(2):
@@ -127,7 +132,9 @@ def where() -> dict[str, Any]:
 def write(
     file: str | Path, what: str, distribution: str, rows: list[dict[str, Any]], times: str = ""
 ) -> None:
-    """Writes rows to a file of results/, or to a path from the root on; `times` says what their numbers are."""
+    """Writes rows to a file of results/, or to a path from the root on; `times` says what their
+    numbers are.
+    """
     path = Path(__file__).parent / "results" / file
     about = {
         "what": what,

@@ -1,23 +1,29 @@
-"""One GPU against several: the same tokens, and TPOT of a Llama-3.1-8B shape with random weights, by placement.
+"""One GPU against several: the same tokens, and TPOT of a Llama-3.1-8B shape with random
+weights, by placement.
 
-    python benchmarks/devices.py [--methods full,fier] [--placements ctx=2,model=2+ctx=2] [--sizes 131072x2] [--links]
+    python benchmarks/devices.py [--methods full,fier] [--placements ctx=2,model=2+ctx=2]
+    [--sizes 131072x2] [--links]
 
-Needs two GPUs or more; with n of them the placements are none, a mesh of one device (what a placement costs by itself),
-data=n (rows split, the model on each), model=n (heads, MLP and vocabulary split) and ctx=n (the tokens of each row
-split, MLP and vocabulary too). Others are named by their axes; `none` is left out by --no-none.
+Needs two GPUs or more; with n of them the placements are none, a mesh of one device (what a
+placement costs by itself), data=n (rows split, the model on each), model=n (heads, MLP and
+vocabulary split) and ctx=n (the tokens of each row split, MLP and vocabulary too). Others are
+named by their axes; `none` is left out by --no-none.
 
-First a small model in float32 decodes by each method and placement, in plain JAX, and its tokens must equal those of
-one GPU. Kernels are not compared in this way: that of `fier` rounds queries to 16 bits, which by itself changes tokens
-of a model with random weights. The times are of bfloat16 over a synthetic cache, medians over blocks of steps. Each
-decode loop is one program, so they include one call from the host per block. `--prompt` also measures the time until
-the logits after a prompt, and the difference of the logits from those of one GPU, in standard deviations of the logits.
-`--links` measures all-reduces and all-gathers of the sizes that a step has. `--shape llama-3.1-70b --layers 80` needs
-four GPUs of 80 GB; no device ever holds more than its parts of the weights. A cell that fails, as for lack of memory,
-is a row that says so.
+First a small model in float32 decodes by each method and placement, in plain JAX, and its
+tokens must equal those of one GPU. Kernels are not compared in this way: that of `fier` rounds
+queries to 16 bits, which by itself changes tokens of a model with random weights. The times are
+of bfloat16 over a synthetic cache, medians over blocks of steps. Each decode loop is one
+program, so they include one call from the host per block. `--prompt` also measures the time
+until the logits after a prompt, and the difference of the logits from those of one GPU, in
+standard deviations of the logits. `--links` measures all-reduces and all-gathers of the sizes
+that a step has. `--shape llama-3.1-70b --layers 80` needs four GPUs of 80 GB; no device ever
+holds more than its parts of the weights. A cell that fails, as for lack of memory, is a row
+that says so.
 
-Each row is written to results/devices.json as soon as it is measured, and replaces the row of the same sizes. It has
-the bytes of weights and cache of one device, the floor (the weights over the memory's bandwidth, without the traffic
-between devices), and the collectives of the decode loop.
+Each row is written to results/devices.json as soon as it is measured, and replaces the row of
+the same sizes. It has the bytes of weights and cache of one device, the floor (the weights over
+the memory's bandwidth, without the traffic between devices), and the collectives of the decode
+loop.
 """
 
 from __future__ import annotations
@@ -59,12 +65,14 @@ METHODS: dict[str, Callable[[int], PerLayer]] = {
     "pariskv": partial(presets.pariskv, dense_capacity=0),
     "freekv": presets.freekv,
     "logquant": lambda budget: presets.logquant(),
-    # Tokens that leave together have one scale by channel, and cannot be cut; one scale for each token can.
+    # Tokens that leave together have one scale by channel, and cannot be cut; one scale for
+    # each token can.
     "logquant:key_axis=token": lambda budget: presets.logquant(window=64, key_axis="token"),
     "kivi": lambda budget: presets.kivi(),
     "tova": presets.tova,
 }
-# A page of quest becomes a page for each device where tokens are split, which is another cache: one chunk for all.
+# A page of quest becomes a page for each device where tokens are split, which is another cache:
+# one chunk for all.
 CHECKED = METHODS | {"quest": partial(presets.quest, dense_capacity=0, chunk=128)}
 KEY = ("part", "method", "placement", "layers", "length", "batch", "budget")
 COLLECTIVE = re.compile(
@@ -82,7 +90,9 @@ LINK_BYTES = (
 
 
 def placement_of(name: str, devices: Sequence[Any]) -> Placement | None:
-    """The placement named "mesh of 1", "none" (None: one device without a mesh) or by axes, such as "model=2+ctx=2"."""
+    """The placement named "mesh of 1", "none" (None: one device without a mesh) or by axes,
+    such as "model=2+ctx=2".
+    """
     if name == "none":
         return None
     sizes = {"data": 1, "model": 1, "ctx": 1}
@@ -99,7 +109,9 @@ def placement_of(name: str, devices: Sequence[Any]) -> Placement | None:
 
 
 def link_times(devices: Sequence[Any], turns: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Microseconds of a collective over all devices, with one small kernel after it, in a loop of 16 of them."""
+    """Microseconds of a collective over all devices, with one small kernel after it, in a loop
+    of 16 of them.
+    """
     n = len(devices)
     mesh, split = Mesh(np.array(devices), ("all",)), PartitionSpec("all")
     turn = {
@@ -196,7 +208,9 @@ def begun(
     batch: int,
     new: int,
 ) -> tuple[Stream, dict[str, Any]]:
-    """A generation of `new` tokens after a synthetic cache, and the bytes of a row of the table."""
+    """A generation of `new` tokens after a synthetic cache, and the bytes of a row of the
+    table.
+    """
     spec = model.spec(batch=batch, capacity=-(-(length + new) // 1024) * 1024)
     cache = throughput.fill(
         kvjax.init(policies, spec, layers=model.config.layers, placement=place), length
@@ -280,7 +294,9 @@ def prompt_time(
 
 @contextmanager
 def limited(seconds: int) -> Iterator[None]:
-    """Raises TimeoutError in the block after so many seconds, or when the call of XLA that then runs has returned."""
+    """Raises TimeoutError in the block after so many seconds, or when the call of XLA that then
+    runs has returned.
+    """
 
     def stop(*_: Any) -> None:
         raise TimeoutError(f"more than {seconds} s")

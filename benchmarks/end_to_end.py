@@ -1,13 +1,16 @@
-"""TPOT of a Llama-3.1-8B shape with random weights, by method, length and batch, against full attention by cuDNN.
+"""TPOT of a Llama-3.1-8B shape with random weights, by method, length and batch, against full
+attention by cuDNN.
 
-    python benchmarks/end_to_end.py --out end_to_end.json [--lengths 8192,32768,131072] [--batches 1,8 | --largest]
+    python benchmarks/end_to_end.py --out end_to_end.json [--lengths 8192,32768,131072]
+    [--batches 1,8 | --largest]
         [--methods cudnn,full,fier,pariskv,freekv,logquant] [--prompt]
 
 `throughput.py` says what is timed. One row is the strongest full attention that JAX offers,
-`jax.nn.dot_product_attention(implementation="cudnn")` over keys and values [B, S, K, D], as a policy. The queries of a
-random model turn in every step, so all heads of `freekv` recall before they attend; in `freekv:tau=-1` none does, and
-the recall overlaps with the rest of the step. With `--prompt` the model prefills random tokens in one chunk, which
-times TTFT too. Rows that the file has are not measured again; each row is written as soon as it is done.
+`jax.nn.dot_product_attention(implementation="cudnn")` over keys and values [B, S, K, D], as a
+policy. The queries of a random model turn in every step, so all heads of `freekv` recall before
+they attend; in `freekv:tau=-1` none does, and the recall overlaps with the rest of the step.
+With `--prompt` the model prefills random tokens in one chunk, which times TTFT too. Rows that
+the file has are not measured again; each row is written as soon as it is done.
 """
 
 from __future__ import annotations
@@ -46,7 +49,9 @@ class RowsFirst:
 
 @dataclass(frozen=True)
 class FullByCudnn(Policy):
-    """Full attention by cuDNN over [B, S, K, D], the layout that it needs and that is slow for XLA."""
+    """Full attention by cuDNN over [B, S, K, D], the layout that it needs and that is slow for
+    XLA.
+    """
 
     implementation: str = "cudnn"
 

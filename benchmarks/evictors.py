@@ -1,13 +1,16 @@
-"""Evictors, retrievals and codes at equal memory: perplexity of long answers, and needles that are asked for late.
+"""Evictors, retrievals and codes at equal memory: perplexity of long answers, and needles that
+are asked for late.
 
-    python benchmarks/evictors.py [MODEL_DIR] --text book.txt [--budget 256] [--prompt 1024] [--new-tokens 2048]
-    python -m benchmarks.gsm8k MODEL --data DIR --shots 0 --chat --max-new-tokens 2048 --budget 256 --out gsm8k \\
+    python benchmarks/evictors.py [MODEL_DIR] --text book.txt [--budget 256] [--prompt 1024]
+    [--new-tokens 2048] python -m benchmarks.gsm8k MODEL --data DIR --shots 0 --chat
+    --max-new-tokens 2048 --budget 256 --out gsm8k \\
         $(python benchmarks/evictors.py MODEL --list)
 
-The model continues passages of a book at temperature 1, and decodes its own text through each cache (as
-`long_generation.py`); then it answers questions on numbers hidden in a text, which it sees after the text. "held" is
-what a cache takes at the end of the answer, in bytes of a layer and row. Evictors hold the budget, codes hold
-everything, and retrievals hold everything and read the budget. Random eviction and `fier` are the two to compare with.
+The model continues passages of a book at temperature 1, and decodes its own text through each
+cache (as `long_generation.py`); then it answers questions on numbers hidden in a text, which it
+sees after the text. "held" is what a cache takes at the end of the answer, in bytes of a layer
+and row. Evictors hold the budget, codes hold everything, and retrievals hold everything and
+read the budget. Random eviction and `fier` are the two to compare with.
 """
 
 from __future__ import annotations

@@ -1,27 +1,32 @@
-"""The first answer of a process: wall and CPU seconds from its start, with an empty and a filled cache of programs.
+"""The first answer of a process: wall and CPU seconds from its start, with an empty and a
+filled cache of programs.
 
-    python benchmarks/first_answer.py                                   # the shipped model, by this machine's JAX
-    python benchmarks/first_answer.py --shape llama-3.1-8b --folder DIR # random weights, written to DIR first (16 GB)
+    python benchmarks/first_answer.py                                   # the shipped model, by
+    this machine's JAX python benchmarks/first_answer.py --shape llama-3.1-8b --folder DIR #
+    random weights, written to DIR first (16 GB)
 
-Every row is a whole process: `kvjax generate` as a user types it, or `transformers` with the same directory, prompt and
-number of new tokens. `first_seconds` is the time to the first byte of the answer, `seconds` the time to the end,
-`cpu_seconds` those of all threads, user and system. `programs` says whether the folder of compiled programs was empty
-("cold") or filled by the cold row ("warm"). Rows are written as they come, those of transformers last.
+Every row is a whole process: `kvjax generate` as a user types it, or `transformers` with the
+same directory, prompt and number of new tokens. `first_seconds` is the time to the first byte
+of the answer, `seconds` the time to the end, `cpu_seconds` those of all threads, user and
+system. `programs` says whether the folder of compiled programs was empty ("cold") or filled by
+the cold row ("warm"). Rows are written as they come, those of transformers last.
 
 `timeline` has the lines of `kvjax generate --verbose`: what ran from start to answer, and when.
 
-The rows `load` are `kvjax.models.load` alone, beside the seconds in which the same files are read into a buffer, once
-as they were and once more from the system's cache; `host_bytes` is what the peak memory of the process grew by, which
-on a CPU has the model. With --loads these are the only rows.
+The rows `load` are `kvjax.models.load` alone, beside the seconds in which the same files are
+read into a buffer, once as they were and once more from the system's cache; `host_bytes` is
+what the peak memory of the process grew by, which on a CPU has the model. With --loads these
+are the only rows.
 
-The rows `lengths` are one process that answers prompts of several lengths, one after the other: `seconds` is that of
-the last length, which nothing was compiled for by name, and `steady_seconds` that of the same prompt once more. On a
-CPU it is one and a half times the length before, and `products_seconds` is its bound: its matrix products, those of
-causal attention among them, at the rate of one large product.
+The rows `lengths` are one process that answers prompts of several lengths, one after the other:
+`seconds` is that of the last length, which nothing was compiled for by name, and
+`steady_seconds` that of the same prompt once more. On a CPU it is one and a half times the
+length before, and `products_seconds` is its bound: its matrix products, those of causal
+attention among them, at the rate of one large product.
 
-The rows `padding` say which share of the CPU seconds of a prompt goes to the tokens that pad its last chunk: beside the
-same chunks of which the last has the size of what is left. The lengths are those that are padded most, and the usual
-one.
+The rows `padding` say which share of the CPU seconds of a prompt goes to the tokens that pad
+its last chunk: beside the same chunks of which the last has the size of what is left. The
+lengths are those that are padded most, and the usual one.
 """
 
 from __future__ import annotations
@@ -174,8 +179,8 @@ print(json.dumps(found))
 
 
 def timed(command: Sequence[str], **env: str) -> tuple[dict[str, Any], str]:
-    """Runs a command to its end: seconds to the first byte of its stdout and to the end, CPU seconds, and what it said
-    of its own times."""
+    """Runs a command to its end: seconds to the first byte of its stdout and to the end, CPU
+    seconds, and what it said of its own times."""
     before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     with tempfile.TemporaryFile("w+") as told:
         env = {

@@ -1,11 +1,13 @@
 """GSM8K through caches: word problems of grade-school mathematics, scored by the final number.
 
-    python -m benchmarks.gsm8k MODEL --data DIR --shots 0 --chat --budget 64,256 --cache full --cache fier --out gsm8k
+    python -m benchmarks.gsm8k MODEL --data DIR --shots 0 --chat --budget 64,256 --cache full
+    --cache fier --out gsm8k
 
-DIR holds test.jsonl, and train.jsonl unless --shots is 0, from https://github.com/openai/grade-school-math. The folder
-of --out is one of `kvjax eval`: a later call continues, and `kvjax eval --report-only` reads it.
-lm-evaluation-harness has this task too (`kvjax.evaluate.harness`); this one reads a local file, prefills the prompt
-whole, and runs several caches at a time.
+DIR holds test.jsonl, and train.jsonl unless --shots is 0, from
+https://github.com/openai/grade-school-math. The folder of --out is one of `kvjax eval`: a later
+call continues, and `kvjax eval --report-only` reads it. lm-evaluation-harness has this task too
+(`kvjax.evaluate.harness`); this one reads a local file, prefills the prompt whole, and runs
+several caches at a time.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ _NUMBER = re.compile(
 
 
 def final_number(text: str) -> Decimal | None:
-    """The number after the first `####`, as GSM8K writes its answers; without one, the last number of the text."""
+    """The number after the first `####`, as GSM8K writes its answers; without one, the last
+    number of the text.
+    """
     marked = _NUMBER.findall(text.partition("####")[2].partition("\n")[0])
     numbers = marked[:1] or _NUMBER.findall(text)[-1:]
     return Decimal(numbers[0].replace(",", "")) if numbers else None
@@ -40,14 +44,15 @@ def final_number(text: str) -> Decimal | None:
 class Gsm8k:
     """The test set of GSM8K after `shots` solved problems, by exact match of the final number.
 
-    `directory` holds test.jsonl and, unless `shots` is 0, train.jsonl, as published. The solved problems are the first
-    of train.jsonl, the same for each question, in the form "Question: ... Answer: ..." that lm-evaluation-harness
-    gives them; an answer ends where the model goes on to another "Question:". `chat` puts the prompt in the model's
-    chat template.
+    `directory` holds test.jsonl and, unless `shots` is 0, train.jsonl, as published. The solved
+    problems are the first of train.jsonl, the same for each question, in the form "Question:
+    ... Answer: ..." that lm-evaluation-harness gives them; an answer ends where the model goes
+    on to another "Question:". `chat` puts the prompt in the model's chat template.
 
-    **Source:** Cobbe et al. (2021); data https://github.com/openai/grade-school-math. **Differs:** an answer without
-    `####` counts by its last number, as the flexible match of lm-evaluation-harness does, and 18.0 equals 18;
-    lm-evaluation-harness draws the solved problems at random.
+    **Source:** Cobbe et al. (2021); data https://github.com/openai/grade-school-math.
+    **Differs:** an answer without `####` counts by its last number, as the flexible match of
+    lm-evaluation-harness does, and 18.0 equals 18; lm-evaluation-harness draws the solved
+    problems at random.
     """
 
     directory: str | Path

@@ -1,11 +1,14 @@
-"""Measures the share of a step's selected tokens that a hot set has, on live queries and keys of a model.
+"""Measures the share of a step's selected tokens that a hot set has, on live queries and keys
+of a model.
 
-    python benchmarks/hit_rates.py [MODEL_DIR] --text book.txt [--length 2048] [--steps 96] [--budget 128]
+    python benchmarks/hit_rates.py [MODEL_DIR] --text book.txt [--length 2048] [--steps 96]
+    [--budget 128]
 
-A policy runs the steps of each layer, along the text and along text that the model generates at temperature 1. The
-tables of a hot set (`kvjax.stores.hot`) follow its selections. Sizes are in multiples of the budget. The hit rate
-counts pages that were on the device over pages that were selected, from the second step on. "adjacent" is the share of
-a selection that the step before selected too: the hit rate of a store that keeps only the last recall.
+A policy runs the steps of each layer, along the text and along text that the model generates at
+temperature 1. The tables of a hot set (`kvjax.stores.hot`) follow its selections. Sizes are in
+multiples of the budget. The hit rate counts pages that were on the device over pages that were
+selected, from the second step on. "adjacent" is the share of a selection that the step before
+selected too: the hit rate of a store that keeps only the last recall.
 """
 
 from __future__ import annotations

@@ -1,19 +1,23 @@
-"""Tokens per second at the largest batch that device and host memory hold together, by the hit rate of the hot set.
+"""Tokens per second at the largest batch that device and host memory hold together, by the hit
+rate of the hot set.
 
     XLA_PYTHON_CLIENT_MEM_FRACTION=.95 XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=82 \\
-        python benchmarks/host_batch.py [--method quest] [--hot 4096] [--steady 0,0.9,1] [--host-bytes 82e9] [--plan]
+        python benchmarks/host_batch.py [--method quest] [--hot 4096] [--steady 0,0.9,1]
+        [--host-bytes 82e9] [--plan]
 
-A Llama-3.1-8B shape with random weights and random keys and values. The first two layers attend to everything. Of the
-others, as many keep their history on the device as fit there, and the rest on the host with a hot set. `--plan` prints
-the result of the formulas in `plan` and runs nothing.
+A Llama-3.1-8B shape with random weights and random keys and values. The first two layers attend
+to everything. Of the others, as many keep their history on the device as fit there, and the
+rest on the host with a hot set. `--plan` prints the result of the formulas in `plan` and runs
+nothing.
 
-The queries of a random model turn in every step, which those of a trained model do not. So a step selects by
-`steady` x a constant query + sqrt(1 - steady^2) x its own, of equal length: 0 selects new tokens in each step, 1 always
-the same ones. "hit_rate" is measured, for the selected units; `hit_rates.py` has those of trained models.
+The queries of a random model turn in every step, which those of a trained model do not. So a
+step selects by `steady` x a constant query + sqrt(1 - steady^2) x its own, of equal length: 0
+selects new tokens in each step, 1 always the same ones. "hit_rate" is measured, for the
+selected units; `hit_rates.py` has those of trained models.
 
-The pool of pinned memory grows to its limit, whatever part of it holds arrays. So set the limit only a little above the
-need that `--plan` prints: with a limit of 110 GB for 71 GB of arrays, a host of 128 GB killed the process while another
-one ran.
+The pool of pinned memory grows to its limit, whatever part of it holds arrays. So set the limit
+only a little above the need that `--plan` prints: with a limit of 110 GB for 71 GB of arrays, a
+host of 128 GB killed the process while another one ran.
 """
 
 from __future__ import annotations
@@ -68,7 +72,9 @@ class Steady:
 
 @dataclass(frozen=True)
 class Plan:
-    """The number of rows that fit, and the number of layers that keep their history on the device."""
+    """The number of rows that fit, and the number of layers that keep their history on the
+    device.
+    """
 
     rows: int
     on_device: int  # past the dense ones
@@ -77,10 +83,12 @@ class Plan:
 
 
 def arrays_in_pool(limit: float, size: float) -> int:
-    """The number of arrays of `size` bytes that fit in XLA's pool of pinned memory; no array spans two of its regions.
+    """The number of arrays of `size` bytes that fit in XLA's pool of pinned memory; no array
+    spans two of its regions.
 
-    The first region is the smallest power of two that holds an array, from 2 MiB on. The second is as large, each later
-    one twice as large as the one before, and the last one is the rest of the limit.
+    The first region is the smallest power of two that holds an array, from 2 MiB on. The second
+    is as large, each later one twice as large as the one before, and the last one is the rest
+    of the limit.
     """
     region, taken, found = float(1 << 21), 0.0, 0
     while region < size:
@@ -101,10 +109,12 @@ def plan(
     host_bytes: float,
     rows: int | None = None,
 ) -> Plan:
-    """The split of layers with the most rows, or for given `rows` the one with the fewest layers on the host.
+    """The split of layers with the most rows, or for given `rows` the one with the fewest
+    layers on the host.
 
-    A token takes 2 K D e bytes of keys and values, and its index. A dense layer keeps everything on the device. A layer
-    with its history on the host keeps index, recent block, hot set and 4 K bytes per page on the device.
+    A token takes 2 K D e bytes of keys and values, and its index. A dense layer keeps
+    everything on the device. A layer with its history on the host keeps index, recent block,
+    hot set and 4 K bytes per page on the device.
     """
     K, D, S, e = spec.kv_heads, spec.head_dim, spec.capacity, jnp.dtype(spec.dtype).itemsize
     pair, index = 2 * K * D * e, policy.selector.bytes_per_token(spec)
@@ -136,7 +146,9 @@ def plan(
 def measure(
     model: Any, policies: PerLayer, length: int, rows: int, steps: int, block: int
 ) -> tuple[dict[str, Any], float | None]:
-    """The result of `throughput.time_steps`, and the units read from the host per step, head and layer."""
+    """The result of `throughput.time_steps`, and the units read from the host per step, head
+    and layer.
+    """
     spec = model.spec(batch=rows, capacity=length)
     cache = throughput.fill(
         kvjax.init(policies, spec, layers=model.config.layers), length - block - steps - 4

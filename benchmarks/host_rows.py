@@ -2,10 +2,11 @@
 
     python benchmarks/host_rows.py [host_rows | host_append | footprint] [--out FOLDER]
 
-Each call does its operation `REPEATS` times, on different rows. "kernel" is device time. The host's CPU does a part of
-a gather in host memory, which a profile of the GPU does not show: so "clock" and "xla" are of the host's clock, and
-include the launch of the programs. "footprint" reads the same number of rows from larger and larger stores, in random
-and in rising order and with fewer blocks, each time from another of `STORES` stores, and writes
+Each call does its operation `REPEATS` times, on different rows. "kernel" is device time. The
+host's CPU does a part of a gather in host memory, which a profile of the GPU does not show: so
+"clock" and "xla" are of the host's clock, and include the launch of the programs. "footprint"
+reads the same number of rows from larger and larger stores, in random and in rising order and
+with fewer blocks, each time from another of `STORES` stores, and writes
 host_rows_footprint.json.
 """
 
@@ -113,9 +114,8 @@ def clock(call: Call, calls: int) -> float:
 def arrays(outs: Any) -> list[Any]:
     """The arrays to compare: all rows read, or the part of the store that was written to."""
     outs = jax.tree.leaves(outs)
-    copies = (
-        to_device(a)[:, :, : 2 * REPEATS * 32] for a in outs
-    )  # a view of host memory could not be donated
+    # a view of host memory could not be donated
+    copies = (to_device(a)[:, :, : 2 * REPEATS * 32] for a in outs)
     return [np.asarray(a).view(np.uint16) for a in copies]
 
 
@@ -240,7 +240,9 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def measure_all(asked: Sequence[str], folder: Path | None) -> None:
-    """Measures the operations that are named; without a folder, one small shape of each, and writes nothing."""
+    """Measures the operations that are named; without a folder, one small shape of each, and
+    writes nothing.
+    """
     small = [(1, 1, 600, 2, 1)]
     for op, prepare, shapes, configs, reference in (
         (host_rows, reading, READS, READ_CONFIGS, ops.host_rows),

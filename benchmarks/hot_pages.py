@@ -1,10 +1,13 @@
-"""Times of hot_places, hot_load and hot_load_float8 by rows, size of the hot set and hit rate, and of the references.
+"""Times of hot_places, hot_load and hot_load_float8 by rows, size of the hot set and hit rate,
+and of the references.
 
-    python benchmarks/hot_pages.py [--cases 1x8192,16x4096] [--hits 1,0.9] [--blocks 0,32] [--out FOLDER]
+    python benchmarks/hot_pages.py [--cases 1x8192,16x4096] [--hits 1,0.9] [--blocks 0,32]
+    [--out FOLDER]
 
-Every step needs `N` tokens of each row and KV head, a share `hits` of them in the hot set. All kernels are compared
-with their references before they are timed. "kernel" is device time, and "xla" that of the references' kernels. Rows
-with "float8", in a file of their own, read a history of 8-bit floats.
+Every step needs `N` tokens of each row and KV head, a share `hits` of them in the hot set. All
+kernels are compared with their references before they are timed. "kernel" is device time, and
+"xla" that of the references' kernels. Rows with "float8", in a file of their own, read a
+history of 8-bit floats.
 """
 
 from __future__ import annotations

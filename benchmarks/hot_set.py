@@ -1,11 +1,14 @@
-"""Times of reading selected tokens through a hot set, by hit rate, compared with the host store and the device.
+"""Times of reading selected tokens through a hot set, by hit rate, compared with the host store
+and the device.
 
-    python benchmarks/hot_set.py [--cases 1x131072,8x32768,48x32768] [--hits 0,50,90,100] [--tokens 8192]
+    python benchmarks/hot_set.py [--cases 1x131072,8x32768,48x32768] [--hits 0,50,90,100]
+    [--tokens 8192]
 
-A call makes one selection of `--select` tokens of each row and KV head resident and attends to it. Of the tokens that a
-step selects, a share of `hits` is always the same, and the others are not selected again for as many steps as the hot
-set could hold them. "host" reads every token from the host; "device" has all of the history in device memory. "us" is
-the host's clock for a call, the median of calls that each wait for their result; "kernels_us" is device time. Before
+A call makes one selection of `--select` tokens of each row and KV head resident and attends to
+it. Of the tokens that a step selects, a share of `hits` is always the same, and the others are
+not selected again for as many steps as the hot set could hold them. "host" reads every token
+from the host; "device" has all of the history in device memory. "us" is the host's clock for a
+call, the median of calls that each wait for their result; "kernels_us" is device time. Before
 timing, the script compares the tokens read through the hot set with those of the host store.
 """
 
@@ -43,7 +46,9 @@ LOCAL = 64
 
 
 def slots(step: int, slots_: int, select: int, share: float, spec: CacheSpec) -> Array:
-    """i32[B, K, 1, M]: a share that every step selects, then others, new ones in each step while any are left."""
+    """i32[B, K, 1, M]: a share that every step selects, then others, new ones in each step
+    while any are left.
+    """
     same = round(share * select)
     others = select - same
     place = same + (step * others + np.arange(others)) % max(slots_ - same, 1)
@@ -58,7 +63,9 @@ def slots(step: int, slots_: int, select: int, share: float, spec: CacheSpec) ->
 
 
 def check(spec: CacheSpec) -> None:
-    """Checks that the hot set gives the tokens of the host store, while pages are loaded and replaced."""
+    """Checks that the hot set gives the tokens of the host store, while pages are loaded and
+    replaced.
+    """
     spec = dataclasses.replace(spec, batch=2, capacity=256)
     host, hot = HostOffload(), HotSet(tokens=96)
     k, v = (

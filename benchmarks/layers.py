@@ -1,4 +1,6 @@
-"""Shared by the benchmarks of whole steps: layers of a Llama-3.1-8B, a clock, and results that add up over runs."""
+"""Shared by the benchmarks of whole steps: layers of a Llama-3.1-8B, a clock, and results that
+add up over runs.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class Took(NamedTuple):
 def clock(
     run: Callable[..., tuple[Any, Any]], state: Any, *args: Any, calls: int
 ) -> tuple[Took, Any]:
-    """Median time of out, state = run(state, *args), which is compiled and donates its state; and the last out."""
+    """Median time of out, state = run(state, *args), which is compiled and donates its state;
+    and the last out.
+    """
     out: Any = None
 
     def call() -> Any:
@@ -58,8 +62,9 @@ def clock(
 
 
 def keep_counts(old: Any, new: Any) -> Any:
-    """`new` with the counts of `old`, so that a step can be repeated on the state that it returns. The counts pass
-    through the program, so this adds no kernel; the step itself works with the new ones."""
+    """`new` with the counts of `old`, so that a step can be repeated on the state that it
+    returns. The counts pass through the program, so this adds no kernel; the step itself works
+    with the new ones."""
 
     def select(path: tuple[Any, ...], a: Any, b: Any) -> Any:
         key: DictKey | GetAttrKey | SequenceKey = path[-1]
@@ -70,8 +75,8 @@ def keep_counts(old: Any, new: Any) -> Any:
 
 @contextmanager
 def implementation(name: str) -> Iterator[None]:
-    """Sets the kernels of programs traced inside: "default"; "kernels", also those that are not in use by default as
-    they have no measurement yet; "xla", only the references."""
+    """Sets the kernels of programs traced inside: "default"; "kernels", also those that are not
+    in use by default as they have no measurement yet; "xla", only the references."""
     with ExitStack() as stack:
         if name == "kernels":
             stack.enter_context(mock.patch.object(ops.op, "_unmeasured", return_value=None))
@@ -83,9 +88,11 @@ def implementation(name: str) -> Iterator[None]:
 
 
 def floor_us(policy: Policy, spec: CacheSpec, length: int, steps: int = 1) -> float:
-    """The fewest bytes that a step of a layer reads after `length` tokens, over the memory's bandwidth.
+    """The fewest bytes that a step of a layer reads after `length` tokens, over the memory's
+    bandwidth.
 
-    Several steps at once read index or cache once, and each step the tokens that it selects, which no other selects.
+    Several steps at once read index or cache once, and each step the tokens that it selects,
+    which no other selects.
     """
     pair = 2 * spec.kv_heads * spec.head_dim * spec.dtype.itemsize
     if isinstance(policy, Full):
@@ -126,7 +133,9 @@ def names(text: str) -> list[str]:
 
 
 def options(doc: str | None, results: str, calls: int) -> argparse.ArgumentParser:
-    """A parser with `--calls`, `--out` and `--quick` for a benchmark that writes the file `results`."""
+    """A parser with `--calls`, `--out` and `--quick` for a benchmark that writes the file
+    `results`.
+    """
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -147,12 +156,16 @@ def parse(parser: argparse.ArgumentParser, args: Sequence[str] | None) -> argpar
 
 
 def out_of(given: Any, name: str) -> Path | None:
-    """The file of `--out`, or else that of the results; None for `--quick`, whose rows are not kept."""
+    """The file of `--out`, or else that of the results; None for `--quick`, whose rows are not
+    kept.
+    """
     return given.out or (None if given.quick else Path(__file__).parent / "results" / name)
 
 
 def save(out: Path | None, what: str, rows: list[dict[str, Any]], key: tuple[str, ...]) -> None:
-    """Writes rows to `out`, if any, each with its provenance; rows in the file with the same `key` are replaced."""
+    """Writes rows to `out`, if any, each with its provenance; rows in the file with the same
+    `key` are replaced.
+    """
     if out is None:
         return
     made = provenance()

@@ -1,13 +1,16 @@
 """Decodes thousands of tokens of a model's own text through each cache: does a method drift?
 
-    python benchmarks/long_generation.py MODEL --text book.txt [--prompt 2048] [--new-tokens 3072] [--budget 256]
+    python benchmarks/long_generation.py MODEL --text book.txt [--prompt 2048] [--new-tokens
+    3072] [--budget 256]
 
-With full attention the model continues passages of a book at temperature 1. Its own text is then decoded, token by
-token, through every cache, and the perplexity of each quarter is compared with that of full attention: the ratio of a
-method that drifts rises from quarter to quarter. The standard error is that of paired differences of tokens.
+With full attention the model continues passages of a book at temperature 1. Its own text is
+then decoded, token by token, through every cache, and the perplexity of each quarter is
+compared with that of full attention: the ratio of a method that drifts rises from quarter to
+quarter. The standard error is that of paired differences of tokens.
 
-A folder named like `--out` without `.json` keeps the model's text and the results of each cache with this code, so that
-an interrupted run continues, and other `--methods` are compared on the same text.
+A folder named like `--out` without `.json` keeps the model's text and the results of each cache
+with this code, so that an interrupted run continues, and other `--methods` are compared on the
+same text.
 """
 
 from __future__ import annotations
@@ -35,14 +38,19 @@ from kvjax.generation.sampling import sampling
 from kvjax.models import Checkpoint
 from kvjax.spec import default_dtype
 
-METHODS = "full pariskv:sink=4,local=64,dense_below=0 fier quest streaming_llm freekv:sink=16,local=32,page=16 logquant kivi"
+METHODS = (
+    "full pariskv:sink=4,local=64,dense_below=0 fier quest streaming_llm "
+    "freekv:sink=16,local=32,page=16 logquant kivi"
+)
 PARTS = 4
 
 
 def own_text(
     checkpoint: Checkpoint, prompts: np.ndarray, new_tokens: int, seed: int
 ) -> np.ndarray:
-    """i32[B, T + new]: prompts and the model's continuations at temperature 1, past stop tokens."""
+    """i32[B, T + new]: prompts and the model's continuations at temperature 1, past stop
+    tokens.
+    """
     capacity = -(-(prompts.shape[1] + new_tokens) // 128) * 128
     cache = checkpoint.init_cache("full", capacity=capacity, batch=len(prompts))
     settings: dict[str, Any] = {"sampling": sampling(1.0), "key": jax.random.key(seed)}
@@ -53,7 +61,9 @@ def own_text(
 def kept_text(
     folder: Path, made_by: dict[str, Any], make: Callable[[], np.ndarray]
 ) -> list[list[int]]:
-    """The result of `make`, which runs once for the same model and settings; then it is kept in `folder`."""
+    """The result of `make`, which runs once for the same model and settings; then it is kept in
+    `folder`.
+    """
     file = folder / f"text-{digest_json(made_by)[:12]}.json"
     if not file.is_file():
         replace_file(file, json_text(make().tolist()))
@@ -62,7 +72,9 @@ def kept_text(
 
 
 def summary(cell: Cell, full: Cell) -> dict[str, Any]:
-    """Total perplexity, and the ratio to full attention of each quarter with its standard error."""
+    """Total perplexity, and the ratio to full attention of each quarter with its standard
+    error.
+    """
     nats, gap = perplexity.nats(cell), perplexity.nats(cell) - perplexity.nats(full)
     parts = np.array_split(gap, PARTS, axis=1)
     errors = [np.std(part, ddof=1) / math.sqrt(part.size) for part in parts]

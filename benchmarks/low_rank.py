@@ -1,11 +1,13 @@
-"""The error of keys as factors of low rank: before and after RoPE, with a basis of the first tokens or of all.
+"""The error of keys as factors of low rank: before and after RoPE, with a basis of the first
+tokens or of all.
 
-    python benchmarks/low_rank.py [--model DIR] [--text FILE] [--tokens 3072] [--learn 1024] [--out FILE]
+    python benchmarks/low_rank.py [--model DIR] [--text FILE] [--tokens 3072] [--learn 1024]
+    [--out FILE]
 
-ShadowKV factors the keys of a whole prompt before their rotation; `LowRank` learns the basis from the first `learn`
-tokens, and without its `rope` from rotated keys. A model reads a text, and this reports the relative error of the keys
-of all tokens past the first `learn`, by layer and by the rank's share of the K D channels: 160 of 1024 in the paper.
-Runs on a CPU.
+ShadowKV factors the keys of a whole prompt before their rotation; `LowRank` learns the basis
+from the first `learn` tokens, and without its `rope` from rotated keys. A model reads a text,
+and this reports the relative error of the keys of all tokens past the first `learn`, by layer
+and by the rank's share of the K D channels: 160 of 1024 in the paper. Runs on a CPU.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ def turned_back(k: np.ndarray, rope: Any) -> np.ndarray:
 
 
 def error(k: np.ndarray, rank: int, first: int | None, past: int) -> float:
-    """Relative error of keys [K, T, D] past token `past`, in the basis of the `first` tokens or of all."""
+    """Relative error of keys [K, T, D] past token `past`, in the basis of the `first` tokens or
+    of all.
+    """
     rows = np.swapaxes(k, 0, 1).reshape(k.shape[1], -1)
     basis = np.linalg.svd(rows[:first], full_matrices=False)[2][:rank]
     rest = rows[past:]

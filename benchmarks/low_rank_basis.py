@@ -1,15 +1,18 @@
-"""Time and loss of several ways to find ShadowKV's basis, which the first flush of a row does once for each layer.
+"""Time and loss of several ways to find ShadowKV's basis, which the first flush of a row does
+once for each layer.
 
     python benchmarks/low_rank_basis.py [--rows 1,8] [--calls 3] [--out FILE]
 
-The first 1024 keys of 8 heads are rows [1024, 1024]; the basis is their 160 largest singular directions.
+The first 1024 keys of 8 heads are rows [1024, 1024]; the basis is their 160 largest singular
+directions.
 
-    gram        eigenvectors of the Gram matrix, as `LowRank` finds them
-    svd         the singular value decomposition of the rows
-    iterations  power iterations on 192 directions of the Gram matrix: no decomposition larger than 192
+    gram        eigenvectors of the Gram matrix, as `LowRank` finds them svd         the
+    singular value decomposition of the rows iterations  power iterations on 192 directions of
+    the Gram matrix: no decomposition larger than 192
 
-Keys are random with singular values that fall as 1 / (1 + i / 40). excess: by how much the error of the keys is larger
-than the least error that any basis of this rank has. Times are by the host's clock, without transfers.
+Keys are random with singular values that fall as 1 / (1 + i / 40). excess: by how much the
+error of the keys is larger than the least error that any basis of this rank has. Times are by
+the host's clock, without transfers.
 """
 
 from __future__ import annotations
@@ -57,7 +60,9 @@ def products(rows: Array) -> Array:
 
 
 def orthonormal(found: Array) -> Array:
-    """Columns of f32[B, C, r] made orthonormal by Cholesky, twice for the rounding of the first."""
+    """Columns of f32[B, C, r] made orthonormal by Cholesky, twice for the rounding of the
+    first.
+    """
     for _ in range(2):
         inner = jnp.einsum("bir,bis->brs", found, found, precision="highest")
         lower = jnp.linalg.cholesky(inner)
@@ -108,7 +113,10 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="small sizes")
     given = parser.parse_args(args)
     tokens, channels, rank = (64, 48, 10) if given.quick else (1024, 1024, 160)
-    what = f"ms to find {rank} directions of [{tokens}, {channels}] f32 for each of some rows; excess over the least error"
+    what = (
+        f"ms to find {rank} directions of [{tokens}, {channels}] f32 for each of some rows; "
+        "excess over the least error"
+    )
     for batch in given.rows:
         rows = random_rows(batch, tokens, channels)
         least = error(

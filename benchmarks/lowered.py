@@ -3,18 +3,21 @@
     python benchmarks/lowered.py write FOLDER [--tree DIR] [--platform cpu] [--only fier]
     python benchmarks/lowered.py compare BEFORE AFTER
 
-A change that should not change what runs, such as a new layout or another name, leaves every program equal. `write`
-lowers the programs of `PROGRAMS` for each cache of `CACHES`: nothing runs, and no GPU is needed for `--platform cuda`
-(that needs jax >= 0.11, and it includes the kernels). Each program becomes a file: StableHLO without locations, with
-names of functions and of results removed. `digests.json` has two digests of each:
+A change that should not change what runs, such as a new layout or another name, leaves every
+program equal. `write` lowers the programs of `PROGRAMS` for each cache of `CACHES`: nothing
+runs, and no GPU is needed for `--platform cuda` (that needs jax >= 0.11, and it includes the
+kernels). Each program becomes a file: StableHLO without locations, with names of functions and
+of results removed. `digests.json` has two digests of each:
 
 - "text": of the file.
-- "graph": of what the results are computed from. Calls, and a `case` of one branch, are inlined, equal operations are
-  one, and operations without an effect on the results are left out, as XLA does first. Equal graphs compile to the same
-  program, up to the order of independent operations.
+- "graph": of what the results are computed from. Calls, and a `case` of one branch, are
+  inlined, equal operations are one, and operations without an effect on the results are left
+  out, as XLA does first. Equal graphs compile to the same program, up to the order of
+  independent operations.
 
-`compare` lists the programs whose graphs differ, then those that differ only in text; the exit status is 1 if a graph
-differs or is missing. `diff BEFORE/cpu/NAME AFTER/cpu/NAME` shows what changed.
+`compare` lists the programs whose graphs differ, then those that differ only in text; the exit
+status is 1 if a graph differs or is missing. `diff BEFORE/cpu/NAME AFTER/cpu/NAME` shows what
+changed.
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ CHUNK = 256  # tokens of a chunk of a prompt
 STEPS = 8
 WINDOW = 512  # of a sliding window
 
-# A name, and text of a preset, or a function that makes policies with kvjax. Presets with dense first layers get none.
+# A name, and text of a preset, or a function that makes policies with kvjax. Presets with dense
+# first layers get none.
 Make = Callable[[Any], Any]
 CACHES: dict[str, str | Make] = {
     "full": "full",
@@ -343,7 +347,9 @@ class Graph:
         return self.known[name, operands]
 
     def block(self, block: Any, values: dict[Any, str]) -> tuple[list[str], tuple[str, ...]]:
-        """Digests of what the block's last operation returns, and of its operations with side effects, in order."""
+        """Digests of what the block's last operation returns, and of its operations with side
+        effects, in order.
+        """
         effects: list[str] = []
         for op in block.operations:
             operands = tuple(values[x] for x in op.operands)

@@ -1,4 +1,6 @@
-"""Measurements on a text: its tokens, the provenance of the numbers, and the files that they are written to."""
+"""Measurements on a text: its tokens, the provenance of the numbers, and the files that they
+are written to.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,9 @@ def write(
 def write_rows(
     path: Path, head: Mapping[str, Any], rows: Iterable[Mapping[str, Any]], name: str = "rows"
 ) -> None:
-    """Writes a JSON object atomically: `head`, then `rows` with one row a line, so that diffs show rows."""
+    """Writes a JSON object atomically: `head`, then `rows` with one row a line, so that diffs
+    show rows.
+    """
     lines = ",\n".join("    " + json_text(row).rstrip() for row in rows)
     before = json_text(dict(head), indent=1).removesuffix("\n}\n") + "," if head else "{"
     replace_file(path, f'{before}\n "{name}": [\n{lines}\n ]\n}}\n')

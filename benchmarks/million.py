@@ -1,14 +1,17 @@
-"""A prompt of a million tokens on one GPU, read by the model, and decoding after it; half a million over host memory.
+"""A prompt of a million tokens on one GPU, read by the model, and decoding after it; half a
+million over host memory.
 
-    python benchmarks/million.py [--methods full,fier,quest,pariskv,logquant] [--length 1048576] [--last 2]
-    python benchmarks/million.py --methods fier:host,pariskv:host,freekv --length 524288
+    python benchmarks/million.py [--methods full,fier,quest,pariskv,logquant] [--length 1048576]
+    [--last 2] python benchmarks/million.py --methods fier:host,pariskv:host,freekv --length
+    524288
 
-A Qwen2.5-7B shape with random bf16 weights reads random tokens in chunks of `--chunk`. With `--last N` random keys and
-values replace all but the last N chunks; `--last 0` reads the whole prompt, some 2e17 FLOPs at a million. A row has the
-seconds of each chunk, of which the first compiles, the rate of the last one (with `--last 0` the median of all) by the
-FLOPs of the matrix products and of causal attention, the time of the whole prompt at that rate, and milliseconds per
-decoded token. Half a million tokens over host memory take 30 GB there: see `pinned.py` for
-XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB.
+A Qwen2.5-7B shape with random bf16 weights reads random tokens in chunks of `--chunk`. With
+`--last N` random keys and values replace all but the last N chunks; `--last 0` reads the whole
+prompt, some 2e17 FLOPs at a million. A row has the seconds of each chunk, of which the first
+compiles, the rate of the last one (with `--last 0` the median of all) by the FLOPs of the
+matrix products and of causal attention, the time of the whole prompt at that rate, and
+milliseconds per decoded token. Half a million tokens over host memory take 30 GB there: see
+`pinned.py` for XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB.
 """
 
 from __future__ import annotations
@@ -69,7 +72,8 @@ def measure(
         )
     if not bool(jnp.all(jnp.isfinite(logits))):
         raise SystemExit(f"{name}: the logits are not finite")
-    # The first chunk of each program compiles: that of an empty cache, and that of a filled one.
+    # The first chunk of each program compiles: that of an empty cache, and that of a filled
+    # one.
     rate = rates[-1] if given.last else statistics.median(rates[2:] or rates)
     size = nbytes(cache)
     row = {

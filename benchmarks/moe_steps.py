@@ -1,11 +1,14 @@
-"""Decode steps of whole mixtures of experts with random weights, against the bytes that a step must read.
+"""Decode steps of whole mixtures of experts with random weights, against the bytes that a step
+must read.
 
-    python benchmarks/moe_steps.py [--shapes qwen3-moe,gpt-oss] [--methods full,fier] [--length 32768] [--steps 32]
+    python benchmarks/moe_steps.py [--shapes qwen3-moe,gpt-oss] [--methods full,fier] [--length
+    32768] [--steps 32]
 
-The shapes are those of Qwen3-30B-A3B (61 GB in bfloat16, so it takes a GPU of 80 GB) and of gpt-oss-20b (42 GB), with a
-batch of 1 and a cache filled with random tokens. `ms` is the time of a step of one program that makes `--steps` of
-them, and `floor_ms` that of reading all attention weights, the router, the head, the experts that a token chooses and
-the cache that the method reads, once, at the rate of the device's memory. About a minute a shape.
+The shapes are those of Qwen3-30B-A3B (61 GB in bfloat16, so it takes a GPU of 80 GB) and of
+gpt-oss-20b (42 GB), with a batch of 1 and a cache filled with random tokens. `ms` is the time
+of a step of one program that makes `--steps` of them, and `floor_ms` that of reading all
+attention weights, the router, the head, the experts that a token chooses and the cache that the
+method reads, once, at the rate of the device's memory. About a minute a shape.
 """
 
 from __future__ import annotations
@@ -144,7 +147,9 @@ def measure(shape: str, method: str, given: Any) -> dict[str, Any]:
 
 
 def by_kind(model: models.Decoder, cache: Any, token: Any, steps: int) -> dict[str, Any]:
-    """How many kernels a step starts, and its microseconds in those of a kind, whose names differ in numbers."""
+    """How many kernels a step starts, and its microseconds in those of a kind, whose names
+    differ in numbers.
+    """
 
     def again(state: Any) -> Any:
         cache, token, finite = run(model, *state, steps=steps)

@@ -1,6 +1,8 @@
-"""Device time of most_voted by block sizes, and of its reference: `python benchmarks/most_voted.py`, on a GPU.
+"""Device time of most_voted by block sizes, and of its reference: `python
+benchmarks/most_voted.py`, on a GPU.
 
-All calls select from the same votes: in a model too, the votes that `collide` has just written are in the L2 cache.
+All calls select from the same votes: in a model too, the votes that `collide` has just written
+are in the L2 cache.
 """
 
 from __future__ import annotations

@@ -3,10 +3,11 @@
     pip install cosmic-ray==8.7.0
     python benchmarks/mutants.py policies --sample 40 --seed 0
 
-mutates a copy of the tree, a number drawn at random, and runs the tests of the mutated module, then those of the room
-on mutants that live. It lists each mutant that lives as a diff; a person says which of them are equivalent. A line of
-JSON for each mutant goes to --out, and a run that stops goes on from there. This takes seconds a mutant that is found
-and minutes for one that lives, so it is for a maintainer, and not for CI. mutmut is no choice here: it forks a process
+mutates a copy of the tree, a number drawn at random, and runs the tests of the mutated module,
+then those of the room on mutants that live. It lists each mutant that lives as a diff; a person
+says which of them are equivalent. A line of JSON for each mutant goes to --out, and a run that
+stops goes on from there. This takes seconds a mutant that is found and minutes for one that
+lives, so it is for a maintainer, and not for CI. mutmut is no choice here: it forks a process
 that has run the tests, and jax does not survive a fork.
 """
 
@@ -28,7 +29,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-# Boundaries, signs, flags and numbers by one; not the replacement of each operator by all others.
+# Boundaries, signs, flags and numbers by one; not the replacement of each operator by all
+# others.
 OPERATORS = re.compile(
     r"core/(ReplaceComparisonOperator_(Lt_LtE|LtE_Lt|Gt_GtE|GtE_Gt|Lt_GtE|Gt_LtE|Eq_NotEq|NotEq_Eq|Is_IsNot|IsNot_Is)"
     r"|ReplaceBinaryOperator_(Add_Sub|Sub_Add|Mul_Add|Mul_FloorDiv|FloorDiv_Mul|Div_Mul|Mod_FloorDiv|BitAnd_BitOr"
@@ -144,9 +146,8 @@ def mutants(room: str) -> list[Any]:
             before = "".join(
                 [*lines[max(row - 3, 0) : row - 1], lines[row - 1][:column]]
             ).rstrip()
-            star = (
-                "Operator_Mul" in one.operator_name and before[-1] in "([{,=:"
-            )  # `*, x` in arguments is no product
+            # `*, x` in arguments is no product
+            star = "Operator_Mul" in one.operator_name and before[-1] in "([{,=:"
             if OPERATORS.fullmatch(one.operator_name) and not noted and not star:
                 found.append(one)
     return found

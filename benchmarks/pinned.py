@@ -1,12 +1,15 @@
-"""How much host memory caches can use, and how long it takes to get it, with XLA's pool growing and preallocated.
+"""How much host memory caches can use, and how long it takes to get it, with XLA's pool growing
+and preallocated.
 
     python benchmarks/pinned.py [--share 0.85] [--piece 2]
 
-XLA's pool of pinned memory grows by regions that double, up to `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB`, to which the last
-one is cut. With `XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE=true` it takes one region of that size when it is first used, and
-so does the pool through which arrays of NumPy are copied: both together are more than the machine has if the limit is
-more than half. Each way is measured in a process of its own, which makes arrays of `--piece` GiB in host memory until
-they fill a share of the free memory. `taken` is by how much the free memory fell.
+XLA's pool of pinned memory grows by regions that double, up to
+`XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB`, to which the last one is cut. With
+`XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE=true` it takes one region of that size when it is first
+used, and so does the pool through which arrays of NumPy are copied: both together are more than
+the machine has if the limit is more than half. Each way is measured in a process of its own,
+which makes arrays of `--piece` GiB in host memory until they fill a share of the free memory.
+`taken` is by how much the free memory fell.
 """
 
 from __future__ import annotations

@@ -1,15 +1,20 @@
-"""A decode step where no kernel runs, beside the same by hand: `python benchmarks/plain.py [--lengths 8192,131072]`.
+"""A decode step where no kernel runs, beside the same by hand: `python benchmarks/plain.py
+[--lengths 8192,131072]`.
 
-Every preset takes steps in plain JAX (`ops.use("xla")`) on whatever device there is: a CPU, a TPU, a GPU. By hand means
-what one writes in ten lines, without a library, in the same run:
-- select: exact scores, `lax.top_k`, `take_along_axis`, softmax, for presets that select a budget of stored tokens; on a
-  GPU also with values in host memory (`fetch_by_hand_us`) for those of these presets that keep theirs there;
-- attend: softmax attention to all tokens, for presets that read everything, in whatever form they keep it;
-- held: the same over as many slots as the preset has for each head, for presets that keep no other tokens.
+Every preset takes steps in plain JAX (`ops.use("xla")`) on whatever device there is: a CPU, a
+TPU, a GPU. By hand means what one writes in ten lines, without a library, in the same run:
+- select: exact scores, `lax.top_k`, `take_along_axis`, softmax, for presets that select a
+  budget of stored tokens; on a GPU also with values in host memory (`fetch_by_hand_us`) for
+  those of these presets that keep theirs there;
+- attend: softmax attention to all tokens, for presets that read everything, in whatever form
+  they keep it;
+- held: the same over as many slots as the preset has for each head, for presets that keep no
+  other tokens.
 
-On a GPU, times are those of the kernels; elsewhere the host's clock, with the two programs taking turns, so that a busy
-machine slows both: read the ratios. States are filled with random keys and values; for presets that need the queries of
-a prompt, with a prompt of `--prompt` tokens, so that these read no more than that many.
+On a GPU, times are those of the kernels; elsewhere the host's clock, with the two programs
+taking turns, so that a busy machine slows both: read the ratios. States are filled with random
+keys and values; for presets that need the queries of a prompt, with a prompt of `--prompt`
+tokens, so that these read no more than that many.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""score_pages in plain Pallas Mosaic GPU against kvjax's kernel: `python benchmarks/plain_score_pages.py`, on a GPU.
+"""score_pages in plain Pallas Mosaic GPU against kvjax's kernel: `python
+benchmarks/plain_score_pages.py`, on a GPU.
 
-The plain kernel does not use `kernels_pallas.simt`: a pipeline copies tiles of 64 pages by TMA, and `wgmma`
-multiplies them with the heads as columns. It needs whole tiles and at most 8 heads. The queries' positive and negative
-parts are made by XLA, in a kernel of their own.
+The plain kernel does not use `kernels_pallas.simt`: a pipeline copies tiles of 64 pages by TMA,
+and `wgmma` multiplies them with the heads as columns. It needs whole tiles and at most 8 heads.
+The queries' positive and negative parts are made by XLA, in a kernel of their own.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ CONFIGS = [
 def plain_score_pages(
     q: Array, low: Array, high: Array, *, scale: float, config: Config | None = None
 ) -> Array:
-    """f32[B, K, G, P]: scale * sum_i max(q_i low_i, q_i high_i) of q [B, K, G, D] and corners [B, K, P, D]."""
+    """f32[B, K, G, P]: scale * sum_i max(q_i low_i, q_i high_i) of q [B, K, G, D] and corners
+    [B, K, P, D].
+    """
     (B, K, G, D), P, dtype = q.shape, low.shape[2], low.dtype
     if P % TILE or G > HEADS:
         raise NotImplementedError(
@@ -115,7 +118,9 @@ def plain_score_pages(
 
 
 def measure(sweep: Sweep, B: int, K: int, G: int, P: int, D: int, dtype: str) -> dict[str, Any]:
-    """A row of the plain kernel; "ours" and "ours_mosaic" are kvjax's, alone and with XLA's kernels around it."""
+    """A row of the plain kernel; "ours" and "ours_mosaic" are kvjax's, alone and with XLA's
+    kernels around it.
+    """
     moved = B * K * P * (4 * D + 4 * G)
     n, scale = repeats(moved), D**-0.5
 

@@ -1,6 +1,8 @@
-"""The commands that `python -m benchmarks.run` runs, in order: what a GPU is asked, in pieces of a few minutes.
+"""The commands that `python -m benchmarks.run` runs, in order: what a GPU is asked, in pieces
+of a few minutes.
 
-A cell is one command. It writes its rows as they come, so it is small where a command can be split by method or length.
+A cell is one command. It writes its rows as they come, so it is small where a command can be
+split by method or length.
 """
 
 from __future__ import annotations
@@ -68,7 +70,9 @@ class Cell:
 
     @property
     def warms(self) -> bool:
-        """Whether it may be compiled beside others: `WARMING` ends it soon, and it leaves them room on the GPU."""
+        """Whether it may be compiled beside others: `WARMING` ends it soon, and it leaves them
+        room on the GPU.
+        """
         return shlex.split(self.command)[0] in WARMED
 
     @property
@@ -264,14 +268,16 @@ def _devices() -> Iterator[Cell]:
     yield Cell("devices", "prompt", command, small, 400, smoke_env=two)
 
 
-# As in docs/real_models.md: settings with which a method has budget for more than its sink and window.
+# As in docs/real_models.md: settings with which a method has budget for more than its sink and
+# window.
 SELECTING = ("fier", "pariskv:sink=4,local=16", "quest", "freekv:sink=0,local=32,page=16")
 WHOLE = ("full", "logquant", "kivi")
 EVICTING = ("snapkv", "streaming_llm")
 # Presets that no other table of the page has, but for those that need settings of the model.
 OTHERS = ("exact", "tova", "logevict", "adakv", "mikv", "h2o", "raas", "pqcache:local=16")
 OTHERS += ("magicpig:local=16,chunk=32", "arkvale:sink=0,local=32,page=16")
-# The papers' settings, at the budgets that fit them; 1000000 is the theta of Qwen2.5, and 40 a rank of 16 %.
+# The papers' settings, at the budgets that fit them; 1000000 is the theta of Qwen2.5, and 40 a
+# rank of 16 %.
 PAPERS = {
     "freekv": ("full", "freekv:dense_layers=1"),
     "arkvale": ("arkvale", "arkvale:per=layer,topk=1024"),
@@ -289,9 +295,14 @@ def _checkpoint() -> Iterator[Cell]:
     def scored(
         name: str, out: str, options: str, caches: Sequence[str], budgets: str, small: str
     ) -> Iterator[Cell]:
-        """A process reads each prompt once for all of its caches, whose programs compile beside one another."""
+        """A process reads each prompt once for all of its caches, whose programs compile beside
+        one another.
+        """
         every = " ".join(f"--cache {cache}" for cache in caches)
-        command = f"-m kvjax.cli eval {{checkpoint}} {options} {every} --budget {budgets} --parallel 8 --out {{out}}/{out}"
+        command = (
+            f"-m kvjax.cli eval {{checkpoint}} {options} {every} --budget {budgets} "
+            f"--parallel 8 --out {{out}}/{out}"
+        )
         smoke = small if "--budget" in small else f"{small} --budget 64"
         yield Cell("checkpoint", name, command, smoke, 480, resumes=True)
 

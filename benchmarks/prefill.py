@@ -1,12 +1,15 @@
-"""The time that an index, or quantising, adds to the prefill of a prompt, and a flushed chunk to a decoded token.
+"""The time that an index, or quantising, adds to the prefill of a prompt, and a flushed chunk
+to a decoded token.
 
     python benchmarks/prefill.py [--lengths 32768,131072] [--methods fier,logquant] [--out FILE]
 
-Two layers of Llama-3.1-8B with random bf16 weights store a prompt in one chunk, which is the whole of their prefill:
-projections, cuDNN attention, MLP, and the work of the cache. `added` is the device time over that with kvjax's Full,
-minus 1. `seal_us` is the time of the policy's `flush` of a full recent block, which happens once in `chunk` tokens.
-Spread over these tokens, it adds the share `seal_added` to a decoded token's whole time in a layer (attention and MLP).
-Without a GPU (`--quick`) sizes are small and the clock is the host's; that only shows that the script works.
+Two layers of Llama-3.1-8B with random bf16 weights store a prompt in one chunk, which is the
+whole of their prefill: projections, cuDNN attention, MLP, and the work of the cache. `added` is
+the device time over that with kvjax's Full, minus 1. `seal_us` is the time of the policy's
+`flush` of a full recent block, which happens once in `chunk` tokens. Spread over these tokens,
+it adds the share `seal_added` to a decoded token's whole time in a layer (attention and MLP).
+Without a GPU (`--quick`) sizes are small and the clock is the host's; that only shows that the
+script works.
 """
 
 from __future__ import annotations

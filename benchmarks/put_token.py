@@ -1,6 +1,7 @@
 """Device time of put_token and of its reference: `python benchmarks/put_token.py`, on a GPU.
 
-Each call puts a token into the zones of 16 layers, which are donated to it and returned, as in a decode step.
+Each call puts a token into the zones of 16 layers, which are donated to it and returned, as in
+a decode step.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ LAYERS = 16
 
 def measure(_: Sweep, B: int, K: int, zones: tuple[int, ...], D: int) -> dict[str, Any]:
     def blocks() -> list[list[Block]]:
-        """The zones of each layer: a full sink, if there is one, and a recent block with room for all calls."""
+        """The zones of each layer: a full sink, if there is one, and a recent block with room
+        for all calls.
+        """
         counts = [*zones[:-1], 0]
         return [
             [

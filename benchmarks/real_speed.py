@@ -1,15 +1,18 @@
-"""TTFT, TPOT and tokens a second of a published model on real text, by method, length and batch.
+"""TTFT, TPOT and tokens a second of a published model on real text, by method, length and
+batch.
 
-    python benchmarks/real_speed.py MODEL --text book.txt [--sizes 16384x8,32768x1] [--methods "cudnn full fier"]
+    python benchmarks/real_speed.py MODEL --text book.txt [--sizes 16384x8,32768x1] [--methods
+    "cudnn full fier"]
 
-The prompts are excerpts of a book, so queries turn as they do in use: FreeKV's corrections and the choice of every
-selector are real. Up to `--different` prompts are read once by the model and stored into each cache; a larger batch
-repeats them. Then `kvjax.generation.Stream`, the loop of `Checkpoint.generate`, decodes greedily by blocks of steps,
-and TPOT is the median over blocks. The time to the first token is that of a prompt of one row that each cache reads
-for itself, the median of three; it comes after all sizes. `cudnn` is full attention by one cuDNN call a layer.
-`bytes_per_second` is the rate of a long plain read on the same device, for floors. What the file has is not measured
-again; each row is written as soon as it is done. Programs of all methods are compiled beside one another before the
-clock runs.
+The prompts are excerpts of a book, so queries turn as they do in use: FreeKV's corrections and
+the choice of every selector are real. Up to `--different` prompts are read once by the model
+and stored into each cache; a larger batch repeats them. Then `kvjax.generation.Stream`, the
+loop of `Checkpoint.generate`, decodes greedily by blocks of steps, and TPOT is the median over
+blocks. The time to the first token is that of a prompt of one row that each cache reads for
+itself, the median of three; it comes after all sizes. `cudnn` is full attention by one cuDNN
+call a layer. `bytes_per_second` is the rate of a long plain read on the same device, for
+floors. What the file has is not measured again; each row is written as soon as it is done.
+Programs of all methods are compiled beside one another before the clock runs.
 """
 
 from __future__ import annotations
@@ -89,7 +92,9 @@ def excerpts(checkpoint: Checkpoint, text: Path, length: int, count: int) -> np.
 
 
 def repeated(read: Cache, times: int) -> Iterator[LayerCache]:
-    """The layers of prompts, with each row `times` times: one layer at a time, as all of them would not fit."""
+    """The layers of prompts, with each row `times` times: one layer at a time, as all of them
+    would not fit.
+    """
 
     def tile(a: Array) -> Array:
         return jnp.tile(a, (times, *[1] * (a.ndim - 1)))
@@ -111,7 +116,9 @@ def empty(checkpoint: Checkpoint, policies: PerLayer, batch: int, capacity: int)
 def first_token(
     checkpoint: Checkpoint, policies: PerLayer, tokens: np.ndarray, capacity: int
 ) -> float:
-    """Seconds from a prompt i32[1, T] to the logits after it, with those to compile if it is the first call."""
+    """Seconds from a prompt i32[1, T] to the logits after it, with those to compile if it is
+    the first call.
+    """
     cache = jax.block_until_ready(empty(checkpoint, policies, 1, capacity))
     begin = time.perf_counter()
     jax.block_until_ready(prefill(checkpoint.model, cache, tokens, first_chunk=True))
@@ -214,7 +221,9 @@ def read_first(
     given: argparse.Namespace,
     keep: Callable[[str, float], None],
 ) -> None:
-    """TTFT of every method at one length, one row; `keep` takes a method and its seconds, the median of three."""
+    """TTFT of every method at one length, one row; `keep` takes a method and its seconds, the
+    median of three.
+    """
     tokens = excerpts(checkpoint, given.text, length, 1)
     capacity = capacity_for(length, given)
     with ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -1,8 +1,9 @@
-"""Device time of rerank by block size, and of its reference: `python benchmarks/rerank.py`, on a GPU.
+"""Device time of rerank by block size, and of its reference: `python benchmarks/rerank.py`, on
+a GPU.
 
-Each call scores several lists of different keys in turn, which together read twice the size of the L2 cache, so that
-most codes come from device memory, as in a model. (Lists share a store, of 100 MB at 8 x 131072; at 32768 it is 25 MB,
-and fits in L2.)
+Each call scores several lists of different keys in turn, which together read twice the size of
+the L2 cache, so that most codes come from device memory, as in a model. (Lists share a store,
+of 100 MB at 8 x 131072; at 32768 it is 25 MB, and fits in L2.)
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def inputs(
         for key, x in zip(keys[1:3], (N, 3 * N), strict=True)
     )
     weights = jax.random.uniform(keys[3], (B, K, S, N), "bfloat16", 0.5, 2.0)
-    # One slot from each of M equal parts of the store, in order, as when the votes of many keys are cut off.
+    # One slot from each of M equal parts of the store, in order, as when the votes of many keys
+    # are cut off.
     slots = jax.random.randint(keys[4], (n, B, K, G, M), 0, S // M) + jnp.arange(M) * (S // M)
     return (
         q,

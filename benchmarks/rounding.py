@@ -2,10 +2,11 @@
 
     python benchmarks/rounding.py MODEL --text book.txt
 
-Full attention in float32, with exact products, continues excerpts of a book greedily. Its tokens are then fed to the
-model in `--dtype` through each cache, whose budget holds all of them, in lockstep with float32. At each step the
-distribution of the next token is compared with that of float32: the Kullback-Leibler divergence in nats, how often the
-likeliest token is another, and the root mean square of the differences of logits, each less its mean over the
+Full attention in float32, with exact products, continues excerpts of a book greedily. Its
+tokens are then fed to the model in `--dtype` through each cache, whose budget holds all of
+them, in lockstep with float32. At each step the distribution of the next token is compared with
+that of float32: the Kullback-Leibler divergence in nats, how often the likeliest token is
+another, and the root mean square of the differences of logits, each less its mean over the
 vocabulary. Caches of two bits show what quantisation costs on the same tokens.
 """
 
@@ -52,7 +53,9 @@ def begin(
 
 @jax.jit
 def compare(exact: Array, logits: Array) -> Array:
-    """f32[3, B]: KL divergence, whether the likeliest token is another, and the mean square of centred differences."""
+    """f32[3, B]: KL divergence, whether the likeliest token is another, and the mean square of
+    centred differences.
+    """
     log_p, log_q = jax.nn.log_softmax(exact), jax.nn.log_softmax(logits)
     divergence = jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
     other = jnp.argmax(exact, axis=-1) != jnp.argmax(logits, axis=-1)
@@ -68,7 +71,9 @@ def run(
     steps: int,
     fed: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`compare` at each step f32[steps, 3, B], and the tokens that were fed i32[B, steps]: greedy where none given."""
+    """`compare` at each step f32[steps, 3, B], and the tokens that were fed i32[B, steps]:
+    greedy where none given.
+    """
     with jax.default_matmul_precision("highest"):
         right, right_cache = begin(exact, PerLayer.of(Full()), tokens, steps)
     found, found_cache = begin(rounded, policies, tokens, steps)

@@ -1,22 +1,25 @@
 """Runs the plan of benchmarks, a part at a time, and skips what this code has already measured.
 
-    python -m benchmarks.run --out measured --minutes 9 [--parts kernels,steps] [--match fier] [--parallel 8] [--list]
-    python -m benchmarks.run --out measured --parts checkpoint --checkpoint DIR --text BOOK --other BOOK --gsm8k DIR
-    python -m benchmarks.run --out measured --smoke
+    python -m benchmarks.run --out measured --minutes 9 [--parts kernels,steps] [--match fier]
+    [--parallel 8] [--list] python -m benchmarks.run --out measured --parts checkpoint
+    --checkpoint DIR --text BOOK --other BOOK --gsm8k DIR python -m benchmarks.run --out
+    measured --smoke
 
-Each cell of `plan.py` is a process with a time limit. A cell begins only if there is time for its limit, or for the
-time that it took before; one that still runs at the end of `--minutes` is stopped. All share a cache of compiled
-programs. After each cell a line is printed and OUT/cells.json is written, with the digest of the code and the kind of
-device: so a second call continues where the first stopped, and a call with other code or another device starts over.
+Each cell of `plan.py` is a process with a time limit. A cell begins only if there is time for
+its limit, or for the time that it took before; one that still runs at the end of `--minutes` is
+stopped. All share a cache of compiled programs. After each cell a line is printed and
+OUT/cells.json is written, with the digest of the code and the kind of device: so a second call
+continues where the first stopped, and a call with other code or another device starts over.
 Results are in OUT/results, the output of cells in OUT/logs; nothing else needs to be kept.
 
-With `--parallel 8`, work that is not timed comes first, eight processes at a time: tests of kernels, measurements of
-quality, and compilation. They share the GPU's memory, and most cells of a published model decode eight caches at the
-same time: three such cells of a 1.5B model were too many for 139 GiB. Most of the time of a short cell is compiling, on
-one core. So timed cells are first run briefly, to fill the cache of programs; their times in that run are discarded.
+With `--parallel 8`, work that is not timed comes first, eight processes at a time: tests of
+kernels, measurements of quality, and compilation. They share the GPU's memory, and most cells
+of a published model decode eight caches at the same time: three such cells of a 1.5B model were
+too many for 139 GiB. Most of the time of a short cell is compiling, on one core. So timed cells
+are first run briefly, to fill the cache of programs; their times in that run are discarded.
 
-`--smoke` runs each command on the CPU with its smallest sizes, to find a wrong option or a missing package; with
-`--one`, only one of the cells that differ by method or length alone.
+`--smoke` runs each command on the CPU with its smallest sizes, to find a wrong option or a
+missing package; with `--one`, only one of the cells that differ by method or length alone.
 """
 
 from __future__ import annotations
@@ -188,7 +191,9 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 def environment(
     cell: Cell, given: argparse.Namespace, *, parallel: bool = False
 ) -> dict[str, str]:
-    """The environment of a cell's process; with `parallel`, the process gets only its share of the GPU's memory."""
+    """The environment of a cell's process; with `parallel`, the process gets only its share of
+    the GPU's memory.
+    """
     share = (
         {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{MEMORY / given.parallel:.2f}", **BESIDE_OTHERS}
         if parallel
@@ -212,7 +217,8 @@ def run_beside(
     untimed: Sequence[Cell], warmed: Sequence[Cell], given: argparse.Namespace, state: State,
     places: dict[str, str], until: float,
 ) -> list[str]:  # fmt: skip
-    """Runs cells that are not timed, and others briefly, `given.parallel` at a time; the statuses of the former.
+    """Runs cells that are not timed, and others briefly, `given.parallel` at a time; the
+    statuses of the former.
 
     A cell that fails in its brief run fails again when it is measured, and is reported then.
     """
@@ -240,10 +246,11 @@ def run_beside(
 
 
 def inputs(given: argparse.Namespace) -> dict[str, str]:
-    """The values of the names in braces: the paths of the inputs and of the results, and a task.
+    """The values of the names in braces: the paths of the inputs and of the results, and a
+    task.
 
-    The code is 120 modules of Python's own library; the docs are those of kvjax, without their tables. With --smoke,
-    this writes small inputs for those that were not given.
+    The code is 120 modules of Python's own library; the docs are those of kvjax, without their
+    tables. With --smoke, this writes small inputs for those that were not given.
     """
     folder = given.out.resolve() / "inputs"
     found: dict[str, Path] = {
@@ -371,7 +378,9 @@ def measure(
     *,
     parallel: bool = False,
 ) -> str:
-    """Runs a cell, keeps and prints its outcome, and returns its status. With `parallel`, it may take twice as long."""
+    """Runs a cell, keeps and prints its outcome, and returns its status. With `parallel`, it
+    may take twice as long.
+    """
     name, left, longest = name_of(cell), until - time.monotonic(), (1 + parallel) * cell.seconds
     if left < (min(state.seconds(cell), 120) if cell.resumes else state.seconds(cell)):
         return NO_TIME

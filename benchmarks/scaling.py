@@ -1,4 +1,5 @@
-"""Predicted TPOT, bytes, FLOPs and traffic of Llama shapes on groups of GPUs, beside what was measured on two and four.
+"""Predicted TPOT, bytes, FLOPs and traffic of Llama shapes on groups of GPUs, beside what was
+measured on two and four.
 
     python benchmarks/scaling.py [--devices FILE]
 
@@ -6,24 +7,28 @@ Runs anywhere: it measures nothing. A decode step on one GPU takes
 
     once + layers * fixed + weights / rate of the memory + tokens * rows * (slope of each layer)
 
-where the first two dense layers of a method that selects have the slope of `full`. Weights are those that a step reads:
-all but the table of embeddings. `once`, `fixed` and the slopes are fitted by least squares to the steps of one GPU in
-results/devices.json, or in FILE (H100). On several GPUs weights and tokens are divided by those that share them, the
-rest stays, and each collective of the decode loop takes what the same file has for 16 KB (`--links`) plus `step_us`:
-what the loop of links does not have, such as the wait for the last GPU. It is taken from `full` with heads over two
-GPUs. A layer that selects over devices takes `selection_us` more, fitted to `fier` with tokens over two: a constant and
-a time for each token of a device. All else ("cells") is a prediction. Measured is the fastest of four blocks of steps;
-medians have stray pauses of collectives, and are in devices.json.
+where the first two dense layers of a method that selects have the slope of `full`. Weights are
+those that a step reads: all but the table of embeddings. `once`, `fixed` and the slopes are
+fitted by least squares to the steps of one GPU in results/devices.json, or in FILE (H100). On
+several GPUs weights and tokens are divided by those that share them, the rest stays, and each
+collective of the decode loop takes what the same file has for 16 KB (`--links`) plus `step_us`:
+what the loop of links does not have, such as the wait for the last GPU. It is taken from `full`
+with heads over two GPUs. A layer that selects over devices takes `selection_us` more, fitted to
+`fier` with tokens over two: a constant and a time for each token of a device. All else
+("cells") is a prediction. Measured is the fastest of four blocks of steps; medians have stray
+pauses of collectives, and are in devices.json.
 
-"rows" are predictions for groups of 8 H200s (the axis `heads`), and for several such groups that share the tokens of a
-row (the axis `context`). `once`, `fixed` and slopes are those of the steps of one H200 in results/end_to_end.json.
-A sum moves its bytes over NVLink as a ring does, on top of the time of a small one. With several groups the MLP's sum
-is over all, and gathers too: both cross nodes and take BETWEEN more. A layer gathers the parts of attention,
-(D + 1) * 4 bytes a query head from each group; one that selects by FIER also G * 4 bytes a KV head, and 8 bytes for
-each token of the budget and KV head.
+"rows" are predictions for groups of 8 H200s (the axis `heads`), and for several such groups
+that share the tokens of a row (the axis `context`). `once`, `fixed` and slopes are those of the
+steps of one H200 in results/end_to_end.json. A sum moves its bytes over NVLink as a ring does,
+on top of the time of a small one. With several groups the MLP's sum is over all, and gathers
+too: both cross nodes and take BETWEEN more. A layer gathers the parts of attention, (D + 1) * 4
+bytes a query head from each group; one that selects by FIER also G * 4 bytes a KV head, and 8
+bytes for each token of the budget and KV head.
 
-Constants: NVLink moves 450 GB/s in each direction of an H100 or H200 (NVIDIA's datasheets: 900 GB/s in all). Between
-nodes a GPU has 50 GB/s (NVIDIA DGX H200 datasheet: eight links of 400 Gb/s). BETWEEN is an assumption.
+Constants: NVLink moves 450 GB/s in each direction of an H100 or H200 (NVIDIA's datasheets: 900
+GB/s in all). Between nodes a GPU has 50 GB/s (NVIDIA DGX H200 datasheet: eight links of 400
+Gb/s). BETWEEN is an assumption.
 """
 
 from __future__ import annotations
@@ -116,8 +121,8 @@ class Fit:
 def fitted(
     method: str, rows: Iterable[dict[str, Any]], rate: float, full: Fit | None
 ) -> Fit | None:
-    """The fit to steps of one GPU; None if they are of one size. Other methods than `full` take `once` from its fit,
-    and the slope of their dense layers."""
+    """The fit to steps of one GPU; None if they are of one size. Other methods than `full` take
+    `once` from its fit, and the slope of their dense layers."""
     alone = list(rows)
     tokens = [r["layers"] * r["length"] * r["batch"] for r in alone]
     if len(set(tokens)) < 2:
@@ -246,8 +251,9 @@ class Measured:
         return found
 
     def crossings(self) -> dict[str, int]:
-        """By number of GPUs that share the tokens: tokens of all rows from which `fier` is faster than `full`, between
-        the steps at one row and at eight of the same length; 0 if it is at one row."""
+        """By number of GPUs that share the tokens: tokens of all rows from which `fier` is
+        faster than `full`, between the steps at one row and at eight of the same length; 0 if
+        it is at one row."""
         at = {
             (axes(r)["ctx"], r["method"], r["batch"]): r["tpot_ms_min"]
             for r in self.steps if list(axes(r)) == ["ctx"] and (r["length"], r["layers"]) == (131072, 8)

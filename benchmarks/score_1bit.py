@@ -1,4 +1,6 @@
-"""Device time of score_1bit by block sizes, and of its reference: `python benchmarks/score_1bit.py`, on a GPU."""
+"""Device time of score_1bit by block sizes, and of its reference: `python
+benchmarks/score_1bit.py`, on a GPU.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Device time of score_pages by block sizes, and of its reference: `python benchmarks/score_pages.py`, on a GPU.
+"""Device time of score_pages by block sizes, and of its reference: `python
+benchmarks/score_pages.py`, on a GPU.
 
-Each call scores several sets of pages, which together have twice the size of the L2 cache, so that they come from
-device memory.
+Each call scores several sets of pages, which together have twice the size of the L2 cache, so
+that they come from device memory.
 """
 
 from __future__ import annotations

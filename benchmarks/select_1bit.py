@@ -1,5 +1,5 @@
-"""Device time from a query to its slots by 1-bit keys: of select_1bit's two kernels by block sizes, of score_1bit with
-top_k_grouped, and of the references.
+"""Device time from a query to its slots by 1-bit keys: of select_1bit's two kernels by block
+sizes, of score_1bit with top_k_grouped, and of the references.
 
     python benchmarks/select_1bit.py
 
@@ -103,9 +103,12 @@ def measure(
 
     @jax.jit
     def ranks(q: Array, ix: OneBit, span: Any, arrived: Any, count: Array) -> Array:
-        """Ranks of scores in f16, as the kernel keeps them, with softmax sums of the unrounded scores."""
+        """Ranks of scores in f16, as the kernel keeps them, with softmax sums of the unrounded
+        scores.
+        """
         stored = ops.score_1bit(q, ix, scale=D**-0.5, implementation="mosaic")
-        # Rounds to f16; XLA would drop a pair of conversions. Scores below 6e-5 become 0: much less than `most`.
+        # Rounds to f16; XLA would drop a pair of conversions. Scores below 6e-5 become 0: much
+        # less than `most`.
         late, kept = (jax.lax.reduce_precision(x, 5, 10) for x in (arrived[0], stored))
         half = jnp.concatenate([kept, late], axis=-1)
         if group_reduce == "mean_score":
@@ -119,8 +122,8 @@ def measure(
     highest = jnp.sort(jax.lax.top_k(ranked, k)[0], axis=-1)
 
     def error(got: Selection, _: Selection) -> float:
-        """The largest difference of the ranks of the selected units from the highest, in order: units whose ranks
-        differ by rounding may be swapped."""
+        """The largest difference of the ranks of the selected units from the highest, in order:
+        units whose ranks differ by rounding may be swapped."""
         ours = jnp.sort(jnp.take_along_axis(ranked, got.slots, axis=-1), axis=-1)
         return (
             float(jnp.max(jnp.abs(ours - highest)))

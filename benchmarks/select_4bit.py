@@ -1,7 +1,8 @@
-"""Device time of select_4bit by block sizes, and of its reference: `python benchmarks/select_4bit.py`, on a GPU.
+"""Device time of select_4bit by block sizes, and of its reference: `python
+benchmarks/select_4bit.py`, on a GPU.
 
-Each call selects from several lists of candidates, which together read twice the size of the L2 cache, as in
-`benchmarks/rerank.py`.
+Each call selects from several lists of candidates, which together read twice the size of the L2
+cache, as in `benchmarks/rerank.py`.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ def measure(
         return [run(q, keys, some, among) for some in lists]
 
     def error(got: list[PackedSelection], want: list[PackedSelection]) -> float:
-        """The largest share of a list's selection that is not the reference's: near ties in f16."""
+        """The largest share of a list's selection that is not the reference's: near ties in
+        f16.
+        """
         rows = [
             jnp.sort(p.slots.reshape(-1, k), axis=-1)
             for both in zip(got, want, strict=True)

@@ -1,10 +1,11 @@
-"""Device time from a query to its pages by their boxes: of select_pages' two kernels by block sizes, of score_pages
-with top_k_grouped, and of the references.
+"""Device time from a query to its pages by their boxes: of select_pages' two kernels by block
+sizes, of score_pages with top_k_grouped, and of the references.
 
     python benchmarks/select_pages.py
 
-on a GPU. "scores" and "choice" are the kernels of the default. Each call selects from several sets of pages, at most
-`MOST`, which together have twice the size of the L2 cache, so that they come from device memory.
+on a GPU. "scores" and "choice" are the kernels of the default. Each call selects from several
+sets of pages, at most `MOST`, which together have twice the size of the L2 cache, so that they
+come from device memory.
 """
 
 from __future__ import annotations
@@ -122,8 +123,8 @@ def measure(
     ranked = each(ranks, *args)
 
     def error(got: list[Selection], _: list[Selection]) -> float:
-        """The largest difference of the ranks of the selected pages from the highest, in order: pages whose ranks
-        differ by rounding may be swapped."""
+        """The largest difference of the ranks of the selected pages from the highest, in order:
+        pages whose ranks differ by rounding may be swapped."""
         worst = 0.0
         for rank, one in zip(ranked, got, strict=True):
             ours = jnp.sort(jnp.take_along_axis(rank, one.slots, axis=-1), axis=-1)

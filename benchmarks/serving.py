@@ -1,30 +1,39 @@
 """Tokens per second of the engine, of fixed batches, and of answers that share a prompt.
 
-    python benchmarks/serving.py --parts engine batches full --methods full          # a GPU of 80 GB
-    python benchmarks/serving.py --tiny --out serving.json                           # a CPU; a trial of the script
+    python benchmarks/serving.py --parts engine batches full --methods full          # a GPU of
+    80 GB python benchmarks/serving.py --tiny --out serving.json                           # a
+    CPU; a trial of the script
 
 Random weights in the shape of Llama 3.1 8B, and random prompts. The parts:
 
-  engine     the first --requests of 256 requests, with prompts of 1K to 32K tokens and answers of 16 to 1024, both
-             log-uniform, by a `kvjax.Engine`. `busy_tokens_per_second` counts the blocks in which all slots decode and
-             no prompt is read; `loop_tokens_per_second` is the rate of `full` for rows of the lengths that the
-             slots had meanwhile, and `busy_share` the quotient.
-  sizes      the same by an engine whose slots, in the same memory, are of three capacities (`small_slots`).
-  batches    the same by `kvjax.generate`, in batches in order of arrival, each as long as its longest answer. They have
-             a row more than the engine has slots, for the row into which it reads prompts. --every 4 runs every fourth.
-  full       the engine's loop, called by itself: all slots decode at the mean length of a request.
-  copied     32 prompts with 8 answers each; each answer has a copy of its prompt.
+  engine     the first --requests of 256 requests, with prompts of 1K to 32K tokens and answers
+  of 16 to 1024, both
+             log-uniform, by a `kvjax.Engine`. `busy_tokens_per_second` counts the blocks in
+             which all slots decode and no prompt is read; `loop_tokens_per_second` is the rate
+             of `full` for rows of the lengths that the slots had meanwhile, and `busy_share`
+             the quotient.
+  sizes      the same by an engine whose slots, in the same memory, are of three capacities
+  (`small_slots`). batches    the same by `kvjax.generate`, in batches in order of arrival, each
+  as long as its longest answer. They have
+             a row more than the engine has slots, for the row into which it reads prompts.
+             --every 4 runs every fourth.
+  full       the engine's loop, called by itself: all slots decode at the mean length of a
+  request. copied     32 prompts with 8 answers each; each answer has a copy of its prompt.
   shared     the same, with the prompts stored once, in more slots of at most the same bytes.
-  rollout    decode steps of --rows rows of 32K tokens; the method `einsum` is the attention of tunix's sampler: one
-             product with all slots of a cache [B, S, K, D], of which a mask hides the empty ones.
-  groups     the same as `copied`, by `kvjax.generate`, in batches of as many rows as `copied` has slots, and one.
+  rollout    decode steps of --rows rows of 32K tokens; the method `einsum` is the attention of
+  tunix's sampler: one
+             product with all slots of a cache [B, S, K, D], of which a mask hides the empty
+             ones.
+  groups     the same as `copied`, by `kvjax.generate`, in batches of as many rows as `copied`
+  has slots, and one.
 
---layers 6 is for less time: with so many of the 32 layers and as large a part of the vocabulary, weights, products and
-the memory of caches are all 6/32, and the slots stay.
+--layers 6 is for less time: with so many of the 32 layers and as large a part of the
+vocabulary, weights, products and the memory of caches are all 6/32, and the slots stay.
 
-Every program is compiled before the clock starts, and kept on disk for the next call. A row is written to
-results/serving.json as soon as it is measured, and replaces the row of the same settings. After
---minutes a part ends early, and its rates are those until then: `answered` counts the requests.
+Every program is compiled before the clock starts, and kept on disk for the next call. A row is
+written to results/serving.json as soon as it is measured, and replaces the row of the same
+settings. After --minutes a part ends early, and its rates are those until then: `answered`
+counts the requests.
 """
 
 from __future__ import annotations
@@ -164,8 +173,9 @@ def run_engine(engine: kvjax.Engine, work: list[Any], n: int, minutes: float) ->
     before, asked, busy, busy_tokens, held = engine.stats(), 0, 0.0, 0, np.zeros(engine.slots)
     while any(not request.done for request in sent) and last - start < 60 * minutes:
         engine.step()
-        # A step returns the tokens of the block before; but on a GPU it waits for its own, whose loop asks the host
-        # whether to go on. So the clock waits for this block everywhere, and counts its tokens.
+        # A step returns the tokens of the block before; but on a GPU it waits for its own,
+        # whose loop asks the host whether to go on. So the clock waits for this block
+        # everywhere, and counts its tokens.
         jax.block_until_ready([block.tokens for block in engine._blocks])
         now, counts = time.perf_counter(), engine.stats()
         asked, before_it = sum(request.asked for request in sent), asked
@@ -249,8 +259,9 @@ def run_batches(
 def full_rate(
     model: Decoder, method: str, capacity: int, lengths: Sequence[int], calls: int
 ) -> dict[str, Any]:
-    """Tokens per second of the engine's loop, of rows of random keys and values, in calls of 64 steps. Halfway
-    through, the rows are as long as `lengths`, unless they would then end beyond the capacity."""
+    """Tokens per second of the engine's loop, of rows of random keys and values, in calls of 64
+    steps. Halfway through, the rows are as long as `lengths`, unless they would then end beyond
+    the capacity."""
     rng, steps, slots = (
         np.random.default_rng(0),
         min(64, capacity // (4 * (1 + calls))),

@@ -2,12 +2,13 @@
 
     python benchmarks/shared.py [--lengths 131072] [--batches 1,8] [--shares 1,2,4]
 
-Unrolled layers as in decode_step.py: every `share`-th one selects, and the others attend to the same slots of their own
-keys and values. "us" is the mean over layers of device time of the kernels; at share 1 it is that of decode_step.py.
-"follower_us" is the time of a layer that follows, computed from the times of share 1 and of this share. Before timing,
-the script compares the step of every layer with attention in plain JAX over the tokens that the kernels' anchor
-selected, and that selection with the one of plain JAX. The two may differ in tokens near the threshold, whose scores
-are equal but for rounding.
+Unrolled layers as in decode_step.py: every `share`-th one selects, and the others attend to the
+same slots of their own keys and values. "us" is the mean over layers of device time of the
+kernels; at share 1 it is that of decode_step.py. "follower_us" is the time of a layer that
+follows, computed from the times of share 1 and of this share. Before timing, the script
+compares the step of every layer with attention in plain JAX over the tokens that the kernels'
+anchor selected, and that selection with the one of plain JAX. The two may differ in tokens near
+the threshold, whose scores are equal but for rounding.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ def through(layers: Any, q: Array, k: Array, v: Array) -> tuple[Any, Any, Any]:
 
 
 def check(name: str, layers: Any, q: Array, k: Array, v: Array) -> None:
-    """Raises SystemExit if a layer's output is not attention over its selection, or its selection not plain JAX's."""
+    """Raises SystemExit if a layer's output is not attention over its selection, or its
+    selection not plain JAX's.
+    """
     got, selections = jax.jit(lambda *args: through(*args)[:2])(layers, q, k, v)
 
     @jax.jit

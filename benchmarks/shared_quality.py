@@ -1,11 +1,14 @@
-"""Quality of a published model when layers share selections: answers and perplexity, by how many layers share.
+"""Quality of a published model when layers share selections: answers and perplexity, by how
+many layers share.
 
-    python benchmarks/shared_quality.py MODEL --text book.txt --calibrate other-book.txt [--methods fier,pariskv,quest]
+    python benchmarks/shared_quality.py MODEL --text book.txt --calibrate other-book.txt
+    [--methods fier,pariskv,quest]
 
-First `calibrate.py` finds, for each method and share, the layers that select and the KV heads that serve those of
-others, on a separate text. Then `kvjax eval` asks for needles and pass keys, with the question decoded, and `kvjax
-perplexity` scores a text: for every n-th layer ("fier:share=4") and for the layers found ("fier:anchors=FILE"), at one
-budget. Every command is printed, and continues where it was interrupted. The folder of `--out` has a file for each pair
+First `calibrate.py` finds, for each method and share, the layers that select and the KV heads
+that serve those of others, on a separate text. Then `kvjax eval` asks for needles and pass
+keys, with the question decoded, and `kvjax perplexity` scores a text: for every n-th layer
+("fier:share=4") and for the layers found ("fier:anchors=FILE"), at one budget. Every command is
+printed, and continues where it was interrupted. The folder of `--out` has a file for each pair
 of method and share, and the folders of results of the two commands.
 """
 

@@ -1,13 +1,15 @@
 """Which layers should select, and which can attend to what another layer selected.
 
-`measure` drives the policy through live queries of all layers. It measures for each pair of layers, and for each pair
-of their KV heads, how well the selection of the earlier layer serves the later one. `Sharing.anchors` then finds the
-layers that should select, the anchors: those that minimise the sum of the output errors of all layers, by dynamic
-programming over the layers, if each KV head follows the head of its anchor that serves it best (`Sharing.heads`).
+`measure` drives the policy through live queries of all layers. It measures for each pair of
+layers, and for each pair of their KV heads, how well the selection of the earlier layer serves
+the later one. `Sharing.anchors` then finds the layers that should select, the anchors: those
+that minimise the sum of the output errors of all layers, by dynamic programming over the
+layers, if each KV head follows the head of its anchor that serves it best (`Sharing.heads`).
 
-**Source:** Kascade (Deshmukh et al. 2025), anchor layers selected on a development text by dynamic programming, and a
-map of KV heads. **Differs:** the cost is the relative error of the outputs, where Kascade takes the similarity of
-attention mass; the selections are those of the policy to be used.
+**Source:** Kascade (Deshmukh et al. 2025), anchor layers selected on a development text by
+dynamic programming, and a map of KV heads. **Differs:** the cost is the relative error of the
+outputs, where Kascade takes the similarity of attention mass; the selections are those of the
+policy to be used.
 """
 
 from __future__ import annotations
@@ -33,14 +35,17 @@ from kvjax.spec import require_int
 
 @dataclass(frozen=True)
 class Sharing:
-    """How well the selection of layer i serves layer j, for i <= j, means over steps and rows; NaN elsewhere."""
+    """How well the selection of layer i serves layer j, for i <= j, means over steps and rows;
+    NaN elsewhere.
+    """
 
     first: int  # the first layer that may select; layers before it attend to everything
-    overlap: (
-        np.ndarray
-    )  # f[L, L] share of the tokens of layer j's own selection that layer i reads too
+    # f[L, L] share of the tokens of layer j's own selection that layer i reads too
+    overlap: np.ndarray
     mass: np.ndarray  # f[L, L] share of softmax mass of layer j on the tokens of layer i
-    head_error: np.ndarray  # f[L, L, K, K] |out - exact out| / |exact out| of KV head k of layer j over the tokens of head h of layer i
+    # f[L, L, K, K] |out - exact out| / |exact out| of KV head k of layer j over the tokens of
+    # head h of layer i
+    head_error: np.ndarray
 
     @property
     def error(self) -> np.ndarray:
@@ -49,13 +54,16 @@ class Sharing:
 
     @property
     def least_error(self) -> np.ndarray:
-        """f[L, L] the error if each KV head of a later layer follows the head that serves it best."""
+        """f[L, L] the error if each KV head of a later layer follows the head that serves it
+        best.
+        """
         least = self.head_error.min(axis=-1).mean(axis=-1)
         np.fill_diagonal(least, np.diagonal(self.error))
         return np.asarray(least)
 
     def anchors(self, count: int) -> tuple[int, ...]:
-        """The `count` layers that should select to minimise the sum of the errors of all layers.
+        """The `count` layers that should select to minimise the sum of the errors of all
+        layers.
 
         Each KV head follows the head of its anchor that serves it best.
         """
@@ -63,7 +71,8 @@ class Sharing:
         count = require_int(
             "anchors(count=...)", count, at_least=1, at_most=layers - self.first
         )
-        # best[n][j]: least error of the layers from j on with n anchors, of which j is the first; and the next anchor
+        # best[n][j]: least error of the layers from j on with n anchors, of which j is the
+        # first; and the next anchor
         best = np.full((count + 1, layers + 1), np.inf)
         after = np.zeros((count + 1, layers + 1), int)
         best[0, layers] = 0.0
@@ -90,7 +99,9 @@ class Sharing:
         )
 
     def by_layer(self, anchors: tuple[int, ...]) -> list[dict[str, Any]]:
-        """A row for each layer past the dense ones: its anchor, and how well the anchor's selection serves it."""
+        """A row for each layer past the dense ones: its anchor, and how well the anchor's
+        selection serves it.
+        """
         rows, error, least = [], self.error, self.least_error
         for layer in range(self.first, len(self.overlap)):
             anchor = max(a for a in anchors if a <= layer)
@@ -115,7 +126,8 @@ class Sharing:
         )
 
     def heads(self, anchors: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
-        """For the layers that follow, which KV head of the anchor serves each of their KV heads best (`Shared.heads`).
+        """For the layers that follow, which KV head of the anchor serves each of their KV heads
+        best (`Shared.heads`).
 
         Layers whose heads are served best by the heads of the same numbers are left out.
         """
@@ -131,10 +143,12 @@ class Sharing:
 def measure(live: Live, policies: PerLayer, *, progress: Progress | None = None) -> Sharing:
     """Lets every layer select for itself and for the layers after it, through the live steps.
 
-    `policies` are those of a preset with a selection, such as `presets.fier(256)`. Its first layers are dense and are
-    left out. `progress` is called with the layers done, their number, and the layer.
+    `policies` are those of a preset with a selection, such as `presets.fier(256)`. Its first
+    layers are dense and are left out. `progress` is called with the layers done, their number,
+    and the layer.
 
-    Cost: each live step runs the policy once per layer, and full attention once per pair of layers and KV head.
+    Cost: each live step runs the policy once per layer, and full attention once per pair of
+    layers and KV head.
 
     Raises:
       ValueError: policies without a selection, or dense layers only.
@@ -186,7 +200,9 @@ def _positions(
     scale: float,
     window: int | None,
 ) -> Array:
-    """Positions i32[T, B, K, H, M] that the policy reads in the steps of q [T, B, N, D] from position `start` on."""
+    """Positions i32[T, B, K, H, M] that the policy reads in the steps of q [T, B, N, D] from
+    position `start` on.
+    """
 
     def step(cache: Any, x: Any) -> tuple[Any, Array]:
         q, position = x
@@ -212,7 +228,9 @@ def _serve(
     scale: float,
     window: int | None,
 ) -> tuple[Array, Array, Array]:
-    """Overlap, mass, and error by pairs of heads, of steps q [T, B, N, D] at positions `at` that attend to `read`."""
+    """Overlap, mass, and error by pairs of heads, of steps q [T, B, N, D] at positions `at`
+    that attend to `read`.
+    """
     S = k.shape[2]
 
     def members(positions: Array) -> Array:

@@ -1,12 +1,15 @@
-"""Finds the caches in which attending to everything is faster than selecting, and writes kvjax/policies/short.json.
+"""Finds the caches in which attending to everything is faster than selecting, and writes
+kvjax/policies/short.json.
 
-    python benchmarks/decode_step.py --lengths 2048,4096,8192,12288,16384,24576,32768 --batches 1,2,8 \\
-        --methods full,fier,quest,pariskv --implementations default --dense-capacity 0 --out short_rows.json
+    python benchmarks/decode_step.py --lengths 2048,4096,8192,12288,16384,24576,32768 --batches
+    1,2,8 \\
+        --methods full,fier,quest,pariskv --implementations default --dense-capacity 0 --out
+        short_rows.json
     python benchmarks/short.py short_rows.json
 
-For each selector it writes the largest number of bytes of keys and values, of all rows of a layer, up to which a step
-of `full` took no longer in any case that was measured. Sizes without a measurement of one row do not count: there a
-selection costs least.
+For each selector it writes the largest number of bytes of keys and values, of all rows of a
+layer, up to which a step of `full` took no longer in any case that was measured. Sizes without
+a measurement of one row do not count: there a selection costs least.
 """
 
 from __future__ import annotations
@@ -21,9 +24,8 @@ from decode_step import policies
 
 from kvjax.policies.short import FILE
 
-BYTES_PER_TOKEN = (
-    2 * 8 * 128 * 2
-)  # of keys and values in the layer that decode_step.py measures
+# of keys and values in the layer that decode_step.py measures
+BYTES_PER_TOKEN = 2 * 8 * 128 * 2
 
 
 def bounds(rows: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:

@@ -2,10 +2,11 @@
 
     python benchmarks/sizes.py [--tree DIR]
 
-Prints JSON: lines of Python in `kvjax/`, words of README, docs (without tables) and CONTRIBUTING, names in `__all__`,
-protocols, and for a decode step of each method of `METHODS`, while it is traced on a CPU: the functions of the library
-that are called, the files that they are in, and the protocols that `isinstance` is asked for.
-`tests/packaging/test_sizes.py` and `test_readme.py` hold these numbers.
+Prints JSON: lines of Python in `kvjax/`, words of README, docs (without tables) and
+CONTRIBUTING, names in `__all__`, protocols, and for a decode step of each method of `METHODS`,
+while it is traced on a CPU: the functions of the library that are called, the files that they
+are in, and the protocols that `isinstance` is asked for. `tests/packaging/test_sizes.py` and
+`test_readme.py` hold these numbers.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def lines(tree: Path) -> int:
 
 
 def words(tree: Path) -> dict[str, int]:
-    """Words of what people read: README and CONTRIBUTING whole, the pages of docs/ without their tables."""
+    """Words of what people read: README and CONTRIBUTING whole, the pages of docs/ without
+    their tables.
+    """
 
     def count(path: Path, tables: bool = True) -> int:
         text = path.read_text(encoding="utf-8").splitlines()
@@ -70,7 +73,9 @@ def protocols(tree: Path) -> list[str]:
 
 
 def passed(tree: Path, run: Callable[[], Any]) -> tuple[set[Any], set[str]]:
-    """The functions of the library that `run` calls, and the protocols of which it asks whether something is one."""
+    """The functions of the library that `run` calls, and the protocols of which it asks whether
+    something is one.
+    """
     folders = tuple(str(tree / part) + "/" for part in PARTS)
     functions, asked = set(), set()
 
@@ -124,9 +129,8 @@ def sizes(tree: Path = ROOT) -> dict[str, Any]:
         "protocols": protocols(tree),
         "steps": {},
     }
-    kvjax.ops.op._has_cuda_plugin = lambda: (
-        False
-    )  # with JAX's plugin for GPUs a step would trace kernels too
+    # with JAX's plugin for GPUs a step would trace kernels too
+    kvjax.ops.op._has_cuda_plugin = lambda: False
     for method in METHODS:
         trace = step(kvjax, method)
         trace()  # imports what a step imports

@@ -1,11 +1,14 @@
-"""Answers of a model that reads a part of its prompt, chosen by a draft, and of one that reads the whole prompt.
+"""Answers of a model that reads a part of its prompt, chosen by a draft, and of one that reads
+the whole prompt.
 
-    python benchmarks/spec_prefill.py MODEL [--draft DIR] [--layers 4,8] [--lengths 4096] [--keep 0.1,0.2,0.3]
+    python benchmarks/spec_prefill.py MODEL [--draft DIR] [--layers 4,8] [--lengths 4096]
+    [--keep 0.1,0.2,0.3]
 
-The parts are chosen by `kvjax.generation.SpecPrefill`. One needle, or one of eight, is hidden in a text; the question
-ends the prompt. `score` is the share of right answers with the cache `full`, `found` the share of prompts of which the
-answer is read. The drafts are the model's own first `--layers` layers, and the model of `--draft`, which must have the
-same tokenizer. A row with keep 1 is the whole prompt.
+The parts are chosen by `kvjax.generation.SpecPrefill`. One needle, or one of eight, is hidden
+in a text; the question ends the prompt. `score` is the share of right answers with the cache
+`full`, `found` the share of prompts of which the answer is read. The drafts are the model's own
+first `--layers` layers, and the model of `--draft`, which must have the same tokenizer. A row
+with keep 1 is the whole prompt.
 """
 
 from __future__ import annotations

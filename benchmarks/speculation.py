@@ -1,11 +1,14 @@
-"""Tokens per second with and without drafts by prompt look-up, on code to edit and on passages to summarise.
+"""Tokens per second with and without drafts by prompt look-up, on code to edit and on passages
+to summarise.
 
-    python benchmarks/speculation.py MODEL --text book.txt [--methods "full fier"] [--tokens 3584] [--new-tokens 256]
+    python benchmarks/speculation.py MODEL --text book.txt [--methods "full fier"] [--tokens
+    3584] [--new-tokens 256]
 
-A model answers greedily, one prompt at a time, in its chat template if it has one. Code: files of Python's standard
-library, to be written again with type annotations. Summaries: passages of a book, to be summarised with quotations.
-`same_tokens` counts the prompts whose answers with and without drafts are equal; `acceptance` is the share of drafted
-tokens that the model would have written. Seconds are those of decoding alone, from the second run of each program on.
+A model answers greedily, one prompt at a time, in its chat template if it has one. Code: files
+of Python's standard library, to be written again with type annotations. Summaries: passages of
+a book, to be summarised with quotations. `same_tokens` counts the prompts whose answers with
+and without drafts are equal; `acceptance` is the share of drafted tokens that the model would
+have written. Seconds are those of decoding alone, from the second run of each program on.
 """
 
 from __future__ import annotations

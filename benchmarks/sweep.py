@@ -1,4 +1,6 @@
-"""Runs a benchmark of one kernel: compares results, times every configuration and the reference, and writes a table."""
+"""Runs a benchmark of one kernel: compares results, times every configuration and the
+reference, and writes a table.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,17 @@ LEAST_GAIN = 0.03  # of an entry of tuned.json, over the kernel's rule
 
 
 def repeats(moved: float) -> int:
-    """How many sets of `moved` bytes a call must use in turn, so that L2 has nothing left from the call before."""
+    """How many sets of `moved` bytes a call must use in turn, so that L2 has nothing left from
+    the call before.
+    """
     return int(2 * L2_BYTES // moved) + 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """The settings of a run: which configs it tries for each shape, and whether it keeps those that win."""
+    """The settings of a run: which configs it tries for each shape, and whether it keeps those
+    that win.
+    """
 
     most_configs: int | None = None  # that are tried; None: all
     settled: list[tuned.Asked] | None = (
@@ -45,13 +51,14 @@ class Sweep:
         moved: float,
         n: int = 1,
     ) -> dict[str, Any]:
-        """Microseconds of one of the `n` operations that kernel(config)(*args) does, by config, the default's first.
+        """Microseconds of one of the `n` operations that kernel(config)(*args) does, by config,
+        the default's first.
 
-        The default, kernel(None), is the entry of tuned.json for the shape, or else the kernel's rule. The rule comes
-        second.
+        The default, kernel(None), is the entry of tuned.json for the shape, or else the
+        kernel's rule. The rule comes second.
 
-        Each config's output must be within `most` of the reference's by `error`. "kernel" is the kernel alone, "mosaic"
-        with those of XLA around it.
+        Each config's output must be within `most` of the reference's by `error`. "kernel" is
+        the kernel alone, "mosaic" with those of XLA around it.
         """
         configs, found = _asked(kernel, args, name, configs)
         want = jax.jit(reference)(*args)
@@ -101,7 +108,9 @@ def _asked(
     name: str,
     configs: Iterable[Any],
 ) -> tuple[list[Any], tuned.Asked | None]:
-    """The configs to try, the default first, then the kernel's rule; and the kernel's request if it gets no config."""
+    """The configs to try, the default first, then the kernel's rule; and the kernel's request
+    if it gets no config.
+    """
     with tuned.asked() as all_asked:
         jax.eval_shape(lambda *args: kernel(None)(*args), *args)
     found = next((x for x in all_asked if x.kernel == name), None)
@@ -111,8 +120,8 @@ def _asked(
 
 
 def tune(found: tuned.Asked, times: dict[Any, float]) -> None:
-    """Writes the fastest config for the shape on its device to tuned.json, if it gains enough; an old entry of the
-    shape is removed."""
+    """Writes the fastest config for the shape on its device to tuned.json, if it gains enough;
+    an old entry of the shape is removed."""
     if found.device is None:
         raise SystemExit(
             "tuned.json has entries by kind of device, and this device's is not known"
@@ -164,8 +173,9 @@ def run(
     swept: int = 1,
     quick: Any = None,
 ) -> None:
-    """Runs measure(Sweep(...), *shape) for each shape, prints a line each, and writes all to results/{name}.json. Every
-    block size is tried for the first `swept` shapes. `--quick` runs the shape `quick` alone, if there is one."""
+    """Runs measure(Sweep(...), *shape) for each shape, prints a line each, and writes all to
+    results/{name}.json. Every block size is tried for the first `swept` shapes. `--quick` runs
+    the shape `quick` alone, if there is one."""
     parser = argparse.ArgumentParser(description=f"Device time of {name}, on a GPU.")
     parser.add_argument(
         "--all",

@@ -1,15 +1,16 @@
-"""The forms of the kernels for other GPUs, run on this one: without clusters, and with less shared memory.
+"""The forms of the kernels for other GPUs, run on this one: without clusters, and with less
+shared memory.
 
     python benchmarks/targets.py --out FOLDER [--minutes 8] [--only tests,131072x1]
 
 A process for each part, so that one that fails leaves the others:
-- tests: `pytest tests/kernels` of the kernels that select and attend, with the forms of compute capability 8.9, which
-  has 99 KB of shared memory.
-- 131072x1, 32768x8: `kvjax.evaluate.kernels` at this length and batch, with the forms of this GPU, then those without
-  clusters on as many multiprocessors, then those of 8.9.
+- tests: `pytest tests/kernels` of the kernels that select and attend, with the forms of compute
+  capability 8.9, which has 99 KB of shared memory.
+- 131072x1, 32768x8: `kvjax.evaluate.kernels` at this length and batch, with the forms of this
+  GPU, then those without clusters on as many multiprocessors, then those of 8.9.
 
-FOLDER gets targets.json, with the rows of all parts, and the output of each part. The last lines printed are a table of
-clusters against none.
+FOLDER gets targets.json, with the rows of all parts, and the output of each part. The last
+lines printed are a table of clusters against none.
 """
 
 from __future__ import annotations

@@ -1,15 +1,19 @@
-"""The cost of a cache: TTFT, TPOT, tokens per second, bytes of the cache and peak memory, by cache, length and batch.
+"""The cost of a cache: TTFT, TPOT, tokens per second, bytes of the cache and peak memory, by
+cache, length and batch.
 
-The code that is timed is what users run: the prefill of `kvjax.generate` and its loop on the device, which donates the
-cache. All programs are compiled, and run once, before. A prompt has exactly `length` random tokens and is prefilled by
-the model. At long contexts that takes most of the time, and decoding does not need it; so with `Workload.synthetic`,
-keys and values are drawn at random and stored by each layer's policy. The loop runs on the device in blocks of steps,
-and the host reads the clock after each block: the time per output token (TPOT) is the time of a block over its steps.
-To start a block takes the host some milliseconds, for a model of 32 layers, which is visible if blocks have few steps.
+The code that is timed is what users run: the prefill of `kvjax.generate` and its loop on the
+device, which donates the cache. All programs are compiled, and run once, before. A prompt has
+exactly `length` random tokens and is prefilled by the model. At long contexts that takes most
+of the time, and decoding does not need it; so with `Workload.synthetic`, keys and values are
+drawn at random and stored by each layer's policy. The loop runs on the device in blocks of
+steps, and the host reads the clock after each block: the time per output token (TPOT) is the
+time of a block over its steps. To start a block takes the host some milliseconds, for a model
+of 32 layers, which is visible if blocks have few steps.
 
-A cell that does not fit in memory is a result as well. Cells are saved to the store of `kvjax.evaluate.store` one by
-one. Times depend on the device, on every version and on every line of the source, so here these are part of the key:
-cells that were measured with other code are measured again.
+A cell that does not fit in memory is a result as well. Cells are saved to the store of
+`kvjax.evaluate.store` one by one. Times depend on the device, on every version and on every
+line of the source, so here these are part of the key: cells that were measured with other code
+are measured again.
 """
 
 from __future__ import annotations
@@ -83,12 +87,14 @@ def time_cell(
     batch: int,
     workload: Workload = Workload(),
 ) -> dict[str, Any]:
-    """Measures one cell: seconds, tokens per second and bytes of decoding `batch` rows after `length` tokens each.
+    """Measures one cell: seconds, tokens per second and bytes of decoding `batch` rows after
+    `length` tokens each.
 
-    `ttft_seconds` is the prefill, up to the logits of the first token; `tpot_ms` the median over blocks of steps, with
-    `tpot_ms_min`, `_max` and `_mean` (a block in which a chunk is flushed is slower; the mean has its share).
-    `peak_bytes` is the peak that the device reports (`peak_of` "device") if this cell raised it, as a process cannot
-    reset it; else the need of the largest compiled program, arguments and temporaries ("programs").
+    `ttft_seconds` is the prefill, up to the logits of the first token; `tpot_ms` the median
+    over blocks of steps, with `tpot_ms_min`, `_max` and `_mean` (a block in which a chunk is
+    flushed is slower; the mean has its share). `peak_bytes` is the peak that the device reports
+    (`peak_of` "device") if this cell raised it, as a process cannot reset it; else the need of
+    the largest compiled program, arguments and temporaries ("programs").
 
     Raises:
       JaxRuntimeError: RESOURCE_EXHAUSTED, if it does not fit.
@@ -139,7 +145,8 @@ def time_cell(
 
 
 def time_steps(run: Stream, block: int) -> dict[str, Any]:
-    """Times the rest of a run, `block` steps at a time: milliseconds per token, and tokens per second over all rows.
+    """Times the rest of a run, `block` steps at a time: milliseconds per token, and tokens per
+    second over all rows.
 
     Run the first block after a compilation before this.
 
@@ -175,22 +182,26 @@ def sweep(
     out: Path | None = None,
     progress: Progress | None = None,
 ) -> list[dict]:
-    """Runs `time_cell` for every cache, length and batch: a flat JSON object for each, also for those that do not fit.
+    """Runs `time_cell` for every cache, length and batch: a flat JSON object for each, also for
+    those that do not fit.
 
-    With `batches` None, the largest batch of each cache and length is found by trial: the first guess fills the free
-    memory with caches. Arrays in host memory may fill 9/20 of the free host memory, as XLA's pool grows by doubling:
-    with 9/10 the process was killed. With XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE=true they may fill the pool's
-    XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, 64 by default, which XLA may take twice. (A process may have a part of the
-    device's memory only: on a GPU 3/4 of it, unless XLA_PYTHON_CLIENT_MEM_FRACTION is set. `bytes_limit` has the
-    number.)
+    With `batches` None, the largest batch of each cache and length is found by trial: the first
+    guess fills the free memory with caches. Arrays in host memory may fill 9/20 of the free
+    host memory, as XLA's pool grows by doubling: with 9/10 the process was killed. With
+    XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE=true they may fill the pool's
+    XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, 64 by default, which XLA may take twice. (A process may
+    have a part of the device's memory only: on a GPU 3/4 of it, unless
+    XLA_PYTHON_CLIENT_MEM_FRACTION is set. `bytes_limit` has the number.)
 
-    `about` names the model, its digest, its dtype and whatever else decides a result. Cells are kept in the folder
-    `out`; an existing one, from the same code on the same device, is used again. A cell that does not fit has the
-    `status` "out of memory", and larger ones of its cache are assumed not to fit either. `progress` is called with the
-    cells done, their number, and a line about the last one.
+    `about` names the model, its digest, its dtype and whatever else decides a result. Cells are
+    kept in the folder `out`; an existing one, from the same code on the same device, is used
+    again. A cell that does not fit has the `status` "out of memory", and larger ones of its
+    cache are assumed not to fit either. `progress` is called with the cells done, their number,
+    and a line about the last one.
 
     Raises:
-      NotImplementedError: the largest batch on a device that does not report its memory, such as a CPU.
+      NotImplementedError: the largest batch on a device that does not report its memory, such
+        as a CPU.
     """
     stats = _memory_stats()
     if batches is None and not {"bytes_limit", "bytes_in_use"} <= stats.keys():
@@ -268,7 +279,8 @@ def short(length: int) -> str:
 
 
 def columns(row: Mapping[str, Any]) -> list[str]:
-    """Cache, length, batch, TTFT s, TPOT ms, tokens/s, and MiB of the cache, of its part on the host, and of the peak.
+    """Cache, length, batch, TTFT s, TPOT ms, tokens/s, and MiB of the cache, of its part on the
+    host, and of the peak.
 
     A row that failed has its status after the first three.
     """
@@ -291,8 +303,8 @@ def columns(row: Mapping[str, Any]) -> list[str]:
 def largest(fits: Callable[[int], bool], *, guess: int) -> int:
     """The largest n for which `fits(n)`, at least 0; numbers below one that fits must fit too.
 
-    The search takes steps of doubling size from the guess until it has a number that fits and one that does not, then
-    bisects between the two, so a good guess costs few trials.
+    The search takes steps of doubling size from the guess until it has a number that fits and
+    one that does not, then bisects between the two, so a good guess costs few trials.
 
     >>> tried = []
     >>> largest(lambda n: tried.append(n) or n <= 29, guess=31), tried
@@ -314,11 +326,11 @@ def largest(fits: Callable[[int], bool], *, guess: int) -> int:
 def fill(
     cache: Cache, length: int | np.ndarray, *, seed: int = 0, chunk: int | None = None
 ) -> Cache:
-    """Fills an empty cache, which is donated, with `length` tokens per row, or i32[B] of them: normal random keys and
-    values.
+    """Fills an empty cache, which is donated, with `length` tokens per row, or i32[B] of them:
+    normal random keys and values.
 
-    Each layer's policy stores them by its own `prefill`, a chunk at a time (as `kvjax.generation.chunk_size`), so its
-    index is built as for a prompt.
+    Each layer's policy stores them by its own `prefill`, a chunk at a time (as
+    `kvjax.generation.chunk_size`), so its index is built as for a prompt.
     """
     spec, key = cache.spec, jax.random.key(seed)
     longest = int(np.max(length))
@@ -449,11 +461,13 @@ def random_model(
     placement: Placement | None = None,
     seed: int = 0,
 ) -> Decoder:
-    """A Decoder with random parameters, each drawn on its devices directly in `dtype`: 8B in bfloat16 takes 16 GB.
+    """A Decoder with random parameters, each drawn on its devices directly in `dtype`: 8B in
+    bfloat16 takes 16 GB.
 
     They do not depend on the placement.
 
-    Normal with the config's initializer_range, biases 0, norms 1, as `Decoder` itself, which draws in f32.
+    Normal with the config's initializer_range, biases 0, norms 1, as `Decoder` itself, which
+    draws in f32.
 
     Raises:
       MemoryError: a CPU's memory has no room for them; a GPU raises its own error.
@@ -495,7 +509,9 @@ def _drawing(
 def _attempt(
     model: Decoder, policies: PerLayer, length: int, batch: int, workload: Workload
 ) -> dict[str, Any]:
-    """`time_cell` with `status` "ok"; or, if it does not fit, "out of memory" once the memory is free again."""
+    """`time_cell` with `status` "ok"; or, if it does not fit, "out of memory" once the memory
+    is free again.
+    """
     spec = workload.spec(model, length, batch)
     size = nbytes(shapes(partial(init, policies, spec, layers=model.config.layers)))
     if lacking := _no_room("the cache", size.total):
@@ -538,7 +554,8 @@ def _largest_batch(
         )
         return tried[n]["status"] == "ok"
 
-    # Programs need memory too; a trial that just fails takes the longest, as XLA looks for other ways to compile it.
+    # Programs need memory too; a trial that just fails takes the longest, as XLA looks for
+    # other ways to compile it.
     batch = largest(fits, guess=min(int(0.97 * room) // one.device, limit))
     found = {"batch": batch, "bytes_limit": stats["bytes_limit"], "host_limit": host}
     return {
@@ -550,8 +567,8 @@ def _largest_batch(
 def _host_room() -> int:
     """Bytes of host memory that caches may fill.
 
-    A pool that grows takes up to twice as much, and a process that takes all is killed. A preallocated pool is one
-    region of a fixed size, and arrays can use nearly all of it.
+    A pool that grows takes up to twice as much, and a process that takes all is killed. A
+    preallocated pool is one region of a fixed size, and arrays can use nearly all of it.
     """
     if os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE", "").lower() in ("1", "true"):
         return int(0.97 * (int(os.environ.get("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64)) << 30))
@@ -563,7 +580,8 @@ def _free_host_bytes() -> int:
 
 
 def _no_room(what: str, size: int) -> str:
-    """Why `size` bytes do not fit in the machine's memory; empty if they fit, or if the device has memory of its own.
+    """Why `size` bytes do not fit in the machine's memory; empty if they fit, or if the device
+    has memory of its own.
 
     A GPU refuses what does not fit; a machine kills a process that takes more than there is.
     """
@@ -573,7 +591,9 @@ def _no_room(what: str, size: int) -> str:
 
 
 def _available_bytes() -> int:
-    """Bytes of the machine's memory that a new program could have, those of file caches included."""
+    """Bytes of the machine's memory that a new program could have, those of file caches
+    included.
+    """
     try:
         (line,) = (
             line
@@ -594,10 +614,11 @@ def _device_peak() -> int | None:
 
 
 def _program_bytes(model: Decoder, run: Stream, length: int, workload: Workload) -> int | None:
-    """Bytes of the largest program of the run: arguments, outputs outside the arguments' memory, temporaries. None if
-    the backend does not report them.
+    """Bytes of the largest program of the run: arguments, outputs outside the arguments'
+    memory, temporaries. None if the backend does not report them.
 
-    The run compiled these programs; lowering them with arguments of the same shapes finds them again.
+    The run compiled these programs; lowering them with arguments of the same shapes finds them
+    again.
     """
     programs = run.programs()
     if not workload.synthetic:

@@ -1,4 +1,6 @@
-"""Device time of top_k by block sizes, and of its reference: `python benchmarks/top_k.py`, on a GPU."""
+"""Device time of top_k by block sizes, and of its reference: `python benchmarks/top_k.py`, on a
+GPU.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Device time of pooled top-k: of its kernel by block sizes, of XLA with the kernel top_k, and of XLA alone.
+"""Device time of pooled top-k: of its kernel by block sizes, of XLA with the kernel top_k, and
+of XLA alone.
 
     python benchmarks/top_k_grouped.py
 
-on a GPU. In a model the scores come from a kernel that has just written them; here they are where the call before left
-them, in L2 if they fit.
+on a GPU. In a model the scores come from a kernel that has just written them; here they are
+where the call before left them, in L2 if they fit.
 """
 
 from __future__ import annotations
@@ -71,7 +72,9 @@ def measure(
         return ops.top_k_grouped(parts, group_reduce, k, implementation="xla")
 
     def error(got: Any, want: Any) -> float:
-        """The largest difference of the ranks of the selected units: within rounding the order may differ."""
+        """The largest difference of the ranks of the selected units: within rounding the order
+        may differ.
+        """
         ours, theirs = (
             jnp.take_along_axis(ranks, slots, axis=-1) for slots in (got[0], want.slots)
         )

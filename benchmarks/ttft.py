@@ -1,20 +1,26 @@
-"""Time to first token: prompts of any length through `kvjax.generation.prefill` with its defaults, and next turns.
+"""Time to first token: prompts of any length through `kvjax.generation.prefill` with its
+defaults, and next turns.
 
-    python benchmarks/ttft.py [--shape llama-3.1-8b] [--lengths 65536,131072] [--turn 1024] [--methods full,fier]
+    python benchmarks/ttft.py [--shape llama-3.1-8b] [--lengths 65536,131072] [--turn 1024]
+    [--methods full,fier]
 
-A model of random bf16 weights reads random tokens, batch 1. Each method reads the shortest prompt once untimed,
-which compiles; then every length `--calls` times into an empty cache, of which the median is kept, and a turn of
-`--turn` tokens after 32768 tokens and after the longest prompt. The method `floor` is the same prompt in one chunk,
-whose attention is one cuDNN call per layer. Each row is written as soon as it is measured.
+A model of random bf16 weights reads random tokens, batch 1. Each method reads the shortest
+prompt once untimed, which compiles; then every length `--calls` times into an empty cache, of
+which the median is kept, and a turn of `--turn` tokens after 32768 tokens and after the longest
+prompt. The method `floor` is the same prompt in one chunk, whose attention is one cuDNN call
+per layer. Each row is written as soon as it is measured.
 
-A method such as `full|llama-3.2-1b` reads the share `--keep` of a prompt, which a draft model of that shape chooses
-(`kvjax.generation.SpecPrefill`), `full|llama-3.2-1b:8` one of its first 8 layers, and `full|self:4` the first 4 layers
-of the model itself. Such rows have `choose_seconds` too, the draft's part of the time, and no turn. The blocks of a
-prompt of `full|sparse:0.1` attend to a tenth of the blocks stored before them (`sparse_prompt` of `prefill`).
+A method such as `full|llama-3.2-1b` reads the share `--keep` of a prompt, which a draft model
+of that shape chooses (`kvjax.generation.SpecPrefill`), `full|llama-3.2-1b:8` one of its first 8
+layers, and `full|self:4` the first 4 layers of the model itself. Such rows have
+`choose_seconds` too, the draft's part of the time, and no turn. The blocks of a prompt of
+`full|sparse:0.1` attend to a tenth of the blocks stored before them (`sparse_prompt` of
+`prefill`).
 
-FLOPs are those of the matrix products and of causal attention; tflops is their rate. `cache_bytes` and `host_bytes` are
-the cache's bytes on the device and on the host, and `peak_over_cache` is the largest amount of device memory in use so
-far beyond the weights and the cache: activations of a chunk, if nothing is kept twice. It never falls within a process:
+FLOPs are those of the matrix products and of causal attention; tflops is their rate.
+`cache_bytes` and `host_bytes` are the cache's bytes on the device and on the host, and
+`peak_over_cache` is the largest amount of device memory in use so far beyond the weights and
+the cache: activations of a chunk, if nothing is kept twice. It never falls within a process:
 measure one method per run to compare methods.
 """
 
@@ -61,8 +67,8 @@ TURN_AFTER = 32768
 
 
 def flops(config: DecoderConfig, tokens: int, before: int = 0) -> float:
-    """FLOPs of the matrix products of `tokens` tokens, with only the last one's logits, and of attention after `before`
-    more."""
+    """FLOPs of the matrix products of `tokens` tokens, with only the last one's logits, and of
+    attention after `before` more."""
     hidden, heads = config.hidden_size, (config.q_heads + config.kv_heads) * config.head_dim
     layer = 2 * hidden * heads + 3 * hidden * config.intermediate_size
     attention = 4 * config.q_heads * config.head_dim * tokens * (before + tokens / 2)
@@ -70,7 +76,9 @@ def flops(config: DecoderConfig, tokens: int, before: int = 0) -> float:
 
 
 def memory_in_use(model: Decoder, spec: kvjax.CacheSpec, policy: Any) -> dict[str, int | None]:
-    """Bytes of the cache, and the largest amount of device memory in use so far beyond it and the weights."""
+    """Bytes of the cache, and the largest amount of device memory in use so far beyond it and
+    the weights.
+    """
     cache = nbytes(shapes(lambda: kvjax.init(policy, spec, layers=model.config.layers)))
     peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     over = None if peak is None else peak - nbytes(model).device - cache.device

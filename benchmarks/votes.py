@@ -1,11 +1,14 @@
-"""The tokens that H2O keeps of a prompt when a sample of its queries votes, against those that all queries choose.
+"""The tokens that H2O keeps of a prompt when a sample of its queries votes, against those that
+all queries choose.
 
     python benchmarks/votes.py MODEL --text book.txt [--length 8192] [--budget 1024] [--every 5]
 
-Of every `--every`-th layer, and each KV head, the half of the budget is compared that goes to the most attended tokens;
-the newest tokens have the other half. `same` is the share of these tokens that all queries choose too, `evidence` what
-they got of the attention of all queries, as a share of what the right ones got; `worst` is the least of it over heads.
-The method `spread` takes one query from each of equal parts of the prompt (`HeavyHitter(queries=)`), `last` the newest.
+Of every `--every`-th layer, and each KV head, the half of the budget is compared that goes to
+the most attended tokens; the newest tokens have the other half. `same` is the share of these
+tokens that all queries choose too, `evidence` what they got of the attention of all queries, as
+a share of what the right ones got; `worst` is the least of it over heads. The method `spread`
+takes one query from each of equal parts of the prompt (`HeavyHitter(queries=)`), `last` the
+newest.
 """
 
 from __future__ import annotations

@@ -160,7 +160,9 @@ def _sign(
 
 
 def _link(app: Any, doctree: nodes.document) -> None:
-    """Makes a link of each literal in running text that is a name of the API, and marks what may break on a phone."""
+    """Makes a link of each literal in running text that is a name of the API, and marks what
+    may break on a phone.
+    """
     for node in list(doctree.findall(nodes.literal)):
         node["classes"] += ["long"] * any(len(word) > 28 for word in node.astext().split())
         name = NAMES.get(node.astext().removesuffix("()"))
@@ -183,7 +185,9 @@ def _link(app: Any, doctree: nodes.document) -> None:
 def _list_pages(
     app: Any, pagename: str, templatename: str, context: dict[str, Any], doctree: Any
 ) -> None:
-    """Gives pages.html the list of pages, drawn once for all that stand below one page, as only their marks differ."""
+    """Gives pages.html the list of pages, drawn once for all that stand below one page, as only
+    their marks differ.
+    """
     folder, _, name = pagename.rpartition("/")
     above = (folder, context["parents"][-1]["link"]) if context.get("parents") else pagename
 

@@ -1,4 +1,6 @@
-"""Docstrings of kvjax as reStructuredText: they are plain text with Markdown's backticks, bold words and bullets."""
+"""Docstrings of kvjax as reStructuredText: they are plain text with Markdown's backticks, bold
+words and bullets.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ CODE = re.compile(r"(`+)(.+?)\1|(\*\*)(?=\S)(.+?)\*\*")
 
 
 def to_rst(lines: Sequence[str]) -> list[str]:
-    """The same text for Sphinx with napoleon: literals in two backticks, markup escaped, indented text as code.
+    """The same text for Sphinx with napoleon: literals in two backticks, markup escaped,
+    indented text as code.
 
     >>> to_rst(["Takes `x` and *y of all.", "", "    x = 1"])
     ['Takes ``x`` and \\\\*y of all.', '', '::', '', '    x = 1']

@@ -1,7 +1,8 @@
-"""Draws the pictures of the concepts and of each method: `python -m docs.pictures` writes docs/pictures/*.svg.
+"""Draws the pictures of the concepts and of each method: `python -m docs.pictures` writes
+docs/pictures/*.svg.
 
-A method's picture comes from a run of the method: its preset runs at a small size, and every decode step is a row in
-which the tokens that it read are coloured.
+A method's picture comes from a run of the method: its preset runs at a small size, and every
+decode step is a row in which the tokens that it read are coloured.
 """
 
 from __future__ import annotations
@@ -261,7 +262,9 @@ def tokens() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def run(policy: Any) -> list[tuple[set[int], set[int]]]:
-    """For each decode step the positions that were read, and those of them that are stored in few bits."""
+    """For each decode step the positions that were read, and those of them that are stored in
+    few bits.
+    """
     spec = kvjax.CacheSpec(
         batch=1,
         q_heads=1,

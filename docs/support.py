@@ -1,7 +1,8 @@
-"""Writes docs/support.md: which method takes which feature, found by trying each: `python -m docs.support`.
+"""Writes docs/support.md: which method takes which feature, found by trying each: `python -m
+docs.support`.
 
-Everything is traced at a small size on abstract values, so no program is compiled; a refusal is an error of tracing or
-construction, as a user would meet it.
+Everything is traced at a small size on abstract values, so no program is compiled; a refusal is
+an error of tracing or construction, as a user would meet it.
 """
 
 from __future__ import annotations
@@ -138,7 +139,9 @@ def tried(feature: Callable[[Any], Any], policy: Any) -> str:
 
 
 def in_short(message: str) -> str:
-    """The message, with policies and their parts by their names alone: Evicting(budget=26) becomes Evicting."""
+    """The message, with policies and their parts by their names alone: Evicting(budget=26)
+    becomes Evicting.
+    """
     message, settings = " ".join(message.split()), 1
     while settings:
         message, settings = re.subn(r"(?<=\w)\([^()]*\)", "", message)
@@ -165,7 +168,9 @@ SIZES |= {"values of 64": {"value_dim": 64}} | {
 def limits(
     name: str, group: int = 4, head_dim: int = 128, value_dim: int | None = None
 ) -> dict[str, str]:
-    """The operations of a step whose kernels do not take a size, and why; or why the method does not."""
+    """The operations of a step whose kernels do not take a size, and why; or why the method
+    does not.
+    """
     spec = kvjax.CacheSpec(
         batch=1,
         q_heads=2 * group,

@@ -1,9 +1,11 @@
-"""Builds the site: `python -m docs.website OUT` writes its HTML; `--execute` runs the notebooks and shows their output.
+"""Builds the site: `python -m docs.website OUT` writes its HTML; `--execute` runs the notebooks
+and shows their output.
 
-The pages are staged in a temporary tree with the repository's own folders, so that links of README.md and docs/ work
-both on a code host and on the site. Each section of docs/methods.md about a method becomes a page. The pages of the API
-list names by role, of which Sphinx makes a page each. A warning of Sphinx, as for a link without a target, and a
-resource on the network are errors.
+The pages are staged in a temporary tree with the repository's own folders, so that links of
+README.md and docs/ work both on a code host and on the site. Each section of docs/methods.md
+about a method becomes a page. The pages of the API list names by role, of which Sphinx makes a
+page each. A warning of Sphinx, as for a link without a target, and a resource on the network
+are errors.
 """
 
 from __future__ import annotations
@@ -216,7 +218,9 @@ def loaded(site: Path) -> Iterator[str]:
 
 
 def _outputs() -> Path:
-    """The folder that keeps the outputs of notebooks, which another text of the library's code makes stale."""
+    """The folder that keeps the outputs of notebooks, which another text of the library's code
+    makes stale.
+    """
     code = hashlib.sha256()
     for path in sorted(
         path
@@ -231,8 +235,9 @@ def _outputs() -> Path:
 def build(out: Path, *, execute: bool = False, online: bool = False) -> None:
     """Writes the site to `out`.
 
-    With `execute`, a notebook shows the outputs of its last run here if neither it nor the library has changed since.
-    With `online`, names of other libraries link to their sites, and links to the network are checked.
+    With `execute`, a notebook shows the outputs of its last run here if neither it nor the
+    library has changed since. With `online`, names of other libraries link to their sites, and
+    links to the network are checked.
 
     Raises:
       RuntimeError: Sphinx warned, or a page would load something from the network.

@@ -1,14 +1,15 @@
 """The `AttentionInterface` of jax-llm-examples' serving loop, for caches of kvjax.
 
-Its loop reads prompts in a cache of their own, keeps the caches of prompts that were read, and inserts them into the
-rows that decode. It sees a cache through two functions, which this module makes:
+Its loop reads prompts in a cache of their own, keeps the caches of prompts that were read, and
+inserts them into the rows that decode. It sees a cache through two functions, which this module
+makes:
 
     get_sequence(cache, row) -> (sequence, length)
     insert_sequences(cache, sequences, rows, lengths, erase=False) -> cache
 
-A sequence is a cache of one row, whatever its policy keeps of it. The loop's store of prompts cuts sequences into
-pieces of 512 tokens; a row of kvjax has an index and codes, so it stays whole, and is cut to a shorter beginning by
-`kvjax.truncate`. Both functions run under jit.
+A sequence is a cache of one row, whatever its policy keeps of it. The loop's store of prompts
+cuts sequences into pieces of 512 tokens; a row of kvjax has an index and codes, so it stays
+whole, and is cut to a shorter beginning by `kvjax.truncate`. Both functions run under jit.
 """
 
 from __future__ import annotations
@@ -42,12 +43,14 @@ def insert_sequences(
     lengths: Sequence[int | Array] | None,
     erase: bool = False,
 ) -> kvjax.Cache:
-    """The cache with the first tokens of each sequence in a row. A row outside of the cache is padding of the lists.
+    """The cache with the first tokens of each sequence in a row. A row outside of the cache is
+    padding of the lists.
 
     With `erase`, all other rows become empty.
 
     Raises:
-      ValueError: a policy that forgets tokens, and so cannot be cut to a length. Give lengths=None for whole sequences.
+      ValueError: a policy that forgets tokens, and so cannot be cut to a length. Give
+        lengths=None for whole sequences.
     """
     if erase:
         none = jnp.full(cache.spec.batch, -1, jnp.int32)  # no row is taken

@@ -1,13 +1,14 @@
 """An OpenAI-compatible server around `kvjax.Engine`, in one file.
 
-    pip install starlette uvicorn
-    python examples/openai_server.py [DIRECTORY] --cache fier:budget=256 --slots 8 --capacity 4096 --port 8000
+    pip install starlette uvicorn python examples/openai_server.py [DIRECTORY] --cache
+    fier:budget=256 --slots 8 --capacity 4096 --port 8000
 
-DIRECTORY is a checkpoint in Hugging Face format; without it the small model that kvjax ships with is served. Routes:
-POST /v1/completions and /v1/chat/completions (stream, n, stop, temperature, top_p, top_k, min_p, seed, max_tokens), GET
-/v1/models and /health. What the server does not know, such as logprobs, is refused. One thread owns the engine and
-steps it; each connection has a queue. A client that leaves cancels its requests, and one that reads slowly holds up no
-other.
+DIRECTORY is a checkpoint in Hugging Face format; without it the small model that kvjax ships
+with is served. Routes: POST /v1/completions and /v1/chat/completions (stream, n, stop,
+temperature, top_p, top_k, min_p, seed, max_tokens), GET /v1/models and /health. What the server
+does not know, such as logprobs, is refused. One thread owns the engine and steps it; each
+connection has a queue. A client that leaves cancels its requests, and one that reads slowly
+holds up no other.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ UNKNOWN += ("frequency_penalty", "response_format")
 
 
 class Serving:
-    """An engine that a thread steps while there is work, and the queues that wait for news of its requests."""
+    """An engine that a thread steps while there is work, and the queues that wait for news of
+    its requests.
+    """
 
     def __init__(self, engine: kvjax.Engine, name: str, checkpoint: Any) -> None:
         self.engine, self.name, self.checkpoint = engine, name, checkpoint
@@ -89,7 +92,9 @@ class Serving:
         return requests
 
     def cancel(self, requests: list[Any]) -> None:
-        """Ends requests that are not done. Waits for nothing, so that it also runs in a task that is cancelled."""
+        """Ends requests that are not done. Waits for nothing, so that it also runs in a task
+        that is cancelled.
+        """
         for request in requests:
             self._queues.pop(id(request), None)
             asyncio.get_running_loop().run_in_executor(None, self.engine.cancel, request)
@@ -148,8 +153,8 @@ def refuse(status: int, message: str, code: str, **headers: str) -> Response:
 
 
 def text_of(message: dict[str, Any]) -> str:
-    """The content of a message, which may be a text or a list of parts. Most chat templates know texts alone, and would
-    spell a list as Python does."""
+    """The content of a message, which may be a text or a list of parts. Most chat templates
+    know texts alone, and would spell a list as Python does."""
     content = message.get("content")
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     texts = [
@@ -168,7 +173,9 @@ def text_of(message: dict[str, Any]) -> str:
 def settings_of(
     body: dict[str, Any], checkpoint: Any, chat: bool
 ) -> tuple[list[Any], list[str], dict[str, Any]]:
-    """Prompts, stop strings, and what `Engine.submit` takes. Raises ValueError for what cannot be served."""
+    """Prompts, stop strings, and what `Engine.submit` takes. Raises ValueError for what cannot
+    be served.
+    """
     if not isinstance(body, dict):
         raise ValueError(f"the request must be a JSON object, got {body!r}")
     for name in UNKNOWN:
@@ -296,7 +303,9 @@ async def answer(http: HttpRequest, chat: bool) -> Response:
 
 
 class Events(StreamingResponse):
-    """A stream that cancels its requests when the client leaves, also before the first event was asked for."""
+    """A stream that cancels its requests when the client leaves, also before the first event
+    was asked for.
+    """
 
     def __init__(
         self, serving: Serving, requests: list[Any], events: AsyncIterator[str]

@@ -6,13 +6,13 @@
         sampler = Sampler(llama3.Llama3(config, rngs=nnx.Rngs(0)), tokenizer, cache_config)
         answers = sampler(prompts, max_generation_steps=128)
 
-The sampler stays as it is: it pads prompts on the left, reads them in one call, and keeps the caches of layers in its
-state, where a `kvjax.LayerCache` takes the place of a dict. With `full` the tokens are tunix's own. Training and log
-probabilities, which use no cache, run tunix's attention. Rows that have ended go on storing tokens until all have
-ended, as in tunix.
+The sampler stays as it is: it pads prompts on the left, reads them in one call, and keeps the
+caches of layers in its state, where a `kvjax.LayerCache` takes the place of a dict. With `full`
+the tokens are tunix's own. Training and log probabilities, which use no cache, run tunix's
+attention. Rows that have ended go on storing tokens until all have ended, as in tunix.
 
-Make the sampler inside of the context, and use it there. Beam search repeats rows of the cache by indexing its arrays,
-which needs `kvjax.take_rows`, so it is not possible.
+Make the sampler inside of the context, and use it there. Beam search repeats rows of the cache
+by indexing its arrays, which needs `kvjax.take_rows`, so it is not possible.
 """
 
 from __future__ import annotations
@@ -34,10 +34,12 @@ MODELS = {"tunix.models.llama3.model": "Llama3", "tunix.models.qwen3.model": "Qw
 
 @contextmanager
 def kvjax_caches(module: ModuleType, policy: Any) -> Iterator[None]:
-    """Within the context, models of a tunix module decode with caches of `policy`, one policy or one per layer.
+    """Within the context, models of a tunix module decode with caches of `policy`, one policy
+    or one per layer.
 
     Raises:
-      ValueError: a module whose attention has parts that kvjax does not have, such as a soft cap.
+      ValueError: a module whose attention has parts that kvjax does not have, such as a soft
+        cap.
     """
     if module.__name__ not in MODELS:
         raise ValueError(
@@ -91,7 +93,8 @@ def kvjax_caches(module: ModuleType, policy: Any) -> Iterator[None]:
 def attend(
     cache: kvjax.LayerCache, q: Array, k: Array, v: Array, mask: Array, *, scale: float
 ) -> tuple[Array, kvjax.LayerCache]:
-    """Attention of a layer under a Gemma-style mask bool[B, T, S]: a left-padded prompt (T > 1), or a decode step.
+    """Attention of a layer under a Gemma-style mask bool[B, T, S]: a left-padded prompt (T >
+    1), or a decode step.
 
     A prompt must be whole: the cache is empty before it.
     """

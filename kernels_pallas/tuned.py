@@ -1,9 +1,11 @@
-"""Block sizes that a benchmark found faster than a kernel's own rule, from `tuned.json` in this folder.
+"""Block sizes that a benchmark found faster than a kernel's own rule, from `tuned.json` in this
+folder.
 
-The file has entries by kind of device, then by kernel. An entry is {"shape": {name: number or word}, "config": {field:
-number}, "us": .., "default_us": .., "date", "versions"}. It serves shapes in which each of `SIZES` is within a factor
-of `NEAR` and all else is equal; the nearest entry wins. A shape without an entry, or a device without entries, gets the
-kernel's rule. The device is the one that the program is lowered for, if that is known (`device_kind`). `python
+The file has entries by kind of device, then by kernel. An entry is {"shape": {name: number or
+word}, "config": {field: number}, "us": .., "default_us": .., "date", "versions"}. It serves
+shapes in which each of `SIZES` is within a factor of `NEAR` and all else is equal; the nearest
+entry wins. A shape without an entry, or a device without entries, gets the kernel's rule. The
+device is the one that the program is lowered for, if that is known (`device_kind`). `python
 benchmarks/KERNEL.py --tune`, on a GPU and in a checkout, measures and writes entries.
 """
 
@@ -53,7 +55,8 @@ def select(
     /,
     **shape: Any,
 ) -> C:
-    """The config of the entry for `shape` on the device of the operands; else `rule`, the kernel's own.
+    """The config of the entry for `shape` on the device of the operands; else `rule`, the
+    kernel's own.
 
     An entry that `limit` refuses with a reason is left out.
     """
@@ -81,7 +84,9 @@ def config_of(device: str | None, kernel: str, /, **shape: Any) -> dict[str, int
 
 
 def distance(a: dict[str, Any], b: dict[str, Any]) -> float:
-    """The distance of two shapes in powers of two; infinite if the entry of one does not serve the other."""
+    """The distance of two shapes in powers of two; infinite if the entry of one does not serve
+    the other.
+    """
     if a.keys() != b.keys() or any(a[name] != b[name] for name in a.keys() - SIZES):
         return math.inf
     pairs = [sorted((a[name], b[name])) for name in a.keys() & SIZES]
@@ -94,7 +99,9 @@ def distance(a: dict[str, Any], b: dict[str, Any]) -> float:
 
 @contextmanager
 def asked() -> Iterator[list[Asked]]:
-    """Collects the requests of kernels that are traced in the block. Benchmarks learn the names of a shape from it."""
+    """Collects the requests of kernels that are traced in the block. Benchmarks learn the names
+    of a shape from it.
+    """
     found: list[Asked] = []
     token = _asked.set(found)
     try:
@@ -106,7 +113,9 @@ def asked() -> Iterator[list[Asked]]:
 
 @cache
 def entries(file: Path) -> dict[str, dict[str, list[dict[str, Any]]]]:
-    """The entries of a file, by kind of device and kernel. Those that cannot be read are left out and logged once."""
+    """The entries of a file, by kind of device and kernel. Those that cannot be read are left
+    out and logged once.
+    """
     try:
         devices = json.loads(file.read_text())
     except (OSError, ValueError) as error:

@@ -1,7 +1,8 @@
 """kvjax: KV caches for long-context LLM decoding in JAX.
 
-The cache of a layer is a policy (what to keep, where, and what a query attends to; a frozen dataclass) and a state (a
-pytree of arrays). A model calls `kvjax.attention` in place of its own attention:
+The cache of a layer is a policy (what to keep, where, and what a query attends to; a frozen
+dataclass) and a state (a pytree of arrays). A model calls `kvjax.attention` in place of its own
+attention:
 
 >>> import jax, kvjax
 >>> spec = kvjax.CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=16, capacity=512, dtype="float32")
@@ -60,14 +61,16 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 
-# Loaded on first use: `models` imports flax and `saving` imports orbax, which a cache in memory does not need.
+# Loaded on first use: `models` imports flax and `saving` imports orbax, which a cache in memory
+# does not need.
 _LAZY_MODULES = ("evaluate", "models", "testing")
 _LAZY = {
     "use_compilation_cache": "compiling",
     "save": "cache.saving",
     "restore": "cache.saving",
 }
-# Names of other modules work here too, without being listed: kvjax.HotSet is kvjax.stores.HotSet.
+# Names of other modules work here too, without being listed: kvjax.HotSet is
+# kvjax.stores.HotSet.
 _PARTS = ("policies", "selectors", "stores", "evictors")
 _LAZY |= dict.fromkeys(("DraftModel", "PromptLookup"), "generation.drafts") | {"explain": "ops"}
 _LAZY |= dict.fromkeys(("PartialAttention", "attend_part", "merge"), "numerics.partial") | {

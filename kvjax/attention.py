@@ -2,11 +2,13 @@
 
     out, cache = kvjax.attention(cache, q, k, v)
 
-T > 1 is a chunk of a prompt: exact causal attention over the stored tokens and the chunk, which is then stored.
-T == 1 is a decode step: the token is stored, and attends to what the layer's policy selects. `prefill` and `decode`
-state explicitly which of the two is meant, and `decode` takes several steps in one call.
+T > 1 is a chunk of a prompt: exact causal attention over the stored tokens and the chunk, which
+is then stored. T == 1 is a decode step: the token is stored, and attends to what the layer's
+policy selects. `prefill` and `decode` state explicitly which of the two is meant, and `decode`
+takes several steps in one call.
 
-All of these are pure functions over pytrees, so they run under jit, scan and grad, in NNX and Linen modules alike.
+All of these are pure functions over pytrees, so they run under jit, scan and grad, in NNX and
+Linen modules alike.
 """
 
 from __future__ import annotations
@@ -85,38 +87,43 @@ def attention(
     selection: Selection | None = None,
     index: Index | None = None,
 ) -> tuple[Array, MaybeCache]:
-    """Attends with queries q [B, T, N, D] to the cache and to the new k, v [B, T, K, D], and stores k and v.
+    """Attends with queries q [B, T, N, D] to the cache and to the new k, v [B, T, K, D], and
+    stores k and v.
 
     Values may have another head size than keys, as in MLA: see `CacheSpec.value_dim`.
 
-    Apply RoPE to q and k before the call. Products are exact in f32, but read queries in the dtype of the stored keys:
-    a float32 q is rounded to bfloat16 with a bfloat16 cache, as its k and v are.
+    Apply RoPE to q and k before the call. Products are exact in f32, but read queries in the
+    dtype of the stored keys: a float32 q is rounded to bfloat16 with a bfloat16 cache, as its k
+    and v are.
 
     Args:
       cache: the layer's cache; None computes plain causal attention and stores nothing.
-      lengths: i32[B], real tokens of each row of a right-padded chunk (default T). Outputs of padding are finite and
-        meaningless.
-      active: bool[B], rows that take this decode token; others store nothing, and their output is meaningless.
+      lengths: i32[B], real tokens of each row of a right-padded chunk (default T). Outputs of
+        padding are finite and meaningless.
+      active: bool[B], rows that take this decode token; others store nothing, and their output
+        is meaningless.
       window: sliding window; a token sees itself and the window - 1 before it.
       scale: factor of the logits, at most 1e6; default D**-0.5.
-      soft_cap: the logits become soft_cap * tanh(logits / soft_cap), as in Gemma 2. Kernels that select or read codes
-        do not have it, nor does cuDNN: they run in plain JAX.
-      sinks: f32[N], a logit for each query head that only the denominator of softmax counts, as in gpt-oss. Selection
-        and eviction by shares of attention do not count it.
-      first_chunk: promises that the cache is empty, so a prompt attends only to itself (cuDNN attention on a GPU).
-        Checked outside of jit.
-      flush: flush full recent blocks before a decode step. A model with many layers passes False and calls
-        `kvjax.flush` once per step, before its first layer: on a GPU each `lax.cond` makes the host wait.
-      selection: for a `Follower`, the `Info.selection` of this step in the layer that it follows; other policies make
-        their own selection and ignore it.
-      index: for a cache of `kvjax.policies.Indexed`, the queries and keys of the model's own indexer (`Index`).
+      soft_cap: the logits become soft_cap * tanh(logits / soft_cap), as in Gemma 2. Kernels
+        that select or read codes do not have it, nor does cuDNN: they run in plain JAX.
+      sinks: f32[N], a logit for each query head that only the denominator of softmax counts, as
+        in gpt-oss. Selection and eviction by shares of attention do not count it.
+      first_chunk: promises that the cache is empty, so a prompt attends only to itself (cuDNN
+        attention on a GPU). Checked outside of jit.
+      flush: flush full recent blocks before a decode step. A model with many layers passes
+        False and calls `kvjax.flush` once per step, before its first layer: on a GPU each
+        `lax.cond` makes the host wait.
+      selection: for a `Follower`, the `Info.selection` of this step in the layer that it
+        follows; other policies make their own selection and ignore it.
+      index: for a cache of `kvjax.policies.Indexed`, the queries and keys of the model's own
+        indexer (`Index`).
 
     Returns:
       out [B, T, N, D] in q's dtype, and the cache.
 
     Raises:
-      ValueError: shapes that disagree with each other or with the cache, `lengths` outside of [0, T], `active` for a
-        chunk of a prompt.
+      ValueError: shapes that disagree with each other or with the cache, `lengths` outside of
+        [0, T], `active` for a chunk of a prompt.
     """
     settings: Any = {
         "window": window,
@@ -152,7 +159,9 @@ def attention_info(
     selection: Selection | None = None,
     index: Index | None = None,
 ) -> tuple[Array, MaybeCache, Info | None]:
-    """`attention` that also returns an `Info` of what a decode step read; None for a prompt or without a cache."""
+    """`attention` that also returns an `Info` of what a decode step read; None for a prompt or
+    without a cache.
+    """
     B, T, step, heads = _check_call("attention", cache, q, k, v, window, scale, soft_cap, sinks)
     check_flags("attention", first_chunk=first_chunk, flush=flush)
     if first_chunk:
@@ -192,10 +201,11 @@ def prefill(
     sinks: ArrayLike | None = None,
     first_chunk: bool = False,
 ) -> tuple[Array, LayerCache]:
-    """Attends a chunk of a prompt exactly and causally to the stored tokens and to itself, and stores k and v.
+    """Attends a chunk of a prompt exactly and causally to the stored tokens and to itself, and
+    stores k and v.
 
-    The same as `attention` with T > 1. With T = 1 the token is a prompt of one token: attention is exact, without a
-    selection. Arguments and result are those of `attention`.
+    The same as `attention` with T > 1. With T = 1 the token is a prompt of one token: attention
+    is exact, without a selection. Arguments and result are those of `attention`.
     """
     B, T, step, heads = _check_call("prefill", cache, q, k, v, window, scale, soft_cap, sinks)
     check_flags("prefill", first_chunk=first_chunk)
@@ -230,19 +240,25 @@ def decode(
     flush: bool = True,
     selection: Selection | None = None,
 ) -> tuple[Array, LayerCache]:
-    """Runs T = 1 to 16 decode steps in one call: out [B, T, N, D] and the cache are those of T calls of `attention`.
+    """Runs T = 1 to 16 decode steps in one call: out [B, T, N, D] and the cache are those of T
+    calls of `attention`.
 
-    Each token attends to what the policy selects for its own query among the tokens up to itself. As long as no row
-    needs a flush in between, `Full`, `Compressed` and `Retrieval` store, select and attend for all tokens together.
-    Other policies attend one step after the other, as do `Compressed` and `Retrieval` under a sliding window.
+    Each token attends to what the policy selects for its own query among the tokens up to
+    itself. As long as no row needs a flush in between, `Full`, `Compressed` and `Retrieval`
+    store, select and attend for all tokens together. Other policies attend one step after the
+    other, as do `Compressed` and `Retrieval` under a sliding window.
 
     Args:
-      lengths: i32[B], steps that each row takes (default T). Rows where `active` bool[B] is false take none.
-      flush: flush full recent blocks before the first step and between steps. With False, call `kvjax.flush` first and
-        give no row more tokens than `kvjax.room` says; further tokens are dropped, which `raise_on_overflow` reports.
-      selection: for a `Follower`, the `Info.selection` that `decode_info` returned for the layer that it follows.
+      lengths: i32[B], steps that each row takes (default T). Rows where `active` bool[B] is
+        false take none.
+      flush: flush full recent blocks before the first step and between steps. With False, call
+        `kvjax.flush` first and give no row more tokens than `kvjax.room` says; further tokens
+        are dropped, which `raise_on_overflow` reports.
+      selection: for a `Follower`, the `Info.selection` that `decode_info` returned for the
+        layer that it follows.
 
-    The other arguments are those of `attention`. `rollback` removes tokens again, such as rejected drafts.
+    The other arguments are those of `attention`. `rollback` removes tokens again, such as
+    rejected drafts.
     """
     settings: Any = {
         "window": window,
@@ -294,7 +310,8 @@ def decode_info(
 def run(
     verb: Callable[..., Any], cache: LayerCache | None, operands: dict[str, Any], **static: Any
 ) -> Any:
-    """verb(cache, **operands, **static) of checked arguments; each device of a placement calls it for its own part.
+    """verb(cache, **operands, **static) of checked arguments; each device of a placement calls
+    it for its own part.
 
     A verb returns an output [B, T, N, D] or None, the cache, and a tree of arrays [B, K, ...].
     """
@@ -319,9 +336,11 @@ STATIC = ("step", "first_chunk", "flush", "padded")
 def _traced_once(
     verb: Callable[..., Any], cache: LayerCache | None, operands: dict[str, Any], **static: Any
 ) -> Any:
-    """`verb`, traced once for all layers of a program with equal policies and shapes; without jit, one program.
+    """`verb`, traced once for all layers of a program with equal policies and shapes; without
+    jit, one program.
 
-    A call, which XLA inlines first: to inline it in JAX takes twice the time to trace and lower 32 layers.
+    A call, which XLA inlines first: to inline it in JAX takes twice the time to trace and lower
+    32 layers.
     """
     return verb(cache, **operands, **static)
 
@@ -407,8 +426,9 @@ def _attend_prompt(
             sinks=sinks,
         )
         out = ungroup(out, q.dtype)
-        # Read, then store: without a fixed order XLA copies everything stored, to be safe. (On CPU, jaxlib before 0.11
-        # drops the barrier and copies. Measured 2026-11-21, 131072 tokens: 391 MB of temp bytes, 117 MB with it.)
+        # Read, then store: without a fixed order XLA copies everything stored, to be safe. (On
+        # CPU, jaxlib before 0.11 drops the barrier and copies. Measured 2026-11-21, 131072
+        # tokens: 391 MB of temp bytes, 117 MB with it.)
         out, k, v = in_order(out, k, v)
     policy = cache.policy
     state = policy.prefill_observed(
@@ -457,7 +477,9 @@ def _attend_steps(
     step: Step,
     flush: bool,
 ) -> tuple[Array, LayerCache, Info]:
-    """T decode steps, of which each row takes the first `count` i32[B]; in one pass if the policy supports it."""
+    """T decode steps, of which each row takes the first `count` i32[B]; in one pass if the
+    policy supports it.
+    """
     settings: Any = {"step": step, "flush": flush}
 
     def one_by_one(cache: LayerCache, count: Array) -> tuple[Array, LayerCache, Info]:
@@ -528,7 +550,9 @@ def _attend_steps(
 
 
 def _check_first(verb: str, cache: LayerCache | None) -> None:
-    """Raises ValueError if rows of a cache that is promised to be empty are known to hold tokens."""
+    """Raises ValueError if rows of a cache that is promised to be empty are known to hold
+    tokens.
+    """
     if cache is None or isinstance(length := cache.length, Tracer):
         return
     if most := int(on_host(length).max()):
@@ -622,7 +646,9 @@ def sink_logits(verb: str, cache: Any, sinks: ArrayLike, N: int, K: int) -> Arra
 
 
 def _without_padding(k: Array, v: Array, count: Array) -> tuple[Array, Array]:
-    """k, v [B, T, K, D] with zeros past the first `count` i32[B] tokens: padding has weight 0, but 0 * NaN is NaN."""
+    """k, v [B, T, K, D] with zeros past the first `count` i32[B] tokens: padding has weight 0,
+    but 0 * NaN is NaN.
+    """
     real = (jnp.arange(k.shape[1])[None] < count[:, None])[..., None, None]
     return jnp.where(real, k, jnp.zeros((), k.dtype)), jnp.where(
         real, v, jnp.zeros((), v.dtype)

@@ -1,12 +1,14 @@
 """Compilation: a cache of compiled programs on disk, and the time that compiling took.
 
-JAX keeps compiled programs in a folder if it is told one. `kvjax` on the command line and `kvjax.models.load` tell it
-one in the user's cache folder; a program of your own calls `use_compilation_cache`. The variable
-KVJAX_COMPILATION_CACHE names another folder, or turns the cache "off".
+JAX keeps compiled programs in a folder if it is told one. `kvjax` on the command line and
+`kvjax.models.load` tell it one in the user's cache folder; a program of your own calls
+`use_compilation_cache`. The variable KVJAX_COMPILATION_CACHE names another folder, or turns the
+cache "off".
 
-JAX finds a program in its folder by its lowered text, and to trace and lower takes Python longer than the rest. Inside
-of `whole_programs`, a small file for each program of a `Jitted` function names JAX's entry. Its key has this library's
-code: after an upgrade, a process that finds the text unchanged writes such files again, and the next traces nothing.
+JAX finds a program in its folder by its lowered text, and to trace and lower takes Python
+longer than the rest. Inside of `whole_programs`, a small file for each program of a `Jitted`
+function names JAX's entry. Its key has this library's code: after an upgrade, a process that
+finds the text unchanged writes such files again, and the next traces nothing.
 """
 
 from __future__ import annotations
@@ -54,14 +56,17 @@ _logger = logging.getLogger("kvjax")
 
 
 def use_compilation_cache(folder: str | Path | None = None) -> Path | None:
-    """Keeps compiled programs in a folder, so that the next process reads them; returns the folder, None if it is off.
+    """Keeps compiled programs in a folder, so that the next process reads them; returns the
+    folder, None if it is off.
 
-    Call it before or after other work: it holds for all programs that JAX compiles from then on. A folder that JAX
-    already uses (JAX_COMPILATION_CACHE_DIR, `jax_compilation_cache_dir`) stays. A folder that cannot be read or
-    written, and a damaged entry in it, cost one line of the logger "kvjax" and the time to compile.
+    Call it before or after other work: it holds for all programs that JAX compiles from then
+    on. A folder that JAX already uses (JAX_COMPILATION_CACHE_DIR, `jax_compilation_cache_dir`)
+    stays. A folder that cannot be read or written, and a damaged entry in it, cost one line of
+    the logger "kvjax" and the time to compile.
 
     Args:
-      folder: by default the one that KVJAX_COMPILATION_CACHE names, else kvjax/programs in the user's cache folder.
+      folder: by default the one that KVJAX_COMPILATION_CACHE names, else kvjax/programs in the
+        user's cache folder.
 
     >>> use_compilation_cache("off") is None
     True
@@ -74,7 +79,8 @@ def use_compilation_cache(folder: str | Path | None = None) -> Path | None:
     root = (
         Path(named).expanduser() if named is not None else _user_folder() / "kvjax" / "programs"
     )
-    # XLA compiles for the instructions of this processor, and JAX does not put them into the key of an entry.
+    # XLA compiles for the instructions of this processor, and JAX does not put them into the
+    # key of an entry.
     path = root / _processor()
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -127,7 +133,9 @@ def _unwritable(path: Path) -> str | None:
 
 
 def _shown_by(show: Any) -> Any:
-    """`warnings.showwarning` that says once that an entry of the cache failed, and removes a damaged one."""
+    """`warnings.showwarning` that says once that an entry of the cache failed, and removes a
+    damaged one.
+    """
 
     def showwarning(message: Any, *args: Any, **kwargs: Any) -> None:
         text = str(message)
@@ -167,7 +175,9 @@ _SETTINGS = (
 
 
 class Jitted:
-    """A function under `jax.jit`, which may run programs of `whole_programs`. Static arguments are keywords."""
+    """A function under `jax.jit`, which may run programs of `whole_programs`. Static arguments
+    are keywords.
+    """
 
     __wrapped__: Any  # the function
 
@@ -230,9 +240,11 @@ _whole: dict[Hashable, jax.stages.Compiled] | None = None
 
 @contextmanager
 def whole_programs() -> Iterator[None]:
-    """Inside, `Program.compile` reads and writes executables in JAX's folder, and `Jitted` functions run them.
+    """Inside, `Program.compile` reads and writes executables in JAX's folder, and `Jitted`
+    functions run them.
 
-    For a process that gives one answer: meanwhile, no setting of JAX or kvjax that changes programs may change.
+    For a process that gives one answer: meanwhile, no setting of JAX or kvjax that changes
+    programs may change.
     """
     global _whole
     ask: Any = vars(_entries).get("get_cache_key")
@@ -262,7 +274,9 @@ def _signature(function: Jitted, args: tuple[Any, ...], static: dict[str, Any]) 
 
 
 def _surroundings() -> str:
-    """The code, the device and the settings, which a program depends on beside its function and arguments."""
+    """The code, the device and the settings, which a program depends on beside its function and
+    arguments.
+    """
     device = jax.devices()[0]
     settings = sorted(
         (name, value) for name, value in os.environ.items() if name.startswith(_SETTINGS)
@@ -316,10 +330,12 @@ def _executable(key: str, backend: Any, devices: Any) -> Any:
 
 
 def _write_whole(file: Path, made: Any, key: str, *, fresh: bool) -> None:
-    """Writes an executable as JAX's entry of a key, if a file can be written: JAX has told why not.
+    """Writes an executable as JAX's entry of a key, if a file can be written: JAX has told why
+    not.
 
-    JAX makes no entry of what compiles fast, so it is made here. It must be `fresh`, compiled by this process: XLA for
-    CPUs serialises an executable that it has read without its functions.
+    JAX makes no entry of what compiles fast, so it is made here. It must be `fresh`, compiled
+    by this process: XLA for CPUs serialises an executable that it has read without its
+    functions.
     """
     with suppress(Exception):
         made, whole = copy.copy(made), copy.copy(made._executable._unloaded_executable)
@@ -345,7 +361,9 @@ def _write(file: Path, data: bytes) -> None:
 
 
 def remembered(make: Callable[..., Any], *args: Any) -> Any:
-    """`make(*args)`, which is JSON, or what an earlier process with this code, device and settings got from it."""
+    """`make(*args)`, which is JSON, or what an earlier process with this code, device and
+    settings got from it.
+    """
     if (folder := _folder()) is None:
         return make(*args)
     file = folder / f"{make.__qualname__}-{_digest(args)}-note"
@@ -367,7 +385,9 @@ def _folder() -> Path | None:
 
 
 class Clock:
-    """The seconds that this thread spent on compiling: tracing, lowering, XLA, and reading the cache on disk."""
+    """The seconds that this thread spent on compiling: tracing, lowering, XLA, and reading the
+    cache on disk.
+    """
 
     def __init__(self) -> None:
         self._spans: list[tuple[float, float]] = []

@@ -1,4 +1,6 @@
-"""Where arrays are kept: device memory or pinned host memory. The only module that names memory kinds."""
+"""Where arrays are kept: device memory or pinned host memory. The only module that names memory
+kinds.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +22,24 @@ S = TypeVar("S")
 HOST_KINDS = ("pinned_host", "unpinned_host")
 
 CONCURRENT = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
-"""`jax.jit(step, compiler_options=CONCURRENT)` lets a GPU run independent operations at the same time, and so read host
-memory for the next step (`Speculative`) during the rest of this one. `kvjax.generate`'s loop uses it. From jax 0.12,
-operations that do not depend on each other then have memory of their own, whatever their order."""
+"""`jax.jit(step, compiler_options=CONCURRENT)` lets a GPU run independent operations at the
+same time, and so read host memory for the next step (`Speculative`) during the rest of this
+one. `kvjax.generate`'s loop uses it. From jax 0.12, operations that do not depend on each other
+then have memory of their own, whatever their order."""
 
 QUICK: dict[str, Any] = {
     "xla_gpu_enable_triton_gemm": False,  # products by cuBLAS: XLA would compile and time dozens of its own for each
     "xla_gpu_dot_merger_threshold_mb": 0,  # or the weights of some products would be joined in every step
     "xla_llvm_disable_expensive_passes": True,  # XLA's kernels, which move data, gain nothing from them
 }
-"""Options with which the programs of a GPU compile in less time, for those of one layer or none."""
+"""Options with which the programs of a GPU compile in less time, for those of one layer or
+none.
+"""
 
 
 def to_host(x: Array) -> Array:
-    """x in pinned host memory, inside and outside of jit. Its type shows it (f32<host>[...]), and XLA refuses to mix it
-    with arrays of device memory in one operation."""
+    """x in pinned host memory, inside and outside of jit. Its type shows it (f32<host>[...]),
+    and XLA refuses to mix it with arrays of device memory in one operation."""
     return jax.device_put(x, jax.memory.Space.Host)
 
 
@@ -49,23 +54,26 @@ def move_to(x: Array, *, host: bool) -> Array:
 
 
 def host_zeros(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-    """Zeros in pinned host memory. One zero is moved there and broadcast, so that the array never occupies device
-    memory: a store may be larger than the device. (XLA warns that the host does the broadcast, which is intended.)"""
+    """Zeros in pinned host memory. One zero is moved there and broadcast, so that the array
+    never occupies device memory: a store may be larger than the device. (XLA warns that the
+    host does the broadcast, which is intended.)"""
     return jnp.broadcast_to(to_host(jnp.zeros((), dtype)), shape)
 
 
 def computed_last(tree: T, after: S, before: S) -> tuple[T, S]:
-    """`tree` and `after`, where XLA computes what follows from `tree` after all that `after` has in place of `before`.
+    """`tree` and `after`, where XLA computes what follows from `tree` after all that `after`
+    has in place of `before`.
 
-    The last write of an array can be in place: nothing reads the old one any more. Both have one structure; arrays
-    of the host do not wait and are not waited for.
+    The last write of an array can be in place: nothing reads the old one any more. Both have
+    one structure; arrays of the host do not wait and are not waited for.
     """
     leaves, structure = jax.tree.flatten((tree, after))
     same = [None] * len(jax.tree.leaves(tree)) + jax.tree.leaves(before)
     new = [
         i for i, leaf in enumerate(leaves) if leaf is not same[i] and not in_host_memory(leaf)
     ]
-    # jax 0.10 lets all results of a barrier vary over devices if one does, and then they no longer replace `before`.
+    # jax 0.10 lets all results of a barrier vary over devices if one does, and then they no
+    # longer replace `before`.
     if len({varying_axes(leaves[i]) for i in new}) > 1:
         return tree, after
     for i, leaf in zip(new, lax.optimization_barrier([leaves[i] for i in new]), strict=True):
@@ -76,7 +84,8 @@ def computed_last(tree: T, after: S, before: S) -> tuple[T, S]:
 def vary_with(tree: Any, *like: Any) -> Any:
     """`tree`, cast to vary over the mesh axes over which arrays of `like` vary.
 
-    Inside of `jax.shard_map` a loop that starts from zeros needs this: its carry must have one type from the start.
+    Inside of `jax.shard_map` a loop that starts from zeros needs this: its carry must have one
+    type from the start.
     """
     axes = varying_axes(like)
     if not axes:
@@ -103,7 +112,8 @@ def varying_axes(tree: Any) -> frozenset[str]:
 
 
 def shapes(make: Callable[[], Any]) -> Any:
-    """The arrays that `make` would return, as `jax.ShapeDtypeStruct`s with the memory kind on the default device.
+    """The arrays that `make` would return, as `jax.ShapeDtypeStruct`s with the memory kind on
+    the default device.
 
     `make` is traced, not run: nothing is allocated.
     """
@@ -118,17 +128,18 @@ def shapes(make: Callable[[], Any]) -> Any:
 
 
 def _on_one(device: jax.Device, kind: str | None) -> NamedSharding:
-    """One device and a kind of its memory. JAX types a shape, or an array made of parts, as one of host memory only if
-    its sharding is a NamedSharding."""
+    """One device and a kind of its memory. JAX types a shape, or an array made of parts, as one
+    of host memory only if its sharding is a NamedSharding."""
     return NamedSharding(Mesh(np.array([device]), ("x",)), PartitionSpec(), memory_kind=kind)
 
 
 def typed(sharding: Any) -> Any:
-    """A sharding of the same devices and memory, by which arrays made of parts, as orbax makes them, get the type of
-    their memory.
+    """A sharding of the same devices and memory, by which arrays made of parts, as orbax makes
+    them, get the type of their memory.
 
-    jit takes an array in host memory without that type for one in device memory. With jax 0.11 the results of a step
-    are then in device memory; 0.10 aborts. `jax.device_put` to `sharding` itself keeps the type and copies nothing.
+    jit takes an array in host memory without that type for one in device memory. With jax 0.11
+    the results of a step are then in device memory; 0.10 aborts. `jax.device_put` to `sharding`
+    itself keeps the type and copies nothing.
     """
     if not isinstance(sharding, SingleDeviceSharding):
         return sharding
@@ -143,7 +154,9 @@ def _default_device() -> jax.Device:
 
 
 def on_host(x: Any) -> np.ndarray:
-    """x as a NumPy array. If its parts are on the devices of several processes, all of these must call this."""
+    """x as a NumPy array. If its parts are on the devices of several processes, all of these
+    must call this.
+    """
     if not isinstance(x, Array) or x.is_fully_addressable:
         return np.asarray(x)
     if not x.is_fully_replicated:
@@ -159,7 +172,9 @@ def free_bytes() -> int | None:
 
 
 def of_first_process(number: int) -> int:
-    """The `number` of the first process. All processes must call this; they wait for each other."""
+    """The `number` of the first process. All processes must call this; they wait for each
+    other.
+    """
     if jax.process_count() == 1:
         return number
     from jax.experimental import multihost_utils
@@ -173,10 +188,12 @@ def _everywhere(x: Array, sharding: NamedSharding) -> Array:
 
 
 def commit_together(tree: T) -> T:
-    """`tree`, with all arrays committed to their device if any is, as arrays in host memory are.
+    """`tree`, with all arrays committed to their device if any is, as arrays in host memory
+    are.
 
-    A program returns all arrays committed if one of its arguments is, and jit compiles again for each mixture, so a
-    loop that feeds a program its own results would compile it twice. Nothing is copied.
+    A program returns all arrays committed if one of its arguments is, and jit compiles again
+    for each mixture, so a loop that feeds a program its own results would compile it twice.
+    Nothing is copied.
     """
     leaves = [
         leaf
@@ -198,7 +215,9 @@ def commit_together(tree: T) -> T:
 
 
 def has_host_memory() -> bool:
-    """True if the default device reads pinned host memory. CPU (where it is only a name), GPU and TPU backends do."""
+    """True if the default device reads pinned host memory. CPU (where it is only a name), GPU
+    and TPU backends do.
+    """
     return any(kind.kind == "pinned_host" for kind in _default_device().addressable_memories())
 
 
@@ -240,8 +259,9 @@ def nbytes(tree: Any) -> Bytes:
 
     An array that is split over devices counts with the part of one device.
 
-    The arrays may be traced, or shapes as `shapes` and `jax.eval_shape` return them. A shape without a sharding counts
-    for the device. On a CPU backend the default memory counts as device memory, whatever its kind is called.
+    The arrays may be traced, or shapes as `shapes` and `jax.eval_shape` return them. A shape
+    without a sharding counts for the device. On a CPU backend the default memory counts as
+    device memory, whatever its kind is called.
     """
     device = host = 0
     for leaf in jax.tree.leaves(tree):
@@ -259,14 +279,18 @@ SLOTS = 8 * 2**12 * 3**2 * 5 * 7  # which most groups, pages and chunks divide
 
 
 def growth(make: Callable[[int], Any], unit: int = 1) -> float:
-    """Bytes that each further slot takes in the tree that make(slots) returns, for many slots in whole units."""
+    """Bytes that each further slot takes in the tree that make(slots) returns, for many slots
+    in whole units.
+    """
     slots = math.lcm(SLOTS, unit)
     one, two = (nbytes(jax.eval_shape(partial(make, n))).total for n in (slots, 2 * slots))
     return (two - one) / slots
 
 
 def in_host_memory(tree: Any) -> bool:
-    """True if an array of the tree is in pinned host memory, on a backend where that is apart from the device's."""
+    """True if an array of the tree is in pinned host memory, on a backend where that is apart
+    from the device's.
+    """
     for leaf in jax.tree.leaves(tree):
         if isinstance(leaf, Tracer):
             if leaf.aval.memory_space == jax.memory.Space.Host:  # type: ignore[attr-defined]

@@ -15,8 +15,8 @@ def read_object(path: str | Path, *, cure: str = "download it again") -> dict[st
 
     Raises:
       FileNotFoundError: no such file.
-      ValueError: a folder, pipe or device, a file too large, text that is not UTF-8 or not JSON, brackets too deep or
-        numbers too long to be read, or JSON that is no object.
+      ValueError: a folder, pipe or device, a file too large, text that is not UTF-8 or not
+        JSON, brackets too deep or numbers too long to be read, or JSON that is no object.
     """
     path = Path(path)
     try:

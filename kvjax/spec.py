@@ -1,7 +1,7 @@
 """The sizes of a cache.
 
-Each size has one letter everywhere: B rows, T new tokens, N query heads, K kv heads, G = N/K, D head size, S slots,
-M selected tokens.
+Each size has one letter everywhere: B rows, T new tokens, N query heads, K kv heads, G = N/K, D
+head size, S slots, M selected tokens.
 """
 
 from __future__ import annotations
@@ -121,11 +121,13 @@ def padded_capacity(tokens: int) -> int:
 
 
 def round_capacity(tokens: int, *, rows: int = 1, positions: int | None = None) -> int:
-    """The next capacity of a ladder for `tokens` per row, so that texts of many lengths share compiled programs.
+    """The next capacity of a ladder for `tokens` per row, so that texts of many lengths share
+    compiled programs.
 
-    The ladder has two sizes for each factor of two, 9/8 and 13/8 of a power of two, so that a prompt of 32768 tokens
-    has room for an answer: 36864, 53248, 73728, and so on. A cache of few tokens has only the sizes 1152 and, for one
-    row, 4608. No capacity exceeds the `positions` of the model, unless `tokens` do.
+    The ladder has two sizes for each factor of two, 9/8 and 13/8 of a power of two, so that a
+    prompt of 32768 tokens has room for an answer: 36864, 53248, 73728, and so on. A cache of
+    few tokens has only the sizes 1152 and, for one row, 4608. No capacity exceeds the
+    `positions` of the model, unless `tokens` do.
 
     >>> [round_capacity(n) for n in (5, 1153, 5000, 32768 + 128)]
     [1152, 4608, 6656, 36864]
@@ -147,7 +149,9 @@ def round_capacity(tokens: int, *, rows: int = 1, positions: int | None = None) 
 
 
 def keep_ints(config: Any, **at_least: int) -> None:
-    """Applies `keep_int` to each field that is named, with its lower bound; None stays where it is the default."""
+    """Applies `keep_int` to each field that is named, with its lower bound; None stays where it
+    is the default.
+    """
     for name, bound in at_least.items():
         if getattr(config, name) is not None or getattr(type(config), name, 0) is not None:
             keep_int(config, name, at_least=bound)
@@ -162,8 +166,9 @@ BOUNDS = {
 
 
 def keep_number(config: Any, *names: str, what: str = "", **bounds: float) -> None:
-    """Stores fields of a frozen dataclass as floats, or raises ValueError for one that is no number in these bounds,
-    of `BOUNDS`, and says `what` it is, such as "a share of the slots, ". None stays where it is the default."""
+    """Stores fields of a frozen dataclass as floats, or raises ValueError for one that is no
+    number in these bounds, of `BOUNDS`, and says `what` it is, such as "a share of the slots,
+    ". None stays where it is the default."""
     said = " and ".join(f"{name.replace('_', ' ')} {bound:g}" for name, bound in bounds.items())
     for name in names:
         if getattr(config, name) is None and getattr(type(config), name, 0) is None:
@@ -175,8 +180,8 @@ def keep_number(config: Any, *names: str, what: str = "", **bounds: float) -> No
 
 
 def keep_int(config: Any, name: str, *, at_least: int, at_most: int = MOST) -> None:
-    """Applies `require_int` to a field of a frozen dataclass and stores it as a Python int: a NumPy integer has another
-    repr, and reprs are part of the keys of results."""
+    """Applies `require_int` to a field of a frozen dataclass and stores it as a Python int: a
+    NumPy integer has another repr, and reprs are part of the keys of results."""
     value = require_int(
         f"{type(config).__name__}({name}=...)",
         getattr(config, name),

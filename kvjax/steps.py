@@ -4,7 +4,8 @@
     selection = kvjax.select(cache, q)
     out, cache = kvjax.attend(cache, q, selection)
 
-Together they do what `kvjax.attention` does. In between you may look at the selection, change it, or take another one.
+Together they do what `kvjax.attention` does. In between you may look at the selection, change
+it, or take another one.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def update(
     active: ArrayLike | None = None,
     flush: bool = True,
 ) -> LayerCache:
-    """Stores a token of each row, with keys and values k, v [B, 1, K, D]; rows where `active` is false store none.
+    """Stores a token of each row, with keys and values k, v [B, 1, K, D]; rows where `active`
+    is false store none.
 
     `flush` moves tokens out of full recent blocks first; with False, call `kvjax.flush` before.
 
@@ -53,14 +55,15 @@ def select(
     scale: float | None = None,
     soft_cap: float | None = None,
 ) -> Selection:
-    """The slots that a step with queries q [B, 1, N, D] of each row's newest token attends to, besides the tokens that
-    every step attends to.
+    """The slots that a step with queries q [B, 1, N, D] of each row's newest token attends to,
+    besides the tokens that every step attends to.
 
     Nothing is read but the index. `window`, `scale` and `soft_cap` are as in `kvjax.attention`.
 
     Raises:
-      ValueError: a policy that selects nothing, because its steps attend to all that it keeps (`Full`, `Compressed`,
-        `Evicting`) or to what another layer selected (`Follower`); shapes that disagree with the cache.
+      ValueError: a policy that selects nothing, because its steps attend to all that it keeps
+        (`Full`, `Compressed`, `Evicting`) or to what another layer selected (`Follower`);
+        shapes that disagree with the cache.
     """
     _check("select", cache, q=q)
     return run(
@@ -82,15 +85,16 @@ def attend(
     soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
 ) -> tuple[Array, LayerCache]:
-    """Attends with q [B, 1, N, D], the queries of each row's newest token, to `selection` and to the tokens that every
-    step attends to: out [B, 1, N, D], and the cache.
+    """Attends with q [B, 1, N, D], the queries of each row's newest token, to `selection` and
+    to the tokens that every step attends to: out [B, 1, N, D], and the cache.
 
-    None selects as `select` does, or attends to everything if the policy selects nothing. A selection of another layer
-    serves too, if both layers have zones of equal sizes (`Follower`). The output of rows where `active` bool[B] is
-    false means nothing.
+    None selects as `select` does, or attends to everything if the policy selects nothing. A
+    selection of another layer serves too, if both layers have zones of equal sizes
+    (`Follower`). The output of rows where `active` bool[B] is false means nothing.
 
     Raises:
-      ValueError: a selection that is none, or for a policy that takes none; shapes that disagree with the cache.
+      ValueError: a selection that is none, or for a policy that takes none; shapes that
+        disagree with the cache.
     """
     _check("attend", cache, q=q)
     step = plain_step("attend", q.shape[-1], window, scale, soft_cap)

@@ -1,7 +1,8 @@
 """Checks of arguments: each error says what it got, what it wanted, and what to do.
 
-The checks look at the methods and fields of an argument, never at its class, so that a policy, selector or store of
-another package passes them. They run while tracing and cost nothing in a compiled program.
+The checks look at the methods and fields of an argument, never at its class, so that a policy,
+selector or store of another package passes them. They run while tracing and cost nothing in a
+compiled program.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ LEAST_LIKENESS = 0.6  # for "did you mean" to offer a name: 2 * equal letters / 
 
 @contextmanager
 def naming_absent(what: str) -> Iterator[None]:
-    """If a package is not installed that the block imports, the error says that `what` needs it, and how to get it."""
+    """If a package is not installed that the block imports, the error says that `what` needs
+    it, and how to get it.
+    """
     try:
         yield
     except ModuleNotFoundError as error:
@@ -48,7 +51,8 @@ def check_verbs(
     fields: Iterable[str] = (),
     protocol: str | None = None,
 ) -> None:
-    """Raises ValueError unless `value` is an instance with the methods `verbs` and the attributes `fields`.
+    """Raises ValueError unless `value` is an instance with the methods `verbs` and the
+    attributes `fields`.
 
     >>> import kvjax
     >>> check_verbs("init(policy=...)", kvjax.Full, "a policy", ["attend"], "kvjax.Full()")
@@ -78,7 +82,9 @@ def check_verbs(
 
 
 def check_rope(where: str, rope: Any) -> None:
-    """Raises ValueError unless `rope` is None, or a kind of RoPE with the same frequencies for texts of all lengths."""
+    """Raises ValueError unless `rope` is None, or a kind of RoPE with the same frequencies for
+    texts of all lengths.
+    """
     if rope is None:
         return
     check_verbs(where, rope, "a kind of RoPE", ("frequencies",), "kvjax.models.rope.Default()")
@@ -121,7 +127,8 @@ def check_flags(verb: str, **flags: Any) -> None:
 
 
 def check_one_of(who: str, among: Iterable[Any], why: str = "", **given: Any) -> None:
-    """Raises ValueError unless each of the `given` arguments of `who` is one of the values `among`; it ends in `why`.
+    """Raises ValueError unless each of the `given` arguments of `who` is one of the values
+    `among`; it ends in `why`.
 
     >>> check_one_of("kvjax.Fier", ("max", "mean"), page_reduce="min")
     Traceback (most recent call last):
@@ -137,7 +144,8 @@ def check_one_of(who: str, among: Iterable[Any], why: str = "", **given: Any) ->
 
 
 def check_divides(part: Any, what: str, whole: int, **sizes: int) -> None:
-    """Raises ValueError unless each of the `sizes` of a part divides `whole`, which `what` names.
+    """Raises ValueError unless each of the `sizes` of a part divides `whole`, which `what`
+    names.
 
     >>> import kvjax
     >>> check_divides(kvjax.Fier(group=48), "the chunk of ", 256, group=48)
@@ -157,8 +165,8 @@ def is_traced(value: Any) -> bool:
 
 
 def check_array(what: str, value: Any, kind: str, example: str) -> None:
-    """Raises ValueError for a value that jnp.asarray does not take, such as text or None, or whose integers are beyond
-    32 bits, which it would cut off.
+    """Raises ValueError for a value that jnp.asarray does not take, such as text or None, or
+    whose integers are beyond 32 bits, which it would cut off.
 
     The message says that `what` must be `kind`, such as `example`.
 
@@ -184,11 +192,12 @@ def check_dims(
 ) -> dict[str, int]:
     """Binds each dimension letter (`kvjax.spec`) of arrays of floats, and returns the sizes.
 
-    All arguments of a call are bound at once, so that an error can say which two disagree, rather than where the first
-    broadcast failed. Raises ValueError where they do, with `cure` at the end, and for what is no array of real floats
-    of at least 16 bits.
+    All arguments of a call are bound at once, so that an error can say which two disagree,
+    rather than where the first broadcast failed. Raises ValueError where they do, with `cure`
+    at the end, and for what is no array of real floats of at least 16 bits.
 
-    `layout` names each argument and its letters; `spec`, that of a cache, binds letters in advance.
+    `layout` names each argument and its letters; `spec`, that of a cache, binds letters in
+    advance.
 
     >>> check_dims("q BTND, k BTKD", q=np.zeros((2, 1, 4, 16)), k=np.zeros((2, 1, 2, 16)))
     {'B': 2, 'T': 1, 'N': 4, 'D': 16, 'K': 2}
@@ -300,7 +309,9 @@ def shown(value: Any) -> str:
 
 
 def cut(message: str) -> str:
-    """A message without the ends of long words and quotations, for errors that repeat what a user wrote."""
+    """A message without the ends of long words and quotations, for errors that repeat what a
+    user wrote.
+    """
     message = re.sub(rf"(\S{{{MOST_SHOWN}}})\S{{20,}}", r"\1...", message)
     message = re.sub(rf"('[^']{{{MOST_SHOWN}}})[^']{{20,}}'", r"\1...'", message)
     if len(message) > MOST_OF_MESSAGE:
@@ -310,7 +321,8 @@ def cut(message: str) -> str:
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The name that `name` most likely stands for, in any case of letters; None if none is near.
+    """The name that `name` most likely stands for, in any case of letters; None if none is
+    near.
 
     >>> nearest("FIER", ["fier", "quest"]), nearest("qest", ["fier", "quest"]), nearest("lru", ["fier", "quest"])
     ('fier', 'quest', None)

@@ -1,8 +1,10 @@
-"""A conversation with a model whose cache is kept between turns, so that each turn feeds only its own tokens.
+"""A conversation with a model whose cache is kept between turns, so that each turn feeds only
+its own tokens.
 
-A chat template renders a whole conversation, and may write earlier turns in another way than before: it drops the
-thinking of earlier answers, moves the system prompt, trims. So each turn compares the tokens of the whole conversation
-with those that the cache holds, keeps what they have in common, and reads the rest.
+A chat template renders a whole conversation, and may write earlier turns in another way than
+before: it drops the thinking of earlier answers, moves the system prompt, trims. So each turn
+compares the tokens of the whole conversation with those that the cache holds, keeps what they
+have in common, and reads the rest.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ class Chat:
         for piece in chat.stream("And when?"):
             print(piece, end="")
 
-    `messages` and `cache` are the conversation so far. The cache grows when a turn does not fit. A turn that raises
-    before its first token leaves the conversation as it was.
+    `messages` and `cache` are the conversation so far. The cache grows when a turn does not
+    fit. A turn that raises before its first token leaves the conversation as it was.
     """
 
     messages: list[dict[str, Any]]  # of all turns, as the chat template takes them
@@ -81,17 +83,21 @@ class Chat:
     def say(
         self, message: str | Mapping[str, Any], *, max_new_tokens: int | None = None
     ) -> str:
-        """The model's answer to a message of the user, or to one of another role such as a tool's result.
+        """The model's answer to a message of the user, or to one of another role such as a
+        tool's result.
 
         Raises:
-          ValueError: no text, a turn that does not fit in the model's positions, a chat template that refuses.
+          ValueError: no text, a turn that does not fit in the model's positions, a chat
+            template that refuses.
         """
         return "".join(self.stream(message, max_new_tokens=max_new_tokens))
 
     def stream(
         self, message: str | Mapping[str, Any], *, max_new_tokens: int | None = None
     ) -> Iterator[str]:
-        """`say` as an iterator over pieces of text. This call reads the turn; `messages` grows by each piece."""
+        """`say` as an iterator over pieces of text. This call reads the turn; `messages` grows
+        by each piece.
+        """
         new = _as_message(message)
         self._run = self._start([*self.messages, new], max_new_tokens)
         self._turns += 1
@@ -153,7 +159,9 @@ class Chat:
     def _prepare(
         self, messages: list[dict[str, Any]], ids: list[int], held: list[int], shared: int
     ) -> tuple[Cache | None, list[int], list[int]]:
-        """A cache of a part of the conversation, or None for an empty one; the tokens in it; and those to read."""
+        """A cache of a part of the conversation, or None for an empty one; the tokens in it;
+        and those to read.
+        """
         cache = self.cache
         if shared == len(held) or not shared:
             return (cache if shared else None), ids[:shared], ids[shared:]

@@ -3,8 +3,8 @@
     checkpoint = kvjax.models.load("directory")
     checkpoint.generate("Once upon a time", cache="fier:budget=256", max_new_tokens=40).text
 
-`generate` and `stream` fill in what the functions of the same names in `kvjax` need: the capacity for a prompt, the
-layers, the stop tokens. Python code in a checkpoint is never run.
+`generate` and `stream` fill in what the functions of the same names in `kvjax` need: the
+capacity for a prompt, the layers, the stop tokens. Python code in a checkpoint is never run.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ MOST_OF_MEMORY = 0.8  # of the free memory of a device, that caches of many prom
 
 @dataclass(frozen=True, repr=False)
 class Completion:
-    """The result of `Checkpoint.generate`: the new text and tokens of each prompt, and the cache that holds them."""
+    """The result of `Checkpoint.generate`: the new text and tokens of each prompt, and the
+    cache that holds them.
+    """
 
     texts: list[str]  # new text of each prompt
     prompt_lengths: list[int]  # tokens of each prompt
@@ -73,7 +75,9 @@ class Completion:
 
     @property
     def tokens(self) -> list[int]:
-        """The new token ids of the one prompt, a stop token included; `rows` has those of several."""
+        """The new token ids of the one prompt, a stop token included; `rows` has those of
+        several.
+        """
         return self._only(self.rows, "rows")
 
     @property
@@ -96,7 +100,9 @@ class Completion:
 
     @property
     def attended(self) -> np.ndarray:
-        """Tokens that a decode step attended to, mean over steps and KV heads, of each layer: f32[L]."""
+        """Tokens that a decode step attended to, mean over steps and KV heads, of each layer:
+        f32[L].
+        """
         assert self.generation.attended is not None
         return self.generation.attended
 
@@ -125,7 +131,9 @@ class Completion:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model that was loaded from a directory, and the directory's tokenizer, chat template and stop tokens."""
+    """A model that was loaded from a directory, and the directory's tokenizer, chat template
+    and stop tokens.
+    """
 
     model: Decoder
     config: DecoderConfig
@@ -144,11 +152,13 @@ class Checkpoint:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer: by `tokenizers` if tokenizer.json says all of it, else by transformers, on first use.
+        """The tokenizer: by `tokenizers` if tokenizer.json says all of it, else by
+        transformers, on first use.
 
         Raises:
           FileNotFoundError: the directory has no tokenizer files.
-          ValueError: transformers cannot read them, or they ask to run the checkpoint's own code.
+          ValueError: transformers cannot read them, or they ask to run the checkpoint's own
+            code.
         """
         if not any((self.directory / name).is_file() for name in TOKENIZER_FILES):
             raise FileNotFoundError(
@@ -179,11 +189,13 @@ class Checkpoint:
         answer: bool = True,
         template: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a conversation in the model's chat template; a string is one message of the user.
+        """Token ids of a conversation in the model's chat template; a string is one message of
+        the user.
 
-        With `answer`, the ids end with the opening of the model's turn. `template` has what the template itself takes,
-        such as {"enable_thinking": False} or {"tools": [...]}. Control tokens that a message of the user or of a tool
-        spells, such as `<|im_end|>`, are read as text.
+        With `answer`, the ids end with the opening of the model's turn. `template` has what the
+        template itself takes, such as {"enable_thinking": False} or {"tools": [...]}. Control
+        tokens that a message of the user or of a tool spells, such as `<|im_end|>`, are read as
+        text.
 
         Raises:
           ValueError: the tokenizer has no chat template, or the template refuses the messages.
@@ -202,8 +214,8 @@ class Checkpoint:
     ) -> str:
         """`apply_chat` as text.
 
-        With `continue_last`, and without `answer`, the text ends where the content of the last message does, so that
-        the model continues this message.
+        With `continue_last`, and without `answer`, the text ends where the content of the last
+        message does, so that the model continues this message.
         """
         how = {"add_generation_prompt": answer, "continue_final_message": continue_last}
         return self.chat_template.render(_as_messages(messages), template, **how)
@@ -222,7 +234,8 @@ class Checkpoint:
         return Template(self.tokenizer, self.directory)
 
     def encode(self, prompt: Prompt, *, template: Mapping[str, Any] | None = None) -> list[int]:
-        """Token ids of a text, with the special tokens that the tokenizer puts around it, or of chat messages.
+        """Token ids of a text, with the special tokens that the tokenizer puts around it, or of
+        chat messages.
 
         Raises:
           ValueError: the prompt has no tokens; or see `apply_chat`.
@@ -239,7 +252,9 @@ class Checkpoint:
         return ids
 
     def _check_length(self, text: str) -> None:
-        """Refuses a text that is too long under any tokenization, before minutes are spent on one."""
+        """Refuses a text that is too long under any tokenization, before minutes are spent on
+        one.
+        """
         try:
             size = len(text.encode())
         except UnicodeEncodeError:
@@ -271,7 +286,9 @@ class Checkpoint:
         batch: int = 1,
         dtype: DTypeLike | None = None,
     ) -> Cache:
-        """An empty cache for this model; `cache` is a policy, or text as `kvjax.presets.parse` reads it."""
+        """An empty cache for this model; `cache` is a policy, or text as `kvjax.presets.parse`
+        reads it.
+        """
         if isinstance(cache, Cache | LayerCache):
             raise ValueError(
                 f"cache is a policy, or text such as 'fier:budget=256', got a {type(cache).__name__}; to go on from a "
@@ -307,7 +324,8 @@ class Checkpoint:
         processors: Processors | None = None,
         slots: int | None = None,
     ) -> Completion:
-        """Continues a text or answers chat messages, or a list of either, decoding through a KV cache.
+        """Continues a text or answers chat messages, or a list of either, decoding through a KV
+        cache.
 
         >>> from kvjax import models
         >>> checkpoint = models.load(models.shipped())
@@ -316,28 +334,34 @@ class Checkpoint:
         '71432'
 
         Args:
-          prompt: text · chat messages, each with "role" and "content" · a list of texts or of such conversations.
+          prompt: text · chat messages, each with "role" and "content" · a list of texts or of
+            such conversations.
           cache: a policy such as `kvjax.presets.fier(256)`, or its text: "fier:budget=256".
           max_new_tokens: 128 by default, or fewer if the model's positions leave fewer.
-          temperature, top_k, top_p, min_p: greedy without a temperature; see `kvjax.generation.sampling`.
-          seed, key: for sampling, one of the two; seed 0 by default.
-          stop_tokens: `stop_tokens` of the checkpoint by default, or `chat_stop_tokens` after chat messages.
-          capacity: tokens that the cache can hold; by default what this call needs, on the ladder of
+          temperature, top_k, top_p, min_p: greedy without a temperature; see
+          `kvjax.generation.sampling`. seed, key: for sampling, one of the two; seed 0 by
+          default. stop_tokens: `stop_tokens` of the checkpoint by default, or
+          `chat_stop_tokens` after chat messages. capacity: tokens that the cache can hold; by
+          default what this call needs, on the ladder of
             `kvjax.spec.round_capacity`, whose few sizes share compiled programs.
-          speculate: a draft: `kvjax.PromptLookup()`, `kvjax.DraftModel(small.model)` or "prompt-lookup:3,8". The model
-            verifies several drafted tokens at a time. The text stays the same; `speculation` has the acceptance.
-          spec_prefill: `kvjax.generation.SpecPrefill(small.model, keep=0.2)` reads the fifth of each prompt to which a
-            small model attends most. The text changes.
-          sparse_prompt: 0.1 lets blocks of a long prompt attend to a tenth of what is stored, on a cache with keys
-            on the device. The text changes.
+          speculate: a draft: `kvjax.PromptLookup()`, `kvjax.DraftModel(small.model)` or
+            "prompt-lookup:3,8". The model verifies several drafted tokens at a time. The text
+            stays the same; `speculation` has the acceptance.
+          spec_prefill: `kvjax.generation.SpecPrefill(small.model, keep=0.2)` reads the fifth of
+            each prompt to which a small model attends most. The text changes.
+          sparse_prompt: 0.1 lets blocks of a long prompt attend to a tenth of what is stored,
+            on a cache with keys on the device. The text changes.
           template: settings of the chat template: {"enable_thinking": False}, {"tools": [...]}.
-          processors: rules that change the logits, such as a repetition penalty; by default those that the checkpoint
-            asks for in generation_config.json, as in transformers. `Processors()` has none.
-          slots: most prompts that decode at the same time; the others take turns in their rows (`kvjax.Engine`). By
-            default all, or as many as the free memory of the device has room for. The tokens are the same.
+          processors: rules that change the logits, such as a repetition penalty; by default
+            those that the checkpoint asks for in generation_config.json, as in transformers.
+            `Processors()` has none.
+          slots: most prompts that decode at the same time; the others take turns in their rows
+            (`kvjax.Engine`). By default all, or as many as the free memory of the device has
+            room for. The tokens are the same.
 
         Raises:
-          ValueError: an unknown cache, a prompt that does not fit, chat messages without a chat template.
+          ValueError: an unknown cache, a prompt that does not fit, chat messages without a chat
+            template.
         """
         prompts = _as_list(prompt)
         run = self._request(
@@ -399,10 +423,11 @@ class Checkpoint:
         template: Mapping[str, Any] | None = None,
         processors: Processors | None = None,
     ) -> Stream:
-        """`generate` of one prompt as an iterator over pieces of text, which never cut a character.
+        """`generate` of one prompt as an iterator over pieces of text, which never cut a
+        character.
 
-        The prompt is read by this call, so errors come before the first piece. Between pieces the returned
-        `kvjax.generation.Stream` has the current `rows`, `cache` and `attended`.
+        The prompt is read by this call, so errors come before the first piece. Between pieces
+        the returned `kvjax.generation.Stream` has the current `rows`, `cache` and `attended`.
         """
         prompts = _as_list(prompt)
         if len(prompts) != 1:
@@ -449,17 +474,20 @@ class Checkpoint:
         template: Mapping[str, Any] | None = None,
         processors: Processors | None = None,
     ) -> Chat:
-        """A conversation whose cache is kept between turns, so that each turn feeds only its own tokens.
+        """A conversation whose cache is kept between turns, so that each turn feeds only its
+        own tokens.
 
-        `system` is the message that opens it, `max_new_tokens` those of an answer. Without a `capacity` the cache grows
-        as the conversation does. The other arguments are those of `generate`.
+        `system` is the message that opens it, `max_new_tokens` those of an answer. Without a
+        `capacity` the cache grows as the conversation does. The other arguments are those of
+        `generate`.
 
-        Some templates rewrite earlier turns, for example drop the thinking of earlier answers. The cache is then cut
-        where the tokens differ, and read again from there; a policy that cannot `truncate` reads the whole conversation
-        again.
+        Some templates rewrite earlier turns, for example drop the thinking of earlier answers.
+        The cache is then cut where the tokens differ, and read again from there; a policy that
+        cannot `truncate` reads the whole conversation again.
 
         Raises:
-          ValueError: the tokenizer has no chat template, or an argument that `generate` would refuse.
+          ValueError: the tokenizer has no chat template, or an argument that `generate` would
+            refuse.
         """
         if isinstance(cache, str):
             presets.parse(cache)
@@ -628,7 +656,9 @@ def _refuse_own_code(directory: Path) -> None:
 
 @contextmanager
 def _without_advice() -> Iterator[None]:
-    """Silences notices that do not matter here: transformers' on missing torch, and tqdm's on missing widgets."""
+    """Silences notices that do not matter here: transformers' on missing torch, and tqdm's on
+    missing widgets.
+    """
     logger = logging.getLogger("transformers")
 
     def keep(record: logging.LogRecord) -> bool:

@@ -1,13 +1,16 @@
-"""The description of a decoder: its sizes and variants, and how they are read from a `config.json`.
+"""The description of a decoder: its sizes and variants, and how they are read from a
+`config.json`.
 
-`DecoderConfig` is all that the decoder knows of its architecture; no code depends on the family of a model. A family is
-a record: the model_type of its configs, a function from their fields to a DecoderConfig, and a table of weights.
+`DecoderConfig` is all that the decoder knows of its architecture; no code depends on the family
+of a model. A family is a record: the model_type of its configs, a function from their fields to
+a DecoderConfig, and a table of weights.
 
-Fields are read as transformers reads them (the defaults of its config classes where a field is absent, both the
-`rope_parameters` of transformers 5 and the older `rope_theta` and `rope_scaling`). A field that would change results
-and that the decoder does not implement is refused here, before any weight is read; fields that transformers ignores
-for a family are ignored here too. `transformers.AutoConfig` is not used: it takes seconds to import, ignores fields
-that it does not know, and does not distinguish an absent field from its default.
+Fields are read as transformers reads them (the defaults of its config classes where a field is
+absent, both the `rope_parameters` of transformers 5 and the older `rope_theta` and
+`rope_scaling`). A field that would change results and that the decoder does not implement is
+refused here, before any weight is read; fields that transformers ignores for a family are
+ignored here too. `transformers.AutoConfig` is not used: it takes seconds to import, ignores
+fields that it does not know, and does not distinguish an absent field from its default.
 """
 
 from __future__ import annotations
@@ -36,7 +39,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """The MLPs of a mixture of experts, of which a router chooses some for each token. Static and hashable."""
+    """The MLPs of a mixture of experts, of which a router chooses some for each token. Static
+    and hashable.
+    """
 
     count: int
     per_token: int  # experts of a token
@@ -245,7 +250,9 @@ class DecoderConfig:
         )
 
     def check_cache(self, cache: Cache) -> None:
-        """Raises ValueError if a policy turns keys by another RoPE than the model. Warns of codes of biased keys."""
+        """Raises ValueError if a policy turns keys by another RoPE than the model. Warns of
+        codes of biased keys.
+        """
         D, fixed = self.head_dim, self.rotated == self.head_dim and not self.rope.by_length
         parts = [
             (i, part)
@@ -283,9 +290,11 @@ class DecoderConfig:
 
 @dataclass(frozen=True)
 class Weight:
-    """One row of a family's weight table. `{i}` stands for the number of the layer, `{e}` for that of an expert.
+    """One row of a family's weight table. `{i}` stands for the number of the layer, `{e}` for
+    that of an expert.
 
-    A row applies to a model that has a parameter at `path`, so one table serves models with and without a bias.
+    A row applies to a model that has a parameter at `path`, so one table serves models with and
+    without a bias.
     """
 
     name: str  # in the files
@@ -300,7 +309,9 @@ class Weight:
 
     @property
     def by_expert(self) -> bool:
-        """True if each expert has a tensor of its own, `{e}` in the name; the Decoder stacks them."""
+        """True if each expert has a tensor of its own, `{e}` in the name; the Decoder stacks
+        them.
+        """
         return "{e}" in self.name
 
     def paths(self, layer: int) -> tuple[str, ...]:
@@ -423,10 +434,11 @@ def read_common(
 ) -> dict[str, Any]:
     """Fields that all families read alike, as arguments of DecoderConfig.
 
-    The arguments are the family's defaults in transformers for an absent `num_key_value_heads` (None: as many as query
-    heads), `head_dim` (None: hidden size over query heads), `max_position_embeddings`, `rms_norm_eps` and
-    `tie_word_embeddings`; fields that this family `takes` and others don't; the RoPE, if the family reads its own; and
-    the name of the field of the activation.
+    The arguments are the family's defaults in transformers for an absent `num_key_value_heads`
+    (None: as many as query heads), `head_dim` (None: hidden size over query heads),
+    `max_position_embeddings`, `rms_norm_eps` and `tie_word_embeddings`; fields that this family
+    `takes` and others don't; the RoPE, if the family reads its own; and the name of the field
+    of the activation.
     """
     for name in ("quantization_config", "compression_config"):
         if fields.raw.get(name) not in (None, {}) and name not in takes:
@@ -496,8 +508,9 @@ def read_common(
 def _extended(fields: Fields, rope: Rope, positions: int) -> int:
     """The positions of a model whose config states `positions`.
 
-    Configs state them after scaling, except that those with YaRN may state the length before it too. A config of linear
-    scaling that states them before it must be changed by hand: nothing in it tells the two apart.
+    Configs state them after scaling, except that those with YaRN may state the length before it
+    too. A config of linear scaling that states them before it must be changed by hand: nothing
+    in it tells the two apart.
     """
     name = "original_max_position_embeddings"
     stated = fields.given(name) or any(
@@ -523,8 +536,9 @@ def _layers(fields: Fields) -> int:
 def read_rope(fields: Fields, positions: int, takes: tuple[str, ...] = ()) -> Rope:
     """The kind of RoPE that a config asks for; `positions` is its max_position_embeddings.
 
-    As in transformers, `rope_scaling` wins over `rope_parameters`, a `rope_theta` inside over one outside, and an
-    `original_max_position_embeddings` outside over one inside; `type` is an old name of `rope_type`.
+    As in transformers, `rope_scaling` wins over `rope_parameters`, a `rope_theta` inside over
+    one outside, and an `original_max_position_embeddings` outside over one inside; `type` is an
+    old name of `rope_type`.
 
     >>> read_rope(Fields({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2}}), 4096)
     Linear(theta=500000.0, factor=2.0)
@@ -594,7 +608,9 @@ def read_rope(fields: Fields, positions: int, takes: tuple[str, ...] = ()) -> Ro
 
 
 def is_finite(value: Any) -> bool:
-    """Whether a value of a JSON file is a number that a float can hold; JSON of Python has infinities and NaN."""
+    """Whether a value of a JSON file is a number that a float can hold; JSON of Python has
+    infinities and NaN.
+    """
     try:
         return (
             isinstance(value, int | float)

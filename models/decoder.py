@@ -1,13 +1,16 @@
 """One decoder for all families: pre-norm blocks of grouped-query attention and a gated MLP.
 
-Attention is one call of `kvjax.attention_info` on the layer's cache; nothing here knows what the cache keeps. Layers
-run in a Python loop over a tuple of layer caches, so that each is updated in place when the caller donates the cache.
+Attention is one call of `kvjax.attention_info` on the layer's cache; nothing here knows what
+the cache keeps. Layers run in a Python loop over a tuple of layer caches, so that each is
+updated in place when the caller donates the cache.
 
-Numbers: parameters and activations have one dtype; norms, RoPE angles and rotation, attention logits and softmax, and
-the logits are f32. Products of f32 parameters run at full f32 precision, on a GPU too.
+Numbers: parameters and activations have one dtype; norms, RoPE angles and rotation, attention
+logits and softmax, and the logits are f32. Products of f32 parameters run at full f32
+precision, on a GPU too.
 
-Each parameter names its axes ("vocab", "embed", "q_heads", "kv_heads", "head_dim", "mlp", "experts") in its metadata.
-Rules from these names to axes of a mesh say how a model is split over devices; `kvjax.models.load` has such rules.
+Each parameter names its axes ("vocab", "embed", "q_heads", "kv_heads", "head_dim", "mlp",
+"experts") in its metadata. Rules from these names to axes of a mesh say how a model is split
+over devices; `kvjax.models.load` has such rules.
 """
 
 from __future__ import annotations
@@ -47,7 +50,9 @@ from .config import DecoderConfig
 
 
 class Linear(nnx.Module):
-    """x [..., in] times a kernel, plus a bias if it has one. `axes` are the names of in and out."""
+    """x [..., in] times a kernel, plus a bias if it has one. `axes` are the names of in and
+    out.
+    """
 
     def __init__(
         self,
@@ -205,7 +210,9 @@ class Router(nnx.Module):
         self.bias = _param(jnp.zeros(experts, dtype), ("experts",)) if bias else None  # [E]
 
     def __call__(self, x: Array, *, few: bool) -> Array:
-        """f32[n, E] of x [n, hidden]. With `few` rows it is a sum, which a GPU's kernel fuses with what makes x."""
+        """f32[n, E] of x [n, hidden]. With `few` rows it is a sum, which a GPU's kernel fuses
+        with what makes x.
+        """
         kernel = self.kernel[...]
         if few:
             y = jnp.sum(
@@ -223,9 +230,10 @@ class Router(nnx.Module):
 class MixtureOfExperts(nnx.Module):
     """The MLPs that a router chooses for each token, summed by its weights.
 
-    A step of few tokens reads only the experts that they chose. A prompt is sorted by expert, and read in blocks of one
-    expert: `jax.lax.ragged_dot` of jax 0.11 multiplies all rows by all experts on a GPU, and takes 8.6 GB for 2048
-    tokens of a layer of Qwen3-30B-A3B. The router's choice is made in f32; equal weights go to the lower expert.
+    A step of few tokens reads only the experts that they chose. A prompt is sorted by expert,
+    and read in blocks of one expert: `jax.lax.ragged_dot` of jax 0.11 multiplies all rows by
+    all experts on a GPU, and takes 8.6 GB for 2048 tokens of a layer of Qwen3-30B-A3B. The
+    router's choice is made in f32; equal weights go to the lower expert.
     """
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: np.dtype):
@@ -287,11 +295,12 @@ class MixtureOfExperts(nnx.Module):
     def _in_blocks(
         self, weighted: dict[str, Array], x: Array, which: Array, *, known: bool
     ) -> Array:
-        """Rows x [m, hidden], sorted by expert, through the experts, of which `which` i32[m] lists one a row in any
-        order: a block of rows of one expert at a time.
+        """Rows x [m, hidden], sorted by expert, through the experts, of which `which` i32[m]
+        lists one a row in any order: a block of rows of one expert at a time.
 
-        A block may reach into the rows of the next expert, whose own block then writes them again. With `known` the
-        loop has as many turns as there may be blocks, so that it has a derivative.
+        A block may reach into the rows of the next expert, whose own block then writes them
+        again. With `known` the loop has as many turns as there may be blocks, so that it has a
+        derivative.
         """
         m, E = x.shape[0], self.config.count
         size = min(max(16, 1 << (m // E).bit_length()), 256)
@@ -302,9 +311,8 @@ class MixtureOfExperts(nnx.Module):
 
         def one(i: Array, out: Array) -> Array:
             e = jnp.minimum(jnp.searchsorted(last, i, side="right"), E - 1)
-            first = (
-                ends[e] - sizes[e] + (i - last[e] + blocks[e]) * size
-            )  # past the last block: in the padding
+            # past the last block: in the padding
+            first = ends[e] - sizes[e] + (i - last[e] + blocks[e]) * size
             rows = jax.lax.dynamic_slice_in_dim(padded, first, size)
             return jax.lax.dynamic_update_slice_in_dim(
                 out, self._mix(weighted, rows, e, _by_block), first, 0
@@ -333,11 +341,12 @@ class MixtureOfExperts(nnx.Module):
 
 
 def route(logits: Array, k: int, *, normalised: bool) -> tuple[Array, Array]:
-    """The k experts with the largest of logits f32[n, E], in order, equal ones by number: their weights f32[n, k], and
-    which they are, i32[n, k].
+    """The k experts with the largest of logits f32[n, E], in order, equal ones by number: their
+    weights f32[n, k], and which they are, i32[n, k].
 
-    A weight is the expert's share of the softmax, over all experts or, if `normalised`, over these. An expert's place
-    is the number of those before it: a GPU counts in one kernel, and `jax.lax.top_k` is a sort of several microseconds.
+    A weight is the expert's share of the softmax, over all experts or, if `normalised`, over
+    these. An expert's place is the number of those before it: a GPU counts in one kernel, and
+    `jax.lax.top_k` is a sort of several microseconds.
     """
     (n, E), count = logits.shape, functools.partial(jnp.sum, axis=-1, dtype=jnp.int32)
     own, other = (jax.lax.broadcasted_iota(jnp.int32, (n, E, E), i) for i in (1, 2))
@@ -357,10 +366,11 @@ def route(logits: Array, k: int, *, normalised: bool) -> tuple[Array, Array]:
 
 
 def _by_row(x: Array, kernel: Array, which: Array) -> Array:
-    """Each row of x [m, in] times the kernel [E, out, in] of its expert, as a sum with which XLA fuses the look-up.
+    """Each row of x [m, in] times the kernel [E, out, in] of its expert, as a sum with which
+    XLA fuses the look-up.
 
-    A GPU reads the kernels at the rate of its memory so. With `out` as the last axis, a step of gpt-oss-20b took 15.8
-    ms in place of 4.2 on an H100.
+    A GPU reads the kernels at the rate of its memory so. With `out` as the last axis, a step of
+    gpt-oss-20b took 15.8 ms in place of 4.2 on an H100.
     """
     return jnp.sum(
         x.astype(jnp.float32)[:, None] * kernel[which].astype(jnp.float32), axis=2
@@ -403,7 +413,8 @@ class Layer(nnx.Module):
 class Decoder(nnx.Module):
     """A decoder-only language model; `kvjax.models.load` fills one from a checkpoint.
 
-    A Decoder is a pytree: pass it to jit, grad and scan as an argument. It satisfies `kvjax.generation.Model`.
+    A Decoder is a pytree: pass it to jit, grad and scan as an argument. It satisfies
+    `kvjax.generation.Model`.
 
     >>> import jax.numpy as jnp, kvjax
     >>> from kvjax.models import Decoder, DecoderConfig
@@ -425,7 +436,9 @@ class Decoder(nnx.Module):
         rngs: nnx.Rngs | None = None,
         dtype: DTypeLike = jnp.float32,
     ):
-        """Random parameters of `dtype`: normal with the config's initializer_range, biases 0, norms 1."""
+        """Random parameters of `dtype`: normal with the config's initializer_range, biases 0,
+        norms 1.
+        """
         rngs = nnx.Rngs(0) if rngs is None else rngs
         self.config = config
         self.dtype = param_dtype(dtype)
@@ -455,14 +468,17 @@ class Decoder(nnx.Module):
         return self.config.max_positions
 
     def spec(self, batch: int, capacity: int, dtype: DTypeLike | None = None) -> CacheSpec:
-        """The sizes of each layer's cache; `dtype` of keys and values is the model's unless given."""
+        """The sizes of each layer's cache; `dtype` of keys and values is the model's unless
+        given.
+        """
         return self.config.spec(batch, capacity, self.dtype if dtype is None else dtype)
 
     def rotate_for(self, cache: Cache, final: Array) -> Cache:
-        """`cache` whose empty rows will rotate their keys for texts of `final` i32[B] tokens; 0 leaves a row as it is.
+        """`cache` whose empty rows will rotate their keys for texts of `final` i32[B] tokens; 0
+        leaves a row as it is.
 
-        Without it, the first tokens of a row decide, as the whole text. Changes nothing unless the model's RoPE depends
-        on the length of a text.
+        Without it, the first tokens of a row decide, as the whole text. Changes nothing unless
+        the model's RoPE depends on the length of a text.
         """
         if cache.rotated_for is None:
             return cache
@@ -486,23 +502,29 @@ class Decoder(nnx.Module):
         """(logits, cache), or (logits, cache, infos) with info=True.
 
         Args:
-          tokens: i32[B, T], T > 1 a chunk of prompt, T == 1 a decode step. They follow what the cache holds.
+          tokens: i32[B, T], T > 1 a chunk of prompt, T == 1 a decode step. They follow what the
+            cache holds.
           cache: None is plain causal attention over the T tokens, as in training.
-          lengths: i32[B], real tokens of each row of a right-padded chunk (default T); 0 for a row that takes none.
-          active: bool[B], rows that take this token of a decode step; the logits of others are meaningless.
+          lengths: i32[B], real tokens of each row of a right-padded chunk (default T); 0 for a
+            row that takes none.
+          active: bool[B], rows that take this token of a decode step; the logits of others are
+            meaningless.
           last_logits: only the logits of each row's last real token of this chunk.
           first_chunk: promises that the cache is empty.
-          steps: the T <= 16 tokens are decode steps, `lengths` of them per row: see `kvjax.decode`. A row takes at most
-            `kvjax.room(cache)` after a flush; each Info has a first axis of T steps.
-          info: adds a tuple with one `kvjax.Info` per layer, or None per layer if no decode step ran.
-          positions: i32[B, T] of the tokens in their text, if others between them are left out; later tokens follow the
-            last of them. A sliding window counts tokens, not positions.
+          steps: the T <= 16 tokens are decode steps, `lengths` of them per row: see
+            `kvjax.decode`. A row takes at most `kvjax.room(cache)` after a flush; each Info has
+            a first axis of T steps.
+          info: adds a tuple with one `kvjax.Info` per layer, or None per layer if no decode
+            step ran.
+          positions: i32[B, T] of the tokens in their text, if others between them are left out;
+            later tokens follow the last of them. A sliding window counts tokens, not positions.
 
         Returns:
           logits f32[B, T, V], or f32[B, V] with `last_logits`, and the cache, None without one.
 
         Raises:
-          ValueError: tokens of another shape or dtype, a cache of another number of layers or of other sizes.
+          ValueError: tokens of another shape or dtype, a cache of another number of layers or
+            of other sizes.
         """
         tokens = jnp.asarray(tokens)
         settings = {
@@ -604,7 +626,8 @@ class Decoder(nnx.Module):
         return (logits, cache, tuple(infos)) if info else (logits, cache)
 
     def first_layers(self, count: int) -> Decoder:
-        """The model of the first `count` layers and the head, with the same arrays, as a draft without own weights.
+        """The model of the first `count` layers and the head, with the same arrays, as a draft
+        without own weights.
 
         >>> from kvjax.models import Decoder, DecoderConfig
         >>> config = DecoderConfig(
@@ -652,8 +675,11 @@ class Decoder(nnx.Module):
         return x, cos, sin
 
     def finish(self, x: Array, lengths: ArrayLike | None) -> Array:
-        """Logits f32[B, V] of the last of `lengths` i32[B] tokens of each row, from x [B, T, hidden]."""
-        # one index per row: a joint index of rows and tokens would gather the batch if devices split it
+        """Logits f32[B, V] of the last of `lengths` i32[B] tokens of each row, from x [B, T,
+        hidden].
+        """
+        # one index per row: a joint index of rows and tokens would gather the batch if devices
+        # split it
         last = jnp.maximum(_new(lengths, *x.shape[:2]) - 1, 0)
         return self._logits(
             self.norm(jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0])
@@ -685,7 +711,9 @@ def _new(lengths: ArrayLike | None, rows: int, tokens: int) -> Array:
 
 
 def _check_size(model: Decoder, cache: Cache | None) -> None:
-    """Raises ValueError for a cache on more or fewer devices than the model; `generate` checks more."""
+    """Raises ValueError for a cache on more or fewer devices than the model; `generate` checks
+    more.
+    """
     placement, own = getattr(cache, "placement", None), mesh_of(model.embedding[...])
     if placement is not None and not own.empty and own.size != placement.mesh.size:
         raise ValueError(
@@ -695,7 +723,8 @@ def _check_size(model: Decoder, cache: Cache | None) -> None:
 
 
 def _explicit_mesh(model: Decoder, tokens: Array, cache: Cache | None) -> AbstractMesh | None:
-    """The mesh of a call whose arrays, or whose mesh of `jax.set_mesh`, have Explicit axes; else None.
+    """The mesh of a call whose arrays, or whose mesh of `jax.set_mesh`, have Explicit axes;
+    else None.
 
     Also None if no array is on a mesh, as for a model on one device.
     """
@@ -719,10 +748,11 @@ def _run_on_auto_axes(
     given: Any,
     **settings: Any,
 ) -> Any:
-    """A call in which XLA splits the products over the axes of `mesh`; results have types of the surrounding mesh.
+    """A call in which XLA splits the products over the axes of `mesh`; results have types of
+    the surrounding mesh.
 
-    Rows of the logits are split as those of the cache, or of `tokens`; the vocabulary is split as the parameter that
-    produces it.
+    Rows of the logits are split as those of the cache, or of `tokens`; the vocabulary is split
+    as the parameter that produces it.
     """
     placement = getattr(cache, "placement", None)
     rows, T = (
@@ -778,7 +808,9 @@ def _norm(config: DecoderConfig, dtype: np.dtype) -> dict[str, Any]:
 
 
 def _param(value: Array, axes: tuple[str, ...]) -> nnx.Param:
-    """A parameter with the logical names of its axes, where `nnx.get_partition_spec` and kvjax look for them."""
+    """A parameter with the logical names of its axes, where `nnx.get_partition_spec` and kvjax
+    look for them.
+    """
     param = nnx.Param(value)
     param.set_metadata(out_sharding=axes)  # not by the constructor, which would require a mesh
     return param
@@ -798,8 +830,8 @@ def _draw(key: Array, scale: float, *, shape: tuple[int, ...], dtype: np.dtype) 
 def embed(table: Array, tokens: Array) -> Array:
     """Rows [B, T, hidden] of a table [V, hidden] for tokens [B, T]; out of range is clipped.
 
-    A single token is looked up twice. XLA turns one look-up into a slice, and to slice a table that is split over
-    devices it gathers the whole table on each of them, in every step.
+    A single token is looked up twice. XLA turns one look-up into a slice, and to slice a table
+    that is split over devices it gathers the whole table on each of them, in every step.
     """
     one = tokens.size == 1
     rows = table.at[jnp.concatenate([tokens, tokens]) if one else tokens].get(mode="clip")
@@ -809,8 +841,9 @@ def embed(table: Array, tokens: Array) -> Array:
 def _product(terms: str, x: Array, kernel: Array, dtype: Any = None) -> Array:
     """einsum of x and a kernel; the default on a GPU would round f32 operands to 10 bits.
 
-    One row and a 16-bit kernel, as in decoding, are given to XLA as two rows: for one row with few outputs (k and v of
-    a Llama) it writes the elementwise products in 16 bits to memory, and then sums them.
+    One row and a 16-bit kernel, as in decoding, are given to XLA as two rows: for one row with
+    few outputs (k and v of a Llama) it writes the elementwise products in 16 bits to memory,
+    and then sums them.
     """
     precision = "highest" if kernel.dtype == jnp.float32 else None
     one = x.size == x.shape[-1] and kernel.dtype.itemsize == 2

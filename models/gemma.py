@@ -1,4 +1,6 @@
-"""Gemma 2 and 3 (text): norms before and after each part, by 1 + w; scaled embeddings; soft caps in Gemma 2."""
+"""Gemma 2 and 3 (text): norms before and after each part, by 1 + w; scaled embeddings; soft
+caps in Gemma 2.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 def _configure(
     fields: Fields, *, every: int, caps: tuple[float | None, ...], **settings: Any
 ) -> DecoderConfig:
-    """`every`-th layers are full if the config has no layer_types; `caps` are the defaults of an absent field."""
+    """`every`-th layers are full if the config has no layer_types; `caps` are the defaults of
+    an absent field.
+    """
     if fields.raw.get("use_bidirectional_attention"):
         raise ValueError(
             f"use_bidirectional_attention in {fields.source} is not supported: leave it out"

@@ -1,7 +1,8 @@
-"""The greedy text that a checkpoint asks for in generation_config.json: stop tokens, and rules that change logits.
+"""The greedy text that a checkpoint asks for in generation_config.json: stop tokens, and rules
+that change logits.
 
-transformers applies these rules by default, so that a checkpoint loaded here does too. Fields that concern draws are
-not read: without a temperature, text is greedy.
+transformers applies these rules by default, so that a checkpoint loaded here does too. Fields
+that concern draws are not read: without a temperature, text is greedy.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from .config import Fields
 
 NAME = "generation_config.json"
 
-# Fields that change greedy text and that nothing here applies, with the values that change nothing.
+# Fields that change greedy text and that nothing here applies, with the values that change
+# nothing.
 NOT_APPLIED: dict[str, tuple[Any, ...]] = {
     "bad_words_ids": ([],),
     "constraints": ([],),
@@ -39,9 +41,11 @@ NOT_APPLIED: dict[str, tuple[Any, ...]] = {
 
 
 def read_stop_tokens(directory: Path, fields: Fields, vocab_size: int) -> tuple[int, ...]:
-    """Reads eos_token_id, one or several, from generation_config.json, or else from config.json.
+    """Reads eos_token_id, one or several, from generation_config.json, or else from
+    config.json.
 
-    Ids outside of the vocabulary, which some configs have, are never generated and are left out.
+    Ids outside of the vocabulary, which some configs have, are never generated and are left
+    out.
     """
     sources = [asked] if (asked := _read(directory)) is not None else []
     source = next((s for s in (*sources, fields) if s.given("eos_token_id")), None)
@@ -55,7 +59,8 @@ def read_stop_tokens(directory: Path, fields: Fields, vocab_size: int) -> tuple[
 
 
 def read_processors(directory: Path) -> Processors:
-    """Reads the rules that generation_config.json asks for, and warns of fields that nothing here applies.
+    """Reads the rules that generation_config.json asks for, and warns of fields that nothing
+    here applies.
 
     Raises:
       ValueError: a rule whose value means nothing; the message names the field.

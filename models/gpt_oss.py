@@ -1,4 +1,5 @@
-"""gpt-oss: a sink logit for each query head, a window in every second layer, and a mixture of experts with biases.
+"""gpt-oss: a sink logit for each query head, a window in every second layer, and a mixture of
+experts with biases.
 
 Files hold the experts in bf16, or in MXFP4, which is expanded while loading.
 """

@@ -1,4 +1,6 @@
-"""Llama 1, 2 and 3.x, SmolLM3 (layers without RoPE), and the table of weights that all families share."""
+"""Llama 1, 2 and 3.x, SmolLM3 (layers without RoPE), and the table of weights that all families
+share.
+"""
 
 from __future__ import annotations
 

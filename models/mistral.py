@@ -1,4 +1,6 @@
-"""Mistral: a Llama whose layers all have the same sliding window, if they have one; Mixtral, with experts."""
+"""Mistral: a Llama whose layers all have the same sliding window, if they have one; Mixtral,
+with experts.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ from .llama import BACKBONE, expert_weights
 
 def configure(fields: Fields) -> DecoderConfig:
     common = read_common(fields, kv_heads=8, head_dim=None, positions=4096 * 32)
-    # null says that there is no window; a config without the field means the 4096 of Mistral-7B-v0.1.
+    # null says that there is no window; a config without the field means the 4096 of
+    # Mistral-7B-v0.1.
     window = fields.integer("sliding_window", None) if "sliding_window" in fields.raw else 4096
     windows = (window,) * common["layers"]
     by_type = read_layer_types(fields, common["layers"], window)

@@ -1,4 +1,5 @@
-"""Phi-3 and Phi-4-mini: a Llama whose files hold q, k and v in one tensor, and gate and up in another.
+"""Phi-3 and Phi-4-mini: a Llama whose files hold q, k and v in one tensor, and gate and up in
+another.
 
 Long variants have LongRoPE, and in Phi-4-mini it turns only the first channels of a head.
 """
@@ -46,7 +47,9 @@ def configure(fields: Fields) -> DecoderConfig:
 
 
 def _with_longrope(fields: Fields) -> Fields:
-    """The fields with the RoPE types "su" and "yarn", as early Phi-3 configs call it, replaced by "longrope"."""
+    """The fields with the RoPE types "su" and "yarn", as early Phi-3 configs call it, replaced
+    by "longrope".
+    """
     raw, inside = dict(fields.raw), False
     for name in ("rope_scaling", "rope_parameters"):
         scaling = raw.get(name)

@@ -20,7 +20,9 @@ QK_NORM = (
 
 
 def _windows(fields: Fields, layers: int) -> tuple[int | None, ...]:
-    """With use_sliding_window, the layers from max_window_layers on slide, unless layer_types says which do."""
+    """With use_sliding_window, the layers from max_window_layers on slide, unless layer_types
+    says which do.
+    """
     window = None
     if fields.flag("use_sliding_window", False):
         window = (

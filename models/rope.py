@@ -1,21 +1,25 @@
-"""Rotary position embeddings: angles of a position, and the ways of stretching them to longer texts.
+"""Rotary position embeddings: angles of a position, and the ways of stretching them to longer
+texts.
 
-A kind of RoPE is a frozen object that gives the inverse frequencies of a head (f32[D/2], angle per position of each
-pair of channels) and the factor on cosine and sine. Channel i is paired with channel i + D/2, as in Hugging Face
-checkpoints (not i with i + 1, as in the papers).
+A kind of RoPE is a frozen object that gives the inverse frequencies of a head (f32[D/2], angle
+per position of each pair of channels) and the factor on cosine and sine. Channel i is paired
+with channel i + D/2, as in Hugging Face checkpoints (not i with i + 1, as in the papers).
 
-All kinds but `Dynamic` and `LongRope` are constants: plain numpy in f32, in the order of operations of transformers,
-so that angles of far positions agree. The frequencies of these two depend on the length of the text. **They are decided
-once for each row, from its final length** (prompt and answer), when the row's first tokens are stored; the cache
-remembers the length up to which they are right (`kvjax.Cache.rotated_for`). So a row's keys never mix two rotations,
-whatever its chunks and its neighbours are, and a text that outgrows its rotation is refused or read again.
+All kinds but `Dynamic` and `LongRope` are constants: plain numpy in f32, in the order of
+operations of transformers, so that angles of far positions agree. The frequencies of these two
+depend on the length of the text. **They are decided once for each row, from its final length**
+(prompt and answer), when the row's first tokens are stored; the cache remembers the length up
+to which they are right (`kvjax.Cache.rotated_for`). So a row's keys never mix two rotations,
+whatever its chunks and its neighbours are, and a text that outgrows its rotation is refused or
+read again.
 
-Angles are products in f32, as in transformers. With theta 5e5 the cosine of the fastest channels is off by .005 at
-position 131072, by .04 at a million, and has no correct digit at ten million.
+Angles are products in f32, as in transformers. With theta 5e5 the cosine of the fastest
+channels is off by .005 at position 131072, by .04 at a million, and has no correct digit at ten
+million.
 
-**Source:** Su et al. 2021 (RoPE); Chen et al. 2023 (Linear); Peng et al. 2023, YaRN (Yarn, and Dynamic as its
-appendix B.1); Llama Team 2024 (Llama3); Ding et al. 2024 (LongRope); transformers `modeling_rope_utils` for every
-detail that a paper leaves open.
+**Source:** Su et al. 2021 (RoPE); Chen et al. 2023 (Linear); Peng et al. 2023, YaRN (Yarn, and
+Dynamic as its appendix B.1); Llama Team 2024 (Llama3); Ding et al. 2024 (LongRope);
+transformers `modeling_rope_utils` for every detail that a paper leaves open.
 """
 
 from __future__ import annotations
@@ -47,11 +51,15 @@ class Rope(Protocol):
         return False
 
     def frequencies(self, head_dim: int, length: Array | int = 0) -> Any:
-        """Radians per position: f32[D/2], or f32[..., D/2] for texts of `length` i32[...] tokens in the end."""
+        """Radians per position: f32[D/2], or f32[..., D/2] for texts of `length` i32[...]
+        tokens in the end.
+        """
         ...
 
     def valid_to(self, length: Array) -> Array:
-        """i32[...] the longest text that the frequencies for texts of `length` i32[...] tokens are right for."""
+        """i32[...] the longest text that the frequencies for texts of `length` i32[...] tokens
+        are right for.
+        """
         return jnp.full_like(length, MOST)
 
 
@@ -89,11 +97,13 @@ class Linear(Rope):
 
 @dataclass(frozen=True, kw_only=True)
 class Dynamic(Rope):
-    """NTK-aware scaling that grows with the text: theta rises once the text is past `original` tokens.
+    """NTK-aware scaling that grows with the text: theta rises once the text is past `original`
+    tokens.
 
-    A text is rotated for its final length throughout, so its logits are those of transformers for the whole text read
-    at once. **Differs:** `generate` of transformers computes theta anew for each token past `original`, and leaves the
-    keys of earlier tokens as they are; and all rows of its batch share the theta of the longest.
+    A text is rotated for its final length throughout, so its logits are those of transformers
+    for the whole text read at once. **Differs:** `generate` of transformers computes theta anew
+    for each token past `original`, and leaves the keys of earlier tokens as they are; and all
+    rows of its batch share the theta of the longest.
     """
 
     theta: float = 10000.0
@@ -154,10 +164,12 @@ class Llama3(Rope):
 
 @dataclass(frozen=True, kw_only=True)
 class Yarn(Rope):
-    """YaRN: channels that turn often keep their frequency, slow ones are divided by `factor`, with a ramp between.
+    """YaRN: channels that turn often keep their frequency, slow ones are divided by `factor`,
+    with a ramp between.
 
-    The ramp runs over channel indices, from the channel that turns `beta_fast` times in `original` tokens to the one
-    that turns `beta_slow` times; `truncate` rounds both to whole channels, outwards.
+    The ramp runs over channel indices, from the channel that turns `beta_fast` times in
+    `original` tokens to the one that turns `beta_slow` times; `truncate` rounds both to whole
+    channels, outwards.
     """
 
     theta: float = 10000.0
@@ -218,12 +230,13 @@ class Yarn(Rope):
 
 @dataclass(frozen=True, kw_only=True)
 class LongRope(Rope):
-    """Each pair of channels has its own factor on its period: one for short texts, another past `original` tokens.
+    """Each pair of channels has its own factor on its period: one for short texts, another past
+    `original` tokens.
 
-    A text that is longer in the end has the long factors from its first token on, so its logits are those of
-    transformers for the whole text. **Differs:** `generate` of transformers begins such a text with the short factors,
-    and reads it again with the long ones when it crosses `original`; and all rows of its batch share the factors of
-    the longest.
+    A text that is longer in the end has the long factors from its first token on, so its logits
+    are those of transformers for the whole text. **Differs:** `generate` of transformers begins
+    such a text with the short factors, and reads it again with the long ones when it crosses
+    `original`; and all rows of its batch share the factors of the longest.
 
     **Source:** Ding et al. 2024 (LongRoPE), as Phi-3 uses it.
     """
@@ -288,14 +301,17 @@ def longrope_attention(factor: float, original: int) -> float:
 def angles(
     rope: Rope, positions: Array, head_dim: int, length: Array | int = 0
 ) -> tuple[Array, Array]:
-    """Cosine and sine f32[B, T, D/2] for positions i32[B, T], times the amplitude; `length` i32[B] as `frequencies`."""
+    """Cosine and sine f32[B, T, D/2] for positions i32[B, T], times the amplitude; `length`
+    i32[B] as `frequencies`.
+    """
     frequencies = jnp.asarray(rope.frequencies(head_dim, length)).reshape(-1, 1, head_dim // 2)
     angle = positions[..., None].astype(jnp.float32) * frequencies
     return jnp.cos(angle) * rope.amplitude, jnp.sin(angle) * rope.amplitude
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """x [B, T, H, D] with channels (i, i + R/2) of each head turned by the angles of its position; computes in f32.
+    """x [B, T, H, D] with channels (i, i + R/2) of each head turned by the angles of its
+    position; computes in f32.
 
     cos and sin [B, T, R/2] may be of the first R channels only; the others stay as they are.
     """
@@ -312,8 +328,8 @@ def _exponents(head_dim: int) -> np.ndarray:
 
 
 def _periods(theta: float, head_dim: int) -> np.ndarray:
-    """f32[D/2] positions per radian, rounded once: numpy's own f32 power is off by an ulp at times, which is an angle
-    of 1e-3 at position 16K, and torch's is not."""
+    """f32[D/2] positions per radian, rounded once: numpy's own f32 power is off by an ulp at
+    times, which is an angle of 1e-3 at position 16K, and torch's is not."""
     return (np.float64(theta) ** _exponents(head_dim).astype(np.float64)).astype(np.float32)
 
 

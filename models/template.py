@@ -1,7 +1,8 @@
 """Chat templates: a conversation as text and token ids, and the tokens that end a turn.
 
-A template writes the control tokens of a conversation, such as the marks around a turn. The text of users must not: a
-message that spells such a token is read as its characters, unless the message is the system's or the model's own.
+A template writes the control tokens of a conversation, such as the marks around a turn. The
+text of users must not: a message that spells such a token is read as its characters, unless the
+message is the system's or the model's own.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ FIRST_MARK = 0xE000  # of the characters of Unicode that mean nothing
 class Template:
     """The chat template of a tokenizer.
 
-    `settings` are what the template itself takes, such as {"enable_thinking": False} or {"tools": [...]}.
+    `settings` are what the template itself takes, such as {"enable_thinking": False} or
+    {"tools": [...]}.
     """
 
     def __init__(self, tokenizer: Any, directory: Any) -> None:
@@ -38,7 +40,8 @@ class Template:
         """The text of a conversation.
 
         Raises:
-          ValueError: no chat template, one that refuses the messages, or settings that it cannot have.
+          ValueError: no chat template, one that refuses the messages, or settings that it
+            cannot have.
         """
         if self._tokenizer.chat_template is None:
             raise ValueError(
@@ -91,7 +94,8 @@ class Template:
         ids: Sequence[int],
         settings: Mapping[str, Any] | None,
     ) -> list[int]:
-        """Tokens of the text of a conversation after the text of `held`; none if it does not begin with that text.
+        """Tokens of the text of a conversation after the text of `held`; none if it does not
+        begin with that text.
 
         `ids` are those of the whole conversation, with the opening of an answer.
         """
@@ -118,7 +122,9 @@ class Template:
         }
 
     def ends(self, settings: Mapping[str, Any] | None = None) -> set[int]:
-        """The tokens that end an answer: the tokenizer's own, and the one that the template writes after it."""
+        """The tokens that end an answer: the tokenizer's own, and the one that the template
+        writes after it.
+        """
         end = self._tokenizer.eos_token_id
         found = set() if end is None else {int(end)}
         answer = "kvjax stands here for an answer"
@@ -142,7 +148,8 @@ def tokenise(tokenizer: Any, text: str, directory: Any, **how: Any) -> list[int]
     """Token ids of a text.
 
     Raises:
-      ValueError: the tokenizer fails on the text, such as by an expression of its own that never ends.
+      ValueError: the tokenizer fails on the text, such as by an expression of its own that
+        never ends.
     """
     try:
         return [int(i) for i in tokenizer(text, **how)["input_ids"]]
@@ -167,7 +174,9 @@ def _unused(messages: Messages) -> str:
 
 
 def _with_marks(value: Any, names: Iterable[str], mark: str) -> Any:
-    """A message of a user with a mark within each control token, at which the text is cut before it is tokenised."""
+    """A message of a user with a mark within each control token, at which the text is cut
+    before it is tokenised.
+    """
     if isinstance(value, Mapping):
         if value.get("role") in TRUSTED:
             return dict(value)

@@ -1,8 +1,9 @@
-"""The tensors of safetensors files: what headers say of them, views of their bytes, and their way to devices.
+"""The tensors of safetensors files: what headers say of them, views of their bytes, and their
+way to devices.
 
-A file is mapped into memory, and the bytes of a tensor are touched once: on their way to a GPU, which transposes and
-casts them there, or when threads write them as a CPU's parameters. Threads work a few tensors ahead of the caller, so
-that memory holds the model and these tensors.
+A file is mapped into memory, and the bytes of a tensor are touched once: on their way to a GPU,
+which transposes and casts them there, or when threads write them as a CPU's parameters. Threads
+work a few tensors ahead of the caller, so that memory holds the model and these tensors.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ FLOATS = {
 }
 AHEAD = 1 << 29  # bytes of tensors that threads work on ahead of the caller
 THREADS = 4
-# Rows and columns that a CPU transposes at a time, with a gap between rows so that they do not share places in its
-# cache: 2.2 GB/s of bf16 on a core, where XLA and numpy reach 1.0 and 0.3.
+# Rows and columns that a CPU transposes at a time, with a gap between rows so that they do not
+# share places in its cache: 2.2 GB/s of bf16 on a core, where XLA and numpy reach 1.0 and 0.3.
 BLOCK, GAP = (128, 256), 8
 ALIGNED = 64  # bytes; JAX takes such an array of the host as an array of the CPU without a copy
 
@@ -91,10 +92,11 @@ class Stack:
 
 @dataclass(frozen=True)
 class Mxfp4:
-    """Numbers of 4 bits, expanded to bfloat16[E, a, b], which is exact, when they are read, by `np.asarray`.
+    """Numbers of 4 bits, expanded to bfloat16[E, a, b], which is exact, when they are read, by
+    `np.asarray`.
 
-    `blocks` u8[E, a, b/32, 16] have two numbers a byte, the low half first; `scales` u8[E, a, b/32] have the exponent
-    of 2 of each block, plus 127.
+    `blocks` u8[E, a, b/32, 16] have two numbers a byte, the low half first; `scales` u8[E, a,
+    b/32] have the exponent of 2 of each block, plus 127.
     """
 
     blocks: np.ndarray
@@ -184,7 +186,9 @@ def read_header(file: Path) -> list[Tensor]:
 
 
 def mapped(file: Path) -> np.ndarray:
-    """The bytes u8[size] of a file, which are read when they are touched; the system is told to fetch them before."""
+    """The bytes u8[size] of a file, which are read when they are touched; the system is told to
+    fetch them before.
+    """
     with file.open("rb") as opened:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
@@ -192,7 +196,9 @@ def mapped(file: Path) -> np.ndarray:
 
 
 def place(jobs: Iterable[tuple[T, list[Part]]]) -> Iterator[tuple[T, list[Array]]]:
-    """Moves the parts of each job to their devices; yields the job and its arrays, in the order of jobs."""
+    """Moves the parts of each job to their devices; yields the job and its arrays, in the order
+    of jobs.
+    """
     default = next(iter(jax.device_put(np.zeros(())).devices()))
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
         running: deque[tuple[T, int, list[tuple[Part, Any]]]] = deque()
@@ -244,7 +250,9 @@ def _convert(array: Array, *, dtype: np.dtype, transposed: bool) -> Array:
 
 
 def write(array: np.ndarray, dtype: np.dtype, *, transposed: bool) -> np.ndarray:
-    """A new array of the host with the numbers of another, rounded to `dtype`, its last two axes transposed."""
+    """A new array of the host with the numbers of another, rounded to `dtype`, its last two
+    axes transposed.
+    """
     if array.dtype == np.float64:
         array = array.astype(np.float32)
     transposed &= array.ndim > 1

@@ -1,8 +1,8 @@
 """A tokenizer from its tokenizer.json alone, by the library `tokenizers`.
 
-transformers takes seconds to import, and most prompts need only what that file says. `FileTokenizer` encodes and
-decodes by it and loads transformers' tokenizer for everything else, such as chat templates, which transformers runs in
-a sandbox that it has hardened.
+transformers takes seconds to import, and most prompts need only what that file says.
+`FileTokenizer` encodes and decodes by it and loads transformers' tokenizer for everything else,
+such as chat templates, which transformers runs in a sandbox that it has hardened.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ import numpy as np
 
 from kvjax.validation import naming_absent
 
-# Classes that read tokenizer.json as it is. Others change it while loading, such as Llama's, which adds or drops <s>.
+# Classes that read tokenizer.json as it is. Others change it while loading, such as Llama's,
+# which adds or drops <s>.
 AS_IN_THE_FILE = (
     "PreTrainedTokenizerFast",
     "TokenizersBackend",
     "Qwen2Tokenizer",
     "Qwen2TokenizerFast",
 )
-# Files that may add tokens where tokenizer_config.json does not list them; transformers reads them only then.
+# Files that may add tokens where tokenizer_config.json does not list them; transformers reads
+# them only then.
 ADDING = ("special_tokens_map.json", "added_tokens.json")
 NAMED = (
     "bos_token",
@@ -47,7 +49,9 @@ class Encoded(dict[str, Any]):
 
 
 class FileTokenizer:
-    """The tokenizer of a directory whose tokenizer.json says all: see `read`. `whole` loads that of transformers."""
+    """The tokenizer of a directory whose tokenizer.json says all: see `read`. `whole` loads
+    that of transformers.
+    """
 
     def __init__(
         self, tokenizer: Any, config: dict[str, Any], whole: Callable[[], Any]
@@ -98,7 +102,9 @@ class FileTokenizer:
         clean_up_tokenization_spaces: bool | None = None,
         **named: Any,
     ) -> Any:
-        """The text of one id or of a sequence, or a list of texts of several; arrays of any kind may hold them."""
+        """The text of one id or of a sequence, or a list of texts of several; arrays of any
+        kind may hold them.
+        """
         ids = token_ids["input_ids"] if isinstance(token_ids, Mapping) else token_ids
         ids = ids.tolist() if hasattr(ids, "tolist") else ids
         if named or isinstance(ids, str):
@@ -124,7 +130,8 @@ class FileTokenizer:
 
 
 def read(directory: Path, whole: Callable[[], Any]) -> FileTokenizer | None:
-    """The tokenizer of tokenizer.json, if transformers would read the file as it is; None if it might not.
+    """The tokenizer of tokenizer.json, if transformers would read the file as it is; None if it
+    might not.
 
     `whole` loads the tokenizer of transformers.
     """

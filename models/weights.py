@@ -1,12 +1,14 @@
-"""Loads a Decoder from a checkpoint in Hugging Face format (config.json, safetensors and tokenizer), and saves it.
+"""Loads a Decoder from a checkpoint in Hugging Face format (config.json, safetensors and
+tokenizer), and saves it.
 
-Errors are found before the first tensor goes to a device: in the architecture, the config, and the name, shape and
-dtype of every tensor, which are in the headers of the files. Then the tensors go from their files, a few at a time, to
-their places in a Decoder that was built without arrays, so that memory holds only the model and these tensors. The
-tokenizer is loaded by transformers when it is first used; none of this needs torch.
+Errors are found before the first tensor goes to a device: in the architecture, the config, and
+the name, shape and dtype of every tensor, which are in the headers of the files. Then the
+tensors go from their files, a few at a time, to their places in a Decoder that was built
+without arrays, so that memory holds only the model and these tensors. The tokenizer is loaded
+by transformers when it is first used; none of this needs torch.
 
-Saving is the reverse: the same tables name the tensors, and the config is parsed back and compared before anything is
-written, so what the format cannot express is refused and not lost.
+Saving is the reverse: the same tables name the tensors, and the config is parsed back and
+compared before anything is written, so what the format cannot express is refused and not lost.
 """
 
 from __future__ import annotations
@@ -66,10 +68,12 @@ _BLOCKS, _SCALES = "_blocks", "_scales"  # end the names of tensors in MXFP4
 
 
 def shipped() -> Path:
-    """The directory of the model that comes with kvjax: a Llama of 26 M parameters and 16384 positions.
+    """The directory of the model that comes with kvjax: a Llama of 26 M parameters and 16384
+    positions.
 
-    It finds facts that are hidden in long texts, which shows what a cache keeps, and its text reads as English; it
-    knows little else. Its README.md says what it was trained on and what it can do; `training/` has the code.
+    It finds facts that are hidden in long texts, which shows what a cache keeps, and its text
+    reads as English; it knows little else. Its README.md says what it was trained on and what
+    it can do; `training/` has the code.
 
     A clone of kvjax has it, and so does the package `kvjax-26m`.
 
@@ -102,24 +106,28 @@ def load(
 ) -> Checkpoint:
     """Loads a checkpoint in Hugging Face format, of one of the architectures in `FAMILIES`.
 
-    Needs config.json, and model.safetensors or the files that model.safetensors.index.json lists. Memory: the model
-    in `dtype` and a few tensors.
+    Needs config.json, and model.safetensors or the files that model.safetensors.index.json
+    lists. Memory: the model in `dtype` and a few tensors.
 
-    With a `placement` the model is split over its mesh, as `logical_axis_rules` says. Each device gets its own part
-    straight from the files, and each part is read once. Caches that the checkpoint makes then have the placement too.
+    With a `placement` the model is split over its mesh, as `logical_axis_rules` says. Each
+    device gets its own part straight from the files, and each part is read once. Caches that
+    the checkpoint makes then have the placement too.
 
     Args:
-      dtype: of weights and caches; by default float32 on a CPU, where 16-bit caches are copied to update them, and
-        bfloat16 elsewhere.
-      rules: changes to `logical_axis_rules(placement)`, such as {"vocab": None} for an embedding on all devices.
-      compilation_cache: keep compiled programs on disk for the next process: see `kvjax.use_compilation_cache`.
-      on_shapes: called with the model without its arrays, before any is read, such as to compile for it meanwhile.
+      dtype: of weights and caches; by default float32 on a CPU, where 16-bit caches are copied
+        to update them, and bfloat16 elsewhere.
+      rules: changes to `logical_axis_rules(placement)`, such as {"vocab": None} for an
+        embedding on all devices.
+      compilation_cache: keep compiled programs on disk for the next process: see
+        `kvjax.use_compilation_cache`.
+      on_shapes: called with the model without its arrays, before any is read, such as to
+        compile for it meanwhile.
 
     Raises:
       FileNotFoundError: the directory or a file is missing.
-      ValueError: a config that asks for something unsupported, pickled weights, a damaged file, or tensors that are
-        missing, unexpected or misshapen: one error that counts them and lists the first. Or sizes that the placement
-        cannot split.
+      ValueError: a config that asks for something unsupported, pickled weights, a damaged file,
+        or tensors that are missing, unexpected or misshapen: one error that counts them and
+        lists the first. Or sizes that the placement cannot split.
     """
     if not isinstance(directory, str | Path):
         raise ValueError(
@@ -158,14 +166,17 @@ def load(
 
 
 def logical_axis_rules(placement: Placement) -> dict[str, Axes]:
-    """The axes of the mesh over which each named axis of a Decoder's parameters is split; None for none.
+    """The axes of the mesh over which each named axis of a Decoder's parameters is split; None
+    for none.
 
-    Heads are split over the axes of `heads`; MLP and vocabulary, most of a model, over those of `context` too, unless
-    that does not come out even. `flax.nnx.logical_axis_rules(tuple(rules.items()))` takes the rules too.
+    Heads are split over the axes of `heads`; MLP and vocabulary, most of a model, over those of
+    `context` too, unless that does not come out even.
+    `flax.nnx.logical_axis_rules(tuple(rules.items()))` takes the rules too.
 
-    **Source:** Megatron-LM (Shoeybi et al. 2019), section 3: q, k, v, gate and up by columns, out and down by rows, so
-    that a layer needs two sums over the devices. The vocabulary is split in the embedding and in the head. Each expert
-    of a mixture is split as an MLP is, so that all devices have an equal share whatever a router chooses.
+    **Source:** Megatron-LM (Shoeybi et al. 2019), section 3: q, k, v, gate and up by columns,
+    out and down by rows, so that a layer needs two sums over the devices. The vocabulary is
+    split in the embedding and in the head. Each expert of a mixture is split as an MLP is, so
+    that all devices have an equal share whatever a router chooses.
 
     >>> import jax
     >>> from kvjax import Placement
@@ -184,7 +195,8 @@ def logical_axis_rules(placement: Placement) -> dict[str, Axes]:
 def distribute(
     model: Decoder, placement: Placement, rules: Mapping[str, Axes] | None = None
 ) -> Decoder:
-    """A copy of `model` with its parameters placed as `load` with this placement does; for models that were not loaded.
+    """A copy of `model` with its parameters placed as `load` with this placement does; for
+    models that were not loaded.
 
     Raises:
       ValueError: as `load`, for what the placement cannot split.
@@ -211,8 +223,8 @@ def model_shardings(
     """The sharding of each parameter of a Decoder, by the id of its `nnx.Param`.
 
     Raises:
-      ValueError: a rule for a name that no parameter has, or heads or an MLP that cannot be split evenly. A vocabulary
-        that cannot be split stays whole.
+      ValueError: a rule for a name that no parameter has, or heads or an MLP that cannot be
+        split evenly. A vocabulary that cannot be split stays whole.
     """
     config, known = model.config, logical_axis_rules(placement)
     for name in rules or {}:
@@ -266,8 +278,9 @@ def _mlp_sizes(config: DecoderConfig) -> list[int]:
 
 
 def check_directory(directory: Path) -> None:
-    """Raises FileNotFoundError, with advice, unless `directory` is one with a config.json, and ValueError for a pipe or
-    another file in it that is no regular one, as whoever opens it may wait forever."""
+    """Raises FileNotFoundError, with advice, unless `directory` is one with a config.json, and
+    ValueError for a pipe or another file in it that is no regular one, as whoever opens it may
+    wait forever."""
     if not directory.is_dir():
         what = "is a file" if directory.exists() else "does not exist"
         hub = (
@@ -300,10 +313,12 @@ def save(
     stop_tokens: Sequence[int] = (),
     shard_bytes: int = 5 * 10**9,
 ) -> None:
-    """Writes a model as a checkpoint in Hugging Face format, which `load` and transformers read.
+    """Writes a model as a checkpoint in Hugging Face format, which `load` and transformers
+    read.
 
-    Writes config.json, and model.safetensors or numbered files with an index. The tokenizer is not part of a Decoder:
-    copy its files to the same directory. Memory: the tensors of one file.
+    Writes config.json, and model.safetensors or numbered files with an index. The tokenizer is
+    not part of a Decoder: copy its files to the same directory. Memory: the tensors of one
+    file.
 
     Args:
       directory: new, or without a checkpoint in it.
@@ -313,8 +328,8 @@ def save(
 
     Raises:
       FileExistsError: the directory has a checkpoint already.
-      ValueError: a config that no supported architecture can express, token ids outside of the vocabulary, or a
-        `shard_bytes` below 1.
+      ValueError: a config that no supported architecture can express, token ids outside of the
+        vocabulary, or a `shard_bytes` below 1.
     """
     directory = Path(directory).expanduser()
     highest = model.config.vocab_size - 1
@@ -490,7 +505,8 @@ def _rope_fields(rope: Rope) -> dict[str, Any]:
 
 
 def split(sizes: Mapping[str, int], most: int) -> list[list[str]]:
-    """Splits names, in order, into lists of at most `most` bytes; a name with more bytes is alone in its list.
+    """Splits names, in order, into lists of at most `most` bytes; a name with more bytes is
+    alone in its list.
 
     >>> split({"a": 3, "b": 4, "c": 9, "d": 1}, 7)
     [['a', 'b'], ['c'], ['d']]
@@ -507,8 +523,8 @@ def split(sizes: Mapping[str, int], most: int) -> list[list[str]]:
 
 
 def read_settings(directory: Path) -> tuple[Checkpoint, Family, Fields, bool]:
-    """The checkpoint without its model, its family, the fields of its language model, and whether the whole model also
-    sees images."""
+    """The checkpoint without its model, its family, the fields of its language model, and
+    whether the whole model also sees images."""
     whole = Fields.read(directory / "config.json")
     fields = text_fields(whole)
     family = find_family(fields)
@@ -522,7 +538,9 @@ def read_settings(directory: Path) -> tuple[Checkpoint, Family, Fields, bool]:
 
 
 def text_fields(fields: Fields) -> Fields:
-    """The fields of the language model in a config of one that also sees images; others as they are."""
+    """The fields of the language model in a config of one that also sees images; others as they
+    are.
+    """
     kind, text = fields.raw.get("model_type"), fields.group("text_config").raw
     if kind not in _WITH_IMAGES or not text:
         return fields
@@ -534,7 +552,9 @@ def text_fields(fields: Fields) -> Fields:
 
 
 def _text_name(name: str) -> str | None:
-    """The name that a tensor has in files of the language model alone; None for one of the part that sees images."""
+    """The name that a tensor has in files of the language model alone; None for one of the part
+    that sees images.
+    """
     if name.removeprefix(_BASE).startswith(_IMAGES):
         return None
     inner = name.removeprefix(_BASE).removeprefix(_TEXT)
@@ -579,11 +599,13 @@ def find_family(fields: Fields) -> Family:
 def read_headers(directory: Path, *, with_images: bool = False) -> dict[str, Tensor]:
     """The tensors of a checkpoint by name, from the headers of its files.
 
-    A checkpoint `with_images` gives only those of its language model, by the names that files of it alone have.
+    A checkpoint `with_images` gives only those of its language model, by the names that files
+    of it alone have.
 
     Raises:
       FileNotFoundError: no weights, or a file that the index lists is missing.
-      ValueError: only pickled weights, a damaged file or index, a tensor in two files or not where the index says.
+      ValueError: only pickled weights, a damaged file or index, a tensor in two files or not
+        where the index says.
     """
     files = [
         directory / name for name in sorted(set(_read_index(directory).values()) or {_SINGLE})
@@ -648,7 +670,9 @@ def _read_index(directory: Path) -> dict[str, str]:
 
 
 def _check_index(directory: Path, wanted: Iterable[str], tensors: Mapping[str, Tensor]) -> None:
-    """Raises ValueError if a tensor that is needed is not where the index says. Its words about others are ignored."""
+    """Raises ValueError if a tensor that is needed is not where the index says. Its words about
+    others are ignored.
+    """
     known = {tensor.name: tensor.file.name for tensor in tensors.values()}
     misplaced = {
         name: file for name, file in _read_index(directory).items() if known.get(name) != file
@@ -664,8 +688,8 @@ def _check_index(directory: Path, wanted: Iterable[str], tensors: Mapping[str, T
 def has_own_head(tensors: Mapping[str, Tensor]) -> bool:
     """True if the files hold a head that differs from the embedding table, both being there.
 
-    Some fine-tuned checkpoints have one although their config says that the two are tied. As in transformers, the files
-    are believed.
+    Some fine-tuned checkpoints have one although their config says that the two are tied. As in
+    transformers, the files are believed.
     """
     if _HEAD not in tensors or _TABLE not in tensors:
         return False
@@ -678,7 +702,9 @@ def has_own_head(tensors: Mapping[str, Tensor]) -> bool:
 
 
 class Source(NamedTuple):
-    """A row of the weight table, the parameters that it fills, and the tensors that it is read from."""
+    """A row of the weight table, the parameters that it fills, and the tensors that it is read
+    from.
+    """
 
     weight: Weight
     params: tuple[nnx.Param, ...]
@@ -712,7 +738,9 @@ class Source(NamedTuple):
         )
 
     def split(self, views: list[np.ndarray]) -> list[Any]:
-        """The tensor of each parameter in the arrays of the files, as an array or what becomes one when it is read."""
+        """The tensor of each parameter in the arrays of the files, as an array or what becomes
+        one when it is read.
+        """
         n = len(self.params)
         if self.weight.by_expert:
             return [Stack(tuple(views))]
@@ -729,10 +757,12 @@ class Source(NamedTuple):
 def match(
     family: Family, model: Decoder, tensors: Mapping[str, Tensor], directory: Path
 ) -> list[Source]:
-    """For each row of the weight table that applies, its parameters in `model` and the tensors that are to be read.
+    """For each row of the weight table that applies, its parameters in `model` and the tensors
+    that are to be read.
 
     Raises:
-      ValueError: counts and lists tensors that are missing, unexpected, misshapen or not of a float dtype.
+      ValueError: counts and lists tensors that are missing, unexpected, misshapen or not of a
+        float dtype.
     """
     params = {".".join(map(str, path)): param for path, param in _params(model)}
     sources: list[Source] = []
@@ -818,8 +848,8 @@ def _jobs(
     dtype: np.dtype,
     shardings: Mapping[int, NamedSharding] | None,
 ) -> Iterator[tuple[nnx.Param, list[Part]]]:
-    """The parameters and their parts, in the order in which the files hold them; one file is mapped at a time, or those
-    of a layer's experts."""
+    """The parameters and their parts, in the order in which the files hold them; one file is
+    mapped at a time, or those of a layer's experts."""
 
     def first(source: Source) -> tuple[Path, int]:
         tensor = tensors[source.names[0]]

@@ -1,7 +1,8 @@
 """How strictly the suite runs: on CPU, offline, the same every time.
 
-Silent broadcasting and silent promotion hide bugs of exactly the kind that a cache has (a mask of [B] against [B, K],
-an f32 scale that widens a bf16 store), so both are errors here. pyproject.toml makes warnings of kvjax errors.
+Silent broadcasting and silent promotion hide bugs of exactly the kind that a cache has (a mask
+of [B] against [B, K], an f32 scale that widens a bf16 store), so both are errors here.
+pyproject.toml makes warnings of kvjax errors.
 """
 
 import gc
@@ -12,9 +13,10 @@ import zlib
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-# Most of the suite's time is XLA compiling. Without LLVM's optimisations it takes half, by XLA's former emitters of
-# fusions half of that, and in one part, as the workers fill the cores, a tenth less again. What a program allocates,
-# which tests count, stays as it is. Set XLA_FLAGS, to nothing if you like, to run what users run.
+# Most of the suite's time is XLA compiling. Without LLVM's optimisations it takes half, by
+# XLA's former emitters of fusions half of that, and in one part, as the workers fill the cores,
+# a tenth less again. What a program allocates, which tests count, stays as it is. Set
+# XLA_FLAGS, to nothing if you like, to run what users run.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters "
@@ -52,7 +54,9 @@ hypothesis.settings.load_profile("kvjax")
 
 @pytest.fixture(autouse=True, scope="session")
 def offline() -> Iterator[None]:
-    """No test may reach the network: connecting a socket to anything but a local one is an error."""
+    """No test may reach the network: connecting a socket to anything but a local one is an
+    error.
+    """
 
     def refuse(self: socket.socket, address: Any) -> None:
         if self.family == socket.AF_UNIX or address[0] == "127.0.0.1":
@@ -74,7 +78,9 @@ def checkpoint(request: pytest.FixtureRequest) -> str | None:
 
 
 def pytest_collection_finish() -> None:
-    """Excludes imported objects from garbage collection, which took 7 % of a run to walk through them."""
+    """Excludes imported objects from garbage collection, which took 7 % of a run to walk
+    through them.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000)
@@ -84,10 +90,12 @@ _ended = itertools.count(1)
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Drops the compiled programs when the next test shares none of them, and after a hundred tests.
+    """Drops the compiled programs when the next test shares none of them, and after a hundred
+    tests.
 
-    XLA's CPU backend maps memory for every program, and a process may have some 65 000 maps: without this a worker ran
-    out of them after about 600 tests, and crashed with a segmentation fault while compiling.
+    XLA's CPU backend maps memory for every program, and a process may have some 65 000 maps:
+    without this a worker ran out of them after about 600 tests, and crashed with a segmentation
+    fault while compiling.
     """
     if (
         nextitem is None
@@ -112,7 +120,8 @@ ABOVE = (
 )
 
 
-# One minute for two workers, `-m core`: the arithmetic, a selector against numpy, the hook, saves, imports and prose.
+# One minute for two workers, `-m core`: the arithmetic, a selector against numpy, the hook,
+# saves, imports and prose.
 CORE = (
     "numerics/",
     "ops/test_ops.py",
@@ -189,7 +198,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With --quick or -m core, files that are left out as a whole are not imported, which saves seconds."""
+    """With --quick or -m core, files that are left out as a whole are not imported, which saves
+    seconds.
+    """
     if not collection_path.is_relative_to(TESTS):
         return None
     other = collection_path.is_file() and not collection_path.relative_to(
@@ -202,7 +213,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without --thorough, leaves out tests marked `thorough`, and all but n cases of a test marked `sample(n)`."""
+    """Without --thorough, leaves out tests marked `thorough`, and all but n cases of a test
+    marked `sample(n)`.
+    """
     for item in items:
         if item.path.is_relative_to(TESTS) and item.path.relative_to(
             TESTS
@@ -232,8 +245,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             (left_out if late or skipped else kept).append(item)
         config.hook.pytest_deselected(items=left_out)
         items[:] = kept
-    # A worker takes a file, and each golden alone. Long ones first and short ones last let all workers end together.
-    # One process, too, runs what shares programs together.
+    # A worker takes a file, and each golden alone. Long ones first and short ones last let all
+    # workers end together. One process, too, runs what shares programs together.
     first: dict[str, int] = {}
     for place, item in enumerate(items):
         first.setdefault(_shared(item.nodeid), place)
@@ -244,9 +257,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Keeps tests that share compiled programs in one worker: a policy's laws, a file's tests.
 
-    Spread singly, two policies' laws compiled 157 programs in place of 108. A persistent compilation cache saved a
-    tenth of the time, and a program that comes from it need not tell its temp bytes, which laws count. (Not by
-    `--dist loadgroup` and its marks: xdist 3.8 does not see them under pytest 9.2.)
+    Spread singly, two policies' laws compiled 157 programs in place of 108. A persistent
+    compilation cache saved a tenth of the time, and a program that comes from it need not tell
+    its temp bytes, which laws count. (Not by `--dist loadgroup` and its marks: xdist 3.8 does
+    not see them under pytest 9.2.)
     """
     if config.getoption("dist") != "load":
         return None

@@ -1,8 +1,9 @@
 """The methods in numpy, written from their papers alone, for comparison with the library.
 
-Plain lists, and loops over tokens, channels, subspaces, pages and steps; float64, except where a stored number has
-fewer bits. Nothing here is taken from `kvjax`. Positions take the place of the library's slots, and a history is the
-run of positions that left a first-in first-out window of `local` tokens in whole chunks.
+Plain lists, and loops over tokens, channels, subspaces, pages and steps; float64, except where
+a stored number has fewer bits. Nothing here is taken from `kvjax`. Positions take the place of
+the library's slots, and a history is the run of positions that left a first-in first-out window
+of `local` tokens in whole chunks.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import numpy as np
 def attention(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(out f64[Q, D], lse f64[Q]) of q [Q, D] over k, v [S, D], one query at a time; empty is 0 and -inf."""
+    """(out f64[Q, D], lse f64[Q]) of q [Q, D] over k, v [S, D], one query at a time; empty is 0
+    and -inf.
+    """
     k, v = k.astype(np.float64), v.astype(np.float64)
     out, lse = np.zeros(q.shape), np.full(len(q), -np.inf)
     for i, query in enumerate(q.astype(np.float64)):
@@ -38,7 +41,9 @@ def bfloat16(x: np.ndarray) -> np.ndarray:
 
 
 def history_end(tokens: int, sink: int, local: int, chunk: int) -> int:
-    """Positions [sink, end) of a row of `tokens` are the history; those from there to the local window are pending."""
+    """Positions [sink, end) of a row of `tokens` are the history; those from there to the local
+    window are pending.
+    """
     return sink + max(tokens - sink - local, 0) // chunk * chunk
 
 
@@ -60,7 +65,9 @@ def pooled(scores: np.ndarray, group_reduce: str) -> np.ndarray:
 
 
 def agrees(ours: set[int], ranks: np.ndarray, count: int) -> bool:
-    """Whether `ours` are the `count` best of ranks [n], up to swaps of ranks that rounding cannot tell apart."""
+    """Whether `ours` are the `count` best of ranks [n], up to swaps of ranks that rounding
+    cannot tell apart.
+    """
     best = np.argsort(-ranks, kind="stable")[:count]
     if ours == set(best.tolist()):
         return True
@@ -77,7 +84,8 @@ def agrees(ours: set[int], ranks: np.ndarray, count: int) -> bool:
 def fier_scores(
     q: np.ndarray, keys: np.ndarray, sealed: int, group: int, scale: float, dtype
 ) -> np.ndarray:
-    """f64[G, n] scores of all n keys [n, D] for q [G, D]: 1-bit ones below `sealed`, exact ones from there on.
+    """f64[G, n] scores of all n keys [n, D] for q [G, D]: 1-bit ones below `sealed`, exact ones
+    from there on.
 
     Algorithm 1; scale and zero of a group are stored in `dtype`.
     """
@@ -100,7 +108,9 @@ def fier_scores(
 
 
 def rotation(signs: np.ndarray) -> np.ndarray:
-    """f64[D, D], D a power of two: a key k [D] becomes k @ rotation. `signs` [D] of +-1 is the random diagonal."""
+    """f64[D, D], D a power of two: a key k [D] becomes k @ rotation. `signs` [D] of +-1 is the
+    random diagonal.
+    """
     hadamard = np.ones((1, 1))
     while len(hadamard) < len(signs):
         hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])
@@ -109,10 +119,12 @@ def rotation(signs: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def sphere_centres(m: int) -> np.ndarray:
-    """f64[8]: the Lloyd-Max centres of |u_j| for u uniform on the sphere in m dimensions, where u_j^2 is Beta.
+    """f64[8]: the Lloyd-Max centres of |u_j| for u uniform on the sphere in m dimensions, where
+    u_j^2 is Beta.
 
-    With u_j^2 ~ Beta(1/2, (m-1)/2), the density of t = |u_j| is (1 - t^2)^((m-3)/2) up to a factor. Each round moves a
-    centre to the mean of its cell, by Gauss-Legendre quadrature, and a bound midway between its centres.
+    With u_j^2 ~ Beta(1/2, (m-1)/2), the density of t = |u_j| is (1 - t^2)^((m-3)/2) up to a
+    factor. Each round moves a centre to the mean of its cell, by Gauss-Legendre quadrature, and
+    a bound midway between its centres.
     """
     nodes, weights = np.polynomial.legendre.leggauss(20)
     centres = np.linspace(0.05, 0.85, 8)
@@ -127,9 +139,11 @@ def sphere_centres(m: int) -> np.ndarray:
 
 @functools.cache
 def radius_centres(m: int, D: int) -> np.ndarray:
-    """f64[16]: the Lloyd-Max centres of the length r of m channels of a random unit vector of D: r^2 is Beta.
+    """f64[16]: the Lloyd-Max centres of the length r of m channels of a random unit vector of
+    D: r^2 is Beta.
 
-    With r^2 ~ Beta(m/2, (D-m)/2), the density of r is r^(m-1) (1 - r^2)^((D-m)/2-1) up to a factor.
+    With r^2 ~ Beta(m/2, (D-m)/2), the density of r is r^(m-1) (1 - r^2)^((D-m)/2-1) up to a
+    factor.
     """
     nodes, weights = np.polynomial.legendre.leggauss(40)
     centres = np.linspace(0.4 * np.sqrt(m / D), min(1.8 * np.sqrt(m / D), 0.95), 16)
@@ -144,7 +158,9 @@ def radius_centres(m: int, D: int) -> np.ndarray:
 
 @dataclasses.dataclass
 class Paris:
-    """ParisKV over the history of one kv head. A row vector times `rotation` f64[D, D] is the vector rotated."""
+    """ParisKV over the history of one kv head. A row vector times `rotation` f64[D, D] is the
+    vector rotated.
+    """
 
     rotation: np.ndarray
     keys: np.ndarray  # [n, D]
@@ -237,7 +253,8 @@ class Paris:
 
 @dataclasses.dataclass
 class FreeKV:
-    """FreeKV of one kv head over a run of decode steps; a page enters the history as soon as it is full.
+    """FreeKV of one kv head over a run of decode steps; a page enters the history as soon as it
+    is full.
 
     `budget` counts sink, local window and the pages, of which it has room for whole ones.
     """
@@ -252,14 +269,16 @@ class FreeKV:
     )
 
     def step(self, q: np.ndarray, keys: np.ndarray) -> tuple[bool, set[int]]:
-        """Whether q [G, D] corrected, and the positions it attends to; keys [n, D] end with its own."""
+        """Whether q [G, D] corrected, and the positions it attends to; keys [n, D] end with its
+        own.
+        """
         n, found = len(keys), self.select(q, keys)
         last, self.last = self.last, (q, found, n)
         attended = set(range(min(self.sink, n))) | set(range(max(n - self.local, 0), n))
         if last is None or self.similarity(q, last[0]) < self.tau:
             return True, attended | {p for p in found if p is not None}
-        # What was recalled, and the tokens that have left the window since, in the lowest-ranked ones' place where the
-        # budget has no other.
+        # What was recalled, and the tokens that have left the window since, in the
+        # lowest-ranked ones' place where the budget has no other.
         left = [p for p in range(last[2] - self.local, n - self.local) if p >= self.sink]
         most = self.budget - self.sink - self.local - len(left)
         kept = last[1] if sum(p is not None for p in last[1]) <= most else last[1][:most]
@@ -275,7 +294,9 @@ class FreeKV:
         )
 
     def select(self, q: np.ndarray, keys: np.ndarray) -> list[int | None]:
-        """Positions of the best pages, a page after the other; None for those of a page that the window has."""
+        """Positions of the best pages, a page after the other; None for those of a page that
+        the window has.
+        """
         stop = max(len(keys) - self.local, self.sink)
         firsts = range(self.sink, stop, self.page)
         if not firsts:
@@ -294,7 +315,9 @@ class FreeKV:
         ]
 
     def scores(self, q: np.ndarray, keys: np.ndarray) -> list[float]:
-        """Scores of a page by query head, from the smallest and largest of the keys that it has."""
+        """Scores of a page by query head, from the smallest and largest of the keys that it
+        has.
+        """
         scale, q, keys = q.shape[1] ** -0.5, q.astype(np.float64), keys.astype(np.float64)
         low, high = keys.min(axis=0), keys.max(axis=0)
         return [
@@ -309,10 +332,12 @@ class FreeKV:
 def quest(
     q: np.ndarray, keys: np.ndarray, page: int, pages: int, group_reduce: str
 ) -> list[set[int]]:
-    """Positions that a step with q [G, D] attends to of keys [n, D], by query head, or one set for all.
+    """Positions that a step with q [G, D] attends to of keys [n, D], by query head, or one set
+    for all.
 
-    Algorithm 1 as the released code evaluates it: pages from position 0 on, the last one as far as it has come, each
-    with the box of its smallest and largest keys; the best pages, at least 3. The newest token is read in any case.
+    Algorithm 1 as the released code evaluates it: pages from position 0 on, the last one as far
+    as it has come, each with the box of its smallest and largest keys; the best pages, at least
+    3. The newest token is read in any case.
     """
     scores = []
     for first in range(0, len(keys), page):
@@ -339,7 +364,9 @@ def quest(
 
 
 def log_sparse(window: int, tokens: int) -> tuple[list[int], list[int]]:
-    """LogQuant, Algorithm 1: positions that are exact and those that are quantised, in order, after `tokens` came."""
+    """LogQuant, Algorithm 1: positions that are exact and those that are quantised, in order,
+    after `tokens` came.
+    """
     exact: list[int] = []
     quantised: list[int] = []
     for position in range(tokens):
@@ -351,13 +378,17 @@ def log_sparse(window: int, tokens: int) -> tuple[list[int], list[int]]:
 
 
 def residual(size: int, tokens: int) -> tuple[list[int], list[int]]:
-    """KIVI's rule for keys: all `size` exact tokens are quantised at once, as soon as there are so many."""
+    """KIVI's rule for keys: all `size` exact tokens are quantised at once, as soon as there are
+    so many.
+    """
     whole = tokens // size * size
     return list(range(whole, tokens)), list(range(whole))
 
 
 def asymmetric(x: np.ndarray, bits: int, tokens: int, channels: int) -> tuple[np.ndarray, ...]:
-    """Codes [S, D], scales and zeros [S, D] of x [S, D], each group of tokens x channels on its own."""
+    """Codes [S, D], scales and zeros [S, D] of x [S, D], each group of tokens x channels on its
+    own.
+    """
     codes, scales, zeros = (np.zeros(x.shape) for _ in range(3))
     for s in range(0, x.shape[0], tokens):
         for d in range(0, x.shape[1], channels):
@@ -368,9 +399,8 @@ def asymmetric(x: np.ndarray, bits: int, tokens: int, channels: int) -> tuple[np
                 bfloat16((block.max() - low) * np.float32(1 / (2**bits - 1))),
                 bfloat16(low),
             )
-            scale = (
-                scale if scale >= 2.0**-125 else 0.0
-            )  # its reciprocal must be a normal number too
+            # its reciprocal must be a normal number too
+            scale = scale if scale >= 2.0**-125 else 0.0
             if scale:
                 levels = (block - np.float32(zero)) * (1 / np.float32(scale))
                 codes[here] = np.clip(np.rint(levels), 0, 2**bits - 1)

@@ -1,4 +1,6 @@
-"""The hook: what it computes without a cache, with windows and scales, and what it says of bad input."""
+"""The hook: what it computes without a cache, with windows and scales, and what it says of bad
+input.
+"""
 
 import dataclasses
 import functools
@@ -279,9 +281,8 @@ def test_bytes_a_token_are_what_the_arrays_take() -> None:
     spec = dataclasses.replace(SPEC, batch=1, capacity=4096, dtype=jnp.bfloat16)
     policy = kvjax.presets.fier(budget=64).rest
     layer = kvjax.init_layer(policy, spec)
-    stored = (
-        kvjax.memory.nbytes((layer.state.store, layer.state.index)).device - 4
-    )  # without the count
+    # without the count
+    stored = kvjax.memory.nbytes((layer.state.store, layer.state.index)).device - 4
     assert stored / layer.state.store.slots == policy.bytes_per_token(spec)
     full = kvjax.init_layer(kvjax.Full(), spec)
     assert kvjax.memory.nbytes(
@@ -327,7 +328,9 @@ def test_one_token_of_prompt_is_read_exactly_by_name() -> None:
 
 @pytest.mark.parametrize("policy", ["zones", "sampled"])
 def test_steps_within_the_room_can_be_taken_back(policy: str) -> None:
-    """Rows that have taken their tokens are full then, and stay as they are while nothing else happens."""
+    """Rows that have taken their tokens are full then, and stay as they are while nothing else
+    happens.
+    """
     made: kvjax.Policy = kvjax.Compressed(store=kvjax.Dense(), demote=kvjax.Fifo(leave=8))
     if policy == "sampled":
         hashing = kvjax.SimHash(bits=2, tables=8, learn=8)

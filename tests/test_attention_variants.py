@@ -1,4 +1,6 @@
-"""What models add to attention: sink logits, soft caps, values of another size than keys, and layers with a window."""
+"""What models add to attention: sink logits, soft caps, values of another size than keys, and
+layers with a window.
+"""
 
 import dataclasses
 
@@ -41,7 +43,8 @@ OTHERS = {
     ),
 }
 run = jax.jit(kvjax.attention, static_argnames=("scale", "soft_cap", "window"))
-# Chunks of one shape, the second in part padding, share a program; then single steps and several.
+# Chunks of one shape, the second in part padding, share a program; then single steps and
+# several.
 CALLS = ((CHUNK, CHUNK), (37, CHUNK), (1, 1), (1, 1), (3, 3))
 steps = jax.jit(kvjax.decode, static_argnames=("scale", "soft_cap", "window"))
 

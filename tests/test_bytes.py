@@ -1,4 +1,6 @@
-"""The bytes of a preset: of a token against its formula, and their place, on the device or on the host."""
+"""The bytes of a preset: of a token against its formula, and their place, on the device or on
+the host.
+"""
 
 import dataclasses
 import functools
@@ -47,13 +49,15 @@ COSTS = {
     "pqcache": Cost(
         presets.pqcache, EXACT + 2 + 64 * D * VALUE / 1024
     ),  # two codes, and 64 centroids for 1024 tokens
-    # Coefficients of 160 for all heads, a landmark and a number for 8 tokens, and values in host memory.
+    # Coefficients of 160 for all heads, a landmark and a number for 8 tokens, and values in
+    # host memory.
     "shadowkv": Cost(presets.shadowkv, 160 * VALUE / K + D * VALUE / 8 + 4 / 8, D * VALUE),
     "mikv": Cost(presets.mikv, 2 * D * 2 / 8 + 2 * 4 * D / 32),
     "magicpig": Cost(
         presets.magicpig, EXACT + 10 * 160 / 8
     ),  # a bit for each of 10 signs in 160 tables
-    # Codes of two bits, and 4 bytes of scale and zero for 42 tokens a channel and for 64 channels a token; or for 32.
+    # Codes of two bits, and 4 bytes of scale and zero for 42 tokens a channel and for 64
+    # channels a token; or for 32.
     "logquant": Cost(presets.logquant, 2 * D * 2 / 8 + 4 * D / 42 + 4 * D / 64),
     "logquant, 4 bits by token": Cost(
         functools.partial(presets.logquant, bits=4, key_axis="token"),
@@ -87,7 +91,9 @@ def history(policy: kvjax.Policy, spec: CacheSpec) -> int:
 
 @pytest.mark.parametrize("name", COSTS)
 def test_a_token_takes_the_bytes_of_its_formula(name: str) -> None:
-    """Measured as the growth from one capacity to another, which leaves out windows, counts and other fixed sizes."""
+    """Measured as the growth from one capacity to another, which leaves out windows, counts and
+    other fixed sizes.
+    """
     cost, policy = COSTS[name], COSTS[name].make().rest
     long = dataclasses.replace(SPEC, capacity=2 * SPEC.capacity)
     (device, host), (more_device, more_host) = held(policy, SPEC), held(policy, long)
@@ -115,7 +121,8 @@ def test_bytes_are_the_same_in_arrays_that_are_made() -> None:
 @pytest.mark.parametrize(
     ("policy", "resident", "index"),
     [
-        # Sink, window and the page that fills; the recall of the step before, a page beyond the window, and its query.
+        # Sink, window and the page that fills; the recall of the step before, a page beyond the
+        # window, and its query.
         (presets.freekv().rest, 128 + 128 + 32 + 2048, PAGE_32),
         (presets.pariskv(store="host").rest, 4 + 128 + 256, PARIS),
         (presets.fier(store="host").rest, 1 + 256, ONE_BIT),
@@ -125,7 +132,9 @@ def test_bytes_are_the_same_in_arrays_that_are_made() -> None:
 def test_the_device_holds_windows_and_index_alone(
     policy: kvjax.Retrieval | kvjax.Speculative, resident: int, index: float
 ) -> None:
-    """A cache of 32768 tokens over host memory has no more exact tokens than the method's zones and recall."""
+    """A cache of 32768 tokens over host memory has no more exact tokens than the method's zones
+    and recall.
+    """
     slots = history(policy, SPEC)
     query = 32 * D * 4 if isinstance(policy, kvjax.Speculative) else 0
     selector = (
@@ -152,7 +161,9 @@ def test_the_device_holds_windows_and_index_alone(
 def test_a_prompt_larger_than_the_device_goes_to_the_host_chunk_by_chunk(
     make: Callable[[], kvjax.PerLayer],
 ) -> None:
-    """In addition to the cache, a chunk of a prompt needs the same device memory however long the prompt is."""
+    """In addition to the cache, a chunk of a prompt needs the same device memory however long
+    the prompt is.
+    """
     small = dataclasses.replace(SPEC, q_heads=8, kv_heads=2, dtype=jnp.float32)
     policy, temp, chunk = make().rest, [], 512
     for capacity in (8192, 65536):
@@ -169,7 +180,8 @@ def test_a_prompt_larger_than_the_device_goes_to_the_host_chunk_by_chunk(
         ), "a second cache"
     logits = 8 * chunk * 1024 * 4  # f32[N, chunk, a block of 1024 stored tokens]
     assert temp[0] <= 8 * logits
-    # On CPU, jaxlib before 0.11 drops barriers before it places buffers, and so copies what it writes into.
+    # On CPU, jaxlib before 0.11 drops barriers before it places buffers, and so copies what it
+    # writes into.
     if jax.__version_info__ >= (0, 11):
         assert temp[1] <= 1.01 * temp[0], f"temp bytes grow with the history: {temp}"
     else:
@@ -185,7 +197,9 @@ def test_a_prompt_larger_than_the_device_goes_to_the_host_chunk_by_chunk(
     [pytest.param(n, marks=[pytest.mark.thorough] * (n != "quest")) for n in presets.REGISTRY],
 )
 def test_a_prompt_needs_beside_its_cache_only_what_a_chunk_does(name: str) -> None:
-    """Four times the capacity takes little more memory: no second cache, and never logits of all slots."""
+    """Four times the capacity takes little more memory: no second cache, and never logits of
+    all slots.
+    """
     policy, temp = presets.REGISTRY[name].make().policy(40), []
     for capacity, chunk in ((8192, 512), (32768, 512)):
         spec = dataclasses.replace(
@@ -193,7 +207,8 @@ def test_a_prompt_needs_beside_its_cache_only_what_a_chunk_does(name: str) -> No
         )
         q, k = (jax.ShapeDtypeStruct((1, chunk, heads, D), spec.dtype) for heads in (8, 2))
         cache = memory.shapes(functools.partial(kvjax.init_layer, policy, spec))
-        # A number that a prompt sets anew would be no argument, and so no memory that the program can write it to.
+        # A number that a prompt sets anew would be no argument, and so no memory that the
+        # program can write it to.
         run = jax.jit(kvjax.attention, donate_argnums=0, keep_unused=True)
         compiled: Any = run.lower(cache, q, k, k).compile().memory_analysis()
         temp.append(compiled.temp_size_in_bytes)

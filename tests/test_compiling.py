@@ -1,4 +1,6 @@
-"""The cache of compiled programs: it is used, can be turned off, and no trouble with it costs an answer."""
+"""The cache of compiled programs: it is used, can be turned off, and no trouble with it costs
+an answer.
+"""
 
 import logging
 import os
@@ -229,7 +231,8 @@ def test_a_whole_program_is_read_without_tracing_and_run_for_its_arguments_alone
 def test_after_an_upgrade_that_leaves_a_program_one_process_traces_it_and_none_compiles_it(
     kept, monkeypatch, caplog
 ):
-    # XLA for CPUs writes an executable that it has read without its functions, so that one must not be written again.
+    # XLA for CPUs writes an executable that it has read without its functions, so that one must
+    # not be written again.
     traced = []
     run = affine(traced)
     whole(run)
@@ -272,7 +275,9 @@ def test_an_upgrade_that_changes_a_program_compiles_it(kept, monkeypatch):
 
 
 def test_a_program_of_the_same_text_is_given_its_own_arguments(kept, monkeypatch):
-    """XLA's program has no argument that is not read: these two have one text, and read different arguments."""
+    """XLA's program has no argument that is not read: these two have one text, and read
+    different arguments.
+    """
 
     def first(x, y):
         return {"a": jnp.sin(x)}

@@ -1,4 +1,6 @@
-"""Runs tests/devices, which need 8 devices, in a process of their own: XLA fixes the number when it starts."""
+"""Runs tests/devices, which need 8 devices, in a process of their own: XLA fixes the number
+when it starts.
+"""
 
 import os
 import subprocess

@@ -12,7 +12,8 @@ def modules() -> list[str]:
     return sorted(["kvjax", *(module.name for module in pkgutil.walk_packages(path, "kvjax."))])
 
 
-# Takes half of the time of all examples, to compile for the model that ships; the guides run the same on a small one.
+# Takes half of the time of all examples, to compile for the model that ships; the guides run
+# the same on a small one.
 LONG = "kvjax.evaluate.comparison"
 
 

@@ -1,4 +1,6 @@
-"""A newcomer's first mistakes raise errors that say what was given, what was expected and how to fix it."""
+"""A newcomer's first mistakes raise errors that say what was given, what was expected and how
+to fix it.
+"""
 
 from __future__ import annotations
 
@@ -754,7 +756,9 @@ def test_every_name_of_the_front_door_is_there() -> None:
 
 
 def test_texts_name_what_exists() -> None:
-    """Every `kvjax.name` that a docstring, comment or message of the package writes can be reached."""
+    """Every `kvjax.name` that a docstring, comment or message of the package writes can be
+    reached.
+    """
     root = Path(kvjax.__file__).parent
     files = [
         path for folder in (root, *map(Path, models.__path__)) for path in folder.rglob("*.py")

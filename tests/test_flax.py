@@ -1,4 +1,6 @@
-"""kvjax.attention inside attention modules that a user writes: NNX and Linen, jitted, donated, in a scan over steps."""
+"""kvjax.attention inside attention modules that a user writes: NNX and Linen, jitted, donated,
+in a scan over steps.
+"""
 
 from functools import partial
 

@@ -1,4 +1,5 @@
-"""Integers of callers: every public verb takes those of NumPy, and refuses what is none or does not fit in 32 bits.
+"""Integers of callers: every public verb takes those of NumPy, and refuses what is none or does
+not fit in 32 bits.
 
 A value that is cut to 32 bits would be another one in silence: 2**32 + 5 tokens become 5.
 """
@@ -60,7 +61,8 @@ def saved(**settings: Any) -> int:
         return 0
 
 
-# What each takes, by a good value. Verbs that take one integer, and those that take one for each row.
+# What each takes, by a good value. Verbs that take one integer, and those that take one for
+# each row.
 ONE: dict[str, tuple[int, Callable[[Any], Any]]] = {
     **{
         f"CacheSpec({name}=)": (2, lambda n, name=name: dataclasses.replace(SPEC, **{name: n}))

@@ -1,7 +1,9 @@
-"""The methods of the papers against numpy written from the papers: the tokens that a step attends to, and its output.
+"""The methods of the papers against numpy written from the papers: the tokens that a step
+attends to, and its output.
 
-On random keys, and on keys and queries of a model: of a small random one, or with `--checkpoint DIR` of a real one in
-Hugging Face format, over text that it writes itself. A row of the batch is a layer of the model.
+On random keys, and on keys and queries of a model: of a small random one, or with `--checkpoint
+DIR` of a real one in Hugging Face format, over text that it writes itself. A row of the batch
+is a layer of the model.
 """
 
 import dataclasses
@@ -228,7 +230,9 @@ def expected(
 def test_retrieval_attends_to_the_slots_of_the_oracle(
     name: str, keys: str, checkpoint: str | None
 ) -> None:
-    """The output is attention over the oracle's positions; at the edge of a selection rounding may decide."""
+    """The output is attention over the oracle's positions; at the edge of a selection rounding
+    may decide.
+    """
     policy, (spec, tokens) = POLICIES[name], data(checkpoint)[keys]
     heads: dict[tuple[int, int], oracles.FreeKV] = {}
     same, fresh, total = 0, 0, 0

@@ -1,7 +1,8 @@
-"""Settings of every public class: a value of the wrong type is refused when the object is made, in one sentence.
+"""Settings of every public class: a value of the wrong type is refused when the object is made,
+in one sentence.
 
-The table names the settings that a class needs and values of other kinds. Everything else comes from the fields
-themselves, so that a new setting is tried when it is added.
+The table names the settings that a class needs and values of other kinds. Everything else comes
+from the fields themselves, so that a new setting is tried when it is added.
 """
 
 from __future__ import annotations

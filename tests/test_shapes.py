@@ -1,4 +1,6 @@
-"""Shapes and dtypes in signatures hold: every operation and every preset is traced under jaxtyping's import hook."""
+"""Shapes and dtypes in signatures hold: every operation and every preset is traced under
+jaxtyping's import hook.
+"""
 
 import subprocess
 import sys
@@ -55,7 +57,9 @@ for preset in presets.REGISTRY.values():
 
 
 def run(program):
-    """In a process of its own: modules are checked if they are imported after the hook was installed."""
+    """In a process of its own: modules are checked if they are imported after the hook was
+    installed.
+    """
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300
     )

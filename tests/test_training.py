@@ -1,4 +1,6 @@
-"""Training: the smoke run learns and resumes exactly; rows have their stated form; the export is the trained model."""
+"""Training: the smoke run learns and resumes exactly; rows have their stated form; the export
+is the trained model.
+"""
 
 import importlib.util
 import json
@@ -46,7 +48,9 @@ def sources(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, sources):
-    """Two runs of the same steps, one of them interrupted and resumed; they share their programs."""
+    """Two runs of the same steps, one of them interrupted and resumed; they share their
+    programs.
+    """
     whole, cut = (tmp_path_factory.mktemp(name) for name in ("whole", "cut"))
     made = {}
 
@@ -335,9 +339,8 @@ def test_stacked_parameters_are_the_decoder():
     matrices = sum(
         a.size for name, a in params.items() if a.ndim == 3 or name == step.EMBEDDING
     )
-    attention = (
-        2 * 3 * 2 * 2 * 32 * 100 / 2
-    )  # layers, passes, two products, multiply and add, width, half the tokens
+    # layers, passes, two products, multiply and add, width, half the tokens
+    attention = 2 * 3 * 2 * 2 * 32 * 100 / 2
     assert step.flops_per_token(model.config, 100) == 6 * matrices + attention
 
 

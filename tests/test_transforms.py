@@ -1,4 +1,6 @@
-"""jax's transformations over the hook: vmap and grad over caches in host memory, devices that are not the first."""
+"""jax's transformations over the hook: vmap and grad over caches in host memory, devices that
+are not the first.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,9 @@ def test_a_gradient_by_queries_passes_a_flush_into_host_memory(name: str) -> Non
 
 @pytest.mark.thorough  # the law of gradients has prompts and steps; this adds vmap
 def test_gradients_by_queries_pass_a_cache_in_host_memory_also_under_vmap() -> None:
-    """For two rows of queries that read one cache, the gradient of each is that of the row alone."""
+    """For two rows of queries that read one cache, the gradient of each is that of the row
+    alone.
+    """
     _, _, _, cache = jax.jit(talk)(
         kvjax.init_layer(HOST["fier"], SPEC), qkv(30), qkv(18), qkv(1)
     )

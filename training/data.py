@@ -1,10 +1,12 @@
-"""Training data: corpora as token ids, and rows of a stated length made from them, the same for the same seed and step.
+"""Training data: corpora as token ids, and rows of a stated length made from them, the same for
+the same seed and step.
 
-A corpus is a directory that `prepare` makes once: a tokenizer, one array of ids for each kind of text, and a card that
-lists the source files. A row is running text, a text that repeats a passage, or a text with hidden lines and questions,
-made by the forms and haystack of kvjax.evaluate.tasks, so a row with one question is like a prompt of an evaluation.
-Most rows ask many: a row of 16K tokens costs the same with one answer or with fifty. In a program, the questions about
-variables are between their assignments.
+A corpus is a directory that `prepare` makes once: a tokenizer, one array of ids for each kind
+of text, and a card that lists the source files. A row is running text, a text that repeats a
+passage, or a text with hidden lines and questions, made by the forms and haystack of
+kvjax.evaluate.tasks, so a row with one question is like a prompt of an evaluation. Most rows
+ask many: a row of 16K tokens costs the same with one answer or with fifty. In a program, the
+questions about variables are between their assignments.
 """
 
 from __future__ import annotations
@@ -66,12 +68,16 @@ class Corpus:
         return Encoder(Tokenizer.from_file(str(self.directory / "tokenizer.json")))
 
     def tokens(self, kind: str) -> np.ndarray:
-        """u16[tokens] of "books", "code" or "held_out": the texts one after another, EOS after each."""
+        """u16[tokens] of "books", "code" or "held_out": the texts one after another, EOS after
+        each.
+        """
         return np.load(self.directory / f"{kind}.npy", mmap_mode="r")
 
 
 class Encoder:
-    """A `tokenizers.Tokenizer` that is called like those of transformers, which take long to import."""
+    """A `tokenizers.Tokenizer` that is called like those of transformers, which take long to
+    import.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.inner = tokenizer
@@ -98,13 +104,16 @@ def prepare(
     vocab_size: int,
     books_pattern: str = "*.txt",
 ) -> Corpus:
-    """The corpus in `directory`, made from the texts below `books` and *.py below `code` if it does not exist yet.
+    """The corpus in `directory`, made from the texts below `books` and *.py below `code` if it
+    does not exist yet.
 
-    Texts of `books` named in `held_out` are not trained on. Without `books` and `code` the directory must hold a
-    corpus. The tokenizer is byte-level BPE with a token per digit, trained on all texts that are not held out.
+    Texts of `books` named in `held_out` are not trained on. Without `books` and `code` the
+    directory must hold a corpus. The tokenizer is byte-level BPE with a token per digit,
+    trained on all texts that are not held out.
 
     Raises:
-      FileNotFoundError: no corpus and no directories to make it from; a directory without texts; no text held out.
+      FileNotFoundError: no corpus and no directories to make it from; a directory without
+        texts; no text held out.
       ValueError: the existing corpus was made from other texts or in another way.
     """
     made = directory / "corpus.json"
@@ -189,10 +198,12 @@ def prepare(
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE; each digit is a token, and so is each word that the forms use as a key, after a space.
+    """Byte-level BPE; each digit is a token, and so is each word that the forms use as a key,
+    after a space.
 
-    In the large vocabularies of real models those common nouns are single tokens too. This costs 1 % of the letters per
-    token elsewhere (measured: 20 books, vocabulary 4096), and a look-up need not match words of two to four tokens.
+    In the large vocabularies of real models those common nouns are single tokens too. This
+    costs 1 % of the letters per token elsewhere (measured: 20 books, vocabulary 4096), and a
+    look-up need not match words of two to four tokens.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -239,7 +250,9 @@ class Mixture:
 def make_batch(
     corpus: Corpus, mixture: Mixture, length: int, rows: int, step: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids u16[rows, length] and their kinds u8[rows, length]; each row depends on seed, step and its number."""
+    """Token ids u16[rows, length] and their kinds u8[rows, length]; each row depends on seed,
+    step and its number.
+    """
     made = [
         make_row(
             corpus, mixture, length, random.Random(f"{mixture.seed} {step} {length} {row}")
@@ -270,10 +283,12 @@ def make_row(
 def asking(
     corpus: Corpus, text: np.ndarray, length: int, hidden: Sequence[Hidden], rng: random.Random
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A row with the lines of all `hidden` in it, and all questions with their answers at its end, a line each.
+    """A row with the lines of all `hidden` in it, and all questions with their answers at its
+    end, a line each.
 
-    Lines of different things mix, and those of one keep their order. The row ends with the last answer. Only answers
-    count in the loss: otherwise the model would see the text around them many times, and memorise it.
+    Lines of different things mix, and those of one keep their order. The row ends with the last
+    answer. Only answers count in the loss: otherwise the model would see the text around them
+    many times, and memorise it.
     """
     order = [i for i, one in enumerate(hidden) for _ in one.lines]
     rng.shuffle(order)
@@ -307,7 +322,9 @@ def reply(hidden: Hidden) -> str:
 
 
 def _hide(corpus: Corpus, mixture: Mixture, length: int, rng: random.Random) -> list[Hidden]:
-    """One thing to ask for, as large as an evaluation's; or as many small ones as fit in a share of the row."""
+    """One thing to ask for, as large as an evaluation's; or as many small ones as fit in a
+    share of the row.
+    """
     limit = _MOST_NAMES + length // 16  # more than fit
     names = rng.sample(
         corpus.card["names"], min(limit, len(corpus.card["names"]))
@@ -376,7 +393,9 @@ def _small(form: str, rng: random.Random) -> Hidden:
 
 
 def _words(length: int, rng: random.Random) -> Hidden:
-    """The most frequent coded words, or the common ones of a list; 5 tokens a word, 11 with its number."""
+    """The most frequent coded words, or the common ones of a list; 5 tokens a word, 11 with its
+    number.
+    """
     if length >= 4096 and rng.random() < 0.5:
         return FORMS["common_words"](
             rng, words=rng.randint(303, length // 13)
@@ -399,7 +418,9 @@ def _cost(corpus: Corpus, hidden: Hidden) -> int:
 
 
 def _renamed(hidden: Hidden, names: list[str]) -> Hidden:
-    """`hidden` with names from the list in place of the form's words, so that no two things of a row share one."""
+    """`hidden` with names from the list in place of the form's words, so that no two things of
+    a row share one.
+    """
     given: dict[str, str] = {}
     for word in (w for line in hidden.lines for w in _WORD.findall(line)):
         if word in _DRAWN and word not in given:
@@ -421,10 +442,12 @@ _MOST_NAMES = 128  # names that a thing takes, at most
 def program(
     corpus: Corpus, text: np.ndarray, length: int, rng: random.Random
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Assignments to variables in the wording of the form, questions among them at any place, and text between some.
+    """Assignments to variables in the wording of the form, questions among them at any place,
+    and text between some.
 
-    A variable can be asked for as soon as it has a value, so many look-ups reach back only a few lines, and there is an
-    answer every 30 tokens. The model learns chains from that, but not from questions at the end alone (README.md).
+    A variable can be asked for as soon as it has a value, so many look-ups reach back only a
+    few lines, and there is an answer every 30 tokens. The model learns chains from that, but
+    not from questions at the end alone (README.md).
     """
     names = rng.sample(
         corpus.card["names"], min(1000, len(corpus.card["names"]))
@@ -490,7 +513,9 @@ def plain(
 def _repeating(
     corpus: Corpus, text: np.ndarray, length: int, rng: random.Random
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A text in which a passage occurs twice. The first tokens of the repeat cannot be predicted and count as text."""
+    """A text in which a passage occurs twice. The first tokens of the repeat cannot be
+    predicted and count as text.
+    """
     size = _log_uniform(rng, min(32, length // 4), length // 3)
     body = _excerpt(text, length - 1 - size, rng)
     first = rng.randint(0, len(body) - size)
@@ -536,10 +561,11 @@ def _make(directory: Path, mixture: Mixture, *what: int) -> tuple[np.ndarray, np
 
 
 class Batches:
-    """Batches of consecutive steps, made ahead by `workers` processes (0: by a thread of this one).
+    """Batches of consecutive steps, made ahead by `workers` processes (0: by a thread of this
+    one).
 
-    `plan` gives the length of the rows of a step, or None for no more; it is called when a step's batch is begun, which
-    is up to `ahead` steps before it is used.
+    `plan` gives the length of the rows of a step, or None for no more; it is called when a
+    step's batch is begun, which is up to `ahead` steps before it is used.
     """
 
     def __init__(

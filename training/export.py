@@ -1,4 +1,6 @@
-"""The results of a run: the model in Hugging Face format with its card, and its evaluation on held-out text."""
+"""The results of a run: the model in Hugging Face format with its card, and its evaluation on
+held-out text.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def export(
     settings: Mapping[str, Any],
     about: Mapping[str, Any],
 ) -> None:
-    """Writes the model in bf16 in Hugging Face format, its tokenizer and its card; replaces an older export."""
+    """Writes the model in bf16 in Hugging Face format, its tokenizer and its card; replaces an
+    older export.
+    """
     config = decoder_config(settings)
     new, old = (
         directory.with_name(directory.name + ".new"),
@@ -144,10 +148,11 @@ def evaluate(
     *,
     seed: int = 1,
 ) -> dict[str, Any]:
-    """Exact match of the answers by task and length, and perplexity by length, on held-out text.
+    """Exact match of the answers by task and length, and perplexity by length, on held-out
+    text.
 
-    One pass over prompt and answer shows whether greedy decoding gives the answer: it does if each token of the answer
-    is the likeliest one after the right tokens before it.
+    One pass over prompt and answer shows whether greedy decoding gives the answer: it does if
+    each token of the answer is the likeliest one after the right tokens before it.
     """
     asked, lengths = settings["evaluate"], settings["evaluate"]["lengths"]
     text = corpus.tokens("held_out")

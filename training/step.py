@@ -1,7 +1,8 @@
 """The step that trains: the model with its layers stacked, its loss, and the optimizer.
 
-All parameters are f32 and have the layers stacked, so that Muon orthogonalises one batch of matrices per kind; a step
-casts them to the compute dtype and unstacks them into the Decoder of kvjax.models.
+All parameters are f32 and have the layers stacked, so that Muon orthogonalises one batch of
+matrices per kind; a step casts them to the compute dtype and unstacks them into the Decoder of
+kvjax.models.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def shapes(config: DecoderConfig) -> Decoder:
 
 
 def initial(config: DecoderConfig, seed: int = 0) -> dict[str, Array]:
-    """Random parameters; matrices that write to the residual stream are 0, so each layer begins as the identity."""
+    """Random parameters; matrices that write to the residual stream are 0, so each layer begins
+    as the identity.
+    """
     params = stack(Decoder(config, rngs=nnx.Rngs(seed)))
     return {
         n: jnp.zeros_like(a) if re.search(r"\.(out|down)\.kernel", n) else a
@@ -76,8 +79,8 @@ def _place(path: Any) -> tuple[str, int | None]:
 def trunk(model: Decoder, table: Array, tokens: Array) -> Array:
     """The input of the head, [B, T, hidden], for tokens i32[B, T].
 
-    Reads embeddings from `table` f32, so that their gradients are added in f32: a step has few distinct tokens, each of
-    them very often.
+    Reads embeddings from `table` f32, so that their gradients are added in f32: a step has few
+    distinct tokens, each of them very often.
     """
     x = table.at[tokens].get(mode="clip").astype(model.embedding.dtype)
     cos, sin = rope.angles(
@@ -95,11 +98,13 @@ def trunk(model: Decoder, table: Array, tokens: Array) -> Array:
 def cross_entropy(
     x: Array, table: Array, targets: Array, weights: Array, chunk: int
 ) -> tuple[Array, Array, Array]:
-    """(weighted sum of the losses f32[], loss of each token f32[n], whether the target is the likeliest bool[n]).
+    """(weighted sum of the losses f32[], loss of each token f32[n], whether the target is the
+    likeliest bool[n]).
 
-    x [n, hidden], table [V, hidden], targets i32[n], weights f32[n]. Only the sum has a gradient. Works through
-    `chunk` tokens at a time and makes their gradients as it goes, so it holds the logits of a chunk, once: 262144
-    tokens have 4 GB of them, and reading them again for a backward pass would cost as much as making them.
+    x [n, hidden], table [V, hidden], targets i32[n], weights f32[n]. Only the sum has a
+    gradient. Works through `chunk` tokens at a time and makes their gradients as it goes, so it
+    holds the logits of a chunk, once: 262144 tokens have 4 GB of them, and reading them again
+    for a backward pass would cost as much as making them.
     """
     return _by_chunks(x, table, targets, weights, chunk, gradients=False)[0]
 
@@ -156,7 +161,8 @@ def losses(
     like: Decoder,
     settings: Mapping[str, Any],
 ) -> tuple[Array, tuple[Array, Array, Array]]:
-    """The weighted mean loss of a batch; and after each token, the loss and correctness [B, T] and kind of its target.
+    """The weighted mean loss of a batch; and after each token, the loss and correctness [B, T]
+    and kind of its target.
 
     tokens u16[B, T] and kinds u8[B, T] are as `data.make_batch` makes them.
     """
@@ -164,9 +170,8 @@ def losses(
     model = unstack({name: a.astype(compute) for name, a in params.items()}, like)
     ids = tokens.astype(jnp.int32)
     x = trunk(model, params[EMBEDDING], ids)
-    kinds = (
-        jnp.roll(kinds, -1, axis=1).at[:, -1].set(data.NONE)
-    )  # a token's logits are those of the next
+    # a token's logits are those of the next
+    kinds = jnp.roll(kinds, -1, axis=1).at[:, -1].set(data.NONE)
     answer, repeat = settings["answer_weight"], settings["repeat_weight"]
     table = jnp.array([0.0, 1.0, answer, answer, repeat], jnp.float32)  # by kind
     weights = table[kinds.astype(jnp.int32)]
@@ -185,9 +190,11 @@ def losses(
 
 
 def optimizer(settings: Mapping[str, Any]) -> optax.GradientTransformation:
-    """Muon for the matrices of the layers, Adam for embeddings and norms; at rate 1, as the step scales the updates.
+    """Muon for the matrices of the layers, Adam for embeddings and norms; at rate 1, as the
+    step scales the updates.
 
-    `consistent_rms=0.2` gives Muon's updates the size of Adam's, so that one rate serves both (Liu et al. 2025).
+    `consistent_rms=0.2` gives Muon's updates the size of Adam's, so that one rate serves both
+    (Liu et al. 2025).
     """
     matrix = optax.contrib.MuonDimensionNumbers(
         reduction_axis=1, output_axis=2
@@ -247,11 +254,12 @@ def initial_state(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flops_per_token(config: DecoderConfig, length: int) -> float:
-    """FLOPs per token of a step, in the usual way: 6 per parameter of a matrix (the head's too), and 6 N D T per layer
-    of attention.
+    """FLOPs per token of a step, in the usual way: 6 per parameter of a matrix (the head's
+    too), and 6 N D T per layer of attention.
 
-    The forward pass has 2 per parameter, the backward pass twice that; attention has two products of T x D per head and
-    token, half of them masked. Norms, RoPE, softmax, the optimizer and recomputation in the backward pass do not count.
+    The forward pass has 2 per parameter, the backward pass twice that; attention has two
+    products of T x D per head and token, half of them masked. Norms, RoPE, softmax, the
+    optimizer and recomputation in the backward pass do not count.
     """
     heads, kv = config.q_heads * config.head_dim, config.kv_heads * config.head_dim
     layer = config.hidden_size * (2 * heads + 2 * kv + 3 * config.intermediate_size)
@@ -260,7 +268,9 @@ def flops_per_token(config: DecoderConfig, length: int) -> float:
 
 
 class Programs:
-    """The step compiled for each length, one after another in a thread: the first runs while the next compile."""
+    """The step compiled for each length, one after another in a thread: the first runs while
+    the next compile.
+    """
 
     def __init__(self, step: Any, state: Any, lengths: list[int], tokens: int) -> None:
         def build(length: int) -> Any:

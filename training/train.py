@@ -1,15 +1,17 @@
-"""Trains the model that the package ships, on one GPU in under ten minutes: see README.md in this folder.
+"""Trains the model that the package ships, on one GPU in under ten minutes: see README.md in
+this folder.
 
     python training/train.py --books DIR --code DIR --out DIR [--seconds 540] [--resume]
     python training/train.py --evaluate only --out DIR
     python training/train.py --smoke --out DIR                              # a minute on a CPU
 
-The schedule follows the clock: warm-up, constant rate and linear decay, and the lengths of rows, are shares of the time
-that `--seconds` leaves from the first step on, so the run ends in time on any machine. With `--steps` they are shares
-of a number of steps, and a run is exactly repeatable, also when it is interrupted and resumed.
+The schedule follows the clock: warm-up, constant rate and linear decay, and the lengths of
+rows, are shares of the time that `--seconds` leaves from the first step on, so the run ends in
+time on any machine. With `--steps` they are shares of a number of steps, and a run is exactly
+repeatable, also when it is interrupted and resumed.
 
-This file has the schedule, the checkpoints and the run; `step.py` has the model, its loss and the step, `data.py` the
-rows, and `export.py` the results.
+This file has the schedule, the checkpoints and the run; `step.py` has the model, its loss and
+the step, `data.py` the rows, and `export.py` the results.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ from kvjax.models import DecoderConfig
 
 @dataclass
 class Clock:
-    """How far a run is, from 0 to 1: by steps, or by the time from its first step to its deadline."""
+    """How far a run is, from 0 to 1: by steps, or by the time from its first step to its
+    deadline.
+    """
 
     steps: int | None
     deadline: float  # of time.monotonic()
@@ -60,7 +64,9 @@ class Clock:
 
 
 def rate_at(progress: float, settings: Mapping[str, Any]) -> float:
-    """The learning rate: a warm-up, a constant part, and a linear decay to 0, as shares of the run."""
+    """The learning rate: a warm-up, a constant part, and a linear decay to 0, as shares of the
+    run.
+    """
     up = (progress + 1e-3) / settings["warmup"] if settings["warmup"] else 1.0
     down = (1.0 - progress) / settings["decay"] if settings["decay"] else 1.0
     return settings["rate"] * max(0.0, min(1.0, up, down))
@@ -163,7 +169,9 @@ class Log:
 
 
 def forget_after(path: Path, step: int) -> None:
-    """Drops the lines of a log that come after a step: a run that was killed took steps which nothing saved."""
+    """Drops the lines of a log that come after a step: a run that was killed took steps which
+    nothing saved.
+    """
     if not path.exists():
         return
     whole = [
@@ -187,7 +195,8 @@ def train(
     peak_tflops: float | None = None,
     show_every: float = 5.0,
 ) -> None:
-    """Trains to the end of the schedule, saves, and exports to out/model; out/result.json has the card's numbers.
+    """Trains to the end of the schedule, saves, and exports to out/model; out/result.json has
+    the card's numbers.
 
     `stop_after` ends the run after that step, like an interruption, but saves first.
     """

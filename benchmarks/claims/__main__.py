@@ -2,16 +2,17 @@
 
     python -m benchmarks.claims [MODEL_DIR] --text book.txt --what queries,drift --out folder
 
-recall: every selector, compared with exact top-k by context length. group_reduce: the rules by which a GQA group
-shares a selection. groups: FIER's recall by layer, head and group size, compared with Quest. queries: cosine of
-adjacent queries, and the share that FreeKV would correct. logquant: coverage and loss for several sets of exact
-tokens. attended: attention to the first and the newest tokens, and the overlap of adjacent steps. candidates:
-ParisKV's recall with a tenth of the keys as candidates, by length. drift: recall during generation, of indexes learnt
-from the prompt and of ParisKV. paris: the effect of each part of ParisKV, left out or changed. votes: the same of the
-centroids of its vote.
+recall: every selector, compared with exact top-k by context length. group_reduce: the rules by
+which a GQA group shares a selection. groups: FIER's recall by layer, head and group size,
+compared with Quest. queries: cosine of adjacent queries, and the share that FreeKV would
+correct. logquant: coverage and loss for several sets of exact tokens. attended: attention to
+the first and the newest tokens, and the overlap of adjacent steps. candidates: ParisKV's recall
+with a tenth of the keys as candidates, by length. drift: recall during generation, of indexes
+learnt from the prompt and of ParisKV. paris: the effect of each part of ParisKV, left out or
+changed. votes: the same of the centroids of its vote.
 
-drift, paris and votes follow the model as it generates at temperature 1, the others read a given text. A table goes to
-stdout; with --out, measure_WHAT.json, .md and .svg go to a folder.
+drift, paris and votes follow the model as it generates at temperature 1, the others read a
+given text. A table goes to stdout; with --out, measure_WHAT.json, .md and .svg go to a folder.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Which tokens to keep exact: LogQuant's claim, measured on live queries.
 
-LogQuant, KIVI and the eviction methods all keep some E tokens exact. They differ in which tokens these are, and in
-whether the others are quantised or dropped. At equal E there are two questions. Coverage: how much of the attention do
-the exact tokens hold (LogQuant, Fig. 4)? Loss: how large is the error of attention if the others are quantised, or
-dropped (its Table 2)?
+LogQuant, KIVI and the eviction methods all keep some E tokens exact. They differ in which
+tokens these are, and in whether the others are quantised or dropped. At equal E there are two
+questions. Coverage: how much of the attention do the exact tokens hold (LogQuant, Fig. 4)?
+Loss: how large is the error of attention if the others are quantised, or dropped (its Table 2)?
 
-The exact tokens follow from the policy and the length alone, so they are computed on the host; quantised keys and
-values are read back from the policy's own store, for the chunks that left the recent block.
+The exact tokens follow from the policy and the length alone, so they are computed on the host;
+quantised keys and values are read back from the policy's own store, for the chunks that left
+the recent block.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ SINKS = 2  # first tokens that the second coverage leaves out, as they draw atte
 
 
 def exact_tokens(policy: Compressed, length: int) -> np.ndarray:
-    """i[E], the positions that are exact right after the decode step that stores token number `length` of a row.
+    """i[E], the positions that are exact right after the decode step that stores token number
+    `length` of a row.
 
     >>> from kvjax import Compressed, LogSparse
     >>> exact_tokens(Compressed(local=2, demote=LogSparse(window=2)), 9)
@@ -48,8 +50,8 @@ def exact_tokens(policy: Compressed, length: int) -> np.ndarray:
 
 
 def decoded(policy: Compressed, k: Array, v: Array) -> tuple[Array, Array]:
-    """Keys and values [B, K, S, D], decoded from the store for tokens that have left the recent block of a row of S
-    tokens; all others as they are."""
+    """Keys and values [B, K, S, D], decoded from the store for tokens that have left the recent
+    block of a row of S tokens; all others as they are."""
     line, slots, leave = (
         k.shape[2] - policy.sink,
         policy.demote.slots(policy.local),
@@ -117,7 +119,9 @@ Mask = Callable[
 
 
 def keep(live: Live, mask: Mask, policy: Compressed | None) -> Kept:
-    """Keeps the tokens of `mask` exact; the others are decoded from the store of `policy`, or dropped if it is None."""
+    """Keeps the tokens of `mask` exact; the others are decoded from the store of `policy`, or
+    dropped if it is None.
+    """
     found, exact = [], []
     for layer in live.layers:
         kq, vq = (layer.k, layer.v) if policy is None else decoded(policy, layer.k, layer.v)
@@ -211,13 +215,14 @@ def _keep(
 
 @dataclass(frozen=True)
 class Attended:
-    """Which tokens attention goes to, at T live steps of L layers and N heads; adjacent steps for `overlap`."""
+    """Which tokens attention goes to, at T live steps of L layers and N heads; adjacent steps
+    for `overlap`.
+    """
 
     first_two: np.ndarray  # f[L, T, B, N] share of attention on the first two tokens
     newest: np.ndarray  # f[L, T, B, N] share on the newest 128
-    overlap: (
-        np.ndarray
-    )  # f[L, T', B, N] share of the most attended tokens that were so a step before
+    # f[L, T', B, N] share of the most attended tokens that were so a step before
+    overlap: np.ndarray
 
     def row(self) -> dict[str, float]:
         """Means over everything, for a table."""
@@ -235,9 +240,11 @@ class Attended:
 
 
 def attended(live: Live, *, newest: int = 128, top: int = 126) -> Attended:
-    """Attention of the first two and the newest tokens, and the overlap of the `top` tokens of adjacent steps.
+    """Attention of the first two and the newest tokens, and the overlap of the `top` tokens of
+    adjacent steps.
 
-    The overlap leaves out the first two tokens and the newest `newest`, which are among the best in most steps.
+    The overlap leaves out the first two tokens and the newest `newest`, which are among the
+    best in most steps.
     """
     found = []
     for layer in live.layers:
@@ -265,8 +272,8 @@ def _attended(
     newest: int,
     top: int,
 ) -> tuple[Array, Array, Array]:
-    """Shares f32[T, B, N] of the first two tokens and of the newest, and the most attended tokens i32[T, B, N, top]
-    between them, of q [T, B, N, D]."""
+    """Shares f32[T, B, N] of the first two tokens and of the newest, and the most attended
+    tokens i32[T, B, N, top] between them, of q [T, B, N, D]."""
 
     def step(x: tuple[Array, Array]) -> tuple[Array, Array, Array]:
         logits, visible = exact_logits(x[0], k, x[1], scale=scale, window=window)
@@ -292,7 +299,9 @@ def of_policy(policy: Compressed) -> Mask:
 
 
 def newest(like: Compressed, *, sink: int = 0) -> Mask:
-    """`sink` first tokens and the newest ones, in total as many as `like` keeps exact: a window, or StreamingLLM."""
+    """`sink` first tokens and the newest ones, in total as many as `like` keeps exact: a
+    window, or StreamingLLM.
+    """
 
     def positions(length: int) -> np.ndarray:
         count = len(exact_tokens(like, length))
@@ -303,11 +312,13 @@ def newest(like: Compressed, *, sink: int = 0) -> Mask:
 
 
 def heavy(like: Compressed, queries: int = 16) -> Mask:
-    """Half the newest tokens, half those that drew most attention, in total as many as `like` keeps exact.
+    """Half the newest tokens, half those that drew most attention, in total as many as `like`
+    keeps exact.
 
-    The mass is that of the `queries` live queries before the step in its run (or fewer, at its beginning), summed over
-    the group: the selection of H2O and SnapKV by recent queries, as if no token had been evicted before. A run's first
-    step has no queries before it and keeps the newest tokens.
+    The mass is that of the `queries` live queries before the step in its run (or fewer, at its
+    beginning), summed over the group: the selection of H2O and SnapKV by recent queries, as if
+    no token had been evicted before. A run's first step has no queries before it and keeps the
+    newest tokens.
     """
 
     def mask(layer: LiveLayer, positions: np.ndarray) -> np.ndarray:
@@ -357,10 +368,12 @@ def logquant(
     bits: tuple[int, ...] = (2, 4),
     progress: Progress | None = None,
 ) -> dict[str, Kept]:
-    """Coverage and loss of LogQuant's pattern, a window, StreamingLLM and recent attention, with 2W to 3W exact tokens.
+    """Coverage and loss of LogQuant's pattern, a window, StreamingLLM and recent attention,
+    with 2W to 3W exact tokens.
 
-    "drop" drops the other tokens; "n bits" quantises them all the same way: keys by channel in groups of W tokens,
-    values by token. "KIVI" is the preset, which keeps 1 to 128 tokens exact in groups of 32.
+    "drop" drops the other tokens; "n bits" quantises them all the same way: keys by channel in
+    groups of W tokens, values by token. "KIVI" is the preset, which keeps 1 to 128 tokens exact
+    in groups of 32.
     """
     logsparse = presets.logquant(window).rest
     assert isinstance(logsparse, Compressed)

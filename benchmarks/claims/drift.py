@@ -1,11 +1,14 @@
-"""Does an index age? Selectors that learn from a prompt, compared with ParisKV's rotation, along a long text.
+"""Does an index age? Selectors that learn from a prompt, compared with ParisKV's rotation,
+along a long text.
 
-An index by learnt centroids (PQCache, and most vector search) fits the keys that it has seen. As a generation goes on,
-its keys may leave that distribution, and recall falls. ParisKV's codes come from geometry and cannot age. But recall
-also falls because the history grows, for any index. To separate the two, each learnt index is measured twice: with
-centroids of the prompt, and with centroids learnt again from all of the text so far. The difference is drift.
+An index by learnt centroids (PQCache, and most vector search) fits the keys that it has seen.
+As a generation goes on, its keys may leave that distribution, and recall falls. ParisKV's codes
+come from geometry and cannot age. But recall also falls because the history grows, for any
+index. To separate the two, each learnt index is measured twice: with centroids of the prompt,
+and with centroids learnt again from all of the text so far. The difference is drift.
 
-`Learnt` is a selector like any other and can be used in `kvjax.Retrieval`; it is here because only comparisons need it.
+`Learnt` is a selector like any other and can be used in `kvjax.Retrieval`; it is here because
+only comparisons need it.
 """
 
 from __future__ import annotations
@@ -49,18 +52,22 @@ class Codebook(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Learnt(Selector):
-    """Scores tokens by centroids of subspaces, learnt by k-means from the first keys that a row appends.
+    """Scores tokens by centroids of subspaces, learnt by k-means from the first keys that a row
+    appends.
 
-    A key is stored as its nearest centroid in each subspace of `channels` channels. With by="products" its score
-    is the sum of the products of these centroids with the query: an estimate of scale * q.k. With by="votes" it is
-    ParisKV's tiers of votes, with learnt centroids in place of sign patterns, `rho` of the history in reach. With
-    `normalise` keys have length 1 before they are clustered, and with a `seed` they are rotated as ParisKV's are: the
-    "N" and "N+R" of its Fig. 10. Its sign patterns are the same with and without normalisation.
-    The centroids do not change when more keys are appended: they are learnt from a prompt that is stored in one call.
-    So, unlike other selectors, it depends on how the keys are split into calls.
+    A key is stored as its nearest centroid in each subspace of `channels` channels. With
+    by="products" its score is the sum of the products of these centroids with the query: an
+    estimate of scale * q.k. With by="votes" it is ParisKV's tiers of votes, with learnt
+    centroids in place of sign patterns, `rho` of the history in reach. With `normalise` keys
+    have length 1 before they are clustered, and with a `seed` they are rotated as ParisKV's
+    are: the "N" and "N+R" of its Fig. 10. Its sign patterns are the same with and without
+    normalisation. The centroids do not change when more keys are appended: they are learnt from
+    a prompt that is stored in one call. So, unlike other selectors, it depends on how the keys
+    are split into calls.
 
-    **Source:** PQCache (Zhang et al. 2024): products, 2 subspaces, 6 bits, k-means at prefill, old centroids for new
-    keys. **Differs:** k-means starts from evenly spaced keys and makes `rounds` rounds of Lloyd's algorithm.
+    **Source:** PQCache (Zhang et al. 2024): products, 2 subspaces, 6 bits, k-means at prefill,
+    old centroids for new keys. **Differs:** k-means starts from evenly spaced keys and makes
+    `rounds` rounds of Lloyd's algorithm.
     """
 
     channels: int = 8
@@ -131,7 +138,9 @@ class Learnt(Selector):
         return jnp.sum(jnp.take_along_axis(worth, index, axis=-1), axis=3)
 
     def _votes(self, products: Array, counts: Array) -> Array:
-        """f32[B, K, G, N, C]: one for each tier whose reach exceeds the keys of better centroids."""
+        """f32[B, K, G, N, C]: one for each tier whose reach exceeds the keys of better
+        centroids.
+        """
         order = jnp.argsort(-products, axis=-1)
         held = jnp.take_along_axis(
             jnp.broadcast_to(counts[:, :, None], products.shape), order, axis=-1
@@ -172,9 +181,11 @@ def _distances(x: Array, centroids: Array) -> Array:
 
 
 def k_means(x: Array, valid: Array, *, centroids: int, rounds: int) -> Array:
-    """f32[K, N, C, m]: Lloyd's algorithm on x f32[K, N, T, m] where `valid` bool[T], a subspace at a time.
+    """f32[K, N, C, m]: Lloyd's algorithm on x f32[K, N, T, m] where `valid` bool[T], a subspace
+    at a time.
 
-    Starts from evenly spaced valid points. A centroid that no point is nearest to stays where it is.
+    Starts from evenly spaced valid points. A centroid that no point is nearest to stays where
+    it is.
     """
     count = jnp.sum(valid)
     place = jnp.argsort(~valid, stable=True)  # valid points first
@@ -182,8 +193,8 @@ def k_means(x: Array, valid: Array, *, centroids: int, rounds: int) -> Array:
 
     def one(points: Array) -> Array:
         def step(_: Array, found: Array) -> Array:
-            # A product with a 0/1 matrix of membership: on CPU an argmin and a scatter take ten times as long. A point
-            # equally near to two centroids counts for both.
+            # A product with a 0/1 matrix of membership: on CPU an argmin and a scatter take ten
+            # times as long. A point equally near to two centroids counts for both.
             far = _distances(points, found)
             owned = ((far == jnp.min(far, axis=-1, keepdims=True)) & valid[:, None]).astype(
                 jnp.float32
@@ -212,13 +223,14 @@ class VotingIndex(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Voting(Paris):
-    """ParisKV with other centroids in its vote, which its section 5.4 and Proposition 4.1 name and its default leaves
-    out: `directions` is K_omega, `radii` K_r.
+    """ParisKV with other centroids in its vote, which its section 5.4 and Proposition 4.1 name
+    and its default leaves out: `directions` is K_omega, `radii` K_r.
 
-    The paper does not say how fewer directions are chosen. Here they are the sign patterns of a block's first channels;
-    the others count as 0, and after the rotation all channels are alike. Several radii are those by which
-    `radius_table` codes the lengths of blocks. Without `normalise`, a key's centroids have the key's length. A vote
-    sorts all keys by their centroids' products with the query, so it is slow; ranks and tiers are those of Paris.
+    The paper does not say how fewer directions are chosen. Here they are the sign patterns of a
+    block's first channels; the others count as 0, and after the rotation all channels are
+    alike. Several radii are those by which `radius_table` codes the lengths of blocks. Without
+    `normalise`, a key's centroids have the key's length. A vote sorts all keys by their
+    centroids' products with the query, so it is slow; ranks and tiers are those of Paris.
     """
 
     directions: int = 256
@@ -285,7 +297,9 @@ class Voting(Paris):
 
 
 def policy(selector: Selector, *, chosen: int = TOP) -> Retrieval:
-    """ParisKV's zones around any selector: 4 sink tokens, the newest 128, and `chosen` of the history."""
+    """ParisKV's zones around any selector: 4 sink tokens, the newest 128, and `chosen` of the
+    history.
+    """
     leave = 32 if selector.unit == 1 else selector.unit
     return Retrieval(
         selector=selector,
@@ -305,13 +319,16 @@ def drift(
     rounds: int = 10,
     progress: Progress | None = None,
 ) -> dict[str, Reads]:
-    """Recall of the exact top 100 of the history along `live`, for indexes that begin with the first `prompt` tokens.
+    """Recall of the exact top 100 of the history along `live`, for indexes that begin with the
+    first `prompt` tokens.
 
-    "prompt" learns centroids from the prompt alone, "anew" from all of the history at each run of steps. Recall is that
-    of 100 tokens that the whole index selects, or of `candidates` tokens by votes alone (names with "candidates").
-    "k-means" has ParisKV's subspaces of 8 channels with 256 centroids each; "PQCache" has 2 with 64. "PQCache, by
-    block" is kvjax's: each block of tokens has its own centroids, and tokens that do not fill one are scored exactly.
-    "Quest" reads the whole pages that fit in 100 tokens, and its pages do not age; "exact" selects by the true scores.
+    "prompt" learns centroids from the prompt alone, "anew" from all of the history at each run
+    of steps. Recall is that of 100 tokens that the whole index selects, or of `candidates`
+    tokens by votes alone (names with "candidates"). "k-means" has ParisKV's subspaces of 8
+    channels with 256 centroids each; "PQCache" has 2 with 64. "PQCache, by block" is kvjax's:
+    each block of tokens has its own centroids, and tokens that do not fill one are scored
+    exactly. "Quest" reads the whole pages that fit in 100 tokens, and its pages do not age;
+    "exact" selects by the true scores.
     """
     full = int(live.lengths[-1])
     many = {"chosen": min(candidates, full - 132)}
@@ -347,7 +364,9 @@ def drift(
 
 
 def by_length(live: Live, lengths: Sequence[int], *, share: float = 0.1) -> dict[str, Reads]:
-    """Recall of the 100 best with a `share` of the keys as candidates, at each length of a captured text."""
+    """Recall of the 100 best with a `share` of the keys as candidates, at each length of a
+    captured text.
+    """
     steps = len(live.positions) // len(lengths)
     found = {}
     for i, length in enumerate(lengths):
@@ -364,10 +383,11 @@ def ablation(
     shares: Sequence[float] = (0.05, 0.1, 0.25, 0.5, 1.0),
     progress: Progress | None = None,
 ) -> dict[str, Reads]:
-    """ParisKV's parts, one changed at a time: alpha-correction, tiers of votes, rotation, the channels of a subspace,
-    the bits of its radius, and the share of candidates.
+    """ParisKV's parts, one changed at a time: alpha-correction, tiers of votes, rotation, the
+    channels of a subspace, the bits of its radius, and the share of candidates.
 
-    Shares are of the longest context of `live`; where a history is shorter, they cover more of it.
+    Shares are of the longest context of `live`; where a history is shorter, they cover more of
+    it.
     """
     longest = int(live.lengths[-1])
     cases: dict[str, Selector] = {
@@ -393,7 +413,9 @@ def ablation(
 
 
 def votes(live: Live, *, progress: Progress | None = None) -> dict[str, Reads]:
-    """ParisKV's vote by other centroids than its default's: fewer directions, radii, keys that are not normalised."""
+    """ParisKV's vote by other centroids than its default's: fewer directions, radii, keys that
+    are not normalised.
+    """
     cases: dict[str, Selector] = {
         "as published": Paris(),
         "16 directions": Voting(directions=16),

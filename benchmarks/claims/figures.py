@@ -1,4 +1,6 @@
-"""Plots of claims. Each function takes the result of a measurement and returns a `matplotlib.figure.Figure` to save."""
+"""Plots of claims. Each function takes the result of a measurement and returns a
+`matplotlib.figure.Figure` to save.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,9 @@ def of_rules(found: Mapping[str, Reads]) -> Figure:
 
 
 def maps(found: Mapping[str, Reads], names: Sequence[str] | None = None) -> Figure:
-    """Recall of each query head's own top tokens, layer by head, for each policy: FIER's Fig. 6."""
+    """Recall of each query head's own top tokens, layer by head, for each policy: FIER's Fig.
+    6.
+    """
     names = list(found) if names is None else list(names)
     figure, axes = panels(len(names), height=3.6)
     for axis, name in zip(axes, names, strict=True):
@@ -155,7 +159,9 @@ def turning(
 
 
 def drifting(found: Mapping[str, Reads], *, prompt: int) -> Figure:
-    """Recall along a text, of indexes that learnt from its first `prompt` tokens, or did not learn."""
+    """Recall along a text, of indexes that learnt from its first `prompt` tokens, or did not
+    learn.
+    """
     figure, axes = panels(2, height=3.8)
     for axis, voting in zip(axes, (False, True), strict=True):
         cases = {name: seen for name, seen in found.items() if ("candidates" in name) == voting}

@@ -1,4 +1,6 @@
-"""Policies to compare on live queries: all selectors, rules by which a group shares a selection, and FIER's groups."""
+"""Policies to compare on live queries: all selectors, rules by which a group shares a
+selection, and FIER's groups.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,10 @@ def groups(budget: int, sizes: Sequence[int] = (32, 64, 128, 256)) -> dict[str, 
 
     Each query head selects for itself, as in the papers.
 
-    The cases of one comparison index tokens in equal chunks, so that as many are pending in each. Groups of all sizes
-    have chunks of the largest one. Pages of 16 have chunks of 32: Quest's, and FIER's by the mean of their 1-bit scores
-    as in the paper and by the best of them, beside single tokens.
+    The cases of one comparison index tokens in equal chunks, so that as many are pending in
+    each. Groups of all sizes have chunks of the largest one. Pages of 16 have chunks of 32:
+    Quest's, and FIER's by the mean of their 1-bit scores as in the paper and by the best of
+    them, beside single tokens.
     """
     own: dict[str, Any] = {"group_reduce": "per_head"}
     fier = {
@@ -42,10 +45,11 @@ def groups(budget: int, sizes: Sequence[int] = (32, 64, 128, 256)) -> dict[str, 
 
 
 def selectors(budget: int) -> dict[str, Policy]:
-    """All selectors of kvjax, and exact selection, at one budget in every layer, with a sink of 4 tokens and a local
-    window of 16.
+    """All selectors of kvjax, and exact selection, at one budget in every layer, with a sink of
+    4 tokens and a local window of 16.
 
-    Tokens are indexed in chunks of 32 or as pages, so that nearly all of a selection comes from the index.
+    Tokens are indexed in chunks of 32 or as pages, so that nearly all of a selection comes from
+    the index.
     """
     return {
         "exact": retrieval(Exact(), budget),
@@ -58,7 +62,9 @@ def selectors(budget: int) -> dict[str, Policy]:
 
 
 def group_reduces(budget: int) -> dict[str, Policy]:
-    """FIER and Quest under each `group_reduce` rule, including "per_head", a selection for each query head."""
+    """FIER and Quest under each `group_reduce` rule, including "per_head", a selection for each
+    query head.
+    """
     policies: dict[str, Policy] = {}
     for group_reduce in GROUP_REDUCES:
         rule: Any = group_reduce
@@ -77,7 +83,9 @@ def compare(
     progress: Progress | None = None,
     **settings: Any,
 ) -> dict[str, Reads]:
-    """`reads` of each policy by name. `progress` gets the policies done, their number, and the next one's name."""
+    """`reads` of each policy by name. `progress` gets the policies done, their number, and the
+    next one's name.
+    """
     found = {}
     for done, (name, policy) in enumerate(policies.items()):
         if progress is not None:

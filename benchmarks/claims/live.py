@@ -43,7 +43,8 @@ def capture_generated(
     sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
     key: Array | None = None,
 ) -> tuple[Live, np.ndarray]:
-    """Live queries while the model continues a prompt i32[B, T], and the tokens i32[B, steps] that it generated.
+    """Live queries while the model continues a prompt i32[B, T], and the tokens i32[B, steps]
+    that it generated.
 
     It does not end at stop tokens: the cache is measured, not the text.
     """

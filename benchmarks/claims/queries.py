@@ -19,7 +19,9 @@ class Turns:
     cosines: np.ndarray  # f[L, T, B, K] mean over the group of cosine(q_t, q_{t-1}), for each pair of adjacent steps
 
     def corrected(self, tau: float) -> tuple[float, float]:
-        """Shares of (step, kv head) below `tau`, and of (step, layer) with such a head: FreeKV then selects again."""
+        """Shares of (step, kv head) below `tau`, and of (step, layer) with such a head: FreeKV
+        then selects again.
+        """
         below = self.cosines < tau
         return float(below.mean()), float(below.any(axis=-1).mean())
 

@@ -1,7 +1,9 @@
-"""The measured tables and the picture of README.md and docs/, written from benchmarks/results: `python -m docs.tables`.
+"""The measured tables and the picture of README.md and docs/, written from benchmarks/results:
+`python -m docs.tables`.
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`; NAME is a function of TABLES, in the module for its
-page. The suite checks that a run would change nothing, so no measured number is typed by hand.
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`; NAME is a function of TABLES,
+in the module for its page. The suite checks that a run would change nothing, so no measured
+number is typed by hand.
 """
 
 from __future__ import annotations

@@ -1,10 +1,13 @@
-"""The tables of docs/claims.md: what a paper claims, what was measured here, and a verdict that a rule gives.
+"""The tables of docs/claims.md: what a paper claims, what was measured here, and a verdict that
+a rule gives.
 
-A file of docs/claims has a paper's claims: for each its place and figures, our command and setting, cells of files of
-results, and what these must be like for the claim to hold. Nothing else decides on a verdict:
+A file of docs/claims has a paper's claims: for each its place and figures, our command and
+setting, cells of files of results, and what these must be like for the claim to hold. Nothing
+else decides on a verdict:
 
-reproduced: every comparison comes out as claimed, by more than two standard errors. contradicted: one comes out the
-other way, by more than two. open: all others, and rows without a comparison. A row with `takes` is not measured.
+reproduced: every comparison comes out as claimed, by more than two standard errors.
+contradicted: one comes out the other way, by more than two. open: all others, and rows without
+a comparison. A row with `takes` is not measured.
 """
 
 from __future__ import annotations
@@ -157,7 +160,9 @@ def difference(one: Cell, other: Cell) -> tuple[float, float | None]:
 
 
 def compare(expectation: Sequence[Any], cells: Sequence[Cell]) -> str:
-    """The verdict on one comparison: ["above" | "below", cell, cell or number], or ["near", ..., allowed distance]."""
+    """The verdict on one comparison: ["above" | "below", cell, cell or number], or ["near",
+    ..., allowed distance].
+    """
     kind, at, other, *allowed = expectation
     target = cells[other] if isinstance(other, int) else Cell("", other, 0.0)
     value, stderr = difference(cells[at], target)
@@ -194,7 +199,9 @@ MEASURED = {"own", "setting", "cells"}
 
 
 def faults(paper: dict[str, Any], tables: Sequence[str], figures: int) -> list[str]:
-    """What is wrong with a paper's claims: tables and figures of it without a row, and rows without what they need."""
+    """What is wrong with a paper's claims: tables and figures of it without a row, and rows
+    without what they need.
+    """
     wanted = {
         *(f"Table {name}" for name in tables),
         *(f"Figure {n + 1}" for n in range(figures)),
@@ -294,7 +301,9 @@ def claims_nothing() -> str:
 
 
 def paris_parts() -> str:
-    """ParisKV with one part left out or changed at a time, on live queries of a published model."""
+    """ParisKV with one part left out or changed at a time, on live queries of a published
+    model.
+    """
     rows = []
     for case, mean in load_measured("measure_paris_smollm2").items():
         shares = (short(mean[name], 3) for name in ("recall", "mass", "error"))

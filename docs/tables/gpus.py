@@ -27,7 +27,9 @@ def gpus() -> str:
 
 
 def cards() -> str:
-    """Steps after 131072 tokens by card: times that users sent, those of the scripts, and blanks."""
+    """Steps after 131072 tokens by card: times that users sent, those of the scripts, and
+    blanks.
+    """
     sent = {
         (row["card"]["kind"], row["what"]): row["us"]
         for row in load_rows("cards")

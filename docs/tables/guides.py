@@ -1,4 +1,6 @@
-"""The tables of docs/guides.md: decoding several tokens, offload to the host, and layers that share a selection."""
+"""The tables of docs/guides.md: decoding several tokens, offload to the host, and layers that
+share a selection.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def hit_rates(file: str = "hit_rates") -> str:
 
 
 def host_steps() -> str:
-    """Time of an attention layer with the history on the device, on the host, or there with a hot set of 8192."""
+    """Time of an attention layer with the history on the device, on the host, or there with a
+    hot set of 8192.
+    """
     alike = (1.0, 0.97, 0.9, 0.0)
     rows: dict[tuple[str, int, int], dict[Any, str]] = {}
     for row in (row for row in load_rows("host_steps") if row["where"] in ("device", "host")):
@@ -77,7 +81,9 @@ def host_steps() -> str:
 
 
 def host_codes() -> str:
-    """Bytes of a token by the codes of a history in host memory, and the effect on two models' perplexity."""
+    """Bytes of a token by the codes of a history in host memory, and the effect on two models'
+    perplexity.
+    """
     spec = CacheSpec(
         batch=1, q_heads=1, kv_heads=1, head_dim=128, capacity=256, dtype="bfloat16"
     )
@@ -98,7 +104,9 @@ def kept_as(row: dict[str, Any]) -> str:
 
 
 def shared_quality() -> str:
-    """Answers and perplexity of a published model by the layers that select, with the error of attention outputs."""
+    """Answers and perplexity of a published model by the layers that select, with the error of
+    attention outputs.
+    """
     (needles, keys), texts = (
         load_scores("eval_shared_qwen").values(),
         load_rows("perplexity_shared_qwen"),

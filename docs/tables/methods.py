@@ -24,7 +24,9 @@ def methods() -> str:
 
 
 def comparators() -> str:
-    """What differs between methods of one budget, from their docstrings, and the settings of their papers."""
+    """What differs between methods of one budget, from their docstrings, and the settings of
+    their papers.
+    """
     rows = []
     for preset in REGISTRY.values():
         if preset.checklist:
@@ -61,7 +63,9 @@ def low_rank() -> str:
 
 
 def coverage() -> str:
-    """Share of attention on the exact tokens, by which tokens are exact, and the error with the rest in 2 bits."""
+    """Share of attention on the exact tokens, by which tokens are exact, and the error with the
+    rest in 2 bits.
+    """
     found = load_measured("measure_logquant_smollm2")
     rows = []
     for title, kept, rounded in (

@@ -1,4 +1,6 @@
-"""The tables of docs/real_models.md: accuracy and speed of published models, and the methods to take."""
+"""The tables of docs/real_models.md: accuracy and speed of published models, and the methods to
+take.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def _main(scores: dict[str, Any]) -> dict[str, Any]:
 
 
 def real_others() -> str:
-    """Needles and pass keys that the other presets find by budget, and the tokens they read; most needles first."""
+    """Needles and pass keys that the other presets find by budget, and the tokens they read;
+    most needles first.
+    """
     needles, keys = (load_scores("eval_qwen")[task] for task in (NEEDLES, PASS_KEYS))
     found: dict[str, dict[int | None, str]] = {}
     for name in needles:
@@ -91,7 +95,9 @@ def real_others() -> str:
 
 
 def real_papers() -> str:
-    """Needles and pass keys at the papers' own settings, at two budgets, and the tokens that a step reads at 1024."""
+    """Needles and pass keys at the papers' own settings, at two budgets, and the tokens that a
+    step reads at 1024.
+    """
     needles, keys = (load_scores("eval_qwen_papers")[task] for task in (NEEDLES, PASS_KEYS))
 
     def one(score: dict[str, Any]) -> str:
@@ -115,7 +121,9 @@ def real_papers() -> str:
 
 
 def real_known() -> str:
-    """Needles and pass keys at two budgets if the question is part of the prompt, and if it comes later."""
+    """Needles and pass keys at two budgets if the question is part of the prompt, and if it
+    comes later.
+    """
     found = load_scores("eval_qwen")
     tasks = {"needles": NEEDLES, "pass keys": PASS_KEYS}
     columns = [(what, budget) for what in tasks for budget in (256, 1024)]
@@ -169,7 +177,9 @@ def _by_budget(scores: dict[str, Any], budgets: Sequence[int]) -> str:
 
 
 def real_ruler() -> str:
-    """RULER's synthetic tasks at one length, and their means at all: a column a cache that has all lengths."""
+    """RULER's synthetic tasks at one length, and their means at all: a column a cache that has
+    all lengths.
+    """
     found = _ruler()
     names = [
         name
@@ -195,7 +205,9 @@ def real_ruler() -> str:
 
 
 def real_ruler_codes() -> str:
-    """RULER's tasks through TurboQuant's codes and what it is compared with, as far as they were run."""
+    """RULER's tasks through TurboQuant's codes and what it is compared with, as far as they
+    were run.
+    """
     found = {
         task.partition(" at ")[0]: caches
         for task, caches in load_scores("eval_qwen_ruler_codes").items()
@@ -250,7 +262,9 @@ def real_perplexities() -> str:
 
 
 def real_long_generation() -> str:
-    """Perplexity of a model's own text through each cache against full attention, by quarter of it."""
+    """Perplexity of a model's own text through each cache against full attention, by quarter of
+    it.
+    """
     found = load_results("long_generation")
     rows = [
         [named(row["cache"]), *(f"{x:.2f}" for x in row["ratio_by_quarter"])]
@@ -287,7 +301,9 @@ def drift() -> str:
 
 
 def real_speed() -> str:
-    """TPOT in milliseconds of a published model on a book, by size and method, and the floor of full attention."""
+    """TPOT in milliseconds of a published model on a book, by size and method, and the floor of
+    full attention.
+    """
     measured = load_file("real_speed")
     rate = measured["bytes_per_second"]
     found = {(row["length"], row["batch"], row["method"]): row for row in measured["rows"]}
@@ -313,7 +329,9 @@ def real_speed() -> str:
 
 
 def which_method() -> str:
-    """The methods to take or to leave, by task, budget, length and batch, from the tables of the published model."""
+    """The methods to take or to leave, by task, budget, length and batch, from the tables of
+    the published model.
+    """
     needles = load_scores("eval_qwen")[NEEDLES]
     lines = load_scores("eval_qwen_ruler")["1 of needles only at 16384, question decoded"]
     problems = load_scores("eval_qwen_gsm8k")["gsm8k"]

@@ -1,4 +1,6 @@
-"""Accuracy of the methods on docs/performance.md: needles of the package's own model, and perplexity of texts."""
+"""Accuracy of the methods on docs/performance.md: needles of the package's own model, and
+perplexity of texts.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from kvjax.presets import parse
 
 
 def decoded_needles() -> str:
-    """Needles found in 2048 tokens by the budget, with the question fed through the cache, and the tokens read."""
+    """Needles found in 2048 tokens by the budget, with the question fed through the cache, and
+    the tokens read.
+    """
     (scores,) = load_scores("eval_decoded").values()
     budgets, rows = (64, 256), []
     for name in dict.fromkeys(cache.partition("@")[0] for cache in scores):
@@ -79,7 +83,9 @@ def group_rules() -> str:
 
 
 def equal_perplexities() -> str:
-    """Rows at equal dense layers: change of the perplexity with its standard error, and mean tokens read."""
+    """Rows at equal dense layers: change of the perplexity with its standard error, and mean
+    tokens read.
+    """
     measured = load_rows("perplexity_equal")
     lengths = list(dict.fromkeys(row["length"] for row in measured))
     found = {(row["dense_layers"], row["cache"], row["length"]): row for row in measured}
@@ -102,7 +108,9 @@ def equal_perplexities() -> str:
 
 
 def method_perplexities() -> str:
-    """Methods at one budget, some at another, without dense layers: change of the perplexity and mean tokens read."""
+    """Methods at one budget, some at another, without dense layers: change of the perplexity
+    and mean tokens read.
+    """
     full, *measured = load_rows("perplexity_methods") + load_rows("perplexity_bytes")
     rows = [["`full`", "", f"{full['perplexity']:.2f}", f"{full['tokens_read']:.0f}"]]
     for row in sorted(
@@ -136,8 +144,8 @@ def turbo_codes() -> str:
 
 
 def coded_quality() -> str:
-    """Perplexity, answers and needles over codes of a few bits against `full`, and the bytes of a token in a KV head,
-    with its index."""
+    """Perplexity, answers and needles over codes of a few bits against `full`, and the bytes of
+    a token in a KV head, with its index."""
     (sums,), (needles,) = (
         load_results(name).values()
         for name in ("eval_qwen_gsm8k_codes", "eval_qwen_codes_needles")
@@ -172,7 +180,9 @@ def coded_quality() -> str:
 
 
 def evictors() -> str:
-    """Caches by the perplexity of the model's own answers: its change by quarter of the answer, bytes and needles."""
+    """Caches by the perplexity of the model's own answers: its change by quarter of the answer,
+    bytes and needles.
+    """
     full, *measured = {
         row["cache"]: row for name in ("evictors", "evictors_values") for row in load_rows(name)
     }.values()

@@ -1,8 +1,8 @@
 """Reads files of benchmarks/results, which are named without `.json`.
 
-A file that a timing script or `kvjax perplexity` wrote has `rows`. A file of `kvjax eval` or of a measurement on live
-queries has `results`, by task or by case. Scores are of caches, named as on the command line: method, settings, `@` and
-budget.
+A file that a timing script or `kvjax perplexity` wrote has `rows`. A file of `kvjax eval` or of
+a measurement on live queries has `results`, by task or by case. Scores are of caches, named as
+on the command line: method, settings, `@` and budget.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ FOR_THE_MODEL = {"heads", "layers", "rope_theta", "rank", "dense_layers", "promp
 
 
 def of_its_paper(cache: str) -> bool:
-    """True if a cache's settings are those of its paper, the budget and what depends on the model aside."""
+    """True if a cache's settings are those of its paper, the budget and what depends on the
+    model aside.
+    """
     name, _, given = cache.partition("@")[0].partition(":")
     if name not in REGISTRY or REGISTRY[name].paper == "-":
         return True
@@ -64,8 +66,8 @@ def of_its_paper(cache: str) -> bool:
 
 
 def score_of(scores: dict[str, Any], method: str, budget: int) -> dict[str, Any] | None:
-    """The score of a method at a budget, or of one that has no budget: with its defaults, or else at its paper's
-    settings, or else with the only other ones."""
+    """The score of a method at a budget, or of one that has no budget: with its defaults, or
+    else at its paper's settings, or else with the only other ones."""
     found = {name.partition("@")[0]: score for name, score in scores.items() if method_of(name) == method
              and name.partition("@")[2] in ("", str(budget))}  # fmt: skip
     of_paper = [text for text in found if of_its_paper(text)]

@@ -12,7 +12,9 @@ SPLITS = {"model=2": "heads 2", "model=4": "heads 4", "ctx=2": "tokens 2", "ctx=
 
 
 def cells() -> str:
-    """Milliseconds of a step on several GPUs as measured, and in brackets as predicted from one GPU and the links."""
+    """Milliseconds of a step on several GPUs as measured, and in brackets as predicted from one
+    GPU and the links.
+    """
     times: dict[Any, dict[str, str]] = {}
     for row in load_file("scaling")["cells"]:
         size = f"{row['tokens']} x {row['rows']}"

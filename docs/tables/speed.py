@@ -1,4 +1,6 @@
-"""Times on docs/performance.md: decode steps, kernels, whole models, prompts, and batches that fill the memory."""
+"""Times on docs/performance.md: decode steps, kernels, whole models, prompts, and batches that
+fill the memory.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ ONE_CALL = "floor: one cuDNN call"
 
 
 def default_steps() -> dict[tuple[int, int, str], dict[str, Any]]:
-    """Length, batch and method -> decode step of a layer by the implementation that runs by default."""
+    """Length, batch and method -> decode step of a layer by the implementation that runs by
+    default.
+    """
     rows = (row for row in load_rows("decode_step") if row["implementation"] == "default")
     return {(row["length"], row["batch"], row["method"]): row for row in rows}
 
@@ -46,7 +50,9 @@ def steps() -> str:
 
 
 def compared() -> str:
-    """Decode steps of methods that papers compare with: time, launches, and the floor of their bytes."""
+    """Decode steps of methods that papers compare with: time, launches, and the floor of their
+    bytes.
+    """
     by_device = sorted(
         load_rows("compared"), key=lambda row: row["device"]
     )  # of two rows that of the H200 counts
@@ -136,8 +142,9 @@ DEFAULTS: dict[str, Any] = {
 
 
 def time_of(file: dict[str, Any], config: Any) -> float:
-    """The time of a kernel's first shape with the block sizes of `config`, which a file labels by the fields that it
-    names: "config: blocks x warpgroups". Fields that came later are not in its labels."""
+    """The time of a kernel's first shape with the block sizes of `config`, which a file labels
+    by the fields that it names: "config: blocks x warpgroups". Fields that came later are not
+    in its labels."""
     names = file["what"].partition("config: ")[2].partition(";")[0].split(" x ")
     return file["rows"][0]["all"]["x".join(str(getattr(config, name)) for name in names)]
 
@@ -193,7 +200,9 @@ def first_tokens() -> str:
 
 
 def million() -> str:
-    """A prompt of a million tokens: its rate, the whole of it at that rate, and a token after it."""
+    """A prompt of a million tokens: its rate, the whole of it at that rate, and a token after
+    it.
+    """
     rows = []
     for row in load_rows("million"):
         rate, whole = f"{row['tflops']:.0f}", f"{row['prompt_seconds_at_rate']:.0f}"
@@ -230,7 +239,9 @@ def tokens() -> str:
 
 
 def coded_steps() -> str:
-    """Steps of `fier` over bf16 and over codes: a layer's attention, a model's token, and the bytes of a row."""
+    """Steps of `fier` over bf16 and over codes: a layer's attention, a model's token, and the
+    bytes of a row.
+    """
     layers = {
         (row["length"], row["batch"], row["method"]): row["us"]
         for row in load_rows("turbo_step")

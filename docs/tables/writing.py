@@ -32,6 +32,8 @@ def perplexity_change(row: dict[str, Any]) -> str:
 
 
 def named(cache: str) -> str:
-    """A cache as a table shows it, without its budget; with a dagger if its settings are not those of its paper."""
+    """A cache as a table shows it, without its budget; with a dagger if its settings are not
+    those of its paper.
+    """
     text = cache.partition("@")[0]
     return f"`{text}`{'' if of_its_paper(cache) else ' †'}"

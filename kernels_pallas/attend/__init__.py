@@ -1,1 +1,3 @@
-"""Attention of a decode step: over a span, over selected slots, over zones, over quantised keys and values."""
+"""Attention of a decode step: over a span, over selected slots, over zones, over quantised keys
+and values.
+"""

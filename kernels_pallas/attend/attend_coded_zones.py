@@ -1,10 +1,13 @@
-"""Attention of a retrieval step over a history of rotated codes, a recent block and a sink, in one kernel.
+"""Attention of a retrieval step over a history of rotated codes, a recent block and a sink, in
+one kernel.
 
-The kernel of `attend_slots`, whose first zone has codes of rotated directions. They are decoded in registers, 32 slots
-a warp, and are never in shared memory. Each warp rotates the query on `mma`, and turns its mix back before it attends
-to exact slots, which the selection may also have. The offset of the keys adds one number to a query's logits.
+The kernel of `attend_slots`, whose first zone has codes of rotated directions. They are decoded
+in registers, 32 slots a warp, and are never in shared memory. Each warp rotates the query on
+`mma`, and turns its mix back before it attends to exact slots, which the selection may also
+have. The offset of the keys adds one number to a query's logits.
 
-**Bytes:** D (b_k + b_v) / 8 + 4 of a selected slot read, 2 D e of an exact one; 4 for each selected slot.
+**Bytes:** D (b_k + b_v) / 8 + 4 of a selected slot read, 2 D e of an exact one; 4 for each
+selected slot.
 
 **Bound:** latency for few slots, instructions for many: 700 a warp and 32 slots.
 
@@ -72,10 +75,12 @@ def attend_coded_zones(
     part: bool = False,
     config: Config | None = None,
 ) -> Any:
-    """As `attend_zones`, over the slots of codes: signs u8[B, K, S, D/8], sizes u8[B, K, S, (b-1) D/8] and weights
-    u16[B, K, S, 1] of keys, which lack their `offset` f32[B, K, D], and of values.
+    """As `attend_zones`, over the slots of codes: signs u8[B, K, S, D/8], sizes u8[B, K, S,
+    (b-1) D/8] and weights u16[B, K, S, 1] of keys, which lack their `offset` f32[B, K, D], and
+    of values.
 
-    `centres` are the sizes of keys and of values by index, none for 8 bits; `turned` are the signs of the rotation.
+    `centres` are the sizes of keys and of values by index, none for 8 bits; `turned` are the
+    signs of the rotation.
     """
     if limit := unsupported(q, keys, values, slots, recent, sink, local, config):
         raise NotImplementedError(limit)

@@ -1,11 +1,14 @@
-"""Attention of a prompt's queries to lists of key blocks, by wgmma: each block of 128 queries of a head has its own.
+"""Attention of a prompt's queries to lists of key blocks, by wgmma: each block of 128 queries
+of a head has its own.
 
-Two warpgroups multiply 64 queries each and take turns at the tensor cores, as in FlashAttention-3; a third one copies
-the listed blocks of keys and values by TMA, `stages` ahead. All but the last one are whole. Lists are in order
-of position, so that programs of the same keys read them at about the same time and find them in L2.
+Two warpgroups multiply 64 queries each and take turns at the tensor cores, as in
+FlashAttention-3; a third one copies the listed blocks of keys and values by TMA, `stages`
+ahead. All but the last one are whole. Lists are in order of position, so that programs of the
+same keys read them at about the same time and find them in L2.
 
-**Bound:** 4 * 128 * 128 D operations a listed block. On an H100 it ran at 652 TFLOP/s, cuDNN over all blocks at 615
-(4096 queries, 131072 keys). It is written in Pallas's own operations, because wgmma keeps its operands in tiles.
+**Bound:** 4 * 128 * 128 D operations a listed block. On an H100 it ran at 652 TFLOP/s, cuDNN
+over all blocks at 615 (4096 queries, 131072 keys). It is written in Pallas's own operations,
+because wgmma keeps its operands in tiles.
 """
 
 from __future__ import annotations
@@ -41,7 +44,9 @@ class Config:
 
 
 def smem_bytes(D: int, config: Config = Config()) -> int:
-    """Bytes of shared memory of a program: queries, keys and values in 16 bits, sums and barriers."""
+    """Bytes of shared memory of a program: queries, keys and values in 16 bits, sums and
+    barriers.
+    """
     return 2 * BLOCK * D * (1 + 2 * config.stages) + 1024
 
 
@@ -104,8 +109,9 @@ def _launch(
     scale: float,
     config: Config,
 ) -> tuple[Array, Array]:
-    """q [B*N, T, D], k, v [B*K, S, D], blocks i32[rows, M], counts i32[rows] of at least 1, stop i32[B]; all rows of a
-    head adjacent. Returns the output in the dtype of q and its log-sum-exp f32[B*N, T]."""
+    """q [B*N, T, D], k, v [B*K, S, D], blocks i32[rows, M], counts i32[rows] of at least 1,
+    stop i32[B]; all rows of a head adjacent. Returns the output in the dtype of q and its
+    log-sum-exp f32[B*N, T]."""
     tiled: Any = {
         "transforms": (plgpu.TilingTransform((TILE, 64)), plgpu.SwizzleTransform(128))
     }

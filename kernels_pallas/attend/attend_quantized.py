@@ -1,18 +1,20 @@
-"""Attention over keys and values of 2 or 4 bits, whose codes become operands of `mma` with one `and` for two codes.
+"""Attention over keys and values of 2 or 4 bits, whose codes become operands of `mma` with one
+`and` for two codes.
 
-Below 256 the bits of a bf16 count linearly, so codes are used undecoded where scales can move: to the queries for keys
-by channel, to the weights for values by token. Keys by token are decoded. The rounding of scaled operands is
-corrected.
+Below 256 the bits of a bf16 count linearly, so codes are used undecoded where scales can move:
+to the queries for keys by channel, to the weights for values by token. Keys by token are
+decoded. The rounding of scaled operands is corrected.
 
-A warp takes a unit at a time; four warps take many queries (`together`). Exact keys of the recent block follow. A
-second kernel merges blocks.
+A warp takes a unit at a time; four warps take many queries (`together`). Exact keys of the
+recent block follow. A second kernel merges blocks.
 
-**Bytes:** D (b_k + b_v) / 8 of codes and 4 D / g of scales each of keys and values, for a token and KV head.
+**Bytes:** D (b_k + b_v) / 8 of codes and 4 D / g of scales each of keys and values, for a token
+and KV head.
 
 **Bound:** instructions, then memory.
 
-**Limits:** by channel, q s and q z below 2^50; of values, s below 2^55 and z below 2^38; precision suffers below 2^-57.
-Evidence: `benchmarks/NOTES.md`.
+**Limits:** by channel, q s and q z below 2^50; of values, s below 2^55 and z below 2^38;
+precision suffers below 2^-57. Evidence: `benchmarks/NOTES.md`.
 """
 
 from __future__ import annotations
@@ -71,7 +73,9 @@ class Config:
 
 
 def _room(layout: Layout, config: Config) -> int:
-    """Bytes of shared memory of a warp, for its stages and afterwards for its part of the result."""
+    """Bytes of shared memory of a warp, for its stages and afterwards for its part of the
+    result.
+    """
     return max(config.stages * layout.stage, softmax.part_bytes(layout.D))
 
 
@@ -84,7 +88,9 @@ def smem_bytes(layout: Layout, config: Config, columns: int = 1) -> int:
 def unsupported(
     q: Any, keys: Any, values: Any, start: Any, stop: Any, recent: Any = None, sink: Any = None
 ) -> str | None:
-    """The limit that these shapes exceed; None if there is a kernel for them. keys, values: (codes, scales)."""
+    """The limit that these shapes exceed; None if there is a kernel for them. keys, values:
+    (codes, scales).
+    """
     *_, Q, D = q.shape
     if len(keys) != 2 or len(values) != 2:
         return (
@@ -147,12 +153,14 @@ def attend_quantized(
     part: bool = False,
     config: Config | None = None,
 ) -> Any:
-    """(out f32[B, K, Q, D], lse f32[B, K, Q]) of q [B, K, Q, D] over slots [start, stop) i32[B] of codes of k and v.
+    """(out f32[B, K, Q, D], lse f32[B, K, Q]) of q [B, K, Q, D] over slots [start, stop) i32[B]
+    of codes of k and v.
 
-    keys and values are (codes u8[B, K, S, D * bits / 8], scales u32[B, K, S / gs, D / gd]). With `recent`, exact keys
-    and values bf16[B, K, R, D] and the start and stop i32[B] of those that are attended to, out [B, K, Q, D] of both in
-    the dtype of q, or with `part` out and lse; of T steps the stop is i32[B, T], the start alike or [B, 1], and each
-    has Q / T queries.
+    keys and values are (codes u8[B, K, S, D * bits / 8], scales u32[B, K, S / gs, D / gd]).
+    With `recent`, exact keys and values bf16[B, K, R, D] and the start and stop i32[B] of those
+    that are attended to, out [B, K, Q, D] of both in the dtype of q, or with `part` out and
+    lse; of T steps the stop is i32[B, T], the start alike or [B, 1], and each has Q / T
+    queries.
     """
     if limit := unsupported(q, keys, values, start, stop, recent):
         raise NotImplementedError(limit)
@@ -287,8 +295,8 @@ def _attend(
 def config_for(
     rows: int, layout: Layout, target: simt.Target | None = None, columns: int = 1
 ) -> Config:
-    """Blocks as large as registers and shared memory allow, and as many as take the least time, where a wave of blocks
-    costs the turns of its warps and two more."""
+    """Blocks as large as registers and shared memory allow, and as many as take the least time,
+    where a wave of blocks costs the turns of its warps and two more."""
     target = target or simt.target()
     sizes = ((3, 3), (3, 2), (2, 2), (1, 2))[columns == 1 :]
     fits = (x for x in sizes if smem_bytes(layout, Config(1, *x), columns) <= target.smem)
@@ -473,8 +481,9 @@ def _fetcher(
     *refs: Any,
     turn: Callable[[Word, int], Word] | None = None,
 ) -> Callable[[Word, Word], None]:
-    """fetch(unit, to) starts to copy a unit into a stage; bytes outside of the row or the unit become 0. The place of a
-    chunk of 16 bytes of value codes is turn(chunk, bytes of a token), if given."""
+    """fetch(unit, to) starts to copy a unit into a stage; bytes outside of the row or the unit
+    become 0. The place of a chunk of 16 bytes of value codes is turn(chunk, bytes of a token),
+    if given."""
     S, D, unit, padded = layout.S, layout.D, layout.unit, 16 * layout.tiles
     jobs = []  # (address for this lane, bytes of a unit, of a token, of a chunk, place)
     for m, size, place in zip(refs, layout.per_token, layout.places, strict=True):
@@ -484,7 +493,8 @@ def _fetcher(
                 (simt.offset_rows(simt.global_address(m), row, S * size), size, chunk, place)
             )
     if layout.by_channel:
-        # The i-th of the D/16 chunks of a column of lanes goes to 4 i + col, so that columns read from different banks.
+        # The i-th of the D/16 chunks of a column of lanes goes to 4 i + col, so that columns
+        # read from different banks.
         per = D // 16
         groups = simt.offset_rows(simt.global_address(refs[3]), row, S // unit * D * 4)
         swizzled = ((lane & (per - 1)) * 4 + simt.divide(lane, per)) * 16 + layout.places[3]
@@ -535,7 +545,9 @@ def _queries(
 def _scores(
     layout: Layout, at: Word, queries: list[Word], quad: Word, col: Word
 ) -> list[list[Word]]:
-    """Sums of `mma` of 16 keys each: scores without scale, times 2^-LIFT where scales are by channel."""
+    """Sums of `mma` of 16 keys each: scores without scale, times 2^-LIFT where scales are by
+    channel.
+    """
     D, bits, width = layout.D, layout.bits[0], layout.per_token[0]
     in_byte, pairs, tiles = 8 // bits, pairs_of(layout), layout.tiles
     lane = at + (quad * width + col * (width // 4))
@@ -551,8 +563,9 @@ def _scores(
             [prmt(shared[a], shared[b], how) for a, b in pairs] for how in (0x5410, 0x7632)
         )
         scaled = [multiply(x, s) for x, s in zip(queries, steps, strict=True)]
-        # By place, as the queries have their powers: the lower rows have products with zeros, the upper ones the
-        # rounding errors of the products with scales, which are added back times the centre of the codes.
+        # By place, as the queries have their powers: the lower rows have products with zeros,
+        # the upper ones the rounding errors of the products with scales, which are added back
+        # times the centre of the codes.
         sums = [begin] * in_byte
         for n in range(0, len(pairs), 2):
             j, off = n // 2 % in_byte, word(pair_of(-1.0))
@@ -627,7 +640,8 @@ def _exact(
             )
 
         near, far = (words(keys, quad + 8 * r, col * (D // 2), D // 8) for r in range(2))
-        # A lane has its channels of a block of values for tokens 2 col, 2 col + 1 and the two 8 further.
+        # A lane has its channels of a block of values for tokens 2 col, 2 col + 1 and the two 8
+        # further.
         blocks = range(D // mixing.block)
         tokens = [col * 2 + (i & 1) + 8 * (i >> 1) for i in range(4)]
         own = [

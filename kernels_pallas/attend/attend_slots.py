@@ -1,11 +1,14 @@
-"""Exact attention over selected slots: one kernel gathers keys and values, scores them and mixes the values.
+"""Exact attention over selected slots: one kernel gathers keys and values, scores them and
+mixes the values.
 
-Several blocks work on one row: a KV head, or a query head with its own selection. Each warp takes 32 slots at a
-time and copies their keys and values into its own shared memory, so no warp waits for another before the end. Scores
-are K q^T on `mma`. The weights are rounded to the dtype of the cache and transposed in registers for the product with
-V. Warps merge in shared memory, then blocks through their cluster, or without clusters in a second launch.
+Several blocks work on one row: a KV head, or a query head with its own selection. Each warp
+takes 32 slots at a time and copies their keys and values into its own shared memory, so no warp
+waits for another before the end. Scores are K q^T on `mma`. The weights are rounded to the
+dtype of the cache and transposed in registers for the product with V. Warps merge in shared
+memory, then blocks through their cluster, or without clusters in a second launch.
 
-**Bytes:** 2 D e M read a row, where e is the size of an element, 4 M of slots, and 4 g (D + 1) written.
+**Bytes:** 2 D e M read a row, where e is the size of an element, 4 M of slots, and 4 g (D + 1)
+written.
 
 **Bound:** latency for few slots, random reads for many.
 
@@ -60,8 +63,8 @@ class Config:
 
 
 def config_for(rows: int, slots: int, D: int, target: simt.Target | None = None) -> Config:
-    """As many blocks per row as fit on the multiprocessors at once and have work; four warps for the largest heads, and
-    where shared memory is small."""
+    """As many blocks per row as fit on the multiprocessors at once and have work; four warps
+    for the largest heads, and where shared memory is small."""
     target = target or simt.target()
     warpgroups = 2 if D <= 128 and target.clusters else 1
     tile = TILE if smem_bytes(D, Config(1, warpgroups)) <= target.smem else TILE // 2
@@ -113,7 +116,8 @@ def attend_slots(
     scale: float,
     config: Config | None = None,
 ) -> tuple[Array, Array]:
-    """(out f32[B, K, G, D], lse f32[B, K, G]) of q [B, K, G, D] over the `valid` slots [B, K, H, M] of k, v.
+    """(out f32[B, K, G, D], lse f32[B, K, G]) of q [B, K, G, D] over the `valid` slots [B, K,
+    H, M] of k, v.
 
     k, v are [B, K, S, D]. `config` follows from the shape.
     """
@@ -152,14 +156,16 @@ def attend(
     spans: Sequence[tuple[Array, Array, int]] = (), outs: Sequence[tuple[tuple[int, ...], Any]],
     name: str, write: Callable[..., None], scale: float, config: Config, order: tuple[int, int, int] = (1, 1, 1),
 ) -> tuple[Array, ...]:  # fmt: skip
-    """Runs the kernel over rows of queries [rows, heads, D] and of slots i32[rows, M], -1 where there is none.
+    """Runs the kernel over rows of queries [rows, heads, D] and of slots i32[rows, M], -1 where
+    there is none.
 
-    `kept` has the keys and values [rows', S, D] of each zone; slots are numbered on from zone to zone. If the first is
-    `coded`, `kept` begins with its `directions.ARRAYS`, [rows', S, width] and [rows', D]. Slots of a row from the
-    `found` i32[rows] on are not read either. `spans` are start and stop, i32[rows''] each, of each of the last zones,
-    and how many of its last slots are read. `outs` are the shapes and dtypes that write(merged, *addresses) writes for
-    each row. With `order` = (K, T, H) the rows of slots are those of [..., K, T, H], and the rows of queries and of
-    `outs` those of [..., T, K, H].
+    `kept` has the keys and values [rows', S, D] of each zone; slots are numbered on from zone
+    to zone. If the first is `coded`, `kept` begins with its `directions.ARRAYS`, [rows', S,
+    width] and [rows', D]. Slots of a row from the `found` i32[rows] on are not read either.
+    `spans` are start and stop, i32[rows''] each, of each of the last zones, and how many of its
+    last slots are read. `outs` are the shapes and dtypes that write(merged, *addresses) writes
+    for each row. With `order` = (K, T, H) the rows of slots are those of [..., K, T, H], and
+    the rows of queries and of `outs` those of [..., T, K, H].
     """
     rows, heads, D = q.shape
     lists, ends = (
@@ -250,7 +256,9 @@ def _program(
     ends_of_exact = ends[len(zones) - len(exact) :]
 
     def bases(places: Sequence[Any]) -> list[Any]:
-        """The address of slot 0 of this row, by zone, if the zone extended to before its first slot."""
+        """The address of slot 0 of this row, by zone, if the zone extended to before its first
+        slot.
+        """
         mine = (
             simt.offset_rows(a, of_row, n * of_token)
             for a, n in zip(places, exact, strict=True)
@@ -280,8 +288,8 @@ def _program(
     steps = -(-places // (tile * warps * blocks))
 
     def slots_of(step: Word) -> Word:
-        """The slot of this lane in tile `step` of the warp; all ones if there is none. Slots of the list come first,
-        then those of the spans."""
+        """The slot of this lane in tile `step` of the warp; all ones if there is none. Slots of
+        the list come first, then those of the spans."""
         at = ((step * blocks + part) * warps + warp) * tile + lane
         if tile < TILE:
             at = (lane < tile).select(at, 1 << 30)

@@ -1,13 +1,15 @@
 """Exact attention over a contiguous span of each row's slots: decode steps over a dense cache.
 
-A row, which is a KV head, is split over blocks. All warps of a row take its tiles of `keys` slots in turns, from its
-own start to its own stop. Each warp has its own ring of `stages` tiles in shared memory and refills a stage as soon as
-it is scored. Scores, weights and mix are those of `attend_slots`. A second, small kernel merges blocks.
+A row, which is a KV head, is split over blocks. All warps of a row take its tiles of `keys`
+slots in turns, from its own start to its own stop. Each warp has its own ring of `stages` tiles
+in shared memory and refills a stage as soon as it is scored. Scores, weights and mix are those
+of `attend_slots`. A second, small kernel merges blocks.
 
-Queries of several steps are up to `columns_at_once` columns of `HEADS` for a tile, from shared memory; only tiles at
-the ends of their spans are masked.
+Queries of several steps are up to `columns_at_once` columns of `HEADS` for a tile, from shared
+memory; only tiles at the ends of their spans are masked.
 
-**Bytes:** 2 D e (stop - start) read a row, where e is the size of an element, and 4 g (D + 1) written and read a block.
+**Bytes:** 2 D e (stop - start) read a row, where e is the size of an element, and 4 g (D + 1)
+written and read a block.
 
 **Bound:** memory.
 
@@ -59,7 +61,9 @@ class Config:
 
 
 def at_once(D: int, config: Config, target: simt.Target | None = None, columns: int = 1) -> int:
-    """Blocks that run at once: as many per multiprocessor as fit in shared memory, and 16 warps of 128 registers."""
+    """Blocks that run at once: as many per multiprocessor as fit in shared memory, and 16 warps
+    of 128 registers.
+    """
     target = target or simt.target()
     if smem_bytes(D, config, columns) > target.smem:
         return 0
@@ -70,8 +74,8 @@ def at_once(D: int, config: Config, target: simt.Target | None = None, columns: 
 def config_for(
     rows: int, S: int, D: int, target: simt.Target | None = None, columns: int = 1
 ) -> Config:
-    """192 KB in flight per multiprocessor, or what its shared memory holds, and as many blocks per row as take the
-    least time, where a wave costs the turns of its warps and two more."""
+    """192 KB in flight per multiprocessor, or what its shared memory holds, and as many blocks
+    per row as take the least time, where a wave costs the turns of its warps and two more."""
     target = target or simt.target()
     sizes = ((3, 16 if D > 128 else 32), (2, 32), (3, 16), (2, 16), (1, 16))
     stages, keys = next(
@@ -90,7 +94,9 @@ def config_for(
 
 
 def _room(D: int, config: Config, columns: int) -> int:
-    """Bytes of shared memory of a warp, for its tiles of keys and values and afterwards for its part of the result."""
+    """Bytes of shared memory of a warp, for its tiles of keys and values and afterwards for its
+    part of the result.
+    """
     return max(
         config.stages * config.keys * softmax.row_bytes(D) * 2, columns * softmax.part_bytes(D)
     )
@@ -142,11 +148,13 @@ def attend_span(
     q: Array, k: Array, v: Array, start: Array, stop: Array, sinks: Array | None = None, *, scale: float,
     part: bool = False, config: Config | None = None,
 ) -> Any:  # fmt: skip
-    """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over the slots [start, stop) i32[B] of k, v [B, K, S, D],
-    merged with logits `sinks` f32[K, G] without a value; 0 where there are no slots. `config` follows from the shape.
-    With `part`, (out f32[B, K, G, D], lse f32[B, K, G]) without sinks.
+    """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over the slots [start, stop)
+    i32[B] of k, v [B, K, S, D], merged with logits `sinks` f32[K, G] without a value; 0 where
+    there are no slots. `config` follows from the shape. With `part`, (out f32[B, K, G, D], lse
+    f32[B, K, G]) without sinks.
 
-    With stop i32[B, T] and start [B, T] or [B, 1], q is [B, K, T*G, D] and each step has a span.
+    With stop i32[B, T] and start [B, T] or [B, 1], q is [B, K, T*G, D] and each step has a
+    span.
     """
     if limit := unsupported(q, k, v, start, stop, config):
         raise NotImplementedError(limit)
@@ -187,8 +195,9 @@ def attend_span(
 def _attend(
     scale: float, dtype: Any, lse: bool, of_step: int, columns: int, config: Config, *args: Array
 ) -> tuple[Array, ...]:  # fmt: skip
-    """[rows, G, D] in `dtype`; or with `lse` in f32, and the logs of the sums f32[rows, G]. `args` are queries, start
-    and stop, perhaps of several steps, keys and values, whose numbers of rows divide these rows."""
+    """[rows, G, D] in `dtype`; or with `lse` in f32, and the logs of the sums f32[rows, G].
+    `args` are queries, start and stop, perhaps of several steps, keys and values, whose numbers
+    of rows divide these rows."""
 
     @simt.over_rows(functools.partial(_attend, scale, dtype, lse, of_step, columns, config))
     def run(*args: Array) -> tuple[Array, ...]:
@@ -270,7 +279,9 @@ def _program(
     k, v = (simt.offset(a, first * rows.of_token + rows.chunk * 16) for a in (k, v))
 
     def fetch(source: Any, to: Word, slot: Word) -> None:
-        """Starts to copy the tile that begins at `slot`, as far as it is in the span; zeros after it."""
+        """Starts to copy the tile that begins at `slot`, as far as it is in the span; zeros
+        after it.
+        """
         with when(slot < stop):
             source, mine = simt.offset(source, slot * rows.of_token), slot + first
             for i in range(0, keys, per):

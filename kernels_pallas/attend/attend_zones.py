@@ -1,12 +1,13 @@
 """Attention of a whole retrieval step in one kernel: selected slots, local window and sink.
 
-The kernel of `attend_slots` runs over one numbering of slots that continues from the store to the recent block and the
-sink. For each slot that it copies, it compares which zone has the slot. Warps derive the slots of the window and the
-sink from their spans. A count, or -1 in the list, says where nothing was selected. The store may consist of two arrays,
-such as the tokens that FreeKV recalled one step before and the tokens that it recalls in this step.
+The kernel of `attend_slots` runs over one numbering of slots that continues from the store to
+the recent block and the sink. For each slot that it copies, it compares which zone has the
+slot. Warps derive the slots of the window and the sink from their spans. A count, or -1 in the
+list, says where nothing was selected. The store may consist of two arrays, such as the tokens
+that FreeKV recalled one step before and the tokens that it recalls in this step.
 
-**Bytes:** 2 D e M read a row, where e is the size of an element and M counts all attended slots; 4 for each selected
-slot; e g D written.
+**Bytes:** 2 D e M read a row, where e is the size of an element and M counts all attended
+slots; 4 for each selected slot; e g D written.
 
 **Bound:** as `attend_slots`.
 
@@ -78,14 +79,16 @@ def attend_zones(
     part: bool = False,
     config: Config | None = None,
 ) -> Any:
-    """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over slots i32[B, K, H, M] and spans, merged with logits
-    `sinks` f32[K, G] without a value.
+    """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over slots i32[B, K, H, M] and
+    spans, merged with logits `sinks` f32[K, G] without a value.
 
-    `known` says which slots are read, as bool[B, K, H, M], or how many of the first ones, as i32[B, K, H]. Slots 0 to
-    S - 1 are those of k, v [B, K, S, D]; if given, `more`, of the same shape, has slots S to 2 S - 1; those of `recent`
-    follow. `recent`, and `sink` if there is one, are keys and values [B, K, R, D] and start and stop i32[B] of the
-    slots that are attended to, in `recent` only the last `local` of these; or i32[B, T], for each H/T lists. `config`
-    is selected by the shape. With `part`, (out f32[B, K, G, D], lse f32[B, K, G]) without sinks.
+    `known` says which slots are read, as bool[B, K, H, M], or how many of the first ones, as
+    i32[B, K, H]. Slots 0 to S - 1 are those of k, v [B, K, S, D]; if given, `more`, of the same
+    shape, has slots S to 2 S - 1; those of `recent` follow. `recent`, and `sink` if there is
+    one, are keys and values [B, K, R, D] and start and stop i32[B] of the slots that are
+    attended to, in `recent` only the last `local` of these; or i32[B, T], for each H/T lists.
+    `config` is selected by the shape. With `part`, (out f32[B, K, G, D], lse f32[B, K, G])
+    without sinks.
     """
     if limit := unsupported(q, k, v, slots, recent, sink, local, more, config):
         raise NotImplementedError(limit)
@@ -109,12 +112,13 @@ def attend(
     q: Array, history: Sequence[Array], slots: Array, known: Array, recent: Any, sink: Any, local: int,
     sinks: Array | None, *, name: str, scale: float, part: bool, config: Config | None, coded: Coded | None = None,
 ) -> Any:  # fmt: skip
-    """`attend_zones` over keys and values of one zone or two in `history`, or over the arrays of a `coded` zone."""
+    """`attend_zones` over keys and values of one zone or two in `history`, or over the arrays
+    of a `coded` zone.
+    """
     B, K, G, D = q.shape
     H, M = slots.shape[2:]
-    T = (
-        recent[3].shape[1] if recent[3].ndim == 2 else 1
-    )  # a model uses [B, T, K, G, D], which XLA need not transpose
+    # a model uses [B, T, K, G, D], which XLA need not transpose
+    T = recent[3].shape[1] if recent[3].ndim == 2 else 1
     found, spans = None, _spans(recent, sink, local)
     read = M + sum(max_slots for _, max_slots in spans)
     target = simt.target((q, *history))

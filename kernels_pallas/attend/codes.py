@@ -1,4 +1,6 @@
-"""Codes of 2 and 4 bits for `attend_quantized`: their sizes, and how they become operands of `mma`."""
+"""Codes of 2 and 4 bits for `attend_quantized`: their sizes, and how they become operands of
+`mma`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ ONE = 0x3F803F80  # bf16, twice
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of codes and of a unit of them, and the places of its parts in a stage of shared memory, in bytes."""
+    """Sizes of codes and of a unit of them, and the places of its parts in a stage of shared
+    memory, in bytes.
+    """
 
     S: int
     D: int
@@ -70,14 +74,17 @@ def groups_of(scales: Any, S: int, D: int) -> tuple[int, int]:
     return S // scales.shape[-2], D // scales.shape[-1]
 
 
-# An integer m below 256 as the bits of a bf16 is m 2^-133, whatever its highest bit (the smallest normal numbers are as
-# dense as those below them). So an `and` makes two codes, times 2^-133 and the power of two of their place; the upper
-# bytes need a shift by 8 first. Queries are multiplied by the inverse of the powers beforehand, less LIFT; for values
-# the place belongs to a channel, and its power is divided out in the end.
+# An integer m below 256 as the bits of a bf16 is m 2^-133, whatever its highest bit (the
+# smallest normal numbers are as dense as those below them). So an `and` makes two codes, times
+# 2^-133 and the power of two of their place; the upper bytes need a shift by 8 first. Queries
+# are multiplied by the inverse of the powers beforehand, less LIFT; for values the place
+# belongs to a channel, and its power is divided out in the end.
 
 
 def codes_at(x: Word, shifted: Word, place: int, bits: int) -> list[Word]:
-    """The codes in place `place` of the lower bytes of both halves of x, and those of the upper bytes."""
+    """The codes in place `place` of the lower bytes of both halves of x, and those of the upper
+    bytes.
+    """
     mask = (((1 << bits) - 1) << (bits * place)) * 0x10001
     return [x & mask, shifted & mask]
 
@@ -87,7 +94,9 @@ def prmt(a: Word, b: Word, how: int) -> Word:
 
 
 def load_words(at: Any, words: int) -> list[Word]:
-    """1, 2, 4 or a multiple of 4 words of shared memory, at a Word, or of device memory, at an address."""
+    """1, 2, 4 or a multiple of 4 words of shared memory, at a Word, or of device memory, at an
+    address.
+    """
     space, n = "shared" if isinstance(at, Word) else "global.nc", min(words, 4)
     lanes = ", ".join(f"${i}" for i in range(n))
     kind, to = (f".v{n}", f"{{{lanes}}}") if n > 1 else ("", lanes)
@@ -97,7 +106,9 @@ def load_words(at: Any, words: int) -> list[Word]:
 
 
 def own_queries(q: Any, heads: int, D: int, quad: Word, col: Word) -> list[Word]:
-    """The D/4 adjacent channels of query `quad` for this column of lanes, two a word; 0 past the queries."""
+    """The D/4 adjacent channels of query `quad` for this column of lanes, two a word; 0 past
+    the queries.
+    """
     mine = (quad < heads).select(quad, 0)
     return [
         (quad < heads).select(w, 0)
@@ -112,8 +123,8 @@ def affine_of(x: Word, bits: int, other: Word | None = None) -> tuple[Word, Word
 
 
 def pairs_of(layout: Layout) -> list[tuple[int, int]]:
-    """Channels of a lane whose codes of keys are 16 bits apart in a word; the j-th pair of a word's lower bytes comes
-    before that of its upper bytes."""
+    """Channels of a lane whose codes of keys are 16 bits apart in a word; the j-th pair of a
+    word's lower bytes comes before that of its upper bytes."""
     half = 16 // layout.bits[0]
     lows = [
         w + j + upper
@@ -127,7 +138,9 @@ def pairs_of(layout: Layout) -> list[tuple[int, int]]:
 def exact_operand(
     own: Sequence[Sequence[Sequence[Word]]], m: int, j: int, in_byte: int
 ) -> list[Word]:
-    """The left operand of a product of `Mixing`, from this lane's channels of exact values by token and block."""
+    """The left operand of a product of `Mixing`, from this lane's channels of exact values by
+    token and block.
+    """
     return [
         prmt(
             own[x][m][channel // 2],
@@ -140,7 +153,9 @@ def exact_operand(
 
 
 def multiply(a: Any, b: Any) -> Word:
-    """Products of two pairs of bf16; before compute capability 9.0 there is no instruction but `fma`."""
+    """Products of two pairs of bf16; before compute capability 9.0 there is no instruction but
+    `fma`.
+    """
     return instr("fma.rn.bf16x2", a, b, pair_of(-0.0))
 
 

@@ -1,12 +1,13 @@
 """Codes of rotated directions as operands of `mma`, for the kernel `attend_coded_zones`.
 
-A product sums over channels in any order, so each lane takes the channels of its own loads: of a key, the word `col` of
-each plane; of a value, the bits `quad` of two tokens. Bits at one place of the half bytes of three planes are indices
-that `prmt` looks up, four at once, in a table of 8 sizes. Scales multiply scores and weights, in f32.
+A product sums over channels in any order, so each lane takes the channels of its own loads: of
+a key, the word `col` of each plane; of a value, the bits `quad` of two tokens. Bits at one
+place of the half bytes of three planes are indices that `prmt` looks up, four at once, in a
+table of 8 sizes. Scales multiply scores and weights, in f32.
 
-The rotation is of signs, then of sums and differences along each bit of a channel's number. For queries, `mma` sums
-along the bits that lanes have. For the mix, lanes exchange registers of their bits for others, which leaves it in the
-order of `softmax.Rows`.
+The rotation is of signs, then of sums and differences along each bit of a channel's number. For
+queries, `mma` sums along the bits that lanes have. For the mix, lanes exchange registers of
+their bits for others, which leaves it in the order of `softmax.Rows`.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ class Zone:
         return [simt.from_lane(total, (self.col * 2 + e) * 4) for e in range(2)]
 
     def _rotated(self, own: Sequence[Word], kind: str) -> list[list[Word]]:
-        """Right operands of the rotated queries, by place in half bytes and half of a lane's channels.
+        """Right operands of the rotated queries, by place in half bytes and half of a lane's
+        channels.
 
         In each, a lane has its channels c, c + 4, c + 8 and c + 12.
         """
@@ -118,7 +120,9 @@ class Zone:
     def add(
         self, state: Sequence[Word], slots: Word, tiles: int, *, scale: float
     ) -> list[Word]:
-        """The state with the keys and values of 16 `tiles` slots, one a lane; those past the zone do not count."""
+        """The state with the keys and values of 16 `tiles` slots, one a lane; those past the
+        zone do not count.
+        """
         exists = slots < self.of.S
         own = exists.select(slots, 0)
         both = self._weight(self.keys[2], slots) | (self._weight(self.values[2], slots) << 16)
@@ -195,7 +199,9 @@ class Zone:
         ]
 
     def _of_two(self, a: Sequence[Word], b: Sequence[Word]) -> list[Word]:
-        """Words of two tokens' channels: 4 i + k, then with the highest bit of a lane's channels set, by k, then i."""
+        """Words of two tokens' channels: 4 i + k, then with the highest bit of a lane's
+        channels set, by k, then i.
+        """
         low = 0x0F0F if self.of.D == 128 else 0x0F
 
         def one(x: Word, y: Word) -> Word:
@@ -272,8 +278,8 @@ class Levels:
         )
 
     def words(self, planes: Sequence[Word], halves: int) -> list[Word]:
-        """Pairs of bf16 that planes stand for, 8 half bytes, or with `halves` of 1 four: two pairs of each half, by
-        the place in half bytes, then by half."""
+        """Pairs of bf16 that planes stand for, 8 half bytes, or with `halves` of 1 four: two
+        pairs of each half, by the place in half bytes, then by half."""
         found = []
         for k in range(4):
             signs, *three = ([planes[0]], *(planes[i : i + 3] for i in range(1, self.bits, 3)))
@@ -318,7 +324,9 @@ def _at(k: int, planes: Sequence[Word]) -> Word:
 
 @lru_cache
 def exactly(centres: tuple[float, ...]) -> tuple[float, tuple[int, ...]]:
-    """A factor, and the bits of bf16 that it multiplies to the centres: the factor with the least error, of 4096."""
+    """A factor, and the bits of bf16 that it multiplies to the centres: the factor with the
+    least error, of 4096.
+    """
 
     def rounded(x: float) -> float:
         mantissa, exponent = math.frexp(x)

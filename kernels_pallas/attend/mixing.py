@@ -1,4 +1,6 @@
-"""The mix of values of 2 or 4 bits in the kernel `attend_quantized`: products of codes and the weights of tokens."""
+"""The mix of values of 2 or 4 bits in the kernel `attend_quantized`: products of codes and the
+weights of tokens.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,11 @@ from kvjax.kernels_pallas.simt import Word, instr, ptx, real, word
 class Mixing:
     """The mix of values and the order of channels in it.
 
-    `ldmatrix` gives a lane the half words `quad` of the blocks of 16 bytes of a token, two tokens at once. A product
-    has 16 channels as its rows: a lane's codes at one place of their lower and upper bytes. These channels belong to
-    one slice with its own scales, or to several: then there is a product for each, and a lane uses that of its slice.
-    Weights times the scales of a slice are the right operand; weights times zeros are summed separately.
+    `ldmatrix` gives a lane the half words `quad` of the blocks of 16 bytes of a token, two
+    tokens at once. A product has 16 channels as its rows: a lane's codes at one place of their
+    lower and upper bytes. These channels belong to one slice with its own scales, or to
+    several: then there is a product for each, and a lane uses that of its slice. Weights times
+    the scales of a slice are the right operand; weights times zeros are summed separately.
     """
 
     def __init__(self, layout: Layout, lane: Word):
@@ -58,7 +61,8 @@ class Mixing:
     ) -> list[list[Word]]:
         """The mix and the other sums with the values of the unit at `at` added."""
         mixed, sums = mixed[: -self.slices], mixed[-self.slices :]
-        # The rounding error of the right operand, times the centre of the codes, is added back once (row 0).
+        # The rounding error of the right operand, times the centre of the codes, is added back
+        # once (row 0).
         centre = centre_of(self.bits)
         off = self.quad.equals(0).select(pair_of(-centre), 0)
         rights: list[list[list[Word]]] = [[] for _ in sums]
@@ -81,9 +85,8 @@ class Mixing:
     def codes(self, at: Word) -> list[list[Word]]:
         """This lane's codes, by tile, then block and its tokens 0 .. 7 or 8 .. 15."""
         width, blocks = self.layout.per_token[1], self.layout.D // self.block
-        i = (
-            self.lane >> 3
-        )  # lanes 8 i .. give the addresses of the i-th matrix: tokens 8 (i & 1) .., block i >> 1
+        # lanes 8 i .. give the addresses of the i-th matrix: tokens 8 (i & 1) .., block i >> 1
+        i = self.lane >> 3
         at = at + ((i & 1) * 8 + (self.lane & 7)) * width + ((i >> 1) * 16 if blocks > 1 else 0)
         code = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0, $1, $2, $3}, [$4];"
         return [
@@ -127,7 +130,9 @@ class Mixing:
         return found
 
     def finish(self, state: Sequence[Word]) -> list[Word]:
-        """The state of `softmax`: LIFT and the codes' places are divided out, and the other sums added to the mix."""
+        """The state of `softmax`: LIFT and the codes' places are divided out, and the other
+        sums added to the mix.
+        """
         tops, totals, mixed = softmax.parts(state)
         zeros = []
         for acc in mixed[-self.slices :]:

@@ -1,8 +1,9 @@
-"""Attention over a part of the keys in the registers of a warp, and the merges of warps and blocks.
+"""Attention over a part of the keys in the registers of a warp, and the merges of warps and
+blocks.
 
-A lane holds the state of heads 2 col and 2 col + 1, where quad = lane / 4 and col = lane % 4: the largest score (base
-2), the lane's share of the sum of 2^(score - largest), and the mix of values with the same weights. The mix is [D,
-heads], laid out as the accumulator of `mma`.
+A lane holds the state of heads 2 col and 2 col + 1, where quad = lane / 4 and col = lane % 4:
+the largest score (base 2), the lane's share of the sum of 2^(score - largest), and the mix of
+values with the same weights. The mix is [D, heads], laid out as the accumulator of `mma`.
 """
 
 from __future__ import annotations
@@ -43,10 +44,11 @@ def weigh(
     scale: float,
     kind: str,
 ) -> tuple[list[Word], list[list[Word]]]:
-    """The state before the values of some keys are mixed in, and their weights as right operands of `mma`.
+    """The state before the values of some keys are mixed in, and their weights as right
+    operands of `mma`.
 
-    `scores` are the sums of `mma` of 16 keys each, without `scale`, which may have a soft `cap`; exists(n, e) says
-    whether key 8 n + quad counts for head 2 col + e.
+    `scores` are the sums of `mma` of 16 keys each, without `scale`, which may have a soft
+    `cap`; exists(n, e) says whether key 8 n + quad counts for head 2 col + e.
     """
     kept, weights = exponentials(state, masked(logarithms(scores, scale), exists))
     return kept, [right_operand(tile, kind) for tile in weights]
@@ -59,7 +61,8 @@ def logarithms(scores: list[list[Word]], scale: float) -> list[list[Word]]:
     def log(x: Word) -> Word:
         if cap is None:
             return instr("mul.f32", x, real(scale / math.log(2)))
-        # tanh y = 1 - 2 / (1 + e^2y), within 1e-7; the instruction is only within 5e-4, which a cap of 50 multiplies.
+        # tanh y = 1 - 2 / (1 + e^2y), within 1e-7; the instruction is only within 5e-4, which a
+        # cap of 50 multiplies.
         power = instr(
             "ex2.approx.ftz.f32", instr("mul.f32", x, real(2 * scale / cap / math.log(2)))
         )
@@ -86,9 +89,10 @@ def exponentials(
 ) -> tuple[list[Word], list[list[Word]]]:
     """The state before the values of some keys are mixed in, and their weights times 2^lift.
 
-    Logarithms, which `factor` > 0 multiplies, and weights are in the places of the sums of `mma` of 16 keys each. The
-    state's sums have the lift too. With `slack` its largest score stays, so that its sums need no multiplication, until
-    a score is larger by more than `slack`; weights are then up to 2^(lift + slack).
+    Logarithms, which `factor` > 0 multiplies, and weights are in the places of the sums of
+    `mma` of 16 keys each. The state's sums have the lift too. With `slack` its largest score
+    stays, so that its sums need no multiplication, until a score is larger by more than
+    `slack`; weights are then up to 2^(lift + slack).
     """
     olds, tops = list(state[:2]), []
     for e in range(2):
@@ -144,7 +148,9 @@ def flat(mixed: list[list[Word]]) -> list[Word]:
 
 
 def finite(top: Word) -> Word:
-    """A largest score, or 0 if there are no scores: 2^(-inf - 0) is 0, but 2^(-inf - -inf) is NaN."""
+    """A largest score, or 0 if there are no scores: 2^(-inf - 0) is 0, but 2^(-inf - -inf) is
+    NaN.
+    """
     return top.equals(real(-math.inf)).select(0, top)
 
 
@@ -154,13 +160,15 @@ def row_bytes(D: int) -> int:
 
 
 def passes_of(heads: int) -> int:
-    """How often `heads` queries that share keys are split, so that a product has a column for each; each gets its own
-    row of the grid, and the rows read most keys from the L2 cache."""
+    """How often `heads` queries that share keys are split, so that a product has a column for
+    each; each gets its own row of the grid, and the rows read most keys from the L2 cache."""
     return next(n for n in range(1, heads + 1) if heads % n == 0 and heads // n <= HEADS)
 
 
 class Spans:
-    """The spans i32[rows, T] of T steps, or of all, [rows, 1]; each lane has a step's, clipped to 0 .. `size`."""
+    """The spans i32[rows, T] of T steps, or of all, [rows, 1]; each lane has a step's, clipped
+    to 0 .. `size`.
+    """
 
     def __init__(self, ends: Sequence[tuple[Any, int]], row: Word, lane: Word, size: int):
         steps = ((m, row * T + (lane < T).select(lane, T - 1)) for m, T in ends)
@@ -191,8 +199,8 @@ def step_count(stop: Any) -> int:
 
 
 def columns_of(heads: int, most: int) -> tuple[int, int]:
-    """Rows of the grid for `heads` queries that share keys, and columns of up to `HEADS` queries in each, `most` at
-    most."""
+    """Rows of the grid for `heads` queries that share keys, and columns of up to `HEADS`
+    queries in each, `most` at most."""
     columns = -(-heads // HEADS)
     groups = -(-columns // most)
     return groups, -(-columns // groups)
@@ -206,9 +214,10 @@ def query_bytes(D: int, columns: int) -> int:
 class Rows:
     """Keys and values of D times 16 bits in shared memory of a warp, and products with them.
 
-    A row is of one token, and its chunk i of 16 bytes is at i ^ (row % 8): so 8 rows of a chunk, which `ldmatrix` reads
-    at once, are in different banks. `of_token` bytes are a token's in device memory. An instruction copies the `per`
-    tokens from `first` on, and a lane `chunk` of its token.
+    A row is of one token, and its chunk i of 16 bytes is at i ^ (row % 8): so 8 rows of a
+    chunk, which `ldmatrix` reads at once, are in different banks. `of_token` bytes are a
+    token's in device memory. An instruction copies the `per` tokens from `first` on, and a lane
+    `chunk` of its token.
     """
 
     def __init__(self, D: int, kind: str, lane: Word):
@@ -228,7 +237,9 @@ class Rows:
         self._value = ((i >> 1) * 8 + r) * self.width, ((i & 1) ^ r) << 4
 
     def copy(self, code: str, to: Word, source: Any, exists: Flag) -> None:
-        """Starts to copy this lane's chunk, `code` for 16 bytes to $0 from $1; zeros if it does not exist."""
+        """Starts to copy this lane's chunk, `code` for 16 bytes to $0 from $1; zeros if it does
+        not exist.
+        """
         if self.all_lanes:
             ptx(code, to, source, exists.select(16, 0))
         else:
@@ -239,7 +250,9 @@ class Rows:
         return at + row * self.width + ((chunk ^ (row & 7)) << 4)
 
     def queries(self, q: Any, heads: int) -> list[Word]:
-        """Right operands of queries in device memory: lane (head quad, channels 2 col, 2 col + 1) of each 8."""
+        """Right operands of queries in device memory: lane (head quad, channels 2 col, 2 col +
+        1) of each 8.
+        """
         at = self.quad * self.of_token + self.col * 4
         return [
             simt.load_below(self.quad, heads, simt.offset(q, at + n * 16))
@@ -253,7 +266,9 @@ class Rows:
     def scores_of(
         self, at: Word, queries: Callable[[int, int], Sequence[Word]], tiles: int, columns: int
     ) -> list[list[list[Word]]]:
-        """`scores` of each of `columns` times `HEADS` queries; queries(c, j) are the words of 16 channels."""
+        """`scores` of each of `columns` times `HEADS` queries; queries(c, j) are the words of
+        16 channels.
+        """
         scores = [[[word(0)] * 4 for _ in range(tiles)] for _ in range(columns)]
         for j in range(self.D // 16):
             rights = [queries(c, j) for c in range(columns)]
@@ -299,8 +314,8 @@ class Rows:
         store(at, state, heads, self.D, lambda j, half: self.quad + 16 * j + 8 * half)
 
 
-# In shared memory a part has, head by head, D words of the mix and 4 of padding (so that the lanes of a store go to
-# different banks), and after all heads their largest scores and sums.
+# In shared memory a part has, head by head, D words of the mix and 4 of padding (so that the
+# lanes of a store go to different banks), and after all heads their largest scores and sums.
 
 
 def part_bytes(D: int) -> int:
@@ -314,7 +329,9 @@ def _stats(at: Word, head: Word, D: int) -> Word:
 def store(
     at: Word, state: Sequence[Word], heads: int, D: int, channel: Callable[[int, int], Word]
 ) -> None:
-    """Writes a warp's part. channel(j, half) is the channel of this lane's words `half` of the j-th 16 of the mix."""
+    """Writes a warp's part. channel(j, half) is the channel of this lane's words `half` of the
+    j-th 16 of the mix.
+    """
     tops, totals, mixed = parts(state)
     lane = simt.special("tid.x") & 31
     for gap in (4, 8, 16):
@@ -351,7 +368,9 @@ class Merged:
 
     @classmethod
     def of_means(cls, means: Any, logs: Any, n: int, heads: int, i: Word, D: int) -> Merged:
-        """The state of part i: means f32[n, heads, D] and natural logs of sums f32[n, heads] are in device memory."""
+        """The state of part i: means f32[n, heads, D] and natural logs of sums f32[n, heads]
+        are in device memory.
+        """
         self = cls.__new__(cls)
         self._find(i, D)
         logs = [simt.load(simt.offset(logs, (self.head + b * heads) * 4)) for b in range(n)]
@@ -389,7 +408,9 @@ class Merged:
             simt.store_shared(_stats(at, self.head, self.D), self.top, self.total)
 
     def write(self, out: Any, lse: Any) -> None:
-        """Writes the mean of values f32[heads, D] and the natural log of the sum f32[heads] to device memory."""
+        """Writes the mean of values f32[heads, D] and the natural log of the sum f32[heads] to
+        device memory.
+        """
         self.write_mean(out, "f32")
         with when(self.word.equals(0)):
             log = instr("add.f32", self.top, instr("lg2.approx.f32", self.total))
@@ -412,7 +433,9 @@ class Merged:
 
 
 def write_merged(parts: Sequence[Word], D: int, out: Any, lse: Any, i: Word) -> None:
-    """Writes words 4 i .. 4 i + 3 of the mean of parts in shared memory, and the log of their sum."""
+    """Writes words 4 i .. 4 i + 3 of the mean of parts in shared memory, and the log of their
+    sum.
+    """
     Merged(parts, i, D, "shared").write(out, lse)
 
 
@@ -420,9 +443,10 @@ def merge_blocks(
     means: Array, logs: Array, dtype: Any, *, name: str, lse: bool, place: Callable[[Word], Word] = lambda row: row,
     place_of_head: Callable[[Word, Word], Word] | None = None,
 ) -> tuple[Array, ...]:  # fmt: skip
-    """[rows, heads, D] in `dtype` of parts: their means f32[rows, blocks, heads, D] and natural logs of sums f32[rows,
-    blocks, heads]; and, with `lse`, the log of all, f32[rows, heads]. Row i is written as row place(i), or, without
-    `lse`, head h of row i as the D numbers at place_of_head(i, h). A separate kernel with a block per row."""
+    """[rows, heads, D] in `dtype` of parts: their means f32[rows, blocks, heads, D] and natural
+    logs of sums f32[rows, blocks, heads]; and, with `lse`, the log of all, f32[rows, heads].
+    Row i is written as row place(i), or, without `lse`, head h of row i as the D numbers at
+    place_of_head(i, h). A separate kernel with a block per row."""
     rows, blocks, heads, D = means.shape
     outs = [jax.ShapeDtypeStruct((rows, heads, D), dtype)]
     if lse:
@@ -445,8 +469,8 @@ def merge_blocks(
 
 
 def with_sinks(out: Array, lse: Array, sinks: Array, dtype: Any) -> Array:
-    """[B, K, G, D] in `dtype` of an `out` of these sizes and lse [B, K, G], both f32: merged with logits f32[K, H] that
-    have no value, for each H of G queries in turn."""
+    """[B, K, G, D] in `dtype` of an `out` of these sizes and lse [B, K, G], both f32: merged
+    with logits f32[K, H] that have no value, for each H of G queries in turn."""
     every = jnp.tile(sinks.astype(jnp.float32), (1, lse.shape[2] // sinks.shape[-1]))
     share = jax.nn.sigmoid(lse - jnp.broadcast_to(every, lse.shape))
     return (out * share[..., None]).astype(dtype)

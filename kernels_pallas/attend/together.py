@@ -1,12 +1,14 @@
-"""Attention over codes for more queries than a product has columns, in the kernel `attend_quantized`.
+"""Attention over codes for more queries than a product has columns, in the kernel
+`attend_quantized`.
 
-Four warps are a team. Each scores a unit of keys of its own, with all queries. The weights meet in shared memory, and
-each warp mixes its own channels of the values of all four units. So every code is decoded once, and registers hold a
-quarter of the mix. Teams of a block merge in the end. Scales would have to be multiplied to the queries and weights of
-each column, and their rounding corrected by more products; so codes are decoded to bf16 here.
+Four warps are a team. Each scores a unit of keys of its own, with all queries. The weights meet
+in shared memory, and each warp mixes its own channels of the values of all four units. So every
+code is decoded once, and registers hold a quarter of the mix. Teams of a block merge in the
+end. Scales would have to be multiplied to the queries and weights of each column, and their
+rounding corrected by more products; so codes are decoded to bf16 here.
 
-An integer below 256 is a small bf16 (`codes`), so an `and` and an `fma` decode two codes. They are 2^-LIFT as large as
-what they stand for, which scores and mix make up for.
+An integer below 256 is a small bf16 (`codes`), so an `and` and an `fma` decode two codes. They
+are 2^-LIFT as large as what they stand for, which scores and mix make up for.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ def smem_bytes(layout: Layout, stages: int, columns: int, teams: int) -> int:
 
 
 def _room(layout: Layout, stages: int, columns: int) -> tuple[int, int, int]:
-    """Bytes of a team's stages, which have its result afterwards, of its weights and of its statistics."""
+    """Bytes of a team's stages, which have its result afterwards, of its weights and of its
+    statistics.
+    """
     result = columns * softmax.part_bytes(layout.D)
     return (
         max(WARPS * stages * layout.stage, result + -result % 16),
@@ -62,16 +66,17 @@ def _room(layout: Layout, stages: int, columns: int) -> tuple[int, int, int]:
 
 
 def turned(chunk: Word, of_token: int) -> Word:
-    """The place of a chunk of 16 bytes of codes with `of_token` bytes a token: eight tokens' chunks of a block, which
-    `ldmatrix` reads at once, are then in different banks."""
+    """The place of a chunk of 16 bytes of codes with `of_token` bytes a token: eight tokens'
+    chunks of a block, which `ldmatrix` reads at once, are then in different banks."""
     return chunk ^ ((chunk >> 3) & (of_token // 16 - 1))
 
 
 class Together:
     """A team and some columns of queries; query(c, n) is the address of the n-th of column c.
 
-    A state has, for each column, the sums of weights of queries 2 col and 2 col + 1, each lane's of its own keys; then
-    the mix of the warp's own channels. Largest scores, which are those of all warps, are in shared memory.
+    A state has, for each column, the sums of weights of queries 2 col and 2 col + 1, each
+    lane's of its own keys; then the mix of the warp's own channels. Largest scores, which are
+    those of all warps, are in shared memory.
     """
 
     def __init__(
@@ -106,9 +111,8 @@ class Together:
             8 // bits,
             128 // bits,
         )  # codes of a byte, channels of 16 bytes
-        self.products = (
-            D // 64
-        )  # of a warp: 16 channels each, as its codes' places in the block
+        # of a warp: 16 channels each, as its codes' places in the block
+        self.products = D // 64
         first = self.warp * self.products
         self.own_block = simt.divide(first, self.in_byte)
         self.place = first & (self.in_byte - 1)
@@ -118,7 +122,9 @@ class Together:
         return [word(0)] * (self.size * len(self.columns))
 
     def share(self, sign: float) -> None:
-        """Writes the queries to shared memory as right operands, times `sign`, and that no key has been scored."""
+        """Writes the queries to shared memory as right operands, times `sign`, and that no key
+        has been scored.
+        """
         for c in self.columns:
             with when((self.t >> 5).equals(c)):
                 mine = self._own(c, 0, 1)
@@ -158,7 +164,9 @@ class Together:
         rights: Word,
         steps: Sequence[int],
     ) -> list[list[Word]]:
-        """sums[b], four words a column, + over steps s of lefts[b][s] @ the right operand at rights + steps[s]."""
+        """sums[b], four words a column, + over steps s of lefts[b][s] @ the right operand at
+        rights + steps[s].
+        """
         return simt.products(sums, lefts, rights, steps, self.step // 2, self.wide)
 
     # --------------------------------------------------------------------------------------------------------- states
@@ -189,11 +197,12 @@ class Together:
     def weigh(
         self, state: Sequence[Word], logs: list[list[list[Word]]], factor: float, slack: float
     ) -> list[Word]:
-        """Writes the weights of this warp's keys, and gives the state in which they count. The block meets before, so
-        that all warps have read what was written for the keys before, and must meet again.
+        """Writes the weights of this warp's keys, and gives the state in which they count. The
+        block meets before, so that all warps have read what was written for the keys before,
+        and must meet again.
 
-        Logarithms, which `factor` multiplies, are those of [column][16 keys]. Largest scores stay until a score is
-        larger by more than `slack`, so that few steps multiply the mix.
+        Logarithms, which `factor` multiplies, are those of [column][16 keys]. Largest scores
+        stay until a score is larger by more than `slack`, so that few steps multiply the mix.
         """
         best = [
             functools.reduce(
@@ -276,7 +285,9 @@ class Together:
         self, fetch: Callable[[Word, Word], None], begin: Word, end: Word, ends: Sequence[Word], factor: float,
         slack: float,
     ) -> list[Word]:  # fmt: skip
-        """The state of the tokens between the ends in units begin .. end - 1. fetch(unit, to) starts to copy a unit."""
+        """The state of the tokens between the ends in units begin .. end - 1. fetch(unit, to)
+        starts to copy a unit.
+        """
         layout, (start, stop), unit = self.layout, ends, self.layout.unit
         own, stage = self.rings + self.warp * self.ring_bytes, layout.stage
         last = end - 1
@@ -347,9 +358,9 @@ class Together:
         return self._joined(self._totals(found), mix)
 
     def _prepare(self, at: Word, edge: Flag, outside: Callable[[Word], Flag]) -> None:
-        """Turns the scales of this warp's unit, in place, into pairs of those of two codes that are decoded at once:
-        keys by channel, those of a lane's channels in a step of the products; values, two tokens. Scales of tokens
-        outside may be anything, and become 0."""
+        """Turns the scales of this warp's unit, in place, into pairs of those of two codes that
+        are decoded at once: keys by channel, those of a lane's channels in a step of the
+        products; values, two tokens. Scales of tokens outside may be anything, and become 0."""
         layout, D = self.layout, self.layout.D
         if layout.by_channel:
             (key_bits, _), half = layout.bits, 16 // layout.bits[0]
@@ -450,7 +461,9 @@ class Together:
         return [[own[4 * c : 4 * c + 4] for own in sums] for c in self.columns]
 
     def _mixed(self, state: Sequence[Word], place: Word) -> list[Word]:
-        """The state with the values of all warps' units, in the stage at `place` of their rings."""
+        """The state with the values of all warps' units, in the stage at `place` of their
+        rings.
+        """
         layout, bits, (_, width, size, _) = (
             self.layout,
             self.layout.bits[1],
@@ -514,8 +527,9 @@ class Together:
         self, state: Sequence[Word], zone: Sequence[Any], size: int, spans: softmax.Spans, step_of: Callable[..., Word],
         first: Word, step: int, scale: float,
     ) -> list[Word]:  # fmt: skip
-        """The state with some of the exact keys and values [size, D] of `zone`, 16 a warp at a time: those in the span
-        of each query's step, step_of(column, e). Blocks take turns, `first` of `step`."""
+        """The state with some of the exact keys and values [size, D] of `zone`, 16 a warp at a
+        time: those in the span of each query's step, step_of(column, e). Blocks take turns,
+        `first` of `step`."""
         first, step = (word(self.teams - 1) - self.team) * step + first, step * self.teams
         D = self.layout.D
         by_block = 16 * WARPS
@@ -595,7 +609,9 @@ class Together:
     # --------------------------------------------------------------------------------------------------------- result
 
     def write(self, state: Sequence[Word], out: Any, lse: Any, stride: int) -> None:
-        """Writes the means of values and the logs of sums of each column, `stride` queries apart."""
+        """Writes the means of values and the logs of sums of each column, `stride` queries
+        apart.
+        """
         D, parts = (
             self.layout.D,
             [self.rings + c * softmax.part_bytes(self.layout.D) for c in self.columns],

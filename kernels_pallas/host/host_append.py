@@ -1,9 +1,10 @@
 """Writes chunks of rows into an array in pinned host memory over the bus, in one launch.
 
-XLA writes one slice at a time, with a copy for each row of the batch. Here a thread loads 16 bytes of every part of a
-row, such as its keys and its values, and stores them in host memory, so parts become adjacent without being stacked
-first. Writes are posted: only the end of the kernel waits for the bus. The array is changed in place if it is donated
-or carried by a loop; otherwise XLA copies all of it first.
+XLA writes one slice at a time, with a copy for each row of the batch. Here a thread loads 16
+bytes of every part of a row, such as its keys and its values, and stores them in host memory,
+so parts become adjacent without being stacked first. Writes are posted: only the end of the
+kernel waits for the bus. The array is changed in place if it is donated or carried by a loop;
+otherwise XLA copies all of it first.
 
 **Bytes:** R a row read on the device and R written over the bus.
 
@@ -46,8 +47,8 @@ def unsupported(x: Any, new: Sequence[Any], at: Any, count: Any) -> str | None:
 def host_append(
     x: Array, new: Sequence[Array], at: Array, count: Array, *, config: Config = DEFAULT
 ) -> Array:
-    """x [B, K, P, parts, ...] with the first `count` i32[B] rows of each of the parts `new` [B, K, n, ...] at row
-    `at` i32[B] and those after it. Rows at or past P are dropped."""
+    """x [B, K, P, parts, ...] with the first `count` i32[B] rows of each of the parts `new` [B,
+    K, n, ...] at row `at` i32[B] and those after it. Rows at or past P are dropped."""
     if limit := unsupported(x, new, at, count):
         raise NotImplementedError(limit)
     return _append(config, x, at, count, *new)

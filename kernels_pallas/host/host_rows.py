@@ -1,11 +1,13 @@
 """Reads rows of an array in pinned host memory over the bus, inside the kernel that needs them.
 
-A row is everything behind one index, such as the keys and values of a page. Threads load from the `pinned_host` operand
-without the host's CPU. The bus has high latency, so a thread loads 16 bytes for `ahead` places before it stores any.
+A row is everything behind one index, such as the keys and values of a page. Threads load from
+the `pinned_host` operand without the host's CPU. The bus has high latency, so a thread loads 16
+bytes for `ahead` places before it stores any.
 
-**Recall** (`recall`) fills the places of a step from three sources: pages that the step before recalled and that are
-still on the device, pending tokens in the recent block, and otherwise the host. A first kernel serves only heads whose
-query turned. A second one, of few blocks, reads the rest while other kernels run.
+**Recall** (`recall`) fills the places of a step from three sources: pages that the step before
+recalled and that are still on the device, pending tokens in the recent block, and otherwise the
+host. A first kernel serves only heads whose query turned. A second one, of few blocks, reads
+the rest while other kernels run.
 
 **Bytes:** R a row read over the bus unless on the device, R written and 4 read on the device.
 
@@ -59,7 +61,9 @@ def row_bytes(x: Any) -> int:
 
 
 def limit_of_chunks(name: str, size: int, rows: int) -> str | None:
-    """The limit that `rows` rows of `size` bytes exceed, for a kernel that moves chunks; None if there is none."""
+    """The limit that `rows` rows of `size` bytes exceed, for a kernel that moves chunks; None
+    if there is none.
+    """
     if size % CHUNK:
         return f"the kernel {name} takes rows of a multiple of {CHUNK} bytes; got {size}"
     if not size or not rows:
@@ -87,7 +91,9 @@ def _limit_of_parts(x: Any) -> str | None:
 
 
 def unsupported_recall(x: Any, device_rows: Any, zones: Sequence[Any]) -> str | None:
-    """The limit that these shapes and dtypes exceed, for `recall`; None if there is a kernel for them."""
+    """The limit that these shapes and dtypes exceed, for `recall`; None if there is a kernel
+    for them.
+    """
     if any(a.dtype != x.dtype for a in zones):
         found = ", ".join(str(a.dtype) for a in zones)
         return f"the kernel host_rows recalls keys and values in the dtype of the store, {x.dtype}; got {found}"
@@ -104,8 +110,9 @@ def unsupported_recall(x: Any, device_rows: Any, zones: Sequence[Any]) -> str | 
 
 
 def host_rows(x: Array, index: Array, *, config: Config | None = None) -> tuple[Array, ...]:
-    """The parts, [B, K, N * Z, D] each on the device, of rows `index` i32[B, K, N] of x [B, K, P, parts, Z, D]; zeros
-    where `index` is out of range. `config` follows from the kind of device, as buses differ."""
+    """The parts, [B, K, N * Z, D] each on the device, of rows `index` i32[B, K, N] of x [B, K,
+    P, parts, Z, D]; zeros where `index` is out of range. `config` follows from the kind of
+    device, as buses differ."""
     if limit := unsupported(x, index):
         raise NotImplementedError(limit)
     return tuple(_rows(config or tuned.select("host_rows", Config(), (x, index)), x, index))
@@ -129,15 +136,17 @@ def recall(
     x: Array, index: Array, edge: Array, recalls: Array, device: tuple[Array, Sequence[Array]], recent: Sequence[Array],
     first_read: tuple[Array, Sequence[Array]] | None = None, *, config: Config | None = None,
 ) -> tuple[Array, ...]:  # fmt: skip
-    """The parts, [B, K, M * Z, D] each on the device, of x [B, K, P, parts, Z, D] that heads recall to M places.
+    """The parts, [B, K, M * Z, D] each on the device, of x [B, K, P, parts, Z, D] that heads
+    recall to M places.
 
-    Heads where `recalls` bool[B, K] is true read at place n < N row `index` i32[B, K, N] of x, at place N row `edge`
-    i32[B], and zeros after it. Rows from P on are the Z slots from r = row - P on of `recent`, parts [B, K, R, D],
-    whose last slot repeats past the end; negative rows are zeros. `device` = (rows i32[B, K, M], parts [B, K, M * Z,
-    D]) has rows that are on the device already and are read there; a negative number is no row.
+    Heads where `recalls` bool[B, K] is true read at place n < N row `index` i32[B, K, N] of x,
+    at place N row `edge` i32[B], and zeros after it. Rows from P on are the Z slots from r =
+    row - P on of `recent`, parts [B, K, R, D], whose last slot repeats past the end; negative
+    rows are zeros. `device` = (rows i32[B, K, M], parts [B, K, M * Z, D]) has rows that are on
+    the device already and are read there; a negative number is no row.
 
-    Nothing is written for other heads. With `first_read` = (which bool[B, K], parts) they get its parts where `which`
-    is true, and otherwise those of `device`.
+    Nothing is written for other heads. With `first_read` = (which bool[B, K], parts) they get
+    its parts where `which` is true, and otherwise those of `device`.
     """
     if limit := unsupported_recall(
         x, device[0], [*device[1], *recent, *(first_read or ((), ()))[1]]
@@ -197,7 +206,9 @@ def _at_once(config: Config) -> int:
 
 
 def blocks_of(jobs: int, at_once: int, config: Config) -> tuple[int, int]:
-    """Blocks of a grid for `jobs` jobs, `at_once` in a turn of a block; and the turns of each block."""
+    """Blocks of a grid for `jobs` jobs, `at_once` in a turn of a block; and the turns of each
+    block.
+    """
     pieces = -(-jobs // at_once)
     blocks = min(config.blocks or pieces, pieces)
     return blocks, -(-pieces // blocks)
@@ -238,7 +249,9 @@ def _recall_program(
     width = M * piece
 
     def place_of(row: Word, of: Word) -> Word:
-        """The place of `row` on the device; all ones if it is not there. All lanes of a warp get the same."""
+        """The place of `row` on the device; all ones if it is not there. All lanes of a warp
+        get the same.
+        """
         lane = simt.special("laneid")
 
         @loop(0, M, 32, [word(0xFFFFFFFF)])
@@ -271,9 +284,8 @@ def _recall_program(
             simt.offset_rows(x, of, P * size), (row < P).select(row, 0), size
         )
         found = simt.offset(from_host, part * piece + byte)
-        place = (
-            place_of(row, of) if size % (32 * CHUNK) == 0 else word(0xFFFFFFFF)
-        )  # a warp looks for one row
+        # a warp looks for one row
+        place = place_of(row, of) if size % (32 * CHUNK) == 0 else word(0xFFFFFFFF)
         at_place = _of_part(device, part)
         if keeps:
             at_place = simt.select_address(
@@ -317,8 +329,8 @@ def _move(
     total: int, source: Callable[[Word], tuple[Flag, Any]], target: Callable[[Word], Any], config: Config,
     is_wanted: Callable[[Word], Flag] | None = None,
 ) -> None:  # fmt: skip
-    """Moves chunks 0 to total - 1 to their targets, or only those that are wanted, all or none of a warp; writes zeros
-    where the source has nothing."""
+    """Moves chunks 0 to total - 1 to their targets, or only those that are wanted, all or none
+    of a warp; writes zeros where the source has nothing."""
     threads = 128 * config.warpgroups
 
     def move(first: Word) -> None:

@@ -1,7 +1,9 @@
-"""Reads missing pages of a history of 8-bit floats (e4m3) on the host into a hot set: `hot_load` with a conversion.
+"""Reads missing pages of a history of 8-bit floats (e4m3) on the host into a hot set:
+`hot_load` with a conversion.
 
-**Idea:** a thread converts the 16 values that it read to the dtype of the hot set before it writes them. XLA needs
-three passes over all tokens that a step selects, missing or not: to gather codes, to decode and to write them.
+**Idea:** a thread converts the 16 values that it read to the dtype of the hot set before it
+writes them. XLA needs three passes over all tokens that a step selects, missing or not: to
+gather codes, to decode and to write them.
 
 **Bytes:** R a missing page over the bus, and 2 R written for a hot set in bf16.
 
@@ -44,8 +46,9 @@ def hot_load_float8(
     *,
     config: Config | None = None,
 ) -> tuple[Array, ...]:
-    """`zones`, [B, K, n * Z, D] each, with the values of the parts of those pages of x u8[B, K, P, parts, Z, D] whose
-    place at i32[B, K, N] has 2 in `used`; see `kvjax.ops.hot_load_float8`."""
+    """`zones`, [B, K, n * Z, D] each, with the values of the parts of those pages of x u8[B, K,
+    P, parts, Z, D] whose place at i32[B, K, N] has 2 in `used`; see
+    `kvjax.ops.hot_load_float8`."""
     if limit := unsupported(x, zones[0], at):
         raise NotImplementedError(limit)
     decode = partial(
@@ -73,8 +76,8 @@ def _decode(loaded: list[Word], kind: str, converts: bool) -> list[list[Word]]:
 def _shifted(two: Word) -> Word:
     """The values of the upper bytes of both halves, in f16, for GPUs without the instruction.
 
-    The bits of e4m3 as the highest of an f16 are its value over 2^8, subnormal numbers too, as their exponents count
-    from 7 and from 15. All ones, which are NaN, would be 480.
+    The bits of e4m3 as the highest of an f16 are its value over 2^8, subnormal numbers too, as
+    their exponents count from 7 and from 15. All ones, which are NaN, would be 480.
     """
     magnitude = (two & 0x7F007F00) >> 1
     value = instr("mul.f16x2", (two & 0x80008000) | magnitude, 0x5C005C00)

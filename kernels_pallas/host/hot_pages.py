@@ -1,11 +1,13 @@
 """Updates the tables of a hot set, and reads missing pages into it, in two launches.
 
-**Places** (`hot_places`): a block has the tables of one row and KV head. Threads look up the wanted pages and mark, in
-shared memory, the places of those that are in the hot set. Two running sums, in the order of the clock hand, give each
-missing page its place. XLA needs 14 kernels for that.
+**Places** (`hot_places`): a block has the tables of one row and KV head. Threads look up the
+wanted pages and mark, in shared memory, the places of those that are in the hot set. Two
+running sums, in the order of the clock hand, give each missing page its place. XLA needs 14
+kernels for that.
 
-**Load** (`hot_load`): the lanes of a warp look up which pages are missing. The warp reads these from the host straight
-to their places, several small ones at once. If the grid has only `Config.blocks`, warps take turns.
+**Load** (`hot_load`): the lanes of a warp look up which pages are missing. The warp reads these
+from the host straight to their places, several small ones at once. If the grid has only
+`Config.blocks`, warps take turns.
 
 **Bytes:** 20 a place and 16 a page for the tables; R a missing page over the bus and R written.
 
@@ -80,7 +82,9 @@ def unsupported(page: Any, index: Any) -> str | None:
 
 
 def unsupported_load(x: Any, k: Any, index: Any) -> str | None:
-    """The limit that these shapes and dtypes exceed, for `hot_load`; None if there is a kernel for them."""
+    """The limit that these shapes and dtypes exceed, for `hot_load`; None if there is a kernel
+    for them.
+    """
     if k.dtype != x.dtype:
         return f"the kernel hot_load reads the dtype of the store, {x.dtype}; got {k.dtype}"
     return limit_of_pages("hot_load", x, index)
@@ -101,9 +105,11 @@ def limit_of_pages(name: str, x: Any, index: Any) -> str | None:
 def hot_places(
     tables: Sequence[Array], index: Array, found: Array
 ) -> tuple[list[Array], Array]:
-    """The tables after a step that needs the first `found` i32[B, K] of `index` i32[B, K, N], and the place of each.
+    """The tables after a step that needs the first `found` i32[B, K] of `index` i32[B, K, N],
+    and the place of each.
 
-    Tables are page and used i32[B, K, n], place i32[B, K, P], hand and loads i32[B, K]; see `kvjax.ops.hot_places`.
+    Tables are page and used i32[B, K, n], place i32[B, K, P], hand and loads i32[B, K]; see
+    `kvjax.ops.hot_places`.
     """
     if limit := unsupported(tables[0], index):
         raise NotImplementedError(limit)
@@ -140,8 +146,9 @@ def _places_program(*refs: Any, n: int, N: int, P: int, threads: int) -> None:
     kept, given, small = (simt.shared_address(m) for m in refs[7:])
     at_hand, most = _load(hand), simt.load(found)
 
-    # The state of a place, in shared memory: KEPT or FILLED by this step, or USED or not since the hand passed. Device
-    # memory is read and written by adjacent threads; the order of the hand applies to shared memory only.
+    # The state of a place, in shared memory: KEPT or FILLED by this step, or USED or not since
+    # the hand passed. Device memory is read and written by adjacent threads; the order of the
+    # hand applies to shared memory only.
     share = -(-n // threads)
     for e in range(0, share, AHEAD):
         places = [thread + j * threads for j in range(e, min(e + AHEAD, share))]
@@ -228,7 +235,9 @@ def _places_program(*refs: Any, n: int, N: int, P: int, threads: int) -> None:
 
 
 def _place_at(thread: Word, e: int, share: int, at_hand: Word, n: int) -> tuple[Flag, Word]:
-    """The e-th of a thread's `share` places, counted from the hand on, and whether there is one."""
+    """The e-th of a thread's `share` places, counted from the hand on, and whether there is
+    one.
+    """
     j = thread * share + e
     at = at_hand + instr("min.u32", j, n - 1)
     return j < n, (at < n).select(at, at - n)
@@ -285,8 +294,8 @@ def hot_load(
     *,
     config: Config | None = None,
 ) -> tuple[Array, ...]:
-    """`zones`, [B, K, n * Z, D] each, with the parts of those pages of x [B, K, P, parts, Z, D] whose place at
-    i32[B, K, N] has 2 in `used`; see `kvjax.ops.hot_load`."""
+    """`zones`, [B, K, n * Z, D] each, with the parts of those pages of x [B, K, P, parts, Z, D]
+    whose place at i32[B, K, N] has 2 in `used`; see `kvjax.ops.hot_load`."""
     if limit := unsupported_load(x, zones[0], at):
         raise NotImplementedError(limit)
     return tuple(
@@ -300,7 +309,9 @@ def as_stored(loaded: list[Word]) -> list[list[Word]]:
 
 
 def fill(name: str, decode: Decode, config: Config, *args: Array) -> list[Array]:
-    """The zones after a launch of the kernel, whose threads write `decode` of each 16 bytes of the pages."""
+    """The zones after a launch of the kernel, whose threads write `decode` of each 16 bytes of
+    the pages.
+    """
 
     @simt.over_rows(partial(fill, name, decode, config))
     def run(*args: Array) -> list[Array]:
@@ -328,9 +339,10 @@ def _load_program(
     *refs: Any, total: int, P: int, n: int, N: int, chunks: int, parts: int, each: int, turns: int, warps: int,
     wider: int, decode: Decode, config: Config,
 ) -> None:  # fmt: skip
-    """A lane looks at one of a warp's `each` entries; then the warp moves the pages that are missing, several small
-    ones at once. In a turn all `warps` take adjacent entries, of few heads, whose pages are close together. A value
-    takes `wider` times as many bytes in a zone."""
+    """A lane looks at one of a warp's `each` entries; then the warp moves the pages that are
+    missing, several small ones at once. In a turn all `warps` take adjacent entries, of few
+    heads, whose pages are close together. A value takes `wider` times as many bytes in a zone.
+    """
     *zones, x, page, used, at = (simt.global_address(m) for m in refs)
     size, piece, of_page = chunks * CHUNK, chunks * CHUNK // parts, -(-chunks // 32)
     ahead, at_once = min(config.ahead, of_page), max(1, config.ahead // of_page)

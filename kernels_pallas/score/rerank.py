@@ -1,13 +1,17 @@
-"""Products of queries with the 4-bit codes of selected keys, decoded by a table in shared memory.
+"""Products of queries with the 4-bit codes of selected keys, decoded by a table in shared
+memory.
 
-The sign and size of a channel are 4 bits in four planes. Bit exchanges bring the bits of channels i and i + 4 of a
-subspace together in one byte, and a table has both decoded numbers for each byte. It has 16 copies to avoid bank
-conflicts. The sum of each subspace is multiplied by its weight.
+The sign and size of a channel are 4 bits in four planes. Bit exchanges bring the bits of
+channels i and i + 4 of a subspace together in one byte, and a table has both decoded numbers
+for each byte. It has 16 copies to avoid bank conflicts. The sum of each subspace is multiplied
+by its weight.
 
-Each thread estimates one key and reads its codes before the block writes the table. Random reads dominate, so the reads
-of all keys should be in flight at once: rolled loops keep registers few.
+Each thread estimates one key and reads its codes before the block writes the table. Random
+reads dominate, so the reads of all keys should be in flight at once: rolled loops keep
+registers few.
 
-**Bytes:** 3/4 D read a selected key, in pieces of at least 32 bytes, plus 4 of its slot and 4 written.
+**Bytes:** 3/4 D read a selected key, in pieces of at least 32 bytes, plus 4 of its slot and 4
+written.
 
 **Bound:** latency of random reads.
 
@@ -54,8 +58,9 @@ class Split(NamedTuple):
 def config_for(
     heads: int, M: int, pending: int = 0, target: simt.Target | None = None
 ) -> Config:
-    """The smallest blocks of which one per multiprocessor is enough, so that all candidates are in flight; else small
-    ones. `pending`: keys per head for which `select_4bit` has blocks in the same grid."""
+    """The smallest blocks of which one per multiprocessor is enough, so that all candidates are
+    in flight; else small ones. `pending`: keys per head for which `select_4bit` has blocks in
+    the same grid."""
     most = (target or simt.target()).multiprocessors
     enough = (
         n for n in (2, 4, 8) if heads * (-(-M // (128 * n)) - (-pending // (128 * n))) <= most
@@ -100,10 +105,12 @@ def rerank(
     q: Array, signs: Array, sizes: Array, weights: Array, slots: Array,
     *, centres: tuple[float, ...], scale: float, config: Config | None = None,
 ) -> Array:  # fmt: skip
-    """f32[B, K, G, M]: scale * q.k~ of q [B, K, G, D] with the keys at slots i32[B, K, G, M], clipped to S.
+    """f32[B, K, G, M]: scale * q.k~ of q [B, K, G, D] with the keys at slots i32[B, K, G, M],
+    clipped to S.
 
-    Keys are signs u8[B, K, S, D/8], sizes u8[B, K, S, 3 D/8] and weights u16[B, K, S, D/8], as in `rotate.Directions`;
-    `centres` are the values of the 8 sizes, as a tuple, because arguments of `lowered_once` must be hashable.
+    Keys are signs u8[B, K, S, D/8], sizes u8[B, K, S, 3 D/8] and weights u16[B, K, S, D/8], as
+    in `rotate.Directions`; `centres` are the values of the 8 sizes, as a tuple, because
+    arguments of `lowered_once` must be hashable.
     """
     if limit := unsupported(q, signs, sizes, weights, slots):
         raise NotImplementedError(limit)
@@ -165,7 +172,9 @@ def _program(
 
 
 class Place:
-    """The key that a thread of a block scores; `sizes` = (query heads of a row of keys, S, D, M)."""
+    """The key that a thread of a block scores; `sizes` = (query heads of a row of keys, S, D,
+    M).
+    """
 
     def __init__(self, block: Word, sizes: tuple[int, int, int, int], shares: Split):
         self.sizes, self.shares, t = sizes, shares, simt.special("tid.x")
@@ -187,7 +196,9 @@ def estimate(
     q_m: Any, slot: Word, codes_m: Sequence[Any], scratch_m: Sequence[Any], place: Place,
     *, centres: Sequence[float], scale: float, turned: int | None = None,
 ) -> Word:  # fmt: skip
-    """scale * q.k~ of this thread's candidate, in f32; with R q in place of q if `turned` is given (`rotated`)."""
+    """scale * q.k~ of this thread's candidate, in f32; with R q in place of q if `turned` is
+    given (`rotated`).
+    """
     (_, S, D, _), (signs_m, sizes_m, weights_m), (table_m, queries_m) = (
         place.sizes,
         codes_m,
@@ -247,7 +258,9 @@ def _product(
     bits: Sequence[list[Word]],
     weights: Sequence[Word],
 ) -> Word:
-    """The product of a query with a key, given its signs, planes of sizes, and weights in pairs."""
+    """The product of a query with a key, given its signs, planes of sizes, and weights in
+    pairs.
+    """
     total = word(0)
     for w in range(len(signs)):  # channels 32 w ..
         pairs = _nibbles([*(plane[w] for plane in bits), signs[w]])
@@ -261,7 +274,9 @@ def _product(
         def carried(
             at: Word, total: Word, ahead: Word, scales: Word, *pairs: Word
         ) -> list[Word]:
-            """Adds two subspaces, whose pairs are the lower bytes of words; `ahead` are the weights of the next two."""
+            """Adds two subspaces, whose pairs are the lower bytes of words; `ahead` are the
+            weights of the next two.
+            """
             ptx(
                 '.pragma "nounroll";'
             )  # or ptxas reads ahead so far that two blocks fill the registers
@@ -292,9 +307,11 @@ def _decode(code: Word, centres: Sequence[int]) -> Word:
 
 
 def _nibbles(planes: Sequence[Word]) -> list[Word]:
-    """Four words of four planes. Word i has bits i, i + 4, ..: nibble n has bits i + 4 n, the first plane's lowest.
+    """Four words of four planes. Word i has bits i, i + 4, ..: nibble n has bits i + 4 n, the
+    first plane's lowest.
 
-    In each nibble a matrix of 4 x 4 bits is transposed: blocks of two, then single bits change places.
+    In each nibble a matrix of 4 x 4 bits is transposed: blocks of two, then single bits change
+    places.
     """
     rows = list(planes)
     for gap, mask in ((2, 0x33333333), (1, 0x55555555)):

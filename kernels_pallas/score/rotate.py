@@ -1,7 +1,8 @@
-"""Rotates a query within one warp, as `kvjax.numerics.rotate` does: signs, then log2 D rounds of sums and differences.
+"""Rotates a query within one warp, as `kvjax.numerics.rotate` does: signs, then log2 D rounds
+of sums and differences.
 
-A lane holds D/32 adjacent channels. The first rounds stay within a lane, and five use shuffles. This replaces a launch
-of an XLA matrix product. Costs: `benchmarks/NOTES.md`.
+A lane holds D/32 adjacent channels. The first rounds stay within a lane, and five use shuffles.
+This replaces a launch of an XLA matrix product. Costs: `benchmarks/NOTES.md`.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ def channels(q: Any, D: int) -> list[Word]:
 
 
 def rotated(x: list[Word], turned: int | None) -> list[Word]:
-    """This lane's channels of sqrt(D) R q, from its `channels` x of q; x if `turned` is None. `turned` has the bits of
-    the channels whose sign R flips first."""
+    """This lane's channels of sqrt(D) R q, from its `channels` x of q; x if `turned` is None.
+    `turned` has the bits of the channels whose sign R flips first."""
     if turned is None:
         return x
     lane, n = simt.special("laneid"), len(x)

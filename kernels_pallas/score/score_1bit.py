@@ -1,16 +1,19 @@
 """Scores of 1-bit keys: the product of each query head of a group with every dequantised key.
 
-score = sum_d q_d zero_d + sum_d (q_d step_d) code_d. A group of tokens shares zero and step, so the first sum is one
-number a group, and queries meet the step once for 32 keys. Both sums run on `mma`.
+score = sum_d q_d zero_d + sum_d (q_d step_d) code_d. A group of tokens shares zero and step, so
+the first sum is one number a group, and queries meet the step once for 32 keys. Both sums run
+on `mma`.
 
-A bit alone in a 16-bit half is a power of two as a float, so one `and` makes two operands; queries are divided by these
-powers beforehand. With G <= 4, one product serves two units. Each warp copies units into its own ring in shared memory.
+A bit alone in a 16-bit half is a power of two as a float, so one `and` makes two operands;
+queries are divided by these powers beforehand. With G <= 4, one product serves two units. Each
+warp copies units into its own ring in shared memory.
 
 **Bytes:** D/8 + 4 D/g read and 4 G written a key and KV head.
 
 **Bound:** memory.
 
-**Limits:** queries times step are rounded to 16 bits; `unsupported` lists the shapes. Evidence: `benchmarks/NOTES.md`.
+**Limits:** queries times step are rounded to 16 bits; `unsupported` lists the shapes. Evidence:
+`benchmarks/NOTES.md`.
 """
 
 from __future__ import annotations
@@ -54,7 +57,9 @@ class Config:
 
 
 def config_for(rows: int, slots: int, target: simt.Target | None = None) -> Config:
-    """Enough units per warp that all warps run at once, or in as few full turns as 16 units per warp allow."""
+    """Enough units per warp that all warps run at once, or in as few full turns as 16 units per
+    warp allow.
+    """
     warps = (target or simt.target()).multiprocessors * WARPS_AT_ONCE
     of_one_turn = rows * slots / (UNIT * warps)
     return Config(max(math.ceil(of_one_turn / math.ceil(of_one_turn / 16)), 2))
@@ -66,7 +71,9 @@ def smem_bytes(D: int, config: Config) -> int:
 
 
 def unsupported(q: Any, bits: Any, step: Any, heads: int = 2 * HEADS) -> str | None:
-    """The limit that these shapes and dtypes exceed; None if there is a kernel for them, of up to `heads` queries."""
+    """The limit that these shapes and dtypes exceed; None if there is a kernel for them, of up
+    to `heads` queries.
+    """
     *_, G, D = q.shape
     S, groups = bits.shape[2], step.shape[2]
     if D not in (64, 128):
@@ -92,7 +99,9 @@ def score_1bit(
     scale: float,
     config: Config | None = None,
 ) -> Array:
-    """f32[B, K, G, S]: scale * q.k~ of q [B, K, G, D], keys of bits u8[B, K, S, D/8], step and zero [B, K, S/g, D]."""
+    """f32[B, K, G, S]: scale * q.k~ of q [B, K, G, D], keys of bits u8[B, K, S, D/8], step and
+    zero [B, K, S/g, D].
+    """
     if limit := unsupported(q, bits, step):
         raise NotImplementedError(limit)
     (B, K, G, D), S = q.shape, bits.shape[2]
@@ -250,8 +259,9 @@ class Scores:
     def program(
         self, q_m, bits_m, step_m, zero_m, out_m, ring_m, *, visit: Visit | None = None, state: Sequence[Word] = ()
     ) -> list[Word]:  # fmt: skip
-        """The kernel's body. state = visit(unit, four scores of each of the thread's heads, state), if given; the unit
-        may not exist, and scores are in f32. A thread has two heads of each 8."""
+        """The kernel's body. state = visit(unit, four scores of each of the thread's heads,
+        state), if given; the unit may not exist, and scores are in f32. A thread has two heads
+        of each 8."""
         G, S, D, kind, at_once, columns = (
             self.G,
             self.S,
@@ -283,8 +293,8 @@ class Scores:
         def stage(i: Word) -> Word:
             return ring + (i & (stages - 1)) * (at_once * (codes + steps))
 
-        # Chunks of 16 bytes are copied in order, so that eight lanes fetch whole sectors, to places where the eight
-        # chunks that lanes read at once are in different banks.
+        # Chunks of 16 bytes are copied in order, so that eight lanes fetch whole sectors, to
+        # places where the eight chunks that lanes read at once are in different banks.
         def place_of(chunk: Word) -> Word:
             return chunk ^ (chunk >> 3)
 
@@ -313,9 +323,8 @@ class Scores:
                         ),
                     )
 
-        matrix_row = (
-            place_of((lane & 7) * 4 + (lane >> 3)) * 16
-        )  # key 4 r + i is row r of the i-th matrix
+        # key 4 r + i is row r of the i-th matrix
+        matrix_row = place_of((lane & 7) * 4 + (lane >> 3)) * 16
 
         def load_codes(at: Word) -> list[Word]:
             """This lane's codes of keys 4 quad .. 4 quad + 3."""
@@ -331,9 +340,8 @@ class Scores:
             return [ptx("prmt.b32 $0, $1, 0, $2;", w, bytes_, results=1) for w in words]
 
         own_steps = col * (4 * H) + (quad >> 2) * steps * (at_once - 1) + at_once * codes
-        turned = (
-            (col >> 1) * 16 if D == 128 else word(0)
-        )  # its even and odd chunks change places
+        # its even and odd chunks change places
+        turned = (col >> 1) * 16 if D == 128 else word(0)
         turns = own_steps + turned, own_steps - turned
 
         def load_steps(at: Word) -> list[Word]:
@@ -344,9 +352,8 @@ class Scores:
                 for w in ptx(load.format(16 * v), at + turns[v & 1], results=4)
             ]
 
-        column = (
-            quad & 3 if at_once == 2 else quad
-        )  # head of the column; a head past the last is not written
+        # head of the column; a head past the last is not written
+        column = quad & 3 if at_once == 2 else quad
         own = [column + HEADS * c if c else column for c in range(columns)]
         queries = [lane_channels(q, (head < G).select(head, 0), col, D) for head in own]
         eights = (0, 8) if self.iterations * at_once > 8 else (0,)
@@ -415,7 +422,9 @@ class Scores:
     def store(
         self, out: Any, unit: Word, quad: Word, head: Word, fours: Sequence[Sequence[Word]]
     ) -> None:
-        """Writes four scores of each of a thread's heads to `out`, the address of the first of its heads."""
+        """Writes four scores of each of a thread's heads to `out`, the address of the first of
+        its heads.
+        """
         size, S = 2 if self.half else 4, self.S
         at = simt.offset(simt.offset_rows(out, unit, UNIT * size), quad * (4 * size))
         for n, four in enumerate(fours):
@@ -471,7 +480,9 @@ def twice(kind: str, exponent: int) -> int:
 
 
 def zero_scores(kind: str, zeros: list[list[Word]], queries: list[Word]) -> list[Word]:
-    """q . zero of unit `quad` and of unit `quad` + 8, for the heads of columns 2 col and 2 col + 1."""
+    """q . zero of unit `quad` and of unit `quad` + 8, for the heads of columns 2 col and 2 col
+    + 1.
+    """
     base = [word(0)] * 4
     for j in range(0, len(queries), 2):
         low, high = zeros[0], zeros[-1]
@@ -484,8 +495,9 @@ def zero_scores(kind: str, zeros: list[list[Word]], queries: list[Word]) -> list
 def unit_sums(
     kind: str, pairs: Sequence[Pair], codes: Sequence[Word], scaled: Sequence[Word]
 ) -> list[Word]:
-    """Sums over channels of bit times `scaled`, for keys 4 quad .. 4 quad + 3 with the codes `codes`: for column 2 col,
-    then for the next. `mma` has key 2 tile + half of column 2 col + e as the (2 half + e)-th of 16 keys."""
+    """Sums over channels of bit times `scaled`, for keys 4 quad .. 4 quad + 3 with the codes
+    `codes`: for column 2 col, then for the next. `mma` has key 2 tile + half of column 2 col +
+    e as the (2 half + e)-th of 16 keys."""
     acc = [[word(0)] * 4] * 2
     for j in range(0, len(pairs), 2):
         for tile in range(2):
@@ -506,7 +518,9 @@ def wide_sums(
     queries: Sequence[Sequence[Word]],
     step: Sequence[Word],
 ) -> list[tuple[list[Word], list[Word]]]:
-    """`unit_sums` and `ones_sums` for several columns of queries, with the operands of codes made once."""
+    """`unit_sums` and `ones_sums` for several columns of queries, with the operands of codes
+    made once.
+    """
     acc = [[[word(0)] * 4 for _ in range(3)] for _ in queries]  # two tiles of keys, and ones
     window = WINDOW[kind]
     for j in range(0, len(pairs), 2):

@@ -1,11 +1,13 @@
 """Scores of pages by the bounding boxes of their keys, for all query heads of a group at once.
 
-score = q+ . high + q- . low, where q+ is the positive and q- the negative part of the query. Both products run on `mma`
-with 16 pages as rows and 8 heads as columns. Each lane loads 16 bytes of a box corner at a time. The order of channels
-does not matter as long as corners and queries share it, so loaded words are multiplied as they are, without shared
-memory. Queries in the dtype of the corners are not rounded; sums are f32.
+score = q+ . high + q- . low, where q+ is the positive and q- the negative part of the query.
+Both products run on `mma` with 16 pages as rows and 8 heads as columns. Each lane loads 16
+bytes of a box corner at a time. The order of channels does not matter as long as corners and
+queries share it, so loaded words are multiplied as they are, without shared memory. Queries in
+the dtype of the corners are not rounded; sums are f32.
 
-**Bytes:** 2 D e read and 4 G written a page and KV head, where e is the size of a corner's element.
+**Bytes:** 2 D e read and 4 G written a page and KV head, where e is the size of a corner's
+element.
 
 **Bound:** memory.
 
@@ -54,7 +56,9 @@ def smem_bytes() -> int:
 
 
 def unsupported(q: Any, low: Any, high: Any, heads: int = 2 * HEADS) -> str | None:
-    """The limit that these shapes and dtypes exceed; None if there is a kernel for them, of up to `heads` queries."""
+    """The limit that these shapes and dtypes exceed; None if there is a kernel for them, of up
+    to `heads` queries.
+    """
     G, D = q.shape[2:]
     if D not in (64, 128):
         return f"the kernel score_pages takes head sizes 64 and 128; got D={D}"
@@ -74,7 +78,9 @@ def unsupported(q: Any, low: Any, high: Any, heads: int = 2 * HEADS) -> str | No
 def score_pages(
     q: Array, low: Array, high: Array, *, scale: float, config: Config | None = None
 ) -> Array:
-    """f32[B, K, G, P]: scale * sum_i max(q_i low_i, q_i high_i) of q [B, K, G, D] and corners [B, K, P, D]."""
+    """f32[B, K, G, P]: scale * sum_i max(q_i low_i, q_i high_i) of q [B, K, G, D] and corners
+    [B, K, P, D].
+    """
     if limit := unsupported(q, low, high):
         raise NotImplementedError(limit)
     B, K, G, D = q.shape
@@ -110,11 +116,12 @@ def program(
     q_m: Any, low_m: Any, high_m: Any, out_m: Any, *, shape: tuple[int, int, int, int], kind: str, scale: float,
     config: Config, width: int | None = None, visit: Callable[..., None] | None = None, order: tuple[int, int] = (1, 1),
 ) -> None:  # fmt: skip
-    """The kernel's body, with `width` scores per row and head; scores past P are arbitrary. Each tile calls visit(row,
-    tile, pages, head, scores): a lane has two pages, and scores by head (this and the next) and page.
+    """The kernel's body, with `width` scores per row and head; scores past P are arbitrary.
+    Each tile calls visit(row, tile, pages, head, scores): a lane has two pages, and scores by
+    head (this and the next) and page.
 
-    A warp makes `config.columns` products of the corners that it loads; the warps of one tile are adjacent. With
-    `order` = (K, T), queries are in memory as [B, T, K, G / T, D]."""
+    A warp makes `config.columns` products of the corners that it loads; the warps of one tile
+    are adjacent. With `order` = (K, T), queries are in memory as [B, T, K, G / T, D]."""
     rows, G, P, D = shape
     tiles, width, shares = -(-P // TILE), width or P, parts(G, config)
     columns = -(-G // (HEADS * shares))
@@ -149,9 +156,8 @@ def program(
         return [[instr(f"{name}.{kind}x2", w, 0) for w in words] for name in ("max", "min")]
 
     queries = [load_queries(column) for column in range(columns)]
-    both = (
-        [sides(queries[0])] if columns == 1 else []
-    )  # registers do not hold the parts of more columns
+    # registers do not hold the parts of more columns
+    both = [sides(queries[0])] if columns == 1 else []
 
     @loop(0, config.tiles, 1)
     def _tile(i: Word) -> None:

@@ -1,8 +1,9 @@
 """Scores of 1-bit keys for the query heads of several steps, in the kernel `select_1bit`.
 
-Queries stay in shared memory as right operands, for all keys. So keys are decoded: 2 step code + zero - step, in bf16,
-where a code is the bit itself, which is a small bf16 (`attend.codes`). All numbers are 2^-LIFT as large as what they
-stand for. All warps of a block score keys of one row.
+Queries stay in shared memory as right operands, for all keys. So keys are decoded: 2 step code
++ zero - step, in bf16, where a code is the bit itself, which is a small bf16 (`attend.codes`).
+All numbers are 2^-LIFT as large as what they stand for. All warps of a block score keys of one
+row.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ D = 128
 
 @dataclass(frozen=True)
 class WideScores(Scores):
-    """As `Scores`, with D = 128 and scales in bf16. Queries are in memory as [B, T, K, G, D], with `order` = (K, T)."""
+    """As `Scores`, with D = 128 and scales in bf16. Queries are in memory as [B, T, K, G, D],
+    with `order` = (K, T).
+    """
 
     order: tuple[int, int] = (1, 1)
     by_warpgroup: bool = False
@@ -111,7 +114,8 @@ class WideScores(Scores):
         def stage(i: Word) -> Word:
             return ring + (i & (stages - 1)) * (codes + scales)
 
-        # As in `Scores`: eight lanes fetch whole sectors, and chunks that lanes read at once are in different banks.
+        # As in `Scores`: eight lanes fetch whole sectors, and chunks that lanes read at once
+        # are in different banks.
         def place_of(chunk: Word) -> Word:
             return chunk ^ (chunk >> 3)
 
@@ -136,9 +140,8 @@ class WideScores(Scores):
                     16,
                 )
 
-        matrix_row = (
-            place_of((lane & 7) * 4 + (lane >> 3)) * 16
-        )  # key 4 r + i is row r of the i-th matrix
+        # key 4 r + i is row r of the i-th matrix
+        matrix_row = place_of((lane & 7) * 4 + (lane >> 3)) * 16
         for i in range(stages):
             if i < self.iterations:
                 fetch(word(i))
@@ -162,8 +165,8 @@ class WideScores(Scores):
         if wide:
             ptx("fence.proxy.async.shared::cta;")
         simt.block_barrier()
-        # A lane prepares the scales of step lane / 4 of the products for the lanes of its column: those of bit lane / 4
-        # of the lower and the upper byte of a half word.
+        # A lane prepares the scales of step lane / 4 of the products for the lanes of its
+        # column: those of bit lane / 4 of the lower and the upper byte of a half word.
         power = word(127 + 133 + 1 - LIFT) - quad
         power, odd = (power << 7) | (power << 23), (quad & 1).equals(0).select(0x5410, 0x7632)
 

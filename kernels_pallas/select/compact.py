@@ -1,7 +1,8 @@
 """Writes the slots of the selected units, once the last place is known.
 
-A block writes the slots above the bin of the last place in thread order. Elements of that bin go to a list, which every
-block of a cluster holds. A warp places each of them by counting the larger ones.
+A block writes the slots above the bin of the last place in thread order. Elements of that bin
+go to a list, which every block of a cluster holds. A warp places each of them by counting the
+larger ones.
 """
 
 from __future__ import annotations
@@ -127,8 +128,9 @@ def write_certain(
     share: Share,
     shared: Callable[[], None] = lambda: None,
 ) -> None:
-    """Writes the slots of all keys above the bin; if slots were counted, also of keys equal to `low` that rank above
-    the last bin of slots. Keys in the bin go to the list, which `shared` ends."""
+    """Writes the slots of all keys above the bin; if slots were counted, also of keys equal to
+    `low` that rank above the last bin of slots. Keys in the bin go to the list, which `shared`
+    ends."""
     wanted, is_held = cut.wanted, isinstance(row, InRegisters)
     by_rank, none = cut.least.differs(0), wanted.equals(0)
     low, high = none.select(0xFFFFFFFF, cut.low), none.select(0xFFFFFFFF, cut.low + cut.size)
@@ -206,7 +208,9 @@ def write_certain(
 def write_listed(
     need: Word, many: Word, wanted: Word, here: Here, out: Out, blocks: int
 ) -> None:
-    """Writes the slots of the `need` largest of the `many` pairs of the list, one warp a pair, to the last places."""
+    """Writes the slots of the `need` largest of the `many` pairs of the list, one warp a pair,
+    to the last places.
+    """
 
     @simt.loop(simt.part() * 32 + here.warp, many, 32 * blocks)
     def _from_list(i: Word) -> None:

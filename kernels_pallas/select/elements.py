@@ -1,7 +1,9 @@
-"""The elements of a row that a thread works on: all of them in registers, or candidates in lists.
+"""The elements of a row that a thread works on: all of them in registers, or candidates in
+lists.
 
-A row that registers cannot hold is read once. Warps list the elements that reach a lower bound of the last place in
-shared memory. If a list overflows, all keys are written to device memory and read from there.
+A row that registers cannot hold is read once. Warps list the elements that reach a lower bound
+of the last place in shared memory. If a list overflows, all keys are written to device memory
+and read from there.
 """
 
 from __future__ import annotations
@@ -77,7 +79,9 @@ class InDevice:
 
 
 class InLists:
-    """A row whose candidates are in lists, or, if a list overflows, whose keys are in device memory at `kept`."""
+    """A row whose candidates are in lists, or, if a list overflows, whose keys are in device
+    memory at `kept`.
+    """
 
     def __init__(
         self, first: Fours, others: Callable[..., list[Word]], again: Callable[[Word], Fours], lists: Lists,
@@ -127,7 +131,9 @@ class _Once:
 
 
 class Lists:
-    """The warps' lists in shared memory, of fours of a row's elements that have a key not below a bound."""
+    """The warps' lists in shared memory, of fours of a row's elements that have a key not below
+    a bound.
+    """
 
     def __init__(self, lists: Word, bound: Word):
         thread = simt.special("tid.x")
@@ -136,7 +142,8 @@ class Lists:
         self.starts, self.numbers = self.keys + 16 * FOURS, lists + WARPS * (4 * LIST)
 
     def add(self, at: Word, four: Sequence[Word], number: Word) -> Word:
-        """Lists the four at .. at + 3 of each lane of the warp that reaches the bound; `number` were listed before.
+        """Lists the four at .. at + 3 of each lane of the warp that reaches the bound; `number`
+        were listed before.
 
         Returns the new length of the list.
         """
@@ -149,7 +156,9 @@ class Lists:
         return number + instr("popc.b32", lanes)
 
     def ends(self, number: Word) -> tuple[Word, Flag]:
-        """The length of this warp's list; and whether a list of the block overflowed: then all are empty."""
+        """The length of this warp's list; and whether a list of the block overflowed: then all
+        are empty.
+        """
         with when(self.lane.equals(0)):
             simt.store_shared(self.numbers + self.warp * 4, number)
         simt.block_barrier()

@@ -1,7 +1,9 @@
-"""A histogram of keys in the shared memory of each block, and the bin of the last place over all blocks of a row.
+"""A histogram of keys in the shared memory of each block, and the bin of the last place over
+all blocks of a row.
 
-A bin is found in two rounds: the sums of 32 bins each, then the bins of one such group. Blocks read each other's counts
-through the cluster, or from device memory, where a launch before wrote them.
+A bin is found in two rounds: the sums of 32 bins each, then the bins of one such group. Blocks
+read each other's counts through the cluster, or from device memory, where a launch before wrote
+them.
 """
 
 from __future__ import annotations
@@ -53,9 +55,11 @@ class Found(NamedTuple):
 
 
 def find_bin(bins: Word, wanted: Word, blocks: int, of_earlier: bool = True) -> Found:
-    """The place of the last wanted element in the histograms of a cluster's blocks, `PASS` words each at `bins`.
+    """The place of the last wanted element in the histograms of a cluster's blocks, `PASS`
+    words each at `bins`.
 
-    The words were zeros before the elements were counted. Numbers of earlier blocks are zeros without `of_earlier`.
+    The words were zeros before the elements were counted. Numbers of earlier blocks are zeros
+    without `of_earlier`.
     """
     _sum_groups(bins)
     cluster_barrier()
@@ -79,7 +83,9 @@ def _sum_groups(bins: Word) -> None:
 
 
 def keep(bins: Word, kept: Any) -> None:
-    """Writes the histogram of this block of a row to its `KEPT` words of device memory, those of the row at `kept`."""
+    """Writes the histogram of this block of a row to its `KEPT` words of device memory, those
+    of the row at `kept`.
+    """
     _sum_groups(bins)
     block_barrier()
     to = simt.offset_rows(kept, simt.part(), KEPT * 4)
@@ -93,7 +99,9 @@ def keep(bins: Word, kept: Any) -> None:
 def find_kept(
     bins: Word, kept: Any, wanted: Word, blocks: int, of_earlier: bool = True
 ) -> Found:
-    """As `find_bin`, in the histograms that the blocks of a row kept; `PASS` words at `bins` were cleared."""
+    """As `find_bin`, in the histograms that the blocks of a row kept; `PASS` words at `bins`
+    were cleared.
+    """
     block_barrier()
 
     def load(i: Word, block: Word) -> Word:
@@ -107,8 +115,8 @@ def _locate(
 ) -> Found:
     """The place of the last wanted element; load(i, block) is word i of a block's histogram.
 
-    A block reads from each block the sums of 32 bins each, then the 32 bins that include the wanted one, each time one
-    word per lane.
+    A block reads from each block the sums of 32 bins each, then the 32 bins that include the
+    wanted one, each time one word per lane.
     """
     thread, part = simt.special("tid.x"), simt.part()
     lane, warp = thread & 31, thread >> 5
@@ -124,7 +132,9 @@ def _locate(
                 ptx("red.shared.add.u32 [$0], $1;", to_before, theirs)
 
     def place(counts: list[Word], wanted: Word) -> list[Word]:
-        """The lane whose count has the last wanted element, the number of elements after that lane, and its count."""
+        """The lane whose count has the last wanted element, the number of elements after that
+        lane, and its count.
+        """
         above = simt.sum_of_next_lanes(simt.sum_of(counts))
         found = [word(0)] * 3
         for j in reversed(range(len(counts))):

@@ -1,7 +1,8 @@
-"""Scores as unsigned keys of the same order, in which 0 marks invalid units; group reduction of the heads' scores.
+"""Scores as unsigned keys of the same order, in which 0 marks invalid units; group reduction of
+the heads' scores.
 
-Sums of softmaxes are keys directly, because their leading bits separate more units than those of a logarithm.
-Sums below 2^-96 use their logarithm.
+Sums of softmaxes are keys directly, because their leading bits separate more units than those
+of a logarithm. Sums below 2^-96 use their logarithm.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ LEAST_SUM, INFINITE = (
 def load_heads_f32(
     scores: Sequence[Any], sizes: Sequence[int], heads: int, at: Word, end: int
 ) -> list[list[Word]]:
-    """Each head's scores of units at .. at + 3 of one part or two; all 0 past the end of the row. These units are
-    before `end` for all threads, which often makes the checks unnecessary."""
+    """Each head's scores of units at .. at + 3 of one part or two; all 0 past the end of the
+    row. These units are before `end` for all threads, which often makes the checks unnecessary.
+    """
     U = sum(sizes)
     fours = []
     for head in range(heads):
@@ -77,11 +79,11 @@ def load_heads_f32(
 def reduced_keys(
     flags: list[Word], units: list[list[Word]], logs: list[Word] | None, group_reduce: str
 ) -> list[Word]:
-    """The keys of units with these scores of the heads, 0 where the flag is; `logs` are those of `_log_sums`, if
-    softmaxes are pooled.
+    """The keys of units with these scores of the heads, 0 where the flag is; `logs` are those
+    of `_log_sums`, if softmaxes are pooled.
 
-    Sums of softmaxes are ranked directly; sums that are almost 0, or not finite, by their logarithms, which rank below
-    the others or are NaN.
+    Sums of softmaxes are ranked directly; sums that are almost 0, or not finite, by their
+    logarithms, which rank below the others or are NaN.
     """
     if logs is None:
         keys = [_key(functools.reduce(logsum.sum_of_two, unit)) for unit in units]
@@ -124,8 +126,8 @@ def _log_of_sum(shares: list[Word]) -> Word:
 
 
 def ordered_key(x: Word, flag: Word) -> Word:
-    """The key of an f32 in the order of `lax.top_k`, in which -0 is below 0, or 0 without the flag. NaN and -inf rank
-    as the lowest finite number."""
+    """The key of an f32 in the order of `lax.top_k`, in which -0 is below 0, or 0 without the
+    flag. NaN and -inf rank as the lowest finite number."""
     return flag.differs(0).select(_of_bits(instr("max.f32", x, real(LOWEST))), 0)
 
 
@@ -142,8 +144,9 @@ def _of_bits(x: Word) -> Word:
 def load_heads(
     scores: Sequence[Any], sizes: Sequence[int], heads: int, at: Word, end: int, half: bool
 ) -> list[list[Word]]:
-    """Each head's scores of units at .. at + 3, of one part or two: in f32, or in f16 in two words, if `half`; 0 past
-    the end of the row. These units are before `end` for all threads, which often makes the checks unnecessary."""
+    """Each head's scores of units at .. at + 3, of one part or two: in f32, or in f16 in two
+    words, if `half`; 0 past the end of the row. These units are before `end` for all threads,
+    which often makes the checks unnecessary."""
     if not half:
         return load_heads_f32(scores, sizes, heads, at, end)
     fours = []
@@ -159,6 +162,9 @@ def load_heads(
             address = simt.select_address(
                 at < sizes[0], address, simt.offset(rows[1], (at - sizes[0]) * 2)
             )
-        load = "{ .reg .pred p; setp.lt.u32 p, $2, $3; mov.u32 $0, 0; mov.u32 $1, 0; @p ld.global.v2.u32 {$0, $1}, [$4]; }"
+        load = (
+            "{ .reg .pred p; setp.lt.u32 p, $2, $3; mov.u32 $0, 0; mov.u32 $1, 0; "
+            "@p ld.global.v2.u32 {$0, $1}, [$4]; }"
+        )
         fours.append(ptx(load, at, sum(sizes), address, results=2))
     return fours

@@ -42,7 +42,9 @@ def _is_finite(x: Word) -> Flag:
 
 
 def add(state: Sequence[Word], scores: Sequence[Word]) -> list[Word]:
-    """A state with some natural scores. An infinite score adds 2^score, which is 0 or infinite too."""
+    """A state with some natural scores. An infinite score adds 2^score, which is 0 or infinite
+    too.
+    """
     before, total = state
     top = functools.reduce(larger, scores)
     peak = larger(before, instr("mul.f32", top, real(LOG2_E)))
@@ -55,7 +57,9 @@ def add(state: Sequence[Word], scores: Sequence[Word]) -> list[Word]:
 
 
 def of_lanes(scores: Sequence[Word], gaps: Sequence[int]) -> list[Word]:
-    """The state of natural scores of all lanes whose numbers differ in the bits `gaps`; each of them gets it."""
+    """The state of natural scores of all lanes whose numbers differ in the bits `gaps`; each of
+    them gets it.
+    """
     top = functools.reduce(larger, scores)
     for gap in gaps:
         top = larger(top, simt.bfly(top, gap))

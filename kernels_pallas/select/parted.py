@@ -1,12 +1,15 @@
-"""Selection of a row's keys by blocks that are no cluster: they meet in device memory, between launches.
+"""Selection of a row's keys by blocks that are no cluster: they meet in device memory, between
+launches.
 
-A launch before kept the keys of a row, and for each block how many of its keys fall into each bin (`histogram.keep`).
-(1) Each block finds the bin of the last place, writes the slots above it, and lists the keys of that bin in device
-memory. (2) Blocks rank the list, a warp a key. If it is too long, one block selects alone instead, from all keys of the
-row, bit by bit as a cluster does. The result is that of a cluster, and the same each time: which blocks come first
+A launch before kept the keys of a row, and for each block how many of its keys fall into each
+bin (`histogram.keep`). (1) Each block finds the bin of the last place, writes the slots above
+it, and lists the keys of that bin in device memory. (2) Blocks rank the list, a warp a key. If
+it is too long, one block selects alone instead, from all keys of the row, bit by bit as a
+cluster does. The result is that of a cluster, and the same each time: which blocks come first
 decides only the order of the list.
 
-**Bytes:** 4 read a unit, 8 written and read a key of the last bin, 4 written a place. **Bound:** launches.
+**Bytes:** 4 read a unit, 8 written and read a key of the last bin, 4 written a place.
+**Bound:** launches.
 """
 
 from __future__ import annotations
@@ -40,7 +43,9 @@ CUT = 4  # words that the second launch reads: keys wanted of the list, its leng
 
 
 def out_of(slots_m: Any, found_m: Any, names_m: Any, S: int, how: How) -> Out:
-    """Where the slots of this block's row go, and the names of its units, of which the first part has S."""
+    """Where the slots of this block's row go, and the names of its units, of which the first
+    part has S.
+    """
     row = simt.row()
     slots, found = (
         simt.offset_rows(simt.global_address(m), row, n * 4)
@@ -71,7 +76,9 @@ def select_keys(
     bins: Bins,
     S: int,
 ) -> tuple[Array, Array]:
-    """(units i32[rows, room], count i32[rows]) of `keys` u32[rows, U] that were counted in `bins`."""
+    """(units i32[rows, room], count i32[rows]) of `keys` u32[rows, U] that were counted in
+    `bins`.
+    """
     config, rows = how.config, how.rows
     launch = {
         "blocks": rows * config.blocks,

@@ -1,17 +1,21 @@
-"""The slots that a group of query heads ranks highest by 1-bit keys, from query to slots in two kernels.
+"""The slots that a group of query heads ranks highest by 1-bit keys, from query to slots in two
+kernels.
 
-**Scores** are computed by the code of `score_1bit` and stored in f16, which rounds them less than their 16-bit operands
-do. For softmaxes, each warp also keeps every head's largest score and the sum of 2^(score - largest). Pending keys are
-scored exactly by extra blocks at the end of the same grid.
+**Scores** are computed by the code of `score_1bit` and stored in f16, which rounds them less
+than their 16-bit operands do. For softmaxes, each warp also keeps every head's largest score
+and the sum of 2^(score - largest). Pending keys are scored exactly by extra blocks at the end
+of the same grid.
 
-**The selection** (`units.select_units`) reads the scores once and counts keys into a histogram; nothing is sorted.
-Both kernels read counts and limits from the cache and clip them, which saves launches.
+**The selection** (`units.select_units`) reads the scores once and counts keys into a histogram;
+nothing is sorted. Both kernels read counts and limits from the cache and clip them, which saves
+launches.
 
 **Bytes:** D/8 + 4 D/g read, 2 G written and 2 G read a slot and KV head, and 4 `room` written.
 
 **Bound:** memory for the scores, latency for the selection.
 
-**Limits:** scores beyond 65504 count as infinite; otherwise those of `score_1bit`. Evidence: `benchmarks/NOTES.md`.
+**Limits:** scores beyond 65504 count as infinite; otherwise those of `score_1bit`. Evidence:
+`benchmarks/NOTES.md`.
 """
 
 from __future__ import annotations
@@ -35,9 +39,8 @@ from kvjax.kernels_pallas.simt import Word, instr, loop, ptx, real, when, word
 
 MEASURED: str | None = "2026-11-22"  # the date in benchmarks/results/select_1bit.json
 EXACT = 32  # keys of a warp that scores pending keys
-PASS = (
-    4 * score.HEADS
-)  # query heads of several steps that one pass takes, as many as registers hold
+# query heads of several steps that one pass takes, as many as registers hold
+PASS = 4 * score.HEADS
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,9 @@ class Config(score.Config, tiling.Config):
 def config_for(
     rows: int, per_row: int, slots: int, units: int, target: simt.Target | None = None
 ) -> Config:
-    """The rule for `rows` rows of scores over `slots` slots, with `per_row` lists per row and `units` units in all."""
+    """The rule for `rows` rows of scores over `slots` slots, with `per_row` lists per row and
+    `units` units in all.
+    """
     rule = tiling.config_for(rows * per_row, units, target)
     fits = tiling.in_one_step(
         units, replace(rule, unroll=5)
@@ -96,16 +101,18 @@ def select_1bit(
     count: Array | int, group_reduce: str, room: int, *, scale: float, pending_slots: int | None = None, local: int = 0,
     steps: int = 1, config: Config | None = None,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """(slots i32[B, K, H, room], found i32[B, K, H]) of the `count` units that rank highest: the first `found`.
+    """(slots i32[B, K, H, room], found i32[B, K, H]) of the `count` units that rank highest:
+    the first `found`.
 
-    Units are the slots `span` = (start, stop) of 1-bit keys, for q [B, K, G, D] and keys as in `score_1bit`. After all
-    S slots come those of `pending` = (scores f32[B, K, G, W], start, stop), without the `local` before its stop. With
-    `pending_slots`, pending[0] are keys [B, K, R, D] in the dtype of the steps, of which the first `pending_slots` are
-    scored by extra blocks. Count, starts and stops are i32[B], or a number for all, and are clipped. H is G under
-    "per_head", else 1.
+    Units are the slots `span` = (start, stop) of 1-bit keys, for q [B, K, G, D] and keys as in
+    `score_1bit`. After all S slots come those of `pending` = (scores f32[B, K, G, W], start,
+    stop), without the `local` before its stop. With `pending_slots`, pending[0] are keys [B, K,
+    R, D] in the dtype of the steps, of which the first `pending_slots` are scored by extra
+    blocks. Count, starts and stops are i32[B], or a number for all, and are clipped. H is G
+    under "per_head", else 1.
 
-    With T `steps`, q is [B, K, T*G, D] and H is that of all steps; stops of pending units and the count may then be
-    i32[B, T], and pending keys [B, K, T, R, D].
+    With T `steps`, q is [B, K, T*G, D] and H is that of all steps; stops of pending units and
+    the count may then be i32[B, T], and pending keys [B, K, T, R, D].
     """
     given = pending[0]
     assert not isinstance(given, int)
@@ -178,11 +185,13 @@ def _select(
     config: Config,
     *args: Array,
 ) -> tuple[Array, Array]:
-    """(slots i32[rows, room], count i32[rows]) of rows of `pending`; several of these rows may share a row of keys.
+    """(slots i32[rows, room], count i32[rows]) of rows of `pending`; several of these rows may
+    share a row of keys.
 
-    If `pending` are `pending_slots` keys, rows are those of all heads of one step, or of each head. The first
-    `pending_units` of these keys may be pending. `args` are the spans' ends and the count, whose numbers of rows divide
-    `rows`, then pending, q, bits, step and zero. With `order` = (K, T), q is in memory as [B, T, K, G, D]."""
+    If `pending` are `pending_slots` keys, rows are those of all heads of one step, or of each
+    head. The first `pending_units` of these keys may be pending. `args` are the spans' ends and
+    the count, whose numbers of rows divide `rows`, then pending, q, bits, step and zero. With
+    `order` = (K, T), q is in memory as [B, T, K, G, D]."""
     pending, q, bits, *_ = args[5:]
     (rows, S, _), G = bits.shape, q.shape[1]
     if pending_slots is None:
@@ -259,7 +268,9 @@ def _score_both(
     keys_m, *refs, program: Callable[..., None], scored: score.Scores, pending_slots: int, keys: tuple[int, int],
     steps: int, order: tuple[int, int],
 ) -> None:  # fmt: skip
-    """The kernel of the scores, with blocks after its own for pending keys of `keys` = (rows, R)."""
+    """The kernel of the scores, with blocks after its own for pending keys of `keys` = (rows,
+    R).
+    """
     *others, out_m, ring_m = refs
     block = simt.special("ctaid.x")
     with when(block < scored.blocks):
@@ -279,10 +290,11 @@ def _exact(
     block: Word, q_m: Any, keys_m: Any, out_m: Any, *, scored: score.Scores, pending_slots: int,
     sizes: tuple[int, int], steps: int, order: tuple[int, int],
 ) -> None:  # fmt: skip
-    """Exact scores of `pending_slots` keys, `EXACT` per warp, for the heads of a step: 16 keys are rows of a product,
-    and the heads its columns.
+    """Exact scores of `pending_slots` keys, `EXACT` per warp, for the heads of a step: 16 keys
+    are rows of a product, and the heads its columns.
 
-    A sum over channels may take them in any order: lane col has 8 adjacent ones of each 32, for keys and queries alike.
+    A sum over channels may take them in any order: lane col has 8 adjacent ones of each 32, for
+    keys and queries alike.
     """
     rows, G, D, (stored, R) = scored.rows * steps, scored.G // steps, scored.D, sizes
     t = simt.special("tid.x")
@@ -328,7 +340,9 @@ def _exact(
 
 
 def _score(*refs, scored: score.Scores, shared_by: Sequence[int]) -> None:
-    """The kernel of the scores; with a span, it also writes the `logsum` state of its scores by warp and head."""
+    """The kernel of the scores; with a span, it also writes the `logsum` state of its scores by
+    warp and head.
+    """
     if not shared_by:
         scored.program(*refs)
         return

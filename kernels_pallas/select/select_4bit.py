@@ -1,14 +1,16 @@
-"""The slots that a query ranks highest by 4-bit codes among candidates, from query to slots in two kernels.
+"""The slots that a query ranks highest by 4-bit codes among candidates, from query to slots in
+two kernels.
 
-**Scores** are computed by the code of `rerank` and stored in f16. A block without candidates ends at once. Extra blocks
-at the end of the same grid score the pending keys, one key a thread, with the query rounded to the dtype of the keys.
-In the other blocks, one warp rotates the query.
+**Scores** are computed by the code of `rerank` and stored in f16. A block without candidates
+ends at once. Extra blocks at the end of the same grid score the pending keys, one key a thread,
+with the query rounded to the dtype of the keys. In the other blocks, one warp rotates the
+query.
 
-**The selection** is `units.select_units` with one head; it writes the slot of each selected candidate.
-Counts, starts and stops are read from the cache and clipped in the kernel.
+**The selection** is `units.select_units` with one head; it writes the slot of each selected
+candidate. Counts, starts and stops are read from the cache and clipped in the kernel.
 
-**Bytes:** those of `rerank` with 2 bytes written a candidate; 2 D read and 2 written a pending key; 2 read a unit; 4
-read and written a selected unit.
+**Bytes:** those of `rerank` with 2 bytes written a candidate; 2 D read and 2 written a pending
+key; 2 read a unit; 4 read and written a selected unit.
 
 **Bound:** latency of reads of 32 bytes at random.
 
@@ -50,9 +52,8 @@ def config_for(
     """No more loads in flight than a thread has fours."""
     U = sum(units.padded(M, pending_slots))
     rule = tiling.config_for(rows, U, target)
-    fits = (
-        n for n in range(1, 6) if tiling.in_one_step(U, replace(rule, unroll=n))
-    )  # 20 keys of a thread
+    # 20 keys of a thread
+    fits = (n for n in range(1, 6) if tiling.in_one_step(U, replace(rule, unroll=n)))
     scores = rerank.config_for(rows, M, pending_slots, target)
     return Config(rule.blocks, next(fits, 4), rule.cluster, warpgroups=scores.warpgroups)
 
@@ -104,12 +105,14 @@ def select_4bit(
     local: int = 0,
     config: Config | None = None,
 ) -> tuple[Array, Array]:
-    """(slots i32[B, K, G, room], found i32[B, K, G]) of the `count` units that each query ranks highest.
+    """(slots i32[B, K, G, room], found i32[B, K, G]) of the `count` units that each query ranks
+    highest.
 
-    Units are `candidates` = (slots i32[B, K, G, M], found i32[B, K, G]), the first `found`, scored as in `rerank` for q
-    [B, K, G, D], rotated as `turned` says (`rotate.turned`); and after all S slots of the codes those of `pending` =
-    (keys [B, K, R, D], start, stop) without the `local` before its stop, scored for q, of which the first
-    `pending_slots` may be pending. Count, start and stop are i32[B], i32[B, T] for the heads of T steps, or a number
+    Units are `candidates` = (slots i32[B, K, G, M], found i32[B, K, G]), the first `found`,
+    scored as in `rerank` for q [B, K, G, D], rotated as `turned` says (`rotate.turned`); and
+    after all S slots of the codes those of `pending` = (keys [B, K, R, D], start, stop) without
+    the `local` before its stop, scored for q, of which the first `pending_slots` may be
+    pending. Count, start and stop are i32[B], i32[B, T] for the heads of T steps, or a number
     for all.
     """
     slots, found = candidates
@@ -139,8 +142,8 @@ def select_4bit(
 
 
 def _select(how: tuple[Any, ...], *args: Array) -> tuple[Array, Array]:
-    """(slots, count) from `args`: found, start, stop and count, whose numbers of heads divide the rows; then queries,
-    candidates, pending keys and codes."""
+    """(slots, count) from `args`: found, start, stop and count, whose numbers of heads divide
+    the rows; then queries, candidates, pending keys and codes."""
     centres, scale, turned, pending_slots, local, room, config = how
     (heads, D), M, (rows, R, _), S = (
         args[4].shape,
@@ -186,7 +189,9 @@ def _scores(
     *, sizes: tuple[int, int, int, int], pending: tuple[int, int], shares: tuple[rerank.Split, rerank.Split],
     blocks: int, kind: Any, how: dict[str, Any],
 ) -> None:  # fmt: skip
-    """Scores of candidates in the first `blocks` and of pending keys in the others, as `shares` divides them."""
+    """Scores of candidates in the first `blocks` and of pending keys in the others, as `shares`
+    divides them.
+    """
     (G, _, D, M), (R, pending_slots), block = sizes, pending, simt.special("ctaid.x")
     codes, scratch = (signs_m, sizes_m, weights_m), (table_m, queries_m)
     place = rerank.Place(block, sizes, shares[0])

@@ -1,14 +1,16 @@
-"""The pages that a group of query heads ranks highest by the bounding boxes of their keys, in two kernels.
+"""The pages that a group of query heads ranks highest by the bounding boxes of their keys, in
+two kernels.
 
-**Scores** are computed by the code of `score_pages` and kept in f32, since pages are few. For softmaxes, a warp that
-scored 16 pages also keeps each head's largest score and the sum of 2^(score - largest). Pending tokens, which have no
-box yet, are scored exactly by extra blocks of the same grid; a page's score is its largest.
+**Scores** are computed by the code of `score_pages` and kept in f32, since pages are few. For
+softmaxes, a warp that scored 16 pages also keeps each head's largest score and the sum of
+2^(score - largest). Pending tokens, which have no box yet, are scored exactly by extra blocks
+of the same grid; a page's score is its largest.
 
-**The selection** is `units.select_units`. Both kernels read counts in tokens from the cache, which saves four XLA
-launches.
+**The selection** is `units.select_units`. Both kernels read counts in tokens from the cache,
+which saves four XLA launches.
 
-**Bytes:** 2 D e read, 4 G written and 4 G read a page and KV head, where e is the size of a corner's element, and 4
-`room` written.
+**Bytes:** 2 D e read, 4 G written and 4 G read a page and KV head, where e is the size of a
+corner's element, and 4 `room` written.
 
 **Bound:** memory for the scores, latency for the selection.
 
@@ -39,7 +41,9 @@ TILE = 16  # keys: the rows of a product
 
 @dataclass(frozen=True)
 class Config(score.Config, tiling.Config):
-    """Block sizes: `blocks` and `unroll` of the selection, `tiles` and `warpgroups` of the scores."""
+    """Block sizes: `blocks` and `unroll` of the selection, `tiles` and `warpgroups` of the
+    scores.
+    """
 
     def __post_init__(self) -> None:
         tiling.Config.__post_init__(self)
@@ -49,7 +53,9 @@ class Config(score.Config, tiling.Config):
 def config_for(
     rows: int, per_row: int, units: int, heads: int = 1, target: simt.Target | None = None
 ) -> Config:
-    """The rule for `rows` rows of scores of `heads` query heads, with `per_row` lists per row and `units` pages."""
+    """The rule for `rows` rows of scores of `heads` query heads, with `per_row` lists per row
+    and `units` pages.
+    """
     several = {"columns": 2, "warpgroups": 2} if heads > score.HEADS else {}
     rule = tiling.config_for(rows * per_row, units, target)
     return Config(rule.blocks, rule.unroll, rule.cluster, **several)
@@ -90,16 +96,18 @@ def select_pages(
     count: Array | int, group_reduce: str, room: int, *, unit: int, scale: float, pending_slots: int, local: int = 0,
     steps: int = 1, config: Config | None = None,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """(pages i32[B, K, H, room], found i32[B, K, H]) of the `count` pages that rank highest: the first `found`.
+    """(pages i32[B, K, H, room], found i32[B, K, H]) of the `count` pages that rank highest:
+    the first `found`.
 
-    Pages of `unit` tokens count if they have a token in `span` = (start, stop); corners [B, K, P, D] score them for q
-    [B, K, G, D]. From page P on come those of the first `pending_slots` of `pending` = (keys [B, K, R, D], start,
-    stop), without the `local` before its stop, scored by their best token. Count, starts and stops are i32[B], or a
-    number for all, and are clipped. H is G under "per_head", else 1. The page of lowest rank comes last, the others in
+    Pages of `unit` tokens count if they have a token in `span` = (start, stop); corners [B, K,
+    P, D] score them for q [B, K, G, D]. From page P on come those of the first `pending_slots`
+    of `pending` = (keys [B, K, R, D], start, stop), without the `local` before its stop, scored
+    by their best token. Count, starts and stops are i32[B], or a number for all, and are
+    clipped. H is G under "per_head", else 1. The page of lowest rank comes last, the others in
     any order.
 
-    With T `steps`, q is [B, K, T*G, D] and H is that of all steps. Stops and count may then be i32[B, T], and pending
-    keys [B, K, T, R, D].
+    With T `steps`, q is [B, K, T*G, D] and H is that of all steps. Stops and count may then be
+    i32[B, T], and pending keys [B, K, T, R, D].
     """
     keys = pending[0]
     assert not isinstance(keys, int)
@@ -146,8 +154,9 @@ class _How:
 
 
 def _select(how: _How, *args: Array) -> tuple[Array, Array]:
-    """(pages i32[rows, room], count i32[rows]), with a row for the heads of a step or for one head. `args` are the
-    spans' ends and the count, whose numbers of rows divide these, then pending keys, q, and both corners."""
+    """(pages i32[rows, room], count i32[rows]), with a row for the heads of a step or for one
+    head. `args` are the spans' ends and the count, whose numbers of rows divide these, then
+    pending keys, q, and both corners."""
     keys, q, low, _ = args[5:]
     (rows, G, D), P, config, steps = q.shape, low.shape[1], how.config, how.steps
     heads = 1 if how.group_reduce == "per_head" else G // steps
@@ -193,8 +202,8 @@ def _score(
     shape: tuple[int, int, int, int], keys: tuple[int, int], kind: str, shared_by: Sequence[int], blocks: int,
     how: _How,
 ) -> None:  # fmt: skip
-    """Scores of pages in the first `blocks`, with statistics by tile; scores of pending tokens in the others, for the
-    heads of one step at a time."""
+    """Scores of pages in the first `blocks`, with statistics by tile; scores of pending tokens
+    in the others, for the heads of one step at a time."""
     (rows, G, P, D), block = shape, simt.special("ctaid.x")
     waiting, of_step = rows * how.steps, G // how.steps
     tiles = -(-P // score.TILE)

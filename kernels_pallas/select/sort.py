@@ -1,7 +1,8 @@
-"""Sorts candidates of a block, then finds each one's rank among the candidates of all blocks of a row.
+"""Sorts candidates of a block, then finds each one's rank among the candidates of all blocks of
+a row.
 
-A block sorts its list by a bitonic network and sends it to the other blocks of its cluster, or to a next launch. A
-thread then finds the rank of an element by bisection in each list.
+A block sorts its list by a bitonic network and sends it to the other blocks of its cluster, or
+to a next launch. A thread then finds the rank of an element by bisection in each list.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ from kvjax.kernels_pallas.simt import (
     word,
 )
 
-# Words of `small`, after totals of warps: for the length of this block's list, and for those of all blocks' lists.
+# Words of `small`, after totals of warps: for the length of this block's list, and for those of
+# all blocks' lists.
 LENGTH, LENGTHS = 32, 33
 
 
 class Out(NamedTuple):
-    """Where the slots of a row go, whether their keys are not 0, and the keys if these are wanted."""
+    """Where the slots of a row go, whether their keys are not 0, and the keys if these are
+    wanted.
+    """
 
     k: int
     slots: Any
@@ -71,8 +75,9 @@ def networks(capacity: int) -> list[int]:
 
 
 def sort_pairs(sizes: list[int], own: Word, spare: Word | None, length: Word, t: Word) -> None:
-    """Sorts `own` by the smallest network that has room. There are few networks, as a branch past one takes long.
-    Without `spare`, as much room again, threads wait once more for each exchange."""
+    """Sorts `own` by the smallest network that has room. There are few networks, as a branch
+    past one takes long. Without `spare`, as much room again, threads wait once more for each
+    exchange."""
     if len(sizes) == 1:
         of_thread = max(
             2 if sizes[0] > 32 else 1, sizes[0] // tiling.THREADS
@@ -90,10 +95,11 @@ def sort_pairs(sizes: list[int], own: Word, spare: Word | None, length: Word, t:
 def _bitonic(
     size_all: int, m: int, own: Word, spare: Word | None, length: Word, t: Word
 ) -> None:
-    """Sorts the first `length` pairs of `own`, largest first; the first threads have m of `size_all` pairs each.
+    """Sorts the first `length` pairs of `own`, largest first; the first threads have m of
+    `size_all` pairs each.
 
-    A larger pair always moves to the lower place, so zeros past the end stay there and warps that have nothing else
-    take no part.
+    A larger pair always moves to the lower place, so zeros past the end stay there and warps
+    that have nothing else take no part.
     """
     base = (t >> 5) * (32 * m) + (t & 31)
     at = [base + 32 * j for j in range(m)]
@@ -117,9 +123,8 @@ def _bitonic(
     while size <= size_all:
         gap = size - 1
         while gap:
-            half = (
-                (gap + 1) // 2 if gap == size - 1 else gap
-            )  # the bit in which partners differ first
+            # the bit in which partners differ first
+            half = (gap + 1) // 2 if gap == size - 1 else gap
             if half >= 32 * m:
                 if spare is None:
                     sync()
@@ -177,7 +182,9 @@ def write_by_rank(
 def larger(
     pair: list[Word], lists: Word, lengths: list[Word], firsts: list[Word], longest: Word
 ) -> list[Word]:
-    """How many pairs of each sorted list are larger; list i has `lengths[i]` pairs from pair `firsts[i]` on."""
+    """How many pairs of each sorted list are larger; list i has `lengths[i]` pairs from pair
+    `firsts[i]` on.
+    """
     if not lengths:
         return []
     bits = word(32) - ptx("clz.b32 $0, $1;", longest, results=1)

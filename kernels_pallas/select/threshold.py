@@ -1,7 +1,8 @@
-"""The last place: the key, and where keys are equal the slot, of the last unit that is selected.
+"""The last place: the key, and where keys are equal the slot, of the last unit that is
+selected.
 
-Keys are counted into 2048 bins, of which the first pass has narrow ones where scores usually lie. A bin with more than
-`ranked_at_once` elements is counted again, 11 bits at a time.
+Keys are counted into 2048 bins, of which the first pass has narrow ones where scores usually
+lie. A bin with more than `ranked_at_once` elements is counted again, 11 bits at a time.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ Place = Callable[
 class LastPlace(NamedTuple):
     """The bin of the last place: keys low .. low + size, of which `need` of `many` are wanted.
 
-    Slots whose key equals `low` count if their rank is at least `least`. `wanted` is the total. The blocks before this
-    one have `above` elements that are larger than the bin, and `beside` elements in it.
+    Slots whose key equals `low` count if their rank is at least `least`. `wanted` is the total.
+    The blocks before this one have `above` elements that are larger than the bin, and `beside`
+    elements in it.
     """
 
     low: Word
@@ -60,8 +62,8 @@ class LastPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class Bins:
-    """The bins of the first pass: one for each 2^shift keys from `base` on. With a `gap` of two keys, all keys from one
-    to the other are in one bin, with the first ones beyond."""
+    """The bins of the first pass: one for each 2^shift keys from `base` on. With a `gap` of two
+    keys, all keys from one to the other are in one bin, with the first ones beyond."""
 
     base: int
     shift: int
@@ -72,7 +74,9 @@ class Bins:
         return self.gap[1] - self.gap[0] if self.gap else 0
 
     def place(self, key: Word, _: Word) -> list[Operand]:
-        """The bin of a key. Keys of 0 count in a bin that nobody reads, as a branch around each would take longer."""
+        """The bin of a key. Keys of 0 count in a bin that nobody reads, as a branch around each
+        would take longer.
+        """
         moved = key
         if self.gap:
             above = instr("max.u32", key - self.skipped, self.gap[0])
@@ -83,7 +87,9 @@ class Bins:
         ]
 
     def extent(self, place: Word) -> tuple[Word, Word, Flag]:
-        """The lowest key of a bin, how many keys follow it, and whether the bin is larger than usual."""
+        """The lowest key of a bin, how many keys follow it, and whether the bin is larger than
+        usual.
+        """
         size_of_bin = (1 << self.shift) - 1
         beyond = self.base + ((histogram.BINS - 1) << self.shift) + self.skipped
         widths = {
@@ -106,8 +112,9 @@ class Bins:
         )
 
 
-# 32 bins per octave from 2^-61 to 2^3 for sums of softmaxes, 256 per octave from -2^8 to -1 for logarithms of
-# softmaxes, and for scores 128 per octave from -2^5 to -2^-3 and from 2^-3 to 2^5.
+# 32 bins per octave from 2^-61 to 2^3 for sums of softmaxes, 256 per octave from -2^8 to -1 for
+# logarithms of softmaxes, and for scores 128 per octave from -2^5 to -2^-3 and from 2^-3 to
+# 2^5.
 FIRST_BINS = {
     "sum": Bins(0xA1000000, 18),
     "log": Bins(0x3C7FFFFF, 15),
@@ -116,7 +123,9 @@ FIRST_BINS = {
 
 
 def first_bins(pooled: bool, group_reduce: str) -> Bins:
-    """Those of the keys of scores, or of what `group_reduce` makes of the softmaxes of several heads."""
+    """Those of the keys of scores, or of what `group_reduce` makes of the softmaxes of several
+    heads.
+    """
     return FIRST_BINS[
         "score" if not pooled else "log" if group_reduce == "max_softmax" else "sum"
     ]
@@ -128,15 +137,15 @@ def _by_bits(low: Word, size: Word, by: Operand) -> Place:
 
 
 def _bin_within(low: Word, size: Word, place: Word, by: Operand) -> tuple[Word, Word]:
-    """A bin of `_by_bits`, as its lowest key and how many follow it. The last bin ends at low + size, as the keys after
-    it were counted as larger."""
+    """A bin of `_by_bits`, as its lowest key and how many follow it. The last bin ends at low +
+    size, as the keys after it were counted as larger."""
     first = place << by
     return low + first, instr("min.u32", (word(1) << by) - 1, size - first)
 
 
 def count(bins: Word, pairs: Iterable[Pair], place: Place) -> None:
-    """Counts elements in bins. `place` gives a bin, and perhaps two numbers: the element counts if the first is not the
-    larger one."""
+    """Counts elements in bins. `place` gives a bin, and perhaps two numbers: the element counts
+    if the first is not the larger one."""
     for element in pairs:
         digit, *limits = place(*element)
         red = "red.shared.add.u32 [$0], 1;"
@@ -148,7 +157,9 @@ def count(bins: Word, pairs: Iterable[Pair], place: Place) -> None:
 def lower_bound(
     sample: Fours, wanted: Word, hist: Word, bins: Bins, U: int, config: tiling.Config
 ) -> Word:
-    """A key, often the lowest one of a bin, such that at least `wanted` elements of the sample are not below it."""
+    """A key, often the lowest one of a bin, such that at least `wanted` elements of the sample
+    are not below it.
+    """
     at = hist + histogram.PASS * 4
     count(at, elements_of(word(0), sample, U, config).pairs, bins.place)
     got = histogram.find_bin(at, wanted, config.blocks, of_earlier=False)
@@ -177,7 +188,9 @@ def lower_bound(
 
 def last_place(row: Held, wanted: Word, hist: Word, bins: Bins, blocks: int) -> LastPlace:
     def find(n: int, place: Place, wanted: Word) -> histogram.Found:
-        """Histograms take turns: all blocks had read the one that is cleared before the last pass."""
+        """Histograms take turns: all blocks had read the one that is cleared before the last
+        pass.
+        """
         at = hist + TURNS[n] * histogram.PASS * 4
         if n:
             histogram.clear(at)

@@ -1,7 +1,7 @@
 """How the threads of a row's blocks divide its scores.
 
-A thread takes four adjacent elements at a time. The first fours of all threads are spread over the whole row, so the
-elements that are read first are a sample of it.
+A thread takes four adjacent elements at a time. The first fours of all threads are spread over
+the whole row, so the elements that are read first are a sample of it.
 """
 
 from __future__ import annotations
@@ -42,10 +42,12 @@ class Config:
 
 
 def config_for(rows: int, units: int, target: simt.Target | None = None) -> Config:
-    """As many blocks per row as run at once, one per multiprocessor; whole clusters cannot use all of the 132.
+    """As many blocks per row as run at once, one per multiprocessor; whole clusters cannot use
+    all of the 132.
 
-    A short row has fewer, as merging blocks takes longer than reading the row. Without clusters, a row that the
-    registers of one block hold has one, as launches take longer than reading it.
+    A short row has fewer, as merging blocks takes longer than reading the row. Without
+    clusters, a row that the registers of one block hold has one, as launches take longer than
+    reading it.
     """
     target = target or simt.target()
     if not target.clusters:
@@ -62,15 +64,17 @@ def config_for(rows: int, units: int, target: simt.Target | None = None) -> Conf
 
 
 def fours(i: Word, U: int, config: Config) -> list[Word]:
-    """The first element of each four that this thread has in step i of a row of U. A step has elements from all over
-    the row, as a sample."""
+    """The first element of each four that this thread has in step i of a row of U. A step has
+    elements from all over the row, as a sample."""
     stride, unroll, number = steps(U, config)
     first = i * stride + simt.part() * (THREADS * 4) + simt.special("tid.x") * 4
     return [first + u * (number * stride) for u in range(unroll)]
 
 
 def steps(U: int, config: Config) -> tuple[int, int, int]:
-    """The distance between a thread's fours of one step and the next, the fours of a step, and the number of steps."""
+    """The distance between a thread's fours of one step and the next, the fours of a step, and
+    the number of steps.
+    """
     stride = THREADS * 4 * config.blocks
     number = -(-U // (stride * config.unroll))
     return stride, -(-U // (stride * number)), number

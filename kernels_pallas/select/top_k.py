@@ -1,10 +1,12 @@
-"""The slots of the k largest scores of each row, in order of rank. The result is exact: ties go to the lower slot.
+"""The slots of the k largest scores of each row, in order of rank. The result is exact: ties go
+to the lower slot.
 
-Several blocks work on one row: a cluster, or a launch for each step. Scores become unsigned keys of the same order (0:
-invalid). (1) Each thread reads 16 scores; registers hold a row of at most 131072. (2) A histogram of the top bits of
-the keys finds the bin of the k-th key. While too many elements are left, the next bits are counted. (3) Each block
-sorts its candidates, sends them to the others, and finds the ranks of its own by bisection. Slots without a valid score
-follow unsorted.
+Several blocks work on one row: a cluster, or a launch for each step. Scores become unsigned
+keys of the same order (0: invalid). (1) Each thread reads 16 scores; registers hold a row of at
+most 131072. (2) A histogram of the top bits of the keys finds the bin of the k-th key. While
+too many elements are left, the next bits are counted. (3) Each block sorts its candidates,
+sends them to the others, and finds the ranks of its own by bisection. Slots without a valid
+score follow unsorted.
 
 **Bytes:** 5 U read and 5 k written a row; longer rows are read three or more times.
 
@@ -98,7 +100,9 @@ def unsupported(shape: tuple[int, ...], dtype: Any, k: int) -> str | None:
 def top_k(
     scores: Array, valid: Array, k: int, *, config: Config | None = None
 ) -> tuple[Array, Array]:
-    """(slots i32[..., k], valid bool[..., k]) of the k largest of scores [..., U] where `valid`, largest first."""
+    """(slots i32[..., k], valid bool[..., k]) of the k largest of scores [..., U] where
+    `valid`, largest first.
+    """
     if limit := unsupported(scores.shape, scores.dtype, k):
         raise NotImplementedError(limit)
     *lead, U = scores.shape
@@ -164,8 +168,9 @@ def launch_of(rows: int, config: Config) -> dict[str, int]:
 
 
 def scratch(k: int, config: Config) -> tuple[int, ...]:
-    """The words of shared memory that the selection needs: for histograms, later for all blocks' lists; for this
-    block's list; for its sorting, unless that would be more than every GPU has; and for lengths."""
+    """The words of shared memory that the selection needs: for histograms, later for all
+    blocks' lists; for this block's list; for its sorting, unless that would be more than every
+    GPU has; and for lengths."""
     room = 2 * candidates(k)
     if config.cluster:
         return max((len(DIGITS) + 1) * histogram.PASS, room), room, room, SMALL
@@ -221,7 +226,9 @@ def _scores(
 
 
 class _Elements:
-    """The elements of a row that a thread has; registers keep those of a row that is read in one step."""
+    """The elements of a row that a thread has; registers keep those of a row that is read in
+    one step.
+    """
 
     def __init__(self, first: Fetch, again: Fetch, U: int, config: Config):
         self.fetches, self.again, self.U, self.config = iter((first,)), again, U, config
@@ -249,8 +256,8 @@ def select_row(
 ) -> None:  # fmt: skip
     """Writes to `out` the slots of the k largest keys of a row.
 
-    `first(i)` gives the keys of `fours(i, U, config)` at their first use, `again(i)` after it. `bins` are counted
-    before digits, where they leave fewer keys to sort.
+    `first(i)` gives the keys of `fours(i, U, config)` at their first use, `again(i)` after it.
+    `bins` are counted before digits, where they leave fewer keys to sort.
     """
     blocks, capacity = config.blocks, candidates(k)
     t = simt.special("tid.x")
@@ -262,10 +269,12 @@ def select_row(
         simt.store_shared(small + LENGTH * 4, word(0))
     block_barrier()
 
-    # (high, its mask, low, its mask): the prefix of key and slot known so far; how many of its elements are still
-    # needed, and how many it has.
+    # (high, its mask, low, its mask): the prefix of key and slot known so far; how many of its
+    # elements are still needed, and how many it has.
     def found(n: int, state: list[Word]) -> list[Word]:
-        """The state after digit n; if too many elements are left, after all later digits too, behind one branch."""
+        """The state after digit n; if too many elements are left, after all later digits too,
+        behind one branch.
+        """
         state = _digit_pass(
             n, state, elements.each, hist, config, clear=bins is not None or n > 0
         )
@@ -302,7 +311,8 @@ def select_row(
 
 
 def _fill(four: list[Element], at: Word, sums: Word, out: Out) -> None:
-    """Writes the lowest slots without a valid score from place `at` on; `four` are elements 4 t .. 4 t + 3 of a row.
+    """Writes the lowest slots without a valid score from place `at` on; `four` are elements 4 t
+    .. 4 t + 3 of a row.
 
     There are fewer than k valid ones, so the slots that are needed are below k.
     """
@@ -314,7 +324,9 @@ def _fill(four: list[Element], at: Word, sums: Word, out: Out) -> None:
 
 
 def _collect(elements: _Elements, high: Word, low: Word, own: Word, small: Word) -> Word:
-    """Adds the elements that are not below the prefix, with zeros after it, to the list; returns its length."""
+    """Adds the elements that are not below the prefix, with zeros after it, to the list;
+    returns its length.
+    """
     t = simt.special("tid.x")
 
     def collect(elements: list[Element]) -> None:
@@ -443,8 +455,8 @@ def select_kept(
 ) -> tuple[Array, ...]:
     """`selected` of keys u32[rows, U] whose first digits were counted.
 
-    Each block sorts its candidates; then each finds the ranks of its own among all. If there are too many, one block
-    selects alone, from all keys of the row."""
+    Each block sorts its candidates; then each finds the ranks of its own among all. If there
+    are too many, one block selects alone, from all keys of the row."""
     rows = keys.shape[0]
     how: dict[str, Any] = {"U": keys.shape[1], "k": k, "config": config, "bins": bins}
     lists, lengths = simt.kernel(
@@ -527,7 +539,8 @@ def _rank(
     out, scratch_m = Out.of(k, *others_m[:outs]), others_m[outs:]
     first_length = simt.load(of_row)
     with when(first_length.differs(TOO_MANY)):
-        # Shared memory has the lists one after the other; `small` where each begins, how long it is, and the longest.
+        # Shared memory has the lists one after the other; `small` where each begins, how long
+        # it is, and the longest.
         with when(t < 32):
             length = simt.load_below(t, blocks, simt.offset(of_row, t * 4))
             before = simt.warp_sum(length) - simt.sum_of_next_lanes(length) - length

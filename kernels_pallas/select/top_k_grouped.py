@@ -1,18 +1,20 @@
-"""The k highest-ranked units of a group of query heads: heads are reduced and units selected in one kernel.
+"""The k highest-ranked units of a group of query heads: heads are reduced and units selected in
+one kernel.
 
-The reduced scores (`kvjax.numerics.selection.reduce_scores`) exist only in registers. For softmaxes, the kernel reads
-all scores once to find the log-sum-exp of each head, merged over warp, block and cluster. It then reads the scores
-again, reduces the G scores of a unit to one key, and continues as `top_k`. Rows that registers cannot hold are written
-out as keys.
+The reduced scores (`kvjax.numerics.selection.reduce_scores`) exist only in registers. For
+softmaxes, the kernel reads all scores once to find the log-sum-exp of each head, merged over
+warp, block and cluster. It then reads the scores again, reduces the G scores of a unit to one
+key, and continues as `top_k`. Rows that registers cannot hold are written out as keys.
 
-The key is the sum of softmaxes itself, because its leading bits separate more units than a logarithm's. Sums below
-2^-96 use their logarithm.
+The key is the sum of softmaxes itself, because its leading bits separate more units than a
+logarithm's. Sums below 2^-96 use their logarithm.
 
 **Bytes:** 4 G U read a row of the group, twice with softmaxes, and 5 k written.
 
 **Bound:** latency at 131072 units; the second read often hits the L2 cache.
 
-**Limits:** at most 8 heads a group, scores in f32, and those of `top_k`. Evidence: `benchmarks/NOTES.md`.
+**Limits:** at most 8 heads a group, scores in f32, and those of `top_k`. Evidence:
+`benchmarks/NOTES.md`.
 """
 
 from __future__ import annotations
@@ -41,9 +43,8 @@ from kvjax.kernels_pallas.simt import (
 )
 
 MEASURED: str | None = "2026-11-22"  # the date in benchmarks/results/top_k_grouped.json
-STATS = (
-    32 * HEADS * 2
-)  # words: largest and sum by head and warp; after them by head of the block, and its log
+# words: largest and sum by head and warp; after them by head of the block, and its log
+STATS = 32 * HEADS * 2
 Parts = Sequence[tuple[Any, Any]]
 
 
@@ -67,12 +68,14 @@ def top_k_grouped(
     parts: Parts, group_reduce: str, k: int, *, total: Array | None = None, ranked: bool = False,
     config: Config | None = None,
 ) -> tuple[Array, ...]:  # fmt: skip
-    """(slots i32[B, K, H, k], valid bool[B, K, H, k]) of the k units of all parts that rank highest, highest first.
+    """(slots i32[B, K, H, k], valid bool[B, K, H, k]) of the k units of all parts that rank
+    highest, highest first.
 
-    A part is scores f32[B, K, G, U'] and its valid bool[B, 1 or K, 1, U']; H is G under "per_head", else 1. Two parts
-    are read in place if the first has a multiple of 4 units; else the scores are concatenated first. Softmaxes are over
-    these units, or those whose log of a sum of exponentials is `total` f32[B, K, G, 1]. If `ranked`, there are u32 keys
-    of the same shape too, which order units of other calls with the same total as well.
+    A part is scores f32[B, K, G, U'] and its valid bool[B, 1 or K, 1, U']; H is G under
+    "per_head", else 1. Two parts are read in place if the first has a multiple of 4 units; else
+    the scores are concatenated first. Softmaxes are over these units, or those whose log of a
+    sum of exponentials is `total` f32[B, K, G, 1]. If `ranked`, there are u32 keys of the same
+    shape too, which order units of other calls with the same total as well.
     """
     if limit := unsupported(parts, group_reduce, k):
         raise NotImplementedError(limit)
@@ -199,7 +202,9 @@ class _Row:
             self.logs = [simt.load(logs, 4 * head) for head in range(heads)]
 
     def load(self, at: Word, end: int) -> tuple[list[Word], list[list[Word]]]:
-        """Whether the units at .. at + 3 are valid (0 or 1), and each head's scores, as `load_heads`."""
+        """Whether the units at .. at + 3 are valid (0 or 1), and each head's scores, as
+        `load_heads`.
+        """
         flags = simt.load_below(at, self.U, simt.offset(self.valid, at))
         fours = load_heads_f32(self.scores, self.sizes, self.heads, at, end)
         return [(flags >> (8 * j)) & 1 for j in range(4)], fours
@@ -266,7 +271,9 @@ def _statistics(*refs: Any, row: Callable[..., _Row]) -> None:
 
 
 def _count(*refs: Any, row: Callable[..., _Row], summed: bool, bins: Bins) -> None:
-    """The next launch: keeps the keys of a row, and how many of a block's have each first digit."""
+    """The next launch: keeps the keys of a row, and how many of a block's have each first
+    digit.
+    """
     *inputs, keys_m, kept_m, hist_m, logs_m = refs
     sums_m = inputs.pop() if summed else None
     of = row(*inputs)
@@ -311,7 +318,9 @@ def _sums_of_block(of: _Row, stats: Word) -> list[Word]:
 
 
 def _log_sums(of: _Row, stats_m: Any) -> list[Word]:
-    """For each head minus log2 of the sum of exp(score) over the valid units; 0 if there is none."""
+    """For each head minus log2 of the sum of exp(score) over the valid units; 0 if there is
+    none.
+    """
     stats, blocks, thread = (
         simt.shared_address(stats_m),
         of.config.blocks,

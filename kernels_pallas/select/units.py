@@ -1,14 +1,16 @@
 """Selection of a row's units, for the kernels that score and select: from scores to slots.
 
-**By a cluster** of blocks, in one launch: (1) The heads' log-sum-exp is merged from statistics of the scoring warps.
-(2) Threads load scores, turn them into keys and count the keys; registers hold up to 163840 with 8 blocks. (3)
-`threshold` finds the last place. (4) `compact` writes the slots. A longer row is read in steps: the first bounds the
-last place, and warps list the elements above.
+**By a cluster** of blocks, in one launch: (1) The heads' log-sum-exp is merged from statistics
+of the scoring warps. (2) Threads load scores, turn them into keys and count the keys; registers
+hold up to 163840 with 8 blocks. (3) `threshold` finds the last place. (4) `compact` writes the
+slots. A longer row is read in steps: the first bounds the last place, and warps list the
+elements above.
 
-**By blocks that are no cluster**, in three launches (`parted`): the first does (1) and (2) and keeps keys and counts in
-device memory.
+**By blocks that are no cluster**, in three launches (`parted`): the first does (1) and (2) and
+keeps keys and counts in device memory.
 
-**Bytes:** 2 or 4 G read a unit, 4 written a place. **Bound:** latency. Evidence: `benchmarks/NOTES.md`.
+**Bytes:** 2 or 4 G read a unit, 4 written a place. **Bound:** latency. Evidence:
+`benchmarks/NOTES.md`.
 """
 
 from __future__ import annotations
@@ -76,8 +78,8 @@ class Inputs(NamedTuple):
 class How:
     """The rule of a selection.
 
-    Units past the first `limits` of a part do not count, nor the last `local` tokens of the second span. Spans are in
-    tokens; a unit has `unit` of them, and counts if any of them does.
+    Units past the first `limits` of a part do not count, nor the last `local` tokens of the
+    second span. Spans are in tokens; a unit has `unit` of them, and counts if any of them does.
     """
 
     rows: int
@@ -93,7 +95,9 @@ class How:
 
 
 def select_units(kernel: str, inputs: Inputs, how: How) -> tuple[jax.Array, jax.Array]:
-    """(units i32[rows, room], count i32[rows]): those of the highest keys, the one of lowest rank last."""
+    """(units i32[rows, room], count i32[rows]): those of the highest keys, the one of lowest
+    rank last.
+    """
     rows, room, config = how.rows, how.room, how.config
     U = sum(part.shape[2] for part in inputs.parts)
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), inputs)
@@ -161,9 +165,8 @@ class _Row:
             0 if shapes.sums is None else shapes.sums.shape[2],
         )
         self.U, self.S = sum(self.sizes), self.sizes[0]
-        self.depth = (
-            3 if self.heads <= 4 and self.half else 0
-        )  # fours that registers hold; with more heads, none ahead
+        # fours that registers hold; with more heads, none ahead
+        self.depth = 3 if self.heads <= 4 and self.half else 0
         self.bins: Bins = first_bins(bool(self.sums), how.group_reduce)
         if refs is None:
             return
@@ -232,7 +235,9 @@ class _Row:
 
 
 def _count_units(row: _Row, keys_m: Any, kept_m: Any, hist_m: Any, logs_m: Any) -> None:
-    """The first launch without clusters: keeps the keys of a row, and how many of a block's fall into each bin."""
+    """The first launch without clusters: keeps the keys of a row, and how many of a block's
+    fall into each bin.
+    """
     U, config = row.U, row.how.config
     keys = simt.offset_rows(simt.global_address(keys_m), row.row, U * 4)
     kept = simt.offset_rows(
@@ -297,7 +302,9 @@ def _select_units(row: _Row, slots_m: Any, found_m: Any, *refs: Any) -> None:
     row.merge_logs(simt.shared_address(logs_m), load_ahead)
 
     def fours(i: Word, is_whole: bool = False, goes_on: bool = False) -> Iterator[list[Word]]:
-        """Keys of the fours of step i. `goes_on`: the next step's first fours are in the first part, and are loaded."""
+        """Keys of the fours of step i. `goes_on`: the next step's first fours are in the first
+        part, and are loaded.
+        """
         ends = [S] * unroll if is_whole else tiling.ends(U, config)
         places = list(zip(tiling.fours(i, U, config), ends, strict=True))
         then = (
@@ -357,7 +364,9 @@ def _select_units(row: _Row, slots_m: Any, found_m: Any, *refs: Any) -> None:
 
 
 def units_of(span: Sequence[Word], unit: int) -> list[Word]:
-    """The first unit that has a token of `span` (first token, count), and the number of units that have one."""
+    """The first unit that has a token of `span` (first token, count), and the number of units
+    that have one.
+    """
     first, length = span
     if unit == 1:
         return [first, length]
@@ -377,9 +386,9 @@ def log_sums(
     loads: Callable[[], Any],
     half: bool,
 ) -> list[Word]:
-    """For each head minus log2 of the sum of exp(score) over the units; 0 if there is none. `parts` is the address of
-    the warps' statistics, `n` per head; `pending` has scores in f16, or in f32 if not `half`. `loads` starts other
-    loads meanwhile."""
+    """For each head minus log2 of the sum of exp(score) over the units; 0 if there is none.
+    `parts` is the address of the warps' statistics, `n` per head; `pending` has scores in f16,
+    or in f32 if not `half`. `loads` starts other loads meanwhile."""
     thread = simt.special("tid.x")
     lane, warp = thread & 31, thread >> 5
     share = (tiling.THREADS // 32) // heads  # warps of a head

@@ -1,7 +1,7 @@
 """The operations that kernels are written with: the code of one CUDA thread, in Python.
 
-`Word` is an unsigned 32-bit register of a thread, `ptx` emits one instruction, `when` and `loop` are control flow, and
-`kernel` launches a grid. `backend` executes them.
+`Word` is an unsigned 32-bit register of a thread, `ptx` emits one instruction, `when` and
+`loop` are control flow, and `kernel` launches a grid. `backend` executes them.
 """
 
 from kvjax.kernels_pallas.simt.backend import (

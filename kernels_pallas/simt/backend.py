@@ -1,7 +1,8 @@
 """The interface between the operations of the kernels and the backends that execute them.
 
-Kernels are written with registers, predicates, loops, PTX instructions and launches. A backend implements each of
-these. `Mosaic` builds MLIR for a GPU. The tests have a second backend that runs all threads of a grid in numpy.
+Kernels are written with registers, predicates, loops, PTX instructions and launches. A backend
+implements each of these. `Mosaic` builds MLIR for a GPU. The tests have a second backend that
+runs all threads of a grid in numpy.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class Launch:
 
 
 class Backend(Protocol):
-    """The operations that `kvjax.kernels_pallas.simt` is built on. Numbers are unsigned, of 32 or 64 bits."""
+    """The operations that `kvjax.kernels_pallas.simt` is built on. Numbers are unsigned, of 32
+    or 64 bits.
+    """
 
     def constant(self, x: int, bits: int = 32) -> Value: ...
 
@@ -50,7 +53,9 @@ class Backend(Protocol):
         """A number of 32 bits as one of 64."""
 
     def address(self, ref: Any, bits: int) -> Value:
-        """The address of a ref in device memory (64 bits) or in the block's shared memory (32 bits)."""
+        """The address of a ref in device memory (64 bits) or in the block's shared memory (32
+        bits).
+        """
 
     def ptx(
         self, code: str, values: Sequence[Value], results: int, convergent: bool
@@ -106,7 +111,9 @@ def backend() -> Backend:
 
 @contextmanager
 def use(other: Backend) -> Iterator[None]:
-    """In the block, kernels run on `other`, and nothing that was traced for another backend is used again."""
+    """In the block, kernels run on `other`, and nothing that was traced for another backend is
+    used again.
+    """
     token = _backend.set(other)
     try:
         with bypass_cache():
@@ -129,19 +136,24 @@ def traced(program: Callable[..., None], launch: Launch) -> Callable[..., None]:
 
 
 def has_cluster() -> bool:
-    """True if the kernel that is traced here has clusters of more than one block. In any other kernel the words of a
-    cluster are those of a block, so that a GPU without clusters can run it."""
+    """True if the kernel that is traced here has clusters of more than one block. In any other
+    kernel the words of a cluster are those of a block, so that a GPU without clusters can run
+    it."""
     return (_launch.get().cluster or 1) > 1
 
 
 def parts() -> int:
-    """The number of blocks that share a row in the kernel that is traced here, without a cluster."""
+    """The number of blocks that share a row in the kernel that is traced here, without a
+    cluster.
+    """
     return _launch.get().parts
 
 
 @contextmanager
 def bypass_cache() -> Iterator[None]:
-    """In the block, functions under `lowered_once` are traced again, for code that inspects or changes a kernel."""
+    """In the block, functions under `lowered_once` are traced again, for code that inspects or
+    changes a kernel.
+    """
     token = _cache.set(False)
     try:
         yield

@@ -1,4 +1,6 @@
-"""Launches of kernels: grids, clusters, shared memory, and helpers for calls of many layers and rows."""
+"""Launches of kernels: grids, clusters, shared memory, and helpers for calls of many layers and
+rows.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def kernel(program: Callable[..., None], *, out_type: Any, **how: Any) -> Callable[..., Any]:
-    """A kernel whose body is program(*inputs, *outputs, *scratch), as refs. `how` has the fields of `Launch`."""
+    """A kernel whose body is program(*inputs, *outputs, *scratch), as refs. `how` has the
+    fields of `Launch`.
+    """
     launch = Launch(**how)
 
     def run(*args: Any) -> Any:
@@ -32,7 +36,8 @@ def kernel(program: Callable[..., None], *, out_type: Any, **how: Any) -> Callab
 def kernel_in_place(
     program: Callable[..., None], **how: Any
 ) -> Callable[..., tuple[Array, ...]]:
-    """A kernel, as `kernel`, that changes its first operands in place and returns them; they are passed together.
+    """A kernel, as `kernel`, that changes its first operands in place and returns them; they
+    are passed together.
 
     XLA copies these operands first, unless they are donated.
     """
@@ -43,10 +48,11 @@ def kernel_in_place(
 
 
 def lowered_once(*static: str) -> Callable[[F], F]:
-    """Decorates a function that calls a kernel, so that equal calls of many layers are traced and lowered once.
+    """Decorates a function that calls a kernel, so that equal calls of many layers are traced
+    and lowered once.
 
-    Mosaic then compiles one kernel for all layers. It would otherwise compile one for each call, about 100 for a Llama
-    of 32 layers with FIER.
+    Mosaic then compiles one kernel for all layers. It would otherwise compile one for each
+    call, about 100 for a Llama of 32 layers with FIER.
     """
 
     def wrap(f: F) -> F:
@@ -62,8 +68,8 @@ def lowered_once(*static: str) -> Callable[[F], F]:
 
 
 def over_rows(again: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates a launch for arrays of flat rows [rows, ...]: a batched call is one launch for n times as many rows, by
-    `again`. Arrays without a batch are repeated."""
+    """Decorates a launch for arrays of flat rows [rows, ...]: a batched call is one launch for
+    n times as many rows, by `again`. Arrays without a batch are repeated."""
 
     def wrap(run: Callable[..., Any]) -> Callable[..., Any]:
         launch = jax.custom_batching.custom_vmap(run)
@@ -85,8 +91,8 @@ def over_rows(again: Callable[..., Any]) -> Callable[[Callable[..., Any]], Calla
 
 
 def by_step(number: Array | int, heads: int) -> Array:
-    """Numbers that rows of a kernel share, flat: i32[B], i32[B, 1] or a number unchanged, and i32[B, T] repeated for
-    each of `heads` KV heads."""
+    """Numbers that rows of a kernel share, flat: i32[B], i32[B, 1] or a number unchanged, and
+    i32[B, T] repeated for each of `heads` KV heads."""
     number = jax.numpy.asarray(number, jax.numpy.int32)
     if number.ndim < 2 or number.shape[1] == 1:
         return number.reshape(-1)

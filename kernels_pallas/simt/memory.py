@@ -58,7 +58,9 @@ def load(address: Any, at: int = 0) -> Word:
 
 
 def load_below(i: Word, end: Operand, address: Any, otherwise: Operand = 0) -> Word:
-    """The word of device memory at an address if i < end; else `otherwise`, and nothing is read."""
+    """The word of device memory at an address if i < end; else `otherwise`, and nothing is
+    read.
+    """
     code = (
         "{ .reg .pred p; setp.lt.u32 p, $1, $2; mov.u32 $0, $3; @p ld.global.nc.u32 $0, [$4]; }"
     )
@@ -119,12 +121,16 @@ def number_of(numbers: Numbers, row: Word) -> Word:
 
 
 def ends_of(start: Numbers, stop: Numbers, row: Word, size: int) -> list[Word]:
-    """Start and stop of a row's span, `clipped`; by selections, so that LLVM sees that no offset of a slot wraps."""
+    """Start and stop of a row's span, `clipped`; by selections, so that LLVM sees that no
+    offset of a slot wraps.
+    """
     ends = (number_of(numbers, row) for numbers in (start, stop))
     return [(x < 1 << 31).select((x < size).select(x, size), 0) for x in ends]
 
 
 def span_of(start: Numbers, stop: Numbers, row: Word, size: int, local: int = 0) -> list[Word]:
-    """The first slot of a row's span [start, stop - local) among `size` slots, and the number of slots."""
+    """The first slot of a row's span [start, stop - local) among `size` slots, and the number
+    of slots.
+    """
     first, end = clipped(number_of(start, row), size), number_of(stop, row) - local
     return [first, instr("max.s32", instr("min.s32", end, size) - first, 0)]

@@ -1,8 +1,9 @@
 """The backend that compiles kernels for a GPU: MLIR inside of a Pallas Mosaic GPU kernel.
 
-The kernels scatter, gather and shuffle: each lane has an address or a source of its own. Pallas gives a lane no address
-(`plgpu.atomic_add` adds a tile to a slice), and has no gather from device memory and no shuffle on these GPUs. The body
-of a kernel is therefore one `inline_mgpu` call.
+The kernels scatter, gather and shuffle: each lane has an address or a source of its own. Pallas
+gives a lane no address (`plgpu.atomic_add` adds a tile to a slice), and has no gather from
+device memory and no shuffle on these GPUs. The body of a kernel is therefore one `inline_mgpu`
+call.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ else:
 def why_not() -> str | None:
     """Why this process can build no kernel for its GPUs; None if it can.
 
-    Without any GPU it can: a program may be compiled ahead of time for one. The environment variable KVJAX_KERNELS=off
-    turns all kernels off.
+    Without any GPU it can: a program may be compiled ahead of time for one. The environment
+    variable KVJAX_KERNELS=off turns all kernels off.
     """
     wanted = os.environ.get("KVJAX_KERNELS", "on")
     if wanted not in ("on", "off"):

@@ -1,7 +1,9 @@
-"""The differences between the GPUs that kernels are compiled for, which decide a kernel's form and block sizes.
+"""The differences between the GPUs that kernels are compiled for, which decide a kernel's form
+and block sizes.
 
-An architecture decides how much shared memory a block can have, whether blocks form clusters, and which instructions
-exist. A card of it has a number of multiprocessors and a bandwidth. Everything else in this package is common.
+An architecture decides how much shared memory a block can have, whether blocks form clusters,
+and which instructions exist. A card of it has a number of multiprocessors and a bandwidth.
+Everything else in this package is common.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ class Target:
 
 
 KB = 1024
-# Shared memory of a block, clusters and float8, by compute capability. 12.0 has clusters too, but the forms that use
-# them want more shared memory than a block has there.
+# Shared memory of a block, clusters and float8, by compute capability. 12.0 has clusters too,
+# but the forms that use them want more shared memory than a block has there.
 ARCHITECTURES: dict[str, tuple[int, bool, bool]] = {
     "8.0": (163 * KB, False, False),
     "8.6": (99 * KB, False, False),
@@ -42,8 +44,8 @@ ARCHITECTURES: dict[str, tuple[int, bool, bool]] = {
     "10.3": (227 * KB, True, True),
     "12.0": (99 * KB, False, True),
 }
-# Cards by JAX's name of the device: compute capability, multiprocessors, and bandwidth in GB/s by the datasheet. The
-# first card of an architecture stands for it in tests.
+# Cards by JAX's name of the device: compute capability, multiprocessors, and bandwidth in GB/s
+# by the datasheet. The first card of an architecture stands for it in tests.
 CARDS: dict[str, tuple[str, int, int]] = {
     "NVIDIA A100-SXM4-80GB": ("8.0", 108, 2039),
     "NVIDIA A100-SXM4-40GB": ("8.0", 108, 1555),
@@ -87,9 +89,11 @@ _forced: ContextVar[Target | None] = ContextVar("_forced", default=None)
 
 @contextmanager
 def build_for(wanted: Target) -> Iterator[None]:
-    """In the block, kernels take the form and block sizes that they have on `wanted`, on whatever device they run.
+    """In the block, kernels take the form and block sizes that they have on `wanted`, on
+    whatever device they run.
 
-    A GPU can so run the forms of a smaller one. Functions that jit traced before the block keep their form.
+    A GPU can so run the forms of a smaller one. Functions that jit traced before the block keep
+    their form.
     """
     from kvjax.kernels_pallas.simt.backend import bypass_cache
 
@@ -102,7 +106,9 @@ def build_for(wanted: Target) -> Iterator[None]:
 
 
 def target(operands: Sequence[Any] = ()) -> Target:
-    """The target that a program over `operands` is lowered for; an H200 if its device is not known."""
+    """The target that a program over `operands` is lowered for; an H200 if its device is not
+    known.
+    """
     if (wanted := _forced.get()) is not None:
         return wanted
     if (device := _device(operands)) is None:
@@ -118,7 +124,9 @@ def target(operands: Sequence[Any] = ()) -> Target:
 
 
 def device_kind(operands: Sequence[Any] = ()) -> str | None:
-    """The kind of GPU that a program over `operands` is lowered for, such as "NVIDIA H200"; None if unknown."""
+    """The kind of GPU that a program over `operands` is lowered for, such as "NVIDIA H200";
+    None if unknown.
+    """
     if (wanted := _forced.get()) is not None:
         return wanted.kind
     device = _device(operands)
@@ -126,8 +134,9 @@ def device_kind(operands: Sequence[Any] = ()) -> str | None:
 
 
 def _device(operands: Sequence[Any]) -> Any:
-    """A program that is compiled ahead of time has its device in the mesh of its operands, or in the mesh of the
-    context. Any other program is for the GPUs of this process, if they are of one kind."""
+    """A program that is compiled ahead of time has its device in the mesh of its operands, or
+    in the mesh of the context. Any other program is for the GPUs of this process, if they are
+    of one kind."""
     types = (x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x) for x in operands)
     meshes = [getattr(getattr(x, "sharding", None), "mesh", None) for x in types]
     for mesh in (*meshes, jax.sharding.get_abstract_mesh()):

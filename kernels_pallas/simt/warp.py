@@ -36,7 +36,9 @@ def from_lane(x: Word, lane: Operand) -> Word:
 
 
 def ballot(flag: Flag) -> Word:
-    """One bit for each lane of the warp, set if the lane's flag is true. All lanes get the same word."""
+    """One bit for each lane of the warp, set if the lane's flag is true. All lanes get the same
+    word.
+    """
     return ptx("vote.sync.ballot.b32 $0, $1, -1;", flag, results=1, convergent=True)
 
 
@@ -74,11 +76,13 @@ def wgmma(
     sums: Sequence[Sequence[Word]], lefts: Sequence[Sequence[Sequence[Word]]], right: Word, steps: Sequence[int],
     lead: int,
 ) -> list[list[Word]]:  # fmt: skip
-    """sums[i] f32[64, N] + sum over s of a[64, 16] @ b[16, N] in bf16, of a warpgroup, on compute capability 9.0.
+    """sums[i] f32[64, N] + sum over s of a[64, 16] @ b[16, N] in bf16, of a warpgroup, on
+    compute capability 9.0.
 
-    A warp has 16 rows of sums and of a = lefts[i][s], as `mma` has them, 8 columns after the other. b is in shared
-    memory at right + steps[s], as 8 x 8 matrices with b's columns as rows: N/8 one after the other of the upper 8 rows
-    of b, and `lead` bytes further those of the lower ones. Writes to b need `fence.proxy.async` before a barrier.
+    A warp has 16 rows of sums and of a = lefts[i][s], as `mma` has them, 8 columns after the
+    other. b is in shared memory at right + steps[s], as 8 x 8 matrices with b's columns as
+    rows: N/8 one after the other of the upper 8 rows of b, and `lead` bytes further those of
+    the lower ones. Writes to b need `fence.proxy.async` before a barrier.
     """
     each = len(sums[0])
     results = each * len(sums)
@@ -149,14 +153,16 @@ def any_of_warps(flag: Word, number: Word, threads: int) -> Flag:
 
 
 def cluster_barrier() -> None:
-    """A barrier of all threads of the cluster. After it, all see what each wrote to shared and device memory."""
+    """A barrier of all threads of the cluster. After it, all see what each wrote to shared and
+    device memory.
+    """
     cluster_arrive()
     cluster_wait()
 
 
 def cluster_arrive(order: str = "release") -> None:
-    """The first half of `cluster_barrier`: all threads see after `cluster_wait` what was written before it, unless the
-    order is "relaxed"."""
+    """The first half of `cluster_barrier`: all threads see after `cluster_wait` what was
+    written before it, unless the order is "relaxed"."""
     if has_cluster():
         ptx(f"barrier.cluster.arrive.{order};", convergent=True)
 

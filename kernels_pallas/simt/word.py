@@ -113,7 +113,8 @@ def sum_of(words: Sequence[Word]) -> Word:
 def ptx(code: str, *args: Any, results: int = 0, convergent: bool = False) -> Any:
     """Emits `code`, in which $0, $1, ... are the `results` (u32) and then the arguments.
 
-    Words are u32, addresses in device memory u64. One result is returned as a Word, more as a list.
+    Words are u32, addresses in device memory u64. One result is returned as a Word, more as a
+    list.
     """
     values = [
         a.value if isinstance(a, (Word, Flag)) else value(a) if isinstance(a, int) else a
@@ -151,7 +152,9 @@ def when(flag: Flag) -> Iterator[None]:
 def loop(
     start: Operand, stop: Operand, step: Operand, carry: Sequence[Word] = ()
 ) -> Callable[..., list[Word]]:
-    """Runs carry = body(i, *carry) for i in range(start, stop, step); each thread has its own bounds."""
+    """Runs carry = body(i, *carry) for i in range(start, stop, step); each thread has its own
+    bounds.
+    """
 
     def run(body: Callable[..., Any]) -> list[Word]:
         def step_of(i: Any, *values: Any) -> list[Any]:
@@ -180,7 +183,9 @@ def repeat(
 def branch(
     flag: Flag, make: Callable[[], Sequence[Word]], otherwise: Sequence[Word]
 ) -> list[Word]:
-    """make() if the flag is true, else `otherwise`. If make() has a barrier, the whole block must share the flag."""
+    """make() if the flag is true, else `otherwise`. If make() has a barrier, the whole block
+    must share the flag.
+    """
     made = backend().branch(
         flag.value, lambda: [x.value for x in make()], [x.value for x in otherwise]
     )

@@ -1,18 +1,19 @@
-"""Votes for keys by the sign patterns of their subspaces, for all query heads of a group at once.
+"""Votes for keys by the sign patterns of their subspaces, for all query heads of a group at
+once.
 
-**Ranks** say how many votes each of the 256 patterns of a subspace earns. Opposite patterns have opposite scores, so 16
-lanes sort 128 scores and sum the counts. Each block ranks all subspaces of its row, unless G D/8 exceeds 32 and rows
-are few: then a separate kernel does.
+**Ranks** say how many votes each of the 256 patterns of a subspace earns. Opposite patterns
+have opposite scores, so 16 lanes sort 128 scores and sum the counts. Each block ranks all
+subspaces of its row, unless G D/8 exceeds 32 and rows are few: then a separate kernel does.
 
-**Votes** are looked up in shared memory by `parts` blocks a row. One word holds the votes of 4 heads as bytes. Lanes
-start at different subspaces, in separate banks.
+**Votes** are looked up in shared memory by `parts` blocks a row. One word holds the votes of 4
+heads as bytes. Lanes start at different subspaces, in separate banks.
 
 **Bytes:** D/8 read and G written per key and KV head; 1 KiB of counts per subspace and KV head.
 
 **Bound:** memory, then shared memory.
 
-**Limits:** scores that differ only by rounding may rank unlike the reference; a NaN query gets arbitrary votes.
-Evidence: `benchmarks/NOTES.md`.
+**Limits:** scores that differ only by rounding may rank unlike the reference; a NaN query gets
+arbitrary votes. Evidence: `benchmarks/NOTES.md`.
 """
 
 from __future__ import annotations
@@ -65,8 +66,9 @@ class Config:
 def config_for(
     rows: int, S: int, G: int = 1, D: int = 128, target: simt.Target | None = None
 ) -> Config:
-    """A block per multiprocessor, with at least one key per thread. Each block of a row ranks all of its subspaces,
-    unless there are many blocks and that is much of their work. Fewer keys in flight where shared memory is small."""
+    """A block per multiprocessor, with at least one key per thread. Each block of a row ranks
+    all of its subspaces, unless there are many blocks and that is much of their work. Fewer
+    keys in flight where shared memory is small."""
     target = target or simt.target()
     parts = max(1, min(target.multiprocessors // rows, -(-S // 512)))
     if G * D > 256 and parts >= 16:
@@ -87,8 +89,8 @@ def config_for(
 
 
 def scratch(G: int, N: int, config: Config) -> list[int]:
-    """Words of the table; if blocks find the ranks, of what patterns earn, queries and limits (the counts are where the
-    table will be); and of the keys' patterns in flight."""
+    """Words of the table; if blocks find the ranks, of what patterns earn, queries and limits
+    (the counts are where the table will be); and of the keys' patterns in flight."""
     ring = 128 * config.warpgroups * config.keys * config.stages * N // 4
     return [32 * PATTERNS, *(() if config.apart else rank_scratch(G, N, N)), ring]
 
@@ -137,7 +139,8 @@ def collide(
     turned: int | None = None,
     config: Config | None = None,
 ) -> Array:
-    """u8[B, K, G, S] votes, of q [B, K, G, D], ids u8[B, K, S, D/8], counts i32[B, K, D/8, 256], limits i32[B, T].
+    """u8[B, K, G, S] votes, of q [B, K, G, D], ids u8[B, K, S, D/8], counts i32[B, K, D/8,
+    256], limits i32[B, T].
 
     With `turned`, the bits of channels as in `rotate.turned`, q is rotated first.
     """
@@ -258,9 +261,9 @@ def _vote(*refs, sizes: Sizes, S: int, turned: int | None, config: Config) -> No
     )
     table = _Table(places, G, N, config)
 
-    # All threads issue the loads of a query before any thread issues those of patterns, so that they do not wait for
-    # these. Ranks of another kernel would also wait for the patterns of other blocks, so only one turn of patterns is
-    # begun before.
+    # All threads issue the loads of a query before any thread issues those of patterns, so that
+    # they do not wait for these. Ranks of another kernel would also wait for the patterns of
+    # other blocks, so only one turn of patterns is begun before.
     turns = 1 if config.apart else config.stages
     if config.apart:
         earned = simt.offset_rows(
@@ -297,7 +300,9 @@ class _Table:
         ]
 
     def load(self, place: Callable[[Word], Any], pitch: int, space: str) -> list[list[Word]]:
-        """Words of some fours of patterns, from place([word, subspace, pattern]), with `pitch` words per subspace."""
+        """Words of some fours of patterns, from place([word, subspace, pattern]), with `pitch`
+        words per subspace.
+        """
         n = simt.divide(self.which, self.width)
         first = ((self.which - n * self.width) * self.N + n) * pitch
         load, final = f"ld.{space}.v4.u32 {{$0, $1, $2, $3}}, [$4];", PATTERNS // 4 - 1
@@ -344,12 +349,13 @@ class _Votes:
         self.turn = self.threads * config.keys  # keys of a turn
 
     def _mine(self) -> tuple[Word, list[Word], Word]:
-        """This thread's key among those of all, its order of the words of a pattern, and its copy of the table.
+        """This thread's key among those of all, its order of the words of a pattern, and its
+        copy of the table.
 
         Lanes 4 m .. 4 m + 3 have 4 adjacent keys.
 
-        In this order, lanes use all banks of the ring and of the table; a load of two words serves one half of the
-        lanes after the other.
+        In this order, lanes use all banks of the ring and of the table; a load of two words
+        serves one half of the lanes after the other.
         """
         t, by_4 = simt.special("tid.x"), self.N // 4
         lane = t & 31
@@ -384,7 +390,9 @@ class _Votes:
             self._fetch(self.start + i * self.turn, i * self.turn * self.N)
 
     def count(self, out: Any) -> None:
-        """Writes the votes of the block's keys, once the table is complete and copies of `stages` turns have begun."""
+        """Writes the votes of the block's keys, once the table is complete and copies of
+        `stages` turns have begun.
+        """
         G, N, threads, width = self.G, self.N, self.threads, self.width
         keys, stages = self.config.keys, self.config.stages
         mine, order, copy = self._mine()
@@ -411,7 +419,8 @@ class _Votes:
                     sums = [a + b for a, b in zip(sums, got, strict=True)]
             return sums
 
-        # A word has bytes of `heads` heads for each of `joined` keys; lane m of 4 stores byte m of all four.
+        # A word has bytes of `heads` heads for each of `joined` keys; lane m of 4 stores byte m
+        # of all four.
         heads = min(G, 4)
         joined = min(keys, 4 // heads) if heads in (1, 2, 4) else 1
         m = lane & 3

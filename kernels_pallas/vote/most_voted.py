@@ -1,10 +1,12 @@
 """The slots of the keys with the most votes, in order of slot, selected in one kernel.
 
-Several blocks share a row of votes. Each block counts its votes by value, in separate bins for each lane to avoid bank
-conflicts. The sums over the blocks, which are a cluster or meet in device memory between two launches, give the least
-vote that is selected and the place where each block begins. Each block then reads its votes again, and the place of a
-slot is the number of selected slots before it, from running sums over lanes and warps. Votes are
-compared four a word, and one word holds both running sums. Lengths and counts are read from the cache and clipped.
+Several blocks share a row of votes. Each block counts its votes by value, in separate bins for
+each lane to avoid bank conflicts. The sums over the blocks, which are a cluster or meet in
+device memory between two launches, give the least vote that is selected and the place where
+each block begins. Each block then reads its votes again, and the place of a slot is the number
+of selected slots before it, from running sums over lanes and warps. Votes are compared four a
+word, and one word holds both running sums. Lengths and counts are read from the cache and
+clipped.
 
 **Bytes:** 1 read twice a key and row, and 4 written a place.
 
@@ -54,7 +56,9 @@ class Config:
 
 
 def config_for(rows: int, target: simt.Target | None = None) -> Config:
-    """Blocks per row and their size: fewer and smaller the more rows there are, so that all run at once."""
+    """Blocks per row and their size: fewer and smaller the more rows there are, so that all run
+    at once.
+    """
     target = target or simt.target()
     if not target.clusters:
         return Config(max(1, min(16, target.multiprocessors // rows)), cluster=0)
@@ -68,7 +72,9 @@ def smem_bytes(config: Config) -> int:
 
 
 def _sizes(config: Config) -> tuple[int, ...]:
-    """Words of the copies of the bins, the bins of the block, of the row and of the blocks before, and sums by warp."""
+    """Words of the copies of the bins, the bins of the block, of the row and of the blocks
+    before, and sums by warp.
+    """
     return BINS * COPIES, BINS, BINS, BINS, 4 * config.warpgroups
 
 
@@ -100,9 +106,9 @@ def most_voted(
     local: int = 0,
     config: Config | None = None,
 ) -> tuple[Array, Array]:
-    """(slots i32[B, K, G, room], found i32[B, K, G]) of u8[B, K, G, S] votes in the first `length` i32[B] slots, count
-    i32[B]; with `complement` = (total, start, stop), each i32[B], i32[B, T] or a number for all, more as in
-    `ops.most_voted`."""
+    """(slots i32[B, K, G, room], found i32[B, K, G]) of u8[B, K, G, S] votes in the first
+    `length` i32[B] slots, count i32[B]; with `complement` = (total, start, stop), each i32[B],
+    i32[B, T] or a number for all, more as in `ops.most_voted`."""
     if limit := unsupported(votes, length, count, room):
         raise NotImplementedError(limit)
     B, K, G, S = votes.shape
@@ -169,14 +175,15 @@ def _program(
     copies, bins, every, before, warps = (simt.shared_address(m) for m in scratch_m)
     tile = threads * BYTES
     length = simt.clipped(length, S)
-    size = (
-        simt.divide(length + (blocks * BYTES - 1), blocks * BYTES) * BYTES
-    )  # votes of a block
+    # votes of a block
+    size = simt.divide(length + (blocks * BYTES - 1), blocks * BYTES) * BYTES
     start = part * size
     stop = (start + size < length).select(start + size, length)
 
     def load(first: Word) -> tuple[list[Word], list[Word]]:
-        """This thread's votes of a tile, four per word, and the highest bit of the byte of each that counts."""
+        """This thread's votes of a tile, four per word, and the highest bit of the byte of each
+        that counts.
+        """
         at = first + t * BYTES
         left = (at < stop).select(stop - at, 0)  # of the votes from there on
         words = ptx(
@@ -228,7 +235,8 @@ def _program(
     simt.cluster_arrive("relaxed")  # no other block reads this block's counts after it
     simt.block_barrier()
 
-    # Every warp finds the least vote that is selected: the largest that at least `wanted` keys reach.
+    # Every warp finds the least vote that is selected: the largest that at least `wanted` keys
+    # reach.
     if complement:
         total, first, end = complement
         beside = simt.instr("max.s32", end - local - first, 0)
@@ -273,7 +281,8 @@ def _program(
             _reach(x, least_bytes, mark) ^ y
             for x, mark, y in zip(values, marks, more, strict=True)
         ]
-        # Keys with more votes are counted in the lower 16 bits, keys with exactly as many in the upper ones.
+        # Keys with more votes are counted in the lower 16 bits, keys with exactly as many in
+        # the upper ones.
         counts = [
             simt.instr("dp4a.u32.u32", simt.sum_of([x >> 7 for x in xs]), 0x01010101, 0)
             for xs in (more, same)

@@ -1,4 +1,5 @@
-"""Ranks of the sign patterns of subspaces: how many votes each of the 256 earns, in shared memory.
+"""Ranks of the sign patterns of subspaces: how many votes each of the 256 earns, in shared
+memory.
 
 The kernel `collide` ranks in the blocks that count votes, or in a separate kernel.
 """
@@ -15,38 +16,40 @@ from kvjax.kernels_pallas.score.rotate import channels, rotated
 from kvjax.kernels_pallas.simt import Flag, Word, instr, loop, ptx, when, word
 
 PATTERNS = 256  # of a subspace
-PITCH = (
-    PATTERNS + 4
-)  # words from a subspace to the next, so that fours of 8 of them are in different banks
+# words from a subspace to the next, so that fours of 8 of them are in different banks
+PITCH = PATTERNS + 4
 LANES = 16  # that rank a subspace for a head
-PAIRS = (
-    PATTERNS // 2 // LANES
-)  # of a lane: a pattern and its opposite, whose scores are s and -s
+# of a lane: a pattern and its opposite, whose scores are s and -s
+PAIRS = PATTERNS // 2 // LANES
 BITS = LANES.bit_length() - 1  # of a lane's number
 MAX_KEYS = 1 << 24  # keys: sums of counts are exact in f32
 Sizes = tuple[int, int, int, int]  # rows that share limits, G, N, T
 
 
 def rank_scratch(G: int, N: int, share: int) -> tuple[int, int]:
-    """Words for the votes that the patterns of `share` subspaces earn; and for queries and limits."""
+    """Words for the votes that the patterns of `share` subspaces earn; and for queries and
+    limits.
+    """
     return share * -(-G // 4) * PITCH, G * N * 8 + 32
 
 
 class Ranks:
-    """Votes that the patterns of a block's subspaces earn, a byte per head; `LANES` lanes work on a subspace and head.
+    """Votes that the patterns of a block's subspaces earn, a byte per head; `LANES` lanes work
+    on a subspace and head.
 
-    One of two opposite patterns scores s >= 0, the other -s. The former are sorted, several per lane, by 23 bits of s
-    and the pattern, and the counts of those above are summed. Only if two are equal in these bits and s has more, or if
-    limits reach patterns below 0, the result is sorted again by all bits of s, and all patterns count. Counts are in
-    f32.
+    One of two opposite patterns scores s >= 0, the other -s. The former are sorted, several per
+    lane, by 23 bits of s and the pattern, and the counts of those above are summed. Only if two
+    are equal in these bits and s has more, or if limits reach patterns below 0, the result is
+    sorted again by all bits of s, and all patterns count. Counts are in f32.
     """
 
     def __init__(
         self, given: Sequence[Any], scratch: Sequence[Any], row: Word, first: Word, share: int, sizes: Sizes,
         turned: int | None, warpgroups: int,
     ):  # fmt: skip
-        """Starts the loads of `given` queries, counts and limits for `share` subspaces from the `first` on; `scratch`
-        has room for the counts, for the votes that patterns earn, and for queries."""
+        """Starts the loads of `given` queries, counts and limits for `share` subspaces from the
+        `first` on; `scratch` has room for the counts, for the votes that patterns earn, and for
+        queries."""
         shared_by, self.G, self.N, self.T = sizes
         self.first, self.share, self.turned, self.warps = first, share, turned, 4 * warpgroups
         q, counts, limits = (simt.global_address(m) for m in given)
@@ -71,7 +74,8 @@ class Ranks:
         words = rank_scratch(self.G, self.N, share)[0]
         loop(t * 4, words, threads * 4)(lambda i: ptx(zeros, self.earned + i * 4, 0))
         self.lane = lane & (LANES - 1)
-        # 1 if a bit of a lane's number is set, else -1; and 1 if there is a lane 2^i further, else 0.
+        # 1 if a bit of a lane's number is set, else -1; and 1 if there is a lane 2^i further,
+        # else 0.
         self.signs = [
             (self.lane & (1 << i)).equals(0).select(simt.real(-1.0), simt.real(1.0))
             for i in range(BITS)
@@ -145,7 +149,9 @@ class Ranks:
         put(found[:PAIRS], found[PAIRS:])
 
     def _differences(self, x: Sequence[Word], step: int) -> list[Word]:
-        """The difference of each word from the one before, or from the next if `step` is -1; all bits at the edge."""
+        """The difference of each word from the one before, or from the next if `step` is -1;
+        all bits at the edge.
+        """
         if step < 0:
             others, edge, exists = [*x[1:], self._next(x[0])], -1, self.lane < LANES - 1
         else:
@@ -157,7 +163,9 @@ class Ranks:
     def _levelled(
         self, sums: Sequence[Word], differences: Sequence[Word], alike: int, step: int
     ) -> list[Word]:
-        """The value of the first of neighbours that differ by less than `alike`, or of the last if `step` is -1."""
+        """The value of the first of neighbours that differ by less than `alike`, or of the last
+        if `step` is -1.
+        """
         order = range(PAIRS)[::step]
 
         def once(*sums: Word) -> tuple[Flag, list[Word]]:
@@ -172,7 +180,9 @@ class Ranks:
     def _put(
         self, at: Word, exists: Flag, patterns: Sequence[Word], before: Sequence[Word]
     ) -> None:
-        """Writes the votes that patterns earn by the number of keys before them, as bytes of words at `at`."""
+        """Writes the votes that patterns earn by the number of keys before them, as bytes of
+        words at `at`.
+        """
 
         @loop(0, self.T, 1, [simt.real(2.0**23)] * PAIRS)
         def votes(i: Word, *votes: Word) -> list[Word]:
@@ -189,7 +199,8 @@ class Ranks:
             ptx(store, at + pattern * 4, n, nothing)
 
     def _keys(self, x: Sequence[Word]) -> tuple[list[Word], Flag]:
-        """This lane's pairs as words: 23 bits of s, then 8 of the pattern; and whether s has more bits.
+        """This lane's pairs as words: 23 bits of s, then 8 of the pattern; and whether s has
+        more bits.
 
         As f32 the words are ordered numbers, in the order of s if those bits differ."""
         first, magnitude = word(0), word(0)
@@ -205,7 +216,8 @@ class Ranks:
         totals = [instr("sub.f32", total, x[7]) for total in totals]
         for y in x:
             magnitude = instr("add.f32", magnitude, instr("abs.f32", y))
-        # A power of two that makes `magnitude` at most 2^23 / 1.01; larger words would not be numbers as f32.
+        # A power of two that makes `magnitude` at most 2^23 / 1.01; larger words would not be
+        # numbers as f32.
         exponent = instr("mul.f32", magnitude, simt.real(1.01)) >> 23
         scale = instr("min.u32", word(276) - exponent, 254) << 23
         keys, rest = [], word(0)
@@ -229,7 +241,9 @@ class Ranks:
         return simt.from_lane(x, self.lane.equals(0).select(lane, lane - 1))
 
     def _sums_above(self, numbers: Sequence[Word]) -> list[Word]:
-        """The sum of all numbers after each, where the numbers of one lane follow those of the lane before."""
+        """The sum of all numbers after each, where the numbers of one lane follow those of the
+        lane before.
+        """
         own = [word(0)]  # sums after each of this lane's numbers, from the last on
         for x in reversed(numbers):
             own.append(instr("add.f32", own[-1], x))
@@ -247,11 +261,12 @@ class Ranks:
         return [instr("add.f32", later, x) for x in reversed(own)]
 
     def _sorted(self, x: list[Word]) -> list[Word]:
-        """The words of these lanes in ascending order, a lane's one after the other. They are numbers in f32, not
-        below 0.
+        """The words of these lanes in ascending order, a lane's one after the other. They are
+        numbers in f32, not below 0.
 
-        The words of a lane are sorted by a network of Batcher's, then by merges of a bitonic sort. A lane that is to
-        get the smaller of two numbers has them with the opposite sign meanwhile, and so takes the larger one.
+        The words of a lane are sorted by a network of Batcher's, then by merges of a bitonic
+        sort. A lane that is to get the smaller of two numbers has them with the opposite sign
+        meanwhile, and so takes the larger one.
         """
         minus = None  # the bit whose signs the numbers have
 
@@ -259,7 +274,9 @@ class Ranks:
             x[i], x[j] = instr("min.f32", x[i], x[j]), instr("max.f32", x[i], x[j])
 
         def across(gap: int, turn: int, bit: int) -> None:
-            """Orders the i-th word and the (i ^ turn)-th of the lane whose number differs in the bits of `gap`."""
+            """Orders the i-th word and the (i ^ turn)-th of the lane whose number differs in
+            the bits of `gap`.
+            """
             sign = self.signs[bit]
             if minus is not None:
                 sign = instr("mul.f32", sign, self.signs[minus])
@@ -292,7 +309,9 @@ class Ranks:
         counts: Word,
         put: Callable[..., None],
     ) -> list[Word]:
-        """Patterns sorted by all bits of s, and the counts before each; the opposite patterns are written here."""
+        """Patterns sorted by all bits of s, and the counts before each; the opposite patterns
+        are written here.
+        """
 
         def score(pattern: Word) -> Word:
             total = word(0)
@@ -341,7 +360,9 @@ class Ranks:
 
 
 def _network(n: int) -> Iterator[tuple[int, int]]:
-    """Pairs of n elements whose ordering, one after the other, sorts them all: Batcher's odd-even merges."""
+    """Pairs of n elements whose ordering, one after the other, sorts them all: Batcher's
+    odd-even merges.
+    """
     p = 1
     while p < n:
         k = p

@@ -1,9 +1,11 @@
-"""Writes the tokens of a decode step into their cache zones, keys, values and counts, in one launch.
+"""Writes the tokens of a decode step into their cache zones, keys, values and counts, in one
+launch.
 
-XLA needs one scatter for the keys and one for the values of each zone, and another kernel for the counts. Here a block
-works on one row of the batch. It reads the counts of the row and finds the first zone with room. Its threads move 16
-bytes of the key and 16 of the value each, then one thread writes the new counts. The arrays are changed in place if
-they are donated or carried by a loop; otherwise XLA copies them first. Several tokens fill one zone after the other.
+XLA needs one scatter for the keys and one for the values of each zone, and another kernel for
+the counts. Here a block works on one row of the batch. It reads the counts of the row and finds
+the first zone with room. Its threads move 16 bytes of the key and 16 of the value each, then
+one thread writes the new counts. The arrays are changed in place if they are donated or carried
+by a loop; otherwise XLA copies them first. Several tokens fill one zone after the other.
 
 **Bytes:** 4 e K D a row of the batch and token, where e is the size of an element.
 
@@ -55,8 +57,9 @@ def unsupported(zones: Sequence[Any], k: Any, v: Any, active: Any, overflow: Any
 def put_token(
     zones: Sequence[Zone], k: Array, v: Array, active: Array, overflow: Array
 ) -> tuple[list[Zone], Array]:
-    """Zones (keys, values, count) with the token k, v [B, K, 1, D] of each row that is `active` bool[B], in the first
-    zone that has room; and `overflow` bool[B], also true where none had."""
+    """Zones (keys, values, count) with the token k, v [B, K, 1, D] of each row that is `active`
+    bool[B], in the first zone that has room; and `overflow` bool[B], also true where none had.
+    """
     if limit := unsupported(zones, k, v, active, overflow):
         raise NotImplementedError(limit)
     return _run(zones, overflow, active, k, v)
@@ -66,8 +69,8 @@ def put_token(
 def put_tokens(
     zones: Sequence[Zone], k: Array, v: Array, count: Array, overflow: Array
 ) -> tuple[list[Zone], Array]:
-    """Zones with the first `count` i32[B] of the tokens k, v [B, K, T, D], which fill one zone after the other; and
-    `overflow` bool[B], also true where some had no room."""
+    """Zones with the first `count` i32[B] of the tokens k, v [B, K, T, D], which fill one zone
+    after the other; and `overflow` bool[B], also true where some had no room."""
     if limit := unsupported(zones, k, v, count, overflow):
         raise NotImplementedError(limit)
     return _run(zones, overflow, count.astype(jnp.int32), k, v)
@@ -76,7 +79,8 @@ def put_tokens(
 def _run(
     zones: Sequence[Zone], overflow: Array, due: Array, k: Array, v: Array
 ) -> tuple[list[Zone], Array]:
-    # One array, which XLA writes as it rotates the key; with v as a separate array it needs one more kernel.
+    # One array, which XLA writes as it rotates the key; with v as a separate array it needs one
+    # more kernel.
     tokens = jnp.stack([a.astype(zones[0][0].dtype) for a in (k, v)], axis=1)
     *made, flags = _put(len(zones), *(a for zone in zones for a in zone), overflow, due, tokens)
     return list(zip(made[::3], made[1::3], made[2::3], strict=True)), flags

@@ -1,7 +1,8 @@
 """The cache of one layer and of a whole model, and the functions that make them.
 
-A cache is a pytree: the arrays of its state are the leaves; policy, sizes and placement are static. `attention` fills
-it, and the functions of `flushing` and `rows` change it without attending.
+A cache is a pytree: the arrays of its state are the leaves; policy, sizes and placement are
+static. `attention` fills it, and the functions of `flushing` and `rows` change it without
+attending.
 """
 
 from __future__ import annotations
@@ -61,14 +62,18 @@ class LayerCache:
 
     @property
     def nbytes(self) -> Bytes:
-        """Bytes of the arrays in `device` and `host` memory; with a placement, those of one device."""
+        """Bytes of the arrays in `device` and `host` memory; with a placement, those of one
+        device.
+        """
         return nbytes(self.state)
 
     def __repr__(self) -> str:
         return f"LayerCache({self.policy!r}; {_contents(self)})"
 
     def full_rows(self) -> Array | None:
-        """Rows whose recent block is full; None for a policy without one, and within `flushed`: bool[B]."""
+        """Rows whose recent block is full; None for a policy without one, and within `flushed`:
+        bool[B].
+        """
         if _flushed.value:
             return None
         with own_axes(self):
@@ -81,8 +86,8 @@ class Cache:
     """The caches of a model's attention layers."""
 
     layers: tuple[LayerCache, ...]
-    # i32[B] the longest text that the rotation of each row's keys is right for, 0 for an empty row; None if the model's
-    # RoPE does not depend on the length of a text
+    # i32[B] the longest text that the rotation of each row's keys is right for, 0 for an empty
+    # row; None if the model's RoPE does not depend on the length of a text
     rotated_for: Array | None = None
     # i32[B] tokens that `SpecPrefill` left out of each row's prompt; None: all read
     skipped: Array | None = None
@@ -101,7 +106,9 @@ class Cache:
 
     @property
     def position(self) -> Array:
-        """The position of each row's next token: `length`, unless tokens of its prompt were left out. i32[B]."""
+        """The position of each row's next token: `length`, unless tokens of its prompt were
+        left out. i32[B].
+        """
         return self.length if self.skipped is None else self.length + self.skipped
 
     @property
@@ -111,7 +118,9 @@ class Cache:
 
     @property
     def nbytes(self) -> Bytes:
-        """Bytes of the arrays of all layers in `device` and `host` memory; with a placement, those of one device."""
+        """Bytes of the arrays of all layers in `device` and `host` memory; with a placement,
+        those of one device.
+        """
         return nbytes(self.layers)
 
     def __repr__(self) -> str:
@@ -136,13 +145,15 @@ def init(
     layers: int,
     placement: Placement | None = None,
 ) -> Cache:
-    """Makes an empty cache for a model with `layers` attention layers, from one policy or one policy per layer.
+    """Makes an empty cache for a model with `layers` attention layers, from one policy or one
+    policy per layer.
 
-    At a small capacity a policy may be replaced by `Full` (see `Retrieval.dense_capacity`), except with a `placement`:
-    each device would attend to a part of the tokens, for which nothing was measured.
+    At a small capacity a policy may be replaced by `Full` (see `Retrieval.dense_capacity`),
+    except with a `placement`: each device would attend to a part of the tokens, for which
+    nothing was measured.
 
-    A `placement` splits the cache over the devices of a mesh. Each part is allocated on its device, and all functions
-    that take the cache keep it there.
+    A `placement` splits the cache over the devices of a mesh. Each part is allocated on its
+    device, and all functions that take the cache keep it there.
 
     >>> import kvjax
     >>> spec = kvjax.CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=16, capacity=64)
@@ -171,9 +182,8 @@ def init(
     if placement is None:
         own = [policy.of_size(spec) for policy in own]
     layers_made = tuple(init_layer(policy, spec, placement) for policy in own)
-    rows: Any = (
-        jnp.zeros(spec.batch, jnp.int32) if spec.rope_by_length else None
-    )  # `Cache.rotated_for` of no tokens
+    # `Cache.rotated_for` of no tokens
+    rows: Any = jnp.zeros(spec.batch, jnp.int32) if spec.rope_by_length else None
     return commit_together(
         Cache(layers_made, jax.device_put(rows, placement and _rows_sharding(placement)))
     )
@@ -186,11 +196,12 @@ def _rows_sharding(placement: Placement) -> NamedSharding:
 def init_layer(
     policy: Policy, spec: CacheSpec, placement: Placement | None = None
 ) -> LayerCache:
-    """Makes an empty cache for one attention layer, split over the devices of a `placement` if one is given.
+    """Makes an empty cache for one attention layer, split over the devices of a `placement` if
+    one is given.
 
     Raises:
-      ValueError: a `policy` that is not a policy, a `spec` that is not a CacheSpec, or rows, KV heads or a policy that
-        the placement cannot split.
+      ValueError: a `policy` that is not a policy, a `spec` that is not a CacheSpec, or rows, KV
+        heads or a policy that the placement cannot split.
     """
     if isinstance(policy, PerLayer | list | tuple):
         raise ValueError(
@@ -237,10 +248,11 @@ def _empty(policy: Policy, spec: CacheSpec) -> Any:
 
 
 def shardings(cache: C) -> C:
-    """The `jax.sharding.NamedSharding` of each array of a cache with a placement, memory kinds included.
+    """The `jax.sharding.NamedSharding` of each array of a cache with a placement, memory kinds
+    included.
 
-    For use with `jit`, `device_put` and orbax. `cache` may hold shapes in place of arrays, as `jax.eval_shape` of
-    `kvjax.init` returns it.
+    For use with `jit`, `device_put` and orbax. `cache` may hold shapes in place of arrays, as
+    `jax.eval_shape` of `kvjax.init` returns it.
 
     Raises:
       ValueError: a `cache` that is not a cache, or one without a placement.
@@ -270,16 +282,19 @@ def any_full(cache: Cache | LayerCache) -> Array:
 
 
 def flushed() -> AbstractContextManager[None]:
-    """A context in which no recent block is full, so that `flush` does nothing and needs no condition.
+    """A context in which no recent block is full, so that `flush` does nothing and needs no
+    condition.
 
-    For loops that test `any_full` in their own condition, such as the one of `kvjax.generate`: on a GPU each condition
-    makes the host wait. It is a part of the keys of jit's caches.
+    For loops that test `any_full` in their own condition, such as the one of `kvjax.generate`:
+    on a GPU each condition makes the host wait. It is a part of the keys of jit's caches.
     """
     return _flushed(True)
 
 
 def raise_on_overflow(cache: Cache | LayerCache) -> None:
-    """Raises RuntimeError if a row has dropped a token. Call it outside jit; it reads flags from the device."""
+    """Raises RuntimeError if a row has dropped a token. Call it outside jit; it reads flags
+    from the device.
+    """
     check_cache("raise_on_overflow", cache)
     layers = layers_of(cache)
     if any(isinstance(layer.state.overflow, Tracer) for layer in layers):
@@ -300,7 +315,8 @@ def raise_on_overflow(cache: Cache | LayerCache) -> None:
 
 
 def ends(position: Array, count: Any, positions: Any = None) -> Array:
-    """i32[B]: the position after `count` i32[B] new tokens of each row, the first of which is at `position` i32[B].
+    """i32[B]: the position after `count` i32[B] new tokens of each row, the first of which is
+    at `position` i32[B].
 
     Tokens at `positions` i32[B, T] need not be adjacent.
     """
@@ -313,7 +329,9 @@ def ends(position: Array, count: Any, positions: Any = None) -> Array:
 
 
 def as_positions(positions: Any, shape: tuple[int, ...]) -> Any:
-    """`positions` of tokens as i32 of `shape` [B, T]. Raises ValueError if they are of another shape or no integers."""
+    """`positions` of tokens as i32 of `shape` [B, T]. Raises ValueError if they are of another
+    shape or no integers.
+    """
     found: Any = positions if isinstance(positions, Array) else np.asarray(positions)
     if found.shape != shape or not jnp.issubdtype(found.dtype, jnp.integer):
         raise ValueError(
@@ -323,7 +341,9 @@ def as_positions(positions: Any, shape: tuple[int, ...]) -> Any:
 
 
 def with_gaps(cache: Cache, end: Array, count: Array) -> Cache:
-    """`cache` after `count` i32[B] tokens between which others were left out; the text of a row goes on at `end`."""
+    """`cache` after `count` i32[B] tokens between which others were left out; the text of a row
+    goes on at `end`.
+    """
     kept = jnp.where(count > 0, cache.length, 0 if cache.kept is None else cache.kept)
     return dataclasses.replace(cache, skipped=end - cache.length, kept=kept)
 
@@ -340,7 +360,8 @@ def check_whole(verb: str, cache: Any) -> None:
 def check_rotation(
     cache: Cache, total: Array | np.ndarray, error: type[Exception] = ValueError
 ) -> None:
-    """Raises an error for a row whose keys are rotated for a shorter text than its `total` i32[B] tokens.
+    """Raises an error for a row whose keys are rotated for a shorter text than its `total`
+    i32[B] tokens.
 
     Does nothing for a model whose RoPE does not depend on the length, or under jit.
     """
@@ -360,7 +381,9 @@ def _overflows(layers: Sequence[LayerCache]) -> np.ndarray:
 
 
 def outgrown(cache: Cache, total: Array | np.ndarray) -> np.ndarray:
-    """i64[n] the rows whose keys are rotated for a shorter text than `total` i32[B] tokens; none under jit."""
+    """i64[n] the rows whose keys are rotated for a shorter text than `total` i32[B] tokens;
+    none under jit.
+    """
     if (
         cache.rotated_for is None
         or isinstance(cache.rotated_for, Tracer)
@@ -409,7 +432,9 @@ def rows_to_flush(layers: tuple[LayerCache, ...]) -> list[Array]:
 
 
 def own_axes(cache: Cache | LayerCache) -> AbstractContextManager[Any]:
-    """A context in which the arrays of a cache with a placement can be computed with; see `axes_of`."""
+    """A context in which the arrays of a cache with a placement can be computed with; see
+    `axes_of`.
+    """
     placement = layers_of(cache)[0].placement
     return nullcontext() if placement is None else axes_of(placement.mesh.abstract_mesh)
 
@@ -446,7 +471,9 @@ def as_whole(cache: LayerCache, state: Any) -> Any:
 def run_by_part(
     f: Callable[..., Cache], cache: Any, *operands: Any, specs: tuple[Any, ...] = ()
 ) -> Any:
-    """Runs f(cache, *operands) on each device for its part of the cache; `specs` are PartitionSpecs of `operands`."""
+    """Runs f(cache, *operands) on each device for its part of the cache; `specs` are
+    PartitionSpecs of `operands`.
+    """
     layers = layers_of(cache)
     states, layer_specs = (
         [layer.state for layer in layers],
@@ -489,7 +516,9 @@ _PRESETS = "kvjax.presets.fier(256) or kvjax.presets.parse('fier:budget=256')"
 
 
 def _check_policy(where: str, policy: Any) -> None:
-    """Raises ValueError unless `policy` is one: it may be a preset's name, a class, or a preset that was not called."""
+    """Raises ValueError unless `policy` is one: it may be a preset's name, a class, or a preset
+    that was not called.
+    """
     verbs = ("init", "prefill", "update", "attend", "of_size")
     example = _LAYER if where.startswith("init_layer") else _PRESETS
     check_verbs(where, policy, "a policy", verbs, example, protocol="kvjax.Policy")
@@ -504,7 +533,9 @@ def _check_spec(where: str, spec: Any) -> None:
 
 
 def _contents(cache: Cache | LayerCache) -> str:
-    """Rows, length and bytes for a repr. Leaves may be arrays, tracers, shapes, or whatever tree.map returned."""
+    """Rows, length and bytes for a repr. Leaves may be arrays, tracers, shapes, or whatever
+    tree.map returned.
+    """
     leaves, spec = jax.tree.leaves(cache), cache.spec
     rows = f"{spec.batch} row{'s' if spec.batch > 1 else ''}"
     if not all(hasattr(leaf, "dtype") and hasattr(leaf, "shape") for leaf in leaves):

@@ -1,4 +1,6 @@
-"""Functions that change rows of a cache: take back tokens, shorten to a prefix, insert a prefilled row, move rows."""
+"""Functions that change rows of a cache: take back tokens, shorten to a prefix, insert a
+prefilled row, move rows.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +43,12 @@ from kvjax.validation import check_array, shown
 
 
 def room(cache: Cache | LayerCache) -> Array:
-    """Tokens that each row can take before a flush is due or the cache is full: i32[B], the minimum over layers.
+    """Tokens that each row can take before a flush is due or the cache is full: i32[B], the
+    minimum over layers.
 
     Raises:
-      ValueError: a policy without `free`, because it cannot take back tokens either: see `rollback`.
+      ValueError: a policy without `free`, because it cannot take back tokens either: see
+        `rollback`.
     """
     check_cache("room", cache)
     with own_axes(cache):
@@ -54,15 +58,18 @@ def room(cache: Cache | LayerCache) -> Array:
 
 
 def rollback(cache: C, lengths: ArrayLike) -> C:
-    """`cache` with the first `lengths` i32[B] tokens of each row, as if later ones had never been stored.
+    """`cache` with the first `lengths` i32[B] tokens of each row, as if later ones had never
+    been stored.
 
-    Takes back tokens of the recent block, such as drafted tokens that the model did not accept, and moves no array.
-    Tokens cannot be taken back past a flush, so store at most `room(cache)` tokens in each row between two rollbacks.
+    Takes back tokens of the recent block, such as drafted tokens that the model did not accept,
+    and moves no array. Tokens cannot be taken back past a flush, so store at most `room(cache)`
+    tokens in each row between two rollbacks.
 
     Raises:
-      ValueError: a policy that forgets tokens (`Evicting`) or remembers its last step (`Speculative`); a length beyond
-        the tokens of the row, before its last flush, or within a prompt that `SpecPrefill` read in part. Under jit,
-        where lengths are not known, such a row stays as it is and `raise_on_overflow` reports it.
+      ValueError: a policy that forgets tokens (`Evicting`) or remembers its last step
+        (`Speculative`); a length beyond the tokens of the row, before its last flush, or within
+        a prompt that `SpecPrefill` read in part. Under jit, where lengths are not known, such a
+        row stays as it is and `raise_on_overflow` reports it.
     """
     check_cache("rollback", cache)
     target = _target_lengths("rollback", cache, lengths)
@@ -89,14 +96,15 @@ def rollback(cache: C, lengths: ArrayLike) -> C:
 def truncate(cache: C, lengths: ArrayLike) -> C:
     """`cache` with the first `lengths` i32[B] tokens of each row, any number up to its length.
 
-    Everything in the result equals, to the bit, the cache of the shorter prompt. So a long prompt that was read once
-    gives any shorter prefix for `insert`, or for a prompt that continues differently. Costs about as much as a flush.
+    Everything in the result equals, to the bit, the cache of the shorter prompt. So a long
+    prompt that was read once gives any shorter prefix for `insert`, or for a prompt that
+    continues differently. Costs about as much as a flush.
 
     Raises:
-      ValueError: a policy that evicts or remembers its last step (`Evicting`, `Speculative`), a store that keeps codes
-        in place of keys and values, a demotion that forgets the order of tokens; a length below 0 or beyond the tokens
-        of the row. Under jit, where lengths are not known, such a row stays as it is and `raise_on_overflow` reports
-        it.
+      ValueError: a policy that evicts or remembers its last step (`Evicting`, `Speculative`), a
+        store that keeps codes in place of keys and values, a demotion that forgets the order of
+        tokens; a length below 0 or beyond the tokens of the row. Under jit, where lengths are
+        not known, such a row stays as it is and `raise_on_overflow` reports it.
     """
     check_cache("truncate", cache)
     check_whole("truncate", cache)
@@ -114,11 +122,12 @@ def truncate(cache: C, lengths: ArrayLike) -> C:
 
 
 def insert(cache: C, prefix: C, row: int | Array) -> C:
-    """`cache` with row `row` replaced by `prefix`, a cache of batch 1 with the same policies and capacity.
+    """`cache` with row `row` replaced by `prefix`, a cache of batch 1 with the same policies
+    and capacity.
 
-    A server prefills a request separately and inserts it into a running batch. A `row` that the cache does not have
-    raises ValueError, or, if it is traced, changes nothing. If `cache` has a placement, give `prefix` the same one
-    without `batch`, because one row cannot be split.
+    A server prefills a request separately and inserts it into a running batch. A `row` that the
+    cache does not have raises ValueError, or, if it is traced, changes nothing. If `cache` has
+    a placement, give `prefix` the same one without `batch`, because one row cannot be split.
     """
     check_cache("insert(cache=...)", cache)
     check_cache("insert(prefix=...)", prefix)
@@ -173,15 +182,17 @@ def insert(cache: C, prefix: C, row: int | Array) -> C:
 
 
 def take_rows(cache: C, rows: ArrayLike) -> C:
-    """A cache of n rows, of which row i is row rows[i] of `cache`: takes, repeats, reorders and drops rows.
+    """A cache of n rows, of which row i is row rows[i] of `cache`: takes, repeats, reorders and
+    drops rows.
 
     Beams reorder their rows by `take_rows(cache, parents)`; n answers to one prompt start from
-    `take_rows(cache, [0] * n)`; `take_rows(cache, [i])` is row i as a cache of one, as `insert` takes it. Copies every
-    array, in the memory that it is in. Capacity, policies and placement stay; the devices of `batch` must divide n.
+    `take_rows(cache, [0] * n)`; `take_rows(cache, [i])` is row i as a cache of one, as `insert`
+    takes it. Copies every array, in the memory that it is in. Capacity, policies and placement
+    stay; the devices of `batch` must divide n.
 
     Args:
-      rows: integers [n], n at least 1, each below the number of rows. Under jit, where they are not known, a row that
-        the cache does not have becomes an empty row.
+      rows: integers [n], n at least 1, each below the number of rows. Under jit, where they are
+        not known, a row that the cache does not have becomes an empty row.
 
     >>> import jax.numpy as jnp, kvjax
     >>> spec = kvjax.CacheSpec(batch=2, q_heads=1, kv_heads=1, head_dim=8, capacity=16, dtype="float32")
@@ -190,7 +201,8 @@ def take_rows(cache: C, rows: ArrayLike) -> C:
     [1, 1, 3]
 
     Raises:
-      ValueError: rows that are not integers [n] below the number of rows; n rows that a placement cannot split.
+      ValueError: rows that are not integers [n] below the number of rows; n rows that a
+        placement cannot split.
     """
     check_cache("take_rows(cache=...)", cache)
     batch = cache.spec.batch
@@ -237,7 +249,9 @@ def _target_lengths(verb: str, cache: Any, lengths: ArrayLike) -> Array:
 
 
 def _with_rows(cache: Any, change: Callable[[Array], Array]) -> Any:
-    """A cache with a `change` of what it knows of its rows, i32[B] each: those that are not of its layers."""
+    """A cache with a `change` of what it knows of its rows, i32[B] each: those that are not of
+    its layers.
+    """
     if not isinstance(cache, Cache):
         return cache
     known = {name: getattr(cache, name) for name in ("rotated_for", "skipped", "kept")}
@@ -248,7 +262,9 @@ def _with_rows(cache: Any, change: Callable[[Array], Array]) -> Any:
 
 
 def _with_rotation(cache: Any, lengths: Array) -> Any:
-    """The cache whose rows of length 0 begin anew; other rows keep the rotation of their keys, and their gaps."""
+    """The cache whose rows of length 0 begin anew; other rows keep the rotation of their keys,
+    and their gaps.
+    """
     with own_axes(cache):
         return _with_rows(cache, lambda rows: jnp.where(as_rows(cache, lengths) == 0, 0, rows))
 
@@ -302,7 +318,9 @@ def _insert_if_in_range(cache: Any, prefix: Any, row: Array) -> Any:
 
 @partial(jax.jit, inline=True)
 def _insert_on_parts(cache: Any, prefix: Any, row: Array) -> Any:
-    """Each device has the prefix's row for its own heads; the devices that hold the row of the cache write it."""
+    """Each device has the prefix's row for its own heads; the devices that hold the row of the
+    cache write it.
+    """
     layers, ones = layers_of(cache), layers_of(prefix)
     placement = placement_of(layers[0])
     whole = [specs_of(layer) for layer in layers]
@@ -383,7 +401,9 @@ def _rows_of(olds: Any, empty: Any, rows: Array) -> Any:
 
 
 def _rows_over_devices(placement: Placement, olds: Any, empty: Any, rows: Array) -> Any:
-    """`_rows_of`, where devices hold different rows: each row goes through all of them, one at a time."""
+    """`_rows_of`, where devices hold different rows: each row goes through all of them, one at
+    a time.
+    """
     batch, ours = (jax.tree.leaves(tree)[0].shape[0] for tree in (olds, empty))
     held = (rows >= 0) & (rows < batch * placement.parts("batch"))
     source = rows - first_row(placement, batch)
@@ -425,7 +445,9 @@ def _rows_over_devices(placement: Placement, olds: Any, empty: Any, rows: Array)
 
 
 def _with_policies_of(cache: Any, prefix: Any) -> Any:
-    """`prefix` with the policies of `cache`: at batch 1, a policy may have been replaced by `Full` (`of_size`)."""
+    """`prefix` with the policies of `cache`: at batch 1, a policy may have been replaced by
+    `Full` (`of_size`).
+    """
 
     def convert(own: LayerCache, layer: LayerCache) -> LayerCache:
         old = layer.policy

@@ -1,4 +1,6 @@
-"""Moves tokens of full recent blocks to the history, for all layers of a cache under one condition."""
+"""Moves tokens of full recent blocks to the history, for all layers of a cache under one
+condition.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +22,20 @@ S = TypeVar("S")
 
 
 def flush(cache: C) -> C:
-    """Moves a chunk of tokens from each full recent block to the history, all layers under one `lax.cond`.
+    """Moves a chunk of tokens from each full recent block to the history, all layers under one
+    `lax.cond`.
 
-    A model that passes `flush=False` to `attention` calls this once before each step. Without it the block stays
-    full, and the next token of that row is dropped, which `raise_on_overflow` reports.
+    A model that passes `flush=False` to `attention` calls this once before each step. Without
+    it the block stays full, and the next token of that row is dropped, which
+    `raise_on_overflow` reports.
 
-    Layers that are stacked along a first axis, to be scanned over, are flushed together as well; inside of the scan,
-    `attention` with its default `flush=True` flushes one layer at a time and copies less.
+    Layers that are stacked along a first axis, to be scanned over, are flushed together as
+    well; inside of the scan, `attention` with its default `flush=True` flushes one layer at a
+    time and copies less.
 
-    Call it before the step, not after: attention then reads what the flush wrote, which fixes their order. After the
-    step, XLA sees no order between the reads of the step and the writes of the flush, and copies the whole store.
+    Call it before the step, not after: attention then reads what the flush wrote, which fixes
+    their order. After the step, XLA sees no order between the reads of the step and the writes
+    of the flush, and copies the whole store.
     """
     check_cache("flush", cache)
     if cache.length.ndim > 1:
@@ -38,8 +44,8 @@ def flush(cache: C) -> C:
 
 
 def flush_full(cache: Any, taking: Array | None = None) -> Any:
-    """`flush` of a checked cache that is on one device, or of a device's part; only if a full row is one of those that
-    are `taking` bool[B] a token, if given."""
+    """`flush` of a checked cache that is on one device, or of a device's part; only if a full
+    row is one of those that are `taking` bool[B] a token, if given."""
     layers = layers_of(cache)
     full = rows_to_flush(layers)
     if not full:
@@ -63,7 +69,8 @@ def flush_full(cache: Any, taking: Array | None = None) -> Any:
 def _flush_layer(policy: Policy, state: Any, before: Any) -> Any:
     """`policy.flush`, traced once for all layers of equal policies and shapes.
 
-    An array that a flush does not change is the one of `before`, not a result of the shared trace.
+    An array that a flush does not change is the one of `before`, not a result of the shared
+    trace.
     """
     if not ops.shares_traces():
         after = policy.flush(state)
@@ -81,7 +88,8 @@ def _traced_flush(policy: Policy, state: Any) -> tuple[Any, _Changed]:
 def _counted_last(after: S, before: S) -> S:
     """`after`, with counts i32[B] that are added to those of `before` once all else is written.
 
-    XLA can then add in place. It would otherwise copy a layer's counts twice in every step, whether it flushes or not.
+    XLA can then add in place. It would otherwise copy a layer's counts twice in every step,
+    whether it flushes or not.
     """
     given, leaves = map(jax.tree.leaves, (before, after))
     pairs = enumerate(zip(given, leaves, strict=True))
@@ -100,7 +108,9 @@ def _counted_last(after: S, before: S) -> S:
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class _Changed:
-    """The arrays of a state that a flush changes: one bool per leaf. Static, so that a trace can return it."""
+    """The arrays of a state that a flush changes: one bool per leaf. Static, so that a trace
+    can return it.
+    """
 
     leaves: tuple[bool, ...]
 
@@ -114,23 +124,26 @@ class _Changed:
 
 
 def _changed(after: Any, before: Any) -> _Changed:
-    """The arrays that a flush changes, by their identity. Called within the trace of the flush, because jax 0.11
-    returns new values for arguments that an inlined jit passes on."""
+    """The arrays that a flush changes, by their identity. Called within the trace of the flush,
+    because jax 0.11 returns new values for arguments that an inlined jit passes on."""
     leaves = zip(*map(jax.tree.leaves, (after, before)), strict=True)
     return _Changed(tuple(new is not old for new, old in leaves))
 
 
 @partial(jax.jit, inline=True)
 def _flush_on_parts(cache: Any) -> Any:
-    """`flush_full`, by each device for its rows; devices need not agree, because no flush reads another's part."""
+    """`flush_full`, by each device for its rows; devices need not agree, because no flush reads
+    another's part.
+    """
     return run_by_part(flush_full, cache) if rows_to_flush(layers_of(cache)) else cache
 
 
 def _if_any(full: list[Array], demote: Callable[[S], S], states: S) -> S:
     """`demote(states)` if any of `full` is true, else `states`.
 
-    Under vmap a condition becomes a select between both results, and XLA cannot select between arrays in host memory.
-    `demote` changes only full rows, so under vmap all caches demote if any has a full row.
+    Under vmap a condition becomes a select between both results, and XLA cannot select between
+    arrays in host memory. `demote` changes only full rows, so under vmap all caches demote if
+    any has a full row.
     """
 
     def run(full: list[Array], states: S) -> S:
@@ -151,8 +164,8 @@ def _if_any(full: list[Array], demote: Callable[[S], S], states: S) -> S:
 
     once = jax.custom_batching.custom_vmap(run)
     once.def_vmap(batched)
-    # Arrays that `demote` does not change bypass `once` in a derivative. A derivative of `once` itself would be a call,
-    # in which arrays of the host cannot be written.
+    # Arrays that `demote` does not change bypass `once` in a derivative. A derivative of `once`
+    # itself would be a call, in which arrays of the host cannot be written.
     changed = jax.eval_shape(lambda states: _changed(demote(states), states), states)
     given, tree = jax.tree.flatten(states)
     inside = [

@@ -15,9 +15,11 @@ from kvjax.spec import require_int
 
 
 def grow(cache: C, capacity: int) -> C:
-    """The same tokens in a cache of `capacity` tokens per row, which must be at least that of `cache`.
+    """The same tokens in a cache of `capacity` tokens per row, which must be at least that of
+    `cache`.
 
-    Copies every array, so the old and the new cache are in memory together; programs compile again for the new shapes.
+    Copies every array, so the old and the new cache are in memory together; programs compile
+    again for the new shapes.
 
     >>> import kvjax
     >>> spec = kvjax.CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=16, capacity=64)
@@ -25,7 +27,8 @@ def grow(cache: C, capacity: int) -> C:
     128
 
     Raises:
-      ValueError: a smaller capacity, a `cache` that is not a cache, or one whose arrays were donated.
+      ValueError: a smaller capacity, a `cache` that is not a cache, or one whose arrays were
+        donated.
     """
     check_cache("grow", cache)
     capacity = require_int("grow(capacity=...)", capacity, at_least=1)
@@ -39,7 +42,9 @@ def grow(cache: C, capacity: int) -> C:
 
 
 def _grow(layer: LayerCache, capacity: int) -> LayerCache:
-    """Copies each array into the first slots of a larger one: in every array of a state, slots fill in order."""
+    """Copies each array into the first slots of a larger one: in every array of a state, slots
+    fill in order.
+    """
     spec = dataclasses.replace(layer.spec, capacity=capacity)
     policy = layer.policy.of_size(spec)
     if (

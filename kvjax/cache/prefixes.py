@@ -1,17 +1,21 @@
 """Caches whose rows share prefixes: n answers to one prompt store the prompt once.
 
-    cache = prefixes.fork(row, 8, new_tokens=1024)      # row: a cache of one row that holds the prompt
+    cache = prefixes.fork(row, 8, new_tokens=1024)      # row: a cache of one row that holds the
+    prompt
 
-The history of `row`, nearly all of a long prompt, becomes a prefix that is stored once; the sink and the recent block
-are copied for each of the n rows. The rows go on as n copies of `row` would (`kvjax.take_rows`), and outputs differ
-only by the rounding of a sum in two parts.
+The history of `row`, nearly all of a long prompt, becomes a prefix that is stored once; the
+sink and the recent block are copied for each of the n rows. The rows go on as n copies of `row`
+would (`kvjax.take_rows`), and outputs differ only by the rounding of a sum in two parts.
 
-A cache for several prefixes is made by `prefixed_like`; `seat` puts a row into it, and `unshared` takes one out.
+A cache for several prefixes is made by `prefixed_like`; `seat` puts a row into it, and
+`unshared` takes one out.
 
-`kvjax.rollback`, `kvjax.take_rows`, `kvjax.grow` and `kvjax.save` treat rows with prefixes like others, and store a
-prefix once. `kvjax.insert` and `kvjax.truncate` raise errors that name what to do.
+`kvjax.rollback`, `kvjax.take_rows`, `kvjax.grow` and `kvjax.save` treat rows with prefixes like
+others, and store a prefix once. `kvjax.insert` and `kvjax.truncate` raise errors that name what
+to do.
 
-**Source:** Hydragen (Juravsky et al. 2024), and cascade inference in FlashInfer (Ye et al. 2025), for the attention.
+**Source:** Hydragen (Juravsky et al. 2024), and cascade inference in FlashInfer (Ye et al.
+2025), for the attention.
 """
 
 from __future__ import annotations
@@ -46,15 +50,18 @@ from kvjax.stores import Dense, Fifo
 from kvjax.stores.prefixed import Prefixed, PrefixedBlock
 
 FULL = Compressed(store=Dense(), sink=0, local=1, demote=Fifo(leave=64))
-"""The policy as which rows of `Full` share prefixes: it attends to every token too, and has a history to share."""
+"""The policy as which rows of `Full` share prefixes: it attends to every token too, and has a
+history to share.
+"""
 
 
 def fork(row: C, rows: int, *, new_tokens: int) -> C:
-    """A cache of n rows that continue one row, whose history they share; each can take `new_tokens` more tokens.
+    """A cache of n rows that continue one row, whose history they share; each can take
+    `new_tokens` more tokens.
 
     Args:
-      row: a cache of one row: a prompt that was read, `kvjax.take_rows(cache, [i])`, or `unshared(cache, i)`. It stays
-        as it is.
+      row: a cache of one row: a prompt that was read, `kvjax.take_rows(cache, [i])`, or
+        `unshared(cache, i)`. It stays as it is.
 
     >>> import jax.numpy as jnp, kvjax
     >>> spec = kvjax.CacheSpec(batch=1, q_heads=1, kv_heads=1, head_dim=8, capacity=4096, dtype="float32")
@@ -90,15 +97,19 @@ def fork(row: C, rows: int, *, new_tokens: int) -> C:
 def prefixed(
     policy: Policy, tokens: int, *, prefixes: int = 1, sharers: int | None = None
 ) -> Policy:
-    """`policy` for rows that share prefixes of at most `tokens` tokens, rounded up to whole chunks.
+    """`policy` for rows that share prefixes of at most `tokens` tokens, rounded up to whole
+    chunks.
 
-    A `Full` becomes a `Compressed` that keeps its tokens unchanged, because a prefix is the history of a row.
+    A `Full` becomes a `Compressed` that keeps its tokens unchanged, because a prefix is the
+    history of a row.
 
     Args:
-      prefixes, sharers: how many different ones there may be, and how many rows of each (default: all).
+      prefixes, sharers: how many different ones there may be, and how many rows of each
+      (default: all).
 
     Raises:
-      ValueError: a policy that evicts, remembers its last step, or keeps what does not belong to single tokens.
+      ValueError: a policy that evicts, remembers its last step, or keeps what does not belong
+        to single tokens.
     """
     row: Any = _alone(policy)
     chunk = row.demote.leave
@@ -112,7 +123,8 @@ def prefixed(
 def prefixed_like(
     cache: Cache, tokens: int, *, prefixes: int, sharers: int | None = None
 ) -> Cache:
-    """An empty cache of as many rows and of the same capacity, with room for `prefixes` shared prefixes beside it.
+    """An empty cache of as many rows and of the same capacity, with room for `prefixes` shared
+    prefixes beside it.
 
     Raises:
       ValueError: as `prefixed`; a cache with a placement.
@@ -125,7 +137,9 @@ def prefixed_like(
 
 
 def alone(cache: C) -> C:
-    """`cache` with the policies of rows without prefixes: as it is, but tokens of `Full` are in zones (see `FULL`)."""
+    """`cache` with the policies of rows without prefixes: as it is, but tokens of `Full` are in
+    zones (see `FULL`).
+    """
 
     def of(layer: LayerCache) -> LayerCache:
         policy = _alone(layer.policy)
@@ -148,9 +162,11 @@ def seat(
 
     Args:
       row: a cache of one row of the policies that `alone` gives, of any capacity.
-      shared: tokens of `row` that the prefix may hold, i32[]; it holds those of them that are in the history.
-      store: True stores the prefix, in place of another that no row has any more. False takes the stored one, which
-        must be that of a row with the same first `shared` tokens. With prefix=-1 and False, the row shares nothing.
+      shared: tokens of `row` that the prefix may hold, i32[]; it holds those of them that are
+        in the history.
+      store: True stores the prefix, in place of another that no row has any more. False takes
+        the stored one, which must be that of a row with the same first `shared` tokens. With
+        prefix=-1 and False, the row shares nothing.
     """
     pairs = zip(layers_of(cache), layers_of(row), strict=True)
     seated = with_layers(cache, [_seat(*pair, slot, prefix, shared, store) for pair in pairs])
@@ -162,7 +178,8 @@ def seat(
 
 
 def unshared(cache: C, row: ArrayLike, *, capacity: int | None = None) -> C:
-    """A copy of row `row` as a cache of one row that shares nothing, with the policies that `alone` gives.
+    """A copy of row `row` as a cache of one row that shares nothing, with the policies that
+    `alone` gives.
 
     Its `capacity` is by default that of the cache and its longest prefix together.
     """
@@ -173,7 +190,9 @@ def unshared(cache: C, row: ArrayLike, *, capacity: int | None = None) -> C:
 
 
 def shared_tokens(cache: Cache | LayerCache) -> np.ndarray:
-    """Tokens of each row that do not count towards the capacity, because a prefix holds them: i32[B] on the host."""
+    """Tokens of each row that do not count towards the capacity, because a prefix holds them:
+    i32[B] on the host.
+    """
     stores = [getattr(layer.state, "store", None) for layer in layers_of(cache)]
     if not stores or not all(isinstance(store, PrefixedBlock) for store in stores):
         return np.zeros(cache.spec.batch, np.int32)
@@ -243,7 +262,9 @@ def _seat(
         return jax.tree.map(one, whole, new)
 
     def moved(part: Any, held: Any, single: Any) -> Any:
-        """`held`, a PrefixedBlock or PrefixedIndex, with the row's part of the history in the slot."""
+        """`held`, a PrefixedBlock or PrefixedIndex, with the row's part of the history in the
+        slot.
+        """
         axes, shared = slot_axes(part, layer.spec), held.shared.value
         mine, early = (
             _cut(single, axes, base[0], own_slots),
@@ -313,7 +334,9 @@ def _unshared(layer: LayerCache, spec: CacheSpec, row: Any) -> LayerCache:
 
 
 def _cut(tree: Any, axes: Any, start: Any, slots: int, end: Any = None) -> Any:
-    """The slots [start, start + slots) of each array; slots past the array's end, or past `end`, are zeros."""
+    """The slots [start, start + slots) of each array; slots past the array's end, or past
+    `end`, are zeros.
+    """
 
     def cut(a: Array, at: SlotAxis | None) -> Array:
         if at is None:

@@ -1,11 +1,14 @@
-"""Caches on disk: to continue a conversation after a restart, or a prefix that is read once and continued many times.
+"""Caches on disk: to continue a conversation after a restart, or a prefix that is read once and
+continued many times.
 
-A cache is saved by orbax-checkpoint together with a description of its kind (the format, and every field of each
-layer's policy and spec) and a SHA-256 of each array. Restoring takes a cache of the wanted kind (`like`, made by
-`kvjax.init`). It refuses a save of any other kind, naming each difference, and one whose bytes have changed.
+A cache is saved by orbax-checkpoint together with a description of its kind (the format, and
+every field of each layer's policy and spec) and a SHA-256 of each array. Restoring takes a
+cache of the wanted kind (`like`, made by `kvjax.init`). It refuses a save of any other kind,
+naming each difference, and one whose bytes have changed.
 
-A directory holds numbered saves of one writer at a time. A save is written under a temporary name and gets its own when
-it is complete, so an interrupted save leaves the last good one readable. Links in the directory are not followed.
+A directory holds numbered saves of one writer at a time. A save is written under a temporary
+name and gets its own when it is complete, so an interrupted save leaves the last good one
+readable. Links in the directory are not followed.
 """
 
 from __future__ import annotations
@@ -65,16 +68,17 @@ class DamagedSaveError(ValueError):
 
 
 def save(directory: str | Path, cache: Cache | LayerCache, *, keep: int = 1) -> int:
-    """Saves `cache` and returns the number of the save. The newest `keep` complete saves are kept.
+    """Saves `cache` and returns the number of the save. The newest `keep` complete saves are
+    kept.
 
     Under `jax.distributed` all processes call it, with a directory that all of them can access.
 
-    Reads the arrays from the device and waits until everything is on disk. A save that fails leaves the earlier ones
-    unchanged, and removes what it has written.
+    Reads the arrays from the device and waits until everything is on disk. A save that fails
+    leaves the earlier ones unchanged, and removes what it has written.
 
     Raises:
-      ValueError: a `cache` that is not a cache, or one whose arrays were donated; a `directory` that is not a path, or
-        that has links in place of saves.
+      ValueError: a `cache` that is not a cache, or one whose arrays were donated; a `directory`
+        that is not a path, or that has links in place of saves.
       RuntimeError: another process is saving to the directory.
       OSError: the directory cannot be written, for example because the disk is full.
     """
@@ -93,9 +97,8 @@ def save(directory: str | Path, cache: Cache | LayerCache, *, keep: int = 1) -> 
     leaves = dict(_named(_by_place(cache)))
     about = describe(cache) | {"sha256": {name: _digest(leaf) for name, leaf in leaves.items()}}
     about["sha256_of_this"] = _digest_json(about)
-    first = (
-        jax.process_index() == 0
-    )  # every process writes its own arrays, and the first one does the rest
+    # every process writes its own arrays, and the first one does the rest
+    first = jax.process_index() == 0
     with _only_writer(path) if first else nullcontext(), _quiet():
         if first:
             _remove_unfinished(path)
@@ -125,20 +128,22 @@ def save(directory: str | Path, cache: Cache | LayerCache, *, keep: int = 1) -> 
 
 
 def restore(directory: str | Path, like: Cache | LayerCache, *, step: int | None = None) -> Any:
-    """Restores the newest complete save, as a cache of the kind of `like`, on its devices and in its memory.
+    """Restores the newest complete save, as a cache of the kind of `like`, on its devices and
+    in its memory.
 
-    `like` may be a cache of arrays, or one of shapes, as `jax.eval_shape` of `kvjax.init` returns it: arrays without a
-    sharding go to the default device, or to host memory if `kvjax.init` would put them there. If `like` has a larger
-    capacity than the save, the restored cache is grown to it.
+    `like` may be a cache of arrays, or one of shapes, as `jax.eval_shape` of `kvjax.init`
+    returns it: arrays without a sharding go to the default device, or to host memory if
+    `kvjax.init` would put them there. If `like` has a larger capacity than the save, the
+    restored cache is grown to it.
 
-    `step` selects the save of that number. Without it, a damaged newest save causes a warning, and the newest intact
-    one before it is restored.
+    `step` selects the save of that number. Without it, a damaged newest save causes a warning,
+    and the newest intact one before it is restored.
 
     Raises:
       FileNotFoundError: the directory has no complete save, or none of that number.
       DamagedSaveError: (a ValueError) no save is intact, or the requested one is not.
-      ValueError: the save is of another format, policy, spec or shape; the message lists every difference. Or the
-        placement of `like` cannot split such a cache.
+      ValueError: the save is of another format, policy, spec or shape; the message lists every
+        difference. Or the placement of `like` cannot split such a cache.
     """
     _check("restore(like=...)", like)
     for layer in layers_of(like):
@@ -271,13 +276,14 @@ def _restore(path: Path, like: Cache | LayerCache, step: int) -> Any:
 
 
 def _other_format(saved: Any, own: Any) -> int | None:
-    """The format of a description that another version of kvjax wrote, or None. Other formats may have other fields."""
+    """The format of a description that another version of kvjax wrote, or None. Other formats
+    may have other fields.
+    """
     version = saved.get("format") if isinstance(saved, dict) else None
     if not isinstance(version, int) or isinstance(version, bool) or version == FORMAT:
         return None
-    return (
-        None if _digest_json(saved | {"format": FORMAT}) == own else version
-    )  # one digit has changed
+    # one digit has changed
+    return None if _digest_json(saved | {"format": FORMAT}) == own else version
 
 
 def _malformed(saved: dict[str, Any]) -> str | None:
@@ -307,7 +313,9 @@ def _malformed(saved: dict[str, Any]) -> str | None:
 
 
 def _by_place(cache: Any, back: bool = False) -> Any:
-    """A cache whose arrays do not depend on how its tokens are split over devices, as in a save; `back` inverts it."""
+    """A cache whose arrays do not depend on how its tokens are split over devices, as in a
+    save; `back` inverts it.
+    """
 
     states = [
         in_order_of_place(x.policy, x.spec, x.placement, x.state, back=back)
@@ -338,7 +346,9 @@ def _with_capacity_of(saved: dict[str, Any], like: Any) -> Any:
 
 
 def describe(cache: Cache | LayerCache) -> dict[str, Any]:
-    """The description of a cache, as JSON: format, the policy and spec of each layer, shape and dtype of each array."""
+    """The description of a cache, as JSON: format, the policy and spec of each layer, shape and
+    dtype of each array.
+    """
     layers = layers_of(cache)
     return {
         "format": FORMAT,
@@ -361,7 +371,9 @@ def _named(cache: Any) -> list[tuple[str, Any]]:
 
 
 def _homes(cache: Cache | LayerCache) -> list[Any]:
-    """The sharding of each array, or for an array without one the sharding that `kvjax.init` would give it."""
+    """The sharding of each array, or for an array without one the sharding that `kvjax.init`
+    would give it.
+    """
     layers = layers_of(cache)
     found = []
     for layer in layers:
@@ -428,7 +440,9 @@ def _numbered(path: Path) -> list[int]:
 
 
 def _is_complete(step: Path) -> bool:
-    """True if a numbered folder is a complete save: orbax gives it its name when everything is in it."""
+    """True if a numbered folder is a complete save: orbax gives it its name when everything is
+    in it.
+    """
     return (step / "about").is_dir() and (step / "arrays").is_dir()
 
 
@@ -464,7 +478,9 @@ def _only_writer(path: Path) -> Iterator[None]:
 
 
 def _refuse_links(path: Path) -> None:
-    """Raises ValueError for a link where a save or the lock is, through which files elsewhere would be written."""
+    """Raises ValueError for a link where a save or the lock is, through which files elsewhere
+    would be written.
+    """
     for entry in path.iterdir():
         ours = entry.name == LOCK or UNFINISHED in entry.name or entry.name.isdecimal()
         if ours and entry.is_symlink():
@@ -474,7 +490,9 @@ def _refuse_links(path: Path) -> None:
 
 
 def _remove_unfinished(path: Path) -> None:
-    """Removes what interrupted saves left; writes that are still in progress may add to it for a moment."""
+    """Removes what interrupted saves left; writes that are still in progress may add to it for
+    a moment.
+    """
     for _ in range(OPENED):
         left = list(path.glob(f"*{UNFINISHED}*"))
         if not left:
@@ -488,8 +506,9 @@ def _remove_unfinished(path: Path) -> None:
 def _quiet() -> Iterator[None]:
     """Silences the log and the tracebacks of orbax: our error says in one line what went wrong.
 
-    If one of orbax's reads fails, the others end after the event loop that waited for them is closed, or are dropped
-    before their end; each prints a traceback that cannot be caught otherwise.
+    If one of orbax's reads fails, the others end after the event loop that waited for them is
+    closed, or are dropped before their end; each prints a traceback that cannot be caught
+    otherwise.
     """
     logger, hook = logging.getLogger("absl"), sys.unraisablehook
     level = logger.level

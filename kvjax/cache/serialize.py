@@ -72,7 +72,8 @@ def _brief(value: Any) -> str:
 
 
 def told_once(different: list[str], most: int = 2) -> list[str]:
-    """Differences, with equal ones of several layers merged, at most `most` of them, and how many more there are.
+    """Differences, with equal ones of several layers merged, at most `most` of them, and how
+    many more there are.
 
     Those of arrays are told only if there are no others, since most follow from those.
 

@@ -1,12 +1,12 @@
-"""The command line: `kvjax generate` decodes through a cache, `kvjax eval` scores what caches keep, and more.
+"""The command line: `kvjax generate` decodes through a cache, `kvjax eval` scores what caches
+keep, and more.
 
-A command is a module here, with a function that typer calls. Everything cheap is checked before anything long starts.
-An error ends in one line `error: ...` on stderr and a non-zero exit code:
+A command is a module here, with a function that typer calls. Everything cheap is checked before
+anything long starts. An error ends in one line `error: ...` on stderr and a non-zero exit code:
 
-    2    the request cannot be met: a wrong option, file, model or combination of them, or a missing extra
-    1    the run failed: out of memory, no space left on the disk, numbers that are not finite
-    130  interrupted
-    141  the reader of stdout closed it
+    2    the request cannot be met: a wrong option, file, model or combination of them, or a
+    missing extra 1    the run failed: out of memory, no space left on the disk, numbers that
+    are not finite 130  interrupted 141  the reader of stdout closed it
 
 KVJAX_TRACEBACK=1 shows the traceback instead.
 
@@ -39,7 +39,8 @@ with naming_absent("the command kvjax"):
     )
     from kvjax.cli.terminal import collect_garbage, say, write
 
-# Silences transformers' advice about torch and XLA's startup warnings, which do not concern users of this command.
+# Silences transformers' advice about torch and XLA's startup warnings, which do not concern
+# users of this command.
 for _name, _value in (
     ("TRANSFORMERS_VERBOSITY", "error"),
     ("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"),
@@ -106,7 +107,8 @@ for _group, _commands in _GROUPS.items():
         app.command(_name, rich_help_panel=_group)(_command)
 
 
-# Errors in the request: checks raise ValueError, and a path that the user gave may not exist or be readable.
+# Errors in the request: checks raise ValueError, and a path that the user gave may not exist or
+# be readable.
 _REQUEST = (
     ValueError,
     NotImplementedError,
@@ -119,9 +121,8 @@ _REQUEST = (
 
 def _lacks_extra(error: Exception) -> bool:
     """True if `error` is kvjax's own message that an extra must be installed."""
-    return (
-        isinstance(error, ImportError) and error.name is None
-    )  # Python's own ImportError has the module's name
+    # Python's own ImportError has the module's name
+    return isinstance(error, ImportError) and error.name is None
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -151,7 +152,9 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _reader_gone() -> int:
-    """Discards the rest of the output, as the reader of stdout (such as `head`) closed it; returns the exit code."""
+    """Discards the rest of the output, as the reader of stdout (such as `head`) closed it;
+    returns the exit code.
+    """
     sys.stdout = sys.__stdout__
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return 141

@@ -29,10 +29,11 @@ def bench(
 ) -> None:
     """Checks the GPU kernels against plain JAX and times them, alone and in decode steps.
 
-    The sizes are those of a layer of Llama-3.1-8B in bfloat16. Columns: microseconds on the device with kernels and in
-    plain JAX; the rate of the bytes that are read at least; the share of slots or of the output's norm that differs;
-    and the microseconds of each kernel. A kernel that fails has its error, and the others are measured. `--json` has
-    the same with the card and versions, to send for docs/support.md.
+    The sizes are those of a layer of Llama-3.1-8B in bfloat16. Columns: microseconds on the
+    device with kernels and in plain JAX; the rate of the bytes that are read at least; the
+    share of slots or of the output's norm that differs; and the microseconds of each kernel. A
+    kernel that fails has its error, and the others are measured. `--json` has the same with the
+    card and versions, to send for docs/support.md.
     """
     import jax
     from rich.table import Table

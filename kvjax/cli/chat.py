@@ -44,7 +44,8 @@ def chat(
 ) -> None:
     """Talks with a chat model; its cache is kept between turns.
 
-    Each line of stdin is a message, and the answer streams to stdout. /exit, or the end of the input, ends it.
+    Each line of stdin is a message, and the answer streams to stdout. /exit, or the end of the
+    input, ends it.
     """
     from kvjax import models
 

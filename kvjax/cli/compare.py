@@ -43,10 +43,12 @@ def compare(
     dtype: Dtype = None,
     as_json: AsJson = False,
 ) -> None:
-    """Shows the answers of several methods to one prompt side by side, with tokens read, bytes and speed.
+    """Shows the answers of several methods to one prompt side by side, with tokens read, bytes
+    and speed.
 
-    Decoding is greedy. "same" counts the leading tokens that equal the first method's. Times exclude compilation. The
-    default budget is 256, the default methods are full, fier, quest, snapkv and logquant.
+    Decoding is greedy. "same" counts the leading tokens that equal the first method's. Times
+    exclude compilation. The default budget is 256, the default methods are full, fier, quest,
+    snapkv and logquant.
     """
     kind, directory = dtype_name(dtype), model_directory(model_dir)
     text = read_prompt(prompt, prompt_file, example=example)

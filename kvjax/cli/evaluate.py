@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from kvjax.evaluate.store import Cell
     from kvjax.evaluate.tasks import Task
 
-# Defaults of --quick, which other options override: minutes on two CPU cores with a model of 26 M parameters.
+# Defaults of --quick, which other options override: minutes on two CPU cores with a model of 26
+# M parameters.
 QUICK: dict[str, Any] = {
     "task": ["needle", "needles"],
     "cache": ["full", "fier", "quest", "snapkv", "streaming_llm"],
@@ -102,12 +103,15 @@ def evaluate(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Scores tasks by decoding their answers through caches; writes a table and plots by cache and budget.
+    """Scores tasks by decoding their answers through caches; writes a table and plots by cache
+    and budget.
 
-    Prompts are prefilled once for all caches. A killed run continues where it stopped. Columns of the table: budget,
-    the tokens that a cache may read per step and KV head in layers that are not dense; tokens read, how many it did
-    read, mean over steps, KV heads and all layers; 95 %, the confidence interval of the mean score. A cache that cannot
-    hold its budget is listed below the table with the reason, and the others run. The default caches are full and fier.
+    Prompts are prefilled once for all caches. A killed run continues where it stopped. Columns
+    of the table: budget, the tokens that a cache may read per step and KV head in layers that
+    are not dense; tokens read, how many it did read, mean over steps, KV heads and all layers;
+    95 %, the confidence interval of the mean score. A cache that cannot hold its budget is
+    listed below the table with the reason, and the others run. The default caches are full and
+    fier.
     """
     if report_only:
         if given := _given(ctx, but=("report_only", "out", "as_json")):
@@ -160,7 +164,9 @@ def evaluate(
 
 
 def _given(ctx: typer.Context, *, but: Collection[str]) -> list[str]:
-    """Arguments and options that the command line sets, in the order of the help, except those named in `but`."""
+    """Arguments and options that the command line sets, in the order of the help, except those
+    named in `but`.
+    """
     names = []
     for param in ctx.command.params:
         name = param.name or ""

@@ -52,7 +52,8 @@ if TYPE_CHECKING:
     from kvjax.policies import PerLayer
 
 STDIN = Path("-")
-# The prompt of --example: the key at its start is outside every local window. The shipped model answers in 5 tokens.
+# The prompt of --example: the key at its start is outside every local window. The shipped model
+# answers in 5 tokens.
 EXAMPLE = (
     "The pass key is 71432. Remember it.\n"
     + "The grass is green. The sky is blue. The sun is yellow.\n" * 140
@@ -188,9 +189,9 @@ def generate(
 ) -> None:
     """Continues a prompt, decoding through a KV cache.
 
-    The text streams to stdout; progress and a summary go to stderr. Programs compile while weights are read, and are
-    kept on disk for the next run. Tokens per second exclude compilation; `compile_seconds` in the JSON is the time that
-    it takes.
+    The text streams to stdout; progress and a summary go to stderr. Programs compile while
+    weights are read, and are kept on disk for the next run. Tokens per second exclude
+    compilation; `compile_seconds` in the JSON is the time that it takes.
     """
     from kvjax.generation.sampling import requested_sampling
 
@@ -326,7 +327,9 @@ def generate(
 
 
 def _find_devices() -> None:
-    """Starts the driver of a GPU, which takes a second or two, beside the imports and the tokenizer."""
+    """Starts the driver of a GPU, which takes a second or two, beside the imports and the
+    tokenizer.
+    """
     import jax
 
     with suppress(Exception):  # who needs the devices is told
@@ -399,7 +402,9 @@ class _Job:
         return kvjax.init(self.policy, self.spec, layers=layers, placement=self.placement)
 
     def check(self) -> None:
-        """Raises ValueError for a policy that cannot hold this model, or a draft that fits neither."""
+        """Raises ValueError for a policy that cannot hold this model, or a draft that fits
+        neither.
+        """
         import jax
 
         from kvjax.generation import drafts
@@ -466,7 +471,9 @@ def _run(
     block: int,
     told: bool,
 ) -> _Answer:
-    """Runs a job. `show` receives the text piece by piece; None collects it. `told`: the answer has implementations."""
+    """Runs a job. `show` receives the text piece by piece; None collects it. `told`: the answer
+    has implementations.
+    """
     import jax
     from flax import nnx
 
@@ -544,9 +551,11 @@ def _run(
 
 
 class _Ahead:
-    """The programs of a job and the empty cache that they take, which threads make while weights are read.
+    """The programs of a job and the empty cache that they take, which threads make while
+    weights are read.
 
-    Programs of a job with drafts or a sparse prompt, or on several devices, compile when they first run.
+    Programs of a job with drafts or a sparse prompt, or on several devices, compile when they
+    first run.
     """
 
     def __init__(self, job: _Job, *, silent: bool) -> None:
@@ -573,7 +582,9 @@ class _Ahead:
         return cache
 
     def cache(self) -> Cache:
-        """The empty cache. If there was no memory for it while weights were read, it is made again."""
+        """The empty cache. If there was no memory for it while weights were read, it is made
+        again.
+        """
         assert self._cache is not None
         if self._cache.exception() is not None:
             self._cache = self._pool.submit(self._empty)
@@ -607,7 +618,8 @@ class _Ahead:
         return clock, time.perf_counter()
 
     def wait(self, *, prompt_only: bool = False) -> float:
-        """Returns when all programs are compiled, or those of the prompt, and the seconds that took.
+        """Returns when all programs are compiled, or those of the prompt, and the seconds that
+        took.
 
         Unless this is silent, a line says what takes the time, if it takes some.
         """
@@ -698,7 +710,9 @@ def _summarise(answer: _Answer, prompt: int, cache: str) -> None:
 
 
 def _in_layers(attended: Any, prompt: int, new: int) -> str:
-    """The mean number of tokens that a step read, by layer: "256 of 2832 tokens in 6 layers, 2832 in 2"."""
+    """The mean number of tokens that a step read, by layer: "256 of 2832 tokens in 6 layers,
+    2832 in 2".
+    """
     (fewest, layers), *more = Counter(sorted(round(float(mean)) for mean in attended)).items()
     stored = round(prompt + (new + 1) / 2)  # at the mean step, its own token included
     if not more:

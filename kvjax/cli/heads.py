@@ -54,8 +54,8 @@ def heads(
 ) -> None:
     """Finds the retrieval heads of a model, by RazorAttention's rule on repeated random tokens.
 
-    Prints the retrieval heads of each layer, as KV heads. With --out, also prints values for --cache of the other
-    commands: caches that keep all tokens in these heads only.
+    Prints the retrieval heads of each layer, as KV heads. With --out, also prints values for
+    --cache of the other commands: caches that keep all tokens in these heads only.
     """
     check_file("--out", out)
     kind, directory = dtype_name(dtype), model_directory(model_dir)

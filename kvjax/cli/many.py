@@ -1,4 +1,6 @@
-"""`kvjax generate --prompts FILE`: answers to every prompt of a file, or of several options, many at a time."""
+"""`kvjax generate --prompts FILE`: answers to every prompt of a file, or of several options,
+many at a time.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,12 @@ def answer_many(
     seed: int,
     dtype: str | None,
 ) -> None:
-    """Writes a line of JSON for each prompt, as it is answered: its number and fields, and the text and its tokens.
+    """Writes a line of JSON for each prompt, as it is answered: its number and fields, and the
+    text and its tokens.
 
-    `prompts` is a list of texts, or a file of lines. A line is a text, or an object with "prompt", a text or chat
-    messages, and perhaps "max_new_tokens". All is checked before the weights are read.
+    `prompts` is a list of texts, or a file of lines. A line is a text, or an object with
+    "prompt", a text or chat messages, and perhaps "max_new_tokens". All is checked before the
+    weights are read.
     """
     import jax
 

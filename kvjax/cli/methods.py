@@ -27,7 +27,9 @@ def methods(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Lists the methods: what each keeps, its bytes per token, and its paper. With a NAME, its settings."""
+    """Lists the methods: what each keeps, its bytes per token, and its paper. With a NAME, its
+    settings.
+    """
     from kvjax import presets
 
     if as_json:
@@ -96,7 +98,9 @@ def _describe(preset: Preset) -> None:
 
 
 def _settings(preset: Preset) -> str:
-    """The least budget, the settings of the paper and of its released code, and the checklist, as sentences."""
+    """The least budget, the settings of the paper and of its released code, and the checklist,
+    as sentences.
+    """
     told = f" Least budget: {preset.least_budget}." if preset.has_budget else ""
     if preset.paper != "-":
         told += f"\nThe paper's setting: {preset.setting()}."
@@ -116,8 +120,8 @@ def _settings(preset: Preset) -> str:
 
 
 def meanings(preset: Preset) -> dict[str, str]:
-    """The meaning of each setting, from the `Args:` of the preset, else of all presets, and the `Attributes:` of
-    arguments with fields."""
+    """The meaning of each setting, from the `Args:` of the preset, else of all presets, and the
+    `Attributes:` of arguments with fields."""
     from kvjax import presets
     from kvjax.presets.parsing import field_names
 

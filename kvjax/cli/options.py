@@ -145,7 +145,8 @@ def without_weights(directory: Path) -> Checkpoint:
 def make_policy(cache: str, budget: int | None = None) -> tuple[PerLayer, int | None]:
     """The policies of `cache`, and their budget if the method has one.
 
-    `cache` is the name of a preset, optionally with settings, such as "fier:group_reduce=per_head,group=16".
+    `cache` is the name of a preset, optionally with settings, such as
+    "fier:group_reduce=per_head,group=16".
     """
     from kvjax import presets
 
@@ -156,8 +157,8 @@ MESH_AXES = ("data", "model", "ctx")
 
 
 def make_placement(mesh: str | None) -> Placement | None:
-    """The placement that `mesh` describes, such as "model=4,ctx=2", for one row: `model` splits its KV heads and `ctx`
-    its tokens; `data` replicates both."""
+    """The placement that `mesh` describes, such as "model=4,ctx=2", for one row: `model` splits
+    its KV heads and `ctx` its tokens; `data` replicates both."""
     if mesh is None:
         return None
     sizes: dict[str, int] = {}
@@ -192,7 +193,9 @@ def capacity_over(capacity: int, placement: Placement | None) -> int:
 
 
 def join_processes() -> None:
-    """Joins this process to others: those of a cluster that JAX detects, or those that environment variables name."""
+    """Joins this process to others: those of a cluster that JAX detects, or those that
+    environment variables name.
+    """
     import jax
 
     names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -208,7 +211,9 @@ def join_processes() -> None:
 
 
 def sizes(option: str, text: str) -> list[int]:
-    """Parses comma-separated numbers, optionally with the unit K or M: "8K,100" gives [8192, 100]."""
+    """Parses comma-separated numbers, optionally with the unit K or M: "8K,100" gives [8192,
+    100].
+    """
     wanted = "whole numbers from 1, such as 8192, 8K or 1M, with commas between them"
     return [size(option, part, wanted) for part in text.split(",")]
 
@@ -256,7 +261,9 @@ def check_file(option: str, path: Path | None) -> None:
 
 
 def implementations(policy: PerLayer, spec: CacheSpec) -> dict[str, str]:
-    """The implementation of each operation of a decode step that has a kernel, as `kvjax.ops.explain` reports it."""
+    """The implementation of each operation of a decode step that has a kernel, as
+    `kvjax.ops.explain` reports it.
+    """
     import jax
     import jax.numpy as jnp
 

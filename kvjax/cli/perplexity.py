@@ -61,12 +61,13 @@ def perplexity(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measures the perplexity of a long text by context length; every token is decoded through the cache.
+    """Measures the perplexity of a long text by context length; every token is decoded through
+    the cache.
 
-    Prints a Markdown table. Columns: context in tokens; budget, the tokens that a cache may read per step and KV head
-    in layers that are not dense; tokens read, how many it did read, mean over steps, KV heads and all layers;
-    perplexity per token; and the change against the first cache with its standard error. The default caches are full,
-    fier and quest.
+    Prints a Markdown table. Columns: context in tokens; budget, the tokens that a cache may
+    read per step and KV head in layers that are not dense; tokens read, how many it did read,
+    mean over steps, KV heads and all layers; perplexity per token; and the change against the
+    first cache with its standard error. The default caches are full, fier and quest.
     """
     names = list(dict.fromkeys(cache or ("full", "fier", "quest")))
     lengths, kind, directory = (

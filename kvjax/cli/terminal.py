@@ -39,10 +39,12 @@ LOG_EVERY = 30.0  # seconds between two log lines while work goes on, at most
 
 @contextmanager
 def bar(progress: Progress, what: str, *, total: int | None = None) -> Iterator[Any]:
-    """Shows a progress bar while the block runs; yields `advance_to(done, of, item)`, which moves it.
+    """Shows a progress bar while the block runs; yields `advance_to(done, of, item)`, which
+    moves it.
 
-    `of` is the total, by default `total`; `item` names the next piece of work. If stderr is not a terminal, a line with
-    the latest progress goes there every LOG_EVERY seconds instead, whether or not it changed.
+    `of` is the total, by default `total`; `item` names the next piece of work. If stderr is not
+    a terminal, a line with the latest progress goes there every LOG_EVERY seconds instead,
+    whether or not it changed.
     """
     latest, over = [what], threading.Event()
     task = progress.add_task(what, total=total)
@@ -111,9 +113,11 @@ class Timeline:
 
 
 def collect_garbage() -> None:
-    """Turns on the collector of cycles, which a command needs no longer be without when its imports are done.
+    """Turns on the collector of cycles, which a command needs no longer be without when its
+    imports are done.
 
-    Imports and traces make many objects that stay, and the collector would look at them again and again.
+    Imports and traces make many objects that stay, and the collector would look at them again
+    and again.
     """
     if not gc.isenabled():
         gc.freeze()
@@ -136,14 +140,18 @@ def show_markdown(text: str) -> None:
 
 
 def write_json(*documents: Mapping[str, Any]) -> None:
-    """Prints each document to stdout as a line of JSON; numbers that are not finite become null."""
+    """Prints each document to stdout as a line of JSON; numbers that are not finite become
+    null.
+    """
     from kvjax.evaluate.provenance import json_text
 
     write("".join(map(json_text, documents)))
 
 
 def write(text: str) -> None:
-    """Writes to stdout and flushes it; characters that its encoding lacks become question marks."""
+    """Writes to stdout and flushes it; characters that its encoding lacks become question
+    marks.
+    """
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
     sys.stdout.flush()

@@ -43,8 +43,9 @@ def warm(
 ) -> None:
     """Compiles the programs of a batch size and a capacity, and keeps them on disk.
 
-    Reads no weights. `kvjax generate` and `Checkpoint.generate` with the same model, method, batch and capacity
-    then start without compiling. They round a capacity up to `kvjax.spec.round_capacity`, and so does this command.
+    Reads no weights. `kvjax generate` and `Checkpoint.generate` with the same model, method,
+    batch and capacity then start without compiling. They round a capacity up to
+    `kvjax.spec.round_capacity`, and so does this command.
     """
     import jax
     from flax import nnx

@@ -1,6 +1,8 @@
-"""Accuracy: a cache decodes its own greedy answers to a batch of prompts of a plan, which are scored.
+"""Accuracy: a cache decodes its own greedy answers to a batch of prompts of a plan, which are
+scored.
 
-If the task feeds its question one step at a time, these steps go through the cache too, before the answer.
+If the task feeds its question one step at a time, these steps go through the cache too, before
+the answer.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ def answer(
 ) -> tuple[Mapping[str, dict[str, Any]], list[float], int]:
     """Results by example id; mean tokens read by layer, and the row steps of that mean.
 
-    Plans whose questions have the same `room`, in tokens, share the program that feeds them; see `question_columns`.
+    Plans whose questions have the same `room`, in tokens, share the program that feeds them;
+    see `question_columns`.
     """
     fed = [() if i is None else plan.fed[i] for i in asked]
     longest = max(map(len, plan.fed.values()))
@@ -59,14 +62,18 @@ def answer(
 
 
 def question_columns(longest: int) -> int:
-    """Columns that questions of at most `longest` tokens are padded to, so that few programs are compiled."""
+    """Columns that questions of at most `longest` tokens are padded to, so that few programs
+    are compiled.
+    """
     return -(-longest // QUESTION_STEP) * QUESTION_STEP
 
 
 def _decode(
     checkpoint: Checkpoint, cache: Cache, logits: Array, task: Task, active: np.ndarray
 ) -> tuple[list[tuple[str, int]], list[float], int]:
-    """Answer and number of tokens of each row; mean tokens read per step by layer, and the row steps of that mean."""
+    """Answer and number of tokens of each row; mean tokens read per step by layer, and the row
+    steps of that mean.
+    """
     tokenizer, stop_tokens = checkpoint.tokenizer, set(checkpoint.stop_tokens)
     found: list[list[int]] = [[] for _ in active]
     texts = [""] * len(found)

@@ -1,7 +1,9 @@
-"""The rows of a comparison: caches from text such as "fier:group=16", at equal budgets and equal dense layers.
+"""The rows of a comparison: caches from text such as "fier:group=16", at equal budgets and
+equal dense layers.
 
-A comparison is fair if all rows read about as many tokens. So one `dense_layers` applies to all rows, whatever the
-papers' presets say; a row that sets its own keeps it, and shows it in its name.
+A comparison is fair if all rows read about as many tokens. So one `dense_layers` applies to all
+rows, whatever the papers' presets say; a row that sets its own keeps it, and shows it in its
+name.
 """
 
 from __future__ import annotations
@@ -55,17 +57,20 @@ def make_rows(
     dense_layers: int | None = DENSE_LAYERS,
     group_reduces: Sequence[str] | None = None,
 ) -> list[Row]:
-    """The rows of a comparison: each cache with every budget and every group rule that it takes.
+    """The rows of a comparison: each cache with every budget and every group rule that it
+    takes.
 
     Args:
-      caches: names of presets, optionally with settings ("fier:group=16"); or policies by name, used as they are.
+      caches: names of presets, optionally with settings ("fier:group=16"); or policies by name,
+        used as they are.
       budgets: for methods that have one; a budget in a name wins.
       dense_layers: for all rows whose text does not set it; None keeps each preset's own.
       group_reduces: for methods whose `group_reduce` can be set.
 
     Raises:
-      ValueError: an unknown preset or setting; budgets or rules that apply to no cache, or that come with policies; no
-        row that can be run. A budget that one cache of several cannot hold is no error: its row says so.
+      ValueError: an unknown preset or setting; budgets or rules that apply to no cache, or that
+        come with policies; no row that can be run. A budget that one cache of several cannot
+        hold is no error: its row says so.
     """
     if isinstance(caches, str):
         caches = [caches]
@@ -211,7 +216,9 @@ def _given(name: str, policy: PerLayer | Policy | Sequence[Policy]) -> Row:
 
 
 def _dense_layers(policies: PerLayer) -> int:
-    """First layers that attend to everything; a preset may have other policies of their own for its layers."""
+    """First layers that attend to everything; a preset may have other policies of their own for
+    its layers.
+    """
     return len(list(takewhile(lambda policy: policy == Full(), policies.first)))
 
 

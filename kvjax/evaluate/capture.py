@@ -1,13 +1,15 @@
 """Live queries, keys and values of a model, for measurements.
 
-Capture is a policy: `Recorded` is `Full` attention that also keeps the query of each decode step in its state. So
-whatever calls `kvjax.attention` can be captured, teacher-forced on a text or generating:
+Capture is a policy: `Recorded` is `Full` attention that also keeps the query of each decode
+step in its state. So whatever calls `kvjax.attention` can be captured, teacher-forced on a text
+or generating:
 
     cache = kvjax.init(Recorded(steps=64), spec, layers=...)
     ...                                                        # prompts and decode steps, in any order
     live = read(cache)
 
-Queries of prompts are not kept; `capture` decodes the tokens to be measured and prefills all others.
+Queries of prompts are not kept; `capture` decodes the tokens to be measured and prefills all
+others.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ class RecordedState(AroundFull):
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded(Policy):
-    """`Full` attention that also records the queries of a row's first `steps` decode steps, and no later ones."""
+    """`Full` attention that also records the queries of a row's first `steps` decode steps, and
+    no later ones.
+    """
 
     steps: int
     takes_sinks = True  # in a prompt
@@ -133,7 +137,9 @@ class LiveLayer:
 
 @dataclass(frozen=True)
 class Live:
-    """The arrays that `Recorded` saw, by layer. All rows made their steps at the same positions."""
+    """The arrays that `Recorded` saw, by layer. All rows made their steps at the same
+    positions.
+    """
 
     layers: tuple[LiveLayer, ...]
     positions: np.ndarray  # i[T], rising; the query at position p sees the tokens 0 to p
@@ -163,10 +169,12 @@ def adjacent(positions: np.ndarray) -> list[slice]:
 
 
 def read(cache: Cache) -> Live:
-    """The arrays that a cache of `Recorded` layers saw. Its arrays are shared with the cache, not copied.
+    """The arrays that a cache of `Recorded` layers saw. Its arrays are shared with the cache,
+    not copied.
 
     Raises:
-      ValueError: a layer of another policy, no step recorded, or rows whose steps stand at different positions.
+      ValueError: a layer of another policy, no step recorded, or rows whose steps stand at
+        different positions.
     """
     raise_on_overflow(cache)
     layers = []
@@ -207,14 +215,17 @@ def capture(
     steps: int,
     progress: Progress | None = None,
 ) -> Live:
-    """Live queries of a text: the `steps` tokens that end at each of `lengths` are decoded, all others prefilled.
+    """Live queries of a text: the `steps` tokens that end at each of `lengths` are decoded, all
+    others prefilled.
 
-    `checkpoint` is a `kvjax.models.Checkpoint`, or anything with its `model` and `config.layers`. tokens i32[B, S], of
-    which the longest of `lengths` are read; full attention throughout. `progress` is called with the tokens done, their
-    number, and a word on them.
+    `checkpoint` is a `kvjax.models.Checkpoint`, or anything with its `model` and
+    `config.layers`. tokens i32[B, S], of which the longest of `lengths` are read; full
+    attention throughout. `progress` is called with the tokens done, their number, and a word on
+    them.
 
     Raises:
-      ValueError: lengths that do not rise by `steps` at least, or reach beyond the text or the model's positions.
+      ValueError: lengths that do not rise by `steps` at least, or reach beyond the text or the
+        model's positions.
     """
     text = np.asarray(tokens, np.int32)
     if text.ndim != 2:
@@ -243,7 +254,8 @@ def capture(
 
 
 def check_lengths(lengths: Sequence[int], steps: int, limit: int | None) -> list[int]:
-    """Checks `lengths` and `steps` for `capture` on a text or model of `limit` tokens (None: any); returns `lengths`.
+    """Checks `lengths` and `steps` for `capture` on a text or model of `limit` tokens (None:
+    any); returns `lengths`.
 
     Raises:
       ValueError: as `capture`.

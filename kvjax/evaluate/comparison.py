@@ -1,4 +1,6 @@
-"""A comparison in one call: a task, caches by name, and a table of scores and of the tokens that each cache read."""
+"""A comparison in one call: a task, caches by name, and a table of scores and of the tokens
+that each cache read.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Comparison:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """A row for each task and cache: names, budget, n, mean score with its 95 % interval, tokens read."""
+        """A row for each task and cache: names, budget, n, mean score with its 95 % interval,
+        tokens read.
+        """
         return [
             {
                 "task": cell.task,
@@ -77,20 +81,23 @@ def compare(
     streaming_llm      32           86         0.00  0.00 to 0.66
 
     Args:
-      task: a name of `kvjax eval --task`, optionally with settings ("needles:hidden=16"); a task of your own; or
-        several.
-      caches: names of presets, such as "fier" or "fier:budget=64"; or policies by name, used as they are.
+      task: a name of `kvjax eval --task`, optionally with settings ("needles:hidden=16"); a
+        task of your own; or several.
+      caches: names of presets, such as "fier" or "fier:budget=64"; or policies by name, used as
+        they are.
       lengths: tokens of prompt and answer together, for generated tasks; default 2048.
       samples: number of questions.
       budgets: for caches that have one and do not set it.
-      dense_layers: number of first layers that attend to everything, for all caches that do not set their own.
+      dense_layers: number of first layers that attend to everything, for all caches that do not
+        set their own.
       batch: questions decoded together.
       parallel: caches that decode at the same time; their programs compile in parallel.
       out: folder for results; existing ones are not computed again.
       settings: `seed`, `text` and `question` of `kvjax.evaluate.tasks.make_tasks`.
 
     Raises:
-      ValueError: before anything runs. A cache that cannot hold its budget has a row with the reason instead.
+      ValueError: before anything runs. A cache that cannot hold its budget has a row with the
+        reason instead.
     """
     if not isinstance(checkpoint, Checkpoint):
         raise ValueError(

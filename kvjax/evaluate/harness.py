@@ -11,8 +11,9 @@ or from a shell, with the harness's own options:
     python -m kvjax.evaluate.harness run --model kvjax --tasks gsm8k \
         --model_args pretrained=directory,cache=fier:budget=256
 
-Every scored token comes from a decode step: a context is prefilled except for its last token, which is fed through the
-cache like the tokens of the continuation. Needs the extra `harness`: `pip install 'kvjax[harness]'`.
+Every scored token comes from a decode step: a context is prefilled except for its last token,
+which is fed through the cache like the tokens of the continuation. Needs the extra `harness`:
+`pip install 'kvjax[harness]'`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ from kvjax.generation.processors import Processors
 from kvjax.models import Checkpoint
 from kvjax.spec import padded_capacity, require_int
 
-# Settings of a task that limit the tokens of an answer; the first one counts, as in the harness.
+# Settings of a task that limit the tokens of an answer; the first one counts, as in the
+# harness.
 LIMITS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
@@ -81,18 +83,20 @@ class _Requests:
 
 @register_model("kvjax")
 class KvjaxLM(TemplateLM):
-    """A checkpoint as lm-evaluation-harness drives it: `generate_until` and `loglikelihood` through one cache.
+    """A checkpoint as lm-evaluation-harness drives it: `generate_until` and `loglikelihood`
+    through one cache.
 
     Args:
       checkpoint: from `kvjax.models.load`.
       cache: a policy, or text such as "fier:budget=256".
-      dense_layers: number of first layers that attend to everything, unless the cache's text sets it; None: the
-        preset's own.
+      dense_layers: number of first layers that attend to everything, unless the cache's text
+        sets it; None: the preset's own.
       batch: requests decoded together; the slots of a `kvjax.Engine`.
       max_gen_toks: maximum new tokens of an answer, unless the task sets it.
 
-    **Source:** the interface of lm-evaluation-harness 0.4.9 and later. **Differs** from its Hugging Face model: a
-    context's last token and all of a continuation are decoded one by one, and a prompt that is too long is an error.
+    **Source:** the interface of lm-evaluation-harness 0.4.9 and later. **Differs** from its
+    Hugging Face model: a context's last token and all of a continuation are decoded one by one,
+    and a prompt that is too long is an error.
     """
 
     def __init__(
@@ -116,7 +120,9 @@ class KvjaxLM(TemplateLM):
     def create_from_arg_obj(
         cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
     ) -> KvjaxLM:
-        """From `--model_args pretrained=DIRECTORY,cache=...`; the shipped model without `pretrained`."""
+        """From `--model_args pretrained=DIRECTORY,cache=...`; the shipped model without
+        `pretrained`.
+        """
         more = {} if additional_config is None else dict(additional_config)
         settings = {**arg_dict}
         directory, dtype = settings.pop("pretrained", None), settings.pop("dtype", None)
@@ -177,15 +183,17 @@ class KvjaxLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before a text without context: BOS if the tokenizer has one, else the token that ends texts."""
+        """The token before a text without context: BOS if the tokenizer has one, else the token
+        that ends texts.
+        """
         begin = self.tokenizer.bos_token_id
         return self.eot_token_id if begin is None else int(begin)
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """A conversation as text, up to the answer; without `add_generation_prompt`, up to the end of what the last
-        message says, for the model to continue."""
+        """A conversation as text, up to the answer; without `add_generation_prompt`, up to the
+        end of what the last message says, for the model to continue."""
         return self.checkpoint.render_chat(
             chat_history, answer=add_generation_prompt, continue_last=not add_generation_prompt
         )
@@ -205,7 +213,8 @@ class KvjaxLM(TemplateLM):
         """The greedy answer to each request, up to the first of its stop texts.
 
         Raises:
-          ValueError: a request that asks for sampling, or whose prompt does not fit the model's positions.
+          ValueError: a request that asks for sampling, or whose prompt does not fit the model's
+            positions.
         """
         if not requests:
             return []
@@ -217,7 +226,8 @@ class KvjaxLM(TemplateLM):
         capacity = padded_capacity(max(len(prompt) + limit for prompt, limit, _ in asked))
         spec = self.checkpoint.model.spec(batch=1, capacity=capacity)
         (row,) = check_rows(self.rows, spec, config)
-        # Prompts are read whole, and so exactly: an answer shows what the cache's method loses in decoding.
+        # Prompts are read whole, and so exactly: an answer shows what the cache's method loses
+        # in decoding.
         by: Any = {
             "chunk": None,
             "prompt_tokens": capacity,
@@ -260,9 +270,8 @@ class KvjaxLM(TemplateLM):
             for context, scored in get_rolling_token_windows(
                 tokens, self.prefix_token_id, self.max_length, 1
             ):
-                split = (
-                    len(context) - len(scored) + 1
-                )  # `context` also has the scored tokens, except the last
+                # `context` also has the scored tokens, except the last
+                split = len(context) - len(scored) + 1
                 windows.append(Scored(tuple(context[:split]), tuple(scored)))
                 owner.append(i)
         totals = [0.0] * len(requests)
@@ -303,9 +312,11 @@ class KvjaxLM(TemplateLM):
         return {int(example["id"]): example for example in cell.examples}
 
     def _score(self, pairs: Sequence[Scored]) -> list[tuple[float, bool]]:
-        """Log probability of each continuation after its context, and whether each of its tokens is the likeliest.
+        """Log probability of each continuation after its context, and whether each of its
+        tokens is the likeliest.
 
-        All tokens of a context but the last are prefilled, and at least one, as a cache begins with a prompt.
+        All tokens of a context but the last are prefilled, and at least one, as a cache begins
+        with a prompt.
         """
         if not pairs:
             return []
@@ -357,7 +368,9 @@ class KvjaxLM(TemplateLM):
 
 
 def _int(value: Any) -> Any:
-    """Converts a number that a shell gave as text; returns anything else as it is, for `require_int` to refuse."""
+    """Converts a number that a shell gave as text; returns anything else as it is, for
+    `require_int` to refuse.
+    """
     return int(value) if isinstance(value, str) and value.lstrip("-").isdigit() else value
 
 

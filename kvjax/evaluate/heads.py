@@ -22,12 +22,13 @@ def scores(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Echo and induction scores f64[layers, N] of each query head of a model.
 
-    `length` random tokens are read `repeats` times, in `batch` rows of different tokens. In the last repetition, the
-    echo score of a head is its mean attention to earlier copies of the current token, and its induction score the mean
-    attention to the tokens after these copies. `progress` is called with the layers done, their number, and the layer.
+    `length` random tokens are read `repeats` times, in `batch` rows of different tokens. In the
+    last repetition, the echo score of a head is its mean attention to earlier copies of the
+    current token, and its induction score the mean attention to the tokens after these copies.
+    `progress` is called with the layers done, their number, and the layer.
 
-    **Source:** RazorAttention (Tang et al. 2024, arXiv 2407.15891), section 3.2, which reads 2500 random tokens four
-    times.
+    **Source:** RazorAttention (Tang et al. 2024, arXiv 2407.15891), section 3.2, which reads
+    2500 random tokens four times.
     """
     length, repeats = (
         require_int("length", length, at_least=2),
@@ -74,16 +75,18 @@ def retrieval_heads(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Heads:
-    """KV heads with a query head in the top share `echo` of echo scores or the top share `induction` of induction
-    scores.
+    """KV heads with a query head in the top share `echo` of echo scores or the top share
+    `induction` of induction scores.
 
     `progress` is called with the layers done, their number, and the layer.
 
     Raises:
-      ValueError: a share outside [0, 1], or repeated tokens that do not fit the model's positions.
+      ValueError: a share outside [0, 1], or repeated tokens that do not fit the model's
+        positions.
 
-    **Source:** RazorAttention (Tang et al. 2024, arXiv 2407.15891), section 3.2: 1 % echo and 14 % induction heads.
-    **Differs:** heads of a GQA group share keys and values, so a group counts if one of its query heads does.
+    **Source:** RazorAttention (Tang et al. 2024, arXiv 2407.15891), section 3.2: 1 % echo and
+    14 % induction heads. **Differs:** heads of a GQA group share keys and values, so a group
+    counts if one of its query heads does.
     """
     for name, share in (("echo", echo), ("induction", induction)):
         if not 0 <= share <= 1:

@@ -1,7 +1,8 @@
-"""Checks the kernels on this process's GPU against their references, and times them, alone and in whole steps.
+"""Checks the kernels on this process's GPU against their references, and times them, alone and
+in whole steps.
 
-A row of results is plain JSON. `error` is the share of selected tokens that differ from those of plain JAX, or the
-difference of outputs over their norm where nothing is selected.
+A row of results is plain JSON. `error` is the share of selected tokens that differ from those
+of plain JAX, or the difference of outputs over their norm where nothing is selected.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ TITLES = "what", "us", "plain JAX", "GB/s", "error", "kernels"
 
 
 class Work(NamedTuple):
-    """Something to measure: run(*args), made when it is its turn. With several layers, run returns its first argument
-    too, and check(*args) has the result that is compared."""
+    """Something to measure: run(*args), made when it is its turn. With several layers, run
+    returns its first argument too, and check(*args) has the result that is compared."""
 
     make: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
     bytes: int  # that it reads at least; 0 if not stated
@@ -95,7 +96,9 @@ def works(length: int, batch: int) -> dict[str, Work]:
         return run, (cache, q, k, v)
 
     def read(cache: Any, q: Any, k: Any, v: Any) -> Any:
-        """The tokens that the first layer reads, and whether each is one; its output if it selects nothing."""
+        """The tokens that the first layer reads, and whether each is one; its output if it
+        selects nothing.
+        """
         out, _, info = kvjax.attention_info(cache.layers[0], q, k, v, flush=False)
         return (
             out
@@ -125,7 +128,9 @@ def works(length: int, batch: int) -> dict[str, Work]:
 
 
 def _filled(policy: Any, spec: CacheSpec, length: int, seed: int) -> Any:
-    """A layer with `length` tokens in each row, whose keys and values are normal random numbers."""
+    """A layer with `length` tokens in each row, whose keys and values are normal random
+    numbers.
+    """
     layer = kvjax.init_layer(policy, spec)
     for start in range(0, length, CHUNK):
         key = jax.random.fold_in(jax.random.key(seed), start)
@@ -146,10 +151,11 @@ def measure(
     length: int, batch: int, *, target: simt.Target | None = None, only: Sequence[str] | None = None, calls: int = 20,
     reference: bool = True,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """A row for each of `works`: microseconds of the kernels and of plain JAX, and how far the results differ.
+    """A row for each of `works`: microseconds of the kernels and of plain JAX, and how far the
+    results differ.
 
-    With `target`, the kernels take the form and block sizes that they have on that card. A row that fails has its
-    `failed` instead of numbers, and the next one is measured.
+    With `target`, the kernels take the form and block sizes that they have on that card. A row
+    that fails has its `failed` instead of numbers, and the next one is measured.
     """
     form = target or simt.target()
     for name, work in works(length, batch).items():
@@ -178,9 +184,10 @@ def _measured(
                 stack.enter_context(simt.build_for(target))
             stack.enter_context(ops.use("xla" if implementation == "xla" else None))
             if reference:
+                checked = work.check or run
                 results.append(
-                    jax.device_get(jax.jit(lambda *args: (work.check or run)(*args))(*args))
-                )  # noqa: B023
+                    jax.device_get(jax.jit(lambda *args: checked(*args))(*args))  # noqa: B023
+                )
             program = (
                 jax.jit(run, donate_argnums=0 if work.layers > 1 else ()).lower(*args).compile()
             )
@@ -223,7 +230,9 @@ def _short(name: str) -> str:
 
 
 def _difference(got: Any, want: Any) -> float:
-    """The share of slots that only one of two selections has, or the relative difference of two arrays."""
+    """The share of slots that only one of two selections has, or the relative difference of two
+    arrays.
+    """
     if isinstance(got, tuple):
         (slots, valid), (others, theirs) = (
             [np.asarray(a).reshape(-1, a.shape[-1]) for a in x] for x in (got, want)
@@ -239,9 +248,11 @@ def _difference(got: Any, want: Any) -> float:
 
 
 def kernel_times(call: Callable[[], Any], calls: int) -> dict[str, list[float]]:
-    """Microseconds of each kernel that `calls` calls start on the device, by name, after two calls that warm up.
+    """Microseconds of each kernel that `calls` calls start on the device, by name, after two
+    calls that warm up.
 
-    The profiler tells them. Where it sees none, as it may not be allowed to, the host's clock does, with one name.
+    The profiler tells them. Where it sees none, as it may not be allowed to, the host's clock
+    does, with one name.
     """
     for _ in range(2):
         jax.block_until_ready(call())

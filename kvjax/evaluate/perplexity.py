@@ -1,12 +1,14 @@
 """Perplexity of long text by context length, each token decoded through the cache.
 
-A passage of the text is split into a context and `steps` tokens that are scored. The context, except for its last
-token, is stored as a prompt, which attends to itself exactly; then the true tokens are fed one at a time, so that every
-score comes from a decode step. The same tokens are scored at every length and by every cache: longer contexts begin
-earlier. So the ratio of two caches is known far better than either: its standard error is that of paired differences.
+A passage of the text is split into a context and `steps` tokens that are scored. The context,
+except for its last token, is stored as a prompt, which attends to itself exactly; then the true
+tokens are fed one at a time, so that every score comes from a decode step. The same tokens are
+scored at every length and by every cache: longer contexts begin earlier. So the ratio of two
+caches is known far better than either: its standard error is that of paired differences.
 
-**Source:** the PG19 setting of FIER (2025) and Quest (2024). **Differs:** they score every token of a long text, so all
-context lengths go into one number; here a point has one context length.
+**Source:** the PG19 setting of FIER (2025) and Quest (2024). **Differs:** they score every
+token of a long text, so all context lengths go into one number; here a point has one context
+length.
 """
 
 from __future__ import annotations
@@ -134,20 +136,25 @@ def perplexity(
     out: Path | None = None,
     progress: Progress | None = None,
 ) -> list[Cell]:
-    """Measures the perplexity of a text with every cache at every context length; lengths ascend.
+    """Measures the perplexity of a text with every cache at every context length; lengths
+    ascend.
 
     Args:
-      text: a text, whose contexts begin with BOS if the tokenizer adds it; token ids, used as they are; or several
-        texts by name, such as the books of PG19, each with its own passages. Several texts may include some that are
-        too short for the longest context, which are left out.
-      caches: names such as "fier:group=16", which get the setting's budget at each length, or policies by name.
-      dense_layers: number of first layers that attend to everything, for all caches that do not set their own.
+      text: a text, whose contexts begin with BOS if the tokenizer adds it; token ids, used as
+        they are; or several texts by name, such as the books of PG19, each with its own
+        passages. Several texts may include some that are too short for the longest context,
+        which are left out.
+      caches: names such as "fier:group=16", which get the setting's budget at each length, or
+        policies by name.
+      dense_layers: number of first layers that attend to everything, for all caches that do not
+        set their own.
       parallel: caches that decode at the same time.
-      out: folder of results, one file per cell. Existing results with the same key are not run again.
+      out: folder of results, one file per cell. Existing results with the same key are not run
+        again.
 
     Raises:
-      ValueError: a text that is too short, lengths beyond the model's positions, or a budget that is missing, too small
-        for every cache or taken by none; before anything runs.
+      ValueError: a text that is too short, lengths beyond the model's positions, or a budget
+        that is missing, too small for every cache or taken by none; before anything runs.
     """
     dtype = checkpoint.model.dtype
     plans = prepare(
@@ -166,7 +173,9 @@ def prepare(
     dense_layers: int | None = DENSE_LAYERS,
     out: Path | None = None,
 ) -> list[Plan]:
-    """Makes a plan for each length: the part of `perplexity` that needs no weights, with all its errors."""
+    """Makes a plan for each length: the part of `perplexity` that needs no weights, with all
+    its errors.
+    """
     config, lengths, steps = checkpoint.config, sorted(set(setting.lengths)), setting.steps
     positions, limit = lengths[-1] - 1 + steps, config.max_positions
     if limit is not None and positions > limit:
@@ -198,7 +207,9 @@ def run(
     parallel: int = 1,
     progress: Progress | None = None,
 ) -> list[Cell]:
-    """Scores what the plans still lack; see `perplexity`, and `kvjax.evaluate.plan.run` for `parallel`."""
+    """Scores what the plans still lack; see `perplexity`, and `kvjax.evaluate.plan.run` for
+    `parallel`.
+    """
     cells, total, before = [], sum(plan.total for plan in plans), 0
     for plan in plans:
 
@@ -218,7 +229,9 @@ def run(
 def score(
     checkpoint: Checkpoint, cache: Cache, logits: Array, plan: Plan, asked: Sequence[str | None]
 ) -> tuple[Mapping[str, dict[str, Any]], list[float], int]:
-    """Nats of each scored token by passage; mean tokens read by layer, and the row steps of that mean."""
+    """Nats of each scored token by passage; mean tokens read by layer, and the row steps of
+    that mean.
+    """
     task = plan.task
     assert isinstance(task, Passages)
     fed = [() if i is None else plan.fed[i] for i in asked]
@@ -249,15 +262,18 @@ def mean_perplexity(cell: Cell) -> tuple[float, float]:
 
 
 def ratio(cell: Cell, other: Cell) -> tuple[float, float]:
-    """The perplexity of one cell over that of another at the same length, and the ratio's standard error."""
+    """The perplexity of one cell over that of another at the same length, and the ratio's
+    standard error.
+    """
     gap = nats(cell) - nats(other)
     found = math.exp(np.mean(gap))
     return found, found * _stderr(gap)
 
 
 def summarise(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """A row for each cell with results: perplexity, and its ratio to the first cache's at that length, with standard
-    errors; `tokens_read` is the mean over steps, KV heads and all layers."""
+    """A row for each cell with results: perplexity, and its ratio to the first cache's at that
+    length, with standard errors; `tokens_read` is the mean over steps, KV heads and all layers.
+    """
     first, rows = _baselines(cells), []
     for cell in _done(cells):
         found, error = mean_perplexity(cell)
@@ -282,7 +298,8 @@ def document(cells: Sequence[Cell]) -> dict[str, Any]:
 
 
 def markdown(cells: Sequence[Cell]) -> str:
-    """A table with a row for each cache and context length: perplexity, and its change against the first cache.
+    """A table with a row for each cache and context length: perplexity, and its change against
+    the first cache.
 
     Caches that were refused follow, each with its reason.
     """
@@ -360,7 +377,9 @@ def _tokens(checkpoint: Checkpoint, text: str | Sequence[int]) -> tuple[list[int
 def _passages(
     checkpoint: Checkpoint, text: Text, setting: Setting, context: int
 ) -> tuple[tuple[str, ...], list[tuple[list[int], list[int], int]]]:
-    """Names of several texts; for each passage the ids that begin it, its text's ids, and the first scored place."""
+    """Names of several texts; for each passage the ids that begin it, its text's ids, and the
+    first scored place.
+    """
     several = isinstance(text, Mapping)
     if not several and setting.passages % setting.batch:
         raise ValueError(
@@ -391,7 +410,8 @@ def _passages(
 
 
 def _places(have: int, context: int, steps: int, passages: int) -> list[int]:
-    """Where the scored tokens of each passage begin: in the middles of equal parts of the text after `context` tokens.
+    """Where the scored tokens of each passage begin: in the middles of equal parts of the text
+    after `context` tokens.
 
     >>> _places(1000, 200, 100, 4)
     [287, 462, 637, 812]
@@ -407,11 +427,12 @@ def _places(have: int, context: int, steps: int, passages: int) -> list[int]:
 
 
 def _budgets(setting: Setting, caches: Caches, length: int) -> list[int] | None:
-    """The budget of the caches that have one and do not set it themselves; None if there are none.
+    """The budget of the caches that have one and do not set it themselves; None if there are
+    none.
 
     Raises:
-      ValueError: caches that need a budget and no setting of one; a share that no cache takes. `make_rows` refuses a
-        budget that none takes.
+      ValueError: caches that need a budget and no setting of one; a share that no cache takes.
+        `make_rows` refuses a budget that none takes.
     """
     if not without_budget(caches):
         if setting.share is not None:

@@ -1,8 +1,10 @@
-"""Runs a plan: prefills each batch of prompts once, stores it in every cache, and decodes from each cache.
+"""Runs a plan: prefills each batch of prompts once, stores it in every cache, and decodes from
+each cache.
 
-An `Answer` function says how: `accuracy.answer` decodes freely, `perplexity.score` feeds the true continuation. The
-last tokens of a prompt may be fed one step at a time through the cache, as a question that comes after the cache has
-evicted tokens of the prompt. Caches may decode in threads, because compiling takes most of the time of a short task.
+An `Answer` function says how: `accuracy.answer` decodes freely, `perplexity.score` feeds the
+true continuation. The last tokens of a prompt may be fed one step at a time through the cache,
+as a question that comes after the cache has evicted tokens of the prompt. Caches may decode in
+threads, because compiling takes most of the time of a short task.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ CPU_LAYERS = 480  # layers of caches whose programs a process holds on a CPU; se
 
 @dataclass(frozen=True)
 class Plan:
-    """A task and its caches, checked, with the results that files already have. `run` does the rest."""
+    """A task and its caches, checked, with the results that files already have. `run` does the
+    rest.
+    """
 
     task: Task
     policies: Mapping[str, PerLayer]  # of the caches that can be run
@@ -71,8 +75,8 @@ class Plan:
         return sum(len(cell.examples) for cell in self.cells.values())
 
 
-# Takes (checkpoint, cache, logits f32[B, V], plan, the example id of each row or None), and returns results by id, mean
-# tokens read by layer, and the row steps of that mean.
+# Takes (checkpoint, cache, logits f32[B, V], plan, the example id of each row or None), and
+# returns results by id, mean tokens read by layer, and the row steps of that mean.
 Answer = Callable[
     [Checkpoint, Cache, Array, Plan, Sequence[str | None]],
     tuple[Mapping[str, dict[str, Any]], list[float], int],
@@ -91,12 +95,13 @@ def prepare(
 ) -> Plan:
     """Makes a plan and checks everything that needs no weights, so that mistakes raise here.
 
-    `model` is the digest of the checkpoint's directory, computed if None. Without `resume`, files in `out` are
-    replaced.
+    `model` is the digest of the checkpoint's directory, computed if None. Without `resume`,
+    files in `out` are replaced.
 
     Raises:
-      ValueError: prompts that the model has no positions for, examples without unique ids, a damaged result, or no
-        cache that can hold the model. If only some caches cannot, their cells say why.
+      ValueError: prompts that the model has no positions for, examples without unique ids, a
+        damaged result, or no cache that can hold the model. If only some caches cannot, their
+        cells say why.
     """
     examples = list(task.examples(checkpoint.tokenizer))
     ids = [example.id for example in examples]
@@ -171,12 +176,15 @@ def run(
     capacity: int | None = None,
     progress: Progress | None = None,
 ) -> list[Cell]:
-    """Answers the examples that a plan still lacks. Returns the cells in the order of the caches, also refused ones.
+    """Answers the examples that a plan still lacks. Returns the cells in the order of the
+    caches, also refused ones.
 
-    `parallel` caches decode at the same time, in threads: context managers of JAX, such as `jax.default_device`, do not
-    reach them. Device memory then holds as many caches. `capacity` is that of all caches, by default what each batch
-    needs; plans that get the same one share their decode programs. On a CPU more than `CPU_LAYERS` layers of caches are
-    answered in groups, each of which reads the prompts again, as the programs of more take too many memory mappings.
+    `parallel` caches decode at the same time, in threads: context managers of JAX, such as
+    `jax.default_device`, do not reach them. Device memory then holds as many caches. `capacity`
+    is that of all caches, by default what each batch needs; plans that get the same one share
+    their decode programs. On a CPU more than `CPU_LAYERS` layers of caches are answered in
+    groups, each of which reads the prompts again, as the programs of more take too many memory
+    mappings.
     """
     batch = min(require_int("batch", batch, at_least=1), len(plan.prompts))
     require_int("parallel", parallel, at_least=1)
@@ -235,7 +243,9 @@ def feed(
     *,
     room: int | None = None,
 ) -> prompt.Fed:
-    """Feeds each row its own tokens one step at a time; see `prompt.feed`. Calls of the same `room` share a program."""
+    """Feeds each row its own tokens one step at a time; see `prompt.feed`. Calls of the same
+    `room` share a program.
+    """
     counts = np.array([len(row) for row in fed], np.int32)
     tokens = np.zeros((len(fed), max(room or 0, int(counts.max()))), np.int32)
     wanted = tokens.copy()
@@ -261,8 +271,8 @@ def _answer_part(
     capacity: int,
     name: str,
 ) -> dict[str, Any]:
-    """One batch of a cell: the answers of the cache `name` after the prompts `read`, to the examples `part` except
-    those that are `known`."""
+    """One batch of a cell: the answers of the cache `name` after the prompts `read`, to the
+    examples `part` except those that are `known`."""
     begin, (logits, prompts) = time.perf_counter(), read
     asked = [i if i not in known[name] else None for i in part] + [None] * (
         logits.shape[0] - len(part)
@@ -283,8 +293,9 @@ def _answer_part(
 
 
 def _map(f: Callable[[str], T], names: Sequence[str], parallel: int) -> Iterator[T]:
-    """Yields f of each name in order, running `parallel` of them at a time. An error is raised at once, and no other
-    call begins after it: a call that waits for memory may wait forever."""
+    """Yields f of each name in order, running `parallel` of them at a time. An error is raised
+    at once, and no other call begins after it: a call that waits for memory may wait forever.
+    """
     if parallel == 1:
         yield from map(f, names)
         return

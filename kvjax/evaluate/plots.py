@@ -1,7 +1,7 @@
 """Plots of results: score by tokens read, with a line per method.
 
-A method has the same colour in every plot. If too many settings of one preset are compared, they get a panel of their
-own and a colour each.
+A method has the same colour in every plot. If too many settings of one preset are compared,
+they get a panel of their own and a colour each.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
     from kvjax.evaluate.store import Cell
 
-# Okabe and Ito's colours, which are distinct to people with any colour vision, darkened for lines; then greys.
+# Okabe and Ito's colours, which are distinct to people with any colour vision, darkened for
+# lines; then greys.
 COLOURS = {
     "full": "#000000",
     "exact": "#7f7f7f",
@@ -71,8 +72,8 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def style(method: str, among: Sequence[str] = ()) -> dict[str, Any]:
-    """Colour, marker and line of a method; settings of one preset (`fier:group_reduce=per_head`) share a colour and
-    differ in their lines.
+    """Colour, marker and line of a method; settings of one preset
+    (`fier:group_reduce=per_head`) share a colour and differ in their lines.
 
     If there are more of them than line styles, they differ in colour.
     """
@@ -139,8 +140,9 @@ def write(cells: Sequence[Cell], out: Path) -> list[Path]:
 def by_budget(panels: Sequence[Block]) -> Figure:
     """Mean score by tokens read: a line per method with 95 % intervals, a panel per length.
 
-    Tokens read are the mean over steps, KV heads and all layers, so methods with the same budget but different dense
-    layers differ in x. Caches without a budget are dashed horizontal lines.
+    Tokens read are the mean over steps, KV heads and all layers, so methods with the same
+    budget but different dense layers differ in x. Caches without a budget are dashed horizontal
+    lines.
     """
     panels = [block for whole in panels for block in _uncrowded(whole) if block.budgets]
     figure = new_figure(1.6 + 4.2 * len(panels), 4.2)
@@ -231,7 +233,8 @@ def tidy(axis: Axes) -> None:
 
 
 def spread(places: Sequence[float], *, gap: float, top: float) -> list[float]:
-    """Moves ascending `places` as little as possible (least squares), to be at least `gap` apart and at most `top`.
+    """Moves ascending `places` as little as possible (least squares), to be at least `gap`
+    apart and at most `top`.
 
     >>> [round(y, 3) for y in spread([0.5, 0.5, 0.9, 1.0], gap=0.1, top=0.95)]
     [0.45, 0.55, 0.85, 0.95]

@@ -1,8 +1,8 @@
 """Prompts that are read once and stored into many caches.
 
-A prompt in one chunk attends to itself exactly, whatever its cache keeps of it later. So its queries, keys and values
-are the same for every cache: `Prompt` is a policy that records them, and `store` passes them to the policies to decode
-from, through the hook that a model calls.
+A prompt in one chunk attends to itself exactly, whatever its cache keeps of it later. So its
+queries, keys and values are the same for every cache: `Prompt` is a policy that records them,
+and `store` passes them to the policies to decode from, through the hook that a model calls.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class PromptState:
 
 @dataclass(frozen=True)
 class Prompt(Policy):
-    """Takes one prompt of as many columns as the spec's capacity, in one chunk, and records it unchanged."""
+    """Takes one prompt of as many columns as the spec's capacity, in one chunk, and records it
+    unchanged.
+    """
 
     observes = takes_sinks = True
 
@@ -84,9 +86,11 @@ def columns(tokens: int) -> int:
 def read(
     checkpoint: Checkpoint, rows: Sequence[Sequence[int]], new_tokens: int = 0
 ) -> tuple[Array, Cache]:
-    """Logits f32[B, V] after prompts, some of which may be empty, and a cache of their queries, keys and values.
+    """Logits f32[B, V] after prompts, some of which may be empty, and a cache of their queries,
+    keys and values.
 
-    `new_tokens`, the most that will follow a prompt, matters only to a RoPE that depends on the length of a text.
+    `new_tokens`, the most that will follow a prompt, matters only to a RoPE that depends on the
+    length of a text.
     """
     lengths = np.array([len(row) for row in rows], np.int32)
     tokens = np.zeros((len(rows), columns(int(lengths.max()))), np.int32)
@@ -116,7 +120,8 @@ def store(
     capacity: int,
     rotated_for: Array | None = None,
 ) -> Cache:
-    """A cache of `policy` that holds the layers that `read` recorded, as if the model had prefilled it.
+    """A cache of `policy` that holds the layers that `read` recorded, as if the model had
+    prefilled it.
 
     The recorded layers and their `rotated_for` stay valid.
     """
@@ -153,10 +158,11 @@ class Fed(NamedTuple):
 def feed(
     model: Model, cache: Cache, logits: Array, tokens: Array, targets: Array, counts: Array
 ) -> Fed:
-    """Feeds the first `counts` i32[B] of tokens i32[B, R], one decode step each, and scores targets i32[B, R].
+    """Feeds the first `counts` i32[B] of tokens i32[B, R], one decode step each, and scores
+    targets i32[B, R].
 
-    targets[b, t] is scored by the logits after tokens[b, t]. A row without tokens left is inactive, and keeps its
-    logits.
+    targets[b, t] is scored by the logits after tokens[b, t]. A row without tokens left is
+    inactive, and keeps its logits.
     """
     rows = jnp.arange(tokens.shape[0])
     zero = jnp.sum(logits[:0], dtype=jnp.float32)  # on the devices of the logits

@@ -1,5 +1,5 @@
-"""The provenance of a result: versions, device and digests of files, so that numbers can be traced and stale ones
-found."""
+"""The provenance of a result: versions, device and digests of files, so that numbers can be
+traced and stale ones found."""
 
 from __future__ import annotations
 
@@ -67,7 +67,9 @@ MODEL_FILES = (
 
 
 def model_digest(directory: str | Path) -> str:
-    """SHA-256 of the files of a checkpoint that decide what it answers; its README is not one of them."""
+    """SHA-256 of the files of a checkpoint that decide what it answers; its README is not one
+    of them.
+    """
     files = sorted(
         file
         for file in Path(directory).iterdir()
@@ -90,7 +92,8 @@ def digest_json(value: Any) -> str:
 
 
 def json_text(value: Any, *, indent: int | None = None) -> str:
-    """A value as JSON, with a final newline; numbers that are not finite become null, as JSON does not have them.
+    """A value as JSON, with a final newline; numbers that are not finite become null, as JSON
+    does not have them.
 
     >>> json_text({"mean": float("nan")})
     '{"mean": null}\\n'
@@ -108,8 +111,8 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def source_digest() -> str:
-    """The digest of the Python files of kvjax that decide what is decoded: all but the command line and the evaluation
-    itself.
+    """The digest of the Python files of kvjax that decide what is decoded: all but the command
+    line and the evaluation itself.
 
     The version number alone does not identify code that is being edited.
     """

@@ -1,11 +1,13 @@
-"""Measures selectors on live queries and keys: compares what a cache reads with exact attention.
+"""Measures selectors on live queries and keys: compares what a cache reads with exact
+attention.
 
-A policy is driven through `kvjax.attention_info` itself: the keys of the context are stored as a prompt, then each live
-query makes its decode step, and the same query attends to everything. The queries are those of full attention
-(`kvjax.evaluate.capture`), so errors do not add up from layer to layer.
+A policy is driven through `kvjax.attention_info` itself: the keys of the context are stored as
+a prompt, then each live query makes its decode step, and the same query attends to everything.
+The queries are those of full attention (`kvjax.evaluate.capture`), so errors do not add up from
+layer to layer.
 
-Set recall alone misleads, as many tokens matter little. So four numbers are reported together: set recall, the softmax
-mass on the tokens read, the error of the output, and the bytes read.
+Set recall alone misleads, as many tokens matter little. So four numbers are reported together:
+set recall, the softmax mass on the tokens read, the error of the output, and the bytes read.
 """
 
 from __future__ import annotations
@@ -39,23 +41,21 @@ from kvjax.stores.demotion import Fifo
 class Reads:
     """The tokens that a policy read at T live steps of L layers and B rows.
 
-    Recall is NaN if there was nothing to select: a policy without a selector, or no tokens outside sink and local
-    window. It is 0 if a selector could select and did not, and below 1 if its pages cannot fill the budget.
+    Recall is NaN if there was nothing to select: a policy without a selector, or no tokens
+    outside sink and local window. It is 0 if a selector could select and did not, and below 1
+    if its pages cannot fill the budget.
     """
 
     lengths: np.ndarray  # i[T] tokens that each step's query sees
     recall: np.ndarray  # f[L, T, B, K or N] share of the exact top tokens, pooled as by the selector, that was selected
-    head_recall: (
-        np.ndarray
-    )  # f[L, T, B, N] share of each query head's own exact top tokens that were selected
-    mass: (
-        np.ndarray
-    )  # f[L, T, B, N] share of softmax mass on the tokens read, sink and local window included
+    # f[L, T, B, N] share of each query head's own exact top tokens that were selected
+    head_recall: np.ndarray
+    # f[L, T, B, N] share of softmax mass on the tokens read, sink and local window included
+    mass: np.ndarray
     error: np.ndarray  # f[L, T, B, N] |out - exact out| / |exact out|
     attended: np.ndarray  # f[L, T, B, K] tokens whose keys and values were read
-    bytes: (
-        np.ndarray
-    )  # f[L, T, B] read in a step: keys, values, index and keys of pending tokens
+    # f[L, T, B] read in a step: keys, values, index and keys of pending tokens
+    bytes: np.ndarray
 
     def row(self) -> dict[str, float]:
         """Means over everything, for a table."""
@@ -80,16 +80,18 @@ def reads(
 ) -> Reads:
     """Drives `policy` through the live steps of all layers.
 
-    Each run of adjacent steps starts from the context before it, stored as one prompt; or, with `prompt`, as a prompt
-    of that many tokens and a second one with the rest, for selectors that learn from a prompt. `top` is the number of
-    exact top tokens that recall counts; by default the budget without sink and local window, whether or not the
-    selector's pages divide that number. `progress` is called with the runs of steps done, their number, and the layer.
+    Each run of adjacent steps starts from the context before it, stored as one prompt; or, with
+    `prompt`, as a prompt of that many tokens and a second one with the rest, for selectors that
+    learn from a prompt. `top` is the number of exact top tokens that recall counts; by default
+    the budget without sink and local window, whether or not the selector's pages divide that
+    number. `progress` is called with the runs of steps done, their number, and the layer.
 
-    Cost: each step runs the policy and full attention once; memory holds the cache of one layer.
+    Cost: each step runs the policy and full attention once; memory holds the cache of one
+    layer.
 
     Raises:
-      ValueError: a policy that selects by the queries of a prompt (H2O, SnapKV and others that evict): they are not
-        recorded.
+      ValueError: a policy that selects by the queries of a prompt (H2O, SnapKV and others that
+        evict): they are not recorded.
     """
     found = []
     runs = live.runs()
@@ -159,7 +161,9 @@ class _Step(NamedTuple):
 def store_prompt(
     cache: LayerCache, k: Array, v: Array, start: Array | int, stop: Array | int
 ) -> LayerCache:
-    """Stores the tokens [start, stop) of k, v [B, K, S, D] as one chunk of a prompt, padded to S."""
+    """Stores the tokens [start, stop) of k, v [B, K, S, D] as one chunk of a prompt, padded to
+    S.
+    """
     at = start + jnp.arange(k.shape[2])
     kt, vt = (jnp.take(a, at, axis=2, mode="clip") for a in (k, v))
     count = jnp.full(k.shape[0], stop - start, jnp.int32)
@@ -178,7 +182,9 @@ def _run(
     window: int | None,
     top: int | None,
 ) -> _Step:
-    """Runs the steps of q [R, B, N, D] at positions start, start + 1, ...; k, v [B, K, S, D] are of the whole text."""
+    """Runs the steps of q [R, B, N, D] at positions start, start + 1, ...; k, v [B, K, S, D]
+    are of the whole text.
+    """
     policy, spec, B = cache.policy, cache.spec, cache.spec.batch
 
     def step(cache: Any, x: Any) -> tuple[Any, _Step]:
@@ -232,7 +238,9 @@ def _run(
 def exact_logits(
     q: Array, k: Array, position: Array, *, scale: float, window: int | None = None
 ) -> tuple[Array, Array]:
-    """f32[B, K, G, S] logits of q [B, N, D] at `position` with k [B, K, S, D], and bool[1, 1, 1, S]: which it sees."""
+    """f32[B, K, G, S] logits of q [B, N, D] at `position` with k [B, K, S, D], and bool[1, 1,
+    1, S]: which it sees.
+    """
     qg = group_queries(q, k.shape[1]).astype(jnp.float32)
     logits = (
         jnp.einsum("bkgd,bksd->bkgs", qg, k.astype(jnp.float32), precision="highest") * scale
@@ -285,12 +293,16 @@ def _selected(
 
 
 def _core(policy: Policy) -> Policy:
-    """The policy that stores the tokens: the one that a `Speculative` wraps, or `policy` itself."""
+    """The policy that stores the tokens: the one that a `Speculative` wraps, or `policy`
+    itself.
+    """
     return policy.retrieval if isinstance(policy, Speculative) else policy
 
 
 def _bytes(policy: Policy, spec: CacheSpec, seen: _Step) -> np.ndarray:
-    """Bytes f[T, B] that steps read: keys and values of the tokens read, as stored, the index, and pending keys."""
+    """Bytes f[T, B] that steps read: keys and values of the tokens read, as stored, the index,
+    and pending keys.
+    """
     policy = _core(policy)
     row = 2 * spec.head_dim * np.dtype(spec.dtype).itemsize
     if not isinstance(policy, Zoned):
@@ -309,7 +321,9 @@ def _bytes(policy: Policy, spec: CacheSpec, seen: _Step) -> np.ndarray:
 
 
 def _same_heads(layers: Sequence[np.ndarray]) -> Sequence[np.ndarray]:
-    """Layers cut to one shape, for stacking: a layer that selects nothing has NaN for each query head."""
+    """Layers cut to one shape, for stacking: a layer that selects nothing has NaN for each
+    query head.
+    """
     heads = min(a.shape[-1] for a in layers)
     return (
         [a if a.shape[-1] == heads else a[..., :heads] for a in layers]
@@ -330,7 +344,9 @@ def mean_known(a: np.ndarray) -> float:
 
 
 def retrieval(selector: Selector, budget: int, *, leave: int = 32) -> Retrieval:
-    """A `Retrieval` for measurements: tokens are indexed in chunks of `leave`, pages as soon as they are full."""
+    """A `Retrieval` for measurements: tokens are indexed in chunks of `leave`, pages as soon as
+    they are full.
+    """
     demote = Fifo(leave=leave if selector.unit == 1 else selector.unit)
     return Retrieval(
         selector=selector, budget=budget, sink=4, local=16, demote=demote, dense_below=0

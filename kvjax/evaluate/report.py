@@ -1,4 +1,6 @@
-"""Results as text: tables of scores by cache and budget, a page with all of them, and a summary as JSON."""
+"""Results as text: tables of scores by cache and budget, a page with all of them, and a summary
+as JSON.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ class Block:
 
 
 def blocks(cells: Sequence[Cell]) -> list[Block]:
-    """Groups cells by task and length, in order of first appearance; cells without an answer are left out."""
+    """Groups cells by task and length, in order of first appearance; cells without an answer
+    are left out.
+    """
     found: dict[tuple[str, int | None], list[Cell]] = {}
     for cell in cells:
         task = cell.key["task"]
@@ -65,7 +69,8 @@ def blocks(cells: Sequence[Cell]) -> list[Block]:
 
 
 def table(cells: Sequence[Cell]) -> str:
-    """Markdown: a block per task and length with a row per cache and budget, its tokens read and mean score.
+    """Markdown: a block per task and length with a row per cache and budget, its tokens read
+    and mean score.
 
     Caches that could not be run follow, each with its reason.
     """
@@ -129,7 +134,9 @@ def refusals(cells: Sequence[Cell]) -> str:
 
 
 def overview(cells: Sequence[Cell]) -> str:
-    """Markdown: a block per task that has several lengths, with tokens read and mean scores at each of them."""
+    """Markdown: a block per task that has several lengths, with tokens read and mean scores at
+    each of them.
+    """
     parts = []
     for title, of in by_title(cells).items():
         if len(of) < 2:
@@ -160,7 +167,9 @@ def overview(cells: Sequence[Cell]) -> str:
 
 
 def score(cell: Cell) -> dict[str, Any]:
-    """n, the mean score with its 95 % interval, tokens read per step (over all layers and in the last), seconds."""
+    """n, the mean score with its 95 % interval, tokens read per step (over all layers and in
+    the last), seconds.
+    """
     low, high = interval(cell.scores)
     attended = cell.attended
     return {
@@ -217,10 +226,11 @@ def about(cells: Sequence[Cell]) -> dict[str, Any]:
 
 
 def differences(cell: Cell, full: Cell) -> dict[str, Any]:
-    """Mean difference of a cache's scores from those of full attention, question by question, with its standard error.
+    """Mean difference of a cache's scores from those of full attention, question by question,
+    with its standard error.
 
-    `other_wording` is the share of questions whose answers differ in their text. Empty unless two or more questions
-    were answered through both caches.
+    `other_wording` is the share of questions whose answers differ in their text. Empty unless
+    two or more questions were answered through both caches.
     """
     theirs = {one["id"]: one for one in full.examples}
     pairs = [(one, theirs[one["id"]]) for one in cell.examples if one["id"] in theirs]
@@ -237,7 +247,9 @@ def differences(cell: Cell, full: Cell) -> dict[str, Any]:
 
 
 def summary(cells: Sequence[Cell]) -> dict[str, Any]:
-    """The runs and their scores, without the answers, each beside full attention where that was asked too; JSON."""
+    """The runs and their scores, without the answers, each beside full attention where that was
+    asked too; JSON.
+    """
     results: dict[str, dict[str, Any]] = {}
     whole = {cell.task: cell for cell in cells if cell.cache == "full" and cell.examples}
     for cell in cells:

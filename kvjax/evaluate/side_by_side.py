@@ -1,4 +1,6 @@
-"""One prompt through several caches: each answer with its cost, and where it departs from the first answer."""
+"""One prompt through several caches: each answer with its cost, and where it departs from the
+first answer.
+"""
 
 from __future__ import annotations
 
@@ -55,14 +57,16 @@ def side_by_side(
     """Continues one prompt greedily through each cache, and times it.
 
     Args:
-      caches: names of presets, optionally with settings ("fier:budget=64"); or policies by name.
+      caches: names of presets, optionally with settings ("fier:budget=64"); or policies by
+        name.
       budget: for caches that have one and do not set it; default 256.
-      dense_layers: for caches that have this setting and do not set it; None keeps each preset's own.
+      dense_layers: for caches that have this setting and do not set it; None keeps each
+        preset's own.
       progress: called with the caches done, their number, and the next one's name.
 
     Raises:
-      ValueError: an unknown cache, or a prompt that does not fit the model. A cache that cannot hold its budget or this
-        model has an answer with the reason instead.
+      ValueError: an unknown cache, or a prompt that does not fit the model. A cache that cannot
+        hold its budget or this model has an answer with the reason instead.
     """
     settings: Any = {
         "budget": budget,
@@ -87,7 +91,9 @@ def prepare(
     dense_layers: int | None = None,
     max_new_tokens: int = 32,
 ) -> tuple[list[Row], list[int]]:
-    """The rows and the prompt's tokens of `side_by_side`: the part that needs no weights, with all its errors."""
+    """The rows and the prompt's tokens of `side_by_side`: the part that needs no weights, with
+    all its errors.
+    """
     require_int("max_new_tokens", max_new_tokens, at_least=1)
     if budget is not None:
         require_int("budget", budget, at_least=1)

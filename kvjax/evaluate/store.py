@@ -1,8 +1,10 @@
-"""One resumable store for every measurement: a cell holds the results of one cache on one task, in its own file.
+"""One resumable store for every measurement: a cell holds the results of one cache on one task,
+in its own file.
 
-A file's name ends in a digest of the cell's key, which holds what decides the result: the model's weights, the policy,
-the task and the version of kvjax. So a killed run continues where it stopped, and a run in which one of these changed
-starts over. Source digest, versions and device are provenance, outside of the key.
+A file's name ends in a digest of the cell's key, which holds what decides the result: the
+model's weights, the policy, the task and the version of kvjax. So a killed run continues where
+it stopped, and a run in which one of these changed starts over. Source digest, versions and
+device are provenance, outside of the key.
 """
 
 from __future__ import annotations
@@ -68,7 +70,9 @@ class Cell:
 
     @property
     def attended(self) -> list[float] | None:
-        """Tokens read per step and KV head, by layer, mean over steps; None before the first step."""
+        """Tokens read per step and KV head, by layer, mean over steps; None before the first
+        step.
+        """
         steps = [batch["steps"] for batch in self.batches]
         if not sum(steps):
             return None
@@ -78,7 +82,9 @@ class Cell:
 
     @property
     def tokens_read(self) -> float | None:
-        """Tokens read per step and KV head, mean over steps and all layers: a fair comparison keeps it equal."""
+        """Tokens read per step and KV head, mean over steps and all layers: a fair comparison
+        keeps it equal.
+        """
         attended = self.attended
         return None if attended is None else float(np.mean(attended))
 
@@ -87,7 +93,9 @@ class Cell:
         return sum(batch["seconds"] for batch in self.batches)
 
     def made_by(self, provenance: dict[str, Any]) -> None:
-        """Records the provenance of the next results, unless earlier ones have the same but for the date."""
+        """Records the provenance of the next results, unless earlier ones have the same but for
+        the date.
+        """
         made = self.head.setdefault("made", [])
         if all({**one, "date": ""} != {**provenance, "date": ""} for one in made):
             made.append(provenance)
@@ -96,14 +104,14 @@ class Cell:
         """Finds the file of this cell in a folder, and loads its results.
 
         Raises:
-          ValueError: the file is damaged, was changed by hand, or has results of examples that the task lacks.
+          ValueError: the file is damaged, was changed by hand, or has results of examples that
+            the task lacks.
         """
         name = re.sub(r"[^\w.@=-]+", "-", f"{self.task} {self.cache} ", flags=re.ASCII)[
             :160
         ].removesuffix("-")
-        self.path = (
-            Path(folder) / f"{name}-{self.digest[:16]}.json"
-        )  # the digest alone makes the name unique
+        # the digest alone makes the name unique
+        self.path = Path(folder) / f"{name}-{self.digest[:16]}.json"
         self.replaces = not resume
         if not resume or not self.path.exists():
             return
@@ -118,8 +126,8 @@ class Cell:
         self.batches, self.head["made"] = found.batches, found.head.get("made", [])
 
     def add(self, batch: dict[str, Any], provenance: dict[str, Any]) -> None:
-        """Adds the results of a batch, also to the file. Batches that another run wrote there meanwhile are taken over,
-        but for those with an example that has a result here."""
+        """Adds the results of a batch, also to the file. Batches that another run wrote there
+        meanwhile are taken over, but for those with an example that has a result here."""
         self.made_by(provenance)
         self.batches.append(batch)
         if self.path is not None and self.path.exists() and not self.replaces:
@@ -135,7 +143,9 @@ class Cell:
         self.save()
 
     def save(self) -> None:
-        """Replaces the file as a whole: a run killed at any moment leaves the old one or the new."""
+        """Replaces the file as a whole: a run killed at any moment leaves the old one or the
+        new.
+        """
         if self.path is None:
             return
         about = {
@@ -186,13 +196,14 @@ def _damaged(path: Path, why: str) -> ValueError:
 
 
 def read_cells(folder: Path) -> list[Cell]:
-    """The cells of every run under a folder, in the order of tables: by task, length, method and budget.
+    """The cells of every run under a folder, in the order of tables: by task, length, method
+    and budget.
 
     If several runs have results of a cell, the run with the most results counts.
 
     Raises:
-      ValueError: there is none; they are of several models or dtypes; or two cells of one task and cache have different
-        keys.
+      ValueError: there is none; they are of several models or dtypes; or two cells of one task
+        and cache have different keys.
     """
     found: dict[tuple[str, str], Cell] = {}
     for path in sorted(folder.rglob("results/*.json")):
@@ -234,7 +245,8 @@ def _order(cell: Cell) -> tuple[str, int, int, str, int]:
 
 
 def interval(scores: np.ndarray) -> tuple[float | None, float | None]:
-    """The 95 % interval of a mean: Wilson's for scores of 0 and 1, else by bootstrap (2000 draws, a fixed seed).
+    """The 95 % interval of a mean: Wilson's for scores of 0 and 1, else by bootstrap (2000
+    draws, a fixed seed).
 
     >>> low, high = interval(np.array([1.0] * 9 + [0.0]))
     >>> round(low, 3), round(high, 3)

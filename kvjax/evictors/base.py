@@ -1,12 +1,13 @@
 """The base of evictors: which token is evicted when a cache of fixed size is full.
 
-An evictor gives each token a worth; the token of least worth is evicted, or the oldest of equals. An evictor knows a
-token's position and one number, its evidence: from its key and value, or from the attention that queries pay to it
-while it is in the cache. Some judge a token beside all others: they see keys and values, and what they remember of
-queries.
+An evictor gives each token a worth; the token of least worth is evicted, or the oldest of
+equals. An evictor knows a token's position and one number, its evidence: from its key and
+value, or from the attention that queries pay to it while it is in the cache. Some judge a token
+beside all others: they see keys and values, and what they remember of queries.
 
-`Evicting` stores positions and evidence, and calls the evictor. L counts the slots of the cache, and with a prompt also
-its tokens, all in order of position; position is then -1 where there is no token. Each KV head evicts on its own.
+`Evicting` stores positions and evidence, and calls the evictor. L counts the slots of the
+cache, and with a prompt also its tokens, all in order of position; position is then -1 where
+there is no token. Each KV head evicts on its own.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from jax import Array
 
 
 class Held(NamedTuple):
-    """The tokens among which an evictor chooses, L slots; those of a prompt and of several evictions at once in order.
+    """The tokens among which an evictor chooses, L slots; those of a prompt and of several
+    evictions at once in order.
 
     Keys and values of slots without a token may be anything finite.
     """
@@ -32,11 +34,12 @@ class Held(NamedTuple):
 
 
 class Evictor:
-    """Says which token an `Evicting` cache evicts next. A subclass is a frozen dataclass that implements `worth`, or
-    `judge` if it compares tokens, unless evidence is all that counts.
+    """Says which token an `Evicting` cache evicts next. A subclass is a frozen dataclass that
+    implements `worth`, or `judge` if it compares tokens, unless evidence is all that counts.
 
-    Without more it goes by position alone. `see_tokens` gives each token evidence by its key and value as it is stored.
-    An evictor with an `arrival` sees the attention of queries: `see_prompt` and `see_step`.
+    Without more it goes by position alone. `see_tokens` gives each token evidence by its key
+    and value as it is stored. An evictor with an `arrival` sees the attention of queries:
+    `see_prompt` and `see_step`.
     """
 
     @property
@@ -46,7 +49,9 @@ class Evictor:
 
     @property
     def renumbered(self) -> int:
-        """The number of the first slots that are closer to a query than by their original positions."""
+        """The number of the first slots that are closer to a query than by their original
+        positions.
+        """
         return 0
 
     def check(self, budget: int) -> None:
@@ -58,12 +63,14 @@ class Evictor:
 
     @property
     def sampled(self) -> int | None:
-        """If all queries vote, the number of those of a long prompt that vote for all, evenly spread; None for each."""
+        """If all queries vote, the number of those of a long prompt that vote for all, evenly
+        spread; None for each.
+        """
         return None
 
     def see_tokens(self, k: Array, v: Array) -> Array | None:
-        """Evidence f32[B, K, T] of tokens with keys and values k, v [B, K, T, D], as they are stored; None for
-        `arrival`."""
+        """Evidence f32[B, K, T] of tokens with keys and values k, v [B, K, T, D], as they are
+        stored; None for `arrival`."""
         return None
 
     def see_prompt(
@@ -71,8 +78,8 @@ class Evictor:
     ) -> Array:
         """Evidence f32[B, K, L] after a prompt up to position `end` i32[B], exclusive.
 
-        `votes` f32[B, K, G, L] are the softmax weights of the voters, summed. Tokens of the prompt come with the
-        evidence of their arrival.
+        `votes` f32[B, K, G, L] are the softmax weights of the voters, summed. Tokens of the
+        prompt come with the evidence of their arrival.
         """
         return evidence
 
@@ -84,8 +91,8 @@ class Evictor:
         return evidence
 
     def worth(self, evidence: Array | None, position: Array, end: Array, slots: int) -> Array:
-        """f32[B, K, L]: the worth of each token, after `end` i32[B] tokens were received and with room for `slots`; by
-        default its evidence."""
+        """f32[B, K, L]: the worth of each token, after `end` i32[B] tokens were received and
+        with room for `slots`; by default its evidence."""
         if evidence is None:
             raise NotImplementedError(
                 f"{type(self).__name__} has no evidence of tokens, so it must say their worth"
@@ -93,19 +100,27 @@ class Evictor:
         return evidence
 
     def judge(self, held: Held) -> Array:
-        """f32[B, K, L]: the worth of each token. The default asks `worth`, and reads no keys or values."""
+        """f32[B, K, L]: the worth of each token. The default asks `worth`, and reads no keys or
+        values.
+        """
         return self.worth(held.evidence, held.position, held.end, held.slots)
 
     def remembers(self, head_dim: int) -> int:
-        """The number n of vectors of D = `head_dim` numbers that are remembered of a query head's queries."""
+        """The number n of vectors of D = `head_dim` numbers that are remembered of a query
+        head's queries.
+        """
         return 0
 
     def see_queries(self, memory: Array, q: Array, position: Array) -> Array:
-        """The memory f32[B, K, G, n, D], at first 0, after queries q [B, K, G, T, D] at `position` i32[B, T], or -1."""
+        """The memory f32[B, K, G, n, D], at first 0, after queries q [B, K, G, T, D] at
+        `position` i32[B, T], or -1.
+        """
         return memory
 
     def turn(self, q: Array, by: Array) -> Array:
-        """q [B, K, G, Q, D], rotated as if its position were `by` i32[B] higher, for the `renumbered` slots."""
+        """q [B, K, G, Q, D], rotated as if its position were `by` i32[B] higher, for the
+        `renumbered` slots.
+        """
         return q
 
     @property

@@ -1,7 +1,7 @@
 """Evictors by keys and values alone, or by chance: none of them needs a query.
 
-`KeyNorm` and `Random` rank a token by itself. `KeyDiff` and `Lag` compare it with others, so a cache should evict
-several at once (`Evicting(every=...)`).
+`KeyNorm` and `Random` rank a token by itself. `KeyDiff` and `Lag` compare it with others, so a
+cache should evict several at once (`Evicting(every=...)`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from kvjax.validation import check_flags
 class KeyNorm(Evictor):
     """Keeps the tokens with the shortest keys, to which queries tend to attend most.
 
-    **Source:** Devoto et al. 2024 (arXiv 2406.11430). **Differs:** the paper leaves the first layers whole; use
-    `dense_layers`.
+    **Source:** Devoto et al. 2024 (arXiv 2406.11430). **Differs:** the paper leaves the first
+    layers whole; use `dense_layers`.
     """
 
     def see_tokens(self, k: Array, v: Array) -> Array:
@@ -50,12 +50,13 @@ class KeyDiff(Evictor):
 
 @dataclass(frozen=True, kw_only=True)
 class Lag(Evictor):
-    """Keeps the tokens that stand out of the `partition` tokens after theirs, in keys and values.
+    """Keeps the tokens that stand out of the `partition` tokens after theirs, in keys and
+    values.
 
-    In partitions past the `sink`, keys are scaled by the smallest and largest value of each channel in the next
-    partition; a token's score is the softmax over its partition of the deviation across channels, the mean of that of
-    keys and of values. Its worth is its rank in the partition. The sink, the last whole partition and what follows it
-    are kept.
+    In partitions past the `sink`, keys are scaled by the smallest and largest value of each
+    channel in the next partition; a token's score is the softmax over its partition of the
+    deviation across channels, the mean of that of keys and of values. Its worth is its rank in
+    the partition. The sink, the last whole partition and what follows it are kept.
 
     **Source:** LagKV (Liang et al. 2025, arXiv 2504.04704): sink 4, partitions of 128.
     """
@@ -111,13 +112,14 @@ class Lag(Evictor):
 
 @dataclass(frozen=True, kw_only=True)
 class Random(Evictor):
-    """Keeps a uniform sample of all tokens: each has a random number from its position and head, and the largest stay.
+    """Keeps a uniform sample of all tokens: each has a random number from its position and
+    head, and the largest stay.
 
-    With `afresh` the numbers are drawn again at each eviction, among the tokens still held, which favours young ones.
-    KV heads on different devices draw alike.
+    With `afresh` the numbers are drawn again at each eviction, among the tokens still held,
+    which favours young ones. KV heads on different devices draw alike.
 
-    **Source:** arXiv 2609.03430, whose abstract evicts at random within each head and keeps the prompt, as
-    `BesidePrompt` does. It does not say which of the two laws holds.
+    **Source:** arXiv 2609.03430, whose abstract evicts at random within each head and keeps the
+    prompt, as `BesidePrompt` does. It does not say which of the two laws holds.
     """
 
     seed: int = 0
@@ -143,7 +145,9 @@ def in_order(position: Array) -> Array:
 
 
 def _mixed(x: Array) -> Array:
-    """u32 of x u32: a bijection whose output bits each depend on all input bits (the finaliser of MurmurHash3)."""
+    """u32 of x u32: a bijection whose output bits each depend on all input bits (the finaliser
+    of MurmurHash3).
+    """
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
     x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
     return x ^ (x >> np.uint32(16))

@@ -1,7 +1,8 @@
 """Evictors that remember queries, and one that weighs attention by values.
 
-A few vectors of each query head are remembered (`Evictor.remembers`), as the queries themselves are gone when a token
-must be evicted. Each of these compares all tokens, so a cache should evict several at once.
+A few vectors of each query head are remembered (`Evictor.remembers`), as the queries themselves
+are gone when a token must be evicted. Each of these compares all tokens, so a cache should
+evict several at once.
 """
 
 from __future__ import annotations
@@ -27,13 +28,15 @@ BLOCK = 2**20  # numbers of a block of keys, by query
 
 @dataclass(frozen=True, kw_only=True)
 class ValueWeighted(Evictor):
-    """Multiplies what another evictor says of a token by the size of its value, the sum of the values' magnitudes.
+    """Multiplies what another evictor says of a token by the size of its value, the sum of the
+    values' magnitudes.
 
-    A share `first` of the slots is kept by the other evictor alone. The first `sink` tokens stay.
+    A share `first` of the slots is kept by the other evictor alone. The first `sink` tokens
+    stay.
 
-    **Source:** VATP (Guo et al. 2024, arXiv 2406.12335), with first=0. CriticalKV (Feng et al. 2025, arXiv 2502.03805),
-    with first=.5 and epsilon=1e-4. **Differs:** CriticalKV measures a value after the model's output projection, which
-    a cache does not have.
+    **Source:** VATP (Guo et al. 2024, arXiv 2406.12335), with first=0. CriticalKV (Feng et al.
+    2025, arXiv 2502.03805), with first=.5 and epsilon=1e-4. **Differs:** CriticalKV measures a
+    value after the model's output projection, which a cache does not have.
     """
 
     evictor: Evictor = HeavyHitter()
@@ -94,13 +97,16 @@ class ValueWeighted(Evictor):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedAttention(Evictor):
-    """Keeps the tokens to which the next `future` queries are expected to attend, times the length of their values.
+    """Keeps the tokens to which the next `future` queries are expected to attend, times the
+    length of their values.
 
-    Queries before their rotation are taken as normal, with the mean and covariance of those seen so far, and rotated to
-    the mean of the next positions. It remembers D + 2 vectors of a query head in float32, or 2 with covariance=False.
+    Queries before their rotation are taken as normal, with the mean and covariance of those
+    seen so far, and rotated to the mean of the next positions. It remembers D + 2 vectors of a
+    query head in float32, or 2 with covariance=False.
 
-    **Source:** Expected Attention (Devoto et al. 2025, arXiv 2510.00636): 512 positions, a sink of 4 that stays and is
-    not counted among queries. **Differs:** queries of generated tokens count too.
+    **Source:** Expected Attention (Devoto et al. 2025, arXiv 2510.00636): 512 positions, a sink
+    of 4 that stays and is not counted among queries. **Differs:** queries of generated tokens
+    count too.
     """
 
     rope: Rope | None
@@ -141,7 +147,9 @@ class ExpectedAttention(Evictor):
         later = held.end[:, None] + jnp.arange(self.future)[None]
 
         def ahead(x: Array) -> Array:
-            """x [B, K, G, ..., D] rotated to each of the next positions, on average: a linear map of each pair."""
+            """x [B, K, G, ..., D] rotated to each of the next positions, on average: a linear
+            map of each pair.
+            """
             pairs = jnp.broadcast_to(jnp.ones(D, jnp.float32), (*later.shape, D))
             unit = jnp.concatenate([pairs[..., : D // 2], 0 * pairs[..., D // 2 :]], axis=-1)
             cos, sin = jnp.split(
@@ -174,14 +182,16 @@ class ExpectedAttention(Evictor):
 
 @dataclass(frozen=True, kw_only=True)
 class Redundancy(Evictor):
-    """Keeps tokens to which the last `window` queries attend, less those whose keys resemble other keys.
+    """Keeps tokens to which the last `window` queries attend, less those whose keys resemble
+    other keys.
 
-    The worth is `balance` times the attention, pooled over `pool` neighbours, less (1 - balance) times the redundancy:
-    the softmax of a key's mean cosine with all others, where each token forgives the newest key that resembles it by
-    more than `alike`. The window itself stays. Comparing L held tokens takes L^2 products of keys.
+    The worth is `balance` times the attention, pooled over `pool` neighbours, less (1 -
+    balance) times the redundancy: the softmax of a key's mean cosine with all others, where
+    each token forgives the newest key that resembles it by more than `alike`. The window itself
+    stays. Comparing L held tokens takes L^2 products of keys.
 
-    **Source:** R-KV (Cai et al. 2025, arXiv 2505.24133), its code: window 8, balance .07. **Differs:** where no key
-    resembles a token, its code forgives the first key; here none.
+    **Source:** R-KV (Cai et al. 2025, arXiv 2505.24133), its code: window 8, balance .07.
+    **Differs:** where no key resembles a token, its code forgives the first key; here none.
     """
 
     window: int = 8
@@ -269,13 +279,16 @@ class Redundancy(Evictor):
 
 @dataclass(frozen=True, kw_only=True)
 class Trigonometric(Evictor):
-    """Keeps the tokens whose keys score best against the mean query, at distances 1, 2, 4 ... 65536 ahead.
+    """Keeps the tokens whose keys score best against the mean query, at distances 1, 2, 4 ...
+    65536 ahead.
 
-    For each pair of channels the mean of the queries before their rotation predicts how attention falls with distance,
-    and the rest of their length adds to it. The best of a group's query heads decides, each by its standard deviation.
+    For each pair of channels the mean of the queries before their rotation predicts how
+    attention falls with distance, and the rest of their length adds to it. The best of a
+    group's query heads decides, each by its standard deviation.
 
-    **Source:** TriAttention (arXiv 2604.04921), its code: per layer and head, prompt kept beside the budget.
-    **Differs:** it is calibrated on the queries that the cache has seen, in place of another text.
+    **Source:** TriAttention (arXiv 2604.04921), its code: per layer and head, prompt kept
+    beside the budget. **Differs:** it is calibrated on the queries that the cache has seen, in
+    place of another text.
     """
 
     rope: Rope | None
@@ -287,7 +300,9 @@ class Trigonometric(Evictor):
         return 2
 
     def see_queries(self, memory: Array, q: Array, position: Array) -> Array:
-        """The sum of queries; then that of the lengths of their pairs, and the number of queries D/2 times."""
+        """The sum of queries; then that of the lengths of their pairs, and the number of
+        queries D/2 times.
+        """
         counts = (position >= 0)[:, None, None, :, None]
         plain = jnp.where(counts, turn_positions(q, -position[:, None, None], self.rope), 0.0)
         number = jnp.broadcast_to(counts.astype(jnp.float32), (*q.shape[:-1], q.shape[-1] // 2))
@@ -321,7 +336,9 @@ class Trigonometric(Evictor):
 
 
 def _by_blocks(score: Callable[[Array], Array], k: Array, n: int) -> Array:
-    """f32[B, K, n, L]: score(k) of k f32[B, K, L, D] for n queries, some keys at a time: so their copies stay small."""
+    """f32[B, K, n, L]: score(k) of k f32[B, K, L, D] for n queries, some keys at a time: so
+    their copies stay small.
+    """
     B, K, L, D = k.shape
     block = min(max(BLOCK // (B * K * D * n), 1), L)
 

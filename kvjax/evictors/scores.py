@@ -1,4 +1,6 @@
-"""Evictors by position, by attention mass, by the votes of a prompt's last queries and by the last use of a token."""
+"""Evictors by position, by attention mass, by the votes of a prompt's last queries and by the
+last use of a token.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,15 @@ _ARRIVAL = 1.0  # evidence of a token that no step has seen: above any evidence 
 class Sliding(Evictor):
     """Keeps the first `sink` tokens and the newest: a sliding window with a sink.
 
-    With `rope`, the rotary embedding of the model, tokens are numbered by their place in the cache: a query sees the
-    sink directly before the window, however many tokens were evicted between them, and no two tokens are further apart
-    than the length of the cache. Without it keys keep their original positions.
+    With `rope`, the rotary embedding of the model, tokens are numbered by their place in the
+    cache: a query sees the sink directly before the window, however many tokens were evicted
+    between them, and no two tokens are further apart than the length of the cache. Without it
+    keys keep their original positions.
 
-    **Source:** StreamingLLM (Xiao et al. 2023), section 3.2; sink 4. **Differs:** the paper stores keys before their
-    rotation and rotates all of them in every step; here only the query is rotated back, for the sink. A chunk of a
-    prompt is numbered on from the tokens that are in the cache before it.
+    **Source:** StreamingLLM (Xiao et al. 2023), section 3.2; sink 4. **Differs:** the paper
+    stores keys before their rotation and rotates all of them in every step; here only the query
+    is rotated back, for the sink. A chunk of a prompt is numbered on from the tokens that are
+    in the cache before it.
     """
 
     sink: int = 4
@@ -63,12 +67,15 @@ class Sliding(Evictor):
 
 @dataclass(frozen=True)
 class LogSpaced(Evictor):
-    """Keeps fewer of the older tokens, spaced by the logarithm of their age; the first token stays.
+    """Keeps fewer of the older tokens, spaced by the logarithm of their age; the first token
+    stays.
 
-    With a budget of 3W tokens the newest 2W are adjacent. `LogSparse` thins a full block of 3W tokens to 2W at once;
-    here the same tokens are evicted one at a time, as new ones come, so that 3W are always kept.
+    With a budget of 3W tokens the newest 2W are adjacent. `LogSparse` thins a full block of 3W
+    tokens to 2W at once; here the same tokens are evicted one at a time, as new ones come, so
+    that 3W are always kept.
 
-    **Source:** LogQuant (2025), Algorithm 1, in its evicting variant. **Differs:** one token at a time.
+    **Source:** LogQuant (2025), Algorithm 1, in its evicting variant. **Differs:** one token at
+    a time.
     """
 
     def check(self, budget: int) -> None:
@@ -77,9 +84,9 @@ class LogSpaced(Evictor):
     def worth(self, evidence: Array | None, position: Array, end: Array, slots: int) -> Array:
         """The number of the thinning that evicts a token.
 
-        A thinning moves a token from slot 2i to slot i, and from a slot past 2W back by W. So a token is evicted by the
-        first thinning that finds it in an odd slot below 2W. After the first one that finds it below 2W, these are as
-        many as its slot there can be halved.
+        A thinning moves a token from slot 2i to slot i, and from a slot past 2W back by W. So a
+        token is evicted by the first thinning that finds it in an odd slot below 2W. After the
+        first one that finds it below 2W, these are as many as its slot there can be halved.
         """
         W = max(slots // 3, 1)
         halved = np.array(
@@ -95,18 +102,21 @@ class LogSpaced(Evictor):
 
 @dataclass(frozen=True, kw_only=True)
 class HeavyHitter(Evictor):
-    """Keeps the newest tokens, a share `recent` of the slots, and those with the largest sum of attention so far.
+    """Keeps the newest tokens, a share `recent` of the slots, and those with the largest sum of
+    attention so far.
 
-    Evidence is the softmax weight of a token, summed over all queries since it came and over the query heads of its
-    group. For a prompt this computes the product of queries and keys a second time. In one of more than `queries`
-    tokens so many queries vote, one from each of as many equal parts, and the sum is scaled up. With queries=None all
-    of them vote, as in the paper, which takes several times as long as to read the prompt. In a text of 8192 tokens
-    (SmolLM2-135M, budget 1024), what 1024 queries chose had 97.2 % of the attention of what all chose; with 2048 it is
-    98.9 %, and with the last 1024 in place of a sample 70 % (`benchmarks/votes.py`).
+    Evidence is the softmax weight of a token, summed over all queries since it came and over
+    the query heads of its group. For a prompt this computes the product of queries and keys a
+    second time. In one of more than `queries` tokens so many queries vote, one from each of as
+    many equal parts, and the sum is scaled up. With queries=None all of them vote, as in the
+    paper, which takes several times as long as to read the prompt. In a text of 8192 tokens
+    (SmolLM2-135M, budget 1024), what 1024 queries chose had 97.2 % of the attention of what all
+    chose; with 2048 it is 98.9 %, and with the last 1024 in place of a sample 70 %
+    (`benchmarks/votes.py`).
 
-    **Source:** H2O (Zhang et al. 2023), Algorithm 1, half heavy hitters and half recent. **Differs:** a GQA group
-    shares a selection; the paper has no groups. All tokens of a prompt are kept until its last query has voted. A
-    sample of the queries of a long prompt votes.
+    **Source:** H2O (Zhang et al. 2023), Algorithm 1, half heavy hitters and half recent.
+    **Differs:** a GQA group shares a selection; the paper has no groups. All tokens of a prompt
+    are kept until its last query has voted. A sample of the queries of a long prompt votes.
     """
 
     recent: float = 0.5  # share of the slots
@@ -143,11 +153,13 @@ class HeavyHitter(Evictor):
 
 @dataclass(frozen=True)
 class LastQuery(Evictor):
-    """Evicts the token to which the newest query attends least, by the mean over all query heads.
+    """Evicts the token to which the newest query attends least, by the mean over all query
+    heads.
 
     All heads evict the same token.
 
-    **Source:** TOVA (Oren et al. 2024). **Differs:** for a prompt, only its last query decides, once.
+    **Source:** TOVA (Oren et al. 2024). **Differs:** for a prompt, only its last query decides,
+    once.
     """
 
     @property
@@ -169,20 +181,24 @@ class LastQuery(Evictor):
 
 @dataclass(frozen=True, kw_only=True)
 class Observation(Evictor):
-    """Keeps the tokens of a prompt that its last `window` queries attend to most, and these last tokens.
+    """Keeps the tokens of a prompt that its last `window` queries attend to most, and these
+    last tokens.
 
-    The weight of a token is its softmax weight, summed over the queries of the window and the query heads of its group.
-    Its vote is the largest weight of the `kernel_size` tokens around it (pooling="max"), or their mean ("mean"; missing
-    neighbours count as 0). With fewer than 2 `window` slots, the window is half of the slots.
+    The weight of a token is its softmax weight, summed over the queries of the window and the
+    query heads of its group. Its vote is the largest weight of the `kernel_size` tokens around
+    it (pooling="max"), or their mean ("mean"; missing neighbours count as 0). With fewer than 2
+    `window` slots, the window is half of the slots.
 
-    Pooling keeps the neighbours of a voted token, `kernel_size` // 2 on each side; tokens further away that no query
-    has attended to yet are lost, such as the last digits of a number.
+    Pooling keeps the neighbours of a voted token, `kernel_size` // 2 on each side; tokens
+    further away that no query has attended to yet are lost, such as the last digits of a
+    number.
 
-    **Source:** SnapKV (Li et al. 2024), section 4; window 32, pooling of 7; both poolings are in its code.
-    **Differs:** the paper selects for each query head; here a GQA group shares a selection. The paper keeps all
-    generated tokens in addition to its budget; here a generated token takes the slot of the prompt's token with the
-    lowest vote, or, when none is left, of the oldest token. In a prompt of several chunks, each chunk selects among the
-    tokens that earlier ones left; in a chunk shorter than the window only its own queries vote.
+    **Source:** SnapKV (Li et al. 2024), section 4; window 32, pooling of 7; both poolings are
+    in its code. **Differs:** the paper selects for each query head; here a GQA group shares a
+    selection. The paper keeps all generated tokens in addition to its budget; here a generated
+    token takes the slot of the prompt's token with the lowest vote, or, when none is left, of
+    the oldest token. In a prompt of several chunks, each chunk selects among the tokens that
+    earlier ones left; in a chunk shorter than the window only its own queries vote.
     """
 
     window: int = 32
@@ -222,16 +238,19 @@ class Observation(Evictor):
 
 @dataclass(frozen=True, kw_only=True)
 class LastUse(Evictor):
-    """Evicts the token that has gone longest without a softmax weight above `threshold`; a prompt's tokens stay.
+    """Evicts the token that has gone longest without a softmax weight above `threshold`; a
+    prompt's tokens stay.
 
-    A step stamps each token to which one of the group's query heads gives more than the threshold. Evidence is 0 for a
-    token stamped by the last step, one less for each step since, and infinite for tokens of a prompt. The budget should
-    exceed the prompt by the length of the answer. If the prompt exceeds the budget, only its newest tokens are kept,
-    and all generated tokens share one slot.
+    A step stamps each token to which one of the group's query heads gives more than the
+    threshold. Evidence is 0 for a token stamped by the last step, one less for each step since,
+    and infinite for tokens of a prompt. The budget should exceed the prompt by the length of
+    the answer. If the prompt exceeds the budget, only its newest tokens are kept, and all
+    generated tokens share one slot.
 
-    **Source:** RaaS (Hu et al. 2025, arXiv 2502.11147): stamps, threshold 1e-4, prompt kept. **Differs:** tokens are
-    stamped and evicted one at a time, by their exact weights; the paper does so for pages of 16, by an estimate. The
-    budget counts the prompt. `BesidePrompt` has pages, and the prompt beside the budget.
+    **Source:** RaaS (Hu et al. 2025, arXiv 2502.11147): stamps, threshold 1e-4, prompt kept.
+    **Differs:** tokens are stamped and evicted one at a time, by their exact weights; the paper
+    does so for pages of 16, by an estimate. The budget counts the prompt. `BesidePrompt` has
+    pages, and the prompt beside the budget.
     """
 
     threshold: float = 1e-4

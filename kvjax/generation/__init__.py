@@ -1,4 +1,6 @@
-"""Text generation: prefill a prompt, then decode in one loop on the device until all rows have ended."""
+"""Text generation: prefill a prompt, then decode in one loop on the device until all rows have
+ended.
+"""
 
 from kvjax.generation.engine import Engine
 from kvjax.generation.prefilling import Model, chunk_size, prefill

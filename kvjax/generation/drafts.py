@@ -1,15 +1,17 @@
 """Drafts: tokens that are proposed cheaply and verified by the model, several in one step.
 
-A draft proposes the next tokens. The model takes the next token and the draft in one step (`kvjax.decode`), and a
-drafted token is accepted if the model draws the same token in its place: the most likely one without a temperature,
-else a draw with the key of that position. Tokens after the first difference are removed (`kvjax.rollback`). So the text
-is the same as without drafts, also for draws with the same key, up to rounding of the logits; drafts change only the
-speed.
+A draft proposes the next tokens. The model takes the next token and the draft in one step
+(`kvjax.decode`), and a drafted token is accepted if the model draws the same token in its
+place: the most likely one without a temperature, else a draw with the key of that position.
+Tokens after the first difference are removed (`kvjax.rollback`). So the text is the same as
+without drafts, also for draws with the same key, up to rounding of the logits; drafts change
+only the speed.
 
-**Source:** Leviathan et al. 2023 and Saxena 2023 (prompt lookup). **Differs:** they accept a drafted token with
-probability min(1, p / q), and otherwise draw from the residual distribution. Here the draft and the model draw with the
-same noise (Daliri et al. 2024), which has the same distribution p and gives the text of the key. For a draft without
-its own draws, such as prompt lookup, the two rules accept equally often.
+**Source:** Leviathan et al. 2023 and Saxena 2023 (prompt lookup). **Differs:** they accept a
+drafted token with probability min(1, p / q), and otherwise draw from the residual distribution.
+Here the draft and the model draw with the same noise (Daliri et al. 2024), which has the same
+distribution p and gives the text of the key. For a draft without its own draws, such as prompt
+lookup, the two rules accept equally often.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ from kvjax.spec import keep_int
 from kvjax.validation import check_verbs, shown
 
 Draw = Callable[[Array, Array | int], Array]
-"""(logits f32[B, V], i) -> i32[B]: the token that the run draws from them, i tokens after the next one."""
+"""(logits f32[B, V], i) -> i32[B]: the token that the run draws from them, i tokens after the
+next one.
+"""
 
 
 class Drafter(Protocol):
@@ -58,11 +62,15 @@ class Drafter(Protocol):
         ...
 
     def propose(self, token: Array, active: Array, draw: Draw) -> tuple[Array, Array, Any]:
-        """Drafts i32[B, max_tokens] of the tokens after `token` i32[B], their number i32[B], and the new drafter."""
+        """Drafts i32[B, max_tokens] of the tokens after `token` i32[B], their number i32[B],
+        and the new drafter.
+        """
         ...
 
     def accept(self, tokens: Array, taken: Array) -> Any:
-        """The drafter after the first `taken` i32[B] of tokens i32[B, 1 + max_tokens], the token and its draft."""
+        """The drafter after the first `taken` i32[B] of tokens i32[B, 1 + max_tokens], the
+        token and its draft.
+        """
         ...
 
 
@@ -77,21 +85,24 @@ class Draft(Protocol):
     def start(
         self, model: Any, cache: Cache, prompt: np.ndarray, lengths: np.ndarray, new_tokens: int
     ) -> Drafter:
-        """The drafter of a run that will read a right-padded prompt i32[B, T] with `lengths` i32[B] into `cache`.
+        """The drafter of a run that will read a right-padded prompt i32[B, T] with `lengths`
+        i32[B] into `cache`.
 
         Raises:
-          ValueError: the draft cannot work with this model, cache or prompt. The cache is not donated yet.
+          ValueError: the draft cannot work with this model, cache or prompt. The cache is not
+            donated yet.
         """
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptLookup:
-    """Drafts the tokens that followed an earlier occurrence of the last `ngram` tokens, in the prompt or the answer.
+    """Drafts the tokens that followed an earlier occurrence of the last `ngram` tokens, in the
+    prompt or the answer.
 
-    Needs no second model. Finds the most recent occurrence of the longest match of at most `ngram` tokens; if not even
-    the last token occurred before, it drafts nothing. Useful when the answer repeats the prompt: edited code,
-    summaries.
+    Needs no second model. Finds the most recent occurrence of the longest match of at most
+    `ngram` tokens; if not even the last token occurred before, it drafts nothing. Useful when
+    the answer repeats the prompt: edited code, summaries.
     """
 
     ngram: int = 3
@@ -113,10 +124,12 @@ class PromptLookup:
 
 @dataclass(frozen=True)
 class DraftModel:
-    """Drafts with a smaller model of the same vocabulary, which reads and writes along with the main model.
+    """Drafts with a smaller model of the same vocabulary, which reads and writes along with the
+    main model.
 
-    `cache` is the policy of its own cache, and must support `kvjax.rollback`. A draft ends where that cache needs a
-    flush, so a small chunk shortens some drafts, unless `tokens` + 1 divides it.
+    `cache` is the policy of its own cache, and must support `kvjax.rollback`. A draft ends
+    where that cache needs a flush, so a small chunk shortens some drafts, unless `tokens` + 1
+    divides it.
     """
 
     model: Any
@@ -152,7 +165,8 @@ class DraftModel:
 
 
 def parse(text: str) -> PromptLookup:
-    """The draft that a text names: "prompt-lookup", or "prompt-lookup:3,8" with n-gram and tokens.
+    """The draft that a text names: "prompt-lookup", or "prompt-lookup:3,8" with n-gram and
+    tokens.
 
     >>> parse("prompt-lookup:2,4")
     PromptLookup(ngram=2, tokens=4)
@@ -171,7 +185,9 @@ def parse(text: str) -> PromptLookup:
 
 
 def check_vocabularies(draft: int | None, model: int | None) -> None:
-    """Raises ValueError for a draft model of another vocabulary; unknown vocabularies are not checked."""
+    """Raises ValueError for a draft model of another vocabulary; unknown vocabularies are not
+    checked.
+    """
     if draft is not None and model is not None and draft != model:
         raise ValueError(
             f"the draft model has a vocabulary of {draft} tokens and the model one of {model}; a draft model must have "
@@ -180,7 +196,9 @@ def check_vocabularies(draft: int | None, model: int | None) -> None:
 
 
 def check_draft(draft: Any, cache: Cache) -> None:
-    """Raises ValueError for a `draft` that is no Draft, or for a cache from which its tokens cannot be removed."""
+    """Raises ValueError for a `draft` that is no Draft, or for a cache from which its tokens
+    cannot be removed.
+    """
     if not isinstance(draft, type) and not hasattr(draft, "start"):
         model = draft if hasattr(draft, "spec") else getattr(draft, "model", None)
         if callable(model):
@@ -296,7 +314,8 @@ class _ModelDrafter:
             token = draw(logits, i)
             return (cache, token), token
 
-        # The last drafted token is fed too: if all are accepted, this cache holds the same tokens as the model's.
+        # The last drafted token is fed too: if all are accepted, this cache holds the same
+        # tokens as the model's.
         steps = jnp.arange(1, self.max_tokens + 2, dtype=jnp.int32)
         (cache, _), drafted = lax.scan(feed, (start, token), steps)
         count = jnp.clip(free - 1, 0, self.max_tokens)
@@ -316,8 +335,8 @@ def _append(text: Array, length: Array, tokens: Array, count: Array) -> Array:
 def accepted(drawn: Array, draft: Array, count: Array, ended: Array) -> Array:
     """Says how many of the first `count` tokens of draft i32[B, M] are accepted: i32[B].
 
-    `drawn` i32[B, M] are the tokens that the model draws in their places. `ended` bool[B, M] is true where the token
-    before ends the text.
+    `drawn` i32[B, M] are the tokens that the model draws in their places. `ended` bool[B, M] is
+    true where the token before ends the text.
     """
     i = jnp.arange(draft.shape[1])[None]
     good = (drawn == draft) & (i < count[:, None]) & ~ended

@@ -1,21 +1,24 @@
-"""Many requests from one batch of rows: each is read into a row of its own, decodes beside the others, and leaves.
+"""Many requests from one batch of rows: each is read into a row of its own, decodes beside the
+others, and leaves.
 
-An `Engine` has a cache of `slots` rows. A step reads chunks of prompts into a spare row, puts rows that are read into
-free slots (`kvjax.insert`), and then decodes a block of tokens in all slots by one call of `decode_loop`. Limits, stop
-tokens, settings of sampling and the counter of draws are a request's own, so **its tokens are those that it gets
-alone**, whatever comes, goes or fails beside it. A slot that is free holds an empty row, which costs nothing to attend
-to. After `warm_up` no program is compiled, except for prompts of policies that read them whole.
+An `Engine` has a cache of `slots` rows. A step reads chunks of prompts into a spare row, puts
+rows that are read into free slots (`kvjax.insert`), and then decodes a block of tokens in all
+slots by one call of `decode_loop`. Limits, stop tokens, settings of sampling and the counter of
+draws are a request's own, so **its tokens are those that it gets alone**, whatever comes, goes
+or fails beside it. A slot that is free holds an empty row, which costs nothing to attend to.
+After `warm_up` no program is compiled, except for prompts of policies that read them whole.
 
-The device never waits for the host: a step asks for a block, and then looks at the tokens of the block before. The slot
-of a request that reaches its limit is filled at once, as its end is known. One that draws a stop token is idle until
-the host has seen it, which is one block later.
+The device never waits for the host: a step asks for a block, and then looks at the tokens of
+the block before. The slot of a request that reaches its limit is filled at once, as its end is
+known. One that draws a stop token is idle until the host has seen it, which is one block later.
 
-A prompt is read once for all answers to it. One that begins like a row that is running starts from a copy of that
-row's first tokens, in whole chunks, if the policies can be truncated.
+A prompt is read once for all answers to it. One that begins like a row that is running starts
+from a copy of that row's first tokens, in whole chunks, if the policies can be truncated.
 
-With `prefixes`, what prompts have in common is also stored once (`kvjax.cache.prefixes`): all of a prompt with several
-answers, or a system prompt with which several requests begin. Tokens are then those of the request alone but for
-rounding, since attention sums in two parts; so are they with `small_slots`, in which a row has other parts.
+With `prefixes`, what prompts have in common is also stored once (`kvjax.cache.prefixes`): all
+of a prompt with several answers, or a system prompt with which several requests begin. Tokens
+are then those of the request alone but for rounding, since attention sums in two parts; so are
+they with `small_slots`, in which a row has other parts.
 """
 
 from __future__ import annotations
@@ -85,26 +88,31 @@ class Engine:
 
     Args:
       model: a `kvjax.models.Checkpoint`, or a model as `kvjax.generation.Model` describes it.
-      cache: for a checkpoint a policy or its text, such as "fier:budget=256"; for another model an empty cache of
-        `kvjax.init`, whose rows are the slots.
-      slots, capacity: rows, and tokens that each can hold; only with a checkpoint.
-      small_slots: more slots of smaller capacity, how many of each, such as {8192: 12}: a short request then takes less
-        memory than the longest. Logits then differ by rounding from one capacity to another. No prompt is then read
-        before a slot for it is free.
-      block: tokens of each row between two looks at waiting requests. A larger block is faster, a smaller one reads
-        prompts and frees slots sooner.
-      chunk: tokens of a prompt that are read at once. Larger ones are faster on a GPU, and rows that decode wait for
-        each. None reads prompts whole, so that each attends to itself exactly whatever its cache stores.
-      prompt_tokens: most tokens of prompts that are read between two blocks while rows decode; by default one chunk.
-        More fill slots sooner, and let the rows that decode wait longer.
-      max_waiting: requests that may wait for a slot.
-      prefixes, prefix_tokens: prefixes that are stored once beside the slots, and the most tokens of each. A prompt may
+      cache: for a checkpoint a policy or its text, such as "fier:budget=256"; for another model
+        an empty cache of `kvjax.init`, whose rows are the slots.
+      slots, capacity: rows, and tokens that each can hold; only with a checkpoint. small_slots:
+      more slots of smaller capacity, how many of each, such as {8192: 12}: a short request then
+      takes less
+        memory than the longest. Logits then differ by rounding from one capacity to another. No
+        prompt is then read before a slot for it is free.
+      block: tokens of each row between two looks at waiting requests. A larger block is faster,
+        a smaller one reads prompts and frees slots sooner.
+      chunk: tokens of a prompt that are read at once. Larger ones are faster on a GPU, and rows
+        that decode wait for each. None reads prompts whole, so that each attends to itself
+        exactly whatever its cache stores.
+      prompt_tokens: most tokens of prompts that are read between two blocks while rows decode;
+        by default one chunk. More fill slots sooner, and let the rows that decode wait longer.
+      max_waiting: requests that may wait for a slot. prefixes, prefix_tokens: prefixes that are
+      stored once beside the slots, and the most tokens of each. A prompt may
         then be longer than a slot by what its prefix holds.
-      sharers: most requests that use one stored prefix; more of them store it again. A step computes for so many
-        requests of each prefix, used or not, so give the number of answers to a prompt if it is known. None: all.
+      sharers: most requests that use one stored prefix; more of them store it again. A step
+        computes for so many requests of each prefix, used or not, so give the number of answers
+        to a prompt if it is known. None: all.
       park: prompts that are read ahead while all slots are in use, and wait in host memory.
-      stop_tokens: of requests that name none; by default those of the checkpoint, after chat messages those of chats.
-      processors: rules that change the logits of all requests; those of the checkpoint by default.
+      stop_tokens: of requests that name none; by default those of the checkpoint, after chat
+        messages those of chats.
+      processors: rules that change the logits of all requests; those of the checkpoint by
+        default.
 
     Raises:
       ValueError: a cache that holds tokens, or settings that do not fit together.
@@ -204,7 +212,8 @@ class Engine:
             and cache.rotated_for is None
             and places.can_share(self._first, cache)
         )
-        # By the smallest capacity of slots in which they fit: groups of requests for one prompt, in order of arrival.
+        # By the smallest capacity of slots in which they fit: groups of requests for one
+        # prompt, in order of arrival.
         self._waiting = {
             most: deque[tuple[int, list[Request]]]() for most in sorted(set(self._capacities))
         }
@@ -236,13 +245,14 @@ class Engine:
         key: Array | None = None,
         stop_tokens: int | Iterable[int] | None = None,
     ) -> list[Request]:
-        """Adds n requests for answers to one prompt, which is read once; any thread may call it.
+        """Adds n requests for answers to one prompt, which is read once; any thread may call
+        it.
 
         Args:
           prompt: token ids, or with a checkpoint a text or chat messages.
-          max_new_tokens: of each answer.
-          sampling, key: how tokens are drawn, as in `kvjax.generate` with a batch of n rows of this prompt.
-          stop_tokens: at most 16 ids that end the answer.
+          max_new_tokens: of each answer. sampling, key: how tokens are drawn, as in
+          `kvjax.generate` with a batch of n rows of this prompt. stop_tokens: at most 16 ids
+          that end the answer.
 
         Raises:
           EngineBusy: `max_waiting` requests are waiting.
@@ -294,7 +304,9 @@ class Engine:
         return made
 
     def cancel(self, request: Request) -> None:
-        """Ends a request; its slot is free at the next step. A request that is done stays as it is."""
+        """Ends a request; its slot is free at the next step. A request that is done stays as it
+        is.
+        """
         with self._lock:
             check_own("cancel", self, request)
             if not request.done:
@@ -316,7 +328,9 @@ class Engine:
             )
 
     def row(self, request: Request) -> Cache:
-        """A copy of the row of a request that is decoding, as a cache of batch 1: its prompt and its tokens so far."""
+        """A copy of the row of a request that is decoding, as a cache of batch 1: its prompt
+        and its tokens so far.
+        """
         with self._lock:
             check_own("row", self, request)
             if request not in self._seated:
@@ -340,10 +354,12 @@ class Engine:
             self.step()
 
     def step(self) -> list[Request]:
-        """Reads prompts, fills free slots, asks for a block of tokens and waits for those of the block before; returns
-        the requests with new tokens or an end. Nothing to do returns none.
+        """Reads prompts, fills free slots, asks for a block of tokens and waits for those of
+        the block before; returns the requests with new tokens or an end. Nothing to do returns
+        none.
 
-        Other threads may submit and cancel while it waits. An exception ends all requests (`Request.error`).
+        Other threads may submit and cancel while it waits. An exception ends all requests
+        (`Request.error`).
         """
         try:
             with interrupts_wait(), self._lock:  # arrays that are donated would be gone
@@ -370,8 +386,8 @@ class Engine:
             raise
 
     def warm_up(self, *, draws: bool = True) -> None:
-        """Compiles the programs that `step` runs: the chunks of a prompt, the move into a slot, and decoding, also
-        with `draws`. Call it before the first request."""
+        """Compiles the programs that `step` runs: the chunks of a prompt, the move into a slot,
+        and decoding, also with `draws`. Call it before the first request."""
         with self._lock:
             if self._has_work():
                 raise ValueError(
@@ -457,8 +473,9 @@ class Engine:
         return False
 
     def _next_waiting(self) -> list[Request]:
-        """Takes the first requests out of the queues for which a slot is free, and leaves those slots alone for which
-        others have waited longer. If all slots are alike, a prompt is read ahead of a free one."""
+        """Takes the first requests out of the queues for which a slot is free, and leaves those
+        slots alone for which others have waited longer. If all slots are alike, a prompt is
+        read ahead of a free one."""
         for queue in self._waiting.values():
             while queue and all(request.done for request in queue[0][1]):
                 queue.popleft()
@@ -479,8 +496,8 @@ class Engine:
         return []
 
     def _beginning(self, prompt: np.ndarray) -> tuple[Cache, int]:
-        """A row that holds the first tokens of the prompt, and how many: those of a running row in whole chunks, so
-        that the rest is read in the chunks in which the whole would be."""
+        """A row that holds the first tokens of the prompt, and how many: those of a running row
+        in whole chunks, so that the rest is read in the chunks in which the whole would be."""
         best, source, known = 0, -1, True
         for slot, request in enumerate(self._seated if self._can_share else ()):
             if request is not None:
@@ -506,7 +523,9 @@ class Engine:
         return commit_together((self._anchor, made))[1]
 
     def _drop_row(self, reading: places.Reading) -> None:
-        """Keeps the arrays of a row that is not needed any more, so that the rows of all prompts take those of one."""
+        """Keeps the arrays of a row that is not needed any more, so that the rows of all
+        prompts take those of one.
+        """
         if reading.homes is None:
             self._spare = reading.cache
 
@@ -528,7 +547,9 @@ class Engine:
         return size
 
     def _seat_those_read(self) -> None:
-        """Puts the rows that are read into free slots, one for each of their requests, in order of arrival."""
+        """Puts the rows that are read into free slots, one for each of their requests, in order
+        of arrival.
+        """
         while self._parked and self._seat_read(self._parked[0]):
             self._drop_row(self._parked.popleft())
         reading = self._reading
@@ -693,7 +714,9 @@ class Engine:
                 self._end(request, "error", FloatingPointError(NOT_FINITE))
 
     def _rules(self) -> Any:
-        """The rules that change logits, and the tokens of all slots that they count; None if there are none."""
+        """The rules that change logits, and the tokens of all slots that they count; None if
+        there are none.
+        """
         if self._processors.idle:
             return None
         known = [

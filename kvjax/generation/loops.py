@@ -1,9 +1,11 @@
-"""The decode loops that run on the device: steps of one token per row, and steps of a token with a draft.
+"""The decode loops that run on the device: steps of one token per row, and steps of a token
+with a draft.
 
-A loop emits tokens into a buffer of `ROOM` tokens until all rows have ended or have reached their limit; a longer
-answer calls it again, so that answers of all lengths run one program. The loop of single tokens has an inner loop that
-ends when a recent block is full. So a flush happens between steps, and a step has no condition of its own, for which
-the host would wait for a GPU. Caches are donated.
+A loop emits tokens into a buffer of `ROOM` tokens until all rows have ended or have reached
+their limit; a longer answer calls it again, so that answers of all lengths run one program. The
+loop of single tokens has an inner loop that ends when a recent block is full. So a flush
+happens between steps, and a step has no condition of its own, for which the host would wait for
+a GPU. Caches are donated.
 """
 
 from __future__ import annotations
@@ -36,9 +38,8 @@ from kvjax.sharding.placement import call_model
 
 ROOM = 512  # tokens that a call of a loop has room for, in each row
 AHEAD = 4  # steps that the host may be ahead of the device, where it calls one program for each layer
-PAD = (
-    -1
-)  # follows the last token of a row; not a token id, so that it cannot be mistaken for one
+# follows the last token of a row; not a token id, so that it cannot be mistaken for one
+PAD = -1
 
 
 class Loop(NamedTuple):
@@ -56,7 +57,9 @@ class Loop(NamedTuple):
 @register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Flat:
-    """A model as its leaves, flattened once: for an nnx module of 32 layers, a call would take the host 1 to 2 ms."""
+    """A model as its leaves, flattened once: for an nnx module of 32 layers, a call would take
+    the host 1 to 2 ms.
+    """
 
     leaves: list[Any]
     tree: Any = dataclasses.field(metadata={"static": True})
@@ -76,7 +79,9 @@ class Flat:
 @register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FlatLayers:
-    """`Flat` for a model whose prompts run layer by layer (`prefilling.Layered`): a call for each layer."""
+    """`Flat` for a model whose prompts run layer by layer (`prefilling.Layered`): a call for
+    each layer.
+    """
 
     whole: Flat  # the model without its layers
     layers: list[Flat]
@@ -110,20 +115,26 @@ class ByLayer:
     )  # found at the first step
 
     def call(self, which: Any, function: Jitted, *args: Any, **static: Any) -> Any:
-        """Calls `function`, whose arguments are of the same shapes whenever it is called as `which`."""
+        """Calls `function`, whose arguments are of the same shapes whenever it is called as
+        `which`.
+        """
         if which not in self.calls:
             self.calls[which] = function.bound(*args, **static)
         return self.calls[which](*args)
 
 
 def has_no_best(logits: Array) -> Array:
-    """True where logits contain NaN or infinity, or are all -infinity, which masks a token: bool[B]."""
+    """True where logits contain NaN or infinity, or are all -infinity, which masks a token:
+    bool[B].
+    """
     best = jnp.max(logits, axis=-1)  # NaN if any is
     return ~jnp.isfinite(best)
 
 
 def check_finite(bad: np.ndarray, when: str) -> None:
-    """Raises RuntimeError if a row has no best logit. A non-finite number persists, because the cache holds it."""
+    """Raises RuntimeError if a row has no best logit. A non-finite number persists, because the
+    cache holds it.
+    """
     for row in np.flatnonzero(bad):
         raise RuntimeError(
             f"the model's logits of row {row} are not finite {when}: its weights are damaged, a token id is "
@@ -135,10 +146,12 @@ def check_finite(bad: np.ndarray, when: str) -> None:
 def count_attended(
     mean: Array, counted: Array, infos: Sequence[Info], took: Array
 ) -> tuple[Array, Array]:
-    """Updates the mean tokens read f32[L] by layer, and the number of row steps f32[] in it, by one more step.
+    """Updates the mean tokens read f32[L] by layer, and the number of row steps f32[] in it, by
+    one more step.
 
-    `took` bool[..., B] are the rows that took it, with a first axis T for several steps, as in the Infos. It is a
-    running mean, because a sum of long contexts over many steps would exceed the precision of f32.
+    `took` bool[..., B] are the rows that took it, with a first axis T for several steps, as in
+    the Infos. It is a running mean, because a sum of long contexts over many steps would exceed
+    the precision of f32.
     """
     seen = jnp.stack(
         [info.attended.astype(jnp.float32).mean(axis=-1) for info in infos]
@@ -165,12 +178,13 @@ def decode_loop(
     *,
     measure: bool,
 ) -> tuple[Loop, Array]:
-    """Emits up to `limit` <= `ROOM` tokens per row; also returns bool[2, B], the rows whose logits have no best token,
-    before the first step and after the last one. Such a row ends.
+    """Emits up to `limit` <= `ROOM` tokens per row; also returns bool[2, B], the rows whose
+    logits have no best token, before the first step and after the last one. Such a row ends.
 
-    `draws` is None for greedy decoding, and `first` the number of tokens that earlier calls emitted. Each row may have
-    its own: `limit` and `first` are i32[] or i32[B], the stop tokens `stop` i32[n] or i32[B, n].
-    `processed` has rules that change the logits, and the tokens before this call.
+    `draws` is None for greedy decoding, and `first` the number of tokens that earlier calls
+    emitted. Each row may have its own: `limit` and `first` are i32[] or i32[B], the stop tokens
+    `stop` i32[n] or i32[B, n]. `processed` has rules that change the logits, and the tokens
+    before this call.
     """
     bad = has_no_best(logits)
 
@@ -188,8 +202,8 @@ def decode_loop(
             s._replace(cache=cache), active, fed, new, infos[0] if measure else (), stop
         )
 
-    # Each condition makes the host wait for a GPU, and one within the step would copy the arrays that it passes on. So
-    # steps run in a loop that ends when a block is full.
+    # Each condition makes the host wait for a GPU, and one within the step would copy the
+    # arrays that it passes on. So steps run in a loop that ends when a block is full.
     def flush_and_emit(s: Loop) -> Loop:
         def ready(carry: tuple[Array, Loop]) -> Array:
             just_flushed, s = carry
@@ -229,7 +243,9 @@ def _draw(
     stop: Array,
     processed: tuple[Rules, History] | None,
 ) -> tuple[Loop, Array, Array]:
-    """Draws a token of each row into the buffer; also the rows that take it, and the tokens as i32[B, 1]."""
+    """Draws a token of each row into the buffer; also the rows that take it, and the tokens as
+    i32[B, 1].
+    """
     active, ruled = s.active & (s.step < limit), _ruling(processed, first, stop)
     token = drawing(draws, s.logits.shape[0])(ruled(s.logits, s.tokens, s.step), first + s.step)
     tokens = lax.dynamic_update_index_in_dim(
@@ -241,7 +257,9 @@ def _draw(
 def _after(
     s: Loop, active: Array, fed: Array, new: Array, infos: Sequence[Info], stop: Array
 ) -> Loop:
-    """The loop after the rows `active` took the tokens `fed` i32[B, 1], which gave the logits `new`."""
+    """The loop after the rows `active` took the tokens `fed` i32[B, 1], which gave the logits
+    `new`.
+    """
     attended, counted = (
         count_attended(s.attended, s.counted, infos, active)
         if infos
@@ -317,7 +335,9 @@ _flush_layer = jax.jit(flush, donate_argnums=0)
 def _begin_by_layer(
     cache: Cache, logits: Array, active: Array, measure: bool
 ) -> tuple[Loop, list[int]]:
-    """The loop before its first token, and the numbers of layers of which one fills when any does."""
+    """The loop before its first token, and the numbers of layers of which one fills when any
+    does.
+    """
     mean = np.zeros(len(cache.layers) if measure else 0, np.float32)
     tokens, zero = np.full((logits.shape[0], ROOM), PAD, np.int32), np.int32(0)
     start: Any = zero, (), logits, tokens, np.asarray(active), mean, np.float32(0)
@@ -331,10 +351,12 @@ def _begin_by_layer(
 def decode_by_layer(
     by: ByLayer, cache: Cache, logits: Array, active: Array, *given: Any, measure: bool
 ) -> tuple[Loop, tuple[Array, Array]]:
-    """`decode_loop`, called with `processed`, as programs of one layer each, which compile in less time.
+    """`decode_loop`, called with `processed`, as programs of one layer each, which compile in
+    less time.
 
-    The host calls one for each layer. It waits for a device only where a recent block may be full, and else is at most
-    `AHEAD` steps ahead: when it sees that all rows have ended, some steps have run in which no row takes part.
+    The host calls one for each layer. It waits for a device only where a recent block may be
+    full, and else is at most `AHEAD` steps ahead: when it sees that all rows have ended, some
+    steps have run in which no row takes part.
     """
     (_, _, limit, stop, _), layers, ends = (
         given,
@@ -398,7 +420,9 @@ def programs_by_layer(
 def _ruling(
     processed: tuple[Rules, History] | None, first: Array, stop: Array
 ) -> Callable[[Array, Array, Array], Array]:
-    """Makes the function (logits f32[B, V], tokens i32[B, ROOM], n) that changes the logits after n of the tokens."""
+    """Makes the function (logits f32[B, V], tokens i32[B, ROOM], n) that changes the logits
+    after n of the tokens.
+    """
     if processed is None:
         return lambda logits, tokens, n: logits
     rules, before = processed
@@ -440,7 +464,9 @@ def draft_loop(
     *,
     measure: bool,
 ) -> tuple[DraftLoop, Array]:
-    """`decode_loop` with several tokens per step: the next token of each row and a draft of those after it."""
+    """`decode_loop` with several tokens per step: the next token of each row and a draft of
+    those after it.
+    """
     bad, draw_at, ruled = (
         has_no_best(logits),
         drawing(draws, logits.shape[0]),

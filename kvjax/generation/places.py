@@ -1,4 +1,6 @@
-"""Rows and slots of an engine: making, cutting and seating rows, and the prefixes that they share."""
+"""Rows and slots of an engine: making, cutting and seating rows, and the prefixes that they
+share.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def same_tokens(a: np.ndarray, b: np.ndarray) -> int:
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a row begins: `shared` tokens of its prompt are those of place `prefix`; -1 for a row of its own."""
+    """Where a row begins: `shared` tokens of its prompt are those of place `prefix`; -1 for a
+    row of its own.
+    """
 
     prefix: int = -1
     shared: int = 0
@@ -100,7 +104,9 @@ class Places:
         return seat.prefix < 0 or len(self.users[seat.prefix]) < self.sharers
 
     def held(self, tokens: int) -> int:
-        """How many of the first `tokens` tokens of a prompt a prefix holds, in the layer where that is least."""
+        """How many of the first `tokens` tokens of a prompt a prefix holds, in the layer where
+        that is least.
+        """
         least = tokens
         for policy in self.policies:
             chunk, stay = policy.demote.leave, len(policy.demote.staying(policy.local))
@@ -110,7 +116,9 @@ class Places:
         return least
 
     def check_room(self, prompt: int, new: int, capacity: int) -> None:
-        """Raises ValueError for a request that does not fit in a slot beside the prefix that it would have."""
+        """Raises ValueError for a request that does not fit in a slot beside the prefix that it
+        would have.
+        """
         if (own := prompt + new - self.held(prompt)) > capacity:
             raise ValueError(
                 f"{prompt} prompt + {new} new tokens need {own} tokens beside the longest prefix, and a slot has "
@@ -120,10 +128,12 @@ class Places:
     def find(
         self, prompt: np.ndarray, answers: int, others: Iterable[np.ndarray], room: int
     ) -> Seat | None:
-        """The seat of rows for a prompt; None if they must wait for a place, because `room` tokens are too few alone.
+        """The seat of rows for a prompt; None if they must wait for a place, because `room`
+        tokens are too few alone.
 
-        A prompt with several `answers` is shared as a whole, and one that begins like some of the `others` as far as
-        that. A place whose last row has gone keeps its prefix, for prompts to come, until another needs it.
+        A prompt with several `answers` is shared as a whole, and one that begins like some of
+        the `others` as far as that. A place whose last row has gone keeps its prefix, for
+        prompts to come, until another needs it.
         """
         want = (
             len(prompt)
@@ -175,8 +185,8 @@ def put(
     *,
     store: bool,
 ) -> tuple[Cache, Array, Array]:
-    """The cache and the logits with those of a row in a slot, which then is active; `place` is its prefix and how many
-    tokens that has."""
+    """The cache and the logits with those of a row in a slot, which then is active; `place` is
+    its prefix and how many tokens that has."""
     logits = lax.dynamic_update_slice_in_dim(logits, row_logits, slot.index, axis=0)
     active = lax.dynamic_update_slice_in_dim(active, jnp.ones(1, bool), slot.index, axis=0)
     if place is not None:
@@ -299,7 +309,9 @@ def with_small_slots(cache: Cache, small: Mapping[int, int]) -> Cache:
 
 
 def capacities(cache: Cache) -> list[int]:
-    """Tokens that each slot has room for, in slots of several sizes; no limit if they are alike."""
+    """Tokens that each slot has room for, in slots of several sizes; no limit if they are
+    alike.
+    """
     policy = cache.layers[0].policy
     if not isinstance(policy, PerRow):
         return [LONGEST] * cache.spec.batch
@@ -307,7 +319,9 @@ def capacities(cache: Cache) -> list[int]:
 
 
 def long_rows(cache: Cache, tokens: int) -> Cache:
-    """The shapes of `cache`, with policies whose rows can share prefixes and room for `tokens` more tokens."""
+    """The shapes of `cache`, with policies whose rows can share prefixes and room for `tokens`
+    more tokens.
+    """
     longer = [
         dataclasses.replace(layer.spec, capacity=layer.spec.capacity + tokens)
         for layer in cache.layers
@@ -319,7 +333,9 @@ def long_rows(cache: Cache, tokens: int) -> Cache:
 
 
 def empty_row(layers: tuple[Any, ...], rotated: bool) -> Cache:
-    """An empty cache of one row of these layers: policies, specs and placements of a cache of many."""
+    """An empty cache of one row of these layers: policies, specs and placements of a cache of
+    many.
+    """
 
     def row(policy: Any, spec: Any, placement: Any) -> Any:
         alone = None if placement is None else dataclasses.replace(placement, batch=None)
@@ -334,8 +350,8 @@ def empty_row(layers: tuple[Any, ...], rotated: bool) -> Cache:
 def emptied(layers: tuple[Any, ...], rotated: bool, row: Cache) -> Cache:
     """`empty_row` in the arrays of a row of these layers.
 
-    Arrays in host memory stay: no policy reads slots past the tokens that it counts, and to fill host memory takes
-    seconds.
+    Arrays in host memory stay: no policy reads slots past the tokens that it counts, and to
+    fill host memory takes seconds.
     """
     return jax.tree.map(_as_on_host, empty_row(layers, rotated), row)
 
@@ -369,7 +385,9 @@ def zeros_like(shape: Any) -> np.ndarray:
 
 
 def all_finite(logits: Any) -> bool:
-    """True if a row holds no NaN, which attention would spread over all tokens of a chunk. Waits for the device."""
+    """True if a row holds no NaN, which attention would spread over all tokens of a chunk.
+    Waits for the device.
+    """
     return bool(np.isfinite(np.max(on_host(logits), axis=-1)).all())
 
 

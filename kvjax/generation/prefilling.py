@@ -1,7 +1,7 @@
 """Prefill of a prompt of any length: a model reads it into a cache, in chunks of few sizes.
 
-`Model` is the interface of a model. A program compiles once per shape, so that prompts of all lengths are cut into
-chunks of the two or three sizes of `CHUNKS`. The cache is donated.
+`Model` is the interface of a model. A program compiles once per shape, so that prompts of all
+lengths are cut into chunks of the two or three sizes of `CHUNKS`. The cache is donated.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from kvjax.validation import check_array, check_share, parts_of
 
 SMALLEST_CHUNK = 16  # more than 1, because a chunk of one token would be a decode step
 CPU_CHUNKS = (256, 64)  # logits of 256 tokens and a block of keys stay in the caches of a core
-# Tokens of all rows together. The first is for an empty cache only: cuDNN attention of a whole prompt holds no T x T
-# array, so only activations grow. To read the weights takes a GPU as long as to multiply some 300 tokens with them.
+# Tokens of all rows together. The first is for an empty cache only: cuDNN attention of a whole
+# prompt holds no T x T array, so only activations grow. To read the weights takes a GPU as long
+# as to multiply some 300 tokens with them.
 GPU_CHUNKS = (32768, 4096, 512)
-MOST_PADDING = (
-    1 / 10
-)  # of a prompt; a last chunk that would be emptier is cut into smaller ones
+# of a prompt; a last chunk that would be emptier is cut into smaller ones
+MOST_PADDING = 1 / 10
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -45,17 +45,19 @@ DEEP = 4  # layers of each kind from which a prompt runs layer by layer, because
 
 @runtime_checkable
 class Layered(Protocol):
-    """A model whose prompts can run layer by layer, so that a program for them has one layer: see `Decoder`.
+    """A model whose prompts can run layer by layer, so that a program for them has one layer:
+    see `Decoder`.
 
-    `layers` are called as layer(x, cos, sin, cache, lengths=..., first_chunk=...) and return x and the layer's cache,
-    and what they read of a decode step.
+    `layers` are called as layer(x, cos, sin, cache, lengths=..., first_chunk=...) and return x
+    and the layer's cache, and what they read of a decode step.
     """
 
     layers: Any
 
     def begin(self, tokens: Array, positions: Array, final: Array) -> tuple[Array, Any, Any]:
-        """x [B, T, hidden], and two more arrays that each layer takes, for a chunk at `positions` and up to `final`
-        i32[B]. Positions are i32[B, T], or i32[B] for those of the first tokens of adjacent ones."""
+        """x [B, T, hidden], and two more arrays that each layer takes, for a chunk at
+        `positions` and up to `final` i32[B]. Positions are i32[B, T], or i32[B] for those of
+        the first tokens of adjacent ones."""
         ...
 
     def finish(self, x: Array, lengths: Any) -> Array:
@@ -66,10 +68,12 @@ class Layered(Protocol):
 class Model(Protocol):
     """The interface of a model for generation: a callable pytree that jit takes as an argument.
 
-    `steps` is needed for drafts, `info` for `measure` and `positions` for `SpecPrefill`; everything else works without.
+    `steps` is needed for drafts, `info` for `measure` and `positions` for `SpecPrefill`;
+    everything else works without.
 
-    Optional attributes: `rotate_for` (see `kvjax.models.Decoder`), `max_positions`, and `config` with `vocab_size` and
-    `max_position_embeddings`. With them, a request that cannot be served fails before it starts.
+    Optional attributes: `rotate_for` (see `kvjax.models.Decoder`), `max_positions`, and
+    `config` with `vocab_size` and `max_position_embeddings`. With them, a request that cannot
+    be served fails before it starts.
     """
 
     def __call__(
@@ -87,16 +91,19 @@ class Model(Protocol):
     ) -> Any:
         """(logits, cache), or (logits, cache, infos) with info=True.
 
-        tokens i32[B, T] · lengths i32[B]: real tokens of this right-padded chunk · active bool[B]: rows that take
-        this token · last_logits=True: logits f32[B, V] of each row's last real token · first_chunk=True: the cache is
-        empty · steps=True: the T tokens are decode steps, as drafts need · info=True: one Info per layer, with
-        `attended` f32[B, K], or f32[T, B, K] with steps · positions i32[B, T] of the tokens; those that follow what the
-        cache holds by default.
+        tokens i32[B, T] · lengths i32[B]: real tokens of this right-padded chunk · active
+        bool[B]: rows that take this token · last_logits=True: logits f32[B, V] of each row's
+        last real token · first_chunk=True: the cache is empty · steps=True: the T tokens are
+        decode steps, as drafts need · info=True: one Info per layer, with `attended` f32[B, K],
+        or f32[T, B, K] with steps · positions i32[B, T] of the tokens; those that follow what
+        the cache holds by default.
         """
 
 
 def on_auto_axes(f: F) -> F:
-    """Runs `f` in `loops_on_auto_axes` of the cache among its arguments; its logits are arrays of the caller's mesh."""
+    """Runs `f` in `loops_on_auto_axes` of the cache among its arguments; its logits are arrays
+    of the caller's mesh.
+    """
 
     @wraps(f)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -135,31 +142,38 @@ def prefill(
     positions: ArrayLike | None = None,
     sparse_prompt: float | None = None,
 ) -> tuple[Array, Cache]:
-    """Stores a right-padded prompt i32[B, T] and returns the logits f32[B, V] of each row's last real token.
+    """Stores a right-padded prompt i32[B, T] and returns the logits f32[B, V] of each row's
+    last real token.
 
-    Reads the prompt in chunks of at most `chunk` tokens, so it holds neither a T x T array nor the logits of every
-    token. None cuts it into chunks of few sizes, at most 256 tokens on CPU and 32768 on GPU, counted over all rows; a
-    cache that decides by the prompt's queries what to keep, such as the evicting ones, gets the whole prompt at once. A
-    row of length 0 stores nothing, and its logits are meaningless. `first_chunk` promises that the cache is empty; None
-    checks this, and is False under a trace. `progress` is called after each chunk with the number of columns done, and
-    waits for the chunk.
+    Reads the prompt in chunks of at most `chunk` tokens, so it holds neither a T x T array nor
+    the logits of every token. None cuts it into chunks of few sizes, at most 256 tokens on CPU
+    and 32768 on GPU, counted over all rows; a cache that decides by the prompt's queries what
+    to keep, such as the evicting ones, gets the whole prompt at once. A row of length 0 stores
+    nothing, and its logits are meaningless. `first_chunk` promises that the cache is empty;
+    None checks this, and is False under a trace. `progress` is called after each chunk with the
+    number of columns done, and waits for the chunk.
 
-    `final`, a number or i32[B], is the number of tokens that a row will hold in the end, answer included; by default
-    those after this prompt. Only models whose RoPE depends on the length of a text (LongRoPE, dynamic NTK) use it: they
-    rotate all keys of a row for it, and refuse a text that outgrows it.
+    `final`, a number or i32[B], is the number of tokens that a row will hold in the end, answer
+    included; by default those after this prompt. Only models whose RoPE depends on the length
+    of a text (LongRoPE, dynamic NTK) use it: they rotate all keys of a row for it, and refuse a
+    text that outgrows it.
 
-    `positions` i32[B, T], increasing, are those of the tokens in a text of which others are left out; what follows goes
-    on after the last of them (`Cache.position`). `SpecPrefill` chooses such tokens.
+    `positions` i32[B, T], increasing, are those of the tokens in a text of which others are
+    left out; what follows goes on after the last of them (`Cache.position`). `SpecPrefill`
+    chooses such tokens.
 
-    `sparse_prompt` is the share of the stored tokens, in blocks of 128, to which each block of queries attends: those
-    with the most estimated weight (`kvjax.ops.key_blocks`). A chunk attends to itself exactly, and the last chunk, of
-    at most 512 tokens on a GPU, to everything. Such a prompt is read in chunks of at most 4096 tokens. The logits, and
-    the keys and values of all layers but the first, are approximate. A GPU that has no kernel for it, which is any but
-    Hopper, ignores `sparse_prompt` and says so: everything takes less time there.
+    `sparse_prompt` is the share of the stored tokens, in blocks of 128, to which each block of
+    queries attends: those with the most estimated weight (`kvjax.ops.key_blocks`). A chunk
+    attends to itself exactly, and the last chunk, of at most 512 tokens on a GPU, to
+    everything. Such a prompt is read in chunks of at most 4096 tokens. The logits, and the keys
+    and values of all layers but the first, are approximate. A GPU that has no kernel for it,
+    which is any but Hopper, ignores `sparse_prompt` and says so: everything takes less time
+    there.
 
     Raises:
-      ValueError: a prompt of a wrong shape or dtype; a row that is rotated for a shorter text; a `sparse_prompt` for a
-        cache that reads whole prompts at once, is split over devices, or keeps no plain keys on the device.
+      ValueError: a prompt of a wrong shape or dtype; a row that is rotated for a shorter text;
+        a `sparse_prompt` for a cache that reads whole prompts at once, is split over devices,
+        or keeps no plain keys on the device.
     """
     check_model_cache(model, cache, () if positions is None else ("positions",))
     if sparse_prompt is not None and not check_sparse(cache, sparse_prompt):
@@ -218,7 +232,8 @@ def prefill(
             new, cache = _read(
                 model, cache, prompt[:, start : start + size], real, own, first_chunk=alone
             )
-        # A row whose last token is in this chunk gets its logits here; a row that ended earlier keeps its own.
+        # A row whose last token is in this chunk gets its logits here; a row that ended earlier
+        # keeps its own.
         kept = logits is not None and (
             isinstance(real, jax.core.Tracer) or not np.all(real > 0)
         )
@@ -234,7 +249,9 @@ def prefill(
 def _check_positions(
     model: Any, cache: Cache, positions: ArrayLike, count: Any, shape: tuple[int, int]
 ) -> Any:
-    """`positions` as i32[B, T]; raises ValueError if they are not, or do not increase from what the cache holds."""
+    """`positions` as i32[B, T]; raises ValueError if they are not, or do not increase from what
+    the cache holds.
+    """
     check_takes_gaps(windows_of(model), cache)
     found = as_positions(
         positions if isinstance(positions, jax.core.Tracer) else np.asarray(positions), shape
@@ -250,8 +267,8 @@ def _check_positions(
 
 
 def check_sparse(cache: Cache, share: float) -> bool:
-    """True if chunks in this process attend to a part of a full cache. Raises ValueError for a `sparse_prompt` that is
-    no share, or a cache whose chunks cannot attend to a part."""
+    """True if chunks in this process attend to a part of a full cache. Raises ValueError for a
+    `sparse_prompt` that is no share, or a cache whose chunks cannot attend to a part."""
     check_share("sparse_prompt", share, "what is stored")
     if cache.placement is not None:
         raise ValueError(
@@ -300,7 +317,9 @@ def check_takes_gaps(windows: tuple[int | None, ...], cache: Cache) -> None:
 def warm_prefill(
     model: Model, cache: Cache, tokens: int, *, chunk: int | None = None
 ) -> tuple[Array, Cache]:
-    """Compiles what `prefill` runs for a prompt of `tokens` per row, by chunks of which the first holds one token."""
+    """Compiles what `prefill` runs for a prompt of `tokens` per row, by chunks of which the
+    first holds one token.
+    """
     B, empty = cache.spec.batch, True
     _, cache = commit_together((_committed(model), cache))
     logits: Any = None
@@ -318,16 +337,16 @@ def warm_prefill(
 def prompt_programs(
     model: Model, cache: Cache, tokens: int | None, *, chunk: int | None = None
 ) -> list[Program]:
-    """The programs with which `prefill` reads a prompt of `tokens` per row into the empty `cache`; nothing runs.
+    """The programs with which `prefill` reads a prompt of `tokens` per row into the empty
+    `cache`; nothing runs.
 
-    The model may hold shapes in place of arrays. `tokens` None is for prompts of all lengths, for which a cache that
-    gets prompts at once has the longest.
+    The model may hold shapes in place of arrays. `tokens` None is for prompts of all lengths,
+    for which a cache that gets prompts at once has the longest.
     """
     _, cache = commit_together((_committed(model), cache))
     B, most, found = cache.spec.batch, cache.spec.capacity, list[Program]()
-    prompts = (
-        [1, 600, 5000, 32768] if tokens is None else [tokens]
-    )  # which have chunks of all sizes
+    # which have chunks of all sizes
+    prompts = [1, 600, 5000, 32768] if tokens is None else [tokens]
     if tokens is None and chunk_for(cache, 1, chunk) is not None:
         prompts = [most]
     chunks = [one for n in prompts for one in chunks_of(cache, min(n, most), chunk, empty=True)]
@@ -357,11 +376,13 @@ def prompt_programs(
 def chunks_of(
     cache: Cache, tokens: int, chunk: int | None = None, *, empty: bool, sparse: bool = False
 ) -> list[tuple[int, bool]]:
-    """The chunks in which a prompt of `tokens` per row is read into `cache`: their sizes, of which the last is padded,
-    and whether a chunk is compiled for an `empty` cache, so that it attends to nothing but itself.
+    """The chunks in which a prompt of `tokens` per row is read into `cache`: their sizes, of
+    which the last is padded, and whether a chunk is compiled for an `empty` cache, so that it
+    attends to nothing but itself.
 
-    With a `chunk` the sizes are even. A policy that selects once by all queries of a prompt gets it as one chunk. A
-    `sparse` prompt is cut into smaller chunks, which attend to themselves exactly, and an exact last one.
+    With a `chunk` the sizes are even. A policy that selects once by all queries of a prompt
+    gets it as one chunk. A `sparse` prompt is cut into smaller chunks, which attend to
+    themselves exactly, and an exact last one.
     """
     B = cache.spec.batch
     chunk = chunk_for(cache, tokens, chunk)
@@ -386,7 +407,8 @@ def chunks_of(
 def cut(tokens: int, sizes: Sequence[int]) -> list[int]:
     """`tokens` as chunks of few `sizes`, from large to small.
 
-    The last one is padded if that adds at most `MOST_PADDING` of `tokens`, or if there is no smaller size.
+    The last one is padded if that adds at most `MOST_PADDING` of `tokens`, or if there is no
+    smaller size.
 
     >>> cut(2829, (512, 64)), cut(600, (512, 64)), cut(5, (512, 64))
     ([512, 512, 512, 512, 512, 512], [512, 64, 64], [64])
@@ -401,7 +423,8 @@ def cut(tokens: int, sizes: Sequence[int]) -> list[int]:
 
 
 def chunk_size(tokens: int, chunk: int | None = None, *, rows: int = 1) -> int:
-    """The size of all chunks of a prompt of `tokens` tokens: chunks are as even as a small set of shapes allows.
+    """The size of all chunks of a prompt of `tokens` tokens: chunks are as even as a small set
+    of shapes allows.
 
     >>> [chunk_size(t, 512) for t in (1, 100, 300, 512, 513, 5000)]
     [16, 128, 512, 512, 512, 512]
@@ -420,13 +443,17 @@ def chunk_size(tokens: int, chunk: int | None = None, *, rows: int = 1) -> int:
 
 
 def chunk_for(cache: Cache, tokens: int, chunk: int | None) -> int | None:
-    """`chunk`; if it is None, the whole prompt for policies that select from it once, by all of its queries."""
+    """`chunk`; if it is None, the whole prompt for policies that select from it once, by all of
+    its queries.
+    """
     whole = chunk is None and any(layer.policy.observes for layer in cache.layers)
     return _round_up(tokens) if whole else chunk
 
 
 def _round_up(size: int) -> int:
-    """A power of two up to 1024, then a multiple of a quarter of one: at most 25 % more than `size`."""
+    """A power of two up to 1024, then a multiple of a quarter of one: at most 25 % more than
+    `size`.
+    """
     power = max(SMALLEST_CHUNK, 1 << (size - 1).bit_length())
     step = power if power <= 1024 else power // 8
     return -(-size // step) * step
@@ -497,7 +524,9 @@ def by_layer(model: Any, cache: Cache) -> bool:
 
 
 def kinds_of(model: Any, cache: Cache) -> list[int]:
-    """The first layer of each kind: of those that differ in more than their numbers, and so do their caches."""
+    """The first layer of each kind: of those that differ in more than their numbers, and so do
+    their caches.
+    """
     found: dict[Any, int] = {}
     for i, both in enumerate(zip(model.layers, cache.layers, strict=True)):
         leaves, tree = jax.tree.flatten(both)

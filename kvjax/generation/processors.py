@@ -1,8 +1,10 @@
-"""Rules that change logits before a token is drawn: logits processors, as transformers names them.
+"""Rules that change logits before a token is drawn: logits processors, as transformers names
+them.
 
-Each depends on the tokens before: a penalty for tokens that occurred, no n-gram twice, tokens that never come, and stop
-tokens that come late. Checkpoints ask for them in generation_config.json. Values are those of transformers' generate,
-which applies them in this order. All are data of the compiled program, so that another value compiles nothing.
+Each depends on the tokens before: a penalty for tokens that occurred, no n-gram twice, tokens
+that never come, and stop tokens that come late. Checkpoints ask for them in
+generation_config.json. Values are those of transformers' generate, which applies them in this
+order. All are data of the compiled program, so that another value compiles nothing.
 """
 
 from __future__ import annotations
@@ -67,7 +69,9 @@ class Processors:
     def start(
         self, prompt: np.ndarray | None, lengths: np.ndarray, *, capacity: int, vocabulary: int
     ) -> tuple[Rules, History] | None:
-        """The rules as data, and the tokens so far of a prompt i32[B, T] of lengths i32[B]; None if nothing changes."""
+        """The rules as data, and the tokens so far of a prompt i32[B, T] of lengths i32[B];
+        None if nothing changes.
+        """
         if self.idle:
             return None
         rows = len(lengths)
@@ -109,7 +113,9 @@ class History(NamedTuple):
     count: Array | np.ndarray  # type: ignore[assignment]  # i32[B] tokens[:, :count] are valid
 
     def with_new(self, new: Array | np.ndarray, number: Array | np.ndarray) -> History:
-        """With the first `number` i32[] or i32[B] of the tokens `new` i32[B, T] after those of each row."""
+        """With the first `number` i32[] or i32[B] of the tokens `new` i32[B, T] after those of
+        each row.
+        """
         place = jnp.arange(self.tokens.shape[1], dtype=jnp.int32)[None] - self.count[:, None]
         number = jnp.broadcast_to(jnp.asarray(number, jnp.int32), self.count.shape)
         added = jnp.take_along_axis(
@@ -131,7 +137,8 @@ class History(NamedTuple):
 def process(
     rules: Rules, history: History, logits: Array, emitted: Array, stop: Array
 ) -> Array:
-    """The logits f32[B, V] after the rules, of rows that have emitted so many new tokens: i32[] or i32[B].
+    """The logits f32[B, V] after the rules, of rows that have emitted so many new tokens: i32[]
+    or i32[B].
 
     `stop` i32[n], or i32[B, n] by row, are the stop tokens; negative ones stand for none.
     """
@@ -164,7 +171,9 @@ def _holds(tokens: Array | np.ndarray, valid: Array | np.ndarray, vocabulary: in
 
 
 def _follows_last(history: History, size: Array | np.ndarray) -> Array:
-    """bool[B, S]: the places after size - 1 tokens that equal the last ones of the row; none for size 0."""
+    """bool[B, S]: the places after size - 1 tokens that equal the last ones of the row; none
+    for size 0.
+    """
     tokens, S = jnp.asarray(history.tokens), history.tokens.shape[1]
     place = jnp.arange(S, dtype=jnp.int32)[None]
 

@@ -1,7 +1,8 @@
-"""Requests: a prompt as arrays, and checks so that a request that cannot be served fails before it starts.
+"""Requests: a prompt as arrays, and checks so that a request that cannot be served fails before
+it starts.
 
-A model may declare its positions and vocabulary (`max_positions`, or `config` with `max_position_embeddings` and
-`vocab_size`); limits that it does not declare are not checked.
+A model may declare its positions and vocabulary (`max_positions`, or `config` with
+`max_position_embeddings` and `vocab_size`); limits that it does not declare are not checked.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from kvjax.validation import MOST, check_alive, shown
 def pad_prompt(
     prompt: ArrayLike | Sequence[Sequence[int]], lengths: ArrayLike | None = None, *, rows: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The prompt as right-padded i32[B, T] and lengths i32[B]. Raises ValueError that says what is wrong with it.
+    """The prompt as right-padded i32[B, T] and lengths i32[B]. Raises ValueError that says what
+    is wrong with it.
 
     >>> pad_prompt([[5, 6, 7], [8]], rows=2)
     (array([[5, 6, 7],
@@ -83,11 +85,12 @@ def pad_prompt(
 
 
 def right_padded(real: Array, *arrays: Array) -> tuple[Array, ...]:
-    """Moves the real tokens of each row to its front: lengths i32[B], and `arrays` [B, T, ...] in the new order.
+    """Moves the real tokens of each row to its front: lengths i32[B], and `arrays` [B, T, ...]
+    in the new order.
 
-    `real` bool[B, T] is true for tokens and false for padding, on the left or anywhere: the attention mask of a
-    left-padded prompt. Prompts, and the q, k and v of a layer after RoPE, then are as `kvjax.generate` and
-    `kvjax.prefill` take them. Runs under jit.
+    `real` bool[B, T] is true for tokens and false for padding, on the left or anywhere: the
+    attention mask of a left-padded prompt. Prompts, and the q, k and v of a layer after RoPE,
+    then are as `kvjax.generate` and `kvjax.prefill` take them. Runs under jit.
 
     >>> import jax.numpy as jnp
     >>> lengths, tokens = right_padded(jnp.array([[False, True, True]]), jnp.array([[0, 7, 9]]))
@@ -114,7 +117,9 @@ def right_padded(real: Array, *arrays: Array) -> tuple[Array, ...]:
 
 
 def check_ids(tokens: np.ndarray, counts: np.ndarray) -> None:
-    """Raises ValueError for an id among the first `counts` [B] of the rows of `tokens` [B, T] that is none."""
+    """Raises ValueError for an id among the first `counts` [B] of the rows of `tokens` [B, T]
+    that is none.
+    """
     wild = tokens[
         (np.arange(tokens.shape[1]) < counts[:, None]) & ((tokens < 0) | (tokens > MOST))
     ]
@@ -132,11 +137,12 @@ def check_request(
     stop_tokens: int | Iterable[int] = (),
     kept: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Raises ValueError for a request that cannot be served; returns the stop tokens as `stop_array` does.
+    """Raises ValueError for a request that cannot be served; returns the stop tokens as
+    `stop_array` does.
 
-    Every prompt and its new tokens must fit in the cache, and in the model's positions if it declares them; token ids
-    must be in its vocabulary if it declares that. Rows of length -1 do not take part. `kept` are the numbers of a
-    prompt's tokens that are stored, if not all are.
+    Every prompt and its new tokens must fit in the cache, and in the model's positions if it
+    declares them; token ids must be in its vocabulary if it declares that. Rows of length -1 do
+    not take part. `kept` are the numbers of a prompt's tokens that are stored, if not all are.
     """
     require_int("max_new_tokens", max_new_tokens, at_least=1)
     check_devices(model, cache)
@@ -177,7 +183,8 @@ ASKED = (
 
 
 def check_model(model: Any, asked: Iterable[str] = ()) -> None:
-    """Raises ValueError unless the model can be called: it may be a Checkpoint, a path, or lack a keyword.
+    """Raises ValueError unless the model can be called: it may be a Checkpoint, a path, or lack
+    a keyword.
 
     >>> check_model(lambda tokens, cache, *, lengths=None, active=None: (tokens, cache))
     Traceback (most recent call last):
@@ -212,7 +219,9 @@ def _missing_keywords(model: Any, asked: Iterable[str]) -> list[str]:
 
 
 def check_devices(model: Any, cache: Cache) -> None:
-    """Raises ValueError for a cache with a placement and a model on another mesh, with other devices or other axes."""
+    """Raises ValueError for a cache with a placement and a model on another mesh, with other
+    devices or other axes.
+    """
     placement = cache.placement
     if placement is None:
         return
@@ -251,7 +260,9 @@ def _sizes(mesh: dict[str, int]) -> str:
 
 
 def check_model_cache(model: Any, cache: Any, asked: Iterable[str] = ()) -> None:
-    """`check_model`, and raises ValueError unless `cache` is the cache of a whole model, not donated, that suits it."""
+    """`check_model`, and raises ValueError unless `cache` is the cache of a whole model, not
+    donated, that suits it.
+    """
     check_model(model, asked)
     if not isinstance(cache, Cache):
         raise ValueError(
@@ -273,7 +284,8 @@ def check_fit(
     *,
     where: str = "",
 ) -> None:
-    """Raises unless `stored` + `prompt` + `new` tokens fit in the model's positions and in the cache.
+    """Raises unless `stored` + `prompt` + `new` tokens fit in the model's positions and in the
+    cache.
 
     >>> check_fit(0, 100, 50, None, 128)
     Traceback (most recent call last):
@@ -309,7 +321,9 @@ def check_fit(
 
 
 def max_positions(model: Any) -> int | None:
-    """The number of positions of the model: its `max_positions`, else its config's `max_position_embeddings`."""
+    """The number of positions of the model: its `max_positions`, else its config's
+    `max_position_embeddings`.
+    """
     if hasattr(model, "max_positions"):
         return model.max_positions
     return getattr(getattr(model, "config", None), "max_position_embeddings", None)
@@ -325,7 +339,8 @@ NO_TOKEN = -1
 
 
 def stop_array(stop_tokens: int | Iterable[int] | None) -> np.ndarray:
-    """i32[n] of one stop token or several, then `NO_TOKEN`; n is a power of two. None is no stop token.
+    """i32[n] of one stop token or several, then `NO_TOKEN`; n is a power of two. None is no
+    stop token.
 
     >>> stop_array((7, 9))
     array([ 7,  9, -1, -1, -1, -1, -1, -1], dtype=int32)

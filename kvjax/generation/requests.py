@@ -23,7 +23,9 @@ class EngineBusy(RuntimeError):
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """A request and its answer so far. Iterating over it runs the engine and yields its tokens as they come."""
+    """A request and its answer so far. Iterating over it runs the engine and yields its tokens
+    as they come.
+    """
 
     prompt: np.ndarray = dataclasses.field(repr=False)  # i32[T]
     max_new_tokens: int

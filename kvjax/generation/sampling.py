@@ -1,18 +1,21 @@
-"""From logits to a token: greedy, or a draw after temperature, top-k, top-p and min-p, in that order.
+"""From logits to a token: greedy, or a draw after temperature, top-k, top-p and min-p, in that
+order.
 
-The order and the meaning of each filter are those of transformers' generate: each filter sees the
-distribution that the filters before it left, renormalised. **Differs:** exactly k tokens pass top-k, where
-transformers keeps all that tie with the k-th; equal logits rank by token, the lower first, greedy included.
+The order and the meaning of each filter are those of transformers' generate: each filter sees
+the distribution that the filters before it left, renormalised. **Differs:** exactly k tokens
+pass top-k, where transformers keeps all that tie with the k-th; equal logits rank by token, the
+lower first, greedy included.
 
-A setting that is None is off, belongs to the static structure of `Sampling`, and costs nothing in the
-compiled program. A setting that is a number or an array, a scalar or [B], is data: a new value does not
-compile a new program, and a filter that keeps every token of all rows is skipped. `generate` gives all
-settings as data (`Draws`), so that it has one program for all draws, and one that is greedy.
+A setting that is None is off, belongs to the static structure of `Sampling`, and costs nothing
+in the compiled program. A setting that is a number or an array, a scalar or [B], is data: a new
+value does not compile a new program, and a filter that keeps every token of all rows is
+skipped. `generate` gives all settings as data (`Draws`), so that it has one program for all
+draws, and one that is greedy.
 
-Keys are explicit. Row b of a batch draws with `fold_in(key, b)`, or with its own key if `key` is an array
-of B keys, so no row's draw depends on the other rows, nor on how many there are. The draw is the Gumbel-max
-trick with one noise value per token of the vocabulary: a filter that keeps the token that would have won
-does not change the draw.
+Keys are explicit. Row b of a batch draws with `fold_in(key, b)`, or with its own key if `key`
+is an array of B keys, so no row's draw depends on the other rows, nor on how many there are.
+The draw is the Gumbel-max trick with one noise value per token of the vocabulary: a filter that
+keeps the token that would have won does not change the draw.
 """
 
 from __future__ import annotations
@@ -34,7 +37,9 @@ from kvjax.validation import MOST, cut, shown
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How to draw a token. `Sampling()` is greedy; `sampling(...)` makes a Sampling from checked Python numbers."""
+    """How to draw a token. `Sampling()` is greedy; `sampling(...)` makes a Sampling from
+    checked Python numbers.
+    """
 
     temperature: ArrayLike | None = None  # f32[] or f32[B]; None or 0: greedy
     top_k: ArrayLike | None = None  # i32[] or i32[B], the most likely k tokens
@@ -46,7 +51,9 @@ class Sampling:
     )
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a number that means nothing; arrays on a device and tracers are taken as they are."""
+        """Raises ValueError for a number that means nothing; arrays on a device and tracers are
+        taken as they are.
+        """
         for name in CHECKS:
             value = getattr(self, name)
             if isinstance(value, str | bool | int | float | np.ndarray | np.generic):
@@ -61,10 +68,12 @@ class Sampling:
 def sampling(
     temperature: Any = 0.0, *, top_k: Any = None, top_p: Any = None, min_p: Any = None
 ) -> Sampling:
-    """Makes a Sampling of checked values; each is a number, or a sequence with one for each row.
+    """Makes a Sampling of checked values; each is a number, or a sequence with one for each
+    row.
 
-    A temperature of 0 is greedy, and drops the filters, which could not change the most likely token. If
-    temperatures differ by row, a row with temperature 0 is greedy and the others draw.
+    A temperature of 0 is greedy, and drops the filters, which could not change the most likely
+    token. If temperatures differ by row, a row with temperature 0 is greedy and the others
+    draw.
 
     >>> sampling() == Sampling()
     True
@@ -86,7 +95,8 @@ def sampling(
 def requested_sampling(
     temperature: Any = None, *, top_k: Any = None, top_p: Any = None, min_p: Any = None
 ) -> Sampling:
-    """`sampling` for settings that a user gave: without a temperature it is greedy, and filters raise ValueError.
+    """`sampling` for settings that a user gave: without a temperature it is greedy, and filters
+    raise ValueError.
 
     >>> requested_sampling(top_p=0.9)
     Traceback (most recent call last):
@@ -108,9 +118,10 @@ def requested_sampling(
 def sample(logits: Array, key: Array | None, sampling: Sampling) -> Array:
     """The next token i32[B] of each row, from logits f32[B, V].
 
-    `key` is one key of jax.random.key for all rows, or B keys; it may be None when `sampling` is greedy.
-    Sorts the vocabulary only for top-p. If devices split the vocabulary, greedy sampling and top-k exchange only counts
-    and each device's best token, and top-p gathers the logits.
+    `key` is one key of jax.random.key for all rows, or B keys; it may be None when `sampling`
+    is greedy. Sorts the vocabulary only for top-p. If devices split the vocabulary, greedy
+    sampling and top-k exchange only counts and each device's best token, and top-p gathers the
+    logits.
     """
     if logits.ndim != 2:
         raise ValueError(f"logits must have the 2 dimensions [B, V], got {list(logits.shape)}")
@@ -131,7 +142,8 @@ def sample(logits: Array, key: Array | None, sampling: Sampling) -> Array:
         p = _column("top_p", sampling.top_p, B)
         scores = lax.cond(jnp.any(p < 1), _keep_probable, lambda scores, p: scores, scores, p)
     if sampling.min_p is not None:
-        # p_token >= min_p * p_best, in logs; the normaliser cancels, and the best token always passes.
+        # p_token >= min_p * p_best, in logs; the normaliser cancels, and the best token always
+        # passes.
         floor = jnp.max(scores, axis=-1, keepdims=True) + jnp.log(
             _column("min_p", sampling.min_p, B)
         )
@@ -150,9 +162,8 @@ def _keep_probable(scores: Array, p: Array) -> Array:
     order = jnp.argsort(scores, axis=-1, descending=True, stable=True)  # rank -> token
     share = jax.nn.softmax(jnp.take_along_axis(scores, order, axis=-1), axis=-1)
     before = jnp.cumsum(share, axis=-1) - share  # probability of the tokens ranked above
-    keep = (
-        ((before < p) | (p >= 1)).at[:, 0].set(True)
-    )  # a rounded sum may reach 1 before the last token
+    # a rounded sum may reach 1 before the last token
+    keep = ((before < p) | (p >= 1)).at[:, 0].set(True)
     keep = jnp.put_along_axis(jnp.zeros_like(keep), order, keep, axis=-1, inplace=False)
     return jnp.where(keep, scores, -jnp.inf)
 
@@ -160,8 +171,9 @@ def _keep_probable(scores: Array, p: Array) -> Array:
 def _among_best(scores: Array, k: Array) -> Array:
     """The k i32[B or 1, 1] largest of each row; ties go to the lower tokens: bool[B, V].
 
-    Finds the k-th largest score four bits at a time, and then how many of its ties pass, by counts alone: sums over the
-    vocabulary, which devices that split it can exchange without the scores.
+    Finds the k-th largest score four bits at a time, and then how many of its ties pass, by
+    counts alone: sums over the vocabulary, which devices that split it can exchange without the
+    scores.
     """
     bits = lax.bitcast_convert_type(jnp.where(scores == 0, 0.0, scores), jnp.uint32)  # -0 as 0
     ordered = jnp.where(
@@ -182,7 +194,8 @@ def _count(x: Array) -> Array:
 
 
 def _largest(holds: Callable[[Array], Array], rows: int) -> Array:
-    """The largest number x for which holds(x) is true, as it is for all numbers below x: u32[B, 1].
+    """The largest number x for which holds(x) is true, as it is for all numbers below x: u32[B,
+    1].
 
     `holds` takes u32[B, 15, 1] and returns bool[B, 15].
     """
@@ -199,8 +212,9 @@ def _largest(holds: Callable[[Array], Array], rows: int) -> Array:
 def by_row(f: Callable[..., Array], *operands: Array, of: Array | None = None) -> Array:
     """`f` of each row of `operands`, of which the first, or `of`, are keys.
 
-    Under `jax.vmap`, keys of other kinds than threefry (such as rbg) draw what the first of them draws, so that rows
-    would depend on the rows beside them; those run one after the other.
+    Under `jax.vmap`, keys of other kinds than threefry (such as rbg) draw what the first of
+    them draws, so that rows would depend on the rows beside them; those run one after the
+    other.
     """
     kind = str(jax.random.key_impl(operands[0] if of is None else of))
     return (
@@ -245,7 +259,9 @@ OFF = {
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Draws:
-    """How rows draw, all of it data: each setting has one number per row, so that all draws run one program."""
+    """How rows draw, all of it data: each setting has one number per row, so that all draws run
+    one program.
+    """
 
     settings: Sampling  # f32[B] and i32[B]; none is None
     keys: Array  # key[B]
@@ -283,7 +299,8 @@ _OWN_KEYS = np.zeros((), bool)  # `Draws.shared` of rows that have keys of their
 
 
 def rows_of_draws(draws: Draws | None, rows: int) -> list[Draws | None]:
-    """The draws of each row alone, as NumPy arrays, with the key data u32[1, 2] in place of keys.
+    """The draws of each row alone, as NumPy arrays, with the key data u32[1, 2] in place of
+    keys.
 
     Raises:
       ValueError: keys of another kind than those of jax.random.key(seed).
@@ -320,7 +337,9 @@ def stack_draws(rows: Sequence[Draws | None]) -> Draws:
 
 
 def drawing(draws: Draws | None, rows: int) -> Callable[[Array, Array], Array]:
-    """The function (logits f32[B, V], i) -> i32[B] that draws token i, a number or one per row, of each row."""
+    """The function (logits f32[B, V], i) -> i32[B] that draws token i, a number or one per row,
+    of each row.
+    """
     if draws is None:
         return lambda logits, i: sample(logits, None, Sampling())
     keys = jnp.where(
@@ -362,7 +381,9 @@ CHECKS: dict[str, tuple[type, Callable[[np.ndarray], Any], str]] = {
 
 
 def _setting(name: str, value: Any) -> np.ndarray:
-    """`value` as a NumPy array, a scalar or one number per row, or an error that says what it must be."""
+    """`value` as a NumPy array, a scalar or one number per row, or an error that says what it
+    must be.
+    """
     if isinstance(value, jax.core.Tracer):
         raise ValueError(
             f"{name} is traced, so its value cannot be checked here; use kvjax.generation.sampling.Sampling directly"

@@ -1,18 +1,22 @@
-"""SpecPrefill: a draft model reads a prompt, and the model reads only the tokens to which the draft attends.
+"""SpecPrefill: a draft model reads a prompt, and the model reads only the tokens to which the
+draft attends.
 
-The draft reads the whole prompt, then decodes a few tokens. The attention of these steps to the prompt says which parts
-of it an answer needs. The model reads the chunks with the most attention, each token at its own position, so that its
-prompt takes about the share `keep` of the time, and its cache the share `keep` of the memory. Nothing is verified: the
-answer is another one than that of the whole prompt.
+The draft reads the whole prompt, then decodes a few tokens. The attention of these steps to the
+prompt says which parts of it an answer needs. The model reads the chunks with the most
+attention, each token at its own position, so that its prompt takes about the share `keep` of
+the time, and its cache the share `keep` of the memory. Nothing is verified: the answer is
+another one than that of the whole prompt.
 
-A prompt of 131072 tokens of an 8B shape took 2.6 s on an H100, 1.6 of them for a draft with 8 layers of a 1B shape
-(`ttft_part.json`); the whole one took 11.0 on an H200 (`ttft.json`). A draft must be deep enough to find things: with
-all 30 layers of SmolLM2-135M as the draft, keep=0.1 kept the needle of each of 6 prompts of 3072 tokens, and with the
-first 10 layers that of 2 (`spec_prefill.json`).
+A prompt of 131072 tokens of an 8B shape took 2.6 s on an H100, 1.6 of them for a draft with 8
+layers of a 1B shape (`ttft_part.json`); the whole one took 11.0 on an H200 (`ttft.json`). A
+draft must be deep enough to find things: with all 30 layers of SmolLM2-135M as the draft,
+keep=0.1 kept the needle of each of 6 prompts of 3072 tokens, and with the first 10 layers that
+of 2 (`spec_prefill.json`).
 
-**Source:** Liu et al. 2025 (SpecPrefill): pooling over 13 tokens, the largest of all layers and heads, the mean of the
-steps, chunks of 32 tokens. **Differs:** the first chunk and the last 16 are read beside the share `keep`, because a
-prompt that lost the end of its chat template is not answered as a chat.
+**Source:** Liu et al. 2025 (SpecPrefill): pooling over 13 tokens, the largest of all layers and
+heads, the mean of the steps, chunks of 32 tokens. **Differs:** the first chunk and the last 16
+are read beside the share `keep`, because a prompt that lost the end of its chat template is not
+answered as a chat.
 """
 
 from __future__ import annotations
@@ -56,10 +60,12 @@ FIRST, LAST = 1, 16  # chunks that are always read
 
 @dataclass(frozen=True)
 class SpecPrefill:
-    """Reads the share `keep` of a prompt's chunks of 32 tokens, those to which a draft model attends most.
+    """Reads the share `keep` of a prompt's chunks of 32 tokens, those to which a draft model
+    attends most.
 
     Args:
-      draft: a model of the same tokenizer, or the first layers of the main one. Layers with windows do not vote.
+      draft: a model of the same tokenizer, or the first layers of the main one. Layers with
+        windows do not vote.
       keep: share of the chunks, above 0 and at most 1.
       look_ahead: tokens that the draft decodes, whose queries vote.
 
@@ -81,7 +87,9 @@ class SpecPrefill:
         return kept(tokens, self.keep)
 
     def check(self, model: Any, cache: Cache) -> None:
-        """Raises ValueError for a cache that holds tokens or needs whole prompts, or a draft of another vocabulary."""
+        """Raises ValueError for a cache that holds tokens or needs whole prompts, or a draft of
+        another vocabulary.
+        """
         check_model(model, ("positions",))
         check_vocabularies(vocabulary_size(self.draft), vocabulary_size(model))
         if earlier := int(np.max(on_host(cache.length))):
@@ -92,8 +100,8 @@ class SpecPrefill:
         check_takes_gaps(windows_of(model), cache)
 
     def choose(self, prompt: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The positions i32[B, N], in order, that are read of a prompt i32[B, T] with `lengths` i32[B], and how many,
-        i32[B]; both are right-padded."""
+        """The positions i32[B, N], in order, that are read of a prompt i32[B, T] with `lengths`
+        i32[B], and how many, i32[B]; both are right-padded."""
         chosen = [np.arange(length, dtype=np.int32) for length in lengths]
         if any(self.kept(int(length)) < length for length in lengths):
             scores = np.asarray(
@@ -152,7 +160,8 @@ def _share(chunks: int, keep: float) -> int:
 
 
 def best_chunks(scores: np.ndarray, keep: float) -> np.ndarray:
-    """The positions i32[N], in order, of the chunks that are read by scores f32[M] of a prompt's tokens.
+    """The positions i32[N], in order, of the chunks that are read by scores f32[M] of a
+    prompt's tokens.
 
     The earlier one of equal chunks is read.
     """
@@ -170,13 +179,15 @@ def best_chunks(scores: np.ndarray, keep: float) -> np.ndarray:
 def importance(
     draft: Any, prompt: np.ndarray, lengths: np.ndarray, *, look_ahead: int = 8
 ) -> Array:
-    """f32[B, T]: the attention of a draft's next `look_ahead` steps to the tokens of a right-padded prompt i32[B, T].
+    """f32[B, T]: the attention of a draft's next `look_ahead` steps to the tokens of a
+    right-padded prompt i32[B, T].
 
-    The weights of a step's query over the prompt are averaged over 13 tokens; then the largest over all layers and
-    heads is taken, and of these the mean over the steps.
+    The weights of a step's query over the prompt are averaged over 13 tokens; then the largest
+    over all layers and heads is taken, and of these the mean over the steps.
 
     Raises:
-      ValueError: a prompt that does not fit in the draft's positions; a draft whose layers all have windows.
+      ValueError: a prompt that does not fit in the draft's positions; a draft whose layers all
+        have windows.
     """
     B, T = prompt.shape
     check_fit(
@@ -203,7 +214,9 @@ def importance(
 def _look_ahead(
     draft: Any, cache: Cache, logits: Array, *, steps: int
 ) -> tuple[Array | None, Cache]:
-    """The scores of `importance`, and the cache, which is returned so that it can change in place."""
+    """The scores of `importance`, and the cache, which is returned so that it can change in
+    place.
+    """
 
     def step(carry: tuple[Array, Cache], _: None) -> tuple[tuple[Array, Cache], None]:
         logits, cache = carry
@@ -230,7 +243,9 @@ class _WatchedState(AroundFull):
 
 @dataclass(frozen=True)
 class _Watched(Policy):
-    """`Full` attention that keeps how much each of the first `steps` decode steps attends to the prompt."""
+    """`Full` attention that keeps how much each of the first `steps` decode steps attends to
+    the prompt.
+    """
 
     steps: int
     takes_sinks = True

@@ -1,18 +1,22 @@
-"""Text generation: prefill a prompt in chunks, then decode in one loop on the device until all rows have ended.
+"""Text generation: prefill a prompt in chunks, then decode in one loop on the device until all
+rows have ended.
 
-A model is any callable pytree that maps tokens and a cache to logits and a cache; `Model` is the protocol, and
-kvjax.models.Decoder implements it. The cache decides what is kept and attended to; this module does not depend on it.
+A model is any callable pytree that maps tokens and a cache to logits and a cache; `Model` is
+the protocol, and kvjax.models.Decoder implements it. The cache decides what is kept and
+attended to; this module does not depend on it.
 
-One convention holds throughout: **every emitted token, including the stop token, is fed to the model.** The returned
-cache therefore holds the prompt and all emitted tokens, and the returned logits are those of the next token. Continue
-a conversation with `generate(model, result.cache, next_prompt, ...)`, and a run that reached its length limit with
-`decode(model, result.cache, result.logits, ...)`. A row that `kvjax.insert` puts into a running batch continues with
-the others.
+One convention holds throughout: **every emitted token, including the stop token, is fed to the
+model.** The returned cache therefore holds the prompt and all emitted tokens, and the returned
+logits are those of the next token. Continue a conversation with `generate(model, result.cache,
+next_prompt, ...)`, and a run that reached its length limit with `decode(model, result.cache,
+result.logits, ...)`. A row that `kvjax.insert` puts into a running batch continues with the
+others.
 
-Programs compile once per shape, and there are few shapes: prompts are cut into chunks of two or three sizes, and one
-loop, of `loops.ROOM` tokens per call, takes the number of new tokens, the stop tokens and the settings of draws as
-data. So for a batch size and a capacity, requests of all kinds compile at most four programs on a CPU: two for prompts,
-and two loops, of which one is greedy and one draws. Caches are donated: after a call the cache that was passed in is
+Programs compile once per shape, and there are few shapes: prompts are cut into chunks of two or
+three sizes, and one loop, of `loops.ROOM` tokens per call, takes the number of new tokens, the
+stop tokens and the settings of draws as data. So for a batch size and a capacity, requests of
+all kinds compile at most four programs on a CPU: two for prompts, and two loops, of which one
+is greedy and one draws. Caches are donated: after a call the cache that was passed in is
 invalid; use the returned one.
 """
 
@@ -99,9 +103,11 @@ class Generation:
 def decode_step(
     model: Model, cache: Cache, token: Array, active: Array | None = None
 ) -> tuple[Array, Cache]:
-    """Feeds one token per row, i32[B], and returns the logits f32[B, V] of the next token and the cache.
+    """Feeds one token per row, i32[B], and returns the logits f32[B, V] of the next token and
+    the cache.
 
-    Rows where `active` bool[B] is false store nothing; their logits are meaningless. The cache is donated.
+    Rows where `active` bool[B] is false store nothing; their logits are meaningless. The cache
+    is donated.
     """
     if jnp.ndim(token) != 1:
         raise ValueError(
@@ -131,21 +137,25 @@ def generate(
     """Continues each row of the prompt until it emits a stop token or `max_new_tokens`.
 
     Args:
-      prompt: one sequence of token ids per row, of any lengths, or a right-padded i32[B, T] with `lengths` i32[B]. It
-        is appended to what the cache already holds, so pass the cache of the last turn to continue a conversation.
+      prompt: one sequence of token ids per row, of any lengths, or a right-padded i32[B, T]
+        with `lengths` i32[B]. It is appended to what the cache already holds, so pass the cache
+        of the last turn to continue a conversation.
       max_new_tokens: the most new tokens of each row.
       sampling: how a token is drawn; greedy by default.
-      processors: rules that change the logits before that, such as a repetition penalty; none by default.
-      key: one key, into which each row folds its index, or B keys. Token i of a row draws with `fold_in(row's key, i)`,
-        so pass a new key for each turn.
+      processors: rules that change the logits before that, such as a repetition penalty; none
+        by default.
+      key: one key, into which each row folds its index, or B keys. Token i of a row draws with
+        `fold_in(row's key, i)`, so pass a new key for each turn.
       stop_tokens: ids after which a row ends; the stop token is emitted too.
       chunk: tokens per chunk of the prompt, as in `prefill`.
       measure: fills in `Generation.attended`.
-      draft: a `PromptLookup` or a `DraftModel` that proposes tokens, which the model verifies, several per step. The
-        text stays the same, up to rounding; `Generation.speculation` reports how many were accepted.
-      spec_prefill: a `SpecPrefill`, whose draft model chooses the tokens of the prompt that are read. The text changes.
-      sparse_prompt: the share of the stored tokens to which a block of a long prompt attends, as in `prefill`. The text
-        changes.
+      draft: a `PromptLookup` or a `DraftModel` that proposes tokens, which the model verifies,
+        several per step. The text stays the same, up to rounding; `Generation.speculation`
+        reports how many were accepted.
+      spec_prefill: a `SpecPrefill`, whose draft model chooses the tokens of the prompt that are
+        read. The text changes.
+      sparse_prompt: the share of the stored tokens to which a block of a long prompt attends,
+        as in `prefill`. The text changes.
 
     Raises:
       ValueError: a request that cannot be served, before any work is done: see
@@ -184,9 +194,11 @@ def decode(
     stop_tokens: int | Iterable[int] = (),
     measure: bool = False,
 ) -> Generation:
-    """`generate` without a prompt, from the logits f32[B, V] of the next token that `prefill` or a Generation holds.
+    """`generate` without a prompt, from the logits f32[B, V] of the next token that `prefill`
+    or a Generation holds.
 
-    Rows where `active` bool[B] is false emit nothing, such as the empty rows of a server's batch.
+    Rows where `active` bool[B] is false emit nothing, such as the empty rows of a server's
+    batch.
     """
     check_model_cache(model, cache, _keywords(measure, None))
     B = cache.spec.batch
@@ -221,7 +233,9 @@ def _reader(
     spec_prefill: SpecPrefill | None,
     sparse_prompt: float | None,
 ) -> tuple[Callable[..., Any], np.ndarray]:
-    """The function that reads prompts of `lengths` i32[B], and how many of their tokens it stores."""
+    """The function that reads prompts of `lengths` i32[B], and how many of their tokens it
+    stores.
+    """
     if spec_prefill is not None and sparse_prompt is not None:
         raise ValueError(
             "spec_prefill and sparse_prompt each say which part of a prompt counts; give one of them"
@@ -285,12 +299,14 @@ def stream(
 ) -> Stream:
     """`generate` as an iterator: the same tokens, in blocks of up to `block` tokens per row.
 
-    Yields i32[B, n <= block] on the host, with PAD where a row has ended; or, with a `tokenizer` and one row, pieces
-    of text that never split a character. This call checks and prefills the prompt, so errors are raised before the
-    first block. The host waits for the device once per block: a larger block is faster, a smaller one streams more
-    smoothly. `draft`, `spec_prefill` and `sparse_prompt` are as in `generate`; with a draft, a block is at least the
-    draft and the token before it. `short` is for a process that gives one answer: where prompts are read layer by
-    layer, tokens are, too, so that less compiles, and each token takes a little longer.
+    Yields i32[B, n <= block] on the host, with PAD where a row has ended; or, with a
+    `tokenizer` and one row, pieces of text that never split a character. This call checks and
+    prefills the prompt, so errors are raised before the first block. The host waits for the
+    device once per block: a larger block is faster, a smaller one streams more smoothly.
+    `draft`, `spec_prefill` and `sparse_prompt` are as in `generate`; with a draft, a block is
+    at least the draft and the token before it. `short` is for a process that gives one answer:
+    where prompts are read layer by layer, tokens are, too, so that less compiles, and each
+    token takes a little longer.
     """
     check_model_cache(model, cache, _keywords(measure, draft))
     block = require_int("block", block, at_least=1)
@@ -371,10 +387,11 @@ def interrupts_wait() -> Iterator[None]:
 
 
 class Stream(Iterator[Any]):
-    """A generation in progress, made by `stream`. Iterating advances it; its attributes can be read between steps.
+    """A generation in progress, made by `stream`. Iterating advances it; its attributes can be
+    read between steps.
 
-    Each step donates the cache, so a reference to `run.cache` is valid only until the next step. The run uses the
-    weights that the model had when it began.
+    Each step donates the cache, so a reference to `run.cache` is valid only until the next
+    step. The run uses the weights that the model had when it began.
     """
 
     cache: Cache  # holds the prompt and all tokens emitted so far
@@ -424,7 +441,9 @@ class Stream(Iterator[Any]):
 
     @property
     def attended(self) -> np.ndarray | None:
-        """Mean tokens attended per step and kv head, over the steps so far; None if not measured: f32[L]."""
+        """Mean tokens attended per step and kv head, over the steps so far; None if not
+        measured: f32[L].
+        """
         return self._attended if self._measure else None
 
     @property
@@ -447,7 +466,8 @@ class Stream(Iterator[Any]):
 
     @on_auto_axes
     def advance(self, steps: int) -> np.ndarray:
-        """Emits up to `steps` tokens per row and returns them, i32[B, n]; n is 0 when all rows have ended.
+        """Emits up to `steps` tokens per row and returns them, i32[B, n]; n is 0 when all rows
+        have ended.
 
         If an interrupt ends it, the next call goes on from there.
         """
@@ -505,7 +525,9 @@ class Stream(Iterator[Any]):
         return tokens
 
     def _count(self, attended: np.ndarray, steps: float) -> None:
-        """Adds the mean number of tokens f32[L] that `steps` steps of rows attended to, by layer."""
+        """Adds the mean number of tokens f32[L] that `steps` steps of rows attended to, by
+        layer.
+        """
         self._counted += steps
         if self._measure and steps:
             self._attended = self._attended + (attended - self._attended) * np.float32(
@@ -545,9 +567,10 @@ def warm_up(
 ) -> None:
     """Compiles the programs that `generate` or `stream` runs for a prompt of `prompt_tokens`.
 
-    Runs a chunk of each size, of which the first holds one token, and one decode step. Consumes `cache`, which must be
-    empty; make another one for the run itself. `progress` is called before each part, with the number of parts done,
-    the number of parts, and what is compiled next.
+    Runs a chunk of each size, of which the first holds one token, and one decode step. Consumes
+    `cache`, which must be empty; make another one for the run itself. `progress` is called
+    before each part, with the number of parts done, the number of parts, and what is compiled
+    next.
     """
     report = progress or (lambda *_: None)
     report(0, 2, "for the prompt")
@@ -578,7 +601,8 @@ def warm_up(
 
 
 def stand_in(empty: Callable[[], Cache]) -> Cache | None:
-    """Arrays for `compile_ahead` with the shapes of the cache that `empty` makes, but without its memory.
+    """Arrays for `compile_ahead` with the shapes of the cache that `empty` makes, but without
+    its memory.
 
     None if programs depend on more of them, as on where arrays in host memory are.
     """
@@ -606,13 +630,15 @@ def compile_ahead(
     prompts: bool = True,
     short: bool = False,
 ) -> list[Callable[[], Any]]:
-    """Functions that each compile a program of `stream` for a prompt of `prompt_tokens`, to be called in threads.
+    """Functions that each compile a program of `stream` for a prompt of `prompt_tokens`, to be
+    called in threads.
 
-    None is for prompts of all lengths, and without `prompts` there is only the program of decode steps.
+    None is for prompts of all lengths, and without `prompts` there is only the program of
+    decode steps.
 
-    `model` may hold shapes (`jax.ShapeDtypeStruct`) in place of arrays, so that programs compile while weights are
-    read. `cache` is the empty one of the run, in which nothing changes, or `stand_in`. Call `stream` after all of them
-    have returned, or it compiles again.
+    `model` may hold shapes (`jax.ShapeDtypeStruct`) in place of arrays, so that programs
+    compile while weights are read. `cache` is the empty one of the run, in which nothing
+    changes, or `stand_in`. Call `stream` after all of them have returned, or it compiles again.
     """
     V = vocabulary_size(model)
     programs = prompt_programs(model, cache, prompt_tokens, chunk=chunk) if prompts else []

@@ -10,13 +10,15 @@ LONGEST = 4  # bytes of a character, so tokens of one
 
 
 class Detokenizer:
-    """Text of a growing list of token ids, in pieces that never split a character; pieces join to the whole text.
+    """Text of a growing list of token ids, in pieces that never split a character; pieces join
+    to the whole text.
 
-    A tokenizer may spell one character with several tokens, and may strip or add a space depending on the token
-    before. So each piece is the difference of two decodings, of the last piece's tokens with and without the new
-    ones, and is held back while it ends in the mark of bytes that are not yet a character. Ids are taken one at a
-    time, and decoded without those of the last piece where that helps, because a decoder with byte fallback marks all
-    bytes of a run if one of its characters is not whole.
+    A tokenizer may spell one character with several tokens, and may strip or add a space
+    depending on the token before. So each piece is the difference of two decodings, of the last
+    piece's tokens with and without the new ones, and is held back while it ends in the mark of
+    bytes that are not yet a character. Ids are taken one at a time, and decoded without those
+    of the last piece where that helps, because a decoder with byte fallback marks all bytes of
+    a run if one of its characters is not whole.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -37,9 +39,8 @@ class Detokenizer:
             self._ids.append(i)
             text = self._rest()
             if text.endswith(UNFINISHED):
-                broken = (
-                    len(self._ids) - self._given >= LONGEST
-                )  # the first of them begins no character
+                # the first of them begins no character
+                broken = len(self._ids) - self._given >= LONGEST
                 text = self._decode(self._ids[self._given : self._given + 1]) if broken else ""
                 self._give(1 if broken else 0)
             elif text:

@@ -1,1 +1,3 @@
-"""Arithmetic that no policy owns: partial attention, selection, quantisers, rotations and blocks."""
+"""Arithmetic that no policy owns: partial attention, selection, quantisers, rotations and
+blocks.
+"""

@@ -1,7 +1,9 @@
-"""Blocks: buffers of slots per row, valid up to a count that differs by row; and indices, none of which is negative.
+"""Blocks: buffers of slots per row, valid up to a count that differs by row; and indices, none
+of which is negative.
 
-Rows of a batch have different lengths, so every zone of a cache is a buffer with `count i32[B]`, and every write
-goes to each row's own place. A write past the end is dropped, never clamped onto a stored token.
+Rows of a batch have different lengths, so every zone of a cache is a buffer with `count
+i32[B]`, and every write goes to each row's own place. A write past the end is dropped, never
+clamped onto a stored token.
 """
 
 from __future__ import annotations
@@ -42,17 +44,20 @@ def empty_block(spec: CacheSpec, slots: int) -> Block:
 
 
 def put(block: Block, k: Array, v: Array, count: Array) -> Block:
-    """Appends the first `count` i32[B] of the tokens k, v [B, K, T, D] of each row; tokens without room are dropped."""
+    """Appends the first `count` i32[B] of the tokens k, v [B, K, T, D] of each row; tokens
+    without room are dropped.
+    """
     start = block.count
     new_k, new_v = _write_alike((block.k, block.v), (k, v), start, count)
     return Block(new_k, new_v, jnp.minimum(start + count, block.slots))
 
 
 def write(buffer: Array, new: Array, start: Array, count: Array) -> Array:
-    """buffer [B, K, S, ...] with new[b, :, i] at slot start[b] + i for i < count[b]; out of range is dropped.
+    """buffer [B, K, S, ...] with new[b, :, i] at slot start[b] + i for i < count[b]; out of
+    range is dropped.
 
-    One scatter, in place when the buffer is donated. On CPU, jaxlib before 0.11 converts a 16-bit scatter to f32 and so
-    copies the buffer; f32 caches are faster there.
+    One scatter, in place when the buffer is donated. On CPU, jaxlib before 0.11 converts a
+    16-bit scatter to f32 and so copies the buffer; f32 caches are faster there.
     """
     return _write_alike((buffer,), (new,), start, count)[0]
 
@@ -69,11 +74,12 @@ def _write_alike(
 
     written, drop = [], lax.GatherScatterMode.FILL_OR_DROP
     for buffer, new in zip(buffers, news, strict=True):
-        # XLA turns a scatter of one token into a slice update, fuses that into the attention that reads the buffer,
-        # and then copies the buffer (temp bytes of a decode step: 5 times the key cache). A second token, always
-        # dropped, keeps it a scatter.
+        # XLA turns a scatter of one token into a slice update, fuses that into the attention
+        # that reads the buffer, and then copies the buffer (temp bytes of a decode step: 5
+        # times the key cache). A second token, always dropped, keeps it a scatter.
         new = jnp.concatenate([new, new], axis=2) if alone else new
-        # `buffer.at[row, :, slot].set` would trace three times as many operations, to count from the end.
+        # `buffer.at[row, :, slot].set` would trace three times as many operations, to count
+        # from the end.
         new = jnp.moveaxis(new, 2, 1).astype(buffer.dtype)  # [B, T, K, ...]
         windows = tuple(range(2, new.ndim))
         dims = lax.ScatterDimensionNumbers(
@@ -84,7 +90,9 @@ def _write_alike(
 
 
 def take_rows(tokens: Array, index: Array) -> Array:
-    """tokens [B, K, S, D] at index i32[B, X], the same for all heads: [B, K, X, D]. Out of range is clipped."""
+    """tokens [B, K, S, D] at index i32[B, X], the same for all heads: [B, K, X, D]. Out of
+    range is clipped.
+    """
     return jax.vmap(lambda t, i: jnp.take(t, i, axis=1, mode="clip"))(tokens, index)
 
 
@@ -96,7 +104,8 @@ def whole_units(tokens: int, unit: int) -> int:
 def sum_pairs(x: Array) -> Array:
     """The sum over axis 3, by adding halves, which is the same to the bit in every program.
 
-    A plain reduction may add in another order there, and a page of a prompt would differ from the same one of steps.
+    A plain reduction may add in another order there, and a page of a prompt would differ from
+    the same one of steps.
     """
     while (n := x.shape[3]) > 1:
         half = n // 2
@@ -123,7 +132,8 @@ def quotient(indices: Array, unit: int) -> Array:
 
 
 def remainder(indices: Array, unit: int) -> Array:
-    """`indices % unit` in the dtype of the indices, none of which may be negative; one operation.
+    """`indices % unit` in the dtype of the indices, none of which may be negative; one
+    operation.
 
     >>> remainder(jnp.array([0, 7, 8]), 8).tolist()
     [0, 7, 0]
@@ -132,10 +142,12 @@ def remainder(indices: Array, unit: int) -> Array:
 
 
 def put_last(x: Array, at: Array, values: ArrayLike) -> Array:
-    """x [..., S] with `values`, broadcastable to [..., M], at the indices `at` i32[..., M] of its last axis.
+    """x [..., S] with `values`, broadcastable to [..., M], at the indices `at` i32[..., M] of
+    its last axis.
 
-    Values whose index is below 0 or past S - 1 are dropped. If indices are equal, any of their values may win. This is
-    one scatter; `x.at[b, k, at].set(...)` traces more operations, to count negative indices from the end.
+    Values whose index is below 0 or past S - 1 are dropped. If indices are equal, any of their
+    values may win. This is one scatter; `x.at[b, k, at].set(...)` traces more operations, to
+    count negative indices from the end.
 
     >>> put_last(jnp.zeros((1, 4), int), jnp.array([[2, 9]], dtype=jnp.int32), 5).tolist()
     [[0, 0, 5, 0]]

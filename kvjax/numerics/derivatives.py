@@ -1,7 +1,9 @@
-"""Derivatives of functions that have none of their own: taken from another function, or refused with a reason.
+"""Derivatives of functions that have none of their own: taken from another function, or refused
+with a reason.
 
-Both look at which arrays are differentiated: JAX marks the tangents of the others as `SymbolicZero`. So a cache behind
-a kernel or in host memory is not touched if only the query is differentiated.
+Both look at which arrays are differentiated: JAX marks the tangents of the others as
+`SymbolicZero`. So a cache behind a kernel or in host memory is not touched if only the query is
+differentiated.
 """
 
 from __future__ import annotations
@@ -17,11 +19,12 @@ from jax.custom_derivatives import SymbolicZero
 def with_derivative(
     run: Callable[..., Any], reference: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """`run`, which has no derivative (a kernel, or a loop whose bounds are data), with that of the reference.
+    """`run`, which has no derivative (a kernel, or a loop whose bounds are data), with that of
+    the reference.
 
-    The reference is differentiated only by the arrays for which a derivative is requested, and only results that depend
-    on them get one. A cache in host memory, which has none, then gets no tangents of zeros, and may pass through
-    operations that cannot be differentiated.
+    The reference is differentiated only by the arrays for which a derivative is requested, and
+    only results that depend on them get one. A cache in host memory, which has none, then gets
+    no tangents of zeros, and may pass through operations that cannot be differentiated.
     """
     f = jax.custom_jvp(run)
 
@@ -57,7 +60,9 @@ def with_derivative(
 
 
 def _noting_which_vary(varies: list[bool]) -> Callable[..., tuple[Any, ...]]:
-    """The identity; when it is differentiated, it writes to `varies` which arrays have a tangent."""
+    """The identity; when it is differentiated, it writes to `varies` which arrays have a
+    tangent.
+    """
 
     @jax.custom_jvp
     def same(*arrays: Any) -> tuple[Any, ...]:
@@ -72,10 +77,11 @@ def _noting_which_vary(varies: list[bool]) -> Callable[..., tuple[Any, ...]]:
 
 
 def refuse_derivative(why: str, *arrays: Array) -> tuple[Array, ...]:
-    """`arrays` unchanged; raises NotImplementedError with `why` if any of them is differentiated.
+    """`arrays` unchanged; raises NotImplementedError with `why` if any of them is
+    differentiated.
 
-    For derivatives that would otherwise silently be zero, such as that of rounded keys. Costs nothing in a compiled
-    program.
+    For derivatives that would otherwise silently be zero, such as that of rounded keys. Costs
+    nothing in a compiled program.
 
     >>> import jax.numpy as jnp
     >>> jax.grad(lambda x: refuse_derivative("codes have no derivative", x)[0])(jnp.float32(1))  # doctest: +ELLIPSIS

@@ -1,11 +1,13 @@
 """Attention over a part of the keys, and the merge that makes parts a whole.
 
-If a part of the keys gives its mean of values weighted by softmax, `out`, and the natural log of its sum of
-exponentials, `lse`, then two parts combine to the pair of their union. The merge is associative and commutative, and
-its identity is the empty part (`out` 0, `lse` -inf). Sink, history, recent window, prefill chunks and shards of a long
-context therefore combine without knowing each other; all caches of kvjax are written in this algebra.
+If a part of the keys gives its mean of values weighted by softmax, `out`, and the natural log
+of its sum of exponentials, `lse`, then two parts combine to the pair of their union. The merge
+is associative and commutative, and its identity is the empty part (`out` 0, `lse` -inf). Sink,
+history, recent window, prefill chunks and shards of a long context therefore combine without
+knowing each other; all caches of kvjax are written in this algebra.
 
-**Source:** Milakov and Gimelshein 2018 (online softmax); the pair as an interface follows FlashInfer (Ye et al. 2025).
+**Source:** Milakov and Gimelshein 2018 (online softmax); the pair as an interface follows
+FlashInfer (Ye et al. 2025).
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from kvjax.numerics.types import Bool, Float, Int32, Shaped
 class CappedScale(float):
     """A factor of logits that a soft cap follows: cap * tanh(scale * q.k / cap), as in Gemma 2.
 
-    It stands where a plain factor does; `scaled` applies both, and arithmetic with it is an error in JAX.
+    It stands where a plain factor does; `scaled` applies both, and arithmetic with it is an
+    error in JAX.
     """
 
     cap: float
@@ -73,9 +76,11 @@ class PartialAttention(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A zone of a cache in which the slots [start, stop) are attended to. Values of other slots are finite.
+    """A zone of a cache in which the slots [start, stop) are attended to. Values of other slots
+    are finite.
 
-    Each of T decode steps may have its own span, with stop i32[B, T] and start i32[B, T] or i32[B, 1].
+    Each of T decode steps may have its own span, with stop i32[B, T] and start i32[B, T] or
+    i32[B, 1].
     """
 
     k: Float[Array, "B K S D"]
@@ -89,7 +94,9 @@ class Span(NamedTuple):
         return jnp.maximum(self.stop - self.start, 0)
 
     def mask(self, queries: int) -> Bool[Array, "B 1 _ S"]:
-        """Which slots each query attends to, each step's after the previous step's; one row if all share a span."""
+        """Which slots each query attends to, each step's after the previous step's; one row if
+        all share a span.
+        """
         slot = jnp.arange(self.k.shape[2]).reshape((1,) * self.stop.ndim + (-1,))
         mask = (slot >= self.start[..., None]) & (slot < self.stop[..., None])
         if mask.ndim == 2:
@@ -113,11 +120,12 @@ def attend_part(
     scale: float,
     bias: Float[Array, "B K Q S"] | None = None,
 ) -> PartialAttention:
-    """Attention of q [B, K, Q, D] over k, v [B, K, S, D] where `mask`, broadcastable to bool[B, K, Q, S], is true.
+    """Attention of q [B, K, Q, D] over k, v [B, K, S, D] where `mask`, broadcastable to bool[B,
+    K, Q, S], is true.
 
-    Keys where the mask is false may hold anything. Values there must be finite (0 times NaN is NaN): zero them with
-    `keep_valid` where that is not certain. Logits, to which `bias` is added, sums and the output are f32; the products
-    read q, k and v in their own dtype.
+    Keys where the mask is false may hold anything. Values there must be finite (0 times NaN is
+    NaN): zero them with `keep_valid` where that is not certain. Logits, to which `bias` is
+    added, sums and the output are f32; the products read q, k and v in their own dtype.
     """
     logits = attention_logits(q, k, scale)
     weights, total, lse = exp_weights(logits if bias is None else logits + bias, mask)
@@ -139,10 +147,12 @@ def softmax_weights(
     scale: float,
     lse: Float[Array, "B K Q"] | None = None,
 ) -> Float[Array, "B K Q S"]:
-    """Weights with which `attend_part` mixes values; 0 where `mask` is false, and in an empty part: f32[B, K, Q, S].
+    """Weights with which `attend_part` mixes values; 0 where `mask` is false, and in an empty
+    part: f32[B, K, Q, S].
 
-    `lse` f32[B, K, Q], if known, is that of all keys that a query attends to, which may be more than these. If the
-    program also has an `attend_part` of the same arguments, XLA computes the logits once.
+    `lse` f32[B, K, Q], if known, is that of all keys that a query attends to, which may be more
+    than these. If the program also has an `attend_part` of the same arguments, XLA computes the
+    logits once.
     """
     logits = attention_logits(q, k, scale)
     if lse is not None:
@@ -157,7 +167,9 @@ def softmax_weights(
 def attention_logits(
     q: Float[Array, "B K Q D"], k: Float[Array, "B K S D"], scale: float
 ) -> Float[Array, "B K Q S"]:
-    """f32[B, K, Q, S]: scale * q.k of q [B, K, Q, D] with k [B, K, S, D]; the product reads both in the dtype of k."""
+    """f32[B, K, Q, S]: scale * q.k of q [B, K, Q, D] with k [B, K, S, D]; the product reads
+    both in the dtype of k.
+    """
     q = q.astype(k.dtype)
     products = jnp.einsum(
         "bkqd,bksd->bkqs", q, k, preferred_element_type=jnp.float32, precision="highest"
@@ -168,12 +180,14 @@ def attention_logits(
 def exp_weights(
     logits: Float[Array, "B K Q S"], mask: Bool[Array, "#B #K #Q #S"]
 ) -> tuple[Float[Array, "B K Q S"], Float[Array, "B K Q"], Float[Array, "B K Q"]]:
-    """Weights that are 0 where `mask` is false, the divisor of their sum with values, and `lse` of logits."""
+    """Weights that are 0 where `mask` is false, the divisor of their sum with values, and `lse`
+    of logits.
+    """
     logits = jnp.where(mask, logits, -jnp.inf)
     top = jnp.max(logits, axis=-1, initial=-jnp.inf)
-    # An empty part has top = -inf; subtracting 0 instead gives exp(-inf - 0) = 0 and no NaN. The result does not depend
-    # on the shift, so it needs no derivative. The derivative of max is NaN if XLA computes its operand twice, with
-    # different rounding.
+    # An empty part has top = -inf; subtracting 0 instead gives exp(-inf - 0) = 0 and no NaN.
+    # The result does not depend on the shift, so it needs no derivative. The derivative of max
+    # is NaN if XLA computes its operand twice, with different rounding.
     shift = lax.stop_gradient(jnp.where(jnp.isneginf(top), 0.0, top))
     weights = jnp.exp(logits - shift[..., None])
     total = jnp.sum(weights, axis=-1)
@@ -189,10 +203,12 @@ def attend_causal(
     window: int | None = None,
     block: int = 512,
 ) -> PartialAttention:
-    """Causal attention of q [B, K, G, T, D] over its own k, v [B, K, T, D]; PartialAttention over Q = G*T.
+    """Causal attention of q [B, K, G, T, D] over its own k, v [B, K, T, D]; PartialAttention
+    over Q = G*T.
 
-    Holds logits of block x T. `window` lets a token see itself and the window - 1 before it. Right-padded tokens
-    lie after every real one, so no real token sees them; their own rows hold anything finite.
+    Holds logits of block x T. `window` lets a token see itself and the window - 1 before it.
+    Right-padded tokens lie after every real one, so no real token sees them; their own rows
+    hold anything finite.
     """
     B, K, G, T, D = q.shape
     parts = []
@@ -217,7 +233,9 @@ def attend_causal(
 def keep_valid(
     values: Shaped[Array, "*rows D"], valid: Bool[Array, "*#rows"]
 ) -> Shaped[Array, "*rows D"]:
-    """values [..., S, D] with 0 where `valid` [..., S] is false, so that no NaN of an unused slot spreads."""
+    """values [..., S, D] with 0 where `valid` [..., S] is false, so that no NaN of an unused
+    slot spreads.
+    """
     return jnp.where(valid[..., None], values, jnp.zeros((), values.dtype))
 
 
@@ -246,9 +264,11 @@ def merge(*parts: PartialAttention) -> PartialAttention:
 
 
 def merge_sinks(part: PartialAttention, sinks: Float[Array, "K G"] | None) -> PartialAttention:
-    """`part` over Q = T*G queries, each step's heads after the previous step's, merged with sink logits, if any.
+    """`part` over Q = T*G queries, each step's heads after the previous step's, merged with
+    sink logits, if any.
 
-    A sink logit s is a key without a value: e^s more in the denominator. It is neither scaled nor capped.
+    A sink logit s is a key without a value: e^s more in the denominator. It is neither scaled
+    nor capped.
     """
     if sinks is None:
         return part
@@ -265,10 +285,11 @@ def merge_blocks(
     blocks: int,
     shape: tuple[int, ...],
 ) -> PartialAttention:
-    """The merge of one(i, *operands) for the blocks i from first to stop - 1, (first, stop) = bounds(*operands).
+    """The merge of one(i, *operands) for the blocks i from first to stop - 1, (first, stop) =
+    bounds(*operands).
 
-    `shape` is that of `out`. The bounds may be data. The derivative visits all `blocks` instead, so those outside of
-    the bounds must give empty parts; it stores none of them.
+    `shape` is that of `out`. The bounds may be data. The derivative visits all `blocks`
+    instead, so those outside of the bounds must give empty parts; it stores none of them.
     """
 
     def run(*operands: Any) -> PartialAttention:

@@ -1,17 +1,22 @@
-"""Group quantisers: codes of few bits with a scale and a zero point for each group, and how codes are packed.
+"""Group quantisers: codes of few bits with a scale and a zero point for each group, and how
+codes are packed.
 
-By channel, a group is g consecutive tokens of one channel; by token it is g consecutive channels of one token. The
-1-bit quantiser keeps the group's midpoint and half-range, so that a value decodes to the group's maximum or minimum.
-The quantisers of 2, 3, 4 and 8 bits keep the minimum and the step: 2**bits levels from minimum to maximum. Their scale
-and zero point are two bfloat16 in one u32, which a kernel loads at once; codes are computed with these rounded numbers.
+By channel, a group is g consecutive tokens of one channel; by token it is g consecutive
+channels of one token. The 1-bit quantiser keeps the group's midpoint and half-range, so that a
+value decodes to the group's maximum or minimum. The quantisers of 2, 3, 4 and 8 bits keep the
+minimum and the step: 2**bits levels from minimum to maximum. Their scale and zero point are two
+bfloat16 in one u32, which a kernel loads at once; codes are computed with these rounded
+numbers.
 
-A packed row runs along the channels of one token, lowest bit first: channel 8*i + j of a token is bit j of its byte i.
-Appending needs no alignment of tokens, and byte i is also the sign pattern of the 8-channel subspace i. Little-endian
-words of four bytes keep the order, so a kernel may read the same memory as u32. Codes of 2, 4 and 8 bits follow the
-same rule: channel i * (8 / bits) + j is in byte i, from bit j * bits up. Codes of 3 bits are two planes, as 3 does not
-divide a byte: D/4 bytes of their lower two bits, then D/8 bytes of their highest.
+A packed row runs along the channels of one token, lowest bit first: channel 8*i + j of a token
+is bit j of its byte i. Appending needs no alignment of tokens, and byte i is also the sign
+pattern of the 8-channel subspace i. Little-endian words of four bytes keep the order, so a
+kernel may read the same memory as u32. Codes of 2, 4 and 8 bits follow the same rule: channel i
+* (8 / bits) + j is in byte i, from bit j * bits up. Codes of 3 bits are two planes, as 3 does
+not divide a byte: D/4 bytes of their lower two bits, then D/8 bytes of their highest.
 
-**Source:** FIER, section 3 (1-bit keys, groups of tokens per channel). KIVI, section 3 (asymmetric minimum and step).
+**Source:** FIER, section 3 (1-bit keys, groups of tokens per channel). KIVI, section 3
+(asymmetric minimum and step).
 """
 
 from __future__ import annotations
@@ -43,7 +48,9 @@ def pack_bits(bits: Array) -> Array:
 
 
 def unpack_bits(packed: Array) -> Array:
-    """u8[..., D/8] as bool[..., D], the inverse of `pack_bits`; or u32[..., D/32], little-endian words of it."""
+    """u8[..., D/8] as bool[..., D], the inverse of `pack_bits`; or u32[..., D/32],
+    little-endian words of it.
+    """
     *lead, words, width = *packed.shape, 8 * packed.dtype.itemsize
     places = lax.broadcasted_iota(packed.dtype, (*lead, words, width), packed.ndim)
     return (
@@ -112,7 +119,8 @@ class OneBit(NamedTuple):
 def quantize_1bit(
     x: Float[Array, "*rows S D"], group: int, dtype: DTypeLike = jnp.bfloat16
 ) -> OneBit:
-    """1-bit codes of x [..., S, D], S a multiple of `group`; scale and zero are stored in `dtype`.
+    """1-bit codes of x [..., S, D], S a multiple of `group`; scale and zero are stored in
+    `dtype`.
 
     Codes are computed with the exact midpoint, before it is rounded to `dtype`.
     """
@@ -129,7 +137,9 @@ def quantize_1bit(
 
 
 def dequantize_1bit(code: OneBit) -> Float[Array, "*rows S D"]:
-    """Keys of one bit: zero + scale where the bit is 1, zero - scale where it is 0: f32[..., S, D]."""
+    """Keys of one bit: zero + scale where the bit is 1, zero - scale where it is 0: f32[..., S,
+    D].
+    """
     *lead, S, _ = code.bits.shape
     groups, D = code.scale.shape[-2:]
     positive = unpack_bits(code.bits).reshape(*lead, groups, S // max(groups, 1), D)
@@ -139,7 +149,8 @@ def dequantize_1bit(code: OneBit) -> Float[Array, "*rows S D"]:
 
 
 class QuantArray(NamedTuple):
-    """Codes of x [..., S, D] in groups of gs tokens by gd channels; sizes of groups are read from the shapes.
+    """Codes of x [..., S, D] in groups of gs tokens by gd channels; sizes of groups are read
+    from the shapes.
 
     By channel gd is 1, by token gs is 1.
     """
@@ -151,10 +162,11 @@ class QuantArray(NamedTuple):
 def quantize(
     x: Float[Array, "*rows S D"], bits: int, *, tokens: int = 1, channels: int = 1
 ) -> QuantArray:
-    """Codes of x [..., S, D] in groups of `tokens` by `channels`: round((x - min) / scale), half to even.
+    """Codes of x [..., S, D] in groups of `tokens` by `channels`: round((x - min) / scale),
+    half to even.
 
-    scale is (max - min) / (2**bits - 1). A constant group has scale 0 and decodes to itself, rounded to bfloat16; so
-    does one whose scale would be below 2**-125.
+    scale is (max - min) / (2**bits - 1). A constant group has scale 0 and decodes to itself,
+    rounded to bfloat16; so does one whose scale would be below 2**-125.
     """
     *lead, S, D = x.shape
     for name, size, group in (("tokens", S, tokens), ("channels", D, channels)):
@@ -165,8 +177,8 @@ def quantize(
     grouped = x.astype(jnp.float32).reshape(*lead, S // tokens, tokens, D // channels, channels)
     low = jnp.min(grouped, axis=(-3, -1), keepdims=True)
     high = jnp.max(grouped, axis=(-3, -1), keepdims=True)
-    # Multiply by reciprocals instead of dividing: XLA rewrites some divisions that way, and a value halfway between
-    # two levels must get the same code wherever it is computed.
+    # Multiply by reciprocals instead of dividing: XLA rewrites some divisions that way, and a
+    # value halfway between two levels must get the same code wherever it is computed.
     scales = _join((high - low) * np.float32(1 / (2**bits - 1)), low)
     scale, zero = split_scales(scales)
     levels = jnp.round((grouped - zero) * (1 / jnp.where(scale > 0, scale, 1.0)))
@@ -191,7 +203,9 @@ def split_scales(scales: Array) -> tuple[Array, Array]:
 
 
 def _join(scale: Array, zero: Array) -> Array:
-    """u32 of scale and zero f32, each rounded to bfloat16; a scale without a normal reciprocal becomes 0."""
+    """u32 of scale and zero f32, each rounded to bfloat16; a scale without a normal reciprocal
+    becomes 0.
+    """
     scale = jnp.where(scale >= 2.0**-125, scale, 0.0)
     low, high = (
         lax.bitcast_convert_type(a.astype(jnp.bfloat16), jnp.uint16).astype(jnp.uint32)

@@ -1,19 +1,22 @@
-"""Rotated keys: a fixed random rotation, codes of directions in subspaces or in a whole head, and turns by RoPE.
+"""Rotated keys: a fixed random rotation, codes of directions in subspaces or in a whole head,
+and turns by RoPE.
 
-A random rotation R gives all keys the same distribution: each subspace of 8 rotated channels is close to a uniformly
-random direction times a radius, so that codes follow from the geometry of the sphere, whatever the size of a model's
-channels. R is orthogonal, hence Rq.Rk = q.k.
+A random rotation R gives all keys the same distribution: each subspace of 8 rotated channels is
+close to a uniformly random direction times a radius, so that codes follow from the geometry of
+the sphere, whatever the size of a model's channels. R is orthogonal, hence Rq.Rk = q.k.
 
-R = H diag(s) / sqrt(D), the signs s from a seed, H a symmetric Hadamard matrix (entries +-1, rows orthogonal): for D a
-power of two that of Walsh and Hadamard, in D log2 D additions; for 12 times a power of two its product with Paley's
-matrix of order 12. Other sizes raise ValueError.
+R = H diag(s) / sqrt(D), the signs s from a seed, H a symmetric Hadamard matrix (entries +-1,
+rows orthogonal): for D a power of two that of Walsh and Hadamard, in D log2 D additions; for 12
+times a power of two its product with Paley's matrix of order 12. Other sizes raise ValueError.
 
-A whole head's direction in 2, 3 or 4 bits a channel is TurboQuant's code: a channel of a random unit vector has a known
-density, so the levels of least error (Lloyd, Max) are one table for all keys. Its planes nest: the signs alone are a
-1-bit code, and each further plane halves every cell, within 3 % of the best code of as many bits.
+A whole head's direction in 2, 3 or 4 bits a channel is TurboQuant's code: a channel of a random
+unit vector has a known density, so the levels of least error (Lloyd, Max) are one table for all
+keys. Its planes nest: the signs alone are a 1-bit code, and each further plane halves every
+cell, within 3 % of the best code of as many bits.
 
-**Source:** ParisKV, rotation and 4-bit direction codes; TurboQuant (arXiv 2504.19874), codes of a head; Paley 1933
-(order 12). Estimate and weight are those of RaBitQ (Gao and Long 2024), a subspace at a time.
+**Source:** ParisKV, rotation and 4-bit direction codes; TurboQuant (arXiv 2504.19874), codes of
+a head; Paley 1933 (order 12). Estimate and weight are those of RaBitQ (Gao and Long 2024), a
+subspace at a time.
 """
 
 from __future__ import annotations
@@ -48,19 +51,23 @@ ROTATABLE = (
 
 
 class Directions(NamedTuple):
-    """Keys by subspace of m channels: the direction in b bits per channel (sign and size), and a weight.
+    """Keys by subspace of m channels: the direction in b bits per channel (sign and size), and
+    a weight.
 
-    Bit j of byte n of `signs` is set where channel 8n + j is >= 0: with m = 8 a byte is the pattern of a subspace, and
-    a subspace takes 6 bytes in all. Weights are stored as bits because on CPU, jaxlib 0.10.2 converts a whole bf16
-    array to f32 to gather some of its rows (16 MiB at 8 heads x 32K tokens). Coded weights are the key's length, 16
-    bits, and 4 bits per subspace for its share of the length. b is 4, or with one subspace 2, 3, 4 or 8; its weight is
-    then of float16, as a rounding of 1/512 in a logit of 50 would change a softmax by a tenth.
+    Bit j of byte n of `signs` is set where channel 8n + j is >= 0: with m = 8 a byte is the
+    pattern of a subspace, and a subspace takes 6 bytes in all. Weights are stored as bits
+    because on CPU, jaxlib 0.10.2 converts a whole bf16 array to f32 to gather some of its rows
+    (16 MiB at 8 heads x 32K tokens). Coded weights are the key's length, 16 bits, and 4 bits
+    per subspace for its share of the length. b is 4, or with one subspace 2, 3, 4 or 8; its
+    weight is then of float16, as a rounding of 1/512 in a logit of 50 would change a softmax by
+    a tenth.
     """
 
     signs: Array  # u8[..., S, D/8]
     sizes: Array  # u8[..., S, (b-1) D/8] the index of |u| in b-1 bits, as planes of packed bits, lowest bit first
     weights: Array  # u16[..., S, D/m] the bits of a float; a channel decodes to sign * centre[size] * weight
-    # or u8[..., S, 2 + D/2m], coded: the bytes of the length's bf16, low first, and codes, the lower half byte first
+    # or u8[..., S, 2 + D/2m], coded: the bytes of the length's bf16, low first, and codes, the
+    # lower half byte first
 
     @property
     def subspaces(self) -> int:
@@ -79,7 +86,9 @@ def require_rotatable(head_dim: int) -> None:
 
 
 def rotate(x: Array, seed: int) -> Array:
-    """The rotated R x: f32[..., D]. Lengths and inner products do not change, up to rounding in f32."""
+    """The rotated R x: f32[..., D]. Lengths and inner products do not change, up to rounding in
+    f32.
+    """
     D = x.shape[-1]
     require_rotatable(D)
     signs = jnp.asarray(_signs(D, seed)).reshape((1,) * (x.ndim - 1) + (D,))
@@ -93,8 +102,9 @@ def rotate_back(x: Array, seed: int) -> Array:
 
 
 def rotate_few(x: Array, seed: int) -> Array:
-    """`rotate` for few vectors, such as the queries of a step, by a product with R: one kernel on a GPU. There the log2
-    D rounds of additions are two kernels with long chains of loads (8.4 us for 8 vectors of 128 on an H200)."""
+    """`rotate` for few vectors, such as the queries of a step, by a product with R: one kernel
+    on a GPU. There the log2 D rounds of additions are two kernels with long chains of loads
+    (8.4 us for 8 vectors of 128 on an H200)."""
     D = x.shape[-1]
     require_rotatable(D)
     R = rotation(D, seed).reshape((1,) * (x.ndim - 1) + (D, D))
@@ -113,7 +123,9 @@ def rotation(D: int, seed: int) -> np.ndarray:
 
 
 def turn_positions(x: Array, by: Array, rope: Rope | None) -> Array:
-    """x [..., D] in f32, turned as if its position were `by`, broadcastable to [...], higher; as it is without RoPE."""
+    """x [..., D] in f32, turned as if its position were `by`, broadcastable to [...], higher;
+    as it is without RoPE.
+    """
     x = x.astype(jnp.float32)
     if rope is None:
         return x
@@ -123,7 +135,9 @@ def turn_positions(x: Array, by: Array, rope: Rope | None) -> Array:
 
 
 def turn_pairs(x: Array, cos: Array, sin: Array) -> Array:
-    """x [..., D] with channels (i, i + D/2) turned by angles whose cos and sin are broadcastable to [..., D/2]."""
+    """x [..., D] with channels (i, i + D/2) turned by angles whose cos and sin are
+    broadcastable to [..., D/2].
+    """
     low, high = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
 
@@ -158,11 +172,12 @@ def encode(
 ) -> Directions:
     """Codes of rotated keys f32[..., S, D].
 
-    With radius r and direction u of a subspace, and v the direction that its code decodes to, the weight is r / <v, u>
-    if `correct`: the product of the decoded key with the key itself is then exact. Otherwise it is r; with `least` it
-    is r <v, u> / |v|^2, which has the least squared error. With `coded_radii` it is rounded to one of 16 shares of the
-    key's length, by `radius_table`. Codes of 8 bits have uniform levels up to the largest channel, which a table does
-    not better.
+    With radius r and direction u of a subspace, and v the direction that its code decodes to,
+    the weight is r / <v, u> if `correct`: the product of the decoded key with the key itself is
+    then exact. Otherwise it is r; with `least` it is r <v, u> / |v|^2, which has the least
+    squared error. With `coded_radii` it is rounded to one of 16 shares of the key's length, by
+    `radius_table`. Codes of 8 bits have uniform levels up to the largest channel, which a table
+    does not better.
     """
     *lead, D = rotated.shape
     split = jnp.abs(rotated).reshape(*lead, D // subspace, subspace)
@@ -216,8 +231,8 @@ def decode(code: Directions) -> Array:
 
 
 def sizes_of(code: Directions) -> tuple[float, ...]:
-    """The sizes of a channel of weight 1 that indices of a whole head's direction stand for; none with 8 bits, whose
-    sizes are an index and a half."""
+    """The sizes of a channel of weight 1 that indices of a whole head's direction stand for;
+    none with 8 bits, whose sizes are an index and a half."""
     planes, D = code.sizes.shape[-1] // code.signs.shape[-1], 8 * code.signs.shape[-1]
     return () if planes == 7 else tuple(map(float, lloyd_max(D, 2**planes)[1]))
 
@@ -233,7 +248,9 @@ def decode_weights(code: Directions) -> Array:
 
 
 def patterns(signs: Array, subspace: int) -> Array:
-    """The sign pattern of each subspace of m = `subspace` channels, 4 or 8, of signs u8[..., D/8]: u8[..., D/m]."""
+    """The sign pattern of each subspace of m = `subspace` channels, 4 or 8, of signs u8[...,
+    D/8]: u8[..., D/m].
+    """
     return signs if subspace == 8 else unpack_codes(signs, 2 * signs.shape[-1])
 
 
@@ -273,7 +290,9 @@ def _decode_radii(coded: Array, subspace: int) -> Array:
 
 
 def _size(planes: Sequence[Array], m: int) -> Array:
-    """f32 sizes of an index in planes, lowest bit first: centres of `lloyd_max`; of 7 planes the index and a half."""
+    """f32 sizes of an index in planes, lowest bit first: centres of `lloyd_max`; of 7 planes
+    the index and a half.
+    """
     if len(planes) == 7:
         index = functools.reduce(
             jnp.bitwise_or, (p.astype(jnp.uint8) << jnp.uint8(i) for i, p in enumerate(planes))
@@ -283,7 +302,9 @@ def _size(planes: Sequence[Array], m: int) -> Array:
 
 
 def _centre(planes: Sequence[Array], centres: np.ndarray) -> Array:
-    """f32 centre of each index, by selects: these fuse, whereas a table look-up would not vectorise."""
+    """f32 centre of each index, by selects: these fuse, whereas a table look-up would not
+    vectorise.
+    """
     *lower, top = planes
     half = len(centres) // 2
     if not lower:
@@ -293,13 +314,15 @@ def _centre(planes: Sequence[Array], centres: np.ndarray) -> Array:
 
 @lru_cache
 def lloyd_max(m: int, levels: int = 8) -> tuple[np.ndarray, np.ndarray]:
-    """Bounds f64[levels - 1] and centres f64[levels] that quantise |u_j| with least squared error.
+    """Bounds f64[levels - 1] and centres f64[levels] that quantise |u_j| with least squared
+    error.
 
-    u is uniform on the sphere S^(m-1), so (u_j)^2 ~ Beta(1/2, (m-1)/2), and t = |u_j| has the density
-    (1 - t^2)^((m-3)/2) up to a factor. A bound lies midway between its centres, a centre at the mean of its cell
-    (Lloyd, Max); the density is log-concave for m > 3, so there is exactly one such table. **Differs:** ParisKV's table
-    (centres .0420 .1266 .. .7633) is, to 2e-4, the result of 100 of Lloyd's steps from the quantiles; this one has
-    converged, and its squared error is smaller by 1/5000.
+    u is uniform on the sphere S^(m-1), so (u_j)^2 ~ Beta(1/2, (m-1)/2), and t = |u_j| has the
+    density (1 - t^2)^((m-3)/2) up to a factor. A bound lies midway between its centres, a
+    centre at the mean of its cell (Lloyd, Max); the density is log-concave for m > 3, so there
+    is exactly one such table. **Differs:** ParisKV's table (centres .0420 .1266 .. .7633) is,
+    to 2e-4, the result of 100 of Lloyd's steps from the quantiles; this one has converged, and
+    its squared error is smaller by 1/5000.
 
     >>> lloyd_max(8)[1].round(4).tolist()
     [0.0425, 0.128, 0.2152, 0.3053, 0.4003, 0.503, 0.6193, 0.7648]
@@ -316,10 +339,12 @@ def lloyd_max(m: int, levels: int = 8) -> tuple[np.ndarray, np.ndarray]:
 
 @lru_cache
 def radius_table(m: int, D: int) -> tuple[np.ndarray, np.ndarray]:
-    """Bounds f64[15] and centres f64[16] that quantise the radius of a subspace with least squared error.
+    """Bounds f64[15] and centres f64[16] that quantise the radius of a subspace with least
+    squared error.
 
-    A rotated key of length 1 is uniform on the sphere S^(D-1), so the radius r of m of its D channels has
-    r^2 ~ Beta(m/2, (D-m)/2). The table does not depend on the text, so it never becomes outdated.
+    A rotated key of length 1 is uniform on the sphere S^(D-1), so the radius r of m of its D
+    channels has r^2 ~ Beta(m/2, (D-m)/2). The table does not depend on the text, so it never
+    becomes outdated.
 
     >>> radius_table(8, 128)[1][[0, 7, 15]].round(3).tolist()
     [0.106, 0.241, 0.418]
@@ -341,7 +366,8 @@ def _settle(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Runs Lloyd's steps from `centres` until they converge; returns bounds and centres.
 
-    `mass` and `moment` are the integrals of a density, and of t times the density, from t[0] to each t.
+    `mass` and `moment` are the integrals of a density, and of t times the density, from t[0] to
+    each t.
     """
     for _ in range(10_000):
         edges = np.concatenate([[t[0]], (centres[1:] + centres[:-1]) / 2, [t[-1]]])
@@ -353,8 +379,8 @@ def _settle(
 
 
 def turned(D: int, seed: int) -> int:
-    """A bit mask of the channels whose sign in s is -1. It uses Python's generator, whose stream is the same in every
-    version, so stored codes stay readable."""
+    """A bit mask of the channels whose sign in s is -1. It uses Python's generator, whose
+    stream is the same in every version, so stored codes stay readable."""
     return random.Random(seed).getrandbits(D) ^ ((1 << D) - 1)
 
 
@@ -367,7 +393,9 @@ def _signs(D: int, seed: int) -> np.ndarray:
 
 @lru_cache
 def _paley_12() -> np.ndarray:
-    """f32[12, 12] of +-1, symmetric, with orthogonal rows: Paley's second construction over the field of 5."""
+    """f32[12, 12] of +-1, symmetric, with orthogonal rows: Paley's second construction over the
+    field of 5.
+    """
     square = np.array([0, 1, -1, -1, 1])
     conference = np.ones((6, 6))
     conference[0, 0] = 0
@@ -378,7 +406,9 @@ def _paley_12() -> np.ndarray:
 
 
 def _factor(D: int) -> tuple[int, int]:
-    """(power of two, rest) with D as their product. The rest is odd, or 12 if D is 12 times a power of two."""
+    """(power of two, rest) with D as their product. The rest is odd, or 12 if D is 12 times a
+    power of two.
+    """
     power = D & -D
     odd = D // power
     return (power // 4, 12) if odd == 3 and power >= 4 else (power, odd)

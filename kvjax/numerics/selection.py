@@ -1,12 +1,13 @@
 """Selection: from scores of units to the slots that a query attends to.
 
-Scores are per query head. `group_reduce` reduces them to one score per unit and kv head, so that the G heads of a group
-read the same tokens. Ties go to the lower slot. Softmax pooling is done on logarithms, so that scores far below the top
-do not underflow to a tie.
+Scores are per query head. `group_reduce` reduces them to one score per unit and kv head, so
+that the G heads of a group read the same tokens. Ties go to the lower slot. Softmax pooling is
+done on logarithms, so that scores far below the top do not underflow to a tie.
 
-**Source:** the rules as used by ParisKV (mean of queries), ArkVale (mean of scores), ShadowKV (max of softmax), PQCache
-(sum of softmax) and FreeKV (mean of softmax, and in its ablation the maximum of scores, which no kernel implements).
-Sum and mean of softmax give the same ranks; both names are kept.
+**Source:** the rules as used by ParisKV (mean of queries), ArkVale (mean of scores), ShadowKV
+(max of softmax), PQCache (sum of softmax) and FreeKV (mean of softmax, and in its ablation the
+maximum of scores, which no kernel implements). Sum and mean of softmax give the same ranks;
+both names are kept.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ GROUP_REDUCES: tuple[str, ...] = get_args(GroupReduce)
 
 
 class Selection(NamedTuple):
-    """The slots that a step attends to. H is 1 where a group shares them, G where each query head has its own."""
+    """The slots that a step attends to. H is 1 where a group shares them, G where each query
+    head has its own.
+    """
 
     slots: Int32[
         Array, "B K H M"
@@ -61,7 +64,9 @@ class PackedSelection(NamedTuple):
 
 
 class DealtSelection(NamedTuple):
-    """A selection among the tokens of several devices, and the part of it that this device attends to."""
+    """A selection among the tokens of several devices, and the part of it that this device
+    attends to.
+    """
 
     slots: Int32[Array, "B K H M"]  # as in a Selection, of the whole history
     valid: Bool[Array, "B K H M"]
@@ -101,15 +106,18 @@ def join_steps(x: Array, steps: int) -> Array:
 )
 @dataclass(frozen=True, kw_only=True)
 class Candidates:
-    """The units that compete in a selection, and how many to select. Starts, stops and k are i32[B], or one number.
+    """The units that compete in a selection, and how many to select. Starts, stops and k are
+    i32[B], or one number.
 
-    A unit is a token or a page of tokens. Stored units are those of the index with a token in `span`. Pending units
-    have recent tokens that are not yet indexed: their keys are scored exactly, and a page has the score of its best
-    token. They are numbered on from the stored units.
+    A unit is a token or a page of tokens. Stored units are those of the index with a token in
+    `span`. Pending units have recent tokens that are not yet indexed: their keys are scored
+    exactly, and a page has the score of its best token. They are numbered on from the stored
+    units.
 
-    Several `steps` may select at once, each on its own: queries are [B, K, T*G, D], each step's after the previous
-    step's, and a selection has the lists of all steps in the same order, [B, K, T*H, M]. Stops and k may then
-    differ by step, i32[B, T], and so may the pending keys, [B, K, T, R, D].
+    Several `steps` may select at once, each on its own: queries are [B, K, T*G, D], each step's
+    after the previous step's, and a selection has the lists of all steps in the same order, [B,
+    K, T*H, M]. Stops and k may then differ by step, i32[B, T], and so may the pending keys, [B,
+    K, T, R, D].
     """
 
     span: tuple[Array | int, Array]  # start and stop of the slots of the index
@@ -131,7 +139,8 @@ class Candidates:
     )
 
     def fit(self, *, in_order: int, window: bool) -> bool:
-        """True if a kernel can select among them that puts `in_order` units last, under a sliding window if `window`.
+        """True if a kernel can select among them that puts `in_order` units last, under a
+        sliding window if `window`.
 
         Otherwise all scores must be computed and sorted.
         """
@@ -140,7 +149,8 @@ class Candidates:
         )
 
     def passes(self, q: Array, heads: int) -> Iterator[tuple[Array, Candidates]]:
-        """Splits the steps into passes of at most `heads` query heads: queries [B, K, T'*G, D] and candidates of each.
+        """Splits the steps into passes of at most `heads` query heads: queries [B, K, T'*G, D]
+        and candidates of each.
 
         A pass has at least one step.
         """
@@ -172,7 +182,9 @@ class Candidates:
             yield q[:, :, steps.start * step_heads : steps.stop * step_heads], candidates
 
     def require(self, stored: int, unit: int) -> None:
-        """Raises ValueError if these sizes do not fit an index of `stored` units of `unit` tokens."""
+        """Raises ValueError if these sizes do not fit an index of `stored` units of `unit`
+        tokens.
+        """
         keys, slots = self.pending[0].shape[-2], self.pending_slots
         if unit < 1 or slots % unit or not 0 < slots <= keys:
             raise ValueError(
@@ -191,8 +203,8 @@ class Candidates:
         return jnp.tile(number, (1, self.pending[0].shape[1]))[:, :, None, None]
 
     def pending_units(self, q: Array, scale: float, unit: int = 1) -> tuple[Array, Array]:
-        """Exact scores f32[B, K*T, G, W] of the pending units for q [B, K, T*G, D], and which of them exist,
-        bool[B, 1 or K*T, 1, W]."""
+        """Exact scores f32[B, K*T, G, W] of the pending units for q [B, K, T*G, D], and which
+        of them exist, bool[B, 1 or K*T, 1, W]."""
         keys, start, stop = self.pending
         if keys.ndim == 4:
             scores = split_steps(attention_logits(q, keys, scale), self.steps)
@@ -210,7 +222,9 @@ class Candidates:
         )
 
     def tokens(self, units: Selection, stored: int, unit: int) -> Selection:
-        """The tokens of selected units that are candidates themselves, for an index of `stored` units."""
+        """The tokens of selected units that are candidates themselves, for an index of `stored`
+        units.
+        """
         if unit == 1:
             return units
         slots = (
@@ -232,7 +246,9 @@ class Candidates:
         return Selection(join_steps(slots, self.steps), join_steps(valid & inside, self.steps))
 
     def inside(self, start: Array | int, stop: Array | int, units: int, unit: int = 1) -> Array:
-        """Says which units of `unit` slots have one from start to stop: bool[B, 1 or K*T, 1, units]."""
+        """Says which units of `unit` slots have one from start to stop: bool[B, 1 or K*T, 1,
+        units].
+        """
         start, stop = self.of_groups(start), self.of_groups(stop)
         slot = lax.mul(lax.broadcasted_iota(jnp.int32, (1, 1, 1, units), 3), np.int32(unit))
         inside = (slot > start - unit) & (slot < stop)
@@ -253,8 +269,8 @@ def no_kernel_for(group_reduce: GroupReduce) -> str | None:
 
 
 def reduce_queries(q: Array, group_reduce: GroupReduce, steps: int = 1) -> Array:
-    """The queries f32[B, K, T*G', D] to score for q [B, K, T*G, D] of T steps: under `mean_query` their mean in each
-    step (G' = 1), else all."""
+    """The queries f32[B, K, T*G', D] to score for q [B, K, T*G, D] of T steps: under
+    `mean_query` their mean in each step (G' = 1), else all."""
     q = q.astype(jnp.float32)
     if group_reduce != "mean_query":
         return q
@@ -286,9 +302,9 @@ def reduce_scores(
 ) -> Array:
     """Ranks of the units of all parts, one part after the other: f32[B, K, H, U].
 
-    A part has scores f32[B, K, G, U'] and `valid` bool[B, 1 or K, 1, U']; ranks are -inf where it is false. Softmax
-    is over the units of all parts together, or over those whose log of a sum of exponentials is `total`
-    f32[B, K, G, 1].
+    A part has scores f32[B, K, G, U'] and `valid` bool[B, 1 or K, 1, U']; ranks are -inf where
+    it is false. Softmax is over the units of all parts together, or over those whose log of a
+    sum of exponentials is `total` f32[B, K, G, 1].
     """
     if group_reduce not in GROUP_REDUCES:
         raise ValueError(
@@ -323,7 +339,9 @@ def in_order(numbers: Array) -> Array:
 def split_selection(
     selection: Selection | PackedSelection, slots: int
 ) -> tuple[Selection, Selection]:
-    """Splits a selection into the part in the first `slots` slots and the part past them, with slots counted from 0."""
+    """Splits a selection into the part in the first `slots` slots and the part past them, with
+    slots counted from 0.
+    """
     inside = selection.slots < slots
     past = ~inside
     return (
@@ -333,7 +351,9 @@ def split_selection(
 
 
 def of_lists(number: Array | int, lists: int) -> Array:
-    """i32[B or 1, 1, 1] of i32[B] or of a number; i32[B, 1, lists] of i32[B, T], step after step."""
+    """i32[B or 1, 1, 1] of i32[B] or of a number; i32[B, 1, lists] of i32[B, T], step after
+    step.
+    """
     number = jnp.asarray(number, jnp.int32)
     if number.ndim < 2:
         return number.reshape(-1, 1, 1)
@@ -358,6 +378,8 @@ def set_recall(selection: Selection, wanted: Selection, slots: int) -> Array:
 
 
 def mass_recall(selection: Selection, logits: Array, valid: Array) -> Array:
-    """Share of softmax mass of logits f32[B, K, G, S], where `valid` [B, S], that the selection holds: f32[B, K, G]."""
+    """Share of softmax mass of logits f32[B, K, G, S], where `valid` [B, S], that the selection
+    holds: f32[B, K, G].
+    """
     weights = jax.nn.softmax(jnp.where(valid[:, None, None], logits, -jnp.inf), axis=-1)
     return jnp.sum(jnp.where(membership(selection, logits.shape[-1]), weights, 0.0), axis=-1)

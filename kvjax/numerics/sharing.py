@@ -1,7 +1,9 @@
-"""Rows that share prefixes: the arrays of a prefix are stored once, and the queries of its rows read them together.
+"""Rows that share prefixes: the arrays of a prefix are stored once, and the queries of its rows
+read them together.
 
-A prefix has no row axis of its own: P prefixes take the place of the B rows. For a pass over the prefixes, the rows are
-put into groups of one prefix each, [B, ...] becomes [P, n, ...], and the results go back to their rows.
+A prefix has no row axis of its own: P prefixes take the place of the B rows. For a pass over
+the prefixes, the rows are put into groups of one prefix each, [B, ...] becomes [P, n, ...], and
+the results go back to their rows.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from kvjax.spec import CacheSpec, keep_ints
 @register_dataclass
 @dataclass(frozen=True)
 class Shared:
-    """Arrays of a state whose first axis counts prefixes, not rows: functions that move rows leave them alone."""
+    """Arrays of a state whose first axis counts prefixes, not rows: functions that move rows
+    leave them alone.
+    """
 
     value: Any
 
@@ -68,8 +72,8 @@ class Sharing:
     Args:
       tokens: most tokens of the history in a prefix, whole chunks.
       prefixes: how many different prefixes the rows of a batch may have.
-      sharers: most rows with one prefix; None for all. A pass over the prefixes computes with `prefixes * sharers`
-        rows, used or not.
+      sharers: most rows with one prefix; None for all. A pass over the prefixes computes with
+        `prefixes * sharers` rows, used or not.
     """
 
     tokens: int
@@ -86,7 +90,9 @@ class Sharing:
         )
 
     def check_part(self, part: Any, spec: CacheSpec, chunk: int) -> None:
-        """Raises ValueError if prefixes do not hold whole chunks, or if not all arrays of `part` have slots."""
+        """Raises ValueError if prefixes do not hold whole chunks, or if not all arrays of
+        `part` have slots.
+        """
         slot_axes(part, spec)
         if self.tokens % chunk:
             raise ValueError(
@@ -101,7 +107,9 @@ class Sharing:
 
 
 class SlotAxis(NamedTuple):
-    """The axis of an array that grows with the slots of a store, by `size` entries for each `slots` slots."""
+    """The axis of an array that grows with the slots of a store, by `size` entries for each
+    `slots` slots.
+    """
 
     axis: int
     size: int

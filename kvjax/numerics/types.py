@@ -1,8 +1,9 @@
 """Array types with dtype and axes in a signature, such as `Float[Array, "B K G D"]`.
 
-An axis name that several arguments of a function share is one size. The types are those of `jaxtyping` if it is
-installed, and the test suite then checks every call. Otherwise they are `typing.Annotated`, and nothing is checked. A
-string with one axis begins with a space, which linters need.
+An axis name that several arguments of a function share is one size. The types are those of
+`jaxtyping` if it is installed, and the test suite then checks every call. Otherwise they are
+`typing.Annotated`, and nothing is checked. A string with one axis begins with a space, which
+linters need.
 """
 
 from importlib import import_module

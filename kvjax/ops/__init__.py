@@ -1,11 +1,12 @@
-"""The operations in which a decode step spends its time: each in plain JAX, and as a GPU kernel.
+"""The operations in which a decode step spends its time: each in plain JAX, and as a GPU
+kernel.
 
-The plain JAX version is the reference: it takes everything that the signature allows, and uses little memory at a time.
-The argument `implementation` says which one runs, see `explain`; both give the same result, but for the rounding that
-an operation's docstring states.
+The plain JAX version is the reference: it takes everything that the signature allows, and uses
+little memory at a time. The argument `implementation` says which one runs, see `explain`; both
+give the same result, but for the rounding that an operation's docstring states.
 
-A new operation needs a function in the file of its family (see `kvjax.ops.op`), a file in `kernels_pallas/` and one in
-`tests/kernels/`.
+A new operation needs a function in the file of its family (see `kvjax.ops.op`), a file in
+`kernels_pallas/` and one in `tests/kernels/`.
 """
 
 from kvjax.ops.attend import (

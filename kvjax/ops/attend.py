@@ -41,14 +41,17 @@ def attend_span(
     part: bool = False,
     implementation: Implementation | None = None,
 ) -> Any:
-    """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over `span`, with sink logits; 0 where it is empty.
+    """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over `span`, with sink logits; 0
+    where it is empty.
 
-    Keys outside of the span may hold anything. Each of T decode steps may have its own span: queries [B, K, T*G, D],
-    each step's after the previous step's, with stop i32[B, T] and start alike or [B, 1]. `implementation`: see
-    `explain`. The kernel's products read q in the dtype of the keys; it reads nothing outside of the span. With `part`,
-    the result is a PartialAttention over Q = G, without `sinks`.
+    Keys outside of the span may hold anything. Each of T decode steps may have its own span:
+    queries [B, K, T*G, D], each step's after the previous step's, with stop i32[B, T] and start
+    alike or [B, 1]. `implementation`: see `explain`. The kernel's products read q in the dtype
+    of the keys; it reads nothing outside of the span. With `part`, the result is a
+    PartialAttention over Q = G, without `sinks`.
     """
-    # Values outside of the span are finite, so they need no mask here: it would write a second copy of them.
+    # Values outside of the span are finite, so they need no mask here: it would write a second
+    # copy of them.
     whole = attend_part(q, span.k, span.v, span.mask(q.shape[2]), scale=scale)
     return whole if part else merge_sinks(whole, sinks).out.astype(q.dtype)
 
@@ -71,9 +74,11 @@ def attend_slots(
     scale: float,
     implementation: Implementation | None = None,
 ) -> PartialAttention:
-    """Exact attention of q [B, K, G, D] over the selected slots of k, v [B, K, S, D]; PartialAttention over Q = G.
+    """Exact attention of q [B, K, G, D] over the selected slots of k, v [B, K, S, D];
+    PartialAttention over Q = G.
 
-    `implementation`: see `explain`. The kernel gathers and attends at once; its products read q in the dtype of k.
+    `implementation`: see `explain`. The kernel gathers and attends at once; its products read q
+    in the dtype of k.
     """
     kg, vg = gather_slots(k, v, selection)
     return attend_gathered(q, kg, vg, selection, scale=scale)
@@ -112,14 +117,17 @@ def attend_zones(
     part: bool = False,
     implementation: Implementation | None = None,
 ) -> Any:
-    """[B, K, G, D] in the dtype of q [B, K, G, D]: attention of a retrieval step over selection, local window and sink.
+    """[B, K, G, D] in the dtype of q [B, K, G, D]: attention of a retrieval step over
+    selection, local window and sink.
 
-    Selected slots 0 to S - 1 are those of k, v [B, K, S, D]; slots S to 2 S - 1 those of `more`, if given, keys and
-    values of the same shape; the slots of `recent` follow. The local window is the last `local` slots of the span of
-    `recent`, none of which are selected. `sink` is attended in its span, if there is one. The selection has H lists of
-    slots, each for G/H query heads in turn; starts and stops are i32[B], or i32[B, T] for T decode steps.
-    `sinks` are logits that only the denominator counts. `implementation`: see `explain`. The kernel's products read q
-    in the dtype of k. With `part`, the result is a PartialAttention over Q = G, without `sinks`.
+    Selected slots 0 to S - 1 are those of k, v [B, K, S, D]; slots S to 2 S - 1 those of
+    `more`, if given, keys and values of the same shape; the slots of `recent` follow. The local
+    window is the last `local` slots of the span of `recent`, none of which are selected. `sink`
+    is attended in its span, if there is one. The selection has H lists of slots, each for G/H
+    query heads in turn; starts and stops are i32[B], or i32[B, T] for T decode steps. `sinks`
+    are logits that only the denominator counts. `implementation`: see `explain`. The kernel's
+    products read q in the dtype of k. With `part`, the result is a PartialAttention over Q = G,
+    without `sinks`.
     """
     if more is not None:
         k, v = jnp.concatenate([k, more[0]], axis=2), jnp.concatenate([v, more[1]], axis=2)
@@ -140,8 +148,9 @@ def attend_beside(
     *,
     scale: float,
 ) -> Float[Array, "B K G D"]:
-    """[B, K, G, D] in the dtype of q [B, K, G, D]: `history` merged with attention over the spans of `recent` and
-    `sink`, over the slots of `recent` that `pending` selects, and with `sinks`."""
+    """[B, K, G, D] in the dtype of q [B, K, G, D]: `history` merged with attention over the
+    spans of `recent` and `sink`, over the slots of `recent` that `pending` selects, and with
+    `sinks`."""
     whole = merge_beside(history, q, pending, recent, sink, scale=scale)
     return merge_sinks(whole, sinks).out.astype(q.dtype)
 
@@ -171,7 +180,9 @@ def merge_beside(
 def gather_slots(
     k: Float[Array, "B K S D"], v: Float[Array, "B K S D"], selection: Selection
 ) -> tuple[Float[Array, "B K HM D"], Float[Array, "B K HM D"]]:
-    """Keys and values [B, K, H*M, D] of the selected slots of k, v [B, K, S, D]; slots out of range are clipped."""
+    """Keys and values [B, K, H*M, D] of the selected slots of k, v [B, K, S, D]; slots out of
+    range are clipped.
+    """
     index = selection.slots.reshape(*selection.slots.shape[:2], -1, 1)
     return jnp.take_along_axis(k, index, axis=2, mode="clip"), jnp.take_along_axis(
         v, index, axis=2, mode="clip"
@@ -186,7 +197,9 @@ def attend_gathered(
     *,
     scale: float,
 ) -> PartialAttention:
-    """Attention of q [B, K, G, D] over selected tokens that were gathered: kg, vg [B, K, H*M, D], in order."""
+    """Attention of q [B, K, G, D] over selected tokens that were gathered: kg, vg [B, K, H*M,
+    D], in order.
+    """
     B, K, G, D = q.shape
     H, M = selection.slots.shape[2:]
     kg, vg = kg.reshape(B, K * H, M, kg.shape[-1]), vg.reshape(B, K * H, M, vg.shape[-1])

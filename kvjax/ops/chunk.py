@@ -1,13 +1,16 @@
-"""Attention of a chunk of a prompt: over itself, and over the tokens that a cache stored before it.
+"""Attention of a chunk of a prompt: over itself, and over the tokens that a cache stored before
+it.
 
-A chunk of T tokens attends causally to itself and to every stored token. The stored part is a `PartialAttention` per
-zone, and all parts merge by their log-sum-exp. On an NVIDIA GPU each part is one cuDNN call, which reads keys and
-values in place, [B, K, S, D], skips the slots past a row's count, and takes no memory besides its output. On other
-platforms, and for inputs that cuDNN does not take (f32, sliding windows over stored tokens), plain JAX multiplies one
-block of keys at a time.
+A chunk of T tokens attends causally to itself and to every stored token. The stored part is a
+`PartialAttention` per zone, and all parts merge by their log-sum-exp. On an NVIDIA GPU each
+part is one cuDNN call, which reads keys and values in place, [B, K, S, D], skips the slots past
+a row's count, and takes no memory besides its output. On other platforms, and for inputs that
+cuDNN does not take (f32, sliding windows over stored tokens), plain JAX multiplies one block of
+keys at a time.
 
-A store with its keys in other memory or in few bits gives blocks of them (`attend_blocks`): the codes of a quantised
-store are expanded, and the pages of a host store copied, one block at a time.
+A store with its keys in other memory or in few bits gives blocks of them (`attend_blocks`): the
+codes of a quantised store are expanded, and the pages of a host store copied, one block at a
+time.
 """
 
 from __future__ import annotations
@@ -38,7 +41,9 @@ from kvjax.ops.op import Explanation, say_once, tell
 
 Axis: TypeAlias = str | tuple[str, ...]  # of a mesh
 Reader = Callable[[Any, Array | int, int], tuple[Array, Array]]
-"""(state, first, size) -> keys and values [B, K, size, D] of the slots [first, first + size) of a store."""
+"""(state, first, size) -> keys and values [B, K, size, D] of the slots [first, first + size) of
+a store.
+"""
 
 CPU_BLOCK = 256  # slots per block, so that the logits of a block stay in the caches of a core
 PLAIN_BLOCK = 1024  # elsewhere, where each block is several launches
@@ -54,7 +59,8 @@ def attend_chunk(
     scale: float,
     window: int | None = None,
 ) -> Array:
-    """Causal attention of q [B, T, N, D] over its own k, v [B, T, K, D]: [B, T, N, D] in the dtype of q.
+    """Causal attention of q [B, T, N, D] over its own k, v [B, T, K, D]: [B, T, N, D] in the
+    dtype of q.
 
     `sinks` are logits f32[K, G] that only the denominator of softmax counts.
     """
@@ -97,11 +103,13 @@ def attend_chunk_after(
     own: PartialAttention | None = None,
     sinks: Array | None = None,
 ) -> Array:
-    """Attention of q [B, K, G, T, D] over stored tokens and, causally, its own k, v [B, K, T, D]: shaped as q, in f32.
+    """Attention of q [B, K, G, T, D] over stored tokens and, causally, its own k, v [B, K, T,
+    D]: shaped as q, in f32.
 
-    `attend_stored` gives the part of q [B, K, G, T', D] over stored tokens, a part over Q = G*T'. It is called for only
-    the first T' queries, those that see stored tokens under a sliding window. `own` is the result of `attend_own`, if
-    already computed, and `sinks` are as in `attend_chunk`.
+    `attend_stored` gives the part of q [B, K, G, T', D] over stored tokens, a part over Q =
+    G*T'. It is called for only the first T' queries, those that see stored tokens under a
+    sliding window. `own` is the result of `attend_own`, if already computed, and `sinks` are as
+    in `attend_chunk`.
     """
     B, K, G, T, _ = q.shape
     own = attend_own(q, k, v, scale=scale, window=window) if own is None else own
@@ -121,7 +129,9 @@ def attend_chunk_after(
 
 
 def with_sinks(part: PartialAttention, q: Array, sinks: Array) -> Array:
-    """f32[B, K, G, T, D]: a part of the queries q [B, K, G, T, D], merged with `sinks` f32[K, G]."""
+    """f32[B, K, G, T, D]: a part of the queries q [B, K, G, T, D], merged with `sinks` f32[K,
+    G].
+    """
     B, K, G, T, _ = q.shape
     flat = PartialAttention(part.out.reshape(B, K, G * T, -1), part.lse.reshape(B, K, G * T))
     return merge_sinks(flat, jnp.repeat(sinks, T, axis=1)).out.reshape(B, K, G, T, -1)
@@ -130,7 +140,9 @@ def with_sinks(part: PartialAttention, q: Array, sinks: Array) -> Array:
 def attend_own(
     q: Array, k: Array, v: Array, *, scale: float, window: int | None = None
 ) -> PartialAttention:
-    """Causal attention of q [B, K, G, T, D] over its own k, v [B, K, T, D]: a part over Q = G*T, to be merged."""
+    """Causal attention of q [B, K, G, T, D] over its own k, v [B, K, T, D]: a part over Q =
+    G*T, to be merged.
+    """
     reference = partial(attend_causal, scale=scale, window=window)
     if not _takes("attend_own", k, _unlike(k, v, scale)):
         return reference(q, k, v)
@@ -150,12 +162,14 @@ def attend_own(
 def attend_zone(
     q: Array, k: Array, v: Array, start: Array | None, stop: Array, *, scale: float
 ) -> PartialAttention:
-    """Attention of a chunk's queries q [B, K, G, T, D] over the slots [start, stop) of k, v [B, K, S, D].
+    """Attention of a chunk's queries q [B, K, G, T, D] over the slots [start, stop) of k, v [B,
+    K, S, D].
 
-    start is i32[B, T], a slot for each query, or None for slot 0; stop is i32[B]. The part is over Q = G*T. Keys
-    outside may hold anything; values must be finite where `start` is None. Within `key_blocks.sparse_prompts`, without
-    a start, the queries attend to a part of the blocks of a long zone, unless this GPU has no kernel for that: cuDNN
-    over everything is faster than plain JAX over a part.
+    start is i32[B, T], a slot for each query, or None for slot 0; stop is i32[B]. The part is
+    over Q = G*T. Keys outside may hold anything; values must be finite where `start` is None.
+    Within `key_blocks.sparse_prompts`, without a start, the queries attend to a part of the
+    blocks of a long zone, unless this GPU has no kernel for that: cuDNN over everything is
+    faster than plain JAX over a part.
     """
     if start is None and is_sparse(q, k):
         dense = _unlike(k, v, scale) is None and takes_cudnn(k.dtype, k.shape[-1])
@@ -194,10 +208,12 @@ def attend_blocks(
     unit: int,
     scale: float,
 ) -> PartialAttention:
-    """`attend_zone` over keys and values that `read` returns a block at a time, out of the `slots` slots of a store.
+    """`attend_zone` over keys and values that `read` returns a block at a time, out of the
+    `slots` slots of a store.
 
-    A block has a multiple of `unit` slots, and one block is in memory at a time. On an H200 a second block, read ahead
-    of its use, gained nothing: XLA reads host memory by a kernel, one after the other with the rest.
+    A block has a multiple of `unit` slots, and one block is in memory at a time. On an H200 a
+    second block, read ahead of its use, gained nothing: XLA reads host memory by a kernel, one
+    after the other with the rest.
     """
     if sparse_share() is not None:
         raise ValueError(
@@ -276,7 +292,9 @@ WINDOW = "cuDNN takes no sliding window over stored tokens"
 
 
 def takes_cudnn(dtype: Any, head_dim: int, scale: float = 1.0) -> bool:
-    """True if this process runs cuDNN attention on keys of this dtype and head size; it has no soft cap."""
+    """True if this process runs cuDNN attention on keys of this dtype and head size; it has no
+    soft cap.
+    """
     return not isinstance(scale, CappedScale) and _why_not_cudnn(dtype, head_dim) is None
 
 
@@ -322,8 +340,8 @@ def _why_not_cudnn(dtype: Any, head_dim: int) -> str | None:
 
 
 def splits_queries(tokens: int, parts: int, window: int | None) -> bool:
-    """True if the queries of a chunk are split over devices: in blocks of one size, and not if a window already bounds
-    the work."""
+    """True if the queries of a chunk are split over devices: in blocks of one size, and not if
+    a window already bounds the work."""
     return window is None and tokens % (2 * parts) == 0
 
 
@@ -332,8 +350,9 @@ def attend_own_in_parts(
 ) -> PartialAttention:
     """`attend_own` of a chunk that all devices have, each for its part of the queries.
 
-    q [B, K, G, T, D] is cut into twice as many blocks as devices, and a device takes one from either end, because later
-    queries see more keys. One all-gather of D + 1 numbers per token and query head.
+    q [B, K, G, T, D] is cut into twice as many blocks as devices, and a device takes one from
+    either end, because later queries see more keys. One all-gather of D + 1 numbers per token
+    and query head.
     """
     B, K, G, T, _ = q.shape
     two = _own_blocks(q, k, v, axis, parts, scale=scale)
@@ -347,7 +366,9 @@ def attend_own_in_parts(
 def attend_chunk_in_parts(
     q: Array, k: Array, v: Array, axis: Axis, parts: int, *, scale: float
 ) -> Array:
-    """`attend_chunk` for q [B, T, N, D] and k, v [B, T, K, D], by parts as `attend_own_in_parts`."""
+    """`attend_chunk` for q [B, T, N, D] and k, v [B, T, K, D], by parts as
+    `attend_own_in_parts`.
+    """
     grouped, (k, v) = group(q, k.shape[2]), (jnp.swapaxes(a, 1, 2) for a in (k, v))
     two = _own_blocks(grouped, k, v, axis, parts, scale=scale)
     return ungroup(_gather_blocks([part.out.astype(q.dtype) for part in two], axis), q.dtype)
@@ -434,9 +455,9 @@ def _attend_blocks(
     )
 
 
-# Under grad only its inputs are stored. A branch that `platform_dependent` does not select is differentiated too, and
-# would pass on its T x T weights as zeros. Tracing it once for all layers cuts a step of 8 layers at 16384 tokens from
-# 47 s to 7 s.
+# Under grad only its inputs are stored. A branch that `platform_dependent` does not select is
+# differentiated too, and would pass on its T x T weights as zeros. Tracing it once for all
+# layers cuts a step of 8 layers at 16384 tokens from 47 s to 7 s.
 @partial(jax.checkpoint, static_argnums=(3, 4))
 @partial(jax.jit, static_argnums=(3, 4))
 def _blocked(q: Array, k: Array, v: Array, scale: float, window: int | None) -> Array:
@@ -477,7 +498,9 @@ def _cudnn_part(q: Array, k: Array, v: Array, stop: Array, *, scale: float) -> P
 
 
 def _cudnn(q: Array, k: Array, v: Array, **how: Any) -> tuple[Array, Array]:
-    """f32[B, K, G*T, D] and its log-sum-exp f32[B, K, G*T] of q [B, K, G, T, D]; products read q in the dtype of k."""
+    """f32[B, K, G*T, D] and its log-sum-exp f32[B, K, G*T] of q [B, K, G, T, D]; products read
+    q in the dtype of k.
+    """
     B, K, G, T, D = q.shape
     call = _cudnn_call()
     assert call is not None
@@ -488,10 +511,12 @@ def _cudnn(q: Array, k: Array, v: Array, **how: Any) -> tuple[Array, Array]:
 
 @cache
 def _cudnn_call() -> Callable[..., Any] | None:
-    """cuDNN's attention with its f32 log-sum-exp, keys as [B, K, S, D]; None if this jax has none.
+    """cuDNN's attention with its f32 log-sum-exp, keys as [B, K, S, D]; None if this jax has
+    none.
 
-    `jax.nn.dot_product_attention` is its public API. It rounds the log-sum-exp to the dtype of the queries, 3 % of a
-    part's weight in bfloat16, and takes keys only as [B, S, K, D], which would cost a copy of the stored tokens.
+    `jax.nn.dot_product_attention` is its public API. It rounds the log-sum-exp to the dtype of
+    the queries, 3 % of a part's weight in bfloat16, and takes keys only as [B, S, K, D], which
+    would cost a copy of the stored tokens.
     """
     try:
         from jax._src.cudnn.fused_attention_stablehlo import dot_product_attention

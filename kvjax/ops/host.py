@@ -29,9 +29,11 @@ def host_rows(
     *,
     implementation: Implementation | None = None,
 ) -> Parts:
-    """Moves rows in host memory to the device: their parts [B, K, N * Z, D], such as keys and values.
+    """Moves rows in host memory to the device: their parts [B, K, N * Z, D], such as keys and
+    values.
 
-    The rows are `index` i32[B, K, N] of x [B, K, P, parts, Z, D]; an index out of range gives zeros.
+    The rows are `index` i32[B, K, N] of x [B, K, P, parts, Z, D]; an index out of range gives
+    zeros.
 
     Moves only those rows. XLA gathers them on the host's CPU first.
     """
@@ -58,14 +60,16 @@ def host_rows_first(
     *,
     implementation: Implementation | None = None,
 ) -> Parts:
-    """Recalls keys and values [B, K, M * Z, D] from host memory for the heads where `recalls` bool[B, K] is true.
+    """Recalls keys and values [B, K, M * Z, D] from host memory for the heads where `recalls`
+    bool[B, K] is true.
 
     Other heads get arbitrary values; `host_rows_rest` gives the parts of all heads.
 
-    A head gets at place n < N the row that `index` i32[B, K, N] names, at place N the one that `edge` i32[B] names, and
-    zeros at later places. The number i < P names row i of x [B, K, P, 2, Z, D]. P + r names the Z slots of `recent`,
-    keys and values [B, K, R, D], from slot r on; past its end its last slot is repeated. A negative number gives zeros.
-    `device` = (rows i32[B, K, M], (k, v)) holds rows that are on the device already: the keys and values of
+    A head gets at place n < N the row that `index` i32[B, K, N] names, at place N the one that
+    `edge` i32[B] names, and zeros at later places. The number i < P names row i of x [B, K, P,
+    2, Z, D]. P + r names the Z slots of `recent`, keys and values [B, K, R, D], from slot r on;
+    past its end its last slot is repeated. A negative number gives zeros. `device` = (rows
+    i32[B, K, M], (k, v)) holds rows that are on the device already: the keys and values of
     rows[b, k, m], negative for none, [B, K, M * Z, D] each. The kernel reads them there.
 
     XLA reads the rows of all heads, because it moves the same number in either case.
@@ -110,12 +114,15 @@ def host_rows_rest(
     *,
     implementation: Implementation | None = None,
 ) -> Parts:
-    """The keys and values [B, K, M * Z, D] of all heads, after `host_rows_first` returned those of some.
+    """The keys and values [B, K, M * Z, D] of all heads, after `host_rows_first` returned those
+    of some.
 
-    `first_read` = (which bool[B, K], parts) is the result of `host_rows_first`, by the same implementation. Heads in
-    `recalls` recall as there; the others get `first_read` where `which` is true, and the parts of `device` elsewhere.
+    `first_read` = (which bool[B, K], parts) is the result of `host_rows_first`, by the same
+    implementation. Heads in `recalls` recall as there; the others get `first_read` where
+    `which` is true, and the parts of `device` elsewhere.
 
-    The kernel has few blocks, so other kernels can run at the same time if XLA starts them so (`memory.CONCURRENT`).
+    The kernel has few blocks, so other kernels can run at the same time if XLA starts them so
+    (`memory.CONCURRENT`).
     """
     which, parts_read = first_read  # of all heads
     heads = (recalls | which)[..., None, None]
@@ -123,9 +130,11 @@ def host_rows_rest(
 
 
 def read_pages(x: Array, first: Array | int, size: int) -> Array:
-    """[..., size, 2, Z, D] on the device: pages [first, first + size) of x [..., P, 2, Z, D] in host memory.
+    """[..., size, 2, Z, D] on the device: pages [first, first + size) of x [..., P, 2, Z, D] in
+    host memory.
 
-    Has its own rule for vmap: JAX would make a gather with indices in device memory, and XLA refuses to mix the two.
+    Has its own rule for vmap: JAX would make a gather with indices in device memory, and XLA
+    refuses to mix the two.
     """
 
     @jax.custom_batching.custom_vmap
@@ -182,16 +191,19 @@ def host_append(
 ) -> Shaped[Array, "B K P parts *row"]:
     """Writes rows to x [B, K, P, parts, ...] in host memory, from row `at` i32[B] on.
 
-    They are the first `count` i32[B] rows of `new`, one array [B, K, n, ...] per part, n <= P. Rows at or past P are
-    dropped.
+    They are the first `count` i32[B] rows of `new`, one array [B, K, n, ...] per part, n <= P.
+    Rows at or past P are dropped.
 
-    In place if x is donated or a loop's carry. XLA reads, changes and writes one slice for each row of the batch.
+    In place if x is donated or a loop's carry. XLA reads, changes and writes one slice for each
+    row of the batch.
     """
     return _append_rows(x, jnp.stack([part.astype(x.dtype) for part in new], axis=3), at, count)
 
 
 def _append_rows(x: Array, stacked: Array, at: Array, count: Array) -> Array:
-    """`host_append` of parts stacked as [B, K, n, parts, ...]. Under vmap the mapped axis becomes rows."""
+    """`host_append` of parts stacked as [B, K, n, parts, ...]. Under vmap the mapped axis
+    becomes rows.
+    """
 
     @jax.custom_batching.custom_vmap
     def append(x: Array, stacked: Array, at: Array, count: Array) -> Array:
@@ -213,9 +225,10 @@ def _append_each(x: Array, stacked: Array, at: Array, count: Array) -> Array:
     (B, K, P, *row), n = x.shape, stacked.shape[2]
     move = to_host if jax.typeof(x).memory_space == jax.memory.Space.Host else to_device
 
-    # For one row at a time, a slice is read, changed and written: in host memory XLA does this in place, on CPU and
-    # GPU. (A scatter is in place too, but for a GPU the host's CPU executes it, with a warning.) A slice past the end
-    # would be clamped, so it starts earlier and its first rows stay as they are.
+    # For one row at a time, a slice is read, changed and written: in host memory XLA does this
+    # in place, on CPU and GPU. (A scatter is in place too, but for a GPU the host's CPU
+    # executes it, with a warning.) A slice past the end would be clamped, so it starts earlier
+    # and its first rows stay as they are.
     def one_row(b: Array, x: Array) -> Array:
         first = jnp.minimum(at[b], P - n)
         source = first + jnp.arange(n) - at[b]
@@ -264,11 +277,12 @@ def hot_places(
     *,
     implementation: Implementation | None = None,
 ) -> tuple[HotTables, Int32[Array, "B K N"]]:
-    """Gives each page that a step needs a place, by the clock rule; returns the tables and the place of each entry.
+    """Gives each page that a step needs a place, by the clock rule; returns the tables and the
+    place of each entry.
 
-    A step needs the first `found` entries of `index`, N <= n. An entry i < P is a page, each a different one, and
-    becomes the page's place; P + r becomes n + r; a negative entry, or one past those found, becomes n. Places whose
-    page must be read have `used` = 2.
+    A step needs the first `found` entries of `index`, N <= n. An entry i < P is a page, each a
+    different one, and becomes the page's place; P + r becomes n + r; a negative entry, or one
+    past those found, becomes n. Places whose page must be read have `used` = 2.
     """
     (B, K, N), n, P = index.shape, tables.page.shape[2], tables.place.shape[2]
     index = jnp.where(jnp.arange(N)[None, None] < found[..., None], index, -1)
@@ -281,8 +295,8 @@ def hot_places(
     def at(places: Array, which: Array) -> Array:
         return jnp.where(which, places, n)
 
-    # Places in the order in which the hand frees them: first those that were not used, then the used ones, both from
-    # the hand on; never those of this step's hits.
+    # Places in the order in which the hand frees them: first those that were not used, then the
+    # used ones, both from the hand on; never those of this step's hits.
     kept = put_last(jnp.zeros((B, K, n), bool), at(known, hit), True)
     was_used, at_hand = tables.used > 0, tables.hand[..., None]
     idle, busy = ~kept & ~was_used, ~kept & was_used
@@ -305,7 +319,8 @@ def hot_places(
         missed, jnp.take_along_axis(given, jnp.maximum(order - 1, 0), axis=2), known
     )
     last = jnp.take_along_axis(given, jnp.maximum(misses - 1, 0), axis=2)
-    # The hand has gone round to the place that it gave last, or all the way; places that it passed count as unused.
+    # The hand has gone round to the place that it gave last, or all the way; places that it
+    # passed count as unused.
     distance = jnp.mod(jnp.arange(n)[None, None] - at_hand, n)
     swept = (distance <= jnp.mod(last - at_hand, n)) | (misses > total[0])
     used = (was_used & ~(swept & (misses > 0))).astype(jnp.int32)
@@ -334,18 +349,21 @@ def hot_load(
     *,
     implementation: Implementation | None = None,
 ) -> Parts:
-    """Reads the pages that `hot_places` gave a new place into `zones`, parts [B, K, n * Z, D] on the device.
+    """Reads the pages that `hot_places` gave a new place into `zones`, parts [B, K, n * Z, D]
+    on the device.
 
-    For each place in `at` with `used` = 2, its `page` is read from x [B, K, P, parts, Z, D] in host memory; entries of
-    `at` may lie past the n places. In place if the zones are donated or a loop's carry. XLA reads as many rows as `at`
-    has entries.
+    For each place in `at` with `used` = 2, its `page` is read from x [B, K, P, parts, Z, D] in
+    host memory; entries of `at` may lie past the n places. In place if the zones are donated or
+    a loop's carry. XLA reads as many rows as `at` has entries.
     """
     source, to = pages_to_read(page, used, at)
     return place_pages(zones, host_rows(x, source), to, page.shape[2])
 
 
 def pages_to_read(page: Array, used: Array, at: Array) -> tuple[Array, Array]:
-    """The pages that `hot_load` reads, -1 for none, and their places, past the last one for none: i32[B, K, N]."""
+    """The pages that `hot_load` reads, -1 for none, and their places, past the last one for
+    none: i32[B, K, N].
+    """
     n = page.shape[2]
     safe = jnp.minimum(at, n - 1)
     fresh = (at < n) & (jnp.take_along_axis(used, safe, axis=2) == 2)
@@ -355,7 +373,9 @@ def pages_to_read(page: Array, used: Array, at: Array) -> tuple[Array, Array]:
 
 
 def place_pages(zones: Parts, pages: Sequence[Array], at: Array, n: int) -> Parts:
-    """`zones`, [B, K, n * Z, D] each, with `pages` [B, K, N * Z, D] at the places below n in `at` i32[B, K, N]."""
+    """`zones`, [B, K, n * Z, D] each, with `pages` [B, K, N * Z, D] at the places below n in
+    `at` i32[B, K, N].
+    """
     (B, K, N), (*_, D) = at.shape, zones[0].shape
     row, head = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None]
 
@@ -381,9 +401,11 @@ def hot_load_float8(
     *,
     implementation: Implementation | None = None,
 ) -> Parts:
-    """`hot_load` of 8-bit floats (e4m3), whose bytes are x u8[B, K, P, parts, Z, D]; the zones get their values.
+    """`hot_load` of 8-bit floats (e4m3), whose bytes are x u8[B, K, P, parts, Z, D]; the zones
+    get their values.
 
-    Half the bytes cross the bus, without an intermediate copy. The values are exact in bf16, f16 and f32.
+    Half the bytes cross the bus, without an intermediate copy. The values are exact in bf16,
+    f16 and f32.
     """
     source, to = pages_to_read(page, used, at)
     values = tuple(

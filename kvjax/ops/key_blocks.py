@@ -1,16 +1,19 @@
-"""Block-sparse prompts: a block of a prompt's queries attends to the blocks of stored keys with the most weight.
+"""Block-sparse prompts: a block of a prompt's queries attends to the blocks of stored keys with
+the most weight.
 
-A chunk of a prompt attends to itself exactly, and only what the cache stored before it is sparse: so nothing here is
-causal. Each block of 128 queries of a head has a list of blocks of 128 keys, those with the most estimated softmax
-mass. Logits are estimated for strides of 16 queries with strides of 16 keys: the mean logit of the pairs on the
-antidiagonal of their tile, which meets each query and key once. That is one product, of keys as they lie in memory.
+A chunk of a prompt attends to itself exactly, and only what the cache stored before it is
+sparse: so nothing here is causal. Each block of 128 queries of a head has a list of blocks of
+128 keys, those with the most estimated softmax mass. Logits are estimated for strides of 16
+queries with strides of 16 keys: the mean logit of the pairs on the antidiagonal of their tile,
+which meets each query and key once. That is one product, of keys as they lie in memory.
 
-A prompt of 131072 tokens of an 8B shape took 4.7 s on an H100 with a share of .1, and 11.1 s whole
-(`ttft_sparse.json`). After 16384 tokens of text Qwen2.5-Coder-1.5B had a loss of 3.32 with .1 and whole, kvjax-26m 3.33
-and 3.29 (`sparse_prompt.json`).
+A prompt of 131072 tokens of an 8B shape took 4.7 s on an H100 with a share of .1, and 11.1 s
+whole (`ttft_sparse.json`). After 16384 tokens of text Qwen2.5-Coder-1.5B had a loss of 3.32
+with .1 and whole, kvjax-26m 3.33 and 3.29 (`sparse_prompt.json`).
 
-**Source:** Xu et al. 2025 (XAttention). **Differs:** each list has the same share of the blocks, not of the mass, so
-that the time is known; every second stride of queries scores; the chunk itself, and a prompt's last, are exact.
+**Source:** Xu et al. 2025 (XAttention). **Differs:** each list has the same share of the
+blocks, not of the mass, so that the time is known; every second stride of queries scores; the
+chunk itself, and a prompt's last, are exact.
 """
 
 from __future__ import annotations
@@ -38,7 +41,9 @@ _share = jax.make_user_context(None)  # a float or None; jit's caches have it in
 
 @contextmanager
 def sparse_prompts(share: float | None) -> Iterator[None]:
-    """Within the block, chunks of prompts attend to this share of what is stored before them; None for all of it."""
+    """Within the block, chunks of prompts attend to this share of what is stored before them;
+    None for all of it.
+    """
     with _share(share):
         yield
 
@@ -57,7 +62,9 @@ def list_length(blocks: int, share: float) -> int:
 
 
 def is_sparse(q: Array, k: Array) -> bool:
-    """True if queries [B, K, G, T, D] attend to a part of the blocks of k [B, K, S, D], by the current share."""
+    """True if queries [B, K, G, T, D] attend to a part of the blocks of k [B, K, S, D], by the
+    current share.
+    """
     blocks, share = -(-k.shape[2] // BLOCK), sparse_share()
     return share is not None and q.shape[3] >= BLOCK and list_length(blocks, share) < blocks
 
@@ -65,7 +72,9 @@ def is_sparse(q: Array, k: Array) -> bool:
 def attend_sparse(
     q: Array, k: Array, v: Array, stop: Array, *, scale: float
 ) -> PartialAttention:
-    """Attention of q [B, K, G, T, D] over chosen blocks of the slots [0, stop) of k, v: a part over Q = G*T."""
+    """Attention of q [B, K, G, T, D] over chosen blocks of the slots [0, stop) of k, v: a part
+    over Q = G*T.
+    """
     B, K, G, T, _ = q.shape
     share = sparse_share()
     assert share is not None
@@ -79,7 +88,9 @@ def attend_sparse(
 
 
 def why_no_kernel(q: Array, k: Array, v: Array, stop: Array, *, scale: float) -> str | None:
-    """Why this process has no kernel for lists of blocks of these keys and values; None if it has one."""
+    """Why this process has no kernel for lists of blocks of these keys and values; None if it
+    has one.
+    """
     B, K, G, T, D = q.shape
     n = -(-T // BLOCK)
     queries = jax.ShapeDtypeStruct((B, K, G, n * BLOCK, D), q.dtype)
@@ -90,11 +101,11 @@ def why_no_kernel(q: Array, k: Array, v: Array, stop: Array, *, scale: float) ->
 def choose_blocks(
     q: Array, k: Array, stop: Array, *, share: float, scale: float
 ) -> tuple[Array, Array]:
-    """The blocks of k [B, K, S, D] to which each block of queries q [B, K, G, T, D] attends, in order, and how many:
-    i32[B, K, G, T / 128, M] and i32[B, K, G, T / 128].
+    """The blocks of k [B, K, S, D] to which each block of queries q [B, K, G, T, D] attends, in
+    order, and how many: i32[B, K, G, T / 128, M] and i32[B, K, G, T / 128].
 
-    They are the `share` of the blocks with tokens before `stop` i32[B] that has the most estimated mass, but at least
-    16, and always the first and the last.
+    They are the `share` of the blocks with tokens before `stop` i32[B] that has the most
+    estimated mass, but at least 16, and always the first and the last.
     """
     mass = lax.stop_gradient(estimated_mass(q, k, stop, scale=scale))
     stored = -(-stop // BLOCK)[:, None, None, None, None]
@@ -113,8 +124,9 @@ def choose_blocks(
 
 
 def estimated_mass(q: Array, k: Array, stop: Array, *, scale: float) -> Array:
-    """f32[B, K, G, T / 128, S // 128]: the softmax mass over stored tokens of a block's queries that is estimated to
-    lie in each whole block of keys, summed over the strides of queries that are scored."""
+    """f32[B, K, G, T / 128, S // 128]: the softmax mass over stored tokens of a block's queries
+    that is estimated to lie in each whole block of keys, summed over the strides of queries
+    that are scored."""
     (B, K, G, T, D), S = q.shape, k.shape[2] // BLOCK * BLOCK
     rows, columns = BLOCK // STRIDE // EVERY, BLOCK // STRIDE
     q = q.astype(k.dtype).reshape(B, K, G * T // STRIDE // EVERY, EVERY, STRIDE, D)[
@@ -154,11 +166,11 @@ def attend_key_blocks(
     scale: float,
     implementation: Implementation | None = None,
 ) -> PartialAttention:
-    """Attention of each block of 128 of the queries q to its first `counts` of the listed blocks of 128 slots of k, v,
-    where they are below `stop`: a part over Q = G*T.
+    """Attention of each block of 128 of the queries q to its first `counts` of the listed
+    blocks of 128 slots of k, v, where they are below `stop`: a part over Q = G*T.
 
-    Lists are in order, without repeats, and of at least one block; only the last one may reach `stop` or beyond. Keys
-    past `stop` may hold anything, values there must be finite.
+    Lists are in order, without repeats, and of at least one block; only the last one may reach
+    `stop` or beyond. Keys past `stop` may hold anything, values there must be finite.
     """
     (B, K, G, T, D), S = q.shape, k.shape[2]
     if T % BLOCK or S < BLOCK:

@@ -1,8 +1,10 @@
-"""Operations: a reference in plain JAX, a GPU kernel, and the rule that says which of them runs.
+"""Operations: a reference in plain JAX, a GPU kernel, and the rule that says which of them
+runs.
 
-An operation is a function in plain JAX, its reference, under the decorator `op`, which also takes how its GPU kernel is
-called and which arguments the kernel cannot take. `Op` does the rest: the argument `implementation`, the import of the
-kernel on first use, the derivative, the entry in `OPS`, and `explain`.
+An operation is a function in plain JAX, its reference, under the decorator `op`, which also
+takes how its GPU kernel is called and which arguments the kernel cannot take. `Op` does the
+rest: the argument `implementation`, the import of the kernel on first use, the derivative, the
+entry in `OPS`, and `explain`.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ OPS: dict[str, Op[..., Any]] = {}
 _implementation = jax.make_user_context(
     None
 )  # an Implementation; jit's caches have it in their keys
-# The trace of the branch that all platforms but CUDA run. As no key of a cache has it, no other trace may read it.
+# The trace of the branch that all platforms but CUDA run. As no key of a cache has it, no other
+# trace may read it.
 _off_cuda: ContextVar[Any] = ContextVar("off_cuda", default=None)
 _explained: ContextVar[list[Explanation] | None] = ContextVar("explained", default=None)
 
@@ -50,7 +53,8 @@ _explained: ContextVar[list[Explanation] | None] = ContextVar("explained", defau
 class Explanation:
     """Which implementation an operation runs, and why.
 
-    As a string: "mosaic", "cudnn", "mosaic: reason" for a kernel that was not measured on this GPU, or "xla: reason".
+    As a string: "mosaic", "cudnn", "mosaic: reason" for a kernel that was not measured on this
+    GPU, or "xla: reason".
     """
 
     op: str
@@ -64,7 +68,9 @@ class Explanation:
 
 
 class Op(Generic[P, R]):
-    """An operation: called like its reference, with `implementation` to say what runs. Made by `op`."""
+    """An operation: called like its reference, with `implementation` to say what runs. Made by
+    `op`.
+    """
 
     def __init__(
         self,
@@ -130,7 +136,8 @@ class Op(Generic[P, R]):
             found.append(how)
         static = tuple(zip(self._static, map(given.pop, self._static), strict=True))
         operands = tuple(given.values())
-        # JAX traces a branch once for each function and shapes, so equal calls share their functions.
+        # JAX traces a branch once for each function and shapes, so equal calls share their
+        # functions.
         build = _functions if shares_traces() else _functions.__wrapped__
         silent = how.implementation == "mosaic"
         run, reference, elsewhere = build(
@@ -155,7 +162,9 @@ class Op(Generic[P, R]):
         return lax.platform_dependent(*operands, cuda=run, default=elsewhere)
 
     def unsupported(self, *args: P.args, **kwargs: P.kwargs) -> str | None:
-        """The limit of the kernel that these arguments exceed, on any machine; None if the kernel takes them."""
+        """The limit of the kernel that these arguments exceed, on any machine; None if the
+        kernel takes them.
+        """
         given = self._arguments(*args, **kwargs)
         return (
             self._limit(self.module, given)
@@ -164,7 +173,9 @@ class Op(Generic[P, R]):
         )
 
     def why_not(self, *args: Any, **kwargs: Any) -> str | None:
-        """Why this process runs the reference for these arguments by default; None if it runs the kernel."""
+        """Why this process runs the reference for these arguments by default; None if it runs
+        the kernel.
+        """
         return (
             runs_nowhere()
             or _why_not(self.unsupported(*args, **kwargs))
@@ -172,7 +183,9 @@ class Op(Generic[P, R]):
         )
 
     def _untaken(self, given: dict[str, Any]) -> str | None:
-        """Why the kernel does not take a soft cap or sink logits; None if it does, or there are none."""
+        """Why the kernel does not take a soft cap or sink logits; None if it does, or there are
+        none.
+        """
         takes = getattr(self.module, "TAKES", ())
         if isinstance(given.get("scale"), CappedScale) and "soft caps" not in takes:
             return f"the kernel {self.name} takes no soft cap of the logits, got {given['scale'].cap}"
@@ -214,28 +227,32 @@ def op(
     static_argnames: tuple[str, ...] = (),
     derivative: Derivative = "none",
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
-    """Makes an operation from a reference in plain JAX, which must take `implementation=None` and leave it unused.
+    """Makes an operation from a reference in plain JAX, which must take `implementation=None`
+    and leave it unused.
 
     Args:
-      kernel: folder and module of the kernel in `kvjax.kernels_pallas`, such as "attend.attend_span", or a module of
-        another package.
-      limit: called as limit(module, a), where `a` has the reference's arguments as attributes; returns the limit of the
-        kernel that they exceed, or None. It raises ValueError, as the reference does, for arguments that both refuse.
+      kernel: folder and module of the kernel in `kvjax.kernels_pallas`, such as
+        "attend.attend_span", or a module of another package.
+      limit: called as limit(module, a), where `a` has the reference's arguments as attributes;
+        returns the limit of the kernel that they exceed, or None. It raises ValueError, as the
+        reference does, for arguments that both refuse.
       mosaic: mosaic(module, a) runs the kernel.
       static_argnames: arguments that are Python values; all others are pytrees of arrays.
-      derivative: of the kernel, which has none of its own: "reference" takes that of the reference, and "zero" is for a
-        selection of slots.
+      derivative: of the kernel, which has none of its own: "reference" takes that of the
+        reference, and "zero" is for a selection of slots.
     """
     return lambda reference: Op(reference, kernel, static_argnames, derivative, limit, mosaic)
 
 
 def for_gpu(gpu: Callable[..., R], others: Callable[..., R], *operands: Any) -> R:
-    """gpu(*operands) in a program for a GPU, else others(*operands): two forms of the same plain JAX.
+    """gpu(*operands) in a program for a GPU, else others(*operands): two forms of the same
+    plain JAX.
 
-    A GPU spends 2 to 10 us on each step of a loop, and XLA makes one kernel of a sum and all that leads to it. A CPU or
-    TPU has fast products, and wants its blocks in the nearest memory. Both have the derivative of `others`. A process
-    that has no GPU and cannot compile for one does not trace the form for it, nor does a reference in whose place CUDA
-    runs a kernel.
+    A GPU spends 2 to 10 us on each step of a loop, and XLA makes one kernel of a sum and all
+    that leads to it. A CPU or TPU has fast products, and wants its blocks in the nearest
+    memory. Both have the derivative of `others`. A process that has no GPU and cannot compile
+    for one does not trace the form for it, nor does a reference in whose place CUDA runs a
+    kernel.
     """
     if not reaches_gpus() or _off_cuda.get() == get_opaque_trace_state():
         return others(*operands)
@@ -246,13 +263,14 @@ def for_gpu(gpu: Callable[..., R], others: Callable[..., R], *operands: Any) -> 
 def explain(op: str | Op[..., Any], *args: Any, **options: Any) -> Explanation:
     """Which implementation `op` runs for these arguments, and why.
 
-    `op` is an operation of `kvjax.ops` or its name; the rest are its arguments, where any array may be a
-    `jax.ShapeDtypeStruct`. By default an NVIDIA GPU runs the Pallas Mosaic GPU kernel if it can: jax >= 0.11, a compute
-    capability from 8.0 to 12.0 that the kernels were compiled for, and shapes that the kernel takes; the reason says
-    whether the kernel was measured on this kind of GPU. Everything else runs the reference ("xla"), and so does a GPU
-    with the environment variable KVJAX_KERNELS=off. The decision is made for the platform that a program is lowered
-    for. A kernel that is requested by name
-    ("mosaic") runs, measured or not, or raises NotImplementedError with the limit.
+    `op` is an operation of `kvjax.ops` or its name; the rest are its arguments, where any array
+    may be a `jax.ShapeDtypeStruct`. By default an NVIDIA GPU runs the Pallas Mosaic GPU kernel
+    if it can: jax >= 0.11, a compute capability from 8.0 to 12.0 that the kernels were compiled
+    for, and shapes that the kernel takes; the reason says whether the kernel was measured on
+    this kind of GPU. Everything else runs the reference ("xla"), and so does a GPU with the
+    environment variable KVJAX_KERNELS=off. The decision is made for the platform that a program
+    is lowered for. A kernel that is requested by name ("mosaic") runs, measured or not, or
+    raises NotImplementedError with the limit.
 
     >>> import jax, jax.numpy as jnp
     >>> scores, valid = (jax.ShapeDtypeStruct((8, 65536), dtype) for dtype in (jnp.float32, bool))
@@ -283,7 +301,8 @@ def explain(op: str | Op[..., Any], *args: Any, **options: Any) -> Explanation:
 
 @contextmanager
 def explained() -> Iterator[list[Explanation]]:
-    """Collects an `Explanation` for each call of an operation that is traced in the block, in order.
+    """Collects an `Explanation` for each call of an operation that is traced in the block, in
+    order.
 
     A function that jit has traced before is not traced again, and adds none.
     """
@@ -309,10 +328,12 @@ def tell(how: Explanation) -> None:
 
 @contextmanager
 def use(implementation: Implementation | None) -> Iterator[None]:
-    """Within the block, operations run `implementation`: "xla", "mosaic", or None for the default.
+    """Within the block, operations run `implementation`: "xla", "mosaic", or None for the
+    default.
 
-    The same as passing it to each call; a call that passes another one keeps that. It is a part of the keys of jit's
-    caches (`jax.make_user_context`), so a jitted function is traced again for another value.
+    The same as passing it to each call; a call that passes another one keeps that. It is a part
+    of the keys of jit's caches (`jax.make_user_context`), so a jitted function is traced again
+    for another value.
     """
     with _implementation(_require(implementation)):
         yield
@@ -329,7 +350,9 @@ def _require(implementation: Any) -> Any:
 
 @contextmanager
 def _inside_reference(*, forced: bool, silent: bool) -> Iterator[None]:
-    """`forced`: operations inside run their references. `silent`: they add no explanation, as a kernel runs instead."""
+    """`forced`: operations inside run their references. `silent`: they add no explanation, as a
+    kernel runs instead.
+    """
     with (
         _set(_explained, None if silent else _explained.get()),
         _implementation("xla") if forced else nullcontext(),
@@ -341,7 +364,9 @@ def _inside_reference(*, forced: bool, silent: bool) -> Iterator[None]:
 def _functions(
     op: Op[..., R], static: tuple[tuple[str, Any], ...], forced: bool, silent: bool
 ) -> tuple[Callable[..., R], Callable[..., R], Callable[..., R]]:
-    """The kernel, the reference, and the reference where CUDA runs the kernel, as functions of only the operands."""
+    """The kernel, the reference, and the reference where CUDA runs the kernel, as functions of
+    only the operands.
+    """
 
     def plain(*operands: Any) -> R:
         return op.reference(**dict(zip(op.operands, operands, strict=True)), **dict(static))
@@ -363,7 +388,8 @@ def _functions(
 
 
 def runs_nowhere() -> str | None:
-    """Why this process can neither run a kernel nor compile one ahead of time, so that none need be imported.
+    """Why this process can neither run a kernel nor compile one ahead of time, so that none
+    need be imported.
 
     A process that has imported the kernels, or asks for one by name, can still lower them.
     """
@@ -377,7 +403,9 @@ def runs_nowhere() -> str | None:
 
 
 def reaches_gpus() -> bool:
-    """True if this process has a GPU, or JAX's plugin for NVIDIA GPUs, which can compile for one that is not there."""
+    """True if this process has a GPU, or JAX's plugin for NVIDIA GPUs, which can compile for
+    one that is not there.
+    """
     return jax.default_backend() == "gpu" or _has_cuda_plugin()
 
 
@@ -417,7 +445,9 @@ def _why_not_in_shard_map(operands: Any) -> str | None:
 
 
 def shares_traces() -> bool:
-    """True if equal calls may be traced once: not while `explained` lists each call, or a test changes a kernel."""
+    """True if equal calls may be traced once: not while `explained` lists each call, or a test
+    changes a kernel.
+    """
     has_cache = getattr(
         sys.modules.get("kvjax.kernels_pallas.simt"), "has_cache", None
     )  # None while it is imported
@@ -439,7 +469,9 @@ def say_once(what: str) -> None:
 
 
 def device_kind() -> str | None:
-    """The kind of GPU that this process has, such as "NVIDIA H200"; None without one, or with several kinds."""
+    """The kind of GPU that this process has, such as "NVIDIA H200"; None without one, or with
+    several kinds.
+    """
     from kvjax.kernels_pallas.tuned import device_kind
 
     return device_kind()

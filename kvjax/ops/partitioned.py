@@ -1,8 +1,8 @@
 """A warning for GPU kernels whose operands are split over devices without a placement.
 
-XLA's partitioner has no rule for a Pallas kernel. In a program for several devices it silently gathers all operands on
-every device, in every step; the results are correct. Inside `jax.shard_map`, where `kvjax.Placement` runs everything, a
-kernel gets the part of its device.
+XLA's partitioner has no rule for a Pallas kernel. In a program for several devices it silently
+gathers all operands on every device, in every step; the results are correct. Inside
+`jax.shard_map`, where `kvjax.Placement` runs everything, a kernel gets the part of its device.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ batching.primitive_batchers[_whole] = lambda args, axes, *, op: (
 
 
 def warn_if_partitioned(op: str, operands: Any) -> Any:
-    """`operands` of the kernel of `op`, marked: warns once when a program for several devices is lowered.
+    """`operands` of the kernel of `op`, marked: warns once when a program for several devices
+    is lowered.
 
-    All arrays are marked, because one that the kernel does not read is never lowered. This adds nothing to the program.
+    All arrays are marked, because one that the kernel does not read is never lowered. This adds
+    nothing to the program.
     """
     return jax.tree.map(lambda x: _whole.bind(x, op=op), operands)
 

@@ -54,18 +54,21 @@ def attend_quantized(
     scale: float,
     implementation: Implementation | None = None,
 ) -> PartialAttention:
-    """Attention of q [B, K, Q, D] over the slots [start, stop) of codes of k, v [B, K, S, D], in f32.
+    """Attention of q [B, K, Q, D] over the slots [start, stop) of codes of k, v [B, K, S, D],
+    in f32.
 
-    start and stop are i32[B] or i32[B, Q]. Reads codes and scales a block of S/64 tokens (at least 256) at a time, so
-    it never holds the decoded cache. The products use the codes themselves: scales of keys by channel multiply the
-    queries, scales of keys by token the scores, and scales of values the weights. That costs Q multiplications per
-    group in place of one for each of its values. With more queries than a group has values (a prompt), each block is
-    decoded instead. With few, a GPU decodes a quarter of the tokens at a time, to the dtype of q. Slots outside of
-    [start, stop) may hold anything. Codes of a codebook are those of rotated keys and values: q is rotated, and so is
-    the result; they are decoded.
+    start and stop are i32[B] or i32[B, Q]. Reads codes and scales a block of S/64 tokens (at
+    least 256) at a time, so it never holds the decoded cache. The products use the codes
+    themselves: scales of keys by channel multiply the queries, scales of keys by token the
+    scores, and scales of values the weights. That costs Q multiplications per group in place of
+    one for each of its values. With more queries than a group has values (a prompt), each block
+    is decoded instead. With few, a GPU decodes a quarter of the tokens at a time, to the dtype
+    of q. Slots outside of [start, stop) may hold anything. Codes of a codebook are those of
+    rotated keys and values: q is rotated, and so is the result; they are decoded.
 
-    `implementation`: see `explain`. The kernel rounds q, and products of scales with q and with weights (for keys by
-    token and for more than 8 queries, decoded ones), to bfloat16, and sums in f32.
+    `implementation`: see `explain`. The kernel rounds q, and products of scales with q and with
+    weights (for keys by token and for more than 8 queries, decoded ones), to bfloat16, and sums
+    in f32.
     """
     slots, D = keys[0].shape[2], q.shape[-1]
     group = slots // min(keys[-1].shape[2], values[-1].shape[2])
@@ -143,12 +146,13 @@ def attend_quantized_zones(
     part: bool = False,
     implementation: Implementation | None = None,
 ) -> Any:
-    """[B, K, Q, D] in the dtype of q [B, K, Q, D]: `attend_quantized`, merged with the spans of `recent` and `sink` and
-    with `sinks`.
+    """[B, K, Q, D] in the dtype of q [B, K, Q, D]: `attend_quantized`, merged with the spans of
+    `recent` and `sink` and with `sinks`.
 
-    start and stop are i32[B]; there may be no sink. Each of T decode steps may have its own spans, as in `attend_span`.
-    `implementation`: as for `attend_quantized`; the kernel takes a recent span in bfloat16 and no sink. With `part`,
-    the result is a PartialAttention over Q, without `sinks`.
+    start and stop are i32[B]; there may be no sink. Each of T decode steps may have its own
+    spans, as in `attend_span`. `implementation`: as for `attend_quantized`; the kernel takes a
+    recent span in bfloat16 and no sink. With `part`, the result is a PartialAttention over Q,
+    without `sinks`.
     """
     history = attend_quantized(q, keys, values, start, stop, scale=scale)
     if part:
@@ -191,11 +195,11 @@ def attend_coded_zones(
     part: bool = False,
     implementation: Implementation | None = None,
 ) -> Any:
-    """`attend_zones` over a history of codes of whole heads: of values, and of keys less their `offset`, rotated by
-    `seed`.
+    """`attend_zones` over a history of codes of whole heads: of values, and of keys less their
+    `offset`, rotated by `seed`.
 
-    `implementation`: see `explain`. The kernel rounds q, before and after its rotation, and weights to bfloat16; the
-    sizes that codes stand for are exact to 1.2e-3.
+    `implementation`: see `explain`. The kernel rounds q, before and after its rotation, and
+    weights to bfloat16; the sizes that codes stand for are exact to 1.2e-3.
     """
     stored, pending = split_selection(selection, keys[0].shape[2])
     k, v = (gather_quantized(code, stored, q.shape[-1]) for code in (keys, values))
@@ -216,8 +220,8 @@ def attend_rotated(
     seed: int,
     scale: float,
 ) -> PartialAttention:
-    """Attention of q [B, K, G, D] over selected tokens that were gathered: rotated k, v f32[B, K, H*M, D], in order,
-    the keys without their offset f32[B, K, D]."""
+    """Attention of q [B, K, G, D] over selected tokens that were gathered: rotated k, v f32[B,
+    K, H*M, D], in order, the keys without their offset f32[B, K, D]."""
     if isinstance(scale, CappedScale):  # what is added to logits counts before the cap
         k, v = rotate_back(k, seed) + offset[:, :, None], rotate_back(v, seed)
         return attend_gathered(q, k, v, selection, scale=scale)
@@ -228,7 +232,9 @@ def attend_rotated(
 def turn_back(
     part: PartialAttention, q: Array, offset: Array, *, seed: int, scale: float
 ) -> PartialAttention:
-    """Attention of q [B, K, Q, D] to keys and values as they were, of that to rotated ones without their offset."""
+    """Attention of q [B, K, Q, D] to keys and values as they were, of that to rotated ones
+    without their offset.
+    """
     shift = jnp.einsum("bkqd,bkd->bkq", q.astype(jnp.float32), offset, precision="highest")
     none = jnp.isneginf(part.lse)  # no slot: then nothing has a derivative
     return PartialAttention(
@@ -254,7 +260,9 @@ def _scores(q: Array, keys: QuantArray) -> Array:
 
 
 def _mix(weights: Array, values: QuantArray, seen: Array, channels: int) -> Array:
-    """The sum of weights f32[B, K, Q, S] times v~, values by token; `seen` bool[B, 1, S]: f32[B, K, Q, D]."""
+    """The sum of weights f32[B, K, Q, S] times v~, values by token; `seen` bool[B, 1, S]:
+    f32[B, K, Q, D].
+    """
     B, K, Q, S = weights.shape
     codes = unpack_codes(values.codes, channels).astype(jnp.float32)
     scale, zero = (keep_valid(a, seen) for a in split_scales(values.scales))
@@ -271,7 +279,9 @@ def decoded(code: Codes, channels: int) -> Array:
 
 
 def gather_quantized(code: Codes, selection: Selection, channels: int) -> Array:
-    """f32[B, K, H*M, D], the selected tokens of codes of [B, K, S, D]: reads and decodes only those rows."""
+    """f32[B, K, H*M, D], the selected tokens of codes of [B, K, S, D]: reads and decodes only
+    those rows.
+    """
     index, slots = selection.slots.reshape(*selection.slots.shape[:2], -1, 1), code[0].shape[2]
     rows = [
         jnp.take_along_axis(a, index // (slots // a.shape[2]), axis=2, mode="clip")

@@ -1,4 +1,6 @@
-"""The units that a step attends to: scores of stored keys, the highest of them, and kernels that do both at once."""
+"""The units that a step attends to: scores of stored keys, the highest of them, and kernels
+that do both at once.
+"""
 
 from __future__ import annotations
 
@@ -46,10 +48,12 @@ def score_1bit(
     scale: float,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B K G S"]:
-    """Scores scale * q.k~ of q [B, K, G, D] with every key k~ decoded from `keys` [B, K, S, ...]: f32[B, K, G, S].
+    """Scores scale * q.k~ of q [B, K, G, D] with every key k~ decoded from `keys` [B, K, S,
+    ...]: f32[B, K, G, S].
 
-    Reads D/8 + 4 D/g bytes per key and KV head. Keys are expanded in blocks of S/64, at least 512, or on a GPU as they
-    are summed, so no f32 copy of all keys exists. The kernel multiplies in the 16 bits of the scales and sums in f32.
+    Reads D/8 + 4 D/g bytes per key and KV head. Keys are expanded in blocks of S/64, at least
+    512, or on a GPU as they are summed, so no f32 copy of all keys exists. The kernel
+    multiplies in the 16 bits of the scales and sums in f32.
     """
 
     def summed(q: Array, keys: OneBit) -> Array:
@@ -61,10 +65,11 @@ def score_1bit(
 def sum_products(
     q: Float[Array, "B K G D"], keys: Float[Array, "B K S D"]
 ) -> Float[Array, "B K G S"]:
-    """f32[B, K, G, S]: q.k as a sum, of which a GPU makes one kernel together with what decodes the keys.
+    """f32[B, K, G, S]: q.k as a sum, of which a GPU makes one kernel together with what decodes
+    the keys.
 
-    A product would need the decoded keys in memory, at several times the bytes of their codes. Heads are summed side by
-    side, so that a key is decoded once for all of them.
+    A product would need the decoded keys in memory, at several times the bytes of their codes.
+    Heads are summed side by side, so that a key is decoded once for all of them.
     """
     products = [q[:, :, head, None].astype(jnp.float32) * keys for head in range(q.shape[2])]
     sums = lax.reduce(
@@ -87,7 +92,8 @@ def _score_blocks(q: Array, keys: OneBit, *, scale: float) -> Array:
             lax.dynamic_slice_in_dim(keys.scale, first, block, axis=2),
             lax.dynamic_slice_in_dim(keys.zero, first, block, axis=2),
         )
-        # Without the barrier XLA widens all scales to f32 ahead of the loop: 1/8 of a bf16 key cache, twice.
+        # Without the barrier XLA widens all scales to f32 ahead of the loop: 1/8 of a bf16 key
+        # cache, twice.
         keys_f32 = dequantize_1bit(lax.optimization_barrier(part))
         s = scaled(jnp.einsum("bkgd,bksd->bkgs", q, keys_f32, precision="highest"), scale)
         return lax.dynamic_update_slice_in_dim(scores, s, first * group, axis=3)
@@ -112,11 +118,12 @@ def score_pages(
     scale: float,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B K G P"]:
-    """f32[B, K, G, P]: scale * sum_i max(q_i low_i, q_i high_i) of q [B, K, G, D] and pages' corners [B, K, P, D].
+    """f32[B, K, G, P]: scale * sum_i max(q_i low_i, q_i high_i) of q [B, K, G, D] and pages'
+    corners [B, K, P, D].
 
-    Because high >= low, the larger product is that with `high` where q_i > 0 and with `low` elsewhere, so the score is
-    two matrix products. Reads 2 D values per page and KV head. The kernel rounds q to the 16 bits of the corners and
-    sums in f32.
+    Because high >= low, the larger product is that with `high` where q_i > 0 and with `low`
+    elsewhere, so the score is two matrix products. Reads 2 D values per page and KV head. The
+    kernel rounds q to the 16 bits of the corners and sums in f32.
     """
     q = q.astype(jnp.float32)
     product = partial(jnp.einsum, "bkgd,bkpd->bkgp", precision="highest")
@@ -143,10 +150,11 @@ def rerank(
     scale: float,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B K G M"]:
-    """f32[B, K, G, M]: scale * q.k~ of q [B, K, G, D] with the `listed` keys k~, decoded from `keys` [B, K, S, ...].
+    """f32[B, K, G, M]: scale * q.k~ of q [B, K, G, D] with the `listed` keys k~, decoded from
+    `keys` [B, K, S, ...].
 
-    Reads 3/4 D bytes per listed key with subspaces of 8, in blocks of 512 or, on a GPU, as they are summed. The kernel
-    takes subspaces of 8 with weights of 16 bits.
+    Reads 3/4 D bytes per listed key with subspaces of 8, in blocks of 512 or, on a GPU, as they
+    are summed. The kernel takes subspaces of 8 with weights of 16 bits.
     """
     B, K, G, M = listed.slots.shape
 
@@ -202,12 +210,15 @@ def top_k(
     *,
     implementation: Implementation | None = None,
 ) -> Selection:
-    """The k largest of scores f32[..., U] where `valid` (broadcastable bool) is true; ties go to the lower index.
+    """The k largest of scores f32[..., U] where `valid` (broadcastable bool) is true; ties go
+    to the lower index.
 
-    A row with fewer than k valid units gives all of them, and the rest of its selection is not valid.
+    A row with fewer than k valid units gives all of them, and the rest of its selection is not
+    valid.
     """
     valid = jnp.broadcast_to(valid, scores.shape)
-    # A valid score of -inf must still come before units that are not valid, and NaN must not rank first.
+    # A valid score of -inf must still come before units that are not valid, and NaN must not
+    # rank first.
     low = jnp.finfo(scores.dtype).min
     ranked = jnp.where(valid, jnp.where(scores >= low, scores, low), -jnp.inf)
     best, slots = for_gpu(partial(_top_by_counts, k=k), partial(lax.top_k, k=k), ranked)
@@ -215,7 +226,8 @@ def top_k(
 
 
 def _top_by_counts(ranked: Array, k: int) -> Sequence[Array]:
-    """`lax.top_k` that finds the lowest of the k values by counting, four bits at a time, and sorts only those k.
+    """`lax.top_k` that finds the lowest of the k values by counting, four bits at a time, and
+    sorts only those k.
 
     A GPU sorts a long row in ever more kernels, and pads it to a power of two.
     """
@@ -277,11 +289,13 @@ def top_k_grouped(
     *,
     implementation: Implementation | None = None,
 ) -> Selection:
-    """The k highest units of all parts for a group of heads: `top_k` of `selection.reduce_scores`, in one kernel.
+    """The k highest units of all parts for a group of heads: `top_k` of
+    `selection.reduce_scores`, in one kernel.
 
-    A part has scores f32[B, K, G, U'] and `valid` bool[B, 1 or K, 1, U'], or [B, K, G, U'] under "per_head". Units are
-    numbered on from part to part; softmax is over the valid units of all parts. The kernel may order units differently
-    if their ranks differ by less than rounding.
+    A part has scores f32[B, K, G, U'] and `valid` bool[B, 1 or K, 1, U'], or [B, K, G, U']
+    under "per_head". Units are numbered on from part to part; softmax is over the valid units
+    of all parts. The kernel may order units differently if their ranks differ by less than
+    rounding.
     """
     heads = jnp.broadcast_shapes(*(ok.shape[:-1] for _, ok in parts))
     valid = jnp.concatenate(
@@ -306,10 +320,11 @@ def rank_grouped(
     *,
     implementation: Implementation | None = None,
 ) -> tuple[Selection, Array]:
-    """`top_k_grouped` among units of which other devices have more, and u32[B, K, H, k], which orders those of all.
+    """`top_k_grouped` among units of which other devices have more, and u32[B, K, H, k], which
+    orders those of all.
 
-    `total` is the log of the sum of exponentials of all devices' scores, None unless ranks are softmaxes. The order is
-    that of ranks, 0 for units that are not valid.
+    `total` is the log of the sum of exponentials of all devices' scores, None unless ranks are
+    softmaxes. The order is that of ranks, 0 for units that are not valid.
     """
     flags = jnp.concatenate(
         [jnp.broadcast_to(ok, (*scores.shape[:2], 1, ok.shape[3])) for scores, ok in parts], -1
@@ -332,9 +347,11 @@ def select_top(
     unit: int = 1,
     scale: float,
 ) -> Selection:
-    """The candidates with the highest scores, sorted by score: score, mask, group-reduce, top-k, cut.
+    """The candidates with the highest scores, sorted by score: score, mask, group-reduce,
+    top-k, cut.
 
-    `scores` f32[B, K, G, U] are those of the U stored units for q [B, K, G, D]; those of pending keys are scale * q.k.
+    `scores` f32[B, K, G, U] are those of the U stored units for q [B, K, G, D]; those of
+    pending keys are scale * q.k.
     """
     candidates.require(scores.shape[3], unit)
     pending = candidates.pending_units(q, scale, unit)
@@ -348,7 +365,9 @@ def select_top(
 def _highest(
     parts: Sequence[tuple[Array, Array]], group_reduce: GroupReduce, candidates: Candidates
 ) -> Selection:
-    """The highest of each step's parts, scores f32[B, K*T, G, U]: a selection [B, K, T*H, k_max]."""
+    """The highest of each step's parts, scores f32[B, K*T, G, U]: a selection [B, K, T*H,
+    k_max].
+    """
     best = top_k_grouped(parts, group_reduce, candidates.k_max)
     rank = jnp.arange(candidates.k_max)[None, None, None]
     valid = best.valid & (rank < candidates.of_groups(candidates.k))
@@ -407,9 +426,10 @@ def select_1bit(
 ) -> PackedSelection:
     """The tokens with the highest scores by 1-bit keys: `score_1bit` and `select_top` at once.
 
-    `keys` [B, K, S, ...] are scored for q [B, K, G, D]; pending tokens have slots from S on. The token of lowest rank
-    comes last, the others in any order. The kernel scores as that of `score_1bit` and ranks scores in f16, where one
-    beyond 65504 is infinite; it may order tokens differently if their ranks differ by less than its rounding.
+    `keys` [B, K, S, ...] are scored for q [B, K, G, D]; pending tokens have slots from S on.
+    The token of lowest rank comes last, the others in any order. The kernel scores as that of
+    `score_1bit` and ranks scores in f16, where one beyond 65504 is infinite; it may order
+    tokens differently if their ranks differ by less than its rounding.
     """
     return pack(
         select_top(score_1bit(q, keys, scale=scale), q, candidates, group_reduce, scale=scale)
@@ -457,11 +477,13 @@ def select_pages(
     scale: float,
     implementation: Implementation | None = None,
 ) -> PackedSelection:
-    """The pages of `unit` tokens with the highest scores by their boxes: `score_pages` and `select_top` at once.
+    """The pages of `unit` tokens with the highest scores by their boxes: `score_pages` and
+    `select_top` at once.
 
-    Boxes have corners [B, K, P, D] and are scored for q [B, K, G, D]; pending pages are numbered from P on. The page of
-    lowest rank comes last, the others in any order. The kernel scores as that of `score_pages`, pending keys too; it
-    may order pages differently if their ranks differ by less than rounding.
+    Boxes have corners [B, K, P, D] and are scored for q [B, K, G, D]; pending pages are
+    numbered from P on. The page of lowest rank comes last, the others in any order. The kernel
+    scores as that of `score_pages`, pending keys too; it may order pages differently if their
+    ranks differ by less than rounding.
     """
     scores = score_pages(q, low, high, scale=scale)
     return pack(select_top(scores, q, candidates, group_reduce, unit=unit, scale=scale))
@@ -505,11 +527,13 @@ def select_4bit(
     scale: float,
     implementation: Implementation | None = None,
 ) -> PackedSelection:
-    """The tokens with the highest scores by 4-bit codes for each query head: `rerank` and the selection at once.
+    """The tokens with the highest scores by 4-bit codes for each query head: `rerank` and the
+    selection at once.
 
-    Stored candidates are the `listed` slots [B, K, G, M] of `keys` [B, K, S, ...], whatever `candidates.span` says,
-    scored for q [B, K, G, D] rotated by `seed`; pending tokens have slots from S on. The token of lowest rank comes
-    last, the others in any order. The kernel ranks scores in f16, as that of `select_1bit`.
+    Stored candidates are the `listed` slots [B, K, G, M] of `keys` [B, K, S, ...], whatever
+    `candidates.span` says, scored for q [B, K, G, D] rotated by `seed`; pending tokens have
+    slots from S on. The token of lowest rank comes last, the others in any order. The kernel
+    ranks scores in f16, as that of `select_1bit`.
     """
     M, S = listed.slots.shape[3], keys.signs.shape[2]
     candidates.require(M, 1)

@@ -52,15 +52,17 @@ def collide(
     seed: int | None = None,
     implementation: Implementation | None = None,
 ) -> UInt8[Array, "B K G S"]:
-    """Votes for keys whose sign patterns score high with q, at most one vote per subspace and limit.
+    """Votes for keys whose sign patterns score high with q, at most one vote per subspace and
+    limit.
 
-    In a subspace of D/N channels, a key is represented by its sign pattern, `ids`, one of P = 2^(D/N); a pattern's
-    score is the product of its signs with q. A key earns one vote for each of the `limits` that exceeds the number of
-    keys in patterns of higher score; `counts` has the number of keys of each pattern. Several limits make nested tiers.
-    Votes, at most N T, must fit in a byte. With a `seed`, q is first rotated (`kvjax.numerics.rotate`).
+    In a subspace of D/N channels, a key is represented by its sign pattern, `ids`, one of P =
+    2^(D/N); a pattern's score is the product of its signs with q. A key earns one vote for each
+    of the `limits` that exceeds the number of keys in patterns of higher score; `counts` has
+    the number of keys of each pattern. Several limits make nested tiers. Votes, at most N T,
+    must fit in a byte. With a `seed`, q is first rotated (`kvjax.numerics.rotate`).
 
-    Reads N bytes per key. The kernel takes subspaces of 8. If scores of patterns differ by less than rounding, the
-    kernel may order them differently.
+    Reads N bytes per key. The kernel takes subspaces of 8. If scores of patterns differ by less
+    than rounding, the kernel may order them differently.
     """
     B, K, G, D = q.shape
     N = ids.shape[3]
@@ -74,7 +76,9 @@ def collide(
 
 
 def _votes(earned: Array, ids: Array) -> Array:
-    """u8[B, K, G, S]: the votes that keys with patterns ids u8[B, K, S, N] get from earned u8[B, K, G, N, P]."""
+    """u8[B, K, G, S]: the votes that keys with patterns ids u8[B, K, S, N] get from earned
+    u8[B, K, G, N, P].
+    """
     index = jnp.swapaxes(ids, 2, 3)[:, :, None].astype(jnp.int32)
     index = jnp.broadcast_to(index, (*earned.shape[:4], ids.shape[2]))
     found = jnp.take_along_axis(earned, index, axis=-1, mode="promise_in_bounds")
@@ -96,7 +100,9 @@ def _vote_blocks(earned: Array, ids: Array) -> Array:
 
 
 def _keys_before(q: Array, counts: Array) -> Array:
-    """For q f32[B, K, G, N, m] and each of the P = 2^m sign patterns, the keys in better ones: i32[B, K, G, N, P]."""
+    """For q f32[B, K, G, N, m] and each of the P = 2^m sign patterns, the keys in better ones:
+    i32[B, K, G, N, P].
+    """
     *lead, m = q.shape
     pattern = jnp.arange(2**m)
     signs = jnp.where((pattern[:, None] >> jnp.arange(m)[None]) & 1 == 1, 1.0, -1.0)
@@ -107,9 +113,8 @@ def _keys_before(q: Array, counts: Array) -> Array:
         (-scores, jnp.broadcast_to(counts[:, :, None], shape), ids), num_keys=1
     )
     before = lax.cumsum(keys, axis=keys.ndim - 1) - keys
-    ties = (
-        falling[..., 1:] == falling[..., :-1]
-    )  # patterns of equal score share the place of the first one
+    # patterns of equal score share the place of the first one
+    ties = falling[..., 1:] == falling[..., :-1]
     before = before.at[..., 1:].set(jnp.where(ties, 0, before[..., 1:]))
     return put_last(jnp.zeros(shape, jnp.int32), ids, lax.cummax(before, axis=before.ndim - 1))
 
@@ -135,14 +140,16 @@ def most_voted(
     local: int = 0,
     implementation: Implementation | None = None,
 ) -> PackedSelection:
-    """The `count` i32[B] slots with the most `votes` u8[B, K, G, S] among the first `length` i32[B]; ties: the lower.
+    """The `count` i32[B] slots with the most `votes` u8[B, K, G, S] among the first `length`
+    i32[B]; ties: the lower.
 
-    At most `room` of them, in order of slot, not of votes. With `complement` = (total, start, stop), `count` is raised
-    so that the selected slots and the slots [start, stop - `local`) of another zone are at least `total` together. Each
-    of these three is i32[B], a number for all rows, or i32[B, T] for the heads of T decode steps.
+    At most `room` of them, in order of slot, not of votes. With `complement` = (total, start,
+    stop), `count` is raised so that the selected slots and the slots [start, stop - `local`) of
+    another zone are at least `total` together. Each of these three is i32[B], a number for all
+    rows, or i32[B, T] for the heads of T decode steps.
 
-    Passes over the bits of the votes find the number of votes of the last place, and two running sums the places:
-    nothing is sorted.
+    Passes over the bits of the votes find the number of votes of the last place, and two
+    running sums the places: nothing is sorted.
     """
     B, K, G, S = votes.shape
     count = of_lists(count, G)
@@ -172,9 +179,11 @@ def most_voted(
 
 
 def _least_votes(votes: Array, count: Array, *, bits: int) -> Array:
-    """The most votes, i32[B, K, G], that at least `count` i32[B, 1, G] of votes i32[B, K, G, S] have; 0 if none do.
+    """The most votes, i32[B, K, G], that at least `count` i32[B, 1, G] of votes i32[B, K, G, S]
+    have; 0 if none do.
 
-    Each pass finds some bits and compares with 2^bits - 1 numbers. A GPU takes longer to start a pass than to run it.
+    Each pass finds some bits and compares with 2^bits - 1 numbers. A GPU takes longer to start
+    a pass than to run it.
     """
     least = jnp.zeros(votes.shape[:3], jnp.int32)
     for shift in range(8 - bits, -1, -bits):

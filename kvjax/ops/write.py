@@ -41,10 +41,11 @@ def put_token(
     *,
     implementation: Implementation | None = None,
 ) -> tuple[list[Block], Bool[Array, " B"]]:
-    """Stores the token k, v [B, K, 1, D] of each row where `active` bool[B] is true, in the first zone that has room.
+    """Stores the token k, v [B, K, 1, D] of each row where `active` bool[B] is true, in the
+    first zone that has room.
 
-    Returns the zones, and `overflow` bool[B], also true for rows where no zone had room. In place if zones are donated
-    or a loop's carry.
+    Returns the zones, and `overflow` bool[B], also true for rows where no zone had room. In
+    place if zones are donated or a loop's carry.
     """
     after, left = [], active
     for zone in zones:
@@ -78,10 +79,11 @@ def put_tokens(
     *,
     implementation: Implementation | None = None,
 ) -> tuple[list[Block], Bool[Array, " B"]]:
-    """Stores the first `count` i32[B] of the tokens k, v [B, K, T, D], which fill one zone after the other.
+    """Stores the first `count` i32[B] of the tokens k, v [B, K, T, D], which fill one zone
+    after the other.
 
-    Returns the zones, and `overflow` bool[B], also true for rows where a token had no room. In place if zones are
-    donated or a loop's carry.
+    Returns the zones, and `overflow` bool[B], also true for rows where a token had no room. In
+    place if zones are donated or a loop's carry.
     """
     after: list[Block] = []
     left = count = jnp.clip(count, 0, k.shape[2])

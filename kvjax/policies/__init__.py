@@ -1,13 +1,16 @@
 """Cache policies: what a layer keeps, and what a query attends to.
 
-A policy is a frozen dataclass without arrays. It is hashable, so that equal policies share one trace. Its state is a
-frozen pytree, and every leaf has the batch first. The methods of a policy, its verbs (`Policy`), take a state and
-return one of the same structure, shapes and dtypes.
+A policy is a frozen dataclass without arrays. It is hashable, so that equal policies share one
+trace. Its state is a frozen pytree, and every leaf has the batch first. The methods of a
+policy, its verbs (`Policy`), take a state and return one of the same structure, shapes and
+dtypes.
 
-All arrays have kv heads before tokens: k and v are [B, K, T, D], the queries of a step [B, K, G, D] and those of a
-prompt [B, K, G, T, D]. `kvjax.attention` converts a model's layout to this one, once.
+All arrays have kv heads before tokens: k and v are [B, K, T, D], the queries of a step [B, K,
+G, D] and those of a prompt [B, K, G, T, D]. `kvjax.attention` converts a model's layout to this
+one, once.
 
-Nothing is clamped: a token that has no room is dropped and sets `overflow`, which `kvjax.raise_on_overflow` reports.
+Nothing is clamped: a token that has no room is dropped and sets `overflow`, which
+`kvjax.raise_on_overflow` reports.
 """
 
 from kvjax.policies.beside_prompt import BesidePrompt

@@ -1,4 +1,6 @@
-"""Generated tokens have a budget beside the prompt; RaaS as its paper has it stamps them by pages."""
+"""Generated tokens have a budget beside the prompt; RaaS as its paper has it stamps them by
+pages.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,19 @@ from kvjax.spec import CacheSpec, keep_ints
 
 @dataclass(frozen=True, kw_only=True)
 class BesidePrompt(Evicting):
-    """Keeps up to `prompt` tokens of prompts, and beside them at most `budget` generated tokens.
+    """Keeps up to `prompt` tokens of prompts, and beside them at most `budget` generated
+    tokens.
 
-    Memory is allocated for both. A longer prompt takes slots of the budget; if it does not fit, its tokens compete.
-    With `page`, the stamps of RaaS are those of pages: the attention to a page is the softmax over pages of the largest
-    score in each; if it exceeds the evictor's threshold for one query head of the group, all held tokens of the page
-    are stamped. Tokens leave one at a time, those of the page with the oldest stamp first.
+    Memory is allocated for both. A longer prompt takes slots of the budget; if it does not fit,
+    its tokens compete. With `page`, the stamps of RaaS are those of pages: the attention to a
+    page is the softmax over pages of the largest score in each; if it exceeds the evictor's
+    threshold for one query head of the group, all held tokens of the page are stamped. Tokens
+    leave one at a time, those of the page with the oldest stamp first.
 
-    **Source:** RaaS (Hu et al. 2025, arXiv 2502.11147), pages of 16; the maximum over the group is FreeKV's adaptation
-    (its section 5.1). **Differs:** a page's score is its largest exact score; the paper estimates it from a summary of
-    the page. The paper evicts a whole page at once.
+    **Source:** RaaS (Hu et al. 2025, arXiv 2502.11147), pages of 16; the maximum over the group
+    is FreeKV's adaptation (its section 5.1). **Differs:** a page's score is its largest exact
+    score; the paper estimates it from a summary of the page. The paper evicts a whole page at
+    once.
     """
 
     evictor: Evictor = LastUse()

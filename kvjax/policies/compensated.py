@@ -51,13 +51,16 @@ class CompensatedState:
 
 @dataclass(frozen=True)
 class Compensated(Policy):
-    """Keeps a window of tokens, and the mean key and value of all evicted tokens, weighted by their number.
+    """Keeps a window of tokens, and the mean key and value of all evicted tokens, weighted by
+    their number.
 
-    A query attends to the tokens of `window`, and to the mean key and value of the n evicted tokens, whose logit is
-    raised by log n. Costs 2 D float32 and one token per row and KV head besides the window.
+    A query attends to the tokens of `window`, and to the mean key and value of the n evicted
+    tokens, whose logit is raised by log n. Costs 2 D float32 and one token per row and KV head
+    besides the window.
 
-    **Source:** RazorAttention (Tang et al. 2024, arXiv 2407.15891), compensation tokens, equations of section 3.3.
-    **Differs:** a prompt in several chunks compensates between them too; the paper compresses it once.
+    **Source:** RazorAttention (Tang et al. 2024, arXiv 2407.15891), compensation tokens,
+    equations of section 3.3. **Differs:** a prompt in several chunks compensates between them
+    too; the paper compresses it once.
 
     >>> import kvjax
     >>> policy = kvjax.policies.Compensated(kvjax.Evicting(evictor=kvjax.evictors.Sliding(sink=4), budget=256))
@@ -94,8 +97,8 @@ class Compensated(Policy):
         return self._state(self.window.update(st.kept, k, v, active), sum_k, sum_v)
 
     def _state(self, kept: EvictingState, sum_k: Array, sum_v: Array) -> CompensatedState:
-        """The state with a copy of the token that is evicted next. If an update read that token from the slots that it
-        then writes, XLA would copy the slots."""
+        """The state with a copy of the token that is evicted next. If an update read that token
+        from the slots that it then writes, XLA would copy the slots."""
         oldest = jnp.argmax(
             kept.position == self._first(kept, kept.length)[:, None, None], axis=-1
         )[:, :, None, None]
@@ -170,7 +173,9 @@ class Compensated(Policy):
         return jnp.maximum(length - (kept.tokens.slots - self._sink), self._sink)
 
     def _compensate(self, st: CompensatedState, q: Array, scale: float) -> PartialAttention:
-        """Attention of q [B, K, Q, D] over the mean of the evicted tokens; empty if none was evicted."""
+        """Attention of q [B, K, Q, D] over the mean of the evicted tokens; empty if none was
+        evicted.
+        """
         k, v = st.compensation
         logits = scaled(
             jnp.einsum("bkqd,bkd->bkq", q.astype(jnp.float32), k, precision="highest"), scale

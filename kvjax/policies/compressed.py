@@ -19,15 +19,18 @@ from kvjax.stores.demotion import Demotion, Fifo
 
 @dataclass(frozen=True, kw_only=True)
 class Compressed(Zoned):
-    """Keeps every token and attends to all of them: sink and recent block exactly, the history as its store keeps it.
+    """Keeps every token and attends to all of them: sink and recent block exactly, the history
+    as its store keeps it.
 
-    `demote` says which tokens leave the recent block for the store, `local` how many of the newest ones never do. A
-    row's history has capacity - sink - local + 1 slots, rounded down to whole chunks (at least one).
+    `demote` says which tokens leave the recent block for the store, `local` how many of the
+    newest ones never do. A row's history has capacity - sink - local + 1 slots, rounded down to
+    whole chunks (at least one).
 
-    With `value_window`, at most `local`, keys and values of the recent block are rounded at different times, as in KIVI
-    and LogQuant: the newest `value_window` values are exact. Keys are exact until their chunk is complete, or, if the
-    demotion is not in order, as long as they are in the block. A key or value that is rounded before its counterpart is
-    read as it will be stored, which costs each step the rounding of the block; both are stored together.
+    With `value_window`, at most `local`, keys and values of the recent block are rounded at
+    different times, as in KIVI and LogQuant: the newest `value_window` values are exact. Keys
+    are exact until their chunk is complete, or, if the demotion is not in order, as long as
+    they are in the block. A key or value that is rounded before its counterpart is read as it
+    will be stored, which costs each step the rounding of the block; both are stored together.
 
     >>> import kvjax
     >>> spec = kvjax.CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=32, capacity=512)
@@ -92,7 +95,9 @@ class Compressed(Zoned):
         return super().attend_stored(st, q, scale=scale, window=window)
 
     def _rounded(self, st: ZonedState) -> tuple[Array, Array]:
-        """Keys and values of the recent block; those that are no longer exact are as the store will return them."""
+        """Keys and values of the recent block; those that are no longer exact are as the store
+        will return them.
+        """
         assert self.value_window is not None
         chunk, count = self.demote.leave, st.recent.count[:, None, None, None]
         whole = st.recent.slots // chunk * chunk

@@ -52,19 +52,15 @@ class EvictingState:
 
     tokens: Block  # [B, K, S, D]
     position: Array  # i32[B, K, S] of each token
-    evidence: (
-        Array | None
-    )  # f32[B, K, S] what the evictor knows of each token; None if it needs nothing
+    # f32[B, K, S] what the evictor knows of each token; None if it needs nothing
+    evidence: Array | None
     length: Array  # i32[B] tokens received, which is the position of the next one
-    due: (
-        Array | None
-    )  # bool[B] a token was stored whose query the evictor has not seen yet; None as above
-    memory: (
-        Array | None
-    )  # f32[B, K, G, n, D] what the evictor remembers of queries; None as above
-    stays: (
-        Array | None
-    )  # bool[B, K, S] tokens of prompts, which are kept beside the budget; None: they compete
+    # bool[B] a token was stored whose query the evictor has not seen yet; None as above
+    due: Array | None
+    # f32[B, K, G, n, D] what the evictor remembers of queries; None as above
+    memory: Array | None
+    # bool[B, K, S] tokens of prompts, which are kept beside the budget; None: they compete
+    stays: Array | None
 
     @property
     def overflow(self) -> Array:
@@ -74,20 +70,24 @@ class EvictingState:
 
 @dataclass(frozen=True, kw_only=True)
 class Evicting(Policy):
-    """Keeps at most `budget` tokens per KV head and attends to all of them; the `evictor` says which one to evict.
+    """Keeps at most `budget` tokens per KV head and attends to all of them; the `evictor` says
+    which one to evict.
 
-    When all slots are full, a new token takes the slot of an evicted one before its query attends, so a step reads
-    `budget` tokens, its own included. The spec's capacity costs no further memory, and a row may receive more tokens
-    than that; `length` counts all of them. Keys keep their original positions.
+    When all slots are full, a new token takes the slot of an evicted one before its query
+    attends, so a step reads `budget` tokens, its own included. The spec's capacity costs no
+    further memory, and a row may receive more tokens than that; `length` counts all of them.
+    Keys keep their original positions.
 
-    A chunk of a prompt attends exactly to itself and to the tokens kept from the chunks before it; then all tokens
-    beyond the budget are evicted at once. A prompt in one chunk is thus evicted once, as in the papers. In a model with
-    a sliding window, a token outside of the window keeps its slot until it is evicted.
+    A chunk of a prompt attends exactly to itself and to the tokens kept from the chunks before
+    it; then all tokens beyond the budget are evicted at once. A prompt in one chunk is thus
+    evicted once, as in the papers. In a model with a sliding window, a token outside of the
+    window keeps its slot until it is evicted.
 
-    With `every` above 1 that many tokens are evicted at once, when all slots are full, which an evictor that compares
-    tokens needs: otherwise each step compares all of them. With `rope`, the rotary embedding of the model, tokens that
-    are left close up at each eviction: their keys are rotated to their places among the held ones, and the query to the
-    place after them. `BesidePrompt` keeps the tokens of prompts too.
+    With `every` above 1 that many tokens are evicted at once, when all slots are full, which an
+    evictor that compares tokens needs: otherwise each step compares all of them. With `rope`,
+    the rotary embedding of the model, tokens that are left close up at each eviction: their
+    keys are rotated to their places among the held ones, and the query to the place after them.
+    `BesidePrompt` keeps the tokens of prompts too.
     """
 
     evictor: Evictor
@@ -157,12 +157,12 @@ class Evicting(Policy):
             k = turn_positions(k, by, self.rope).astype(k.dtype)
         B, K, S = st.position.shape
         added = active.astype(jnp.int32)
-        length = (
-            st.length + added
-        )  # the code below reads only this one: XLA would copy the old one if it read both
+        # the code below reads only this one: XLA would copy the old one if it read both
+        length = st.length + added
         slot = self._slot(st, length)
 
-        # A KV head is a row of its own here, whose count is the slot to write: out of range, it writes nothing.
+        # A KV head is a row of its own here, whose count is the slot to write: out of range, it
+        # writes nothing.
         at = jnp.where(active[:, None], slot, S).reshape(-1)
         held_k, held_v, k_row, v_row = (
             a.reshape(B * K, 1, -1, a.shape[3]) for a in (st.tokens.k, st.tokens.v, k, v)
@@ -229,7 +229,9 @@ class Evicting(Policy):
     # -------------------------------------------------------------------------------------------------------- prompts
 
     def prefill(self, st: EvictingState, k: Array, v: Array, lengths: Array) -> EvictingState:
-        """Stores a prompt without its queries. Raises ValueError for an evictor that needs them."""
+        """Stores a prompt without its queries. Raises ValueError for an evictor that needs
+        them.
+        """
         if self._needs_queries:
             raise ValueError(
                 f"{self.evictor} needs the queries of a prompt; call kvjax.attention or prefill_observed"
@@ -258,7 +260,8 @@ class Evicting(Policy):
             return self._keep(st, k, v, lengths, None)
         T, S = k.shape[2], st.tokens.slots
         voters = self.evictor.voters(self._share(S))
-        # The last queries of each row, padded at the front to whole blocks with queries that see nothing.
+        # The last queries of each row, padded at the front to whole blocks with queries that
+        # see nothing.
         voter_count = T if voters is None else min(voters, T)
         sampled = voter_count if voters is not None else self.evictor.sampled or T
         block = min(voter_count, sampled, QUERIES)
@@ -282,7 +285,8 @@ class Evicting(Policy):
             and T > QUERIES
             and takes_cudnn(keys.dtype, keys.shape[3], scale)
         ):
-            # cuDNN's sums over the keys take less time than a softmax in JAX, which reads and writes all logits.
+            # cuDNN's sums over the keys take less time than a softmax in JAX, which reads and
+            # writes all logits.
             real = keep_valid(k, position[:, :, S:] >= 0)
             parts = (
                 attend_own(q, real, real, scale=scale, window=window),
@@ -323,7 +327,8 @@ class Evicting(Policy):
                     else padded_count - end * block
                 )
                 counted = lax.fori_loop(begin, end, count, votes[..., :earlier])
-                # `votes.at[...].set` is a scatter, at which XLA of jaxlib 0.11.2 crashes on several CPU devices.
+                # `votes.at[...].set` is a scatter, at which XLA of jaxlib 0.11.2 crashes on
+                # several CPU devices.
                 votes = lax.dynamic_update_slice_in_dim(votes, counted, 0, axis=3)
         if few:
             votes *= stands_for[:, None, None, None]
@@ -340,13 +345,12 @@ class Evicting(Policy):
     ) -> EvictingState:
         """Keeps the tokens of highest worth among the S slots and the T tokens of a chunk.
 
-        `votes` f32[B, K, G, S+T] are in this order: by slot, then by place in the chunk. With `room`, rows bool[B] and
-        tokens i32[B], only these rows change, and keep only so many.
+        `votes` f32[B, K, G, S+T] are in this order: by slot, then by place in the chunk. With
+        `room`, rows bool[B] and tokens i32[B], only these rows change, and keep only so many.
         """
         (B, K, S), T = st.position.shape, k.shape[2]
-        takes, most = (
-            (lengths > 0, None) if room is None else room
-        )  # a row that stores nothing stays as it is
+        # a row that stores nothing stays as it is
+        takes, most = (lengths > 0, None) if room is None else room
         end = st.length + lengths
         position = self._positions(st)
         # One line in order of position: empty slots, held tokens, the chunk, its padding.
@@ -437,7 +441,9 @@ class Evicting(Policy):
         return self._settled(replace(st, **new), valid, takes, leaving)
 
     def _make_room(self, st: EvictingState, full: Array) -> EvictingState:
-        """`st` less `every` tokens of each row that is `full` bool[B]; the last slots' tokens move to the free ones."""
+        """`st` less `every` tokens of each row that is `full` bool[B]; the last slots' tokens
+        move to the free ones.
+        """
         (B, K, S), n = st.position.shape, self.every
         count = st.tokens.count - n * full.astype(jnp.int32)
         last = jnp.broadcast_to(
@@ -506,13 +512,17 @@ class Evicting(Policy):
         return replace(st, tokens=replace(st.tokens, count=count))
 
     def _close_up(self, st: EvictingState, full: Array) -> EvictingState:
-        """`st` less `every` tokens of each row that is `full` bool[B]; the others are rotated to their new places."""
+        """`st` less `every` tokens of each row that is `full` bool[B]; the others are rotated
+        to their new places.
+        """
         nothing, most = st.tokens.k[:, :, :0], jnp.maximum(self._limit(st) - self.every, 1)
         most = jnp.broadcast_to(most, st.length.shape)
         return self._keep(st, nothing, nothing, jnp.zeros_like(st.length), None, (full, most))
 
     def held_after(self, prompt: Any, received: Any) -> Any:
-        """The tokens that a KV head holds after a prompt of `prompt` tokens, and `received` tokens in all."""
+        """The tokens that a KV head holds after a prompt of `prompt` tokens, and `received`
+        tokens in all.
+        """
         most = self._most(prompt)
         held = np.minimum(prompt, most) + received - prompt
         return np.where(
@@ -561,9 +571,11 @@ class Evicting(Policy):
     def _attend_moved(
         self, st: EvictingState, q: Array, seen: Array, moved: int, *, scale: float
     ) -> PartialAttention:
-        """Attention of q [B, K, G, T, D], a part over G*T, to the slots `seen` bool[B, 1 or K, 1 or G*T, S].
+        """Attention of q [B, K, G, T, D], a part over G*T, to the slots `seen` bool[B, 1 or K,
+        1 or G*T, S].
 
-        The first `moved` slots hold tokens whose distance to a query counts only the tokens still held in between.
+        The first `moved` slots hold tokens whose distance to a query counts only the tokens
+        still held in between.
         """
         B, K, G, T, D = q.shape
         n = min(moved, st.tokens.slots)
@@ -597,14 +609,18 @@ class Evicting(Policy):
         return self.evictor.see_step(st.evidence, weights)
 
     def _slot(self, st: EvictingState, end: Array) -> Array:
-        """i32[B, K]: the slot for the token at position `end` - 1: an empty one, or that of the evicted token."""
+        """i32[B, K]: the slot for the token at position `end` - 1: an empty one, or that of the
+        evicted token.
+        """
         if self.every > 1:
             return jnp.broadcast_to(st.tokens.count[:, None], st.position.shape[:2])
         evicted = self._to_evict(st, jnp.ones_like(st.position, bool), end)
         return jnp.where((end > st.tokens.slots)[:, None], evicted, end[:, None] - 1)
 
     def _to_evict(self, st: EvictingState, valid: Array, end: Array) -> Array:
-        """i32[B, K]: the slot of least worth among the `valid` bool[B, K, S]; of equals the oldest."""
+        """i32[B, K]: the slot of least worth among the `valid` bool[B, K, S]; of equals the
+        oldest.
+        """
         position, slots = jnp.where(valid, st.position, -1), self._share(st.tokens.slots)
         held = Held(st.evidence, position, end, slots, st.tokens.k, st.tokens.v, st.memory)
         worth = jnp.where(valid, lax.stop_gradient(self._worth(held, st.stays)), jnp.inf)
@@ -628,7 +644,8 @@ class Evicting(Policy):
         return slots_of[2]
 
     def _worth(self, held: Held, stays: Array | None, order: Array | None = None) -> Array:
-        """f32[B, K, L]: the worth of tokens, whose keys and values are yet to be put in `order` i32[B, K, L].
+        """f32[B, K, L]: the worth of tokens, whose keys and values are yet to be put in `order`
+        i32[B, K, L].
 
         Tokens that stay, bool[B, K, L], are worth more than any other.
         """
@@ -639,14 +656,18 @@ class Evicting(Policy):
         return worth if stays is None else jnp.where(stays, jnp.inf, worth)
 
     def _turned(self, st: EvictingState, q: Array) -> Array:
-        """Queries q [B, K, G, T, D], at the place after the held tokens if these have closed up."""
+        """Queries q [B, K, G, T, D], at the place after the held tokens if these have closed
+        up.
+        """
         if self.rope is None:
             return q
         by = (st.tokens.count - st.length)[:, None, None, None]
         return turn_positions(q, by, self.rope).astype(q.dtype)
 
     def _at_distance(self, st: EvictingState) -> Array:
-        """The held keys [B, K, S, D], at the distances from new queries that closed-up tokens have."""
+        """The held keys [B, K, S, D], at the distances from new queries that closed-up tokens
+        have.
+        """
         if self.rope is None:
             return st.tokens.k
         by = (st.length - st.tokens.count)[:, None, None]
@@ -666,7 +687,9 @@ class Evicting(Policy):
         return slots
 
     def _best(self, worth: Array, eligible: Array, slots: int) -> Selection:
-        """Selects the tokens to keep, [B, K, slots], by worth f32[B, K, L] among the `eligible` bool[B, K, L]."""
+        """Selects the tokens to keep, [B, K, slots], by worth f32[B, K, L] among the `eligible`
+        bool[B, K, L].
+        """
         return ops.top_k(worth, eligible, slots)
 
     def _settled(
@@ -678,8 +701,9 @@ class Evicting(Policy):
     ) -> EvictingState:
         """Completes the state after a prompt, for subclasses that keep more than the slots.
 
-        The slots where `valid` bool[B, K, S] have just been filled, in the rows that it `takes` bool[B]. `leaving`
-        gives keys and values [B, K, T, D]: first those of the evicted tokens, in order, then arbitrary ones.
+        The slots where `valid` bool[B, K, S] have just been filled, in the rows that it `takes`
+        bool[B]. `leaving` gives keys and values [B, K, T, D]: first those of the evicted
+        tokens, in order, then arbitrary ones.
         """
         return st
 
@@ -700,8 +724,9 @@ class Evicting(Policy):
 
 
 def _spread(lengths: Array, count: int) -> tuple[Array, Array]:
-    """i32[B, n]: one of the first `lengths` i32[B] positions from each of n = `count` equal parts, in order, and f32[B]
-    how many each stands for. A row of fewer positions has all of them, then -1.
+    """i32[B, n]: one of the first `lengths` i32[B] positions from each of n = `count` equal
+    parts, in order, and f32[B] how many each stands for. A row of fewer positions has all of
+    them, then -1.
 
     Places within the parts follow the golden ratio, so that no period of a text meets them.
     """
@@ -715,8 +740,9 @@ def _spread(lengths: Array, count: int) -> tuple[Array, Array]:
 
 
 def _sum_weights(q: Array, k: Array, seen: Array, scale: float, lse: Array | None) -> Array:
-    """f32[B, K, G, L]: softmax weights of q [B, K, G, T, D] over k [B, K, L, D] where `seen` bool[B, K, T, L], summed
-    over T. `lse` f32[B, K, G, T] has the logarithms of the sums over L, if they are known."""
+    """f32[B, K, G, L]: softmax weights of q [B, K, G, T, D] over k [B, K, L, D] where `seen`
+    bool[B, K, T, L], summed over T. `lse` f32[B, K, G, T] has the logarithms of the sums over
+    L, if they are known."""
     B, K, G, T, D = q.shape
     L = k.shape[2]
     mask = jnp.broadcast_to(seen[:, :, None], (B, K, G, T, L)).reshape(B, K, -1, L)

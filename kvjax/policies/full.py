@@ -60,7 +60,9 @@ class AroundFull:
 
 @dataclass(frozen=True)
 class Full(Policy):
-    """Keeps every token and attends to all of them: an ordinary KV cache, the baseline for all other policies."""
+    """Keeps every token and attends to all of them: an ordinary KV cache, the baseline for all
+    other policies.
+    """
 
     def init(self, spec: CacheSpec) -> FullState:
         return FullState(empty_block(spec, spec.capacity), jnp.zeros(spec.batch, bool))
@@ -90,7 +92,9 @@ class Full(Policy):
     def _attend_steps(
         self, st: FullState, q: Array, lengths: Array, step: Step
     ) -> tuple[Array, FullState, Info]:
-        """Each step sees the tokens up to its own: the same arrays with a smaller length, in one pass over them."""
+        """Each step sees the tokens up to its own: the same arrays with a smaller length, in
+        one pass over them.
+        """
         k, v, stop = st.tokens.k, st.tokens.v, lengths.T
         start = lowest_visible(
             (stop if step.window else stop[:, :1]) - 1, step.window
@@ -164,7 +168,8 @@ class Full(Policy):
 
 @dataclass(frozen=True)
 class StripedFull(Full):
-    """`Full` on one device of a context axis: it stores its stripes, and attends to the tokens of all devices.
+    """`Full` on one device of a context axis: it stores its stripes, and attends to the tokens
+    of all devices.
 
     The state's `count` is that of the whole row, its arrays are those of the device.
     """

@@ -1,4 +1,6 @@
-"""AdaKV: one budget for all KV heads of a layer, divided among them by what their tokens are worth."""
+"""AdaKV: one budget for all KV heads of a layer, divided among them by what their tokens are
+worth.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ ALL = 2**30  # a sliding window that hides nothing
 @register_dataclass
 @dataclass(frozen=True)
 class HeadBudgetsState(EvictingState):
-    """Heads hold different numbers of tokens, each in its first slots; `tokens.count` is the largest of them."""
+    """Heads hold different numbers of tokens, each in its first slots; `tokens.count` is the
+    largest of them.
+    """
 
     head_counts: Array  # i32[B, K] tokens of a head
     limit: Array  # i32[B, K] tokens that a head may hold until the next prompt
@@ -32,17 +36,20 @@ class HeadBudgetsState(EvictingState):
 
 @dataclass(frozen=True, kw_only=True)
 class HeadBudgets(Evicting):
-    """Keeps `budget` tokens per KV head on average, and more in heads whose attention is spread widely.
+    """Keeps `budget` tokens per KV head on average, and more in heads whose attention is spread
+    widely.
 
-    When a prompt exceeds the budget, all its tokens in all KV heads compete for the slots of the layer by their worth,
-    and each head keeps as many as it wins. Each head keeps at least the observation window and `floor` of what the
-    budget leaves besides it, as in the released code. In later steps a head evicts its own tokens. Each head has room
-    for `ceiling * budget` tokens, and a step reads all of it.
+    When a prompt exceeds the budget, all its tokens in all KV heads compete for the slots of
+    the layer by their worth, and each head keeps as many as it wins. Each head keeps at least
+    the observation window and `floor` of what the budget leaves besides it, as in the released
+    code. In later steps a head evicts its own tokens. Each head has room for `ceiling * budget`
+    tokens, and a step reads all of it.
 
-    **Source:** AdaKV (Feng et al. 2024, arXiv 2407.11550), Algorithm 1 over SnapKV's votes: floor 0.2. **Differs:** the
-    paper has no `ceiling`, because it stores heads one after the other; here tokens beyond it go to other heads. The
-    paper's safeguard mixes each head's budget with an equal share; here each head is guaranteed an equal share of
-    `floor`, and heads compete for the rest. A GQA group shares what it keeps, and generated tokens count.
+    **Source:** AdaKV (Feng et al. 2024, arXiv 2407.11550), Algorithm 1 over SnapKV's votes:
+    floor 0.2. **Differs:** the paper has no `ceiling`, because it stores heads one after the
+    other; here tokens beyond it go to other heads. The paper's safeguard mixes each head's
+    budget with an equal share; here each head is guaranteed an equal share of `floor`, and
+    heads compete for the rest. A GQA group shares what it keeps, and generated tokens count.
 
     >>> import kvjax
     >>> policy = kvjax.policies.HeadBudgets(evictor=kvjax.evictors.Observation(), budget=256)

@@ -1,7 +1,9 @@
-"""Models that were trained to select: the indexer's queries and keys come from the model, beside q, k and v.
+"""Models that were trained to select: the indexer's queries and keys come from the model,
+beside q, k and v.
 
-A model passes `Index` to `kvjax.attention`. The cache keeps its keys as the indexer wants them, and a step attends to
-the blocks that the indexer's own queries select. Budget and blocks are the model's.
+A model passes `Index` to `kvjax.attention`. The cache keeps its keys as the indexer wants them,
+and a step attends to the blocks that the indexer's own queries select. Budget and blocks are
+the model's.
 """
 
 from __future__ import annotations
@@ -30,12 +32,15 @@ class Index(NamedTuple):
     q: Array  # [B, T, H, E] queries
     k: Array  # [B, T, E] one key a token, as the indexer wants it
     weights: Array | None = None  # [B, T, H] of query heads, any sign; None: 1
-    # The keys of blocks [B, n, E] of pooled keys and the blocks' first positions i32[B, n], such as their norm and RoPE
+    # The keys of blocks [B, n, E] of pooled keys and the blocks' first positions i32[B, n],
+    # such as their norm and RoPE
     finish: Callable[[Array, Array], Array] | None = None
 
 
 class Indexer:
-    """Selects blocks of a model's tokens by its index queries. A subclass is a frozen dataclass."""
+    """Selects blocks of a model's tokens by its index queries. A subclass is a frozen
+    dataclass.
+    """
 
     heads: int  # H
     size: int  # E
@@ -53,16 +58,20 @@ class Indexer:
     def blocks(
         self, keys: Array, q: Array, weights: Array, length: Array, kv_heads: int
     ) -> Selection:
-        """The blocks [B, K or 1, 1, top] for q f32[B, H, E] of rows of `length` i32[B]; keys [B, S / pooled, E]."""
+        """The blocks [B, K or 1, 1, top] for q f32[B, H, E] of rows of `length` i32[B]; keys
+        [B, S / pooled, E].
+        """
         raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
 class QSA(Indexer):
-    """Selects blocks of 4 tokens by the mean of their keys, one set for all heads, and the newest incomplete block.
+    """Selects blocks of 4 tokens by the mean of their keys, one set for all heads, and the
+    newest incomplete block.
 
-    A block's score is the weighted sum over query heads of relu(q.k), in f32, without the factor 1 / sqrt(E), which
-    changes no order; the `top` complete blocks of highest score are selected, and the tokens after the last one always.
+    A block's score is the weighted sum over query heads of relu(q.k), in f32, without the
+    factor 1 / sqrt(E), which changes no order; the `top` complete blocks of highest score are
+    selected, and the tokens after the last one always.
 
     **Source:** Qwen's sparse attention as in transformers (qwen4_exp): 4 heads of 128, top 512.
     """
@@ -99,9 +108,11 @@ class QSA(Indexer):
 class MSA(Indexer):
     """Selects blocks of 128 tokens by the best of their tokens' scores, a set for each KV head.
 
-    There is one index query for each KV head; a token's score is q.k. The query's own block is always among the `top`.
+    There is one index query for each KV head; a token's score is q.k. The query's own block is
+    always among the `top`.
 
-    **Source:** MiniMax's sparse attention (arXiv 2606.13392), transformers' minimax_m3_vl: 4 heads of 128, top 16.
+    **Source:** MiniMax's sparse attention (arXiv 2606.13392), transformers' minimax_m3_vl: 4
+    heads of 128, top 16.
     """
 
     heads: int = 4
@@ -153,8 +164,9 @@ class IndexedState(AroundFull):
 class Indexed(Policy):
     """Keeps every token, and attends to the blocks that the model's own indexer selects.
 
-    Every call needs `index=kvjax.policies.Index(...)`. **Differs:** a prompt attends densely, and only decode steps
-    select, so a model that was trained to select in its prompts gives other outputs past its budget.
+    Every call needs `index=kvjax.policies.Index(...)`. **Differs:** a prompt attends densely,
+    and only decode steps select, so a model that was trained to select in its prompts gives
+    other outputs past its budget.
 
     >>> import kvjax
     >>> spec = kvjax.CacheSpec(batch=1, q_heads=24, kv_heads=2, head_dim=256, capacity=512)
@@ -184,7 +196,9 @@ class Indexed(Policy):
         )
 
     def ask(self, st: IndexedState, index: Index, count: Array) -> IndexedState:
-        """`st` with the index of the first `count` i32[B] tokens, which come next, and the last one's query."""
+        """`st` with the index of the first `count` i32[B] tokens, which come next, and the last
+        one's query.
+        """
         one, n, (B, T, _) = self.indexer, self.indexer.pooled, index.k.shape
         wanted = (B, T, one.heads, one.size)
         if index.q.shape != wanted or index.k.shape[2] != one.size:
@@ -270,7 +284,9 @@ class Indexed(Policy):
 
 
 def with_index(verb: str, cache: Any, index: Index | None, count: Array) -> Any:
-    """The cache with the index of the next `count` i32[B] tokens. Raises ValueError if it takes none, or got none."""
+    """The cache with the index of the next `count` i32[B] tokens. Raises ValueError if it takes
+    none, or got none.
+    """
     if index is None:
         raise ValueError(
             f"{verb} of {cache.policy} needs index=kvjax.policies.Index(q, k), the queries and keys of the model's "

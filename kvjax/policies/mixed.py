@@ -52,17 +52,19 @@ class MixedState(EvictingState):
 
 @dataclass(frozen=True, kw_only=True)
 class Mixed(Evicting):
-    """Keeps the `budget` most important tokens of a KV head in full precision, and all others in `store`.
+    """Keeps the `budget` most important tokens of a KV head in full precision, and all others
+    in `store`.
 
-    When a new token comes, the `evictor` says which token is no longer important. Its key and value stay pending, in
-    full precision, until there are `chunk` such tokens; these move to the store together, so the tokens of a
-    quantisation group left at about the same time. No token returns. A step attends to all exact, pending and stored
-    tokens.
+    When a new token comes, the `evictor` says which token is no longer important. Its key and
+    value stay pending, in full precision, until there are `chunk` such tokens; these move to
+    the store together, so the tokens of a quantisation group left at about the same time. No
+    token returns. A step attends to all exact, pending and stored tokens.
 
-    **Source:** MiKV (Yang et al. 2024, arXiv 2402.18096): importance by accumulated attention, as H2O; evicted tokens
-    in 2 to 4 bits. **Differs:** the paper divides channels of queries and keys by a balancer before it quantises keys
-    by token; here keys are quantised by channel, where a large channel has its own scale. In a prompt of several
-    chunks, tokens that earlier chunks moved to the store take no part in the votes of later ones.
+    **Source:** MiKV (Yang et al. 2024, arXiv 2402.18096): importance by accumulated attention,
+    as H2O; evicted tokens in 2 to 4 bits. **Differs:** the paper divides channels of queries
+    and keys by a balancer before it quantises keys by token; here keys are quantised by
+    channel, where a large channel has its own scale. In a prompt of several chunks, tokens that
+    earlier chunks moved to the store take no part in the votes of later ones.
 
     >>> import kvjax
     >>> spec = kvjax.CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=32, capacity=512)
@@ -161,7 +163,9 @@ class Mixed(Evicting):
     def _settled(
         self, st: Any, valid: Array, takes: Array, leaving: Callable[[], tuple[Array, Array]]
     ) -> MixedState:
-        """Stores the tokens that a prompt has made unimportant: whole chunks of pending and leaving ones, in order."""
+        """Stores the tokens that a prompt has made unimportant: whole chunks of pending and
+        leaving ones, in order.
+        """
         slots, pending_count, W = st.tokens.slots, st.pending.count, self.chunk
         total = jnp.maximum(st.length - slots, 0) - st.low.count  # pending and leaving tokens
         k, v = (
@@ -201,8 +205,8 @@ class Mixed(Evicting):
         )
 
     def _with_next(self, st: MixedState) -> MixedState:
-        """The state with a copy of the token that leaves next. If an update read that token from the slots that it then
-        writes, XLA would copy the slots."""
+        """The state with a copy of the token that leaves next. If an update read that token
+        from the slots that it then writes, XLA would copy the slots."""
         slot = self._to_evict(
             st, jnp.broadcast_to(self._valid(st), st.position.shape), st.length + 1
         )

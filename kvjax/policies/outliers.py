@@ -24,8 +24,9 @@ from kvjax.validation import check_verbs
 class OutlierRetrieval(Retrieval):
     """A `Retrieval` that also attends, in every step, to the pages that its store keeps exact.
 
-    These pages are the outliers, which their landmarks describe worst; they are not selected a second time. The budget
-    counts them: it covers sink, local window, outliers and what the selector finds.
+    These pages are the outliers, which their landmarks describe worst; they are not selected a
+    second time. The budget counts them: it covers sink, local window, outliers and what the
+    selector finds.
 
     **Source:** ShadowKV (Sun et al. 2024, arXiv 2410.21465), Algorithm 2.
 
@@ -120,8 +121,9 @@ class OutlierRetrieval(Retrieval):
     def _gathered(
         self, st: ZonedState, selection: Selection, kept: Array
     ) -> tuple[Selection, Array, Array]:
-        """The slots that a step reads, in keys and values of the selected tokens and the exact pages, and after them
-        in the recent block; and those keys and values. `kept` says which of the exact tokens it reads."""
+        """The slots that a step reads, in keys and values of the selected tokens and the exact
+        pages, and after them in the recent block; and those keys and values. `kept` says which
+        of the exact tokens it reads."""
         stored, (B, K, H, M) = selection.slots < st.store.slots, selection.slots.shape
         parts = self.store.gather(st.store, selection._replace(valid=selection.valid & stored))
         exact = (

@@ -1,4 +1,6 @@
-"""KV heads of one layer under two policies: RazorAttention and DuoAttention keep everything for some heads only."""
+"""KV heads of one layer under two policies: RazorAttention and DuoAttention keep everything for
+some heads only.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ class PerHeadState:
 
 @dataclass(frozen=True, kw_only=True)
 class PerHead(Policy):
-    """The policy `selected` for the KV heads `heads` of a layer, and `others` for all other heads.
+    """The policy `selected` for the KV heads `heads` of a layer, and `others` for all other
+    heads.
 
     Each policy sees a cache of its own heads only, and decides among these.
 

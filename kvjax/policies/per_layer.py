@@ -11,9 +11,11 @@ from kvjax.validation import check_verbs, shown
 
 @dataclass(frozen=True)
 class PerLayer:
-    """Policies of a model's layers: one for each of the first layers, and one for all the others.
+    """Policies of a model's layers: one for each of the first layers, and one for all the
+    others.
 
-    Fits a model with any number of layers. If the number is known, a plain list of policies works too.
+    Fits a model with any number of layers. If the number is known, a plain list of policies
+    works too.
     """
 
     first: tuple[Policy, ...]
@@ -39,7 +41,9 @@ class PerLayer:
         return len(self.first) < layers or self.rest in self.first[:layers]
 
     def check(self, layers: int, kv_heads: int | None = None) -> None:
-        """Raises ValueError if the policies were made for a model with other layers or KV heads."""
+        """Raises ValueError if the policies were made for a model with other layers or KV
+        heads.
+        """
 
     @classmethod
     def of(cls, policies: Policy | PerLayer | Sequence[Policy]) -> PerLayer:

@@ -1,4 +1,6 @@
-"""Rows of one layer under one policy, in groups of different capacity: see the `small_slots` of `kvjax.Engine`."""
+"""Rows of one layer under one policy, in groups of different capacity: see the `small_slots` of
+`kvjax.Engine`.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,11 @@ class PerRowState:
 
 @dataclass(frozen=True, kw_only=True)
 class PerRow(Policy):
-    """`policy` for rows of several capacities; `sizes` has the number of rows and the capacity of each group.
+    """`policy` for rows of several capacities; `sizes` has the number of rows and the capacity
+    of each group.
 
-    A decode step attends by one call for each group, and the model multiplies the tokens of all rows at once. Prompts
-    are read into rows of the plain policy (`put_row`).
+    A decode step attends by one call for each group, and the model multiplies the tokens of all
+    rows at once. Prompts are read into rows of the plain policy (`put_row`).
     """
 
     policy: Policy
@@ -91,9 +94,11 @@ class PerRow(Policy):
         raise IndexError(row)
 
     def put_row(self, st: PerRowState, row: Any, group: int, place: Array) -> PerRowState:
-        """`st` with the row at a place replaced by `row`, the state of one row of at least that capacity.
+        """`st` with the row at a place replaced by `row`, the state of one row of at least that
+        capacity.
 
-        Slots fill in order, so a row of fewer tokens than the capacity is in the first slots of each array.
+        Slots fill in order, so a row of fewer tokens than the capacity is in the first slots of
+        each array.
         """
 
         def put(whole: Array, new: Array) -> Array:
@@ -109,7 +114,9 @@ class PerRow(Policy):
         return PerRowState(tuple(states))
 
     def take_row(self, st: PerRowState, group: int, place: Array, spec: CacheSpec) -> Any:
-        """The state of the row at a place, as one of the plain policy for `spec`, which has at least its capacity."""
+        """The state of the row at a place, as one of the plain policy for `spec`, which has at
+        least its capacity.
+        """
         row = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, place, 1), st.groups[group])
 
         def widen(new: Array, old: Array) -> Array:

@@ -1,4 +1,6 @@
-"""The base of cache policies, what a decode step tells them, and `Info`, the report of what it read."""
+"""The base of cache policies, what a decode step tells them, and `Info`, the report of what it
+read.
+"""
 
 from __future__ import annotations
 
@@ -67,9 +69,10 @@ class Step:
 class Policy:
     """Decides which tokens a layer keeps, and to which a query attends.
 
-    A subclass is a frozen dataclass without arrays. `kvjax.attention` calls these verbs. All are pure and take arrays
-    with kv heads before tokens, [B, K, ...]; a state is a pytree with `length` and `overflow`. `init`, `prefill`,
-    `update`, `attend` and `attend_stored` are a whole policy; the others have defaults.
+    A subclass is a frozen dataclass without arrays. `kvjax.attention` calls these verbs. All
+    are pure and take arrays with kv heads before tokens, [B, K, ...]; a state is a pytree with
+    `length` and `overflow`. `init`, `prefill`, `update`, `attend` and `attend_stored` are a
+    whole policy; the others have defaults.
     """
 
     follows: ClassVar[bool] = False
@@ -79,10 +82,13 @@ class Policy:
     """True if every call must bring the index queries and keys of the model (`Indexed`)."""
 
     takes_steps: ClassVar[bool] = False
-    """True if `store` and `attend` take several decode steps at once; otherwise they come one after the other."""
+    """True if `store` and `attend` take several decode steps at once; otherwise they come one
+    after the other.
+    """
 
     observes: ClassVar[bool] = False
-    """True if the queries of a prompt decide what is kept: a prompt should then be one chunk."""
+    """True if the queries of a prompt decide what is kept: a prompt should then be one chunk.
+    """
 
     takes_sinks: ClassVar[bool] = False
     """True if `attend` merges `Step.sinks`, which `kvjax.attention(sinks=...)` needs."""
@@ -100,7 +106,9 @@ class Policy:
         return self
 
     def fitted(self, parts: int) -> Policy:
-        """The policy of a cache whose tokens are split over `parts` devices: this one, or one with larger chunks."""
+        """The policy of a cache whose tokens are split over `parts` devices: this one, or one
+        with larger chunks.
+        """
         return self
 
     def init(self, spec: CacheSpec) -> Any:
@@ -124,7 +132,9 @@ class Policy:
         scale: float,
         window: int | None = None,
     ) -> Any:
-        """`prefill`, for policies that decide by a prompt's queries q [B, K, G, T, D] what to keep."""
+        """`prefill`, for policies that decide by a prompt's queries q [B, K, G, T, D] what to
+        keep.
+        """
         return self.prefill(st, k, v, lengths)
 
     def update(self, st: Any, k: Array, v: Array, active: Array) -> Any:
@@ -132,11 +142,15 @@ class Policy:
         raise NotImplementedError
 
     def store_steps(self, st: Any, k: Array, v: Array, count: Array) -> Any:
-        """Stores the first `count` i32[B] tokens of k, v [B, K, T, D] as T calls of `update` do, without a flush."""
+        """Stores the first `count` i32[B] tokens of k, v [B, K, T, D] as T calls of `update`
+        do, without a flush.
+        """
         raise NotImplementedError
 
     def full_rows(self, st: Any) -> Array | None:
-        """bool[B]: rows from which `flush` would move tokens; None for a policy that never needs a flush."""
+        """bool[B]: rows from which `flush` would move tokens; None for a policy that never
+        needs a flush.
+        """
         return None
 
     def flush(self, st: Any) -> Any:
@@ -146,31 +160,37 @@ class Policy:
     # --------------------------------------------------------------------------------------------------- attending
 
     def select(self, st: Any, q: Array, step: Step) -> Selection | PackedSelection:
-        """Selects the slots that a step with q [B, K, G, D] attends to, besides those that every step attends to."""
+        """Selects the slots that a step with q [B, K, G, D] attends to, besides those that
+        every step attends to.
+        """
         raise ValueError(
             f"{self} selects nothing: every step attends to all that it keeps; call attend without select"
         )
 
     def attend(self, st: Any, q: Array, step: Step) -> tuple[Array, Any, Info]:
-        """Attends with q [B, K, G, D], the queries of each row's newest token: [B, K, G, D] in any float dtype.
+        """Attends with q [B, K, G, D], the queries of each row's newest token: [B, K, G, D] in
+        any float dtype.
 
-        With `step.lengths`, q is [B, K, G, T, D]: the queries of the last T tokens, each of which sees the tokens up to
-        itself. The Infos are then stacked along a first axis. Law: equals `update` and `attend` for one token after the
-        other.
+        With `step.lengths`, q is [B, K, G, T, D]: the queries of the last T tokens, each of
+        which sees the tokens up to itself. The Infos are then stacked along a first axis. Law:
+        equals `update` and `attend` for one token after the other.
         """
         raise NotImplementedError
 
     def attend_stored(
         self, st: Any, q: Array, *, scale: float, window: int | None = None
     ) -> PartialAttention:
-        """Exact attention of a chunk's queries q [B, K, G, T, D] over all stored tokens, a part over Q = G*T.
+        """Exact attention of a chunk's queries q [B, K, G, T, D] over all stored tokens, a part
+        over Q = G*T.
 
         The position of query t is `length` + t.
         """
         raise NotImplementedError
 
     def follower(self, heads: tuple[int, ...] | None = None) -> Policy:
-        """The policy of a layer that attends to what a layer of this policy selects; `heads` as in `Follower`."""
+        """The policy of a layer that attends to what a layer of this policy selects; `heads` as
+        in `Follower`.
+        """
         raise ValueError(
             f"{self!r} selects nothing that other layers could follow; share takes a kvjax.Retrieval or a "
             "kvjax.Speculative, as in the presets fier, quest, pariskv, freekv and exact"
@@ -187,18 +207,19 @@ class Policy:
         raise NotImplementedError
 
     def rollback(self, st: Any, lengths: Array) -> Any:
-        """`st` with the first `lengths` i32[B] tokens of each row, between `earliest` and its length.
+        """`st` with the first `lengths` i32[B] tokens of each row, between `earliest` and its
+        length.
 
-        Law: equals a state to which later tokens never came. A row whose length is out of range stays as it is and sets
-        `overflow`.
+        Law: equals a state to which later tokens never came. A row whose length is out of range
+        stays as it is and sets `overflow`.
         """
         raise NotImplementedError
 
     def truncate(self, st: Any, lengths: Array) -> Any:
         """`st` with the first `lengths` i32[B] tokens of each row, between 0 and its length.
 
-        Law: everything it holds equals, to the bit, the state after a prompt of that many tokens. A row whose length is
-        out of range stays as it is and sets `overflow`.
+        Law: everything it holds equals, to the bit, the state after a prompt of that many
+        tokens. A row whose length is out of range stays as it is and sets `overflow`.
 
         Raises:
           ValueError: a part of the policy has lost what a shorter prompt would hold.
@@ -209,19 +230,21 @@ class Policy:
         )
 
     def grown(self, st: Any, before: Any) -> Any:
-        """`st`, the arrays of `before` copied into larger ones, as if it had always been this large."""
+        """`st`, the arrays of `before` copied into larger ones, as if it had always been this
+        large.
+        """
         return st
 
     def stored(self, st: Any) -> tuple[Array, Array, Array] | None:
-        """All keys and values [B, K, T, D] in order of position, and lengths i32[B], for another policy to store as a
-        prompt; None for a policy that does not give them back."""
+        """All keys and values [B, K, T, D] in order of position, and lengths i32[B], for
+        another policy to store as a prompt; None for a policy that does not give them back."""
         return None
 
     def over_context(self, axis: Axis, parts: int) -> Policy:
         """The policy of one of `parts` devices along `axis`, among which the history is split.
 
-        Arrays of its state that are split are smaller by that factor, all others are those of this policy. The default
-        splits nothing.
+        Arrays of its state that are split are smaller by that factor, all others are those of
+        this policy. The default splits nothing.
 
         Raises:
           ValueError: chunks or a store that cannot be split.
@@ -233,26 +256,34 @@ class Policy:
         return 0
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
-        """Bytes per token of a long context, in one layer over all kv heads; 0 if the cache does not grow with it."""
+        """Bytes per token of a long context, in one layer over all kv heads; 0 if the cache
+        does not grow with it.
+        """
         return growth(lambda capacity: self.init(replace(spec, capacity=capacity))) / spec.batch
 
 
 def chunk_starts(length: Array, T: int, window: int | None) -> Array | None:
-    """i32[B, T]: the lowest position that each of T queries past `length` i32[B] tokens sees; None without a window."""
+    """i32[B, T]: the lowest position that each of T queries past `length` i32[B] tokens sees;
+    None without a window.
+    """
     if window is None:
         return None
     return lowest_visible(length[:, None] + jnp.arange(T, dtype=jnp.int32)[None], window)
 
 
 def lowest_visible(position: Array, window: int | None) -> Array:
-    """The lowest position that a query at `position` sees; a window counts the query's own token."""
+    """The lowest position that a query at `position` sees; a window counts the query's own
+    token.
+    """
     return jnp.zeros_like(position) if window is None else jnp.maximum(position - window + 1, 0)
 
 
 def step_lengths(after: Array, count: Array, T: int) -> Array:
-    """i32[T, B]: the length of each row after each of T steps, of which it took the first `count` i32[B].
+    """i32[T, B]: the length of each row after each of T steps, of which it took the first
+    `count` i32[B].
 
-    `after` i32[B] is the length after the steps. If some tokens had no room, the row's lengths are those of its last.
+    `after` i32[B] is the length after the steps. If some tokens had no room, the row's lengths
+    are those of its last.
     """
     return after[None] - jnp.maximum(
         count[None] - jnp.arange(1, T + 1, dtype=jnp.int32)[:, None], 0
@@ -260,19 +291,25 @@ def step_lengths(after: Array, count: Array, T: int) -> Array:
 
 
 def steps_as_heads(q: Array) -> Array:
-    """Queries [B, K, G, T, D] of T steps as [B, K, T*G, D]: each step's query heads after the previous step's."""
+    """Queries [B, K, G, T, D] of T steps as [B, K, T*G, D]: each step's query heads after the
+    previous step's.
+    """
     B, K, G, T, D = q.shape
     return jnp.swapaxes(q, 2, 3).reshape(B, K, T * G, D)
 
 
 def heads_as_steps(out: Array, T: int) -> Array:
-    """Outputs [B, K, T*G, D] of the query heads of T steps as [B, K, G, T, D]; the inverse of `steps_as_heads`."""
+    """Outputs [B, K, T*G, D] of the query heads of T steps as [B, K, G, T, D]; the inverse of
+    `steps_as_heads`.
+    """
     B, K, _, D = out.shape
     return jnp.swapaxes(out.reshape(B, K, T, -1, D), 2, 3)
 
 
 def in_range(lengths: Array, earliest: Array, length: Array) -> tuple[Array, Array]:
-    """`lengths` i32[B], with `length` where they are not in [earliest, length], and bool[B]: where they are not."""
+    """`lengths` i32[B], with `length` where they are not in [earliest, length], and bool[B]:
+    where they are not.
+    """
     outside = (lengths < earliest) | (lengths > length)
     return jnp.where(outside, length, lengths), outside
 
@@ -280,7 +317,8 @@ def in_range(lengths: Array, earliest: Array, length: Array) -> tuple[Array, Arr
 def attend_in_turn(
     policy: Policy, shortened: Callable[[Any, Array], Any], st: Any, q: Array, step: Step
 ) -> tuple[Array, Any, Info]:
-    """`attend` of T steps with q [B, K, G, T, D], one after the other, over tokens that are already stored.
+    """`attend` of T steps with q [B, K, G, T, D], one after the other, over tokens that are
+    already stored.
 
     `shortened` gives a state with fewer tokens. A selection of `step` has T as its first axis.
     """

@@ -34,17 +34,21 @@ from kvjax.validation import check_verbs
 
 @dataclass(frozen=True, kw_only=True)
 class Retrieval(SelectedZones):
-    """Keeps every token and attends to `budget` of them per step: sink, local window and what the selector finds.
+    """Keeps every token and attends to `budget` of them per step: sink, local window and what
+    the selector finds.
 
-    `budget` counts each token whose keys and values a step reads. `local` is 64 by default, or a quarter of the budget
-    if that is less. Besides the `local` tokens, fewer than a chunk of recent tokens are pending; they compete with the
-    history by their exact scores. A row with fewer than `dense_below` tokens attends to all of them; because shapes are
-    static, every step then gathers room for that many.
+    `budget` counts each token whose keys and values a step reads. `local` is 64 by default, or
+    a quarter of the budget if that is less. Besides the `local` tokens, fewer than a chunk of
+    recent tokens are pending; they compete with the history by their exact scores. A row with
+    fewer than `dense_below` tokens attends to all of them; because shapes are static, every
+    step then gathers room for that many.
 
-    `kvjax.init` makes a whole cache `Full` if its capacity is at most `dense_capacity` tokens (`kvjax.policies.short`).
-    "auto" is the capacity below which a benchmark found that faster on this kind of GPU, and 0 elsewhere.
+    `kvjax.init` makes a whole cache `Full` if its capacity is at most `dense_capacity` tokens
+    (`kvjax.policies.short`). "auto" is the capacity below which a benchmark found that faster
+    on this kind of GPU, and 0 elsewhere.
 
-    A row's history has capacity - sink - local + 1 slots, rounded down to whole chunks (at least one).
+    A row's history has capacity - sink - local + 1 slots, rounded down to whole chunks (at
+    least one).
 
     >>> import kvjax
     >>> policy = kvjax.Retrieval(selector=kvjax.Fier(), budget=64)
@@ -110,7 +114,8 @@ class Retrieval(SelectedZones):
         )
 
     def fitted(self, parts: int) -> Retrieval:
-        """With chunks of one page, the least: of one page for each device, so that no device gets a part of a page.
+        """With chunks of one page, the least: of one page for each device, so that no device
+        gets a part of a page.
 
         A `Buffer` attends to a whole chunk, so its local window grows with it.
         """
@@ -131,9 +136,11 @@ class Retrieval(SelectedZones):
     # ----------------------------------------------------------------------------------------------------- attending
 
     def attend(self, st: ZonedState, q: Array, step: Step) -> tuple[Array, ZonedState, Info]:
-        """Selects (score, reduce, top k), and attends to sink, local window and the selection (gather, attend, merge).
+        """Selects (score, reduce, top k), and attends to sink, local window and the selection
+        (gather, attend, merge).
 
-        To a row that takes no step, a history in host memory looks empty, so that nothing of it is read.
+        To a row that takes no step, a history in host memory looks empty, so that nothing of it
+        is read.
         """
         if step.lengths is not None:
             return self._attend_steps(st, q, step.lengths, step)
@@ -149,11 +156,13 @@ class Retrieval(SelectedZones):
     def select(
         self, st: ZonedState, q: Array, step: Step, *, in_order: int = 0
     ) -> Selection | PackedSelection:
-        """Scores the tokens besides sink and local window and selects the best for q [B, K, G, D], in whole units.
+        """Scores the tokens besides sink and local window and selects the best for q [B, K, G,
+        D], in whole units.
 
-        Slots below S, the slots of the store, are in the history; S + r is slot r of the recent block. History and
-        pending tokens compete. The last `in_order` units of the selection are those that rank lowest, in order of rank.
-        With the `lengths` of T steps, q is [B, K, T*G, D] and the selection [B, K, T*H, M].
+        Slots below S, the slots of the store, are in the history; S + r is slot r of the recent
+        block. History and pending tokens compete. The last `in_order` units of the selection
+        are those that rank lowest, in order of rank. With the `lengths` of T steps, q is [B, K,
+        T*G, D] and the selection [B, K, T*H, M].
         """
         steps = 1 if step.lengths is None else step.lengths.shape[0]
         candidates = self.candidates(
@@ -169,9 +178,8 @@ class Retrieval(SelectedZones):
         """The units of history and pending tokens that compete, and how many are selected."""
         unit = self.selector.unit
         pending_slots, k_max = self.sizes(st)
-        k: Array | int = (
-            self.selected // unit
-        )  # a number if it is the same for all: an array would cost a kernel
+        # a number if it is the same for all: an array would cost a kernel
+        k: Array | int = self.selected // unit
         dense = seen.length < self.dense_below if self.dense_below else None
         if k_max != k:
             k = jnp.where(seen.length < self.dense_below, k_max, k)
@@ -192,10 +200,11 @@ class Retrieval(SelectedZones):
     def _attend_steps(
         self, st: ZonedState, q: Array, lengths: Array, step: Step
     ) -> tuple[Array, ZonedState, Info]:
-        """Each step sees the state as it is after its own token: the same arrays with smaller counts.
+        """Each step sees the state as it is after its own token: the same arrays with smaller
+        counts.
 
-        One pass over the index selects for all steps, and one attention serves them, if selector and store can. Under a
-        sliding window one step comes after the other.
+        One pass over the index selects for all steps, and one attention serves them, if
+        selector and store can. Under a sliding window one step comes after the other.
         """
         if step.window is not None or not self.selector.takes_steps:
             return attend_in_turn(self, self.shortened, st, q, step)
@@ -231,8 +240,9 @@ class Retrieval(SelectedZones):
         return rest - rest % self.selector.unit
 
     def sizes(self, st: ZonedState) -> tuple[int, int]:
-        """Slots that can be pending, in whole units: the first of the recent block, before those of the local window.
-        And units that a step gathers: those of the budget, or room for all of a row that is still attended densely."""
+        """Slots that can be pending, in whole units: the first of the recent block, before
+        those of the local window. And units that a step gathers: those of the budget, or room
+        for all of a row that is still attended densely."""
         unit = self.selector.unit
         pending = max(-(-(st.recent.slots - self.local) // unit), 1)
         dense = -(-max(self.dense_below - self.sink - self.local, 0) // unit)
@@ -259,7 +269,9 @@ class Retrieval(SelectedZones):
 
 
 def _counted(block: Any, count: Array) -> Any:
-    """The state of a store with another `count` of slots; as it is, if it is of another form than those of kvjax."""
+    """The state of a store with another `count` of slots; as it is, if it is of another form
+    than those of kvjax.
+    """
     if isinstance(block, HotBlock):
         return replace(block, history=_counted(block.history, count))
     return (

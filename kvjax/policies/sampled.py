@@ -1,4 +1,6 @@
-"""MagicPIG: every token is kept and a random sample is attended, each token weighted by its inverse probability."""
+"""MagicPIG: every token is kept and a random sample is attended, each token weighted by its
+inverse probability.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +28,22 @@ from kvjax.validation import check_verbs
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled(Zoned):
-    """Keeps every token; a step attends to sink and recent block, and estimates the rest of attention from a sample.
+    """Keeps every token; a step attends to sink and recent block, and estimates the rest of
+    attention from a sample.
 
-    Each query head samples the tokens of the history whose hashes collide with its own (`SimHash`), and divides the
-    exponential of each by its sampling probability. So the sum over the sample equals, on average over the random
-    directions, the sum over the history. `budget` bounds the tokens that a query head reads; the sink and a full recent
-    block of `demote.slots(local)` tokens are part of it. If more tokens collide than there is room for, a subset
-    spread evenly over the slots is read, with larger weights. A history that fits into the room is read in full, and
-    attention is then exact. `dense_capacity` is that of `Retrieval`.
+    Each query head samples the tokens of the history whose hashes collide with its own
+    (`SimHash`), and divides the exponential of each by its sampling probability. So the sum
+    over the sample equals, on average over the random directions, the sum over the history.
+    `budget` bounds the tokens that a query head reads; the sink and a full recent block of
+    `demote.slots(local)` tokens are part of it. If more tokens collide than there is room for,
+    a subset spread evenly over the slots is read, with larger weights. A history that fits into
+    the room is read in full, and attention is then exact. `dense_capacity` is that of
+    `Retrieval`.
 
-    **Source:** MagicPIG (Chen et al. 2024, arXiv 2410.16179), sections 4 and 5. **Differs:** the sample has a bound;
-    the paper's has none. Recent tokens are hashed a chunk at a time, and are attended exactly until then. A sample is
-    drawn for each query head, as in the paper, so a group reads up to G budgets.
+    **Source:** MagicPIG (Chen et al. 2024, arXiv 2410.16179), sections 4 and 5. **Differs:**
+    the sample has a bound; the paper's has none. Recent tokens are hashed a chunk at a time,
+    and are attended exactly until then. A sample is drawn for each query head, as in the paper,
+    so a group reads up to G budgets.
 
     >>> import kvjax
     >>> spec = kvjax.CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=64, capacity=2048)
@@ -110,10 +116,11 @@ class Sampled(Zoned):
         return self.sample(st, q, self.visible(st, step.window))[0]
 
     def sample(self, st: ZonedState, q: Array, seen: Visible) -> tuple[Selection, Array]:
-        """Slots [B, K, G, M] of the history that query heads q [B, K, G, D] sample, and their share of all collisions.
+        """Slots [B, K, G, M] of the history that query heads q [B, K, G, D] sample, and their
+        share of all collisions.
 
-        The share is a logarithm, f32[B, K, G]: 0 if there is room for all tokens whose hashes collide, and inf for a
-        row whose history is read in full.
+        The share is a logarithm, f32[B, K, G]: 0 if there is room for all tokens whose hashes
+        collide, and inf for a row whose history is read in full.
         """
         slot = jnp.arange(st.store.slots, dtype=jnp.int32)
         taken = self._collide(st, q, seen, slot)
@@ -133,7 +140,9 @@ class Sampled(Zoned):
         return by_row(st.store.count - seen.store) <= self._room(st)
 
     def _collide(self, st: ZonedState, q: Array, seen: Visible, place: Array) -> Array:
-        """bool[B, K, G, S]: whether a query would sample each token of the index; the tokens have places i32[S]."""
+        """bool[B, K, G, S]: whether a query would sample each token of the index; the tokens
+        have places i32[S].
+        """
         place = place[None, None, None]
         hit = self.hashing.hits(st.index, q)
         visible = (place >= by_row(seen.store)) & (place < by_row(st.store.count))
@@ -149,9 +158,11 @@ class Sampled(Zoned):
     def _estimate(
         self, st: ZonedState, q: Array, sample: Selection, share: Array, scale: float
     ) -> tuple[PartialAttention, Array]:
-        """The history's part of attention, estimated from the sample, and the sample's log weights f32[B, K, G, M].
+        """The history's part of attention, estimated from the sample, and the sample's log
+        weights f32[B, K, G, M].
 
-        Few tokens are sampled, so a CPU gathers a quarter of the room if that holds all. A GPU would wait to know it.
+        Few tokens are sampled, so a CPU gathers a quarter of the room if that holds all. A GPU
+        would wait to know it.
         """
         few = sample.slots.shape[3] // 4
 
@@ -239,10 +250,12 @@ class Sampled(Zoned):
 
 @dataclass(frozen=True, kw_only=True)
 class StripedSampled(Sampled):
-    """`Sampled` on one device of a context axis: it has the hashes of its stripes, and samples as one device would.
+    """`Sampled` on one device of a context axis: it has the hashes of its stripes, and samples
+    as one device would.
 
-    Each device offers the places of its own tokens that collide, 4 bytes each, and their number. All devices sort the
-    same offers, attend to their own tokens of the sample, and merge.
+    Each device offers the places of its own tokens that collide, 4 bytes each, and their
+    number. All devices sort the same offers, attend to their own tokens of the sample, and
+    merge.
     """
 
     store: StripedStore
@@ -287,5 +300,7 @@ class StripedSampled(Sampled):
 
 
 def _order(place: Array) -> Array:
-    """f32[...]: evenly scattered ranks of places i32[...]: multiples of the golden ratio modulo 1, in 24 bits."""
+    """f32[...]: evenly scattered ranks of places i32[...]: multiples of the golden ratio modulo
+    1, in 24 bits.
+    """
     return ((place.astype(jnp.uint32) * jnp.uint32(2654435769)) >> 8).astype(jnp.float32)

@@ -1,14 +1,16 @@
 """One selection for several layers.
 
-Adjacent layers of a model select many of the same tokens. So one layer, the anchor, selects, and the layers after it
-attend to the same slots of their own keys and values, without an index. A slot number means the same token in all
-layers, since all store the same tokens in zones of the same sizes:
+Adjacent layers of a model select many of the same tokens. So one layer, the anchor, selects,
+and the layers after it attend to the same slots of their own keys and values, without an index.
+A slot number means the same token in all layers, since all store the same tokens in zones of
+the same sizes:
 
     out, anchor, info = kvjax.attention_info(anchor, q, k, v)
     out, follower = kvjax.attention(follower, q, k, v, selection=info.selection)
 
-**Source:** Kascade (Deshmukh et al. 2025): anchor layers, layers that reuse their top tokens, and a map of KV heads.
-**Differs:** Kascade's anchors score exactly; here any selector and any store may be used.
+**Source:** Kascade (Deshmukh et al. 2025): anchor layers, layers that reuse their top tokens,
+and a map of KV heads. **Differs:** Kascade's anchors score exactly; here any selector and any
+store may be used.
 """
 
 from __future__ import annotations
@@ -35,11 +37,13 @@ from kvjax.validation import shown
 
 @dataclass(frozen=True, kw_only=True)
 class Follower(SelectedZones):
-    """Keeps every token and attends to sink, local window and the slots that another layer selected.
+    """Keeps every token and attends to sink, local window and the slots that another layer
+    selected.
 
-    Store, sink, local window and demotion are those of the layer that it follows, so that slots mean the same tokens;
-    `Retrieval.follower()` makes one that matches. `unit` tokens are selected together. `heads` says for each KV head
-    which KV head of the other layer selects for it; None: the head of the same number.
+    Store, sink, local window and demotion are those of the layer that it follows, so that slots
+    mean the same tokens; `Retrieval.follower()` makes one that matches. `unit` tokens are
+    selected together. `heads` says for each KV head which KV head of the other layer selects
+    for it; None: the head of the same number.
 
     >>> import kvjax
     >>> kvjax.presets.fier(256, layers=kvjax.presets.Layers(dense=2, share=4)).policy(3).local
@@ -127,10 +131,12 @@ def require_whole_pages(store: Store, unit: int, who: str) -> None:
 
 @dataclass(frozen=True)
 class Shared(PerLayer):
-    """Policies of a model in which some layers, the anchors, select, and others attend to the last anchor's selection.
+    """Policies of a model in which some layers, the anchors, select, and others attend to the
+    last anchor's selection.
 
-    The layers of `first` are as in `PerLayer`. After them every `share`-th layer, or each layer whose number is in
-    `anchors`, is an anchor with the policy `rest`. `heads` maps KV heads of followers by layer, as in `Follower.heads`.
+    The layers of `first` are as in `PerLayer`. After them every `share`-th layer, or each layer
+    whose number is in `anchors`, is an anchor with the policy `rest`. `heads` maps KV heads of
+    followers by layer, as in `Follower.heads`.
 
     >>> import kvjax
     >>> policies = kvjax.presets.fier(256, layers=kvjax.presets.Layers(dense=2, share=4))
@@ -206,16 +212,17 @@ def share_selections(
     anchors: Sequence[int] | int | str | None = None,
     heads: Mapping[int, Sequence[int]] | None = None,
 ) -> PerLayer:
-    """`policies`, changed so that every `share`-th layer selects, or those in `anchors`; see `Shared`.
+    """`policies`, changed so that every `share`-th layer selects, or those in `anchors`; see
+    `Shared`.
 
-    `anchors` are numbers of layers, text such as "2+5+9", or the name of a JSON file that `benchmarks/calibrate.py`
-    wrote, which has `heads` too. With share=1 and no anchors every layer selects, and the policies are returned as they
-    are.
+    `anchors` are numbers of layers, text such as "2+5+9", or the name of a JSON file that
+    `benchmarks/calibrate.py` wrote, which has `heads` too. With share=1 and no anchors every
+    layer selects, and the policies are returned as they are.
 
     Raises:
       FileNotFoundError: no such file.
-      ValueError: policies that select nothing, anchors that do not increase from the first layer past the dense ones, a
-        file that `benchmarks/calibrate.py` did not write.
+      ValueError: policies that select nothing, anchors that do not increase from the first
+        layer past the dense ones, a file that `benchmarks/calibrate.py` did not write.
     """
     require_int("share", share, at_least=1)
     if not isinstance(policies, PerLayer):

@@ -1,8 +1,9 @@
 """Full attention in caches so short that it is faster than a selection.
 
-A selection costs a step several kernels, however few tokens there are. So a policy may leave caches up to some capacity
-to `Full`; `kvjax.init` decides this when it makes a cache. A cache that grows past the bound (`kvjax.grow`) gets its
-original policy, as if its tokens had come as one prompt.
+A selection costs a step several kernels, however few tokens there are. So a policy may leave
+caches up to some capacity to `Full`; `kvjax.init` decides this when it makes a cache. A cache
+that grows past the bound (`kvjax.grow`) gets its original policy, as if its tokens had come as
+one prompt.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ WITHOUT_KERNELS = "NVIDIA H100 80GB HBM3 without kernels"
 
 @dataclass(frozen=True)
 class Short(Full):
-    """Keeps every token and attends to all of them, because the cache is too short for `policy` to be faster.
+    """Keeps every token and attends to all of them, because the cache is too short for `policy`
+    to be faster.
 
     `kvjax.init` makes it from policies with a `dense_capacity`.
 
@@ -46,7 +48,8 @@ class Short(Full):
 
 
 def refilled(policy: Policy, spec: CacheSpec, old: Policy, st: Any) -> Any | None:
-    """The state of `policy` in a cache for `spec`, after a prompt of all tokens that `st`, a state of `old`, holds.
+    """The state of `policy` in a cache for `spec`, after a prompt of all tokens that `st`, a
+    state of `old`, holds.
 
     None if `old` does not give its tokens back.
     """
@@ -62,11 +65,12 @@ def _refilled(policy: Policy, empty: Any, tokens: Any, overflow: jax.Array) -> A
 
 
 def is_short(dense_capacity: DenseCapacity, selector: str, spec: CacheSpec) -> bool:
-    """Whether a cache for `spec` is so short that attending to everything is faster than a `selector` of that name.
+    """Whether a cache for `spec` is so short that attending to everything is faster than a
+    `selector` of that name.
 
-    "auto" goes by a measurement: false on devices without one, such as CPUs. On a GPU that runs no kernels, as with
-    KVJAX_KERNELS=off, a selection is only faster in a longer cache: measured on an H100, and taken for every kind, as
-    both ways are bound by memory.
+    "auto" goes by a measurement: false on devices without one, such as CPUs. On a GPU that runs
+    no kernels, as with KVJAX_KERNELS=off, a selection is only faster in a longer cache:
+    measured on an H100, and taken for every kind, as both ways are bound by memory.
     """
     if dense_capacity != "auto":
         return spec.capacity <= dense_capacity
@@ -90,7 +94,7 @@ def is_short(dense_capacity: DenseCapacity, selector: str, spec: CacheSpec) -> b
 
 @cache
 def measured() -> dict[str, dict[str, dict[str, Any]]]:
-    """The largest bytes of a layer's keys and values for which reading all is faster than selecting, by kind of device
-    and selector. `benchmarks/short.py` writes the file."""
+    """The largest bytes of a layer's keys and values for which reading all is faster than
+    selecting, by kind of device and selector. `benchmarks/short.py` writes the file."""
     found: dict[str, dict[str, dict[str, Any]]] = json.loads(FILE.read_text())
     return found

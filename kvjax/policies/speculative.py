@@ -1,7 +1,9 @@
-"""FreeKV: a step attends with what the previous step recalled, so that attention need not wait for a recall.
+"""FreeKV: a step attends with what the previous step recalled, so that attention need not wait
+for a recall.
 
-To recall is to read selected keys and values from where the store keeps them. The token that leaves the local window
-after a recall, its *edge*, is kept beside it, so that a step that reuses the recall misses none.
+To recall is to read selected keys and values from where the store keeps them. The token that
+leaves the local window after a recall, its *edge*, is kept beside it, so that a step that
+reuses the recall misses none.
 """
 
 from __future__ import annotations
@@ -78,32 +80,37 @@ class SpeculativeState:
 
 @dataclass(frozen=True)
 class Speculative(Policy):
-    """A `Retrieval` whose steps attend with the previous step's recall, except in heads whose query changed direction.
+    """A `Retrieval` whose steps attend with the previous step's recall, except in heads whose
+    query changed direction.
 
-    For each kv head, C = mean over its query heads of cosine(q_t, q_{t-1}). Heads with C >= tau attend with the keys
-    and values that step t-1 recalled, the others with a fresh recall; the fresh recall of all heads is kept for t+1. So
-    tau > 1 is a new selection at every step, and tau <= -1 always attends with one that is a step old. A step recalls
-    anew if it is the first of its row, or if a prompt, a replaced row or a dropped token came before it.
+    For each kv head, C = mean over its query heads of cosine(q_t, q_{t-1}). Heads with C >= tau
+    attend with the keys and values that step t-1 recalled, the others with a fresh recall; the
+    fresh recall of all heads is kept for t+1. So tau > 1 is a new selection at every step, and
+    tau <= -1 always attends with one that is a step old. A step recalls anew if it is the first
+    of its row, or if a prompt, a replaced row or a dropped token came before it.
 
-    Besides a reused recall, a step reads the token that has left the local window since then, in place of the recall's
-    lowest-ranked token if that would exceed the budget. The recall holds tokens as they were, before a quantised store
-    rounded them. Costs, per row and kv head, 2 M D values of the store's precision and the query in f32, in device
-    memory: M are the selected tokens of the budget, or room for `dense_below`.
+    Besides a reused recall, a step reads the token that has left the local window since then,
+    in place of the recall's lowest-ranked token if that would exceed the budget. The recall
+    holds tokens as they were, before a quantised store rounded them. Costs, per row and kv
+    head, 2 M D values of the store's precision and the query in f32, in device memory: M are
+    the selected tokens of the budget, or room for `dense_below`.
 
-    With `topk` a step selects only that part of the budget among all tokens; the rest are the best of those that the
-    step before attended to. Scores are scaled as attention is, or by `selection_scale`.
+    With `topk` a step selects only that part of the budget among all tokens; the rest are the
+    best of those that the step before attended to. Scores are scaled as attention is, or by
+    `selection_scale`.
 
-    Over a store in whose tokens a step attends in place (`Store.recalls` is false, as of `TurboQuant`), nothing is
-    copied: a head then attends with the slots that an earlier step selected.
+    Over a store in whose tokens a step attends in place (`Store.recalls` is false, as of
+    `TurboQuant`), nothing is copied: a head then attends with the slots that an earlier step
+    selected.
 
-    With a store that recalls in two parts (`Store.recall`, as `HostOffload` does), a step waits only for what its own
-    heads need. The rest runs beside other work in programs compiled with `memory.CONCURRENT`, as that of
-    `kvjax.generate` is.
+    With a store that recalls in two parts (`Store.recall`, as `HostOffload` does), a step waits
+    only for what its own heads need. The rest runs beside other work in programs compiled with
+    `memory.CONCURRENT`, as that of `kvjax.generate` is.
 
-    **Source:** FreeKV, speculative retrieval and fine-grained correction; tau 0.8 for long inputs, 0.9 for long
-    generation. `topk` is of ArkVale's released code. **Differs:** FreeKV selects for all heads only if one needs it,
-    which the host decides; here every step selects and recalls and the device decides which recall is used, so that no
-    step waits for the host.
+    **Source:** FreeKV, speculative retrieval and fine-grained correction; tau 0.8 for long
+    inputs, 0.9 for long generation. `topk` is of ArkVale's released code. **Differs:** FreeKV
+    selects for all heads only if one needs it, which the host decides; here every step selects
+    and recalls and the device decides which recall is used, so that no step waits for the host.
     """
 
     retrieval: Retrieval
@@ -177,9 +184,8 @@ class Speculative(Policy):
                     (spec.batch, spec.kv_heads, 1, spec.head_dim), spec.dtype
                 )  # of which nothing is read
                 return Recall(selection, one, one, jnp.zeros(spec.batch, bool))
-            *_, H, M = (
-                selection.slots.shape
-            )  # of all heads one after the other, and room for the edge, moved as a unit
+            # of all heads one after the other, and room for the edge, moved as a unit
+            *_, H, M = selection.slots.shape
             stored, _ = split_selection(
                 flat(selection, H * M + policy.selector.unit), st.store.slots
             )
@@ -207,7 +213,9 @@ class Speculative(Policy):
     def attend(
         self, st: SpeculativeState, q: Array, step: Step
     ) -> tuple[Array, SpeculativeState, Info]:
-        """Selects; decides which heads reuse their recall, recalls, attends, and remembers for the next step."""
+        """Selects; decides which heads reuse their recall, recalls, attends, and remembers for
+        the next step.
+        """
         selection = (
             self.select(st, q, step) if step.selection is None else unpack(step.selection)
         )
@@ -219,7 +227,8 @@ class Speculative(Policy):
     def select(self, st: SpeculativeState, q: Array, step: Step) -> Selection:
         """Selects as `Retrieval` does, with scores scaled by `selection_scale`.
 
-        A step attends to the selection in heads that recall anew, and in the others to that of the step before.
+        A step attends to the selection in heads that recall anew, and in the others to that of
+        the step before.
         """
         step = (
             step if self.selection_scale is None else replace(step, scale=self.selection_scale)
@@ -231,7 +240,9 @@ class Speculative(Policy):
         )
 
     def _select_beside_kept(self, st: SpeculativeState, q: Array, step: Step) -> Selection:
-        """Selects the best `topk` of all units, then the best of those that the step before attended to."""
+        """Selects the best `topk` of all units, then the best of those that the step before
+        attended to.
+        """
         policy, zones, unit = self.retrieval, st.zones, self.retrieval.selector.unit
         every = policy.candidates(
             zones, policy.visible(zones, step.window), in_order=self._dropped(zones)
@@ -260,12 +271,14 @@ class Speculative(Policy):
         )
 
     def _known(self, st: SpeculativeState) -> Array:
-        """bool[B]: rows whose last step was the previous one, so that the slots of its recall are up to date."""
+        """bool[B]: rows whose last step was the previous one, so that the slots of its recall
+        are up to date.
+        """
         return st.recalled_at + st.due.astype(jnp.int32) == st.zones.length
 
     def _decide(self, st: SpeculativeState, q: Array) -> Decision:
-        """Which heads reuse their recall, and which are recalled now. After a prompt a recall's slots are out of date,
-        so none is known."""
+        """Which heads reuse their recall, and which are recalled now. After a prompt a recall's
+        slots are out of date, so none is known."""
         length, query = st.zones.length, q.astype(jnp.float32)
         known = self._known(st)
         selection = Selection(
@@ -289,8 +302,8 @@ class Speculative(Policy):
     def _recall(
         self, st: ZonedState, selection: Selection, decision: Decision
     ) -> tuple[ZonedState, tuple[Array, Array], Recall]:
-        """Recalls the selection: the zones, keys and values for the heads that attend with them now, and the recall of
-        all heads for the next step."""
+        """Recalls the selection: the zones, keys and values for the heads that attend with them
+        now, and the recall of all heads for the next step."""
         previous, oldest = decision.previous, st.recent.count - self.retrieval.local
         if previous.k.shape[2] == 1:  # a step attends in place
             return st, previous[1:3], Recall(selection, previous.k, previous.v, oldest >= 0)
@@ -310,7 +323,9 @@ class Speculative(Policy):
         now: tuple[Array, Array],
         step: Step,
     ) -> tuple[Array, Info]:
-        """Attention to sink, local window and the recall, old or new, with the token that left the window since."""
+        """Attention to sink, local window and the recall, old or new, with the token that left
+        the window since.
+        """
         policy, previous = self.retrieval, decision.previous
         seen, by_head = policy.visible(zones, step.window), decision.reused[:, :, None, None]
         used = jax.tree.map(partial(jnp.where, by_head), decision.last, selection)
@@ -343,7 +358,9 @@ class Speculative(Policy):
     def _remember(
         self, st: SpeculativeState, zones: ZonedState, fresh: Recall, decision: Decision
     ) -> SpeculativeState:
-        """The state for the next step: the new recall in the heads that were recalled, the old one in the others."""
+        """The state for the next step: the new recall in the heads that were recalled, the old
+        one in the others.
+        """
         renewed = decision.renewed.reshape(-1, 1, 1, 1)
         kept = jax.tree.map(partial(jnp.where, renewed), fresh.selection, st.recall.selection)
         return SpeculativeState(
@@ -357,8 +374,8 @@ class Speculative(Policy):
         )
 
     def _dropped(self, zones: ZonedState) -> int:
-        """The number of units that a step may leave out of a reused recall: one, for the edge, or more once a row has
-        outgrown `dense_below`."""
+        """The number of units that a step may leave out of a reused recall: one, for the edge,
+        or more once a row has outgrown `dense_below`."""
         policy = self.retrieval
         _, gathered = policy.sizes(zones)
         return 1 if gathered * policy.selector.unit <= policy.selected else zones.store.slots
@@ -366,7 +383,9 @@ class Speculative(Policy):
     def _keep_reused(
         self, st: ZonedState, selection: Selection, reused: Array, edge: Array, seen: Visible
     ) -> Selection:
-        """The part of a reused selection that this step sees, cut to the budget that the edge leaves."""
+        """The part of a reused selection that this step sees, cut to the budget that the edge
+        leaves.
+        """
         policy, slots = self.retrieval, st.store.slots
         start = jnp.where(
             selection.slots < slots,
@@ -413,7 +432,8 @@ class Speculative(Policy):
         self, st: SpeculativeState, k: Array, v: Array, lengths: Array
     ) -> SpeculativeState:
         zones = self.retrieval.prefill(st.zones, k, v, lengths)
-        # A prompt of no tokens flushes a full block as well. The recall of such a row stays known.
+        # A prompt of no tokens flushes a full block as well. The recall of such a row stays
+        # known.
         moved = zones.store.count != st.zones.store.count
         recalled_at = jnp.where(moved & (lengths > 0), -1, st.recalled_at)
         return replace(
@@ -432,16 +452,17 @@ class Speculative(Policy):
         return replace(st, zones=self.retrieval.flush(st.zones), recall=recall)
 
     def _moved(self, st: SpeculativeState, rows: Array) -> Recall:
-        """The recall with the slots that its tokens have once the full blocks of `rows` bool[B] are flushed."""
+        """The recall with the slots that its tokens have once the full blocks of `rows` bool[B]
+        are flushed.
+        """
         policy, zones = self.retrieval, st.zones
         slots = zones.store.slots
         leaving, staying = (
             policy.demote.leaving(policy.local),
             policy.demote.staying(policy.local),
         )
-        place = (
-            [0] * zones.recent.slots
-        )  # new place of slot r: in the chunk that leaves, or from `slots` on
+        # new place of slot r: in the chunk that leaves, or from `slots` on
+        place = [0] * zones.recent.slots
         for i, r in enumerate(leaving):
             place[r] = i
         for i, r in enumerate(staying):
@@ -458,8 +479,8 @@ class Speculative(Policy):
         return st.recall._replace(selection=st.recall.selection._replace(slots=slots_read))
 
     def grown(self, st: SpeculativeState, before: SpeculativeState) -> SpeculativeState:
-        """Moves slots of the recent block, S + r, behind those of the longer history, and the recalled tokens to where
-        a selection with more room has them."""
+        """Moves slots of the recent block, S + r, behind those of the longer history, and the
+        recalled tokens to where a selection with more room has them."""
         old, new = before.zones.store.slots, st.zones.store.slots
         selection = st.recall.selection
         slots = jnp.where(selection.slots < old, selection.slots, selection.slots + (new - old))
@@ -486,11 +507,11 @@ class Speculative(Policy):
         return self.retrieval.attend_stored(st.zones, q, scale=scale, window=window)
 
     def follower(self, heads: tuple[int, ...] | None = None) -> Follower:
-        """The policy of a layer that attends to what a layer of this policy attends to, except for the token that has
-        just left the local window.
+        """The policy of a layer that attends to what a layer of this policy attends to, except
+        for the token that has just left the local window.
 
-        A flush moves recalled tokens to the history. So a store that reads whole pages needs a demotion that moves the
-        tokens of a page together.
+        A flush moves recalled tokens to the history. So a store that reads whole pages needs a
+        demotion that moves the tokens of a page together.
         """
         store, demote = self.retrieval.store, self.retrieval.demote
         if store.page > 1 and not demote.ordered:
@@ -504,7 +525,9 @@ class Speculative(Policy):
         return replace(self, retrieval=self.retrieval.fitted(parts))
 
     def over_context(self, axis: Axis, parts: int) -> Speculative:
-        """Keeps recalled tokens on all devices, so that they serve the next step as they do on one device."""
+        """Keeps recalled tokens on all devices, so that they serve the next step as they do on
+        one device.
+        """
         return replace(self, retrieval=self.retrieval.over_context(axis, parts))
 
     def turns(self, spec: CacheSpec, parts: int) -> int:
@@ -512,8 +535,8 @@ class Speculative(Policy):
 
 
 def _in_order(valid: Array, edge: Array) -> Selection:
-    """The valid slots of a recall, in the order of `valid` bool[B, K, H, M], and after them the edge, bool
-    [B, K, 1, tokens]."""
+    """The valid slots of a recall, in the order of `valid` bool[B, K, H, M], and after them the
+    edge, bool [B, K, 1, tokens]."""
     (H, M), extra = valid.shape[2:], edge.shape[3]
     own = jnp.arange(H)[:, None] * M + jnp.arange(M)[None]
     after = jnp.broadcast_to(H * M + jnp.arange(extra)[None], (H, extra))

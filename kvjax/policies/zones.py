@@ -1,12 +1,14 @@
 """Zones: sink, history and recent block, which `Retrieval` and `Compressed` share.
 
-A row's first `sink` tokens stay in the sink. All others enter the recent block, and leave it in chunks for the history,
-which a store holds. So each token lies in exactly one zone:
+A row's first `sink` tokens stay in the sink. All others enter the recent block, and leave it in
+chunks for the history, which a store holds. So each token lies in exactly one zone:
 
-    sink | history (store) | recent block            slots of the last two:  0 ... S-1 | S ... S+R-1
+    sink | history (store) | recent block            slots of the last two:  0 ... S-1 | S ...
+    S+R-1
 
-A selection names slots, because kernels read slots; reports and laws need positions. `Zoned.positions` gives the
-position of a slot, `lowest_slot` the first slot of a zone at or past a position.
+A selection names slots, because kernels read slots; reports and laws need positions.
+`Zoned.positions` gives the position of a slot, `lowest_slot` the first slot of a zone at or
+past a position.
 """
 
 from __future__ import annotations
@@ -41,9 +43,8 @@ MOST_EMPTY = 16  # times the capacity that a recent block may have
 class ZonedState:
     """The tokens of each row by zone, and the selector's index of the history."""
 
-    sink: (
-        Block | None
-    )  # [B, K, sink, D] the first tokens of a row; None if the policy keeps none
+    # [B, K, sink, D] the first tokens of a row; None if the policy keeps none
+    sink: Block | None
     store: Any  # the history
     index: Any  # what the selector knows of the history; () without a selector
     recent: Block  # [B, K, R, D] the newest tokens, in order of arrival; the demotion sets R
@@ -66,9 +67,11 @@ class ZonedState:
 
 
 class Visible(NamedTuple):
-    """The tokens that the query of a row's newest token may attend to: all, or those of a sliding window.
+    """The tokens that the query of a row's newest token may attend to: all, or those of a
+    sliding window.
 
-    T steps at once have no window; length and the spans of sink and recent block then have a step axis.
+    T steps at once have no window; length and the spans of sink and recent block then have a
+    step axis.
     """
 
     length: Array  # i32[B] or i32[B, T] tokens held
@@ -80,7 +83,9 @@ class Visible(NamedTuple):
 
 
 class Zoned(Policy):
-    """Stores tokens in zones. A subclass is a dataclass with these fields, and says what a step attends to."""
+    """Stores tokens in zones. A subclass is a dataclass with these fields, and says what a step
+    attends to.
+    """
 
     store: Store
     sink: int
@@ -125,7 +130,9 @@ class Zoned(Policy):
 
     @property
     def _stay(self) -> int:
-        """Tokens that remain in a full recent block; a list of them may be as long as a setting that `init` refuses."""
+        """Tokens that remain in a full recent block; a list of them may be as long as a setting
+        that `init` refuses.
+        """
         return self.demote.slots(self.local) - self.demote.leave
 
     def _slots(self, spec: CacheSpec) -> int:
@@ -134,7 +141,9 @@ class Zoned(Policy):
         return max(whole_units(spec.capacity - self.sink - stay, chunk), chunk)
 
     def append(self, st: ZonedState, k: Array, v: Array, count: Array) -> ZonedState:
-        """Adds the first `count` i32[B] tokens of k, v [B, K, T, D] to the history, in whole chunks."""
+        """Adds the first `count` i32[B] tokens of k, v [B, K, T, D] to the history, in whole
+        chunks.
+        """
         return replace(st, store=self.store.append(st.store, k, v, count))
 
     # ------------------------------------------------------------------------------------------------------- storing
@@ -152,8 +161,9 @@ class Zoned(Policy):
             to_sink = jnp.minimum(sink.slots - sink.count, lengths)
             sink = put(sink, k, v, to_sink)
 
-        # The recent block and the new tokens are one line of tokens per row. Its front goes to the history, as updates
-        # and flushes token by token would have moved it, and the rest is the new block.
+        # The recent block and the new tokens are one line of tokens per row. Its front goes to
+        # the history, as updates and flushes token by token would have moved it, and the rest
+        # is the new block.
         recent_count, total = st.recent.count, st.recent.count + lengths - to_sink
         room = self.store.free(st.store) // chunk
         stay = self._stay
@@ -197,7 +207,8 @@ class Zoned(Policy):
             jnp.where(full[:, None, None, None], a[:, :, staying], a[:, :, :stay])
             for a in (recent.k, recent.v)
         ]
-        # In place, once all else is read; XLA would otherwise copy the block twice in every step, full or not.
+        # In place, once all else is read; XLA would otherwise copy the block twice in every
+        # step, full or not.
         front, after = computed_last(front, after, st)
         k, v = (
             lax.dynamic_update_slice_in_dim(a, b, 0, 2)
@@ -256,7 +267,8 @@ class Zoned(Policy):
             self.truncate_index(st.index, history_count),
         )
 
-        # Slot r of the recent block gets the token at place history_count + r, from the history or from the block.
+        # Slot r of the recent block gets the token at place history_count + r, from the history
+        # or from the block.
         place = history_count[:, None] + jnp.arange(st.recent.slots, dtype=jnp.int32)[None]
         left = rest - history_count
         valid = (place - history_count[:, None] < left[:, None])[:, None]
@@ -297,8 +309,8 @@ class Zoned(Policy):
     # -------------------------------------------------------------------------------------------- slots and positions
 
     def positions(self, st: ZonedState, slots: Array) -> Array:
-        """i32[B, ...] positions of `slots` i32[B, ...]: s below S is a slot of the history, S + r one of the recent
-        block."""
+        """i32[B, ...] positions of `slots` i32[B, ...]: s below S is a slot of the history, S +
+        r one of the recent block."""
         by_row = (-1, *(1,) * (slots.ndim - 1))
         sink, count = st.offset_store.reshape(by_row), st.store.count.reshape(by_row)
         if (
@@ -312,8 +324,8 @@ class Zoned(Policy):
         return sink + jnp.where(slots < st.store.slots, self._history(slots), recent)
 
     def slots_at(self, st: ZonedState, positions: Array) -> Array:
-        """The slots i32[B, ...] of `positions` i32[B, ...] past the sink, as `positions` counts them, if tokens leave
-        the recent block in order."""
+        """The slots i32[B, ...] of `positions` i32[B, ...] past the sink, as `positions` counts
+        them, if tokens leave the recent block in order."""
         by_row = (-1, *(1,) * (positions.ndim - 1))
         place, count = (
             positions - st.offset_store.reshape(by_row),
@@ -329,15 +341,16 @@ class Zoned(Policy):
     def visible(
         self, st: ZonedState, window: int | None = None, lengths: Array | None = None
     ) -> Visible:
-        """The tokens that the query of the newest token may attend to, or those of T steps, after each of which a row
-        holds `lengths` i32[T, B] tokens."""
+        """The tokens that the query of the newest token may attend to, or those of T steps,
+        after each of which a row holds `lengths` i32[T, B] tokens."""
         if lengths is not None:
             return self._visible_steps(st, jnp.moveaxis(lengths, 0, 1))
         first = None
         if window is not None:
             self._require_order(window)
             first = lowest_visible(st.length - 1, window)
-        # Values past the counts of recent and sink need no mask: `prefill` and `flush` keep them finite.
+        # Values past the counts of recent and sink need no mask: `prefill` and `flush` keep
+        # them finite.
         recent = Span(
             st.recent.k, st.recent.v, lowest_slot(first, st.offset_recent), st.recent.count
         )
@@ -392,8 +405,8 @@ class Zoned(Policy):
     # ---------------------------------------------------------------------------------------------- context parallelism
 
     def stripes(self, axis: Axis, parts: int) -> Stripes:
-        """How the history is split over devices: every device takes one stripe of each chunk that leaves the recent
-        block."""
+        """How the history is split over devices: every device takes one stripe of each chunk
+        that leaves the recent block."""
         chunk = self.demote.leave
         if chunk % parts:
             raise ValueError(
@@ -411,14 +424,18 @@ class Zoned(Policy):
 
 
 class SelectedZones(Zoned):
-    """Zones in which a step attends to sink, local window and a selection, whichever layer selected it."""
+    """Zones in which a step attends to sink, local window and a selection, whichever layer
+    selected it.
+    """
 
     def attend_selected(
         self, st: ZonedState, q: Array, selection: Selection | PackedSelection, step: Step
     ) -> tuple[Array, ZonedState, Info]:
-        """Attention [B, K, G, D] of q [B, K, G, D] over sink, selection and local window; the state, and what was read.
+        """Attention [B, K, G, D] of q [B, K, G, D] over sink, selection and local window; the
+        state, and what was read.
 
-        Selected slots below S, the slots of the store, are in the history; S + r is slot r of the recent block.
+        Selected slots below S, the slots of the store, are in the history; S + r is slot r of
+        the recent block.
         """
         seen = self.visible(st, step.window)
         zones = seen.recent, seen.sink, self.local
@@ -429,7 +446,9 @@ class SelectedZones(Zoned):
     def info(
         self, st: ZonedState, seen: Visible, selection: Selection, fresh: Array | None = None
     ) -> Info:
-        """The `Info` of a step that attends to sink, local window and `selection`: M + sink + local positions."""
+        """The `Info` of a step that attends to sink, local window and `selection`: M + sink +
+        local positions.
+        """
         length, first = st.length[:, None], st.offset_recent[:, None]
         lead = selection.slots.shape[:3]
         sink = lax.broadcasted_iota(jnp.int32, (lead[0], self.sink), 1)
@@ -452,7 +471,8 @@ class SelectedZones(Zoned):
 
 
 def lowest_slot(position: Array | None, offset: Array) -> Array:
-    """The first slot at or past `position` in a zone in order, whose slot 0 holds position `offset`.
+    """The first slot at or past `position` in a zone in order, whose slot 0 holds position
+    `offset`.
 
     None means position 0, which costs a step no kernel.
     """

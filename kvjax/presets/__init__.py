@@ -1,10 +1,12 @@
-"""Presets: published methods, built from policies and their parts with the paper's defaults, and a registry of them.
+"""Presets: published methods, built from policies and their parts with the paper's defaults,
+and a registry of them.
 
-A preset returns the policies of all layers of a model. Its docstring says where it differs from the paper, and explains
-its own settings. The others mean the same in all presets:
+A preset returns the policies of all layers of a model. Its docstring says where it differs from
+the paper, and explains its own settings. The others mean the same in all presets:
 
 Args:
-  budget: tokens that a step reads in a layer and KV head, all zones included; with methods that evict, those that stay.
+  budget: tokens that a step reads in a layer and KV head, all zones included; with methods that
+    evict, those that stay.
   page: tokens of a page.
   group_reduce: how a GQA group shares a selection; "per_head": each query head has its own.
   bits: bits per channel of a key.
@@ -15,14 +17,17 @@ Args:
   sink: first tokens of a row, always attended.
   local: newest tokens of a row, always attended.
   chunk: tokens that are indexed together; at most this many are pending.
-  store: where the history's keys and values are: "device"; "turbo4" or, with values of other bits, "turbo8v4", for
-    codes of `TurboQuant` on the device; "host-turbo4" for these on the host; "host"; "float8", which is host memory in
-    that dtype; with "+1024" after one that is on the host the device keeps the last 1024 selected tokens of each row
-    and KV head too (`HotSet`). A `Store` is used as it is.
-  dense_capacity: caches of at most this capacity become `Full`; "auto": where that was measured to be faster
-    (`Retrieval`), and never in host memory or with shared selections.
-  layers: how many first layers attend to everything, and which layers select for those after them (`Layers`). As text:
-    "fier:budget=256,dense_layers=2,share=4", or "anchors=2+5+9", or "anchors=FILE" of `benchmarks/calibrate.py`.
+  store: where the history's keys and values are: "device"; "turbo4" or, with values of other
+    bits, "turbo8v4", for codes of `TurboQuant` on the device; "host-turbo4" for these on the
+    host; "host"; "float8", which is host memory in that dtype; with "+1024" after one that is
+    on the host the device keeps the last 1024 selected tokens of each row and KV head too
+    (`HotSet`). A `Store` is used as it is.
+  dense_capacity: caches of at most this capacity become `Full`; "auto": where that was measured
+    to be faster (`Retrieval`), and never in host memory or with shared selections.
+  layers: how many first layers attend to everything, and which layers select for those after
+    them (`Layers`). As text:
+    "fier:budget=256,dense_layers=2,share=4", or "anchors=2+5+9", or "anchors=FILE" of
+    `benchmarks/calibrate.py`.
 """
 
 from kvjax.policies import share_selections

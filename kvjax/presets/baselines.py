@@ -24,13 +24,15 @@ def exact(
     chunk: int = 256,
     layers: Layers = Layers(dense=2),
 ) -> PerLayer:
-    """The oracle: every token is kept, and a step attends to the `budget` tokens whose true scores are best.
+    """The oracle: every token is kept, and a step attends to the `budget` tokens whose true
+    scores are best.
 
-    An upper bound for `fier` and every other selector, with the settings of `fier`. It stores the keys twice and reads
-    all of them, so it saves nothing. See `Exact` for the effect of `group_reduce`.
+    An upper bound for `fier` and every other selector, with the settings of `fier`. It stores
+    the keys twice and reads all of them, so it saves nothing. See `Exact` for the effect of
+    `group_reduce`.
 
-    **Checklist:** unit: tokens, for each KV head; besides: the new token; zones: sink 0, window 1; budget: every token
-    that a step reads; generated: compete as the prompt's do.
+    **Checklist:** unit: tokens, for each KV head; besides: the new token; zones: sink 0, window
+    1; budget: every token that a step reads; generated: compete as the prompt's do.
     """
     require_int("exact(budget=...)", budget, at_least=1)
     policy = Retrieval(

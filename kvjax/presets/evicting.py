@@ -1,7 +1,9 @@
-"""StreamingLLM, H2O, SnapKV and others: a fixed number of tokens is kept and attended, and the rest is evicted.
+"""StreamingLLM, H2O, SnapKV and others: a fixed number of tokens is kept and attended, and the
+rest is evicted.
 
-The presets differ in the eviction rule and in how they divide the budget. PyramidKV divides it among the layers, and
-AdaKV among the KV heads of a layer; with the others every layer and head has the same budget.
+The presets differ in the eviction rule and in how they divide the budget. PyramidKV divides it
+among the layers, and AdaKV among the KV heads of a layer; with the others every layer and head
+has the same budget.
 """
 
 from __future__ import annotations
@@ -40,18 +42,21 @@ def streaming_llm(
     rope_theta: float | None = None,
     layers: Layers = Layers(dense=0),
 ) -> PerLayer:
-    """StreamingLLM: the first `sink` tokens and the newest are kept and attended, `budget` in all.
+    """StreamingLLM: the first `sink` tokens and the newest are kept and attended, `budget` in
+    all.
 
     Args:
       sink: first tokens of a row, never evicted.
-      rope_theta: theta of a model with plain RoPE: positions are then counted within the cache, as in the paper. For
-        other kinds of RoPE see `Sliding(rope=...)`. None: keys keep their original positions.
+      rope_theta: theta of a model with plain RoPE: positions are then counted within the cache,
+        as in the paper. For other kinds of RoPE see `Sliding(rope=...)`. None: keys keep their
+        original positions.
 
-    **Source:** StreamingLLM (Xiao et al. 2023), section 3.2. **Differs:** without `rope_theta` keys keep their original
-    positions.
+    **Source:** StreamingLLM (Xiao et al. 2023), section 3.2. **Differs:** without `rope_theta`
+    keys keep their original positions.
 
-    **Checklist:** unit: tokens that are evicted, the same in all heads; besides: all kept tokens; zones: sink 4, window
-    the rest of the budget; budget: kept tokens; generated: evict the oldest of the window.
+    **Checklist:** unit: tokens that are evicted, the same in all heads; besides: all kept
+    tokens; zones: sink 4, window the rest of the budget; budget: kept tokens; generated: evict
+    the oldest of the window.
     """
     return _evicting(
         "streaming_llm",
@@ -62,13 +67,15 @@ def streaming_llm(
 
 
 def logevict(budget: int = 126, *, layers: Layers = Layers(dense=0)) -> PerLayer:
-    """LogQuant without its quantised tokens: `budget` tokens are kept, sparser with age, and the rest are evicted.
+    """LogQuant without its quantised tokens: `budget` tokens are kept, sparser with age, and
+    the rest are evicted.
 
-    **Source:** LogQuant (2025), Algorithm 1, in the evicting variant that the paper compares with. **Differs:** see
-    `LogSpaced`: tokens are evicted one at a time.
+    **Source:** LogQuant (2025), Algorithm 1, in the evicting variant that the paper compares
+    with. **Differs:** see `LogSpaced`: tokens are evicted one at a time.
 
-    **Checklist:** unit: tokens that are evicted, the same in all heads; besides: all kept tokens; zones: no sink,
-    window of a third of the budget; budget: kept tokens; generated: evict spaced ones.
+    **Checklist:** unit: tokens that are evicted, the same in all heads; besides: all kept
+    tokens; zones: no sink, window of a third of the budget; budget: kept tokens; generated:
+    evict spaced ones.
     """
     return _evicting("logevict", LogSpaced(), budget, layers)
 
@@ -80,29 +87,36 @@ def h2o(
     queries: int | None = 1024,
     layers: Layers = Layers(dense=0),
 ) -> PerLayer:
-    """H2O: keeps the newest tokens, a share `recent` of the budget, and those with the most accumulated attention.
+    """H2O: keeps the newest tokens, a share `recent` of the budget, and those with the most
+    accumulated attention.
 
     Args:
       recent: share of the budget that the newest tokens take.
-      queries: how many queries of a longer prompt vote, evenly spread; None: all, as in the paper, which is slow.
+      queries: how many queries of a longer prompt vote, evenly spread; None: all, as in the
+        paper, which is slow.
 
-    **Source:** H2O (Zhang et al. 2023), Algorithm 1. **Differs:** see `HeavyHitter`: a GQA group shares a selection;
-    the budget counts the new token; see `Evicting` for prompts in several chunks.
+    **Source:** H2O (Zhang et al. 2023), Algorithm 1. **Differs:** see `HeavyHitter`: a GQA
+    group shares a selection; the budget counts the new token; see `Evicting` for prompts in
+    several chunks.
 
-    **Checklist:** unit: tokens that are evicted, for each KV head; besides: all kept tokens; zones: no sink, window of
-    half of the budget; budget: kept tokens, prompt and answer; generated: evict the least attended, of the prompt too.
+    **Checklist:** unit: tokens that are evicted, for each KV head; besides: all kept tokens;
+    zones: no sink, window of half of the budget; budget: kept tokens, prompt and answer;
+    generated: evict the least attended, of the prompt too.
     """
     return _evicting("h2o", HeavyHitter(recent=recent, queries=queries), budget, layers)
 
 
 def tova(budget: int = 1024, *, layers: Layers = Layers(dense=0)) -> PerLayer:
-    """TOVA: evicts the token to which the newest query attends least, the same one in all heads of a layer.
+    """TOVA: evicts the token to which the newest query attends least, the same one in all heads
+    of a layer.
 
-    **Source:** TOVA (Oren et al. 2024). **Differs:** see `LastQuery`: a prompt is cut down once, by its last query; the
-    budget counts the new token; see `Evicting` for prompts in several chunks.
+    **Source:** TOVA (Oren et al. 2024). **Differs:** see `LastQuery`: a prompt is cut down
+    once, by its last query; the budget counts the new token; see `Evicting` for prompts in
+    several chunks.
 
-    **Checklist:** unit: tokens that are evicted, for the layer; besides: all kept tokens; zones: no sink, no window;
-    budget: kept tokens, prompt and answer; generated: evict the least attended, of the prompt too.
+    **Checklist:** unit: tokens that are evicted, for the layer; besides: all kept tokens;
+    zones: no sink, no window; budget: kept tokens, prompt and answer; generated: evict the
+    least attended, of the prompt too.
     """
     return _evicting("tova", LastQuery(), budget, layers)
 
@@ -115,14 +129,16 @@ def snapkv(
     pooling: Pooling = "max",
     layers: Layers = Layers(dense=0),
 ) -> PerLayer:
-    """SnapKV: keeps a prompt's last `window` tokens and those that their queries attend to most, `budget` in all.
+    """SnapKV: keeps a prompt's last `window` tokens and those that their queries attend to
+    most, `budget` in all.
 
-    **Source:** SnapKV (Li et al. 2024), section 4. **Differs:** see `Observation`: a GQA group shares a selection, and
-    generated tokens count against the budget; see `Evicting` for prompts in several chunks.
+    **Source:** SnapKV (Li et al. 2024), section 4. **Differs:** see `Observation`: a GQA group
+    shares a selection, and generated tokens count against the budget; see `Evicting` for
+    prompts in several chunks.
 
-    **Checklist:** unit: tokens of the prompt, once, for each KV head; besides: all kept tokens; zones: no sink, the
-    prompt's last 32 tokens; budget: kept tokens, prompt and answer; generated: kept, and evict those of the prompt with
-    the fewest votes.
+    **Checklist:** unit: tokens of the prompt, once, for each KV head; besides: all kept tokens;
+    zones: no sink, the prompt's last 32 tokens; budget: kept tokens, prompt and answer;
+    generated: kept, and evict those of the prompt with the fewest votes.
     """
     evictor = Observation(window=window, kernel_size=kernel_size, pooling=pooling)
     return _evicting("snapkv", evictor, budget, layers)
@@ -136,21 +152,26 @@ def raas(
     page: int = 1,
     layers: Layers = Layers(dense=0),
 ) -> PerLayer:
-    """RaaS: keeps the prompt, and evicts the generated token that has gone longest without attention.
+    """RaaS: keeps the prompt, and evicts the generated token that has gone longest without
+    attention.
 
     Args:
-      budget: tokens that a layer and KV head keeps, those of `prompt` not counted; a step attends to all of them.
+      budget: tokens that a layer and KV head keeps, those of `prompt` not counted; a step
+        attends to all of them.
       threshold: softmax weight above which a token counts as attended.
-      prompt: tokens of prompts that are kept beside the budget, as in the paper; memory is allocated for them.
-      page: tokens that are stamped together: a page is attended if its share of a softmax over pages is large enough.
+      prompt: tokens of prompts that are kept beside the budget, as in the paper; memory is
+        allocated for them.
+      page: tokens that are stamped together: a page is attended if its share of a softmax over
+        pages is large enough.
 
-    **Source:** RaaS (Hu et al. 2025, arXiv 2502.11147); FreeKV's comparison, for the maximum over a group. **Differs:**
-    see `LastUse` and `BesidePrompt`: the default stamps single tokens, and counts the prompt. With page=16 and a
-    `prompt` it stamps by pages and keeps the prompt beside the budget, as the paper does.
+    **Source:** RaaS (Hu et al. 2025, arXiv 2502.11147); FreeKV's comparison, for the maximum
+    over a group. **Differs:** see `LastUse` and `BesidePrompt`: the default stamps single
+    tokens, and counts the prompt. With page=16 and a `prompt` it stamps by pages and keeps the
+    prompt beside the budget, as the paper does.
 
-    **Checklist:** unit: tokens or pages that are evicted, for each KV head; besides: all kept tokens; zones: no sink,
-    no window; budget: kept tokens, the prompt's too unless `prompt` sets room for them; generated: evicted when they
-    are not attended for longest.
+    **Checklist:** unit: tokens or pages that are evicted, for each KV head; besides: all kept
+    tokens; zones: no sink, no window; budget: kept tokens, the prompt's too unless `prompt`
+    sets room for them; generated: evicted when they are not attended for longest.
     """
     require_int("raas(budget=...)", budget, at_least=1)
     evictor = LastUse(threshold=threshold)
@@ -185,22 +206,28 @@ def evict(
     close_up: bool = False,
     layers: Layers = Layers(dense=0),
 ) -> PerLayer:
-    """Keeps `budget` tokens by one of ten published rules: by chance, by keys, by values, or by remembered queries.
+    """Keeps `budget` tokens by one of ten published rules: by chance, by keys, by values, or by
+    remembered queries.
 
     Args:
-      rule: "random", "random_afresh", "knorm", "keydiff", "lagkv", "vatp", "criticalkv", "expected", "rkv" or
-        "triattention".
-      every: tokens that are evicted at once. None: 1, or with a rule that compares tokens a sixteenth of the budget.
-      prompt: tokens of prompts that stay beside the budget (`BesidePrompt`). None: all tokens compete.
-      rope_theta: theta of a model with plain RoPE, which "expected" and "triattention" must know; for other kinds of
-        RoPE give `Evicting` an evictor.
-      close_up: whether tokens that are left close up, with their keys rotated to their new places (`rope_theta`).
+      rule: "random", "random_afresh", "knorm", "keydiff", "lagkv", "vatp", "criticalkv",
+        "expected", "rkv" or "triattention".
+      every: tokens that are evicted at once. None: 1, or with a rule that compares tokens a
+        sixteenth of the budget.
+      prompt: tokens of prompts that stay beside the budget (`BesidePrompt`). None: all tokens
+        compete.
+      rope_theta: theta of a model with plain RoPE, which "expected" and "triattention" must
+        know; for other kinds of RoPE give `Evicting` an evictor.
+      close_up: whether tokens that are left close up, with their keys rotated to their new
+        places (`rope_theta`).
 
-    **Source:** see `Random`, `KeyNorm`, `KeyDiff`, `Lag`, `ValueWeighted`, `ExpectedAttention`, `Redundancy` (R-KV) and
-    `Trigonometric` (TriAttention). **Differs:** as there; every KV head evicts on its own.
+    **Source:** see `Random`, `KeyNorm`, `KeyDiff`, `Lag`, `ValueWeighted`, `ExpectedAttention`,
+    `Redundancy` (R-KV) and `Trigonometric` (TriAttention). **Differs:** as there; every KV head
+    evicts on its own.
 
-    **Checklist:** unit: tokens that are evicted, for each KV head; besides: all kept tokens; zones: no sink, no window;
-    budget: kept tokens, the prompt's too unless `prompt` sets room for them; generated: evicted by the rule.
+    **Checklist:** unit: tokens that are evicted, for each KV head; besides: all kept tokens;
+    zones: no sink, no window; budget: kept tokens, the prompt's too unless `prompt` sets room
+    for them; generated: evicted by the rule.
     """
     require_int("evict(budget=...)", budget, at_least=1)
     check_one_of("evict", RULES, rule=rule)
@@ -232,22 +259,25 @@ def pyramidkv(
     window: int = 8,
     kernel_size: int = 7,
 ) -> PerLayer:
-    """PyramidKV: SnapKV with a budget that falls linearly from the first layer to the last, `budget` on average.
+    """PyramidKV: SnapKV with a budget that falls linearly from the first layer to the last,
+    `budget` on average.
 
-    Every layer keeps `window` tokens. Besides them, the last layer gets 1/beta of an equal share of the rest, and the
-    first layer as much as makes the mean `budget`.
+    Every layer keeps `window` tokens. Besides them, the last layer gets 1/beta of an equal
+    share of the rest, and the first layer as much as makes the mean `budget`.
 
     Args:
-      budget: tokens that a layer and KV head keeps, as the mean over layers; a step attends to all of them.
+      budget: tokens that a layer and KV head keeps, as the mean over layers; a step attends to
+        all of them.
       layers: layers of the model.
       beta: how steeply budgets fall from the first layer to the last; at least 1.
 
-    **Source:** PyramidKV (Cai et al. 2024, arXiv 2406.02069): beta 20. **Differs:** as `snapkv`. Budgets do not depend
-    on the prompt: the original gives what a short prompt leaves of the first layers' budgets to later layers.
+    **Source:** PyramidKV (Cai et al. 2024, arXiv 2406.02069): beta 20. **Differs:** as
+    `snapkv`. Budgets do not depend on the prompt: the original gives what a short prompt leaves
+    of the first layers' budgets to later layers.
 
-    **Checklist:** unit: tokens of the prompt, once, for each KV head; besides: all kept tokens; zones: no sink, the
-    prompt's last 8 tokens; budget: kept tokens, as the mean over layers, prompt and answer; generated: kept, and evict
-    those of the prompt with the fewest votes.
+    **Checklist:** unit: tokens of the prompt, once, for each KV head; besides: all kept tokens;
+    zones: no sink, the prompt's last 8 tokens; budget: kept tokens, as the mean over layers,
+    prompt and answer; generated: kept, and evict those of the prompt with the fewest votes.
     """
     require_int("pyramidkv(budget=...)", budget, at_least=1)
     require_int("pyramidkv(layers=...)", layers, at_least=1)
@@ -266,10 +296,11 @@ def pyramidkv(
 
 
 def pyramid(budget: int, layers: int, beta: float) -> list[int]:
-    """Tokens of each layer, falling linearly to budget/beta in the last one, with a mean of about `budget`.
+    """Tokens of each layer, falling linearly to budget/beta in the last one, with a mean of
+    about `budget`.
 
-    **Source:** PyramidKV (Cai et al. 2024, arXiv 2406.02069), section 4: with L layers, the last has total / (beta L)
-    and the first 2 total / L minus that.
+    **Source:** PyramidKV (Cai et al. 2024, arXiv 2406.02069), section 4: with L layers, the
+    last has total / (beta L) and the first 2 total / L minus that.
 
     >>> pyramid(100, 5, 20)
     [195, 148, 100, 52, 5]
@@ -304,19 +335,24 @@ def adakv(
 ) -> PerLayer:
     """AdaKV: SnapKV with one budget for all KV heads of a layer, `budget` per head on average.
 
-    The tokens of a prompt compete across all heads for the slots of the layer, so heads that attend widely keep more.
+    The tokens of a prompt compete across all heads for the slots of the layer, so heads that
+    attend widely keep more.
 
     Args:
-      budget: tokens that a layer and KV head keeps, as the mean over the heads; a step attends to all of them.
-      floor: share of the budget besides the window that every KV head keeps at least, besides the window.
+      budget: tokens that a layer and KV head keeps, as the mean over the heads; a step attends
+        to all of them.
+      floor: share of the budget besides the window that every KV head keeps at least, besides
+        the window.
       ceiling: multiple of the budget that a KV head keeps at most; memory is allocated for it.
 
-    **Source:** AdaKV (Feng et al. 2024, arXiv 2407.11550): floor 0.2, over SnapKV. **Differs:** see `HeadBudgets` and
-    `Observation`. The budget counts the window and generated tokens; the original keeps all generated tokens.
+    **Source:** AdaKV (Feng et al. 2024, arXiv 2407.11550): floor 0.2, over SnapKV. **Differs:**
+    see `HeadBudgets` and `Observation`. The budget counts the window and generated tokens; the
+    original keeps all generated tokens.
 
-    **Checklist:** unit: tokens of the prompt, once, for the layer's KV heads together; besides: all kept tokens; zones:
-    no sink, the prompt's last 32 tokens; budget: kept tokens, as the mean over KV heads, prompt and answer; generated:
-    kept, and evict those of the prompt with the fewest votes.
+    **Checklist:** unit: tokens of the prompt, once, for the layer's KV heads together; besides:
+    all kept tokens; zones: no sink, the prompt's last 32 tokens; budget: kept tokens, as the
+    mean over KV heads, prompt and answer; generated: kept, and evict those of the prompt with
+    the fewest votes.
     """
     require_int("adakv(budget=...)", budget, at_least=1)
     evictor = Observation(window=window, kernel_size=kernel_size, pooling=pooling)

@@ -1,4 +1,6 @@
-"""Which KV heads of a model attend to distant tokens: saved and loaded, and turned into policies."""
+"""Which KV heads of a model attend to distant tokens: saved and loaded, and turned into
+policies.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class Heads:
         return sum(map(len, self.layers))
 
     def policies(self, others: Policy, selected: Policy | None = None) -> PerLayer:
-        """Policies with `selected` (default `Full()`) for these heads and `others` for all others, in each layer."""
+        """Policies with `selected` (default `Full()`) for these heads and `others` for all
+        others, in each layer.
+        """
         selected = Full() if selected is None else selected
 
         def one(heads: tuple[int, ...]) -> Policy:
@@ -85,7 +89,9 @@ class Heads:
 
 @dataclass(frozen=True)
 class ByHeads(PerLayer):
-    """Policies for the heads of one model, which do not fit a model with other layers or KV heads."""
+    """Policies for the heads of one model, which do not fit a model with other layers or KV
+    heads.
+    """
 
     heads: Heads = field(kw_only=True)
 

@@ -1,4 +1,6 @@
-"""RazorAttention and DuoAttention: retrieval heads keep every token, and all other KV heads keep a window."""
+"""RazorAttention and DuoAttention: retrieval heads keep every token, and all other KV heads
+keep a window.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +16,25 @@ from kvjax.validation import shown
 def razorattention(
     budget: int = 4096, *, sink: int = 4, heads: str | Heads | None = None
 ) -> PerLayer:
-    """RazorAttention: retrieval heads keep every token; others keep `budget` tokens and the mean of the rest.
+    """RazorAttention: retrieval heads keep every token; others keep `budget` tokens and the
+    mean of the rest.
 
     Other heads keep the first `sink` tokens, the newest ones, and a compensation token.
 
     Args:
       budget: tokens that other heads keep.
       sink: first tokens of a row that other heads keep.
-      heads: the retrieval heads, or a file of them: `kvjax.evaluate.heads.retrieval_heads` finds them for a model by
-        the paper's rule, and `save` writes them. None: no head keeps every token.
+      heads: the retrieval heads, or a file of them: `kvjax.evaluate.heads.retrieval_heads`
+        finds them for a model by the paper's rule, and `save` writes them. None: no head keeps
+        every token.
 
-    **Source:** RazorAttention (Tang et al. 2024, arXiv 2407.15891). **Differs:** see `Compensated` and
-    `kvjax.evaluate.heads.retrieval_heads`. The paper's window grows to a fifth of the prompt; here it is `budget`.
+    **Source:** RazorAttention (Tang et al. 2024, arXiv 2407.15891). **Differs:** see
+    `Compensated` and `kvjax.evaluate.heads.retrieval_heads`. The paper's window grows to a
+    fifth of the prompt; here it is `budget`.
 
-    **Checklist:** unit: KV heads, chosen before; besides: in retrieval heads every token, in others a mean of the
-    evicted ones; zones: sink 4, window the rest of the budget; budget: kept tokens of the other heads; generated: evict
-    the oldest of the window in other heads.
+    **Checklist:** unit: KV heads, chosen before; besides: in retrieval heads every token, in
+    others a mean of the evicted ones; zones: sink 4, window the rest of the budget; budget:
+    kept tokens of the other heads; generated: evict the oldest of the window in other heads.
     """
     return _by_head("razorattention", Compensated, budget, sink, heads)
 
@@ -37,20 +42,23 @@ def razorattention(
 def duoattention(
     budget: int = 256, *, sink: int = 64, heads: str | Heads | None = None
 ) -> PerLayer:
-    """DuoAttention: retrieval heads keep every token; others keep the first `sink` tokens and the newest.
+    """DuoAttention: retrieval heads keep every token; others keep the first `sink` tokens and
+    the newest.
 
     Args:
       budget: tokens that other heads keep.
       sink: first tokens of a row that other heads keep.
-      heads: the retrieval heads, or a file of them, as in `razorattention`. None: all heads keep `budget`.
+      heads: the retrieval heads, or a file of them, as in `razorattention`. None: all heads
+        keep `budget`.
 
-    **Source:** DuoAttention (Xiao et al. 2024, arXiv 2410.10819). **Differs:** the paper learns which heads retrieve,
-    by training gates on synthetic texts; here the heads are given, or found by the rule of RazorAttention. The budget
-    counts the sink: 192 newest tokens by default, and budget=320 for the 256 of the released code.
+    **Source:** DuoAttention (Xiao et al. 2024, arXiv 2410.10819). **Differs:** the paper learns
+    which heads retrieve, by training gates on synthetic texts; here the heads are given, or
+    found by the rule of RazorAttention. The budget counts the sink: 192 newest tokens by
+    default, and budget=320 for the 256 of the released code.
 
-    **Checklist:** unit: KV heads, chosen before; besides: in retrieval heads every token; zones: sink 64, window the
-    rest of the budget; budget: kept tokens of the other heads; generated: evict the oldest of the window in other
-    heads.
+    **Checklist:** unit: KV heads, chosen before; besides: in retrieval heads every token;
+    zones: sink 64, window the rest of the budget; budget: kept tokens of the other heads;
+    generated: evict the oldest of the window in other heads.
     """
     return _by_head("duoattention", None, budget, sink, heads)
 

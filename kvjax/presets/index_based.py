@@ -1,6 +1,8 @@
-"""PQCache, MagicPIG and ShadowKV: centroids, means or a basis of the keys, learnt from earlier tokens of a row.
+"""PQCache, MagicPIG and ShadowKV: centroids, means or a basis of the keys, learnt from earlier
+tokens of a row.
 
-The papers learn from the whole prompt; here the result does not depend on how a prompt is split into chunks.
+The papers learn from the whole prompt; here the result does not depend on how a prompt is split
+into chunks.
 """
 
 from __future__ import annotations
@@ -29,23 +31,27 @@ def pqcache(
     store: Store | str = "device",
     layers: Layers = Layers(dense=0),
 ) -> PerLayer:
-    """PQCache: every token is kept, and a step attends to the `budget` tokens whose product-quantised keys score best.
+    """PQCache: every token is kept, and a step attends to the `budget` tokens whose
+    product-quantised keys score best.
 
-    A code names the nearest of the centroids that k-means found among a block of `learn` tokens. Tokens compete by
-    their exact scores until they are encoded.
+    A code names the nearest of the centroids that k-means found among a block of `learn`
+    tokens. Tokens compete by their exact scores until they are encoded.
 
     Args:
       parts: parts of a key, each with a code.
       bits: bits of a part's code.
       learn: tokens that share centroids, which are learnt from them.
-      chunk: tokens encoded together: a multiple of `learn`, times the devices of a context axis. None: `learn`.
+      chunk: tokens encoded together: a multiple of `learn`, times the devices of a context
+        axis. None: `learn`.
 
-    **Source:** PQCache (Zhang et al. 2024, arXiv 2407.12820). **Differs:** see `ProductCodes`. The budget counts sink
-    and local window: 4 and 64 tokens here, 32 and half of the budget in the released code. The paper keeps keys and
-    values in host memory with a cache of blocks on the device; here that is store="host", without the cache.
+    **Source:** PQCache (Zhang et al. 2024, arXiv 2407.12820). **Differs:** see `ProductCodes`.
+    The budget counts sink and local window: 4 and 64 tokens here, 32 and half of the budget in
+    the released code. The paper keeps keys and values in host memory with a cache of blocks on
+    the device; here that is store="host", without the cache.
 
-    **Checklist:** unit: tokens, for each KV head; besides: sink and window; zones: sink 4, window 64; budget: every
-    token that a step reads; generated: compete by exact scores until a block of 1024 has its centroids.
+    **Checklist:** unit: tokens, for each KV head; besides: sink and window; zones: sink 4,
+    window 64; budget: every token that a step reads; generated: compete by exact scores until a
+    block of 1024 has its centroids.
     """
     require_int("pqcache(budget=...)", budget, at_least=1)
     policy = Retrieval(
@@ -73,11 +79,12 @@ def magicpig(
     dense_capacity: DenseCapacity = "auto",
     layers: Layers = Layers(dense=1),
 ) -> PerLayer:
-    """MagicPIG: every token is kept; a step estimates attention from tokens whose hashes collide with the query's.
+    """MagicPIG: every token is kept; a step estimates attention from tokens whose hashes
+    collide with the query's.
 
-    Each query head samples the keys that share its hash in enough tables, and weights them by the inverse of their
-    sampling probability. The sink and the recent block of up to `local` + `chunk` tokens are attended exactly; the
-    budget counts them.
+    Each query head samples the keys that share its hash in enough tables, and weights them by
+    the inverse of their sampling probability. The sink and the recent block of up to `local` +
+    `chunk` tokens are attended exactly; the budget counts them.
 
     Args:
       bits: bits of a hash.
@@ -86,13 +93,14 @@ def magicpig(
       chunk: tokens that are hashed together; at most this many are pending.
       seed: seed of the random directions.
 
-    **Source:** MagicPIG (Chen et al. 2024, arXiv 2410.16179): 10 bits, 150 tables, 2 collisions, sink 4, local 64.
-    **Differs:** see `Sampled` and `SimHash`. The paper keeps layers 0 and 16 of 32 dense; here the first are. Hashes
-    are on the device; the paper's are in host memory.
+    **Source:** MagicPIG (Chen et al. 2024, arXiv 2410.16179): 10 bits, 150 tables, 2
+    collisions, sink 4, local 64. **Differs:** see `Sampled` and `SimHash`. The paper keeps
+    layers 0 and 16 of 32 dense; here the first are. Hashes are on the device; the paper's are
+    in host memory.
 
-    **Checklist:** unit: tokens, sampled for each query head; besides: sink, window and pending tokens; zones: sink 4,
-    window 64; budget: these and the sample, which it bounds; generated: attended exactly until a chunk of 256 is
-    hashed.
+    **Checklist:** unit: tokens, sampled for each query head; besides: sink, window and pending
+    tokens; zones: sink 4, window 64; budget: these and the sample, which it bounds; generated:
+    attended exactly until a chunk of 256 is hashed.
     """
     require_int("magicpig(budget=...)", budget, at_least=1)
     policy = Sampled(
@@ -121,27 +129,31 @@ def shadowkv(
     host: bool = True,
     layers: Layers = Layers(dense=0),
 ) -> PerLayer:
-    """ShadowKV: keys as low-rank factors, values in host memory, and a step reads the pages with the best landmarks.
+    """ShadowKV: keys as low-rank factors, values in host memory, and a step reads the pages
+    with the best landmarks.
 
-    The landmark of a page is the mean of its keys. Keys of selected pages are rebuilt from their factors, and their
-    values come from host memory. The budget counts the outliers. Keys after RoPE are not of low rank and lose much
-    more precision: pass `rope_theta`.
+    The landmark of a page is the mean of its keys. Keys of selected pages are rebuilt from
+    their factors, and their values come from host memory. The budget counts the outliers. Keys
+    after RoPE are not of low rank and lose much more precision: pass `rope_theta`.
 
     Args:
       rank: coefficients of a token's keys, for all heads together.
-      outliers: pages whose keys are farthest from their landmark; kept exact on the device and read by every step.
-      rope_theta: theta of a model with plain RoPE: keys are then factored before their rotation, as in the paper. For
-        other kinds of RoPE see `LowRank(rope=...)`.
-      learn: number of first tokens from which the basis is learnt; also the tokens that are factored together.
+      outliers: pages whose keys are farthest from their landmark; kept exact on the device and
+        read by every step.
+      rope_theta: theta of a model with plain RoPE: keys are then factored before their
+        rotation, as in the paper. For other kinds of RoPE see `LowRank(rope=...)`.
+      learn: number of first tokens from which the basis is learnt; also the tokens that are
+        factored together.
       host: keep values in host memory; False: on the device.
 
-    **Source:** ShadowKV (Sun et al. 2024, arXiv 2410.21465): rank 160, pages of 8, 48 outliers. **Differs:** see
-    `LowRank`. The paper has no sink, and its budget counts neither outliers nor local window: its 1024 tokens are
-    1024 + 8 x 24 + 32 here, with outliers=24 and sink=0, as its released code has 24 outliers per 1024 tokens.
+    **Source:** ShadowKV (Sun et al. 2024, arXiv 2410.21465): rank 160, pages of 8, 48 outliers.
+    **Differs:** see `LowRank`. The paper has no sink, and its budget counts neither outliers
+    nor local window: its 1024 tokens are 1024 + 8 x 24 + 32 here, with outliers=24 and sink=0,
+    as its released code has 24 outliers per 1024 tokens.
 
-    **Checklist:** unit: pages of 8, for each KV head; besides: sink, window and 48 pages of outliers; zones: sink 4,
-    window 32; budget: these and the selected pages; generated: compete by exact scores until a block of 1024 is
-    factored.
+    **Checklist:** unit: pages of 8, for each KV head; besides: sink, window and 48 pages of
+    outliers; zones: sink 4, window 32; budget: these and the selected pages; generated: compete
+    by exact scores until a block of 1024 is factored.
     """
     require_int("shadowkv(budget=...)", budget, at_least=1)
     values = HostOffload(page=page) if host else Dense()

@@ -1,10 +1,12 @@
-"""Settings written as text: "fier:budget=256,group=16" names a function and the arguments to call it with.
+"""Settings written as text: "fier:budget=256,group=16" names a function and the arguments to
+call it with.
 
-If the default of a parameter is a dataclass, the dataclass's fields are settings too, in place of the parameter: with
-`layers=Layers(dense=2)`, the text "share=4" stands for Layers(dense=2, share=4).
+If the default of a parameter is a dataclass, the dataclass's fields are settings too, in place
+of the parameter: with `layers=Layers(dense=2)`, the text "share=4" stands for Layers(dense=2,
+share=4).
 
-A value is read by the default of its parameter: if that is a bool, "no" and "0" mean False. All other values are read
-as Python literals, and anything else is a string.
+A value is read by the default of its parameter: if that is a bool, "no" and "0" mean False. All
+other values are read as Python literals, and anything else is a string.
 """
 
 from __future__ import annotations
@@ -61,16 +63,16 @@ def field_names(default: Any) -> dict[str, str]:
 def read_settings(
     text: str, make: Callable[..., Any] | Mapping[str, Any], *, where: str = "setting"
 ) -> dict[str, Any]:
-    """The settings of "NAME:SETTING=VALUE,...", for `arguments_of`; `make` may also be all settings with their
-    defaults. `where` begins an error message.
+    """The settings of "NAME:SETTING=VALUE,...", for `arguments_of`; `make` may also be all
+    settings with their defaults. `where` begins an error message.
 
     >>> from kvjax import presets
     >>> read_settings("shadowkv:budget=256,host=no,group_reduce=per_head", presets.shadowkv)
     {'budget': 256, 'host': False, 'group_reduce': 'per_head'}
 
     Raises:
-      ValueError: a part that is not SETTING=VALUE, a name that `make` does not take, a name given twice, a bool that is
-        neither true nor false.
+      ValueError: a part that is not SETTING=VALUE, a name that `make` does not take, a name
+        given twice, a bool that is neither true nor false.
     """
     name, _, rest = text.partition(":")
     known, settings = make if isinstance(make, Mapping) else settings_of(make), dict[str, Any]()

@@ -1,4 +1,6 @@
-"""The registry of presets, and the parser of text such as "fier:budget=256" that names a preset and its settings."""
+"""The registry of presets, and the parser of text such as "fier:budget=256" that names a preset
+and its settings.
+"""
 
 from __future__ import annotations
 
@@ -51,15 +53,17 @@ class Preset:
         return "budget" in settings_of(self.make)
 
     def setting(self, released: bool = False) -> str:
-        """The text of the paper's setting, such as "quest:group_reduce=per_head"; or of the released code's."""
+        """The text of the paper's setting, such as "quest:group_reduce=per_head"; or of the
+        released code's.
+        """
         given = (released and self.released) or self.paper_setting
         return f"{self.name}:{given}" if given else self.name
 
     @property
     def checklist(self) -> dict[str, str]:
-        """Answers of the docstring to five questions on which methods of one budget differ: the unit of a selection,
-        what is attended besides, sink and window by default, what the budget counts, and what becomes of generated
-        tokens.
+        """Answers of the docstring to five questions on which methods of one budget differ: the
+        unit of a selection, what is attended besides, sink and window by default, what the
+        budget counts, and what becomes of generated tokens.
 
         >>> find("magicpig").checklist["unit"]
         'tokens, sampled for each query head'
@@ -74,7 +78,8 @@ class Preset:
 
     @property
     def least_budget(self) -> int | None:
-        """The smallest budget that the preset takes with its other settings at their defaults; None without a budget.
+        """The smallest budget that the preset takes with its other settings at their defaults;
+        None without a budget.
 
         >>> find("quest").least_budget
         48
@@ -94,7 +99,9 @@ class Preset:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings that its text takes, with their defaults; those of shared selections where it can share one."""
+        """The settings that its text takes, with their defaults; those of shared selections
+        where it can share one.
+        """
         found = settings_of(self.make)
         try:
             self.policy().follower()
@@ -270,7 +277,8 @@ def parse(text: str) -> PerLayer:
     True
 
     Raises:
-      ValueError: an unknown preset, with the nearest one; a setting that the preset does not have.
+      ValueError: an unknown preset, with the nearest one; a setting that the preset does not
+        have.
     """
     return parse_with_budget(text)[0]
 
@@ -278,7 +286,8 @@ def parse(text: str) -> PerLayer:
 def parse_with_budget(
     text: str, budget: int | None = None, *, where: str = "cache", budget_where: str = "budget="
 ) -> tuple[PerLayer, int | None]:
-    """`parse` that also returns the preset's budget, or None. `budget` is one given separately from the text.
+    """`parse` that also returns the preset's budget, or None. `budget` is one given separately
+    from the text.
 
     `where` and `budget_where` name text and budget in error messages.
     """
@@ -304,7 +313,8 @@ def parse_with_budget(
 
 
 def check_reaches(policies: PerLayer, layers: int, name: str) -> None:
-    """Raises ValueError if the dense layers of a preset cover the whole model, or if it was made for another model.
+    """Raises ValueError if the dense layers of a preset cover the whole model, or if it was
+    made for another model.
 
     >>> check_reaches(fier(64), 2, "fier")
     Traceback (most recent call last):

@@ -1,4 +1,5 @@
-"""Settings that several presets take: the layers of a model, where the history is kept, pages, RoPE.
+"""Settings that several presets take: the layers of a model, where the history is kept, pages,
+RoPE.
 
 Each function takes the name of the preset for its error messages.
 """
@@ -34,12 +35,16 @@ TURBO = re.compile(r"(?P<host>host-)?turbo(?P<keys>[2348])(v(?P<values>[2348]))?
 
 @dataclass(frozen=True)
 class Layers:
-    """How the layers of a model share work: the first `dense` attend to everything, and others may select for several.
+    """How the layers of a model share work: the first `dense` attend to everything, and others
+    may select for several.
 
     Attributes:
-      dense: first layers of the model that attend to everything. In a preset's text: `dense_layers`.
-      share: after the dense layers, every `share`-th layer selects, and the layers after it attend to the same slots.
-      anchors: numbers of the layers that select, in place of `share`; or a file written by `benchmarks/calibrate.py`.
+      dense: first layers of the model that attend to everything. In a preset's text:
+        `dense_layers`.
+      share: after the dense layers, every `share`-th layer selects, and the layers after it
+        attend to the same slots.
+      anchors: numbers of the layers that select, in place of `share`; or a file written by
+        `benchmarks/calibrate.py`.
 
     >>> from kvjax import presets
     >>> presets.fier(256, layers=Layers(dense=2, share=4)) == presets.parse("fier:budget=256,share=4")
@@ -81,10 +86,11 @@ def over_layers(name: str, layers: Layers, policy: Policy) -> PerLayer:
 
 
 def windowed(policies: PerLayer, windows: Sequence[int | None]) -> PerLayer:
-    """`policies`, but a layer with a sliding window keeps only its window; `windows` are those of a model's layers.
+    """`policies`, but a layer with a sliding window keeps only its window; `windows` are those
+    of a model's layers.
 
-    Such a layer needs no retrieval, and its memory does not grow with the text. Its tokens cannot be taken back, so
-    `rollback` and `truncate` refuse such a cache.
+    Such a layer needs no retrieval, and its memory does not grow with the text. Its tokens
+    cannot be taken back, so `rollback` and `truncate` refuse such a cache.
 
     >>> from kvjax import presets
     >>> presets.windowed(presets.full(), (128, None)).policy(0)
@@ -107,7 +113,8 @@ def windowed(policies: PerLayer, windows: Sequence[int | None]) -> PerLayer:
 
 
 def history(name: str, store: Store | str, page: int = 1) -> Store:
-    """The store of a preset's history, made of its text: "device", "turbo4", "host", "float8", "host+1024", ...
+    """The store of a preset's history, made of its text: "device", "turbo4", "host", "float8",
+    "host+1024", ...
 
     Raises:
       ValueError: text that names no store.
@@ -143,7 +150,9 @@ def history(name: str, store: Store | str, page: int = 1) -> Store:
 def capacity_of(
     dense_capacity: DenseCapacity, store: Store | str, layers: Layers
 ) -> DenseCapacity:
-    """The setting; "auto" becomes 0 for a preset that keeps its history on the host or shares selections."""
+    """The setting; "auto" becomes 0 for a preset that keeps its history on the host or shares
+    selections.
+    """
     shares = isinstance(layers, Layers) and layers.shares
     return (
         0

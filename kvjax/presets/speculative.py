@@ -1,4 +1,6 @@
-"""FreeKV and ArkVale: `Speculative` over pages in host memory; ArkVale always recalls before it attends."""
+"""FreeKV and ArkVale: `Speculative` over pages in host memory; ArkVale always recalls before it
+attends.
+"""
 
 from __future__ import annotations
 
@@ -35,27 +37,34 @@ def freekv(
     store: Store | str = "host",
     layers: Layers = Layers(dense=1),
 ) -> PerLayer:
-    """FreeKV: keys and values in host memory, and a step attends with the pages that the previous step recalled.
+    """FreeKV: keys and values in host memory, and a step attends with the pages that the
+    previous step recalled.
 
-    Heads whose query has changed direction recall before they attend. Pages take the budget that sink and local window
-    leave. `task` sets the paper's defaults: sink 128, local 128 and tau 0.8 for "long_input"; 512, 512 and 0.9 for
-    "long_generation". Each of them can also be set separately.
+    Heads whose query has changed direction recall before they attend. Pages take the budget
+    that sink and local window leave. `task` sets the paper's defaults: sink 128, local 128 and
+    tau 0.8 for "long_input"; 512, 512 and 0.9 for "long_generation". Each of them can also be
+    set separately.
 
     Args:
       task: the paper's defaults of sink, local and tau: "long_input" or "long_generation".
-      tau: heads whose query has a cosine with the previous one below tau recall before they attend.
-      summary: summary of the keys of a page: "min_max" (`MinMaxPages`) or "centre" (`CentrePages`).
-      selection_scale: factor of the scores in the selection; None: that of attention. With 1.0 `group_reduce` takes the
-        softmax of unscaled products, one of the paper's poolings; "max_score" is another.
+      tau: heads whose query has a cosine with the previous one below tau recall before they
+        attend.
+      summary: summary of the keys of a page: "min_max" (`MinMaxPages`) or "centre"
+        (`CentrePages`).
+      selection_scale: factor of the scores in the selection; None: that of attention. With 1.0
+        `group_reduce` takes the softmax of unscaled products, one of the paper's poolings;
+        "max_score" is another.
       chunk: tokens that are stored together; default: one page.
 
-    **Source:** FreeKV (2025). **Differs:** see `Speculative` for who decides and `HostOffload` for what stays on the
-    device; a page that is not yet full competes by the summary of its tokens so far. FreeKV's CUDA code summarises
-    pages as summary="centre" does, and pools raw scores as group_reduce="mean_score" does.
+    **Source:** FreeKV (2025). **Differs:** see `Speculative` for who decides and `HostOffload`
+    for what stays on the device; a page that is not yet full competes by the summary of its
+    tokens so far. FreeKV's CUDA code summarises pages as summary="centre" does, and pools raw
+    scores as group_reduce="mean_score" does.
 
-    **Checklist:** unit: pages of 32, for each KV head; besides: sink and window, and the token that left the window
-    since the recall; zones: sink 128, window 128, or 512 and 512 for long generation; budget: every token that a step
-    reads; generated: paged and moved to the host as the prompt is.
+    **Checklist:** unit: pages of 32, for each KV head; besides: sink and window, and the token
+    that left the window since the recall; zones: sink 128, window 128, or 512 and 512 for long
+    generation; budget: every token that a step reads; generated: paged and moved to the host as
+    the prompt is.
     """
     check_one_of("freekv", FREEKV, task=task)
     check_one_of("freekv", ("min_max", "centre"), summary=summary)
@@ -90,25 +99,30 @@ def arkvale(
     topk: int | None = None,
     layers: Layers = Layers(dense=2),
 ) -> PerLayer:
-    """ArkVale: keys and values in host memory, and a step recalls the pages whose digests (`CentrePages`) score best.
+    """ArkVale: keys and values in host memory, and a step recalls the pages whose digests
+    (`CentrePages`) score best.
 
-    Pages take the budget that sink and local window leave. Those that the previous step recalled are not moved again.
+    Pages take the budget that sink and local window leave. Those that the previous step
+    recalled are not moved again.
 
     Args:
       sink: first tokens of a row, always attended; the default is two pages.
       local: newest tokens of a row, always attended; the default is two pages.
-      per: whether each KV head selects for itself ("head"), or a layer selects once for all of its heads ("layer").
-      topk: tokens that a step selects among all pages, sink and local window included; the others of the budget stay
-        from the step before. None: the whole budget.
+      per: whether each KV head selects for itself ("head"), or a layer selects once for all of
+        its heads ("layer").
+      topk: tokens that a step selects among all pages, sink and local window included; the
+        others of the budget stay from the step before. None: the whole budget.
 
-    **Source:** ArkVale (Chen et al. 2024). **Differs:** the defaults of `per` and `topk`. The released code selects
-    once for all KV heads of a layer (per="layer"). It keeps a cache of 4096 tokens on the device, in which the best 29
-    of all pages replace those with the lowest scores, and attends to all that the cache holds (budget=4096,
-    topk=1056). A page that is not yet full competes by the digest of its tokens so far.
+    **Source:** ArkVale (Chen et al. 2024). **Differs:** the defaults of `per` and `topk`. The
+    released code selects once for all KV heads of a layer (per="layer"). It keeps a cache of
+    4096 tokens on the device, in which the best 29 of all pages replace those with the lowest
+    scores, and attends to all that the cache holds (budget=4096, topk=1056). A page that is not
+    yet full competes by the digest of its tokens so far.
 
-    **Checklist:** unit: pages of 32, for each KV head or, with per='layer', for the layer; besides: sink and window,
-    with `topk` what the device holds; zones: sink 64, window 64; budget: every token that a step reads; generated:
-    paged and moved to the host as the prompt is.
+    **Checklist:** unit: pages of 32, for each KV head or, with per='layer', for the layer;
+    besides: sink and window, with `topk` what the device holds; zones: sink 64, window 64;
+    budget: every token that a step reads; generated: paged and moved to the host as the prompt
+    is.
     """
     require_int("arkvale(budget=...)", budget, at_least=1)
     check_one_of("arkvale", ("head", "layer"), per=per)

@@ -1,8 +1,10 @@
-"""Selectors: which stored tokens a query needs, estimated from an index that is much smaller than the keys.
+"""Selectors: which stored tokens a query needs, estimated from an index that is much smaller
+than the keys.
 
-A selector indexes keys as they leave the recent block, and scores units of `unit` tokens (1, or a page) for a query.
-Scores estimate scale * q.k, so that they can be compared with the exact scores of pending tokens. `select` reduces them
-over the GQA group and selects; some selectors do both in one kernel.
+A selector indexes keys as they leave the recent block, and scores units of `unit` tokens (1, or
+a page) for a query. Scores estimate scale * q.k, so that they can be compared with the exact
+scores of pending tokens. `select` reduces them over the GQA group and selects; some selectors
+do both in one kernel.
 """
 
 from kvjax.selectors.exact import Exact

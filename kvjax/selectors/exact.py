@@ -17,12 +17,14 @@ from kvjax.validation import check_one_of
 
 @dataclass(frozen=True, kw_only=True)
 class Exact(Selector):
-    """Scores tokens by their exact scale * q.k: the best that a selector can do, without its savings.
+    """Scores tokens by their exact scale * q.k: the best that a selector can do, without its
+    savings.
 
-    With group_reduce="mean_softmax" the selection is by the attention mass of the group, with "per_head" by that of
-    each query head; with "mean_score" and "mean_query" (equal here, because q.k is linear) it is by the mean of the
-    true scores. Index: a second copy of the keys, D values of the cache's dtype per key and kv head, because a selector
-    has no access to the store; every step reads all of it.
+    With group_reduce="mean_softmax" the selection is by the attention mass of the group, with
+    "per_head" by that of each query head; with "mean_score" and "mean_query" (equal here,
+    because q.k is linear) it is by the mean of the true scores. Index: a second copy of the
+    keys, D values of the cache's dtype per key and kv head, because a selector has no access to
+    the store; every step reads all of it.
     """
 
     group_reduce: GroupReduce = "mean_softmax"
@@ -37,7 +39,8 @@ class Exact(Selector):
         return write(ix, k, at, count)
 
     def score(self, ix: Array, q: Array, *, scale: float) -> Array:
-        # A mean of queries stays in f32, whose products take a GPU twice the time of those of 16 bits.
+        # A mean of queries stays in f32, whose products take a GPU twice the time of those of
+        # 16 bits.
         return attention_logits(
             q, ix.astype(q.dtype) if self.group_reduce == "mean_query" else ix, scale
         )

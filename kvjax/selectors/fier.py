@@ -28,18 +28,21 @@ PageReduce = Literal["max", "mean"]
 
 @dataclass(frozen=True, kw_only=True)
 class Fier(Selector):
-    """Scores tokens by 1-bit keys: for each channel, whether it is above the middle of its group of tokens.
+    """Scores tokens by 1-bit keys: for each channel, whether it is above the middle of its
+    group of tokens.
 
-    Index: D/8 bytes per key for the bits and 4 D/g for scale and zero point in 16 bits; at g = 32 and D = 128, 32 bytes
-    per key and kv head, 1/8 of a bf16 key.
+    Index: D/8 bytes per key for the bits and 4 D/g for scale and zero point in 16 bits; at g =
+    32 and D = 128, 32 bytes per key and kv head, 1/8 of a bf16 key.
 
-    With `page` above 1 whole pages are selected, each by the best score of its tokens, or by the mean of its scores:
-    an ablation in which FIER reads pages as Quest does. All but the scores then runs in plain JAX.
+    With `page` above 1 whole pages are selected, each by the best score of its tokens, or by
+    the mean of its scores: an ablation in which FIER reads pages as Quest does. All but the
+    scores then runs in plain JAX.
 
-    **Source:** FIER, section 3 and Algorithm 1; section 4.4 for pages by the mean. **Differs:** the paper selects for
-    each query head of models without GQA; here the group shares a selection by `group_reduce`, and "per_head" is the
-    paper's rule (G times the reads). A group is indexed when its chunk leaves the recent block; until then its tokens
-    compete by exact scores.
+    **Source:** FIER, section 3 and Algorithm 1; section 4.4 for pages by the mean. **Differs:**
+    the paper selects for each query head of models without GQA; here the group shares a
+    selection by `group_reduce`, and "per_head" is the paper's rule (G times the reads). A group
+    is indexed when its chunk leaves the recent block; until then its tokens compete by exact
+    scores.
     """
 
     group: int = 32
@@ -94,7 +97,9 @@ class Fier(Selector):
         )
 
     def with_pending(self, candidates: Candidates, q: Array) -> Candidates:
-        """A pending page is scored by its exact keys so far: by the best of them, or by their mean."""
+        """A pending page is scored by its exact keys so far: by the best of them, or by their
+        mean.
+        """
         if self.page_reduce == "max":
             return candidates
         keys, valid = pending_pages(candidates, self.page)

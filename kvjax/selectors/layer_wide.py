@@ -17,10 +17,11 @@ from kvjax.validation import check_verbs
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWide(Wrapper):
-    """Selects the same units for all KV heads of a layer: all query heads of the layer rank them as one group.
+    """Selects the same units for all KV heads of a layer: all query heads of the layer rank
+    them as one group.
 
-    `selector` scores, and its `group_reduce` reduces the scores of all query heads to one. Scores are computed in f32
-    and sorted in plain JAX.
+    `selector` scores, and its `group_reduce` reduces the scores of all query heads to one.
+    Scores are computed in f32 and sorted in plain JAX.
 
     >>> import kvjax
     >>> policy = kvjax.Retrieval(selector=LayerWide(selector=kvjax.CentrePages()), demote=kvjax.Fifo(leave=32))
@@ -44,7 +45,9 @@ class LayerWide(Wrapper):
 
     @property
     def joins_heads(self) -> bool:
-        """True: the heads of a layer select together, so none can be computed without the others."""
+        """True: the heads of a layer select together, so none can be computed without the
+        others.
+        """
         return True
 
     def over_context(self, stripes: Stripes) -> Selector:

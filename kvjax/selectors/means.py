@@ -16,12 +16,14 @@ from kvjax.spec import CacheSpec
 
 @dataclass(frozen=True, kw_only=True)
 class MeanPages(Paged):
-    """Scores pages of `page` tokens by the mean of their keys: the mean of the exact scores of a page.
+    """Scores pages of `page` tokens by the mean of their keys: the mean of the exact scores of
+    a page.
 
     Index: D values of the cache's dtype per page and KV head.
 
-    **Source:** ShadowKV (Sun et al. 2024, arXiv 2410.21465), landmarks: pages of 8, the maximum of softmax over the
-    group. **Differs:** a page is indexed with its chunk; until then it competes by the best exact score of its tokens.
+    **Source:** ShadowKV (Sun et al. 2024, arXiv 2410.21465), landmarks: pages of 8, the maximum
+    of softmax over the group. **Differs:** a page is indexed with its chunk; until then it
+    competes by the best exact score of its tokens.
     """
 
     page: int = 8
@@ -37,6 +39,7 @@ class MeanPages(Paged):
         return write(ix, means, at // self.page, count // self.page)
 
     def score(self, ix: Array, q: Array, *, scale: float) -> Array:
-        # Behind a barrier, or XLA would copy all landmarks to join them with the pending keys for one product.
+        # Behind a barrier, or XLA would copy all landmarks to join them with the pending keys
+        # for one product.
         ix = ix.astype(q.dtype) if self.group_reduce == "mean_query" else ix
         return attention_logits(lax.optimization_barrier(q), ix, scale)

@@ -1,8 +1,9 @@
 """Quest, ArkVale and FreeKV: pages by a box around their keys.
 
-A page is summarised by two corners, a low and a high value of each channel. A query's score of a page is its largest
-product with any point of the box, sum_i max(q_i low_i, q_i high_i). With the true minima and maxima that is an upper
-bound of every q.k of the page; a smaller box follows the typical key.
+A page is summarised by two corners, a low and a high value of each channel. A query's score of
+a page is its largest product with any point of the box, sum_i max(q_i low_i, q_i high_i). With
+the true minima and maxima that is an upper bound of every q.k of the page; a smaller box
+follows the typical key.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class Boxes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class _Boxes(Paged):
-    """Scores pages of `page` tokens by one box each; a subclass defines the box, also of pending pages."""
+    """Scores pages of `page` tokens by one box each; a subclass defines the box, also of
+    pending pages.
+    """
 
     pending: Pending
 
@@ -57,10 +60,11 @@ class _Boxes(Paged):
         raise NotImplementedError
 
     def box_of_seen(self, keys: Array, seen: Array) -> tuple[Array, Array]:
-        """The corners [B, K, T, P, 1, D] of the tokens of pages [B, K, 1, P, page, D] that are `seen`.
+        """The corners [B, K, T, P, 1, D] of the tokens of pages [B, K, 1, P, page, D] that are
+        `seen`.
 
-        Here the smallest and largest keys. Takes one key after the other, so that XLA fuses everything into one kernel:
-        a reduction would be a second one.
+        Here the smallest and largest keys. Takes one key after the other, so that XLA fuses
+        everything into one kernel: a reduction would be a second one.
         """
         B, K, _, P, page, D = keys.shape
         largest, shape = (
@@ -110,16 +114,19 @@ class _Boxes(Paged):
 
 @dataclass(frozen=True, kw_only=True)
 class MinMaxPages(_Boxes):
-    """Scores pages of `page` tokens by the box of their smallest and largest keys, an upper bound of scale * q.k.
+    """Scores pages of `page` tokens by the box of their smallest and largest keys, an upper
+    bound of scale * q.k.
 
-    Index: 2 D/page values of the cache's dtype per key, exact; at page = 16 and D = 128 in bf16, 32 bytes per key and
-    kv head, 1/8 of the key.
+    Index: 2 D/page values of the cache's dtype per key, exact; at page = 16 and D = 128 in
+    bf16, 32 bytes per key and kv head, 1/8 of the key.
 
-    **Source:** Quest (Tang et al. 2024), Algorithm 1 (page 16); FreeKV (page 32). **Differs:** Quest selects for each
-    query head; here the group shares a selection by `group_reduce`, FreeKV's mean of softmax by default, and "per_head"
-    is Quest's rule (G times the reads). A page is indexed with its chunk. Until then its score is that of the box of
-    its tokens so far (pending="box"), as in Quest's evaluation, or the best exact score of its tokens ("exact"), which
-    is below the bounds of other pages: use that where no tokens are pending, as with `Buffer`.
+    **Source:** Quest (Tang et al. 2024), Algorithm 1 (page 16); FreeKV (page 32). **Differs:**
+    Quest selects for each query head; here the group shares a selection by `group_reduce`,
+    FreeKV's mean of softmax by default, and "per_head" is Quest's rule (G times the reads). A
+    page is indexed with its chunk. Until then its score is that of the box of its tokens so far
+    (pending="box"), as in Quest's evaluation, or the best exact score of its tokens ("exact"),
+    which is below the bounds of other pages: use that where no tokens are pending, as with
+    `Buffer`.
     """
 
     page: int = 16
@@ -132,14 +139,17 @@ class MinMaxPages(_Boxes):
 
 @dataclass(frozen=True, kw_only=True)
 class CentrePages(_Boxes):
-    """Scores pages of `page` tokens by the box centre - d to centre + d, with d the mean deviation from the centre.
+    """Scores pages of `page` tokens by the box centre - d to centre + d, with d the mean
+    deviation from the centre.
 
-    For each channel, centre = (max + min) / 2 over the page and d = mean |k - centre|. Not a bound: a key may lie
-    outside of the box. Index: as `MinMaxPages`, rounded to the cache's dtype.
+    For each channel, centre = (max + min) / 2 over the page and d = mean |k - centre|. Not a
+    bound: a key may lie outside of the box. Index: as `MinMaxPages`, rounded to the cache's
+    dtype.
 
-    **Source:** ArkVale (Chen et al. 2024), the bounding cuboid with mean radius ("cuboid-mean"), page 32, mean of raw
-    scores over the group; FreeKV's CUDA code has the same summary and group_reduce. **Differs:** ArkVale adds a page
-    when it is full; here it is added with its chunk, and until then competes by the box of its tokens so far, or with
+    **Source:** ArkVale (Chen et al. 2024), the bounding cuboid with mean radius
+    ("cuboid-mean"), page 32, mean of raw scores over the group; FreeKV's CUDA code has the same
+    summary and group_reduce. **Differs:** ArkVale adds a page when it is full; here it is added
+    with its chunk, and until then competes by the box of its tokens so far, or with
     pending="exact" by their exact scores (see `MinMaxPages`).
     """
 

@@ -37,18 +37,22 @@ from kvjax.validation import check_flags, check_one_of
 
 Votes = Literal["tiers", "plain"]
 
-# Candidates beta and reach rho, shares of the history, for histories shorter than each of LENGTHS and for longer ones.
-# All shares are kept in twentieths, so that numbers of tokens are rounded up exactly.
+# Candidates beta and reach rho, shares of the history, for histories shorter than each of
+# LENGTHS and for longer ones. All shares are kept in twentieths, so that numbers of tokens are
+# rounded up exactly.
 LENGTHS = np.array([5_000, 10_000, 30_000], np.int32)
 BETA = np.array([10, 5, 4, 2], np.int32)
 RHO = np.array([10, 6, 5, 4], np.int32)
 TIERS = {"tiers": np.array([1, 3, 6, 10, 15, 20], np.int32), "plain": np.array([20], np.int32)}
-# A token that is not reranked scores its votes below this, so under every estimate, and still in order.
+# A token that is not reranked scores its votes below this, so under every estimate, and still
+# in order.
 FLOOR = -(2.0**20)
 
 
 class ParisIndex(NamedTuple):
-    """Codes of each key, how many keys have each sign pattern, and how many keys a step puts in tiers and reranks."""
+    """Codes of each key, how many keys have each sign pattern, and how many keys a step puts in
+    tiers and reranks.
+    """
 
     codes: Directions  # of rotated keys, [B, K, S, ...]
     counts: (
@@ -60,43 +64,50 @@ class ParisIndex(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Paris(Selector):
-    """Scores tokens in two stages, after one random rotation of keys and queries (`kvjax.numerics.rotate`).
+    """Scores tokens in two stages, after one random rotation of keys and queries
+    (`kvjax.numerics.rotate`).
 
-    First every key earns votes in each `subspace` of 8 channels, by how well its sign pattern matches the query: 6 for
-    a key among the best 5 % of rho n, then 5, 4, 3, 2 and 1 for 15, 30, 50, 75 and 100 % of it (`votes="tiers"`), or
-    one for the best rho n ("plain"). The beta n keys with the most votes are then scored by their codes, an estimate of
-    scale * q.k in f32. All others score below these, in order of their votes. beta and rho depend on the length n of
-    the row's history: .50 and .50 below 5000 tokens, .25 and .30 below 10000, .20 and .25 below 30000, then .10 and
-    .20.
+    First every key earns votes in each `subspace` of 8 channels, by how well its sign pattern
+    matches the query: 6 for a key among the best 5 % of rho n, then 5, 4, 3, 2 and 1 for 15,
+    30, 50, 75 and 100 % of it (`votes="tiers"`), or one for the best rho n ("plain"). The beta
+    n keys with the most votes are then scored by their codes, an estimate of scale * q.k in
+    f32. All others score below these, in order of their votes. beta and rho depend on the
+    length n of the row's history: .50 and .50 below 5000 tokens, .25 and .30 below 10000, .20
+    and .25 below 30000, then .10 and .20.
 
-    Index: 6 bytes per 8 channels of a key, 96 at D = 128, and 1 KiB of counts per 8 channels of a row and kv head,
-    16 KiB. A step reads D/8 bytes of each slot and 3/4 D of each candidate. Shapes are static: it votes on all slots,
-    and scores as many candidates as the worst length up to the capacity needs, or the `candidates` that are set.
+    Index: 6 bytes per 8 channels of a key, 96 at D = 128, and 1 KiB of counts per 8 channels of
+    a row and kv head, 16 KiB. A step reads D/8 bytes of each slot and 3/4 D of each candidate.
+    Shapes are static: it votes on all slots, and scores as many candidates as the worst length
+    up to the capacity needs, or the `candidates` that are set.
 
-    With subspace=4 votes cost twice the time and weights twice the bytes. With radius_bits=4 a weight is one of 16
-    shares of the key's length, by the distribution of random directions (`kvjax.numerics.rotate.radius_table`): 74
-    bytes per key at D = 128. Both run in plain JAX.
+    With subspace=4 votes cost twice the time and weights twice the bytes. With radius_bits=4 a
+    weight is one of 16 shares of the key's length, by the distribution of random directions
+    (`kvjax.numerics.rotate.radius_table`): 74 bytes per key at D = 128. Both run in plain JAX.
 
-    Through the counts, a score depends on the rest of the history; under a sliding window on the visible part, whose
-    patterns each step counts again. Votes tie often. For the last place among the candidates the lower slot wins, and
-    only there does the order of slots matter.
+    Through the counts, a score depends on the rest of the history; under a sliding window on
+    the visible part, whose patterns each step counts again. Votes tie often. For the last place
+    among the candidates the lower slot wins, and only there does the order of slots matter.
 
-    **Source:** ParisKV (Qi et al. 2026, arXiv 2602.07721): collision, reranking, alpha-correction (`correct`). With
-    seed=None nothing is rotated, the ablation of its Fig. 10: if channels differ in size, votes and codes then follow
-    the large ones. **Differs:** neither query nor key is normalised, because both stages are linear in the query, and
-    signs and directions are those of the unit key; the signs of a code are stored once, as the patterns (96 bytes per
-    key, not 112); the paper codes radii for its vote, radius_bits=4 those of the estimates; keys with the same pattern
-    rank equally, and enter a tier together in both forms of voting; 5K, 10K and 30K are read as thousands of tokens in
-    the history.
+    **Source:** ParisKV (Qi et al. 2026, arXiv 2602.07721): collision, reranking,
+    alpha-correction (`correct`). With seed=None nothing is rotated, the ablation of its Fig.
+    10: if channels differ in size, votes and codes then follow the large ones. **Differs:**
+    neither query nor key is normalised, because both stages are linear in the query, and signs
+    and directions are those of the unit key; the signs of a code are stored once, as the
+    patterns (96 bytes per key, not 112); the paper codes radii for its vote, radius_bits=4
+    those of the estimates; keys with the same pattern rank equally, and enter a tier together
+    in both forms of voting; 5K, 10K and 30K are read as thousands of tokens in the history.
 
     Attributes:
       votes: how keys are voted for: "tiers", or "plain".
       correct: correct the estimated score of a key for its rounding.
-      candidates: keys with the most votes, which are ranked by estimates; None: a tenth to a half of the history.
+      candidates: keys with the most votes, which are ranked by estimates; None: a tenth to a
+        half of the history.
       group_reduce: how a GQA group shares a selection; "per_head": each query head has its own.
       seed: seed of the rotation of keys; None: no rotation, the paper's ablation.
-      subspace: channels per block of the codes, 8 or 4; 4 runs in plain JAX, not in the kernels.
-      radius_bits: bits of the length of a block, 16 or 4; 4 runs in plain JAX, not in the kernels.
+      subspace: channels per block of the codes, 8 or 4; 4 runs in plain JAX, not in the
+        kernels.
+      radius_bits: bits of the length of a block, 16 or 4; 4 runs in plain JAX, not in the
+        kernels.
     """
 
     votes: Votes = "tiers"
@@ -171,7 +182,9 @@ class Paris(Selector):
         )
 
     def _tally(self, counts: Array, signs: Array, stored: Array) -> Array:
-        """`counts` plus the patterns of signs u8[B, K, T, D/8], of the tokens that are `stored`, bool[B, T]."""
+        """`counts` plus the patterns of signs u8[B, K, T, D/8], of the tokens that are
+        `stored`, bool[B, T].
+        """
         ids = patterns(signs, self.subspace)
         B, K, _, N = ids.shape
         first = (jnp.arange(K)[:, None] * N + jnp.arange(N)[None]) * 2**self.subspace
@@ -213,7 +226,9 @@ class Paris(Selector):
         *,
         scale: float,
     ) -> Array:
-        """Scores of all keys: estimates of the `candidates`, and below them the votes of the others."""
+        """Scores of all keys: estimates of the `candidates`, and below them the votes of the
+        others.
+        """
         S = votes.shape[3]
         rotated = q if self.seed is None else rotate_few(q, self.seed)
         estimates = ops.rerank(rotated, ix.codes, candidates, scale=scale)
@@ -249,7 +264,9 @@ class Paris(Selector):
         )
 
     def _length(self, counts: Array) -> Array:
-        """i32[B] keys of the history: each has one pattern in the first subspace of the first head."""
+        """i32[B] keys of the history: each has one pattern in the first subspace of the first
+        head.
+        """
         return jnp.sum(counts[:, : 2**self.subspace], axis=-1, dtype=jnp.int32)
 
     def select(
@@ -257,8 +274,8 @@ class Paris(Selector):
     ) -> Selection | PackedSelection:
         """Selects among candidates and pending tokens.
 
-        Every reranked token ranks above all others. If candidates and pending tokens are too few, more tokens join
-        them, those with the most votes, and all are selected.
+        Every reranked token ranks above all others. If candidates and pending tokens are too
+        few, more tokens join them, those with the most votes, and all are selected.
         """
         if not candidates.fit(
             in_order=0, window=False
@@ -276,9 +293,8 @@ class Paris(Selector):
     def _select(
         self, ix: ParisIndex, q: Array, candidates: Candidates, *, scale: float
     ) -> Selection | PackedSelection:
-        means = (
-            q.shape[2] > candidates.steps and self.group_reduce != "per_head"
-        )  # needs all scores of each head
+        # needs all scores of each head
+        means = q.shape[2] > candidates.steps and self.group_reduce != "per_head"
         if means or self.seed is None:
             return ops.select_top(
                 self.score(ix, q, scale=scale), q, candidates, self.group_reduce, scale=scale
@@ -297,7 +313,9 @@ class Paris(Selector):
         return ops.select_4bit(q, ix.codes, listed, candidates, seed=self.seed, scale=scale)
 
     def room(self, slots: int) -> int:
-        """Candidates that a step over `slots` slots has room for: as many as any length of history needs."""
+        """Candidates that a step over `slots` slots has room for: as many as any length of
+        history needs.
+        """
         if self.candidates is not None:
             return min(self.candidates, slots)
         longest = [n for n in (*(LENGTHS - 1).tolist(), slots) if n <= slots]
@@ -318,16 +336,20 @@ class Paris(Selector):
 
 @dataclass(frozen=True)
 class StripedParis(StripedSelector):
-    """`Paris` on one device of a context axis: it has the codes of its stripes, and the counts of the whole history.
+    """`Paris` on one device of a context axis: it has the codes of its stripes, and the counts
+    of the whole history.
 
-    Votes follow from the counts, so each device finds those of its own keys. The candidates are the same as on a single
-    device: devices exchange how many keys have how many votes, and each reranks its own candidates.
+    Votes follow from the counts, so each device finds those of its own keys. The candidates are
+    the same as on a single device: devices exchange how many keys have how many votes, and each
+    reranks its own candidates.
     """
 
     selector: Paris
 
     def append(self, ix: ParisIndex, k: Array, at: Array, count: Array) -> ParisIndex:
-        """Encodes all keys of the chunk on every device, counts their patterns, and stores the device's own keys."""
+        """Encodes all keys of the chunk on every device, counts their patterns, and stores the
+        device's own keys.
+        """
         paris, stripes = self.selector, self.stripes
         room = Directions(
             *(jnp.zeros((*a.shape[:2], k.shape[2], *a.shape[3:]), a.dtype) for a in ix.codes)
@@ -377,7 +399,9 @@ class StripedParis(StripedSelector):
     def _score_seen(
         self, ix: ParisIndex, q: Array, start: Array | int, stop: Array, *, scale: float
     ) -> Array:
-        """`Paris.score` of this device's keys, in a history of the slots [start, stop) of each device."""
+        """`Paris.score` of this device's keys, in a history of the slots [start, stop) of each
+        device.
+        """
         paris, votes = self.selector, self.selector._votes(ix, q)
         B, K, G, S = votes.shape
         slot = jnp.arange(S, dtype=jnp.int32)[None]

@@ -1,7 +1,9 @@
-"""Pending pages, which are not full and so not indexed, compete by the summary of their tokens so far.
+"""Pending pages, which are not full and so not indexed, compete by the summary of their tokens
+so far.
 
-A page's score is that of a point: the point of its box with the largest product with a query head. So the
-tokens of such a page are replaced by these points, one for each query head in turn, and are scored like pending keys.
+A page's score is that of a point: the point of its box with the largest product with a query
+head. So the tokens of such a page are replaced by these points, one for each query head in
+turn, and are scored like pending keys.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ class Paged(Selector):
 
 
 def pending_pages(candidates: Candidates, page: int) -> tuple[Array, Array]:
-    """The pending keys by page, [B, K, 1, P, page, D], and which slots hold a token, bool[B or 1, 1, T, P, page, 1]."""
+    """The pending keys by page, [B, K, 1, P, page, D], and which slots hold a token, bool[B or
+    1, 1, T, P, page, 1].
+    """
     keys, _, stop = candidates.pending
     B, K, _, D = keys.shape
     slots = candidates.pending_slots
@@ -49,9 +53,11 @@ def pending_pages(candidates: Candidates, page: int) -> tuple[Array, Array]:
 
 
 def with_points(candidates: Candidates, best: Array, page: int) -> Candidates:
-    """`candidates` with points for the pending keys: best [B, K, T, P, heads, D], of each page and query head.
+    """`candidates` with points for the pending keys: best [B, K, T, P, heads, D], of each page
+    and query head.
 
-    They fill the page's slots one after the other. All are points of the page, so the best for any head is its own.
+    They fill the page's slots one after the other. All are points of the page, so the best for
+    any head is its own.
     """
     _, start, stop = candidates.pending
     (B, K, T), heads, D = best.shape[:3], best.shape[4], best.shape[5]

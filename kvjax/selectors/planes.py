@@ -27,12 +27,15 @@ BLOCK = 512  # tokens whose signs are expanded at a time
 
 @dataclass(frozen=True, kw_only=True)
 class SignPlane(Selector):
-    """Scores tokens by the first plane of the store's own codes, the signs of rotated keys: no index is kept.
+    """Scores tokens by the first plane of the store's own codes, the signs of rotated keys: no
+    index is kept.
 
-    A sign says of a random direction what the best 1-bit code does; with the code's scale, the estimate of q.k is
-    unbiased. A step reads D/8 + 2 bytes per key and KV head. The store must be `TurboQuant` with keys of 2 to 4 bits.
+    A sign says of a random direction what the best 1-bit code does; with the code's scale, the
+    estimate of q.k is unbiased. A step reads D/8 + 2 bytes per key and KV head. The store must
+    be `TurboQuant` with keys of 2 to 4 bits.
 
-    **Source:** none; the codes are TurboQuant's (arXiv 2504.19874), the retrieval by 1-bit keys is FIER's.
+    **Source:** none; the codes are TurboQuant's (arXiv 2504.19874), the retrieval by 1-bit keys
+    is FIER's.
     """
 
     group_reduce: GroupReduce = "mean_softmax"
@@ -80,9 +83,11 @@ class SignPlane(Selector):
 
 @lru_cache
 def _sign_size(D: int, bits: int) -> float:
-    """The size of a channel of a key of weight 1, by its sign alone, with which products are unbiased.
+    """The size of a channel of a key of weight 1, by its sign alone, with which products are
+    unbiased.
 
-    The key's length is its weight times <u, c>, whose mean is that of |c|^2; and <u, sign(u)> has the mean D E|u|.
+    The key's length is its weight times <u, c>, whose mean is that of |c|^2; and <u, sign(u)>
+    has the mean D E|u|.
     """
     t = (np.arange(2**14) + 0.5) / 2**14
     density = (1 - t * t) ** ((D - 3) / 2)

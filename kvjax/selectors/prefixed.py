@@ -29,7 +29,8 @@ class PrefixedIndex:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixedSelector(Sharing, Wrapper):
-    """Selects by another selector among a prefix and a row's own tokens, as if they were one history.
+    """Selects by another selector among a prefix and a row's own tokens, as if they were one
+    history.
 
     The scores of both parts are put into the order of slots, and compete in one sort.
     """

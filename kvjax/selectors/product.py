@@ -28,20 +28,24 @@ class ProductIndex(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ProductCodes(Selector):
-    """Scores tokens by product quantisation: each of `parts` parts of a key is replaced by its nearest centroid.
+    """Scores tokens by product quantisation: each of `parts` parts of a key is replaced by its
+    nearest centroid.
 
-    The history of a row is divided into blocks of `learn` tokens. In each block a kv head has a codebook of 2**bits
-    centroids for each part, which Lloyd's k-means learns from the keys of the block. A step multiplies its queries with
-    the centroids of all blocks, and scores a token by `parts` lookups.
+    The history of a row is divided into blocks of `learn` tokens. In each block a kv head has a
+    codebook of 2**bits centroids for each part, which Lloyd's k-means learns from the keys of
+    the block. A step multiplies its queries with the centroids of all blocks, and scores a
+    token by `parts` lookups.
 
-    Index: `parts` bytes per key and kv head, and 2**bits D numbers of the cache's dtype per block and kv head: together
-    18 bytes a key at the defaults, with D = 128 in 16 bits. Chunks must be a multiple of `learn`. Tokens of a block
-    with the same codes tie, and the lower slot wins.
+    Index: `parts` bytes per key and kv head, and 2**bits D numbers of the cache's dtype per
+    block and kv head: together 18 bytes a key at the defaults, with D = 128 in 16 bits. Chunks
+    must be a multiple of `learn`. Tokens of a block with the same codes tie, and the lower slot
+    wins.
 
-    **Source:** PQCache (Zhang et al. 2024, arXiv 2407.12820): 2 parts, 6 bits, sum of softmax over the group.
-    **Differs:** the paper learns one codebook from the whole prompt and keeps it. Here each block has its own, so that
-    codes do not depend on how a prompt is split into chunks; that takes 16 more bytes a key. k-means starts from evenly
-    spaced tokens; the paper bounds its iterations by a time limit. A code takes a byte, not 6 bits.
+    **Source:** PQCache (Zhang et al. 2024, arXiv 2407.12820): 2 parts, 6 bits, sum of softmax
+    over the group. **Differs:** the paper learns one codebook from the whole prompt and keeps
+    it. Here each block has its own, so that codes do not depend on how a prompt is split into
+    chunks; that takes 16 more bytes a key. k-means starts from evenly spaced tokens; the paper
+    bounds its iterations by a time limit. A code takes a byte, not 6 bits.
     """
 
     parts: int = 2
@@ -106,7 +110,8 @@ class ProductCodes(Selector):
         channel = jnp.arange(D) // (D // self.parts)
 
         def looked_up(part: int) -> Array:
-            # A query of one part only: so the centroids are read as they lie. XLA looks up and adds in one pass.
+            # A query of one part only: so the centroids are read as they lie. XLA looks up and
+            # adds in one pass.
             table = attention_logits(jnp.where(channel == part, q, 0), books, 1.0)
             own = jnp.broadcast_to(ix.codes[:, :, None, :, part], first.shape).astype(jnp.int32)
             return jnp.take_along_axis(table, first + own, axis=-1, mode="promise_in_bounds")
@@ -139,7 +144,9 @@ class ProductCodes(Selector):
 
 
 def _nearest(points: Array, books: Array) -> Array:
-    """u8[B, K, m, n]: the nearest centroid of books [B, K, m, C, d] to each point [B, K, m, n, d]."""
+    """u8[B, K, m, n]: the nearest centroid of books [B, K, m, C, d] to each point [B, K, m, n,
+    d].
+    """
     products = jnp.einsum("bkmnd,bkmcd->bkmnc", points, books, precision="highest")
     sizes = jnp.sum(books * books, axis=-1)[:, :, :, None]
     return jnp.argmin(sizes - 2 * products, axis=-1).astype(jnp.uint8)

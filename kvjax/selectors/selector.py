@@ -19,11 +19,13 @@ LAST = -1e30  # the score of units that rank after all others
 class Selector:
     """Indexes keys, and estimates from the index which stored tokens a query needs.
 
-    A subclass is a frozen dataclass without arrays that implements `init`, `append` and `score`; all other verbs have
-    defaults. Override `select` if one operation can score and select.
+    A subclass is a frozen dataclass without arrays that implements `init`, `append` and
+    `score`; all other verbs have defaults. Override `select` if one operation can score and
+    select.
 
-    Laws: a score depends only on its own unit and the query; appending in one call or chunk by chunk gives the same
-    index; slots at or past count may score anything, because they are masked later.
+    Laws: a score depends only on its own unit and the query; appending in one call or chunk by
+    chunk gives the same index; slots at or past count may score anything, because they are
+    masked later.
     """
 
     @property
@@ -37,24 +39,30 @@ class Selector:
         return "mean_softmax"
 
     takes_steps: ClassVar[bool] = True
-    """True if `select` selects for several decode steps at once; otherwise they come one after the other."""
+    """True if `select` selects for several decode steps at once; otherwise they come one after
+    the other.
+    """
 
     reads_store: ClassVar[bool] = False
-    """True if it scores what the store keeps, in place of an index of its own: a step's index is then the state of the
-    store, and the store."""
+    """True if it scores what the store keeps, in place of an index of its own: a step's index
+    is then the state of the store, and the store."""
 
     def check_store(self, store: Any) -> None:
         """Raises ValueError for a store that does not hold what this selector reads."""
 
     def check(self, spec: CacheSpec, chunk: int) -> None:
-        """Raises ValueError if this selector cannot index chunks of `chunk` tokens in a cache of this spec."""
+        """Raises ValueError if this selector cannot index chunks of `chunk` tokens in a cache
+        of this spec.
+        """
 
     def init(self, spec: CacheSpec, slots: int) -> Any:
         """An empty index of `slots` slots per row: a pytree of arrays [B, ...]."""
         raise NotImplementedError
 
     def append(self, ix: Any, k: Array, at: Array, count: Array) -> Any:
-        """Indexes the first `count` i32[B] keys of k [B, K, T, D] as slots at[b], at[b]+1, ...; whole chunks."""
+        """Indexes the first `count` i32[B] keys of k [B, K, T, D] as slots at[b], at[b]+1, ...;
+        whole chunks.
+        """
         raise NotImplementedError
 
     def score(self, ix: Any, q: Array, *, scale: float) -> Array:
@@ -64,26 +72,30 @@ class Selector:
     def score_visible(
         self, ix: Any, q: Array, candidates: Candidates, *, scale: float
     ) -> Array:
-        """`score`, for selectors whose scores depend on the other tokens that a sliding window shows: those in the span
-        of `candidates`, at most `candidates.window`."""
+        """`score`, for selectors whose scores depend on the other tokens that a sliding window
+        shows: those in the span of `candidates`, at most `candidates.window`."""
         return self.score(ix, q, scale=scale)
 
     def with_pending(self, candidates: Candidates, q: Array) -> Candidates:
-        """`candidates` with other keys in the pending slots, for selectors that do not score pending tokens exactly.
+        """`candidates` with other keys in the pending slots, for selectors that do not score
+        pending tokens exactly.
 
-        A unit's score is the best score of these keys for q [B, K, G, D]. The units stay the same.
+        A unit's score is the best score of these keys for q [B, K, G, D]. The units stay the
+        same.
         """
         return candidates
 
     def select(
         self, ix: Any, q: Array, candidates: Candidates, *, scale: float
     ) -> Selection | PackedSelection:
-        """Selects the candidates that rank highest by `group_reduce` for q [B, K, G, D], as whole units.
+        """Selects the candidates that rank highest by `group_reduce` for q [B, K, G, D], as
+        whole units.
 
-        Slots are those of the index, and S + w for pending token w. With several `candidates.steps`, q is
-        [B, K, T*G, D] and the selection [B, K, T*H, M], each step's part after the previous step's. The default sorts
-        all scores. One that overrides it may select in any order, unless `candidates.in_order` asks for one, and calls
-        the default for candidates that do not `fit`. Law: it selects the tokens that the default selects.
+        Slots are those of the index, and S + w for pending token w. With several
+        `candidates.steps`, q is [B, K, T*G, D] and the selection [B, K, T*H, M], each step's
+        part after the previous step's. The default sorts all scores. One that overrides it may
+        select in any order, unless `candidates.in_order` asks for one, and calls the default
+        for candidates that do not `fit`. Law: it selects the tokens that the default selects.
         """
         scores = self.score_visible(ix, q, candidates, scale=scale)
         if candidates.last is not None:
@@ -93,7 +105,9 @@ class Selector:
         return candidates.tokens(best, scores.shape[3], self.unit)
 
     def truncate(self, ix: Any, count: Array) -> Any:
-        """The index of the first `count` i32[B] tokens of each row, whole chunks; later slots may hold anything."""
+        """The index of the first `count` i32[B] tokens of each row, whole chunks; later slots
+        may hold anything.
+        """
         return ix
 
     def over_context(self, stripes: Stripes) -> Selector:
@@ -107,12 +121,16 @@ class Selector:
         return growth(lambda slots: self.init(spec, slots), self.unit) / spec.batch
 
     def bytes_read(self, spec: CacheSpec, length: Any) -> Any:
-        """Bytes of index that a step reads for a history of `length` tokens, in one layer over all kv heads."""
+        """Bytes of index that a step reads for a history of `length` tokens, in one layer over
+        all kv heads.
+        """
         return self.bytes_per_token(spec) * length
 
 
 class Wrapper(Selector):
-    """A base of selectors that wrap another one and share its properties. A subclass is a dataclass with `selector`."""
+    """A base of selectors that wrap another one and share its properties. A subclass is a
+    dataclass with `selector`.
+    """
 
     selector: Selector
 

@@ -26,7 +26,9 @@ CENTRES = 16  # for any capacity, so that `kvjax.grow` copies them as they are
 
 
 class HashIndex(NamedTuple):
-    """Hashes of centred keys. Bit t % 32 of word (j, t // 32) is bit j of a key's hash in table t."""
+    """Hashes of centred keys. Bit t % 32 of word (j, t // 32) is bit j of a key's hash in table
+    t.
+    """
 
     words: Array  # u32[B, K, S / tile, bits * ceil(tables / 32), tile]
     total: Array  # f32[B, K D] sum of the keys in the history; flat, because it has no slots
@@ -35,23 +37,27 @@ class HashIndex(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SimHash:
-    """Hashes vectors in `tables` tables by the signs of their products with `bits` random directions each.
+    """Hashes vectors in `tables` tables by the signs of their products with `bits` random
+    directions each.
 
-    A query samples the keys that have its own hash in at least `least` tables. Two vectors at an angle of theta have
-    equal signs with probability 1 - theta / pi, so the probability that a key is sampled is known.
+    A query samples the keys that have its own hash in at least `least` tables. Two vectors at
+    an angle of theta have equal signs with probability 1 - theta / pi, so the probability that
+    a key is sampled is known.
 
-    A centre is subtracted from each key before it is hashed, which spreads the angles. The probability is that of the
-    centred key, so estimates are unbiased for any centre. The history of a row is divided into blocks of `learn`
-    tokens. The first two blocks are centred by the mean of the first one. A later block is centred by the mean of the
-    first 2**j blocks, with the largest 2**j, up to 2**15, that does not exceed the number of blocks before it.
+    A centre is subtracted from each key before it is hashed, which spreads the angles. The
+    probability is that of the centred key, so estimates are unbiased for any centre. The
+    history of a row is divided into blocks of `learn` tokens. The first two blocks are centred
+    by the mean of the first one. A later block is centred by the mean of the first 2**j blocks,
+    with the largest 2**j, up to 2**15, that does not exceed the number of blocks before it.
 
-    Index: bits * tables / 8 bytes per key and kv head, with tables rounded up to 32: 200 bytes at the defaults. A row
-    also has 16 centres and a sum of keys for each kv head. The directions are drawn from `seed` and are constants of
-    the program.
+    Index: bits * tables / 8 bytes per key and kv head, with tables rounded up to 32: 200 bytes
+    at the defaults. A row also has 16 centres and a sum of keys for each kv head. The
+    directions are drawn from `seed` and are constants of the program.
 
-    **Source:** MagicPIG (Chen et al. 2024, arXiv 2410.16179): K = 10 bits, L = 150 tables, at least 2 collisions, keys
-    centred. **Differs:** the paper centres all keys by the mean of the prompt; here hashes do not depend on how a
-    prompt is split into chunks, and follow keys that drift along the row.
+    **Source:** MagicPIG (Chen et al. 2024, arXiv 2410.16179): K = 10 bits, L = 150 tables, at
+    least 2 collisions, keys centred. **Differs:** the paper centres all keys by the mean of the
+    prompt; here hashes do not depend on how a prompt is split into chunks, and follow keys that
+    drift along the row.
     """
 
     bits: int = 10
@@ -93,10 +99,11 @@ class SimHash:
     def append(
         self, ix: HashIndex, k: Array, at: Array, count: Array, stripes: Stripes | None = None
     ) -> HashIndex:
-        """Hashes the first `count` i32[B] keys of k [B, K, T, D] as slots at[b], at[b]+1, ...; whole chunks.
+        """Hashes the first `count` i32[B] keys of k [B, K, T, D] as slots at[b], at[b]+1, ...;
+        whole chunks.
 
-        With `stripes`, slots are places of a history that is split over devices, and the index has those of this
-        device. All devices have all centres.
+        With `stripes`, slots are places of a history that is split over devices, and the index
+        has those of this device. All devices have all centres.
         """
         k = lax.stop_gradient(k).astype(jnp.float32)
         total, centres = self._add(ix, k, at, count)
@@ -126,7 +133,9 @@ class SimHash:
         )
 
     def hits(self, ix: HashIndex, q: Array) -> Array:
-        """bool[B, K, G, S]: whether a query, q [B, K, G, D], has the hash of a key in at least `least` tables."""
+        """bool[B, K, G, S]: whether a query, q [B, K, G, D], has the hash of a key in at least
+        `least` tables.
+        """
         (B, K, G, _), W = q.shape, self._words
         query = self._hash(q.astype(jnp.float32)).reshape(B, K, G, 1, self.bits, W, 1)
         words = ix.words.reshape(B, K, -1, self.bits, W, self.tile)
@@ -147,12 +156,14 @@ class SimHash:
         return jnp.stack([found(a) for a in unlike], axis=2)
 
     def log_probability(self, ix: HashIndex, q: Array, k: Array, place: Array) -> Array:
-        """f32[B, K, G, M]: log of the probability that a query of q [B, K, G, D] samples keys k [B, K, G, M, D].
+        """f32[B, K, G, M]: log of the probability that a query of q [B, K, G, D] samples keys k
+        [B, K, G, M, D].
 
         The probability is over the random directions. It has no derivative.
 
         Args:
-          place: i32[B, K, G, M], the slots of the keys in the history; with stripes, in that of all devices.
+          place: i32[B, K, G, M], the slots of the keys in the history; with stripes, in that of
+            all devices.
         """
         q, k = (lax.stop_gradient(a).astype(jnp.float32) for a in (q, k))
         k = k - self._centres_of(ix.centres, place, k.shape)
@@ -162,7 +173,9 @@ class SimHash:
         return jnp.log(self.inclusion(1 - jnp.arccos(cosine) / jnp.pi))
 
     def inclusion(self, alike: Array) -> Array:
-        """f32: probability of at least `least` collisions of vectors whose signs agree with probability `alike`."""
+        """f32: probability of at least `least` collisions of vectors whose signs agree with
+        probability `alike`.
+        """
         x = jnp.clip(alike**self.bits, 1e-30, 1 - 1e-6)
         L, n = self.tables, self.least
 
@@ -173,8 +186,9 @@ class SimHash:
             ]
             return sum((jnp.exp(a) for a in logs[1:]), jnp.exp(logs[0]))
 
-        # If collisions are rare, the sum of the lower counts is near 1, so the upper ones are summed instead: those
-        # within seven standard deviations of the mean, which is less than n.
+        # If collisions are rare, the sum of the lower counts is near 1, so the upper ones are
+        # summed instead: those within seven standard deviations of the mean, which is less than
+        # n.
         rare = terms(range(n, min(n + 4 + math.ceil(7 * math.sqrt(n)), L + 1)))
         return jnp.where(x * L < n, rare, jnp.maximum(1 - terms(range(n)), 1e-30))
 
@@ -188,7 +202,9 @@ class SimHash:
         return -(-self.tables // WORD)
 
     def _add(self, ix: HashIndex, k: Array, at: Array, count: Array) -> tuple[Array, Array]:
-        """The sum and the centres after `append`. Blocks are added in order, so no bit depends on their chunks."""
+        """The sum and the centres after `append`. Blocks are added in order, so no bit depends
+        on their chunks.
+        """
         B, K, _, D = k.shape
         starts = (at == 0) & (count > 0)  # a row that starts forgets the one before it
         total, centres = (jnp.where(starts[:, None], 0.0, a) for a in (ix.total, ix.centres))
@@ -206,22 +222,22 @@ class SimHash:
             add, total, (jnp.arange(len(sums), dtype=jnp.int32), sums), unroll=16
         )
         sizes = 2 ** np.arange(CENTRES)
-        block = (
-            jnp.asarray(sizes - 1, jnp.int32)[None] - first[:, None]
-        )  # of k, the last one of each centre
+        # of k, the last one of each centre
+        block = jnp.asarray(sizes - 1, jnp.int32)[None] - first[:, None]
         valid = (block >= 0) & (block < blocks[:, None])
         means = jnp.take_along_axis(
             jnp.moveaxis(totals, 0, 1), block[..., None], axis=1, mode="clip"
         )
-        means = (
-            means / jnp.asarray(sizes * self.learn, jnp.float32)[None, :, None]
-        )  # [B, CENTRES, K D]
+        # [B, CENTRES, K D]
+        means = means / jnp.asarray(sizes * self.learn, jnp.float32)[None, :, None]
         means = jnp.swapaxes(means.reshape(B, CENTRES, K, D), 1, 2)
         centres = jnp.where(valid[:, None, :, None], means, centres.reshape(B, K, CENTRES, D))
         return total, centres.reshape(B, K * CENTRES * D)
 
     def _centres_of(self, centres: Array, place: Array, shape: tuple[int, ...]) -> Array:
-        """f32 of `shape` [B, K, ..., D]: the centre of each key, whose places are i32[B, K or 1, ...]."""
+        """f32 of `shape` [B, K, ..., D]: the centre of each key, whose places are i32[B, K or
+        1, ...].
+        """
         B, K, D = shape[0], shape[1], shape[-1]
         level = jnp.minimum(31 - lax.clz(jnp.maximum(place // self.learn, 1)), CENTRES - 1)
         level = level.reshape(B, place.shape[1], -1, 1)

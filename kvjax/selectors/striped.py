@@ -1,4 +1,6 @@
-"""A selector on a context axis: each device indexes its stripes, and all devices make the same selection."""
+"""A selector on a context axis: each device indexes its stripes, and all devices make the same
+selection.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,13 @@ NOWHERE = int(np.iinfo(np.int32).max)  # the place of units that are not valid
 
 @dataclass(frozen=True)
 class StripedSelector(Wrapper):
-    """A `selector` whose index is split over devices; it selects what the selector would select on one device.
+    """A `selector` whose index is split over devices; it selects what the selector would select
+    on one device.
 
-    A step scores the units of this device. Rules by softmax then need the sum over all devices: G numbers per KV head.
-    Each device offers as many of its best units as a step selects, 8 bytes each, and finds out how many of its own are
-    selected. Pending units, which every device has, are offered by the first.
+    A step scores the units of this device. Rules by softmax then need the sum over all devices:
+    G numbers per KV head. Each device offers as many of its best units as a step selects, 8
+    bytes each, and finds out how many of its own are selected. Pending units, which every
+    device has, are offered by the first.
     """
 
     selector: Selector
@@ -64,7 +68,9 @@ class StripedSelector(Wrapper):
     score_visible = Selector.score_visible
 
     def select(self, ix: Any, q: Array, candidates: Candidates, *, scale: float) -> Any:
-        """A `DealtSelection` of the units that rank highest on all devices, by rank; ties go to the lower place."""
+        """A `DealtSelection` of the units that rank highest on all devices, by rank; ties go to
+        the lower place.
+        """
         if candidates.last is not None:
             return super().select(ix, q, candidates, scale=scale)
         stripes, unit, rule = self.stripes, self.unit, self.group_reduce
@@ -114,7 +120,9 @@ class StripedSelector(Wrapper):
 
 
 def log_sum_in_one_pass(parts: Sequence[tuple[Array, Array]]) -> Array:
-    """f32[B, K, G]: log of the sum of exponentials of all scores, by one kernel that reads each of them once."""
+    """f32[B, K, G]: log of the sum of exponentials of all scores, by one kernel that reads each
+    of them once.
+    """
     scores = lax.stop_gradient(
         jnp.concatenate([jnp.where(valid, score, -jnp.inf) for score, valid in parts], axis=-1)
     )

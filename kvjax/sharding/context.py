@@ -1,18 +1,20 @@
-"""Context parallelism: the tokens of a row are split over the devices of a mesh axis, each with a part of the history.
+"""Context parallelism: the tokens of a row are split over the devices of a mesh axis, each with
+a part of the history.
 
     place of a token in the history    0 1 | 2 3 | 4 5 | 6 7 | 8 9 | ...      stripes of 2 tokens
     device                              0  |  1  |  0  |  1  |  0  | ...      2 devices
 
-Stripes go to the devices in turn, so all hold the same number of tokens. A policy's store and selector are replaced by
-`StripedStore` and `StripedSelector`, which take slots of the whole history and keep the stripes of their device. Each
-device attends to its own tokens, and the parts merge by their log-sum-exp; it offers its best units as pairs of score
-and place, and counts how many of its own are among the best of all, as one device would select.
+Stripes go to the devices in turn, so all hold the same number of tokens. A policy's store and
+selector are replaced by `StripedStore` and `StripedSelector`, which take slots of the whole
+history and keep the stripes of their device. Each device attends to its own tokens, and the
+parts merge by their log-sum-exp; it offers its best units as pairs of score and place, and
+counts how many of its own are among the best of all, as one device would select.
 
-Every device holds the whole sink and recent block, and the first attends to them. The functions here run inside of
-`kvjax.sharding.placement.run_on_parts`.
+Every device holds the whole sink and recent block, and the first attends to them. The functions
+here run inside of `kvjax.sharding.placement.run_on_parts`.
 
-**Source:** merging parts follows flash-decoding and ring attention; dealing tokens in turn follows the decode context
-parallelism of vLLM and SGLang, which attend to everything.
+**Source:** merging parts follows flash-decoding and ring attention; dealing tokens in turn
+follows the decode context parallelism of vLLM and SGLang, which attend to everything.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ Axis: TypeAlias = str | tuple[str, ...]
 
 @dataclass(frozen=True)
 class Stripes:
-    """How the places of a history are dealt: `tokens` at a time, to each of `parts` devices in turn."""
+    """How the places of a history are dealt: `tokens` at a time, to each of `parts` devices in
+    turn.
+    """
 
     axis: Axis  # of the mesh
     parts: int
@@ -43,7 +47,9 @@ class Stripes:
         return lax.axis_index(self.axis)
 
     def check(self, part: Any, spec: Any) -> None:
-        """Raises ValueError if a selector or a store does not take the chunks of a history, or a device's part."""
+        """Raises ValueError if a selector or a store does not take the chunks of a history, or
+        a device's part.
+        """
         part.check(spec, whole := self.tokens * self.parts)
         try:
             part.check(spec, self.tokens)
@@ -54,7 +60,9 @@ class Stripes:
             ) from error
 
     def owned(self, places: Array) -> Array:
-        """How many of the first `places` tokens this device has, which is also the slot of its next one."""
+        """How many of the first `places` tokens this device has, which is also the slot of its
+        next one.
+        """
         turn = self.tokens * self.parts
         rest = places % turn - self.device * self.tokens
         return places // turn * self.tokens + jnp.clip(rest, 0, self.tokens)
@@ -71,7 +79,9 @@ class Stripes:
         ) * self.tokens + slot % self.tokens
 
     def slot(self, place: Array) -> tuple[Array, Array]:
-        """The slot of the token at a place, on the device that has it, and bool: whether that is this device."""
+        """The slot of the token at a place, on the device that has it, and bool: whether that
+        is this device.
+        """
         stripe = place // self.tokens
         return (
             stripe // self.parts * self.tokens + place % self.tokens,
@@ -89,7 +99,9 @@ class Stripes:
         )
 
     def gather(self, units: Array, unit: int) -> Array:
-        """The units [..., parts * U] of all devices by place, of U units [..., U] of `unit` tokens on each device."""
+        """The units [..., parts * U] of all devices by place, of U units [..., U] of `unit`
+        tokens on each device.
+        """
         *lead, U = units.shape
         every = lax.all_gather(
             units.reshape(*lead, U * unit // self.tokens, 1, self.tokens // unit), self.axis
@@ -100,10 +112,10 @@ class Stripes:
 def share_of_highest(marks: Array, count: Array, levels: int, stripes: Stripes) -> Array:
     """How many of the `count` tokens with the highest marks are on this device: i32[B, K, G].
 
-    Marks u8[B, K, G, S] are those of this device's tokens, up to `levels`; 0 is no token. Ties go to the lower place in
-    the whole history, so the tokens on this device are its own highest, with ties to the lower slot. Devices exchange
-    how many of their tokens reach each level, and how many tokens of each stripe have the lowest mark among the
-    highest.
+    Marks u8[B, K, G, S] are those of this device's tokens, up to `levels`; 0 is no token. Ties
+    go to the lower place in the whole history, so the tokens on this device are its own
+    highest, with ties to the lower slot. Devices exchange how many of their tokens reach each
+    level, and how many tokens of each stripe have the lowest mark among the highest.
 
     Args:
       count: i32[B]; fewer are counted if there are not as many tokens.
@@ -131,9 +143,11 @@ def share_of_highest(marks: Array, count: Array, levels: int, stripes: Stripes) 
 def count_taken(own: tuple[Array, Array], every: tuple[Array, Array], k: Array) -> Array:
     """How many offers of this device are among the first k of all devices: i32[B, K, H].
 
-    `own` are ranks u32[B, K, H, n] and places i32[B, K, H, n], highest rank first and ties by place, as are those of
-    each device in `every` [B, K, H, devices * n]; k is broadcastable to [B, K, H, 1]. An offer without a unit ranks
-    0. Those that are taken come first, so only every `block`-th offer is compared with all, and then one block.
+    `own` are ranks u32[B, K, H, n] and places i32[B, K, H, n], highest rank first and ties by
+    place, as are those of each device in `every` [B, K, H, devices * n]; k is broadcastable to
+    [B, K, H, 1]. An offer without a unit ranks
+    0. Those that are taken come first, so only every `block`-th offer is compared with all, and
+      then one block.
     """
     *lead, n = own[0].shape
     if n == 0:
@@ -158,8 +172,8 @@ def count_taken(own: tuple[Array, Array], every: tuple[Array, Array], k: Array) 
 
 
 def merge_parts(part: PartialAttention, axis: Axis) -> PartialAttention:
-    """The attention over the tokens of all devices, for the queries of a step: one all-gather of D + 1 numbers per
-    query head."""
+    """The attention over the tokens of all devices, for the queries of a step: one all-gather
+    of D + 1 numbers per query head."""
     every = lax.all_gather(jnp.concatenate([part.out, part.lse[..., None]], axis=-1), axis)
     out, lse = every[..., :-1], every[..., -1]
     top = lax.stop_gradient(jnp.max(lse, axis=0, keepdims=True))
@@ -174,7 +188,9 @@ def merge_parts(part: PartialAttention, axis: Axis) -> PartialAttention:
 
 
 def merge_chunk(part: PartialAttention, axis: Axis) -> PartialAttention:
-    """`merge_parts` for the many queries of a chunk of prompt: a maximum and a sum over devices, which move less."""
+    """`merge_parts` for the many queries of a chunk of prompt: a maximum and a sum over
+    devices, which move less.
+    """
     top = lax.pmax(lax.stop_gradient(part.lse), axis)
     shift = jnp.where(jnp.isneginf(top), 0.0, top)
     weight = jnp.exp(part.lse - shift)[..., None]

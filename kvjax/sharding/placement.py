@@ -4,13 +4,15 @@
     placement = kvjax.Placement(mesh=mesh, batch="data", heads="model")
     cache = kvjax.init(policy, spec, layers=32, placement=placement)
 
-A cache keeps its placement, and every function of kvjax that takes the cache follows it. The functions run in
-`jax.shard_map`: each device works on its own rows and heads, with the policy that it would have alone. (A GPU kernel
-under plain `jit` has no rule for split operands: XLA then gathers the whole cache on every device. kvjax warns once.)
+A cache keeps its placement, and every function of kvjax that takes the cache follows it. The
+functions run in `jax.shard_map`: each device works on its own rows and heads, with the policy
+that it would have alone. (A GPU kernel under plain `jit` has no rule for split operands: XLA
+then gathers the whole cache on every device. kvjax warns once.)
 
-kvjax traces `Policy.init` for more rows and for more heads, and sees which axes of a state's arrays grow. An array must
-begin with its rows, and an axis that joins heads with something else must count the heads first. A mean over all heads
-is the only thing that a device cannot compute alone; a policy calls `mean_over_heads` for it.
+kvjax traces `Policy.init` for more rows and for more heads, and sees which axes of a state's
+arrays grow. An array must begin with its rows, and an axis that joins heads with something else
+must count the heads first. A mean over all heads is the only thing that a device cannot compute
+alone; a policy calls `mean_over_heads` for it.
 """
 
 from __future__ import annotations
@@ -46,11 +48,12 @@ _current = jax.make_user_context(
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Which axes of a mesh split the rows, the KV heads and the tokens of a cache. Static and hashable.
+    """Which axes of a mesh split the rows, the KV heads and the tokens of a cache. Static and
+    hashable.
 
-    `kvjax.init` raises an error for a size that an axis does not divide. Arrays that no axis splits are on all devices.
-    `context` splits the history of each row, see `kvjax.sharding.context`, and leaves the few newest tokens on all
-    devices.
+    `kvjax.init` raises an error for a size that an axis does not divide. Arrays that no axis
+    splits are on all devices. `context` splits the history of each row, see
+    `kvjax.sharding.context`, and leaves the few newest tokens on all devices.
 
     Raises:
       ValueError: an axis that the mesh does not have, or one that is named twice.
@@ -94,7 +97,9 @@ class Placement:
 
     @property
     def auto(self) -> Placement:
-        """The same placement on a mesh whose axes are all Auto, where XLA itself splits the products of a model."""
+        """The same placement on a mesh whose axes are all Auto, where XLA itself splits the
+        products of a model.
+        """
         return dataclasses.replace(self, mesh=Mesh(self.mesh.devices, self.mesh.axis_names))
 
     def parts(self, what: str) -> int:
@@ -112,8 +117,8 @@ class Placement:
         return axes if len(axes) > 1 else next(iter(axes), None)
 
     def spec(self, letters: str) -> PartitionSpec:
-        """The PartitionSpec of an array whose axes have these letters: B rows, K and N heads, S slots of the history;
-        axes of other letters are not split."""
+        """The PartitionSpec of an array whose axes have these letters: B rows, K and N heads, S
+        slots of the history; axes of other letters are not split."""
         split = {"B": self.batch, "K": self.heads, "N": self.heads, "S": self.context}
         return PartitionSpec(*(split.get(letter) for letter in letters))
 
@@ -192,7 +197,9 @@ class Placement:
                 )
 
     def policy_of_part(self, policy: Any) -> Any:
-        """The policy that a device runs: `policy`, or its variant for a device with a part of each row's tokens."""
+        """The policy that a device runs: `policy`, or its variant for a device with a part of
+        each row's tokens.
+        """
         parts = self.parts("context")
         if self.context is None or parts == 1:
             return policy
@@ -214,7 +221,9 @@ def state_specs(policy: Any, spec: CacheSpec, placement: Placement) -> Any:
 
 
 def state_shardings(policy: Any, spec: CacheSpec, placement: Placement) -> Any:
-    """The tree of NamedShardings of a policy's state, each with the memory kind in which the policy puts the array."""
+    """The tree of NamedShardings of a policy's state, each with the memory kind in which the
+    policy puts the array.
+    """
     specs = state_specs(policy, spec, placement)
     return jax.tree.map(
         lambda leaf, split: NamedSharding(
@@ -227,7 +236,8 @@ def state_shardings(policy: Any, spec: CacheSpec, placement: Placement) -> Any:
 
 @lru_cache(maxsize=256)
 def make_state(policy: Any, spec: CacheSpec, placement: Placement) -> Any:
-    """A jitted function without arguments that makes an empty state, each part of it on its device.
+    """A jitted function without arguments that makes an empty state, each part of it on its
+    device.
 
     Raises:
       ValueError: rows, KV heads or a policy that cannot be split.
@@ -241,9 +251,11 @@ def make_state(policy: Any, spec: CacheSpec, placement: Placement) -> Any:
 def in_order_of_place(
     policy: Any, spec: CacheSpec, placement: Placement | None, state: Any, *, back: bool = False
 ) -> Any:
-    """A state whose histories have their slots in order of place, as on one device; with `back`, the inverse.
+    """A state whose histories have their slots in order of place, as on one device; with
+    `back`, the inverse.
 
-    Each device then holds adjacent places. For copies that must not depend on the placement, such as those on disk.
+    Each device then holds adjacent places. For copies that must not depend on the placement,
+    such as those on disk.
     """
     if placement is None or placement.policy_of_part(policy) is policy:
         return state
@@ -274,7 +286,9 @@ def in_order_of_place(
 
 @lru_cache(maxsize=256)
 def _swap(axis: int, dealt: tuple[int, int], on_host: bool, home: NamedSharding) -> Any:
-    """A jitted function that transposes an axis, seen as two axes of sizes `dealt`. Cached, so compiled once."""
+    """A jitted function that transposes an axis, seen as two axes of sizes `dealt`. Cached, so
+    compiled once.
+    """
 
     def swap(x: Array) -> Array:
         x = to_device(x) if on_host else x
@@ -289,13 +303,16 @@ def _swap(axis: int, dealt: tuple[int, int], on_host: bool, home: NamedSharding)
 def run_on_parts(
     placement: Placement, f: Any, in_specs: tuple[Any, ...], out_specs: Any, *operands: Any
 ) -> Any:
-    """Runs f(*operands) on each device, with its own part of the operands. `out_specs` may be prefixes of trees."""
+    """Runs f(*operands) on each device, with its own part of the operands. `out_specs` may be
+    prefixes of trees.
+    """
 
     def local(*operands: Any) -> Any:
         with _current(placement):
             return f(*operands)
 
-    # check_vma is off: it checks which results are equal on all devices, but not with in-place kernels (jax 0.11).
+    # check_vma is off: it checks which results are equal on all devices, but not with in-place
+    # kernels (jax 0.11).
     run = jax.shard_map(
         local, mesh=placement.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
@@ -304,10 +321,11 @@ def run_on_parts(
 
 
 def axes_of(mesh: AbstractMesh) -> AbstractContextManager[Any]:
-    """A context in which arrays on `mesh` can be computed with, whatever mesh `jax.set_mesh` has set outside.
+    """A context in which arrays on `mesh` can be computed with, whatever mesh `jax.set_mesh`
+    has set outside.
 
-    The type of an array includes the kind of its mesh axes: JAX refuses an array on a mesh of Auto axes where Explicit
-    ones are set, and the other way round.
+    The type of an array includes the kind of its mesh axes: JAX refuses an array on a mesh of
+    Auto axes where Explicit ones are set, and the other way round.
     """
     around = jax.sharding.get_abstract_mesh()
     if around.empty or mesh.empty or around == mesh or AxisType.Manual in around.axis_types:
@@ -321,7 +339,8 @@ def auto_axes(mesh: AbstractMesh) -> AbstractMesh:
 
 
 def to_context(x: Any, spec: PartitionSpec = _WHOLE) -> Any:
-    """x as an array of the mesh that `jax.set_mesh` has set; x itself if it already is one, or if none is set.
+    """x as an array of the mesh that `jax.set_mesh` has set; x itself if it already is one, or
+    if none is set.
 
     `spec` says how Explicit axes split it. XLA decides for Auto ones.
     """
@@ -349,10 +368,11 @@ def mesh_of(x: Array) -> AbstractMesh:
 
 @contextmanager
 def loops_on_auto_axes(placement: Placement | None) -> Iterator[None]:
-    """A context for loops that do not say how their arrays are split: under Auto axes XLA itself decides.
+    """A context for loops that do not say how their arrays are split: under Auto axes XLA
+    itself decides.
 
-    It has an effect only if `jax.set_mesh` or the placement of a cache has a mesh of Explicit axes. `call_model` calls
-    a model under these.
+    It has an effect only if `jax.set_mesh` or the placement of a cache has a mesh of Explicit
+    axes. `call_model` calls a model under these.
     """
     around = jax.sharding.get_abstract_mesh()
     meshes = [around] if placement is None else [around, placement.mesh.abstract_mesh]
@@ -365,7 +385,9 @@ def loops_on_auto_axes(placement: Placement | None) -> Iterator[None]:
 
 
 def call_model(model: Any, tokens: Array, cache: Any, **settings: Any) -> Any:
-    """Calls model(tokens, cache, **settings) under the Explicit axes that `loops_on_auto_axes` found, if any."""
+    """Calls model(tokens, cache, **settings) under the Explicit axes that `loops_on_auto_axes`
+    found, if any.
+    """
     mesh = _of_model.value
     if mesh is None:
         return model(tokens, cache, **settings)
@@ -377,16 +399,20 @@ def call_model(model: Any, tokens: Array, cache: Any, **settings: Any) -> Any:
 
 
 def mean_over_heads(x: Array) -> Array:
-    """The mean of x over all devices that hold KV heads of the same rows; x itself if heads are not split.
+    """The mean of x over all devices that hold KV heads of the same rows; x itself if heads are
+    not split.
 
-    A policy that takes a mean over all heads first takes the mean over its own heads, then calls this.
+    A policy that takes a mean over all heads first takes the mean over its own heads, then
+    calls this.
     """
     placement = _current.value
     return x if placement is None or placement.heads is None else lax.pmean(x, placement.heads)
 
 
 def context_axis() -> tuple[Axis, int] | None:
-    """The context axis and its number of devices, inside of `run_on_parts`; None if the context is not split."""
+    """The context axis and its number of devices, inside of `run_on_parts`; None if the context
+    is not split.
+    """
     placement = _current.value
     if placement is None or placement.context is None or placement.parts("context") == 1:
         return None
@@ -394,7 +420,8 @@ def context_axis() -> tuple[Axis, int] | None:
 
 
 def split_tokens(placement: Placement | None, x: Array) -> Array:
-    """x [B, T, ...] with its tokens split over the devices of context, so that each works on its own part of a chunk.
+    """x [B, T, ...] with its tokens split over the devices of context, so that each works on
+    its own part of a chunk.
 
     Returns x unchanged if the devices do not divide T. Call it under Auto axes.
     """
@@ -404,7 +431,9 @@ def split_tokens(placement: Placement | None, x: Array) -> Array:
 
 
 def keep_tokens(placement: Placement | None, x: Array) -> Array:
-    """x [B, T, ...] with all tokens on each device of context where `split_tokens` would split them."""
+    """x [B, T, ...] with all tokens on each device of context where `split_tokens` would split
+    them.
+    """
     return (
         x
         if placement is None or not _splits_tokens(placement, x)
@@ -413,9 +442,11 @@ def keep_tokens(placement: Placement | None, x: Array) -> Array:
 
 
 def split_channels(placement: Placement | None, x: Array) -> Array:
-    """x [B, T, C] with channels in place of tokens split where `split_tokens` splits these, such as those of an MLP.
+    """x [B, T, C] with channels in place of tokens split where `split_tokens` splits these,
+    such as those of an MLP.
 
-    Its weights are split by channel, and larger than the tokens of a chunk: XLA must gather tokens, not weights.
+    Its weights are split by channel, and larger than the tokens of a chunk: XLA must gather
+    tokens, not weights.
     """
     if placement is None or not _splits_tokens(placement, x):
         return x
@@ -442,7 +473,9 @@ def _constrained(placement: Placement, x: Array, *axes: Axes) -> Array:
 
 
 def first_row(placement: Placement, rows: int) -> Array | int:
-    """The index of the first row that a device holds, if each holds `rows` rows. Call it in `run_on_parts`."""
+    """The index of the first row that a device holds, if each holds `rows` rows. Call it in
+    `run_on_parts`.
+    """
     return 0 if placement.batch is None else lax.axis_index(placement.batch) * rows
 
 
@@ -462,7 +495,9 @@ def _names(what: str, axes: Any) -> tuple[str, ...]:
 
 @lru_cache(maxsize=256)
 def _axes_of(policy: Any, spec: CacheSpec) -> tuple[list[tuple[str, str]], Any]:
-    """Path and letters of each array of a state, and the tree; "BK.." for an array [B, K, S, D]."""
+    """Path and letters of each array of a state, and the tree; "BK.." for an array [B, K, S,
+    D].
+    """
 
     def traced(**sizes: Any) -> Any:
         return jax.eval_shape(partial(policy.init, dataclasses.replace(spec, **sizes)))
@@ -487,7 +522,9 @@ def _axes_of(policy: Any, spec: CacheSpec) -> tuple[list[tuple[str, str]], Any]:
 
 
 def _split_as(mesh: Mesh, spec: PartitionSpec, x: Array) -> Array:
-    """x as an array of `mesh`, with `spec` in its type if the axes are Explicit; for Auto axes XLA decides."""
+    """x as an array of `mesh`, with `spec` in its type if the axes are Explicit; for Auto axes
+    XLA decides.
+    """
     if AxisType.Explicit not in mesh.axis_types:
         return to_context(x)
     own = jax.typeof(x).sharding
@@ -501,7 +538,9 @@ def _split_as(mesh: Mesh, spec: PartitionSpec, x: Array) -> Array:
 
 @lru_cache(maxsize=256)
 def _letters(policy: Any, spec: CacheSpec, placement: Placement) -> list[str]:
-    """The letters of each array of a state: those of `_axes_of`, and "S" for the axis that context splits."""
+    """The letters of each array of a state: those of `_axes_of`, and "S" for the axis that
+    context splits.
+    """
     known = [letters for _, letters in _axes_of(policy, spec)[0]]
     if placement.parts("context") == 1:
         return known

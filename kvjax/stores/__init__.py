@@ -1,7 +1,8 @@
 """Stores: where and in which format the keys and values of the history are kept.
 
-A store is a policy object without arrays; its state is a pytree that has `count` i32[B] and `slots`. Tokens arrive in
-chunks as they leave the recent block, and stay. `attend` reads all of them, `attend_slots` only selected ones.
+A store is a policy object without arrays; its state is a pytree that has `count` i32[B] and
+`slots`. Tokens arrive in chunks as they leave the recent block, and stay. `attend` reads all of
+them, `attend_slots` only selected ones.
 """
 
 from kvjax.stores.demotion import Buffer, Demotion, Fifo, LogSparse

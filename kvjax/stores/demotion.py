@@ -1,7 +1,8 @@
 """Demotion: which tokens leave the recent block, and when.
 
-The recent block holds `local` tokens that are always attended and up to a chunk more. When it is full, two static index
-arrays say which slots leave as one chunk and which stay. No quantisation group or page spans two chunks.
+The recent block holds `local` tokens that are always attended and up to a chunk more. When it
+is full, two static index arrays say which slots leave as one chunk and which stay. No
+quantisation group or page spans two chunks.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from kvjax.spec import keep_ints
 class Demotion(Protocol):
     """Says which tokens move to the history when the recent block is full.
 
-    The block has `slots(local)` slots; those of `leaving(local)` move and those of `staying(local)` remain.
+    The block has `slots(local)` slots; those of `leaving(local)` move and those of
+    `staying(local)` remain.
     """
 
     @property
@@ -29,7 +31,9 @@ class Demotion(Protocol):
 
     @property
     def ordered(self) -> bool:
-        """Whether history and recent block hold tokens in order of arrival, as a sliding window needs."""
+        """Whether history and recent block hold tokens in order of arrival, as a sliding window
+        needs.
+        """
         ...
 
     def slots(self, local: int) -> int: ...
@@ -39,18 +43,21 @@ class Demotion(Protocol):
     def staying(self, local: int) -> np.ndarray: ...
 
     def place(self, flushes: Array, slot: Array) -> Array:
-        """The place, in order of arrival, of the token in `slot` of the block after `flushes` flushes, i32.
+        """The place, in order of arrival, of the token in `slot` of the block after `flushes`
+        flushes, i32.
 
-        It counts the tokens that entered the block before this one, so it depends only on these two numbers, and
-        positions of tokens need not be stored. Law: `place` agrees with an empty block that is filled one token at a
-        time, by `leaving` and `staying`.
+        It counts the tokens that entered the block before this one, so it depends only on these
+        two numbers, and positions of tokens need not be stored. Law: `place` agrees with an
+        empty block that is filled one token at a time, by `leaving` and `staying`.
         """
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Oldest:
-    """Moves the oldest `leave` tokens to the history together; the block stays in order of arrival."""
+    """Moves the oldest `leave` tokens to the history together; the block stays in order of
+    arrival.
+    """
 
     leave: int = 256
     ordered: ClassVar[bool] = True
@@ -73,10 +80,12 @@ class _Oldest:
 
 @dataclass(frozen=True, kw_only=True)
 class Fifo(_Oldest):
-    """Moves the oldest `leave` tokens to the history together; the block stays in order of arrival.
+    """Moves the oldest `leave` tokens to the history together; the block stays in order of
+    arrival.
 
-    A larger chunk leaves more rarely and keeps its tokens exact for longer. The block is full when the next token would
-    make `leave` tokens older than the `local` newest, so local - 1 stay, and every chunk leaves as early as possible.
+    A larger chunk leaves more rarely and keeps its tokens exact for longer. The block is full
+    when the next token would make `leave` tokens older than the `local` newest, so local - 1
+    stay, and every chunk leaves as early as possible.
     """
 
     def slots(self, local: int) -> int:
@@ -85,13 +94,16 @@ class Fifo(_Oldest):
 
 @dataclass(frozen=True, kw_only=True)
 class Buffer(_Oldest):
-    """Moves the oldest `leave` tokens of a full local window to the history, so that no token is pending.
+    """Moves the oldest `leave` tokens of a full local window to the history, so that no token
+    is pending.
 
-    The block has `local` slots and every step attends to all of its tokens, local - leave + 1 to local of them. `Fifo`
-    has `local` tokens and up to a chunk more, which compete with the history.
+    The block has `local` slots and every step attends to all of its tokens, local - leave + 1
+    to local of them. `Fifo` has `local` tokens and up to a chunk more, which compete with the
+    history.
 
-    **Source:** ParisKV's update buffer beside its local window: `local` is the sum of both, `leave` the buffer. With
-    local = leave = one page it is Quest's rule: the page that is not yet full is always attended.
+    **Source:** ParisKV's update buffer beside its local window: `local` is the sum of both,
+    `leave` the buffer. With local = leave = one page it is Quest's rule: the page that is not
+    yet full is always attended.
     """
 
     def slots(self, local: int) -> int:
@@ -105,13 +117,16 @@ class Buffer(_Oldest):
 
 @dataclass(frozen=True, kw_only=True)
 class LogSparse:
-    """Moves every second token of the older two thirds to the history: the tokens that stay are sparser with age.
+    """Moves every second token of the older two thirds to the history: the tokens that stay are
+    sparser with age.
 
-    The block holds 3W tokens, W = `window`. When it is full, slots 1, 3, 5, ... of the first 2W leave, one chunk of W
-    tokens; the even ones and the newest W stay. So 2W to 3W tokens are in the block, the newest W of them adjacent
-    (`local` may be at most W); they reach back about W log2 W tokens, and a row's first token never leaves.
+    The block holds 3W tokens, W = `window`. When it is full, slots 1, 3, 5, ... of the first 2W
+    leave, one chunk of W tokens; the even ones and the newest W stay. So 2W to 3W tokens are in
+    the block, the newest W of them adjacent (`local` may be at most W); they reach back about W
+    log2 W tokens, and a row's first token never leaves.
 
-    A full block is thinned before the next token comes, so the query of the step that filled it reads all 3W.
+    A full block is thinned before the next token comes, so the query of the step that filled it
+    reads all 3W.
 
     **Source:** LogQuant, Algorithm 1.
     """
@@ -145,10 +160,12 @@ class LogSparse:
     def place(self, flushes: Array, slot: Array) -> Array:
         """A flush moves slot 2i to slot i below 2W, and slots past 2W back by W.
 
-        So a token in slot i < W was in slots 2i, 4i, ... before, each one flush earlier; slots from W on are in order.
+        So a token in slot i < W was in slots 2i, 4i, ... before, each one flush earlier; slots
+        from W on are in order.
         """
         W = self.window
-        # Flushes since the token of slot i was in a slot from W on: least n with i * 2**n >= W. Slot 0 never moves.
+        # Flushes since the token of slot i was in a slot from W on: least n with i * 2**n >= W.
+        # Slot 0 never moves.
         steps = [2**30, *((-(-W // i) - 1).bit_length() for i in range(1, 3 * W))]
         back = jnp.minimum(flushes, jnp.asarray(steps, jnp.int32)[slot])
         return (flushes - back) * W + (slot << jnp.minimum(back, 30))

@@ -27,7 +27,9 @@ from kvjax.validation import check_divides
 @register_dataclass
 @dataclass(frozen=True)
 class HostBlock:
-    """Pages of keys and values. Slot s is token s % Z of page s // Z; slots at or past count may hold anything."""
+    """Pages of keys and values. Slot s is token s % Z of page s // Z; slots at or past count
+    may hold anything.
+    """
 
     kv: Array  # dtype[B, K, P, 2, Z, D] in host memory: the keys of a page and head, then its values
     count: Array  # i32[B] slots [0, count) are valid; in device memory
@@ -49,20 +51,24 @@ class HostBlock:
 
 @dataclass(frozen=True, kw_only=True)
 class HostOffload(Store):
-    """Keeps keys and values unchanged in pinned host memory; stored tokens take no device memory.
+    """Keeps keys and values unchanged in pinned host memory; stored tokens take no device
+    memory.
 
-    A step moves the selected tokens, and a chunk of a prompt streams all stored tokens before it through the device, a
-    block of 1024 tokens at a time. The keys and values of a page and kv head are adjacent, 2 * page * D values in one
-    run, and move together; so a selector must select whole pages: the size of its own pages is a multiple of `page`.
-    With page = 1 the store works with any selector.
+    A step moves the selected tokens, and a chunk of a prompt streams all stored tokens before
+    it through the device, a block of 1024 tokens at a time. The keys and values of a page and
+    kv head are adjacent, 2 * page * D values in one run, and move together; so a selector must
+    select whole pages: the size of its own pages is a multiple of `page`. With page = 1 the
+    store works with any selector.
 
-    For `Speculative`, the kernel reads pages that the previous step recalled from the device, where they still are, and
-    it reads pages that only the next step attends with at the same time as other work of the device (`recall`). Plain
-    JAX moves the same number of pages from the host in either case, and waits for them.
+    For `Speculative`, the kernel reads pages that the previous step recalled from the device,
+    where they still are, and it reads pages that only the next step attends with at the same
+    time as other work of the device (`recall`). Plain JAX moves the same number of pages from
+    the host in either case, and waits for them.
 
-    **Source:** FreeKV's layout in host memory, (page, head, 2, p, D); it too moves only pages that are not resident.
-    **Differs:** pages lie within a head, [B, K, P, 2, p, D], as in every other zone; the page of a head is one run of
-    memory in both. Only the pages of the last step are resident.
+    **Source:** FreeKV's layout in host memory, (page, head, 2, p, D); it too moves only pages
+    that are not resident. **Differs:** pages lie within a head, [B, K, P, 2, p, D], as in every
+    other zone; the page of a head is one run of memory in both. Only the pages of the last step
+    are resident.
     """
 
     page: int = 1
@@ -122,7 +128,9 @@ class HostOffload(Store):
         rows: Array,
         urgent: Array | None,
     ) -> tuple[HostBlock, tuple[Array, Array], Callable[[], tuple[Array, Array]]]:
-        """Recalls the urgent heads first. With `memory.CONCURRENT`, the rest is read at the same time as other work."""
+        """Recalls the urgent heads first. With `memory.CONCURRENT`, the rest is read at the
+        same time as other work.
+        """
         before, *parts = recalled
         index, known_pages = self._pages(selection, st.slots), self._whole_pages(st, before)
         edge = jnp.maximum(oldest, -1)
@@ -150,7 +158,8 @@ class HostOffload(Store):
     def _whole_pages(self, st: HostBlock, recalled: Selection) -> Array:
         """i32[B, K, pages]: the pages whose tokens were all recalled, in order; -1 for others.
 
-        Tokens that were pending in another order, and have been stored in a page since, are not in order.
+        Tokens that were pending in another order, and have been stored in a page since, are not
+        in order.
         """
         by_page = (*recalled.slots.shape[:2], -1, self.page)
         slots, valid = recalled.slots.reshape(by_page), recalled.valid.reshape(by_page)
@@ -163,8 +172,8 @@ class HostOffload(Store):
         return jnp.where(is_page, quotient(first, self.page), -1)
 
     def _pages(self, selection: Selection, stored: int) -> Array:
-        """i32[B, K, pages] of a selection: -1 where no token of a page is valid. Pages past the `stored` slots are
-        numbered on by their first slot."""
+        """i32[B, K, pages] of a selection: -1 where no token of a page is valid. Pages past the
+        `stored` slots are numbered on by their first slot."""
         by_page = (*selection.slots.shape[:2], -1, self.page)
         slots, valid = selection.slots.reshape(by_page), selection.valid.reshape(by_page)
         first = slots[..., :1]

@@ -1,8 +1,9 @@
 """Keys and values in host memory as codes, so that fewer bytes cross the bus.
 
-The codes of a token, with their scales, are adjacent bytes in the layout of `HostOffload`, so the same kernels move
-them. They are decoded on the device. Codes of one token span its channels, so a channel that is large in all keys would
-cost all others their precision: the mean of a row's first keys is taken out before coding and put back after.
+The codes of a token, with their scales, are adjacent bytes in the layout of `HostOffload`, so
+the same kernels move them. They are decoded on the device. Codes of one token span its
+channels, so a channel that is large in all keys would cost all others their precision: the mean
+of a row's first keys is taken out before coding and put back after.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class CodedBlock(HostBlock):
 
 
 class Coded(Store):
-    """Keeps codes of values, and of keys less the mean of their row's first; a subclass defines `append_coded`."""
+    """Keeps codes of values, and of keys less the mean of their row's first; a subclass defines
+    `append_coded`.
+    """
 
     learn: ClassVar[int] = (
         8  # first keys of which the mean is taken: no more, so that chunks of any size agree
@@ -52,12 +55,16 @@ class Coded(Store):
         raise NotImplementedError
 
     def learnt(self, st: Any, k: Array, count: Array) -> Any:
-        """`st` with the offset of the first `count` i32[B] keys of k [B, K, T, D], if a row is empty."""
+        """`st` with the offset of the first `count` i32[B] keys of k [B, K, T, D], if a row is
+        empty.
+        """
         first = ((st.count == 0) & (count > 0))[:, None, None]
         return replace(st, offset=jnp.where(first, self.mean_of_first(k, count), st.offset))
 
     def mean_of_first(self, k: Array, count: Array) -> Array:
-        """f32[B, K, D]: the mean of the first `count` i32[B] keys of k [B, K, T, D], at most `learn`."""
+        """f32[B, K, D]: the mean of the first `count` i32[B] keys of k [B, K, T, D], at most
+        `learn`.
+        """
         few, count = k[:, :, : self.learn].astype(jnp.float32), jnp.minimum(count, self.learn)
         here = jnp.arange(few.shape[2])[None, None, :, None] < count[:, None, None, None]
         return (
@@ -66,7 +73,9 @@ class Coded(Store):
         )
 
     def centred(self, st: Any, k: Array, v: Array) -> tuple[Array, Array]:
-        """Keys without their offset, f32, and values, both [B, K, T, D] and without a derivative."""
+        """Keys without their offset, f32, and values, both [B, K, T, D] and without a
+        derivative.
+        """
         k, v = refuse_codes(self, k, v)
         return k.astype(jnp.float32) - st.offset[:, :, None], v
 
@@ -153,7 +162,9 @@ class _HostCodes(Coded):
 
 
 class _StripedCodes(StripedStore):
-    """A device's stripes of coded tokens, less the offset of the row's first keys, whichever device has them."""
+    """A device's stripes of coded tokens, less the offset of the row's first keys, whichever
+    device has them.
+    """
 
     def append(self, st: StripedState, k: Array, v: Array, count: Array) -> StripedState:
         codes: Any = self.store
@@ -166,10 +177,11 @@ class _StripedCodes(StripedStore):
 
 @dataclass(frozen=True, kw_only=True)
 class HostFloat8(_HostCodes):
-    """Keys and values in 8-bit floats (e4m3) in pinned host memory: half of the bytes of bfloat16.
+    """Keys and values in 8-bit floats (e4m3) in pinned host memory: half of the bytes of
+    bfloat16.
 
-    A number has 3 bits of fraction and no scale; numbers beyond 448, or keys that far from their channel's offset, are
-    clipped. See `HostOffload` for what is moved when.
+    A number has 3 bits of fraction and no scale; numbers beyond 448, or keys that far from
+    their channel's offset, are clipped. See `HostOffload` for what is moved when.
     """
 
     def width(self, head_dim: int) -> int:

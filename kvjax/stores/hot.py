@@ -1,13 +1,14 @@
 """A hot set: tokens of a host store that recent steps selected stay on the device.
 
-Adjacent steps select nearly the same tokens. So a step finds which of its pages are on the device already, reads the
-others from the host, and writes them over pages that have gone unused for longest. Then it attends on the device alone.
+Adjacent steps select nearly the same tokens. So a step finds which of its pages are on the
+device already, reads the others from the host, and writes them over pages that have gone unused
+for longest. Then it attends on the device alone.
 
-Pages are replaced by the clock rule: a hand goes round the places of a head, passes over places that were used since it
-last passed, and stops at the others.
+Pages are replaced by the clock rule: a hand goes round the places of a head, passes over places
+that were used since it last passed, and stops at the others.
 
-**Source:** the clock replacement rule (Corbato 1968); a device buffer of selected tokens beside a cache in host memory
-is the hot set of SGLang's HiSparse.
+**Source:** the clock replacement rule (Corbato 1968); a device buffer of selected tokens beside
+a cache in host memory is the hot set of SGLang's HiSparse.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from kvjax.validation import check_verbs
 @register_dataclass
 @dataclass(frozen=True)
 class Hot:
-    """Pages on the device. Place n of a head holds page `page[n]`, if `place` of that page is n."""
+    """Pages on the device. Place n of a head holds page `page[n]`, if `place` of that page is
+    n.
+    """
 
     k: Array  # dtype[B, K, n * Z, D]
     v: Array  # dtype[B, K, n * Z, D]
@@ -79,11 +82,13 @@ class Loaded(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class HotSet(Wrapper):
-    """A history in `store`; the device also keeps, per row and KV head, the `tokens` tokens that were selected last.
+    """A history in `store`; the device also keeps, per row and KV head, the `tokens` tokens
+    that were selected last.
 
-    A step attends to the same tokens as without the hot set, and reads each page from the host at most once. `tokens`
-    must be at least the tokens that one step selects. It costs, in device memory, 2 D values of the cache's dtype per
-    token of the hot set and head, and four bytes per page of the capacity.
+    A step attends to the same tokens as without the hot set, and reads each page from the host
+    at most once. `tokens` must be at least the tokens that one step selects. It costs, in
+    device memory, 2 D values of the cache's dtype per token of the hot set and head, and four
+    bytes per page of the capacity.
 
     >>> import kvjax
     >>> policy = kvjax.Retrieval(selector=kvjax.Fier(), store=kvjax.stores.HotSet(tokens=1024), budget=256)
@@ -133,8 +138,8 @@ class HotSet(Wrapper):
     def load(
         self, st: HotBlock, selection: Selection | PackedSelection
     ) -> tuple[HotBlock, Loaded]:
-        """The state with all of the selection on the device, and where it is there. Slot S + r is slot r of the recent
-        block."""
+        """The state with all of the selection on the device, and where it is there. Slot S + r
+        is slot r of the recent block."""
         *_, H, M = selection.slots.shape
         self.require_room(H * M)
         if not H * M:  # sink and local window use up the budget
@@ -148,7 +153,9 @@ class HotSet(Wrapper):
     def _place_tokens(
         self, st: HotBlock, selection: Selection | PackedSelection
     ) -> tuple[Hot, Array, Array]:
-        """The hot set with a place for each selected token, the places, and the same as slots of a `Loaded`."""
+        """The hot set with a place for each selected token, the places, and the same as slots
+        of a `Loaded`.
+        """
         B, K, _, M = selection.slots.shape
         if isinstance(selection, PackedSelection):
             index, found = selection.slots, selection.found
@@ -215,7 +222,9 @@ class HotSet(Wrapper):
         return self.store.gather(st.history, selection)
 
     def truncate(self, st: HotBlock, count: Array) -> HotBlock:
-        """Shortens the history. Pages past `count` stay on the device until `append` writes them again."""
+        """Shortens the history. Pages past `count` stay on the device until `append` writes
+        them again.
+        """
         return replace(st, history=self.store.truncate(st.history, count))
 
     def over_context(self, stripes: Stripes) -> Store:
@@ -228,7 +237,8 @@ class HotSet(Wrapper):
 def empty_hot(
     lead: tuple[int, int], places: int, pages: int, page: int, head_dim: int, dtype: DTypeLike
 ) -> Hot:
-    """An empty hot set with room for `places` pages of `page` tokens, for a history of `pages` pages.
+    """An empty hot set with room for `places` pages of `page` tokens, for a history of `pages`
+    pages.
 
     `lead` is the number of rows and of KV heads.
     """
@@ -245,7 +255,9 @@ def empty_hot(
 
 
 def _once(page: Array, pages: int) -> tuple[Array, Array]:
-    """`page` i32[B, K, N] with -1 for all but the first of equal pages, and i32[B, K, N]: where that first one is."""
+    """`page` i32[B, K, N] with -1 for all but the first of equal pages, and i32[B, K, N]: where
+    that first one is.
+    """
     B, K, N = page.shape
     row, head = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None]
     order = jnp.broadcast_to(jnp.arange(N, dtype=jnp.int32)[None, None], page.shape)

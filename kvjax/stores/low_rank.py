@@ -1,4 +1,6 @@
-"""ShadowKV's store: keys as low-rank factors and a few exact pages on the device, values in a separate store."""
+"""ShadowKV's store: keys as low-rank factors and a few exact pages on the device, values in a
+separate store.
+"""
 
 from __future__ import annotations
 
@@ -48,25 +50,30 @@ class LowRankBlock:
 
 @dataclass(frozen=True, kw_only=True)
 class LowRank(Store):
-    """Keys as products of two factors of rank `rank`, on the device; values in the store `values`.
+    """Keys as products of two factors of rank `rank`, on the device; values in the store
+    `values`.
 
-    The keys of all KV heads of a token are one vector of K D channels. A row's basis spans the directions of the `rank`
-    largest singular values of the first `learn` vectors of its history; each token has `rank` coefficients in it, and a
-    step rebuilds the keys that it reads. For each head, the `outliers` pages of `page` tokens whose keys are farthest
-    from their mean, by the smallest cosine to it, are kept exact, keys and values. When a later page displaces one of
-    them, that page is read like all others.
+    The keys of all KV heads of a token are one vector of K D channels. A row's basis spans the
+    directions of the `rank` largest singular values of the first `learn` vectors of its
+    history; each token has `rank` coefficients in it, and a step rebuilds the keys that it
+    reads. For each head, the `outliers` pages of `page` tokens whose keys are farthest from
+    their mean, by the smallest cosine to it, are kept exact, keys and values. When a later page
+    displaces one of them, that page is read like all others.
 
-    Keys have a low rank before their rotation by RoPE. With `rope`, the rotary embedding of the model, keys are rotated
-    back before they are projected, and rotated again when they are rebuilt. Without it the rotated keys are projected,
-    as the cache gets them, and lose more precision. A rank of K D or more loses nothing.
+    Keys have a low rank before their rotation by RoPE. With `rope`, the rotary embedding of the
+    model, keys are rotated back before they are projected, and rotated again when they are
+    rebuilt. Without it the rotated keys are projected, as the cache gets them, and lose more
+    precision. A rank of K D or more loses nothing.
 
-    A token takes `rank` values of the cache's dtype on the device, for all heads together, and its bytes in `values`, a
-    store that keeps the two halves of a value as a key and a value of D / 2 channels.
+    A token takes `rank` values of the cache's dtype on the device, for all heads together, and
+    its bytes in `values`, a store that keeps the two halves of a value as a key and a value of
+    D / 2 channels.
 
-    **Source:** ShadowKV (Sun et al. 2024, arXiv 2410.21465): rank 160, pages of 8, 48 outliers, values in host memory.
-    **Differs:** the paper factors the keys of a whole prompt and keeps generated tokens exact. Here the basis is that
-    of the first `learn` tokens, and generated tokens are projected too. Tokens are rotated by their slots; the constant
-    angle between slots and positions changes no rank.
+    **Source:** ShadowKV (Sun et al. 2024, arXiv 2410.21465): rank 160, pages of 8, 48 outliers,
+    values in host memory. **Differs:** the paper factors the keys of a whole prompt and keeps
+    generated tokens exact. Here the basis is that of the first `learn` tokens, and generated
+    tokens are projected too. Tokens are rotated by their slots; the constant angle between
+    slots and positions changes no rank.
     """
 
     rank: int = 160
@@ -122,7 +129,9 @@ class LowRank(Store):
 
     @property
     def joins_heads(self) -> bool:
-        """True: the keys of all heads share one basis, so no head can be computed without the others."""
+        """True: the keys of all heads share one basis, so no head can be computed without the
+        others.
+        """
         return True
 
     # ------------------------------------------------------------------------------------------------------- storing
@@ -168,8 +177,8 @@ class LowRank(Store):
         )
 
     def _project(self, k: Array, basis: Array) -> Array:
-        """f32[B, 1, T, r] of keys f32[B, K, T, D]; a block of `learn` tokens at a time, so that the bits do not depend
-        on the length of the prompt."""
+        """f32[B, 1, T, r] of keys f32[B, K, T, D]; a block of `learn` tokens at a time, so that
+        the bits do not depend on the length of the prompt."""
         B, K, T, D = k.shape
         basis = basis.reshape(B, -1, K * D)
         blocks = jnp.moveaxis(
@@ -183,7 +192,8 @@ class LowRank(Store):
     def _keep(
         self, st: LowRankBlock, k: Array, v: Array, at: Array, count: Array
     ) -> LowRankBlock:
-        """Updates the exact pages: those of smallest cosine among the old ones and the pages of k, v [B, K, T, D].
+        """Updates the exact pages: those of smallest cosine among the old ones and the pages of
+        k, v [B, K, T, D].
 
         Ties go to the first page.
         """
@@ -233,7 +243,9 @@ class LowRank(Store):
         return (st.place >= 0) & (st.place < self.outliers)
 
     def kept_slots(self, st: LowRankBlock) -> Selection:
-        """The slots [B, K, 1, O Z] of the pages that are kept exact, in the order of the exact pages."""
+        """The slots [B, K, 1, O Z] of the pages that are kept exact, in the order of the exact
+        pages.
+        """
         B, K, _ = st.place.shape
         Z = self.page
         pages = self._pages(st)
@@ -313,7 +325,9 @@ class LowRank(Store):
 
     @staticmethod
     def _halves(spec: CacheSpec) -> CacheSpec:
-        """The spec of the store `values`, which keeps the two halves of a value as a key and a value."""
+        """The spec of the store `values`, which keeps the two halves of a value as a key and a
+        value.
+        """
         if spec.head_dim % 2:
             raise ValueError(
                 f"LowRank splits values into halves, got head_dim={spec.head_dim}; use an even one"
@@ -321,8 +335,8 @@ class LowRank(Store):
         return replace(spec, head_dim=spec.head_dim // 2)
 
     def _turn(self, k: Array, slots: Array, *, back: bool) -> Array:
-        """Keys f32[B, K, T, D] rotated to their slots i32[B, T] or [B, K, T], or `back` from them; unchanged without
-        `rope`."""
+        """Keys f32[B, K, T, D] rotated to their slots i32[B, T] or [B, K, T], or `back` from
+        them; unchanged without `rope`."""
         slots = slots[:, None] if slots.ndim == 2 else slots
         return turn_positions(k, -slots if back else slots, self.rope)
 

@@ -21,7 +21,9 @@ from kvjax.stores.store import Store, Wrapper
 @register_dataclass
 @dataclass(frozen=True)
 class PrefixedBlock:
-    """A history in two parts: the row's prefix, then tokens of its own. Slots count through both."""
+    """A history in two parts: the row's prefix, then tokens of its own. Slots count through
+    both.
+    """
 
     prefix: Array  # i32[B] which prefix the row has; -1 for none
     base: Array  # i32[B] slots of the prefix: all that it holds, or 0
@@ -40,11 +42,13 @@ class PrefixedBlock:
 
 @dataclass(frozen=True, kw_only=True)
 class Prefixed(Sharing, Wrapper):
-    """Keeps the first tokens of the history once for all rows that share them, and the others in rows of their own.
+    """Keeps the first tokens of the history once for all rows that share them, and the others
+    in rows of their own.
 
-    A row attends to both parts, merged by their log-sum-exp, which is exact; the queries of all rows of a prefix read
-    it together. The capacity of a cache then counts the tokens of a row beyond its prefix. `kvjax.cache.prefixes` makes
-    such caches, and says which rows have which prefix.
+    A row attends to both parts, merged by their log-sum-exp, which is exact; the queries of all
+    rows of a prefix read it together. The capacity of a cache then counts the tokens of a row
+    beyond its prefix. `kvjax.cache.prefixes` makes such caches, and says which rows have which
+    prefix.
 
     Args:
       store: of both parts. Everything in its arrays must belong to a token.
@@ -87,7 +91,9 @@ class Prefixed(Sharing, Wrapper):
     def _attend_shared(
         self, st: PrefixedBlock, q: Array, start: Array | None, scale: float
     ) -> PartialAttention:
-        """The part of q [B, K, G, T, D] over the prefixes: the rows of a prefix are a chunk of n*T queries."""
+        """The part of q [B, K, G, T, D] over the prefixes: the rows of a prefix are a chunk of
+        n*T queries.
+        """
         (B, K, G, T, D), groups = q.shape, self.groups(st.prefix)
         n, queries = groups.row.shape[1], jnp.moveaxis(groups.gather(q), 1, 3)
         starts = None if start is None else groups.gather(start)
@@ -130,7 +136,9 @@ class Prefixed(Sharing, Wrapper):
     def attend_slots(
         self, st: PrefixedBlock, q: Array, selection: Selection, *, scale: float
     ) -> PartialAttention:
-        """Reads the selected slots; or each prefix once as a whole, if its rows select more than that of it."""
+        """Reads the selected slots; or each prefix once as a whole, if its rows select more
+        than that of it.
+        """
         (B, K, H, M), groups = selection.slots.shape, self.groups(st.prefix)
         if not isinstance(self.store, Dense) or groups.row.shape[1] * H * M <= self.tokens:
             return super().attend_slots(st, q, selection, scale=scale)

@@ -39,14 +39,17 @@ class QuantizedBlock:
 
 @dataclass(frozen=True, kw_only=True)
 class Quantized(Store):
-    """Keys and values as codes of few bits, with a scale and a zero point per group; a token is quantised once.
+    """Keys and values as codes of few bits, with a scale and a zero point per group; a token is
+    quantised once.
 
-    Values are grouped by token: `value_group` channels of a token (or all, if a head has fewer). Keys are grouped in
-    the same way with key_axis="token", or by channel: `key_group` consecutive tokens of the history per channel. Bits
-    and group of values default to those of keys.
+    Values are grouped by token: `value_group` channels of a token (or all, if a head has
+    fewer). Keys are grouped in the same way with key_axis="token", or by channel: `key_group`
+    consecutive tokens of the history per channel. Bits and group of values default to those of
+    keys.
 
-    A key takes D * bits / 8 bytes of codes and 4 D / key_group bytes of scale and zero point, and a value accordingly:
-    at 2 bits, groups of 32 and D = 128, 96 bytes per token and kv head, against 512 in bfloat16.
+    A key takes D * bits / 8 bytes of codes and 4 D / key_group bytes of scale and zero point,
+    and a value accordingly: at 2 bits, groups of 32 and D = 128, 96 bytes per token and kv
+    head, against 512 in bfloat16.
     """
 
     bits: int = 2

@@ -1,4 +1,6 @@
-"""The base of stores: where keys and values of the history are kept, and how a step attends to them."""
+"""The base of stores: where keys and values of the history are kept, and how a step attends to
+them.
+"""
 
 from __future__ import annotations
 
@@ -28,26 +30,36 @@ class Recalled(NamedTuple):
 
 
 class Store:
-    """Keeps keys and values. Slots are filled in order of arrival: slot s holds the s-th token that was appended.
+    """Keeps keys and values. Slots are filled in order of arrival: slot s holds the s-th token
+    that was appended.
 
-    A subclass is a frozen dataclass without arrays that implements `init`, `append` and `attend`, and `gather` if
-    single slots can be read, as policies that select need. The other verbs have defaults; a store overrides those for
-    which it has one operation. A state is a pytree with `count` i32[B] and the number of its `slots`.
+    A subclass is a frozen dataclass without arrays that implements `init`, `append` and
+    `attend`, and `gather` if single slots can be read, as policies that select need. The other
+    verbs have defaults; a store overrides those for which it has one operation. A state is a
+    pytree with `count` i32[B] and the number of its `slots`.
     """
 
     @property
     def page(self) -> int:
-        """Tokens that can only be read together: a selection must name whole pages. 1 if single tokens can be read."""
+        """Tokens that can only be read together: a selection must name whole pages. 1 if single
+        tokens can be read.
+        """
         return 1
 
     recalls: ClassVar[bool] = True
-    """True if `Speculative` copies selected tokens; False if a step attends to them in place as fast."""
+    """True if `Speculative` copies selected tokens; False if a step attends to them in place as
+    fast.
+    """
 
     takes_steps: ClassVar[bool] = False
-    """True if `attend_zones` attends for several decode steps at once, each with its own selection."""
+    """True if `attend_zones` attends for several decode steps at once, each with its own
+    selection.
+    """
 
     def check(self, spec: CacheSpec, chunk: int) -> None:
-        """Raises ValueError if this store cannot take chunks of `chunk` tokens in a cache of this spec."""
+        """Raises ValueError if this store cannot take chunks of `chunk` tokens in a cache of
+        this spec.
+        """
 
     def require_room(self, tokens: int) -> None:
         """Raises ValueError if a step cannot select `tokens` tokens of a row and KV head."""
@@ -57,7 +69,9 @@ class Store:
         raise NotImplementedError
 
     def append(self, st: Any, k: Array, v: Array, count: Array) -> Any:
-        """Adds the first `count` i32[B] tokens of k, v [B, K, T, D]; count is a multiple of the chunk."""
+        """Adds the first `count` i32[B] tokens of k, v [B, K, T, D]; count is a multiple of the
+        chunk.
+        """
         raise NotImplementedError
 
     def free(self, st: Any) -> Array:
@@ -80,10 +94,12 @@ class Store:
     def attend_chunk(
         self, st: Any, q: Array, start: Array | None, *, scale: float
     ) -> PartialAttention:
-        """Attention of a chunk's q [B, K, G, T, D] over the slots [start, count), a part over Q = G*T.
+        """Attention of a chunk's q [B, K, G, T, D] over the slots [start, count), a part over Q
+        = G*T.
 
-        start is i32[B, T], a slot for each query, or None for slot 0. The default attends with one query after the
-        other; `kvjax.ops.chunk.attend_blocks` is faster for a store that can read a block of its slots.
+        start is i32[B, T], a slot for each query, or None for slot 0. The default attends with
+        one query after the other; `kvjax.ops.chunk.attend_blocks` is faster for a store that
+        can read a block of its slots.
         """
         B, K, G, T, _ = q.shape
         start = jnp.zeros((B, T), jnp.int32) if start is None else start
@@ -108,8 +124,9 @@ class Store:
         sinks: Array | None = None,
         part: bool = False,
     ) -> Any:
-        """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over the slots [start, count), start i32[B], over the
-        spans of `recent` and `sink`, and with the logits `sinks` of `Step`; or a `part` over Q = G without these."""
+        """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over the slots [start, count),
+        start i32[B], over the spans of `recent` and `sink`, and with the logits `sinks` of
+        `Step`; or a `part` over Q = G without these."""
         history = self.attend(st, q, start, scale=scale)
         if part:
             return ops.merge_beside(history, q, None, recent, sink, scale=scale)
@@ -118,8 +135,8 @@ class Store:
     # -------------------------------------------------------------------------------------------- selected slots
 
     def gather(self, st: Any, selection: Selection) -> tuple[Array, Array]:
-        """Keys and values [B, K, H*M, D] of the selected slots, on the device. Slots that are not valid may give any
-        value, even NaN."""
+        """Keys and values [B, K, H*M, D] of the selected slots, on the device. Slots that are
+        not valid may give any value, even NaN."""
         raise ValueError(
             f"{self} has no gather(st, selection), so no policy can select its tokens; add it, or use kvjax.Compressed,"
             " which reads all"
@@ -128,7 +145,9 @@ class Store:
     def read(
         self, st: Any, selection: Selection, length: int
     ) -> tuple[Any, tuple[Array, Array]]:
-        """The state, and the selected slots of the history as `gather` gives them, padded to `length` tokens."""
+        """The state, and the selected slots of the history as `gather` gives them, padded to
+        `length` tokens.
+        """
         stored, _ = split_selection(flat(selection, length), st.slots)
         return st, self.gather(st, stored)
 
@@ -150,12 +169,13 @@ class Store:
         scale: float,
         sinks: Array | None = None,
     ) -> tuple[Array, Any]:
-        """Attention over the selected slots, the local window and `sink`: [B, K, G, D] in the dtype of q [B, K, G, D],
-        and the state.
+        """Attention over the selected slots, the local window and `sink`: [B, K, G, D] in the
+        dtype of q [B, K, G, D], and the state.
 
-        Slot S + r of the selection is slot r of `recent`. The local window is the last `local` slots of the span of
-        `recent`, none of which are selected. T steps at once have queries [B, K, T*G, D], each step's after the
-        previous step's, lists of slots [B, K, T*H, M], and spans with start and stop i32[B, T].
+        Slot S + r of the selection is slot r of `recent`. The local window is the last `local`
+        slots of the span of `recent`, none of which are selected. T steps at once have queries
+        [B, K, T*G, D], each step's after the previous step's, lists of slots [B, K, T*H, M],
+        and spans with start and stop i32[B, T].
         """
         whole = self.attend_zones_part(st, q, selection, recent, sink, local, scale=scale)
         return merge_sinks(whole, sinks).out.astype(q.dtype), st
@@ -171,7 +191,9 @@ class Store:
         *,
         scale: float,
     ) -> PartialAttention:
-        """The attention of `attend_zones` as a part, which merges with those of other devices; without sink logits."""
+        """The attention of `attend_zones` as a part, which merges with those of other devices;
+        without sink logits.
+        """
         stored, pending = split_selection(selection, st.slots)
         history = self.attend_slots(st, q, stored, scale=scale)
         recent = recent._replace(start=jnp.maximum(recent.stop - local, recent.start))
@@ -189,15 +211,16 @@ class Store:
     ) -> tuple[Any, tuple[Array, Array], Callable[[], tuple[Array, Array]]]:
         """Recalls the selection in two parts, the part that a step needs first.
 
-        Returns the state, keys and values [B, K, R, D] like those of `recalled`, and a function that recalls the rest.
-        Keys and values are valid for heads where `urgent` bool[B, K] is true, and arbitrary for others. The function
-        returns them for all heads of `rows` bool[B], and those of `recalled` for other rows. A store outside of device
-        memory may read the rest while other work runs; the default reads both at once. With `urgent` None,
+        Returns the state, keys and values [B, K, R, D] like those of `recalled`, and a function
+        that recalls the rest. Keys and values are valid for heads where `urgent` bool[B, K] is
+        true, and arbitrary for others. The function returns them for all heads of `rows`
+        bool[B], and those of `recalled` for other rows. A store outside of device memory may
+        read the rest while other work runs; the default reads both at once. With `urgent` None,
         all heads are.
 
-        Slot S + r of the selection is slot r of `recent`, keys and values [B, K, R, D]. After the selection comes slot
-        `oldest` i32[B] of `recent`, or nothing where it is negative; then any finite values. Tokens of `recalled` need
-        not be read again.
+        Slot S + r of the selection is slot r of `recent`, keys and values [B, K, R, D]. After
+        the selection comes slot `oldest` i32[B] of `recent`, or nothing where it is negative;
+        then any finite values. Tokens of `recalled` need not be read again.
         """
         B, K, H, M = selection.slots.shape
         length = recalled.k.shape[2]
@@ -228,9 +251,11 @@ class Store:
     def place(
         self, st: Any, hot: tuple[Array, Array], page: Array, used: Array, at: Array
     ) -> tuple[Array, Array]:
-        """Keys and values of a hot set, [B, K, n * Z, D], with the pages that just got a place in `at` i32[B, K, N].
+        """Keys and values of a hot set, [B, K, n * Z, D], with the pages that just got a place
+        in `at` i32[B, K, N].
 
-        `page` i32[B, K, n] is the page of each place, and `used` i32[B, K, n] is 2 for those filled last.
+        `page` i32[B, K, n] is the page of each place, and `used` i32[B, K, n] is 2 for those
+        filled last.
         """
         Z, (B, K, N) = self.page, at.shape
         source, to = pages_to_read(page, used, at)
@@ -248,13 +273,17 @@ class Store:
     # ---------------------------------------------------------------------------------------------- whole states
 
     def decoded(self, k: Array, v: Array) -> tuple[Array, Array]:
-        """Whole chunks k, v [B, K, T, D] as they are read after being stored; unchanged in a lossless store."""
+        """Whole chunks k, v [B, K, T, D] as they are read after being stored; unchanged in a
+        lossless store.
+        """
         return k, v
 
     def truncate(self, st: Any, count: Array) -> Any:
-        """The state with the first `count` i32[B] slots of each row, whole chunks, as if no more had been appended.
+        """The state with the first `count` i32[B] slots of each row, whole chunks, as if no
+        more had been appended.
 
-        Only a store that returns keys and values unchanged can do so: tokens then move back to the recent block.
+        Only a store that returns keys and values unchanged can do so: tokens then move back to
+        the recent block.
         """
         raise ValueError(
             f"truncate cannot shorten a cache of {self}, which does not return keys and values unchanged; use the "
@@ -273,7 +302,9 @@ class Store:
 
 
 class Wrapper(Store):
-    """A base of stores that keep their tokens in another one. A subclass is a dataclass with `store`."""
+    """A base of stores that keep their tokens in another one. A subclass is a dataclass with
+    `store`.
+    """
 
     store: Store
 

@@ -19,8 +19,8 @@ from kvjax.stores.store import Store, Wrapper
 @register_dataclass
 @dataclass(frozen=True)
 class StripedState:
-    """The part of a history that a device holds. It counts the tokens of the whole history, because its slots are
-    places in the whole history."""
+    """The part of a history that a device holds. It counts the tokens of the whole history,
+    because its slots are places in the whole history."""
 
     block: Any  # the state of the device's store, but with the count of the whole history
     parts: int = field(metadata={"static": True})
@@ -40,8 +40,8 @@ class StripedState:
 class StripedStore(Wrapper):
     """A `store` whose history is split over devices. Slots are places of the whole history.
 
-    For attention over the history or over selected slots, each device attends to its own tokens, and the parts merge.
-    The result of `gather` is on all devices, by one sum.
+    For attention over the history or over selected slots, each device attends to its own
+    tokens, and the parts merge. The result of `gather` is on all devices, by one sum.
     """
 
     store: Store
@@ -125,7 +125,9 @@ class StripedStore(Wrapper):
         return k, v
 
     def gather_own(self, st: StripedState, selection: Selection) -> tuple[Array, Array, Array]:
-        """As `gather`, but only the keys and values that this device has, and bool[B, K, H, M]: which ones it has."""
+        """As `gather`, but only the keys and values that this device has, and bool[B, K, H, M]:
+        which ones it has.
+        """
         own = self._own_slots(st, selection)
         return *self.store.gather(self._own(st), own), own.valid
 
@@ -138,7 +140,9 @@ class StripedStore(Wrapper):
         return replace(st.block, count=st.count // self.stripes.parts)
 
     def _own_slots(self, st: StripedState, selection: Selection | PackedSelection) -> Selection:
-        """The part of a selection that lies on this device, in its slots; on the first with the recent block's."""
+        """The part of a selection that lies on this device, in its slots; on the first with the
+        recent block's.
+        """
         slots, here = self.stripes.slot(selection.slots)
         recent = selection.slots - st.slots
         slots = jnp.where(recent < 0, slots, recent + st.block.slots)

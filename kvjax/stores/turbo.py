@@ -1,8 +1,9 @@
 """Keys and values as codes of rotated directions, on the device and on the host.
 
-After a random rotation one table of levels fits every model and layer, and a token needs no more than one scale.
-Attention is over rotated keys, by the rotated query, and only its result is rotated back. The mean of a row's first
-keys is taken out before coding; it adds one number to all logits of a query, and comes back in the log-sum-exp.
+After a random rotation one table of levels fits every model and layer, and a token needs no
+more than one scale. Attention is over rotated keys, by the rotated query, and only its result
+is rotated back. The mean of a row's first keys is taken out before coding; it adds one number
+to all logits of a query, and comes back in the log-sum-exp.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ BITS = (2, 3, 4, 8)
 @register_dataclass
 @dataclass(frozen=True)
 class TurboBlock:
-    """Codes of rotated keys and values, by planes: the signs of keys, the first plane, are a 1-bit index of them."""
+    """Codes of rotated keys and values, by planes: the signs of keys, the first plane, are a
+    1-bit index of them.
+    """
 
     k: Directions  # u8[B, K, S, D/8], u8[B, K, S, (bits-1) D/8], u16[B, K, S, 1]
     v: Directions  # the same, with the values' bits
@@ -99,7 +102,9 @@ class _Turbo(Coded):
         return for_gpu(product, lambda x: rotate(x, self.seed), x)
 
     def rotated(self, st: TurboBlock | CodedBlock, selection: Selection) -> tuple[Array, Array]:
-        """Keys without their offset and values f32[B, K, H*M, D] of the selected slots, rotated."""
+        """Keys without their offset and values f32[B, K, H*M, D] of the selected slots,
+        rotated.
+        """
         raise NotImplementedError
 
     def gather(self, st: TurboBlock | CodedBlock, selection: Selection) -> tuple[Array, Array]:
@@ -122,16 +127,19 @@ class _Turbo(Coded):
 
 @dataclass(frozen=True, kw_only=True)
 class TurboQuant(_Turbo):
-    """Keys and values in 2, 3, 4 or 8 bits a channel of a rotated direction, and a float16 scale for each.
+    """Keys and values in 2, 3, 4 or 8 bits a channel of a rotated direction, and a float16
+    scale for each.
 
-    A key takes D * bits / 8 + 2 bytes and a value D * value_bits / 8 + 2: at 4 bits and D = 128 a token takes 132 bytes
-    a KV head, against 512 in bfloat16. Every token is coded alone, so chunks may have any size. `SignPlane` selects by
-    the keys' signs, without an index of its own.
+    A key takes D * bits / 8 + 2 bytes and a value D * value_bits / 8 + 2: at 4 bits and D = 128
+    a token takes 132 bytes a KV head, against 512 in bfloat16. Every token is coded alone, so
+    chunks may have any size. `SignPlane` selects by the keys' signs, without an index of its
+    own.
 
-    **Source:** TurboQuant (arXiv 2504.19874), the codes of least squared error. **Differs:** the rotation is a Hadamard
-    matrix with random signs. The scale of a key is that with which q.k is unbiased, and of a value that of least error,
-    in place of the length; the paper's inner-product form, which adds a 1-bit code of the residual, has 5 times this
-    variance at 3 bits. The mean of a row's first keys is taken out. Codes of 8 bits have uniform levels.
+    **Source:** TurboQuant (arXiv 2504.19874), the codes of least squared error. **Differs:**
+    the rotation is a Hadamard matrix with random signs. The scale of a key is that with which
+    q.k is unbiased, and of a value that of least error, in place of the length; the paper's
+    inner-product form, which adds a 1-bit code of the residual, has 5 times this variance at 3
+    bits. The mean of a row's first keys is taken out. Codes of 8 bits have uniform levels.
     """
 
     recalls = False
@@ -218,10 +226,11 @@ class TurboQuant(_Turbo):
 
 @dataclass(frozen=True, kw_only=True)
 class HostTurboQuant(_Turbo, _HostCodes):
-    """The codes of `TurboQuant` in pinned host memory; a step moves the codes of the selected tokens only.
+    """The codes of `TurboQuant` in pinned host memory; a step moves the codes of the selected
+    tokens only.
 
-    The bytes of a key and its value lie one after the other, in two halves: with bits of both, D = 128 and 4 bits, 132
-    bytes cross the bus for a token and KV head.
+    The bytes of a key and its value lie one after the other, in two halves: with bits of both,
+    D = 128 and 4 bits, 132 bytes cross the bus for a token and KV head.
     """
 
     def __post_init__(self) -> None:

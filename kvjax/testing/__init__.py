@@ -1,16 +1,18 @@
 """The laws of a cache policy, to run on a policy of your own.
 
-    report = kvjax.testing.check_policy(MyPolicy(...), spec)
-    print(report)                   # one row per law: held, failed or does not apply, each with its reason
+    report = kvjax.testing.check_policy(MyPolicy(...), spec) print(report)                   #
+    one row per law: held, failed or does not apply, each with its reason
     report.raise_for_failures()     # AssertionError with all failures
 
-A law compares a policy with a simple, independent reference: attention in NumPy float64, or the same policy fed in
-another way. If a store keeps keys and values in few bits, the reference attends to the values that the store returns
-for tokens that have left the recent block, and to exact keys and values for all others.
+A law compares a policy with a simple, independent reference: attention in NumPy float64, or the
+same policy fed in another way. If a store keeps keys and values in few bits, the reference
+attends to the values that the store returns for tokens that have left the recent block, and to
+exact keys and values for all others.
 
-A policy is recognised by its fields, not by its class. `budget` with `selector` means that it selects, `budget` with
-`evictor` that it evicts, with `hashing` that it samples, `store` with `demote` and `local` that it has a history of
-chunks. A law that needs a field which a policy lacks does not apply, and its row says which.
+A policy is recognised by its fields, not by its class. `budget` with `selector` means that it
+selects, `budget` with `evictor` that it evicts, with `hashing` that it samples, `store` with
+`demote` and `local` that it has a history of chunks. A law that needs a field which a policy
+lacks does not apply, and its row says which.
 """
 
 from __future__ import annotations
@@ -38,8 +40,9 @@ with naming_absent("kvjax.testing"):
 
 __all__ = ["LAWS", "Report", "Row", "check_policy"]
 
-# Every public function of these modules is a law; those that find the most common faults come first. It returns if the
-# law holds, raises AssertionError if it does not, and DoesNotApply with the reason if it cannot.
+# Every public function of these modules is a law; those that find the most common faults come
+# first. It returns if the law holds, raises AssertionError if it does not, and DoesNotApply
+# with the reason if it cannot.
 _MODULES = (_attending, _storing, _neighbours, _selecting, _steps, _programs, _gradients)
 FUNCTIONS: dict[str, Callable[[Policy, CacheSpec], None]] = {
     name: law
@@ -64,14 +67,16 @@ def check_policy(
 ) -> Report:
     """Runs the laws on a policy and reports which held, which failed and which do not apply.
 
-    An error of the policy is a failure of the law that raised it, and the other laws still run. All laws take some
-    minutes on a CPU, most of it compiling; `laws` restricts them.
+    An error of the policy is a failure of the law that raised it, and the other laws still run.
+    All laws take some minutes on a CPU, most of it compiling; `laws` restricts them.
 
     Args:
       policy: any object with the verbs of `kvjax.Policy`, for one layer.
-      spec: sizes to run with; default a small f32 cache of three rows, with room for several chunks of the policy.
+      spec: sizes to run with; default a small f32 cache of three rows, with room for several
+        chunks of the policy.
       laws: names from `LAWS`; default all.
-      progress: called before each law with the number of laws done, their number, and the law's name; `print` works.
+      progress: called before each law with the number of laws done, their number, and the law's
+        name; `print` works.
 
     Raises:
       ValueError: an unknown law, or a policy or spec that is not one, such as a class.

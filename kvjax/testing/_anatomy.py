@@ -1,8 +1,9 @@
-"""The parts of a policy and of its state, found by the names of their fields and never by their class.
+"""The parts of a policy and of its state, found by the names of their fields and never by their
+class.
 
-The laws also run on policies of other packages. A policy that holds another one in a field is read through that field.
-In a state, a zone is anything with `count` and `slots`. A law that needs a part which a policy does not have raises
-`DoesNotApply`.
+The laws also run on policies of other packages. A policy that holds another one in a field is
+read through that field. In a state, a zone is anything with `count` and `slots`. A law that
+needs a part which a policy does not have raises `DoesNotApply`.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ def has_budget(policy: Any) -> bool:
 
 
 def held_after(policy: Any, prompt: Any, received: Any) -> Any:
-    """Tokens that a KV head holds, by its `budget`, after a prompt of `prompt` tokens and `received` in all."""
+    """Tokens that a KV head holds, by its `budget`, after a prompt of `prompt` tokens and
+    `received` in all.
+    """
     inner = core(policy)
     return (
         inner.held_after(prompt, received)
@@ -92,7 +95,9 @@ def samples(policy: Any) -> bool:
 
 
 def ranks(policy: Any) -> bool:
-    """True if an evictor says which `budget` tokens are kept exact; others are gone, or in a store."""
+    """True if an evictor says which `budget` tokens are kept exact; others are gone, or in a
+    store.
+    """
     return has_budget(policy) and hasattr(core(policy), "evictor")
 
 
@@ -186,16 +191,20 @@ def of_copies(path: Any) -> bool:
 
 
 def without_slots(path: Any) -> bool:
-    """True for copies, and if the path leads through a field `offset`: a vector of each row and KV head."""
+    """True for copies, and if the path leads through a field `offset`: a vector of each row and
+    KV head.
+    """
     return of_copies(path) or any(getattr(key, "name", None) == "offset" for key in path)
 
 
 def map_slots(state: Any, change: Callable[[Any, np.ndarray, np.ndarray], np.ndarray]) -> Any:
-    """The core of a state with each leaf that has slots on axis 2 replaced by change(path, leaf, used).
+    """The core of a state with each leaf that has slots on axis 2 replaced by change(path,
+    leaf, used).
 
-    Both are NumPy arrays; `used` is bool and broadcasts against the leaf. Arrays outside of zones belong to the zone
-    `store`, or to the only zone, if they have as many slots. A leaf of a zone or of `index` with fewer slots has one
-    for each unit of tokens. The fields of `without_slots` are not changed.
+    Both are NumPy arrays; `used` is bool and broadcasts against the leaf. Arrays outside of
+    zones belong to the zone `store`, or to the only zone, if they have as many slots. A leaf of
+    a zone or of `index` with fewer slots has one for each unit of tokens. The fields of
+    `without_slots` are not changed.
     """
     inner = core_state(state)
     fields = parts(inner)

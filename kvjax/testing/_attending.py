@@ -48,7 +48,8 @@ from kvjax.testing._expect import (
 
 
 def budget_of_all_is_dense_attention(policy: Policy, spec: CacheSpec) -> None:
-    """With a budget of at least the stored tokens, a step is attention over all of them, at every edge length.
+    """With a budget of at least the stored tokens, a step is attention over all of them, at
+    every edge length.
 
     The attention is exact, or, with a store of few bits, over the decoded values.
     """
@@ -90,7 +91,9 @@ def prompt_attends_causally(policy: Policy, spec: CacheSpec) -> None:
 
 
 def order_of_chunks_does_not_matter(policy: Policy, spec: CacheSpec) -> None:
-    """Chunks of the history may be in any order: attention after RoPE does not depend on the order of keys."""
+    """Chunks of the history may be in any order: attention after RoPE does not depend on the
+    order of keys.
+    """
     require(
         has_history(policy),
         "the policy has no history of chunks (the fields `store`, `demote` and `local`)",
@@ -129,7 +132,8 @@ def order_of_chunks_does_not_matter(policy: Policy, spec: CacheSpec) -> None:
 
 
 def every_token_is_in_one_zone(policy: Policy, spec: CacheSpec) -> None:
-    """With equal keys every attended token has the same weight, so the output is the mean of all values, each once.
+    """With equal keys every attended token has the same weight, so the output is the mean of
+    all values, each once.
 
     Values are as their zone returns them.
     """
@@ -161,7 +165,8 @@ def every_token_is_in_one_zone(policy: Policy, spec: CacheSpec) -> None:
 
 
 def step_attends_to_the_positions_it_tells(policy: Policy, spec: CacheSpec) -> None:
-    """The output of a step is attention over the tokens of `Info.positions`, each read once and as it is stored.
+    """The output of a step is attention over the tokens of `Info.positions`, each read once and
+    as it is stored.
 
     If a policy weights tokens, `Info.log_weights` are added to their logits.
     """
@@ -202,9 +207,11 @@ def step_attends_to_the_positions_it_tells(policy: Policy, spec: CacheSpec) -> N
 
 
 def step_attends_to_what_is_held(policy: Policy, spec: CacheSpec) -> None:
-    """A step of a policy that evicts is exact attention over the tokens that each kv head then holds.
+    """A step of a policy that evicts is exact attention over the tokens that each kv head then
+    holds.
 
-    If the state has a `compensation`, the mean key and value of the evicted tokens, it counts once for each of them.
+    If the state has a `compensation`, the mean key and value of the evicted tokens, it counts
+    once for each of them.
     """
     require(evicts(policy), "the policy evicts nothing (no `evictor` with a `budget`)")
     tokens, lengths = random_tokens(spec, 19), ragged_lengths(policy, spec)

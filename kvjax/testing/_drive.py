@@ -29,14 +29,16 @@ class Tokens:
     v: np.ndarray  # [B, S, K, D]
 
     def at(self, position: np.ndarray) -> tuple[np.ndarray, ...]:
-        """One chunk per row, its tokens at `position` i[B, T]; positions past the end give the last token."""
+        """One chunk per row, its tokens at `position` i[B, T]; positions past the end give the
+        last token.
+        """
         index = np.minimum(position, self.q.shape[1] - 1)[:, :, None, None]
         return tuple(np.take_along_axis(a, index, axis=1) for a in (self.q, self.k, self.v))
 
 
 def random_tokens(spec: CacheSpec, seed: int = 0) -> Tokens:
-    """Normal random tokens; keys have channels of very different size and offset, as those of models do. Row 0 begins
-    alike at every capacity."""
+    """Normal random tokens; keys have channels of very different size and offset, as those of
+    models do. Row 0 begins alike at every capacity."""
     *each, channels = (np.random.default_rng((seed, i)) for i in range(4))
     q, k, v = (
         draws.standard_normal((spec.batch, spec.capacity, heads, spec.head_dim), np.float32)
@@ -57,7 +59,8 @@ _step = jax.jit(attention_info, static_argnames=("window", "scale", "first_chunk
 def fill(
     cache: LayerCache, tokens: Tokens, lengths: Any, start: Any = 0
 ) -> tuple[LayerCache, np.ndarray]:
-    """Prefills each row from position `start` up to `lengths`; returns the cache and the outputs [B, S, N, D].
+    """Prefills each row from position `start` up to `lengths`; returns the cache and the
+    outputs [B, S, N, D].
 
     Rows may start at different positions; each call gives every row its own next tokens.
     """
@@ -91,7 +94,9 @@ def step(
 
 
 def attending_to_all(policy: Policy, spec: CacheSpec) -> Policy:
-    """The policy with a budget that no row exceeds, and a hot set for it; unchanged if it has no budget."""
+    """The policy with a budget that no row exceeds, and a hot set for it; unchanged if it has
+    no budget.
+    """
     if ranks(policy) or not has_budget(policy):
         return with_room(policy, spec)
     inner = core(policy)

@@ -1,5 +1,5 @@
-"""References for the laws: attention in NumPy, tokens as a policy stores them, and the parts of a state that must
-agree."""
+"""References for the laws: attention in NumPy, tokens as a policy stores them, and the parts of
+a state that must agree."""
 
 from __future__ import annotations
 
@@ -31,10 +31,12 @@ from kvjax.testing._drive import random_tokens, step
 
 
 def tolerance(spec: CacheSpec, policy: Any = None) -> float:
-    """Largest error of an attention output over values of order 1: f32 sums, or weights rounded to 16 bits.
+    """Largest error of an attention output over values of order 1: f32 sums, or weights rounded
+    to 16 bits.
 
-    If the policy's store rounds the scales of tokens to fewer bits (`rounds_scales_to`), two programs whose f32 sums
-    differ may round a scale to either side. That moves a key by a unit in its last place, and an output by less.
+    If the policy's store rounds the scales of tokens to fewer bits (`rounds_scales_to`), two
+    programs whose f32 sums differ may round a scale to either side. That moves a key by a unit
+    in its last place, and an output by less.
     """
     sums = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}[jnp.dtype(spec.dtype).name]
     store = getattr(core(policy), "store", None)
@@ -43,7 +45,9 @@ def tolerance(spec: CacheSpec, policy: Any = None) -> float:
 
 
 def dense(q: np.ndarray, k: np.ndarray, v: np.ndarray, log_weights: Any = 0.0) -> np.ndarray:
-    """Attention of q [N, D] over k, v [S, K, D] in float64, one head at a time; `log_weights` [S] add to the logits."""
+    """Attention of q [N, D] over k, v [S, K, D] in float64, one head at a time; `log_weights`
+    [S] add to the logits.
+    """
     q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
     group = q.shape[0] // k.shape[1]
     out = np.zeros_like(q)
@@ -58,7 +62,9 @@ _decode = jax.jit(lambda store, k, v: store.decoded(k, v), static_argnums=0)
 
 
 def zones(policy: Policy, spec: CacheSpec, length: int) -> tuple[list[list[int]], list[int]]:
-    """Positions of the chunks of the history and of the recent block, in order, of a flushed row of `length` tokens."""
+    """Positions of the chunks of the history and of the recent block, in order, of a flushed
+    row of `length` tokens.
+    """
     inner = core(policy)
     leaving, staying = inner.demote.leaving(inner.local), inner.demote.staying(inner.local)
     limit = _slots(policy, spec) // inner.demote.leave
@@ -80,7 +86,9 @@ def _slots(policy: Policy, spec: CacheSpec) -> int:
 def as_stored(
     policy: Policy, spec: CacheSpec, k: np.ndarray, v: np.ndarray, length: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A row's k, v [S, K, D] as the policy returns them after `length` tokens; later tokens are exact."""
+    """A row's k, v [S, K, D] as the policy returns them after `length` tokens; later tokens are
+    exact.
+    """
     if not has_history(policy):
         return k, v
     require(
@@ -105,7 +113,9 @@ def as_stored(
 def require_read_as_stored(
     cache: LayerCache, stored: Sequence[Any], exact: Sequence[Any]
 ) -> None:
-    """Requires that a step reads tokens as they are stored now: as `exact`, or without a memory between steps."""
+    """Requires that a step reads tokens as they are stored now: as `exact`, or without a memory
+    between steps.
+    """
     require(
         all(np.array_equal(a, b) for a, b in zip(stored, exact, strict=True))
         or not memory_of_steps(cache.state),
@@ -116,7 +126,9 @@ def require_read_as_stored(
 def assert_close(
     got: np.ndarray, want: np.ndarray, spec: CacheSpec, what: str, policy: Any = None
 ) -> None:
-    """`policy`, if one of the two was rounded as its store does by another program: see `tolerance`."""
+    """`policy`, if one of the two was rounded as its store does by another program: see
+    `tolerance`.
+    """
     assert np.isfinite(got).all(), f"{what}: not finite"
     error, allowed = float(np.max(np.abs(got - want), initial=0.0)), tolerance(spec, policy)
     assert error <= allowed, f"{what}: differs by {error:.2e}, allowed {allowed:.0e}"
@@ -150,7 +162,9 @@ def _difference(got: np.ndarray, want: np.ndarray) -> str:
 
 
 def assert_attended(info: Info, want: np.ndarray) -> None:
-    """Every head of a row attended to `want` i[B] tokens; the mean over a group's selections is rounded."""
+    """Every head of a row attended to `want` i[B] tokens; the mean over a group's selections is
+    rounded.
+    """
     got = np.asarray(info.attended)
     assert np.allclose(got, want[:, None], rtol=1e-6, atol=0), (
         f"attended to {got.tolist()}, not {want.tolist()}"
@@ -174,10 +188,12 @@ def held_positions(cache: LayerCache) -> list[list[list[int]]]:
 
 
 def valid_part(cache: LayerCache) -> list[Any]:
-    """The core of the state with zeros in every slot past count, as leaves: equal for two caches of equal tokens.
+    """The core of the state with zeros in every slot past count, as leaves: equal for two
+    caches of equal tokens.
 
-    It leaves out what a state remembers of earlier steps, and the copies of a hot set, because a prompt leaves neither.
-    Unordered slots, as those of a policy that evicts, are sorted by position.
+    It leaves out what a state remembers of earlier steps, and the copies of a hot set, because
+    a prompt leaves neither. Unordered slots, as those of a policy that evicts, are sorted by
+    position.
     """
     st = core_state(cache.state)
     if hasattr(st, "position") and hasattr(st, "tokens"):
@@ -223,7 +239,9 @@ def assert_same_contents(
 
 
 def poison(cache: LayerCache) -> Any:
-    """The state with every slot past count spoiled: floats are NaN, but values 1e4, and codes are all ones."""
+    """The state with every slot past count spoiled: floats are NaN, but values 1e4, and codes
+    are all ones.
+    """
     require(
         has_zones(cache.state),
         "the state has no zone: no field with `count` and `slots` says which slots are used",

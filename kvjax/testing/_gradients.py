@@ -25,11 +25,13 @@ Inputs = tuple[
 
 
 def gradients_are_those_of_attention(policy: Policy, spec: CacheSpec) -> None:
-    """Under `jit(grad)`, a first chunk, a later chunk and a scan of steps have the gradients of dense attention.
+    """Under `jit(grad)`, a first chunk, a later chunk and a scan of steps have the gradients of
+    dense attention.
 
-    With a small budget, a step has those of attention over the tokens that it read, if `Info.positions` lists them:
-    selecting has no derivative. If stored keys and values have none either, as codes or in host memory,
-    `NotImplementedError` says "no derivative", and the gradients by the queries are correct.
+    With a small budget, a step has those of attention over the tokens that it read, if
+    `Info.positions` lists them: selecting has no derivative. If stored keys and values have
+    none either, as codes or in host memory, `NotImplementedError` says "no derivative", and the
+    gradients by the queries are correct.
     """
     tokens = random_tokens(spec, 20)
     lengths = np.array([CHUNK - (11 * b) % CHUNK for b in range(spec.batch)])
@@ -89,7 +91,8 @@ def _gradients(
     weights: list[np.ndarray],
     by: str,
 ) -> tuple[Inputs, np.ndarray | None]:
-    """Gradients of the weighted outputs by the inputs named in `by`, and positions [STEPS, B, K, H, M] that steps read.
+    """Gradients of the weighted outputs by the inputs named in `by`, and positions [STEPS, B,
+    K, H, M] that steps read.
 
     The positions are None if the policy does not report them.
     """

@@ -37,7 +37,9 @@ CALLS = (
     ("decode", 2),
     ("step", 1),
 )
-"""The calls in which the first row takes tokens, and how many. After the second one its recent block is full."""
+"""The calls in which the first row takes tokens, and how many. After the second one its recent
+block is full.
+"""
 
 MORE = {"step": 1, "decode": 5, "prompt": 7}  # tokens that a neighbour takes in a call
 
@@ -54,7 +56,9 @@ class Rows:
     lengths: np.ndarray  # i[B]
 
     def take(self, kind: str, count: np.ndarray, **settings: bool) -> np.ndarray:
-        """The outputs f32[B, T, N, D] of one call, in which each row takes its next `count` i[B] tokens."""
+        """The outputs f32[B, T, N, D] of one call, in which each row takes its next `count`
+        i[B] tokens.
+        """
         run, T = (prefill_chunk, CHUNK) if kind == "prompt" else (_decode, MORE[kind])
         chunk = self.tokens.at(self.lengths[:, None] + np.arange(T))
         out, cache = run(self.cache, *chunk, lengths=count, **settings)
@@ -64,10 +68,11 @@ class Rows:
 
 
 def row_ignores_calls_of_other_rows(policy: Policy, spec: CacheSpec) -> None:
-    """A row returns the same to the bit as if its neighbours took no tokens, in each of its calls and between them.
+    """A row returns the same to the bit as if its neighbours took no tokens, in each of its
+    calls and between them.
 
-    Its calls are steps, several tokens in one step, and prompts. Neighbours do the same, and are flushed, replaced,
-    rolled back and shortened.
+    Its calls are steps, several tokens in one step, and prompts. Neighbours do the same, and
+    are flushed, replaced, rolled back and shortened.
     """
     require(spec.batch > 1, "a cache of one row has no neighbours")
     tokens, first = random_tokens(spec, 28), np.arange(spec.batch) == 0
@@ -142,7 +147,8 @@ def _shortens(policy: Policy, spec: CacheSpec) -> bool:
 
 
 def _lengths(policy: Policy, spec: CacheSpec, verb: str) -> np.ndarray:
-    """i[B] lengths: the recent block of the first row is full after two tokens, those of its neighbours at other times.
+    """i[B] lengths: the recent block of the first row is full after two tokens, those of its
+    neighbours at other times.
 
     With `flush` they are full after one token, with `decode` in the midst of one of `CALLS`.
     """

@@ -41,12 +41,13 @@ def one_trace_serves_all_steps(policy: Policy, spec: CacheSpec) -> None:
 
 
 def step_is_in_place(policy: Policy, spec: CacheSpec) -> None:
-    """A donated step aliases its whole cache, and makes no copy of it: temp bytes under 1/4 of a large cache.
+    """A donated step aliases its whole cache, and makes no copy of it: temp bytes under 1/4 of
+    a large cache.
 
     A policy that evicts gets slots for all tokens: its cache is as large as its budget.
 
-    A policy with a budget holds a score of every token, which is large compared with codes of few bits: for it the
-    limit is 1/4 of the exact keys and values.
+    A policy with a budget holds a score of every token, which is large compared with codes of
+    few bits: for it the limit is 1/4 of the exact keys and values.
     """
     for batch in (1, spec.batch):
         large = dataclasses.replace(
@@ -85,7 +86,9 @@ def step_is_in_place(policy: Policy, spec: CacheSpec) -> None:
 
 
 def structure_is_constant(policy: Policy, spec: CacheSpec) -> None:
-    """Every verb keeps tree structure, shapes, dtypes and memory kinds, and every leaf has the batch axis first."""
+    """Every verb keeps tree structure, shapes, dtypes and memory kinds, and every leaf has the
+    batch axis first.
+    """
     tokens = random_tokens(spec, 16)
     start = init_layer(policy, spec)
     prompt, _ = fill(start, tokens, np.full(spec.batch, CHUNK))
@@ -107,7 +110,9 @@ def structure_is_constant(policy: Policy, spec: CacheSpec) -> None:
 
 
 def policy_is_a_value(policy: Policy, spec: CacheSpec) -> None:
-    """Equal policies are one static argument: hashable, equal, with equal reprs; a copy with another budget differs."""
+    """Equal policies are one static argument: hashable, equal, with equal reprs; a copy with
+    another budget differs.
+    """
     other = twin(policy)
     assert other == policy, "an unchanged copy does not equal the policy"
     assert hash(other) == hash(policy), "equal policies have different hashes"

@@ -53,7 +53,9 @@ class Report:
         return bool(self.laws("failed"))
 
     def raise_for_failures(self) -> None:
-        """Raises AssertionError with every law that failed and its reason; does nothing if none failed."""
+        """Raises AssertionError with every law that failed and its reason; does nothing if none
+        failed.
+        """
         failures = [row for row in self.rows if row.outcome == "failed"]
         if failures:
             lines = "\n".join(f"{row.law}: {row.reason}" for row in failures)

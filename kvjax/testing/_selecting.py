@@ -34,7 +34,9 @@ from kvjax.testing._expect import assert_attended, slots_of, zones
 
 
 def selected_slots_are_valid_and_unique(policy: Policy, spec: CacheSpec) -> None:
-    """A step attends to the tokens that there are, up to its budget, and never twice to a token."""
+    """A step attends to the tokens that there are, up to its budget, and never twice to a
+    token.
+    """
     tokens, lengths = random_tokens(spec, 8), ragged_lengths(policy, spec)
     cache, _ = fill(new_cache(policy, spec), tokens, lengths)
     inner = core(policy)
@@ -72,7 +74,9 @@ def selected_slots_are_valid_and_unique(policy: Policy, spec: CacheSpec) -> None
 
 
 def recall_grows_with_budget(policy: Policy, spec: CacheSpec) -> None:
-    """A larger budget selects all that a smaller one selects, so the softmax mass of the selection does not fall."""
+    """A larger budget selects all that a smaller one selects, so the softmax mass of the
+    selection does not fall.
+    """
     require(selects(policy), "the policy selects nothing (no `selector` with a `budget`)")
     inner = core(policy)
     require(

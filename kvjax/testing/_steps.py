@@ -29,7 +29,9 @@ _update, _select, _attend = jax.jit(update), jax.jit(select), jax.jit(attend)
 
 
 def decode_equals_single_steps(policy: Policy, spec: CacheSpec) -> None:
-    """Several tokens in one `decode` read, return and store the same as one step after the other, flushes included."""
+    """Several tokens in one `decode` read, return and store the same as one step after the
+    other, flushes included.
+    """
     tokens, lengths = random_tokens(spec, 23), _before_a_flush(policy, spec, 2)
     together, _ = fill(new_cache(policy, spec), tokens, lengths)
     single = together
@@ -56,7 +58,8 @@ def decode_equals_single_steps(policy: Policy, spec: CacheSpec) -> None:
                 )
                 assert_same(got, wanted, f"positions read, step {t}")
         lengths = lengths + count
-        # A step also flushes full blocks of rows that take no token, so single steps may flush where a call need not.
+        # A step also flushes full blocks of rows that take no token, so single steps may flush
+        # where a call need not.
         assert_same_contents(_flush(together), _flush(single), spec, f"state after call {call}")
         assert (np.asarray(together.length) == lengths).all(), (
             "the length is not that of the steps"
@@ -64,7 +67,8 @@ def decode_equals_single_steps(policy: Policy, spec: CacheSpec) -> None:
 
 
 def three_calls_equal_a_step(policy: Policy, spec: CacheSpec) -> None:
-    """`update`, `select` and `attend` with the selection give the output and the cache of `attention`.
+    """`update`, `select` and `attend` with the selection give the output and the cache of
+    `attention`.
 
     A policy that selects nothing says so, and `attend` without a selection gives the same.
     """
@@ -94,7 +98,9 @@ def three_calls_equal_a_step(policy: Policy, spec: CacheSpec) -> None:
 
 
 def rollback_forgets_what_came_after(policy: Policy, spec: CacheSpec) -> None:
-    """After tokens are taken back, the cache is as if they had never come; other tokens cannot be taken back."""
+    """After tokens are taken back, the cache is as if they had never come; other tokens cannot
+    be taken back.
+    """
     require(
         policy.reversible,
         "the policy takes no tokens back (no `rollback`, `earliest` and `free`)",
@@ -130,7 +136,9 @@ def rollback_forgets_what_came_after(policy: Policy, spec: CacheSpec) -> None:
 
 
 def truncate_gives_the_shorter_prompt(policy: Policy, spec: CacheSpec) -> None:
-    """A cache that is cut to any earlier length equals the cache of a prompt of that length, also in later steps."""
+    """A cache that is cut to any earlier length equals the cache of a prompt of that length,
+    also in later steps.
+    """
     tokens, lengths = random_tokens(spec, 26), ragged_lengths(policy, spec)
     lengths = np.maximum(lengths, np.minimum(3 * spec.capacity // 4, spec.capacity - 3))
     whole, _ = fill(new_cache(policy, spec), tokens, lengths)

@@ -1,4 +1,6 @@
-"""Laws of storing: prompts and steps store the same, a row depends only on its own tokens, and room is respected."""
+"""Laws of storing: prompts and steps store the same, a row depends only on its own tokens, and
+room is respected.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +53,11 @@ from kvjax.testing._expect import (
 
 
 def prefill_equals_prefill_then_updates(policy: Policy, spec: CacheSpec) -> None:
-    """A prompt of T1 + T2 tokens gives the same state as T1 tokens and T2 decode steps, in every zone.
+    """A prompt of T1 + T2 tokens gives the same state as T1 tokens and T2 decode steps, in
+    every zone.
 
-    An evictor may weigh the queries of a prompt differently: then it gets slots for all tokens, which are the same.
+    An evictor may weigh the queries of a prompt differently: then it gets slots for all tokens,
+    which are the same.
     """
     policy, tokens = with_room(policy, spec), random_tokens(spec, 2)
     first = ragged_lengths(policy, spec) // 2
@@ -77,7 +81,9 @@ def prefill_equals_prefill_then_updates(policy: Policy, spec: CacheSpec) -> None
 
 
 def row_ignores_other_rows(policy: Policy, spec: CacheSpec) -> None:
-    """The last row is the same to the bit, whatever the other rows hold and however long they are."""
+    """The last row is the same to the bit, whatever the other rows hold and however long they
+    are.
+    """
     tokens, other = random_tokens(spec, 3), random_tokens(spec, 4)
     mixed = Tokens(
         *(
@@ -116,7 +122,9 @@ def padding_does_not_matter(policy: Policy, spec: CacheSpec) -> None:
 
 
 def slots_past_count_do_not_matter(policy: Policy, spec: CacheSpec) -> None:
-    """Unused slots are never read: the law fills them with NaN keys and scales, values of 1e4 and codes of all ones."""
+    """Unused slots are never read: the law fills them with NaN keys and scales, values of 1e4
+    and codes of all ones.
+    """
     tokens, lengths = random_tokens(spec, 6), ragged_lengths(policy, spec) // 2
     cache, _ = fill(new_cache(policy, spec), tokens, lengths)
     poisoned = dataclasses.replace(cache, state=poison(cache))
@@ -148,7 +156,9 @@ def inactive_rows_store_nothing(policy: Policy, spec: CacheSpec) -> None:
 
 
 def insert_replaces_one_row(policy: Policy, spec: CacheSpec) -> None:
-    """A row that is prefilled alone and inserted continues as it would alone; the other rows do not change."""
+    """A row that is prefilled alone and inserted continues as it would alone; the other rows do
+    not change.
+    """
     one = dataclasses.replace(spec, batch=1)
     tokens, lengths = random_tokens(spec, 12), ragged_lengths(policy, spec) // 2
     row = spec.batch - 1
@@ -170,7 +180,9 @@ def insert_replaces_one_row(policy: Policy, spec: CacheSpec) -> None:
 
 
 def taken_rows_continue_as_they_were(policy: Policy, spec: CacheSpec) -> None:
-    """Rows that are repeated, reordered and dropped give the outputs of the rows that they were, in two more steps."""
+    """Rows that are repeated, reordered and dropped give the outputs of the rows that they
+    were, in two more steps.
+    """
     tokens, lengths = random_tokens(spec, 15), ragged_lengths(policy, spec)
     cache, _ = fill(new_cache(policy, spec), tokens, lengths)
     rows = np.array([spec.batch - 1, spec.batch - 1, *range(spec.batch)])[: spec.batch]
@@ -210,10 +222,12 @@ def full_cache_drops_and_says_so(policy: Policy, spec: CacheSpec) -> None:
 
 
 def budget_bounds_what_is_held(policy: Policy, spec: CacheSpec) -> None:
-    """Each kv head holds min(budget, tokens received) different tokens, however many come, including the newest.
+    """Each kv head holds min(budget, tokens received) different tokens, however many come,
+    including the newest.
 
-    If a policy has `head_bounds`, the fewest and the most tokens of a head, heads hold that many on average. The tokens
-    of a sink are always included, all tokens are unchanged to the bit, and the state does not grow with the capacity.
+    If a policy has `head_bounds`, the fewest and the most tokens of a head, heads hold that
+    many on average. The tokens of a sink are always included, all tokens are unchanged to the
+    bit, and the state does not grow with the capacity.
     """
     require(evicts(policy), "the policy evicts nothing (no `evictor` with a `budget`)")
     inner = core(policy)

@@ -1,4 +1,6 @@
-"""The plan of benchmarks: its commands are valid; a run of it resumes, ends in time and keeps all results."""
+"""The plan of benchmarks: its commands are valid; a run of it resumes, ends in time and keeps
+all results.
+"""
 
 import argparse
 import json
@@ -148,7 +150,9 @@ sys.exit(code)
 
 @pytest.fixture
 def go(tmp_path, monkeypatch, capsys):
-    """go(cells, *options) runs these cells in place of the plan's; returns its exit code, its output and the states."""
+    """go(cells, *options) runs these cells in place of the plan's; returns its exit code, its
+    output and the states.
+    """
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
 

@@ -19,7 +19,9 @@ def serving(monkeypatch):
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_busy_rate_is_that_of_the_steps(monkeypatch, serving, waits):
-    """A step takes a second, whether the host waits for it when it asks for it or when it takes its tokens."""
+    """A step takes a second, whether the host waits for it when it asks for it or when it takes
+    its tokens.
+    """
     model = serving.random_model(serving.TINY, "float32")
     engine = kvjax.Engine(
         model, serving.cache_of(model, "full", 3, 64), block=4, chunk=8, max_waiting=64

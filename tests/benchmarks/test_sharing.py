@@ -16,7 +16,9 @@ from tests.checkpoint import write_checkpoint
 
 
 def layers_alike(same_as: list[int]) -> Live:
-    """Layer i has the queries and keys of layer same_as[i], and values of its own; its heads swap where it is odd."""
+    """Layer i has the queries and keys of layer same_as[i], and values of its own; its heads
+    swap where it is odd.
+    """
     rng, T, S, K, G, D = np.random.default_rng(0), 4, 96, 2, 2, 8
     q, k = (
         rng.normal(size=(len(same_as), 1, T, K * G, D)) * 3,

@@ -1,4 +1,6 @@
-"""Throughput and memory: the fields of a cell; a cell that does not fit is a result; none is measured twice."""
+"""Throughput and memory: the fields of a cell; a cell that does not fit is a result; none is
+measured twice.
+"""
 
 import dataclasses
 
@@ -72,7 +74,8 @@ def test_bytes_are_those_of_the_cache_and_the_model(model, full):
     assert full["weight_bytes"] == 4 * sum(
         x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param))
     )
-    # CPUs do not report a peak; the programs hold weights, cache and more, but no second cache beside these.
+    # CPUs do not report a peak; the programs hold weights, cache and more, but no second cache
+    # beside these.
     assert full["peak_of"] == "programs"
     held = full["weight_bytes"] + full["cache_bytes_device"]
     assert held < full["peak_bytes"] < held + 20 * 2**20

@@ -133,7 +133,9 @@ def test_grow_serves_whole_models_and_refuses_to_shrink() -> None:
     ids=["on the device", "in host memory", "a step late"],
 )
 def test_donating_a_grown_cache_leaves_the_old_one(policy: kvjax.Policy) -> None:
-    """Arrays that a larger capacity leaves as they are, such as the recent block, are copied as well."""
+    """Arrays that a larger capacity leaves as they are, such as the recent block, are copied as
+    well.
+    """
     _, cache = attend(kvjax.init_layer(policy, SPEC), *draw(70, 0))
     new = draw(1, 1)
     out, _ = jax.jit(kvjax.attention, donate_argnums=0)(

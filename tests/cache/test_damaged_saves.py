@@ -1,4 +1,6 @@
-"""Nothing is restored that was not saved: flipped bytes, lost files, killed writers, two writers, a full disk."""
+"""Nothing is restored that was not saved: flipped bytes, lost files, killed writers, two
+writers, a full disk.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def number_of(cache: kvjax.LayerCache) -> int:
 
 
 def small(number: int) -> int:
-    """A number that every array can hold exactly, for a writer that counts up: bfloat16 has 8 bits."""
+    """A number that every array can hold exactly, for a writer that counts up: bfloat16 has 8
+    bits.
+    """
     return 2 + number % 250
 
 
@@ -120,7 +124,9 @@ def test_damage_of_any_file_restores_what_was_saved_or_says_so(
 def test_a_flipped_byte_of_each_array_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If any array comes back with one bit changed below the library, the save is refused and the array named."""
+    """If any array comes back with one bit changed below the library, the save is refused and
+    the array named.
+    """
     cache = filled(3)
     kvjax.save(tmp_path, cache)
     for name, _ in saving._named(cache):
@@ -221,7 +227,9 @@ def test_a_failed_save_leaves_the_last_one_and_the_next_works(
 
 @contextmanager
 def disk_with_room_for(size: int) -> Iterator[None]:
-    """Files grow to `size` bytes at most in the block: writes past that fail, as those on a full disk do."""
+    """Files grow to `size` bytes at most in the block: writes past that fail, as those on a
+    full disk do.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(
         resource.RLIMIT_FSIZE, (size, before[1])
@@ -446,7 +454,9 @@ def start(directory: Path, first: int) -> subprocess.Popen[str]:
 
 
 def kill_while_saving(directory: Path, seed: int, first: int) -> int:
-    """Starts a writer, kills it at a random moment after its first save, and returns the last save that it reported."""
+    """Starts a writer, kills it at a random moment after its first save, and returns the last
+    save that it reported.
+    """
     writer = start(directory, first)
     assert writer.stdout is not None
     assert writer.stdout.readline() == "ready\n"
@@ -541,7 +551,9 @@ def test_a_difference_is_told_once_for_all_layers(tmp_path: Path) -> None:
 
 
 def test_of_many_differences_two_are_told(tmp_path: Path) -> None:
-    """A long message would hide its cause; arrays are told only if no field of a policy or spec differs."""
+    """A long message would hide its cause; arrays are told only if no field of a policy or spec
+    differs.
+    """
     kvjax.save(tmp_path, empty())
     fields = dict(budget=32, sink=8, local=16, dense_below=64, demote=kvjax.Fifo(leave=32))
     with pytest.raises(

@@ -101,7 +101,9 @@ LIKE += [("product codes", None), ("kivi", 40), ("full", 40)]
     ],
 )
 def test_rows_of_a_fork_continue_as_copies(name, window):
-    """The same selections, and outputs that differ by rounding; through flushes, a chunk and rows that pause."""
+    """The same selections, and outputs that differ by rounding; through flushes, a chunk and
+    rows that pause.
+    """
     row = read(POLICIES[name], 77)
     copies, forked = (
         kvjax.take_rows(prefixes.alone(row), [0] * 3),
@@ -287,7 +289,9 @@ def test_a_row_has_no_prefix_before_it_is_seated():
 
 @pytest.mark.parametrize(("rows", "reads"), [(4, 1), (33, 2)])
 def test_rows_that_share_a_prefix_read_it_together_in_a_step(rows, reads):
-    """By the kernel of spans, 32 rows at a time; plain JAX read a prefix block by block, as a chunk under a window."""
+    """By the kernel of spans, 32 rows at a time; plain JAX read a prefix block by block, as a
+    chunk under a window.
+    """
     store = Prefixed(store=kvjax.Dense(), tokens=32)
     rng, spec = np.random.default_rng(0), dataclasses.replace(SPEC, batch=rows)
     q, start = (

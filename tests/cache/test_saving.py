@@ -1,4 +1,6 @@
-"""Restored caches equal the saved ones bit by bit, continue alike, and are refused where they do not fit."""
+"""Restored caches equal the saved ones bit by bit, continue alike, and are refused where they
+do not fit.
+"""
 
 import dataclasses
 import shutil
@@ -66,7 +68,9 @@ def test_shapes_without_shardings_come_back_into_the_memory_that_they_were_in(
 
 @pytest.mark.parametrize("larger", [False, True])
 def test_arrays_of_host_memory_come_back_with_its_type(tmp_path: Path, larger: bool) -> None:
-    """jit sees the type only. In a new process, no program is left that was compiled for the cache before its save."""
+    """jit sees the type only. In a new process, no program is left that was compiled for the
+    cache before its save.
+    """
     policy = dataclasses.replace(BASE, store=kvjax.HotSet(tokens=64))
     cache, tokens = filled(policy)
     save(tmp_path / "talk", cache)
@@ -145,7 +149,8 @@ def test_save_that_was_cut_off_leaves_the_last_good_one(tmp_path: Path) -> None:
     assert save(tmp_path, first) == 0
     second, _ = filled(seed=5)
     assert save(tmp_path, second, keep=2) == 1
-    # What a save leaves that was killed while it wrote: its folder under the temporary name, without the arrays.
+    # What a save leaves that was killed while it wrote: its folder under the temporary name,
+    # without the arrays.
     newest = tmp_path / "1"
     unfinished = tmp_path / "1.orbax-checkpoint-tmp-7"
     newest.rename(unfinished)
@@ -165,7 +170,9 @@ def test_nothing_saved_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.thorough  # three processes, each with its own jax
 def test_restores_on_another_number_of_devices(tmp_path: Path) -> None:
-    """Saved with rows over 4 devices, restored over 2 and on 1; each process has its own number of them."""
+    """Saved with rows over 4 devices, restored over 2 and on 1; each process has its own number
+    of them.
+    """
     program = """
         import sys, jax, numpy as np, kvjax
         from kvjax.testing import _drive as drive

@@ -1,4 +1,6 @@
-"""The command line, in process, on a random checkpoint in Hugging Face format that the test writes."""
+"""The command line, in process, on a random checkpoint in Hugging Face format that the test
+writes.
+"""
 
 import inspect
 import io
@@ -120,9 +122,8 @@ def test_json_text_is_the_decoded_new_tokens_and_equals_the_streamed_text(
     assert all(any(word in row for row in rows) for word in steps)
     assert all(match and 0 <= float(match[1]) <= float(match[2]) for match in times)
     assert any("weights" in row and "GB/s" in row for row in rows)
-    wait = (
-        _Ahead.wait
-    )  # as with a GPU, for the programs of the prompt alone where that is a question:
+    # as with a GPU, for the programs of the prompt alone where that is a question:
+    wait = _Ahead.wait
     monkeypatch.setattr(
         _Ahead, "wait", lambda ahead, **asked: wait(ahead, prompt_only=bool(asked))
     )
@@ -312,8 +313,8 @@ def test_the_command_runs_alone_and_writes_nothing_but_its_answer(checkpoint):
     assert len(json.loads(done.stdout)["token_ids"]) <= 2
 
 
-# Small work for every command, and some keys of its JSON. FILES stands for the folder that `files` writes, OUT for an
-# empty one.
+# Small work for every command, and some keys of its JSON. FILES stands for the folder that
+# `files` writes, OUT for an empty one.
 WORK = [
     ("generate --prompt abc --max-new-tokens 2", {"text", "token_ids", "cache_bytes_device"}),
     (
@@ -600,7 +601,9 @@ def test_a_prompt_of_66_megabytes_is_refused_before_it_is_tokenized(
 
 
 def test_the_model_that_ships_answers_the_built_in_prompt(kvjax, monkeypatch):
-    """Without a directory and options; with less filler, as CI asks the whole of it by README's command."""
+    """Without a directory and options; with less filler, as CI asks the whole of it by README's
+    command.
+    """
     first, *_, last = EXAMPLE.splitlines()
     monkeypatch.setattr("kvjax.cli.generate.EXAMPLE", f"{first}\n{last}")
     monkeypatch.setattr("kvjax.cli.generate.SILENCE", 0.0)
@@ -809,7 +812,8 @@ def test_compare_refuses_what_it_cannot_run(kvjax, checkpoint):
     assert "set rope_theta=10000.0" in err
 
 
-# The model directory is the tiny checkpoint; FILES stands for the folder of the files that `files` writes.
+# The model directory is the tiny checkpoint; FILES stands for the folder of the files that
+# `files` writes.
 REFUSED = [
     # generate
     (

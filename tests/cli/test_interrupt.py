@@ -20,8 +20,8 @@ COMMAND = [sys.executable, "-c", "import sys; from kvjax_command import main; sy
 def interrupt(
     directory: Path, seconds: float | None, command: list[str] = COMMAND
 ) -> tuple[int, str]:
-    """Starts the command, and interrupts it after some seconds, or when it has decoded a text; its exit code, and what
-    it wrote to stderr."""
+    """Starts the command, and interrupts it after some seconds, or when it has decoded a text;
+    its exit code, and what it wrote to stderr."""
     long = [
         "generate",
         str(directory),

@@ -13,7 +13,9 @@ from kvjax.ops import op
 
 @pytest.fixture
 def programs(tmp_path, monkeypatch):
-    """The folder of compiled programs, of which none is too small to be kept; off again afterwards."""
+    """The folder of compiled programs, of which none is too small to be kept; off again
+    afterwards.
+    """
     monkeypatch.setenv(compiling.VARIABLE, str(tmp_path))
     monkeypatch.setattr(compiling, "LEAST_SECONDS", 0.0)
     names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"

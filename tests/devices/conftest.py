@@ -1,4 +1,6 @@
-"""Tests that need 8 devices: tests/test_devices.py runs them in a process whose CPU poses as 8 devices."""
+"""Tests that need 8 devices: tests/test_devices.py runs them in a process whose CPU poses as 8
+devices.
+"""
 
 import os
 

@@ -66,7 +66,9 @@ def wanted_exchanges(
 
 
 def copies(program: str, cache: Any) -> list[str]:
-    """Operations that copy a whole array of keys, values, codes or hashes, as a device holds them, or gather one."""
+    """Operations that copy a whole array of keys, values, codes or hashes, as a device holds
+    them, or gather one.
+    """
     found = []
     for leaf in history(cache):
         for shape in (leaf.shape, leaf.sharding.shard_shape(leaf.shape)):
@@ -77,7 +79,9 @@ def copies(program: str, cache: Any) -> list[str]:
 
 
 def history(cache: Any) -> list[Any]:
-    """The arrays that have a slot for each token, or one for some; not the `offset` of a row's keys."""
+    """The arrays that have a slot for each token, or one for some; not the `offset` of a row's
+    keys.
+    """
     state = getattr(cache.state, "zones", cache.state)  # those inside of FreeKV's
     names = [name for name in ("tokens", "store", "index") if hasattr(state, name)]
     zones = [getattr(state, name) for name in names] or state  # of an evicting cache all

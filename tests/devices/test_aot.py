@@ -1,4 +1,6 @@
-"""Programs for 8 H200s, compiled without one: kernels run on the part of a device, and no part of a cache moves."""
+"""Programs for 8 H200s, compiled without one: kernels run on the part of a device, and no part
+of a cache moves.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def compiled(
     new: int = 1,
     by_hand: bool = False,
 ) -> tuple[str, int, int]:
-    """HLO of a step, or of a chunk of `new` tokens; its temporary bytes on a device, and the kernels that it calls."""
+    """HLO of a step, or of a chunk of `new` tokens; its temporary bytes on a device, and the
+    kernels that it calls.
+    """
 
     spec = (
         spec
@@ -100,7 +104,8 @@ MORE = {
 }
 
 
-# Of a step of one layer over context. They were 13, 39 with a sort of many kernels, and 58 when all devices sorted.
+# Of a step of one layer over context. They were 13, 39 with a sort of many kernels, and 58 when
+# all devices sorted.
 LAUNCHES = {"full": 11, "fier": 34, "pariskv": 54}
 
 
@@ -125,7 +130,9 @@ def test_kernels_run_on_the_part_of_a_device(name: str) -> None:
     "name", [*CASES, *(pytest.param(name, marks=pytest.mark.thorough) for name in MORE)]
 )
 def test_placement_of_one_device_adds_nothing_to_a_step(name: str) -> None:
-    """The same launches in the same order, so the same tokens and the same time, as without a placement."""
+    """The same launches in the same order, so the same tokens and the same time, as without a
+    placement.
+    """
     at = Mesh(mesh(2, 4).devices[:1, :1, :1], ("data", "model", "ctx"))
     programs = []
     for placement in (None, Placement(mesh=at, batch="data", heads="model")):
@@ -158,7 +165,9 @@ def test_kernels_of_more_methods_run_on_the_part_of_a_device(name: str) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["full", "fier", "pariskv"])
 def test_kernels_run_on_the_tokens_of_a_device(name: str) -> None:
-    """8 GPUs are split 2 by rows, 2 by heads and 2 by tokens; only the data of the formulas moves."""
+    """8 GPUs are split 2 by rows, 2 by heads and 2 by tokens; only the data of the formulas
+    moves.
+    """
     at, policy = mesh(2, 2, 2), (CASES | MORE)[name]
     placement = Placement(mesh=at, batch="data", heads="model", context="ctx")
     program, temporary, kernels = compiled(policy, placement, at)
@@ -176,7 +185,9 @@ def test_kernels_run_on_the_tokens_of_a_device(name: str) -> None:
 def test_chunk_of_a_prompt_is_cudnn_calls_on_the_part_of_a_device(
     head_dim: int, ctx: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One over the chunk and one over what is stored, which is not copied; over context each for both of its blocks."""
+    """One over the chunk and one over what is stored, which is not copied; over context each
+    for both of its blocks.
+    """
     from jax._src.cudnn import fused_attention_stablehlo as door
 
     monkeypatch.setattr(prompt, "takes_cudnn", lambda dtype, *_: dtype == jnp.bfloat16)
@@ -189,14 +200,13 @@ def test_chunk_of_a_prompt_is_cudnn_calls_on_the_part_of_a_device(
     spec = dataclasses.replace(SPEC, head_dim=head_dim)
     program, temporary, _ = compiled(kvjax.Full(), placement, at, spec, new=2048)
     assert program.count('custom_call_target="__cudnn$fmha') == (2 if ctx == 1 else 5)
-    # Over context q, k, v of the chunk are whole on each device: what is stored merges by a maximum and a sum, and each
-    # sends what it computed of the chunk's attention to itself.
+    # Over context q, k, v of the chunk are whole on each device: what is stored merges by a
+    # maximum and a sum, and each sends what it computed of the chunk's attention to itself.
     kinds = Counter(kind for kind, _ in exchanges(program))
     assert kinds == (Counter() if ctx == 1 else Counter({"all-gather": 1, "all-reduce": 2}))
     assert not copies(program, layer_of(kvjax.Full(), placement, at, spec))
-    part = (
-        4 * SPEC.batch // 2 * SPEC.q_heads * ctx // 4 * 2048 * (head_dim + 1)
-    )  # of attention, in f32
+    # of attention, in f32
+    part = 4 * SPEC.batch // 2 * SPEC.q_heads * ctx // 4 * 2048 * (head_dim + 1)
     assert temporary < (1.3 if ctx == 1 else 3.3) * part
 
 

@@ -1,4 +1,6 @@
-"""Sink logits, soft caps and values of another size than keys over devices: what one device gives."""
+"""Sink logits, soft caps and values of another size than keys over devices: what one device
+gives.
+"""
 
 from __future__ import annotations
 

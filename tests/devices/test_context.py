@@ -1,4 +1,6 @@
-"""A cache whose tokens are dealt to devices reads what one device reads, and exchanges what the formulas say."""
+"""A cache whose tokens are dealt to devices reads what one device reads, and exchanges what the
+formulas say.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,8 @@ FIER = Retrieval(selector=Fier(group=4), budget=24, **ZONES)
 MAGICPIG = presets.magicpig(
     budget=40, bits=3, tables=40, local=6, chunk=16, layers=presets.Layers(dense=0)
 ).rest
-# A policy, a placement, a sliding window. With a window the steps begin at once; a test of its own reads prompts.
+# A policy, a placement, a sliding window. With a window the steps begin at once; a test of its
+# own reads prompts.
 CASES: dict[str, tuple[kvjax.Policy, Placement, int | None]] = {
     "full": (Full(), along(4), None),
     "4 bits in a window": (
@@ -288,7 +291,9 @@ WINDOWED = [name for name, (_, _, window) in (CASES | MORE).items() if window is
     ],
 )
 def test_prompts_under_a_window_are_read_as_on_one(name: str) -> None:
-    """Prompts longer than the window, whose rows have different lengths, and the steps after them."""
+    """Prompts longer than the window, whose rows have different lengths, and the steps after
+    them.
+    """
     policy, placement, window = (CASES | MORE)[name]
     found = []
     for place in (None, placement):
@@ -323,7 +328,9 @@ def test_step_exchanges_what_the_formula_says_and_copies_nothing(runs: Any, name
 
 
 def test_copy_of_a_split_cache_is_noticed(runs: Any) -> None:
-    """The operations that these tests look for are in a program that gathers or copies an array."""
+    """The operations that these tests look for are in a program that gathers or copies an
+    array.
+    """
     cache = runs("fier", True)[3]
     whole = NamedSharding(THREE.mesh, PartitionSpec())
     gather = jax.jit(lambda leaf: lax.with_sharding_constraint(leaf, whole) + 1)
@@ -334,11 +341,12 @@ def test_copy_of_a_split_cache_is_noticed(runs: Any) -> None:
 
 @pytest.mark.parametrize("name", ["fier", "pages per query head in a window"])
 def test_of_equal_scores_on_several_devices_the_lower_place_wins(runs: Any, name: str) -> None:
-    """Groups of four tokens have one of three keys, so stripes of all devices tie in every step."""
+    """Groups of four tokens have one of three keys, so stripes of all devices tie in every
+    step.
+    """
     policy, placement, window = CASES[name]
-    q, k, v = (
-        np.round(2 * np.asarray(a)) for a in tokens(2 * STEPS, 6)
-    )  # small integers, whose scores are exact
+    # small integers, whose scores are exact
+    q, k, v = (np.round(2 * np.asarray(a)) for a in tokens(2 * STEPS, 6))
     keys, kinds = k[0, :3].copy(), (np.arange(SPEC.capacity) - policy.sink) // 4 % 3
     steps = []  # row, step, tokens of the row after it, and where its history ends
     for row in range(2):
@@ -371,7 +379,9 @@ def test_of_equal_scores_on_several_devices_the_lower_place_wins(runs: Any, name
 
 
 def test_devices_agree_on_the_most_voted_tokens_ties_by_place() -> None:
-    """Candidates of all devices together are those of one, also where stripes of many devices tie."""
+    """Candidates of all devices together are those of one, also where stripes of many devices
+    tie.
+    """
     stripes, turns, rng = context.Stripes("ctx", 4, 3), 5, np.random.default_rng(0)
     marks = rng.integers(0, 4, (2, 2, 2, turns * 12), dtype=np.uint8)
     marks[1, 0] = 2  # all tie
@@ -404,7 +414,9 @@ def test_devices_agree_on_the_most_voted_tokens_ties_by_place() -> None:
 
 @pytest.mark.parametrize(("offers", "wanted"), [(1, 3), (5, 0), (5, 7), (24, 50), (24, 200)])
 def test_devices_count_their_own_among_the_first_of_all(offers: int, wanted: int) -> None:
-    """As a sort of all offers does, also where ranks tie and where a device has fewer units than it may offer."""
+    """As a sort of all offers does, also where ranks tie and where a device has fewer units
+    than it may offer.
+    """
     rng = np.random.default_rng(offers + wanted)
     places = np.stack(
         [rng.permutation(4 * offers).reshape(4, offers) for _ in range(2)]
@@ -457,7 +469,9 @@ def test_saves_and_larger_caches_do_not_depend_on_the_split(runs: Any, tmp_path:
 
 
 def test_several_steps_rows_and_followers_are_those_of_one_device() -> None:
-    """`decode` of several tokens, `rollback`, `insert` and a layer that attends to what another selected."""
+    """`decode` of several tokens, `rollback`, `insert` and a layer that attends to what another
+    selected.
+    """
     policies = [FIER, FIER.follower(), Full()]
 
     def talk(cache: kvjax.Cache, prefix: kvjax.Cache, first: Any, steps: Any) -> Any:
@@ -486,7 +500,9 @@ def test_several_steps_rows_and_followers_are_those_of_one_device() -> None:
 
 
 def test_owner_off_by_one_is_noticed(runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The results that these tests compare change if a device takes the stripes of its neighbour for its own."""
+    """The results that these tests compare change if a device takes the stripes of its
+    neighbour for its own.
+    """
     right = context.Stripes.slot
 
     def wrong(stripes: context.Stripes, place: Array) -> tuple[Array, Array]:

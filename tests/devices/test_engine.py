@@ -1,4 +1,6 @@
-"""An engine whose rows and heads are split over devices gives each request the tokens of one device."""
+"""An engine whose rows and heads are split over devices gives each request the tokens of one
+device.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,12 @@ from tests.devices.test_models import BOTH, directory, models  # noqa: F401 (fix
     ],
 )
 def test_requests_over_rows_and_heads_get_their_tokens(
-    models: tuple[Any, Any, Any], method: str
-) -> None:  # noqa: F811
-    """Two rows on each half of the devices, slots used again, a cancelled request, and answers to one prompt."""
+    models: tuple[Any, Any, Any],  # noqa: F811
+    method: str,
+) -> None:
+    """Two rows on each half of the devices, slots used again, a cancelled request, and answers
+    to one prompt.
+    """
     policies, rng = kvjax.presets.parse(method), np.random.default_rng(0)
     prompts = [rng.integers(1, 90, n).tolist() for n in (50, 3, 40, 20, 31)]
 
@@ -52,8 +57,8 @@ def test_requests_over_rows_and_heads_get_their_tokens(
 
 
 def test_rows_move_between_devices_where_the_context_is_split(
-    models: tuple[Any, Any, Any],
-) -> None:  # noqa: F811
+    models: tuple[Any, Any, Any],  # noqa: F811
+) -> None:
     """`take_rows` under rows, heads and context."""
     place = models[2].placement
     spec = kvjax.CacheSpec(

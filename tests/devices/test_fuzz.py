@@ -1,4 +1,5 @@
-"""Random scripts on caches that are split over rows, KV heads and tokens: what plain lists of tokens give.
+"""Random scripts on caches that are split over rows, KV heads and tokens: what plain lists of
+tokens give.
 
     KVJAX_FUZZ=1600:2000 XLA_FLAGS=--xla_force_host_platform_device_count=8 \\
         python -m pytest tests/devices/test_fuzz.py --thorough -rf

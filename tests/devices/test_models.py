@@ -1,4 +1,6 @@
-"""A model that is loaded onto a mesh: each device reads its own part, and the text is that of one device."""
+"""A model that is loaded onto a mesh: each device reads its own part, and the text is that of
+one device.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,9 @@ def test_mlp_that_context_does_not_divide_is_split_over_heads_alone() -> None:
 
 
 def test_a_mixture_of_experts_is_split_inside_each_expert(tmp_path: Path) -> None:
-    """Loaded by parts or distributed; a chunk, which sorts tokens by expert, and a step give what one device gives."""
+    """Loaded by parts or distributed; a chunk, which sorts tokens by expert, and a step give
+    what one device gives.
+    """
     experts = Experts(count=8, per_token=2, size=16, bias=True, clamp=(1.5, 2.0))
     config = dataclasses.replace(
         CONFIG, intermediate_size=16, out_bias=True, sinks=True, experts=experts
@@ -188,7 +192,9 @@ KINDS = [
 def test_generated_tokens_are_those_of_one_device(
     models: tuple[Any, Any, Any], model: str, cache: str, around: str
 ) -> None:
-    """Whatever axes the meshes have: a user's own is of Explicit axes if it was made by `jax.make_mesh`."""
+    """Whatever axes the meshes have: a user's own is of Explicit axes if it was made by
+    `jax.make_mesh`.
+    """
     prompt = [list(range(1, 60)), [5, 9], list(range(3, 80, 2)), [7] * 40]
     policies = kvjax.presets.parse(METHOD)
 
@@ -227,9 +233,11 @@ def test_generated_tokens_are_those_of_one_device(
 def test_logits_of_forced_tokens_are_those_of_one_device(
     models: tuple[Any, Any, Any], method: str
 ) -> None:
-    """Over 150 steps in which rows are flushed; with another token in one of them, later ones differ.
+    """Over 150 steps in which rows are flushed; with another token in one of them, later ones
+    differ.
 
-    Keys of a random model score nearly alike: of two tokens whose scores differ by less than 1e-6, rounding chooses.
+    Keys of a random model score nearly alike: of two tokens whose scores differ by less than
+    1e-6, rounding chooses.
     """
     tokens = jnp.asarray(np.random.default_rng(1).integers(96, size=(150, 4)), jnp.int32)
 
@@ -259,9 +267,9 @@ def test_logits_of_forced_tokens_are_those_of_one_device(
     "at", [pytest.param(1, marks=pytest.mark.thorough, id="rows and heads"), 2]
 )
 def test_step_talks_as_megatron_does(models: tuple[Any, Any, Any], at: int) -> None:
-    """Two sums per layer, the embedding, and the condition of the flush; nothing as large as the cache or the logits.
-    With context one gather in the layer that attends to everything, and three in the one that selects; the sums of MLP
-    and vocabulary are over context too."""
+    """Two sums per layer, the embedding, and the condition of the flush; nothing as large as
+    the cache or the logits. With context one gather in the layer that attends to everything,
+    and three in the one that selects; the sums of MLP and vocabulary are over context too."""
     checkpoint = models[at]
     cache = checkpoint.init_cache(METHOD, capacity=160, batch=4, dtype="float32")
     program = (
@@ -274,7 +282,9 @@ def test_step_talks_as_megatron_does(models: tuple[Any, Any, Any], at: int) -> N
 
 
 def test_work_of_a_prompt_is_split_over_context(models: tuple[Any, Any, Any]) -> None:
-    """Each of 4 devices computes its quarter of the products of all tokens, but for those of the head."""
+    """Each of 4 devices computes its quarter of the products of all tokens, but for those of
+    the head.
+    """
     one, four = models[0], Placement(mesh=jax.make_mesh((4,), ("ctx",)), context="ctx").auto
     tokens, flops = jnp.zeros((2, 64), jnp.int32), []
     for model, placement in ((one.model, None), (distribute(one.model, four), four)):
@@ -290,7 +300,8 @@ def test_work_of_a_prompt_is_split_over_context(models: tuple[Any, Any, Any]) ->
         flops.append(program.cost_analysis()["flops"])
     assert flops[1] < 0.3 * flops[0]
     found = Counter(kind for _, kind in COLLECTIVE.findall(program.as_text()))
-    # Queries, keys, values, the attention of the chunk to itself and the input of the MLP. No weights are gathered.
+    # Queries, keys, values, the attention of the chunk to itself and the input of the MLP. No
+    # weights are gathered.
     assert found["all-gather"] <= 5 * CONFIG.layers
     assert set(found) <= {"all-gather", "all-reduce", "reduce-scatter"}
     assert (
@@ -375,7 +386,9 @@ def train(model: Decoder, tokens: jax.Array) -> tuple[jax.Array, Decoder]:
 
 
 def test_training_step_is_that_of_one_device(models: tuple[Any, Any, Any]) -> None:
-    """Rows, heads, MLP and vocabulary split, over a mesh of Explicit axes and over one of Auto axes."""
+    """Rows, heads, MLP and vocabulary split, over a mesh of Explicit axes and over one of Auto
+    axes.
+    """
     one, split, _ = (checkpoint.model for checkpoint in models)
     tokens = jnp.asarray(np.random.default_rng(0).integers(96, size=(4, 24)), jnp.int32)
     loss, wanted = train(one, tokens)

@@ -1,4 +1,6 @@
-"""Several processes, each with a part of the devices, decode as one device does, and read each other's saves."""
+"""Several processes, each with a part of the devices, decode as one device does, and read each
+other's saves.
+"""
 
 from __future__ import annotations
 
@@ -89,9 +91,11 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[st
     [(2, False), *(pytest.param(n, True, marks=pytest.mark.thorough) for n in (4, 2))],
 )
 def test_processes_decode_as_one_does(alone: Any, processes: int, by_command: bool) -> None:
-    """By `generate`, `stream`, and `decode` after a save; and by `kvjax generate`, where the first alone prints.
+    """By `generate`, `stream`, and `decode` after a save; and by `kvjax generate`, where the
+    first alone prints.
 
-    Two processes continue from the save of four if these have run, else from that of one device.
+    Two processes continue from the save of four if these have run, else from that of one
+    device.
     """
     checkpoint, folder, one = alone
     saves, four = folder / f"saves-{processes}", folder / "saves-4"

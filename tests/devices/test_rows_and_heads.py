@@ -1,4 +1,5 @@
-"""A cache whose rows and KV heads are split over devices does what one device does, without communication.
+"""A cache whose rows and KV heads are split over devices does what one device does, without
+communication.
 
 `test_context.py` and `test_verbs.py` show it of FIER and TOVA in every run.
 """

@@ -1,4 +1,6 @@
-"""Shared selections and hot sets of a cache that is split over devices: as on one device, without collectives."""
+"""Shared selections and hot sets of a cache that is split over devices: as on one device,
+without collectives.
+"""
 
 from __future__ import annotations
 

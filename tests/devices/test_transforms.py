@@ -1,4 +1,6 @@
-"""`jax.shard_map` of a user's own, with its default checks, and a default device that is not the first."""
+"""`jax.shard_map` of a user's own, with its default checks, and a default device that is not
+the first.
+"""
 
 from __future__ import annotations
 
@@ -166,7 +168,9 @@ CONFIG = models.DecoderConfig(
 
 @pytest.mark.parametrize("how", ["default", pytest.param("put", marks=pytest.mark.thorough)])
 def test_everything_stays_on_a_device_that_is_not_the_first(how: str, tmp_path: Any) -> None:
-    """On the default device; or where model and cache were put, beside a default that is another."""
+    """On the default device; or where model and cache were put, beside a default that is
+    another.
+    """
     third = jax.devices()[2]
     policies = [POLICIES["fier, host"], kvjax.Full()]
 

@@ -1,4 +1,6 @@
-"""All functions that take a cache with a placement: the cache keeps its placement, and mistakes are explained."""
+"""All functions that take a cache with a placement: the cache keeps its placement, and mistakes
+are explained.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""One of several processes that decode together: `worker.py CHECKPOINT SAVES READ [--command]`. The environment names
-the others; what each found is in SAVES.NUMBER.json. READ is the save from which it goes on, SAVES for its own."""
+"""One of several processes that decode together: `worker.py CHECKPOINT SAVES READ [--command]`.
+The environment names the others; what each found is in SAVES.NUMBER.json. READ is the save from
+which it goes on, SAVES for its own."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def command(checkpoint: str, *more: str) -> str:
 
 
 def work(checkpoint: str, saves: str, read: str, *, split: bool = True) -> dict[str, Any]:
-    """The tokens of a batch, on one device or split by data=2, model=2, ctx=2, and those that follow after a save."""
+    """The tokens of a batch, on one device or split by data=2, model=2, ctx=2, and those that
+    follow after a save.
+    """
     import jax
     import numpy as np
 

@@ -1,4 +1,6 @@
-"""The runner, on a random checkpoint: its answers are generate's, and its files have their provenance."""
+"""The runner, on a random checkpoint: its answers are generate's, and its files have their
+provenance.
+"""
 
 import dataclasses
 import json
@@ -247,7 +249,9 @@ def test_a_killed_run_goes_on_where_it_stopped(
 def test_two_runs_of_one_folder_lose_no_result(
     checkpoint, task, finished, tmp_path, monkeypatch
 ):
-    """The first run has answered one batch of two when another one, with the same folder, answers all the rest."""
+    """The first run has answered one batch of two when another one, with the same folder,
+    answers all the rest.
+    """
     real, calls = accuracy._decode, []
 
     def beside(checkpoint, cache, logits, plan, active, *how):
@@ -434,7 +438,8 @@ def test_the_key_changes_with_everything_that_could_change_an_answer(
     monkeypatch.setattr(plan, "provenance", lambda: newer)
     keys["version of kvjax"] = digest()
     assert len(set(keys.values())) == len(keys), keys
-    # A changed comment, another machine or a newer jax are provenance: they do not forget answers.
+    # A changed comment, another machine or a newer jax are provenance: they do not forget
+    # answers.
     versions = {**real["versions"], "jax": "0"}
     for changes in (
         {"date": "x"},

@@ -1,4 +1,6 @@
-"""Claims of papers: coverage, drift, turning queries and their figures, against numpy on small random data."""
+"""Claims of papers: coverage, drift, turning queries and their figures, against numpy on small
+random data.
+"""
 
 import json
 from dataclasses import replace
@@ -33,8 +35,8 @@ from tests.evaluate.test_recall import (
     _live,
     _logits,
     _softmax,
-    directory,
-)  # noqa: F401
+    directory,  # noqa: F401
+)
 
 # ---------------------------------------------------------------------------------------------------------------- turns
 
@@ -152,7 +154,9 @@ def test_everything_exact_covers_all_and_loses_nothing():
 
 @pytest.mark.thorough
 def test_heavy_tokens_are_those_that_recent_queries_attended_to():
-    """One token draws all attention: the window has lost it, and selection by recent attention finds it."""
+    """One token draws all attention: the window has lost it, and selection by recent attention
+    finds it.
+    """
     layer = LIVE.layers[0]
     loud = replace(
         layer, q=jnp.ones_like(layer.q), k=jnp.zeros_like(layer.k).at[:, :, 10].set(4.0)

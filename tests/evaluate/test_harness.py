@@ -37,7 +37,9 @@ def request(*args: Any) -> SimpleNamespace:
 
 
 def by_forward(model: KvjaxLM, context: str, rest: str) -> tuple[float, bool]:
-    """Log probability of the text after the context by one pass of the model, and whether greedy decoding gives it."""
+    """Log probability of the text after the context by one pass of the model, and whether
+    greedy decoding gives it.
+    """
     head, tail = (
         model._encode_pair(context, rest)
         if context
@@ -177,7 +179,9 @@ def test_beginning_of_an_answer_is_left_open_in_a_chat(
 
 
 def test_long_text_is_scored_in_the_windows_of_the_harness(tmp_path: Path) -> None:
-    """Windows of as many tokens as the model has positions, as the harness's own models have them."""
+    """Windows of as many tokens as the model has positions, as the harness's own models have
+    them.
+    """
     write_checkpoint(tmp_path)
     model = KvjaxLM(models.load(tmp_path, dtype="float32"), batch=2)
     text = "It was the best of times, it was the worst of times. " * 11

@@ -1,5 +1,5 @@
-"""A process that is killed while it writes results loses nothing that it had told: cells of `kvjax eval`, files of
-anchors and of heads. A hundred kills with `--thorough`.
+"""A process that is killed while it writes results loses nothing that it had told: cells of
+`kvjax eval`, files of anchors and of heads. A hundred kills with `--thorough`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ PROGRAM = """
 
 
 def kill_while_writing(folder: Path, seed: int) -> int:
-    """Starts a writer, kills it at a random moment after its first results, and returns the last number it told."""
+    """Starts a writer, kills it at a random moment after its first results, and returns the
+    last number it told.
+    """
     command = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(folder)]
     root = Path(__file__).parents[2]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as writer:

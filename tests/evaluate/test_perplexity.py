@@ -1,4 +1,6 @@
-"""Perplexity through caches against a plain forward pass, on a random checkpoint that the test writes."""
+"""Perplexity through caches against a plain forward pass, on a random checkpoint that the test
+writes.
+"""
 
 import dataclasses
 import json

@@ -2,8 +2,9 @@
 
     python -m pytest tests/evaluate/test_published.py --checkpoint path/to/SmolLM2-135M-Instruct
 
-Any model of a family that kvjax loads will do. Random weights show that the code is right; these tests show that it is
-right on numbers as training makes them, and that methods hold on a model that people use.
+Any model of a family that kvjax loads will do. Random weights show that the code is right;
+these tests show that it is right on numbers as training makes them, and that methods hold on a
+model that people use.
 """
 
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""The benchmarks of published weights: what they prepare and how they sum up, without a run of a model."""
+"""The benchmarks of published weights: what they prepare and how they sum up, without a run of
+a model.
+"""
 
 import json
 import sys

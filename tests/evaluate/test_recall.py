@@ -76,7 +76,9 @@ def _softmax(x):
 
 
 def _by_hand(live, sign):
-    """recall, mass and error of each query head, if each selects its own top tokens by sign * logit."""
+    """recall, mass and error of each query head, if each selects its own top tokens by sign *
+    logit.
+    """
     found = []
     for layer in live.layers:
         v = np.asarray(layer.v, np.float64)
@@ -217,7 +219,9 @@ def test_a_pooled_choice_has_all_of_its_own_top_tokens_and_fewer_of_each_heads()
 
 
 def test_tokens_in_another_order_than_they_came_are_known_by_their_positions():
-    """A log-sparse block keeps old tokens beside new ones; the best of all are found, so all of the top is read."""
+    """A log-sparse block keeps old tokens beside new ones; the best of all are found, so all of
+    the top is read.
+    """
     seen = recall.reads(
         LIVE,
         replace(BASE, selector=Exact(group_reduce="mean_score"), demote=LogSparse(window=8)),
@@ -228,9 +232,8 @@ def test_tokens_in_another_order_than_they_came_are_known_by_their_positions():
 @pytest.mark.thorough
 def test_top_asks_for_another_number_of_tokens_than_was_chosen():
     seen = recall.reads(LIVE, replace(BASE, selector=Worst(group_reduce="mean_score")), top=5)
-    free = (
-        POSITIONS + 1 - 10
-    )  # the worst 22 of them are chosen, so 5 best ones only where fewer than 27 are free
+    # the worst 22 of them are chosen, so 5 best ones only where fewer than 27 are free
+    free = POSITIONS + 1 - 10
     assert (seen.recall[:, free >= 27] == 0).all()
 
 

@@ -1,4 +1,6 @@
-"""What evictors say of tokens, against numpy loops written from the papers, on random keys and on a model's."""
+"""What evictors say of tokens, against numpy loops written from the papers, on random keys and
+on a model's.
+"""
 
 import functools
 from typing import Any
@@ -36,7 +38,9 @@ SPEC = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=100, dtyp
 
 @functools.cache
 def tokens(kind: str) -> tuple[np.ndarray, ...]:
-    """q [T, K, G, D], k and v [T, K, D] of 100 tokens: random ones, or those of a layer of the shipped model."""
+    """q [T, K, G, D], k and v [T, K, D] of 100 tokens: random ones, or those of a layer of the
+    shipped model.
+    """
     if kind == "random":
         drawn = drive.random_tokens(SPEC)
     else:
@@ -247,7 +251,9 @@ def test_criticalkv_differs_from_vatp_where_a_token_has_much_attention_and_a_sma
 
 
 def test_random_keeps_a_uniform_sample_of_all_tokens_or_of_the_held_ones() -> None:
-    """By a number of its own a token stays with probability m/n; drawn afresh with (1 - 1/(m+1))^age."""
+    """By a number of its own a token stays with probability m/n; drawn afresh with (1 -
+    1/(m+1))^age.
+    """
     heads, slots, steps = 400, 8, 24
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -344,7 +350,9 @@ def test_the_prompt_stays_beside_the_budget() -> None:
 
 
 def test_tokens_that_close_up_are_read_as_a_text_of_these_alone() -> None:
-    """After evictions a step is attention over the held keys at positions 0, 1, 2, ... by the query after them."""
+    """After evictions a step is attention over the held keys at positions 0, 1, 2, ... by the
+    query after them.
+    """
     policy = Evicting(evictor=Sliding(sink=2), budget=24, every=8, rope=ROPE)
     given, lengths = drive.random_tokens(SPEC), np.array([40, 20])
     cache, _ = drive.fill(kvjax.init_layer(policy, SPEC), given, lengths)

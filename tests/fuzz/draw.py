@@ -1,7 +1,8 @@
-"""Random configurations: a policy of any parts that fit together, a spec, and settings of the hook.
+"""Random configurations: a policy of any parts that fit together, a spec, and settings of the
+hook.
 
-A seed always names the same configuration: a failure is repeated by its number. Combinations that the library refuses
-are drawn again, and the refusal must be one sentence.
+A seed always names the same configuration: a failure is repeated by its number. Combinations
+that the library refuses are drawn again, and the refusal must be one sentence.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from kvjax.models import rope as ropes
 
 CHUNK = 16  # tokens of prompt in a call
 WINDOWS = (None, None, None, 1, 7, 30)
-# Configurations from these numbers on are of what was added when those before them had a number.
+# Configurations from these numbers on are of what was added when those before them had a
+# number.
 NEWER, NEWEST, LATEST = 500, 1000, 1600
 GROUP_REDUCES = (
     "mean_softmax",
@@ -90,7 +92,8 @@ def configuration(seed: int) -> Configuration:
                 ) from refusal
             continue
         demote = getattr(getattr(policy, "retrieval", policy), "demote", None)
-        # A block that forgets the order of its tokens refuses a sliding window when a step is traced.
+        # A block that forgets the order of its tokens refuses a sliding window when a step is
+        # traced.
         ordered = (
             getattr(demote, "ordered", True)
             and not hasattr(drawn.policy, "window")
@@ -103,7 +106,9 @@ def configuration(seed: int) -> Configuration:
 def _with_steps(
     rng: np.random.Generator, policy: kvjax.Policy, spec: CacheSpec, window: int | None
 ) -> Configuration:
-    """With several steps at once, and where the policy selects for others, perhaps a follower in its place."""
+    """With several steps at once, and where the policy selects for others, perhaps a follower
+    in its place.
+    """
     several = _one(rng, 2, 3, 5)
     if hasattr(policy, "follower") and rng.random() < 0.4:
         heads = tuple(int(head) for head in rng.integers(0, spec.kv_heads, spec.kv_heads))
@@ -113,7 +118,9 @@ def _with_steps(
 
 
 def _rotated(rng: np.random.Generator, drawn: Configuration) -> Configuration:
-    """With keys as a model with some kind of RoPE gives them, for a text of 60 tokens where its kind asks for that."""
+    """With keys as a model with some kind of RoPE gives them, for a text of 60 tokens where its
+    kind asks for that.
+    """
     half = drawn.spec.head_dim // 2
     longer = {
         "short_factor": (1.0,) * half,
@@ -143,7 +150,9 @@ def _rotated(rng: np.random.Generator, drawn: Configuration) -> Configuration:
 
 
 def placed(seed: int) -> Configuration:
-    """The configuration of a seed on several of 8 devices: the first placement of its draws that is accepted."""
+    """The configuration of a seed on several of 8 devices: the first placement of its draws
+    that is accepted.
+    """
     rng, drawn = np.random.default_rng([seed, 25]), configuration(seed)
     spec = drawn.spec
     if spec.kv_heads == 1:
@@ -177,7 +186,8 @@ def placed(seed: int) -> Configuration:
                     f"seed {seed} is refused by more than a sentence: {refusal}"
                 ) from refusal
             continue
-        # Chunks that cannot be dealt to the devices became larger, and the oracle must round the same chunks.
+        # Chunks that cannot be dealt to the devices became larger, and the oracle must round
+        # the same chunks.
         first, *_, last = (layer.policy for layer in (made.layers[0], *made.layers))
         return replace(tried, policy=last, leader=tried.leader and first)
     raise AssertionError(f"seed {seed}: no placement of 20 draws was accepted for {drawn}")
@@ -223,7 +233,9 @@ def _policy(rng: np.random.Generator) -> kvjax.Policy:
 
 
 def _newer(rng: np.random.Generator) -> kvjax.Policy:
-    """A policy with a part that `_policy` lacks, or one of `_policy` for several steps, rollback and followers."""
+    """A policy with a part that `_policy` lacks, or one of `_policy` for several steps,
+    rollback and followers.
+    """
     kinds: tuple[Callable[[np.random.Generator], kvjax.Policy], ...] = (
         _policy,
         _newer_retrieval,
@@ -245,7 +257,9 @@ def _newer(rng: np.random.Generator) -> kvjax.Policy:
 
 
 def _newest(rng: np.random.Generator) -> kvjax.Policy | kvjax.PerLayer:
-    """A policy with a part that `_newer` lacks, or one of `_newer`, whose caches are also cut to shorter ones."""
+    """A policy with a part that `_newer` lacks, or one of `_newer`, whose caches are also cut
+    to shorter ones.
+    """
     kinds: tuple[Callable[[np.random.Generator], kvjax.Policy | kvjax.PerLayer], ...] = (
         _newer,
         _low_rank,

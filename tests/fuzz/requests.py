@@ -1,13 +1,16 @@
 """Random requests through an engine: each gets the tokens that it gets alone.
 
-    python -m tests.fuzz.requests --seconds 600                      # all policies in turn, new seeds
-    python -m tests.fuzz.requests --policies hosted kivi --seed 17   # one scenario of each
+    python -m tests.fuzz.requests --seconds 600                      # all policies in turn, new
+    seeds python -m tests.fuzz.requests --policies hosted kivi --seed 17   # one scenario of
+    each
 
-A scenario is a function of its policy and seed: requests that come, are cancelled and leave slots that others take; a
-queue that is full, prompts that begin alike, several answers to one, greedy and sampled, with limits and stop tokens of
-their own; rows of numbers that are not finite, in the cache too; slots, blocks, chunks, read-ahead and shared prefixes
-of several sizes, and with odd seeds slots of several capacities. A scenario that fails prints its command. `KEPT` are
-seeds of scenarios that found something, or that have much of this; tests/generation/test_engine.py runs them.
+A scenario is a function of its policy and seed: requests that come, are cancelled and leave
+slots that others take; a queue that is full, prompts that begin alike, several answers to one,
+greedy and sampled, with limits and stop tokens of their own; rows of numbers that are not
+finite, in the cache too; slots, blocks, chunks, read-ahead and shared prefixes of several
+sizes, and with odd seeds slots of several capacities. A scenario that fails prints its command.
+`KEPT` are seeds of scenarios that found something, or that have much of this;
+tests/generation/test_engine.py runs them.
 """
 
 from __future__ import annotations
@@ -137,7 +140,9 @@ def draw_request(
 
 
 def run_scenario(name: str, seed: int, requests: int = 8) -> None:
-    """Raises AssertionError if a request gets other tokens than alone, or if the engine keeps something of it."""
+    """Raises AssertionError if a request gets other tokens than alone, or if the engine keeps
+    something of it.
+    """
     rng = np.random.default_rng([seed, sorted(POLICIES).index(name)])
     settings = Settings.draw(name, seed, rng)
     names = ("block", "prompt_tokens", "park", "max_waiting")

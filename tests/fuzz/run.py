@@ -1,7 +1,9 @@
-"""Runs a random script of prompts, steps and inserted rows through a cache, and through lists of tokens in numpy.
+"""Runs a random script of prompts, steps and inserted rows through a cache, and through lists
+of tokens in numpy.
 
-The lists are all that the oracle knows of a cache: which tokens each row was given. The tokens that a step may read,
-and its output, follow from them and from `Info.positions`, in float64 and a head at a time.
+The lists are all that the oracle knows of a cache: which tokens each row was given. The tokens
+that a step may read, and its output, follow from them and from `Info.positions`, in float64 and
+a head at a time.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ class Programs:
 def _in_layers(
     verb: Any, cache: kvjax.Cache, q: Any, k: Any, v: Any, **settings: Any
 ) -> tuple[Any, kvjax.Cache, Any]:
-    """`verb` of the same tokens in each layer, which gets the selection of the layer before; the last one's results."""
+    """`verb` of the same tokens in each layer, which gets the selection of the layer before;
+    the last one's results.
+    """
     layers: list[Any] = []
     out, info = None, None
     for layer in cache.layers:
@@ -193,7 +197,9 @@ class Rows:
     def _take(
         self, out: Any, cache: Any, info: Any, qkv: tuple[np.ndarray, ...], count: np.ndarray
     ) -> None:
-        """The rows after the first `count` of T steps, with out [B, T, N, D]; checks each step that a row took."""
+        """The rows after the first `count` of T steps, with out [B, T, N, D]; checks each step
+        that a row took.
+        """
         self.cache = cache
         q, k, v = qkv
         steps = q.shape[1]
@@ -233,7 +239,9 @@ class Rows:
         self._compare(out, q, b, np.arange(held + 1), held, where)
 
     def _check_compensated(self, b: int, held: int, out: np.ndarray, q: np.ndarray) -> None:
-        """`out` is attention over sink and newest tokens, and over the mean of all others, weighted by their number."""
+        """`out` is attention over sink and newest tokens, and over the mean of all others,
+        weighted by their number.
+        """
         window: Any = self.policy.window  # type: ignore[attr-defined]
         sink, budget, n = window.evictor.sink, window.budget, held + 1
         slots = min(budget, self.spec.capacity)
@@ -265,7 +273,9 @@ class Rows:
         attended: np.ndarray,
         log_weights: np.ndarray | None,
     ) -> None:
-        """`positions` i[K, H, M] are a fair reading of the row's tokens, and `out` [N, D] is attention over them."""
+        """`positions` i[K, H, M] are a fair reading of the row's tokens, and `out` [N, D] is
+        attention over them.
+        """
         n, group = held + 1, self.spec.group
         if hasattr(self.policy, "head_bounds"):
             together, most = (
@@ -322,7 +332,8 @@ class Rows:
         if len(read) > most:
             raise Wrong(f"{where}: reads {len(read)} tokens, more than {most}")
         if self.window is None and hasattr(inner, "local"):
-            # The recent block has more than `local`, but for a Buffer, of which every step reads all.
+            # The recent block has more than `local`, but for a Buffer, of which every step
+            # reads all.
             stay = len(inner.demote.staying(inner.local))
             newest = min(
                 inner.local, stay + 1 + (n - inner.sink - stay - 1) % inner.demote.leave
@@ -339,7 +350,8 @@ class Rows:
         q, k, v = self._tokens(CHUNK, alone=True)
         one = _alone(self.programs.drawn)
         if length:
-            # All rows of a batch of the same size read the request, so that it takes no program of its own.
+            # All rows of a batch of the same size read the request, so that it takes no program
+            # of its own.
             whole = jax.tree.map(lambda leaf: jax.numpy.copy(leaf), self.programs.empty)
             lengths = np.zeros(spec.batch, np.int32)
             lengths[0] = length
@@ -356,7 +368,9 @@ class Rows:
     # ------------------------------------------------------------------------------------------------------ checks
 
     def _tokens(self, count: int, *, alone: bool = False) -> tuple[np.ndarray, ...]:
-        """Random q, k, v [B, T, H, D] of the rows' next tokens, or of the first ones of new rows."""
+        """Random q, k, v [B, T, H, D] of the rows' next tokens, or of the first ones of new
+        rows.
+        """
         spec, rope = self.spec, self.programs.drawn.rope
         q, k, v = (
             self.rng.normal(size=(spec.batch, count, h, spec.head_dim)) for h in heads(spec)
@@ -395,7 +409,8 @@ class Rows:
         kv: int | None = None,
         log_weights: np.ndarray | None = None,
     ) -> None:
-        """`out` [N, D] is attention of q [N, D] over the tokens `read`, as they are stored when `held` are.
+        """`out` [N, D] is attention of q [N, D] over the tokens `read`, as they are stored when
+        `held` are.
 
         `log_weights` [S] are added to their logits.
         """
@@ -415,8 +430,8 @@ class Rows:
         raise Wrong(f"{where}: differs from attention over what it read by {min(errors):.2e}")
 
     def _stored(self, b: int, held: int) -> Any:
-        """The row's keys and values [S, K, D] as its policy may give them back: those of a full block flushed or not,
-        and for a recall of the step before as they were then."""
+        """The row's keys and values [S, K, D] as its policy may give them back: those of a full
+        block flushed or not, and for a recall of the step before as they were then."""
         for before in (0, held, held - 1, held - 2) if _rounds(self.policy) else (0,):
             key = b, len(self.keys[b]), before
             if before >= 0 and key not in self.stored:

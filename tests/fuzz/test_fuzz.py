@@ -1,9 +1,12 @@
-"""Random caches under random calls give what plain lists of tokens give: no wrong output, no token lost silently.
+"""Random caches under random calls give what plain lists of tokens give: no wrong output, no
+token lost silently.
 
-A failure names its script s; `run(Programs(configuration(s // SCRIPTS)), s)` repeats it. KVJAX_FUZZ=2000:2600 runs the
-configurations of these numbers, whatever is in the suite; with many cores:
+A failure names its script s; `run(Programs(configuration(s // SCRIPTS)), s)` repeats it.
+KVJAX_FUZZ=2000:2600 runs the configurations of these numbers, whatever is in the suite; with
+many cores:
 
-    KVJAX_FUZZ=2000:2600 python -m pytest tests/fuzz/test_fuzz.py -k random_scripts --thorough -n 16 -rf
+    KVJAX_FUZZ=2000:2600 python -m pytest tests/fuzz/test_fuzz.py -k random_scripts --thorough
+    -n 16 -rf
 
 The same configurations, split over devices, are in `tests/devices/test_fuzz.py`.
 """
@@ -101,7 +104,9 @@ class StoresOneTwice(kvjax.Mixed):
 
 
 class LearnsAnew(kvjax.LowRank):
-    """A LowRank that learns a new basis with each flush, in which the old coefficients mean other keys."""
+    """A LowRank that learns a new basis with each flush, in which the old coefficients mean
+    other keys.
+    """
 
     def append(self, st: Any, k: Any, v: Any, count: Any) -> Any:
         fresh = super().append(

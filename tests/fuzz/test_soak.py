@@ -1,7 +1,8 @@
-"""A server's day in small: slots are filled, freed, inserted and rolled back for many steps, and nothing wears out.
+"""A server's day in small: slots are filled, freed, inserted and rolled back for many steps,
+and nothing wears out.
 
-One program steps four policies side by side. Every step is compared with numpy; no program is compiled after the first
-requests, and no buffer stays behind.
+One program steps four policies side by side. Every step is compared with numpy; no program is
+compiled after the first requests, and no buffer stays behind.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ def compilations() -> Iterator[list[str]]:
 def _all_layers(
     cache: kvjax.Cache, q: Any, k: Any, v: Any, **settings: Any
 ) -> tuple[Any, Any, kvjax.Cache]:
-    """Every layer takes the same tokens: (outputs [L, B, T, N, D], positions of each layer, cache)."""
+    """Every layer takes the same tokens: (outputs [L, B, T, N, D], positions of each layer,
+    cache).
+    """
     cache = kvjax.flush(cache)
     made = [
         kvjax.attention_info(layer, q, k, v, flush=False, **settings) for layer in cache.layers
@@ -121,7 +124,9 @@ class Server:
             self._take_back(active)
 
     def _take_back(self, active: np.ndarray) -> None:
-        """As for a rejected draft: up to three tokens of some rows are taken back, and fed again."""
+        """As for a rejected draft: up to three tokens of some rows are taken back, and fed
+        again.
+        """
         wanted = self.length - self.rng.integers(0, 4, ROWS) * active
         kept = np.minimum(
             np.maximum(wanted, np.asarray(self.earliest(self.cache))), self.length
@@ -147,7 +152,9 @@ class Server:
     def _check(
         self, out: np.ndarray, positions: np.ndarray, active: np.ndarray, policy: kvjax.Policy
     ) -> None:
-        """Checks for each row and query head that `out` [B, N, D] is attention over its `positions` [B, K, H, M]."""
+        """Checks for each row and query head that `out` [B, N, D] is attention over its
+        `positions` [B, K, H, M].
+        """
         choices = (
             np.repeat(positions, HEADS // KV_HEADS, axis=1)
             if positions.shape[2] == 1

@@ -64,7 +64,9 @@ def test_right_padded_refuses_what_is_no_mask(real, array):
 
 
 def gemma_style(cache, q, k, v, mask, scale):
-    """The layer that Gemma-style stacks share: all rows write at one slot, and a mask says what a token sees."""
+    """The layer that Gemma-style stacks share: all rows write at one slot, and a mask says what
+    a token sees.
+    """
     at = (0, cache["end_index"][0], 0, 0)
     keys, values = (
         jax.lax.dynamic_update_slice(cache[name], new, at) for name, new in (("k", k), ("v", v))
@@ -102,7 +104,9 @@ def test_a_layer_under_a_gemma_style_mask_is_a_kvjax_layer():
 
 
 def test_the_parts_of_maxtext_merge_with_those_of_kvjax():
-    """(sum of weighted values, largest logit, sum of exponentials) of some keys, and attention to the others."""
+    """(sum of weighted values, largest logit, sum of exponentials) of some keys, and attention
+    to the others.
+    """
     rng = np.random.default_rng(0)
     q, k, v = (
         jnp.asarray(rng.standard_normal((2, 3, n, 16)), jnp.float32) for n in (4, 40, 40)
@@ -212,7 +216,9 @@ def test_the_tunix_adapter_names_models_that_it_does_not_know():
     ids=["full", "fier"],
 )
 def test_the_attention_interface_moves_sequences_between_caches(policy):
-    """Sequences read elsewhere, cut to a length, and padding of the lists; then without the other rows."""
+    """Sequences read elsewhere, cut to a length, and padding of the lists; then without the
+    other rows.
+    """
     model, adapter = Tiny(nnx.Rngs(0)), example("attention_interface")
     long, other = words(50, 20)
     source = kvjax.generate(

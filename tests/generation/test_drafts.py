@@ -47,7 +47,9 @@ def generate(
     ids=["greedy", "drawn"],
 )
 def test_drafts_do_not_change_the_text(model: Decoder, draw: Any) -> None:
-    """By prompt lookup over a selecting cache, whose block is flushed meanwhile; the cache then continues alike."""
+    """By prompt lookup over a selecting cache, whose block is flushed meanwhile; the cache then
+    continues alike.
+    """
     settings = {} if draw is None else {"sampling": draw, "key": jax.random.key(5)}
     stop = 11  # a token that a row writes may end it
     plain = generate(model, POLICY, measure=True, stop_tokens=stop, **settings)
@@ -83,7 +85,9 @@ def test_a_model_that_drafts_itself_is_always_right(model: Decoder) -> None:
 
 @pytest.mark.parametrize("leave", [4, 8])
 def test_a_drafting_cache_holds_what_was_accepted(model: Decoder, leave: int) -> None:
-    """Its recent block is flushed between drafts, never within one, which could not be taken back."""
+    """Its recent block is flushed between drafts, never within one, which could not be taken
+    back.
+    """
     own = kvjax.Compressed(store=kvjax.Dense(), demote=Fifo(leave=leave))
     cache = kvjax.init(kvjax.Full(), model.spec(2, 64), layers=CONFIG.layers)
     draft = DraftModel(Decoder(CONFIG, rngs=nnx.Rngs(4)), tokens=3, cache=own)
@@ -121,7 +125,9 @@ def test_a_stream_with_drafts_gives_the_same_tokens(model: Decoder) -> None:
 
 
 def test_drafts_keep_the_distribution() -> None:
-    """For 4 tokens at temperature 1, whatever is drafted, pairs of tokens are as likely as the model says."""
+    """For 4 tokens at temperature 1, whatever is drafted, pairs of tokens are as likely as the
+    model says.
+    """
     logits = np.log(
         np.array([[0.5, 0.2, 0.2, 0.1], [0.1, 0.6, 0.2, 0.1], [0.25] * 4, [0.7, 0.1, 0.1, 0.1]])
     )

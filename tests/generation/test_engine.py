@@ -66,7 +66,9 @@ def draw(rng):
     ("name", "seed"), [(name, seed) for name in ORDER for seed in fuzz_requests.KEPT[name]]
 )
 def test_tokens_are_those_of_the_request_alone(name, seed):
-    """Requests that come and go at random: see tests/fuzz/requests.py, which also runs new seeds."""
+    """Requests that come and go at random: see tests/fuzz/requests.py, which also runs new
+    seeds.
+    """
     fuzz_requests.run_scenario(name, seed)
 
 
@@ -182,7 +184,9 @@ def test_a_row_ends_with_the_token_that_makes_it_not_finite(model):
     ids=["full", "hosted", "evicting"],
 )
 def test_short_requests_take_slots_of_small_capacity(model, policy):
-    """A long one that waits for its slot holds up none of them; no program is compiled after warm-up."""
+    """A long one that waits for its slot holds up none of them; no program is compiled after
+    warm-up.
+    """
     long, also, *short = words(90, 80, 9, 20, 5, 30, 11)
     by = {"block": 4, "chunk": 32, "prompt_tokens": 500}
     engine = kvjax.Engine(model, new_cache(1, policy=policy), small_slots={48: 2}, **by)
@@ -350,7 +354,9 @@ def test_threads_submit_and_cancel_while_the_engine_runs(model):
 
 
 def test_prompts_that_are_read_whole_attend_exactly(model):
-    """A quantised cache reads a chunk after the first as it stored the first; a whole prompt attends to itself."""
+    """A quantised cache reads a chunk after the first as it stored the first; a whole prompt
+    attends to itself.
+    """
     (prompt,) = words(90)
     engine = kvjax.Engine(model, new_cache(2, policy=KIVI), chunk=None)
     (request,) = engine.submit(prompt, max_new_tokens=9)
@@ -362,7 +368,9 @@ def test_prompts_that_are_read_whole_attend_exactly(model):
 
 
 def test_trouble_of_one_changes_no_token_of_the_others(model):
-    """A full queue, a request that is too long, one that leaves in each state, and a row that is not finite."""
+    """A full queue, a request that is too long, one that leaves in each state, and a row that
+    is not finite.
+    """
     poisoned = Tiny(nnx.Rngs(0))
     poisoned.embed.set_value(poisoned.embed.get_value().at[7].set(jnp.nan))
     engine = kvjax.Engine(poisoned, new_cache(2), max_waiting=3, block=2, chunk=32)
@@ -537,7 +545,9 @@ def test_chat_messages_end_at_the_stop_tokens_of_a_chat(tmp_path):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", SHARING)
 def test_answers_and_requests_that_begin_alike_share_a_prefix(model, name):
-    """Samples of one prompt, then requests with its beginning, get their tokens; the prompt is stored once."""
+    """Samples of one prompt, then requests with its beginning, get their tokens; the prompt is
+    stored once.
+    """
     policy = SHARING[name]
     system, *rests = words(70, 9, 17, 20)
     engine = kvjax.Engine(
@@ -583,9 +593,8 @@ def test_a_prompt_may_be_longer_than_a_slot_by_its_prefix(model):
         ValueError, match="need 110 tokens beside the longest prefix, and a slot has 96"
     ):
         engine.submit(prompt[:60], max_new_tokens=50)
-    first, second = (
-        engine.submit(one, max_new_tokens=40)[0] for one in (prompt, other)
-    )  # in turn: there is one place
+    # in turn: there is one place
+    first, second = (engine.submit(one, max_new_tokens=40)[0] for one in (prompt, other))
     engine.run()
     for request, one in ((first, prompt), (second, other)):
         assert (
@@ -659,7 +668,9 @@ def test_policies_that_cannot_share_prefixes_are_refused(model):
 
 @pytest.mark.parametrize("count", [60, pytest.param(10_000, marks=pytest.mark.thorough)])
 def test_many_requests_leave_nothing_behind(model, count):
-    """No program compiles and no buffer stays, with cancellations, samples and prefixes, and a queue that is full."""
+    """No program compiles and no buffer stays, with cancellations, samples and prefixes, and a
+    queue that is full.
+    """
     (system,) = words(64)
     settings = {"prefixes": 2, "prefix_tokens": 64, "park": 1, "max_waiting": 8}
     engine = kvjax.Engine(model, new_cache(4, 96, FLUSHING), block=8, chunk=64, **settings)

@@ -227,7 +227,8 @@ def test_prefill_of_a_long_prompt_holds_no_square(model):
     program = reading._prefill_chunk.lower(
         model, cache, part, jnp.full(1, chunk), first_chunk=False
     ).compile()
-    # Scores of a chunk against the whole of T in all heads would be N * chunk * T * 4 bytes = 64 MiB.
+    # Scores of a chunk against the whole of T in all heads would be N * chunk * T * 4 bytes =
+    # 64 MiB.
     assert program.memory_analysis().temp_size_in_bytes < N * chunk * T * 4 / 2
 
 
@@ -655,7 +656,9 @@ def test_misshapen_arguments_are_named(model):
 
 
 def test_an_interrupt_leaves_a_stream_usable(model):
-    """Ctrl-C in a notebook: the next step goes on where the interrupted one was, and no token is lost or doubled."""
+    """Ctrl-C in a notebook: the next step goes on where the interrupted one was, and no token
+    is lost or doubled.
+    """
     prompt = [[1, 2, 3]]
 
     def run():

@@ -1,4 +1,6 @@
-"""Logits after each rule are those of transformers' processors, and greedy text is that of its generate."""
+"""Logits after each rule are those of transformers' processors, and greedy text is that of its
+generate.
+"""
 
 from __future__ import annotations
 
@@ -187,7 +189,8 @@ GREEDY["suppress at the beginning"] = {"begin_suppress_tokens": list(range(1, V,
 GREEDY["a prompt's own n-grams"] = {"no_repeat_ngram_size": 2, "repetition_penalty": 1.5}
 
 
-# Each rule alone is compared by its logits above, and here by the text of a model only with --thorough.
+# Each rule alone is compared by its logits above, and here by the text of a model only with
+# --thorough.
 @pytest.mark.torch
 @pytest.mark.parametrize(
     "name",

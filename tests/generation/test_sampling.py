@@ -1,4 +1,6 @@
-"""The sampling laws. Draws are checked against numpy distributions, with fixed keys, so no test is random."""
+"""The sampling laws. Draws are checked against numpy distributions, with fixed keys, so no test
+is random.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,6 @@
-"""Prompts whose blocks attend to a share of what is stored: where it holds, where it is exact, and what is refused."""
+"""Prompts whose blocks attend to a share of what is stored: where it holds, where it is exact,
+and what is refused.
+"""
 
 from __future__ import annotations
 
@@ -86,7 +88,8 @@ def test_no_chunk_sees_later_tokens(model: Decoder) -> None:
     caches = [
         prefill(model, empty(model), p, LENGTHS, sparse_prompt=0.5)[1] for p in (PROMPT, other)
     ]
-    # Queries of one block choose together, so that only the block of the first change may differ.
+    # Queries of one block choose together, so that only the block of the first change may
+    # differ.
     np.testing.assert_array_equal(
         keys(caches[0], 1)[:, :, :2304], keys(caches[1], 1)[:, :, :2304]
     )

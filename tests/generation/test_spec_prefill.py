@@ -1,4 +1,6 @@
-"""A draft model chooses the tokens of a prompt that are read: which ones, where they are put, and what is refused."""
+"""A draft model chooses the tokens of a prompt that are read: which ones, where they are put,
+and what is refused.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def empty(
 
 
 class Text:
-    """A text that a model reads, in float64: the queries and keys of each layer after RoPE, and the next token."""
+    """A text that a model reads, in float64: the queries and keys of each layer after RoPE, and
+    the next token.
+    """
 
     def __init__(self, model: Decoder) -> None:
         self.model = model
@@ -236,7 +240,9 @@ def test_an_answer_is_taken_back_and_not_a_part_of_a_prompt_with_gaps(model: Dec
 
 
 def test_a_planted_chunk_is_read(model: Decoder) -> None:
-    """All heads of the first layer look for the token 7: its keys are large, and so are all queries along them."""
+    """All heads of the first layer look for the token 7: its keys are large, and so are all
+    queries along them.
+    """
     plain = Decoder(
         DecoderConfig(**{**vars(CONFIG), "unrotated": tuple(range(4))}), rngs=nnx.Rngs(3)
     )
@@ -244,9 +250,8 @@ def test_a_planted_chunk_is_read(model: Decoder) -> None:
     first.attention.q.kernel[...] = jnp.zeros((32, 32))
     first.attention.k.kernel[...] = jnp.zeros((32, 16))
     table = plain.embedding[...]
-    table = (
-        table.at[:, 0].set(0.0).at[:, 1].set(30.0).at[7, 0].set(60.0)
-    )  # channel 1: every token; channel 0: token 7
+    # channel 1: every token; channel 0: token 7
+    table = table.at[:, 0].set(0.0).at[:, 1].set(30.0).at[7, 0].set(60.0)
     plain.embedding[...] = table
     first.attention.q.kernel[...] = first.attention.q.kernel[...].at[1, ::8].set(5.0)
     first.attention.k.kernel[...] = first.attention.k.kernel[...].at[0, ::8].set(5.0)
@@ -266,7 +271,9 @@ def test_a_planted_chunk_is_read(model: Decoder) -> None:
     ],
 )
 def test_methods_go_on_from_a_prompt_with_gaps(model: Decoder, name: str) -> None:
-    """The text is that of the tokens that were read, at their positions, and drafts of its tokens change nothing."""
+    """The text is that of the tokens that were read, at their positions, and drafts of its
+    tokens change nothing.
+    """
     policy = presets.parse(f"{name}:budget=320")
     draft = SpecPrefill(model.first_layers(1), keep=0.3, look_ahead=1)
     row, length = PROMPT[:1], LENGTHS[:1]

@@ -14,8 +14,8 @@ WORDS = ["▁a", "b", "▁", "▁wor", "ld", "é", "▁日本"]
 
 
 def byte_fallback() -> Any:
-    """Bytes as tokens, and a decoder that makes U+FFFD of every byte of a run that is no text, as Llama 2 and Mistral
-    have it."""
+    """Bytes as tokens, and a decoder that makes U+FFFD of every byte of a run that is no text,
+    as Llama 2 and Mistral have it."""
     vocab = {
         "<unk>": 0,
         **{f"<0x{i:02X}>": 1 + i for i in range(256)},
@@ -44,7 +44,8 @@ def byte_level() -> Any:
 def bytes_in(tokenizer: Any, content: bytes) -> list[int]:
     if tokenizer.token_to_id("<0x00>") is not None:
         return [1 + byte for byte in content]
-    # The alphabet of byte-level BPE: printable bytes stand for themselves, and the others follow from U+0100.
+    # The alphabet of byte-level BPE: printable bytes stand for themselves, and the others
+    # follow from U+0100.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
     return [

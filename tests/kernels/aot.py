@@ -1,7 +1,9 @@
-"""Compiles for GPUs on a machine without one, to inspect the code of ptxas for a kernel and of XLA around it.
+"""Compiles for GPUs on a machine without one, to inspect the code of ptxas for a kernel and of
+XLA around it.
 
-Needs Python 3.12, jax 0.11 and the CUDA plugin's wheels: pip install --no-deps jax-cuda13-plugin jax-cuda13-pjrt
-nvidia-cuda-nvcc nvidia-nvvm, of jax's version. `missing()` says what is not there.
+Needs Python 3.12, jax 0.11 and the CUDA plugin's wheels: pip install --no-deps
+jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm, of jax's version. `missing()`
+says what is not there.
 """
 
 from __future__ import annotations
@@ -96,7 +98,9 @@ class Compiled:
 
 
 class _OnHost(NamedSharding):
-    """In pinned host memory of a device that is not there: it names no memories, so that a plain one has no kind."""
+    """In pinned host memory of a device that is not there: it names no memories, so that a
+    plain one has no kind.
+    """
 
     memory_kind = property(lambda self: "pinned_host")  # type: ignore[assignment]
 
@@ -131,8 +135,8 @@ def _shardings(target: simt.Target) -> tuple[NamedSharding, NamedSharding]:
 
 @contextlib.contextmanager
 def _told(target: simt.Target) -> Iterator[None]:
-    """In the block, Mosaic compiles for the target. It takes the architecture from the process's own GPU, and without
-    one builds for Hopper whatever the program is for."""
+    """In the block, Mosaic compiles for the target. It takes the architecture from the
+    process's own GPU, and without one builds for Hopper whatever the program is for."""
     from jax.experimental.mosaic.gpu import utils
 
     major, _, minor = target.capability.partition(".")
@@ -147,8 +151,8 @@ def compile_for(
     donate: int | None = None,
     options: Any = None,
 ) -> Compiled:
-    """jit(f) for `args`, arrays or `jax.ShapeDtypeStruct`, of which argument `donate` is given away, with `options` of
-    XLA."""
+    """jit(f) for `args`, arrays or `jax.ShapeDtypeStruct`, of which argument `donate` is given
+    away, with `options` of XLA."""
 
     def shape(a: Any) -> jax.ShapeDtypeStruct:
         host = getattr(getattr(a, "sharding", None), "memory_kind", None) == "pinned_host"
@@ -213,7 +217,9 @@ def _kernels(report: str) -> tuple[dict[str, tuple[int, int, int]], set[str]]:
 
 @contextlib.contextmanager
 def _standard_output() -> Iterator[Callable[[], str]]:
-    """Captures what this process writes to file descriptors 1 and 2 in the block, as the C++ of Mosaic does."""
+    """Captures what this process writes to file descriptors 1 and 2 in the block, as the C++ of
+    Mosaic does.
+    """
     with tempfile.TemporaryFile() as file:
         old = [os.dup(n) for n in (1, 2)]
         sys.stdout.flush(), sys.stderr.flush()

@@ -1,6 +1,8 @@
-"""For each operation of `ops.OPS`: arguments that its kernel takes, and sizes that the kernel refuses.
+"""For each operation of `ops.OPS`: arguments that its kernel takes, and sizes that the kernel
+refuses.
 
-A test asks that every operation is in `CASES`; the tests over all operations take their arguments from it.
+A test asks that every operation is in `CASES`; the tests over all operations take their
+arguments from it.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +23,9 @@ from kvjax.ops import HotTables
 
 @dataclass(frozen=True)
 class Case:
-    """args(**sizes) are positional and keyword arguments of the operation, with shapes for arrays."""
+    """args(**sizes) are positional and keyword arguments of the operation, with shapes for
+    arrays.
+    """
 
     args: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
     refused: Sequence[

@@ -1,6 +1,7 @@
 """Where the kernels run: on a GPU if there is one, else in the simulator.
 
-With the environment variable KVJAX_TEST_TARGET=8.9, they take the forms and block sizes of that compute capability.
+With the environment variable KVJAX_TEST_TARGET=8.9, they take the forms and block sizes of that
+compute capability.
 """
 
 import os

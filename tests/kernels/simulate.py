@@ -1,19 +1,23 @@
-"""Runs the kernels' bodies on CPU: all threads of a grid in lockstep, a register is a numpy array over them.
+"""Runs the kernels' bodies on CPU: all threads of a grid in lockstep, a register is a numpy
+array over them.
 
-Interpret mode does not run PTX, in which the kernels are written through the operations of `kernels_pallas.simt`. The
-`Simulator` is a backend of these operations, so each kernel, with the wrapper around it, runs anywhere and is compared
-with its reference. It is stricter than a GPU. It raises on a load or store outside of an array, on one that is not
-aligned, on a read of memory that nothing wrote (shared memory included), on an output left unwritten, and on a
+Interpret mode does not run PTX, in which the kernels are written through the operations of
+`kernels_pallas.simt`. The `Simulator` is a backend of these operations, so each kernel, with
+the wrapper around it, runs anywhere and is compared with its reference. It is stricter than a
+GPU. It raises on a load or store outside of an array, on one that is not aligned, on a read of
+memory that nothing wrote (shared memory included), on an output left unwritten, and on a
 collective of a warp with lanes missing.
 
-It also finds races, though all threads run in lockstep. `Touched` keeps which threads read and wrote each word of
-shared memory and each byte of the outputs. Two threads may touch the same place, one of them writing, only with a
-barrier of both between; threads of different clusters never may. Stores of equal values are no race. A load past the
-coherent caches (`.nc`) must be of memory that the kernel never writes. A block may touch another's shared memory only
-after a barrier of the cluster, since that block may not have begun, and before one that the other waits at, since it
-may have ended.
+It also finds races, though all threads run in lockstep. `Touched` keeps which threads read and
+wrote each word of shared memory and each byte of the outputs. Two threads may touch the same
+place, one of them writing, only with a barrier of both between; threads of different clusters
+never may. Stores of equal values are no race. A load past the coherent caches (`.nc`) must be
+of memory that the kernel never writes. A block may touch another's shared memory only after a
+barrier of the cluster, since that block may not have begun, and before one that the other waits
+at, since it may have ended.
 
-The simulator cannot show time, the rounding of `approx` instructions, and the code that Mosaic and ptxas generate.
+The simulator cannot show time, the rounding of `approx` instructions, and the code that Mosaic
+and ptxas generate.
 """
 
 from __future__ import annotations
@@ -50,19 +54,21 @@ COMPARISONS: dict[str, Any] = {
     "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal
 }  # fmt: skip
 DTYPES = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
-# XLA's threads take subnormal numbers for 0, and threads that they start do too; those of a GPU and this one do not.
+# XLA's threads take subnormal numbers for 0, and threads that they start do too; those of a GPU
+# and this one do not.
 _thread = ThreadPoolExecutor(1)
 _thread.submit(int).result()
 
 
 class Simulator:
-    """The `Backend` that runs a grid in numpy. A value is an array over all threads, or a number for all of them."""
+    """The `Backend` that runs a grid in numpy. A value is an array over all threads, or a
+    number for all of them.
+    """
 
     def __init__(self) -> None:
         self._machine: Machine | None = None
-        self._turn = (
-            threading.Lock()
-        )  # XLA may call two kernels at once, of which neither reads the other
+        # XLA may call two kernels at once, of which neither reads the other
+        self._turn = threading.Lock()
 
     @property
     def machine(self) -> Machine:
@@ -183,8 +189,9 @@ class Simulator:
 class Touched:
     """The last writer of each word of a memory, and its readers since.
 
-    Among reads, and among atomic additions, that no barrier orders, those of the lowest thread and of the highest are
-    kept: a barrier of both has all threads between them. Times of atomic additions are negative.
+    Among reads, and among atomic additions, that no barrier orders, those of the lowest thread
+    and of the highest are kept: a barrier of both has all threads between them. Times of atomic
+    additions are negative.
     """
 
     def __init__(self, size: int) -> None:
@@ -441,7 +448,9 @@ class Machine:
         return (block * self.words + at // 4)[:, None] + np.arange(size // 4)
 
     def _unordered(self, memory: Touched, mine: Any, theirs: Any, then: Any) -> Any:
-        """Whether no barrier of threads `mine` and `theirs` came after `then`, when `theirs` touched memory."""
+        """Whether no barrier of threads `mine` and `theirs` came after `then`, when `theirs`
+        touched memory.
+        """
         then = np.abs(then)
         is_open = then >= (self.since if memory is self.of_shared or self.one_group else 1)
         if is_open.any():
@@ -461,8 +470,9 @@ class Machine:
         self, memory: Touched, lanes: Any, words: Any, where: str, *, write: bool = False, atomic: bool = False,
         same: Any = False, constant: bool = False,
     ) -> None:  # fmt: skip
-        """Notes that lanes [n] touch words [n, m], and raises if that is a race. Atomic additions do not race with each
-        other, nor does a store of what is there with the store that put it there: `same`."""
+        """Notes that lanes [n] touch words [n, m], and raises if that is a race. Atomic
+        additions do not race with each other, nor does a store of what is there with the store
+        that put it there: `same`."""
         mine, unordered = (
             np.broadcast_to(lanes[:, None], words.shape),
             partial(self._unordered, memory),

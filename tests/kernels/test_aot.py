@@ -1,8 +1,9 @@
 """Every kernel compiles for each GPU, without spills, and what surrounds it copies no cache.
 
-Runs where a program can be compiled for a GPU without one (tests/kernels/aot.py); elsewhere it says what is missing.
-For a GPU other than an H200, `python -m tests.kernels.test_aot 8.9 [PROGRAM ...]` compiles in a process of its own, as
-XLA keeps the architecture of a process's first kernel.
+Runs where a program can be compiled for a GPU without one (tests/kernels/aot.py); elsewhere it
+says what is missing. For a GPU other than an H200, `python -m tests.kernels.test_aot 8.9
+[PROGRAM ...]` compiles in a process of its own, as XLA keeps the architecture of a process's
+first kernel.
 """
 
 import dataclasses
@@ -591,7 +592,8 @@ LATE = (
 def test_a_kernel_compiles_for_an_h200(name):
     f, args, mib, spills = PROGRAMS[name]
     program = aot.compile_for(f, *args)
-    # One that this process compiled before, for another program, jax 0.12 takes from its cache without a report.
+    # One that this process compiled before, for another program, jax 0.12 takes from its cache
+    # without a report.
     assert program.kernels.keys() <= {
         f"{kernel}_mosaic_gpu_kernel" for kernel in program.shared
     }
@@ -667,7 +669,9 @@ SPILLS = {
     ],
 )
 def test_kernels_compile_for_each_gpu(capability, pytestconfig):
-    """Some by default, and all with --thorough: without spills, and within a block's shared memory and registers."""
+    """Some by default, and all with --thorough: without spills, and within a block's shared
+    memory and registers.
+    """
     thorough = pytestconfig.getoption("--thorough")
     if capability == "9.0" and not thorough:
         pytest.skip("in this process, by test_a_kernel_compiles_for_an_h200")
@@ -779,7 +783,9 @@ def test_a_step_starts_few_kernels_and_copies_nothing(preset, most):
     ids=["pariskv", "fier", "kivi"],
 )
 def test_a_step_that_may_flush_changes_all_in_place(preset):
-    """In both branches: a block of 383 tokens, and counts, which an earlier form copied twice in every step."""
+    """In both branches: a block of 383 tokens, and counts, which an earlier form copied twice
+    in every step.
+    """
     spec = kvjax.CacheSpec(
         batch=1, q_heads=8, kv_heads=2, head_dim=128, capacity=131072, dtype=jnp.bfloat16
     )
@@ -794,7 +800,9 @@ def test_a_step_that_may_flush_changes_all_in_place(preset):
     reason="XLA of jax 0.12 lets concurrent programs share memory by data flow alone",
 )
 def test_layers_flush_in_the_memory_of_one():
-    """Programs at the same time have arrays of their own, and the codes of a flush are made from 32-bit floats."""
+    """Programs at the same time have arrays of their own, and the codes of a flush are made
+    from 32-bit floats.
+    """
     policies = kvjax.PerLayer((), presets.fier(2048, store="turbo4").rest)
     spec = kvjax.CacheSpec(
         batch=4, q_heads=8, kv_heads=2, head_dim=128, capacity=8192, dtype=jnp.bfloat16
@@ -899,7 +907,9 @@ def test_attention_follows_the_first_read_of_a_recall_and_not_the_rest():
 
 
 def flow(hlo):
-    """The kernels of a program by the name of their call, and a function that says which calls come before one."""
+    """The kernels of a program by the name of their call, and a function that says which calls
+    come before one.
+    """
     lines = re.findall(
         r"^\s+(?:ROOT )?%(\S+) = .*? (?:fusion|[\w-]+)\((.*?)\)(.*)$", hlo, re.MULTILINE
     )
@@ -921,7 +931,9 @@ def flow(hlo):
 
 @pytest.mark.thorough
 def test_a_layer_that_follows_reads_the_host_while_its_anchor_attends():
-    """Its rows are known as soon as the anchor has selected, so a GPU may read them while other kernels run."""
+    """Its rows are known as soon as the anchor has selected, so a GPU may read them while other
+    kernels run.
+    """
     spec = kvjax.CacheSpec(
         batch=1, q_heads=32, kv_heads=8, head_dim=128, capacity=32768, dtype=jnp.bfloat16
     )
@@ -977,7 +989,9 @@ def test_a_step_over_the_host_store_runs_its_kernels_and_copies_no_cache():
 
 
 def main(capability, *names):
-    """Prints a line of JSON for each program, compiled for the GPU that stands for a compute capability."""
+    """Prints a line of JSON for each program, compiled for the GPU that stands for a compute
+    capability.
+    """
     target = simt.stands_for(capability)
     for name in names or [name for name in PROGRAMS if name not in LATE]:
         f, args, *_ = PROGRAMS[name]

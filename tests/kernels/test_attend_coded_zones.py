@@ -1,4 +1,6 @@
-"""The kernel attend_coded_zones against the reference, which attends to codes that it gathers and decodes."""
+"""The kernel attend_coded_zones against the reference, which attends to codes that it gathers
+and decodes.
+"""
 
 from functools import partial
 

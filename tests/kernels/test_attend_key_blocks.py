@@ -1,4 +1,6 @@
-"""The kernel attend_key_blocks against the reference, in JAX's interpreter of Mosaic kernels or on a GPU."""
+"""The kernel attend_key_blocks against the reference, in JAX's interpreter of Mosaic kernels or
+on a GPU.
+"""
 
 from functools import partial
 from unittest import mock
@@ -19,7 +21,9 @@ pytestmark = pytest.mark.skipif(not HAS_KERNELS, reason="there are kernels from 
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
-    """Without a GPU the body is interpreted, but for its two products: the interpreter has no operand in registers."""
+    """Without a GPU the body is interpreted, but for its two products: the interpreter has no
+    operand in registers.
+    """
     if ON_GPU:
         return
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -39,7 +43,9 @@ def interpreted(monkeypatch):
 
 
 def lists(B, K, G, n, S, stops, seed=0):
-    """Random lists for each row, in order, of which only the last block may reach the row's stop; and their lengths."""
+    """Random lists for each row, in order, of which only the last block may reach the row's
+    stop; and their lengths.
+    """
     rng, most = np.random.default_rng(seed), -(-S // 128)
     blocks, counts = np.zeros((B, K, G, n, most), np.int32), np.ones((B, K, G, n), np.int32)
     for row in np.ndindex(B, K, G, n):
@@ -52,7 +58,8 @@ def lists(B, K, G, n, S, stops, seed=0):
 @pytest.mark.parametrize(
     ("B", "K", "G", "T", "S", "D", "stops", "dtype", "config"),
     [
-        # More blocks than stages; a last block that is read from before its first slot; rows of 100 and no tokens.
+        # More blocks than stages; a last block that is read from before its first slot; rows of
+        # 100 and no tokens.
         (3, 1, 2, 256, 696, 64, [690, 100, 0], jnp.bfloat16, Config(2)),
         (1, 2, 1, 128, 640, 128, [640], jnp.float16, Config(3)),
     ],

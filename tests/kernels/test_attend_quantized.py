@@ -29,7 +29,8 @@ def quantized(B, K, Q, S, D, bits, tokens, channels, value_channels):
 @pytest.mark.parametrize(
     ("B", "K", "Q", "S", "D", "bits", "groups", "spans", "config"),
     [
-        # LogQuant's groups, over a unit of three products of which the last is in part a group's.
+        # LogQuant's groups, over a unit of three products of which the last is in part a
+        # group's.
         (
             1,
             1,
@@ -207,9 +208,8 @@ def test_attention_over_codes_reads_nothing_outside_of_its_span_and_takes_vmap()
     want = jax.jit(run)(q, keys, values, *span)
 
     def poisoned(code, first, last):
-        scales = (
-            code.scales.at[:, :, :first].set(0x7FFF7FFF).at[:, :, last:].set(0x7FFF7FFF)
-        )  # NaN
+        # NaN
+        scales = code.scales.at[:, :, :first].set(0x7FFF7FFF).at[:, :, last:].set(0x7FFF7FFF)
         return QuantArray(code.codes, scales)
 
     for got, expected in zip(

@@ -166,7 +166,9 @@ def test_the_simulator_sees_that_a_barrier_is_missing(barrier, monkeypatch):
 
 
 class Early(Simulator):
-    """A backend whose threads, once they waited at a barrier of their cluster, arrive at the next one at once."""
+    """A backend whose threads, once they waited at a barrier of their cluster, arrive at the
+    next one at once.
+    """
 
     early = False
 

@@ -40,7 +40,8 @@ def over_span(q, span, scale=0.125):
 @pytest.mark.parametrize(
     ("B", "K", "G", "S", "D", "dtypes", "spans", "config"),
     [
-        # Rows with more than the stages hold, from a slot that begins no tile; with none, by both ends; with one.
+        # Rows with more than the stages hold, from a slot that begins no tile; with none, by
+        # both ends; with one.
         (
             4,
             1,
@@ -80,7 +81,8 @@ def test_attention_over_a_span_equals_the_reference(B, K, G, S, D, dtypes, spans
     q, span = normal(0, B, K, G, D, dtype=queries), span_of(B, K, S, D, kept, *spans)
     got, want = attend_in_span(q, span, config), over_span(q, span)
     assert got.dtype == want.dtype == queries
-    # Weights are rounded to the dtype of the values, each once, and the result to that of the queries.
+    # Weights are rounded to the dtype of the values, each once, and the result to that of the
+    # queries.
     assert relative(got, want) < float(jnp.finfo(kept).eps) + float(jnp.finfo(queries).eps)
     np.testing.assert_array_equal(np.asarray(got)[np.asarray(span.size) == 0], 0)
 

@@ -20,8 +20,9 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def zones_of(B, K, G, H, S, R, A, D, M, local, dtype, counts=None):
-    """A step's arguments. Rows of the batch have, in turn: all zones filled; a short recent block, and a sink that is
-    seen in part; nothing but one local token; nothing. First slots of `recent` may be selected, the last are local."""
+    """A step's arguments. Rows of the batch have, in turn: all zones filled; a short recent
+    block, and a sink that is seen in part; nothing but one local token; nothing. First slots of
+    `recent` may be selected, the last are local."""
     rng = np.random.default_rng(3)
     q, k, v = (
         normal(0, B, K, G, D, dtype=dtype),

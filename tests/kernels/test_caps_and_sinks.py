@@ -1,4 +1,6 @@
-"""Soft caps and sink logits in the kernels that attend to keys and values, against the references."""
+"""Soft caps and sink logits in the kernels that attend to keys and values, against the
+references.
+"""
 
 from functools import partial
 

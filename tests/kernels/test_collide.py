@@ -17,8 +17,8 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def ballot(B, K, G, S, D, T, kind, most=0.8):
-    """Queries whose patterns have scores exact in f32, patterns of keys, counts of the first keys of a row, limits up
-    to a share of them."""
+    """Queries whose patterns have scores exact in f32, patterns of keys, counts of the first
+    keys of a row, limits up to a share of them."""
     rng, N = np.random.default_rng(S), D // 8
     q = np.round(rng.standard_normal((B, K, G, D), np.float32) * 64) / 64
     ids = rng.integers(0, 256, (B, K, S, N), np.uint8)
@@ -87,9 +87,8 @@ def test_collide_equals_its_reference(B, K, G, S, D, T, config):
 @pytest.mark.parametrize("D", [64, pytest.param(128, marks=pytest.mark.thorough)])
 def test_collide_rotates_queries(D):
     q, *rest = ballot(2, 1, 3, 132, D, 3, "random")
-    q = (
-        jnp.round(q) if D == 64 else normal(9, 2, 1, 3, D)
-    )  # what a head of 64 comes to is exact
+    # what a head of 64 comes to is exact
+    q = jnp.round(q) if D == 64 else normal(9, 2, 1, 3, D)
     got = jax.jit(
         partial(collide.collide, turned=turned(D, 5), config=collide.Config(1, 1, 1))
     )(q, *rest)

@@ -1,4 +1,6 @@
-"""A kernel of another package, written from AUTHORING.md alone: squared norms of keys, one thread for a key."""
+"""A kernel of another package, written from AUTHORING.md alone: squared norms of keys, one
+thread for a key.
+"""
 
 import sys
 from dataclasses import dataclass
@@ -126,6 +128,7 @@ def test_a_step_for_a_gpu_has_it_where_it_was_measured_and_takes_the_shapes(monk
 def test_its_derivative_is_that_of_the_reference():
     k = normal(1, 1, 2, 5, 8)
     got, want = (
-        jax.grad(lambda k: jnp.sum(f(k)))(k) for f in (key_squares, key_squares.reference)
-    )  # noqa: B023
+        jax.grad(lambda k: jnp.sum(f(k)))(k)  # noqa: B023
+        for f in (key_squares, key_squares.reference)
+    )
     np.testing.assert_allclose(got, want, rtol=1e-6)

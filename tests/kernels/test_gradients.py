@@ -1,8 +1,9 @@
-"""Gradients of prompts, chunks and scans of steps with the kernels in place, as a GPU selects them.
+"""Gradients of prompts, chunks and scans of steps with the kernels in place, as a GPU selects
+them.
 
-A kernel has no derivative of its own. This is the law of gradients, with every kernel that takes a policy's shapes
-simulated: its outputs are the kernel's, its derivative the reference's, and a derivative that does not exist is refused
-with an explanation, never by an error of JAX.
+A kernel has no derivative of its own. This is the law of gradients, with every kernel that
+takes a policy's shapes simulated: its outputs are the kernel's, its derivative the reference's,
+and a derivative that does not exist is refused with an explanation, never by an error of JAX.
 """
 
 import dataclasses

@@ -1,4 +1,6 @@
-"""The kernels host_rows and host_append against the references, on random and on adversarial input."""
+"""The kernels host_rows and host_append against the references, on random and on adversarial
+input.
+"""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,6 @@
-"""The kernels of the hot set against the references, over steps that fill it, hit, miss and replace."""
+"""The kernels of the hot set against the references, over steps that fill it, hit, miss and
+replace.
+"""
 
 from functools import partial
 
@@ -77,9 +79,8 @@ def test_places_are_those_of_the_reference(B, K, n, N, P, spread):
     ],
 )
 def test_pages_with_a_new_place_are_read_to_it(B, K, n, N, P, Z, D):
-    config = (
-        host_rows.Config(ahead=4, blocks=25) if n == 400 else None
-    )  # so that warps take turns
+    # so that warps take turns
+    config = host_rows.Config(ahead=4, blocks=25) if n == 400 else None
     x = to_host(normal(7, B, K, P, 2, Z, D, dtype=jnp.bfloat16))
     kernel = jax.jit(partial(hot_pages.hot_load, config=config))
     same_pages(kernel, ops.hot_load, x, jnp.bfloat16, n, N)

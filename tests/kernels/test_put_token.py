@@ -1,4 +1,6 @@
-"""The kernels of put_token and put_tokens against the references, on random and on adversarial input."""
+"""The kernels of put_token and put_tokens against the references, on random and on adversarial
+input.
+"""
 
 from functools import partial
 
@@ -17,7 +19,9 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def token_of(B, K, slots, D, dtype):
-    """A step's arguments. Rows have, in turn: room everywhere; a full first zone; no room; no token; a lost one."""
+    """A step's arguments. Rows have, in turn: room everywhere; a full first zone; no room; no
+    token; a lost one.
+    """
     counts = [np.resize([n - 1, n, n, 0, n], B).astype(np.int32) for n in slots]
     counts[-1] = np.resize([0, slots[-1] - 1, slots[-1], 1, slots[-1]], B).astype(np.int32)
     zones = [

@@ -1,8 +1,10 @@
-"""The kernels that select, on scores that crowd where bins end: nothing is left out, listed twice or unwritten.
+"""The kernels that select, on scores that crowd where bins end: nothing is left out, listed
+twice or unwritten.
 
-Keys of scores are counted by bins (`threshold.FIRST_BINS`), and the bin of the last place once more by bits. So most
-scores of a row are in one bin here, some at its end, and the last place is often among those. A number always names the
-same rows; KVJAX_FUZZ=2000:2600 runs the rows of these numbers.
+Keys of scores are counted by bins (`threshold.FIRST_BINS`), and the bin of the last place once
+more by bits. So most scores of a row are in one bin here, some at its end, and the last place
+is often among those. A number always names the same rows; KVJAX_FUZZ=2000:2600 runs the rows of
+these numbers.
 """
 
 import os
@@ -34,7 +36,9 @@ NUMBERS = [
 
 
 def crowded(rng, n):
-    """n scores around one end of a bin, and a count whose last place is among those nearest to it."""
+    """n scores around one end of a bin, and a count whose last place is among those nearest to
+    it.
+    """
     at = float(rng.choice(ENDS))
     below, near, above = rng.multinomial(n, rng.dirichlet([3, 1, 1]))
     width = 10 ** rng.uniform(-4, -1.5) * (abs(at) + 0.01)

@@ -1,4 +1,6 @@
-"""Every operation says which arguments its kernel refuses, and why; none is run that the kernel cannot take."""
+"""Every operation says which arguments its kernel refuses, and why; none is run that the kernel
+cannot take.
+"""
 
 import math
 import re

@@ -52,7 +52,8 @@ def test_scores_equal_the_reference(B, K, G, S, D, group, dtype):
         score_1bit.Config(units=11, stages=8),
     ):
         got = jax.jit(partial(score_1bit.score_1bit, scale=D**-0.5, config=config))(q, *ix)
-        # Each product of query and step is rounded once to 16 bits, and so is each query times scale.
+        # Each product of query and step is rounded once to 16 bits, and so is each query times
+        # scale.
         assert relative(got, want) < 2 * float(jnp.finfo(dtype).eps)
 
 

@@ -74,8 +74,8 @@ def choice(B, K, G, S, D, group, W, room, dtype, kind):
 
 @partial(jax.jit, static_argnames="group_reduce")
 def ranks_in_half(parts, group_reduce):
-    """`reduce_scores` of scores in f16, but softmaxes by the sums of what they were: scores, in f16, valid of a
-    part."""
+    """`reduce_scores` of scores in f16, but softmaxes by the sums of what they were: scores, in
+    f16, valid of a part."""
     halves, valid = ([part[i] for part in parts] for i in (1, 2))
     halves = [half.astype(jnp.float32) for half in halves]
     if "softmax" not in group_reduce:
@@ -140,7 +140,8 @@ KINDS = ("normal", "equal", "few keys", "peaked", "flat", "coarse", "infinite", 
                     jnp.float16,
                     select_1bit.Config(blocks=1, unroll=1, units=9, stages=8),
                 ),
-                # Four steps, the last with what waits; of 300 wanted lists have room for what counts, of 4000 not.
+                # Four steps, the last with what waits; of 300 wanted lists have room for what
+                # counts, of 4000 not.
                 (
                     1,
                     1,
@@ -383,8 +384,9 @@ def test_select_1bit_scores_keys_that_wait_as_they_are(
             np.testing.assert_array_equal(one, each)
 
 
-# Scores in f16, by the bins of `threshold.FIRST_BINS`: most lie in one that is counted again by bits, where the last
-# place is in the last part of it. That part has room for keys of the next bins too, which were counted as larger.
+# Scores in f16, by the bins of `threshold.FIRST_BINS`: most lie in one that is counted again by
+# bits, where the last place is in the last part of it. That part has room for keys of the next
+# bins too, which were counted as larger.
 WIDE_BINS = {
     "score, the middle": ("per_head", (-0.1, 0.1), [0.125, 0.12524414], (0.12609863, 0.1405)),
     "score, the lowest": (

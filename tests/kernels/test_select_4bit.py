@@ -19,7 +19,9 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def reranked(B, K, G, S, D, M, R, dtype, kind):
-    """Arguments of select_4bit but the room, with spans and counts of each row that are at the edges."""
+    """Arguments of select_4bit but the room, with spans and counts of each row that are at the
+    edges.
+    """
     rng = np.random.default_rng(M)
     q, k = normal(1, B, K, G, D), normal(0, B, K, S, D)
     late = (2 * normal(2, B, K, R, D)).astype(dtype)

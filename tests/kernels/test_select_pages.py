@@ -18,7 +18,9 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def paged(B, K, G, P, D, unit, R, pending_slots, room, dtype, kind):
-    """Arguments of select_pages, with spans of tokens and counts of each row that are at the edges."""
+    """Arguments of select_pages, with spans of tokens and counts of each row that are at the
+    edges.
+    """
     (low, high), keys = boxes(B, K, P, D, dtype), 3 * normal(7, B, K, R, D, dtype=dtype)
     q, S = normal(2, B, K, G, D, dtype=dtype).astype(jnp.float32), P * unit
     span = spans_of(

@@ -33,7 +33,9 @@ def simulated():
 
 
 def run(program, *args, blocks=1, cluster=None, scratch=(), words=256):
-    """The output of a kernel of blocks of 128 threads: out[words]. The rest of it may stay unwritten."""
+    """The output of a kernel of blocks of 128 threads: out[words]. The rest of it may stay
+    unwritten.
+    """
     out = jax.ShapeDtypeStruct((words,), jnp.uint32)
     kernel = simt.kernel(
         program,
@@ -148,7 +150,9 @@ def test_a_constant_load_is_of_what_the_kernel_never_writes():
 
 
 def of_shared(body):
-    """A program of which body(t, at) has 128 words of shared memory at `at`; each thread writes its own first."""
+    """A program of which body(t, at) has 128 words of shared memory at `at`; each thread writes
+    its own first.
+    """
 
     def program(_, room):
         t, at = simt.special("tid.x"), simt.shared_address(room)
@@ -368,8 +372,8 @@ def voted():
     return most_voted.most_voted(votes, *two, 700, config=most_voted.Config(2, 2))
 
 
-# attend_span waits once more for copies after its loop, which has waited for all; and select_1bit fills no stage of the
-# ring of score_1bit twice here, which score_1bit itself does.
+# attend_span waits once more for copies after its loop, which has waited for all; and
+# select_1bit fills no stage of the ring of score_1bit twice here, which score_1bit itself does.
 NOT_NEEDED = {
     "attend_span": "cp.async.wait_group 0;",
     "select_1bit": "unit_codes = [load_codes(",

@@ -41,7 +41,9 @@ def candidates(B, K, T, R, D, S, wide, room, *, own=False, local=2, dtype=jnp.bf
 
 
 def assert_each_step_is_as_alone(select, q, among):
-    """select(q, candidates) of all steps gives the slots that it gives for the first and for the last."""
+    """select(q, candidates) of all steps gives the slots that it gives for the first and for
+    the last.
+    """
     together = jax.jit(select)(q, among)
     of_step, alone, lists = (
         q.shape[2] // among.steps,

@@ -1,4 +1,6 @@
-"""What the kernels are on each GPU that they are built for: forms, block sizes, and what is said of them."""
+"""What the kernels are on each GPU that they are built for: forms, block sizes, and what is
+said of them.
+"""
 
 import dataclasses
 from dataclasses import dataclass

@@ -17,7 +17,9 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def parts_of(B, K, G, sizes, kind, seed=0):
-    """Scores in which no two units of a row have ranks within rounding, unless `kind` makes them equal."""
+    """Scores in which no two units of a row have ranks within rounding, unless `kind` makes
+    them equal.
+    """
     rng = np.random.default_rng(seed)
     U = sum(sizes)
     steps = np.argsort(rng.random((B, K, 1, U)), axis=-1).astype(np.float32) / 64
@@ -83,7 +85,8 @@ def test_top_k_grouped_chooses_what_its_reference_does(B, K, G, sizes, k, blocks
             np.testing.assert_array_equal(found, want.valid, err_msg=kind)
             slots = np.asarray(slots)
             assert all(np.unique(row).size == k for row in slots.reshape(-1, k))
-            # Ranks within rounding may stand in another order; what is chosen must rank as what the reference chose.
+            # Ranks within rounding may stand in another order; what is chosen must rank as what
+            # the reference chose.
             ranks = np.asarray(pooled(parts, group_reduce))
             both = (np.take_along_axis(ranks, np.asarray(s), -1) for s in (slots, want.slots))
             got, best = (np.where(want.valid, rank, 0) for rank in both)
@@ -125,7 +128,9 @@ def test_top_k_grouped_takes_flags_of_each_head_beside_flags_of_all():
 @pytest.mark.parametrize("blocks", [2, -2])
 @pytest.mark.parametrize("group_reduce", ["mean_softmax", "mean_score"])
 def test_ranks_of_two_calls_order_the_units_of_both(group_reduce: str, blocks: int) -> None:
-    """As devices do that hold parts of a row: the first k of both, by key and place, are those of the whole row."""
+    """As devices do that hold parts of a row: the first k of both, by key and place, are those
+    of the whole row.
+    """
     parts, k = parts_of(2, 2, 4, (400, 400), "spread"), 30
     want = np.asarray(
         jax.jit(partial(ops.top_k_grouped, k=k, implementation="xla"), static_argnums=1)(

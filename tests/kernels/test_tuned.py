@@ -1,4 +1,6 @@
-"""Block sizes of tuned.json: which entry serves a shape, that those shipped hold, and that `--tune` writes them."""
+"""Block sizes of tuned.json: which entry serves a shape, that those shipped hold, and that
+`--tune` writes them.
+"""
 
 import json
 import logging

@@ -1,6 +1,7 @@
 """Policies that are broken on purpose: a law that cannot fail proves nothing.
 
-Each is a working policy with one fault in one verb. `CAUGHT` names the laws that must fail on it.
+Each is a working policy with one fault in one verb. `CAUGHT` names the laws that must fail on
+it.
 """
 
 from __future__ import annotations
@@ -134,7 +135,9 @@ class BrokenFull(Full):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Wrapped:
-    """A FullState with leaves that a checkpoint stores under one name, or with a count that is part of the type."""
+    """A FullState with leaves that a checkpoint stores under one name, or with a count that is
+    part of the type.
+    """
 
     full: Any
     flags: dict[str, Any]
@@ -223,7 +226,9 @@ class BrokenRetrieval(Retrieval):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BrokenSpeculative(Speculative):
-    """A Speculative that forgets a row's recall if a prompt of another row flushes its full block."""
+    """A Speculative that forgets a row's recall if a prompt of another row flushes its full
+    block.
+    """
 
     def prefill(self, st, k, v, lengths):
         after = super().prefill(st, k, v, lengths)

@@ -114,7 +114,8 @@ CASES: dict[str, Case] = {
         budget=70,
         spec=dataclasses.replace(SPEC, q_heads=7, kv_heads=1),
     ),
-    # Tokens with equal codes tie, and the lower slot wins: with a code for every two channels none are equal.
+    # Tokens with equal codes tie, and the lower slot wins: with a code for every two channels
+    # none are equal.
     "pqcache, 8 parts": _with(selector=ProductCodes(parts=8, bits=3, learn=32)),
     "pqcache in host memory, bf16": _with(
         selector=ProductCodes(parts=8, bits=3, learn=32, group_reduce="per_head"),
@@ -156,8 +157,8 @@ CASES: dict[str, Case] = {
         spec=dataclasses.replace(SPEC, q_heads=7, kv_heads=1),
     ),
     "fier a step late, log-sparse": _late(demote=LogSparse(window=32), tau=-1.0),
-    # Votes tie at the last place of the candidates, and the lower slot wins: with all of them reranked the laws hold
-    # in any order of slots.
+    # Votes tie at the last place of the candidates, and the lower slot wins: with all of them
+    # reranked the laws hold in any order of slots.
     "paris over 2-bit values, heads of 64": _with(
         selector=Paris(candidates=200),
         store=Quantized(bits=4, key_group=16, value_bits=2, value_group=8),
@@ -285,8 +286,8 @@ CASES: dict[str, Case] = {
     ),
 }
 
-# Products of the methods' parts, and the methods beside them, at the sizes that models have: each meets every group and
-# both head sizes.
+# Products of the methods' parts, and the methods beside them, at the sizes that models have:
+# each meets every group and both head sizes.
 _PRODUCTS: dict[str, kvjax.Policy] = {
     "fier, history on the host": dataclasses.replace(BASE, store=HostOffload()),
     "paris, history on the host": dataclasses.replace(
@@ -378,7 +379,8 @@ def does_not_apply(policy: kvjax.Policy) -> set[str]:
     return _EVICTION | fails
 
 
-# In every run of the suite core cases run all laws, and one preset of each kind these; with --thorough, all cases do.
+# In every run of the suite core cases run all laws, and one preset of each kind these; with
+# --thorough, all cases do.
 CORE = ("full", "fier with sink and window")
 QUICK_LAWS = (
     "budget_of_all_is_dense_attention",
@@ -398,7 +400,8 @@ QUICK_MORE = {  # its schedule keeps what a row recalled
     ),
 }
 
-# Variants that differ from a case above in the choice alone: they run the laws that a choice can break.
+# Variants that differ from a case above in the choice alone: they run the laws that a choice
+# can break.
 GROUP_REDUCES: dict[str, Case] = {
     f"fier, {group_reduce}": _with(selector=Fier(group=16, group_reduce=group_reduce))  # type: ignore[arg-type]
     for group_reduce in ("mean_query", "mean_score", "max_score", "max_softmax", "sum_softmax")

@@ -1,6 +1,8 @@
-"""Laws of the ends: nothing selected, all selected, and any chunks, neighbours and order of verbs.
+"""Laws of the ends: nothing selected, all selected, and any chunks, neighbours and order of
+verbs.
 
-They run on every policy of the laws with `--thorough`; without it, on one for each kind of store.
+They run on every policy of the laws with `--thorough`; without it, on one for each kind of
+store.
 """
 
 from __future__ import annotations
@@ -169,9 +171,8 @@ def test_all_selected_is_attention_over_all(name: str) -> None:
         cache, _ = fill(new_cache(policy, spec), tokens, np.full(spec.batch, n - 1))
         out, _, info = step(cache, tokens, np.full(spec.batch, n - 1))
         if budget < least:
-            lacks = (
-                getattr(inner, "beside", 0) == 0
-            )  # tokens that are read anyway may be those of the page
+            # tokens that are read anyway may be those of the page
+            lacks = getattr(inner, "beside", 0) == 0
             assert (np.asarray(info.attended) < n).all() or not lacks
             continue
         assert np.allclose(info.attended, n)
@@ -187,7 +188,9 @@ DECODED = 5
 def script(
     policy: Any, spec: CacheSpec, tokens: Tokens, seed: int
 ) -> tuple[kvjax.LayerCache, np.ndarray, list[str]]:
-    """A cache after random calls, the lengths of its rows, and the verbs; row b holds the first tokens of row b."""
+    """A cache after random calls, the lengths of its rows, and the verbs; row b holds the first
+    tokens of row b.
+    """
     rng = np.random.default_rng(seed)
     cache, lengths, done = new_cache(policy, spec), np.zeros(spec.batch, int), []
     try:

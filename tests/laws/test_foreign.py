@@ -1,4 +1,6 @@
-"""A selector and a store of another package: written from the protocols alone, they combine and hold the laws."""
+"""A selector and a store of another package: written from the protocols alone, they combine and
+hold the laws.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -106,7 +108,9 @@ class Joint(kvjax.Store):
 
 @dataclass(frozen=True)
 class FusedJoint(Joint):
-    """A Joint store that overrides verbs: history, recent block and sink are attended to in one operation."""
+    """A Joint store that overrides verbs: history, recent block and sink are attended to in one
+    operation.
+    """
 
     def attend_with(
         self, st: Joined, q: Array, start: Array, recent: Any, sink: Any, *, scale: float
@@ -213,7 +217,8 @@ def test_foreign_parts_hold_the_laws(name: str, request: pytest.FixtureRequest) 
     laws = LAWS if request.config.getoption("--thorough") else LAWS_OF_PARTS
     report = check_policy(POLICIES[name], SPEC, laws=laws)
     report.raise_for_failures()
-    # They evict nothing, and do not shorten a cache; not every one takes tokens back or has a budget.
+    # They evict nothing, and do not shorten a cache; not every one takes tokens back or has a
+    # budget.
     left = {
         "budget_bounds_what_is_held",
         "step_attends_to_what_is_held",

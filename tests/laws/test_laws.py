@@ -89,7 +89,8 @@ X64_QUICK = [("structure_is_constant", case) for case in X64_CASES[:2]]
     ids=_id,
 )
 def test_law_holds_with_64_bit_types(law: str, case: str) -> None:
-    """Under `jax_enable_x64`, where indices and constants are of 64 bits by default, states keep their dtypes.
+    """Under `jax_enable_x64`, where indices and constants are of 64 bits by default, states
+    keep their dtypes.
 
     As users run it, with standard promotion: indices of 32 and of 64 bits meet.
     """

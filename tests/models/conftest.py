@@ -53,7 +53,9 @@ def tensors_of(config, dtype=np.float32):
 
 @pytest.fixture
 def write(tmp_path):
-    """write(**fields of config.json) makes a checkpoint and returns its directory; `...` leaves a field out."""
+    """write(**fields of config.json) makes a checkpoint and returns its directory; `...` leaves
+    a field out.
+    """
 
     def write(*, dtype=np.float32, shards=0, change=None, files=None, **config):
         config = {k: v for k, v in {**CONFIG, **config}.items() if v is not ...}

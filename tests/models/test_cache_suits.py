@@ -1,4 +1,6 @@
-"""A cache whose policy turns keys by another RoPE than the model is refused wherever the two meet."""
+"""A cache whose policy turns keys by another RoPE than the model is refused wherever the two
+meet.
+"""
 
 import dataclasses
 

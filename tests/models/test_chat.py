@@ -1,4 +1,6 @@
-"""A conversation feeds each token once: what its cache holds equals the template's own render of the conversation."""
+"""A conversation feeds each token once: what its cache holds equals the template's own render
+of the conversation.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ import kvjax
 from kvjax import models
 from tests.checkpoint import BOS, EOS, POSITIONS, WIDTH, D, write_checkpoint
 
-# As real templates write it: a first token and the system prompt once, each answer ended by the stop token.
+# As real templates write it: a first token and the system prompt once, each answer ended by the
+# stop token.
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}"
     "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
@@ -195,7 +198,8 @@ def test_turns_equal_one_prompt_of_the_whole_conversation(
         assert again.rows[0] == chat._run.rows[0]
 
 
-# How real templates write a conversation, some of which write an earlier turn in another way when it is no longer last.
+# How real templates write a conversation, some of which write an earlier turn in another way
+# when it is no longer last.
 TEMPLATES = {
     "one after the other": TEMPLATE,
     "system prompt in the last message of the user": (
@@ -224,7 +228,9 @@ TEMPLATES = {
 
 
 def check_five_turns(checkpoint: models.Checkpoint, cache: str, **settings: Any) -> None:
-    """Each turn's prompt is the template's own render, and each answer that of the whole prompt read at once."""
+    """Each turn's prompt is the template's own render, and each answer that of the whole prompt
+    read at once.
+    """
     chat = checkpoint.chat(system="be brief", cache=cache, max_new_tokens=6, **settings)
     for message in ("hello there", "and then?", " why ", "x", "the end"):
         chat.say(message)
@@ -248,7 +254,9 @@ def test_what_the_cache_holds_is_what_the_template_writes(name: str, tmp_path: P
 def test_a_turn_that_the_cache_holds_already_is_answered_again(
     tmp_path: Path, fed: list[list[int]]
 ) -> None:
-    """Of tokens that all are in the cache the last is read again, because its logits give the next."""
+    """Of tokens that all are in the cache the last is read again, because its logits give the
+    next.
+    """
     chat = load(tmp_path, TEMPLATES["only the last message"]).chat(max_new_tokens=6)
     answers = [chat.say("hello") for _ in range(2)]
     assert answers[0] == answers[1]

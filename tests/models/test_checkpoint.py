@@ -1,4 +1,6 @@
-"""Loading: the tensors of the files reach the model, nothing else does, and all errors are reported at once."""
+"""Loading: the tensors of the files reach the model, nothing else does, and all errors are
+reported at once.
+"""
 
 import itertools
 import json
@@ -59,7 +61,9 @@ def test_tensors_reach_the_model_in_the_wanted_dtype(write, stored, wanted, shar
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_loading_holds_a_few_tensors_beside_the_model(write, monkeypatch, platform):
-    """Of the files, it holds what `AHEAD` allows, and no copy of a tensor once its parameter is there."""
+    """Of the files, it holds what `AHEAD` allows, and no copy of a tensor once its parameter is
+    there.
+    """
     sizes = {
         "hidden_size": 256,
         "intermediate_size": 512,
@@ -264,7 +268,9 @@ def test_all_problems_of_tensors_are_listed_in_one_error(write, no_reading):
 
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2"])
 def test_weights_of_8_bit_floats_are_refused_with_the_mend(write, dtype, no_reading):
-    """As files without a `quantization_config` may have them; their scales, if any, are other tensors."""
+    """As files without a `quantization_config` may have them; their scales, if any, are other
+    tensors.
+    """
     directory = write()
     tensors = load_file(directory / "model.safetensors")
     header, data = {}, b""
@@ -509,7 +515,9 @@ def test_an_architecture_that_is_not_supported_names_those_that_are(write, no_re
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
 def test_the_text_of_a_model_that_sees_images_is_read(write, prefix):
-    """As Mistral Small 3.1 and Gemma 3 have it; tensors of the part that sees images are left out."""
+    """As Mistral Small 3.1 and Gemma 3 have it; tensors of the part that sees images are left
+    out.
+    """
     wanted = jax.tree.leaves(
         models.load(write(model_type="mistral", architectures=["MistralForCausalLM"])).model
     )

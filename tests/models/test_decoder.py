@@ -131,7 +131,9 @@ def test_rows_that_are_not_active_store_nothing(model, tokens):
 
 
 def test_several_steps_at_once_are_single_steps(model, tokens):
-    """Through a selecting cache, ragged, with a row without a step; tokens taken back are as if never fed."""
+    """Through a selecting cache, ragged, with a row without a step; tokens taken back are as if
+    never fed.
+    """
     policy = kvjax.Retrieval(
         selector=kvjax.Exact(), budget=6, sink=1, local=2, demote=kvjax.LogSparse(window=8)
     )
@@ -218,7 +220,9 @@ def test_retrieval_caches_with_a_large_budget_decode_as_full_ones(model, tokens)
 
 
 def test_rope_by_length_follows_the_row_alone(tokens):
-    """Not the longest row of the batch: a short row beside a long one is as it is alone, in prompts and in steps."""
+    """Not the longest row of the batch: a short row beside a long one is as it is alone, in
+    prompts and in steps.
+    """
     config = models.DecoderConfig(
         vocab_size=40,
         hidden_size=32,
@@ -350,9 +354,8 @@ def test_the_folder_is_no_package_of_its_own():
 
 
 def test_experts_are_chosen_as_by_top_k_and_equal_ones_by_number():
-    logits = (
-        np.random.default_rng(0).integers(-4, 5, (300, 24)).astype(np.float32)
-    )  # many are equal
+    # many are equal
+    logits = np.random.default_rng(0).integers(-4, 5, (300, 24)).astype(np.float32)
     logits[0], logits[1, 3:] = 0.0, -np.inf
     shares = jax.nn.softmax(logits, axis=-1)
     for k, normalised in ((1, False), (4, True), (24, False)):

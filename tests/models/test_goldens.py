@@ -1,8 +1,10 @@
-"""The decoder against transformers' torch models: tiny and random, every field of the config off its default.
+"""The decoder against transformers' torch models: tiny and random, every field of the config
+off its default.
 
-Each case is saved with save_pretrained and read with kvjax.models.load, as users do. Rows of a batch have different
-lengths: transformers pads on the left, kvjax on the right. Prompts and answers cross the lengths that RoPE scaling
-starts at, and prompts are longer than the sliding windows.
+Each case is saved with save_pretrained and read with kvjax.models.load, as users do. Rows of a
+batch have different lengths: transformers pads on the left, kvjax on the right. Prompts and
+answers cross the lengths that RoPE scaling starts at, and prompts are longer than the sliding
+windows.
 """
 
 import copy
@@ -302,11 +304,12 @@ NEW = [
 GENERATED += [
     (family, "default") for family in NEW if family != "phi4-mini"
 ]  # whose RoPE is by the text's length
-# Without --thorough these generate: scaling by frequency, with windows in some layers and in all. Scaling by the text's
-# length is in test_rope_by_length.py.
+# Without --thorough these generate: scaling by frequency, with windows in some layers and in
+# all. Scaling by the text's length is in test_rope_by_length.py.
 QUICK = [("llama", "llama3"), ("qwen2", "yarn"), ("mistral", "linear")]
-# Positions are scaled by the same code in all families. test_rope.py compares its numbers with those of transformers;
-# the answers of QUICK have three rules in whole models, and test_rope_by_length.py two. One more is here.
+# Positions are scaled by the same code in all families. test_rope.py compares its numbers with
+# those of transformers; the answers of QUICK have three rules in whole models, and
+# test_rope_by_length.py two. One more is here.
 COMPARED: list[Any] = [(f, "default") for f in FAMILIES] + [("llama", "yarn-factor")]
 SCALED = [("phi3", rope) for rope in LONG]
 SCALED += [
@@ -386,7 +389,9 @@ def torch_logits(model, rows):
 
 
 def greedy(model, tokens, lengths):
-    """Logits of the prompt, and tokens and logits of STEPS steps of greedy decoding through a Full cache."""
+    """Logits of the prompt, and tokens and logits of STEPS steps of greedy decoding through a
+    Full cache.
+    """
 
     @jax.jit
     def run(model, tokens, lengths):
@@ -478,7 +483,9 @@ def test_logits_are_those_of_transformers(family, rope, tmp_path):
 def test_chunks_and_steps_through_a_cache_are_one_text_of_transformers(
     family, method, tmp_path
 ):
-    """The steps of a mixture gather experts, its chunks sort tokens by expert. `fier` has a budget of all tokens."""
+    """The steps of a mixture gather experts, its chunks sort tokens by expert. `fier` has a
+    budget of all tokens.
+    """
     reference = build(family, "default", tmp_path)
     model = models.load(tmp_path, dtype=jnp.float32).model
     layers = kvjax.presets.Layers(dense=0)
@@ -577,7 +584,8 @@ def from_json(raw):
     return models.weights.find_family(fields).configure(fields)
 
 
-# One family of each layout of files: biases, one kernel for q, k and v, experts of each kind, norms of q and k.
+# One family of each layout of files: biases, one kernel for q, k and v, experts of each kind,
+# norms of q and k.
 LAYOUTS = ("llama", "qwen3", "phi3", "gemma3", "mixtral", "qwen2-moe", "gpt-oss")
 
 

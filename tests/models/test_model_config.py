@@ -1,4 +1,6 @@
-"""config.json: every field is read as transformers reads it, and what would be ignored wrongly is refused."""
+"""config.json: every field is read as transformers reads it, and what would be ignored wrongly
+is refused.
+"""
 
 import dataclasses
 from functools import cache
@@ -70,7 +72,9 @@ TINY = models.DecoderConfig(
     ids=lambda change: next(iter(change)),
 )
 def test_every_field_of_the_config_is_read(change):
-    """A changed field changes the parameters, the logits, or the positions that the model takes."""
+    """A changed field changes the parameters, the logits, or the positions that the model
+    takes.
+    """
 
     before, after = facts(TINY), facts(dataclasses.replace(TINY, **change))
     same_logits = before[1].shape == after[1].shape and np.allclose(
@@ -209,7 +213,8 @@ YARN = {"rope_type": "yarn", "original_max_position_embeddings": 32768}
             },
             256,
         ),
-        # as published: Llama-3.2-1B, Llama-3.1-8B, Qwen3 with YaRN, Qwen2.5 with YaRN, Yarn-Llama-2
+        # as published: Llama-3.2-1B, Llama-3.1-8B, Qwen3 with YaRN, Qwen2.5 with YaRN,
+        # Yarn-Llama-2
         (
             {"max_position_embeddings": 131072, "rope_scaling": LLAMA3 | {"factor": 32.0}},
             131072,

@@ -1,4 +1,5 @@
-"""Chats of five turns under published templates: what the cache was fed is the template's own render, token for token.
+"""Chats of five turns under published templates: what the cache was fed is the template's own
+render, token for token.
 
     python -m pytest tests/models/test_published_templates.py --thorough --checkpoint DIR
 
@@ -94,7 +95,9 @@ def with_random_weights(
 def five_turns(
     checkpoint: models.Checkpoint, cache: str, *, cuts: bool = True, **settings: Any
 ) -> None:
-    """With a cache that cannot be cut, a model's unusual spelling of an answer is kept: then the texts are compared."""
+    """With a cache that cannot be cut, a model's unusual spelling of an answer is kept: then
+    the texts are compared.
+    """
     chat = checkpoint.chat(cache=cache, max_new_tokens=9, **settings)
     for message in MESSAGES:
         chat.say(message)

@@ -196,9 +196,8 @@ def test_longrope_scales_attention_past_the_original_length_alone():
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: type(kind).__name__)
 def test_each_length_of_any_shape_has_its_own_frequencies(kind, shape):
-    lengths = (
-        np.arange(int(np.prod(shape))).reshape(shape) * 32 + 31
-    )  # 31, below the original length, 63, ...
+    # 31, below the original length, 63, ...
+    lengths = np.arange(int(np.prod(shape))).reshape(shape) * 32 + 31
     got = np.broadcast_to(kind.frequencies(16, lengths), (*shape, 8))
     for at in np.ndindex(shape):
         np.testing.assert_allclose(got[at], kind.frequencies(16, int(lengths[at])), rtol=1e-6)

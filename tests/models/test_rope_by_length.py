@@ -1,8 +1,10 @@
-"""RoPE that depends on the length of a text: a row's keys have one rotation, that of its final length.
+"""RoPE that depends on the length of a text: a row's keys have one rotation, that of its final
+length.
 
-The oracle is transformers, which reads the whole text of one row at once: its prompt and its answer, in one call.
-Logits must agree however the text came into the cache: in chunks, beside other rows, by answers, inserts, drafts and
-truncations, on both sides of the length at which the rotation changes.
+The oracle is transformers, which reads the whole text of one row at once: its prompt and its
+answer, in one call. Logits must agree however the text came into the cache: in chunks, beside
+other rows, by answers, inserts, drafts and truncations, on both sides of the length at which
+the rotation changes.
 """
 
 import dataclasses
@@ -132,7 +134,9 @@ def test_prompts_in_chunks_beside_other_rows_are_those_of_transformers(pair, chu
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", CONSTANT)
 def test_kinds_that_ignore_the_length_are_those_of_transformers_too(kind, tmp_path):
-    """Prompts in chunks, batches of one and of four, and answers that cross the length of the pretraining."""
+    """Prompts in chunks, batches of one and of four, and answers that cross the length of the
+    pretraining.
+    """
     model, reference = build(kind, tmp_path)
     rows = [text(length, seed) for seed, length in enumerate(CROSSING)]
     wanted = [last_logits(reference, row) for row in rows]

@@ -1,4 +1,6 @@
-"""Saving: kvjax and transformers read back what was saved; what the format cannot express is refused."""
+"""Saving: kvjax and transformers read back what was saved; what the format cannot express is
+refused.
+"""
 
 import dataclasses
 import json
@@ -94,7 +96,9 @@ def test_a_saved_model_is_read_back_as_it_was(name, tmp_path):
 
 
 def test_fused_tensors_are_written_and_read_back_part_by_part(tmp_path, monkeypatch):
-    """As Phi-3 has them. `save` prefers Llama, which says the same, so here only Phi-3 is known."""
+    """As Phi-3 has them. `save` prefers Llama, which says the same, so here only Phi-3 is
+    known.
+    """
     monkeypatch.setattr(models.weights, "FAMILIES", {"phi3": models.weights.PHI3})
     factors = {"short_factor": (1.0, 1.0, 1.1, 1.2), "long_factor": (1.0, 2.0, 4.0, 8.0)}
     config = dataclasses.replace(

@@ -1,4 +1,6 @@
-"""Text in and out of a checkpoint: what `generate` and `stream` know by themselves, and what they refuse."""
+"""Text in and out of a checkpoint: what `generate` and `stream` know by themselves, and what
+they refuse.
+"""
 
 from __future__ import annotations
 
@@ -240,7 +242,9 @@ def test_python_of_a_checkpoint_is_refused_without_a_question(
 
 
 def test_a_tokenizer_that_fails_on_a_text_is_one_line(tmp_path: Path) -> None:
-    """The library `tokenizers` raises a BaseException when an expression of a normaliser gives up."""
+    """The library `tokenizers` raises a BaseException when an expression of a normaliser gives
+    up.
+    """
     directory = write_checkpoint(tmp_path)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     tokenizer.normalizer = normalizers.Replace(Regex("(a|a)*b|(a+)+c"), "x")

@@ -8,7 +8,9 @@ from kvjax.numerics.derivatives import refuse_derivative, with_derivative
 
 
 def test_a_derivative_leaves_alone_what_none_is_asked_by() -> None:
-    """A cache behind a kernel without a derivative does not prevent one: only the query has a derivative."""
+    """A cache behind a kernel without a derivative does not prevent one: only the query has a
+    derivative.
+    """
 
     @jax.custom_jvp
     def read(cache: jax.Array) -> jax.Array:
@@ -25,7 +27,9 @@ def test_a_derivative_leaves_alone_what_none_is_asked_by() -> None:
 
 
 def test_what_does_not_depend_on_it_has_no_derivative() -> None:
-    """A cache that is returned together with the output may be used where a derivative is refused."""
+    """A cache that is returned together with the output may be used where a derivative is
+    refused.
+    """
 
     def both(q: jax.Array, cache: jax.Array) -> tuple[jax.Array, jax.Array]:
         return q * cache, cache + 1

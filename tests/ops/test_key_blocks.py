@@ -1,4 +1,6 @@
-"""Block-sparse prompts: which blocks of keys a block of queries attends to, and what attending to them gives."""
+"""Block-sparse prompts: which blocks of keys a block of queries attends to, and what attending
+to them gives.
+"""
 
 from functools import partial
 
@@ -35,8 +37,9 @@ def chunk():
 
 
 def mass_by_hand(q, k, stop):
-    """f64[T / 128, S // 128] of one head, from the method's text: for every second stride of 16 queries, the softmax
-    over whole strides of 16 keys of the mean logit of the 16 pairs on their antidiagonal."""
+    """f64[T / 128, S // 128] of one head, from the method's text: for every second stride of 16
+    queries, the softmax over whole strides of 16 keys of the mean logit of the 16 pairs on
+    their antidiagonal."""
     q, k = np.asarray(q, np.float64), np.asarray(k, np.float64)
     strides = int(stop) // 16
     found = np.zeros((len(q) // 128, len(k) // 128))

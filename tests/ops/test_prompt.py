@@ -1,4 +1,6 @@
-"""Chunks of a prompt over what is stored: blocks, streams and zones give softmax attention over the whole."""
+"""Chunks of a prompt over what is stored: blocks, streams and zones give softmax attention over
+the whole.
+"""
 
 from functools import partial
 

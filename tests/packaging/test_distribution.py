@@ -1,4 +1,6 @@
-"""The distributions: every package, from a source archive that needs nothing else, and nothing called `models`."""
+"""The distributions: every package, from a source archive that needs nothing else, and nothing
+called `models`.
+"""
 
 import os
 import shutil
@@ -14,7 +16,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(code: str, folder: Path, *, path: Path | None = None) -> subprocess.CompletedProcess:
-    """Python code in a process of its own, in `folder`; `path` is searched before what is installed."""
+    """Python code in a process of its own, in `folder`; `path` is searched before what is
+    installed.
+    """
     first = f"import sys; sys.path.insert(0, {str(path)!r})\n" if path else ""
     return subprocess.run(
         [sys.executable, "-c", first + code],
@@ -26,7 +30,9 @@ def run(code: str, folder: Path, *, path: Path | None = None) -> subprocess.Comp
 
 
 def modules() -> list[str]:
-    """Every module on disk, as the wheel should hold it; `kvjax/models` and `kvjax/kernels_pallas` are links."""
+    """Every module on disk, as the wheel should hold it; `kvjax/models` and
+    `kvjax/kernels_pallas` are links.
+    """
     return sorted(
         str((Path(folder) / name).relative_to(ROOT))
         for folder, folders, names in os.walk(ROOT / "kvjax", followlinks=True)
@@ -135,7 +141,9 @@ def test_source_distribution_holds_the_tests_and_what_they_read(distributions):
 
 
 def test_wheels_work_in_a_foreign_directory(distributions, model_wheel, tmp_path):
-    """The wheels' own files, unpacked, ahead of whatever kvjax is installed: without the model, and then with it."""
+    """The wheels' own files, unpacked, ahead of whatever kvjax is installed: without the model,
+    and then with it.
+    """
     site, model = tmp_path / "site", tmp_path / "model"
     zipfile.ZipFile(distributions[1]).extractall(site)
     zipfile.ZipFile(model_wheel).extractall(model)

@@ -64,7 +64,8 @@ def test_import_loads_jax_and_numpy_alone():
     assert done.stdout.split() in (["kvjax"], ["jax", "kvjax"]), done.stdout + done.stderr
 
 
-# What is imported, called or typed without a package. In this order, each is absent before others have loaded it.
+# What is imported, called or typed without a package. In this order, each is absent before
+# others have loaded it.
 ABSENT = [
     ("typer", "kvjax.cli.main"),
     ("typer", "kvjax generate"),

@@ -14,8 +14,8 @@ from tests.packaging.test_distribution import modules
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
-# A module imports lower floors only, and modules of its own folder. A new module of kvjax needs a line here, or its
-# folder has one. The longest name counts.
+# A module imports lower floors only, and modules of its own folder. A new module of kvjax needs
+# a line here, or its folder has one. The longest name counts.
 FLOORS = {
     **dict.fromkeys(("validation", "received"), -1),
     **dict.fromkeys(("spec", "memory", "compiling", "cache.serialize", "presets.parsing"), 0),

@@ -1,4 +1,6 @@
-"""README and docs/: their Python runs, their commands are CI's, their tables are the results, names and links exist."""
+"""README and docs/: their Python runs, their commands are CI's, their tables are the results,
+names and links exist.
+"""
 
 import ast
 import importlib
@@ -105,7 +107,9 @@ def test_getting_started_writes_the_prompt_that_is_built_in(tmp_path):
 
 
 def test_ci_runs_the_two_commands_of_readme():
-    """CI takes the shell blocks from README itself, so there must be two and it must spell neither."""
+    """CI takes the shell blocks from README itself, so there must be two and it must spell
+    neither.
+    """
     setup, test = (text for _, text in blocks(README, "sh"))
     assert "-c constraints.txt" in setup
     assert "-e . &&" in setup, "the quickstart needs no torch"
@@ -146,7 +150,9 @@ def test_the_picture_shows_what_the_results_say():
 
 
 def test_words_of_the_picture_end_inside_it():
-    """Browsers choose the font: a letter of DejaVu Sans, which is a wide one, takes 0.54 of the size of the font."""
+    """Browsers choose the font: a letter of DejaVu Sans, which is a wide one, takes 0.54 of the
+    size of the font.
+    """
     text = tables.picture()
     width, size = (
         float(re.search(rf' {name}="(\d+)"', text)[1]) for name in ("width", "font-size")
@@ -243,7 +249,9 @@ def anchors(text: str) -> set[str]:
 
 
 def test_suite_reads_nothing_outside_the_repository():
-    """No absolute path, home directory or address in any string of the tests (JAX events and /nowhere excepted)."""
+    """No absolute path, home directory or address in any string of the tests (JAX events and
+    /nowhere excepted).
+    """
     outside = re.compile(r"^(/(?!jax/|nowhere/)\w+/|~/|[a-z]+://)")
     for path in (ROOT / "tests").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

@@ -1,4 +1,6 @@
-"""The site: every exported name has a page, links are checked, and the whole is built where Sphinx is installed."""
+"""The site: every exported name has a page, links are checked, and the whole is built where
+Sphinx is installed.
+"""
 
 import doctest
 import importlib.util
@@ -19,7 +21,9 @@ def test_every_exported_name_has_a_page():
 
 
 def test_every_part_stands_on_its_page():
-    """A selector, store, evictor, policy or preset that is added is listed by hand, under its role."""
+    """A selector, store, evictor, policy or preset that is added is listed by hand, under its
+    role.
+    """
     listed = list(website.documented().values())
     for module in (
         kvjax.policies,

@@ -1,4 +1,6 @@
-"""The library's sizes do not grow: fewer lines, names and protocols, and a decode step of fewer functions and files."""
+"""The library's sizes do not grow: fewer lines, names and protocols, and a decode step of fewer
+functions and files.
+"""
 
 import json
 import subprocess

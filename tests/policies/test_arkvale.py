@@ -1,4 +1,6 @@
-"""ArkVale against numpy written from its paper: digests of pages, and the pages that a step attends to."""
+"""ArkVale against numpy written from its paper: digests of pages, and the pages that a step
+attends to.
+"""
 
 import numpy as np
 import pytest
@@ -14,7 +16,9 @@ PAGE, SINK, LOCAL, PAGES = 8, 4, 12, 3
 
 
 def score(q: np.ndarray, keys: np.ndarray) -> float:
-    """The largest product of a query [D] with a point of the box around the keys that a page has, [page, D]."""
+    """The largest product of a query [D] with a point of the box around the keys that a page
+    has, [page, D].
+    """
     q, keys = q.astype(np.float64), keys.astype(np.float64)
     centre = (keys.max(axis=0) + keys.min(axis=0)) / 2
     return q @ centre + np.abs(q) @ np.abs(keys - centre).mean(axis=0)
@@ -54,9 +58,11 @@ def test_a_step_attends_to_the_pages_with_the_best_digests(
 def test_pages_of_the_step_before_stay_and_a_layer_may_select_once(
     per: str, budgets: tuple[int, int]
 ) -> None:
-    """ArkVale's released code: recalled pages replace those of the cache that score lowest, and all of it is attended.
+    """ArkVale's released code: recalled pages replace those of the cache that score lowest, and
+    all of it is attended.
 
-    A cache that also keeps what a step did not select differs from one that does not in most steps.
+    A cache that also keeps what a step did not select differs from one that does not in most
+    steps.
     """
     pages, topk = budgets
     fixed = SINK + LOCAL

@@ -1,4 +1,6 @@
-"""What holds one token below a limit, at it, and one above it, for each policy that keeps all tokens."""
+"""What holds one token below a limit, at it, and one above it, for each policy that keeps all
+tokens.
+"""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,6 @@
-"""The tokens that each evictor keeps, against Python loops over positions written from the papers' rules."""
+"""The tokens that each evictor keeps, against Python loops over positions written from the
+papers' rules.
+"""
 
 import dataclasses
 import functools
@@ -30,13 +32,14 @@ EVICTORS = {
 
 
 class Row:
-    """One row in plain Python: for each kv head, the positions that it keeps and what each has earned."""
+    """One row in plain Python: for each kv head, the positions that it keeps and what each has
+    earned.
+    """
 
     def __init__(self, rule: str, q: np.ndarray, k: np.ndarray, window: int | None = None):
         rule, _, pooling = rule.partition(", ")
-        self.pool = (
-            np.max if not pooling else lambda votes: np.sum(votes) / POOL
-        )  # what is not there counts as 0
+        # what is not there counts as 0
+        self.pool = np.max if not pooling else lambda votes: np.sum(votes) / POOL
         self.rule, self.q, self.k, self.window = (
             rule,
             q.astype(np.float64),
@@ -48,7 +51,9 @@ class Row:
         self.length = 0
 
     def prompt(self, count: int) -> None:
-        """A chunk of `count` tokens comes, all its queries attend, and then tokens are evicted until the rest fits."""
+        """A chunk of `count` tokens comes, all its queries attend, and then tokens are evicted
+        until the rest fits.
+        """
         first, self.length = self.length, self.length + count
         for kept in self.kept:
             kept |= dict.fromkeys(range(first, self.length), 0.0)
@@ -79,7 +84,9 @@ class Row:
         return min((p for p in kept if p < recent), key=lambda p: (kept[p], p))
 
     def earn(self, queries) -> None:
-        """Tokens earn the attention that they get; by the last query only, in all heads the same."""
+        """Tokens earn the attention that they get; by the last query only, in all heads the
+        same.
+        """
         sums = []
         for head, kept in enumerate(self.kept):
             got = dict.fromkeys(kept, 0.0)
@@ -135,7 +142,9 @@ def keeps(cache: kvjax.LayerCache) -> list[list[set[int]]]:
 def test_keeps_the_positions_that_the_rule_keeps(
     rule: str, keys: str, checkpoint: str | None
 ) -> None:
-    """Ragged prompts in chunks that grow past the budget, then steps, in which rows fill up at different times."""
+    """Ragged prompts in chunks that grow past the budget, then steps, in which rows fill up at
+    different times.
+    """
     spec, tokens = (
         (SPEC, drive.random_tokens(SPEC)) if keys == "random" else data(checkpoint)["live"]
     )
@@ -199,7 +208,9 @@ def sums_of_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_queries_of_a_prompt_vote_in_several_blocks(
     rule: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """A window cuts the first of its blocks; all queries come in parts that see the keys before their end only."""
+    """A window cuts the first of its blocks; all queries come in parts that see the keys before
+    their end only.
+    """
     rule, _, sums = rule.partition(", ")
     if sums:
         request.getfixturevalue("sums_of_attention")
@@ -242,7 +253,9 @@ def test_sums_of_attention_include_what_is_held(
 def test_a_chunk_of_a_prompt_sees_what_is_held_within_its_window(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """If all tokens fit, chunks give the same as the whole prompt; slots are read in several parts."""
+    """If all tokens fit, chunks give the same as the whole prompt; slots are read in several
+    parts.
+    """
     monkeypatch.setattr(evicting, "SLOTS", 32)
     tokens, step = (
         drive.random_tokens(SPEC, 2),
@@ -266,7 +279,9 @@ def _rotated(x: np.ndarray, position: np.ndarray, theta: float) -> np.ndarray:
 
 
 def test_positions_are_those_within_the_cache() -> None:
-    """Keys are rotated by their place in the cache, as in StreamingLLM, in steps and in a later chunk."""
+    """Keys are rotated by their place in the cache, as in StreamingLLM, in steps and in a later
+    chunk.
+    """
     theta, sink, T = 100.0, 4, 60
     tokens = drive.random_tokens(SPEC)
     q, k, v = (a[0, :120].astype(np.float64) for a in (tokens.q, tokens.k, tokens.v))
@@ -320,7 +335,9 @@ def test_a_prompt_of_16k_tokens_holds_no_square_of_weights() -> None:
 
 @pytest.mark.parametrize("window", [None, 40])
 def test_a_sample_of_a_long_prompts_queries_votes_for_all(window: int | None) -> None:
-    """One from each of 16 equal parts, as many times as a part is long; rows of at most 16 tokens have all of them."""
+    """One from each of 16 equal parts, as many times as a part is long; rows of at most 16
+    tokens have all of them.
+    """
     lengths, n = np.array([150, 37, 16]), 16
     q, k, v = (
         np.random.default_rng(i).standard_normal((3, 150, h, 16)).astype(np.float32)
@@ -415,7 +432,9 @@ def test_presets_take_a_budget_and_dense_layers() -> None:
 
 
 def test_decoding_reads_a_prompt_whole_unless_told_otherwise() -> None:
-    """Its queries select once from all tokens, as in the papers, and not from what is left of earlier chunks."""
+    """Its queries select once from all tokens, as in the papers, and not from what is left of
+    earlier chunks.
+    """
     sizes = []
 
     def model(tokens, cache, **settings):

@@ -14,7 +14,9 @@ BUDGET, WINDOW, KERNEL = 12, 3, 3
 
 
 def votes(q: np.ndarray, k: np.ndarray) -> np.ndarray:
-    """f64[n] of a KV head: votes of the last queries, q [WINDOW, G, D], for keys [n, D]; inf for their own tokens."""
+    """f64[n] of a KV head: votes of the last queries, q [WINDOW, G, D], for keys [n, D]; inf
+    for their own tokens.
+    """
     n, total = len(k), np.zeros(len(k))
     for i, queries in enumerate(q.astype(np.float64)):
         seen = n - WINDOW + i + 1
@@ -30,7 +32,9 @@ def votes(q: np.ndarray, k: np.ndarray) -> np.ndarray:
 
 
 def allotted(worth: np.ndarray, floor: float, most: float) -> list[list[int]]:
-    """Positions that each head keeps, for worth [K, n]: its best for certain, then the best of all heads."""
+    """Positions that each head keeps, for worth [K, n]: its best for certain, then the best of
+    all heads.
+    """
     ranked = [
         sorted(range(len(w)), key=lambda p, w=w: (-w[p], -p))[: int(most * BUDGET)]
         for w in worth

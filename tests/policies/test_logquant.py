@@ -1,4 +1,6 @@
-"""LogQuant against Algorithm 1 on plain lists, KIVI against its residual rule, and that both quantise a token once."""
+"""LogQuant against Algorithm 1 on plain lists, KIVI against its residual rule, and that both
+quantise a token once.
+"""
 
 import dataclasses
 import functools
@@ -19,7 +21,9 @@ from tests.oracles import asymmetric, log_sparse, residual
 
 
 def positions_as_values(spec: CacheSpec) -> drive.Tokens:
-    """Tokens whose values are all their own position: a constant group, which is stored exactly."""
+    """Tokens whose values are all their own position: a constant group, which is stored
+    exactly.
+    """
     tokens = drive.random_tokens(spec)
     at = np.arange(spec.capacity, dtype=np.float32)[None, :, None, None]
     return drive.Tokens(
@@ -101,7 +105,9 @@ def test_two_to_three_windows_are_exact_and_the_newest_are_adjacent(window: int)
     ids=["logquant", "kivi"],
 )
 def test_a_token_is_quantised_once(policy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counts the tokens that run through the quantiser, and compares all codes before and after each step."""
+    """Counts the tokens that run through the quantiser, and compares all codes before and after
+    each step.
+    """
     runs: list[int] = []
     original = kvjax.stores.quantized.quantize
 
@@ -148,7 +154,9 @@ def as_stored(x: np.ndarray, tokens: int, channels: int) -> np.ndarray:
 @pytest.mark.parametrize("name", ["kivi", "kivi, short window behind 3", "logquant"])
 @pytest.mark.parametrize("prompt", [1, 61])
 def test_values_are_exact_for_a_window_of_their_own(name: str, prompt: int) -> None:
-    """Steps of one prompt against numpy; keys are rounded by the rule of the method, values by age alone."""
+    """Steps of one prompt against numpy; keys are rounded by the rule of the method, values by
+    age alone.
+    """
     sink, W = (3 if "behind" in name else 0), 8
     newest = 5 if sink else W
     policy = (
@@ -156,9 +164,8 @@ def test_values_are_exact_for_a_window_of_their_own(name: str, prompt: int) -> N
         if name == "logquant"
         else presets.kivi(residual=W, group=4, value_window=newest, sink=sink).rest
     )
-    groups = (
-        (W, 8) if name == "logquant" else (4, 4)
-    )  # tokens of a key's group, channels of a value's
+    # tokens of a key's group, channels of a value's
+    groups = (W, 8) if name == "logquant" else (4, 4)
     spec = CacheSpec(
         batch=1, q_heads=2, kv_heads=1, head_dim=8, capacity=120, dtype=jnp.float32
     )

@@ -1,4 +1,6 @@
-"""MiKV against numpy written from its paper: which tokens are exact, and the codes of all others."""
+"""MiKV against numpy written from its paper: which tokens are exact, and the codes of all
+others.
+"""
 
 import numpy as np
 import pytest
@@ -16,7 +18,9 @@ BUDGET, CHUNK, GROUP = 12, 8, 4
 def numpy_step(
     q: np.ndarray, parts: list[tuple[np.ndarray, np.ndarray]]
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Attention [G, D] of q [G, D] over all parts, keys and values [n, D], and the weights [G, n] of each part."""
+    """Attention [G, D] of q [G, D] over all parts, keys and values [n, D], and the weights [G,
+    n] of each part.
+    """
     k, v = (np.concatenate([part[i] for part in parts]).astype(np.float64) for i in range(2))
     logits = q.astype(np.float64) @ k.T / np.sqrt(q.shape[1])
     weights = np.exp(logits - logits.max(axis=1, keepdims=True))
@@ -37,7 +41,9 @@ def numpy_step(
 def test_steps_attend_to_exact_tokens_and_codes_of_all_others(
     keys: str, lossless: bool, checkpoint: str | None
 ) -> None:
-    """From an empty cache, token by token: evidence is the sum of weights, and the least leaves."""
+    """From an empty cache, token by token: evidence is the sum of weights, and the least
+    leaves.
+    """
     store = Dense() if lossless else Quantized(bits=4, key_group=GROUP, value_group=GROUP)
     policy = Mixed(evictor=HeavyHitter(recent=0.25), budget=BUDGET, store=store, chunk=CHUNK)
     spec, tokens = (

@@ -1,4 +1,6 @@
-"""What a step tells of the tokens that it read, where zones are empty, short of one token, or just full."""
+"""What a step tells of the tokens that it read, where zones are empty, short of one token, or
+just full.
+"""
 
 import jax
 import jax.numpy as jnp

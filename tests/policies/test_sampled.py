@@ -1,4 +1,6 @@
-"""MagicPIG against numpy written from its paper: hashes, probabilities and the estimate of attention."""
+"""MagicPIG against numpy written from its paper: hashes, probabilities and the estimate of
+attention.
+"""
 
 import math
 
@@ -22,7 +24,9 @@ BESIDE = SINK + LOCAL + CHUNK - 1
 
 
 def tables_of(x: np.ndarray) -> np.ndarray:
-    """i[n, TABLES] hashes of vectors [n, D]; direction j of table t is column 32 (j W + t // 32) + t % 32."""
+    """i[n, TABLES] hashes of vectors [n, D]; direction j of table t is column 32 (j W + t //
+    32) + t % 32.
+    """
     directions = (
         _directions(0, x.shape[1], BITS * 64)
         .astype(np.float64)
@@ -33,7 +37,9 @@ def tables_of(x: np.ndarray) -> np.ndarray:
 
 
 def centres(k: np.ndarray, learn: int) -> np.ndarray:
-    """The centre of each of the first keys [n, D] of a history: the mean of 1, 1, 2, 2, 4, 4, 4, 4, 8, ... blocks."""
+    """The centre of each of the first keys [n, D] of a history: the mean of 1, 1, 2, 2, 4, 4,
+    4, 4, 8, ... blocks.
+    """
     found = []
     for i in range(len(k)):
         blocks = 1
@@ -51,7 +57,9 @@ def inclusion(cosine: float, least: int) -> float:
 def estimate(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, room: int, least: int
 ) -> tuple[np.ndarray, int]:
-    """Attention [D] of a query [D] over k, v [n, D], whose last tokens from the history's end on are exact."""
+    """Attention [D] of a query [D] over k, v [n, D], whose last tokens from the history's end
+    on are exact.
+    """
     n = len(k)
     end = oracles.history_end(
         n - 1, SINK, LOCAL - 1, CHUNK
@@ -108,7 +116,9 @@ def test_a_step_gives_the_estimate_of_the_oracle(
 
 
 def test_probability_of_a_sample_is_that_of_its_hashes() -> None:
-    """Over many draws of directions, keys are sampled as often as `inclusion` says, and at small values accurately."""
+    """Over many draws of directions, keys are sampled as often as `inclusion` says, and at
+    small values accurately.
+    """
     method, rng = SimHash(bits=3, tables=8, least=2), np.random.default_rng(0)
     cosines = np.array([-0.5, 0.0, 0.4, 0.8, 0.97])
     told = np.asarray(
@@ -141,7 +151,9 @@ def test_probability_of_a_sample_is_that_of_its_hashes() -> None:
 def append(
     method: SimHash, ix: HashIndex, k: np.ndarray, parts: list[list[int]], at: list[int]
 ) -> HashIndex:
-    """The index after keys [B, K, T, D], of which row b gets parts[i][b] in call i; NaN past its count."""
+    """The index after keys [B, K, T, D], of which row b gets parts[i][b] in call i; NaN past
+    its count.
+    """
     at_row = np.array(at, np.int32)
     for part in np.array(parts, np.int32):
         T = max(part.max(), method.learn)
@@ -236,8 +248,8 @@ def test_index_does_not_depend_on_how_rows_are_split(split: str, learn: int) -> 
 def test_estimates_of_drifting_keys_average_to_attention(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The mean of the keys moves by four times their spread. Over directions the estimate is unbiased, and has a
-    smaller error than with the first block's mean as the only centre."""
+    """The mean of the keys moves by four times their spread. Over directions the estimate is
+    unbiased, and has a smaller error than with the first block's mean as the only centre."""
     method, rng, n, draws = (
         SimHash(bits=4, tables=32, least=2, learn=16),
         np.random.default_rng(1),
@@ -286,7 +298,9 @@ def test_estimates_of_drifting_keys_average_to_attention(
 
 
 def test_estimates_average_to_attention_over_directions() -> None:
-    """A weighted sum over the sample is unbiased: over many draws its mean comes near the sum over all."""
+    """A weighted sum over the sample is unbiased: over many draws its mean comes near the sum
+    over all.
+    """
     rng = np.random.default_rng(1)
     q, k = (rng.normal(size=(1, 1, n, 16)).astype(np.float32) for n in (1, 96))
     spec = CacheSpec(batch=1, q_heads=1, kv_heads=1, head_dim=16, capacity=128, dtype="float32")

@@ -1,4 +1,6 @@
-"""One selection for several layers: followers read what their anchor selected, of their own keys and values."""
+"""One selection for several layers: followers read what their anchor selected, of their own
+keys and values.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ PAGES = dataclasses.replace(BASE, selector=MinMaxPages(page=16), store=HostOfflo
 
 @jax.jit
 def pair_step(anchor: Any, follower: Any, tokens: Any, others: Any, active: Any) -> Any:
-    """A step of two layers, of which the second follows; each has queries, keys and values of its own."""
+    """A step of two layers, of which the second follows; each has queries, keys and values of
+    its own.
+    """
     _, anchor, info = kvjax.attention_info(anchor, *tokens, active=active)
     out, follower, seen = kvjax.attention_info(
         follower, *others, active=active, selection=info.selection
@@ -103,7 +107,9 @@ class PairState:
 
 @dataclass(frozen=True)
 class Pair(kvjax.Policy):
-    """An anchor and its follower over the same tokens, as one policy, whose output is the follower's."""
+    """An anchor and its follower over the same tokens, as one policy, whose output is the
+    follower's.
+    """
 
     anchor: Any
 

@@ -1,4 +1,6 @@
-"""Caches too short for a selection to pay: `Full` in place of a `Retrieval`, and back when they grow."""
+"""Caches too short for a selection to pay: `Full` in place of a `Retrieval`, and back when they
+grow.
+"""
 
 from __future__ import annotations
 
@@ -95,8 +97,9 @@ def test_a_short_prefix_is_inserted_where_a_batch_selects(
 def test_a_gpu_without_kernels_attends_to_longer_caches(
     monkeypatch: pytest.MonkeyPatch, kind: str | None
 ) -> None:
-    """An H100 reads 131072 tokens in 218 us, and in plain JAX FIER takes more than 400 to select, MagicPIG 550. Other
-    kinds, which nobody measured, take its measurement; None stands for GPUs of several kinds."""
+    """An H100 reads 131072 tokens in 218 us, and in plain JAX FIER takes more than 400 to
+    select, MagicPIG 550. Other kinds, which nobody measured, take its measurement; None stands
+    for GPUs of several kinds."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr("kvjax.kernels_pallas.tuned.device_kind", lambda: kind)
     spec = kvjax.CacheSpec(

@@ -1,4 +1,6 @@
-"""Speculation against positions and attention written in numpy from the rule: reuse where C >= tau, else select."""
+"""Speculation against positions and attention written in numpy from the rule: reuse where C >=
+tau, else select.
+"""
 
 import dataclasses
 from functools import partial
@@ -52,7 +54,9 @@ LENGTHS = np.array([200, 61, 3])
 
 @pytest.fixture(autouse=True)
 def unordered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Selected units come in order of slot, with the lowest-ranked last, which is all that kernels promise."""
+    """Selected units come in order of slot, with the lowest-ranked last, which is all that
+    kernels promise.
+    """
 
     def by_slot(pick: Any) -> Any:
         def run(*args: Any, **options: Any) -> PackedSelection:
@@ -76,7 +80,9 @@ def with_tau(policy: Retrieval, tau: float) -> Speculative:
 def positions(
     policy: Retrieval, st: kvjax.ZonedState, slots: np.ndarray, row: int
 ) -> np.ndarray:
-    """Positions of a row's slots, by the order of arrival: the store follows the sink, the recent block the store."""
+    """Positions of a row's slots, by the order of arrival: the store follows the sink, the
+    recent block the store.
+    """
     count = int(st.store.count[row])
     return policy.sink + np.where(slots < st.store.slots, slots, slots - st.store.slots + count)
 
@@ -102,9 +108,8 @@ def test_step_attends_with_the_last_recall_where_the_query_has_not_turned(
     plain = policy
     cache, _ = drive.fill(kvjax.init_layer(with_tau(policy, tau), SPEC), tokens, lengths)
     twin, _ = drive.fill(kvjax.init_layer(plain, SPEC), tokens, lengths)
-    last: list = (
-        [None] * 3
-    )  # of each row: its query, and by kv head and choice the ranked positions of its selection
+    # of each row: its query, and by kv head and choice the ranked positions of its selection
+    last: list = [None] * 3
     chosen = (
         (policy.budget - policy.sink - policy.local)
         // policy.selector.unit
@@ -153,9 +158,8 @@ def test_step_attends_with_the_last_recall_where_the_query_has_not_turned(
                         dense = n < policy.dense_below
                         beside = edge >= policy.sink
                         room = min(policy.budget - policy.sink - policy.local - beside, chosen)
-                        fits = (
-                            dense or (picked >= 0).sum() <= room
-                        )  # as a page that is not full has fewer tokens
+                        # as a page that is not full has fewer tokens
+                        fits = dense or (picked >= 0).sum() <= room
                         picked = picked if fits else picked[:room]
                         attended = (
                             always
@@ -292,7 +296,9 @@ def test_repeated_query_reuses_and_a_zero_query_does_not() -> None:
 
 
 def test_sliding_window_holds_for_a_reused_recall() -> None:
-    """With equal keys a step that reuses a recall is a mean of values, and none may be before the window."""
+    """With equal keys a step that reuses a recall is a mean of values, and none may be before
+    the window.
+    """
     policy, tokens = (
         with_tau(dataclasses.replace(PAGES, budget=300), -1.0),
         drive.random_tokens(SPEC),
@@ -309,7 +315,9 @@ def test_sliding_window_holds_for_a_reused_recall() -> None:
 
 @pytest.mark.thorough
 def test_what_is_held_is_what_the_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages that a recall is told not to move, as the kernel does, through steps, prompts in between and flushes."""
+    """Pages that a recall is told not to move, as the kernel does, through steps, prompts in
+    between and flushes.
+    """
     hits = []
 
     def recalled(
@@ -440,7 +448,8 @@ def test_a_row_that_makes_no_step_moves_nothing_and_keeps_what_it_recalled(
         ):  # the trace of a layer is not shared, so it may tell what it asked for
             out, cache, told = step(cache, tokens.at(lengths[:, None]), active)
         assert np.isfinite(out).all(), "not even of a row that makes no step"
-        # In its first step a row waits for all of its recall, and then, as no head turns, for nothing.
+        # In its first step a row waits for all of its recall, and then, as no head turns, for
+        # nothing.
         for heads, rows in zip(
             told, (active & (steps == 0), active & (steps > 0)), strict=True
         ):
@@ -476,7 +485,9 @@ def test_freekv_is_dense_in_the_first_layer_and_holds_its_budget_in_the_others()
 
 
 def test_a_reused_recall_drops_nothing_that_the_budget_can_hold() -> None:
-    """A page that the local window cuts has fewer tokens, so the token that left the window also has room."""
+    """A page that the local window cuts has fewer tokens, so the token that left the window
+    also has room.
+    """
     spec = CacheSpec(
         batch=1, q_heads=2, kv_heads=1, head_dim=16, capacity=120, dtype=jnp.float32
     )
@@ -524,7 +535,9 @@ def test_freekv_takes_its_settings_from_the_task_and_its_pages_from_the_summary(
 
 
 def test_selection_scale_is_that_of_the_group_s_softmax_alone() -> None:
-    """tau=2 selects at every step, so the tokens read are those of the plain policy with that scale."""
+    """tau=2 selects at every step, so the tokens read are those of the plain policy with that
+    scale.
+    """
     tokens = drive.random_tokens(SPEC)
     spread = dataclasses.replace(tokens, q=3 * np.asarray(tokens.q))
     policy = Speculative(PAGES, tau=2.0, selection_scale=1.0)

@@ -33,7 +33,9 @@ from kvjax.testing._expect import dense
 def filled(
     demote: Demotion, local: int, flushes: int
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """By number of flushes: places in the order of arrival of the tokens that leave next, and of the full block."""
+    """By number of flushes: places in the order of arrival of the tokens that leave next, and
+    of the full block.
+    """
     block, left, blocks = np.arange(demote.slots(local)), [], []
     for flush in range(flushes + 1):
         blocks.append(block)
@@ -100,7 +102,9 @@ POLICIES: dict[str, Policy] = {
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_step_is_attention_over_its_positions(name: str, window: int | None) -> None:
-    """Each token counts once: no position is missing, wrong or repeated, after prompts, flushes and reuse."""
+    """Each token counts once: no position is missing, wrong or repeated, after prompts, flushes
+    and reuse.
+    """
     policy, tokens, lengths = POLICIES[name], drive.random_tokens(SPEC), np.array([150, 61, 2])
     cache, _ = drive.fill(kvjax.init_layer(policy, SPEC), tokens, lengths)
     if window is not None and "log-sparse" in name:
@@ -130,7 +134,9 @@ def test_a_step_is_attention_over_its_positions(name: str, window: int | None) -
     "policy", [kvjax.Full(), kvjax.presets.quest(64, page=8).rest], ids=["full", "quest"]
 )
 def test_steps_that_find_no_room_attend_to_what_is_stored(policy):
-    """Without flushes, tokens past a full block are dropped and reported; what attends stays inside the arrays."""
+    """Without flushes, tokens past a full block are dropped and reported; what attends stays
+    inside the arrays.
+    """
     spec = kvjax.CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=16, capacity=96)
     q, k, v = (
         jax.random.normal(jax.random.key(i), (1, 92, h, 16)) for i, h in enumerate((4, 2, 2))

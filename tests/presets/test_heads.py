@@ -1,4 +1,6 @@
-"""Policies by KV head, compensation tokens and the rule that finds retrieval heads, against numpy."""
+"""Policies by KV head, compensation tokens and the rule that finds retrieval heads, against
+numpy.
+"""
 
 import types
 
@@ -29,7 +31,9 @@ def attention(
 def test_razor_heads_read_all_or_a_window_and_the_mean_of_the_rest(
     keys: str, checkpoint: str | None, tmp_path
 ) -> None:
-    """Over a prompt in two chunks and steps; head 1 is a retrieval head. The mask goes through a file."""
+    """Over a prompt in two chunks and steps; head 1 is a retrieval head. The mask goes through
+    a file.
+    """
     spec, tokens = (
         (SPEC, drive.random_tokens(SPEC)) if keys == "random" else data(checkpoint)["live"]
     )
@@ -65,7 +69,9 @@ def test_razor_heads_read_all_or_a_window_and_the_mean_of_the_rest(
 
 
 def test_echo_and_induction_heads_are_found(monkeypatch) -> None:
-    """In a model whose heads copy by design: head 1 attends to equal tokens, head 2 to the tokens after them."""
+    """In a model whose heads copy by design: head 1 attends to equal tokens, head 2 to the
+    tokens after them.
+    """
     length, repeats, D = 8, 3, 32
     tokens = np.tile(np.random.default_rng(0).integers(50, size=(1, length)), (1, repeats))
     code = np.random.default_rng(1).normal(size=(50, D))

@@ -29,7 +29,9 @@ def select(policy: Retrieval, st: kvjax.ZonedState, q: jax.Array) -> kvjax.Selec
 def picks(
     policy: Retrieval, cache: kvjax.LayerCache, q: np.ndarray, row: int
 ) -> list[list[set[int]]]:
-    """Positions that a step attends to in addition to the newest token, by kv head and selection."""
+    """Positions that a step attends to in addition to the newest token, by kv head and
+    selection.
+    """
     selection = select(policy, cache.state, q)
     slots, valid = np.asarray(selection.slots[row]), np.asarray(selection.valid[row])
     st = cache.state
@@ -86,7 +88,9 @@ def test_picks_are_those_of_fier_scores(group_reduce: str) -> None:
 
 @pytest.mark.parametrize("page_reduce", ["max", "mean"])
 def test_pages_are_those_with_the_best_or_the_mean_of_fier_scores(page_reduce: str) -> None:
-    """Pending pages by their exact keys so far; a page of the local window's token competes without it."""
+    """Pending pages by their exact keys so far; a page of the local window's token competes
+    without it.
+    """
     spec = CacheSpec(
         batch=1, q_heads=4, kv_heads=2, head_dim=32, capacity=330, dtype=jnp.float32
     )
@@ -188,8 +192,9 @@ def test_step_at_32k_tokens_never_unpacks_its_keys(dtype: str) -> None:
     q, k = (jax.ShapeDtypeStruct((1, 1, heads, 128), dtype) for heads in (32, 8))
     step = jax.jit(functools.partial(kvjax.attention, flush=False), donate_argnums=0)
     temp = step.lower(cache, q, k, k).compile().memory_analysis().temp_size_in_bytes
-    # On CPU, jaxlib before 0.11 has no 16-bit slices and widens the scales of the whole index to f32: 4 bytes for each
-    # 16 bits of a scale and a zero, 1/8 of the key cache at g = 32. Nothing else may be large.
+    # On CPU, jaxlib before 0.11 has no 16-bit slices and widens the scales of the whole index
+    # to f32: 4 bytes for each 16 bits of a scale and a zero, 1/8 of the key cache at g = 32.
+    # Nothing else may be large.
     widened = key_bytes // 8 if dtype == "bfloat16" and jax.__version_info__ < (0, 11) else 0
     assert temp <= key_bytes // 4 + widened, f"{temp} temp bytes beside {key_bytes} of keys"
 

@@ -40,8 +40,9 @@ def scores(
     scale: float,
     dtype,
 ) -> np.ndarray:
-    """f64[G, pages] of q [G, D] and pages with a token before the `local` last of `keys`: by boxes; or, from token
-    `sealed` on, if the selector says so by the best exact score of those tokens."""
+    """f64[G, pages] of q [G, D] and pages with a token before the `local` last of `keys`: by
+    boxes; or, from token `sealed` on, if the selector says so by the best exact score of those
+    tokens."""
     found, page, end = [], selector.page, len(keys) - local
     for first in range(0, end, page):
         if first < sealed or selector.pending == "box":
@@ -307,9 +308,11 @@ def test_page_must_divide_the_chunk(selector: type) -> None:
     ),
 )
 def test_a_token_that_matters_is_in_sight_at_every_age(name: str, settings: dict) -> None:
-    """In the local window, in a page that is not full, and in a full one: whatever the bounds of other pages are.
+    """In the local window, in a page that is not full, and in a full one: whatever the bounds
+    of other pages are.
 
-    Published models have channels with large values in all keys, so that a page's bound is far above its products.
+    Published models have channels with large values in all keys, so that a page's bound is far
+    above its products.
     """
     policy = getattr(kvjax.presets, name)(page=8, **settings).rest
     spec = CacheSpec(

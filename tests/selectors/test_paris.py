@@ -1,4 +1,6 @@
-"""ParisKV against a numpy version written from its definition: votes, candidates, estimates and the selection."""
+"""ParisKV against a numpy version written from its definition: votes, candidates, estimates and
+the selection.
+"""
 
 import functools
 import inspect
@@ -71,7 +73,9 @@ def random_keys(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def compare(paris: Paris, k: np.ndarray, q: np.ndarray, lengths: np.ndarray, top: int) -> None:
-    """Votes, candidates, estimates and the `top` best of Paris.score for q [B, K, G, D] are the oracle's."""
+    """Votes, candidates, estimates and the `top` best of Paris.score for q [B, K, G, D] are the
+    oracle's.
+    """
     scores = np.asarray(_score(paris, index(paris, k, lengths), q, scale=0.5))
     assert scores.shape == (*q.shape[:3], k.shape[2])
     for b, h, g in np.ndindex(*q.shape[:3]):
@@ -212,7 +216,9 @@ def test_picks_of_a_cache_are_those_of_the_definition() -> None:
 def test_a_step_chooses_what_select_ranks_highest(
     group_reduce: Any, candidates: int | None
 ) -> None:
-    """More candidates than the budget and fewer, rows of all lengths, with a window and without."""
+    """More candidates than the budget and fewer, rows of all lengths, with a window and
+    without.
+    """
     spec = CacheSpec(
         batch=5, q_heads=4, kv_heads=2, head_dim=16, capacity=160, dtype=jnp.dtype(jnp.float32)
     )
@@ -379,9 +385,8 @@ def test_votes_and_estimates_go_with_their_slots() -> None:
             for a in (k, k[:, :, order])
         )
         same = scores[..., order] == moved
-        assert (~same).sum() <= (
-            0 if paris is all_of_them else 4
-        )  # two heads of one candidate each
+        # two heads of one candidate each
+        assert (~same).sum() <= 0 if paris is all_of_them else 4
 
 
 def test_bytes_of_a_key() -> None:
@@ -510,7 +515,9 @@ def test_full_attention_until_the_row_is_long() -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", [0, None])
 def test_an_update_buffer_is_attended_beside_what_is_selected(seed: int | None) -> None:
-    """Positions of the oracle's k best of the history, and of all newer ones, while the buffer fills and empties."""
+    """Positions of the oracle's k best of the history, and of all newer ones, while the buffer
+    fills and empties.
+    """
     spec = CacheSpec(
         batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=200, dtype=jnp.float32
     )
@@ -532,9 +539,8 @@ def test_an_update_buffer_is_attended_beside_what_is_selected(seed: int | None) 
         _, cache, info = drive.step(cache, tokens, lengths + i)
         for row, head in np.ndindex(2, 2):
             n = int(lengths[row]) + i + 1
-            end = (
-                sink + -(-max(n - sink - local - chunk, 0) // chunk) * chunk
-            )  # what does not fit has left in chunks
+            # what does not fit has left in chunks
+            end = sink + -(-max(n - sink - local - chunk, 0) // chunk) * chunk
             query = tokens.q[row, n - 1].reshape(2, 2, -1)[head].astype(np.float64).mean(axis=0)
             ranks = oracles.Paris(rotated, tokens.k[row, sink:end, head], candidates=60).ranks(
                 query
@@ -566,7 +572,9 @@ def test_an_update_buffer_is_counted_beside_the_budget() -> None:
 def test_under_a_sliding_window_votes_and_candidates_are_of_the_visible_keys(
     candidates: int | None,
 ) -> None:
-    """Selections are those of the oracle over the visible part of the history, for rows of different lengths."""
+    """Selections are those of the oracle over the visible part of the history, for rows of
+    different lengths.
+    """
     spec = CacheSpec(
         batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=400, dtype=jnp.float32
     )
@@ -605,7 +613,9 @@ def test_under_a_sliding_window_votes_and_candidates_are_of_the_visible_keys(
 
 
 def test_lengths_of_keys_change_no_vote_and_no_code() -> None:
-    """So normalisation, the "N" of the paper's Fig. 10, is no option here: sign patterns have no length."""
+    """So normalisation, the "N" of the paper's Fig. 10, is no option here: sign patterns have
+    no length.
+    """
     rng = np.random.default_rng(3)
     k = jnp.asarray(rng.normal(size=(1, 2, 64, 32)), jnp.float32)
     q = jnp.asarray(rng.normal(size=(1, 2, 3, 32)), jnp.float32)

@@ -1,4 +1,6 @@
-"""Scores by the signs of stored codes, against numpy, and against the products that they estimate."""
+"""Scores by the signs of stored codes, against numpy, and against the products that they
+estimate.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,6 @@
-"""The host store: where its bytes lie, that every program keeps them there, and that it reads what Dense reads."""
+"""The host store: where its bytes lie, that every program keeps them there, and that it reads
+what Dense reads.
+"""
 
 import dataclasses
 import functools
@@ -40,7 +42,8 @@ def test_host_store_holds_and_reads_what_dense_does(page: int) -> None:
     states = [store.init(SPEC, 96) for store in (dense, host)]
     attends = [jax.jit(functools.partial(store.attend, scale=0.2)) for store in (dense, host)]
     q = jnp.asarray(rng.normal(size=(2, 2, 2, 16)), jnp.float32)
-    # Rows take different numbers of chunks; the last call has less room than it brings, and row 1 none for its last.
+    # Rows take different numbers of chunks; the last call has less room than it brings, and row
+    # 1 none for its last.
     for counts in ([32, 0], [16, 32], [48, 48], [0, 48]):
         k, v = (jnp.asarray(rng.normal(size=(2, 2, 48, 16)), jnp.float32) for _ in range(2))
         states = [
@@ -124,7 +127,9 @@ def test_memory_kind_is_kept_by_init_jit_donation_and_loops() -> None:
 
 @pytest.mark.parametrize("preset", ["fier", "quest", "pariskv", "freekv"])
 def test_loop_that_feeds_back_a_cache_compiles_its_step_once(preset: str) -> None:
-    """Arrays in host memory are committed to their device, and so are all other results of the same program."""
+    """Arrays in host memory are committed to their device, and so are all other results of the
+    same program.
+    """
     options = {} if preset == "freekv" else {"store": "host"}
     cache = kvjax.init(
         getattr(kvjax.presets, preset)(512, layers=kvjax.presets.Layers(dense=1), **options),
@@ -152,7 +157,9 @@ def test_inserted_row_stays_on_the_host() -> None:
 
 
 def test_device_holds_index_and_windows_alone() -> None:
-    """In bytes: two corners a page, sink and recent block; keys and values of the history are the host's."""
+    """In bytes: two corners a page, sink and recent block; keys and values of the history are
+    the host's.
+    """
     cache = kvjax.init_layer(POLICY, SPEC)
     rows, slots, width = 2 * 2, cache.state.store.slots, 16 * 4
     held = memory.nbytes(cache)
@@ -188,7 +195,9 @@ def test_backend_without_host_memory_is_refused(monkeypatch) -> None:
 
 @pytest.mark.parametrize("store", [Dense(), HostOffload(page=4)], ids=["dense", "host"])
 def test_a_recall_has_the_selection_and_then_the_edge(store: kvjax.Store) -> None:
-    """A page of the history, one of the recent block, and the token of the recent block at the edge, if any."""
+    """A page of the history, one of the recent block, and the token of the recent block at the
+    edge, if any.
+    """
     rng = np.random.default_rng(0)
     k, v, k_new, v_new = (
         jnp.asarray(rng.normal(size=(2, 2, n, 16)), jnp.float32) for n in (16, 16, 8, 8)

@@ -46,7 +46,9 @@ OFFSET_STORES = [HostFloat8(), HostTurboQuant(), TurboQuant(bits=3)]
 @pytest.mark.parametrize("store", OFFSET_STORES, ids=str)
 @pytest.mark.parametrize("hot", [False, True])
 def test_an_offset_of_all_keys_changes_no_result(store: Store, hot: bool) -> None:
-    """Softmax is unchanged by a vector that is added to all keys, as a bias does, and codes must not lose by it."""
+    """Softmax is unchanged by a vector that is added to all keys, as a bias does, and codes
+    must not lose by it.
+    """
     rng = np.random.default_rng(0)
     q, k, v = (
         jnp.asarray(rng.normal(size=(2, heads, 64, 64)), jnp.float32) for heads in (4, 2, 2)

@@ -1,4 +1,6 @@
-"""The hot set: the same tokens as without it, whatever is on the device, and only misses read from the host."""
+"""The hot set: the same tokens as without it, whatever is on the device, and only misses read
+from the host.
+"""
 
 from __future__ import annotations
 
@@ -189,7 +191,9 @@ class Clock:
         self.page, self.used, self.hand = [-1] * places, [False] * places, 0
 
     def step(self, wanted: list[int]) -> int:
-        """Pages that are read for a step. Hits are marked first, and no page of a step replaces another one of it."""
+        """Pages that are read for a step. Hits are marked first, and no page of a step replaces
+        another one of it.
+        """
         kept = {p for p in wanted if p in self.page}
         for p in kept:
             self.used[self.page.index(p)] = True
@@ -209,7 +213,9 @@ class Clock:
 
 
 def give_places(hot: Hot, page: Array) -> tuple[Hot, Array, Array]:
-    """The hot set with a place for each page i32[B, K, N], the places, and which pages must be read from the host."""
+    """The hot set with a place for each page i32[B, K, N], the places, and which pages must be
+    read from the host.
+    """
     n = hot.page.shape[2]
     tables, place = ops.hot_places(
         hot.tables, page, jnp.full(page.shape[:2], page.shape[2], jnp.int32)

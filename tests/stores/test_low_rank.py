@@ -1,4 +1,6 @@
-"""ShadowKV against numpy written from its paper: factors of low rank, outliers, landmarks and a step."""
+"""ShadowKV against numpy written from its paper: factors of low rank, outliers, landmarks and a
+step.
+"""
 
 import jax
 import numpy as np

@@ -1,4 +1,6 @@
-"""Codes of 2, 3, 4 and 8 bits, and attention that reads them, against numpy written from the methods' papers."""
+"""Codes of 2, 3, 4 and 8 bits, and attention that reads them, against numpy written from the
+methods' papers.
+"""
 
 import dataclasses
 import functools
@@ -72,7 +74,8 @@ def test_value_decodes_to_within_half_a_step(
     decoded = np.asarray(dequantized(code, channels=8))
     assert np.isfinite(decoded).all()
     _, scales, zeros = asymmetric(x, bits, tokens, channels)
-    # bfloat16 keeps 8 bits: the least level may lie off by 1/512 of itself, and the top one by that of the range too.
+    # bfloat16 keeps 8 bits: the least level may lie off by 1/512 of itself, and the top one by
+    # that of the range too.
     slack = np.abs(zeros) / 256 + scales * 2**bits / 256 + 2.0**-120
     assert (np.abs(decoded - x) <= scales / 2 + slack).all()
 
@@ -168,7 +171,9 @@ def filled(name: str) -> tuple:
 
 
 def _mixed(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """All combinations; the first ones, as many as the longest axis has values, include every value of every axis."""
+    """All combinations; the first ones, as many as the longest axis has values, include every
+    value of every axis.
+    """
     first = [tuple(axis[i % len(axis)] for axis in axes) for i in range(max(map(len, axes)))]
     return first + [cell for cell in itertools.product(*axes) if cell not in first]
 
@@ -256,7 +261,8 @@ def test_attention_at_32k_tokens_never_decodes_the_cache(
         attend.lower(st, q, jax.ShapeDtypeStruct((1,), jnp.int32)).compile().memory_analysis()
     )
     codes = 32768 * 8 * store.bytes_per_token(spec) / 8
-    # A block of 512 of the 32768 tokens: decoded k and v in f32 (1/16 of the bf16 cache's 128 MiB), or logits.
+    # A block of 512 of the 32768 tokens: decoded k and v in f32 (1/16 of the bf16 cache's 128
+    # MiB), or logits.
     block = 512 * 8 * (2 * 128 + 2 * queries) * 4
     assert memory.temp_size_in_bytes <= 1.5 * block
     assert queries > 4 or memory.temp_size_in_bytes <= codes / 4
@@ -266,7 +272,9 @@ def test_attention_at_32k_tokens_never_decodes_the_cache(
 
 
 def test_retrieval_over_codes_reads_what_it_chose() -> None:
-    """FIER's selection does not depend on the store, and the output is attention over the decoded selected tokens."""
+    """FIER's selection does not depend on the store, and the output is attention over the
+    decoded selected tokens.
+    """
     spec = dataclasses.replace(SPEC, capacity=400)
     policy = Retrieval(
         selector=Fier(group=8),

@@ -1,4 +1,6 @@
-"""TurboQuant's codes against float64 numpy written from the paper, and the stores that keep them."""
+"""TurboQuant's codes against float64 numpy written from the paper, and the stores that keep
+them.
+"""
 
 import functools
 from dataclasses import replace
@@ -34,7 +36,9 @@ decode = jax.jit(rotations.decode)
 
 
 def oracle(x: np.ndarray, bits: int, R: np.ndarray, *, key: bool) -> np.ndarray:
-    """x f64[S, D] as its codes decode: the nearest levels of its rotated direction, times one scale."""
+    """x f64[S, D] as its codes decode: the nearest levels of its rotated direction, times one
+    scale.
+    """
     D = x.shape[1]
     y = x.astype(np.float64) @ R.T
     if bits == 8:  # 256 uniform levels up to the largest channel
@@ -113,9 +117,8 @@ def test_rotation_goes_back() -> None:
 
 @pytest.mark.parametrize("bits", BITS)
 def test_vectors_without_a_direction_decode_to_themselves(bits: int) -> None:
-    x = (
-        jnp.zeros((1, 1, 8, 64)).at[..., 4:, :].set(2.5)
-    )  # all alike: the offset takes all of it
+    # all alike: the offset takes all of it
+    x = jnp.zeros((1, 1, 8, 64)).at[..., 4:, :].set(2.5)
     decoded = jax.jit(TurboQuant(bits=bits).decoded)
     keys, values = decoded(x, x * 0)
     assert not np.asarray(values).any()
@@ -276,7 +279,9 @@ class Copied(TurboQuant):
 
 
 def test_freekv_attends_in_place_to_what_it_would_recall() -> None:
-    """Steps of several flushes, of which some heads reuse earlier selections: nearly exact codes show the tokens."""
+    """Steps of several flushes, of which some heads reuse earlier selections: nearly exact
+    codes show the tokens.
+    """
     policy = presets.freekv(budget=48, page=8, sink=4, local=16, tau=0.2, store="turbo8").rest
     spec = kvjax.CacheSpec(
         batch=2, q_heads=4, kv_heads=2, head_dim=32, capacity=160, dtype="float32"

@@ -25,9 +25,11 @@ def make_tasks(
     text: str | Path | None = None,
     question: str | None = None,
 ) -> list[Task]:
-    """Makes generated tasks by name, optionally with settings ("needles:hidden=16"), one at every length.
+    """Makes generated tasks by name, optionally with settings ("needles:hidden=16"), one at
+    every length.
 
-    "ruler-synthetic" stands for the ten synthetic tasks of RULER. `generated.Synthetic` explains the arguments.
+    "ruler-synthetic" stands for the ten synthetic tasks of RULER. `generated.Synthetic`
+    explains the arguments.
 
     Raises:
       ValueError: an unknown task or setting, or a text for tasks that make their own.

@@ -1,7 +1,8 @@
 """Tasks of generated questions, by name: a form with a length, a number of samples and a seed.
 
-`length` counts prompt and answer, so a task of 16384 is for a model of 16384 positions. Each sample draws from its own
-generator, seeded by form, length, seed and number, so the first samples stay the same when more are asked for.
+`length` counts prompt and answer, so a task of 16384 is for a model of 16384 positions. Each
+sample draws from its own generator, seeded by form, length, seed and number, so the first
+samples stay the same when more are asked for.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ TITLES = {
     "frequent_words": "{asked} most frequent words",
     "common_words": "{asked} common words",
 }
-# Forms whose lines are the whole text: the setting for their number, and the least number of tokens of one.
+# Forms whose lines are the whole text: the setting for their number, and the least number of
+# tokens of one.
 FILLING = {
     "frequent_words": ("words", 2),
     "common_words": ("words", 2),
@@ -65,18 +67,22 @@ LETTERS = 1_000_000  # excerpts come from so many first letters of a text, at mo
 
 @dataclass(frozen=True, kw_only=True)
 class Synthetic:
-    """Questions of one form, scored by the share of right answers given: one must come first, several may be anywhere.
+    """Questions of one form, scored by the share of right answers given: one must come first,
+    several may be anywhere.
 
-    Numbers have five digits, and digits after the fifth are ignored: not every model knows where to stop.
+    Numbers have five digits, and digits after the fifth are ignored: not every model knows
+    where to stop.
 
-    `settings` are those of the form, as pairs. `depths` is the number of depths, evenly spaced from the beginning to
-    the end, that samples cycle through, for forms of one line; None hides lines at random. `text` is a UTF-8 file;
-    lines are hidden in excerpts of it. None takes generated sentences, so that nothing need be downloaded. The lines of
-    frequent_words, common_words and needle_lines fill the prompt themselves.
+    `settings` are those of the form, as pairs. `depths` is the number of depths, evenly spaced
+    from the beginning to the end, that samples cycle through, for forms of one line; None hides
+    lines at random. `text` is a UTF-8 file; lines are hidden in excerpts of it. None takes
+    generated sentences, so that nothing need be downloaded. The lines of frequent_words,
+    common_words and needle_lines fill the prompt themselves.
 
-    `question` says how the question reaches the model. "prefilled": as the end of the prompt, so that a cache that
-    evicts tokens of a prompt selects them with the question in view. "decoded": one step at a time through the cache,
-    after the prompt is stored, as in the pass-key script of Quest, which FIER's Table 3 follows.
+    `question` says how the question reaches the model. "prefilled": as the end of the prompt,
+    so that a cache that evicts tokens of a prompt selects them with the question in view.
+    "decoded": one step at a time through the cache, after the prompt is stored, as in the
+    pass-key script of Quest, which FIER's Table 3 follows.
     """
 
     form: str
@@ -127,7 +133,9 @@ class Synthetic:
 
     @property
     def max_new_tokens(self) -> int:
-        """A number has five tokens at most, a coded word six, a UUID 36; some more are for separators."""
+        """A number has five tokens at most, a coded word six, a UUID 36; some more are for
+        separators.
+        """
         if self._all.get("kind") == "uuid":
             return 40 * self._asked
         return 8 if self._asked == 1 else 12 * self._asked
@@ -276,7 +284,8 @@ TASKS: dict[str, tuple[str, dict[str, Any]]] = {
 def make_task(name: str, **given: Any) -> Synthetic:
     """A task by its name; `given` are settings of its form, and other fields of `Synthetic`.
 
-    A form that fills the prompt has as many lines as there is room for, unless their number is given.
+    A form that fills the prompt has as many lines as there is room for, unless their number is
+    given.
     """
     form, instead = TASKS[name]
     given = instead | given
@@ -289,8 +298,9 @@ def make_task(name: str, **given: Any) -> Synthetic:
     return Synthetic(form=form, settings=settings, **given)
 
 
-# The synthetic tasks of RULER (Hsieh et al. 2024, Table 2) by their settings: retrieval from a text with numbers and
-# UUIDs, of one key among others, from needles alone, of several values and several keys, tracing, and aggregation.
+# The synthetic tasks of RULER (Hsieh et al. 2024, Table 2) by their settings: retrieval from a
+# text with numbers and UUIDs, of one key among others, from needles alone, of several values
+# and several keys, tracing, and aggregation.
 RULER = (
     "needle",
     "needle:kind=uuid",

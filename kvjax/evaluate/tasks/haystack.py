@@ -1,8 +1,10 @@
-"""Prompts that hide lines in a long text and end with a question; everything follows from a seed.
+"""Prompts that hide lines in a long text and end with a question; everything follows from a
+seed.
 
-A *form* (`needles.py`, `variables.py`, `words.py`) is a function that makes the hidden lines, the question and its
-answers from a `random.Random`; `weave` puts the lines into running text, so that the prompt has exactly the tokens
-asked for and ends with the question on a line of its own.
+A *form* (`needles.py`, `variables.py`, `words.py`) is a function that makes the hidden lines,
+the question and its answers from a `random.Random`; `weave` puts the lines into running text,
+so that the prompt has exactly the tokens asked for and ends with the question on a line of its
+own.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from kvjax.spec import require_int
 
 @dataclass(frozen=True)
 class Hidden:
-    """The lines and the question that a form made. The lines are hidden at random places, in this order; the question
-    comes last."""
+    """The lines and the question that a form made. The lines are hidden at random places, in
+    this order; the question comes last."""
 
     lines: tuple[str, ...]
     question: str  # ends where the answer begins
@@ -79,14 +81,17 @@ def weave(
     rng: random.Random,
     depths: Sequence[float] | None = None,
 ) -> Woven:
-    """A prompt of exactly `length` tokens: an excerpt of `text`, the hidden lines in it, and the question at its end.
+    """A prompt of exactly `length` tokens: an excerpt of `text`, the hidden lines in it, and
+    the question at its end.
 
-    The excerpt begins at a random place of `text` and wraps around at its end. Each line stands between line breaks,
-    after the share `depths` of the excerpt, or at random. BOS comes first if the tokenizer adds it. With `text` as
-    token ids, only the lines and the question are tokenized.
+    The excerpt begins at a random place of `text` and wraps around at its end. Each line stands
+    between line breaks, after the share `depths` of the excerpt, or at random. BOS comes first
+    if the tokenizer adds it. With `text` as token ids, only the lines and the question are
+    tokenized.
 
     Raises:
-      ValueError: `length` has no room for lines and question, `depths` that do not fit, a text without tokens.
+      ValueError: `length` has no room for lines and question, `depths` that do not fit, a text
+        without tokens.
     """
     require_int("weave(length=...)", length, at_least=1)
     parts = [*(f"\n{line}\n" for line in hidden.lines), f"\n{hidden.question}"]

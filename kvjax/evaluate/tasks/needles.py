@@ -1,7 +1,8 @@
-"""Look-ups: a pass key, needles and key-value pairs. Which of many stored facts does a cache still find?
+"""Look-ups: a pass key, needles and key-value pairs. Which of many stored facts does a cache
+still find?
 
-**Source:** the pass key is that of Mohtashami and Jaggi (2023); needles are a task of RULER (Hsieh et al. 2024),
-written from its description; key-value look-up is from Liu et al. (2023).
+**Source:** the pass key is that of Mohtashami and Jaggi (2023); needles are a task of RULER
+(Hsieh et al. 2024), written from its description; key-value look-up is from Liu et al. (2023).
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def needles(
     values: int = 1,
     kind: Kind = "number",
 ) -> Hidden:
-    """`hidden` words with `values` numbers or UUIDs each; those of `asked` words are asked for in one question.
+    """`hidden` words with `values` numbers or UUIDs each; those of `asked` words are asked for
+    in one question.
 
     >>> made = needles(random.Random(0), hidden=3, asked=2)
     >>> made.question
@@ -75,7 +77,8 @@ def needles(
 def needle_lines(rng: random.Random, *, lines: int = 100, kind: Kind = "number") -> Hidden:
     """Needles in place of a text: `lines` keys with a value each, of which one is asked for.
 
-    The keys of numbers are pairs of words, those of UUIDs are UUIDs. The lines are the whole text; pad it with DOTS.
+    The keys of numbers are pairs of words, those of UUIDs are UUIDs. The lines are the whole
+    text; pad it with DOTS.
 
     >>> made = needle_lines(random.Random(0), lines=2)
     >>> made.lines[0], made.answers

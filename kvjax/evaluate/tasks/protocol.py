@@ -1,7 +1,8 @@
-"""The protocol of tasks: a task makes examples from seeds or files, and scores what a model answers.
+"""The protocol of tasks: a task makes examples from seeds or files, and scores what a model
+answers.
 
-Generated needles and a task of your own go through the same loop, tables and plots. Published data sets are read by
-lm-evaluation-harness, through `kvjax/evaluate/harness.py`.
+Generated needles and a task of your own go through the same loop, tables and plots. Published
+data sets are read by lm-evaluation-harness, through `kvjax/evaluate/harness.py`.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Example:
-    """One question. Its prompt is text, or token ids if it must have an exact length. Token ids are used as they are;
-    text gets the special tokens that the tokenizer adds (such as BOS), or the chat template if the task asks for it.
-    The prompt is prefilled; the tokens of `question` follow it one decode step at a time, through the cache."""
+    """One question. Its prompt is text, or token ids if it must have an exact length. Token ids
+    are used as they are; text gets the special tokens that the tokenizer adds (such as BOS), or
+    the chat template if the task asks for it. The prompt is prefilled; the tokens of `question`
+    follow it one decode step at a time, through the cache."""
 
     id: str  # unique and stable within the task
     prompt: str | tuple[int, ...]
@@ -42,7 +44,9 @@ class Task(Protocol):
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """Texts that end an answer, in addition to the model's stop tokens; the answer is cut at the first of them."""
+        """Texts that end an answer, in addition to the model's stop tokens; the answer is cut
+        at the first of them.
+        """
         ...
 
     @property
@@ -51,7 +55,9 @@ class Task(Protocol):
         ...
 
     def key(self) -> Mapping[str, Any]:
-        """Everything that decides the examples and the score, as JSON: sizes, seed, files with their digests."""
+        """Everything that decides the examples and the score, as JSON: sizes, seed, files with
+        their digests.
+        """
         ...
 
     def examples(self, tokenizer: Any) -> Sequence[Example]:

@@ -1,4 +1,5 @@
-"""Variable chains: a number is assigned from variable to variable, and a cache must keep every link.
+"""Variable chains: a number is assigned from variable to variable, and a cache must keep every
+link.
 
 **Source:** variable tracking of RULER (Hsieh et al. 2024), written from its description.
 """
@@ -12,10 +13,11 @@ from kvjax.spec import require_int
 
 
 def variables(rng: random.Random, *, chains: int = 1, hops: int = 2) -> Hidden:
-    """`chains` numbers, each passed on `hops` times from variable to variable; the question is a last variable's value.
+    """`chains` numbers, each passed on `hops` times from variable to variable; the question is
+    a last variable's value.
 
-    **Differs:** RULER asks for all variables of a value, as `assigned_variables` does; here one value is asked for, so
-    that an answer is one number whatever the number of hops.
+    **Differs:** RULER asks for all variables of a value, as `assigned_variables` does; here one
+    value is asked for, so that an answer is one number whatever the number of hops.
 
     >>> made = variables(random.Random(0), chains=1, hops=1)
     >>> made.lines, made.question, made.answers
@@ -29,7 +31,8 @@ def variables(rng: random.Random, *, chains: int = 1, hops: int = 2) -> Hidden:
 
 
 def assigned_variables(rng: random.Random, *, chains: int = 1, hops: int = 4) -> Hidden:
-    """`chains` numbers, each passed on `hops` times; all variables that have one of the numbers are asked for.
+    """`chains` numbers, each passed on `hops` times; all variables that have one of the numbers
+    are asked for.
 
     >>> made = assigned_variables(random.Random(0), chains=1, hops=1)
     >>> made.question

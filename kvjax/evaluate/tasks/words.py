@@ -1,6 +1,8 @@
-"""Counting words: the answer depends on the whole text, so a cache that drops tokens changes the counts.
+"""Counting words: the answer depends on the whole text, so a cache that drops tokens changes
+the counts.
 
-**Source:** frequent and common words of RULER (Hsieh et al. 2024), written from their description.
+**Source:** frequent and common words of RULER (Hsieh et al. 2024), written from their
+description.
 """
 
 from __future__ import annotations
@@ -18,12 +20,14 @@ from kvjax.spec import require_int
 def frequent_words(
     rng: random.Random, *, words: int = 1000, alpha: float = 2.0, asked: int = 3
 ) -> Hidden:
-    """Lines of `words` coded words, ever rarer by Zipf's law of exponent `alpha`; the `asked` most frequent win.
+    """Lines of `words` coded words, ever rarer by Zipf's law of exponent `alpha`; the `asked`
+    most frequent win.
 
-    The i-th word is drawn in proportion to i^-alpha. The lines are the whole text; pad it with DOTS.
+    The i-th word is drawn in proportion to i^-alpha. The lines are the whole text; pad it with
+    DOTS.
 
-    **Differs:** the wording is not RULER's, and words are drawn again until the winners are clear (no tie at the
-    border).
+    **Differs:** the wording is not RULER's, and words are drawn again until the winners are
+    clear (no tie at the border).
     """
     require_int("frequent_words(words=...)", words, at_least=1)
     require_int("frequent_words(asked=...)", asked, at_least=1)
@@ -52,11 +56,13 @@ def frequent_words(
 def common_words(
     rng: random.Random, *, words: int = 1000, asked: int = 10, often: int = 30, rarely: int = 3
 ) -> Hidden:
-    """A numbered list of about `words` coded words: `asked` of them stand in it `often` times, the others `rarely`.
+    """A numbered list of about `words` coded words: `asked` of them stand in it `often` times,
+    the others `rarely`.
 
     The list is the whole text; pad it with DOTS.
 
-    **Differs:** the wording is not RULER's, and the words are coded where RULER draws English ones.
+    **Differs:** the wording is not RULER's, and the words are coded where RULER draws English
+    ones.
     """
     require_int("common_words(rarely=...)", rarely, at_least=1)
     require_int("common_words(often=...)", often, at_least=rarely + 1)
@@ -80,7 +86,9 @@ def common_words(
 
 
 def _coded_words(rng: random.Random) -> Iterator[str]:
-    """Different words of six letters, which no text has: consonants and vowels in turn, so that they are few tokens."""
+    """Different words of six letters, which no text has: consonants and vowels in turn, so that
+    they are few tokens.
+    """
     seen: set[str] = set()
     while True:
         word = "".join(rng.choice(letters) for letters in ("bdfgklmnprstvz", "aeiou") * 3)
