@@ -164,16 +164,16 @@ def prefill(
 
     `sparse_prompt` is the share of the stored tokens, in blocks of 128, to which each block of
     queries attends: those with the most estimated weight (`kvjax.ops.key_blocks`). A chunk
-    attends to itself exactly, and the last chunk, of at most 512 tokens on a GPU, to
-    everything. Such a prompt is read in chunks of at most 4096 tokens. The logits, and the keys
-    and values of all layers but the first, are approximate. A GPU that has no kernel for it,
-    which is any but Hopper, ignores `sparse_prompt` and says so: everything takes less time
-    there.
+    attends to itself exactly, and the chunk in which a row ends, for that row, to everything;
+    the last chunk has at most 512 tokens on a GPU. Such a prompt is read in chunks of at most
+    4096 tokens. The logits, and the keys and values of all layers but the first, are
+    approximate. A GPU that has no kernel for it, which is any but Hopper, ignores
+    `sparse_prompt` and says so: everything takes less time there.
 
     Raises:
       ValueError: a prompt of a wrong shape or dtype; a row that is rotated for a shorter text;
         a `sparse_prompt` for a cache that reads whole prompts at once, is split over devices,
-        or keeps no plain keys on the device.
+        or keeps no plain keys on the device, or with `lengths` that are traced.
     """
     check_model_cache(model, cache, () if positions is None else ("positions",))
     if sparse_prompt is not None and not check_sparse(cache, sparse_prompt):
@@ -193,7 +193,13 @@ def prefill(
         raise ValueError(
             f"lengths must be integers [B={B}], one for each row of tokens, got {count.dtype}{list(count.shape)}"
         )
-    if not isinstance(count, jax.core.Tracer):
+    if isinstance(count, jax.core.Tracer):
+        if sparse_prompt is not None:
+            raise ValueError(
+                "sparse_prompt must know where each row ends, whose last chunk attends to everything, and lengths are "
+                "traced; call prefill outside of jit, or leave lengths out"
+            )
+    else:
         if np.any((count < 0) | (count > T)):
             raise ValueError(
                 f"lengths must be in [0, T={T}], got {count.tolist()}; they count the real tokens of rows"
@@ -225,25 +231,42 @@ def prefill(
     _, cache = commit_together((_committed(model), cache))
     logits: Array | None = None
     start = 0
-    for i, (size, alone) in enumerate(chunks):
-        real = (count - start).clip(0, size).astype(np.int32)
-        own = None if positions is None else positions[:, start : start + size]
-        with sparse_prompts(sparse_prompt if i + 1 < len(chunks) else None):
-            new, cache = _read(
-                model, cache, prompt[:, start : start + size], real, own, first_chunk=alone
+    for size, alone in chunks:
+        columns = slice(start, start + size)
+        own = None if positions is None else positions[:, columns]
+        for share, real in _passes(count - start, size, sparse_prompt):
+            with sparse_prompts(share):
+                new, cache = _read(
+                    model, cache, prompt[:, columns], real, own, first_chunk=alone
+                )
+            # A row whose last token is in this chunk gets its logits here; a row that ended
+            # earlier keeps its own.
+            kept = logits is not None and (
+                isinstance(real, jax.core.Tracer) or not np.all(real > 0)
             )
-        # A row whose last token is in this chunk gets its logits here; a row that ended earlier
-        # keeps its own.
-        kept = logits is not None and (
-            isinstance(real, jax.core.Tracer) or not np.all(real > 0)
-        )
-        logits = _keep_rows(real > 0, new, logits) if kept else new
+            logits = _keep_rows(real > 0, new, logits) if kept else new
         start += size
         if progress is not None:
             jax.block_until_ready(logits)
             progress(min(start, T))
     assert logits is not None
     return logits, cache
+
+
+def _passes(left: Any, size: int, share: float | None) -> list[tuple[float | None, Any]]:
+    """The passes in which rows with `left` tokens, i32[B], read a chunk of `size` columns: the
+    share of what is stored to which a pass attends, and the tokens i32[B] that rows read in it.
+
+    The last tokens of a text, which ask the question, attend to everything. So where some rows
+    end in a chunk and others do not, it is read twice: what a row computes does not depend on
+    the lengths of the others.
+    """
+    real = left.clip(0, size).astype(np.int32)
+    if share is None:
+        return [(None, real)]
+    goes_on = left > size
+    passes = [(share, np.where(goes_on, real, 0)), (None, np.where(goes_on, 0, real))]
+    return [one for one in passes if np.any(one[1])] or [(None, real)]
 
 
 def _check_positions(

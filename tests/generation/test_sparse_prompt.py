@@ -20,6 +20,7 @@ from kvjax.generation import SpecPrefill, generate, prefill
 from kvjax.generation.prefilling import check_sparse, chunks_of
 from kvjax.models import Decoder, DecoderConfig
 from kvjax.ops import chunk
+from kvjax.ops.key_blocks import sparse_prompts
 from kvjax.ops.op import say_once
 from tests.checkpoint import write_checkpoint
 
@@ -67,6 +68,33 @@ def test_a_share_changes_later_layers_alone_and_a_row_as_if_it_were_alone(
     assert 1e-3 < np.abs(found - exact).max() < np.abs(exact).max()
     alone, _ = read(model, 0.5, slice(1, 2))
     np.testing.assert_allclose(found[1:], alone, atol=1e-4)
+
+
+ENDS = np.array([2559, 2560, 2561])  # of rows: before, at and after the end of a chunk
+
+
+@pytest.mark.parametrize("width", [2561, 2800])
+def test_the_last_chunk_of_each_row_is_exact(model: Decoder, width: int) -> None:
+    prompts = np.random.default_rng(5).integers(40, size=(3, width)).astype(np.int32)
+    found, _ = prefill(model, empty(model, rows=3), prompts, ENDS, chunk=256, sparse_prompt=0.1)
+    for row, end in enumerate(ENDS.tolist()):
+        cache = empty(model, rows=1)
+        last = (end - 1) // 256 * 256
+        with sparse_prompts(0.1):
+            for start in range(0, last, 256):
+                part = prompts[row : row + 1, start : start + 256]
+                _, cache = model(part, cache, last_logits=True)
+        exact, _ = prefill(model, cache, prompts[row : row + 1, last:end])
+        np.testing.assert_allclose(found[row : row + 1], exact, atol=1e-4)
+
+
+def test_a_sparse_prompt_needs_to_know_where_rows_end(model: Decoder) -> None:
+    @jax.jit
+    def run(lengths: jax.Array) -> jax.Array:
+        return prefill(model, empty(model), PROMPT, lengths, sparse_prompt=0.5)[0]
+
+    with pytest.raises(ValueError, match="where each row ends"):
+        run(LENGTHS)
 
 
 def test_the_whole_share_is_the_exact_prompt(model: Decoder) -> None:
