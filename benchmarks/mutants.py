@@ -81,13 +81,13 @@ ROOMS: dict[str, tuple[str, str, dict[str, str]]] = {
     "stores": (
         "kvjax/stores/*.py",
         "tests/stores tests/laws tests/policies/test_zones.py tests/policies/test_boundaries.py "
-        f"tests/policies/test_speculative.py tests/cache/test_prefixes.py {SETTINGS} {CONTEXT}",
+        f"tests/policies/test_speculative.py tests/serve/test_prefixes.py {SETTINGS} {CONTEXT}",
         {
             "demotion": "tests/policies/test_boundaries.py tests/policies/test_logquant.py",
             "dense": "tests/policies/test_boundaries.py tests/selectors/test_fier.py",
             "store": "tests/stores/test_host.py tests/policies/test_speculative.py tests/stores/test_quantized.py",
             "host": "tests/stores/test_host.py tests/test_settings.py",
-            "prefixed": "tests/cache/test_prefixes.py",
+            "prefixed": "tests/serve/test_prefixes.py",
             "striped": CONTEXT,
         },
     ),

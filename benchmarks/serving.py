@@ -58,9 +58,9 @@ import kvjax
 from kvjax.compiling import use_compilation_cache
 from kvjax.generation import warm_up
 from kvjax.generation.loops import PAD, Flat, decode_loop
-from kvjax.generation.requests import STOPS
 from kvjax.models import Decoder, DecoderConfig
 from kvjax.policies import Info
+from kvjax.serve.requests import STOPS
 
 TINY = DecoderConfig(
     vocab_size=64,

@@ -32,8 +32,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 import kvjax
-from kvjax.generation import Detokenizer, EngineBusy
+from kvjax.generation import Detokenizer
 from kvjax.generation.sampling import sampling
+from kvjax.serve import EngineBusy
 
 # Fields that change an answer in ways that this server has not.
 UNKNOWN = (

@@ -31,7 +31,7 @@ from kvjax.cache.editing import insert, rollback, room, take_rows, truncate
 from kvjax.cache.flushing import flush
 from kvjax.cache.growing import grow
 from kvjax.evictors import Evictor
-from kvjax.generation import Engine, generate, stream
+from kvjax.generation import generate, stream
 from kvjax.numerics.selection import Selection
 from kvjax.policies import (
     Compressed,
@@ -44,6 +44,7 @@ from kvjax.policies import (
     Speculative,
 )
 from kvjax.selectors import Fier, Selector
+from kvjax.serve import Engine
 from kvjax.sharding.placement import Placement
 from kvjax.spec import CacheSpec
 from kvjax.steps import attend, select, update

@@ -60,6 +60,11 @@ def host_zeros(shape: tuple[int, ...], dtype: DTypeLike) -> Array:
     return jnp.broadcast_to(to_host(jnp.zeros((), dtype)), shape)
 
 
+def zeros_like(shape: Any) -> np.ndarray:
+    """An array of zeros that takes no memory."""
+    return np.broadcast_to(np.zeros((), shape.dtype), shape.shape)
+
+
 def computed_last(tree: T, after: S, before: S) -> tuple[T, S]:
     """`tree` and `after`, where XLA computes what follows from `tree` after all that `after`
     has in place of `before`.

@@ -37,7 +37,7 @@ from kvjax.sharding.placement import (
 )
 from kvjax.spec import CacheSpec, require_int
 from kvjax.stores import Dense
-from kvjax.stores.prefixed import Prefixed
+from kvjax.stores.prefixed import Prefixed, PrefixedBlock
 from kvjax.validation import check_alive, check_verbs, shown
 
 
@@ -346,6 +346,16 @@ def with_gaps(cache: Cache, end: Array, count: Array) -> Cache:
     """
     kept = jnp.where(count > 0, cache.length, 0 if cache.kept is None else cache.kept)
     return dataclasses.replace(cache, skipped=end - cache.length, kept=kept)
+
+
+def shared_tokens(cache: Cache | LayerCache) -> np.ndarray:
+    """Tokens of each row that do not count towards the capacity, because a prefix holds them:
+    i32[B] on the host.
+    """
+    stores = [getattr(layer.state, "store", None) for layer in layers_of(cache)]
+    if not stores or not all(isinstance(store, PrefixedBlock) for store in stores):
+        return np.zeros(cache.spec.batch, np.int32)
+    return np.min([on_host(store.base) for store in stores if store is not None], axis=0)
 
 
 def check_whole(verb: str, cache: Any) -> None:

@@ -165,7 +165,7 @@ def insert(cache: C, prefix: C, row: int | Array) -> C:
         )
     ):
         raise ValueError(
-            "insert takes rows of their own, and the rows of this cache share prefixes; use kvjax.cache.prefixes.seat, "
+            "insert takes rows of their own, and the rows of this cache share prefixes; use kvjax.serve.prefixes.seat, "
             "which also says which prefix the row has"
         )
     own, given = layers_of(cache)[0].placement, layers_of(prefix)[0].placement

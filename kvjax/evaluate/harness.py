@@ -42,9 +42,9 @@ from kvjax.evaluate.accuracy import cut, question_columns
 from kvjax.evaluate.caches import check_rows, make_rows
 from kvjax.evaluate.plan import Answer, Plan, feed, prepare, run
 from kvjax.evaluate.tasks import Example
-from kvjax.generation import Engine
 from kvjax.generation.processors import Processors
 from kvjax.models import Checkpoint
+from kvjax.serve import Engine
 from kvjax.spec import padded_capacity, require_int
 
 # Settings of a task that limit the tokens of an answer; the first one counts, as in the

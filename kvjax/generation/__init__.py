@@ -2,10 +2,8 @@
 ended.
 """
 
-from kvjax.generation.engine import Engine
 from kvjax.generation.prefilling import Model, chunk_size, prefill
 from kvjax.generation.prompt_inputs import right_padded
-from kvjax.generation.requests import EngineBusy, Request
 from kvjax.generation.spec_prefill import SpecPrefill
 from kvjax.generation.streaming import (
     Generation,
@@ -21,11 +19,8 @@ from kvjax.generation.text import Detokenizer
 
 __all__ = [
     "Detokenizer",
-    "Engine",
-    "EngineBusy",
     "Generation",
     "Model",
-    "Request",
     "SpecPrefill",
     "Stream",
     "chunk_size",

@@ -19,8 +19,7 @@ from jax import Array
 from jax.sharding import AxisType
 from jax.typing import ArrayLike
 
-from kvjax.cache.cache import Cache, check_rotation
-from kvjax.cache.prefixes import shared_tokens
+from kvjax.cache.cache import Cache, check_rotation, shared_tokens
 from kvjax.memory import on_host
 from kvjax.spec import require_int
 from kvjax.validation import MOST, check_alive, shown

@@ -51,7 +51,6 @@ from kvjax.generation.loops import (
     draft_loop,
     programs_by_layer,
 )
-from kvjax.generation.places import zeros_like
 from kvjax.generation.prefilling import Model as Model
 from kvjax.generation.prefilling import (
     by_layer,
@@ -73,7 +72,7 @@ from kvjax.generation.prompt_inputs import (
 from kvjax.generation.sampling import Draws, Sampling
 from kvjax.generation.spec_prefill import SpecPrefill
 from kvjax.generation.text import Detokenizer
-from kvjax.memory import commit_together, on_host
+from kvjax.memory import commit_together, on_host, zeros_like
 from kvjax.sharding.placement import to_context
 from kvjax.spec import require_int
 from kvjax.validation import check_alive, shown

@@ -47,7 +47,7 @@ class Prefixed(Sharing, Wrapper):
 
     A row attends to both parts, merged by their log-sum-exp, which is exact; the queries of all
     rows of a prefix read it together. The capacity of a cache then counts the tokens of a row
-    beyond its prefix. `kvjax.cache.prefixes` makes such caches, and says which rows have which
+    beyond its prefix. `kvjax.serve.prefixes` makes such caches, and says which rows have which
     prefix.
 
     Args:
@@ -179,5 +179,5 @@ class Prefixed(Sharing, Wrapper):
     def truncate(self, st: PrefixedBlock, count: Array) -> PrefixedBlock:
         raise ValueError(
             "truncate would cut a prefix that other rows share; kvjax.rollback takes back a row's newest tokens, and "
-            "kvjax.cache.prefixes.unshared(cache, row) gives a row of its own, which truncate takes"
+            "kvjax.serve.prefixes.unshared(cache, row) gives a row of its own, which truncate takes"
         )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.generation import engine as engines
+from kvjax.serve import engine as engines
 
 
 @pytest.fixture

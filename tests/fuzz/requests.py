@@ -29,9 +29,9 @@ import numpy as np
 from flax import nnx
 
 import kvjax
-from kvjax.generation import EngineBusy, Request
 from kvjax.generation.sampling import sampling
 from kvjax.models import Decoder, DecoderConfig
+from kvjax.serve import EngineBusy, Request
 
 VOCAB, NAN, CAPACITY = 64, 63, 192
 CONFIG = DecoderConfig(

@@ -17,11 +17,11 @@ from flax import nnx
 
 import kvjax
 from kvjax import presets
-from kvjax.cache.prefixes import fork
 from kvjax.cli import main
 from kvjax.generation import SpecPrefill, generate, prefill
 from kvjax.generation.spec_prefill import best_chunks, importance, kept
 from kvjax.models import Decoder, DecoderConfig
+from kvjax.serve.prefixes import fork
 from tests.checkpoint import write_checkpoint
 
 CONFIG = DecoderConfig(

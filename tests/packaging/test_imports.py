@@ -28,6 +28,7 @@ FLOORS = {
     **dict.fromkeys(("cache", "attention", "presets", "steps"), 6),
     **dict.fromkeys(("generation", "testing", "cache.growing"), 7),
     **dict.fromkeys(("models", "cache.saving"), 8),
+    "serve": 8,
     "evaluate": 9,
     "cli": 10,
     "__main__": 11,

@@ -278,7 +278,7 @@ def test_a_step_that_fails_tells_all_clients(url, app, monkeypatch):
     def fail(*arguments, **settings):
         raise RuntimeError("device lost")
 
-    monkeypatch.setattr(kvjax.generation.engine, "_run_loop", fail)
+    monkeypatch.setattr(kvjax.serve.engine, "_run_loop", fail)
 
     async def talk(client):
         client = client.with_options(max_retries=0)

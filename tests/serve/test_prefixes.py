@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache import prefixes
 from kvjax.numerics.sharing import Shared
+from kvjax.serve import prefixes
 from kvjax.stores.prefixed import Prefixed
 
 SPEC = kvjax.CacheSpec(

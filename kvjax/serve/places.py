@@ -19,9 +19,9 @@ from jax.tree_util import register_dataclass
 
 from kvjax.cache.cache import Cache, LayerCache, init_layer, with_states
 from kvjax.cache.editing import insert, take_rows, truncate
-from kvjax.cache.prefixes import alone, seat, unshared
 from kvjax.memory import commit_together, has_host_memory, in_host_memory, on_host
 from kvjax.policies.per_row import PerRow, PerRowState
+from kvjax.serve.prefixes import alone, seat, unshared
 from kvjax.spec import CacheSpec, require_int
 from kvjax.stores.prefixed import Prefixed
 
@@ -377,11 +377,6 @@ def can_share(first: Any, cache: Cache) -> bool:
     ):  # a policy that forgets tokens, a store of codes, or rows that are split over devices
         return False
     return True
-
-
-def zeros_like(shape: Any) -> np.ndarray:
-    """An array of zeros that takes no memory."""
-    return np.broadcast_to(np.zeros((), shape.dtype), shape.shape)
 
 
 def all_finite(logits: Any) -> bool:

@@ -15,7 +15,7 @@ known. One that draws a stop token is idle until the host has seen it, which is 
 A prompt is read once for all answers to it. One that begins like a row that is running starts
 from a copy of that row's first tokens, in whole chunks, if the policies can be truncated.
 
-With `prefixes`, what prompts have in common is also stored once (`kvjax.cache.prefixes`): all
+With `prefixes`, what prompts have in common is also stored once (`kvjax.serve.prefixes`): all
 of a prompt with several answers, or a system prompt with which several requests begin. Tokens
 are then those of the request alone but for rounding, since attention sums in two parts; so are
 they with `small_slots`, in which a row has other parts.
@@ -37,10 +37,8 @@ import numpy as np
 from jax import Array
 
 from kvjax.cache.cache import Cache
-from kvjax.cache.prefixes import prefixed_like
-from kvjax.generation import places, prefilling
+from kvjax.generation import prefilling
 from kvjax.generation.loops import PAD, ROOM, Flat, FlatLayers, decode_loop
-from kvjax.generation.places import LONGEST, Slot
 from kvjax.generation.processors import Processors, check_processors
 from kvjax.generation.prompt_inputs import (
     check_model_cache,
@@ -48,7 +46,13 @@ from kvjax.generation.prompt_inputs import (
     pad_prompt,
     stop_array,
 )
-from kvjax.generation.requests import (
+from kvjax.generation.sampling import Draws, Sampling, rows_of_draws, stack_draws
+from kvjax.generation.streaming import interrupts_wait
+from kvjax.memory import commit_together, on_host, zeros_like
+from kvjax.serve import places
+from kvjax.serve.places import LONGEST, Slot
+from kvjax.serve.prefixes import prefixed_like
+from kvjax.serve.requests import (
     NOT_FINITE,
     STOPS,
     EngineBusy,
@@ -58,9 +62,6 @@ from kvjax.generation.requests import (
     stop_ids,
     token_ids,
 )
-from kvjax.generation.sampling import Draws, Sampling, rows_of_draws, stack_draws
-from kvjax.generation.streaming import interrupts_wait
-from kvjax.memory import commit_together, on_host
 from kvjax.spec import require_int
 
 
@@ -193,7 +194,7 @@ class Engine:
         self._spare: Any = None  # a row whose arrays the next one takes
         # An empty row without its arrays, to check requests by.
         self._empty = jax.tree.map(
-            places.zeros_like, jax.eval_shape(partial(places.empty_row, *self._kind))
+            zeros_like, jax.eval_shape(partial(places.empty_row, *self._kind))
         )
         self._reader: Any = (
             FlatLayers.of(model) if prefilling.by_layer(model, self._empty) else self._model

@@ -10,10 +10,10 @@ import pytest
 from flax import nnx
 
 import kvjax
-from kvjax.generation import EngineBusy
-from kvjax.generation import engine as engines
 from kvjax.generation.processors import Processors
 from kvjax.generation.sampling import sampling
+from kvjax.serve import EngineBusy
+from kvjax.serve import engine as engines
 from tests.checkpoint import write_checkpoint
 from tests.fuzz import requests as fuzz_requests
 from tests.generation.test_generate import (

@@ -26,7 +26,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
@@ -187,16 +186,6 @@ def unshared(cache: C, row: ArrayLike, *, capacity: int | None = None) -> C:
     layers: Any = layers_of(cache)
     longest = max(layer.state.store.shared.value.slots for layer in layers)
     return _take_out(cache, row, capacity or cache.spec.capacity + longest)
-
-
-def shared_tokens(cache: Cache | LayerCache) -> np.ndarray:
-    """Tokens of each row that do not count towards the capacity, because a prefix holds them:
-    i32[B] on the host.
-    """
-    stores = [getattr(layer.state, "store", None) for layer in layers_of(cache)]
-    if not stores or not all(isinstance(store, PrefixedBlock) for store in stores):
-        return np.zeros(cache.spec.batch, np.int32)
-    return np.min([on_host(store.base) for store in stores if store is not None], axis=0)
 
 
 # ------------------------------------------------------------------------------------------------------- one layer
