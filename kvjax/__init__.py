@@ -73,7 +73,9 @@ _LAZY = {
 # Names of other modules work here too, without being listed: kvjax.HotSet is
 # kvjax.stores.HotSet.
 _PARTS = ("policies", "selectors", "stores", "evictors")
-_LAZY |= dict.fromkeys(("DraftModel", "PromptLookup"), "generation.drafts") | {"explain": "ops"}
+_LAZY |= dict.fromkeys(("DraftModel", "PromptLookup", "SelfDraft"), "generation.drafts") | {
+    "explain": "ops"
+}
 _LAZY |= dict.fromkeys(("PartialAttention", "attend_part", "merge"), "numerics.partial") | {
     "any_full": "cache.cache"
 }

@@ -49,7 +49,7 @@ from kvjax.ops.chunk import (
     splits_queries,
     ungroup,
 )
-from kvjax.policies import Index, Info, Step
+from kvjax.policies import Index, Info, Policy, Step
 from kvjax.policies.indexed import with_index
 from kvjax.policies.policy import step_lengths
 from kvjax.sharding.placement import context_axis, run_on_parts, to_context
@@ -239,6 +239,7 @@ def decode(
     sinks: ArrayLike | None = None,
     flush: bool = True,
     selection: Selection | None = None,
+    exact: bool = False,
 ) -> tuple[Array, LayerCache]:
     """Runs T = 1 to 16 decode steps in one call: out [B, T, N, D] and the cache are those of T
     calls of `attention`.
@@ -256,6 +257,8 @@ def decode(
         are dropped, which `raise_on_overflow` reports.
       selection: for a `Follower`, the `Info.selection` that `decode_info` returned for the
         layer that it follows.
+      exact: attend to all tokens of the row instead of a selection, as the cache stores them.
+        So tokens that were drafted with a selection are verified on the same cache.
 
     The other arguments are those of `attention`. `rollback` removes tokens again, such as
     rejected drafts.
@@ -266,6 +269,7 @@ def decode(
         "soft_cap": soft_cap,
         "sinks": sinks,
         "flush": flush,
+        "exact": exact,
     }
     out, cache, _ = decode_info(
         cache, q, k, v, lengths=lengths, active=active, selection=selection, **settings
@@ -287,10 +291,14 @@ def decode_info(
     sinks: ArrayLike | None = None,
     flush: bool = True,
     selection: Selection | None = None,
+    exact: bool = False,
 ) -> tuple[Array, LayerCache, Info]:
     """`decode` that also returns the `Info`s of all steps, stacked along a first axis T."""
     B, T, step, heads = _check_call("decode", cache, q, k, v, window, scale, soft_cap, sinks)
-    check_flags("decode", flush=flush)
+    check_flags("decode", flush=flush, exact=exact)
+    if exact:
+        check_exact("decode(exact=True)", cache.policy)
+        step = dataclasses.replace(step, exact=True)
     if T > MOST_STEPS:
         raise ValueError(
             f"decode takes 1 to {MOST_STEPS} tokens per row, got T={T}; read a prompt with kvjax.prefill"
@@ -496,7 +504,7 @@ def _attend_steps(
         return jnp.moveaxis(out, 0, 1), cache, info
 
     policy = cache.policy
-    if not policy.takes_steps:
+    if not (policy.takes_steps or step.exact):
         return one_by_one(cache, count)
     if q.shape[1] == 1:  # a loop over one step would add kernels
         first = jax.tree.map(lambda a: a[0], selection)
@@ -608,6 +616,15 @@ def _check_call(
         )
     step = plain_step(verb, D, window, scale, soft_cap)
     return B, T, step, None if sinks is None else sink_logits(verb, cache, sinks, N, K)
+
+
+def check_exact(where: str, policy: Policy) -> None:
+    """Raises ValueError for a policy whose steps cannot attend to all tokens of a row."""
+    if not policy.takes_exact:
+        raise ValueError(
+            f"{where} needs a policy that keeps all tokens and can attend to them, which {policy!r} cannot; use full, "
+            "or a retrieval or compressed method other than freekv"
+        )
 
 
 def plain_step(

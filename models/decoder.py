@@ -145,6 +145,7 @@ class Attention(nnx.Module):
         cache: LayerCache | None,
         *,
         steps: bool = False,
+        exact: bool = False,
         **settings: Any,
     ) -> tuple[Array, LayerCache | None, Any]:
         q, k, v = (
@@ -162,7 +163,9 @@ class Attention(nnx.Module):
             settings["sinks"] = self.sinks[...].astype(jnp.float32)
         if steps and cache is not None:
             settings.pop("first_chunk")
-            mixed, cache, info = decode_info(cache, q, k, v, flush=False, **settings)
+            mixed, cache, info = decode_info(
+                cache, q, k, v, flush=False, exact=exact, **settings
+            )
         else:
             mixed, cache, info = attention_info(cache, q, k, v, flush=False, **settings)
         return self.out(mixed.reshape(*x.shape[:2], -1)), cache, info
@@ -496,6 +499,7 @@ class Decoder(nnx.Module):
         last_logits: bool = False,
         first_chunk: bool = False,
         steps: bool = False,
+        exact: bool = False,
         info: bool = False,
         positions: ArrayLike | None = None,
     ) -> Any:
@@ -514,6 +518,7 @@ class Decoder(nnx.Module):
           steps: the T <= 16 tokens are decode steps, `lengths` of them per row: see
             `kvjax.decode`. A row takes at most `kvjax.room(cache)` after a flush; each Info has
             a first axis of T steps.
+          exact: with `steps`, every layer attends to all of its tokens instead of a selection.
           info: adds a tuple with one `kvjax.Info` per layer, or None per layer if no decode
             step ran.
           positions: i32[B, T] of the tokens in their text, if others between them are left out;
@@ -531,6 +536,7 @@ class Decoder(nnx.Module):
             "last_logits": last_logits,
             "first_chunk": first_chunk,
             "steps": steps,
+            "exact": exact,
             "info": info,
         }
         _check_size(self, cache)
@@ -553,6 +559,7 @@ class Decoder(nnx.Module):
         last_logits: bool,
         first_chunk: bool,
         steps: bool,
+        exact: bool,
         info: bool,
     ) -> Any:
         """The call of a model on one device, or on a mesh of Auto axes."""
@@ -611,6 +618,7 @@ class Decoder(nnx.Module):
                 active=active,
                 first_chunk=first_chunk,
                 steps=steps,
+                exact=exact,
                 selection=selection,
             )
             if seen is not None and not follows:

@@ -1,5 +1,8 @@
 """Drafts: tokens that are proposed cheaply and verified by the model, several in one step.
 
+A draft comes from the text (`PromptLookup`), from a smaller model (`DraftModel`), or from the
+model itself, with a sparse read of its own cache (`SelfDraft`).
+
 A draft proposes the next tokens. The model takes the next token and the draft in one step
 (`kvjax.decode`), and a drafted token is accepted if the model draws the same token in its
 place: the most likely one without a temperature, else a draw with the key of that position.
@@ -19,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax.numpy as jnp
 import numpy as np
@@ -30,18 +33,51 @@ from kvjax.attention import MOST_STEPS
 from kvjax.cache.cache import Cache, flushed, init
 from kvjax.cache.editing import rollback, room
 from kvjax.cache.flushing import flush
+from kvjax.generation.draft_length import (
+    MEMORY,
+    TRUST,
+    USUAL,
+    keeps_on_host,
+    selects,
+    step_costs,
+    tokens_in_one_pass,
+    why_idle,
+)
 from kvjax.generation.prefilling import prefill
 from kvjax.generation.prompt_inputs import check_model, vocabulary_size
+from kvjax.memory import nbytes, on_host
 from kvjax.numerics.blocks import put_last
 from kvjax.policies import Full, PerLayer, Policy
+from kvjax.policies.short import Short
 from kvjax.sharding.placement import call_model
 from kvjax.spec import keep_int
 from kvjax.validation import check_verbs, shown
 
-Draw = Callable[[Array, Array | int], Array]
-"""(logits f32[B, V], i) -> i32[B]: the token that the run draws from them, i tokens after the
-next one.
+Draw = Callable[[Array, Array, Array | int], Array]
+"""(logits f32[B, V], fed i32[B, n], i) -> i32[B]: the token that the run draws from logits that
+follow the first i of the tokens `fed`: the next token and its draft. Later ones may be anything.
 """
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a step of the loop has before it verifies a draft."""
+
+    model: Any
+    cache: Cache  # the text before `token`, flushed
+    token: Array  # i32[B] the next token of each row
+    active: Array  # bool[B] rows that take part
+    most: Array  # i32[B] tokens that may be drafted: so many fit before a flush
+    draw: Draw
+
+
+class Proposal(NamedTuple):
+    """A draft, and what drafting left behind."""
+
+    tokens: Array  # i32[B, max_tokens] that follow the token of the round
+    drafted: Array  # i32[B] how many there are; the loop takes at most `most`
+    cache: Cache  # the cache of the round, with the same tokens
+    drafter: Any
 
 
 class Drafter(Protocol):
@@ -58,18 +94,26 @@ class Drafter(Protocol):
 
     @property
     def max_tokens(self) -> int:
-        """The most tokens that a step drafts."""
+        """The most tokens that a step drafts; 0 if drafts would not pay: see `idle`."""
         ...
 
-    def propose(self, token: Array, active: Array, draw: Draw) -> tuple[Array, Array, Any]:
-        """Drafts i32[B, max_tokens] of the tokens after `token` i32[B], their number i32[B],
-        and the new drafter.
-        """
+    @property
+    def exact(self) -> bool:
+        """True if the model verifies by attention to all tokens, whatever its cache selects."""
         ...
 
-    def accept(self, tokens: Array, taken: Array) -> Any:
-        """The drafter after the first `taken` i32[B] of tokens i32[B, 1 + max_tokens], the
-        token and its draft.
+    @property
+    def idle(self) -> str | None:
+        """Why nothing is drafted; None if tokens are."""
+        ...
+
+    def propose(self, now: Round) -> Proposal:
+        """Drafts tokens that follow the token of a round."""
+        ...
+
+    def accept(self, tokens: Array, taken: Array, drafted: Array) -> Any:
+        """The drafter after the first `taken` i32[B] of tokens i32[B, 1 + max_tokens]: the
+        token and its draft of `drafted` i32[B] tokens.
         """
         ...
 
@@ -78,8 +122,8 @@ class Draft(Protocol):
     """A source of drafts that `generate` and `stream` take as `draft`."""
 
     @property
-    def tokens(self) -> int:
-        """The most tokens that a step drafts."""
+    def tokens(self) -> int | None:
+        """The most tokens that a step drafts; None: `start` decides by the cache."""
         ...
 
     def start(
@@ -164,24 +208,75 @@ class DraftModel:
         return _ModelDrafter(self.model, own, jnp.asarray(lengths, jnp.int32), self.tokens)
 
 
-def parse(text: str) -> PromptLookup:
-    """The draft that a text names: "prompt-lookup", or "prompt-lookup:3,8" with n-gram and
-    tokens.
+@dataclass(frozen=True)
+class SelfDraft:
+    """Drafts with the model itself, by the selection of its own cache, and verifies by
+    attention to all tokens of that cache.
+
+    So the text is that of full attention, and the method of the cache decides only how many
+    tokens a step gives: the same tokens in float32; in bfloat16 as near as full attention is to
+    itself in another batch, because sums are rounded in another order. Draws with a key are
+    those of full attention with that key. Over a store of codes, such as `fier:store=turbo4`,
+    it is the text of attention to all codes.
+
+    Works with caches that keep every token on the device, can take tokens back, and select:
+    fier, quest, pariskv, exact and magicpig, with layers that share a selection too. Nothing is
+    copied: drafted tokens are written to the recent block, taken back, and written again by the
+    step that verifies them.
+
+    `tokens` is the most that a draft has; None: as many as one pass of the GPU kernel verifies
+    together (32 query heads of a KV head), 3 to 7. Each round drafts as many as pay by how
+    often the last drafts were right. On a GPU whose step times are known, caches too short for
+    drafts to pay draft nothing, and `Speculation.idle` says so.
+
+    **Source:** self-speculative decoding with sparse attention: MagicDec (arXiv 2408.11049),
+    TriForce (arXiv 2404.11912), SparseSpec (arXiv 2607.27735).
+    """
+
+    tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokens is not None:
+            keep_int(self, "tokens", at_least=1, at_most=MOST_STEPS - 1)
+
+    def start(
+        self, model: Any, cache: Cache, prompt: np.ndarray, lengths: np.ndarray, new_tokens: int
+    ) -> _SelfDrafter:
+        check_drafts_itself(cache)
+        tokens = tokens_in_one_pass(cache.spec) if self.tokens is None else self.tokens
+        check_takes_drafts(cache, tokens)
+        length = int(np.max(on_host(cache.position) + lengths)) + new_tokens // 2
+        costs = step_costs(cache, nbytes(model).device, length)
+        idle = why_idle(cache, costs, tokens)
+        rows = cache.spec.batch
+        return _SelfDrafter(
+            compared=jnp.zeros(rows, jnp.float32),
+            right=jnp.zeros(rows, jnp.float32),
+            price=jnp.float32(costs.draft / costs.verification),
+            max_tokens=0 if idle else tokens,
+            idle=idle,
+        )
+
+
+def parse(text: str) -> PromptLookup | SelfDraft:
+    """The draft that a text names: "self" or "self:4" with the most tokens of a draft,
+    "prompt-lookup", or "prompt-lookup:3,8" with n-gram and tokens.
 
     >>> parse("prompt-lookup:2,4")
     PromptLookup(ngram=2, tokens=4)
+    >>> parse("self:4")
+    SelfDraft(tokens=4)
     """
     name, _, numbers = text.partition(":")
     parts = numbers.split(",") if numbers else []
-    if (
-        name != "prompt-lookup"
-        or len(parts) > 2
-        or not all(part.strip().isdecimal() for part in parts)
-    ):
+    fields = {"prompt-lookup": ("ngram", "tokens"), "self": ("tokens",)}.get(name, ())
+    if len(parts) > len(fields) or not fields or not all(p.strip().isdecimal() for p in parts):
         raise ValueError(
-            f"speculate={shown(text)} must be prompt-lookup, or prompt-lookup:NGRAM,TOKENS such as prompt-lookup:3,8"
+            f"speculate={shown(text)} must be self or self:TOKENS such as self:4, prompt-lookup, or "
+            "prompt-lookup:NGRAM,TOKENS such as prompt-lookup:3,8"
         )
-    return PromptLookup(**dict(zip(("ngram", "tokens"), map(int, parts), strict=False)))
+    given = dict(zip(fields, map(int, parts), strict=False))
+    return SelfDraft(**given) if name == "self" else PromptLookup(**given)
 
 
 def check_vocabularies(draft: int | None, model: int | None) -> None:
@@ -204,10 +299,10 @@ def check_draft(draft: Any, cache: Cache) -> None:
         if callable(model):
             name = "model" if model is draft else "checkpoint.model"
             raise ValueError(
-                f"draft must be a PromptLookup or a DraftModel, got {shown(draft)}; to draft with it, write "
-                f"kvjax.generation.drafts.DraftModel({name})"
+                f"draft must be a SelfDraft, a PromptLookup or a DraftModel, got {shown(draft)}; to draft with it, "
+                f"write kvjax.generation.drafts.DraftModel({name})"
             )
-    wanted = "a PromptLookup or a DraftModel"
+    wanted = "a SelfDraft, a PromptLookup or a DraftModel"
     check_verbs(
         "draft",
         draft,
@@ -216,7 +311,26 @@ def check_draft(draft: Any, cache: Cache) -> None:
         "kvjax.generation.drafts.PromptLookup()",
         fields=("tokens",),
     )
-    check_takes_drafts(cache, draft.tokens)
+    if draft.tokens is not None:
+        check_takes_drafts(cache, draft.tokens)
+
+
+def check_drafts_itself(cache: Cache) -> None:
+    """Raises ValueError for a cache with which a model cannot draft for itself (`SelfDraft`)."""
+    policies = [layer.policy for layer in cache.layers]
+    for i, layer in enumerate(cache.layers):
+        policy = layer.policy
+        whole = policy.takes_exact and policy.reversible
+        if not whole or keeps_on_host(policy, layer.spec):
+            raise ValueError(
+                f"a model drafts for itself on a cache that keeps every token on the device and can take tokens back, "
+                f"which layer {i} with {policy!r} cannot; use fier, quest, pariskv, exact or magicpig"
+            )
+    if not any(selects(policy) or isinstance(policy, Short) for policy in policies):
+        raise ValueError(
+            f"a model drafts for itself by a selection, and with {policies[-1]!r} a draft step would read as much as "
+            "the step that verifies it; use a method that selects, such as fier, or fier:store=turbo4 over codes"
+        )
 
 
 def check_takes_drafts(cache: Cache, tokens: int) -> None:
@@ -254,13 +368,12 @@ class _LookupDrafter:
         text, length = (None, None) if state is None else state
         return dataclasses.replace(self, text=text, length=length)
 
-    def propose(
-        self, token: Array, active: Array, draw: Draw
-    ) -> tuple[Array, Array, _LookupDrafter]:
-        text, L = (
-            _append(self.text, self.length, token[:, None], jnp.ones_like(token)),
-            self.text.shape[1],
-        )
+    exact: ClassVar[bool] = False
+    idle: ClassVar[str | None] = None
+
+    def propose(self, now: Round) -> Proposal:
+        one, L = jnp.ones_like(now.token), self.text.shape[1]
+        text = _append(self.text, self.length, now.token[:, None], one)
         n, place = self.length + 1, jnp.arange(L, dtype=jnp.int32)[None]
         start = jnp.full_like(n, -1)  # where the continuation of the longest run begins
         same = jnp.ones(
@@ -273,9 +386,10 @@ class _LookupDrafter:
             start = jnp.where(found >= 0, found + 1, start)
         at = jnp.minimum(start[:, None] + jnp.arange(self.max_tokens)[None], L - 1)
         count = jnp.where(start >= 0, jnp.minimum(n - start, self.max_tokens), 0)
-        return jnp.take_along_axis(text, jnp.maximum(at, 0), axis=1), count, self
+        tokens = jnp.take_along_axis(text, jnp.maximum(at, 0), axis=1)
+        return Proposal(tokens, count, now.cache, self)
 
-    def accept(self, tokens: Array, taken: Array) -> _LookupDrafter:
+    def accept(self, tokens: Array, taken: Array, drafted: Array) -> _LookupDrafter:
         text = _append(self.text, self.length, tokens, taken)
         return dataclasses.replace(self, text=text, length=self.length + taken)
 
@@ -298,32 +412,112 @@ class _ModelDrafter:
         cache, length = (None, None) if state is None else state
         return dataclasses.replace(self, cache=cache, length=length)
 
-    def propose(
-        self, token: Array, active: Array, draw: Draw
-    ) -> tuple[Array, Array, _ModelDrafter]:
+    exact: ClassVar[bool] = False
+    idle: ClassVar[str | None] = None
+
+    def propose(self, now: Round) -> Proposal:
         start = flush(self.cache)
         free = room(start)  # a flush within a draft could not be taken back
-
-        def feed(carry: tuple[Cache, Array], i: Array) -> tuple[tuple[Cache, Array], Array]:
-            cache, token = carry
-            fed = active & (i <= free)
-            with flushed():
-                logits, cache = call_model(
-                    self.model, token[:, None], cache, active=fed, last_logits=True
-                )
-            token = draw(logits, i)
-            return (cache, token), token
-
         # The last drafted token is fed too: if all are accepted, this cache holds the same
         # tokens as the model's.
-        steps = jnp.arange(1, self.max_tokens + 2, dtype=jnp.int32)
-        (cache, _), drafted = lax.scan(feed, (start, token), steps)
-        count = jnp.clip(free - 1, 0, self.max_tokens)
-        return drafted[: self.max_tokens].T, count, dataclasses.replace(self, cache=cache)
+        steps = self.max_tokens + 1
 
-    def accept(self, tokens: Array, taken: Array) -> _ModelDrafter:
+        def feed(i: Array, carry: tuple[Cache, Array]) -> tuple[Cache, Array]:
+            cache, fed = carry
+            takes = now.active & (i < free)
+            cache, token = _draft_step(now, self.model, cache, fed, i, takes)
+            return cache, fed.at[:, i + 1].set(token)
+
+        fed = jnp.zeros((now.token.shape[0], steps + 1), jnp.int32).at[:, 0].set(now.token)
+        cache, fed = lax.fori_loop(0, steps, feed, (start, fed))
+        count = jnp.clip(free - 1, 0, self.max_tokens)
+        after = dataclasses.replace(self, cache=cache)
+        return Proposal(fed[:, 1:-1], count, now.cache, after)
+
+    def accept(self, tokens: Array, taken: Array, drafted: Array) -> _ModelDrafter:
         length = self.length + taken
         return dataclasses.replace(self, cache=rollback(self.cache, length), length=length)
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class _SelfDrafter:
+    """Drafts by steps of the model itself. Each row counts how often its drafts were right,
+    the last rounds most; all rows draft the same number of tokens, because they share the
+    steps.
+    """
+
+    compared: Array  # f32[B] drafted tokens up to the first wrong one
+    right: Array  # f32[B] of them were right
+    price: Array  # f32[] time of a draft step, as a share of the step that verifies
+    max_tokens: int = dataclasses.field(metadata={"static": True})
+    idle: str | None = dataclasses.field(default=None, metadata={"static": True})
+
+    exact: ClassVar[bool] = True
+
+    @property
+    def state(self) -> Any:
+        return self.compared, self.right
+
+    def with_state(self, state: Any) -> _SelfDrafter:
+        compared: Any
+        right: Any
+        compared, right = (None, None) if state is None else state
+        return dataclasses.replace(self, compared=compared, right=right)
+
+    def propose(self, now: Round) -> Proposal:
+        before = now.cache.length
+        most = jnp.where(now.active, now.most, 0)
+        steps = jnp.minimum(self.length(now.active), jnp.max(most))
+
+        def feed(i: Array, carry: tuple[Cache, Array]) -> tuple[Cache, Array]:
+            cache, fed = carry
+            cache, token = _draft_step(now, now.model, cache, fed, i, i < most)
+            return cache, fed.at[:, i + 1].set(token)
+
+        fed = jnp.zeros((now.token.shape[0], self.max_tokens + 1), jnp.int32)
+        fed = fed.at[:, 0].set(now.token)
+        cache, fed = lax.fori_loop(0, steps, feed, (now.cache, fed))
+        # Keys and values of the draft come from hidden states of sparse steps, so the step that
+        # verifies stores its own in their place.
+        cache = rollback(cache, before)
+        return Proposal(fed[:, 1:], jnp.minimum(steps, most), cache, self)
+
+    def length(self, active: Array) -> Array:
+        """i32[]: the tokens of a draft for which the most tokens are expected in the least
+        time.
+
+        A draft of n tokens, each of which is right with probability a if those before it are,
+        gives 1 + a + ... + a^n tokens in the time of 1 + n price verifications.
+        """
+        rate = (self.right + USUAL * TRUST) / (self.compared + TRUST)
+        powers = jnp.broadcast_to(rate[:, None], (rate.shape[0], self.max_tokens))
+        right = jnp.cumsum(
+            jnp.cumprod(powers, axis=1), axis=1
+        )  # of a draft of 1, 2, ... tokens
+        gained = 1 + jnp.pad(right, ((0, 0), (1, 0)))  # f32[B, 1 + max_tokens]
+        gained = jnp.sum(jnp.where(active[:, None], gained, 0.0), axis=0)
+        drafted = jnp.arange(self.max_tokens + 1, dtype=jnp.float32)
+        return jnp.argmax(gained / (1 + drafted * self.price)).astype(jnp.int32)
+
+    def accept(self, tokens: Array, taken: Array, drafted: Array) -> _SelfDrafter:
+        right = jnp.maximum(taken - 1, 0)
+        compared = jnp.minimum(right + 1, drafted)
+        return dataclasses.replace(
+            self,
+            compared=self.compared * MEMORY + compared.astype(jnp.float32),
+            right=self.right * MEMORY + right.astype(jnp.float32),
+        )
+
+
+def _draft_step(
+    now: Round, model: Any, cache: Cache, fed: Array, i: Array, takes: Array
+) -> tuple[Cache, Array]:
+    """Feeds token i of `fed` i32[B, n] in the rows `takes` bool[B], and draws the one after."""
+    token = lax.dynamic_slice_in_dim(fed, i, 1, axis=1)
+    with flushed():
+        logits, cache = call_model(model, token, cache, active=takes, last_logits=True)
+    return cache, now.draw(logits, fed, i + 1)
 
 
 def _append(text: Array, length: Array, tokens: Array, count: Array) -> Array:
@@ -350,6 +544,7 @@ class Speculation:
     steps: int  # steps of the model, counted per row
     drafted: int  # tokens that were proposed to it
     accepted: int
+    idle: str | None = None  # why nothing was drafted, in a sentence
 
     @property
     def acceptance(self) -> float:

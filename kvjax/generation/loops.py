@@ -27,7 +27,7 @@ from kvjax.cache.editing import rollback
 from kvjax.cache.editing import room as free_room
 from kvjax.cache.flushing import flush
 from kvjax.compiling import Jitted, Program
-from kvjax.generation.drafts import accepted
+from kvjax.generation.drafts import Draw, Round, accepted
 from kvjax.generation.prefilling import Model, kinds_of, like
 from kvjax.generation.processors import History, Rules, process
 from kvjax.generation.sampling import Draws, drawing
@@ -163,7 +163,10 @@ def count_attended(
 
 
 @partial(
-    Jitted, static_argnames="measure", donate_argnames="cache", compiler_options=CONCURRENT
+    Jitted,
+    static_argnames=("measure", "exact"),
+    donate_argnames="cache",
+    compiler_options=CONCURRENT,
 )
 def decode_loop(
     model: Model,
@@ -177,6 +180,7 @@ def decode_loop(
     processed: tuple[Rules, History] | None = None,
     *,
     measure: bool,
+    exact: bool = False,
 ) -> tuple[Loop, Array]:
     """Emits up to `limit` <= `ROOM` tokens per row; also returns bool[2, B], the rows whose
     logits have no best token, before the first step and after the last one. Such a row ends.
@@ -184,7 +188,7 @@ def decode_loop(
     `draws` is None for greedy decoding, and `first` the number of tokens that earlier calls
     emitted. Each row may have its own: `limit` and `first` are i32[] or i32[B], the stop tokens
     `stop` i32[n] or i32[B, n]. `processed` has rules that change the logits, and the tokens
-    before this call.
+    before this call. With `exact`, steps attend to all tokens of the cache.
     """
     bad = has_no_best(logits)
 
@@ -194,6 +198,8 @@ def decode_loop(
     def emit(s: Loop) -> Loop:
         s, active, fed = _draw(s, draws, first, limit, stop, processed)
         told: Any = {"info": True} if measure else {}
+        if exact:
+            told |= {"steps": True, "exact": True}
         with flushed():
             new, cache, *infos = call_model(
                 model, fed, s.cache, active=active, last_logits=True, **told
@@ -476,60 +482,70 @@ def draft_loop(
     def running(s: DraftLoop) -> Array:
         return s.active & (s.emitted < limit)
 
-    def draw_after(s: DraftLoop) -> Callable[[Array, Array | int], Array]:
-        def draw(logits: Array, i: Array | int) -> Array:
+    def draw_after(s: DraftLoop) -> Draw:
+        """Draws the token after the first i of the tokens `fed`, which follow those emitted."""
+
+        def draw(logits: Array, fed: Array, i: Array | int) -> Array:
+            if processed is not None:
+                place = s.emitted[:, None] + jnp.arange(fed.shape[1], dtype=jnp.int32)[None]
+                logits = ruled(logits, put_last(s.tokens, place, fed), s.emitted + i)
             return draw_at(logits, first + s.emitted + i)
 
         return draw
 
     def step(s: DraftLoop) -> DraftLoop:
-        active, draw, length, cache = running(s), draw_after(s), s.cache.length, flush(s.cache)
-        token = jnp.where(active, draw(ruled(s.logits, s.tokens, s.emitted), 0), 0)
-        draft, wanted, proposed = drafter.with_state(s.state).propose(token, active, draw)
-        max_drafted = jnp.minimum(free_room(cache), limit - s.emitted) - 1
-        drafted = jnp.where(active, jnp.clip(wanted, 0, jnp.maximum(max_drafted, 0)), 0)
-        fed = jnp.concatenate([token[:, None], draft], axis=1)
-        count = jnp.where(active, 1 + drafted, 0)
+        active, draw, length = running(s), draw_after(s), s.cache.length
+        cache = flush(s.cache)
+        token = draw(s.logits, jnp.zeros((s.logits.shape[0], 1), jnp.int32), 0)
+        token = jnp.where(active, token, 0)
+
+        # Draft: no more tokens than fit before the next flush, and than are still wanted.
+        most = jnp.maximum(jnp.minimum(free_room(cache), limit - s.emitted) - 1, 0)
+        now = Round(model, cache, token, active, most, draw)
+        proposal = drafter.with_state(s.state).propose(now)
+        drafted = jnp.where(active, jnp.clip(proposal.drafted, 0, most), 0)
+        fed = jnp.concatenate([token[:, None], proposal.tokens], axis=1)
+        T = fed.shape[1]
+
+        # Verify: one step of the model feeds the token and its draft.
         with flushed():
             new, cache, *infos = call_model(
-                model, fed, cache, lengths=count, steps=True, info=measure
-            )
-
-        places = jnp.arange(1, fed.shape[1], dtype=jnp.int32)
-        follow = new[:, :-1]
-        if processed is not None:
-            fed_too = put_last(
-                s.tokens,
-                s.emitted[:, None] + jnp.arange(fed.shape[1], dtype=jnp.int32)[None],
+                model,
                 fed,
+                proposal.cache,
+                lengths=jnp.where(active, 1 + drafted, 0),
+                steps=True,
+                info=measure,
+                **({"exact": True} if drafter.exact else {}),
             )
-            follow = jnp.stack(
-                [ruled(new[:, i], fed_too, s.emitted + i + 1) for i in range(fed.shape[1] - 1)],
-                axis=1,
-            )
-        drawn = jax.vmap(draw, (1, 0), 1)(follow, places)
+        if processed is None:
+            places = jnp.arange(1, T, dtype=jnp.int32)
+            drawn = jax.vmap(draw, (1, None, 0), 1)(new[:, :-1], fed, places)
+        else:  # rules have conditions, of which vmap would compute both sides
+            drawn = jnp.stack([draw(new[:, i - 1], fed, i) for i in range(1, T)], axis=1)
+
+        # Accept: the tokens of the draft that the model draws too, up to one that ends the row.
         ends = jnp.any(fed[..., None] == stop[None, None], axis=-1)
-        good = accepted(drawn, draft, drafted, ends[:, :-1])
-        taken = jnp.where(active, 1 + good, 0)
-        place = jnp.arange(fed.shape[1], dtype=jnp.int32)[None]
-        kept, right = place < taken[:, None], jnp.where(active, good, 0)
-        at = jnp.where(kept, s.emitted[:, None] + place, ROOM)
-        tokens = put_last(s.tokens, at, fed)
-        after = jnp.take_along_axis(new, good[:, None, None], axis=1)[:, 0]
+        right = accepted(drawn, proposal.tokens, drafted, ends[:, :-1])
+        right = jnp.where(active, right, 0)
+        taken = jnp.where(active, 1 + right, 0)
+        kept = jnp.arange(T, dtype=jnp.int32)[None] < taken[:, None]
+        at = jnp.where(kept, s.emitted[:, None] + jnp.arange(T, dtype=jnp.int32)[None], ROOM)
+        after = jnp.take_along_axis(new, right[:, None, None], axis=1)[:, 0]
         attended, counted = s.attended, s.counted
         if measure:
             attended, counted = count_attended(attended, counted, infos[0], kept.T)
+        told = [jnp.sum(a, dtype=jnp.int32) for a in (active, drafted, right)]
         return DraftLoop(
             emitted=s.emitted + taken,
             cache=rollback(cache, length + taken),
             logits=jnp.where(active[:, None], after, s.logits),
-            tokens=tokens,
+            tokens=put_last(s.tokens, at, fed),
             active=s.active & ~jnp.any(ends & kept, axis=1),
             attended=attended,
             counted=counted,
-            state=proposed.accept(fed, taken).state,
-            numbers=s.numbers
-            + jnp.stack([jnp.sum(a, dtype=jnp.int32) for a in (active, drafted, right)]),
+            state=proposal.drafter.accept(fed, taken, drafted).state,
+            numbers=s.numbers + jnp.stack(told),
         )
 
     B = logits.shape[0]

@@ -68,8 +68,8 @@ class Layered(Protocol):
 class Model(Protocol):
     """The interface of a model for generation: a callable pytree that jit takes as an argument.
 
-    `steps` is needed for drafts, `info` for `measure` and `positions` for `SpecPrefill`;
-    everything else works without.
+    `steps` is needed for drafts, `exact` for those of `SelfDraft`, `info` for `measure` and
+    `positions` for `SpecPrefill`; everything else works without.
 
     Optional attributes: `rotate_for` (see `kvjax.models.Decoder`), `max_positions`, and
     `config` with `vocab_size` and `max_position_embeddings`. With them, a request that cannot
@@ -86,6 +86,7 @@ class Model(Protocol):
         last_logits: bool = False,
         first_chunk: bool = False,
         steps: bool = False,
+        exact: bool = False,
         info: bool = False,
         positions: Any = None,
     ) -> Any:
@@ -94,7 +95,8 @@ class Model(Protocol):
         tokens i32[B, T] · lengths i32[B]: real tokens of this right-padded chunk · active
         bool[B]: rows that take this token · last_logits=True: logits f32[B, V] of each row's
         last real token · first_chunk=True: the cache is empty · steps=True: the T tokens are
-        decode steps, as drafts need · info=True: one Info per layer, with `attended` f32[B, K],
+        decode steps, as drafts need · exact=True: these steps attend to all stored tokens
+        (`kvjax.decode(exact=True)`) · info=True: one Info per layer, with `attended` f32[B, K],
         or f32[T, B, K] with steps · positions i32[B, T] of the tokens; those that follow what
         the cache holds by default.
         """

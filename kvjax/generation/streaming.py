@@ -38,7 +38,7 @@ from jax.typing import ArrayLike
 
 from kvjax.cache.cache import Cache, raise_on_overflow
 from kvjax.compiling import Program, compile_clock
-from kvjax.generation.drafts import Draft, Speculation, check_draft
+from kvjax.generation.drafts import Draft, SelfDraft, Speculation, check_draft
 from kvjax.generation.loops import (
     PAD,
     ROOM,
@@ -150,7 +150,8 @@ def generate(
       measure: fills in `Generation.attended`.
       draft: a `PromptLookup` or a `DraftModel` that proposes tokens, which the model verifies,
         several per step. The text stays the same, up to rounding; `Generation.speculation`
-        reports how many were accepted.
+        reports how many were accepted. With a `SelfDraft`, the cache's own selection drafts,
+        and the text is that of full attention.
       spec_prefill: a `SpecPrefill`, whose draft model chooses the tokens of the prompt that are
         read. The text changes.
       sparse_prompt: the share of the stored tokens to which a block of a long prompt attends,
@@ -254,7 +255,12 @@ def _reader(
 
 def _keywords(measure: bool, draft: Draft | None) -> list[str]:
     """Keywords of the model that only some runs need."""
-    return [*(["info"] if measure else []), *(["steps"] if draft is not None else [])]
+    needed = ["info"] if measure else []
+    if draft is not None:
+        needed.append("steps")
+    if isinstance(draft, SelfDraft):
+        needed.append("exact")
+    return needed
 
 
 def _decode_all(run: Stream, max_new_tokens: int) -> Generation:
@@ -331,8 +337,8 @@ def stream(
     drafter = None
     if draft is not None:
         check_draft(draft, cache)
-        block = max(block, draft.tokens + 1)
         drafter = draft.start(model, cache, tokens, lengths, max_new_tokens)
+        block = max(block, drafter.max_tokens + 1)
     final = on_host(cache.position) + lengths + max_new_tokens
     with compile_clock() as clock:
         logits, cache = read(
@@ -431,6 +437,8 @@ class Stream(Iterator[Any]):
         self._active: Any = np.ones((batch,), bool) if active is None else active
         self._taking_part = self._active
         self._drafter, self._numbers = drafter, np.zeros(3, np.int64)
+        # a model that drafts nothing for itself still attends to all tokens
+        self._exact = drafter is not None and drafter.exact and drafter.max_tokens == 0
         self._measure, self._block, self._text = measure, min(block, max_new_tokens), text
 
     @property
@@ -448,12 +456,19 @@ class Stream(Iterator[Any]):
     @property
     def speculation(self) -> Speculation | None:
         """The acceptance of drafts so far; None without a draft."""
-        return None if self._drafter is None else Speculation(*self._numbers.tolist())
+        if self._drafter is None:
+            return None
+        if self._drafter.idle is not None:
+            return Speculation(sum(map(len, self.rows)), 0, 0, idle=self._drafter.idle)
+        steps, drafted, accepted = self._numbers.tolist()
+        return Speculation(steps, drafted, accepted)
 
     def _call(self, limit: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments of `decode_loop`."""
         state = self._model, self.cache, self._logits, self._active, self._draws
         how = {"measure": self._measure}
+        if self._exact:
+            how["exact"] = True
         return (*state, np.int32(self._step), np.int32(limit), self._stop, self._processed), how
 
     def programs(self) -> list[Program]:
@@ -483,7 +498,8 @@ class Stream(Iterator[Any]):
         """One call of a loop."""
         arguments, how = self._call(limit)
         loop: Any = decode_by_layer if isinstance(self._model, ByLayer) else decode_loop
-        if self._drafter is not None:
+        drafted = self._drafter is not None and self._drafter.max_tokens > 0
+        if drafted:
             drafting = self._drafter.with_state(None), self._drafter.state
             loop, arguments = draft_loop, (*arguments[:-1], *drafting, *arguments[-1:])
         if not self._unread:
@@ -495,7 +511,6 @@ class Stream(Iterator[Any]):
             self.compile_seconds += clock.seconds
         done, bad = self._unread[0]
         self.cache, self._logits = done.cache, done.logits
-        drafted = self._drafter is not None
         count, numbers = (done.emitted, done.numbers) if drafted else (done.step, self._numbers)
         found = jax.tree.map(
             on_host,

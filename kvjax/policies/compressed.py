@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 from kvjax.numerics.derivatives import refuse_derivative
 from kvjax.numerics.partial import PartialAttention
-from kvjax.policies.policy import Info, Step, attend_in_turn, heads_as_steps, steps_as_heads
+from kvjax.policies.policy import Info, Step, attend_in_turn
 from kvjax.policies.zones import Visible, Zoned, ZonedState
 from kvjax.spec import keep_ints
 from kvjax.stores import Quantized, Store
@@ -53,29 +52,10 @@ class Compressed(Zoned):
             )
 
     def attend(self, st: ZonedState, q: Array, step: Step) -> tuple[Array, ZonedState, Info]:
-        if step.lengths is not None:
-            return self._attend_steps(st, q, step.lengths, step)
-        seen = self.visible(st, step.window)
-        out = self.store.attend_with(
-            st.store, q, seen.store, seen.recent, seen.sink, **step.logits
-        )
-        return out, st, self._info(st, step.window)
-
-    def _attend_steps(
-        self, st: ZonedState, q: Array, lengths: Array, step: Step
-    ) -> tuple[Array, ZonedState, Info]:
-        """Each step sees the tokens up to its own: the same arrays with smaller counts.
-
-        Without a sliding window all steps see the same history and read it together.
-        """
-        if step.window is not None or self.value_window is not None:
+        if step.lengths is not None and self.value_window is not None:
+            # each step rounds another part of the recent block
             return attend_in_turn(self, self.shortened, st, q, step)
-        seen, queries = self.visible(st, lengths=lengths), steps_as_heads(q)
-        out = self.store.attend_with(
-            st.store, queries, seen.store, seen.recent, seen.sink, **step.logits
-        )
-        info = jax.vmap(lambda length: self._info(self.shortened(st, length), None))(lengths)
-        return heads_as_steps(out, q.shape[3]), st, info
+        return self.attend_all(st, q, step)
 
     def visible(
         self, st: ZonedState, window: int | None = None, lengths: Array | None = None
@@ -119,16 +99,3 @@ class Compressed(Zoned):
         return jnp.where(slot < in_chunks, k_rounded, k), jnp.where(
             slot < count - self.value_window, v_rounded, v
         )
-
-    def _info(self, st: ZonedState, window: int | None) -> Info:
-        (B, K), seen = st.recent.k.shape[:2], self.visible(st, window)
-        attended = jnp.maximum(st.store.count - seen.store, 0) + seen.recent.size
-        if seen.sink is not None:
-            attended += seen.sink.size
-        slots = self.sink + st.store.slots + st.recent.slots
-        position = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), (B, K, 1, slots))
-        read = position < st.length[:, None, None, None]
-        if seen.first is not None:
-            read &= position >= seen.first[:, None, None, None]
-        counted = jnp.broadcast_to(attended.astype(jnp.float32)[:, None], (B, K))
-        return Info(counted, None, None, jnp.where(read, position, -1))

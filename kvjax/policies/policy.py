@@ -55,6 +55,7 @@ class Step:
     sinks: Array | None = (
         None  # f32[K, G] logits that only the denominator of softmax counts; None: there are none
     )
+    exact: bool = False  # attend to all stored tokens instead of a selection
 
     @property
     def logits(self) -> dict[str, Any]:
@@ -92,6 +93,11 @@ class Policy:
 
     takes_sinks: ClassVar[bool] = False
     """True if `attend` merges `Step.sinks`, which `kvjax.attention(sinks=...)` needs."""
+
+    takes_exact: ClassVar[bool] = False
+    """True if `attend` follows `Step.exact`, so that a draft can be verified on the same cache:
+    it then attends to every token of the row, as the policy stores it.
+    """
 
     reversible: ClassVar[bool] = False
     """True if `rollback` can remove the newest tokens, back to the last flush."""

@@ -126,6 +126,10 @@ class Retrieval(SelectedZones):
         local = max(self.local, demote.leave) if isinstance(demote, Buffer) else self.local
         return replace(self, demote=demote, local=local)
 
+    @property
+    def selects(self) -> bool:
+        return True
+
     def append(self, st: ZonedState, k: Array, v: Array, count: Array) -> ZonedState:
         index = self.selector.append(st.index, k, st.store.count, count)
         return replace(super().append(st, k, v, count), index=index)
@@ -142,6 +146,8 @@ class Retrieval(SelectedZones):
         To a row that takes no step, a history in host memory looks empty, so that nothing of it
         is read.
         """
+        if step.exact:
+            return self.attend_all(st, q, step)
         if step.lengths is not None:
             return self._attend_steps(st, q, step.lengths, step)
         count, active = st.store.count, step.active if in_host_memory(st.store) else None

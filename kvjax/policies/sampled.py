@@ -93,11 +93,17 @@ class Sampled(Zoned):
             else self
         )
 
+    @property
+    def selects(self) -> bool:
+        return True
+
     def append(self, st: ZonedState, k: Array, v: Array, count: Array) -> ZonedState:
         index = self.hashing.append(st.index, k, st.store.count, count)
         return replace(super().append(st, k, v, count), index=index)
 
     def attend(self, st: ZonedState, q: Array, step: Step) -> tuple[Array, ZonedState, Info]:
+        if step.exact:
+            return self.attend_all(st, q, step)
         seen = self.visible(st, step.window)
         sample, share = self.sample(st, q, seen)
         if step.selection is not None:

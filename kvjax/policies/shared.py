@@ -90,6 +90,8 @@ class Follower(SelectedZones):
     takes_steps = False
 
     def attend(self, st: ZonedState, q: Array, step: Step) -> tuple[Array, ZonedState, Info]:
+        if step.exact:
+            return self.attend_all(st, q, step)
         if step.selection is None:
             self.select(st, q, step)
         selection = self._of_heads(step.selection, q.shape)

@@ -28,7 +28,17 @@ from kvjax.numerics.blocks import Block, empty_block, put, take_rows, whole_unit
 from kvjax.numerics.partial import PartialAttention, Span, keep_valid, merge
 from kvjax.numerics.selection import PackedSelection, Selection, unpack
 from kvjax.ops.chunk import attend_zone
-from kvjax.policies.policy import Info, Policy, Step, chunk_starts, in_range, lowest_visible
+from kvjax.policies.policy import (
+    Info,
+    Policy,
+    Step,
+    attend_in_turn,
+    chunk_starts,
+    heads_as_steps,
+    in_range,
+    lowest_visible,
+    steps_as_heads,
+)
 from kvjax.sharding.context import Axis, Stripes
 from kvjax.spec import CacheSpec, keep_ints
 from kvjax.stores import Store
@@ -383,6 +393,49 @@ class Zoned(Policy):
                 f"{self.demote} forgets the order of tokens, so it cannot serve a sliding window of {window}; use "
                 f"kvjax.Fifo(leave={self.demote.leave})"
             )
+
+    def attend_all(
+        self, st: ZonedState, q: Array, step: Step
+    ) -> tuple[Array, ZonedState, Info]:
+        """Attends to sink, recent block and the whole history, as the store keeps it: `attend`
+        of a policy without a selection, and of all policies if `step.exact`.
+
+        Without a sliding window, T steps see the same history and read it together.
+        """
+        if step.lengths is None:
+            seen = self.visible(st, step.window)
+            out = self.store.attend_with(
+                st.store, q, seen.store, seen.recent, seen.sink, **step.logits
+            )
+            return out, st, self._info_of_all(st, step.window)
+        if step.window is not None:
+            return attend_in_turn(self, self.shortened, st, q, step)
+        seen = self.visible(st, lengths=step.lengths)
+        out = self.store.attend_with(
+            st.store, steps_as_heads(q), seen.store, seen.recent, seen.sink, **step.logits
+        )
+
+        def info(length: Array) -> Info:
+            return self._info_of_all(self.shortened(st, length), None)
+
+        return heads_as_steps(out, q.shape[3]), st, jax.vmap(info)(step.lengths)
+
+    takes_exact = True
+
+    def _info_of_all(self, st: ZonedState, window: int | None) -> Info:
+        """The `Info` of a step that attends to all tokens that a window shows."""
+        B, K = st.recent.k.shape[:2]
+        seen = self.visible(st, window)
+        attended = jnp.maximum(st.store.count - seen.store, 0) + seen.recent.size
+        if seen.sink is not None:
+            attended += seen.sink.size
+        slots = self.sink + st.store.slots + st.recent.slots
+        position = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), (B, K, 1, slots))
+        read = position < st.length[:, None, None, None]
+        if seen.first is not None:
+            read &= position >= seen.first[:, None, None, None]
+        counted = jnp.broadcast_to(attended.astype(jnp.float32)[:, None], (B, K))
+        return Info(counted, None, None, jnp.where(read, position, -1))
 
     def attend_stored(
         self, st: ZonedState, q: Array, *, scale: float, window: int | None = None

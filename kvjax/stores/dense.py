@@ -10,13 +10,14 @@ from jax import Array
 
 from kvjax import ops
 from kvjax.numerics.blocks import Block, empty_block, put
-from kvjax.numerics.partial import PartialAttention, Span
+from kvjax.numerics.partial import PartialAttention, Span, merge, merge_sinks
 from kvjax.numerics.selection import PackedSelection, Selection
 from kvjax.ops.chunk import attend_zone
 from kvjax.spec import CacheSpec
 from kvjax.stores.store import Store
 
 SPANS = 32  # queries, each from a slot of its own on, that read all slots together
+TOGETHER = 16  # queries of a step that the kernel `attend_span` takes
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,59 @@ class Dense(Store):
 
     def truncate(self, st: Block, count: Array) -> Block:
         return replace(st, count=count)
+
+    def attend(self, st: Block, q: Array, start: Array, *, scale: float) -> PartialAttention:
+        steps = next(
+            n
+            for n in range(1, q.shape[2] + 1)
+            if q.shape[2] % n == 0 and q.shape[2] // n <= TOGETHER
+        )
+        return self._attend_from(st, q, start, steps, scale)
+
+    def attend_with(
+        self,
+        st: Block,
+        q: Array,
+        start: Array,
+        recent: Span,
+        sink: Span | None,
+        *,
+        scale: float,
+        sinks: Array | None = None,
+        part: bool = False,
+    ) -> Any:
+        steps = recent.stop.shape[1] if recent.stop.ndim == 2 else 1
+        history = self._attend_from(st, q, start, steps, scale)
+        # One kernel reads what is beside the history: as slots of a step that selects none.
+        nothing = jnp.zeros((*q.shape[:2], steps, 1), jnp.int32)
+        beside = ops.attend_zones(
+            q,
+            recent.k,
+            recent.v,
+            Selection(nothing, nothing > 0),
+            recent,
+            sink,
+            recent.k.shape[2],
+            scale=scale,
+            part=True,
+        )
+        whole = merge(history, beside)
+        return whole if part else merge_sinks(whole, sinks).out.astype(q.dtype)
+
+    def _attend_from(
+        self, st: Block, q: Array, start: Array, steps: int, scale: float
+    ) -> PartialAttention:
+        """`attend` of queries that come as those of several steps, which a kernel takes by the
+        product, and which all see the same slots.
+        """
+        stop = st.count
+        if steps > 1:
+            start = start[:, None]
+            stop = jnp.broadcast_to(stop[:, None], (stop.shape[0], steps))
+        part: PartialAttention = ops.attend_span(
+            q, Span(st.k, st.v, start, stop), scale=scale, part=True
+        )
+        return part
 
     def attend_chunk(
         self, st: Block, q: Array, start: Array | None, *, scale: float

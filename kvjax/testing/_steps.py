@@ -16,11 +16,18 @@ from kvjax.spec import CacheSpec
 from kvjax.steps import attend, select, update
 from kvjax.testing._anatomy import DoesNotApply, core, has_history, require, sink
 from kvjax.testing._drive import Tokens, fill, new_cache, ragged_lengths, random_tokens, step
-from kvjax.testing._expect import assert_close, assert_same, assert_same_contents, slots_of
+from kvjax.testing._expect import (
+    as_stored,
+    assert_close,
+    assert_same,
+    assert_same_contents,
+    dense,
+    slots_of,
+)
 
 STEPS = 5
 
-_decode = jax.jit(decode_info, static_argnames=("window", "scale", "flush"))
+_decode = jax.jit(decode_info, static_argnames=("window", "scale", "flush", "exact"))
 _rollback = jax.jit(rollback)
 _truncate = jax.jit(truncate)
 _room = jax.jit(room)
@@ -64,6 +71,36 @@ def decode_equals_single_steps(policy: Policy, spec: CacheSpec) -> None:
         assert (np.asarray(together.length) == lengths).all(), (
             "the length is not that of the steps"
         )
+
+
+def exact_steps_attend_to_all_tokens(policy: Policy, spec: CacheSpec) -> None:
+    """Steps with `exact` attend to every token up to their own, whatever the policy selects,
+    one at a time and several at once.
+
+    They store what other steps store, so that a step with a selection may follow.
+    """
+    require(policy.takes_exact, "the policy's steps take no `exact`")
+    tokens, lengths = random_tokens(spec, 29), _before_a_flush(policy, spec, 3)
+    start, _ = fill(new_cache(policy, spec), tokens, lengths)
+    start = _flush(start)
+    most = np.minimum(np.array([STEPS, 2, 0])[np.arange(spec.batch) % 3], _room(start))
+    for T in (STEPS, 1):
+        count = np.minimum(most, T)
+        new = tokens.at(lengths[:, None] + np.arange(T))
+        out, cache, info = _decode(start, *new, lengths=count, flush=False, exact=True)
+        for b, t in np.argwhere(np.arange(T)[None] < count[:, None]):
+            end = int(lengths[b]) + t + 1
+            k, v = as_stored(
+                policy, spec, tokens.k[b, :end], tokens.v[b, :end], int(lengths[b])
+            )
+            got = np.asarray(out, np.float32)[b, t]
+            want = dense(tokens.q[b, end - 1], k, v)
+            assert_close(got, want, spec, f"row {b}, step {t} of {T}", policy)
+            attended = np.asarray(info.attended)[t, b]
+            assert (attended == end).all(), f"attended to {attended.tolist()} of {end} tokens"
+        if T == 1:
+            _, other, _ = _decode(start, *new, lengths=count, flush=False)
+            assert_same_contents(cache, other, spec, "the state after a step")
 
 
 def three_calls_equal_a_step(policy: Policy, spec: CacheSpec) -> None:

@@ -14,7 +14,7 @@ from flax import nnx
 
 import kvjax
 from kvjax import DraftModel, Fifo, PromptLookup, Retrieval
-from kvjax.generation.drafts import Speculation, _LookupDrafter, accepted, parse
+from kvjax.generation.drafts import Round, Speculation, _LookupDrafter, accepted, parse
 from kvjax.generation.sampling import sampling
 from kvjax.models import Decoder, DecoderConfig
 
@@ -187,9 +187,9 @@ def test_prompt_lookup_finds_the_last_place_of_the_longest_run() -> None:
     for row, known in zip(text, texts, strict=True):
         row[: len(known)] = known
     drafter = _LookupDrafter(jnp.asarray(text), jnp.array([9, 3, 3, 9, 3]), 2, 4)
-    draft, count, _ = drafter.propose(
-        jnp.array([3, 4, 9, 3, 6]), jnp.ones(5, bool), lambda logits, i: None
-    )  # type: ignore[arg-type, return-value]
+    token, active = jnp.array([3, 4, 9, 3, 6]), jnp.ones(5, bool)
+    now = Round(None, None, token, active, jnp.full(5, 4), None)  # type: ignore[arg-type]
+    draft, count, *_ = drafter.propose(now)
     assert [
         row[:n].tolist() for row, n in zip(np.asarray(draft), count.tolist(), strict=True)
     ] == [
@@ -199,7 +199,8 @@ def test_prompt_lookup_finds_the_last_place_of_the_longest_run() -> None:
         [8, 5, 3, 9],  # after (2, 3), though a 3 came later
         [7, 8, 6],
     ]
-    after = drafter.accept(jnp.array([[3, 8, 5, 2, 3]] * 5), jnp.array([2, 0, 1, 0, 0]))
+    tokens, taken = jnp.array([[3, 8, 5, 2, 3]] * 5), jnp.array([2, 0, 1, 0, 0])
+    after = drafter.accept(tokens, taken, count)
     assert after.length.tolist() == [11, 3, 4, 9, 3]
     assert after.text[0, 9:12].tolist() == [3, 8, 0]
 
@@ -237,7 +238,7 @@ def test_drafts_that_cannot_work_are_refused_before_the_prompt(model: Decoder) -
             PromptLookup(tokens=tokens)
     with pytest.raises(
         ValueError,
-        match=r"a PromptLookup or a DraftModel, got the class PromptLookup; make an inst",
+        match=r"a SelfDraft, a PromptLookup or a DraftModel, got the class PromptLookup; make an inst",
     ):
         generate(model, kvjax.Full(), PromptLookup)
     with pytest.raises(
@@ -253,7 +254,7 @@ def test_drafts_that_cannot_work_are_refused_before_the_prompt(model: Decoder) -
     assert parse("prompt-lookup") == PromptLookup()
     with pytest.raises(
         ValueError,
-        match=r"speculate='lookup' must be prompt-lookup, or prompt-lookup:NGRAM,TOKENS",
+        match=r"speculate='lookup' must be self or self:TOKENS .*, prompt-lookup, or prompt-lookup:NGRAM,TOKENS",
     ):
         parse("lookup")
 

@@ -199,6 +199,8 @@ class BrokenRetrieval(Retrieval):
         if self.fault == "reads other slots than it is given" and step.selection is not None:
             given = step.selection._replace(slots=jnp.roll(step.selection.slots, 1, axis=0))
             step = dataclasses.replace(step, selection=given)
+        if self.fault == "selects in exact steps":
+            step = dataclasses.replace(step, exact=False)
         out, st, info = super().attend(st, q, step)
         if self.fault == "tells a slot twice":
             slots = jnp.broadcast_to(info.selection.slots[..., :1], info.selection.slots.shape)
@@ -299,6 +301,7 @@ BROKEN: dict[str, kvjax.Policy] = {
     "reads other slots than it is given": _base(
         BrokenRetrieval, fault="reads other slots than it is given"
     ),
+    "selects in exact steps": _base(BrokenRetrieval, fault="selects in exact steps"),
     "tells a slot twice": _base(BrokenRetrieval, fault="tells a slot twice"),
     "changes every row in a flush": _base(
         BrokenRetrieval, fault="changes every row in a flush"
@@ -343,6 +346,7 @@ CAUGHT: list[tuple[str, str]] = [
     ("forgets a prompt's first chunk", "prompt_attends_causally"),
     ("tells one token too few", "step_attends_to_the_positions_it_tells"),
     ("decodes each token alone", "decode_equals_single_steps"),
+    ("selects in exact steps", "exact_steps_attend_to_all_tokens"),
     ("keeps what it takes back", "rollback_forgets_what_came_after"),
     ("keeps what it takes back", "truncate_gives_the_shorter_prompt"),
     ("cannot be saved", "checkpoint_restores_to_the_bit"),

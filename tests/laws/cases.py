@@ -323,10 +323,12 @@ CASES |= {
 _HISTORY = {"order_of_chunks_does_not_matter"}
 _BUDGET = {"recall_grows_with_budget"}
 _TRUNCATE = {"truncate_gives_the_shorter_prompt"}
+_EXACT = {"exact_steps_attend_to_all_tokens"}
 _ROLLBACK = {"rollback_forgets_what_came_after"} | _TRUNCATE
 _AS_STORED = {  # compare with tokens that are rounded as they leave the recent block
     "budget_of_all_is_dense_attention",
     "every_token_is_in_one_zone",
+    "exact_steps_attend_to_all_tokens",
     "step_attends_to_the_positions_it_tells",
     "gradients_are_those_of_attention",
 }
@@ -335,6 +337,10 @@ _EVICTION = {"budget_bounds_what_is_held", "step_attends_to_what_is_held"}
 
 def does_not_apply(policy: kvjax.Policy) -> set[str]:
     """The laws that need something that such a policy does not have."""
+    return _does_not_apply(policy) | (set() if policy.takes_exact else _EXACT)
+
+
+def _does_not_apply(policy: kvjax.Policy) -> set[str]:
     if isinstance(policy, Evicting | kvjax.Compensated) and not isinstance(policy, kvjax.Mixed):
         told = (
             {"step_attends_to_the_positions_it_tells"}

@@ -1,0 +1,145 @@
+"""How long the drafts of a model by itself should be (`kvjax.SelfDraft`).
+
+A decode step of a long context is bound by what it reads: the weights, and keys and values of
+all rows. A draft step reads the weights too, but of the cache only an index and the budget. So
+the time of either is taken to be that of its bytes. What a selection costs besides, in kernels
+and in launching them, is known from a measurement: the bytes of keys and values up to which
+attending to all of them is as fast as to select (`kvjax/policies/short.json`).
+
+If each token of a draft is right with probability a, given that those before it are, a draft of
+n tokens gives 1 + a + ... + a^n tokens in the time of n draft steps and one verification.
+"""
+
+from __future__ import annotations
+
+from functools import cache as cached
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import ops
+from kvjax.cache.cache import Cache
+from kvjax.policies import Policy
+from kvjax.policies.short import Short, measured
+from kvjax.spec import CacheSpec
+
+# Time of a step that verifies 5 to 8 tokens in steps of full attention. Measured for the kernel
+# of a layer on an H200: 137 us for 8 tokens and 124 us for one, of 131072 tokens with D = 128
+# (`benchmarks/NOTES.md`).
+VERIFICATION = 1.1
+# Share of drafted tokens that are right before a row has drafted any, and the number of tokens
+# which that expectation counts as. fier, quest and pariskv agreed with full attention in .91 to
+# .96 of the tokens of a novel, at budgets of 1024 and 2048.
+USUAL = 0.9
+TRUST = 4.0
+MEMORY = 0.9  # of what a row counted, from one round to the next
+WORTH = 1.05  # times as fast as full attention, at least; with less nothing is drafted
+
+
+class StepCosts(NamedTuple):
+    """Bytes that a step reads, or as many as a GPU reads in the same time."""
+
+    full: float  # of a step of full attention
+    draft: float
+
+    @property
+    def verification(self) -> float:
+        return VERIFICATION * self.full
+
+    def gain(self, tokens: int, rate: float = USUAL) -> float:
+        """The speed of drafts of `tokens` tokens in that of full attention, if each token is
+        right with probability `rate`.
+
+        >>> round(StepCosts(full=2.0, draft=1.0).gain(4), 2)
+        1.32
+        """
+        gained = sum(rate**i for i in range(tokens + 1))
+        return gained * self.full / (self.verification + tokens * self.draft)
+
+
+def step_costs(cache: Cache, weights: float, length: int) -> StepCosts:
+    """The costs of steps of a model of `weights` bytes with rows of `length` tokens in `cache`."""
+    full = draft = float(weights)
+    budget = 0
+    for layer in cache.layers:
+        spec = layer.spec if layer.placement is None else layer.placement.local(layer.spec)
+        everything = spec.batch * min(length, spec.capacity) * _token_bytes(layer.policy, spec)
+        budget = getattr(
+            layer.policy, "budget", budget
+        )  # a layer that follows has that of its anchor
+        full += everything
+        part = spec.batch * budget * _key_value_bytes(spec) + _selection(
+            layer.policy, spec, length
+        )
+        draft += min(part, everything) if selects(layer.policy) else everything
+    return StepCosts(full, draft)
+
+
+def selects(policy: Policy) -> bool:
+    """True if a step reads a part of the tokens, which the policy or another layer selects."""
+    return policy.selects or policy.follows
+
+
+@cached
+def keeps_on_host(policy: Policy, spec: CacheSpec) -> bool:
+    """True if the state of `policy` has arrays in host memory, on a CPU too."""
+    made = jax.make_jaxpr(lambda: policy.init(spec))()
+    return any(aval.memory_space == jax.memory.Space.Host for aval in made.out_avals)
+
+
+def why_idle(cache: Cache, costs: StepCosts, tokens: int) -> str | None:
+    """Why drafts of up to `tokens` tokens do not pay; None if they do, or if nobody knows."""
+    policies = [layer.policy for layer in cache.layers]
+    if any(isinstance(policy, Short) for policy in policies):
+        return (
+            f"no tokens are drafted, because in a cache for {cache.spec.capacity} tokens attention to all of them is "
+            "as fast as a selection"
+        )
+    if not all(_name(policy) in _known() for policy in policies if policy.selects):
+        return None
+    best = max(costs.gain(n) for n in range(1, tokens + 1))
+    if best >= WORTH:
+        return None
+    return (
+        f"no tokens are drafted, because the cache is so short that drafts would give {best:.2f} times the speed of "
+        "full attention"
+    )
+
+
+def tokens_in_one_pass(spec: CacheSpec) -> int:
+    """Tokens of a draft, 3 to 7, that are verified in one pass of the kernel over the cache:
+    with the one before them, it takes 32 query heads of a KV head together, and 16 if D > 128.
+    """
+    together = 32 if spec.head_dim <= 128 else 16
+    return int(np.clip(together // spec.group - 1, 3, 7))
+
+
+def _selection(policy: Policy, spec: CacheSpec, length: int) -> float:
+    """Bytes that stand for the selection of a layer: of its index, and for all that is not
+    reading.
+    """
+    selector: Any = getattr(policy, "selector", None)
+    index = 0.0 if selector is None else spec.batch * selector.bytes_read(spec, length)
+    return index + _known().get(_name(policy), 0)
+
+
+def _name(policy: Any) -> str:
+    """The name of what selects, as measurements know it."""
+    return type(getattr(policy, "selector", getattr(policy, "hashing", None))).__name__
+
+
+def _known() -> dict[str, float]:
+    """The bytes of `short.json` for this kind of device, by selector."""
+    found = measured().get(ops.device_kind() or "", {})
+    return {name: entry["bytes"] for name, entry in found.items()}
+
+
+@cached
+def _token_bytes(policy: Policy, spec: CacheSpec) -> float:
+    return policy.bytes_per_token(spec)
+
+
+def _key_value_bytes(spec: CacheSpec) -> int:
+    return spec.kv_heads * (spec.head_dim + spec.value_size) * jnp.dtype(spec.dtype).itemsize
