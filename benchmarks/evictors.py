@@ -27,7 +27,7 @@ from long_generation import own_text, summary
 from measured import write_rows
 
 from kvjax import models, presets
-from kvjax.evaluate import compare, perplexity, plan
+from kvjax.evaluate import compare, passages, plan
 from kvjax.evaluate.caches import make_rows
 from kvjax.spec import default_dtype
 
@@ -114,13 +114,11 @@ def main(args: Sequence[str] | None = None) -> None:
         measured.read_tokens(checkpoint, given.text, given.rows * given.prompt), np.int32
     )
     texts = own_text(checkpoint, words.reshape(given.rows, -1), given.new_tokens, seed=0)
-    task = perplexity.Passages(tuple(map(tuple, texts.tolist())), given.new_tokens)
+    task = passages.Passages(tuple(map(tuple, texts.tolist())), given.new_tokens)
     one = plan.prepare(
         checkpoint, task, make_rows(names, budgets=[given.budget]), dtype=given.dtype
     )
-    cells = plan.run(
-        checkpoint, one, perplexity.score, batch=given.rows, parallel=given.parallel
-    )
+    cells = plan.run(checkpoint, one, passages.score, batch=given.rows, parallel=given.parallel)
     late = compare(
         checkpoint,
         "needles",

@@ -29,7 +29,7 @@ from layers import show
 from measured import write_rows
 
 from kvjax import models
-from kvjax.evaluate import perplexity, plan
+from kvjax.evaluate import passages, plan
 from kvjax.evaluate.caches import make_rows
 from kvjax.evaluate.provenance import digest_json, json_text, replace_file, source_digest
 from kvjax.evaluate.store import Cell
@@ -75,7 +75,7 @@ def summary(cell: Cell, full: Cell) -> dict[str, Any]:
     """Total perplexity, and the ratio to full attention of each quarter with its standard
     error.
     """
-    nats, gap = perplexity.nats(cell), perplexity.nats(cell) - perplexity.nats(full)
+    nats, gap = passages.nats(cell), passages.nats(cell) - passages.nats(full)
     parts = np.array_split(gap, PARTS, axis=1)
     errors = [np.std(part, ddof=1) / math.sqrt(part.size) for part in parts]
     return {
@@ -125,7 +125,7 @@ def main(args: Sequence[str] | None = None) -> None:
     texts = kept_text(
         folder, made_by, lambda: own_text(checkpoint, prompts, given.new_tokens, given.seed)
     )
-    task = perplexity.Passages(tuple(map(tuple, texts)), given.new_tokens)
+    task = passages.Passages(tuple(map(tuple, texts)), given.new_tokens)
     asked = make_rows(given.methods.split(), budgets=[given.budget])
     kept: dict[str, Any] = {
         "model": about["model"]["digest"],
@@ -134,9 +134,7 @@ def main(args: Sequence[str] | None = None) -> None:
     one = plan.prepare(checkpoint, task, asked, dtype=given.dtype, **kept)
     if refused := [cell.refused for cell in one.cells.values() if cell.refused]:
         parser.error("; ".join(refused))
-    cells = plan.run(
-        checkpoint, one, perplexity.score, batch=given.rows, parallel=given.parallel
-    )
+    cells = plan.run(checkpoint, one, passages.score, batch=given.rows, parallel=given.parallel)
     rows = [summary(cell, cells[0]) for cell in cells]
     for row in rows:
         show({key: str(value) for key, value in row.items()})

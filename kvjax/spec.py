@@ -104,6 +104,19 @@ def require_ints(
     )
 
 
+def one_or_several(what: str, value: Any, *, at_least: int = 1) -> tuple[int, ...] | None:
+    """One integer, or each of several, as a tuple; None stays None.
+
+    >>> one_or_several("budget", 64), one_or_several("budget", [64, 256])
+    ((64,), (64, 256))
+    """
+    if value is None:
+        return None
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping):
+        return require_ints(what, value, at_least=at_least)
+    return (require_int(what, value, at_least=at_least),)
+
+
 CAPACITY_STEP = 128
 SMALL_CAPACITIES = (
     1152,

@@ -9,7 +9,7 @@ import typer
 from kvjax.cli.generate import read_prompt
 from kvjax.cli.options import (
     AsJson,
-    Budget,
+    Budgets,
     CacheNames,
     DenseLayers,
     Dtype,
@@ -18,12 +18,13 @@ from kvjax.cli.options import (
     dtype_name,
     model_directory,
     optional,
+    sizes,
     without_weights,
 )
 from kvjax.cli.terminal import bar, bars, say, show, write_json
 
 if TYPE_CHECKING:
-    from kvjax.evaluate.side_by_side import Answer
+    from kvjax.evaluate.answers import Answer
 
 DEFAULT = ("full", "fier", "quest", "snapkv", "logquant")
 
@@ -37,7 +38,7 @@ def compare(
         typer.Option("--example", help="Use the built-in prompt of kvjax generate --example."),
     ] = False,
     cache: CacheNames = None,
-    budget: Budget = None,
+    budget: Budgets = None,
     dense_layers: DenseLayers = 2,
     max_new_tokens: Annotated[int, typer.Option(help="Maximum number of new tokens.")] = 32,
     dtype: Dtype = None,
@@ -53,10 +54,10 @@ def compare(
     kind, directory = dtype_name(dtype), model_directory(model_dir)
     text = read_prompt(prompt, prompt_file, example=example)
     from kvjax import models
-    from kvjax.evaluate.side_by_side import prepare, side_by_side
+    from kvjax.evaluate.answers import prepare, side_by_side
 
     asked: Any = {
-        "budget": budget,
+        "budget": None if budget is None else sizes("--budget", budget),
         "dense_layers": dense_layers,
         "max_new_tokens": max_new_tokens,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -46,7 +47,7 @@ Tasks = Annotated[
     optional(
         "pass_key, needle, needles, needle_lines, key_value, variables, assigned_variables, frequent_words, "
         "common_words; ruler-synthetic for the ten synthetic tasks of RULER. Settings may follow: "
-        "needles:hidden=16,asked=2. Repeat the option for several. Default: needles."
+        "needles:hidden=16,asked=2. Your own: mine.py:NAME. Repeat the option for several. Default: needles."
     ),
 ]
 
@@ -257,7 +258,6 @@ def _report(cells: Sequence[Cell], out: Path, as_json: bool) -> None:
         write_json(report.summary(cells))
     else:
         show_markdown(report.table(cells))
-    try:
-        say(f"wrote {', '.join(map(str, plots.write(cells, out)))}")
-    except ImportError as error:
-        say(f"wrote {out / 'table.md'}; {error}")
+    say(f"wrote {', '.join(map(str, plots.write(cells, out)))}")
+    if find_spec("matplotlib") is None:
+        say(plots.NEEDED)

@@ -108,7 +108,8 @@ def generate(
     caches: Annotated[
         list[str] | None,
         optional(
-            "A method listed by `kvjax methods`; settings may follow: fier:group=16. Default: full.",
+            "A method listed by `kvjax methods`, or your own: mine.py:NAME. Settings may follow: fier:group=16. "
+            "Default: full.",
             "--cache",
             autocompletion=complete_cache,
         ),

@@ -37,6 +37,8 @@ def methods(
         write_json(*map(_as_json, chosen))
     elif name is None:
         _list(presets.REGISTRY)
+        if others := presets.installed():
+            write(f"From installed packages: {', '.join(others)}\n")
     else:
         _describe(presets.find(name))
 
@@ -83,7 +85,7 @@ def _describe(preset: Preset) -> None:
     first, *_ = inspect.cleandoc(preset.make.__doc__ or "").split("\n\n")
     write(
         f"{' '.join(first.split())}\n\n"
-        f"Keeps {preset.keeps}. Paper: {preset.paper}. {_bytes(preset):,} bytes per token.{_settings(preset)}\n"
+        f"{_about(preset)}{_bytes(preset):,} bytes per token.{_settings(preset)}\n"
     )
     if not settings:
         write("It has no settings.\n")
@@ -97,11 +99,17 @@ def _describe(preset: Preset) -> None:
     show(table)
 
 
+def _about(preset: Preset) -> str:
+    """Says what a method of the registry keeps, and its paper."""
+    return f"Keeps {preset.keeps}. Paper: {preset.paper}. " if preset.own is None else ""
+
+
 def _settings(preset: Preset) -> str:
     """The least budget, the settings of the paper and of its released code, and the checklist,
     as sentences.
     """
-    told = f" Least budget: {preset.least_budget}." if preset.has_budget else ""
+    least = preset.least_budget
+    told = "" if least is None else f" Least budget: {least}."
     if preset.paper != "-":
         told += f"\nThe paper's setting: {preset.setting()}."
         if preset.released:
@@ -119,6 +127,11 @@ def _settings(preset: Preset) -> str:
     )
 
 
+OWN = {
+    "dense_layers": "number of first layers that attend to everything"
+}  # of any method of a user
+
+
 def meanings(preset: Preset) -> dict[str, str]:
     """The meaning of each setting, from the `Args:` of the preset, else of all presets, and the
     `Attributes:` of arguments with fields."""
@@ -127,7 +140,7 @@ def meanings(preset: Preset) -> dict[str, str]:
 
     parameters = inspect.signature(preset.make).parameters
     every = entries(presets.__doc__, "Args") | entries(preset.make.__doc__, "Args")
-    found = {name: every[name] for name in parameters}
+    found = {name: every.get(name, OWN.get(name, "")) for name in parameters}
     for p in parameters.values():
         if names := field_names(p.default):
             own = entries(type(p.default).__doc__, "Attributes")

@@ -54,23 +54,23 @@ AsJson = Annotated[
 
 def complete_cache(incomplete: str) -> list[str]:
     """Names of methods that start with `incomplete`, for shell completion."""
-    from kvjax.presets import REGISTRY
+    from kvjax.presets import REGISTRY, installed
 
-    return [name for name in REGISTRY if name.startswith(incomplete)]
+    return [name for name in (*REGISTRY, *installed()) if name.startswith(incomplete)]
 
 
 CacheName = Annotated[
     str,
     typer.Option(
-        help="A method listed by `kvjax methods`; settings may follow: fier:group=16.",
+        help="A method listed by `kvjax methods`, or your own: mine.py:NAME. Settings may follow: fier:group=16.",
         autocompletion=complete_cache,
     ),
 ]
 CacheNames = Annotated[
     list[str] | None,
     optional(
-        "A method listed by `kvjax methods`; settings may follow: fier:group=16. Repeat the option for several, "
-        "the first is the baseline.",
+        "A method listed by `kvjax methods`, or your own: mine.py:NAME. Settings may follow: fier:group=16. Repeat the "
+        "option for several, the first is the baseline.",
         autocompletion=complete_cache,
     ),
 ]

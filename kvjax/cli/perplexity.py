@@ -9,7 +9,7 @@ import typer
 
 from kvjax.cli.options import (
     AsJson,
-    Budget,
+    Budgets,
     CacheNames,
     DenseLayers,
     Dtype,
@@ -22,7 +22,7 @@ from kvjax.cli.options import (
     sizes,
     without_weights,
 )
-from kvjax.cli.terminal import bar, bars, show_markdown, write_json
+from kvjax.cli.terminal import bar, bars, say, show_markdown, write_json
 
 DEFAULT_SHARE = 0.11
 
@@ -39,7 +39,7 @@ def perplexity(
     length: Annotated[
         str, typer.Option(help="Context length in tokens. Several: 1K,4K.")
     ] = "1K,2K,4K",
-    budget: Budget = None,
+    budget: Budgets = None,
     dense_layers: DenseLayers = 2,
     share: Annotated[
         float | None,
@@ -57,7 +57,10 @@ def perplexity(
     parallel: Parallel = 1,
     dtype: Dtype = None,
     out: Annotated[
-        Path | None, optional("Folder for results/*.json. Existing results are not run again.")
+        Path | None,
+        optional(
+            "Folder for results/*.json, table.md and a plot. Existing results are not run again."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -77,20 +80,24 @@ def perplexity(
     )
 
     from kvjax import models
-    from kvjax.evaluate import perplexity as measure
+    from kvjax.evaluate import passages as measure
     from kvjax.evaluate.caches import without_budget
     from kvjax.spec import require_int
 
     for option, count in (("--steps", steps), ("--passages", passages), ("--batch", batch)):
         require_int(option, count, at_least=1)
-    if budget is not None:
-        require_int("--budget", budget, at_least=1)
+    budgets = None if budget is None else tuple(sizes("--budget", budget))
     if budget is None and share is None and without_budget(names):
         share = DEFAULT_SHARE
     check_folder("--out", out)
     words = _read(text)
     setting = measure.Setting(
-        lengths=lengths, steps=steps, passages=passages, batch=batch, budget=budget, share=share
+        lengths=lengths,
+        steps=steps,
+        passages=passages,
+        batch=batch,
+        budget=budgets,
+        share=share,
     )
     results, progress = None if out is None else out / "results", bars()
     with progress:
@@ -112,6 +119,8 @@ def perplexity(
             cells = measure.run(
                 checkpoint, plans, batch=batch, parallel=parallel, progress=advance_to
             )
+    if out is not None:
+        say(f"wrote {', '.join(map(str, measure.write(cells, out)))}")
     if as_json:
         write_json({"text": text.name, **measure.document(cells)})
     else:

@@ -2,7 +2,18 @@
 throughput, reports.
 """
 
+from kvjax.evaluate.answers import Answer, side_by_side
 from kvjax.evaluate.comparison import Comparison, compare
+from kvjax.evaluate.passages import Setting, perplexity
 from kvjax.evaluate.tasks import Example, Task
 
-__all__ = ["Comparison", "Example", "Task", "compare"]
+__all__ = [
+    "Answer",
+    "Comparison",
+    "Example",
+    "Setting",
+    "Task",
+    "compare",
+    "perplexity",
+    "side_by_side",
+]

@@ -1,5 +1,5 @@
-"""The rows of a comparison: caches from text such as "fier:group=16", at equal budgets and
-equal dense layers.
+"""The rows of a comparison: caches from text such as "fier:group=16" and of one's own, at equal
+budgets and equal dense layers.
 
 A comparison is fair if all rows read about as many tokens. So one `dense_layers` applies to all
 rows, whatever the papers' presets say; a row that sets its own keeps it, and shows it in its
@@ -8,7 +8,7 @@ name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
@@ -18,11 +18,11 @@ import jax
 
 from kvjax import presets
 from kvjax.cache.cache import init
+from kvjax.evictors import Evictor
 from kvjax.policies import Full, PerLayer, Policy
 from kvjax.presets import Preset
-from kvjax.presets.parsing import read_settings
+from kvjax.selectors import Selector
 from kvjax.spec import CacheSpec
-from kvjax.validation import shown
 
 if TYPE_CHECKING:
     from kvjax.models import DecoderConfig
@@ -47,7 +47,65 @@ class Row:
     note: str = ""  # a budget that is rounded down to whole pages
 
 
-Caches = Mapping[str, PerLayer | Policy | Sequence[Policy]] | Sequence[str]
+# A name of `kvjax methods`, "mine.py:mine", a policy or a part of one, or a function that returns
+# one, perhaps of a budget.
+Method = str | PerLayer | Policy | Sequence[Policy] | Selector | Evictor | Callable[..., Any]
+Caches = Method | Mapping[str, Method] | Sequence[Method]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A cache that a caller asks for: a method, with the settings that are written with it."""
+
+    preset: Preset
+    settings: Mapping[str, Any]
+    label: str = ""  # the name that the caller gave it
+    text: str = ""  # as it is written
+
+    @property
+    def name(self) -> str:
+        return self.label or self.text or self.preset.name
+
+    @property
+    def takes_budget(self) -> bool:
+        """True if it has a budget and does not set it."""
+        return self.preset.has_budget and "budget" not in self.settings
+
+    @property
+    def is_policy(self) -> bool:
+        """True for a policy, which is used as it is but for the first layers."""
+        return self.preset.own is not None and not callable(self.preset.own.given)
+
+
+def read_caches(caches: Caches, *, where: str = "--cache") -> list[Asked]:
+    """Reads caches in a list or by name: names of presets, methods of the caller's own, or both.
+
+    Raises:
+      ValueError: nothing, an unknown name or setting, or something that is no method.
+    """
+    if isinstance(caches, Mapping):
+        return [
+            replace(_read(cache, where, name), label=name) for name, cache in caches.items()
+        ]
+    if isinstance(caches, str) or not isinstance(caches, Sequence):
+        return [_read(caches, where)]
+    if not caches:
+        raise ValueError(
+            "a comparison needs at least one cache, such as 'full' or 'fier:budget=64'"
+        )
+    return [_read(cache, where) for cache in caches]
+
+
+def _read(cache: Method, where: str, name: str = "") -> Asked:
+    if isinstance(cache, str):
+        return Asked(*presets.read(cache, where=where), text=cache)
+    try:
+        return Asked(presets.own_preset(cache, name), {})
+    except ValueError as error:
+        raise ValueError(
+            "caches must be names of presets, as ['full', 'fier:budget=64'], policies, or functions of a budget, also "
+            f"by name, as {{'mine': policy}}: {error}"
+        ) from error
 
 
 def make_rows(
@@ -61,113 +119,105 @@ def make_rows(
     takes.
 
     Args:
-      caches: names of presets, optionally with settings ("fier:group=16"); or policies by name,
-        used as they are.
-      budgets: for methods that have one; a budget in a name wins.
-      dense_layers: for all rows whose text does not set it; None keeps each preset's own.
+      caches: names of presets, optionally with settings ("fier:group=16"), or of your own
+        ("mine.py:mine"); policies; or functions that return one, perhaps of a budget. In a list,
+        or by name: {"mine": lambda budget: ...}.
+      budgets: for methods that have one; a budget that is written with a name wins.
+      dense_layers: for all rows that do not set their own, as policies of all layers do; None
+        keeps each preset's own.
       group_reduces: for methods whose `group_reduce` can be set.
 
     Raises:
-      ValueError: an unknown preset or setting; budgets or rules that apply to no cache, or that
-        come with policies; no row that can be run. A budget that one cache of several cannot
+      ValueError: an unknown preset or setting; budgets or rules that apply to no cache; two
+        caches of one name; no row that can be run. A budget that one cache of several cannot
         hold is no error: its row says so.
     """
-    if isinstance(caches, str):
-        caches = [caches]
-    if not caches:
-        raise ValueError(
-            "a comparison needs at least one cache, such as 'full' or 'fier:budget=64'"
-        )
-    if isinstance(caches, Mapping):
-        for name, setting in (("budgets", budgets), ("group_reduces", group_reduces)):
-            if setting:
-                raise ValueError(
-                    f"{name}={list(setting)} applies to caches given as text; policies are used as they are, so leave "
-                    "it out"
-                )
-        return [_given(name, policy) for name, policy in caches.items()]
-    if not isinstance(caches, Sequence) or not all(isinstance(cache, str) for cache in caches):
-        got = (
-            f"[{', '.join(map(shown, caches))}]"
-            if isinstance(caches, Sequence)
-            else shown(caches)
-        )
-        raise ValueError(
-            "caches must be names of presets, as ['full', 'fier:budget=64'], or policies by name, as {'mine': policy}; "
-            f"got {got}"
-        )
-    known = {text: presets.find(text.partition(":")[0]) for text in caches}
-    _require_use("--budget", budgets, known, lambda preset: preset.has_budget, "has a budget")
-    _require_use("--group-reduce", group_reduces, known, has_group_reduce, "selects by a group")
-    if budgets and not without_budget(caches):
-        given, own = (
-            ",".join(map(str, budgets)),
-            ", ".join(text for text in known if known[text].has_budget),
-        )
+    asked = read_caches(caches)
+    _require_use("--budget", budgets, asked, lambda preset: preset.has_budget, "has a budget")
+    _require_use("--group-reduce", group_reduces, asked, has_group_reduce, "selects by a group")
+    if budgets and not any(one.takes_budget for one in asked):
+        given = ",".join(map(str, budgets))
+        own = ", ".join(one.name for one in asked if one.preset.has_budget)
         raise ValueError(
             f"--budget {given} applies to no cache, as {own} set their own; leave it out"
         )
     found: dict[str, Row] = {}
-    for text, preset in known.items():
-        written = read_settings(text, preset.make, where="--cache")
-        own_budget = written.get("budget")
-        asked = {name: value for name, value in written.items() if name != "budget"}
-        rules: Sequence[str | None] = (
-            group_reduces if group_reduces and has_group_reduce(preset) else [None]
-        )
+    origin: dict[str, Asked] = {}
+    for one in asked:
+        rules: Sequence[str | None] = [None]
+        if group_reduces and has_group_reduce(one.preset):
+            rules = group_reduces
         for rule in rules:
-            more = {} if rule is None else {"group_reduce": rule}
-            settings = {**asked, **more}
-            label = _label(preset.name, settings)
-            if dense_layers is not None and "dense_layers" in preset.settings:
-                settings = {"dense_layers": dense_layers, **settings}
-            if "dense_capacity" in preset.settings:
-                settings = {
-                    "dense_capacity": 0,
-                    **settings,
-                }  # so that a row runs its own method on every device
-            if not preset.has_budget:
-                found[label] = Row(
-                    label,
-                    preset.policies(**settings),
-                    dense_layers=settings.get("dense_layers"),
-                )
-                continue
-            preset.policies(
-                **settings, budget=AMPLE
-            )  # raises for settings that are wrong at every budget
-            default = preset.settings["budget"]
-            for budget in [own_budget] if own_budget is not None else budgets or [default]:
-                name = f"{label}@{budget}"
-                try:
-                    made = preset.policies(**settings, budget=budget)
-                    found[name] = Row(
-                        name,
-                        made,
-                        budget,
-                        note=_rounding(made.rest, budget),
-                        dense_layers=_dense_layers(made),
+            for row in _rows(one, rule, budgets, dense_layers):
+                if row.name in found and not _is_same(origin[row.name], one):
+                    raise ValueError(
+                        f"two caches would both be called {row.name!r}; give them by name, as "
+                        "{'one': policy, 'other': policy}"
                     )
-                except ValueError as error:
-                    found[name] = Row(name, None, budget, refused=str(error))
+                found[row.name] = row
+                origin[row.name] = one
     _require_one(list(found.values()))
     return list(found.values())
 
 
+def _is_same(one: Asked, other: Asked) -> bool:
+    """True if a cache is only asked for twice."""
+    method, same = (ask.preset.own or ask.preset.make for ask in (one, other))
+    return method == same and one.settings == other.settings
+
+
+def _rows(
+    asked: Asked, rule: str | None, budgets: Sequence[int] | None, dense_layers: int | None
+) -> Iterator[Row]:
+    """A row for each budget of a cache."""
+    preset = asked.preset
+    settings = {name: value for name, value in asked.settings.items() if name != "budget"}
+    if rule is not None:
+        settings["group_reduce"] = rule
+    label = asked.label or _label(preset.name, settings)
+    if not preset.has_budget:
+        made = _policies(preset, settings, dense_layers)
+        own_budget = getattr(made.rest, "budget", None) if asked.is_policy else None
+        dense = (
+            _dense_layers(made) if preset.own else settings.get("dense_layers", dense_layers)
+        )
+        takes = preset.own is not None or "dense_layers" in preset.settings
+        yield Row(label, made, own_budget, dense_layers=dense if takes else None)
+        return
+    if preset.own is None:
+        # raises for settings that are wrong at every budget
+        _policies(preset, {**settings, "budget": AMPLE}, dense_layers)
+    budgets = budgets or [preset.settings["budget"]]
+    for budget in [asked.settings["budget"]] if "budget" in asked.settings else budgets:
+        name = f"{label}@{budget}"
+        try:
+            made = _policies(preset, {**settings, "budget": budget}, dense_layers)
+        except ValueError as error:
+            yield Row(name, None, budget, refused=str(error))
+            continue
+        note = _rounding(made.rest, budget)
+        yield Row(name, made, budget, note=note, dense_layers=_dense_layers(made))
+
+
+def _policies(
+    preset: Preset, settings: Mapping[str, Any], dense_layers: int | None
+) -> PerLayer:
+    """The policies of a row, which runs its own method on every device."""
+    whole = dict(settings)
+    if "dense_capacity" in preset.settings:
+        whole.setdefault("dense_capacity", 0)
+    if (
+        dense_layers is not None
+        and "dense_layers" not in whole
+        and preset.sets_dense_layers(**whole)
+    ):
+        whole["dense_layers"] = dense_layers
+    return preset.policies(**whole)
+
+
 def without_budget(caches: Caches) -> list[str]:
-    """The caches that have a budget and do not set it in their text."""
-    if isinstance(caches, Mapping):
-        return []
-    known = {
-        text: presets.find(text.partition(":")[0])
-        for text in ([caches] if isinstance(caches, str) else caches)
-    }
-    return [
-        text
-        for text, preset in known.items()
-        if preset.has_budget
-        and "budget" not in read_settings(text, preset.make, where="--cache")
-    ]
+    """The names of the caches that have a budget and do not set it."""
+    return [one.name for one in read_caches(caches) if one.takes_budget]
 
 
 def check_rows(rows: Sequence[Row], spec: CacheSpec, config: DecoderConfig) -> list[Row]:
@@ -205,16 +255,6 @@ def has_group_reduce(preset: Preset) -> bool:
     return isinstance(preset.settings.get("group_reduce"), str)
 
 
-def _given(name: str, policy: PerLayer | Policy | Sequence[Policy]) -> Row:
-    policies = PerLayer.of(policy)
-    return Row(
-        name,
-        policies,
-        getattr(policies.rest, "budget", None),
-        dense_layers=_dense_layers(policies),
-    )
-
-
 def _dense_layers(policies: PerLayer) -> int:
     """First layers that attend to everything; a preset may have other policies of their own for
     its layers.
@@ -248,11 +288,14 @@ def _rounding(policy: Policy, budget: int) -> str:
 def _require_use(
     option: str,
     given: Sequence[Any] | None,
-    known: Mapping[str, Preset],
+    asked: Sequence[Asked],
     takes: Callable[[Preset], bool],
     why: str,
 ) -> None:
-    if given and not any(map(takes, known.values())):
+    if given and not any(takes(one.preset) for one in asked):
         have = ", ".join(preset.name for preset in presets.REGISTRY.values() if takes(preset))
-        none = f"{option} {','.join(map(str, given))} applies to no cache, as none {why}: {', '.join(known)}"
+        names = ", ".join(one.name for one in asked)
+        none = (
+            f"{option} {','.join(map(str, given))} applies to no cache, as none {why}: {names}"
+        )
         raise ValueError(f"{none}; leave it out, or add one of {have}")

@@ -14,7 +14,7 @@ from kvjax.evaluate.accuracy import answer
 from kvjax.evaluate.caches import DENSE_LAYERS, Caches, make_rows
 from kvjax.evaluate.plan import prepare, run
 from kvjax.evaluate.store import Cell, Progress
-from kvjax.evaluate.tasks import Task, make_tasks
+from kvjax.evaluate.tasks import Task, check_task, make_tasks
 from kvjax.models import Checkpoint
 from kvjax.validation import shown
 
@@ -82,17 +82,18 @@ def compare(
 
     Args:
       task: a name of `kvjax eval --task`, optionally with settings ("needles:hidden=16"); a
-        task of your own; or several.
-      caches: names of presets, such as "fier" or "fier:budget=64"; or policies by name, used as
-        they are.
+        task of your own, or its name ("mine.py:quiz"); or several.
+      caches: names of presets, such as "fier" or "fier:budget=64"; your own, as "mine.py:mine",
+        policies, or functions of a budget; in a list, or by name: {"mine": lambda budget: ...}.
       lengths: tokens of prompt and answer together, for generated tasks; default 2048.
       samples: number of questions.
       budgets: for caches that have one and do not set it.
       dense_layers: number of first layers that attend to everything, for all caches that do not
-        set their own.
+        set their own. One policy for all layers gets them too; None adds none.
       batch: questions decoded together.
       parallel: caches that decode at the same time; their programs compile in parallel.
-      out: folder for results; existing ones are not computed again.
+      out: folder for results, a table and plots, as `kvjax eval --out` writes them; existing
+        results are not computed again.
       settings: `seed`, `text` and `question` of `kvjax.evaluate.tasks.make_tasks`.
 
     Raises:
@@ -104,7 +105,7 @@ def compare(
             f"compare(checkpoint=...) must be a Checkpoint, got {shown(checkpoint)}; kvjax.models.load returns one"
         )
     for name, numbers in (("lengths", lengths), ("budgets", budgets)):
-        if numbers is not None and not isinstance(numbers, Sequence):
+        if isinstance(numbers, str) or not isinstance(numbers, Sequence | None):
             raise ValueError(
                 f"compare({name}=...) must be a list of integers, as [512, 1024], got {shown(numbers)}"
             )
@@ -114,7 +115,7 @@ def compare(
         made = (
             make_tasks([one], lengths=lengths, samples=samples, **settings)
             if isinstance(one, str)
-            else [one]
+            else [check_task("compare(task=...)", one)]
         )
         tasks += made
     rows = make_rows(caches, budgets=budgets, dense_layers=dense_layers)
@@ -125,4 +126,6 @@ def compare(
     ]
     how: dict[str, Any] = {"batch": batch, "parallel": parallel, "progress": progress}
     cells = [cell for plan in plans for cell in run(checkpoint, plan, answer, **how)]
+    if out is not None:
+        plots.write(cells, Path(out))
     return Comparison(tuple(cells))

@@ -113,7 +113,7 @@ class KvjaxLM(TemplateLM):
         self.batch = require_int("KvjaxLM(batch=...)", batch, at_least=1)
         self.max_gen_toks = require_int("KvjaxLM(max_gen_toks=...)", max_gen_toks, at_least=1)
         self.rows = make_rows(
-            [cache] if isinstance(cache, str) else {"cache": cache}, dense_layers=dense_layers
+            cache if isinstance(cache, str) else {"cache": cache}, dense_layers=dense_layers
         )
 
     @classmethod

@@ -27,7 +27,7 @@ from jax import Array
 from kvjax.cache.cache import Cache
 from kvjax.evaluate import prompt
 from kvjax.evaluate.caches import Row, check_rows
-from kvjax.evaluate.provenance import digest_json, model_digest, provenance
+from kvjax.evaluate.provenance import digest_json, model_digest, own_digest, provenance
 from kvjax.evaluate.store import FORMAT, Cell, Progress
 from kvjax.evaluate.tasks import Example, Task
 from kvjax.generation.loops import check_finite, has_no_best
@@ -148,6 +148,8 @@ def prepare(
             "note": row.note,
         }
         key = {**common, "policy": repr(row.policies)}
+        if own := own_digest(row.policies):
+            key["own"] = own
         cell = Cell(task.name, task.metric, row.name, key, head, len(ids), refused=row.refused)
         if out is not None and not row.refused:
             cell.open(out, by_id.keys(), resume=resume)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,7 @@ COLOURS = {
 }
 MARKERS = (*"oDs^vPX*<>hpdH81234x+|_.", "$T$")
 LINES = ("-", "--", ":", "-.")
+NEEDED = "plots need matplotlib: pip install 'kvjax[eval]'"
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -67,7 +69,7 @@ def new_figure(width: float, height: float) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ImportError("plots need matplotlib: pip install 'kvjax[eval]'") from None
+        raise ImportError(NEEDED) from None
     return Figure(figsize=(width, height), layout="constrained")
 
 
@@ -127,10 +129,15 @@ def figures(cells: Sequence[Cell]) -> Iterator[tuple[str, Figure]]:
 
 
 def write(cells: Sequence[Cell], out: Path) -> list[Path]:
-    """Writes table.md, summary.json and the plots to `out`, and returns their paths."""
+    """Writes table.md, summary.json and the plots to `out`, and returns their paths.
+
+    Without matplotlib there are no plots.
+    """
     written = [out / "table.md", out / "summary.json"]
     replace_file(written[0], page(cells))
     replace_file(written[1], json_text(summary(cells)))
+    if find_spec("matplotlib") is None:
+        return written
     for name, figure in figures(cells):
         written.append(out / f"{name}.svg")
         figure.savefig(written[-1])

@@ -10,8 +10,15 @@ import importlib.metadata
 import json
 import os
 import platform
+import sys
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from kvjax.validation import parts_of
+
+if TYPE_CHECKING:
+    from kvjax.policies import PerLayer
 
 LIBRARIES = ("jax", "jaxlib", "flax", "transformers", "numpy", "kvjax")
 
@@ -108,6 +115,23 @@ def replace_file(path: Path, text: str) -> None:
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     part.write_text(text, encoding="utf-8")
     part.replace(path)
+
+
+def own_digest(policies: PerLayer | None) -> str:
+    """The digest of the files that define a user's own parts of policies; empty if all are kvjax's.
+
+    A part's repr does not change when its code does. Parts that no file defines, such as those of
+    a notebook, are known by their repr alone.
+    """
+    files = set()
+    layers = () if policies is None else (*policies.first, policies.rest)
+    for part in (part for policy in layers for part in parts_of(policy)):
+        outside = is_dataclass(part) and type(part).__module__.partition(".")[0] != "kvjax"
+        module = sys.modules.get(type(part).__module__) if outside else None
+        file = getattr(module, "__file__", None)
+        if file is not None and Path(file).is_file():
+            files.add(digest(file))
+    return digest_json(sorted(files)) if files else ""
 
 
 def source_digest() -> str:

@@ -52,8 +52,11 @@ from kvjax.presets.registry import (
     Preset,
     check_reaches,
     find,
+    installed,
+    own_preset,
     parse,
     parse_with_budget,
+    read,
 )
 from kvjax.presets.retrieval import PARISKV_BUDGET, fier, pariskv, quest
 from kvjax.presets.settings import Anchors, Layers, windowed
@@ -78,11 +81,13 @@ __all__ = [
     "freekv",
     "full",
     "h2o",
+    "installed",
     "kivi",
     "logevict",
     "logquant",
     "magicpig",
     "mikv",
+    "own_preset",
     "pariskv",
     "parse",
     "parse_with_budget",
@@ -91,6 +96,7 @@ __all__ = [
     "quest",
     "raas",
     "razorattention",
+    "read",
     "shadowkv",
     "share_selections",
     "snapkv",

@@ -61,10 +61,15 @@ def field_names(default: Any) -> dict[str, str]:
 
 
 def read_settings(
-    text: str, make: Callable[..., Any] | Mapping[str, Any], *, where: str = "setting"
+    text: str,
+    make: Callable[..., Any] | Mapping[str, Any],
+    *,
+    where: str = "setting",
+    name: str | None = None,
 ) -> dict[str, Any]:
     """The settings of "NAME:SETTING=VALUE,...", for `arguments_of`; `make` may also be all
-    settings with their defaults. `where` begins an error message.
+    settings with their defaults. `where` begins an error message; `name` is what comes before the
+    settings, by default all up to the first colon.
 
     >>> from kvjax import presets
     >>> read_settings("shadowkv:budget=256,host=no,group_reduce=per_head", presets.shadowkv)
@@ -74,8 +79,10 @@ def read_settings(
       ValueError: a part that is not SETTING=VALUE, a name that `make` does not take, a name
         given twice, a bool that is neither true nor false.
     """
-    name, _, rest = text.partition(":")
-    known, settings = make if isinstance(make, Mapping) else settings_of(make), dict[str, Any]()
+    name = text.partition(":")[0] if name is None else name
+    rest = text[len(name) :].removeprefix(":")
+    known = make if isinstance(make, Mapping) else settings_of(make)
+    settings: dict[str, Any] = {}
     for part in filter(None, rest.split(",")):
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if key not in known or not equals:

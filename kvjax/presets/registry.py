@@ -1,12 +1,15 @@
 """The registry of presets, and the parser of text such as "fier:budget=256" that names a preset
 and its settings.
+
+A name may also be that of a file's or a module's object ("mine.py:mine"), or one that an installed
+package announces in the group `GROUP` of entry points.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,27 +29,39 @@ from kvjax.presets.evicting import (
 )
 from kvjax.presets.heads import duoattention, razorattention
 from kvjax.presets.index_based import magicpig, pqcache, shadowkv
+from kvjax.presets.loading import (
+    FILE,
+    announced,
+    load,
+    load_announced,
+    reference,
+)
+from kvjax.presets.own import Own, name_of
 from kvjax.presets.parsing import arguments_of, read_settings, settings_of
 from kvjax.presets.retrieval import fier, pariskv, quest
 from kvjax.presets.speculative import arkvale, freekv
 from kvjax.validation import nearest, shown
 
+GROUP = "kvjax.presets"  # of entry points
+
 
 @dataclass(frozen=True)
 class Preset:
-    """An entry of the registry: a method and a summary."""
+    """A method: an entry of the registry, or one of a user's own."""
 
     make: Callable[..., PerLayer]
-    keeps: str  # what it keeps and attends to
-    paper: str
+    keeps: str = ""  # what it keeps and attends to
+    paper: str = "-"
     paper_setting: str = (
         ""  # settings of the paper where they are not the defaults, as text without the name
     )
     released: str = ""  # those of the released code, where they differ from the paper's
+    own: Own | None = None  # what a user gave; None for those of the registry
+    label: str = ""  # the name in tables, if it is not that of `make`
 
     @property
     def name(self) -> str:
-        return self.make.__name__
+        return self.label or self.make.__name__
 
     @property
     def has_budget(self) -> bool:
@@ -87,6 +102,8 @@ class Preset:
         if not self.has_budget:
             return None
         low, high = 0, self.settings["budget"]  # the default always works
+        if high is None:
+            return None
         while high - low > 1:
             middle = (low + high) // 2
             try:
@@ -119,7 +136,15 @@ class Preset:
 
     def policy(self) -> Policy:
         """The policy that this preset uses for a compressed layer, with its defaults."""
-        return self.make().rest
+        needed = {"budget": 1024} if self.own is not None and self.own.needs_budget else {}
+        return self.make(**needed).rest
+
+    def sets_dense_layers(self, **settings: Any) -> bool:
+        """True if the number of first layers that attend to everything is a setting; that of a
+        user's function can depend on what it returns for these settings."""
+        if self.own is not None and self.own.adds_dense_layers:
+            return self.own.is_alike(settings)
+        return "dense_layers" in self.settings
 
 
 REGISTRY: dict[str, Preset] = {
@@ -257,28 +282,99 @@ REGISTRY: dict[str, Preset] = {
 
 
 def find(name: str) -> Preset:
-    """The preset of that name. Raises ValueError with the nearest known name."""
+    """The preset of that name: one of the registry, "mine.py:mine", "package.module:mine", or one
+    that an installed package announces.
+
+    Raises:
+      ValueError: an unknown name, with the nearest known one; a file or module that does not have
+        it, or that raises an error.
+    """
+    preset, found = _find(name, "cache")
+    if found != name:
+        raise _unknown(name, [*REGISTRY])
+    return preset
+
+
+def installed() -> list[str]:
+    """The names that installed packages announce."""
+    return list(announced(GROUP))
+
+
+def own_preset(given: Any, name: str = "") -> Preset:
+    """A policy, a part of one, or a function that returns one as a preset; see
+    `kvjax.presets.own`.
+
+    >>> import kvjax
+    >>> own_preset(lambda budget: kvjax.Retrieval(selector=kvjax.Fier(), budget=budget), "mine").has_budget
+    True
+    """
+    own = Own.of(name or name_of(given), given)
+    return Preset(own.function(), own=own)
+
+
+def read(text: str, *, where: str = "cache") -> tuple[Preset, dict[str, Any]]:
+    """The preset that a text names, and the settings that it writes. `where` begins an error
+    message.
+
+    >>> preset, settings = read("fier:group=16")
+    >>> preset.name, settings
+    ('fier', {'group': 16})
+
+    Raises:
+      ValueError: see `find`; or a setting that the preset does not have.
+    """
+    if not isinstance(text, str):
+        raise ValueError(f"{where} must be text such as 'fier:budget=256', got {shown(text)}")
+    preset, name = _find(text, where)
+    return preset, read_settings(text, preset.make, where=where, name=name)
+
+
+def _find(text: str, where: str) -> tuple[Preset, str]:
+    """The preset of a text, and the part of the text that names it."""
+    head = text.partition(":")[0]
+    name = head.strip()
     if name in REGISTRY:
-        return REGISTRY[name]
+        return REGISTRY[name], head
+    others = {} if FILE.fullmatch(text) else announced(GROUP)
+    known = [*REGISTRY, *others]
+    wanted = None if name in others else reference(text)
+    if wanted is not None and (wanted.is_file or not nearest(name, known)):
+        own = Own.of(f"{where} {wanted.text}", load(wanted, where=where))
+        # In a table a method's name is short, unless a preset has it.
+        label = f"{wanted.stem}.{wanted.name}" if wanted.name in REGISTRY else wanted.name
+        return Preset(own.function(), own=own, label=label), wanted.text
+    if name in others:
+        own = Own.of(f"{where} {name}", load_announced(others[name], where=where))
+        return Preset(own.function(), own=own, label=name), head
+    raise _unknown(text, known)
+
+
+def _unknown(name: str, known: Sequence[str]) -> ValueError:
     first, *more = re.split(r"[:@,]", name)
-    near = nearest(first, REGISTRY)
+    near = nearest(first, known)
     if near and "@" in name:  # rows of a comparison are named "fier@256"
         near = f"{near}:budget={more[0]}"
     hint = f"did you mean {near!r}? There" if near else "there"
     if "," in name:
         hint = "give one cache at a time; there"
-    raise ValueError(f"unknown cache {shown(name)}; {hint} are {', '.join(REGISTRY)}")
+    return ValueError(
+        f"unknown cache {shown(name)}; {hint} are {', '.join(known)}, and FILE.py:NAME or module:NAME for your own"
+    )
 
 
 def parse(text: str) -> PerLayer:
-    """The policies that a text names: a preset and, optionally, its settings.
+    """The policies that a text names: a preset, or a method of your own, and its settings.
 
     >>> parse("fier:budget=256,group=16") == fier(256, group=16)
     True
 
+    "mine.py:mine:budget=64" is what the file mine.py calls mine, "package.module:mine" what a
+    module does: a function of a budget and settings, a policy, or a selector or evictor. An
+    installed package may announce names of its own in the group `kvjax.presets` of entry points.
+
     Raises:
       ValueError: an unknown preset, with the nearest one; a setting that the preset does not
-        have.
+        have; a file that is not there, or that raises an error.
     """
     return parse_with_budget(text)[0]
 
@@ -291,10 +387,7 @@ def parse_with_budget(
 
     `where` and `budget_where` name text and budget in error messages.
     """
-    if not isinstance(text, str):
-        raise ValueError(f"{where} must be text such as 'fier:budget=256', got {shown(text)}")
-    preset = find(text.partition(":")[0].strip())
-    settings = read_settings(text, preset.make, where=where)
+    preset, settings = read(text, where=where)
     if budget is not None:
         if not preset.has_budget:
             have = ", ".join(p.name for p in REGISTRY.values() if p.has_budget)

@@ -920,7 +920,7 @@ REFUSED = [
     ("generate --prompt-file /dev/null", "the prompt is empty"),
     # compare: all before the weights
     ("compare --prompt a --cache nothing", "unknown cache 'nothing'"),
-    ("compare --prompt a --cache fier --budget 0", "budget must be at least 1, got 0"),
+    ("compare --prompt a --cache fier --budget 0", "--budget takes whole numbers from 1"),
     (
         "compare --prompt a --cache full --budget 64",
         "none has a budget: full; leave it out, or add one of fier",

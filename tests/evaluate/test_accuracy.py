@@ -8,6 +8,7 @@ import re
 import shutil
 import threading
 import weakref
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -616,20 +617,67 @@ def test_dense_layers_are_those_of_all_rows_and_a_rows_own_wins_and_is_shown():
     ] == [2, 1]
 
 
+MINE = kvjax.Retrieval(selector=kvjax.Fier(group=16), budget=48, sink=4, local=16)
+
+
 @pytest.mark.parametrize(
-    ("caches", "got"),
+    ("caches", "names"),
     [
-        (["full", kvjax.Full()], r"\['full', a Full\]"),
-        (kvjax.Full(), "a Full"),
-        (presets.fier(64), "a PerLayer"),
+        (["full", MINE], ["full", "Retrieval(Fier)"]),
+        (MINE, ["Retrieval(Fier)"]),
+        (kvjax.Full(), ["Full"]),
+        (presets.fier(64), ["Retrieval(Fier)"]),
+        ({"whole": "full", "mine": MINE}, ["whole", "mine"]),
+        (
+            {"one": lambda budget: replace(MINE, budget=budget), "two": "fier:group=16"},
+            ["one@64", "one@96", "two@64", "two@96"],
+        ),
+        ([presets.quest, MINE], ["quest@64", "quest@96", "Retrieval(Fier)"]),
+        ("fier", ["fier@64", "fier@96"]),
+        (["fier", "fier"], ["fier@64", "fier@96"]),
     ],
 )
-def test_policies_without_names_are_refused(caches, got):
-    with pytest.raises(
-        ValueError,
-        match=rf"caches must be names of presets, .*or policies by name, .*; got {got}$",
-    ):
-        make_rows(caches)
+def test_names_policies_and_functions_of_a_budget_mix(caches, names):
+    swept = any("@" in name for name in names)
+    rows = make_rows(caches, budgets=[64, 96] if swept else None)
+    assert [row.name for row in rows] == names
+    assert not [row.refused for row in rows if row.refused]
+
+
+def test_dense_layers_apply_to_one_policy_for_all_layers_alone():
+    caches = {
+        "alike": MINE,
+        "function": lambda budget: replace(MINE, budget=budget),
+        "each": [MINE] * 4,
+        "own": presets.fier(64, layers=presets.Layers(dense=1)),
+    }
+    rows = make_rows(caches, budgets=[64], dense_layers=2)
+    assert [row.dense_layers for row in rows] == [2, 2, 0, 1]
+    assert make_rows({"alike": MINE}, dense_layers=None)[0].policies.first == ()
+
+
+@pytest.mark.parametrize(
+    ("caches", "message"),
+    [
+        (["full", 3], "caches must be names of presets, .*: int must be a policy, .*, got 3"),
+        ([], "a comparison needs at least one cache"),
+        (
+            [MINE, replace(MINE, budget=64)],
+            r"two caches would both be called 'Retrieval\(Fier\)'",
+        ),
+        (lambda budget: None, r"<lambda>\(\) returned None, where a policy, .* is wanted"),
+        (
+            {"mine": lambda budget, group: None},
+            "mine is called with .*, so it cannot take group",
+        ),
+        ({"mine": lambda budget: 1 / 0}, r"mine\(budget=64\) raised ZeroDivisionError"),
+    ],
+)
+def test_what_is_no_method_is_refused(caches, message):
+    with pytest.raises(ValueError, match=message):
+        make_rows(
+            caches, budgets=[64] if callable(caches) or isinstance(caches, dict) else None
+        )
 
 
 def test_what_a_comparison_cannot_take_is_named(checkpoint, tmp_path):
@@ -662,10 +710,9 @@ def test_every_method_that_shares_a_selection_takes_every_group_rule():
 
 
 @pytest.mark.parametrize("setting", [{"budgets": [64]}, {"group_reduces": ["max_score"]}])
-def test_settings_of_presets_beside_given_policies_are_refused(setting):
-    (name,) = setting
+def test_settings_that_no_given_policy_takes_are_refused(setting):
     with pytest.raises(
-        ValueError, match=rf"{name}=\[.*policies are used as they are, so leave it out"
+        ValueError, match=r"applies to no cache, as none .*: mine; leave it out"
     ):
         make_rows({"mine": presets.fier(64)}, **setting)
 

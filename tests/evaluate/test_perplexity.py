@@ -13,8 +13,8 @@ import pytest
 
 from kvjax import models, presets
 from kvjax.cli import main
-from kvjax.evaluate import perplexity as module
-from kvjax.evaluate.perplexity import (
+from kvjax.evaluate import passages as module
+from kvjax.evaluate.passages import (
     Setting,
     markdown,
     mean_perplexity,
@@ -89,7 +89,7 @@ def test_a_small_budget_reads_what_it_says_and_scores_otherwise(cells):
 
 def test_shares_of_the_context_are_rounded():
     setting = dataclasses.replace(SETTING, budget=None, share=0.11)
-    assert [setting.budget_at(n) for n in (2, 1024, 4096)] == [1, 113, 451]
+    assert [setting.budgets_at(n) for n in (2, 1024, 4096)] == [(1,), (113,), (451,)]
 
 
 def test_cells_come_by_length_and_say_what_made_them(cells, checkpoint):
@@ -225,7 +225,7 @@ def test_table_shows_every_cell():
 
 
 def test_a_file_s_cells_are_not_run_again(checkpoint, cells, tmp_path, monkeypatch):
-    out, full = tmp_path / "deep" / "results", ["full"]
+    out, full = tmp_path / "deep", ["full"]
     first = perplexity(checkpoint, TEXT, full, BOTH, out=out)
     assert nats(first[1]).tolist() == nats(cells[1]).tolist()
 
@@ -245,7 +245,8 @@ def test_a_file_s_cells_are_not_run_again(checkpoint, cells, tmp_path, monkeypat
         )
     with pytest.raises(pytest.fail.Exception, match="ran"):
         perplexity(checkpoint, TEXT.replace("ships", "boats"), full, BOTH, out=out)
-    for path in out.iterdir():
+    assert "perplexity" in (out / "table.md").read_text()
+    for path in (out / "results").iterdir():
         path.write_text("[]")
     with pytest.raises(ValueError, match=r"is no result of kvjax .*move it away"):
         perplexity(checkpoint, TEXT, full, BOTH, out=out)
@@ -327,7 +328,7 @@ def test_command_prints_a_table_and_goes_on_from_its_file(directory, tmp_path, c
 
     assert main([str(arg) for arg in [*args, "--json"]]) == 0
     out, err = capsys.readouterr()
-    assert err == ""
+    assert err.startswith(f"wrote {tmp_path / 'out' / 'table.md'}, ")
     made = json.loads(out)
     assert {"date", "versions", "device", "source"} <= set(made["made"][0])
     assert (made["text"], made["model"]["name"], made["dtype"]) == (

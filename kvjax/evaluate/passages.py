@@ -16,25 +16,31 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
 from kvjax.cache.cache import Cache, raise_on_overflow
-from kvjax.evaluate.caches import DENSE_LAYERS, Caches, make_rows, without_budget
+from kvjax.evaluate import plots
+from kvjax.evaluate.caches import DENSE_LAYERS, Caches, make_rows, read_caches, without_budget
 from kvjax.evaluate.plan import Plan, feed
 from kvjax.evaluate.plan import prepare as prepare_one
 from kvjax.evaluate.plan import run as run_one
-from kvjax.evaluate.provenance import digest_json, model_digest
+from kvjax.evaluate.provenance import digest_json, json_text, model_digest, replace_file
 from kvjax.evaluate.report import about, markdown_table, refusals
 from kvjax.evaluate.store import Cell, Progress
 from kvjax.evaluate.tasks import Example
 from kvjax.evaluate.tasks.haystack import first_tokens
 from kvjax.models import Checkpoint
-from kvjax.spec import keep_ints, require_int
+from kvjax.spec import keep_ints, one_or_several, require_int
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +51,13 @@ class Setting:
     steps: int = 256  # tokens scored in each passage
     passages: int = 1  # evenly spaced in the text, or in each of several texts
     batch: int = 1  # passages prefilled and decoded together
-    budget: int | None = (
-        None  # tokens read per step, at every length, for caches that set none; or
-    )
+    # tokens read per step, at every length, for caches that set none, also several; or
+    budget: int | tuple[int, ...] | None = None
     share: float | None = None  # that budget as a share of the length: 0.11 of 4096 is 451
 
     def __post_init__(self) -> None:
-        keep_ints(self, steps=1, passages=1, batch=1, budget=1)
+        keep_ints(self, steps=1, passages=1, batch=1)
+        one_or_several("Setting(budget=...)", self.budget)
         if not self.lengths:
             raise ValueError("Setting(lengths=...) needs one or more lengths of context")
         for length in self.lengths:
@@ -61,19 +67,21 @@ class Setting:
                 f"share must be in (0, 1], got {self.share}; 0.11 is 11 % of the context"
             )
         if self.budget is not None and self.share is not None:
+            budget = ",".join(map(str, one_or_several("budget", self.budget) or ()))
             raise ValueError(
-                f"got budget={self.budget} and share={self.share}; give only one of budget (tokens) and share (of the "
+                f"got budget={budget} and share={self.share}; give only one of budget (tokens) and share (of the "
                 "context)"
             )
 
-    def budget_at(self, length: int) -> int:
-        if self.budget is not None:
-            return self.budget
+    def budgets_at(self, length: int) -> tuple[int, ...]:
+        """The budgets of a context of `length` tokens."""
+        if (budgets := one_or_several("budget", self.budget)) is not None:
+            return budgets
         if self.share is None:
             raise ValueError(
                 "give budget (tokens) or share (of the context): some caches need a budget"
             )
-        return max(1, round(self.share * length))
+        return (max(1, round(self.share * length)),)
 
 
 @dataclass(frozen=True)
@@ -133,7 +141,7 @@ def perplexity(
     *,
     dense_layers: int | None = DENSE_LAYERS,
     parallel: int = 1,
-    out: Path | None = None,
+    out: str | Path | None = None,
     progress: Progress | None = None,
 ) -> list[Cell]:
     """Measures the perplexity of a text with every cache at every context length; lengths
@@ -144,23 +152,27 @@ def perplexity(
         they are; or several texts by name, such as the books of PG19, each with its own
         passages. Several texts may include some that are too short for the longest context,
         which are left out.
-      caches: names such as "fier:group=16", which get the setting's budget at each length, or
-        policies by name.
+      caches: names such as "fier:group=16" or "mine.py:mine", policies, or functions of a budget,
+        in a list or by name; those that have a budget and do not set it get the setting's.
       dense_layers: number of first layers that attend to everything, for all caches that do not
         set their own.
       parallel: caches that decode at the same time.
-      out: folder of results, one file per cell. Existing results with the same key are not run
-        again.
+      out: folder for results, one file per cell, and a table and plots of them, as
+        `kvjax perplexity --out` writes them. Existing results with the same key are not run again.
 
     Raises:
       ValueError: a text that is too short, lengths beyond the model's positions, or a budget
         that is missing, too small for every cache or taken by none; before anything runs.
     """
     dtype = checkpoint.model.dtype
+    results = None if out is None else Path(out) / "results"
     plans = prepare(
-        checkpoint, text, caches, setting, dtype=dtype, dense_layers=dense_layers, out=out
+        checkpoint, text, caches, setting, dtype=dtype, dense_layers=dense_layers, out=results
     )
-    return run(checkpoint, plans, batch=setting.batch, parallel=parallel, progress=progress)
+    cells = run(checkpoint, plans, batch=setting.batch, parallel=parallel, progress=progress)
+    if out is not None:
+        write(cells, Path(out))
+    return cells
 
 
 def prepare(
@@ -322,6 +334,66 @@ def markdown(cells: Sequence[Cell]) -> str:
     return markdown_table(head, lines) + refusals(cells)
 
 
+def write(cells: Sequence[Cell], out: Path) -> list[Path]:
+    """Writes table.md, summary.json and, with matplotlib, a plot to `out`; returns their paths."""
+    written = [out / "table.md", out / "summary.json"]
+    replace_file(written[0], markdown(cells) + "\n")
+    replace_file(written[1], json_text(document(cells)))
+    if find_spec("matplotlib") is not None and any(_done(cells)):
+        written.append(out / "perplexity.svg")
+        figure(cells).savefig(written[-1])
+    return written
+
+
+def figure(cells: Sequence[Cell]) -> Figure:
+    """Perplexity by tokens read: a line for each method, a panel for each length of context.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+    """
+    rows = summarise(cells)
+    lengths = sorted({row["length"] for row in rows})
+    methods = list(dict.fromkeys(row["cache"] for row in rows))
+    drawn = plots.new_figure(1.6 + 4.2 * len(lengths), 4.2)
+    axes = drawn.subplots(1, len(lengths), squeeze=False)[0]
+    for axis, length in zip(axes, lengths, strict=True):
+        for method in methods:
+            _line(
+                axis,
+                [row for row in rows if (row["length"], row["cache"]) == (length, method)],
+                methods,
+            )
+        axis.set_title(f"{length:,} tokens of context".replace(",", " "), fontsize=10)
+        axis.set_xlabel("tokens read per step and KV head, mean over layers")
+        axis.set_xscale("log", base=2)
+        plots.tidy(axis)
+    axes[0].set_ylabel("perplexity per token, with its standard error")
+    axes[0].legend(fontsize=9)
+    return drawn
+
+
+def _line(axis: Axes, rows: Sequence[Mapping[str, Any]], methods: Sequence[str]) -> None:
+    """The perplexity of one method: by budget, or the height of a method without budgets."""
+    if not rows:
+        return
+    method = rows[0]["cache"]
+    look = plots.style(method, methods)
+    if rows[0]["budget"] is None:
+        axis.axhline(
+            rows[0]["perplexity"], color=look["color"], linestyle=(0, (6, 3)), label=method
+        )
+        return
+    rows = sorted(rows, key=lambda row: row["tokens_read"])
+    axis.errorbar(
+        [row["tokens_read"] for row in rows],
+        [row["perplexity"] for row in rows],
+        yerr=[row["stderr"] for row in rows],
+        markersize=4.5,
+        label=method,
+        **look,
+    )
+
+
 def _length(cell: Cell) -> int:
     return cell.key["task"]["length"]
 
@@ -426,8 +498,8 @@ def _places(have: int, context: int, steps: int, passages: int) -> list[int]:
     return [context + span * (2 * i + 1) // (2 * passages) for i in range(passages)]
 
 
-def _budgets(setting: Setting, caches: Caches, length: int) -> list[int] | None:
-    """The budget of the caches that have one and do not set it themselves; None if there are
+def _budgets(setting: Setting, caches: Caches, length: int) -> tuple[int, ...] | None:
+    """The budgets of the caches that have one and do not set it themselves; None if there are
     none.
 
     Raises:
@@ -436,9 +508,10 @@ def _budgets(setting: Setting, caches: Caches, length: int) -> list[int] | None:
     """
     if not without_budget(caches):
         if setting.share is not None:
+            names = ", ".join(one.name for one in read_caches(caches))
             raise ValueError(
-                f"share={setting.share} applies to no cache: {', '.join(caches)} have no budget or set their own; "
+                f"share={setting.share} applies to no cache: {names} have no budget or set their own; "
                 "leave it out"
             )
-        return None if setting.budget is None else [setting.budget]
-    return [setting.budget_at(length)]
+        return one_or_several("budget", setting.budget)
+    return setting.budgets_at(length)

@@ -5,7 +5,7 @@ first answer.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from kvjax.generation import stream, warm_up
 from kvjax.generation.prompt_inputs import check_fit
 from kvjax.models import Checkpoint
 from kvjax.models.chat import common
-from kvjax.spec import require_int, round_capacity
+from kvjax.spec import one_or_several, require_int, round_capacity
 
 BUDGET = 256  # for methods whose text sets none
 
@@ -49,7 +49,7 @@ def side_by_side(
     prompt: str,
     caches: Caches,
     *,
-    budget: int | None = None,
+    budget: int | Sequence[int] | None = None,
     dense_layers: int | None = None,
     max_new_tokens: int = 32,
     progress: Callable[[int, int, str], None] | None = None,
@@ -57,11 +57,10 @@ def side_by_side(
     """Continues one prompt greedily through each cache, and times it.
 
     Args:
-      caches: names of presets, optionally with settings ("fier:budget=64"); or policies by
-        name.
-      budget: for caches that have one and do not set it; default 256.
-      dense_layers: for caches that have this setting and do not set it; None keeps each
-        preset's own.
+      caches: names of presets, optionally with settings ("fier:budget=64"), or of your own
+        ("mine.py:mine"); policies; or functions of a budget; in a list, or by name.
+      budget: for caches that have one and do not set it, also several; default 256.
+      dense_layers: for caches that do not set their own; None keeps each preset's.
       progress: called with the caches done, their number, and the next one's name.
 
     Raises:
@@ -87,7 +86,7 @@ def prepare(
     prompt: str,
     caches: Caches,
     *,
-    budget: int | None = None,
+    budget: int | Sequence[int] | None = None,
     dense_layers: int | None = None,
     max_new_tokens: int = 32,
 ) -> tuple[list[Row], list[int]]:
@@ -95,13 +94,10 @@ def prepare(
     all its errors.
     """
     require_int("max_new_tokens", max_new_tokens, at_least=1)
-    if budget is not None:
-        require_int("budget", budget, at_least=1)
-    if budget is None and without_budget(caches):
-        budget = BUDGET
-    rows = make_rows(
-        caches, budgets=None if budget is None else [budget], dense_layers=dense_layers
-    )
+    budgets = one_or_several("budget", budget)
+    if budgets is None and without_budget(caches):
+        budgets = (BUDGET,)
+    rows = make_rows(caches, budgets=budgets, dense_layers=dense_layers)
     tokens = checkpoint.encode(prompt)
     check_fit(0, len(tokens), max_new_tokens, None, checkpoint.config.max_positions)
     return rows, tokens
