@@ -36,6 +36,10 @@ from layers import LAYER, SMALL_LAYER, clock, names, numbers, options, out_of, p
 
 import kvjax
 from kvjax import CacheSpec, presets
+from kvjax.contrib.adakv import HeadBudgets
+from kvjax.contrib.magicpig import Sampled
+from kvjax.contrib.mikv import Mixed
+from kvjax.contrib.shadowkv import LowRank
 from kvjax.presets.head_files import Heads
 
 METHODS = [
@@ -72,22 +76,22 @@ def floor_us(policy: Any, spec: CacheSpec, budget: int) -> float:
     if isinstance(inner, kvjax.Full | kvjax.Compressed):
         return layers.floor_us(inner, spec, length)
     store, selector = getattr(inner, "store", None), getattr(inner, "selector", None)
-    if isinstance(inner, kvjax.Mixed):
+    if isinstance(inner, Mixed):
         return (
             B
             * (pair * budget + inner.bytes_per_token(spec) * (length - budget))
             / bytes_per_us()
         )
-    if isinstance(inner, kvjax.HeadBudgets):
+    if isinstance(inner, HeadBudgets):
         return B * pair * min(inner.head_bounds[1], length) / bytes_per_us()
     if isinstance(inner, kvjax.Evicting):
         return B * pair * min(budget, length) / bytes_per_us()
-    if isinstance(inner, kvjax.Sampled):
+    if isinstance(inner, Sampled):
         index = K * 4 * inner.hashing.bits * inner.hashing._words * length
         return B * (index + pair * spec.group * budget) / bytes_per_us()
     assert selector is not None, policy
     index = selector.bytes_read(spec, length)
-    if isinstance(store, kvjax.LowRank):
+    if isinstance(store, LowRank):
         exact = K * inner.beside * 2 * D * size
         chosen = K * (budget - inner.beside)
         on_device, values = index + exact + chosen * store.rank * size, chosen * D * size

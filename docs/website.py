@@ -51,6 +51,7 @@ CONTENTS = {  # caption -> pages; of the guides, methods, notebooks and API belo
         "docs/api/policies",
         "docs/api/selectors",
         "docs/api/stores",
+        "docs/api/contrib",
         "docs/api/evictors",
         "docs/api/partial",
         "docs/api/operations",

@@ -52,6 +52,7 @@ from kvjax.stores import Dense, Fifo, HostOffload, Store
 from kvjax.validation import naming_absent
 
 if TYPE_CHECKING:
+    from kvjax import contrib as contrib
     from kvjax import evaluate as evaluate
     from kvjax import models as models
     from kvjax import testing as testing
@@ -64,7 +65,7 @@ __version__ = "0.1.0"
 
 # Loaded on first use: `models` imports flax and `saving` imports orbax, which a cache in memory
 # does not need.
-_LAZY_MODULES = ("evaluate", "models", "testing")
+_LAZY_MODULES = ("contrib", "evaluate", "models", "testing")
 _LAZY = {
     "use_compilation_cache": "compiling",
     "save": "cache.saving",

@@ -15,6 +15,7 @@ import pytest
 import kvjax
 from kvjax.attention import MOST_STEPS
 from kvjax.cache.cache import any_full, flushed
+from kvjax.contrib.magicpig import Sampled, SimHash
 from kvjax.testing import _drive as drive
 from kvjax.testing import _steps, check_policy
 from kvjax.testing._expect import dense
@@ -333,10 +334,8 @@ def test_steps_within_the_room_can_be_taken_back(policy: str) -> None:
     """
     made: kvjax.Policy = kvjax.Compressed(store=kvjax.Dense(), demote=kvjax.Fifo(leave=8))
     if policy == "sampled":
-        hashing = kvjax.SimHash(bits=2, tables=8, learn=8)
-        made = kvjax.Sampled(
-            hashing=hashing, budget=60, sink=0, local=1, demote=kvjax.Fifo(leave=8)
-        )
+        hashing = SimHash(bits=2, tables=8, learn=8)
+        made = Sampled(hashing=hashing, budget=60, sink=0, local=1, demote=kvjax.Fifo(leave=8))
     spec = dataclasses.replace(SPEC, batch=2, capacity=64)
     cache = kvjax.init_layer(made, spec)
     qkv = [

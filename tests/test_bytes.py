@@ -14,6 +14,7 @@ import pytest
 
 import kvjax
 from kvjax import CacheSpec, memory, models, presets
+from kvjax.contrib.mikv import Mixed
 from kvjax.generation.loops import decode_loop
 from kvjax.generation.prefilling import _prefill_chunk
 
@@ -84,7 +85,7 @@ def history(policy: kvjax.Policy, spec: CacheSpec) -> int:
     st = jax.eval_shape(functools.partial(policy.init, spec))
     if isinstance(policy, kvjax.Speculative):
         st = st.zones
-    if isinstance(policy, kvjax.Mixed):
+    if isinstance(policy, Mixed):
         return st.low.slots
     return st.tokens.slots if isinstance(policy, kvjax.Full) else st.store.slots
 

@@ -8,7 +8,9 @@ from the fields themselves, so that a new setting is tried when it is added.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
+import pkgutil
 import sys
 import typing
 from typing import Any
@@ -18,7 +20,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import evictors, models, policies, selectors, stores
+from kvjax import contrib, evictors, models, policies, selectors, stores
+from kvjax.contrib.shadowkv import LowRank
 from kvjax.generation.processors import Processors
 from kvjax.models import rope as ropes
 
@@ -32,7 +35,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "Follower": {"store": kvjax.Dense(), "sink": 4, "unit": 1, **LOCAL},
     "HeadBudgets": {"evictor": kvjax.LastQuery(), "budget": 32},
     "Mixed": {"budget": 32, "store": kvjax.Dense()},
-    "OutlierRetrieval": {"store": kvjax.LowRank(rank=8, learn=256), "budget": 1024},
+    "OutlierRetrieval": {"store": LowRank(rank=8, learn=256), "budget": 1024},
     "PerHead": {"heads": (0,), "selected": kvjax.Full(), "others": WINDOW},
     "PerLayer": {"first": (), "rest": RETRIEVAL},
     "ExpectedAttention": {"rope": ropes.Default()},
@@ -59,7 +62,11 @@ NEEDS: dict[str, dict[str, Any]] = {
     "Yarn": {"factor": 2.0, "original": 64},
     "LongRope": {"short_factor": (1.0,), "long_factor": (2.0,), "original": 64},
 }
-MODULES: tuple[Any, ...] = (policies, selectors, stores, evictors)
+CONTRIB = [
+    importlib.import_module(f"kvjax.contrib.{file.name}")
+    for file in pkgutil.iter_modules(contrib.__path__)
+]
+MODULES: tuple[Any, ...] = (policies, selectors, stores, evictors, *CONTRIB)
 NAMED = {name: getattr(module, name) for module in MODULES for name in module.__all__}
 NAMED |= {
     kind.__name__: kind

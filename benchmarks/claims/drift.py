@@ -24,6 +24,7 @@ import numpy as np
 from jax import Array, lax
 
 from benchmarks.claims.live import take
+from kvjax.contrib.pqcache import ProductCodes
 from kvjax.evaluate.capture import Live
 from kvjax.evaluate.recall import Reads, reads
 from kvjax.evaluate.store import Progress
@@ -31,7 +32,7 @@ from kvjax.numerics.blocks import write
 from kvjax.numerics.rotate import RADII, Directions, patterns, radius_table, rotate, rotate_few
 from kvjax.numerics.selection import GROUP_REDUCES, GroupReduce
 from kvjax.policies import Retrieval
-from kvjax.selectors import Exact, MinMaxPages, Paris, ProductCodes, Selector
+from kvjax.selectors import Exact, MinMaxPages, Paris, Selector
 from kvjax.selectors.paris import TIERS, ParisIndex
 from kvjax.spec import CacheSpec, require_int
 from kvjax.stores.demotion import Fifo

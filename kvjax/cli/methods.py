@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -43,7 +44,7 @@ def methods(
         _describe(presets.find(name))
 
 
-def _list(registry: dict[str, Preset]) -> None:
+def _list(registry: Mapping[str, Preset]) -> None:
     from rich.table import Table
 
     table = Table(

@@ -13,20 +13,14 @@ Nothing is clamped: a token that has no room is dropped and sets `overflow`, whi
 `kvjax.raise_on_overflow` reports.
 """
 
-from kvjax.policies.beside_prompt import BesidePrompt
-from kvjax.policies.compensated import Compensated
 from kvjax.policies.compressed import Compressed
 from kvjax.policies.evicting import Evicting
 from kvjax.policies.full import Full, FullState
-from kvjax.policies.head_budgets import HeadBudgets
 from kvjax.policies.indexed import MSA, QSA, Index, Indexed, Indexer
-from kvjax.policies.mixed import Mixed
-from kvjax.policies.outliers import OutlierRetrieval
 from kvjax.policies.per_head import PerHead
 from kvjax.policies.per_layer import PerLayer
 from kvjax.policies.policy import Info, Policy, Step
 from kvjax.policies.retrieval import Retrieval
-from kvjax.policies.sampled import Sampled
 from kvjax.policies.shared import Follower, Shared, share_selections
 from kvjax.policies.short import Short
 from kvjax.policies.speculative import Speculative
@@ -35,25 +29,19 @@ from kvjax.policies.zones import ZonedState
 __all__ = [
     "MSA",
     "QSA",
-    "BesidePrompt",
-    "Compensated",
     "Compressed",
     "Evicting",
     "Follower",
     "Full",
     "FullState",
-    "HeadBudgets",
     "Index",
     "Indexed",
     "Indexer",
     "Info",
-    "Mixed",
-    "OutlierRetrieval",
     "PerHead",
     "PerLayer",
     "Policy",
     "Retrieval",
-    "Sampled",
     "Shared",
     "Short",
     "Speculative",

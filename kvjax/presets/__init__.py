@@ -30,29 +30,22 @@ Args:
     `benchmarks/calibrate.py`.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from kvjax.policies import share_selections
 from kvjax.presets.baselines import exact, full
-from kvjax.presets.compressed import kivi, logquant, mikv, turboquant
-from kvjax.presets.evicting import (
-    adakv,
-    evict,
-    h2o,
-    logevict,
-    pyramidkv,
-    raas,
-    snapkv,
-    streaming_llm,
-    tova,
-)
+from kvjax.presets.compressed import kivi, logquant
+from kvjax.presets.evicting import h2o, snapkv, streaming_llm, tova
 from kvjax.presets.head_files import Heads
-from kvjax.presets.heads import duoattention, razorattention
-from kvjax.presets.index_based import magicpig, pqcache, shadowkv
+from kvjax.presets.preset import Preset, published
 from kvjax.presets.registry import (
+    MODULES,
     REGISTRY,
-    Preset,
     check_reaches,
     find,
     installed,
+    load_preset,
     own_preset,
     parse,
     parse_with_budget,
@@ -60,7 +53,34 @@ from kvjax.presets.registry import (
 )
 from kvjax.presets.retrieval import PARISKV_BUDGET, fier, pariskv, quest
 from kvjax.presets.settings import Anchors, Layers, windowed
-from kvjax.presets.speculative import FREEKV, arkvale, freekv
+from kvjax.presets.speculative import FREEKV, freekv
+
+if TYPE_CHECKING:
+    from kvjax.contrib.adakv import adakv as adakv
+    from kvjax.contrib.arkvale import arkvale as arkvale
+    from kvjax.contrib.duoattention import duoattention as duoattention
+    from kvjax.contrib.evict import evict as evict
+    from kvjax.contrib.logevict import logevict as logevict
+    from kvjax.contrib.magicpig import magicpig as magicpig
+    from kvjax.contrib.mikv import mikv as mikv
+    from kvjax.contrib.pqcache import pqcache as pqcache
+    from kvjax.contrib.pyramidkv import pyramidkv as pyramidkv
+    from kvjax.contrib.raas import raas as raas
+    from kvjax.contrib.razorattention import razorattention as razorattention
+    from kvjax.contrib.shadowkv import shadowkv as shadowkv
+    from kvjax.contrib.turboquant import turboquant as turboquant
+else:  # to a type checker, every name would exist
+
+    def __getattr__(name: str) -> Any:
+        """Presets of `kvjax.contrib`, whose files are imported when they are asked for."""
+        if name in MODULES:
+            return getattr(import_module(MODULES[name]), name)
+        raise AttributeError(f"module 'kvjax.presets' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
 
 __all__ = [
     "FREEKV",
@@ -83,6 +103,7 @@ __all__ = [
     "h2o",
     "installed",
     "kivi",
+    "load_preset",
     "logevict",
     "logquant",
     "magicpig",
@@ -92,6 +113,7 @@ __all__ = [
     "parse",
     "parse_with_budget",
     "pqcache",
+    "published",
     "pyramidkv",
     "quest",
     "raas",

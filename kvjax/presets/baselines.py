@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from kvjax.numerics.selection import GroupReduce
 from kvjax.policies import Full, PerLayer, Retrieval
+from kvjax.presets.preset import published
 from kvjax.presets.settings import Layers, over_layers
 from kvjax.selectors import Exact
 from kvjax.spec import require_int
 from kvjax.stores.demotion import Fifo
 
 
+@published(
+    "all tokens; attends to all",
+)
 def full() -> PerLayer:
     """Full attention: every token is kept, and every query attends to all of them."""
     return PerLayer((), Full())
 
 
+@published(
+    "all tokens; attends to the budget by exact scores, for comparison",
+)
 def exact(
     budget: int = 1024,
     *,

@@ -1,22 +1,25 @@
-"""LogQuant, KIVI, TurboQuant and MiKV: every token is kept and attended, most of them in few
-bits.
+"""LogQuant and KIVI: every token is kept and attended, most of them in few bits.
 
 The presets differ in the tokens that stay exact. With LogQuant these are spaced by the
-logarithm of their age, with KIVI and TurboQuant they are the newest, and with MiKV the newest
-and the most attended.
+logarithm of their age, with KIVI they are the newest.
 """
 
 from __future__ import annotations
 
-from kvjax.evictors import HeavyHitter
-from kvjax.policies import Compressed, Mixed, PerLayer
+from kvjax.policies import Compressed, PerLayer
+from kvjax.presets.preset import published
 from kvjax.presets.settings import Layers, over_layers
 from kvjax.spec import require_int
-from kvjax.stores import Quantized, TurboQuant
+from kvjax.stores import Quantized
 from kvjax.stores.demotion import Fifo, LogSparse
 from kvjax.stores.quantized import KeyAxis
 
 
+@published(
+    "84 to 126 tokens in full precision, log-spaced, the rest in 2 bits; reads all",
+    paper="LogQuant 2025",
+    released="key_axis=token",
+)
 def logquant(
     window: int = 42,
     *,
@@ -68,6 +71,10 @@ def logquant(
     return over_layers("logquant", layers, policy)
 
 
+@published(
+    "up to 128 recent tokens in full precision, the rest in 2 bits; reads all",
+    paper="KIVI 2024",
+)
 def kivi(
     bits: int = 2,
     *,
@@ -110,82 +117,3 @@ def kivi(
         value_window=value_window,
     )
     return over_layers("kivi", layers, policy)
-
-
-def turboquant(
-    bits: int = 4,
-    *,
-    value_bits: int | None = None,
-    sink: int = 4,
-    local: int = 128,
-    chunk: int = 128,
-    seed: int = 0,
-    layers: Layers = Layers(dense=2),
-) -> PerLayer:
-    """TurboQuant: every token is attended; the first and the newest are exact, and the rest are
-    rotated codes.
-
-    Args:
-      bits: bits per channel of a key: 2, 3, 4 or 8.
-      value_bits: bits per channel of a value; None: as keys. bits=8, value_bits=4 is known as
-        k8v4.
-      sink: first tokens of a row, always exact.
-      local: newest tokens of a row, always exact.
-      chunk: tokens that are coded together; at most this many more are exact.
-      seed: of the rotation.
-
-    **Source:** TurboQuant (arXiv 2504.19874). **Differs:** see the store `TurboQuant`. Sink,
-    local window and dense layers are those of vLLM's presets and of practice, not of the paper;
-    vLLM's last 2 layers are dense too.
-
-    **Checklist:** unit: none, as all tokens are read; besides: every token, 132 to 259 are
-    exact; zones: sink 4, window 128 to 255; budget: none; generated: coded 128 at a time, as
-    the prompt is.
-    """
-    store = TurboQuant(bits=bits, value_bits=value_bits, seed=seed)
-    policy = Compressed(store=store, sink=sink, local=local, demote=Fifo(leave=chunk))
-    return over_layers("turboquant", layers, policy)
-
-
-def mikv(
-    budget: int = 1024,
-    *,
-    bits: int = 2,
-    value_bits: int | None = None,
-    group: int = 32,
-    chunk: int = 128,
-    recent: float = 0.5,
-    queries: int | None = 1024,
-    layers: Layers = Layers(dense=0),
-) -> PerLayer:
-    """MiKV: every token is attended; the `budget` most important ones are exact, and all others
-    have `bits` bits.
-
-    The exact tokens are the newest ones and those with the most accumulated attention, as in
-    `h2o`. Tokens that `h2o` would evict are stored in few bits: keys by channel, values by
-    token.
-
-    Args:
-      budget: tokens that a layer and KV head keeps exact.
-      group: tokens of a key's channel, and channels of a value, that share a scale and a zero
-        point.
-      chunk: tokens that are quantised together.
-      recent: share of the budget that the newest tokens take.
-      queries: how many queries of a longer prompt vote, as in `h2o`; None: all.
-
-    **Source:** MiKV (Yang et al. 2024, arXiv 2402.18096). **Differs:** see `Mixed`: keys are
-    quantised by channel in place of the paper's channel balancer.
-
-    **Checklist:** unit: tokens that stay exact, for each KV head; besides: every other token,
-    in 2 bits; zones: no sink, window of half of the budget; budget: the exact tokens;
-    generated: compete for exact slots as the prompt's do.
-    """
-    require_int("mikv(budget=...)", budget, at_least=1)
-    store = Quantized(bits=bits, key_group=group, value_bits=value_bits, value_group=group)
-    policy = Mixed(
-        evictor=HeavyHitter(recent=recent, queries=queries),
-        budget=budget,
-        store=store,
-        chunk=chunk,
-    )
-    return over_layers("mikv", layers, policy)

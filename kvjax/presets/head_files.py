@@ -13,6 +13,7 @@ from kvjax.policies import Full, PerLayer, Policy
 from kvjax.policies.per_head import PerHead
 from kvjax.received import read_object
 from kvjax.spec import require_int
+from kvjax.validation import shown
 
 
 @dataclass(frozen=True)
@@ -106,3 +107,22 @@ class ByHeads(PerLayer):
                     f"the heads are those of a model of {theirs} {what} and this one has {this}; find its own with "
                     "kvjax heads MODEL --out heads.json"
                 )
+
+
+def by_heads(name: str, others: Policy, heads: str | Heads | None) -> PerLayer:
+    """Policies of a preset: retrieval heads keep every token, and `others` is for all others.
+
+    Args:
+      name: of the preset, for error messages.
+      heads: the retrieval heads, or a file of them; None: no head is one.
+    """
+    if heads is None:
+        return PerLayer((), others)
+    if isinstance(heads, str):
+        heads = Heads.load(heads)
+    if not hasattr(heads, "policies"):
+        raise ValueError(
+            f"{name}(heads=...) takes a kvjax.presets.Heads or a file of them, got {shown(heads)}; "
+            "kvjax.evaluate.heads.retrieval_heads finds those of a model"
+        )
+    return heads.policies(others)

@@ -9,6 +9,7 @@ from typing import Literal
 from kvjax.numerics.selection import GroupReduce
 from kvjax.policies import PerLayer, Retrieval
 from kvjax.policies.short import DenseCapacity
+from kvjax.presets.preset import published
 from kvjax.presets.settings import Layers, capacity_of, history, over_layers, require_page
 from kvjax.selectors import Fier, MinMaxPages, Paris
 from kvjax.selectors.fier import PageReduce
@@ -21,6 +22,11 @@ from kvjax.validation import check_one_of
 PARISKV_BUDGET = 4 + 128 + 100
 
 
+@published(
+    "all tokens, and keys in 1 bit; attends to the budget",
+    paper="FIER 2025",
+    paper_setting="group_reduce=per_head,chunk=32",
+)
 def fier(
     budget: int = 1024,
     *,
@@ -74,6 +80,11 @@ def fier(
     return over_layers("fier", layers, policy)
 
 
+@published(
+    "all tokens, and rotated keys in 4 bits; attends to the budget",
+    paper="ParisKV 2026",
+    paper_setting="budget=360,local=256,chunk=512,buffer=attend,dense_below=2048,store=host",
+)
 def pariskv(
     budget: int = PARISKV_BUDGET,
     *,
@@ -129,6 +140,12 @@ def pariskv(
     return over_layers("pariskv", layers, policy)
 
 
+@published(
+    "all tokens, and a box around the keys of each page; attends to the budget",
+    paper="Quest 2024",
+    paper_setting="group_reduce=per_head",
+    released="group_reduce=per_head,newest=select",
+)
 def quest(
     budget: int = 1024,
     *,

@@ -1,6 +1,4 @@
-"""FreeKV and ArkVale: `Speculative` over pages in host memory; ArkVale always recalls before it
-attends.
-"""
+"""FreeKV: `Speculative` over pages in host memory."""
 
 from __future__ import annotations
 
@@ -8,10 +6,11 @@ from typing import Any, Literal
 
 from kvjax.numerics.selection import GroupReduce
 from kvjax.policies import PerLayer, Retrieval, Speculative
+from kvjax.presets.preset import published
 from kvjax.presets.settings import Layers, history, over_layers, require_page
-from kvjax.selectors import CentrePages, LayerWide, MinMaxPages, Selector
+from kvjax.selectors import CentrePages, MinMaxPages
 from kvjax.spec import require_int
-from kvjax.stores import HostOffload, Store
+from kvjax.stores import Store
 from kvjax.stores.demotion import Fifo
 from kvjax.validation import check_one_of
 
@@ -22,6 +21,11 @@ FREEKV: dict[str, dict[str, Any]] = {
 }
 
 
+@published(
+    "all tokens in host memory; attends to the pages that the step before recalled",
+    paper="FreeKV 2025",
+    released="summary=centre,group_reduce=mean_score",
+)
 def freekv(
     budget: int = 2048,
     *,
@@ -86,56 +90,3 @@ def freekv(
     )
     late = Speculative(policy, tau=tau, selection_scale=selection_scale)
     return over_layers("freekv", layers, late)
-
-
-def arkvale(
-    budget: int = 1024,
-    *,
-    page: int = 32,
-    group_reduce: GroupReduce = "mean_score",
-    sink: int = 64,
-    local: int = 64,
-    per: Literal["head", "layer"] = "head",
-    topk: int | None = None,
-    layers: Layers = Layers(dense=2),
-) -> PerLayer:
-    """ArkVale: keys and values in host memory, and a step recalls the pages whose digests
-    (`CentrePages`) score best.
-
-    Pages take the budget that sink and local window leave. Those that the previous step
-    recalled are not moved again.
-
-    Args:
-      sink: first tokens of a row, always attended; the default is two pages.
-      local: newest tokens of a row, always attended; the default is two pages.
-      per: whether each KV head selects for itself ("head"), or a layer selects once for all of
-        its heads ("layer").
-      topk: tokens that a step selects among all pages, sink and local window included; the
-        others of the budget stay from the step before. None: the whole budget.
-
-    **Source:** ArkVale (Chen et al. 2024). **Differs:** the defaults of `per` and `topk`. The
-    released code selects once for all KV heads of a layer (per="layer"). It keeps a cache of
-    4096 tokens on the device, in which the best 29 of all pages replace those with the lowest
-    scores, and attends to all that the cache holds (budget=4096, topk=1056). A page that is not
-    yet full competes by the digest of its tokens so far.
-
-    **Checklist:** unit: pages of 32, for each KV head or, with per='layer', for the layer;
-    besides: sink and window, with `topk` what the device holds; zones: sink 64, window 64;
-    budget: every token that a step reads; generated: paged and moved to the host as the prompt
-    is.
-    """
-    require_int("arkvale(budget=...)", budget, at_least=1)
-    check_one_of("arkvale", ("head", "layer"), per=per)
-    require_page("arkvale", budget, page, sink, local)
-    selector: Selector = CentrePages(page=page, group_reduce=group_reduce)
-    policy = Retrieval(
-        selector=LayerWide(selector=selector) if per == "layer" else selector,
-        store=HostOffload(page=page),
-        budget=budget,
-        sink=sink,
-        local=local,
-        demote=Fifo(leave=page),
-    )
-    return over_layers(
-        "arkvale", layers, Speculative(policy, tau=2.0, topk=topk)
-    )  # no cosine: always recalls

@@ -9,28 +9,20 @@ do both in one kernel.
 
 from kvjax.selectors.exact import Exact
 from kvjax.selectors.fier import Fier
-from kvjax.selectors.layer_wide import LayerWide
-from kvjax.selectors.means import MeanPages
 from kvjax.selectors.pages import CentrePages, MinMaxPages
 from kvjax.selectors.paris import Paris
 from kvjax.selectors.planes import SignPlane
 from kvjax.selectors.prefixed import PrefixedSelector
-from kvjax.selectors.product import ProductCodes
 from kvjax.selectors.selector import Candidates, Selector
-from kvjax.selectors.simhash import SimHash
 
 __all__ = [
     "Candidates",
     "CentrePages",
     "Exact",
     "Fier",
-    "LayerWide",
-    "MeanPages",
     "MinMaxPages",
     "Paris",
     "PrefixedSelector",
-    "ProductCodes",
     "Selector",
     "SignPlane",
-    "SimHash",
 ]

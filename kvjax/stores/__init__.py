@@ -10,7 +10,6 @@ from kvjax.stores.dense import Dense
 from kvjax.stores.host import HostOffload
 from kvjax.stores.host_codes import HostFloat8
 from kvjax.stores.hot import HotSet
-from kvjax.stores.low_rank import LowRank
 from kvjax.stores.prefixed import Prefixed
 from kvjax.stores.quantized import Quantized
 from kvjax.stores.store import Recalled, Store
@@ -26,7 +25,6 @@ __all__ = [
     "HostTurboQuant",
     "HotSet",
     "LogSparse",
-    "LowRank",
     "Prefixed",
     "Quantized",
     "Recalled",

@@ -10,7 +10,8 @@ import jax
 import numpy as np
 
 import kvjax
-from kvjax import CacheSpec, Paris, Placement, Retrieval, Sampled
+from kvjax import CacheSpec, Paris, Placement, Retrieval
+from kvjax.contrib.magicpig import Sampled
 
 COLLECTIVE = re.compile(
     r" = (.*?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("

@@ -34,12 +34,12 @@ from kvjax import (
     MinMaxPages,
     Paris,
     Placement,
-    ProductCodes,
     Quantized,
     Retrieval,
     Speculative,
     presets,
 )
+from kvjax.contrib.pqcache import ProductCodes
 from kvjax.sharding import context
 from tests.devices.programs import copies, exchanges, history, wanted_exchanges
 

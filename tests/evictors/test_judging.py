@@ -12,6 +12,8 @@ import pytest
 
 import kvjax
 from kvjax import CacheSpec, Evicting, models
+from kvjax.contrib.adakv import HeadBudgets
+from kvjax.contrib.raas import BesidePrompt
 from kvjax.evictors import (
     Evictor,
     ExpectedAttention,
@@ -27,7 +29,6 @@ from kvjax.evictors import (
     ValueWeighted,
 )
 from kvjax.models.rope import Default
-from kvjax.policies import BesidePrompt
 from kvjax.testing import _drive as drive
 from tests.test_oracles import live_tokens
 
@@ -303,7 +304,7 @@ def test_random_keeps_a_uniform_sample_of_all_tokens_or_of_the_held_ones() -> No
             r"use every=64 and an evictor without rope",
         ),
         (
-            lambda: kvjax.HeadBudgets(evictor=Redundancy(), budget=64),
+            lambda: HeadBudgets(evictor=Redundancy(), budget=64),
             r"evicts one token at a time, by evidence",
         ),
         (

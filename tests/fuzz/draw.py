@@ -17,6 +17,12 @@ import numpy as np
 
 import kvjax
 from kvjax import CacheSpec, presets
+from kvjax.contrib.adakv import HeadBudgets
+from kvjax.contrib.magicpig import Sampled, SimHash
+from kvjax.contrib.mikv import Mixed
+from kvjax.contrib.pqcache import ProductCodes
+from kvjax.contrib.razorattention import Compensated
+from kvjax.contrib.shadowkv import LowRank, MeanPages, OutlierRetrieval
 from kvjax.models import rope as ropes
 
 CHUNK = 16  # tokens of prompt in a call
@@ -140,7 +146,7 @@ def _rotated(rng: np.random.Generator, drawn: Configuration) -> Configuration:
     )
     store = getattr(drawn.policy, "store", None)
     if (
-        isinstance(store, kvjax.LowRank)
+        isinstance(store, LowRank)
         and store.rope is not None
         and rope is not None
         and not rope.by_length
@@ -248,7 +254,7 @@ def _newer(rng: np.random.Generator) -> kvjax.Policy:
         lambda rng: kvjax.Evicting(
             evictor=_newer_evictor(rng), budget=int(rng.integers(4, 60))
         ),
-        lambda rng: kvjax.Compensated(_window(rng)),
+        lambda rng: Compensated(_window(rng)),
         lambda rng: kvjax.PerHead(
             heads=(int(rng.integers(2)),), selected=kvjax.Full(), others=_window(rng)
         ),
@@ -264,13 +270,13 @@ def _newest(rng: np.random.Generator) -> kvjax.Policy | kvjax.PerLayer:
         _newer,
         _low_rank,
         _low_rank,
-        lambda rng: kvjax.HeadBudgets(
+        lambda rng: HeadBudgets(
             evictor=_one(rng, _newer_evictor, _attentive)(rng),
             budget=int(rng.integers(6, 60)),
             floor=_one(rng, 0.0, 0.2, 1.0),
             ceiling=_one(rng, 1.0, 1.5, 3.0),
         ),
-        lambda rng: kvjax.Mixed(
+        lambda rng: Mixed(
             evictor=_attentive(rng),
             budget=int(rng.integers(4, 40)),
             store=_low_store(rng),
@@ -283,11 +289,11 @@ def _newest(rng: np.random.Generator) -> kvjax.Policy | kvjax.PerLayer:
     return kinds[int(rng.integers(len(kinds)))](rng)
 
 
-def _low_rank(rng: np.random.Generator) -> kvjax.OutlierRetrieval:
+def _low_rank(rng: np.random.Generator) -> OutlierRetrieval:
     page, learn = _one(rng, 4, 8), _one(rng, 8, 16)
-    return kvjax.OutlierRetrieval(
-        selector=kvjax.MeanPages(page=page, group_reduce=_one(rng, *GROUP_REDUCES)),
-        store=kvjax.LowRank(
+    return OutlierRetrieval(
+        selector=MeanPages(page=page, group_reduce=_one(rng, *GROUP_REDUCES)),
+        store=LowRank(
             rank=int(rng.integers(1, learn + 1)),
             page=page,
             outliers=_one(rng, 0, 1, 3),
@@ -372,7 +378,7 @@ def _newer_retrieval(rng: np.random.Generator) -> kvjax.Retrieval:
     rule = _one(rng, *GROUP_REDUCES)
     selector = _one(
         rng,
-        lambda: kvjax.ProductCodes(
+        lambda: ProductCodes(
             parts=_one(rng, 2, 4), bits=_one(rng, 2, 3), learn=chunk, group_reduce=rule
         ),
         lambda: _selector(rng),
@@ -392,16 +398,16 @@ def _newer_retrieval(rng: np.random.Generator) -> kvjax.Retrieval:
     )
 
 
-def _sampled(rng: np.random.Generator) -> kvjax.Sampled:
+def _sampled(rng: np.random.Generator) -> Sampled:
     chunk = _one(rng, 8, 16)
-    hashing = kvjax.SimHash(
+    hashing = SimHash(
         bits=_one(rng, 2, 3, 5),
         tables=_one(rng, 4, 40),
         least=_one(rng, 1, 2),
         learn=chunk,
         seed=int(rng.integers(9)),
     )
-    return kvjax.Sampled(
+    return Sampled(
         hashing=hashing,
         store=_one(rng, kvjax.Dense(), kvjax.HostOffload()),
         budget=int(rng.integers(20, 60)),

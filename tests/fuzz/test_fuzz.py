@@ -22,6 +22,9 @@ import jax.numpy as jnp
 import pytest
 
 import kvjax
+from kvjax.contrib.adakv import HeadBudgets
+from kvjax.contrib.mikv import Mixed
+from kvjax.contrib.shadowkv import LowRank, MeanPages, OutlierRetrieval
 from kvjax.numerics.selection import unpack
 from tests.fuzz.draw import Configuration, configuration
 from tests.fuzz.run import Programs, Wrong, run_all
@@ -85,14 +88,14 @@ class MixesRows(kvjax.Retrieval):
         return dataclasses.replace(after, recent=recent)
 
 
-class OverBudget(kvjax.HeadBudgets):
+class OverBudget(HeadBudgets):
     """HeadBudgets whose heads together hold more than the layer's budget."""
 
     def _share(self, slots: int) -> int:
         return min(self.budget + 3, slots)
 
 
-class StoresOneTwice(kvjax.Mixed):
+class StoresOneTwice(Mixed):
     """A Mixed whose flush stores one of the tokens that left in place of another."""
 
     def flush(self, st: Any) -> Any:
@@ -103,7 +106,7 @@ class StoresOneTwice(kvjax.Mixed):
         return super().flush(wrong)
 
 
-class LearnsAnew(kvjax.LowRank):
+class LearnsAnew(LowRank):
     """A LowRank that learns a new basis with each flush, in which the old coefficients mean
     other keys.
     """
@@ -144,8 +147,8 @@ FAULTS: dict[str, kvjax.Policy] = {
         evictor=kvjax.Observation(window=4, kernel_size=1), budget=12
     ),
     "an evicted token is lost": StoresOneTwice(budget=12, store=kvjax.Dense(), chunk=8),
-    "a basis that changes": kvjax.OutlierRetrieval(
-        selector=kvjax.MeanPages(page=4),
+    "a basis that changes": OutlierRetrieval(
+        selector=MeanPages(page=4),
         store=LearnsAnew(rank=8, page=4, outliers=1, learn=8, values=kvjax.Dense()),
         **{name: part for name, part in PARTS.items() if name != "selector"},
     ),

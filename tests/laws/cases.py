@@ -29,13 +29,18 @@ from kvjax import (
     MinMaxPages,
     Observation,
     Paris,
-    ProductCodes,
     Quantized,
     Retrieval,
     Sliding,
     Speculative,
     presets,
 )
+from kvjax.contrib.adakv import HeadBudgets
+from kvjax.contrib.magicpig import Sampled
+from kvjax.contrib.mikv import Mixed
+from kvjax.contrib.pqcache import ProductCodes
+from kvjax.contrib.razorattention import Compensated
+from kvjax.contrib.shadowkv import LowRank, MeanPages, OutlierRetrieval
 from kvjax.models import rope as ropes
 
 SPEC = CacheSpec(batch=3, q_heads=8, kv_heads=2, head_dim=16, capacity=200, dtype=jnp.float32)
@@ -128,18 +133,18 @@ CASES: dict[str, Case] = {
         ).rest
     ),
     "shadowkv, budget 96": Case(
-        kvjax.OutlierRetrieval(
-            selector=kvjax.MeanPages(page=8),
-            store=kvjax.LowRank(rank=24, outliers=4, learn=32, values=HostOffload(page=8)),
+        OutlierRetrieval(
+            selector=MeanPages(page=8),
+            store=LowRank(rank=24, outliers=4, learn=32, values=HostOffload(page=8)),
             budget=96,
             local=10,
             demote=Fifo(leave=32),
         )
     ),
     "shadowkv, bf16, values on the device": Case(
-        kvjax.OutlierRetrieval(
-            selector=kvjax.MeanPages(page=4, group_reduce="per_head"),
-            store=kvjax.LowRank(rank=16, page=4, outliers=5, learn=32, values=kvjax.Dense()),
+        OutlierRetrieval(
+            selector=MeanPages(page=4, group_reduce="per_head"),
+            store=LowRank(rank=16, page=4, outliers=5, learn=32, values=kvjax.Dense()),
             budget=70,
             sink=0,
             local=8,
@@ -204,7 +209,7 @@ CASES: dict[str, Case] = {
     "snapkv, budget 64": Case(presets.snapkv(budget=64).rest),
     "logevict, budget 42": Case(presets.logevict(budget=42).rest),
     "adakv, budget 40": Case(presets.adakv(budget=40, window=5).rest),
-    "mikv, nothing lost": Case(kvjax.Mixed(budget=40, store=kvjax.Dense(), chunk=16)),
+    "mikv, nothing lost": Case(Mixed(budget=40, store=kvjax.Dense(), chunk=16)),
     "razorattention, budget 64": Case(presets.razorattention(budget=64).rest),
     "some heads in full, others in chunks": Case(
         kvjax.PerHead(
@@ -341,14 +346,14 @@ def does_not_apply(policy: kvjax.Policy) -> set[str]:
 
 
 def _does_not_apply(policy: kvjax.Policy) -> set[str]:
-    if isinstance(policy, Evicting | kvjax.Compensated) and not isinstance(policy, kvjax.Mixed):
+    if isinstance(policy, Evicting | Compensated) and not isinstance(policy, Mixed):
         told = (
             {"step_attends_to_the_positions_it_tells"}
-            if isinstance(policy, kvjax.Compensated)
+            if isinstance(policy, Compensated)
             else set()
         )
         return told | _HISTORY | _BUDGET | _ROLLBACK | {"full_cache_drops_and_says_so"}
-    if isinstance(policy, kvjax.Mixed):
+    if isinstance(policy, Mixed):
         return (
             {"step_attends_to_the_positions_it_tells"}
             | _HISTORY
@@ -368,13 +373,13 @@ def _does_not_apply(policy: kvjax.Policy) -> set[str]:
             else set()
         )
         return _EVICTION | _ROLLBACK | late
-    lost = isinstance(policy, kvjax.Sampled) or not policy.demote.ordered
+    lost = isinstance(policy, Sampled) or not policy.demote.ordered
     inner = policy.store.store if isinstance(policy.store, HotSet) else policy.store
     lost |= not isinstance(inner, kvjax.Dense | HostOffload)
     if isinstance(policy, Compressed) and policy.value_window is not None:
         return _EVICTION | _BUDGET | _TRUNCATE | _AS_STORED
     by_place = isinstance(
-        policy, kvjax.Sampled
+        policy, Sampled
     )  # slots say how a key was centred, and which of too many hits count
     fixed = isinstance(policy, Compressed) or by_place
     fails = (
@@ -501,7 +506,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         r"budget=28 leaves nothing besides sink \+ local = 4 \+ 24.*at least 29",
     ),
     "a low rank of keys turned by their text's length": (
-        lambda: kvjax.LowRank(rope=ropes.Dynamic(factor=2.0, original=64)),
+        lambda: LowRank(rope=ropes.Dynamic(factor=2.0, original=64)),
         r"LowRank\(rope=...\) turns all keys by the same.*those of Dynamic depend on the final length.*use None",
     ),
     "a window renumbered by its text's length": (
@@ -589,7 +594,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         r"rope=\.\.\.\) rotates keys at each eviction.*use every=64",
     ),
     "heads that share remembered queries": (
-        lambda: kvjax.HeadBudgets(evictor=kvjax.evictors.Redundancy(), budget=64),
+        lambda: HeadBudgets(evictor=kvjax.evictors.Redundancy(), budget=64),
         r"HeadBudgets evicts one token at a time",
     ),
     "values weighed without attention": (

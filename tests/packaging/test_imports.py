@@ -4,6 +4,8 @@ import ast
 import re
 import sys
 import tomllib
+from collections.abc import Iterator
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -26,7 +28,7 @@ FLOORS = {
     "selectors.planes": 4,
     "policies": 5,
     **dict.fromkeys(("cache", "attention", "presets", "steps"), 6),
-    **dict.fromkeys(("generation", "testing", "cache.growing"), 7),
+    **dict.fromkeys(("contrib", "generation", "testing", "cache.growing"), 7),
     **dict.fromkeys(("models", "cache.saving"), 8),
     "serve": 8,
     "evaluate": 9,
@@ -54,11 +56,26 @@ def sources() -> dict[str, Path]:
 SOURCES = sources()
 
 
-def imports(module: str) -> set[str]:
-    """Absolute names of what a module imports, wherever in it; kvjax's own down to the module."""
+def nodes(tree: ast.AST, types: bool) -> Iterator[ast.AST]:
+    """A tree's nodes; without `types`, not what only a type checker reads."""
+    yield tree
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not types:
+            for run in node.orelse:
+                yield from nodes(run, types)
+        else:
+            yield from nodes(node, types)
+
+
+@cache
+def imports(module: str, *, types: bool = False) -> set[str]:
+    """Absolute names of what a module imports, wherever in it; kvjax's own down to the module.
+
+    With `types` also what it imports for a type checker alone.
+    """
     path, found = SOURCES[module], set()
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(ast.parse(path.read_text()), types):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -117,7 +134,7 @@ def test_kernels_import_jax_only():
 
 def third_party(module: str) -> set[str]:
     own = {*sys.stdlib_module_names, "kvjax", "kvjax_command"}
-    return {name.partition(".")[0] for name in imports(module)} - own
+    return {name.partition(".")[0] for name in imports(module, types=True)} - own
 
 
 def normal(requirement: str) -> str:

@@ -6,11 +6,14 @@ import doctest
 import importlib.util
 import inspect
 import re
+from importlib import import_module
+from pkgutil import iter_modules
 
 import pytest
 
 import kvjax
 from docs import docstrings, support, website
+from kvjax import contrib
 
 
 def test_every_exported_name_has_a_page():
@@ -32,6 +35,11 @@ def test_every_part_stands_on_its_page():
         kvjax.evictors,
         kvjax.presets,
         kvjax.generation,
+        kvjax.serve,
+        *(
+            import_module(f"kvjax.contrib.{file.name}")
+            for file in iter_modules(contrib.__path__)
+        ),
     ):
         for name in module.__all__:
             thing = getattr(module, name)

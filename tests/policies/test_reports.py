@@ -8,18 +8,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import (
-    CacheSpec,
-    Compressed,
-    Dense,
-    Exact,
-    Fifo,
-    PerHead,
-    Policy,
-    Retrieval,
-    Sampled,
-    SimHash,
-)
+from kvjax import CacheSpec, Compressed, Dense, Exact, Fifo, PerHead, Policy, Retrieval
+from kvjax.contrib.magicpig import Sampled, SimHash
 
 SINK, T, WINDOW = 4, 2, 6
 SPEC = CacheSpec(batch=5, q_heads=4, kv_heads=2, head_dim=8, capacity=48, dtype=jnp.float32)

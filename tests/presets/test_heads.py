@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import CacheSpec, Compensated, Evicting, Full, LastQuery, PerHead, Sliding, presets
+from kvjax import CacheSpec, Evicting, Full, LastQuery, PerHead, Sliding, presets
+from kvjax.contrib.razorattention import Compensated
 from kvjax.evaluate import heads as finding
 from kvjax.evaluate.caches import make_rows
 from kvjax.presets import head_files as heads

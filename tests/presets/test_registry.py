@@ -1,13 +1,49 @@
-"""The registry: each method's least budget and the settings of its paper."""
+"""The table of presets, each method's least budget, and the settings of its paper."""
 
 import inspect
+import subprocess
+import sys
+from importlib import import_module
+from pkgutil import iter_modules
 
 import pytest
 
-from kvjax import presets
+from kvjax import contrib, presets
 from kvjax.presets import REGISTRY
+from kvjax.presets.registry import MODULES
 
 WITH_BUDGET = [name for name, preset in REGISTRY.items() if preset.has_budget]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_name_of_the_table_is_a_function_of_its_module(name: str) -> None:
+    preset = presets.load_preset(name)
+    assert preset.make is getattr(presets, name)
+    assert preset.make.__module__ == MODULES[name]
+    assert preset.name == name
+    assert preset.keeps
+
+
+@pytest.mark.parametrize("file", [file.name for file in iter_modules(contrib.__path__)])
+def test_each_preset_of_contrib_is_in_the_table(file: str) -> None:
+    module = import_module(f"kvjax.contrib.{file}")
+    found = {name for name, thing in vars(module).items() if hasattr(thing, "published")}
+    assert file in found
+    assert found == {name for name in MODULES if MODULES[name] == module.__name__}
+
+
+def test_a_method_of_contrib_is_imported_when_it_is_asked_for() -> None:
+    code = """
+import sys, kvjax
+before = [name for name in sys.modules if name.startswith("kvjax.contrib")]
+kvjax.presets.parse("adakv")
+after = [name for name in sys.modules if name.startswith("kvjax.contrib.")]
+print(before, after)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True
+    )
+    assert done.stdout.strip() == "[] ['kvjax.contrib.adakv']"
 
 
 @pytest.mark.parametrize("name", WITH_BUDGET)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.contrib.pqcache import ProductCodes
 from kvjax.numerics.sharing import Shared
 from kvjax.serve import prefixes
 from kvjax.stores.prefixed import Prefixed
@@ -42,7 +43,7 @@ POLICIES = {
     ),
     "pages": dataclasses.replace(FIER, selector=kvjax.MinMaxPages(page=8), budget=34),
     "product codes": dataclasses.replace(
-        FIER, selector=kvjax.ProductCodes(parts=8, bits=3, learn=16)
+        FIER, selector=ProductCodes(parts=8, bits=3, learn=16)
     ),
     "pages in host memory": dataclasses.replace(
         FIER, selector=kvjax.MinMaxPages(page=8), budget=34, store=kvjax.HostOffload(page=8)

@@ -1,4 +1,9 @@
-"""PQCache: tokens by product quantisation of their keys."""
+"""PQCache: every token is kept, and a step attends to those that score best by product
+quantisation of their keys.
+
+The paper learns centroids from the whole prompt; here a block of tokens has its own, so that the
+result does not depend on how a prompt is split into chunks.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +17,69 @@ from jax import Array, lax
 from kvjax.numerics.blocks import write
 from kvjax.numerics.partial import attention_logits, scaled
 from kvjax.numerics.selection import GROUP_REDUCES, GroupReduce
+from kvjax.policies import PerLayer, Retrieval
+from kvjax.presets.preset import published
+from kvjax.presets.settings import Layers, history, over_layers
 from kvjax.selectors.selector import Selector
-from kvjax.spec import CacheSpec, keep_ints
+from kvjax.spec import CacheSpec, keep_ints, require_int
+from kvjax.stores import Store
+from kvjax.stores.demotion import Fifo
 from kvjax.validation import check_divides, check_one_of
+
+__all__ = ["ProductCodes", "pqcache"]
+
+
+@published(
+    "all tokens, and product codes of keys; attends to the budget",
+    paper="PQCache 2024",
+    released="sink=32,local=512",
+)
+def pqcache(
+    budget: int = 1024,
+    *,
+    parts: int = 2,
+    bits: int = 6,
+    learn: int = 1024,
+    group_reduce: GroupReduce = "sum_softmax",
+    sink: int = 4,
+    local: int = 64,
+    chunk: int | None = None,
+    store: Store | str = "device",
+    layers: Layers = Layers(dense=0),
+) -> PerLayer:
+    """PQCache: every token is kept, and a step attends to the `budget` tokens whose
+    product-quantised keys score best.
+
+    A code names the nearest of the centroids that k-means found among a block of `learn`
+    tokens. Tokens compete by their exact scores until they are encoded.
+
+    Args:
+      parts: parts of a key, each with a code.
+      bits: bits of a part's code.
+      learn: tokens that share centroids, which are learnt from them.
+      chunk: tokens encoded together: a multiple of `learn`, times the devices of a context
+        axis. None: `learn`.
+
+    **Source:** PQCache (Zhang et al. 2024, arXiv 2407.12820). **Differs:** see `ProductCodes`.
+    The budget counts sink and local window: 4 and 64 tokens here, 32 and half of the budget in
+    the released code. The paper keeps keys and values in host memory with a cache of blocks on
+    the device; here that is store="host", without the cache.
+
+    **Checklist:** unit: tokens, for each KV head; besides: sink and window; zones: sink 4,
+    window 64; budget: every token that a step reads; generated: compete by exact scores until a
+    block of 1024 has its centroids.
+    """
+    require_int("pqcache(budget=...)", budget, at_least=1)
+    policy = Retrieval(
+        selector=ProductCodes(parts=parts, bits=bits, learn=learn, group_reduce=group_reduce),
+        store=history("pqcache", store),
+        budget=budget,
+        sink=sink,
+        local=local,
+        demote=Fifo(leave=learn if chunk is None else chunk),
+    )
+    return over_layers("pqcache", layers, policy)
+
 
 TOGETHER = 8  # blocks of all rows that are learnt at once: one block of one row is too little work for a GPU
 

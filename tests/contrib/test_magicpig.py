@@ -11,9 +11,9 @@ import pytest
 import scipy.stats
 
 import kvjax
-from kvjax import CacheSpec, Fifo, HostOffload, Sampled, SimHash
-from kvjax.selectors import simhash as hashing
-from kvjax.selectors.simhash import HashIndex, _directions
+from kvjax import CacheSpec, Fifo, HostOffload
+from kvjax.contrib import magicpig as hashing
+from kvjax.contrib.magicpig import HashIndex, Sampled, SimHash, _directions
 from kvjax.testing import _drive as drive
 from tests import oracles
 from tests.test_oracles import data, steps

@@ -7,17 +7,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import (
-    CacheSpec,
-    Dense,
-    Fifo,
-    HostOffload,
-    LowRank,
-    MeanPages,
-    OutlierRetrieval,
-    models,
-    presets,
-)
+from kvjax import CacheSpec, Dense, Fifo, HostOffload, models, presets
+from kvjax.contrib.shadowkv import LowRank, MeanPages, OutlierRetrieval
 from kvjax.testing import _drive as drive
 from tests import oracles
 from tests.test_oracles import data, steps
@@ -152,9 +143,9 @@ def test_what_cannot_work_is_refused(make, words: str) -> None:
 def test_a_step_and_several_take_every_group_rule_and_a_budget_of_what_is_read_anyway(
     budget: int, group_reduce: str
 ) -> None:
-    policy = kvjax.OutlierRetrieval(
-        selector=kvjax.MeanPages(page=4, group_reduce=group_reduce),
-        store=kvjax.LowRank(rank=8, page=4, outliers=2, learn=16, values=kvjax.Dense()),
+    policy = OutlierRetrieval(
+        selector=MeanPages(page=4, group_reduce=group_reduce),
+        store=LowRank(rank=8, page=4, outliers=2, learn=16, values=kvjax.Dense()),
         budget=budget,
         local=8,
         demote=kvjax.Fifo(leave=16),
@@ -163,7 +154,7 @@ def test_a_step_and_several_take_every_group_rule_and_a_budget_of_what_is_read_a
     _, _, info = jax.eval_shape(kvjax.decode_info, kvjax.init_layer(policy, SPEC), q, k, v)
     assert info.attended.shape == (3, 2, 2)
     plain = kvjax.Retrieval(
-        selector=kvjax.MeanPages(page=8),
+        selector=MeanPages(page=8),
         budget=12,
         sink=4,
         local=8,

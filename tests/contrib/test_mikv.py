@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import CacheSpec, Dense, HeavyHitter, Mixed, Quantized
+from kvjax import CacheSpec, Dense, HeavyHitter, Quantized
+from kvjax.contrib.mikv import Mixed
 from kvjax.testing import _drive as drive
 from tests import oracles
 from tests.test_oracles import data

@@ -1,5 +1,6 @@
-"""Generated tokens have a budget beside the prompt; RaaS as its paper has it stamps them by
-pages.
+"""RaaS: keeps the prompt, and evicts the generated tokens that have gone longest without attention.
+
+`BesidePrompt` gives generated tokens a budget beside the prompt's, for this and other rules.
 """
 
 from __future__ import annotations
@@ -14,8 +15,57 @@ from jax import Array
 
 from kvjax.evictors import LastUse
 from kvjax.evictors.base import Evictor
+from kvjax.policies import PerLayer
 from kvjax.policies.evicting import Evicting, EvictingState
-from kvjax.spec import CacheSpec, keep_ints
+from kvjax.presets.evicting import by_evictor
+from kvjax.presets.preset import published
+from kvjax.presets.settings import Layers, over_layers
+from kvjax.spec import CacheSpec, keep_ints, require_int
+
+__all__ = ["BesidePrompt", "raas"]
+
+
+@published(
+    "the prompt, and generated tokens that were attended to lately",
+    paper="RaaS 2025",
+    paper_setting="prompt=65536,page=16",
+)
+def raas(
+    budget: int = 1024,
+    *,
+    threshold: float = 1e-4,
+    prompt: int = 0,
+    page: int = 1,
+    layers: Layers = Layers(dense=0),
+) -> PerLayer:
+    """RaaS: keeps the prompt, and evicts the generated token that has gone longest without
+    attention.
+
+    Args:
+      budget: tokens that a layer and KV head keeps, those of `prompt` not counted; a step
+        attends to all of them.
+      threshold: softmax weight above which a token counts as attended.
+      prompt: tokens of prompts that are kept beside the budget, as in the paper; memory is
+        allocated for them.
+      page: tokens that are stamped together: a page is attended if its share of a softmax over
+        pages is large enough.
+
+    **Source:** RaaS (Hu et al. 2025, arXiv 2502.11147); FreeKV's comparison, for the maximum
+    over a group. **Differs:** see `LastUse` and `BesidePrompt`: the default stamps single
+    tokens, and counts the prompt. With page=16 and a `prompt` it stamps by pages and keeps the
+    prompt beside the budget, as the paper does.
+
+    **Checklist:** unit: tokens or pages that are evicted, for each KV head; besides: all kept
+    tokens; zones: no sink, no window; budget: kept tokens, the prompt's too unless `prompt`
+    sets room for them; generated: evicted when they are not attended for longest.
+    """
+    require_int("raas(budget=...)", budget, at_least=1)
+    evictor = LastUse(threshold=threshold)
+    if prompt == 0 and page == 1:
+        return by_evictor("raas", evictor, budget, layers)
+    return over_layers(
+        "raas", layers, BesidePrompt(evictor=evictor, budget=budget, prompt=prompt, page=page)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,10 @@
-"""ShadowKV's store: keys as low-rank factors and a few exact pages on the device, values in a
-separate store.
+"""ShadowKV: keys as low-rank factors, values in host memory, and a step reads the pages with the
+best landmarks.
+
+`MeanPages` has the landmarks, `OutlierRetrieval` selects pages besides those that are always
+read, and `LowRank` is the store of factors. The paper learns the basis from the whole prompt;
+here the first tokens of a row have it, so that the result does not depend on how a prompt is
+split into chunks.
 """
 
 from __future__ import annotations
@@ -11,17 +16,105 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.tree_util import register_dataclass
 
-from kvjax.numerics.blocks import page_means, put_last, sum_pairs, write
+from kvjax import ops
+from kvjax.numerics.blocks import page_means, put_last, sum_pairs, whole_units, write
 from kvjax.numerics.derivatives import refuse_derivative
-from kvjax.numerics.partial import PartialAttention
+from kvjax.numerics.partial import PartialAttention, attention_logits
 from kvjax.numerics.rotate import turn_positions
-from kvjax.numerics.selection import Selection
+from kvjax.numerics.selection import (
+    Candidates,
+    GroupReduce,
+    PackedSelection,
+    Selection,
+    by_row,
+    unpack,
+)
 from kvjax.numerics.types import Rope
 from kvjax.ops.chunk import attend_blocks
-from kvjax.spec import CacheSpec, keep_ints
+from kvjax.policies import PerLayer
+from kvjax.policies.policy import Info, Step
+from kvjax.policies.retrieval import Retrieval
+from kvjax.policies.zones import Visible, ZonedState
+from kvjax.presets.preset import published
+from kvjax.presets.settings import Layers, over_layers, plain_rope
+from kvjax.selectors import Selector
+from kvjax.selectors.pending import Paged
+from kvjax.sharding.context import Axis
+from kvjax.spec import CacheSpec, keep_ints, require_int
+from kvjax.stores import Dense
+from kvjax.stores.demotion import Demotion, Fifo
 from kvjax.stores.host import HostOffload
 from kvjax.stores.store import Store
 from kvjax.validation import check_rope, check_verbs
+
+__all__ = ["LowRank", "MeanPages", "OutlierRetrieval", "shadowkv"]
+
+
+@published(
+    "keys of low rank, values in host memory; attends to outliers and the best pages",
+    paper="ShadowKV 2024",
+    paper_setting="sink=0",
+    released="budget=1248,sink=0,outliers=24",
+)
+def shadowkv(
+    budget: int = 2048,
+    *,
+    rank: int = 160,
+    page: int = 8,
+    outliers: int = 48,
+    rope_theta: float | None = None,
+    learn: int = 1024,
+    group_reduce: GroupReduce = "max_softmax",
+    sink: int = 4,
+    local: int = 32,
+    host: bool = True,
+    layers: Layers = Layers(dense=0),
+) -> PerLayer:
+    """ShadowKV: keys as low-rank factors, values in host memory, and a step reads the pages
+    with the best landmarks.
+
+    The landmark of a page is the mean of its keys. Keys of selected pages are rebuilt from
+    their factors, and their values come from host memory. The budget counts the outliers. Keys
+    after RoPE are not of low rank and lose much more precision: pass `rope_theta`.
+
+    Args:
+      rank: coefficients of a token's keys, for all heads together.
+      outliers: pages whose keys are farthest from their landmark; kept exact on the device and
+        read by every step.
+      rope_theta: theta of a model with plain RoPE: keys are then factored before their
+        rotation, as in the paper. For other kinds of RoPE see `LowRank(rope=...)`.
+      learn: number of first tokens from which the basis is learnt; also the tokens that are
+        factored together.
+      host: keep values in host memory; False: on the device.
+
+    **Source:** ShadowKV (Sun et al. 2024, arXiv 2410.21465): rank 160, pages of 8, 48 outliers.
+    **Differs:** see `LowRank`. The paper has no sink, and its budget counts neither outliers
+    nor local window: its 1024 tokens are 1024 + 8 x 24 + 32 here, with outliers=24 and sink=0,
+    as its released code has 24 outliers per 1024 tokens.
+
+    **Checklist:** unit: pages of 8, for each KV head; besides: sink, window and 48 pages of
+    outliers; zones: sink 4, window 32; budget: these and the selected pages; generated: compete
+    by exact scores until a block of 1024 is factored.
+    """
+    require_int("shadowkv(budget=...)", budget, at_least=1)
+    values = HostOffload(page=page) if host else Dense()
+    policy = OutlierRetrieval(
+        selector=MeanPages(page=page, group_reduce=group_reduce),
+        store=LowRank(
+            rank=rank,
+            page=page,
+            outliers=outliers,
+            learn=learn,
+            rope=plain_rope("shadowkv", rope_theta),
+            values=values,
+        ),
+        budget=budget,
+        sink=sink,
+        local=local,
+        demote=Fifo(leave=learn),
+    )
+    return over_layers("shadowkv", layers, policy)
+
 
 EMPTY = 2.0  # above every cosine: a place that holds no page
 
@@ -363,3 +456,172 @@ def _smallest_cosine(k: Array, page: int) -> Array:
 
     norms = jnp.sqrt(dot(keys, keys) * dot(means, means))
     return jnp.min(dot(keys, means) / jnp.maximum(norms, 1e-30), axis=3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeanPages(Paged):
+    """Scores pages of `page` tokens by the mean of their keys: the mean of the exact scores of
+    a page.
+
+    Index: D values of the cache's dtype per page and KV head.
+
+    **Source:** ShadowKV (Sun et al. 2024, arXiv 2410.21465), landmarks: pages of 8, the maximum
+    of softmax over the group. **Differs:** a page is indexed with its chunk; until then it
+    competes by the best exact score of its tokens.
+    """
+
+    page: int = 8
+    group_reduce: GroupReduce = "max_softmax"
+
+    def init(self, spec: CacheSpec, slots: int) -> Array:
+        return jnp.zeros(
+            (spec.batch, spec.kv_heads, slots // self.page, spec.head_dim), spec.dtype
+        )
+
+    def append(self, ix: Array, k: Array, at: Array, count: Array) -> Array:
+        means = page_means(k, self.page).astype(ix.dtype)
+        return write(ix, means, at // self.page, count // self.page)
+
+    def score(self, ix: Array, q: Array, *, scale: float) -> Array:
+        # Behind a barrier, or XLA would copy all landmarks to join them with the pending keys
+        # for one product.
+        ix = ix.astype(q.dtype) if self.group_reduce == "mean_query" else ix
+        return attention_logits(lax.optimization_barrier(q), ix, scale)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutlierRetrieval(Retrieval):
+    """A `Retrieval` that also attends, in every step, to the pages that its store keeps exact.
+
+    These pages are the outliers, which their landmarks describe worst; they are not selected a
+    second time. The budget counts them: it covers sink, local window, outliers and what the
+    selector finds.
+
+    **Source:** ShadowKV (Sun et al. 2024, arXiv 2410.21465), Algorithm 2.
+
+    >>> import kvjax
+    >>> spec = kvjax.CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=64, capacity=4096)
+    >>> policy = kvjax.contrib.shadowkv.OutlierRetrieval(store=kvjax.contrib.shadowkv.LowRank(rank=64), budget=1024)
+    >>> layer = kvjax.init_layer(policy, spec)
+    """
+
+    selector: Selector = MeanPages()
+    store: Store = LowRank()
+    demote: Demotion = Fifo(leave=1024)
+
+    def __post_init__(self) -> None:
+        verbs, example = (
+            ("init", "append", "kept", "kept_slots"),
+            "kvjax.contrib.shadowkv.LowRank()",
+        )
+        check_verbs(
+            "OutlierRetrieval(store=...)", self.store, "a store of exact pages", verbs, example
+        )
+        super().__post_init__()
+        if self.exact_store.page != self.selector.unit:
+            raise ValueError(
+                f"OutlierRetrieval got {self.selector} with units of {self.selector.unit} and {self.store} with pages "
+                f"of {self.exact_store.page}; use pages of one size"
+            )
+        least = self.sink + self.local + self.beside
+        if self.budget < least:
+            raise ValueError(
+                f"budget={self.budget} is below sink + local + outliers = {self.sink} + {self.local} + {self.beside}, "
+                f"which every step attends to; raise the budget to at least {least}, or use fewer outliers"
+            )
+
+    @property
+    def exact_store(self) -> LowRank:
+        """The store, which keeps some pages exact."""
+        return self.store  # type: ignore[return-value]  # its verbs are checked above
+
+    @property
+    def beside(self) -> int:
+        """Tokens of the budget that every step attends to besides sink and local window."""
+        return self.exact_store.outliers * self.exact_store.page
+
+    @property
+    def selected(self) -> int:
+        return whole_units(
+            max(self.budget - self.sink - self.local - self.beside, 0), self.selector.unit
+        )
+
+    def over_context(self, axis: Axis, parts: int) -> Retrieval:
+        raise ValueError(
+            f"{type(self).__name__} has one basis for all tokens of a row, so they cannot be split over the {parts} "
+            "devices of context; split only the batch"
+        )
+
+    def candidates(
+        self, st: ZonedState, seen: Visible, *, steps: int = 1, in_order: int = 0
+    ) -> Candidates:
+        every = super().candidates(st, seen, steps=steps, in_order=in_order)
+        return replace(every, last=self.exact_store.kept(st.store)) if self.beside else every
+
+    def select(
+        self, st: ZonedState, q: Array, step: Step, *, in_order: int = 0
+    ) -> Selection | PackedSelection:
+        every = super().select(st, q, step, in_order=in_order)
+        if not self.beside:
+            return every
+        found = unpack(every)
+        return found._replace(
+            valid=found.valid & ~self._are_kept(st, self.exact_store.kept(st.store), found)
+        )
+
+    def _are_kept(self, st: ZonedState, kept: Array, selection: Selection) -> Array:
+        """bool[B, K, H, M]: which slots belong to pages in `kept` bool[B, K, P]."""
+        B, K, H, M = selection.slots.shape
+        page = jnp.minimum(selection.slots // self.selector.unit, kept.shape[2] - 1).reshape(
+            B, K, H * M
+        )
+        here = jnp.take_along_axis(kept, page, axis=2).reshape(B, K, H, M)
+        return here & (selection.slots < st.store.slots)
+
+    def attend_selected(
+        self, st: ZonedState, q: Array, selection: Selection | PackedSelection, step: Step
+    ) -> tuple[Array, ZonedState, Info]:
+        if not self.beside:
+            return super().attend_selected(st, q, selection, step)
+        selection, seen = unpack(selection), self.visible(st, step.window)
+        kept = self.exact_store.kept_slots(st.store)
+        kept = kept._replace(valid=kept.valid & (kept.slots >= by_row(seen.store)))
+        read, k, v = self._gathered(st, selection, kept.valid)
+        out = ops.attend_zones(q, k, v, read, seen.recent, seen.sink, self.local, **step.logits)
+        return out, st, self._with_outliers(st, kept, self.info(st, seen, selection))
+
+    def _gathered(
+        self, st: ZonedState, selection: Selection, kept: Array
+    ) -> tuple[Selection, Array, Array]:
+        """The slots that a step reads, in keys and values of the selected tokens and the exact
+        pages, and after them in the recent block; and those keys and values. `kept` says which
+        of the exact tokens it reads."""
+        stored, (B, K, H, M) = selection.slots < st.store.slots, selection.slots.shape
+        parts = self.store.gather(st.store, selection._replace(valid=selection.valid & stored))
+        exact = (
+            a.reshape(B, K, -1, parts[0].shape[3]) for a in (st.store.exact_k, st.store.exact_v)
+        )
+        k, v = (jnp.concatenate(pair, axis=2) for pair in zip(parts, exact, strict=True))
+        at = jnp.arange(k.shape[2], dtype=jnp.int32)[None, None, None]
+        selected = jnp.where(
+            stored,
+            at[..., : H * M].reshape(1, 1, H, M),
+            k.shape[2] + selection.slots - st.store.slots,
+        )
+        pairs = (selected, at[..., H * M :]), (selection.valid, kept)
+        both = (
+            jnp.concatenate([a, jnp.broadcast_to(b, (B, K, H, self.beside))], axis=3)
+            for a, b in pairs
+        )
+        return Selection(*both), k, v
+
+    def _with_outliers(self, st: ZonedState, kept: Selection, info: Info) -> Info:
+        slots, valid = kept
+        assert info.positions is not None
+        H = info.positions.shape[2]
+        at = jnp.where(valid, self.positions(st, slots), -1)
+        at = jnp.broadcast_to(at, (*at.shape[:2], H, at.shape[3]))
+        return info._replace(
+            attended=info.attended + jnp.sum(valid[:, :, 0], axis=-1).astype(jnp.float32),
+            positions=jnp.concatenate([info.positions, at], axis=-1),
+        )

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import CacheSpec, ProductCodes, presets
+from kvjax import CacheSpec, presets
+from kvjax.contrib.pqcache import ProductCodes
 from tests.test_oracles import data
 
 LEARN, SLOTS = 64, 192

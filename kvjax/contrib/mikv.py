@@ -23,11 +23,64 @@ from kvjax.numerics.partial import (
     softmax_weights,
 )
 from kvjax.ops.chunk import attend_zone
+from kvjax.policies import PerLayer
 from kvjax.policies.evicting import Evicting, EvictingState
 from kvjax.policies.policy import Info, Step
-from kvjax.spec import CacheSpec, keep_ints
+from kvjax.presets.preset import published
+from kvjax.presets.settings import Layers, over_layers
+from kvjax.spec import CacheSpec, keep_ints, require_int
 from kvjax.stores import Quantized, Store
 from kvjax.validation import check_verbs
+
+__all__ = ["Mixed", "mikv"]
+
+
+@published(
+    "the most recent and most attended tokens exactly, the rest in 2 bits; reads all",
+    paper="MiKV 2024",
+)
+def mikv(
+    budget: int = 1024,
+    *,
+    bits: int = 2,
+    value_bits: int | None = None,
+    group: int = 32,
+    chunk: int = 128,
+    recent: float = 0.5,
+    queries: int | None = 1024,
+    layers: Layers = Layers(dense=0),
+) -> PerLayer:
+    """MiKV: every token is attended; the `budget` most important ones are exact, and all others
+    have `bits` bits.
+
+    The exact tokens are the newest ones and those with the most accumulated attention, as in
+    `h2o`. Tokens that `h2o` would evict are stored in few bits: keys by channel, values by
+    token.
+
+    Args:
+      budget: tokens that a layer and KV head keeps exact.
+      group: tokens of a key's channel, and channels of a value, that share a scale and a zero
+        point.
+      chunk: tokens that are quantised together.
+      recent: share of the budget that the newest tokens take.
+      queries: how many queries of a longer prompt vote, as in `h2o`; None: all.
+
+    **Source:** MiKV (Yang et al. 2024, arXiv 2402.18096). **Differs:** see `Mixed`: keys are
+    quantised by channel in place of the paper's channel balancer.
+
+    **Checklist:** unit: tokens that stay exact, for each KV head; besides: every other token,
+    in 2 bits; zones: no sink, window of half of the budget; budget: the exact tokens;
+    generated: compete for exact slots as the prompt's do.
+    """
+    require_int("mikv(budget=...)", budget, at_least=1)
+    store = Quantized(bits=bits, key_group=group, value_bits=value_bits, value_group=group)
+    policy = Mixed(
+        evictor=HeavyHitter(recent=recent, queries=queries),
+        budget=budget,
+        store=store,
+        chunk=chunk,
+    )
+    return over_layers("mikv", layers, policy)
 
 
 @register_dataclass
@@ -68,7 +121,7 @@ class Mixed(Evicting):
 
     >>> import kvjax
     >>> spec = kvjax.CacheSpec(batch=1, q_heads=4, kv_heads=2, head_dim=32, capacity=512)
-    >>> layer = kvjax.init_layer(kvjax.policies.Mixed(budget=128), spec)
+    >>> layer = kvjax.init_layer(kvjax.contrib.mikv.Mixed(budget=128), spec)
     """
 
     evictor: Evictor = HeavyHitter()

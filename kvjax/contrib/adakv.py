@@ -1,5 +1,5 @@
-"""AdaKV: one budget for all KV heads of a layer, divided among them by what their tokens are
-worth.
+"""AdaKV: SnapKV with one budget for all KV heads of a layer, divided among them by what their
+tokens are worth.
 """
 
 from __future__ import annotations
@@ -13,12 +13,60 @@ from jax import Array
 from jax.tree_util import register_dataclass
 
 from kvjax import ops
+from kvjax.evictors import Observation, Pooling
 from kvjax.numerics.blocks import put_last
 from kvjax.numerics.partial import PartialAttention, Span
 from kvjax.numerics.selection import Selection
+from kvjax.policies import PerLayer
 from kvjax.policies.evicting import Evicting, EvictingState
 from kvjax.policies.policy import Step
-from kvjax.spec import CacheSpec, keep_number
+from kvjax.presets.preset import published
+from kvjax.presets.settings import Layers, over_layers
+from kvjax.spec import CacheSpec, keep_number, require_int
+
+__all__ = ["HeadBudgets", "adakv"]
+
+
+@published(
+    "as snapkv, with more tokens in KV heads that attend widely",
+    paper="AdaKV 2024",
+)
+def adakv(
+    budget: int = 1024,
+    *,
+    floor: float = 0.2,
+    ceiling: float = 2.0,
+    window: int = 32,
+    kernel_size: int = 7,
+    pooling: Pooling = "max",
+    layers: Layers = Layers(dense=0),
+) -> PerLayer:
+    """AdaKV: SnapKV with one budget for all KV heads of a layer, `budget` per head on average.
+
+    The tokens of a prompt compete across all heads for the slots of the layer, so heads that
+    attend widely keep more.
+
+    Args:
+      budget: tokens that a layer and KV head keeps, as the mean over the heads; a step attends
+        to all of them.
+      floor: share of the budget besides the window that every KV head keeps at least, besides
+        the window.
+      ceiling: multiple of the budget that a KV head keeps at most; memory is allocated for it.
+
+    **Source:** AdaKV (Feng et al. 2024, arXiv 2407.11550): floor 0.2, over SnapKV. **Differs:**
+    see `HeadBudgets` and `Observation`. The budget counts the window and generated tokens; the
+    original keeps all generated tokens.
+
+    **Checklist:** unit: tokens of the prompt, once, for the layer's KV heads together; besides:
+    all kept tokens; zones: no sink, the prompt's last 32 tokens; budget: kept tokens, as the
+    mean over KV heads, prompt and answer; generated: kept, and evict those of the prompt with
+    the fewest votes.
+    """
+    require_int("adakv(budget=...)", budget, at_least=1)
+    evictor = Observation(window=window, kernel_size=kernel_size, pooling=pooling)
+    policy = HeadBudgets(evictor=evictor, budget=budget, floor=floor, ceiling=ceiling)
+    return over_layers("adakv", layers, policy)
+
 
 ALL = 2**30  # a sliding window that hides nothing
 
@@ -52,7 +100,7 @@ class HeadBudgets(Evicting):
     heads compete for the rest. A GQA group shares what it keeps, and generated tokens count.
 
     >>> import kvjax
-    >>> policy = kvjax.policies.HeadBudgets(evictor=kvjax.evictors.Observation(), budget=256)
+    >>> policy = kvjax.contrib.adakv.HeadBudgets(evictor=kvjax.evictors.Observation(), budget=256)
     >>> policy.head_bounds
     (76, 512)
     """

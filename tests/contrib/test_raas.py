@@ -5,6 +5,7 @@ import pytest
 
 import kvjax
 from kvjax import CacheSpec, Evicting, LastUse, presets
+from kvjax.contrib.raas import BesidePrompt
 from kvjax.testing import _drive as drive
 from kvjax.testing._expect import held_positions
 from tests.test_oracles import data
@@ -108,7 +109,7 @@ def test_budgets_of_a_pyramid_fall_linearly_and_keep_their_mean() -> None:
             r"threshold=1.0\) must be a softmax weight, at least 0 and below 1",
         ),
         (
-            lambda: kvjax.policies.BesidePrompt(evictor=kvjax.Sliding(), page=4),
+            lambda: BesidePrompt(evictor=kvjax.Sliding(), page=4),
             r"BesidePrompt\(page=4\) stamps pages for kvjax.LastUse\(\); got .*use page=1",
         ),
         (

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import CacheSpec, Evicting, HeadBudgets, Observation, Sliding, presets
+from kvjax import CacheSpec, Evicting, Observation, Sliding, presets
+from kvjax.contrib.adakv import HeadBudgets
 from kvjax.testing import _drive as drive
 from kvjax.testing._expect import held_positions
 from tests.test_oracles import data

@@ -1,4 +1,6 @@
-"""RazorAttention: a window of tokens, and one token that stands for all evicted ones."""
+"""RazorAttention: retrieval heads keep every token; other heads keep a window of tokens, and one
+token that stands for all evicted ones.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,46 @@ from jax.tree_util import register_dataclass
 from kvjax import ops
 from kvjax.evictors import Sliding
 from kvjax.numerics.partial import PartialAttention, Span, merge, merge_sinks, scaled
+from kvjax.policies import PerLayer
 from kvjax.policies.evicting import Evicting, EvictingState
 from kvjax.policies.policy import Info, Policy, Step
-from kvjax.spec import CacheSpec
+from kvjax.presets.head_files import Heads, by_heads
+from kvjax.presets.preset import published
+from kvjax.spec import CacheSpec, require_int
+
+__all__ = ["Compensated", "razorattention"]
+
+
+@published(
+    "retrieval heads keep all tokens; other heads a recent window and one averaged token",
+    paper="RazorAttention 2024",
+)
+def razorattention(
+    budget: int = 4096, *, sink: int = 4, heads: str | Heads | None = None
+) -> PerLayer:
+    """RazorAttention: retrieval heads keep every token; others keep `budget` tokens and the
+    mean of the rest.
+
+    Other heads keep the first `sink` tokens, the newest ones, and a compensation token.
+
+    Args:
+      budget: tokens that other heads keep.
+      sink: first tokens of a row that other heads keep.
+      heads: the retrieval heads, or a file of them: `kvjax.evaluate.heads.retrieval_heads`
+        finds them for a model by the paper's rule, and `save` writes them. None: no head keeps
+        every token.
+
+    **Source:** RazorAttention (Tang et al. 2024, arXiv 2407.15891). **Differs:** see
+    `Compensated` and `kvjax.evaluate.heads.retrieval_heads`. The paper's window grows to a
+    fifth of the prompt; here it is `budget`.
+
+    **Checklist:** unit: KV heads, chosen before; besides: in retrieval heads every token, in
+    others a mean of the evicted ones; zones: sink 4, window the rest of the budget; budget:
+    kept tokens of the other heads; generated: evict the oldest of the window in other heads.
+    """
+    require_int("razorattention(budget=...)", budget, at_least=1)
+    window = Evicting(evictor=Sliding(sink=sink), budget=budget)
+    return by_heads("razorattention", Compensated(window), heads)
 
 
 @register_dataclass
@@ -63,7 +102,8 @@ class Compensated(Policy):
     too; the paper compresses it once.
 
     >>> import kvjax
-    >>> policy = kvjax.policies.Compensated(kvjax.Evicting(evictor=kvjax.evictors.Sliding(sink=4), budget=256))
+    >>> window = kvjax.Evicting(evictor=kvjax.evictors.Sliding(sink=4), budget=256)
+    >>> policy = kvjax.contrib.razorattention.Compensated(window)
     """
 
     window: Evicting
