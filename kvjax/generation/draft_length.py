@@ -35,6 +35,7 @@ VERIFICATION = 1.1
 USUAL = 0.9
 TRUST = 4.0
 MEMORY = 0.9  # of what a row counted, from one round to the next
+PRICE = 0.25  # of a draft step in verifications, where step times are not known
 WORTH = 1.05  # times as fast as full attention, at least; with less nothing is drafted
 
 
@@ -48,6 +49,11 @@ class StepCosts(NamedTuple):
     def verification(self) -> float:
         return VERIFICATION * self.full
 
+    @property
+    def price(self) -> float:
+        """The time of a draft step, as a share of a verification."""
+        return self.draft / self.verification
+
     def gain(self, tokens: int, rate: float = USUAL) -> float:
         """The speed of drafts of `tokens` tokens in that of full attention, if each token is
         right with probability `rate`.
@@ -59,8 +65,13 @@ class StepCosts(NamedTuple):
         return gained * self.full / (self.verification + tokens * self.draft)
 
 
-def step_costs(cache: Cache, weights: float, length: int) -> StepCosts:
-    """The costs of steps of a model of `weights` bytes with rows of `length` tokens in `cache`."""
+def step_costs(cache: Cache, weights: float, length: int) -> StepCosts | None:
+    """The costs of steps of a model of `weights` bytes with rows of `length` tokens in `cache`;
+    None if no measurement on this kind of device says what its selections cost.
+    """
+    selecting = [layer.policy for layer in cache.layers if layer.policy.selects]
+    if not all(_name(policy) in _known() for policy in selecting):
+        return None
     full = draft = float(weights)
     budget = 0
     for layer in cache.layers:
@@ -89,15 +100,14 @@ def keeps_on_host(policy: Policy, spec: CacheSpec) -> bool:
     return any(aval.memory_space == jax.memory.Space.Host for aval in made.out_avals)
 
 
-def why_idle(cache: Cache, costs: StepCosts, tokens: int) -> str | None:
+def why_idle(cache: Cache, costs: StepCosts | None, tokens: int) -> str | None:
     """Why drafts of up to `tokens` tokens do not pay; None if they do, or if nobody knows."""
-    policies = [layer.policy for layer in cache.layers]
-    if any(isinstance(policy, Short) for policy in policies):
+    if any(isinstance(layer.policy, Short) for layer in cache.layers):
         return (
             f"no tokens are drafted, because in a cache for {cache.spec.capacity} tokens attention to all of them is "
             "as fast as a selection"
         )
-    if not all(_name(policy) in _known() for policy in policies if policy.selects):
+    if costs is None:
         return None
     best = max(costs.gain(n) for n in range(1, tokens + 1))
     if best >= WORTH:

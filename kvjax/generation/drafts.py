@@ -35,6 +35,7 @@ from kvjax.cache.editing import rollback, room
 from kvjax.cache.flushing import flush
 from kvjax.generation.draft_length import (
     MEMORY,
+    PRICE,
     TRUST,
     USUAL,
     keeps_on_host,
@@ -252,7 +253,7 @@ class SelfDraft:
         return _SelfDrafter(
             compared=jnp.zeros(rows, jnp.float32),
             right=jnp.zeros(rows, jnp.float32),
-            price=jnp.float32(costs.draft / costs.verification),
+            price=jnp.float32(PRICE if costs is None else costs.price),
             max_tokens=0 if idle else tokens,
             idle=idle,
         )

@@ -1,0 +1,622 @@
+"""The text of full attention, faster: drafts by a selection, verified on the same cache.
+
+    python benchmarks/lossless.py MODEL --text prose=book.txt --text code=DIR --gsm8k test.jsonl
+    [--size 32768x24] [--method fier:budget=1024] [--parts speed,same,steps,acceptance]
+    [--minutes 8]
+
+Prompts are excerpts of the texts, and of worked examples of GSM8K. They are read once by full
+attention, and stored into every other cache. Then the loop on the device continues them
+greedily, the loop of `kvjax.generate`.
+
+- `speed`: tokens a second of the whole loop, full attention and `SelfDraft` in the same run.
+  All rows write the same number of tokens, so a row that is done waits for the last one.
+- `same`: new tokens of a row until the first difference from full attention: of `SelfDraft`, of
+  full attention with prompt look-up, and of full attention with half of the rows; and by how
+  much the best logit of full attention exceeds the second where they differ (`margin`). In
+  bfloat16 each of these rounds other sums.
+- `steps`: layers of the shape of Llama-3.1-8B: a step of full attention, verifications of 5 and
+  8 tokens, and a draft step. `head_ms` is the last product of the model. Tokens a second of 32
+  layers are derived from these and from the acceptance that `speed` measured (`derived`).
+- `acceptance`: tokens of a draft of 8 that are right, by method, budget and length
+  (`kvjax.evaluate.acceptance`).
+
+What the file has is not measured again by the same code; a part begins only within
+`--minutes`. Without a GPU, `--quick` runs all parts at tiny sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array, lax
+from layers import show
+from measured import write_rows
+from throughput import fill
+
+import kvjax
+from kvjax import PromptLookup, SelfDraft, models
+from kvjax.cache.cache import Cache, LayerCache, flushed, init
+from kvjax.evaluate.acceptance import DRAFT, acceptance
+from kvjax.evaluate.provenance import digest, model_digest, provenance
+from kvjax.generation import Stream, prefill
+from kvjax.generation.drafts import check_draft
+from kvjax.memory import nbytes
+from kvjax.models import Checkpoint, Decoder, DecoderConfig
+from kvjax.policies.short import refilled
+from kvjax.spec import default_dtype, padded_capacity
+
+OUT = Path(__file__).parent / "results" / "lossless.json"
+PARTS = ("speed", "same", "steps", "acceptance")
+EIGHT = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "q_heads": 32,
+    "kv_heads": 8,
+    "head_dim": 128,
+}
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "q_heads": 4,
+    "kv_heads": 2,
+    "head_dim": 16,
+}
+LAYERS = 32  # of the model whose speed is derived
+
+
+# ------------------------------------------------------------------------------------ prompts
+
+
+def token_stream(checkpoint: Checkpoint, source: Path) -> list[int]:
+    """The tokens of a text, of the Python files of a folder, or of worked examples of a .jsonl
+    file of GSM8K.
+    """
+    if source.is_dir():
+        text = "\n\n".join(path.read_text() for path in sorted(source.rglob("*.py")))
+    elif source.suffix == ".jsonl":
+        examples = map(json.loads, source.read_text().splitlines())
+        text = "".join(
+            f"Question: {x['question']}\nAnswer: {x['answer']}\n\n" for x in examples
+        )
+    else:
+        text = source.read_text()
+    return list(checkpoint.tokenizer(text, verbose=False)["input_ids"])
+
+
+def excerpts(stream: Sequence[int], rows: int, length: int) -> np.ndarray:
+    """i32[rows, length]: pieces that begin at evenly spaced places; a short text is repeated."""
+    whole = np.tile(np.asarray(stream, np.int32), -(-2 * length // len(stream)))
+    starts = np.linspace(0, len(whole) - length, rows).astype(int)
+    return np.stack([whole[start : start + length] for start in starts])
+
+
+def read(model: Decoder, tokens: np.ndarray, capacity: int) -> tuple[Array, Cache]:
+    """Logits and the cache of full attention after a prompt."""
+    spec = model.spec(batch=len(tokens), capacity=capacity)
+    empty = init(kvjax.Full(), spec, layers=model.config.layers)
+    logits, cache = prefill(model, empty, tokens, first_chunk=True)
+    return jax.block_until_ready((logits, cache))
+
+
+def stored(cache: Cache, policies: Any) -> Cache:
+    """The prompt that a cache of full attention holds, in a cache of other policies."""
+    layers = []
+    for i, layer in enumerate(cache.layers):
+        policy = policies.policy(i).of_size(layer.spec)
+        state = refilled(policy, layer.spec, layer.policy, layer.state)
+        layers.append(LayerCache(state, policy, layer.spec))
+    return jax.block_until_ready(replace(cache, layers=tuple(layers)))
+
+
+def begin(
+    model: Decoder, cache: Cache, logits: Array, new: int, draft: Any, prompt: np.ndarray
+) -> Stream:
+    """The run that continues a prompt by `new` tokens."""
+    drafter = None
+    if draft is not None:
+        check_draft(draft, cache)
+        read = np.full(len(prompt), 0, np.int32)  # beside what the cache holds
+        if isinstance(draft, PromptLookup):
+            read = np.full(len(prompt), prompt.shape[1], np.int32)
+        drafter = draft.start(model, cache, prompt, read, new)
+    return Stream(model, cache, jnp.copy(logits), new, drafter=drafter)
+
+
+def told(run: Stream) -> dict[str, Any]:
+    """What a run says of its drafts."""
+    found = run.speculation
+    if found is None:
+        return {}
+    return {
+        "steps": found.steps,
+        "drafted": found.drafted,
+        "accepted": found.accepted,
+        "acceptance": found.acceptance,
+        "tokens_per_step": found.tokens_per_step,
+        "idle": found.idle,
+    }
+
+
+# ------------------------------------------------------------------------------------ whole loops
+
+
+def time_run(
+    make: Callable[[], Stream], new: int, warm: bool
+) -> tuple[dict[str, Any], np.ndarray]:
+    """Seconds and tokens a second of a whole run, and its tokens; `warm` if its program is
+    compiled."""
+    compiling = 0.0
+    if not warm:
+        start = time.perf_counter()
+        make().advance(8)
+        compiling = time.perf_counter() - start
+    run = make()
+    start = time.perf_counter()
+    run.advance(new)
+    seconds = time.perf_counter() - start
+    tokens = np.array(run.rows, np.int32)
+    row = {
+        "seconds": seconds,
+        "tokens_per_second": tokens.size / seconds,
+        "ms_per_token": 1e3 * seconds / new,
+        "warm_up_seconds": compiling,
+    }
+    return row | told(run), tokens
+
+
+def differences(found: np.ndarray, want: np.ndarray) -> list[int]:
+    """For each row, the number of tokens before the first that differs."""
+    same = np.cumprod(found == want[: len(found)], axis=1)
+    return [int(count) for count in same.sum(axis=1)]
+
+
+class Prompts:
+    """Prompts in the one cache of full attention, which a run donates and gives back."""
+
+    def __init__(
+        self, model: Decoder, cache: Cache, logits: Array, prompt: np.ndarray, new: int
+    ) -> None:
+        self.model, self.logits, self.prompt, self.new = model, logits, prompt, new
+        self.cache: Cache | None = cache
+
+    def take(self) -> Cache:
+        """The cache without what a run added."""
+        cache, self.cache = self.cache, None
+        assert cache is not None
+        return kvjax.rollback(cache, np.full(len(self.prompt), self.prompt.shape[1], np.int32))
+
+    def time_full(self, warm: bool, draft: Any = None) -> tuple[dict[str, Any], np.ndarray]:
+        """`time_run` of full attention."""
+        runs: list[Stream] = []
+
+        def make() -> Stream:
+            if runs:
+                self.cache = runs.pop().cache
+            run = begin(self.model, self.take(), self.logits, self.new, draft, self.prompt)
+            runs.append(run)
+            return run
+
+        found = time_run(make, self.new, warm)
+        self.cache = runs.pop().cache
+        return found
+
+    def time_drafts(
+        self, policies: Any, draft: SelfDraft, warm: bool
+    ) -> tuple[dict[str, Any], np.ndarray]:
+        """`time_run` of other policies that hold the same prompts."""
+        self.cache = self.take()
+
+        def make() -> Stream:
+            cache = stored(self.cache, policies)
+            return begin(self.model, cache, self.logits, self.new, draft, self.prompt)
+
+        return time_run(make, self.new, warm)
+
+    def half(self) -> np.ndarray:
+        """The tokens of full attention in a batch of half of the rows."""
+        self.cache, count = self.take(), len(self.prompt) // 2
+        cache = kvjax.take_rows(self.cache, np.arange(count))
+        logits, prompt = self.logits[:count], self.prompt[:count]
+        run = begin(self.model, cache, logits, self.new, None, prompt)
+        run.advance(self.new)
+        return np.array(run.rows, np.int32)
+
+    def margins(self, counts: Sequence[int]) -> list[float | None]:
+        """By how much the best logit of row b exceeds the second after counts[b] new tokens;
+        None for all of them.
+        """
+        run = begin(self.model, self.take(), self.logits, self.new, None, self.prompt)
+        found: list[float | None] = [None] * len(counts)
+        emitted = 0
+        for at in sorted({n for n in counts if n < self.new}):
+            if at > emitted:
+                run.advance(at - emitted)
+                emitted = at
+            best = np.asarray(lax.top_k(run.logits, 2)[0])
+            for b in np.flatnonzero(np.array(counts) == at):
+                found[b] = float(best[b, 0] - best[b, 1])
+        self.cache = run.cache
+        return found
+
+
+def loops(
+    checkpoint: Checkpoint, texts: dict[str, list[int]], given: argparse.Namespace, keep: Any
+) -> None:
+    """The parts `speed` and `same`: both continue the same prompts."""
+    model, (length, batch) = checkpoint.model, given.size
+    policies = kvjax.presets.parse(given.method)
+    capacity = padded_capacity(length)
+    warm = False
+    for name, stream in texts.items():
+        key = {
+            "part": "speed",
+            "text": name,
+            "length": length,
+            "batch": batch,
+            "method": given.method,
+        }
+        if keep.has(**key, new=given.new) and (
+            "same" not in given.parts or keep.has(**key | {"part": "same"}, new=given.new)
+        ):
+            continue
+        if not keep.time_left():
+            return
+        prompt = excerpts(stream, batch, length - given.new)
+        start = time.perf_counter()
+        logits, full = read(model, prompt, capacity)
+        reading = time.perf_counter() - start
+        prompts = Prompts(model, full, logits, prompt, given.new)
+        plain, want = prompts.time_full(warm)
+        drafts, tokens = prompts.time_drafts(policies, SelfDraft(given.tokens), warm)
+        row = {
+            **key,
+            "new": given.new,
+            "prefill_seconds": reading,
+            "full": plain,
+            "self_draft": drafts,
+            "times_full": plain["seconds"] / drafts["seconds"],
+        }
+        keep(row)
+        show(
+            {
+                "text": name,
+                "times full": row["times_full"],
+                "tokens a step": drafts.get("tokens_per_step"),
+            }
+        )
+        if "same" in given.parts:
+            found = {"self_draft": differences(tokens, want)}
+            if keep.time_left():
+                _, other = prompts.time_full(True, PromptLookup())
+                found["full with prompt look-up"] = differences(other, want)
+            if keep.time_left() and batch > 1:
+                found["full with half of the rows"] = differences(prompts.half(), want)
+            row = {
+                **key,
+                "part": "same",
+                "new": given.new,
+                "until_difference": found,
+                "margins": {which: prompts.margins(counts) for which, counts in found.items()},
+            }
+            keep(row)
+            show({which: float(np.mean(counts)) for which, counts in found.items()})
+        del prompts, full
+        warm = True
+
+
+# ------------------------------------------------------------------------------------ steps
+
+
+@partial(jax.jit, static_argnames=("T", "exact", "count"), donate_argnames="cache")
+def take_steps(
+    model: Decoder, cache: Cache, *, T: int, exact: bool, count: int
+) -> tuple[Array, Cache]:
+    """`count` times a step of T tokens, each taken back."""
+    length = cache.length
+
+    def step(_: Any, carry: tuple[Array, Cache]) -> tuple[Array, Cache]:
+        token, cache = carry
+        how: dict[str, Any] = {"steps": True, "exact": True} if exact else {}
+        with flushed():
+            logits, cache = model(
+                jnp.broadcast_to(token[:, None], (len(token), T)), cache, **how
+            )
+        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return jnp.max(best, axis=1), kvjax.rollback(cache, length)
+
+    token = jnp.zeros(cache.spec.batch, jnp.int32)
+    return lax.fori_loop(0, count, step, (token, kvjax.flush(cache)))
+
+
+def time_steps(
+    model: Decoder, cache: Cache, T: int, exact: bool, count: int
+) -> tuple[float, Cache]:
+    """Milliseconds of a step: the median of three runs."""
+    how = {"T": T, "exact": exact, "count": count}
+    _, cache = jax.block_until_ready(take_steps(model, cache, **how))
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        _, cache = jax.block_until_ready(take_steps(model, cache, **how))
+        times.append(1e3 * (time.perf_counter() - start) / count)
+    return float(np.median(times)), cache
+
+
+def steps(given: argparse.Namespace, keep: Any) -> None:
+    """The part `steps`, and speeds derived from it."""
+    sizes = SMALL if given.quick else EIGHT
+    config = DecoderConfig(vocab_size=256, layers=given.layers, **sizes)
+    model = Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.dtype(given.dtype))
+    vocabulary = 1024 if given.quick else 128256
+    head = jax.random.normal(jax.random.key(0), (config.hidden_size, vocabulary), given.dtype)
+    policy = kvjax.presets.parse(given.method).policy(given.layers + 8)  # past dense layers
+    for length, batch in given.shapes:
+        key = {"part": "steps", "length": length, "batch": batch, "method": given.method}
+        if keep.has(**key, new=None) or not keep.time_left():
+            continue
+        spec = model.spec(batch=batch, capacity=padded_capacity(length))
+        row: dict[str, Any] = {**key, "new": None, "layers": given.layers}
+        filled = fill(init(kvjax.Full(), spec, layers=given.layers), length - 64)
+        row["full_ms"], filled = time_steps(model, filled, 1, False, given.count)
+        for T in (5, 8):
+            row[f"full_{T}_ms"], filled = time_steps(model, filled, T, True, given.count)
+        del filled
+        cache = fill(init(policy, spec, layers=given.layers), length - 64)
+        for T in (5, 8):
+            row[f"verify_{T}_ms"], cache = time_steps(model, cache, T, True, given.count)
+            row[f"verify_{T}_over_full"] = row[f"verify_{T}_ms"] / row["full_ms"]
+        row["draft_ms"], cache = time_steps(model, cache, 1, False, given.count)
+        del cache
+        for T in (1, 5):
+            row[f"head_{T}_ms"] = time_head(head, batch * T, given.count)
+        row["derived"] = derived(row, keep.accepted(), given.layers)
+        keep(row)
+        show(
+            {name: value for name, value in row.items() if name.endswith(("_ms", "_over_full"))}
+        )
+        show(row["derived"])
+
+
+def time_head(head: Array, rows: int, count: int) -> float:
+    """Milliseconds of the product that gives logits."""
+    x = jnp.ones((rows, head.shape[0]), head.dtype)
+
+    @jax.jit
+    def products(x: Array, head: Array) -> Array:
+        def one(_: Any, x: Array) -> Array:
+            y = jnp.einsum("bh,hv->bv", x, head, preferred_element_type=jnp.float32)
+            return x + jnp.max(y, axis=1, keepdims=True).astype(x.dtype) * 0
+
+        return lax.fori_loop(0, count, one, x)
+
+    jax.block_until_ready(products(x, head))
+    start = time.perf_counter()
+    jax.block_until_ready(products(x, head))
+    return 1e3 * (time.perf_counter() - start) / count
+
+
+def derived(row: dict[str, Any], accepted: dict[str, float], layers: int) -> dict[str, Any]:
+    """Speeds of 32 layers over full attention, from step times and tokens a step by text, with
+    4 drafted tokens a step.
+    """
+
+    def whole(ms: float, head: float) -> float:
+        return ms * LAYERS / layers + head
+
+    full = whole(row["full_ms"], row["head_1_ms"])
+    draft = whole(row["draft_ms"], row["head_1_ms"])
+    verification = whole(row["verify_5_ms"], row["head_5_ms"])
+    rates = accepted | {
+        "each token right with .90": 4.0951,
+        "each token right with .95": 4.5244,
+    }
+    return {
+        "full_tpot_ms": full,
+        "draft_ms": draft,
+        "verification_ms": verification,
+        "times_full": {
+            name: rate * full / (4 * draft + verification) for name, rate in rates.items()
+        },
+    }
+
+
+# ------------------------------------------------------------------------------------ acceptance
+
+
+def accepted_tokens(
+    checkpoint: Checkpoint, texts: dict[str, list[int]], given: argparse.Namespace, keep: Any
+) -> None:
+    """The part `acceptance`."""
+    model, rows = checkpoint.model, given.acceptance_rows
+    capacity = padded_capacity(max(given.lengths) + given.forced)
+    for length in given.lengths:
+        for name, stream in texts.items():
+            asked = [
+                {
+                    "part": "acceptance",
+                    "text": name,
+                    "length": length,
+                    "batch": rows,
+                    "method": method,
+                }
+                for method in given.methods
+            ]
+            asked = [key for key in asked if not keep.has(**key, new=given.forced)]
+            if not asked or not keep.time_left():
+                continue
+            prompt = excerpts(stream, rows, length)
+            logits, full = read(model, prompt, capacity)
+            run = begin(model, jax.tree.map(jnp.copy, full), logits, given.forced, None, prompt)
+            run.advance(given.forced)
+            wanted = np.array(run.rows, np.int32)
+            del run
+            for key in asked:
+                if not keep.time_left():
+                    return
+                start = time.perf_counter()
+                found, _ = acceptance(
+                    model, stored(full, kvjax.presets.parse(key["method"])), wanted
+                )
+                keep(
+                    {
+                        **key,
+                        "new": given.forced,
+                        "draft": DRAFT,
+                        "accepted": found.accepted,
+                        "agreement": found.agreement,
+                        "by_position": list(found.by_position),
+                        "seconds": time.perf_counter() - start,
+                    }
+                )
+                show({**key, "accepted": found.accepted, "agreement": found.agreement})
+
+
+# ------------------------------------------------------------------------------------ file
+
+
+class Rows:
+    """The rows of the file, which is written after each."""
+
+    KEY = ("part", "text", "length", "batch", "method", "new")
+
+    def __init__(self, out: Path, about: dict[str, Any], minutes: float) -> None:
+        self.out, self.about, self.rows = out, about, {}
+        self.end = time.perf_counter() + 60 * minutes
+        if not out.is_file():
+            return
+        held = json.loads(out.read_text())
+        for name in ("model", "dtype", "device", "source"):
+            if held.get(name) != about[name]:
+                raise SystemExit(f"--out {out} has rows of another {name}; name another file")
+        self.rows = {self._key(row): row for row in held["rows"]}
+
+    def _key(self, row: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(row.get(name) for name in self.KEY)
+
+    def has(self, **row: Any) -> bool:
+        return self._key(row) in self.rows
+
+    def time_left(self) -> bool:
+        return time.perf_counter() < self.end
+
+    def accepted(self) -> dict[str, float]:
+        """Tokens of a step by text, where drafts had 4 tokens."""
+        speeds = [row for row in self.rows.values() if row["part"] == "speed"]
+        return {
+            row["text"]: row["self_draft"]["tokens_per_step"]
+            for row in speeds
+            if row["self_draft"].get("drafted")
+        }
+
+    def __call__(self, row: dict[str, Any]) -> None:
+        self.rows[self._key(row)] = row
+        write_rows(self.out, self.about, self.rows.values())
+
+
+def shape(text: str) -> tuple[int, int]:
+    length, batch = text.split("x")
+    return int(length), int(batch)
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model_dir", nargs="?", type=Path, help="default: the shipped model")
+    parser.add_argument(
+        "--text", action="append", default=[], help="NAME=FILE, or NAME=FOLDER of Python files"
+    )
+    parser.add_argument("--gsm8k", type=Path, help="a .jsonl file with questions and answers")
+    parser.add_argument(
+        "--size", type=shape, default=(32768, 24), help="tokens x rows of the loops"
+    )
+    parser.add_argument("--method", default="fier:budget=1024")
+    parser.add_argument("--tokens", type=int, help="of a draft; default: SelfDraft's own")
+    parser.add_argument("--new", type=int, default=384, help="tokens that each row writes")
+    parser.add_argument("--parts", default="speed,same,steps", help=",".join(PARTS))
+    parser.add_argument(
+        "--shapes", default="131072x1,131072x4,32768x24", help="of the part steps"
+    )
+    parser.add_argument("--layers", type=int, default=4, help="of the part steps")
+    parser.add_argument("--count", type=int, default=20, help="steps that are timed together")
+    parser.add_argument(
+        "--methods",
+        nargs="*",
+        help="of the part acceptance; default: several at budgets 256, 1024, 4096",
+    )
+    parser.add_argument("--lengths", type=numbers, default=[4096, 16384, 31744])
+    parser.add_argument("--acceptance-rows", type=int, default=4)
+    parser.add_argument(
+        "--forced", type=int, default=128, help="tokens that are compared in a row"
+    )
+    parser.add_argument("--minutes", type=float, default=1e9)
+    parser.add_argument("--dtype", default=default_dtype())
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, for a CPU")
+    parser.add_argument("--out", type=Path, default=OUT)
+    return parser
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    parser = options()
+    given = parser.parse_args(args)
+    given.parts = given.parts.split(",")
+    if unknown := set(given.parts) - set(PARTS):
+        parser.error(f"--parts takes {', '.join(PARTS)}; got {', '.join(sorted(unknown))}")
+    if given.quick:
+        given.size, given.new, given.lengths = (640, 2), 24, [512]
+        given.layers, given.count, given.forced, given.acceptance_rows = 2, 2, 24, 2
+        given.shapes = "1024x2"
+        given.method = "fier:budget=96"
+    given.shapes = [shape(text) for text in given.shapes.split(",")]
+    budgets = (96,) if given.quick else (256, 1024, 4096)
+    given.methods = given.methods or [
+        f"{name}:budget={budget}"
+        for budget in budgets
+        for name in ("fier", "quest", "pariskv", "exact")
+    ]
+    sources = dict(text.split("=", 1) for text in given.text)
+    sources = {name: Path(source) for name, source in sources.items()}
+    if given.gsm8k:
+        sources["gsm8k"] = given.gsm8k
+    sources = sources or {"code": Path(kvjax.__file__).parent}
+    directory = given.model_dir or models.shipped()
+    about = {
+        **provenance(),
+        "model": {"name": directory.resolve().name, "digest": model_digest(directory)},
+        "texts": {
+            name: digest(path) if path.is_file() else path.name
+            for name, path in sources.items()
+        },
+        "dtype": given.dtype,
+    }
+    keep = Rows(given.out, about, given.minutes)
+    checkpoint, texts = None, {}
+    if {"speed", "same", "acceptance"} & set(given.parts):
+        checkpoint = models.load(directory, dtype=given.dtype)
+        about["weight_bytes"] = nbytes(checkpoint.model).device
+        texts = {name: token_stream(checkpoint, path) for name, path in sources.items()}
+    if checkpoint is not None and {"speed", "same"} & set(given.parts):
+        loops(checkpoint, texts, given, keep)
+    if "steps" in given.parts:
+        steps(given, keep)
+    if checkpoint is not None and "acceptance" in given.parts:
+        accepted_tokens(checkpoint, texts, given, keep)
+
+
+if __name__ == "__main__":
+    main()
