@@ -369,8 +369,6 @@ def steps(given: argparse.Namespace, keep: Any) -> None:
         row: dict[str, Any] = {**key, "new": None, "layers": given.layers}
         filled = fill(init(kvjax.Full(), spec, layers=given.layers), length - 64)
         row["full_ms"], filled = time_steps(model, filled, 1, False, given.count)
-        for T in (5, 8):
-            row[f"full_{T}_ms"], filled = time_steps(model, filled, T, True, given.count)
         del filled
         cache = fill(init(policy, spec, layers=given.layers), length - 64)
         for T in (5, 8):

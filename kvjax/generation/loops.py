@@ -14,7 +14,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +52,9 @@ class Loop(NamedTuple):
         Array  # f32[L] running mean over the decode steps of active rows; [0] if not measured
     )
     counted: Array  # f32[] row steps in that mean
+
+
+L = TypeVar("L", Loop, "DraftLoop")
 
 
 @register_dataclass
@@ -208,21 +211,29 @@ def decode_loop(
             s._replace(cache=cache), active, fed, new, infos[0] if measure else (), stop
         )
 
-    # Each condition makes the host wait for a GPU, and one within the step would copy the
-    # arrays that it passes on. So steps run in a loop that ends when a block is full.
-    def flush_and_emit(s: Loop) -> Loop:
-        def ready(carry: tuple[Array, Loop]) -> Array:
+    start = _start(cache, logits, active & ~bad, len(cache.layers) if measure else 0)
+    done = _between_flushes(more, emit, start)
+    return done, jnp.stack([bad, has_no_best(done.logits)])
+
+
+def _between_flushes(more: Callable[[L], Array], step: Callable[[L], L], start: L) -> L:
+    """Runs `step` while there is `more`, and flushes full recent blocks between steps.
+
+    Each condition makes the host wait for a GPU, and one within the step would copy the arrays
+    that it passes on. So steps run in a loop that ends when a block is full.
+    """
+
+    def flush_and_run(s: L) -> L:
+        def ready(carry: tuple[Array, L]) -> Array:
             just_flushed, s = carry
             return more(s) & (just_flushed | ~any_full(s.cache))
 
         start = jnp.ones((), bool), s._replace(cache=flush(s.cache))
         return lax.while_loop(
-            ready, lambda carry: (jnp.zeros((), bool), emit(carry[1])), start
+            ready, lambda carry: (jnp.zeros((), bool), step(carry[1])), start
         )[1]
 
-    start = _start(cache, logits, active & ~bad, len(cache.layers) if measure else 0)
-    done = lax.while_loop(more, flush_and_emit, start)
-    return done, jnp.stack([bad, has_no_best(done.logits)])
+    return lax.while_loop(more, flush_and_run, start)
 
 
 def _start(cache: Any, logits: Array, active: Array, measured: int) -> Loop:
@@ -494,8 +505,8 @@ def draft_loop(
         return draw
 
     def step(s: DraftLoop) -> DraftLoop:
-        active, draw, length = running(s), draw_after(s), s.cache.length
-        cache = flush(s.cache)
+        active, draw, cache = running(s), draw_after(s), s.cache
+        length = cache.length
         token = draw(s.logits, jnp.zeros((s.logits.shape[0], 1), jnp.int32), 0)
         token = jnp.where(active, token, 0)
 
@@ -560,5 +571,5 @@ def draft_loop(
         state=state,
         numbers=jnp.zeros(3, jnp.int32),
     )
-    done = lax.while_loop(lambda s: jnp.any(running(s)), step, start)
+    done = _between_flushes(lambda s: jnp.any(running(s)), step, start)
     return done, jnp.stack([bad, has_no_best(done.logits)])
