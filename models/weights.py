@@ -31,7 +31,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
-from kvjax.compiling import use_compilation_cache
 from kvjax.sharding.placement import Axes, Placement
 from kvjax.spec import default_dtype, require_int
 from kvjax.validation import shown
@@ -101,7 +100,6 @@ def load(
     *,
     placement: Placement | None = None,
     rules: Mapping[str, Axes] | None = None,
-    compilation_cache: bool = True,
     on_shapes: Callable[[Decoder], None] | None = None,
 ) -> Checkpoint:
     """Loads a checkpoint in Hugging Face format, of one of the architectures in `FAMILIES`.
@@ -118,8 +116,6 @@ def load(
         to update them, and bfloat16 elsewhere.
       rules: changes to `logical_axis_rules(placement)`, such as {"vocab": None} for an
         embedding on all devices.
-      compilation_cache: keep compiled programs on disk for the next process: see
-        `kvjax.use_compilation_cache`.
       on_shapes: called with the model without its arrays, before any is read, such as to
         compile for it meanwhile.
 
@@ -134,8 +130,6 @@ def load(
             f"load(directory=...) must be the path of a checkpoint's directory, got {shown(directory)}"
         )
     directory = Path(directory).expanduser()
-    if compilation_cache:
-        use_compilation_cache()
     dtype = param_dtype(default_dtype() if dtype is None else dtype)
     check_directory(directory)
     found, family, fields, with_images = read_settings(directory)

@@ -20,6 +20,7 @@ from kvjax.cli.options import (
     model_directory,
     optional,
 )
+from kvjax.cli.programs import load_checkpoint
 from kvjax.cli.terminal import bar, bars, say, write
 
 LEAVE = ("/exit", "/quit")
@@ -47,13 +48,12 @@ def chat(
     Each line of stdin is a message, and the answer streams to stdout. /exit, or the end of the
     input, ends it.
     """
-    from kvjax import models
 
     policy, _ = make_policy(cache, budget)
     kind, directory = dtype_name(dtype), model_directory(model_dir)
     progress = bars()
     with progress, bar(progress, "loading weights"):
-        checkpoint = models.load(directory, dtype=kind)
+        checkpoint = load_checkpoint(directory, dtype=kind)
     sampled: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "seed": seed}
     talk = checkpoint.chat(
         system=system, cache=policy, max_new_tokens=max_new_tokens, **sampled

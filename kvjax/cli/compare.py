@@ -21,6 +21,7 @@ from kvjax.cli.options import (
     sizes,
     without_weights,
 )
+from kvjax.cli.programs import load_checkpoint
 from kvjax.cli.terminal import bar, bars, say, show, write_json
 
 if TYPE_CHECKING:
@@ -53,7 +54,6 @@ def compare(
     """
     kind, directory = dtype_name(dtype), model_directory(model_dir)
     text = read_prompt(prompt, prompt_file, example=example)
-    from kvjax import models
     from kvjax.evaluate.answers import prepare, side_by_side
 
     asked: Any = {
@@ -67,7 +67,7 @@ def compare(
             without_weights(directory), text, caches, **asked
         )  # raises errors before the weights are loaded
     with progress, bar(progress, "comparing") as advance_to:
-        checkpoint = models.load(directory, dtype=kind)
+        checkpoint = load_checkpoint(directory, dtype=kind)
         found = side_by_side(checkpoint, text, caches, **asked, progress=advance_to)
     if as_json:
         write_json(*(answer.as_json() for answer in found))

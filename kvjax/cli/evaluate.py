@@ -25,6 +25,7 @@ from kvjax.cli.options import (
     sizes,
     without_weights,
 )
+from kvjax.cli.programs import load_checkpoint
 from kvjax.cli.terminal import bar, bars, say, show_markdown, write_json
 
 if TYPE_CHECKING:
@@ -195,7 +196,6 @@ def _run(
     """Scores the tasks; `settings` go to `plan.prepare` of each."""
     import jax
 
-    from kvjax import models
     from kvjax.evaluate import accuracy, plan
     from kvjax.evaluate.provenance import model_digest, source_digest
 
@@ -228,7 +228,7 @@ def _run(
         return cells
     with progress:
         with bar(progress, "loading weights"):
-            loaded = models.load(directory, dtype=settings["dtype"])
+            loaded = load_checkpoint(directory, dtype=settings["dtype"])
         # On a GPU a program takes longer to compile than its empty slots take to read.
         capacity = (
             None if jax.default_backend() == "cpu" else max(one.capacity for one in plans)

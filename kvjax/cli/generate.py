@@ -39,6 +39,7 @@ from kvjax.cli.options import (
     optional,
     without_weights,
 )
+from kvjax.cli.programs import load_checkpoint
 from kvjax.cli.terminal import Timeline, bar, bars, collect_garbage, say, write, write_json
 
 if TYPE_CHECKING:
@@ -259,7 +260,6 @@ def generate(
     import jax
 
     import kvjax
-    from kvjax.compiling import whole_programs
     from kvjax.generation import drafts
     from kvjax.generation.prompt_inputs import check_fit
     from kvjax.models.chat import default_new_tokens
@@ -304,8 +304,7 @@ def generate(
     show = None if as_json else write if first else lambda piece: None
     block = JSON_BLOCK if as_json else 1 if jax.default_backend() == "cpu" else TEXT_BLOCK
     told = first and (as_json or verbose or jax.default_backend() == "gpu")
-    with whole_programs():
-        answer = _run(progress, job, times, show=show, block=block, told=told)
+    answer = _run(progress, job, times, show=show, block=block, told=told)
     kvjax.raise_on_overflow(answer.run.cache)
     if not first:
         return
@@ -478,8 +477,7 @@ def _run(
     import jax
     from flax import nnx
 
-    from kvjax import models
-    from kvjax.compiling import remembered
+    from kvjax.compiling import cached_on_disk
     from kvjax.generation import SpecPrefill, stream
     from kvjax.generation.drafts import DraftModel
     from kvjax.memory import nbytes
@@ -489,13 +487,13 @@ def _run(
         ahead = _Ahead(job, silent=show is None)
         with bar(progress, "loading weights"), times.row("weights") as words:
             begin, directory = time.perf_counter(), job.checkpoint.directory
-            model = models.load(
+            model = load_checkpoint(
                 directory, dtype=job.dtype, placement=job.placement, on_shapes=ahead.begin
             ).model
             size = nbytes(nnx.state(model)).total / 1e9
             words.append(f"{size:.2f} GB at {size / (time.perf_counter() - begin):.2f} GB/s")
             if job.drafting is not None:
-                small = models.load(job.drafting, dtype=job.dtype).model
+                small = load_checkpoint(job.drafting, dtype=job.dtype).model
                 if job.keep is not None:
                     settings["spec_prefill"] = SpecPrefill(small, keep=job.keep)
                 else:
@@ -507,7 +505,9 @@ def _run(
             cache = ahead.cache()
             times.add(ahead.started, ahead.made, "empty cache")
         found = (
-            ahead.submit(remembered, implementations, job.policy, job.spec) if told else None
+            ahead.submit(cached_on_disk, implementations, job.policy, job.spec)
+            if told
+            else None
         )  # as the device reads
         with (
             bar(progress, f"reading the prompt of {prompt} tokens", total=prompt) as advance_to,

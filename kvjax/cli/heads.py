@@ -17,6 +17,7 @@ from kvjax.cli.options import (
     optional,
     without_weights,
 )
+from kvjax.cli.programs import load_checkpoint
 from kvjax.cli.terminal import bar, bars, say, show_markdown, write, write_json
 
 
@@ -67,13 +68,12 @@ def heads(
         )
     progress = bars()
 
-    from kvjax import models
     from kvjax.evaluate.heads import retrieval_heads
     from kvjax.evaluate.report import markdown_table
 
     with progress:
         with bar(progress, "loading weights"):
-            checkpoint = models.load(directory, dtype=kind)
+            checkpoint = load_checkpoint(directory, dtype=kind)
         with bar(progress, f"{length * repeats} random tokens") as advance_to:
             found = retrieval_heads(
                 checkpoint,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.cli.options import check_file, dtype_name, model_directory, without_weights
+from kvjax.cli.programs import load_checkpoint
 from kvjax.cli.terminal import bar, bars, say, write
 
 
@@ -34,7 +35,7 @@ def answer_many(
     """
     import jax
 
-    from kvjax import Engine, models
+    from kvjax import Engine
     from kvjax.evaluate.caches import Row, check_rows
     from kvjax.generation.prompt_inputs import check_fit
     from kvjax.models.chat import default_new_tokens
@@ -74,7 +75,7 @@ def answer_many(
 
     progress = bars()
     with progress, bar(progress, "loading weights"):
-        loaded = models.load(directory, dtype=dtype_name(dtype))
+        loaded = load_checkpoint(directory, dtype=dtype_name(dtype))
     by: dict[str, Any] = {"slots": rows, "capacity": capacity, "max_waiting": len(asked)}
     engine = Engine(
         loaded, policy, prompt_tokens=capacity, **by

@@ -22,6 +22,7 @@ from kvjax.cli.options import (
     sizes,
     without_weights,
 )
+from kvjax.cli.programs import load_checkpoint
 from kvjax.cli.terminal import bar, bars, say, show_markdown, write_json
 
 DEFAULT_SHARE = 0.11
@@ -79,7 +80,6 @@ def perplexity(
         model_directory(model_dir),
     )
 
-    from kvjax import models
     from kvjax.evaluate import passages as measure
     from kvjax.evaluate.caches import without_budget
     from kvjax.spec import require_int
@@ -114,7 +114,7 @@ def perplexity(
             )
         if any(plan.done < plan.total for plan in plans):
             with bar(progress, "loading weights"):
-                checkpoint = models.load(directory, dtype=kind)
+                checkpoint = load_checkpoint(directory, dtype=kind)
         with bar(progress, "decoding") as advance_to:
             cells = measure.run(
                 checkpoint, plans, batch=batch, parallel=parallel, progress=advance_to

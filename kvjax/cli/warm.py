@@ -21,6 +21,7 @@ from kvjax.cli.options import (
     size,
     without_weights,
 )
+from kvjax.cli.programs import keep_programs
 from kvjax.cli.terminal import say
 
 
@@ -51,7 +52,6 @@ def warm(
     from flax import nnx
 
     import kvjax
-    from kvjax.compiling import whole_programs
     from kvjax.generation.sampling import Sampling, sampling
     from kvjax.generation.streaming import compile_ahead, stand_in
     from kvjax.models import Decoder
@@ -60,7 +60,7 @@ def warm(
     policy, _ = make_policy(cache, budget)
     directory, kind = model_directory(model_dir), dtype_name(dtype)
     checkpoint, tokens = without_weights(directory), size("--capacity", capacity)
-    folder = kvjax.use_compilation_cache()
+    folder = keep_programs()
     if folder is None:
         raise ValueError(
             "the cache of compiled programs is off, so that nothing could be kept; turn it on"
@@ -85,7 +85,7 @@ def warm(
         }
         found = compile_ahead(model, empty, None, **settings)
         jobs += [] if short and len(found) == 1 else found  # else the same loop again
-    with whole_programs(), ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor() as pool:
         list(pool.map(lambda job: job(), jobs))
     seconds, added = time.perf_counter() - begin, _bytes(folder) - before
     say(

@@ -12,6 +12,7 @@ from kvjax.generation.streaming import (
     decode,
     decode_step,
     generate,
+    interrupts_wait,
     stream,
     warm_up,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "decode",
     "decode_step",
     "generate",
+    "interrupts_wait",
     "prefill",
     "right_padded",
     "stream",

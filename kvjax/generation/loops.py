@@ -26,7 +26,7 @@ from kvjax.cache.cache import Cache, any_full, flushed
 from kvjax.cache.editing import rollback
 from kvjax.cache.editing import room as free_room
 from kvjax.cache.flushing import flush
-from kvjax.compiling import Jitted, Program
+from kvjax.compiling import Program
 from kvjax.generation.drafts import Draw, Round, accepted
 from kvjax.generation.prefilling import Model, kinds_of, like
 from kvjax.generation.processors import History, Rules, process
@@ -112,18 +112,8 @@ class ByLayer:
     """A model for `decode_by_layer`, and what the host knows of its cache."""
 
     model: FlatLayers
-    sure: int = 0  # steps from here on before which no recent block can be full
-    calls: dict[Any, Callable[..., Any]] = dataclasses.field(
-        default_factory=dict
-    )  # found at the first step
-
-    def call(self, which: Any, function: Jitted, *args: Any, **static: Any) -> Any:
-        """Calls `function`, whose arguments are of the same shapes whenever it is called as
-        `which`.
-        """
-        if which not in self.calls:
-            self.calls[which] = function.bound(*args, **static)
-        return self.calls[which](*args)
+    # steps from here on before which no recent block can be full
+    sure: int = 0
 
 
 def has_no_best(logits: Array) -> Array:
@@ -166,7 +156,7 @@ def count_attended(
 
 
 @partial(
-    Jitted,
+    jax.jit,
     static_argnames=("measure", "exact"),
     donate_argnames="cache",
     compiler_options=CONCURRENT,
@@ -292,7 +282,7 @@ def _after(
     )
 
 
-@partial(Jitted, compiler_options=QUICK)
+@partial(jax.jit, compiler_options=QUICK)
 def _begin_step(
     model: FlatLayers, s: Loop, cache: Cache, *given: Any
 ) -> tuple[Any, Any, Array]:
@@ -314,7 +304,7 @@ def _steps_to_full(cache: Cache) -> Array:
 
 
 @partial(
-    Jitted,
+    jax.jit,
     static_argnames="measure",
     donate_argnames=("x", "cache"),
     compiler_options=CONCURRENT | QUICK,
@@ -329,7 +319,7 @@ def _step_layer(
     return x, cache, Info(info.attended, None) if measure else None
 
 
-@partial(Jitted, donate_argnames="s", compiler_options=QUICK)
+@partial(jax.jit, donate_argnames="s", compiler_options=QUICK)
 def _end_step(
     model: FlatLayers,
     s: Loop,
@@ -375,39 +365,40 @@ def decode_by_layer(
     full, and else is at most `AHEAD` steps ahead: when it sees that all rows have ended, some
     steps have run in which no row takes part.
     """
-    (_, _, limit, stop, _), layers, ends = (
-        given,
-        list(cache.layers),
-        FlatLayers(by.model.whole, []),
-    )
+    limit, stop = given[2], given[3]
+    layers = list(cache.layers)
+    ends = FlatLayers(by.model.whole, [])
     s, kinds = _begin_by_layer(cache, logits, active, measure)
-    running: list[Any] = []
+    running: list[Any] = []  # of each step that the device may still work on, the active rows
     for i in range(int(limit)):
+        # Draw the next token of each row and embed it.
         brief = dataclasses.replace(cache, layers=tuple(layers[kind] for kind in kinds))
-        (s, taken, fed, bad), (x, cos, sin), steps = by.call(
-            "begin", _begin_step, ends, s, brief, *given
-        )
+        drawn, embedded, steps_to_full = _begin_step(ends, s, brief, *given)
+        s, taken, fed, bad = drawn
+        x, cos, sin = embedded
         running.append(taken)
         if i == 0:
             before = bad
         elif (len(running) > AHEAD or running[0].is_ready()) and not np.any(
             on_host(running.pop(0))
         ):
-            break
+            break  # all rows had ended
+
+        # Flush when a recent block may be full.
         if by.sure == 0:
-            by.sure = int(on_host(steps))
+            by.sure = int(on_host(steps_to_full))
             if by.sure == 0:
-                layers, by.sure = [_flush_layer(layer) for layer in layers], 1
+                layers = [_flush_layer(layer) for layer in layers]
+                by.sure = 1
         by.sure -= 1
+
         infos = []
         for j, layer in enumerate(by.model.layers):
-            x, layers[j], info = by.call(
-                j, _step_layer, layer, x, cos, sin, layers[j], taken, measure=measure
+            x, layers[j], info = _step_layer(
+                layer, x, cos, sin, layers[j], taken, measure=measure
             )
             infos.append(info)
-        s, after = by.call(
-            "end", _end_step, ends, s, taken, fed, x, infos if measure else [], stop
-        )
+        s, after = _end_step(ends, s, taken, fed, x, infos if measure else [], stop)
     return s._replace(cache=dataclasses.replace(cache, layers=tuple(layers))), (before, after)
 
 
@@ -421,7 +412,7 @@ def programs_by_layer(
     found = [Program(_begin_step, (ends, s, brief, *given), {})]
     step: Any = partial(cast(Any, _step_layer).__wrapped__, measure=measure)
     (s, taken, fed, _), (x, cos, sin), _ = like(
-        cache, jax.eval_shape(_begin_step.__wrapped__, ends, s, brief, *given)
+        cache, jax.eval_shape(cast(Any, _begin_step).__wrapped__, ends, s, brief, *given)
     )
     infos = [None] * len(cache.layers)
     for kind in kinds_of(model, cache):

@@ -19,7 +19,7 @@ from jax.sharding import SingleDeviceSharding
 from jax.typing import ArrayLike
 
 from kvjax.cache.cache import Cache, as_positions, check_rotation, ends, with_gaps
-from kvjax.compiling import Jitted, Program
+from kvjax.compiling import Program
 from kvjax.generation.prompt_inputs import check_ids, check_model_cache
 from kvjax.memory import QUICK, commit_together, on_host
 from kvjax.ops.key_blocks import BLOCK, sparse_prompts
@@ -387,7 +387,10 @@ def prompt_programs(
             )
             continue
         given = like(
-            cache, jax.eval_shape(_begin.__wrapped__, model, chunk_tokens, lengths, lengths)
+            cache,
+            jax.eval_shape(
+                cast(Any, _begin).__wrapped__, model, chunk_tokens, lengths, lengths
+            ),
         )
         stored = like(cache, jax.eval_shape(lambda cache: cache.position, cache))
         found.append(Program(_begin, (model, chunk_tokens, stored, lengths), {}))
@@ -484,7 +487,7 @@ def _round_up(size: int) -> int:
     return -(-size // step) * step
 
 
-@partial(Jitted, static_argnames="first_chunk", donate_argnames="cache")
+@partial(jax.jit, static_argnames="first_chunk", donate_argnames="cache")
 def _prefill_chunk(
     model: Model,
     cache: Cache,
@@ -570,7 +573,7 @@ def like(cache: Cache, shapes: Any) -> Any:
     )
 
 
-@partial(Jitted, compiler_options=QUICK)
+@partial(jax.jit, compiler_options=QUICK)
 def _begin(
     model: Any, tokens: Array, stored: Array, lengths: Array, positions: Array | None = None
 ) -> tuple[Array, Any, Any]:
@@ -580,7 +583,7 @@ def _begin(
 
 
 @partial(
-    Jitted,
+    jax.jit,
     static_argnames="first_chunk",
     donate_argnames=("x", "cache"),
     compiler_options=QUICK,
@@ -594,7 +597,7 @@ def _layer(
     return x, cache
 
 
-@partial(Jitted, compiler_options=QUICK)
+@partial(jax.jit, compiler_options=QUICK)
 def _finish(model: Any, x: Array, lengths: Array) -> Array:
     return model.finish(x, lengths)
 

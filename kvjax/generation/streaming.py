@@ -376,7 +376,19 @@ def _start(
 
 @contextmanager
 def interrupts_wait() -> Iterator[None]:
-    """Raises the KeyboardInterrupt of Ctrl-C after the block in place of within it."""
+    """Raises the KeyboardInterrupt of Ctrl-C after the block instead of within it.
+
+    A step donates its cache. An interrupt between the step and the moment that its result is
+    kept would lose both, so a notebook that wants to go on after Ctrl-C takes steps inside of
+    this block:
+
+        with interrupts_wait():
+            tokens = next(run)
+
+    It sets the handler of SIGINT while the block runs, which is why no function of kvjax calls
+    it. In other threads than the main one, and where SIGINT has a handler of its own, it does
+    nothing.
+    """
     mine = threading.current_thread() is threading.main_thread()
     if not mine or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
@@ -424,7 +436,9 @@ class Stream(Iterator[Any]):
         batch = cache.spec.batch
         self.cache, self._logits = commit_together((cache, to_context(logits)))
         self._attended, self._counted = np.zeros(len(cache.layers), np.float32), 0.0
-        self.rows, self.compile_seconds = [[] for _ in range(batch)], compile_seconds
+        self.rows = [[] for _ in range(batch)]
+        self._noted = [0] * batch  # tokens of each row that are noted in full
+        self.compile_seconds = compile_seconds
         follows = any(
             layer.policy.follows for layer in cache.layers
         )  # and would need what another layer selected
@@ -483,7 +497,7 @@ class Stream(Iterator[Any]):
         """Emits up to `steps` tokens per row and returns them, i32[B, n]; n is 0 when all rows
         have ended.
 
-        If an interrupt ends it, the next call goes on from there.
+        To go on after Ctrl-C, call it inside of `interrupts_wait`.
         """
         if self._unread:
             self.cache = self._unread[0][0].cache
@@ -503,50 +517,56 @@ class Stream(Iterator[Any]):
             drafting = self._drafter.with_state(None), self._drafter.state
             loop, arguments = draft_loop, (*arguments[:-1], *drafting, *arguments[-1:])
         if not self._unread:
-            with (
-                interrupts_wait(),
-                compile_clock() as clock,
-            ):  # or the donated cache would be gone, and no other here
+            with compile_clock() as clock:
                 self._unread.append(loop(*arguments, **how))
             self.compile_seconds += clock.seconds
         done, bad = self._unread[0]
         self.cache, self._logits = done.cache, done.logits
-        count, numbers = (done.emitted, done.numbers) if drafted else (done.step, self._numbers)
-        found = jax.tree.map(
+        count = done.emitted if drafted else done.step
+        numbers = done.numbers if drafted else np.zeros_like(self._numbers)
+        tokens, count, active, bad, attended, counted, numbers = jax.tree.map(
             on_host,
             (done.tokens, count, done.active, bad, done.attended, done.counted, numbers),
         )
-        with interrupts_wait():  # what is read is noted as a whole
-            self._unread.clear()
-            tokens, count, self._active, (before, after), attended, counted, numbers = found
-            if drafted:
-                self._drafter = self._drafter.with_state(done.state)
-                self._numbers += numbers
-            if self._step == 0:
-                check_finite(self._taking_part & before, "before the first token")
-            self._count(attended, float(counted))
-            size = int(np.max(count))
-            self._step += size
-            self._left -= size
-            check_finite(self._taking_part & after, f"by new token {self._step}")
-            tokens = tokens[:, :size]
-            rows = [new[new != PAD].tolist() for new in tokens]
-            for row, new in zip(self.rows, rows, strict=True):
-                row.extend(new)
-            if self._processed is not None:
-                rules, history = self._processed
-                self._processed = rules, history.with_rows(rows)
+        size = int(np.max(count))
+        bad_before, bad_after = bad
+        if self._step == 0:
+            check_finite(self._taking_part & bad_before, "before the first token")
+        check_finite(self._taking_part & bad_after, f"by new token {self._step + size}")
+
+        # After an exception all of it is done again, up to the last line, which notes it as a
+        # whole.
+        tokens = tokens[:, :size]
+        new_rows = [new[new != PAD].tolist() for new in tokens]
+        for row, start, new in zip(self.rows, self._noted, new_rows, strict=True):
+            row[start:] = new
+        steps = float(counted)
+        after = {
+            "_unread": [],
+            "_noted": [len(row) for row in self.rows],
+            "_active": active,
+            "_step": self._step + size,
+            "_left": self._left - size,
+            "_numbers": self._numbers + numbers,
+            "_counted": self._counted + steps,
+            "_attended": self._mean_attended(attended, steps),
+        }
+        if drafted:
+            after["_drafter"] = self._drafter.with_state(done.state)
+        if self._processed is not None:
+            rules, history = self._processed
+            after["_processed"] = (rules, history.with_rows(new_rows))
+        self.__dict__.update(after)
         return tokens
 
-    def _count(self, attended: np.ndarray, steps: float) -> None:
-        """Adds the mean number of tokens f32[L] that `steps` steps of rows attended to, by
-        layer.
+    def _mean_attended(self, attended: np.ndarray, steps: float) -> np.ndarray:
+        """The mean number of tokens f32[L] that a step attended to, by layer, after `steps` more
+        steps of rows, whose mean is `attended`.
         """
-        self._counted += steps
-        if self._measure and steps:
-            self._attended = self._attended + (attended - self._attended) * np.float32(
-                steps / self._counted
-            )
+        if not self._measure or not steps:
+            return self._attended
+        share = np.float32(steps / (self._counted + steps))
+        return self._attended + (attended - self._attended) * share
 
     def __next__(self) -> Any:
         while True:

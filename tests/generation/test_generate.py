@@ -20,6 +20,7 @@ from kvjax.generation import (
     decode,
     decode_step,
     generate,
+    interrupts_wait,
     prefill,
     stream,
     warm_up,
@@ -656,8 +657,8 @@ def test_misshapen_arguments_are_named(model):
 
 
 def test_an_interrupt_leaves_a_stream_usable(model):
-    """Ctrl-C in a notebook: the next step goes on where the interrupted one was, and no token
-    is lost or doubled.
+    """Ctrl-C in a notebook that takes its steps inside of `interrupts_wait`: the next step goes
+    on where the interrupted one was, and no token is lost or doubled.
     """
     prompt = [[1, 2, 3]]
 
@@ -684,7 +685,8 @@ def test_an_interrupt_leaves_a_stream_usable(model):
         while again._left:
             try:
                 armed[0] = True
-                next(again)
+                with interrupts_wait():
+                    next(again)
                 armed[0] = (
                     False  # inside of `try`: an interrupt outside of it would end the tests
                 )
