@@ -21,6 +21,7 @@ from sweep import Sweep, repeats, run
 from kvjax import ops
 from kvjax.kernels_pallas.attend import attend_coded_zones
 from kvjax.kernels_pallas.attend.attend_slots import config_for
+from kvjax.numerics.partial import Logits
 from kvjax.numerics.rotate import sizes_of, turned
 from kvjax.numerics.selection import PackedSelection
 from kvjax.stores import TurboQuant
@@ -81,7 +82,7 @@ def measure(
                 ops.attend_coded_zones,
                 local=local,
                 seed=seed,
-                scale=scale,
+                logits=Logits(scale),
                 implementation="xla",
             )
         )
@@ -91,7 +92,7 @@ def measure(
         ]
 
     def exact(q: Array, k: Array, v: Array, zones: Any) -> list[Array]:
-        one = jax.jit(partial(ops.attend_zones, local=local, scale=scale))
+        one = jax.jit(partial(ops.attend_zones, local=local, logits=Logits(scale)))
         return [one(q, k, v, PackedSelection(slots, found), *spans) for slots, *spans in zones]
 
     def error(got: Any, want: Any) -> float:

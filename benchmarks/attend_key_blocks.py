@@ -22,6 +22,7 @@ from sweep import Sweep, run
 from kvjax import ops
 from kvjax.kernels_pallas.attend import attend_key_blocks
 from kvjax.kernels_pallas.attend.attend_key_blocks import Config
+from kvjax.numerics.partial import Logits
 from kvjax.ops.chunk import attend_zone
 from kvjax.ops.key_blocks import BLOCK, choose_blocks
 
@@ -43,7 +44,7 @@ def inputs(B: int, K: int, G: int, T: int, S: int, D: int, share: float) -> tupl
     k, v = (jax.random.normal(key, (B, K, S, D), "bfloat16") for key in keys[1:])
     stop = jnp.full(B, S, jnp.int32)
     if share < 1:
-        return q, k, v, *choose_blocks(q, k, stop, share=share, scale=D**-0.5), stop
+        return q, k, v, *choose_blocks(q, k, stop, share=share, logits=Logits(D**-0.5)), stop
     rows, every = (B, K, G, T // BLOCK), jnp.arange(S // BLOCK, dtype=jnp.int32)
     return (
         q,
@@ -70,10 +71,10 @@ def measure(
         return float(jnp.maximum(off, jnp.max(jnp.abs(got[1] - want.lse))))
 
     def exact(q: Any, k: Any, v: Any, stop: Any) -> Any:
-        return attend_zone(q, k, v, None, stop, scale=scale)
+        return attend_zone(q, k, v, None, stop, logits=Logits(scale))
 
     # With all blocks the reference is cuDNN.
-    reference = partial(ops.attend_key_blocks, scale=scale, implementation="xla")
+    reference = partial(ops.attend_key_blocks, logits=Logits(scale), implementation="xla")
     compared = (
         reference if share < 1 else lambda q, k, v, blocks, counts, stop: exact(q, k, v, stop)
     )
@@ -92,7 +93,11 @@ def measure(
     )
     row |= {"floor": flops / FLOPS_PER_US, "tflops": flops / row["kernel"] / 1e6}
     row["choose"] = device_time(
-        partial(choose_blocks, share=min(share, 0.99), scale=scale), q, k, stop, calls=5
+        partial(choose_blocks, share=min(share, 0.99), logits=Logits(scale)),
+        q,
+        k,
+        stop,
+        calls=5,
     )[0]
     row["cudnn"] = device_time(exact, q, k, v, stop, calls=5)[0]
     return {

@@ -16,6 +16,7 @@ from kvjax import ops
 from kvjax.kernels_pallas import simt
 from kvjax.kernels_pallas.attend import attend_quantized
 from kvjax.kernels_pallas.attend.attend_quantized import Config
+from kvjax.numerics.partial import Logits
 from kvjax.numerics.quant import QuantArray, quantize
 
 SHAPES = (  # B, K, Q, S, D, bits of keys and values, a key group's tokens and channels, a value group's channels
@@ -68,7 +69,7 @@ def measure(sweep: Sweep, *shape: int) -> dict[str, Any]:
         )
 
     def reference(*args: Any) -> Any:
-        return ops.attend_quantized(*args, scale=D**-0.5, implementation="xla")
+        return ops.attend_quantized(*args, logits=Logits(D**-0.5), implementation="xla")
 
     def error(got: Any, want: Any) -> float:
         off = jnp.linalg.norm(got[0] - want.out) / jnp.linalg.norm(want.out)

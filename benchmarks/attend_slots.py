@@ -18,6 +18,7 @@ from sweep import Sweep, repeats, run
 from kvjax import ops
 from kvjax.kernels_pallas.attend import attend_slots
 from kvjax.kernels_pallas.attend.attend_slots import Config
+from kvjax.numerics.partial import Logits
 from kvjax.numerics.selection import Selection
 
 SHAPES = (  # B, K, G, H, S, D, M, dtype
@@ -56,7 +57,9 @@ def measure(
 
     def reference(q: Array, k: Array, v: Array, slots: list[Array]) -> list[Any]:
         return [
-            ops.attend_slots(q, k, v, Selection(s, valid), scale=scale, implementation="xla")
+            ops.attend_slots(
+                q, k, v, Selection(s, valid), logits=Logits(scale), implementation="xla"
+            )
             for s in slots
         ]
 

@@ -18,7 +18,7 @@ from sweep import Sweep, repeats, run
 from kvjax import ops
 from kvjax.kernels_pallas.attend import attend_span
 from kvjax.kernels_pallas.attend.attend_span import Config
-from kvjax.numerics.partial import Span
+from kvjax.numerics.partial import Logits, Span
 
 SHAPES = (  # B, K, G, S, D, dtype, share of the slots that are attended to
     (1, 8, 4, 131072, 128, "bfloat16", 1.0),
@@ -62,7 +62,10 @@ def measure(
         return lambda q, spans: [one(q, *span) for span in spans]
 
     def reference(q: Array, spans: list[Span]) -> list[Array]:
-        return [ops.attend_span(q, span, scale=scale, implementation="xla") for span in spans]
+        return [
+            ops.attend_span(q, span, logits=Logits(scale), implementation="xla")
+            for span in spans
+        ]
 
     def error(got: Any, want: Any) -> float:
         f32 = [[a.astype(jnp.float32) for a in arrays] for arrays in (got, want)]

@@ -21,7 +21,7 @@ from sweep import Sweep, repeats, run
 
 from kvjax import ops
 from kvjax.kernels_pallas.attend import attend_zones
-from kvjax.numerics.partial import Span
+from kvjax.numerics.partial import Logits, Span
 from kvjax.numerics.selection import PackedSelection
 
 SHAPES = (  # B, K, G, H, S, R, local, sink, D, M, dtype
@@ -100,7 +100,7 @@ def measure(
         ]
 
     def reference(attend: Any, q: Array, k: Array, v: Array, zones: Any) -> list[Array]:
-        one = jax.jit(partial(attend, local=local, scale=scale))
+        one = jax.jit(partial(attend, local=local, logits=Logits(scale)))
         return [one(q, k, v, PackedSelection(slots, found), *spans) for slots, *spans in zones]
 
     def error(got: Any, want: Any) -> float:

@@ -83,19 +83,17 @@ class FullByCudnn(Policy):
             q.reshape(q.shape[0], 1, -1, q.shape[3]).astype(st.k.dtype),
             st.k,
             st.v,
-            scale=step.scale,
+            scale=step.logits.uncapped,
             key_value_seq_lengths=st.length,
             implementation=implementation,
         )
         read = jnp.broadcast_to(st.length.astype(jnp.float32)[:, None], q.shape[:2])
         return out.reshape(q.shape), st, Info(read, None)
 
-    def attend_stored(
-        self, st: RowsFirst, q: Array, *, scale: float, window: int | None = None
-    ) -> PartialAttention:
-        assert window is None
+    def attend_stored(self, st: RowsFirst, q: Array, step: Step) -> PartialAttention:
+        assert step.window is None
         k, v = (jnp.swapaxes(a, 1, 2) for a in (st.k, st.v))
-        return attend_zone(q, k, v, None, st.length, scale=scale)
+        return attend_zone(q, k, v, None, st.length, logits=step.logits)
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         return Full().bytes_per_token(spec)

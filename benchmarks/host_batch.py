@@ -40,6 +40,7 @@ import kvjax
 from kvjax import CacheSpec, Full, PerLayer, Retrieval, presets
 from kvjax.generation import Stream
 from kvjax.memory import nbytes
+from kvjax.numerics.partial import Logits
 
 DENSE = 2  # first layers that attend to everything
 BESIDE = 6e9  # bytes of the device for logits, temporaries and fragments
@@ -62,12 +63,12 @@ class Steady:
         mixed = self.share * same + (1 - self.share**2) ** 0.5 * own
         return mixed.astype(q.dtype) * q.shape[-1] ** 0.5
 
-    def score(self, ix: Any, q: Array, *, scale: float) -> Array:
-        out: Array = self.selector.score(ix, self._steady(q), scale=scale)
+    def score(self, ix: Any, q: Array, *, logits: Logits) -> Array:
+        out: Array = self.selector.score(ix, self._steady(q), logits=logits)
         return out
 
-    def select(self, ix: Any, q: Array, among: Any, *, scale: float) -> Any:
-        return self.selector.select(ix, self._steady(q), among, scale=scale)
+    def select(self, ix: Any, q: Array, among: Any, *, logits: Logits) -> Any:
+        return self.selector.select(ix, self._steady(q), among, logits=logits)
 
 
 @dataclass(frozen=True)

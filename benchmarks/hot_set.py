@@ -39,7 +39,7 @@ from layers import (
 )
 
 from kvjax import CacheSpec, Dense, HostOffload, HotSet, ops
-from kvjax.numerics.partial import Span
+from kvjax.numerics.partial import Logits, Span
 from kvjax.numerics.selection import Selection
 
 LOCAL = 64
@@ -112,12 +112,16 @@ def measure(
         at = jax.lax.dynamic_index_in_dim(all_slots, turn % all_slots.shape[0], keepdims=False)
         chosen = Selection(at, jnp.ones(at.shape, bool))
         if kind == "hot":
-            out, state = store.attend_zones(state, q, chosen, recent, None, LOCAL, scale=0.1)
+            out, state = store.attend_zones(
+                state, q, chosen, recent, None, LOCAL, logits=Logits(0.1)
+            )
         elif kind == "host":
-            history = store.attend_slots(state, q, chosen, scale=0.1)
-            out = ops.attend_beside(history, q, None, recent, None, scale=0.1)
+            history = store.attend_slots(state, q, chosen, logits=Logits(0.1))
+            out = ops.attend_beside(history, q, None, recent, None, logits=Logits(0.1))
         else:
-            out, state = store.attend_zones(state, q, chosen, recent, None, LOCAL, scale=0.1)
+            out, state = store.attend_zones(
+                state, q, chosen, recent, None, LOCAL, logits=Logits(0.1)
+            )
         return out, (state, turn + 1)
 
     turns = (

@@ -19,6 +19,7 @@ from sweep import Sweep, repeats, run
 from kvjax import ops
 from kvjax.kernels_pallas.score import rerank
 from kvjax.kernels_pallas.score.rerank import Config
+from kvjax.numerics.partial import Logits
 from kvjax.numerics.rotate import SUBSPACE, Directions, lloyd_max
 from kvjax.numerics.selection import PackedSelection
 
@@ -71,7 +72,9 @@ def measure(sweep: Sweep, B: int, K: int, G: int, S: int, D: int, M: int) -> dic
     def reference(q: Array, keys: Directions, slots: list[Array]) -> list[Array]:
         found = jnp.full(slots[0].shape[:3], M, jnp.int32)
         return [
-            ops.rerank(q, keys, PackedSelection(s, found), scale=scale, implementation="xla")
+            ops.rerank(
+                q, keys, PackedSelection(s, found), logits=Logits(scale), implementation="xla"
+            )
             for s in slots
         ]
 

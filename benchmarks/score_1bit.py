@@ -14,6 +14,7 @@ from sweep import Sweep, run
 from kvjax import ops
 from kvjax.kernels_pallas.score import score_1bit
 from kvjax.kernels_pallas.score.score_1bit import Config, config_for
+from kvjax.numerics.partial import Logits
 from kvjax.numerics.quant import OneBit, quantize_1bit
 
 SHAPES = (  # B, K, G, S, D, group, dtype of the scales
@@ -49,7 +50,7 @@ def measure(
         return lambda q, ix: score_1bit.score_1bit(q, *ix, scale=D**-0.5, config=config)
 
     def reference(q: Array, ix: OneBit) -> Array:
-        return ops.score_1bit(q, ix, scale=D**-0.5, implementation="xla")
+        return ops.score_1bit(q, ix, logits=Logits(D**-0.5), implementation="xla")
 
     def error(got: Array, want: Array) -> float:
         return float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))

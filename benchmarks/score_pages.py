@@ -18,6 +18,7 @@ from sweep import Sweep, repeats, run
 from kvjax import ops
 from kvjax.kernels_pallas.score import score_pages
 from kvjax.kernels_pallas.score.score_pages import Config
+from kvjax.numerics.partial import Logits
 
 SHAPES = (  # B, K, G, P, D, dtype
     *((1, 8, 4, P, 128, "bfloat16") for P in (8192, 4096, 2048, 65536)),
@@ -52,7 +53,7 @@ def measure(sweep: Sweep, B: int, K: int, G: int, P: int, D: int, dtype: str) ->
     def reference(q: Array, *corners: list[Array]) -> list[Array]:
         two = zip(*corners, strict=True)
         return [
-            ops.score_pages(q, low, high, scale=scale, implementation="xla")
+            ops.score_pages(q, low, high, logits=Logits(scale), implementation="xla")
             for low, high in two
         ]
 

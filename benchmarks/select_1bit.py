@@ -21,6 +21,7 @@ from sweep import Sweep, run
 from kvjax import ops
 from kvjax.kernels_pallas.select import select_1bit
 from kvjax.kernels_pallas.select.select_1bit import Config, config_for
+from kvjax.numerics.partial import Logits
 from kvjax.numerics.quant import OneBit
 from kvjax.numerics.selection import GroupReduce, PackedSelection, Selection
 from kvjax.ops import Implementation
@@ -93,7 +94,7 @@ def measure(
 
         def run(q: Array, ix: OneBit, span: Any, arrived: Any, count: Array) -> Selection:
             scores = (
-                ops.score_1bit(q, ix, scale=D**-0.5, implementation=implementation),
+                ops.score_1bit(q, ix, logits=Logits(D**-0.5), implementation=implementation),
                 arrived[0],
             )
             parts = [(s, jnp.ones((B, 1, 1, s.shape[-1]), bool)) for s in scores]
@@ -106,7 +107,7 @@ def measure(
         """Ranks of scores in f16, as the kernel keeps them, with softmax sums of the unrounded
         scores.
         """
-        stored = ops.score_1bit(q, ix, scale=D**-0.5, implementation="mosaic")
+        stored = ops.score_1bit(q, ix, logits=Logits(D**-0.5), implementation="mosaic")
         # Rounds to f16; XLA would drop a pair of conversions. Scores below 6e-5 become 0: much
         # less than `most`.
         late, kept = (jax.lax.reduce_precision(x, 5, 10) for x in (arrived[0], stored))

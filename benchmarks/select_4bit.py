@@ -20,6 +20,7 @@ from sweep import Sweep, repeats, run
 from kvjax import ops
 from kvjax.kernels_pallas.select import select_4bit
 from kvjax.kernels_pallas.select.select_4bit import Config, config_for
+from kvjax.numerics.partial import Logits
 from kvjax.numerics.rotate import SUBSPACE, Directions, lloyd_max, turned
 from kvjax.numerics.selection import Candidates, PackedSelection
 
@@ -71,7 +72,7 @@ def measure(
         among = Candidates(
             span=(0, jnp.asarray(S)), pending=(late, 0, W), k=k, k_max=k, pending_slots=W
         )
-        run = partial(ops.select_4bit, seed=0, scale=D**-0.5, implementation="xla")
+        run = partial(ops.select_4bit, seed=0, logits=Logits(D**-0.5), implementation="xla")
         return [run(q, keys, some, among) for some in lists]
 
     def error(got: list[PackedSelection], want: list[PackedSelection]) -> float:

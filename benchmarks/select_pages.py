@@ -23,7 +23,7 @@ from sweep import Sweep, repeats, run
 from kvjax import ops
 from kvjax.kernels_pallas.select import select_pages
 from kvjax.kernels_pallas.select.select_pages import Config, config_for
-from kvjax.numerics.partial import attention_logits
+from kvjax.numerics.partial import Logits, attention_logits
 from kvjax.numerics.selection import (
     GroupReduce,
     PackedSelection,
@@ -99,8 +99,10 @@ def measure(
         implementation: Implementation, q: Array, low: Array, high: Array, late: Waiting
     ) -> list[Any]:
         """Scores of pages and of pending pages, all valid."""
-        exact = attention_logits(q, late[0], scale).reshape(B, K, G, pending, unit)
-        stored = ops.score_pages(q, low, high, scale=scale, implementation=implementation)
+        exact = attention_logits(q, late[0], Logits(scale)).reshape(B, K, G, pending, unit)
+        stored = ops.score_pages(
+            q, low, high, logits=Logits(scale), implementation=implementation
+        )
         return [
             (s, jnp.ones((B, 1, 1, s.shape[-1]), bool))
             for s in (stored, jnp.max(exact, axis=-1))

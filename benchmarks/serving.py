@@ -129,7 +129,7 @@ class Einsum(kvjax.Policy):
         return self.prefill(st, k, v, active.astype(jnp.int32))
 
     def attend(self, st: EinsumState, q: Array, step: Any) -> tuple[Array, EinsumState, Any]:
-        logits = jnp.einsum("bkgd,bskd->bkgs", q, st.k) * step.scale
+        logits = step.logits.of(jnp.einsum("bkgd,bskd->bkgs", q, st.k))
         seen = jnp.arange(st.k.shape[1])[None] < st.length[:, None]
         logits = jnp.where(seen[:, None, None], logits, -2.38e38)
         weights = jax.nn.softmax(logits.astype(jnp.float32), axis=-1).astype(st.v.dtype)

@@ -29,7 +29,7 @@ from layers import out_of, save, show
 import kvjax
 from kvjax import models
 from kvjax.evaluate.prompt import read
-from kvjax.numerics.partial import softmax_weights
+from kvjax.numerics.partial import Logits, softmax_weights
 
 
 @partial(jax.jit, static_argnames="queries")
@@ -40,7 +40,8 @@ def spread(q: Array, k: Array, v: Array, *, queries: int | None) -> Array:
         batch=1, q_heads=K * G, kv_heads=K, head_dim=D, capacity=T, dtype=k.dtype
     )
     policy = kvjax.Evicting(evictor=kvjax.HeavyHitter(queries=queries), budget=T)
-    st = policy.prefill_observed(policy.init(spec), q, k, v, jnp.array([T]), scale=D**-0.5)
+    step = kvjax.Step(Logits(D**-0.5))
+    st = policy.prefill_observed(policy.init(spec), q, k, v, jnp.array([T]), step)
     return jnp.zeros((K, T)).at[jnp.arange(K)[:, None], st.position[0]].set(st.evidence[0])
 
 
@@ -51,7 +52,7 @@ def last(q: Array, k: Array, *, queries: int) -> Array:
     seen = jnp.arange(T)[None] <= jnp.arange(T - queries, T)[:, None]
     mask = jnp.tile(seen, (G, 1))[None, None]
     weights = softmax_weights(
-        q[:, :, :, -queries:].reshape(1, K, -1, D), k, mask, scale=D**-0.5
+        q[:, :, :, -queries:].reshape(1, K, -1, D), k, mask, logits=Logits(D**-0.5)
     )
     return jnp.sum(weights[0], axis=1)
 

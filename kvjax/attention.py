@@ -37,7 +37,7 @@ from kvjax.cache.cache import (
 )
 from kvjax.cache.flushing import flush_full
 from kvjax.memory import on_host
-from kvjax.numerics.partial import CappedScale
+from kvjax.numerics.partial import Logits
 from kvjax.numerics.selection import Selection
 from kvjax.ops.chunk import (
     attend_chunk,
@@ -396,11 +396,11 @@ def _attend_prompt(
     padded: bool,
 ) -> tuple[Array, LayerCache | None, None]:
     """Attends a chunk of a prompt and stores the first `count` i32[B] tokens of each row."""
-    scale, window, own_k, own_v = step.scale, step.window, k, v
+    logits, window, own_k, own_v = step.logits, step.window, k, v
     if padded:
         own_k, own_v = _without_padding(k, v, count)
     if cache is None:
-        return attend_chunk(q, own_k, own_v, sinks, scale=scale, window=window), None, None
+        return attend_chunk(q, own_k, own_v, sinks, logits=logits, window=window), None, None
     grouped, k, v, over = (
         group(q, k.shape[2]),
         jnp.swapaxes(k, 1, 2),
@@ -410,25 +410,23 @@ def _attend_prompt(
     if over is not None and not splits_queries(q.shape[1], over[1], window):
         over = None
     if first_chunk and over is not None and sinks is None:
-        out = attend_chunk_in_parts(q, own_k, own_v, *over, scale=scale)
+        out = attend_chunk_in_parts(q, own_k, own_v, *over, logits=logits)
     elif first_chunk and over is None:
-        out = attend_chunk(q, own_k, own_v, sinks, scale=scale, window=window)
+        out = attend_chunk(q, own_k, own_v, sinks, logits=logits, window=window)
     else:
-        attend_stored = partial(
-            cache.policy.attend_stored, cache.state, scale=scale, window=window
-        )
+        attend_stored = partial(cache.policy.attend_stored, cache.state, step=step)
         own_k, own_v = jnp.swapaxes(own_k, 1, 2), jnp.swapaxes(own_v, 1, 2)
         own = (
             None
             if over is None
-            else attend_own_in_parts(grouped, own_k, own_v, *over, scale=scale)
+            else attend_own_in_parts(grouped, own_k, own_v, *over, logits=logits)
         )
         out = attend_chunk_after(
             attend_stored,
             grouped,
             own_k,
             own_v,
-            scale=scale,
+            logits=logits,
             window=window,
             own=own,
             sinks=sinks,
@@ -439,9 +437,9 @@ def _attend_prompt(
         # tokens: 391 MB of temp bytes, 117 MB with it.)
         out, k, v = in_order(out, k, v)
     policy = cache.policy
-    state = policy.prefill_observed(
-        cache.state, grouped, k, v, count, scale=scale, window=window
-    )
+    # The policy sees the sink logits too: they take their share of a prompt's weights.
+    observed = dataclasses.replace(step, sinks=sinks)
+    state = policy.prefill_observed(cache.state, grouped, k, v, count, observed)
     return out, dataclasses.replace(cache, state=state), None
 
 
@@ -640,13 +638,13 @@ def plain_step(
             "head_dim**-0.5"
         )
     if soft_cap is None:
-        return Step(scale, window)
+        return Step(Logits(scale), window)
     soft_cap = finite_number(f"{verb}(soft_cap=...)", soft_cap)
     if soft_cap <= 0:
         raise ValueError(
             f"{verb}(soft_cap=...) must be above 0, got {soft_cap}; leave it out for no cap"
         )
-    return Step(CappedScale(scale, soft_cap), window)
+    return Step(Logits(scale, soft_cap), window)
 
 
 def sink_logits(verb: str, cache: Any, sinks: ArrayLike, N: int, K: int) -> Array:

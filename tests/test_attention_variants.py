@@ -11,7 +11,7 @@ import pytest
 
 import kvjax
 from kvjax.numerics.blocks import Block
-from kvjax.numerics.partial import CappedScale, Span, scaled
+from kvjax.numerics.partial import Logits, Span
 from kvjax.testing._drive import CHUNK, attending_to_all, new_cache, random_tokens
 from kvjax.testing._expect import as_stored, tolerance
 from tests.laws.cases import CASES, Case
@@ -179,12 +179,54 @@ def test_gradients_are_those_of_attention_by_hand():
             np.testing.assert_allclose(a, b, atol=2e-5, err_msg=name)
 
 
-def test_a_capped_scale_is_no_plain_factor():
-    assert CappedScale(0.5, 2.0) not in (0.5, CappedScale(0.5, 3.0))
-    assert {CappedScale(0.5, 2.0): 1}[CappedScale(0.5, 2.0)] == 1
+def test_a_cap_is_not_lost_in_arithmetic():
+    capped = Logits(0.5, 2.0)
+    assert capped != Logits(0.5)
+    np.testing.assert_allclose(capped.of(jnp.array(3.0)), 2 * np.tanh(0.75), rtol=1e-6)
     np.testing.assert_allclose(
-        scaled(jnp.array(3.0), CappedScale(0.5, 2.0)), 2 * np.tanh(0.75), rtol=1e-6
+        capped.of_means(jnp.array(12.0), 4), 2 * np.tanh(0.75), rtol=1e-6
     )
+    for wrong in (lambda: jnp.ones(2) * capped, lambda: capped / 16, lambda: float(capped)):
+        with pytest.raises(TypeError):
+            wrong()
+    with pytest.raises(NotImplementedError, match=r"takes no soft cap of the logits, got 2\.0"):
+        float(capped.uncapped)
+
+
+def worth_by_hand(scores, group_reduce):
+    """The worth f64[S] of keys to a group of query heads with scores f64[G, S]."""
+    if group_reduce == "mean_score":
+        return scores.mean(axis=0)
+    weights = np.exp(scores)
+    return (weights / weights.sum(axis=1, keepdims=True)).mean(axis=0)
+
+
+@pytest.mark.parametrize("group_reduce", ["mean_softmax", "mean_score"])
+def test_tokens_are_selected_by_capped_scores(group_reduce):
+    spec, length, local = CASES["full"].spec, 100, 8
+    policy = kvjax.Retrieval(
+        selector=kvjax.selectors.Exact(group_reduce=group_reduce),
+        budget=40,
+        sink=0,
+        local=local,
+    )
+    tokens = random_tokens(spec, 7)
+    _, cache = run(new_cache(policy, spec), *(a[:, :length] for a in vars(tokens).values()))
+    q = tokens.q[:, length - 1 : length]
+    chosen = {}
+    for cap in (None, CAP):
+        selection = kvjax.select(cache, q, scale=SCALE, soft_cap=cap)
+        positions = np.asarray(policy.positions(cache.state, selection.slots))
+        for b, head in np.ndindex(spec.batch, spec.kv_heads):
+            group = np.asarray(q[b, 0], np.float64).reshape(spec.kv_heads, spec.group, -1)[head]
+            scores = SCALE * group @ np.asarray(tokens.k[b, : length - local, head]).T
+            scores = scores if cap is None else cap * np.tanh(scores / cap)
+            want = set(np.argsort(-worth_by_hand(scores, group_reduce))[: 40 - local])
+            found = positions[b, head, 0][np.asarray(selection.valid)[b, head, 0]]
+            assert set(found) == want, (cap, b, head)
+            chosen[cap, b, head] = want
+    changed = [chosen[None, b, h] != chosen[CAP, b, h] for _, b, h in chosen]
+    assert any(changed), "a cap must change a selection for this to say something"
 
 
 @pytest.mark.parametrize(
@@ -206,11 +248,11 @@ def test_a_kernel_says_what_it_does_not_take():
     q, k = (jax.ShapeDtypeStruct((2, 2, n, 64), jnp.bfloat16) for n in (4, 128))
     count = jax.ShapeDtypeStruct((2,), jnp.int32)
     asked = q, Span(k, k, count, count), jnp.zeros((2, 4))
-    assert kvjax.ops.attend_span.unsupported(*asked, scale=CappedScale(0.5, 30.0)) is None
+    assert kvjax.ops.attend_span.unsupported(*asked, logits=Logits(0.5, 30.0)) is None
     low = jax.ShapeDtypeStruct((2, 2, 8, 64), jnp.bfloat16)
     limit = kvjax.ops.score_pages.unsupported
-    assert "no soft cap" not in (limit(q, low, low, scale=0.5) or "")
-    assert "no soft cap" in (limit(q, low, low, scale=CappedScale(0.5, 30.0)) or "")
+    assert "no soft cap" not in (limit(q, low, low, logits=Logits(0.5)) or "")
+    assert "no soft cap" in (limit(q, low, low, logits=Logits(0.5, 30.0)) or "")
     token, narrow = (jax.ShapeDtypeStruct((2, 2, 1, size), jnp.bfloat16) for size in (64, 32))
     zone = Block(k, jax.ShapeDtypeStruct((2, 2, 128, 32), jnp.bfloat16), count)
     active = jax.ShapeDtypeStruct((2,), bool)

@@ -29,6 +29,7 @@ from kvjax.evaluate.capture import Live
 from kvjax.evaluate.recall import Reads, reads
 from kvjax.evaluate.store import Progress
 from kvjax.numerics.blocks import write
+from kvjax.numerics.partial import Logits
 from kvjax.numerics.rotate import RADII, Directions, patterns, radius_table, rotate, rotate_few
 from kvjax.numerics.selection import GROUP_REDUCES, GroupReduce
 from kvjax.policies import Retrieval
@@ -130,10 +131,14 @@ class Learnt(Selector):
             counts,
         )
 
-    def score(self, ix: Codebook, q: Array, *, scale: float) -> Array:
+    def score(self, ix: Codebook, q: Array, *, logits: Logits) -> Array:
         parts = self._split(q.astype(jnp.float32))  # [B, K, N, G, m]
         products = jnp.einsum("bkngm,bkncm->bkgnc", parts, ix.centroids, precision="highest")
-        worth = products * scale if self.by == "products" else self._votes(products, ix.counts)
+        worth = (
+            products * logits.scale
+            if self.by == "products"
+            else self._votes(products, ix.counts)
+        )
         ids = jnp.swapaxes(ix.ids, 2, 3)[:, :, None].astype(jnp.int32)  # [B, K, 1, N, S]
         index = jnp.broadcast_to(ids, (*products.shape[:4], ids.shape[-1]))
         return jnp.sum(jnp.take_along_axis(worth, index, axis=-1), axis=3)

@@ -25,6 +25,7 @@ from jax import Array
 from kvjax.kernels_pallas.attend import attend_zones as exact
 from kvjax.kernels_pallas.attend.attend_slots import Config
 from kvjax.kernels_pallas.attend.directions import Coded
+from kvjax.kernels_pallas.attend.softmax import Scale
 
 MEASURED: str | None = "2026-11-26"  # the date in benchmarks/results/turbo_step.json
 TAKES = ("soft caps", "sinks")
@@ -72,6 +73,7 @@ def attend_coded_zones(
     centres: tuple[tuple[float, ...], tuple[float, ...]],
     turned: int,
     scale: float,
+    cap: float | None = None,
     part: bool = False,
     config: Config | None = None,
 ) -> Any:
@@ -80,7 +82,7 @@ def attend_coded_zones(
     of values.
 
     `centres` are the sizes of keys and of values by index, none for 8 bits; `turned` are the
-    signs of the rotation.
+    signs of the rotation. `cap` is a soft cap of the logits.
     """
     if limit := unsupported(q, keys, values, slots, recent, sink, local, config):
         raise NotImplementedError(limit)
@@ -90,5 +92,18 @@ def attend_coded_zones(
     )
     zone = Coded(S, D, (key_bits, value_bits), centres, turned)
     codes = (*keys, *values, offset)
-    how: dict[str, Any] = {"scale": scale, "part": part, "config": config, "coded": zone}
-    return exact.attend(q, codes, slots, known, recent, sink, local, sinks, name=NAME, **how)
+    return exact.attend(
+        q,
+        codes,
+        slots,
+        known,
+        recent,
+        sink,
+        local,
+        sinks,
+        name=NAME,
+        scale=Scale(scale, cap),
+        part=part,
+        config=config,
+        coded=zone,
+    )

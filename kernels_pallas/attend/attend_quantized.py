@@ -661,7 +661,9 @@ def _exact(
             token = n * 16 + (quad + 8 * r)
             return (token >= start) & (token < stop)
 
-        kept, (right,) = softmax.weigh(state, [scores], exists, scale=scale, kind="bf16")
+        kept, (right,) = softmax.weigh(
+            state, [scores], exists, scale=softmax.Scale(scale), kind="bf16"
+        )
         mixed = softmax.parts(kept)[2]
         for i, (m, j) in enumerate(mixing.products):
             mixed[i] = simt.mma("bf16", mixed[i], exact_operand(own, m, j, in_byte), right)

@@ -105,7 +105,7 @@ def unsupported(q: Any, k: Any, v: Any, slots: Any, config: Config | None = None
     return None
 
 
-@simt.lowered_once("scale", "config")
+@simt.lowered_once("scale", "cap", "config")
 def attend_slots(
     q: Array,
     k: Array,
@@ -114,12 +114,13 @@ def attend_slots(
     valid: Array,
     *,
     scale: float,
+    cap: float | None = None,
     config: Config | None = None,
 ) -> tuple[Array, Array]:
     """(out f32[B, K, G, D], lse f32[B, K, G]) of q [B, K, G, D] over the `valid` slots [B, K,
     H, M] of k, v.
 
-    k, v are [B, K, S, D]. `config` follows from the shape.
+    k, v are [B, K, S, D]. `cap` is a soft cap of the logits. `config` follows from the shape.
     """
     if limit := unsupported(q, k, v, slots, config):
         raise NotImplementedError(limit)
@@ -145,7 +146,7 @@ def attend_slots(
         outs=(((G // H, D), jnp.float32), ((G // H,), jnp.float32)),
         name="attend_slots",
         write=softmax.Merged.write,
-        scale=scale,
+        scale=softmax.Scale(scale, cap),
         config=config,
     )
     return out.reshape(B, K, G, D), lse.reshape(B, K, G)
@@ -154,7 +155,8 @@ def attend_slots(
 def attend(
     q: Array, kept: Sequence[Array], index: Array, *, coded: Coded | None = None, found: Array | None = None,
     spans: Sequence[tuple[Array, Array, int]] = (), outs: Sequence[tuple[tuple[int, ...], Any]],
-    name: str, write: Callable[..., None], scale: float, config: Config, order: tuple[int, int, int] = (1, 1, 1),
+    name: str, write: Callable[..., None], scale: softmax.Scale, config: Config,
+    order: tuple[int, int, int] = (1, 1, 1),
 ) -> tuple[Array, ...]:  # fmt: skip
     """Runs the kernel over rows of queries [rows, heads, D] and of slots i32[rows, M], -1 where
     there is none.
@@ -233,7 +235,7 @@ def attend(
 def _program(
     q_m: Any, *refs: Any, sizes: tuple[int, int, int, int], zones: tuple[int, ...], max_slots: tuple[int, ...],
     counted: bool, shared_by: tuple[int, ...], strides: tuple[int, ...], write: Callable[..., None], kind: str,
-    scale: float, config: Config, order: tuple[int, int, int], coded: Coded | None,
+    scale: softmax.Scale, config: Config, order: tuple[int, int, int], coded: Coded | None,
 ) -> None:  # fmt: skip
     heads, of_zone, D, M = sizes
     places = M + sum(max_slots)

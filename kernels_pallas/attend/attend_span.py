@@ -143,15 +143,15 @@ def _columns(heads: int, D: int, steps: int) -> tuple[int, int]:
     )
 
 
-@simt.lowered_once("scale", "part", "config")
+@simt.lowered_once("scale", "cap", "part", "config")
 def attend_span(
     q: Array, k: Array, v: Array, start: Array, stop: Array, sinks: Array | None = None, *, scale: float,
-    part: bool = False, config: Config | None = None,
+    cap: float | None = None, part: bool = False, config: Config | None = None,
 ) -> Any:  # fmt: skip
     """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over the slots [start, stop)
     i32[B] of k, v [B, K, S, D], merged with logits `sinks` f32[K, G] without a value; 0 where
     there are no slots. `config` follows from the shape. With `part`, (out f32[B, K, G, D], lse
-    f32[B, K, G]) without sinks.
+    f32[B, K, G]) without sinks. `cap` is a soft cap of the logits.
 
     With stop i32[B, T] and start [B, T] or [B, 1], q is [B, K, T*G, D] and each step has a
     span.
@@ -181,7 +181,13 @@ def attend_span(
         (a.reshape(rows, S, D) for a in (k, v)),
     )
     run = functools.partial(
-        _attend, scale, q.dtype, part or sinks is not None, G // steps, columns, config
+        _attend,
+        softmax.Scale(scale, cap),
+        q.dtype,
+        part or sinks is not None,
+        G // steps,
+        columns,
+        config,
     )
     made = run(queries.reshape(rows * passes, heads, D), *ends, *kept)
     found = [
@@ -193,7 +199,7 @@ def attend_span(
 
 
 def _attend(
-    scale: float, dtype: Any, lse: bool, of_step: int, columns: int, config: Config, *args: Array
+    scale: softmax.Scale, dtype: Any, lse: bool, of_step: int, columns: int, config: Config, *args: Array
 ) -> tuple[Array, ...]:  # fmt: skip
     """[rows, G, D] in `dtype`; or with `lse` in f32, and the logs of the sums f32[rows, G].
     `args` are queries, start and stop, perhaps of several steps, keys and values, whose numbers
@@ -234,7 +240,7 @@ def _attend(
 def _program(
     q_m: Any, start_m: Any, stop_m: Any, k_m: Any, v_m: Any, out_m: Any, lse_m: Any, room_m: Any, *,
     sizes: tuple[int, int, int], shared_by: tuple[int, int], steps: tuple[int, int, int], columns: int, kind: str,
-    scale: float, config: Config,
+    scale: softmax.Scale, config: Config,
 ) -> None:  # fmt: skip
     (heads, D, S), (starting, T, of_step), (blocks, keys) = (
         sizes,

@@ -76,6 +76,7 @@ def attend_zones(
     sinks: Array | None = None,
     *,
     scale: float,
+    cap: float | None = None,
     part: bool = False,
     config: Config | None = None,
 ) -> Any:
@@ -87,12 +88,10 @@ def attend_zones(
     shape, has slots S to 2 S - 1; those of `recent` follow. `recent`, and `sink` if there is
     one, are keys and values [B, K, R, D] and start and stop i32[B] of the slots that are
     attended to, in `recent` only the last `local` of these; or i32[B, T], for each H/T lists.
-    `config` is selected by the shape. With `part`, (out f32[B, K, G, D], lse f32[B, K, G])
-    without sinks.
+    `cap` is soft. With `part`, (out f32[B, K, G, D], lse f32[B, K, G]) without sinks.
     """
     if limit := unsupported(q, k, v, slots, recent, sink, local, more, config):
         raise NotImplementedError(limit)
-    how: dict[str, Any] = {"scale": scale, "part": part, "config": config}
     return attend(
         q,
         (k, v, *(more or ())),
@@ -103,14 +102,17 @@ def attend_zones(
         local,
         sinks,
         name="attend_zones",
-        **how,
+        scale=softmax.Scale(scale, cap),
+        part=part,
+        config=config,
     )
 
 
 @simt.lowered_once("local", "scale", "part", "config", "coded", "name")
 def attend(
     q: Array, history: Sequence[Array], slots: Array, known: Array, recent: Any, sink: Any, local: int,
-    sinks: Array | None, *, name: str, scale: float, part: bool, config: Config | None, coded: Coded | None = None,
+    sinks: Array | None, *, name: str, scale: softmax.Scale, part: bool, config: Config | None,
+    coded: Coded | None = None,
 ) -> Any:  # fmt: skip
     """`attend_zones` over keys and values of one zone or two in `history`, or over the arrays
     of a `coded` zone.

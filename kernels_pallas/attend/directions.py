@@ -118,7 +118,7 @@ class Zone:
         ]
 
     def add(
-        self, state: Sequence[Word], slots: Word, tiles: int, *, scale: float
+        self, state: Sequence[Word], slots: Word, tiles: int, *, scale: softmax.Scale
     ) -> list[Word]:
         """The state with the keys and values of 16 `tiles` slots, one a lane; those past the
         zone do not count.

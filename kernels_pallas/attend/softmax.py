@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,15 @@ HEADS = 8  # columns of a product
 MOST_STEPS = 32  # of `Spans`: lanes of a warp
 SIZES = (64, 80, 96, 128, 192, 256)  # of heads
 KINDS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}  # of queries and means
+
+
+class Scale(NamedTuple):
+    """How logits are made of products q.k: times `factor`, then cap * tanh(logits / cap), if
+    there is a cap.
+    """
+
+    factor: float
+    cap: float | None = None
 
 
 def empty(D: int) -> list[Word]:
@@ -41,30 +50,30 @@ def weigh(
     scores: list[list[Word]],
     exists: Callable[[int, int], Flag],
     *,
-    scale: float,
+    scale: Scale,
     kind: str,
 ) -> tuple[list[Word], list[list[Word]]]:
     """The state before the values of some keys are mixed in, and their weights as right
     operands of `mma`.
 
-    `scores` are the sums of `mma` of 16 keys each, without `scale`, which may have a soft
-    `cap`; exists(n, e) says whether key 8 n + quad counts for head 2 col + e.
+    `scores` are the sums of `mma` of 16 keys each, of which `scale` makes logits; exists(n, e)
+    says whether key 8 n + quad counts for head 2 col + e.
     """
     kept, weights = exponentials(state, masked(logarithms(scores, scale), exists))
     return kept, [right_operand(tile, kind) for tile in weights]
 
 
-def logarithms(scores: list[list[Word]], scale: float) -> list[list[Word]]:
-    """Logarithms, base 2, of weights: scores times `scale`, which may have a soft `cap`."""
-    cap = getattr(scale, "cap", None)
+def logarithms(scores: list[list[Word]], scale: Scale) -> list[list[Word]]:
+    """Returns the logarithms, base 2, of weights, from sums of products q.k."""
+    factor, cap = scale
 
     def log(x: Word) -> Word:
         if cap is None:
-            return instr("mul.f32", x, real(scale / math.log(2)))
+            return instr("mul.f32", x, real(factor / math.log(2)))
         # tanh y = 1 - 2 / (1 + e^2y), within 1e-7; the instruction is only within 5e-4, which a
         # cap of 50 multiplies.
         power = instr(
-            "ex2.approx.ftz.f32", instr("mul.f32", x, real(2 * scale / cap / math.log(2)))
+            "ex2.approx.ftz.f32", instr("mul.f32", x, real(2 * factor / cap / math.log(2)))
         )
         half = instr("rcp.approx.ftz.f32", instr("add.f32", power, real(1.0)))
         return instr("fma.rn.f32", half, real(-2 * cap / math.log(2)), real(cap / math.log(2)))

@@ -566,7 +566,11 @@ class Together:
                     token = own + (self.quad + 8 * r)
                     return (token >= ends[e][0]) & (token < ends[e][1])
 
-                logs.append(softmax.masked(softmax.logarithms([scores[c]], scale), exists))
+                logs.append(
+                    softmax.masked(
+                        softmax.logarithms([scores[c]], softmax.Scale(scale)), exists
+                    )
+                )
             weighed = self.weigh(state, logs, 1.0, 0.0)
             self._meet()
             channel = self.quad * (2 * self.in_byte) + self.own_block * self.block + self.place

@@ -268,13 +268,14 @@ def implementations(policy: PerLayer, spec: CacheSpec) -> dict[str, str]:
     import jax.numpy as jnp
 
     from kvjax import ops
+    from kvjax.numerics.partial import Logits
     from kvjax.policies import Step
 
     def step(own: Policy) -> tuple[Any, Any]:
         q = jnp.zeros((spec.batch, spec.kv_heads, spec.group, spec.head_dim), spec.dtype)
         k = jnp.zeros((spec.batch, spec.kv_heads, 1, spec.head_dim), spec.dtype)
         st = own.update(own.flush(own.init(spec)), k, k, jnp.ones(spec.batch, bool))
-        return own.attend(st, q, Step(1.0))[:2]
+        return own.attend(st, q, Step(Logits(1.0)))[:2]
 
     with ops.explained() as found:
         for own in dict.fromkeys(one.of_size(spec) for one in (*policy.first, policy.rest)):

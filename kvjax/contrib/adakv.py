@@ -154,10 +154,10 @@ class HeadBudgets(Evicting):
 
     # ---------------------------------------------------------------------------------------------------------- parts
 
-    def _attend_kept(
-        self, st: Any, q: Array, scale: float, window: int | None
-    ) -> PartialAttention:
-        return super()._attend_kept(st, q, scale, ALL if window is None else window)
+    def _attend_kept(self, st: Any, q: Array, step: Step) -> PartialAttention:
+        return super()._attend_kept(
+            st, q, step if step.window is not None else replace(step, window=ALL)
+        )
 
     def _attend_held(self, st: Any, q: Array, step: Step) -> Array:
         # Heads hold different numbers of tokens, so here heads are rows.
@@ -165,7 +165,7 @@ class HeadBudgets(Evicting):
         stop = st.head_counts.reshape(-1)
         sinks = None if step.sinks is None else jnp.tile(step.sinks, (q.shape[0], 1))[:, None]
         span = Span(k, v, jnp.zeros_like(stop), stop)
-        return ops.attend_span(rows, span, sinks, scale=step.scale).reshape(q.shape)
+        return ops.attend_span(rows, span, sinks, logits=step.logits).reshape(q.shape)
 
     def _share(self, slots: int) -> int:
         return min(self.budget, slots)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax import ops
+from kvjax.numerics.partial import Logits
 from kvjax.numerics.selection import Candidates, GroupReduce, PackedSelection, Selection
 from kvjax.policies import PerLayer, Retrieval, Speculative
 from kvjax.presets.preset import published
@@ -126,14 +127,14 @@ class LayerWide(Wrapper):
         return self
 
     def select(
-        self, ix: Any, q: Array, candidates: Candidates, *, scale: float
+        self, ix: Any, q: Array, candidates: Candidates, *, logits: Logits
     ) -> Selection | PackedSelection:
         B, K = q.shape[:2]
-        scores = self.score_visible(ix, q, candidates, scale=scale)
+        scores = self.score_visible(ix, q, candidates, logits=logits)
         if candidates.last is not None:
             scores = jnp.where(candidates.last[:, :, None], LAST, scores)
         scored = self.with_pending(candidates, q)
-        pending = scored.pending_units(q, scale, self.unit)
+        pending = scored.pending_units(q, logits, self.unit)
         parts = (
             (scores, candidates.inside(*candidates.span, scores.shape[3], self.unit)),
             pending,

@@ -18,7 +18,14 @@ from jax import Array, lax
 
 from kvjax import ops
 from kvjax.numerics.blocks import sum_pairs, write
-from kvjax.numerics.partial import PartialAttention, attend_part, keep_valid, merge, merge_sinks
+from kvjax.numerics.partial import (
+    Logits,
+    PartialAttention,
+    attend_part,
+    keep_valid,
+    merge,
+    merge_sinks,
+)
 from kvjax.numerics.selection import Selection, by_row, in_order, unpack
 from kvjax.ops.op import reaches_gpus
 from kvjax.policies import PerLayer
@@ -425,11 +432,11 @@ class Sampled(Zoned):
         sample, share = self.sample(st, q, seen)
         if step.selection is not None:
             sample = unpack(step.selection)
-        history, log_weights = self._estimate(st, q, sample, share, step.scale)
+        history, log_weights = self._estimate(st, q, sample, share, step.logits)
         recent, none = seen.recent, jnp.zeros((*q.shape[:2], 1, 128), jnp.int32)
         zones = Selection(none, none > 0), recent, seen.sink, recent.k.shape[2]
-        exact = ops.attend_zones(q, recent.k, recent.v, *zones, scale=step.scale, part=True)
-        out = merge_sinks(merge(history, exact), step.logits.get("sinks")).out.astype(q.dtype)
+        exact = ops.attend_zones(q, recent.k, recent.v, *zones, logits=step.logits, part=True)
+        out = merge_sinks(merge(history, exact), step.sinks).out.astype(q.dtype)
         return out, st, self._info(st, seen, sample, log_weights)
 
     takes_steps = False
@@ -479,7 +486,7 @@ class Sampled(Zoned):
         return jnp.where(self._reads_all(st, seen)[..., 0], jnp.inf, share)
 
     def _estimate(
-        self, st: ZonedState, q: Array, sample: Selection, share: Array, scale: float
+        self, st: ZonedState, q: Array, sample: Selection, share: Array, logits: Logits
     ) -> tuple[PartialAttention, Array]:
         """The history's part of attention, estimated from the sample, and the sample's log
         weights f32[B, K, G, M].
@@ -490,9 +497,8 @@ class Sampled(Zoned):
         few = sample.slots.shape[3] // 4
 
         def estimate(sample: Selection) -> tuple[PartialAttention, Array]:
-            return self._attend(
-                st, q, *self.store.gather(st.store, sample), sample, share, scale
-            )
+            k, v = self.store.gather(st.store, sample)
+            return self._attend(st, q, k, v, sample, share, logits)
 
         def estimate_few(sample: Selection) -> tuple[PartialAttention, Array]:
             part, log_weights = estimate(Selection(*(a[..., :few] for a in sample)))
@@ -510,7 +516,7 @@ class Sampled(Zoned):
         v: Array,
         sample: Selection,
         share: Array,
-        scale: float,
+        logits: Logits,
     ) -> tuple[PartialAttention, Array]:
         """`_estimate` from the keys and values [B, K, G M, D] of a sample."""
         B, K, G, D = q.shape
@@ -527,7 +533,7 @@ class Sampled(Zoned):
             k.reshape(B, K * G, M, D),
             log_weights.reshape(B, K * G, 1, M),
         )
-        part = attend_part(q, k, v, valid[:, :, None], scale=scale, bias=bias)
+        part = attend_part(q, k, v, valid[:, :, None], logits=logits, bias=bias)
         return PartialAttention(
             part.out.reshape(B, K, G, D), part.lse.reshape(B, K, G)
         ), log_weights
@@ -612,10 +618,12 @@ class StripedSampled(Sampled):
         return st.store.slots // self.store.stripes.parts
 
     def _estimate(
-        self, st: ZonedState, q: Array, sample: Selection, share: Array, scale: float
+        self, st: ZonedState, q: Array, sample: Selection, share: Array, logits: Logits
     ) -> tuple[PartialAttention, Array]:
         k, v, here = self.store.gather_own(st.store, sample)
-        part, log_weights = self._attend(st, q, k, v, sample._replace(valid=here), share, scale)
+        part, log_weights = self._attend(
+            st, q, k, v, sample._replace(valid=here), share, logits
+        )
         axis = self.store.stripes.axis
         return merge_parts(part, axis), lax.psum(
             log_weights, axis

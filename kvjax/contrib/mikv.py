@@ -170,16 +170,17 @@ class Mixed(Evicting):
 
     def attend(self, st: Any, q: Array, step: Step) -> tuple[Array, EvictingState, Info]:
         self._check_window(step.window)
-        scale, exact_valid = step.scale, self._valid(st)[:, :, None]
-        exact = attend_part(q, st.tokens.k, st.tokens.v, exact_valid, scale=scale)
+        logits = step.logits
+        exact_valid = self._valid(st)[:, :, None]
+        exact = attend_part(q, st.tokens.k, st.tokens.v, exact_valid, logits=logits)
         first = jnp.zeros_like(st.length)
         pending = Span(st.pending.k, st.pending.v, first, st.pending.count)
         whole = merge(
             exact,
-            self.store.attend_with(st.low, q, first, pending, None, scale=scale, part=True),
+            self.store.attend_with(st.low, q, first, pending, None, logits=logits, part=True),
         )
         if st.evidence is not None and st.due is not None:
-            weights = softmax_weights(q, st.tokens.k, exact_valid, scale=scale, lse=whole.lse)
+            weights = softmax_weights(q, st.tokens.k, exact_valid, logits=logits, lse=whole.lse)
             seen = self.evictor.see_step(st.evidence, weights)
             evidence = jnp.where(st.due[:, None, None], seen, st.evidence)
             st = replace(st, evidence=evidence, due=jnp.zeros_like(st.due))
@@ -191,17 +192,13 @@ class Mixed(Evicting):
             Info(attended, None),
         )
 
-    def attend_stored(
-        self, st: Any, q: Array, *, scale: float, window: int | None = None
-    ) -> PartialAttention:
-        self._check_window(window)
-        exact = self._attend_kept(st, q, scale, None)
-        low = self.store.attend_chunk(st.low, q, None, scale=scale)
-        return merge(
-            exact,
-            low,
-            attend_zone(q, st.pending.k, st.pending.v, None, st.pending.count, scale=scale),
-        )
+    def attend_stored(self, st: Any, q: Array, step: Step) -> PartialAttention:
+        self._check_window(step.window)
+        exact = self._attend_kept(st, q, step)
+        low = self.store.attend_chunk(st.low, q, None, logits=step.logits)
+        waiting = st.pending
+        pending = attend_zone(q, waiting.k, waiting.v, None, waiting.count, logits=step.logits)
+        return merge(exact, low, pending)
 
     def full_rows(self, st: Any) -> Array:
         return (st.pending.count == self.chunk) & (st.low.count + self.chunk <= st.low.slots)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.numerics.blocks import write
-from kvjax.numerics.partial import attention_logits, scaled
+from kvjax.numerics.partial import Logits, attention_logits
 from kvjax.numerics.selection import GROUP_REDUCES, GroupReduce
 from kvjax.policies import PerLayer, Retrieval
 from kvjax.presets.preset import published
@@ -166,7 +166,7 @@ class ProductCodes(Selector):
         centroids = write(ix.centroids, books, at // self.learn, count // self.learn)
         return ProductIndex(write(ix.codes, codes, at, count), centroids)
 
-    def score(self, ix: ProductIndex, q: Array, *, scale: float) -> Array:
+    def score(self, ix: ProductIndex, q: Array, *, logits: Logits) -> Array:
         B, K, G, D = q.shape
         S, C, books = ix.codes.shape[2], 2**self.bits, ix.centroids.reshape(B, K, -1, D)
         first = (
@@ -177,12 +177,12 @@ class ProductCodes(Selector):
         def looked_up(part: int) -> Array:
             # A query of one part only: so the centroids are read as they lie. XLA looks up and
             # adds in one pass.
-            table = attention_logits(jnp.where(channel == part, q, 0), books, 1.0)
+            table = attention_logits(jnp.where(channel == part, q, 0), books, Logits(1.0))
             own = jnp.broadcast_to(ix.codes[:, :, None, :, part], first.shape).astype(jnp.int32)
             return jnp.take_along_axis(table, first + own, axis=-1, mode="promise_in_bounds")
 
         found = [looked_up(part) for part in range(self.parts)]
-        return scaled(sum(found[1:], found[0]), scale)
+        return logits.of(sum(found[1:], found[0]))
 
     def _split(self, k: Array) -> Array:
         """f32[B, K, m, n, D/m] parts of keys [B, K, n, D]."""

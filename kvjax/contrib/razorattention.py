@@ -12,7 +12,7 @@ from jax.tree_util import register_dataclass
 
 from kvjax import ops
 from kvjax.evictors import Sliding
-from kvjax.numerics.partial import PartialAttention, Span, merge, merge_sinks, scaled
+from kvjax.numerics.partial import Logits, PartialAttention, Span, merge, merge_sinks
 from kvjax.policies import PerLayer
 from kvjax.policies.evicting import Evicting, EvictingState
 from kvjax.policies.policy import Info, Policy, Step
@@ -191,18 +191,16 @@ class Compensated(Policy):
         held = Span(
             kept.tokens.k, kept.tokens.v, jnp.zeros_like(kept.length), kept.tokens.count
         )
-        part = ops.attend_span(q, held, scale=step.scale, part=True)
-        out = merge_sinks(merge(part, self._compensate(st, q, step.scale)), step.sinks).out
+        part = ops.attend_span(q, held, logits=step.logits, part=True)
+        out = merge_sinks(merge(part, self._compensate(st, q, step.logits)), step.sinks).out
         attended = jnp.broadcast_to(kept.tokens.count.astype(jnp.float32)[:, None], q.shape[:2])
         return out.astype(q.dtype), st, Info(attended, None)
 
-    def attend_stored(
-        self, st: CompensatedState, q: Array, *, scale: float, window: int | None = None
-    ) -> PartialAttention:
-        self._check_window(window)
+    def attend_stored(self, st: CompensatedState, q: Array, step: Step) -> PartialAttention:
+        self._check_window(step.window)
         B, K, G, T, D = q.shape
-        stored = self.window.attend_stored(st.kept, q, scale=scale)
-        return merge(stored, self._compensate(st, q.reshape(B, K, G * T, D), scale))
+        stored = self.window.attend_stored(st.kept, q, step)
+        return merge(stored, self._compensate(st, q.reshape(B, K, G * T, D), step.logits))
 
     @property
     def _sink(self) -> int:
@@ -212,17 +210,16 @@ class Compensated(Policy):
         """i32[B]: the oldest position past the sink that is kept after `length` tokens."""
         return jnp.maximum(length - (kept.tokens.slots - self._sink), self._sink)
 
-    def _compensate(self, st: CompensatedState, q: Array, scale: float) -> PartialAttention:
+    def _compensate(self, st: CompensatedState, q: Array, logits: Logits) -> PartialAttention:
         """Attention of q [B, K, Q, D] over the mean of the evicted tokens; empty if none was
         evicted.
         """
         k, v = st.compensation
-        logits = scaled(
-            jnp.einsum("bkqd,bkd->bkq", q.astype(jnp.float32), k, precision="highest"), scale
-        )
+        products = jnp.einsum("bkqd,bkd->bkq", q.astype(jnp.float32), k, precision="highest")
+        scores = logits.of(products)
         count = st.evicted[:, None, None]
         lse = jnp.where(
-            count > 0, logits + jnp.log(jnp.maximum(count, 1).astype(jnp.float32)), -jnp.inf
+            count > 0, scores + jnp.log(jnp.maximum(count, 1).astype(jnp.float32)), -jnp.inf
         )
         out = jnp.broadcast_to(
             jnp.where(count[..., None] > 0, v[:, :, None], 0.0), (*q.shape[:3], v.shape[-1])

@@ -19,7 +19,7 @@ from jax.tree_util import register_dataclass
 from kvjax import ops
 from kvjax.numerics.blocks import page_means, put_last, sum_pairs, whole_units, write
 from kvjax.numerics.derivatives import refuse_derivative
-from kvjax.numerics.partial import PartialAttention, attention_logits
+from kvjax.numerics.partial import Logits, PartialAttention, attention_logits
 from kvjax.numerics.rotate import turn_positions
 from kvjax.numerics.selection import (
     Candidates,
@@ -355,7 +355,7 @@ class LowRank(Store):
         )
 
     def attend_chunk(
-        self, st: LowRankBlock, q: Array, start: Array | None, *, scale: float
+        self, st: LowRankBlock, q: Array, start: Array | None, *, logits: Logits
     ) -> PartialAttention:
         B, K = st.place.shape[:2]
 
@@ -365,7 +365,7 @@ class LowRank(Store):
             return self.gather(st, Selection(slots, jnp.ones_like(slots, bool)))
 
         return attend_blocks(
-            q, st, start, st.count, read=read, slots=st.slots, unit=self.page, scale=scale
+            q, st, start, st.count, read=read, slots=st.slots, unit=self.page, logits=logits
         )
 
     def gather(self, st: LowRankBlock, selection: Selection) -> tuple[Array, Array]:
@@ -482,11 +482,11 @@ class MeanPages(Paged):
         means = page_means(k, self.page).astype(ix.dtype)
         return write(ix, means, at // self.page, count // self.page)
 
-    def score(self, ix: Array, q: Array, *, scale: float) -> Array:
+    def score(self, ix: Array, q: Array, *, logits: Logits) -> Array:
         # Behind a barrier, or XLA would copy all landmarks to join them with the pending keys
         # for one product.
         ix = ix.astype(q.dtype) if self.group_reduce == "mean_query" else ix
-        return attention_logits(lax.optimization_barrier(q), ix, scale)
+        return attention_logits(lax.optimization_barrier(q), ix, logits)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -587,7 +587,17 @@ class OutlierRetrieval(Retrieval):
         kept = self.exact_store.kept_slots(st.store)
         kept = kept._replace(valid=kept.valid & (kept.slots >= by_row(seen.store)))
         read, k, v = self._gathered(st, selection, kept.valid)
-        out = ops.attend_zones(q, k, v, read, seen.recent, seen.sink, self.local, **step.logits)
+        out = ops.attend_zones(
+            q,
+            k,
+            v,
+            read,
+            seen.recent,
+            seen.sink,
+            self.local,
+            sinks=step.sinks,
+            logits=step.logits,
+        )
         return out, st, self._with_outliers(st, kept, self.info(st, seen, selection))
 
     def _gathered(

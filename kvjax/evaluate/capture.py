@@ -31,7 +31,7 @@ from jax.typing import ArrayLike
 from kvjax.cache.cache import Cache, init, raise_on_overflow
 from kvjax.evaluate.store import Progress
 from kvjax.generation.prefilling import Model, prefill
-from kvjax.numerics.partial import CappedScale, PartialAttention
+from kvjax.numerics.partial import PartialAttention
 from kvjax.policies import Full, FullState, Info, Policy, Step
 from kvjax.policies.full import AroundFull
 from kvjax.spec import CacheSpec, keep_ints, require_int
@@ -88,7 +88,7 @@ class Recorded(Policy):
     def attend(
         self, st: RecordedState, q: Array, step: Step
     ) -> tuple[Array, RecordedState, Info]:
-        if isinstance(step.scale, CappedScale) or step.sinks is not None:
+        if step.logits.cap is not None or step.sinks is not None:
             raise ValueError(
                 "live measurements replay plain attention, and this model has a soft cap or sink logits"
             )
@@ -100,15 +100,13 @@ class Recorded(Policy):
             positions=st.positions.at[row, at].set(st.length - 1, mode="drop"),
             count=jnp.minimum(st.count + st.due.astype(jnp.int32), self.steps),
             due=jnp.zeros_like(st.due),
-            scale=jnp.full_like(st.scale, step.scale),
+            scale=jnp.full_like(st.scale, step.logits.scale),
             window=jnp.full_like(st.window, NO_WINDOW if step.window is None else step.window),
         )
         return out, state, info
 
-    def attend_stored(
-        self, st: RecordedState, q: Array, *, scale: float, window: int | None = None
-    ) -> PartialAttention:
-        return Full().attend_stored(st.full, q, scale=scale, window=window)
+    def attend_stored(self, st: RecordedState, q: Array, step: Step) -> PartialAttention:
+        return Full().attend_stored(st.full, q, step)
 
 
 @dataclass(frozen=True)

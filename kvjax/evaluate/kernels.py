@@ -24,6 +24,7 @@ import numpy as np
 import kvjax
 from kvjax import CacheSpec, ops, presets
 from kvjax.kernels_pallas import simt
+from kvjax.numerics.partial import Logits
 
 BUDGET, LAYERS = (
     2048,
@@ -69,7 +70,7 @@ def works(length: int, batch: int) -> dict[str, Work]:
             normal(2, batch, spec.kv_heads, length // 16, D, dtype=spec.dtype) + x
             for x in (-1, 1)
         )
-        return partial(ops.score_pages, scale=D**-0.5), (
+        return partial(ops.score_pages, logits=Logits(D**-0.5)), (
             normal(3, batch, spec.kv_heads, G, D),
             low,
             high,

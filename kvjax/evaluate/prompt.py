@@ -24,7 +24,7 @@ from kvjax.generation.loops import count_attended
 from kvjax.generation.prefilling import Model, chunk_size, prefill
 from kvjax.models import Checkpoint
 from kvjax.ops.chunk import ungroup
-from kvjax.policies import PerLayer, Policy
+from kvjax.policies import PerLayer, Policy, Step
 from kvjax.spec import CacheSpec
 
 WHOLE = 1 << 30  # more tokens than a prompt has: one chunk
@@ -66,9 +66,7 @@ class Prompt(Policy):
         k: Array,
         v: Array,
         lengths: Array,
-        *,
-        scale: float,
-        window: int | None = None,
+        step: Step,
     ) -> PromptState:
         if q.shape != st.q.shape:
             raise ValueError(

@@ -22,8 +22,10 @@ from kvjax.cache.cache import Cache, as_positions, check_rotation, ends, with_ga
 from kvjax.compiling import Program
 from kvjax.generation.prompt_inputs import check_ids, check_model_cache
 from kvjax.memory import QUICK, commit_together, on_host
+from kvjax.numerics.partial import Logits
 from kvjax.ops.key_blocks import BLOCK, sparse_prompts
 from kvjax.ops.op import Explanation, explained
+from kvjax.policies import Step
 from kvjax.sharding.placement import Placement, call_model, loops_on_auto_axes, to_context
 from kvjax.spec import require_int
 from kvjax.validation import check_array, check_share, parts_of
@@ -310,7 +312,8 @@ def check_sparse(cache: Cache, share: float) -> bool:
         heads = spec.kv_heads, spec.q_heads // spec.kv_heads
         q = jax.ShapeDtypeStruct((spec.batch, *heads, BLOCK, spec.head_dim), spec.dtype)
         with sparse_prompts(share), explained() as found:
-            jax.eval_shape(partial(policy.attend_stored, scale=1.0), layer.state, q)
+            step = Step(Logits(1.0))
+            jax.eval_shape(partial(policy.attend_stored, step=step), layer.state, q)
         steps += found
     return any(step.op == "attend_key_blocks" for step in steps)
 

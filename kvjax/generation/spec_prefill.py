@@ -267,7 +267,7 @@ class _Watched(Policy):
     ) -> tuple[Array, _WatchedState, Info]:
         out, full, info = Full().attend(st.full, q, step)
         prompt = jnp.arange(st.votes.shape[2], dtype=jnp.int32)[None] < st.prompt[:, None]
-        weights = softmax_weights(q, full.tokens.k, prompt[:, None, None], scale=step.scale)
+        weights = softmax_weights(q, full.tokens.k, prompt[:, None, None], logits=step.logits)
         around, side = (1, 1, 1, POOL), POOL // 2
         pooled = (
             lax.reduce_window(
@@ -279,5 +279,5 @@ class _Watched(Policy):
         votes = jnp.where(now, jnp.max(pooled, axis=(1, 2))[:, None], st.votes)
         return out, _WatchedState(full, st.prompt, votes), info
 
-    def attend_stored(self, st: _WatchedState, q: Array, **given: Any) -> PartialAttention:
-        return Full().attend_stored(st.full, q, **given)
+    def attend_stored(self, st: _WatchedState, q: Array, step: Step) -> PartialAttention:
+        return Full().attend_stored(st.full, q, step)

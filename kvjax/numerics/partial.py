@@ -13,6 +13,7 @@ FlashInfer (Ye et al. 2025).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -24,41 +25,43 @@ from kvjax.numerics.derivatives import with_derivative
 from kvjax.numerics.types import Bool, Float, Int32, Shaped
 
 
-class CappedScale(float):
-    """A factor of logits that a soft cap follows: cap * tanh(scale * q.k / cap), as in Gemma 2.
+@dataclass(frozen=True)
+class Logits:
+    """How the logits of attention are made of products q.k: by a factor, and by a soft cap that
+    may follow it, as in Gemma 2.
 
-    It stands where a plain factor does; `scaled` applies both, and arithmetic with it is an
-    error in JAX.
+    It is static: a part of the program, such as a shape. It is no number, so that code which
+    knows of no cap cannot lose one by arithmetic.
+
+    >>> Logits(0.5).of(jnp.array([3.0]))
+    Array([1.5], dtype=float32)
+    >>> Logits(0.5, cap=2.0).of(jnp.array([3.0, 300.0]))
+    Array([1.270298, 2.      ], dtype=float32)
     """
 
-    cap: float
+    scale: float
+    cap: float | None = None
 
-    def __new__(cls, scale: float, cap: float) -> CappedScale:
-        found = super().__new__(cls, scale)
-        found.cap = cap
-        return found
+    def of(self, products: Array) -> Array:
+        """Returns scale * products, or cap * tanh(scale * products / cap)."""
+        if self.cap is None:
+            return products * self.scale
+        return self.cap * jnp.tanh(products * (self.scale / self.cap))
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, CappedScale) and (float(self), self.cap) == (
-            float(other),
-            other.cap,
-        )
+    def of_means(self, sums: Array, count: int) -> Array:
+        """Returns the logits of means, given sums of `count` products each."""
+        return replace(self, scale=self.scale / count).of(sums)
 
-    def __hash__(self) -> int:
-        return hash((float(self), self.cap))
-
-    def __repr__(self) -> str:
-        return f"CappedScale({float(self)}, {self.cap})"
-
-    def __getnewargs__(self) -> tuple[float, float]:  # type: ignore[override]  # a float has one
-        return float(self), self.cap
-
-
-def scaled(products: Array, scale: float) -> Array:
-    """The logits of products q.k, by a factor or a `CappedScale`."""
-    if not isinstance(scale, CappedScale):
-        return products * scale
-    return scale.cap * jnp.tanh(products * (float(scale) / scale.cap))
+    @property
+    def uncapped(self) -> float:
+        """The scale, for code that cannot apply a cap. Raises NotImplementedError if there is
+        one.
+        """
+        if self.cap is not None:
+            raise NotImplementedError(
+                f"this code takes no soft cap of the logits, got {self.cap}; use another one"
+            )
+        return self.scale
 
 
 class PartialAttention(NamedTuple):
@@ -72,7 +75,7 @@ class PartialAttention(NamedTuple):
     ]  # mean of values weighted by softmax; 0 where the part is empty
     lse: Float[
         Array, "B K Q"
-    ]  # natural log of the sum of exp(scale * q.k); -inf where the part is empty
+    ]  # natural log of the sum of exp(logits); -inf where the part is empty
 
 
 class Span(NamedTuple):
@@ -117,7 +120,7 @@ def attend_part(
     v: Float[Array, "B K S _"],
     mask: Bool[Array, "#B #K #Q #S"],
     *,
-    scale: float,
+    logits: Logits,
     bias: Float[Array, "B K Q S"] | None = None,
 ) -> PartialAttention:
     """Attention of q [B, K, Q, D] over k, v [B, K, S, D] where `mask`, broadcastable to bool[B,
@@ -127,8 +130,8 @@ def attend_part(
     NaN): zero them with `keep_valid` where that is not certain. Logits, to which `bias` is
     added, sums and the output are f32; the products read q, k and v in their own dtype.
     """
-    logits = attention_logits(q, k, scale)
-    weights, total, lse = exp_weights(logits if bias is None else logits + bias, mask)
+    scores = attention_logits(q, k, logits)
+    weights, total, lse = exp_weights(scores if bias is None else scores + bias, mask)
     mixed = jnp.einsum(
         "bkqs,bksd->bkqd",
         weights.astype(v.dtype),
@@ -144,7 +147,7 @@ def softmax_weights(
     k: Float[Array, "B K S D"],
     mask: Bool[Array, "#B #K #Q #S"],
     *,
-    scale: float,
+    logits: Logits,
     lse: Float[Array, "B K Q"] | None = None,
 ) -> Float[Array, "B K Q S"]:
     """Weights with which `attend_part` mixes values; 0 where `mask` is false, and in an empty
@@ -154,27 +157,26 @@ def softmax_weights(
     than these. If the program also has an `attend_part` of the same arguments, XLA computes the
     logits once.
     """
-    logits = attention_logits(q, k, scale)
+    scores = attention_logits(q, k, logits)
     if lse is not None:
-        return jnp.where(
-            mask, jnp.exp(logits - jnp.where(jnp.isneginf(lse), 0.0, lse)[..., None]), 0.0
-        )
-    logits = jnp.where(mask, logits, -jnp.inf)
+        shift = jnp.where(jnp.isneginf(lse), 0.0, lse)
+        return jnp.where(mask, jnp.exp(scores - shift[..., None]), 0.0)
+    scores = jnp.where(mask, scores, -jnp.inf)
     empty = ~jnp.any(mask, axis=-1, keepdims=True)
-    return jnp.where(empty, 0.0, jax.nn.softmax(jnp.where(empty, 0.0, logits), axis=-1))
+    return jnp.where(empty, 0.0, jax.nn.softmax(jnp.where(empty, 0.0, scores), axis=-1))
 
 
 def attention_logits(
-    q: Float[Array, "B K Q D"], k: Float[Array, "B K S D"], scale: float
+    q: Float[Array, "B K Q D"], k: Float[Array, "B K S D"], logits: Logits
 ) -> Float[Array, "B K Q S"]:
-    """f32[B, K, Q, S]: scale * q.k of q [B, K, Q, D] with k [B, K, S, D]; the product reads
-    both in the dtype of k.
+    """Returns f32[B, K, Q, S]: the logits of q [B, K, Q, D] with k [B, K, S, D], which are
+    multiplied in the dtype of k.
     """
     q = q.astype(k.dtype)
     products = jnp.einsum(
         "bkqd,bksd->bkqs", q, k, preferred_element_type=jnp.float32, precision="highest"
     )
-    return scaled(products, scale)
+    return logits.of(products)
 
 
 def exp_weights(
@@ -199,7 +201,7 @@ def attend_causal(
     k: Float[Array, "B K T D"],
     v: Float[Array, "B K T _"],
     *,
-    scale: float,
+    logits: Logits,
     window: int | None = None,
     block: int = 512,
 ) -> PartialAttention:
@@ -221,7 +223,7 @@ def attend_causal(
         if window is not None:
             mask &= slot > at - window
         qb = q[:, :, :, first : first + size].reshape(B, K, G * size, D)
-        p = attend_part(qb, kb, vb, jnp.tile(mask, (G, 1))[None, None], scale=scale)
+        p = attend_part(qb, kb, vb, jnp.tile(mask, (G, 1))[None, None], logits=logits)
         parts.append(
             PartialAttention(p.out.reshape(B, K, G, size, -1), p.lse.reshape(B, K, G, size))
         )

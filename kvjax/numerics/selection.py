@@ -25,7 +25,7 @@ from jax import Array, lax
 from jax.tree_util import register_dataclass
 
 from kvjax.numerics.blocks import put_last
-from kvjax.numerics.partial import attention_logits
+from kvjax.numerics.partial import Logits, attention_logits
 from kvjax.numerics.types import Bool, Int32
 
 GroupReduce = Literal[
@@ -202,15 +202,15 @@ class Candidates:
             return number.reshape(-1, 1, 1, 1)
         return jnp.tile(number, (1, self.pending[0].shape[1]))[:, :, None, None]
 
-    def pending_units(self, q: Array, scale: float, unit: int = 1) -> tuple[Array, Array]:
+    def pending_units(self, q: Array, logits: Logits, unit: int = 1) -> tuple[Array, Array]:
         """Exact scores f32[B, K*T, G, W] of the pending units for q [B, K, T*G, D], and which
         of them exist, bool[B, 1 or K*T, 1, W]."""
         keys, start, stop = self.pending
         if keys.ndim == 4:
-            scores = split_steps(attention_logits(q, keys, scale), self.steps)
+            scores = split_steps(attention_logits(q, keys, logits), self.steps)
         else:
             own = keys.reshape(keys.shape[0], -1, *keys.shape[3:])
-            scores = attention_logits(split_steps(q, self.steps), own, scale)
+            scores = attention_logits(split_steps(q, self.steps), own, logits)
         scores = scores[..., : self.pending_slots]
         valid = self.inside(start, stop - self.local, self.pending_slots)
         if unit == 1:

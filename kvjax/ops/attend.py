@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.numerics.partial import (
+    Logits,
     PartialAttention,
     Span,
     attend_part,
@@ -21,13 +22,16 @@ from kvjax.ops.op import Implementation, op
 
 
 def _attend_span_mosaic(kernel: Any, a: Any) -> Any:
-    made = kernel.attend_span(a.q, *a.span, a.sinks, scale=a.scale, part=a.part)
+    logits = a.logits
+    made = kernel.attend_span(
+        a.q, *a.span, a.sinks, scale=logits.scale, cap=logits.cap, part=a.part
+    )
     return PartialAttention(*made) if a.part else made
 
 
 @op(
     kernel="attend.attend_span",
-    static_argnames=("scale", "part"),
+    static_argnames=("logits", "part"),
     derivative="reference",
     limit=lambda kernel, a: kernel.unsupported(a.q, *a.span),
     mosaic=_attend_span_mosaic,
@@ -37,7 +41,7 @@ def attend_span(
     span: Span,
     sinks: Float[Array, "K G"] | None = None,
     *,
-    scale: float,
+    logits: Logits,
     part: bool = False,
     implementation: Implementation | None = None,
 ) -> Any:
@@ -52,17 +56,19 @@ def attend_span(
     """
     # Values outside of the span are finite, so they need no mask here: it would write a second
     # copy of them.
-    whole = attend_part(q, span.k, span.v, span.mask(q.shape[2]), scale=scale)
+    whole = attend_part(q, span.k, span.v, span.mask(q.shape[2]), logits=logits)
     return whole if part else merge_sinks(whole, sinks).out.astype(q.dtype)
 
 
 @op(
     kernel="attend.attend_slots",
-    static_argnames=("scale",),
+    static_argnames=("logits",),
     derivative="reference",
     limit=lambda kernel, a: kernel.unsupported(a.q, a.k, a.v, a.selection.slots),
     mosaic=lambda kernel, a: PartialAttention(
-        *kernel.attend_slots(a.q, a.k, a.v, *a.selection, scale=a.scale)
+        *kernel.attend_slots(
+            a.q, a.k, a.v, *a.selection, scale=a.logits.scale, cap=a.logits.cap
+        )
     ),
 )
 def attend_slots(
@@ -71,7 +77,7 @@ def attend_slots(
     v: Float[Array, "B K S D"],
     selection: Selection,
     *,
-    scale: float,
+    logits: Logits,
     implementation: Implementation | None = None,
 ) -> PartialAttention:
     """Exact attention of q [B, K, G, D] over the selected slots of k, v [B, K, S, D];
@@ -81,21 +87,30 @@ def attend_slots(
     in the dtype of k.
     """
     kg, vg = gather_slots(k, v, selection)
-    return attend_gathered(q, kg, vg, selection, scale=scale)
+    return attend_gathered(q, kg, vg, selection, logits=logits)
 
 
 def _attend_zones_mosaic(kernel: Any, a: Any) -> Any:
     known = a.selection.found if isinstance(a.selection, PackedSelection) else a.selection.valid
     zones = a.recent, a.sink, a.local, a.more
     made = kernel.attend_zones(
-        a.q, a.k, a.v, a.selection.slots, known, *zones, a.sinks, scale=a.scale, part=a.part
+        a.q,
+        a.k,
+        a.v,
+        a.selection.slots,
+        known,
+        *zones,
+        a.sinks,
+        scale=a.logits.scale,
+        cap=a.logits.cap,
+        part=a.part,
     )
     return PartialAttention(*made) if a.part else made
 
 
 @op(
     kernel="attend.attend_zones",
-    static_argnames=("local", "scale", "part"),
+    static_argnames=("local", "logits", "part"),
     derivative="reference",
     limit=lambda kernel, a: kernel.unsupported(
         a.q, a.k, a.v, a.selection.slots, a.recent, a.sink, a.local, a.more
@@ -113,7 +128,7 @@ def attend_zones(
     more: tuple[Float[Array, "B K S D"], Float[Array, "B K S D"]] | None = None,
     sinks: Float[Array, "K G"] | None = None,
     *,
-    scale: float,
+    logits: Logits,
     part: bool = False,
     implementation: Implementation | None = None,
 ) -> Any:
@@ -133,8 +148,8 @@ def attend_zones(
         k, v = jnp.concatenate([k, more[0]], axis=2), jnp.concatenate([v, more[1]], axis=2)
     recent = recent._replace(start=jnp.maximum(recent.start, recent.stop - local))
     stored, pending = split_selection(selection, k.shape[2])
-    history = attend_slots(q, k, v, stored, scale=scale)
-    whole = merge_beside(history, q, pending, recent, sink, scale=scale)
+    history = attend_slots(q, k, v, stored, logits=logits)
+    whole = merge_beside(history, q, pending, recent, sink, logits=logits)
     return whole if part else merge_sinks(whole, sinks).out.astype(q.dtype)
 
 
@@ -146,12 +161,12 @@ def attend_beside(
     sink: Span | None,
     sinks: Float[Array, "K G"] | None = None,
     *,
-    scale: float,
+    logits: Logits,
 ) -> Float[Array, "B K G D"]:
     """[B, K, G, D] in the dtype of q [B, K, G, D]: `history` merged with attention over the
     spans of `recent` and `sink`, over the slots of `recent` that `pending` selects, and with
     `sinks`."""
-    whole = merge_beside(history, q, pending, recent, sink, scale=scale)
+    whole = merge_beside(history, q, pending, recent, sink, logits=logits)
     return merge_sinks(whole, sinks).out.astype(q.dtype)
 
 
@@ -162,7 +177,7 @@ def merge_beside(
     recent: Span,
     sink: Span | None,
     *,
-    scale: float,
+    logits: Logits,
 ) -> PartialAttention:
     """`attend_beside` as a part over Q = G, without `sinks`."""
     mask = recent.mask(q.shape[2])
@@ -171,9 +186,9 @@ def merge_beside(
         mask |= (
             own if own.shape[2] == 1 else jnp.repeat(own, q.shape[2] // own.shape[2], axis=2)
         )
-    parts = [history, attend_part(q, recent.k, recent.v, mask, scale=scale)]
+    parts = [history, attend_part(q, recent.k, recent.v, mask, logits=logits)]
     if sink is not None:
-        parts.append(attend_part(q, sink.k, sink.v, sink.mask(q.shape[2]), scale=scale))
+        parts.append(attend_part(q, sink.k, sink.v, sink.mask(q.shape[2]), logits=logits))
     return merge(*parts)
 
 
@@ -195,7 +210,7 @@ def attend_gathered(
     vg: Float[Array, "B K HM D"],
     selection: Selection,
     *,
-    scale: float,
+    logits: Logits,
 ) -> PartialAttention:
     """Attention of q [B, K, G, D] over selected tokens that were gathered: kg, vg [B, K, H*M,
     D], in order.
@@ -209,6 +224,6 @@ def attend_gathered(
         kg,
         keep_valid(vg, valid),
         valid[:, :, None],
-        scale=scale,
+        logits=logits,
     )
     return PartialAttention(part.out.reshape(B, K, G, -1), part.lse.reshape(B, K, G))

@@ -26,7 +26,7 @@ from jax import Array, lax
 from kvjax.memory import vary_with
 from kvjax.numerics.derivatives import with_derivative
 from kvjax.numerics.partial import (
-    CappedScale,
+    Logits,
     PartialAttention,
     attend_causal,
     attend_part,
@@ -56,7 +56,7 @@ def attend_chunk(
     v: Array,
     sinks: Array | None = None,
     *,
-    scale: float,
+    logits: Logits,
     window: int | None = None,
 ) -> Array:
     """Causal attention of q [B, T, N, D] over its own k, v [B, T, K, D]: [B, T, N, D] in the
@@ -67,12 +67,12 @@ def attend_chunk(
     if sinks is not None:
         own, grouped = (jnp.swapaxes(a, 1, 2) for a in (k, v)), group(q, k.shape[2])
         return ungroup(
-            with_sinks(attend_own(grouped, *own, scale=scale, window=window), grouped, sinks),
+            with_sinks(attend_own(grouped, *own, logits=logits, window=window), grouped, sinks),
             q.dtype,
         )
 
     def blocked(q: Array, k: Array, v: Array) -> Array:
-        return _blocked(q, k, v, scale, window)
+        return _blocked(q, k, v, logits, window)
 
     def cudnn(q: Array, k: Array, v: Array) -> Array:
         return jax.nn.dot_product_attention(
@@ -80,13 +80,13 @@ def attend_chunk(
             k.astype(q.dtype),
             v.astype(q.dtype),
             is_causal=True,
-            scale=scale,
+            scale=logits.uncapped,
             local_window_size=None if window is None else (window - 1, 0),
             implementation="cudnn",
         )
 
     if not _takes(
-        "attend_chunk", q, "a chunk of one token" if q.shape[1] == 1 else _unlike(k, v, scale)
+        "attend_chunk", q, "a chunk of one token" if q.shape[1] == 1 else _unlike(k, v, logits)
     ):
         return blocked(q, k, v)
     return lax.platform_dependent(q, k, v, cuda=cudnn, default=blocked)
@@ -98,7 +98,7 @@ def attend_chunk_after(
     k: Array,
     v: Array,
     *,
-    scale: float,
+    logits: Logits,
     window: int | None = None,
     own: PartialAttention | None = None,
     sinks: Array | None = None,
@@ -112,7 +112,7 @@ def attend_chunk_after(
     in `attend_chunk`.
     """
     B, K, G, T, _ = q.shape
-    own = attend_own(q, k, v, scale=scale, window=window) if own is None else own
+    own = attend_own(q, k, v, logits=logits, window=window) if own is None else own
     own = PartialAttention(own.out.reshape(B, K, G, T, -1), own.lse.reshape(B, K, G, T))
     past = T if window is None else min(T, window - 1)
     if past:
@@ -138,19 +138,24 @@ def with_sinks(part: PartialAttention, q: Array, sinks: Array) -> Array:
 
 
 def attend_own(
-    q: Array, k: Array, v: Array, *, scale: float, window: int | None = None
+    q: Array, k: Array, v: Array, *, logits: Logits, window: int | None = None
 ) -> PartialAttention:
     """Causal attention of q [B, K, G, T, D] over its own k, v [B, K, T, D]: a part over Q =
     G*T, to be merged.
     """
-    reference = partial(attend_causal, scale=scale, window=window)
-    if not _takes("attend_own", k, _unlike(k, v, scale)):
+    reference = partial(attend_causal, logits=logits, window=window)
+    if not _takes("attend_own", k, _unlike(k, v, logits)):
         return reference(q, k, v)
 
     def run(q: Array, k: Array, v: Array) -> PartialAttention:
         kinds = _cudnn_masks()
         out, lse = _cudnn(
-            q, k, v, scale=scale, mask_type=kinds.CAUSAL, sliding_window_length=window
+            q,
+            k,
+            v,
+            scale=logits.uncapped,
+            mask_type=kinds.CAUSAL,
+            sliding_window_length=window,
         )
         return PartialAttention(out, lse)
 
@@ -160,7 +165,7 @@ def attend_own(
 
 
 def attend_zone(
-    q: Array, k: Array, v: Array, start: Array | None, stop: Array, *, scale: float
+    q: Array, k: Array, v: Array, start: Array | None, stop: Array, *, logits: Logits
 ) -> PartialAttention:
     """Attention of a chunk's queries q [B, K, G, T, D] over the slots [start, stop) of k, v [B,
     K, S, D].
@@ -172,9 +177,9 @@ def attend_zone(
     faster than plain JAX over a part.
     """
     if start is None and is_sparse(q, k):
-        dense = _unlike(k, v, scale) is None and takes_cudnn(k.dtype, k.shape[-1])
-        if not dense or (why := why_no_kernel(q, k, v, stop, scale=scale)) is None:
-            return attend_sparse(q, k, v, stop, scale=scale)
+        dense = _unlike(k, v, logits) is None and takes_cudnn(k.dtype, k.shape[-1])
+        if not dense or (why := why_no_kernel(q, k, v, stop, logits=logits)) is None:
+            return attend_sparse(q, k, v, stop, logits=logits)
         say_once(
             f"sparse_prompt is ignored, and prompts attend to everything, which is faster here: {why}"
         )
@@ -184,13 +189,13 @@ def attend_zone(
         return a, b
 
     reference = partial(
-        _attend_blocks, read=read, slots=k.shape[2], block=_plain_block(), scale=scale
+        _attend_blocks, read=read, slots=k.shape[2], block=_plain_block(), logits=logits
     )
-    if not _takes("attend_zone", k, WINDOW if start is not None else _unlike(k, v, scale)):
+    if not _takes("attend_zone", k, WINDOW if start is not None else _unlike(k, v, logits)):
         return reference(q, (k, v), start, stop)
 
     def run(q: Array, zone: tuple[Array, Array], start: None, stop: Array) -> PartialAttention:
-        return _cudnn_part(q, *zone, stop, scale=scale)
+        return _cudnn_part(q, *zone, stop, logits=logits)
 
     return lax.platform_dependent(
         q, (k, v), start, stop, cuda=with_derivative(run, reference), default=reference
@@ -206,7 +211,7 @@ def attend_blocks(
     read: Reader,
     slots: int,
     unit: int,
-    scale: float,
+    logits: Logits,
 ) -> PartialAttention:
     """`attend_zone` over keys and values that `read` returns a block at a time, out of the
     `slots` slots of a store.
@@ -226,9 +231,9 @@ def attend_blocks(
         return min(max(target // unit, 1) * unit, slots)
 
     reference = partial(
-        _attend_blocks, read=read, slots=slots, block=sized(_plain_block()), scale=scale
+        _attend_blocks, read=read, slots=slots, block=sized(_plain_block()), logits=logits
     )
-    if not _takes("attend_blocks", q, WINDOW if start is not None else _unlike(q, q, scale)):
+    if not _takes("attend_blocks", q, WINDOW if start is not None else _unlike(q, q, logits)):
         return reference(q, state, start, stop)
     block = sized(max(GPU_BLOCK // rows, PLAIN_BLOCK))
 
@@ -240,7 +245,7 @@ def attend_blocks(
             read=read,
             slots=slots,
             block=block,
-            part=partial(_cudnn_part, scale=scale),
+            part=partial(_cudnn_part, logits=logits),
         )
 
     return lax.platform_dependent(
@@ -291,17 +296,17 @@ in_order.defjvp(lambda primals, tangents: (in_order(*primals), tangents), symbol
 WINDOW = "cuDNN takes no sliding window over stored tokens"
 
 
-def takes_cudnn(dtype: Any, head_dim: int, scale: float = 1.0) -> bool:
+def takes_cudnn(dtype: Any, head_dim: int, cap: float | None = None) -> bool:
     """True if this process runs cuDNN attention on keys of this dtype and head size; it has no
     soft cap.
     """
-    return not isinstance(scale, CappedScale) and _why_not_cudnn(dtype, head_dim) is None
+    return cap is None and _why_not_cudnn(dtype, head_dim) is None
 
 
-def _unlike(k: Array, v: Array, scale: float) -> str | None:
+def _unlike(k: Array, v: Array, logits: Logits) -> str | None:
     """Why cuDNN does not take a soft cap, or values of another size than keys."""
-    if isinstance(scale, CappedScale):
-        return f"cuDNN takes no soft cap of the logits; got {scale.cap}"
+    if logits.cap is not None:
+        return f"cuDNN takes no soft cap of the logits; got {logits.cap}"
     return (
         None
         if k.shape[-1] == v.shape[-1]
@@ -346,7 +351,7 @@ def splits_queries(tokens: int, parts: int, window: int | None) -> bool:
 
 
 def attend_own_in_parts(
-    q: Array, k: Array, v: Array, axis: Axis, parts: int, *, scale: float
+    q: Array, k: Array, v: Array, axis: Axis, parts: int, *, logits: Logits
 ) -> PartialAttention:
     """`attend_own` of a chunk that all devices have, each for its part of the queries.
 
@@ -355,7 +360,7 @@ def attend_own_in_parts(
     and query head.
     """
     B, K, G, T, _ = q.shape
-    two = _own_blocks(q, k, v, axis, parts, scale=scale)
+    two = _own_blocks(q, k, v, axis, parts, logits=logits)
     every = _gather_blocks(
         [jnp.concatenate([part.out, part.lse[..., None]], axis=-1) for part in two], axis
     )
@@ -364,18 +369,18 @@ def attend_own_in_parts(
 
 
 def attend_chunk_in_parts(
-    q: Array, k: Array, v: Array, axis: Axis, parts: int, *, scale: float
+    q: Array, k: Array, v: Array, axis: Axis, parts: int, *, logits: Logits
 ) -> Array:
     """`attend_chunk` for q [B, T, N, D] and k, v [B, T, K, D], by parts as
     `attend_own_in_parts`.
     """
     grouped, (k, v) = group(q, k.shape[2]), (jnp.swapaxes(a, 1, 2) for a in (k, v))
-    two = _own_blocks(grouped, k, v, axis, parts, scale=scale)
+    two = _own_blocks(grouped, k, v, axis, parts, logits=logits)
     return ungroup(_gather_blocks([part.out.astype(q.dtype) for part in two], axis), q.dtype)
 
 
 def _own_blocks(
-    q: Array, k: Array, v: Array, axis: Axis, parts: int, *, scale: float
+    q: Array, k: Array, v: Array, axis: Axis, parts: int, *, logits: Logits
 ) -> list[PartialAttention]:
     """The parts of this device's two blocks, out f32[B, K, G, n, E] and lse f32[B, K, G, n]."""
     (B, K, G, T, _), device = q.shape, lax.axis_index(axis)
@@ -384,8 +389,8 @@ def _own_blocks(
         mine, own_k, own_v = (
             lax.dynamic_slice_in_dim(a, block * n, n, axis=a.ndim - 2) for a in (q, k, v)
         )
-        before = attend_zone(mine, k, v, None, jnp.full(B, block * n, jnp.int32), scale=scale)
-        both = merge(before, attend_own(mine, own_k, own_v, scale=scale))
+        before = attend_zone(mine, k, v, None, jnp.full(B, block * n, jnp.int32), logits=logits)
+        both = merge(before, attend_own(mine, own_k, own_v, logits=logits))
         found.append(
             PartialAttention(both.out.reshape(B, K, G, n, -1), both.lse.reshape(B, K, G, n))
         )
@@ -415,7 +420,7 @@ def _attend_blocks(
     read: Reader,
     slots: int,
     block: int,
-    scale: float,
+    logits: Logits,
 ) -> PartialAttention:
     """Holds logits of Q x block, never of Q x S, and visits only blocks that a query sees."""
     B, K, G, T, D = q.shape
@@ -436,7 +441,7 @@ def _attend_blocks(
             mask[:, None, None], (B, 1, 1 if start is None else G, *mask.shape[1:])
         )
         return attend_part(
-            q.reshape(B, K, G * T, D), k, v, seen.reshape(B, 1, -1, block), scale=scale
+            q.reshape(B, K, G * T, D), k, v, seen.reshape(B, 1, -1, block), logits=logits
         )
 
     def bounds(
@@ -460,11 +465,11 @@ def _attend_blocks(
 # layers cuts a step of 8 layers at 16384 tokens from 47 s to 7 s.
 @partial(jax.checkpoint, static_argnums=(3, 4))
 @partial(jax.jit, static_argnums=(3, 4))
-def _blocked(q: Array, k: Array, v: Array, scale: float, window: int | None) -> Array:
+def _blocked(q: Array, k: Array, v: Array, logits: Logits, window: int | None) -> Array:
     B, T, N, _ = q.shape
     K = k.shape[2]
     part = attend_causal(
-        group(q, K), *(jnp.swapaxes(a, 1, 2) for a in (k, v)), scale=scale, window=window
+        group(q, K), *(jnp.swapaxes(a, 1, 2) for a in (k, v)), logits=logits, window=window
     )
     return ungroup(part.out.reshape(B, K, N // K, T, -1), q.dtype)
 
@@ -484,13 +489,21 @@ def ungroup(out: Array, dtype: Any) -> Array:
 # ------------------------------------------------------------------------------------------------------------- cuDNN
 
 
-def _cudnn_part(q: Array, k: Array, v: Array, stop: Array, *, scale: float) -> PartialAttention:
+def _cudnn_part(
+    q: Array, k: Array, v: Array, stop: Array, *, logits: Logits
+) -> PartialAttention:
     """Over the slots [0, stop) of k, v [B, K, S, D]; stop i32[B] may be 0."""
     T, some = q.shape[3], (stop > 0)[:, None, None]
     queries = jnp.full_like(stop, T, dtype=jnp.int32)
     kind = _cudnn_masks().PADDING
     out, lse = _cudnn(
-        q, k, v, scale=scale, mask_type=kind, q_seqlen=queries, kv_seqlen=stop.astype(jnp.int32)
+        q,
+        k,
+        v,
+        scale=logits.uncapped,
+        mask_type=kind,
+        q_seqlen=queries,
+        kv_seqlen=stop.astype(jnp.int32),
     )
     return PartialAttention(
         jnp.where(some[..., None], out, 0.0), jnp.where(some, lse, -jnp.inf)

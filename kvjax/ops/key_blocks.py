@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from kvjax.numerics.partial import PartialAttention, attend_part, merge_blocks, scaled
+from kvjax.numerics.partial import Logits, PartialAttention, attend_part, merge_blocks
 from kvjax.numerics.types import Float, Int32
 from kvjax.ops.op import Implementation, op
 from kvjax.ops.select import top_k
@@ -70,7 +70,7 @@ def is_sparse(q: Array, k: Array) -> bool:
 
 
 def attend_sparse(
-    q: Array, k: Array, v: Array, stop: Array, *, scale: float
+    q: Array, k: Array, v: Array, stop: Array, *, logits: Logits
 ) -> PartialAttention:
     """Attention of q [B, K, G, T, D] over chosen blocks of the slots [0, stop) of k, v: a part
     over Q = G*T.
@@ -79,15 +79,15 @@ def attend_sparse(
     share = sparse_share()
     assert share is not None
     q = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, -T % BLOCK), (0, 0)))
-    blocks, counts = choose_blocks(q, k, stop, share=share, scale=scale)
-    part = attend_key_blocks(q, k, v, blocks, counts, stop, scale=scale)
+    blocks, counts = choose_blocks(q, k, stop, share=share, logits=logits)
+    part = attend_key_blocks(q, k, v, blocks, counts, stop, logits=logits)
     out, lse = part.out.reshape(B, K, G, q.shape[3], -1), part.lse.reshape(B, K, G, q.shape[3])
     return PartialAttention(
         out[:, :, :, :T].reshape(B, K, G * T, -1), lse[:, :, :, :T].reshape(B, K, G * T)
     )
 
 
-def why_no_kernel(q: Array, k: Array, v: Array, stop: Array, *, scale: float) -> str | None:
+def why_no_kernel(q: Array, k: Array, v: Array, stop: Array, *, logits: Logits) -> str | None:
     """Why this process has no kernel for lists of blocks of these keys and values; None if it
     has one.
     """
@@ -95,11 +95,11 @@ def why_no_kernel(q: Array, k: Array, v: Array, stop: Array, *, scale: float) ->
     n = -(-T // BLOCK)
     queries = jax.ShapeDtypeStruct((B, K, G, n * BLOCK, D), q.dtype)
     lists, counts = (jax.ShapeDtypeStruct((B, K, G, n, *m), jnp.int32) for m in ((LEAST,), ()))
-    return attend_key_blocks.why_not(queries, k, v, lists, counts, stop, scale=scale)
+    return attend_key_blocks.why_not(queries, k, v, lists, counts, stop, logits=logits)
 
 
 def choose_blocks(
-    q: Array, k: Array, stop: Array, *, share: float, scale: float
+    q: Array, k: Array, stop: Array, *, share: float, logits: Logits
 ) -> tuple[Array, Array]:
     """The blocks of k [B, K, S, D] to which each block of queries q [B, K, G, T, D] attends, in
     order, and how many: i32[B, K, G, T / 128, M] and i32[B, K, G, T / 128].
@@ -107,7 +107,7 @@ def choose_blocks(
     They are the `share` of the blocks with tokens before `stop` i32[B] that has the most
     estimated mass, but at least 16, and always the first and the last.
     """
-    mass = lax.stop_gradient(estimated_mass(q, k, stop, scale=scale))
+    mass = lax.stop_gradient(estimated_mass(q, k, stop, logits=logits))
     stored = -(-stop // BLOCK)[:, None, None, None, None]
     most = -(-k.shape[2] // BLOCK)
     block = _count(most, 5)
@@ -123,7 +123,7 @@ def choose_blocks(
     return jnp.where(blocks < most, blocks, 0), counts
 
 
-def estimated_mass(q: Array, k: Array, stop: Array, *, scale: float) -> Array:
+def estimated_mass(q: Array, k: Array, stop: Array, *, logits: Logits) -> Array:
     """f32[B, K, G, T / 128, S // 128]: the softmax mass over stored tokens of a block's queries
     that is estimated to lie in each whole block of keys, summed over the strides of queries
     that are scored."""
@@ -136,11 +136,12 @@ def estimated_mass(q: Array, k: Array, stop: Array, *, scale: float) -> Array:
         q.reshape(*q.shape[:3], STRIDE * D),
         k[:, :, :S].reshape(B, K, S // STRIDE, STRIDE * D),
     )
-    logits = scaled(jnp.einsum("bkre,bkje->bkrj", *tiles).astype(jnp.float32), scale / STRIDE)
+    sums = jnp.einsum("bkre,bkje->bkrj", *tiles).astype(jnp.float32)
+    scores = logits.of_means(sums, STRIDE)
     whole = STRIDE * (_count(S // STRIDE, 4) + 1) <= stop[:, None, None, None]
-    logits = jnp.where(whole, logits, -jnp.inf)
-    top = jnp.max(logits, axis=-1, keepdims=True)
-    weights = jnp.exp(logits - jnp.where(jnp.isneginf(top), 0.0, top))
+    scores = jnp.where(whole, scores, -jnp.inf)
+    top = jnp.max(scores, axis=-1, keepdims=True)
+    weights = jnp.exp(scores - jnp.where(jnp.isneginf(top), 0.0, top))
     mass = jnp.sum(weights.reshape(*weights.shape[:3], S // BLOCK, columns), axis=-1)
     mass /= jnp.maximum(jnp.sum(mass, axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
     return jnp.sum(mass.reshape(B, K, G, T // BLOCK, rows, S // BLOCK), axis=4)
@@ -148,11 +149,13 @@ def estimated_mass(q: Array, k: Array, stop: Array, *, scale: float) -> Array:
 
 @op(
     kernel="attend.attend_key_blocks",
-    static_argnames=("scale",),
+    static_argnames=("logits",),
     derivative="reference",
     limit=lambda kernel, a: kernel.unsupported(a.q, a.k, a.v),
     mosaic=lambda kernel, a: PartialAttention(
-        *kernel.attend_key_blocks(a.q, a.k, a.v, a.blocks, a.counts, a.stop, scale=a.scale)
+        *kernel.attend_key_blocks(
+            a.q, a.k, a.v, a.blocks, a.counts, a.stop, scale=a.logits.uncapped
+        )
     ),
 )
 def attend_key_blocks(
@@ -163,7 +166,7 @@ def attend_key_blocks(
     counts: Int32[Array, "B K G n"],
     stop: Int32[Array, " B"],
     *,
-    scale: float,
+    logits: Logits,
     implementation: Implementation | None = None,
 ) -> PartialAttention:
     """Attention of each block of 128 of the queries q to its first `counts` of the listed
@@ -193,7 +196,7 @@ def attend_key_blocks(
         )
         kb, vb = (_take_blocks(a, start).reshape(-1, 1, BLOCK, a.shape[-1]) for a in (k, v))
         part = attend_part(
-            q.reshape(-1, 1, BLOCK, D), kb, vb, seen.reshape(-1, 1, 1, BLOCK), scale=scale
+            q.reshape(-1, 1, BLOCK, D), kb, vb, seen.reshape(-1, 1, 1, BLOCK), logits=logits
         )
         return PartialAttention(
             part.out.reshape(B, K, G * T, -1), part.lse.reshape(B, K, G * T)

@@ -30,7 +30,7 @@ from jax.extend.core import get_opaque_trace_state
 
 from kvjax.memory import varying_axes
 from kvjax.numerics.derivatives import with_derivative
-from kvjax.numerics.partial import CappedScale
+from kvjax.numerics.partial import Logits
 from kvjax.ops.partitioned import warn_if_partitioned
 from kvjax.validation import shown
 
@@ -129,7 +129,7 @@ class Op(Generic[P, R]):
                 self.module, SimpleNamespace(**given)
             )  # which raises ValueError for wrong arguments
             limit = _why_not(limit or _too_large(given)) or _why_not_in_shard_map(given)
-            if isinstance(given.get("scale"), CappedScale) or given.get("sinks") is not None:
+            if _cap(given) is not None or given.get("sinks") is not None:
                 limit = limit or self._untaken(given)
         how = self._explain(limit, implementation)
         if (found := _explained.get()) is not None:
@@ -187,8 +187,9 @@ class Op(Generic[P, R]):
         none.
         """
         takes = getattr(self.module, "TAKES", ())
-        if isinstance(given.get("scale"), CappedScale) and "soft caps" not in takes:
-            return f"the kernel {self.name} takes no soft cap of the logits, got {given['scale'].cap}"
+        cap = _cap(given)
+        if cap is not None and "soft caps" not in takes:
+            return f"the kernel {self.name} takes no soft cap of the logits, got {cap}"
         if given.get("sinks") is not None and "sinks" not in takes:
             return f"the kernel {self.name} takes no sink logits"
         return None
@@ -421,6 +422,11 @@ def _why_not(limit: str | None) -> str | None:
     from kvjax.kernels_pallas import simt
 
     return simt.why_not() or limit
+
+
+def _cap(given: dict[str, Any]) -> float | None:
+    logits = given.get("logits")
+    return logits.cap if isinstance(logits, Logits) else None
 
 
 def _too_large(operands: Any) -> str | None:

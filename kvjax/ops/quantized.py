@@ -10,14 +10,13 @@ from jax import Array, lax
 
 from kvjax.numerics.blocks import quotient
 from kvjax.numerics.partial import (
-    CappedScale,
+    Logits,
     PartialAttention,
     Span,
     attend_part,
     exp_weights,
     keep_valid,
     merge_blocks,
-    scaled,
 )
 from kvjax.numerics.quant import (
     QuantArray,
@@ -37,11 +36,13 @@ Codes = QuantArray | Directions  # of uniform levels, or of a codebook
 
 @op(
     kernel="attend.attend_quantized",
-    static_argnames=("scale",),
+    static_argnames=("logits",),
     derivative="reference",
     limit=lambda kernel, a: kernel.unsupported(a.q, a.keys, a.values, a.start, a.stop),
     mosaic=lambda kernel, a: PartialAttention(
-        *kernel.attend_quantized(a.q, a.keys, a.values, a.start, a.stop, scale=a.scale)
+        *kernel.attend_quantized(
+            a.q, a.keys, a.values, a.start, a.stop, scale=a.logits.uncapped
+        )
     ),
 )
 def attend_quantized(
@@ -51,7 +52,7 @@ def attend_quantized(
     start: Int32[Array, " B *Q"],
     stop: Int32[Array, " B *Q"],
     *,
-    scale: float,
+    logits: Logits,
     implementation: Implementation | None = None,
 ) -> PartialAttention:
     """Attention of q [B, K, Q, D] over the slots [start, stop) of codes of k, v [B, K, S, D],
@@ -100,8 +101,8 @@ def attend_quantized(
                     decoded(kb, D).astype(dtype),
                     keep_valid(decoded(vb, D), seen).astype(dtype),
                 )
-                return attend_part(q, k, v, mask[:, None], scale=scale)
-            weights, total, lse = exp_weights(scaled(_scores(q, kb), scale), mask[:, None])
+                return attend_part(q, k, v, mask[:, None], logits=logits)
+            weights, total, lse = exp_weights(logits.of(_scores(q, kb)), mask[:, None])
             return PartialAttention(_mix(weights, vb, seen, D) / total[..., None], lse)
 
         def bounds(*operands: Any) -> tuple[int, Array]:
@@ -119,13 +120,13 @@ def attend_quantized(
 
 def _attend_quantized_zones_mosaic(kernel: Any, a: Any) -> Any:
     zones = a.keys, a.values, a.start, a.stop, a.recent
-    made = kernel.attend_quantized(a.q, *zones, scale=a.scale, part=a.part)
+    made = kernel.attend_quantized(a.q, *zones, scale=a.logits.uncapped, part=a.part)
     return PartialAttention(*made) if a.part else made
 
 
 @op(
     kernel="attend.attend_quantized",
-    static_argnames=("scale", "part"),
+    static_argnames=("logits", "part"),
     derivative="reference",
     limit=lambda kernel, a: kernel.unsupported(
         a.q, a.keys, a.values, a.start, a.stop, a.recent, a.sink
@@ -142,7 +143,7 @@ def attend_quantized_zones(
     sink: Span | None,
     sinks: Float[Array, "K G"] | None = None,
     *,
-    scale: float,
+    logits: Logits,
     part: bool = False,
     implementation: Implementation | None = None,
 ) -> Any:
@@ -154,25 +155,37 @@ def attend_quantized_zones(
     recent span in bfloat16 and no sink. With `part`, the result is a PartialAttention over Q,
     without `sinks`.
     """
-    history = attend_quantized(q, keys, values, start, stop, scale=scale)
+    history = attend_quantized(q, keys, values, start, stop, logits=logits)
     if part:
-        return merge_beside(history, q, None, recent, sink, scale=scale)
-    return attend_beside(history, q, None, recent, sink, sinks, scale=scale)
+        return merge_beside(history, q, None, recent, sink, logits=logits)
+    return attend_beside(history, q, None, recent, sink, sinks, logits=logits)
 
 
 def _attend_coded_zones_mosaic(kernel: Any, a: Any) -> Any:
     known = a.selection.found if isinstance(a.selection, PackedSelection) else a.selection.valid
     codes, D = (a.keys, a.values), a.q.shape[-1]
     made = kernel.attend_coded_zones(
-        a.q, *codes, a.offset, a.selection.slots, known, a.recent, a.sink, a.local, a.sinks,
-        centres=tuple(sizes_of(code) for code in codes), turned=turned(D, a.seed), scale=a.scale, part=a.part,
-    )  # fmt: skip
+        a.q,
+        *codes,
+        a.offset,
+        a.selection.slots,
+        known,
+        a.recent,
+        a.sink,
+        a.local,
+        a.sinks,
+        centres=tuple(sizes_of(code) for code in codes),
+        turned=turned(D, a.seed),
+        scale=a.logits.scale,
+        cap=a.logits.cap,
+        part=a.part,
+    )
     return PartialAttention(*made) if a.part else made
 
 
 @op(
     kernel="attend.attend_coded_zones",
-    static_argnames=("local", "seed", "scale", "part"),
+    static_argnames=("local", "seed", "logits", "part"),
     derivative="reference",
     limit=lambda kernel, a: kernel.unsupported(
         a.q, a.keys, a.values, a.selection.slots, a.recent, a.sink, a.local
@@ -191,7 +204,7 @@ def attend_coded_zones(
     sinks: Float[Array, "K G"] | None = None,
     *,
     seed: int,
-    scale: float,
+    logits: Logits,
     part: bool = False,
     implementation: Implementation | None = None,
 ) -> Any:
@@ -203,11 +216,11 @@ def attend_coded_zones(
     """
     stored, pending = split_selection(selection, keys[0].shape[2])
     k, v = (gather_quantized(code, stored, q.shape[-1]) for code in (keys, values))
-    history = attend_rotated(q, k, v, offset, stored, seed=seed, scale=scale)
+    history = attend_rotated(q, k, v, offset, stored, seed=seed, logits=logits)
     recent = recent._replace(start=jnp.maximum(recent.start, recent.stop - local))
     if part:
-        return merge_beside(history, q, pending, recent, sink, scale=scale)
-    return attend_beside(history, q, pending, recent, sink, sinks, scale=scale)
+        return merge_beside(history, q, pending, recent, sink, logits=logits)
+    return attend_beside(history, q, pending, recent, sink, sinks, logits=logits)
 
 
 def attend_rotated(
@@ -218,22 +231,22 @@ def attend_rotated(
     selection: Selection,
     *,
     seed: int,
-    scale: float,
+    logits: Logits,
 ) -> PartialAttention:
     """Attention of q [B, K, G, D] over selected tokens that were gathered: rotated k, v f32[B,
     K, H*M, D], in order, the keys without their offset f32[B, K, D]."""
-    if isinstance(scale, CappedScale):  # what is added to logits counts before the cap
+    if logits.cap is not None:  # what is added to logits counts before the cap
         k, v = rotate_back(k, seed) + offset[:, :, None], rotate_back(v, seed)
-        return attend_gathered(q, k, v, selection, scale=scale)
-    part = attend_gathered(rotate_few(q, seed), k, v, selection, scale=scale)
-    return turn_back(part, q, offset, seed=seed, scale=scale)
+        return attend_gathered(q, k, v, selection, logits=logits)
+    part = attend_gathered(rotate_few(q, seed), k, v, selection, logits=logits)
+    return turn_back(part, q, offset, seed=seed, scale=logits.uncapped)
 
 
 def turn_back(
     part: PartialAttention, q: Array, offset: Array, *, seed: int, scale: float
 ) -> PartialAttention:
-    """Attention of q [B, K, Q, D] to keys and values as they were, of that to rotated ones
-    without their offset.
+    """Returns the attention of q [B, K, Q, D] to keys and values as they were, from that to
+    rotated ones without their offset, which adds `scale` times q.offset to all logits.
     """
     shift = jnp.einsum("bkqd,bkd->bkq", q.astype(jnp.float32), offset, precision="highest")
     none = jnp.isneginf(part.lse)  # no slot: then nothing has a derivative

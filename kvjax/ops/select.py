@@ -14,7 +14,7 @@ from jax import Array, lax
 
 from kvjax.memory import vary_with
 from kvjax.numerics.blocks import put_last
-from kvjax.numerics.partial import scaled
+from kvjax.numerics.partial import Logits
 from kvjax.numerics.quant import OneBit, dequantize_1bit
 from kvjax.numerics.rotate import SUBSPACE, Directions, decode, lloyd_max, rotate_few, turned
 from kvjax.numerics.selection import (
@@ -36,19 +36,19 @@ from kvjax.ops.op import Implementation, for_gpu, op
 
 @op(
     kernel="score.score_1bit",
-    static_argnames=("scale",),
+    static_argnames=("logits",),
     derivative="reference",
     limit=lambda kernel, a: kernel.unsupported(a.q, a.keys.bits, a.keys.scale),
-    mosaic=lambda kernel, a: kernel.score_1bit(a.q, *a.keys, scale=a.scale),
+    mosaic=lambda kernel, a: kernel.score_1bit(a.q, *a.keys, scale=a.logits.uncapped),
 )
 def score_1bit(
     q: Float[Array, "B K G D"],
     keys: OneBit,
     *,
-    scale: float,
+    logits: Logits,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B K G S"]:
-    """Scores scale * q.k~ of q [B, K, G, D] with every key k~ decoded from `keys` [B, K, S,
+    """The logits of q [B, K, G, D] with every key k~ decoded from `keys` [B, K, S,
     ...]: f32[B, K, G, S].
 
     Reads D/8 + 4 D/g bytes per key and KV head. Keys are expanded in blocks of S/64, at least
@@ -57,9 +57,9 @@ def score_1bit(
     """
 
     def summed(q: Array, keys: OneBit) -> Array:
-        return scaled(sum_products(q, dequantize_1bit(keys)), scale)
+        return logits.of(sum_products(q, dequantize_1bit(keys)))
 
-    return for_gpu(summed, partial(_score_blocks, scale=scale), q, keys)
+    return for_gpu(summed, partial(_score_blocks, logits=logits), q, keys)
 
 
 def sum_products(
@@ -78,7 +78,7 @@ def sum_products(
     return jnp.stack(sums, axis=2)
 
 
-def _score_blocks(q: Array, keys: OneBit, *, scale: float) -> Array:
+def _score_blocks(q: Array, keys: OneBit, *, logits: Logits) -> Array:
     B, K, G, _ = q.shape
     S, groups = keys.bits.shape[2], keys.scale.shape[2]
     group = S // groups
@@ -95,7 +95,7 @@ def _score_blocks(q: Array, keys: OneBit, *, scale: float) -> Array:
         # Without the barrier XLA widens all scales to f32 ahead of the loop: 1/8 of a bf16 key
         # cache, twice.
         keys_f32 = dequantize_1bit(lax.optimization_barrier(part))
-        s = scaled(jnp.einsum("bkgd,bksd->bkgs", q, keys_f32, precision="highest"), scale)
+        s = logits.of(jnp.einsum("bkgd,bksd->bkgs", q, keys_f32, precision="highest"))
         return lax.dynamic_update_slice_in_dim(scores, s, first * group, axis=3)
 
     return lax.fori_loop(
@@ -105,17 +105,17 @@ def _score_blocks(q: Array, keys: OneBit, *, scale: float) -> Array:
 
 @op(
     kernel="score.score_pages",
-    static_argnames=("scale",),
+    static_argnames=("logits",),
     derivative="reference",
     limit=lambda kernel, a: kernel.unsupported(a.q, a.low, a.high),
-    mosaic=lambda kernel, a: kernel.score_pages(a.q, a.low, a.high, scale=a.scale),
+    mosaic=lambda kernel, a: kernel.score_pages(a.q, a.low, a.high, scale=a.logits.uncapped),
 )
 def score_pages(
     q: Float[Array, "B K G D"],
     low: Float[Array, "B K P D"],
     high: Float[Array, "B K P D"],
     *,
-    scale: float,
+    logits: Logits,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B K G P"]:
     """f32[B, K, G, P]: scale * sum_i max(q_i low_i, q_i high_i) of q [B, K, G, D] and pages'
@@ -128,18 +128,17 @@ def score_pages(
     q = q.astype(jnp.float32)
     product = partial(jnp.einsum, "bkgd,bkpd->bkgp", precision="highest")
     up, down = jnp.maximum(q, 0.0), jnp.minimum(q, 0.0)
-    return scaled(
-        product(up, high.astype(jnp.float32)) + product(down, low.astype(jnp.float32)), scale
-    )
+    above = product(up, high.astype(jnp.float32))
+    return logits.of(above + product(down, low.astype(jnp.float32)))
 
 
 @op(
     kernel="score.rerank",
-    static_argnames=("scale",),
+    static_argnames=("logits",),
     derivative="reference",
     limit=lambda kernel, a: kernel.unsupported(a.q, *a.keys, a.listed.slots),
     mosaic=lambda kernel, a: kernel.rerank(
-        a.q, *a.keys, a.listed.slots, centres=centres(), scale=a.scale
+        a.q, *a.keys, a.listed.slots, centres=centres(), scale=a.logits.uncapped
     ),
 )
 def rerank(
@@ -147,7 +146,7 @@ def rerank(
     keys: Directions,
     listed: PackedSelection,
     *,
-    scale: float,
+    logits: Logits,
     implementation: Implementation | None = None,
 ) -> Float[Array, "B K G M"]:
     """f32[B, K, G, M]: scale * q.k~ of q [B, K, G, D] with the `listed` keys k~, decoded from
@@ -164,12 +163,12 @@ def rerank(
             Directions(*(jnp.take_along_axis(a, index, axis=2, mode="clip") for a in keys))
         )
         products = q.astype(jnp.float32)[:, :, :, None] * decoded.reshape(B, K, G, M, -1)
-        return scaled(jnp.sum(products, axis=-1), scale)
+        return logits.of(jnp.sum(products, axis=-1))
 
-    return for_gpu(summed, partial(_rerank_blocks, scale=scale), q, keys, listed.slots)
+    return for_gpu(summed, partial(_rerank_blocks, logits=logits), q, keys, listed.slots)
 
 
-def _rerank_blocks(q: Array, keys: Directions, slots: Array, *, scale: float) -> Array:
+def _rerank_blocks(q: Array, keys: Directions, slots: Array, *, logits: Logits) -> Array:
     B, K, G, M = slots.shape
     block = min(512, M)
 
@@ -180,9 +179,8 @@ def _rerank_blocks(q: Array, keys: Directions, slots: Array, *, scale: float) ->
         )
         part = Directions(*(jnp.take_along_axis(a, index, axis=2, mode="clip") for a in keys))
         decoded = decode(lax.optimization_barrier(part)).reshape(B, K, G, block, -1)
-        s = scaled(
-            jnp.einsum("bkgd,bkgsd->bkgs", q.astype(jnp.float32), decoded, precision="highest"),
-            scale,
+        s = logits.of(
+            jnp.einsum("bkgd,bkgsd->bkgs", q.astype(jnp.float32), decoded, precision="highest")
         )
         return lax.dynamic_update_slice_in_dim(scores, s, first, axis=3)
 
@@ -345,7 +343,7 @@ def select_top(
     group_reduce: GroupReduce,
     *,
     unit: int = 1,
-    scale: float,
+    logits: Logits,
 ) -> Selection:
     """The candidates with the highest scores, sorted by score: score, mask, group-reduce,
     top-k, cut.
@@ -354,7 +352,7 @@ def select_top(
     pending keys are scale * q.k.
     """
     candidates.require(scores.shape[3], unit)
-    pending = candidates.pending_units(q, scale, unit)
+    pending = candidates.pending_units(q, logits, unit)
     stored = (
         split_steps(scores, candidates.steps),
         candidates.inside(*candidates.span, scores.shape[3], unit),
@@ -392,7 +390,7 @@ def _select_1bit_mosaic(kernel: Any, a: Any) -> PackedSelection:
     def one_pass(q: Array, candidates: Candidates) -> PackedSelection:
         pending, slots, steps = candidates.pending, candidates.pending_slots, candidates.steps
         how: dict[str, Any] = {
-            "scale": a.scale,
+            "scale": a.logits.uncapped,
             "pending_slots": slots,
             "local": candidates.local,
             "steps": steps,
@@ -400,7 +398,7 @@ def _select_1bit_mosaic(kernel: Any, a: Any) -> PackedSelection:
         if (
             pending[0].dtype != a.keys.scale.dtype
         ):  # the kernel takes scores in place of keys of another dtype
-            pending = join_steps(candidates.pending_units(q, a.scale)[0], steps), *pending[1:]
+            pending = join_steps(candidates.pending_units(q, a.logits)[0], steps), *pending[1:]
             how["pending_slots"] = None
         asked = candidates.span, pending, candidates.k, a.group_reduce, candidates.k_max
         return PackedSelection(*kernel.select_1bit(q, *a.keys, *asked, **how))
@@ -410,7 +408,7 @@ def _select_1bit_mosaic(kernel: Any, a: Any) -> PackedSelection:
 
 @op(
     kernel="select.select_1bit",
-    static_argnames=("group_reduce", "scale"),
+    static_argnames=("group_reduce", "logits"),
     derivative="zero",
     limit=_select_1bit_limit,
     mosaic=_select_1bit_mosaic,
@@ -421,7 +419,7 @@ def select_1bit(
     candidates: Candidates,
     group_reduce: GroupReduce,
     *,
-    scale: float,
+    logits: Logits,
     implementation: Implementation | None = None,
 ) -> PackedSelection:
     """The tokens with the highest scores by 1-bit keys: `score_1bit` and `select_top` at once.
@@ -432,7 +430,9 @@ def select_1bit(
     tokens differently if their ranks differ by less than its rounding.
     """
     return pack(
-        select_top(score_1bit(q, keys, scale=scale), q, candidates, group_reduce, scale=scale)
+        select_top(
+            score_1bit(q, keys, logits=logits), q, candidates, group_reduce, logits=logits
+        )
     )
 
 
@@ -450,7 +450,7 @@ def _select_pages_mosaic(kernel: Any, a: Any) -> PackedSelection:
     asked = candidates.span, candidates.pending, candidates.k, a.group_reduce, candidates.k_max
     how = {
         "unit": a.unit,
-        "scale": a.scale,
+        "scale": a.logits.uncapped,
         "pending_slots": candidates.pending_slots,
         "local": candidates.local,
     }
@@ -461,7 +461,7 @@ def _select_pages_mosaic(kernel: Any, a: Any) -> PackedSelection:
 
 @op(
     kernel="select.select_pages",
-    static_argnames=("group_reduce", "unit", "scale"),
+    static_argnames=("group_reduce", "unit", "logits"),
     derivative="zero",
     limit=_select_pages_limit,
     mosaic=_select_pages_mosaic,
@@ -474,7 +474,7 @@ def select_pages(
     group_reduce: GroupReduce,
     *,
     unit: int,
-    scale: float,
+    logits: Logits,
     implementation: Implementation | None = None,
 ) -> PackedSelection:
     """The pages of `unit` tokens with the highest scores by their boxes: `score_pages` and
@@ -485,8 +485,8 @@ def select_pages(
     scores as that of `score_pages`, pending keys too; it may order pages differently if their
     ranks differ by less than rounding.
     """
-    scores = score_pages(q, low, high, scale=scale)
-    return pack(select_top(scores, q, candidates, group_reduce, unit=unit, scale=scale))
+    scores = score_pages(q, low, high, logits=logits)
+    return pack(select_top(scores, q, candidates, group_reduce, unit=unit, logits=logits))
 
 
 def _select_4bit_limit(kernel: Any, a: Any) -> str | None:
@@ -502,7 +502,7 @@ def _select_4bit_mosaic(kernel: Any, a: Any) -> PackedSelection:
         {"centres": centres(), "turned": turned(a.q.shape[-1], a.seed)},
     )
     how = {
-        "scale": a.scale,
+        "scale": a.logits.uncapped,
         "pending_slots": candidates.pending_slots,
         "local": candidates.local,
     }
@@ -512,7 +512,7 @@ def _select_4bit_mosaic(kernel: Any, a: Any) -> PackedSelection:
 
 @op(
     kernel="select.select_4bit",
-    static_argnames=("seed", "scale"),
+    static_argnames=("seed", "logits"),
     derivative="zero",
     limit=_select_4bit_limit,
     mosaic=_select_4bit_mosaic,
@@ -524,7 +524,7 @@ def select_4bit(
     candidates: Candidates,
     *,
     seed: int,
-    scale: float,
+    logits: Logits,
     implementation: Implementation | None = None,
 ) -> PackedSelection:
     """The tokens with the highest scores by 4-bit codes for each query head: `rerank` and the
@@ -537,8 +537,8 @@ def select_4bit(
     """
     M, S = listed.slots.shape[3], keys.signs.shape[2]
     candidates.require(M, 1)
-    estimates = rerank(rotate_few(q, seed), keys, listed, scale=scale)
-    pending = candidates.pending_units(q, scale)
+    estimates = rerank(rotate_few(q, seed), keys, listed, logits=logits)
+    pending = candidates.pending_units(q, logits)
     stored = (
         split_steps(estimates, candidates.steps),
         split_steps(listed.valid, candidates.steps),

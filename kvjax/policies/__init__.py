@@ -19,7 +19,7 @@ from kvjax.policies.full import Full, FullState
 from kvjax.policies.indexed import MSA, QSA, Index, Indexed, Indexer
 from kvjax.policies.per_head import PerHead
 from kvjax.policies.per_layer import PerLayer
-from kvjax.policies.policy import Info, Policy, Step
+from kvjax.policies.policy import Info, Logits, Policy, Step
 from kvjax.policies.retrieval import Retrieval
 from kvjax.policies.shared import Follower, Shared, share_selections
 from kvjax.policies.short import Short
@@ -38,6 +38,7 @@ __all__ = [
     "Indexed",
     "Indexer",
     "Info",
+    "Logits",
     "PerHead",
     "PerLayer",
     "Policy",

@@ -66,13 +66,11 @@ class Compressed(Zoned):
         k, v = self._rounded(st)
         return seen._replace(recent=seen.recent._replace(k=k, v=v))
 
-    def attend_stored(
-        self, st: ZonedState, q: Array, *, scale: float, window: int | None = None
-    ) -> PartialAttention:
+    def attend_stored(self, st: ZonedState, q: Array, step: Step) -> PartialAttention:
         if self.value_window is not None:
             k, v = self._rounded(st)
             st = replace(st, recent=replace(st.recent, k=k, v=v))
-        return super().attend_stored(st, q, scale=scale, window=window)
+        return super().attend_stored(st, q, step)
 
     def _rounded(self, st: ZonedState) -> tuple[Array, Array]:
         """Keys and values of the recent block; those that are no longer exact are as the store

@@ -20,6 +20,7 @@ from kvjax.memory import vary_with
 from kvjax.numerics.blocks import Block, empty_block, put_last, write
 from kvjax.numerics.derivatives import with_derivative
 from kvjax.numerics.partial import (
+    Logits,
     PartialAttention,
     Span,
     attend_part,
@@ -189,7 +190,7 @@ class Evicting(Policy):
     def attend(
         self, st: EvictingState, q: Array, step: Step
     ) -> tuple[Array, EvictingState, Info]:
-        scale, window = step.scale, step.window
+        logits, window = step.logits, step.window
         visible = self._valid(st) & (
             st.position >= lowest_visible(st.length - 1, window)[:, None, None]
         )
@@ -202,7 +203,7 @@ class Evicting(Policy):
         if st.due is not None:
             after = replace(st, due=jnp.zeros_like(st.due))
         if st.evidence is not None and st.due is not None and self.evictor.arrival is not None:
-            weights = softmax_weights(q, st.tokens.k, visible[:, :, None], scale=scale)
+            weights = softmax_weights(q, st.tokens.k, visible[:, :, None], logits=logits)
             seen = self._see_step(st, weights)
             after = replace(after, evidence=jnp.where(st.due[:, None, None], seen, st.evidence))
         if st.memory is not None and st.due is not None:
@@ -220,10 +221,10 @@ class Evicting(Policy):
             return self._attend_held(st, q, step), after, info
         if moved:
             part = self._attend_moved(
-                st, q[:, :, :, None], visible[:, :, None], moved, scale=scale
+                st, q[:, :, :, None], visible[:, :, None], moved, logits=logits
             )
         else:  # the visible slots have gaps, or the logits are computed above anyway
-            part = attend_part(q, st.tokens.k, st.tokens.v, visible[:, :, None], scale=scale)
+            part = attend_part(q, st.tokens.k, st.tokens.v, visible[:, :, None], logits=logits)
         return merge_sinks(part, step.sinks).out, after, info
 
     # -------------------------------------------------------------------------------------------------------- prompts
@@ -248,9 +249,7 @@ class Evicting(Policy):
         k: Array,
         v: Array,
         lengths: Array,
-        *,
-        scale: float,
-        window: int | None = None,
+        step: Step,
     ) -> EvictingState:
         if st.memory is not None:
             at = jnp.arange(k.shape[2], dtype=jnp.int32)[None]
@@ -283,14 +282,14 @@ class Evicting(Policy):
             voters is None
             and not few
             and T > QUERIES
-            and takes_cudnn(keys.dtype, keys.shape[3], scale)
+            and takes_cudnn(keys.dtype, keys.shape[3], step.logits.cap)
         ):
             # cuDNN's sums over the keys take less time than a softmax in JAX, which reads and
             # writes all logits.
             real = keep_valid(k, position[:, :, S:] >= 0)
             parts = (
-                attend_own(q, real, real, scale=scale, window=window),
-                self._attend_kept(st, q, scale, window),
+                attend_own(q, real, real, logits=step.logits, window=step.window),
+                self._attend_kept(st, q, step),
             )
             lse = jnp.take_along_axis(
                 merge(*parts).lse.reshape(q.shape[:4]),
@@ -302,12 +301,12 @@ class Evicting(Policy):
             L = votes.shape[3]
             qb = lax.dynamic_slice_in_dim(queries, i * block, block, axis=3)
             here = lax.dynamic_slice_in_dim(query_position, i * block, block, axis=1)
-            first, at = lowest_visible(here, window), position[:, :, None, :L]
+            first, at = lowest_visible(here, step.window), position[:, :, None, :L]
             seen = (at <= here[:, None, :, None]) & (at >= first[:, None, :, None]) & (at >= 0)
             known = (
                 None if lse is None else lax.dynamic_slice_in_dim(lse, i * block, block, axis=3)
             )
-            return votes + _sum_weights(qb, keys[:, :, :L], seen, scale, known)
+            return votes + _sum_weights(qb, keys[:, :, :L], seen, step.logits, known)
 
         (B, K, L), blocks = position.shape, padded_count // block
         votes = vary_with(
@@ -533,27 +532,26 @@ class Evicting(Policy):
         """The most tokens that a KV head holds after a prompt of `prompt` tokens."""
         return self.budget
 
-    def attend_stored(
-        self, st: EvictingState, q: Array, *, scale: float, window: int | None = None
-    ) -> PartialAttention:
-        return self._attend_kept(st, q, scale, window)
+    def attend_stored(self, st: EvictingState, q: Array, step: Step) -> PartialAttention:
+        return self._attend_kept(st, q, step)
 
     # ---------------------------------------------------------------------------------------------------------- parts
 
-    def _attend_kept(
-        self, st: EvictingState, q: Array, scale: float, window: int | None
-    ) -> PartialAttention:
+    def _attend_kept(self, st: EvictingState, q: Array, step: Step) -> PartialAttention:
         """Attention of a chunk's queries q [B, K, G, T, D] to the slots."""
-        first = chunk_starts(st.length, q.shape[3], window)
+        logits = step.logits
+        first = chunk_starts(st.length, q.shape[3], step.window)
         B, K, G, T, D = q.shape
         q = self._turned(st, q)
         if moved := self._renumbered:
             seen = jnp.broadcast_to(self._valid(st)[:, :, None], (B, 1, T, st.tokens.slots))
             if first is not None:
                 seen = seen & (st.position[:, :, None] >= first[:, None, :, None])
-            return self._attend_moved(st, q, jnp.tile(seen, (1, 1, G, 1)), moved, scale=scale)
+            return self._attend_moved(st, q, jnp.tile(seen, (1, 1, G, 1)), moved, logits=logits)
         if first is None:
-            return attend_zone(q, st.tokens.k, st.tokens.v, None, st.tokens.count, scale=scale)
+            return attend_zone(
+                q, st.tokens.k, st.tokens.v, None, st.tokens.count, logits=logits
+            )
         first = jnp.tile(first, (1, G))[:, None, :, None]
         position = self._positions(st)
         parts = []
@@ -561,7 +559,7 @@ class Evicting(Policy):
             here = position[:, :, None, at : at + SLOTS]
             k, v = (a[:, :, at : at + SLOTS] for a in (st.tokens.k, st.tokens.v))
             mask = (here >= first) & (here >= 0)
-            parts.append(attend_part(q.reshape(B, K, G * T, D), k, v, mask, scale=scale))
+            parts.append(attend_part(q.reshape(B, K, G * T, D), k, v, mask, logits=logits))
         return merge(*parts)
 
     @property
@@ -569,7 +567,7 @@ class Evicting(Policy):
         return self.evictor.renumbered
 
     def _attend_moved(
-        self, st: EvictingState, q: Array, seen: Array, moved: int, *, scale: float
+        self, st: EvictingState, q: Array, seen: Array, moved: int, *, logits: Logits
     ) -> PartialAttention:
         """Attention of q [B, K, G, T, D], a part over G*T, to the slots `seen` bool[B, 1 or K,
         1 or G*T, S].
@@ -585,7 +583,7 @@ class Evicting(Policy):
             k, v = st.tokens.k[:, :, slots], st.tokens.v[:, :, slots]
             parts.append(
                 attend_part(
-                    queries.reshape(B, K, G * T, D), k, v, seen[..., slots], scale=scale
+                    queries.reshape(B, K, G * T, D), k, v, seen[..., slots], logits=logits
                 )
             )
         return merge(*parts)
@@ -593,7 +591,7 @@ class Evicting(Policy):
     def _attend_held(self, st: EvictingState, q: Array, step: Step) -> Array:
         """Attention of q [B, K, G, D] to all tokens in the slots."""
         span = Span(st.tokens.k, st.tokens.v, jnp.zeros_like(st.length), st.tokens.count)
-        return ops.attend_span(q, span, step.sinks, scale=step.scale)
+        return ops.attend_span(q, span, step.sinks, logits=step.logits)
 
     def _slots(self, spec: CacheSpec) -> int:
         """The number of slots."""
@@ -739,7 +737,7 @@ def _spread(lengths: Array, count: int) -> tuple[Array, Array]:
     return jnp.where(width > 1, inside, each), jnp.maximum(width[:, 0], 1.0)
 
 
-def _sum_weights(q: Array, k: Array, seen: Array, scale: float, lse: Array | None) -> Array:
+def _sum_weights(q: Array, k: Array, seen: Array, logits: Logits, lse: Array | None) -> Array:
     """f32[B, K, G, L]: softmax weights of q [B, K, G, T, D] over k [B, K, L, D] where `seen`
     bool[B, K, T, L], summed over T. `lse` f32[B, K, G, T] has the logarithms of the sums over
     L, if they are known."""
@@ -747,5 +745,5 @@ def _sum_weights(q: Array, k: Array, seen: Array, scale: float, lse: Array | Non
     L = k.shape[2]
     mask = jnp.broadcast_to(seen[:, :, None], (B, K, G, T, L)).reshape(B, K, -1, L)
     lse = None if lse is None else lse.reshape(B, K, -1)
-    weights = softmax_weights(q.reshape(B, K, -1, D), k, mask, scale=scale, lse=lse)
+    weights = softmax_weights(q.reshape(B, K, -1, D), k, mask, logits=logits, lse=lse)
     return jnp.sum(weights.reshape(B, K, G, T, L), axis=3)

@@ -88,7 +88,11 @@ class Full(Policy):
             return self._attend_steps(st, q, step.lengths, step)
         # Values past count are finite: zeros, or tokens of a row that was replaced.
         span = self._span(st, step.window)
-        return ops.attend_span(q, span, step.sinks, scale=step.scale), st, self._info(st, span)
+        return (
+            ops.attend_span(q, span, step.sinks, logits=step.logits),
+            st,
+            self._info(st, span),
+        )
 
     def _attend_steps(
         self, st: FullState, q: Array, lengths: Array, step: Step
@@ -101,7 +105,7 @@ class Full(Policy):
             (stop if step.window else stop[:, :1]) - 1, step.window
         )  # without a window, for all
         out = ops.attend_span(
-            steps_as_heads(q), Span(k, v, start, stop), step.sinks, scale=step.scale
+            steps_as_heads(q), Span(k, v, start, stop), step.sinks, logits=step.logits
         )
 
         def info(length: Array) -> Info:
@@ -129,11 +133,10 @@ class Full(Policy):
             positions=lax.broadcast_in_dim(positions, (*heads, 1, slots), (0, 3)),
         )
 
-    def attend_stored(
-        self, st: FullState, q: Array, *, scale: float, window: int | None = None
-    ) -> PartialAttention:
-        start = chunk_starts(st.length, q.shape[3], window)
-        return attend_zone(q, st.tokens.k, st.tokens.v, start, st.length, scale=scale)
+    def attend_stored(self, st: FullState, q: Array, step: Step) -> PartialAttention:
+        start = chunk_starts(st.length, q.shape[3], step.window)
+        tokens = st.tokens
+        return attend_zone(q, tokens.k, tokens.v, start, st.length, logits=step.logits)
 
     reversible = True
 
@@ -216,20 +219,17 @@ class StripedFull(Full):
         window = step.window
         own, start = self._own(st), self.stripes.owned(lowest_visible(st.length - 1, window))
         part = ops.attend_span(
-            q, Span(own.k, own.v, start, own.count), scale=step.scale, part=True
+            q, Span(own.k, own.v, start, own.count), logits=step.logits, part=True
         )
         part = merge_sinks(merge_parts(part, self.stripes.axis), step.sinks)
         return part.out.astype(q.dtype), st, self._info(st, self._span(st, window))
 
-    def attend_stored(
-        self, st: FullState, q: Array, *, scale: float, window: int | None = None
-    ) -> PartialAttention:
-        start = chunk_starts(st.length, q.shape[3], window)
+    def attend_stored(self, st: FullState, q: Array, step: Step) -> PartialAttention:
+        start = chunk_starts(st.length, q.shape[3], step.window)
         start = None if start is None else self.stripes.owned(start)
         own = self._own(st)
-        return merge_chunk(
-            attend_zone(q, own.k, own.v, start, own.count, scale=scale), self.stripes.axis
-        )
+        part = attend_zone(q, own.k, own.v, start, own.count, logits=step.logits)
+        return merge_chunk(part, self.stripes.axis)
 
     def store_steps(self, st: FullState, k: Array, v: Array, count: Array) -> FullState:
         return self.prefill(st, k, v, count)

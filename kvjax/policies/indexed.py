@@ -270,14 +270,12 @@ class Indexed(Policy):
             for a in (slots, valid)
         )
         selection = Selection(jnp.minimum(slots, tokens.slots - 1), valid)
-        out = ops.attend_slots(q, tokens.k, tokens.v, selection, scale=step.scale).out
+        out = ops.attend_slots(q, tokens.k, tokens.v, selection, logits=step.logits).out
         attended = jnp.sum(valid, axis=(2, 3), dtype=jnp.float32)
         return out, st, Info(attended, selection, positions=jnp.where(valid, slots, -1))
 
-    def attend_stored(
-        self, st: IndexedState, q: Array, *, scale: float, window: int | None = None
-    ) -> PartialAttention:
-        return Full().attend_stored(st.full, q, scale=scale, window=window)
+    def attend_stored(self, st: IndexedState, q: Array, step: Step) -> PartialAttention:
+        return Full().attend_stored(st.full, q, step)
 
     def free(self, st: IndexedState) -> Array:
         return Full().free(st.full)

@@ -88,18 +88,10 @@ class PerHead(Policy):
         )
 
     def prefill_observed(
-        self,
-        st: PerHeadState,
-        q: Array,
-        k: Array,
-        v: Array,
-        lengths: Array,
-        *,
-        scale: float,
-        window: int | None = None,
+        self, st: PerHeadState, q: Array, k: Array, v: Array, lengths: Array, step: Step
     ) -> PerHeadState:
         def one(policy: Policy, st: Any, q: Array, k: Array, v: Array) -> Any:
-            return policy.prefill_observed(st, q, k, v, lengths, scale=scale, window=window)
+            return policy.prefill_observed(st, q, k, v, lengths, step)
 
         return PerHeadState(*self._each(st, one, q, k, v))
 
@@ -134,12 +126,8 @@ class PerHead(Policy):
             )
         return self._join(out1, out2.astype(out1.dtype)), PerHeadState(selected, others), info
 
-    def attend_stored(
-        self, st: PerHeadState, q: Array, *, scale: float, window: int | None = None
-    ) -> PartialAttention:
-        parts = self._each(
-            st, lambda policy, st, q: policy.attend_stored(st, q, scale=scale, window=window), q
-        )
+    def attend_stored(self, st: PerHeadState, q: Array, step: Step) -> PartialAttention:
+        parts = self._each(st, lambda policy, st, q: policy.attend_stored(st, q, step), q)
         return PartialAttention(*(self._join(a, b) for a, b in zip(*parts, strict=True)))
 
     def full_rows(self, st: PerHeadState) -> Array | None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from kvjax.memory import growth
-from kvjax.numerics.partial import PartialAttention
+from kvjax.numerics.partial import Logits, PartialAttention
 from kvjax.numerics.selection import PackedSelection, Selection
 from kvjax.sharding.context import Axis
 from kvjax.spec import CacheSpec
@@ -41,7 +41,7 @@ class Info(NamedTuple):
 class Step:
     """Everything that a decode step tells a policy besides its queries."""
 
-    scale: float  # factor of the logits
+    logits: Logits  # how they are made of products q.k
     window: int | None = None  # tokens that a query sees, its own included; None: all
     active: Array | None = (
         None  # bool[B] rows that take the step; the outputs of others mean nothing. None: all
@@ -56,15 +56,6 @@ class Step:
         None  # f32[K, G] logits that only the denominator of softmax counts; None: there are none
     )
     exact: bool = False  # attend to all stored tokens instead of a selection
-
-    @property
-    def logits(self) -> dict[str, Any]:
-        """`scale`, and `sinks` if there are any, as arguments of what attends last."""
-        return (
-            {"scale": self.scale}
-            if self.sinks is None
-            else {"scale": self.scale, "sinks": self.sinks}
-        )
 
 
 class Policy:
@@ -128,15 +119,7 @@ class Policy:
         raise NotImplementedError
 
     def prefill_observed(
-        self,
-        st: Any,
-        q: Array,
-        k: Array,
-        v: Array,
-        lengths: Array,
-        *,
-        scale: float,
-        window: int | None = None,
+        self, st: Any, q: Array, k: Array, v: Array, lengths: Array, step: Step
     ) -> Any:
         """`prefill`, for policies that decide by a prompt's queries q [B, K, G, T, D] what to
         keep.
@@ -183,11 +166,9 @@ class Policy:
         """
         raise NotImplementedError
 
-    def attend_stored(
-        self, st: Any, q: Array, *, scale: float, window: int | None = None
-    ) -> PartialAttention:
-        """Exact attention of a chunk's queries q [B, K, G, T, D] over all stored tokens, a part
-        over Q = G*T.
+    def attend_stored(self, st: Any, q: Array, step: Step) -> PartialAttention:
+        """Exact attention of a chunk's queries q [B, K, G, T, D] over all stored tokens, by the
+        logits and the window of `step`: a part over Q = G*T, without sinks.
 
         The position of query t is `length` + t.
         """

@@ -176,7 +176,7 @@ class Retrieval(SelectedZones):
         )
         queries = reduce_queries(q, self.selector.group_reduce, steps)
         index = (st.store, self.store) if self.selector.reads_store else st.index
-        return self.selector.select(index, queries, candidates, scale=step.scale)
+        return self.selector.select(index, queries, candidates, logits=step.logits)
 
     def candidates(
         self, st: ZonedState, seen: Visible, *, steps: int = 1, in_order: int = 0
@@ -228,8 +228,16 @@ class Retrieval(SelectedZones):
                 self, self.shortened, st, q, replace(step, selection=by_step(selection))
             )
         seen = self.visible(st, None, lengths)
-        zones = seen.recent, seen.sink, self.local
-        out, _ = self.store.attend_zones(st.store, queries, selection, *zones, **step.logits)
+        out, _ = self.store.attend_zones(
+            st.store,
+            queries,
+            selection,
+            seen.recent,
+            seen.sink,
+            self.local,
+            logits=step.logits,
+            sinks=step.sinks,
+        )
 
         def info(length: Array, selection: Selection) -> Info:
             state = self.shortened(st, length)

@@ -19,7 +19,7 @@ from jax import Array
 from jax.tree_util import register_dataclass
 
 from kvjax import ops
-from kvjax.numerics.partial import PartialAttention
+from kvjax.numerics.partial import Logits, PartialAttention
 from kvjax.numerics.selection import (
     Selection,
     membership,
@@ -178,7 +178,7 @@ class Speculative(Policy):
         policy, st = self.retrieval, self.retrieval.init(spec)
 
         def recall(q: Array) -> Recall:
-            selection = unpack(policy.select(st, q, Step(1.0)))
+            selection = unpack(policy.select(st, q, Step(Logits(1.0))))
             if not policy.store.recalls and policy.demote.ordered:
                 one = jnp.zeros(
                     (spec.batch, spec.kv_heads, 1, spec.head_dim), spec.dtype
@@ -225,14 +225,14 @@ class Speculative(Policy):
         return out, self._remember(st, zones, fresh, decision), info
 
     def select(self, st: SpeculativeState, q: Array, step: Step) -> Selection:
-        """Selects as `Retrieval` does, with scores scaled by `selection_scale`.
+        """Selects as `Retrieval` does, with scores scaled by `selection_scale`, which no soft
+        cap follows.
 
         A step attends to the selection in heads that recall anew, and in the others to that of
         the step before.
         """
-        step = (
-            step if self.selection_scale is None else replace(step, scale=self.selection_scale)
-        )
+        if self.selection_scale is not None:
+            step = replace(step, logits=Logits(self.selection_scale))
         if self.topk is not None:
             return self._select_beside_kept(st, q, step)
         return unpack(
@@ -252,7 +252,7 @@ class Speculative(Policy):
         best = jnp.minimum(every.k, (self.topk - policy.sink - policy.local) // unit)
         top = unpack(
             policy.selector.select(
-                zones.index, queries, replace(every, k=best), scale=step.scale
+                zones.index, queries, replace(every, k=best), logits=step.logits
             )
         )
         known = self._known(st)
@@ -266,7 +266,7 @@ class Speculative(Policy):
         )
         return unpack(
             policy.selector.select(
-                zones.index, queries, replace(every, last=last), scale=step.scale
+                zones.index, queries, replace(every, last=last), logits=step.logits
             )
         )
 
@@ -337,22 +337,51 @@ class Speculative(Policy):
             zones, used, by_head, jnp.sum(edge, axis=2, dtype=jnp.int32), seen
         )
         with_edge = edge[:, :, None] & by_head
-        beside = seen.recent, seen.sink, policy.local
         read = _in_order(used.valid, with_edge)
         if previous.k.shape[2] == 1:
             left = jnp.broadcast_to(
                 policy.slots_at(zones, position)[:, :, None], (*used.slots.shape[:3], 1)
             )
             read = read._replace(slots=jnp.concatenate([used.slots, left], axis=3))
-            out, _ = policy.store.attend_zones(zones.store, q, read, *beside, **step.logits)
+            out, _ = policy.store.attend_zones(
+                zones.store,
+                q,
+                read,
+                seen.recent,
+                seen.sink,
+                policy.local,
+                logits=step.logits,
+                sinks=step.sinks,
+            )
         elif decision.urgent is None:
-            out = ops.attend_zones(q, now[0], now[1], read, *beside, **step.logits)
+            out = ops.attend_zones(
+                q,
+                now[0],
+                now[1],
+                read,
+                seen.recent,
+                seen.sink,
+                policy.local,
+                sinks=step.sinks,
+                logits=step.logits,
+            )
         else:  # slots W ... 2W-1 are those of the new recall, followed by `recent`
             read = read._replace(
                 slots=read.slots
                 + jnp.where(decision.urgent, previous.k.shape[2], 0)[..., None, None]
             )
-            out = ops.attend_zones(q, previous.k, previous.v, read, *beside, now, **step.logits)
+            out = ops.attend_zones(
+                q,
+                previous.k,
+                previous.v,
+                read,
+                seen.recent,
+                seen.sink,
+                policy.local,
+                more=now,
+                sinks=step.sinks,
+                logits=step.logits,
+            )
         return out, self._info(zones, seen, used, with_edge, position, ~decision.reused)
 
     def _remember(
@@ -501,10 +530,8 @@ class Speculative(Policy):
             recall = recall._replace(k=moved(before.recall.k), v=moved(before.recall.v))
         return replace(st, recall=recall)
 
-    def attend_stored(
-        self, st: SpeculativeState, q: Array, *, scale: float, window: int | None = None
-    ) -> PartialAttention:
-        return self.retrieval.attend_stored(st.zones, q, scale=scale, window=window)
+    def attend_stored(self, st: SpeculativeState, q: Array, step: Step) -> PartialAttention:
+        return self.retrieval.attend_stored(st.zones, q, step)
 
     def follower(self, heads: tuple[int, ...] | None = None) -> Follower:
         """The policy of a layer that attends to what a layer of this policy attends to, except

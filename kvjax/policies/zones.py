@@ -405,14 +405,26 @@ class Zoned(Policy):
         if step.lengths is None:
             seen = self.visible(st, step.window)
             out = self.store.attend_with(
-                st.store, q, seen.store, seen.recent, seen.sink, **step.logits
+                st.store,
+                q,
+                seen.store,
+                seen.recent,
+                seen.sink,
+                logits=step.logits,
+                sinks=step.sinks,
             )
             return out, st, self._info_of_all(st, step.window)
         if step.window is not None:
             return attend_in_turn(self, self.shortened, st, q, step)
         seen = self.visible(st, lengths=step.lengths)
         out = self.store.attend_with(
-            st.store, steps_as_heads(q), seen.store, seen.recent, seen.sink, **step.logits
+            st.store,
+            steps_as_heads(q),
+            seen.store,
+            seen.recent,
+            seen.sink,
+            logits=step.logits,
+            sinks=step.sinks,
         )
 
         def info(length: Array) -> Info:
@@ -437,22 +449,23 @@ class Zoned(Policy):
         counted = jnp.broadcast_to(attended.astype(jnp.float32)[:, None], (B, K))
         return Info(counted, None, None, jnp.where(read, position, -1))
 
-    def attend_stored(
-        self, st: ZonedState, q: Array, *, scale: float, window: int | None = None
-    ) -> PartialAttention:
-        if window is not None:
-            self._require_order(window)
-        first = chunk_starts(st.length, q.shape[3], window)
+    def attend_stored(self, st: ZonedState, q: Array, step: Step) -> PartialAttention:
+        if step.window is not None:
+            self._require_order(step.window)
+        first = chunk_starts(st.length, q.shape[3], step.window)
 
         def start(offset: Array) -> Array | None:
             return None if first is None else lowest_slot(first, offset[:, None])
 
-        parts = [self.store.attend_chunk(st.store, q, start(st.offset_store), scale=scale)]
+        history_start = start(st.offset_store)
+        parts = [self.store.attend_chunk(st.store, q, history_start, logits=step.logits)]
         zones = [(st.recent, st.offset_recent)]
         if st.sink is not None:
             zones.append((st.sink, jnp.zeros_like(st.recent.count)))
         for zone, offset in zones:
-            parts.append(attend_zone(q, zone.k, zone.v, start(offset), zone.count, scale=scale))
+            parts.append(
+                attend_zone(q, zone.k, zone.v, start(offset), zone.count, logits=step.logits)
+            )
         return merge(*parts)
 
     # ---------------------------------------------------------------------------------------------- context parallelism
@@ -491,8 +504,16 @@ class SelectedZones(Zoned):
         the recent block.
         """
         seen = self.visible(st, step.window)
-        zones = seen.recent, seen.sink, self.local
-        out, store = self.store.attend_zones(st.store, q, selection, *zones, **step.logits)
+        out, store = self.store.attend_zones(
+            st.store,
+            q,
+            selection,
+            seen.recent,
+            seen.sink,
+            self.local,
+            logits=step.logits,
+            sinks=step.sinks,
+        )
         st = replace(st, store=store)
         return out, st, self.info(st, seen, unpack(selection))
 

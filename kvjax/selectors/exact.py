@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from kvjax.numerics.blocks import write
-from kvjax.numerics.partial import attention_logits
+from kvjax.numerics.partial import Logits, attention_logits
 from kvjax.numerics.selection import GROUP_REDUCES, GroupReduce
 from kvjax.selectors.selector import Selector
 from kvjax.spec import CacheSpec
@@ -38,9 +38,9 @@ class Exact(Selector):
     def append(self, ix: Array, k: Array, at: Array, count: Array) -> Array:
         return write(ix, k, at, count)
 
-    def score(self, ix: Array, q: Array, *, scale: float) -> Array:
+    def score(self, ix: Array, q: Array, *, logits: Logits) -> Array:
         # A mean of queries stays in f32, whose products take a GPU twice the time of those of
         # 16 bits.
         return attention_logits(
-            q, ix.astype(q.dtype) if self.group_reduce == "mean_query" else ix, scale
+            q, ix.astype(q.dtype) if self.group_reduce == "mean_query" else ix, logits
         )

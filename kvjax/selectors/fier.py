@@ -10,6 +10,7 @@ from jax import Array
 
 from kvjax import ops
 from kvjax.numerics.blocks import write
+from kvjax.numerics.partial import Logits
 from kvjax.numerics.quant import OneBit, quantize_1bit
 from kvjax.numerics.selection import (
     GROUP_REDUCES,
@@ -87,8 +88,8 @@ class Fier(Selector):
             write(ix.zero, new.zero, first, groups),
         )
 
-    def score(self, ix: OneBit, q: Array, *, scale: float) -> Array:
-        scores = ops.score_1bit(q, ix, scale=scale)
+    def score(self, ix: OneBit, q: Array, *, logits: Logits) -> Array:
+        scores = ops.score_1bit(q, ix, logits=logits)
         if self.page == 1:
             return scores
         pages = scores.reshape(*scores.shape[:3], -1, self.page)
@@ -108,8 +109,8 @@ class Fier(Selector):
         return with_points(candidates, mean[:, :, :, :, None].astype(keys.dtype), self.page)
 
     def select(
-        self, ix: OneBit, q: Array, candidates: Candidates, *, scale: float
+        self, ix: OneBit, q: Array, candidates: Candidates, *, logits: Logits
     ) -> Selection | PackedSelection:
         if self.page > 1 or not candidates.fit(in_order=1, window=True):
-            return super().select(ix, q, candidates, scale=scale)
-        return ops.select_1bit(q, ix, candidates, self.group_reduce, scale=scale)
+            return super().select(ix, q, candidates, logits=logits)
+        return ops.select_1bit(q, ix, candidates, self.group_reduce, logits=logits)

@@ -16,6 +16,7 @@ from jax import Array
 
 from kvjax import ops
 from kvjax.numerics.blocks import sum_pairs, write
+from kvjax.numerics.partial import Logits
 from kvjax.numerics.selection import Candidates, GroupReduce, PackedSelection, Selection, unpack
 from kvjax.selectors.pending import Paged, pending_pages, with_points
 from kvjax.spec import CacheSpec
@@ -99,16 +100,18 @@ class _Boxes(Paged):
             write(ix.low, new.low, first, pages), write(ix.high, new.high, first, pages)
         )
 
-    def score(self, ix: Boxes, q: Array, *, scale: float) -> Array:
-        return ops.score_pages(q, ix.low, ix.high, scale=scale)
+    def score(self, ix: Boxes, q: Array, *, logits: Logits) -> Array:
+        return ops.score_pages(q, ix.low, ix.high, logits=logits)
 
     def select(
-        self, ix: Boxes, q: Array, candidates: Candidates, *, scale: float
+        self, ix: Boxes, q: Array, candidates: Candidates, *, logits: Logits
     ) -> Selection | PackedSelection:
         if not candidates.fit(in_order=1, window=True):
-            return super().select(ix, q, candidates, scale=scale)
+            return super().select(ix, q, candidates, logits=logits)
         scored = self.with_pending(candidates, q)
-        pages = ops.select_pages(q, *ix, scored, self.group_reduce, unit=self.page, scale=scale)
+        pages = ops.select_pages(
+            q, *ix, scored, self.group_reduce, unit=self.page, logits=logits
+        )
         return candidates.tokens(unpack(pages), ix.low.shape[2], self.page)
 
 

@@ -11,6 +11,7 @@ from jax import Array, lax
 
 from kvjax import ops
 from kvjax.numerics.blocks import put_last, take_rows, write
+from kvjax.numerics.partial import Logits
 from kvjax.numerics.rotate import (
     SUBSPACE,
     Directions,
@@ -210,12 +211,12 @@ class Paris(Selector):
             ix.codes, self._tally(jnp.zeros_like(ix.counts), ix.codes.signs, stored)
         )
 
-    def score(self, ix: ParisIndex, q: Array, *, scale: float) -> Array:
+    def score(self, ix: ParisIndex, q: Array, *, logits: Logits) -> Array:
         votes = self._votes(ix, q)
         listed = ops.most_voted(
             votes, self._length(ix.counts), ix.candidates, self.room(votes.shape[3])
         )
-        return self._with_estimates(ix, q, votes, listed, scale=scale)
+        return self._with_estimates(ix, q, votes, listed, logits=logits)
 
     def _with_estimates(
         self,
@@ -224,23 +225,23 @@ class Paris(Selector):
         votes: Array,
         candidates: PackedSelection,
         *,
-        scale: float,
+        logits: Logits,
     ) -> Array:
         """Scores of all keys: estimates of the `candidates`, and below them the votes of the
         others.
         """
         S = votes.shape[3]
         rotated = q if self.seed is None else rotate_few(q, self.seed)
-        estimates = ops.rerank(rotated, ix.codes, candidates, scale=scale)
+        estimates = ops.rerank(rotated, ix.codes, candidates, logits=logits)
         slots = jnp.where(candidates.valid, candidates.slots, S)
         return put_last(votes.astype(jnp.float32) + FLOOR, slots, estimates)
 
     def score_visible(
-        self, ix: ParisIndex, q: Array, candidates: Candidates, *, scale: float
+        self, ix: ParisIndex, q: Array, candidates: Candidates, *, logits: Logits
     ) -> Array:
         """Scores as with an index of only the visible tokens."""
         if (window := candidates.window) is None:
-            return self.score(ix, q, scale=scale)
+            return self.score(ix, q, logits=logits)
         B, S = ix.codes.signs.shape[0], ix.codes.signs.shape[2]
         start, stop = (
             jnp.broadcast_to(jnp.asarray(x, jnp.int32), (B,)) for x in candidates.span
@@ -251,7 +252,7 @@ class Paris(Selector):
         visible = self._counted(
             codes, self._tally(jnp.zeros_like(ix.counts), codes.signs, seen)
         )
-        scores = self.score(visible, q, scale=scale)
+        scores = self.score(visible, q, logits=logits)
         at = jnp.broadcast_to(jnp.where(seen, place, S)[:, None, None], scores.shape)
         return put_last(jnp.zeros((*scores.shape[:3], S), jnp.float32), at, scores)
 
@@ -270,7 +271,7 @@ class Paris(Selector):
         return jnp.sum(counts[:, : 2**self.subspace], axis=-1, dtype=jnp.int32)
 
     def select(
-        self, ix: ParisIndex, q: Array, candidates: Candidates, *, scale: float
+        self, ix: ParisIndex, q: Array, candidates: Candidates, *, logits: Logits
     ) -> Selection | PackedSelection:
         """Selects among candidates and pending tokens.
 
@@ -280,24 +281,28 @@ class Paris(Selector):
         if not candidates.fit(
             in_order=0, window=False
         ):  # tokens that only fill the budget are among the reranked ones
-            return super().select(ix, q, candidates, scale=scale)
+            return super().select(ix, q, candidates, logits=logits)
         if (
             candidates.steps > 1
         ):  # in passes of 8 queries, as many as the kernel for votes takes
-            found = [self._select(ix, *part, scale=scale) for part in candidates.passes(q, 8)]
+            found = [self._select(ix, *part, logits=logits) for part in candidates.passes(q, 8)]
             return join_lists(
                 [part if isinstance(part, PackedSelection) else pack(part) for part in found]
             )
-        return self._select(ix, q, candidates, scale=scale)
+        return self._select(ix, q, candidates, logits=logits)
 
     def _select(
-        self, ix: ParisIndex, q: Array, candidates: Candidates, *, scale: float
+        self, ix: ParisIndex, q: Array, candidates: Candidates, *, logits: Logits
     ) -> Selection | PackedSelection:
         # needs all scores of each head
         means = q.shape[2] > candidates.steps and self.group_reduce != "per_head"
         if means or self.seed is None:
             return ops.select_top(
-                self.score(ix, q, scale=scale), q, candidates, self.group_reduce, scale=scale
+                self.score(ix, q, logits=logits),
+                q,
+                candidates,
+                self.group_reduce,
+                logits=logits,
             )
         votes = self._votes(ix, q)
         room = max(self.room(votes.shape[3]), min(candidates.k_max, votes.shape[3]))
@@ -310,7 +315,7 @@ class Paris(Selector):
             complement=fill,
             local=candidates.local,
         )
-        return ops.select_4bit(q, ix.codes, listed, candidates, seed=self.seed, scale=scale)
+        return ops.select_4bit(q, ix.codes, listed, candidates, seed=self.seed, logits=logits)
 
     def room(self, slots: int) -> int:
         """Candidates that a step over `slots` slots has room for: as many as any length of
@@ -366,16 +371,16 @@ class StripedParis(StripedSelector):
         own = self.selector.truncate(ix, count // self.stripes.parts)
         return self.selector._counted(own.codes, lax.psum(own.counts, self.stripes.axis))
 
-    def score_own(self, ix: ParisIndex, q: Array, *, scale: float) -> Array:
+    def score_own(self, ix: ParisIndex, q: Array, *, logits: Logits) -> Array:
         return self._score_seen(
-            ix, q, 0, self.stripes.owned(self.selector._length(ix.counts)), scale=scale
+            ix, q, 0, self.stripes.owned(self.selector._length(ix.counts)), logits=logits
         )
 
     def score_visible(
-        self, ix: ParisIndex, q: Array, candidates: Candidates, *, scale: float
+        self, ix: ParisIndex, q: Array, candidates: Candidates, *, logits: Logits
     ) -> Array:
         if (window := candidates.window) is None:
-            return self.score(ix, q, scale=scale)
+            return self.score(ix, q, logits=logits)
         paris, (B, _, S, _) = self.selector, ix.codes.signs.shape
         bounds = (jnp.broadcast_to(jnp.asarray(x, jnp.int32), (B,)) for x in candidates.span)
         start, stop = (self.stripes.owned(x) for x in bounds)
@@ -387,17 +392,17 @@ class StripedParis(StripedSelector):
             jnp.zeros_like(ix.counts), take_rows(ix.codes.signs, slot), slot < stop[:, None]
         )
         visible = paris._counted(ix.codes, lax.psum(counts, self.stripes.axis))
-        return self.stripes.gather(self._score_seen(visible, q, start, stop, scale=scale), 1)
+        return self.stripes.gather(self._score_seen(visible, q, start, stop, logits=logits), 1)
 
     def select(
-        self, ix: ParisIndex, q: Array, candidates: Candidates, *, scale: float
+        self, ix: ParisIndex, q: Array, candidates: Candidates, *, logits: Logits
     ) -> Selection | PackedSelection:
         if candidates.window is not None:
-            return Selector.select(self, ix, q, candidates, scale=scale)
-        return super().select(ix, q, candidates, scale=scale)
+            return Selector.select(self, ix, q, candidates, logits=logits)
+        return super().select(ix, q, candidates, logits=logits)
 
     def _score_seen(
-        self, ix: ParisIndex, q: Array, start: Array | int, stop: Array, *, scale: float
+        self, ix: ParisIndex, q: Array, start: Array | int, stop: Array, *, logits: Logits
     ) -> Array:
         """`Paris.score` of this device's keys, in a history of the slots [start, stop) of each
         device.
@@ -419,7 +424,7 @@ class StripedParis(StripedSelector):
             min(room, S),
         )
         listed = PackedSelection(lists.slots.reshape(B, K, G, -1), lists.found.reshape(B, K, G))
-        return paris._with_estimates(ix, q, votes, listed, scale=scale)
+        return paris._with_estimates(ix, q, votes, listed, logits=logits)
 
 
 def _round_up(parts: Array, whole: int) -> Array:

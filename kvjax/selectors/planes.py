@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from kvjax import ops
-from kvjax.numerics.partial import scaled
+from kvjax.numerics.partial import Logits
 from kvjax.numerics.quant import OneBit
 from kvjax.numerics.rotate import decode_weights, lloyd_max, rotate_few
 from kvjax.numerics.selection import GROUP_REDUCES, GroupReduce
@@ -58,19 +58,18 @@ class SignPlane(Selector):
                 "store=kvjax.TurboQuant(bits=4), or a selector with an index of its own, such as kvjax.Fier()"
             )
 
-    def score(self, ix: tuple[TurboBlock, TurboQuant], q: Array, *, scale: float) -> Array:
+    def score(self, ix: tuple[TurboBlock, TurboQuant], q: Array, *, logits: Logits) -> Array:
         stored, store = ix
         signs, D = stored.k.signs, q.shape[-1]
         groups = signs.shape[2] // math.gcd(signs.shape[2], BLOCK)
         one = jnp.full((*signs.shape[:2], groups, D), _sign_size(D, store.bits), jnp.float32)
         code = OneBit(signs, one, jnp.zeros_like(one))
-        products = ops.score_1bit(rotate_few(q, store.seed), code, scale=1.0)
+        products = ops.score_1bit(rotate_few(q, store.seed), code, logits=Logits(1.0))
         shift = jnp.einsum(
             "bkgd,bkd->bkg", q.astype(jnp.float32), stored.offset, precision="highest"
         )
-        return scaled(
-            products * decode_weights(stored.k)[:, :, None, :, 0] + shift[..., None], scale
-        )
+        sizes = decode_weights(stored.k)[:, :, None, :, 0]
+        return logits.of(products * sizes + shift[..., None])
 
     def over_context(self, stripes: Stripes) -> Selector:
         raise ValueError(

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.tree_util import register_dataclass
 
+from kvjax.numerics.partial import Logits
 from kvjax.numerics.sharing import Shared, Sharing
 from kvjax.selectors.selector import Selector, Wrapper
 from kvjax.spec import CacheSpec
@@ -62,14 +63,14 @@ class PrefixedSelector(Sharing, Wrapper):
     def append(self, ix: PrefixedIndex, k: Array, at: Array, count: Array) -> PrefixedIndex:
         return replace(ix, own=self.selector.append(ix.own, k, at - ix.base, count))
 
-    def score(self, ix: PrefixedIndex, q: Array, *, scale: float) -> Array:
+    def score(self, ix: PrefixedIndex, q: Array, *, logits: Logits) -> Array:
         _, K, G, D = q.shape
         groups = self.groups(ix.prefix)
         queries = jnp.moveaxis(groups.gather(q), 1, 2).reshape(self.prefixes, K, -1, D)
-        shared = self.selector.score(ix.shared.value, queries, scale=scale)
+        shared = self.selector.score(ix.shared.value, queries, logits=logits)
         shared = jnp.moveaxis(shared.reshape(self.prefixes, K, -1, G, shared.shape[3]), 2, 1)
         scores = jnp.concatenate(
-            [groups.scatter(shared), self.selector.score(ix.own, q, scale=scale)], axis=3
+            [groups.scatter(shared), self.selector.score(ix.own, q, logits=logits)], axis=3
         )
         units, of_prefix = scores.shape[3], self.tokens // self.unit
         unit, base = jnp.arange(units, dtype=jnp.int32)[None], ix.base[:, None] // self.unit

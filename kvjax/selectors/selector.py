@@ -9,6 +9,7 @@ from jax import Array
 
 from kvjax import ops
 from kvjax.memory import growth
+from kvjax.numerics.partial import Logits
 from kvjax.numerics.selection import Candidates, GroupReduce, PackedSelection, Selection
 from kvjax.sharding.context import Stripes
 from kvjax.spec import CacheSpec
@@ -65,16 +66,16 @@ class Selector:
         """
         raise NotImplementedError
 
-    def score(self, ix: Any, q: Array, *, scale: float) -> Array:
-        """f32[B, K, G, units] estimates of scale * q.k for q [B, K, G, D]."""
+    def score(self, ix: Any, q: Array, *, logits: Logits) -> Array:
+        """f32[B, K, G, units] estimates of the logits of q [B, K, G, D]."""
         raise NotImplementedError
 
     def score_visible(
-        self, ix: Any, q: Array, candidates: Candidates, *, scale: float
+        self, ix: Any, q: Array, candidates: Candidates, *, logits: Logits
     ) -> Array:
         """`score`, for selectors whose scores depend on the other tokens that a sliding window
         shows: those in the span of `candidates`, at most `candidates.window`."""
-        return self.score(ix, q, scale=scale)
+        return self.score(ix, q, logits=logits)
 
     def with_pending(self, candidates: Candidates, q: Array) -> Candidates:
         """`candidates` with other keys in the pending slots, for selectors that do not score
@@ -86,7 +87,7 @@ class Selector:
         return candidates
 
     def select(
-        self, ix: Any, q: Array, candidates: Candidates, *, scale: float
+        self, ix: Any, q: Array, candidates: Candidates, *, logits: Logits
     ) -> Selection | PackedSelection:
         """Selects the candidates that rank highest by `group_reduce` for q [B, K, G, D], as
         whole units.
@@ -97,11 +98,13 @@ class Selector:
         select in any order, unless `candidates.in_order` asks for one, and calls the default
         for candidates that do not `fit`. Law: it selects the tokens that the default selects.
         """
-        scores = self.score_visible(ix, q, candidates, scale=scale)
+        scores = self.score_visible(ix, q, candidates, logits=logits)
         if candidates.last is not None:
             scores = jnp.where(candidates.last[:, :, None], LAST, scores)
         scored = self.with_pending(candidates, q)
-        best = ops.select_top(scores, q, scored, self.group_reduce, unit=self.unit, scale=scale)
+        best = ops.select_top(
+            scores, q, scored, self.group_reduce, unit=self.unit, logits=logits
+        )
         return candidates.tokens(best, scores.shape[3], self.unit)
 
     def truncate(self, ix: Any, count: Array) -> Any:
@@ -160,13 +163,13 @@ class Wrapper(Selector):
     def append(self, ix: Any, k: Array, at: Array, count: Array) -> Any:
         return self.selector.append(ix, k, at, count)
 
-    def score(self, ix: Any, q: Array, *, scale: float) -> Array:
-        return self.selector.score(ix, q, scale=scale)
+    def score(self, ix: Any, q: Array, *, logits: Logits) -> Array:
+        return self.selector.score(ix, q, logits=logits)
 
     def score_visible(
-        self, ix: Any, q: Array, candidates: Candidates, *, scale: float
+        self, ix: Any, q: Array, candidates: Candidates, *, logits: Logits
     ) -> Array:
-        return self.selector.score_visible(ix, q, candidates, scale=scale)
+        return self.selector.score_visible(ix, q, candidates, logits=logits)
 
     def with_pending(self, candidates: Candidates, q: Array) -> Candidates:
         return self.selector.with_pending(candidates, q)

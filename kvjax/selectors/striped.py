@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from kvjax.numerics.partial import Logits
 from kvjax.numerics.selection import (
     SOFTMAX_REDUCES,
     Candidates,
@@ -57,30 +58,30 @@ class StripedSelector(Wrapper):
     def truncate(self, ix: Any, count: Array) -> Any:
         return self.selector.truncate(ix, count // self.stripes.parts)
 
-    def score(self, ix: Any, q: Array, *, scale: float) -> Array:
+    def score(self, ix: Any, q: Array, *, logits: Logits) -> Array:
         """The scores of the units of all devices; `select` moves far less between devices."""
-        return self.stripes.gather(self.score_own(ix, q, scale=scale), self.unit)
+        return self.stripes.gather(self.score_own(ix, q, logits=logits), self.unit)
 
-    def score_own(self, ix: Any, q: Array, *, scale: float) -> Array:
+    def score_own(self, ix: Any, q: Array, *, logits: Logits) -> Array:
         """The scores f32[B, K, G, U] of the units of this device."""
-        return self.selector.score(ix, q, scale=scale)
+        return self.selector.score(ix, q, logits=logits)
 
     score_visible = Selector.score_visible
 
-    def select(self, ix: Any, q: Array, candidates: Candidates, *, scale: float) -> Any:
+    def select(self, ix: Any, q: Array, candidates: Candidates, *, logits: Logits) -> Any:
         """A `DealtSelection` of the units that rank highest on all devices, by rank; ties go to
         the lower place.
         """
         if candidates.last is not None:
-            return super().select(ix, q, candidates, scale=scale)
+            return super().select(ix, q, candidates, logits=logits)
         stripes, unit, rule = self.stripes, self.unit, self.group_reduce
         q = lax.stop_gradient(
             q
         )  # a selection has no derivative, nor has the sum of `sum_in_one_pass`
-        scores, scored = self.score_own(ix, q, scale=scale), self.with_pending(candidates, q)
+        scores, scored = self.score_own(ix, q, logits=logits), self.with_pending(candidates, q)
         start, stop = (jnp.asarray(x, jnp.int32) for x in candidates.span)
         own = replace(candidates, span=(stripes.owned(start), stripes.owned(stop)))
-        pending, exist = scored.pending_units(q, scale, unit)
+        pending, exist = scored.pending_units(q, logits, unit)
         units = scores.shape[3]
         parts = [
             (scores, own.inside(*own.span, units, unit)),

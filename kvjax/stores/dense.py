@@ -10,7 +10,7 @@ from jax import Array
 
 from kvjax import ops
 from kvjax.numerics.blocks import Block, empty_block, put
-from kvjax.numerics.partial import PartialAttention, Span, merge, merge_sinks
+from kvjax.numerics.partial import Logits, PartialAttention, Span, merge, merge_sinks
 from kvjax.numerics.selection import PackedSelection, Selection
 from kvjax.ops.chunk import attend_zone
 from kvjax.spec import CacheSpec
@@ -38,13 +38,13 @@ class Dense(Store):
     def truncate(self, st: Block, count: Array) -> Block:
         return replace(st, count=count)
 
-    def attend(self, st: Block, q: Array, start: Array, *, scale: float) -> PartialAttention:
+    def attend(self, st: Block, q: Array, start: Array, *, logits: Logits) -> PartialAttention:
         steps = next(
             n
             for n in range(1, q.shape[2] + 1)
             if q.shape[2] % n == 0 and q.shape[2] // n <= TOGETHER
         )
-        return self._attend_from(st, q, start, steps, scale)
+        return self._attend_from(st, q, start, steps, logits)
 
     def attend_with(
         self,
@@ -54,12 +54,12 @@ class Dense(Store):
         recent: Span,
         sink: Span | None,
         *,
-        scale: float,
+        logits: Logits,
         sinks: Array | None = None,
         part: bool = False,
     ) -> Any:
         steps = recent.stop.shape[1] if recent.stop.ndim == 2 else 1
-        history = self._attend_from(st, q, start, steps, scale)
+        history = self._attend_from(st, q, start, steps, logits)
         # One kernel reads what is beside the history: as slots of a step that selects none.
         nothing = jnp.zeros((*q.shape[:2], steps, 1), jnp.int32)
         beside = ops.attend_zones(
@@ -70,14 +70,14 @@ class Dense(Store):
             recent,
             sink,
             recent.k.shape[2],
-            scale=scale,
+            logits=logits,
             part=True,
         )
         whole = merge(history, beside)
         return whole if part else merge_sinks(whole, sinks).out.astype(q.dtype)
 
     def _attend_from(
-        self, st: Block, q: Array, start: Array, steps: int, scale: float
+        self, st: Block, q: Array, start: Array, steps: int, logits: Logits
     ) -> PartialAttention:
         """`attend` of queries that come as those of several steps, which a kernel takes by the
         product, and which all see the same slots.
@@ -87,38 +87,57 @@ class Dense(Store):
             start = start[:, None]
             stop = jnp.broadcast_to(stop[:, None], (stop.shape[0], steps))
         part: PartialAttention = ops.attend_span(
-            q, Span(st.k, st.v, start, stop), scale=scale, part=True
+            q, Span(st.k, st.v, start, stop), logits=logits, part=True
         )
         return part
 
     def attend_chunk(
-        self, st: Block, q: Array, start: Array | None, *, scale: float
+        self, st: Block, q: Array, start: Array | None, *, logits: Logits
     ) -> PartialAttention:
         B, K, G, T, D = q.shape
         if start is None or T > SPANS:
-            return attend_zone(q, st.k, st.v, start, st.count, scale=scale)
+            return attend_zone(q, st.k, st.v, start, st.count, logits=logits)
         span = Span(st.k, st.v, start, jnp.broadcast_to(st.count[:, None], start.shape))
         part = ops.attend_span(
-            jnp.swapaxes(q, 2, 3).reshape(B, K, T * G, D), span, scale=scale, part=True
+            jnp.swapaxes(q, 2, 3).reshape(B, K, T * G, D), span, logits=logits, part=True
         )
         by_head = (jnp.swapaxes(x.reshape(B, K, T, G, *x.shape[3:]), 2, 3) for x in part)
         return PartialAttention(*(x.reshape(B, K, G * T, *x.shape[4:]) for x in by_head))
 
     def attend_slots(
-        self, st: Block, q: Array, selection: Selection, *, scale: float
+        self, st: Block, q: Array, selection: Selection, *, logits: Logits
     ) -> PartialAttention:
-        return ops.attend_slots(q, st.k, st.v, selection, scale=scale)
+        return ops.attend_slots(q, st.k, st.v, selection, logits=logits)
 
     def attend_zones(
         self,
         st: Block,
         q: Array,
         selection: Selection | PackedSelection,
-        *zones: Any,
-        **logits: Any,
-    ) -> tuple[Any, Block]:
-        return ops.attend_zones(q, st.k, st.v, selection, *zones, **logits), st
+        recent: Span,
+        sink: Span | None,
+        local: int,
+        *,
+        logits: Logits,
+        sinks: Array | None = None,
+    ) -> tuple[Array, Block]:
+        out: Array = ops.attend_zones(
+            q, st.k, st.v, selection, recent, sink, local, sinks=sinks, logits=logits
+        )
+        return out, st
 
-    def attend_zones_part(self, st: Block, *zones: Any, scale: float) -> PartialAttention:
-        part: PartialAttention = self.attend_zones(st, *zones, scale=scale, part=True)[0]
+    def attend_zones_part(
+        self,
+        st: Block,
+        q: Array,
+        selection: Selection | PackedSelection,
+        recent: Span,
+        sink: Span | None,
+        local: int,
+        *,
+        logits: Logits,
+    ) -> PartialAttention:
+        part: PartialAttention = ops.attend_zones(
+            q, st.k, st.v, selection, recent, sink, local, logits=logits, part=True
+        )
         return part

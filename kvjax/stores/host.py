@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from kvjax import ops
 from kvjax.memory import has_host_memory, host_zeros, to_device
 from kvjax.numerics.blocks import quotient, remainder
 from kvjax.numerics.derivatives import refuse_derivative
-from kvjax.numerics.partial import PartialAttention, Span
+from kvjax.numerics.partial import Logits, PartialAttention, Span
 from kvjax.numerics.selection import PackedSelection, Selection
 from kvjax.ops.chunk import attend_blocks
 from kvjax.ops.host import read_pages
@@ -103,7 +102,7 @@ class HostOffload(Store):
         return HostBlock(kv, jnp.minimum(st.count + pages * Z, st.slots))
 
     def attend_chunk(
-        self, st: HostBlock, q: Array, start: Array | None, *, scale: float
+        self, st: HostBlock, q: Array, start: Array | None, *, logits: Logits
     ) -> PartialAttention:
         Z = self.page
 
@@ -111,7 +110,7 @@ class HostOffload(Store):
             return split_parts(read_pages(kv, first // Z, size // Z))
 
         return attend_blocks(
-            q, st.kv, start, st.count, read=read, slots=st.slots, unit=Z, scale=scale
+            q, st.kv, start, st.count, read=read, slots=st.slots, unit=Z, logits=logits
         )
 
     def gather(self, st: HostBlock, selection: Selection) -> tuple[Array, Array]:
@@ -192,7 +191,9 @@ class HostOffload(Store):
         recent: Span,
         sink: Span | None,
         local: int,
-        **logits: Any,
+        *,
+        logits: Logits,
+        sinks: Array | None = None,
     ) -> tuple[Array, HostBlock]:
         """Selected tokens of the history move to the device in the order of the selection."""
         slots = selection.slots
@@ -202,7 +203,10 @@ class HostOffload(Store):
         on_device = selection._replace(
             slots=jnp.where(stored, moved, k.shape[2] + slots - st.slots)
         )
-        return ops.attend_zones(q, k, v, on_device, recent, sink, local, **logits), st
+        out: Array = ops.attend_zones(
+            q, k, v, on_device, recent, sink, local, sinks=sinks, logits=logits
+        )
+        return out, st
 
     def place(
         self, st: HostBlock, hot: tuple[Array, Array], page: Array, used: Array, at: Array

@@ -17,7 +17,7 @@ from jax.tree_util import register_dataclass
 
 from kvjax import ops
 from kvjax.memory import host_zeros, to_device
-from kvjax.numerics.partial import PartialAttention
+from kvjax.numerics.partial import Logits, PartialAttention
 from kvjax.numerics.selection import Selection
 from kvjax.ops.chunk import attend_blocks
 from kvjax.sharding.context import Stripes
@@ -133,7 +133,7 @@ class _HostCodes(Coded):
         return CodedBlock(rows.kv, rows.count, st.offset)
 
     def attend_chunk(
-        self, st: CodedBlock, q: Array, start: Array | None, *, scale: float
+        self, st: CodedBlock, q: Array, start: Array | None, *, logits: Logits
     ) -> PartialAttention:
         Z = self.page
 
@@ -144,7 +144,7 @@ class _HostCodes(Coded):
             return self._decoded(st, k, v)
 
         return attend_blocks(
-            q, st, start, st.count, read=read, slots=st.slots, unit=Z, scale=scale
+            q, st, start, st.count, read=read, slots=st.slots, unit=Z, logits=logits
         )
 
     takes_steps = True

@@ -22,7 +22,7 @@ from jax.tree_util import register_dataclass
 from jax.typing import DTypeLike
 
 from kvjax import ops
-from kvjax.numerics.partial import PartialAttention, Span
+from kvjax.numerics.partial import Logits, PartialAttention, Span
 from kvjax.numerics.selection import PackedSelection, Selection
 from kvjax.sharding.context import Stripes
 from kvjax.spec import CacheSpec, keep_ints
@@ -192,10 +192,15 @@ class HotSet(Wrapper):
         recent: Span,
         sink: Span | None,
         local: int,
-        **logits: Any,
+        *,
+        logits: Logits,
+        sinks: Array | None = None,
     ) -> tuple[Array, HotBlock]:
         st, (k, v, on_device) = self.load(st, selection)
-        return ops.attend_zones(q, k, v, on_device, recent, sink, local, **logits), st
+        out: Array = ops.attend_zones(
+            q, k, v, on_device, recent, sink, local, sinks=sinks, logits=logits
+        )
+        return out, st
 
     def read(
         self, st: HotBlock, selection: Selection, length: int
@@ -205,18 +210,20 @@ class HotSet(Wrapper):
 
     # Verbs that read no selection, or one that was not loaded, read the history itself.
 
-    def attend(self, st: HotBlock, q: Array, start: Array, *, scale: float) -> PartialAttention:
-        return self.store.attend(st.history, q, start, scale=scale)
+    def attend(
+        self, st: HotBlock, q: Array, start: Array, *, logits: Logits
+    ) -> PartialAttention:
+        return self.store.attend(st.history, q, start, logits=logits)
 
     def attend_chunk(
-        self, st: HotBlock, q: Array, start: Array | None, *, scale: float
+        self, st: HotBlock, q: Array, start: Array | None, *, logits: Logits
     ) -> PartialAttention:
-        return self.store.attend_chunk(st.history, q, start, scale=scale)
+        return self.store.attend_chunk(st.history, q, start, logits=logits)
 
     def attend_slots(
-        self, st: HotBlock, q: Array, selection: Selection, *, scale: float
+        self, st: HotBlock, q: Array, selection: Selection, *, logits: Logits
     ) -> PartialAttention:
-        return self.store.attend_slots(st.history, q, selection, scale=scale)
+        return self.store.attend_slots(st.history, q, selection, logits=logits)
 
     def gather(self, st: HotBlock, selection: Selection) -> tuple[Array, Array]:
         return self.store.gather(st.history, selection)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.tree_util import register_dataclass
 
-from kvjax.numerics.partial import PartialAttention, attend_part, merge
+from kvjax.numerics.partial import Logits, PartialAttention, attend_part, merge
 from kvjax.numerics.selection import Selection
 from kvjax.numerics.sharing import Shared, Sharing
 from kvjax.spec import CacheSpec
@@ -76,20 +76,20 @@ class Prefixed(Sharing, Wrapper):
         return replace(st, own=self.store.append(st.own, k, v, count))
 
     def attend(
-        self, st: PrefixedBlock, q: Array, start: Array, *, scale: float
+        self, st: PrefixedBlock, q: Array, start: Array, *, logits: Logits
     ) -> PartialAttention:
-        own = self.store.attend(st.own, q, jnp.maximum(start - st.base, 0), scale=scale)
-        return merge(self._attend_shared(st, q[:, :, :, None], start[:, None], scale), own)
+        own = self.store.attend(st.own, q, jnp.maximum(start - st.base, 0), logits=logits)
+        return merge(self._attend_shared(st, q[:, :, :, None], start[:, None], logits), own)
 
     def attend_chunk(
-        self, st: PrefixedBlock, q: Array, start: Array | None, *, scale: float
+        self, st: PrefixedBlock, q: Array, start: Array | None, *, logits: Logits
     ) -> PartialAttention:
         own_start = None if start is None else jnp.maximum(start - st.base[:, None], 0)
-        own = self.store.attend_chunk(st.own, q, own_start, scale=scale)
-        return merge(self._attend_shared(st, q, start, scale), own)
+        own = self.store.attend_chunk(st.own, q, own_start, logits=logits)
+        return merge(self._attend_shared(st, q, start, logits), own)
 
     def _attend_shared(
-        self, st: PrefixedBlock, q: Array, start: Array | None, scale: float
+        self, st: PrefixedBlock, q: Array, start: Array | None, logits: Logits
     ) -> PartialAttention:
         """The part of q [B, K, G, T, D] over the prefixes: the rows of a prefix are a chunk of
         n*T queries.
@@ -106,7 +106,7 @@ class Prefixed(Sharing, Wrapper):
                 None if starts is None else starts[:, rows].reshape(len(starts), -1),
             )
             part = self.store.attend_chunk(
-                st.shared.value, chunk.reshape(*chunk.shape[:3], -1, D), own, scale=scale
+                st.shared.value, chunk.reshape(*chunk.shape[:3], -1, D), own, logits=logits
             )
             return [x.reshape(*chunk.shape[:5], *x.shape[3:]) for x in part]
 
@@ -134,14 +134,14 @@ class Prefixed(Sharing, Wrapper):
         return k, v
 
     def attend_slots(
-        self, st: PrefixedBlock, q: Array, selection: Selection, *, scale: float
+        self, st: PrefixedBlock, q: Array, selection: Selection, *, logits: Logits
     ) -> PartialAttention:
         """Reads the selected slots; or each prefix once as a whole, if its rows select more
         than that of it.
         """
         (B, K, H, M), groups = selection.slots.shape, self.groups(st.prefix)
         if not isinstance(self.store, Dense) or groups.row.shape[1] * H * M <= self.tokens:
-            return super().attend_slots(st, q, selection, scale=scale)
+            return super().attend_slots(st, q, selection, logits=logits)
         of_prefix, own = self._split(st, selection)
         G, shared = q.shape[2], st.shared.value
         slots = jnp.where(of_prefix.valid, of_prefix.slots, self.tokens)
@@ -149,7 +149,7 @@ class Prefixed(Sharing, Wrapper):
         chosen = jnp.zeros((B, K, H, self.tokens), bool).at[at].set(True, mode="drop")
         mask = self._as_heads(groups.gather(jnp.repeat(chosen, G // H, axis=2)))
         part = attend_part(
-            self._as_heads(groups.gather(q)), shared.k, shared.v, mask, scale=scale
+            self._as_heads(groups.gather(q)), shared.k, shared.v, mask, logits=logits
         )
 
         def by_row(x: Array, fill: float) -> Array:
@@ -158,7 +158,7 @@ class Prefixed(Sharing, Wrapper):
             )
 
         whole = PartialAttention(by_row(part.out, 0), by_row(part.lse, -jnp.inf))
-        return merge(whole, self.store.attend_slots(st.own, q, own, scale=scale))
+        return merge(whole, self.store.attend_slots(st.own, q, own, logits=logits))
 
     def _split(self, st: PrefixedBlock, selection: Selection) -> tuple[Selection, Selection]:
         """The selected slots of the prefix, and of the row's own tokens."""

@@ -11,7 +11,7 @@ from jax.tree_util import register_dataclass
 
 from kvjax import ops
 from kvjax.numerics.blocks import write
-from kvjax.numerics.partial import PartialAttention, Span
+from kvjax.numerics.partial import Logits, PartialAttention, Span
 from kvjax.numerics.quant import QuantArray, channels_packed, dequantize, quantize, slice_tokens
 from kvjax.numerics.selection import Selection
 from kvjax.ops.chunk import attend_blocks
@@ -136,12 +136,12 @@ class Quantized(Store):
         return dequantize(codes_k, k.shape[-1]), dequantize(codes_v, v.shape[-1])
 
     def attend(
-        self, st: QuantizedBlock, q: Array, start: Array, *, scale: float
+        self, st: QuantizedBlock, q: Array, start: Array, *, logits: Logits
     ) -> PartialAttention:
-        return ops.attend_quantized(q, st.k, st.v, start, st.count, scale=scale)
+        return ops.attend_quantized(q, st.k, st.v, start, st.count, logits=logits)
 
     def attend_chunk(
-        self, st: QuantizedBlock, q: Array, start: Array | None, *, scale: float
+        self, st: QuantizedBlock, q: Array, start: Array | None, *, logits: Logits
     ) -> PartialAttention:
         D = q.shape[-1]
 
@@ -156,7 +156,14 @@ class Quantized(Store):
 
         unit = self._key_tokens()
         return attend_blocks(
-            q, (st.k, st.v), start, st.count, read=read, slots=st.slots, unit=unit, scale=scale
+            q,
+            (st.k, st.v),
+            start,
+            st.count,
+            read=read,
+            slots=st.slots,
+            unit=unit,
+            logits=logits,
         )
 
     def attend_with(

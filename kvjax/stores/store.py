@@ -14,7 +14,7 @@ from kvjax import ops
 from kvjax.memory import growth
 from kvjax.numerics.blocks import take_rows
 from kvjax.numerics.derivatives import refuse_derivative
-from kvjax.numerics.partial import PartialAttention, Span, merge_sinks
+from kvjax.numerics.partial import Logits, PartialAttention, Span, merge_sinks
 from kvjax.numerics.selection import PackedSelection, Selection, split_selection, unpack
 from kvjax.ops.host import pages_to_read, place_pages
 from kvjax.sharding.context import Stripes
@@ -80,7 +80,7 @@ class Store:
 
     # ------------------------------------------------------------------------------------------------- all slots
 
-    def attend(self, st: Any, q: Array, start: Array, *, scale: float) -> PartialAttention:
+    def attend(self, st: Any, q: Array, start: Array, *, logits: Logits) -> PartialAttention:
         """Attention of a step's q [B, K, G, D] over the slots [start, count), start i32[B].
 
         A store implements this or `attend_chunk`; the default of each is the other.
@@ -89,10 +89,10 @@ class Store:
             raise NotImplementedError(
                 f"{type(self).__name__} must implement attend or attend_chunk"
             )
-        return self.attend_chunk(st, q[:, :, :, None], start[:, None], scale=scale)
+        return self.attend_chunk(st, q[:, :, :, None], start[:, None], logits=logits)
 
     def attend_chunk(
-        self, st: Any, q: Array, start: Array | None, *, scale: float
+        self, st: Any, q: Array, start: Array | None, *, logits: Logits
     ) -> PartialAttention:
         """Attention of a chunk's q [B, K, G, T, D] over the slots [start, count), a part over Q
         = G*T.
@@ -105,7 +105,7 @@ class Store:
         start = jnp.zeros((B, T), jnp.int32) if start is None else start
 
         def one(x: tuple[Array, Array]) -> PartialAttention:
-            return self.attend(st, *x, scale=scale)
+            return self.attend(st, *x, logits=logits)
 
         each = lax.map(one, (jnp.moveaxis(q, 3, 0), jnp.moveaxis(start, 1, 0)))
         return PartialAttention(
@@ -120,17 +120,17 @@ class Store:
         recent: Span,
         sink: Span | None,
         *,
-        scale: float,
+        logits: Logits,
         sinks: Array | None = None,
         part: bool = False,
     ) -> Any:
         """[B, K, G, D] in the dtype of q [B, K, G, D]: attention over the slots [start, count),
         start i32[B], over the spans of `recent` and `sink`, and with the logits `sinks` of
         `Step`; or a `part` over Q = G without these."""
-        history = self.attend(st, q, start, scale=scale)
+        history = self.attend(st, q, start, logits=logits)
         if part:
-            return ops.merge_beside(history, q, None, recent, sink, scale=scale)
-        return ops.attend_beside(history, q, None, recent, sink, sinks, scale=scale)
+            return ops.merge_beside(history, q, None, recent, sink, logits=logits)
+        return ops.attend_beside(history, q, None, recent, sink, sinks, logits=logits)
 
     # -------------------------------------------------------------------------------------------- selected slots
 
@@ -152,10 +152,10 @@ class Store:
         return st, self.gather(st, stored)
 
     def attend_slots(
-        self, st: Any, q: Array, selection: Selection, *, scale: float
+        self, st: Any, q: Array, selection: Selection, *, logits: Logits
     ) -> PartialAttention:
         """Attention of q [B, K, G, D] over the selected slots, reading only those."""
-        return ops.attend_gathered(q, *self.gather(st, selection), selection, scale=scale)
+        return ops.attend_gathered(q, *self.gather(st, selection), selection, logits=logits)
 
     def attend_zones(
         self,
@@ -166,7 +166,7 @@ class Store:
         sink: Span | None,
         local: int,
         *,
-        scale: float,
+        logits: Logits,
         sinks: Array | None = None,
     ) -> tuple[Array, Any]:
         """Attention over the selected slots, the local window and `sink`: [B, K, G, D] in the
@@ -177,7 +177,7 @@ class Store:
         [B, K, T*G, D], each step's after the previous step's, lists of slots [B, K, T*H, M],
         and spans with start and stop i32[B, T].
         """
-        whole = self.attend_zones_part(st, q, selection, recent, sink, local, scale=scale)
+        whole = self.attend_zones_part(st, q, selection, recent, sink, local, logits=logits)
         return merge_sinks(whole, sinks).out.astype(q.dtype), st
 
     def attend_zones_part(
@@ -189,15 +189,15 @@ class Store:
         sink: Span | None,
         local: int,
         *,
-        scale: float,
+        logits: Logits,
     ) -> PartialAttention:
         """The attention of `attend_zones` as a part, which merges with those of other devices;
         without sink logits.
         """
         stored, pending = split_selection(selection, st.slots)
-        history = self.attend_slots(st, q, stored, scale=scale)
+        history = self.attend_slots(st, q, stored, logits=logits)
         recent = recent._replace(start=jnp.maximum(recent.stop - local, recent.start))
-        return ops.merge_beside(history, q, pending, recent, sink, scale=scale)
+        return ops.merge_beside(history, q, pending, recent, sink, logits=logits)
 
     def recall(
         self,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.tree_util import register_dataclass
 
-from kvjax.numerics.partial import PartialAttention, Span
+from kvjax.numerics.partial import Logits, PartialAttention, Span
 from kvjax.numerics.selection import DealtSelection, PackedSelection, Selection
 from kvjax.sharding.context import Stripes, merge_chunk, merge_parts
 from kvjax.spec import CacheSpec
@@ -68,25 +68,25 @@ class StripedStore(Wrapper):
         return replace(st, block=replace(block, count=block.count * parts))
 
     def attend(
-        self, st: StripedState, q: Array, start: Array, *, scale: float
+        self, st: StripedState, q: Array, start: Array, *, logits: Logits
     ) -> PartialAttention:
-        part = self.store.attend(self._own(st), q, self.stripes.owned(start), scale=scale)
+        part = self.store.attend(self._own(st), q, self.stripes.owned(start), logits=logits)
         return merge_parts(part, self.stripes.axis)
 
     def attend_chunk(
-        self, st: StripedState, q: Array, start: Array | None, *, scale: float
+        self, st: StripedState, q: Array, start: Array | None, *, logits: Logits
     ) -> PartialAttention:
         own = None if start is None else self.stripes.owned(start)
         return merge_chunk(
-            self.store.attend_chunk(self._own(st), q, own, scale=scale), self.stripes.axis
+            self.store.attend_chunk(self._own(st), q, own, logits=logits), self.stripes.axis
         )
 
     def attend_slots(
-        self, st: StripedState, q: Array, selection: Selection, *, scale: float
+        self, st: StripedState, q: Array, selection: Selection, *, logits: Logits
     ) -> PartialAttention:
         own = self._own_slots(st, selection)
         return merge_parts(
-            self.store.attend_slots(self._own(st), q, own, scale=scale), self.stripes.axis
+            self.store.attend_slots(self._own(st), q, own, logits=logits), self.stripes.axis
         )
 
     def attend_zones_part(
@@ -98,7 +98,7 @@ class StripedStore(Wrapper):
         sink: Span | None,
         local: int,
         *,
-        scale: float,
+        logits: Logits,
     ) -> PartialAttention:
         """The first device also attends to what all devices have."""
         own = (
@@ -113,7 +113,7 @@ class StripedStore(Wrapper):
             )
 
         zones = of_first(recent), None if sink is None else of_first(sink), local
-        part = self.store.attend_zones_part(self._own(st), q, own, *zones, scale=scale)
+        part = self.store.attend_zones_part(self._own(st), q, own, *zones, logits=logits)
         return merge_parts(part, self.stripes.axis)
 
     def gather(self, st: StripedState, selection: Selection) -> tuple[Array, Array]:

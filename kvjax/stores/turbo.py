@@ -9,7 +9,6 @@ to all logits of a query, and comes back in the log-sum-exp.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from jax.tree_util import register_dataclass
 
 from kvjax import ops
 from kvjax.numerics.blocks import write
-from kvjax.numerics.partial import CappedScale, PartialAttention
+from kvjax.numerics.partial import Logits, PartialAttention, Span
 from kvjax.numerics.quant import slice_tokens
 from kvjax.numerics.rotate import (
     Directions,
@@ -112,10 +111,10 @@ class _Turbo(Coded):
         return k + st.offset[:, :, None], v
 
     def attend_slots(
-        self, st: TurboBlock | CodedBlock, q: Array, selection: Selection, *, scale: float
+        self, st: TurboBlock | CodedBlock, q: Array, selection: Selection, *, logits: Logits
     ) -> PartialAttention:
         rows = self.rotated(st, selection)
-        return attend_rotated(q, *rows, st.offset, selection, seed=self.seed, scale=scale)
+        return attend_rotated(q, *rows, st.offset, selection, seed=self.seed, logits=logits)
 
     def recoded(self, k: Array, v: Array) -> tuple[Array, Array]:
         k, v = (rotate_back(decode(code), self.seed) for code in self.codes(k, v))
@@ -166,17 +165,17 @@ class TurboQuant(_Turbo):
         return TurboBlock(new_k, new_v, jnp.minimum(st.count + count, st.slots), st.offset)
 
     def attend(
-        self, st: TurboBlock, q: Array, start: Array, *, scale: float
+        self, st: TurboBlock, q: Array, start: Array, *, logits: Logits
     ) -> PartialAttention:
-        if isinstance(scale, CappedScale):
-            return self.attend_chunk(st, q[:, :, :, None], start[:, None], scale=scale)
+        if logits.cap is not None:
+            return self.attend_chunk(st, q[:, :, :, None], start[:, None], logits=logits)
         part = ops.attend_quantized(
-            rotate_few(q, self.seed), st.k, st.v, start, st.count, scale=scale
+            rotate_few(q, self.seed), st.k, st.v, start, st.count, logits=logits
         )
-        return turn_back(part, q, st.offset, seed=self.seed, scale=scale)
+        return turn_back(part, q, st.offset, seed=self.seed, scale=logits.uncapped)
 
     def attend_chunk(
-        self, st: TurboBlock, q: Array, start: Array | None, *, scale: float
+        self, st: TurboBlock, q: Array, start: Array | None, *, logits: Logits
     ) -> PartialAttention:
         def read(st: TurboBlock, first: Array | int, size: int) -> tuple[Array, Array]:
             # Without the barrier XLA widens all codes ahead of the loop over blocks.
@@ -186,19 +185,19 @@ class TurboQuant(_Turbo):
             return decode(k) + st.offset[:, :, None], decode(v)
 
         turned, offset = rotate(q, self.seed), st.offset
-        if isinstance(scale, CappedScale):
+        if logits.cap is not None:
             st, offset = replace(st, offset=rotate(offset, self.seed)), jnp.zeros_like(offset)
         else:
             st = replace(st, offset=jnp.zeros_like(offset))
         part = attend_blocks(
-            turned, st, start, st.count, read=read, slots=st.slots, unit=1, scale=scale
+            turned, st, start, st.count, read=read, slots=st.slots, unit=1, logits=logits
         )
         return turn_back(
             part,
             q.reshape(*q.shape[:2], -1, q.shape[-1]),
             offset,
             seed=self.seed,
-            scale=float(scale),
+            scale=logits.scale,  # of no offset, if there is a cap
         )
 
     def rotated(self, st: TurboBlock, selection: Selection) -> tuple[Array, Array]:  # type: ignore[override]
@@ -212,16 +211,53 @@ class TurboQuant(_Turbo):
         st: TurboBlock,
         q: Array,
         selection: Selection | PackedSelection,
-        *zones: Any,
-        **logits: Any,
-    ) -> tuple[Any, TurboBlock]:
-        out = ops.attend_coded_zones(
-            q, st.k, st.v, st.offset, selection, *zones, seed=self.seed, **logits
+        recent: Span,
+        sink: Span | None,
+        local: int,
+        *,
+        logits: Logits,
+        sinks: Array | None = None,
+    ) -> tuple[Array, TurboBlock]:
+        out: Array = ops.attend_coded_zones(
+            q,
+            st.k,
+            st.v,
+            st.offset,
+            selection,
+            recent,
+            sink,
+            local,
+            sinks,
+            seed=self.seed,
+            logits=logits,
         )
         return out, st
 
-    def attend_zones_part(self, st: TurboBlock, *zones: Any, scale: float) -> PartialAttention:
-        return self.attend_zones(st, *zones, scale=scale, part=True)[0]
+    def attend_zones_part(
+        self,
+        st: TurboBlock,
+        q: Array,
+        selection: Selection | PackedSelection,
+        recent: Span,
+        sink: Span | None,
+        local: int,
+        *,
+        logits: Logits,
+    ) -> PartialAttention:
+        part: PartialAttention = ops.attend_coded_zones(
+            q,
+            st.k,
+            st.v,
+            st.offset,
+            selection,
+            recent,
+            sink,
+            local,
+            seed=self.seed,
+            logits=logits,
+            part=True,
+        )
+        return part
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import numpy as np
 from jax import Array
 
 from kvjax.cache.cache import LayerCache
-from kvjax.numerics.partial import group_queries
+from kvjax.numerics.partial import Logits, group_queries
 from kvjax.numerics.selection import Selection, mass_recall, unpack
 from kvjax.policies import Policy, Step
 from kvjax.spec import CacheSpec
@@ -104,7 +104,7 @@ def recall_grows_with_budget(policy: Policy, spec: CacheSpec) -> None:
         )
         valid = [jnp.arange(b.slots)[None] < b.count[:, None] for b in (st.store, st.recent)]
         selection = unpack(
-            wider.select(st, q, Step(q.shape[-1] ** -0.5), in_order=st.store.slots)
+            wider.select(st, q, Step(Logits(q.shape[-1] ** -0.5)), in_order=st.store.slots)
         )
         return selection, mass_recall(selection, logits, jnp.concatenate(valid, axis=1))
 

@@ -8,6 +8,7 @@ import pytest
 import kvjax
 from kvjax import CacheSpec, presets
 from kvjax.contrib.pqcache import ProductCodes
+from kvjax.numerics.partial import Logits
 from tests.test_oracles import data
 
 LEARN, SLOTS = 64, 192
@@ -52,7 +53,7 @@ def whole(k: jax.Array, q: jax.Array) -> tuple:
     ix = SELECTOR.append(
         SELECTOR.init(spec, SLOTS), k, jnp.zeros(2, jnp.int32), jnp.full(2, SLOTS, jnp.int32)
     )
-    return ix, SELECTOR.score(ix, q, scale=0.25)
+    return ix, SELECTOR.score(ix, q, logits=Logits(0.25))
 
 
 @pytest.mark.parametrize("kind", ["random", pytest.param("live", marks=pytest.mark.thorough)])

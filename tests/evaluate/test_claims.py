@@ -18,6 +18,7 @@ from benchmarks.claims.live import summary, take
 from kvjax import CacheSpec, Compressed, Dense, Fifo, LogSparse, Quantized
 from kvjax.evaluate import recall
 from kvjax.evaluate.capture import Live
+from kvjax.numerics.partial import Logits
 from kvjax.numerics.rotate import radius_table, rotate
 from kvjax.selectors import Paris
 from tests.checkpoint import write_checkpoint
@@ -211,10 +212,10 @@ def test_learnt_products_are_exact_with_a_centroid_for_each_key_and_old_centroid
     layer, selector = LIVE.layers[0], drift.Learnt(bits=7)
     q = layer.q[:, 0].reshape(B, K, G, D)
     exact = np.einsum("bkgd,bksd->bkgs", q, layer.k) * 0.25
-    score = jax.jit(selector.score, static_argnames="scale")
-    anew = score(_index(selector, layer.k, S), q, scale=0.25)
+    score = jax.jit(selector.score, static_argnames="logits")
+    anew = score(_index(selector, layer.k, S), q, logits=Logits(0.25))
     np.testing.assert_allclose(anew, exact, atol=1e-5)
-    old = np.asarray(score(_index(selector, layer.k, 48), q, scale=0.25))
+    old = np.asarray(score(_index(selector, layer.k, 48), q, logits=Logits(0.25)))
     np.testing.assert_allclose(old[..., :48], exact[..., :48], atol=1e-5)
     assert np.abs(old[..., 48:] - exact[..., 48:]).mean() > 0.05
     keys = np.asarray(layer.k, np.float64).reshape(
@@ -235,8 +236,8 @@ def test_learnt_votes_are_those_of_numpy():
         _index(selector, layer.k, S),
         np.asarray(layer.q[:, 2], np.float64).reshape(B, K, G, 2, 8),
     )
-    score = jax.jit(selector.score, static_argnames="scale")
-    votes = np.asarray(score(ix, layer.q[:, 2].reshape(B, K, G, D), scale=1.0))
+    score = jax.jit(selector.score, static_argnames="logits")
+    votes = np.asarray(score(ix, layer.q[:, 2].reshape(B, K, G, D), logits=Logits(1.0)))
     centroids, ids = np.asarray(ix.centroids, np.float64), np.asarray(ix.ids)
     reach = np.ceil(S * 0.5 * np.array([0.05, 0.15, 0.3, 0.5, 0.75, 1.0]))
     for b, k, g in np.ndindex(B, K, G):

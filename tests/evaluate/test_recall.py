@@ -54,8 +54,8 @@ LIVE = _live()
 class Worst(Exact):
     """Prefers the tokens that matter least."""
 
-    def score(self, ix, q, *, scale):
-        return -super().score(ix, q, scale=scale)
+    def score(self, ix, q, *, logits):
+        return -super().score(ix, q, logits=logits)
 
 
 def _logits(layer, t, position):
@@ -242,8 +242,8 @@ def test_a_selector_that_chooses_nothing_recalls_nothing():
     class Blind(Exact):
         """Ranks no token."""
 
-        def score(self, ix, q, *, scale):
-            return jnp.full_like(super().score(ix, q, scale=scale), -jnp.inf)
+        def score(self, ix, q, *, logits):
+            return jnp.full_like(super().score(ix, q, logits=logits), -jnp.inf)
 
     pages = replace(BASE, selector=MinMaxPages(page=16), demote=Fifo(leave=16), local=6)
     short = recall.reads(LIVE, replace(pages, budget=20))  # 10 tokens are left for pages of 16

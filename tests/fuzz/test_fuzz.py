@@ -25,6 +25,7 @@ import kvjax
 from kvjax.contrib.adakv import HeadBudgets
 from kvjax.contrib.mikv import Mixed
 from kvjax.contrib.shadowkv import LowRank, MeanPages, OutlierRetrieval
+from kvjax.numerics.partial import Logits
 from kvjax.numerics.selection import unpack
 from tests.fuzz.draw import Configuration, configuration
 from tests.fuzz.run import Programs, Wrong, run_all
@@ -124,8 +125,8 @@ class LearnsAnew(LowRank):
 class SelectsTwice(kvjax.Exact):
     """An Exact that gives its best unit twice."""
 
-    def select(self, ix: Any, q: Any, among: Any, *, scale: float) -> Any:
-        best = unpack(super().select(ix, q, among, scale=scale))
+    def select(self, ix: Any, q: Any, among: Any, *, logits: Logits) -> Any:
+        best = unpack(super().select(ix, q, among, logits=logits))
         return best._replace(
             slots=best.slots.at[..., 1].set(best.slots[..., 0]),
             valid=best.valid.at[..., 1].set(best.valid[..., 0]),

@@ -14,7 +14,7 @@ from flax import nnx
 
 import kvjax
 from kvjax.generation import right_padded
-from kvjax.numerics.partial import PartialAttention, attend_part, merge
+from kvjax.numerics.partial import Logits, PartialAttention, attend_part, merge
 from tests.generation.test_generate import FIER, Tiny, new_cache, words
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -118,7 +118,7 @@ def test_the_parts_of_maxtext_merge_with_those_of_kvjax():
     theirs = jnp.einsum("bkgs,bksd->bkgd", weights, v[:, :, :25])
     part = PartialAttention(theirs / total, (largest + jnp.log(total))[..., 0])
     own, whole = (
-        attend_part(q, k[:, :, at:], v[:, :, at:], jnp.array(True), scale=0.25)
+        attend_part(q, k[:, :, at:], v[:, :, at:], jnp.array(True), logits=Logits(0.25))
         for at in (25, 0)
     )
     for a, b in zip(merge(part, own), whole, strict=True):

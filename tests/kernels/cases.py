@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.numerics.blocks import Block
-from kvjax.numerics.partial import Span
+from kvjax.numerics.partial import Logits, Span
 from kvjax.numerics.quant import OneBit, QuantArray
 from kvjax.numerics.rotate import Directions, encode
 from kvjax.numerics.selection import Candidates, PackedSelection, Selection
@@ -41,7 +41,7 @@ f32, i32, u8, u16, u32, flags = (
     partial(sds, dtype=dtype)
     for dtype in (jnp.float32, jnp.int32, jnp.uint8, jnp.uint16, jnp.uint32, bool)
 )
-SCALE = {"scale": 0.1}
+SCALE = {"logits": Logits(0.1)}
 
 
 def span(B=1, K=2, G=4, S=64, D=128, queries=jnp.bfloat16, dtype=jnp.bfloat16, values=None):

@@ -41,7 +41,6 @@ from kvjax.kernels_pallas.select import (
 )
 from kvjax.kernels_pallas.vote import collide, most_voted
 from kvjax.kernels_pallas.write import put_token
-from kvjax.numerics.partial import CappedScale
 from kvjax.numerics.rotate import lloyd_max
 from tests.kernels import aot
 
@@ -380,7 +379,7 @@ PROGRAMS = {  # name: kernel, arguments, MiB of temporary memory at most, bytes 
     "attend_slots, D 256": (ATTEND, slots(4, 131072, 256, 2048), 0.2, 136),
     "attend_span": (SPAN, span(4, 131072, 128), 0.6, 0),
     "attend_span, a cap and sinks": (
-        partial(attend_span.attend_span, scale=CappedScale(0.1, 50.0)),
+        partial(attend_span.attend_span, scale=0.1, cap=50.0),
         (*span(8, 131072, 64, jnp.float16), sds(8, 8, dtype=jnp.float32)),
         0.6,
         0,
@@ -634,7 +633,9 @@ def test_a_step_runs_the_kernels_and_copies_no_cache(preset, found):
     state = jax.eval_shape(partial(policy.init, spec))
     with mock.patch.object(ops.op, "_unmeasured", return_value=None):
         program = aot.compile_for(
-            lambda st, q: policy.attend(st, q, kvjax.Step(0.1))[0], state, sds(1, 8, 4, 128)
+            lambda st, q: policy.attend(st, q, kvjax.Step(kvjax.Logits(0.1)))[0],
+            state,
+            sds(1, 8, 4, 128),
         )
     names = {
         name.removeprefix("kvjax_").removesuffix("_mosaic_gpu_kernel")

@@ -12,7 +12,7 @@ import pytest
 from kvjax import ops
 from kvjax.kernels_pallas.attend import attend_slots
 from kvjax.kernels_pallas.attend.directions import exactly
-from kvjax.numerics.partial import CappedScale
+from kvjax.numerics.partial import Logits
 from kvjax.numerics.rotate import lloyd_max
 from kvjax.stores import TurboQuant
 from tests.kernels.conftest import on_gpu
@@ -36,7 +36,7 @@ def coded_of(B, K, G, H, S, R, A, D, M, local, dtype, bits=(4, 4), *, counts=Non
 
 def both(args, how, config=None, **more):
     """The kernel's result and the reference's, of q in f32."""
-    how = {"scale": 0.125, **how, **more}
+    how = {"logits": Logits(0.125), **how, **more}
     op = ops.attend_coded_zones
 
     def run(*args):
@@ -172,19 +172,19 @@ def test_attention_over_codes_equals_the_reference(
 
 def test_part_has_its_log_sum_and_a_cap_counts_after_the_offset():
     args, how = coded_of(4, 2, 3, 1, 90, 40, 5, 64, 60, 33, jnp.bfloat16)
-    for scale in (0.125, CappedScale(0.4, 1.5)):
-        got, want = both(args, how, attend_slots.Config(2, 1), part=True, scale=scale)
+    for logits in (Logits(0.125), Logits(0.4, 1.5)):
+        got, want = both(args, how, attend_slots.Config(2, 1), part=True, logits=logits)
         assert relative(got[0], want.out) < 1.5 * BF16
         np.testing.assert_allclose(got[1], want.lse, atol=2e-2)
         sinks = jnp.linspace(-2.0, 6.0, 6).reshape(2, 3)
-        got, want = both(args, how, attend_slots.Config(2, 1), scale=scale, sinks=sinks)
+        got, want = both(args, how, attend_slots.Config(2, 1), logits=logits, sinks=sinks)
         assert relative(got, want) < 2 * BF16
 
 
 def test_attention_over_codes_reads_nothing_that_is_not_attended_to():
     args, how = coded_of(4, 1, 2, 1, 60, 30, 4, 64, 40, 9, jnp.bfloat16, counts=[30, 20, 0, 0])
     q, k, v, offset, selection, *spans = args
-    run = jax.jit(partial(ops.attend_coded_zones.run_kernel, scale=0.125, **how))
+    run = jax.jit(partial(ops.attend_coded_zones.run_kernel, logits=Logits(0.125), **how))
     want = run(*args)
     chosen = np.zeros((4, 1, 60), bool)
     slots, valid = (np.asarray(a)[:, 0, 0] for a in selection)
@@ -201,7 +201,7 @@ def test_attention_over_codes_reads_nothing_that_is_not_attended_to():
     np.testing.assert_array_equal(run(q, poison(k), poison(v), offset, selection, *spans), want)
     over = jax.jit(
         jax.vmap(
-            partial(ops.attend_coded_zones.run_kernel, scale=0.125, **how),
+            partial(ops.attend_coded_zones.run_kernel, logits=Logits(0.125), **how),
             in_axes=(0, *6 * [None]),
         )
     )(jnp.stack([q, -q]), k, v, offset, selection, *spans)

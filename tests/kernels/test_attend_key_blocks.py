@@ -13,6 +13,7 @@ import pytest
 from kvjax import ops
 from kvjax.kernels_pallas.attend import attend_key_blocks
 from kvjax.kernels_pallas.attend.attend_key_blocks import Config
+from kvjax.numerics.partial import Logits
 from tests.kernels.conftest import HAS_KERNELS, ON_GPU
 from tests.kernels.inputs import normal, relative
 
@@ -81,7 +82,9 @@ def test_attention_to_lists_of_blocks_equals_the_reference(
     out, lse = jax.jit(partial(attend_key_blocks.attend_key_blocks, scale=0.1, config=config))(
         *args
     )
-    want = jax.jit(partial(ops.attend_key_blocks, scale=0.1, implementation="xla"))(*args)
+    want = jax.jit(partial(ops.attend_key_blocks, logits=Logits(0.1), implementation="xla"))(
+        *args
+    )
     assert relative(out, want.out) < 1e-2
     np.testing.assert_allclose(lse, want.lse, atol=2e-5)
     for b, stop in enumerate(stops):

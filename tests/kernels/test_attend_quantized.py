@@ -9,7 +9,7 @@ import pytest
 
 from kvjax import ops
 from kvjax.kernels_pallas.attend import attend_quantized
-from kvjax.numerics.partial import Span
+from kvjax.numerics.partial import Logits, Span
 from kvjax.numerics.quant import QuantArray, quantize
 from tests.kernels.conftest import on_gpu
 from tests.kernels.inputs import BIG, normal, relative, spans_of
@@ -142,7 +142,7 @@ def test_attention_over_codes_equals_the_reference(B, K, Q, S, D, bits, groups, 
     out, lse = jax.jit(partial(attend_quantized.attend_quantized, scale=0.1, config=config))(
         q, keys, values, *span
     )
-    reference = jax.jit(partial(ops.attend_quantized, scale=0.1, implementation="xla"))
+    reference = jax.jit(partial(ops.attend_quantized, logits=Logits(0.1), implementation="xla"))
     want, doubled = (reference(x, keys, values, *span) for x in (q, 2 * q))
     # Queries and weights times scales, and keys by token, are rounded to bf16, each once.
     assert relative(out, want.out) < 4e-3
@@ -182,9 +182,9 @@ def test_attention_over_codes_takes_a_zone_of_exact_keys(D, bits, R, spans, dtyp
     )
     config = attend_quantized.Config(2, 1)
     got = jax.jit(partial(attend_quantized.attend_quantized, scale=-0.1, config=config))(*args)
-    want = jax.jit(partial(ops.attend_quantized_zones, scale=-0.1, implementation="xla"))(
-        *args, None
-    )
+    want = jax.jit(
+        partial(ops.attend_quantized_zones, logits=Logits(-0.1), implementation="xla")
+    )(*args, None)
     assert got.dtype == want.dtype == dtype
     assert relative(got, want) < 4e-3 + (dtype == jnp.bfloat16) * 4e-3
     np.testing.assert_array_equal(got[2], np.zeros((1, 4, D)))  # nothing to attend to
@@ -192,7 +192,9 @@ def test_attention_over_codes_takes_a_zone_of_exact_keys(D, bits, R, spans, dtyp
         partial(attend_quantized.attend_quantized, scale=-0.1, config=config, part=True)
     )(*args)
     whole = jax.jit(
-        partial(ops.attend_quantized_zones, scale=-0.1, part=True, implementation="xla")
+        partial(
+            ops.attend_quantized_zones, logits=Logits(-0.1), part=True, implementation="xla"
+        )
     )(*args, None)
     assert relative(out, whole.out) < 4e-3
     np.testing.assert_allclose(lse, whole.lse, atol=5e-3)

@@ -12,6 +12,7 @@ from kvjax.kernels_pallas import simt
 from kvjax.kernels_pallas.attend import attend_slots
 from kvjax.kernels_pallas.attend.softmax import SIZES
 from kvjax.kernels_pallas.select import top_k
+from kvjax.numerics.partial import Logits
 from kvjax.numerics.selection import Selection
 from tests.kernels.conftest import ON_GPU, on_gpu
 from tests.kernels.inputs import normal, relative
@@ -34,7 +35,7 @@ def assert_attends(args, config=None, scale=0.125):
     q, k, v, selection = args
     run = jax.jit(partial(attend_slots.attend_slots, scale=scale, config=config))
     out, lse = run(q, k, v, *selection)
-    want = jax.jit(partial(ops.attend_slots, scale=scale, implementation="xla"))(
+    want = jax.jit(partial(ops.attend_slots, logits=Logits(scale), implementation="xla"))(
         q, k, v, selection
     )
     # Weights are rounded to the dtype of the values, each once.

@@ -10,7 +10,7 @@ import pytest
 from kvjax import ops
 from kvjax.kernels_pallas.attend import attend_span
 from kvjax.kernels_pallas.attend.softmax import SIZES
-from kvjax.numerics.partial import Span
+from kvjax.numerics.partial import Logits, Span
 from tests.kernels.conftest import on_gpu
 from tests.kernels.inputs import BIG, normal, relative, spans_of
 
@@ -34,7 +34,9 @@ def attend_in_span(q, span, config=None, scale=0.125):
 def over_span(q, span, scale=0.125):
     """The reference, of finite values."""
     finite = span._replace(v=jnp.where(jnp.isinf(span.v), jnp.zeros((), span.v.dtype), span.v))
-    return jax.jit(partial(ops.attend_span, scale=scale, implementation="xla"))(q, finite)
+    return jax.jit(partial(ops.attend_span, logits=Logits(scale), implementation="xla"))(
+        q, finite
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,9 +99,9 @@ def test_part_over_a_span_has_its_log_sum():
         q, *span
     )
     finite = span._replace(v=jnp.where(jnp.isinf(span.v), jnp.zeros((), span.v.dtype), span.v))
-    want = jax.jit(partial(ops.attend_span, scale=0.125, part=True, implementation="xla"))(
-        q, finite
-    )
+    want = jax.jit(
+        partial(ops.attend_span, logits=Logits(0.125), part=True, implementation="xla")
+    )(q, finite)
     assert got[0].dtype == jnp.float32
     assert relative(got[0], want.out) < float(jnp.finfo(jnp.bfloat16).eps)
     np.testing.assert_allclose(got[1], want.lse, rtol=1e-5, atol=1e-5)

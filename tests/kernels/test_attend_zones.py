@@ -10,7 +10,7 @@ import pytest
 from kvjax import CacheSpec, Fifo, Retrieval, Step, ops
 from kvjax.kernels_pallas.attend import attend_slots, attend_zones
 from kvjax.kernels_pallas.attend.softmax import SIZES
-from kvjax.numerics.partial import Span
+from kvjax.numerics.partial import Logits, Span
 from kvjax.numerics.selection import PackedSelection, Selection
 from kvjax.selectors import MinMaxPages
 from tests.kernels.conftest import on_gpu
@@ -160,7 +160,7 @@ def test_attention_over_zones_equals_the_reference(
 ):
     args = zones_of(B, K, G, H, S, R, A, D, M, local, dtype)
     reference = jax.jit(
-        partial(ops.attend_zones, local=local, scale=0.125, implementation="xla")
+        partial(ops.attend_zones, local=local, logits=Logits(0.125), implementation="xla")
     )
     got, want = (
         jax.jit(zones_kernel(local, config))(*args),
@@ -179,7 +179,9 @@ def test_part_over_zones_has_its_log_sum():
     run = partial(attend_zones.attend_zones, local=33, scale=0.125, part=True, config=config)
     got = jax.jit(lambda q, k, v, chosen, *zones: run(q, k, v, *chosen, *zones))(*args)
     want = jax.jit(
-        partial(ops.attend_zones, local=33, scale=0.125, part=True, implementation="xla")
+        partial(
+            ops.attend_zones, local=33, logits=Logits(0.125), part=True, implementation="xla"
+        )
     )(*args)
     assert got[0].dtype == jnp.float32
     assert relative(got[0], want.out) < float(jnp.finfo(jnp.bfloat16).eps)
@@ -240,7 +242,9 @@ def test_attention_over_zones_reads_two_arrays_as_one():
         jnp.stack([q, -q]), k, v, *rest, (more_k, more_v)
     )
     np.testing.assert_array_equal(over[0], want)
-    reference = jax.jit(partial(ops.attend_zones, local=9, scale=0.125, implementation="xla"))
+    reference = jax.jit(
+        partial(ops.attend_zones, local=9, logits=Logits(0.125), implementation="xla")
+    )
     two = reference(q, k, v, *rest, more=(more_k, more_v))
     np.testing.assert_array_equal(two, reference(q, *whole, *rest))
 
@@ -265,18 +269,20 @@ def test_a_step_of_retrieval_is_the_same_with_the_kernel_of_zones(monkeypatch):
     q, lengths = normal(0, 3, 2, 2, 64, dtype=jnp.bfloat16), jnp.asarray([101, 17, 2])
     state = jax.jit(lambda k, v: policy.prefill(policy.init(spec), k, v, lengths))(k, v)
     for window in (None, 50):
-        want, _, info = jax.jit(lambda *args, w=window: policy.attend(*args, Step(0.125, w)))(
-            state, q
-        )
+        want, _, info = jax.jit(
+            lambda *args, w=window: policy.attend(*args, Step(Logits(0.125), w))
+        )(state, q)
         with monkeypatch.context() as m:
             m.setattr(
                 ops,
                 "attend_zones",
-                lambda *args, scale: zones_kernel(args[-1], scale=scale)(*args[:-1]),
+                lambda *args, logits, sinks: zones_kernel(args[-1], scale=logits.scale)(
+                    *args[:-1]
+                ),
             )
-            got, *_ = jax.jit(lambda *args, w=window: policy.attend(*args, Step(0.125, w)))(
-                state, q
-            )
+            got, *_ = jax.jit(
+                lambda *args, w=window: policy.attend(*args, Step(Logits(0.125), w))
+            )(state, q)
         assert relative(got, want) < float(jnp.finfo(jnp.bfloat16).eps)
         if window is None:
             np.testing.assert_array_equal(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvjax import ops
-from kvjax.numerics.partial import CappedScale, Span
+from kvjax.numerics.partial import Logits, Span
 from tests.kernels.inputs import normal, relative
 from tests.kernels.test_attend_slots import attended
 from tests.kernels.test_attend_zones import zones_of
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 K, G = 2, 3
 SINKS = jnp.linspace(-2.0, 6.0, K * G).reshape(K, G)
-CAPPED, PLAIN = CappedScale(0.4, 1.5), 0.125  # most logits are above the cap before it
+CAPPED, PLAIN = Logits(0.4, 1.5), Logits(0.125)  # most logits are above the cap before it
 
 
 def span(steps=1):
@@ -50,16 +50,16 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    ("name", "scale"), [*((name, CAPPED) for name in CASES), ("span", PLAIN), ("zones", PLAIN)]
+    ("name", "logits"), [*((name, CAPPED) for name in CASES), ("span", PLAIN), ("zones", PLAIN)]
 )
-def test_kernels_cap_logits_and_merge_sinks_as_the_references(name, scale):
+def test_kernels_cap_logits_and_merge_sinks_as_the_references(name, logits):
     op, make, settings, takes_sinks = CASES[name]
     args, sinks = make(), {"sinks": SINKS} if takes_sinks else {}
     run = [
         jax.jit(
             partial(
                 op.run_kernel if kernel else partial(op, implementation="xla"),
-                scale=scale,
+                logits=logits,
                 **settings,
             )
         )

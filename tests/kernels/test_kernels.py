@@ -18,6 +18,7 @@ from kvjax.kernels_pallas.host import host_rows
 from kvjax.kernels_pallas.score import rerank, score_1bit, score_pages
 from kvjax.kernels_pallas.select import select_1bit, select_4bit, tiling, top_k, top_k_grouped
 from kvjax.kernels_pallas.vote import collide, most_voted
+from kvjax.numerics.partial import Logits
 from kvjax.numerics.quant import quantize_1bit
 from kvjax.selectors import Fier
 from tests.kernels.cases import CASES
@@ -203,7 +204,7 @@ def test_a_program_lowered_for_a_gpu_has_the_kernels():
     ix = index(1, 2, 64, 64, 32, jnp.bfloat16)
 
     def step(q, ix):
-        scores = jnp.max(ops.score_1bit(q, ix, scale=0.1), axis=2)
+        scores = jnp.max(ops.score_1bit(q, ix, logits=Logits(0.1)), axis=2)
         return ops.top_k(scores, jnp.ones(scores.shape, bool), 16)
 
     q = jnp.zeros((1, 2, 4, 64))
@@ -219,7 +220,11 @@ def test_the_derivative_of_scores_is_the_references():
     )
     chosen, named = (
         jax.jit(
-            jax.grad(lambda q, i=i: jnp.sum(ops.score_1bit(q, ix, scale=0.1, implementation=i)))
+            jax.grad(
+                lambda q, i=i: jnp.sum(
+                    ops.score_1bit(q, ix, logits=Logits(0.1), implementation=i)
+                )
+            )
         )(q)
         for i in (None, "xla")
     )
@@ -247,7 +252,7 @@ def test_a_step_chooses_of_all_pools_and_lengths_what_select_ranks_highest(group
         st = policy.prefill(policy.init(spec), k, k, lengths)
         found = []
         for window in (None, 40):
-            by = Step(0.25, window)
+            by = Step(Logits(0.25), window)
             ranked = policy.select(st, q, by, in_order=st.store.slots)
             found.append((policy.attend(st, q, by)[2].selection, ranked))
         return found

@@ -117,17 +117,17 @@ def test_a_kernel_refuses_what_exceeds_its_limits(name, sizes, words):
 def test_a_config_that_shared_memory_cannot_hold_is_refused(kernel, case, config):
     args, options = case
     args = [x for a in args for x in (a if isinstance(a, (Selection, Span)) else (a,))]
-    options = {name: x for name, x in options.items() if name == "scale"}
+    options = {"scale": options["logits"].scale} if "logits" in options else {}
     with pytest.raises(NotImplementedError, match="bytes of shared memory"):
         run(partial(kernel, **options, config=config), args)
 
 
 def test_attention_over_zones_refuses_a_config_that_shared_memory_cannot_hold():
-    (q, k, v, selection, recent, sink, local), scale = zones()
+    (q, k, v, selection, recent, sink, local), options = zones()
     run_zones = partial(
         attend_zones.attend_zones,
         local=local,
-        **scale,
+        scale=options["logits"].scale,
         config=attend_slots.Config(warpgroups=4),
     )
     with pytest.raises(NotImplementedError, match="bytes of shared memory"):

@@ -9,6 +9,7 @@ import pytest
 
 from kvjax import ops
 from kvjax.kernels_pallas.score import rerank
+from kvjax.numerics.partial import Logits
 from kvjax.numerics.rotate import encode
 from kvjax.numerics.selection import PackedSelection
 from tests.kernels.conftest import on_gpu
@@ -49,9 +50,9 @@ def test_rerank_equals_its_reference(B, K, G, S, D, M, config):
     got = jax.jit(partial(rerank.rerank, centres=CENTRES, scale=0.3, config=config))(
         args[0], *keys, slots
     )
-    want = jax.jit(partial(ops.rerank, scale=0.3, implementation="xla"))(*args)
+    want = jax.jit(partial(ops.rerank, logits=Logits(0.3), implementation="xla"))(*args)
     # Sums of D products in f32, in another order.
-    size = jax.jit(partial(ops.rerank, scale=0.3, implementation="xla"))(
+    size = jax.jit(partial(ops.rerank, logits=Logits(0.3), implementation="xla"))(
         jnp.abs(args[0]), keys._replace(signs=jnp.full_like(keys.signs, 255)), args[2]
     )
     assert (
@@ -70,5 +71,7 @@ def test_rerank_takes_vmap():
         jax.vmap(lambda q: rerank.rerank(q, *keys, slots, centres=CENTRES, scale=1.0))
     )(q)
     picked = PackedSelection(slots, jnp.full((1, 2, 2), 20))
-    want = jnp.stack([ops.rerank(x, keys, picked, scale=1.0, implementation="xla") for x in q])
+    want = jnp.stack(
+        [ops.rerank(x, keys, picked, logits=Logits(1.0), implementation="xla") for x in q]
+    )
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)

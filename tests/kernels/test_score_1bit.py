@@ -9,6 +9,7 @@ import pytest
 
 from kvjax import ops
 from kvjax.kernels_pallas.score import score_1bit
+from kvjax.numerics.partial import Logits
 from kvjax.numerics.quant import OneBit, quantize_1bit
 from tests.kernels.conftest import on_gpu
 from tests.kernels.inputs import index, normal, relative
@@ -45,7 +46,7 @@ pytestmark = pytest.mark.usefixtures("kernels")
 def test_scores_equal_the_reference(B, K, G, S, D, group, dtype):
     ix = index(B, K, S, D, group, dtype)
     q = normal(1, B, K, G, D, dtype=dtype).astype(jnp.float32)
-    want = jax.jit(partial(ops.score_1bit, scale=D**-0.5, implementation="xla"))(q, ix)
+    want = jax.jit(partial(ops.score_1bit, logits=Logits(D**-0.5), implementation="xla"))(q, ix)
     for config in (
         None,
         score_1bit.Config(units=3, stages=2),
@@ -96,7 +97,9 @@ def test_scores_are_finite_where_those_of_the_reference_are(G, dtype):
     )
     for queries in (q, q.at[0, 0, 2, 9].set(jnp.inf)):
         got = jax.jit(lambda q, ix: score_1bit.score_1bit(q, *ix, scale=0.1))(queries, ix)
-        want = jax.jit(partial(ops.score_1bit, scale=0.1, implementation="xla"))(queries, ix)
+        want = jax.jit(partial(ops.score_1bit, logits=Logits(0.1), implementation="xla"))(
+            queries, ix
+        )
         np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))
 
 

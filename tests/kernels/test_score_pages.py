@@ -12,6 +12,7 @@ import pytest
 
 from kvjax import ops
 from kvjax.kernels_pallas.score import score_pages
+from kvjax.numerics.partial import Logits
 from tests.kernels.conftest import HAS_KERNELS, ON_GPU, on_gpu
 from tests.kernels.inputs import boxes, normal, relative
 
@@ -41,7 +42,9 @@ def test_scores_of_pages_equal_the_reference(B, K, G, P, D, dtype, config):
     low, high = boxes(B, K, P, D, dtype)
     q = normal(2, B, K, G, D, dtype=dtype)
     got = jax.jit(partial(score_pages.score_pages, scale=0.1, config=config))(q, low, high)
-    want = jax.jit(partial(ops.score_pages, scale=0.1, implementation="xla"))(q, low, high)
+    want = jax.jit(partial(ops.score_pages, logits=Logits(0.1), implementation="xla"))(
+        q, low, high
+    )
     assert relative(got, want) < 1e-6
 
 
@@ -70,4 +73,7 @@ def test_the_plain_kernel_of_the_benchmark_equals_the_reference(monkeypatch):
     low, high = boxes(1, 2, 320, 128, jnp.bfloat16)
     q = normal(2, 1, 2, 4, 128, dtype=jnp.bfloat16)
     got = plain.plain_score_pages(q, low, high, scale=0.1, config=plain.Config(stages=2))
-    assert relative(got, ops.score_pages(q, low, high, scale=0.1, implementation="xla")) < 1e-6
+    assert (
+        relative(got, ops.score_pages(q, low, high, logits=Logits(0.1), implementation="xla"))
+        < 1e-6
+    )

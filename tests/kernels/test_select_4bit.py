@@ -9,7 +9,7 @@ import pytest
 
 from kvjax import ops
 from kvjax.kernels_pallas.select import select_4bit
-from kvjax.numerics.partial import attention_logits
+from kvjax.numerics.partial import Logits, attention_logits
 from kvjax.numerics.rotate import encode, rotate, turned
 from kvjax.numerics.selection import Candidates, PackedSelection
 from tests.kernels.conftest import on_gpu
@@ -119,14 +119,20 @@ def test_select_4bit_chooses_what_its_reference_does(
             local=3,
         )
         reference = jax.jit(
-            partial(ops.select_4bit, seed=3, scale=how["scale"], implementation="xla")
+            partial(ops.select_4bit, seed=3, logits=Logits(how["scale"]), implementation="xla")
         )
         want = reference(q, keys, candidates, among)
         np.testing.assert_array_equal(got.found, want.found, err_msg=kind)
         estimates = np.asarray(
-            ops.rerank(rotate(q, 3), keys, candidates, scale=how["scale"], implementation="xla")
+            ops.rerank(
+                rotate(q, 3),
+                keys,
+                candidates,
+                logits=Logits(how["scale"]),
+                implementation="xla",
+            )
         )
-        exact = np.asarray(attention_logits(q, pending[0], how["scale"]))
+        exact = np.asarray(attention_logits(q, pending[0], Logits(how["scale"])))
         for row in np.ndindex(B, K, G):
             scores = np.full(S + R, np.nan, np.float32)
             scores[np.asarray(candidates.slots)[row]] = estimates[row]

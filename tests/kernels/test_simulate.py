@@ -18,6 +18,7 @@ from kvjax.kernels_pallas.score import score_1bit
 from kvjax.kernels_pallas.simt import ptx, when
 from kvjax.kernels_pallas.vote import most_voted
 from kvjax.kernels_pallas.write import put_token
+from kvjax.numerics.partial import Logits
 from tests.kernels.conftest import ON_GPU
 from tests.kernels.inputs import boxes, index, normal
 from tests.kernels.simulate import Simulator
@@ -352,7 +353,7 @@ def chosen_1bit():
     keys = index(1, 1, 160, 64, 32, jnp.bfloat16)
     q = normal(1, 1, 1, 8, 64, dtype=jnp.bfloat16).astype(jnp.float32)
     return ops.select_1bit.run_kernel(
-        q=q, keys=keys, candidates=among, group_reduce="mean_softmax", scale=0.1
+        q=q, keys=keys, candidates=among, group_reduce="mean_softmax", logits=Logits(0.1)
     )
 
 
@@ -362,7 +363,7 @@ def chosen_pages():
         boxes(1, 1, 21, 64, jnp.bfloat16),
     )
     among = candidates(1, 1, 2, 40, 64, 21 * 16, 32, 7)
-    how = {"group_reduce": "mean_softmax", "unit": 16, "scale": 0.1}
+    how = {"group_reduce": "mean_softmax", "unit": 16, "logits": Logits(0.1)}
     return ops.select_pages.run_kernel(q=q, low=low, high=high, candidates=among, **how)
 
 

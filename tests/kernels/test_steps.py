@@ -12,7 +12,7 @@ from kvjax import ops
 from kvjax.kernels_pallas import simt
 from kvjax.kernels_pallas.attend import attend_span
 from kvjax.kernels_pallas.select import select_1bit, select_pages
-from kvjax.numerics.partial import Span
+from kvjax.numerics.partial import Logits, Span
 from kvjax.numerics.quant import quantize
 from kvjax.numerics.rotate import encode
 from kvjax.numerics.selection import Candidates, PackedSelection
@@ -84,7 +84,9 @@ def test_select_1bit_scores_all_steps_at_once(T, G, D, group_reduce, keys):
         index(B, K, S, D, 32, jnp.bfloat16),
     )
     among = candidates(B, K, T, 40, D, S, 36, 25, dtype=keys)
-    run = partial(ops.select_1bit.run_kernel, keys=ix, group_reduce=group_reduce, scale=0.1)
+    run = partial(
+        ops.select_1bit.run_kernel, keys=ix, group_reduce=group_reduce, logits=Logits(0.1)
+    )
     assert_each_step_is_as_alone(lambda q, among: run(q=q, candidates=among), q, among)
 
 
@@ -104,7 +106,7 @@ def test_select_pages_scores_all_steps_at_once(own, B):
         high=high,
         group_reduce="mean_softmax",
         unit=unit,
-        scale=0.1,
+        logits=Logits(0.1),
     )
     assert_each_step_is_as_alone(lambda q, among: run(q=q, candidates=among), q, among)
 
@@ -157,7 +159,7 @@ def test_select_4bit_and_most_voted_take_the_candidates_of_each_step():
         count = {"length": among.span[1], "count": jnp.full(B, 16, jnp.int32), "room": 30}
         listed = ops.most_voted.run_kernel(votes=mine, **count, complement=fill, local=2)
         return ops.select_4bit.run_kernel(
-            q=q, keys=keys, listed=listed, candidates=among, seed=3, scale=0.1
+            q=q, keys=keys, listed=listed, candidates=among, seed=3, logits=Logits(0.1)
         )
 
     votes = jnp.broadcast_to(
@@ -194,7 +196,7 @@ def test_attend_zones_reads_the_spans_of_each_step():
             "more": None,
         }
         return ops.attend_zones.run_kernel(
-            q=q, selection=PackedSelection(slots, found), **zones, scale=0.1
+            q=q, selection=PackedSelection(slots, found), **zones, logits=Logits(0.1)
         )
 
     together, alone = jax.jit(run)(q, slots, found, none, stop, sunk), jax.jit(run)
@@ -261,7 +263,7 @@ def test_attend_quantized_reads_the_exact_keys_of_each_step(T, G, dtype):
             "sink": None,
             "sinks": None,
         }
-        return attend(q=q, keys=keys, values=values, **zones, scale=0.1)
+        return attend(q=q, keys=keys, values=values, **zones, logits=Logits(0.1))
 
     op = ops.attend_quantized_zones
     got, want = (

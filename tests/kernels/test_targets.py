@@ -17,6 +17,7 @@ from kvjax.kernels_pallas.attend import attend_key_blocks, attend_zones
 from kvjax.kernels_pallas.host import hot_float8
 from kvjax.kernels_pallas.select import select_1bit, tiling, top_k
 from kvjax.kernels_pallas.simt import mosaic
+from kvjax.numerics.partial import Logits
 from kvjax.policies.policy import Step
 from tests.kernels.conftest import HAS_KERNELS, ON_GPU
 from tests.kernels.inputs import index, normal, relative
@@ -313,7 +314,7 @@ def test_a_step_is_that_of_the_references_on_each_gpu(
     q = normal(2, 1, 2, 2, 64, dtype=jnp.bfloat16)
     with ops.use("xla"):
         st = policy.prefill(policy.init(spec), k, v, jnp.array([700]))
-        want = policy.attend(st, q, Step(scale=0.1))[0]
+        want = policy.attend(st, q, Step(Logits(0.1)))[0]
     with simt.build_for(TARGETS[capability]):
-        got = policy.attend(st, q, Step(scale=0.1))[0]
+        got = policy.attend(st, q, Step(Logits(0.1)))[0]
     assert relative(got, want) < 2e-2

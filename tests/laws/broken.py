@@ -122,14 +122,14 @@ class BrokenFull(Full):
             else super().truncate(st, lengths)
         )
 
-    def attend_stored(self, st, q, *, scale, window=None):
+    def attend_stored(self, st, q, step):
         if isinstance(st, Wrapped):
-            return super().attend_stored(st.full, q, scale=scale, window=window)
+            return super().attend_stored(st.full, q, step)
         if self.fault == "forgets a prompt's first chunk":
             st = dataclasses.replace(
                 st, tokens=dataclasses.replace(st.tokens, count=jnp.zeros_like(st.tokens.count))
             )
-        return super().attend_stored(st, q, scale=scale, window=window)
+        return super().attend_stored(st, q, step)
 
 
 @jax.tree_util.register_dataclass
@@ -176,12 +176,12 @@ class Identity(Full):
 class BySlot(Fier):
     """A Fier that prefers tokens by their slots."""
 
-    def score(self, ix, q, *, scale):
-        scores = super().score(ix, q, scale=scale)
+    def score(self, ix, q, *, logits):
+        scores = super().score(ix, q, logits=logits)
         return scores + jnp.arange(scores.shape[-1], dtype=scores.dtype)[None, None, None]
 
-    def select(self, ix, q, among, *, scale):
-        found = super().select(ix, q, among, scale=scale)
+    def select(self, ix, q, among, *, logits):
+        found = super().select(ix, q, among, logits=logits)
         first = found.slots[..., :1]
         return found._replace(
             slots=jnp.arange(found.slots.shape[-1], dtype=first.dtype)[None, None, None]

@@ -13,7 +13,7 @@ from jax import Array
 
 import kvjax
 from kvjax import CacheSpec, Fifo, Retrieval, ops
-from kvjax.numerics.partial import PartialAttention, attend_part, merge
+from kvjax.numerics.partial import Logits, PartialAttention, attend_part, merge, merge_sinks
 from kvjax.numerics.selection import Selection, membership, split_selection
 from kvjax.ops.chunk import attend_blocks
 from kvjax.testing import LAWS, check_policy
@@ -44,20 +44,21 @@ class Halves(kvjax.Selector):
             jnp.moveaxis(k, 2, 1)[..., : ix.shape[3]].astype(ix.dtype), mode="drop"
         )
 
-    def score(self, ix: Array, q: Array, *, scale: float) -> Array:
-        return jnp.einsum("bkgd,bksd->bkgs", q[..., : ix.shape[3]], ix.astype(q.dtype)) * scale
+    def score(self, ix: Array, q: Array, *, logits: Logits) -> Array:
+        products = jnp.einsum("bkgd,bksd->bkgs", q[..., : ix.shape[3]], ix.astype(q.dtype))
+        return logits.of(products)
 
 
 @dataclass(frozen=True)
 class FusedHalves(Halves):
     """A Halves with its own `select`."""
 
-    def select(self, ix: Array, q: Array, among: Any, *, scale: float) -> Any:
+    def select(self, ix: Array, q: Array, among: Any, *, logits: Logits) -> Any:
         CALLS.append("select")
         if not among.fit(in_order=1, window=True):
-            return super().select(ix, q, among, scale=scale)
+            return super().select(ix, q, among, logits=logits)
         best = ops.select_top(
-            self.score(ix, q, scale=scale), q, among, self.group_reduce, unit=1, scale=scale
+            self.score(ix, q, logits=logits), q, among, self.group_reduce, unit=1, logits=logits
         )
         return among.tokens(best, ix.shape[2], 1)
 
@@ -91,13 +92,13 @@ class Joint(kvjax.Store):
         kv = st.kv.at[jnp.arange(k.shape[0])[:, None], :, slot].set(new, mode="drop")
         return Joined(kv, jnp.minimum(st.count + count, st.slots))
 
-    def attend(self, st: Joined, q: Array, start: Array, *, scale: float) -> PartialAttention:
+    def attend(self, st: Joined, q: Array, start: Array, *, logits: Logits) -> PartialAttention:
         slot = jnp.arange(st.slots)[None]
         here = slot < st.count[:, None]
         k, v = jnp.split(st.kv, 2, axis=-1)
         v = jnp.where(here[:, None, :, None], v, jnp.zeros((), v.dtype))
         return attend_part(
-            q, k, v, (here & (slot >= start[:, None]))[:, None, None], scale=scale
+            q, k, v, (here & (slot >= start[:, None]))[:, None, None], logits=logits
         )
 
     def gather(self, st: Joined, selection: Any) -> tuple[Array, Array]:
@@ -113,13 +114,21 @@ class FusedJoint(Joint):
     """
 
     def attend_with(
-        self, st: Joined, q: Array, start: Array, recent: Any, sink: Any, *, scale: float
+        self,
+        st: Joined,
+        q: Array,
+        start: Array,
+        recent: Any,
+        sink: Any,
+        *,
+        logits: Logits,
+        sinks: Array | None = None,
     ) -> Array:
         CALLS.append("attend_with")
-        recent = attend_part(q, recent.k, recent.v, recent.mask(1), scale=scale)
-        return self._merged(q, sink, self._stored(st, q, start, scale), recent, scale)
+        recent = attend_part(q, recent.k, recent.v, recent.mask(1), logits=logits)
+        return self._merged(q, sink, self._stored(st, q, start, logits), recent, logits, sinks)
 
-    def _stored(self, st: Joined, q: Array, start: Array, scale: float) -> PartialAttention:
+    def _stored(self, st: Joined, q: Array, start: Array, logits: Logits) -> PartialAttention:
         """A block at a time, which is all that is copied."""
 
         def read(st: Joined, first: Any, size: int) -> tuple[Array, Array]:
@@ -130,7 +139,7 @@ class FusedJoint(Joint):
 
         q = q[:, :, :, None]
         return attend_blocks(
-            q, st, start[:, None], st.count, read=read, slots=st.slots, unit=1, scale=scale
+            q, st, start[:, None], st.count, read=read, slots=st.slots, unit=1, logits=logits
         )
 
     def attend_zones(
@@ -142,7 +151,8 @@ class FusedJoint(Joint):
         sink: Any,
         local: int,
         *,
-        scale: float,
+        logits: Logits,
+        sinks: Array | None = None,
     ) -> tuple[Array, Joined]:
         CALLS.append("attend_zones")
         stored, pending = split_selection(Selection(selection.slots, selection.valid), st.slots)
@@ -152,10 +162,9 @@ class FusedJoint(Joint):
         )
         own = membership(pending, recent.k.shape[2]) | newest
         own = jnp.broadcast_to(own, (*q.shape[:3], own.shape[3]))
-        history = self.attend_slots(st, q, stored, scale=scale)
-        return self._merged(
-            q, sink, history, attend_part(q, recent.k, recent.v, own, scale=scale), scale
-        ), st
+        history = self.attend_slots(st, q, stored, logits=logits)
+        near = attend_part(q, recent.k, recent.v, own, logits=logits)
+        return self._merged(q, sink, history, near, logits, sinks), st
 
     def _merged(
         self,
@@ -163,12 +172,13 @@ class FusedJoint(Joint):
         sink: Any,
         history: PartialAttention,
         recent: PartialAttention,
-        scale: float,
+        logits: Logits,
+        sinks: Array | None,
     ) -> Array:
         parts = [history, recent]
         if sink is not None:
-            parts.append(attend_part(q, sink.k, sink.v, sink.mask(1), scale=scale))
-        return merge(*parts).out.astype(q.dtype)
+            parts.append(attend_part(q, sink.k, sink.v, sink.mask(1), logits=logits))
+        return merge_sinks(merge(*parts), sinks).out.astype(q.dtype)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 
 from kvjax.numerics.partial import (
+    Logits,
     PartialAttention,
     attend_causal,
     attend_part,
@@ -55,7 +56,7 @@ def test_merge_of_any_partition_is_the_whole(seed: int, cuts: list[int], size: f
     parts = []
     for part in range(4):  # some of them empty, in some rows or in all
         mine = mask & (np.array(cuts) == part)
-        parts.append(attend_part(q, k, v, jnp.asarray(mine), scale=0.3))
+        parts.append(attend_part(q, k, v, jnp.asarray(mine), logits=Logits(0.3)))
     out, lse = whole(q, k, v, mask, 0.3)
     check(merge(*parts), out, lse, atol=2e-6 * max(1.0, size) ** 3)
     check(merge(*reversed(parts)), out, lse, atol=2e-6 * max(1.0, size) ** 3)
@@ -69,7 +70,7 @@ def test_merge_of_any_partition_is_the_whole(seed: int, cuts: list[int], size: f
 
 def test_empty_part_is_the_identity_to_the_bit() -> None:
     q, k, v, mask = draw(1)
-    part = attend_part(q, k, v, jnp.asarray(mask), scale=1.0)
+    part = attend_part(q, k, v, jnp.asarray(mask), logits=Logits(1.0))
     for merged in (
         merge(part, empty_part(part.out.shape)),
         merge(empty_part(part.out.shape), part),
@@ -80,7 +81,7 @@ def test_empty_part_is_the_identity_to_the_bit() -> None:
 
 def test_nothing_attended_is_zero_and_not_nan() -> None:
     q, k, v, _ = draw(2)
-    part = attend_part(q, k, v, jnp.zeros((1, 1, 1, 12), bool), scale=1.0)
+    part = attend_part(q, k, v, jnp.zeros((1, 1, 1, 12), bool), logits=Logits(1.0))
     assert not np.asarray(part.out).any()
     assert np.isneginf(np.asarray(part.lse)).all()
     both = merge(part, part)
@@ -90,7 +91,7 @@ def test_nothing_attended_is_zero_and_not_nan() -> None:
 
 def test_huge_logits_stay_finite() -> None:
     q, k, v, mask = draw(3, size=300.0)
-    part = attend_part(q, k, v, jnp.asarray(mask), scale=1.0)
+    part = attend_part(q, k, v, jnp.asarray(mask), logits=Logits(1.0))
     assert np.isfinite(np.asarray(part.out)).all()
 
 
@@ -98,7 +99,7 @@ def test_masked_keys_may_be_nan() -> None:
     q, k, v, mask = draw(4)
     mask[:] = mask[:1, :1, :1]
     seen = mask[0, 0, 0][None, None, :, None]
-    part = attend_part(q, np.where(seen, k, np.nan), v, jnp.asarray(mask), scale=1.0)
+    part = attend_part(q, np.where(seen, k, np.nan), v, jnp.asarray(mask), logits=Logits(1.0))
     check(part, *whole(q, k, v, mask, 1.0))
 
 
@@ -112,7 +113,7 @@ def test_causal_blocks_give_causal_attention(window: int | None) -> None:
     )
     at = np.arange(T)
     mask = (at[None] <= at[:, None]) & (at[None] > at[:, None] - (window or T))
-    part = jax.jit(partial(attend_causal, scale=0.4, window=window, block=8))(q, k, v)
+    part = jax.jit(partial(attend_causal, logits=Logits(0.4), window=window, block=8))(q, k, v)
     want = whole(
         q.reshape(B, K, G * T, D),
         k,
@@ -126,7 +127,9 @@ def test_causal_blocks_give_causal_attention(window: int | None) -> None:
 def test_attention_is_differentiable() -> None:
     q, k, v, _ = draw(7)
     grad = jax.grad(
-        lambda q: attend_part(q, k, v, jnp.ones((1, 1, 1, 12), bool), scale=1.0).out.sum()
+        lambda q: attend_part(
+            q, k, v, jnp.ones((1, 1, 1, 12), bool), logits=Logits(1.0)
+        ).out.sum()
     )(q)
     assert np.isfinite(np.asarray(grad)).all()
     assert np.asarray(grad).any()

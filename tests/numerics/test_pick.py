@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvjax.numerics.partial import Logits
 from kvjax.numerics.selection import (
     GROUP_REDUCES,
     Candidates,
@@ -120,7 +121,7 @@ def test_attend_slots_reads_what_was_selected_alone(choices: int) -> None:
         bad_k,
         bad_v,
         Selection(jnp.asarray(slots.astype(np.int32)), jnp.asarray(valid)),
-        scale=0.3,
+        logits=Logits(0.3),
     )
     out, lse = whole(q, k, v, mask, 0.3)
     np.testing.assert_allclose(part.out, out, atol=2e-6)

@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 from kvjax import ops
+from kvjax.numerics.partial import Logits
 from kvjax.numerics.quant import quantize, quantize_1bit
 from kvjax.numerics.rotate import encode
 from kvjax.numerics.selection import PackedSelection
@@ -57,20 +58,23 @@ def quantised(tokens, channels, steps=False):
 
 CASES = {
     "score_1bit": (
-        partial(ops.score_1bit, scale=0.3),
+        partial(ops.score_1bit, logits=Logits(0.3)),
         (normal(0, 1, 4, 3, 32), quantize_1bit(normal(1, 1, 4, 96, 32), 16)),
     ),
     "rerank": (
-        partial(ops.rerank, scale=0.3),
+        partial(ops.rerank, logits=Logits(0.3)),
         (normal(0, 1, 4, 3, 32), encode(normal(1, 1, 4, 96, 32)), listing()),
     ),
     "attend_quantized, by channel": (
-        partial(ops.attend_quantized, scale=0.3),
+        partial(ops.attend_quantized, logits=Logits(0.3)),
         quantised(16, 1),
     ),
-    "attend_quantized, by token": (partial(ops.attend_quantized, scale=0.3), quantised(1, 16)),
+    "attend_quantized, by token": (
+        partial(ops.attend_quantized, logits=Logits(0.3)),
+        quantised(1, 16),
+    ),
     "attend_quantized, by query": (
-        partial(ops.attend_quantized, scale=0.3),
+        partial(ops.attend_quantized, logits=Logits(0.3)),
         quantised(16, 1, steps=True),
     ),
     "collide": (

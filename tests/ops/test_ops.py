@@ -11,6 +11,7 @@ import pytest
 
 import kvjax
 from kvjax import ops
+from kvjax.numerics.partial import Logits
 from kvjax.numerics.quant import quantize_1bit
 from kvjax.numerics.selection import Candidates
 from kvjax.ops.op import op as make_op
@@ -24,7 +25,7 @@ def select_1bit(**options):
     q = jax.random.normal(jax.random.key(2), (1, 1, 2, 64))
     late = jnp.zeros((1, 1, 4, 64), jnp.bfloat16)
     among = Candidates(span=(0, 60), pending=(late, 0, 3), k=9, k_max=9, pending_slots=4)
-    return ops.select_1bit(q, keys, among, "mean_score", scale=0.1, **options)
+    return ops.select_1bit(q, keys, among, "mean_score", logits=Logits(0.1), **options)
 
 
 def test_every_kernel_has_an_operation_and_every_operation_is_exported():

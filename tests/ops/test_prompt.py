@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import Array, lax
 
-from kvjax.numerics.partial import PartialAttention, attend_part
+from kvjax.numerics.partial import Logits, PartialAttention, attend_part
 from kvjax.ops import chunk as prompt
 from tests.numerics.test_partial import check, whole
 
@@ -55,7 +55,7 @@ def test_blocks_give_the_same_as_the_whole(
 ) -> None:
     q, k, v = draw(12)
     ends, starts = np.array(stop), np.zeros((B, T), int) if start is None else np.array(start)
-    how = {"read": read, "slots": 12, "block": block, "scale": SCALE}
+    how = {"read": read, "slots": 12, "block": block, "logits": Logits(SCALE)}
     args = (
         q,
         (poison(k, ends), poison(v, ends)),
@@ -77,7 +77,7 @@ def test_a_stream_of_blocks_gives_the_same_as_the_whole(
         q: Array, k: Array, v: Array, stop: Array
     ) -> PartialAttention:  # as cuDNN: slots [0, stop) of a block
         mask = (jnp.arange(k.shape[2])[None] < stop[:, None])[:, None, None]
-        return attend_part(q.reshape(B, K, G * T, D), k, v, mask, scale=SCALE)
+        return attend_part(q.reshape(B, K, G * T, D), k, v, mask, logits=Logits(SCALE))
 
     run = jax.jit(partial(prompt._stream, read=read, slots=12, block=block, part=part))
     check(
@@ -93,12 +93,12 @@ def test_a_part_over_stored_keys_has_the_gradient_of_attention() -> None:
 
     def blocks(q: Array, k: Array, v: Array) -> Array:
         part = prompt._attend_blocks(
-            q, (k, v), None, stop, read=read, slots=12, block=5, scale=SCALE
+            q, (k, v), None, stop, read=read, slots=12, block=5, logits=Logits(SCALE)
         )
         return jnp.sum(jnp.sin(part.out)) + jnp.sum(jnp.cos(part.lse))
 
     def plain(q: Array, k: Array, v: Array) -> Array:
-        part = attend_part(q.reshape(B, K, G * T, D), k, v, mask, scale=SCALE)
+        part = attend_part(q.reshape(B, K, G * T, D), k, v, mask, logits=Logits(SCALE))
         return jnp.sum(jnp.sin(part.out)) + jnp.sum(jnp.cos(part.lse))
 
     got, want = (

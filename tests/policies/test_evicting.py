@@ -323,7 +323,9 @@ def test_a_prompt_of_16k_tokens_holds_no_square_of_weights() -> None:
     spec = dataclasses.replace(SPEC, batch=1, capacity=16384)
     policy = Evicting(evictor=HeavyHitter(queries=None), budget=256)
     q, k = (jax.ShapeDtypeStruct((1, 2, *g, 16384, 16), jnp.float32) for g in ((2,), ()))
-    prefill = jax.jit(functools.partial(policy.prefill_observed, scale=0.25))
+    prefill = jax.jit(
+        functools.partial(policy.prefill_observed, step=kvjax.Step(kvjax.Logits(0.25)))
+    )
     st = jax.eval_shape(functools.partial(policy.init, spec))
     memory = (
         prefill.lower(st, q, k, k, jax.ShapeDtypeStruct((1,), jnp.int32))

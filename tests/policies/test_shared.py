@@ -136,8 +136,8 @@ class Pair(kvjax.Policy):
         )
         return out, PairState(follower, anchor), info
 
-    def attend_stored(self, st: Any, q: Any, *, scale: float, window: int | None = None) -> Any:
-        return self.anchor.follower().attend_stored(st.follower, q, scale=scale, window=window)
+    def attend_stored(self, st: Any, q: Any, step: kvjax.Step) -> Any:
+        return self.anchor.follower().attend_stored(st.follower, q, step)
 
     def full_rows(self, st: Any) -> Any:
         return self.anchor.follower().full_rows(st.follower)

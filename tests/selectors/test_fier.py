@@ -10,7 +10,7 @@ import pytest
 
 import kvjax
 from kvjax import CacheSpec, Fier, Fifo, Retrieval
-from kvjax.numerics.partial import group_queries
+from kvjax.numerics.partial import Logits, group_queries
 from kvjax.numerics.quant import quantize_1bit
 from kvjax.numerics.selection import Candidates, PackedSelection
 from kvjax.ops import score_1bit
@@ -20,7 +20,7 @@ from tests.oracles import agrees, fier_scores, pooled
 
 @functools.partial(jax.jit, static_argnums=0)
 def select(policy: Retrieval, st: kvjax.ZonedState, q: jax.Array) -> kvjax.Selection:
-    step = kvjax.Step(q.shape[-1] ** -0.5)
+    step = kvjax.Step(kvjax.Logits(q.shape[-1] ** -0.5))
     return policy.select(
         st, group_queries(q, st.recent.k.shape[1]), step, in_order=st.store.slots
     )
@@ -147,9 +147,9 @@ def test_score_is_the_product_with_the_decoded_key() -> None:
         k = rng.normal(size=(2, 3, slots, dim)).astype(np.float32)
         q = rng.normal(size=(2, 3, 5, dim)).astype(np.float32)
         index = jax.jit(quantize_1bit, static_argnums=1)(k, group)
-        scores = jax.jit(functools.partial(score_1bit, scale=0.5, implementation="xla"))(
-            q, index
-        )
+        scores = jax.jit(
+            functools.partial(score_1bit, logits=Logits(0.5), implementation="xla")
+        )(q, index)
         for b, h in np.ndindex(2, 3):
             want = fier_scores(q[b, h], k[b, h], slots, group, 0.5, jnp.bfloat16)
             np.testing.assert_allclose(scores[b, h], want, atol=2e-5 * np.abs(want).max())
@@ -244,6 +244,9 @@ def test_one_operation_scores_and_selects_unless_more_than_one_unit_is_to_be_in_
     )
     selector = Fier(group=16)
     found = jax.eval_shape(
-        functools.partial(selector.select, scale=1.0), selector.init(spec, 64), q, candidates
+        functools.partial(selector.select, logits=Logits(1.0)),
+        selector.init(spec, 64),
+        q,
+        candidates,
     )
     assert isinstance(found, PackedSelection) == fused

@@ -12,6 +12,7 @@ from hypothesis import strategies as some
 
 import kvjax
 from kvjax import CacheSpec, CentrePages, Fier, Fifo, MinMaxPages, Paris, Retrieval
+from kvjax.numerics.partial import Logits
 from kvjax.numerics.selection import Candidates
 from kvjax.ops import score_pages, select_pages
 from kvjax.selectors import Selector
@@ -75,9 +76,9 @@ def test_a_pick_is_the_choice_and_its_lowest_comes_last_where_it_says_so(
     tokens = drive.random_tokens(spec)
     cache, _ = drive.fill(kvjax.init_layer(policy, spec), tokens, np.array([190, 101, 33, 4]))
     q = tokens.at(np.array([[150]] * 4))[0][:, 0]
-    got = jax.jit(lambda st, q: policy.select(st, q.reshape(4, 2, 2, 16), kvjax.Step(0.25)))(
-        cache.state, q
-    )
+    got = jax.jit(
+        lambda st, q: policy.select(st, q.reshape(4, 2, 2, 16), kvjax.Step(kvjax.Logits(0.25)))
+    )(cache.state, q)
     want = select(policy, cache.state, q)
     for row in np.ndindex(want.slots.shape[:3]):
         ours, theirs = (np.asarray(s.slots)[row][np.asarray(s.valid)[row]] for s in (got, want))
@@ -104,7 +105,7 @@ def test_picking_pages_refuses_sizes_that_do_not_fit(changed: dict, words: str) 
     group_reduce = given.pop("group_reduce")
     candidates = Candidates(span=(0, 24), pending=(keys, 0, 16), k=5, **given)
     with pytest.raises(ValueError, match=words):
-        select_pages(q, low, low, candidates, group_reduce, unit=8, scale=1.0)
+        select_pages(q, low, low, candidates, group_reduce, unit=8, logits=Logits(1.0))
 
 
 @pytest.mark.sample(1)
@@ -183,7 +184,7 @@ def test_min_max_score_is_an_upper_bound(pages: int, page: int, dim: int, seed: 
     ).astype(np.float32)
     q = rng.normal(size=(3, dim)).astype(np.float32)
     got = score_pages(
-        q[None, None], k.min(axis=1)[None, None], k.max(axis=1)[None, None], scale=0.3
+        q[None, None], k.min(axis=1)[None, None], k.max(axis=1)[None, None], logits=Logits(0.3)
     )[0, 0]
     best = 0.3 * np.einsum("gd,psd->gps", q.astype(np.float64), k.astype(np.float64)).max(
         axis=2
@@ -238,7 +239,7 @@ def test_page_of_equal_keys_scores_as_its_key() -> None:
     for selector in (MinMaxPages(page=4), CentrePages(page=4)):
         ix = selector.init(spec, 16)
         ix = selector.append(ix, jnp.tile(key, (1, 1, 8, 1)), jnp.array([0]), jnp.array([8]))
-        got = np.asarray(selector.score(ix, jnp.asarray(q), scale=1.0))[0, 0, :, :2]
+        got = np.asarray(selector.score(ix, jnp.asarray(q), logits=Logits(1.0)))[0, 0, :, :2]
         np.testing.assert_allclose(got, (q[0, 0] @ key)[:, None].repeat(2, 1), rtol=1e-5)
 
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax import CacheSpec, Fifo, Paris, Retrieval, ops
+from kvjax.numerics.partial import Logits
 from kvjax.numerics.quant import pack_bits
 from kvjax.numerics.rotate import (
     _signs,
@@ -48,7 +49,7 @@ def rotation(D: int, seed: int = 0) -> np.ndarray:
 
 
 _append = jax.jit(Paris.append, static_argnums=0)
-_score = jax.jit(Paris.score, static_argnums=0, static_argnames="scale")
+_score = jax.jit(Paris.score, static_argnums=0, static_argnames="logits")
 
 
 def index(
@@ -76,7 +77,7 @@ def compare(paris: Paris, k: np.ndarray, q: np.ndarray, lengths: np.ndarray, top
     """Votes, candidates, estimates and the `top` best of Paris.score for q [B, K, G, D] are the
     oracle's.
     """
-    scores = np.asarray(_score(paris, index(paris, k, lengths), q, scale=0.5))
+    scores = np.asarray(_score(paris, index(paris, k, lengths), q, logits=Logits(0.5)))
     assert scores.shape == (*q.shape[:3], k.shape[2])
     for b, h, g in np.ndindex(*q.shape[:3]):
         n = int(lengths[b])
@@ -231,7 +232,10 @@ def test_a_step_chooses_what_select_ranks_highest(
     @jax.jit
     def choose(k: jax.Array, q: jax.Array) -> list[tuple[Any, Any]]:
         state = policy.prefill(policy.init(spec), k, k, jnp.array([150, 70, 29, 31, 0]))
-        steps, most = [kvjax.Step(0.25, window) for window in (None, 60)], state.store.slots
+        steps, most = (
+            [kvjax.Step(kvjax.Logits(0.25), window) for window in (None, 60)],
+            state.store.slots,
+        )
         return [
             (
                 policy.attend(state, q, by)[2].selection,
@@ -259,7 +263,10 @@ def test_a_budget_beyond_the_candidates_goes_on_by_votes() -> None:
     k, q = random_keys(1, 1, 200, 64), random_keys(1, 1, 1, 64, seed=1)
     scores = np.asarray(
         _score(
-            Paris(candidates=10), index(Paris(candidates=10), k, np.array([200])), q, scale=1.0
+            Paris(candidates=10),
+            index(Paris(candidates=10), k, np.array([200])),
+            q,
+            logits=Logits(1.0),
         )
     )
     votes = oracles.Paris(rotation(64), k[0, 0]).collide(q[0, 0, 0])
@@ -381,7 +388,7 @@ def test_votes_and_estimates_go_with_their_slots() -> None:
     all_of_them, one = Paris(candidates=192), Paris(candidates=1)
     for paris in (all_of_them, one):
         scores, moved = (
-            np.asarray(_score(paris, index(paris, a, n), q, scale=1.0))
+            np.asarray(_score(paris, index(paris, a, n), q, logits=Logits(1.0)))
             for a in (k, k[:, :, order])
         )
         same = scores[..., order] == moved
@@ -452,7 +459,7 @@ def _recall_100(paris: Paris, seed: int, n: int = 4096) -> float:
     """Recall@100 of the scores, over 8 kv heads of random keys and queries."""
     rng = np.random.default_rng(seed)
     k, q = (rng.normal(size=(1, 8, size, 128)).astype(np.float32) for size in (n, 4))
-    estimates = _score(paris, index(paris, k, np.array([n])), q, scale=1.0)
+    estimates = _score(paris, index(paris, k, np.array([n])), q, logits=Logits(1.0))
     exact = np.einsum("bkgd,bksd->bkgs", q, k)
     best = [
         Selection(jax.lax.top_k(jnp.asarray(s), 100)[1], jnp.ones((1, 8, 4, 100), bool))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvjax import CacheSpec, CentrePages, Fier, MinMaxPages
+from kvjax.numerics.partial import Logits
 from kvjax.numerics.selection import Candidates
 
 SPEC = CacheSpec(batch=2, q_heads=4, kv_heads=2, head_dim=8, capacity=16, dtype=jnp.float32)
@@ -26,7 +27,7 @@ def test_a_pending_page_has_the_score_of_the_page_of_its_tokens(kind: Any, seen:
         span=(0, jnp.zeros(2, jnp.int32)), pending=(k, 0, count), k=1, k_max=1, pending_slots=8
     )
     got, valid = jax.jit(
-        lambda q: kind(PAGE).with_pending(candidates, q).pending_units(q, SCALE, PAGE)
+        lambda q: kind(PAGE).with_pending(candidates, q).pending_units(q, Logits(SCALE), PAGE)
     )(q)
     assert np.asarray(valid).all()
     for page, tokens in enumerate((k[:, :, :PAGE], k[:, :, PAGE:count])):
@@ -38,7 +39,9 @@ def test_a_pending_page_has_the_score_of_the_page_of_its_tokens(kind: Any, seen:
             q: jax.Array, k: jax.Array, whole: Any = whole, none: Any = none, size: Any = size
         ) -> jax.Array:
             return whole.score(
-                whole.append(whole.init(SPEC, k.shape[2]), k, none, size), q, scale=SCALE
+                whole.append(whole.init(SPEC, k.shape[2]), k, none, size),
+                q,
+                logits=Logits(SCALE),
             )
 
         want = score(q, tokens)
@@ -53,7 +56,7 @@ def test_a_pending_page_by_the_mean_of_its_keys_ignores_slots_past_the_count() -
         span=(0, jnp.zeros(2, jnp.int32)), pending=(k, 0, 2), k=1, k_max=1, pending_slots=PAGE
     )
     scored = Fier(group=8, page=PAGE, page_reduce="mean").with_pending(candidates, q)
-    got, _ = scored.pending_units(q, SCALE, PAGE)
+    got, _ = scored.pending_units(q, Logits(SCALE), PAGE)
     np.testing.assert_allclose(
         got[..., 0], np.einsum("bkgd,bkd->bkg", q, k[:, :, :2].mean(2)) * SCALE, rtol=1e-5
     )

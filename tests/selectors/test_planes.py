@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.numerics.partial import Logits
 from kvjax.numerics.rotate import rotate
 from kvjax.selectors import SignPlane
 from kvjax.stores import TurboQuant
@@ -30,7 +31,7 @@ def test_scores_are_weighted_products_with_signs_and_unbiased(bits: int) -> None
     def run(q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
         st = store.append(store.init(SPEC, 1024), k, k, jnp.array([1024]))
         plane = SignPlane()
-        return plane.score((st, store), q, scale=0.125), st.offset
+        return plane.score((st, store), q, logits=Logits(0.125)), st.offset
 
     scores, mean = run(q, k)
     np.testing.assert_allclose(mean, k[:, :, :8].mean(axis=2), atol=1e-4)

@@ -8,6 +8,7 @@ import pytest
 
 import kvjax
 from kvjax.contrib.pqcache import ProductCodes
+from kvjax.numerics.partial import Logits
 from kvjax.numerics.sharing import Shared
 from kvjax.serve import prefixes
 from kvjax.stores.prefixed import Prefixed
@@ -283,9 +284,11 @@ def test_a_row_has_no_prefix_before_it_is_seated():
     st = store.append(store.init(spec, 16), own, own, start + 16)
     prefix = store.store.append(st.shared.value, shared, shared, start[:1] + 16)
     st = dataclasses.replace(st, shared=Shared(prefix))
-    want = store.store.attend(st.own, q, start, scale=0.25)
-    attend = jax.jit(store.attend, static_argnames="scale")
-    np.testing.assert_allclose(attend(st, q, start, scale=0.25).out, want.out, rtol=1e-5)
+    want = store.store.attend(st.own, q, start, logits=Logits(0.25))
+    attend = jax.jit(store.attend, static_argnames="logits")
+    np.testing.assert_allclose(
+        attend(st, q, start, logits=Logits(0.25)).out, want.out, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize(("rows", "reads"), [(4, 1), (33, 2)])
@@ -306,9 +309,9 @@ def test_rows_that_share_a_prefix_read_it_together_in_a_step(rows, reads):
         st, prefix=np.zeros(rows, np.int32), base=np.full(rows, 20), shared=Shared(prefix)
     )
     with kvjax.ops.explained() as found:
-        got = jax.jit(store.attend, static_argnames="scale")(st, q, start, scale=0.25)
+        got = jax.jit(store.attend, static_argnames="logits")(st, q, start, logits=Logits(0.25))
     assert [one.op for one in found] == ["attend_span"] * (1 + reads)
     each = jax.tree.map(lambda a: np.repeat(a, rows, axis=0), prefix)
-    want = store.store.attend(each, q, start, scale=0.25)
+    want = store.store.attend(each, q, start, logits=Logits(0.25))
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)

@@ -13,6 +13,7 @@ import pytest
 
 import kvjax
 from kvjax import CacheSpec, Dense, Fier, Fifo, HostOffload, MinMaxPages, Retrieval, memory
+from kvjax.numerics.partial import Logits
 from kvjax.numerics.selection import Selection
 from kvjax.stores.store import Recalled
 from kvjax.testing import _drive as drive
@@ -40,7 +41,9 @@ def test_host_store_holds_and_reads_what_dense_does(page: int) -> None:
     rng = np.random.default_rng(page)
     dense, host = Dense(), HostOffload(page=page)
     states = [store.init(SPEC, 96) for store in (dense, host)]
-    attends = [jax.jit(functools.partial(store.attend, scale=0.2)) for store in (dense, host)]
+    attends = [
+        jax.jit(functools.partial(store.attend, logits=Logits(0.2))) for store in (dense, host)
+    ]
     q = jnp.asarray(rng.normal(size=(2, 2, 2, 16)), jnp.float32)
     # Rows take different numbers of chunks; the last call has less room than it brings, and row
     # 1 none for its last.
@@ -62,7 +65,7 @@ def test_host_store_holds_and_reads_what_dense_does(page: int) -> None:
     pages = np.stack([rng.permutation(80 // page)[:3] for _ in range(4)]).reshape(2, 2, 1, 3)
     selection = of_pages(pages, pages != pages.max(), page)
     parts = [
-        jax.jit(functools.partial(store.attend_slots, scale=0.2))(st, q, selection)
+        jax.jit(functools.partial(store.attend_slots, logits=Logits(0.2)))(st, q, selection)
         for store, st in zip((dense, host), states, strict=True)
     ]
     for ours, theirs in zip(parts[1], parts[0], strict=True):

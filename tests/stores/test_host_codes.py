@@ -11,6 +11,7 @@ import pytest
 
 import kvjax
 from kvjax import CacheSpec, HostFloat8, HostOffload, HotSet, Retrieval, Store, ops, presets
+from kvjax.numerics.partial import Logits
 from kvjax.numerics.selection import Selection
 from kvjax.stores import HostTurboQuant, TurboQuant
 
@@ -67,11 +68,11 @@ def test_an_offset_of_all_keys_changes_no_result(store: Store, hot: bool) -> Non
         if hot:
             st, loaded = store.load(st, selection)
             return ops.attend_gathered(
-                queries, loaded.k, loaded.v, loaded.selection, scale=scale
+                queries, loaded.k, loaded.v, loaded.selection, logits=Logits(scale)
             ).out
-        both = store.attend(st, queries, jnp.zeros(2, jnp.int32), scale=scale).out
+        both = store.attend(st, queries, jnp.zeros(2, jnp.int32), logits=Logits(scale)).out
         return jnp.concatenate(
-            [both, store.attend_slots(st, queries, selection, scale=scale).out]
+            [both, store.attend_slots(st, queries, selection, logits=Logits(scale)).out]
         )
 
     exact = run(kvjax.Dense(), k) if not hot else run(HotSet(tokens=64), k)

@@ -18,6 +18,7 @@ from hypothesis.extra import numpy as hnp
 
 import kvjax
 from kvjax import CacheSpec, Fier, Fifo, Quantized, Retrieval, Selection
+from kvjax.numerics.partial import Logits
 from kvjax.numerics.quant import dequantize, pack_codes, quantize, split_scales, unpack_codes
 from kvjax.testing import _drive as drive
 from tests.oracles import asymmetric, attention
@@ -183,7 +184,7 @@ def _mixed(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
 def test_attention_over_everything_is_that_over_decoded_numpy(name: str, queries: int) -> None:
     store, (k, v, st) = STORES[name], filled(name)
     q = np.random.default_rng(4).normal(size=(2, 2, queries, 16)).astype(np.float32)
-    attend = jax.jit(functools.partial(store.attend, scale=0.3))
+    attend = jax.jit(functools.partial(store.attend, logits=Logits(0.3)))
     for start in ([0, 0], [5, 70], [40, 300]):
         starts = np.asarray(start)[:, None] + np.zeros((1, queries), int)
         part = attend(st, q, starts)
@@ -210,7 +211,7 @@ def test_attention_over_selected_slots_is_that_over_decoded_numpy(
     )
     valid = rng.random(slots.shape) < 0.7
     valid[0, 0, 0] = False
-    part = jax.jit(functools.partial(store.attend_slots, scale=0.3))(
+    part = jax.jit(functools.partial(store.attend_slots, logits=Logits(0.3)))(
         st, q, Selection(jnp.asarray(slots), jnp.asarray(valid))
     )
     for b, h, g in np.ndindex(2, 2, 4):
@@ -256,7 +257,7 @@ def test_attention_at_32k_tokens_never_decodes_the_cache(
     store = Quantized(bits=bits, key_axis=key_axis, key_group=32)  # type: ignore[arg-type]
     st = jax.eval_shape(lambda: store.init(spec, 32768))
     q = jax.ShapeDtypeStruct((1, 8, queries, 128), jnp.bfloat16)
-    attend = jax.jit(functools.partial(store.attend, scale=0.1))
+    attend = jax.jit(functools.partial(store.attend, logits=Logits(0.1)))
     memory = (
         attend.lower(st, q, jax.ShapeDtypeStruct((1,), jnp.int32)).compile().memory_analysis()
     )

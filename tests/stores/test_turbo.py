@@ -14,6 +14,7 @@ import pytest
 import kvjax
 from kvjax import CacheSpec, Fier, Fifo, HotSet, Retrieval, Selection, presets
 from kvjax.numerics import rotate as rotations
+from kvjax.numerics.partial import Logits
 from kvjax.numerics.rotate import encode, lloyd_max
 from kvjax.stores import HostTurboQuant, TurboQuant
 from tests.oracles import attention
@@ -183,12 +184,12 @@ def test_attention_is_that_over_decoded_numpy(name: str) -> None:
 
     @jax.jit
     def run(st: Any, q: Any) -> Any:
-        one = store.attend(st, q[:, :, :, 0], start, scale=0.125)
-        chunk = store.attend_chunk(st, q, None, scale=0.125)
+        one = store.attend(st, q[:, :, :, 0], start, logits=Logits(0.125))
+        chunk = store.attend_chunk(st, q, None, logits=Logits(0.125))
         return (
             one,
             chunk,
-            store.attend_slots(st, q[:, :, :, 0], selection, scale=0.125),
+            store.attend_slots(st, q[:, :, :, 0], selection, logits=Logits(0.125)),
             store.gather(st, selection),
         )
 
@@ -240,7 +241,7 @@ def test_attention_at_32k_tokens_never_decodes_the_cache(queries: int) -> None:
     )
     st = jax.eval_shape(lambda: store.init(spec, 32768))
     q = jax.ShapeDtypeStruct((1, 8, queries, 128), jnp.bfloat16)
-    attend = jax.jit(functools.partial(store.attend, scale=0.1))
+    attend = jax.jit(functools.partial(store.attend, logits=Logits(0.1)))
     memory = (
         attend.lower(st, q, jax.ShapeDtypeStruct((1,), jnp.int32)).compile().memory_analysis()
     )
