@@ -13,6 +13,7 @@ from kvjax.cli.options import (
     CacheName,
     Dtype,
     Seed,
+    Speculate,
     Temperature,
     TopP,
     dtype_name,
@@ -42,6 +43,7 @@ def chat(
     top_p: TopP = None,
     seed: Seed = 0,
     dtype: Dtype = None,
+    speculate: Speculate = None,
 ) -> None:
     """Talks with a chat model; its cache is kept between turns.
 
@@ -56,7 +58,11 @@ def chat(
         checkpoint = load_checkpoint(directory, dtype=kind)
     sampled: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "seed": seed}
     talk = checkpoint.chat(
-        system=system, cache=policy, max_new_tokens=max_new_tokens, **sampled
+        system=system,
+        cache=policy,
+        max_new_tokens=max_new_tokens,
+        speculate=speculate,
+        **sampled,
     )
     asks = sys.stdin.isatty()
     while True:
