@@ -13,7 +13,6 @@ from kvjax.cli.options import (
     CacheName,
     Dtype,
     Seed,
-    Speculate,
     Temperature,
     TopP,
     dtype_name,
@@ -43,7 +42,6 @@ def chat(
     top_p: TopP = None,
     seed: Seed = 0,
     dtype: Dtype = None,
-    speculate: Speculate = None,
 ) -> None:
     """Talks with a chat model; its cache is kept between turns.
 
@@ -58,11 +56,7 @@ def chat(
         checkpoint = load_checkpoint(directory, dtype=kind)
     sampled: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "seed": seed}
     talk = checkpoint.chat(
-        system=system,
-        cache=policy,
-        max_new_tokens=max_new_tokens,
-        speculate=speculate,
-        **sampled,
+        system=system, cache=policy, max_new_tokens=max_new_tokens, **sampled
     )
     asks = sys.stdin.isatty()
     while True:

@@ -8,7 +8,7 @@ clamped onto a stored token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -18,6 +18,7 @@ from jax import Array, lax
 from jax.tree_util import register_dataclass
 from jax.typing import ArrayLike
 
+from kvjax.numerics.platforms import for_tpu, in_usual_layout
 from kvjax.spec import CacheSpec
 
 
@@ -56,16 +57,88 @@ def write(buffer: Array, new: Array, start: Array, count: Array) -> Array:
     """buffer [B, K, S, ...] with new[b, :, i] at slot start[b] + i for i < count[b]; out of
     range is dropped.
 
-    One scatter, in place when the buffer is donated. On CPU, jaxlib before 0.11 converts a
-    16-bit scatter to f32 and so copies the buffer; f32 caches are faster there.
+    In place when the buffer is donated: one scatter, or on a TPU a slice update a row. On CPU,
+    jaxlib before 0.11 converts a 16-bit scatter to f32 and so copies the buffer; f32 caches are
+    faster there.
     """
     return _write_alike((buffer,), (new,), start, count)[0]
 
 
 def _write_alike(
-    buffers: Sequence[Array], news: Sequence[Array], start: Array, count: Array
+    buffers: Sequence[Array],
+    news: Sequence[Array],
+    start: Array,
+    count: Array,
 ) -> list[Array]:
     """`write` of each, in the same slots."""
+    return for_tpu(_write_slices, _scatter_tokens, buffers, news, start, count)
+
+
+def _write_slices(
+    buffers: Sequence[Array],
+    news: Sequence[Array],
+    start: Array,
+    count: Array,
+) -> list[Array]:
+    """`_write_alike` by slice updates. A scatter makes a TPU copy the buffer to a layout that
+    suits the scatter, and back.
+
+    Reads the slots of a row that its tokens could take, replaces those that they do take, and
+    writes all of them.
+    """
+    slots = buffers[0].shape[2]
+    tokens = min(news[0].shape[2], slots)  # a row has room for no more
+    first = jnp.minimum(start, slots - tokens)  # of the slice, which ends within the buffer
+
+    def write_row(row: int, buffers: list[Array]) -> list[Array]:
+        token = lax.iota(jnp.int32, tokens) - (start[row] - first[row])
+        taken = (token >= 0) & (token < count[row])
+        written = []
+        for buffer, new in zip(buffers, news, strict=True):
+            buffer = in_usual_layout(buffer)
+            size = (1, new.shape[1], tokens, *new.shape[3:])
+            mine = lax.dynamic_slice_in_dim(new[:, :, :tokens], row, 1).astype(buffer.dtype)
+            if (
+                tokens > 1
+            ):  # those of a slice that begins before its tokens move towards its end
+                mine = _shifted(mine, start[row] - first[row])
+            at: list[Array | int] = [row, 0, first[row], *(0,) * (buffer.ndim - 3)]
+            old = lax.dynamic_slice(buffer, at, size)
+            kept = jnp.expand_dims(taken, (0, 1, *range(3, new.ndim)))
+            buffer = lax.dynamic_update_slice(buffer, jnp.where(kept, mine, old), at)
+            written.append(in_usual_layout(buffer))
+        return written
+
+    # Unrolled: a loop tiles narrow arrays of bytes in another way, and the compiler copies them.
+    written = list(buffers)
+    for row in range(len(start)):
+        written = write_row(row, written)
+    return written
+
+
+def put_first(buffer: Array, new: Array) -> Array:
+    """buffer [B, K, S, ...] with new [B, K, T, ...] in its first slots."""
+
+    def in_place(buffer: Array, new: Array) -> Array:
+        return lax.dynamic_update_slice_in_dim(buffer, new, 0, 2)
+
+    def on_tpu(buffer: Array, new: Array) -> Array:
+        return in_usual_layout(in_place(in_usual_layout(buffer), new))
+
+    return for_tpu(on_tpu, in_place, buffer, new)
+
+
+def _shifted(x: Array, places: Array) -> Array:
+    """x [1, K, T, ...] moved `places` towards the end of axis 2; zeros, or anything, enter."""
+    room = jnp.concatenate([jnp.zeros_like(x), x], axis=2)
+    size = x.shape[2]
+    return lax.dynamic_slice_in_dim(room, jnp.maximum(size - places, 0), size, axis=2)
+
+
+def _scatter_tokens(
+    buffers: Sequence[Array], news: Sequence[Array], start: Array, count: Array
+) -> list[Array]:
+    """`_write_alike` by one scatter each."""
     (B, _, T, *_), S = news[0].shape, buffers[0].shape[2]
     count, alone = jnp.minimum(count, T), B == T == 1
     size = B, 2 if alone else T
@@ -94,6 +167,39 @@ def take_rows(tokens: Array, index: Array) -> Array:
     range is clipped.
     """
     return jax.vmap(lambda t, i: jnp.take(t, i, axis=1, mode="clip"))(tokens, index)
+
+
+def take_places(x: Array, places: np.ndarray) -> Array:
+    """x [B, K, S, ...] at `places` of axis 2, which are known when the program is traced.
+
+    A gather, but on a TPU a slice for each run of places with equal distances: what follows a
+    gather there has another layout, which the TPU then gives to whole buffers.
+    """
+
+    def sliced(x: Array) -> Array:
+        runs = [
+            lax.slice_in_dim(x, first, last + 1, step, axis=2)
+            for first, last, step in _runs(places.tolist())
+        ]
+        return jnp.concatenate(runs or [x[:, :, :0]], axis=2)
+
+    return for_tpu(sliced, lambda x: x[:, :, places], x)
+
+
+def _runs(places: list[int]) -> Iterator[tuple[int, int, int]]:
+    """First, last and distance of each run of increasing places with equal distances.
+
+    >>> list(_runs([0, 2, 4, 5, 6, 3]))
+    [(0, 4, 2), (5, 6, 1), (3, 3, 1)]
+    """
+    start = 0
+    while start < len(places):
+        stop = start + 1
+        step = max(places[stop] - places[start], 1) if stop < len(places) else 1
+        while stop < len(places) and places[stop] - places[stop - 1] == step:
+            stop += 1
+        yield places[start], places[stop - 1], step
+        start = stop
 
 
 def whole_units(tokens: int, unit: int) -> int:

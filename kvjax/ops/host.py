@@ -231,7 +231,7 @@ def _append_each(x: Array, stacked: Array, at: Array, count: Array) -> Array:
     # and its first rows stay as they are.
     def one_row(b: Array, x: Array) -> Array:
         first = jnp.minimum(at[b], P - n)
-        source = first + jnp.arange(n, dtype=jnp.int32) - at[b]
+        source = first + jnp.arange(n) - at[b]
         fits = (source >= 0) & (source < count[b])
         start = [
             jnp.asarray(i, jnp.int32) for i in (b, 0, first, *[0] * len(row))
@@ -285,7 +285,7 @@ def hot_places(
     past those found, becomes n. Places whose page must be read have `used` = 2.
     """
     (B, K, N), n, P = index.shape, tables.page.shape[2], tables.place.shape[2]
-    index = jnp.where(jnp.arange(N, dtype=jnp.int32)[None, None] < found[..., None], index, -1)
+    index = jnp.where(jnp.arange(N)[None, None] < found[..., None], index, -1)
     wanted = (index >= 0) & (index < P)
     page = jnp.where(wanted, index, 0)
     known = jnp.clip(jnp.take_along_axis(tables.place, page, axis=2), 0, n - 1)
@@ -310,9 +310,7 @@ def hot_places(
     rank = jnp.where(rank < 0, rank + total, rank)
     rank = jnp.where(idle, rank[0], jnp.where(busy, total[0] + rank[1], N))
     given = put_last(
-        jnp.zeros((B, K, N), jnp.int32),
-        jnp.minimum(rank, N),
-        jnp.arange(n, dtype=jnp.int32)[None, None],
+        jnp.zeros((B, K, N), jnp.int32), jnp.minimum(rank, N), jnp.arange(n)[None, None]
     )
 
     order = lax.cumsum(missed.astype(jnp.int32), axis=2)
@@ -323,10 +321,10 @@ def hot_places(
     last = jnp.take_along_axis(given, jnp.maximum(misses - 1, 0), axis=2)
     # The hand has gone round to the place that it gave last, or all the way; places that it
     # passed count as unused.
-    distance = jnp.mod(jnp.arange(n, dtype=jnp.int32)[None, None] - at_hand, n)
+    distance = jnp.mod(jnp.arange(n)[None, None] - at_hand, n)
     swept = (distance <= jnp.mod(last - at_hand, n)) | (misses > total[0])
     used = (was_used & ~(swept & (misses > 0))).astype(jnp.int32)
-    used = put_last(used, at(place, wanted), jnp.where(missed, jnp.int32(2), jnp.int32(1)))
+    used = put_last(used, at(place, wanted), jnp.where(missed, 2, 1))
     after = HotTables(
         page=put_last(tables.page, at(place, missed), page),
         used=used,
@@ -379,10 +377,7 @@ def place_pages(zones: Parts, pages: Sequence[Array], at: Array, n: int) -> Part
     `at` i32[B, K, N].
     """
     (B, K, N), (*_, D) = at.shape, zones[0].shape
-    row, head = (
-        jnp.arange(B, dtype=jnp.int32)[:, None, None],
-        jnp.arange(K, dtype=jnp.int32)[None, :, None],
-    )
+    row, head = jnp.arange(B)[:, None, None], jnp.arange(K)[None, :, None]
 
     def put(zone: Array, new: Array) -> Array:
         by_page = zone.reshape(B, K, n, -1, D)

@@ -10,11 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from kvjax.memory import vary_with
 from kvjax.numerics.blocks import put_last
 from kvjax.numerics.partial import Logits
+from kvjax.numerics.platforms import for_tpu
 from kvjax.numerics.quant import OneBit, dequantize_1bit
 from kvjax.numerics.rotate import SUBSPACE, Directions, decode, lloyd_max, rotate_few, turned
 from kvjax.numerics.selection import (
@@ -219,7 +221,8 @@ def top_k(
     # rank first.
     low = jnp.finfo(scores.dtype).min
     ranked = jnp.where(valid, jnp.where(scores >= low, scores, low), -jnp.inf)
-    best, slots = for_gpu(partial(_top_by_counts, k=k), partial(lax.top_k, k=k), ranked)
+    by_sorting = partial(for_tpu, partial(_top_by_places, k=k), partial(lax.top_k, k=k))
+    best, slots = for_gpu(partial(_top_by_counts, k=k), by_sorting, ranked)
     return Selection(slots.astype(jnp.int32), best > -jnp.inf)
 
 
@@ -258,6 +261,85 @@ def _top_by_counts(ranked: Array, k: int) -> Sequence[Array]:
     )
     best, order = lax.top_k(jnp.take_along_axis(ranked, slots, axis=1), k)
     return [a.reshape(*lead, k) for a in (best, jnp.take_along_axis(slots, order, axis=1))]
+
+
+def _top_by_places(ranked: Array, k: int) -> Sequence[Array]:
+    """`lax.top_k` that finds the lowest of the k values by counting, one bit at a time, and the
+    places of the k by products.
+
+    A TPU takes longer to sort a long row than to read a cache, and most of a minute to compile
+    that; nor does it scatter well.
+    """
+    *lead, U = ranked.shape
+    if ranked.dtype != jnp.float32 or max(4 * k, 16384) > U:
+        return lax.top_k(ranked, k)
+    ranked = ranked.reshape(-1, U)
+    keys = in_order(ranked)
+    slots = _slots_of_top(keys, _least_of_top(keys, k), k)
+    best, order = lax.top_k(jnp.take_along_axis(ranked, slots, axis=1), k)
+    return [a.reshape(*lead, k) for a in (best, jnp.take_along_axis(slots, order, axis=1))]
+
+
+def _least_of_top(keys: Array, k: int) -> Array:
+    """The lowest of the k largest of keys u32[R, U]: u32[R, 1]."""
+
+    def with_bit(i: Array, least: Array) -> Array:
+        more = least | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
+        count = jnp.sum(keys >= more, axis=1, keepdims=True, dtype=jnp.int32)
+        return jnp.where(count >= k, more, least)
+
+    return lax.fori_loop(
+        0, 32, with_bit, vary_with(jnp.zeros((len(keys), 1), jnp.uint32), keys)
+    )
+
+
+LANES = 128  # of a TPU's registers
+
+
+def _slots_of_top(keys: Array, least: Array, k: int) -> Array:
+    """Slots i32[R, k], in order, of the k largest of keys u32[R, U], of which `least` u32[R, 1]
+    is the lowest; of those equal to it the lower slots."""
+    rows, units = keys.shape
+    pages = -(-units // LANES)
+    keys = jnp.pad(keys, ((0, 0), (0, pages * LANES - units))).reshape(rows, pages, LANES)
+    least = least[:, :, None]
+
+    # The units above the lowest leave room for so many of those equal to it.
+    level, above = keys == least, keys > least
+    room = k - jnp.sum(above, axis=(1, 2), dtype=jnp.int32)
+    inside, before = _ranks(level)
+    chosen = above | (level & (inside + before[:, :, None] <= room[:, None, None]))
+
+    # The unit of each rank is in the page that reaches that rank.
+    inside, before = _ranks(chosen)
+    reached = before + inside[:, :, -1]
+    rank = lax.iota(jnp.int32, k)[None, :, None]
+    here = (before[:, None] <= rank) & (rank < reached[:, None])  # [R, k, pages], one in each
+    page = jnp.sum(jnp.where(here, lax.iota(jnp.int32, pages)[None, None], 0), axis=2)
+    first = jnp.sum(jnp.where(here, before[:, None], 0), axis=2)
+
+    # The page's ranks, by a product with zeros and a one; of them the one that is looked for.
+    ranks = _exact_product("rkp,rpl->rkl", here, jnp.where(chosen, inside, 0))
+    found = ranks == (rank[:, :, 0] + 1 - first)[:, :, None]
+    lane = jnp.sum(jnp.where(found, lax.iota(jnp.int32, LANES)[None, None], 0), axis=2)
+    return page * LANES + lane
+
+
+def _ranks(chosen: Array) -> tuple[Array, Array]:
+    """For bool[R, P, L]: how many are true in a page up to each place, i32[R, P, L], and before
+    each page, i32[R, P]. A TPU multiplies faster than it sums along a row."""
+    pages, lanes = chosen.shape[1:]
+    up_to = np.triu(np.ones((lanes, lanes), bool))
+    inside = _exact_product("rpl,lm->rpm", chosen, up_to)
+    earlier = np.triu(np.ones((pages, pages), bool), 1)
+    return inside, _exact_product("rp,po->ro", inside[:, :, -1], earlier)
+
+
+def _exact_product(equation: str, x: Array, y: Array | np.ndarray) -> Array:
+    """i32 product of whole numbers up to 128, of which bfloat16 holds each; sums are f32."""
+    factors = (jnp.asarray(a, jnp.bfloat16) for a in (x, y))
+    product = jnp.einsum(equation, *factors, preferred_element_type=jnp.float32)
+    return product.astype(jnp.int32)
 
 
 def _top_k_grouped_limit(kernel: Any, a: Any) -> str | None:
@@ -367,7 +449,7 @@ def _highest(
     k_max].
     """
     best = top_k_grouped(parts, group_reduce, candidates.k_max)
-    rank = jnp.arange(candidates.k_max, dtype=jnp.int32)[None, None, None]
+    rank = jnp.arange(candidates.k_max)[None, None, None]
     valid = best.valid & (rank < candidates.of_groups(candidates.k))
     return Selection(
         join_steps(best.slots, candidates.steps), join_steps(valid, candidates.steps)

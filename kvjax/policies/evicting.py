@@ -169,9 +169,7 @@ class Evicting(Policy):
             a.reshape(B * K, 1, -1, a.shape[3]) for a in (st.tokens.k, st.tokens.v, k, v)
         )
         (held,), _ = ops.put_token([Block(held_k, held_v, at)], k_row, v_row, at < S, at < 0)
-        taken = (jnp.arange(S, dtype=jnp.int32)[None, None] == slot[..., None]) & active[
-            :, None, None
-        ]
+        taken = (jnp.arange(S)[None, None] == slot[..., None]) & active[:, None, None]
         evidence = (
             None if st.evidence is None else jnp.where(taken, self._arriving(k, v), st.evidence)
         )
@@ -271,14 +269,10 @@ class Evicting(Policy):
             at, stands_for = _spread(lengths, padded_count)
             votes_too = at >= 0
         else:
-            at = (
-                lengths[:, None]
-                - padded_count
-                + jnp.arange(padded_count, dtype=jnp.int32)[None]
-            )
-            votes_too = (at >= 0) & (
-                jnp.arange(padded_count, dtype=jnp.int32) >= padded_count - voter_count
-            )[None]
+            at = lengths[:, None] - padded_count + jnp.arange(padded_count)[None]
+            votes_too = (at >= 0) & (jnp.arange(padded_count) >= padded_count - voter_count)[
+                None
+            ]
         queries = jnp.take_along_axis(q, jnp.maximum(at, 0)[:, None, None, :, None], axis=3)
         query_position = jnp.where(votes_too, st.length[:, None] + at, -1)
         keys = jnp.concatenate([self._at_distance(st), k.astype(st.tokens.k.dtype)], axis=2)
@@ -391,8 +385,7 @@ class Evicting(Policy):
         best = self._best(jnp.flip(worth, axis=-1), jnp.flip(position >= 0, axis=-1), S)
         if most is not None:
             best = best._replace(
-                valid=best.valid
-                & (jnp.arange(S, dtype=jnp.int32)[None] < most[:, None])[:, None]
+                valid=best.valid & (jnp.arange(S)[None] < most[:, None])[:, None]
             )
         place = jnp.sort(
             jnp.where(best.valid, L - 1 - best.slots, L), axis=-1
@@ -485,7 +478,7 @@ class Evicting(Policy):
             """`st` with the i-th of these tokens in its new slot: one write for each, in place."""
             st, source, target = done
             old, new = (lax.dynamic_slice_in_dim(a, i, 1, axis=2) for a in (source, target))
-            here = jnp.arange(S, dtype=jnp.int32)[None, None] == new
+            here = jnp.arange(S)[None, None] == new
 
             def put(a: Array | None) -> Any:
                 if a is None:
@@ -714,9 +707,7 @@ class Evicting(Policy):
 
     def _valid(self, st: EvictingState) -> Array:
         """bool[B, 1 or K, S]: slots that hold a token."""
-        return (jnp.arange(st.tokens.slots, dtype=jnp.int32)[None] < st.tokens.count[:, None])[
-            :, None
-        ]
+        return (jnp.arange(st.tokens.slots)[None] < st.tokens.count[:, None])[:, None]
 
     def _positions(self, st: EvictingState) -> Array:
         """i32[B, K, S] positions of the tokens in the slots, -1 in empty slots."""

@@ -24,7 +24,15 @@ from jax.tree_util import register_dataclass
 
 from kvjax import ops
 from kvjax.memory import computed_last
-from kvjax.numerics.blocks import Block, empty_block, put, take_rows, whole_units
+from kvjax.numerics.blocks import (
+    Block,
+    empty_block,
+    put,
+    put_first,
+    take_places,
+    take_rows,
+    whole_units,
+)
 from kvjax.numerics.partial import PartialAttention, Span, keep_valid, merge
 from kvjax.numerics.selection import PackedSelection, Selection, unpack
 from kvjax.ops.chunk import attend_zone
@@ -195,16 +203,12 @@ class Zoned(Policy):
         moved = chunks * chunk
         if max_chunks > 0:
             st = self.append(
-                st,
-                *line(self._history(jnp.arange(max_chunks * chunk, dtype=jnp.int32))[None]),
-                moved,
+                st, *line(self._history(jnp.arange(max_chunks * chunk))[None]), moved
             )
-        rk, rv = line(
-            self.demote.place(chunks[:, None], jnp.arange(slots, dtype=jnp.int32)[None])
-        )
+        rk, rv = line(self.demote.place(chunks[:, None], jnp.arange(slots)[None]))
         left = total - moved
         # Zeros past count, where padding of the prompt may have been copied.
-        valid = (jnp.arange(slots, dtype=jnp.int32)[None] < left[:, None])[:, None]
+        valid = (jnp.arange(slots)[None] < left[:, None])[:, None]
         recent = Block(keep_valid(rk, valid), keep_valid(rv, valid), jnp.minimum(left, slots))
         return replace(st, sink=sink, recent=recent, overflow=st.overflow | (left > slots))
 
@@ -216,18 +220,16 @@ class Zoned(Policy):
         full = self.full_rows(st)
         leaving, staying = self.demote.leaving(self.local), self.demote.staying(self.local)
         count, recent, stay = jnp.where(full, len(leaving), 0), st.recent, len(staying)
-        after = self.append(st, recent.k[:, :, leaving], recent.v[:, :, leaving], count)
+        leaving_k, leaving_v = (take_places(a, leaving) for a in (recent.k, recent.v))
+        after = self.append(st, leaving_k, leaving_v, count)
         front = [
-            jnp.where(full[:, None, None, None], a[:, :, staying], a[:, :, :stay])
+            jnp.where(full[:, None, None, None], take_places(a, staying), a[:, :, :stay])
             for a in (recent.k, recent.v)
         ]
         # In place, once all else is read; XLA would otherwise copy the block twice in every
         # step, full or not.
         front, after = computed_last(front, after, st)
-        k, v = (
-            lax.dynamic_update_slice_in_dim(a, b, 0, 2)
-            for a, b in zip((recent.k, recent.v), front, strict=True)
-        )
+        k, v = map(put_first, (recent.k, recent.v), front)
         return replace(after, recent=Block(k, v, recent.count - count))
 
     # ---------------------------------------------------------------------------------------------- several tokens

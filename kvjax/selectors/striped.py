@@ -113,9 +113,7 @@ class StripedSelector(Wrapper):
         whole = first_places(
             *every, candidates.k_max
         )  # not computed in a step that keeps no Info
-        first = (whole < NOWHERE) & (
-            jnp.arange(whole.shape[3], dtype=jnp.int32)[None, None, None] < k
-        )
+        first = (whole < NOWHERE) & (jnp.arange(whole.shape[3])[None, None, None] < k)
         tokens = candidates.tokens(
             Selection(jnp.where(first, whole, 0), first), units * stripes.parts, unit
         )

@@ -230,7 +230,7 @@ class Store:
         )  # a row that pauses reads nothing
         _, pending = split_selection(flat(wanted, length), st.slots)
         here = pending.valid.reshape(B, K, -1, 1)
-        place = jnp.arange(length, dtype=jnp.int32)[None, None, :, None] - H * M
+        place = jnp.arange(length)[None, None, :, None] - H * M
         at_edge = place == 0
 
         def whole(old: Array, new: Array, zone: Array) -> Array:

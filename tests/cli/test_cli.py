@@ -865,7 +865,7 @@ REFUSED = [
     ("generate --prompt a --mesh model=99", "--mesh model=99 asks for 99 devices; there are 1"),
     (
         "generate --prompt a --speculate x",
-        "speculate='x' must be self or self:TOKENS such as self:4, prompt-lookup, or prompt-lookup:NGRAM,TOKENS",
+        "speculate='x' must be prompt-lookup, or prompt-lookup:NGRAM,TOKENS",
     ),
     (
         "generate --prompt a --speculate prompt-lookup:0,4",

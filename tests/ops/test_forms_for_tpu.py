@@ -1,0 +1,107 @@
+"""The forms that a program for a TPU has give what those of other platforms give."""
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from jax import lax
+
+from kvjax.numerics import blocks, platforms
+from kvjax.ops import select
+
+
+@given(
+    rows=st.sampled_from([1, 3]),
+    length=st.sampled_from([1, 4, 12]),
+    starts=st.lists(st.integers(0, 11), min_size=3, max_size=3),
+    counts=st.lists(st.integers(0, 12), min_size=3, max_size=3),
+)
+def test_slices_write_what_a_scatter_writes(
+    rows: int, length: int, starts: list[int], counts: list[int]
+) -> None:
+    rng = np.random.default_rng(0)
+    buffers = [
+        jnp.asarray(rng.normal(size=(rows, 2, 9, *rest)), jnp.float32) for rest in ((3,), ())
+    ]
+    news = [
+        jnp.asarray(rng.normal(size=(rows, 2, length, *rest)), jnp.float32)
+        for rest in ((3,), ())
+    ]
+    where = jnp.array(starts[:rows]), jnp.minimum(jnp.array(counts[:rows]), length)
+    for got, want in zip(
+        blocks._write_slices(buffers, news, *where),
+        blocks._scatter_tokens(buffers, news, *where),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(got, want)
+
+
+def scores_of(kind: str) -> np.ndarray:
+    rng = np.random.default_rng(0)
+    normal = rng.normal(size=(2, 16400)).astype(np.float32)
+    return {
+        "distinct": normal,
+        "many ties": np.round(normal),
+        "all equal": np.full_like(normal, 3),
+        "few valid": np.where(np.arange(16400) % 41 == 7, normal, -np.inf),
+        "none valid": np.full_like(normal, -np.inf),
+        "rising": np.sort(normal, axis=1),
+        "falling": np.sort(normal, axis=1)[:, ::-1],
+        "extreme": np.where(
+            normal > 1, np.float32(3e38), np.where(normal < -1, -3e38, 0 * normal)
+        ),
+        "infinite": np.where(normal > 2, np.inf, normal),
+    }[kind].astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "distinct",
+        "many ties",
+        "all equal",
+        "few valid",
+        "none valid",
+        "rising",
+        "falling",
+        "extreme",
+        "infinite",
+    ],
+)
+@pytest.mark.parametrize("k", [1, 600, 4096])
+def test_top_by_places_is_top_k(kind: str, k: int) -> None:
+    ranked = jnp.asarray(scores_of(kind))
+    best, slots = select._top_by_places(ranked, k)
+    want_best, want_slots = lax.top_k(ranked, k)
+    np.testing.assert_array_equal(best, want_best)
+    np.testing.assert_array_equal(slots, want_slots)
+
+
+@pytest.mark.parametrize("places", [[0, 1, 2], [1, 3, 5, 7], [0, 2, 4, 8, 9], [5], []])
+def test_places_taken_as_slices_are_those_of_a_gather(
+    places: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = jnp.arange(2 * 3 * 10 * 4.0).reshape(2, 3, 10, 4)
+    at = np.array(places, int)
+    want = blocks.take_places(x, at)
+    monkeypatch.setattr(blocks, "for_tpu", lambda tpu, others, *operands: tpu(*operands))
+    np.testing.assert_array_equal(blocks.take_places(x, at), want)
+
+
+def test_a_program_for_a_cpu_has_only_the_form_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(platforms, "reaches_tpus", lambda: True)
+    args = jnp.ones((1, 2, 8, 4)), jnp.ones((1, 2, 1, 4)), jnp.zeros(1, int), jnp.ones(1, int)
+    programs = {
+        platform: jax.jit(lambda *a: blocks.write(*a))
+        .trace(*args)
+        .lower(lowering_platforms=(platform,))
+        .as_text()
+        for platform in ("cpu", "tpu")
+    }
+    assert "scatter" in programs["cpu"]
+    assert "dynamic_update_slice" not in programs["cpu"]
+    assert "scatter" not in programs["tpu"]
