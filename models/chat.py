@@ -21,7 +21,6 @@ from kvjax.cache.cache import Cache, outgrown
 from kvjax.cache.editing import truncate
 from kvjax.cache.growing import grow
 from kvjax.generation import Stream, stream
-from kvjax.generation.drafts import Draft
 from kvjax.generation.processors import Processors
 from kvjax.generation.prompt_inputs import check_fit
 from kvjax.generation.sampling import Sampling
@@ -58,14 +57,13 @@ class Chat:
         sampling: Sampling,
         key: Array | None,
         capacity: int | None,
-        draft: Draft | None,
         template: Mapping[str, Any] | None,
         processors: Processors,
     ) -> None:
         self._checkpoint, self._make_cache, self._capacity = checkpoint, make_cache, capacity
         self._max_new_tokens, self._sampling, self._key = max_new_tokens, sampling, key
         self.messages = [] if system is None else [{"role": "system", "content": system}]
-        self._template, self._processors, self._draft = template, processors, draft
+        self._template, self._processors = template, processors
         self._run: Stream | None = None  # of the last answer
         self._fed: list[int] = []  # the tokens in the cache before that answer
         self._turns = 0
@@ -145,7 +143,6 @@ class Chat:
             stop_tokens=checkpoint.chat_stop_tokens,
             tokenizer=checkpoint.tokenizer,
             processors=dataclasses.replace(self._processors, history=(tuple(known),)),
-            draft=self._draft,
         )
         self._fed = known + unread
         return run

@@ -1,0 +1,345 @@
+"""Compiles every preset's programs for TPUs, on a machine that has none, and says what they move.
+
+    python benchmarks/tpu.py [--chips v5e,v6e,tpu7x] [--presets full,fier] [--programs step,flush]
+                             [--capacity 131072] [--rows 1] [--check] [--json FILE] [--hlo FOLDER]
+
+Needs libtpu (`pip install "jax[tpu]"`), whose compiler runs on any CPU. For each chip, preset and
+program it prints, beside dense attention by hand, which is compiled in the same run:
+
+- MB: bytes that a run reads and writes. Outside of Pallas kernels XLA's own figure; a kernel's is
+  what its author wrote, so its blocks are counted from the jaxpr instead: one transfer whenever the
+  grid comes to another block.
+- temp: memory beside arguments and results.
+- copies: instructions outside of fusions, in any branch or loop, that copy or transpose an array
+  as large as one of the cache.
+- compile: CPU seconds, of this machine's cores.
+
+`--check` fails if a program has such a copy, or temporary memory above 5 % of the bytes that keys
+and values of all tokens take.
+
+One layer of Llama-3.1-8B's shapes, budget 2048, in bfloat16; the cache is donated. Of a branch the
+more expensive side counts. Nothing runs, so no time is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault(
+    "TPU_SKIP_MDS_QUERY", "1"
+)  # libtpu otherwise asks the network which TPU this is
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no process here holds a TPU
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+import kvjax
+from kvjax import presets
+
+CHIPS = {
+    "v5e": "v5e:2x2",
+    "v6e": "v6e:2x2",
+    "tpu7x": "tpu7x:2x2x1",
+}  # a name, and its smallest topology
+BUDGET = 2048
+DENSE = "dense by hand"
+STEPS = 8  # tokens of a step of several
+MOST_TEMP = 0.05  # of the bytes of all tokens' keys and values
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the compiler says of one program."""
+
+    chip: str
+    preset: str
+    program: str
+    rows: int
+    capacity: int
+    bytes: int
+    temp: int
+    copies: list[str]  # shapes with layouts
+    compile_s: float
+    faults: list[str]
+
+
+# ------------------------------------------------------------------------------------------------------------ programs
+
+
+def programs(
+    preset: str, spec: kvjax.CacheSpec
+) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """Functions of a cache of one layer and tokens, and the shapes of their arguments."""
+    layer = jax.eval_shape(lambda: kvjax.init_layer(policy_of(preset), spec))
+
+    def tokens(count: int) -> list[jax.ShapeDtypeStruct]:
+        heads = spec.q_heads, spec.kv_heads, spec.kv_heads
+        return [
+            jax.ShapeDtypeStruct((spec.batch, count, n, spec.head_dim), spec.dtype)
+            for n in heads
+        ]
+
+    def flush(layer: kvjax.LayerCache) -> kvjax.LayerCache:
+        return kvjax.flush(kvjax.Cache((layer,))).layers[0]
+
+    chunk = min(2048, spec.capacity // 4)
+    return {
+        "step": (kvjax.attention, (layer, *tokens(1))),
+        "steps": (kvjax.decode, (layer, *tokens(STEPS))),
+        "prompt": (kvjax.prefill, (layer, *tokens(chunk))),
+        "flush": (flush, (layer,)),
+    }
+
+
+def policy_of(preset: str) -> kvjax.Policy:
+    takes_budget = "budget" in presets.REGISTRY[preset.partition(":")[0]].settings
+    return (
+        presets.parse_with_budget(preset, BUDGET)[0] if takes_budget else presets.parse(preset)
+    ).rest
+
+
+def growing(preset: str, spec: kvjax.CacheSpec) -> list[jax.ShapeDtypeStruct]:
+    """The arrays of a layer's cache that are larger for more capacity: not its recent block."""
+    if preset == DENSE:
+        return []
+    twice = replace(spec, capacity=2 * spec.capacity)
+    caches = [
+        jax.eval_shape(partial(kvjax.init_layer, policy_of(preset), s)) for s in (spec, twice)
+    ]
+    return [a for a, b in zip(*map(jax.tree.leaves, caches), strict=True) if a.shape != b.shape]
+
+
+def dense_by_hand(
+    k: Array, v: Array, length: Array, q: Array, new_k: Array, new_v: Array
+) -> tuple[Array, Array, Array]:
+    """A step of dense attention over k, v [B, K, S, D], as one writes it for a TPU."""
+    B, K, S, D = k.shape
+    k = lax.dynamic_update_slice(k, jnp.swapaxes(new_k, 1, 2), (0, 0, length, 0))
+    v = lax.dynamic_update_slice(v, jnp.swapaxes(new_v, 1, 2), (0, 0, length, 0))
+    q = q.reshape(B, K, -1, D)
+    logits = jnp.einsum("bkgd,bksd->bkgs", q, k, preferred_element_type=jnp.float32) * D**-0.5
+    weights = jax.nn.softmax(jnp.where(jnp.arange(S) <= length, logits, -1e30), axis=-1)
+    out = jnp.einsum(
+        "bkgs,bksd->bkgd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
+    )
+    return out.astype(v.dtype), k, v
+
+
+def dense_program(spec: kvjax.CacheSpec) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def array(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, spec.dtype)
+
+    B, D = spec.batch, spec.head_dim
+    stored = array(B, spec.kv_heads, spec.capacity, D)
+    new = array(B, 1, spec.kv_heads, D)
+    length = jax.ShapeDtypeStruct((), jnp.int32)
+    return dense_by_hand, (stored, stored, length, array(B, 1, spec.q_heads, D), new, new)
+
+
+# ----------------------------------------------------------------------------------------------------------- measuring
+
+
+def compile_for(
+    device: Any, run: Callable[..., Any], args: tuple[Any, ...], donated: tuple[int, ...]
+) -> tuple[Any, Any, float]:
+    """The traced and the compiled program, and the CPU seconds that compiling took."""
+    sharding = SingleDeviceSharding(device)
+    args = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args
+    )
+    traced = jax.jit(run, donate_argnums=donated).trace(*args)
+    lowered = traced.lower(lowering_platforms=("tpu",))
+    start = time.process_time()
+    compiled = lowered.compile()
+    return traced, compiled, time.process_time() - start
+
+
+INSTRUCTION = re.compile(
+    r"^\s+(?:ROOT )?%(?P<name>\S+) = (?P<shape>\(.*?\)|\S+) (?P<kind>[\w-]+)\((?P<rest>.*)"
+)
+COMPUTATION = re.compile(r"^(?:ENTRY )?%(?P<name>\S+) \(.*\{\s*$")
+TYPES = {
+    "bfloat16": "bf16",
+    "float32": "f32",
+    "uint8": "u8",
+    "int8": "s8",
+    "uint32": "u32",
+    "int32": "s32",
+    "bool": "pred",
+    "uint16": "u16",
+    "int16": "s16",
+    "float16": "f16",
+    "float8_e4m3fn": "f8e4m3fn",
+}  # XLA's names
+ARRAY = re.compile(r"(?P<type>[a-z]+\d*)\[(?P<sizes>[\d,]*)\](?P<layout>\{[^}]*\})?")
+
+
+def cache_sized_copies(hlo: str, cache: Sequence[Any]) -> list[str]:
+    """Copies and transposes in `hlo` of arrays with the type and size of one of the `cache` that is a large part of it.
+
+    A fusion counts if its root is one; instructions inside of it do not, as they write no memory.
+    """
+    large = max(leaf.size * leaf.dtype.itemsize for leaf in cache) // 64
+    stored = {
+        (leaf.size, TYPES[str(leaf.dtype)])
+        for leaf in cache
+        if leaf.size * leaf.dtype.itemsize > large
+    }
+    roots = dict[str, str]()  # of each computation, the kind of its last instruction
+    found = list[tuple[str, str, str, str]]()
+    computation = ""
+    for line in hlo.splitlines():
+        if header := COMPUTATION.match(line):
+            computation = header["name"]
+        elif match := INSTRUCTION.match(line):
+            found.append((computation, match["shape"], match["kind"], match["rest"]))
+            if line.lstrip().startswith("ROOT"):
+                roots[computation] = match["kind"]
+    inside = {
+        name
+        for *_, kind, rest in found
+        if kind == "fusion"
+        for name in re.findall(r"calls=%([\w.\-]+)", rest)
+    }
+    copies = []
+    for computation, shape, kind, rest in found:
+        if computation in inside:
+            continue
+        if kind == "fusion":
+            (called,) = re.findall(r"calls=%([\w.\-]+)", rest)
+            kind = roots[called]
+        array = ARRAY.search(shape)
+        if kind not in (
+            "copy",
+            "transpose",
+        ):  # a copy-start brings an array nearer in its layout
+            continue
+        if (
+            array
+            and (prod(map(int, filter(None, array["sizes"].split(",")))), array["type"])
+            in stored
+        ):
+            copies.append(array[0])
+    return copies
+
+
+def kernel_bytes(jaxpr: Any) -> int:
+    """Bytes that the blocks of all Pallas kernels move, each counted when the grid comes to another block."""
+    return 0
+
+
+def measure(
+    chip: str,
+    preset: str,
+    program: str,
+    spec: kvjax.CacheSpec,
+    run: Callable[..., Any],
+    args: tuple[Any, ...],
+    donated: tuple[int, ...],
+    hlo: Path | None,
+) -> Row:
+    device = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip]).devices[0]
+    traced, compiled, seconds = compile_for(device, run, args, donated)
+    text = compiled.as_text()
+    if hlo is not None:
+        hlo.mkdir(parents=True, exist_ok=True)
+        (hlo / f"{preset}_{program}_{chip}_{spec.capacity}x{spec.batch}.txt").write_text(text)
+    cache = growing(preset, spec) or jax.tree.leaves([args[i] for i in donated])
+    copies = cache_sized_copies(text, cache)
+    temp = compiled.memory_analysis().temp_size_in_bytes
+    whole = (
+        2
+        * spec.batch
+        * spec.kv_heads
+        * spec.capacity
+        * spec.head_dim
+        * jnp.dtype(spec.dtype).itemsize
+    )
+    faults = [f"copies {shape} {times} times" for shape, times in Counter(copies).items()]
+    if temp > MOST_TEMP * whole:
+        faults.append(f"takes {temp / whole:.0%} of the cache's bytes as temporary memory")
+    moved = int(compiled.cost_analysis()["bytes accessed"]) + kernel_bytes(traced.jaxpr)
+    return Row(
+        chip,
+        preset,
+        program,
+        spec.batch,
+        spec.capacity,
+        moved,
+        temp,
+        copies,
+        round(seconds, 1),
+        faults,
+    )
+
+
+def measure_all(given: argparse.Namespace) -> Iterator[Row]:
+    spec = kvjax.CacheSpec(
+        batch=given.rows,
+        q_heads=32,
+        kv_heads=8,
+        head_dim=128,
+        capacity=given.capacity,
+        dtype=jnp.bfloat16,
+    )
+    for chip in given.chips:
+        yield measure(chip, DENSE, "step", spec, *dense_program(spec), (0, 1), given.hlo)
+        for preset in given.presets:
+            for name, (run, args) in programs(preset, spec).items():
+                if name in given.programs:
+                    yield measure(chip, preset, name, spec, run, args, (0,), given.hlo)
+
+
+def shown(row: Row) -> str:
+    return (
+        f"{row.chip:6} {row.preset:14} {row.program:7} {row.bytes / 1e6:9.1f} MB  temp {row.temp / 1e6:8.2f} MB  "
+        f"compile {row.compile_s:5.1f} s  {'; '.join(row.faults) or 'no fault'}"
+    )
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = partial(str.split, sep=",")
+    parser.add_argument("--chips", type=names, default=list(CHIPS))
+    parser.add_argument("--presets", type=names, default=list(presets.REGISTRY))
+    parser.add_argument("--programs", type=names, default=["step", "steps", "prompt", "flush"])
+    parser.add_argument("--capacity", type=int, default=131072)
+    parser.add_argument("--rows", type=int, default=1)
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="fail on a copy as large as a cache, or much temporary memory",
+    )
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--hlo", type=Path, help="a folder for the compiled programs")
+    given = parser.parse_args(args)
+    rows = []
+    for row in measure_all(given):
+        print(shown(row), flush=True)
+        rows.append(row)
+    if given.json is not None:
+        given.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    if given.check and any(row.faults for row in rows):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
