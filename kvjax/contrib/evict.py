@@ -7,6 +7,7 @@ from typing import Any
 
 from kvjax.contrib.raas import BesidePrompt
 from kvjax.evictors import (
+    Critical,
     Evictor,
     ExpectedAttention,
     KeyDiff,
@@ -32,7 +33,7 @@ RULES: dict[str, Evictor] = {
     "keydiff": KeyDiff(),
     "lagkv": Lag(),
     "vatp": ValueWeighted(),
-    "criticalkv": ValueWeighted(first=0.5, epsilon=1e-4),
+    "criticalkv": Critical(),
     "expected": ExpectedAttention(rope=None),
     "rkv": Redundancy(),
     "triattention": Trigonometric(rope=None),
@@ -68,7 +69,7 @@ def evict(
       close_up: whether tokens that are left close up, with their keys rotated to their new
         places (`rope_theta`).
 
-    **Source:** see `Random`, `KeyNorm`, `KeyDiff`, `Lag`, `ValueWeighted`, `ExpectedAttention`,
+    **Source:** see `Random`, `KeyNorm`, `KeyDiff`, `Lag`, `ValueWeighted` (VATP), `Critical`, `ExpectedAttention`,
     `Redundancy` (R-KV) and `Trigonometric` (TriAttention). **Differs:** as there; every KV head
     evicts on its own.
 
@@ -83,13 +84,10 @@ def evict(
         raise ValueError(
             f"evict(rule={rule!r}, close_up={close_up}) must know the model's RoPE; set rope_theta"
         )
-    compares = type(evictor).judge is not Evictor.judge and not isinstance(
-        evictor, ValueWeighted
-    )
     settings: dict[str, Any] = {
         "evictor": replace(evictor, rope=rope) if hasattr(evictor, "rope") else evictor,  # type: ignore[type-var]
         "budget": budget,
-        "every": (max(budget // 16, 1) if compares or close_up else 1)
+        "every": (max(budget // 16, 1) if evictor.compares or close_up else 1)
         if every is None
         else every,
         "rope": rope if close_up else None,

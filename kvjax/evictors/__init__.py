@@ -2,7 +2,13 @@
 
 from kvjax.evictors.base import Evictor, Held
 from kvjax.evictors.keys import KeyDiff, KeyNorm, Lag, Random
-from kvjax.evictors.queries import ExpectedAttention, Redundancy, Trigonometric, ValueWeighted
+from kvjax.evictors.queries import (
+    Critical,
+    ExpectedAttention,
+    Redundancy,
+    Trigonometric,
+    ValueWeighted,
+)
 from kvjax.evictors.scores import (
     HeavyHitter,
     LastQuery,
@@ -14,6 +20,7 @@ from kvjax.evictors.scores import (
 )
 
 __all__ = [
+    "Critical",
     "Evictor",
     "ExpectedAttention",
     "HeavyHitter",

@@ -48,6 +48,13 @@ class Evictor:
         return None
 
     @property
+    def compares(self) -> bool:
+        """True if a token's worth depends on the other tokens, so that a cache should evict
+        several at once.
+        """
+        return type(self).judge is not Evictor.judge
+
+    @property
     def renumbered(self) -> int:
         """The number of the first slots that are closer to a query than by their original
         positions.

@@ -16,7 +16,7 @@ from jax import Array, lax
 
 from kvjax.evictors.base import Evictor, Held
 from kvjax.evictors.keys import in_order, length
-from kvjax.evictors.scores import HeavyHitter
+from kvjax.evictors.scores import HeavyHitter, Observation
 from kvjax.memory import vary_with
 from kvjax.numerics.rotate import turn_pairs, turn_positions
 from kvjax.numerics.types import Rope
@@ -29,37 +29,26 @@ BLOCK = 2**20  # numbers of a block of keys, by query
 @dataclass(frozen=True, kw_only=True)
 class ValueWeighted(Evictor):
     """Multiplies what another evictor says of a token by the size of its value, the sum of the
-    values' magnitudes.
+    value's magnitudes:
 
-    A share `first` of the slots is kept by the other evictor alone. The first `sink` tokens
-    stay.
+        worth(t) = score(t) * |v_t|_1
 
-    **Source:** VATP (Guo et al. 2024, arXiv 2406.12335), with first=0. CriticalKV (Feng et al.
-    2025, arXiv 2502.03805), with first=.5 and epsilon=1e-4. **Differs:** CriticalKV measures a
-    value after the model's output projection, which a cache does not have.
+    The first `sink` tokens stay.
+
+    **Source:** VATP (Guo et al. 2024, arXiv 2406.12335), over the scores of H2O, with a sink of
+    20.
     """
 
     evictor: Evictor = HeavyHitter()
-    first: float = 0.0
-    epsilon: float = 0.0
     sink: int = 20
 
     def __post_init__(self) -> None:
         keep_ints(self, sink=0)
-        verbs = ("judge", "see_prompt", "see_step")
-        check_verbs(
-            "ValueWeighted(evictor=...)",
-            self.evictor,
-            "an evictor",
-            verbs,
-            "kvjax.HeavyHitter()",
-        )
-        keep_number(self, "first", what="a share of the slots, ", at_least=0, below=1)
-        keep_number(self, "epsilon", at_least=0)
-        if type(self.evictor).judge is not Evictor.judge or self.evictor.arrival is None:
-            raise ValueError(
-                f"ValueWeighted got {self.evictor}, which no attention guides; use kvjax.HeavyHitter()"
-            )
+        _check_scores(self, self.evictor)
+
+    @property
+    def compares(self) -> bool:
+        return False
 
     @property
     def arrival(self) -> float | None:
@@ -85,14 +74,78 @@ class ValueWeighted(Evictor):
 
     def judge(self, held: Held) -> Array:
         score = self.evictor.worth(held.evidence, held.position, held.end, held.slots)
-        size = jnp.sum(jnp.abs(held.v.astype(jnp.float32)), axis=-1)
-        worth = jnp.where(jnp.isinf(score), score, (score + self.epsilon) * size)
-        if kept := int(self.first * held.slots):
-            line = jnp.sort(jnp.where(held.position >= 0, score, -jnp.inf), axis=-1)
-            worth = jnp.where(
-                score >= line[..., -min(kept, line.shape[2]), None], jnp.inf, worth
-            )
+        worth = jnp.where(jnp.isinf(score), score, score * _magnitude(held.v))
         return jnp.where(held.position < self.sink, jnp.inf, worth)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Critical(ValueWeighted):
+    """Keeps tokens in two stages: a share `first` of the slots by another evictor's score alone,
+    the others by that score times the size of the value:
+
+        worth(t) = (score(t) + epsilon) * |v_t|_1
+
+    The first stage divides the slots that are left beside tokens that stay in any case, such as
+    the window of `Observation`, whose score is infinite; so no evictor makes it void.
+
+    **Source:** CriticalKV (Feng et al. 2025, arXiv 2502.03805), Algorithm 1: over SnapKV's
+    scores, first=.5, epsilon=1e-4. **Differs:** the paper measures a value after the model's
+    output projection, which a cache does not have.
+    """
+
+    evictor: Evictor = Observation()
+    sink: int = 0
+    first: float = 0.5  # share of the slots
+    epsilon: float = 1e-4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        keep_number(self, "first", what="a share of the slots, ", at_least=0, below=1)
+        keep_number(self, "epsilon", at_least=0)
+
+    @property
+    def compares(self) -> bool:
+        return True
+
+    def judge(self, held: Held) -> Array:
+        score = self.evictor.worth(held.evidence, held.position, held.end, held.slots)
+        stays = jnp.isposinf(score) | (held.position < self.sink)
+        competes = (held.position >= 0) & ~stays
+
+        # The first stage: the best scores among the tokens that compete.
+        slots_left = held.slots - jnp.sum(stays, axis=-1, keepdims=True, dtype=jnp.int32)
+        kept = jnp.floor(self.first * jnp.maximum(slots_left, 0).astype(jnp.float32))
+        chosen = competes & (
+            _rank(jnp.where(competes, score, -jnp.inf)) < kept.astype(jnp.int32)
+        )
+
+        # The second stage: what is left, by its value too.
+        worth = jnp.where(jnp.isinf(score), score, (score + self.epsilon) * _magnitude(held.v))
+        return jnp.where(stays | chosen, jnp.inf, worth)
+
+
+def _check_scores(evictor: ValueWeighted, inner: Evictor) -> None:
+    """Raises ValueError unless `inner` scores each token by the attention of queries."""
+    name = type(evictor).__name__
+    verbs = ("judge", "see_prompt", "see_step")
+    check_verbs(f"{name}(evictor=...)", inner, "an evictor", verbs, "kvjax.HeavyHitter()")
+    if type(inner).judge is not Evictor.judge or inner.arrival is None:
+        raise ValueError(
+            f"{name} got {inner}, which no attention guides; use kvjax.HeavyHitter()"
+        )
+
+
+def _magnitude(v: Array) -> Array:
+    """The sum of the magnitudes of each value: f32[B, K, L] of v [B, K, L, D]."""
+    return jnp.sum(jnp.abs(v.astype(jnp.float32)), axis=-1)
+
+
+def _rank(score: Array) -> Array:
+    """i32[B, K, L]: the number of slots with a higher score, or an equal one and a lower
+    number.
+    """
+    order = jnp.argsort(-score, axis=-1, stable=True)
+    return jnp.argsort(order, axis=-1).astype(jnp.int32)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from kvjax import CacheSpec, Evicting, models
 from kvjax.contrib.adakv import HeadBudgets
 from kvjax.contrib.raas import BesidePrompt
 from kvjax.evictors import (
+    Critical,
     Evictor,
     ExpectedAttention,
     HeavyHitter,
@@ -145,9 +146,14 @@ def lag(
 def critical(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, at: np.ndarray, score: np.ndarray
 ) -> np.ndarray:
+    """Half of the 60 slots that no sink has go by attention alone, the others by values too."""
     worth = (score + 1e-4) * np.abs(v).sum(axis=-1)
-    worth[np.argsort(-score)[:30]] = np.inf
-    return np.where(at < 20, np.inf, worth)
+    stays = at < 20
+    competing = np.flatnonzero(~stays)
+    best = competing[np.argsort(-score[competing], kind="stable")]
+    worth[best[: int(0.5 * (60 - stays.sum()))]] = np.inf
+    worth[stays] = np.inf
+    return worth
 
 
 def keydiff(
@@ -166,7 +172,7 @@ RULES: dict[str, tuple[Evictor, Any]] = {
         lambda q, k, v, at, s: np.where(at < 20, np.inf, s * np.abs(v).sum(axis=-1)),
     ),
     "criticalkv": (
-        ValueWeighted(evictor=HeavyHitter(recent=0), first=0.5, epsilon=1e-4),
+        Critical(evictor=HeavyHitter(recent=0), sink=20),
         critical,
     ),
     "lagkv": (Lag(partition=16), lag),
@@ -312,7 +318,7 @@ def test_random_keeps_a_uniform_sample_of_all_tokens_or_of_the_held_ones() -> No
             r"no attention guides; use kvjax.HeavyHitter\(\)",
         ),
         (
-            lambda: ValueWeighted(first=1.0),
+            lambda: Critical(first=1.0),
             r"first=1.0\) must be a share of the slots, at least 0 and below 1",
         ),
         (lambda: kvjax.presets.evict(rule="newest"), r"rule='newest'\) must be one of random"),
