@@ -37,8 +37,8 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
-from kvjax.attention import run
 from kvjax.cache.cache import Cache, LayerCache, init, raise_on_overflow
+from kvjax.call import run
 from kvjax.evaluate.provenance import provenance
 from kvjax.evaluate.store import FORMAT, Cell, Progress
 from kvjax.generation import Stream, warm_up
@@ -50,6 +50,7 @@ from kvjax.models.weights import model_shardings
 from kvjax.policies import PerLayer
 from kvjax.sharding.placement import Placement
 from kvjax.spec import CacheSpec, padded_capacity, require_int
+from kvjax.steps import Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -351,15 +352,12 @@ def _store(layer: LayerCache, key: Array, count: Array, *, tokens: int) -> Layer
     spec = layer.spec
     shape = (spec.batch, tokens, spec.kv_heads, spec.head_dim)
     k, v = (jax.random.normal(own, shape, spec.dtype) for own in jax.random.split(key))
-    return run(_append, layer, {"k": k, "v": v, "count": jnp.full(spec.batch, count)})[1]
+    return run(_append, layer, Tokens(k, v, jnp.full(spec.batch, count), flush=False))[1]
 
 
-def _append(
-    layer: LayerCache, k: Array, v: Array, count: Array
-) -> tuple[None, LayerCache, tuple[()]]:
-    state = layer.policy.prefill(
-        layer.state, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), count
-    )
+def _append(layer: LayerCache, new: Tokens) -> tuple[None, LayerCache, tuple[()]]:
+    k, v = jnp.swapaxes(new.k, 1, 2), jnp.swapaxes(new.v, 1, 2)
+    state = layer.policy.prefill(layer.state, k, v, new.count)
     return None, replace(layer, state=state), ()
 
 

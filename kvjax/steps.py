@@ -10,19 +10,42 @@ it, or take another one.
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import dataclass, field, replace
 
 import jax.numpy as jnp
 from jax import Array
+from jax.tree_util import register_dataclass
 from jax.typing import ArrayLike
 
-from kvjax.attention import plain_step, row_counts, run, sink_logits
 from kvjax.cache.cache import LayerCache, check_layer_cache
 from kvjax.cache.flushing import flush_full
+from kvjax.call import plain_step, row_counts, run, sink_logits
 from kvjax.numerics.partial import group_queries
 from kvjax.numerics.selection import Selection, unpack
 from kvjax.policies import Info, Step
+from kvjax.policies.policy import STATIC
 from kvjax.validation import check_dims, check_flags, shown
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class Tokens:
+    """Tokens that each row stores."""
+
+    k: Array  # [B, T, K, D]
+    v: Array  # [B, T, K, E]
+    count: Array  # i32[B] how many each row stores
+    flush: bool = field(metadata=STATIC)  # full recent blocks before
+
+
+@register_dataclass
+@dataclass(frozen=True)
+class Query:
+    """The queries of the newest token of each row."""
+
+    q: Array  # [B, 1, N, D]
+    step: Step  # how it attends, with `selection` and `sinks`
+    count: Array | None = None  # i32[B] 1 in rows that attend; None: all
 
 
 def update(
@@ -44,7 +67,7 @@ def update(
     _check("update", cache, k=k, v=v)
     check_flags("update", flush=flush)
     count = row_counts(k.shape[0], 1, None, active)
-    return run(_update, cache, {"k": k, "v": v, "count": count}, flush=flush)[1]
+    return run(_update, cache, Tokens(k, v, count, flush))[1]
 
 
 def select(
@@ -66,12 +89,8 @@ def select(
         shapes that disagree with the cache.
     """
     _check("select", cache, q=q)
-    return run(
-        _select,
-        cache,
-        {"q": q},
-        step=plain_step("select", q.shape[-1], window, scale, soft_cap),
-    )[2]
+    step = plain_step("select", q.shape[-1], window, scale, soft_cap)
+    return run(_select, cache, Query(q, step))[2]
 
 
 def attend(
@@ -102,50 +121,38 @@ def attend(
         raise ValueError(
             f"attend(selection=...) takes what kvjax.select returns, got {shown(selection)}"
         )
-    heads = (
-        None
-        if sinks is None
-        else sink_logits("attend", cache, sinks, cache.spec.q_heads, cache.spec.kv_heads)
-    )
+    step = replace(step, selection=selection)
+    if sinks is not None:
+        spec = cache.spec
+        heads = sink_logits("attend", cache, sinks, spec.q_heads, spec.kv_heads)
+        step = replace(step, sinks=heads)
     count = row_counts(q.shape[0], 1, None, active)
-    operands = {"q": q, "count": count, "selection": selection, "sinks": heads}
-    return run(_attend, cache, operands, step=step)[:2]
+    out, cache, _ = run(_attend, cache, Query(q, step, count))
+    return out, cache
 
 
-def _update(
-    cache: LayerCache, k: Array, v: Array, count: Array, *, flush: bool
-) -> tuple[None, LayerCache, None]:
-    k, v = (jnp.swapaxes(a, 1, 2) for a in (k, v))
-    state = (flush_full(cache, count > 0) if flush else cache).state
-    return (
-        None,
-        dataclasses.replace(cache, state=cache.policy.update(state, k, v, count > 0)),
-        None,
-    )
+def _update(cache: LayerCache, tokens: Tokens) -> tuple[None, LayerCache, None]:
+    k, v = jnp.swapaxes(tokens.k, 1, 2), jnp.swapaxes(tokens.v, 1, 2)
+    active = tokens.count > 0
+    if tokens.flush:
+        cache = flush_full(cache, active)
+    state = cache.policy.update(cache.state, k, v, active)
+    return None, replace(cache, state=state), None
 
 
-def _select(cache: LayerCache, q: Array, *, step: Step) -> tuple[None, LayerCache, Selection]:
+def _select(cache: LayerCache, query: Query) -> tuple[None, LayerCache, Selection]:
+    queries = group_queries(query.q[:, 0], cache.spec.kv_heads)
+    return None, cache, unpack(cache.policy.select(cache.state, queries, query.step))
+
+
+def _attend(cache: LayerCache, query: Query) -> tuple[Array, LayerCache, Info]:
+    q = query.q
+    assert query.count is not None
     queries = group_queries(q[:, 0], cache.spec.kv_heads)
-    return None, cache, unpack(cache.policy.select(cache.state, queries, step))
-
-
-def _attend(
-    cache: LayerCache,
-    q: Array,
-    count: Array,
-    selection: Selection | None,
-    sinks: Array | None,
-    *,
-    step: Step,
-) -> tuple[Array, LayerCache, Info]:
-    queries = group_queries(q[:, 0], cache.spec.kv_heads)
-    step = dataclasses.replace(step, active=count > 0, selection=selection, sinks=sinks)
+    step = replace(query.step, active=query.count > 0)
     out, state, info = cache.policy.attend(cache.state, queries, step)
-    return (
-        out.astype(q.dtype).reshape(*q.shape[:-1], -1),
-        dataclasses.replace(cache, state=state),
-        info,
-    )
+    out = out.astype(q.dtype).reshape(*q.shape[:-1], -1)
+    return out, replace(cache, state=state), info
 
 
 def _check(verb: str, cache: LayerCache, **arrays: Array) -> None:

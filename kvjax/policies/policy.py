@@ -5,17 +5,21 @@ read.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.tree_util import register_dataclass
 
 from kvjax.memory import growth
 from kvjax.numerics.partial import Logits, PartialAttention
 from kvjax.numerics.selection import PackedSelection, Selection
 from kvjax.sharding.context import Axis
 from kvjax.spec import CacheSpec
+from kvjax.validation import shown
+
+STATIC = {"static": True}  # metadata of a field that is a part of the program, not an array
 
 
 class Info(NamedTuple):
@@ -37,25 +41,35 @@ class Info(NamedTuple):
     )
 
 
+@register_dataclass
 @dataclass(frozen=True)
 class Step:
-    """Everything that a decode step tells a policy besides its queries."""
+    """Everything that a call tells a policy besides its queries, keys and values.
 
-    logits: Logits  # how they are made of products q.k
-    window: int | None = None  # tokens that a query sees, its own included; None: all
-    active: Array | None = (
-        None  # bool[B] rows that take the step; the outputs of others mean nothing. None: all
-    )
-    selection: Selection | PackedSelection | None = (
-        None  # slots to attend to; None: the policy selects
-    )
-    lengths: Array | None = (
-        None  # i32[T, B] tokens of each row after each of T steps; None: one step
-    )
-    sinks: Array | None = (
-        None  # f32[K, G] logits that only the denominator of softmax counts; None: there are none
-    )
-    exact: bool = False  # attend to all stored tokens instead of a selection
+    `logits`, `window` and `exact` are static; the others are arrays. A chunk of a prompt has
+    `logits`, `window` and `sinks` only.
+    """
+
+    logits: Logits = field(metadata=STATIC)
+    """How logits are made of products q.k."""
+    window: int | None = field(default=None, metadata=STATIC)
+    """Tokens that a query sees, its own included; None: all."""
+    active: Array | None = None
+    """bool[B] rows that take the step; the outputs of others mean nothing. None: all."""
+    selection: Selection | PackedSelection | None = None
+    """Slots to attend to; None: the policy selects."""
+    lengths: Array | None = None
+    """i32[T, B] tokens of each row after each of T steps; None: one step."""
+    sinks: Array | None = None
+    """f32[K, G] logits that only the denominator of softmax counts; None: there are none."""
+    exact: bool = field(default=False, metadata=STATIC)
+    """Attend to all stored tokens instead of a selection."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.logits, Logits):
+            raise ValueError(
+                f"Step(logits=...) takes kvjax.Logits(scale, cap), got {shown(self.logits)}"
+            )
 
 
 class Policy:

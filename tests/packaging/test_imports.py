@@ -27,7 +27,7 @@ FLOORS = {
     "evictors": 4,
     "selectors.planes": 4,
     "policies": 5,
-    **dict.fromkeys(("cache", "attention", "presets", "steps"), 6),
+    **dict.fromkeys(("cache", "call", "attention", "presets", "steps"), 6),
     **dict.fromkeys(("contrib", "generation", "testing", "cache.growing"), 7),
     **dict.fromkeys(("models", "cache.saving"), 8),
     "serve": 8,
@@ -37,9 +37,11 @@ FLOORS = {
 }
 SAME_FLOOR = {
     ("ops", "kernels_pallas"),  # dispatch
+    ("call", "cache"),
     ("attention", "cache"),
-    ("steps", "attention"),
+    ("attention", "call"),
     ("steps", "cache"),
+    ("steps", "call"),
 }
 FACADE = 7  # `import kvjax` itself: what the package's __init__ may gather, for those above the models
 
