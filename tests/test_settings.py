@@ -90,6 +90,7 @@ MADE = {
     "Selection",
     "PackedSelection",
     "Step",
+    "Logits",
     "Candidates",
     "Visible",
 }

@@ -28,7 +28,7 @@ EQUAL: dict[frozenset[str], str] = {}
 
 
 def evicting() -> dict[str, Policy]:
-    """Of each name that evicts, the policy of the second layer of two."""
+    """Returns the policies of names that evict, each that of the second layer of two."""
     found = {
         name: kvjax.presets.parse(f"{name}:budget={BUDGET}").policy(1) for name in EVICTING
     }
@@ -38,7 +38,7 @@ def evicting() -> dict[str, Policy]:
 
 
 def selecting() -> dict[str, Policy]:
-    """Of each name that selects, the policy of a layer that does."""
+    """Returns the policies of names that select, each that of a layer that does."""
     return {name: kvjax.presets.parse(f"{name}:budget={BUDGET}").rest for name in SELECTING}
 
 
