@@ -106,7 +106,7 @@ def calibrate(
         checkpoint = without_weights(directory)
         capture.check_lengths(lengths, steps, checkpoint.config.max_positions)
         tokens = measured.read_tokens(checkpoint, text, lengths[-1])
-        presets.check_reaches(policies, checkpoint.config.layers, f"--cache {cache}")
+        presets.check_reaches(policies, checkpoint.config.attention_layers, f"--cache {cache}")
     with progress, bar(progress, "loading weights"):
         checkpoint = models.load(directory, dtype=kind)
     with (

@@ -28,6 +28,7 @@ MODELS = {
     "gemma2": "Gemma 2; a step selects in plain JAX, as kernels that select take no `soft_cap`",
     "gemma3_text": "Gemma 3, its text (`gemma3` too)",
     "gpt_oss": "gpt-oss, in bf16 or MXFP4, which is expanded while loading",
+    "lfm2": "LFM2; its short convolutions keep a state of fixed size",
     "llama": "Llama 1, 2 and 3",
     "mistral": "Mistral and Mistral Small 3, its text (`mistral3` too)",
     "mixtral": "Mixtral",
@@ -35,7 +36,10 @@ MODELS = {
     "qwen2": "Qwen2",
     "qwen2_moe": "Qwen2-MoE",
     "qwen3": "Qwen3",
+    "qwen3_5_moe_text": "Qwen3.5-MoE, its text (`qwen3_5_moe` too); its gated delta nets keep a state",
+    "qwen3_5_text": "Qwen3.5, its text (`qwen3_5` too); its gated delta nets keep a state",
     "qwen3_moe": "Qwen3-MoE",
+    "qwen3_next": "Qwen3-Next; its gated delta nets keep a state",
     "smollm3": "SmolLM3",
 }
 PAGE = Path(__file__).parent / "support.md"

@@ -9,14 +9,17 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from kvjax.validation import MOST, check_flags, finite_number, shown
+from kvjax.validation import MOST, check_flags, check_verbs, finite_number, shown
+
+if TYPE_CHECKING:
+    from kvjax.policies.recurrent import RecurrentLayers
 
 CACHE_DTYPES = ("bfloat16", "float16", "float32")
 
@@ -39,6 +42,9 @@ class CacheSpec:
         None  # head size of values; None: head_dim. Others, as of MLA, are for `Dense` stores
     )
     rope_by_length: bool = False  # the rotation of a row's keys depends on its final length: see `Cache.rotated_for`
+    recurrent: RecurrentLayers | None = (
+        None  # layers of the model that keep a state of fixed size; None: all have a cache
+    )
 
     def __post_init__(self) -> None:
         keep_ints(self, batch=1, q_heads=1, kv_heads=1, head_dim=1, capacity=1, value_dim=1)
@@ -51,6 +57,15 @@ class CacheSpec:
             )
         object.__setattr__(self, "dtype", cache_dtype(self.dtype))
         check_flags("CacheSpec", rope_by_length=self.rope_by_length)
+        if self.recurrent is not None:
+            check_verbs(
+                "CacheSpec(recurrent=...)",
+                self.recurrent,
+                "a kvjax.policies.RecurrentLayers, or None",
+                (),
+                "kvjax.policies.RecurrentLayers(policy, (0, 1, 2))",
+                fields=("policy", "layers"),
+            )
 
     @property
     def value_size(self) -> int:

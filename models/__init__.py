@@ -2,7 +2,7 @@
 
 >>> from kvjax import models
 >>> sorted(models.FAMILIES)[:6]
-['gemma2', 'gemma3_text', 'gpt_oss', 'llama', 'mistral', 'mixtral']
+['gemma2', 'gemma3_text', 'gpt_oss', 'lfm2', 'llama', 'mistral']
 """
 
 if __name__ == "models":
@@ -18,6 +18,8 @@ with naming_absent("kvjax.models"):
     from .checkpoint import Checkpoint, Completion
     from .config import DecoderConfig, Experts, Family, Weight
     from .decoder import Decoder
+    from .gated_delta import GatedDelta
+    from .short_conv import ShortConv
     from .weights import FAMILIES, distribute, load, logical_axis_rules, save, shipped
 
 __all__ = [
@@ -29,6 +31,8 @@ __all__ = [
     "DecoderConfig",
     "Experts",
     "Family",
+    "GatedDelta",
+    "ShortConv",
     "Weight",
     "distribute",
     "load",

@@ -297,7 +297,7 @@ class Checkpoint:
         policies = presets.parse(cache) if isinstance(cache, str) else cache
         if isinstance(policies, PerLayer):
             name = cache if isinstance(cache, str) else "the policy"
-            presets.check_reaches(policies, self.config.layers, name)
+            presets.check_reaches(policies, self.config.attention_layers, name)
         spec = self.model.spec(batch=batch, capacity=capacity, dtype=dtype)
         made = kvjax.init(policies, spec, layers=self.config.layers, placement=self.placement)
         self.config.check_cache(made)

@@ -19,19 +19,23 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jax.typing import DTypeLike
 
+from kvjax.policies.recurrent import RecurrentLayers
 from kvjax.received import read_object
 from kvjax.spec import CacheSpec, require_int
 from kvjax.validation import check_flags, check_verbs, finite_number, parts_of, shown
 
 from . import rope as ropes
 from .activations import ACTIVATIONS
+from .gated_delta import GatedDelta
 from .rope import Rope
+from .short_conv import ShortConv
 
 if TYPE_CHECKING:
     from kvjax.cache.cache import Cache
@@ -109,6 +113,10 @@ class DecoderConfig:
     soft_cap: float | None = None  # of the attention logits
     head_cap: float | None = None  # of the model's logits
     sinks: bool = False  # a learned sink logit for each query head
+    output_gate: bool = False  # attention's results times sigmoid of a gate for each channel
+    recurrent: tuple[int, ...] = ()  # layers with a `mixer` instead of attention
+    mixer: GatedDelta | ShortConv | None = None  # its kind and sizes
+    mixer_bias: bool = False  # of its projections and its convolution
     norm_offset: bool = False  # norms multiply by 1 + scale
     post_norms: bool = False  # norms of the results of attention and MLP, too
     embedding_scale: float = 1.0
@@ -160,6 +168,7 @@ class DecoderConfig:
         own_layers = self.experts.dense_layers if isinstance(self.experts, Experts) else ()
         for name, layers in (
             ("unrotated", self.unrotated),
+            ("recurrent", self.recurrent),
             ("experts.dense_layers", own_layers),
         ):
             if not isinstance(layers, tuple):
@@ -170,6 +179,7 @@ class DecoderConfig:
                 require_int(
                     f"DecoderConfig({name}=...)", layer, at_least=0, at_most=self.layers - 1
                 )
+        self._check_recurrent()
         if self.experts is not None and not isinstance(self.experts, Experts):
             raise ValueError(
                 f"DecoderConfig(experts=...) must be kvjax.models.Experts, got {shown(self.experts)}"
@@ -192,6 +202,8 @@ class DecoderConfig:
             "sinks",
             "norm_offset",
             "post_norms",
+            "output_gate",
+            "mixer_bias",
         )
         check_flags("DecoderConfig", **{name: getattr(self, name) for name in flags})
         if not isinstance(self.activation, str) or self.activation not in ACTIVATIONS:
@@ -211,6 +223,29 @@ class DecoderConfig:
             if window is not None:
                 require_int("DecoderConfig(windows=...)", window, at_least=1)
         object.__setattr__(self, "windows", windows)
+
+    def _check_recurrent(self) -> None:
+        if bool(self.recurrent) != (self.mixer is not None):
+            raise ValueError(
+                f"DecoderConfig(recurrent={self.recurrent}, mixer={self.mixer}): give both, or none of them"
+            )
+        if self.mixer is not None and not isinstance(self.mixer, GatedDelta | ShortConv):
+            raise ValueError(
+                f"DecoderConfig(mixer=...) must be a kvjax.models.GatedDelta or ShortConv, got {shown(self.mixer)}"
+            )
+        if isinstance(self.mixer, ShortConv) and self.mixer.channels != self.hidden_size:
+            raise ValueError(
+                f"DecoderConfig(mixer={self.mixer}) must have as many channels as hidden_size={self.hidden_size}"
+            )
+        if len(set(self.recurrent)) == self.layers:
+            raise ValueError(
+                f"DecoderConfig(recurrent={self.recurrent}) leaves none of {self.layers} layers with attention"
+            )
+
+    @property
+    def attention_layers(self) -> int:
+        """Layers with attention, to which the policies of a cache apply."""
+        return self.layers - len(self.recurrent)
 
     @property
     def rotated(self) -> int:
@@ -247,6 +282,7 @@ class DecoderConfig:
             capacity=capacity,
             dtype=dtype,
             rope_by_length=self.rope.by_length,
+            recurrent=RecurrentLayers(self.mixer, self.recurrent) if self.mixer else None,
         )
 
     def check_cache(self, cache: Cache) -> None:
@@ -306,6 +342,10 @@ class Weight:
     interleaved: str | None = (
         None  # path of the parameter with the odd places of the last axis; `path` has the even
     )
+    groups: str | None = (
+        None  # field of the config that says in how many groups the first axis is, each with all parts
+    )
+    optional: bool = False  # files may have other tensors instead, which a later row names
 
     @property
     def by_expert(self) -> bool:
@@ -313,6 +353,10 @@ class Weight:
         them.
         """
         return "{e}" in self.name
+
+    def count_groups(self, config: DecoderConfig) -> int:
+        """In how many groups the tensor has its parts; 1 for one after the other."""
+        return 1 if self.groups is None else attrgetter(self.groups)(config)
 
     def paths(self, layer: int) -> tuple[str, ...]:
         """The paths in the Decoder of the parts of a layer's tensor, in order."""
@@ -328,6 +372,7 @@ class Family:
     architecture: str
     configure: Callable[[Fields], DecoderConfig]
     weights: tuple[Weight, ...]
+    ignored: tuple[str, ...] = ()  # begin the names of tensors that are not read
 
 
 _REQUIRED: Any = object()

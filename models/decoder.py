@@ -47,60 +47,16 @@ from kvjax.validation import shown
 from . import rope
 from .activations import ACTIVATIONS
 from .config import DecoderConfig
-
-
-class Linear(nnx.Module):
-    """x [..., in] times a kernel, plus a bias if it has one. `axes` are the names of in and
-    out.
-    """
-
-    def __init__(
-        self,
-        size_in: int,
-        size_out: int,
-        *,
-        axes: tuple[str, str],
-        bias: bool,
-        scale: float,
-        rngs: nnx.Rngs,
-        dtype: np.dtype,
-    ):
-        self.kernel = _param(
-            _normal(rngs, (size_in, size_out), scale, dtype), axes
-        )  # [in, out]
-        self.bias = _param(jnp.zeros(size_out, dtype), axes[1:]) if bias else None  # [out]
-
-    def __call__(self, x: Array) -> Array:
-        y = _product("...i,io->...o", x, self.kernel[...])
-        return y if self.bias is None else y + jnp.broadcast_to(self.bias[...], y.shape)
-
-
-class RMSNorm(nnx.Module):
-    """x over the root of its mean square, times a scale per channel; computed in f32."""
-
-    def __init__(
-        self,
-        size: int,
-        *,
-        axis: str = "embed",
-        eps: float,
-        dtype: np.dtype,
-        offset: bool = False,
-    ):
-        self.scale = _param(
-            jnp.zeros(size, dtype) if offset else jnp.ones(size, dtype), (axis,)
-        )
-        self.eps = eps
-        self.offset = offset  # the factor is 1 + scale
-
-    def __call__(self, x: Array) -> Array:
-        x32 = x.astype(jnp.float32)
-        normed = x32 * jax.lax.rsqrt(
-            jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.eps
-        )
-        scale = jnp.broadcast_to(self.scale[...].astype(jnp.float32), x.shape)
-        scale = 1 + scale if self.offset else scale
-        return (normed * scale).astype(x.dtype)
+from .linear import (
+    Linear,
+    RMSNorm,
+    named_param,
+    norm_settings,
+    normal,
+    param_dtype,
+    product,
+)
+from .mixers import make_mixer
 
 
 class Attention(nnx.Module):
@@ -116,6 +72,11 @@ class Attention(nnx.Module):
         self.q = Linear(
             hidden, N * D, axes=("embed", "q_heads"), bias=config.qkv_bias, **common
         )
+        self.gate = (
+            Linear(hidden, N * D, axes=("embed", "q_heads"), bias=config.qkv_bias, **common)
+            if config.output_gate
+            else None
+        )
         self.k = Linear(
             hidden, K * D, axes=("embed", "kv_heads"), bias=config.qkv_bias, **common
         )
@@ -125,10 +86,12 @@ class Attention(nnx.Module):
         self.out = Linear(
             N * D, hidden, axes=("q_heads", "embed"), bias=config.out_bias, **common
         )
-        norm: dict[str, Any] = {"axis": "head_dim", **_norm(config, dtype)}
+        norm: dict[str, Any] = {"axis": "head_dim", **norm_settings(config, dtype)}
         self.q_norm = RMSNorm(D, **norm) if config.qk_norm else None
         self.k_norm = RMSNorm(D, **norm) if config.qk_norm else None
-        self.sinks = _param(jnp.zeros(N, dtype), ("q_heads",)) if config.sinks else None  # [N]
+        self.sinks = (
+            named_param(jnp.zeros(N, dtype), ("q_heads",)) if config.sinks else None
+        )  # [N]
         self.head_dim = D
         self.rope = config.rope_of(layer) if len(config.ropes) > 1 or config.unrotated else 0
         self.window, self.scale, self.soft_cap = (
@@ -168,7 +131,10 @@ class Attention(nnx.Module):
             )
         else:
             mixed, cache, info = attention_info(cache, q, k, v, flush=False, **settings)
-        return self.out(mixed.reshape(*x.shape[:2], -1)), cache, info
+        mixed = mixed.reshape(*x.shape[:2], -1)
+        if self.gate is not None:
+            mixed = mixed * jax.nn.sigmoid(self.gate(x))
+        return self.out(mixed), cache, info
 
 
 class MLP(nnx.Module):
@@ -207,10 +173,12 @@ class Router(nnx.Module):
         rngs: nnx.Rngs,
         dtype: np.dtype,
     ):
-        self.kernel = _param(
-            _normal(rngs, (experts, hidden), scale, dtype), ("experts", "embed")
+        self.kernel = named_param(
+            normal(rngs, (experts, hidden), scale, dtype), ("experts", "embed")
         )  # [E, hidden]
-        self.bias = _param(jnp.zeros(experts, dtype), ("experts",)) if bias else None  # [E]
+        self.bias = (
+            named_param(jnp.zeros(experts, dtype), ("experts",)) if bias else None
+        )  # [E]
 
     def __call__(self, x: Array, *, few: bool) -> Array:
         """f32[n, E] of x [n, hidden]. With `few` rows it is a sum, which a GPU's kernel fuses
@@ -222,7 +190,7 @@ class Router(nnx.Module):
                 x.astype(jnp.float32)[:, None] * kernel.astype(jnp.float32)[None], axis=-1
             )
         else:
-            y = _product("ni,ei->ne", x, kernel, jnp.float32)
+            y = product("ni,ei->ne", x, kernel, jnp.float32)
         return (
             y
             if self.bias is None
@@ -251,7 +219,7 @@ class MixtureOfExperts(nnx.Module):
         common: dict[str, Any] = {"scale": scale, "rngs": rngs, "dtype": dtype}
 
         def each(*shape: int, axes: tuple[str, ...]) -> nnx.Param:
-            return _param(_normal(rngs, (E, *shape), scale, dtype), ("experts", *axes))
+            return named_param(normal(rngs, (E, *shape), scale, dtype), ("experts", *axes))
 
         self.router = Router(hidden, E, bias=by.bias, **common)
         self.gate = each(inner, hidden, axes=("mlp", "embed"))  # [E, inner, hidden]
@@ -259,7 +227,9 @@ class MixtureOfExperts(nnx.Module):
         self.down = each(hidden, inner, axes=("embed", "mlp"))
         sizes = {"gate": (inner, "mlp"), "up": (inner, "mlp"), "down": (hidden, "embed")}
         for name, (size, axis) in sizes.items():  # [E, inner], or [E, hidden]
-            bias = _param(jnp.zeros((E, size), dtype), ("experts", axis)) if by.bias else None
+            bias = (
+                named_param(jnp.zeros((E, size), dtype), ("experts", axis)) if by.bias else None
+            )
             setattr(self, name + "_bias", bias)
         self.shared = (
             MLP(config, rngs=rngs, dtype=dtype, size=by.shared_size) if by.shared_size else None
@@ -381,17 +351,26 @@ def _by_row(x: Array, kernel: Array, which: Array) -> Array:
 
 
 def _by_block(x: Array, kernel: Array, which: Array) -> Array:
-    return _product("mi,oi->mo", x, kernel[which])
+    return product("mi,oi->mo", x, kernel[which])
 
 
 class Layer(nnx.Module):
-    """Attention and MLP, each applied to its normed input and added to the residual stream."""
+    """Attention or a mixer, and an MLP, each applied to its normed input and added to the
+    residual stream.
+    """
 
     def __init__(self, config: DecoderConfig, *, layer: int, rngs: nnx.Rngs, dtype: np.dtype):
-        by, norm = config.experts, partial(RMSNorm, config.hidden_size, **_norm(config, dtype))
+        by, norm = (
+            config.experts,
+            partial(RMSNorm, config.hidden_size, **norm_settings(config, dtype)),
+        )
         dense = by is None or layer in by.dense_layers
         self.attention_norm = norm()
-        self.attention = Attention(config, layer=layer, rngs=rngs, dtype=dtype)
+        mixes = layer in config.recurrent
+        self.attention = (
+            None if mixes else Attention(config, layer=layer, rngs=rngs, dtype=dtype)
+        )
+        self.mixer = make_mixer(config, rngs=rngs, dtype=dtype) if mixes else None
         self.post_attention_norm = norm() if config.post_norms else None
         self.mlp_norm = norm()
         self.mlp = (
@@ -405,12 +384,33 @@ class Layer(nnx.Module):
         self, x: Array, cos: Any, sin: Any, cache: LayerCache | None, **settings: Any
     ) -> tuple[Array, LayerCache | None, Any]:
         placement = None if cache is None or settings.get("steps") else cache.placement
-        mixed, cache, info = self.attention(self.attention_norm(x), cos, sin, cache, **settings)
+        normed = self.attention_norm(x)
+        info = None
+        if self.attention is not None:
+            mixed, cache, info = self.attention(normed, cos, sin, cache, **settings)
+        else:
+            mixed, cache = self._mix(normed, cache, **settings)
         mixed = mixed if self.post_attention_norm is None else self.post_attention_norm(mixed)
         x = split_tokens(placement, x + mixed)
         more = self.mlp(self.mlp_norm(x), placement)
         more = more if self.post_mlp_norm is None else self.post_mlp_norm(more)
         return x + split_tokens(placement, more), cache, info
+
+    def _mix(
+        self,
+        x: Array,
+        cache: LayerCache | None,
+        *,
+        lengths: ArrayLike | None = None,
+        active: ArrayLike | None = None,
+        steps: bool = False,
+        **of_attention: Any,
+    ) -> tuple[Array, LayerCache | None]:
+        """The mixer's results. It reads tokens in order, so each device has all of a chunk."""
+        assert self.mixer is not None
+        placement = None if cache is None or steps else cache.placement
+        x = keep_tokens(placement, x)
+        return self.mixer(x, cache, lengths=lengths, active=active, steps=steps)
 
 
 class Decoder(nnx.Module):
@@ -446,13 +446,13 @@ class Decoder(nnx.Module):
         self.config = config
         self.dtype = param_dtype(dtype)
         shape = (config.vocab_size, config.hidden_size)
-        table = _normal(rngs, shape, config.initializer_range, self.dtype)
-        self.embedding = _param(table, ("vocab", "embed"))  # [V, hidden]
+        table = normal(rngs, shape, config.initializer_range, self.dtype)
+        self.embedding = named_param(table, ("vocab", "embed"))  # [V, hidden]
         layers = range(config.layers)
         self.layers = nnx.List(
             [Layer(config, layer=i, rngs=rngs, dtype=self.dtype) for i in layers]
         )
-        self.norm = RMSNorm(config.hidden_size, **_norm(config, self.dtype))
+        self.norm = RMSNorm(config.hidden_size, **norm_settings(config, self.dtype))
         if config.tied_head:
             self.head = None
         else:
@@ -655,7 +655,10 @@ class Decoder(nnx.Module):
         own: dict[str, Any] = {
             "windows": whole.windows[:count],
             "unrotated": first_of(whole.unrotated),
+            "recurrent": first_of(whole.recurrent),
         }
+        if not own["recurrent"]:
+            own |= {"mixer": None, "mixer_bias": False}
         own["experts"] = by and dataclasses.replace(by, dense_layers=first_of(by.dense_layers))
         config = dataclasses.replace(whole, layers=count, **own)
         first = nnx.eval_shape(lambda: Decoder(config, dtype=self.dtype))
@@ -695,9 +698,9 @@ class Decoder(nnx.Module):
 
     def _logits(self, x: Array) -> Array:
         if self.head is None:
-            logits = _product("...h,vh->...v", x, self.embedding[...], jnp.float32)
+            logits = product("...h,vh->...v", x, self.embedding[...], jnp.float32)
         else:
-            logits = _product("...h,hv->...v", x, self.head.kernel[...], jnp.float32)
+            logits = product("...h,hv->...v", x, self.head.kernel[...], jnp.float32)
         cap = self.config.head_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 
@@ -797,44 +800,6 @@ def _axes_in_type(x: Array) -> tuple[Any, ...]:
     return tuple(sharding.spec) if AxisType.Explicit in sharding.mesh.axis_types else ()
 
 
-def param_dtype(dtype: DTypeLike) -> np.dtype:
-    """The dtype of parameters, or an error that names those that are supported."""
-    try:
-        found = jnp.dtype(dtype)
-    except TypeError:
-        found = None
-    if found is None or found.name not in ("bfloat16", "float16", "float32"):
-        shown = found.name if found is not None else repr(dtype)
-        raise ValueError(
-            f"a model cannot have dtype {shown}; use one of bfloat16, float16, float32"
-        )
-    return found
-
-
-def _norm(config: DecoderConfig, dtype: np.dtype) -> dict[str, Any]:
-    return {"eps": config.norm_eps, "dtype": dtype, "offset": config.norm_offset}
-
-
-def _param(value: Array, axes: tuple[str, ...]) -> nnx.Param:
-    """A parameter with the logical names of its axes, where `nnx.get_partition_spec` and kvjax
-    look for them.
-    """
-    param = nnx.Param(value)
-    param.set_metadata(out_sharding=axes)  # not by the constructor, which would require a mesh
-    return param
-
-
-def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float, dtype: np.dtype) -> Array:
-    return _draw(rngs.params(), scale, shape=shape, dtype=dtype)
-
-
-@partial(
-    jax.jit, static_argnames=("shape", "dtype")
-)  # traced once for a shape, not for each parameter
-def _draw(key: Array, scale: float, *, shape: tuple[int, ...], dtype: np.dtype) -> Array:
-    return (scale * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
-
-
 def embed(table: Array, tokens: Array) -> Array:
     """Rows [B, T, hidden] of a table [V, hidden] for tokens [B, T]; out of range is clipped.
 
@@ -844,17 +809,3 @@ def embed(table: Array, tokens: Array) -> Array:
     one = tokens.size == 1
     rows = table.at[jnp.concatenate([tokens, tokens]) if one else tokens].get(mode="clip")
     return rows[:1] if one else rows
-
-
-def _product(terms: str, x: Array, kernel: Array, dtype: Any = None) -> Array:
-    """einsum of x and a kernel; the default on a GPU would round f32 operands to 10 bits.
-
-    One row and a 16-bit kernel, as in decoding, are given to XLA as two rows: for one row with
-    few outputs (k and v of a Llama) it writes the elementwise products in 16 bits to memory,
-    and then sums them.
-    """
-    precision = "highest" if kernel.dtype == jnp.float32 else None
-    one = x.size == x.shape[-1] and kernel.dtype.itemsize == 2
-    rows = jnp.concatenate([x, x]) if one else x
-    out = jnp.einsum(terms, rows, kernel, precision=precision, preferred_element_type=dtype)
-    return out[:1] if one else out

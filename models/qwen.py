@@ -45,8 +45,15 @@ def configure_qwen3(fields: Fields) -> DecoderConfig:
     return DecoderConfig(**common, qkv_bias=bias, out_bias=bias, qk_norm=True, windows=windows)
 
 
-def _experts(
-    fields: Fields, layers: int, *, count: int, per_token: int, size: int, shared: int | None
+def read_experts(
+    fields: Fields,
+    layers: int,
+    *,
+    count: int,
+    per_token: int,
+    size: int,
+    shared: int | None,
+    normalised: bool = False,
 ) -> Experts:
     """The experts of a config; the arguments are the defaults of absent fields."""
     alone, step = (
@@ -59,7 +66,7 @@ def _experts(
         count=fields.integer("num_experts", fields.integer("num_local_experts", count)),
         per_token=fields.integer("num_experts_per_tok", per_token),
         size=fields.integer("moe_intermediate_size", size),
-        normalised=fields.flag("norm_topk_prob", False),
+        normalised=fields.flag("norm_topk_prob", normalised),
         dense_layers=tuple(i for i in range(layers) if i in alone or (i + 1) % step),
         shared_size=fields.integer("shared_expert_intermediate_size", shared)
         if shared
@@ -77,7 +84,7 @@ def configure_qwen2_moe(fields: Fields) -> DecoderConfig:
     last = fields.integer("max_window_layers", 28, at_least=0)
     by_rule = tuple(window if (i + 1) % 2 and i < last else None for i in range(layers))
     windows = read_layer_types(fields, layers, window) or by_rule
-    experts = _experts(fields, layers, count=60, per_token=4, size=1408, shared=5632)
+    experts = read_experts(fields, layers, count=60, per_token=4, size=1408, shared=5632)
     return DecoderConfig(
         **common, qkv_bias=fields.flag("qkv_bias", True), windows=windows, experts=experts
     )
@@ -92,12 +99,12 @@ def configure_qwen3_moe(fields: Fields) -> DecoderConfig:
         )
     read_layer_types(fields, layers, window)
     bias = fields.flag("attention_bias", False)
-    experts = _experts(fields, layers, count=128, per_token=8, size=768, shared=None)
+    experts = read_experts(fields, layers, count=128, per_token=8, size=768, shared=None)
     own = {"windows": (window,) * layers, "experts": experts}
     return DecoderConfig(**common, **own, qkv_bias=bias, out_bias=bias, qk_norm=True)
 
 
-_SHARED = tuple(
+SHARED_EXPERT = tuple(
     Weight(
         f"model.layers.{{i}}.mlp.{name}.weight",
         f"layers.{{i}}.mlp.{path}.kernel",
@@ -117,7 +124,7 @@ QWEN2_MOE = Family(
     "qwen2_moe",
     "Qwen2MoeForCausalLM",
     configure_qwen2_moe,
-    BACKBONE + QKV_BIAS + _EXPERTS + _SHARED,
+    BACKBONE + QKV_BIAS + _EXPERTS + SHARED_EXPERT,
 )
 QWEN3_MOE = Family(
     "qwen3_moe",

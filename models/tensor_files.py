@@ -15,7 +15,7 @@ import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -88,6 +88,35 @@ class Stack:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.stack(self.views)
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """One part of a tensor [rows, ...] of `groups` groups, in each of which the parts follow each
+    other; `rows` are those of this part if the parts themselves followed each other.
+    """
+
+    view: np.ndarray
+    groups: int
+    rows: slice
+    index: tuple[slice, ...] = ()  # of the part; () for all
+
+    @property
+    def nbytes(self) -> int:
+        return self._whole.nbytes
+
+    @property
+    def _whole(self) -> np.ndarray:
+        grouped = self.view.reshape(self.groups, -1, *self.view.shape[1:])
+        start = self.rows.start // self.groups
+        return grouped[:, start : self.rows.stop // self.groups]
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Grouped:
+        return replace(self, index=index)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        part = self._whole.reshape(-1, *self.view.shape[1:])
+        return part[self.index] if self.index else part
 
 
 @dataclass(frozen=True)

@@ -37,22 +37,38 @@ from kvjax.validation import shown
 
 from .checkpoint import Checkpoint
 from .config import DecoderConfig, Family, Fields, Weight
-from .decoder import Decoder, param_dtype
+from .decoder import Decoder
 from .gemma import GEMMA2, GEMMA3
 from .generation_config import read_processors, read_stop_tokens
 from .gpt_oss import GPT_OSS
+from .lfm2 import LFM2
+from .linear import param_dtype
 from .llama import LLAMA, SMOLLM3
 from .mistral import MISTRAL, MIXTRAL
 from .phi import PHI3
 from .qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from .qwen_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from .rope import Rope, Yarn
-from .tensor_files import FLOATS, Mxfp4, Part, Stack, Tensor, mapped, place, read_header, write
+from .short_conv import ShortConv
+from .tensor_files import (
+    FLOATS,
+    Grouped,
+    Mxfp4,
+    Part,
+    Stack,
+    Tensor,
+    mapped,
+    place,
+    read_header,
+    write,
+)
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
         *(LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, SMOLLM3, GEMMA2, GEMMA3),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS),
+        *(QWEN3_NEXT, QWEN3_5, QWEN3_5_MOE, LFM2),
     )
 }
 
@@ -60,8 +76,13 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 MOST_TOLD = 12  # problems that one error lists
 _BASE = "model."  # begins the names of all tensors but the head's
 _HEAD, _TABLE = "lm_head.weight", "model.embed_tokens.weight"
-_WITH_IMAGES = {"gemma3": "gemma3_text", "mistral3": "mistral"}  # and what their text_config is
-_TEXT, _IMAGES = "language_model.", ("vision_tower.", "multi_modal_projector.")
+_WITH_IMAGES = {  # and what their text_config is
+    "gemma3": "gemma3_text",
+    "mistral3": "mistral",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
+_TEXT, _IMAGES = "language_model.", ("vision_tower.", "multi_modal_projector.", "visual.")
 _ROWS = 4096  # rows of these that are compared at a time
 _BLOCKS, _SCALES = "_blocks", "_scales"  # end the names of tensors in MXFP4
 
@@ -148,7 +169,7 @@ def load(
     placement = None if placement is None else placement.auto
     shardings = None if placement is None else model_shardings(model, placement, rules)
     sources = match(family, model, tensors, directory)
-    for param, arrays in place(_jobs(tensors, sources, dtype, shardings)):
+    for param, arrays in place(_jobs(tensors, sources, shardings)):
         value = arrays[0]
         if shardings is not None:
             shape = param.get_value().shape
@@ -182,7 +203,7 @@ def logical_axis_rules(placement: Placement) -> dict[str, Axes]:
     return {
         **dict.fromkeys(("q_heads", "kv_heads"), heads),
         **dict.fromkeys(("mlp", "vocab"), placement.heads_and_context),
-        **dict.fromkeys(("embed", "head_dim", "experts", "one")),
+        **dict.fromkeys(("embed", "head_dim", "experts", "state", "one")),
     }
 
 
@@ -235,6 +256,7 @@ def model_shardings(
         "embed": (config.hidden_size, "channels"),
         "head_dim": (config.head_dim, "channels of a head"),
         "experts": (config.experts.count if config.experts else 1, "experts"),
+        "state": (1, "channels of a layer with a state"),
         "one": (1, "gate of the shared expert"),
     }
     for name, (size, what) in sizes.items():
@@ -350,7 +372,7 @@ def save(
     rows: dict[str, tuple[Weight, tuple[Array, ...]]] = {}
     for weight in family.weights:
         for i in range(model.config.layers if "{i}" in weight.path else 1):
-            if weight.path.format(i=i) not in params:
+            if weight.path.format(i=i) not in params or weight.optional:
                 continue
             parts = tuple(params[path] for path in weight.paths(i))
             if weight.interleaved:
@@ -385,7 +407,7 @@ def save(
                 write(np.asarray(p), _stored(p, dtype), transposed=weight.transposed)
                 for p in parts
             ]
-            tensors[name] = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
+            tensors[name] = _join(arrays, weight.count_groups(model.config))
         save_file(tensors, directory / file, metadata={"format": "pt"})
     if many:
         index = {
@@ -450,7 +472,7 @@ def describe(config: DecoderConfig) -> tuple[Family, dict[str, Any]]:
             "attn_logit_softcapping": config.soft_cap,
             "final_logit_softcapping": config.head_cap,
         }
-        if config.qk_norm:  # Gemma 3
+        if config.qk_norm and config.post_norms:  # Gemma 3
             local = _rope_fields(config.local_rope or config.rope)
             fields["rope_parameters"] = {"full_attention": rope, "sliding_attention": local}
     if by is not None:
@@ -472,6 +494,7 @@ def describe(config: DecoderConfig) -> tuple[Family, dict[str, Any]]:
     if window is not None:
         kinds = ["full_attention" if w is None else "sliding_attention" for w in config.windows]
         fields |= {"use_sliding_window": True, "layer_types": kinds}
+    fields |= _mixer_fields(config)
     for family in FAMILIES.values():
         described = {
             "architectures": [family.architecture],
@@ -488,6 +511,32 @@ def describe(config: DecoderConfig) -> tuple[Family, dict[str, Any]]:
         f"none of {', '.join(f.architecture for f in FAMILIES.values())} supports all that this config asks for: "
         f"{config}"
     )
+
+
+def _mixer_fields(config: DecoderConfig) -> dict[str, Any]:
+    """The fields of layers with a state of fixed size; {} for a model without them."""
+    mixer = config.mixer
+    if mixer is None:
+        return {}
+    own = "conv" if isinstance(mixer, ShortConv) else "linear_attention"
+    kinds = [own if i in config.recurrent else "full_attention" for i in range(config.layers)]
+    if isinstance(mixer, ShortConv):
+        return {
+            "layer_types": kinds,
+            "conv_L_cache": mixer.kernel,
+            "conv_bias": config.mixer_bias,
+            "norm_eps": config.norm_eps,
+            "block_auto_adjust_ff_dim": False,
+        }
+    return {
+        "layer_types": kinds,
+        "linear_num_key_heads": mixer.key_heads,
+        "linear_num_value_heads": mixer.value_heads,
+        "linear_key_head_dim": mixer.key_dim,
+        "linear_value_head_dim": mixer.value_dim,
+        "linear_conv_kernel_dim": mixer.kernel,
+        "partial_rotary_factor": config.rotated / config.head_dim,
+    }
 
 
 def _rope_fields(rope: Rope) -> dict[str, Any]:
@@ -538,7 +587,10 @@ def text_fields(fields: Fields) -> Fields:
     kind, text = fields.raw.get("model_type"), fields.group("text_config").raw
     if kind not in _WITH_IMAGES or not text:
         return fields
-    shared = "bos_token_id", "eos_token_id", "quantization_config", "compression_config"
+    shared = (
+        *("bos_token_id", "eos_token_id", "tie_word_embeddings"),
+        *("quantization_config", "compression_config"),
+    )
     outer = {name: fields.raw[name] for name in shared if fields.given(name)}
     default = {"model_type": _WITH_IMAGES[kind]}
     inner = {name: value for name, value in text.items() if name != "architectures"}
@@ -703,6 +755,9 @@ class Source(NamedTuple):
     weight: Weight
     params: tuple[nnx.Param, ...]
     names: tuple[str, ...]  # one; one for each expert; or the blocks and scales of MXFP4
+    groups: int = (
+        1  # in which the first axis of a tensor is, each with a part of each parameter
+    )
 
     @property
     def packed(self) -> bool:
@@ -725,6 +780,8 @@ class Source(NamedTuple):
         if len(shape) < 3 and not self.weight.interleaved:
             return [_file_shape(self.weight, self.params)]
         experts, *inside = shape
+        if self.weight.followed_by:
+            return [(experts, sum(p.get_value().shape[1] for p in self.params), *inside[1:])]
         inside = inside[::-1] if self.weight.transposed else inside
         inside[-1] *= n
         return (
@@ -745,6 +802,12 @@ class Source(NamedTuple):
             return [views[0][..., i::n] for i in range(n)]
         if n == 1:
             return [views[0]]
+        if views[0].ndim == 3:  # the parts of all experts
+            ends = np.cumsum([param.get_value().shape[1] for param in self.params])
+            return list(np.split(views[0], ends[:-1], axis=1))
+        if self.groups > 1:
+            rows = _rows(self.weight, self.params)
+            return [Grouped(views[0], self.groups, part) for part in rows]
         return [views[0][rows] for rows in _rows(self.weight, self.params)]
 
 
@@ -768,6 +831,8 @@ def match(
                 model.config.experts.count if weight.by_expert and model.config.experts else 1
             )
             names = tuple(weight.name.format(i=i, e=e) for e in range(experts))
+            if weight.optional and names[0] not in tensors:
+                continue
             if names[0] + _BLOCKS in tensors:
                 names = names[0] + _BLOCKS, names[0] + _SCALES
             if (
@@ -778,7 +843,12 @@ def match(
             ):
                 names = (_HEAD,)  # some writers keep the other name of the shared tensor
             sources.append(
-                Source(weight, tuple(params.pop(path) for path in weight.paths(i)), names)
+                Source(
+                    weight,
+                    tuple(params.pop(path) for path in weight.paths(i)),
+                    names,
+                    weight.count_groups(model.config),
+                )
             )
     assert not params, f"no weight of {family.model_type} fills {sorted(params)}"
 
@@ -792,9 +862,9 @@ def match(
     for name, tensor in tensors.items():
         if name not in wanted:
             tied_copy = name == _HEAD and model.config.tied_head
-            if not tied_copy and not name.endswith(
-                "rotary_emb.inv_freq"
-            ):  # of old files: RoPE is in the config
+            # inv_freq is of old files: RoPE is in the config
+            unread = name.startswith(family.ignored) or name.endswith("rotary_emb.inv_freq")
+            if not tied_copy and not unread:
                 problems.append(f"unexpected: {name}{list(tensor.shape)}")
             continue
         shape = wanted[name]
@@ -839,7 +909,6 @@ def _rows(weight: Weight, params: tuple[nnx.Param, ...]) -> list[slice]:
 def _jobs(
     tensors: Mapping[str, Tensor],
     sources: Sequence[Source],
-    dtype: np.dtype,
     shardings: Mapping[int, NamedSharding] | None,
 ) -> Iterator[tuple[nnx.Param, list[Part]]]:
     """The parameters and their parts, in the order in which the files hold them; one file is
@@ -856,7 +925,7 @@ def _jobs(
         views = [tensors[name].view(content[tensors[name].file]) for name in source.names]
         for param, view in zip(source.params, source.split(views), strict=True):
             if shardings is None:
-                yield param, [Part(view, dtype, source.transposed)]
+                yield param, [Part(view, param.get_value().dtype, source.transposed)]
                 continue
             parts = _parts(param.get_value().shape, shardings[id(param)])
             yield (
@@ -864,13 +933,21 @@ def _jobs(
                 [
                     Part(
                         view[_swapped(index) if source.transposed else index],
-                        dtype,
+                        param.get_value().dtype,
                         source.transposed,
                         devices,
                     )
                     for index, devices in parts
                 ],
             )
+
+
+def _join(arrays: Sequence[np.ndarray], groups: int) -> np.ndarray:
+    """One array of parts along its first axis, in which each of the groups has all of them."""
+    if len(arrays) == 1:
+        return arrays[0]
+    split = [a.reshape(groups, -1, *a.shape[1:]) for a in arrays]
+    return np.concatenate(split, axis=1).reshape(-1, *arrays[0].shape[1:])
 
 
 def _swapped(index: tuple[slice, ...]) -> tuple[slice, ...]:

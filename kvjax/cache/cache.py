@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding
 from jax.tree_util import register_dataclass
 
 from kvjax.memory import Bytes, commit_together, nbytes, on_host
-from kvjax.policies import Compressed, Full, PerLayer, Policy
+from kvjax.policies import Compressed, Full, PerLayer, Policy, Recurrent
 from kvjax.policies.zones import SelectedZones
 from kvjax.sharding.placement import (
     Placement,
@@ -44,7 +44,7 @@ from kvjax.validation import check_alive, check_verbs, shown
 @register_dataclass
 @dataclass(frozen=True)
 class LayerCache:
-    """The cache of one attention layer: arrays in `state`, everything else static."""
+    """The cache of one layer: arrays in `state`, everything else static."""
 
     state: Any
     policy: Policy = dataclasses.field(metadata={"static": True})
@@ -83,7 +83,9 @@ class LayerCache:
 @register_dataclass
 @dataclass(frozen=True)
 class Cache:
-    """The caches of a model's attention layers."""
+    """The caches of a model's layers; those of layers with a state of fixed size have a
+    `kvjax.policies.Recurrent`.
+    """
 
     layers: tuple[LayerCache, ...]
     # i32[B] the longest text that the rotation of each row's keys is right for, 0 for an empty
@@ -145,8 +147,11 @@ def init(
     layers: int,
     placement: Placement | None = None,
 ) -> Cache:
-    """Makes an empty cache for a model with `layers` attention layers, from one policy or one
-    policy per layer.
+    """Makes an empty cache for a model with `layers` layers, from one policy or one policy per
+    layer with attention.
+
+    Layers that keep a state of fixed size, which `spec.recurrent` names, have the policy of the
+    model; the layers in `policy` count only the others.
 
     At a small capacity a policy may be replaced by `Full` (see `Retrieval.dense_capacity`),
     except with a `placement`: each device would attend to a part of the tokens, for which
@@ -161,24 +166,27 @@ def init(
     Array([0], dtype=int32)
     """
     layers = require_int("init(layers=...)", layers, at_least=1)
+    _check_spec("init(spec=...)", spec)
+    attend = layers - len(_recurrent_layers(spec, layers))
     if isinstance(policy, list | tuple):
-        if len(policy) != layers:
+        if len(policy) != attend:
+            kinds = "" if attend == layers else f" of which {attend} have attention"
             raise ValueError(
-                f"init got {len(policy)} policies for layers={layers}; give one for each layer, or a kvjax.PerLayer"
+                f"init got {len(policy)} policies for layers={layers}{kinds}; give one for each layer, or a "
+                "kvjax.PerLayer"
             )
         for i, own in enumerate(policy):
             _check_policy(f"init(policy=...)[{i}]", own)
     elif not isinstance(policy, PerLayer):
         _check_policy("init(policy=...)", policy)
-    _check_spec("init(spec=...)", spec)
     by_layer = PerLayer.of(policy)
-    by_layer.check(layers, spec.kv_heads)
-    if not by_layer.reaches(layers):
+    by_layer.check(attend, spec.kv_heads)
+    if not by_layer.reaches(attend):
         raise ValueError(
-            f"init got policies of their own for the first {len(by_layer.first)} layers and layers={layers}, so no "
-            f"layer uses {type(by_layer.rest).__name__}; give fewer, such as Layers(dense={layers - 1}) of a preset"
+            f"init got policies of their own for the first {len(by_layer.first)} layers and layers={attend}, so "
+            f"no layer uses {type(by_layer.rest).__name__}; give fewer, such as Layers(dense={attend - 1}) of a preset"
         )
-    own = [by_layer.policy(i) for i in range(layers)]
+    own = _policies_of(by_layer, spec, layers)
     if placement is None:
         own = [policy.of_size(spec) for policy in own]
     layers_made = tuple(init_layer(policy, spec, placement) for policy in own)
@@ -187,6 +195,31 @@ def init(
     return commit_together(
         Cache(layers_made, jax.device_put(rows, placement and _rows_sharding(placement)))
     )
+
+
+def _policies_of(by_layer: PerLayer, spec: CacheSpec, layers: int) -> list[Policy]:
+    """The policy of each layer: the model's own where it keeps a state, else the next of
+    `by_layer`.
+    """
+    stateful = _recurrent_layers(spec, layers)
+    given = map(by_layer.policy, range(layers))
+    if spec.recurrent is None:
+        return list(given)
+    own = spec.recurrent.policy
+    return [own if i in stateful else next(given) for i in range(layers)]
+
+
+def _recurrent_layers(spec: CacheSpec, layers: int) -> tuple[int, ...]:
+    """The layers that keep a state. Raises ValueError unless others of the `layers` remain."""
+    if spec.recurrent is None:
+        return ()
+    numbers = spec.recurrent.layers
+    if numbers[-1] >= layers or len(numbers) == layers:
+        raise ValueError(
+            f"init got layers={layers} and a spec in which layers {list(numbers)} keep a state of fixed size; give "
+            "the number of all layers of the model, of which at least one has attention"
+        )
+    return numbers
 
 
 def _rows_sharding(placement: Placement) -> NamedSharding:
@@ -234,6 +267,8 @@ def init_layer(
 
 
 def _takes_value_dim(policy: Any) -> bool:
+    if isinstance(policy, Recurrent):
+        return True  # it keeps no values
     if not isinstance(policy, SelectedZones | Compressed):
         return isinstance(policy, Full)
     store: Any = policy.store
@@ -434,6 +469,11 @@ def check_cache(where: str, cache: Any) -> None:
 
 def layers_of(cache: Cache | LayerCache) -> tuple[LayerCache, ...]:
     return cache.layers if isinstance(cache, Cache) else (cache,)
+
+
+def attending(cache: Cache) -> tuple[LayerCache, ...]:
+    """The layers of a cache that keep keys and values, and so attend."""
+    return tuple(layer for layer in cache.layers if not isinstance(layer.policy, Recurrent))
 
 
 def rows_to_flush(layers: tuple[LayerCache, ...]) -> list[Array]:

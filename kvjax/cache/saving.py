@@ -51,7 +51,7 @@ from kvjax.cache.growing import grow
 from kvjax.cache.serialize import differences, plain, told_once
 from kvjax.memory import of_first_process, on_host, shapes, typed
 from kvjax.sharding.placement import in_order_of_place
-from kvjax.spec import require_int
+from kvjax.spec import CacheSpec, require_int
 from kvjax.validation import check_alive, shown
 
 FORMAT = 2  # of states and of their description; increased when the meaning of a field changes
@@ -353,13 +353,22 @@ def describe(cache: Cache | LayerCache) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "layers": [
-            {"policy": plain(layer.policy), "spec": plain(layer.spec)} for layer in layers
+            {"policy": plain(layer.policy), "spec": _sizes(layer.spec)} for layer in layers
         ],
         "arrays": {
             name: f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"
             for name, leaf in _named(cache)
         },
     }
+
+
+def _sizes(spec: CacheSpec) -> dict[str, Any]:
+    """The fields of a spec that say what its own layer keeps; which other layers keep a state
+    follows from their policies.
+    """
+    fields: dict[str, Any] = plain(spec)
+    del fields["recurrent"]
+    return fields
 
 
 def _named(cache: Any) -> list[tuple[str, Any]]:

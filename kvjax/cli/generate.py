@@ -271,7 +271,7 @@ def generate(
         checkpoint = without_weights(directory)
         tokens = checkpoint.apply_chat(text) if chat else checkpoint.encode(text)
         words.append(f"{len(tokens)} tokens of prompt")
-    check_reaches(policy, checkpoint.config.layers, f"--cache {cache}")
+    check_reaches(policy, checkpoint.config.attention_layers, f"--cache {cache}")
     positions = checkpoint.config.max_positions
     new = (
         default_new_tokens(len(tokens), positions) if max_new_tokens is None else max_new_tokens

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from jax import Array
 
-from kvjax.cache.cache import Cache
+from kvjax.cache.cache import Cache, attending
 from kvjax.evaluate.plan import Plan, feed
 from kvjax.evaluate.tasks import Task
 from kvjax.generation import decode
@@ -39,7 +39,7 @@ def answer(
     """
     fed = [() if i is None else plan.fed[i] for i in asked]
     longest = max(map(len, plan.fed.values()))
-    seen, before = np.zeros(len(cache.layers)), 0
+    seen, before = np.zeros(len(attending(cache))), 0
     if longest:
         done = feed(checkpoint, cache, logits, fed, room=max(room, question_columns(longest)))
         cache, logits, before = done.cache, done.logits, int(done.steps)
@@ -77,7 +77,7 @@ def _decode(
     tokenizer, stop_tokens = checkpoint.tokenizer, set(checkpoint.stop_tokens)
     found: list[list[int]] = [[] for _ in active]
     texts = [""] * len(found)
-    attended, steps, left = np.zeros(len(cache.layers)), 0, task.max_new_tokens
+    attended, steps, left = np.zeros(len(attending(cache))), 0, task.max_new_tokens
     even = -(-left // -(-left // PIECE))  # one program for all pieces
     while left and active.any():
         piece = min(left, even)

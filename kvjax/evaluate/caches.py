@@ -236,7 +236,7 @@ def check_row(row: Row, spec: CacheSpec, config: DecoderConfig) -> Row:
     if row.policies is None:
         return row
     try:
-        presets.check_reaches(row.policies, config.layers, row.name)
+        presets.check_reaches(row.policies, config.attention_layers, row.name)
         config.check_cache(
             jax.eval_shape(partial(init, row.policies, spec, layers=config.layers))
         )

@@ -28,7 +28,7 @@ from jax import Array, lax
 from jax.tree_util import register_dataclass
 from jax.typing import ArrayLike
 
-from kvjax.cache.cache import Cache, init, raise_on_overflow
+from kvjax.cache.cache import Cache, attending, init, raise_on_overflow
 from kvjax.evaluate.store import Progress
 from kvjax.generation.prefilling import Model, prefill
 from kvjax.numerics.partial import PartialAttention
@@ -167,8 +167,8 @@ def adjacent(positions: np.ndarray) -> list[slice]:
 
 
 def read(cache: Cache) -> Live:
-    """The arrays that a cache of `Recorded` layers saw. Its arrays are shared with the cache,
-    not copied.
+    """The arrays that a cache of `Recorded` layers saw, of the layers with attention. Its arrays
+    are shared with the cache, not copied.
 
     Raises:
       ValueError: a layer of another policy, no step recorded, or rows whose steps stand at
@@ -177,7 +177,7 @@ def read(cache: Cache) -> Live:
     raise_on_overflow(cache)
     layers = []
     positions: np.ndarray | None = None
-    for i, layer in enumerate(cache.layers):
+    for i, layer in enumerate(attending(cache)):
         if not isinstance(layer.policy, Recorded):
             raise ValueError(
                 f"layer {i} has the policy {layer.policy}; make the cache with Recorded(steps=...)"

@@ -19,7 +19,7 @@ from jax import Array, lax
 from jax.tree_util import register_dataclass
 
 from kvjax.attention import attention
-from kvjax.cache.cache import Cache, LayerCache, init, init_layer
+from kvjax.cache.cache import Cache, LayerCache, attending, init, init_layer
 from kvjax.generation.loops import count_attended
 from kvjax.generation.prefilling import Model, chunk_size, prefill
 from kvjax.models import Checkpoint
@@ -177,5 +177,7 @@ def feed(
         return Fed(cache, logits, fed.nll.at[:, t].set(nll), greedy, attended, steps)
 
     nll = zero + jnp.zeros(tokens.shape, jnp.float32)
-    start = Fed(cache, logits, nll, nll > 0, jnp.broadcast_to(zero, (len(cache.layers),)), zero)
+    start = Fed(
+        cache, logits, nll, nll > 0, jnp.broadcast_to(zero, (len(attending(cache)),)), zero
+    )
     return lax.fori_loop(0, jnp.max(counts), step, start)

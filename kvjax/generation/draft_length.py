@@ -21,7 +21,7 @@ import numpy as np
 
 from kvjax import ops
 from kvjax.cache.cache import Cache
-from kvjax.policies import Policy
+from kvjax.policies import Policy, Recurrent
 from kvjax.policies.short import Short, measured
 from kvjax.spec import CacheSpec
 
@@ -75,6 +75,10 @@ def step_costs(cache: Cache, weights: float, length: int) -> StepCosts | None:
     full = draft = float(weights)
     budget = 0
     for layer in cache.layers:
+        if isinstance(layer.policy, Recurrent):  # a step of either kind reads its state
+            full += layer.nbytes.device
+            draft += layer.nbytes.device
+            continue
         spec = layer.spec if layer.placement is None else layer.placement.local(layer.spec)
         everything = spec.batch * min(length, spec.capacity) * _token_bytes(layer.policy, spec)
         budget = getattr(

@@ -22,7 +22,7 @@ import numpy as np
 from jax import Array, lax
 from jax.tree_util import register_dataclass
 
-from kvjax.cache.cache import Cache, any_full, flushed
+from kvjax.cache.cache import Cache, any_full, attending, flushed
 from kvjax.cache.editing import rollback
 from kvjax.cache.editing import room as free_room
 from kvjax.cache.flushing import flush
@@ -137,17 +137,17 @@ def check_finite(bad: np.ndarray, when: str) -> None:
 
 
 def count_attended(
-    mean: Array, counted: Array, infos: Sequence[Info], took: Array
+    mean: Array, counted: Array, infos: Sequence[Info | None], took: Array
 ) -> tuple[Array, Array]:
-    """Updates the mean tokens read f32[L] by layer, and the number of row steps f32[] in it, by
-    one more step.
+    """Updates the mean tokens read f32[L] by layer with attention, and the number of row steps
+    f32[] in it, by one more step.
 
     `took` bool[..., B] are the rows that took it, with a first axis T for several steps, as in
     the Infos. It is a running mean, because a sum of long contexts over many steps would exceed
     the precision of f32.
     """
     seen = jnp.stack(
-        [info.attended.astype(jnp.float32).mean(axis=-1) for info in infos]
+        [info.attended.astype(jnp.float32).mean(axis=-1) for info in infos if info is not None]
     )  # [L, ..., B]
     steps = jnp.sum(took).astype(jnp.float32)
     counted = counted + steps
@@ -201,7 +201,7 @@ def decode_loop(
             s._replace(cache=cache), active, fed, new, infos[0] if measure else (), stop
         )
 
-    start = _start(cache, logits, active & ~bad, len(cache.layers) if measure else 0)
+    start = _start(cache, logits, active & ~bad, len(attending(cache)) if measure else 0)
     done = _between_flushes(more, emit, start)
     return done, jnp.stack([bad, has_no_best(done.logits)])
 
@@ -316,7 +316,8 @@ def _step_layer(
         x, cache, info = layer(
             x, cos, sin, cache, lengths=None, active=active, first_chunk=False
         )
-    return x, cache, Info(info.attended, None) if measure else None
+    seen = info if info is None or not measure else Info(info.attended, None)
+    return x, cache, seen if measure else None
 
 
 @partial(jax.jit, donate_argnames="s", compiler_options=QUICK)
@@ -345,7 +346,7 @@ def _begin_by_layer(
     """The loop before its first token, and the numbers of layers of which one fills when any
     does.
     """
-    mean = np.zeros(len(cache.layers) if measure else 0, np.float32)
+    mean = np.zeros(len(attending(cache)) if measure else 0, np.float32)
     tokens, zero = np.full((logits.shape[0], ROOM), PAD, np.int32), np.int32(0)
     start: Any = zero, (), logits, tokens, np.asarray(active), mean, np.float32(0)
     s = Loop(*jax.device_put(start))
@@ -397,7 +398,8 @@ def decode_by_layer(
             x, layers[j], info = _step_layer(
                 layer, x, cos, sin, layers[j], taken, measure=measure
             )
-            infos.append(info)
+            if info is not None:
+                infos.append(info)
         s, after = _end_step(ends, s, taken, fed, x, infos if measure else [], stop)
     return s._replace(cache=dataclasses.replace(cache, layers=tuple(layers))), (before, after)
 
@@ -414,11 +416,12 @@ def programs_by_layer(
     (s, taken, fed, _), (x, cos, sin), _ = like(
         cache, jax.eval_shape(cast(Any, _begin_step).__wrapped__, ends, s, brief, *given)
     )
-    infos = [None] * len(cache.layers)
+    info: Any = None
     for kind in kinds_of(model, cache):
         call = model.layers[kind], x, cos, sin, cache.layers[kind], taken
         found.append(Program(_step_layer, call, {"measure": measure}))
-        infos = [like(cache, jax.eval_shape(step, *call)[2])] * len(infos)
+        info = like(cache, jax.eval_shape(step, *call)[2]) or info
+    infos = [info] * len(attending(cache))
     found.append(
         Program(_end_step, (ends, s, taken, fed, x, infos if measure else [], given[3]), {})
     )
@@ -557,7 +560,7 @@ def draft_loop(
         logits=logits,
         tokens=jnp.full((B, ROOM), PAD, jnp.int32),
         active=jnp.asarray(active),
-        attended=jnp.zeros(len(cache.layers) if measure else 0, jnp.float32),
+        attended=jnp.zeros(len(attending(cache)) if measure else 0, jnp.float32),
         counted=jnp.zeros((), jnp.float32),
         state=state,
         numbers=jnp.zeros(3, jnp.int32),

@@ -18,7 +18,14 @@ from jax import Array
 from jax.sharding import SingleDeviceSharding
 from jax.typing import ArrayLike
 
-from kvjax.cache.cache import Cache, as_positions, check_rotation, ends, with_gaps
+from kvjax.cache.cache import (
+    Cache,
+    as_positions,
+    attending,
+    check_rotation,
+    ends,
+    with_gaps,
+)
 from kvjax.compiling import Program
 from kvjax.generation.prompt_inputs import check_ids, check_model_cache
 from kvjax.memory import QUICK, commit_together, on_host
@@ -302,7 +309,7 @@ def check_sparse(cache: Cache, share: float) -> bool:
             "sparse_prompt is for a cache on one device, and this one has a placement"
         )
     steps: list[Explanation] = []
-    for policy, layer in {layer.policy: layer for layer in cache.layers}.items():
+    for policy, layer in {layer.policy: layer for layer in attending(cache)}.items():
         if policy.observes:
             raise ValueError(
                 f"sparse_prompt has no effect on {policy}, which reads a whole prompt at once; leave it out, or use a "
@@ -325,6 +332,11 @@ def windows_of(model: Any) -> tuple[int | None, ...]:
 
 def check_takes_gaps(windows: tuple[int | None, ...], cache: Cache) -> None:
     """Raises ValueError for a model with sliding windows, or a cache that needs whole prompts."""
+    if len(attending(cache)) < len(cache.layers):
+        raise ValueError(
+            "a prompt with gaps is for models whose layers all have attention: the state of the others would never "
+            "hear of the tokens that are left out; read the whole prompt"
+        )
     if any(window is not None for window in windows):
         raise ValueError(
             "a prompt with gaps is for models without sliding windows: a window counts the tokens that are stored, and "

@@ -199,6 +199,11 @@ def importance(
         where="the draft model: ",
     )
     spec = draft.spec(batch=B, capacity=T + look_ahead)
+    if spec.recurrent is not None:
+        raise ValueError(
+            "SpecPrefill takes a draft model whose layers all have attention, whose queries choose the tokens; this "
+            f"one keeps a state in layers {list(spec.recurrent.layers)}"
+        )
     cache = init(_Watched(look_ahead), spec, layers=draft.config.layers)
     logits, cache = prefill(draft, cache, prompt, lengths, final=lengths + look_ahead)
     votes, _ = _look_ahead(draft, cache, logits, steps=look_ahead)

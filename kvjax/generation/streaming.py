@@ -36,7 +36,7 @@ import numpy as np
 from jax import Array
 from jax.typing import ArrayLike
 
-from kvjax.cache.cache import Cache, raise_on_overflow
+from kvjax.cache.cache import Cache, attending, raise_on_overflow
 from kvjax.compiling import Program, compile_clock
 from kvjax.generation.drafts import Draft, SelfDraft, Speculation, check_draft
 from kvjax.generation.loops import (
@@ -87,7 +87,7 @@ class Generation:
     cache: Cache  # holds the prompt and all new tokens
     logits: Array  # f32[B, V] logits of the token that follows each row's last one
     attended: np.ndarray | None = (
-        None  # f32[L] mean tokens attended per step and kv head; None if not measured
+        None  # f32[L] mean tokens attended per step and kv head, by layer with attention; None: not measured
     )
     speculation: Speculation | None = None  # acceptance of drafts; None without a draft
     compile_seconds: float = 0.0  # that this call compiled, or read programs from disk; the rest of its time was work
@@ -435,7 +435,7 @@ class Stream(Iterator[Any]):
     ) -> None:
         batch = cache.spec.batch
         self.cache, self._logits = commit_together((cache, to_context(logits)))
-        self._attended, self._counted = np.zeros(len(cache.layers), np.float32), 0.0
+        self._attended, self._counted = np.zeros(len(attending(cache)), np.float32), 0.0
         self.rows = [[] for _ in range(batch)]
         self._noted = [0] * batch  # tokens of each row that are noted in full
         self.compile_seconds = compile_seconds

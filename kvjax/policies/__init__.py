@@ -20,6 +20,7 @@ from kvjax.policies.indexed import MSA, QSA, Index, Indexed, Indexer
 from kvjax.policies.per_head import PerHead
 from kvjax.policies.per_layer import PerLayer
 from kvjax.policies.policy import Info, Logits, Policy, Step
+from kvjax.policies.recurrent import Recurrent, RecurrentLayers, RecurrentState
 from kvjax.policies.retrieval import Retrieval
 from kvjax.policies.shared import Follower, Shared, share_selections
 from kvjax.policies.short import Short
@@ -42,6 +43,9 @@ __all__ = [
     "PerHead",
     "PerLayer",
     "Policy",
+    "Recurrent",
+    "RecurrentLayers",
+    "RecurrentState",
     "Retrieval",
     "Shared",
     "Short",

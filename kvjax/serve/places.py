@@ -20,6 +20,7 @@ from jax.tree_util import register_dataclass
 from kvjax.cache.cache import Cache, LayerCache, init_layer, with_states
 from kvjax.cache.editing import insert, take_rows, truncate
 from kvjax.memory import commit_together, has_host_memory, in_host_memory, on_host
+from kvjax.policies import Recurrent
 from kvjax.policies.per_row import PerRow, PerRowState
 from kvjax.serve.prefixes import alone, seat, unshared
 from kvjax.spec import CacheSpec, require_int
@@ -273,6 +274,11 @@ def with_small_slots(cache: Cache, small: Mapping[int, int]) -> Cache:
     if cache.placement is not None:
         raise ValueError(
             "small_slots are for a cache on one device; make it without a placement, or leave them out"
+        )
+    if any(isinstance(layer.policy, Recurrent) for layer in cache.layers):
+        raise ValueError(
+            "small_slots are for models whose layers all have attention, and this one keeps states of fixed size; "
+            "leave them out"
         )
     if any(
         isinstance(getattr(layer.policy, "store", None), Prefixed) for layer in cache.layers

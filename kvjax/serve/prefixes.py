@@ -203,8 +203,9 @@ def _alone(policy: Policy) -> Any:
         return FULL
     if type(policy) not in (Compressed, Retrieval, Follower):
         raise ValueError(
-            f"rows of {policy!r} cannot share a prefix: it evicts tokens or remembers its last step, so its rows "
-            "change what they keep of a prompt; use Full, Compressed or Retrieval, or copies (kvjax.take_rows)"
+            f"rows of {policy!r} cannot share a prefix: it evicts tokens, remembers its last step or keeps a state, "
+            "so its rows change what they keep of a prompt; use Full, Compressed or Retrieval, or copies "
+            "(kvjax.take_rows)"
         )
     if isinstance(policy, Retrieval):
         policy = dataclasses.replace(policy, dense_capacity=0)

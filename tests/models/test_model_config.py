@@ -37,6 +37,9 @@ TINY = models.DecoderConfig(
 )
 
 
+DELTA = models.GatedDelta(key_heads=1, value_heads=2, key_dim=4, value_dim=6)
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -68,6 +71,9 @@ TINY = models.DecoderConfig(
         {"post_norms": True},
         {"embedding_scale": 3.0},
         {"experts": models.Experts(count=3, per_token=2, size=24)},
+        {"output_gate": True},
+        {"recurrent": (0,), "mixer": DELTA},
+        {"recurrent": (1,), "mixer": models.ShortConv(channels=16), "mixer_bias": True},
     ],
     ids=lambda change: next(iter(change)),
 )

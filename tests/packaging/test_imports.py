@@ -28,7 +28,7 @@ FLOORS = {
     "selectors.planes": 4,
     "policies": 5,
     **dict.fromkeys(("cache", "call", "attention", "presets", "steps"), 6),
-    **dict.fromkeys(("contrib", "generation", "testing", "cache.growing"), 7),
+    **dict.fromkeys(("contrib", "generation", "testing", "cache.growing", "recurrence"), 7),
     **dict.fromkeys(("models", "cache.saving"), 8),
     "serve": 8,
     "evaluate": 9,
