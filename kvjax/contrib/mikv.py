@@ -20,7 +20,6 @@ from kvjax.numerics.partial import (
     keep_valid,
     merge,
     merge_sinks,
-    softmax_weights,
 )
 from kvjax.ops.chunk import attend_zone
 from kvjax.policies import PerLayer
@@ -180,7 +179,7 @@ class Mixed(Evicting):
             self.store.attend_with(st.low, q, first, pending, None, logits=logits, part=True),
         )
         if st.evidence is not None and st.due is not None:
-            weights = softmax_weights(q, st.tokens.k, exact_valid, logits=logits, lse=whole.lse)
+            weights = step.weights(q, st.tokens.k, exact_valid, whole.lse)
             seen = self.evictor.see_step(st.evidence, weights)
             evidence = jnp.where(st.due[:, None, None], seen, st.evidence)
             st = replace(st, evidence=evidence, due=jnp.zeros_like(st.due))

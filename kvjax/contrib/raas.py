@@ -17,6 +17,7 @@ from kvjax.evictors import LastUse
 from kvjax.evictors.base import Evictor
 from kvjax.policies import PerLayer
 from kvjax.policies.evicting import Evicting, EvictingState
+from kvjax.policies.policy import Step
 from kvjax.presets.evicting import by_evictor
 from kvjax.presets.preset import published
 from kvjax.presets.settings import Layers, over_layers
@@ -119,7 +120,7 @@ class BesidePrompt(Evicting):
         evicted = self._to_evict(st, jnp.broadcast_to(self._valid(st), st.position.shape), end)
         return jnp.where((held >= self._limit(st))[:, None], evicted, held[:, None])
 
-    def _see_step(self, st: EvictingState, weights: Array) -> Array:
+    def _see_step(self, st: EvictingState, weights: Array, step: Step) -> Array:
         if self.page > 1:
             order = jnp.argsort(page := self._positions(st) // self.page, axis=-1)
             ids = jnp.take_along_axis(page, order, axis=-1)
@@ -132,10 +133,11 @@ class BesidePrompt(Evicting):
             best = jax.vmap(jax.vmap(lambda w, i: jnp.zeros_like(w).at[:, i].max(w)))(
                 weights, number
             )
-            best /= jnp.maximum(
-                jnp.sum(best, axis=-1, keepdims=True), jnp.finfo(best.dtype).tiny
-            )
+            total = jnp.sum(best, axis=-1, keepdims=True)
+            if step.sinks is not None:  # what the weights lack to 1, and no page of its own
+                total += 1 - jnp.sum(weights, axis=-1, keepdims=True)
+            best /= jnp.maximum(total, jnp.finfo(best.dtype).tiny)
             weights = jnp.take_along_axis(
                 best, jnp.broadcast_to(number[:, :, None], best.shape), axis=-1
             )
-        return super()._see_step(st, weights)
+        return super()._see_step(st, weights, step)

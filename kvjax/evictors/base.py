@@ -121,6 +121,9 @@ class Evictor:
     def see_queries(self, memory: Array, q: Array, position: Array) -> Array:
         """The memory f32[B, K, G, n, D], at first 0, after queries q [B, K, G, T, D] at
         `position` i32[B, T], or -1.
+
+        Queries are scaled so that D**-0.5 * q.k are the logits, before a soft cap and without
+        sinks: an evictor that remembers queries weighs tokens without either.
         """
         return memory
 

@@ -44,7 +44,7 @@ from kvjax.generation.prompt_inputs import (
     vocabulary_size,
 )
 from kvjax.memory import on_host
-from kvjax.numerics.partial import PartialAttention, softmax_weights
+from kvjax.numerics.partial import PartialAttention
 from kvjax.policies import Full, FullState, Info, Policy, Step
 from kvjax.policies.full import AroundFull
 from kvjax.sharding.placement import call_model
@@ -272,7 +272,7 @@ class _Watched(Policy):
     ) -> tuple[Array, _WatchedState, Info]:
         out, full, info = Full().attend(st.full, q, step)
         prompt = jnp.arange(st.votes.shape[2], dtype=jnp.int32)[None] < st.prompt[:, None]
-        weights = softmax_weights(q, full.tokens.k, prompt[:, None, None], logits=step.logits)
+        weights = step.weights(q, full.tokens.k, prompt[:, None, None])
         around, side = (1, 1, 1, POOL), POOL // 2
         pooled = (
             lax.reduce_window(

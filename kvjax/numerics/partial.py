@@ -149,15 +149,21 @@ def softmax_weights(
     *,
     logits: Logits,
     lse: Float[Array, "B K Q"] | None = None,
+    sinks: Float[Array, "K Q"] | None = None,
 ) -> Float[Array, "B K Q S"]:
     """Weights with which `attend_part` mixes values; 0 where `mask` is false, and in an empty
     part: f32[B, K, Q, S].
 
     `lse` f32[B, K, Q], if known, is that of all keys that a query attends to, which may be more
-    than these. If the program also has an `attend_part` of the same arguments, XLA computes the
-    logits once.
+    than these. `sinks` are logits that take a share of the weights, and are not in `lse`. If
+    the program also has an `attend_part` of the same arguments, XLA computes the logits once.
+
+    Policies call `Step.weights`, which knows how the model makes its logits.
     """
     scores = attention_logits(q, k, logits)
+    if sinks is not None:
+        of_keys = exp_weights(scores, mask)[2] if lse is None else lse
+        lse = jnp.logaddexp(of_keys, sinks.astype(jnp.float32)[None])
     if lse is not None:
         shift = jnp.where(jnp.isneginf(lse), 0.0, lse)
         return jnp.where(mask, jnp.exp(scores - shift[..., None]), 0.0)

@@ -27,7 +27,6 @@ from kvjax.numerics.partial import (
     keep_valid,
     merge,
     merge_sinks,
-    softmax_weights,
 )
 from kvjax.numerics.rotate import turn_positions
 from kvjax.numerics.selection import Selection
@@ -203,12 +202,12 @@ class Evicting(Policy):
         if st.due is not None:
             after = replace(st, due=jnp.zeros_like(st.due))
         if st.evidence is not None and st.due is not None and self.evictor.arrival is not None:
-            weights = softmax_weights(q, st.tokens.k, visible[:, :, None], logits=logits)
-            seen = self._see_step(st, weights)
+            weights = step.weights(q, st.tokens.k, visible[:, :, None])
+            seen = self._see_step(st, weights, step)
             after = replace(after, evidence=jnp.where(st.due[:, None, None], seen, st.evidence))
         if st.memory is not None and st.due is not None:
             memory = self.evictor.see_queries(
-                st.memory, true_q[:, :, :, None], (st.length - 1)[:, None]
+                st.memory, _scaled(true_q[:, :, :, None], step), (st.length - 1)[:, None]
             )
             after = replace(
                 after, memory=jnp.where(st.due[:, None, None, None, None], memory, st.memory)
@@ -254,7 +253,7 @@ class Evicting(Policy):
         if st.memory is not None:
             at = jnp.arange(k.shape[2], dtype=jnp.int32)[None]
             at = jnp.where(at < lengths[:, None], st.length[:, None] + at, -1)
-            st = replace(st, memory=self.evictor.see_queries(st.memory, q, at))
+            st = replace(st, memory=self.evictor.see_queries(st.memory, _scaled(q, step), at))
         if self.evictor.arrival is None:
             return self._keep(st, k, v, lengths, None)
         T, S = k.shape[2], st.tokens.slots
@@ -306,7 +305,7 @@ class Evicting(Policy):
             known = (
                 None if lse is None else lax.dynamic_slice_in_dim(lse, i * block, block, axis=3)
             )
-            return votes + _sum_weights(qb, keys[:, :, :L], seen, step.logits, known)
+            return votes + _sum_weights(qb, keys[:, :, :L], seen, step, known)
 
         (B, K, L), blocks = position.shape, padded_count // block
         votes = vary_with(
@@ -601,7 +600,7 @@ class Evicting(Policy):
         """The number of slots that a row may use; an array i32[B] if rows differ."""
         return st.tokens.slots
 
-    def _see_step(self, st: EvictingState, weights: Array) -> Array:
+    def _see_step(self, st: EvictingState, weights: Array, step: Step) -> Array:
         """f32[B, K, S]: the evidence after a step with softmax weights f32[B, K, G, S]."""
         assert st.evidence is not None
         return self.evictor.see_step(st.evidence, weights)
@@ -737,7 +736,14 @@ def _spread(lengths: Array, count: int) -> tuple[Array, Array]:
     return jnp.where(width > 1, inside, each), jnp.maximum(width[:, 0], 1.0)
 
 
-def _sum_weights(q: Array, k: Array, seen: Array, logits: Logits, lse: Array | None) -> Array:
+def _scaled(q: Array, step: Step) -> Array:
+    """q [B, K, G, T, D] of which D**-0.5 * q.k are the logits, whatever the model's scale."""
+    usual = q.shape[4] ** -0.5
+    scale = step.logits.scale
+    return q if scale == usual else (q.astype(jnp.float32) * (scale / usual))
+
+
+def _sum_weights(q: Array, k: Array, seen: Array, step: Step, lse: Array | None) -> Array:
     """f32[B, K, G, L]: softmax weights of q [B, K, G, T, D] over k [B, K, L, D] where `seen`
     bool[B, K, T, L], summed over T. `lse` f32[B, K, G, T] has the logarithms of the sums over
     L, if they are known."""
@@ -745,5 +751,5 @@ def _sum_weights(q: Array, k: Array, seen: Array, logits: Logits, lse: Array | N
     L = k.shape[2]
     mask = jnp.broadcast_to(seen[:, :, None], (B, K, G, T, L)).reshape(B, K, -1, L)
     lse = None if lse is None else lse.reshape(B, K, -1)
-    weights = softmax_weights(q.reshape(B, K, -1, D), k, mask, logits=logits, lse=lse)
+    weights = step.weights(q.reshape(B, K, -1, D), k, mask, lse)
     return jnp.sum(weights.reshape(B, K, G, T, L), axis=3)

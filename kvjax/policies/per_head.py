@@ -90,10 +90,12 @@ class PerHead(Policy):
     def prefill_observed(
         self, st: PerHeadState, q: Array, k: Array, v: Array, lengths: Array, step: Step
     ) -> PerHeadState:
-        def one(policy: Policy, st: Any, q: Array, k: Array, v: Array) -> Any:
-            return policy.prefill_observed(st, q, k, v, lengths, step)
-
-        return PerHeadState(*self._each(st, one, q, k, v))
+        of_selected, of_others = self._steps(step, q.shape[1])
+        (q1, q2), (k1, k2), (v1, v2) = (self._split(a) for a in (q, k, v))
+        return PerHeadState(
+            self.selected.prefill_observed(st.selected, q1, k1, v1, lengths, of_selected),
+            self.others.prefill_observed(st.others, q2, k2, v2, lengths, of_others),
+        )
 
     def update(self, st: PerHeadState, k: Array, v: Array, active: Array) -> PerHeadState:
         return PerHeadState(
@@ -110,12 +112,7 @@ class PerHead(Policy):
             self.selected.takes_sinks and self.others.takes_sinks
         ):
             raise ValueError(f"{self} takes no sink logits, as one of its policies takes none")
-        own = (
-            (None, None)
-            if step.sinks is None
-            else (a[0] for a in self._split(step.sinks[None]))
-        )
-        step1, step2 = (replace(step, sinks=sinks) for sinks in own)
+        step1, step2 = self._steps(step, q.shape[1])
         out1, selected, info1 = self.selected.attend(st.selected, q1, step1)
         out2, others, info2 = self.others.attend(st.others, q2, step2)
         info = Info(self._join(info1.attended, info2.attended), None)
@@ -152,6 +149,11 @@ class PerHead(Policy):
         parts = zip(*map(self._split, arrays), strict=True) if arrays else ((), ())
         policies = (self.selected, st.selected), (self.others, st.others)
         return [verb(*policy, *part) for policy, part in zip(policies, parts, strict=True)]
+
+    def _steps(self, step: Step, kv_heads: int) -> tuple[Step, Step]:
+        """The step of each policy's heads."""
+        others = [head for head in range(kv_heads) if head not in self.heads]
+        return step.of_heads(self.heads), step.of_heads(others)
 
     def _split(self, x: Array) -> tuple[Array, Array]:
         """The heads of each policy of x [B, K, ...]."""

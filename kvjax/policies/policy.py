@@ -4,16 +4,17 @@ read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.tree_util import register_dataclass
 
 from kvjax.memory import growth
-from kvjax.numerics.partial import Logits, PartialAttention
+from kvjax.numerics.partial import Logits, PartialAttention, softmax_weights
 from kvjax.numerics.selection import PackedSelection, Selection
 from kvjax.sharding.context import Axis
 from kvjax.spec import CacheSpec
@@ -70,6 +71,24 @@ class Step:
             raise ValueError(
                 f"Step(logits=...) takes kvjax.Logits(scale, cap), got {shown(self.logits)}"
             )
+
+    def weights(self, q: Array, k: Array, mask: Array, lse: Array | None = None) -> Array:
+        """Returns f32[B, K, Q, S]: the weights that the model's own attention gives the keys k
+        [B, K, S, D], for a policy that decides by them.
+
+        q [B, K, Q, D] has Q = G*T queries, those of a head after those of the head before. The
+        `mask`, broadcastable to bool[B, K, Q, S], says which keys a query sees, and `lse` is as
+        in `softmax_weights`.
+        """
+        sinks = self.sinks
+        if sinks is not None:
+            sinks = jnp.repeat(sinks, q.shape[2] // sinks.shape[1], axis=1)
+        return softmax_weights(q, k, mask, logits=self.logits, lse=lse, sinks=sinks)
+
+    def of_heads(self, heads: Sequence[int]) -> Step:
+        """The step of some of the KV heads."""
+        sinks = self.sinks
+        return self if sinks is None else replace(self, sinks=sinks[np.asarray(heads)])
 
 
 class Policy:
