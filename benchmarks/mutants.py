@@ -68,7 +68,6 @@ ROOMS: dict[str, tuple[str, str, dict[str, str]]] = {
             "pending": "tests/selectors/test_pending.py tests/selectors/test_pages.py tests/selectors/test_fier.py",
             "selector": "tests/selectors/test_pages.py tests/selectors/test_fier.py",
             "exact": "tests/selectors/test_fier.py tests/selectors/test_pages.py tests/test_bytes.py",
-            "striped": SPLIT,
         },
     ),
     "contrib": (
@@ -89,7 +88,6 @@ ROOMS: dict[str, tuple[str, str, dict[str, str]]] = {
             "store": "tests/stores/test_host.py tests/policies/test_speculative.py tests/stores/test_quantized.py",
             "host": "tests/stores/test_host.py tests/test_settings.py",
             "prefixed": "tests/serve/test_prefixes.py",
-            "striped": CONTEXT,
         },
     ),
     "sampling": (

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,36 @@ from jax.typing import DTypeLike
 
 from kvjax.validation import MOST, check_flags, check_verbs, finite_number, shown
 
-if TYPE_CHECKING:
-    from kvjax.policies.recurrent import RecurrentLayers
-
 CACHE_DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True)
+class RecurrentLayers:
+    """The layers of a model that keep a state of fixed size. Static and hashable.
+
+    Raises:
+      ValueError: a policy that is not `Recurrent`, or layers that are no tuple of numbers in
+        order.
+    """
+
+    policy: Any  # a kvjax.policies.Recurrent
+    layers: tuple[int, ...]  # numbers among all layers of the model, in order
+
+    def __post_init__(self) -> None:
+        check_verbs(
+            "RecurrentLayers(policy=...)",
+            self.policy,
+            "a kvjax.policies.Recurrent",
+            ("empty", "read", "step", "fold"),
+            "kvjax.models.GatedDelta(key_heads=2, value_heads=4, key_dim=8, value_dim=8)",
+        )
+        numbers = self.layers if isinstance(self.layers, tuple) else ()
+        integers = all(isinstance(i, int) and i >= 0 for i in numbers)
+        if not numbers or not integers or list(numbers) != sorted(set(numbers)):
+            raise ValueError(
+                "RecurrentLayers(layers=...) must be numbers of layers in a tuple, in order, got "
+                f"{shown(self.layers)}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

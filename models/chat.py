@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -27,10 +27,28 @@ from kvjax.generation.sampling import Sampling
 from kvjax.spec import require_int, round_capacity
 from kvjax.validation import shown
 
-if TYPE_CHECKING:
-    from .checkpoint import Checkpoint
-
 NEW_TOKENS = 128  # the default, or fewer if the model's positions leave fewer
+
+
+class ChatModel(Protocol):
+    """A checkpoint, by the parts of it that a conversation needs."""
+
+    @property
+    def config(self) -> Any: ...
+    @property
+    def model(self) -> Any: ...
+    @property
+    def tokenizer(self) -> Any: ...
+    @property
+    def chat_template(self) -> Any: ...
+    @property
+    def chat_stop_tokens(self) -> Any: ...
+
+    def apply_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, template: Mapping[str, Any] | None
+    ) -> list[int]:
+        """The tokens of messages, up to where the answer begins."""
+        ...
 
 
 class Chat:
@@ -49,7 +67,7 @@ class Chat:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: ChatModel,
         make_cache: Callable[[int], Cache],
         *,
         system: str | None,

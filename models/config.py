@@ -26,9 +26,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jax.typing import DTypeLike
 
-from kvjax.policies.recurrent import RecurrentLayers
 from kvjax.received import read_object
-from kvjax.spec import CacheSpec, require_int
+from kvjax.spec import CacheSpec, RecurrentLayers, require_int
 from kvjax.validation import check_flags, check_verbs, finite_number, parts_of, shown
 
 from . import rope as ropes

@@ -26,58 +26,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from kvjax.numerics.rope import Default as Default
+from kvjax.numerics.rope import Rope, exponents_of, periods_of, plain_frequencies, require_above
 from kvjax.numerics.rotate import turn_pairs
 from kvjax.spec import MOST
 from kvjax.validation import check_flags, finite_number, shown
-
-
-class Rope(Protocol):
-    """The interface of a kind of RoPE, with the answers of most kinds. A kind is a subclass."""
-
-    @property
-    def amplitude(self) -> float:
-        """Factor on cosine and sine, so its square is a factor on the attention logits."""
-        return 1.0
-
-    @property
-    def by_length(self) -> bool:
-        """True if the frequencies depend on the length of the text."""
-        return False
-
-    def frequencies(self, head_dim: int, length: Array | int = 0) -> Any:
-        """Radians per position: f32[D/2], or f32[..., D/2] for texts of `length` i32[...]
-        tokens in the end.
-        """
-        ...
-
-    def valid_to(self, length: Array) -> Array:
-        """i32[...] the longest text that the frequencies for texts of `length` i32[...] tokens
-        are right for.
-        """
-        return jnp.full_like(length, MOST)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Default(Rope):
-    """One frequency for each pair of channels, theta^(-2i/D).
-
-    >>> Default(theta=10000.0).frequencies(4).tolist()
-    [1.0, 0.009999999776482582]
-    """
-
-    theta: float = 10000.0
-
-    def __post_init__(self) -> None:
-        _above(self, 1.0, "theta")
-
-    def frequencies(self, head_dim: int, length: Array | int = 0) -> np.ndarray:
-        return _plain(self.theta, head_dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,11 +47,11 @@ class Linear(Rope):
     factor: float
 
     def __post_init__(self) -> None:
-        _above(self, 1.0, "theta")
-        _above(self, 0.0, "factor")
+        require_above(self, 1.0, "theta")
+        require_above(self, 0.0, "factor")
 
     def frequencies(self, head_dim: int, length: Array | int = 0) -> np.ndarray:
-        return _plain(self.theta, head_dim) / np.float32(self.factor)
+        return plain_frequencies(self.theta, head_dim) / np.float32(self.factor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +70,8 @@ class Dynamic(Rope):
     original: int  # tokens up to which the frequencies are the default ones
 
     def __post_init__(self) -> None:
-        _above(self, 1.0, "theta")
-        _above(self, 0.0, "factor", "original")
+        require_above(self, 1.0, "theta")
+        require_above(self, 0.0, "factor", "original")
 
     @property
     def by_length(self) -> bool:
@@ -125,7 +84,7 @@ class Dynamic(Rope):
         longer = self.theta * stretch ** (head_dim / (head_dim - 2))
         # At and below `original` the stretch is 1 up to rounding, or less: take theta itself.
         theta = jnp.where(jnp.asarray(length) > self.original, longer, self.theta)
-        exponents = _exponents(head_dim).reshape((1,) * theta.ndim + (-1,))
+        exponents = exponents_of(head_dim).reshape((1,) * theta.ndim + (-1,))
         return 1.0 / theta[..., None] ** exponents
 
     def valid_to(self, length: Array) -> Array:
@@ -143,8 +102,8 @@ class Llama3(Rope):
     original: int  # tokens of the pretraining that the wavelengths are compared with
 
     def __post_init__(self) -> None:
-        _above(self, 1.0, "theta")
-        _above(self, 0.0, "factor", "low_freq_factor", "high_freq_factor", "original")
+        require_above(self, 1.0, "theta")
+        require_above(self, 0.0, "factor", "low_freq_factor", "high_freq_factor", "original")
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 f"Llama3(low_freq_factor={self.low_freq_factor}, high_freq_factor={self.high_freq_factor}): "
@@ -152,7 +111,7 @@ class Llama3(Rope):
             )
 
     def frequencies(self, head_dim: int, length: Array | int = 0) -> np.ndarray:
-        plain = _plain(self.theta, head_dim)
+        plain = plain_frequencies(self.theta, head_dim)
         turns = self.original / (
             2 * np.pi / plain
         )  # of each pair of channels over the pretraining length
@@ -183,14 +142,14 @@ class Yarn(Rope):
     truncate: bool = True
 
     def __post_init__(self) -> None:
-        _above(self, 1.0, "theta")
-        _above(self, 0.0, "factor", "original", "beta_fast", "beta_slow")
+        require_above(self, 1.0, "theta")
+        require_above(self, 0.0, "factor", "original", "beta_fast", "beta_slow")
         given = (
             name
             for name in ("attention_factor", "mscale", "mscale_all_dim")
             if getattr(self, name) is not None
         )
-        _above(self, -math.inf, *given)
+        require_above(self, -math.inf, *given)
         check_flags("Yarn", truncate=self.truncate)
 
     @property
@@ -215,7 +174,7 @@ class Yarn(Rope):
         width = high - low if high != low else 0.001
         channels = np.arange(head_dim // 2, dtype=np.float32)
         kept = 1 - np.clip((channels - low) / width, 0, 1)
-        periods = _periods(self.theta, head_dim)
+        periods = periods_of(self.theta, head_dim)
         stretched = 1.0 / (np.float32(self.factor) * periods)
         return (stretched * (1 - kept) + (1.0 / periods) * kept).astype(np.float32)
 
@@ -248,8 +207,8 @@ class LongRope(Rope):
     attention_factor: float = 1.0
 
     def __post_init__(self) -> None:
-        _above(self, 1.0, "theta")
-        _above(self, 0.0, "original", "attention_factor")
+        require_above(self, 1.0, "theta")
+        require_above(self, 0.0, "original", "attention_factor")
         for name in ("short_factor", "long_factor"):
             factors = getattr(self, name)
             where = f"LongRope({name}=...)"
@@ -289,7 +248,7 @@ class LongRope(Rope):
                 f"LongRope has {len(factors)} factors for a head of {head_dim} channels; it needs {head_dim // 2}"
             )
         return np.float32(1.0) / (
-            np.array(factors, np.float32) * _periods(self.theta, head_dim)
+            np.array(factors, np.float32) * periods_of(self.theta, head_dim)
         )
 
 
@@ -320,26 +279,3 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
         x[..., :size].astype(jnp.float32), cos[:, :, None], sin[:, :, None]
     ).astype(x.dtype)
     return turned if size == x.shape[-1] else jnp.concatenate([turned, x[..., size:]], axis=-1)
-
-
-def _exponents(head_dim: int) -> np.ndarray:
-    """f32[D/2] from 0 to just below 1."""
-    return np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-
-
-def _periods(theta: float, head_dim: int) -> np.ndarray:
-    """f32[D/2] positions per radian, rounded once: numpy's own f32 power is off by an ulp at
-    times, which is an angle of 1e-3 at position 16K, and torch's is not."""
-    return (np.float64(theta) ** _exponents(head_dim).astype(np.float64)).astype(np.float32)
-
-
-def _plain(theta: float, head_dim: int) -> np.ndarray:
-    return np.float32(1.0) / _periods(theta, head_dim)
-
-
-def _above(rope: Any, limit: float, *names: str) -> None:
-    for name in names:
-        value = getattr(rope, name)
-        where = f"{type(rope).__name__}({name}=...)"
-        if finite_number(where, value) <= limit:
-            raise ValueError(f"{where} must be a finite number above {limit}, got {value}")

@@ -75,7 +75,7 @@ NAMED |= {
 NAMED |= {
     name: kind
     for name, kind in vars(ropes).items()
-    if inspect.isclass(kind) and kind.__module__ == ropes.__name__
+    if inspect.isclass(kind) and issubclass(kind, ropes.Rope) and kind is not ropes.Rope
 }
 NAMED |= {"PromptLookup": kvjax.PromptLookup, "Layers": kvjax.presets.Layers}
 # What holds arrays, or is made by the library: no settings of a caller.

@@ -15,7 +15,7 @@ decides only the order of the list.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,11 +31,9 @@ from kvjax.kernels_pallas.select.compact import (
     write_slots,
 )
 from kvjax.kernels_pallas.select.elements import InDevice, InRegisters, elements_of
+from kvjax.kernels_pallas.select.rule import How
 from kvjax.kernels_pallas.select.threshold import LISTED, Bins, LastPlace, last_place
 from kvjax.kernels_pallas.simt import Word, loop, ptx, when, word
-
-if TYPE_CHECKING:
-    from kvjax.kernels_pallas.select.units import How
 
 # Words of bins and the list, and of sums by warp with the array that `top_k` calls small.
 SCRATCH = 3 * histogram.PASS + 2 * LISTED, 64

@@ -35,6 +35,7 @@ from kvjax.kernels_pallas.score import score_wide
 from kvjax.kernels_pallas.select import logsum, tiling, top_k, units
 from kvjax.kernels_pallas.select.keys import SOFTMAX
 from kvjax.kernels_pallas.select.logsum import NOTHING
+from kvjax.kernels_pallas.select.rule import How
 from kvjax.kernels_pallas.simt import Word, instr, loop, ptx, real, when, word
 
 MEASURED: str | None = "2026-11-22"  # the date in benchmarks/results/select_1bit.json
@@ -253,7 +254,7 @@ def _select(
         parts = [scores.reshape(list_rows, heads, S), pending_scores][: 2 if W else 1]
         ends = ends if W else (*ends[:2], ends[4])
         sums = sums[0].reshape(list_rows, heads, -1, 2) if summed else None
-        how = units.How(
+        how = How(
             list_rows, room, (S, pending_units)[: len(parts)], group_reduce, config, local
         )
         return units.select_units("kvjax_select_1bit", units.Inputs(ends, parts, sums), how)

@@ -32,6 +32,7 @@ from kvjax.kernels_pallas import simt, tuned
 from kvjax.kernels_pallas.score import rerank
 from kvjax.kernels_pallas.score.score_1bit import halves
 from kvjax.kernels_pallas.select import tiling, top_k, units
+from kvjax.kernels_pallas.select.rule import How
 from kvjax.kernels_pallas.simt import Word, instr, loop, ptx, real, when, word
 
 MEASURED: str | None = "2026-11-22"  # the date in benchmarks/results/select_4bit.json
@@ -178,7 +179,7 @@ def _select(how: tuple[Any, ...], *args: Array) -> tuple[Array, Array]:
         )(ends[0], q, slots, keys, *codes)
         spans = jnp.zeros(1, jnp.int32), *ends
         inputs = units.Inputs(spans, [a[:, None] for a in scores], names=slots)
-        chosen = units.How(heads, room, (M, pending_slots), "per_head", config, local, beyond=S)
+        chosen = How(heads, room, (M, pending_slots), "per_head", config, local, beyond=S)
         return units.select_units("kvjax_select_4bit", inputs, chosen)
 
     return run(*args)

@@ -33,6 +33,7 @@ from kvjax.kernels_pallas.score import score_pages as score
 from kvjax.kernels_pallas.select import logsum, tiling, top_k, units
 from kvjax.kernels_pallas.select.keys import SOFTMAX
 from kvjax.kernels_pallas.select.logsum import NOTHING
+from kvjax.kernels_pallas.select.rule import How
 from kvjax.kernels_pallas.simt import Word, instr, loop, ptx, real, when, word
 
 MEASURED: str | None = "2026-11-22"  # the date in benchmarks/results/select_pages.json
@@ -189,7 +190,7 @@ def _select(how: _How, *args: Array) -> tuple[Array, Array]:
         inputs = units.Inputs(
             ends, parts, sums[0].reshape(list_rows, heads, -1, 2) if summed else None
         )
-        chosen = units.How(
+        chosen = How(
             list_rows, how.room, limits, how.group_reduce, config, how.local, how.unit, P
         )
         return units.select_units("kvjax_select_pages", inputs, chosen)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -36,6 +35,7 @@ from kvjax.kernels_pallas.select.elements import (
 )
 from kvjax.kernels_pallas.select.keys import HEADS, load_heads, reduced_keys
 from kvjax.kernels_pallas.select.logsum import NOTHING
+from kvjax.kernels_pallas.select.rule import How
 from kvjax.kernels_pallas.select.threshold import (
     Bins,
     count,
@@ -71,26 +71,6 @@ class Inputs(NamedTuple):
     )
     names: Any = (
         None  # i32[rows, limits[0]]: the slots of the first part's units; None: their numbers
-    )
-
-
-@dataclass(frozen=True)
-class How:
-    """The rule of a selection.
-
-    Units past the first `limits` of a part do not count, nor the last `local` tokens of the
-    second span. Spans are in tokens; a unit has `unit` of them, and counts if any of them does.
-    """
-
-    rows: int
-    room: int
-    limits: tuple[int, ...]
-    group_reduce: str
-    config: tiling.Config
-    local: int = 0
-    unit: int = 1
-    beyond: int | None = (
-        None  # what is written for the first unit of the second part; None: its number
     )
 
 

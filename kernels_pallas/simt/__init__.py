@@ -4,14 +4,8 @@
 `loop` are control flow, and `kernel` launches a grid. `backend` executes them.
 """
 
-from kvjax.kernels_pallas.simt.backend import (
-    Backend,
-    Launch,
-    backend,
-    bypass_cache,
-    has_cache,
-    use,
-)
+from kvjax.kernels_pallas.simt.backend import Backend, backend, use
+from kvjax.kernels_pallas.simt.caching import bypass_cache, has_cache
 from kvjax.kernels_pallas.simt.launch import (
     by_step,
     kernel,
@@ -50,6 +44,7 @@ from kvjax.kernels_pallas.simt.target import (
     stands_for,
     target,
 )
+from kvjax.kernels_pallas.simt.types import Launch
 from kvjax.kernels_pallas.simt.warp import (
     any_of_warps,
     ballot,

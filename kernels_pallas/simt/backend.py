@@ -10,29 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from jax import Array
 
+from kvjax.kernels_pallas.simt.caching import bypass_cache
 from kvjax.kernels_pallas.simt.mosaic import Mosaic
-
-Value = Any  # a register of each thread, in the backend's own representation
-Arithmetic = Literal["add", "sub", "mul", "div", "and", "or", "xor", "shl", "shr"]
-Comparison = Literal["lt", "le", "gt", "ge", "eq", "ne"]
-
-
-@dataclass(frozen=True)
-class Launch:
-    """The grid of a kernel and the shared memory of its blocks."""
-
-    name: str
-    blocks: int  # or clusters, if a cluster has more than one block
-    warpgroups: int  # of a block, 128 threads each
-    cluster: int | None = None  # blocks of a cluster
-    parts: int = 1  # adjacent blocks that share a row, if they are no cluster
-    scratch: tuple[int, ...] = ()  # words of each array in shared memory
-    sparse: tuple[int, ...] = ()  # numbers of the outputs that may stay unwritten in part
+from kvjax.kernels_pallas.simt.types import Arithmetic, Comparison, Launch, Value
 
 
 class Backend(Protocol):
@@ -100,7 +84,6 @@ class Backend(Protocol):
 
 
 _backend: ContextVar[Backend] = ContextVar("_backend", default=Mosaic())  # noqa: B039 (it has no state)
-_cache: ContextVar[bool] = ContextVar("_cache", default=True)
 _launch: ContextVar[Launch] = ContextVar("_launch")
 
 
@@ -147,20 +130,3 @@ def parts() -> int:
     cluster.
     """
     return _launch.get().parts
-
-
-@contextmanager
-def bypass_cache() -> Iterator[None]:
-    """In the block, functions under `lowered_once` are traced again, for code that inspects or
-    changes a kernel.
-    """
-    token = _cache.set(False)
-    try:
-        yield
-    finally:
-        _cache.reset(token)
-
-
-def has_cache() -> bool:
-    """Whether functions that were traced before may be used again here."""
-    return _cache.get()

@@ -11,8 +11,10 @@ from typing import Any, TypeVar, cast
 import jax
 from jax import Array
 
-from kvjax.kernels_pallas.simt.backend import Launch, backend, has_cache, traced
+from kvjax.kernels_pallas.simt.backend import backend, traced
+from kvjax.kernels_pallas.simt.caching import has_cache
 from kvjax.kernels_pallas.simt.target import target
+from kvjax.kernels_pallas.simt.types import Launch
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -12,15 +12,13 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import jax
 from jax import Array
 
 from kvjax.kernels_pallas.simt.target import ARCHITECTURES
-
-if TYPE_CHECKING:
-    from kvjax.kernels_pallas.simt.backend import Arithmetic, Comparison, Launch
+from kvjax.kernels_pallas.simt.types import Arithmetic, Comparison, Launch
 
 utils: Any
 plgpu: Any

@@ -17,6 +17,8 @@ from typing import Any
 
 import jax
 
+from kvjax.kernels_pallas.simt.caching import bypass_cache
+
 
 @dataclass(frozen=True)
 class Target:
@@ -95,8 +97,6 @@ def build_for(wanted: Target) -> Iterator[None]:
     A GPU can so run the forms of a smaller one. Functions that jit traced before the block keep
     their form.
     """
-    from kvjax.kernels_pallas.simt.backend import bypass_cache
-
     token = _forced.set(wanted)
     try:
         with bypass_cache():

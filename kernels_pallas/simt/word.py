@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from functools import reduce
 from typing import Any
 
-from kvjax.kernels_pallas.simt.backend import Arithmetic, Comparison, backend
+from kvjax.kernels_pallas.simt.backend import backend
+from kvjax.kernels_pallas.simt.types import Arithmetic, Comparison
 
 Operand = Any  # Word | int
 

@@ -21,6 +21,7 @@ from kvjax.presets.settings import Layers, over_layers, require_page
 from kvjax.selectors import CentrePages
 from kvjax.selectors.selector import LAST, Selector, Wrapper
 from kvjax.sharding.context import Stripes
+from kvjax.sharding.context.selectors import split_selector
 from kvjax.spec import require_int
 from kvjax.stores import HostOffload
 from kvjax.stores.demotion import Fifo
@@ -122,10 +123,6 @@ class LayerWide(Wrapper):
         """
         return True
 
-    def over_context(self, stripes: Stripes) -> Selector:
-        """This selector, whole: every device holds the index of the whole history."""
-        return self
-
     def select(
         self, ix: Any, q: Array, candidates: Candidates, *, logits: Logits
     ) -> Selection | PackedSelection:
@@ -147,3 +144,9 @@ class LayerWide(Wrapper):
         shape = (B, K, 1, candidates.k_max)
         units = Selection(jnp.broadcast_to(best.slots, shape), jnp.broadcast_to(valid, shape))
         return candidates.tokens(units, scores.shape[3], self.unit)
+
+
+@split_selector.register
+def _(selector: LayerWide, stripes: Stripes) -> Selector:
+    """This selector, whole: every device holds the index of the whole history."""
+    return selector

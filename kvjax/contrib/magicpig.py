@@ -34,12 +34,12 @@ from kvjax.policies.short import DenseCapacity, Short, is_short
 from kvjax.policies.zones import Visible, Zoned, ZonedState
 from kvjax.presets.preset import published
 from kvjax.presets.settings import Layers, capacity_of, history, over_layers
-from kvjax.selectors.striped import NOWHERE, first_places
 from kvjax.sharding.context import Axis, Stripes, merge_parts
+from kvjax.sharding.context.selectors import NOWHERE, first_places
+from kvjax.sharding.context.stores import StripedStore
 from kvjax.spec import CacheSpec, keep_ints, require_int
 from kvjax.stores import Dense, Store
 from kvjax.stores.demotion import Demotion, Fifo
-from kvjax.stores.striped import StripedStore
 from kvjax.validation import check_verbs
 
 __all__ = ["Sampled", "SimHash", "magicpig"]

@@ -100,11 +100,6 @@ class Sharing:
                 f"history grows; use {-(-self.tokens // chunk) * chunk}"
             )
 
-    def over_context(self, stripes: Any) -> Any:
-        raise ValueError(
-            "a Placement cannot split the tokens of rows that share prefixes; split only rows and heads (batch, heads)"
-        )
-
 
 class SlotAxis(NamedTuple):
     """The axis of an array that grows with the slots of a store, by `size` entries for each

@@ -20,12 +20,13 @@ from kvjax.policies.indexed import MSA, QSA, Index, Indexed, Indexer
 from kvjax.policies.per_head import PerHead
 from kvjax.policies.per_layer import PerLayer
 from kvjax.policies.policy import Info, Logits, Policy, Step
-from kvjax.policies.recurrent import Recurrent, RecurrentLayers, RecurrentState
+from kvjax.policies.recurrent import Recurrent, RecurrentState
 from kvjax.policies.retrieval import Retrieval
 from kvjax.policies.shared import Follower, Shared, share_selections
 from kvjax.policies.short import Short
 from kvjax.policies.speculative import Speculative
 from kvjax.policies.zones import ZonedState
+from kvjax.spec import RecurrentLayers as RecurrentLayers
 
 __all__ = [
     "MSA",

@@ -26,7 +26,6 @@ from jax.tree_util import register_dataclass
 from kvjax.numerics.partial import PartialAttention
 from kvjax.policies.policy import Info, Policy, Step, in_range
 from kvjax.spec import CacheSpec
-from kvjax.validation import check_verbs, shown
 
 
 @register_dataclass
@@ -129,35 +128,6 @@ class Recurrent(Policy):
             f"{self!r} keeps a state instead of keys and values, so nothing attends to it; call "
             "kvjax.recurrence.advance for this layer"
         )
-
-
-@dataclass(frozen=True)
-class RecurrentLayers:
-    """The layers of a model that keep a state of fixed size. Static and hashable.
-
-    Raises:
-      ValueError: a policy that is not `Recurrent`, or layers that are no tuple of numbers in
-        order.
-    """
-
-    policy: Recurrent
-    layers: tuple[int, ...]  # numbers among all layers of the model, in order
-
-    def __post_init__(self) -> None:
-        check_verbs(
-            "RecurrentLayers(policy=...)",
-            self.policy,
-            "a kvjax.policies.Recurrent",
-            ("empty", "read", "step", "fold"),
-            "kvjax.models.GatedDelta(key_heads=2, value_heads=4, key_dim=8, value_dim=8)",
-        )
-        numbers = self.layers if isinstance(self.layers, tuple) else ()
-        integers = all(isinstance(i, int) and i >= 0 for i in numbers)
-        if not numbers or not integers or list(numbers) != sorted(set(numbers)):
-            raise ValueError(
-                "RecurrentLayers(layers=...) must be numbers of layers in a tuple, in order, got "
-                f"{shown(self.layers)}"
-            )
 
 
 def where_rows(rows: Array, new: Any, old: Any) -> Any:

@@ -25,6 +25,7 @@ from kvjax.policies.short import DenseCapacity, Short, is_short
 from kvjax.policies.zones import SelectedZones, Visible, ZonedState
 from kvjax.selectors import Candidates, Selector
 from kvjax.sharding.context import Axis
+from kvjax.sharding.context.selectors import split_selector
 from kvjax.spec import CacheSpec, keep_ints
 from kvjax.stores import Dense, Store
 from kvjax.stores.demotion import Buffer, Demotion, Fifo
@@ -273,7 +274,7 @@ class Retrieval(SelectedZones):
                 f"would cut pages of {unit}; make {self.demote} leave a multiple of {parts * unit} (`chunk` of a "
                 "preset)"
             )
-        return replace(policy, selector=self.selector.over_context(stripes))
+        return replace(policy, selector=split_selector(self.selector, stripes))
 
     def follower(self, heads: tuple[int, ...] | None = None) -> Follower:
         zones: dict[str, Any] = {

@@ -48,6 +48,7 @@ from kvjax.policies.policy import (
     steps_as_heads,
 )
 from kvjax.sharding.context import Axis, Stripes
+from kvjax.sharding.context.stores import split_store
 from kvjax.spec import CacheSpec, keep_ints
 from kvjax.stores import Store
 from kvjax.stores.demotion import Demotion
@@ -489,7 +490,7 @@ class Zoned(Policy):
 
     def over_context(self, axis: Axis, parts: int) -> Any:
         stripes = self.stripes(axis, parts)
-        return dataclasses.replace(self, store=self.store.over_context(stripes))  # type: ignore[type-var]
+        return dataclasses.replace(self, store=split_store(self.store, stripes))  # type: ignore[type-var]
 
     def turns(self, spec: CacheSpec, parts: int) -> int:
         return self._slots(spec) // self.demote.leave

@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any
 
 from kvjax.evictors import Sliding
+from kvjax.numerics.rope import Default
 from kvjax.policies import Evicting, Full, PerLayer, Policy, share_selections
 from kvjax.policies.short import DenseCapacity
 from kvjax.presets.parsing import TEXT_NAME
@@ -170,10 +170,8 @@ def require_page(name: str, budget: int, page: int, sink: int, local: int) -> No
         )
 
 
-def plain_rope(name: str, theta: float | None) -> Any:
+def plain_rope(name: str, theta: float | None) -> Default | None:
     """The plain RoPE of that theta; None without one."""
     if theta is None:
         return None
-    return import_module("kvjax.models.rope").Default(
-        theta=finite_number(f"{name}(rope_theta=...)", theta)
-    )
+    return Default(theta=finite_number(f"{name}(rope_theta=...)", theta))

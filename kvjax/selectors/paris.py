@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from kvjax import ops
 from kvjax.numerics.blocks import put_last, take_rows, write
@@ -31,8 +31,6 @@ from kvjax.numerics.selection import (
     pack,
 )
 from kvjax.selectors.selector import Selector
-from kvjax.selectors.striped import StripedSelector
-from kvjax.sharding.context import Stripes, share_of_highest
 from kvjax.spec import CacheSpec, keep_ints
 from kvjax.validation import check_flags, check_one_of
 
@@ -328,103 +326,12 @@ class Paris(Selector):
             -(-n * int(BETA[np.searchsorted(LENGTHS, n, side="right")]) // 20) for n in longest
         )
 
-    def over_context(self, stripes: Stripes) -> StripedParis:
-        return StripedParis(self, stripes)
-
     def bytes_read(self, spec: CacheSpec, length: Any) -> Any:
         """The sign patterns of all keys, D/8 bytes each, and the codes of the candidates."""
         candidates = np.minimum(self.room(spec.capacity), length)
         return (
             spec.kv_heads * spec.head_dim / 8 * length + self.bytes_per_token(spec) * candidates
         )
-
-
-@dataclass(frozen=True)
-class StripedParis(StripedSelector):
-    """`Paris` on one device of a context axis: it has the codes of its stripes, and the counts
-    of the whole history.
-
-    Votes follow from the counts, so each device finds those of its own keys. The candidates are
-    the same as on a single device: devices exchange how many keys have how many votes, and each
-    reranks its own candidates.
-    """
-
-    selector: Paris
-
-    def append(self, ix: ParisIndex, k: Array, at: Array, count: Array) -> ParisIndex:
-        """Encodes all keys of the chunk on every device, counts their patterns, and stores the
-        device's own keys.
-        """
-        paris, stripes = self.selector, self.stripes
-        room = Directions(
-            *(jnp.zeros((*a.shape[:2], k.shape[2], *a.shape[3:]), a.dtype) for a in ix.codes)
-        )
-        chunk = paris.append(ix._replace(codes=room), k, jnp.zeros_like(at), count)
-        parts = zip(ix.codes, chunk.codes, strict=True)
-        written = (
-            write(a, stripes.own(b), at // stripes.parts, count // stripes.parts)
-            for a, b in parts
-        )
-        return chunk._replace(codes=Directions(*written))
-
-    def truncate(self, ix: ParisIndex, count: Array) -> ParisIndex:
-        own = self.selector.truncate(ix, count // self.stripes.parts)
-        return self.selector._counted(own.codes, lax.psum(own.counts, self.stripes.axis))
-
-    def score_own(self, ix: ParisIndex, q: Array, *, logits: Logits) -> Array:
-        return self._score_seen(
-            ix, q, 0, self.stripes.owned(self.selector._length(ix.counts)), logits=logits
-        )
-
-    def score_visible(
-        self, ix: ParisIndex, q: Array, candidates: Candidates, *, logits: Logits
-    ) -> Array:
-        if (window := candidates.window) is None:
-            return self.score(ix, q, logits=logits)
-        paris, (B, _, S, _) = self.selector, ix.codes.signs.shape
-        bounds = (jnp.broadcast_to(jnp.asarray(x, jnp.int32), (B,)) for x in candidates.span)
-        start, stop = (self.stripes.owned(x) for x in bounds)
-        slot = (
-            start[:, None]
-            + jnp.arange(min(self.stripes.max_tokens(window), S), dtype=jnp.int32)[None]
-        )
-        counts = paris._tally(
-            jnp.zeros_like(ix.counts), take_rows(ix.codes.signs, slot), slot < stop[:, None]
-        )
-        visible = paris._counted(ix.codes, lax.psum(counts, self.stripes.axis))
-        return self.stripes.gather(self._score_seen(visible, q, start, stop, logits=logits), 1)
-
-    def select(
-        self, ix: ParisIndex, q: Array, candidates: Candidates, *, logits: Logits
-    ) -> Selection | PackedSelection:
-        if candidates.window is not None:
-            return Selector.select(self, ix, q, candidates, logits=logits)
-        return super().select(ix, q, candidates, logits=logits)
-
-    def _score_seen(
-        self, ix: ParisIndex, q: Array, start: Array | int, stop: Array, *, logits: Logits
-    ) -> Array:
-        """`Paris.score` of this device's keys, in a history of the slots [start, stop) of each
-        device.
-        """
-        paris, votes = self.selector, self.selector._votes(ix, q)
-        B, K, G, S = votes.shape
-        slot = jnp.arange(S, dtype=jnp.int32)[None]
-        seen = (slot >= jnp.reshape(jnp.asarray(start, jnp.int32), (-1, 1))) & (
-            slot < stop[:, None]
-        )
-        marks = jnp.where(seen[:, None, None], votes + jnp.uint8(1), jnp.uint8(0))
-        room = paris.room(S * self.stripes.parts)
-        levels = ix.limits.shape[1] * ix.codes.subspaces + 1
-        count = share_of_highest(marks, jnp.minimum(ix.candidates, room), levels, self.stripes)
-        lists = ops.most_voted(  # the list of each head has its own length
-            marks.reshape(B * K, 1, G, S),
-            jnp.full(B * K, S, jnp.int32),
-            count.reshape(B * K, G),
-            min(room, S),
-        )
-        listed = PackedSelection(lists.slots.reshape(B, K, G, -1), lists.found.reshape(B, K, G))
-        return paris._with_estimates(ix, q, votes, listed, logits=logits)
 
 
 def _round_up(parts: Array, whole: int) -> Array:

@@ -17,7 +17,6 @@ from kvjax.numerics.quant import OneBit
 from kvjax.numerics.rotate import decode_weights, lloyd_max, rotate_few
 from kvjax.numerics.selection import GROUP_REDUCES, GroupReduce
 from kvjax.selectors.selector import Selector
-from kvjax.sharding.context import Stripes
 from kvjax.spec import CacheSpec
 from kvjax.stores.turbo import TurboBlock, TurboQuant
 from kvjax.validation import check_one_of
@@ -70,11 +69,6 @@ class SignPlane(Selector):
         )
         sizes = decode_weights(stored.k)[:, :, None, :, 0]
         return logits.of(products * sizes + shift[..., None])
-
-    def over_context(self, stripes: Stripes) -> Selector:
-        raise ValueError(
-            f"{self} reads the codes of the store, which a split context cannot give; use kvjax.Fier()"
-        )
 
     def bytes_read(self, spec: CacheSpec, length: Any) -> Any:
         return spec.kv_heads * (spec.head_dim / 8 + 2) * length

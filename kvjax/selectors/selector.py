@@ -11,7 +11,6 @@ from kvjax import ops
 from kvjax.memory import growth
 from kvjax.numerics.partial import Logits
 from kvjax.numerics.selection import Candidates, GroupReduce, PackedSelection, Selection
-from kvjax.sharding.context import Stripes
 from kvjax.spec import CacheSpec
 
 LAST = -1e30  # the score of units that rank after all others
@@ -112,12 +111,6 @@ class Selector:
         may hold anything.
         """
         return ix
-
-    def over_context(self, stripes: Stripes) -> Selector:
-        """The selector of the whole history on a device that has only its stripes of it."""
-        from kvjax.selectors.striped import StripedSelector  # a subclass
-
-        return StripedSelector(self, stripes)
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         """Bytes of index per stored token, in one layer over all kv heads."""

@@ -20,11 +20,9 @@ from kvjax.memory import host_zeros, to_device
 from kvjax.numerics.partial import Logits, PartialAttention
 from kvjax.numerics.selection import Selection
 from kvjax.ops.chunk import attend_blocks
-from kvjax.sharding.context import Stripes
 from kvjax.spec import CacheSpec, keep_ints
 from kvjax.stores.host import HostBlock, HostOffload, split_parts
 from kvjax.stores.store import Store, refuse_codes
-from kvjax.stores.striped import StripedState, StripedStore
 
 
 @register_dataclass
@@ -43,9 +41,6 @@ class Coded(Store):
     learn: ClassVar[int] = (
         8  # first keys of which the mean is taken: no more, so that chunks of any size agree
     )
-
-    def over_context(self, stripes: Stripes) -> Store:
-        return _StripedCodes(self, stripes)
 
     def append(self, st: Any, k: Array, v: Array, count: Array) -> Any:
         return self.append_coded(self.learnt(st, k, count), k, v, count)
@@ -159,20 +154,6 @@ class _HostCodes(Coded):
 
     def recoded(self, k: Array, v: Array) -> tuple[Array, Array]:
         return self.decode_both(*self.encode_both(k, v), k.shape[-1])
-
-
-class _StripedCodes(StripedStore):
-    """A device's stripes of coded tokens, less the offset of the row's first keys, whichever
-    device has them.
-    """
-
-    def append(self, st: StripedState, k: Array, v: Array, count: Array) -> StripedState:
-        codes: Any = self.store
-        parts, own = self.stripes.parts, self.stripes.own
-        block = codes.append_coded(
-            codes.learnt(self._own(st), k, count), own(k), own(v), count // parts
-        )
-        return replace(st, block=replace(block, count=block.count * parts))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,6 @@ from jax.typing import DTypeLike
 from kvjax import ops
 from kvjax.numerics.partial import Logits, PartialAttention, Span
 from kvjax.numerics.selection import PackedSelection, Selection
-from kvjax.sharding.context import Stripes
 from kvjax.spec import CacheSpec, keep_ints
 from kvjax.stores.host import HostOffload
 from kvjax.stores.store import Store, Wrapper, flat
@@ -233,12 +232,6 @@ class HotSet(Wrapper):
         them again.
         """
         return replace(st, history=self.store.truncate(st.history, count))
-
-    def over_context(self, stripes: Stripes) -> Store:
-        raise ValueError(
-            f"{self} keeps selected tokens on one device, so it cannot be split over the {stripes.parts} devices of "
-            "context; use its inner store, or split only rows and heads"
-        )
 
 
 def empty_hot(

@@ -17,7 +17,6 @@ from kvjax.numerics.derivatives import refuse_derivative
 from kvjax.numerics.partial import Logits, PartialAttention, Span, merge_sinks
 from kvjax.numerics.selection import PackedSelection, Selection, split_selection, unpack
 from kvjax.ops.host import pages_to_read, place_pages
-from kvjax.sharding.context import Stripes
 from kvjax.spec import CacheSpec
 
 
@@ -289,12 +288,6 @@ class Store:
             f"truncate cannot shorten a cache of {self}, which does not return keys and values unchanged; use the "
             "store Dense or HostOffload, or kvjax.rollback for tokens of the recent block"
         )
-
-    def over_context(self, stripes: Stripes) -> Store:
-        """The store of the whole history on a device that keeps only its stripes of it."""
-        from kvjax.stores.striped import StripedStore  # a subclass
-
-        return StripedStore(self, stripes)
 
     def bytes_per_token(self, spec: CacheSpec) -> float:
         """Bytes per stored token, in one layer over all kv heads."""

@@ -16,25 +16,25 @@ from tests.packaging.test_distribution import modules
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
-# A module imports lower floors only, and modules of its own folder. A new module of kvjax needs
-# a line here, or its folder has one. The longest name counts.
-FLOORS = {
-    **dict.fromkeys(("validation", "received"), -1),
-    **dict.fromkeys(("spec", "memory", "compiling", "cache.serialize", "presets.parsing"), 0),
-    "numerics": 1,
-    **dict.fromkeys(("ops", "sharding.context", "kernels_pallas.simt"), 2),
-    **dict.fromkeys(("selectors", "stores", "sharding.placement"), 3),
-    "evictors": 4,
-    "selectors.planes": 4,
-    "policies": 5,
-    **dict.fromkeys(("cache", "call", "attention", "presets", "steps"), 6),
-    **dict.fromkeys(("contrib", "generation", "testing", "cache.growing", "recurrence"), 7),
-    **dict.fromkeys(("models", "cache.saving"), 8),
-    "serve": 8,
-    "evaluate": 9,
-    "cli": 10,
-    "__main__": 11,
-}
+# From the lowest floor to the highest. A module imports lower floors only, and modules of its own
+# folder. A new module of kvjax needs a place here, or its folder has one. The longest name counts.
+ORDER = (
+    ("validation", "received"),
+    ("spec", "memory", "compiling", "cache.serialize", "presets.parsing"),
+    ("numerics",),
+    ("ops", "sharding.context", "kernels_pallas.simt"),
+    ("selectors", "stores", "sharding.placement"),
+    ("evictors", "selectors.planes"),
+    ("sharding.context.selectors", "sharding.context.stores"),
+    ("policies",),
+    ("cache", "call", "attention", "presets", "steps"),
+    ("contrib", "generation", "testing", "cache.growing", "recurrence"),
+    ("models", "cache.saving", "serve"),
+    ("evaluate",),
+    ("cli",),
+    ("__main__",),
+)
+FLOORS = {name: floor for floor, names in enumerate(ORDER) for name in names}
 SAME_FLOOR = {
     ("ops", "kernels_pallas"),  # dispatch
     ("call", "cache"),
@@ -43,7 +43,10 @@ SAME_FLOOR = {
     ("steps", "cache"),
     ("steps", "call"),
 }
-FACADE = 7  # `import kvjax` itself: what the package's __init__ may gather, for those above the models
+# `import kvjax` itself: what the package's __init__ may gather, for those above the models
+FACADE = FLOORS["models"] - 1
+# What stands on the core. The core, all other modules, imports none of it.
+BESIDE = ("contrib", "generation", "serve", "models", "testing", "evaluate", "cli", "__main__")
 
 
 def sources() -> dict[str, Path]:
@@ -105,8 +108,26 @@ def floor(module: str) -> int:
     return found
 
 
-def ours(module: str) -> list[str]:
-    return [name for name in imports(module) if name == "kvjax" or name.startswith("kvjax.")]
+def ours(module: str) -> set[str]:
+    """Modules of kvjax that a module imports when it runs."""
+    return {name for name in imports(module) if name == "kvjax" or name.startswith("kvjax.")}
+
+
+def typed(module: str) -> set[str]:
+    """As `ours`, with those that it imports for a type checker alone."""
+    found = imports(module, types=True)
+    return {name for name in found if name == "kvjax" or name.startswith("kvjax.")}
+
+
+def named_in_text(module: str) -> set[str]:
+    """Modules of kvjax whose names are arguments of `import_module`."""
+    calls = [
+        node
+        for node in ast.walk(ast.parse(SOURCES[module].read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module")
+    ]
+    texts = [arg.value for call in calls for arg in call.args if isinstance(arg, ast.Constant)]
+    return {text for text in texts if str(text).startswith("kvjax.")}
 
 
 @pytest.mark.parametrize(
@@ -123,6 +144,46 @@ def test_a_module_imports_lower_floors_only(module):
         assert reached < floor(module), (
             f"{module} (floor {floor(module)}) imports {name} (floor {reached})"
         )
+
+
+CORE = [module for module in SOURCES if part(module) not in ("kvjax", *BESIDE)]
+
+
+@pytest.mark.parametrize("module", CORE)
+def test_core_imports_nothing_that_stands_on_it(module):
+    """By an import in any function, by the name of a module in text, or for a type checker, which
+    reads `kvjax.presets` alone for the presets of contrib."""
+    found = ours(module) if module == "kvjax.presets" else typed(module)
+    for name in {*found, *named_in_text(module)}:
+        assert part(name) not in ("kvjax", *BESIDE), f"{module} imports {name}"
+
+
+def test_what_stands_on_the_core_does_not_import_back():
+    for module in SOURCES:
+        stands = part(module) not in ("kvjax", "presets") and module not in CORE
+        for name in typed(module):
+            above = part(name) == "contrib" and part(module) != "contrib"
+            assert not (stands and above), f"{module} imports {name}; ask kvjax.presets for it"
+
+
+def test_no_modules_import_one_another_in_a_circle():
+    """Nor for a type checker; the two packages that gather names for a checker are left out."""
+    gathers = ("kvjax", "kvjax.presets")
+    after = {
+        module: {name for name in typed(module) if name in SOURCES and name not in gathers}
+        for module in SOURCES
+        if module not in gathers
+    }
+    # Modules that import none of the others, or that none of the others imports, are in no circle.
+    while outside := {
+        module
+        for module, names in after.items()
+        if not names & set(after) - {module}
+        or not any(module in names for other, names in after.items() if other != module)
+    }:
+        for module in outside:
+            del after[module]
+    assert not after, f"these import one another in a circle: {sorted(after)}"
 
 
 def test_kernels_import_jax_only():

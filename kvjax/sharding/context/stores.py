@@ -1,8 +1,9 @@
-"""A store on a context axis: each device keeps its stripes."""
+"""Stores on a context axis: each device keeps its stripes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import singledispatch
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,9 +12,24 @@ from jax.tree_util import register_dataclass
 
 from kvjax.numerics.partial import Logits, PartialAttention, Span
 from kvjax.numerics.selection import DealtSelection, PackedSelection, Selection
-from kvjax.sharding.context import Stripes, merge_chunk, merge_parts
+from kvjax.sharding.context import PREFIXES, Stripes, merge_chunk, merge_parts
 from kvjax.spec import CacheSpec
+from kvjax.stores.host_codes import Coded
+from kvjax.stores.hot import HotSet
+from kvjax.stores.prefixed import Prefixed
 from kvjax.stores.store import Store, Wrapper
+
+
+@singledispatch
+def split_store(store: Store, stripes: Stripes) -> Store:
+    """The store of the whole history on a device that keeps only its stripes of it.
+
+    `split_store.register` adds a function for a class whose tokens are not stored one by one.
+
+    Raises:
+      ValueError: a store that cannot be split.
+    """
+    return StripedStore(store, stripes)
 
 
 @register_dataclass
@@ -148,3 +164,35 @@ class StripedStore(Wrapper):
         slots = jnp.where(recent < 0, slots, recent + st.block.slots)
         here = jnp.where(recent < 0, here, self.stripes.device == 0)
         return Selection(jnp.where(here, slots, 0), selection.valid & here)
+
+
+class StripedCodes(StripedStore):
+    """A device's stripes of coded tokens, less the offset of the row's first keys, whichever
+    device has them.
+    """
+
+    def append(self, st: StripedState, k: Array, v: Array, count: Array) -> StripedState:
+        codes: Any = self.store
+        parts, own = self.stripes.parts, self.stripes.own
+        block = codes.append_coded(
+            codes.learnt(self._own(st), k, count), own(k), own(v), count // parts
+        )
+        return replace(st, block=replace(block, count=block.count * parts))
+
+
+@split_store.register
+def _(store: Coded, stripes: Stripes) -> Store:
+    return StripedCodes(store, stripes)
+
+
+@split_store.register
+def _(store: HotSet, stripes: Stripes) -> Store:
+    raise ValueError(
+        f"{store} keeps selected tokens on one device, so it cannot be split over the {stripes.parts} devices of "
+        "context; use its inner store, or split only rows and heads"
+    )
+
+
+@split_store.register
+def _(store: Prefixed, stripes: Stripes) -> Store:
+    raise ValueError(PREFIXES)

@@ -1,4 +1,4 @@
-"""A selector on a context axis: each device indexes its stripes, and all devices make the same
+"""Selectors on a context axis: each device indexes its stripes, and all devices make the same
 selection.
 """
 
@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import singledispatch
 from typing import Any
 
 import jax
@@ -13,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from kvjax import ops
+from kvjax.numerics.blocks import take_rows, write
 from kvjax.numerics.partial import Logits
 from kvjax.numerics.selection import (
     SOFTMAX_REDUCES,
@@ -24,11 +27,27 @@ from kvjax.numerics.selection import (
     unpack,
 )
 from kvjax.ops.select import rank_grouped
+from kvjax.selectors.paris import Directions, Paris, ParisIndex
+from kvjax.selectors.planes import SignPlane
+from kvjax.selectors.prefixed import PrefixedSelector
 from kvjax.selectors.selector import Selector, Wrapper
-from kvjax.sharding.context import Stripes, count_taken
+from kvjax.sharding.context import PREFIXES, Stripes, count_taken, share_of_highest
 from kvjax.spec import CacheSpec
 
 NOWHERE = int(np.iinfo(np.int32).max)  # the place of units that are not valid
+
+
+@singledispatch
+def split_selector(selector: Selector, stripes: Stripes) -> Selector:
+    """The selector of the whole history on a device that has only its stripes of it.
+
+    By default the index is split as the tokens are, since a score depends only on its own unit.
+    `split_selector.register` adds a function for a class for which this does not hold.
+
+    Raises:
+      ValueError: a selector that cannot be split.
+    """
+    return StripedSelector(selector, stripes)
 
 
 @dataclass(frozen=True)
@@ -118,6 +137,111 @@ class StripedSelector(Wrapper):
             Selection(jnp.where(first, whole, 0), first), units * stripes.parts, unit
         )
         return DealtSelection(*tokens, mine)
+
+
+@dataclass(frozen=True)
+class StripedParis(StripedSelector):
+    """`Paris` on one device of a context axis: it has the codes of its stripes, and the counts
+    of the whole history.
+
+    Votes follow from the counts, so each device finds those of its own keys. The candidates are
+    the same as on a single device: devices exchange how many keys have how many votes, and each
+    reranks its own candidates.
+    """
+
+    selector: Paris
+
+    def append(self, ix: ParisIndex, k: Array, at: Array, count: Array) -> ParisIndex:
+        """Encodes all keys of the chunk on every device, counts their patterns, and stores the
+        device's own keys.
+        """
+        paris, stripes = self.selector, self.stripes
+        room = Directions(
+            *(jnp.zeros((*a.shape[:2], k.shape[2], *a.shape[3:]), a.dtype) for a in ix.codes)
+        )
+        chunk = paris.append(ix._replace(codes=room), k, jnp.zeros_like(at), count)
+        parts = zip(ix.codes, chunk.codes, strict=True)
+        written = (
+            write(a, stripes.own(b), at // stripes.parts, count // stripes.parts)
+            for a, b in parts
+        )
+        return chunk._replace(codes=Directions(*written))
+
+    def truncate(self, ix: ParisIndex, count: Array) -> ParisIndex:
+        own = self.selector.truncate(ix, count // self.stripes.parts)
+        return self.selector._counted(own.codes, lax.psum(own.counts, self.stripes.axis))
+
+    def score_own(self, ix: ParisIndex, q: Array, *, logits: Logits) -> Array:
+        return self._score_seen(
+            ix, q, 0, self.stripes.owned(self.selector._length(ix.counts)), logits=logits
+        )
+
+    def score_visible(
+        self, ix: ParisIndex, q: Array, candidates: Candidates, *, logits: Logits
+    ) -> Array:
+        if (window := candidates.window) is None:
+            return self.score(ix, q, logits=logits)
+        paris, (B, _, S, _) = self.selector, ix.codes.signs.shape
+        bounds = (jnp.broadcast_to(jnp.asarray(x, jnp.int32), (B,)) for x in candidates.span)
+        start, stop = (self.stripes.owned(x) for x in bounds)
+        slot = (
+            start[:, None]
+            + jnp.arange(min(self.stripes.max_tokens(window), S), dtype=jnp.int32)[None]
+        )
+        counts = paris._tally(
+            jnp.zeros_like(ix.counts), take_rows(ix.codes.signs, slot), slot < stop[:, None]
+        )
+        visible = paris._counted(ix.codes, lax.psum(counts, self.stripes.axis))
+        return self.stripes.gather(self._score_seen(visible, q, start, stop, logits=logits), 1)
+
+    def select(
+        self, ix: ParisIndex, q: Array, candidates: Candidates, *, logits: Logits
+    ) -> Selection | PackedSelection:
+        if candidates.window is not None:
+            return Selector.select(self, ix, q, candidates, logits=logits)
+        return super().select(ix, q, candidates, logits=logits)
+
+    def _score_seen(
+        self, ix: ParisIndex, q: Array, start: Array | int, stop: Array, *, logits: Logits
+    ) -> Array:
+        """`Paris.score` of this device's keys, in a history of the slots [start, stop) of each
+        device.
+        """
+        paris, votes = self.selector, self.selector._votes(ix, q)
+        B, K, G, S = votes.shape
+        slot = jnp.arange(S, dtype=jnp.int32)[None]
+        seen = (slot >= jnp.reshape(jnp.asarray(start, jnp.int32), (-1, 1))) & (
+            slot < stop[:, None]
+        )
+        marks = jnp.where(seen[:, None, None], votes + jnp.uint8(1), jnp.uint8(0))
+        room = paris.room(S * self.stripes.parts)
+        levels = ix.limits.shape[1] * ix.codes.subspaces + 1
+        count = share_of_highest(marks, jnp.minimum(ix.candidates, room), levels, self.stripes)
+        lists = ops.most_voted(  # the list of each head has its own length
+            marks.reshape(B * K, 1, G, S),
+            jnp.full(B * K, S, jnp.int32),
+            count.reshape(B * K, G),
+            min(room, S),
+        )
+        listed = PackedSelection(lists.slots.reshape(B, K, G, -1), lists.found.reshape(B, K, G))
+        return paris._with_estimates(ix, q, votes, listed, logits=logits)
+
+
+@split_selector.register
+def _(selector: Paris, stripes: Stripes) -> StripedParis:
+    return StripedParis(selector, stripes)
+
+
+@split_selector.register
+def _(selector: SignPlane, stripes: Stripes) -> Selector:
+    raise ValueError(
+        f"{selector} reads the codes of the store, which a split context cannot give; use kvjax.Fier()"
+    )
+
+
+@split_selector.register
+def _(selector: PrefixedSelector, stripes: Stripes) -> Selector:
+    raise ValueError(PREFIXES)
 
 
 def log_sum_in_one_pass(parts: Sequence[tuple[Array, Array]]) -> Array:

@@ -5,8 +5,9 @@ a part of the history.
     device                              0  |  1  |  0  |  1  |  0  | ...      2 devices
 
 Stripes go to the devices in turn, so all hold the same number of tokens. A policy's store and
-selector are replaced by `StripedStore` and `StripedSelector`, which take slots of the whole
-history and keep the stripes of their device. Each device attends to its own tokens, and the
+selector are replaced by `StripedStore` and `StripedSelector` (`stores.split_store`,
+`selectors.split_selector`), which take slots of the whole history and keep the stripes of their
+device. Each device attends to its own tokens, and the
 parts merge by their log-sum-exp; it offers its best units as pairs of score and place, and
 counts how many of its own are among the best of all, as one device would select.
 
@@ -29,6 +30,7 @@ from jax import Array, lax
 from kvjax.numerics.partial import PartialAttention
 
 Axis: TypeAlias = str | tuple[str, ...]
+PREFIXES = "a Placement cannot split the tokens of rows that share prefixes; split only rows and heads (batch, heads)"
 
 
 @dataclass(frozen=True)
