@@ -32,7 +32,18 @@ from decode_step import cudnn, kvjax_step, random_pair, through, turning
 from device_time import bytes_per_us
 from host_steps import queries
 from jax import Array
-from layers import LAYER, SMALL_LAYER, clock, names, numbers, options, out_of, parse, save, show
+from layers import (
+    LAYER,
+    SMALL_LAYER,
+    clock,
+    names_of,
+    numbers,
+    options,
+    out_of,
+    parse,
+    save,
+    show,
+)
 
 import kvjax
 from kvjax import CacheSpec, presets
@@ -188,7 +199,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser = options(__doc__, "compared.json", calls=20)
     parser.add_argument("--lengths", type=numbers, default=[32768, 131072])
     parser.add_argument("--batches", type=numbers, default=[1])
-    parser.add_argument("--methods", type=names, default=METHODS)
+    parser.add_argument("--methods", type=names_of(METHODS + MORE), default=METHODS)
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument(
         "--chunk", type=int, default=4096, help="tokens of the prompt in a call"

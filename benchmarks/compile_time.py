@@ -1,7 +1,7 @@
 """How long a decode step takes to trace, and a decode loop of 32 layers to trace and compile,
 on CPU.
 
-    python benchmarks/compile_time.py [--methods fier,pariskv] [--trees before=DIR,after=.]
+    python benchmarks/compile_time.py [--methods fier pariskv] [--trees before=DIR,after=.]
     [--repeats 3] [--out FILE]
 
 A step writes one token to a layer and attends. The loop is a `fori_loop` over tokens, with all
@@ -155,7 +155,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--methods", type=lambda text: text.split(","), default=list(METHODS))
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument(
         "--trees",
         default=f"this={ROOT}",

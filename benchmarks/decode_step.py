@@ -42,6 +42,7 @@ from layers import (
     floor_us,
     implementation,
     names,
+    names_of,
     numbers,
     options,
     out_of,
@@ -214,7 +215,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser = options(__doc__, "decode_step.json", calls=20)
     parser.add_argument("--lengths", type=numbers, default=list(LENGTHS))
     parser.add_argument("--batches", type=numbers, default=list(BATCHES))
-    parser.add_argument("--methods", type=names, default=METHODS)
+    parser.add_argument("--methods", type=names_of(METHODS), default=METHODS)
     parser.add_argument("--implementations", type=names, default=["default", "kernels", "xla"])
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument(

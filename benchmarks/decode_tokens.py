@@ -31,7 +31,7 @@ from layers import (
     SMALL_LAYER,
     clock,
     floor_us,
-    names,
+    names_of,
     numbers,
     options,
     out_of,
@@ -122,7 +122,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--lengths", type=numbers, default=[131072])
     parser.add_argument("--batches", type=numbers, default=[1])
     parser.add_argument("--tokens", type=numbers, default=[1, 2, 4, 8, 16])
-    parser.add_argument("--methods", type=names, default=METHODS)
+    parser.add_argument("--methods", type=names_of(METHODS), default=METHODS)
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument(
         "--alike", type=lambda text: [float(part) for part in text.split(",")], default=[0.0]

@@ -48,7 +48,7 @@ import throughput
 from device_time import bytes_per_us
 from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
-from layers import implementation, out_of, save, show
+from layers import implementation, names_of, out_of, save, show
 
 import kvjax
 from kvjax import PerLayer, Placement, presets
@@ -314,9 +314,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--methods", type=lambda text: text.split(","), default=["full", "fier"]
-    )
+    parser.add_argument("--methods", type=names_of(CHECKED), default=["full", "fier"])
     parser.add_argument(
         "--placements",
         type=lambda text: text.split(","),

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import throughput
 from jax import Array
 from jax.tree_util import register_dataclass
-from layers import out_of, show
+from layers import names_of, out_of, show
 from measured import write_rows
 
 from kvjax import CacheSpec, Full, PerLayer, presets
@@ -130,7 +130,7 @@ def main(args: Sequence[str] | None = None) -> None:
         action="store_true",
         help="the largest batch that fits, in place of --batches",
     )
-    parser.add_argument("--methods", type=lambda text: text.split(","), default=list(METHODS))
+    parser.add_argument("--methods", type=names_of(METHODS), default=list(METHODS))
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument(
         "--prompt",

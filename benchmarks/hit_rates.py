@@ -25,6 +25,7 @@ import measured
 import numpy as np
 from claims.live import capture_generated
 from jax import Array, lax
+from layers import names_of
 from measured import write_rows
 
 from kvjax import models, ops, presets
@@ -140,7 +141,7 @@ def main(args: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--steps", type=int, default=96)
     parser.add_argument("--budget", type=int, default=128)
-    parser.add_argument("--methods", type=lambda text: text.split(","), default=list(POLICIES))
+    parser.add_argument("--methods", type=names_of(POLICIES), default=list(POLICIES))
     parser.add_argument("--dtype", default=default_dtype())
     parser.add_argument(
         "--out", type=Path, default=Path(__file__).parent / "results" / "hit_rates.json"

@@ -28,7 +28,17 @@ import jax.numpy as jnp
 import numpy as np
 from decode_step import kvjax_step, random_pair, turning
 from jax import Array, lax
-from layers import clock, implementation, names, numbers, options, out_of, parse, save, show
+from layers import (
+    clock,
+    implementation,
+    names_of,
+    numbers,
+    options,
+    out_of,
+    parse,
+    save,
+    show,
+)
 from throughput import fill
 
 import kvjax
@@ -129,7 +139,7 @@ def main(args: Sequence[str] | None = None) -> None:
     reals: Callable[[str], list[float]] = lambda text: [float(part) for part in text.split(",")]  # noqa: E731
     parser.add_argument("--lengths", type=numbers, default=[131072])
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--methods", type=names, default=["fier"])
+    parser.add_argument("--methods", type=names_of(presets.REGISTRY), default=["fier"])
     parser.add_argument(
         "--hot", type=numbers, default=[4096, 8192], help="tokens of the hot set; 0: none"
     )

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import throughput
-from layers import out_of, save, show
+from layers import names_of, out_of, save, show
 from ttft import METHODS, flops
 
 import kvjax
@@ -109,9 +109,10 @@ def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names: Callable[[str], list[str]] = lambda text: text.split(",")  # noqa: E731
     parser.add_argument(
-        "--methods", type=names, default=["full", "fier", "quest", "pariskv", "logquant"]
+        "--methods",
+        type=names_of(METHODS),
+        default=["full", "fier", "quest", "pariskv", "logquant"],
     )
     parser.add_argument("--length", type=int, default=1 << 20)
     parser.add_argument("--chunk", type=int, default=1 << 15)

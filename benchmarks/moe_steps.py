@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from decode_step import policies
 from device_time import bytes_per_us
 from flax import nnx
-from layers import clock, floor_us, names, options, out_of, parse, save, show
+from layers import clock, floor_us, names, names_of, options, out_of, parse, save, show
 from throughput import fill
 
 import kvjax
@@ -172,7 +172,9 @@ def by_kind(model: models.Decoder, cache: Any, token: Any, steps: int) -> dict[s
 def main(args: Sequence[str] | None = None) -> None:
     parser = options(__doc__, "moe_steps.json", calls=4)
     parser.add_argument("--shapes", type=names, default=list(SHAPES))
-    parser.add_argument("--methods", type=names, default=["full", "fier"])
+    parser.add_argument(
+        "--methods", type=names_of(policies(budget=2048)), default=["full", "fier"]
+    )
     parser.add_argument(
         "--parts", action="store_true", help="also count kernels, and time them by kind"
     )

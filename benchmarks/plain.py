@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from compared import filled, policy_of
 from decode_step import by_hand, kvjax_step, random_pair, through
 from jax import Array
-from layers import LAYER, clock, names, numbers, options, out_of, save, show
+from layers import LAYER, clock, names_of, numbers, options, out_of, save, show
 from throughput import fill
 
 import kvjax
@@ -135,7 +135,9 @@ def state_of(
 def main(args: Sequence[str] | None = None) -> None:
     parser = options(__doc__, "plain.json", calls=9)
     parser.add_argument("--lengths", type=numbers, default=[8192, 32768, 131072])
-    parser.add_argument("--methods", type=names, default=[*SELECT, *ATTEND, *HELD])
+    parser.add_argument(
+        "--methods", type=names_of([*SELECT, *ATTEND, *HELD]), default=[*SELECT, *ATTEND, *HELD]
+    )
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument(
         "--prompt", type=int, default=8192, help="most tokens of a prompt with queries"

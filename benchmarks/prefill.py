@@ -22,7 +22,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from layers import clock, keep_counts, names, numbers, options, out_of, parse, save, show
+from layers import (
+    clock,
+    keep_counts,
+    names_of,
+    numbers,
+    options,
+    out_of,
+    parse,
+    save,
+    show,
+)
 from throughput import SHAPES, fill, random_model
 
 import kvjax
@@ -102,7 +112,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--lengths", type=numbers, default=[32768, 131072])
     parser.add_argument("--batches", type=numbers, default=[1])
     parser.add_argument(
-        "--methods", type=names, default=list(POLICIES), help="full comes first"
+        "--methods", type=names_of(POLICIES), default=list(POLICIES), help="full comes first"
     )
     given = parse(parser, args)
     small = SMALL if given.quick else {}

@@ -22,7 +22,18 @@ import jax
 import jax.numpy as jnp
 from decode_step import random_pair
 from jax import Array, lax
-from layers import LAYER, SMALL_LAYER, clock, names, numbers, options, out_of, parse, save, show
+from layers import (
+    LAYER,
+    SMALL_LAYER,
+    clock,
+    names_of,
+    numbers,
+    options,
+    out_of,
+    parse,
+    save,
+    show,
+)
 from throughput import fill
 
 import kvjax
@@ -144,7 +155,7 @@ def main(args: Sequence[str] | None = None) -> None:
     parser.add_argument("--lengths", type=numbers, default=[131072])
     parser.add_argument("--batches", type=numbers, default=[1, 8])
     parser.add_argument("--shares", type=numbers, default=[1, 2, 4])
-    parser.add_argument("--methods", type=names, default=list(METHODS))
+    parser.add_argument("--methods", type=names_of(METHODS), default=list(METHODS))
     parser.add_argument("--budget", type=int, default=2048)
     given = parse(parser, args)
     shape = SMALL_LAYER if given.quick else LAYER

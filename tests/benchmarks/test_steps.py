@@ -32,6 +32,34 @@ def scripts(monkeypatch):
         del sys.modules[name]
 
 
+@pytest.mark.parametrize(
+    "script",
+    [
+        "compared",
+        "compile_time",
+        "decode_step",
+        "decode_tokens",
+        "devices",
+        "end_to_end",
+        "hit_rates",
+        "host_steps",
+        "million",
+        "moe_steps",
+        "plain",
+        "prefill",
+        "shared",
+    ],
+)
+def test_a_method_of_an_unknown_name_is_refused(scripts, capsys, script):
+    """It would be timed as another one, under that name."""
+    with pytest.raises(SystemExit) as ended:
+        scripts(script).main(["--methods", "fierr"])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "fierr" in said
+    assert "fier, " in said or "'fier'" in said
+
+
 def tokens(key, B, heads):
     return jax.random.normal(jax.random.key(key), (B, 1, heads, 16))
 
