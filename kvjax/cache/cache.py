@@ -25,6 +25,7 @@ from jax.tree_util import register_dataclass
 
 from kvjax.memory import Bytes, commit_together, nbytes, on_host
 from kvjax.policies import Compressed, Full, PerLayer, Policy, Recurrent
+from kvjax.policies.contract import check_contract
 from kvjax.policies.zones import SelectedZones
 from kvjax.sharding.placement import (
     Placement,
@@ -243,6 +244,7 @@ def init_layer(
         )
     _check_policy("init_layer(policy=...)", policy)
     _check_spec("init_layer(spec=...)", spec)
+    check_contract(policy, spec)
     if spec.value_dim is not None and not _takes_value_dim(policy):
         raise ValueError(
             f"CacheSpec(value_dim={spec.value_dim}, head_dim={spec.head_dim}): only kvjax.Full, and kvjax.Retrieval "

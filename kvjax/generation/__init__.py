@@ -2,6 +2,7 @@
 ended.
 """
 
+from kvjax.generation.callables import as_model
 from kvjax.generation.prefilling import Model, chunk_size, prefill
 from kvjax.generation.prompt_inputs import right_padded
 from kvjax.generation.spec_prefill import SpecPrefill
@@ -24,6 +25,7 @@ __all__ = [
     "Model",
     "SpecPrefill",
     "Stream",
+    "as_model",
     "chunk_size",
     "compile_ahead",
     "decode",

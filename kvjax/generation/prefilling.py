@@ -27,6 +27,7 @@ from kvjax.cache.cache import (
     with_gaps,
 )
 from kvjax.compiling import Program
+from kvjax.generation.callables import as_model
 from kvjax.generation.prompt_inputs import check_ids, check_model_cache
 from kvjax.memory import QUICK, commit_together, on_host
 from kvjax.numerics.partial import Logits
@@ -75,7 +76,8 @@ class Layered(Protocol):
 
 
 class Model(Protocol):
-    """The interface of a model for generation: a callable pytree that jit takes as an argument.
+    """The interface of a model for generation: a pytree that can be called, or any callable
+    (`kvjax.generation.as_model`).
 
     `steps` is needed for drafts, `exact` for those of `SelfDraft`, `info` for `measure` and
     `positions` for `SpecPrefill`; everything else works without.
@@ -187,6 +189,7 @@ def prefill(
         or keeps no plain keys on the device, or with `lengths` that are traced.
     """
     check_model_cache(model, cache, () if positions is None else ("positions",))
+    model = as_model(model)
     if sparse_prompt is not None and not check_sparse(cache, sparse_prompt):
         sparse_prompt = None
     # On the host if possible: slices of a prompt are then not compiled as programs.

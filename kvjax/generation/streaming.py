@@ -38,6 +38,7 @@ from jax.typing import ArrayLike
 
 from kvjax.cache.cache import Cache, attending, raise_on_overflow
 from kvjax.compiling import Program, compile_clock
+from kvjax.generation.callables import as_model
 from kvjax.generation.drafts import Draft, SelfDraft, Speculation, check_draft
 from kvjax.generation.loops import (
     PAD,
@@ -201,6 +202,7 @@ def decode(
     batch.
     """
     check_model_cache(model, cache, _keywords(measure, None))
+    model = as_model(model)
     B = cache.spec.batch
     if logits.ndim != 2 or logits.shape[0] != B:
         raise ValueError(
@@ -314,6 +316,7 @@ def stream(
     token takes a little longer.
     """
     check_model_cache(model, cache, _keywords(measure, draft))
+    model = as_model(model)
     block = require_int("block", block, at_least=1)
     tokens, lengths = pad_prompt(prompt, lengths, rows=cache.spec.batch)
     if tokenizer is not None and cache.spec.batch != 1:
@@ -608,6 +611,8 @@ def warm_up(
     """
     report = progress or (lambda *_: None)
     report(0, 2, "for the prompt")
+    check_model_cache(model, cache, _keywords(measure, draft))
+    model = as_model(model)
     max_new_tokens = require_int("max_new_tokens", max_new_tokens, at_least=1)
     B = cache.spec.batch
     one, drafter = np.ones((B,), np.int32), None

@@ -26,7 +26,7 @@ from kvjax.policies.zones import SelectedZones, Visible, ZonedState
 from kvjax.selectors import Candidates, Selector
 from kvjax.sharding.context import Axis
 from kvjax.sharding.context.selectors import split_selector
-from kvjax.spec import CacheSpec, keep_ints
+from kvjax.spec import CacheSpec, keep_ints, require_int
 from kvjax.stores import Dense, Store
 from kvjax.stores.demotion import Buffer, Demotion, Fifo
 from kvjax.stores.hot import HotBlock
@@ -88,7 +88,8 @@ class Retrieval(SelectedZones):
                 f"budget={self.budget} is below sink + local = {self.sink} + {self.local}, which every step attends "
                 f"to; raise the budget to at least {self.sink + self.local}, or lower sink and local"
             )
-        unit = self.selector.unit
+        name = type(self.selector).__name__
+        unit = require_int(f"{name}.unit", self.selector.unit, at_least=1)
         if self.demote.leave % unit:
             raise ValueError(
                 f"{self.selector} scores pages of {unit} tokens, but {self.demote} has chunks of {self.demote.leave}; "

@@ -38,6 +38,7 @@ from jax import Array
 
 from kvjax.cache.cache import Cache
 from kvjax.generation import prefilling
+from kvjax.generation.callables import as_model
 from kvjax.generation.loops import PAD, ROOM, Flat, FlatLayers, decode_loop
 from kvjax.generation.processors import Processors, check_processors
 from kvjax.generation.prompt_inputs import (
@@ -156,6 +157,7 @@ class Engine:
                 "slots and capacity are for a checkpoint; make the cache of a model with kvjax.init"
             )
         check_model_cache(model, cache)
+        model = as_model(model)
         if np.any(on_host(cache.length)):
             raise ValueError(
                 "Engine takes an empty cache, whose rows are its slots; this one holds tokens"

@@ -124,6 +124,49 @@ def recall_grows_with_budget(policy: Policy, spec: CacheSpec) -> None:
         before, selected = mass, members
 
 
+def outstanding_key_is_read(policy: Policy, spec: CacheSpec) -> None:
+    """A step reads the stored token whose key points along its query and is by far the longest, in
+    every row and KV head.
+
+    A selector that indexes keys at other slots than their own, or scores other units, misses it.
+    """
+    require(selects(policy), "the policy selects nothing (no `selector` with a `budget`)")
+    require(
+        has_history(policy),
+        "the policy has no history of chunks (the fields `store`, `demote` and `local`)",
+    )
+    inner = core(policy)
+    always = sink(policy) + inner.local + getattr(inner, "beside", 0)
+    require(inner.budget > always, "the budget has no room for a selection")
+    tokens, lengths = random_tokens(spec, 23), ragged_lengths(policy, spec)
+    rng = np.random.default_rng(23)
+    places = np.zeros((spec.batch, spec.kv_heads), int)
+    for b, n in enumerate(lengths):
+        history = [position for chunk in zones(policy, spec, n)[0] for position in chunk]
+        require(
+            bool(history), f"a row of {n} tokens has no history yet; give a larger capacity"
+        )
+        for head in range(spec.kv_heads):
+            places[b, head] = rng.choice(history)
+            query = rng.standard_normal(spec.head_dim)
+            group = slice(head * spec.group, (head + 1) * spec.group)
+            tokens.q[b, n : n + 2, group] = query
+            longest = np.linalg.norm(tokens.k[b, :, head].astype(np.float64), axis=-1).max()
+            tokens.k[b, places[b, head], head] = 4 * longest * query / np.linalg.norm(query)
+
+    cache, _ = fill(new_cache(policy, spec), tokens, lengths)
+    # A policy that attends to what the step before recalled has it at the second step.
+    for i in range(2):
+        _, cache, info = step(cache, tokens, lengths + i)
+    require(info.positions is not None, "the policy's Info has no positions")
+    positions = np.asarray(info.positions)
+    for b, head, part in np.ndindex(*positions.shape[:3]):
+        place = places[b, head]
+        assert place in positions[b, head, part], (
+            f"row {b}, KV head {head}: the token at position {place} is not read, though its key is by far the best"
+        )
+
+
 def _check_selection(selection: Selection | None, cache: LayerCache) -> None:
     assert selection is not None
     st = core_state(cache.state)

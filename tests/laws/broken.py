@@ -356,6 +356,8 @@ CAUGHT: list[tuple[str, str]] = [
     ("selects by slot", "order_of_chunks_does_not_matter"),
     ("reads other slots than it is given", "three_calls_equal_a_step"),
     ("tells a slot twice", "selected_slots_are_valid_and_unique"),
+    ("selects other tokens at each budget", "outstanding_key_is_read"),
+    ("changes the state", "verbs_keep_their_contract"),
     ("selects other tokens at each budget", "recall_grows_with_budget"),
     ("evicts the newest", "budget_bounds_what_is_held"),
     ("reads half of what it holds", "step_attends_to_what_is_held"),

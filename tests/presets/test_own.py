@@ -37,8 +37,8 @@ class MeanKey(kvjax.Selector):
         new = k.astype(jnp.float32).reshape(B, K, T // self.unit, self.unit, D).mean(axis=3)
         return write(means, new, at // self.unit, count // self.unit)
 
-    def score(self, means, q, *, scale):
-        return scale * jnp.einsum("bkgd,bkud->bkgu", q.astype(jnp.float32), means)
+    def score(self, means, q, *, logits):
+        return logits.of(jnp.einsum("bkgd,bkud->bkgu", q.astype(jnp.float32), means))
 
 
 @dataclass(frozen=True)
@@ -280,7 +280,7 @@ def test_results_of_a_method_are_known_by_the_code_of_its_file(folder: Path) -> 
     first = own_digest(presets.parse("mine.py:policy"))
     assert first
     assert own_digest(presets.parse("fier")) == own_digest(None) == ""
-    (folder / "mine.py").write_text(MINE.replace("scale * jnp", "2 * scale * jnp"))
+    (folder / "mine.py").write_text(MINE.replace("return logits.of", "return -logits.of"))
     os.utime(folder / "mine.py", ns=(1, 1))
     changed = own_digest(presets.parse("mine.py:policy"))
     assert changed != first
