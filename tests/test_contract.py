@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 import kvjax
+import kvjax.testing
 from kvjax.numerics.blocks import write
 from kvjax.numerics.partial import PartialAttention
 from kvjax.numerics.selection import Selection
@@ -386,3 +388,135 @@ def test_first_mistake_names_class_verb_got_and_wanted(row: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
         kvjax.init_layer(make(), SPEC)
     assert "\n" not in str(error.value)
+
+
+# ------------------------------------------------------------------------------- mistakes that only values show
+
+SMALL = kvjax.CacheSpec(
+    batch=2, q_heads=4, kv_heads=2, head_dim=16, capacity=140, dtype="float32"
+)
+
+
+def reverse(scores: Any) -> Any:
+    return scores[..., ::-1]
+
+
+@dataclass(frozen=True)
+class Lossy(Rounded):
+    """Says that it returns keys and values unchanged, but rounds them."""
+
+    def append(self, st: Any, k: Any, v: Any, count: Any) -> Any:
+        return kvjax.Dense.append(self, st, *super().decoded(k, v), count)
+
+    def decoded(self, k: Any, v: Any) -> Any:
+        return k, v
+
+
+class Anew(MeanKey):
+    """No dataclass of its own: copies are not told apart by `weight`."""
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = object.__hash__
+
+
+class Garbage(kvjax.Dense):
+    """Attends to slots that hold nothing yet."""
+
+    def attend(self, st: Any, q: Any, start: Any, *, logits: Any) -> Any:
+        whole = dataclasses.replace(st, count=jnp.full_like(st.count, st.slots))
+        return super().attend(whole, q, start, logits=logits)
+
+    attend_with = kvjax.Store.attend_with
+    attend_chunk = kvjax.Store.attend_chunk
+
+
+SILENT: dict[str, tuple[Any, str, str]] = {
+    "scores of the units in reverse": (
+        lambda: selecting(changed(MeanKey, **mapped("score", reverse))),
+        "outstanding_key_is_read",
+        r"is not read, though its key is by far the best; look at Mine.append, Mine.score",
+    ),
+    "distances, which are small for good keys": (
+        lambda: selecting(changed(MeanKey, **mapped("score", jnp.negative))),
+        "outstanding_key_is_read",
+        "look at Mine.append, Mine.score",
+    ),
+    "an index that is written from slot 0 each time": (
+        lambda: selecting(
+            changed(
+                MeanKey,
+                append=lambda self, ix, k, at, count: MeanKey.append(
+                    self, ix, k, 0 * at, count
+                ),
+            )
+        ),
+        "outstanding_key_is_read",
+        "look at Mine.append, Mine.score",
+    ),
+    "an index at tokens' places where units' are": (
+        lambda: selecting(
+            changed(
+                MeanKey,
+                append=lambda self, ix, k, at, count: MeanKey.append(
+                    self, ix, k, 8 * at, count
+                ),
+            )
+        ),
+        "outstanding_key_is_read",
+        "look at Mine.append, Mine.score",
+    ),
+    "queries of other heads": (
+        lambda: selecting(
+            changed(
+                MeanKey,
+                score=lambda self, ix, q, logits: MeanKey.score(
+                    self, ix, jnp.roll(q, 1, axis=1), logits=logits
+                ),
+            )
+        ),
+        "outstanding_key_is_read",
+        "look at Mine.append, Mine.score",
+    ),
+    "a store that changes keys and says it does not": (
+        lambda: kvjax.Retrieval(
+            selector=kvjax.Fier(group=16),
+            store=Lossy(),
+            budget=32,
+            sink=0,
+            local=8,
+            demote=kvjax.Fifo(leave=16),
+        ),
+        "budget_of_all_is_dense_attention",
+        r"differs by .*; look at Lossy.append, Lossy.gather, Lossy.decoded",
+    ),
+    "a store that attends to empty slots": (
+        lambda: storing(Garbage()),
+        "slots_past_count_do_not_matter",
+        "look at Garbage.attend, Garbage.gather",
+    ),
+    "a selector that equals itself alone": (
+        lambda: selecting(Anew()),
+        "policy_is_a_value",
+        "an unchanged copy does not equal the policy; look at Anew.__eq__ and __hash__",
+    ),
+    "an evictor that looks at another row": (
+        lambda: evicting(
+            changed(KeyNorm, **mapped("worth", lambda worth: jnp.roll(worth, 1, 0)))
+        ),
+        "row_ignores_other_rows",
+        "look at Mine.worth",
+    ),
+}
+
+
+@pytest.mark.parametrize("row", SILENT)
+def test_a_law_finds_a_silent_mistake_and_names_the_verb(row: str) -> None:
+    make, law, message = SILENT[row]
+    policy = make()
+    kvjax.init_layer(policy, SMALL)  # the forms are right
+    assert law in kvjax.testing.FIRST
+    report = kvjax.testing.check_policy(policy, SMALL, laws=[law])
+    assert report[law].outcome == "failed", report
+    assert re.search(message, report[law].reason), report[law].reason

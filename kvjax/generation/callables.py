@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -31,10 +32,9 @@ class Code:
 
     def __init__(self, value: Any) -> None:
         self.value = value
-        try:
+        self._hash: int | None = None
+        with suppress(TypeError):
             self._hash = hash(value)
-        except TypeError:
-            self._hash = None
 
     def __hash__(self) -> int:
         return id(self.value) if self._hash is None else self._hash

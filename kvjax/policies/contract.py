@@ -210,8 +210,9 @@ def _check_store(
         _require_floats(store, "decoded", array, like.shape, "as the keys and values it got")
     if not selects:
         return
-    chosen = Shape((B, K, 1, page), jnp.int32)
-    selection = Selection(chosen, Shape(chosen.shape, jnp.bool_))
+    chosen: Any = Shape((B, K, 1, page), jnp.int32)
+    valid: Any = Shape(chosen.shape, jnp.bool_)
+    selection = Selection(chosen, valid)
     rows = _call(store, "gather", st, selection)
     if not isinstance(rows, tuple) or len(rows) != 2:
         raise _wrong(store, "gather", rows, "the keys and values of the selected slots")
@@ -416,7 +417,8 @@ def _first_line(error: Exception) -> str:
 
 def _require_same(part: Any, verb: str, got: Any, wanted: Any, whence: str) -> None:
     """Raises ValueError unless a verb returns arrays like those of `wanted`, in the same form."""
-    if jax.tree.structure(got) != jax.tree.structure(wanted):
+    form: Any = jax.tree.structure(got)
+    if form != jax.tree.structure(wanted):
         raise _wrong(part, verb, got, f"what {whence}: {_described(wanted)}")
     paths = jax.tree_util.tree_leaves_with_path(wanted)
     for (path, leaf), other in zip(paths, jax.tree.leaves(got), strict=True):

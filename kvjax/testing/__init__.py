@@ -38,9 +38,10 @@ with naming_absent("kvjax.testing"):
         _storing,
     )
     from kvjax.testing._anatomy import DoesNotApply, core, has_history
+    from kvjax.testing._blame import blamed
     from kvjax.testing._report import Report, Row
 
-__all__ = ["LAWS", "Report", "Row", "check_policy"]
+__all__ = ["FIRST", "LAWS", "Report", "Row", "check_policy"]
 
 # Every public function of these modules is a law; those that find the most common faults come
 # first. It returns if the law holds, raises AssertionError if it does not, and DoesNotApply
@@ -63,6 +64,19 @@ FUNCTIONS: dict[str, Callable[[Policy, CacheSpec], None]] = {
     and law.__module__ == module.__name__
     and not name.startswith("_")
 }
+FIRST = (
+    "verbs_keep_their_contract",
+    "policy_is_a_value",
+    "budget_of_all_is_dense_attention",
+    "prefill_equals_prefill_then_updates",
+    "slots_past_count_do_not_matter",
+    "row_ignores_other_rows",
+    "truncate_gives_the_shorter_prompt",
+    "budget_bounds_what_is_held",
+    "outstanding_key_is_read",
+)
+"""The laws to begin with: those that find the first mistakes in a part of your own, and do not
+take long."""
 LAWS: dict[str, str] = {
     name: inspect.cleandoc(law.__doc__ or "") for name, law in FUNCTIONS.items()
 }
@@ -79,7 +93,9 @@ def check_policy(
     """Runs the laws on a policy and reports which held, which failed and which do not apply.
 
     An error of the policy is a failure of the law that raised it, and the other laws still run.
-    All laws take some minutes on a CPU, most of it compiling; `laws` restricts them.
+    All laws take some minutes on a CPU, most of it compiling; `laws` restricts them, and
+    `kvjax.testing.FIRST` are those to begin with. The reason of a failure names the verbs of your
+    parts to look at.
 
     Args:
       policy: any object with the verbs of `kvjax.Policy`, for one layer.
@@ -133,10 +149,17 @@ def _run(name: str, policy: Any, spec: CacheSpec) -> Row:
     except DoesNotApply as reason:
         return Row(name, "does not apply", str(reason))
     except AssertionError as error:
-        return Row(name, "failed", str(error) or "an assertion without a message", error)
+        why = str(error) or "an assertion without a message"
+        return Row(name, "failed", why + _look_at(policy, name, error), error)
     except Exception as error:
-        return Row(name, "failed", f"{type(error).__name__}: {error}", error)
+        why = f"{type(error).__name__}: {error}"
+        return Row(name, "failed", why + _look_at(policy, name, error), error)
     return Row(name, "held")
+
+
+def _look_at(policy: Any, law: str, error: Exception) -> str:
+    verbs = blamed(policy, law, error)
+    return f"; look at {verbs}" if verbs else ""
 
 
 def _small_spec(policy: Any) -> CacheSpec:

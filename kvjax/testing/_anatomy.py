@@ -17,6 +17,11 @@ import jax
 import numpy as np
 from jax import Array
 
+from kvjax.evictors import Evictor
+from kvjax.policies import Policy
+from kvjax.selectors import Selector
+from kvjax.stores import Store
+
 
 class DoesNotApply(Exception):
     """A law needs something that the policy does not have. The message says what."""
@@ -62,10 +67,16 @@ def with_fields(policy: Any, **changes: Any) -> Any:
 
 
 def twin(policy: Any) -> Any:
-    """An equal policy that is another object."""
-    if dataclasses.is_dataclass(policy) and not isinstance(policy, type):
-        return dataclasses.replace(policy)
-    return copy.deepcopy(policy)
+    """An equal policy that is another object, of parts that are other objects."""
+    if not dataclasses.is_dataclass(policy) or isinstance(policy, type):
+        return copy.deepcopy(policy)
+    parts = {
+        f.name: twin(part)
+        for f in dataclasses.fields(policy)
+        if f.init
+        and isinstance(part := getattr(policy, f.name), Selector | Store | Evictor | Policy)
+    }
+    return dataclasses.replace(policy, **parts)
 
 
 def has_budget(policy: Any) -> bool:

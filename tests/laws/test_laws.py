@@ -177,7 +177,9 @@ def test_an_error_of_the_policy_is_a_failure_and_other_laws_run() -> None:
     report = testing.check_policy(
         NoUpdate(), SPEC, laws=["row_ignores_other_rows", "prompt_attends_causally"]
     )
-    assert report["row_ignores_other_rows"].reason == "TypeError: no update here"
+    assert report["row_ignores_other_rows"].reason == (
+        "TypeError: no update here; look at NoUpdate.update"
+    )
     assert report["prompt_attends_causally"].outcome == "held"
 
 
@@ -195,5 +197,5 @@ def test_check_policy_refuses_what_is_no_policy_or_law() -> None:
 
 
 def test_testing_has_few_public_names() -> None:
-    assert testing.__all__ == ["LAWS", "Report", "Row", "check_policy"]
+    assert testing.__all__ == ["FIRST", "LAWS", "Report", "Row", "check_policy"]
     assert all(says for says in testing.LAWS.values())
