@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
-from typing import Any, Generic, Literal, ParamSpec, TypeVar, get_args
+from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, get_args
 
 import jax
 from jax import Array, lax
@@ -67,6 +67,21 @@ class Explanation:
         return self.implementation if plain else f"{self.implementation}: {self.reason}"
 
 
+@dataclass(frozen=True)
+class Choice:
+    """What an operation runs for a call, and why."""
+
+    runs: Literal["reference", "kernel", "either"]  # "either": by platform
+    told: Explanation  # of this process
+    forced: bool = False  # operations inside of a reference run references, too
+    warning: str | None = None  # to be logged, once
+
+    @property
+    def silent(self) -> bool:
+        """True if operations inside of a reference are not explained, as a kernel runs instead."""
+        return self.told.implementation == "mosaic"
+
+
 class Op(Generic[P, R]):
     """An operation: called like its reference, with `implementation` to say what runs. Made by
     `op`.
@@ -106,71 +121,77 @@ class Op(Generic[P, R]):
         return import_module(f"kvjax.kernels_pallas.{self.kernel}") if own else self.kernel
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        bound = self._signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        given = bound.arguments
-        asked = given.pop("implementation")
-        implementation = _implementation.value if asked is None else _require(asked)
-        if implementation is None and (nowhere := runs_nowhere()):
-            if (found := _explained.get()) is not None:
-                found.append(Explanation(self.name, "xla", nowhere))
-            if self.derivative == "zero":
-                given.update(
-                    zip(
-                        self.operands,
-                        lax.stop_gradient(tuple(map(given.get, self.operands))),
-                        strict=True,
-                    )
-                )
-            return self.reference(**given)  # type: ignore[call-arg]
-        limit = nowhere = runs_nowhere() if implementation == "xla" else None
-        if not nowhere:
-            limit = self._limit(
-                self.module, SimpleNamespace(**given)
-            )  # which raises ValueError for wrong arguments
-            limit = _why_not(limit or _too_large(given)) or _why_not_in_shard_map(given)
-            if _cap(given) is not None or given.get("sinks") is not None:
-                limit = limit or self._untaken(given)
-        how = self._explain(limit, implementation)
-        if (found := _explained.get()) is not None:
-            found.append(how)
-        static = tuple(zip(self._static, map(given.pop, self._static), strict=True))
-        operands = tuple(given.values())
-        # JAX traces a branch once for each function and shapes, so equal calls share their
-        # functions.
-        build = _functions if shares_traces() else _functions.__wrapped__
-        silent = how.implementation == "mosaic"
-        run, reference, elsewhere = build(
-            self, static, silent or implementation is not None, silent
+        a = self._bind(*args, **kwargs)
+        choice = self._choose(a)
+        _record(choice)
+        return self._run(a, choice)
+
+    def _choose(self, a: SimpleNamespace) -> Choice:
+        """Returns what runs for the arguments `a`. The first that has a say decides:
+
+        1. The caller, by `implementation` or `use`: "xla" runs the reference, and "mosaic" the
+           kernel, or raises NotImplementedError if that cannot take the arguments.
+        2. The process, if it can neither run kernels nor compile them: the reference.
+        3. The arguments, if the kernel cannot take them (its own limits, 32-bit offsets, axes
+           of shard_map, a soft cap or sinks): the reference.
+        4. The kernel, if it is not yet measured: the reference.
+        5. The trace, if it is that of a program's branch for other platforms: the reference.
+        6. The platform that the program is lowered for: CUDA runs the kernel, and all others
+           the reference.
+
+        Raises ValueError for arguments that kernel and reference both refuse.
+        """
+        asked = (
+            _implementation.value if a.implementation is None else _require(a.implementation)
         )
+        nowhere = None if asked == "mosaic" else runs_nowhere()
+        limit = None if nowhere else self._limit_here(a)
+        if asked == "mosaic" and limit:
+            raise NotImplementedError(limit)
+        if asked is not None:
+            told = Explanation(self.name, asked, "asked for by name")
+            return Choice("kernel" if asked == "mosaic" else "reference", told, forced=True)
+        if nowhere:
+            return Choice("reference", Explanation(self.name, "xla", nowhere))
+
+        told = self._explain(limit)
+        if _unmeasured(self.module):
+            return Choice("reference", told)
+        if limit:
+            on_gpu = jax.default_backend() == "gpu"
+            warning = f"running the reference in plain JAX: {limit}" if on_gpu else None
+            return Choice("reference", told, warning=warning)
+        if _off_cuda.get() == get_opaque_trace_state():
+            return Choice("reference", told)
+        return Choice("either", told)
+
+    def _run(self, a: SimpleNamespace, choice: Choice) -> R:
+        static = tuple((name, getattr(a, name)) for name in self._static)
+        operands = tuple(getattr(a, name) for name in self.operands)
         if self.derivative == "zero":
             operands = lax.stop_gradient(operands)
-        if implementation == "mosaic":
-            if limit:
-                raise NotImplementedError(limit)
-            return lax.platform_dependent(
-                *operands, cuda=run
-            )  # lowered for anything else: NotImplementedError
-        if implementation == "xla" or nowhere or _unmeasured(self.module):
-            return reference(*operands)
-        if limit:
-            if jax.default_backend() == "gpu":
-                say_once(f"running the reference in plain JAX: {limit}")
-            return reference(*operands)
-        if _off_cuda.get() == get_opaque_trace_state():
-            return reference(*operands)
-        return lax.platform_dependent(*operands, cuda=run, default=elsewhere)
+        # JAX traces a branch once for each function and shapes, so equal calls share their
+        # functions.
+        build = _forms if shares_traces() else _forms.__wrapped__
+        forms = build(self, static, choice.forced or choice.silent, choice.silent)
+        if choice.runs == "reference":
+            return forms.reference(*operands)
+        if choice.runs == "kernel":  # lowered for anything else: NotImplementedError
+            return lax.platform_dependent(*operands, cuda=forms.kernel)
+        return lax.platform_dependent(*operands, cuda=forms.kernel, default=forms.elsewhere)
+
+    def _limit_here(self, a: SimpleNamespace) -> str | None:
+        """Why this process cannot run the kernel for these arguments; None if it can."""
+        limit = self._limit(self.module, a)  # which raises ValueError for wrong arguments
+        limit = _why_not(limit or _too_large(vars(a))) or _why_not_in_shard_map(vars(a))
+        return limit or self._untaken(a)
 
     def unsupported(self, *args: P.args, **kwargs: P.kwargs) -> str | None:
         """The limit of the kernel that these arguments exceed, on any machine; None if the
         kernel takes them.
         """
-        given = self._arguments(*args, **kwargs)
-        return (
-            self._limit(self.module, given)
-            or _too_large(vars(given))
-            or self._untaken(vars(given))
-        )
+        a = self._bind(*args, **kwargs)
+        return self._limit(self.module, a) or _too_large(vars(a)) or self._untaken(a)
 
     def why_not(self, *args: Any, **kwargs: Any) -> str | None:
         """Why this process runs the reference for these arguments by default; None if it runs
@@ -182,30 +203,33 @@ class Op(Generic[P, R]):
             or _unmeasured(self.module)
         )
 
-    def _untaken(self, given: dict[str, Any]) -> str | None:
+    def _untaken(self, a: SimpleNamespace) -> str | None:
         """Why the kernel does not take a soft cap or sink logits; None if it does, or there are
         none.
         """
+        logits = getattr(a, "logits", None)
+        cap = logits.cap if isinstance(logits, Logits) else None
+        if cap is None and getattr(a, "sinks", None) is None:
+            return None
         takes = getattr(self.module, "TAKES", ())
-        cap = _cap(given)
         if cap is not None and "soft caps" not in takes:
             return f"the kernel {self.name} takes no soft cap of the logits, got {cap}"
-        if given.get("sinks") is not None and "sinks" not in takes:
+        if getattr(a, "sinks", None) is not None and "sinks" not in takes:
             return f"the kernel {self.name} takes no sink logits"
         return None
 
     def run_kernel(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """The result of the kernel, whatever its limits; without a derivative."""
-        return self._mosaic(self.module, self._arguments(*args, **kwargs))
+        return self._mosaic(self.module, self._bind(*args, **kwargs))
 
-    def _arguments(self, *args: Any, **kwargs: Any) -> SimpleNamespace:
+    def _bind(self, *args: Any, **kwargs: Any) -> SimpleNamespace:
+        """The arguments by name, with defaults."""
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
         return SimpleNamespace(**bound.arguments)
 
-    def _explain(self, limit: str | None, implementation: Implementation | None) -> Explanation:
-        if implementation is not None:
-            return Explanation(self.name, implementation, "asked for by name")
+    def _explain(self, limit: str | None) -> Explanation:
+        """What this process runs by default, if the kernel has this `limit` for the arguments."""
         why = limit or _unmeasured(self.module)
         if why is None and jax.default_backend() != "gpu":
             why = f"the kernels are for GPUs; this process runs on {jax.default_backend()}"
@@ -321,6 +345,12 @@ def _set(variable: ContextVar[Any], value: Any) -> Iterator[None]:
         variable.reset(token)
 
 
+def _record(choice: Choice) -> None:
+    tell(choice.told)
+    if choice.warning:
+        say_once(choice.warning)
+
+
 def tell(how: Explanation) -> None:
     """Adds to what `explained` collects."""
     if (found := _explained.get()) is not None:
@@ -361,31 +391,39 @@ def _inside_reference(*, forced: bool, silent: bool) -> Iterator[None]:
         yield
 
 
+class Forms(NamedTuple):
+    """An operation as functions of only its operands."""
+
+    kernel: Callable[..., Any]
+    reference: Callable[..., Any]
+    elsewhere: Callable[..., Any]  # the reference where CUDA runs the kernel
+
+
 @functools.lru_cache(maxsize=1024)
-def _functions(
-    op: Op[..., R], static: tuple[tuple[str, Any], ...], forced: bool, silent: bool
-) -> tuple[Callable[..., R], Callable[..., R], Callable[..., R]]:
-    """The kernel, the reference, and the reference where CUDA runs the kernel, as functions of
-    only the operands.
+def _forms(
+    op: Op[..., Any], static: tuple[tuple[str, Any], ...], forced: bool, silent: bool
+) -> Forms:
+    """The forms of `op` with these static arguments; `forced` and `silent` as in
+    `_inside_reference`.
     """
 
-    def plain(*operands: Any) -> R:
+    def plain(*operands: Any) -> Any:
         return op.reference(**dict(zip(op.operands, operands, strict=True)), **dict(static))
 
-    reference = (
-        _inside_reference(forced=forced, silent=silent)(plain) if forced or silent else plain
-    )
+    reference = plain
+    if forced or silent:
+        reference = _inside_reference(forced=forced, silent=silent)(plain)
 
-    def elsewhere(*operands: Any) -> R:
+    def elsewhere(*operands: Any) -> Any:
         with _set(_off_cuda, get_opaque_trace_state()):
             return reference(*operands)
 
-    def mosaic(*operands: Any) -> R:
+    def mosaic(*operands: Any) -> Any:
         operands = warn_if_partitioned(op.name, operands)
         return op.run_kernel(**dict(zip(op.operands, operands, strict=True)), **dict(static))
 
-    run = with_derivative(mosaic, reference) if op.derivative == "reference" else mosaic
-    return run, reference, elsewhere
+    kernel = with_derivative(mosaic, reference) if op.derivative == "reference" else mosaic
+    return Forms(kernel, reference, elsewhere)
 
 
 def runs_nowhere() -> str | None:
@@ -422,11 +460,6 @@ def _why_not(limit: str | None) -> str | None:
     from kvjax.kernels_pallas import simt
 
     return simt.why_not() or limit
-
-
-def _cap(given: dict[str, Any]) -> float | None:
-    logits = given.get("logits")
-    return logits.cap if isinstance(logits, Logits) else None
 
 
 def _too_large(operands: Any) -> str | None:
