@@ -67,11 +67,11 @@ class Call:
     v: Array  # [B, T, K, E]
     count: Array  # i32[B] tokens that each row stores, its first ones
     step: Step  # how it attends, with `selection` and `sinks`
-    # Of decode steps: full recent blocks are flushed before a step.
+    # Decode steps flush full recent blocks first.
     flush: bool = field(default=False, metadata=STATIC)
-    # Of prompts: the cache is empty.
+    # The prompt's cache is empty.
     first_chunk: bool = field(default=False, metadata=STATIC)
-    # Of prompts: tokens past `count` may hold anything.
+    # A prompt's tokens past `count` may hold anything.
     padded: bool = field(default=False, metadata=STATIC)
 
 

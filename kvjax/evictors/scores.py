@@ -26,6 +26,13 @@ _ARRIVAL = 1.0  # evidence of a token that no step has seen: above any evidence 
 class Sliding(Evictor):
     """Keeps the first `sink` tokens and the newest: a sliding window with a sink.
 
+    After `end` tokens, of which a row has room for S, it keeps the tokens at positions
+
+        p < sink     or     p >= end - (S - sink)
+
+    `worth` is infinite for the first ones and equal for all others, of which `Evicting` evicts
+    the oldest.
+
     With `rope`, the rotary embedding of the model, tokens are numbered by their place in the
     cache: a query sees the sink directly before the window, however many tokens were evicted
     between them, and no two tokens are further apart than the length of the cache. Without it
@@ -70,7 +77,9 @@ class LogSpaced(Evictor):
     """Keeps fewer of the older tokens, spaced by the logarithm of their age; the first token
     stays.
 
-    With a budget of 3W tokens the newest 2W are adjacent. `LogSparse` thins a full block of 3W
+    The n-th thinning of 3W slots keeps slots 0, 2, 4, ..., 2W - 2 and the newest W, so a token
+    in slot s < 2W survives as many of them as s can be halved; `worth` is the number of the
+    thinning that evicts it. With a budget of 3W tokens the newest 2W are adjacent. `LogSparse` thins a full block of 3W
     tokens to 2W at once; here the same tokens are evicted one at a time, as new ones come, so
     that 3W are always kept.
 
@@ -105,13 +114,19 @@ class HeavyHitter(Evictor):
     """Keeps the newest tokens, a share `recent` of the slots, and those with the largest sum of
     attention so far.
 
-    Evidence is the softmax weight of a token, summed over all queries since it came and over
-    the query heads of its group. For a prompt this computes the product of queries and keys a
-    second time. In one of more than `queries` tokens so many queries vote, one from each of as
-    many equal parts, and the sum is scaled up. With queries=None all of them vote, as in the
-    paper, which takes several times as long as to read the prompt. In a text of 8192 tokens
+    A token s has this evidence, summed over all queries t since it came and over the query
+    heads g of its group:
+
+        evidence_s = sum_t sum_g softmax(scale * q_tg . k)_s
+
+    `see_prompt` and `see_step` add the weights of a prompt's queries and of a step's, which
+    `Evicting` computes, and `worth` is the evidence, or infinite for the newest tokens. For a
+    prompt this computes the product of queries and keys a second time. In longer prompts only
+    `queries` evenly spaced queries vote, and their sum is scaled up. With queries=None all of
+    them vote, as in the paper, which takes several times as long as to read the prompt. In a
+    text of 8192 tokens
     (SmolLM2-135M, budget 1024), what 1024 queries chose had 97.2 % of the attention of what all
-    chose; with 2048 it is 98.9 %, and with the last 1024 in place of a sample 70 %
+    chose; with 2048 it is 98.9 %, and with the last 1024 instead of a sample 70 %
     (`benchmarks/votes.py`).
 
     **Source:** H2O (Zhang et al. 2023), Algorithm 1, half heavy hitters and half recent.
@@ -156,7 +171,12 @@ class LastQuery(Evictor):
     """Evicts the token to which the newest query attends least, by the mean over all query
     heads.
 
-    All heads evict the same token.
+    A token s has this evidence, the mean over the query heads n of the layer, by the newest
+    query t:
+
+        evidence_s = mean_n softmax(scale * q_tn . k)_s
+
+    `see_step` computes the mean, and the token of least evidence is evicted, from all heads.
 
     **Source:** TOVA (Oren et al. 2024). **Differs:** for a prompt, only its last query decides,
     once.
@@ -184,10 +204,14 @@ class Observation(Evictor):
     """Keeps the tokens of a prompt that its last `window` queries attend to most, and these
     last tokens.
 
-    The weight of a token is its softmax weight, summed over the queries of the window and the
-    query heads of its group. Its vote is the largest weight of the `kernel_size` tokens around
-    it (pooling="max"), or their mean ("mean"; missing neighbours count as 0). With fewer than 2
-    `window` slots, the window is half of the slots.
+    A token s before the window has this vote, with the queries t of the window, the query
+    heads g of its group, and the `kernel_size` tokens r around it:
+
+        weight_s = sum_t sum_g softmax(scale * q_tg . k)_s     vote_s = max_r weight_r
+
+    or the mean over r (pooling="mean"; missing neighbours count as 0). `Evicting` computes the
+    weights, and `see_prompt` pools them. With fewer than 2 `window` slots, the window is half
+    of the slots.
 
     Pooling keeps the neighbours of a voted token, `kernel_size` // 2 on each side; tokens
     further away that no query has attended to yet are lost, such as the last digits of a

@@ -69,7 +69,7 @@ class Explanation:
 
 @dataclass(frozen=True)
 class Choice:
-    """What an operation runs for a call, and why."""
+    """The implementation that an operation runs for a call, and the reason."""
 
     runs: Literal["reference", "kernel", "either"]  # "either": by platform
     told: Explanation  # of this process
@@ -229,7 +229,7 @@ class Op(Generic[P, R]):
         return SimpleNamespace(**bound.arguments)
 
     def _explain(self, limit: str | None) -> Explanation:
-        """What this process runs by default, if the kernel has this `limit` for the arguments."""
+        """Explains what this process runs by default; `limit` is why the kernel cannot run."""
         why = limit or _unmeasured(self.module)
         if why is None and jax.default_backend() != "gpu":
             why = f"the kernels are for GPUs; this process runs on {jax.default_backend()}"

@@ -32,6 +32,15 @@ class Fier(Selector):
     """Scores tokens by 1-bit keys: for each channel, whether it is above the middle of its
     group of tokens.
 
+    For each channel of a group of g consecutive keys k, with their smallest and largest value:
+
+        middle = (max + min) / 2     half = (max - min) / 2     bit = (k >= middle)
+        score(q, k) = scale * q . k~     where k~ = middle + half if bit, else middle - half
+
+    `kvjax.numerics.quant.quantize_1bit` computes the first line when a chunk of keys is
+    appended, and `kvjax.ops.score_1bit` the second in each step; `kvjax.ops.select_1bit` scores
+    and selects in one kernel.
+
     Index: D/8 bytes per key for the bits and 4 D/g for scale and zero point in 16 bits; at g =
     32 and D = 128, 32 bytes per key and kv head, 1/8 of a bf16 key.
 

@@ -118,7 +118,15 @@ class _Boxes(Paged):
 @dataclass(frozen=True, kw_only=True)
 class MinMaxPages(_Boxes):
     """Scores pages of `page` tokens by the box of their smallest and largest keys, an upper
-    bound of scale * q.k.
+    bound of the logits of all keys in the page.
+
+    For each channel i of a page, over its keys k:
+
+        low_i = min k_i     high_i = max k_i
+        score(q) = scale * sum_i max(q_i low_i, q_i high_i)
+
+    `box` computes the corners when a chunk of keys is appended, and `kvjax.ops.score_pages` the
+    score in each step; `kvjax.ops.select_pages` scores and selects in one kernel.
 
     Index: 2 D/page values of the cache's dtype per key, exact; at page = 16 and D = 128 in
     bf16, 32 bytes per key and kv head, 1/8 of the key.

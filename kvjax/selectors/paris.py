@@ -66,13 +66,20 @@ class Paris(Selector):
     """Scores tokens in two stages, after one random rotation of keys and queries
     (`kvjax.numerics.rotate`).
 
-    First every key earns votes in each `subspace` of 8 channels, by how well its sign pattern
-    matches the query: 6 for a key among the best 5 % of rho n, then 5, 4, 3, 2 and 1 for 15,
-    30, 50, 75 and 100 % of it (`votes="tiers"`), or one for the best rho n ("plain"). The beta
-    n keys with the most votes are then scored by their codes, an estimate of scale * q.k in
-    f32. All others score below these, in order of their votes. beta and rho depend on the
-    length n of the row's history: .50 and .50 below 5000 tokens, .25 and .30 below 10000, .20
-    and .25 below 30000, then .10 and .20.
+    With R the rotation, and j the subspaces of 8 channels of R q and R k:
+
+        votes(q, k) = sum_j tier of (R q)_j . sign((R k)_j) among the n keys of the history
+        score(q, k) = scale * sum_j w_j (R q)_j . c_j     for the beta n keys with most votes
+
+    where c_j is the direction of (R k)_j in 4 bits a channel, and w_j a weight. `kvjax.ops.collide` counts the
+    votes, `kvjax.ops.most_voted` lists the keys with the most, and `kvjax.ops.rerank` scores
+    these; `kvjax.ops.select_4bit` reranks and selects in one kernel.
+
+    In each subspace a key has 6 votes if it is among the best 5 % of rho n, then 5, 4, 3, 2 and
+    1 for 15, 30, 50, 75 and 100 % of it (`votes="tiers"`), or one for the best rho n ("plain").
+    Keys that are not reranked score below the others, in order of their votes. beta and rho
+    depend on the length n of the row's history: .50 and .50 below 5000 tokens, .25 and .30
+    below 10000, .20 and .25 below 30000, then .10 and .20.
 
     Index: 6 bytes per 8 channels of a key, 96 at D = 128, and 1 KiB of counts per 8 channels of
     a row and kv head, 16 KiB. A step reads D/8 bytes of each slot and 3/4 D of each candidate.

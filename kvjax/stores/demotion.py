@@ -120,8 +120,12 @@ class LogSparse:
     """Moves every second token of the older two thirds to the history: the tokens that stay are
     sparser with age.
 
-    The block holds 3W tokens, W = `window`. When it is full, slots 1, 3, 5, ... of the first 2W
-    leave, one chunk of W tokens; the even ones and the newest W stay. So 2W to 3W tokens are in
+    The block holds 3W tokens, W = `window`. When it is full:
+
+        leaving = 1, 3, 5, ..., 2W - 1     staying = 0, 2, 4, ..., 2W - 2, then 2W to 3W - 1
+
+    as `leaving` and `staying` return; `Compressed` moves them, to a store such as `Quantized`.
+    So 2W to 3W tokens are in
     the block, the newest W of them adjacent (`local` may be at most W); they reach back about W
     log2 W tokens, and a row's first token never leaves.
 

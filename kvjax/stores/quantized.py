@@ -42,6 +42,14 @@ class Quantized(Store):
     """Keys and values as codes of few bits, with a scale and a zero point per group; a token is
     quantised once.
 
+    For a group x of numbers, in b bits:
+
+        zero = min x     scale = (max x - min x) / (2^b - 1)
+        code = round((x - zero) / scale)     x~ = zero + scale * code
+
+    `kvjax.numerics.quant.quantize` computes the codes, and `kvjax.ops.attend_quantized` attends
+    to x~. KIVI groups keys by channel and values by token, LogQuant too or both by token.
+
     Values are grouped by token: `value_group` channels of a token (or all, if a head has
     fewer). Keys are grouped in the same way with key_axis="token", or by channel: `key_group`
     consecutive tokens of the history per channel. Bits and group of values default to those of
